@@ -1,0 +1,20 @@
+/* The standard ABI of MPI 5 (libmpi_abi.so.1): handles are pointers, predefined ones small numbers. */
+#define ABI_NAME mpiabi
+
+#ifndef MPI_VERSION /* the check program has included the real mpi.h */
+typedef struct MPI_ABI_Comm *MPI_Comm;
+typedef struct MPI_ABI_Datatype *MPI_Datatype;
+typedef struct MPI_ABI_Op *MPI_Op;
+typedef intptr_t MPI_Aint;
+#define MPI_Status ABI_Status
+#endif
+
+typedef struct {
+  int MPI_SOURCE;
+  int MPI_TAG;
+  int MPI_ERROR;
+  int internal[5];
+} ABI_Status;
+
+#define ABI_IN_PLACE ((void *)1)
+enum { ABI_PROC_NULL = -3, ABI_UNDEFINED = -32766, ABI_MAX_ERROR_STRING = 512, ABI_ERR_TRUNCATE = 15 };

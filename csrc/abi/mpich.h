@@ -1,0 +1,26 @@
+/* MPICH 3.1 and later and its family, Intel MPI, MVAPICH and Cray included (libmpi.so.12): handles are integers. */
+#define ABI_NAME mpich
+
+#ifndef MPI_VERSION /* the check program has included the real mpi.h */
+typedef int MPI_Comm;
+typedef int MPI_Datatype;
+typedef int MPI_Op;
+typedef intptr_t MPI_Aint;
+#define MPI_Status ABI_Status
+#endif
+
+typedef struct {
+  int count_low;
+  int count_high_and_cancelled;
+  int MPI_SOURCE;
+  int MPI_TAG;
+  int MPI_ERROR;
+} ABI_Status;
+
+#define ABI_IN_PLACE ((void *)-1)
+enum {
+  ABI_PROC_NULL = -1,
+  ABI_UNDEFINED = -32766,
+  ABI_MAX_ERROR_STRING = 512,
+  ABI_ERR_TRUNCATE = 14
+};

@@ -1,0 +1,26 @@
+/* Open MPI 4 and 5 (libmpi.so.40): handles are pointers to the library's own structures. */
+#define ABI_NAME openmpi
+
+#ifndef MPI_VERSION /* the check program has included the real mpi.h */
+typedef struct ompi_communicator_t *MPI_Comm;
+typedef struct ompi_datatype_t *MPI_Datatype;
+typedef struct ompi_op_t *MPI_Op;
+typedef intptr_t MPI_Aint;
+#define MPI_Status ABI_Status
+#endif
+
+typedef struct {
+  int MPI_SOURCE;
+  int MPI_TAG;
+  int MPI_ERROR;
+  int cancelled;
+  size_t bytes;
+} ABI_Status;
+
+#define ABI_IN_PLACE ((void *)1)
+enum {
+  ABI_PROC_NULL = -2,
+  ABI_UNDEFINED = -32766,
+  ABI_MAX_ERROR_STRING = 256,
+  ABI_ERR_TRUNCATE = 15
+};

@@ -1,0 +1,96 @@
+#include "call.h"
+
+#include <inttypes.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "trace.h"
+
+ffi_error *call_fail(const struct call *call, enum ffi_error_code code, const char *format, ...) {
+  char text[2048];
+  int length = snprintf(text, sizeof text, "jaxmpi.%s", call->operation->name);
+  if (call->comm != NULL)
+    length += snprintf(text + length, sizeof text - (size_t)length, " on rank %d of %d", call->comm->rank,
+                       call->comm->size);
+  length += snprintf(text + length, sizeof text - (size_t)length, ": ");
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(text + length, sizeof text - (size_t)length, format, arguments);
+  va_end(arguments);
+  return ffi_fail(call->frame, code, text);
+}
+
+ffi_error *call_fail_mpi(const struct call *call, int code) {
+  char reason[1024] = "", given[256] = "";
+  int length = 0;
+  runtime.backend->error_text(code, reason);
+  for (int i = 0; i < call->operation->attribute_count; i++) { /* those a user knows: ranks and tags */
+    const char *name = call->operation->attribute_names[i];
+    if (strcmp(name, "comm") == 0 || strcmp(name, "op") == 0 || strcmp(name, "status") == 0) continue;
+    length += snprintf(given + length, sizeof given - (size_t)length, "; %s %" PRId64, name, call->attributes[i]);
+  }
+  if (call->dtype != NULL)
+    snprintf(given + length, sizeof given - (size_t)length, "; %" PRId64 " in and %" PRId64 " out of %s",
+             call->in_count, call->out_count, call->dtype->name);
+  return call_fail(call, FFI_INTERNAL, "%s failed: %s%s", call->function, reason, given);
+}
+
+/* What XLA hands over must be what the Python side has lowered; a difference is a mixture of two versions. */
+static ffi_error *decode_attributes(struct call *call) {
+  const ffi_attributes *given = &call->frame->attributes;
+  const struct operation *operation = call->operation;
+  if (given->size != operation->attribute_count)
+    return call_fail(call, FFI_INTERNAL, "%" PRId64 " attributes where the core expects %d: reinstall jaxmpi",
+                     given->size, operation->attribute_count);
+  for (int i = 0; i < operation->attribute_count; i++) {
+    const char *name = operation->attribute_names[i];
+    const ffi_span *span = given->names[i];
+    const ffi_scalar *scalar = given->values[i];
+    if (given->types[i] != FFI_ATTRIBUTE_SCALAR || scalar->dtype != FFI_DTYPE_S64 || span->size != strlen(name) ||
+        memcmp(span->data, name, span->size) != 0)
+      return call_fail(call, FFI_INTERNAL, "attribute %d is not the integer %s: reinstall jaxmpi", i, name);
+    memcpy(&call->attributes[i], scalar->value, sizeof(int64_t));
+  }
+  return NULL;
+}
+
+/* The first buffer of a list, if there is one before the tokens. */
+static const ffi_buffer *first(const ffi_buffers *list) {
+  if (list->size == 0) return NULL;
+  const ffi_buffer *buffer = list->buffers[0];
+  return buffer->dtype == FFI_DTYPE_TOKEN ? NULL : buffer;
+}
+
+static ffi_error *decode_buffers(struct call *call) {
+  const ffi_buffer *in = first(&call->frame->operands), *out = first(&call->frame->results);
+  const ffi_buffer *any = in != NULL ? in : out;
+  if (in != NULL) call->in = in->data, call->in_count = ffi_count(in);
+  if (out != NULL) call->out = out->data, call->out_count = ffi_count(out);
+  if (any == NULL) return NULL;
+  call->dtype = datatype_find(any->dtype);
+  if (call->dtype == NULL || !runtime.known[any->dtype])
+    return call_fail(call, FFI_UNIMPLEMENTED, "XLA's data type number %d cannot be communicated", any->dtype);
+  return NULL;
+}
+
+ffi_error *call_run(ffi_frame *frame, const struct operation *operation, const struct memory *memory) {
+  if (frame->extension != NULL && ffi_answer_metadata(frame)) return NULL;
+  if (frame->stage != FFI_STAGE_EXECUTE) return NULL;
+  struct call call = {.frame = frame, .operation = operation};
+  ffi_error *error;
+  if ((error = decode_attributes(&call)) != NULL) return error;
+  call.comm = (struct communicator *)(intptr_t)call.attributes[0];
+  if (atomic_load_explicit(&call.comm->freed, memory_order_relaxed))
+    return call_fail(&call, FFI_FAILED_PRECONDITION,
+                     "the communicator has been freed since this function was compiled; nothing was sent. "
+                     "Call it again with a live communicator, or free the communicator later");
+  if ((error = decode_buffers(&call)) != NULL) return error;
+  call.traced = atomic_load_explicit(&runtime.trace, memory_order_relaxed);
+  if (memory->begin != NULL && (error = memory->begin(&call)) != NULL) return error;
+  if (runtime.serialize) pthread_mutex_lock(&runtime.lock);
+  error = operation->body(&call);
+  if (runtime.serialize) pthread_mutex_unlock(&runtime.lock);
+  if (call.traced) trace_end(&call, error != NULL);
+  return memory->end != NULL ? memory->end(&call, error) : error;
+}

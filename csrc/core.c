@@ -1,0 +1,62 @@
+#define _GNU_SOURCE
+#include "core.h"
+
+#include <dlfcn.h>
+#include <limits.h>
+#include <stdio.h>
+#include <string.h>
+
+struct runtime runtime = {.max_count = INT_MAX, .lock = PTHREAD_MUTEX_INITIALIZER};
+
+enum {
+#define DATATYPE(code, name, bytes, mpi, kind) ROW_##name,
+#include "dtype.def"
+#undef DATATYPE
+  ROWS
+};
+
+const struct datatype datatype_table[] = {
+#define DATATYPE(code, name, bytes, mpi, kind) {code, #name, bytes, #mpi, #kind},
+#include "dtype.def"
+#undef DATATYPE
+    {0, NULL, 0, NULL, NULL}};
+
+const struct datatype *datatype_find(int code) {
+  static const struct datatype *const by_code[DTYPE_CODES] = {
+#define DATATYPE(code, name, bytes, mpi, kind) [code] = &datatype_table[ROW_##name],
+#include "dtype.def"
+#undef DATATYPE
+  };
+  return code >= 0 && code < DTYPE_CODES ? by_code[code] : NULL;
+}
+
+/* dlsym gives an object pointer; POSIX lets it be copied into a function pointer, ISO C only so. */
+static bool find(void *library, const char *name, void *function) {
+  void *symbol = dlsym(library, name);
+  memcpy(function, &symbol, sizeof symbol);
+  return symbol != NULL;
+}
+
+static bool starts_with(const char *text, const char *start) { return strncmp(text, start, strlen(start)) == 0; }
+
+const struct backend *backend_find(void *library, char *version, size_t size) {
+  /* These two have the same prototype in each ABI. The longest description is 8192 bytes (MPICH). */
+  int (*get_library_version)(char *, int *);
+  int (*get_abi_version)(int *, int *);
+  char text[8192] = "";
+  int length = 0, major = -1, minor = -1;
+  if (!find(library, "MPI_Get_library_version", &get_library_version)) return NULL;
+  if (get_library_version(text, &length) != 0) return NULL;
+  snprintf(version, size, "%s", text);
+  if (find(library, "MPI_Abi_get_version", &get_abi_version) && get_abi_version(&major, &minor) == 0 && major >= 1)
+    return &backend_mpiabi;
+  if (starts_with(text, "Open MPI")) return &backend_openmpi;
+  if (strstr(text, "MPICH") || starts_with(text, "Intel(R) MPI") || strstr(text, "MVAPICH")) return &backend_mpich;
+  Dl_info info; /* a vendor's own name: the soname that its family agreed on decides */
+  void *symbol = dlsym(library, "MPI_Get_library_version");
+  if (dladdr(symbol, &info) && info.dli_fname) {
+    if (strstr(info.dli_fname, "libmpi.so.40")) return &backend_openmpi;
+    if (strstr(info.dli_fname, "libmpi.so.12")) return &backend_mpich;
+  }
+  return NULL;
+}

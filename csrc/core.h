@@ -1,0 +1,111 @@
+/* What the parts of the core share: the running state, a communicator, a call on its way, a backend.
+ *
+ * A backend is one copy of mpi_table.c, half.c and ops.c, compiled against one header of abi/. Handles cross its
+ * border as intptr_t, wide enough for each ABI. Nothing here knows Python.
+ *
+ * Errors: what only a mistake of ours can cause is asserted in the tests; what a user can cause, or a runtime, is
+ * always checked and becomes an ffi_error, which the caller of jaxmpi sees as a Python exception. Nothing aborts.
+ */
+#ifndef JAXMPI_CORE_H
+#define JAXMPI_CORE_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <time.h>
+
+#include "ffi.h"
+
+enum { DTYPE_CODES = 40, MAX_ATTRIBUTES = 6 };
+
+/* An intra-communicator as compiled programs refer to it, by address. It is made once per communicator and never
+ * given back, so that a program compiled for a communicator that has been freed finds `freed` set, and not the next
+ * communicator with a recycled handle. */
+struct communicator {
+  intptr_t handle;
+  int rank;
+  int size;
+  atomic_bool freed;
+};
+
+/* The whole mutable state. Written when the module is loaded and by its setters, under the GIL; read by all. */
+struct runtime {
+  const struct backend *backend;     /* the copy that matches the loaded library; NULL before loading */
+  intptr_t datatypes[DTYPE_CODES];   /* MPI handle by XLA's code; valid where `known` */
+  bool known[DTYPE_CODES];
+  int64_t max_count;                 /* elements that one MPI call may be given: INT_MAX but in tests */
+  int rank;                          /* in COMM_WORLD, for the trace */
+  bool serialize;                    /* MPI_THREAD_SERIALIZED: one call at a time, under `lock` */
+  pthread_mutex_t lock;
+  atomic_bool trace;                 /* one line as an operation starts and one as it ends */
+  atomic_uint_least64_t calls;       /* numbers the traced calls */
+};
+extern struct runtime runtime;
+
+/* A row of dtype.def. */
+struct datatype {
+  int code;
+  const char *name;
+  size_t bytes;
+  const char *mpi;
+  const char *kind;
+};
+extern const struct datatype datatype_table[]; /* ends with a NULL name */
+
+/* The row with this code, NULL if there is none. */
+const struct datatype *datatype_find(int code);
+
+struct call;
+
+/* A row of ops.def. `body` makes the MPI calls; it returns NULL or the error. */
+struct operation {
+  const char *name;
+  ffi_error *(*body)(struct call *call);
+  int attribute_count;
+  const char *attribute_names[MAX_ATTRIBUTES];
+};
+
+/* One call of an operation, from the frame to the body. `in` and `out` are pointers that MPI may use, whatever
+ * memory the buffers lie in; NULL and count 0 where this rank passes no such buffer. */
+struct call {
+  const ffi_frame *frame;
+  const struct operation *operation;
+  struct communicator *comm;
+  const void *in;
+  void *out;
+  int64_t in_count;
+  int64_t out_count;
+  const struct datatype *dtype; /* of the buffers; NULL for an operation without any */
+  int64_t attributes[MAX_ATTRIBUTES];
+  bool traced;
+  uint64_t number; /* of a traced call */
+  struct timespec start;
+  const char *function; /* the MPI function of a traced call */
+};
+
+struct backend {
+  const char *name;
+  const struct operation *operations; /* in the order of ops.def */
+  ffi_handler *const *host_handlers;  /* likewise */
+
+  /* Fills the function table from `library` (a handle of dlopen); NULL, or the name of a missing function. */
+  const char *(*load)(void *library);
+
+  /* Finds or makes the struct for an intra-communicator. Returns an MPI error code. Called under the GIL. */
+  int (*communicator)(intptr_t handle, struct communicator **result);
+
+  /* Makes the reduction operations for a half-precision type: `handles` in the order SUM, PROD, MAX, MIN. */
+  int (*half_operations)(bool bfloat16, intptr_t handles[4]);
+
+  /* The library's text for an error code; `text` holds 1024 bytes. */
+  void (*error_text)(int code, char *text);
+};
+extern const struct backend backend_openmpi, backend_mpich, backend_mpiabi;
+
+/* The backend for the MPI library behind `library`, asked for its ABI version and its name; NULL if it is none we
+ * know. `version` receives the library's own description, cut to `size`. */
+const struct backend *backend_find(void *library, char *version, size_t size);
+
+#endif

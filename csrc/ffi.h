@@ -1,0 +1,143 @@
+/* XLA's foreign function interface, API 0.1, in our own words.
+ *
+ * Why not the header that jaxlib ships: the binary interface is stable, the header is not; its type names change
+ * between releases, and a build against it would bind the result to one jaxlib. Declared here are the structures of
+ * version 0.1 alone, which every later runtime still accepts. tests/c/check_ffi.c holds sizes and offsets against
+ * the header of the installed jaxlib.
+ *
+ * Ownership: a frame and everything it points to belong to XLA and live until the handler returns. An error that a
+ * handler returns belongs to XLA from then on. NULL means success.
+ */
+#ifndef JAXMPI_FFI_H
+#define JAXMPI_FFI_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+enum { FFI_API_MAJOR = 0, FFI_API_MINOR = 1 };
+enum ffi_extension_type { FFI_EXTENSION_METADATA = 1 };
+enum ffi_stage { FFI_STAGE_INSTANTIATE = 0, FFI_STAGE_PREPARE = 1, FFI_STAGE_INITIALIZE = 2, FFI_STAGE_EXECUTE = 3 };
+enum ffi_attribute_type { FFI_ATTRIBUTE_SCALAR = 3 };
+enum ffi_error_code {
+  FFI_UNKNOWN = 2,
+  FFI_INVALID_ARGUMENT = 3,
+  FFI_FAILED_PRECONDITION = 9,
+  FFI_UNIMPLEMENTED = 12,
+  FFI_INTERNAL = 13
+};
+enum { FFI_DTYPE_S64 = 5, FFI_DTYPE_TOKEN = 17 };
+
+typedef struct ffi_error ffi_error; /* opaque */
+
+typedef struct ffi_extension {
+  size_t struct_size;
+  enum ffi_extension_type type;
+  struct ffi_extension *next;
+} ffi_extension;
+
+typedef struct ffi_version {
+  size_t struct_size;
+  ffi_extension *extension;
+  int major;
+  int minor;
+} ffi_version;
+
+typedef struct ffi_metadata {
+  size_t struct_size;
+  ffi_version version; /* out */
+  uint32_t traits;     /* out */
+} ffi_metadata;
+
+typedef struct ffi_metadata_extension {
+  ffi_extension base;
+  ffi_metadata *metadata;
+} ffi_metadata_extension;
+
+typedef struct ffi_buffer {
+  size_t struct_size;
+  ffi_extension *extension;
+  int dtype; /* a code of dtype.def, or FFI_DTYPE_TOKEN */
+  void *data;
+  int64_t rank;
+  int64_t *dims; /* `rank` of them */
+} ffi_buffer;
+
+/* Operands and results alike. */
+typedef struct ffi_buffers {
+  size_t struct_size;
+  ffi_extension *extension;
+  int64_t size;
+  int *types;
+  void **buffers; /* each an ffi_buffer */
+} ffi_buffers;
+
+typedef struct ffi_span {
+  const char *data; /* not terminated */
+  size_t size;
+} ffi_span;
+
+typedef struct ffi_scalar {
+  int dtype;
+  void *value;
+} ffi_scalar;
+
+typedef struct ffi_attributes {
+  size_t struct_size;
+  ffi_extension *extension;
+  int64_t size;
+  int *types;
+  ffi_span **names; /* sorted */
+  void **values;    /* each an ffi_scalar where the type says so */
+} ffi_attributes;
+
+typedef struct ffi_error_create_args {
+  size_t struct_size;
+  ffi_extension *extension;
+  const char *message; /* copied by the runtime */
+  enum ffi_error_code code;
+} ffi_error_create_args;
+
+typedef struct ffi_stream_get_args {
+  size_t struct_size;
+  ffi_extension *extension;
+  void *context;
+  void *stream; /* out */
+} ffi_stream_get_args;
+
+/* The runtime's functions, as far as they are used here; more follow behind. */
+typedef struct ffi_api {
+  size_t struct_size;
+  ffi_extension *extension;
+  ffi_version version;
+  void *internal;
+  ffi_error *(*error_create)(ffi_error_create_args *);
+  void *error_get_message;
+  void *error_destroy;
+  void *handler_register;
+  ffi_error *(*stream_get)(ffi_stream_get_args *);
+} ffi_api;
+
+typedef struct ffi_frame {
+  size_t struct_size;
+  ffi_extension *extension;
+  const ffi_api *api;
+  void *context;
+  enum ffi_stage stage;
+  ffi_buffers operands;
+  ffi_buffers results;
+  ffi_attributes attributes;
+} ffi_frame;
+
+typedef ffi_error *ffi_handler(ffi_frame *frame);
+
+/* Answers the runtime's question for the API version, if the frame asks it. */
+bool ffi_answer_metadata(ffi_frame *frame);
+
+/* A new error with a copy of the text. */
+ffi_error *ffi_fail(const ffi_frame *frame, enum ffi_error_code code, const char *message);
+
+/* The product of the dimensions: 1 for a scalar. */
+int64_t ffi_count(const ffi_buffer *buffer);
+
+#endif

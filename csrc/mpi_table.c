@@ -1,0 +1,89 @@
+#include "mpi_table.h"
+
+#include <dlfcn.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+struct mpi_table mpi;
+static int keyval; /* caches the struct communicator on the communicator itself */
+
+/* A duplicate is another communicator: it gets a struct of its own. */
+static int do_not_copy(MPI_Comm comm, int key, void *extra, void *value, void *copy, int *flag) {
+  (void)comm, (void)key, (void)extra, (void)value, (void)copy;
+  *flag = 0;
+  return MPI_SUCCESS;
+}
+
+/* Called by MPI as the communicator is freed. */
+static int mark_freed(MPI_Comm comm, int key, void *value, void *extra) {
+  (void)comm, (void)key, (void)extra;
+  atomic_store(&((struct communicator *)value)->freed, true);
+  return MPI_SUCCESS;
+}
+
+static const char *load(void *library) {
+  const struct {
+    const char *name;
+    size_t offset;
+    bool required;
+  } functions[] = {
+#define REQUIRED(name, parameters) {"MPI_" #name, offsetof(struct mpi_table, name), true},
+#define OPTIONAL(name, parameters) {"MPI_" #name, offsetof(struct mpi_table, name), false},
+#include "mpi.def"
+#undef REQUIRED
+#undef OPTIONAL
+  };
+  for (size_t i = 0; i < sizeof functions / sizeof *functions; i++) {
+    void *symbol = dlsym(library, functions[i].name);
+    if (symbol == NULL && functions[i].required) return functions[i].name;
+    memcpy((char *)&mpi + functions[i].offset, &symbol, sizeof symbol);
+  }
+  if (mpi.Comm_create_keyval(do_not_copy, mark_freed, &keyval, NULL) != MPI_SUCCESS) return "MPI_Comm_create_keyval";
+  return NULL;
+}
+
+static int communicator(intptr_t handle, struct communicator **result) {
+  MPI_Comm comm = (MPI_Comm)handle;
+  int code, found = 0;
+  if ((code = mpi.Comm_get_attr(comm, keyval, result, &found)) != MPI_SUCCESS || found) return code;
+  struct communicator *made = calloc(1, sizeof *made);
+  if (made == NULL) return -1;
+  made->handle = handle;
+  if ((code = mpi.Comm_rank(comm, &made->rank)) != MPI_SUCCESS ||
+      (code = mpi.Comm_size(comm, &made->size)) != MPI_SUCCESS ||
+      (code = mpi.Comm_set_attr(comm, keyval, made)) != MPI_SUCCESS) {
+    free(made);
+    return code;
+  }
+  *result = made;
+  return MPI_SUCCESS;
+}
+
+static int half_operations(bool bfloat16, intptr_t handles[4]) {
+  for (int i = 0; i < 4; i++) {
+    MPI_Op op;
+    int code = mpi.Op_create(half_functions[bfloat16][i], 1, &op);
+    if (code != MPI_SUCCESS) return code;
+    handles[i] = (intptr_t)op;
+  }
+  return MPI_SUCCESS;
+}
+
+static void error_text(int code, char *text) {
+  int length = 0;
+  if (mpi.Error_string(code, text, &length) != MPI_SUCCESS) snprintf(text, 64, "MPI error code %d", code);
+}
+
+#define ABI_STRING2(name) #name
+#define ABI_STRING(name) ABI_STRING2(name)
+
+const struct backend ABI_LOCAL(backend) = {
+    .name = ABI_STRING(ABI_NAME),
+    .operations = operation_rows,
+    .host_handlers = host_table,
+    .load = load,
+    .communicator = communicator,
+    .half_operations = half_operations,
+    .error_text = error_text,
+};

@@ -1,0 +1,182 @@
+"""Checks of what users pass, before anything is sent. Each error names operation, argument, value and what to try."""
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from mpi4py import MPI
+
+from jaxmpi import _jax
+from jaxmpi._communicator import Communicator
+from jaxmpi._native import DATATYPES, HALF_OPERATIONS, Datatype, handle_of
+
+_ARITHMETIC = ("SUM", "PROD", "MAX", "MIN")
+_LOGICAL = ("LAND", "LOR", "LXOR")
+_BITWISE = ("BAND", "BOR", "BXOR")
+_PREDEFINED = (*_ARITHMETIC, *_LOGICAL, *_BITWISE, "MAXLOC", "MINLOC", "REPLACE", "NO_OP")
+
+# Which predefined reductions a kind of datatype has, and under which name MPI is asked for them: on truth values the
+# bitwise and the ordering ones are logical ones, and MPI has only the latter.
+REDUCTIONS: dict[str, dict[str, str]] = {
+    "logical": {
+        **{name: name for name in _LOGICAL},
+        **dict(zip(_BITWISE, _LOGICAL, strict=True)),
+        "MAX": "LOR",
+        "MIN": "LAND",
+    },
+    "integer": {name: name for name in (*_ARITHMETIC, *_LOGICAL, *_BITWISE)},
+    "floating": {name: name for name in _ARITHMETIC},
+    "half": {name: name for name in _ARITHMETIC},
+    "complex": {name: name for name in ("SUM", "PROD")},
+    "opaque": {},
+}
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """A reduction operation as a parameter: a predefined one by name, a user's own by handle."""
+
+    name: str
+    handle: int
+
+    def handle_for(self, datatype: Datatype) -> int:
+        """The MPI_Op to use on elements of this type."""
+        if self.name not in _PREDEFINED:
+            return self.handle
+        if datatype.kind == "half":
+            return HALF_OPERATIONS[datatype.name][self.name]
+        return handle_of(getattr(MPI, REDUCTIONS[datatype.kind][self.name]))
+
+
+SUM = Reduction("SUM", handle_of(MPI.SUM))
+_BY_HANDLE = {handle_of(getattr(MPI, name)): Reduction(name, handle_of(getattr(MPI, name))) for name in _PREDEFINED}
+
+
+class Status:
+    """An MPI.Status as a parameter, compared by identity and kept alive by the programs that write to it."""
+
+    __slots__ = ("address", "mpi")
+
+    def __init__(self, mpi: MPI.Status):
+        self.mpi, self.address = mpi, MPI._addressof(mpi)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Status) and self.address == other.address
+
+    def __hash__(self) -> int:
+        return hash(self.address)
+
+
+def datatype(dtype: Any, operation: str, argument: str) -> Datatype:
+    """The row of a dtype. Raises TypeError where it cannot be communicated."""
+    name = np.dtype(dtype).name if not jnp.issubdtype(dtype, jax.dtypes.extended) else str(dtype)
+    row = DATATYPES.get(name)
+    if row is None:
+        hint = "jax.random.key_data(key) and wrap_key_data" if name.startswith("key<") else f"{argument}.astype(...)"
+        raise TypeError(
+            f"{operation}: {argument} has dtype {name}, which cannot be communicated; use {hint}. "
+            f"Possible: {', '.join(DATATYPES)}."
+        )
+    return row
+
+
+def array(x: Any, operation: str, argument: str) -> jax.Array:
+    """One leaf of an input as a JAX array."""
+    if not isinstance(x, jax.Array):
+        try:
+            x = jnp.asarray(x)
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"{operation}: {argument} must hold arrays or numbers, got {x!r} of type {type(x).__name__}."
+            ) from error
+    datatype(x.dtype, operation, argument)
+    return x
+
+
+def template(x: Any, operation: str, argument: str) -> jax.Array:
+    """One leaf of a template: only its shape, dtype and batching count."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        datatype(x.dtype, operation, argument)
+        return jnp.zeros(x.shape, x.dtype)
+    return array(x, operation, argument)
+
+
+def leading_axis(x: jax.Array, size: int, operation: str, argument: str) -> None:
+    if x.ndim == 0 or x.shape[0] != size:
+        raise ValueError(
+            f"{operation}: the first axis of {argument} must be the number of ranks, {size}, one entry for each; got "
+            f"shape {x.shape}. Reshape it, for example to ({size}, -1)."
+        )
+
+
+def integer(value: Any, operation: str, argument: str) -> int:
+    """A static integer. Raises TypeError for anything else, a traced value above all."""
+    if _jax.is_tracer(value):
+        raise TypeError(
+            f"{operation}: {argument} must be known when the function is compiled, got the traced value {value}. "
+            "Mark it static (jax.jit(..., static_argnums=...)), or take it from the enclosing scope."
+        )
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"{operation}: {argument} must be a Python or NumPy integer, got {value!r} of type {type(value).__name__}."
+        ) from None
+
+
+def rank(value: Any, comm: Communicator, operation: str, argument: str, also: tuple[int, ...] = ()) -> int:
+    """A rank of `comm`, or one of the special values in `also`."""
+    value = integer(value, operation, argument)
+    if not (0 <= value < comm.size or value in also):
+        special = "".join(
+            f" or MPI.{name}" for name in ("PROC_NULL", "ANY_SOURCE") if getattr(MPI, name) in also
+        )
+        raise ValueError(
+            f"{operation}: {argument} must be a rank of the communicator, 0 to {comm.size - 1}{special}; got {value}."
+        )
+    return value
+
+
+_TAG_LIMIT = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
+
+
+def tag(value: Any, operation: str, argument: str, also: tuple[int, ...] = ()) -> int:
+    value = integer(value, operation, argument)
+    if not (0 <= value <= _TAG_LIMIT or value in also):
+        special = " or MPI.ANY_TAG" if also else ""
+        raise ValueError(f"{operation}: {argument} must be between 0 and {_TAG_LIMIT}{special}; got {value}.")
+    return value
+
+
+def reduction(op: Any, operation: str) -> Reduction:
+    """The reduction of a call. Raises TypeError for what is no MPI.Op, ValueError for a freed one."""
+    if not isinstance(op, MPI.Op):
+        raise TypeError(
+            f"{operation}: op must be an mpi4py operation such as MPI.SUM, got {op!r} of type {type(op).__name__}."
+        )
+    if op == MPI.OP_NULL:
+        raise ValueError(f"{operation}: op is MPI.OP_NULL: it has been freed. Pass a live operation.")
+    handle = handle_of(op)
+    return _BY_HANDLE.get(handle) or Reduction(f"user-defined ({handle:#x})", handle)
+
+
+def reducible(op: Reduction, x: jax.Array, operation: str) -> None:
+    """Raises TypeError if MPI has no such reduction for the dtype of `x`."""
+    row = datatype(x.dtype, operation, "x")
+    possible = REDUCTIONS[row.kind]
+    if op.name not in _PREDEFINED or op.name in possible:
+        return
+    hint = f"possible: {', '.join('MPI.' + name for name in possible)}" if possible else "it can be moved, not reduced"
+    advice = " To count, convert to an integer first." if row.kind == "logical" else ""
+    raise TypeError(f"{operation}: op MPI.{op.name} is not defined for dtype {row.name}; {hint}.{advice}")
+
+
+def status(value: Any, operation: str) -> Status | None:
+    if value is None:
+        return None
+    if not isinstance(value, MPI.Status):
+        raise TypeError(f"{operation}: status must be an MPI.Status or None, got {value!r}.")
+    return Status(value)

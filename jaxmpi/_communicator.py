@@ -1,0 +1,100 @@
+"""Communicators as parameters of compiled programs, and the default one."""
+
+import time
+import warnings
+from typing import Any
+
+from mpi4py import MPI
+
+from jaxmpi import _core, _jax
+from jaxmpi._native import handle_of
+
+# How long an import waits for the other ranks' import. Later the first use of the default communicator waits.
+_PATIENCE_SECONDS = 10.0
+
+
+class Communicator:
+    """An intra-communicator with its rank and size, compared by identity.
+
+    There is one object per communicator and lifetime: the core keeps its address on the communicator itself, so a
+    handle that MPI recycles never finds the rank and size of its predecessor, and a program compiled for a freed
+    communicator says so when it is called.
+    """
+
+    __slots__ = ("address", "mpi", "rank", "size")
+
+    def __init__(self, mpi: MPI.Intracomm, address: int, rank: int, size: int):
+        self.mpi, self.address, self.rank, self.size = mpi, address, rank, size
+
+    def __repr__(self) -> str:
+        return f"Communicator(rank {self.rank} of {self.size})"
+
+
+_known: dict[int, Communicator] = {}
+
+
+def resolve(comm: Any, operation: str) -> Communicator:
+    """The communicator of a call.
+
+    Raises TypeError if `comm` is no mpi4py communicator, ValueError if it is null, freed or an inter-communicator.
+    """
+    if comm is None:
+        return default()
+    if not isinstance(comm, MPI.Comm):
+        hint = " It is traced: mark it static, or use it from the enclosing scope." if _jax.is_tracer(comm) else ""
+        raise TypeError(
+            f"{operation}: comm must be an mpi4py communicator such as MPI.COMM_WORLD, got {comm!r} of type "
+            f"{type(comm).__name__}.{hint}"
+        )
+    if comm == MPI.COMM_NULL:
+        raise ValueError(
+            f"{operation}: comm is MPI.COMM_NULL: it has been freed, or this rank is not part of it. Pass a live "
+            "communicator, and only on its own ranks."
+        )
+    if comm.Is_inter():
+        raise ValueError(
+            f"{operation}: comm is an inter-communicator, which is not supported. Merge it first: comm.Merge()."
+        )
+    address, rank, size = _core.communicator(handle_of(comm))
+    known = _known.get(address)
+    if known is None:
+        known = _known[address] = Communicator(comm, address, rank, size)
+    return known
+
+
+class _Default:
+    """The clone of COMM_WORLD that calls without `comm` use.
+
+    Cloning needs all ranks, so it is begun when the package is imported, which all ranks do, and not at the first
+    call, which may be a message between two of them. It does not block for ever: where some ranks never import the
+    package, the import goes on after a while, and only a call that needs the default communicator waits.
+    """
+
+    def __init__(self) -> None:
+        self._comm, self._request = MPI.COMM_WORLD.Idup()
+        self._resolved: Communicator | None = None
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while not self._request.Test():
+            if time.monotonic() > deadline:
+                warnings.warn(
+                    "jaxmpi: not all ranks of COMM_WORLD have imported jaxmpi yet. Calls without comm= wait until "
+                    "they do; if they never will, pass a communicator of the ranks that do.",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+                break
+            time.sleep(0.0005)
+
+    def get(self) -> Communicator:
+        if self._resolved is None:
+            self._request.Wait()
+            self._resolved = resolve(self._comm, "the default communicator")
+        return self._resolved
+
+
+_default = _Default()
+
+
+def default() -> Communicator:
+    """The communicator of calls that name none: one clone of COMM_WORLD."""
+    return _default.get()

@@ -1,0 +1,81 @@
+"""Binds the C core to the MPI library that mpi4py has loaded, and registers the handlers with XLA. Once, at import."""
+
+import atexit
+import os
+from dataclasses import dataclass
+
+import jax
+from mpi4py import MPI
+
+from jaxmpi import _core
+
+
+@dataclass(frozen=True)
+class Datatype:
+    """A row of dtype.def: XLA's code, bytes per element, and the kind that decides which reductions exist."""
+
+    name: str
+    code: int
+    itemsize: int
+    kind: str
+
+
+@dataclass(frozen=True)
+class Library:
+    """The MPI library in use: the copy of the core that fits it, its own description, its file."""
+
+    abi: str
+    version: str
+    path: str
+
+
+def handle_of(x: MPI.Comm | MPI.Op | MPI.Datatype) -> int:
+    """The MPI handle as a signed 64-bit number, whatever its type in the ABI at hand."""
+    handle = MPI._handleof(x)
+    return handle - (1 << 64) if handle >= 1 << 63 else handle
+
+
+def _check_state() -> None:
+    if not MPI.Is_initialized():
+        raise RuntimeError(
+            "jaxmpi: MPI is not initialized (mpi4py.rc.initialize is False): call MPI.Init_thread() before importing"
+        )
+    if MPI.Is_finalized():
+        raise RuntimeError("jaxmpi: MPI has been finalized already; import jaxmpi earlier")
+    if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+        raise RuntimeError(
+            "jaxmpi: MPI was initialized below MPI_THREAD_SERIALIZED, but XLA calls it from threads of its own: leave "
+            "mpi4py.rc.threads True and mpi4py.rc.thread_level 'multiple', or call MPI.Init_thread(MPI.THREAD_MULTIPLE)"
+        )
+
+
+def _load() -> tuple[Library, dict[str, Datatype]]:
+    _check_state()
+    library = Library(*_core.load(MPI.__file__))
+    _core.configure(MPI.COMM_WORLD.Get_rank(), MPI.Query_thread() < MPI.THREAD_MULTIPLE)
+    datatypes = {}
+    for name, (code, itemsize, mpi_name, kind) in _core.datatypes().items():
+        _core.set_datatype(code, handle_of(getattr(MPI, mpi_name)))
+        datatypes[name] = Datatype(name, code, itemsize, kind)
+    for platform, handlers in _core.handlers().items():
+        for name, capsule in handlers.items():
+            jax.ffi.register_ffi_target(f"jaxmpi_{name}", capsule, platform=platform)
+    _core.set_trace(any(os.environ.get(name, "0") not in ("", "0") for name in ("JAXMPI_DEBUG", "MPI4JAX_DEBUG")))
+    return library, datatypes
+
+
+LIBRARY, DATATYPES = _load()
+OPERATIONS: dict[str, tuple[str, ...]] = _core.operations()
+HALF_OPERATIONS: dict[str, dict[str, int]] = {
+    name: dict(zip(("SUM", "PROD", "MAX", "MIN"), _core.half_operations(name == "bfloat16"), strict=True))
+    for name in ("float16", "bfloat16")
+}
+
+
+@atexit.register
+def _finish() -> None:
+    """Waits for what is still running, so that no peer loses a message to the end of MPI.
+
+    Runs before JAX lets its backends go (handlers run last in, first out) and before mpi4py finalizes MPI.
+    """
+    jax.effects_barrier()

@@ -1,0 +1,507 @@
+"""The operation table and the public functions.
+
+An operation is a row in csrc/ops.def (its attributes), a body in csrc/ops.c, a row here (its mathematics) with its
+public function, and a row in tests/table.py.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from mpi4py import MPI
+
+from jaxmpi import _arguments as arguments
+from jaxmpi import _communicator, _jax, _native
+from jaxmpi._order import TOKEN, Token
+from jaxmpi._primitive import Params, Part, Row, Shape, make_primitive
+
+# --- the table ---------------------------------------------------------------------------------------------------
+
+
+def _same(shape: Shape, params: Params) -> Shape:
+    return shape
+
+
+def _stacked(shape: Shape, params: Params) -> Shape:
+    return (params["comm"].size, *shape)
+
+
+def _on_root(params: Params) -> bool:
+    return params["comm"].rank == params["root"]
+
+
+def _if_sum(params: Params) -> str:
+    name = params["op"].name
+    return "" if name == "SUM" else f"op {name} has no derivative yet, MPI.SUM has one"
+
+
+def _transpose_allreduce(cotangent, template, params):
+    # The result is replicated and a loss made of it counts once, so its cotangent is passed on as it is. What
+    # undoes that in a second transposition is allreduce again: that is the operation `replicate`.
+    return bind("replicate", cotangent, comm=params["comm"], op=params["op"])
+
+
+def _transpose_replicate(cotangent, template, params):
+    return bind("allreduce", cotangent, **params)
+
+
+def _transpose_gather(cotangent, template, params):
+    # Root stacks all inputs; any other rank hands its own input through beside that.
+    part = bind("scatter", cotangent, **params)
+    return part if _on_root(params) else part + cotangent
+
+
+def _transpose_scatter(cotangent, template, params):
+    stacked = bind("gather", cotangent, **params)
+    return stacked if _on_root(params) else jnp.zeros(template.shape, template.dtype)  # the template is not read
+
+
+def _linear_sendrecv(params: Params) -> str:
+    if params["source"] == MPI.ANY_SOURCE:
+        return "with source ANY_SOURCE the way back is unknown; name the source"
+    return ""
+
+
+def _transpose_sendrecv(cotangent, template, params):
+    # The message travels back: source and dest exchanged, and the tags. Who received any tag answers with the tag
+    # it sent with, and takes any answer from that rank; messages between two ranks do not overtake each other.
+    any_tag = params["recvtag"] == MPI.ANY_TAG
+    reverse = {
+        "comm": params["comm"],
+        "source": params["dest"],
+        "dest": params["source"],
+        "sendtag": params["sendtag"] if any_tag else params["recvtag"],
+        "recvtag": MPI.ANY_TAG if any_tag else params["sendtag"],
+        "status": None,
+    }
+    return bind("sendrecv", cotangent, jnp.zeros(template.shape, template.dtype), **reverse)
+
+
+_ROWS = (
+    Row("allgather", _stacked, batch=lambda p: (0, 1)),
+    Row(
+        "allreduce",
+        _same,
+        part=lambda p: Part(in_place=True),
+        linear=_if_sum,
+        transpose=_transpose_allreduce,
+    ),
+    Row("alltoall", _same, batch=lambda p: (1, 1)),
+    Row("barrier", None, part=lambda p: Part(operand=False, result=False)),
+    Row("bcast", _same, part=lambda p: Part(operand=_on_root(p), result=not _on_root(p))),
+    Row(
+        "gather",
+        lambda shape, p: _stacked(shape, p) if _on_root(p) else shape,
+        part=lambda p: Part(result=_on_root(p)),
+        batch=lambda p: (0, 1 if _on_root(p) else 0),
+        linear=lambda p: "",
+        transpose=_transpose_gather,
+    ),
+    Row("recv", _same, part=lambda p: Part(operand=False)),
+    Row("reduce", _same, part=lambda p: Part(result=_on_root(p), in_place=_on_root(p))),
+    Row(
+        "replicate",
+        _same,
+        linear=lambda p: "",
+        transpose=_transpose_replicate,
+        communicates=False,
+    ),
+    Row("scan", _same, part=lambda p: Part(in_place=True)),
+    Row(
+        "scatter",
+        lambda shape, p: shape[1:] if _on_root(p) else shape,
+        part=lambda p: Part(operand=_on_root(p)),
+        batch=lambda p: (1 if _on_root(p) else 0, 0),
+        linear=lambda p: "",
+        transpose=_transpose_scatter,
+    ),
+    Row("send", None, part=lambda p: Part(result=False)),
+    Row("sendrecv", _same, linear=_linear_sendrecv, transpose=_transpose_sendrecv),
+)
+
+_PRIMITIVES = {row.name: make_primitive(row) for row in _ROWS}
+
+if {row.name for row in _ROWS if row.communicates} != set(_native.OPERATIONS):
+    raise ImportError(
+        "jaxmpi: the Python table and the C core name different operations: "
+        f"{sorted({row.name for row in _ROWS if row.communicates} ^ set(_native.OPERATIONS))}. Reinstall jaxmpi."
+    )
+
+
+def bind(name: str, *operands: Any, **params: Any) -> Any:
+    """Binds an operation; its result, or None."""
+    results = _PRIMITIVES[name].bind(*operands, **params)
+    return results[0] if results else None
+
+
+# --- the public functions ----------------------------------------------------------------------------------------
+
+
+def _map(function: Callable[..., Any], *trees: Any) -> Any:
+    return jax.tree.map(function, *trees)
+
+
+def _each(operation: str, x: Any, check: Callable[[jax.Array], None] | None = None, **params: Any) -> Any:
+    """Checks all leaves of `x`, then binds the operation for each, in the order of the leaves."""
+
+    def checked(leaf: Any) -> jax.Array:
+        leaf = arguments.array(leaf, operation, "x")
+        if check is not None:
+            check(leaf)
+        return leaf
+
+    leaves, structure = jax.tree.flatten(x)
+    leaves = [checked(leaf) for leaf in leaves]
+    results = [bind(operation, leaf, **params) for leaf in leaves]
+    return jax.tree.unflatten(structure, results)
+
+
+def _reducing(operation: str, x: Any, op: Any, **params: Any) -> Any:
+    reduction = arguments.reduction(op, operation)
+    return _each(operation, x, lambda leaf: arguments.reducible(reduction, leaf, operation), op=reduction, **params)
+
+
+def allgather(x: Any, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:
+    """Stacks the arrays of all ranks, on all ranks (MPI_Allgather).
+
+    Args:
+      x: array of any shape, or a pytree of such; the same shape and dtype on all ranks.
+      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
+      token: accepted and not needed.
+
+    Returns:
+      `(result, token)`: the result has shape `(size, *x.shape)`, entry `i` is rank i's array.
+
+    Raises:
+      TypeError, ValueError: while tracing, before anything is sent; other ranks then wait.
+    """
+    return _each("allgather", x, comm=_communicator.resolve(comm, "allgather")), TOKEN
+
+
+def allreduce(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:
+    """Reduces the arrays of all ranks element by element; all ranks get the result (MPI_Allreduce).
+
+    Args:
+      x: array of any shape, or a pytree of such; the same shape and dtype on all ranks.
+      op: a predefined operation that the dtype has, or a user-made `MPI.Op`.
+      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
+      token: accepted and not needed.
+
+    Returns:
+      `(result, token)`: the result has the shape and dtype of `x`. For `MPI.SUM` it can be differentiated: the result
+      counts as one replicated value, so the cotangent is passed back to each rank as it is.
+
+    Raises:
+      TypeError: the dtype has no such operation, or an argument is of the wrong type. ValueError: a freed `comm` or
+      `op`. Both while tracing, before anything is sent; other ranks then wait.
+    """
+    return _reducing("allreduce", x, op, comm=_communicator.resolve(comm, "allreduce")), TOKEN
+
+
+def alltoall(x: Any, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:
+    """Sends entry `i` of the first axis to rank i (MPI_Alltoall).
+
+    Args:
+      x: array of shape `(size, ...)`, or a pytree of such; the same shape and dtype on all ranks.
+      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
+      token: accepted and not needed.
+
+    Returns:
+      `(result, token)`: same shape; entry `i` of the result comes from rank i.
+
+    Raises:
+      ValueError: the first axis is not the number of ranks. TypeError: an argument is of the wrong type. Both while
+      tracing, before anything is sent; other ranks then wait.
+    """
+    resolved = _communicator.resolve(comm, "alltoall")
+
+    def check(leaf: jax.Array) -> None:
+        arguments.leading_axis(leaf, resolved.size, "alltoall", "x")
+
+    return _each("alltoall", x, check, comm=resolved), TOKEN
+
+
+def barrier(*, comm: MPI.Comm | None = None, token: Any = None) -> Token:
+    """Waits until all ranks have come here (MPI_Barrier).
+
+    Orders communication, not Python: inside and outside `jit` the call may return before the barrier has happened.
+    `jax.effects_barrier()` waits for it.
+
+    Args:
+      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
+      token: accepted and not needed.
+
+    Returns:
+      A token.
+    """
+    bind("barrier", comm=_communicator.resolve(comm, "barrier"))
+    return TOKEN
+
+
+def bcast(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:
+    """Sends root's array to all ranks (MPI_Bcast).
+
+    Args:
+      x: on root the data, elsewhere a template of the same shape and dtype, whose values are not read; or pytrees of
+        such. A template may be a `jax.ShapeDtypeStruct`.
+      root: rank that sends, static.
+      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
+      token: accepted and not needed.
+
+    Returns:
+      `(result, token)`: root's array on all ranks.
+
+    Raises:
+      ValueError: `root` is no rank. TypeError: an argument is traced that must be static, or of the wrong type. Both
+      while tracing, before anything is sent; other ranks then wait.
+    """
+    resolved = _communicator.resolve(comm, "bcast")
+    root = arguments.rank(root, resolved, "bcast", "root")
+    if resolved.rank != root:
+        x = _map(lambda leaf: arguments.template(leaf, "bcast", "x"), x)
+    return _each("bcast", x, comm=resolved, root=root), TOKEN
+
+
+def gather(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:
+    """Stacks the arrays of all ranks, on root (MPI_Gather).
+
+    Args:
+      x: array of any shape, or a pytree of such; the same shape and dtype on all ranks.
+      root: rank that receives, static.
+      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
+      token: accepted and not needed.
+
+    Returns:
+      `(result, token)`: on root of shape `(size, *x.shape)`, entry `i` from rank i; elsewhere `x` itself.
+
+    Raises:
+      ValueError: `root` is no rank. TypeError: an argument is traced that must be static, or of the wrong type. Both
+      while tracing, before anything is sent; other ranks then wait.
+    """
+    resolved = _communicator.resolve(comm, "gather")
+    return _each("gather", x, comm=resolved, root=arguments.rank(root, resolved, "gather", "root")), TOKEN
+
+
+def recv(
+    x: Any,
+    source: int = MPI.ANY_SOURCE,
+    *,
+    tag: int = MPI.ANY_TAG,
+    comm: MPI.Comm | None = None,
+    status: MPI.Status | None = None,
+    token: Any = None,
+) -> tuple[Any, Token]:
+    """Receives a message (MPI_Recv).
+
+    Args:
+      x: a template: its shape and dtype are those of the message, its values are not read. A pytree receives one
+        message per leaf, in order. May be (or hold) `jax.ShapeDtypeStruct`.
+      source: rank that sends, static, or `MPI.ANY_SOURCE`, or `MPI.PROC_NULL`: then nothing is received and the
+        result is zero. A pytree of several leaves needs a definite source.
+      tag: tag of the message, static, or `MPI.ANY_TAG`.
+      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
+      status: filled as the message arrives. Inside `jit` it must not be read before the result is ready.
+      token: accepted and not needed.
+
+    Returns:
+      `(result, token)`: the message, with the shape and dtype of the template.
+
+    Raises:
+      ValueError, TypeError: while tracing, before anything is received.
+      jax.errors.JaxRuntimeError: at run time, where the message is longer than the template, or shorter and no
+      `status` was passed (with one, the rest is zero).
+    """
+    resolved = _communicator.resolve(comm, "recv")
+    params = {
+        "comm": resolved,
+        "source": arguments.rank(source, resolved, "recv", "source", (MPI.ANY_SOURCE, MPI.PROC_NULL)),
+        "tag": arguments.tag(tag, "recv", "tag", (MPI.ANY_TAG,)),
+        "status": arguments.status(status, "recv"),
+    }
+    x = _map(lambda leaf: arguments.template(leaf, "recv", "x"), x)
+    if params["source"] == MPI.ANY_SOURCE and len(jax.tree.leaves(x)) > 1:
+        raise ValueError(
+            f"recv: a pytree of {len(jax.tree.leaves(x))} arrays is as many messages, and with source=MPI.ANY_SOURCE "
+            "they could come from different ranks. Name the source, or receive one array at a time."
+        )
+    return _with_status(_each("recv", x, **params), status), TOKEN
+
+
+def reduce(x: Any, op: MPI.Op, root: int, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:
+    """Reduces the arrays of all ranks element by element; root gets the result (MPI_Reduce).
+
+    Args:
+      x: array of any shape, or a pytree of such; the same shape and dtype on all ranks.
+      op: a predefined operation that the dtype has, or a user-made `MPI.Op`.
+      root: rank that receives, static.
+      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
+      token: accepted and not needed.
+
+    Returns:
+      `(result, token)`: the reduction on root; elsewhere `x` itself.
+
+    Raises:
+      ValueError: `root` is no rank. TypeError: the dtype has no such operation, or an argument is traced that must be
+      static, or of the wrong type. Both while tracing, before anything is sent; other ranks then wait.
+    """
+    resolved = _communicator.resolve(comm, "reduce")
+    return _reducing("reduce", x, op, comm=resolved, root=arguments.rank(root, resolved, "reduce", "root")), TOKEN
+
+
+def scan(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:
+    """Inclusive prefix reduction: rank i gets the reduction over ranks 0 to i (MPI_Scan).
+
+    Args:
+      x: array of any shape, or a pytree of such; the same shape and dtype on all ranks.
+      op: a predefined operation that the dtype has, or a user-made `MPI.Op`.
+      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
+      token: accepted and not needed.
+
+    Returns:
+      `(result, token)`: same shape and dtype as `x`.
+
+    Raises:
+      TypeError: the dtype has no such operation, or an argument is of the wrong type; while tracing, before anything
+      is sent; other ranks then wait.
+    """
+    return _reducing("scan", x, op, comm=_communicator.resolve(comm, "scan")), TOKEN
+
+
+def scatter(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:
+    """Sends entry `i` of root's first axis to rank i (MPI_Scatter).
+
+    Args:
+      x: on root an array of shape `(size, ...)`; elsewhere a template of shape `(...)`, whose values are not read; or
+        pytrees of such. A template may be a `jax.ShapeDtypeStruct`.
+      root: rank that sends, static.
+      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
+      token: accepted and not needed.
+
+    Returns:
+      `(result, token)`: this rank's entry, of shape `(...)`.
+
+    Raises:
+      ValueError: `root` is no rank, or the first axis on root is not the number of ranks. TypeError: an argument is
+      traced that must be static, or of the wrong type. Both while tracing, before anything is sent; other ranks wait.
+    """
+    resolved = _communicator.resolve(comm, "scatter")
+    root = arguments.rank(root, resolved, "scatter", "root")
+
+    def check(leaf: jax.Array) -> None:
+        if resolved.rank == root:
+            arguments.leading_axis(leaf, resolved.size, "scatter", "x")
+
+    if resolved.rank != root:
+        x = _map(lambda leaf: arguments.template(leaf, "scatter", "x"), x)
+    return _each("scatter", x, check, comm=resolved, root=root), TOKEN
+
+
+def send(x: Any, dest: int, *, tag: int = 0, comm: MPI.Comm | None = None, token: Any = None) -> Token:
+    """Sends a message (MPI_Send).
+
+    Args:
+      x: array of any shape, or a pytree of such, which is one message per leaf, in order.
+      dest: rank that receives, static, or `MPI.PROC_NULL`: then nothing is sent.
+      tag: tag of the message, static.
+      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
+      token: accepted and not needed.
+
+    Returns:
+      A token. The message is sent whether or not anybody uses it.
+
+    Raises:
+      ValueError, TypeError: while tracing, before anything is sent; the receiver then waits.
+    """
+    resolved = _communicator.resolve(comm, "send")
+    params = {
+        "comm": resolved,
+        "dest": arguments.rank(dest, resolved, "send", "dest", (MPI.PROC_NULL,)),
+        "tag": arguments.tag(tag, "send", "tag"),
+    }
+    _each("send", x, **params)
+    return TOKEN
+
+
+def sendrecv(
+    sendbuf: Any,
+    recvbuf: Any,
+    source: int,
+    dest: int,
+    *,
+    sendtag: int = 0,
+    recvtag: int = MPI.ANY_TAG,
+    comm: MPI.Comm | None = None,
+    status: MPI.Status | None = None,
+    token: Any = None,
+) -> tuple[Any, Token]:
+    """Sends one message and receives another, without deadlock (MPI_Sendrecv).
+
+    Args:
+      sendbuf: array of any shape, or a pytree of such, which is one message per leaf, in order.
+      recvbuf: a template of what is received: its shape and dtype count, its values are not read. Or a pytree with as
+        many leaves as `sendbuf` has. May be (or hold) `jax.ShapeDtypeStruct`.
+      source: rank that sends to this one, static, or `MPI.ANY_SOURCE`, or `MPI.PROC_NULL`: then nothing is received
+        and the result is zero. A pytree of several leaves needs a definite source.
+      dest: rank that receives from this one, static, or `MPI.PROC_NULL`: then nothing is sent.
+      sendtag: tag of the message that is sent, static.
+      recvtag: tag of the message that is received, static, or `MPI.ANY_TAG`.
+      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
+      status: filled as the message arrives. Inside `jit` it must not be read before the result is ready.
+      token: accepted and not needed.
+
+    Returns:
+      `(result, token)`: the message received, with the structure, shape and dtype of `recvbuf`. It can be
+      differentiated with respect to `sendbuf`: cotangents travel back, with source and dest exchanged, and the tags.
+
+    Raises:
+      ValueError, TypeError: while tracing, before anything is sent; the peers then wait.
+      jax.errors.JaxRuntimeError: at run time, where the message is longer than the template, or shorter and no
+      `status` was passed (with one, the rest is zero).
+    """
+    resolved = _communicator.resolve(comm, "sendrecv")
+    params = {
+        "comm": resolved,
+        "source": arguments.rank(source, resolved, "sendrecv", "source", (MPI.ANY_SOURCE, MPI.PROC_NULL)),
+        "dest": arguments.rank(dest, resolved, "sendrecv", "dest", (MPI.PROC_NULL,)),
+        "sendtag": arguments.tag(sendtag, "sendrecv", "sendtag"),
+        "recvtag": arguments.tag(recvtag, "sendrecv", "recvtag", (MPI.ANY_TAG,)),
+        "status": arguments.status(status, "sendrecv"),
+    }
+    sent = [arguments.array(leaf, "sendrecv", "sendbuf") for leaf in jax.tree.leaves(sendbuf)]
+    templates, structure = jax.tree.flatten(recvbuf)
+    templates = [arguments.template(leaf, "sendrecv", "recvbuf") for leaf in templates]
+    if len(sent) != len(templates):
+        raise ValueError(
+            f"sendrecv: sendbuf has {len(sent)} arrays and recvbuf {len(templates)}: pass as many of one as of the "
+            "other, in the order in which they travel."
+        )
+    if params["source"] == MPI.ANY_SOURCE and len(sent) > 1:
+        raise ValueError(
+            f"sendrecv: a pytree of {len(sent)} arrays is as many messages, and with source=MPI.ANY_SOURCE they could "
+            "come from different ranks. Name the source, or exchange one array at a time."
+        )
+    results = [bind("sendrecv", x, y, **params) for x, y in zip(sent, templates, strict=True)]
+    return _with_status(jax.tree.unflatten(structure, results), status), TOKEN
+
+
+def _with_status(result: Any, status: MPI.Status | None) -> Any:
+    """Outside of a trace the status shall be filled when the call returns."""
+    if status is not None and not any(map(_jax.is_tracer, jax.tree.leaves(result))):
+        jax.block_until_ready(result)
+    return result
+
+
+def has_cuda_support() -> bool:
+    """Whether arrays in CUDA memory can be communicated."""
+    return False
+
+
+def has_rocm_support() -> bool:
+    """Whether arrays in ROCm memory can be communicated."""
+    return False
+
+
+def has_sycl_support() -> bool:
+    """Whether arrays in SYCL memory (Intel GPUs) can be communicated."""
+    return False

@@ -1,0 +1,62 @@
+"""The operations without tokens: each returns its result alone; `send` and `barrier` return None.
+
+Same arguments as in `jaxmpi`, less `token`; program order is kept all the same.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from jaxmpi import _operations
+
+
+def _without_token(function: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(function)
+    parameters = [p for name, p in signature.parameters.items() if name != "token"]
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "token" in kwargs:
+            raise TypeError(f"jaxmpi.notoken.{function.__name__} takes no token: order needs none. Drop the argument.")
+        returned = function(*args, **kwargs)
+        return returned[0] if isinstance(returned, tuple) else None
+
+    call.__signature__ = signature.replace(parameters=parameters, return_annotation=Any)  # type: ignore[attr-defined]
+    call.__module__ = __name__
+    return call
+
+
+allgather = _without_token(_operations.allgather)
+allreduce = _without_token(_operations.allreduce)
+alltoall = _without_token(_operations.alltoall)
+barrier = _without_token(_operations.barrier)
+bcast = _without_token(_operations.bcast)
+gather = _without_token(_operations.gather)
+recv = _without_token(_operations.recv)
+reduce = _without_token(_operations.reduce)
+scan = _without_token(_operations.scan)
+scatter = _without_token(_operations.scatter)
+send = _without_token(_operations.send)
+sendrecv = _without_token(_operations.sendrecv)
+has_cuda_support = _operations.has_cuda_support
+has_rocm_support = _operations.has_rocm_support
+has_sycl_support = _operations.has_sycl_support
+
+__all__ = [
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "barrier",
+    "bcast",
+    "gather",
+    "has_cuda_support",
+    "has_rocm_support",
+    "has_sycl_support",
+    "recv",
+    "reduce",
+    "scan",
+    "scatter",
+    "send",
+    "sendrecv",
+]
