@@ -11,8 +11,8 @@ ffi_error *call_fail(const struct call *call, enum ffi_error_code code, const ch
   char text[2048];
   int length = snprintf(text, sizeof text, "jaxmpi.%s", call->operation->name);
   if (call->comm != NULL)
-    length += snprintf(text + length, sizeof text - (size_t)length, " on rank %d of %d", call->comm->rank,
-                       call->comm->size);
+    length +=
+        snprintf(text + length, sizeof text - (size_t)length, " on rank %d of %d", call->comm->rank, call->comm->size);
   length += snprintf(text + length, sizeof text - (size_t)length, ": ");
   va_list arguments;
   va_start(arguments, format);

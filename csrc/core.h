@@ -32,15 +32,15 @@ struct communicator {
 
 /* The whole mutable state. Written when the module is loaded and by its setters, under the GIL; read by all. */
 struct runtime {
-  const struct backend *backend;     /* the copy that matches the loaded library; NULL before loading */
-  intptr_t datatypes[DTYPE_CODES];   /* MPI handle by XLA's code; valid where `known` */
+  const struct backend *backend;   /* the copy that matches the loaded library; NULL before loading */
+  intptr_t datatypes[DTYPE_CODES]; /* MPI handle by XLA's code; valid where `known` */
   bool known[DTYPE_CODES];
-  int64_t max_count;                 /* elements that one MPI call may be given: INT_MAX but in tests */
-  int rank;                          /* in COMM_WORLD, for the trace */
-  bool serialize;                    /* MPI_THREAD_SERIALIZED: one call at a time, under `lock` */
+  int64_t max_count; /* elements that one MPI call may be given: INT_MAX but in tests */
+  int rank;          /* in COMM_WORLD, for the trace */
+  bool serialize;    /* MPI_THREAD_SERIALIZED: one call at a time, under `lock` */
   pthread_mutex_t lock;
-  atomic_bool trace;                 /* one line as an operation starts and one as it ends */
-  atomic_uint_least64_t calls;       /* numbers the traced calls */
+  atomic_bool trace;           /* one line as an operation starts and one as it ends */
+  atomic_uint_least64_t calls; /* numbers the traced calls */
 };
 extern struct runtime runtime;
 

@@ -24,8 +24,9 @@ static PyObject *mpi_error(int code) {
   return PyErr_Format(PyExc_RuntimeError, "MPI refused: %s", text);
 }
 
-PyDoc_STRVAR(load_doc, "load(path) -> (abi, version, library)\n\n"
-                       "Binds the MPI library that the shared object at `path` has loaded.");
+PyDoc_STRVAR(load_doc,
+             "load(path) -> (abi, version, library)\n\n"
+             "Binds the MPI library that the shared object at `path` has loaded.");
 static PyObject *load(PyObject *self, PyObject *args) {
   (void)self;
   const char *path;
@@ -47,8 +48,7 @@ static PyObject *load(PyObject *self, PyObject *args) {
                         version);
   const char *missing = backend->load(library);
   if (missing != NULL)
-    return PyErr_Format(PyExc_ImportError, "the MPI library '%s' has no working %s: use a newer one", version,
-                        missing);
+    return PyErr_Format(PyExc_ImportError, "the MPI library '%s' has no working %s: use a newer one", version, missing);
   runtime.backend = backend;
   Dl_info info;
   const char *file = dladdr(symbol, &info) && info.dli_fname ? info.dli_fname : path;
@@ -60,8 +60,7 @@ static PyObject *datatypes(PyObject *self, PyObject *args) {
   (void)self, (void)args;
   PyObject *result = PyDict_New();
   for (const struct datatype *row = datatype_table; result != NULL && row->name != NULL; row++)
-    if (put(result, row->name,
-            Py_BuildValue("(inss)", row->code, (Py_ssize_t)row->bytes, row->mpi, row->kind)) < 0)
+    if (put(result, row->name, Py_BuildValue("(inss)", row->code, (Py_ssize_t)row->bytes, row->mpi, row->kind)) < 0)
       Py_CLEAR(result);
   return result;
 }
@@ -90,8 +89,9 @@ static PyObject *half_operations(PyObject *self, PyObject *args) {
                        (Py_ssize_t)handles[3]);
 }
 
-PyDoc_STRVAR(communicator_doc, "communicator(handle) -> (address, rank, size)\n\n"
-                               "The communicator's own and lasting identity; a recycled handle has another.");
+PyDoc_STRVAR(communicator_doc,
+             "communicator(handle) -> (address, rank, size)\n\n"
+             "The communicator's own and lasting identity; a recycled handle has another.");
 static PyObject *communicator(PyObject *self, PyObject *args) {
   (void)self;
   Py_ssize_t handle;
@@ -156,8 +156,9 @@ static PyObject *set_trace(PyObject *self, PyObject *args) {
   Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(set_max_count_doc, "set_max_count(n) -> the previous limit\n\n"
-                                "Elements that one MPI call may be given; a test lowers it to reach the large roads.");
+PyDoc_STRVAR(set_max_count_doc,
+             "set_max_count(n) -> the previous limit\n\n"
+             "Elements that one MPI call may be given; a test lowers it to reach the large roads.");
 static PyObject *set_max_count(PyObject *self, PyObject *args) {
   (void)self;
   int count;

@@ -76,7 +76,7 @@ static void error_text(int code, char *text) {
 }
 
 #define ABI_STRING2(name) #name
-#define ABI_STRING(name) ABI_STRING2(name)
+#define ABI_STRING(name)  ABI_STRING2(name)
 
 const struct backend ABI_LOCAL(backend) = {
     .name = ABI_STRING(ABI_NAME),

@@ -17,13 +17,13 @@ enum { MPI_SUCCESS = 0 };
 
 /* name -> name_openmpi and so on: what is not static exists once per backend. */
 #define ABI_JOIN2(name, abi) name##_##abi
-#define ABI_JOIN(name, abi) ABI_JOIN2(name, abi)
-#define ABI_LOCAL(name) ABI_JOIN(name, ABI_NAME)
+#define ABI_JOIN(name, abi)  ABI_JOIN2(name, abi)
+#define ABI_LOCAL(name)      ABI_JOIN(name, ABI_NAME)
 
-#define mpi ABI_LOCAL(mpi)
+#define mpi            ABI_LOCAL(mpi)
 #define half_functions ABI_LOCAL(half_functions)
 #define operation_rows ABI_LOCAL(operation_rows)
-#define host_table ABI_LOCAL(host_table)
+#define host_table     ABI_LOCAL(host_table)
 
 struct mpi_table {
 #define REQUIRED(name, parameters) int(*name) parameters;

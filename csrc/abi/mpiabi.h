@@ -5,7 +5,10 @@
 typedef struct MPI_ABI_Comm *MPI_Comm;
 typedef struct MPI_ABI_Datatype *MPI_Datatype;
 typedef struct MPI_ABI_Op *MPI_Op;
+typedef struct MPI_ABI_Message *MPI_Message;
+typedef struct MPI_ABI_Request *MPI_Request;
 typedef intptr_t MPI_Aint;
+typedef int64_t MPI_Count;
 #define MPI_Status ABI_Status
 #endif
 
@@ -17,4 +20,4 @@ typedef struct {
 } ABI_Status;
 
 #define ABI_IN_PLACE ((void *)1)
-enum { ABI_PROC_NULL = -3, ABI_UNDEFINED = -32766, ABI_MAX_ERROR_STRING = 512, ABI_ERR_TRUNCATE = 15 };
+enum { ABI_PROC_NULL = -3, ABI_UNDEFINED = -32766 };

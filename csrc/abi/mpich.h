@@ -5,7 +5,10 @@
 typedef int MPI_Comm;
 typedef int MPI_Datatype;
 typedef int MPI_Op;
+typedef int MPI_Message;
+typedef int MPI_Request;
 typedef intptr_t MPI_Aint;
+typedef long long MPI_Count;
 #define MPI_Status ABI_Status
 #endif
 
@@ -18,9 +21,4 @@ typedef struct {
 } ABI_Status;
 
 #define ABI_IN_PLACE ((void *)-1)
-enum {
-  ABI_PROC_NULL = -1,
-  ABI_UNDEFINED = -32766,
-  ABI_MAX_ERROR_STRING = 512,
-  ABI_ERR_TRUNCATE = 14
-};
+enum { ABI_PROC_NULL = -1, ABI_UNDEFINED = -32766 };

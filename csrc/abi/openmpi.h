@@ -5,7 +5,10 @@
 typedef struct ompi_communicator_t *MPI_Comm;
 typedef struct ompi_datatype_t *MPI_Datatype;
 typedef struct ompi_op_t *MPI_Op;
+typedef struct ompi_message_t *MPI_Message;
+typedef struct ompi_request_t *MPI_Request;
 typedef intptr_t MPI_Aint;
+typedef long long MPI_Count;
 #define MPI_Status ABI_Status
 #endif
 
@@ -18,9 +21,4 @@ typedef struct {
 } ABI_Status;
 
 #define ABI_IN_PLACE ((void *)1)
-enum {
-  ABI_PROC_NULL = -2,
-  ABI_UNDEFINED = -32766,
-  ABI_MAX_ERROR_STRING = 256,
-  ABI_ERR_TRUNCATE = 15
-};
+enum { ABI_PROC_NULL = -2, ABI_UNDEFINED = -32766 };
