@@ -30,9 +30,11 @@ ffi_error *call_fail_mpi(const struct call *call, int code) {
     if (strcmp(name, "comm") == 0 || strcmp(name, "op") == 0 || strcmp(name, "status") == 0) continue;
     length += snprintf(given + length, sizeof given - (size_t)length, "; %s %" PRId64, name, call->attributes[i]);
   }
-  if (call->dtype != NULL)
-    snprintf(given + length, sizeof given - (size_t)length, "; %" PRId64 " in and %" PRId64 " out of %s",
-             call->in_count, call->out_count, call->dtype->name);
+  const struct side *sides[2] = {&call->in, &call->out};
+  for (int i = 0; i < 2; i++)
+    if (sides[i]->type != NULL)
+      length += snprintf(given + length, sizeof given - (size_t)length, "; %s %" PRId64 " of %s", i == 0 ? "in" : "out",
+                         sides[i]->count, sides[i]->type->name);
   return call_fail(call, FFI_INTERNAL, "%s failed: %s%s", call->function, reason, given);
 }
 
@@ -56,21 +58,14 @@ static ffi_error *decode_attributes(struct call *call) {
 }
 
 /* The first buffer of a list, if there is one before the tokens. */
-static const ffi_buffer *first(const ffi_buffers *list) {
-  if (list->size == 0) return NULL;
-  const ffi_buffer *buffer = list->buffers[0];
-  return buffer->dtype == FFI_DTYPE_TOKEN ? NULL : buffer;
-}
-
-static ffi_error *decode_buffers(struct call *call) {
-  const ffi_buffer *in = first(&call->frame->operands), *out = first(&call->frame->results);
-  const ffi_buffer *any = in != NULL ? in : out;
-  if (in != NULL) call->in = in->data, call->in_count = ffi_count(in);
-  if (out != NULL) call->out = out->data, call->out_count = ffi_count(out);
-  if (any == NULL) return NULL;
-  call->dtype = datatype_find(any->dtype);
-  if (call->dtype == NULL || !runtime.known[any->dtype])
-    return call_fail(call, FFI_UNIMPLEMENTED, "XLA's data type number %d cannot be communicated", any->dtype);
+static ffi_error *decode_side(const struct call *call, const ffi_buffers *list, struct side *side) {
+  const ffi_buffer *buffer = list->size > 0 ? list->buffers[0] : NULL;
+  if (buffer == NULL || buffer->dtype == FFI_DTYPE_TOKEN) return NULL;
+  side->data = buffer->data;
+  side->count = ffi_count(buffer);
+  side->type = datatype_find(buffer->dtype);
+  if (side->type == NULL || !runtime.known[buffer->dtype])
+    return call_fail(call, FFI_UNIMPLEMENTED, "XLA's data type number %d cannot be communicated", buffer->dtype);
   return NULL;
 }
 
@@ -85,7 +80,8 @@ ffi_error *call_run(ffi_frame *frame, const struct operation *operation, const s
     return call_fail(&call, FFI_FAILED_PRECONDITION,
                      "the communicator has been freed since this function was compiled; nothing was sent. "
                      "Call it again with a live communicator, or free the communicator later");
-  if ((error = decode_buffers(&call)) != NULL) return error;
+  if ((error = decode_side(&call, &frame->operands, &call.in)) != NULL) return error;
+  if ((error = decode_side(&call, &frame->results, &call.out)) != NULL) return error;
   call.traced = atomic_load_explicit(&runtime.trace, memory_order_relaxed);
   if (memory->begin != NULL && (error = memory->begin(&call)) != NULL) return error;
   if (runtime.serialize) pthread_mutex_lock(&runtime.lock);

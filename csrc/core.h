@@ -67,22 +67,26 @@ struct operation {
   const char *attribute_names[MAX_ATTRIBUTES];
 };
 
-/* One call of an operation, from the frame to the body. `in` and `out` are pointers that MPI may use, whatever
- * memory the buffers lie in; NULL and count 0 where this rank passes no such buffer. */
+/* What this rank passes to an operation or receives from it: a pointer that MPI may use, whatever memory the buffer
+ * lies in. All zero where there is none. */
+struct side {
+  void *data;
+  int64_t count;
+  const struct datatype *type;
+};
+
+/* One call of an operation, from the frame to the body. */
 struct call {
   const ffi_frame *frame;
   const struct operation *operation;
   struct communicator *comm;
-  const void *in;
-  void *out;
-  int64_t in_count;
-  int64_t out_count;
-  const struct datatype *dtype; /* of the buffers; NULL for an operation without any */
+  struct side in; /* its data is only read */
+  struct side out;
   int64_t attributes[MAX_ATTRIBUTES];
   bool traced;
   uint64_t number; /* of a traced call */
   struct timespec start;
-  const char *function; /* the MPI function of a traced call */
+  const char *function; /* the MPI function, for errors and the trace */
 };
 
 struct backend {

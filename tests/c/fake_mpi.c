@@ -1,0 +1,295 @@
+/* The functions of the fake library that communicate. Its rules are in fake_mpi.h. */
+#include "fake_mpi.h"
+
+#include <limits.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "fake_objects.h"
+
+#define TRY(expression)                       \
+  do {                                        \
+    int code_ = (expression);                 \
+    if (code_ != MPI_SUCCESS) return code_;   \
+  } while (0)
+
+/* Opens a function that communicates: `call` is its record, `comm` its communicator. */
+#define BEGIN(name)       \
+  struct fake_call *call; \
+  struct comm *comm;      \
+  TRY(fake_begin_on("MPI_" #name, handle, &call, &comm))
+
+/* What rank `comm->rank + distance` passes where this rank passes `in`. */
+static void contribution(void *out, const void *in, int64_t bytes, int distance) {
+  for (int64_t i = 0; !fake_control.hollow && i < bytes; i++)
+    ((unsigned char *)out)[i] = (unsigned char)(((const unsigned char *)in)[i] + distance);
+}
+
+static void from_root(void *out, int64_t bytes, int root) {
+  for (int64_t i = 0; !fake_control.hollow && i < bytes; i++) ((unsigned char *)out)[i] = fake_byte(root, i);
+}
+
+static int check_root(const struct comm *comm, struct fake_call *call, int root) {
+  call->peer = root;
+  return root >= 0 && root < comm->size ? MPI_SUCCESS : FAKE_ERR_ROOT;
+}
+
+static int check_apart(const struct fake_call *call) {
+  return call->in == call->out && call->in_bytes > 0 ? FAKE_ERR_BUFFER : MPI_SUCCESS;
+}
+
+/* --- collectives --- */
+
+int MPI_Allgather(const void *in, int n, MPI_Datatype t, void *out, int m, MPI_Datatype u, MPI_Comm handle) {
+  BEGIN(Allgather);
+  TRY(fake_reads(call, in, n, t));
+  TRY(fake_writes(call, out, m, u));
+  TRY(check_apart(call));
+  if (call->in_bytes != call->out_bytes) return FAKE_ERR_COUNT;
+  for (int r = 0; r < comm->size; r++)
+    contribution((char *)out + r * call->out_bytes, in, call->in_bytes, r - comm->rank);
+  return MPI_SUCCESS;
+}
+
+int MPI_Alltoall(const void *in, int n, MPI_Datatype t, void *out, int m, MPI_Datatype u, MPI_Comm handle) {
+  BEGIN(Alltoall);
+  TRY(fake_reads(call, in, n, t));
+  TRY(fake_writes(call, out, m, u));
+  TRY(check_apart(call));
+  if (call->in_bytes != call->out_bytes) return FAKE_ERR_COUNT;
+  for (int r = 0; r < comm->size; r++)
+    contribution((char *)out + r * call->out_bytes, (const char *)in + r * call->in_bytes, call->in_bytes,
+                 r - comm->rank);
+  return MPI_SUCCESS;
+}
+
+int MPI_Barrier(MPI_Comm handle) {
+  BEGIN(Barrier);
+  return MPI_SUCCESS;
+}
+
+int MPI_Bcast(void *data, int n, MPI_Datatype t, int root, MPI_Comm handle) {
+  BEGIN(Bcast);
+  TRY(check_root(comm, call, root));
+  TRY(fake_reads(call, data, n, t));
+  if (root != comm->rank) from_root(data, call->in_bytes, root);
+  return MPI_SUCCESS;
+}
+
+int MPI_Gather(const void *in, int n, MPI_Datatype t, void *out, int m, MPI_Datatype u, int root, MPI_Comm handle) {
+  BEGIN(Gather);
+  TRY(check_root(comm, call, root));
+  TRY(fake_reads(call, in, n, t));
+  call->out = out;
+  if (root != comm->rank) return MPI_SUCCESS;
+  TRY(fake_writes(call, out, m, u));
+  TRY(check_apart(call));
+  if (call->in_bytes != call->out_bytes) return FAKE_ERR_COUNT;
+  for (int r = 0; r < comm->size; r++)
+    contribution((char *)out + r * call->out_bytes, in, call->in_bytes, r - comm->rank);
+  return MPI_SUCCESS;
+}
+
+int MPI_Scatter(const void *in, int n, MPI_Datatype t, void *out, int m, MPI_Datatype u, int root, MPI_Comm handle) {
+  BEGIN(Scatter);
+  TRY(check_root(comm, call, root));
+  TRY(fake_writes(call, out, m, u));
+  call->in = in;
+  if (root != comm->rank) {
+    from_root(out, call->out_bytes, root);
+    return MPI_SUCCESS;
+  }
+  TRY(fake_reads(call, in, n, t));
+  TRY(check_apart(call));
+  if (call->in_bytes != call->out_bytes) return FAKE_ERR_COUNT;
+  contribution(out, (const char *)in + comm->rank * call->in_bytes, call->out_bytes, 0);
+  return MPI_SUCCESS;
+}
+
+/* The common part of the reductions, on a rank that gets the result. */
+static int reduction(struct fake_call *call, const void *in, void *out, int n, MPI_Datatype t, MPI_Op op, int times) {
+  call->op = (intptr_t)op;
+  TRY(fake_writes(call, out, n, t));
+  TRY(fake_reads(call, in, n, t));
+  TRY(check_apart(call));
+  return fake_reduce(op, in, out, n, t, times);
+}
+
+int MPI_Allreduce(const void *in, void *out, int n, MPI_Datatype t, MPI_Op op, MPI_Comm handle) {
+  BEGIN(Allreduce);
+  return reduction(call, in, out, n, t, op, comm->size);
+}
+
+int MPI_Scan(const void *in, void *out, int n, MPI_Datatype t, MPI_Op op, MPI_Comm handle) {
+  BEGIN(Scan);
+  return reduction(call, in, out, n, t, op, comm->rank + 1);
+}
+
+int MPI_Reduce(const void *in, void *out, int n, MPI_Datatype t, MPI_Op op, int root, MPI_Comm handle) {
+  BEGIN(Reduce);
+  TRY(check_root(comm, call, root));
+  if (root == comm->rank) return reduction(call, in, out, n, t, op, comm->size);
+  call->op = (intptr_t)op;
+  call->out = out;
+  if (in == ABI_IN_PLACE) return FAKE_ERR_BUFFER;
+  return fake_reads(call, in, n, t);
+}
+
+/* --- messages --- */
+
+static int start_send(struct fake_call *call, const struct comm *comm, const void *in, int n, MPI_Datatype t, int dest,
+                      int tag) {
+  call->peer = dest, call->tag = tag;
+  TRY(fake_reads(call, in, n, t));
+  if (dest == ABI_PROC_NULL) return MPI_SUCCESS;
+  if (dest < 0 || dest >= comm->size) return FAKE_ERR_RANK;
+  if (tag < 0) return FAKE_ERR_TAG;
+  return dest == comm->rank ? fake_enqueue(call->comm, dest, tag, in, call->in_bytes) : MPI_SUCCESS;
+}
+
+int MPI_Send(const void *in, int n, MPI_Datatype t, int dest, int tag, MPI_Comm handle) {
+  BEGIN(Send);
+  return start_send(call, comm, in, n, t, dest, tag);
+}
+
+int MPI_Isend(const void *in, int n, MPI_Datatype t, int dest, int tag, MPI_Comm handle, MPI_Request *request) {
+  BEGIN(Isend);
+  TRY(start_send(call, comm, in, n, t, dest, tag));
+  *request = (MPI_Request)FAKE_HANDLE(KIND_REQUEST, 1);
+  fake_control.live_requests++;
+  return MPI_SUCCESS;
+}
+
+int MPI_Wait(MPI_Request *request, MPI_Status *status) {
+  struct fake_call *call;
+  if (*request != (MPI_Request)FAKE_HANDLE(KIND_REQUEST, 1)) return FAKE_ERR_ARG;
+  *request = (MPI_Request)(intptr_t)0;
+  fake_control.live_requests--; /* also where the wait fails */
+  TRY(fake_begin("MPI_Wait", &call));
+  fake_set_status(status, fake_control.any_source, fake_control.any_tag, 0);
+  return MPI_SUCCESS;
+}
+
+enum { NO_MESSAGE = 255 }; /* the place of the message that PROC_NULL sends */
+
+int MPI_Mprobe(int source, int tag, MPI_Comm handle, MPI_Message *message, MPI_Status *status) {
+  BEGIN(Mprobe);
+  int place = NO_MESSAGE;
+  call->peer = source, call->tag = tag;
+  fake_set_status(status, ABI_PROC_NULL, fake_control.any_tag, 0);
+  if (source != ABI_PROC_NULL) {
+    if (source != fake_control.any_source && (source < 0 || source >= comm->size)) return FAKE_ERR_RANK;
+    if (tag != fake_control.any_tag && tag < 0) return FAKE_ERR_TAG;
+    const struct message *found = fake_match(handle, source, tag, &place);
+    if (found == NULL) return FAKE_WOULD_WAIT;
+    fake_set_status(status, found->source, found->tag, found->bytes);
+  }
+  *message = (MPI_Message)FAKE_HANDLE(KIND_MESSAGE, place);
+  return MPI_SUCCESS;
+}
+
+int MPI_Mrecv(void *out, int n, MPI_Datatype t, MPI_Message *message, MPI_Status *status) {
+  struct fake_call *call;
+  int code = fake_begin("MPI_Mrecv", &call), place = (int)FAKE_PLACE(KIND_MESSAGE, *message);
+  struct message *found = fake_message(place);
+  if (found == NULL && place != NO_MESSAGE) return FAKE_ERR_ARG;
+  TRY(fake_writes(call, out, n, t));
+  *message = (MPI_Message)(intptr_t)0;
+  fake_set_status(status, ABI_PROC_NULL, fake_control.any_tag, 0);
+  if (found == NULL) return code;
+  fake_set_status(status, found->source, found->tag, found->bytes);
+  if (code == MPI_SUCCESS && found->data != NULL && found->bytes > 0) memcpy(out, found->data, (size_t)found->bytes);
+  if (code == MPI_SUCCESS && found->bytes > call->out_bytes) code = FAKE_ERR_TRUNCATE;
+  fake_drop(found); /* also where the receive fails */
+  return code;
+}
+
+/* Bytes of the message in units of `unit`; ABI_UNDEFINED where they are no whole number. */
+static int64_t units(const MPI_Status *status, int64_t unit) {
+  int64_t bytes = fake_status_bytes(status);
+  if (bytes == 0) return 0;
+  return unit > 0 && bytes % unit == 0 ? bytes / unit : ABI_UNDEFINED;
+}
+
+int MPI_Get_count(const MPI_Status *status, MPI_Datatype handle, int *count) {
+  struct fake_call *call;
+  TRY(fake_begin("MPI_Get_count", &call));
+  const struct type *type = fake_type(handle);
+  if (type == NULL) return FAKE_ERR_TYPE;
+  int64_t whole = units(status, type->bytes);
+  *count = whole > INT_MAX ? ABI_UNDEFINED : (int)whole;
+  return MPI_SUCCESS;
+}
+
+#if FAKE_MPI_VERSION >= 4
+int MPI_Get_count_c(const MPI_Status *status, MPI_Datatype handle, MPI_Count *count) {
+  struct fake_call *call;
+  TRY(fake_begin("MPI_Get_count_c", &call));
+  const struct type *type = fake_type(handle);
+  if (type == NULL) return FAKE_ERR_TYPE;
+  *count = units(status, type->bytes);
+  return MPI_SUCCESS;
+}
+#endif
+
+#if FAKE_MPI_VERSION >= 3
+int MPI_Get_elements_x(const MPI_Status *status, MPI_Datatype handle, MPI_Count *count) {
+  struct fake_call *call;
+  TRY(fake_begin("MPI_Get_elements_x", &call));
+  const struct type *type = fake_type(handle);
+  if (type == NULL) return FAKE_ERR_TYPE;
+  *count = units(status, type->element);
+  return MPI_SUCCESS;
+}
+#endif
+
+/* --- the rest --- */
+
+int MPI_Comm_rank(MPI_Comm handle, int *rank) {
+  struct fake_call *call;
+  TRY(fake_begin("MPI_Comm_rank", &call));
+  if (fake_comm(handle) == NULL) return FAKE_ERR_COMM;
+  *rank = fake_comm(handle)->rank;
+  return MPI_SUCCESS;
+}
+
+int MPI_Comm_size(MPI_Comm handle, int *size) {
+  struct fake_call *call;
+  TRY(fake_begin("MPI_Comm_size", &call));
+  if (fake_comm(handle) == NULL) return FAKE_ERR_COMM;
+  *size = fake_comm(handle)->size;
+  return MPI_SUCCESS;
+}
+
+int MPI_Error_string(int error, char *text, int *length) {
+  struct fake_call *call;
+  TRY(fake_begin("MPI_Error_string", &call));
+  *length = snprintf(text, 256, "the fake's text for %d", error);
+  return MPI_SUCCESS;
+}
+
+/* Functions that are looked up by name and not in mpi.def. */
+#pragma GCC visibility push(default)
+int MPI_Init(int *argc, char ***argv);
+int MPI_Get_library_version(char *text, int *length);
+int MPI_Abi_get_version(int *major, int *minor);
+#pragma GCC visibility pop
+
+int MPI_Init(int *argc, char ***argv) {
+  (void)argc, (void)argv;
+  return MPI_SUCCESS;
+}
+
+int MPI_Get_library_version(char *text, int *length) {
+  *length = snprintf(text, 8192, "%s", fake_control.version);
+  return fake_control.version_code;
+}
+
+#if FAKE_MPI_VERSION >= 5
+int MPI_Abi_get_version(int *major, int *minor) {
+  *major = fake_control.abi_major;
+  *minor = fake_control.abi_major < 0 ? -1 : 0;
+  return MPI_SUCCESS;
+}
+#endif

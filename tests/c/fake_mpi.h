@@ -1,0 +1,77 @@
+/* An MPI library of our own, so that the core is tested without MPI, without other processes, and for each ABI.
+ *
+ * fake_mpi.c is compiled once per header of csrc/abi into a shared library, which a test opens as it would a real
+ * one. What a test sees of it is the structure below, the same for each ABI; handles are intptr_t as in core.h.
+ *
+ * One process plays one rank of a communicator of any size. The other ranks are a rule:
+ *   allgather, gather, alltoall   rank r passes what this rank passes, with r - rank added to each byte (modulo 256)
+ *   bcast, scatter                another root sends fake_byte(root, 0), fake_byte(root, 1), ...
+ *   reductions                    all ranks pass the same; a predefined operation adds to each byte the number of ranks
+ *                                 that take part, one made by Op_create is called once for each further rank
+ *   send                          to oneself: queued; to others: noted only. `deliver` queues what others send
+ * It is strict where MPI libraries differ: buffers must not be one, types must be committed and free of holes, and a
+ * receive that truncates writes the whole message, as the worst of them do. What would wait for ever is an error.
+ */
+#ifndef JAXMPI_FAKE_MPI_H
+#define JAXMPI_FAKE_MPI_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+enum { FAKE_CALLS = 256, FAKE_WOULD_WAIT = 41 };
+
+/* One call of an MPI function as it came. What the function does not take is 0. */
+struct fake_call {
+  const char *name; /* "MPI_Bcast" */
+  const void *in;   /* what is read; the buffer of a broadcast is both */
+  void *out;
+  int in_count, out_count;
+  intptr_t in_type, out_type, op, comm;
+  int64_t in_bytes, out_bytes; /* count times size of the type */
+  int peer, tag;               /* peer: root, destination or source */
+};
+
+struct fake_control {
+  /* This ABI. */
+  int any_source, any_tag, proc_null;
+  void *in_place;
+  size_t status_bytes;
+
+  /* What has happened since the last reset. */
+  struct fake_call calls[FAKE_CALLS]; /* the oldest first; more are counted and not kept */
+  int call_count;
+  int live_types, live_operations, live_requests; /* made and not given back; operations are never reset */
+  int live_matched;                               /* probed and not received */
+  int queued;                                     /* sent and not probed */
+  int most_inside;                                /* threads in MPI at one time, where they linger */
+
+  /* Switches, off after a reset. */
+  bool hollow;   /* no buffer is touched, so that counts may be huge and pointers invalid */
+  int linger_ms; /* a call that communicates waits so long for a second thread to come in */
+
+  /* How the library describes itself; not reset. */
+  const char *version;
+  int version_code; /* returned by MPI_Get_library_version */
+  int abi_major;
+
+  void (*reset)(void);
+  intptr_t (*comm_new)(int rank, int size); /* may have the handle of one that was freed */
+  intptr_t (*comm_dup)(intptr_t comm);
+  void (*comm_free)(intptr_t comm);
+  intptr_t (*datatype)(const char *name, size_t *bytes); /* "INT8_T"; 0 where there is none */
+  intptr_t (*operation)(const char *name);               /* "SUM" */
+  int (*operation_free)(intptr_t op);                    /* of a user's; 0, or an error */
+  /* Calls a user's operation: inout = in op inout. */
+  void (*apply)(intptr_t op, void *in, void *inout, int count);
+  /* The nth call of this function from now on (1: the next) returns `code` and does nothing. */
+  void (*fail)(const char *function, int nth, int code);
+  /* Queues a message from `source`; `data` is copied, NULL: the message has a size and no content. */
+  void (*deliver)(intptr_t comm, int source, int tag, const void *data, int64_t bytes);
+  void (*status)(const void *status, int *source, int *tag, int64_t *bytes);
+};
+
+/* Byte `k` of what a root that is another rank sends. */
+static inline uint8_t fake_byte(int rank, int64_t k) { return (uint8_t)(37 * rank + 5 * k + 11); }
+
+#endif

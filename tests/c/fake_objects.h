@@ -1,0 +1,87 @@
+/* What the fake library's functions share: its objects and the record of calls. Compiled once per ABI. */
+#ifndef JAXMPI_FAKE_OBJECTS_H
+#define JAXMPI_FAKE_OBJECTS_H
+
+#include "fake_mpi.h"
+#include "mpi_table.h"
+
+/* A definition that differs from the list does not compile. */
+#pragma GCC visibility push(default)
+#define REQUIRED(name, parameters) int MPI_##name parameters;
+#define OPTIONAL(name, parameters) int MPI_##name parameters;
+#include "mpi.def"
+#undef REQUIRED
+#undef OPTIONAL
+extern struct fake_control fake_control;
+#pragma GCC visibility pop
+
+enum {
+  FAKE_ERR_BUFFER = 1,
+  FAKE_ERR_COUNT = 2,
+  FAKE_ERR_TYPE = 3,
+  FAKE_ERR_TAG = 4,
+  FAKE_ERR_COMM = 5,
+  FAKE_ERR_RANK = 6,
+  FAKE_ERR_ROOT = 8,
+  FAKE_ERR_OP = 10,
+  FAKE_ERR_ARG = 13,
+  FAKE_ERR_TRUNCATE = 15,
+  FAKE_ERR_FULL = 16
+};
+
+/* A communicator. A freed one leaves its place, and so its handle, to the next. */
+struct comm {
+  bool live;
+  int rank, size;
+};
+
+/* A datatype without holes. */
+struct type {
+  bool live, committed, derived;
+  int64_t bytes;
+  int64_t element; /* bytes of the predefined type that it is made of */
+};
+
+/* A message on its way: queued, then matched, then gone. */
+struct message {
+  enum { GONE, QUEUED, MATCHED } state;
+  intptr_t comm;
+  int source, tag;
+  int64_t bytes;
+  unsigned char *data; /* owned; NULL: hollow */
+  uint64_t order;      /* of sending */
+};
+
+/* Notes a call; a test's injected code, or MPI_SUCCESS. `call` is never NULL after it. */
+int fake_begin(const char *name, struct fake_call **call);
+
+/* The same for one that communicates; also finds the communicator. */
+int fake_begin_on(const char *name, MPI_Comm handle, struct fake_call **call, struct comm **comm);
+
+/* NULL where a handle is not live. */
+struct comm *fake_comm(MPI_Comm handle);
+struct type *fake_type(MPI_Datatype handle);
+
+/* Notes count and type; their bytes, or an error. The buffer of nothing may be NULL. */
+int fake_reads(struct fake_call *call, const void *data, int count, MPI_Datatype type);
+int fake_writes(struct fake_call *call, void *data, int count, MPI_Datatype type);
+
+/* out = the reduction of `times` equal contributions. */
+int fake_reduce(MPI_Op handle, const void *in, void *out, int count, MPI_Datatype type, int times);
+
+/* Messages by place; `message_handle` is an index + 1 as a handle. */
+int fake_enqueue(intptr_t comm, int source, int tag, const void *data, int64_t bytes);
+struct message *fake_match(MPI_Comm comm, int source, int tag, int *place);
+struct message *fake_message(int place);
+void fake_drop(struct message *matched);
+
+void fake_set_status(MPI_Status *status, int source, int tag, int64_t bytes);
+int64_t fake_status_bytes(const MPI_Status *status);
+
+/* Handles: the top bit set where they are integers, beyond 32 bits where they are pointers. */
+enum fake_kind { KIND_COMM = 1, KIND_TYPE, KIND_OP, KIND_REQUEST, KIND_MESSAGE };
+#define FAKE_BASE              (sizeof(MPI_Comm) == sizeof(int) ? (intptr_t)INT32_MIN : (intptr_t)0x5a5a00000000)
+#define FAKE_HANDLE(kind, place) (FAKE_BASE + ((intptr_t)(kind) << 24) + (intptr_t)(place))
+#define FAKE_PLACE(kind, handle) ((intptr_t)(handle) - FAKE_HANDLE(kind, 0))
+
+#endif

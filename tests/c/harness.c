@@ -1,0 +1,249 @@
+#define _GNU_SOURCE
+#include "harness.h"
+
+#include <dlfcn.h>
+#include <inttypes.h>
+#include <limits.h>
+#include <stdarg.h>
+#include <stdlib.h>
+
+struct fake_control *fake;
+void *fake_library;
+const struct backend *backend;
+
+/* --- checks --- */
+
+static int failures;
+static char where[256];
+
+__attribute__((format(printf, 3, 4))) static bool complain(const char *file, int line, const char *format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  printf("%s:%d: ", file, line);
+  vprintf(format, arguments);
+  printf("%s%s\n", where[0] != '\0' ? "  with " : "", where);
+  va_end(arguments);
+  failures++;
+  return false;
+}
+
+void context(const char *format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(where, sizeof where, format, arguments);
+  va_end(arguments);
+}
+
+bool check(bool condition, const char *text, const char *file, int line) {
+  return condition || complain(file, line, "%s", text);
+}
+
+bool check_equal(int64_t left, int64_t right, const char *left_text, const char *right_text, const char *file,
+                 int line) {
+  return left == right ||
+         complain(file, line, "%s == %s: %" PRId64 ", not %" PRId64, left_text, right_text, left, right);
+}
+
+bool check_same(const void *a, const void *b, size_t bytes, const char *text, const char *file, int line) {
+  for (size_t i = 0; i < bytes; i++)
+    if (((const unsigned char *)a)[i] != ((const unsigned char *)b)[i])
+      return complain(file, line, "%s: byte %zu of %zu is %d, not %d", text, i, bytes, ((const unsigned char *)a)[i],
+                      ((const unsigned char *)b)[i]);
+  return true;
+}
+
+bool check_success(ffi_error *error, const char *text, const char *file, int line) {
+  if (error == NULL) return true;
+  complain(file, line, "%s: %s", text, error->text);
+  error_free(error);
+  return false;
+}
+
+bool check_failure(ffi_error *error, int code, const char *const texts[], const char *file, int line) {
+  if (error == NULL) return complain(file, line, "no error where one is due");
+  bool good = error->code == code || complain(file, line, "code %d, not %d: %s", error->code, code, error->text);
+  for (; *texts != NULL; texts++)
+    if (strstr(error->text, *texts) == NULL) good = complain(file, line, "no '%s' in: %s", *texts, error->text);
+  error_free(error);
+  return good;
+}
+
+/* --- frames --- */
+
+static int errors;
+
+void error_free(ffi_error *error) {
+  free(error);
+  errors--;
+}
+
+int live_errors(void) { return errors; }
+
+static ffi_error *error_create(ffi_error_create_args *args) {
+  ffi_error *error = malloc(sizeof *error + strlen(args->message) + 1);
+  CHECK(args->struct_size == sizeof *args && args->extension == NULL);
+  if (error == NULL) abort();
+  error->code = (int)args->code;
+  memcpy(error->text, args->message, strlen(args->message) + 1);
+  errors++;
+  return error;
+}
+
+static const ffi_api api = {.struct_size = sizeof api, .error_create = error_create};
+
+/* A list of one buffer, where there is one, and a token. */
+static void list_make(ffi_buffers *list, ffi_buffer buffers[2], void *pointers[2], int types[2], int64_t dims[3],
+                      struct array array) {
+  *list = (ffi_buffers){.struct_size = sizeof *list, .size = 0, .types = types, .buffers = pointers};
+  if (array.rank >= 0) {
+    memcpy(dims, array.dims, sizeof array.dims);
+    buffers[0] = (ffi_buffer){sizeof(ffi_buffer), NULL, array.dtype, array.data, array.rank, dims};
+    pointers[list->size++] = &buffers[0];
+  }
+  buffers[1] = (ffi_buffer){sizeof(ffi_buffer), NULL, FFI_DTYPE_TOKEN, NULL, 0, NULL};
+  pointers[list->size++] = &buffers[1];
+  types[0] = types[1] = 1; /* each a buffer */
+}
+
+static int row_of(const char *operation) {
+  for (int i = 0; backend->operations[i].name != NULL; i++)
+    if (strcmp(backend->operations[i].name, operation) == 0) return i;
+  printf("no operation '%s'\n", operation);
+  exit(1);
+}
+
+void frame_make(struct frame *f, const char *operation, struct array in, struct array out, const int64_t attributes[]) {
+  const struct operation *row = &backend->operations[row_of(operation)];
+  *f = (struct frame){.frame = {.struct_size = sizeof f->frame, .api = &api, .stage = FFI_STAGE_EXECUTE}};
+  list_make(&f->frame.operands, f->in, f->operands, f->operand_types, f->in_dims, in);
+  list_make(&f->frame.results, f->out, f->results, f->result_types, f->out_dims, out);
+  for (int i = 0; i < row->attribute_count; i++) {
+    f->attributes[i] = attributes[i];
+    f->spans[i] = (ffi_span){row->attribute_names[i], strlen(row->attribute_names[i])};
+    f->names[i] = &f->spans[i];
+    f->scalars[i] = (ffi_scalar){FFI_DTYPE_S64, &f->attributes[i]};
+    f->values[i] = &f->scalars[i];
+    f->attribute_types[i] = FFI_ATTRIBUTE_SCALAR;
+  }
+  f->frame.attributes = (ffi_attributes){.struct_size = sizeof(ffi_attributes),
+                                         .size = row->attribute_count,
+                                         .types = f->attribute_types,
+                                         .names = f->names,
+                                         .values = f->values};
+}
+
+ffi_error *frame_call(struct frame *frame, const char *operation) {
+  return backend->host_handlers[row_of(operation)](&frame->frame);
+}
+
+ffi_error *run(const char *operation, struct array in, struct array out, const int64_t attributes[]) {
+  struct frame frame;
+  frame_make(&frame, operation, in, out, attributes);
+  return frame_call(&frame, operation);
+}
+
+/* --- MPI --- */
+
+intptr_t datatype(int dtype) {
+  size_t bytes;
+  return fake->datatype(datatype_find(dtype)->mpi, &bytes);
+}
+
+intptr_t operation_handle(const char *name) { return fake->operation(name); }
+
+struct communicator *world(int rank, int size) {
+  static struct communicator *made[8][8];
+  struct communicator **found = &made[rank][size];
+  int calls = fake->call_count;
+  if (*found == NULL) CHECK_EQUAL(backend->communicator(fake->comm_new(rank, size), found), 0);
+  fake->call_count = calls; /* a test counts its own */
+  return *found;
+}
+
+const struct fake_call *called(const char *function, int nth) {
+  static const struct fake_call none = {.name = ""};
+  for (int i = 0; i < fake->call_count && i < FAKE_CALLS; i++)
+    if (strcmp(fake->calls[i].name, function) == 0 && nth-- == 0) return &fake->calls[i];
+  return &none;
+}
+
+int times_called(const char *function) {
+  int count = 0;
+  while (called(function, count)->name[0] != '\0') count++;
+  return count;
+}
+
+int communications(void) {
+  int count = 0;
+  for (int i = 0; i < fake->call_count && i < FAKE_CALLS; i++) count += fake->calls[i].comm != 0;
+  return count;
+}
+
+void fill(void *data, size_t bytes) {
+  for (size_t i = 0; i < bytes; i++) ((unsigned char *)data)[i] = (unsigned char)(7 * i + 3 + i / 251);
+}
+
+void blank(void *data, size_t bytes) { memset(data, 0xee, bytes); }
+
+static bool all(const void *data, size_t from, size_t to, unsigned char value) {
+  for (size_t i = from; i < to; i++)
+    if (((const unsigned char *)data)[i] != value) return false;
+  return true;
+}
+
+bool is_blank(const void *data, size_t from, size_t to) { return all(data, from, to, 0xee); }
+
+bool is_zero(const void *data, size_t from, size_t to) { return all(data, from, to, 0); }
+
+/* --- the program --- */
+
+static bool open_fake(const char *path) {
+  char version[256];
+  fake_library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+  fake = fake_library != NULL ? dlsym(fake_library, "fake_control") : NULL;
+  if (fake == NULL) return false;
+  backend = backend_find(fake_library, version, sizeof version);
+  if (backend == NULL || backend->load(fake_library) != NULL) return false;
+  runtime.backend = backend;
+  for (const struct datatype *row = datatype_table; row->name != NULL; row++) {
+    size_t bytes = 0;
+    runtime.datatypes[row->code] = fake->datatype(row->mpi, &bytes);
+    runtime.known[row->code] = true;
+    context("%s as %s", row->name, row->mpi);
+    CHECK_EQUAL(bytes, row->bytes);
+  }
+  return true;
+}
+
+/* What a test may have left switched on, and what it must not have left behind. */
+static void run_one(const struct test *test) {
+  int before = failures, operations = fake != NULL ? fake->live_operations : 0;
+  where[0] = '\0';
+  if (fake != NULL) fake->reset();
+  test->run();
+  if (fake != NULL) {
+    CHECK_EQUAL(fake->live_types, 0);
+    CHECK_EQUAL(fake->live_requests, 0);
+    CHECK_EQUAL(fake->live_matched, 0);
+    CHECK_EQUAL(fake->queued, 0);
+    CHECK_EQUAL(fake->live_operations, operations);
+    fake->reset();
+  }
+  CHECK_EQUAL(live_errors(), 0);
+  runtime.max_count = INT_MAX;
+  runtime.serialize = false;
+  atomic_store(&runtime.trace, false);
+  printf("%s %s\n", failures == before ? "ok  " : "FAIL", test->name);
+}
+
+int run_tests(int argc, char **argv, const struct test *tests, size_t count) {
+  if (argc > 1 && !open_fake(argv[1])) {
+    printf("cannot open %s\n", argv[1]);
+    return 1;
+  }
+  int ran = 0;
+  for (size_t i = 0; i < count; i++)
+    if (argc < 3 || strcmp(argv[2], tests[i].name) == 0) run_one(&tests[i]), ran++;
+  printf("%d tests, %d failures\n", ran, failures);
+  return failures > 0 || ran == 0;
+}

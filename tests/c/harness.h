@@ -1,0 +1,113 @@
+/* What the C tests share: checks that count, call frames made by hand, and the fake MPI library behind the core.
+ *
+ * A test program is a table of functions. Each is run with a fresh record of calls; after it nothing may be left that
+ * MPI has to be given back: derived types, requests, matched or unread messages.
+ */
+#ifndef JAXMPI_HARNESS_H
+#define JAXMPI_HARNESS_H
+
+#include <stdio.h>
+#include <string.h>
+
+#include "core.h"
+#include "fake_mpi.h"
+
+/* Failures are printed and counted; the test goes on. */
+#define CHECK(condition)           check(condition, #condition, __FILE__, __LINE__)
+#define CHECK_EQUAL(left, right)   check_equal((int64_t)(left), (int64_t)(right), #left, #right, __FILE__, __LINE__)
+#define CHECK_SAME(a, b, bytes)    check_same(a, b, (size_t)(bytes), #a " == " #b, __FILE__, __LINE__)
+#define SUCCEEDS(call)             check_success(call, #call, __FILE__, __LINE__)
+#define FAILS(call, code, ...)     check_failure(call, code, (const char *const[]){__VA_ARGS__, NULL}, __FILE__, __LINE__)
+#define FOR_EACH(type, item, list) for (type item = (list); item < (list) + sizeof(list) / sizeof *(list); item++)
+
+bool check(bool condition, const char *text, const char *file, int line);
+bool check_equal(int64_t left, int64_t right, const char *left_text, const char *right_text, const char *file, int line);
+bool check_same(const void *a, const void *b, size_t bytes, const char *text, const char *file, int line);
+bool check_success(ffi_error *error, const char *text, const char *file, int line);
+bool check_failure(ffi_error *error, int code, const char *const texts[], const char *file, int line);
+
+/* Named in the output of each failure until the next one; by printf. */
+__attribute__((format(printf, 1, 2))) void context(const char *format, ...);
+
+/* What a handler returns here; to be given back with error_free. */
+struct ffi_error {
+  int code;
+  char text[];
+};
+void error_free(ffi_error *error);
+int live_errors(void);
+
+/* XLA's numbers for some types. */
+enum { BOOL = 1, S16 = 3, S32 = 4, S64 = 5, U8 = 6, F16 = 10, F32 = 11, F64 = 12, BF16 = 16, C128 = 18 };
+
+/* A buffer to be passed; rank -1: none is passed. */
+struct array {
+  int dtype;
+  void *data;
+  int rank;
+  int64_t dims[3];
+};
+#define ARRAY(dtype, data, n)     ((struct array){dtype, data, 1, {n}})
+#define MATRIX(dtype, data, m, n) ((struct array){dtype, data, 2, {m, n}})
+#define SCALAR(dtype, data)       ((struct array){dtype, data, 0, {0}})
+#define NONE                      ((struct array){0, NULL, -1, {0}})
+
+/* A frame as XLA makes it for a function with one ordered effect: a token follows the buffer on each side. */
+struct frame {
+  ffi_frame frame;
+  ffi_buffer in[2], out[2];
+  void *operands[2], *results[2];
+  int operand_types[2], result_types[2];
+  int attribute_types[MAX_ATTRIBUTES];
+  ffi_span spans[MAX_ATTRIBUTES], *names[MAX_ATTRIBUTES];
+  ffi_scalar scalars[MAX_ATTRIBUTES];
+  void *values[MAX_ATTRIBUTES];
+  int64_t attributes[MAX_ATTRIBUTES];
+  int64_t in_dims[3], out_dims[3];
+};
+
+/* Fills `frame` for an operation; the attributes in the order of ops.def. */
+void frame_make(struct frame *frame, const char *operation, struct array in, struct array out,
+                const int64_t attributes[]);
+ffi_error *frame_call(struct frame *frame, const char *operation);
+
+/* Both at once. */
+ffi_error *run(const char *operation, struct array in, struct array out, const int64_t attributes[]);
+#define RUN(operation, in, out, ...) run(operation, in, out, (const int64_t[]){__VA_ARGS__})
+#define COMM(pointer)                ((int64_t)(intptr_t)(pointer))
+
+/* The library under the core, the copy of the core that serves it, and its handles. */
+extern struct fake_control *fake;
+extern void *fake_library;
+extern const struct backend *backend;
+intptr_t datatype(int dtype); /* the MPI handle for a type of XLA */
+intptr_t operation_handle(const char *name);
+
+/* A communicator where this process is `rank` of `size`; the same for the same numbers. */
+struct communicator *world(int rank, int size);
+
+/* The nth call (from 0) of an MPI function since the last reset; one with an empty name where there is none. */
+const struct fake_call *called(const char *function, int nth);
+int times_called(const char *function);
+/* Calls that reached another rank: all but those that ask and those that make types. */
+int communications(void);
+
+/* Buffers: `fill` with bytes that differ, `blank` with 0xee, and whether bytes [from, to) still are 0xee. */
+void fill(void *data, size_t bytes);
+void blank(void *data, size_t bytes);
+bool is_blank(const void *data, size_t from, size_t to);
+bool is_zero(const void *data, size_t from, size_t to);
+
+struct test {
+  const char *name;
+  void (*run)(void);
+};
+#define TEST(function) {#function, function}
+
+/* Opens the fake library named by argv[1] (none: a program without MPI) and runs the tests, or the one named by
+ * argv[2]; the exit status. */
+int run_tests(int argc, char **argv, const struct test *tests, size_t count);
+#define MAIN(tests) \
+  int main(int argc, char **argv) { return run_tests(argc, argv, tests, sizeof(tests) / sizeof *(tests)); }
+
+#endif

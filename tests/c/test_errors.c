@@ -1,0 +1,177 @@
+/* An error of MPI, injected at each place where one can come: what the user is told, and that nothing leaks. */
+#include "harness.h"
+
+enum { N = 7, RANK = 1, SIZE = 3, ROOM = 512, CODE = 77 };
+static _Alignas(16) unsigned char in[ROOM], out[ROOM];
+static unsigned char status[64];
+
+/* Every operation as rank 1 of 3 may call it, with the functions that it calls on the way. */
+enum part { ON_ROOT, ELSEWHERE };
+static const struct {
+  const char *operation;
+  enum part part;
+  const char *function; /* that the text names */
+  const char *given;    /* what the text says of the arguments */
+  const char *calls[6]; /* that may fail with counts of an int */
+} cases[] = {
+    {"allgather", ON_ROOT, "MPI_Allgather", "; in 7 of float32; out 21 of float32", {"MPI_Allgather"}},
+    {"allreduce", ON_ROOT, "MPI_Allreduce", "; in 7 of float32; out 7 of float32", {"MPI_Allreduce"}},
+    {"alltoall", ON_ROOT, "MPI_Alltoall", "; in 21 of float32; out 21 of float32", {"MPI_Alltoall"}},
+    {"barrier", ON_ROOT, "MPI_Barrier", "", {"MPI_Barrier"}},
+    {"bcast", ON_ROOT, "MPI_Bcast", "; root 1; in 7 of float32", {"MPI_Bcast"}},
+    {"bcast", ELSEWHERE, "MPI_Bcast", "; root 2; out 7 of float32", {"MPI_Bcast"}},
+    {"gather", ON_ROOT, "MPI_Gather", "; root 1; in 7 of float32; out 21 of float32", {"MPI_Gather"}},
+    {"gather", ELSEWHERE, "MPI_Gather", "; root 2; in 7 of float32", {"MPI_Gather"}},
+    {"recv", ON_ROOT, "MPI_Recv", "; source 2; tag 9; out 7 of float32", {"MPI_Mprobe", "MPI_Mrecv"}},
+    {"reduce", ON_ROOT, "MPI_Reduce", "; root 1; in 7 of float32; out 7 of float32", {"MPI_Reduce"}},
+    {"reduce", ELSEWHERE, "MPI_Reduce", "; root 2; in 7 of float32", {"MPI_Reduce"}},
+    {"scan", ON_ROOT, "MPI_Scan", "; in 7 of float32; out 7 of float32", {"MPI_Scan"}},
+    {"scatter", ON_ROOT, "MPI_Scatter", "; root 1; in 21 of float32; out 7 of float32", {"MPI_Scatter"}},
+    {"scatter", ELSEWHERE, "MPI_Scatter", "; root 2; out 7 of float32", {"MPI_Scatter"}},
+    {"send", ON_ROOT, "MPI_Send", "; dest 2; tag 9; in 7 of float32", {"MPI_Send"}},
+    {"sendrecv",
+     ON_ROOT,
+     "MPI_Sendrecv",
+     "; dest 0; recvtag 9; sendtag 5; source 2; in 7 of float32; out 7 of float32",
+     {"MPI_Isend", "MPI_Mprobe", "MPI_Mrecv", "MPI_Wait"}},
+};
+enum { CASES = sizeof cases / sizeof *cases };
+
+static const char *name_of(size_t i) { return cases[i].operation; }
+static bool is(size_t i, const char *operation) { return strcmp(name_of(i), operation) == 0; }
+
+static ffi_error *run_case(size_t i) {
+  bool mine = cases[i].part == ON_ROOT;
+  int root = mine ? RANK : 2;
+  int64_t comm = COMM(world(RANK, SIZE)), sum = operation_handle("SUM");
+  struct array one = ARRAY(F32, in, N), all = MATRIX(F32, in, SIZE, N);
+  struct array result = ARRAY(F32, out, N), results = MATRIX(F32, out, SIZE, N);
+  if (is(i, "allgather")) return RUN("allgather", one, results, comm);
+  if (is(i, "allreduce")) return RUN("allreduce", one, result, comm, sum);
+  if (is(i, "alltoall")) return RUN("alltoall", all, results, comm);
+  if (is(i, "barrier")) return RUN("barrier", NONE, NONE, comm);
+  if (is(i, "bcast")) return RUN("bcast", mine ? one : NONE, mine ? NONE : result, comm, root);
+  if (is(i, "gather")) return RUN("gather", one, mine ? results : NONE, comm, root);
+  if (is(i, "recv")) return RUN("recv", NONE, result, comm, 2, COMM(status), 9);
+  if (is(i, "reduce")) return RUN("reduce", one, mine ? result : NONE, comm, sum, root);
+  if (is(i, "scan")) return RUN("scan", one, result, comm, sum);
+  if (is(i, "scatter")) return RUN("scatter", mine ? all : NONE, result, comm, root);
+  if (is(i, "send")) return RUN("send", one, NONE, comm, 2, 9);
+  return RUN("sendrecv", one, result, comm, 0, 9, 5, 2, COMM(status));
+}
+
+/* Lets the nth call of `function` fail in case `i`. */
+static void fail_in(size_t i, const char *function, int nth) {
+  context("%s, case %zu, failing %s number %d", name_of(i), i, function, nth);
+  fake->reset();
+  fill(in, ROOM);
+  blank(status, sizeof status);
+  if (is(i, "recv") || is(i, "sendrecv")) fake->deliver(world(RANK, SIZE)->handle, 2, 9, out, 4 * N);
+  fake->fail(function, nth, CODE);
+  FAILS(run_case(i), FFI_INTERNAL, "jaxmpi.", name_of(i), " on rank 1 of 3: ", cases[i].function, " failed: ",
+        "the fake's text for 77", cases[i].given);
+  CHECK_EQUAL(fake->live_types, 0);
+  CHECK_EQUAL(fake->live_requests, 0);
+  CHECK(is_blank(status, 0, sizeof status) || strcmp(function, "MPI_Wait") == 0);
+}
+
+static void each_operation_reports(void) {
+  for (size_t i = 0; i < CASES; i++)
+    for (int k = 0; cases[i].calls[k] != NULL; k++) {
+      fail_in(i, cases[i].calls[k], 1);
+      CHECK_EQUAL(fake->live_matched, 0);
+      fake->reset();
+      if (is(i, "recv") || is(i, "sendrecv")) fake->deliver(world(RANK, SIZE)->handle, 2, 9, out, 4 * N);
+      SUCCEEDS(run_case(i)); /* the next call works */
+    }
+}
+
+/* The first, a middle and the last piece of a reduction that is too long for one call. */
+static void each_piece_of_a_reduction_reports(void) {
+  runtime.max_count = 3;
+  for (size_t i = 0; i < CASES; i++) {
+    if (!is(i, "allreduce") && !is(i, "reduce") && !is(i, "scan")) continue;
+    for (int nth = 1; nth <= 3; nth++) {
+      fail_in(i, cases[i].function, nth);
+      CHECK_EQUAL(times_called(cases[i].function), nth); /* and no further piece */
+    }
+  }
+}
+
+/* Making the type that spans a long vector; where one is made, it is given back. */
+static void making_a_type_reports(void) {
+  static const char *const makers[] = {"MPI_Type_contiguous", "MPI_Type_create_struct", "MPI_Type_commit"};
+  runtime.max_count = 3;
+  for (size_t i = 0; i < CASES; i++) {
+    if (is(i, "allreduce") || is(i, "reduce") || is(i, "scan") || is(i, "barrier") || is(i, "recv")) continue;
+    FOR_EACH(const char *const *, maker, makers) {
+      fail_in(i, *maker, 1);
+      CHECK_EQUAL(communications(), 0);
+    }
+    fake->reset();
+  }
+}
+
+/* Communication that fails after a type was made. */
+static void a_type_is_given_back_after_an_error(void) {
+  runtime.max_count = 3;
+  for (size_t i = 0; i < CASES; i++)
+    for (int k = 0; cases[i].calls[k] != NULL; k++) fail_in(i, cases[i].calls[k], 1);
+  fake->reset();
+}
+
+/* Refusing a message takes it off the channel, which may fail too. */
+static void refusing_a_message_can_fail(void) {
+  static const char *const functions[] = {"MPI_Mrecv", "MPI_Get_count"};
+  FOR_EACH(const char *const *, function, functions) {
+    fake->reset();
+    fake->deliver(world(RANK, SIZE)->handle, 2, 9, in, 4 * N + 4);
+    fake->fail(*function, 1, CODE);
+    FAILS(RUN("recv", NONE, ARRAY(F32, out, N), COMM(world(RANK, SIZE)), 2, 0, 9), FFI_INTERNAL,
+          "jaxmpi.recv on rank 1 of 3: MPI_Recv failed: the fake's text for 77");
+  }
+  fake->reset();
+}
+
+/* What a wrong rank, root, tag or handle gives is MPI's own error. */
+static void mpi_judges_the_arguments(void) {
+  int64_t comm = COMM(world(RANK, SIZE)), sum = operation_handle("SUM");
+  FAILS(RUN("bcast", NONE, ARRAY(F32, out, N), comm, 3), FFI_INTERNAL, "MPI_Bcast failed: the fake's text for 8",
+        "root 3");
+  FAILS(RUN("send", ARRAY(F32, in, N), NONE, comm, 3, 0), FFI_INTERNAL, "for 6", "dest 3; tag 0");
+  FAILS(RUN("send", ARRAY(F32, in, N), NONE, comm, 0, -5), FFI_INTERNAL, "for 4", "dest 0; tag -5");
+  FAILS(RUN("recv", NONE, ARRAY(F32, out, N), comm, 3, 0, 0), FFI_INTERNAL, "for 6", "source 3; tag 0");
+  FAILS(RUN("allreduce", ARRAY(F32, in, N), ARRAY(F32, out, N), comm, sum + 50), FFI_INTERNAL, "for 10");
+  FAILS(RUN("sendrecv", ARRAY(F32, in, N), ARRAY(F32, out, N), comm, 0, 0, 0, 5, 0), FFI_INTERNAL, "for 6");
+  CHECK_EQUAL(times_called("MPI_Wait"), 1); /* for what was sent */
+}
+
+/* An error must not keep the lock. */
+static void the_lock_is_released_after_an_error(void) {
+  runtime.serialize = true;
+  for (size_t i = 0; i < CASES; i++) {
+    fail_in(i, cases[i].calls[0], 1);
+    if (CHECK_EQUAL(pthread_mutex_trylock(&runtime.lock), 0)) pthread_mutex_unlock(&runtime.lock);
+  }
+  fake->reset();
+}
+
+static void a_text_longer_than_the_room_is_cut(void) {
+  struct communicator *comm = world(RANK, SIZE);
+  int64_t big = INT64_MIN; /* as many characters as a number can have */
+  FAILS(RUN("sendrecv", ARRAY(F32, in, N), ARRAY(F32, out, N), COMM(comm), big + 9, big, big, big, 0), FFI_INTERNAL,
+        "source -9223372036854775808; in 7 of float32; out 7 of float32");
+}
+
+static const struct test tests[] = {
+    TEST(each_operation_reports),
+    TEST(each_piece_of_a_reduction_reports),
+    TEST(making_a_type_reports),
+    TEST(a_type_is_given_back_after_an_error),
+    TEST(refusing_a_message_can_fail),
+    TEST(mpi_judges_the_arguments),
+    TEST(the_lock_is_released_after_an_error),
+    TEST(a_text_longer_than_the_room_is_cut),
+};
+
+MAIN(tests)

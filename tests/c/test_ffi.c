@@ -1,0 +1,294 @@
+/* What stands between XLA and the bodies: frames, attributes, buffers, communicators, the function table. */
+#include <dlfcn.h>
+#include <stdlib.h>
+
+#include "harness.h"
+
+/* The operations as XLA knows them, told here a second time. */
+static const struct {
+  const char *name;
+  const char *attributes[MAX_ATTRIBUTES + 1];
+} expected[] = {
+    {"allgather", {"comm"}},
+    {"allreduce", {"comm", "op"}},
+    {"alltoall", {"comm"}},
+    {"barrier", {"comm"}},
+    {"bcast", {"comm", "root"}},
+    {"gather", {"comm", "root"}},
+    {"recv", {"comm", "source", "status", "tag"}},
+    {"reduce", {"comm", "op", "root"}},
+    {"scan", {"comm", "op"}},
+    {"scatter", {"comm", "root"}},
+    {"send", {"comm", "dest", "tag"}},
+    {"sendrecv", {"comm", "dest", "recvtag", "sendtag", "source", "status"}},
+};
+enum { OPERATIONS = sizeof expected / sizeof *expected };
+
+static void operations_are_those_of_the_list(void) {
+  for (int i = 0; i < OPERATIONS; i++) {
+    const struct operation *row = &backend->operations[i];
+    context("%s", expected[i].name);
+    if (!CHECK(row->name != NULL && strcmp(row->name, expected[i].name) == 0)) return;
+    for (int k = 0; k < row->attribute_count; k++)
+      CHECK(expected[i].attributes[k] != NULL && strcmp(row->attribute_names[k], expected[i].attributes[k]) == 0);
+    CHECK(expected[i].attributes[row->attribute_count] == NULL);
+    CHECK(backend->host_handlers[i] != NULL);
+  }
+  CHECK(backend->operations[OPERATIONS].name == NULL);
+}
+
+static void metadata_query_is_answered(void) {
+  for (int i = 0; i < OPERATIONS; i++) {
+    ffi_metadata metadata = {.struct_size = sizeof metadata, .version = {.major = 7, .minor = 7}, .traits = 7};
+    ffi_metadata_extension extension = {{sizeof extension, FFI_EXTENSION_METADATA, NULL}, &metadata};
+    ffi_frame frame = {.struct_size = sizeof frame, .extension = &extension.base, .stage = FFI_STAGE_EXECUTE};
+    context("%s", expected[i].name);
+    SUCCEEDS(backend->host_handlers[i](&frame));
+    CHECK_EQUAL(metadata.version.major, 0);
+    CHECK_EQUAL(metadata.version.minor, 1);
+    CHECK_EQUAL(metadata.traits, 0);
+  }
+  CHECK_EQUAL(fake->call_count, 0);
+}
+
+static void another_extension_is_passed_over(void) {
+  ffi_extension other = {sizeof other, (enum ffi_extension_type)99, NULL};
+  struct frame f;
+  frame_make(&f, "barrier", NONE, NONE, (const int64_t[]){COMM(world(0, 2))});
+  f.frame.extension = &other;
+  SUCCEEDS(frame_call(&f, "barrier"));
+  CHECK_EQUAL(times_called("MPI_Barrier"), 1);
+}
+
+static void only_execution_communicates(void) {
+  static const enum ffi_stage stages[] = {FFI_STAGE_INSTANTIATE, FFI_STAGE_PREPARE, FFI_STAGE_INITIALIZE, 4};
+  for (int i = 0; i < OPERATIONS; i++)
+    FOR_EACH(const enum ffi_stage *, stage, stages) {
+      /* No attribute or buffer may be looked at: they need not be there. */
+      ffi_frame frame = {.struct_size = sizeof frame, .stage = *stage};
+      context("%s in stage %d", expected[i].name, (int)*stage);
+      SUCCEEDS(backend->host_handlers[i](&frame));
+    }
+  CHECK_EQUAL(fake->call_count, 0);
+}
+
+/* --- attributes --- */
+
+static float x[4], y[4];
+
+static void bcast_frame(struct frame *f) {
+  frame_make(f, "bcast", ARRAY(F32, x, 4), NONE, (const int64_t[]){COMM(world(0, 2)), 0});
+}
+
+static void a_wrong_number_of_attributes_is_refused(void) {
+  struct frame f;
+  for (int count = 0; count < 4; count++) {
+    if (count == 2) continue;
+    bcast_frame(&f);
+    f.frame.attributes.size = count;
+    FAILS(frame_call(&f, "bcast"), FFI_INTERNAL, "jaxmpi.bcast: ", "attributes where the core expects 2", "reinstall");
+  }
+  CHECK_EQUAL(fake->call_count, 0);
+}
+
+static void a_wrong_attribute_name_is_refused(void) {
+  static const struct {
+    const char *text;
+    size_t size;
+  } wrong[] = {{"toor", 4}, {"roo", 3}, {"roots", 5}, {"", 0}};
+  struct frame f;
+  for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+    bcast_frame(&f);
+    f.spans[1] = (ffi_span){wrong[i].text, wrong[i].size};
+    FAILS(frame_call(&f, "bcast"), FFI_INTERNAL, "jaxmpi.bcast: ", "attribute 1 is not the integer root");
+  }
+  CHECK_EQUAL(fake->call_count, 0);
+}
+
+static void a_wrong_attribute_type_is_refused(void) {
+  struct frame f;
+  bcast_frame(&f);
+  f.attribute_types[1] = 4; /* a string */
+  FAILS(frame_call(&f, "bcast"), FFI_INTERNAL, "attribute 1 is not the integer root");
+  bcast_frame(&f);
+  f.scalars[0].dtype = S32;
+  FAILS(frame_call(&f, "bcast"), FFI_INTERNAL, "attribute 0 is not the integer comm");
+  CHECK_EQUAL(fake->call_count, 0);
+}
+
+static void attributes_need_no_alignment(void) {
+  struct frame f;
+  char bytes[sizeof(int64_t) + 1];
+  int64_t root = 1;
+  memcpy(bytes + 1, &root, sizeof root);
+  frame_make(&f, "bcast", NONE, ARRAY(F32, y, 4), (const int64_t[]){COMM(world(0, 2)), 0});
+  f.scalars[1].value = bytes + 1;
+  SUCCEEDS(frame_call(&f, "bcast"));
+  CHECK_EQUAL(called("MPI_Bcast", 0)->peer, 1);
+}
+
+/* --- buffers --- */
+
+static void an_unknown_type_is_refused(void) {
+  static const int unknown[] = {-1, 0, 13, 14, 21, 39, 40, 1000000};
+  FOR_EACH(const int *, dtype, unknown) {
+    context("type %d", *dtype);
+    FAILS(RUN("send", ARRAY(*dtype, x, 4), NONE, COMM(world(1, 3)), 0, 0), FFI_UNIMPLEMENTED,
+          "jaxmpi.send on rank 1 of 3", "cannot be communicated");
+    FAILS(RUN("bcast", NONE, ARRAY(*dtype, x, 4), COMM(world(1, 3)), 0), FFI_UNIMPLEMENTED, "cannot be communicated");
+  }
+  FAILS(RUN("sendrecv", ARRAY(F32, x, 4), ARRAY(0, y, 4), COMM(world(1, 3)), 0, 0, 0, 0, 0), FFI_UNIMPLEMENTED,
+        "number 0");
+  runtime.known[F32] = false; /* a type that the loaded MPI has not */
+  FAILS(RUN("send", ARRAY(F32, x, 4), NONE, COMM(world(1, 3)), 0, 0), FFI_UNIMPLEMENTED, "number 11");
+  runtime.known[F32] = true;
+  CHECK_EQUAL(fake->call_count, 0);
+}
+
+static void tokens_are_not_buffers(void) {
+  struct frame f;
+  for (int size = 0; size < 2; size++) { /* no token, as in a call without an effect, and one */
+    frame_make(&f, "bcast", NONE, ARRAY(F32, y, 4), (const int64_t[]){COMM(world(0, 2)), 1});
+    f.frame.operands.size = size;
+    SUCCEEDS(frame_call(&f, "bcast"));
+    CHECK(called("MPI_Bcast", size)->in == y);
+  }
+}
+
+static void the_count_is_the_product_of_the_dimensions(void) {
+  int64_t dims[] = {2, 3, 5, 7};
+  ffi_buffer buffer = {.dims = dims};
+  static const int64_t products[] = {1, 2, 6, 30, 210};
+  for (buffer.rank = 0; buffer.rank < 5; buffer.rank++) CHECK_EQUAL(ffi_count(&buffer), products[buffer.rank]);
+  dims[1] = 0;
+  buffer.rank = 4;
+  CHECK_EQUAL(ffi_count(&buffer), 0);
+  dims[0] = 1ll << 20, dims[1] = 1ll << 20, buffer.rank = 2;
+  CHECK_EQUAL(ffi_count(&buffer), 1ll << 40);
+}
+
+static void every_type_has_one_row(void) {
+  int rows = 0;
+  for (const struct datatype *row = datatype_table; row->name != NULL; row++, rows++) {
+    context("%s", row->name);
+    CHECK(datatype_find(row->code) == row);
+  }
+  for (int code = -2; code < DTYPE_CODES + 2; code++) rows -= datatype_find(code) != NULL;
+  CHECK_EQUAL(rows, 0);
+  CHECK(datatype_find(FFI_DTYPE_TOKEN) == NULL);
+}
+
+/* --- communicators --- */
+
+static void a_communicator_is_one_struct(void) {
+  intptr_t first = fake->comm_new(2, 4), second = fake->comm_new(0, 1);
+  struct communicator *a, *b, *again;
+  CHECK_EQUAL(backend->communicator(first, &a), 0);
+  CHECK_EQUAL(backend->communicator(second, &b), 0);
+  CHECK_EQUAL(backend->communicator(first, &again), 0);
+  CHECK(a == again && a != b);
+  CHECK(a->rank == 2 && a->size == 4 && a->handle == first && !a->freed);
+  fake->comm_free(first);
+  CHECK(a->freed && !b->freed);
+  fake->comm_free(second);
+}
+
+static void a_recycled_handle_is_another_communicator(void) {
+  struct communicator *old, *new;
+  intptr_t handle = fake->comm_new(0, 2);
+  CHECK_EQUAL(backend->communicator(handle, &old), 0);
+  fake->comm_free(handle);
+  CHECK_EQUAL(fake->comm_new(1, 3), handle);
+  CHECK_EQUAL(backend->communicator(handle, &new), 0);
+  CHECK(new != old && old->freed && !new->freed && new->rank == 1 && new->size == 3);
+  SUCCEEDS(RUN("barrier", NONE, NONE, COMM(new)));
+  FAILS(RUN("barrier", NONE, NONE, COMM(old)), FFI_FAILED_PRECONDITION, "freed");
+  CHECK_EQUAL(times_called("MPI_Barrier"), 1);
+  fake->comm_free(handle);
+}
+
+static void a_duplicate_is_another_communicator(void) {
+  struct communicator *old, *new;
+  intptr_t handle = fake->comm_new(1, 3);
+  CHECK_EQUAL(backend->communicator(handle, &old), 0);
+  intptr_t duplicate = fake->comm_dup(handle);
+  CHECK_EQUAL(backend->communicator(duplicate, &new), 0);
+  CHECK(new != NULL && new != old && new->handle == duplicate && new->rank == 1 && new->size == 3);
+  fake->comm_free(duplicate);
+  CHECK(new != NULL && new->freed && !old->freed);
+  fake->comm_free(handle);
+}
+
+static void a_freed_communicator_is_refused_by_all(void) {
+  struct communicator *comm;
+  intptr_t handle = fake->comm_new(1, 3);
+  CHECK_EQUAL(backend->communicator(handle, &comm), 0);
+  fake->comm_free(handle);
+  fake->reset();
+  for (int i = 0; i < OPERATIONS; i++) {
+    context("%s", expected[i].name);
+    FAILS(RUN(expected[i].name, ARRAY(F32, x, 3), ARRAY(F32, y, 3), COMM(comm), 0, 0, 0, 0, 0),
+          FFI_FAILED_PRECONDITION, expected[i].name, "on rank 1 of 3", "the communicator has been freed", "live");
+  }
+  CHECK_EQUAL(fake->call_count, 0);
+}
+
+static void making_a_communicator_can_fail(void) {
+  static const char *const functions[] = {"MPI_Comm_get_attr", "MPI_Comm_rank", "MPI_Comm_size", "MPI_Comm_set_attr"};
+  intptr_t handle = fake->comm_new(0, 2);
+  struct communicator *comm = NULL;
+  FOR_EACH(const char *const *, function, functions) {
+    context("%s", *function);
+    fake->fail(*function, 1, 77);
+    CHECK_EQUAL(backend->communicator(handle, &comm), 77);
+  }
+  CHECK_EQUAL(backend->communicator(handle, &comm), 0);
+  CHECK(comm != NULL && comm->size == 2);
+  fake->comm_free(handle);
+}
+
+/* --- loading --- */
+
+static void loading_names_what_is_missing(void) {
+  void *nothing = dlopen("libm.so.6", RTLD_NOW);
+  const char *missing = backend->load(nothing);
+  CHECK(missing != NULL && strcmp(missing, "MPI_Allgather") == 0);
+  dlclose(nothing);
+  fake->fail("MPI_Comm_create_keyval", 1, 77);
+  missing = backend->load(fake_library);
+  CHECK(missing != NULL && strcmp(missing, "MPI_Comm_create_keyval") == 0);
+  CHECK(backend->load(fake_library) == NULL);
+}
+
+static void error_texts_are_the_librarys(void) {
+  char text[1024];
+  backend->error_text(5, text);
+  CHECK(strcmp(text, "the fake's text for 5") == 0);
+  fake->fail("MPI_Error_string", 1, 77);
+  backend->error_text(5, text);
+  CHECK(strcmp(text, "MPI error code 5") == 0);
+}
+
+static const struct test tests[] = {
+    TEST(operations_are_those_of_the_list),
+    TEST(metadata_query_is_answered),
+    TEST(another_extension_is_passed_over),
+    TEST(only_execution_communicates),
+    TEST(a_wrong_number_of_attributes_is_refused),
+    TEST(a_wrong_attribute_name_is_refused),
+    TEST(a_wrong_attribute_type_is_refused),
+    TEST(attributes_need_no_alignment),
+    TEST(an_unknown_type_is_refused),
+    TEST(tokens_are_not_buffers),
+    TEST(the_count_is_the_product_of_the_dimensions),
+    TEST(every_type_has_one_row),
+    TEST(a_communicator_is_one_struct),
+    TEST(a_recycled_handle_is_another_communicator),
+    TEST(a_duplicate_is_another_communicator),
+    TEST(a_freed_communicator_is_refused_by_all),
+    TEST(making_a_communicator_can_fail),
+    TEST(loading_names_what_is_missing),
+    TEST(error_texts_are_the_librarys),
+};
+
+MAIN(tests)

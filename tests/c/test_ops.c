@@ -1,0 +1,288 @@
+/* Each operation that needs no matching message: the right MPI call with the right arguments, data in its place. */
+#include "harness.h"
+
+/* Places in communicators of several sizes. */
+static const struct place {
+  int rank, size;
+} places[] = {{0, 1}, {0, 2}, {1, 2}, {0, 3}, {1, 3}, {2, 3}, {3, 4}};
+
+enum { ROOM = 1024 };
+static _Alignas(16) unsigned char in[ROOM], out[ROOM];
+
+/* Shapes by number of elements of one rank's share. */
+static const int counts[] = {0, 1, 2, 7};
+
+static void prepare(void) {
+  fake->reset();
+  fill(in, ROOM);
+  blank(out, ROOM);
+}
+
+static const struct fake_call *only(const char *function) {
+  CHECK_EQUAL(communications(), 1);
+  CHECK_EQUAL(times_called(function), 1);
+  return called(function, 0);
+}
+
+/* Runs `body` for all places, types and counts. */
+struct share {
+  const struct communicator *comm;
+  int rank, size, dtype, count;
+  size_t bytes; /* of `count` elements */
+};
+
+static void for_all(void (*body)(const struct share *)) {
+  FOR_EACH(const struct place *, place, places)
+  for (const struct datatype *row = datatype_table; row->name != NULL; row++)
+    FOR_EACH(const int *, count, counts) {
+      context("rank %d of %d, %d of %s", place->rank, place->size, *count, row->name);
+      prepare();
+      body(&(struct share){world(place->rank, place->size), place->rank, place->size, row->code, *count,
+                           (size_t)*count * row->bytes});
+    }
+}
+
+/* What the call says of communicator, type and count. */
+static void check_in(const struct fake_call *call, const struct share *s) {
+  CHECK_EQUAL(call->comm, s->comm->handle);
+  CHECK_EQUAL(call->in_type, datatype(s->dtype));
+  CHECK_EQUAL(call->in_count, s->count);
+}
+
+static void check_out(const struct fake_call *call, const struct share *s) {
+  CHECK_EQUAL(call->comm, s->comm->handle);
+  CHECK_EQUAL(call->out_type, datatype(s->dtype));
+  CHECK_EQUAL(call->out_count, s->count);
+}
+
+/* `out` holds a block per rank: rank r's is `block(r)` of `in`, with r - rank added. */
+static void check_blocks(const struct share *s, bool one_each) {
+  for (int r = 0; r < s->size; r++)
+    for (size_t i = 0; i < s->bytes; i++)
+      if (!CHECK_EQUAL(out[(size_t)r * s->bytes + i],
+                       (unsigned char)(in[(one_each ? (size_t)r * s->bytes : 0) + i] + r - s->rank)))
+        return;
+  CHECK(is_blank(out, (size_t)s->size * s->bytes, ROOM));
+}
+
+static void allgather_case(const struct share *s) {
+  SUCCEEDS(RUN("allgather", ARRAY(s->dtype, in, s->count), MATRIX(s->dtype, out, s->size, s->count), COMM(s->comm)));
+  const struct fake_call *call = only("MPI_Allgather");
+  check_in(call, s);
+  check_out(call, s);
+  CHECK(call->in == in && call->out == out);
+  check_blocks(s, false);
+}
+static void allgather_stacks(void) { for_all(allgather_case); }
+
+static void alltoall_case(const struct share *s) {
+  struct array a = MATRIX(s->dtype, in, s->size, s->count), b = MATRIX(s->dtype, out, s->size, s->count);
+  SUCCEEDS(RUN("alltoall", a, b, COMM(s->comm)));
+  const struct fake_call *call = only("MPI_Alltoall");
+  check_in(call, s);
+  check_out(call, s);
+  CHECK(call->in == in && call->out == out);
+  check_blocks(s, true);
+}
+static void alltoall_exchanges(void) { for_all(alltoall_case); }
+
+static void barrier_case(const struct share *s) {
+  SUCCEEDS(RUN("barrier", NONE, NONE, COMM(s->comm)));
+  CHECK_EQUAL(only("MPI_Barrier")->comm, s->comm->handle);
+}
+static void barrier_has_no_buffers(void) { for_all(barrier_case); }
+
+static void bcast_case(const struct share *s) {
+  for (int root = 0; root < s->size; root++) {
+    bool mine = root == s->rank;
+    prepare();
+    SUCCEEDS(RUN("bcast", mine ? ARRAY(s->dtype, in, s->count) : NONE, mine ? NONE : ARRAY(s->dtype, out, s->count),
+                 COMM(s->comm), root));
+    const struct fake_call *call = only("MPI_Bcast");
+    check_in(call, s);
+    CHECK_EQUAL(call->peer, root);
+    CHECK(call->in == (mine ? in : out));
+    for (size_t i = 0; !mine && i < s->bytes; i++) CHECK_EQUAL(out[i], fake_byte(root, (int64_t)i));
+    CHECK(is_blank(out, mine ? 0 : s->bytes, ROOM));
+  }
+}
+static void bcast_reads_on_root_and_writes_elsewhere(void) { for_all(bcast_case); }
+
+static void gather_case(const struct share *s) {
+  for (int root = 0; root < s->size; root++) {
+    bool mine = root == s->rank;
+    prepare();
+    SUCCEEDS(RUN("gather", ARRAY(s->dtype, in, s->count), mine ? MATRIX(s->dtype, out, s->size, s->count) : NONE,
+                 COMM(s->comm), root));
+    const struct fake_call *call = only("MPI_Gather");
+    check_in(call, s);
+    CHECK_EQUAL(call->peer, root);
+    CHECK(call->in == in && call->out == (mine ? out : NULL));
+    if (!mine) continue;
+    check_out(call, s);
+    check_blocks(s, false);
+  }
+}
+static void gather_stacks_on_root(void) { for_all(gather_case); }
+
+static void scatter_case(const struct share *s) {
+  for (int root = 0; root < s->size; root++) {
+    bool mine = root == s->rank;
+    prepare();
+    SUCCEEDS(RUN("scatter", mine ? MATRIX(s->dtype, in, s->size, s->count) : NONE, ARRAY(s->dtype, out, s->count),
+                 COMM(s->comm), root));
+    const struct fake_call *call = only("MPI_Scatter");
+    check_out(call, s);
+    CHECK_EQUAL(call->peer, root);
+    CHECK(call->out == out && call->in == (mine ? in : NULL));
+    if (mine) check_in(call, s);
+    for (size_t i = 0; !mine && i < s->bytes; i++) CHECK_EQUAL(out[i], fake_byte(root, (int64_t)i));
+    if (mine) CHECK_SAME(out, in + (size_t)s->rank * s->bytes, s->bytes);
+    CHECK(is_blank(out, s->bytes, ROOM));
+  }
+}
+static void scatter_hands_out(void) { for_all(scatter_case); }
+
+/* --- reductions --- */
+
+/* `result` is what `times` ranks make of `given`, and the rest of its room is as it was. */
+static void check_reduced(const unsigned char *result, const unsigned char *given, size_t bytes, int times) {
+  for (size_t i = 0; i < bytes; i++)
+    if (!CHECK_EQUAL(result[i], (unsigned char)(given[i] + times))) return;
+}
+
+static void reduction_case(const struct share *s, const char *name, const char *function, int times) {
+  static const char *const ops[] = {"SUM", "MIN"};
+  unsigned char copy[ROOM];
+  FOR_EACH(const char *const *, op, ops) {
+    intptr_t handle = operation_handle(*op);
+    prepare();
+    SUCCEEDS(RUN(name, ARRAY(s->dtype, in, s->count), ARRAY(s->dtype, out, s->count), COMM(s->comm), handle));
+    const struct fake_call *call = only(function);
+    check_in(call, s);
+    check_out(call, s);
+    CHECK(call->op == handle && call->in == in && call->out == out);
+    check_reduced(out, in, s->bytes, times);
+    CHECK(is_blank(out, s->bytes, ROOM));
+
+    prepare(); /* in place */
+    memcpy(copy, in, ROOM);
+    SUCCEEDS(RUN(name, ARRAY(s->dtype, in, s->count), ARRAY(s->dtype, in, s->count), COMM(s->comm), handle));
+    call = only(function);
+    check_out(call, s);
+    CHECK(call->op == handle && call->in == fake->in_place && call->out == in);
+    check_reduced(in, copy, s->bytes, times);
+    CHECK_SAME(in + s->bytes, copy + s->bytes, ROOM - s->bytes);
+  }
+}
+
+static void allreduce_case(const struct share *s) { reduction_case(s, "allreduce", "MPI_Allreduce", s->size); }
+static void allreduce_reduces(void) { for_all(allreduce_case); }
+
+static void scan_case(const struct share *s) { reduction_case(s, "scan", "MPI_Scan", s->rank + 1); }
+static void scan_reduces_up_to_this_rank(void) { for_all(scan_case); }
+
+static void reduce_on_root(const struct share *s, bool in_place) {
+  unsigned char copy[ROOM], *result = in_place ? in : out;
+  prepare();
+  memcpy(copy, in, ROOM);
+  SUCCEEDS(RUN("reduce", ARRAY(s->dtype, in, s->count), ARRAY(s->dtype, result, s->count), COMM(s->comm),
+               operation_handle("PROD"), s->rank));
+  const struct fake_call *call = only("MPI_Reduce");
+  check_out(call, s);
+  CHECK_EQUAL(call->op, operation_handle("PROD"));
+  CHECK_EQUAL(call->peer, s->rank);
+  CHECK(call->out == result && call->in == (in_place ? fake->in_place : in));
+  check_reduced(result, copy, s->bytes, s->size);
+  CHECK(is_blank(out, in_place ? 0 : s->bytes, ROOM));
+}
+
+static void reduce_case(const struct share *s) {
+  reduce_on_root(s, false);
+  reduce_on_root(s, true);
+  for (int root = 0; root < s->size; root++) {
+    if (root == s->rank) continue;
+    prepare();
+    SUCCEEDS(RUN("reduce", ARRAY(s->dtype, in, s->count), NONE, COMM(s->comm), operation_handle("SUM"), root));
+    const struct fake_call *call = only("MPI_Reduce");
+    check_in(call, s);
+    CHECK_EQUAL(call->op, operation_handle("SUM"));
+    CHECK_EQUAL(call->peer, root);
+    CHECK(call->in == in);
+  }
+}
+static void reduce_writes_on_root_alone(void) { for_all(reduce_case); }
+
+/* --- sending --- */
+
+static void send_case(const struct share *s) {
+  for (int dest = 0; dest < s->size; dest++) {
+    if (dest == s->rank) continue;
+    prepare();
+    SUCCEEDS(RUN("send", ARRAY(s->dtype, in, s->count), NONE, COMM(s->comm), dest, 1000 + dest));
+    const struct fake_call *call = only("MPI_Send");
+    check_in(call, s);
+    CHECK(call->in == in);
+    CHECK_EQUAL(call->peer, dest);
+    CHECK_EQUAL(call->tag, 1000 + dest);
+  }
+}
+static void send_passes_its_buffer(void) { for_all(send_case); }
+
+static void sending_to_no_one_is_left_to_mpi(void) {
+  prepare();
+  SUCCEEDS(RUN("send", ARRAY(F32, in, 5), NONE, COMM(world(0, 2)), fake->proc_null, 3));
+  CHECK_EQUAL(only("MPI_Send")->peer, fake->proc_null);
+}
+
+/* --- shapes --- */
+
+static void a_scalar_is_one_element(void) {
+  struct communicator *comm = world(1, 3);
+  prepare();
+  SUCCEEDS(RUN("allreduce", SCALAR(F64, in), SCALAR(F64, out), COMM(comm), operation_handle("SUM")));
+  CHECK_EQUAL(called("MPI_Allreduce", 0)->in_count, 1);
+  SUCCEEDS(RUN("allgather", SCALAR(F64, in), ARRAY(F64, out, 3), COMM(comm)));
+  CHECK_EQUAL(called("MPI_Allgather", 0)->in_count, 1);
+  SUCCEEDS(RUN("scatter", NONE, SCALAR(F64, out), COMM(comm), 0));
+  CHECK_EQUAL(called("MPI_Scatter", 0)->out_count, 1);
+  SUCCEEDS(RUN("send", SCALAR(F64, in), NONE, COMM(comm), 0, 0));
+  CHECK_EQUAL(called("MPI_Send", 0)->in_count, 1);
+  CHECK(is_blank(out, 3 * 8, ROOM));
+}
+
+/* An empty array may come without memory; the other ranks take part, so this one must too. */
+static void nothing_is_communicated_too(void) {
+  struct communicator *comm = world(0, 2);
+  struct array empty = ARRAY(F32, NULL, 0);
+  prepare();
+  SUCCEEDS(RUN("allreduce", empty, empty, COMM(comm), operation_handle("SUM")));
+  SUCCEEDS(RUN("scan", empty, ARRAY(F32, out, 0), COMM(comm), operation_handle("SUM")));
+  SUCCEEDS(RUN("reduce", empty, empty, COMM(comm), operation_handle("SUM"), 0));
+  SUCCEEDS(RUN("reduce", empty, NONE, COMM(comm), operation_handle("SUM"), 1));
+  SUCCEEDS(RUN("allgather", empty, MATRIX(F32, NULL, 2, 0), COMM(comm)));
+  SUCCEEDS(RUN("alltoall", MATRIX(F32, NULL, 2, 0), MATRIX(F32, NULL, 2, 0), COMM(comm)));
+  SUCCEEDS(RUN("bcast", NONE, empty, COMM(comm), 1));
+  SUCCEEDS(RUN("gather", empty, MATRIX(F32, NULL, 2, 0), COMM(comm), 0));
+  SUCCEEDS(RUN("scatter", NONE, empty, COMM(comm), 1));
+  SUCCEEDS(RUN("send", empty, NONE, COMM(comm), 1, 0));
+  CHECK_EQUAL(communications(), 10);
+}
+
+static const struct test tests[] = {
+    TEST(allgather_stacks),
+    TEST(alltoall_exchanges),
+    TEST(barrier_has_no_buffers),
+    TEST(bcast_reads_on_root_and_writes_elsewhere),
+    TEST(gather_stacks_on_root),
+    TEST(scatter_hands_out),
+    TEST(allreduce_reduces),
+    TEST(scan_reduces_up_to_this_rank),
+    TEST(reduce_writes_on_root_alone),
+    TEST(send_passes_its_buffer),
+    TEST(sending_to_no_one_is_left_to_mpi),
+    TEST(a_scalar_is_one_element),
+    TEST(nothing_is_communicated_too),
+};
+
+MAIN(tests)

@@ -1,0 +1,78 @@
+"""The same suite on any number of ranks: `pytest`, or `python -m jaxmpi.run -n N -m pytest`.
+
+Every rank runs every test. Rank 0 reports; another rank writes to a buffer that is shown if one of its tests fails.
+A test that takes too long prints all stacks and ends the job, so a deadlock fails instead of hanging.
+"""
+
+import faulthandler
+import io
+import os
+import sys
+import time
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_ENABLE_X64", "1")
+
+import pytest
+from mpi4py import MPI
+
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+SECONDS = float(os.environ.get("JAXMPI_TEST_SECONDS", "120"))
+_hidden = io.StringIO()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config):
+    if RANK > 0:
+        config.pluginmanager.getplugin("terminalreporter")._tw._file = _hidden
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    marker = item.get_closest_marker("seconds")
+    faulthandler.dump_traceback_later(marker.args[0] if marker else SECONDS, exit=True, file=sys.__stderr__)
+    result = yield
+    faulthandler.cancel_dump_traceback_later()
+    return result
+
+
+def pytest_unconfigure():
+    """Shows what another rank has to say, and lets all reports come out before a failure ends the job."""
+    if RANK > 0 and " failed" in _hidden.getvalue() or " error" in _hidden.getvalue():
+        print(f"--- rank {RANK} ---\n{_hidden.getvalue()}", file=sys.__stderr__)
+    sys.stdout.flush()
+    sys.__stderr__.flush()
+    everyone = MPI.COMM_WORLD.Ibarrier()
+    deadline = time.monotonic() + 20
+    while not everyone.Test() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        marker = item.get_closest_marker("ranks")
+        if marker and SIZE < marker.args[0]:
+            item.add_marker(pytest.mark.skip(reason=f"needs {marker.args[0]} ranks"))
+        if item.get_closest_marker("launches") and (SIZE > 1 or "JAXMPI_RANKED" in os.environ):
+            item.add_marker(pytest.mark.skip(reason="launches processes of its own, runs on one rank"))
+
+
+@pytest.fixture
+def comm():
+    return MPI.COMM_WORLD
+
+
+@pytest.fixture
+def rank():
+    return RANK
+
+
+@pytest.fixture
+def size():
+    return SIZE
+
+
+@pytest.fixture(autouse=True)
+def _together():
+    """All ranks begin a test together, so that no message of the next one is taken for one of this one."""
+    MPI.COMM_WORLD.Barrier()

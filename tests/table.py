@@ -1,0 +1,131 @@
+"""One row per operation: how to call it, and what NumPy says the result is, given the inputs of all ranks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from mpi4py import MPI
+
+from jaxmpi import notoken
+
+SHAPES = [(), (1,), (3,), (2, 3), (0,), (0, 3), (5, 1, 2)]
+
+
+def draw(shape, dtype, rank, seed=0):
+    """Reproducible data of a rank; small integers, so that sums are exact in every dtype."""
+    numbers = np.random.default_rng([seed, rank]).integers(0, 4, size=shape)
+    return np.asarray(numbers).astype(dtype)
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    call: Callable[..., Any]
+    """(x, comm, root) -> result"""
+    expected: Callable[..., Any]
+    """(inputs of all ranks, rank, root) -> result of this rank"""
+    rooted: bool = False
+    stacked_on_root: bool = False
+    stacked: bool = False
+    moves: bool = True
+    """The values are moved, not reduced."""
+
+    def __str__(self):
+        return self.name
+
+    def shape(self, shape, rank, size, root):
+        """Shape of the input where one entry has `shape`."""
+        stacked = self.stacked or (self.stacked_on_root and rank == root)
+        return (size, *shape) if stacked else shape
+
+    def inputs(self, shape, dtype, size, root, seed=0):
+        return [draw(self.shape(shape, r, size, root), dtype, r, seed) for r in range(size)]
+
+    def roots(self, size):
+        return range(size) if self.rooted else [0]
+
+
+def _accumulate(xs, last):
+    return np.sum(np.stack([np.asarray(x) for x in xs[: last + 1]]), axis=0, dtype=xs[0].dtype)
+
+
+def _right(comm):
+    return (comm.rank + 1) % comm.size
+
+
+def _left(comm):
+    return (comm.rank - 1) % comm.size
+
+
+def _exchange(x, comm, root):
+    return notoken.sendrecv(x, jnp.zeros_like(x), _left(comm), _right(comm), sendtag=3, recvtag=3, comm=comm)
+
+
+def _send_recv(x, comm, root):
+    """Round the ring, even ranks send first. One rank alone sends to nobody and receives nothing, which is zero."""
+    if comm.size == 1:
+        notoken.send(x, MPI.PROC_NULL, comm=comm)
+        return notoken.recv(x, MPI.PROC_NULL, comm=comm)
+    if comm.rank % 2 == 0:
+        notoken.send(x, _right(comm), tag=5, comm=comm)
+        return notoken.recv(jnp.zeros_like(x), _left(comm), tag=5, comm=comm)
+    y = notoken.recv(jnp.zeros_like(x), _left(comm), tag=5, comm=comm)
+    notoken.send(x, _right(comm), tag=5, comm=comm)
+    return y
+
+
+CASES = [
+    Case("allgather", lambda x, c, r: notoken.allgather(x, comm=c), lambda xs, rank, root: np.stack(xs)),
+    Case(
+        "allreduce",
+        lambda x, c, r: notoken.allreduce(x, MPI.SUM, comm=c),
+        lambda xs, rank, root: _accumulate(xs, len(xs)),
+        moves=False,
+    ),
+    Case(
+        "alltoall",
+        lambda x, c, r: notoken.alltoall(x, comm=c),
+        lambda xs, rank, root: np.stack([x[rank] for x in xs]),
+        stacked=True,
+    ),
+    Case(
+        "bcast",
+        lambda x, c, r: notoken.bcast(x, r, comm=c),
+        lambda xs, rank, root: xs[root],
+        rooted=True,
+    ),
+    Case(
+        "gather",
+        lambda x, c, r: notoken.gather(x, r, comm=c),
+        lambda xs, rank, root: np.stack(xs) if rank == root else xs[rank],
+        rooted=True,
+    ),
+    Case(
+        "reduce",
+        lambda x, c, r: notoken.reduce(x, MPI.SUM, r, comm=c),
+        lambda xs, rank, root: _accumulate(xs, len(xs)) if rank == root else xs[rank],
+        rooted=True,
+        moves=False,
+    ),
+    Case(
+        "scan",
+        lambda x, c, r: notoken.scan(x, MPI.SUM, comm=c),
+        lambda xs, rank, root: _accumulate(xs, rank),
+        moves=False,
+    ),
+    Case(
+        "scatter",
+        lambda x, c, r: notoken.scatter(x, r, comm=c),
+        lambda xs, rank, root: xs[root][rank],
+        rooted=True,
+        stacked_on_root=True,
+    ),
+    Case("sendrecv", _exchange, lambda xs, rank, root: xs[rank - 1]),
+    Case(
+        "send_recv",
+        _send_recv,
+        lambda xs, rank, root: xs[rank - 1] if len(xs) > 1 else np.zeros_like(xs[0]),
+    ),
+]

@@ -1,0 +1,124 @@
+"""Every dtype through every operation, every reduction through every dtype that has it."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from mpi4py import MPI
+from table import CASES, draw
+
+from jaxmpi import notoken
+
+INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+FLOATS = ["float16", "bfloat16", "float32", "float64"]
+COMPLEX = ["complex64", "complex128"]
+FLOAT8 = [name for name in dir(ml_dtypes) if name.startswith("float8") and hasattr(jnp, name)]
+UFUNCS = {
+    "SUM": np.add,
+    "PROD": np.multiply,
+    "MAX": np.maximum,
+    "MIN": np.minimum,
+    "LAND": np.logical_and,
+    "LOR": np.logical_or,
+    "LXOR": np.logical_xor,
+    "BAND": np.bitwise_and,
+    "BOR": np.bitwise_or,
+    "BXOR": np.bitwise_xor,
+}
+EXACT = ["SUM", "PROD", "MAX", "MIN"]
+
+
+def dtype_of(name):
+    return np.dtype(getattr(ml_dtypes, name)) if hasattr(ml_dtypes, name) else np.dtype(name)
+
+
+@pytest.mark.parametrize("dtype", ["bool", *INTEGERS, *FLOATS, *COMPLEX, *FLOAT8])
+@pytest.mark.parametrize("case", [case for case in CASES if case.moves], ids=str)
+def test_moves(case, dtype, comm, rank, size):
+    inputs = case.inputs((7,), dtype_of(dtype), size, 0)
+    result = case.call(jnp.asarray(inputs[rank]), comm, 0)
+    assert result.dtype == dtype_of(dtype)
+    expected = np.ascontiguousarray(case.expected(inputs, rank, 0))
+    np.testing.assert_array_equal(np.asarray(result).view(np.uint8), expected.view(np.uint8))  # NaN is NaN, bit by bit
+
+
+POSSIBLE = (
+    [("bool", op) for op in UFUNCS if op not in ("SUM", "PROD")]
+    + [(dtype, op) for dtype in INTEGERS for op in UFUNCS]
+    + [(dtype, op) for dtype in FLOATS for op in EXACT]
+    + [(dtype, op) for dtype in COMPLEX for op in ("SUM", "PROD")]
+)
+
+
+@pytest.mark.parametrize(("dtype", "op"), POSSIBLE)
+def test_reduces(dtype, op, comm, rank, size):
+    inputs = [draw((9,), dtype_of(dtype), r) for r in range(size)]
+    if dtype in COMPLEX:
+        inputs = [x + np.asarray(1j, dtype) * draw((9,), dtype, r, 1) for r, x in enumerate(inputs)]
+    expected = inputs[0]
+    prefix = inputs[0]
+    for r, x in enumerate(inputs[1:], 1):
+        expected = UFUNCS[op](expected, x).astype(expected.dtype)
+        if r <= rank:
+            prefix = expected
+    x = jnp.asarray(inputs[rank])
+    mpi_op = getattr(MPI, op)
+    result = notoken.allreduce(x, mpi_op)
+    assert result.dtype == x.dtype
+    np.testing.assert_array_equal(np.asarray(result), expected)
+    np.testing.assert_array_equal(np.asarray(notoken.scan(x, mpi_op)), prefix)
+    reduced = notoken.reduce(x, mpi_op, size - 1)
+    np.testing.assert_array_equal(np.asarray(reduced), expected if rank == size - 1 else inputs[rank])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_rounding(dtype, comm, rank, size):
+    """Each step of a sum is rounded once, from float, to the nearest even."""
+    kind = dtype_of(dtype)
+    values = np.random.default_rng(rank).normal(scale=3, size=1000).astype(kind)
+    everyone = comm.allgather(values.astype(np.float32))
+    total = np.asarray(notoken.allreduce(jnp.asarray(values), MPI.SUM)).astype(np.float32)
+    if size <= 2:
+        expected = everyone[0] if size == 1 else (everyone[0] + everyone[1]).astype(kind).astype(np.float32)
+        np.testing.assert_array_equal(total, expected)
+    else:  # the order of the sum is MPI's
+        np.testing.assert_allclose(total, np.sum(everyone, axis=0), atol=size * 40 * float(ml_dtypes.finfo(kind).eps))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_special_values(dtype, rank, size):
+    kind = dtype_of(dtype)
+    x = jnp.asarray(np.array([np.inf, -np.inf, np.nan, 0.0], kind))
+    np.testing.assert_array_equal(
+        np.asarray(notoken.allreduce(x, MPI.SUM)).astype(np.float32), [np.inf, -np.inf, np.nan, 0.0]
+    )
+    y = jnp.where(rank == 0, x, jnp.zeros(4, kind))
+    result = np.asarray(notoken.allreduce(y, MPI.MAX)).astype(np.float32)
+    np.testing.assert_array_equal(result, [np.inf, 0.0 if size > 1 else -np.inf, np.nan, 0.0])
+
+
+@pytest.mark.parametrize("commute", [True, False])
+def test_user_operation(commute, rank, size):
+    """Operations made in Python: the greatest common divisor, and "the first of the two", which is not commutative."""
+
+    def combine(a, b, datatype):
+        x, y = np.frombuffer(a, np.int64), np.frombuffer(b, np.int64)
+        y[...] = np.gcd(x, y) if commute else x
+
+    op = MPI.Op.Create(combine, commute=commute)
+    x = jnp.asarray([12, 6 * (rank + 1)]) if commute else jnp.asarray([rank, rank + 5])
+    expected = [12, 6] if commute else [0, 5]
+    call = jax.jit(lambda x: notoken.allreduce(x, op))
+    for _ in range(3):
+        np.testing.assert_array_equal(call(x), expected)
+        np.testing.assert_array_equal(notoken.allreduce(x, op), expected)
+    op.Free()
+
+
+def test_without_x64(rank, size):
+    """With 64-bit types off, as by default, NumPy's float64 arrives as float32."""
+    with jax.enable_x64(False) if hasattr(jax, "enable_x64") else jax.experimental.disable_x64():
+        y = notoken.allreduce(np.ones(3), MPI.SUM)
+        assert y.dtype == jnp.float32
+        np.testing.assert_array_equal(y, np.full(3, size))

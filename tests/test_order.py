@@ -1,0 +1,214 @@
+"""Program order without tokens: in control flow, across jit and eager calls, under transformations.
+
+Each pattern would deadlock, or mix up messages, if two operations changed places or one were dropped.
+"""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from mpi4py import MPI
+
+import jaxmpi
+from jaxmpi import notoken
+
+pair = pytest.mark.ranks(2)
+
+
+def swap(x, rank):
+    """Ranks 0 and 1 exchange by a blocking pair: any other order than the program's hangs. Large enough for that."""
+    if rank == 0:
+        notoken.send(x, 1)
+        return notoken.recv(x, 1)
+    if rank == 1:
+        y = notoken.recv(x, 0)
+        notoken.send(x, 0)
+        return y
+    return x
+
+
+def swapped(values, rank):
+    return values[1 - rank] if rank < 2 else values[rank]
+
+
+N = 50_000  # 400 kB: no MPI sends that without a receiver
+
+
+@pair
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpoint"])
+@pytest.mark.parametrize("where", ["straight", "nested jit", "scan", "while", "fori", "cond"])
+def test_pair(where, checkpointed, rank):
+    def step(x):
+        return swap(x, rank) + 1
+
+    def straight(x):
+        return step(step(step(x)))
+
+    def nested(x):
+        inner = jax.jit(step)
+        return inner(jax.jit(lambda v: inner(inner(v)))(x))
+
+    def scanned(x):
+        return lax.scan(lambda c, _: (step(c), c[0]), x, None, length=3)[0]
+
+    def loop(x):
+        return lax.while_loop(lambda s: s[0] < 3, lambda s: (s[0] + 1, step(s[1])), (0, x))[1]
+
+    def fori(x):
+        return lax.fori_loop(0, 3, lambda i, v: step(v), x)
+
+    def branches(x):
+        for i in range(3):
+            x = lax.cond(x[0] > -1 if i % 2 else x[0] < -1, step, lambda v: swap(v * 1.0, rank) + 1, x)
+        return x
+
+    f = {"straight": straight, "nested jit": nested, "scan": scanned, "while": loop, "fori": fori, "cond": branches}
+    f = jax.jit(jax.checkpoint(f[where]) if checkpointed else f[where])
+    x = jnp.full(N, 10.0 * rank)
+    expected = 10.0 * (1 - rank if rank < 2 else rank) + 3
+    for _ in range(3):
+        np.testing.assert_array_equal(f(x), np.full(N, expected))
+
+
+def test_condition_of_while(rank, size):
+    """A loop that goes on until all ranks agree: communication in the condition itself."""
+
+    @jax.jit
+    def count(limit):
+        def unfinished(state):
+            i, _ = state
+            return notoken.allreduce(jnp.int32(i < limit), MPI.SUM) > 0
+
+        return lax.while_loop(unfinished, lambda s: (s[0] + 1, s[1] * 2), (jnp.int32(0), jnp.ones(2)))[0]
+
+    assert count(jnp.int32(rank + 3)) == size + 2
+
+
+@pair
+def test_dropped_token_and_result(rank):
+    """What nobody uses happens all the same."""
+
+    @jax.jit
+    def f(x):
+        if rank == 0:
+            jaxmpi.send(x, 1)
+            jaxmpi.allreduce(x, MPI.SUM)
+            return x
+        if rank == 1:
+            y, _ = jaxmpi.recv(x, 0)
+            jaxmpi.allreduce(x, MPI.SUM)
+            return y
+        jaxmpi.allreduce(x, MPI.SUM)
+        return x
+
+    for i in range(3):
+        y = f(jnp.full(N, 100.0 * i + rank))
+        np.testing.assert_array_equal(y[:2], np.full(2, 100.0 * i + (rank if rank > 1 else 0)))
+
+
+@pair
+def test_results_swapped_by_tag(rank):
+    """Messages are sent in program order, and received out of order by their tags."""
+    if rank == 0:
+        notoken.send(jnp.ones(2), 1, tag=1)
+        notoken.send(jnp.full(2, 2.0), 1, tag=2)
+    elif rank == 1:
+        second = notoken.recv(jnp.zeros(2), 0, tag=2)
+        first = notoken.recv(jnp.zeros(2), 0, tag=1)
+        assert (first[0], second[0]) == (1, 2)
+
+
+@pytest.mark.seconds(300)
+def test_thousand_rounds(rank, size):
+    """A ring exchange and collectives, eager and jitted calls in turn, a thousand rounds."""
+    left, right = (rank - 1) % size, (rank + 1) % size
+
+    @jax.jit
+    def exchange(x):
+        return notoken.sendrecv(x, x, left, right)
+
+    @jax.jit
+    def mixed(x):
+        y = exchange(x) + notoken.allreduce(x, MPI.SUM)
+        notoken.barrier()
+        return lax.fori_loop(0, 2, lambda i, v: notoken.sendrecv(v, v, left, right), y)
+
+    x = jnp.arange(4.0) + rank
+    values = np.stack([np.arange(4.0) + r for r in range(size)])
+    for i in range(1000):
+        kind = i % 5
+        if kind == 0:
+            x, values = exchange(x), np.roll(values, 1, axis=0)
+        elif kind == 1:
+            x, values = notoken.sendrecv(x, x, left, right), np.roll(values, 1, axis=0)
+        elif kind == 2:
+            x = mixed(x)
+            values = np.roll(np.roll(values, 1, axis=0) + values.sum(axis=0), 2, axis=0)
+        elif kind == 3:
+            x = notoken.bcast(x, i % size) + rank
+            values = values[i % size] + np.arange(size)[:, None]
+        else:
+            x = notoken.scan(x, MPI.SUM)
+            values = np.cumsum(values, axis=0)
+        x, values = x % 1001, values % 1001
+    np.testing.assert_array_equal(x, values[rank])
+
+
+def test_asynchronous_dispatch(rank, size):
+    """Calls that are dispatched while others still compute keep their order."""
+
+    @jax.jit
+    def slow(x):
+        y = lax.fori_loop(0, 20, lambda i, v: jnp.sin(v @ v) / 200, jnp.ones((200, 200)) * x)
+        return notoken.allreduce(x + 0 * y[0, 0], MPI.SUM)
+
+    quick = jax.jit(lambda x: notoken.allgather(x))
+    results = []
+    for i in range(10):
+        results.append((slow(jnp.float64(i)), quick(jnp.float64(i * rank)), notoken.scan(jnp.float64(i), MPI.SUM)))
+    for i, (a, b, c) in enumerate(results):
+        assert a == i * size
+        np.testing.assert_array_equal(b, i * np.arange(size))
+        assert c == i * (rank + 1)
+
+
+@pytest.mark.skipif(MPI.Query_thread() < MPI.THREAD_MULTIPLE, reason="MPI without threads")
+def test_two_threads(comm, rank, size):
+    """Two threads on two communicators, jitted and eager: each keeps its order, neither waits for the other."""
+    failures = []
+
+    def work(part, seed):
+        try:
+            f = jax.jit(lambda x: notoken.sendrecv(x, x, (rank - 1) % size, (rank + 1) % size, comm=part))
+            for i in range(50):
+                y = f(jnp.full(3, 1000.0 * seed + 10 * i + rank))
+                assert y[0] == 1000.0 * seed + 10 * i + (rank - 1) % size
+                assert notoken.allreduce(jnp.float64(i + seed), MPI.SUM, comm=part) == size * (i + seed)
+        except BaseException as error:
+            failures.append(error)
+
+    parts = [comm.Dup(), comm.Dup()]
+    threads = [threading.Thread(target=work, args=(part, i)) for i, part in enumerate(parts)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures
+    for part in parts:
+        part.Free()
+
+
+def test_custom_derivatives(rank, size):
+    """Communication inside custom_jvp and custom_vjp functions."""
+
+    @jax.custom_vjp
+    def total(x):
+        return notoken.allreduce(x, MPI.SUM)
+
+    total.defvjp(lambda x: (total(x), None), lambda _, g: (notoken.allreduce(g, MPI.SUM),))
+    value, gradient = jax.jit(jax.value_and_grad(lambda x: jnp.sum(total(x) ** 2)))(jnp.ones(3))
+    assert value == 3 * size**2
+    np.testing.assert_array_equal(gradient, np.full(3, 2.0 * size * size))
