@@ -64,14 +64,17 @@ def _exchange(x, comm, root):
 
 
 def _send_recv(x, comm, root):
-    """Round the ring, even ranks send first. One rank alone sends to nobody and receives nothing, which is zero."""
+    """Round the ring, even ranks send first. One rank alone sends to nobody and receives nothing, which is zero.
+
+    The template is x itself: a message is received as a batch where the template is one.
+    """
     if comm.size == 1:
         notoken.send(x, MPI.PROC_NULL, comm=comm)
         return notoken.recv(x, MPI.PROC_NULL, comm=comm)
     if comm.rank % 2 == 0:
         notoken.send(x, _right(comm), tag=5, comm=comm)
-        return notoken.recv(jnp.zeros_like(x), _left(comm), tag=5, comm=comm)
-    y = notoken.recv(jnp.zeros_like(x), _left(comm), tag=5, comm=comm)
+        return notoken.recv(x, _left(comm), tag=5, comm=comm)
+    y = notoken.recv(x, _left(comm), tag=5, comm=comm)
     notoken.send(x, _right(comm), tag=5, comm=comm)
     return y
 

@@ -54,7 +54,11 @@ def _transpose_gather(cotangent, template, params):
 
 def _transpose_scatter(cotangent, template, params):
     stacked = bind("gather", cotangent, **params)
-    return stacked if _on_root(params) else jnp.zeros(template.shape, template.dtype)  # the template is not read
+    if _on_root(params):
+        return stacked
+    # The template is not read, so its cotangent is zero; but it must depend on what was sent, or the transpose of
+    # this transpose would not communicate on this rank.
+    return jnp.where(False, stacked, jnp.zeros(template.shape, template.dtype))
 
 
 def _linear_sendrecv(params: Params) -> str:
@@ -296,7 +300,8 @@ def recv(
 
     Args:
       x: a template: its shape and dtype are those of the message, its values are not read. A pytree receives one
-        message per leaf, in order. May be (or hold) `jax.ShapeDtypeStruct`.
+        message per leaf, in order. May be (or hold) `jax.ShapeDtypeStruct`. Under `vmap` a batch of messages is
+        received where the template is batched (`jnp.zeros_like(x)` is not, `x` itself is).
       source: rank that sends, static, or `MPI.ANY_SOURCE`, or `MPI.PROC_NULL`: then nothing is received and the
         result is zero. A pytree of several leaves needs a definite source.
       tag: tag of the message, static, or `MPI.ANY_TAG`.

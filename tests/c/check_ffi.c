@@ -8,8 +8,8 @@
 #include "ffi.h"
 
 #define SAME_SIZE(our, their) _Static_assert(sizeof(our) == sizeof(their), "size of " #our)
-#define SAME_FIELD(our, our_field, their, their_field)                                                             \
-  _Static_assert(offsetof(our, our_field) == offsetof(their, their_field), "offset of " #our "." #our_field);      \
+#define SAME_FIELD(our, our_field, their, their_field)                                                        \
+  _Static_assert(offsetof(our, our_field) == offsetof(their, their_field), "offset of " #our "." #our_field); \
   _Static_assert(sizeof(((our *)0)->our_field) == sizeof(((their *)0)->their_field), "size of " #our "." #our_field)
 #define SAME_VALUE(our, their) _Static_assert((int)our == (int)their, #our)
 
@@ -48,13 +48,13 @@ SAME_FIELD(ffi_buffer, rank, XLA_FFI_Buffer, rank);
 SAME_FIELD(ffi_buffer, dims, XLA_FFI_Buffer, dims);
 SAME_SIZE(ffi_buffer, XLA_FFI_Buffer);
 
-#define SAME_LIST(theirs, pointers)                              \
-  SAME_FIELD(ffi_buffers, struct_size, theirs, struct_size);     \
-  SAME_FIELD(ffi_buffers, extension, theirs, extension_start);   \
-  SAME_FIELD(ffi_buffers, size, theirs, size);                   \
-  SAME_FIELD(ffi_buffers, types, theirs, types);                 \
-  SAME_FIELD(ffi_buffers, buffers, theirs, pointers);            \
-  SAME_SIZE(ffi_buffers, theirs);                                \
+#define SAME_LIST(theirs, pointers)                            \
+  SAME_FIELD(ffi_buffers, struct_size, theirs, struct_size);   \
+  SAME_FIELD(ffi_buffers, extension, theirs, extension_start); \
+  SAME_FIELD(ffi_buffers, size, theirs, size);                 \
+  SAME_FIELD(ffi_buffers, types, theirs, types);               \
+  SAME_FIELD(ffi_buffers, buffers, theirs, pointers);          \
+  SAME_SIZE(ffi_buffers, theirs);                              \
   SAME_SIZE(*((ffi_buffers *)0)->types, *((theirs *)0)->types)
 SAME_LIST(XLA_FFI_Args, args);
 SAME_LIST(XLA_FFI_Rets, rets);

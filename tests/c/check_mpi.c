@@ -6,16 +6,16 @@
 /* Our types under other names, as they are without an mpi.h. */
 #include <stddef.h>
 #include <stdint.h>
-#define MPI_Comm       OUR_Comm
-#define MPI_Datatype   OUR_Datatype
-#define MPI_Op         OUR_Op
-#define MPI_Message    OUR_Message
-#define MPI_Request    OUR_Request
-#define MPI_Aint       OUR_Aint
-#define MPI_Count      OUR_Count
-#define ABI_Status     OUR_Status
-#define ABI_PROC_NULL  OUR_PROC_NULL
-#define ABI_UNDEFINED  OUR_UNDEFINED
+#define MPI_Comm      OUR_Comm
+#define MPI_Datatype  OUR_Datatype
+#define MPI_Op        OUR_Op
+#define MPI_Message   OUR_Message
+#define MPI_Request   OUR_Request
+#define MPI_Aint      OUR_Aint
+#define MPI_Count     OUR_Count
+#define ABI_Status    OUR_Status
+#define ABI_PROC_NULL OUR_PROC_NULL
+#define ABI_UNDEFINED OUR_UNDEFINED
 #include ABI_HEADER
 #undef MPI_Comm
 #undef MPI_Datatype
@@ -61,15 +61,15 @@ SAME_TYPE(Datatype);
 SAME_TYPE(Op);
 SAME_TYPE(Message);
 SAME_TYPE(Request);
-#define SAME_INTEGER(name) \
-  _Static_assert(sizeof(OUR_##name) == sizeof(MPI_##name) && (MPI_##name)-1 < 0 && (OUR_##name)-1 < 0, "MPI_" #name)
+#define SAME_INTEGER(name)                                                                                       \
+  _Static_assert(sizeof(OUR_##name) == sizeof(MPI_##name) && (MPI_##name) - 1 < 0 && (OUR_##name) - 1 < 0, "MPI" \
+                                                                                                           "_" #name)
 SAME_INTEGER(Aint);
 SAME_INTEGER(Count);
 
 _Static_assert(sizeof(ABI_Status) == sizeof(MPI_Status), "size of MPI_Status");
 _Static_assert(_Alignof(ABI_Status) == _Alignof(MPI_Status), "alignment of MPI_Status");
-#define SAME_FIELD(name) \
-  _Static_assert(offsetof(ABI_Status, name) == offsetof(MPI_Status, name), "MPI_Status." #name)
+#define SAME_FIELD(name) _Static_assert(offsetof(ABI_Status, name) == offsetof(MPI_Status, name), "MPI_Status." #name)
 SAME_FIELD(MPI_SOURCE);
 SAME_FIELD(MPI_TAG);
 SAME_FIELD(MPI_ERROR);

@@ -8,10 +8,10 @@
 
 #include "fake_objects.h"
 
-#define TRY(expression)                       \
-  do {                                        \
-    int code_ = (expression);                 \
-    if (code_ != MPI_SUCCESS) return code_;   \
+#define TRY(expression)                     \
+  do {                                      \
+    int code_ = (expression);               \
+    if (code_ != MPI_SUCCESS) return code_; \
   } while (0)
 
 /* Opens a function that communicates: `call` is its record, `comm` its communicator. */

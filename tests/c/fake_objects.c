@@ -171,9 +171,23 @@ static const struct {
   const char *name;
   int64_t bytes;
 } predefined[] = {
-    {"C_BOOL", 1},   {"INT8_T", 1},   {"INT16_T", 2}, {"INT32_T", 4}, {"INT64_T", 8},         {"UINT8_T", 1},
-    {"UINT16_T", 2}, {"UINT32_T", 4}, {"UINT64_T", 8}, {"FLOAT", 4},  {"DOUBLE", 8},          {"BYTE", 1},
-    {"CHAR", 1},     {"INT", 4},      {"LONG", 8},    {"C_FLOAT_COMPLEX", 8}, {"C_DOUBLE_COMPLEX", 16},
+    {"C_BOOL", 1},
+    {"INT8_T", 1},
+    {"INT16_T", 2},
+    {"INT32_T", 4},
+    {"INT64_T", 8},
+    {"UINT8_T", 1},
+    {"UINT16_T", 2},
+    {"UINT32_T", 4},
+    {"UINT64_T", 8},
+    {"FLOAT", 4},
+    {"DOUBLE", 8},
+    {"BYTE", 1},
+    {"CHAR", 1},
+    {"INT", 4},
+    {"LONG", 8},
+    {"C_FLOAT_COMPLEX", 8},
+    {"C_DOUBLE_COMPLEX", 16},
 };
 enum { PREDEFINED = sizeof predefined / sizeof *predefined };
 
@@ -446,6 +460,6 @@ __attribute__((constructor)) static void prepare(void) {
   fake_control.abi_major = trait->abi_major;
   fake_control.version = trait->version;
   for (int i = 0; i < PREDEFINED; i++)
-    types[i] = (struct type){
-        .live = true, .committed = true, .bytes = predefined[i].bytes, .element = predefined[i].bytes};
+    types[i] =
+        (struct type){.live = true, .committed = true, .bytes = predefined[i].bytes, .element = predefined[i].bytes};
 }

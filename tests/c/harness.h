@@ -21,7 +21,8 @@
 #define FOR_EACH(type, item, list) for (type item = (list); item < (list) + sizeof(list) / sizeof *(list); item++)
 
 bool check(bool condition, const char *text, const char *file, int line);
-bool check_equal(int64_t left, int64_t right, const char *left_text, const char *right_text, const char *file, int line);
+bool check_equal(int64_t left, int64_t right, const char *left_text, const char *right_text, const char *file,
+                 int line);
 bool check_same(const void *a, const void *b, size_t bytes, const char *text, const char *file, int line);
 bool check_success(ffi_error *error, const char *text, const char *file, int line);
 bool check_failure(ffi_error *error, int code, const char *const texts[], const char *file, int line);
@@ -38,7 +39,7 @@ void error_free(ffi_error *error);
 int live_errors(void);
 
 /* XLA's numbers for some types. */
-enum { BOOL = 1, S16 = 3, S32 = 4, S64 = 5, U8 = 6, F16 = 10, F32 = 11, F64 = 12, BF16 = 16, C128 = 18 };
+enum { BOOL = 1, S16 = 3, S32 = 4, U8 = 6, F16 = 10, F32 = 11, F64 = 12, BF16 = 16, C128 = 18 };
 
 /* A buffer to be passed; rank -1: none is passed. */
 struct array {
@@ -102,7 +103,8 @@ struct test {
   const char *name;
   void (*run)(void);
 };
-#define TEST(function) {#function, function}
+#define TEST(function) \
+  { #function, function }
 
 /* Opens the fake library named by argv[1] (none: a program without MPI) and runs the tests, or the one named by
  * argv[2]; the exit status. */

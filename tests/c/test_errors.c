@@ -68,8 +68,8 @@ static void fail_in(size_t i, const char *function, int nth) {
   blank(status, sizeof status);
   if (is(i, "recv") || is(i, "sendrecv")) fake->deliver(world(RANK, SIZE)->handle, 2, 9, out, 4 * N);
   fake->fail(function, nth, CODE);
-  FAILS(run_case(i), FFI_INTERNAL, "jaxmpi.", name_of(i), " on rank 1 of 3: ", cases[i].function, " failed: ",
-        "the fake's text for 77", cases[i].given);
+  FAILS(run_case(i), FFI_INTERNAL, "jaxmpi.", name_of(i), " on rank 1 of 3: ", cases[i].function,
+        " failed: ", "the fake's text for 77", cases[i].given);
   CHECK_EQUAL(fake->live_types, 0);
   CHECK_EQUAL(fake->live_requests, 0);
   CHECK(is_blank(status, 0, sizeof status) || strcmp(function, "MPI_Wait") == 0);
@@ -104,7 +104,7 @@ static void making_a_type_reports(void) {
   runtime.max_count = 3;
   for (size_t i = 0; i < CASES; i++) {
     if (is(i, "allreduce") || is(i, "reduce") || is(i, "scan") || is(i, "barrier") || is(i, "recv")) continue;
-    FOR_EACH(const char *const *, maker, makers) {
+    FOR_EACH (const char *const *, maker, makers) {
       fail_in(i, *maker, 1);
       CHECK_EQUAL(communications(), 0);
     }
@@ -123,7 +123,7 @@ static void a_type_is_given_back_after_an_error(void) {
 /* Refusing a message takes it off the channel, which may fail too. */
 static void refusing_a_message_can_fail(void) {
   static const char *const functions[] = {"MPI_Mrecv", "MPI_Get_count"};
-  FOR_EACH(const char *const *, function, functions) {
+  FOR_EACH (const char *const *, function, functions) {
     fake->reset();
     fake->deliver(world(RANK, SIZE)->handle, 2, 9, in, 4 * N + 4);
     fake->fail(*function, 1, CODE);

@@ -63,7 +63,7 @@ static void another_extension_is_passed_over(void) {
 static void only_execution_communicates(void) {
   static const enum ffi_stage stages[] = {FFI_STAGE_INSTANTIATE, FFI_STAGE_PREPARE, FFI_STAGE_INITIALIZE, 4};
   for (int i = 0; i < OPERATIONS; i++)
-    FOR_EACH(const enum ffi_stage *, stage, stages) {
+    FOR_EACH (const enum ffi_stage *, stage, stages) {
       /* No attribute or buffer may be looked at: they need not be there. */
       ffi_frame frame = {.struct_size = sizeof frame, .stage = *stage};
       context("%s in stage %d", expected[i].name, (int)*stage);
@@ -131,7 +131,7 @@ static void attributes_need_no_alignment(void) {
 
 static void an_unknown_type_is_refused(void) {
   static const int unknown[] = {-1, 0, 13, 14, 21, 39, 40, 1000000};
-  FOR_EACH(const int *, dtype, unknown) {
+  FOR_EACH (const int *, dtype, unknown) {
     context("type %d", *dtype);
     FAILS(RUN("send", ARRAY(*dtype, x, 4), NONE, COMM(world(1, 3)), 0, 0), FFI_UNIMPLEMENTED,
           "jaxmpi.send on rank 1 of 3", "cannot be communicated");
@@ -200,7 +200,7 @@ static void a_recycled_handle_is_another_communicator(void) {
   fake->comm_free(handle);
   CHECK_EQUAL(fake->comm_new(1, 3), handle);
   CHECK_EQUAL(backend->communicator(handle, &new), 0);
-  CHECK(new != old && old->freed && !new->freed && new->rank == 1 && new->size == 3);
+  CHECK(new != old && old->freed && !new->freed &&new->rank == 1 && new->size == 3);
   SUCCEEDS(RUN("barrier", NONE, NONE, COMM(new)));
   FAILS(RUN("barrier", NONE, NONE, COMM(old)), FFI_FAILED_PRECONDITION, "freed");
   CHECK_EQUAL(times_called("MPI_Barrier"), 1);
@@ -213,9 +213,9 @@ static void a_duplicate_is_another_communicator(void) {
   CHECK_EQUAL(backend->communicator(handle, &old), 0);
   intptr_t duplicate = fake->comm_dup(handle);
   CHECK_EQUAL(backend->communicator(duplicate, &new), 0);
-  CHECK(new != NULL && new != old && new->handle == duplicate && new->rank == 1 && new->size == 3);
+  CHECK(new != NULL &&new != old &&new->handle == duplicate &&new->rank == 1 && new->size == 3);
   fake->comm_free(duplicate);
-  CHECK(new != NULL && new->freed && !old->freed);
+  CHECK(new != NULL &&new->freed && !old->freed);
   fake->comm_free(handle);
 }
 
@@ -227,8 +227,8 @@ static void a_freed_communicator_is_refused_by_all(void) {
   fake->reset();
   for (int i = 0; i < OPERATIONS; i++) {
     context("%s", expected[i].name);
-    FAILS(RUN(expected[i].name, ARRAY(F32, x, 3), ARRAY(F32, y, 3), COMM(comm), 0, 0, 0, 0, 0),
-          FFI_FAILED_PRECONDITION, expected[i].name, "on rank 1 of 3", "the communicator has been freed", "live");
+    FAILS(RUN(expected[i].name, ARRAY(F32, x, 3), ARRAY(F32, y, 3), COMM(comm), 0, 0, 0, 0, 0), FFI_FAILED_PRECONDITION,
+          expected[i].name, "on rank 1 of 3", "the communicator has been freed", "live");
   }
   CHECK_EQUAL(fake->call_count, 0);
 }
@@ -237,7 +237,7 @@ static void making_a_communicator_can_fail(void) {
   static const char *const functions[] = {"MPI_Comm_get_attr", "MPI_Comm_rank", "MPI_Comm_size", "MPI_Comm_set_attr"};
   intptr_t handle = fake->comm_new(0, 2);
   struct communicator *comm = NULL;
-  FOR_EACH(const char *const *, function, functions) {
+  FOR_EACH (const char *const *, function, functions) {
     context("%s", *function);
     fake->fail(*function, 1, 77);
     CHECK_EQUAL(backend->communicator(handle, &comm), 77);

@@ -54,9 +54,10 @@ static void copies_do_not_share_their_tables(void) {
 }
 
 static void the_name_decides(void) {
-  static const char *const family[] = {"MPICH Version:      4.3.0\nMPICH Release date: x", "Intel(R) MPI Library 2021.10",
-                                       "MVAPICH2 Version      :\t2.3.7", "MPI VERSION    : CRAY MPICH version 8.1.2"};
-  FOR_EACH(const char *const *, version, family) CHECK(found(MPICH, *version, -1) == &backend_mpich);
+  static const char *const family[] = {"MPICH Version:      4.3.0\nMPICH Release date: x",
+                                       "Intel(R) MPI Library 2021.10", "MVAPICH2 Version      :\t2.3.7",
+                                       "MPI VERSION    : CRAY MPICH version 8.1.2"};
+  FOR_EACH (const char *const *, version, family) CHECK(found(MPICH, *version, -1) == &backend_mpich);
   CHECK(found(OPENMPI, "Open MPI v4.1.6, package: x", -1) == &backend_openmpi);
   CHECK(found(OPENMPI, "Open MPI v5.0.11, package: x", -1) == &backend_openmpi);
 }

@@ -69,78 +69,78 @@ static uint32_t random_bits(void) {
 /* --- conversions --- */
 
 static void every_pattern_widens(void) {
-  FOR_EACH(const struct format *, f, formats)
-  for (int bits = 0; bits <= 0xffff; bits++) {
-    float got = f->widen((uint16_t)bits);
-    context("%s %04x", f->name, (unsigned)bits);
-    if (!CHECK_EQUAL(!!signbit(got), bits >> 15)) return;
-    if (is_nan(f, bits))
-      CHECK(isnan(got));
-    else if ((bits & ~SIGN) == infinity_of(f))
-      CHECK(isinf(got));
-    else
-      CHECK((double)got == decode(f, bits));
-  }
+  FOR_EACH (const struct format *, f, formats)
+    for (int bits = 0; bits <= 0xffff; bits++) {
+      float got = f->widen((uint16_t)bits);
+      context("%s %04x", f->name, (unsigned)bits);
+      if (!CHECK_EQUAL(!!signbit(got), bits >> 15)) return;
+      if (is_nan(f, bits))
+        CHECK(isnan(got));
+      else if ((bits & ~SIGN) == infinity_of(f))
+        CHECK(isinf(got));
+      else
+        CHECK((double)got == decode(f, bits));
+    }
 }
 
 static void every_pattern_returns(void) {
-  FOR_EACH(const struct format *, f, formats)
-  for (int bits = 0; bits <= 0xffff; bits++) {
-    int back = f->narrow(f->widen((uint16_t)bits)), quiet = 1 << (f->mantissa_bits - 1);
-    context("%s %04x", f->name, (unsigned)bits);
-    CHECK_EQUAL(back, is_nan(f, bits) ? bits | quiet : bits);
-  }
+  FOR_EACH (const struct format *, f, formats)
+    for (int bits = 0; bits <= 0xffff; bits++) {
+      int back = f->narrow(f->widen((uint16_t)bits)), quiet = 1 << (f->mantissa_bits - 1);
+      context("%s %04x", f->name, (unsigned)bits);
+      CHECK_EQUAL(back, is_nan(f, bits) ? bits | quiet : bits);
+    }
 }
 
 /* A number halfway between two neighbours, and those next to it in float; infinity is a neighbour too. */
 static void ties_go_to_even(void) {
-  FOR_EACH(const struct format *, f, formats)
-  for (int bits = 0; bits < infinity_of(f); bits++)
-    for (int sign = 1; sign >= -1; sign -= 2) {
-      float middle = (float)(sign * (decode(f, bits) + decode(f, bits + 1)) / 2);
-      CHECK((double)middle == sign * (decode(f, bits) + decode(f, bits + 1)) / 2);
-      CHECK_EQUAL(f->narrow(middle) & 1, 0);
-      check_narrow(f, middle);
-      check_narrow(f, nextafterf(middle, INFINITY));
-      check_narrow(f, nextafterf(middle, -INFINITY));
-    }
+  FOR_EACH (const struct format *, f, formats)
+    for (int bits = 0; bits < infinity_of(f); bits++)
+      for (int sign = 1; sign >= -1; sign -= 2) {
+        float middle = (float)(sign * (decode(f, bits) + decode(f, bits + 1)) / 2);
+        CHECK((double)middle == sign * (decode(f, bits) + decode(f, bits + 1)) / 2);
+        CHECK_EQUAL(f->narrow(middle) & 1, 0);
+        check_narrow(f, middle);
+        check_narrow(f, nextafterf(middle, INFINITY));
+        check_narrow(f, nextafterf(middle, -INFINITY));
+      }
 }
 
 static void any_float_goes_to_the_nearest(void) {
-  FOR_EACH(const struct format *, f, formats)
-  for (int i = 0; i < 200000; i++) {
-    uint32_t bits = random_bits();
-    if (i % 2) bits = (bits & 0x8fffffffu) | 0x30000000u; /* where float16 lives */
-    float value = half_from_bits(bits);
-    if (isnan(value))
-      CHECK(is_nan(f, f->narrow(value)) && f->narrow(value) >> 15 == bits >> 31);
-    else
-      check_narrow(f, value);
-  }
+  FOR_EACH (const struct format *, f, formats)
+    for (int i = 0; i < 200000; i++) {
+      uint32_t bits = random_bits();
+      if (i % 2) bits = (bits & 0x8fffffffu) | 0x30000000u; /* where float16 lives */
+      float value = half_from_bits(bits);
+      if (isnan(value))
+        CHECK(is_nan(f, f->narrow(value)) && f->narrow(value) >> 15 == bits >> 31);
+      else
+        check_narrow(f, value);
+    }
 }
 
 static void the_ends_of_the_range(void) {
   static const uint32_t ends[] = {0x00000000, 0x00000001, 0x007fffff, 0x00800000, 0x33000000, 0x33000001, 0x32ffffff,
                                   0x387fe000, 0x387fffff, 0x38800000, 0x477fe000, 0x477fefff, 0x477ff000, 0x477fffff,
                                   0x47800000, 0x7f7f0000, 0x7f7f7fff, 0x7f7f8000, 0x7f7fffff, 0x7f800000};
-  FOR_EACH(const struct format *, f, formats)
-  FOR_EACH(const uint32_t *, bits, ends) {
-    check_narrow(f, half_from_bits(*bits));
-    check_narrow(f, half_from_bits(*bits | 0x80000000u));
-  }
+  FOR_EACH (const struct format *, f, formats)
+    FOR_EACH (const uint32_t *, bits, ends) {
+      check_narrow(f, half_from_bits(*bits));
+      check_narrow(f, half_from_bits(*bits | 0x80000000u));
+    }
 }
 
 /* A NaN whose payload lies in the bits that are cut must not become infinite. */
 static void a_nan_stays_one(void) {
-  FOR_EACH(const struct format *, f, formats)
-  for (int bit = 0; bit < 23; bit++)
-    for (uint32_t sign = 0; sign < 2; sign++) {
-      uint16_t got = f->narrow(half_from_bits(sign << 31 | 0x7f800000u | 1u << bit));
-      context("%s, bit %d", f->name, bit);
-      CHECK(is_nan(f, got));
-      CHECK_EQUAL(got >> 15, sign);
-      CHECK(got & 1 << (f->mantissa_bits - 1));
-    }
+  FOR_EACH (const struct format *, f, formats)
+    for (int bit = 0; bit < 23; bit++)
+      for (uint32_t sign = 0; sign < 2; sign++) {
+        uint16_t got = f->narrow(half_from_bits(sign << 31 | 0x7f800000u | 1u << bit));
+        context("%s, bit %d", f->name, bit);
+        CHECK(is_nan(f, got));
+        CHECK_EQUAL(got >> 15, sign);
+        CHECK(got & 1 << (f->mantissa_bits - 1));
+      }
 }
 
 /* --- reductions --- */
@@ -165,7 +165,8 @@ static void check_step(const struct format *f, int op, int a, int b, int got) {
 }
 
 /* All pairs of `x` and `y` in one call of the function that MPI would call. */
-static void reduce_all(const struct format *f, int op, intptr_t handle, const uint16_t *x, const uint16_t *y, int count) {
+static void reduce_all(const struct format *f, int op, intptr_t handle, const uint16_t *x, const uint16_t *y,
+                       int count) {
   static uint16_t in[4096], inout[4096], before[4096];
   memcpy(in, x, (size_t)count * 2);
   memcpy(before, x, (size_t)count * 2);
@@ -180,9 +181,10 @@ static void reduce_all(const struct format *f, int op, intptr_t handle, const ui
 /* Zeros, subnormals, neighbours of one, the largest, infinities and NaN, with both signs. */
 static int specials(const struct format *f, uint16_t *list) {
   int one = nearest(f, 1), top = infinity_of(f), normal = 1 << f->mantissa_bits, count = 0;
-  const int chosen[] = {0,       1,       2,       3, normal - 1, normal, normal + 1, one - 1, one, one + 1,
-                        one + 2, top - 2, top - 1, top, top + 1,  0x7fff, nearest(f, 3), nearest(f, 1. / 3)};
-  FOR_EACH(const int *, bits, chosen) {
+  const int chosen[] = {0,          1,       2,       3,       normal - 1,    normal,
+                        normal + 1, one - 1, one,     one + 1, one + 2,       top - 2,
+                        top - 1,    top,     top + 1, 0x7fff,  nearest(f, 3), nearest(f, 1. / 3)};
+  FOR_EACH (const int *, bits, chosen) {
     list[count++] = (uint16_t)*bits;
     list[count++] = (uint16_t)(*bits | SIGN);
   }
@@ -192,7 +194,7 @@ static int specials(const struct format *f, uint16_t *list) {
 static void half_operations_reduce(void) {
   static uint16_t x[2048], y[2048];
   uint16_t list[64];
-  FOR_EACH(const struct format *, f, formats) {
+  FOR_EACH (const struct format *, f, formats) {
     intptr_t handles[4];
     CHECK_EQUAL(backend->half_operations(f->dtype == BF16, handles), 0);
     for (int op = SUM; op <= MIN; op++) {
@@ -209,15 +211,15 @@ static void half_operations_reduce(void) {
 
 /* Through the whole road: 2, 3 and 4 ranks sum one and one tenth, each step rounded. */
 static void half_sums_go_through_allreduce(void) {
-  FOR_EACH(const struct format *, f, formats) {
+  FOR_EACH (const struct format *, f, formats) {
     intptr_t handles[4];
     CHECK_EQUAL(backend->half_operations(f->dtype == BF16, handles), 0);
     for (int size = 2; size <= 4; size++)
       for (int64_t limit = 1; limit <= 4; limit++) {
         uint16_t values[3] = {(uint16_t)nearest(f, 1.1), (uint16_t)nearest(f, -2.5), 1}, sums[4] = {0, 0, 0, 0xeeee};
         runtime.max_count = limit;
-        SUCCEEDS(RUN("allreduce", ARRAY(f->dtype, values, 3), ARRAY(f->dtype, sums, 3), COMM(world(0, size)),
-                     handles[SUM]));
+        SUCCEEDS(
+            RUN("allreduce", ARRAY(f->dtype, values, 3), ARRAY(f->dtype, sums, 3), COMM(world(0, size)), handles[SUM]));
         for (int i = 0; i < 3; i++) {
           int want = values[i];
           for (int r = 1; r < size; r++) want = nearest(f, decode(f, want) + decode(f, values[i]));
@@ -230,14 +232,9 @@ static void half_sums_go_through_allreduce(void) {
 }
 
 static const struct test tests[] = {
-    TEST(every_pattern_widens),
-    TEST(every_pattern_returns),
-    TEST(ties_go_to_even),
-    TEST(any_float_goes_to_the_nearest),
-    TEST(the_ends_of_the_range),
-    TEST(a_nan_stays_one),
-    TEST(half_operations_reduce),
-    TEST(half_sums_go_through_allreduce),
+    TEST(every_pattern_widens),          TEST(every_pattern_returns),          TEST(ties_go_to_even),
+    TEST(any_float_goes_to_the_nearest), TEST(the_ends_of_the_range),          TEST(a_nan_stays_one),
+    TEST(half_operations_reduce),        TEST(half_sums_go_through_allreduce),
 };
 
 MAIN(tests)

@@ -16,7 +16,7 @@ static void a_message_is_not_lost_by_an_error(void) {
   static const char *const functions[] = {"MPI_Type_contiguous", "MPI_Type_create_struct", "MPI_Type_commit"};
   runtime.max_count = 3;
   fake->deliver(world(0, 2)->handle, 1, 9, in, sizeof in);
-  FOR_EACH(const char *const *, function, functions) {
+  FOR_EACH (const char *const *, function, functions) {
     context("%s", *function);
     fake->fail(*function, 1, 77);
     FAILS(RUN("recv", NONE, ARRAY(F32, out, N), COMM(world(0, 2)), 1, 0, 9), FFI_INTERNAL, "for 77");

@@ -47,8 +47,14 @@ static ffi_error *run_case(size_t i, int dtype, void *in, void *out, int64_t cou
   memcpy(attributes + 1, cases[i].attributes, sizeof cases[i].attributes);
   if (cases[i].reduces) attributes[1] = operation_handle("SUM");
   context("%s, case %zu, %lld elements of type %d", cases[i].operation, i, (long long)count, dtype);
-  return run(cases[i].operation, !cases[i].reads ? NONE : cases[i].in_shares ? all : one,
-             !cases[i].writes ? NONE : cases[i].out_shares ? results : result, attributes);
+  return run(cases[i].operation,
+             !cases[i].reads      ? NONE
+             : cases[i].in_shares ? all
+                                  : one,
+             !cases[i].writes      ? NONE
+             : cases[i].out_shares ? results
+                                   : result,
+             attributes);
 }
 
 /* --- the limit lowered --- */
@@ -83,17 +89,17 @@ static void check_counts(size_t i, int64_t count, int64_t bytes, int64_t limit) 
 
 static void a_lowered_limit_changes_no_result(void) {
   static const int dtypes[] = {U8, F32, C128};
-  FOR_EACH(const int *, dtype, dtypes)
-  for (size_t i = 0; i < CASES; i++)
-    for (int64_t count = 0; count <= 10; count++) {
-      run_small(i, *dtype, count, INT_MAX);
-      memcpy(usual, out, ROOM);
-      for (int64_t limit = 1; limit <= 10; limit++) {
-        run_small(i, *dtype, count, limit);
-        CHECK_SAME(out, usual, ROOM);
-        check_counts(i, count, count * (int64_t)datatype_find(*dtype)->bytes, limit);
+  FOR_EACH (const int *, dtype, dtypes)
+    for (size_t i = 0; i < CASES; i++)
+      for (int64_t count = 0; count <= 10; count++) {
+        run_small(i, *dtype, count, INT_MAX);
+        memcpy(usual, out, ROOM);
+        for (int64_t limit = 1; limit <= 10; limit++) {
+          run_small(i, *dtype, count, limit);
+          CHECK_SAME(out, usual, ROOM);
+          check_counts(i, count, count * (int64_t)datatype_find(*dtype)->bytes, limit);
+        }
       }
-    }
 }
 
 /* --- true counts --- */
@@ -101,7 +107,7 @@ static void a_lowered_limit_changes_no_result(void) {
 /* Addresses that nobody may touch. */
 static char *const nowhere_in = (char *)0x100000000000, *const nowhere_out = (char *)0x300000000000;
 
-static const int64_t counts[] = {INT_MAX - 1ll,  INT_MAX,          INT_MAX + 1ll,      INT_MAX + 6ll, UINT_MAX - 1ll,
+static const int64_t counts[] = {INT_MAX - 1ll,     INT_MAX,        INT_MAX + 1ll,  INT_MAX + 6ll, UINT_MAX - 1ll,
                                  2ll * INT_MAX + 1, UINT_MAX + 1ll, UINT_MAX + 8ll, 5ll * INT_MAX};
 
 static void start_hollow(void) {
@@ -145,13 +151,13 @@ static void true_count(size_t i, const struct datatype *row, int64_t count) {
 
 static void true_counts_are_not_cut(void) {
   for (size_t i = 0; i < CASES; i++)
-    FOR_EACH(const int64_t *, count, counts)
-  for (const struct datatype *row = datatype_table; row->name != NULL; row++) true_count(i, row, *count);
+    FOR_EACH (const int64_t *, count, counts)
+      for (const struct datatype *row = datatype_table; row->name != NULL; row++) true_count(i, row, *count);
 }
 
 static void true_counts_in_place(void) {
   for (size_t i = 0; i < CASES; i++)
-    FOR_EACH(const int64_t *, count, counts) {
+    FOR_EACH (const int64_t *, count, counts) {
       if (!cases[i].reduces || !cases[i].writes) continue;
       start_hollow();
       SUCCEEDS(run_case(i, F64, nowhere_in, nowhere_in, *count));
@@ -187,7 +193,7 @@ static void a_huge_message_longer_than_a_huge_result_is_refused(void) {
 
 static void a_message_shorter_than_a_huge_result_is_refused(void) {
   static const int64_t sent[] = {0, 4, 4004};
-  FOR_EACH(const int64_t *, bytes, sent) {
+  FOR_EACH (const int64_t *, bytes, sent) {
     start_hollow();
     fake->deliver(world(RANK, SIZE)->handle, 2, 9, NULL, *bytes);
     FAILS(receive(F32, nowhere_out, INT_MAX + 6ll, NULL), FFI_INVALID_ARGUMENT,
@@ -200,8 +206,8 @@ static void the_rest_of_a_huge_result_is_zero(void) {
   unsigned char status[64];
   int64_t count = INT_MAX + 6ll, arrived = count - 3;
   if (!counts_beyond_int()) return;
-  unsigned char *room = mmap(NULL, (size_t)count, PROT_READ | PROT_WRITE,
-                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  unsigned char *room =
+      mmap(NULL, (size_t)count, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (room == MAP_FAILED) return; /* a machine without the addresses */
   start_hollow();
   blank(room + arrived - 5, 8);

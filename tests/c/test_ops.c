@@ -2,9 +2,7 @@
 #include "harness.h"
 
 /* Places in communicators of several sizes. */
-static const struct place {
-  int rank, size;
-} places[] = {{0, 1}, {0, 2}, {1, 2}, {0, 3}, {1, 3}, {2, 3}, {3, 4}};
+static const struct place { int rank, size; } places[] = {{0, 1}, {0, 2}, {1, 2}, {0, 3}, {1, 3}, {2, 3}, {3, 4}};
 
 enum { ROOM = 1024 };
 static _Alignas(16) unsigned char in[ROOM], out[ROOM];
@@ -32,14 +30,14 @@ struct share {
 };
 
 static void for_all(void (*body)(const struct share *)) {
-  FOR_EACH(const struct place *, place, places)
-  for (const struct datatype *row = datatype_table; row->name != NULL; row++)
-    FOR_EACH(const int *, count, counts) {
-      context("rank %d of %d, %d of %s", place->rank, place->size, *count, row->name);
-      prepare();
-      body(&(struct share){world(place->rank, place->size), place->rank, place->size, row->code, *count,
-                           (size_t)*count * row->bytes});
-    }
+  FOR_EACH (const struct place *, place, places)
+    for (const struct datatype *row = datatype_table; row->name != NULL; row++)
+      FOR_EACH (const int *, count, counts) {
+        context("rank %d of %d, %d of %s", place->rank, place->size, *count, row->name);
+        prepare();
+        body(&(struct share){world(place->rank, place->size), place->rank, place->size, row->code, *count,
+                             (size_t)*count * row->bytes});
+      }
 }
 
 /* What the call says of communicator, type and count. */
@@ -154,7 +152,7 @@ static void check_reduced(const unsigned char *result, const unsigned char *give
 static void reduction_case(const struct share *s, const char *name, const char *function, int times) {
   static const char *const ops[] = {"SUM", "MIN"};
   unsigned char copy[ROOM];
-  FOR_EACH(const char *const *, op, ops) {
+  FOR_EACH (const char *const *, op, ops) {
     intptr_t handle = operation_handle(*op);
     prepare();
     SUCCEEDS(RUN(name, ARRAY(s->dtype, in, s->count), ARRAY(s->dtype, out, s->count), COMM(s->comm), handle));

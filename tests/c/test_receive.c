@@ -28,7 +28,9 @@ static void check_status(int source, int tag, int64_t bytes) {
 
 /* The road of an int's count and that of derived types. */
 static const int limits[] = {1 << 30, 3, 1};
-#define FOR_LIMITS FOR_EACH(const int *, limit, limits) if (set_limit(*limit))
+#define FOR_LIMITS(limit)               \
+  FOR_EACH (const int *, limit, limits) \
+    if (set_limit(*limit))
 static bool set_limit(int limit) {
   runtime.max_count = limit;
   context("at most %d in one call", limit);
@@ -46,28 +48,29 @@ static void deliver(int source, int tag, int64_t bytes) {
 /* --- what fits --- */
 
 static void a_message_that_fits_arrives(void) {
-  FOR_LIMITS for (const struct datatype *row = datatype_table; row->name != NULL; row++)
-  for (int with = 0; with < 2; with++) {
-    size_t bytes = N * row->bytes;
-    prepare();
-    deliver(2, 9, (int64_t)bytes);
-    SUCCEEDS(receive(row->code, N, 2, 9, with ? status : NULL));
-    CHECK_SAME(out, message, bytes);
-    CHECK(is_blank(out, bytes, ROOM));
-    if (with) check_status(2, 9, (int64_t)bytes);
-    CHECK(with || is_blank(guarded, 0, sizeof guarded));
-    const struct fake_call *call = called("MPI_Mrecv", 0);
-    CHECK(call->out == out);
-    CHECK_EQUAL(call->out_bytes, bytes);
-    CHECK_EQUAL(times_called("MPI_Mrecv"), 1);
-    if (N > *limit) continue;
-    CHECK_EQUAL(call->out_count, N);
-    CHECK_EQUAL(call->out_type, datatype(row->code));
-  }
+  FOR_LIMITS (limit)
+    for (const struct datatype *row = datatype_table; row->name != NULL; row++)
+      for (int with = 0; with < 2; with++) {
+        size_t bytes = N * row->bytes;
+        prepare();
+        deliver(2, 9, (int64_t)bytes);
+        SUCCEEDS(receive(row->code, N, 2, 9, with ? status : NULL));
+        CHECK_SAME(out, message, bytes);
+        CHECK(is_blank(out, bytes, ROOM));
+        if (with) check_status(2, 9, (int64_t)bytes);
+        CHECK(with || is_blank(guarded, 0, sizeof guarded));
+        const struct fake_call *call = called("MPI_Mrecv", 0);
+        CHECK(call->out == out);
+        CHECK_EQUAL(call->out_bytes, bytes);
+        CHECK_EQUAL(times_called("MPI_Mrecv"), 1);
+        if (N > *limit) continue;
+        CHECK_EQUAL(call->out_count, N);
+        CHECK_EQUAL(call->out_type, datatype(row->code));
+      }
 }
 
 static void a_scalar_is_received(void) {
-  FOR_LIMITS {
+  FOR_LIMITS (limit) {
     prepare();
     deliver(0, 0, 8);
     SUCCEEDS(RUN("recv", NONE, SCALAR(F64, out), COMM(world(1, 4)), 0, 0, 0));
@@ -104,16 +107,18 @@ static void source_and_tag_choose(void) {
 }
 
 static void nobody_sends_zeros(void) {
-  FOR_LIMITS for (int count = 0; count <= N; count += N) for (int with = 0; with < 2; with++) {
-    prepare();
-    SUCCEEDS(receive(F32, count, fake->proc_null, 3, with ? status : NULL));
-    CHECK(is_zero(out, 0, (size_t)count * 4) && is_blank(out, (size_t)count * 4, ROOM));
-    if (with) check_status(fake->proc_null, fake->any_tag, 0);
-  }
+  FOR_LIMITS (limit)
+    for (int count = 0; count <= N; count += N)
+      for (int with = 0; with < 2; with++) {
+        prepare();
+        SUCCEEDS(receive(F32, count, fake->proc_null, 3, with ? status : NULL));
+        CHECK(is_zero(out, 0, (size_t)count * 4) && is_blank(out, (size_t)count * 4, ROOM));
+        if (with) check_status(fake->proc_null, fake->any_tag, 0);
+      }
 }
 
 static void an_empty_message_fills_an_empty_result(void) {
-  FOR_LIMITS {
+  FOR_LIMITS (limit) {
     prepare();
     deliver(3, 1, 0);
     SUCCEEDS(RUN("recv", NONE, ARRAY(F64, NULL, 0), COMM(world(1, 4)), 3, COMM(status), 1));
@@ -139,18 +144,20 @@ static void a_long_message_is_refused(void) {
   } cases[] = {{4 * N + 4, "32 bytes (8 elements of float32), the template 28 bytes (7 elements)"},
                {4 * N + 1, "29 bytes (7 elements of float32), the template 28 bytes (7 elements)"},
                {8 * N, "56 bytes (14 elements of float32), the template 28 bytes (7 elements)"}};
-  FOR_LIMITS for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) for (int with = 0; with < 2; with++) {
-    prepare();
-    deliver(2, 9, cases[i].bytes);
-    FAILS(receive(F32, N, 2, 9, with ? status : NULL), FFI_INVALID_ARGUMENT, "jaxmpi.recv on rank 1 of 4",
-          "the message from rank 2 with tag 9 has ", cases[i].text, "would be truncated", "dropped");
-    CHECK(is_blank(out, 0, ROOM));
-    check_channel();
-  }
+  FOR_LIMITS (limit)
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
+      for (int with = 0; with < 2; with++) {
+        prepare();
+        deliver(2, 9, cases[i].bytes);
+        FAILS(receive(F32, N, 2, 9, with ? status : NULL), FFI_INVALID_ARGUMENT, "jaxmpi.recv on rank 1 of 4",
+              "the message from rank 2 with tag 9 has ", cases[i].text, "would be truncated", "dropped");
+        CHECK(is_blank(out, 0, ROOM));
+        check_channel();
+      }
 }
 
 static void a_message_for_an_empty_result_is_refused(void) {
-  FOR_LIMITS {
+  FOR_LIMITS (limit) {
     prepare();
     deliver(2, 9, 1);
     FAILS(receive(F32, 0, fake->any_source, fake->any_tag, status), FFI_INVALID_ARGUMENT, "from rank 2 with tag 9",
@@ -161,39 +168,42 @@ static void a_message_for_an_empty_result_is_refused(void) {
 }
 
 static void a_short_message_is_refused_without_status(void) {
-  FOR_LIMITS for (int bytes = 0; bytes < 4 * N; bytes++) {
-    char text[64];
-    prepare();
-    deliver(2, 9, bytes);
-    snprintf(text, sizeof text, " %d bytes (%d elements of float32)", bytes, bytes / 4);
-    FAILS(receive(F32, N, 2, 9, NULL), FFI_INVALID_ARGUMENT, "jaxmpi.recv on rank 1 of 4", text,
-          "the template 28 bytes", "does not fill the result", "pass status=");
-    CHECK(is_blank(out, 0, ROOM));
-    check_channel();
-  }
+  FOR_LIMITS (limit)
+    for (int bytes = 0; bytes < 4 * N; bytes++) {
+      char text[64];
+      prepare();
+      deliver(2, 9, bytes);
+      snprintf(text, sizeof text, " %d bytes (%d elements of float32)", bytes, bytes / 4);
+      FAILS(receive(F32, N, 2, 9, NULL), FFI_INVALID_ARGUMENT, "jaxmpi.recv on rank 1 of 4", text,
+            "the template 28 bytes", "does not fill the result", "pass status=");
+      CHECK(is_blank(out, 0, ROOM));
+      check_channel();
+    }
 }
 
 static void a_short_message_with_status_leaves_zeros(void) {
-  FOR_LIMITS for (size_t count = 0; count < N; count++) {
-    prepare();
-    deliver(2, 9, (int64_t)(8 * count));
-    SUCCEEDS(receive(F64, N, 2, 9, status));
-    CHECK_SAME(out, message, 8 * count);
-    CHECK(is_zero(out, 8 * count, 8 * N) && is_blank(out, 8 * N, ROOM));
-    check_status(2, 9, (int64_t)(8 * count));
-    check_channel();
-  }
+  FOR_LIMITS (limit)
+    for (size_t count = 0; count < N; count++) {
+      prepare();
+      deliver(2, 9, (int64_t)(8 * count));
+      SUCCEEDS(receive(F64, N, 2, 9, status));
+      CHECK_SAME(out, message, 8 * count);
+      CHECK(is_zero(out, 8 * count, 8 * N) && is_blank(out, 8 * N, ROOM));
+      check_status(2, 9, (int64_t)(8 * count));
+      check_channel();
+    }
 }
 
 static void half_an_element_is_refused_with_status_too(void) {
-  FOR_LIMITS for (int bytes = 1; bytes < 8 * N; bytes += 3) {
-    if (bytes % 8 == 0) continue;
-    prepare();
-    deliver(2, 9, bytes);
-    FAILS(receive(F64, N, 2, 9, status), FFI_INVALID_ARGUMENT, "does not fill the result");
-    CHECK(is_blank(out, 0, ROOM));
-    check_channel();
-  }
+  FOR_LIMITS (limit)
+    for (int bytes = 1; bytes < 8 * N; bytes += 3) {
+      if (bytes % 8 == 0) continue;
+      prepare();
+      deliver(2, 9, bytes);
+      FAILS(receive(F64, N, 2, 9, status), FFI_INVALID_ARGUMENT, "does not fill the result");
+      CHECK(is_blank(out, 0, ROOM));
+      check_channel();
+    }
 }
 
 /* --- sendrecv --- */
@@ -203,55 +213,57 @@ static ffi_error *exchange(struct array a, struct array b, int source, int dest,
 }
 
 static void sendrecv_sends_and_receives(void) {
-  FOR_LIMITS for (const struct datatype *row = datatype_table; row->name != NULL; row++)
-  for (int sent = 0; sent <= N; sent += N) {
-    size_t bytes = 5 * row->bytes;
-    prepare();
-    deliver(3, 9, (int64_t)bytes);
-    SUCCEEDS(exchange(ARRAY(row->code, in, sent), ARRAY(row->code, out, 5), 3, 0, status));
-    const struct fake_call *call = called("MPI_Isend", 0);
-    CHECK(call->in == in && call->comm == world(1, 4)->handle);
-    CHECK_EQUAL(call->in_bytes, (size_t)sent * row->bytes);
-    CHECK_EQUAL(call->peer, 0);
-    CHECK_EQUAL(call->tag, 5);
-    CHECK_EQUAL(called("MPI_Mprobe", 0)->peer, 3);
-    CHECK_EQUAL(called("MPI_Mprobe", 0)->tag, 9);
-    CHECK_SAME(out, message, bytes);
-    CHECK(is_blank(out, bytes, ROOM));
-    check_status(3, 9, (int64_t)bytes);
-    CHECK_EQUAL(times_called("MPI_Wait"), 1);
-    CHECK_EQUAL(fake->live_requests, 0);
-  }
+  FOR_LIMITS (limit)
+    for (const struct datatype *row = datatype_table; row->name != NULL; row++)
+      for (int sent = 0; sent <= N; sent += N) {
+        size_t bytes = 5 * row->bytes;
+        prepare();
+        deliver(3, 9, (int64_t)bytes);
+        SUCCEEDS(exchange(ARRAY(row->code, in, sent), ARRAY(row->code, out, 5), 3, 0, status));
+        const struct fake_call *call = called("MPI_Isend", 0);
+        CHECK(call->in == in && call->comm == world(1, 4)->handle);
+        CHECK_EQUAL(call->in_bytes, (size_t)sent * row->bytes);
+        CHECK_EQUAL(call->peer, 0);
+        CHECK_EQUAL(call->tag, 5);
+        CHECK_EQUAL(called("MPI_Mprobe", 0)->peer, 3);
+        CHECK_EQUAL(called("MPI_Mprobe", 0)->tag, 9);
+        CHECK_SAME(out, message, bytes);
+        CHECK(is_blank(out, bytes, ROOM));
+        check_status(3, 9, (int64_t)bytes);
+        CHECK_EQUAL(times_called("MPI_Wait"), 1);
+        CHECK_EQUAL(fake->live_requests, 0);
+      }
 }
 
 /* What is sent and what is received may be of two types; each is measured in its own. */
 static void sendrecv_of_two_types(void) {
   static const int types[][2] = {{U8, F64}, {F64, U8}, {F32, S16}, {BOOL, C128}, {C128, BF16}};
-  FOR_LIMITS for (size_t i = 0; i < sizeof types / sizeof *types; i++) {
-    int sent = types[i][0], received = types[i][1];
-    size_t bytes = N * datatype_find(received)->bytes;
-    prepare();
-    deliver(2, 9, (int64_t)bytes);
-    SUCCEEDS(exchange(ARRAY(sent, in, 3), ARRAY(received, out, N), 2, 0, NULL));
-    CHECK_EQUAL(called("MPI_Isend", 0)->in_bytes, 3 * datatype_find(sent)->bytes);
-    CHECK_EQUAL(called("MPI_Mrecv", 0)->out_bytes, bytes);
-    CHECK(called("MPI_Isend", 0)->in_type == datatype(sent) || *limit < 3);
-    CHECK(called("MPI_Mrecv", 0)->out_type == datatype(received) || *limit < N);
-    CHECK_SAME(out, message, bytes);
-    CHECK(is_blank(out, bytes, ROOM));
+  FOR_LIMITS (limit)
+    for (size_t i = 0; i < sizeof types / sizeof *types; i++) {
+      int sent = types[i][0], received = types[i][1];
+      size_t bytes = N * datatype_find(received)->bytes;
+      prepare();
+      deliver(2, 9, (int64_t)bytes);
+      SUCCEEDS(exchange(ARRAY(sent, in, 3), ARRAY(received, out, N), 2, 0, NULL));
+      CHECK_EQUAL(called("MPI_Isend", 0)->in_bytes, 3 * datatype_find(sent)->bytes);
+      CHECK_EQUAL(called("MPI_Mrecv", 0)->out_bytes, bytes);
+      CHECK(called("MPI_Isend", 0)->in_type == datatype(sent) || *limit < 3);
+      CHECK(called("MPI_Mrecv", 0)->out_type == datatype(received) || *limit < N);
+      CHECK_SAME(out, message, bytes);
+      CHECK(is_blank(out, bytes, ROOM));
 
-    prepare(); /* the rest of a short one, and a long one */
-    deliver(2, 9, (int64_t)(bytes - datatype_find(received)->bytes));
-    SUCCEEDS(exchange(ARRAY(sent, in, 3), ARRAY(received, out, N), 2, 0, status));
-    CHECK(is_zero(out, bytes - datatype_find(received)->bytes, bytes) && is_blank(out, bytes, ROOM));
-    deliver(2, 9, (int64_t)bytes + 1);
-    FAILS(exchange(ARRAY(sent, in, 3), ARRAY(received, out, N), 2, 0, NULL), FFI_INVALID_ARGUMENT,
-          datatype_find(received)->name, "truncated");
-  }
+      prepare(); /* the rest of a short one, and a long one */
+      deliver(2, 9, (int64_t)(bytes - datatype_find(received)->bytes));
+      SUCCEEDS(exchange(ARRAY(sent, in, 3), ARRAY(received, out, N), 2, 0, status));
+      CHECK(is_zero(out, bytes - datatype_find(received)->bytes, bytes) && is_blank(out, bytes, ROOM));
+      deliver(2, 9, (int64_t)bytes + 1);
+      FAILS(exchange(ARRAY(sent, in, 3), ARRAY(received, out, N), 2, 0, NULL), FFI_INVALID_ARGUMENT,
+            datatype_find(received)->name, "truncated");
+    }
 }
 
 static void sendrecv_with_oneself(void) {
-  FOR_LIMITS {
+  FOR_LIMITS (limit) {
     prepare();
     SUCCEEDS(RUN("sendrecv", ARRAY(F32, in, N), ARRAY(F32, out, N), COMM(world(0, 1)), 0, 5, 5, 0, 0));
     CHECK_SAME(out, in, 4 * N);
@@ -260,7 +272,7 @@ static void sendrecv_with_oneself(void) {
 }
 
 static void sendrecv_with_nobody(void) {
-  FOR_LIMITS {
+  FOR_LIMITS (limit) {
     prepare();
     SUCCEEDS(exchange(ARRAY(F32, in, N), ARRAY(F32, out, N), fake->proc_null, fake->proc_null, status));
     CHECK(is_zero(out, 0, 4 * N) && is_blank(out, 4 * N, ROOM));
@@ -278,20 +290,21 @@ static void sendrecv_with_nobody(void) {
 }
 
 static void sendrecv_refuses_what_does_not_fit(void) {
-  FOR_LIMITS for (int bytes = 4 * N - 4; bytes <= 4 * N + 4; bytes += 8) {
-    prepare();
-    deliver(2, 9, bytes);
-    FAILS(exchange(ARRAY(F32, in, 2), ARRAY(F32, out, N), 2, 0, NULL), FFI_INVALID_ARGUMENT,
-          "jaxmpi.sendrecv on rank 1 of 4", "from rank 2 with tag 9", "the template 28 bytes");
-    CHECK(is_blank(out, 0, ROOM));
-    CHECK_EQUAL(times_called("MPI_Wait"), 1); /* this rank's own message arrives all the same */
-    CHECK_EQUAL(fake->live_requests, 0);
-    check_channel();
-  }
+  FOR_LIMITS (limit)
+    for (int bytes = 4 * N - 4; bytes <= 4 * N + 4; bytes += 8) {
+      prepare();
+      deliver(2, 9, bytes);
+      FAILS(exchange(ARRAY(F32, in, 2), ARRAY(F32, out, N), 2, 0, NULL), FFI_INVALID_ARGUMENT,
+            "jaxmpi.sendrecv on rank 1 of 4", "from rank 2 with tag 9", "the template 28 bytes");
+      CHECK(is_blank(out, 0, ROOM));
+      CHECK_EQUAL(times_called("MPI_Wait"), 1); /* this rank's own message arrives all the same */
+      CHECK_EQUAL(fake->live_requests, 0);
+      check_channel();
+    }
 }
 
 static void sendrecv_accepts_short_ones_with_status(void) {
-  FOR_LIMITS {
+  FOR_LIMITS (limit) {
     prepare();
     deliver(2, 9, 8);
     SUCCEEDS(exchange(ARRAY(F32, in, 1), ARRAY(F32, out, N), 2, 0, status));

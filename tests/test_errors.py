@@ -1,0 +1,239 @@
+"""Bad input gets an exception that names operation, argument and value, and nothing is sent: the ranks go on."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import jaxmpi
+from jaxmpi import notoken
+
+X = jnp.ones(3)
+F4 = getattr(jnp, "float4_e2m1fn", None)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_was_sent(size, rank):
+    """After an error all ranks can still talk to each other."""
+    yield
+    right, left = (rank + 1) % size, (rank - 1) % size
+    assert notoken.sendrecv(jnp.float32(rank), jnp.float32(0), left, right) == left
+    assert notoken.allreduce(1, MPI.SUM) == size
+
+
+BAD = {
+    "alltoall, first axis": (
+        lambda n: notoken.alltoall(jnp.ones((n + 1, 2))),
+        ValueError,
+        r"alltoall: the first axis of x must be the number of ranks, (\d+), .* got shape \(\d+, 2\)",
+    ),
+    "alltoall, scalar": (lambda n: notoken.alltoall(1.0), ValueError, r"alltoall: .* got shape \(\)"),
+    "root too large": (lambda n: notoken.bcast(X, n), ValueError, r"bcast: root must be a rank .* got \d+"),
+    "root negative": (lambda n: notoken.gather(X, -5), ValueError, r"gather: root .* got -5"),
+    "root PROC_NULL": (lambda n: notoken.reduce(X, MPI.SUM, MPI.PROC_NULL), ValueError, r"reduce: root"),
+    "root a float": (lambda n: notoken.scatter(X, 0.0), TypeError, r"scatter: root .* got 0.0 of type float"),
+    "root None": (lambda n: notoken.bcast(X, None), TypeError, r"bcast: root .* got None"),
+    "root traced": (
+        lambda n: jax.jit(lambda x, r: notoken.bcast(x, r))(X, 0),
+        TypeError,
+        r"bcast: root must be known when the function is compiled.*static_argnums",
+    ),
+    "dest too large": (lambda n: notoken.send(X, n), ValueError, r"send: dest .* or MPI.PROC_NULL; got \d+"),
+    "dest ANY_SOURCE": (lambda n: notoken.send(X, -17), ValueError, r"send: dest"),
+    "source too large": (
+        lambda n: notoken.recv(X, n),
+        ValueError,
+        r"recv: source .* or MPI.PROC_NULL or MPI.ANY_SOURCE; got \d+",
+    ),
+    "sendrecv dest": (lambda n: notoken.sendrecv(X, X, 0, n), ValueError, r"sendrecv: dest"),
+    "tag negative": (lambda n: notoken.send(X, 0, tag=-7), ValueError, r"send: tag must be between 0 and \d+; got -7"),
+    "tag too large": (lambda n: notoken.recv(X, 0, tag=2**40), ValueError, r"recv: tag .* or MPI.ANY_TAG; got"),
+    "tag traced": (
+        lambda n: jax.jit(lambda t: notoken.send(X, 0, tag=t))(1),
+        TypeError,
+        r"send: tag must be known when the function is compiled",
+    ),
+    "comm of the wrong type": (
+        lambda n: notoken.allreduce(X, MPI.SUM, comm="world"),
+        TypeError,
+        r"allreduce: comm must be an mpi4py communicator .* got 'world' of type str",
+    ),
+    "comm null": (lambda n: notoken.barrier(comm=MPI.COMM_NULL), ValueError, r"barrier: comm is MPI.COMM_NULL"),
+    "comm traced": (
+        lambda n: jax.jit(lambda c: notoken.allgather(X, comm=c))(1),
+        TypeError,
+        r"allgather: comm .* traced",
+    ),
+    "op of the wrong type": (lambda n: notoken.allreduce(X, "sum"), TypeError, r"allreduce: op .* got 'sum'"),
+    "op and x exchanged": (lambda n: notoken.allreduce(MPI.SUM, X), TypeError, r"allreduce: op must be"),
+    "op null": (lambda n: notoken.scan(X, MPI.OP_NULL), ValueError, r"scan: op is MPI.OP_NULL"),
+    "op not for floats": (
+        lambda n: notoken.allreduce(X, MPI.BAND),
+        TypeError,
+        r"allreduce: op MPI.BAND is not defined for dtype float\d+; possible: MPI.SUM",
+    ),
+    "op not for complex": (
+        lambda n: notoken.reduce(X + 1j, MPI.MAX, 0),
+        TypeError,
+        r"reduce: op MPI.MAX is not defined for dtype complex\d+; possible: MPI.SUM, MPI.PROD",
+    ),
+    "op not for bool": (lambda n: notoken.scan(X > 0, MPI.SUM), TypeError, r"scan: op MPI.SUM .* bool.*To count"),
+    "op not for float8": (
+        lambda n: notoken.allreduce(X.astype(jnp.float8_e5m2), MPI.SUM),
+        TypeError,
+        r"float8_e5m2; it can be moved, not reduced",
+    ),
+    "op for pairs": (lambda n: notoken.allreduce(X, MPI.MAXLOC), TypeError, r"op MPI.MAXLOC is not defined"),
+    "dtype int4": (
+        lambda n: notoken.bcast(jnp.ones(3, jnp.int4), 0),
+        TypeError,
+        r"bcast: x has dtype int4, which cannot be communicated; use x.astype",
+    ),
+    "a random key": (
+        lambda n: notoken.bcast(jax.random.key(0), 0),
+        TypeError,
+        r"bcast: x has dtype key<fry>, .*jax.random.key_data",
+    ),
+    "strings": (lambda n: notoken.allgather("abc"), TypeError, r"allgather: x must hold arrays or numbers, got 'abc'"),
+    "an object": (lambda n: notoken.send(object(), 0), TypeError, r"send: x must hold arrays or numbers"),
+    "a bad leaf": (lambda n: notoken.allreduce({"a": X, "b": "no"}, MPI.SUM), TypeError, r"allreduce: x .* got 'no'"),
+    "status": (lambda n: notoken.recv(X, 0, status=3), TypeError, r"recv: status must be an MPI.Status"),
+    "any source, pytree": (lambda n: notoken.recv((X, X)), ValueError, r"recv: a pytree of 2 arrays .*ANY_SOURCE"),
+    "sendrecv, leaves": (
+        lambda n: notoken.sendrecv((X, X), X, 0, 0),
+        ValueError,
+        r"sendrecv: sendbuf has 2 arrays and recvbuf 1",
+    ),
+    "token to notoken": (lambda n: notoken.bcast(X, 0, token=None), TypeError, r"takes no token"),
+}
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name, jitted, size):
+    call, kind, message = BAD[name]
+    with pytest.raises(kind, match=message):
+        (jax.jit(lambda: call(size)) if jitted else lambda: call(size))()
+
+
+def test_scatter_on_root(rank, size):
+    if rank == 0:
+        with pytest.raises(ValueError, match=r"scatter: the first axis of x must be the number of ranks"):
+            notoken.scatter(jnp.ones((size + 1, 2)), 0)
+
+
+def test_bad_leaf_sends_nothing(rank, size):
+    """The first leaf is good: it must not be sent before the second is found to be bad."""
+    if size > 1 and rank == 0:
+        with pytest.raises(TypeError):
+            notoken.send((X, "no"), 1)
+    jax.effects_barrier()
+    MPI.COMM_WORLD.Barrier()
+    if rank == 1:
+        y = notoken.sendrecv(jnp.zeros(1), jnp.zeros(1), rank, rank)
+        assert y.shape == (1,)
+
+
+def test_intercommunicator(comm, rank, size):
+    if size < 2:
+        pytest.skip("needs 2 ranks")
+    half = comm.Split(rank % 2, rank)
+    inter = half.Create_intercomm(0, comm, 1 - rank % 2)
+    with pytest.raises(ValueError, match=r"allreduce: comm is an inter-communicator.*Merge"):
+        notoken.allreduce(X, MPI.SUM, comm=inter)
+    inter.Free()
+    half.Free()
+
+
+def test_freed_communicator(comm):
+    """Freed before tracing: ValueError. Freed after compiling: an error at run time, and nothing is sent."""
+    part = comm.Dup()
+    compiled = jax.jit(lambda x: notoken.allreduce(x, MPI.SUM, comm=part))
+    jax.block_until_ready(compiled(X))
+    handle = part
+    part.Free()
+    with pytest.raises(ValueError, match="allreduce: comm is MPI.COMM_NULL"):
+        notoken.allreduce(X, MPI.SUM, comm=handle)
+    for _ in range(2):
+        with pytest.raises(Exception, match="communicator has been freed since this function was compiled"):
+            jax.block_until_ready(compiled(X))
+    again = comm.Dup()  # with the handle that has just become free
+    np.testing.assert_array_equal(notoken.allreduce(X, MPI.SUM, comm=again), comm.size * np.ones(3))
+    with pytest.raises(Exception, match="communicator has been freed since this function was compiled"):
+        jax.block_until_ready(compiled(X))
+    jax.effects_barrier()
+    again.Free()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["now", "later"])
+@pytest.mark.parametrize("count", [6, 2_000_000])
+def test_truncation(count, asynchronous, rank):
+    """A message longer than the template is an exception on the receiver, with both sizes. The next one arrives."""
+
+    @jax.jit
+    def receive(x):
+        y = notoken.recv(x, 0, tag=1)
+        if asynchronous:  # enough to compute that the call returns before the message is looked at
+            z = jax.lax.fori_loop(0, 30, lambda i, v: jnp.sin(v @ v) / 100, jnp.full((150, 150), x[0]))
+            y = notoken.recv(y + 0 * z[0, 0], 0, tag=2)
+        return y
+
+    half = count // 2
+    if rank == 0:
+        notoken.send(jnp.arange(float(half if asynchronous else count)), 1, tag=1)
+        if asynchronous:
+            notoken.send(jnp.arange(float(count)), 1, tag=2)
+        notoken.send(jnp.arange(3.0), 1, tag=3)
+    elif rank == 1:
+        with pytest.raises(Exception, match=rf"jaxmpi.recv on rank 1 of .*{count * 8} bytes.*{half * 8} bytes.*trunc"):
+            jax.block_until_ready(receive(jnp.zeros(half)))
+        try:  # JAX may report a failed asynchronous computation once more, with the next one
+            y = notoken.recv(jnp.zeros(3), 0, tag=3)
+        except jax.errors.JaxRuntimeError:
+            y = notoken.recv(jnp.zeros(3), 0, tag=3)
+        np.testing.assert_array_equal(y, np.arange(3.0))
+
+
+@pytest.mark.ranks(2)
+def test_short_message(rank):
+    if rank == 0:
+        notoken.send(jnp.ones(2), 1)
+    elif rank == 1:
+        with pytest.raises(Exception, match=r"16 bytes \(2 elements of float64\), the template 32 bytes.*status="):
+            jax.block_until_ready(notoken.recv(jnp.zeros(4), 0))
+
+
+@pytest.mark.ranks(2)
+def test_longer_than_template_in_sendrecv(rank):
+    """The rank whose template is too small raises; the other gets its message."""
+    if rank < 2:
+        mine = jnp.arange(100_000.0) if rank == 0 else jnp.arange(10.0)
+
+        def exchange():
+            return jax.block_until_ready(notoken.sendrecv(mine, jnp.zeros(10), 1 - rank, 1 - rank))
+
+        if rank == 1:
+            with pytest.raises(Exception, match="sendrecv on rank 1.*truncated"):
+                exchange()
+        else:
+            np.testing.assert_array_equal(exchange(), np.arange(10.0))
+
+
+def test_names_differ_fails_loudly(monkeypatch):
+    """A core and a table of two versions are noticed at import."""
+    import importlib
+
+    from jaxmpi import _native
+
+    monkeypatch.setitem(_native.OPERATIONS, "unknown_operation", ("comm",))
+    with pytest.raises(ImportError, match="unknown_operation.*Reinstall"):
+        importlib.reload(importlib.import_module("jaxmpi._operations"))
+    monkeypatch.undo()
+
+
+def test_supports():
+    assert jaxmpi.has_cuda_support() is False
+    assert jaxmpi.has_rocm_support() is False
+    assert jaxmpi.has_sycl_support() is False

@@ -1,0 +1,167 @@
+"""Batching of every operation; derivatives of those that have one, and the refusal of the others."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from mpi4py import MPI
+from table import CASES
+
+from jaxmpi import notoken
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_vmap(case, axis, comm, rank, size):
+    """A batched call equals the calls one by one, whichever axis is mapped."""
+    for root in case.roots(size):
+        batch = [case.inputs((2, 3), np.float32, size, root, seed) for seed in range(4)]
+        x = np.stack([inputs[rank] for inputs in batch], axis=axis)
+        result = jax.jit(jax.vmap(lambda v, root=root: case.call(v, comm, root), in_axes=axis))(jnp.asarray(x))
+        for got, inputs in zip(result, batch, strict=True):
+            np.testing.assert_array_equal(got, case.expected(inputs, rank, root))
+
+
+def test_vmap_of_one_side(rank, size):
+    """A batched message into an unbatched template, and the other way round."""
+    left, right = (rank - 1) % size, (rank + 1) % size
+    x = jnp.arange(12.0).reshape(4, 3) + rank
+    y = jax.vmap(lambda v: notoken.sendrecv(v, jnp.zeros(3), left, right))(x)
+    np.testing.assert_array_equal(y, np.arange(12.0).reshape(4, 3) + left)
+    z = jax.vmap(lambda t: notoken.sendrecv(jnp.full(3, float(rank)), t, left, right))(jnp.zeros((4, 3)))
+    np.testing.assert_array_equal(z, np.full((4, 3), float(left)))
+
+
+def test_nested_vmap(size, rank):
+    x = jnp.arange(24.0).reshape(2, 3, 4) + rank
+    y = jax.vmap(jax.vmap(notoken.allgather, in_axes=1), in_axes=0)(x)
+    expected = np.stack([np.arange(24.0).reshape(2, 3, 4) + r for r in range(size)])
+    np.testing.assert_array_equal(y, np.transpose(expected, (1, 3, 0, 2)))
+
+
+LINEAR = [case for case in CASES if case.name in ("allreduce", "gather", "scatter", "sendrecv")]
+
+
+@pytest.mark.parametrize("case", LINEAR, ids=str)
+def test_adjoint(case, comm, rank, size):
+    """The dot-product test: <A x, y> = <x, A' y>, summed over ranks, for arbitrary x and y.
+
+    allreduce is the exception by convention: its result is one replicated value, so the left side counts it once.
+    """
+    for root in case.roots(size):
+        generator = np.random.default_rng([7, rank])
+        x = jnp.asarray(generator.normal(size=case.shape((3,), rank, size, root)))
+
+        def f(v, root=root):
+            return case.call(v, comm, root)
+
+        y = jnp.asarray(generator.normal(size=f(x).shape))
+        if case.name == "allreduce":
+            y = jnp.asarray(comm.bcast(np.asarray(y)))
+        ax, pull = jax.vjp(f, x)
+        _, tangent = jax.jvp(f, (x,), (x,))
+        np.testing.assert_allclose(tangent, ax, rtol=1e-12)
+        (aty,) = pull(y)
+        left, right = float(jnp.vdot(ax, y)), float(jnp.vdot(x, aty))
+        if case.name == "allreduce":
+            left /= size
+        np.testing.assert_allclose(comm.allreduce(left), comm.allreduce(right), rtol=1e-12)
+        transposed = jax.linear_transpose(pull, y)  # the adjoint's adjoint is the map itself
+        np.testing.assert_allclose(transposed((x,))[0], ax, rtol=1e-12)
+
+
+@pytest.mark.parametrize("case", LINEAR, ids=str)
+def test_gradient_through_control_flow(case, comm, rank, size):
+    """grad through jit, scan and checkpoint equals grad of the plain program."""
+    root = 0
+    x = jnp.asarray(np.random.default_rng(rank).normal(size=case.shape((3,), rank, size, root)))
+
+    def plain(x):
+        return sum(jnp.sum(case.call(x * k, comm, root) ** 2) for k in (1.0, 2.0, 3.0))
+
+    def scanned(x):
+        def body(total, k):
+            return total + jnp.sum(case.call(x * k, comm, root) ** 2), None
+
+        return jax.lax.scan(jax.checkpoint(body), 0.0, jnp.asarray([1.0, 2.0, 3.0]))[0]
+
+    np.testing.assert_allclose(jax.jit(jax.grad(scanned))(x), jax.grad(plain)(x), rtol=1e-12)
+
+
+def test_constant_template_is_constant(rank, size):
+    """Neither the values of a template nor its being constant matter to a derivative."""
+    left, right = (rank - 1) % size, (rank + 1) % size
+
+    def f(x, template):
+        return jnp.sum(notoken.sendrecv(x, template, left, right) * (1.0 + rank))
+
+    x = jnp.ones(3)
+    gradient, of_template = jax.grad(f, argnums=(0, 1))(x, jnp.full(3, 5.0))
+    np.testing.assert_array_equal(gradient, np.full(3, 1.0 + right))
+    np.testing.assert_array_equal(of_template, np.zeros(3))
+    np.testing.assert_array_equal(jax.grad(lambda v: f(v, jnp.zeros(3)))(x), gradient)
+
+
+def test_sendrecv_with_tags(rank, size):
+    """The way back exchanges the tags: each rank sends with a tag of its own."""
+    left, right = (rank - 1) % size, (rank + 1) % size
+
+    def f(x):
+        y = notoken.sendrecv(x, x, left, right, sendtag=rank, recvtag=left)
+        return jnp.sum(y * (1.0 + rank))
+
+    np.testing.assert_array_equal(jax.jit(jax.grad(f))(jnp.ones(3)), np.full(3, 1.0 + right))
+
+
+def test_second_derivative(size, rank):
+    def loss(x):
+        return jnp.sum(notoken.allreduce(x**2, MPI.SUM) ** 2) / 2
+
+    x = jnp.asarray([1.0 + rank, 2.0])
+    total = sum(np.asarray([(1.0 + r) ** 2, 4.0]) for r in range(size))
+    np.testing.assert_allclose(jax.grad(loss)(x), 2 * x * total)
+    hessian = jax.hessian(loss)(x)
+    assert hessian.shape == (2, 2)
+    assert np.isfinite(hessian).all()
+
+
+def test_integers_have_no_derivative(size):
+    def f(x, k):
+        return jnp.sum(notoken.allreduce(x, MPI.SUM) * notoken.allreduce(k, MPI.SUM))
+
+    gradient = jax.grad(f)(jnp.ones(3), jnp.arange(3))
+    np.testing.assert_array_equal(gradient, size * np.arange(3.0))
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: notoken.allreduce(x, MPI.MAX),
+        lambda x: notoken.scan(x, MPI.SUM),
+        lambda x: notoken.allgather(x),
+        lambda x: notoken.bcast(x, 0),
+        lambda x: notoken.reduce(x, MPI.SUM, 0),
+        lambda x: notoken.recv(x, MPI.PROC_NULL),
+    ],
+)
+def test_refusal(f):
+    """What cannot be differentiated yet says so: never a silent zero."""
+    with pytest.raises(NotImplementedError, match="cannot be differentiated"):
+        jax.jvp(f, (jnp.ones(3),), (jnp.ones(3),))
+
+
+def test_refusal_of_send():
+    def f(x):
+        notoken.send(x, MPI.PROC_NULL)
+        return jnp.sum(x)
+
+    with pytest.raises(NotImplementedError, match="send cannot be differentiated"):
+        jax.grad(f)(jnp.ones(3))
+
+
+def test_unknown_way_back(rank, size):
+    with pytest.raises(NotImplementedError, match="ANY_SOURCE"):
+        jax.grad(lambda x: jnp.sum(notoken.sendrecv(x, x, MPI.ANY_SOURCE, rank)))(jnp.ones(3))
+    request = MPI.COMM_WORLD.irecv(source=rank)  # nothing of the above is on its way
+    MPI.COMM_WORLD.send(1, dest=rank)
+    assert request.wait() == 1
