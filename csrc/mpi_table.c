@@ -61,11 +61,14 @@ static int communicator(intptr_t handle, struct communicator **result) {
 }
 
 static int half_operations(bool bfloat16, intptr_t handles[4]) {
+  MPI_Op made[4];
   for (int i = 0; i < 4; i++) {
-    MPI_Op op;
-    int code = mpi.Op_create(half_functions[bfloat16][i], 1, &op);
-    if (code != MPI_SUCCESS) return code;
-    handles[i] = (intptr_t)op;
+    int code = mpi.Op_create(half_functions[bfloat16][i], 1, &made[i]);
+    if (code != MPI_SUCCESS) {
+      while (i-- > 0) mpi.Op_free(&made[i]);
+      return code;
+    }
+    handles[i] = (intptr_t)made[i];
   }
   return MPI_SUCCESS;
 }

@@ -55,8 +55,9 @@ static struct span span_make(int64_t count, MPI_Datatype type, size_t bytes) {
   MPI_Aint offsets[2] = {0, (MPI_Aint)(whole * limit * (int64_t)bytes)};
   if ((span.code = mpi.Type_contiguous((int)limit, type, &types[0])) != MPI_SUCCESS) return span;
   if ((span.code = mpi.Type_create_struct(2, counts, offsets, types, &span.type)) == MPI_SUCCESS) {
-    span.made = true;
     span.code = mpi.Type_commit(&span.type);
+    span.made = span.code == MPI_SUCCESS;
+    if (!span.made) mpi.Type_free(&span.type);
   }
   mpi.Type_free(&types[0]);
   return span;
@@ -86,13 +87,14 @@ static inline void span_free(struct span *span) {
        (count = (total)-first < runtime.max_count ? (total)-first : runtime.max_count) > 0 || first == 0; \
        first += count + (count == 0))
 
-static const void *piece_in(const struct call *call, int64_t first) {
-  if (call->in.data == call->out.data) return ABI_IN_PLACE;
-  return (const char *)call->in.data + first * (int64_t)call->in.type->bytes;
+/* The element at `index`. An empty buffer may lie at NULL, to which C lets nothing be added, not even 0. */
+static inline void *at(const struct side *side, int64_t index) {
+  return index == 0 ? side->data : (char *)side->data + (size_t)index * side->type->bytes;
 }
 
-static void *piece_out(const struct call *call, int64_t first) {
-  return (char *)call->out.data + first * (int64_t)call->out.type->bytes;
+/* The operand's piece for a result that may have taken its place. */
+static inline const void *piece_in(const struct call *call, int64_t first) {
+  return call->in.data == call->out.data ? ABI_IN_PLACE : at(&call->in, first);
 }
 
 /* in: (*shape)  out: (size, *shape) */
@@ -109,7 +111,7 @@ static ffi_error *allreduce(struct call *c) {
   ATTRIBUTES(allreduce, c);
   BEGIN(c, Allreduce, "with %" PRId64 " items and", c->in.count);
   FOR_PIECES(c, c->in.count, i, n)
-  TRY(c, mpi.Allreduce(piece_in(c, i), piece_out(c, i), (int)n, element(c->in.type), (MPI_Op)(intptr_t)a.op, comm));
+  TRY(c, mpi.Allreduce(piece_in(c, i), at(&c->out, i), (int)n, element(c->in.type), (MPI_Op)(intptr_t)a.op, comm));
   return NULL;
 }
 
@@ -155,8 +157,8 @@ static ffi_error *reduce(struct call *c) {
   BEGIN(c, Reduce, "-> %d with %" PRId64 " items and", (int)a.root, c->in.count);
   bool root = c->comm->rank == a.root;
   FOR_PIECES(c, c->in.count, i, n) {
-    const void *in = root ? piece_in(c, i) : (const char *)c->in.data + i * (int64_t)c->in.type->bytes;
-    void *out = root ? piece_out(c, i) : NULL;
+    const void *in = root ? piece_in(c, i) : at(&c->in, i);
+    void *out = root ? at(&c->out, i) : NULL;
     TRY(c, mpi.Reduce(in, out, (int)n, element(c->in.type), (MPI_Op)(intptr_t)a.op, (int)a.root, comm));
   }
   return NULL;
@@ -167,7 +169,7 @@ static ffi_error *scan(struct call *c) {
   ATTRIBUTES(scan, c);
   BEGIN(c, Scan, "with %" PRId64 " items and", c->in.count);
   FOR_PIECES(c, c->in.count, i, n)
-  TRY(c, mpi.Scan(piece_in(c, i), piece_out(c, i), (int)n, element(c->in.type), (MPI_Op)(intptr_t)a.op, comm));
+  TRY(c, mpi.Scan(piece_in(c, i), at(&c->out, i), (int)n, element(c->in.type), (MPI_Op)(intptr_t)a.op, comm));
   return NULL;
 }
 
@@ -207,53 +209,56 @@ static int64_t message_count(const MPI_Status *status, MPI_Datatype type) {
   return large == ABI_UNDEFINED ? -1 : (int64_t)large;
 }
 
-/* Takes a message that does not fit off the channel, and says so. */
-static ffi_error *reject(struct call *call, MPI_Message *message, const MPI_Status *status) {
-  enum { BYTE = 6 }; /* uint8 */
-  MPI_Datatype byte = (MPI_Datatype)runtime.datatypes[BYTE];
-  int64_t sent = message_count(status, byte), expected = call->out.count * (int64_t)call->out.type->bytes;
+/* Takes a message of that many bytes off the channel. Returns an MPI error code, or NO_MEMORY: then it has to stay,
+ * matched and never received. */
+enum { NO_MEMORY = -1 };
+static int discard(MPI_Message *message, int64_t bytes) {
+  enum { BYTE = 6 }; /* XLA's code of uint8 */
+  void *scratch = bytes > 0 ? malloc((size_t)bytes) : NULL;
+  if (bytes < 0 || (bytes > 0 && scratch == NULL)) return NO_MEMORY;
+  struct span span = span_of(datatype_find(BYTE), bytes);
   MPI_Status ignored;
-  void *scratch = sent > 0 ? malloc((size_t)sent) : NULL;
-  if (sent >= 0 && (scratch != NULL || sent == 0)) {
-    struct span span = {.count = (int)sent, .type = byte, .code = MPI_SUCCESS};
-    if (sent > runtime.max_count) span = span_make(sent, byte, 1);
-    int code = span.code == MPI_SUCCESS ? mpi.Mrecv(scratch, span.count, span.type, message, &ignored) : span.code;
-    span_free(&span);
-    free(scratch);
-    TRY(call, code);
-  }
-  return call_fail(call, FFI_INVALID_ARGUMENT,
-                   "the message from rank %d with tag %d has %" PRId64 " bytes (%" PRId64
-                   " elements of %s), the "
-                   "template %" PRId64 " bytes (%" PRId64
-                   " elements): it %s, so it was dropped. Receive with a "
-                   "template of the shape and dtype that is sent%s",
-                   status->MPI_SOURCE, status->MPI_TAG, sent, sent / (int64_t)call->out.type->bytes,
-                   call->out.type->name, expected, call->out.count,
-                   sent > expected ? "would be truncated" : "does not fill the result",
-                   sent > expected ? "" : ", or pass status= to accept shorter ones (the rest of the result is zero)");
+  int code = span.code == MPI_SUCCESS ? mpi.Mrecv(scratch, span.count, span.type, message, &ignored) : span.code;
+  span_free(&span);
+  free(scratch);
+  return code;
 }
 
-/* Receives into `out` and fills the user's status, if there is one. */
-static ffi_error *receive(struct call *call, MPI_Comm comm, int source, int tag, intptr_t wanted) {
+/* The error for a message that does not fit the template, which is dropped. */
+static ffi_error *reject(struct call *call, MPI_Message *message, const MPI_Status *status) {
+  int64_t width = (int64_t)call->out.type->bytes, expected = call->out.count * width;
+  int64_t sent = message_count(status, (MPI_Datatype)runtime.datatypes[6]);
+  bool longer = sent > expected;
+  int code = discard(message, sent);
+  if (code != MPI_SUCCESS && code != NO_MEMORY) return call_fail_mpi(call, code);
+  return call_fail(
+      call, FFI_INVALID_ARGUMENT,
+      "the message from rank %d with tag %d has %" PRId64 " bytes (%" PRId64
+      " elements of %s), the "
+      "template %" PRId64 " bytes (%" PRId64
+      " elements): it %s, so it was %s. Receive with a template "
+      "of the shape and dtype that is sent%s",
+      status->MPI_SOURCE, status->MPI_TAG, sent, sent / width, call->out.type->name, expected, call->out.count,
+      longer ? "would be truncated" : "does not fill the result",
+      code == MPI_SUCCESS ? "dropped" : "left unreceived, for there is no memory to take it off the channel",
+      longer ? "" : ", or pass status= to accept shorter ones (the rest of the result is zero)");
+}
+
+/* Receives into `out`, which `span` describes, and fills the user's status, if there is one. */
+static ffi_error *receive(struct call *call, const struct span *span, MPI_Comm comm, int source, int tag,
+                          intptr_t wanted) {
   MPI_Message message;
   MPI_Status status = {0};
+  int units = 0;
   TRY(call, mpi.Mprobe(source, tag, comm, &message, &status));
-  struct span span = span_of(call->out.type, call->out.count);
-  int units = 0, code = span.code;
-  if (code == MPI_SUCCESS) code = mpi.Get_count(&status, span.type, &units);
-  bool fits = units == span.count || status.MPI_SOURCE == ABI_PROC_NULL;
-  int64_t count = fits ? call->out.count : message_count(&status, element(call->out.type));
-  bool accepted = fits || (wanted != 0 && count >= 0 && count < call->out.count);
-  if (code == MPI_SUCCESS && accepted) code = mpi.Mrecv(call->out.data, span.count, span.type, &message, &status);
-  span_free(&span);
-  TRY(call, code);
-  if (!accepted) return reject(call, &message, &status);
+  TRY(call, mpi.Get_count(&status, span->type, &units));
+  bool nobody = status.MPI_SOURCE == ABI_PROC_NULL, fits = units == span->count || nobody;
+  int64_t count = nobody ? 0 : fits ? call->out.count : message_count(&status, element(call->out.type));
+  if (!fits && (wanted == 0 || count < 0 || count > call->out.count)) return reject(call, &message, &status);
+  TRY(call, mpi.Mrecv(call->out.data, span->count, span->type, &message, &status));
   if (wanted != 0) memcpy((void *)wanted, &status, sizeof status);
-  if (status.MPI_SOURCE == ABI_PROC_NULL) count = 0;
   if (count < call->out.count) /* nothing, or less than the template: the rest is zero */
-    memset((char *)call->out.data + (size_t)count * call->out.type->bytes, 0,
-           (size_t)(call->out.count - count) * call->out.type->bytes);
+    memset(at(&call->out, count), 0, (size_t)(call->out.count - count) * call->out.type->bytes);
   return NULL;
 }
 
@@ -261,7 +266,11 @@ static ffi_error *receive(struct call *call, MPI_Comm comm, int source, int tag,
 static ffi_error *recv(struct call *c) {
   ATTRIBUTES(recv, c);
   BEGIN(c, Recv, "<- %d with tag %d and", (int)a.source, (int)a.tag);
-  return receive(c, comm, (int)a.source, (int)a.tag, (intptr_t)a.status);
+  struct span out = span_of(c->out.type, c->out.count);
+  TRY(c, out.code);
+  ffi_error *error = receive(c, &out, comm, (int)a.source, (int)a.tag, (intptr_t)a.status);
+  span_free(&out);
+  return error;
 }
 
 /* in: any  out: the template's shape */
@@ -269,14 +278,19 @@ static ffi_error *sendrecv(struct call *c) {
   ATTRIBUTES(sendrecv, c);
   BEGIN(c, Sendrecv, "<- %d with tag %d -> %d with tag %d and", (int)a.source, (int)a.recvtag, (int)a.dest,
         (int)a.sendtag);
+  struct span in = span_of(c->in.type, c->in.count), out = span_of(c->out.type, c->out.count);
   MPI_Request request;
-  struct span s = span_of(c->in.type, c->in.count);
-  TRY_SPAN(c, s, mpi.Isend(c->in.data, s.count, s.type, (int)a.dest, (int)a.sendtag, comm, &request));
-  ffi_error *error = receive(c, comm, (int)a.source, (int)a.recvtag, (intptr_t)a.status);
-  MPI_Status sent; /* a message that did not fit must not keep this rank's own from arriving */
-  int code = mpi.Wait(&request, &sent);
-  if (error == NULL && code != MPI_SUCCESS) return call_fail_mpi(c, code);
-  return error;
+  ffi_error *error = NULL;
+  int code = in.code != MPI_SUCCESS ? in.code : out.code;
+  if (code == MPI_SUCCESS) code = mpi.Isend(c->in.data, in.count, in.type, (int)a.dest, (int)a.sendtag, comm, &request);
+  if (code == MPI_SUCCESS) {
+    error = receive(c, &out, comm, (int)a.source, (int)a.recvtag, (intptr_t)a.status);
+    MPI_Status sent; /* waited for also after an error: it must not keep this rank's own message from arriving */
+    code = mpi.Wait(&request, &sent);
+  }
+  span_free(&in);
+  span_free(&out);
+  return error != NULL || code == MPI_SUCCESS ? error : call_fail_mpi(c, code);
 }
 
 /* The tables that the rest of the core sees. */

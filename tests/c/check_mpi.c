@@ -61,9 +61,8 @@ SAME_TYPE(Datatype);
 SAME_TYPE(Op);
 SAME_TYPE(Message);
 SAME_TYPE(Request);
-#define SAME_INTEGER(name)                                                                                       \
-  _Static_assert(sizeof(OUR_##name) == sizeof(MPI_##name) && (MPI_##name) - 1 < 0 && (OUR_##name) - 1 < 0, "MPI" \
-                                                                                                           "_" #name)
+#define SAME_INTEGER(name) \
+  _Static_assert(sizeof(OUR_##name) == sizeof(MPI_##name) && (MPI_##name) - 1 < 0 && (OUR_##name) - 1 < 0, #name)
 SAME_INTEGER(Aint);
 SAME_INTEGER(Count);
 

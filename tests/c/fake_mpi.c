@@ -233,7 +233,7 @@ int MPI_Get_count_c(const MPI_Status *status, MPI_Datatype handle, MPI_Count *co
 }
 #endif
 
-#if FAKE_MPI_VERSION >= 3
+#if FAKE_MPI_VERSION >= 3 && FAKE_MPI_VERSION <= 5
 int MPI_Get_elements_x(const MPI_Status *status, MPI_Datatype handle, MPI_Count *count) {
   struct fake_call *call;
   TRY(fake_begin("MPI_Get_elements_x", &call));

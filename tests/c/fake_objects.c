@@ -318,6 +318,12 @@ static int operation_free(intptr_t op) {
   return MPI_SUCCESS;
 }
 
+int MPI_Op_free(MPI_Op *op) {
+  struct fake_call *call;
+  int code = fake_begin("MPI_Op_free", &call);
+  return code != MPI_SUCCESS ? code : operation_free((intptr_t)*op);
+}
+
 static void apply(intptr_t op, void *in, void *inout, int count) {
   MPI_Datatype type = (MPI_Datatype)(intptr_t)0; /* the core's functions know their own */
   operations[FAKE_PLACE(KIND_OP, op)](in, inout, &count, &type);
@@ -353,7 +359,8 @@ int fake_enqueue(intptr_t comm, int source, int tag, const void *data, int64_t b
   while (place < MESSAGES && messages[place].state != GONE) place++;
   if (place == MESSAGES) return FAKE_ERR_FULL;
   struct message message = {
-      .state = QUEUED, .comm = comm, .source = source, .tag = tag, .bytes = bytes, .order = order++};
+      .state = QUEUED, .comm = comm, .source = source, .tag = tag, .bytes = bytes, .order = order};
+  order++;
   if (data != NULL && !fake_control.hollow) {
     message.data = malloc((size_t)bytes + 1);
     if (message.data == NULL) return FAKE_ERR_FULL;

@@ -231,10 +231,23 @@ static void half_sums_go_through_allreduce(void) {
   }
 }
 
+/* When the third of four operations cannot be made, the two before it are given back. */
+static void half_operations_give_back_what_they_made(void) {
+  intptr_t handles[4];
+  fake->fail("MPI_Op_create", 3, 77);
+  CHECK_EQUAL(backend->half_operations(false, handles), 77);
+}
+
 static const struct test tests[] = {
-    TEST(every_pattern_widens),          TEST(every_pattern_returns),          TEST(ties_go_to_even),
-    TEST(any_float_goes_to_the_nearest), TEST(the_ends_of_the_range),          TEST(a_nan_stays_one),
-    TEST(half_operations_reduce),        TEST(half_sums_go_through_allreduce),
+    TEST(every_pattern_widens),
+    TEST(every_pattern_returns),
+    TEST(ties_go_to_even),
+    TEST(any_float_goes_to_the_nearest),
+    TEST(the_ends_of_the_range),
+    TEST(a_nan_stays_one),
+    TEST(half_operations_reduce),
+    TEST(half_sums_go_through_allreduce),
+    TEST(half_operations_give_back_what_they_made),
 };
 
 MAIN(tests)

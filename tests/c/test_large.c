@@ -172,7 +172,9 @@ static ffi_error *receive(int dtype, void *result, int64_t count, void *status) 
 }
 
 /* A library older than MPI 3 cannot tell how long such a message is. */
-static bool counts_beyond_int(void) { return dlsym(fake_library, "MPI_Get_elements_x") != NULL; }
+static bool counts_beyond_int(void) {
+  return dlsym(fake_library, "MPI_Get_elements_x") != NULL || dlsym(fake_library, "MPI_Get_count_c") != NULL;
+}
 
 static void a_huge_message_for_a_small_result_is_refused(void) {
   if (!counts_beyond_int()) return;

@@ -314,6 +314,20 @@ static void sendrecv_accepts_short_ones_with_status(void) {
   }
 }
 
+/* The type to receive a message is made before the message is matched: an error between the two would lose it. */
+static void a_message_is_not_lost_by_an_error(void) {
+  static const char *const functions[] = {"MPI_Type_contiguous", "MPI_Type_create_struct", "MPI_Type_commit"};
+  runtime.max_count = 3;
+  prepare();
+  fake->deliver(world(0, 2)->handle, 1, 9, message, N * sizeof(float));
+  FOR_EACH (const char *const *, function, functions) {
+    context("%s", *function);
+    fake->fail(*function, 1, 77);
+    FAILS(RUN("recv", NONE, ARRAY(F32, out, N), COMM(world(0, 2)), 1, 0, 9), FFI_INTERNAL, "for 77");
+  }
+  SUCCEEDS(RUN("recv", NONE, ARRAY(F32, out, N), COMM(world(0, 2)), 1, 0, 9));
+}
+
 static const struct test tests[] = {
     TEST(a_message_that_fits_arrives),
     TEST(a_scalar_is_received),
@@ -325,6 +339,7 @@ static const struct test tests[] = {
     TEST(a_short_message_is_refused_without_status),
     TEST(a_short_message_with_status_leaves_zeros),
     TEST(half_an_element_is_refused_with_status_too),
+    TEST(a_message_is_not_lost_by_an_error),
     TEST(sendrecv_sends_and_receives),
     TEST(sendrecv_of_two_types),
     TEST(sendrecv_with_oneself),

@@ -1,0 +1,290 @@
+"""Whole programs, started as a user starts them: launcher, exit, debug log, info, examples."""
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+from launch import launch
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+pytestmark = [pytest.mark.launches, pytest.mark.seconds(400)]
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(text):
+        path = tmp_path / "program.py"
+        path.write_text(
+            "import jax, jax.numpy as jnp\nfrom mpi4py import MPI\nimport jaxmpi\nfrom jaxmpi import notoken\n"
+            "rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size\n" + textwrap.dedent(text)
+        )
+        return path
+
+    return write
+
+
+def test_nothing_is_lost_at_exit(script):
+    """A program ends while its last send is still waiting for a computation: the message arrives."""
+    program = script("""
+        def slow(x):
+            y = jax.lax.fori_loop(0, 60, lambda i, v: jnp.sin(v @ v) / 100, jnp.full((300, 300), x[0]))
+            notoken.send(x + 1 + 0 * y[0, 0], 1)
+            return x
+        if rank == 0:
+            jax.jit(slow)(jnp.full(100_000, 41.0))
+        if rank == 1:
+            print("received", notoken.recv(jnp.zeros(100_000), 0)[0])
+    """)
+    assert "received 42.0" in launch(2, program).stdout
+
+
+@pytest.mark.parametrize("last", ["jaxmpi.barrier()", "notoken.allreduce(jnp.ones(3), MPI.SUM)", "pass"])
+def test_clean_exit(script, last):
+    done = launch(3, script(f"jaxmpi.allreduce(jnp.ones(3), MPI.SUM)\n{last}\n"))
+    assert done.stderr == ""
+
+
+def test_idle_ranks(script):
+    """Two ranks talk on the default communicator, the others never call anything."""
+    done = launch(4, script("""
+        if rank == 0:
+            notoken.send(jnp.arange(3.0), 1)
+        elif rank == 1:
+            print("got", notoken.recv(jnp.zeros(3), 0))
+    """))
+    assert "got [0. 1. 2.]" in done.stdout
+
+
+def test_partial_import(script, tmp_path):
+    """Only half of the ranks import the package: the import goes on, and a communicator of theirs works."""
+    program = tmp_path / "half.py"
+    program.write_text(
+        textwrap.dedent("""
+            from mpi4py import MPI
+            world = MPI.COMM_WORLD
+            half = world.Split(world.rank % 2)
+            if world.rank % 2:
+                import jax.numpy as jnp
+                import jaxmpi._communicator
+                from jaxmpi import notoken
+                print("sum", notoken.allreduce(jnp.ones(2), MPI.SUM, comm=half), flush=True)
+            world.Barrier()
+        """)
+    )
+    done = launch(4, program)
+    assert done.stdout.count("sum [2. 2.]") == 2
+    assert "not all ranks of COMM_WORLD have imported jaxmpi" in done.stderr
+
+
+def test_exception_on_one_rank(script):
+    """The job ends, with that rank's traceback, though the others wait for it."""
+    done = launch(3, script("""
+        if rank == 1:
+            raise ValueError("only here")
+        notoken.allreduce(jnp.ones(3), MPI.SUM).block_until_ready()
+    """), check=False, timeout=60)
+    assert done.returncode != 0
+    assert "uncaught exception on rank 1" in done.stderr
+    assert "ValueError: only here" in done.stderr
+    assert "runpy" not in done.stderr
+
+
+def test_exception_of_a_pending_computation(script):
+    """An error of what is still running when the program ends counts as the program's."""
+    done = launch(2, script("""
+        def receive(x):
+            y = jax.lax.fori_loop(0, 60, lambda i, v: jnp.sin(v @ v) / 100, jnp.full((300, 300), x[0]))
+            return notoken.recv(x + y[0, 0], 0)
+        if rank == 0:
+            notoken.send(jnp.ones(10), 1)
+        else:
+            jax.jit(receive)(jnp.ones(3))
+    """), check=False, timeout=60)
+    assert done.returncode != 0
+    assert "would be truncated" in done.stderr
+
+
+def test_exit_codes(script):
+    assert launch(2, script("import sys; sys.exit(0)")).returncode == 0
+    assert launch(2, script("import sys; sys.exit(3 if rank else 0)"), check=False).returncode == 3
+    done = launch(1, script("import sys; sys.exit('goodbye')"), check=False)
+    assert done.returncode == 1
+    assert "goodbye" in done.stderr
+
+
+def test_arguments_and_modules(script, tmp_path):
+    program = script("import sys; print(rank, sys.argv[1:], __name__)")
+    done = launch(2, program, "-n", "7", "--flag", "a b")
+    assert done.stdout.count("['-n', '7', '--flag', 'a b'] __main__") == 2
+    done = launch(2, "-m", "mpi4py.bench", "helloworld")
+    assert done.stdout.count("Hello, World!") == 2
+
+
+def test_launcher_settings(script):
+    """One XLA thread per rank's share of cores, and the program is the first to import jax."""
+    done = launch(2, script("import os; print(os.environ.get('XLA_FLAGS'), os.environ['OMP_NUM_THREADS'])"))
+    from jaxmpi.run import physical_cores
+
+    if physical_cores() <= 3:
+        assert done.stdout.count("intra_op_parallelism_threads=1 1") == 2
+    first = script("")
+    first.write_text("import sys\nassert 'jax' not in sys.modules and 'mpi4py' not in sys.modules\n")
+    launch(1, first)
+
+
+def test_launcher_refusals(tmp_path):
+    for arguments, message in [
+        (["-n", "0", "x.py"], "at least 1"),
+        (["-n", "2", str(tmp_path / "missing.py")], "no such script"),
+        (["x.py"], "required"),
+    ]:
+        command = [sys.executable, "-m", "jaxmpi.run", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 2
+        assert message in done.stderr
+
+
+@pytest.mark.parametrize("variable", ["JAXMPI_DEBUG", "MPI4JAX_DEBUG"])
+def test_debug_log(script, variable):
+    """One line as an operation starts and one as it ends, from C."""
+    program = script("""
+        @jax.jit
+        def f(x):
+            return notoken.send(x, 1) if rank == 0 else notoken.recv(x, 0, tag=0)
+        jax.block_until_ready(f(jnp.ones(3)))
+        jaxmpi.barrier()
+    """)
+    log = launch(2, program, **{variable: "1"}).stderr
+    token = r"token [0-9a-f]{12}"
+    assert re.search(rf"^r0 \| MPI_Send -> 1 with tag 0 and {token}$", log, re.M)
+    assert re.search(rf"^r1 \| MPI_Recv <- 0 with tag 0 and {token}$", log, re.M)
+    assert re.search(rf"^r0 \| MPI_Send done after \d\.\d\de[-+]\d\d s, {token}$", log, re.M)
+    assert len(re.findall(rf"^r[01] \| MPI_Barrier with {token}$", log, re.M)) == 2
+    assert "r0 |" not in launch(2, program, **{variable: "0"}).stderr
+
+
+@pytest.mark.parametrize("level", ["single", "funneled"])
+def test_thread_level(script, level):
+    program = script("")
+    program.write_text(f"import mpi4py\nmpi4py.rc.thread_level = '{level}'\nimport jaxmpi\n")
+    done = launch(1, program, check=False)
+    assert done.returncode != 0
+    assert "below MPI_THREAD_SERIALIZED" in done.stderr
+
+
+def test_serialized(script):
+    """At MPI_THREAD_SERIALIZED everything works, one operation at a time."""
+    program = script("")
+    program.write_text(
+        "import mpi4py\nmpi4py.rc.thread_level = 'serialized'\n"
+        "import jax.numpy as jnp\nimport jaxmpi\nfrom mpi4py import MPI\n"
+        "print(jaxmpi.notoken.allreduce(jnp.ones(2), MPI.SUM), MPI.Query_thread() == MPI.THREAD_SERIALIZED)\n"
+    )
+    assert launch(2, program).stdout.count("[2. 2.]") == 2
+
+
+def test_not_initialized(script):
+    program = script("")
+    program.write_text("import mpi4py\nmpi4py.rc.initialize = False\nimport jaxmpi\n")
+    done = launch(1, program, check=False)
+    assert "MPI is not initialized" in done.stderr
+
+
+def test_info():
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxmpi.info"], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in ("jaxmpi", "JAX", "MPI library", "ABI copy", "thread level", "devices", "problems"):
+        assert re.search(rf"^{name} ", done.stdout, re.M), name
+    assert "problems         none found" in done.stdout
+
+
+def test_info_sees_the_wrong_launcher():
+    """Ranks announced by a launcher whose MPI is not the one in use."""
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxmpi.info"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env={**os.environ, "SLURM_NTASKS": "4"},
+    )
+    assert done.returncode == 1
+    assert "mpiexec belongs to another MPI" in done.stdout
+
+
+def test_memory(script):
+    """A hundred thousand calls, jitted and eager, leave the memory where it was."""
+    program = script("""
+        import resource
+        def resident():
+            return int(open('/proc/self/statm').read().split()[1]) * resource.getpagesize() / 2**20
+        loop = jax.jit(lambda x: jax.lax.fori_loop(0, 1000, lambda i, v: notoken.allreduce(v, MPI.SUM) / size, x))
+        one = jax.jit(lambda x: notoken.sendrecv(x, x, (rank - 1) % size, (rank + 1) % size))
+        x = jnp.arange(1000.0)
+        def round(calls):
+            global x
+            for _ in range(calls // 10):
+                for _ in range(5):
+                    x = one(x)
+                for _ in range(5):
+                    x = notoken.allreduce(x, MPI.MAX)
+            for _ in range(calls // 100):
+                x = loop(x)
+            jax.block_until_ready(x)
+        round(2000)
+        before = resident()
+        round(9000)
+        print("grown", resident() - before)
+    """)
+    grown = [float(text) for text in re.findall(r"grown (-?[\d.]+)", launch(2, program, timeout=300).stdout)]
+    assert len(grown) == 2
+    assert max(grown) < 4, grown
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("name", ["global_sum", "send_recv", "scatter_grad"])
+def test_example(name, ranks):
+    """Each asserts the values that its docstring states."""
+    launch(ranks, EXAMPLES / f"{name}.py")
+
+
+def test_worked_example():
+    out = launch(4, EXAMPLES / "scatter_grad.py").stdout
+    assert out.count("41.0") >= 4
+
+
+def test_shallow_water_on_any_number_of_ranks(tmp_path):
+    """The model's result does not depend on how many ranks computed it."""
+    states = {}
+    for ranks in (1, 2, 4, 6):
+        file = tmp_path / f"{ranks}.npz"
+        arguments = ["--benchmark", "--size", "96", "48", "--days", "0.2", "--save-state", file]
+        done = launch(ranks, EXAMPLES / "shallow_water.py", *arguments, timeout=200)
+        assert re.fullmatch(r"Solution took \d+\.\d+ s\n", done.stdout)
+        with np.load(file) as data:
+            states[ranks] = {name: data[name] for name in data}
+    reference = states.pop(1)
+    assert reference["h"].shape == (48, 96)
+    assert np.ptp(reference["h"]) > 0.1
+    for state in states.values():
+        for name, tolerance in (("h", 1e-3), ("u", 1e-4), ("v", 1e-4)):
+            np.testing.assert_allclose(state[name], reference[name], atol=tolerance, rtol=0)
+
+
+def test_shallow_water_pictures(tmp_path):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("tqdm")
+    out = launch(
+        2, EXAMPLES / "shallow_water.py", "--size", "96", "48", "--days", "0.1", "--save-animation",
+        "--output-dir", tmp_path, timeout=200,
+    ).stdout  # fmt: skip
+    for name in ("shallow-water.png", "shallow-water.gif"):
+        assert (tmp_path / name).stat().st_size > 10_000
+        assert str(tmp_path / name) in out
