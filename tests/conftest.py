@@ -38,7 +38,7 @@ def pytest_runtest_protocol(item):
 
 def pytest_unconfigure():
     """Shows what another rank has to say, and lets all reports come out before a failure ends the job."""
-    if RANK > 0 and " failed" in _hidden.getvalue() or " error" in _hidden.getvalue():
+    if (RANK > 0 and " failed" in _hidden.getvalue()) or " error" in _hidden.getvalue():
         print(f"--- rank {RANK} ---\n{_hidden.getvalue()}", file=sys.__stderr__)
     sys.stdout.flush()
     sys.__stderr__.flush()
@@ -51,9 +51,9 @@ def pytest_unconfigure():
 def pytest_collection_modifyitems(items):
     for item in items:
         marker = item.get_closest_marker("ranks")
-        if marker and SIZE < marker.args[0]:
+        if marker and marker.args[0] > SIZE:
             item.add_marker(pytest.mark.skip(reason=f"needs {marker.args[0]} ranks"))
-        if item.get_closest_marker("launches") and (SIZE > 1 or "JAXMPI_RANKED" in os.environ):
+        if item.get_closest_marker("launches") and SIZE > 1:
             item.add_marker(pytest.mark.skip(reason="launches processes of its own, runs on one rank"))
 
 

@@ -6,9 +6,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from mpi4py import MPI
-from table import CASES, draw
 
 from jaxmpi import notoken
+from table import CASES, draw
 
 INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 FLOATS = ["float16", "bfloat16", "float32", "float64"]

@@ -153,14 +153,14 @@ def test_freed_communicator(comm):
     jax.block_until_ready(compiled(X))
     handle = part
     part.Free()
-    with pytest.raises(ValueError, match="allreduce: comm is MPI.COMM_NULL"):
+    with pytest.raises(ValueError, match=r"allreduce: comm is MPI.COMM_NULL"):
         notoken.allreduce(X, MPI.SUM, comm=handle)
     for _ in range(2):
-        with pytest.raises(Exception, match="communicator has been freed since this function was compiled"):
+        with pytest.raises(Exception, match=r"communicator has been freed since this function was compiled"):
             jax.block_until_ready(compiled(X))
     again = comm.Dup()  # with the handle that has just become free
     np.testing.assert_array_equal(notoken.allreduce(X, MPI.SUM, comm=again), comm.size * np.ones(3))
-    with pytest.raises(Exception, match="communicator has been freed since this function was compiled"):
+    with pytest.raises(Exception, match=r"communicator has been freed since this function was compiled"):
         jax.block_until_ready(compiled(X))
     jax.effects_barrier()
     again.Free()
@@ -215,7 +215,7 @@ def test_longer_than_template_in_sendrecv(rank):
             return jax.block_until_ready(notoken.sendrecv(mine, jnp.zeros(10), 1 - rank, 1 - rank))
 
         if rank == 1:
-            with pytest.raises(Exception, match="sendrecv on rank 1.*truncated"):
+            with pytest.raises(Exception, match=r"sendrecv on rank 1.*truncated"):
                 exchange()
         else:
             np.testing.assert_array_equal(exchange(), np.arange(10.0))
@@ -228,7 +228,7 @@ def test_names_differ_fails_loudly(monkeypatch):
     from jaxmpi import _native
 
     monkeypatch.setitem(_native.OPERATIONS, "unknown_operation", ("comm",))
-    with pytest.raises(ImportError, match="unknown_operation.*Reinstall"):
+    with pytest.raises(ImportError, match=r"unknown_operation.*Reinstall"):
         importlib.reload(importlib.import_module("jaxmpi._operations"))
     monkeypatch.undo()
 

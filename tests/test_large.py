@@ -1,4 +1,4 @@
-"""Counts beyond what an int holds. Lowering the limit drives the same code at any size; one test moves real gigabytes."""
+"""Counts beyond what an int holds: lowering the limit drives the same code at any size; one test moves gigabytes."""
 
 import os
 
@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from mpi4py import MPI
-from table import CASES
 
 from jaxmpi import _core, notoken
+from table import CASES
 
 
 @pytest.fixture
@@ -45,9 +45,9 @@ def test_pieces_that_do_not_fit(limit, rank):
         notoken.send(jnp.ones(11), 1)
         notoken.send(jnp.ones(11), 1)
     elif rank == 1:
-        with pytest.raises(Exception, match="has 240 bytes.*template 160 bytes"):
+        with pytest.raises(Exception, match=r"has 240 bytes.*template 160 bytes"):
             notoken.recv(jnp.zeros(20), 0).block_until_ready()
-        with pytest.raises(Exception, match="has 88 bytes.*template 160 bytes"):
+        with pytest.raises(Exception, match=r"has 88 bytes.*template 160 bytes"):
             notoken.recv(jnp.zeros(20), 0).block_until_ready()
         got = notoken.recv(jnp.zeros(20), 0, status=MPI.Status())
         np.testing.assert_array_equal(got, [1.0] * 11 + [0.0] * 9)

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from mpi4py import MPI
-from table import CASES, SHAPES, draw
 
 import jaxmpi
 from jaxmpi import notoken
+from table import CASES, SHAPES, draw
 
 
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
@@ -225,9 +225,7 @@ def test_status(rank):
 
 def test_status_sendrecv(rank, size):
     status = MPI.Status()
-    f = jax.jit(
-        lambda x: notoken.sendrecv(x, x, (rank - 1) % size, (rank + 1) % size, sendtag=rank, status=status)
-    )
+    f = jax.jit(lambda x: notoken.sendrecv(x, x, (rank - 1) % size, (rank + 1) % size, sendtag=rank, status=status))
     for _ in range(3):
         jax.block_until_ready(f(jnp.ones(5)))
         assert (status.source, status.tag) == ((rank - 1) % size, (rank - 1) % size)

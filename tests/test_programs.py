@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from launch import launch
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -51,12 +52,15 @@ def test_clean_exit(script, last):
 
 def test_idle_ranks(script):
     """Two ranks talk on the default communicator, the others never call anything."""
-    done = launch(4, script("""
+    done = launch(
+        4,
+        script("""
         if rank == 0:
             notoken.send(jnp.arange(3.0), 1)
         elif rank == 1:
             print("got", notoken.recv(jnp.zeros(3), 0))
-    """))
+    """),
+    )
     assert "got [0. 1. 2.]" in done.stdout
 
 
@@ -83,11 +87,16 @@ def test_partial_import(script, tmp_path):
 
 def test_exception_on_one_rank(script):
     """The job ends, with that rank's traceback, though the others wait for it."""
-    done = launch(3, script("""
+    done = launch(
+        3,
+        script("""
         if rank == 1:
             raise ValueError("only here")
         notoken.allreduce(jnp.ones(3), MPI.SUM).block_until_ready()
-    """), check=False, timeout=60)
+    """),
+        check=False,
+        timeout=60,
+    )
     assert done.returncode != 0
     assert "uncaught exception on rank 1" in done.stderr
     assert "ValueError: only here" in done.stderr
@@ -96,7 +105,9 @@ def test_exception_on_one_rank(script):
 
 def test_exception_of_a_pending_computation(script):
     """An error of what is still running when the program ends counts as the program's."""
-    done = launch(2, script("""
+    done = launch(
+        2,
+        script("""
         def receive(x):
             y = jax.lax.fori_loop(0, 60, lambda i, v: jnp.sin(v @ v) / 100, jnp.full((300, 300), x[0]))
             return notoken.recv(x + y[0, 0], 0)
@@ -104,7 +115,10 @@ def test_exception_of_a_pending_computation(script):
             notoken.send(jnp.ones(10), 1)
         else:
             jax.jit(receive)(jnp.ones(3))
-    """), check=False, timeout=60)
+    """),
+        check=False,
+        timeout=60,
+    )
     assert done.returncode != 0
     assert "would be truncated" in done.stderr
 

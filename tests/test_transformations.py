@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from mpi4py import MPI
-from table import CASES
 
 from jaxmpi import notoken
+from table import CASES
 
 
 @pytest.mark.parametrize("axis", [0, 1, -1])

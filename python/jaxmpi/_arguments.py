@@ -131,9 +131,7 @@ def rank(value: Any, comm: Communicator, operation: str, argument: str, also: tu
     """A rank of `comm`, or one of the special values in `also`."""
     value = integer(value, operation, argument)
     if not (0 <= value < comm.size or value in also):
-        special = "".join(
-            f" or MPI.{name}" for name in ("PROC_NULL", "ANY_SOURCE") if getattr(MPI, name) in also
-        )
+        special = "".join(f" or MPI.{name}" for name in ("PROC_NULL", "ANY_SOURCE") if getattr(MPI, name) in also)
         raise ValueError(
             f"{operation}: {argument} must be a rank of the communicator, 0 to {comm.size - 1}{special}; got {value}."
         )

@@ -23,7 +23,7 @@ class Communicator:
 
     __slots__ = ("address", "mpi", "rank", "size")
 
-    def __init__(self, mpi: MPI.Intracomm, address: int, rank: int, size: int):
+    def __init__(self, mpi: MPI.Comm, address: int, rank: int, size: int):
         self.mpi, self.address, self.rank, self.size = mpi, address, rank, size
 
     def __repr__(self) -> str:

@@ -318,7 +318,7 @@ def recv(
       `status` was passed (with one, the rest is zero).
     """
     resolved = _communicator.resolve(comm, "recv")
-    params = {
+    params: Params = {
         "comm": resolved,
         "source": arguments.rank(source, resolved, "recv", "source", (MPI.ANY_SOURCE, MPI.PROC_NULL)),
         "tag": arguments.tag(tag, "recv", "tag", (MPI.ANY_TAG,)),
@@ -419,7 +419,7 @@ def send(x: Any, dest: int, *, tag: int = 0, comm: MPI.Comm | None = None, token
       ValueError, TypeError: while tracing, before anything is sent; the receiver then waits.
     """
     resolved = _communicator.resolve(comm, "send")
-    params = {
+    params: Params = {
         "comm": resolved,
         "dest": arguments.rank(dest, resolved, "send", "dest", (MPI.PROC_NULL,)),
         "tag": arguments.tag(tag, "send", "tag"),
@@ -465,7 +465,7 @@ def sendrecv(
       `status` was passed (with one, the rest is zero).
     """
     resolved = _communicator.resolve(comm, "sendrecv")
-    params = {
+    params: Params = {
         "comm": resolved,
         "source": arguments.rank(source, resolved, "sendrecv", "source", (MPI.ANY_SOURCE, MPI.PROC_NULL)),
         "dest": arguments.rank(dest, resolved, "sendrecv", "dest", (MPI.PROC_NULL,)),

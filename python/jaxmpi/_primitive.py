@@ -76,7 +76,7 @@ def make_primitive(row: Row) -> _jax.Primitive:
     _jax.batching.primitive_batchers[primitive] = _make_batching(row, primitive)
     _jax.ad.primitive_jvps[primitive] = _make_jvp(row, primitive)
     if row.transpose is not None:
-        _jax.ad.primitive_transposes[primitive] = _make_transpose(row)
+        _jax.ad.primitive_transposes[primitive] = _make_transpose(row.transpose)
     return primitive
 
 
@@ -160,10 +160,10 @@ def _make_jvp(row: Row, primitive: _jax.Primitive):
     return jvp
 
 
-def _make_transpose(row: Row):
+def _make_transpose(rule: Callable[..., Any]):
     def transpose(cotangents: Sequence[Any], operand, *templates, **params):
         cotangent = _jax.ad.instantiate_zeros(cotangents[0])
         template = jax.ShapeDtypeStruct(operand.aval.shape, operand.aval.dtype)
-        return [row.transpose(cotangent, template, params), *(None for _ in templates)]
+        return [rule(cotangent, template, params), *(None for _ in templates)]
 
     return transpose

@@ -19,13 +19,13 @@ from pathlib import Path
 
 def physical_cores() -> int:
     """Cores that this process may use; hardware threads of one core count once."""
-    cores = set()
+    cores: set[tuple[str, ...]] = set()
     for cpu in os.sched_getaffinity(0):
         topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
         try:
             cores.add(((topology / "physical_package_id").read_text(), (topology / "core_id").read_text()))
         except OSError:
-            cores.add((cpu,))
+            cores.add((str(cpu),))
     return len(cores)
 
 

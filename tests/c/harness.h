@@ -103,8 +103,7 @@ struct test {
   const char *name;
   void (*run)(void);
 };
-#define TEST(function) \
-  { #function, function }
+#define TEST(function) {#function, function}
 
 /* Opens the fake library named by argv[1] (none: a program without MPI) and runs the tests, or the one named by
  * argv[2]; the exit status. */

@@ -2,7 +2,9 @@
 #include "harness.h"
 
 /* Places in communicators of several sizes. */
-static const struct place { int rank, size; } places[] = {{0, 1}, {0, 2}, {1, 2}, {0, 3}, {1, 3}, {2, 3}, {3, 4}};
+static const struct place {
+  int rank, size;
+} places[] = {{0, 1}, {0, 2}, {1, 2}, {0, 3}, {1, 3}, {2, 3}, {3, 4}};
 
 enum { ROOM = 1024 };
 static _Alignas(16) unsigned char in[ROOM], out[ROOM];

