@@ -26,7 +26,7 @@ if not (_sys.argv[:1] == ["-m"] and {"jaxmpi.run", "jaxmpi.info"} & set(_sys.ori
         send,
         sendrecv,
     )
-    from jaxmpi._order import Token
+    from jaxmpi._order import Token, jit
 
 __all__ = [
     "Token",

@@ -1,5 +1,6 @@
 """Checks of what users pass, before anything is sent. Each error names operation, argument, value and what to try."""
 
+import functools
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -70,9 +71,14 @@ class Status:
         return hash(self.address)
 
 
+@functools.cache
+def _datatype_name(dtype: Any) -> str:
+    return str(dtype) if jnp.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype).name
+
+
 def datatype(dtype: Any, operation: str, argument: str) -> Datatype:
     """The row of a dtype. Raises TypeError where it cannot be communicated."""
-    name = np.dtype(dtype).name if not jnp.issubdtype(dtype, jax.dtypes.extended) else str(dtype)
+    name = _datatype_name(dtype)
     row = DATATYPES.get(name)
     if row is None:
         hint = "jax.random.key_data(key) and wrap_key_data" if name.startswith("key<") else f"{argument}.astype(...)"

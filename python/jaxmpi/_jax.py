@@ -6,8 +6,11 @@ Tried on JAX 0.6.0, 0.10.2 and 0.12.0.1. A version that moves one of these names
 from collections.abc import Callable
 from typing import Any
 
-from jax._src import core, effects
-from jax._src.dispatch import apply_primitive as apply_primitive
+import jax
+import numpy as np
+from jax._src import core, dispatch, effects
+from jax._src.interpreters import partial_eval
+from jax._src.lib.mlir.dialects import hlo
 from jax.extend.core import Primitive as Primitive
 from jax.ffi import ffi_lowering as ffi_lowering
 from jax.interpreters import ad as ad
@@ -35,13 +38,60 @@ def permit_effect(kind: type) -> None:
         permission.add_type(kind)
 
 
-def define_primitive(primitive: Primitive, abstract_eval: Callable[..., Any], effectful: bool) -> None:
-    """Gives a primitive its abstract evaluation and its eager implementation (compiled once per parameters)."""
+def define_primitive(
+    primitive: Primitive, abstract_eval: Callable[..., Any], effectful: bool, implementation: Callable[..., Any]
+) -> None:
+    """Gives a primitive its abstract evaluation and its eager implementation."""
     if effectful:
         primitive.def_effectful_abstract_eval(abstract_eval)
     else:
         primitive.def_abstract_eval(abstract_eval)
-    primitive.def_impl(lambda *args, **params: apply_primitive(primitive, *args, **params))
+    primitive.def_impl(implementation)
+
+
+def keep(primitive: Primitive) -> None:
+    """Lets dead code elimination leave a primitive alone that has no effect of its own."""
+    partial_eval.dce_rules[primitive] = lambda *args: ([True] * len(args[-1].invars), args[-1])
+
+
+def jit_disabled() -> bool:
+    return jax.config.jax_disable_jit
+
+
+trace_state_clean = core.trace_state_clean
+jaxpr_as_fun = core.jaxpr_as_fun
+create_token = hlo.create_token
+
+
+def _make_link(array: Any) -> core.Token:
+    """A runtime token around an array that can be an operand of compiled code.
+
+    A token that JAX makes holds an array too, but on some versions with the layout of an XLA token; so ours are marked.
+    """
+    token = core.Token(array)
+    token.is_link = True
+    return token
+
+
+_first_link = _make_link(np.zeros(0, np.bool_))
+
+
+def link_runtime_tokens(effect: Effect, compute: Callable[..., tuple[Any, Any]], args: Any, kwargs: Any) -> Any:
+    """Runs `compute(link, *args, **kwargs) -> (link, result)` in the order of an effect, as JAX orders its own.
+
+    Between two computations with an ordered effect JAX keeps an empty array, one per thread, that the first returns
+    and the second takes as an operand. The same is done here. After a computation of JAX's own kind this one waits for
+    it; one of JAX's own kind after this one is linked by the array.
+    """
+    tokens = dispatch.runtime_tokens.current_tokens
+    token = tokens.get(effect, _first_link)
+    if not hasattr(token, "is_link"):
+        del tokens[effect]
+        token.block_until_ready()
+        token = _first_link
+    link, result = compute(token._buf, *args, **kwargs)
+    tokens[effect] = _make_link(link)
+    return result
 
 
 def is_tracer(x: Any) -> bool:

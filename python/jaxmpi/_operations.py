@@ -134,8 +134,10 @@ if {row.name for row in _ROWS if row.communicates} != set(_native.OPERATIONS):
 
 
 def bind(name: str, *operands: Any, **params: Any) -> Any:
-    """Binds an operation; its result, or None."""
-    results = _PRIMITIVES[name].bind(*operands, **params)
+    """Binds an operation; its result, or None. Outside of any trace its eager implementation is called at once."""
+    primitive = _PRIMITIVES[name]
+    run = primitive.impl if _jax.trace_state_clean() else primitive.bind
+    results = run(*operands, **params)
     return results[0] if results else None
 
 

@@ -1,9 +1,18 @@
-"""Program order: one ordered effect for all operations, and the token that is never needed.
+"""Program order: one ordered effect for all operations, the token that is never needed, and calls without its cost.
 
 XLA keeps computations with the same ordered effect in program order, in every kind of control flow, and drops none of
 them. The token that the public functions take and return is therefore only a courtesy to programs that thread one
 through: a pytree without leaves, so that it costs nothing and may still cross `jit`, `scan` and `cond`.
+
+A computation with an ordered effect leaves JAX's fast way of calling compiled code, at twenty times the price. `jit`
+here discharges the effect inside: the function becomes one primitive without effect, the region, which is lowered with
+a token of its own, and the link to what was called before and after is the array that JAX itself would hand on.
 """
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -41,3 +50,121 @@ class Token:
 
 jax.tree_util.register_pytree_node(Token, lambda token: ((), None), lambda _, leaves: Token())
 TOKEN = Token()
+
+
+# --- the region --------------------------------------------------------------------------------------------------
+
+_region = _jax.Primitive("jaxmpi.region")
+_region.multiple_results = True
+
+
+def _region_abstract_eval(link, *args, jaxpr):
+    return [_jax.ShapedArray(link.shape, link.dtype), *jaxpr.out_avals]
+
+
+def _region_lowering(ctx, link, *args, jaxpr):
+    inner = ctx.replace(
+        avals_in=list(ctx.avals_in[1:]),
+        avals_out=list(ctx.avals_out[1:]),
+        tokens_in=_jax.mlir.TokenSet({EFFECT: _jax.create_token()}),
+    )
+    results = _jax.mlir.lower_fun(_jax.jaxpr_as_fun(jaxpr), multiple_results=True)(inner, *args)
+    # The link need not pass through the operations: a result of an execution is ready when all of it is done.
+    return [link, *results]
+
+
+def _region_implementation(*args, **params):
+    raise AssertionError("a region is only ever bound inside jit")
+
+
+_jax.define_primitive(_region, _region_abstract_eval, False, _region_implementation)
+_jax.mlir.register_lowering(_region, _region_lowering)
+_jax.keep(_region)
+
+
+def _discharge(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` as one with the link as first operand and first result, and without the effect."""
+
+    def discharged(link, /, *args, **kwargs):
+        leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=lambda x: x is None)
+        traced = [i for i, leaf in enumerate(leaves) if _jax.is_tracer(leaf)]
+
+        def of_traced(*values):
+            filled = list(leaves)
+            for i, value in zip(traced, values, strict=True):
+                filled[i] = value
+            args, kwargs = jax.tree.unflatten(structure, filled)
+            return function(*args, **kwargs)
+
+        operands = [leaves[i] for i in traced]
+        jaxpr, shape = jax.make_jaxpr(of_traced, return_shape=True)(*operands)
+        if jaxpr.effects == {EFFECT}:
+            link, *results = _region.bind(link, *operands, jaxpr=jaxpr)
+        else:  # nothing to discharge, or effects besides that JAX has to know of
+            results = _jax.jaxpr_as_fun(jaxpr)(*operands)
+        return link, jax.tree.unflatten(jax.tree.structure(shape), results)
+
+    try:
+        signature = inspect.signature(function)
+        first = inspect.Parameter("_link", inspect.Parameter.POSITIONAL_ONLY)
+        discharged.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[first, *signature.parameters.values()]
+        )
+    except (TypeError, ValueError):  # a function without signature, as some builtins are
+        pass
+    discharged.__name__ = getattr(function, "__name__", "function")
+    return discharged
+
+
+def _behind_link(argnums: Any) -> Any:
+    """Positions of arguments, moved by the link in front of them."""
+    if argnums is None:
+        return None
+    if isinstance(argnums, int):
+        return argnums + 1 if argnums >= 0 else argnums
+    return tuple(_behind_link(i) for i in argnums)
+
+
+# Options that speak of where operands and results lie: their trees would have to grow by the link.
+_PLAIN = ("in_shardings", "out_shardings", "device", "backend", "abstracted_axes")
+
+
+def jit(function: Callable[..., Any] | None = None, /, **options: Any) -> Callable[..., Any]:
+    """`jax.jit` for functions that communicate: the same meaning, at the price of a call without communication.
+
+    Order with calls of `jax.jit` and eager operations, before and after, is kept. Under another transformation, with
+    `jax.disable_jit`, and with options that place operands or results (`in_shardings` and the like) it is `jax.jit`.
+
+    Args:
+      function: what to compile; left out where it is used as a decorator with options.
+      **options: those of `jax.jit`: `static_argnums`, `static_argnames`, `donate_argnums`, `donate_argnames`,
+        `keep_unused`, `inline`, `compiler_options`, ...
+
+    Returns:
+      The compiled function, which also has `lower`, `trace`, `eval_shape` and `clear_cache` of `jax.jit`.
+
+    Raises:
+      What `jax.jit` and the function raise. An error at run time is raised where the result is waited for.
+    """
+    if function is None:
+        return functools.partial(jit, **options)
+    plain = jax.jit(function, **options)
+    if any(options.get(name) is not None for name in _PLAIN):
+        return plain
+    shifted = {name: _behind_link(value) if name.endswith("_argnums") else value for name, value in options.items()}
+    compiled = jax.jit(_discharge(function), **shifted)
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        if not _jax.trace_state_clean() or _jax.jit_disabled():
+            return plain(*args, **kwargs)
+        return _jax.link_runtime_tokens(EFFECT, compiled, args, kwargs)
+
+    def clear_cache() -> None:
+        plain.clear_cache()
+        compiled.clear_cache()
+
+    for name in ("lower", "trace", "eval_shape"):
+        setattr(call, name, getattr(plain, name))
+    call.clear_cache = clear_cache  # type: ignore[attr-defined]
+    return call

@@ -6,6 +6,7 @@ which the row names. Both are communication themselves, so they happen on every 
 tangent or cotangent is zero.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ import numpy as np
 
 from jaxmpi import _jax
 from jaxmpi._native import DATATYPES, OPERATIONS
-from jaxmpi._order import EFFECT
+from jaxmpi._order import EFFECT, jit
 
 Params = dict[str, Any]
 Shape = tuple[int, ...]
@@ -57,6 +58,17 @@ class Row:
     communicates: bool = True
 
 
+@functools.lru_cache(maxsize=4096)
+def _eager_program(primitive: _jax.Primitive, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+    """The compiled program of an eager call, one for equal parameters; shapes and dtypes are `jit`'s affair."""
+    return jit(lambda *args: primitive.bind(*args, **dict(params)))
+
+
+def eager_programs() -> int:
+    """How many programs eager calls have made and kept; 4096 at most."""
+    return _eager_program.cache_info().currsize
+
+
 def make_primitive(row: Row) -> _jax.Primitive:
     """The primitive of a row; always with a list of results, which is empty or has one entry."""
     primitive = _jax.Primitive(f"jaxmpi.{row.name}")
@@ -69,7 +81,14 @@ def make_primitive(row: Row) -> _jax.Primitive:
             results.append(_jax.ShapedArray(tuple(row.shape(last.shape, params)), last.dtype))
         return (results, {EFFECT}) if row.communicates else results
 
-    _jax.define_primitive(primitive, abstract_eval, row.communicates)
+    def implementation(*args, **params):
+        function = _eager_program(primitive, tuple(params.items()))
+        if not _jax.jit_disabled():
+            return function(*args)
+        with jax.disable_jit(False):  # the operation itself is always compiled
+            return function(*args)
+
+    _jax.define_primitive(primitive, abstract_eval, row.communicates, implementation)
     _jax.mlir.register_lowering(primitive, _make_lowering(row), platform="cpu" if row.communicates else None)
     if row.communicates:
         _jax.mlir.register_lowering(primitive, _make_refusal(row))
