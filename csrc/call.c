@@ -70,12 +70,18 @@ static ffi_error *decode_side(const struct call *call, const ffi_buffers *list, 
 }
 
 ffi_error *call_run(ffi_frame *frame, const struct operation *operation, const struct memory *memory) {
-  if (frame->extension != NULL && ffi_answer_metadata(frame)) return NULL;
+  if (ffi_answer_metadata(frame)) return NULL;
   if (frame->stage != FFI_STAGE_EXECUTE) return NULL;
   struct call call = {.frame = frame, .operation = operation};
   ffi_error *error;
   if ((error = decode_attributes(&call)) != NULL) return error;
-  call.comm = (struct communicator *)(intptr_t)call.attributes[0];
+  call.comm = registry_at(call.attributes[0]);
+  if (call.comm == NULL)
+    return call_fail(&call, FFI_FAILED_PRECONDITION,
+                     "communicator number %" PRId64
+                     " is not known in this process: the program was compiled in another "
+                     "one; compile it again here",
+                     call.attributes[0]);
   if (atomic_load_explicit(&call.comm->freed, memory_order_relaxed))
     return call_fail(&call, FFI_FAILED_PRECONDITION,
                      "the communicator has been freed since this function was compiled; nothing was sent. "

@@ -4,6 +4,7 @@
 #include <dlfcn.h>
 #include <limits.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 struct runtime runtime = {.max_count = INT_MAX, .lock = PTHREAD_MUTEX_INITIALIZER};
@@ -28,6 +29,25 @@ const struct datatype *datatype_find(int code) {
 #undef DATATYPE
   };
   return code >= 0 && code < DTYPE_CODES ? by_code[code] : NULL;
+}
+
+enum { BLOCK = 1024, BLOCKS = 4096 };
+static void **blocks[BLOCKS];
+static atomic_int_least64_t registered; /* published after the object is in its place */
+
+int64_t registry_add(void *object) {
+  int64_t place = atomic_load(&registered);
+  if (place >= (int64_t)BLOCK * BLOCKS) return 0;
+  void ***block = &blocks[place / BLOCK];
+  if (*block == NULL && (*block = calloc(BLOCK, sizeof **block)) == NULL) return 0;
+  (*block)[place % BLOCK] = object;
+  atomic_store_explicit(&registered, place + 1, memory_order_release);
+  return place + 1;
+}
+
+void *registry_at(int64_t number) {
+  if (number < 1 || number > atomic_load_explicit(&registered, memory_order_acquire)) return NULL;
+  return blocks[(number - 1) / BLOCK][(number - 1) % BLOCK];
 }
 
 /* dlsym gives an object pointer; POSIX lets it be copied into a function pointer, ISO C only so. */

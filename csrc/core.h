@@ -20,17 +20,24 @@
 
 enum { DTYPE_CODES = 40, MAX_ATTRIBUTES = 6 };
 
-/* An intra-communicator as compiled programs refer to it, by address. It is made once per communicator and never
- * given back, so that a program compiled for a communicator that has been freed finds `freed` set, and not the next
- * communicator with a recycled handle. */
+/* What compiled programs refer to, communicators and statuses, by number: a program may outlive its process (in a
+ * cache of compiled code), and a number of another process is found to be unknown where an address would be used.
+ * Objects are never taken out again. Adding is done under the GIL, looking up by any thread. */
+int64_t registry_add(void *object); /* its number, from 1; 0 if there is no memory */
+void *registry_at(int64_t number);  /* NULL where there is none */
+
+/* An intra-communicator. It is made once per communicator and never given back, so that a program compiled for a
+ * communicator that has been freed finds `freed` set, and not the next communicator with a recycled handle. */
 struct communicator {
+  int64_t number; /* in the registry */
   intptr_t handle;
   int rank;
   int size;
   atomic_bool freed;
 };
 
-/* The whole mutable state. Written when the module is loaded and by its setters, under the GIL; read by all. */
+/* The whole mutable state but for the registry. What is not atomic is written before the first call, or by a test
+ * between two calls, and read by all threads. */
 struct runtime {
   const struct backend *backend;   /* the copy that matches the loaded library; NULL before loading */
   intptr_t datatypes[DTYPE_CODES]; /* MPI handle by XLA's code; valid where `known` */
@@ -97,7 +104,8 @@ struct backend {
   /* Fills the function table from `library` (a handle of dlopen); NULL, or the name of a missing function. */
   const char *(*load)(void *library);
 
-  /* Finds or makes the struct for an intra-communicator. Returns an MPI error code. Called under the GIL. */
+  /* Finds or makes the struct for a communicator: NULL for an inter-communicator. Returns an MPI error code. One call
+   * at a time. */
   int (*communicator)(intptr_t handle, struct communicator **result);
 
   /* Makes the reduction operations for a half-precision type: `handles` in the order SUM, PROD, MAX, MIN. */

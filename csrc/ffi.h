@@ -26,7 +26,7 @@ enum ffi_error_code {
   FFI_UNIMPLEMENTED = 12,
   FFI_INTERNAL = 13
 };
-enum { FFI_DTYPE_S64 = 5, FFI_DTYPE_TOKEN = 17 };
+enum { FFI_DTYPE_S64 = 5, FFI_DTYPE_U8 = 6, FFI_DTYPE_TOKEN = 17 };
 
 typedef struct ffi_error ffi_error; /* opaque */
 

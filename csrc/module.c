@@ -90,16 +90,32 @@ static PyObject *half_operations(PyObject *self, PyObject *args) {
 }
 
 PyDoc_STRVAR(communicator_doc,
-             "communicator(handle) -> (address, rank, size)\n\n"
-             "The communicator's own and lasting identity; a recycled handle has another.");
+             "communicator(handle) -> (number, rank, size), or None for an inter-communicator\n\n"
+             "The communicator's own and lasting number; a recycled handle has another.");
 static PyObject *communicator(PyObject *self, PyObject *args) {
   (void)self;
   Py_ssize_t handle;
   struct communicator *found;
   if (!PyArg_ParseTuple(args, "n", &handle) || !loaded()) return NULL;
+  if (runtime.serialize) { /* what holds the lock may need the GIL to end: a reduction written in Python */
+    PyThreadState *state = PyEval_SaveThread();
+    pthread_mutex_lock(&runtime.lock);
+    PyEval_RestoreThread(state);
+  }
   int code = runtime.backend->communicator((intptr_t)handle, &found);
+  if (runtime.serialize) pthread_mutex_unlock(&runtime.lock);
   if (code != 0) return mpi_error(code);
-  return Py_BuildValue("(nii)", (Py_ssize_t)(intptr_t)found, found->rank, found->size);
+  if (found == NULL) Py_RETURN_NONE;
+  return Py_BuildValue("(Lii)", (long long)found->number, found->rank, found->size);
+}
+
+PyDoc_STRVAR(register_status_doc, "register_status(address) -> number\n\nThe MPI_Status there must stay for ever.");
+static PyObject *register_status(PyObject *self, PyObject *args) {
+  (void)self;
+  Py_ssize_t address;
+  if (!PyArg_ParseTuple(args, "n", &address)) return NULL;
+  int64_t number = registry_add((void *)address);
+  return number != 0 ? PyLong_FromLongLong(number) : PyErr_NoMemory();
 }
 
 static PyObject *attribute_tuple(const struct operation *row) {
@@ -175,6 +191,7 @@ static PyMethodDef methods[] = {
     {"set_datatype", set_datatype, METH_VARARGS, set_datatype_doc},
     {"half_operations", half_operations, METH_VARARGS, half_operations_doc},
     {"communicator", communicator, METH_VARARGS, communicator_doc},
+    {"register_status", register_status, METH_VARARGS, register_status_doc},
     {"operations", operations, METH_NOARGS, operations_doc},
     {"handlers", handlers, METH_NOARGS, handlers_doc},
     {"configure", configure, METH_VARARGS, configure_doc},

@@ -45,15 +45,18 @@ static const char *load(void *library) {
 
 static int communicator(intptr_t handle, struct communicator **result) {
   MPI_Comm comm = (MPI_Comm)handle;
-  int code, found = 0;
+  int code, found = 0, inter = 0;
+  *result = NULL;
   if ((code = mpi.Comm_get_attr(comm, keyval, result, &found)) != MPI_SUCCESS || found) return code;
+  if ((code = mpi.Comm_test_inter(comm, &inter)) != MPI_SUCCESS || inter) return code;
   struct communicator *made = calloc(1, sizeof *made);
   if (made == NULL) return -1;
   made->handle = handle;
   if ((code = mpi.Comm_rank(comm, &made->rank)) != MPI_SUCCESS ||
       (code = mpi.Comm_size(comm, &made->size)) != MPI_SUCCESS ||
+      (code = (made->number = registry_add(made)) != 0 ? MPI_SUCCESS : -1) != MPI_SUCCESS ||
       (code = mpi.Comm_set_attr(comm, keyval, made)) != MPI_SUCCESS) {
-    free(made);
+    if (made->number == 0) free(made); /* what is registered stays */
     return code;
   }
   *result = made;

@@ -92,7 +92,8 @@ static inline void *at(const struct side *side, int64_t index) {
   return index == 0 ? side->data : (char *)side->data + (size_t)index * side->type->bytes;
 }
 
-/* The operand's piece for a result that may have taken its place. */
+/* The operand's piece for a result that may have taken its place. XLA decides that for each rank by itself; in an
+ * allreduce the standard wants MPI_IN_PLACE on all ranks or none, but no library tells others which it was. */
 static inline const void *piece_in(const struct call *call, int64_t first) {
   return call->in.data == call->out.data ? ABI_IN_PLACE : at(&call->in, first);
 }
@@ -213,10 +214,9 @@ static int64_t message_count(const MPI_Status *status, MPI_Datatype type) {
  * matched and never received. */
 enum { NO_MEMORY = -1 };
 static int discard(MPI_Message *message, int64_t bytes) {
-  enum { BYTE = 6 }; /* XLA's code of uint8 */
   void *scratch = bytes > 0 ? malloc((size_t)bytes) : NULL;
   if (bytes < 0 || (bytes > 0 && scratch == NULL)) return NO_MEMORY;
-  struct span span = span_of(datatype_find(BYTE), bytes);
+  struct span span = span_of(datatype_find(FFI_DTYPE_U8), bytes);
   MPI_Status ignored;
   int code = span.code == MPI_SUCCESS ? mpi.Mrecv(scratch, span.count, span.type, message, &ignored) : span.code;
   span_free(&span);
@@ -224,39 +224,40 @@ static int discard(MPI_Message *message, int64_t bytes) {
   return code;
 }
 
-/* The error for a message that does not fit the template, which is dropped. */
-static ffi_error *reject(struct call *call, MPI_Message *message, const MPI_Status *status) {
+/* The error for a message that does not fit the template, which is dropped. `by_status`: the user passes a status. */
+static ffi_error *reject(struct call *call, MPI_Message *message, const MPI_Status *status, bool by_status) {
   int64_t width = (int64_t)call->out.type->bytes, expected = call->out.count * width;
-  int64_t sent = message_count(status, (MPI_Datatype)runtime.datatypes[6]);
+  int64_t sent = message_count(status, (MPI_Datatype)runtime.datatypes[FFI_DTYPE_U8]);
   bool longer = sent > expected;
   int code = discard(message, sent);
   if (code != MPI_SUCCESS && code != NO_MEMORY) return call_fail_mpi(call, code);
-  return call_fail(
-      call, FFI_INVALID_ARGUMENT,
-      "the message from rank %d with tag %d has %" PRId64 " bytes (%" PRId64
-      " elements of %s), the "
-      "template %" PRId64 " bytes (%" PRId64
-      " elements): it %s, so it was %s. Receive with a template "
-      "of the shape and dtype that is sent%s",
-      status->MPI_SOURCE, status->MPI_TAG, sent, sent / width, call->out.type->name, expected, call->out.count,
-      longer ? "would be truncated" : "does not fill the result",
-      code == MPI_SUCCESS ? "dropped" : "left unreceived, for there is no memory to take it off the channel",
-      longer ? "" : ", or pass status= to accept shorter ones (the rest of the result is zero)");
+  const char *what = sent < 0 ? "has a size that MPI cannot tell" : longer ? "would be truncated" : "is too short";
+  const char *then = code == MPI_SUCCESS ? "dropped" : "left unreceived, for it could not be taken off the channel";
+  return call_fail(call, FFI_INVALID_ARGUMENT,
+                   "the message from rank %d with tag %d has %" PRId64 " bytes (%" PRId64
+                   " elements of %s), the "
+                   "template %" PRId64 " bytes (%" PRId64
+                   " elements): it %s, so it was %s. Receive with a template of "
+                   "the shape and dtype that is sent%s",
+                   status->MPI_SOURCE, status->MPI_TAG, sent, sent / width, call->out.type->name, expected,
+                   call->out.count, what, then,
+                   longer || by_status ? "" : ", or pass status= to accept shorter ones (the rest is then zero)");
 }
 
 /* Receives into `out`, which `span` describes, and fills the user's status, if there is one. */
 static ffi_error *receive(struct call *call, const struct span *span, MPI_Comm comm, int source, int tag,
-                          intptr_t wanted) {
+                          int64_t wanted) {
   MPI_Message message;
-  MPI_Status status = {0};
+  MPI_Status status = {0}, *users = registry_at(wanted);
   int units = 0;
   TRY(call, mpi.Mprobe(source, tag, comm, &message, &status));
   TRY(call, mpi.Get_count(&status, span->type, &units));
   bool nobody = status.MPI_SOURCE == ABI_PROC_NULL, fits = units == span->count || nobody;
   int64_t count = nobody ? 0 : fits ? call->out.count : message_count(&status, element(call->out.type));
-  if (!fits && (wanted == 0 || count < 0 || count > call->out.count)) return reject(call, &message, &status);
+  if (!fits && (users == NULL || count < 0 || count > call->out.count))
+    return reject(call, &message, &status, users != NULL);
   TRY(call, mpi.Mrecv(call->out.data, span->count, span->type, &message, &status));
-  if (wanted != 0) memcpy((void *)wanted, &status, sizeof status);
+  if (users != NULL) *users = status;
   if (count < call->out.count) /* nothing, or less than the template: the rest is zero */
     memset(at(&call->out, count), 0, (size_t)(call->out.count - count) * call->out.type->bytes);
   return NULL;
@@ -268,7 +269,7 @@ static ffi_error *recv(struct call *c) {
   BEGIN(c, Recv, "<- %d with tag %d and", (int)a.source, (int)a.tag);
   struct span out = span_of(c->out.type, c->out.count);
   TRY(c, out.code);
-  ffi_error *error = receive(c, &out, comm, (int)a.source, (int)a.tag, (intptr_t)a.status);
+  ffi_error *error = receive(c, &out, comm, (int)a.source, (int)a.tag, a.status);
   span_free(&out);
   return error;
 }
@@ -284,7 +285,7 @@ static ffi_error *sendrecv(struct call *c) {
   int code = in.code != MPI_SUCCESS ? in.code : out.code;
   if (code == MPI_SUCCESS) code = mpi.Isend(c->in.data, in.count, in.type, (int)a.dest, (int)a.sendtag, comm, &request);
   if (code == MPI_SUCCESS) {
-    error = receive(c, &out, comm, (int)a.source, (int)a.recvtag, (intptr_t)a.status);
+    error = receive(c, &out, comm, (int)a.source, (int)a.recvtag, a.status);
     MPI_Status sent; /* waited for also after an error: it must not keep this rank's own message from arriving */
     code = mpi.Wait(&request, &sent);
   }

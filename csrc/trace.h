@@ -1,4 +1,5 @@
-/* The debug log: one line on stderr as an operation starts, one as it ends. No lock, no GIL, one write per line. */
+/* The debug log: one line on stderr as an operation starts, one as it ends. No GIL, no lock but that
+ * of stdio, one write per line. */
 #ifndef JAXMPI_TRACE_H
 #define JAXMPI_TRACE_H
 

@@ -38,7 +38,7 @@ def pytest_runtest_protocol(item):
 
 def pytest_unconfigure():
     """Shows what another rank has to say, and lets all reports come out before a failure ends the job."""
-    if (RANK > 0 and " failed" in _hidden.getvalue()) or " error" in _hidden.getvalue():
+    if RANK > 0 and (" failed" in _hidden.getvalue() or " error" in _hidden.getvalue()):
         print(f"--- rank {RANK} ---\n{_hidden.getvalue()}", file=sys.__stderr__)
     sys.stdout.flush()
     sys.__stderr__.flush()

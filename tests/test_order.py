@@ -202,7 +202,7 @@ def test_two_threads(comm, rank, size):
 
 
 def test_custom_derivatives(rank, size):
-    """Communication inside custom_jvp and custom_vjp functions."""
+    """Communication inside custom_vjp and custom_jvp functions."""
 
     @jax.custom_vjp
     def total(x):
@@ -212,3 +212,15 @@ def test_custom_derivatives(rank, size):
     value, gradient = jax.jit(jax.value_and_grad(lambda x: jnp.sum(total(x) ** 2)))(jnp.ones(3))
     assert value == 3 * size**2
     np.testing.assert_array_equal(gradient, np.full(3, 2.0 * size * size))
+
+    @jax.custom_jvp
+    def largest(x):
+        return notoken.allreduce(x, MPI.MAX)
+
+    @largest.defjvp
+    def _(primals, tangents):
+        return largest(*primals), notoken.allreduce(tangents[0], MPI.SUM)
+
+    value, tangent = jax.jit(lambda x: jax.jvp(largest, (x,), (2 * x,)))(jnp.ones(3))
+    np.testing.assert_array_equal(value, np.ones(3))
+    np.testing.assert_array_equal(tangent, np.full(3, 2.0 * size))

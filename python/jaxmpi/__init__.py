@@ -1,13 +1,29 @@
 """MPI communication for JAX arrays, zero-copy, from inside jitted code."""
 
+import re as _re
 import sys as _sys
 from importlib.metadata import version as _version
 
 __version__ = _version("jaxmpi")
 
+
+def _module_to_run() -> str:
+    """NAME while `python -m NAME` imports the package that it is in, else nothing."""
+    if _sys.argv[:1] != ["-m"]:
+        return ""
+    words = iter(_sys.orig_argv[1:])
+    for word in words:
+        if word in ("-W", "-X", "--check-hash-based-pycs"):
+            next(words, None)
+        elif match := _re.fullmatch(r"-[a-zA-Z]*?m(.*)", word):
+            return match[1] or next(words, "")
+    return ""
+
+
 # `python -m jaxmpi.run` starts the processes that use MPI and must not be one of them, `python -m jaxmpi.info` reports
 # what keeps the package from loading: for these two the package stays as empty as it can.
-if not (_sys.argv[:1] == ["-m"] and {"jaxmpi.run", "jaxmpi.info"} & set(_sys.orig_argv[:4])):
+if _module_to_run() not in ("jaxmpi.run", "jaxmpi.info"):
+    from jaxmpi import _native as _native
     from jaxmpi import notoken
     from jaxmpi._operations import (
         allgather,
@@ -39,6 +55,7 @@ __all__ = [
     "has_cuda_support",
     "has_rocm_support",
     "has_sycl_support",
+    "jit",
     "notoken",
     "recv",
     "reduce",

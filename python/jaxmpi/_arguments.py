@@ -1,7 +1,9 @@
 """Checks of what users pass, before anything is sent. Each error names operation, argument, value and what to try."""
 
+import ctypes
 import functools
 import operator
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from mpi4py import MPI
 
-from jaxmpi import _jax
+from jaxmpi import _core, _jax
 from jaxmpi._communicator import Communicator
 from jaxmpi._native import DATATYPES, HALF_OPERATIONS, Datatype, handle_of
 
@@ -52,23 +54,42 @@ class Reduction:
         return handle_of(getattr(MPI, REDUCTIONS[datatype.kind][self.name]))
 
 
-SUM = Reduction("SUM", handle_of(MPI.SUM))
 _BY_HANDLE = {handle_of(getattr(MPI, name)): Reduction(name, handle_of(getattr(MPI, name))) for name in _PREDEFINED}
 
 
 class Status:
-    """An MPI.Status as a parameter, compared by identity and kept alive by the programs that write to it."""
+    """An MPI.Status as a parameter of compiled programs, which write to it whenever they run: it is kept for ever."""
 
-    __slots__ = ("address", "mpi")
+    __slots__ = ("mpi", "number")
 
     def __init__(self, mpi: MPI.Status):
-        self.mpi, self.address = mpi, MPI._addressof(mpi)
+        self.mpi, self.number = mpi, _core.register_status(MPI._addressof(mpi))
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Status) and self.address == other.address
+    def copy_to(self, other: MPI.Status) -> None:
+        ctypes.memmove(MPI._addressof(other), MPI._addressof(self.mpi), MPI._sizeof(MPI.Status))
 
-    def __hash__(self) -> int:
-        return hash(self.address)
+
+_statuses: dict[int, Status] = {}
+_eager = threading.local()
+
+
+def status(value: Any, operation: str) -> Status | None:
+    """The status that a program writes to: the user's own while tracing, and one of this thread for an eager call.
+
+    So that eager calls with a new MPI.Status each are one and the same program; `_with_status` copies the result.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, MPI.Status):
+        raise TypeError(f"{operation}: status must be an MPI.Status or None, got {value!r}.")
+    if _jax.trace_state_clean():
+        if not hasattr(_eager, "status"):
+            _eager.status = Status(MPI.Status())
+        return _eager.status
+    address = MPI._addressof(value)
+    if address not in _statuses:
+        _statuses[address] = Status(value)
+    return _statuses[address]
 
 
 @functools.cache
@@ -94,7 +115,7 @@ def array(x: Any, operation: str, argument: str) -> jax.Array:
     if not isinstance(x, jax.Array):
         try:
             x = jnp.asarray(x)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise TypeError(
                 f"{operation}: {argument} must hold arrays or numbers, got {x!r} of type {type(x).__name__}."
             ) from error
@@ -178,9 +199,10 @@ def reducible(op: Reduction, x: jax.Array, operation: str) -> None:
     raise TypeError(f"{operation}: op MPI.{op.name} is not defined for dtype {row.name}; {hint}.{advice}")
 
 
-def status(value: Any, operation: str) -> Status | None:
-    if value is None:
-        return None
-    if not isinstance(value, MPI.Status):
-        raise TypeError(f"{operation}: status must be an MPI.Status or None, got {value!r}.")
-    return Status(value)
+def one_message(source: int, leaves: int, operation: str) -> None:
+    """Raises ValueError for several messages from any source: they could come from different ranks."""
+    if source == MPI.ANY_SOURCE and leaves > 1:
+        raise ValueError(
+            f"{operation}: a pytree of {leaves} arrays is as many messages, and with source=MPI.ANY_SOURCE they could "
+            "come from different ranks. Name the source, or receive one array at a time."
+        )

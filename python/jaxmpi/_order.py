@@ -161,8 +161,8 @@ def jit(function: Callable[..., Any] | None = None, /, **options: Any) -> Callab
         return _jax.link_runtime_tokens(EFFECT, compiled, args, kwargs)
 
     def clear_cache() -> None:
-        plain.clear_cache()
-        compiled.clear_cache()
+        for cached in (plain, compiled):
+            getattr(cached, "clear_cache")()  # noqa: B009 (JAX does not declare it)
 
     for name in ("lower", "trace", "eval_shape"):
         setattr(call, name, getattr(plain, name))

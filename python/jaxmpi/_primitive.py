@@ -2,8 +2,9 @@
 
 The mathematics of a row: stack the arrays of all ranks into one long vector, then an operation is a linear map of it
 (where its row says so). Its tangent is the same operation on the tangents, its transpose the adjoint of that map,
-which the row names. Both are communication themselves, so they happen on every rank whether or not this rank's
-tangent or cotangent is zero.
+which the row names. Both are communication themselves, so they happen on a rank even where its cotangent is zero.
+What a rule cannot help: JAX asks for no tangent of an operation whose operands on this rank do not depend on what is
+differentiated, though another rank's may.
 """
 
 import functools
@@ -105,7 +106,7 @@ def _attribute(name: str, params: Params, dtype: Any) -> np.int64:
     if name == "op":
         return np.int64(value.handle_for(DATATYPES[np.dtype(dtype).name]))
     if name in ("comm", "status"):
-        return np.int64(0 if value is None else value.address)
+        return np.int64(0 if value is None else value.number)
     return np.int64(value)
 
 
@@ -165,12 +166,13 @@ def _make_batching(row: Row, primitive: _jax.Primitive):
 
 def _make_jvp(row: Row, primitive: _jax.Primitive):
     def jvp(primals, tangents, **params):
-        results = primitive.bind(*primals, **params)
-        if not all(jnp.issubdtype(x.dtype, jnp.inexact) for x in primals):
-            return results, [_jax.ad.Zero.from_primal_value(y) for y in results]
-        why_not = row.linear(params)
+        differentiable = all(jnp.issubdtype(x.dtype, jnp.inexact) for x in primals)
+        why_not = row.linear(params) if differentiable else ""
         if why_not:
             raise NotImplementedError(f"{row.name} cannot be differentiated: {why_not}")
+        results = primitive.bind(*primals, **params)
+        if not differentiable:
+            return results, [_jax.ad.Zero.from_primal_value(y) for y in results]
         if "status" in params:
             params = {**params, "status": None}
         tangent = _jax.ad.instantiate_zeros(tangents[0])

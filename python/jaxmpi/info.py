@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from jaxmpi import run
 
 # What launchers tell their ranks: a size above one while MPI says one is a launcher of another MPI.
-_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS")
+_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS")
 
 
 def _version(package: str) -> str:
@@ -25,9 +25,8 @@ def facts() -> Iterator[tuple[str, str]]:
     yield "Python", f"{platform.python_version()} ({sys.executable})"
     yield "JAX", f"{_version('jax')}, jaxlib {_version('jaxlib')}"
     yield "mpi4py", _version("mpi4py")
-    from mpi4py import MPI
-
-    from jaxmpi import _core, _native
+    from jaxmpi import _core, _native, _primitive
+    from jaxmpi._native import MPI
 
     levels = {
         MPI.THREAD_SINGLE: "single",
@@ -46,6 +45,7 @@ def facts() -> Iterator[tuple[str, str]]:
 
     yield "devices", ", ".join(str(device) for device in jax.devices())
     yield "communicates on", ", ".join(_core.handlers())
+    yield "eager programs", f"{_primitive.eager_programs()} kept, 4096 at most"
 
 
 def problems() -> Iterator[str]:

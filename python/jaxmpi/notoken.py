@@ -5,6 +5,7 @@ Same arguments as in `jaxmpi`, less `token`; program order is kept all the same.
 
 import functools
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,9 @@ def _without_token(function: Callable[..., Any]) -> Callable[..., Any]:
         returned = function(*args, **kwargs)
         return returned[0] if isinstance(returned, tuple) else None
 
+    text = re.sub(r"\n      token: accepted and not needed\.", "", function.__doc__ or "")
+    text = re.sub(r"`\(result, token\)`: ", "", text).replace("A token. The message", "Nothing. The message")
+    call.__doc__ = text.replace("      A token.\n", "      Nothing.\n")
     call.__signature__ = signature.replace(parameters=parameters, return_annotation=Any)  # type: ignore[attr-defined]
     call.__module__ = __name__
     return call

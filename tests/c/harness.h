@@ -75,7 +75,7 @@ ffi_error *frame_call(struct frame *frame, const char *operation);
 /* Both at once. */
 ffi_error *run(const char *operation, struct array in, struct array out, const int64_t attributes[]);
 #define RUN(operation, in, out, ...) run(operation, in, out, (const int64_t[]){__VA_ARGS__})
-#define COMM(pointer)                ((int64_t)(intptr_t)(pointer))
+#define COMM(pointer)                registered(pointer)
 
 /* The library under the core, the copy of the core that serves it, and its handles. */
 extern struct fake_control *fake;
@@ -83,6 +83,9 @@ extern void *fake_library;
 extern const struct backend *backend;
 intptr_t datatype(int dtype); /* the MPI handle for a type of XLA */
 intptr_t operation_handle(const char *name);
+
+/* The number of an object in the registry; 0 for NULL. */
+int64_t registered(const void *object);
 
 /* A communicator where this process is `rank` of `size`; the same for the same numbers. */
 struct communicator *world(int rank, int size);
