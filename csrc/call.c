@@ -75,6 +75,8 @@ ffi_error *call_run(ffi_frame *frame, const struct operation *operation, const s
   struct call call = {.frame = frame, .operation = operation};
   ffi_error *error;
   if ((error = decode_attributes(&call)) != NULL) return error;
+  if (runtime.self != NULL && atomic_load_explicit(&runtime.self->freed, memory_order_relaxed))
+    return call_fail(&call, FFI_FAILED_PRECONDITION, "MPI has been finalized; nothing was sent");
   call.comm = registry_at(call.attributes[0]);
   if (call.comm == NULL)
     return call_fail(&call, FFI_FAILED_PRECONDITION,

@@ -31,6 +31,7 @@ void *registry_at(int64_t number);  /* NULL where there is none */
 struct communicator {
   int64_t number; /* in the registry */
   intptr_t handle;
+  struct communicator *self; /* COMM_SELF: freed as MPI_Finalize begins; NULL before configuration */
   int rank;
   int size;
   atomic_bool freed;
@@ -42,9 +43,10 @@ struct runtime {
   const struct backend *backend;   /* the copy that matches the loaded library; NULL before loading */
   intptr_t datatypes[DTYPE_CODES]; /* MPI handle by XLA's code; valid where `known` */
   bool known[DTYPE_CODES];
-  int64_t max_count; /* elements that one MPI call may be given: INT_MAX but in tests */
-  int rank;          /* in COMM_WORLD, for the trace */
-  bool serialize;    /* MPI_THREAD_SERIALIZED: one call at a time, under `lock` */
+  int64_t max_count;         /* elements that one MPI call may be given: INT_MAX but in tests */
+  struct communicator *self; /* COMM_SELF: freed as MPI_Finalize begins; NULL before configuration */
+  int rank;                  /* in COMM_WORLD, for the trace */
+  bool serialize;            /* MPI_THREAD_SERIALIZED: one call at a time, under `lock` */
   pthread_mutex_t lock;
   atomic_bool trace;           /* one line as an operation starts and one as it ends */
   atomic_uint_least64_t calls; /* numbers the traced calls */

@@ -97,6 +97,8 @@ static PyObject *communicator(PyObject *self, PyObject *args) {
   Py_ssize_t handle;
   struct communicator *found;
   if (!PyArg_ParseTuple(args, "n", &handle) || !loaded()) return NULL;
+  if (runtime.self != NULL && atomic_load(&runtime.self->freed))
+    return PyErr_Format(PyExc_RuntimeError, "MPI has been finalized");
   if (runtime.serialize) { /* what holds the lock may need the GIL to end: a reduction written in Python */
     PyThreadState *state = PyEval_SaveThread();
     pthread_mutex_lock(&runtime.lock);
@@ -153,13 +155,17 @@ static PyObject *handlers(PyObject *self, PyObject *args) {
   return result;
 }
 
-PyDoc_STRVAR(configure_doc, "configure(rank, serialize)\n\nRank in COMM_WORLD; whether MPI allows one call at a time.");
+PyDoc_STRVAR(configure_doc,
+             "configure(rank, serialize, self)\n\n"
+             "Rank in COMM_WORLD; whether MPI allows one call at a time; the number of COMM_SELF.");
 static PyObject *configure(PyObject *self, PyObject *args) {
   (void)self;
   int rank, serialize;
-  if (!PyArg_ParseTuple(args, "ip", &rank, &serialize)) return NULL;
+  long long number;
+  if (!PyArg_ParseTuple(args, "ipL", &rank, &serialize, &number)) return NULL;
   runtime.rank = rank;
   runtime.serialize = serialize != 0;
+  runtime.self = registry_at(number);
   Py_RETURN_NONE;
 }
 

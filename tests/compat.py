@@ -1,9 +1,9 @@
 """One built extension file on every MPI, and on several versions of JAX and Python: `make compat`.
 
 Builds the wheel once, installs that same file into one environment per row of the matrix, and runs the examples on 1, 2
-and 4 ranks and the suite on 2. Prints a table with the checksum of the extension in each environment; fails if a row
-fails or a checksum differs. A row whose Python is not on this machine is named as not run, and counts as a failure
-unless --allow-missing is given.
+and 4 ranks, the suite on 2, and with the newest JAX the tests of whole programs. Prints a table with the checksum of
+the extension in each environment; fails if a row fails or a checksum differs. A row whose Python is not on this machine
+is named as not run, and counts as a failure unless --allow-missing is given.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ("global_sum.py", "send_recv.py", "scatter_grad.py")
+MODEL = ("examples/shallow_water.py", "--benchmark", "--size", "96", "48", "--days", "0.05", "--save-state")
 
 
 @dataclass(frozen=True)
@@ -101,9 +102,19 @@ def check(row, folder):
     for ranks in (1, 2, 4):
         for example in EXAMPLES:
             run(python, "-m", "jaxmpi.run", "-n", ranks, ROOT / "examples" / example)
-    output = run(python, "-m", "jaxmpi.run", "-n", 2, "-m", "pytest", "--color=no", "-q")
-    passed = [line for line in output.splitlines() if " passed" in line]
-    return f"JAX {facts['JAX'].split(',')[0]}, {facts['ABI copy'].split()[0]}: {passed[0]}"
+        run(python, "-m", "jaxmpi.run", "-n", ranks, *MODEL, folder / f"{ranks}.npz")
+    compare = (
+        "import sys, numpy as np\n"
+        "one, *others = (dict(np.load(name)) for name in sys.argv[1:])\n"
+        "for other in others:\n"
+        "    for name in one: np.testing.assert_allclose(other[name], one[name], atol=1e-3, rtol=0)\n"
+    )
+    run(python, "-c", compare, *(folder / f"{ranks}.npz" for ranks in (1, 2, 4)))
+    suites = [run(python, "-m", "jaxmpi.run", "-n", 2, "-m", "pytest", "--color=no", "-q")]
+    if row.jax == "newest":
+        suites.append(run(python, "-m", "pytest", "--color=no", "-q", "tests/test_programs.py"))
+    passed = [line for output in suites for line in output.splitlines() if " passed" in line]
+    return f"JAX {facts['JAX'].split(',')[0]}, {facts['ABI copy'].split()[0]}: {' and '.join(passed)}"
 
 
 def main():

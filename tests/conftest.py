@@ -36,9 +36,13 @@ def pytest_runtest_protocol(item):
     return result
 
 
-def pytest_unconfigure():
+def pytest_sessionfinish(session, exitstatus):
+    session.config.failed = exitstatus not in (0, 5)
+
+
+def pytest_unconfigure(config):
     """Shows what another rank has to say, and lets all reports come out before a failure ends the job."""
-    if RANK > 0 and (" failed" in _hidden.getvalue() or " error" in _hidden.getvalue()):
+    if RANK > 0 and getattr(config, "failed", True):
         print(f"--- rank {RANK} ---\n{_hidden.getvalue()}", file=sys.__stderr__)
     sys.stdout.flush()
     sys.__stderr__.flush()

@@ -1,7 +1,5 @@
 """Bad input gets an exception that names operation, argument and value, and nothing is sent: the ranks go on."""
 
-import contextlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -223,8 +221,6 @@ def test_truncation(count, asynchronous, rank):
     elif rank == 1:
         with pytest.raises(Exception, match=rf"jaxmpi.recv on rank 1 of .*{count * 8} bytes.*{half * 8} bytes.*trunc"):
             jax.block_until_ready(receive(jnp.zeros(half)))
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # the failed computation is still in line
-            jax.effects_barrier()
         y = notoken.recv(jnp.zeros(3), 0, tag=3)
         np.testing.assert_array_equal(y, np.arange(3.0))
 

@@ -1,6 +1,5 @@
 """jaxmpi.jit: the meaning of jax.jit, the same order, and mixtures of jax.jit, jaxmpi.jit and eager calls."""
 
-import contextlib
 import threading
 
 import jax
@@ -218,26 +217,24 @@ def test_two_threads(comm, rank, size):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("after", [jaxmpi.jit, lambda f: f], ids=["jit", "eager"])
 @pytest.mark.parametrize("way", [jaxmpi.jit, jax.jit])
-def test_error_is_not_kept(way, rank, size):
-    """A computation that fails after it was dispatched raises where its result is waited for; later ones are whole."""
-
-    def receive(x):
-        z = lax.fori_loop(0, 30, lambda i, v: jnp.sin(v @ v) / 100, jnp.full((150, 150), x[0]))
-        return notoken.recv(x + 0 * z[0, 0], 0)
-
+def test_error_is_not_kept(way, after, rank, size):
+    """A computation that fails after it was dispatched raises where its result is waited for. What comes next is
+    executed, so that the other ranks need not wait, and warns."""
+    heavy = jax.jit(lambda x: jnp.linalg.matrix_power(jnp.full((700, 700), x[0]) / 700, 9)[0, :3] * 0 + x)
+    total = after(lambda x: notoken.allreduce(x, MPI.SUM))
     if rank == 0:
         notoken.send(jnp.ones(10), 1)
-    elif rank == 1:
+    if rank == 1:
+        failing = way(lambda x: notoken.recv(x, 0))(heavy(jnp.ones(3)))
         with pytest.raises(Exception, match="would be truncated"):
-            jax.block_until_ready(way(receive)(jnp.ones(3)))
-    for _ in range(2):  # the next call may report it once more
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            jax.effects_barrier()
-    for _ in range(3):
-        assert notoken.allreduce(1, MPI.SUM) == size
-        assert jaxmpi.jit(lambda x: notoken.allreduce(x, MPI.SUM))(1) == size
-        assert jax.jit(lambda x: notoken.allreduce(x, MPI.SUM))(1) == size
+            jax.block_until_ready(failing)
+        with pytest.warns(RuntimeWarning, match="an earlier computation failed.*truncated"):
+            assert total(1) == size
+    else:
+        assert total(1) == size
+    assert total(1) == size
 
 
 def test_eager_is_compiled_once(comm, size):

@@ -30,6 +30,25 @@ def script(tmp_path):
     return write
 
 
+def test_after_finalize(script):
+    """Calls after the user's own MPI.Finalize() are errors, not aborts, whatever the way."""
+    done = launch(
+        2,
+        script("""
+        f = jax.jit(lambda x: notoken.allreduce(x, MPI.SUM))
+        f(jnp.ones(2)).block_until_ready()
+        MPI.Finalize()
+        for call in (f, lambda x: notoken.allreduce(x, MPI.SUM), lambda x: notoken.allgather(x, comm=MPI.COMM_WORLD)):
+            try:
+                call(jnp.ones(2)).block_until_ready()
+            except Exception as error:
+                print("MPI has been finalized" in str(error))
+    """),
+        plain=True,
+    )
+    assert done.stdout.count("True") == 6
+
+
 @pytest.mark.parametrize("kind", ["jaxmpi.jit", "jax.jit"])
 @pytest.mark.parametrize("thread", [False, True], ids=["main", "thread"])
 def test_nothing_is_lost_at_exit(script, thread, kind):

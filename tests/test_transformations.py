@@ -175,3 +175,13 @@ def test_scatter_with_a_template_that_depends_on_nothing(rank, size):
     gradient = jax.jit(jax.grad(loss))(jnp.ones((size, 3)))
     expected = np.repeat(1.0 + np.arange(size)[:, None], 3, axis=1) if rank == 0 else np.zeros((size, 3))
     np.testing.assert_array_equal(gradient, expected)
+
+
+def test_python_numbers_and_mixed_dtypes(rank, size):
+    """Derivatives at Python numbers; a template of integers has no derivative, whatever is sent."""
+    value, tangent = jax.jvp(lambda p: notoken.allreduce(p, MPI.SUM), (3.0,), (1.0,))
+    assert (value, tangent) == (3.0 * size, size)
+    assert jax.grad(lambda p: notoken.allreduce(p, MPI.SUM) * 2)(3.0) == 2
+    integer = jax.ShapeDtypeStruct((), jnp.int64)
+    f = jax.grad(lambda p: p + 0 * notoken.sendrecv(p, integer, MPI.PROC_NULL, MPI.PROC_NULL))
+    assert f(jnp.float64(3)) == 1

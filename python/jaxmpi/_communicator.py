@@ -42,7 +42,7 @@ def resolve(comm: Any, operation: str) -> Communicator:
     if comm is None:
         return default()
     if not isinstance(comm, MPI.Comm):
-        hint = " It is traced: mark it static, or use it from the enclosing scope." if _jax.is_tracer(comm) else ""
+        hint = " It is traced: take it from the enclosing scope instead of passing it." if _jax.is_tracer(comm) else ""
         raise TypeError(
             f"{operation}: comm must be an mpi4py communicator such as MPI.COMM_WORLD, got {comm!r} of type "
             f"{type(comm).__name__}.{hint}"

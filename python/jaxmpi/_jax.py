@@ -4,6 +4,7 @@ Tried on JAX 0.6.0, 0.10.2 and 0.12.0.1. A version that moves one of these names
 """
 
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -86,13 +87,26 @@ def link_runtime_tokens(effect: Effect, compute: Callable[..., tuple[Any, Any]],
     """
     tokens = dispatch.runtime_tokens.current_tokens
     token = tokens.get(effect, _first_link)
-    if not hasattr(token, "is_link"):
-        del tokens[effect]
-        token.block_until_ready()
-        token = _first_link
-    link, result = compute(token._buf, *args, **kwargs)
+    array = token._buf
+    foreign = not hasattr(token, "is_link")
+    if (foreign or (token is not _first_link and array.is_ready())) and (_failed(token) or foreign):
+        array = _first_link._buf
+    link, result = compute(array, *args, **kwargs)
     _of_threads[threading.get_ident()] = tokens[effect] = _make_link(link)
     return result
+
+
+def _failed(token: core.Token) -> bool:
+    """Waits for what a token stands for; whether it failed, which is a warning here: its results are what raises.
+
+    JAX would let what comes next fail too, unexecuted, while the other ranks wait for it.
+    """
+    try:
+        token.block_until_ready()
+    except jax.errors.JaxRuntimeError as error:
+        warnings.warn(f"jaxmpi: an earlier computation failed: {error}", RuntimeWarning, stacklevel=4)
+        return True
+    return False
 
 
 # The last link of each thread that has made one: JAX knows only those of the thread that asks.
@@ -104,6 +118,13 @@ def wait_for_all_threads() -> None:
     while _of_threads:
         _, token = _of_threads.popitem()
         token.block_until_ready()
+
+
+def zero_tangent(x: Any) -> Any:
+    """The symbolic zero that stands for the tangent of `x`."""
+    aval = core.get_aval(x)  # type: ignore[attr-defined]
+    tangent = getattr(aval, "to_tangent_aval", None) or aval.at_least_vspace
+    return ad.Zero(tangent())
 
 
 def is_tracer(x: Any) -> bool:

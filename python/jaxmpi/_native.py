@@ -60,7 +60,9 @@ def _check_state() -> None:
 def _load() -> tuple[Library, dict[str, Datatype]]:
     _check_state()
     library = Library(*_core.load(MPI.__file__))
-    _core.configure(MPI.COMM_WORLD.Get_rank(), MPI.Query_thread() < MPI.THREAD_MULTIPLE)
+    of_self = _core.communicator(handle_of(MPI.COMM_SELF))
+    assert of_self is not None
+    _core.configure(MPI.COMM_WORLD.Get_rank(), MPI.Query_thread() < MPI.THREAD_MULTIPLE, of_self[0])
     datatypes = {}
     for name, (code, itemsize, mpi_name, kind) in _core.datatypes().items():
         _core.set_datatype(code, handle_of(getattr(MPI, mpi_name)))

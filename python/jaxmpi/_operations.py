@@ -192,7 +192,8 @@ def allreduce(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None, token: Any = 
 
     Args:
       x: array of any shape, or a pytree of such; the same shape and dtype on all ranks.
-      op: a predefined operation that the dtype has, or a user-made `MPI.Op`.
+      op: a predefined operation that the dtype has, or a user-made `MPI.Op`, which must live as long as functions
+        that were compiled with it are called.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
       token: accepted and not needed.
 
@@ -378,7 +379,8 @@ def scatter(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = Non
 
     Args:
       x: on root an array of shape `(size, ...)`; elsewhere a template of shape `(...)`, whose values are not read; or
-        pytrees of such. A template may be a `jax.ShapeDtypeStruct`.
+        pytrees of such. A template may be a `jax.ShapeDtypeStruct`; for reverse-mode derivatives it must depend on what
+        is differentiated, as on root (`0 * x`), so that all ranks take part in the way back.
       root: rank that sends, static.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
       token: accepted and not needed.

