@@ -229,15 +229,19 @@ def test_error_is_not_kept(way, after, rank, size):
     if rank == 0:
         notoken.send(jnp.ones(10), 1)
     if rank == 1:
-        failing = None
+        dispatched = []
+
+        def fail():
+            dispatched.append(way(lambda x: notoken.recv(x, 0))(heavy(jnp.ones(3))))
+            jax.block_until_ready(dispatched)
+
         with pytest.raises(Exception, match="would be truncated"):
-            failing = way(lambda x: notoken.recv(x, 0))(heavy(jnp.ones(3)))
-            jax.block_until_ready(failing)
+            fail()
         time.sleep(0.1)  # JAX 0.6 marks the results of a failed computation one after the other
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             assert total(1) == size
-        if failing is not None:  # it was dispatched, and failed later
+        if dispatched:  # and failed later
             assert "an earlier computation failed" in str(caught[0].message)
     else:
         assert total(1) == size
