@@ -12,8 +12,7 @@ bool ffi_answer_metadata(ffi_frame *frame) {
 
 ffi_error *ffi_fail(const ffi_frame *frame, enum ffi_error_code code, const char *message) {
   ffi_error_create_args args = {sizeof args, NULL, message, code};
-  ffi_error *error = frame->api->error_create(&args);
-  return error;
+  return frame->api->error_create(&args); /* cppcheck-suppress returnDanglingLifetime ; the text is copied */
 }
 
 int64_t ffi_count(const ffi_buffer *buffer) {
