@@ -108,12 +108,12 @@ def test_partial_import(script, tmp_path):
                 import jax.numpy as jnp
                 import jaxmpi._communicator
                 from jaxmpi import notoken
-                print("sum", notoken.allreduce(jnp.ones(2), MPI.SUM, comm=half), flush=True)
+                print(f"sum {notoken.allreduce(jnp.ones(2), MPI.SUM, comm=half)};", flush=True)
             world.Barrier()
         """)
     )
     done = launch(4, program)
-    assert done.stdout.count("sum [2. 2.]") == 2
+    assert done.stdout.count("sum [2. 2.];") == 2
     assert "not all ranks of COMM_WORLD have imported jaxmpi" in done.stderr
 
 

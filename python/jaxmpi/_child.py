@@ -6,6 +6,7 @@ Without this a rank that raises waits for the others in MPI's finalization, and 
 import os
 import runpy
 import sys
+import time
 import traceback
 
 
@@ -21,6 +22,7 @@ def _end(code: int) -> None:
     """Ends all ranks if MPI is running, else this one."""
     sys.stdout.flush()
     sys.stderr.flush()
+    time.sleep(0.3)  # launchers pass on what was written before, but not what comes together with an abort
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.COMM_WORLD.Abort(code)
@@ -53,8 +55,9 @@ def main() -> None:
     except BaseException as error:
         mpi = sys.modules.get("mpi4py.MPI")
         rank = f" on rank {mpi.COMM_WORLD.rank}" if mpi is not None and mpi.Is_initialized() else ""
-        print(f"jaxmpi.run: uncaught exception{rank}:", file=sys.stderr)
-        traceback.print_exception(type(error), error, _own_frames(error.__traceback__))
+        lines = traceback.format_exception(type(error), error, _own_frames(error.__traceback__))
+        # In one piece: the ranks share what they write to.
+        sys.stderr.write(f"jaxmpi.run: uncaught exception{rank}:\n{''.join(lines)}")
         _end(1)
 
 
