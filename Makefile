@@ -41,10 +41,11 @@ $(READY): $(BIN)/python $(SOURCES)
 demo: $(READY) ## the shallow-water model on 2 ranks, with a picture and an animation
 	$(RUN) -n 2 examples/shallow_water.py --save-animation --output-dir $(OUTPUT)
 
-test: $(READY) ## all tests: 1, 2 and 4 ranks, then the C tests
+test: $(READY) ## all tests: 1, 2 and 4 ranks, order without asynchronous dispatch, then the C tests
 	timeout $(LIMIT) $(BIN)/python -m pytest
 	$(RUN) -n 2 -m pytest --color=no
 	$(RUN) -n 4 -m pytest --color=no
+	JAX_CPU_ENABLE_ASYNC_DISPATCH=false $(RUN) -n 2 -m pytest --color=no tests/test_order.py tests/test_jit.py
 	$(MAKE) test-c
 
 RANKS ?= 2

@@ -38,8 +38,9 @@ ffi_error *call_fail_mpi(const struct call *call, int code) {
   return call_fail(call, FFI_INTERNAL, "%s failed: %s%s", call->function, reason, given);
 }
 
-/* What XLA hands over must be what the Python side has lowered; a difference is a mixture of two versions. */
-static ffi_error *decode_attributes(struct call *call) {
+/* What XLA hands over must be what the Python side has lowered; a difference is a mixture of two versions. Asked once,
+ * when XLA makes a program; the calls of that program rely on it. */
+static ffi_error *check_attributes(const struct call *call) {
   const ffi_attributes *given = &call->frame->attributes;
   const struct operation *operation = call->operation;
   if (given->size != operation->attribute_count)
@@ -52,9 +53,14 @@ static ffi_error *decode_attributes(struct call *call) {
     if (given->types[i] != FFI_ATTRIBUTE_SCALAR || scalar->dtype != FFI_DTYPE_S64 || span->size != strlen(name) ||
         memcmp(span->data, name, span->size) != 0)
       return call_fail(call, FFI_INTERNAL, "attribute %d is not the integer %s: reinstall jaxmpi", i, name);
-    memcpy(&call->attributes[i], scalar->value, sizeof(int64_t));
   }
   return NULL;
+}
+
+static inline void decode_attributes(struct call *call) {
+  ffi_scalar *const *scalars = (ffi_scalar *const *)call->frame->attributes.values;
+  for (int i = 0; i < call->operation->attribute_count; i++)
+    memcpy(&call->attributes[i], scalars[i]->value, sizeof(int64_t));
 }
 
 /* The first buffer of a list, if there is one before the tokens. */
@@ -71,10 +77,11 @@ static ffi_error *decode_side(const struct call *call, const ffi_buffers *list, 
 
 ffi_error *call_run(ffi_frame *frame, const struct operation *operation, const struct memory *memory) {
   if (ffi_answer_metadata(frame)) return NULL;
-  if (frame->stage != FFI_STAGE_EXECUTE) return NULL;
   struct call call = {.frame = frame, .operation = operation};
   ffi_error *error;
-  if ((error = decode_attributes(&call)) != NULL) return error;
+  if (frame->stage == FFI_STAGE_INSTANTIATE) return check_attributes(&call);
+  if (frame->stage != FFI_STAGE_EXECUTE) return NULL;
+  decode_attributes(&call);
   if (runtime.self != NULL && atomic_load_explicit(&runtime.self->freed, memory_order_relaxed))
     return call_fail(&call, FFI_FAILED_PRECONDITION, "MPI has been finalized; nothing was sent");
   call.comm = registry_at(call.attributes[0]);

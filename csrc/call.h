@@ -5,7 +5,7 @@
 #include "core.h"
 #include "memory.h"
 
-/* The handler of `operation` for buffers in `memory`. */
+/* The handler of `operation` for buffers in `memory`, of two stages: as XLA makes a program, and each call. */
 ffi_error *call_run(ffi_frame *frame, const struct operation *operation, const struct memory *memory);
 
 /* The error of a call, text by printf, behind "jaxmpi.NAME on rank R of N: ". */

@@ -9,6 +9,7 @@ import io
 import os
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_ENABLE_X64", "1")
@@ -74,6 +75,23 @@ def rank():
 @pytest.fixture
 def size():
     return SIZE
+
+
+@pytest.fixture
+def two_threads(comm):
+    """Runs `work(communicator, i)` in two threads at once, each on its own communicator; their errors are raised."""
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        pytest.skip("MPI without threads")
+    parts = [comm.Dup(), comm.Dup()]
+
+    def run(work):
+        with ThreadPoolExecutor(2) as pool:
+            for future in [pool.submit(work, part, i) for i, part in enumerate(parts)]:
+                future.result()
+
+    yield run
+    for part in parts:
+        part.Free()
 
 
 @pytest.fixture(autouse=True)

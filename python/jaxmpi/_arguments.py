@@ -38,9 +38,9 @@ REDUCTIONS: dict[str, dict[str, str]] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Reduction:
-    """A reduction operation as a parameter: a predefined one by name, a user's own by handle."""
+    """A reduction operation as a parameter: a predefined one by name, a user's own by handle. One object for each."""
 
     name: str
     handle: int
@@ -54,7 +54,7 @@ class Reduction:
         return handle_of(getattr(MPI, REDUCTIONS[datatype.kind][self.name]))
 
 
-_BY_HANDLE = {handle_of(getattr(MPI, name)): Reduction(name, handle_of(getattr(MPI, name))) for name in _PREDEFINED}
+_reductions = {handle_of(getattr(MPI, name)): Reduction(name, handle_of(getattr(MPI, name))) for name in _PREDEFINED}
 
 
 class Status:
@@ -93,18 +93,19 @@ def status(value: Any, operation: str) -> Status | None:
 
 
 @functools.cache
-def _datatype_name(dtype: Any) -> str:
-    return str(dtype) if jnp.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype).name
+def _row(dtype: Any) -> Datatype | str:
+    """The row of a dtype, or its name where there is none."""
+    name = str(dtype) if jnp.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype).name
+    return DATATYPES.get(name, name)
 
 
 def datatype(dtype: Any, operation: str, argument: str) -> Datatype:
     """The row of a dtype. Raises TypeError where it cannot be communicated."""
-    name = _datatype_name(dtype)
-    row = DATATYPES.get(name)
-    if row is None:
-        hint = "jax.random.key_data(key) and wrap_key_data" if name.startswith("key<") else f"{argument}.astype(...)"
+    row = _row(dtype)
+    if isinstance(row, str):
+        hint = "jax.random.key_data(key) and wrap_key_data" if row.startswith("key<") else f"{argument}.astype(...)"
         raise TypeError(
-            f"{operation}: {argument} has dtype {name}, which cannot be communicated; use {hint}. "
+            f"{operation}: {argument} has dtype {row}, which cannot be communicated; use {hint}. "
             f"Possible: {', '.join(DATATYPES)}."
         )
     return row
@@ -112,7 +113,7 @@ def datatype(dtype: Any, operation: str, argument: str) -> Datatype:
 
 def array(x: Any, operation: str, argument: str) -> jax.Array:
     """One leaf of an input as a JAX array."""
-    if not isinstance(x, jax.Array):
+    if type(x) is not _jax.ConcreteArray and not isinstance(x, jax.Array):
         try:
             x = jnp.asarray(x)
         except (TypeError, ValueError, OverflowError) as error:
@@ -131,12 +132,15 @@ def template(x: Any, operation: str, argument: str) -> jax.Array:
     return array(x, operation, argument)
 
 
-def leading_axis(x: jax.Array, size: int, operation: str, argument: str) -> None:
+def stacked(x: Any, size: int, operation: str, argument: str) -> jax.Array:
+    """One leaf of an input that has an entry for each rank."""
+    x = array(x, operation, argument)
     if x.ndim == 0 or x.shape[0] != size:
         raise ValueError(
             f"{operation}: the first axis of {argument} must be the number of ranks, {size}, one entry for each; got "
             f"shape {x.shape}. Reshape it, for example to ({size}, -1)."
         )
+    return x
 
 
 def integer(value: Any, operation: str, argument: str) -> int:
@@ -165,6 +169,14 @@ def rank(value: Any, comm: Communicator, operation: str, argument: str, also: tu
     return value
 
 
+def source(value: Any, comm: Communicator, operation: str) -> int:
+    return rank(value, comm, operation, "source", (MPI.ANY_SOURCE, MPI.PROC_NULL))
+
+
+def dest(value: Any, comm: Communicator, operation: str) -> int:
+    return rank(value, comm, operation, "dest", (MPI.PROC_NULL,))
+
+
 _TAG_LIMIT = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
 
 
@@ -185,23 +197,24 @@ def reduction(op: Any, operation: str) -> Reduction:
     if op == MPI.OP_NULL:
         raise ValueError(f"{operation}: op is MPI.OP_NULL: it has been freed. Pass a live operation.")
     handle = handle_of(op)
-    return _BY_HANDLE.get(handle) or Reduction(f"user-defined ({handle:#x})", handle)
+    return _reductions.get(handle) or _reductions.setdefault(handle, Reduction(f"user-defined ({handle:#x})", handle))
 
 
-def reducible(op: Reduction, x: jax.Array, operation: str) -> None:
-    """Raises TypeError if MPI has no such reduction for the dtype of `x`."""
-    row = datatype(x.dtype, operation, "x")
+def reducible(x: Any, op: Reduction, operation: str, argument: str) -> jax.Array:
+    """One leaf of an input to a reduction. Raises TypeError if MPI has no such reduction for its dtype."""
+    x = array(x, operation, argument)
+    row = datatype(x.dtype, operation, argument)
     possible = REDUCTIONS[row.kind]
-    if op.name not in _PREDEFINED or op.name in possible:
-        return
+    if op.name in possible or op.name not in _PREDEFINED:
+        return x
     hint = f"possible: {', '.join('MPI.' + name for name in possible)}" if possible else "it can be moved, not reduced"
     advice = " To count, convert to an integer first." if row.kind == "logical" else ""
     raise TypeError(f"{operation}: op MPI.{op.name} is not defined for dtype {row.name}; {hint}.{advice}")
 
 
-def one_message(source: int, leaves: int, operation: str) -> None:
+def one_message(source: int, x: Any, operation: str) -> None:
     """Raises ValueError for several messages from any source: they could come from different ranks."""
-    if source == MPI.ANY_SOURCE and leaves > 1:
+    if source == MPI.ANY_SOURCE and (leaves := len(jax.tree.leaves(x))) > 1:
         raise ValueError(
             f"{operation}: a pytree of {leaves} arrays is as many messages, and with source=MPI.ANY_SOURCE they could "
             "come from different ranks. Name the source, or receive one array at a time."

@@ -57,7 +57,7 @@ def resolve(comm: Any, operation: str) -> Communicator:
         raise ValueError(
             f"{operation}: comm is an inter-communicator, which is not supported. Merge it first: comm.Merge()."
         )
-    return _known.setdefault(found[0], Communicator(*found))
+    return _known.get(found[0]) or _known.setdefault(found[0], Communicator(*found))
 
 
 class _Default:

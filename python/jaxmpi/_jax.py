@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import core, dispatch, effects
+from jax._src import array, core, dispatch, effects
 from jax._src.interpreters import partial_eval
 from jax._src.lib.mlir.dialects import hlo
 from jax.extend.core import Primitive as Primitive
@@ -63,37 +63,42 @@ def jit_disabled() -> bool:
 
 trace_state_clean = core.trace_state_clean
 jaxpr_as_fun = core.jaxpr_as_fun
+ConcreteArray = array.ArrayImpl
 create_token = hlo.create_token
 
 
-def _make_link(array: Any) -> Any:
-    """A runtime token around an array that can be an operand of compiled code.
+def _first_array() -> Any:
+    return jax.device_put(np.zeros(0, np.bool_))
+
+
+def _new_link(effect: Effect, tokens: dict[Effect, Any]) -> Any:
+    """Makes the runtime token of this thread one whose array can be an operand of compiled code.
 
     A token that JAX makes holds an array too, but on some versions with the layout of an XLA token; so ours are marked.
+    After a computation of JAX's own kind the next one of ours waits for it, therefore.
     """
-    token: Any = core.Token(array)
-    token.is_link = True
-    return token
-
-
-_first_link = _make_link(np.zeros(0, np.bool_))
+    if effect in tokens:
+        _failed(tokens[effect])
+    link: Any = core.Token(_first_array())
+    link.is_link = True
+    _of_threads[threading.get_ident()] = tokens[effect] = link
+    return link
 
 
 def link_runtime_tokens(effect: Effect, compute: Callable[..., tuple[Any, Any]], args: Any, kwargs: Any) -> Any:
     """Runs `compute(link, *args, **kwargs) -> (link, result)` in the order of an effect, as JAX orders its own.
 
     Between two computations with an ordered effect JAX keeps an empty array, one per thread, that the first returns
-    and the second takes as an operand. The same is done here. After a computation of JAX's own kind this one waits for
-    it; one of JAX's own kind after this one is linked by the array.
+    and the second takes as an operand. The same is done here; a computation of JAX's own kind after this one is linked
+    by the array.
     """
     tokens = dispatch.runtime_tokens.current_tokens
-    token = tokens.get(effect, _first_link)
-    array = token._buf
-    foreign = not hasattr(token, "is_link")
-    if (foreign or (token is not _first_link and array.is_ready())) and (_failed(token) or foreign):
-        array = _first_link._buf
-    link, result = compute(array, *args, **kwargs)
-    _of_threads[threading.get_ident()] = tokens[effect] = _make_link(link)
+    token = tokens.get(effect)
+    if token is None or not hasattr(token, "is_link"):
+        token = _new_link(effect, tokens)
+    if token._buf.is_ready() and _failed(token):
+        token._buf = _first_array()
+    token._buf, result = compute(token._buf, *args, **kwargs)
     return result
 
 

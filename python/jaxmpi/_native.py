@@ -69,7 +69,8 @@ def _load() -> tuple[Library, dict[str, Datatype]]:
         datatypes[name] = Datatype(name, code, itemsize, kind)
     for platform, handlers in _core.handlers().items():
         for name, capsule in handlers.items():
-            jax.ffi.register_ffi_target(f"jaxmpi_{name}", capsule, platform=platform)
+            stages = {"instantiate": capsule, "execute": capsule}
+            jax.ffi.register_ffi_target(f"jaxmpi_{name}", stages, platform=platform)
     _core.set_trace(any(os.environ.get(name, "0") not in ("", "0") for name in ("JAXMPI_DEBUG", "MPI4JAX_DEBUG")))
     return library, datatypes
 

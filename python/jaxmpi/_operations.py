@@ -147,27 +147,25 @@ def bind(name: str, *operands: Any, **params: Any) -> Any:
     return results[0] if results else None
 
 
+Leaf = Callable[..., jax.Array]
+"""Checks one leaf and makes it an array: (leaf, *more, operation, argument) -> array."""
+
+
 # --- the public functions ----------------------------------------------------------------------------------------
 
 
-def _each(operation: str, x: Any, check: Callable[[jax.Array], None] | None = None, **params: Any) -> Any:
+def _each(operation: str, x: Any, check: Leaf, *more: Any, **params: Any) -> Any:
     """Checks all leaves of `x`, then binds the operation for each, in the order of the leaves."""
-
-    def checked(leaf: Any) -> jax.Array:
-        leaf = arguments.array(leaf, operation, "x")
-        if check is not None:
-            check(leaf)
-        return leaf
-
+    if type(x) is _jax.ConcreteArray:
+        return bind(operation, check(x, *more, operation, "x"), **params)
     leaves, structure = jax.tree.flatten(x)
-    leaves = [checked(leaf) for leaf in leaves]
-    results = [bind(operation, leaf, **params) for leaf in leaves]
-    return jax.tree.unflatten(structure, results)
+    leaves = [check(leaf, *more, operation, "x") for leaf in leaves]
+    return jax.tree.unflatten(structure, [bind(operation, leaf, **params) for leaf in leaves])
 
 
 def _reducing(operation: str, x: Any, op: Any, **params: Any) -> Any:
     reduction = arguments.reduction(op, operation)
-    return _each(operation, x, lambda leaf: arguments.reducible(reduction, leaf, operation), op=reduction, **params)
+    return _each(operation, x, arguments.reducible, reduction, op=reduction, **params)
 
 
 def allgather(x: Any, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:
@@ -184,7 +182,7 @@ def allgather(x: Any, *, comm: MPI.Comm | None = None, token: Any = None) -> tup
     Raises:
       TypeError, ValueError: while tracing, before anything is sent; other ranks then wait.
     """
-    return _each("allgather", x, comm=_communicator.resolve(comm, "allgather")), TOKEN
+    return _each("allgather", x, arguments.array, comm=_communicator.resolve(comm, "allgather")), TOKEN
 
 
 def allreduce(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:
@@ -224,11 +222,7 @@ def alltoall(x: Any, *, comm: MPI.Comm | None = None, token: Any = None) -> tupl
       tracing, before anything is sent; other ranks then wait.
     """
     resolved = _communicator.resolve(comm, "alltoall")
-
-    def check(leaf: jax.Array) -> None:
-        arguments.leading_axis(leaf, resolved.size, "alltoall", "x")
-
-    return _each("alltoall", x, check, comm=resolved), TOKEN
+    return _each("alltoall", x, arguments.stacked, resolved.size, comm=resolved), TOKEN
 
 
 def barrier(*, comm: MPI.Comm | None = None, token: Any = None) -> Token:
@@ -267,9 +261,8 @@ def bcast(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = None)
     """
     resolved = _communicator.resolve(comm, "bcast")
     root = arguments.rank(root, resolved, "bcast", "root")
-    if resolved.rank != root:
-        x = jax.tree.map(lambda leaf: arguments.template(leaf, "bcast", "x"), x)
-    return _each("bcast", x, comm=resolved, root=root), TOKEN
+    check = arguments.array if resolved.rank == root else arguments.template
+    return _each("bcast", x, check, comm=resolved, root=root), TOKEN
 
 
 def gather(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:
@@ -289,7 +282,8 @@ def gather(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = None
       while tracing, before anything is sent; other ranks then wait.
     """
     resolved = _communicator.resolve(comm, "gather")
-    return _each("gather", x, comm=resolved, root=arguments.rank(root, resolved, "gather", "root")), TOKEN
+    root = arguments.rank(root, resolved, "gather", "root")
+    return _each("gather", x, arguments.array, comm=resolved, root=root), TOKEN
 
 
 def recv(
@@ -325,13 +319,12 @@ def recv(
     resolved = _communicator.resolve(comm, "recv")
     params: Params = {
         "comm": resolved,
-        "source": arguments.rank(source, resolved, "recv", "source", (MPI.ANY_SOURCE, MPI.PROC_NULL)),
+        "source": arguments.source(source, resolved, "recv"),
         "tag": arguments.tag(tag, "recv", "tag", (MPI.ANY_TAG,)),
         "status": arguments.status(status, "recv"),
     }
-    x = jax.tree.map(lambda leaf: arguments.template(leaf, "recv", "x"), x)
-    arguments.one_message(params["source"], len(jax.tree.leaves(x)), "recv")
-    return _with_status(_each("recv", x, **params), params["status"], status), TOKEN
+    arguments.one_message(params["source"], x, "recv")
+    return _with_status(_each("recv", x, arguments.template, **params), params["status"], status), TOKEN
 
 
 def reduce(x: Any, op: MPI.Op, root: int, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:
@@ -352,7 +345,8 @@ def reduce(x: Any, op: MPI.Op, root: int, *, comm: MPI.Comm | None = None, token
       static, or of the wrong type. Both while tracing, before anything is sent; other ranks then wait.
     """
     resolved = _communicator.resolve(comm, "reduce")
-    return _reducing("reduce", x, op, comm=resolved, root=arguments.rank(root, resolved, "reduce", "root")), TOKEN
+    root = arguments.rank(root, resolved, "reduce", "root")
+    return _reducing("reduce", x, op, comm=resolved, root=root), TOKEN
 
 
 def scan(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:
@@ -394,14 +388,9 @@ def scatter(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = Non
     """
     resolved = _communicator.resolve(comm, "scatter")
     root = arguments.rank(root, resolved, "scatter", "root")
-
-    def check(leaf: jax.Array) -> None:
-        if resolved.rank == root:
-            arguments.leading_axis(leaf, resolved.size, "scatter", "x")
-
-    if resolved.rank != root:
-        x = jax.tree.map(lambda leaf: arguments.template(leaf, "scatter", "x"), x)
-    return _each("scatter", x, check, comm=resolved, root=root), TOKEN
+    if resolved.rank == root:
+        return _each("scatter", x, arguments.stacked, resolved.size, comm=resolved, root=root), TOKEN
+    return _each("scatter", x, arguments.template, comm=resolved, root=root), TOKEN
 
 
 def send(x: Any, dest: int, *, tag: int = 0, comm: MPI.Comm | None = None, token: Any = None) -> Token:
@@ -423,10 +412,10 @@ def send(x: Any, dest: int, *, tag: int = 0, comm: MPI.Comm | None = None, token
     resolved = _communicator.resolve(comm, "send")
     params: Params = {
         "comm": resolved,
-        "dest": arguments.rank(dest, resolved, "send", "dest", (MPI.PROC_NULL,)),
+        "dest": arguments.dest(dest, resolved, "send"),
         "tag": arguments.tag(tag, "send", "tag"),
     }
-    _each("send", x, **params)
+    _each("send", x, arguments.array, **params)
     return TOKEN
 
 
@@ -469,21 +458,21 @@ def sendrecv(
     resolved = _communicator.resolve(comm, "sendrecv")
     params: Params = {
         "comm": resolved,
-        "source": arguments.rank(source, resolved, "sendrecv", "source", (MPI.ANY_SOURCE, MPI.PROC_NULL)),
-        "dest": arguments.rank(dest, resolved, "sendrecv", "dest", (MPI.PROC_NULL,)),
+        "source": arguments.source(source, resolved, "sendrecv"),
+        "dest": arguments.dest(dest, resolved, "sendrecv"),
         "sendtag": arguments.tag(sendtag, "sendrecv", "sendtag"),
         "recvtag": arguments.tag(recvtag, "sendrecv", "recvtag", (MPI.ANY_TAG,)),
         "status": arguments.status(status, "sendrecv"),
     }
-    sent = [arguments.array(leaf, "sendrecv", "sendbuf") for leaf in jax.tree.leaves(sendbuf)]
     templates, structure = jax.tree.flatten(recvbuf)
+    sent = [arguments.array(leaf, "sendrecv", "sendbuf") for leaf in jax.tree.leaves(sendbuf)]
     templates = [arguments.template(leaf, "sendrecv", "recvbuf") for leaf in templates]
     if len(sent) != len(templates):
         raise ValueError(
             f"sendrecv: sendbuf has {len(sent)} arrays and recvbuf {len(templates)}: pass as many of one as of the "
             "other, in the order in which they travel."
         )
-    arguments.one_message(params["source"], len(sent), "sendrecv")
+    arguments.one_message(params["source"], templates, "sendrecv")
     results = [bind("sendrecv", x, y, **params) for x, y in zip(sent, templates, strict=True)]
     return _with_status(jax.tree.unflatten(structure, results), params["status"], status), TOKEN
 

@@ -128,6 +128,24 @@ def _behind_link(argnums: Any) -> Any:
     return operator.index(argnums) + (argnums >= 0)
 
 
+def _discharged_jit(function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    shifted = {name: _behind_link(value) if name.endswith("_argnums") else value for name, value in options.items()}
+    return jax.jit(_discharge(function), **shifted)
+
+
+def eager(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` of arrays, compiled, for calls outside of any trace; with `jax.disable_jit` too."""
+    compiled = _discharged_jit(function, {})
+
+    def call(*args):
+        if not _jax.jit_disabled():
+            return _jax.link_runtime_tokens(EFFECT, compiled, args, {})
+        with jax.disable_jit(False):
+            return _jax.link_runtime_tokens(EFFECT, compiled, args, {})
+
+    return call
+
+
 # Options that speak of where operands and results lie: their trees would have to grow by the link.
 _PLAIN = ("in_shardings", "out_shardings", "device", "backend", "abstracted_axes")
 
@@ -154,8 +172,7 @@ def jit(function: Callable[..., Any] | None = None, /, **options: Any) -> Callab
     plain = jax.jit(function, **options)
     if any(options.get(name) is not None for name in _PLAIN):
         return plain
-    shifted = {name: _behind_link(value) if name.endswith("_argnums") else value for name, value in options.items()}
-    compiled = jax.jit(_discharge(function), **shifted)
+    compiled = _discharged_jit(function, options)
 
     @functools.wraps(function)
     def call(*args, **kwargs):

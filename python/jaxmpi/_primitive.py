@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxmpi import _jax
 from jaxmpi._native import DATATYPES, OPERATIONS
-from jaxmpi._order import EFFECT, jit
+from jaxmpi._order import EFFECT, eager
 
 Params = dict[str, Any]
 Shape = tuple[int, ...]
@@ -62,7 +62,7 @@ class Row:
 @functools.lru_cache(maxsize=4096)
 def _eager_program(primitive: _jax.Primitive, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
     """The compiled program of an eager call, one for equal parameters; shapes and dtypes are `jit`'s affair."""
-    return jit(lambda *args: primitive.bind(*args, **dict(params)))
+    return eager(lambda *args: primitive.bind(*args, **dict(params)))
 
 
 def eager_programs() -> int:
@@ -83,11 +83,7 @@ def make_primitive(row: Row) -> _jax.Primitive:
         return (results, {EFFECT}) if row.communicates else results
 
     def implementation(*args, **params):
-        function = _eager_program(primitive, tuple(params.items()))
-        if not _jax.jit_disabled():
-            return function(*args)
-        with jax.disable_jit(False):  # the operation itself is always compiled
-            return function(*args)
+        return _eager_program(primitive, tuple(params.items()))(*args)
 
     _jax.define_primitive(primitive, abstract_eval, row.communicates, implementation)
     _jax.mlir.register_lowering(primitive, _make_lowering(row), platform="cpu" if row.communicates else None)

@@ -139,6 +139,10 @@ ffi_error *frame_call(struct frame *frame, const char *operation) {
 ffi_error *run(const char *operation, struct array in, struct array out, const int64_t attributes[]) {
   struct frame frame;
   frame_make(&frame, operation, in, out, attributes);
+  frame.frame.stage = FFI_STAGE_INSTANTIATE; /* as XLA does it: once for a program, then each call */
+  ffi_error *error = frame_call(&frame, operation);
+  if (error != NULL) return error;
+  frame.frame.stage = FFI_STAGE_EXECUTE;
   return frame_call(&frame, operation);
 }
 

@@ -61,7 +61,11 @@ static void another_extension_is_passed_over(void) {
 }
 
 static void only_execution_communicates(void) {
-  static const enum ffi_stage stages[] = {FFI_STAGE_INSTANTIATE, FFI_STAGE_PREPARE, FFI_STAGE_INITIALIZE, 4};
+  static const enum ffi_stage stages[] = {FFI_STAGE_PREPARE, FFI_STAGE_INITIALIZE, 4};
+  struct frame instance;
+  frame_make(&instance, "barrier", NONE, NONE, (const int64_t[]){COMM(world(0, 2))});
+  instance.frame.stage = FFI_STAGE_INSTANTIATE;
+  SUCCEEDS(frame_call(&instance, "barrier"));
   for (int i = 0; i < OPERATIONS; i++)
     FOR_EACH (const enum ffi_stage *, stage, stages) {
       /* No attribute or buffer may be looked at: they need not be there. */
@@ -76,15 +80,17 @@ static void only_execution_communicates(void) {
 
 static float x[4], y[4];
 
-static void bcast_frame(struct frame *f) {
-  frame_make(f, "bcast", ARRAY(F32, x, 4), NONE, (const int64_t[]){COMM(world(0, 2)), 0});
+/* As XLA makes a program: there are no buffers yet. */
+static void bcast_instance(struct frame *f) {
+  frame_make(f, "bcast", NONE, NONE, (const int64_t[]){COMM(world(0, 2)), 0});
+  f->frame.stage = FFI_STAGE_INSTANTIATE;
 }
 
 static void a_wrong_number_of_attributes_is_refused(void) {
   struct frame f;
   for (int count = 0; count < 4; count++) {
     if (count == 2) continue;
-    bcast_frame(&f);
+    bcast_instance(&f);
     f.frame.attributes.size = count;
     FAILS(frame_call(&f, "bcast"), FFI_INTERNAL, "jaxmpi.bcast: ", "attributes where the core expects 2", "reinstall");
   }
@@ -98,7 +104,7 @@ static void a_wrong_attribute_name_is_refused(void) {
   } wrong[] = {{"toor", 4}, {"roo", 3}, {"roots", 5}, {"", 0}};
   struct frame f;
   for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
-    bcast_frame(&f);
+    bcast_instance(&f);
     f.spans[1] = (ffi_span){wrong[i].text, wrong[i].size};
     FAILS(frame_call(&f, "bcast"), FFI_INTERNAL, "jaxmpi.bcast: ", "attribute 1 is not the integer root");
   }
@@ -107,10 +113,10 @@ static void a_wrong_attribute_name_is_refused(void) {
 
 static void a_wrong_attribute_type_is_refused(void) {
   struct frame f;
-  bcast_frame(&f);
+  bcast_instance(&f);
   f.attribute_types[1] = 4; /* a string */
   FAILS(frame_call(&f, "bcast"), FFI_INTERNAL, "attribute 1 is not the integer root");
-  bcast_frame(&f);
+  bcast_instance(&f);
   f.scalars[0].dtype = S32;
   FAILS(frame_call(&f, "bcast"), FFI_INTERNAL, "attribute 0 is not the integer comm");
   CHECK_EQUAL(fake->call_count, 0);
