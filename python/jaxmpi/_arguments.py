@@ -111,15 +111,20 @@ def datatype(dtype: Any, operation: str, argument: str) -> Datatype:
     return row
 
 
+def _as_array(x: Any, operation: str, argument: str) -> jax.Array:
+    if type(x) is _jax.ConcreteArray or isinstance(x, jax.Array):
+        return x
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TypeError(
+            f"{operation}: {argument} must hold arrays or numbers, got {x!r} of type {type(x).__name__}."
+        ) from error
+
+
 def array(x: Any, operation: str, argument: str) -> jax.Array:
     """One leaf of an input as a JAX array."""
-    if type(x) is not _jax.ConcreteArray and not isinstance(x, jax.Array):
-        try:
-            x = jnp.asarray(x)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise TypeError(
-                f"{operation}: {argument} must hold arrays or numbers, got {x!r} of type {type(x).__name__}."
-            ) from error
+    x = _as_array(x, operation, argument)
     datatype(x.dtype, operation, argument)
     return x
 
@@ -145,6 +150,8 @@ def stacked(x: Any, size: int, operation: str, argument: str) -> jax.Array:
 
 def integer(value: Any, operation: str, argument: str) -> int:
     """A static integer. Raises TypeError for anything else, a traced value above all."""
+    if type(value) is int:
+        return value
     if _jax.is_tracer(value):
         raise TypeError(
             f"{operation}: {argument} must be known when the function is compiled, got the traced value {value}. "
@@ -202,7 +209,7 @@ def reduction(op: Any, operation: str) -> Reduction:
 
 def reducible(x: Any, op: Reduction, operation: str, argument: str) -> jax.Array:
     """One leaf of an input to a reduction. Raises TypeError if MPI has no such reduction for its dtype."""
-    x = array(x, operation, argument)
+    x = _as_array(x, operation, argument)
     row = datatype(x.dtype, operation, argument)
     possible = REDUCTIONS[row.kind]
     if op.name in possible or op.name not in _PREDEFINED:

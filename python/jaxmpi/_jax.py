@@ -11,7 +11,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import array, core, dispatch, effects
+from jax._src import config, core, dispatch, effects
+from jax._src.array import ArrayImpl
 from jax._src.interpreters import partial_eval
 from jax._src.lib.mlir.dialects import hlo
 from jax.extend.core import Primitive as Primitive
@@ -58,12 +59,12 @@ def keep(primitive: Primitive) -> None:
 
 
 def jit_disabled() -> bool:
-    return jax.config.jax_disable_jit  # type: ignore[attr-defined]
+    return config.disable_jit.value
 
 
 trace_state_clean = core.trace_state_clean
 jaxpr_as_fun = core.jaxpr_as_fun
-ConcreteArray = array.ArrayImpl
+ConcreteArray = ArrayImpl
 create_token = hlo.create_token
 
 
@@ -71,48 +72,62 @@ def _first_array() -> Any:
     return jax.device_put(np.zeros(0, np.bool_))
 
 
-def _new_link(effect: Effect, tokens: dict[Effect, Any]) -> Any:
+def _new_link(effect: Effect) -> Any:
     """Makes the runtime token of this thread one whose array can be an operand of compiled code.
 
     A token that JAX makes holds an array too, but on some versions with the layout of an XLA token; so ours are marked.
     After a computation of JAX's own kind the next one of ours waits for it, therefore.
     """
+    tokens = dispatch.runtime_tokens.current_tokens
     if effect in tokens:
-        _failed(tokens[effect])
+        try:
+            tokens[effect].block_until_ready()
+        except jax.errors.JaxRuntimeError as error:
+            _warn_of_failure(error)
     link: Any = core.Token(_first_array())
     link.is_link = True
     _of_threads[threading.get_ident()] = tokens[effect] = link
     return link
 
 
-def link_runtime_tokens(effect: Effect, compute: Callable[..., tuple[Any, Any]], args: Any, kwargs: Any) -> Any:
-    """Runs `compute(link, *args, **kwargs) -> (link, result)` in the order of an effect, as JAX orders its own.
-
-    Between two computations with an ordered effect JAX keeps an empty array, one per thread, that the first returns
-    and the second takes as an operand. The same is done here; a computation of JAX's own kind after this one is linked
-    by the array.
-    """
-    tokens = dispatch.runtime_tokens.current_tokens
-    token = tokens.get(effect)
-    if token is None or not hasattr(token, "is_link"):
-        token = _new_link(effect, tokens)
-    if token._buf.is_ready() and _failed(token):
-        token._buf = _first_array()
-    token._buf, result = compute(token._buf, *args, **kwargs)
-    return result
-
-
-def _failed(token: core.Token) -> bool:
-    """Waits for what a token stands for; whether it failed, which is a warning here: its results are what raises.
+def _warn_of_failure(error: Exception) -> None:
+    """An earlier computation has failed, and its results raise that. The next one is not made to fail with it.
 
     JAX would let what comes next fail too, unexecuted, while the other ranks wait for it.
     """
-    try:
-        token.block_until_ready()
-    except jax.errors.JaxRuntimeError as error:
-        warnings.warn(f"jaxmpi: an earlier computation failed: {error}", RuntimeWarning, stacklevel=4)
-        return True
-    return False
+    warnings.warn(f"jaxmpi: an earlier computation failed: {error}", RuntimeWarning, stacklevel=4)
+
+
+Function = Callable[..., Any]
+
+
+def linked(effect: Effect, compute: Function, otherwise: Function | None = None) -> Function:
+    """`compute(link, *args, **kwargs) -> (link, result)` as a function of the arguments, in the order of an effect.
+
+    Between two computations with an ordered effect JAX keeps an empty array, one per thread, that the first returns
+    and the second takes as an operand. The same is done here; a computation of JAX's own kind after this one is linked
+    by the array. Where there is an `otherwise`, it is called instead inside a trace and with `jax.disable_jit`.
+    """
+    clean, disabled, tokens = core.trace_state_clean, config.disable_jit, dispatch.runtime_tokens
+
+    def call(*args, **kwargs):
+        if otherwise is not None and (not clean() or disabled.value):
+            return otherwise(*args, **kwargs)
+        token = tokens.current_tokens.get(effect)
+        if token is None or not hasattr(token, "is_link"):
+            token = _new_link(effect)
+        array = token._buf
+        if array.is_ready():
+            try:
+                array.block_until_ready()
+            except jax.errors.JaxRuntimeError as error:
+                _warn_of_failure(error)
+                array = _first_array()
+        # Passing on keywords that are not there would cost a tenth of the call.
+        token._buf, result = compute(array, *args, **kwargs) if kwargs else compute(array, *args)
+        return result
+
+    return call
 
 
 # The last link of each thread that has made one: JAX knows only those of the thread that asks.

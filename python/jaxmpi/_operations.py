@@ -14,7 +14,7 @@ from mpi4py import MPI
 from jaxmpi import _arguments as arguments
 from jaxmpi import _communicator, _jax, _native
 from jaxmpi._order import TOKEN, Token
-from jaxmpi._primitive import Params, Part, Row, Shape, make_primitive
+from jaxmpi._primitive import Params, Part, Row, Shape, eager_program, make_primitive
 
 # --- the table ---------------------------------------------------------------------------------------------------
 
@@ -39,21 +39,21 @@ def _if_sum(params: Params) -> str:
 def _transpose_allreduce(cotangent, template, params):
     # The result is replicated and a loss made of it counts once, so its cotangent is passed on as it is. What
     # undoes that in a second transposition is allreduce again: that is the operation `replicate`.
-    return bind("replicate", cotangent, comm=params["comm"], op=params["op"])
+    return bind("replicate", params, cotangent)
 
 
 def _transpose_replicate(cotangent, template, params):
-    return bind("allreduce", cotangent, **params)
+    return bind("allreduce", params, cotangent)
 
 
 def _transpose_gather(cotangent, template, params):
     # Root stacks all inputs; any other rank hands its own input through beside that.
-    part = bind("scatter", cotangent, **params)
+    part = bind("scatter", params, cotangent)
     return part if _on_root(params) else part + cotangent
 
 
 def _transpose_scatter(cotangent, template, params):
-    stacked = bind("gather", cotangent, **params)
+    stacked = bind("gather", params, cotangent)
     if _on_root(params):
         return stacked
     # The template is not read, so its cotangent is zero; but it must depend on what was sent, or the transpose of
@@ -79,7 +79,7 @@ def _transpose_sendrecv(cotangent, template, params):
         "recvtag": MPI.ANY_TAG if any_tag else params["sendtag"],
         "status": None,
     }
-    return bind("sendrecv", cotangent, jnp.zeros(template.shape, template.dtype), **reverse)
+    return bind("sendrecv", reverse, cotangent, jnp.zeros(template.shape, template.dtype))
 
 
 _ROWS = (
@@ -139,33 +139,40 @@ def check_names(table: set[str], core: set[str]) -> None:
 check_names({row.name for row in _ROWS if row.communicates}, set(_native.OPERATIONS))
 
 
-def bind(name: str, *operands: Any, **params: Any) -> Any:
-    """Binds an operation; its result, or None. Outside of any trace its eager implementation is called at once."""
-    primitive = _PRIMITIVES[name]
-    run = primitive.impl if _jax.trace_state_clean() else primitive.bind
-    results = run(*operands, **params)
-    return results[0] if results else None
-
-
 Leaf = Callable[..., jax.Array]
 """Checks one leaf and makes it an array: (leaf, *more, operation, argument) -> array."""
+
+
+def bind(name: str, params: Params, *operands: Any) -> Any:
+    """Binds an operation; its result, or None. Outside of any trace its compiled program is called at once."""
+    primitive = _PRIMITIVES[name]
+    if _jax.trace_state_clean():
+        results = eager_program(primitive, *params.items())(*operands)
+    else:
+        results = primitive.bind(*operands, **params)
+    return results[0] if results else None
 
 
 # --- the public functions ----------------------------------------------------------------------------------------
 
 
-def _each(operation: str, x: Any, check: Leaf, *more: Any, **params: Any) -> Any:
+_LEAF = jax.tree.structure(0)
+
+
+def _flatten(x: Any) -> tuple[list[Any], Any]:
+    """`jax.tree.flatten`, quicker where `x` is an array itself."""
+    return ([x], _LEAF) if type(x) is _jax.ConcreteArray else jax.tree.flatten(x)
+
+
+def _unflatten(structure: Any, leaves: list[Any]) -> Any:
+    return leaves[0] if structure is _LEAF else jax.tree.unflatten(structure, leaves)
+
+
+def _each(operation: str, params: Params, x: Any, check: Leaf, *more: Any) -> Any:
     """Checks all leaves of `x`, then binds the operation for each, in the order of the leaves."""
-    if type(x) is _jax.ConcreteArray:
-        return bind(operation, check(x, *more, operation, "x"), **params)
-    leaves, structure = jax.tree.flatten(x)
+    leaves, structure = _flatten(x)
     leaves = [check(leaf, *more, operation, "x") for leaf in leaves]
-    return jax.tree.unflatten(structure, [bind(operation, leaf, **params) for leaf in leaves])
-
-
-def _reducing(operation: str, x: Any, op: Any, **params: Any) -> Any:
-    reduction = arguments.reduction(op, operation)
-    return _each(operation, x, arguments.reducible, reduction, op=reduction, **params)
+    return _unflatten(structure, [bind(operation, params, leaf) for leaf in leaves])
 
 
 def allgather(x: Any, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:
@@ -182,7 +189,7 @@ def allgather(x: Any, *, comm: MPI.Comm | None = None, token: Any = None) -> tup
     Raises:
       TypeError, ValueError: while tracing, before anything is sent; other ranks then wait.
     """
-    return _each("allgather", x, arguments.array, comm=_communicator.resolve(comm, "allgather")), TOKEN
+    return _each("allgather", {"comm": _communicator.resolve(comm, "allgather")}, x, arguments.array), TOKEN
 
 
 def allreduce(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:
@@ -203,7 +210,8 @@ def allreduce(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None, token: Any = 
       TypeError: the dtype has no such operation, or an argument is of the wrong type. ValueError: a freed `comm` or
       `op`. Both while tracing, before anything is sent; other ranks then wait.
     """
-    return _reducing("allreduce", x, op, comm=_communicator.resolve(comm, "allreduce")), TOKEN
+    params = {"comm": _communicator.resolve(comm, "allreduce"), "op": arguments.reduction(op, "allreduce")}
+    return _each("allreduce", params, x, arguments.reducible, params["op"]), TOKEN
 
 
 def alltoall(x: Any, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:
@@ -222,7 +230,7 @@ def alltoall(x: Any, *, comm: MPI.Comm | None = None, token: Any = None) -> tupl
       tracing, before anything is sent; other ranks then wait.
     """
     resolved = _communicator.resolve(comm, "alltoall")
-    return _each("alltoall", x, arguments.stacked, resolved.size, comm=resolved), TOKEN
+    return _each("alltoall", {"comm": resolved}, x, arguments.stacked, resolved.size), TOKEN
 
 
 def barrier(*, comm: MPI.Comm | None = None, token: Any = None) -> Token:
@@ -238,7 +246,7 @@ def barrier(*, comm: MPI.Comm | None = None, token: Any = None) -> Token:
     Returns:
       A token.
     """
-    bind("barrier", comm=_communicator.resolve(comm, "barrier"))
+    bind("barrier", {"comm": _communicator.resolve(comm, "barrier")})
     return TOKEN
 
 
@@ -262,7 +270,7 @@ def bcast(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = None)
     resolved = _communicator.resolve(comm, "bcast")
     root = arguments.rank(root, resolved, "bcast", "root")
     check = arguments.array if resolved.rank == root else arguments.template
-    return _each("bcast", x, check, comm=resolved, root=root), TOKEN
+    return _each("bcast", {"comm": resolved, "root": root}, x, check), TOKEN
 
 
 def gather(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:
@@ -283,7 +291,7 @@ def gather(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = None
     """
     resolved = _communicator.resolve(comm, "gather")
     root = arguments.rank(root, resolved, "gather", "root")
-    return _each("gather", x, arguments.array, comm=resolved, root=root), TOKEN
+    return _each("gather", {"comm": resolved, "root": root}, x, arguments.array), TOKEN
 
 
 def recv(
@@ -324,7 +332,7 @@ def recv(
         "status": arguments.status(status, "recv"),
     }
     arguments.one_message(params["source"], x, "recv")
-    return _with_status(_each("recv", x, arguments.template, **params), params["status"], status), TOKEN
+    return _with_status(_each("recv", params, x, arguments.template), params["status"], status), TOKEN
 
 
 def reduce(x: Any, op: MPI.Op, root: int, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:
@@ -345,8 +353,9 @@ def reduce(x: Any, op: MPI.Op, root: int, *, comm: MPI.Comm | None = None, token
       static, or of the wrong type. Both while tracing, before anything is sent; other ranks then wait.
     """
     resolved = _communicator.resolve(comm, "reduce")
-    root = arguments.rank(root, resolved, "reduce", "root")
-    return _reducing("reduce", x, op, comm=resolved, root=root), TOKEN
+    reduction = arguments.reduction(op, "reduce")
+    params = {"comm": resolved, "op": reduction, "root": arguments.rank(root, resolved, "reduce", "root")}
+    return _each("reduce", params, x, arguments.reducible, reduction), TOKEN
 
 
 def scan(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:
@@ -365,7 +374,8 @@ def scan(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None, token: Any = None)
       TypeError: the dtype has no such operation, or an argument is of the wrong type; while tracing, before anything
       is sent; other ranks then wait.
     """
-    return _reducing("scan", x, op, comm=_communicator.resolve(comm, "scan")), TOKEN
+    params = {"comm": _communicator.resolve(comm, "scan"), "op": arguments.reduction(op, "scan")}
+    return _each("scan", params, x, arguments.reducible, params["op"]), TOKEN
 
 
 def scatter(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:
@@ -388,9 +398,10 @@ def scatter(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = Non
     """
     resolved = _communicator.resolve(comm, "scatter")
     root = arguments.rank(root, resolved, "scatter", "root")
+    params = {"comm": resolved, "root": root}
     if resolved.rank == root:
-        return _each("scatter", x, arguments.stacked, resolved.size, comm=resolved, root=root), TOKEN
-    return _each("scatter", x, arguments.template, comm=resolved, root=root), TOKEN
+        return _each("scatter", params, x, arguments.stacked, resolved.size), TOKEN
+    return _each("scatter", params, x, arguments.template), TOKEN
 
 
 def send(x: Any, dest: int, *, tag: int = 0, comm: MPI.Comm | None = None, token: Any = None) -> Token:
@@ -415,7 +426,7 @@ def send(x: Any, dest: int, *, tag: int = 0, comm: MPI.Comm | None = None, token
         "dest": arguments.dest(dest, resolved, "send"),
         "tag": arguments.tag(tag, "send", "tag"),
     }
-    _each("send", x, arguments.array, **params)
+    _each("send", params, x, arguments.array)
     return TOKEN
 
 
@@ -464,8 +475,8 @@ def sendrecv(
         "recvtag": arguments.tag(recvtag, "sendrecv", "recvtag", (MPI.ANY_TAG,)),
         "status": arguments.status(status, "sendrecv"),
     }
-    templates, structure = jax.tree.flatten(recvbuf)
-    sent = [arguments.array(leaf, "sendrecv", "sendbuf") for leaf in jax.tree.leaves(sendbuf)]
+    templates, structure = _flatten(recvbuf)
+    sent = [arguments.array(leaf, "sendrecv", "sendbuf") for leaf in _flatten(sendbuf)[0]]
     templates = [arguments.template(leaf, "sendrecv", "recvbuf") for leaf in templates]
     if len(sent) != len(templates):
         raise ValueError(
@@ -473,8 +484,8 @@ def sendrecv(
             "other, in the order in which they travel."
         )
     arguments.one_message(params["source"], templates, "sendrecv")
-    results = [bind("sendrecv", x, y, **params) for x, y in zip(sent, templates, strict=True)]
-    return _with_status(jax.tree.unflatten(structure, results), params["status"], status), TOKEN
+    results = [bind("sendrecv", params, x, y) for x, y in zip(sent, templates, strict=True)]
+    return _with_status(_unflatten(structure, results), params["status"], status), TOKEN
 
 
 def _with_status(result: Any, written: arguments.Status | None, users: MPI.Status | None) -> Any:

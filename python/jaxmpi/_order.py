@@ -135,13 +135,13 @@ def _discharged_jit(function: Callable[..., Any], options: dict[str, Any]) -> Ca
 
 def eager(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` of arrays, compiled, for calls outside of any trace; with `jax.disable_jit` too."""
-    compiled = _discharged_jit(function, {})
+    compiled = _jax.linked(EFFECT, _discharged_jit(function, {}))
 
     def call(*args):
         if not _jax.jit_disabled():
-            return _jax.link_runtime_tokens(EFFECT, compiled, args, {})
+            return compiled(*args)
         with jax.disable_jit(False):
-            return _jax.link_runtime_tokens(EFFECT, compiled, args, {})
+            return compiled(*args)
 
     return call
 
@@ -173,12 +173,7 @@ def jit(function: Callable[..., Any] | None = None, /, **options: Any) -> Callab
     if any(options.get(name) is not None for name in _PLAIN):
         return plain
     compiled = _discharged_jit(function, options)
-
-    @functools.wraps(function)
-    def call(*args, **kwargs):
-        if not _jax.trace_state_clean() or _jax.jit_disabled():
-            return plain(*args, **kwargs)
-        return _jax.link_runtime_tokens(EFFECT, compiled, args, kwargs)
+    call = functools.wraps(function)(_jax.linked(EFFECT, compiled, plain))
 
     def clear_cache() -> None:
         for cached in (plain, compiled):

@@ -60,14 +60,14 @@ class Row:
 
 
 @functools.lru_cache(maxsize=4096)
-def _eager_program(primitive: _jax.Primitive, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
-    """The compiled program of an eager call, one for equal parameters; shapes and dtypes are `jit`'s affair."""
+def eager_program(primitive: _jax.Primitive, *params: tuple[str, Any]) -> Callable[..., Any]:
+    """The compiled program of an eager call, one for equal parameters; shapes and dtypes are JAX's affair."""
     return eager(lambda *args: primitive.bind(*args, **dict(params)))
 
 
 def eager_programs() -> int:
     """How many programs eager calls have made and kept; 4096 at most."""
-    return _eager_program.cache_info().currsize
+    return eager_program.cache_info().currsize
 
 
 def make_primitive(row: Row) -> _jax.Primitive:
@@ -83,7 +83,7 @@ def make_primitive(row: Row) -> _jax.Primitive:
         return (results, {EFFECT}) if row.communicates else results
 
     def implementation(*args, **params):
-        return _eager_program(primitive, tuple(params.items()))(*args)
+        return eager_program(primitive, *params.items())(*args)
 
     _jax.define_primitive(primitive, abstract_eval, row.communicates, implementation)
     _jax.mlir.register_lowering(primitive, _make_lowering(row), platform="cpu" if row.communicates else None)
