@@ -25,8 +25,9 @@ enum {
   NX = 360,
   NY = 180,
   HALO = 2 * LEAP,
-  FIELDS = 6,                // h, u, v and their tendencies
-  ROW = NX + 2 * HALO + 32,  // room for a row, and for loops that are a vector too long
+  FIELDS = 6,   // h, u, v and their tendencies
+  MARGIN = 16,  // a vector: cells before and after each row of results, and before and after all rows of a field
+  ROW = (NX + 2 * HALO + 15) / 16 * 16 + 2 * MARGIN,
 };
 
 static const double DX = 5e3, GRAVITY = 9.81, DEPTH = 100.0, CORIOLIS = 2e-4, BETA = 2e-11;
@@ -35,15 +36,16 @@ typedef struct {
   MPI_Comm comm;
   int parts_x, row, column, ny, nx;
   int south, north, west, east;  // ranks; MPI_PROC_NULL beyond a wall
-  int stride;                    // of rows, in cells
+  int width;                     // of rows with their halo and some unused cells, a multiple of a vector
   float *field[FIELDS];          // (ny + 2 HALO) rows each
   float *message[2];
   float dt, viscosity;
 } Sea;
 
-static float *at(const Sea *sea, int n, int j, int i) {
-  return sea->field[n] + (ptrdiff_t)(j + HALO) * sea->stride + i + HALO;
-}
+// A row with its halo.
+static float *row(const Sea *sea, int n, int j) { return sea->field[n] + MARGIN + (ptrdiff_t)(j + HALO) * sea->width; }
+
+static float *at(const Sea *sea, int n, int j, int i) { return row(sea, n, j) + i + HALO; }
 
 static void *allocate(size_t bytes) {
   void *memory = aligned_alloc(64, (bytes + 63) / 64 * 64);
@@ -61,26 +63,28 @@ static float is_open(const Sea *sea, int j) {
   return j >= 0 && j < NY - 1 ? 1.0F : 0.0F;
 }
 
-// One step. Rows are pointers to their cell 0, and loops go over cells -r to nx + r - 1.
+// One step. All loops go over whole rows with their halo, for aligned vectors. So the cells at the ends of a row, one
+// more in each loop that looks to the sides, are wrong: as many as a step takes away from the halo. Rows beyond those
+// that are needed are left out.
 
 typedef struct {
-  float x[ROW], y[ROW], q[ROW], p[ROW];  // mass fluxes, potential vorticity, Bernoulli potential
+  _Alignas(64) float x[ROW], y[ROW], q[ROW], p[ROW];  // mass fluxes, potential vorticity, Bernoulli potential
 } Fluxes;
 
 typedef struct {
-  float u[ROW], v[ROW];
+  _Alignas(64) float u[ROW], v[ROW];
 } Velocity;
 
-static void flux_row(const Sea *sea, int j, int r, Fluxes *fluxes) {
-  const float *restrict h = at(sea, 0, j, -r), *restrict h_north = at(sea, 0, j + 1, -r);
-  const float *restrict u = at(sea, 1, j, -r), *restrict u_north = at(sea, 1, j + 1, -r);
-  const float *restrict v = at(sea, 2, j, -r), *restrict v_south = at(sea, 2, j - 1, -r);
-  float *restrict x = fluxes->x + HALO - r, *restrict y = fluxes->y + HALO - r;
-  float *restrict q = fluxes->q + HALO - r, *restrict p = fluxes->p + HALO - r;
+static void flux_row(const Sea *sea, int j, Fluxes *fluxes) {
+  const float *restrict h = row(sea, 0, j), *restrict h_north = row(sea, 0, j + 1);
+  const float *restrict u = row(sea, 1, j), *restrict u_north = row(sea, 1, j + 1);
+  const float *restrict v = row(sea, 2, j), *restrict v_south = row(sea, 2, j - 1);
+  float *restrict x = fluxes->x + MARGIN, *restrict y = fluxes->y + MARGIN;
+  float *restrict q = fluxes->q + MARGIN, *restrict p = fluxes->p + MARGIN;
   const float half_open = 0.5F * is_open(sea, j), g = (float)GRAVITY, depth = (float)DEPTH;
   const float f = (float)(4.0 * (CORIOLIS + BETA * DX * (j + sea->row * sea->ny))), per_dx = (float)(4.0 / DX);
 #pragma GCC ivdep
-  for (int i = 0; i < sea->nx + 2 * r; i++) {
+  for (int i = 0; i < sea->width; i++) {
     const float here = h[i] + h[i + 1], there = h_north[i] + h_north[i + 1];
     x[i] = 0.5F * here * u[i];
     y[i] = half_open * (h[i] + h_north[i]) * v[i];
@@ -89,29 +93,28 @@ static void flux_row(const Sea *sea, int j, int r, Fluxes *fluxes) {
   }
 }
 
-static void advance_row(const Sea *sea, int j, int r, float new, float old, const Fluxes *south, const Fluxes *here,
+static void advance_row(const Sea *sea, int j, float weight, float old_weight, const Fluxes *south, const Fluxes *here,
                         const Fluxes *north, float *h_result, Velocity *velocity) {
-  const float *restrict x = here->x + HALO - r, *restrict x_north = north->x + HALO - r;
-  const float *restrict y = here->y + HALO - r, *restrict y_south = south->y + HALO - r;
-  const float *restrict q = here->q + HALO - r, *restrict q_south = south->q + HALO - r;
-  const float *restrict p = here->p + HALO - r, *restrict p_north = north->p + HALO - r;
-  const float *restrict h = at(sea, 0, j, -r), *restrict u = at(sea, 1, j, -r), *restrict v = at(sea, 2, j, -r);
-  float *restrict dh = at(sea, 3, j, -r), *restrict du = at(sea, 4, j, -r), *restrict dv = at(sea, 5, j, -r);
-  float *restrict h_new = h_result + HALO - r;
-  float *restrict u_new = velocity->u + HALO - r, *restrict v_new = velocity->v + HALO - r;
+  const float *restrict x = here->x + MARGIN, *restrict x_north = north->x + MARGIN;
+  const float *restrict y = here->y + MARGIN, *restrict y_south = south->y + MARGIN;
+  const float *restrict q = here->q + MARGIN, *restrict q_south = south->q + MARGIN;
+  const float *restrict p = here->p + MARGIN, *restrict p_north = north->p + MARGIN;
+  const float *restrict h = row(sea, 0, j), *restrict u = row(sea, 1, j), *restrict v = row(sea, 2, j);
+  float *restrict dh = row(sea, 3, j), *restrict du = row(sea, 4, j), *restrict dv = row(sea, 5, j);
+  float *restrict h_new = h_result + MARGIN;
+  float *restrict u_new = velocity->u + MARGIN, *restrict v_new = velocity->v + MARGIN;
   const float per_dx = (float)(1.0 / DX), open = is_open(sea, j);
-  new *= sea->dt;
-  old *= sea->dt;
+  const float a = sea->dt * weight, b = sea->dt * old_weight;
 #pragma GCC ivdep
-  for (int i = 0; i < sea->nx + 2 * r; i++) {
+  for (int i = 0; i < sea->width; i++) {
     const float h_change = -per_dx * (x[i] - x[i - 1] + y[i] - y_south[i]);
     const float u_change =
         0.25F * (q[i] * (y[i] + y[i + 1]) + q_south[i] * (y_south[i] + y_south[i + 1])) - per_dx * (p[i + 1] - p[i]);
     const float v_change =
         -0.25F * (q[i] * (x[i] + x_north[i]) + q[i - 1] * (x[i - 1] + x_north[i - 1])) - per_dx * (p_north[i] - p[i]);
-    h_new[i] = h[i] + new *h_change + old *dh[i];
-    u_new[i] = u[i] + new *u_change + old *du[i];
-    v_new[i] = open * (v[i] + new *v_change + old *dv[i]);
+    h_new[i] = h[i] + a * h_change + b * dh[i];
+    u_new[i] = u[i] + a * u_change + b * du[i];
+    v_new[i] = open * (v[i] + a * v_change + b * dv[i]);
     dh[i] = h_change;
     du[i] = u_change;
     dv[i] = v_change;
@@ -119,16 +122,15 @@ static void advance_row(const Sea *sea, int j, int r, float new, float old, cons
 }
 
 // The flux of v is proportional to the difference between a v and the u of the cell west or south of it.
-static void friction_row(const Sea *sea, int j, int r, const Velocity *south, const Velocity *here,
-                         const Velocity *north) {
-  const float *restrict u = here->u + HALO - r, *restrict v = here->v + HALO - r;
-  const float *restrict u_south = south->u + HALO - r;
-  const float *restrict u_north = north->u + HALO - r, *restrict v_north = north->v + HALO - r;
-  float *restrict u_new = at(sea, 1, j, -r), *restrict v_new = at(sea, 2, j, -r);
+static void friction_row(const Sea *sea, int j, const Velocity *south, const Velocity *here, const Velocity *north) {
+  const float *restrict u = here->u + MARGIN, *restrict v = here->v + MARGIN;
+  const float *restrict u_south = south->u + MARGIN;
+  const float *restrict u_north = north->u + MARGIN, *restrict v_north = north->v + MARGIN;
+  float *restrict u_new = row(sea, 1, j), *restrict v_new = row(sea, 2, j);
   const float factor = (float)(sea->dt * sea->viscosity / (DX * DX));
   const float to_north = is_open(sea, j), to_south = is_open(sea, j - 1);
 #pragma GCC ivdep
-  for (int i = 0; i < sea->nx + 2 * r; i++) {
+  for (int i = 0; i < sea->width; i++) {
     u_new[i] = u[i] + factor * (u[i + 1] - 2.0F * u[i] + u[i - 1] + to_north * (u_north[i] - u[i]) -
                                 to_south * (u[i] - u_south[i]));
     v_new[i] = v[i] + factor * (v[i + 1] - u[i] - v[i] + u[i - 1] + to_north * (v_north[i] - u[i]) -
@@ -137,21 +139,21 @@ static void friction_row(const Sea *sea, int j, int r, const Velocity *south, co
 }
 
 // Compute the tendencies of this rank's cells and `ring` around them, and the fields of one less around.
-static void step(const Sea *sea, int ring, float new, float old) {
+static void step(const Sea *sea, int ring, float weight, float old_weight) {
   static Fluxes fluxes[3];
   static Velocity velocity[3];
-  static float h_new[ROW];
+  static _Alignas(64) float h_new[ROW];
   const int first = -ring, last = sea->ny + ring - 1;
-  flux_row(sea, first - 1, ring + 1, &fluxes[0]);
-  flux_row(sea, first, ring + 1, &fluxes[1]);
+  flux_row(sea, first - 1, &fluxes[0]);
+  flux_row(sea, first, &fluxes[1]);
   for (int j = first; j <= last; j++) {
     const int n = j - first;
-    flux_row(sea, j + 1, ring + 1, &fluxes[(n + 2) % 3]);
-    advance_row(sea, j, ring, new, old, &fluxes[n % 3], &fluxes[(n + 1) % 3], &fluxes[(n + 2) % 3], h_new,
+    flux_row(sea, j + 1, &fluxes[(n + 2) % 3]);
+    advance_row(sea, j, weight, old_weight, &fluxes[n % 3], &fluxes[(n + 1) % 3], &fluxes[(n + 2) % 3], h_new,
                 &velocity[n % 3]);
-    memcpy(at(sea, 0, j, -ring), h_new + HALO - ring, sizeof(float) * (size_t)(sea->nx + 2 * ring));
+    memcpy(row(sea, 0, j), h_new + MARGIN, sizeof(float) * (size_t)sea->width);
     if (n >= 2) {
-      friction_row(sea, j - 1, ring - 1, &velocity[(n - 2) % 3], &velocity[(n - 1) % 3], &velocity[n % 3]);
+      friction_row(sea, j - 1, &velocity[(n - 2) % 3], &velocity[(n - 1) % 3], &velocity[n % 3]);
     }
   }
 }
@@ -256,8 +258,8 @@ double shallow_water_solve(int blocks, int block_steps, float *fields) {
   sea.north = sea.row < parts_y - 1 ? rank + sea.parts_x : MPI_PROC_NULL;
   sea.west = sea.row * sea.parts_x + (sea.column + sea.parts_x - 1) % sea.parts_x;
   sea.east = sea.row * sea.parts_x + (sea.column + 1) % sea.parts_x;
-  sea.stride = (sea.nx + 2 * HALO + 15) / 16 * 16;
-  const size_t cells = (size_t)(sea.ny + 2 * HALO) * (size_t)sea.stride;
+  sea.width = (sea.nx + 2 * HALO + 15) / 16 * 16;
+  const size_t cells = (size_t)(sea.ny + 2 * HALO) * (size_t)sea.width + 2 * MARGIN;
   for (int n = 0; n < FIELDS; n++) {
     sea.field[n] = allocate(cells * sizeof(float));
   }
