@@ -37,13 +37,15 @@ typedef struct {
   int parts_x, row, column, ny, nx;
   int south, north, west, east;  // ranks; MPI_PROC_NULL beyond a wall
   int width;                     // of rows with their halo and some unused cells, a multiple of a vector
-  float *field[FIELDS];          // (ny + 2 HALO) rows each
+  float *field[FIELDS];          // (ny + 2 HALO + 2) rows each: the first and the last are read, but make no difference
   float *message[2];
   float dt, viscosity;
 } Sea;
 
 // A row with its halo.
-static float *row(const Sea *sea, int n, int j) { return sea->field[n] + MARGIN + (ptrdiff_t)(j + HALO) * sea->width; }
+static float *row(const Sea *sea, int n, int j) {
+  return sea->field[n] + MARGIN + (ptrdiff_t)(j + HALO + 1) * sea->width;
+}
 
 static float *at(const Sea *sea, int n, int j, int i) { return row(sea, n, j) + i + HALO; }
 
@@ -171,6 +173,15 @@ static int pack(const Sea *sea, int j, int i, int rows, int columns, float *mess
   return count;
 }
 
+// Beyond a wall h is DEPTH, and nothing moves.
+static void rest(const Sea *sea, int j) {
+  for (int n = 0; n < FIELDS; n++) {
+    for (int i = 0; i < sea->width; i++) {
+      row(sea, n, j)[i] = n == 0 ? (float)DEPTH : 0.0F;
+    }
+  }
+}
+
 static void exchange(const Sea *sea) {
   float *sent = sea->message[0], *received = sea->message[1];
   const int ny = sea->ny, nx = sea->nx, wide = nx + 2 * HALO;
@@ -205,30 +216,31 @@ static void exchange(const Sea *sea) {
       MPI_Sendrecv(sent, count, MPI_FLOAT, neighbour, 1, received, count, MPI_FLOAT, neighbour, 1, sea->comm,
                    MPI_STATUS_IGNORE);
       pack(sea, to_north ? ny : -HALO, -HALO, HALO, wide, received, 1);
+    } else {
+      for (int j = 0; j < HALO; j++) {
+        rest(sea, to_north ? ny + j : -1 - j);
+      }
     }
   }
 }
 
-// A jet in geostrophic balance and a ripple. Beyond the walls h is DEPTH, and nothing moves.
+// A jet in geostrophic balance and a ripple.
 static void start(const Sea *sea) {
+  const double width = 0.02 * (NX - 1);
   double profile[NY + 2], mean = 0.0, sum = 0.0;  // rows -1 to NY
   for (int j = -1; j <= NY; j++) {
-    const double width = 0.02 * (NX - 1), u = 10.0 * exp(-pow((j - 0.5 * (NY - 1)) / width, 2));
-    sum -= (CORIOLIS + BETA * DX * j) * u / GRAVITY * DX;
+    sum -= (CORIOLIS + BETA * DX * j) * 10.0 * exp(-pow((j - 0.5 * (NY - 1)) / width, 2)) / GRAVITY * DX;
     profile[j + 1] = sum;
     mean += sum / (NY + 2);
   }
-  for (int j = -HALO; j < sea->ny + HALO; j++) {
-    const int y = j + sea->row * sea->ny, inside = y >= 0 && y < NY;
-    const double u = 10.0 * exp(-pow((y - 0.5 * (NY - 1)) / (0.02 * (NX - 1)), 2));
-    for (int i = -HALO; i < sea->nx + HALO; i++) {
+  for (int j = -HALO - 1; j < sea->ny + HALO + 1; j++) {
+    const int y = j + sea->row * sea->ny;
+    rest(sea, j);
+    for (int i = -HALO; y >= 0 && y < NY && i < sea->nx + HALO; i++) {
       const int x = (i + sea->column * sea->nx + NX) % NX;
       const double ripple = 0.2 * sin(x * 10.0 * M_PI / (NX - 1)) * cos(y * 8.0 * M_PI / (NY - 1));
-      *at(sea, 0, j, i) = (float)(inside ? DEPTH + profile[y + 1] - mean + ripple : DEPTH);
-      *at(sea, 1, j, i) = (float)(inside ? u : 0.0);
-      for (int n = 2; n < FIELDS; n++) {
-        *at(sea, n, j, i) = 0.0F;
-      }
+      *at(sea, 0, j, i) = (float)(DEPTH + profile[y + 1] - mean + ripple);
+      *at(sea, 1, j, i) = (float)(10.0 * exp(-pow((y - 0.5 * (NY - 1)) / width, 2)));
     }
   }
 }
@@ -259,7 +271,7 @@ double shallow_water_solve(int blocks, int block_steps, float *fields) {
   sea.west = sea.row * sea.parts_x + (sea.column + sea.parts_x - 1) % sea.parts_x;
   sea.east = sea.row * sea.parts_x + (sea.column + 1) % sea.parts_x;
   sea.width = (sea.nx + 2 * HALO + 15) / 16 * 16;
-  const size_t cells = (size_t)(sea.ny + 2 * HALO) * (size_t)sea.width + 2 * MARGIN;
+  const size_t cells = (size_t)(sea.ny + 2 * HALO + 2) * (size_t)sea.width + 2 * MARGIN;
   for (int n = 0; n < FIELDS; n++) {
     sea.field[n] = allocate(cells * sizeof(float));
   }

@@ -244,10 +244,15 @@ def exchange(state: State, domain: Domain) -> State:
         )
 
     @stage
-    def assemble(south, north, west, east, *fields):
-        fields = [crop(a, shape) for a in fields]
-        wide = (jnp.concatenate([west[n], a, east[n]], axis=1) for n, a in enumerate(fields))
-        return tuple(jnp.concatenate([south[n], a, north[n]], axis=0) for n, a in enumerate(wide))
+    def surround(west, east, south, north, *fields):
+        ny, nx = shape
+        update = jax.lax.dynamic_update_slice  # in place, as the padded array is used nowhere else
+        wide = []
+        for n, a in enumerate(fields):
+            a = jax.lax.pad(crop(a, shape), jnp.zeros((), a.dtype), ((HALO, HALO, 0), (HALO, HALO, 0)))
+            a = update(update(a, west[n], (HALO, 0)), east[n], (HALO, HALO + nx))
+            wide.append(update(update(a, south[n], (0, 0)), north[n], (HALO + ny, 0)))
+        return wide
 
     west, east = swap(*columns(*state), domain.low[1], domain.high[1], comm)
     first, last = rows(west, east, *state)
@@ -257,7 +262,7 @@ def exchange(state: State, domain: Domain) -> State:
         south = sendrecv(first, first, domain.low[0], domain.low[0], comm=comm)
     if domain.high[0] != MPI.PROC_NULL:
         north = sendrecv(last, last, domain.high[0], domain.high[0], comm=comm)
-    return State(*assemble(south, north, west, east, *state))
+    return State(*surround(west, east, south, north, *state))
 
 
 # The model.
