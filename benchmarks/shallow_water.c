@@ -21,6 +21,13 @@
 #define LEAP 4
 #endif
 
+// Before a loop: its iterations do not depend on each other.
+#ifdef __clang__
+#define INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define INDEPENDENT _Pragma("GCC ivdep")
+#endif
+
 enum {
   NX = 360,
   NY = 180,
@@ -30,7 +37,7 @@ enum {
   ROW = (NX + 2 * HALO + 15) / 16 * 16 + 2 * MARGIN,
 };
 
-static const double DX = 5e3, GRAVITY = 9.81, DEPTH = 100.0, CORIOLIS = 2e-4, BETA = 2e-11;
+static const double DX = 5e3, GRAVITY = 9.81, DEPTH = 100.0, CORIOLIS = 2e-4, BETA = 2e-11, PI = 3.14159265358979;
 
 typedef struct {
   MPI_Comm comm;
@@ -85,7 +92,7 @@ static void flux_row(const Sea *sea, int j, Fluxes *fluxes) {
   float *restrict q = fluxes->q + MARGIN, *restrict p = fluxes->p + MARGIN;
   const float half_open = 0.5F * is_open(sea, j), g = (float)GRAVITY, depth = (float)DEPTH;
   const float f = (float)(4.0 * (CORIOLIS + BETA * DX * (j + sea->row * sea->ny))), per_dx = (float)(4.0 / DX);
-#pragma GCC ivdep
+  INDEPENDENT
   for (int i = 0; i < sea->width; i++) {
     const float here = h[i] + h[i + 1], there = h_north[i] + h_north[i + 1];
     x[i] = 0.5F * here * u[i];
@@ -107,7 +114,7 @@ static void advance_row(const Sea *sea, int j, float weight, float old_weight, c
   float *restrict u_new = velocity->u + MARGIN, *restrict v_new = velocity->v + MARGIN;
   const float per_dx = (float)(1.0 / DX), open = is_open(sea, j);
   const float a = sea->dt * weight, b = sea->dt * old_weight;
-#pragma GCC ivdep
+  INDEPENDENT
   for (int i = 0; i < sea->width; i++) {
     const float h_change = -per_dx * (x[i] - x[i - 1] + y[i] - y_south[i]);
     const float u_change =
@@ -131,7 +138,7 @@ static void friction_row(const Sea *sea, int j, const Velocity *south, const Vel
   float *restrict u_new = row(sea, 1, j), *restrict v_new = row(sea, 2, j);
   const float factor = (float)(sea->dt * sea->viscosity / (DX * DX));
   const float to_north = is_open(sea, j), to_south = is_open(sea, j - 1);
-#pragma GCC ivdep
+  INDEPENDENT
   for (int i = 0; i < sea->width; i++) {
     u_new[i] = u[i] + factor * (u[i + 1] - 2.0F * u[i] + u[i - 1] + to_north * (u_north[i] - u[i]) -
                                 to_south * (u[i] - u_south[i]));
@@ -238,7 +245,7 @@ static void start(const Sea *sea) {
     rest(sea, j);
     for (int i = -HALO; y >= 0 && y < NY && i < sea->nx + HALO; i++) {
       const int x = (i + sea->column * sea->nx + NX) % NX;
-      const double ripple = 0.2 * sin(x * 10.0 * M_PI / (NX - 1)) * cos(y * 8.0 * M_PI / (NY - 1));
+      const double ripple = 0.2 * sin(x * 10.0 * PI / (NX - 1)) * cos(y * 8.0 * PI / (NY - 1));
       *at(sea, 0, j, i) = (float)(DEPTH + profile[y + 1] - mean + ripple);
       *at(sea, 1, j, i) = (float)(10.0 * exp(-pow((y - 0.5 * (NY - 1)) / width, 2)));
     }

@@ -11,7 +11,9 @@ prints `Solution took 12.34 s`, compilation left out. With
 the three take turns in the same processes; medians, ratios and the largest differences of the results are printed.
 
 The model is the one of mpi4jax's example: the same equations, sea, initial state and number of steps, and the state is
-kept after every 100 of them. How it is made fast:
+kept after every 100 of them. (The example exchanges before friction, so that the velocities in its halos lack a step's
+friction, and depends on the number of ranks by that much, which is less than rounding; here they do not lack it.) How
+it is made fast:
 
 - Ranks exchange once in `LEAP` steps. Each array is surrounded by a halo of two cells for every step of the leap, all
   six arrays travel in one message for each neighbour, and what a step needs beyond this rank's cells is computed here
