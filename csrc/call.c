@@ -77,7 +77,11 @@ static ffi_error *decode_side(const struct call *call, const ffi_buffers *list, 
 
 ffi_error *call_run(ffi_frame *frame, const struct operation *operation, const struct memory *memory) {
   if (ffi_answer_metadata(frame)) return NULL;
-  struct call call = {.frame = frame, .operation = operation};
+  struct call call; /* not zeroed as a whole, which would take as long as the rest */
+  call.frame = frame;
+  call.operation = operation;
+  call.comm = NULL;
+  call.in = call.out = (struct side){NULL, 0, NULL};
   ffi_error *error;
   if (frame->stage == FFI_STAGE_INSTANTIATE) return check_attributes(&call);
   if (frame->stage != FFI_STAGE_EXECUTE) return NULL;

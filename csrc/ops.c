@@ -245,10 +245,10 @@ static ffi_error *reject(struct call *call, MPI_Message *message, const MPI_Stat
 }
 
 /* Receives into `out`, which `span` describes, and fills the user's status, if there is one. */
-static ffi_error *receive(struct call *call, const struct span *span, MPI_Comm comm, int source, int tag,
-                          int64_t wanted) {
+static inline ffi_error *receive(struct call *call, const struct span *span, MPI_Comm comm, int source, int tag,
+                                 int64_t wanted) {
   MPI_Message message;
-  MPI_Status status = {0}, *users = registry_at(wanted);
+  MPI_Status status, *users = wanted == 0 ? NULL : registry_at(wanted);
   int units = 0;
   TRY(call, mpi.Mprobe(source, tag, comm, &message, &status));
   TRY(call, mpi.Get_count(&status, span->type, &units));

@@ -23,7 +23,6 @@ The equations, with layer thickness h, velocity (u, v), potential vorticity q an
 """
 
 import argparse
-import functools
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -35,6 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 from mpi4py import MPI
 
+import jaxmpi
 from jaxmpi.notoken import gather, sendrecv
 
 DX = 5e3  # edge of a cell [m]
@@ -214,12 +214,12 @@ def make_model(domain: Domain, ny: int) -> Model:
     f = CORIOLIS + BETA * DX * np.arange(ny + 1)
     coriolis = jnp.asarray(f[domain.rows.start : domain.rows.stop + 1, None], jnp.float32)
 
-    @jax.jit
+    @jaxmpi.jit
     def start(h: jax.Array, u: jax.Array, v: jax.Array) -> State:
         # With equal old and new tendencies the first step is Euler's.
         return State(h, u, v, *tendencies(h, u, v, coriolis, domain))
 
-    @functools.partial(jax.jit, donate_argnums=0)
+    @jaxmpi.jit(donate_argnums=0)
     def advance(state: State, steps: int) -> State:
         return jax.lax.fori_loop(0, steps, lambda _, s: step(s, coriolis, domain), state)
 
