@@ -6,20 +6,22 @@ do. The kinds of call:
 
   loop    steps in a `lax.fori_loop` inside one compiled call; in C and with mpi4py, steps in a loop
   jit     one compiled call per step
-  eager   one call of the operation alone, on one of two inputs in turn
+  eager   one call of the operation alone
 
-In `jit` and `eager` every result is waited for before the next call, with `block_until_ready`, by all contenders. In
-`loop` and `jit` a call works on the result of the call before.
+A call works on the result of the call before (in `eager` only where that has the shape of x: not in `allgather`). In
+`jit` and `eager` every result is waited for before the next call, by all contenders, with `block_until_ready`.
 """
 
 import ctypes
-import itertools
+import functools
+import math
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,16 +97,18 @@ def _import_mpi4jax() -> Any:
 
 if SIZE < 2:
     sys.exit("the benchmarks need at least two ranks: python -m jaxmpi.run -n 2 ...")
-if "--no-gloo" in sys.argv:
-    MISSING["gloo"] = "left out by --no-gloo"
-else:
+GLOO = "--gloo" in sys.argv
+"""This job is the one that compares with gloo. With gloo in the process calls of the others on 1 MiB took up to twice
+as long, so it has a job of its own, where it takes turns with jaxmpi alone."""
+
+if GLOO:
     _unless_missing("gloo", _start_gloo)  # before JAX's backend starts
 
 import jaxmpi  # noqa: E402 (after gloo)
 from jaxmpi import notoken  # noqa: E402
 
-MPI4JAX = _unless_missing("mpi4jax", _import_mpi4jax)
-C = _unless_missing("C", _compile_c)
+MPI4JAX = None if GLOO else _unless_missing("mpi4jax", _import_mpi4jax)
+C: Any = None if GLOO else _unless_missing("C", _compile_c)
 
 
 # --- the operations ----------------------------------------------------------------------------------------------
@@ -133,11 +137,10 @@ class Operation:
     def step(self, mpi: Any) -> Callable[[jax.Array], jax.Array]:
         return lambda x: self.keep(self.jax(mpi, x)) * self.factor
 
-    def inputs(self, nbytes: int, seed: int = 0) -> np.ndarray:
-        """x of which one rank sends `nbytes` bytes to another; the values lie between 1 and 2."""
-        count = nbytes // 4
-        values = 1 + np.arange(count * (SIZE if self.parts else 1), dtype=np.float32) / (count * SIZE) + seed / 7
-        return (values * (1 + RANK / SIZE)).astype(np.float32).reshape((SIZE, count) if self.parts else (count,))
+    def inputs(self, nbytes: int, least: float = 1.0) -> np.ndarray:
+        """x of which one rank sends `nbytes` bytes to another; the values lie between `least` and four times that."""
+        shape = (SIZE, nbytes // 4) if self.parts else (nbytes // 4,)
+        return np.linspace(least, 2 * least, math.prod(shape), dtype=np.float32).reshape(shape) * (1 + RANK / SIZE)
 
 
 def _pingpong(mpi, x):
@@ -258,18 +261,23 @@ def _jax_call(mpi, jit):
     return build
 
 
+# Operations alone: a sum doubles with every call (of two ranks), from a value so small that it stays finite.
+TINY, DOUBLINGS = 1e-30, 200
+
+
 def _jax_eager(mpi):
     def build(name, nbytes, calls):
         operation = OPERATIONS[name]
-        inputs = [jnp.asarray(operation.inputs(nbytes, seed)) for seed in (0, 1)]
+        x = jnp.asarray(operation.inputs(nbytes, TINY))
         wait = jax.effects_barrier if name == "barrier" else lambda: None
 
-        def run(inputs):
-            for x in itertools.islice(itertools.cycle(inputs), calls):
-                operation.jax(mpi, x).block_until_ready()
+        def run(x):
+            for _ in range(calls):
+                y = operation.jax(mpi, x).block_until_ready()
                 wait()
+                x = y if y.shape == x.shape else x
 
-        return batch(calls, run, lambda: inputs)
+        return batch(calls, run, lambda: x)
 
     return build
 
@@ -324,14 +332,27 @@ def _numpy_loop(name, nbytes, calls):
 
 def _numpy_eager(name, nbytes, calls):
     operation = OPERATIONS[name]
-    inputs = [operation.inputs(nbytes, seed) for seed in (0, 1)]
-    y = _room(name, inputs[0])
+    values = operation.inputs(nbytes, TINY)
+    room = _room(name, values)
 
-    def run(inputs):
-        for x in itertools.islice(itertools.cycle(inputs), calls):
-            operation.numpy(x, y)
+    def run(x):
+        y = room
+        for _ in range(calls):
+            result = operation.numpy(x, y)
+            if result is y and x.shape == y.shape:
+                x, y = y, x
 
-    return batch(calls, run, lambda: inputs)
+    return batch(calls, run, values.copy)
+
+
+def _c_array(count: int) -> np.ndarray:
+    """Memory as a C program has it; NumPy would ask for huge pages."""
+    C.buffer.restype, C.buffer.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    C.release.argtypes = [ctypes.c_void_p]
+    address = C.buffer(count)
+    memory = (ctypes.c_float * count).from_address(address)
+    weakref.finalize(memory, C.release, address)
+    return np.frombuffer(memory, np.float32)
 
 
 def _c_loop(in_place):
@@ -341,14 +362,14 @@ def _c_loop(in_place):
         operation = OPERATIONS[name]
         function = getattr(C, f"{name}_in_place" if in_place else name)
         function.argtypes = [*[ctypes.c_void_p] * 3, ctypes.c_int, ctypes.c_float, ctypes.c_int]
-        values = operation.inputs(nbytes)
-        y = _room(name, values)
+        values = operation.inputs(nbytes).reshape(-1)
+        x, y = _c_array(values.size), _c_array(SIZE * nbytes // 4)
+        y[:] = 1
 
         def run(x):
-            address = MPI._addressof(COMM)
-            function(address, x.ctypes.data, y.ctypes.data, nbytes // 4, operation.factor, calls)
+            function(MPI._addressof(COMM), x.ctypes.data, y.ctypes.data, nbytes // 4, operation.factor, calls)
 
-        return batch(calls, run, values.copy)
+        return batch(calls, run, lambda: np.copyto(x, values) or x)
 
     return build
 
@@ -383,10 +404,28 @@ CONTENDERS = (
 KINDS = ("loop", "jit", "eager")
 
 
+def build_donated(nbytes: int, calls: int) -> dict[tuple[str, str], Measure]:
+    """A jit call of allreduce alone, its operand donated or not: with jaxmpi the former needs no memory besides it."""
+    measures = {}
+    values = OPERATIONS["allreduce"].inputs(nbytes, TINY)
+    for name, mpi, jit in (("jaxmpi", notoken, jaxmpi.jit), ("mpi4jax", MPI4JAX, jax.jit)):
+        for suffix, options in (("", {}), (", donated", {"donate_argnums": 0})):
+            if name not in MISSING:
+                function = jit(functools.partial(OPERATIONS["allreduce"].jax, mpi), **options)
+                measures["jit", name + suffix] = chain(function, calls, lambda: jnp.array(values))
+    return measures
+
+
+def takes_part(contender: Contender) -> bool:
+    if GLOO and contender.kind != "eager" and contender.name == "jaxmpi":
+        return True
+    return (contender.needs == "gloo") == GLOO and contender.needs not in MISSING
+
+
 def calls_in_batch(contender: Contender, nbytes: int, seconds: float) -> int:
     """How many calls take about `seconds`, the same on every rank; few enough for 0.999 to their power to count."""
-    few = 5 if contender.kind == "loop" else 2
-    return max(few, min(20000, int(seconds / (contender.latency + nbytes / 1e9))))
+    few, many = {"loop": (5, 20000), "jit": (2, 20000), "eager": (2, DOUBLINGS)}[contender.kind]
+    return max(few, min(many, int(seconds / (contender.latency + nbytes / 1e9))))
 
 
 def build(operation: str, nbytes: int, seconds: float, *, only: Any = None) -> dict[tuple[str, str], Measure]:
@@ -394,7 +433,7 @@ def build(operation: str, nbytes: int, seconds: float, *, only: Any = None) -> d
     measures = {}
     for contender in CONTENDERS:
         key = contender.kind, contender.name
-        if contender.needs in MISSING or (only is not None and key not in only):
+        if not takes_part(contender) or (only is not None and key not in only):
             continue
         measure = contender.build(operation, nbytes, calls_in_batch(contender, nbytes, seconds))
         if measure is not None:

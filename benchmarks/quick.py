@@ -1,6 +1,7 @@
 """The figures that the project is held to, in less than a minute: `make bench-quick`.
 
     python -m jaxmpi.run -n 2 benchmarks/quick.py
+    python -m jaxmpi.run -n 2 benchmarks/quick.py --gloo
 
 Prints lines `name: value`, with the goal where there is one; every ratio is one of medians of batches that took turns
 in this run. What is measured, and how, is written in contenders.py.
@@ -9,49 +10,31 @@ in this run. What is measured, and how, is written in contenders.py.
 import argparse
 import statistics
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from contenders import COMM, MISSING, MPI, MPI4JAX, RANK, build, chain, sample
-
-import jaxmpi
-from jaxmpi import notoken
+from contenders import MISSING, RANK, build, build_donated, sample
 
 LARGE = 16 << 20
 
 
-def medians(operation, nbytes, rounds, seconds, only):
-    """(kind, contender) -> median seconds of one call; those that cannot take part are missing."""
-    times = sample(build(operation, nbytes, seconds, only=only), rounds)
-    return {key: statistics.median(values) for key, values in times.items()}
+def measure(operation, nbytes, rounds, seconds, only=None):
+    """(kind, contender) -> seconds of one call, in every round; those that cannot take part are missing."""
+    return sample(build(operation, nbytes, seconds, only=only), rounds)
 
 
-def donated(nbytes, rounds, calls):
-    """Contender -> median seconds of a jit call of allreduce alone whose operand is donated, or is not."""
-
-    def doubled(mpi):  # the sum doubles with every call, from a value so small that it stays finite
-        return lambda x: mpi.allreduce(x, op=MPI.SUM, comm=COMM)
-
-    values = np.full(nbytes // 4, 1e-30, np.float32)
-    measures = {}
-    for name, mpi, jit in (("jaxmpi", notoken, jaxmpi.jit), ("mpi4jax", MPI4JAX, jax.jit)):
-        if name not in MISSING:
-            measures[name] = chain(jit(doubled(mpi)), calls, lambda: jnp.array(values))
-            measures[f"{name}, donated"] = chain(jit(doubled(mpi), donate_argnums=0), calls, lambda: jnp.array(values))
-    return {name: statistics.median(times) for name, times in sample(measures, rounds).items()}
-
-
-def shallow_water():
-    """The shallow-water model on 2 ranks: seconds of mpi4jax's own example over ours. Not part of this file yet."""
-    return None
+def median(times, key):
+    """None where the contender is missing."""
+    return statistics.median(times[key]) if key in times else None
 
 
 def ratio(times, key, reference, floor=None):
-    """times[key] / times[reference], both less times[floor]; None where one is missing."""
-    if any(name not in times for name in (key, reference, *([floor] if floor else []))):
-        return None
-    base = times[floor] if floor else 0.0
-    return (times[key] - base) / (times[reference] - base)
+    """Median of `key` over that of `reference`, both less that of `floor`; None where one is missing."""
+    value, base = median(times, key), median(times, reference)
+    least = median(times, floor) if floor else 0.0
+    return None if None in (value, base, least) else (value - least) / (base - least)
+
+
+def shallow_water() -> float | None:
+    """The shallow-water model on 2 ranks: seconds of mpi4jax's own example over ours. Not measured here yet."""
+    return None
 
 
 def report(name, value, goal="", unit=""):
@@ -62,47 +45,54 @@ def report(name, value, goal="", unit=""):
 
 def report_times(title, times):
     if RANK == 0:
-        print(f"\n{title}, us per call:")
-        for key, value in times.items():
-            print(f"  {' '.join(key) if isinstance(key, tuple) else key}: {value * 1e6:.4g}")
+        print(f"\n{title}, us per call, median and quartiles:")
+        for (kind, name), values in times.items():
+            low, middle, high = (f"{1e6 * value:.4g}" for value in statistics.quantiles(values, n=4))
+            print(f"  {kind:5} {name:18} {middle:>8}  ({low} - {high})")
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--no-gloo", action="store_true", help="leave JAX's own collectives out, here and in set-up")
-    parser.parse_args()
-    ours, peer, gloo = ("jit", "jaxmpi"), ("jit", "mpi4jax"), ("jit", "psum, gloo")
-    eager, peer_eager = ("eager", "jaxmpi"), ("eager", "mpi4jax")
-    loop, peer_loop, floor, gloo_loop = (("loop", name) for name in ("jaxmpi", "mpi4jax", "C", "psum, gloo"))
-    loops = (floor, loop, peer_loop)
+def compare_with_gloo():
+    """JAX's own collectives, in a job of their own."""
+    keys = [(kind, name) for kind in ("loop", "jit") for name in ("jaxmpi", "psum, gloo")]
+    times = {nbytes: measure("allreduce", nbytes, 9, 0.03, keys) for nbytes in (4, 1 << 20)}
+    report("psum_gloo_vs_ours_4B", ratio(times[4], *keys[1::-1]), ">= 50")
+    report("psum_gloo_vs_ours_1MiB", ratio(times[1 << 20], *keys[1::-1]), ">= 2")
+    report_times("allreduce of 4 B, beside gloo", times[4])
+    report_times("allreduce of 1 MiB, beside gloo", times[1 << 20])
 
-    small = medians("allreduce", 4, 25, 0.02, None)
-    exchange = medians("exchange", 4, 25, 0.02, loops)
-    medium = medians("allreduce", 1 << 20, 9, 0.02, (ours, loop, gloo, gloo_loop))
-    large = medians("allreduce", LARGE, 9, 0.2, (*loops, ("loop", "C, in place")))
-    in_place = donated(LARGE, 7, 10)
 
-    report("jit_call_us", small[ours] * 1e6)
-    report("plain_jit_call_us", small["jit", "x + 1"] * 1e6)
-    report("jit_call_vs_plain_jax", ratio(small, ours, ("jit", "x + 1")), "<= 2.0")
+def compare():
+    ours, peer, plain = (("jit", name) for name in ("jaxmpi", "mpi4jax", "x + 1"))
+    eager, peer_eager = (("eager", name) for name in ("jaxmpi", "mpi4jax"))
+    donated, peer_donated = (("jit", f"{name}, donated") for name in ("jaxmpi", "mpi4jax"))
+    loop, peer_loop, floor = loops = [("loop", name) for name in ("jaxmpi", "mpi4jax", "C")]
+    small = measure("allreduce", 4, 25, 0.02)
+    exchange = measure("exchange", 4, 25, 0.02, loops)
+    large = measure("allreduce", LARGE, 9, 0.25, [*loops, ("loop", "C, in place")])
+    alone = sample(build_donated(LARGE, 10), 9)
+
+    report("jit_call_us", 1e6 * median(small, ours))
+    report("plain_jit_call_us", 1e6 * median(small, plain))
+    report("jit_call_vs_plain_jax", ratio(small, ours, plain), "<= 2.0")
     report("jit_call_vs_mpi4jax", ratio(small, peer, ours), ">= 18")
-    report("eager_call_us", small[eager] * 1e6)
+    report("eager_call_us", 1e6 * median(small, eager))
     report("eager_call_vs_mpi4jax", ratio(small, peer_eager, eager), ">= 800")
     report("eager_call_vs_jit_call", ratio(small, eager, ours), "<= 2.5")
     report("loop_allreduce_4B_overhead", ratio(small, loop, peer_loop, floor), "<= 0.4")
     report("loop_sendrecv_4B_overhead", ratio(exchange, loop, peer_loop, floor), "<= 0.3")
     report("loop_allreduce_16MiB_vs_raw_c", ratio(large, loop, floor), "<= 0.95")
-    report(
-        "jit_donated_allreduce_16MiB_vs_mpi4jax", ratio(in_place, "mpi4jax, donated", "jaxmpi, donated"), ">= 3"
-    )
-    report("psum_gloo_vs_ours_4B", ratio(small, gloo_loop, loop), ">= 50")
-    report("psum_gloo_vs_ours_1MiB", ratio(medium, gloo_loop, loop), ">= 2")
+    report("jit_donated_allreduce_16MiB_vs_mpi4jax", ratio(alone, peer_donated, donated), ">= 3")
     report("shallow_water_2_ranks_vs_mpi4jax", shallow_water(), ">= 1.5")
     report_times("allreduce of 4 B", small)
     report_times("exchange of 4 B", exchange)
-    report_times("allreduce of 1 MiB", medium)
     report_times("allreduce of 16 MiB", large)
-    report_times("allreduce of 16 MiB, jit, no multiplication", in_place)
+    report_times("allreduce of 16 MiB, jit, no multiplication", alone)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gloo", action="store_true", help="the lines about JAX's own collectives; the others without")
+    (compare_with_gloo if parser.parse_args().gloo else compare)()
     if RANK == 0:
         for name, why in MISSING.items():
             print(f"{name} is missing: {why}")
