@@ -99,17 +99,17 @@ $(BENCH)/.peer:
 	  echo "mpi4jax could not be built: the benchmarks will do without it"
 	@touch $@
 
-$(BENCH)/.ready: $(BENCH)/.peer $(SOURCES)
+$(BENCH)/.installed: $(BENCH)/.peer $(SOURCES)
 	$(BENCH_PIP) install "$(BENCH_JAX)" ".[$(MPI),examples]"
 	@touch $@
 
-bench: $(BENCH)/.ready ## time per call beside C, mpi4py, mpi4jax and gloo, with tables and plots; some 10 minutes
+bench: $(BENCH)/.installed ## time per call beside C, mpi4py, mpi4jax and gloo, with tables and plots; some 10 minutes
 	$(BENCH_RUN) benchmarks/calls.py --output $(RESULTS)/calls.json
 	$(BENCH_RUN_UNBOUND) benchmarks/calls.py --gloo --output $(RESULTS)/gloo.json
 	timeout $(LIMIT) $(BENCH)/bin/python benchmarks/startup.py --output $(RESULTS)/startup.json
 	$(BENCH)/bin/python benchmarks/report.py $(RESULTS)/*.json --plots $(RESULTS) --markdown | tee $(RESULTS)/tables.md
 
-bench-quick: $(BENCH)/.ready ## the figures that the project is held to, in a minute
+bench-quick: $(BENCH)/.installed ## the figures that the project is held to, in a minute
 	@$(BENCH_RUN) benchmarks/quick.py
 	@$(BENCH_RUN_UNBOUND) benchmarks/quick.py --gloo
 

@@ -98,9 +98,9 @@ def _import_mpi4jax() -> Any:
 if SIZE < 2:
     sys.exit("the benchmarks need at least two ranks: python -m jaxmpi.run -n 2 ...")
 GLOO = "--gloo" in sys.argv
-"""Whether this is the job that compares JAX's own collectives with jaxmpi. It is one of its own: with gloo in the process
-calls of the other contenders on 1 MiB took up to twice as long, and gloo, which has threads of its own, is several
-times slower on a rank that is bound to one core."""
+"""Whether this is the job that compares JAX's own collectives with jaxmpi. It is one of its own: with gloo in the
+process calls of the other contenders on 1 MiB took up to twice as long, and gloo, which has threads of its own, is
+several times slower on a rank that is bound to one core."""
 
 if GLOO:
     _unless_missing("gloo", _start_gloo)  # before JAX's backend starts
