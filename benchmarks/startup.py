@@ -1,0 +1,87 @@
+"""What comes before and beside the calls: import, the first call, memory. Part of `make bench`.
+
+    python benchmarks/startup.py --output startup.json
+
+Starts jobs of 2 ranks, jaxmpi and mpi4jax in turn, each measuring one package in fresh processes; the slowest or
+largest rank counts.
+"""
+
+import argparse
+import importlib.util
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+PACKAGES = ("jaxmpi", "mpi4jax")
+EAGER_CALLS = 200
+
+
+def job(package):
+    """Measures on every rank, rank 0 prints."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from mpi4py import MPI
+
+    def seconds(function):
+        MPI.COMM_WORLD.Barrier()
+        start = time.perf_counter()
+        function()
+        return time.perf_counter() - start
+
+    def peak():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+    def eager():
+        y = x
+        for _ in range(EAGER_CALLS):
+            y = mpi.allreduce(x, op=MPI.SUM).block_until_ready()
+        return y
+
+    figures = {"import [s]": seconds(lambda: importlib.import_module(package))}
+    mpi = importlib.import_module("jaxmpi.notoken" if package == "jaxmpi" else package)
+    jit = importlib.import_module(package).jit if package == "jaxmpi" else jax.jit
+    x = jnp.arange(1.0, 1025.0).block_until_ready()  # starts JAX's backend
+    compiled = jit(lambda v: mpi.allreduce(v, op=MPI.SUM) * 0.5)
+    figures["first call of a jitted allreduce [s]"] = seconds(lambda: compiled(x).block_until_ready())
+    before = peak()
+    eager()
+    figures[f"peak memory, growth in {EAGER_CALLS} eager calls [MiB]"] = peak() - before
+    largest = np.array(list(figures.values()))
+    MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, largest, MPI.MAX)
+    if MPI.COMM_WORLD.rank == 0:
+        print(json.dumps(dict(zip(figures, largest.tolist(), strict=True))))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--job", choices=PACKAGES, help=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    if options.job:
+        job(options.job)
+        return
+    records = []
+    for _ in range(options.rounds):
+        for package in PACKAGES:
+            if importlib.util.find_spec(package) is None:
+                continue
+            command = [sys.executable, "-m", "jaxmpi.run", "-n", "2", __file__, "--job", package]
+            said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=300).stdout
+            records.append({"contender": package, **json.loads(said.splitlines()[-1])})
+    for package in dict.fromkeys(record["contender"] for record in records):
+        own = [record for record in records if record["contender"] == package]
+        for figure in list(own[0])[1:]:
+            print(f"{package}, {figure}: {statistics.median(record[figure] for record in own):.4g}")
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps({"startup": records}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
