@@ -104,15 +104,24 @@ $(BENCH)/.installed: $(BENCH)/.peer $(SOURCES)
 	$(BENCH_PIP) install "$(BENCH_JAX)" ".[$(MPI),examples]"
 	@touch $@
 
-bench: $(BENCH)/.installed ## time per call beside C, mpi4py, mpi4jax and gloo, with tables and plots; some 10 minutes
+$(BENCH)/libshallow_water.so: benchmarks/shallow_water.c $(BENCH)/.peer
+	$(BENCH)/bin/mpicc -O3 -march=native -shared -fPIC $< -o $@ -lm
+
+# Ours, the example of mpi4jax where it could be built, and C.
+SEA = benchmarks/shallow_water.py $(addprefix --peer ,$(wildcard $(BENCH)/mpi4jax-*/examples/shallow_water.py))
+
+bench: $(BENCH)/.installed $(BENCH)/libshallow_water.so ## beside C, mpi4py, mpi4jax and gloo: tables, plots; 15 minutes
 	$(BENCH_RUN) benchmarks/calls.py --output $(RESULTS)/calls.json
 	$(BENCH_RUN_UNBOUND) benchmarks/calls.py --gloo --output $(RESULTS)/gloo.json
+	@for n in 1 2 4; do timeout $(LIMIT) $(BENCH)/bin/python -m jaxmpi.run -n $$n $(SEA) --c $(BENCH)/libshallow_water.so \
+	  --days 1 --output $(RESULTS)/sea-$$n.json || exit; done
 	timeout $(LIMIT) $(BENCH)/bin/python benchmarks/startup.py --output $(RESULTS)/startup.json
 	$(BENCH)/bin/python benchmarks/report.py $(RESULTS)/*.json --plots $(RESULTS) --markdown | tee $(RESULTS)/tables.md
 
 bench-quick: $(BENCH)/.installed ## the figures that the project is held to, in a minute
 	@$(BENCH_RUN) benchmarks/quick.py
 	@$(BENCH_RUN_UNBOUND) benchmarks/quick.py --gloo
+	@$(BENCH_RUN) $(SEA) --days 0.5 --quick
 
 compat: ## one built file on every MPI and several versions of JAX and Python
 	$(PYTHON) tests/compat.py

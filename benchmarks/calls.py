@@ -19,7 +19,8 @@ from pathlib import Path
 from contenders import CFLAGS, GLOO, MISSING, MPI, OPERATIONS, RANK, SIZE, build, build_donated, sample
 
 SIZES = (4, 256, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
-DONATED = 16 << 20
+DONATED = {4: 100, 64 << 10: 100, 1 << 20: 50, 16 << 20: 10}
+"""Bytes -> calls in a batch, for the calls with and without donation."""
 PACKAGES = ("jaxmpi", "jax", "jaxlib", "numpy", "mpi4py", "mpi4jax")
 
 
@@ -64,7 +65,8 @@ def measure(options):
         for nbytes in SIZES[:1] if operation == "barrier" else options.bytes:
             yield operation, nbytes, sample(build(operation, nbytes, options.seconds), options.rounds)
     if not GLOO and "allreduce" in options.operations:
-        yield "allreduce alone", DONATED, sample(build_donated(DONATED, 10), options.rounds)
+        for nbytes, calls in DONATED.items():
+            yield "allreduce alone", nbytes, sample(build_donated(nbytes, calls), options.rounds)
 
 
 def main():

@@ -405,15 +405,30 @@ CONTENDERS = (
 KINDS = ("loop", "jit", "eager")
 
 
+def _allreduce_out_of_place() -> Callable[[jax.Array], jax.Array]:
+    """What jaxmpi.allreduce would be if its result never took the operand's place."""
+    from jaxmpi._arguments import reduction
+    from jaxmpi._communicator import resolve
+    from jaxmpi._operations import bind
+
+    params = {"comm": resolve(COMM, "allreduce"), "op": reduction(MPI.SUM, "allreduce"), "in_place": False}
+    return lambda x: bind("allreduce", params, x)
+
+
 def build_donated(nbytes: int, calls: int) -> dict[tuple[str, str], Measure]:
     """A jit call of allreduce alone, its operand donated or not: with jaxmpi the former needs no memory besides it."""
     measures = {}
     values = OPERATIONS["allreduce"].inputs(nbytes, TINY)
-    for name, mpi, jit in (("jaxmpi", notoken, jaxmpi.jit), ("mpi4jax", MPI4JAX, jax.jit)):
+    allreduce = OPERATIONS["allreduce"].jax
+    functions = {
+        "jaxmpi": (jaxmpi.jit, functools.partial(allreduce, notoken)),
+        "out of place": (jaxmpi.jit, _allreduce_out_of_place()),
+        "mpi4jax": (jax.jit, functools.partial(allreduce, MPI4JAX)),
+    }
+    for name, (jit, function) in functions.items():
         for suffix, options in (("", {}), (", donated", {"donate_argnums": 0})):
             if name not in MISSING:
-                function = jit(functools.partial(OPERATIONS["allreduce"].jax, mpi), **options)
-                measures["jit", name + suffix] = chain(function, calls, lambda: jnp.array(values))
+                measures["jit", name + suffix] = chain(jit(function, **options), calls, lambda: jnp.array(values))
     return measures
 
 

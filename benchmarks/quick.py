@@ -32,11 +32,6 @@ def ratio(times, key, reference, floor=None):
     return None if None in (value, base, least) else (value - least) / (base - least)
 
 
-def shallow_water() -> float | None:
-    """The shallow-water model on 2 ranks: seconds of mpi4jax's own example over ours. Not measured here yet."""
-    return None
-
-
 def report(name, value, goal="", unit=""):
     if RANK == 0:
         text = "-" if value is None else f"{value:.4g}"
@@ -82,7 +77,6 @@ def compare():
     report("loop_sendrecv_4B_overhead", ratio(exchange, loop, peer_loop, floor), "<= 0.3")
     report("loop_allreduce_16MiB_vs_raw_c", ratio(large, loop, floor), "<= 0.95")
     report("jit_donated_allreduce_16MiB_vs_mpi4jax", ratio(alone, peer_donated, donated), ">= 3")
-    report("shallow_water_2_ranks_vs_mpi4jax", shallow_water(), ">= 1.5")
     report_times("allreduce of 4 B", small)
     report_times("exchange of 4 B", exchange)
     report_times("allreduce of 16 MiB", large)

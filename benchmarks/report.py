@@ -33,7 +33,7 @@ COLOURS = {
 
 def read(paths):
     """All that the files say: calls[operation, bytes][kind, contender] -> seconds, and the rest."""
-    calls, rest = defaultdict(dict), {"surroundings": {}, "missing": {}, "startup": []}
+    calls, rest = defaultdict(dict), {"surroundings": {}, "missing": {}, "startup": [], "shallow water": []}
     for path in paths:
         whole = json.loads(Path(path).read_text())
         for record in whole.pop("calls", []):
@@ -91,10 +91,20 @@ def markdown(calls, rest):
                 )
         print(f"### {title}, µs\n")
         table(["operation", "bytes", *names, *(label for *_, label in ratios)], rows)
-    for (operation, nbytes), times in calls.items():
-        if operation == ALONE:
-            print(f"### One compiled call of allreduce alone, {size(nbytes)}, µs\n")
-            table([name for _, name in times], [[cell(seconds) for seconds in times.values()]])
+    alone = {nbytes: times for (operation, nbytes), times in calls.items() if operation == ALONE}
+    if alone:
+        names = list(dict.fromkeys(key for times in alone.values() for key in times))
+        print("### One compiled call of allreduce alone, with and without donation, µs\n")
+        rows = [[size(nbytes), *(cell(times.get(key)) for key in names)] for nbytes, times in alone.items()]
+        table(["bytes", *(name for _, name in names)], rows)
+    if rest["shallow water"]:
+        print("### The shallow-water model\n")
+        rows = []
+        for record in rest["shallow water"]:
+            per_step = [value / record["steps"] for value in record["seconds"]]
+            quotient = statistics.median(record["seconds"]) / statistics.median(record["jaxmpi"])
+            rows.append([str(record["ranks"]), record["contender"], cell(per_step), f"{quotient:.2f}"])
+        table(["ranks", "", "µs per step", "/ jaxmpi"], rows)
     if rest["startup"]:
         figures = [name for name in rest["startup"][0] if name != "contender"]
         print("### Before and beside the calls\n")

@@ -4,7 +4,7 @@
 
 prints `Solution took 12.34 s`, compilation left out. With
 
-    mpicc -O3 -march=native -shared -fPIC benchmarks/shallow_water.c -o libshallow_water.so
+    mpicc -O3 -march=native -shared -fPIC benchmarks/shallow_water.c -o libshallow_water.so -lm
     python -m jaxmpi.run -n 2 benchmarks/shallow_water.py --days 1 --peer .../examples/shallow_water.py \
         --c ./libshallow_water.so
 
@@ -28,6 +28,7 @@ import contextlib
 import ctypes
 import functools
 import io
+import json
 import runpy
 import statistics
 import time
@@ -409,6 +410,8 @@ def main() -> None:
     parser.add_argument("--peer", type=Path, metavar="PATH", help="mpi4jax's examples/shallow_water.py")
     parser.add_argument("--c", type=Path, metavar="LIBRARY", help="shallow_water.c as a shared library")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each contender (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="print the ratio to the peer alone, as quick.py does")
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="write all times, for report.py")
     parser.add_argument("--save", type=Path, metavar="FILE.npz", help="write the final h, u and v")
     options = parser.parse_args()
 
@@ -429,11 +432,14 @@ def main() -> None:
     if domain.comm.rank != 0:
         return
 
+    steps = count_blocks(options.days) * BLOCK
     medians = {name: statistics.median(values) for name, values in times.items()}
-    if alone:
+    if options.quick:
+        ratio = f"{medians['mpi4jax'] / medians['jaxmpi']:.4g}" if options.peer else "-"
+        print(f"shallow_water_{domain.comm.size}_ranks_vs_mpi4jax: {ratio}  (goal >= 1.5)")
+    elif alone:
         print(f"Solution took {medians['jaxmpi']:.2f} s")
     else:
-        steps = count_blocks(options.days) * BLOCK
         print(f"{domain.comm.size} ranks, {steps} steps, medians of {options.rounds} rounds")
         print(f"{'':8} {'seconds':>8} {'us/step':>8} {'/ jaxmpi':>8}   largest difference of h [m], u, v [m/s]")
         for name, median in medians.items():
@@ -441,6 +447,13 @@ def main() -> None:
             listed = " ".join(f"{d:9.2e}" for d in differences)
             ratio = median / medians["jaxmpi"]
             print(f"{name:8} {median:8.3f} {median / steps * 1e6:8.1f} {ratio:8.2f}   {listed}", flush=True)
+    if options.output:
+        records = [
+            {"ranks": domain.comm.size, "steps": steps, "contender": name, "seconds": values, "jaxmpi": times["jaxmpi"]}
+            for name, values in times.items()
+        ]
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps({"shallow water": records}, indent=1) + "\n")
     if options.save:
         np.savez(options.save, **dict(zip("huv", seas["jaxmpi"], strict=True)))
 

@@ -243,3 +243,43 @@ def test_eager_is_compiled_once(comm, size):
         for _ in range(3):
             notoken.sendrecv(jnp.ones(3), jnp.ones(3), comm.rank, comm.rank, sendtag=tag, recvtag=tag)
     assert eager_programs() == before + 1
+
+
+@pytest.mark.parametrize("threshold", [1, 1 << 60], ids=["large", "small"])
+def test_in_place(threshold, monkeypatch, rank, size):
+    """Results take the place of operands that nobody needs, and only those: an operand is never overwritten."""
+    from jaxmpi import _order
+
+    monkeypatch.setattr(_order, "_COPY_BYTES", threshold)
+    total = size * (size + 1) / 2
+
+    def sum_of(x):
+        return notoken.allreduce(x, MPI.SUM)
+
+    def in_place(function, **options):
+        text = _order._discharged_jit(function, options).lower(np.zeros(0, bool), jnp.ones(3)).as_text()
+        return "output_operand_alias" in text
+
+    constant = jnp.full(3, rank + 1.0)
+    functions = {
+        "argument": (sum_of, lambda x: total, False),
+        "intermediate": (lambda x: sum_of(2 * x), lambda x: 2 * total, True),
+        "used later": (lambda x: sum_of(y := 2 * x) + y, lambda x: 2 * total + 2 * x, False),
+        "returned": (lambda x: (y := 2 * x, sum_of(y))[0], lambda x: 2 * x, False),
+        "constant": (lambda x: sum_of(constant) + x, lambda x: total + x, False),
+        "loop": (lambda x: lax.fori_loop(0, 2, lambda i, v: sum_of(v), x), lambda x: size * total, True),
+    }
+    for name, (function, expected, spare) in functions.items():
+        x = jnp.full(3, rank + 1.0)
+        np.testing.assert_array_equal(jaxmpi.jit(function)(x), np.full(3, expected(rank + 1.0)), err_msg=name)
+        np.testing.assert_array_equal(x, np.full(3, rank + 1.0), err_msg=name)
+        assert in_place(function) == (spare or threshold > 1), name
+    assert in_place(sum_of, donate_argnums=0)
+    x = jnp.full(3, rank + 1.0)
+    np.testing.assert_array_equal(jaxmpi.jit(sum_of, donate_argnums=0)(x), np.full(3, total))
+    assert x.is_deleted()
+    x = jnp.full(3, rank + 1.0)
+    for operation, expected in (("allreduce", total), ("scan", (rank + 1) * (rank + 2) / 2)):
+        np.testing.assert_array_equal(getattr(notoken, operation)(x, MPI.SUM), np.full(3, expected))
+    np.testing.assert_array_equal(notoken.reduce(x, MPI.SUM, 0), np.full(3, total if rank == 0 else rank + 1.0))
+    np.testing.assert_array_equal(x, np.full(3, rank + 1.0))

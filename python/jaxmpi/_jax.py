@@ -6,7 +6,7 @@ Tried on JAX 0.6.0, 0.10.2 and 0.12.0.1. A version that moves one of these names
 import contextlib
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from jax._src import config, core, dispatch, effects
 from jax._src.array import ArrayImpl
 from jax._src.interpreters import partial_eval
 from jax._src.lib.mlir.dialects import hlo
+from jax.extend.core import Literal
 from jax.extend.core import Primitive as Primitive
 from jax.ffi import ffi_lowering as ffi_lowering
 from jax.interpreters import ad as ad
@@ -145,6 +146,11 @@ def wait_for_all_threads() -> None:
 def zero_tangent(x: Any) -> Any:
     """The symbolic zero that stands for the tangent of `x`."""
     return ad.Zero(ShapedArray(x.shape, x.dtype).to_tangent_aval())
+
+
+def variables(atoms: Iterable[Any]) -> list[Any]:
+    """Those of a jaxpr's atoms that are no literals."""
+    return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 
 def is_tracer(x: Any) -> bool:

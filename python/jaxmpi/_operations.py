@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 from jaxmpi import _arguments as arguments
 from jaxmpi import _communicator, _jax, _native
-from jaxmpi._order import TOKEN, Token
+from jaxmpi._order import IN_PLACE, TOKEN, Token
 from jaxmpi._primitive import Params, Part, Row, Shape, eager_program, make_primitive
 
 # --- the table ---------------------------------------------------------------------------------------------------
@@ -175,6 +175,12 @@ def _each(operation: str, params: Params, x: Any, check: Leaf, *more: Any) -> An
     return _unflatten(structure, [bind(operation, params, leaf) for leaf in leaves])
 
 
+def _reducing(operation: str, comm: Any, x: Any, op: MPI.Op, **more: Any) -> Any:
+    reduction = arguments.reduction(op, operation)
+    params = {"comm": comm, "op": reduction, IN_PLACE: True, **more}
+    return _each(operation, params, x, arguments.reducible, reduction)
+
+
 def allgather(x: Any, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:
     """Stacks the arrays of all ranks, on all ranks (MPI_Allgather).
 
@@ -210,8 +216,7 @@ def allreduce(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None, token: Any = 
       TypeError: the dtype has no such operation, or an argument is of the wrong type. ValueError: a freed `comm` or
       `op`. Both while tracing, before anything is sent; other ranks then wait.
     """
-    params = {"comm": _communicator.resolve(comm, "allreduce"), "op": arguments.reduction(op, "allreduce")}
-    return _each("allreduce", params, x, arguments.reducible, params["op"]), TOKEN
+    return _reducing("allreduce", _communicator.resolve(comm, "allreduce"), x, op), TOKEN
 
 
 def alltoall(x: Any, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:
@@ -353,9 +358,8 @@ def reduce(x: Any, op: MPI.Op, root: int, *, comm: MPI.Comm | None = None, token
       static, or of the wrong type. Both while tracing, before anything is sent; other ranks then wait.
     """
     resolved = _communicator.resolve(comm, "reduce")
-    reduction = arguments.reduction(op, "reduce")
-    params = {"comm": resolved, "op": reduction, "root": arguments.rank(root, resolved, "reduce", "root")}
-    return _each("reduce", params, x, arguments.reducible, reduction), TOKEN
+    root = arguments.rank(root, resolved, "reduce", "root")
+    return _reducing("reduce", resolved, x, op, root=root), TOKEN
 
 
 def scan(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:
@@ -374,8 +378,7 @@ def scan(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None, token: Any = None)
       TypeError: the dtype has no such operation, or an argument is of the wrong type; while tracing, before anything
       is sent; other ranks then wait.
     """
-    params = {"comm": _communicator.resolve(comm, "scan"), "op": arguments.reduction(op, "scan")}
-    return _each("scan", params, x, arguments.reducible, params["op"]), TOKEN
+    return _reducing("scan", _communicator.resolve(comm, "scan"), x, op), TOKEN
 
 
 def scatter(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:

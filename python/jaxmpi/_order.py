@@ -32,6 +32,9 @@ class Communication(_jax.Effect):
 _jax.permit_effect(Communication)
 EFFECT = Communication()
 
+IN_PLACE = "in_place"
+"""Parameter of an operation: whether its result may take the place of its operand."""
+
 
 class Token:
     """Stands for "after everything before". Has no leaves; all tokens are equal.
@@ -85,7 +88,31 @@ _jax.mlir.register_lowering(_region, _region_lowering)
 _jax.keep(_region)
 
 
-def _discharge(function: Callable[..., Any]) -> Callable[..., Any]:
+# Where a result shall take the place of an operand that is needed afterwards, XLA copies the operand first. From about
+# this size on (the copy no longer fits into a cache) that takes longer than a result in memory of its own.
+_COPY_BYTES = 8 << 20
+
+
+def _spare_copies(closed: Any, donated: bool) -> Any:
+    """The same computation with large operations out of place whose operand is needed afterwards.
+
+    Needed are what later equations use, what is returned, constants, and arguments that are not donated.
+    """
+    jaxpr = closed.jaxpr
+    needed = {*jaxpr.constvars, *(() if donated else jaxpr.invars), *_jax.variables(jaxpr.outvars)}
+    equations = []
+    for equation in reversed(jaxpr.eqns):
+        operands = _jax.variables(equation.invars)
+        if equation.params.get(IN_PLACE) and operands and operands[0] in needed:
+            aval = operands[0].aval
+            if aval.size * aval.dtype.itemsize >= _COPY_BYTES:
+                equation = equation.replace(params={**equation.params, IN_PLACE: False})
+        needed.update(operands)
+        equations.append(equation)
+    return closed.replace(jaxpr=jaxpr.replace(eqns=equations[::-1]))
+
+
+def _discharge(function: Callable[..., Any], donated: bool) -> Callable[..., Any]:
     """`function` as one with the link as first operand and first result, and without the effect."""
 
     def discharged(link, /, *args, **kwargs):
@@ -102,7 +129,7 @@ def _discharge(function: Callable[..., Any]) -> Callable[..., Any]:
         operands = [leaves[i] for i in traced]
         jaxpr, shape = jax.make_jaxpr(of_traced, return_shape=True)(*operands)
         if jaxpr.effects == {EFFECT}:
-            link, *results = _region.bind(link, *operands, jaxpr=jaxpr)
+            link, *results = _region.bind(link, *operands, jaxpr=_spare_copies(jaxpr, donated))
         else:  # nothing to discharge, or effects besides that JAX has to know of
             results = _jax.jaxpr_as_fun(jaxpr)(*operands)
         return link, jax.tree.unflatten(jax.tree.structure(shape), results)
@@ -130,7 +157,8 @@ def _behind_link(argnums: Any) -> Any:
 
 def _discharged_jit(function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
     shifted = {name: _behind_link(value) if name.endswith("_argnums") else value for name, value in options.items()}
-    return jax.jit(_discharge(function), **shifted)
+    donated = any(options.get(name) not in (None, ()) for name in ("donate_argnums", "donate_argnames"))
+    return jax.jit(_discharge(function, donated), **shifted)
 
 
 def eager(function: Callable[..., Any]) -> Callable[..., Any]:

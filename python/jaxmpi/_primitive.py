@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxmpi import _jax
 from jaxmpi._native import DATATYPES, OPERATIONS
-from jaxmpi._order import EFFECT, eager
+from jaxmpi._order import EFFECT, IN_PLACE, eager
 
 Params = dict[str, Any]
 Shape = tuple[int, ...]
@@ -33,7 +33,7 @@ class Part:
     result: bool = True
     """The core fills a result; otherwise operand 0 is the result as it is."""
     in_place: bool = False
-    """The result may take operand 0's memory."""
+    """The result may take operand 0's memory, where the parameter IN_PLACE says so too."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def _make_lowering(row: Row):
         rule = _jax.ffi_lowering(
             f"jaxmpi_{row.name}",
             has_side_effect=True,
-            operand_output_aliases={0: 0} if part.in_place else None,
+            operand_output_aliases={0: 0} if part.in_place and params[IN_PLACE] else None,
         )
         dtype = ctx.avals_in[0].dtype if ctx.avals_in else None
         attributes = {name: _attribute(name, params, dtype) for name in OPERATIONS[row.name]}
