@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "call.h"
+#include "link.h"
 
 /* Steals `value`; -1 with an exception set where it is NULL or cannot be stored. */
 static int put(PyObject *dict, const char *key, PyObject *value) {
@@ -202,6 +203,7 @@ static PyMethodDef methods[] = {
     {"handlers", handlers, METH_NOARGS, handlers_doc},
     {"configure", configure, METH_VARARGS, configure_doc},
     {"set_trace", set_trace, METH_VARARGS, set_trace_doc},
+    {"linker", link_make, METH_VARARGS, link_doc},
     {"set_max_count", set_max_count, METH_VARARGS, set_max_count_doc},
     {NULL, NULL, 0, NULL},
 };

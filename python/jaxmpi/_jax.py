@@ -22,6 +22,8 @@ from jax.interpreters import ad as ad
 from jax.interpreters import batching as batching
 from jax.interpreters import mlir as mlir
 
+from jaxmpi import _core
+
 Effect = effects.Effect
 ShapedArray = core.ShapedArray
 Tracer = core.Tracer
@@ -76,27 +78,36 @@ def _first_array() -> Any:
 def _new_link(effect: Effect) -> Any:
     """Makes the runtime token of this thread one whose array can be an operand of compiled code.
 
-    A token that JAX makes holds an array too, but on some versions with the layout of an XLA token; so ours are marked.
-    After a computation of JAX's own kind the next one of ours waits for it, therefore.
+    A token that JAX makes holds an array too, but on some versions with the layout of an XLA token; so ours are marked,
+    by the attribute that tells whether the computation was still running when its call returned. After a computation of
+    JAX's own kind the next one of ours waits for it, therefore.
     """
     tokens = dispatch.runtime_tokens.current_tokens
     if effect in tokens:
-        try:
-            tokens[effect].block_until_ready()
-        except jax.errors.JaxRuntimeError as error:
-            _warn_of_failure(error)
+        _failed(tokens[effect])
     link: Any = core.Token(_first_array())
-    link.is_link = True
+    link.pending = False
     _of_threads[threading.get_ident()] = tokens[effect] = link
     return link
 
 
-def _warn_of_failure(error: Exception) -> None:
-    """An earlier computation has failed, and its results raise that. The next one is not made to fail with it.
+def _heal(token: Any) -> None:
+    """Gives a token whose computation has failed a link that has not."""
+    if token._buf.is_ready() and _failed(token):
+        token._buf = _first_array()
+
+
+def _failed(token: Any) -> bool:
+    """Waits for what a token stands for; whether it failed, which is a warning here: its results are what raises.
 
     JAX would let what comes next fail too, unexecuted, while the other ranks wait for it.
     """
-    warnings.warn(f"jaxmpi: an earlier computation failed: {error}", RuntimeWarning, stacklevel=4)
+    try:
+        token.block_until_ready()
+    except jax.errors.JaxRuntimeError as error:
+        warnings.warn(f"jaxmpi: an earlier computation failed: {error}", RuntimeWarning, stacklevel=4)
+        return True
+    return False
 
 
 Function = Callable[..., Any]
@@ -106,27 +117,18 @@ def linked(effect: Effect, compute: Function, otherwise: Function | None = None)
     """`compute(link, *args, **kwargs) -> (link, result)` as a function of the arguments, in the order of an effect.
 
     Between two computations with an ordered effect JAX keeps an empty array, one per thread, that the first returns
-    and the second takes as an operand. The same is done here; a computation of JAX's own kind after this one is linked
-    by the array. Where there is an `otherwise`, it is called instead inside a trace and with `jax.disable_jit`.
+    and the second takes as an operand. The same is done here (in link.c); a computation of JAX's own kind after this
+    one is linked by the array. Where there is an `otherwise`, it is called instead inside a trace and with
+    `jax.disable_jit`.
     """
-    clean, disabled, tokens = core.trace_state_clean, config.disable_jit, dispatch.runtime_tokens
+    clean, disabled = core.trace_state_clean, config.disable_jit
+    names = ("current_tokens", "_buf", "pending", "is_ready")
+    run = _core.linker(compute, dispatch.runtime_tokens, effect, lambda: _new_link(effect), _heal, names)
 
     def call(*args, **kwargs):
         if otherwise is not None and (not clean() or disabled.value):
             return otherwise(*args, **kwargs)
-        token = tokens.current_tokens.get(effect)
-        if token is None or not hasattr(token, "is_link"):
-            token = _new_link(effect)
-        array = token._buf
-        if array.is_ready():
-            try:
-                array.block_until_ready()
-            except jax.errors.JaxRuntimeError as error:
-                _warn_of_failure(error)
-                array = _first_array()
-        # Passing on keywords that are not there would cost a tenth of the call.
-        token._buf, result = compute(array, *args, **kwargs) if kwargs else compute(array, *args)
-        return result
+        return run(args, kwargs)
 
     return call
 

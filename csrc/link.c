@@ -1,0 +1,108 @@
+/* Calls of compiled code in program order: hands the link, the empty array that one computation returns and the next
+ * one takes, from call to call. In C because it is on the way of every call; what it means stands in _jax.py, which
+ * also names the attributes of JAX's objects.
+ *
+ * Functions that return PyObject * return a new reference, or NULL with an exception set. */
+#include "link.h"
+
+#include "core.h"
+
+/* The parts of a linked call, in the tuple that is the function's `self`. */
+enum { COMPUTE, TOKENS, EFFECT, RENEW, HEAL, NAMES, PARTS };
+enum { CURRENT, ARRAY, PENDING, IS_READY, NAME_COUNT };
+
+static PyObject *part(PyObject *self, int index) { return PyTuple_GetItem(self, index); }
+static PyObject *name(PyObject *self, int index) { return PyTuple_GetItem(part(self, NAMES), index); }
+
+/* 1 or 0, -1 with an exception set; steals `value`. */
+static int truth(PyObject *value) {
+  int result = value == NULL ? -1 : PyObject_IsTrue(value);
+  Py_XDECREF(value);
+  return result;
+}
+
+/* This thread's runtime token for the effect: one with a link. */
+static PyObject *find_token(PyObject *self) {
+  PyObject *current = PyObject_GetAttr(part(self, TOKENS), name(self, CURRENT));
+  if (current == NULL) return NULL;
+  PyObject *token = PyDict_GetItemWithError(current, part(self, EFFECT));
+  Py_XINCREF(token);
+  Py_DECREF(current);
+  if (token == NULL && PyErr_Occurred()) return NULL;
+  if (token != NULL) {
+    PyObject *pending = PyObject_GetAttr(token, name(self, PENDING));
+    if (pending != NULL) {
+      Py_DECREF(pending);
+      return token;
+    }
+    PyErr_Clear();
+    Py_DECREF(token);
+  }
+  return PyObject_CallFunctionObjArgs(part(self, RENEW), NULL);
+}
+
+/* The link to pass on: a computation that failed must not make the next one fail. Only one that was still running when
+ * its call returned can fail later, and an operation of ours that fails is counted. */
+static PyObject *find_array(PyObject *self, PyObject *token) {
+  int pending = truth(PyObject_GetAttr(token, name(self, PENDING)));
+  if (pending < 0) return NULL;
+  if (pending || atomic_load_explicit(&runtime.failed, memory_order_relaxed)) {
+    PyObject *done = PyObject_CallFunctionObjArgs(part(self, HEAL), token, NULL);
+    if (done == NULL) return NULL;
+    Py_DECREF(done);
+  }
+  return PyObject_GetAttr(token, name(self, ARRAY));
+}
+
+/* compute(array, *args, **kwargs) */
+static PyObject *compute(PyObject *self, PyObject *array, PyObject *args, PyObject *kwargs) {
+  Py_ssize_t count = PyTuple_Size(args);
+  PyObject *operands = count < 0 ? NULL : PyTuple_New(count + 1);
+  if (operands == NULL) return NULL;
+  Py_INCREF(array);
+  PyTuple_SetItem(operands, 0, array);
+  for (Py_ssize_t i = 0; i < count; i++) {
+    PyObject *argument = PyTuple_GetItem(args, i);
+    Py_INCREF(argument);
+    PyTuple_SetItem(operands, i + 1, argument);
+  }
+  PyObject *results = PyObject_Call(part(self, COMPUTE), operands, PyDict_Size(kwargs) > 0 ? kwargs : NULL);
+  Py_DECREF(operands);
+  return results;
+}
+
+/* Keeps the link of a computation's results (link, result) for the next one; -1 with an exception set. */
+static int keep(PyObject *self, PyObject *token, PyObject *results) {
+  PyObject *array = PyTuple_GetItem(results, 0);
+  if (array == NULL || PyObject_SetAttr(token, name(self, ARRAY), array) < 0) return -1;
+  int ready = truth(PyObject_CallMethodObjArgs(array, name(self, IS_READY), NULL));
+  if (ready < 0) return -1;
+  return PyObject_SetAttr(token, name(self, PENDING), ready ? Py_False : Py_True);
+}
+
+static PyObject *call(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
+  if (count != 2) return PyErr_Format(PyExc_TypeError, "args and kwargs expected");
+  PyObject *result = NULL, *results = NULL, *array = NULL, *token = find_token(self);
+  if (token != NULL) array = find_array(self, token);
+  if (array != NULL) results = compute(self, array, arguments[0], arguments[1]);
+  if (results != NULL && keep(self, token, results) == 0) {
+    result = PyTuple_GetItem(results, 1);
+    Py_XINCREF(result);
+  }
+  Py_XDECREF(results);
+  Py_XDECREF(array);
+  Py_XDECREF(token);
+  return result;
+}
+
+const char link_doc[] =
+    "linker(compute, tokens, effect, renew, heal, names) -> function of (args, kwargs)\n\n"
+    "Calls compute(link, *args, **kwargs) -> (link, result) in the order of the effect; returns the result.";
+PyObject *link_make(PyObject *module, PyObject *args) {
+  static PyMethodDef method = {"linked", (PyCFunction)(void (*)(void))call, METH_FASTCALL, NULL};
+  (void)module;
+  PyObject *names = PyTuple_Size(args) == PARTS ? PyTuple_GetItem(args, NAMES) : NULL;
+  if (names == NULL || !PyTuple_Check(names) || PyTuple_Size(names) != NAME_COUNT)
+    return PyErr_Format(PyExc_TypeError, "%d arguments expected, the last one of %d names", PARTS, NAME_COUNT);
+  return PyCFunction_New(&method, args);
+}

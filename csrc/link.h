@@ -1,0 +1,13 @@
+/* A call of compiled code in program order, for Python: what link.c adds to the module. */
+#ifndef JAXMPI_LINK_H
+#define JAXMPI_LINK_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+extern const char link_doc[];
+
+/* linker(compute, tokens, effect, renew, heal, names) -> function of (args, kwargs) */
+PyObject *link_make(PyObject *module, PyObject *args);
+
+#endif
