@@ -48,7 +48,7 @@ struct runtime {
   int rank;                  /* in COMM_WORLD, for the trace */
   bool serialize;            /* MPI_THREAD_SERIALIZED: one call at a time, under `lock` */
   pthread_mutex_t lock;
-  atomic_bool failed;          /* whether an operation ever has */
+  atomic_bool careful;         /* the next call waits for its link and looks at it: see link.c */
   atomic_bool trace;           /* one line as an operation starts and one as it ends */
   atomic_uint_least64_t calls; /* numbers the traced calls */
 };

@@ -42,12 +42,14 @@ static PyObject *find_token(PyObject *self) {
 }
 
 /* The link to pass on: a computation that failed must not make the next one fail. Only one that was still running when
- * its call returned can fail later, and an operation of ours that fails is counted. */
+ * its call returned can fail later, or one in which an operation of ours has; with several devices it may also lie on
+ * another one than the operands. */
 static PyObject *find_array(PyObject *self, PyObject *token) {
   int pending = truth(PyObject_GetAttr(token, name(self, PENDING)));
   if (pending < 0) return NULL;
-  if (pending || atomic_load_explicit(&runtime.failed, memory_order_relaxed)) {
-    PyObject *done = PyObject_CallFunctionObjArgs(part(self, HEAL), token, NULL);
+  if (pending || atomic_load_explicit(&runtime.careful, memory_order_relaxed)) {
+    bool careful = atomic_exchange(&runtime.careful, false);
+    PyObject *done = PyObject_CallFunctionObjArgs(part(self, HEAL), token, careful ? Py_True : Py_False, NULL);
     if (done == NULL) return NULL;
     Py_DECREF(done);
   }

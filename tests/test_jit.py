@@ -223,7 +223,6 @@ def test_error_is_not_kept(way, after, rank, size):
 
         with pytest.raises(Exception, match="would be truncated"):
             fail()
-        time.sleep(0.1)  # JAX 0.6 marks the results of a failed computation one after the other
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             assert total(1) == size
@@ -243,6 +242,54 @@ def test_eager_is_compiled_once(comm, size):
         for _ in range(3):
             notoken.sendrecv(jnp.ones(3), jnp.ones(3), comm.rank, comm.rank, sendtag=tag, recvtag=tag)
     assert eager_programs() == before + 1
+
+
+def test_compile_time_eval(rank, size):
+    """Operations on known values are communicated at once, also while something else is traced."""
+
+    def total():
+        jaxmpi.barrier()
+        return notoken.allreduce(jnp.arange(3.0), MPI.SUM)
+
+    with jax.ensure_compile_time_eval():
+        np.testing.assert_array_equal(total(), size * np.arange(3.0))
+
+    @jax.jit
+    def f(x):
+        with jax.ensure_compile_time_eval():
+            known = total()
+        return x + known
+
+    np.testing.assert_array_equal(f(jnp.ones(3)), size * np.arange(3.0) + 1)
+
+
+def test_debug_nans(size):
+    """JAX repeats what has made a NaN, operation by operation; communication is not repeated, the error is the same."""
+    f = jaxmpi.jit(lambda x: notoken.allreduce(x / x, MPI.SUM))
+    jax.config.update("jax_debug_nans", True)
+    try:
+        with pytest.raises(FloatingPointError):
+            f(jnp.zeros(3)).block_until_ready()
+    finally:
+        jax.config.update("jax_debug_nans", False)
+    np.testing.assert_array_equal(f(jnp.ones(3)), np.full(3, float(size)))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("way", [jaxmpi.jit, jax.jit])
+def test_barrier_after_error(way, rank, size):
+    """An error that was caught does not come back at every `jax.effects_barrier`."""
+    if rank == 0:
+        notoken.send(jnp.ones(10), 1)
+    if rank == 1:
+        with pytest.raises(Exception, match="would be truncated"):
+            jax.block_until_ready(way(lambda x: notoken.recv(x, 0))(jnp.ones(3)))
+    time.sleep(0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert notoken.allreduce(1, MPI.SUM) == size
+    jax.effects_barrier()
+    assert notoken.allreduce(1, MPI.SUM) == size
 
 
 @pytest.mark.parametrize("threshold", [1, 1 << 60], ids=["large", "small"])

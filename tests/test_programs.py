@@ -264,6 +264,23 @@ def test_thread_level(script, level):
     assert "below MPI_THREAD_SERIALIZED" in done.stderr
 
 
+def test_several_devices(script):
+    """Operands on either of two devices of this process: results lie there too, as with jax.jit."""
+    program = script("""
+        first, second = jax.devices()
+        f = jaxmpi.jit(lambda x: notoken.allreduce(x, MPI.SUM) + 1)
+        for call in (f, lambda x: notoken.allreduce(x, MPI.SUM)):
+            for device in (second, first, None, second, None):
+                x = jnp.ones(3) if device is None else jax.device_put(jnp.ones(3), device)
+                for _ in range(3):
+                    y = call(x)
+                assert y.devices() == {device or first} and y.committed == (device is not None), (device, y.devices())
+                assert y[0] >= size
+        print("two devices;", flush=True)
+    """)
+    assert launch(2, program, JAX_NUM_CPU_DEVICES="2").stdout.count("two devices;") == 2
+
+
 def test_serialized(script):
     """At MPI_THREAD_SERIALIZED everything works, one operation at a time."""
     program = script("")

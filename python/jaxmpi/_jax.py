@@ -82,18 +82,35 @@ def _new_link(effect: Effect) -> Any:
     by the attribute that tells whether the computation was still running when its call returned. After a computation of
     JAX's own kind the next one of ours waits for it, therefore.
     """
-    tokens = dispatch.runtime_tokens.current_tokens
+    tokens, thread = dispatch.runtime_tokens.current_tokens, threading.get_ident()
     if effect in tokens:
         _failed(tokens[effect])
+    if _several_devices():
+        _core.set_careful()
     link: Any = core.Token(_first_array())
     link.pending = False
-    _of_threads[threading.get_ident()] = tokens[effect] = link
+    if thread in _of_threads:  # of an ended thread with the same number, if it still runs
+        before = [*_of_ended_threads, _of_threads[thread]]
+        _of_ended_threads[:] = [token for token in before if not token._buf.is_ready()]
+    _of_threads[thread] = tokens[effect] = link
     return link
 
 
-def _heal(token: Any) -> None:
-    """Gives a token whose computation has failed a link that has not."""
-    if token._buf.is_ready() and _failed(token):
+def _several_devices() -> bool:
+    return jax.local_device_count() > 1 or jax.default_backend() != "cpu"
+
+
+def _heal(token: Any, careful: bool) -> None:
+    """Gives a token whose computation has failed a link that has not.
+
+    `careful` says that an operation has failed: then it is waited for, as JAX marks the results of a failed
+    computation one after the other. With several devices the link is always a new one, after waiting: it lies where
+    the operands of its computation lay, and those of the next may lie elsewhere.
+    """
+    several = _several_devices()
+    if several:
+        _core.set_careful()
+    if (careful or several or token._buf.is_ready()) and (_failed(token) or several):
         token._buf = _first_array()
 
 
@@ -106,6 +123,13 @@ def _failed(token: Any) -> bool:
         token.block_until_ready()
     except jax.errors.JaxRuntimeError as error:
         warnings.warn(f"jaxmpi: an earlier computation failed: {error}", RuntimeWarning, stacklevel=4)
+        # Of the last computation on each device JAX keeps another token, which would raise at every barrier.
+        of_devices = dispatch.runtime_tokens.output_runtime_tokens
+        for device, of_device in list(of_devices.items()):
+            try:
+                of_device.block_until_ready()
+            except jax.errors.JaxRuntimeError:
+                del of_devices[device]
         return True
     return False
 
@@ -134,13 +158,13 @@ def linked(effect: Effect, compute: Function, otherwise: Function | None = None)
 
 
 # The last link of each thread that has made one: JAX knows only those of the thread that asks.
-_of_threads: dict[int, core.Token] = {}
+_of_threads: dict[int, Any] = {}
+_of_ended_threads: list[Any] = []
 
 
 def wait_for_all_threads() -> None:
     """Waits for the computations that were linked in any thread; errors are those of their results."""
-    while _of_threads:
-        _, token = _of_threads.popitem()
+    for token in [*_of_ended_threads, *_of_threads.values()]:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             token.block_until_ready()
 
@@ -153,6 +177,11 @@ def zero_tangent(x: Any) -> Any:
 def variables(atoms: Iterable[Any]) -> list[Any]:
     """Those of a jaxpr's atoms that are no literals."""
     return [atom for atom in atoms if not isinstance(atom, Literal)]
+
+
+def without_constant_folding() -> Any:
+    """Within it operations are staged even where all operands are known, `jax.ensure_compile_time_eval` or not."""
+    return config.eager_constant_folding(False)
 
 
 def is_tracer(x: Any) -> bool:

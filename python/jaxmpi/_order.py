@@ -74,13 +74,18 @@ def _region_lowering(ctx, link, *args, jaxpr):
         avals_out=list(ctx.avals_out[1:]),
         tokens_in=_jax.mlir.TokenSet({EFFECT: _jax.create_token()}),
     )
-    results = _jax.mlir.lower_fun(_jax.jaxpr_as_fun(jaxpr), multiple_results=True)(inner, *args)
+    with _jax.without_constant_folding():
+        results = _jax.mlir.lower_fun(_jax.jaxpr_as_fun(jaxpr), multiple_results=True)(inner, *args)
     # The link need not pass through the operations: a result of an execution is ready when all of it is done.
     return [link, *results]
 
 
 def _region_implementation(*args, **params):
-    raise AssertionError("a region is only ever bound inside jit")
+    """Called where JAX repeats a compiled function operation by operation, to see which of them made a NaN."""
+    raise FloatingPointError(
+        "jaxmpi.jit: a result is NaN or infinite, which jax_debug_nans or jax_debug_infs forbids. Communication is not "
+        "repeated on one rank to find out where; run the program with jax.disable_jit() on all ranks to see it."
+    )
 
 
 _jax.define_primitive(_region, _region_abstract_eval, False, _region_implementation)
@@ -163,7 +168,12 @@ def _discharged_jit(function: Callable[..., Any], options: dict[str, Any]) -> Ca
 
 def eager(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` of arrays, compiled, for calls outside of any trace; with `jax.disable_jit` too."""
-    compiled = _jax.linked(EFFECT, _discharged_jit(function, {}))
+
+    def staged(*args):
+        with _jax.without_constant_folding():
+            return function(*args)
+
+    compiled = _jax.linked(EFFECT, _discharged_jit(staged, {}))
 
     def call(*args):
         if not _jax.jit_disabled():
