@@ -121,7 +121,7 @@ bench: $(BENCH)/.installed $(BENCH)/libshallow_water.so ## beside C, mpi4py, mpi
 bench-quick: $(BENCH)/.installed ## the figures that the project is held to, in a minute
 	@$(BENCH_RUN) benchmarks/quick.py
 	@$(BENCH_RUN_UNBOUND) benchmarks/quick.py --gloo
-	@$(BENCH_RUN) $(SEA) --days 0.5 --quick
+	@TF_CPP_MIN_LOG_LEVEL=3 $(BENCH_RUN) $(SEA) --days 0.5 --quick
 
 compat: ## one built file on every MPI and several versions of JAX and Python
 	$(PYTHON) tests/compat.py

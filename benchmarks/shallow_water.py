@@ -372,7 +372,7 @@ def load_peer(path: Path) -> Callable[[float], Result]:
 
     def peer(days: float) -> Result:
         solve.__globals__["time"] = watch = Watch()
-        with contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             states = solve(t1=days * DAY, num_multisteps=BLOCK)
         return watch.times[1] - watch.times[0], np.stack([inner(np.asarray(a)) for a in states[-1][:3]])
 
