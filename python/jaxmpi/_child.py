@@ -3,6 +3,7 @@
 Without this a rank that raises waits for the others in MPI's finalization, and they wait for its messages.
 """
 
+import io
 import os
 import runpy
 import sys
@@ -44,6 +45,8 @@ def _run(arguments: list[str]) -> None:
 
 
 def main() -> None:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # lines come out at once, and whole: the ranks share the output
     try:
         _run(sys.argv[1:])
     except SystemExit as stop:

@@ -60,7 +60,7 @@ def placement(kind: str, share: int, forwarded: list[str]) -> list[str]:
 def settings(share: int, present: Mapping[str, str]) -> dict[str, str]:
     """Variables for ranks with `share` cores each (0: less than one), as far as `present` does not set them."""
     threads = max(1, share)
-    wanted = {"OMP_NUM_THREADS": str(threads), "PJRT_NPROC": str(threads), "PYTHONUNBUFFERED": "1"}
+    wanted = {"OMP_NUM_THREADS": str(threads), "PJRT_NPROC": str(threads)}
     if share == 0:
         wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
     if os.geteuid() == 0:
