@@ -8,7 +8,6 @@ and plots of the files.
 """
 
 import argparse
-import json
 import os
 import platform
 import statistics
@@ -17,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from contenders import CFLAGS, GLOO, MISSING, MPI, OPERATIONS, RANK, SIZE, build, build_donated, sample
+from report import write
 
 SIZES = (4, 256, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
 DONATED = {4: 100, 64 << 10: 100, 1 << 20: 50, 16 << 20: 10}
@@ -90,10 +90,7 @@ def main():
             print(f"{operation} of {nbytes} B, us: {row}", flush=True)
     if RANK == 0:
         print("\n".join(f"{name} is missing: {why}" for name, why in MISSING.items()))
-        if options.output:
-            options.output.parent.mkdir(parents=True, exist_ok=True)
-            whole = {"surroundings": surroundings(), "missing": MISSING, "calls": records}
-            options.output.write_text(json.dumps(whole, indent=1) + "\n")
+        write(options.output, {"surroundings": surroundings(), "missing": MISSING, "calls": records})
 
 
 if __name__ == "__main__":

@@ -43,6 +43,13 @@ def read(paths):
     return calls, rest
 
 
+def write(path, whole):
+    """Writes figures for `read`, where there is a path."""
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(whole, indent=1) + "\n")
+
+
 def size(nbytes):
     for factor, unit in ((1 << 20, "MiB"), (1 << 10, "KiB")):
         if nbytes >= factor:

@@ -28,7 +28,6 @@ import contextlib
 import ctypes
 import functools
 import io
-import json
 import runpy
 import statistics
 import time
@@ -42,6 +41,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
 from mpi4py import MPI
+from report import write
 
 import jaxmpi
 from jaxmpi.notoken import sendrecv
@@ -343,11 +343,6 @@ def ours(days: float) -> Result:
     return seconds, np.stack([crop(np.asarray(a), domain.shape) for a in states[-1][:3]])
 
 
-def solve(days: float) -> float:
-    """Seconds that this rank needs for so many model days, compilation left out. All ranks must call it."""
-    return ours(days)[0]
-
-
 class Watch:
     """Stands in for the module `time` in the example, which asks for the time before and after its loop.
 
@@ -447,13 +442,11 @@ def main() -> None:
             listed = " ".join(f"{d:9.2e}" for d in differences)
             ratio = median / medians["jaxmpi"]
             print(f"{name:8} {median:8.3f} {median / steps * 1e6:8.1f} {ratio:8.2f}   {listed}", flush=True)
-    if options.output:
-        records = [
-            {"ranks": domain.comm.size, "steps": steps, "contender": name, "seconds": values, "jaxmpi": times["jaxmpi"]}
-            for name, values in times.items()
-        ]
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps({"shallow water": records}, indent=1) + "\n")
+    records = [
+        {"ranks": domain.comm.size, "steps": steps, "contender": name, "seconds": values, "jaxmpi": times["jaxmpi"]}
+        for name, values in times.items()
+    ]
+    write(options.output, {"shallow water": records})
     if options.save:
         np.savez(options.save, **dict(zip("huv", seas["jaxmpi"], strict=True)))
 

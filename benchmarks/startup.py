@@ -16,6 +16,8 @@ import sys
 import time
 from pathlib import Path
 
+from report import write
+
 PACKAGES = ("jaxmpi", "mpi4jax")
 EAGER_CALLS = 200
 
@@ -78,9 +80,7 @@ def main():
         own = [record for record in records if record["contender"] == package]
         for figure in list(own[0])[1:]:
             print(f"{package}, {figure}: {statistics.median(record[figure] for record in own):.4g}")
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps({"startup": records}, indent=1) + "\n")
+    write(options.output, {"startup": records})
 
 
 if __name__ == "__main__":
