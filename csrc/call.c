@@ -18,7 +18,7 @@ ffi_error *call_fail(const struct call *call, enum ffi_error_code code, const ch
   va_start(arguments, format);
   vsnprintf(text + length, sizeof text - (size_t)length, format, arguments);
   va_end(arguments);
-  atomic_store(&runtime.careful, true); /* what was linked to this call fails with it */
+  atomic_fetch_add(&runtime.failures, 1); /* what was linked to this call fails with it */
   return ffi_fail(call->frame, code, text);
 }
 

@@ -48,7 +48,8 @@ struct runtime {
   int rank;                  /* in COMM_WORLD, for the trace */
   bool serialize;            /* MPI_THREAD_SERIALIZED: one call at a time, under `lock` */
   pthread_mutex_t lock;
-  atomic_bool careful;         /* the next call waits for its link and looks at it: see link.c */
+  atomic_long failures;        /* of operations so far: a call in whose time there is one looks at its link: link.c */
+  atomic_bool several_devices; /* links have to move between them */
   atomic_bool trace;           /* one line as an operation starts and one as it ends */
   atomic_uint_least64_t calls; /* numbers the traced calls */
 };

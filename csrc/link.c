@@ -21,8 +21,9 @@ static int truth(PyObject *value) {
   return result;
 }
 
-/* This thread's runtime token for the effect: one with a link. */
-static PyObject *find_token(PyObject *self) {
+/* This thread's runtime token for the effect: one with a link. `pending` gets that attribute of it: None, or the number
+ * of failures before the call that may have failed. */
+static PyObject *find_token(PyObject *self, PyObject **pending) {
   PyObject *current = PyObject_GetAttr(part(self, TOKENS), name(self, CURRENT));
   if (current == NULL) return NULL;
   PyObject *token = PyDict_GetItemWithError(current, part(self, EFFECT));
@@ -30,26 +31,25 @@ static PyObject *find_token(PyObject *self) {
   Py_DECREF(current);
   if (token == NULL && PyErr_Occurred()) return NULL;
   if (token != NULL) {
-    PyObject *pending = PyObject_GetAttr(token, name(self, PENDING));
-    if (pending != NULL) {
-      Py_DECREF(pending);
-      return token;
-    }
+    *pending = PyObject_GetAttr(token, name(self, PENDING));
+    if (*pending != NULL) return token;
     PyErr_Clear();
     Py_DECREF(token);
   }
-  return PyObject_CallFunctionObjArgs(part(self, RENEW), NULL);
+  token = PyObject_CallFunctionObjArgs(part(self, RENEW), NULL);
+  if (token != NULL) *pending = PyObject_GetAttr(token, name(self, PENDING));
+  return token;
 }
 
 /* The link to pass on: a computation that failed must not make the next one fail. Only one that was still running when
- * its call returned can fail later, or one in which an operation of ours has; with several devices it may also lie on
- * another one than the operands. */
-static PyObject *find_array(PyObject *self, PyObject *token) {
-  int pending = truth(PyObject_GetAttr(token, name(self, PENDING)));
-  if (pending < 0) return NULL;
-  if (pending || atomic_load_explicit(&runtime.careful, memory_order_relaxed)) {
-    bool careful = atomic_exchange(&runtime.careful, false);
-    PyObject *done = PyObject_CallFunctionObjArgs(part(self, HEAL), token, careful ? Py_True : Py_False, NULL);
+ * its call returned can fail later, or one in whose time an operation of ours has; with several devices it may also lie
+ * on another one than the operands. */
+static PyObject *find_array(PyObject *self, PyObject *token, PyObject *pending) {
+  if (pending != Py_None || atomic_load_explicit(&runtime.several_devices, memory_order_relaxed)) {
+    long before = pending != Py_None ? PyLong_AsLong(pending) : 0;
+    if (before == -1 && PyErr_Occurred()) return NULL;
+    bool failed = pending != Py_None && before != atomic_load(&runtime.failures);
+    PyObject *done = PyObject_CallFunctionObjArgs(part(self, HEAL), token, failed ? Py_True : Py_False, NULL);
     if (done == NULL) return NULL;
     Py_DECREF(done);
   }
@@ -73,26 +73,33 @@ static PyObject *compute(PyObject *self, PyObject *array, PyObject *args, PyObje
   return results;
 }
 
-/* Keeps the link of a computation's results (link, result) for the next one; -1 with an exception set. */
-static int keep(PyObject *self, PyObject *token, PyObject *results) {
+/* Keeps the link of a computation's results (link, result) for the next one, and the number of failures before it if it
+ * has failed or may yet; -1 with an exception set. */
+static int keep(PyObject *self, PyObject *token, PyObject *results, long failures) {
   PyObject *array = PyTuple_GetItem(results, 0);
   if (array == NULL || PyObject_SetAttr(token, name(self, ARRAY), array) < 0) return -1;
   int ready = truth(PyObject_CallMethodObjArgs(array, name(self, IS_READY), NULL));
   if (ready < 0) return -1;
-  return PyObject_SetAttr(token, name(self, PENDING), ready ? Py_False : Py_True);
+  if (ready && atomic_load(&runtime.failures) == failures) return PyObject_SetAttr(token, name(self, PENDING), Py_None);
+  PyObject *pending = PyLong_FromLong(failures);
+  int code = pending == NULL ? -1 : PyObject_SetAttr(token, name(self, PENDING), pending);
+  Py_XDECREF(pending);
+  return code;
 }
 
 static PyObject *call(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
   if (count != 2) return PyErr_Format(PyExc_TypeError, "args and kwargs expected");
-  PyObject *result = NULL, *results = NULL, *array = NULL, *token = find_token(self);
-  if (token != NULL) array = find_array(self, token);
+  PyObject *result = NULL, *results = NULL, *array = NULL, *pending = NULL, *token = find_token(self, &pending);
+  if (pending != NULL) array = find_array(self, token, pending);
+  long failures = atomic_load(&runtime.failures);
   if (array != NULL) results = compute(self, array, arguments[0], arguments[1]);
-  if (results != NULL && keep(self, token, results) == 0) {
+  if (results != NULL && keep(self, token, results, failures) == 0) {
     result = PyTuple_GetItem(results, 1);
     Py_XINCREF(result);
   }
   Py_XDECREF(results);
   Py_XDECREF(array);
+  Py_XDECREF(pending);
   Py_XDECREF(token);
   return result;
 }

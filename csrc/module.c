@@ -192,10 +192,10 @@ static PyObject *set_max_count(PyObject *self, PyObject *args) {
   return PyLong_FromLongLong(previous);
 }
 
-PyDoc_STRVAR(set_careful_doc, "set_careful()\n\nHave the next call wait for its link and look at it.");
-static PyObject *set_careful(PyObject *self, PyObject *args) {
+PyDoc_STRVAR(set_several_devices_doc, "set_several_devices()\n\nFrom now on each call makes its link anew.");
+static PyObject *set_several_devices(PyObject *self, PyObject *args) {
   (void)self, (void)args;
-  atomic_store(&runtime.careful, true);
+  atomic_store(&runtime.several_devices, true);
   Py_RETURN_NONE;
 }
 
@@ -210,7 +210,7 @@ static PyMethodDef methods[] = {
     {"handlers", handlers, METH_NOARGS, handlers_doc},
     {"configure", configure, METH_VARARGS, configure_doc},
     {"set_trace", set_trace, METH_VARARGS, set_trace_doc},
-    {"set_careful", set_careful, METH_NOARGS, set_careful_doc},
+    {"set_several_devices", set_several_devices, METH_NOARGS, set_several_devices_doc},
     {"linker", link_make, METH_VARARGS, link_doc},
     {"set_max_count", set_max_count, METH_VARARGS, set_max_count_doc},
     {NULL, NULL, 0, NULL},

@@ -132,12 +132,14 @@ static ffi_error *barrier(struct call *c) {
   return NULL;
 }
 
-/* root: in (*shape), which MPI only reads  others: out (*shape) */
+/* root: in (*shape), which MPI only reads, and perhaps the same as out  others: out (*shape) */
 static ffi_error *bcast(struct call *c) {
   ATTRIBUTES(bcast, c);
   bool root = c->comm->rank == a.root;
   const struct side *side = root ? &c->in : &c->out;
   BEGIN(c, Bcast, "from %d with %" PRId64 " items and", (int)a.root, side->count);
+  if (root && c->out.count > 0 && c->out.data != c->in.data)
+    memcpy(c->out.data, c->in.data, (size_t)c->in.count * c->in.type->bytes);
   struct span s = span_of(side->type, side->count);
   TRY_SPAN(c, s, mpi.Bcast(side->data, s.count, s.type, (int)a.root, comm));
   return NULL;

@@ -330,3 +330,31 @@ def test_in_place(threshold, monkeypatch, rank, size):
         np.testing.assert_array_equal(getattr(notoken, operation)(x, MPI.SUM), np.full(3, expected))
     np.testing.assert_array_equal(notoken.reduce(x, MPI.SUM, 0), np.full(3, total if rank == 0 else rank + 1.0))
     np.testing.assert_array_equal(x, np.full(3, rank + 1.0))
+
+
+def test_bcast_in_place(rank):
+    """Root's array is handed through where nobody needs it afterwards, and only there."""
+    from jaxmpi import _order
+
+    def of_root(x):
+        return notoken.bcast(x, 0)
+
+    functions = {
+        "argument": (of_root, lambda x: x, False),
+        "intermediate": (lambda x: of_root(2 * x), lambda x: 2 * x, True),
+        "used later": (lambda x: of_root(y := 2 * x) * 3 + 0 * y, lambda x: 6 * x, False),
+        "loop": (lambda x: lax.fori_loop(0, 3, lambda i, v: of_root(v) * 2, x), lambda x: 8 * x, True),
+        "while": (lambda x: lax.while_loop(lambda v: v[0] < 100, lambda v: of_root(v) * 2, of_root(x)), None, True),
+        "kept by the loop": (lambda x: lax.fori_loop(0, 3, lambda i, v: v + of_root(x), x), None, False),
+        "call": (lambda x: jax.jit(lambda v: of_root(v) + 1)(x * 2), lambda x: 2 * x + 1, True),
+        "kept by the call": (lambda x: jax.jit(lambda v: of_root(v) + 1)(y := x * 2) + 0 * y, None, False),
+    }
+    for name, (function, expected, spare) in functions.items():
+        x = jnp.full(3, rank + 1.0)
+        result = jaxmpi.jit(function)(x)
+        np.testing.assert_array_equal(x, np.full(3, rank + 1.0), err_msg=name)
+        np.testing.assert_array_equal(result, jax.jit(function)(x), err_msg=name)
+        if expected is not None:
+            np.testing.assert_array_equal(result, np.full(3, expected(1.0)), err_msg=name)
+        text = _order._discharged_jit(function, {}).lower(np.zeros(0, bool), x).as_text()
+        assert ("output_operand_alias" in text) == (spare and rank == 0), name

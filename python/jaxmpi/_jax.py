@@ -6,7 +6,7 @@ Tried on JAX 0.6.0, 0.10.2 and 0.12.0.1. A version that moves one of these names
 import contextlib
 import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import jax
@@ -79,16 +79,16 @@ def _new_link(effect: Effect) -> Any:
     """Makes the runtime token of this thread one whose array can be an operand of compiled code.
 
     A token that JAX makes holds an array too, but on some versions with the layout of an XLA token; so ours are marked,
-    by the attribute that tells whether the computation was still running when its call returned. After a computation of
+    by the attribute that link.c keeps: whether the computation can have failed since its call returned. After a computation of
     JAX's own kind the next one of ours waits for it, therefore.
     """
     tokens, thread = dispatch.runtime_tokens.current_tokens, threading.get_ident()
     if effect in tokens:
         _failed(tokens[effect])
     if _several_devices():
-        _core.set_careful()
+        _core.set_several_devices()
     link: Any = core.Token(_first_array())
-    link.pending = False
+    link.pending = None
     if thread in _of_threads:  # of an ended thread with the same number, if it still runs
         before = [*_of_ended_threads, _of_threads[thread]]
         _of_ended_threads[:] = [token for token in before if not token._buf.is_ready()]
@@ -100,17 +100,16 @@ def _several_devices() -> bool:
     return jax.local_device_count() > 1 or jax.default_backend() != "cpu"
 
 
-def _heal(token: Any, careful: bool) -> None:
+def _heal(token: Any, failed: bool) -> None:
     """Gives a token whose computation has failed a link that has not.
 
-    `careful` says that an operation has failed: then it is waited for, as JAX marks the results of a failed
-    computation one after the other. With several devices the link is always a new one, after waiting: it lies where
-    the operands of its computation lay, and those of the next may lie elsewhere.
+    `failed` says that an operation has failed since the computation was called, though perhaps not its own: then it is
+    waited for, as JAX marks the results of a failed computation one after the other. With several devices the link is
+    always a new one, after waiting: it lies where the operands of its computation lay, and those of the next may lie
+    elsewhere.
     """
     several = _several_devices()
-    if several:
-        _core.set_careful()
-    if (careful or several or token._buf.is_ready()) and (_failed(token) or several):
+    if (failed or several or token._buf.is_ready()) and (_failed(token) or several):
         token._buf = _first_array()
 
 
@@ -177,6 +176,26 @@ def zero_tangent(x: Any) -> Any:
 def variables(atoms: Iterable[Any]) -> list[Any]:
     """Those of a jaxpr's atoms that are no literals."""
     return [atom for atom in atoms if not isinstance(atom, Literal)]
+
+
+def body(equation: Any, needed: Container[Any]) -> tuple[str, Any, list[bool]] | None:
+    """The computation inside a loop or a nested call: its parameter's name, itself, which of its arguments it must keep.
+
+    Kept are what every step of a loop uses, and what is `needed` after a call; a loop's carried values are its own.
+    None for anything else.
+    """
+    params = equation.params
+    match equation.primitive.name:
+        case "scan":
+            name, keep = "jaxpr", [True] * params["num_consts"]
+        case "while":
+            name, keep = "body_jaxpr", [True] * params["body_nconsts"]
+        case "pjit" | "jit":  # the older name, the newer one
+            name, keep = "jaxpr", [isinstance(x, Literal) or x in needed for x in equation.invars]
+        case _:
+            return None
+    inner = params[name]
+    return name, inner, keep + [False] * (len(inner.jaxpr.invars) - len(keep))
 
 
 def without_constant_folding() -> Any:

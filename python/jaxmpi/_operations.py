@@ -31,6 +31,14 @@ def _on_root(params: Params) -> bool:
     return params["comm"].rank == params["root"]
 
 
+def _part_of_bcast(params: Params) -> Part:
+    # Root's array is its result. Where nothing needs it afterwards the core hands it through, in its place, so that
+    # what comes next does not begin before it is sent, and no loop has to copy it.
+    if _on_root(params):
+        return Part(result=params[IN_PLACE], in_place=True)
+    return Part(operand=False)
+
+
 def _if_sum(params: Params) -> str:
     name = params["op"].name
     return "" if name == "SUM" else f"op {name} has no derivative yet, MPI.SUM has one"
@@ -93,7 +101,7 @@ _ROWS = (
     ),
     Row("alltoall", _same, batch=lambda p: (1, 1)),
     Row("barrier", None, part=lambda p: Part(operand=False, result=False)),
-    Row("bcast", _same, part=lambda p: Part(operand=_on_root(p), result=not _on_root(p))),
+    Row("bcast", _same, part=_part_of_bcast),
     Row(
         "gather",
         lambda shape, p: _stacked(shape, p) if _on_root(p) else shape,
@@ -275,7 +283,7 @@ def bcast(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = None)
     resolved = _communicator.resolve(comm, "bcast")
     root = arguments.rank(root, resolved, "bcast", "root")
     check = arguments.array if resolved.rank == root else arguments.template
-    return _each("bcast", {"comm": resolved, "root": root}, x, check), TOKEN
+    return _each("bcast", {"comm": resolved, "root": root, IN_PLACE: False}, x, check), TOKEN
 
 
 def gather(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:

@@ -12,7 +12,7 @@ a token of its own, and the link to what was called before and after is the arra
 import functools
 import inspect
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -33,7 +33,7 @@ _jax.permit_effect(Communication)
 EFFECT = Communication()
 
 IN_PLACE = "in_place"
-"""Parameter of an operation: whether its result may take the place of its operand."""
+"""Parameter of an operation: whether its result takes the place of its operand. `jit` decides anew where it can."""
 
 
 class Token:
@@ -98,22 +98,29 @@ _jax.keep(_region)
 _COPY_BYTES = 8 << 20
 
 
-def _spare_copies(closed: Any, donated: bool) -> Any:
-    """The same computation with large operations out of place whose operand is needed afterwards.
+def _in_place(closed: Any, kept: Iterable[bool]) -> Any:
+    """The same computation with the parameter IN_PLACE decided by what is needed after each operation.
 
-    Needed are what later equations use, what is returned, constants, and arguments that are not donated.
+    The operand's place is taken where nothing needs the operand afterwards; where something does, only by small
+    operations that asked for it. Needed are what later equations use, what is returned, constants, and the arguments
+    that are `kept`. Bodies of loops and of nested calls are treated likewise.
     """
     jaxpr = closed.jaxpr
-    needed = {*jaxpr.constvars, *(() if donated else jaxpr.invars), *_jax.variables(jaxpr.outvars)}
+    needed = {*jaxpr.constvars, *_jax.variables(jaxpr.outvars)}
+    needed.update(variable for variable, keep in zip(jaxpr.invars, kept, strict=True) if keep)
     equations = []
     for equation in reversed(jaxpr.eqns):
         operands = _jax.variables(equation.invars)
-        if equation.params.get(IN_PLACE) and operands and operands[0] in needed:
+        params = {}
+        if IN_PLACE in equation.params and operands:
             aval = operands[0].aval
-            if aval.size * aval.dtype.itemsize >= _COPY_BYTES:
-                equation = equation.replace(params={**equation.params, IN_PLACE: False})
+            small = aval.size * aval.dtype.itemsize < _COPY_BYTES
+            params = {IN_PLACE: operands[0] not in needed or (small and equation.params[IN_PLACE])}
+        elif EFFECT in equation.effects and (body := _jax.body(equation, needed)) is not None:
+            name, inner, inner_kept = body
+            params = {name: _in_place(inner, inner_kept)}
+        equations.append(equation.replace(params={**equation.params, **params}) if params else equation)
         needed.update(operands)
-        equations.append(equation)
     return closed.replace(jaxpr=jaxpr.replace(eqns=equations[::-1]))
 
 
@@ -134,7 +141,7 @@ def _discharge(function: Callable[..., Any], donated: bool) -> Callable[..., Any
         operands = [leaves[i] for i in traced]
         jaxpr, shape = jax.make_jaxpr(of_traced, return_shape=True)(*operands)
         if jaxpr.effects == {EFFECT}:
-            link, *results = _region.bind(link, *operands, jaxpr=_spare_copies(jaxpr, donated))
+            link, *results = _region.bind(link, *operands, jaxpr=_in_place(jaxpr, [not donated] * len(operands)))
         else:  # nothing to discharge, or effects besides that JAX has to know of
             results = _jax.jaxpr_as_fun(jaxpr)(*operands)
         return link, jax.tree.unflatten(jax.tree.structure(shape), results)

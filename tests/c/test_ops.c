@@ -108,6 +108,21 @@ static void bcast_case(const struct share *s) {
 }
 static void bcast_reads_on_root_and_writes_elsewhere(void) { for_all(bcast_case); }
 
+/* Root's result: its operand handed through, or a copy of it where they are two. */
+static void bcast_result_case(const struct share *s) {
+  struct array result = ARRAY(s->dtype, out, s->count);
+  SUCCEEDS(RUN("bcast", ARRAY(s->dtype, in, s->count), result, COMM(s->comm), s->rank));
+  CHECK(only("MPI_Bcast")->in == in);
+  CHECK_EQUAL(memcmp(in, out, s->bytes), 0);
+  CHECK(is_blank(out, s->bytes, ROOM));
+  blank(out, ROOM);
+  fake->reset();
+  SUCCEEDS(RUN("bcast", result, result, COMM(s->comm), s->rank));
+  CHECK(only("MPI_Bcast")->in == out);
+  CHECK(is_blank(out, 0, ROOM));
+}
+static void bcast_hands_through_on_root(void) { for_all(bcast_result_case); }
+
 static void gather_case(const struct share *s) {
   for (int root = 0; root < s->size; root++) {
     bool mine = root == s->rank;
@@ -274,6 +289,7 @@ static const struct test tests[] = {
     TEST(alltoall_exchanges),
     TEST(barrier_has_no_buffers),
     TEST(bcast_reads_on_root_and_writes_elsewhere),
+    TEST(bcast_hands_through_on_root),
     TEST(gather_stacks_on_root),
     TEST(scatter_hands_out),
     TEST(allreduce_reduces),
