@@ -79,8 +79,8 @@ def _new_link(effect: Effect) -> Any:
     """Makes the runtime token of this thread one whose array can be an operand of compiled code.
 
     A token that JAX makes holds an array too, but on some versions with the layout of an XLA token; so ours are marked,
-    by the attribute that link.c keeps: whether the computation can have failed since its call returned. After a computation of
-    JAX's own kind the next one of ours waits for it, therefore.
+    by the attribute in which link.c keeps whether the computation can have failed since its call returned. After a
+    computation of JAX's own kind the next one of ours waits for it, therefore.
     """
     tokens, thread = dispatch.runtime_tokens.current_tokens, threading.get_ident()
     if effect in tokens:
@@ -179,7 +179,7 @@ def variables(atoms: Iterable[Any]) -> list[Any]:
 
 
 def body(equation: Any, needed: Container[Any]) -> tuple[str, Any, list[bool]] | None:
-    """The computation inside a loop or a nested call: its parameter's name, itself, which of its arguments it must keep.
+    """The computation inside a loop or a nested call: its parameter's name, itself, which of its arguments it keeps.
 
     Kept are what every step of a loop uses, and what is `needed` after a call; a loop's carried values are its own.
     None for anything else.
