@@ -56,20 +56,21 @@ static PyObject *find_array(PyObject *self, PyObject *token, PyObject *pending) 
   return PyObject_GetAttr(token, name(self, ARRAY));
 }
 
-/* compute(array, *args, **kwargs) */
-static PyObject *compute(PyObject *self, PyObject *array, PyObject *args, PyObject *kwargs) {
-  Py_ssize_t count = PyTuple_Size(args);
-  PyObject *operands = count < 0 ? NULL : PyTuple_New(count + 1);
-  if (operands == NULL) return NULL;
-  Py_INCREF(array);
-  PyTuple_SetItem(operands, 0, array);
-  for (Py_ssize_t i = 0; i < count; i++) {
-    PyObject *argument = PyTuple_GetItem(args, i);
-    Py_INCREF(argument);
-    PyTuple_SetItem(operands, i + 1, argument);
+/* compute(array, *args, **kwargs); the values of the keywords, `names`, stand behind the `count` others. */
+static PyObject *compute(PyObject *self, PyObject *array, PyObject *const *arguments, Py_ssize_t count,
+                         PyObject *names) {
+  PyObject *results = NULL, *operands = PyTuple_New(count + 1), *keywords = names != NULL ? PyDict_New() : NULL;
+  bool made = operands != NULL && (names == NULL || keywords != NULL);
+  for (Py_ssize_t i = 0; made && i <= count; i++) {
+    PyObject *operand = i == 0 ? array : arguments[i - 1];
+    Py_INCREF(operand);
+    PyTuple_SetItem(operands, i, operand);
   }
-  PyObject *results = PyObject_Call(part(self, COMPUTE), operands, PyDict_Size(kwargs) > 0 ? kwargs : NULL);
-  Py_DECREF(operands);
+  for (Py_ssize_t i = 0; made && names != NULL && i < PyTuple_Size(names); i++)
+    made = PyDict_SetItem(keywords, PyTuple_GetItem(names, i), arguments[count + i]) == 0;
+  if (made) results = PyObject_Call(part(self, COMPUTE), operands, keywords);
+  Py_XDECREF(operands);
+  Py_XDECREF(keywords);
   return results;
 }
 
@@ -87,12 +88,11 @@ static int keep(PyObject *self, PyObject *token, PyObject *results, long failure
   return code;
 }
 
-static PyObject *call(PyObject *self, PyObject *const *arguments, Py_ssize_t count) {
-  if (count != 2) return PyErr_Format(PyExc_TypeError, "args and kwargs expected");
+static PyObject *call(PyObject *self, PyObject *const *arguments, Py_ssize_t count, PyObject *names) {
   PyObject *result = NULL, *results = NULL, *array = NULL, *pending = NULL, *token = find_token(self, &pending);
   if (pending != NULL) array = find_array(self, token, pending);
   long failures = atomic_load(&runtime.failures);
-  if (array != NULL) results = compute(self, array, arguments[0], arguments[1]);
+  if (array != NULL) results = compute(self, array, arguments, count, names);
   if (results != NULL && keep(self, token, results, failures) == 0) {
     result = PyTuple_GetItem(results, 1);
     Py_XINCREF(result);
@@ -105,10 +105,10 @@ static PyObject *call(PyObject *self, PyObject *const *arguments, Py_ssize_t cou
 }
 
 const char link_doc[] =
-    "linker(compute, tokens, effect, renew, heal, names) -> function of (args, kwargs)\n\n"
+    "linker(compute, tokens, effect, renew, heal, names) -> function of (*args, **kwargs)\n\n"
     "Calls compute(link, *args, **kwargs) -> (link, result) in the order of the effect; returns the result.";
 PyObject *link_make(PyObject *module, PyObject *args) {
-  static PyMethodDef method = {"linked", (PyCFunction)(void (*)(void))call, METH_FASTCALL, NULL};
+  static PyMethodDef method = {"linked", (PyCFunction)(void (*)(void))call, METH_FASTCALL | METH_KEYWORDS, NULL};
   (void)module;
   PyObject *names = PyTuple_Size(args) == PARTS ? PyTuple_GetItem(args, NAMES) : NULL;
   if (names == NULL || !PyTuple_Check(names) || PyTuple_Size(names) != NAME_COUNT)

@@ -7,7 +7,7 @@
 
 extern const char link_doc[];
 
-/* linker(compute, tokens, effect, renew, heal, names) -> function of (args, kwargs) */
+/* linker(compute, tokens, effect, renew, heal, names) -> function of (*args, **kwargs) */
 PyObject *link_make(PyObject *module, PyObject *args);
 
 #endif

@@ -144,14 +144,16 @@ def linked(effect: Effect, compute: Function, otherwise: Function | None = None)
     one is linked by the array. Where there is an `otherwise`, it is called instead inside a trace and with
     `jax.disable_jit`.
     """
-    clean, disabled = core.trace_state_clean, config.disable_jit
     names = ("current_tokens", "_buf", "pending", "is_ready")
     run = _core.linker(compute, dispatch.runtime_tokens, effect, lambda: _new_link(effect), _heal, names)
+    if otherwise is None:
+        return run
+    clean, disabled = core.trace_state_clean, config.disable_jit
 
     def call(*args, **kwargs):
-        if otherwise is not None and (not clean() or disabled.value):
+        if not clean() or disabled.value:
             return otherwise(*args, **kwargs)
-        return run(args, kwargs)
+        return run(*args, **kwargs)
 
     return call
 

@@ -155,7 +155,7 @@ def bind(name: str, params: Params, *operands: Any) -> Any:
     """Binds an operation; its result, or None. Outside of any trace its compiled program is called at once."""
     primitive = _PRIMITIVES[name]
     if _jax.trace_state_clean():
-        results = eager_program(primitive, *params.items())(*operands)
+        results = eager_program(primitive, tuple(params), *params.values())(*operands)
     else:
         results = primitive.bind(*operands, **params)
     return results[0] if results else None
@@ -164,23 +164,13 @@ def bind(name: str, params: Params, *operands: Any) -> Any:
 # --- the public functions ----------------------------------------------------------------------------------------
 
 
-_LEAF = jax.tree.structure(0)
-
-
-def _flatten(x: Any) -> tuple[list[Any], Any]:
-    """`jax.tree.flatten`, quicker where `x` is an array itself."""
-    return ([x], _LEAF) if type(x) is _jax.ConcreteArray else jax.tree.flatten(x)
-
-
-def _unflatten(structure: Any, leaves: list[Any]) -> Any:
-    return leaves[0] if structure is _LEAF else jax.tree.unflatten(structure, leaves)
-
-
 def _each(operation: str, params: Params, x: Any, check: Leaf, *more: Any) -> Any:
     """Checks all leaves of `x`, then binds the operation for each, in the order of the leaves."""
-    leaves, structure = _flatten(x)
+    if type(x) is _jax.ConcreteArray:  # as below, quicker
+        return bind(operation, params, check(x, *more, operation, "x"))
+    leaves, structure = jax.tree.flatten(x)
     leaves = [check(leaf, *more, operation, "x") for leaf in leaves]
-    return _unflatten(structure, [bind(operation, params, leaf) for leaf in leaves])
+    return jax.tree.unflatten(structure, [bind(operation, params, leaf) for leaf in leaves])
 
 
 def _reducing(operation: str, comm: Any, x: Any, op: MPI.Op, **more: Any) -> Any:
@@ -486,8 +476,11 @@ def sendrecv(
         "recvtag": arguments.tag(recvtag, "sendrecv", "recvtag", (MPI.ANY_TAG,)),
         "status": arguments.status(status, "sendrecv"),
     }
-    templates, structure = _flatten(recvbuf)
-    sent = [arguments.array(leaf, "sendrecv", "sendbuf") for leaf in _flatten(sendbuf)[0]]
+    # Most messages are one array, whose tree need not be taken apart.
+    alone = type(sendbuf) is type(recvbuf) is _jax.ConcreteArray
+    templates, structure = ([recvbuf], None) if alone else jax.tree.flatten(recvbuf)
+    sent = [sendbuf] if alone else jax.tree.leaves(sendbuf)
+    sent = [arguments.array(leaf, "sendrecv", "sendbuf") for leaf in sent]
     templates = [arguments.template(leaf, "sendrecv", "recvbuf") for leaf in templates]
     if len(sent) != len(templates):
         raise ValueError(
@@ -496,7 +489,8 @@ def sendrecv(
         )
     arguments.one_message(params["source"], templates, "sendrecv")
     results = [bind("sendrecv", params, x, y) for x, y in zip(sent, templates, strict=True)]
-    return _with_status(_unflatten(structure, results), params["status"], status), TOKEN
+    result = results[0] if alone else jax.tree.unflatten(structure, results)
+    return _with_status(result, params["status"], status), TOKEN
 
 
 def _with_status(result: Any, written: arguments.Status | None, users: MPI.Status | None) -> Any:

@@ -60,9 +60,10 @@ class Row:
 
 
 @functools.lru_cache(maxsize=4096)
-def eager_program(primitive: _jax.Primitive, *params: tuple[str, Any]) -> Callable[..., Any]:
+def eager_program(primitive: _jax.Primitive, names: tuple[str, ...], *values: Any) -> Callable[..., Any]:
     """The compiled program of an eager call, one for equal parameters; shapes and dtypes are JAX's affair."""
-    return eager(lambda *args: primitive.bind(*args, **dict(params)))
+    params = dict(zip(names, values, strict=True))
+    return eager(lambda *args: primitive.bind(*args, **params))
 
 
 def eager_programs() -> int:
@@ -83,7 +84,7 @@ def make_primitive(row: Row) -> _jax.Primitive:
         return (results, {EFFECT}) if row.communicates else results
 
     def implementation(*args, **params):
-        return eager_program(primitive, *params.items())(*args)
+        return eager_program(primitive, tuple(params), *params.values())(*args)
 
     _jax.define_primitive(primitive, abstract_eval, row.communicates, implementation)
     _jax.mlir.register_lowering(primitive, _make_lowering(row), platform="cpu" if row.communicates else None)
