@@ -189,7 +189,7 @@ def body(equation: Any, needed: Container[Any]) -> tuple[str, Any, list[bool]] |
     params = equation.params
     match equation.primitive.name:
         case "scan":
-            name, keep = "jaxpr", [True] * params["num_consts"]
+            name, keep = "jaxpr", [True] * _constants_of_scan(params, len(equation.invars))
         case "while":
             name, keep = "body_jaxpr", [True] * params["body_nconsts"]
         case "pjit" | "jit":  # the older name, the newer one
@@ -198,6 +198,15 @@ def body(equation: Any, needed: Container[Any]) -> tuple[str, Any, list[bool]] |
             return None
     inner = params[name]
     return name, inner, keep + [False] * (len(inner.jaxpr.invars) - len(keep))
+
+
+def _constants_of_scan(params: dict[str, Any], otherwise: int) -> int:
+    """How many of a scan's first operands are the same for each step."""
+    if "num_consts" in params:
+        return params["num_consts"]
+    if "ft_in" in params:  # from 0.12 on: a tree of constants, carried values and rows
+        return len(list(params["ft_in"].unpack()[0]))
+    return otherwise
 
 
 def without_constant_folding() -> Any:
