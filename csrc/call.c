@@ -26,11 +26,10 @@ ffi_error *call_fail_mpi(const struct call *call, int code) {
   char reason[1024] = "", given[256] = "";
   int length = 0;
   runtime.backend->error_text(code, reason);
-  for (int i = 0; i < call->operation->attribute_count; i++) { /* those a user knows: ranks and tags */
-    const char *name = call->operation->attribute_names[i];
-    if (strcmp(name, "comm") == 0 || strcmp(name, "op") == 0 || strcmp(name, "status") == 0) continue;
-    length += snprintf(given + length, sizeof given - (size_t)length, "; %s %" PRId64, name, call->attributes[i]);
-  }
+  for (int i = 0; i < call->operation->attribute_count; i++)
+    if (call->operation->attributes[i].shown)
+      length += snprintf(given + length, sizeof given - (size_t)length, "; %s %" PRId64,
+                         call->operation->attributes[i].name, call->attributes[i]);
   const struct side *sides[2] = {&call->in, &call->out};
   for (int i = 0; i < 2; i++)
     if (sides[i]->type != NULL)
@@ -48,7 +47,7 @@ static ffi_error *check_attributes(const struct call *call) {
     return call_fail(call, FFI_INTERNAL, "%" PRId64 " attributes where the core expects %d: reinstall jaxmpi",
                      given->size, operation->attribute_count);
   for (int i = 0; i < operation->attribute_count; i++) {
-    const char *name = operation->attribute_names[i];
+    const char *name = operation->attributes[i].name;
     const ffi_span *span = given->names[i];
     const ffi_scalar *scalar = given->values[i];
     if (given->types[i] != FFI_ATTRIBUTE_SCALAR || scalar->dtype != FFI_DTYPE_S64 || span->size != strlen(name) ||

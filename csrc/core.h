@@ -75,7 +75,10 @@ struct operation {
   const char *name;
   ffi_error *(*body)(struct call *call);
   int attribute_count;
-  const char *attribute_names[MAX_ATTRIBUTES];
+  struct {
+    const char *name;
+    bool shown; /* in errors: a rank or a tag */
+  } attributes[MAX_ATTRIBUTES];
 };
 
 /* What this rank passes to an operation or receives from it: a pointer that MPI may use, whatever memory the buffer

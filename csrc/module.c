@@ -112,8 +112,9 @@ static PyObject *communicator(PyObject *self, PyObject *args) {
   return Py_BuildValue("(Lii)", (long long)found->number, found->rank, found->size);
 }
 
-PyDoc_STRVAR(register_status_doc, "register_status(address) -> number\n\nThe MPI_Status there must stay for ever.");
-static PyObject *register_status(PyObject *self, PyObject *args) {
+PyDoc_STRVAR(register_doc,
+             "register(address) -> number\n\nWhat is there, an MPI_Status or a text, must stay for ever.");
+static PyObject *register_object(PyObject *self, PyObject *args) {
   (void)self;
   Py_ssize_t address;
   if (!PyArg_ParseTuple(args, "n", &address)) return NULL;
@@ -124,7 +125,7 @@ static PyObject *register_status(PyObject *self, PyObject *args) {
 static PyObject *attribute_tuple(const struct operation *row) {
   PyObject *names = PyTuple_New(row->attribute_count);
   for (int i = 0; names != NULL && i < row->attribute_count; i++) {
-    PyObject *name = PyUnicode_FromString(row->attribute_names[i]);
+    PyObject *name = PyUnicode_FromString(row->attributes[i].name);
     if (name == NULL || PyTuple_SetItem(names, i, name) < 0) Py_CLEAR(names);
   }
   return names;
@@ -205,7 +206,7 @@ static PyMethodDef methods[] = {
     {"set_datatype", set_datatype, METH_VARARGS, set_datatype_doc},
     {"half_operations", half_operations, METH_VARARGS, half_operations_doc},
     {"communicator", communicator, METH_VARARGS, communicator_doc},
-    {"register_status", register_status, METH_VARARGS, register_status_doc},
+    {"register", register_object, METH_VARARGS, register_doc},
     {"operations", operations, METH_NOARGS, operations_doc},
     {"handlers", handlers, METH_NOARGS, handlers_doc},
     {"configure", configure, METH_VARARGS, configure_doc},

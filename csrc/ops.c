@@ -13,6 +13,7 @@
 
 /* The attributes of an operation by name, as ops.def lists them. */
 #define A(name) int64_t name;
+#define H(name) int64_t name;
 #define OPERATION(name, attributes) \
   struct name##_attributes {        \
     attributes                      \
@@ -20,6 +21,7 @@
 #include "ops.def"
 #undef OPERATION
 #undef A
+#undef H
 #define ATTRIBUTES(operation, call)         \
   struct operation##_attributes a;          \
   memcpy(&a, (call)->attributes, sizeof a); \
@@ -82,9 +84,9 @@ static inline void span_free(struct span *span) {
   } while (0)
 
 /* A reduction goes element by element, so a vector longer than an int counts is reduced in pieces. */
-#define FOR_PIECES(call, total, first, count)                                                                 \
-  for (int64_t first = 0, count = 0;                                                                          \
-       (count = (total) - first < runtime.max_count ? (total) - first : runtime.max_count) > 0 || first == 0; \
+#define FOR_PIECES(call, total, first, count)                                                             \
+  for (int64_t first = 0, count = 0;                                                                      \
+       (count = (total)-first < runtime.max_count ? (total)-first : runtime.max_count) > 0 || first == 0; \
        first += count + (count == 0))
 
 /* The element at `index`. An empty buffer may lie at NULL, to which C lets nothing be added, not even 0. */
@@ -142,6 +144,20 @@ static ffi_error *bcast(struct call *c) {
     memcpy(c->out.data, c->in.data, (size_t)c->in.count * c->in.type->bytes);
   struct span s = span_of(side->type, side->count);
   TRY_SPAN(c, s, mpi.Bcast(side->data, s.count, s.type, (int)a.root, comm));
+  return NULL;
+}
+
+/* in: truth values, of which one that is true is an error. Communicates nothing. */
+static ffi_error *check(struct call *c) {
+  struct check_attributes a;
+  memcpy(&a, c->attributes, sizeof a);
+  const bool *found = c->in.data;
+  for (int64_t i = 0; i < c->in.count; i++)
+    if (found[i])
+      return call_fail(c, FFI_FAILED_PRECONDITION,
+                       "the cotangent of an allreduce differs from that of rank 0, though what is computed from its "
+                       "result must be the same on all ranks: gradients would be wrong. The allreduce is at %s",
+                       (const char *)registry_at(a.text));
   return NULL;
 }
 
@@ -297,14 +313,16 @@ static ffi_error *sendrecv(struct call *c) {
 }
 
 /* The tables that the rest of the core sees. */
-#define A(name) #name,
+#define A(name) {#name, true},
+#define H(name) {#name, false},
 #define OPERATION(name, attributes) \
   {#name, name, (int)(sizeof(struct name##_attributes) / sizeof(int64_t)), {attributes}},
 const struct operation operation_rows[] = {
 #include "ops.def"
-    {NULL, NULL, 0, {NULL}}};
+    {NULL, NULL, 0, {{NULL, false}}}};
 #undef OPERATION
 #undef A
+#undef H
 
 enum {
 #define OPERATION(name, attributes) ROW_##name,

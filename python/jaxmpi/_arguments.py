@@ -3,6 +3,8 @@
 import ctypes
 import functools
 import operator
+import os
+import sys
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -63,10 +65,35 @@ class Status:
     __slots__ = ("mpi", "number")
 
     def __init__(self, mpi: MPI.Status):
-        self.mpi, self.number = mpi, _core.register_status(MPI._addressof(mpi))
+        self.mpi, self.number = mpi, _core.register(MPI._addressof(mpi))
 
     def copy_to(self, other: MPI.Status) -> None:
         ctypes.memmove(MPI._addressof(other), MPI._addressof(self.mpi), MPI._sizeof(MPI.Status))
+
+
+class Text:
+    """A text as a parameter of compiled programs, which their errors quote: it is kept for ever. Equal texts are one."""
+
+    __slots__ = ("buffer", "number", "text")
+
+    def __init__(self, text: str):
+        self.text, self.buffer = text, ctypes.create_string_buffer(text.encode())
+        self.number = _core.register(ctypes.addressof(self.buffer))
+
+    def __repr__(self) -> str:
+        return repr(self.text)
+
+
+_text = functools.cache(Text)
+_PACKAGE = os.path.dirname(__file__) + os.sep
+
+
+def calling_line() -> Text:
+    """The line of the user's program that has called the package."""
+    frame: Any = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return _text(f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})")
 
 
 _statuses: dict[int, Status] = {}
@@ -185,6 +212,8 @@ def dest(value: Any, comm: Communicator, operation: str) -> int:
 
 
 _TAG_LIMIT = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
+DERIVATIVE_TAGS = (_TAG_LIMIT + 1) // 2
+"""The first of the tags that belong to messages of derivatives, one for each tag below."""
 
 
 def tag(value: Any, operation: str, argument: str, also: tuple[int, ...] = ()) -> int:

@@ -4,18 +4,22 @@ Tried on JAX 0.6.0, 0.10.2 and 0.12.0.1. A version that moves one of these names
 """
 
 import contextlib
+import functools
+import gc
+import sys
 import threading
 import warnings
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax._src import config, core, dispatch, effects
+from jax._src import ad_checkpoint, config, core, dispatch, effects, pjit, source_info_util
 from jax._src.array import ArrayImpl
+from jax._src.interpreters import ad as private_ad
 from jax._src.interpreters import partial_eval
 from jax._src.lib.mlir.dialects import hlo
-from jax.extend.core import Literal
+from jax.extend.core import Literal, primitives
 from jax.extend.core import Primitive as Primitive
 from jax.ffi import ffi_lowering as ffi_lowering
 from jax.interpreters import ad as ad
@@ -24,10 +28,14 @@ from jax.interpreters import mlir as mlir
 
 from jaxmpi import _core
 
+Function = Callable[..., Any]
 Effect = effects.Effect
 ShapedArray = core.ShapedArray
 Tracer = core.Tracer
 abstract_token = core.abstract_token
+
+KEEPS_EFFECTS = hasattr(effects, "partial_eval_kept_effects")
+"""Whether an operation stays in a derivative where nothing uses its result, or it has none. Not so in JAX 0.6."""
 
 # What an ordered effect must be allowed to do so that it passes through every transformation and control flow.
 _PERMISSIONS = (
@@ -36,6 +44,7 @@ _PERMISSIONS = (
     effects.control_flow_allowed_effects,
     effects.custom_derivatives_allowed_effects,
     effects.remat_allowed_effects,
+    *([effects.partial_eval_kept_effects] if KEEPS_EFFECTS else []),
 )
 
 
@@ -59,6 +68,45 @@ def define_primitive(
 def keep(primitive: Primitive) -> None:
     """Lets dead code elimination leave a primitive alone that has no effect of its own."""
     partial_eval.dce_rules[primitive] = lambda *args: ([True] * len(args[-1].invars), args[-1])
+
+
+def stay_in_loops(primitive: Primitive) -> None:
+    """Keeps JAX from moving an operation out of a differentiated `lax.scan` where its operands are the same each step.
+
+    It does so with all that depends on constants alone, effects or not: a message would be received once for all steps.
+    """
+
+    def rule(trace, *tracers, **params):
+        if all(tracer.is_known() for tracer in tracers) and _hoists_from_scan():
+            if not tracers and KEEPS_EFFECTS:
+                return _stage_without_operands(trace, primitive, params)
+            tracers = tuple(map(trace.instantiate_const, tracers))
+        return trace.default_process_primitive(primitive, tracers, params)
+
+    partial_eval.custom_partial_eval_rules[primitive] = rule
+
+
+def _hoists_from_scan() -> bool:
+    """Whether a scan is looking for what is the same in each step: there is no other sign of it than its frame."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        match frame.f_code.co_name:
+            case "_scan_known_hoisting":
+                return True
+            case "_scan_partial_eval" | "_scan_partial_eval_custom":
+                # It comes after another step of theirs, which these variables divide from it.
+                if "num_const_known" in frame.f_locals or "const_pvals" in frame.f_locals:
+                    return True
+        frame = frame.f_back
+    return False
+
+
+def _stage_without_operands(trace: Any, primitive: Primitive, params: dict[str, Any]) -> list[Any]:
+    _, effects_of_it = primitive.abstract_eval(**params)
+    source = source_info_util.current()
+    equation = partial_eval.new_eqn_recipe(trace, [], [], primitive, params, effects_of_it, source)
+    trace.effect_handles.append(partial_eval.EffectHandle([], equation))
+    return []
 
 
 def jit_disabled() -> bool:
@@ -133,9 +181,6 @@ def _failed(token: Any) -> bool:
     return False
 
 
-Function = Callable[..., Any]
-
-
 def linked(effect: Effect, compute: Function, otherwise: Function | None = None) -> Function:
     """`compute(link, *args, **kwargs) -> (link, result)` as a function of the arguments, in the order of an effect.
 
@@ -173,6 +218,81 @@ def wait_for_all_threads() -> None:
 def zero_tangent(x: Any) -> Any:
     """The symbolic zero that stands for the tangent of `x`."""
     return ad.Zero(ShapedArray(x.shape, x.dtype).to_tangent_aval())
+
+
+_TRACERS = {private_ad.JVPTrace: private_ad.JVPTracer, private_ad.LinearizeTrace: private_ad.LinearizeTracer}
+
+
+def _inexact(aval: Any) -> bool:
+    return jax.numpy.issubdtype(aval.dtype, jax.numpy.inexact)
+
+
+Zeros = Callable[[Any, Any], Any]
+"""(seed, like) -> zeros like the second that JAX takes for a linear function of the first."""
+
+
+def with_tangent(trace: Any, operands: Sequence[Any], zeros: Zeros) -> Sequence[Any]:
+    """The operands, with a zero tangent for the first inexact one where `trace` differentiates and none has a tangent."""
+    kind = _TRACERS.get(type(trace))
+    if kind is None:
+        return operands
+    pairs = [trace.to_primal_tangent_pair(x) for x in operands]
+    inexact = [i for i, x in enumerate(operands) if _inexact(jax.typeof(x))]
+    if not inexact or any(type(tangent) is not ad.Zero for _, tangent in pairs):
+        return operands
+    seed = _some_tangent(trace, kind)
+    if seed is None:
+        return operands
+    first = inexact[0]
+    primal = pairs[first][0]
+    with core.set_current_trace(getattr(trace, "tangent_trace", trace.parent_trace)):
+        tangent = zeros(seed, jax.typeof(primal))
+    return (*operands[:first], kind(trace, primal, tangent), *operands[first + 1 :])
+
+
+def differentiate_calls(effect: Effect, zeros: Zeros) -> None:
+    """Has JAX differentiate nested calls and control flow with the effect, also where no operand has a tangent.
+
+    It takes those for constants, and the operations inside never hear of a derivative. So one operand gets a zero
+    tangent; a call that has no operand for it is taken apart.
+    """
+    for primitive in (_jit_p, ad_checkpoint.remat_p, primitives.scan_p, primitives.cond_p):
+        primitive.bind_with_trace = functools.partial(
+            _bind_call, type(primitive).bind_with_trace, primitive, effect, zeros
+        )
+
+
+_jit_p = getattr(primitives, "jit_p", None) or getattr(pjit, "pjit_p")  # noqa: B009 (the name in JAX 0.6)
+
+
+def _bind_call(bind: Function, primitive: Primitive, effect: Effect, zeros: Zeros, trace: Any, args: Any, *more: Any):
+    params = more[-1]
+    if type(trace) in _TRACERS and _has_effect(params, effect):
+        tangents = [trace.to_primal_tangent_pair(x)[1] for x in args]
+        if all(type(tangent) is ad.Zero for tangent in tangents):
+            seeded = with_tangent(trace, args, zeros)
+            if seeded is args and primitive in (_jit_p, ad_checkpoint.remat_p):
+                inner = params["jaxpr"]
+                with core.set_current_trace(trace):
+                    return core.eval_jaxpr(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), *args)
+            args = seeded
+    return bind(primitive, trace, args, *more)
+
+
+def _has_effect(params: dict[str, Any], effect: Effect) -> bool:
+    inner = params.get("jaxpr") or params.get("branches")
+    return any(effect in jaxpr.effects for jaxpr in (inner if isinstance(inner, tuple) else (inner,)))
+
+
+def _some_tangent(trace: Any, kind: type) -> Any:
+    """The tangent of a value that `trace` differentiates; None if there is none.
+
+    JAX keeps no list of these values; those it has started from live as long as the trace does.
+    """
+    for x in gc.get_referrers(trace):
+        if type(x) is kind and type(x.tangent) is not ad.Zero and _inexact(jax.typeof(x.tangent)):
+            return x.tangent
+    return None
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:

@@ -1,167 +1,19 @@
-"""The operation table and the public functions.
-
-An operation is a row in csrc/ops.def (its attributes), a body in csrc/ops.c, a row here (its mathematics) with its
-public function, and a row in tests/table.py.
-"""
+"""The public functions: they check their arguments and bind an operation of the table for each array."""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from mpi4py import MPI
 
 from jaxmpi import _arguments as arguments
-from jaxmpi import _communicator, _jax, _native
+from jaxmpi import _communicator, _jax
 from jaxmpi._order import IN_PLACE, TOKEN, Token
-from jaxmpi._primitive import Params, Part, Row, Shape, eager_program, make_primitive
-
-# --- the table ---------------------------------------------------------------------------------------------------
-
-
-def _same(shape: Shape, params: Params) -> Shape:
-    return shape
-
-
-def _stacked(shape: Shape, params: Params) -> Shape:
-    return (params["comm"].size, *shape)
-
-
-def _on_root(params: Params) -> bool:
-    return params["comm"].rank == params["root"]
-
-
-def _part_of_bcast(params: Params) -> Part:
-    # Root's array is its result. Where nothing needs it afterwards the core hands it through, in its place, so that
-    # what comes next does not begin before it is sent, and no loop has to copy it.
-    if _on_root(params):
-        return Part(result=params[IN_PLACE], in_place=True)
-    return Part(operand=False)
-
-
-def _if_sum(params: Params) -> str:
-    name = params["op"].name
-    return "" if name == "SUM" else f"op {name} has no derivative yet, MPI.SUM has one"
-
-
-def _transpose_allreduce(cotangent, template, params):
-    # The result is replicated and a loss made of it counts once, so its cotangent is passed on as it is. What
-    # undoes that in a second transposition is allreduce again: that is the operation `replicate`.
-    return bind("replicate", params, cotangent)
-
-
-def _transpose_replicate(cotangent, template, params):
-    return bind("allreduce", params, cotangent)
-
-
-def _transpose_gather(cotangent, template, params):
-    # Root stacks all inputs; any other rank hands its own input through beside that.
-    part = bind("scatter", params, cotangent)
-    return part if _on_root(params) else part + cotangent
-
-
-def _transpose_scatter(cotangent, template, params):
-    stacked = bind("gather", params, cotangent)
-    if _on_root(params):
-        return stacked
-    # The template is not read, so its cotangent is zero; but it must depend on what was sent, or the transpose of
-    # this transpose would not communicate on this rank.
-    return jnp.where(False, stacked, jnp.zeros(template.shape, template.dtype))
-
-
-def _linear_sendrecv(params: Params) -> str:
-    if params["source"] == MPI.ANY_SOURCE:
-        return "with source ANY_SOURCE the way back is unknown; name the source"
-    return ""
-
-
-def _transpose_sendrecv(cotangent, template, params):
-    # The message travels back: source and dest exchanged, and the tags. Who received any tag answers with the tag
-    # it sent with, and takes any answer from that rank; messages between two ranks do not overtake each other.
-    any_tag = params["recvtag"] == MPI.ANY_TAG
-    reverse = {
-        "comm": params["comm"],
-        "source": params["dest"],
-        "dest": params["source"],
-        "sendtag": params["sendtag"] if any_tag else params["recvtag"],
-        "recvtag": MPI.ANY_TAG if any_tag else params["sendtag"],
-        "status": None,
-    }
-    return bind("sendrecv", reverse, cotangent, jnp.zeros(template.shape, template.dtype))
-
-
-_ROWS = (
-    Row("allgather", _stacked, batch=lambda p: (0, 1)),
-    Row(
-        "allreduce",
-        _same,
-        part=lambda p: Part(in_place=True),
-        linear=_if_sum,
-        transpose=_transpose_allreduce,
-    ),
-    Row("alltoall", _same, batch=lambda p: (1, 1)),
-    Row("barrier", None, part=lambda p: Part(operand=False, result=False)),
-    Row("bcast", _same, part=_part_of_bcast),
-    Row(
-        "gather",
-        lambda shape, p: _stacked(shape, p) if _on_root(p) else shape,
-        part=lambda p: Part(result=_on_root(p)),
-        batch=lambda p: (0, 1 if _on_root(p) else 0),
-        linear=lambda p: "",
-        transpose=_transpose_gather,
-    ),
-    Row("recv", _same, part=lambda p: Part(operand=False)),
-    Row("reduce", _same, part=lambda p: Part(result=_on_root(p), in_place=_on_root(p))),
-    Row(
-        "replicate",
-        _same,
-        linear=lambda p: "",
-        transpose=_transpose_replicate,
-        communicates=False,
-    ),
-    Row("scan", _same, part=lambda p: Part(in_place=True)),
-    Row(
-        "scatter",
-        lambda shape, p: shape[1:] if _on_root(p) else shape,
-        part=lambda p: Part(operand=_on_root(p)),
-        batch=lambda p: (1 if _on_root(p) else 0, 0),
-        linear=lambda p: "",
-        transpose=_transpose_scatter,
-    ),
-    Row("send", None, part=lambda p: Part(result=False)),
-    Row("sendrecv", _same, linear=_linear_sendrecv, transpose=_transpose_sendrecv),
-)
-
-_PRIMITIVES = {row.name: make_primitive(row) for row in _ROWS}
-
-
-def check_names(table: set[str], core: set[str]) -> None:
-    """Raises ImportError if the table and the C core name different operations: they are of two versions."""
-    if table != core:
-        raise ImportError(
-            f"jaxmpi: the Python table and the C core name different operations: {sorted(table ^ core)}. "
-            "Reinstall jaxmpi."
-        )
-
-
-check_names({row.name for row in _ROWS if row.communicates}, set(_native.OPERATIONS))
-
+from jaxmpi._primitive import Params
+from jaxmpi._table import CHECK, LINE, bind
 
 Leaf = Callable[..., jax.Array]
 """Checks one leaf and makes it an array: (leaf, *more, operation, argument) -> array."""
-
-
-def bind(name: str, params: Params, *operands: Any) -> Any:
-    """Binds an operation; its result, or None. Outside of any trace its compiled program is called at once."""
-    primitive = _PRIMITIVES[name]
-    if _jax.trace_state_clean():
-        results = eager_program(primitive, tuple(params), *params.values())(*operands)
-    else:
-        results = primitive.bind(*operands, **params)
-    return results[0] if results else None
-
-
-# --- the public functions ----------------------------------------------------------------------------------------
 
 
 def _each(operation: str, params: Params, x: Any, check: Leaf, *more: Any) -> Any:
@@ -176,6 +28,8 @@ def _each(operation: str, params: Params, x: Any, check: Leaf, *more: Any) -> An
 def _reducing(operation: str, comm: Any, x: Any, op: MPI.Op, **more: Any) -> Any:
     reduction = arguments.reduction(op, operation)
     params = {"comm": comm, "op": reduction, IN_PLACE: True, **more}
+    if CHECK and operation == "allreduce":
+        params[LINE] = arguments.calling_line()
     return _each(operation, params, x, arguments.reducible, reduction)
 
 
@@ -358,6 +212,27 @@ def reduce(x: Any, op: MPI.Op, root: int, *, comm: MPI.Comm | None = None, token
     resolved = _communicator.resolve(comm, "reduce")
     root = arguments.rank(root, resolved, "reduce", "root")
     return _reducing("reduce", resolved, x, op, root=root), TOKEN
+
+
+def replicate(x: Any, *, comm: MPI.Comm | None = None) -> Any:
+    """`x` itself, whose cotangents are added up over all ranks: for values that are the same on all ranks.
+
+    The partner of `allreduce`: where a replicated parameter is used differently on each rank (with data of its own),
+    and a loss is made by `allreduce` of a sum, its gradient on each rank is that of the whole only if the parameter
+    passes through here first. Identity forwards, allreduce of a sum backwards; all ranks must call it, in the same
+    order as other operations.
+
+    Args:
+      x: array of any shape, or a pytree of such; the same on all ranks, which is not checked.
+      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
+
+    Returns:
+      `x`, as arrays.
+
+    Raises:
+      TypeError, ValueError: an argument is of the wrong type, or a communicator has been freed; while tracing.
+    """
+    return _each("replicate", {"comm": _communicator.resolve(comm, "replicate")}, x, arguments.array)
 
 
 def scan(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:

@@ -1,10 +1,10 @@
 """Turns a row of the operation table into a JAX primitive with all its rules.
 
-The mathematics of a row: stack the arrays of all ranks into one long vector, then an operation is a linear map of it
-(where its row says so). Its tangent is the same operation on the tangents, its transpose the adjoint of that map,
-which the row names. Both are communication themselves, so they happen on a rank even where its cotangent is zero.
-What a rule cannot help: JAX asks for no tangent of an operation whose operands on this rank do not depend on what is
-differentiated, though another rank's may.
+Tangents and cotangents are communicated by the operations of the table again. That works only if all ranks take part,
+also one whose operand does not depend on what is differentiated (a constant template above all), or whose result
+nothing depends on; JAX leaves such operations out of derivatives. So inside a differentiated function every operation
+on floating-point arrays is differentiated: an operand without tangent gets a zero that counts as one, and the effect
+keeps what has no result that is used.
 """
 
 import functools
@@ -17,11 +17,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi import _jax
+from jaxmpi._arguments import DERIVATIVE_TAGS
 from jaxmpi._native import DATATYPES, OPERATIONS
 from jaxmpi._order import EFFECT, IN_PLACE, eager
 
 Params = dict[str, Any]
 Shape = tuple[int, ...]
+
+
+DERIVATIVE = "derivative"
+"""Parameter of an operation on tangents or cotangents, which says of which. Its messages have tags of their own, so that
+they are never taken for those of the function itself."""
+TANGENT, COTANGENT = "tangent", "cotangent"
 
 
 @dataclass(frozen=True)
@@ -50,13 +57,17 @@ class Row:
     batch: Callable[[Params], tuple[int, int]] = lambda params: (0, 0)
     """Where the batch axis must stand in the operands, and where it then stands in the result."""
 
-    linear: Callable[[Params], str] = lambda params: "its derivative is not available yet"
-    """Empty where the operation is linear in operand 0; otherwise why no derivative can be taken."""
+    refuse: Callable[[Params], str] = lambda params: ""
+    """Why no derivative can be taken; empty where one can."""
+
+    tangent: Callable[..., Any] | None = None
+    """(operands, tangent of operand 0, results, params) -> tangent of the result. None: the operation is linear."""
 
     transpose: Callable[..., Any] | None = None
     """(cotangent of the result, shape and dtype of operand 0, params) -> cotangent of operand 0."""
 
-    communicates: bool = True
+    silent: bool = False
+    """Only its transpose communicates; the core has no such operation."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -71,9 +82,51 @@ def eager_programs() -> int:
     return eager_program.cache_info().currsize
 
 
+# --- zeros that are linear in something ----------------------------------------------------------------------------
+
+_zeros = _jax.Primitive("jaxmpi.zeros")
+
+
+def linked_zeros(seed: Any, like: Any) -> Any:
+    """Zeros of the shape and dtype of `like` that JAX takes for a linear function of `seed`."""
+    return _zeros.bind(seed, shape=tuple(like.shape), dtype=np.dtype(like.dtype))
+
+
+def _zeros_jvp(primals, tangents, **params):
+    return _zeros.bind(*primals, **params), _zeros.bind(_jax.ad.instantiate_zeros(tangents[0]), **params)
+
+
+def _zeros_batch(args, axes, *, shape, dtype):
+    return _zeros.bind(*args, shape=(args[0].shape[axes[0]], *shape), dtype=dtype), 0
+
+
+def _zeros_of(seed, *, shape, dtype):
+    return jnp.zeros(shape, dtype)
+
+
+_jax.define_primitive(_zeros, lambda seed, *, shape, dtype: _jax.ShapedArray(shape, dtype), False, _zeros_of)
+_jax.mlir.register_lowering(_zeros, _jax.mlir.lower_fun(_zeros_of, multiple_results=False))
+_jax.ad.primitive_jvps[_zeros] = _zeros_jvp
+_jax.ad.primitive_transposes[_zeros] = lambda cotangent, seed, **params: [None]
+_jax.batching.primitive_batchers[_zeros] = _zeros_batch
+_jax.differentiate_calls(EFFECT, linked_zeros)
+
+
+# --- from a row to a primitive -------------------------------------------------------------------------------------
+
+
+class _Operation(_jax.Primitive):
+    """A primitive that is differentiated wherever a differentiated function uses it."""
+
+    def bind_with_trace(self, trace, args, *more):
+        if args and all(jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact) for x in args):
+            args = _jax.with_tangent(trace, args, linked_zeros)
+        return super().bind_with_trace(trace, args, *more)
+
+
 def make_primitive(row: Row) -> _jax.Primitive:
     """The primitive of a row; always with a list of results, which is empty or has one entry."""
-    primitive = _jax.Primitive(f"jaxmpi.{row.name}")
+    primitive = _Operation(f"jaxmpi.{row.name}")
     primitive.multiple_results = True
 
     def abstract_eval(*avals, **params):
@@ -81,20 +134,26 @@ def make_primitive(row: Row) -> _jax.Primitive:
         if row.shape is not None:
             last = avals[-1]
             results.append(_jax.ShapedArray(tuple(row.shape(last.shape, params)), last.dtype))
-        return (results, {EFFECT}) if row.communicates else results
+        return results, {EFFECT}
 
     def implementation(*args, **params):
         return eager_program(primitive, tuple(params), *params.values())(*args)
 
-    _jax.define_primitive(primitive, abstract_eval, row.communicates, implementation)
-    _jax.mlir.register_lowering(primitive, _make_lowering(row), platform="cpu" if row.communicates else None)
-    if row.communicates:
+    _jax.define_primitive(primitive, abstract_eval, True, implementation)
+    if row.silent:
+        _jax.mlir.register_lowering(primitive, _lower_silent)
+    else:
+        _jax.mlir.register_lowering(primitive, _make_lowering(row), platform="cpu")
         _jax.mlir.register_lowering(primitive, _make_refusal(row))
-    _jax.batching.primitive_batchers[primitive] = _make_batching(row, primitive)
+    _jax.stay_in_loops(primitive)
+    _jax.batching.fancy_primitive_batchers[primitive] = _make_batching(row, primitive)
     _jax.ad.primitive_jvps[primitive] = _make_jvp(row, primitive)
     if row.transpose is not None:
-        _jax.ad.primitive_transposes[primitive] = _make_transpose(row.transpose)
+        _jax.ad.primitive_transposes[primitive] = _make_transpose(row)
     return primitive
+
+
+_TAGS = ("tag", "sendtag", "recvtag")
 
 
 def _attribute(name: str, params: Params, dtype: Any) -> np.int64:
@@ -102,16 +161,21 @@ def _attribute(name: str, params: Params, dtype: Any) -> np.int64:
     value = params[name]
     if name == "op":
         return np.int64(value.handle_for(DATATYPES[np.dtype(dtype).name]))
-    if name in ("comm", "status"):
+    if name in ("comm", "status", "text"):
         return np.int64(0 if value is None else value.number)
+    if name in _TAGS and value >= 0 and DERIVATIVE in params:
+        return np.int64(value + DERIVATIVE_TAGS)
     return np.int64(value)
+
+
+def _lower_silent(ctx, operand, **params):
+    ctx.set_tokens_out(ctx.tokens_in)
+    return [operand]
 
 
 def _make_lowering(row: Row):
     def lower(ctx, *operands, **params):
         part = row.part(params)
-        if not row.communicates:
-            return [operands[0]]
         passed = operands[:1] if part.operand else ()
         avals_in = ctx.avals_in[: len(passed)]
         avals_out = ctx.avals_out if part.result else []
@@ -146,14 +210,18 @@ def _make_refusal(row: Row):
 
 
 def _make_batching(row: Row, primitive: _jax.Primitive):
-    def batch(operands, axes, **params):
-        (size,) = {x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None}
+    def batch(axis, operands, axes, **params):
+        # What does not depend on the mapped values is communicated once. Not so a cotangent: on one rank it may be a
+        # zero that depends on nothing, and on another not.
+        if all(at is None for at in axes) and (params.get(DERIVATIVE) != COTANGENT or not operands):
+            results = primitive.bind(*operands, **params)
+            return results, [None] * len(results)
         at, result_at = row.batch(params)
 
-        def place(x, axis):
-            if axis is not None:
-                return jnp.moveaxis(x, axis, at)
-            return jnp.broadcast_to(jnp.expand_dims(x, at), (*x.shape[:at], size, *x.shape[at:]))
+        def place(x, axis_of_x):
+            if axis_of_x is not None:
+                return jnp.moveaxis(x, axis_of_x, at)
+            return jnp.broadcast_to(jnp.expand_dims(x, at), (*x.shape[:at], axis.size, *x.shape[at:]))
 
         results = primitive.bind(*map(place, operands, axes), **params)
         return results, [result_at] * len(results)
@@ -164,24 +232,31 @@ def _make_batching(row: Row, primitive: _jax.Primitive):
 def _make_jvp(row: Row, primitive: _jax.Primitive):
     def jvp(primals, tangents, **params):
         differentiable = all(jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in primals)
-        why_not = row.linear(params) if differentiable else ""
-        if why_not:
+        if differentiable and (why_not := row.refuse(params)):
             raise NotImplementedError(f"{row.name} cannot be differentiated: {why_not}")
+        if DERIVATIVE in params:  # as an operand of a further derivative a cotangent is a value like others
+            params = {**params, DERIVATIVE: TANGENT}
         results = primitive.bind(*primals, **params)
         if not differentiable:
             return results, [_jax.zero_tangent(y) for y in results]
+        tangent, *others = tangents
+        if type(tangent) is _jax.ad.Zero:  # a template has one
+            seed = next(t for t in others if type(t) is not _jax.ad.Zero)
+            tangent = linked_zeros(seed, tangent.aval)
+        if row.tangent is not None:
+            return results, [row.tangent(primals, tangent, results, params)]
         if "status" in params:
             params = {**params, "status": None}
-        tangent = _jax.ad.instantiate_zeros(tangents[0])
-        return results, primitive.bind(tangent, *primals[1:], **params)
+        return results, primitive.bind(tangent, *primals[1:], **{**params, DERIVATIVE: TANGENT})
 
     return jvp
 
 
-def _make_transpose(rule: Callable[..., Any]):
+def _make_transpose(row: Row):
     def transpose(cotangents: Sequence[Any], operand, *templates, **params):
-        cotangent = _jax.ad.instantiate_zeros(cotangents[0])
+        assert row.transpose is not None
+        cotangent = _jax.ad.instantiate_zeros(cotangents[0]) if cotangents else None
         template = jax.ShapeDtypeStruct(operand.aval.shape, operand.aval.dtype)
-        return [rule(cotangent, template, params), *(None for _ in templates)]
+        return [row.transpose(cotangent, template, params), *(None for _ in templates)]
 
     return transpose

@@ -119,7 +119,7 @@ void frame_make(struct frame *f, const char *operation, struct array in, struct 
   list_make(&f->frame.results, f->out, f->results, f->result_types, f->out_dims, out);
   for (int i = 0; i < row->attribute_count; i++) {
     f->attributes[i] = attributes[i];
-    f->spans[i] = (ffi_span){row->attribute_names[i], strlen(row->attribute_names[i])};
+    f->spans[i] = (ffi_span){row->attributes[i].name, strlen(row->attributes[i].name)};
     f->names[i] = &f->spans[i];
     f->scalars[i] = (ffi_scalar){FFI_DTYPE_S64, &f->attributes[i]};
     f->values[i] = &f->scalars[i];

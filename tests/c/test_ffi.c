@@ -30,7 +30,7 @@ static void operations_are_those_of_the_list(void) {
     context("%s", expected[i].name);
     if (!CHECK(row->name != NULL && strcmp(row->name, expected[i].name) == 0)) return;
     for (int k = 0; k < row->attribute_count; k++)
-      CHECK(expected[i].attributes[k] != NULL && strcmp(row->attribute_names[k], expected[i].attributes[k]) == 0);
+      CHECK(expected[i].attributes[k] != NULL && strcmp(row->attributes[k].name, expected[i].attributes[k]) == 0);
     CHECK(expected[i].attributes[row->attribute_count] == NULL);
     CHECK(backend->host_handlers[i] != NULL);
   }

@@ -1,0 +1,397 @@
+"""The operation table: the mathematics of each operation, its part on this rank and its derivative.
+
+Stack the arrays of all ranks into one long vector: then an operation is a map of it. Where it is linear its tangent is
+the same operation on the tangents, and its transpose the adjoint of that map; the adjoints are operations of this table
+again, so that derivatives of any order are. The one exception is `allreduce` of a sum: see `_transpose_allreduce`.
+
+An operation is a row in csrc/ops.def (its attributes), a body in csrc/ops.c, a row here with its public function in
+_operations.py, and a row in tests/table.py.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from mpi4py import MPI
+
+from jaxmpi import _arguments as arguments
+from jaxmpi import _jax, _native
+from jaxmpi._order import IN_PLACE
+from jaxmpi._primitive import COTANGENT, DERIVATIVE, TANGENT, Params, Part, Row, Shape, eager_program, linked_zeros, make_primitive
+
+CHECK = os.environ.get("JAXMPI_CHECK", "0") not in ("", "0")
+"""Whether ranks compare what must be the same on all of them."""
+
+LINE = "line"
+"""Parameter of an allreduce where that is checked: the line of the user's program that called it."""
+
+
+def bind(name: str, params: Params, *operands: Any) -> Any:
+    """Binds an operation; its result, or None. Outside of any trace its compiled program is called at once."""
+    primitive = _PRIMITIVES[name]
+    if _jax.trace_state_clean():
+        results = eager_program(primitive, tuple(params), *params.values())(*operands)
+    else:
+        results = primitive.bind(*operands, **params)
+    return results[0] if results else None
+
+
+_SUM = arguments.reduction(MPI.SUM, "reduce")
+
+
+def _of_tangent(params: Params, **more: Any) -> Params:
+    """The parameters of another operation on the same communicator, for a tangent."""
+    return {"comm": params["comm"], **more, DERIVATIVE: TANGENT}
+
+
+def _of_cotangent(params: Params, **more: Any) -> Params:
+    """The parameters of another operation on the same communicator, for a cotangent."""
+    return {"comm": params["comm"], **more, DERIVATIVE: COTANGENT}
+
+
+_SUMMING: Params = {"op": _SUM, IN_PLACE: True}
+
+
+# --- shapes and parts --------------------------------------------------------------------------------------------
+
+
+def _same(shape: Shape, params: Params) -> Shape:
+    return shape
+
+
+def _stacked(shape: Shape, params: Params) -> Shape:
+    return (params["comm"].size, *shape)
+
+
+def _on_root(params: Params) -> bool:
+    return params["comm"].rank == params["root"]
+
+
+def _part_of_bcast(params: Params) -> Part:
+    # Root's array is its result. Where nothing needs it afterwards the core hands it through, in its place, so that
+    # what comes next does not begin before it is sent, and no loop has to copy it.
+    if _on_root(params):
+        return Part(result=params[IN_PLACE], in_place=True)
+    return Part(operand=False)
+
+
+# --- adjoints of the linear operations: (cotangent of the result, template of operand 0, params) -> its cotangent -----
+
+
+def _transpose_allgather(cotangent, template, params):
+    return jnp.sum(bind("alltoall", _of_cotangent(params), cotangent), axis=0)
+
+
+def _transpose_allreduce(cotangent, template, params):
+    # The result is replicated and a loss made of it counts once, so its cotangent is passed on as it is. What
+    # undoes that in a second transposition is allreduce again: that is the operation `replicate`.
+    if LINE in params:
+        first = bind("bcast", _of_cotangent(params, root=0, **{IN_PLACE: False}), cotangent)
+        bind("check", {"comm": params["comm"], "text": params[LINE]}, _differs(cotangent, first))
+    return bind("replicate", _of_cotangent(params), cotangent)
+
+
+def _differs(x, y):
+    """Whether two arrays are different by more than rounding can make them."""
+    if x.size == 0:
+        return jnp.zeros((), bool)
+    scale = jnp.max(jnp.abs(y))
+    close = jnp.abs(x - y) <= 100 * jnp.finfo(x.dtype).eps * scale
+    return ~jnp.all(close | (x == y) | (jnp.isnan(x) & jnp.isnan(y)))
+
+
+def _transpose_replicate(cotangent, template, params):
+    return bind("allreduce", _of_cotangent(params, **_SUMMING), cotangent)
+
+
+def _transpose_alltoall(cotangent, template, params):
+    return bind("alltoall", _of_cotangent(params), cotangent)
+
+
+def _transpose_bcast(cotangent, template, params):
+    total = bind("reduce", _of_cotangent(params, **_SUMMING, root=params["root"]), cotangent)
+    # Elsewhere than on root the template is not read, so its cotangent is zero; but it must depend on what was sent,
+    # or the transpose of this transpose would not communicate on this rank.
+    return total if _on_root(params) else linked_zeros(total, template)
+
+
+def _transpose_reduce(cotangent, template, params):
+    # Root adds all operands; any other rank hands its own through beside that.
+    root = params["root"]
+    part = bind("bcast", _of_cotangent(params, root=root, **{IN_PLACE: False}), cotangent)
+    return part if _on_root(params) else part + cotangent
+
+
+def _transpose_gather(cotangent, template, params):
+    # Root stacks all operands; any other rank hands its own through beside that.
+    part = bind("scatter", _of_cotangent(params, root=params["root"]), cotangent)
+    return part if _on_root(params) else part + cotangent
+
+
+def _transpose_scatter(cotangent, template, params):
+    stacked = bind("gather", _of_cotangent(params, root=params["root"]), cotangent)
+    return stacked if _on_root(params) else linked_zeros(stacked, template)
+
+
+def _transpose_scan(cotangent, template, params):
+    # The adjoint of sums over the ranks up to this one are sums over the ranks from this one on.
+    summing = _of_cotangent(params, **_SUMMING)
+    return _reverse(bind("scan", summing, _reverse(cotangent, summing)), summing)
+
+
+def _transpose_send(cotangent, template, params):
+    back = _of_cotangent(params, source=params["dest"], status=None, tag=params["tag"])
+    return bind("recv", back, jnp.zeros(template.shape, template.dtype))
+
+
+def _transpose_recv(cotangent, template, params):
+    if params["tag"] == MPI.ANY_TAG and params["source"] != MPI.PROC_NULL:
+        raise NotImplementedError(
+            "recv cannot be differentiated in reverse: with tag ANY_TAG the tag of the way back is unknown; name the "
+            "tag, as the sender does."
+        )
+    bind("send", _of_cotangent(params, dest=params["source"], tag=max(params["tag"], 0)), cotangent)
+    return linked_zeros(cotangent, template)
+
+
+def _transpose_sendrecv(cotangent, template, params):
+    # The message travels back: source and dest exchanged, and the tags. Who received any tag answers with the tag
+    # it sent with, and takes any answer from that rank; messages between two ranks do not overtake each other.
+    any_tag = params["recvtag"] == MPI.ANY_TAG
+    reverse = {
+        "comm": params["comm"],
+        "source": params["dest"],
+        "dest": params["source"],
+        "sendtag": params["sendtag"] if any_tag else params["recvtag"],
+        "recvtag": MPI.ANY_TAG if any_tag else params["sendtag"],
+        "status": None,
+        DERIVATIVE: COTANGENT,
+    }
+    return bind("sendrecv", reverse, cotangent, jnp.zeros(template.shape, template.dtype))
+
+
+# --- derivatives of the other reductions ---------------------------------------------------------------------------
+
+# The tag of exchanges that a derivative makes of its own: the highest one that users may use with derivatives.
+_TAG = arguments.DERIVATIVE_TAGS - 1
+
+
+def _exchange(x, source: int, dest: int, params: Params):
+    ends = {"source": source, "dest": dest, "sendtag": _TAG, "recvtag": _TAG, "status": None}
+    return bind("sendrecv", {"comm": params["comm"], **ends, DERIVATIVE: params[DERIVATIVE]}, x, jnp.zeros_like(x))
+
+
+def _reverse(x, params: Params):
+    """The array of the rank that comes at this one's place when counted from the last."""
+    opposite = params["comm"].size - 1 - params["comm"].rank
+    return _exchange(x, opposite, opposite, params)
+
+
+def _shifted(distance: int, params: Params, *arrays):
+    """The arrays of the rank `distance` before this one (after, where negative), or None where there is none."""
+    rank, size = params["comm"].rank, params["comm"].size
+    source, dest = rank - distance, rank + distance
+    some = 0 <= source < size
+    source, dest = (r if 0 <= r < size else MPI.PROC_NULL for r in (source, dest))
+    received = [_exchange(x, source, dest, _of_tangent(params)) for x in arrays]
+    return received if some else None
+
+
+def _distances(params: Params):
+    """1, 2, 4, ... below the number of ranks: the steps of a prefix reduction by doubling."""
+    distance = 1
+    while distance < params["comm"].size:
+        yield distance
+        distance *= 2
+
+
+def _product_of_others(x, params: Params):
+    """The product of all other ranks' arrays: right at zeros, where a division is not."""
+    product = jnp.ones_like(x)
+    for direction in (1, -1):
+        before = _shifted(direction, params, x)
+        part = jnp.ones_like(x) if before is None else before[0]
+        for distance in _distances(params):
+            before = _shifted(direction * distance, params, part)
+            part = part if before is None else part * before[0]
+        product = product * part
+    return product
+
+
+def _share_of_extreme(x, extreme, params: Params):
+    """1 where this rank alone has the extreme value, 1/n where n ranks have it, else 0."""
+    mine = x == extreme
+    count = bind("allreduce", _of_tangent(params, **_SUMMING), mine.astype(jnp.int32))
+    return jnp.where(mine, 1 / count, 0).astype(x.dtype)
+
+
+def _weight(x, params: Params, extreme: Callable[[], Any]):
+    """The derivative of a reduction over all ranks with respect to this rank's array."""
+    if params["op"].name == "PROD":
+        return _product_of_others(x, params)
+    return _share_of_extreme(x, extreme(), params)
+
+
+def _tangent_allreduce(primals, tangent, results, params):
+    if params["op"].name == "SUM":
+        return bind("allreduce", {**params, DERIVATIVE: TANGENT}, tangent)
+    weight = _weight(primals[0], params, lambda: results[0])
+    line = {LINE: params[LINE]} if LINE in params else {}
+    return bind("allreduce", _of_tangent(params, **_SUMMING, **line), weight * tangent)
+
+
+def _tangent_reduce(primals, tangent, results, params):
+    if params["op"].name == "SUM":
+        return bind("reduce", {**params, DERIVATIVE: TANGENT}, tangent)
+    x = primals[0]
+    everywhere = _of_tangent(params, op=params["op"], **{IN_PLACE: True})
+    weight = _weight(x, params, lambda: bind("allreduce", everywhere, x))
+    total = bind("reduce", _of_tangent(params, **_SUMMING, root=params["root"]), weight * tangent)
+    return total if _on_root(params) else tangent + linked_zeros(total, tangent)
+
+
+def _tangent_scan(primals, tangent, results, params):
+    name, x = params["op"].name, primals[0]
+    if name == "SUM":
+        return bind("scan", {**params, DERIVATIVE: TANGENT}, tangent)
+    if name == "PROD":
+        for distance in _distances(params):
+            before = _shifted(distance, params, x, tangent)
+            if before is not None:
+                x, tangent = before[0] * x, before[1] * x + before[0] * tangent
+        return tangent
+    count = jnp.ones(x.shape, jnp.int32)  # of the ranks so far that have the extreme value, and share its tangent
+    for distance in _distances(params):
+        before = _shifted(distance, params, x, count, tangent)
+        if before is not None:
+            earlier, its_count, its_tangent = before
+            wins, ties = (earlier > x if name == "MAX" else earlier < x), earlier == x
+            share = jnp.where(ties, its_count / (its_count + count), jnp.where(wins, 1, 0)).astype(x.dtype)
+            tangent = jnp.where(share > 0, share * its_tangent, 0) + jnp.where(share < 1, (1 - share) * tangent, 0)
+            count = jnp.where(ties, its_count + count, jnp.where(wins, its_count, count))
+            x = jnp.where(wins, earlier, x)
+    return tangent
+
+
+# --- what has no derivative ----------------------------------------------------------------------------------------
+
+_DIFFERENTIABLE = ("SUM", "PROD", "MAX", "MIN")
+
+
+def _refuse_reduction(params: Params) -> str:
+    if params["op"].name in _DIFFERENTIABLE:
+        return ""
+    possible = ", ".join(f"MPI.{name}" for name in _DIFFERENTIABLE)
+    return f"the reduction {params['op'].name} has no derivative; those that have one: {possible}."
+
+
+def _refuse_tags(params: Params, *tags: str) -> str:
+    for tag in tags:
+        if params[tag] >= arguments.DERIVATIVE_TAGS:
+            return (
+                f"the messages of derivatives have tags of their own, so {tag} must be below "
+                f"{arguments.DERIVATIVE_TAGS} here, got {params[tag]}."
+            )
+    return ""
+
+
+def _refuse_half(params: Params) -> str:
+    """Why one half of a pair of messages has no derivative."""
+    if not _jax.KEEPS_EFFECTS:
+        return (
+            f"JAX {jax.__version__} leaves operations without results out of derivatives, so the way back would have "
+            "one end only; use JAX 0.7 or later, or sendrecv."
+        )
+    return _refuse_source(params, "tag") if "source" in params else _refuse_tags(params, "tag")
+
+
+def _refuse_source(params: Params, *tags: str) -> str:
+    if params["source"] == MPI.ANY_SOURCE:
+        return "with source ANY_SOURCE the way back is unknown; name the source."
+    return _refuse_tags(params, *tags)
+
+
+# --- the table -----------------------------------------------------------------------------------------------------
+
+_ROWS = (
+    Row("allgather", _stacked, batch=lambda p: (0, 1), transpose=_transpose_allgather),
+    Row(
+        "allreduce",
+        _same,
+        part=lambda p: Part(in_place=True),
+        refuse=_refuse_reduction,
+        tangent=_tangent_allreduce,
+        transpose=_transpose_allreduce,
+    ),
+    Row("alltoall", _same, batch=lambda p: (1, 1), transpose=_transpose_alltoall),
+    Row("barrier", None, part=lambda p: Part(operand=False, result=False)),
+    Row("bcast", _same, part=_part_of_bcast, transpose=_transpose_bcast),
+    Row("check", None, part=lambda p: Part(result=False)),
+    Row(
+        "gather",
+        lambda shape, p: _stacked(shape, p) if _on_root(p) else shape,
+        part=lambda p: Part(result=_on_root(p)),
+        batch=lambda p: (0, 1 if _on_root(p) else 0),
+        transpose=_transpose_gather,
+    ),
+    Row(
+        "recv",
+        _same,
+        part=lambda p: Part(operand=False),
+        refuse=_refuse_half,
+        transpose=_transpose_recv,
+    ),
+    Row(
+        "reduce",
+        _same,
+        part=lambda p: Part(result=_on_root(p), in_place=_on_root(p)),
+        refuse=_refuse_reduction,
+        tangent=_tangent_reduce,
+        transpose=_transpose_reduce,
+    ),
+    Row("replicate", _same, transpose=_transpose_replicate, silent=True),
+    Row(
+        "scan",
+        _same,
+        part=lambda p: Part(in_place=True),
+        refuse=_refuse_reduction,
+        tangent=_tangent_scan,
+        transpose=_transpose_scan,
+    ),
+    Row(
+        "scatter",
+        lambda shape, p: shape[1:] if _on_root(p) else shape,
+        part=lambda p: Part(operand=_on_root(p)),
+        batch=lambda p: (1 if _on_root(p) else 0, 0),
+        transpose=_transpose_scatter,
+    ),
+    Row(
+        "send",
+        None,
+        part=lambda p: Part(result=False),
+        refuse=_refuse_half,
+        transpose=_transpose_send,
+    ),
+    Row(
+        "sendrecv",
+        _same,
+        refuse=lambda p: _refuse_source(p, "sendtag", "recvtag"),
+        transpose=_transpose_sendrecv,
+    ),
+)
+
+_PRIMITIVES = {row.name: make_primitive(row) for row in _ROWS}
+
+
+def check_names(table: set[str], core: set[str]) -> None:
+    """Raises ImportError if the table and the C core name different operations: they are of two versions."""
+    if table != core:
+        raise ImportError(
+            f"jaxmpi: the Python table and the C core name different operations: {sorted(table ^ core)}. "
+            "Reinstall jaxmpi."
+        )
+
+
+check_names({row.name for row in _ROWS if not row.silent}, set(_native.OPERATIONS))
