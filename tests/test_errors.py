@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 import jaxmpi
 from jaxmpi import notoken
-from jaxmpi._operations import check_names
+from jaxmpi._table import check_names
 
 X = jnp.ones(3)
 F4 = getattr(jnp, "float4_e2m1fn", None)

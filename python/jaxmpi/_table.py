@@ -190,13 +190,20 @@ def _reverse(x, params: Params):
 
 
 def _shifted(distance: int, params: Params, *arrays):
-    """The arrays of the rank `distance` before this one (after, where negative), or None where there is none."""
+    """The arrays of the rank `distance` before this one (after, where negative), and whether there is such a rank.
+
+    Where there is none the arrays are zero, and must not be left unused: see `_unused`.
+    """
     rank, size = params["comm"].rank, params["comm"].size
     source, dest = rank - distance, rank + distance
-    some = 0 <= source < size
+    exists = 0 <= source < size
     source, dest = (r if 0 <= r < size else MPI.PROC_NULL for r in (source, dest))
-    received = [_exchange(x, source, dest, _of_tangent(params)) for x in arrays]
-    return received if some else None
+    return exists, [_exchange(x, source, dest, _of_tangent(params)) for x in arrays]
+
+
+def _unused(x, received):
+    """`x`, which counts as depending on what was received: JAX 0.6 leaves out of derivatives what nothing depends on."""
+    return x + linked_zeros(received, x)
 
 
 def _distances(params: Params):
@@ -211,11 +218,11 @@ def _product_of_others(x, params: Params):
     """The product of all other ranks' arrays: right at zeros, where a division is not."""
     product = jnp.ones_like(x)
     for direction in (1, -1):
-        before = _shifted(direction, params, x)
-        part = jnp.ones_like(x) if before is None else before[0]
+        exists, (before,) = _shifted(direction, params, x)
+        part = before if exists else _unused(jnp.ones_like(x), before)
         for distance in _distances(params):
-            before = _shifted(direction * distance, params, part)
-            part = part if before is None else part * before[0]
+            exists, (before,) = _shifted(direction * distance, params, part)
+            part = part * before if exists else _unused(part, before)
         product = product * part
     return product
 
@@ -258,20 +265,23 @@ def _tangent_scan(primals, tangent, results, params):
         return bind("scan", {**params, DERIVATIVE: TANGENT}, tangent)
     if name == "PROD":
         for distance in _distances(params):
-            before = _shifted(distance, params, x, tangent)
-            if before is not None:
-                x, tangent = before[0] * x, before[1] * x + before[0] * tangent
+            exists, (earlier, its_tangent) = _shifted(distance, params, x, tangent)
+            if exists:
+                x, tangent = earlier * x, its_tangent * x + earlier * tangent
+            else:
+                x, tangent = _unused(x, earlier), _unused(tangent, its_tangent)
         return tangent
     count = jnp.ones(x.shape, jnp.int32)  # of the ranks so far that have the extreme value, and share its tangent
     for distance in _distances(params):
-        before = _shifted(distance, params, x, count, tangent)
-        if before is not None:
-            earlier, its_count, its_tangent = before
-            wins, ties = (earlier > x if name == "MAX" else earlier < x), earlier == x
-            share = jnp.where(ties, its_count / (its_count + count), jnp.where(wins, 1, 0)).astype(x.dtype)
-            tangent = jnp.where(share > 0, share * its_tangent, 0) + jnp.where(share < 1, (1 - share) * tangent, 0)
-            count = jnp.where(ties, its_count + count, jnp.where(wins, its_count, count))
-            x = jnp.where(wins, earlier, x)
+        exists, (earlier, its_count, its_tangent) = _shifted(distance, params, x, count, tangent)
+        if not exists:
+            x, tangent = _unused(x, earlier), _unused(tangent, its_tangent)
+            continue
+        wins, ties = (earlier > x if name == "MAX" else earlier < x), earlier == x
+        share = jnp.where(ties, its_count / (its_count + count), jnp.where(wins, 1, 0)).astype(x.dtype)
+        tangent = jnp.where(share > 0, share * its_tangent, 0) + jnp.where(share < 1, (1 - share) * tangent, 0)
+        count = jnp.where(ties, its_count + count, jnp.where(wins, its_count, count))
+        x = jnp.where(wins, earlier, x)
     return tangent
 
 
