@@ -84,9 +84,9 @@ static inline void span_free(struct span *span) {
   } while (0)
 
 /* A reduction goes element by element, so a vector longer than an int counts is reduced in pieces. */
-#define FOR_PIECES(call, total, first, count)                                                             \
-  for (int64_t first = 0, count = 0;                                                                      \
-       (count = (total)-first < runtime.max_count ? (total)-first : runtime.max_count) > 0 || first == 0; \
+#define FOR_PIECES(call, total, first, count)                                                                 \
+  for (int64_t first = 0, count = 0;                                                                          \
+       (count = (total) - first < runtime.max_count ? (total) - first : runtime.max_count) > 0 || first == 0; \
        first += count + (count == 0))
 
 /* The element at `index`. An empty buffer may lie at NULL, to which C lets nothing be added, not even 0. */

@@ -30,7 +30,9 @@ def draw(shape, dtype, rank, seed):
 
 
 def tree_dot(a, b):
-    return sum(np.sum(np.asarray(x) * np.asarray(y)) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+    return sum(
+        np.sum(np.asarray(x) * np.asarray(y)) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
 
 
 def check(f, x, comm, rtol=1e-12, differences=True, replicated=False, compiled=False):
@@ -57,7 +59,14 @@ def check(f, x, comm, rtol=1e-12, differences=True, replicated=False, compiled=F
         np.testing.assert_array_equal(b, c)
 
 
-TOLERANCE = {"float32": 1e-4, "float64": 1e-12, "complex64": 1e-4, "complex128": 1e-12, "bfloat16": 0.3, "float16": 3e-2}
+TOLERANCE = {
+    "float32": 1e-4,
+    "float64": 1e-12,
+    "complex64": 1e-4,
+    "complex128": 1e-12,
+    "bfloat16": 0.3,
+    "float16": 3e-2,
+}
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -79,22 +88,24 @@ def test_scalars_and_nothing(case, shape, comm, rank, size):
         check(lambda x, root=root: case.call(x, comm, root), x, comm, replicated=case.name == "allreduce")
 
 
-# --- ranks that differ ---------------------------------------------------------------------------------------------
+# --- ranks that differ ----------------------------------------------------------------------------------------------
 
 
 def test_constant_templates(comm, rank, size):
     """Where a rank's operand is not read it may be a constant, also where it is the only operand there."""
     x = draw((size, 3), float, rank, 0)
+    template = jax.ShapeDtypeStruct((3,), float)
     for root in range(size):
         mine = rank == root
         check(lambda x, r=root, m=mine: notoken.bcast(x[0] if m else jnp.zeros(3), r), x, comm)
         check(lambda x, r=root, m=mine: notoken.scatter(x if m else jnp.zeros(3), r), x, comm)
-        template = jax.ShapeDtypeStruct((3,), float)
         check(lambda x, r=root, m=mine: notoken.bcast(x[0] if m else template, r) * x[1], x, comm)
         check(lambda x, r=root, m=mine: notoken.scatter(x if m else template, r) ** 2, x, comm)
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint, jaxmpi.jit], ids=["plain", "jit", "checkpoint", "jaxmpi"])
+@pytest.mark.parametrize(
+    "wrap", [lambda f: f, jax.jit, jax.checkpoint, jaxmpi.jit], ids=["plain", "jit", "checkpoint", "jaxmpi"]
+)
 def test_one_rank_alone_depends(wrap, comm, rank, size):
     """Each operation where the operand of rank 0 alone depends on what is differentiated."""
     x = draw((size, 2), float, rank, 0)
@@ -143,7 +154,7 @@ def test_results_that_one_rank_alone_uses(wrap, comm, rank, size):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit, jaxmpi.jit], ids=["plain", "jit", "jaxmpi"])
 def test_pair_in_two_functions(jit, comm, rank, size):
-    """A chain of ranks, each one working on what the one before has sent; halves of a pair in functions of their own."""
+    """A chain of ranks, each working on what the one before has sent; the halves of a pair in two functions."""
 
     def pass_on(y):
         if rank < size - 1:
@@ -228,7 +239,7 @@ def test_messages_of_derivatives_have_tags_of_their_own(comm, rank, size):
         comm.Recv(np.empty(3), 0)
 
 
-# --- reductions that are not linear ----------------------------------------------------------------------------------
+# --- reductions that are not linear ---------------------------------------------------------------------------------
 
 OPS = {"MAX": MPI.MAX, "MIN": MPI.MIN, "PROD": MPI.PROD, "SUM": MPI.SUM}
 REDUCTIONS = {
@@ -282,7 +293,7 @@ def test_no_derivative(comm):
     own.Free()
 
 
-# --- higher order ----------------------------------------------------------------------------------------------------
+# --- higher order ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", PAIRS, ids=str)
@@ -383,7 +394,7 @@ def test_jacobian_of_an_unused_result(comm, rank, size):
         np.testing.assert_allclose(jacobian, expected)
 
 
-# --- control flow and solvers ----------------------------------------------------------------------------------------
+# --- control flow and solvers ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", PAIRS, ids=str)
@@ -435,7 +446,7 @@ def test_custom_rules(comm, rank, size):
         jax.vjp(total, x)[1](x)[0], jax.vjp(lambda x: notoken.scan(x, MPI.SUM), x)[1](x)[0], rtol=1e-12
     )
     check(twice, x, comm)
-    y, push = jax.linearize(lambda x: notoken.scan(x, MPI.SUM) ** 2, x)
+    _, push = jax.linearize(lambda x: notoken.scan(x, MPI.SUM) ** 2, x)
     np.testing.assert_allclose(push(x), jax.jvp(lambda x: notoken.scan(x, MPI.SUM) ** 2, (x,), (x,))[1], rtol=1e-12)
 
 
@@ -484,7 +495,7 @@ def test_conjugate_gradients(comm, rank, size):
     assert memory(10) == memory(10_000), "memory does not grow with the iterations"
 
 
-# --- replicated values -------------------------------------------------------------------------------------------------
+# --- replicated values ----------------------------------------------------------------------------------------------
 
 
 def test_worked_example(comm, rank, size):

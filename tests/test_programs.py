@@ -354,6 +354,12 @@ def test_memory(script):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_regression(ranks):
+    """The same fit on any number of ranks."""
+    assert "loss 0.00204, slope 1.50, shift -0.41" in launch(ranks, EXAMPLES / "regression.py").stdout
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("name", ["global_sum", "send_recv", "scatter_grad"])
 def test_example(name, ranks):
     """Each asserts the values that its docstring states."""
@@ -393,3 +399,31 @@ def test_shallow_water_pictures(tmp_path):
     for name in ("shallow-water.png", "shallow-water.gif"):
         assert (tmp_path / name).stat().st_size > 10_000
         assert str(tmp_path / name) in out
+
+
+def test_check_of_cotangents(script):
+    """JAXMPI_CHECK=1: ranks whose cotangents of one allreduce differ say so, with its line; equal ones do not."""
+    program = script("""
+        here = [i for i, line in enumerate(open(__file__), 1) if "# this line" in line][-1]
+        def loss(x, wrong):
+            total = notoken.allreduce(jnp.sin(x), MPI.SUM)  # this line
+            return jnp.sum(total * (1.0 + rank if wrong else 2.0))
+        for jit in (lambda f, **options: f, jax.jit, jaxmpi.jit):
+            gradient = jit(jax.grad(loss), static_argnums=1)
+            print("right", bool(jnp.allclose(gradient(jnp.ones(3), False), 2 * jnp.cos(1.0))))
+            mapped = jax.vmap(jax.grad(lambda x: loss(x, False)))(jnp.ones((2, 3)))
+            try:
+                jax.block_until_ready(gradient(jnp.ones(3), True))
+                jax.effects_barrier()
+                print("silent on", rank)
+            except Exception as error:
+                text = str(error)
+                print("raised on", rank, "differs from that of rank 0" in text and f"program.py:{here} (loss)" in text)
+            MPI.COMM_WORLD.Barrier()
+    """)
+    done = launch(2, program, JAXMPI_CHECK="1", check=False)
+    assert done.stdout.count("right True") == 6, done.stdout + done.stderr
+    assert done.stdout.count("raised on 1 True") == 3
+    assert done.stdout.count("silent on 0") == 3
+    done = launch(2, program)
+    assert done.stdout.count("silent on 1") == 3

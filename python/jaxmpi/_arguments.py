@@ -72,7 +72,7 @@ class Status:
 
 
 class Text:
-    """A text as a parameter of compiled programs, which their errors quote: it is kept for ever. Equal texts are one."""
+    """A text as a parameter of compiled programs, which errors quote: it is kept for ever. Equal texts are one."""
 
     __slots__ = ("buffer", "number", "text")
 
@@ -211,7 +211,7 @@ def dest(value: Any, comm: Communicator, operation: str) -> int:
     return rank(value, comm, operation, "dest", (MPI.PROC_NULL,))
 
 
-_TAG_LIMIT = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
+_TAG_LIMIT: int = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)  # type: ignore[assignment]
 DERIVATIVE_TAGS = (_TAG_LIMIT + 1) // 2
 """The first of the tags that belong to messages of derivatives, one for each tag below."""
 

@@ -3,6 +3,8 @@
 Without this a rank that raises waits for the others in MPI's finalization, and they wait for its messages.
 """
 
+import importlib.abc
+import importlib.machinery
 import io
 import os
 import runpy
@@ -30,7 +32,39 @@ def _end(code: int) -> None:
     os._exit(code)
 
 
+class _StandIn(importlib.abc.MetaPathFinder):
+    """Puts jaxmpi in the place of a package as the program first imports it, so that the program may set up mpi4py."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname != self.name.partition("-")[0]:
+            return None
+        sys.meta_path.remove(self)
+        from jaxmpi.compat._install import INSTALLERS
+
+        INSTALLERS[self.name]()
+        return importlib.machinery.ModuleSpec(fullname, _Made(sys.modules.pop(fullname)), is_package=True)
+
+
+class _Made(importlib.abc.Loader):
+    """Hands over a module that is there already."""
+
+    def __init__(self, module):
+        self.module = module
+
+    def create_module(self, spec):
+        return self.module
+
+    def exec_module(self, module):
+        pass
+
+
 def _run(arguments: list[str]) -> None:
+    while arguments[0] == "--as":
+        sys.meta_path.insert(0, _StandIn(arguments[1]))
+        arguments = arguments[2:]
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         sys.path[0] = os.getcwd()

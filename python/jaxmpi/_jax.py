@@ -232,7 +232,7 @@ Zeros = Callable[[Any, Any], Any]
 
 
 def with_tangent(trace: Any, operands: Sequence[Any], zeros: Zeros) -> Sequence[Any]:
-    """The operands, with a zero tangent for the first inexact one where `trace` differentiates and none has a tangent."""
+    """The operands; with a zero tangent for the first inexact one if `trace` differentiates and none has a tangent."""
     kind = _TRACERS.get(type(trace))
     if kind is None:
         return operands
@@ -257,9 +257,8 @@ def differentiate_calls(effect: Effect, zeros: Zeros) -> None:
     tangent; a call that has no operand for it is taken apart.
     """
     for primitive in (_jit_p, ad_checkpoint.remat_p, primitives.scan_p, primitives.cond_p):
-        primitive.bind_with_trace = functools.partial(
-            _bind_call, type(primitive).bind_with_trace, primitive, effect, zeros
-        )
+        own = functools.partial(_bind_call, type(primitive).bind_with_trace, primitive, effect, zeros)
+        setattr(primitive, "bind_with_trace", own)  # noqa: B010 (a method, for the type checker)
 
 
 _jit_p = getattr(primitives, "jit_p", None) or getattr(pjit, "pjit_p")  # noqa: B009 (the name in JAX 0.6)
@@ -284,7 +283,7 @@ def _has_effect(params: dict[str, Any], effect: Effect) -> bool:
     return any(effect in jaxpr.effects for jaxpr in (inner if isinstance(inner, tuple) else (inner,)))
 
 
-def _some_tangent(trace: Any, kind: type) -> Any:
+def _some_tangent(trace: Any, kind: Any) -> Any:
     """The tangent of a value that `trace` differentiates; None if there is none.
 
     JAX keeps no list of these values; those it has started from live as long as the trace does.

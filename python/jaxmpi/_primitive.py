@@ -26,8 +26,8 @@ Shape = tuple[int, ...]
 
 
 DERIVATIVE = "derivative"
-"""Parameter of an operation on tangents or cotangents, which says of which. Its messages have tags of their own, so that
-they are never taken for those of the function itself."""
+"""Parameter of an operation on tangents or cotangents, which says of which. Its messages have tags of their own: they
+are never taken for those of the function itself."""
 TANGENT, COTANGENT = "tangent", "cotangent"
 
 

@@ -19,7 +19,18 @@ from mpi4py import MPI
 from jaxmpi import _arguments as arguments
 from jaxmpi import _jax, _native
 from jaxmpi._order import IN_PLACE
-from jaxmpi._primitive import COTANGENT, DERIVATIVE, TANGENT, Params, Part, Row, Shape, eager_program, linked_zeros, make_primitive
+from jaxmpi._primitive import (
+    COTANGENT,
+    DERIVATIVE,
+    TANGENT,
+    Params,
+    Part,
+    Row,
+    Shape,
+    eager_program,
+    linked_zeros,
+    make_primitive,
+)
 
 CHECK = os.environ.get("JAXMPI_CHECK", "0") not in ("", "0")
 """Whether ranks compare what must be the same on all of them."""
@@ -147,12 +158,9 @@ def _transpose_send(cotangent, template, params):
 
 
 def _transpose_recv(cotangent, template, params):
-    if params["tag"] == MPI.ANY_TAG and params["source"] != MPI.PROC_NULL:
-        raise NotImplementedError(
-            "recv cannot be differentiated in reverse: with tag ANY_TAG the tag of the way back is unknown; name the "
-            "tag, as the sender does."
-        )
-    bind("send", _of_cotangent(params, dest=params["source"], tag=max(params["tag"], 0)), cotangent)
+    bind(
+        "send", _of_cotangent(params, dest=params["source"], tag=max(params["tag"], 0)), cotangent
+    )  # any tag: of nobody
     return linked_zeros(cotangent, template)
 
 
@@ -202,7 +210,7 @@ def _shifted(distance: int, params: Params, *arrays):
 
 
 def _unused(x, received):
-    """`x`, which counts as depending on what was received: JAX 0.6 leaves out of derivatives what nothing depends on."""
+    """`x`, which counts as depending on what was received: JAX 0.6 leaves out what nothing depends on."""
     return x + linked_zeros(received, x)
 
 
@@ -314,7 +322,11 @@ def _refuse_half(params: Params) -> str:
             f"JAX {jax.__version__} leaves operations without results out of derivatives, so the way back would have "
             "one end only; use JAX 0.7 or later, or sendrecv."
         )
-    return _refuse_source(params, "tag") if "source" in params else _refuse_tags(params, "tag")
+    if "dest" in params:
+        return _refuse_tags(params, "tag")
+    if params["tag"] == MPI.ANY_TAG and params["source"] != MPI.PROC_NULL:
+        return "with tag ANY_TAG the tag of the way back is unknown; name the tag, as the sender does."
+    return _refuse_source(params, "tag")
 
 
 def _refuse_source(params: Params, *tags: str) -> str:

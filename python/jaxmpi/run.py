@@ -17,6 +17,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+STAND_INS = ("mpi4jax", "mpi4jax-token", "jpi")
+"""The packages that jaxmpi can stand in for: the names in compat/_install.py, which is not imported here."""
+
 
 def physical_cores() -> int:
     """Cores that this process may use; hardware threads of one core count once."""
@@ -93,6 +96,16 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         metavar="M",
         help="how many of the ranks run on one machine, to know each one's share of the cores (default: all)",
     )
+    parser.add_argument(
+        "--as",
+        dest="stand_in",
+        action="append",
+        default=[],
+        choices=STAND_INS,
+        metavar="PACKAGE",
+        help="run a program that imports this package unchanged, with jaxmpi in its place: mpi4jax (as from 0.8 on), "
+        "mpi4jax-token (up to 0.7), jpi",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the command instead of running it")
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as in python -m")
     parser.add_argument("program", help="script, or module with -m")
@@ -121,7 +134,8 @@ def main(arguments: list[str] | None = None) -> None:
         placed = placement(flavour(mpiexec), share, sorted(variables))
     program = ["-m", options.program] if options.module else [options.program]
     # By path, not as a module: the program shall be the first to import jax and mpi4py, and may set them up before.
-    child = [sys.executable, str(Path(__file__).with_name("_child.py")), *program, *options.arguments]
+    stand_ins = [word for name in options.stand_in for word in ("--as", name)]
+    child = [sys.executable, str(Path(__file__).with_name("_child.py")), *stand_ins, *program, *options.arguments]
     command = [mpiexec, "-n", str(options.ranks), *placed, *child]
     if options.dry_run:
         print(shlex.join(command))

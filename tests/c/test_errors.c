@@ -163,7 +163,25 @@ static void a_text_longer_than_the_room_is_cut(void) {
         "source -9223372036854775808; in 7 of float32; out 7 of float32");
 }
 
+static void a_difference_is_an_error_that_quotes_the_text(void) {
+  struct communicator *comm = world(RANK, SIZE);
+  static char text[] = "model.py:7 (loss)";
+  static bool differs[N];
+  int64_t number = registry_add(text);
+  for (int i = -1; i < N; i++) { /* nowhere, and at each place */
+    for (int k = 0; k < N; k++) differs[k] = k == i;
+    if (i < 0)
+      SUCCEEDS(RUN("check", ARRAY(BOOL, differs, N), NONE, COMM(comm), number));
+    else
+      FAILS(RUN("check", ARRAY(BOOL, differs, N), NONE, COMM(comm), number), FFI_FAILED_PRECONDITION,
+            "The allreduce is at model.py:7 (loss)");
+  }
+  SUCCEEDS(RUN("check", ARRAY(BOOL, NULL, 0), NONE, COMM(comm), number));
+  CHECK_EQUAL(communications(), 0);
+}
+
 static const struct test tests[] = {
+    TEST(a_difference_is_an_error_that_quotes_the_text),
     TEST(each_operation_reports),
     TEST(each_piece_of_a_reduction_reports),
     TEST(making_a_type_reports),

@@ -14,6 +14,7 @@ static const struct {
     {"alltoall", {"comm"}},
     {"barrier", {"comm"}},
     {"bcast", {"comm", "root"}},
+    {"check", {"comm", "text"}},
     {"gather", {"comm", "root"}},
     {"recv", {"comm", "source", "status", "tag"}},
     {"reduce", {"comm", "op", "root"}},

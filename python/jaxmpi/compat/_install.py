@@ -1,0 +1,84 @@
+"""Puts modules in the place of other packages."""
+
+import importlib
+import importlib.machinery
+import sys
+from types import ModuleType
+from typing import Any
+
+_installed: dict[str, str] = {}
+"""Which API stands in the place of which package."""
+
+_APIS = ("notoken", "token")
+
+
+def _install(name: str, api: str, modules: dict[str, dict[str, Any]]) -> None:
+    """Makes `modules` (dotted name -> its names) importable; the first one is the package `name` itself."""
+    for dotted, names in modules.items():
+        module = ModuleType(dotted, f"jaxmpi in the place of {name}: see jaxmpi.compat.")
+        module.__spec__ = importlib.machinery.ModuleSpec(dotted, None, origin="jaxmpi.compat", is_package=True)
+        module.__path__ = []
+        module.__dict__.update(names)
+        module.__all__ = [n for n in names if not n.startswith("_")]  # type: ignore[attr-defined]
+        sys.modules[dotted] = module
+        parent, _, last = dotted.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], last, module)
+    _installed[name] = api
+    importlib.invalidate_caches()
+
+
+def _check(name: str, api: str) -> bool:
+    """Whether there is something to do. Raises RuntimeError where another module has the place."""
+    if name not in sys.modules:
+        return True
+    if name not in _installed:
+        raise RuntimeError(
+            f"jaxmpi.compat: {name} has been imported already, so part of the program may use it. Install before the "
+            f"first 'import {name}', or start the program with 'python -m jaxmpi.run --as {name} ...'."
+        )
+    if _installed[name] != api:
+        raise RuntimeError(f"jaxmpi.compat: {name} is installed already, with api={_installed[name]!r}, not {api!r}.")
+    return False
+
+
+def install_as_mpi4jax(api: str = "notoken") -> None:
+    """Lets `import mpi4jax` give a module of the same functions that is jaxmpi, everywhere in this process.
+
+    Positions, defaults and names of arguments are those of mpi4jax, as are the kinds of exceptions (TypeError for a
+    traced root or a wrong communicator, ValueError for shapes), MPI4JAX_DEBUG and `__version__`.
+
+    Args:
+      api: "notoken", that of mpi4jax 0.8 and later: functions return the result alone, `send` and `barrier` nothing,
+        and `token=` raises a RuntimeError. Or "token", that of mpi4jax up to 0.7: `(result, token)` is returned, from
+        `send` and `barrier` the token, and any `token=` is accepted; `mpi4jax.experimental` is there too.
+
+    Raises:
+      RuntimeError: mpi4jax has been imported already, or is installed with another `api`. ValueError: unknown `api`.
+    """
+    if api not in _APIS:
+        raise ValueError(f"install_as_mpi4jax: api must be one of {_APIS}, got {api!r}")
+    if _check("mpi4jax", api):
+        from jaxmpi.compat import _mpi4jax
+
+        _install("mpi4jax", api, _mpi4jax.modules(api))
+
+
+def install_as_jpi() -> None:
+    """Lets `import jpi` give a module of the same functions that is jaxmpi, everywhere in this process.
+
+    Raises:
+      RuntimeError: jpi has been imported already.
+    """
+    if _check("jpi", "token"):
+        from jaxmpi.compat import _jpi
+
+        _install("jpi", "token", _jpi.modules())
+
+
+INSTALLERS = {
+    "mpi4jax": install_as_mpi4jax,
+    "mpi4jax-token": lambda: install_as_mpi4jax(api="token"),
+    "jpi": install_as_jpi,
+}
+"""By the name that `python -m jaxmpi.run --as` takes."""

@@ -1,0 +1,112 @@
+"""The public names of JPI: an array as token, which comes back as it went in.
+
+Its derivatives are conventions of its own where they differ from the adjoints of this package: `allgather` hands each
+rank the part of the cotangent that is its own, `bcast` hands root its own cotangent.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from mpi4py import MPI
+
+from jaxmpi import _arguments as arguments
+from jaxmpi import _communicator, notoken
+
+Token = Array
+
+
+def gen_token() -> Token:
+    """A token: a scalar array. Order does not depend on it."""
+    return jnp.zeros((), jnp.float32)
+
+
+def allreduce(x: Any, token: Token, op: MPI.Op, comm: MPI.Comm | None = None) -> tuple[Array, Token]:
+    """The reduction over all ranks, of the shape of `x`, and the token; the derivative is that of jaxmpi.allreduce."""
+    return notoken.allreduce(x, op, comm=comm), token
+
+
+def allgather(x: Any, token: Token, comm: MPI.Comm | None = None) -> tuple[Array, Token]:
+    """The arrays of all ranks, `(size, *x.shape)`, and the token. The gradient: the cotangent at this rank."""
+    rank = _communicator.resolve(comm, "allgather").rank
+
+    @jax.custom_jvp
+    def gathered(x):
+        return notoken.allgather(x, comm=comm)
+
+    def own_slice(primals, tangents):
+        y = gathered(*primals)
+        return y, jnp.zeros(y.shape, tangents[0].dtype).at[rank].set(tangents[0])
+
+    gathered.defjvp(own_slice)
+    return gathered(arguments.array(x, "allgather", "x")), token
+
+
+def bcast(x: Any, token: Token, root: int, comm: MPI.Comm | None = None) -> tuple[Array, Token]:
+    """Root's array on all ranks, and the token. The gradient is root's own cotangent; zero elsewhere."""
+    on_root = _communicator.resolve(comm, "bcast").rank == arguments.integer(root, "bcast", "root")
+
+    @jax.custom_jvp
+    def sent(x):
+        return notoken.bcast(x, root, comm=comm)
+
+    def of_root(primals, tangents):
+        return sent(*primals), tangents[0] if on_root else jnp.zeros_like(tangents[0])
+
+    sent.defjvp(of_root)
+    return sent(arguments.array(x, "bcast", "x")), token
+
+
+def scatter(x: Any, token: Token, root: int, comm: MPI.Comm | None = None) -> tuple[Array, Token]:
+    """This rank's part of the first axis of root's array, and the token.
+
+    `x` has the whole shape `(size * n, ...)` on all ranks; the result has shape `(n, ...)`, or `(...)` where n is 1.
+    """
+    x = arguments.array(x, "scatter", "x")
+    resolved = _communicator.resolve(comm, "scatter")
+    if x.ndim == 0 or x.shape[0] % resolved.size:
+        raise ValueError(
+            f"scatter: the first axis of x must be divisible by the number of ranks, {resolved.size}; got shape "
+            f"{x.shape}."
+        )
+    parts = x.reshape(resolved.size, x.shape[0] // resolved.size, *x.shape[1:])
+    root = arguments.rank(root, resolved, "scatter", "root")
+    part = notoken.scatter(parts if resolved.rank == root else parts[0], root, comm=comm)
+    return part[0] if part.shape[0] == 1 else part, token
+
+
+def gather(x: Any, token: Token, root: int, comm: MPI.Comm | None = None) -> tuple[Array, Token]:
+    """The arrays of all ranks, `(size, *x.shape)`, on root, elsewhere zeros of that shape; and the token."""
+    x = arguments.array(x, "gather", "x")
+    resolved = _communicator.resolve(comm, "gather")
+    y = notoken.gather(x, root, comm=comm)
+    return y if resolved.rank == root else jnp.zeros((resolved.size, *x.shape), x.dtype), token
+
+
+def barrier(token: Token, comm: MPI.Comm | None = None) -> Token:
+    """Waits for all ranks; returns the token."""
+    notoken.barrier(comm=comm)
+    return token
+
+
+def send(x: Any, token: Token, dest: int, tag: int = 0, comm: MPI.Comm | None = None) -> tuple[Array, Token]:
+    """Sends a message; returns `x` and the token."""
+    x = arguments.array(x, "send", "x")
+    notoken.send(x, dest, tag=tag, comm=comm)
+    return x, token
+
+
+def recv(x: Any, token: Token, source: int, tag: int = 0, comm: MPI.Comm | None = None) -> tuple[Array, Token]:
+    """Receives a message of the shape and dtype of `x`, whose values are not read; and the token."""
+    return notoken.recv(x, source, tag=tag, comm=comm), token
+
+
+_NAMES = (allgather, allreduce, barrier, bcast, gather, gen_token, recv, scatter, send)
+
+
+def modules() -> dict[str, dict[str, Any]]:
+    return {
+        "jpi": {function.__name__: function for function in _NAMES},
+        "jpi.token": {"Token": Token, "gen_token": gen_token},
+    }

@@ -1,0 +1,241 @@
+"""Programs written for mpi4jax and JPI, unchanged: their calls, their results, their gradients, their errors."""
+
+import importlib.util
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import jaxmpi
+from jaxmpi import compat
+from jaxmpi.compat import _install
+from launch import launch
+
+
+@pytest.fixture
+def stand_in():
+    """Installs one package's stand-in, and takes it away after the test."""
+    before = set(sys.modules)
+
+    def install(name):
+        _install.INSTALLERS[name]()
+        return importlib.import_module(name.partition("-")[0])
+
+    yield install
+    for name in ("mpi4jax", "jpi"):
+        for module in [m for m in sys.modules if m.partition(".")[0] == name and m not in before]:
+            del sys.modules[module]
+        _install._installed.pop(name, None)
+
+
+def example_input(size):
+    return jnp.arange(2.0 * size)
+
+
+def example_expected(rank, size):
+    """Value and gradient of the worked example: scatter from 0, the last rank doubles, sum over the ranks."""
+    n = 2 * size
+    gradient = np.ones(n)
+    gradient[-2:] = 2
+    return n * (n - 1) / 2 + 2 * n - 3, gradient if rank == 0 else np.zeros(n)
+
+
+# --- mpi4jax --------------------------------------------------------------------------------------------------------
+
+
+def test_mpi4jax(stand_in, comm, rank, size):
+    mpi4jax = stand_in("mpi4jax")
+    x = jnp.arange(3.0) + rank
+    total = size * np.arange(3.0) + size * (size - 1) / 2
+    np.testing.assert_array_equal(mpi4jax.allreduce(x, op=MPI.SUM, comm=comm), total)
+    np.testing.assert_array_equal(jax.jit(lambda x: mpi4jax.allreduce(x, MPI.SUM))(x), total)
+    assert mpi4jax.barrier(comm=comm) is None
+    assert mpi4jax.send(x, MPI.PROC_NULL, tag=1) is None
+    np.testing.assert_array_equal(mpi4jax.allgather(x)[rank], x)
+    np.testing.assert_array_equal(mpi4jax.bcast(x, root=np.int32(0)), np.arange(3.0))
+    np.testing.assert_array_equal(mpi4jax.sendrecv(x, x, source=rank, dest=rank), x)
+    assert mpi4jax.gather(x, 0).shape == ((size, 3) if rank == 0 else (3,))
+    assert mpi4jax.has_cuda_support() == jaxmpi.has_cuda_support()
+    assert mpi4jax.has_sycl_support() is False
+    assert mpi4jax.__version__.startswith("0.9")
+    assert importlib.util.find_spec("mpi4jax") is not None
+
+    def loss(x):
+        part = mpi4jax.scatter(x.reshape(size, 2) if rank == 0 else x[:2], 0, comm=comm)
+        part = part * 2 if rank == size - 1 else part
+        return mpi4jax.allreduce(part, op=MPI.SUM).sum()
+
+    value, gradient = jax.value_and_grad(loss)(example_input(size))
+    expected_value, expected_gradient = example_expected(rank, size)
+    assert value == expected_value
+    np.testing.assert_array_equal(gradient, expected_gradient)
+
+
+def test_mpi4jax_errors(stand_in, comm, rank):
+    mpi4jax = stand_in("mpi4jax")
+    x = jnp.ones(3)
+    with pytest.raises(RuntimeError, match=r"Drop the argument.*api='token'"):
+        mpi4jax.allreduce(x, MPI.SUM, token=None)
+    with pytest.raises(TypeError, match="static_argnums"):
+        jax.jit(lambda x, root: mpi4jax.bcast(x, root))(x, 0)
+    with pytest.raises(TypeError, match="communicator"):
+        mpi4jax.allreduce(x, MPI.SUM, comm=3)
+    with pytest.raises(TypeError):
+        mpi4jax.bcast(x, 0.5)
+    with pytest.raises(TypeError):
+        mpi4jax.allreduce(x, op="sum")
+    with pytest.raises(ValueError, match="first axis"):
+        mpi4jax.alltoall(jnp.ones((comm.size + 1, 2)))
+    with pytest.raises(ValueError, match="api must be one of"):
+        compat.install_as_mpi4jax(api="tokens")
+    with pytest.raises(RuntimeError, match="installed already"):
+        compat.install_as_mpi4jax(api="token")
+    compat.install_as_mpi4jax()  # again is nothing
+
+
+def test_mpi4jax_with_tokens(stand_in, comm, rank, size):
+    mpi4jax = stand_in("mpi4jax-token")
+    x = jnp.arange(3.0) + rank
+    total = size * np.arange(3.0) + size * (size - 1) / 2
+    token = mpi4jax.barrier()
+
+    @jax.jit
+    def run(x, token):
+        y, token = mpi4jax.allreduce(x, op=MPI.SUM, comm=comm, token=token)
+        token = mpi4jax.send(y, MPI.PROC_NULL, token=token)
+        z, token = mpi4jax.bcast(y + rank, 0, token=token)
+        return z, token
+
+    for any_token in (token, None, jnp.zeros(()), jax.lax.create_token() if hasattr(jax.lax, "create_token") else None):
+        z, _ = run(x, any_token)
+        np.testing.assert_array_equal(z, total)
+    from mpi4jax.experimental import auto_tokenize, notoken
+
+    np.testing.assert_array_equal(auto_tokenize(lambda x: notoken.allreduce(x, MPI.SUM))(x), total)
+
+    def loss(x):
+        part, token = mpi4jax.scatter(x.reshape(size, 2) if rank == 0 else x[:2], 0, comm=comm)
+        part = part * 2 if rank == size - 1 else part
+        return mpi4jax.allreduce(part, op=MPI.SUM, token=token)[0].sum()
+
+    value, gradient = jax.value_and_grad(loss)(example_input(size))
+    expected_value, expected_gradient = example_expected(rank, size)
+    assert value == expected_value
+    np.testing.assert_array_equal(gradient, expected_gradient)
+
+
+def test_imported_before(stand_in, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mpi4jax", sys)
+    with pytest.raises(RuntimeError, match=r"imported already.*--as mpi4jax"):
+        compat.install_as_mpi4jax()
+
+
+# --- JPI ------------------------------------------------------------------------------------------------------------
+
+
+def test_jpi(stand_in, comm, rank, size):
+    jpi = stand_in("jpi")
+    token = jpi.gen_token()
+    assert (token.shape, token.dtype) == ((), jnp.float32)
+    x = jnp.arange(3.0) + rank
+    for jit in (lambda f: f, jax.jit):
+        y, token = jit(lambda x, t: jpi.allreduce(x, t, op=MPI.SUM, comm=comm))(x, token)
+        np.testing.assert_array_equal(y, size * np.arange(3.0) + size * (size - 1) / 2)
+        y, token = jit(lambda x, t: jpi.allgather(x, t, comm))(x, token)
+        np.testing.assert_array_equal(y, np.stack([np.arange(3.0) + r for r in range(size)]))
+        y, token = jit(lambda x, t: jpi.bcast(x, t, root=0, comm=comm))(x, token)
+        np.testing.assert_array_equal(y, np.arange(3.0))
+        y, token = jit(lambda x, t: jpi.gather(x, t, 0, comm))(x, token)
+        np.testing.assert_array_equal(
+            y, np.stack([np.arange(3.0) + r * (rank == 0) for r in range(size)]) * (rank == 0)
+        )
+        token = jpi.barrier(token, comm=comm)
+        assert (token.shape, token.dtype) == ((), jnp.float32)
+        for n in (1, 2):  # one row for each rank is squeezed
+            whole = jnp.arange(6.0 * size * n).reshape(size * n, 6)
+            part, token = jit(lambda x, t: jpi.scatter(x, t, 0, comm))(whole if rank == 0 else 0 * whole, token)
+            np.testing.assert_array_equal(part, whole[rank * n : rank * n + n].reshape(part.shape))
+            assert part.shape == ((6,) if n == 1 else (2, 6))
+    with pytest.raises(ValueError, match="divisible"):
+        jpi.scatter(jnp.ones(size + 1) if size > 1 else jnp.ones(()), token, 0, comm)
+
+
+def test_gradients_of_jpi(stand_in, comm, rank, size):
+    jpi = stand_in("jpi")
+    weights = jnp.arange(1.0, size + 1)[:, None] * jnp.ones((size, 3))
+    x = jnp.ones(3)
+
+    def gradient(f):
+        return jax.jit(jax.grad(lambda x: jnp.sum(f(x, jpi.gen_token()))))(x)
+
+    np.testing.assert_array_equal(gradient(lambda x, t: jpi.allgather(x, t, comm)[0] * weights), np.full(3, rank + 1.0))
+    np.testing.assert_array_equal(
+        gradient(lambda x, t: jpi.bcast(x, t, 0, comm)[0] * (rank + 5)), np.full(3, 5.0 if rank == 0 else 0)
+    )
+    np.testing.assert_array_equal(gradient(lambda x, t: jpi.gather(x, t, 0, comm)[0] * weights), np.full(3, rank + 1.0))
+    np.testing.assert_array_equal(gradient(lambda x, t: jpi.allreduce(x, t, MPI.SUM)[0] * 3), np.full(3, 3.0))
+
+    def loss(x):
+        part, token = jpi.scatter(x, jpi.gen_token(), 0, comm)
+        part = part * 2 if rank == size - 1 else part
+        return jpi.allreduce(part, token, MPI.SUM)[0].sum()
+
+    value, of_x = jax.value_and_grad(loss)(example_input(size))
+    expected_value, expected_gradient = example_expected(rank, size)
+    assert value == expected_value
+    np.testing.assert_array_equal(of_x, expected_gradient)
+
+
+@pytest.mark.skipif(tuple(map(int, jax.__version__.split(".")[:2])) < (0, 7), reason="needs JAX 0.7")
+def test_messages_of_jpi(stand_in, comm, rank, size):
+    jpi = stand_in("jpi")
+    left, right = (rank - 1) % size, (rank + 1) % size
+
+    def f(x):
+        x, token = jpi.send(x * rank, jpi.gen_token(), dest=right, tag=0, comm=comm)
+        y, token = jpi.recv(jnp.empty_like(x), token, source=left, tag=0, comm=comm)
+        return jnp.sum(y)
+
+    np.testing.assert_array_equal(jax.grad(f)(jnp.ones((2, 2))), np.full((2, 2), float(rank)))
+
+
+# --- whole programs -------------------------------------------------------------------------------------------------
+
+DEEP = {
+    "solver/__init__.py": "",
+    "solver/physics/__init__.py": "from .sums import total\n",
+    "solver/physics/sums.py": "from mpi4py import MPI\nfrom mpi4jax import allreduce\n\n"
+    "def total(x):\n    return allreduce(x, op=MPI.SUM)\n",
+    "solver/__main__.py": "import jax.numpy as jnp\nfrom solver.physics import total\n"
+    "print('total', float(total(jnp.float32(2))))\n",
+}
+
+
+@pytest.mark.launches
+@pytest.mark.seconds(200)
+def test_program_that_imports_deep_inside(tmp_path, monkeypatch):
+    for name, text in DEEP.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.chdir(tmp_path)
+    done = launch(2, "--as", "mpi4jax", "-m", "solver")
+    assert done.stdout.count("total 4.0") == 2
+
+
+@pytest.mark.launches
+@pytest.mark.seconds(200)
+def test_program_that_sets_up_mpi4py_first(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import mpi4py\nmpi4py.rc.thread_level = 'serialized'\nfrom mpi4py import MPI\n"
+        "import jax.numpy as jnp\nfrom jpi import allreduce, gen_token\nimport mpi4jax, mpi4jax.experimental\n"
+        "assert MPI.Query_thread() == MPI.THREAD_SERIALIZED\n"
+        "y, token = allreduce(jnp.ones(2), gen_token(), MPI.SUM)\n"
+        "z, token = mpi4jax.allreduce(y, MPI.SUM, token=token)\nprint('sum', float(z.sum()))\n"
+    )
+    done = launch(2, "--as", "jpi", "--as", "mpi4jax-token", program)
+    assert done.stdout.count("sum 8.0") == 2
