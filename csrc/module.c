@@ -78,7 +78,7 @@ static PyObject *set_datatype(PyObject *self, PyObject *args) {
   Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(half_operations_doc, "half_operations(bfloat16) -> handles of SUM, PROD, MAX and MIN for this type");
+PyDoc_STRVAR(half_operations_doc, "half_operations(bfloat16) -> {name: handle}, the reductions of this type");
 static PyObject *half_operations(PyObject *self, PyObject *args) {
   (void)self;
   int bfloat16;
@@ -86,8 +86,8 @@ static PyObject *half_operations(PyObject *self, PyObject *args) {
   if (!PyArg_ParseTuple(args, "p", &bfloat16) || !loaded()) return NULL;
   int code = runtime.backend->half_operations(bfloat16 != 0, handles);
   if (code != 0) return mpi_error(code);
-  return Py_BuildValue("(nnnn)", (Py_ssize_t)handles[0], (Py_ssize_t)handles[1], (Py_ssize_t)handles[2],
-                       (Py_ssize_t)handles[3]);
+  return Py_BuildValue("{snsnsnsn}", "SUM", (Py_ssize_t)handles[0], "PROD", (Py_ssize_t)handles[1], "MAX",
+                       (Py_ssize_t)handles[2], "MIN", (Py_ssize_t)handles[3]);
 }
 
 PyDoc_STRVAR(communicator_doc,

@@ -24,7 +24,7 @@ def _module_to_run() -> str:
 # what keeps the package from loading: for these two the package stays as empty as it can.
 if _module_to_run() not in ("jaxmpi.run", "jaxmpi.info"):
     from jaxmpi import _native as _native
-    from jaxmpi import notoken
+    from jaxmpi import compat, notoken
     from jaxmpi._operations import (
         allgather,
         allreduce,
@@ -52,6 +52,7 @@ __all__ = [
     "alltoall",
     "barrier",
     "bcast",
+    "compat",
     "gather",
     "has_cuda_support",
     "has_rocm_support",

@@ -9,6 +9,7 @@ import gc
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
@@ -283,13 +284,19 @@ def _has_effect(params: dict[str, Any], effect: Effect) -> bool:
     return any(effect in jaxpr.effects for jaxpr in (inner if isinstance(inner, tuple) else (inner,)))
 
 
+_with_a_tangent: "weakref.WeakKeyDictionary[Any, weakref.ref[Any]]" = weakref.WeakKeyDictionary()
+"""A value that each trace differentiates, as found before."""
+
+
 def _some_tangent(trace: Any, kind: Any) -> Any:
     """The tangent of a value that `trace` differentiates; None if there is none.
 
     JAX keeps no list of these values; those it has started from live as long as the trace does.
     """
-    for x in gc.get_referrers(trace):
+    known = _with_a_tangent.get(trace, lambda: None)()
+    for x in [known] if known is not None else gc.get_referrers(trace):
         if type(x) is kind and type(x.tangent) is not ad.Zero and _inexact(jax.typeof(x.tangent)):
+            _with_a_tangent[trace] = weakref.ref(x)
             return x.tangent
     return None
 

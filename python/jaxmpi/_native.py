@@ -78,8 +78,7 @@ def _load() -> tuple[Library, dict[str, Datatype]]:
 LIBRARY, DATATYPES = _load()
 OPERATIONS: dict[str, tuple[str, ...]] = _core.operations()
 HALF_OPERATIONS: dict[str, dict[str, int]] = {
-    name: dict(zip(("SUM", "PROD", "MAX", "MIN"), _core.half_operations(name == "bfloat16"), strict=True))
-    for name in ("float16", "bfloat16")
+    name: _core.half_operations(name == "bfloat16") for name in ("float16", "bfloat16")
 }
 
 

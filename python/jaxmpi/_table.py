@@ -158,9 +158,8 @@ def _transpose_send(cotangent, template, params):
 
 
 def _transpose_recv(cotangent, template, params):
-    bind(
-        "send", _of_cotangent(params, dest=params["source"], tag=max(params["tag"], 0)), cotangent
-    )  # any tag: of nobody
+    tag = max(params["tag"], 0)  # any tag is only accepted from nobody
+    bind("send", _of_cotangent(params, dest=params["source"], tag=tag), cotangent)
     return linked_zeros(cotangent, template)
 
 

@@ -13,6 +13,7 @@ from mpi4py import MPI
 
 from jaxmpi import _arguments as arguments
 from jaxmpi import _communicator, notoken
+from jaxmpi._primitive import linked_zeros
 
 Token = Array
 
@@ -81,7 +82,9 @@ def gather(x: Any, token: Token, root: int, comm: MPI.Comm | None = None) -> tup
     x = arguments.array(x, "gather", "x")
     resolved = _communicator.resolve(comm, "gather")
     y = notoken.gather(x, root, comm=comm)
-    return y if resolved.rank == root else jnp.zeros((resolved.size, *x.shape), x.dtype), token
+    if resolved.rank != root:  # zeros that depend on y: JAX 0.6 leaves out what nothing depends on
+        y = linked_zeros(y, jax.ShapeDtypeStruct((resolved.size, *x.shape), x.dtype))
+    return y, token
 
 
 def barrier(token: Token, comm: MPI.Comm | None = None) -> Token:
