@@ -495,6 +495,48 @@ def test_conjugate_gradients(comm, rank, size):
     assert memory(10) == memory(10_000), "memory does not grow with the iterations"
 
 
+def test_solve_that_is_not_symmetric(comm, rank, size):
+    """custom_linear_solve transposes its matvec, with the communication in it."""
+    left, right = (rank - 1) % size, (rank + 1) % size
+    w = jnp.asarray(np.random.default_rng([3, rank]).uniform(-0.4, 0.4, size=3))
+    b = draw((3,), float, rank, 0)
+
+    def solution(w, b):
+        def matvec(u):
+            ring = notoken.sendrecv(u, jnp.zeros(3), left, right)
+            return 2 * u + w * ring + 0.1 * notoken.bcast(u if rank == 0 else 0 * u, 0)
+
+        def solve(matvec, b):
+            return lax.fori_loop(0, 100, lambda i, u: u + (b - matvec(u)) / 2, b)
+
+        return lax.custom_linear_solve(matvec, b, solve, transpose_solve=solve)
+
+    def dense(ws, bs):
+        a = 2 * jnp.eye(3 * size).reshape(size, 3, size, 3)
+        for r in range(size):
+            a = a.at[r, :, (r - 1) % size].add(jnp.diag(ws[r])).at[r, :, 0].add(0.1 * jnp.eye(3))
+        return jnp.linalg.solve(a.reshape(3 * size, 3 * size), bs.reshape(-1)).reshape(size, 3)
+
+    ws, bs = (jnp.asarray(comm.allgather(np.asarray(x))) for x in (w, b))
+    expected = jax.grad(lambda ws, bs: jnp.sum(jnp.sin(dense(ws, bs))), argnums=(0, 1))(ws, bs)
+    for jit in (lambda f: f, jax.jit):
+        got = jit(jax.grad(lambda w, b: jnp.sum(jnp.sin(solution(w, b))), argnums=(0, 1)))(w, b)
+        for ours, theirs in zip(got, expected, strict=True):
+            np.testing.assert_allclose(ours, theirs[rank], rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["plain", "jit"])
+def test_constant_template_in_what_is_transposed(jit, comm, rank):
+    """Refused where it is, before anything is sent; on one rank alone here, as no other one has to know."""
+    if rank == 0:
+
+        def f(x):
+            return x + notoken.recv(jnp.zeros(3), 0, tag=1)
+
+        with pytest.raises(NotImplementedError, match=r"recv cannot be transposed.*0 \* x"):
+            jax.linear_transpose(jit(f), jnp.ones(3))(jnp.ones(3))
+
+
 # --- replicated values ----------------------------------------------------------------------------------------------
 
 

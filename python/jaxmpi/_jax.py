@@ -71,35 +71,49 @@ def keep(primitive: Primitive) -> None:
     partial_eval.dce_rules[primitive] = lambda *args: ([True] * len(args[-1].invars), args[-1])
 
 
-def stay_in_loops(primitive: Primitive) -> None:
-    """Keeps JAX from moving an operation out of a differentiated `lax.scan` where its operands are the same each step.
+def mind_what_is_known(primitive: Primitive, reads: Callable[[dict[str, Any]], bool]) -> None:
+    """What becomes of an operation where JAX divides a computation into a known part, which it executes, and the rest.
 
-    It does so with all that depends on constants alone, effects or not: a message would be received once for all steps.
+    Where a differentiated `lax.scan` moves out of the loop what is the same in each step, an operation stays in: a
+    message would be received once for all steps. Where a function is transposed, an operation that does not read its
+    operand on this rank (`reads(params)` says so) is refused if that is a constant: it would be executed now, and what
+    other ranks send in it may depend on what is transposed.
     """
 
     def rule(trace, *tracers, **params):
-        if all(tracer.is_known() for tracer in tracers) and _hoists_from_scan():
-            if not tracers and KEEPS_EFFECTS:
-                return _stage_without_operands(trace, primitive, params)
-            tracers = tuple(map(trace.instantiate_const, tracers))
+        if all(tracer.is_known() for tracer in tracers):
+            doing = _dividing()
+            if doing == "hoisting" and (tracers or KEEPS_EFFECTS):
+                if not tracers:
+                    return _stage_without_operands(trace, primitive, params)
+                tracers = tuple(map(trace.instantiate_const, tracers))
+            if doing == "transposing" and tracers and not reads(params):
+                raise NotImplementedError(
+                    f"{primitive.name} cannot be transposed here (by jax.linear_transpose, or custom_linear_solve): the "
+                    "template is a constant on this rank. Let it depend on the function's argument, 0 * x for example."
+                )
         return trace.default_process_primitive(primitive, tracers, params)
 
     partial_eval.custom_partial_eval_rules[primitive] = rule
 
 
-def _hoists_from_scan() -> bool:
-    """Whether a scan is looking for what is the same in each step: there is no other sign of it than its frame."""
+def _dividing() -> str:
+    """What JAX divides a computation for: there is no other sign of it than the frames of the functions that do."""
     frame: Any = sys._getframe(2)
     while frame is not None:
         match frame.f_code.co_name:
             case "_scan_known_hoisting":
-                return True
+                return "hoisting"
             case "_scan_partial_eval" | "_scan_partial_eval_custom":
                 # It comes after another step of theirs, which these variables divide from it.
                 if "num_const_known" in frame.f_locals or "const_pvals" in frame.f_locals:
-                    return True
+                    return "hoisting"
+            case "linearize_from_jvp":
+                return "differentiating"
+            case "linear_transpose":
+                return "transposing"
         frame = frame.f_back
-    return False
+    return "something else"
 
 
 def _stage_without_operands(trace: Any, primitive: Primitive, params: dict[str, Any]) -> list[Any]:

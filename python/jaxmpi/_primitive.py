@@ -145,7 +145,7 @@ def make_primitive(row: Row) -> _jax.Primitive:
     else:
         _jax.mlir.register_lowering(primitive, _make_lowering(row), platform="cpu")
         _jax.mlir.register_lowering(primitive, _make_refusal(row))
-    _jax.stay_in_loops(primitive)
+    _jax.mind_what_is_known(primitive, lambda params: row.part(params).operand)
     _jax.batching.fancy_primitive_batchers[primitive] = _make_batching(row, primitive)
     _jax.ad.primitive_jvps[primitive] = _make_jvp(row, primitive)
     if row.transpose is not None:
