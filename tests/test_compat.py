@@ -112,7 +112,16 @@ def test_mpi4jax_with_tokens(stand_in, comm, rank, size):
     for any_token in (token, None, jnp.zeros(()), jax.lax.create_token() if hasattr(jax.lax, "create_token") else None):
         z, _ = run(x, any_token)
         np.testing.assert_array_equal(z, total)
+    for token in (jnp.zeros(1), mpi4jax.barrier()):  # in a loop's carry
+        for loop in (
+            lambda f, start: jax.lax.fori_loop(0, 3, lambda i, carry: f(*carry), start),
+            lambda f, start: jax.lax.scan(lambda carry, _: (f(*carry), None), start, None, length=3)[0],
+        ):
+            y, _ = loop(lambda x, t: mpi4jax.allreduce(x, MPI.MAX, token=t), (x, token))
+            np.testing.assert_array_equal(y, np.arange(3.0) + size - 1)
     from mpi4jax.experimental import auto_tokenize, notoken
+
+    assert mpi4jax.notoken.allreduce is notoken.allreduce
 
     np.testing.assert_array_equal(auto_tokenize(lambda x: notoken.allreduce(x, MPI.SUM))(x), total)
 
@@ -125,6 +134,17 @@ def test_mpi4jax_with_tokens(stand_in, comm, rank, size):
     expected_value, expected_gradient = example_expected(rank, size)
     assert value == expected_value
     np.testing.assert_array_equal(gradient, expected_gradient)
+
+
+def test_static_communicator(stand_in, comm, size):
+    """The wrapper that is not public, but is all there is for a communicator as a static argument."""
+    mpi4jax = stand_in("mpi4jax")
+    from mpi4jax._src.utils import HashableMPIType, wrap_as_hashable
+
+    f = jax.jit(lambda x, comm: mpi4jax.allreduce(x, op=MPI.SUM, comm=comm), static_argnums=1)
+    for wrapped in (HashableMPIType(comm), wrap_as_hashable(comm)):
+        np.testing.assert_array_equal(f(jnp.ones(2), wrapped), np.full(2, float(size)))
+    assert f._cache_size() == 1
 
 
 def test_imported_before(stand_in, monkeypatch):
@@ -239,3 +259,36 @@ def test_program_that_sets_up_mpi4py_first(tmp_path):
     )
     done = launch(2, "--as", "jpi", "--as", "mpi4jax-token", program)
     assert done.stdout.count("sum 8.0") == 2
+
+
+@pytest.mark.launches
+@pytest.mark.seconds(200)
+def test_looking_before_importing(tmp_path):
+    """Programs ask whether a package is there, import again after a failure, reload; __main__ stays theirs at exit."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import atexit, importlib, importlib.util, pickle, sys\n"
+        "assert importlib.util.find_spec('mpi4jax') is not None and 'jax' not in sys.modules\n"
+        "import mpi4py\nmpi4py.rc.initialize = False\n"
+        "try:\n    import mpi4jax\n    raise SystemExit('imported before MPI.Init')\nexcept RuntimeError as error:\n"
+        "    print('told', 'MPI.Init_thread()' in str(error))\n"
+        "from mpi4py import MPI\nMPI.Init_thread()\natexit.register(MPI.Finalize)\n"
+        "import mpi4jax\nimportlib.reload(mpi4jax)\ndel sys.modules['mpi4jax']\nimport mpi4jax\n"
+        "print('version', mpi4jax.__version__)\n"
+        "class State: pass\natexit.register(lambda: print('pickled', len(pickle.dumps(State())) > 0))\n"
+    )
+    done = launch(1, "--as", "mpi4jax", program)
+    for text in ("told True", "version 0.9", "pickled True"):
+        assert text in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.launches
+@pytest.mark.seconds(200)
+def test_wrong_use(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text("import mpi4jax\n")
+    done = launch(1, program, check=False)
+    assert "--as mpi4jax, before the program" in done.stderr
+    done = launch(1, "--as", "mpi4jax", "--as", "mpi4jax-token", program, check=False)
+    assert "one package twice" in done.stderr
+    assert done.returncode == 2

@@ -3,6 +3,7 @@
 Without this a rank that raises waits for the others in MPI's finalization, and they wait for its messages.
 """
 
+import builtins
 import importlib.abc
 import importlib.machinery
 import io
@@ -11,6 +12,8 @@ import runpy
 import sys
 import time
 import traceback
+import types
+import zipfile
 
 
 def _own_frames(trace):
@@ -19,6 +22,14 @@ def _own_frames(trace):
     while trace is not None and trace.tb_frame.f_code.co_filename in own:
         trace = trace.tb_next
     return trace
+
+
+def _formatted(error: BaseException) -> list[str]:
+    """The lines of an exception and of those that have caused it, from the program's first frame on."""
+    seen: list[BaseException | None] = [error]
+    while (last := seen[-1]) is not None and last not in seen[:-1]:
+        seen.append(last.with_traceback(_own_frames(last.__traceback__)).__cause__ or last.__context__)
+    return traceback.format_exception(type(error), error, error.__traceback__)
 
 
 def _end(code: int) -> None:
@@ -32,47 +43,60 @@ def _end(code: int) -> None:
     os._exit(code)
 
 
-class _StandIn(importlib.abc.MetaPathFinder):
+class _StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Puts jaxmpi in the place of a package as the program first imports it, so that the program may set up mpi4py."""
 
     def __init__(self, name: str):
-        self.name = name
+        self.name, self.package = name, name.partition("-")[0]
 
     def find_spec(self, fullname, path=None, target=None):
-        if fullname != self.name.partition("-")[0]:
-            return None
-        sys.meta_path.remove(self)
+        if fullname == self.package:
+            return importlib.machinery.ModuleSpec(fullname, self, origin="jaxmpi.compat", is_package=True)
+        return None
+
+    def create_module(self, spec):
         from jaxmpi.compat._install import INSTALLERS
 
         INSTALLERS[self.name]()
-        return importlib.machinery.ModuleSpec(fullname, _Made(sys.modules.pop(fullname)), is_package=True)
-
-
-class _Made(importlib.abc.Loader):
-    """Hands over a module that is there already."""
-
-    def __init__(self, module):
-        self.module = module
-
-    def create_module(self, spec):
-        return self.module
+        return sys.modules[self.package]
 
     def exec_module(self, module):
         pass
+
+
+def _run_as_main(program: str) -> None:
+    """Runs a script, or a zip file or folder with a `__main__.py`, in the module `__main__`."""
+    if not os.path.isdir(program) and not zipfile.is_zipfile(program):
+        sys.path[0] = os.path.dirname(os.path.abspath(program))
+        main = sys.modules["__main__"]
+        main.__file__ = program
+        main.__loader__ = importlib.machinery.SourceFileLoader("__main__", program)
+        with open(program, "rb") as file:
+            code = compile(file.read(), program, "exec")
+        exec(code, main.__dict__)
+        return
+    sys.path[0] = program
+    _run_module("__main__", alter_argv=False)
+
+
+_run_module = getattr(runpy, "_run_module_as_main")  # noqa: B009 (what `python -m` itself calls)
+_own_module = sys.modules["__main__"]  # kept: its functions are those that run
 
 
 def _run(arguments: list[str]) -> None:
     while arguments[0] == "--as":
         sys.meta_path.insert(0, _StandIn(arguments[1]))
         arguments = arguments[2:]
+    # What the program defines is in `__main__` and stays there, for pickling, threads and what runs at exit.
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    vars(sys.modules["__main__"])["__builtins__"] = builtins
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         sys.path[0] = os.getcwd()
-        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        _run_module(arguments[1])
     else:
         sys.argv = arguments
-        sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
-        runpy.run_path(arguments[0], run_name="__main__")
+        _run_as_main(arguments[0])
     jax = sys.modules.get("jax")
     if jax is not None:
         jax.effects_barrier()  # an error of what is still running belongs to the program
@@ -80,7 +104,8 @@ def _run(arguments: list[str]) -> None:
 
 def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # lines come out at once, and whole: the ranks share the output
+        # Lines come out at once, and whole: the ranks share the output.
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
     try:
         _run(sys.argv[1:])
     except SystemExit as stop:
@@ -92,9 +117,10 @@ def main() -> None:
     except BaseException as error:
         mpi = sys.modules.get("mpi4py.MPI")
         rank = f" on rank {mpi.COMM_WORLD.rank}" if mpi is not None and mpi.Is_initialized() else ""
-        lines = traceback.format_exception(type(error), error, _own_frames(error.__traceback__))
-        # In one piece: the ranks share what they write to.
-        sys.stderr.write(f"jaxmpi.run: uncaught exception{rank}:\n{''.join(lines)}")
+        text = f"jaxmpi.run: uncaught exception{rank}:\n{''.join(_formatted(error))}"
+        if isinstance(error, ModuleNotFoundError) and error.name in ("mpi4jax", "jpi"):
+            text += f"jaxmpi.run: with jaxmpi in its place: --as {error.name}, before the program\n"
+        sys.stderr.write(text)  # in one piece: the ranks share what they write to
         _end(1)
 
 

@@ -86,10 +86,13 @@ class _Default:
 
     def get(self) -> Communicator:
         if self._resolved is None:
-            with self._lock:
-                self._request.Wait()
-                self._resolved = resolve(self._comm, "the default communicator")
+            self._resolved = resolve(self.mpi(), "the default communicator")
         return self._resolved
+
+    def mpi(self) -> MPI.Comm:
+        with self._lock:
+            self._request.Wait()
+            return self._comm
 
 
 _default = _Default()
@@ -98,3 +101,8 @@ _default = _Default()
 def default() -> Communicator:
     """The communicator of calls that name none: one clone of COMM_WORLD."""
     return _default.get()
+
+
+def default_mpi() -> MPI.Comm:
+    """The same for mpi4py."""
+    return _default.mpi()

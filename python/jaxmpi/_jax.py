@@ -89,7 +89,7 @@ def mind_what_is_known(primitive: Primitive, reads: Callable[[dict[str, Any]], b
                 tracers = tuple(map(trace.instantiate_const, tracers))
             if doing == "transposing" and tracers and not reads(params):
                 raise NotImplementedError(
-                    f"{primitive.name} cannot be transposed here (by jax.linear_transpose, or custom_linear_solve): the "
+                    f"{primitive.name} cannot be transposed (by jax.linear_transpose or custom_linear_solve): its "
                     "template is a constant on this rank. Let it depend on the function's argument, 0 * x for example."
                 )
         return trace.default_process_primitive(primitive, tracers, params)

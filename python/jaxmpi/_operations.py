@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 from jaxmpi import _arguments as arguments
 from jaxmpi import _communicator, _jax
-from jaxmpi._order import IN_PLACE, TOKEN, Token
+from jaxmpi._order import IN_PLACE, Token, after
 from jaxmpi._primitive import Params
 from jaxmpi._table import CHECK, LINE, bind
 
@@ -39,7 +39,7 @@ def allgather(x: Any, *, comm: MPI.Comm | None = None, token: Any = None) -> tup
     Args:
       x: array of any shape, or a pytree of such; the same shape and dtype on all ranks.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
-      token: accepted and not needed.
+      token: accepted, handed back, and not needed.
 
     Returns:
       `(result, token)`: the result has shape `(size, *x.shape)`, entry `i` is rank i's array.
@@ -47,7 +47,7 @@ def allgather(x: Any, *, comm: MPI.Comm | None = None, token: Any = None) -> tup
     Raises:
       TypeError, ValueError: while tracing, before anything is sent; other ranks then wait.
     """
-    return _each("allgather", {"comm": _communicator.resolve(comm, "allgather")}, x, arguments.array), TOKEN
+    return _each("allgather", {"comm": _communicator.resolve(comm, "allgather")}, x, arguments.array), after(token)
 
 
 def allreduce(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:
@@ -58,7 +58,7 @@ def allreduce(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None, token: Any = 
       op: a predefined operation that the dtype has, or a user-made `MPI.Op`, which must live as long as functions
         that were compiled with it are called.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
-      token: accepted and not needed.
+      token: accepted, handed back, and not needed.
 
     Returns:
       `(result, token)`: the result has the shape and dtype of `x`. For `MPI.SUM` it can be differentiated: the result
@@ -68,7 +68,7 @@ def allreduce(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None, token: Any = 
       TypeError: the dtype has no such operation, or an argument is of the wrong type. ValueError: a freed `comm` or
       `op`. Both while tracing, before anything is sent; other ranks then wait.
     """
-    return _reducing("allreduce", _communicator.resolve(comm, "allreduce"), x, op), TOKEN
+    return _reducing("allreduce", _communicator.resolve(comm, "allreduce"), x, op), after(token)
 
 
 def alltoall(x: Any, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:
@@ -77,7 +77,7 @@ def alltoall(x: Any, *, comm: MPI.Comm | None = None, token: Any = None) -> tupl
     Args:
       x: array of shape `(size, ...)`, or a pytree of such; the same shape and dtype on all ranks.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
-      token: accepted and not needed.
+      token: accepted, handed back, and not needed.
 
     Returns:
       `(result, token)`: same shape; entry `i` of the result comes from rank i.
@@ -87,7 +87,7 @@ def alltoall(x: Any, *, comm: MPI.Comm | None = None, token: Any = None) -> tupl
       tracing, before anything is sent; other ranks then wait.
     """
     resolved = _communicator.resolve(comm, "alltoall")
-    return _each("alltoall", {"comm": resolved}, x, arguments.stacked, resolved.size), TOKEN
+    return _each("alltoall", {"comm": resolved}, x, arguments.stacked, resolved.size), after(token)
 
 
 def barrier(*, comm: MPI.Comm | None = None, token: Any = None) -> Token:
@@ -98,13 +98,13 @@ def barrier(*, comm: MPI.Comm | None = None, token: Any = None) -> Token:
 
     Args:
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
-      token: accepted and not needed.
+      token: accepted, handed back, and not needed.
 
     Returns:
       A token.
     """
     bind("barrier", {"comm": _communicator.resolve(comm, "barrier")})
-    return TOKEN
+    return after(token)
 
 
 def bcast(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:
@@ -115,7 +115,7 @@ def bcast(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = None)
         such. A template may be a `jax.ShapeDtypeStruct`.
       root: rank that sends, static.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
-      token: accepted and not needed.
+      token: accepted, handed back, and not needed.
 
     Returns:
       `(result, token)`: root's array on all ranks.
@@ -127,7 +127,7 @@ def bcast(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = None)
     resolved = _communicator.resolve(comm, "bcast")
     root = arguments.rank(root, resolved, "bcast", "root")
     check = arguments.array if resolved.rank == root else arguments.template
-    return _each("bcast", {"comm": resolved, "root": root, IN_PLACE: False}, x, check), TOKEN
+    return _each("bcast", {"comm": resolved, "root": root, IN_PLACE: False}, x, check), after(token)
 
 
 def gather(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:
@@ -137,7 +137,7 @@ def gather(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = None
       x: array of any shape, or a pytree of such; the same shape and dtype on all ranks.
       root: rank that receives, static.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
-      token: accepted and not needed.
+      token: accepted, handed back, and not needed.
 
     Returns:
       `(result, token)`: on root of shape `(size, *x.shape)`, entry `i` from rank i; elsewhere `x` itself.
@@ -148,7 +148,7 @@ def gather(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = None
     """
     resolved = _communicator.resolve(comm, "gather")
     root = arguments.rank(root, resolved, "gather", "root")
-    return _each("gather", {"comm": resolved, "root": root}, x, arguments.array), TOKEN
+    return _each("gather", {"comm": resolved, "root": root}, x, arguments.array), after(token)
 
 
 def recv(
@@ -171,7 +171,7 @@ def recv(
       tag: tag of the message, static, or `MPI.ANY_TAG`.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
       status: filled as the message arrives. Inside `jit` it must not be read before the result is ready.
-      token: accepted and not needed.
+      token: accepted, handed back, and not needed.
 
     Returns:
       `(result, token)`: the message, with the shape and dtype of the template.
@@ -189,7 +189,7 @@ def recv(
         "status": arguments.status(status, "recv"),
     }
     arguments.one_message(params["source"], x, "recv")
-    return _with_status(_each("recv", params, x, arguments.template), params["status"], status), TOKEN
+    return _with_status(_each("recv", params, x, arguments.template), params["status"], status), after(token)
 
 
 def reduce(x: Any, op: MPI.Op, root: int, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:
@@ -200,7 +200,7 @@ def reduce(x: Any, op: MPI.Op, root: int, *, comm: MPI.Comm | None = None, token
       op: a predefined operation that the dtype has, or a user-made `MPI.Op`.
       root: rank that receives, static.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
-      token: accepted and not needed.
+      token: accepted, handed back, and not needed.
 
     Returns:
       `(result, token)`: the reduction on root; elsewhere `x` itself.
@@ -211,7 +211,7 @@ def reduce(x: Any, op: MPI.Op, root: int, *, comm: MPI.Comm | None = None, token
     """
     resolved = _communicator.resolve(comm, "reduce")
     root = arguments.rank(root, resolved, "reduce", "root")
-    return _reducing("reduce", resolved, x, op, root=root), TOKEN
+    return _reducing("reduce", resolved, x, op, root=root), after(token)
 
 
 def replicate(x: Any, *, comm: MPI.Comm | None = None) -> Any:
@@ -242,7 +242,7 @@ def scan(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None, token: Any = None)
       x: array of any shape, or a pytree of such; the same shape and dtype on all ranks.
       op: a predefined operation that the dtype has, or a user-made `MPI.Op`.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
-      token: accepted and not needed.
+      token: accepted, handed back, and not needed.
 
     Returns:
       `(result, token)`: same shape and dtype as `x`.
@@ -251,7 +251,7 @@ def scan(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None, token: Any = None)
       TypeError: the dtype has no such operation, or an argument is of the wrong type; while tracing, before anything
       is sent; other ranks then wait.
     """
-    return _reducing("scan", _communicator.resolve(comm, "scan"), x, op), TOKEN
+    return _reducing("scan", _communicator.resolve(comm, "scan"), x, op), after(token)
 
 
 def scatter(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:
@@ -263,7 +263,7 @@ def scatter(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = Non
         is differentiated, as on root (`0 * x`), so that all ranks take part in the way back.
       root: rank that sends, static.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
-      token: accepted and not needed.
+      token: accepted, handed back, and not needed.
 
     Returns:
       `(result, token)`: this rank's entry, of shape `(...)`.
@@ -276,8 +276,8 @@ def scatter(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = Non
     root = arguments.rank(root, resolved, "scatter", "root")
     params = {"comm": resolved, "root": root}
     if resolved.rank == root:
-        return _each("scatter", params, x, arguments.stacked, resolved.size), TOKEN
-    return _each("scatter", params, x, arguments.template), TOKEN
+        return _each("scatter", params, x, arguments.stacked, resolved.size), after(token)
+    return _each("scatter", params, x, arguments.template), after(token)
 
 
 def send(x: Any, dest: int, *, tag: int = 0, comm: MPI.Comm | None = None, token: Any = None) -> Token:
@@ -288,7 +288,7 @@ def send(x: Any, dest: int, *, tag: int = 0, comm: MPI.Comm | None = None, token
       dest: rank that receives, static, or `MPI.PROC_NULL`: then nothing is sent.
       tag: tag of the message, static.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
-      token: accepted and not needed.
+      token: accepted, handed back, and not needed.
 
     Returns:
       A token. The message is sent whether or not anybody uses it.
@@ -303,7 +303,7 @@ def send(x: Any, dest: int, *, tag: int = 0, comm: MPI.Comm | None = None, token
         "tag": arguments.tag(tag, "send", "tag"),
     }
     _each("send", params, x, arguments.array)
-    return TOKEN
+    return after(token)
 
 
 def sendrecv(
@@ -331,7 +331,7 @@ def sendrecv(
       recvtag: tag of the message that is received, static, or `MPI.ANY_TAG`.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
       status: filled as the message arrives. Inside `jit` it must not be read before the result is ready.
-      token: accepted and not needed.
+      token: accepted, handed back, and not needed.
 
     Returns:
       `(result, token)`: the message received, with the structure, shape and dtype of `recvbuf`. It can be
@@ -365,7 +365,7 @@ def sendrecv(
     arguments.one_message(params["source"], templates, "sendrecv")
     results = [bind("sendrecv", params, x, y) for x, y in zip(sent, templates, strict=True)]
     result = results[0] if alone else jax.tree.unflatten(structure, results)
-    return _with_status(result, params["status"], status), TOKEN
+    return _with_status(result, params["status"], status), after(token)
 
 
 def _with_status(result: Any, written: arguments.Status | None, users: MPI.Status | None) -> Any:

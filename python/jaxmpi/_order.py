@@ -39,7 +39,8 @@ IN_PLACE = "in_place"
 class Token:
     """Stands for "after everything before". Has no leaves; all tokens are equal.
 
-    Any token is accepted as input: this one, None, a JAX token, an array. Order does not depend on it.
+    Any token is accepted as input: this one, None, a JAX token, an array; it is handed back, and None becomes this one.
+    Order does not depend on it.
     """
 
     __slots__ = ()
@@ -55,7 +56,12 @@ class Token:
 
 
 jax.tree_util.register_pytree_node(Token, lambda token: ((), None), lambda _, leaves: Token())
-TOKEN = Token()
+_TOKEN = Token()
+
+
+def after(token: Any) -> Any:
+    """The token to return: the one that was given, so that it may be carried by a loop, or a `Token` for None."""
+    return _TOKEN if token is None else token
 
 
 # --- the region --------------------------------------------------------------------------------------------------

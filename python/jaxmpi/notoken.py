@@ -23,7 +23,7 @@ def _without_token(function: Callable[..., Any]) -> Callable[..., Any]:
         returned = function(*args, **kwargs)
         return returned[0] if isinstance(returned, tuple) else None
 
-    text = re.sub(r"\n      token: accepted and not needed\.", "", function.__doc__ or "")
+    text = re.sub(r"\n      token: accepted, handed back, and not needed\.", "", function.__doc__ or "")
     text = re.sub(r"`\(result, token\)`: ", "", text).replace("A token. The message", "Nothing. The message")
     call.__doc__ = text.replace("      A token.\n", "      Nothing.\n")
     call.__signature__ = signature.replace(parameters=parameters, return_annotation=Any)  # type: ignore[attr-defined]

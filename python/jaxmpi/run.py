@@ -115,7 +115,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         parser.error(f"-n must be at least 1, not {options.ranks}")
     if options.ranks_per_node is not None and options.ranks_per_node < 1:
         parser.error(f"--ranks-per-node must be at least 1, not {options.ranks_per_node}")
-    if not options.module and not Path(options.program).is_file():
+    packages = [name.partition("-")[0] for name in options.stand_in]
+    if len(set(packages)) < len(packages):
+        parser.error(f"--as: one package twice: {', '.join(options.stand_in)}")
+    program = Path(options.program)
+    if not options.module and not program.is_file() and not (program / "__main__.py").is_file():
         parser.error(f"no such script: {options.program}")
     return options
 

@@ -22,7 +22,7 @@ def _install(name: str, api: str, modules: dict[str, dict[str, Any]]) -> None:
         module.__all__ = [n for n in names if not n.startswith("_")]  # type: ignore[attr-defined]
         sys.modules[dotted] = module
         parent, _, last = dotted.rpartition(".")
-        if parent:
+        if parent and not hasattr(sys.modules[parent], last):
             setattr(sys.modules[parent], last, module)
     _installed[name] = api
     importlib.invalidate_caches()
@@ -66,6 +66,8 @@ def install_as_mpi4jax(api: str = "notoken") -> None:
 
 def install_as_jpi() -> None:
     """Lets `import jpi` give a module of the same functions that is jaxmpi, everywhere in this process.
+
+    Switches JAX to 64-bit types (`jax_enable_x64`), as importing JPI does.
 
     Raises:
       RuntimeError: jpi has been imported already.

@@ -105,11 +105,15 @@ def recv(x: Any, token: Token, source: int, tag: int = 0, comm: MPI.Comm | None 
     return notoken.recv(x, source, tag=tag, comm=comm), token
 
 
-_NAMES = (allgather, allreduce, barrier, bcast, gather, gen_token, recv, scatter, send)
+_FUNCTIONS = (allgather, allreduce, barrier, bcast, gather, recv, scatter, send)
 
 
 def modules() -> dict[str, dict[str, Any]]:
+    jax.config.update("jax_enable_x64", True)  # as importing JPI does
+    functions = {function.__name__: function for function in _FUNCTIONS}
     return {
-        "jpi": {function.__name__: function for function in _NAMES},
+        "jpi": {**functions, "gen_token": gen_token},
+        **{f"jpi.{name}": {name: function} for name, function in functions.items()},
+        "jpi.comm": {"Comm": MPI.Comm, "get_default_comm": _communicator.default_mpi},
         "jpi.token": {"Token": Token, "gen_token": gen_token},
     }

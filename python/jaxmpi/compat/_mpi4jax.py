@@ -1,9 +1,10 @@
 """The public names of mpi4jax, in its two APIs."""
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
+
+from mpi4py import MPI
 
 import jaxmpi
 from jaxmpi import notoken
@@ -25,24 +26,48 @@ _FUNCTIONS = (
 _SUPPORT = ("has_cuda_support", "has_sycl_support")
 
 # The newest releases with these APIs: what a program that asks for the version wants to know.
-_VERSIONS = {"notoken": "0.9.1", "token": "0.7.1"}
+_VERSIONS = {"notoken": "0.9.1", "token": "0.7.2"}
 
 
-def _refusing_tokens(name: str) -> Callable[..., Any]:
-    function = getattr(notoken, name)
-    signature = inspect.signature(function)
+class HashableMPIType:
+    """An object of mpi4py that may be a static argument of a compiled function: compared by its handle."""
+
+    def __init__(self, wrapped: Any):
+        self.wrapped = wrapped
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HashableMPIType) and self.wrapped == other.wrapped
+
+    def __hash__(self) -> int:
+        return hash((type(self.wrapped), MPI._handleof(self.wrapped)))
+
+    def __repr__(self) -> str:
+        return f"HashableMPIType({self.wrapped!r})"
+
+
+def wrap_as_hashable(x: Any) -> HashableMPIType:
+    return x if isinstance(x, HashableMPIType) else HashableMPIType(x)
+
+
+def unpack_hashable(x: Any) -> Any:
+    return x.wrapped if isinstance(x, HashableMPIType) else x
+
+
+def _unpacking(function: Callable[..., Any], tokens: bool = True) -> Callable[..., Any]:
+    """`function` for arguments that may be wrapped; without `tokens` one that refuses them."""
+    name = function.__name__
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if "token" in kwargs:
+        if not tokens and "token" in kwargs:
             raise RuntimeError(
                 f"{name}: from mpi4jax 0.8 on there are no tokens; order is kept without. Drop the argument and take "
                 f"the result alone: 'y = mpi4jax.{name}(...)' instead of 'y, token = mpi4jax.{name}(..., "
-                "token=token)'. For a program that uses tokens: jaxmpi.compat.install_as_mpi4jax(api='token')."
+                "token=token)'. For a program that uses tokens: --as mpi4jax-token, or "
+                "jaxmpi.compat.install_as_mpi4jax(api='token')."
             )
-        return function(*args, **kwargs)
+        return function(*map(unpack_hashable, args), **{key: unpack_hashable(x) for key, x in kwargs.items()})
 
-    call.__signature__ = signature  # type: ignore[attr-defined]
     call.__module__ = "mpi4jax"
     return call
 
@@ -54,13 +79,18 @@ def _auto_tokenize(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def modules(api: str) -> dict[str, dict[str, Any]]:
     support = {name: getattr(jaxmpi, name) for name in _SUPPORT}
+    version = {"__version__": _VERSIONS[api]}
+    without = {name: _unpacking(getattr(notoken, name), tokens=False) for name in _FUNCTIONS}
+    # Not public, but the only way of mpi4jax to pass a communicator as a static argument.
+    utils = {f.__name__: f for f in (HashableMPIType, unpack_hashable, wrap_as_hashable)}
+    private = {"mpi4jax._src": {}, "mpi4jax._src.utils": {**utils, **support}}
     if api == "notoken":
-        functions = {name: _refusing_tokens(name) for name in _FUNCTIONS}
-        return {"mpi4jax": {**functions, **support, "__version__": _VERSIONS[api]}}
-    functions = {name: getattr(jaxmpi, name) for name in _FUNCTIONS}
-    without = {name: getattr(notoken, name) for name in _FUNCTIONS}
+        return {"mpi4jax": {**without, **support, **version}, **private}
+    functions = {name: _unpacking(getattr(jaxmpi, name)) for name in _FUNCTIONS}
     return {
-        "mpi4jax": {**functions, **support, "__version__": _VERSIONS[api]},
+        "mpi4jax": {**functions, **support, **version},
+        "mpi4jax.notoken": without,
         "mpi4jax.experimental": {"auto_tokenize": _auto_tokenize},
         "mpi4jax.experimental.notoken": without,
+        **private,
     }
