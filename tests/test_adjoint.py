@@ -276,6 +276,13 @@ def test_ties_share(op, comm, rank, size):
     np.testing.assert_allclose(tangent, np.full(2, np.mean(1.0 + np.arange(size)) if rank == 0 else 1.0 + rank))
 
 
+def test_extreme_that_is_no_number(rank):
+    x = jnp.asarray([jnp.nan, 1.0 + rank])
+    gradient = jax.grad(lambda x: jnp.sum(notoken.allreduce(x, MPI.MAX)))(x)
+    assert np.isnan(gradient[0])
+    assert not np.isnan(gradient[1])
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_reduction_keeps_its_dtype(name, dtype, comm, rank):
@@ -394,6 +401,31 @@ def test_jacobian_of_an_unused_result(comm, rank, size):
         np.testing.assert_allclose(jacobian, expected)
 
 
+@needs_new_jax
+def test_mapped_derivatives_that_one_rank_does_not_need(comm, rank, size):
+    """vmap of derivatives of a function whose result one rank does not use, and of one where it is a constant."""
+
+    def f(x):
+        y = notoken.bcast(x, 0)
+        return jnp.sum(jnp.sin(y) * x) if rank == size - 1 else jnp.sum(x**3)
+
+    xs = draw((4, 3), float, rank, 0)
+    for g in (
+        jax.grad(f),
+        jax.hessian(f),
+        jax.grad(lambda x: jnp.sum(jax.grad(f)(x) ** 2)),
+        lambda x: jax.jvp(jax.grad(f), (x,), (x,))[1],
+    ):
+        np.testing.assert_allclose(jax.vmap(g)(xs), jnp.stack([g(x) for x in xs]), rtol=1e-12)
+
+    def h(z, y, x):
+        return notoken.bcast(x * 2 if rank == 0 else jnp.zeros(2), 0) + z + y
+
+    x, u = jnp.ones(2), jnp.zeros(2)
+    tangents = jax.vmap(lambda v: jax.jvp(h, (x, x, x), (u, u, v))[1])(jnp.ones((4, 2)))
+    np.testing.assert_array_equal(tangents, np.full((4, 2), 2.0))
+
+
 # --- control flow and solvers ---------------------------------------------------------------------------------------
 
 
@@ -410,6 +442,62 @@ def test_scan_of_50_steps(wrap, case, comm, rank, size):
         return lax.scan(wrap(step), 0.0, jnp.arange(50.0))[0]
 
     check(f, x, comm, rtol=1e-10, replicated=case.name == "allreduce", compiled=True)
+
+
+@needs_new_jax
+def test_checkpoints_around_loops_and_in_them(comm, rank, size):
+    """What a step communicates is the same in each step, so JAX would move it out of the loop."""
+
+    def step(c):
+        return jnp.sin(notoken.bcast(c if rank == 0 else jnp.ones(2), 0))
+
+    def looped(step):
+        return lambda x: jnp.sum(jax.checkpoint(lambda x: lax.scan(lambda c, _: (step(c) * x, None), x, None, 3)[0])(x))
+
+    x = draw((2,), float, rank, 0)
+    expected = jax.value_and_grad(lambda x: jnp.sum(step(step(step(x) * x) * x) * x))(x)
+    for wrap in (
+        lambda f: f,
+        jax.checkpoint,
+        lambda f: jax.jit(jax.checkpoint(f)),
+        lambda f: jax.checkpoint(jax.jit(f)),
+    ):
+        check(looped(wrap(step)), x, comm)
+        value, gradient = jax.value_and_grad(looped(wrap(step)))(x)
+        np.testing.assert_allclose(value, expected[0], rtol=1e-12)
+        np.testing.assert_allclose(gradient, expected[1], rtol=1e-12)
+
+
+@needs_new_jax
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["plain", "checkpoint"])
+def test_pair_in_checkpoints(wrap, comm, rank, size):
+    def pair(x):
+        if rank == 0:
+            notoken.send(x, 1, tag=2)
+            return notoken.recv(jnp.zeros(3), 1, tag=3)
+        if rank == 1:
+            y = notoken.recv(jnp.zeros(3), 0, tag=2)
+            notoken.send(jnp.sin(x) * y, 0, tag=3)
+            return y
+        return x
+
+    def f(x):
+        return jax.checkpoint(lambda x: lax.scan(lambda c, k: (wrap(pair)(c) * k, None), x, jnp.arange(1.0, 4.0))[0])(x)
+
+    check(f, draw((3,), float, rank, 0), comm)
+
+
+def test_while_of_a_constant_on_one_rank(comm, rank, size):
+    def f(x):
+        start = (x if rank == 0 else jnp.ones(2), 0)
+        return lax.while_loop(lambda c: c[1] < 3, lambda c: (notoken.scan(c[0], MPI.SUM), c[1] + 1), start)[0] + 0 * x
+
+    x, v = draw((2,), float, rank, 0), draw((2,), float, rank, 1)
+    for jit in (lambda f: f, jax.jit):
+        value, tangent = jit(lambda x, v: jax.jvp(f, (x,), (v,)))(x, v)
+        np.testing.assert_allclose(value, f(x), rtol=1e-12)
+        np.testing.assert_allclose(tangent, (f(x + 1e-6 * v) - f(x - 1e-6 * v)) / 2e-6, rtol=1e-6, atol=1e-8)
 
 
 def test_cond_and_while(comm, rank, size):

@@ -420,10 +420,21 @@ def test_check_of_cotangents(script):
                 text = str(error)
                 print("raised on", rank, "differs from that of rank 0" in text and f"program.py:{here} (loss)" in text)
             MPI.COMM_WORLD.Barrier()
+        pull = jax.vjp(lambda x: notoken.allreduce(x, MPI.SUM), jnp.ones(2))[1]
+        for first in (jnp.inf, jnp.nan):
+            for second in (1 + rank * 1e-7, 1.0 + rank):
+                try:
+                    jax.block_until_ready(pull(jnp.asarray([first, second])))
+                    print("accepted", first, rank)
+                except Exception as error:
+                    print("rejected", first, rank)
     """)
     done = launch(2, program, JAXMPI_CHECK="1", check=False)
     assert done.stdout.count("right True") == 6, done.stdout + done.stderr
     assert done.stdout.count("raised on 1 True") == 3
     assert done.stdout.count("silent on 0") == 3
+    for first in ("inf", "nan"):
+        assert (done.stdout.count(f"accepted {first} 1"), done.stdout.count(f"rejected {first} 1")) == (1, 1)
+        assert done.stdout.count(f"accepted {first} 0") == 2
     done = launch(2, program)
     assert done.stdout.count("silent on 1") == 3

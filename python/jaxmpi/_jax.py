@@ -83,10 +83,8 @@ def mind_what_is_known(primitive: Primitive, reads: Callable[[dict[str, Any]], b
     def rule(trace, *tracers, **params):
         if all(tracer.is_known() for tracer in tracers):
             doing = _dividing()
-            if doing == "hoisting" and (tracers or KEEPS_EFFECTS):
-                if not tracers:
-                    return _stage_without_operands(trace, primitive, params)
-                tracers = tuple(map(trace.instantiate_const, tracers))
+            if doing == "hoisting":
+                return _stage(trace, primitive, tracers, params)
             if doing == "transposing" and tracers and not reads(params):
                 raise NotImplementedError(
                     f"{primitive.name} cannot be transposed (by jax.linear_transpose or custom_linear_solve): its "
@@ -116,12 +114,33 @@ def _dividing() -> str:
     return "something else"
 
 
-def _stage_without_operands(trace: Any, primitive: Primitive, params: dict[str, Any]) -> list[Any]:
-    _, effects_of_it = primitive.abstract_eval(**params)
+def _stage(trace: Any, primitive: Primitive, tracers: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+    """Leaves an operation to the part that is executed later, whatever is known of its operands."""
+    if tracers or not KEEPS_EFFECTS:
+        return trace.default_process_primitive(primitive, tuple(map(trace.instantiate_const, tracers)), params)
+    avals, effects_of_it = primitive.abstract_eval(**params)
+    results = [partial_eval.JaxprTracer(trace, partial_eval.PartialVal.unknown(aval), None) for aval in avals]
     source = source_info_util.current()
-    equation = partial_eval.new_eqn_recipe(trace, [], [], primitive, params, effects_of_it, source)
+    equation = partial_eval.new_eqn_recipe(trace, [], results, primitive, params, effects_of_it, source)
     trace.effect_handles.append(partial_eval.EffectHandle([], equation))
-    return []
+    for result in results:
+        result.recipe = equation
+    return results
+
+
+def keep_checkpoints_whole(effect: Effect) -> None:
+    """Leaves a `jax.checkpoint` with the effect in a differentiated `lax.scan` as it is: see `mind_what_is_known`.
+
+    JAX would divide it by a rule of its own, and move out of the loop what of it depends on constants alone.
+    """
+    divide = partial_eval.custom_partial_eval_rules[ad_checkpoint.remat_p]
+
+    def rule(trace, *tracers, **params):
+        if effect in params["jaxpr"].effects and _dividing() == "hoisting":
+            return _stage(trace, ad_checkpoint.remat_p, tracers, params)
+        return divide(trace, *tracers, **params)
+
+    partial_eval.custom_partial_eval_rules[ad_checkpoint.remat_p] = rule
 
 
 def jit_disabled() -> bool:
@@ -242,26 +261,27 @@ def _inexact(aval: Any) -> bool:
     return jax.numpy.issubdtype(aval.dtype, jax.numpy.inexact)
 
 
-Zeros = Callable[[Any, Any], Any]
-"""(seed, like) -> zeros like the second that JAX takes for a linear function of the first."""
+Zeros = Callable[[Sequence[Any], Any], Any]
+"""(seeds, like) -> zeros like the second that JAX takes for a linear function of the first."""
 
 
-def with_tangent(trace: Any, operands: Sequence[Any], zeros: Zeros) -> Sequence[Any]:
-    """The operands; with a zero tangent for the first inexact one if `trace` differentiates and none has a tangent."""
+def with_tangent(trace: Any, operands: Sequence[Any], zeros: Zeros, start: int = 0) -> Sequence[Any]:
+    """The operands; with a zero tangent for the first inexact one from `start` on, if `trace` differentiates and none
+    has a tangent."""
     kind = _TRACERS.get(type(trace))
     if kind is None:
         return operands
     pairs = [trace.to_primal_tangent_pair(x) for x in operands]
-    inexact = [i for i, x in enumerate(operands) if _inexact(jax.typeof(x))]
+    inexact = [i for i, x in enumerate(operands) if i >= start and _inexact(jax.typeof(x))]
     if not inexact or any(type(tangent) is not ad.Zero for _, tangent in pairs):
         return operands
-    seed = _some_tangent(trace, kind)
-    if seed is None:
+    seeds = differentiated(trace)
+    if not seeds:
         return operands
     first = inexact[0]
     primal = pairs[first][0]
     with core.set_current_trace(getattr(trace, "tangent_trace", trace.parent_trace)):
-        tangent = zeros(seed, jax.typeof(primal))
+        tangent = zeros([seed.tangent for seed in seeds], jax.typeof(primal))
     return (*operands[:first], kind(trace, primal, tangent), *operands[first + 1 :])
 
 
@@ -271,7 +291,7 @@ def differentiate_calls(effect: Effect, zeros: Zeros) -> None:
     It takes those for constants, and the operations inside never hear of a derivative. So one operand gets a zero
     tangent; a call that has no operand for it is taken apart.
     """
-    for primitive in (_jit_p, ad_checkpoint.remat_p, primitives.scan_p, primitives.cond_p):
+    for primitive in (_jit_p, ad_checkpoint.remat_p, primitives.scan_p, primitives.cond_p, primitives.while_p):
         own = functools.partial(_bind_call, type(primitive).bind_with_trace, primitive, effect, zeros)
         setattr(primitive, "bind_with_trace", own)  # noqa: B010 (a method, for the type checker)
 
@@ -284,7 +304,7 @@ def _bind_call(bind: Function, primitive: Primitive, effect: Effect, zeros: Zero
     if type(trace) in _TRACERS and _has_effect(params, effect):
         tangents = [trace.to_primal_tangent_pair(x)[1] for x in args]
         if all(type(tangent) is ad.Zero for tangent in tangents):
-            seeded = with_tangent(trace, args, zeros)
+            seeded = with_tangent(trace, args, zeros, params.get("cond_nconsts", 0))
             if seeded is args and primitive in (_jit_p, ad_checkpoint.remat_p):
                 inner = params["jaxpr"]
                 with core.set_current_trace(trace):
@@ -294,25 +314,28 @@ def _bind_call(bind: Function, primitive: Primitive, effect: Effect, zeros: Zero
 
 
 def _has_effect(params: dict[str, Any], effect: Effect) -> bool:
-    inner = params.get("jaxpr") or params.get("branches")
-    return any(effect in jaxpr.effects for jaxpr in (inner if isinstance(inner, tuple) else (inner,)))
+    inner = [x for value in params.values() for x in (value if isinstance(value, tuple) else (value,))]
+    return any(effect in getattr(x, "effects", ()) for x in inner)
 
 
-_with_a_tangent: "weakref.WeakKeyDictionary[Any, weakref.ref[Any]]" = weakref.WeakKeyDictionary()
-"""A value that each trace differentiates, as found before."""
+_found: "weakref.WeakKeyDictionary[Any, list[weakref.ref[Any]]]" = weakref.WeakKeyDictionary()
+"""The values that each trace differentiates, as far as they were there when it was first asked for them."""
 
 
-def _some_tangent(trace: Any, kind: Any) -> Any:
-    """The tangent of a value that `trace` differentiates; None if there is none.
+def differentiated(trace: Any) -> list[Any]:
+    """Values that `trace` differentiates, those that it has started from among them; none if it does not differentiate.
 
-    JAX keeps no list of these values; those it has started from live as long as the trace does.
+    JAX keeps no list of them; those it has started from live as long as the trace does.
     """
-    known = _with_a_tangent.get(trace, lambda: None)()
-    for x in [known] if known is not None else gc.get_referrers(trace):
-        if type(x) is kind and type(x.tangent) is not ad.Zero and _inexact(jax.typeof(x.tangent)):
-            _with_a_tangent[trace] = weakref.ref(x)
-            return x.tangent
-    return None
+    kind: Any = _TRACERS.get(type(trace))
+    if kind is not None and trace not in _found:
+        found = [x for x in gc.get_referrers(trace) if type(x) is kind and type(x.tangent) is not ad.Zero]
+        _found[trace] = [weakref.ref(x) for x in found if _inexact(jax.typeof(x.tangent))]
+    living = (reference() for reference in _found.get(trace, ()))
+    return [x for x in living if x is not None]
+
+
+within = core.set_current_trace
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:

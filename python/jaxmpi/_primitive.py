@@ -28,7 +28,7 @@ Shape = tuple[int, ...]
 DERIVATIVE = "derivative"
 """Parameter of an operation on tangents or cotangents, which says of which. Its messages have tags of their own: they
 are never taken for those of the function itself."""
-TANGENT, COTANGENT = "tangent", "cotangent"
+TANGENT, COTANGENT, VALUE = "tangent", "cotangent", "value"  # the last: as an operand of a further derivative
 
 
 @dataclass(frozen=True)
@@ -87,29 +87,32 @@ def eager_programs() -> int:
 _zeros = _jax.Primitive("jaxmpi.zeros")
 
 
-def linked_zeros(seed: Any, like: Any) -> Any:
-    """Zeros of the shape and dtype of `like` that JAX takes for a linear function of `seed`."""
-    return _zeros.bind(seed, shape=tuple(like.shape), dtype=np.dtype(like.dtype))
+def linked_zeros(seeds: Sequence[Any], like: Any) -> Any:
+    """Zeros of the shape and dtype of `like` that JAX takes for a linear function of the `seeds`."""
+    return _zeros.bind(*seeds, shape=tuple(like.shape), dtype=np.dtype(like.dtype))
 
 
 def _zeros_jvp(primals, tangents, **params):
-    return _zeros.bind(*primals, **params), _zeros.bind(_jax.ad.instantiate_zeros(tangents[0]), **params)
+    tangents = [t for t in tangents if type(t) is not _jax.ad.Zero]
+    return _zeros.bind(*primals, **params), _zeros.bind(*tangents, **params)
 
 
-def _zeros_batch(args, axes, *, shape, dtype):
-    return _zeros.bind(*args, shape=(args[0].shape[axes[0]], *shape), dtype=dtype), 0
+def _zeros_batch(seeds, axes, *, shape, dtype):
+    (size,) = {x.shape[axis] for x, axis in zip(seeds, axes, strict=True) if axis is not None}
+    return _zeros.bind(*seeds, shape=(size, *shape), dtype=dtype), 0
 
 
-def _zeros_of(seed, *, shape, dtype):
+def _zeros_of(*seeds, shape, dtype):
     return jnp.zeros(shape, dtype)
 
 
-_jax.define_primitive(_zeros, lambda seed, *, shape, dtype: _jax.ShapedArray(shape, dtype), False, _zeros_of)
+_jax.define_primitive(_zeros, lambda *seeds, shape, dtype: _jax.ShapedArray(shape, dtype), False, _zeros_of)
 _jax.mlir.register_lowering(_zeros, _jax.mlir.lower_fun(_zeros_of, multiple_results=False))
 _jax.ad.primitive_jvps[_zeros] = _zeros_jvp
-_jax.ad.primitive_transposes[_zeros] = lambda cotangent, seed, **params: [None]
+_jax.ad.primitive_transposes[_zeros] = lambda cotangent, *seeds, **params: [None] * len(seeds)
 _jax.batching.primitive_batchers[_zeros] = _zeros_batch
 _jax.differentiate_calls(EFFECT, linked_zeros)
+_jax.keep_checkpoints_whole(EFFECT)
 
 
 # --- from a row to a primitive -------------------------------------------------------------------------------------
@@ -119,7 +122,14 @@ class _Operation(_jax.Primitive):
     """A primitive that is differentiated wherever a differentiated function uses it."""
 
     def bind_with_trace(self, trace, args, *more):
+        params = more[-1]
         if args and all(jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact) for x in args):
+            if params.get(DERIVATIVE) == COTANGENT and (seeds := _jax.differentiated(trace)):
+                # A cotangent in a further derivative: on each rank it shall depend on what that is taken of, as it may
+                # on others, and so be mapped by whatever maps that.
+                with _jax.within(trace):
+                    args = (args[0] + linked_zeros(seeds, jax.typeof(args[0])), *args[1:])
+                more = (*more[:-1], {**params, DERIVATIVE: VALUE})
             args = _jax.with_tangent(trace, args, linked_zeros)
         return super().bind_with_trace(trace, args, *more)
 
@@ -211,9 +221,10 @@ def _make_refusal(row: Row):
 
 def _make_batching(row: Row, primitive: _jax.Primitive):
     def batch(axis, operands, axes, **params):
-        # What does not depend on the mapped values is communicated once. Not so a cotangent: on one rank it may be a
-        # zero that depends on nothing, and on another not.
-        if all(at is None for at in axes) and (params.get(DERIVATIVE) != COTANGENT or not operands):
+        # What does not depend on the mapped values is communicated once. Not so tangents and cotangents: on one rank
+        # they may be zeros that depend on nothing, and on another not.
+        always = params.get(DERIVATIVE) in (TANGENT, COTANGENT) and operands
+        if all(at is None for at in axes) and not always:
             results = primitive.bind(*operands, **params)
             return results, [None] * len(results)
         at, result_at = row.batch(params)
@@ -234,15 +245,14 @@ def _make_jvp(row: Row, primitive: _jax.Primitive):
         differentiable = all(jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in primals)
         if differentiable and (why_not := row.refuse(params)):
             raise NotImplementedError(f"{row.name} cannot be differentiated: {why_not}")
-        if DERIVATIVE in params:  # as an operand of a further derivative a cotangent is a value like others
-            params = {**params, DERIVATIVE: TANGENT}
+        if params.get(DERIVATIVE) == TANGENT:
+            params = {**params, DERIVATIVE: VALUE}
         results = primitive.bind(*primals, **params)
         if not differentiable:
             return results, [_jax.zero_tangent(y) for y in results]
         tangent, *others = tangents
         if type(tangent) is _jax.ad.Zero:  # a template has one
-            seed = next(t for t in others if type(t) is not _jax.ad.Zero)
-            tangent = linked_zeros(seed, tangent.aval)
+            tangent = linked_zeros([t for t in others if type(t) is not _jax.ad.Zero], tangent.aval)
         if row.tangent is not None:
             return results, [row.tangent(primals, tangent, results, params)]
         if "status" in params:

@@ -108,9 +108,10 @@ def _differs(x, y):
     """Whether two arrays are different by more than rounding can make them."""
     if x.size == 0:
         return jnp.zeros((), bool)
-    scale = jnp.max(jnp.abs(y))
-    close = jnp.abs(x - y) <= 100 * jnp.finfo(x.dtype).eps * scale
-    return ~jnp.all(close | (x == y) | (jnp.isnan(x) & jnp.isnan(y)))
+    finite = jnp.isfinite(x) & jnp.isfinite(y)
+    scale = jnp.max(jnp.where(finite, jnp.abs(y), 0))
+    close = jnp.abs(jnp.where(finite, x - y, 0)) <= 100 * jnp.finfo(x.dtype).eps * scale
+    return ~jnp.all((finite & close) | (x == y) | (jnp.isnan(x) & jnp.isnan(y)))
 
 
 def _transpose_replicate(cotangent, template, params):
@@ -125,7 +126,7 @@ def _transpose_bcast(cotangent, template, params):
     total = bind("reduce", _of_cotangent(params, **_SUMMING, root=params["root"]), cotangent)
     # Elsewhere than on root the template is not read, so its cotangent is zero; but it must depend on what was sent,
     # or the transpose of this transpose would not communicate on this rank.
-    return total if _on_root(params) else linked_zeros(total, template)
+    return total if _on_root(params) else linked_zeros([total], template)
 
 
 def _transpose_reduce(cotangent, template, params):
@@ -143,7 +144,7 @@ def _transpose_gather(cotangent, template, params):
 
 def _transpose_scatter(cotangent, template, params):
     stacked = bind("gather", _of_cotangent(params, root=params["root"]), cotangent)
-    return stacked if _on_root(params) else linked_zeros(stacked, template)
+    return stacked if _on_root(params) else linked_zeros([stacked], template)
 
 
 def _transpose_scan(cotangent, template, params):
@@ -160,7 +161,7 @@ def _transpose_send(cotangent, template, params):
 def _transpose_recv(cotangent, template, params):
     tag = max(params["tag"], 0)  # any tag is only accepted from nobody
     bind("send", _of_cotangent(params, dest=params["source"], tag=tag), cotangent)
-    return linked_zeros(cotangent, template)
+    return linked_zeros([cotangent], template)
 
 
 def _transpose_sendrecv(cotangent, template, params):
@@ -210,7 +211,7 @@ def _shifted(distance: int, params: Params, *arrays):
 
 def _unused(x, received):
     """`x`, which counts as depending on what was received: JAX 0.6 leaves out what nothing depends on."""
-    return x + linked_zeros(received, x)
+    return x + linked_zeros([received], x)
 
 
 def _distances(params: Params):
@@ -238,7 +239,7 @@ def _share_of_extreme(x, extreme, params: Params):
     """1 where this rank alone has the extreme value, 1/n where n ranks have it, else 0."""
     mine = x == extreme
     count = bind("allreduce", _of_tangent(params, **_SUMMING), mine.astype(jnp.int32))
-    return jnp.where(mine, 1 / count, 0).astype(x.dtype)
+    return jnp.where(jnp.isnan(extreme), jnp.nan, jnp.where(mine, 1 / count, 0)).astype(x.dtype)
 
 
 def _weight(x, params: Params, extreme: Callable[[], Any]):
@@ -263,7 +264,7 @@ def _tangent_reduce(primals, tangent, results, params):
     everywhere = _of_tangent(params, op=params["op"], **{IN_PLACE: True})
     weight = _weight(x, params, lambda: bind("allreduce", everywhere, x))
     total = bind("reduce", _of_tangent(params, **_SUMMING, root=params["root"]), weight * tangent)
-    return total if _on_root(params) else tangent + linked_zeros(total, tangent)
+    return total if _on_root(params) else tangent + linked_zeros([total], tangent)
 
 
 def _tangent_scan(primals, tangent, results, params):

@@ -83,7 +83,7 @@ def gather(x: Any, token: Token, root: int, comm: MPI.Comm | None = None) -> tup
     resolved = _communicator.resolve(comm, "gather")
     y = notoken.gather(x, root, comm=comm)
     if resolved.rank != root:  # zeros that depend on y: JAX 0.6 leaves out what nothing depends on
-        y = linked_zeros(y, jax.ShapeDtypeStruct((resolved.size, *x.shape), x.dtype))
+        y = linked_zeros([y], jax.ShapeDtypeStruct((resolved.size, *x.shape), x.dtype))
     return y, token
 
 
