@@ -257,8 +257,9 @@ def zero_tangent(x: Any) -> Any:
 _TRACERS = {private_ad.JVPTrace: private_ad.JVPTracer, private_ad.LinearizeTrace: private_ad.LinearizeTracer}
 
 
-def _inexact(aval: Any) -> bool:
-    return jax.numpy.issubdtype(aval.dtype, jax.numpy.inexact)
+def inexact(x: Any) -> bool:
+    """Whether `x` is of a dtype that is differentiated: floating-point or complex."""
+    return jax.numpy.issubdtype(jax.typeof(x).dtype, jax.numpy.inexact)
 
 
 Zeros = Callable[[Sequence[Any], Any], Any]
@@ -272,13 +273,13 @@ def with_tangent(trace: Any, operands: Sequence[Any], zeros: Zeros, start: int =
     if kind is None:
         return operands
     pairs = [trace.to_primal_tangent_pair(x) for x in operands]
-    inexact = [i for i, x in enumerate(operands) if i >= start and _inexact(jax.typeof(x))]
-    if not inexact or any(type(tangent) is not ad.Zero for _, tangent in pairs):
+    possible = [i for i, x in enumerate(operands) if i >= start and inexact(x)]
+    if not possible or any(type(tangent) is not ad.Zero for _, tangent in pairs):
         return operands
     seeds = differentiated(trace)
     if not seeds:
         return operands
-    first = inexact[0]
+    first = possible[0]
     primal = pairs[first][0]
     with core.set_current_trace(getattr(trace, "tangent_trace", trace.parent_trace)):
         tangent = zeros([seed.tangent for seed in seeds], jax.typeof(primal))
@@ -330,7 +331,7 @@ def differentiated(trace: Any) -> list[Any]:
     kind: Any = _TRACERS.get(type(trace))
     if kind is not None and trace not in _found:
         found = [x for x in gc.get_referrers(trace) if type(x) is kind and type(x.tangent) is not ad.Zero]
-        _found[trace] = [weakref.ref(x) for x in found if _inexact(jax.typeof(x.tangent))]
+        _found[trace] = [weakref.ref(x) for x in found if inexact(x.tangent)]
     living = (reference() for reference in _found.get(trace, ()))
     return [x for x in living if x is not None]
 

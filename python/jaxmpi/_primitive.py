@@ -60,8 +60,8 @@ class Row:
     refuse: Callable[[Params], str] = lambda params: ""
     """Why no derivative can be taken; empty where one can."""
 
-    tangent: Callable[..., Any] | None = None
-    """(operands, tangent of operand 0, results, params) -> tangent of the result. None: the operation is linear."""
+    tangent: Callable[[Params], Callable[..., Any] | None] = lambda params: None
+    """Its rule, (operands, tangent of operand 0, results, params) -> tangent of the result. None where it is linear."""
 
     transpose: Callable[..., Any] | None = None
     """(cotangent of the result, shape and dtype of operand 0, params) -> cotangent of operand 0."""
@@ -122,14 +122,12 @@ class _Operation(_jax.Primitive):
     """A primitive that is differentiated wherever a differentiated function uses it."""
 
     def bind_with_trace(self, trace, args, *more):
-        params = more[-1]
-        if args and all(jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact) for x in args):
-            if params.get(DERIVATIVE) == COTANGENT and (seeds := _jax.differentiated(trace)):
+        if args and all(map(_jax.inexact, args)):
+            if more[-1].get(DERIVATIVE) == COTANGENT and (seeds := _jax.differentiated(trace)):
                 # A cotangent in a further derivative: on each rank it shall depend on what that is taken of, as it may
                 # on others, and so be mapped by whatever maps that.
                 with _jax.within(trace):
                     args = (args[0] + linked_zeros(seeds, jax.typeof(args[0])), *args[1:])
-                more = (*more[:-1], {**params, DERIVATIVE: VALUE})
             args = _jax.with_tangent(trace, args, linked_zeros)
         return super().bind_with_trace(trace, args, *more)
 
@@ -159,7 +157,7 @@ def make_primitive(row: Row) -> _jax.Primitive:
     _jax.batching.fancy_primitive_batchers[primitive] = _make_batching(row, primitive)
     _jax.ad.primitive_jvps[primitive] = _make_jvp(row, primitive)
     if row.transpose is not None:
-        _jax.ad.primitive_transposes[primitive] = _make_transpose(row)
+        _jax.ad.primitive_transposes[primitive] = _make_transpose(row.transpose)
     return primitive
 
 
@@ -242,10 +240,10 @@ def _make_batching(row: Row, primitive: _jax.Primitive):
 
 def _make_jvp(row: Row, primitive: _jax.Primitive):
     def jvp(primals, tangents, **params):
-        differentiable = all(jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in primals)
+        differentiable = all(map(_jax.inexact, primals))
         if differentiable and (why_not := row.refuse(params)):
             raise NotImplementedError(f"{row.name} cannot be differentiated: {why_not}")
-        if params.get(DERIVATIVE) == TANGENT:
+        if DERIVATIVE in params:
             params = {**params, DERIVATIVE: VALUE}
         results = primitive.bind(*primals, **params)
         if not differentiable:
@@ -253,8 +251,8 @@ def _make_jvp(row: Row, primitive: _jax.Primitive):
         tangent, *others = tangents
         if type(tangent) is _jax.ad.Zero:  # a template has one
             tangent = linked_zeros([t for t in others if type(t) is not _jax.ad.Zero], tangent.aval)
-        if row.tangent is not None:
-            return results, [row.tangent(primals, tangent, results, params)]
+        if (rule := row.tangent(params)) is not None:
+            return results, [rule(primals, tangent, results, params)]
         if "status" in params:
             params = {**params, "status": None}
         return results, primitive.bind(tangent, *primals[1:], **{**params, DERIVATIVE: TANGENT})
@@ -262,11 +260,10 @@ def _make_jvp(row: Row, primitive: _jax.Primitive):
     return jvp
 
 
-def _make_transpose(row: Row):
+def _make_transpose(rule: Callable[..., Any]):
     def transpose(cotangents: Sequence[Any], operand, *templates, **params):
-        assert row.transpose is not None
         cotangent = _jax.ad.instantiate_zeros(cotangents[0]) if cotangents else None
         template = jax.ShapeDtypeStruct(operand.aval.shape, operand.aval.dtype)
-        return [row.transpose(cotangent, template, params), *(None for _ in templates)]
+        return [rule(cotangent, template, params), *(None for _ in templates)]
 
     return transpose

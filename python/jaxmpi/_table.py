@@ -168,15 +168,14 @@ def _transpose_sendrecv(cotangent, template, params):
     # The message travels back: source and dest exchanged, and the tags. Who received any tag answers with the tag
     # it sent with, and takes any answer from that rank; messages between two ranks do not overtake each other.
     any_tag = params["recvtag"] == MPI.ANY_TAG
-    reverse = {
-        "comm": params["comm"],
-        "source": params["dest"],
-        "dest": params["source"],
-        "sendtag": params["sendtag"] if any_tag else params["recvtag"],
-        "recvtag": MPI.ANY_TAG if any_tag else params["sendtag"],
-        "status": None,
-        DERIVATIVE: COTANGENT,
-    }
+    reverse = _of_cotangent(
+        params,
+        source=params["dest"],
+        dest=params["source"],
+        sendtag=params["sendtag"] if any_tag else params["recvtag"],
+        recvtag=MPI.ANY_TAG if any_tag else params["sendtag"],
+        status=None,
+    )
     return bind("sendrecv", reverse, cotangent, jnp.zeros(template.shape, template.dtype))
 
 
@@ -249,17 +248,17 @@ def _weight(x, params: Params, extreme: Callable[[], Any]):
     return _share_of_extreme(x, extreme(), params)
 
 
+def _unless_sum(rule: Callable[..., Any]) -> Callable[[Params], Callable[..., Any] | None]:
+    return lambda params: None if params["op"].name == "SUM" else rule
+
+
 def _tangent_allreduce(primals, tangent, results, params):
-    if params["op"].name == "SUM":
-        return bind("allreduce", {**params, DERIVATIVE: TANGENT}, tangent)
     weight = _weight(primals[0], params, lambda: results[0])
     line = {LINE: params[LINE]} if LINE in params else {}
     return bind("allreduce", _of_tangent(params, **_SUMMING, **line), weight * tangent)
 
 
 def _tangent_reduce(primals, tangent, results, params):
-    if params["op"].name == "SUM":
-        return bind("reduce", {**params, DERIVATIVE: TANGENT}, tangent)
     x = primals[0]
     everywhere = _of_tangent(params, op=params["op"], **{IN_PLACE: True})
     weight = _weight(x, params, lambda: bind("allreduce", everywhere, x))
@@ -269,8 +268,6 @@ def _tangent_reduce(primals, tangent, results, params):
 
 def _tangent_scan(primals, tangent, results, params):
     name, x = params["op"].name, primals[0]
-    if name == "SUM":
-        return bind("scan", {**params, DERIVATIVE: TANGENT}, tangent)
     if name == "PROD":
         for distance in _distances(params):
             exists, (earlier, its_tangent) = _shifted(distance, params, x, tangent)
@@ -344,7 +341,7 @@ _ROWS = (
         _same,
         part=lambda p: Part(in_place=True),
         refuse=_refuse_reduction,
-        tangent=_tangent_allreduce,
+        tangent=_unless_sum(_tangent_allreduce),
         transpose=_transpose_allreduce,
     ),
     Row("alltoall", _same, batch=lambda p: (1, 1), transpose=_transpose_alltoall),
@@ -370,7 +367,7 @@ _ROWS = (
         _same,
         part=lambda p: Part(result=_on_root(p), in_place=_on_root(p)),
         refuse=_refuse_reduction,
-        tangent=_tangent_reduce,
+        tangent=_unless_sum(_tangent_reduce),
         transpose=_transpose_reduce,
     ),
     Row("replicate", _same, transpose=_transpose_replicate, silent=True),
@@ -379,7 +376,7 @@ _ROWS = (
         _same,
         part=lambda p: Part(in_place=True),
         refuse=_refuse_reduction,
-        tangent=_tangent_scan,
+        tangent=_unless_sum(_tangent_scan),
         transpose=_transpose_scan,
     ),
     Row(
