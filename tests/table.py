@@ -4,11 +4,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from mpi4py import MPI
 
 from jaxmpi import notoken
+
+NEW_JAX = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 7)
+"""Whether JAX keeps in derivatives what has no result that is used."""
 
 SHAPES = [(), (1,), (3,), (2, 3), (0,), (0, 3), (5, 1, 2)]
 

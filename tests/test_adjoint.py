@@ -14,11 +14,10 @@ from mpi4py import MPI
 
 import jaxmpi
 from jaxmpi import notoken
-from table import CASES
+from table import CASES, NEW_JAX
 
-NEW = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 7)
-needs_new_jax = pytest.mark.skipif(not NEW, reason="this JAX drops what has no result that is used")
-PAIRS = [case for case in CASES if NEW or case.name != "send_recv"]
+needs_new_jax = pytest.mark.skipif(not NEW_JAX, reason="this JAX drops what has no result that is used")
+PAIRS = [case for case in CASES if NEW_JAX or case.name != "send_recv"]
 
 
 def draw(shape, dtype, rank, seed):
@@ -103,6 +102,20 @@ def test_constant_templates(comm, rank, size):
         check(lambda x, r=root, m=mine: notoken.scatter(x if m else template, r) ** 2, x, comm)
 
 
+def between_ranks(rank, size):
+    """Each operation of an array (size, ...) in which what other ranks pass matters to this one, or the reverse."""
+    return [
+        notoken.allgather,
+        notoken.alltoall,
+        lambda x: notoken.bcast(x, 0),
+        lambda x: notoken.gather(x, size - 1),
+        lambda x: notoken.reduce(x, MPI.SUM, size - 1),
+        lambda x: notoken.scan(x, MPI.SUM),
+        lambda x: notoken.scatter(x if rank == 0 else x[0], 0),
+        lambda x: notoken.sendrecv(x, x, (rank - 1) % size, (rank + 1) % size),
+    ]
+
+
 @pytest.mark.parametrize(
     "wrap", [lambda f: f, jax.jit, jax.checkpoint, jaxmpi.jit], ids=["plain", "jit", "checkpoint", "jaxmpi"]
 )
@@ -113,17 +126,7 @@ def test_one_rank_alone_depends(wrap, comm, rank, size):
     def of(operation):
         return lambda x: jnp.sum(operation(x if rank == 0 else jnp.ones((size, 2)))) + jnp.sum(x)
 
-    operations = {
-        "allgather": lambda x: notoken.allgather(x),
-        "alltoall": lambda x: notoken.alltoall(x),
-        "bcast": lambda x: notoken.bcast(x, 0),
-        "gather": lambda x: notoken.gather(x, size - 1),
-        "reduce": lambda x: notoken.reduce(x, MPI.SUM, size - 1),
-        "scan": lambda x: notoken.scan(x, MPI.SUM),
-        "scatter": lambda x: notoken.scatter(x if rank == 0 else x[0], 0),
-        "sendrecv": lambda x: notoken.sendrecv(x, x, (rank - 1) % size, (rank + 1) % size),
-    }
-    for operation in operations.values():
+    for operation in between_ranks(rank, size):
         check(wrap(of(operation)), x, comm)
 
 
@@ -131,17 +134,7 @@ def test_one_rank_alone_depends(wrap, comm, rank, size):
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "checkpoint"])
 def test_results_that_one_rank_alone_uses(wrap, comm, rank, size):
     x = draw((size, 2), float, rank, 0)
-    operations = {
-        "allgather": lambda x: notoken.allgather(x),
-        "alltoall": lambda x: notoken.alltoall(x),
-        "bcast": lambda x: notoken.bcast(x, 0),
-        "gather": lambda x: notoken.gather(x, size - 1),
-        "reduce": lambda x: notoken.reduce(x, MPI.SUM, size - 1),
-        "scan": lambda x: notoken.scan(x, MPI.SUM),
-        "scatter": lambda x: notoken.scatter(x if rank == 0 else x[0], 0),
-        "sendrecv": lambda x: notoken.sendrecv(x, x, (rank - 1) % size, (rank + 1) % size),
-    }
-    for operation in operations.values():
+    for operation in between_ranks(rank, size):
 
         def f(x, operation=operation):
             y = operation(x)

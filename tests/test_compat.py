@@ -13,6 +13,7 @@ import jaxmpi
 from jaxmpi import compat
 from jaxmpi.compat import _install
 from launch import launch
+from table import NEW_JAX
 
 
 @pytest.fixture
@@ -209,7 +210,7 @@ def test_gradients_of_jpi(stand_in, comm, rank, size):
     np.testing.assert_array_equal(of_x, expected_gradient)
 
 
-@pytest.mark.skipif(tuple(map(int, jax.__version__.split(".")[:2])) < (0, 7), reason="needs JAX 0.7")
+@pytest.mark.skipif(not NEW_JAX, reason="needs JAX 0.7")
 def test_messages_of_jpi(stand_in, comm, rank, size):
     jpi = stand_in("jpi")
     left, right = (rank - 1) % size, (rank + 1) % size
@@ -223,6 +224,12 @@ def test_messages_of_jpi(stand_in, comm, rank, size):
 
 
 # --- whole programs -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def program(tmp_path):
+    return tmp_path / "program.py"
+
 
 DEEP = {
     "solver/__init__.py": "",
@@ -248,8 +255,7 @@ def test_program_that_imports_deep_inside(tmp_path, monkeypatch):
 
 @pytest.mark.launches
 @pytest.mark.seconds(200)
-def test_program_that_sets_up_mpi4py_first(tmp_path):
-    program = tmp_path / "program.py"
+def test_program_that_sets_up_mpi4py_first(program):
     program.write_text(
         "import mpi4py\nmpi4py.rc.thread_level = 'serialized'\nfrom mpi4py import MPI\n"
         "import jax.numpy as jnp\nfrom jpi import allreduce, gen_token\nimport mpi4jax, mpi4jax.experimental\n"
@@ -263,9 +269,8 @@ def test_program_that_sets_up_mpi4py_first(tmp_path):
 
 @pytest.mark.launches
 @pytest.mark.seconds(200)
-def test_looking_before_importing(tmp_path):
+def test_looking_before_importing(program):
     """Programs ask whether a package is there, import again after a failure, reload; __main__ stays theirs at exit."""
-    program = tmp_path / "program.py"
     program.write_text(
         "import atexit, importlib, importlib.util, pickle, sys\n"
         "assert importlib.util.find_spec('mpi4jax') is not None and 'jax' not in sys.modules\n"
@@ -284,8 +289,7 @@ def test_looking_before_importing(tmp_path):
 
 @pytest.mark.launches
 @pytest.mark.seconds(200)
-def test_wrong_use(tmp_path):
-    program = tmp_path / "program.py"
+def test_wrong_use(program):
     program.write_text("import mpi4jax\n")
     done = launch(1, program, check=False)
     assert "--as mpi4jax, before the program" in done.stderr
