@@ -15,7 +15,7 @@ RUN := timeout $(LIMIT) $(BIN)/python -m jaxmpi.run
 SOURCES := $(wildcard csrc/* csrc/abi/* python/jaxmpi/*) meson.build pyproject.toml README.md
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-ranks test-c test-valgrind bench bench-quick compat lint format clean
+.PHONY: help setup demo test test-ranks test-device test-gpu test-c test-valgrind bench bench-quick compat lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -41,11 +41,12 @@ $(READY): $(BIN)/python $(SOURCES)
 demo: $(READY) ## the shallow-water model on 2 ranks, with a picture and an animation
 	$(RUN) -n 2 examples/shallow_water.py --save-animation --output-dir $(OUTPUT)
 
-test: $(READY) ## all tests: 1, 2 and 4 ranks, order without asynchronous dispatch, then the C tests
+test: $(READY) ## all tests: 1, 2 and 4 ranks, order without asynchronous dispatch, a simulated device, the C tests
 	timeout $(LIMIT) $(BIN)/python -m pytest
 	$(RUN) -n 2 -m pytest --color=no
 	$(RUN) -n 4 -m pytest --color=no
 	JAX_CPU_ENABLE_ASYNC_DISPATCH=false $(RUN) -n 2 -m pytest --color=no tests/test_order.py tests/test_jit.py
+	$(MAKE) test-device
 	$(MAKE) test-c
 
 RANKS ?= 2
@@ -56,7 +57,8 @@ test-ranks: $(READY) ## the suite on RANKS ranks alone (default 2)
 SANITIZE = $(shell echo 'int main(void){return 0;}' | $${CC:-cc} -fsanitize=address,undefined -x c - -o /dev/null 2>/dev/null \
   && echo -Db_sanitize=address,undefined -Db_lundef=false)
 HEADERS = JAXMPI_MPI_INCLUDE=$(abspath $(VENV))/include \
-  JAXMPI_FFI_INCLUDE=$$($(BIN)/python -c 'import jax; print(jax.ffi.include_dir())')
+  JAXMPI_FFI_INCLUDE=$$($(BIN)/python -c 'import jax; print(jax.ffi.include_dir())') \
+  JAXMPI_CUDA_INCLUDE=$(abspath $(firstword $(wildcard $(VENV)/lib/python*/site-packages/nvidia/cuda_runtime/include)))
 MESON = PATH="$(abspath $(BIN)):$$PATH" meson
 BUILD := .build/$(MPI)
 
@@ -67,6 +69,23 @@ $(BUILD)/.ready: $(READY)
 
 test-c: $(BUILD)/.ready ## the C tests, against a fake MPI library and the real headers
 	$(HEADERS) $(MESON) test -C $(BUILD) --print-errorlogs --suite c
+
+# The roads on which arrays of devices reach MPI: all suites that communicate on the two that differ most.
+DEVICE_TESTS := $(patsubst %,tests/test_%.py,device operations errors dtypes order jit transformations large)
+ON_DEVICE = JAXMPI_FAKE_DRIVERS=$(abspath $(BUILD))/tests/device JAXMPI_TEST_DEVICE=$$road
+test-device: $(BUILD)/.ready ## the suites on a simulated device, copied for MPI and by an aware MPI, on 1, 2 and 4 ranks
+	$(MESON) compile -C $(BUILD) device
+	for n in 1 2 4; do for road in callback aware; do \
+	  $(ON_DEVICE) $(RUN) -n $$n -m pytest --color=no $(DEVICE_TESTS) || exit; done; done
+	for road in thread wait; do \
+	  $(ON_DEVICE) $(RUN) -n 2 -m pytest --color=no tests/test_device.py tests/test_operations.py || exit; done
+	$(ON_DEVICE) $(BIN)/python -m pytest tests/test_run_devices.py
+
+# On a real device, which the ranks share; the operations that need a CPU stay there.
+GPU ?= cuda
+test-gpu: $(READY) ## the suites on this machine's GPU, on 1, 2 and 4 ranks (GPU=rocm: with JAX's plugin for it in .venv)
+	$(if $(filter cuda,$(GPU)),$(BIN)/python -m pip install --quiet --disable-pip-version-check "jax[cuda12]")
+	for n in 1 2 4; do JAX_PLATFORMS=$(GPU),cpu $(RUN) -n $$n -m pytest --color=no || exit; done
 
 $(BUILD)-valgrind/.ready: $(READY)
 	@rm -rf $(BUILD)-valgrind
@@ -130,7 +149,7 @@ $(VENV)/.lint: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check ".[lint]"
 	@touch $@
 
-C_FILES = $(wildcard csrc/*.[ch] csrc/abi/*.h tests/c/*.[ch] benchmarks/*.c)
+C_FILES = $(wildcard csrc/*.[ch] csrc/abi/*.h tests/c/*.[ch] tests/device/*.[ch] benchmarks/*.c)
 lint: $(VENV)/.lint ## formatters in checking mode, linters and type checker
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

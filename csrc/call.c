@@ -3,9 +3,28 @@
 #include <inttypes.h>
 #include <stdarg.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
+#include "device.h"
 #include "trace.h"
+
+/* Keeps an error for the next operation. What is returned is only told from NULL. */
+static ffi_error *defer(enum ffi_error_code code, const char *text) {
+  static char deferred;
+  struct failure *none = NULL, *failure = malloc(sizeof *failure + strlen(text) + 1);
+  if (failure != NULL) {
+    failure->code = code;
+    memcpy(failure->text, text, strlen(text) + 1);
+    if (!atomic_compare_exchange_strong(&runtime.deferred, &none, failure)) free(failure);
+  }
+  return (ffi_error *)&deferred;
+}
+
+struct failure *failure_take(void) {
+  if (atomic_load_explicit(&runtime.deferred, memory_order_relaxed) == NULL) return NULL;
+  return atomic_exchange(&runtime.deferred, NULL);
+}
 
 ffi_error *call_fail(const struct call *call, enum ffi_error_code code, const char *format, ...) {
   char text[2048];
@@ -19,7 +38,14 @@ ffi_error *call_fail(const struct call *call, enum ffi_error_code code, const ch
   vsnprintf(text + length, sizeof text - (size_t)length, format, arguments);
   va_end(arguments);
   atomic_fetch_add(&runtime.failures, 1); /* what was linked to this call fails with it */
-  return ffi_fail(call->frame, code, text);
+  return call->frame != NULL ? ffi_fail(call->frame, code, text) : defer(code, text);
+}
+
+ffi_error *call_fail_driver(const struct call *call, const struct memory *memory, int code) {
+  const char *function = memory_failed, *name = NULL, *text = NULL;
+  memory->text(code, &name, &text);
+  return call_fail(call, FFI_INTERNAL, "%s failed: %s, code %d (%s)", function, name != NULL ? name : "an error", code,
+                   text != NULL ? text : "the driver has no text for it");
 }
 
 ffi_error *call_fail_mpi(const struct call *call, int code) {
@@ -75,37 +101,104 @@ static ffi_error *decode_side(const struct call *call, const ffi_buffers *list, 
   return NULL;
 }
 
+ffi_error *call_check(const struct call *call) {
+  if (runtime.self != NULL && atomic_load_explicit(&runtime.self->freed, memory_order_relaxed))
+    return call_fail(call, FFI_FAILED_PRECONDITION, "MPI has been finalized; nothing was sent");
+  if (call->comm == NULL)
+    return call_fail(call, FFI_FAILED_PRECONDITION,
+                     "communicator number %" PRId64
+                     " is not known in this process: the program was compiled in another "
+                     "one; compile it again here",
+                     call->attributes[0]);
+  if (atomic_load_explicit(&call->comm->freed, memory_order_relaxed))
+    return call_fail(call, FFI_FAILED_PRECONDITION,
+                     "the communicator has been freed since this function was compiled; nothing was sent. "
+                     "Call it again with a live communicator, or free the communicator later");
+  return NULL;
+}
+
+ffi_error *call_body(struct call *call) {
+  if (runtime.serialize) pthread_mutex_lock(&runtime.lock);
+  ffi_error *error = call->operation->body(call);
+  if (runtime.serialize) pthread_mutex_unlock(&runtime.lock);
+  if (call->traced) trace_end(call, error != NULL);
+  return error;
+}
+
+int64_t call_piece(const struct call *call, int64_t *total) {
+  const struct side *side = call->in.count > call->out.count ? &call->in : &call->out;
+  int64_t limit = call->operation->division == PIECES ? call->comm->piece : 0;
+  *total = side->count;
+  return limit == 0 || side->type == NULL ? side->count : limit / (int64_t)side->type->bytes;
+}
+
+void call_cut(struct call *call, int64_t first, int64_t count) {
+  struct side *sides[2] = {&call->in, &call->out};
+  for (int i = 0; i < 2; i++) {
+    if (sides[i]->count == 0) continue;
+    sides[i]->data = side_at(sides[i], first);
+    sides[i]->count = count;
+  }
+}
+
+ffi_error *call_pieces(struct call *call) {
+  int64_t total, piece = call_piece(call, &total);
+  ffi_error *error = NULL;
+  struct call part;
+  if (total <= piece) return call_body(call);
+  for (int64_t first = 0; first < total && error == NULL; first += piece) {
+    part = *call;
+    call_cut(&part, first, total - first < piece ? total - first : piece);
+    error = call_body(&part);
+  }
+  return error; /* cppcheck-suppress returnDanglingLifetime ; no error points to the call */
+}
+
+ffi_error *call_zero(const struct call *call, void *data, size_t bytes) {
+  int code = 0;
+  if (call->memory->host)
+    memset(data, 0, bytes);
+  else
+    code = call->memory->zero(data, bytes, call->stream);
+  return code == 0 ? NULL : call_fail_driver(call, call->memory, code);
+}
+
+ffi_error *call_copy(const struct call *call, void *to, const void *from, size_t bytes) {
+  int code = 0;
+  if (call->memory->host)
+    memcpy(to, from, bytes);
+  else
+    code = call->memory->copy(to, from, bytes, call->stream);
+  return code == 0 ? NULL : call_fail_driver(call, call->memory, code);
+}
+
+/* The error of an operation that was done after its call had returned. */
+static ffi_error *call_deferred(const struct call *call) {
+  struct failure *failure = failure_take();
+  if (failure == NULL) return NULL;
+  ffi_error *error =
+      call_fail(call, failure->code, "not done, because an operation before it has failed: %s", failure->text);
+  free(failure);
+  return error;
+}
+
 ffi_error *call_run(ffi_frame *frame, const struct operation *operation, const struct memory *memory) {
   if (ffi_answer_metadata(frame)) return NULL;
   struct call call; /* not zeroed as a whole, which would take as long as the rest */
   call.frame = frame;
   call.operation = operation;
   call.comm = NULL;
+  call.memory = memory;
+  call.stream = NULL;
   call.in = call.out = (struct side){NULL, 0, NULL};
   ffi_error *error;
   if (frame->stage == FFI_STAGE_INSTANTIATE) return check_attributes(&call);
   if (frame->stage != FFI_STAGE_EXECUTE) return NULL;
   decode_attributes(&call);
-  if (runtime.self != NULL && atomic_load_explicit(&runtime.self->freed, memory_order_relaxed))
-    return call_fail(&call, FFI_FAILED_PRECONDITION, "MPI has been finalized; nothing was sent");
   call.comm = registry_at(call.attributes[0]);
-  if (call.comm == NULL)
-    return call_fail(&call, FFI_FAILED_PRECONDITION,
-                     "communicator number %" PRId64
-                     " is not known in this process: the program was compiled in another "
-                     "one; compile it again here",
-                     call.attributes[0]);
-  if (atomic_load_explicit(&call.comm->freed, memory_order_relaxed))
-    return call_fail(&call, FFI_FAILED_PRECONDITION,
-                     "the communicator has been freed since this function was compiled; nothing was sent. "
-                     "Call it again with a live communicator, or free the communicator later");
+  if ((error = call_check(&call)) != NULL || (error = call_deferred(&call)) != NULL) return error;
   if ((error = decode_side(&call, &frame->operands, &call.in)) != NULL) return error;
   if ((error = decode_side(&call, &frame->results, &call.out)) != NULL) return error;
   call.traced = atomic_load_explicit(&runtime.trace, memory_order_relaxed);
-  if (memory->begin != NULL && (error = memory->begin(&call)) != NULL) return error;
-  if (runtime.serialize) pthread_mutex_lock(&runtime.lock);
-  error = operation->body(&call);
-  if (runtime.serialize) pthread_mutex_unlock(&runtime.lock);
-  if (call.traced) trace_end(&call, error != NULL);
-  return memory->end != NULL ? memory->end(&call, error) : error;
+  return memory->host ? call_pieces(&call) : device_run(&call);
 }

@@ -8,11 +8,33 @@
 /* The handler of `operation` for buffers in `memory`, of two stages: as XLA makes a program, and each call. */
 ffi_error *call_run(ffi_frame *frame, const struct operation *operation, const struct memory *memory);
 
+/* The MPI calls of a call whose buffers MPI reaches, all in one or piece by piece; under the lock where MPI allows one
+ * call at a time. */
+ffi_error *call_body(struct call *call);
+ffi_error *call_pieces(struct call *call);
+
+/* How many elements a piece of this call has, and how many there are in all; the call cut down to one piece. */
+int64_t call_piece(const struct call *call, int64_t *total);
+void call_cut(struct call *call, int64_t first, int64_t count);
+
+/* Zeros, and a copy from one buffer of the call to the other, in whatever memory they lie. */
+ffi_error *call_zero(const struct call *call, void *data, size_t bytes);
+ffi_error *call_copy(const struct call *call, void *to, const void *from, size_t bytes);
+
+/* Whether the communicator can be used; the error says why not. */
+ffi_error *call_check(const struct call *call);
+
 /* The error of a call, text by printf, behind "jaxmpi.NAME on rank R of N: ". */
 __attribute__((format(printf, 3, 4))) ffi_error *call_fail(const struct call *call, enum ffi_error_code code,
                                                            const char *format, ...);
 
+/* The error for a code that a driver's function has returned. */
+ffi_error *call_fail_driver(const struct call *call, const struct memory *memory, int code);
+
 /* The error for a code that an MPI function has returned: the library's own text, and what the call was given. */
 ffi_error *call_fail_mpi(const struct call *call, int code);
+
+/* Takes the deferred error, if there is one; it is the caller's, to be freed. */
+struct failure *failure_take(void);
 
 #endif

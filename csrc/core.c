@@ -57,6 +57,14 @@ static bool find(void *library, const char *name, void *function) {
   return symbol != NULL;
 }
 
+const char *symbols_load(void *library, const struct symbol *symbols, void *table) {
+  const char *missing = NULL;
+  for (; symbols->name != NULL; symbols++)
+    if (!find(library, symbols->name, (char *)table + symbols->offset) && symbols->required && missing == NULL)
+      missing = symbols->name;
+  return missing;
+}
+
 static bool starts_with(const char *text, const char *start) { return strncmp(text, start, strlen(start)) == 0; }
 
 const struct backend *backend_find(void *library, char *version, size_t size) {

@@ -17,8 +17,9 @@
 #include <time.h>
 
 #include "ffi.h"
+#include "memory.h"
 
-enum { DTYPE_CODES = 40, MAX_ATTRIBUTES = 6 };
+enum { DTYPE_CODES = 40, MAX_ATTRIBUTES = 6, MAX_PREDEFINED = 16, LEAST_PIECE = 4096 };
 
 /* What compiled programs refer to, communicators and statuses, by number: a program may outlive its process (in a
  * cache of compiled code), and a number of another process is found to be unknown where an address would be used.
@@ -34,7 +35,22 @@ struct communicator {
   struct communicator *self; /* COMM_SELF: freed as MPI_Finalize begins; NULL before configuration */
   int rank;
   int size;
+  int64_t piece; /* bytes above which what may go in pieces does; 0: never. The same on all its ranks */
   atomic_bool freed;
+};
+
+/* How arrays in a device's memory reach MPI where they are copied through host memory: which thread calls MPI. */
+enum road {
+  ROAD_CALLBACK, /* the driver's own, in the order of the stream: not for an MPI library that calls the driver */
+  ROAD_THREAD,   /* one of ours, for which the driver's waits */
+  ROAD_WAIT,     /* the one that gives work to the stream, after it has waited for the stream; so do all threads but the
+                    one that has imported the package: see device.h */
+};
+
+/* An error of an operation that was done after its call had returned: the next operation raises it. */
+struct failure {
+  enum ffi_error_code code;
+  char text[];
 };
 
 /* The whole mutable state but for the registry. What is not atomic is written before the first call, or by a test
@@ -48,8 +64,15 @@ struct runtime {
   int rank;                  /* in COMM_WORLD, for the trace */
   bool serialize;            /* MPI_THREAD_SERIALIZED: one call at a time, under `lock` */
   pthread_mutex_t lock;
-  atomic_long failures;        /* of operations so far: a call in whose time there is one looks at its link: link.c */
-  atomic_bool several_devices; /* links have to move between them */
+  atomic_long failures; /* of operations so far: a call in whose time there is one looks at its link: link.c */
+  struct failure *_Atomic deferred;    /* the first one that nobody has been told of */
+  void *library;                       /* MPI, a handle of dlopen */
+  bool aware;                          /* MPI reads and writes the memory of devices */
+  enum road road;                      /* otherwise, and for what it cannot do there */
+  pthread_t importer;                  /* the thread that has imported the package */
+  intptr_t predefined[MAX_PREDEFINED]; /* the reductions that MPI has itself */
+  int predefined_count;
+  atomic_bool several_devices; /* a link may be bound to one of them: link.c */
   atomic_bool trace;           /* one line as an operation starts and one as it ends */
   atomic_uint_least64_t calls; /* numbers the traced calls */
 };
@@ -70,10 +93,13 @@ const struct datatype *datatype_find(int code);
 
 struct call;
 
+enum division { WHOLE, PIECES, LOCAL }; /* see ops.def */
+
 /* A row of ops.def. `body` makes the MPI calls; it returns NULL or the error. */
 struct operation {
   const char *name;
   ffi_error *(*body)(struct call *call);
+  enum division division;
   int attribute_count;
   struct {
     const char *name;
@@ -89,12 +115,19 @@ struct side {
   const struct datatype *type;
 };
 
+/* The element at `index`. An empty buffer may lie at NULL, to which C lets nothing be added, not even 0. */
+static inline void *side_at(const struct side *side, int64_t index) {
+  return index == 0 ? side->data : (char *)side->data + (size_t)index * side->type->bytes;
+}
+
 /* One call of an operation, from the frame to the body. */
 struct call {
-  const ffi_frame *frame;
+  const ffi_frame *frame; /* NULL where XLA no longer waits: an error is then deferred */
   const struct operation *operation;
   struct communicator *comm;
-  struct side in; /* its data is only read */
+  const struct memory *memory; /* where `in` and `out` lie */
+  void *stream;                /* of XLA's; NULL for the host */
+  struct side in;              /* its data is only read */
   struct side out;
   int64_t attributes[MAX_ATTRIBUTES];
   bool traced;
@@ -105,8 +138,8 @@ struct call {
 
 struct backend {
   const char *name;
-  const struct operation *operations; /* in the order of ops.def */
-  ffi_handler *const *host_handlers;  /* likewise */
+  const struct operation *operations;  /* in the order of ops.def */
+  ffi_handler *const *const *handlers; /* likewise, a list for each of memory_spaces */
 
   /* Fills the function table from `library` (a handle of dlopen); NULL, or the name of a missing function. */
   const char *(*load)(void *library);
@@ -126,5 +159,16 @@ extern const struct backend backend_openmpi, backend_mpich, backend_mpiabi;
 /* The backend for the MPI library behind `library`, asked for its ABI version and its name; NULL if it is none we
  * know. `version` receives the library's own description, cut to `size`. */
 const struct backend *backend_find(void *library, char *version, size_t size);
+
+/* A function to be looked up in a library: its address goes to `offset` in a structure. */
+struct symbol {
+  const char *name; /* NULL at the end of a list */
+  size_t offset;
+  bool required;
+};
+
+/* Fills `table`; a function that is not there is NULL. The name of the first one that is required and is not there, or
+ * NULL. */
+const char *symbols_load(void *library, const struct symbol *symbols, void *table);
 
 #endif

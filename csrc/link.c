@@ -5,11 +5,13 @@
  * Functions that return PyObject * return a new reference, or NULL with an exception set. */
 #include "link.h"
 
-#include "core.h"
+#include <stdlib.h>
+
+#include "call.h"
 
 /* The parts of a linked call, in the tuple that is the function's `self`. */
 enum { COMPUTE, TOKENS, EFFECT, RENEW, HEAL, NAMES, PARTS };
-enum { CURRENT, ARRAY, PENDING, IS_READY, NAME_COUNT };
+enum { CURRENT, ARRAY, PENDING, IS_READY, COMMITTED, NAME_COUNT };
 
 static PyObject *part(PyObject *self, int index) { return PyTuple_GetItem(self, index); }
 static PyObject *name(PyObject *self, int index) { return PyTuple_GetItem(part(self, NAMES), index); }
@@ -42,17 +44,23 @@ static PyObject *find_token(PyObject *self, PyObject **pending) {
 }
 
 /* The link to pass on: a computation that failed must not make the next one fail. Only one that was still running when
- * its call returned can fail later, or one in whose time an operation of ours has; with several devices it may also lie
- * on another one than the operands. */
+ * its call returned can fail later, or one in whose time an operation of ours has. With several devices a link that is
+ * bound to one would bind the next computation to it. */
 static PyObject *find_array(PyObject *self, PyObject *token, PyObject *pending) {
-  if (pending != Py_None || atomic_load_explicit(&runtime.several_devices, memory_order_relaxed)) {
-    long before = pending != Py_None ? PyLong_AsLong(pending) : 0;
-    if (before == -1 && PyErr_Occurred()) return NULL;
-    bool failed = pending != Py_None && before != atomic_load(&runtime.failures);
-    PyObject *done = PyObject_CallFunctionObjArgs(part(self, HEAL), token, failed ? Py_True : Py_False, NULL);
-    if (done == NULL) return NULL;
-    Py_DECREF(done);
-  }
+  bool several = atomic_load_explicit(&runtime.several_devices, memory_order_relaxed);
+  PyObject *array = PyObject_GetAttr(token, name(self, ARRAY));
+  if (array == NULL || (pending == Py_None && !several)) return array;
+  int heal = 1;
+  if (pending == Py_None) heal = truth(PyObject_GetAttr(array, name(self, COMMITTED)));
+  if (heal == 0) return array;
+  Py_DECREF(array);
+  if (heal < 0) return NULL;
+  long before = pending != Py_None ? PyLong_AsLong(pending) : 0;
+  if (before == -1 && PyErr_Occurred()) return NULL;
+  bool failed = pending != Py_None && before != atomic_load(&runtime.failures);
+  PyObject *done = PyObject_CallFunctionObjArgs(part(self, HEAL), token, failed ? Py_True : Py_False, NULL);
+  if (done == NULL) return NULL;
+  Py_DECREF(done);
   return PyObject_GetAttr(token, name(self, ARRAY));
 }
 
@@ -89,6 +97,12 @@ static int keep(PyObject *self, PyObject *token, PyObject *results, long failure
 }
 
 static PyObject *call(PyObject *self, PyObject *const *arguments, Py_ssize_t count, PyObject *names) {
+  struct failure *failure = failure_take();
+  if (failure != NULL) {
+    PyErr_Format(PyExc_RuntimeError, "not called, because an operation before it has failed: %s", failure->text);
+    free(failure);
+    return NULL;
+  }
   PyObject *result = NULL, *results = NULL, *array = NULL, *pending = NULL, *token = find_token(self, &pending);
   if (pending != NULL) array = find_array(self, token, pending);
   long failures = atomic_load(&runtime.failures);

@@ -1,23 +1,71 @@
-/* Memory spaces: where XLA's buffers lie, and how MPI gets at them.
+/* Memory spaces: where XLA's buffers lie, and what a driver can do with them.
  *
- * A body in ops.c asks for a pointer that MPI may use and never sees a device. `begin` turns call->in and call->out
- * from pointers of that space into such pointers: after it all earlier work on the input is visible to MPI. `end`
- * makes what MPI has written visible to later work of XLA and gives back what `begin` took; it is called for each
- * call whose `begin` succeeded, with the body's error (NULL: success), and returns the error that XLA shall see.
+ * A body in ops.c asks for pointers that MPI may use and never sees a device: device.c brings it such pointers, by what
+ * a space can do. A space is one file with one structure. Functions return 0 or the driver's code, and then
+ * `memory_failed` names the function of the driver.
  *
- * A space is one file with one structure. NULL functions mean that there is nothing to do.
+ * A stream is XLA's or one made here; work on one stream is done in the order in which it was given. A context is what
+ * the calling thread must have entered to speak of a device's streams, events and memory.
  */
 #ifndef JAXMPI_MEMORY_H
 #define JAXMPI_MEMORY_H
 
-#include "core.h"
+#include <stdbool.h>
+#include <stddef.h>
 
 struct memory {
   const char *platform; /* XLA's name for it */
-  ffi_error *(*begin)(struct call *call);
-  ffi_error *(*end)(struct call *call, ffi_error *error);
+  bool host;            /* MPI and this process reach it as it is: all below is NULL */
+
+  /* Loads the driver's library. NULL, or why arrays of this space cannot be communicated, or the name of a function
+   * that the library lacks. Called once, by memory_open. */
+  const char *(*load)(void);
+  int (*count)(int *devices); /* that this process may use */
+
+  int (*context)(void *stream, void **context); /* of XLA's stream */
+  int (*enter)(void *context, void **previous);
+  int (*leave)(void *previous);
+
+  int (*pin)(void **host, size_t bytes); /* host memory that is copied from and to without a detour */
+  int (*unpin)(void *host);
+
+  /* Given to the stream, done later. `host` is pinned. */
+  int (*copy_down)(void *host, const void *device, size_t bytes, void *stream);
+  int (*copy_up)(void *device, const void *host, size_t bytes, void *stream);
+  int (*copy)(void *to, const void *from, size_t bytes, void *stream);
+  int (*zero)(void *device, size_t bytes, void *stream);
+  int (*call)(void *stream, void (*function)(void *), void *data); /* `function` may not call the driver */
+
+  int (*stream_make)(void **stream);
+  int (*stream_free)(void *stream);
+  int (*stream_finish)(void *stream);            /* waits for all of it */
+  int (*stream_wait)(void *stream, void *event); /* later work of the stream waits for the event, if it was marked */
+  int (*event_make)(void **event);
+  int (*event_free)(void *event);
+  int (*event_mark)(void *event, void *stream); /* it stands for the work given to the stream so far */
+  int (*event_finish)(void *event);             /* waits for it */
+
+  void (*text)(int code, const char **name, const char **text); /* of an error; NULL where it has none */
 };
 
-extern const struct memory memory_host; /* pageable host memory, MPI reaches it as it is */
+/* For the end of a file: all of them, as it has named them. */
+#define MEMORY_FUNCTIONS                                                                                            \
+  .count = count, .context = context, .enter = enter, .leave = leave, .pin = pin, .unpin = unpin,                   \
+  .copy_down = copy_down, .copy_up = copy_up, .copy = copy, .zero = zero, .call = call, .stream_make = stream_make, \
+  .stream_free = stream_free, .stream_finish = stream_finish, .stream_wait = stream_wait, .event_make = event_make, \
+  .event_free = event_free, .event_mark = event_mark, .event_finish = event_finish, .text = text
+
+extern const struct memory memory_host; /* pageable host memory */
+extern const struct memory memory_cuda; /* NVIDIA, through the driver's own interface */
+extern const struct memory memory_rocm; /* AMD, through HIP */
+extern const struct memory memory_sycl; /* Intel: not built, see the file */
+
+extern const struct memory *const memory_spaces[]; /* ends with NULL; the host is the first */
+
+/* Loads the driver of a space at the first call. NULL, or why its arrays cannot be communicated. One call at a time. */
+const char *memory_open(const struct memory *memory);
+
+/* The driver's function that has failed last in this thread. */
+extern _Thread_local const char *memory_failed;
 
 #endif

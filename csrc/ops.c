@@ -14,9 +14,9 @@
 /* The attributes of an operation by name, as ops.def lists them. */
 #define A(name) int64_t name;
 #define H(name) int64_t name;
-#define OPERATION(name, attributes) \
-  struct name##_attributes {        \
-    attributes                      \
+#define OPERATION(name, division, attributes) \
+  struct name##_attributes {                  \
+    attributes                                \
   };
 #include "ops.def"
 #undef OPERATION
@@ -36,6 +36,12 @@
   do {                                                           \
     int code_ = (expression);                                    \
     if (code_ != MPI_SUCCESS) return call_fail_mpi(call, code_); \
+  } while (0)
+
+#define PASS(expression)               \
+  do {                                 \
+    ffi_error *error_ = (expression);  \
+    if (error_ != NULL) return error_; \
   } while (0)
 
 static inline MPI_Datatype element(const struct datatype *type) { return (MPI_Datatype)runtime.datatypes[type->code]; }
@@ -89,15 +95,10 @@ static inline void span_free(struct span *span) {
        (count = (total) - first < runtime.max_count ? (total) - first : runtime.max_count) > 0 || first == 0; \
        first += count + (count == 0))
 
-/* The element at `index`. An empty buffer may lie at NULL, to which C lets nothing be added, not even 0. */
-static inline void *at(const struct side *side, int64_t index) {
-  return index == 0 ? side->data : (char *)side->data + (size_t)index * side->type->bytes;
-}
-
 /* The operand's piece for a result that may have taken its place. XLA decides that for each rank by itself; in an
  * allreduce the standard wants MPI_IN_PLACE on all ranks or none, but no library tells others which it was. */
 static inline const void *piece_in(const struct call *call, int64_t first) {
-  return call->in.data == call->out.data ? ABI_IN_PLACE : at(&call->in, first);
+  return call->in.data == call->out.data ? ABI_IN_PLACE : side_at(&call->in, first);
 }
 
 /* in: (*shape)  out: (size, *shape) */
@@ -114,7 +115,7 @@ static ffi_error *allreduce(struct call *c) {
   ATTRIBUTES(allreduce, c);
   BEGIN(c, Allreduce, "with %" PRId64 " items and", c->in.count);
   FOR_PIECES(c, c->in.count, i, n)
-  TRY(c, mpi.Allreduce(piece_in(c, i), at(&c->out, i), (int)n, element(c->in.type), (MPI_Op)(intptr_t)a.op, comm));
+  TRY(c, mpi.Allreduce(piece_in(c, i), side_at(&c->out, i), (int)n, element(c->in.type), (MPI_Op)(intptr_t)a.op, comm));
   return NULL;
 }
 
@@ -141,7 +142,7 @@ static ffi_error *bcast(struct call *c) {
   const struct side *side = root ? &c->in : &c->out;
   BEGIN(c, Bcast, "from %d with %" PRId64 " items and", (int)a.root, side->count);
   if (root && c->out.count > 0 && c->out.data != c->in.data)
-    memcpy(c->out.data, c->in.data, (size_t)c->in.count * c->in.type->bytes);
+    PASS(call_copy(c, c->out.data, c->in.data, (size_t)c->in.count * c->in.type->bytes));
   struct span s = span_of(side->type, side->count);
   TRY_SPAN(c, s, mpi.Bcast(side->data, s.count, s.type, (int)a.root, comm));
   return NULL;
@@ -176,8 +177,8 @@ static ffi_error *reduce(struct call *c) {
   BEGIN(c, Reduce, "-> %d with %" PRId64 " items and", (int)a.root, c->in.count);
   bool root = c->comm->rank == a.root;
   FOR_PIECES(c, c->in.count, i, n) {
-    const void *in = root ? piece_in(c, i) : at(&c->in, i);
-    void *out = root ? at(&c->out, i) : NULL;
+    const void *in = root ? piece_in(c, i) : side_at(&c->in, i);
+    void *out = root ? side_at(&c->out, i) : NULL;
     TRY(c, mpi.Reduce(in, out, (int)n, element(c->in.type), (MPI_Op)(intptr_t)a.op, (int)a.root, comm));
   }
   return NULL;
@@ -188,7 +189,7 @@ static ffi_error *scan(struct call *c) {
   ATTRIBUTES(scan, c);
   BEGIN(c, Scan, "with %" PRId64 " items and", c->in.count);
   FOR_PIECES(c, c->in.count, i, n)
-  TRY(c, mpi.Scan(piece_in(c, i), at(&c->out, i), (int)n, element(c->in.type), (MPI_Op)(intptr_t)a.op, comm));
+  TRY(c, mpi.Scan(piece_in(c, i), side_at(&c->out, i), (int)n, element(c->in.type), (MPI_Op)(intptr_t)a.op, comm));
   return NULL;
 }
 
@@ -277,7 +278,7 @@ static inline ffi_error *receive(struct call *call, const struct span *span, MPI
   TRY(call, mpi.Mrecv(call->out.data, span->count, span->type, &message, &status));
   if (users != NULL) *users = status;
   if (count < call->out.count) /* nothing, or less than the template: the rest is zero */
-    memset(at(&call->out, count), 0, (size_t)(call->out.count - count) * call->out.type->bytes);
+    return call_zero(call, side_at(&call->out, count), (size_t)(call->out.count - count) * call->out.type->bytes);
   return NULL;
 }
 
@@ -315,29 +316,33 @@ static ffi_error *sendrecv(struct call *c) {
 /* The tables that the rest of the core sees. */
 #define A(name) {#name, true},
 #define H(name) {#name, false},
-#define OPERATION(name, attributes) \
-  {#name, name, (int)(sizeof(struct name##_attributes) / sizeof(int64_t)), {attributes}},
+#define OPERATION(name, division, attributes) \
+  {#name, name, division, (int)(sizeof(struct name##_attributes) / sizeof(int64_t)), {attributes}},
 const struct operation operation_rows[] = {
 #include "ops.def"
-    {NULL, NULL, 0, {{NULL, false}}}};
+    {NULL, NULL, WHOLE, 0, {{NULL, false}}}};
 #undef OPERATION
 #undef A
 #undef H
 
 enum {
-#define OPERATION(name, attributes) ROW_##name,
+#define OPERATION(name, division, attributes) ROW_##name,
 #include "ops.def"
 #undef OPERATION
   ROWS
 };
 
-#define OPERATION(name, attributes) \
-  static ffi_error *host_##name(ffi_frame *frame) { return call_run(frame, &operation_rows[ROW_##name], &memory_host); }
-#include "ops.def"
-#undef OPERATION
-
-#define OPERATION(name, attributes) host_##name,
-ffi_handler *const host_table[] = {
-#include "ops.def"
-    NULL};
-#undef OPERATION
+/* The handlers of each memory space, which differ in nothing but their space. */
+#define SPACE host
+#include "handlers.h"
+#undef SPACE
+#define SPACE cuda
+#include "handlers.h"
+#undef SPACE
+#define SPACE rocm
+#include "handlers.h"
+#undef SPACE
+#define SPACE sycl
+#include "handlers.h"
+#undef SPACE
+ffi_handler *const *const handler_tables[] = {host_handlers, cuda_handlers, rocm_handlers, sycl_handlers};

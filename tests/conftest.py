@@ -11,15 +11,19 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import simulated
+
+simulated.begin()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_ENABLE_X64", "1")
 
-import pytest
-from mpi4py import MPI
+import pytest  # noqa: E402 (what is set above counts from here on)
+from mpi4py import MPI  # noqa: E402
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 SECONDS = float(os.environ.get("JAXMPI_TEST_SECONDS", "120"))
 _hidden = io.StringIO()
+_device = simulated.Device() if simulated.ROAD else None
 
 
 @pytest.hookimpl(trylast=True)
@@ -37,7 +41,17 @@ def pytest_runtest_protocol(item):
     return result
 
 
+@pytest.fixture(autouse=True)
+def _rules():
+    """No test may break a rule of the simulated device's driver."""
+    yield
+    if _device is not None:
+        _device.check()
+
+
 def pytest_sessionfinish(session, exitstatus):
+    if _device is not None:
+        _device.end()
     session.config.failed = exitstatus not in (0, 5)
 
 

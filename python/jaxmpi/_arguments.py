@@ -22,6 +22,7 @@ _ARITHMETIC = ("SUM", "PROD", "MAX", "MIN")
 _LOGICAL = ("LAND", "LOR", "LXOR")
 _BITWISE = ("BAND", "BOR", "BXOR")
 _PREDEFINED = (*_ARITHMETIC, *_LOGICAL, *_BITWISE, "MAXLOC", "MINLOC", "REPLACE", "NO_OP")
+_core.set_reductions(tuple(handle_of(getattr(MPI, name)) for name in (*_ARITHMETIC, *_LOGICAL, *_BITWISE)))
 
 # Which predefined reductions a kind of datatype has, and under which name MPI is asked for them: on truth values the
 # bitwise and the ordering ones are logical ones, and MPI has only the latter.

@@ -6,6 +6,7 @@ Without this a rank that raises waits for the others in MPI's finalization, and 
 import builtins
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import io
 import os
 import runpy
@@ -64,6 +65,16 @@ class _StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
+def _take_a_device() -> None:
+    """Lets this rank take its device as the program first imports jax."""
+    spec = importlib.util.spec_from_file_location("jaxmpi._local", os.path.join(os.path.dirname(__file__), "_local.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    local = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(local)
+    sys.meta_path.insert(0, local.AtImport())
+
+
 def _run_as_main(program: str) -> None:
     """Runs a script, or a zip file or folder with a `__main__.py`, in the module `__main__`."""
     if not os.path.isdir(program) and not zipfile.is_zipfile(program):
@@ -84,9 +95,12 @@ _own_module = sys.modules["__main__"]  # kept: its functions are those that run
 
 
 def _run(arguments: list[str]) -> None:
-    while arguments[0] == "--as":
-        sys.meta_path.insert(0, _StandIn(arguments[1]))
-        arguments = arguments[2:]
+    while arguments[0] in ("--as", "--devices"):
+        option, value, *arguments = arguments
+        if option == "--as":
+            sys.meta_path.insert(0, _StandIn(value))
+        elif value == "rank":
+            _take_a_device()
     # What the program defines is in `__main__` and stays there, for pickling, threads and what runs at exit.
     sys.modules["__main__"] = types.ModuleType("__main__")
     vars(sys.modules["__main__"])["__builtins__"] = builtins
@@ -97,9 +111,9 @@ def _run(arguments: list[str]) -> None:
     else:
         sys.argv = arguments
         _run_as_main(arguments[0])
-    jax = sys.modules.get("jax")
-    if jax is not None:
-        jax.effects_barrier()  # an error of what is still running belongs to the program
+    native = sys.modules.get("jaxmpi._native")
+    if native is not None:
+        native.finish()  # an error of what is still running belongs to the program
 
 
 def main() -> None:

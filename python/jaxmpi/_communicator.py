@@ -1,14 +1,16 @@
 """Communicators as parameters of compiled programs, and the default one."""
 
+import os
 import threading
 import time
 import warnings
 from typing import Any
 
+import numpy as np
 from mpi4py import MPI
 
-from jaxmpi import _core, _jax
-from jaxmpi._native import handle_of
+from jaxmpi import _core, _devices, _jax
+from jaxmpi._native import DEVICES, handle_of
 
 # How long an import waits for the other ranks' import. Later the first use of the default communicator waits.
 _PATIENCE_SECONDS = 10.0
@@ -69,11 +71,15 @@ class _Default:
     """
 
     def __init__(self) -> None:
-        self._comm, self._request = MPI.COMM_WORLD.Idup()
+        self._comm, cloning = MPI.COMM_WORLD.Idup()
+        # Here all ranks are known to be of this package, so they may agree on more than MPI's own rules: see _devices.
+        self._piece = np.array([_devices.piece(DEVICES, os.environ, _jax.platforms())], np.int64)
+        agreeing = MPI.COMM_WORLD.Iallreduce(MPI.IN_PLACE, self._piece, MPI.MAX)
+        self._requests = [cloning, agreeing]
         self._resolved: Communicator | None = None
         self._lock = threading.Lock()
         deadline = time.monotonic() + _PATIENCE_SECONDS
-        while not self._request.Test():
+        while not MPI.Request.Testall(self._requests):
             if time.monotonic() > deadline:
                 warnings.warn(
                     "jaxmpi: not all ranks of COMM_WORLD have imported jaxmpi yet. Calls without comm= wait until "
@@ -86,12 +92,14 @@ class _Default:
 
     def get(self) -> Communicator:
         if self._resolved is None:
-            self._resolved = resolve(self.mpi(), "the default communicator")
+            resolved = resolve(self.mpi(), "the default communicator")
+            _core.set_piece(resolved.number, int(self._piece[0]))
+            self._resolved = resolved
         return self._resolved
 
     def mpi(self) -> MPI.Comm:
         with self._lock:
-            self._request.Wait()
+            MPI.Request.Waitall(self._requests)
             return self._comm
 
 

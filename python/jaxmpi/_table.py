@@ -41,7 +41,7 @@ LINE = "line"
 
 def bind(name: str, params: Params, *operands: Any) -> Any:
     """Binds an operation; its result, or None. Outside of any trace its compiled program is called at once."""
-    primitive = _PRIMITIVES[name]
+    primitive = PRIMITIVES[name]
     if _jax.trace_state_clean():
         results = eager_program(primitive, tuple(params), *params.values())(*operands)
     else:
@@ -334,7 +334,7 @@ def _refuse_source(params: Params, *tags: str) -> str:
 
 # --- the table -----------------------------------------------------------------------------------------------------
 
-_ROWS = (
+ROWS = (
     Row("allgather", _stacked, batch=lambda p: (0, 1), transpose=_transpose_allgather),
     Row(
         "allreduce",
@@ -401,7 +401,7 @@ _ROWS = (
     ),
 )
 
-_PRIMITIVES = {row.name: make_primitive(row) for row in _ROWS}
+PRIMITIVES = {row.name: make_primitive(row) for row in ROWS}
 
 
 def check_names(table: set[str], core: set[str]) -> None:
@@ -413,4 +413,4 @@ def check_names(table: set[str], core: set[str]) -> None:
         )
 
 
-check_names({row.name for row in _ROWS if not row.silent}, set(_native.OPERATIONS))
+check_names({row.name for row in ROWS if not row.silent}, set(_native.OPERATIONS))

@@ -44,7 +44,16 @@ def facts() -> Iterator[tuple[str, str]]:
     import jax
 
     yield "devices", ", ".join(str(device) for device in jax.devices())
-    yield "communicates on", ", ".join(_core.handlers())
+    yield "communicates on", ", ".join(["cpu", *(name.lower() for name in _core.handlers() if name != "cpu")])
+    choice = _native.DEVICES
+    for name, number in _core.device_counts().items():
+        yield f"{name} devices", str(number)
+    for name, why_not in choice.drivers.items():
+        if why_not is not None:
+            yield f"no {name}", why_not
+    if choice.platforms:
+        yield "device memory", "handed to MPI as it is" if choice.aware else f"copied for MPI, road: {choice.road}"
+        yield "because", choice.because
     yield "eager programs", f"{_primitive.eager_programs()} kept, 4096 at most"
 
 
@@ -52,6 +61,9 @@ def problems() -> Iterator[str]:
     """What is wrong or will disappoint, each with what to do."""
     import jax
     from mpi4py import MPI
+
+    from jaxmpi import _native
+    from jaxmpi._devices import PLATFORMS
 
     size = MPI.COMM_WORLD.size
     told = {name: os.environ[name] for name in _SIZES if os.environ.get(name, "1") not in ("", "1")}
@@ -75,11 +87,12 @@ def problems() -> Iterator[str]:
             "Launch with 'python -m jaxmpi.run -n N'."
         )
     node.Free()
-    if jax.default_backend() != "cpu":
-        yield (
-            f"the default backend is {jax.default_backend()}: only arrays on the CPU can be communicated; set "
-            "JAX_PLATFORMS=cpu."
-        )
+    communicated = {"cpu", *(PLATFORMS[name] for name in _native.DEVICES.platforms)}
+    platforms = {device.platform for device in jax.devices()} | {jax.default_backend()}
+    aliases = {"gpu": {"cuda", "rocm"}}
+    if not any(aliases.get(name, {name}) & communicated for name in platforms):
+        backend = jax.default_backend()
+        yield f"the default backend is {backend}, whose arrays cannot be communicated; set JAX_PLATFORMS=cpu."
 
 
 def main() -> int:

@@ -1,9 +1,9 @@
 """Starts a JAX program on several ranks: `python -m jaxmpi.run -n 4 script.py [arguments]`.
 
 Runs the mpiexec that belongs to the MPI of this environment, with what a good start of a JAX program needs: each rank
-has its own share of the cores, bound to it where the ranks fit, and as many XLA threads; more ranks than cores are
-allowed and then yield to each other while they wait; root may run (as in a container); an uncaught exception on one
-rank ends the whole job with its traceback.
+has its own share of the cores, bound to it where the ranks fit, and as many XLA threads, and its own accelerator where
+there are several; more ranks than cores are allowed and then yield to each other while they wait; root may run (as in
+a container); an uncaught exception on one rank ends the whole job with its traceback.
 
 Settings that the environment already makes (XLA_FLAGS, OMP_NUM_THREADS, ...) are kept.
 """
@@ -106,6 +106,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         help="run a program that imports this package unchanged, with jaxmpi in its place: mpi4jax (as from 0.8 on), "
         "mpi4jax-token (up to 0.7), jpi",
     )
+    parser.add_argument(
+        "--devices",
+        choices=("rank", "all"),
+        default="rank",
+        help="rank: each rank takes one of its machine's accelerators, in turn (default); all: each sees all of them",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the command instead of running it")
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as in python -m")
     parser.add_argument("program", help="script, or module with -m")
@@ -139,7 +145,8 @@ def main(arguments: list[str] | None = None) -> None:
     program = ["-m", options.program] if options.module else [options.program]
     # By path, not as a module: the program shall be the first to import jax and mpi4py, and may set them up before.
     stand_ins = [word for name in options.stand_in for word in ("--as", name)]
-    child = [sys.executable, str(Path(__file__).with_name("_child.py")), *stand_ins, *program, *options.arguments]
+    chosen = ["--devices", options.devices, *stand_ins, *program, *options.arguments]
+    child = [sys.executable, str(Path(__file__).with_name("_child.py")), *chosen]
     command = [mpiexec, "-n", str(options.ranks), *placed, *child]
     if options.dry_run:
         print(shlex.join(command))

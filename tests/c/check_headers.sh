@@ -1,8 +1,10 @@
 #!/bin/sh
-# Compiles check_mpi.c or check_ffi.c against real headers: check_headers.sh mpi|ffi CSRC COMPILER...
+# Compiles check_mpi.c, check_ffi.c or check_driver.c against real headers:
+# check_headers.sh mpi|ffi|cuda|hip CSRC COMPILER...
 #
 # JAXMPI_MPI_INCLUDE: directories with an mpi.h, and perhaps an mpi_abi.h beside it, separated by colons.
 # JAXMPI_FFI_INCLUDE: likewise those that hold xla/ffi/api/c_api.h; python -c "import jax.ffi; print(jax.ffi.include_dir())"
+# JAXMPI_CUDA_INCLUDE, JAXMPI_HIP_INCLUDE: those that hold cuda.h, and hip/hip_runtime_api.h.
 # Nothing given: the test is skipped (exit status 77).
 kind=$1 csrc=$2
 shift 2
@@ -46,9 +48,29 @@ check_ffi() { # directory, compiler...
   compile "$directory" "$@" $strict -I"$csrc" -isystem "$directory" "$here/check_ffi.c"
 }
 
+check_driver() { # directory, options, compiler...
+  directory=$1 options=$2
+  shift 2
+  # Headers of systems: their own warnings are not ours.
+  compile "$directory" "$@" -std=gnu11 -fsyntax-only -Wall -Wextra -Werror -I"$csrc" -isystem "$directory" $options \
+    "$here/check_driver.c"
+}
+check_cuda() {
+  directory=$1
+  shift
+  check_driver "$directory" "-DDRIVER_HEADER=<cuda.h>" "$@"
+}
+check_hip() {
+  directory=$1
+  shift
+  check_driver "$directory" "-DDRIVER_HIP -D__HIP_PLATFORM_AMD__ -DDRIVER_HEADER=<hip/hip_runtime_api.h>" "$@"
+}
+
 case $kind in
   mpi) directories=$JAXMPI_MPI_INCLUDE ;;
   ffi) directories=$JAXMPI_FFI_INCLUDE ;;
+  cuda) directories=$JAXMPI_CUDA_INCLUDE ;;
+  hip) directories=$JAXMPI_HIP_INCLUDE ;;
 esac
 [ -n "$directories" ] || exit 77
 IFS=:

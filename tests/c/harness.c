@@ -89,7 +89,14 @@ static ffi_error *error_create(ffi_error_create_args *args) {
   return error;
 }
 
-static const ffi_api api = {.struct_size = sizeof api, .error_create = error_create};
+void *xla_stream;
+static ffi_error *stream_get(ffi_stream_get_args *args) {
+  CHECK(args->struct_size == sizeof *args && args->extension == NULL);
+  args->stream = xla_stream;
+  return NULL;
+}
+
+static const ffi_api api = {.struct_size = sizeof api, .error_create = error_create, .stream_get = stream_get};
 
 /* A list of one buffer, where there is one, and a token. */
 static void list_make(ffi_buffers *list, ffi_buffer buffers[2], void *pointers[2], int types[2], int64_t dims[3],
@@ -133,7 +140,13 @@ void frame_make(struct frame *f, const char *operation, struct array in, struct 
 }
 
 ffi_error *frame_call(struct frame *frame, const char *operation) {
-  return backend->host_handlers[row_of(operation)](&frame->frame);
+  return frame_call_in(&memory_host, frame, operation);
+}
+
+ffi_error *frame_call_in(const struct memory *memory, struct frame *frame, const char *operation) {
+  int space = 0;
+  while (memory_spaces[space] != memory) space++;
+  return backend->handlers[space][row_of(operation)](&frame->frame);
 }
 
 ffi_error *run(const char *operation, struct array in, struct array out, const int64_t attributes[]) {

@@ -72,6 +72,10 @@ void frame_make(struct frame *frame, const char *operation, struct array in, str
                 const int64_t attributes[]);
 ffi_error *frame_call(struct frame *frame, const char *operation);
 
+/* The same by the handler for buffers in another memory; its frames are on `xla_stream`. */
+ffi_error *frame_call_in(const struct memory *memory, struct frame *frame, const char *operation);
+extern void *xla_stream;
+
 /* Both at once. */
 ffi_error *run(const char *operation, struct array in, struct array out, const int64_t attributes[]);
 #define RUN(operation, in, out, ...) run(operation, in, out, (const int64_t[]){__VA_ARGS__})

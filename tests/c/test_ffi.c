@@ -33,7 +33,7 @@ static void operations_are_those_of_the_list(void) {
     for (int k = 0; k < row->attribute_count; k++)
       CHECK(expected[i].attributes[k] != NULL && strcmp(row->attributes[k].name, expected[i].attributes[k]) == 0);
     CHECK(expected[i].attributes[row->attribute_count] == NULL);
-    CHECK(backend->host_handlers[i] != NULL);
+    CHECK(backend->handlers[0][i] != NULL);
   }
   CHECK(backend->operations[OPERATIONS].name == NULL);
 }
@@ -44,7 +44,7 @@ static void metadata_query_is_answered(void) {
     ffi_metadata_extension extension = {{sizeof extension, FFI_EXTENSION_METADATA, NULL}, &metadata};
     ffi_frame frame = {.struct_size = sizeof frame, .extension = &extension.base, .stage = FFI_STAGE_EXECUTE};
     context("%s", expected[i].name);
-    SUCCEEDS(backend->host_handlers[i](&frame));
+    SUCCEEDS(backend->handlers[0][i](&frame));
     CHECK_EQUAL(metadata.version.major, 0);
     CHECK_EQUAL(metadata.version.minor, 1);
     CHECK_EQUAL(metadata.traits, 0);
@@ -72,7 +72,7 @@ static void only_execution_communicates(void) {
       /* No attribute or buffer may be looked at: they need not be there. */
       ffi_frame frame = {.struct_size = sizeof frame, .stage = *stage};
       context("%s in stage %d", expected[i].name, (int)*stage);
-      SUCCEEDS(backend->host_handlers[i](&frame));
+      SUCCEEDS(backend->handlers[0][i](&frame));
     }
   CHECK_EQUAL(fake->call_count, 0);
 }

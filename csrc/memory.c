@@ -1,0 +1,19 @@
+#include "memory.h"
+
+#include <stdio.h>
+
+_Thread_local const char *memory_failed = "";
+
+const struct memory *const memory_spaces[] = {&memory_host, &memory_cuda, &memory_rocm, &memory_sycl, NULL};
+
+const char *memory_open(const struct memory *memory) {
+  static struct {
+    bool tried;
+    const char *why_not;
+  } spaces[sizeof memory_spaces / sizeof *memory_spaces];
+  size_t i = 0;
+  while (memory_spaces[i] != memory) i++;
+  if (!spaces[i].tried && memory->load != NULL) spaces[i].why_not = memory->load();
+  spaces[i].tried = true;
+  return spaces[i].why_not;
+}

@@ -1,0 +1,111 @@
+/* NVIDIA's devices, through the library of the driver, which each machine that has one brings. No SDK is needed to
+ * build, and nothing of CUDA's runtime to run. */
+#include "memory.h"
+
+#include <dlfcn.h>
+#include <stdint.h>
+
+#include "core.h"
+
+typedef int CUresult;
+typedef unsigned long long CUdeviceptr;
+typedef struct CUctx_st *CUcontext;
+typedef struct CUevent_st *CUevent;
+typedef struct CUstream_st *CUstream;
+typedef void (*CUhostFn)(void *);
+
+/* A stream that does not wait for the default one, an event without a clock, memory that is pinned for each context. */
+enum { STREAM_NON_BLOCKING = 1, EVENT_DISABLE_TIMING = 2, MEMHOSTALLOC_PORTABLE = 1 };
+
+static struct cuda {
+#define FUNCTION(name, suffix, parameters) CUresult(*name) parameters;
+#include "cuda.def"
+#undef FUNCTION
+} cuda;
+
+static const char *load(void) {
+  static const struct symbol symbols[] = {
+#define FUNCTION(name, suffix, parameters) {#name #suffix, offsetof(struct cuda, name), true},
+#include "cuda.def"
+#undef FUNCTION
+      {NULL, 0, false}};
+  void *library = dlopen("libcuda.so.1", RTLD_LAZY);
+  if (library == NULL) return "there is no libcuda.so.1: no NVIDIA driver is installed";
+  return symbols_load(library, symbols, &cuda);
+}
+
+static int checked(const char *name, CUresult code) {
+  if (code != 0) memory_failed = name;
+  return code;
+}
+#define CALL(name, ...)  checked(#name, cuda.name(__VA_ARGS__))
+#define ADDRESS(pointer) ((CUdeviceptr)(uintptr_t)(pointer))
+
+static int count(int *devices) {
+  int code = CALL(cuInit, 0);
+  return code != 0 ? code : CALL(cuDeviceGetCount, devices);
+}
+
+static int context(void *stream, void **found) { return CALL(cuStreamGetCtx, stream, (CUcontext *)found); }
+
+static int enter(void *of, void **previous) {
+  *previous = NULL; /* the driver keeps a stack */
+  return CALL(cuCtxPushCurrent, of);
+}
+
+static int leave(void *previous) {
+  CUcontext left;
+  (void)previous;
+  return CALL(cuCtxPopCurrent, &left);
+}
+
+static int pin(void **host, size_t bytes) { return CALL(cuMemHostAlloc, host, bytes, MEMHOSTALLOC_PORTABLE); }
+
+static int unpin(void *host) { return CALL(cuMemFreeHost, host); }
+
+static int copy_down(void *host, const void *device, size_t bytes, void *stream) {
+  return CALL(cuMemcpyDtoHAsync, host, ADDRESS(device), bytes, stream);
+}
+
+static int copy_up(void *device, const void *host, size_t bytes, void *stream) {
+  return CALL(cuMemcpyHtoDAsync, ADDRESS(device), host, bytes, stream);
+}
+
+static int copy(void *to, const void *from, size_t bytes, void *stream) {
+  return CALL(cuMemcpyDtoDAsync, ADDRESS(to), ADDRESS(from), bytes, stream);
+}
+
+static int zero(void *device, size_t bytes, void *stream) {
+  return CALL(cuMemsetD8Async, ADDRESS(device), 0, bytes, stream);
+}
+
+static int call(void *stream, void (*function)(void *), void *data) {
+  return CALL(cuLaunchHostFunc, stream, function, data);
+}
+
+static int stream_make(void **stream) { return CALL(cuStreamCreate, (CUstream *)stream, STREAM_NON_BLOCKING); }
+
+static int stream_free(void *stream) { return CALL(cuStreamDestroy, stream); }
+
+static int stream_finish(void *stream) { return CALL(cuStreamSynchronize, stream); }
+
+static int stream_wait(void *stream, void *event) { return CALL(cuStreamWaitEvent, stream, event, 0); }
+
+static int event_make(void **event) { return CALL(cuEventCreate, (CUevent *)event, EVENT_DISABLE_TIMING); }
+
+static int event_free(void *event) { return CALL(cuEventDestroy, event); }
+
+static int event_mark(void *event, void *stream) { return CALL(cuEventRecord, event, stream); }
+
+static int event_finish(void *event) { return CALL(cuEventSynchronize, event); }
+
+static void text(int code, const char **name, const char **said) {
+  cuda.cuGetErrorName(code, name);
+  cuda.cuGetErrorString(code, said);
+}
+
+const struct memory memory_cuda = {
+    .platform = "CUDA",
+    .load = load,
+    MEMORY_FUNCTIONS,
+};

@@ -1,0 +1,152 @@
+"""Arrays in a device's memory: on which road they reach MPI. Decided once, at import, by what is detected.
+
+A driver is loaded where it is installed, nothing else: no SDK, and no device is opened before JAX opens it.
+"""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mpi4py import MPI
+
+from jaxmpi import _core
+
+PLATFORMS = {"CUDA": "cuda", "ROCM": "rocm", "SYCL": "sycl"}
+"""XLA's name of a platform and JAX's."""
+
+_MPICH_KINDS = {"CUDA": 0, "SYCL": 1, "ROCM": 2}  # MPIX_GPU_SUPPORT_CUDA, _ZE, _HIP
+_DRIVERS = ("libcuda.so.1", "libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5")
+
+_TRUE, _FALSE = ("1", "on", "true", "yes"), ("0", "off", "false", "no")
+
+PIECE = 4 << 20
+"""Bytes of a piece, of what goes in pieces on the default communicator: see docs/gpu.md."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How arrays of devices travel."""
+
+    drivers: Mapping[str, str | None]
+    """For each platform None, or why its arrays cannot be communicated."""
+    aware: bool
+    """MPI is given the device's pointers."""
+    road: str
+    """Otherwise, and for what MPI cannot do there: callback, thread or wait, as in csrc/core.h."""
+    because: str
+    """What was detected, and what has decided."""
+
+    @property
+    def platforms(self) -> list[str]:
+        """Whose arrays can be communicated, in XLA's names."""
+        return [platform for platform, why_not in self.drivers.items() if why_not is None]
+
+
+def detected(platform: str, version: str, environment: Mapping[str, str]) -> tuple[bool, str]:
+    """Whether the MPI library reaches the memory of such devices, and what says so."""
+    name = PLATFORMS[platform]
+    if "CRAY MPICH" in version:
+        value = environment.get("MPICH_GPU_SUPPORT_ENABLED", "0")
+        return value == "1", f"MPICH_GPU_SUPPORT_ENABLED is {value}"
+    if "MVAPICH" in version:
+        names = [f"{prefix}_USE_{platform}" for prefix in ("MVP", "MV2")]
+        on = [variable for variable in names if environment.get(variable) == "1"]
+        return bool(on), f"{on[0]} is 1" if on else f"neither {names[0]} nor {names[1]} is 1"
+    if version.startswith("Intel(R) MPI"):
+        value = environment.get("I_MPI_OFFLOAD", "0")
+        return platform == "SYCL" and value not in ("", "0"), f"I_MPI_OFFLOAD is {value}"
+    function = f"MPIX_Query_{name}_support"
+    if (answer := _core.ask_mpi(function)) is not None:
+        return answer, f"{function} says {'yes' if answer else 'no'}"
+    if (answer := _core.ask_mpi("MPIX_GPU_query_support", _MPICH_KINDS[platform])) is not None:
+        if answer and environment.get("MPIR_CVAR_ENABLE_GPU", "1") == "0":
+            return False, "MPIR_CVAR_ENABLE_GPU is 0"
+        return answer, f"MPIX_GPU_query_support says {'yes' if answer else 'no'} to {name}"
+    info = MPI.COMM_WORLD.Get_info()
+    kinds = info.Get("mpi_memory_alloc_kinds") or ""
+    info.Free()
+    if kinds:
+        found = any(kind.strip().partition(":")[0] == name for kind in kinds.split(","))
+        return found, f"mpi_memory_alloc_kinds is {kinds}"
+    return False, "the library has no way to ask for it"
+
+
+def _switch(environment: Mapping[str, str], platforms: list[str]) -> tuple[bool | None, str]:
+    """What the user has decided: on, off, or None; and by which variable."""
+    variables = {
+        "JAXMPI_DEVICE_MPI": True,
+        "MPI4JAX_USE_CUDA_MPI": "CUDA" in platforms,
+        "MPI4JAX_USE_SYCL_MPI": "SYCL" in platforms,
+    }
+    for name, applies in variables.items():
+        value = environment.get(name, "").strip().lower()
+        if not value or value == "auto":
+            continue
+        if value not in _TRUE + _FALSE:
+            raise ValueError(f"jaxmpi: {name} is '{environment[name]}': set it to auto, on or off, or leave it out")
+        if applies:
+            return value in _TRUE, f"{name}={environment[name]}"
+    return None, ""
+
+
+def _road(environment: Mapping[str, str], aware: bool, inspects: bool) -> tuple[str, str]:
+    """Which thread calls MPI for staged arrays, and why."""
+    wish = environment.get("JAXMPI_DEVICE_ROAD", "auto").strip().lower() or "auto"
+    if wish not in ("auto", "callback", "thread", "wait"):
+        raise ValueError(f"jaxmpi: JAXMPI_DEVICE_ROAD is '{wish}': set it to auto, callback, thread or wait")
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        return "wait", "MPI is below MPI_THREAD_MULTIPLE"
+    if wish != "auto":
+        return wish, f"JAXMPI_DEVICE_ROAD={wish}"
+    if inspects or aware:
+        return "thread", "the MPI library may call the driver"
+    return "callback", "the MPI library does not call the driver"
+
+
+def choose(environment: Mapping[str, str]) -> Choice:
+    """Loads the drivers that are there and decides.
+
+    Raises ValueError for a variable with a value that means nothing; warns, once in the job, where device pointers are
+    forced on an MPI library that is not known to take them.
+    """
+    # A library that the MPI library, or whatever came before, has loaded: then MPI may ask it about each pointer.
+    inspects = any(map(_core.is_loaded, _DRIVERS))
+    drivers = _core.drivers()
+    platforms = [platform for platform, why_not in drivers.items() if why_not is None]
+    forced, variable = _switch(environment, platforms)
+    version = MPI.Get_library_version()
+    found = {platform: detected(platform, version, environment) for platform in platforms}
+    able = bool(platforms) and all(answer for answer, _ in found.values())
+    said = "; ".join(text for _, text in found.values())
+    aware = able if forced is None else forced and bool(platforms)
+    road, why = _road(environment, aware, inspects or any(answer for answer, _ in found.values()))
+    if aware and not able and MPI.COMM_WORLD.rank == 0:
+        warnings.warn(
+            f"jaxmpi: {variable} hands the memory of devices to an MPI library that is not known to reach it ({said}): "
+            "the program will crash if it does not. Leave the variable out to have the arrays copied.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    if not platforms:
+        return Choice(drivers, False, road, "no driver")
+    because = f"{said}{f', but {variable}' if forced is not None and forced != able else ''}; {why}"
+    return Choice(drivers, aware, road, because)
+
+
+def piece(choice: Choice, environment: Mapping[str, str], jax_platforms: str | None) -> int:
+    """How large this rank wishes the pieces to be; 0 where it has no use for pieces."""
+    given = environment.get("JAXMPI_DEVICE_PIECE", "")
+    if given:
+        if not given.isdigit() or 0 < int(given) < 4096:
+            raise ValueError(
+                f"jaxmpi: JAXMPI_DEVICE_PIECE is '{given}': set it to a number of bytes, 4096 at least, or 0"
+            )
+        return int(given)
+    allowed = (jax_platforms or "cuda,rocm").split(",")
+    used = any(name in allowed for platform in choice.platforms for name in (PLATFORMS[platform], "gpu"))
+    return PIECE if used and not choice.aware else 0
+
+
+def count(platform: str) -> int:
+    """How many devices of a platform this process may use."""
+    return int(_core.device_counts().get(platform, 0))

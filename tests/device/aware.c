@@ -1,0 +1,105 @@
+/* An MPI library that reads and writes the fake driver's device memory: put in front of a real one by LD_PRELOAD.
+ *
+ * Before it touches a buffer it asks the driver what that is, as real libraries do; so it shows if MPI is called where
+ * the driver may not be called. Without the driver all is passed on as it is. FAKE_AWARE=0 in the environment makes
+ * it say that it cannot do this. */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <mpi.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "fake_driver.h"
+
+#define EXPORT __attribute__((visibility("default")))
+
+typedef struct fake_driver *control_function(void);
+typedef int attribute_function(void *value, int attribute, unsigned long long pointer);
+
+static atomic_int translated;
+
+/* Buffers that lay on the device so far. */
+EXPORT int aware_translated(void);
+EXPORT int aware_translated(void) { return translated; }
+
+/* Where MPI finds the content. Looked up each time, as the driver may be loaded at any time. */
+static void *reach(const void *buffer) {
+  enum { MEMORY_TYPE = 2 };
+  void *same = (void *)(uintptr_t)buffer;
+  control_function *control;
+  attribute_function *attribute;
+  *(void **)&control = dlsym(RTLD_DEFAULT, "fake_driver");
+  *(void **)&attribute = dlsym(RTLD_DEFAULT, "cuPointerGetAttribute");
+  if (control == NULL || buffer == NULL || buffer == MPI_IN_PLACE || buffer == MPI_BOTTOM) return same;
+  unsigned type = 0;
+  if (attribute != NULL) attribute(&type, MEMORY_TYPE, (uintptr_t)buffer);
+  void *found = control()->reach(buffer);
+  if (found != same) translated++;
+  return found;
+}
+
+EXPORT int MPI_Allgather(const void *in, int n, MPI_Datatype t, void *out, int m, MPI_Datatype u, MPI_Comm comm) {
+  return PMPI_Allgather(reach(in), n, t, reach(out), m, u, comm);
+}
+
+EXPORT int MPI_Allreduce(const void *in, void *out, int n, MPI_Datatype t, MPI_Op op, MPI_Comm comm) {
+  return PMPI_Allreduce(reach(in), reach(out), n, t, op, comm);
+}
+
+EXPORT int MPI_Alltoall(const void *in, int n, MPI_Datatype t, void *out, int m, MPI_Datatype u, MPI_Comm comm) {
+  return PMPI_Alltoall(reach(in), n, t, reach(out), m, u, comm);
+}
+
+EXPORT int MPI_Bcast(void *buffer, int n, MPI_Datatype t, int root, MPI_Comm comm) {
+  return PMPI_Bcast(reach(buffer), n, t, root, comm);
+}
+
+EXPORT int MPI_Gather(const void *in, int n, MPI_Datatype t, void *out, int m, MPI_Datatype u, int root,
+                      MPI_Comm comm) {
+  return PMPI_Gather(reach(in), n, t, reach(out), m, u, root, comm);
+}
+
+EXPORT int MPI_Isend(const void *in, int n, MPI_Datatype t, int dest, int tag, MPI_Comm comm, MPI_Request *request) {
+  return PMPI_Isend(reach(in), n, t, dest, tag, comm, request);
+}
+
+EXPORT int MPI_Mrecv(void *out, int n, MPI_Datatype t, MPI_Message *message, MPI_Status *status) {
+  return PMPI_Mrecv(reach(out), n, t, message, status);
+}
+
+EXPORT int MPI_Reduce(const void *in, void *out, int n, MPI_Datatype t, MPI_Op op, int root, MPI_Comm comm) {
+  return PMPI_Reduce(reach(in), reach(out), n, t, op, root, comm);
+}
+
+EXPORT int MPI_Scan(const void *in, void *out, int n, MPI_Datatype t, MPI_Op op, MPI_Comm comm) {
+  return PMPI_Scan(reach(in), reach(out), n, t, op, comm);
+}
+
+EXPORT int MPI_Scatter(const void *in, int n, MPI_Datatype t, void *out, int m, MPI_Datatype u, int root,
+                       MPI_Comm comm) {
+  return PMPI_Scatter(reach(in), n, t, reach(out), m, u, root, comm);
+}
+
+EXPORT int MPI_Send(const void *in, int n, MPI_Datatype t, int dest, int tag, MPI_Comm comm) {
+  return PMPI_Send(reach(in), n, t, dest, tag, comm);
+}
+
+/* As Open MPI's mpi-ext.h and MPICH's mpi.h declare them. */
+EXPORT int MPIX_Query_cuda_support(void);
+EXPORT int MPIX_Query_rocm_support(void);
+EXPORT int MPIX_GPU_query_support(int type, int *is);
+
+static int supported(void) {
+  const char *wanted = getenv("FAKE_AWARE");
+  return wanted == NULL || strcmp(wanted, "0") != 0;
+}
+
+EXPORT int MPIX_Query_cuda_support(void) { return supported(); }
+EXPORT int MPIX_Query_rocm_support(void) { return supported(); }
+
+EXPORT int MPIX_GPU_query_support(int type, int *is) {
+  enum { CUDA = 0, HIP = 2 };
+  *is = (type == CUDA || type == HIP) && supported();
+  return MPI_SUCCESS;
+}

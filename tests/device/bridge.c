@@ -1,0 +1,243 @@
+/* Lets XLA's CPU backend drive the handlers for a device's memory, on the fake driver.
+ *
+ * bridge_NAME is registered with XLA for the platform "cpu" and calls the device handler that bridge_set names, with
+ * a copy of the frame: buffers lie in fake device memory, and the runtime's functions give a fake stream. Everything
+ * else of the frame is XLA's. Before it returns it waits for the stream and copies the results back; so it may leave
+ * no error to a later operation, and asks for one that was deferred by the operation `check`, with nothing to check.
+ *
+ * A buffer of no bytes lies at NULL. An operand and a result that XLA has put at one address are one on the device too.
+ *
+ * The stream is one for the process, as XLA has one for a device; with BRIDGE_STREAMS=thread in the environment each
+ * thread has its own. Nothing is locked here, since one call may wait for another. But where calls of two threads wait
+ * for each other on one stream, they do so for ever: that is what a stream is.
+ */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "fake_driver.h"
+#include "ffi.h"
+
+#define EXPORT __attribute__((visibility("default")))
+
+enum { MAX_BUFFERS = 8, API_BYTES = 1024, ERASED = 0xee, BOOL = 1 };
+
+enum {
+#define OPERATION(name, ...) ROW_##name,
+#include "ops.def"
+#undef OPERATION
+  ROWS
+};
+
+static const char *const names[] = {
+#define OPERATION(name, ...) #name,
+#include "ops.def"
+#undef OPERATION
+};
+
+static struct fake_driver *driver;
+static ffi_handler *handlers[ROWS]; /* for the device */
+
+/* --- the runtime in front of the device handlers --- */
+
+static void *shared_stream;
+static void make_shared_stream(void) { shared_stream = driver->stream(); }
+
+static void *stream_now(void) {
+  static pthread_once_t once = PTHREAD_ONCE_INIT;
+  static _Thread_local __attribute__((tls_model("initial-exec"))) void *own; /* as in fake_driver.c */
+  const char *mode = getenv("BRIDGE_STREAMS");
+  if (mode == NULL || strcmp(mode, "thread") != 0) {
+    pthread_once(&once, make_shared_stream);
+    return shared_stream;
+  }
+  if (own == NULL) own = driver->stream();
+  return own;
+}
+
+static ffi_error *stream_get(ffi_stream_get_args *args) {
+  args->stream = stream_now();
+  return NULL;
+}
+
+/* A copy of the runtime's structure, of which ffi_api is but the beginning. */
+union api {
+  ffi_api api;
+  char bytes[API_BYTES];
+};
+
+static ffi_error *fail(const ffi_frame *frame, const char *what, int code) {
+  char text[256];
+  snprintf(text, sizeof text, "bridge: %s (%d)", what, code);
+  ffi_error_create_args args = {sizeof args, NULL, text, FFI_INTERNAL};
+  return frame->api->error_create(&args);
+}
+
+/* --- buffers --- */
+
+/* The buffers of one side of a frame, on the device. */
+struct side {
+  int64_t size;
+  ffi_buffer buffers[MAX_BUFFERS];
+  void *pointers[MAX_BUFFERS];
+  void *hosts[MAX_BUFFERS]; /* where XLA has them; NULL: nothing to copy */
+  size_t bytes[MAX_BUFFERS];
+  bool borrowed[MAX_BUFFERS]; /* the memory is an operand's */
+};
+
+/* Of all elements; 0 for a token, and for a type that the core does not know either. */
+static size_t bytes_of(const ffi_buffer *buffer) {
+  size_t element = 0;
+  switch (buffer->dtype) {
+#define DATATYPE(code, name, bytes, mpi, kind) \
+  case code:                                   \
+    element = bytes;                           \
+    break;
+#include "dtype.def"
+#undef DATATYPE
+    default:
+      return 0;
+  }
+  for (int64_t i = 0; i < buffer->rank; i++) element *= (size_t)buffer->dims[i];
+  return element;
+}
+
+/* Replaces the buffers of `list` by such on the device. `operands`: NULL if `list` has them. */
+static bool side_make(struct side *side, ffi_buffers *list, const struct side *operands) {
+  for (; side->size < list->size; side->size++) {
+    int64_t i = side->size;
+    ffi_buffer *buffer = &side->buffers[i];
+    *buffer = *(const ffi_buffer *)list->buffers[i];
+    side->pointers[i] = buffer;
+    side->bytes[i] = bytes_of(buffer);
+    side->hosts[i] = side->bytes[i] > 0 ? buffer->data : NULL;
+    side->borrowed[i] = false;
+    buffer->data = NULL;
+    if (side->hosts[i] == NULL) continue;
+    for (int64_t k = 0; operands != NULL && k < operands->size; k++)
+      if (operands->hosts[k] == side->hosts[i] && operands->bytes[k] >= side->bytes[i]) {
+        buffer->data = operands->buffers[k].data;
+        side->borrowed[i] = true;
+      }
+    if (side->borrowed[i]) continue;
+    if ((buffer->data = driver->allocate(side->bytes[i])) == NULL) return false;
+    if (operands == NULL)
+      driver->write(buffer->data, side->hosts[i], side->bytes[i]);
+    else
+      memset(driver->reach(buffer->data), ERASED, side->bytes[i]);
+  }
+  list->buffers = side->pointers;
+  return true;
+}
+
+static void side_fetch(const struct side *side) {
+  for (int64_t i = 0; i < side->size; i++)
+    if (side->hosts[i] != NULL) driver->read(side->hosts[i], side->buffers[i].data, side->bytes[i]);
+}
+
+static void side_free(const struct side *side) {
+  for (int64_t i = 0; i < side->size; i++)
+    if (!side->borrowed[i]) driver->release(side->buffers[i].data);
+}
+
+/* --- calls --- */
+
+/* The error that an operation of this communicator has left to the next one. */
+static ffi_error *deferred(const ffi_frame *call) {
+  int64_t none = 0;
+  ffi_buffer buffer = {sizeof buffer, NULL, BOOL, NULL, 1, &none};
+  void *buffers[] = {&buffer};
+  int buffer_types[] = {0}, types[] = {FFI_ATTRIBUTE_SCALAR, FFI_ATTRIBUTE_SCALAR};
+  ffi_span spans[] = {{"comm", 4}, {"text", 4}}, *span_list[] = {&spans[0], &spans[1]};
+  ffi_scalar text = {FFI_DTYPE_S64, &none};
+  void *values[] = {call->attributes.values[0], &text}; /* sorted by name: comm is the first of each operation */
+  ffi_frame frame = *call;
+  frame.operands = (ffi_buffers){sizeof frame.operands, NULL, 1, buffer_types, buffers};
+  frame.results = (ffi_buffers){sizeof frame.results, NULL, 0, NULL, NULL};
+  frame.attributes = (ffi_attributes){sizeof frame.attributes, NULL, 2, types, span_list, values};
+  return handlers[ROW_check](&frame);
+}
+
+static ffi_error *execute(ffi_frame *frame, int row) {
+  ffi_error *error = handlers[row](frame);
+  int code = driver->synchronize(stream_now());
+  if (error == NULL && code != 0) error = fail(frame, "work on the stream has failed", code);
+  if (error == NULL && row != ROW_check && handlers[ROW_check] != NULL) error = deferred(frame);
+  return error;
+}
+
+static ffi_error *run(ffi_frame *given, int row) {
+  if (driver == NULL || handlers[row] == NULL) return fail(given, "there is no driver, or no handler", row);
+  bool asked = given->extension != NULL && given->extension->type == FFI_EXTENSION_METADATA;
+  if (asked || given->stage != FFI_STAGE_EXECUTE) return handlers[row](given);
+  if (given->operands.size > MAX_BUFFERS || given->results.size > MAX_BUFFERS || given->api->struct_size > API_BYTES)
+    return fail(given, "a frame is larger than expected", row);
+  union api api;
+  memcpy(api.bytes, given->api, given->api->struct_size);
+  api.api.stream_get = stream_get;
+  ffi_frame frame = *given;
+  frame.api = &api.api;
+  struct side in, out;
+  in.size = out.size = 0;
+  ffi_error *error;
+  if (side_make(&in, &frame.operands, NULL) && side_make(&out, &frame.results, &in))
+    error = execute(&frame, row);
+  else
+    error = fail(given, "no memory for the buffers", row);
+  if (error == NULL) side_fetch(&out);
+  side_free(&out);
+  side_free(&in);
+  return error;
+}
+
+#define OPERATION(name, ...) \
+  static ffi_error *bridge_##name(ffi_frame *frame) { return run(frame, ROW_##name); }
+#include "ops.def"
+#undef OPERATION
+
+/* --- what a test calls --- */
+
+static int row_of(const char *operation) {
+  int row = 0;
+  while (row < ROWS && strcmp(names[row], operation) != 0) row++;
+  return row;
+}
+
+/* Loads the fake driver, before the core looks for one: 0, or -1 and a line that says why not. */
+EXPORT int bridge_open(const char *driver_path) {
+  void *library = dlopen(driver_path, RTLD_GLOBAL | RTLD_NOW);
+  struct fake_driver *(*control)(void) = NULL;
+  if (library != NULL) *(void **)&control = dlsym(library, "fake_driver");
+  if (control == NULL) {
+    fprintf(stderr, "bridge: %s\n", dlerror());
+    return -1;
+  }
+  driver = control();
+  return 0;
+}
+
+EXPORT void bridge_set(const char *operation, void *device_handler) {
+  int row = row_of(operation);
+  if (row < ROWS) *(void **)&handlers[row] = device_handler;
+}
+
+/* The handler to be registered; NULL where there is no such operation. */
+EXPORT void *bridge_handler(const char *operation) {
+  static ffi_handler *const table[] = {
+#define OPERATION(name, ...) bridge_##name,
+#include "ops.def"
+#undef OPERATION
+  };
+  int row = row_of(operation);
+  return row < ROWS ? *(void *const *)&table[row] : NULL;
+}
+
+EXPORT int bridge_violations(void) { return driver->violations; }
+EXPORT const char *bridge_violation(void) { return driver->violation; }
+
+/* What the core has taken of the driver and not given back; device memory, which is XLA's, apart. */
+EXPORT int bridge_live(void) { return driver->live_pinned + driver->live_events + driver->live_streams; }
+EXPORT int bridge_live_device(void) { return driver->live_device; }

@@ -1,0 +1,428 @@
+/* Operations on the memory of a device, on each road, against the fake driver: the same results and the same calls of
+ * MPI as on the host, no rule of the driver broken, each failure of the driver an error, and nothing left behind.
+ *
+ * FAKE_DRIVER names the library of the fake driver.
+ */
+#include <dlfcn.h>
+#include <stdlib.h>
+
+#include "device.h"
+#include "call.h"
+#include "fake_driver.h"
+#include "harness.h"
+
+static struct fake_driver *driver;
+static const struct memory *space;
+
+enum { ROOM = 1 << 16, STATUS_ROOM = 64 };
+
+static const char *const road_names[] = {[ROAD_CALLBACK] = "callback", [ROAD_THREAD] = "thread", [ROAD_WAIT] = "wait"};
+
+/* --- an operation on the host and on the device --- */
+
+struct operands {
+  const char *operation;
+  int dtype;
+  int64_t in, out; /* elements, -1: none is passed */
+  int64_t attributes[MAX_ATTRIBUTES];
+  bool aliased; /* XLA has let the result take the operand's place */
+};
+
+static struct array array_of(int dtype, void *data, int64_t count) {
+  return count < 0 ? NONE : ARRAY(dtype, count > 0 ? data : NULL, count);
+}
+
+static size_t bytes_of(const struct operands *o, int64_t count) {
+  return count < 0 ? 0 : (size_t)count * datatype_find(o->dtype)->bytes;
+}
+
+/* Runs it on `memory`, from `source` to `target`, both on the host; `result` gets the error. */
+static ffi_error *host_run(const struct operands *o, void *source, void *target) {
+  struct frame frame;
+  frame_make(&frame, o->operation, array_of(o->dtype, source, o->in),
+             array_of(o->dtype, o->aliased ? source : target, o->out), o->attributes);
+  ffi_error *error = frame_call(&frame, o->operation);
+  if (o->aliased) memcpy(target, source, bytes_of(o, o->out));
+  return error;
+}
+
+static ffi_error *device_call(const struct operands *o, const void *source, void *target) {
+  struct frame frame;
+  size_t in = bytes_of(o, o->in), out = bytes_of(o, o->out);
+  void *from = in > 0 ? driver->allocate(in) : NULL;
+  void *to = out == 0 ? NULL : o->aliased ? from : driver->allocate(out);
+  if (in > 0) driver->write(from, source, in);
+  if (to != NULL && to != from) driver->write(to, target, out);
+  frame_make(&frame, o->operation, array_of(o->dtype, from, o->in), array_of(o->dtype, to, o->out), o->attributes);
+  ffi_error *error = frame_call_in(space, &frame, o->operation);
+  memset(&frame, 0xaa, sizeof frame); /* XLA takes it back as the handler returns */
+  driver->synchronize(xla_stream);
+  if (to != NULL) driver->read(target, to, out);
+  if (to != NULL && to != from) driver->release(to);
+  if (from != NULL) driver->release(from);
+  return error;
+}
+
+/* --- what must hold after each test --- */
+
+static void finish(void) {
+  device_finish();
+  CHECK_EQUAL(driver->live_pinned, 0);
+  CHECK_EQUAL(driver->live_events, 0);
+  CHECK_EQUAL(driver->live_streams, 0);
+  CHECK_EQUAL(driver->live_device, 0);
+  CHECK_EQUAL(driver->depth(), 0);
+  if (!CHECK_EQUAL(driver->violations, 0)) printf("%s\n", driver->violation);
+  CHECK(failure_take() == NULL);
+  driver->reset();
+}
+
+static void on(enum road road, bool aware) {
+  runtime.road = road;
+  runtime.aware = aware;
+}
+
+static const enum road roads[] = {ROAD_CALLBACK, ROAD_THREAD, ROAD_WAIT};
+
+/* All operations on communicators of some sizes, as `count` elements a rank. */
+static void for_all(int dtype, int64_t count, void (*body)(const struct operands *, const struct communicator *)) {
+  static const struct {
+    int rank, size;
+  } places[] = {{0, 1}, {0, 2}, {1, 2}, {2, 3}};
+  for (size_t i = 0; i < sizeof places / sizeof *places; i++) {
+    struct communicator *comm = world(places[i].rank, places[i].size);
+    int64_t c = registered(comm), sum = operation_handle("SUM"), all = count * comm->size, self = comm->rank;
+    bool root = comm->rank == 0;
+    const struct operands cases[] = {
+        {"allgather", dtype, count, all, {c}, false},
+        {"allreduce", dtype, count, count, {c, sum}, false},
+        {"allreduce", dtype, count, count, {c, sum}, true},
+        {"alltoall", dtype, all, all, {c}, false},
+        {"barrier", dtype, -1, -1, {c}, false},
+        {"bcast", dtype, root ? count : -1, root ? -1 : count, {c, 0}, false},
+        {"bcast", dtype, root ? count : -1, count, {c, 0}, false},
+        {"bcast", dtype, root ? count : -1, count, {c, 0}, root},
+        {"gather", dtype, count, root ? all : -1, {c, 0}, false},
+        {"reduce", dtype, count, root ? count : -1, {c, sum, 0}, false},
+        {"reduce", dtype, count, root ? count : -1, {c, sum, 0}, root},
+        {"scan", dtype, count, count, {c, sum}, false},
+        {"scan", dtype, count, count, {c, sum}, true},
+        {"scatter", dtype, root ? all : -1, count, {c, 0}, false},
+        {"sendrecv", dtype, count, count, {c, self, 3, 3, self, 0}, false},
+        {"sendrecv", dtype, count, count, {c, fake->proc_null, 3, 3, fake->proc_null, 0}, false},
+        {"recv", dtype, -1, count, {c, fake->proc_null, 0, 3}, false},
+        {"send", dtype, count, -1, {c, fake->proc_null, 3}, false},
+    };
+    for (size_t k = 0; k < sizeof cases / sizeof *cases; k++) {
+      context("%s of %lld, rank %d of %d, road %s, pieces of %lld", cases[k].operation, (long long)count, comm->rank,
+              comm->size, runtime.aware ? "aware" : road_names[runtime.road], (long long)comm->piece);
+      body(&cases[k], comm);
+    }
+  }
+}
+
+static unsigned char source[ROOM], target[ROOM], host_source[ROOM], host_target[ROOM];
+
+static void same_as_on_host(const struct operands *o, const struct communicator *comm) {
+  fill(source, ROOM);
+  fill(host_source, ROOM);
+  blank(target, ROOM);
+  blank(host_target, ROOM);
+  fake->reset();
+  SUCCEEDS(host_run(o, host_source, host_target));
+  int calls = communications();
+  fake->reset();
+  SUCCEEDS(device_call(o, source, target));
+  CHECK_EQUAL(communications(), calls);
+  CHECK_SAME(target, host_target, bytes_of(o, o->out));
+  CHECK(is_blank(target, bytes_of(o, o->out), ROOM));
+  (void)comm;
+}
+
+static void results_are_those_of_the_host(void) {
+  static const int64_t counts[] = {0, 1, 7, 1000};
+  FOR_EACH(const enum road *, road, roads)
+  FOR_EACH(const int64_t *, count, counts) {
+    on(*road, false);
+    for_all(F64, *count, same_as_on_host);
+    for_all(U8, *count, same_as_on_host);
+  }
+  finish();
+}
+
+/* Pieces of 4096 bytes; more of them than slots, with and without a rest. */
+static void set_pieces(int64_t bytes) {
+  for (int size = 1; size <= 3; size++)
+    for (int rank = 0; rank < size; rank++) world(rank, size)->piece = bytes;
+}
+
+static void pieces_are_joined(void) {
+  static const int64_t counts[] = {0, 1, 4096 / 8, 4096 / 8 + 1, 9 * 4096 / 8, 2000 / 8};
+  set_pieces(LEAST_PIECE);
+  FOR_EACH(const enum road *, road, roads)
+  FOR_EACH(const int64_t *, count, counts) {
+    on(*road, false);
+    if (*count * 8 * 3 <= ROOM) for_all(F64, *count, same_as_on_host);
+  }
+  on(ROAD_CALLBACK, false);
+  struct communicator *comm = world(0, 2);
+  struct operands o = {"allreduce", F64, ROOM / 8, ROOM / 8, {registered(comm), operation_handle("SUM")}, false};
+  same_as_on_host(&o, comm);
+  CHECK_EQUAL(times_called("MPI_Allreduce"), ROOM / LEAST_PIECE);
+  CHECK_EQUAL(driver->calls("cuStreamCreate") + driver->calls("hipStreamCreateWithFlags"), 3);
+  set_pieces(0);
+  finish();
+}
+
+/* --- the aware road --- */
+
+/* MPI gets the device's pointers, and what it does not fill is filled there. */
+static void device_pointers(const struct operands *o, const struct communicator *comm) {
+  blank(target, ROOM);
+  fake->reset();
+  fake->hollow = true;
+  SUCCEEDS(device_call(o, source, target));
+  fake->hollow = false;
+  (void)comm;
+  for (int i = 0; i < fake->call_count; i++) {
+    const struct fake_call *call = &fake->calls[i];
+    const void *pointers[] = {call->in, call->out};
+    for (int k = 0; k < 2; k++)
+      if (pointers[k] != NULL && pointers[k] != fake->in_place && (k == 0 ? call->in_bytes : call->out_bytes) > 0)
+        CHECK((const unsigned char *)pointers[k] < source || (const unsigned char *)pointers[k] >= source + ROOM);
+  }
+  if (o->attributes[1] == fake->proc_null && strcmp(o->operation, "recv") == 0)
+    CHECK(is_zero(target, 0, bytes_of(o, o->out)));
+  CHECK_EQUAL(driver->live_pinned, 0);
+}
+
+static void an_aware_library_gets_device_pointers(void) {
+  fill(source, ROOM);
+  on(ROAD_THREAD, true);
+  runtime.predefined[0] = operation_handle("SUM");
+  runtime.predefined_count = 1;
+  for_all(F64, 100, device_pointers);
+  for_all(F64, 0, device_pointers);
+  struct communicator *comm = world(0, 2);
+  context("a reduction of our own");
+  struct operands o = {"allreduce", F64, 10, 10, {registered(comm), operation_handle("PROD")}, false};
+  same_as_on_host(&o, comm); /* not predefined, as far as the core knows: copied */
+  runtime.predefined_count = 0;
+  finish();
+}
+
+/* The check of truth values reads them on the host, whatever the road. */
+static void check_is_staged(void) {
+  static char text[] = "program.py:1";
+  struct operands o = {"check", BOOL, 3, -1, {registered(world(0, 2)), registered(text)}, false};
+  for (int aware = 0; aware < 2; aware++) {
+    on(ROAD_WAIT, aware);
+    memset(source, 0, 3);
+    SUCCEEDS(device_call(&o, source, target));
+    source[2] = 1;
+    FAILS(device_call(&o, source, target), FFI_FAILED_PRECONDITION, "program.py:1");
+  }
+  finish();
+}
+
+/* --- errors --- */
+
+/* Where nobody waits an error of MPI is the next operation's, and the result is all ones. */
+static void errors_are_deferred(void) {
+  struct communicator *comm = world(0, 2);
+  struct operands o = {"allreduce", S32, 5, 5, {registered(comm), operation_handle("SUM")}, false};
+  static const enum road deferring[] = {ROAD_CALLBACK, ROAD_THREAD};
+  FOR_EACH(const enum road *, road, deferring) {
+    context("road %s", road_names[*road]);
+    on(*road, false);
+    fake->fail("MPI_Allreduce", 1, 13);
+    SUCCEEDS(device_call(&o, source, target));
+    for (int i = 0; i < 20; i++) CHECK_EQUAL(target[i], 0xff);
+    fake->reset();
+    FAILS(device_call(&o, source, target), FFI_INTERNAL,
+          "jaxmpi.allreduce on rank 0 of 2: not done, because an operation", "MPI_Allreduce failed", "5 of int32");
+    CHECK_EQUAL(communications(), 0);
+    SUCCEEDS(device_call(&o, source, target)); /* said once */
+  }
+  on(ROAD_WAIT, false);
+  fake->fail("MPI_Allreduce", 1, 13);
+  FAILS(device_call(&o, source, target), FFI_INTERNAL, "MPI_Allreduce failed");
+  finish();
+}
+
+/* The communicator is freed while the call waits for its turn on the stream. */
+static void freed_before_its_turn(void) {
+  struct communicator *comm;
+  CHECK_EQUAL(backend->communicator(fake->comm_new(0, 2), &comm), 0);
+  on(ROAD_CALLBACK, false);
+  struct frame frame;
+  void *data = driver->allocate(8);
+  frame_make(&frame, "send", ARRAY(F64, data, 1), NONE, (const int64_t[]){registered(comm), 1, 3});
+  driver->block(xla_stream, true);
+  SUCCEEDS(frame_call_in(space, &frame, "send")); /* returns although nothing can be done yet */
+  CHECK_EQUAL(times_called("MPI_Send"), 0);
+  fake->comm_free(comm->handle);
+  driver->block(xla_stream, false);
+  driver->synchronize(xla_stream);
+  driver->release(data);
+  CHECK_EQUAL(times_called("MPI_Send"), 0);
+  struct failure *failure = failure_take();
+  CHECK(failure != NULL && strstr(failure->text, "has been freed") != NULL);
+  free(failure);
+  finish();
+}
+
+/* Each function of the driver fails in turn, at its first call, its second and so on: an error that names it, or, where
+ * it is called less often, none. Afterwards the same operation succeeds. */
+static const char *const functions[] = {
+#define TEXT(name, parameters)
+#define FUNCTION(name, suffix, parameters) #name,
+#include "cuda.def"
+#include "hip.def"
+#undef FUNCTION
+#undef TEXT
+};
+
+static void driver_fails(const struct operands *o, const struct communicator *comm) {
+  (void)comm;
+  FOR_EACH(const char *const *, function, functions)
+  for (int nth = 1; nth < 12; nth++) {
+    context("%s of %lld, %s failing at call %d, road %s", o->operation, (long long)o->in, *function, nth,
+            runtime.aware ? "aware" : road_names[runtime.road]);
+    device_finish();
+    driver->reset();
+    fake->reset();
+    fake->hollow = runtime.aware;
+    driver->fail(*function, nth, FAKE_LAUNCH_FAILURE);
+    ffi_error *error = device_call(o, source, target);
+    bool reached = driver->calls(*function) >= nth;
+    driver->reset();
+    if (error == NULL) {
+      if (reached) CHECK(strstr(*function, "Push") == NULL && failure_take() == NULL);
+      break;
+    }
+    CHECK(reached);
+    FAILS(error, FFI_INTERNAL, *function, "launch failure", "code 719", o->operation);
+    while (driver->depth() > 0) CHECK(space->leave(NULL) == 0); /* leaving is what has failed */
+    SUCCEEDS(device_call(o, source, target));
+    finish();
+  }
+}
+
+static void failures_of_the_driver_are_errors(void) {
+  struct communicator *comm = world(0, 2);
+  int64_t c = registered(comm), sum = operation_handle("SUM");
+  const struct operands cases[] = {
+      {"allreduce", F64, 10, 10, {c, sum}, false},
+      {"allreduce", F64, ROOM / 8, ROOM / 8, {c, sum}, true},
+      {"allgather", F64, 10, 20, {c}, false},
+      {"bcast", F64, 10, 10, {c, 0}, false},
+      {"recv", F64, -1, 10, {c, fake->proc_null, 0, 3}, false},
+  };
+  bool slow = driver->slow;
+  driver->slow = false;
+  runtime.predefined[0] = sum;
+  runtime.predefined_count = 1;
+  set_pieces(LEAST_PIECE);
+  FOR_EACH(const struct operands *, o, cases) {
+    on(ROAD_THREAD, true);
+    driver_fails(o, comm);
+    FOR_EACH(const enum road *, road, roads) {
+      on(*road, false);
+      driver_fails(o, comm);
+    }
+  }
+  set_pieces(0);
+  runtime.predefined_count = 0;
+  driver->slow = slow;
+  finish();
+}
+
+/* --- threads, streams, memory --- */
+
+static void *sender(void *unused) {
+  (void)unused;
+  static unsigned char data[800], out[800];
+  struct communicator *comm = world(0, 2);
+  struct operands o = {"allreduce", F64, 100, 100, {registered(comm), operation_handle("SUM")}, false};
+  fill(data, sizeof data);
+  for (int i = 0; i < 100; i++) SUCCEEDS(device_call(&o, data, out));
+  return NULL;
+}
+
+static void threads_share_a_stream(void) {
+  struct communicator *comm = world(0, 3);
+  registered(world(0, 2)); /* adding is done by one thread at a time */
+  driver->slow = false;
+  FOR_EACH(const enum road *, road, roads) {
+    context("road %s", road_names[*road]);
+    on(*road, false);
+    pthread_t thread;
+    pthread_create(&thread, NULL, sender, NULL);
+    struct operands o = {"scan", F64, 30, 30, {registered(comm), operation_handle("SUM")}, false};
+    for (int i = 0; i < 100; i++) {
+      blank(target, ROOM);
+      SUCCEEDS(device_call(&o, source, target));
+    }
+    pthread_join(thread, NULL);
+    fake->reset();
+  }
+  driver->slow = true;
+  finish();
+}
+
+/* Many calls that nobody waits for use the same pinned memory one after the other. */
+static void pinned_memory_is_reused(void) {
+  enum { CALLS = 50, COUNT = 256 };
+  struct communicator *comm = world(1, 2);
+  on(ROAD_CALLBACK, false);
+  unsigned char *ins[CALLS], *outs[CALLS];
+  struct frame frame;
+  fake->reset();
+  fill(source, COUNT * CALLS);
+  for (int i = 0; i < CALLS; i++) {
+    ins[i] = driver->allocate(COUNT);
+    outs[i] = driver->allocate(2 * COUNT);
+    driver->write(ins[i], source + i * COUNT, COUNT);
+    frame_make(&frame, "allgather", ARRAY(U8, ins[i], COUNT), ARRAY(U8, outs[i], 2 * COUNT),
+               (const int64_t[]){registered(comm)});
+    SUCCEEDS(frame_call_in(space, &frame, "allgather"));
+  }
+  driver->synchronize(xla_stream);
+  for (int i = 0; i < CALLS; i++) {
+    driver->read(target, outs[i], 2 * COUNT);
+    CHECK_SAME(target + COUNT, source + i * COUNT, COUNT);
+    for (int k = 0; k < COUNT; k++) CHECK_EQUAL(target[k], (unsigned char)(source[i * COUNT + k] - 1));
+    driver->release(ins[i]);
+    driver->release(outs[i]);
+  }
+  CHECK_EQUAL(driver->live_pinned, 1);
+  finish();
+}
+
+static const struct test tests[] = {
+    TEST(results_are_those_of_the_host),
+    TEST(pieces_are_joined),
+    TEST(an_aware_library_gets_device_pointers),
+    TEST(check_is_staged),
+    TEST(errors_are_deferred),
+    TEST(freed_before_its_turn),
+    TEST(failures_of_the_driver_are_errors),
+    TEST(threads_share_a_stream),
+    TEST(pinned_memory_is_reused),
+};
+
+int main(int argc, char **argv) {
+  const char *path = getenv("FAKE_DRIVER");
+  void *library = path != NULL ? dlopen(path, RTLD_NOW | RTLD_GLOBAL) : NULL;
+  struct fake_driver *(*get)(void) = NULL;
+  void *symbol = library != NULL ? dlsym(library, "fake_driver") : NULL;
+  memcpy(&get, &symbol, sizeof get);
+  if (get == NULL) return printf("cannot open the driver %s\n", path != NULL ? path : "FAKE_DRIVER"), 1;
+  driver = get();
+  space = dlsym(library, "cuInit") != NULL ? &memory_cuda : &memory_rocm;
+  if (memory_open(space) != NULL) return printf("%s\n", memory_open(space)), 1;
+  xla_stream = driver->stream();
+  runtime.importer = pthread_self();
+  return run_tests(argc, argv, tests, sizeof tests / sizeof *tests);
+}

@@ -1,0 +1,74 @@
+"""The suite on a simulated device: `JAXMPI_TEST_DEVICE=callback`, `thread`, `wait` or `aware` names the road.
+
+JAX computes on the CPU. Each operation's buffers are carried to the memory of a fake driver, which no host code can
+touch, handed to the core's handler for devices on an asynchronous stream, and carried back. `JAXMPI_FAKE_DRIVERS` is
+the folder of the libraries that tests/device/meson.build makes.
+"""
+
+import ctypes
+import os
+import sys
+from pathlib import Path
+
+ROAD = os.environ.get("JAXMPI_TEST_DEVICE", "")
+ROADS = ("callback", "thread", "wait", "aware")
+
+
+def begin() -> None:
+    """Starts this process again with the fake libraries in reach of the loader. To be called before MPI is loaded."""
+    if not ROAD or "JAXMPI_SIMULATED" in os.environ:
+        return
+    if ROAD not in ROADS:
+        raise ValueError(f"JAXMPI_TEST_DEVICE is {ROAD}, not one of {', '.join(ROADS)}")
+    folder = Path(os.environ["JAXMPI_FAKE_DRIVERS"])
+    environment = {**os.environ, "JAXMPI_SIMULATED": "1", "JAXMPI_DEVICE_PIECE": "4096"}
+    environment["LD_LIBRARY_PATH"] = f"{folder}:{os.environ.get('LD_LIBRARY_PATH', '')}".rstrip(":")
+    if ROAD == "aware":
+        environment["LD_PRELOAD"] = str(folder / "libaware.so")
+    else:
+        environment["JAXMPI_DEVICE_ROAD"] = ROAD
+    sys.stdout.flush()
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+
+
+class Device:
+    """The simulated device under the operations of this process."""
+
+    def __init__(self) -> None:
+        import jax
+        from jax.interpreters import mlir
+
+        from jaxmpi import _core, _native, _primitive, _table
+
+        assert _native.DEVICES.aware == (ROAD == "aware"), _native.DEVICES
+        assert ROAD in (_native.DEVICES.road, "aware"), _native.DEVICES
+        folder = Path(os.environ["JAXMPI_FAKE_DRIVERS"])
+        self._bridge = ctypes.CDLL(str(folder / "libbridge.so"))
+        self._bridge.bridge_handler.restype = ctypes.c_void_p
+        self._bridge.bridge_violation.restype = ctypes.c_char_p
+        assert self._bridge.bridge_open(str(folder / "libcuda.so.1").encode()) == 0
+        address_of = ctypes.pythonapi.PyCapsule_GetPointer
+        address_of.restype, address_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+        for name, capsule in _core.handlers()["CUDA"].items():
+            operation = name.encode()
+            handler = ctypes.c_void_p(address_of(capsule, b"xla._CUSTOM_CALL_TARGET"))
+            self._bridge.bridge_set(operation, handler)
+            bridge = jax.ffi.pycapsule(ctypes.c_void_p(self._bridge.bridge_handler(operation)))
+            stages = {"instantiate": bridge, "execute": bridge}
+            jax.ffi.register_ffi_target(f"simulated_{name}", stages, platform="cpu")
+        for row in _table.ROWS:
+            if not row.silent:
+                lowering = _primitive.make_lowering(row, "simulated_{}")
+                mlir.register_lowering(_table.PRIMITIVES[row.name], lowering, platform="cpu")
+
+    def check(self) -> None:
+        """Raises AssertionError if a rule of the driver was broken since the last check, or memory is left behind."""
+        assert self._bridge.bridge_violations() == 0, self._bridge.bridge_violation().decode()
+        assert self._bridge.bridge_live_device() == 0
+
+    def end(self) -> None:
+        """Raises AssertionError if the core has kept something of the driver's."""
+        from jaxmpi import _native
+
+        _native.finish()
+        assert self._bridge.bridge_live() == 0
