@@ -15,7 +15,7 @@ RUN := timeout $(LIMIT) $(BIN)/python -m jaxmpi.run
 SOURCES := $(wildcard csrc/* csrc/abi/* python/jaxmpi/*) meson.build pyproject.toml README.md
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-ranks test-device test-gpu test-c test-valgrind bench bench-quick compat lint format clean
+.PHONY: help setup demo test test-ranks test-device test-gpu test-c test-valgrind bench bench-gpu bench-quick compat lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -72,20 +72,24 @@ test-c: $(BUILD)/.ready ## the C tests, against a fake MPI library and the real 
 
 # The roads on which arrays of devices reach MPI: all suites that communicate on the two that differ most.
 DEVICE_TESTS := $(patsubst %,tests/test_%.py,device operations errors dtypes order jit transformations large)
-ON_DEVICE = JAXMPI_FAKE_DRIVERS=$(abspath $(BUILD))/tests/device JAXMPI_TEST_DEVICE=$$road
+FAKES = JAXMPI_FAKE_DRIVERS=$(abspath $(BUILD))/tests/device
 test-device: $(BUILD)/.ready ## the suites on a simulated device, copied for MPI and by an aware MPI, on 1, 2 and 4 ranks
 	$(MESON) compile -C $(BUILD) device
-	for n in 1 2 4; do for road in callback aware; do \
-	  $(ON_DEVICE) $(RUN) -n $$n -m pytest --color=no $(DEVICE_TESTS) || exit; done; done
+	$(FAKES) $(BIN)/python -m pytest tests/test_run_devices.py
+	for road in callback aware; do for ranks in 1 2 4; do \
+	  start=$$([ $$ranks = 1 ] || echo -m jaxmpi.run -n $$ranks); \
+	  $(FAKES) JAXMPI_TEST_DEVICE=$$road timeout $(LIMIT) $(BIN)/python $$start -m pytest --color=no $(DEVICE_TESTS) || exit; \
+	done; done
 	for road in thread wait; do \
-	  $(ON_DEVICE) $(RUN) -n 2 -m pytest --color=no tests/test_device.py tests/test_operations.py || exit; done
-	$(ON_DEVICE) $(BIN)/python -m pytest tests/test_run_devices.py
+	  $(FAKES) JAXMPI_TEST_DEVICE=$$road $(RUN) -n 2 -m pytest --color=no tests/test_device.py tests/test_operations.py || exit; \
+	done
 
 # On a real device, which the ranks share; the operations that need a CPU stay there.
 GPU ?= cuda
 test-gpu: $(READY) ## the suites on this machine's GPU, on 1, 2 and 4 ranks (GPU=rocm: with JAX's plugin for it in .venv)
 	$(if $(filter cuda,$(GPU)),$(BIN)/python -m pip install --quiet --disable-pip-version-check "jax[cuda12]")
-	for n in 1 2 4; do JAX_PLATFORMS=$(GPU),cpu $(RUN) -n $$n -m pytest --color=no || exit; done
+	for n in 1 2 4; do \
+	  JAX_PLATFORMS=$(GPU),cpu $(RUN) -n $$n -m pytest --color=no $(DEVICE_TESTS) tests/test_adjoint.py || exit; done
 
 $(BUILD)-valgrind/.ready: $(READY)
 	@rm -rf $(BUILD)-valgrind
@@ -136,6 +140,12 @@ bench: $(BENCH)/.installed $(BENCH)/libshallow_water.so ## beside C, mpi4py, mpi
 	  --days 1 --output $(RESULTS)/sea-$$n.json || exit; done
 	timeout $(LIMIT) $(BENCH)/bin/python benchmarks/startup.py --output $(RESULTS)/startup.json
 	$(BENCH)/bin/python benchmarks/report.py $(RESULTS)/*.json --plots $(RESULTS) --markdown | tee $(RESULTS)/tables.md
+
+# mpi4jax takes part where its build finds a CUDA toolkit.
+bench-gpu: $(BENCH)/.installed ## allreduce and sendrecv of arrays on this machine's GPU beside mpi4jax, 4 B to 256 MiB
+	$(BENCH_PIP) install "jax[cuda12]==$(lastword $(subst ==, ,$(BENCH_JAX)))"
+	JAX_PLATFORMS=cuda,cpu $(BENCH_RUN) benchmarks/calls.py --operations allreduce exchange \
+	  --bytes 4 4096 65536 1048576 16777216 67108864 268435456 --output $(RESULTS)/gpu.json
 
 bench-quick: $(BENCH)/.installed ## the figures that the project is held to, in a minute
 	@$(BENCH_RUN) benchmarks/quick.py

@@ -1,0 +1,258 @@
+"""Arrays in a device's memory: what is detected and decided; on a simulated device pieces, deferred errors, the report.
+
+What the operations do there is said by the other suites, run on a simulated device: `make test-device`.
+"""
+
+import os
+import textwrap
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import simulated
+from jaxmpi import _devices, notoken
+from launch import launch
+
+on_device = pytest.mark.skipif(not simulated.ROAD, reason="needs the simulated device: make test-device")
+OPEN_MPI, MPICH = "Open MPI v5.0.11", "MPICH Version: 5.0.0"
+CRAY, MVAPICH = "MPI VERSION : CRAY MPICH version 8.1.29", "MVAPICH Version : 3.0"
+CUDA, GPU = "MPIX_Query_cuda_support", "MPIX_GPU_query_support"
+
+
+@pytest.mark.parametrize(
+    ("platform", "version", "answers", "environment", "expected", "said"),
+    [
+        ("CUDA", OPEN_MPI, {CUDA: True}, {}, True, "MPIX_Query_cuda_support says yes"),
+        ("CUDA", OPEN_MPI, {CUDA: False}, {}, False, "MPIX_Query_cuda_support says no"),
+        ("ROCM", OPEN_MPI, {CUDA: True, "MPIX_Query_rocm_support": False}, {}, False, "rocm_support says no"),
+        ("CUDA", MPICH, {(GPU, 0): True}, {}, True, "says yes to cuda"),
+        ("ROCM", MPICH, {(GPU, 0): True, (GPU, 2): False}, {}, False, "says no to rocm"),
+        ("ROCM", MPICH, {(GPU, 2): True}, {}, True, "says yes to rocm"),
+        ("CUDA", MPICH, {(GPU, 0): True}, {"MPIR_CVAR_ENABLE_GPU": "0"}, False, "MPIR_CVAR_ENABLE_GPU is 0"),
+        ("CUDA", CRAY, {(GPU, 0): True}, {}, False, "MPICH_GPU_SUPPORT_ENABLED is 0"),
+        ("ROCM", CRAY, {}, {"MPICH_GPU_SUPPORT_ENABLED": "1"}, True, "MPICH_GPU_SUPPORT_ENABLED is 1"),
+        ("CUDA", MVAPICH, {}, {"MV2_USE_CUDA": "1"}, True, "MV2_USE_CUDA is 1"),
+        ("CUDA", MVAPICH, {}, {"MV2_USE_ROCM": "1"}, False, "neither MVP_USE_CUDA nor MV2_USE_CUDA is 1"),
+        ("CUDA", "Intel(R) MPI Library 2021.13", {}, {"I_MPI_OFFLOAD": "1"}, False, "I_MPI_OFFLOAD is 1"),
+    ],
+)
+def test_detected(monkeypatch, platform, version, answers, environment, expected, said):
+    monkeypatch.setattr(_devices._core, "ask_mpi", lambda name, kind=None: answers.get((name, kind) if kind else name))
+    if (GPU, 0) in answers:  # 0 is a kind too
+        monkeypatch.setattr(_devices._core, "ask_mpi", lambda name, kind=None: answers.get((name, kind)))
+    answer, text = _devices.detected(platform, version, environment)
+    assert answer is expected
+    assert said in text
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, None),
+        ({"JAXMPI_DEVICE_MPI": "auto"}, None),
+        ({"JAXMPI_DEVICE_MPI": ""}, None),
+        ({"JAXMPI_DEVICE_MPI": "on"}, True),
+        ({"JAXMPI_DEVICE_MPI": " Off "}, False),
+        ({"MPI4JAX_USE_CUDA_MPI": "1"}, True),
+        ({"MPI4JAX_USE_CUDA_MPI": "0"}, False),
+        ({"MPI4JAX_USE_SYCL_MPI": "1"}, None),
+        ({"JAXMPI_DEVICE_MPI": "off", "MPI4JAX_USE_CUDA_MPI": "1"}, False),
+        ({"JAXMPI_DEVICE_MPI": "auto", "MPI4JAX_USE_CUDA_MPI": "1"}, True),
+    ],
+)
+def test_switch(environment, expected):
+    assert _devices._switch(environment, ["CUDA"])[0] is expected
+
+
+@pytest.mark.parametrize(
+    ("environment", "aware", "inspects", "expected"),
+    [
+        ({}, False, False, "callback"),
+        ({}, False, True, "thread"),
+        ({}, True, False, "thread"),
+        ({"JAXMPI_DEVICE_ROAD": "wait"}, False, False, "wait"),
+        ({"JAXMPI_DEVICE_ROAD": "callback"}, True, True, "callback"),
+        ({"JAXMPI_DEVICE_ROAD": "AUTO"}, False, False, "callback"),
+    ],
+)
+def test_road(environment, aware, inspects, expected):
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        expected = "wait"
+    assert _devices._road(environment, aware, inspects)[0] == expected
+
+
+CHOICE = _devices.Choice({"CUDA": None, "ROCM": "no driver"}, False, "callback", "")
+AWARE = _devices.Choice({"CUDA": None}, True, "thread", "")
+NOTHING = _devices.Choice({"CUDA": "no driver"}, False, "callback", "")
+
+
+@pytest.mark.parametrize(
+    ("choice", "environment", "platforms", "expected"),
+    [
+        (CHOICE, {}, None, _devices.PIECE),
+        (CHOICE, {}, "cuda,cpu", _devices.PIECE),
+        (CHOICE, {}, "gpu", _devices.PIECE),
+        (CHOICE, {}, "cpu", 0),
+        (CHOICE, {}, "rocm", 0),
+        (AWARE, {}, None, 0),
+        (NOTHING, {}, None, 0),
+        (NOTHING, {"JAXMPI_DEVICE_PIECE": "8192"}, "cpu", 8192),
+        (CHOICE, {"JAXMPI_DEVICE_PIECE": "0"}, None, 0),
+    ],
+)
+def test_piece(choice, environment, platforms, expected):
+    assert _devices.piece(choice, environment, platforms) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "read"),
+    [
+        ("JAXMPI_DEVICE_MPI", "maybe", lambda e: _devices._switch(e, [])),
+        ("MPI4JAX_USE_CUDA_MPI", "2", lambda e: _devices._switch(e, [])),
+        ("JAXMPI_DEVICE_ROAD", "short", lambda e: _devices._road(e, False, False)),
+        ("JAXMPI_DEVICE_PIECE", "100", lambda e: _devices.piece(CHOICE, e, None)),
+        ("JAXMPI_DEVICE_PIECE", "4 MiB", lambda e: _devices.piece(CHOICE, e, None)),
+    ],
+)
+def test_wrong_values(name, value, read):
+    with pytest.raises(ValueError, match=f"{name} is '{value}'"):
+        read({name: value})
+
+
+# --- on the simulated device, whose pieces have 4096 bytes ---------------------------------------------------------
+
+
+@on_device
+@pytest.mark.parametrize("count", [0, 1, 511, 512, 513, 1024, 5000])
+def test_pieces(count, rank, size):
+    """On the default communicator large arrays go in pieces, more of them than can be under way at one time."""
+    xs = [np.random.default_rng([count, r]).integers(0, 9, count).astype(np.float64) for r in range(size)]
+    x, y = jnp.asarray(xs[rank]), np.zeros(count)
+    for root in range(size):
+        np.testing.assert_array_equal(notoken.bcast(x, root), xs[root])
+        expected = sum(xs) if rank == root else xs[rank]
+        np.testing.assert_array_equal(notoken.reduce(x, MPI.SUM, root), expected)
+    y = sum(xs)
+    np.testing.assert_array_equal(notoken.allreduce(x, MPI.SUM), y)
+    np.testing.assert_array_equal(notoken.scan(x, MPI.SUM), sum(xs[: rank + 1]))
+    halves = [z.astype(jnp.bfloat16) for z in xs]
+    np.testing.assert_array_equal(notoken.allreduce(jnp.asarray(halves[rank]), MPI.MAX), np.max(halves, axis=0))
+    loop = jax.jit(lambda v: jax.lax.fori_loop(0, 3, lambda i, w: notoken.allreduce(w, MPI.SUM) / size, v))
+    np.testing.assert_allclose(loop(x), y / size, rtol=1e-12)
+
+
+def program(tmp_path, *texts):
+    """A program on the simulated device. The bridge leaves deferred errors to the next operation, as XLA does."""
+    path = tmp_path / "program.py"
+    head = f"""
+        import sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        import simulated
+        simulated.begin()
+        import jax, jax.numpy as jnp, jaxmpi
+        from jaxmpi import _core, _native, notoken
+        from mpi4py import MPI
+        rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+        device = simulated.Device(deferring=True)
+        x = jnp.arange(6.0)
+    """
+    path.write_text("".join(map(textwrap.dedent, (head, *texts))))
+    return path
+
+
+TOO_LONG = """
+    def exchange():
+        if rank == 0:
+            notoken.send(x, 1)
+        else:
+            return notoken.recv(x[:2], 0)
+"""
+
+
+@on_device
+@pytest.mark.launches
+@pytest.mark.seconds(200)
+@pytest.mark.parametrize("kind", ["jaxmpi.jit", "jax.jit", "eager"])
+def test_the_next_operation_says(tmp_path, kind):
+    """MPI has failed after the call returned: the result is NaN, the next operation raises, the one after it works."""
+    more = f"""
+    result = exchange()
+    deferred = simulated.ROAD in ("callback", "thread")
+    f = lambda v: notoken.allreduce(v, MPI.SUM, comm=MPI.COMM_SELF)
+    f = {{"jaxmpi.jit": jaxmpi.jit, "jax.jit": jax.jit, "eager": lambda f: f}}[{kind!r}](f)
+    said = ""
+    try:
+        f(x).block_until_ready()
+    except RuntimeError as error:
+        said = str(error)
+    if rank == 1:
+        assert jnp.isnan(result).all(), result
+        assert "an operation before it has failed" in said and "would be truncated" in said, said
+    else:
+        assert not said, said
+    assert (f(x) == x).all()
+    print("said;", flush=True)
+    """
+    if simulated.ROAD not in ("callback", "thread"):
+        pytest.skip("its errors are the operation's own")
+    assert launch(2, program(tmp_path, TOO_LONG, more)).stdout.count("said;") == 2
+
+
+@on_device
+@pytest.mark.launches
+@pytest.mark.seconds(200)
+def test_the_end_says(tmp_path):
+    """Nothing comes after an operation that has failed: the launcher ends the job with the error."""
+    if simulated.ROAD not in ("callback", "thread"):
+        pytest.skip("its errors are the operation's own")
+    done = launch(2, program(tmp_path, TOO_LONG, "exchange()\n"), check=False)
+    assert done.returncode != 0
+    assert "an operation has failed" in done.stderr
+    assert "would be truncated" in done.stderr
+
+
+@on_device
+@pytest.mark.launches
+@pytest.mark.seconds(200)
+@pytest.mark.parametrize("value", ["on", "off", "auto"])
+def test_forced(tmp_path, value):
+    """One warning in the job where device pointers are forced on a library that is not known to take them."""
+    path = tmp_path / "forced.py"
+    path.write_text("import jaxmpi\nprint(f'aware {jaxmpi._native.DEVICES.aware};', flush=True)\n")
+    clean = {name: "" for name in ("LD_PRELOAD", "JAXMPI_DEVICE_ROAD") if name in os.environ}
+    done = launch(2, path, JAXMPI_DEVICE_MPI=value, **clean)
+    assert done.stdout.count(f"aware {value == 'on'};") == 2
+    assert done.stderr.count("RuntimeWarning: jaxmpi: JAXMPI_DEVICE_MPI=on hands") == (value == "on")
+    assert ("says no" in done.stderr) == (value == "on")
+
+
+@on_device
+@pytest.mark.launches
+def test_report():
+    done = launch(1, "-m", "jaxmpi.info")
+    aware = simulated.ROAD == "aware"
+    assert "communicates on  cpu, cuda, rocm" in done.stdout
+    assert ("handed to MPI as it is" if aware else f"copied for MPI, road: {simulated.ROAD}") in done.stdout
+    assert ("says yes" if aware else "says no") in done.stdout
+
+
+@on_device
+def test_lowering(comm):
+    """What is lowered for a GPU calls the same target; without a driver, or for another platform, it is refused."""
+    f = jax.jit(lambda x: notoken.allreduce(x, MPI.SUM, comm=comm))
+    assert "@jaxmpi_allreduce" in f.trace(jnp.ones(3)).lower(lowering_platforms=("cuda",)).as_text()
+    assert "@jaxmpi_allreduce" in f.trace(jnp.ones(3)).lower(lowering_platforms=("rocm",)).as_text()
+    with pytest.raises(NotImplementedError, match="allreduce: arrays on tpu cannot be communicated"):
+        f.trace(jnp.ones(3)).lower(lowering_platforms=("tpu",))
+
+
+@pytest.mark.skipif(bool(simulated.ROAD), reason="there is a driver")
+def test_lowering_without_driver(comm):
+    f = jax.jit(lambda x: notoken.allreduce(x, MPI.SUM, comm=comm))
+    if _devices.count("CUDA") == 0:
+        with pytest.raises(NotImplementedError, match=r"libcuda\.so\.1.*JAX_PLATFORMS=cpu"):
+            f.trace(jnp.ones(3)).lower(lowering_platforms=("cuda",))
