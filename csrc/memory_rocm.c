@@ -32,7 +32,9 @@ static const char *load(void) {
 #undef FUNCTION
 #undef TEXT
       {NULL, 0, false}};
-  static const char *const names[] = {"libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5"};
+  /* The loader seldom knows the folder of ROCm, which JAX's plugin finds by itself. */
+  static const char *const names[] = {"libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5",
+                                      "/opt/rocm/lib/libamdhip64.so"};
   void *library = NULL;
   for (size_t i = 0; library == NULL && i < sizeof names / sizeof *names; i++) library = dlopen(names[i], RTLD_LAZY);
   if (library == NULL) return "there is no libamdhip64.so: ROCm is not installed, or not where the loader looks";

@@ -77,6 +77,14 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture
+def device():
+    """The simulated device."""
+    if _device is None:
+        pytest.skip("needs the simulated device: make test-device")
+    return _device
+
+
+@pytest.fixture
 def comm():
     return MPI.COMM_WORLD
 

@@ -8,6 +8,7 @@ the folder of the libraries that tests/device/meson.build makes.
 import ctypes
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 ROAD = os.environ.get("JAXMPI_TEST_DEVICE", "")
@@ -66,6 +67,19 @@ class Device:
             if not row.silent:
                 lowering = _primitive.make_lowering(row, "simulated_{}")
                 mlir.register_lowering(_table.PRIMITIVES[row.name], lowering, platform="cpu")
+
+    def failing(self, function: str, call: Callable[[], object]) -> str:
+        """What is said of a call in which the driver's function runs out of memory; nothing where it is not called."""
+        self.check()
+        self._bridge.bridge_fail(function.encode(), 1, 2)
+        said = ""
+        try:
+            call()
+        except Exception as error:
+            said = str(error)
+        called = self._bridge.bridge_calls(function.encode()) > 0
+        assert called == bool(said), (function, called, said)
+        return said
 
     def check(self) -> None:
         """Raises AssertionError if a rule of the driver was broken since the last check, or memory is left behind."""

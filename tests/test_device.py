@@ -16,6 +16,7 @@ from mpi4py import MPI
 import simulated
 from jaxmpi import _devices, notoken
 from launch import launch
+from table import CASES
 
 on_device = pytest.mark.skipif(not simulated.ROAD, reason="needs the simulated device: make test-device")
 OPEN_MPI, MPICH = "Open MPI v5.0.11", "MPICH Version: 5.0.0"
@@ -143,6 +144,28 @@ def test_pieces(count, rank, size):
     np.testing.assert_array_equal(notoken.allreduce(jnp.asarray(halves[rank]), MPI.MAX), np.max(halves, axis=0))
     loop = jax.jit(lambda v: jax.lax.fori_loop(0, 3, lambda i, w: notoken.allreduce(w, MPI.SUM) / size, v))
     np.testing.assert_allclose(loop(x), y / size, rtol=1e-12)
+
+
+DRIVER = ["CtxPopCurrent", "CtxPushCurrent", "EventRecord", "EventSynchronize", "LaunchHostFunc", "MemcpyDtoHAsync"]
+DRIVER += ["MemcpyHtoDAsync", "StreamGetCtx"]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_driver_fails(device, case):
+    """Each function of the driver that an operation calls: its failure is an exception with the driver's own text."""
+    comm = MPI.COMM_SELF
+    x = jnp.ones((1, 3) if case.stacked or case.stacked_on_root else 3)
+    call = jax.jit(lambda x: case.call(x, comm, 0))
+    expected = np.asarray(call(x))
+    failed = 0
+    for function in DRIVER:
+        if said := device.failing(f"cu{function}", lambda: call(x).block_until_ready()):
+            assert f"cu{function} failed: CUDA_ERROR_OUT_OF_MEMORY, code 2" in said
+            assert "jaxmpi." in said
+            assert "rank 0 of 1" in said
+            failed += 1
+        np.testing.assert_array_equal(call(x), expected)
+    assert failed > 4
 
 
 def program(tmp_path, *texts):
