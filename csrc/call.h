@@ -1,12 +1,9 @@
-/* From XLA's frame to the body of an operation and back. */
+/* A call on its way: its pieces, its body, its errors. */
 #ifndef JAXMPI_CALL_H
 #define JAXMPI_CALL_H
 
 #include "core.h"
 #include "memory.h"
-
-/* The handler of `operation` for buffers in `memory`, of two stages: as XLA makes a program, and each call. */
-ffi_error *call_run(ffi_frame *frame, const struct operation *operation, const struct memory *memory);
 
 /* The MPI calls of a call whose buffers MPI reaches, all in one or piece by piece; under the lock where MPI allows one
  * call at a time. */

@@ -2,9 +2,9 @@
 #define HANDLER2(space, name) space##_##name
 #define HANDLER(space, name)  HANDLER2(space, name)
 
-#define OPERATION(name, division, attributes)                                     \
-  static ffi_error *HANDLER(SPACE, name)(ffi_frame * frame) {                     \
-    return call_run(frame, &operation_rows[ROW_##name], &HANDLER(memory, SPACE)); \
+#define OPERATION(name, division, attributes)                                      \
+  static ffi_error *HANDLER(SPACE, name)(ffi_frame * frame) {                      \
+    return entry_run(frame, &operation_rows[ROW_##name], &HANDLER(memory, SPACE)); \
   }
 #include "ops.def"
 #undef OPERATION

@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "call.h"
+#include "entry.h"
 #include "mpi_table.h"
 #include "trace.h"
 
