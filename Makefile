@@ -89,7 +89,7 @@ GPU ?= cuda
 test-gpu: $(READY) ## the suites on this machine's GPU, on 1, 2 and 4 ranks (GPU=rocm: with JAX's plugin for it in .venv)
 	$(if $(filter cuda,$(GPU)),$(BIN)/python -m pip install --quiet --disable-pip-version-check "jax[cuda12]")
 	for n in 1 2 4; do \
-	  JAX_PLATFORMS=$(GPU),cpu $(RUN) -n $$n -m pytest --color=no $(DEVICE_TESTS) tests/test_adjoint.py || exit; done
+	  JAX_PLATFORMS=$(GPU),cpu $(RUN) -n $$n -m pytest --color=no $(DEVICE_TESTS) tests/test_adjoint.py tests/test_gpu.py || exit; done
 
 $(BUILD)-valgrind/.ready: $(READY)
 	@rm -rf $(BUILD)-valgrind

@@ -17,7 +17,8 @@ simulated.begin()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_ENABLE_X64", "1")
 
-import pytest  # noqa: E402 (what is set above counts from here on)
+import jax  # noqa: E402 (what is set above counts from here on)
+import pytest  # noqa: E402
 from mpi4py import MPI  # noqa: E402
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
@@ -72,6 +73,8 @@ def pytest_collection_modifyitems(items):
         marker = item.get_closest_marker("ranks")
         if marker and marker.args[0] > SIZE:
             item.add_marker(pytest.mark.skip(reason=f"needs {marker.args[0]} ranks"))
+        if item.get_closest_marker("gpu") and jax.default_backend() == "cpu":
+            item.add_marker(pytest.mark.skip(reason="needs a GPU: make test-gpu"))
         if item.get_closest_marker("launches") and SIZE > 1:
             item.add_marker(pytest.mark.skip(reason="launches processes of its own, runs on one rank"))
 

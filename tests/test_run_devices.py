@@ -10,7 +10,7 @@ from jaxmpi import _local, run
 from launch import launch
 
 pytestmark = pytest.mark.launches
-FAKES = os.environ.get("JAXMPI_FAKE_DRIVERS")  # the folder of tests/c/fake_driver.c as libcuda.so.1
+FAKES = os.environ.get("JAXMPI_FAKE_DRIVERS")  # the folder of tests/device/fake_driver.c as libcuda.so.1
 FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
