@@ -8,6 +8,14 @@
 #include <string.h>
 
 struct runtime runtime = {.max_count = INT_MAX, .lock = PTHREAD_MUTEX_INITIALIZER};
+_Thread_local bool importer;
+
+bool reduction_add(intptr_t handle, enum reducer by) {
+  if (runtime.reduction_count == MAX_REDUCTIONS) return false;
+  runtime.reductions[runtime.reduction_count].handle = handle;
+  runtime.reductions[runtime.reduction_count++].by = by;
+  return true;
+}
 
 enum {
 #define DATATYPE(code, name, bytes, mpi, kind) ROW_##name,

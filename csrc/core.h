@@ -19,7 +19,7 @@
 #include "ffi.h"
 #include "memory.h"
 
-enum { DTYPE_CODES = 40, MAX_ATTRIBUTES = 6, MAX_PREDEFINED = 16, LEAST_PIECE = 4096 };
+enum { DTYPE_CODES = 40, MAX_ATTRIBUTES = 6, MAX_REDUCTIONS = 32, LEAST_PIECE = 4096 };
 
 /* What compiled programs refer to, communicators and statuses, by number: a program may outlive its process (in a
  * cache of compiled code), and a number of another process is found to be unknown where an address would be used.
@@ -42,10 +42,13 @@ struct communicator {
 /* How arrays in a device's memory reach MPI where they are copied through host memory: which thread calls MPI. */
 enum road {
   ROAD_CALLBACK, /* the driver's own, in the order of the stream: not for an MPI library that calls the driver */
-  ROAD_THREAD,   /* one of ours, for which the driver's waits */
+  ROAD_THREAD,   /* one of ours, for which the driver's waits: its calls of the driver must wait for no stream */
   ROAD_WAIT,     /* the one that gives work to the stream, after it has waited for the stream; so do all threads but the
                     one that has imported the package: see device.h */
 };
+
+/* Who combines two elements. What is not listed in the runtime is a user's function, perhaps one in Python. */
+enum reducer { REDUCER_USER, REDUCER_OURS, REDUCER_MPI };
 
 /* An error of an operation that was done after its call had returned: the next operation raises it. */
 struct failure {
@@ -65,18 +68,26 @@ struct runtime {
   bool serialize;            /* MPI_THREAD_SERIALIZED: one call at a time, under `lock` */
   pthread_mutex_t lock;
   atomic_long failures; /* of operations so far: a call in whose time there is one looks at its link: link.c */
-  struct failure *_Atomic deferred;    /* the first one that nobody has been told of */
-  void *library;                       /* MPI, a handle of dlopen */
-  bool aware;                          /* MPI reads and writes the memory of devices */
-  enum road road;                      /* otherwise, and for what it cannot do there */
-  pthread_t importer;                  /* the thread that has imported the package */
-  intptr_t predefined[MAX_PREDEFINED]; /* the reductions that MPI has itself */
-  int predefined_count;
+  struct failure *_Atomic deferred; /* the first one that nobody has been told of */
+  void *library;                    /* MPI, a handle of dlopen */
+  bool aware;                       /* MPI reads and writes the memory of devices */
+  enum road road;                   /* otherwise, and for what it cannot do there */
+  struct {
+    intptr_t handle;
+    enum reducer by;
+  } reductions[MAX_REDUCTIONS];
+  int reduction_count;
   atomic_bool several_devices; /* a link may be bound to one of them: link.c */
   atomic_bool trace;           /* one line as an operation starts and one as it ends */
   atomic_uint_least64_t calls; /* numbers the traced calls */
 };
 extern struct runtime runtime;
+
+/* Whether this thread is the one that has imported the package: see device.h. */
+extern _Thread_local bool importer;
+
+/* Lists an operation of MPI's or ours; false where there is no room. */
+bool reduction_add(intptr_t handle, enum reducer by);
 
 /* A row of dtype.def. */
 struct datatype {

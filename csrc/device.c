@@ -5,7 +5,7 @@
 
 #include "call.h"
 
-enum { SLOTS = 4, ALIGNMENT = 256, LEAST = 1 << 16, LARGE = 1 << 26 };
+enum { SLOTS = 4, ALIGNMENT = 256, LEAST = 1 << 16, OUTGROWN = 48 };
 
 /* The pieces that are under way: each has memory of its own, and marks for what has been done with it. */
 struct slot {
@@ -28,9 +28,13 @@ struct lane {
   size_t capacity;
   void *down, *through, *up; /* streams for pieces, once there have been some */
   struct slot slots[SLOTS];
+  /* Pinned memory that was too small. Giving it back makes a driver wait for all streams of the device, and some of
+   * them may wait for MPI, so that is left to the end; all of it together is smaller than what has taken its place. */
+  void *outgrown[OUTGROWN];
+  int outgrown_count;
 };
 
-static struct lane *_Atomic lanes;
+static struct lane *lanes;
 static pthread_mutex_t lanes_lock = PTHREAD_MUTEX_INITIALIZER;
 
 #define TRY(call, expression)                                             \
@@ -64,31 +68,27 @@ static int lane_make(const struct memory *memory, void *stream, void *context, s
 
 /* A lane for the stream of the call, for this thread alone until it is let go. */
 static int lane_take(const struct call *call, void *context, struct lane **taken) {
-  for (struct lane *lane = lanes; lane != NULL; lane = lane->next)
-    if (lane->stream == call->stream && lane->context == context && lane->memory == call->memory &&
-        pthread_mutex_trylock(&lane->taken) == 0) {
-      *taken = lane;
-      return 0;
-    }
-  return lane_make(call->memory, call->stream, context, taken);
+  pthread_mutex_lock(&lanes_lock);
+  struct lane *lane = lanes;
+  while (lane != NULL && (lane->stream != call->stream || lane->context != context || lane->memory != call->memory ||
+                          pthread_mutex_trylock(&lane->taken) != 0))
+    lane = lane->next;
+  pthread_mutex_unlock(&lanes_lock);
+  *taken = lane;
+  return lane != NULL ? 0 : lane_make(call->memory, call->stream, context, taken);
 }
 
 static void lane_leave(struct lane *lane) { pthread_mutex_unlock(&lane->taken); }
 
-/* Pinned memory of at least that size. It grows by doubling, to some limit; the old one is waited for. */
+/* Pinned memory of at least that size, which grows by doubling. */
 static int lane_reserve(struct lane *lane, size_t bytes) {
   if (bytes <= lane->capacity) return 0;
-  size_t capacity = lane->capacity > LEAST ? lane->capacity : LEAST;
-  while (capacity < bytes) capacity += capacity < LARGE ? capacity : LARGE;
-  const struct memory *memory = lane->memory;
+  size_t capacity = lane->capacity > 0 ? lane->capacity : LEAST;
+  while (capacity < bytes) capacity *= 2;
   void *made = NULL;
-  int code = 0;
-  if (lane->staging != NULL) {
-    if ((code = memory->event_finish(lane->done)) != 0 || (code = memory->unpin(lane->staging)) != 0) return code;
-    lane->staging = NULL;
-    lane->capacity = 0;
-  }
-  if ((code = memory->pin(&made, capacity)) != 0) return code;
+  int code = lane->memory->pin(&made, capacity);
+  if (code != 0) return code;
+  if (lane->staging != NULL) lane->outgrown[lane->outgrown_count++] = lane->staging;
   lane->staging = made;
   lane->capacity = capacity;
   return 0;
@@ -129,6 +129,7 @@ static void lane_free(struct lane *lane) {
       if (event != NULL) memory->event_free(event);
     }
     if (lane->staging != NULL) memory->unpin(lane->staging);
+    for (int i = 0; i < lane->outgrown_count; i++) memory->unpin(lane->outgrown[i]);
     memory->event_free(lane->done);
     memory->leave(previous);
   }
@@ -253,6 +254,23 @@ static ffi_error *give_job(const struct call *call, const struct call *part, boo
 
 /* --- the staged road --- */
 
+/* Who reduces; MPI where the operation is none that reduces. */
+static enum reducer reducer(const struct call *call) {
+  const struct operation *operation = call->operation;
+  for (int i = 0; i < operation->attribute_count; i++) {
+    if (strcmp(operation->attributes[i].name, "op") != 0) continue;
+    for (int k = 0; k < runtime.reduction_count; k++)
+      if (runtime.reductions[k].handle == (intptr_t)call->attributes[i]) return runtime.reductions[k].by;
+    return REDUCER_USER;
+  }
+  return REDUCER_MPI;
+}
+
+/* A user's reduction may need the GIL, which another thread may hold while it waits for the stream in the driver. */
+static enum road road_of(const struct call *call) {
+  return importer && reducer(call) != REDUCER_USER ? runtime.road : ROAD_WAIT;
+}
+
 /* One operation on its way. Without pieces all streams are XLA's, whose order is enough. */
 struct stage {
   const struct call *call;
@@ -327,8 +345,7 @@ static ffi_error *store(const struct stage *stage, int64_t number) {
 }
 
 static ffi_error *prepare(struct stage *stage, struct lane *lane, const struct call *call) {
-  *stage = (struct stage){.call = call, .lane = lane, .road = runtime.road};
-  if (!pthread_equal(pthread_self(), runtime.importer)) stage->road = ROAD_WAIT;
+  *stage = (struct stage){.call = call, .lane = lane, .road = road_of(call)};
   stage->piece = call_piece(call, &stage->total);
   stage->divided = stage->total > stage->piece;
   size_t in = bytes_of(&call->in), out = bytes_of(&call->out);
@@ -371,18 +388,10 @@ static ffi_error *staged(const struct call *call, struct lane *lane) {
 
 /* --- the choice --- */
 
-/* Whether MPI can do it on the device's memory: not a reduction by a function that reads host memory, which is each
- * that it does not have itself, and not what communicates nothing. */
+/* Whether MPI can do it on the device's memory: not a reduction by a function that reads host memory, and not what
+ * communicates nothing. */
 static bool within_reach(const struct call *call) {
-  const struct operation *operation = call->operation;
-  if (operation->division == LOCAL) return false;
-  for (int i = 0; i < operation->attribute_count; i++) {
-    if (strcmp(operation->attributes[i].name, "op") != 0) continue;
-    for (int k = 0; k < runtime.predefined_count; k++)
-      if (runtime.predefined[k] == (intptr_t)call->attributes[i]) return true;
-    return false;
-  }
-  return true;
+  return call->operation->division != LOCAL && reducer(call) == REDUCER_MPI;
 }
 
 static ffi_error *aware(struct call *call, struct lane *lane) {

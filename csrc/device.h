@@ -7,14 +7,15 @@
  *
  * Of several threads only one may leave operations to the stream. What two threads give to one stream is done in an
  * order that may differ from rank to rank, and an operation that waits there for its peers holds up those that come
- * after it: on one rank those of the one thread, on another those of the other. With one thread, the same on each rank,
- * the operations on the stream have the order of its program, and those of other threads hold up nothing.
+ * after it: on one rank those of the one thread, on another those of the other. With one thread, the one that plays the
+ * same part on each rank, the operations on the stream have the order of its program, and those of other threads hold
+ * up nothing. What remains is that they wait behind those of the one thread.
  *
  * A staged operation that may go in pieces does, where the communicator says so: one piece is copied while the next is
  * with MPI, on streams of our own.
  *
  * Where nobody waits, an error of MPI cannot be the operation's own: it is deferred to the next one, and the result is
- * filled with ones in all bits (NaN, or -1).
+ * filled with ones in all bits (NaN, or -1; true).
  */
 #ifndef JAXMPI_DEVICE_H
 #define JAXMPI_DEVICE_H

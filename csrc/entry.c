@@ -46,7 +46,7 @@ static ffi_error *decode_side(const struct call *call, const ffi_buffers *list, 
 
 /* The error of an operation that was done after its call had returned. */
 static ffi_error *call_deferred(const struct call *call) {
-  struct failure *failure = failure_take();
+  struct failure *failure = importer ? failure_take() : NULL; /* no other thread leaves operations to a stream */
   if (failure == NULL) return NULL;
   ffi_error *error =
       call_fail(call, failure->code, "not done, because an operation before it has failed: %s", failure->text);

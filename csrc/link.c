@@ -97,7 +97,7 @@ static int keep(PyObject *self, PyObject *token, PyObject *results, long failure
 }
 
 static PyObject *call(PyObject *self, PyObject *const *arguments, Py_ssize_t count, PyObject *names) {
-  struct failure *failure = failure_take();
+  struct failure *failure = importer ? failure_take() : NULL; /* it is that thread's */
   if (failure != NULL) {
     PyErr_Format(PyExc_RuntimeError, "not called, because an operation before it has failed: %s", failure->text);
     free(failure);

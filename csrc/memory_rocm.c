@@ -32,11 +32,15 @@ static const char *load(void) {
 #undef FUNCTION
 #undef TEXT
       {NULL, 0, false}};
-  /* The loader seldom knows the folder of ROCm, which JAX's plugin finds by itself. */
-  static const char *const names[] = {"libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5",
+  /* First what this process has loaded: two copies would not know each other's streams. The loader seldom knows the
+   * folder of ROCm, which JAX's plugin finds by itself. */
+  static const char *const names[] = {"libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5", "libamdhip64.so",
                                       "/opt/rocm/lib/libamdhip64.so"};
+  static const int modes[] = {RTLD_LAZY | RTLD_NOLOAD, RTLD_LAZY};
   void *library = NULL;
-  for (size_t i = 0; library == NULL && i < sizeof names / sizeof *names; i++) library = dlopen(names[i], RTLD_LAZY);
+  for (size_t mode = 0; mode < 2; mode++)
+    for (size_t i = 0; library == NULL && i < sizeof names / sizeof *names; i++)
+      library = dlopen(names[i], modes[mode]);
   if (library == NULL) return "there is no libamdhip64.so: ROCm is not installed, or not where the loader looks";
   return symbols_load(library, symbols, &hip);
 }

@@ -92,6 +92,8 @@ static PyObject *half_operations(PyObject *self, PyObject *args) {
   if (!PyArg_ParseTuple(args, "p", &bfloat16) || !loaded()) return NULL;
   int code = runtime.backend->half_operations(bfloat16 != 0, handles);
   if (code != 0) return mpi_error(code);
+  for (int i = 0; i < 4; i++)
+    if (!reduction_add(handles[i], REDUCER_OURS)) return PyErr_Format(PyExc_ValueError, "too many reductions");
   return Py_BuildValue("{snsnsnsn}", "SUM", (Py_ssize_t)handles[0], "PROD", (Py_ssize_t)handles[1], "MAX",
                        (Py_ssize_t)handles[2], "MIN", (Py_ssize_t)handles[3]);
 }
@@ -249,12 +251,11 @@ static PyObject *set_reductions(PyObject *self, PyObject *args) {
   (void)self;
   PyObject *handles;
   if (!PyArg_ParseTuple(args, "O!", &PyTuple_Type, &handles)) return NULL;
-  Py_ssize_t count = PyTuple_Size(handles);
-  if (count > MAX_PREDEFINED) return PyErr_Format(PyExc_ValueError, "at most %d, not %zd", MAX_PREDEFINED, count);
-  for (Py_ssize_t i = 0; i < count; i++)
-    runtime.predefined[i] = (intptr_t)PyLong_AsSsize_t(PyTuple_GetItem(handles, i));
-  if (PyErr_Occurred()) return NULL;
-  runtime.predefined_count = (int)count;
+  for (Py_ssize_t i = 0; i < PyTuple_Size(handles); i++) {
+    Py_ssize_t handle = PyLong_AsSsize_t(PyTuple_GetItem(handles, i));
+    if (PyErr_Occurred()) return NULL;
+    if (!reduction_add((intptr_t)handle, REDUCER_MPI)) return PyErr_Format(PyExc_ValueError, "too many reductions");
+  }
   Py_RETURN_NONE;
 }
 
@@ -304,7 +305,7 @@ static PyObject *configure(PyObject *self, PyObject *args) {
   long long number;
   if (!PyArg_ParseTuple(args, "ipL", &rank, &serialize, &number)) return NULL;
   runtime.rank = rank;
-  runtime.importer = pthread_self();
+  importer = true;
   runtime.serialize = serialize != 0;
   runtime.self = registry_at(number);
   Py_RETURN_NONE;

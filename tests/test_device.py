@@ -73,8 +73,8 @@ def test_switch(environment, expected):
     ("environment", "aware", "inspects", "expected"),
     [
         ({}, False, False, "callback"),
-        ({}, False, True, "thread"),
-        ({}, True, False, "thread"),
+        ({}, False, True, "wait"),
+        ({}, True, False, "wait"),
         ({"JAXMPI_DEVICE_ROAD": "wait"}, False, False, "wait"),
         ({"JAXMPI_DEVICE_ROAD": "callback"}, True, True, "callback"),
         ({"JAXMPI_DEVICE_ROAD": "AUTO"}, False, False, "callback"),
@@ -87,7 +87,7 @@ def test_road(environment, aware, inspects, expected):
 
 
 CHOICE = _devices.Choice({"CUDA": None, "ROCM": "no driver"}, False, "callback", "")
-AWARE = _devices.Choice({"CUDA": None}, True, "thread", "")
+AWARE = _devices.Choice({"CUDA": None}, True, "wait", "")
 NOTHING = _devices.Choice({"CUDA": "no driver"}, False, "callback", "")
 
 

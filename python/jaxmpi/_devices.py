@@ -99,7 +99,9 @@ def _road(environment: Mapping[str, str], aware: bool, inspects: bool) -> tuple[
     if wish != "auto":
         return wish, f"JAXMPI_DEVICE_ROAD={wish}"
     if inspects or aware:
-        return "thread", "the MPI library may call the driver"
+        # Not in a thread of ours either: while the stream waits for MPI, another thread may wait for the stream inside
+        # the driver, and MPI's call of the driver for that thread.
+        return "wait", "the MPI library may call the driver"
     return "callback", "the MPI library does not call the driver"
 
 

@@ -93,8 +93,10 @@ def finish() -> None:
     Runs before JAX lets its backends go (handlers run last in, first out) and before mpi4py finalizes MPI. Raises
     RuntimeError if an operation has failed that nobody has been told of.
     """
-    _jax.wait_for_all_threads()
-    jax.effects_barrier()
-    _core.finish_devices()
-    if (failure := _core.take_failure()) is not None:
-        raise RuntimeError(f"an operation has failed: {failure}")
+    try:
+        _jax.wait_for_all_threads()
+        jax.effects_barrier()
+    finally:
+        _core.finish_devices()
+        if (failure := _core.take_failure()) is not None:
+            raise RuntimeError(f"an operation has failed: {failure}")

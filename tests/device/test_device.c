@@ -5,6 +5,7 @@
  */
 #include <dlfcn.h>
 #include <stdlib.h>
+#include <unistd.h>
 
 #include "device.h"
 #include "call.h"
@@ -78,6 +79,7 @@ static void finish(void) {
 }
 
 static void on(enum road road, bool aware) {
+  if (runtime.reduction_count == 0) reduction_add(operation_handle("SUM"), REDUCER_MPI);
   runtime.road = road;
   runtime.aware = aware;
 }
@@ -199,15 +201,12 @@ static void device_pointers(const struct operands *o, const struct communicator 
 static void an_aware_library_gets_device_pointers(void) {
   fill(source, ROOM);
   on(ROAD_THREAD, true);
-  runtime.predefined[0] = operation_handle("SUM");
-  runtime.predefined_count = 1;
   for_all(F64, 100, device_pointers);
   for_all(F64, 0, device_pointers);
   struct communicator *comm = world(0, 2);
   context("a reduction of our own");
   struct operands o = {"allreduce", F64, 10, 10, {registered(comm), operation_handle("PROD")}, false};
   same_as_on_host(&o, comm); /* not predefined, as far as the core knows: copied */
-  runtime.predefined_count = 0;
   finish();
 }
 
@@ -321,8 +320,6 @@ static void failures_of_the_driver_are_errors(void) {
   };
   bool slow = driver->slow;
   driver->slow = false;
-  runtime.predefined[0] = sum;
-  runtime.predefined_count = 1;
   set_pieces(LEAST_PIECE);
   FOR_EACH(const struct operands *, o, cases) {
     on(ROAD_THREAD, true);
@@ -333,7 +330,6 @@ static void failures_of_the_driver_are_errors(void) {
     }
   }
   set_pieces(0);
-  runtime.predefined_count = 0;
   driver->slow = slow;
   finish();
 }
@@ -400,6 +396,418 @@ static void pinned_memory_is_reused(void) {
   finish();
 }
 
+/* --- what the tests above cannot see: they give nothing to the stream before a call and wait for it after each --- */
+
+/* An operation of MPI that waits until it is let go, as one does whose peers are late. */
+static struct {
+  pthread_mutex_t lock;
+  pthread_cond_t changed;
+  bool open;
+  int inside, entered;
+} gate = {.lock = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER};
+
+static void gated(void *in, void *inout, int *count, void *type) {
+  (void)in, (void)inout, (void)count, (void)type;
+  pthread_mutex_lock(&gate.lock);
+  gate.inside++, gate.entered++;
+  pthread_cond_broadcast(&gate.changed);
+  while (!gate.open) pthread_cond_wait(&gate.changed, &gate.lock);
+  gate.inside--;
+  pthread_mutex_unlock(&gate.lock);
+}
+
+static intptr_t gated_operation(void) {
+  int (*create)(void (*)(void *, void *, int *, void *), int, void *) = NULL;
+  void *symbol = dlsym(fake_library, "MPI_Op_create");
+  memcpy(&create, &symbol, sizeof create);
+  union {
+    int small;
+    intptr_t large;
+  } made = {.large = 0};
+  CHECK_EQUAL(create(gated, 1, &made), 0);
+  gate.open = false;
+  gate.inside = gate.entered = 0;
+  intptr_t op = backend == &backend_mpich ? made.small : made.large;
+  on(ROAD_WAIT, false);
+  runtime.reduction_count = 1; /* those of earlier tests are gone */
+  reduction_add(op, REDUCER_OURS);
+  return op;
+}
+
+static void gate_reached(void) {
+  pthread_mutex_lock(&gate.lock);
+  while (gate.entered == 0) pthread_cond_wait(&gate.changed, &gate.lock);
+  pthread_mutex_unlock(&gate.lock);
+}
+
+static void gate_open(void) {
+  pthread_mutex_lock(&gate.lock);
+  gate.open = true;
+  pthread_cond_broadcast(&gate.changed);
+  pthread_mutex_unlock(&gate.lock);
+}
+
+enum { SOON = 20000 }; /* microseconds */
+
+static void *open_soon(void *unused) {
+  (void)unused;
+  usleep(SOON);
+  gate_open();
+  return NULL;
+}
+
+/* A computation that was given to the stream before and makes the operand: it is late. */
+struct late {
+  void *operand;
+  size_t bytes;
+  int early; /* calls of MPI before it is there */
+};
+
+static void *produce(void *of) {
+  struct late *late = of;
+  usleep(SOON);
+  late->early = communications();
+  driver->write(late->operand, source, late->bytes);
+  driver->block(xla_stream, false);
+  return NULL;
+}
+
+static void operands_are_waited_for(void) {
+  struct communicator *comm = world(0, 2);
+  int64_t c = registered(comm), sum = operation_handle("SUM");
+  fill(source, ROOM);
+  set_pieces(LEAST_PIECE);
+  static const int64_t counts[] = {10, 3 * LEAST_PIECE / 8};
+  for (int aware = 0; aware < 2; aware++) FOR_EACH(const enum road *, road, roads)
+  FOR_EACH(const int64_t *, count, counts) {
+    context("%lld elements, road %s", (long long)*count, aware ? "aware" : road_names[*road]);
+    if (aware && *road != ROAD_WAIT) continue;
+    on(*road, aware);
+    size_t bytes = (size_t)*count * 8;
+    struct late late = {driver->allocate(bytes), bytes, 0};
+    void *result = driver->allocate(bytes);
+    blank(target, ROOM);
+    driver->write(late.operand, target, bytes);
+    struct frame frame;
+    frame_make(&frame, "allreduce", ARRAY(F64, late.operand, *count), ARRAY(F64, result, *count),
+               (const int64_t[]){c, sum});
+    pthread_t thread;
+    driver->block(xla_stream, true);
+    fake->reset();
+    fake->hollow = aware; /* the fake library reaches no device */
+    pthread_create(&thread, NULL, produce, &late);
+    SUCCEEDS(frame_call_in(space, &frame, "allreduce"));
+    pthread_join(thread, NULL);
+    driver->synchronize(xla_stream);
+    CHECK_EQUAL(late.early, 0);
+    driver->read(target, result, bytes);
+    for (size_t i = 0; !aware && i < bytes; i++)
+      if (!CHECK_EQUAL(target[i], (unsigned char)(source[i] + comm->size))) break;
+    driver->release(late.operand);
+    driver->release(result);
+  }
+  fake->hollow = false;
+  set_pieces(0);
+  finish();
+}
+
+/* Pieces of a size that the least pinned memory does not hold four of. */
+static void each_piece_has_room(void) {
+  enum { PIECE = 1 << 15, COUNT = 5 * PIECE / 8 };
+  static unsigned char large[COUNT * 8], got[COUNT * 8];
+  struct communicator *comm = world(0, 2);
+  struct operands o = {"allreduce", F64, COUNT, COUNT, {registered(comm), operation_handle("SUM")}, false};
+  set_pieces(PIECE);
+  fill(large, sizeof large);
+  FOR_EACH(const enum road *, road, roads) {
+    context("road %s", road_names[*road]);
+    on(*road, false);
+    SUCCEEDS(device_call(&o, large, got));
+    for (size_t i = 0; i < sizeof got; i++)
+      if (!CHECK_EQUAL(got[i], (unsigned char)(large[i] + comm->size))) break;
+  }
+  set_pieces(0);
+  finish();
+}
+
+/* After an error XLA takes the buffers back at once, and the next call may have the pinned memory: nothing is under way
+ * any more. */
+static void nothing_is_under_way_after_an_error(void) {
+  static const int64_t counts[] = {10, 6 * LEAST_PIECE / 8};
+  struct communicator *comm = world(0, 2);
+  intptr_t op = gated_operation();
+  gate_open();
+  set_pieces(LEAST_PIECE);
+  driver->slow = true;
+  FOR_EACH(const enum road *, road, roads)
+  FOR_EACH(const int64_t *, count, counts)
+  FOR_EACH(const char *const *, function, functions)
+  for (int nth = 1; nth < 8; nth++) {
+    /* Leaving the context is too late to be undone. */
+    if (strcmp(*function, "cuCtxPopCurrent") == 0 || strcmp(*function, "hipSetDevice") == 0) break;
+    context("%lld elements, %s failing at call %d, road %s", (long long)*count, *function, nth, road_names[*road]);
+    on(*road, false);
+    size_t bytes = (size_t)*count * 8;
+    void *in = driver->allocate(bytes), *out = driver->allocate(bytes);
+    struct frame frame;
+    frame_make(&frame, "allreduce", ARRAY(F64, in, *count), ARRAY(F64, out, *count),
+               (const int64_t[]){registered(comm), op});
+    driver->fail(*function, nth, FAKE_LAUNCH_FAILURE);
+    gate.entered = 0;
+    ffi_error *error = frame_call_in(space, &frame, "allreduce");
+    bool failed = error != NULL;
+    if (failed) {
+      error_free(error);
+      int entered = gate.entered;
+      CHECK_EQUAL(gate.inside, 0);
+      driver->release(in); /* a violation where something uses it */
+      driver->release(out);
+      driver->synchronize(xla_stream);
+      usleep(300);
+      CHECK_EQUAL(gate.entered, entered);
+    } else {
+      driver->synchronize(xla_stream);
+      driver->release(in);
+      driver->release(out);
+    }
+    while (driver->depth() > 0) CHECK(space->leave(NULL) == 0);
+    CHECK_EQUAL(driver->violations, 0);
+    driver->reset();
+    device_finish();
+    if (!failed) break;
+  }
+  set_pieces(0);
+  CHECK_EQUAL(fake->operation_free(op), 0);
+  finish();
+}
+
+/* What waits on one stream keeps its pinned memory while operations of another one use theirs. */
+static void streams_share_no_memory(void) {
+  enum { BYTES = 800 };
+  struct communicator *comm = world(0, 2);
+  intptr_t op = gated_operation();
+  void *first = xla_stream, *second = driver->stream(), *buffers[2];
+  struct frame frame;
+  on(ROAD_CALLBACK, false);
+  fill(source, ROOM);
+  for (int i = 0; i < 2; i++) {
+    xla_stream = i == 0 ? first : second;
+    buffers[i] = driver->allocate(BYTES);
+    driver->write(buffers[i], source + i * BYTES, BYTES);
+    frame_make(&frame, "allreduce", ARRAY(F64, buffers[i], BYTES / 8), ARRAY(F64, buffers[i], BYTES / 8),
+               (const int64_t[]){registered(comm), op});
+    SUCCEEDS(frame_call_in(space, &frame, "allreduce"));
+    if (i == 0) gate_reached();
+  }
+  usleep(SOON / 4); /* the copy of the second one is done */
+  gate_open();
+  for (int i = 0; i < 2; i++) {
+    driver->synchronize(i == 0 ? first : second);
+    driver->read(target, buffers[i], BYTES);
+    CHECK_SAME(target, source + i * BYTES, BYTES);
+    driver->release(buffers[i]);
+  }
+  xla_stream = first;
+  CHECK_EQUAL(fake->operation_free(op), 0);
+  finish();
+}
+
+/* The number of world(0, 2), for threads: what finds it is not made for several. */
+static int64_t pair;
+
+/* A thread that has not imported the package has communicated when its call returns. */
+static void *sends_at_last(void *data) {
+  struct frame frame;
+  frame_make(&frame, "send", ARRAY(U8, data, 8), NONE, (const int64_t[]){pair, 1, 3});
+  SUCCEEDS(frame_call_in(space, &frame, "send"));
+  CHECK_EQUAL(times_called("MPI_Send"), 1);
+  return NULL;
+}
+
+static void other_threads_leave_nothing_to_the_stream(void) {
+  pair = registered(world(0, 2));
+  static const enum road leaving[] = {ROAD_CALLBACK, ROAD_THREAD};
+  FOR_EACH(const enum road *, road, leaving) {
+    context("road %s", road_names[*road]);
+    on(*road, false);
+    fake->reset();
+    struct late late = {driver->allocate(8), 8, 0};
+    pthread_t thread, producer;
+    driver->block(xla_stream, true);
+    pthread_create(&thread, NULL, sends_at_last, late.operand);
+    pthread_create(&producer, NULL, produce, &late);
+    pthread_join(thread, NULL);
+    pthread_join(producer, NULL);
+    driver->synchronize(xla_stream);
+    driver->release(late.operand);
+  }
+  finish();
+}
+
+/* A call of another thread, which is with MPI meanwhile. */
+static unsigned char own[80];
+static void *calls_gated(void *operation) {
+  struct operands o = {"allreduce", F64, 10, 10, {pair, *(intptr_t *)operation}, true};
+  SUCCEEDS(device_call(&o, own, own));
+  return NULL;
+}
+
+static void threads_share_no_memory(void) {
+  intptr_t op = gated_operation();
+  pair = registered(world(0, 2));
+  pthread_t caller;
+  struct operands o = {"allreduce", F64, 10, 10, {pair, operation_handle("SUM")}, true};
+  fill(own, sizeof own);
+  FOR_EACH(const enum road *, road, roads) {
+    context("road %s", road_names[*road]);
+    on(*road, false);
+    gate.open = false;
+    gate.entered = 0;
+    pthread_create(&caller, NULL, calls_gated, &op);
+    gate_reached();
+    blank(target, ROOM);
+    SUCCEEDS(device_call(&o, target, target));
+    gate_open();
+    pthread_join(caller, NULL);
+    fill(source, sizeof own);
+    CHECK_SAME(own, source, sizeof own);
+  }
+  CHECK_EQUAL(fake->operation_free(op), 0);
+  finish();
+}
+
+/* The end of the program, while a thread is still in a call, and after one that was left to the stream. */
+static void the_end_waits_for_calls(void) {
+  intptr_t op = gated_operation();
+  pair = registered(world(0, 2));
+  pthread_t caller, opener;
+  on(ROAD_CALLBACK, false);
+  pthread_create(&caller, NULL, calls_gated, &op);
+  gate_reached();
+  pthread_create(&opener, NULL, open_soon, NULL);
+  device_finish();
+  CHECK_EQUAL(gate.inside, 0);
+  CHECK_EQUAL(driver->live_pinned, 0);
+  pthread_join(caller, NULL);
+  pthread_join(opener, NULL);
+  CHECK_EQUAL(fake->operation_free(op), 0);
+  finish();
+}
+
+static void the_end_waits_for_the_stream(void) {
+  static const int64_t counts[] = {10, 6 * LEAST_PIECE / 8};
+  struct communicator *comm = world(0, 2);
+  set_pieces(LEAST_PIECE);
+  FOR_EACH(const enum road *, road, roads)
+  FOR_EACH(const int64_t *, count, counts) {
+    context("%lld elements, road %s", (long long)*count, road_names[*road]);
+    on(*road, false);
+    size_t bytes = (size_t)*count * 8;
+    void *data = driver->allocate(bytes);
+    struct frame frame;
+    frame_make(&frame, "allreduce", ARRAY(F64, data, *count), ARRAY(F64, data, *count),
+               (const int64_t[]){registered(comm), operation_handle("SUM")});
+    SUCCEEDS(frame_call_in(space, &frame, "allreduce"));
+    device_finish();
+    CHECK_EQUAL(driver->live_pinned, 0);
+    CHECK_EQUAL(driver->violations, 0);
+    driver->release(data);
+  }
+  set_pieces(0);
+  finish();
+}
+
+/* More memory is wanted while an operation that nobody waits for still uses what there is. */
+static void memory_grows_behind_what_uses_it(void) {
+  struct communicator *comm = world(0, 2);
+  intptr_t op = gated_operation();
+  static const int64_t counts[] = {100, 10000};
+  static unsigned char large[80000], got[80000];
+  void *buffers[2];
+  struct frame frame;
+  pthread_t opener;
+  on(ROAD_CALLBACK, false);
+  fill(large, sizeof large);
+  for (int i = 0; i < 2; i++) {
+    buffers[i] = driver->allocate((size_t)counts[i] * 8);
+    driver->write(buffers[i], large, (size_t)counts[i] * 8);
+    frame_make(&frame, "allreduce", ARRAY(F64, buffers[i], counts[i]), ARRAY(F64, buffers[i], counts[i]),
+               (const int64_t[]){registered(comm), op});
+    if (i == 1) pthread_create(&opener, NULL, open_soon, NULL);
+    SUCCEEDS(frame_call_in(space, &frame, "allreduce"));
+  }
+  pthread_join(opener, NULL);
+  driver->synchronize(xla_stream);
+  for (int i = 0; i < 2; i++) {
+    driver->read(got, buffers[i], (size_t)counts[i] * 8);
+    CHECK_SAME(got, large, counts[i] * 8);
+    driver->release(buffers[i]);
+  }
+  CHECK_EQUAL(fake->operation_free(op), 0);
+  finish();
+}
+
+/* Another thread is not told of an error that is not its own: its peers would wait for it. */
+static void *sends_once(void *unused) {
+  (void)unused;
+  static unsigned char data[80], out[80];
+  struct operands o = {"send", F64, 10, -1, {pair, 1, 3}, false};
+  SUCCEEDS(device_call(&o, data, out));
+  return NULL;
+}
+
+static void errors_are_told_to_the_thread_that_left_them(void) {
+  struct communicator *comm = world(0, 2);
+  struct operands o = {"allreduce", S32, 5, 5, {registered(comm), operation_handle("SUM")}, false};
+  on(ROAD_CALLBACK, false);
+  pair = registered(comm);
+  fake->fail("MPI_Allreduce", 1, 13);
+  SUCCEEDS(device_call(&o, source, target));
+  pthread_t thread;
+  pthread_create(&thread, NULL, sends_once, NULL);
+  pthread_join(thread, NULL);
+  CHECK_EQUAL(times_called("MPI_Send"), 1);
+  FAILS(device_call(&o, source, target), FFI_INTERNAL, "an operation before it has failed");
+  finish();
+}
+
+/* The end of the program while a daemon thread goes on. */
+static atomic_bool stop;
+static void *goes_on(void *unused) {
+  (void)unused;
+  static unsigned char data[80], out[80];
+  struct operands o = {"allreduce", F64, 10, 10, {pair, operation_handle("SUM")}, false};
+  while (!atomic_load(&stop)) {
+    ffi_error *error = device_call(&o, data, out);
+    if (error != NULL) error_free(error);
+  }
+  return NULL;
+}
+
+static void the_end_while_a_thread_goes_on(void) {
+  pair = registered(world(0, 2));
+  on(ROAD_WAIT, false);
+  driver->slow = false;
+  atomic_store(&stop, false);
+  pthread_t threads[2];
+  for (int i = 0; i < 2; i++) pthread_create(&threads[i], NULL, goes_on, NULL);
+  for (int i = 0; i < 2000; i++) device_finish();
+  atomic_store(&stop, true);
+  for (int i = 0; i < 2; i++) pthread_join(threads[i], NULL);
+  driver->slow = true;
+  finish();
+}
+
+/* A user's reduction may be written in Python: it is called where the caller waits, and its error is the call's own. */
+static void reductions_of_users_are_waited_for(void) {
+  struct operands o = {"allreduce", S32, 5, 5, {registered(world(0, 2)), operation_handle("PROD")}, false};
+  on(ROAD_CALLBACK, false);
+  fake->fail("MPI_Allreduce", 1, 13);
+  FAILS(device_call(&o, source, target), FFI_INTERNAL, "MPI_Allreduce failed");
+  same_as_on_host(&o, NULL);
+  finish();
+}
+
 static const struct test tests[] = {
     TEST(results_are_those_of_the_host),
     TEST(pieces_are_joined),
@@ -410,6 +818,18 @@ static const struct test tests[] = {
     TEST(failures_of_the_driver_are_errors),
     TEST(threads_share_a_stream),
     TEST(pinned_memory_is_reused),
+    TEST(operands_are_waited_for),
+    TEST(each_piece_has_room),
+    TEST(nothing_is_under_way_after_an_error),
+    TEST(streams_share_no_memory),
+    TEST(other_threads_leave_nothing_to_the_stream),
+    TEST(threads_share_no_memory),
+    TEST(the_end_waits_for_calls),
+    TEST(the_end_waits_for_the_stream),
+    TEST(memory_grows_behind_what_uses_it),
+    TEST(errors_are_told_to_the_thread_that_left_them),
+    TEST(the_end_while_a_thread_goes_on),
+    TEST(reductions_of_users_are_waited_for),
 };
 
 int main(int argc, char **argv) {
@@ -423,6 +843,6 @@ int main(int argc, char **argv) {
   space = dlsym(library, "cuInit") != NULL ? &memory_cuda : &memory_rocm;
   if (memory_open(space) != NULL) return printf("%s\n", memory_open(space)), 1;
   xla_stream = driver->stream();
-  runtime.importer = pthread_self();
+  importer = true;
   return run_tests(argc, argv, tests, sizeof tests / sizeof *tests);
 }
