@@ -137,6 +137,18 @@ static void lane_free(struct lane *lane) {
   free(lane);
 }
 
+void device_drain(void) {
+  pthread_mutex_lock(&lanes_lock);
+  struct lane *lane = lanes; /* those behind it stay where they are */
+  pthread_mutex_unlock(&lanes_lock);
+  for (; lane != NULL; lane = lane->next) {
+    void *previous;
+    if (lane->memory->enter(lane->context, &previous) != 0) continue;
+    lane->memory->event_finish(lane->done);
+    lane->memory->leave(previous);
+  }
+}
+
 void device_finish(void) {
   pthread_mutex_lock(&lanes_lock);
   struct lane *lane = lanes;

@@ -25,6 +25,9 @@
 /* A call whose buffers lie in a device's memory. */
 ffi_error *device_run(struct call *call);
 
+/* Waits for what is under way. */
+void device_drain(void);
+
 /* Waits for what is under way and gives back all that was taken of the drivers. */
 void device_finish(void);
 

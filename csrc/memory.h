@@ -17,8 +17,8 @@ struct memory {
   const char *platform; /* XLA's name for it */
   bool host;            /* MPI and this process reach it as it is: all below is NULL */
 
-  /* Loads the driver's library. NULL, or why arrays of this space cannot be communicated, or the name of a function
-   * that the library lacks. Called once, by memory_open. */
+  /* Loads the driver's library. NULL, or why arrays of this space cannot be communicated. Called once, by memory_open.
+   */
   const char *(*load)(void);
   int (*count)(int *devices); /* that this process may use */
 
@@ -61,6 +61,9 @@ extern const struct memory memory_rocm; /* AMD, through HIP */
 extern const struct memory memory_sycl; /* Intel: not built, see the file */
 
 extern const struct memory *const memory_spaces[]; /* ends with NULL; the host is the first */
+
+/* For `load`: why a driver cannot be used that has no such function; NULL for NULL. */
+const char *memory_lacks(const char *function);
 
 /* Loads the driver of a space at the first call. NULL, or why its arrays cannot be communicated. One call at a time. */
 const char *memory_open(const struct memory *memory);

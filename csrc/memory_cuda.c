@@ -31,7 +31,7 @@ static const char *load(void) {
       {NULL, 0, false}};
   void *library = dlopen("libcuda.so.1", RTLD_LAZY);
   if (library == NULL) return "there is no libcuda.so.1: no NVIDIA driver is installed";
-  return symbols_load(library, symbols, &cuda);
+  return memory_lacks(symbols_load(library, symbols, &cuda));
 }
 
 static int checked(const char *name, CUresult code) {

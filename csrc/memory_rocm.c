@@ -42,7 +42,7 @@ static const char *load(void) {
     for (size_t i = 0; library == NULL && i < sizeof names / sizeof *names; i++)
       library = dlopen(names[i], modes[mode]);
   if (library == NULL) return "there is no libamdhip64.so: ROCm is not installed, or not where the loader looks";
-  return symbols_load(library, symbols, &hip);
+  return memory_lacks(symbols_load(library, symbols, &hip));
 }
 
 static int checked(const char *name, hipError_t code) {

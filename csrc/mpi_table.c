@@ -3,6 +3,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "device.h"
+
 struct mpi_table mpi;
 static int keyval; /* caches the struct communicator on the communicator itself */
 
@@ -13,9 +15,10 @@ static int do_not_copy(MPI_Comm comm, int key, void *extra, void *value, void *c
   return MPI_SUCCESS;
 }
 
-/* Called by MPI as the communicator is freed. */
+/* Called by MPI as the communicator is freed, after what has been left to streams of devices: it may use it. */
 static int mark_freed(MPI_Comm comm, int key, void *value, void *extra) {
   (void)comm, (void)key, (void)extra;
+  device_drain();
   atomic_store(&((struct communicator *)value)->freed, true);
   return MPI_SUCCESS;
 }

@@ -86,27 +86,25 @@ def test_road(environment, aware, inspects, expected):
     assert _devices._road(environment, aware, inspects)[0] == expected
 
 
-CHOICE = _devices.Choice({"CUDA": None, "ROCM": "no driver"}, False, "callback", "")
-AWARE = _devices.Choice({"CUDA": None}, True, "wait", "")
-NOTHING = _devices.Choice({"CUDA": "no driver"}, False, "callback", "")
-
-
 @pytest.mark.parametrize(
-    ("choice", "environment", "platforms", "expected"),
+    ("drivers", "aware", "environment", "platforms", "expected"),
     [
-        (CHOICE, {}, None, _devices.PIECE),
-        (CHOICE, {}, "cuda,cpu", _devices.PIECE),
-        (CHOICE, {}, "gpu", _devices.PIECE),
-        (CHOICE, {}, "cpu", 0),
-        (CHOICE, {}, "rocm", 0),
-        (AWARE, {}, None, 0),
-        (NOTHING, {}, None, 0),
-        (NOTHING, {"JAXMPI_DEVICE_PIECE": "8192"}, "cpu", 8192),
-        (CHOICE, {"JAXMPI_DEVICE_PIECE": "0"}, None, 0),
+        (["CUDA"], False, {}, None, _devices.PIECE),
+        (["CUDA"], False, {}, "cuda,cpu", _devices.PIECE),
+        (["CUDA"], False, {}, "gpu", _devices.PIECE),
+        (["CUDA"], False, {}, "cpu", 0),
+        (["CUDA"], False, {}, "rocm", 0),
+        (["CUDA"], True, {}, None, 0),
+        ([], False, {}, None, 0),
+        ([], False, {"JAXMPI_DEVICE_PIECE": " 8192 "}, "cpu", 8192),
+        (["CUDA"], False, {"JAXMPI_DEVICE_PIECE": "0"}, None, 0),
     ],
 )
-def test_piece(choice, environment, platforms, expected):
-    assert _devices.piece(choice, environment, platforms) == expected
+def test_piece(monkeypatch, drivers, aware, environment, platforms, expected):
+    found = {name: None if name in drivers else "no driver" for name in ("CUDA", "ROCM")}
+    monkeypatch.setattr(_devices._core, "drivers", lambda: found)
+    monkeypatch.setattr(_devices, "detected", lambda *args: (aware, ""))
+    assert _devices.choose(environment, platforms).piece == expected
 
 
 @pytest.mark.parametrize(
@@ -115,8 +113,7 @@ def test_piece(choice, environment, platforms, expected):
         ("JAXMPI_DEVICE_MPI", "maybe", lambda e: _devices._switch(e, [])),
         ("MPI4JAX_USE_CUDA_MPI", "2", lambda e: _devices._switch(e, [])),
         ("JAXMPI_DEVICE_ROAD", "short", lambda e: _devices._road(e, False, False)),
-        ("JAXMPI_DEVICE_PIECE", "100", lambda e: _devices.piece(CHOICE, e, None)),
-        ("JAXMPI_DEVICE_PIECE", "4 MiB", lambda e: _devices.piece(CHOICE, e, None)),
+        *(("JAXMPI_DEVICE_PIECE", value, lambda e: _devices._piece(e, 0)) for value in ("100", "4 MiB", "²", "9" * 30)),
     ],
 )
 def test_wrong_values(name, value, read):
@@ -228,14 +225,15 @@ def test_the_next_operation_says(tmp_path, kind):
 @on_device
 @pytest.mark.launches
 @pytest.mark.seconds(200)
-def test_the_end_says(tmp_path):
-    """Nothing comes after an operation that has failed: the launcher ends the job with the error."""
+@pytest.mark.parametrize("end", ["", "sys.exit(0)", "sys.exit(3)", "raise ValueError('it diverges')"])
+def test_the_end_says(tmp_path, end):
+    """No operation comes after one that has failed: the launcher ends the job with the error, however it ends."""
     if simulated.ROAD not in ("callback", "thread"):
         pytest.skip("its errors are the operation's own")
-    done = launch(2, program(tmp_path, TOO_LONG, "exchange()\n"), check=False)
+    done = launch(2, program(tmp_path, TOO_LONG, f"exchange()\nif rank == 1:\n    {end or 'pass'}\n"), check=False)
     assert done.returncode != 0
-    assert "an operation has failed" in done.stderr
-    assert "would be truncated" in done.stderr
+    assert done.stderr.count("would be truncated") == 1
+    assert ("it diverges" in done.stderr) == ("diverges" in end)
 
 
 @on_device
@@ -245,10 +243,11 @@ def test_the_end_says(tmp_path):
 def test_forced(tmp_path, value):
     """One warning in the job where device pointers are forced on a library that is not known to take them."""
     path = tmp_path / "forced.py"
-    path.write_text("import jaxmpi\nprint(f'aware {jaxmpi._native.DEVICES.aware};', flush=True)\n")
+    head = "import os\nos.environ['JAX_PLATFORMS'] = 'cuda,cpu'\n"
+    path.write_text(f"{head}import jaxmpi\nprint('aware', jaxmpi._native.DEVICES.aware, flush=True)\n")
     clean = {name: "" for name in ("LD_PRELOAD", "JAXMPI_DEVICE_ROAD") if name in os.environ}
     done = launch(2, path, JAXMPI_DEVICE_MPI=value, **clean)
-    assert done.stdout.count(f"aware {value == 'on'};") == 2
+    assert done.stdout.count(f"aware {value == 'on'}") == 2
     assert done.stderr.count("RuntimeWarning: jaxmpi: JAXMPI_DEVICE_MPI=on hands") == (value == "on")
     assert ("says no" in done.stderr) == (value == "on")
 

@@ -65,14 +65,14 @@ class _StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-def _take_a_device() -> None:
-    """Lets this rank take its device as the program first imports jax."""
+def _take_a_device(choose: bool) -> None:
+    """Lets this rank take its device as the program first imports jax: the user's choice, else its own to `choose`."""
     spec = importlib.util.spec_from_file_location("jaxmpi._local", os.path.join(os.path.dirname(__file__), "_local.py"))
     assert spec is not None
     assert spec.loader is not None
     local = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(local)
-    sys.meta_path.insert(0, local.AtImport())
+    sys.meta_path.insert(0, local.AtImport(choose))
 
 
 def _run_as_main(program: str) -> None:
@@ -99,21 +99,38 @@ def _run(arguments: list[str]) -> None:
         option, value, *arguments = arguments
         if option == "--as":
             sys.meta_path.insert(0, _StandIn(value))
-        elif value == "rank":
-            _take_a_device()
+        else:
+            _take_a_device(value == "rank")
     # What the program defines is in `__main__` and stays there, for pickling, threads and what runs at exit.
     sys.modules["__main__"] = types.ModuleType("__main__")
     vars(sys.modules["__main__"])["__builtins__"] = builtins
-    if arguments[0] == "-m":
-        sys.argv = arguments[1:]
-        sys.path[0] = os.getcwd()
-        _run_module(arguments[1])
-    else:
-        sys.argv = arguments
-        _run_as_main(arguments[0])
+    try:
+        if arguments[0] == "-m":
+            sys.argv = arguments[1:]
+            sys.path[0] = os.getcwd()
+            _run_module(arguments[1])
+        else:
+            sys.argv = arguments
+            _run_as_main(arguments[0])
+    except SystemExit as stop:
+        if not stop.code:
+            _finish()
+        raise
+    _finish()
+
+
+def _finish() -> None:
+    """Waits for what is still running: its errors belong to the program."""
     native = sys.modules.get("jaxmpi._native")
     if native is not None:
-        native.finish()  # an error of what is still running belongs to the program
+        native.finish()
+
+
+def _untold() -> str:
+    """The error of an operation that nobody has been told of: perhaps what a later one comes from."""
+    core = sys.modules.get("jaxmpi._core")
+    failure = core.take_failure() if core is not None else None
+    return f"jaxmpi.run: before that an operation had failed: {failure}\n" if failure else ""
 
 
 def main() -> None:
@@ -127,6 +144,7 @@ def main() -> None:
             raise
         if not isinstance(stop.code, int):
             print(stop.code, file=sys.stderr)
+        sys.stderr.write(_untold())
         _end(stop.code if isinstance(stop.code, int) else 1)
     except BaseException as error:
         mpi = sys.modules.get("mpi4py.MPI")
@@ -134,7 +152,7 @@ def main() -> None:
         text = f"jaxmpi.run: uncaught exception{rank}:\n{''.join(_formatted(error))}"
         if isinstance(error, ModuleNotFoundError) and error.name in ("mpi4jax", "jpi"):
             text += f"jaxmpi.run: with jaxmpi in its place: --as {error.name}, before the program\n"
-        sys.stderr.write(text)  # in one piece: the ranks share what they write to
+        sys.stderr.write(text + _untold())  # in one piece: the ranks share what they write to
         _end(1)
 
 

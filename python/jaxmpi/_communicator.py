@@ -1,6 +1,5 @@
 """Communicators as parameters of compiled programs, and the default one."""
 
-import os
 import threading
 import time
 import warnings
@@ -9,7 +8,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from jaxmpi import _core, _devices, _jax
+from jaxmpi import _core, _jax
 from jaxmpi._native import DEVICES, handle_of
 
 # How long an import waits for the other ranks' import. Later the first use of the default communicator waits.
@@ -73,7 +72,7 @@ class _Default:
     def __init__(self) -> None:
         self._comm, cloning = MPI.COMM_WORLD.Idup()
         # Here all ranks are known to be of this package, so they may agree on more than MPI's own rules: see _devices.
-        self._piece = np.array([_devices.piece(DEVICES, os.environ, _jax.platforms())], np.int64)
+        self._piece = np.array([DEVICES.piece], np.int64)
         agreeing = MPI.COMM_WORLD.Iallreduce(MPI.IN_PLACE, self._piece, MPI.MAX)
         self._requests = [cloning, agreeing]
         self._resolved: Communicator | None = None

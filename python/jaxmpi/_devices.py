@@ -35,6 +35,8 @@ class Choice:
     """Otherwise, and for what MPI cannot do there: callback, thread or wait, as in csrc/core.h."""
     because: str
     """What was detected, and what has decided."""
+    piece: int = 0
+    """How large this rank wishes pieces to be, in bytes; 0 where it has no use for them."""
 
     @property
     def platforms(self) -> list[str]:
@@ -55,13 +57,13 @@ def detected(platform: str, version: str, environment: Mapping[str, str]) -> tup
     if version.startswith("Intel(R) MPI"):
         value = environment.get("I_MPI_OFFLOAD", "0")
         return platform == "SYCL" and value not in ("", "0"), f"I_MPI_OFFLOAD is {value}"
-    function = f"MPIX_Query_{name}_support"
-    if (answer := _core.ask_mpi(function)) is not None:
-        return answer, f"{function} says {'yes' if answer else 'no'}"
     if (answer := _core.ask_mpi("MPIX_GPU_query_support", _MPICH_KINDS[platform])) is not None:
         if answer and environment.get("MPIR_CVAR_ENABLE_GPU", "1") == "0":
             return False, "MPIR_CVAR_ENABLE_GPU is 0"
         return answer, f"MPIX_GPU_query_support says {'yes' if answer else 'no'} to {name}"
+    function = f"MPIX_Query_{name}_support"
+    if (answer := _core.ask_mpi(function)) is not None:
+        return answer, f"{function} says {'yes' if answer else 'no'}"
     info = MPI.COMM_WORLD.Get_info()
     kinds = info.Get("mpi_memory_alloc_kinds") or ""
     info.Free()
@@ -105,8 +107,24 @@ def _road(environment: Mapping[str, str], aware: bool, inspects: bool) -> tuple[
     return "callback", "the MPI library does not call the driver"
 
 
-def choose(environment: Mapping[str, str]) -> Choice:
-    """Loads the drivers that are there and decides.
+def _used(platforms: list[str], jax_platforms: str | None) -> bool:
+    """Whether JAX may use one of these platforms."""
+    allowed = (jax_platforms or "gpu").split(",")
+    return any(name in allowed for platform in platforms for name in (PLATFORMS[platform], "gpu"))
+
+
+def _piece(environment: Mapping[str, str], default: int) -> int:
+    given = environment.get("JAXMPI_DEVICE_PIECE", "").strip()
+    if not given:
+        return default
+    size = int(given) if given.isascii() and given.isdigit() and len(given) < 16 else -1
+    if size != 0 and size < 4096:
+        raise ValueError(f"jaxmpi: JAXMPI_DEVICE_PIECE is '{given}': set it to at least 4096 (bytes), or to 0")
+    return size
+
+
+def choose(environment: Mapping[str, str], jax_platforms: str | None) -> Choice:
+    """Loads the drivers that are there and decides. `jax_platforms` are those that JAX may use, all if it is None.
 
     Raises ValueError for a variable with a value that means nothing; warns, once in the job, where device pointers are
     forced on an MPI library that is not known to take them.
@@ -122,31 +140,19 @@ def choose(environment: Mapping[str, str]) -> Choice:
     said = "; ".join(text for _, text in found.values())
     aware = able if forced is None else forced and bool(platforms)
     road, why = _road(environment, aware, inspects or any(answer for answer, _ in found.values()))
-    if aware and not able and MPI.COMM_WORLD.rank == 0:
+    used = _used(platforms, jax_platforms)
+    if aware and not able and used and MPI.COMM_WORLD.rank == 0:
         warnings.warn(
             f"jaxmpi: {variable} hands the memory of devices to an MPI library that is not known to reach it ({said}): "
             "the program will crash if it does not. Leave the variable out to have the arrays copied.",
             RuntimeWarning,
             stacklevel=2,
         )
+    size = _piece(environment, PIECE if used and not aware else 0)
     if not platforms:
-        return Choice(drivers, False, road, "no driver")
+        return Choice(drivers, False, road, "no driver", size)
     because = f"{said}{f', but {variable}' if forced is not None and forced != able else ''}; {why}"
-    return Choice(drivers, aware, road, because)
-
-
-def piece(choice: Choice, environment: Mapping[str, str], jax_platforms: str | None) -> int:
-    """How large this rank wishes the pieces to be; 0 where it has no use for pieces."""
-    given = environment.get("JAXMPI_DEVICE_PIECE", "")
-    if given:
-        if not given.isdigit() or 0 < int(given) < 4096:
-            raise ValueError(
-                f"jaxmpi: JAXMPI_DEVICE_PIECE is '{given}': set it to a number of bytes, 4096 at least, or 0"
-            )
-        return int(given)
-    allowed = (jax_platforms or "cuda,rocm").split(",")
-    used = any(name in allowed for platform in choice.platforms for name in (PLATFORMS[platform], "gpu"))
-    return PIECE if used and not choice.aware else 0
+    return Choice(drivers, aware, road, because, size)
 
 
 def count(platform: str) -> int:

@@ -122,9 +122,9 @@ def device_counts() -> dict[str, int]:
         return {}
 
 
-def take(config) -> None:
+def take(config, may_choose: bool = True) -> None:
     """Makes the choice, and hands it to JAX's `config`: JAX does not read these variables itself."""
-    if local_rank(os.environ) is not None and undecided(os.environ):
+    if may_choose and local_rank(os.environ) is not None and undecided(os.environ):
         os.environ.update(choose(device_counts(), os.environ))
     for platform in PLATFORMS:
         if value := os.environ.get(f"JAX_{platform}_VISIBLE_DEVICES"):
@@ -137,6 +137,9 @@ class AtImport(importlib.abc.MetaPathFinder):
     So what the program has put into the environment before counts, as does what it sets in `jax.config` after.
     """
 
+    def __init__(self, choose: bool = True):
+        self.choose = choose
+
     def find_spec(self, fullname, path=None, target=None):
         if fullname != "jax":
             return None
@@ -148,7 +151,7 @@ class AtImport(importlib.abc.MetaPathFinder):
 
             def execute_and_take(module):
                 execute(module)
-                take(module.config)
+                take(module.config, self.choose)
 
             spec.loader.exec_module = execute_and_take
         return spec

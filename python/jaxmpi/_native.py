@@ -62,7 +62,7 @@ def _check_state() -> None:
 def _load() -> tuple[Library, dict[str, Datatype], _devices.Choice]:
     _check_state()
     library = Library(*_core.load(MPI.__file__))
-    devices = _devices.choose(os.environ)
+    devices = _devices.choose(os.environ, _jax.platforms())
     _core.set_devices(devices.aware, devices.road)
     of_self = _core.communicator(handle_of(MPI.COMM_SELF))
     assert of_self is not None

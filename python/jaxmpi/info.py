@@ -100,8 +100,9 @@ def main() -> int:
         for name, value in facts():
             print(f"{name:16} {value}", flush=True)
         found = list(problems())
-    except (ImportError, RuntimeError) as error:
-        found = [str(error)]
+    except Exception as error:  # whatever keeps the package from loading, or JAX from opening its backend
+        known = isinstance(error, (ImportError, RuntimeError, ValueError))
+        found = [str(error) if known else f"{type(error).__name__}: {error}"]
     for problem in found:
         print(f"{'problem':16} {problem}")
     if not found:
