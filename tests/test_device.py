@@ -104,7 +104,9 @@ def test_piece(monkeypatch, drivers, aware, environment, platforms, expected):
     found = {name: None if name in drivers else "no driver" for name in ("CUDA", "ROCM")}
     monkeypatch.setattr(_devices._core, "drivers", lambda: found)
     monkeypatch.setattr(_devices, "detected", lambda *args: (aware, ""))
-    assert _devices.choose(environment, platforms).piece == expected
+    choice = _devices.choose(environment, platforms)
+    assert choice.piece == expected
+    assert choice.everywhere == bool(environment)
 
 
 @pytest.mark.parametrize(
@@ -126,20 +128,24 @@ def test_wrong_values(name, value, read):
 
 @on_device
 @pytest.mark.parametrize("count", [0, 1, 511, 512, 513, 1024, 5000])
-def test_pieces(count, rank, size):
-    """On the default communicator large arrays go in pieces, more of them than can be under way at one time."""
+@pytest.mark.parametrize("own", [False, True], ids=["default", "own"])
+def test_pieces(count, own, rank, size):
+    """Large arrays go in pieces, more of them than can be under way at one time: their size is named here."""
+    comm = MPI.COMM_WORLD if own else None
     xs = [np.random.default_rng([count, r]).integers(0, 9, count).astype(np.float64) for r in range(size)]
     x, y = jnp.asarray(xs[rank]), np.zeros(count)
     for root in range(size):
-        np.testing.assert_array_equal(notoken.bcast(x, root), xs[root])
+        np.testing.assert_array_equal(notoken.bcast(x, root, comm=comm), xs[root])
         expected = sum(xs) if rank == root else xs[rank]
-        np.testing.assert_array_equal(notoken.reduce(x, MPI.SUM, root), expected)
+        np.testing.assert_array_equal(notoken.reduce(x, MPI.SUM, root, comm=comm), expected)
     y = sum(xs)
-    np.testing.assert_array_equal(notoken.allreduce(x, MPI.SUM), y)
-    np.testing.assert_array_equal(notoken.scan(x, MPI.SUM), sum(xs[: rank + 1]))
+    np.testing.assert_array_equal(notoken.allreduce(x, MPI.SUM, comm=comm), y)
+    np.testing.assert_array_equal(notoken.scan(x, MPI.SUM, comm=comm), sum(xs[: rank + 1]))
     halves = [z.astype(jnp.bfloat16) for z in xs]
-    np.testing.assert_array_equal(notoken.allreduce(jnp.asarray(halves[rank]), MPI.MAX), np.max(halves, axis=0))
-    loop = jax.jit(lambda v: jax.lax.fori_loop(0, 3, lambda i, w: notoken.allreduce(w, MPI.SUM) / size, v))
+    np.testing.assert_array_equal(
+        notoken.allreduce(jnp.asarray(halves[rank]), MPI.MAX, comm=comm), np.max(halves, axis=0)
+    )
+    loop = jax.jit(lambda v: jax.lax.fori_loop(0, 3, lambda i, w: notoken.allreduce(w, MPI.SUM, comm=comm) / size, v))
     np.testing.assert_allclose(loop(x), y / size, rtol=1e-12)
 
 

@@ -58,7 +58,11 @@ def resolve(comm: Any, operation: str) -> Communicator:
         raise ValueError(
             f"{operation}: comm is an inter-communicator, which is not supported. Merge it first: comm.Merge()."
         )
-    return _known.get(found[0]) or _known.setdefault(found[0], Communicator(*found))
+    known = _known.get(found[0])
+    if known is None:
+        _core.set_piece(found[0], _default.piece(ours=False))
+        known = _known.setdefault(found[0], Communicator(*found))
+    return known
 
 
 class _Default:
@@ -71,9 +75,10 @@ class _Default:
 
     def __init__(self) -> None:
         self._comm, cloning = MPI.COMM_WORLD.Idup()
-        # Here all ranks are known to be of this package, so they may agree on more than MPI's own rules: see _devices.
-        self._piece = np.array([DEVICES.piece], np.int64)
-        agreeing = MPI.COMM_WORLD.Iallreduce(MPI.IN_PLACE, self._piece, MPI.MAX)
+        # The size of a piece, and whether it is that of all communicators or of this one alone, on which all ranks are
+        # known to be of this package: see _devices.
+        self._pieces = np.array([DEVICES.piece, DEVICES.everywhere], np.int64)
+        agreeing = MPI.COMM_WORLD.Iallreduce(MPI.IN_PLACE, self._pieces, MPI.MAX)
         self._requests = [cloning, agreeing]
         self._resolved: Communicator | None = None
         self._lock = threading.Lock()
@@ -92,9 +97,22 @@ class _Default:
     def get(self) -> Communicator:
         if self._resolved is None:
             resolved = resolve(self.mpi(), "the default communicator")
-            _core.set_piece(resolved.number, int(self._piece[0]))
+            _core.set_piece(resolved.number, self.piece(ours=True))
             self._resolved = resolved
         return self._resolved
+
+    def piece(self, ours: bool) -> int:
+        """The agreed size of a piece on our communicator or on another one.
+
+        Waits for the agreement where it may matter: not for other communicators of ranks that have named no size,
+        whose peers may never import the package.
+        """
+        with self._lock:
+            if ours or DEVICES.everywhere:
+                MPI.Request.Waitall(self._requests)
+            elif not MPI.Request.Testall(self._requests):
+                return 0
+        return int(self._pieces[0]) if ours or self._pieces[1] else 0
 
     def mpi(self) -> MPI.Comm:
         with self._lock:

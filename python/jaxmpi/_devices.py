@@ -37,6 +37,8 @@ class Choice:
     """What was detected, and what has decided."""
     piece: int = 0
     """How large this rank wishes pieces to be, in bytes; 0 where it has no use for them."""
+    everywhere: bool = False
+    """It wishes them on all communicators: the user has named their size."""
 
     @property
     def platforms(self) -> list[str]:
@@ -113,14 +115,15 @@ def _used(platforms: list[str], jax_platforms: str | None) -> bool:
     return any(name in allowed for platform in platforms for name in (PLATFORMS[platform], "gpu"))
 
 
-def _piece(environment: Mapping[str, str], default: int) -> int:
+def _piece(environment: Mapping[str, str], default: int) -> tuple[int, bool]:
+    """Size of a piece, and whether the user has named it."""
     given = environment.get("JAXMPI_DEVICE_PIECE", "").strip()
     if not given:
-        return default
+        return default, False
     size = int(given) if given.isascii() and given.isdigit() and len(given) < 16 else -1
     if size != 0 and size < 4096:
         raise ValueError(f"jaxmpi: JAXMPI_DEVICE_PIECE is '{given}': set it to at least 4096 (bytes), or to 0")
-    return size
+    return size, True
 
 
 def choose(environment: Mapping[str, str], jax_platforms: str | None) -> Choice:
@@ -148,11 +151,11 @@ def choose(environment: Mapping[str, str], jax_platforms: str | None) -> Choice:
             RuntimeWarning,
             stacklevel=2,
         )
-    size = _piece(environment, PIECE if used and not aware else 0)
+    pieces = _piece(environment, PIECE if used and not aware else 0)
     if not platforms:
-        return Choice(drivers, False, road, "no driver", size)
+        return Choice(drivers, False, road, "no driver", *pieces)
     because = f"{said}{f', but {variable}' if forced is not None and forced != able else ''}; {why}"
-    return Choice(drivers, aware, road, because, size)
+    return Choice(drivers, aware, road, because, *pieces)
 
 
 def count(platform: str) -> int:
