@@ -87,33 +87,68 @@ ffi_error *call_body(struct call *call) {
   return error;
 }
 
-int64_t call_piece(const struct call *call, int64_t *total) {
-  const struct side *side = call->in.count > call->out.count ? &call->in : &call->out;
-  int64_t limit = call->operation->division == PIECES ? call->comm->piece : 0;
-  *total = side->count;
-  return limit == 0 || side->type == NULL ? side->count : limit / (int64_t)side->type->bytes;
+struct division_of call_division(const struct call *call) {
+  enum division how = call->operation->division;
+  int size = call->comm->size;
+  struct division_of d = {.in_rows = how == SCATTERS || how == EXCHANGES ? size : 1,
+                          .out_rows = how == GATHERS || how == EXCHANGES ? size : 1};
+  int64_t in = call->in.count / d.in_rows, out = call->out.count / d.out_rows, limit = call->comm->piece;
+  const struct datatype *type = call->in.type != NULL ? call->in.type : call->out.type;
+  d.columns = d.piece = in > out ? in : out;
+  if (limit == 0 || how == WHOLE || how == LOCAL || type == NULL) return d;
+  if (how != PIECES) { /* as large a piece for all ranks together, but no message between two of them too short */
+    int64_t least = limit < LEAST_COLUMN ? limit : LEAST_COLUMN;
+    limit = limit / size > least ? limit / size : least;
+  }
+  d.piece = limit / (int64_t)type->bytes;
+  return d;
 }
 
-void call_cut(struct call *call, int64_t first, int64_t count) {
+void call_cut(struct call *call, const struct division_of *division, int64_t first) {
+  int64_t rest = division->columns - first, count = rest < division->piece ? rest : division->piece;
   struct side *sides[2] = {&call->in, &call->out};
   for (int i = 0; i < 2; i++) {
     if (sides[i]->count == 0) continue;
     sides[i]->data = side_at(sides[i], first);
-    sides[i]->count = count;
+    sides[i]->count = count * (i == 0 ? division->in_rows : division->out_rows);
   }
 }
 
-ffi_error *call_pieces(struct call *call) {
-  int64_t total, piece = call_piece(call, &total);
-  ffi_error *error = NULL;
-  struct call part;
-  if (total <= piece) return call_body(call);
-  for (int64_t first = 0; first < total && error == NULL; first += piece) {
-    part = *call;
-    call_cut(&part, first, total - first < piece ? total - first : piece);
-    error = call_body(&part);
-  }
+/* Rows of `width` bytes from one matrix to another, whose rows lie so many bytes apart. */
+static void copy_rows(char *to, size_t to_pitch, const char *from, size_t from_pitch, size_t width, int rows) {
+  for (int i = 0; i < rows; i++) memcpy(to + (size_t)i * to_pitch, from + (size_t)i * from_pitch, width);
+}
+
+/* One piece of a call on host memory. Several rows go through `scratch`, as MPI wants them without gaps. */
+static ffi_error *piece_run(const struct call *call, const struct division_of *division, int64_t first, char *scratch) {
+  struct call part = *call;
+  call_cut(&part, division, first);
+  bool gather = division->in_rows > 1 && part.in.count > 0, scatter = division->out_rows > 1 && part.out.count > 0;
+  size_t bytes = (part.in.type != NULL ? part.in.type : part.out.type)->bytes,
+         pitch = (size_t)division->columns * bytes;
+  size_t in_width = (size_t)(part.in.count / division->in_rows) * bytes;
+  size_t out_width = (size_t)(part.out.count / division->out_rows) * bytes;
+  char *in = part.in.data, *out = part.out.data;
+  if (gather) copy_rows(part.in.data = scratch, in_width, in, pitch, in_width, division->in_rows);
+  if (scatter) part.out.data = scratch + (gather ? in_width * (size_t)division->in_rows : 0);
+  ffi_error *error = call_body(&part);
+  if (scatter && error == NULL) copy_rows(out, pitch, part.out.data, out_width, out_width, division->out_rows);
   return error; /* cppcheck-suppress returnDanglingLifetime ; no error points to the call */
+}
+
+ffi_error *call_pieces(struct call *call) {
+  if (call->comm->piece == 0) return call_body(call);
+  struct division_of division = call_division(call);
+  if (division.columns <= division.piece) return call_body(call);
+  const struct datatype *type = call->in.type != NULL ? call->in.type : call->out.type;
+  int rows = (division.in_rows > 1 ? division.in_rows : 0) + (division.out_rows > 1 ? division.out_rows : 0);
+  char *scratch = rows > 0 ? malloc((size_t)rows * (size_t)division.piece * type->bytes) : NULL;
+  if (rows > 0 && scratch == NULL) return call_fail(call, FFI_INTERNAL, "no memory for a piece");
+  ffi_error *error = NULL;
+  for (int64_t first = 0; first < division.columns && error == NULL; first += division.piece)
+    error = piece_run(call, &division, first, scratch);
+  free(scratch);
+  return error;
 }
 
 ffi_error *call_zero(const struct call *call, void *data, size_t bytes) {

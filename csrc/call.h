@@ -10,9 +10,15 @@
 ffi_error *call_body(struct call *call);
 ffi_error *call_pieces(struct call *call);
 
-/* How many elements a piece of this call has, and how many there are in all; the call cut down to one piece. */
-int64_t call_piece(const struct call *call, int64_t *total);
-void call_cut(struct call *call, int64_t first, int64_t count);
+/* How a call is divided. A buffer is a matrix of one row, or of one for each rank; a piece is some of its columns. */
+struct division_of {
+  int64_t columns, piece; /* in all, and in a piece; one piece where there are not more */
+  int in_rows, out_rows;
+};
+struct division_of call_division(const struct call *call);
+
+/* The call cut down to a piece: `data` points to its first column, `count` has the elements of all rows. */
+void call_cut(struct call *call, const struct division_of *division, int64_t first);
 
 /* Zeros, and a copy from one buffer of the call to the other, in whatever memory they lie. */
 ffi_error *call_zero(const struct call *call, void *data, size_t bytes);

@@ -19,7 +19,7 @@
 #include "ffi.h"
 #include "memory.h"
 
-enum { DTYPE_CODES = 40, MAX_ATTRIBUTES = 6, MAX_REDUCTIONS = 32, LEAST_PIECE = 4096 };
+enum { DTYPE_CODES = 40, MAX_ATTRIBUTES = 6, MAX_REDUCTIONS = 32, LEAST_PIECE = 4096, LEAST_COLUMN = 1 << 14 };
 
 /* What compiled programs refer to, communicators and statuses, by number: a program may outlive its process (in a
  * cache of compiled code), and a number of another process is found to be unknown where an address would be used.
@@ -104,7 +104,7 @@ const struct datatype *datatype_find(int code);
 
 struct call;
 
-enum division { WHOLE, PIECES, LOCAL }; /* see ops.def */
+enum division { WHOLE, PIECES, GATHERS, SCATTERS, EXCHANGES, LOCAL }; /* see ops.def */
 
 /* A row of ops.def. `body` makes the MPI calls; it returns NULL or the error. */
 struct operation {

@@ -288,10 +288,10 @@ struct stage {
   const struct call *call;
   struct lane *lane;
   enum road road;
+  struct division_of division;
   bool divided;
-  int64_t total, piece; /* elements; of an operation in one piece the second may be anything */
-  size_t room;          /* bytes of a slot */
-  size_t out_offset;    /* of the result in it */
+  size_t room;       /* bytes of a slot */
+  size_t out_offset; /* of the result in it */
   void *down, *through, *up;
 };
 
@@ -304,16 +304,31 @@ static struct slot *slot_of(const struct stage *stage, int64_t number) { return 
 /* The call of one piece, on host memory; what lies on the device goes to `device`. */
 static struct call piece_of(const struct stage *stage, int64_t number, struct call *device) {
   *device = *stage->call;
-  if (stage->divided) {
-    int64_t first = number * stage->piece, rest = stage->total - first;
-    call_cut(device, first, rest < stage->piece ? rest : stage->piece);
-  }
+  if (stage->divided) call_cut(device, &stage->division, number * stage->division.piece);
   struct call part = *device;
   char *memory = stage->lane->staging + (stage->divided ? (size_t)(number % SLOTS) * stage->room : 0);
   part.memory = &memory_host;
   if (part.in.count > 0) part.in.data = memory;
   if (part.out.count > 0) part.out.data = memory + stage->out_offset;
   return part;
+}
+
+/* A side of one piece down to the host, or up to the device. */
+static int copy(const struct stage *stage, bool up, const struct side *host, const struct side *device, void *stream) {
+  const struct memory *memory = stage->call->memory;
+  size_t rows = 1, width = bytes_of(host), pitch = 0;
+  if (stage->divided) rows = (size_t)(up ? stage->division.out_rows : stage->division.in_rows);
+  if (rows > 1) width /= rows, pitch = (size_t)stage->division.columns * host->type->bytes;
+  bool each = pitch > MAX_PITCH;
+  int code = 0;
+  for (size_t i = 0; i < (each ? rows : 1) && code == 0; i++) {
+    char *on_host = (char *)host->data + i * width, *on_device = (char *)device->data + i * pitch;
+    if (up)
+      code = memory->copy_up(on_device, on_host, width, each ? 1 : rows, pitch, stream);
+    else
+      code = memory->copy_down(on_host, on_device, width, each ? 1 : rows, pitch, stream);
+  }
+  return code;
 }
 
 /* Later work of the stream `after` waits for what the stream `before` has been given so far. */
@@ -329,8 +344,7 @@ static ffi_error *fetch(const struct stage *stage, int64_t number) {
   struct call device, part = piece_of(stage, number, &device);
   struct slot *slot = slot_of(stage, number);
   if (number >= SLOTS) TRY(stage->call, memory->stream_wait(stage->down, slot->stored));
-  if (part.in.count > 0)
-    TRY(stage->call, memory->copy_down(part.in.data, device.in.data, bytes_of(&device.in), stage->down));
+  if (part.in.count > 0) TRY(stage->call, copy(stage, false, &part.in, &device.in, stage->down));
   TRY(stage->call, order(stage, stage->down, slot->fetched, stage->through));
   return NULL;
 }
@@ -350,20 +364,24 @@ static ffi_error *store(const struct stage *stage, int64_t number) {
   struct call device, part = piece_of(stage, number, &device);
   struct slot *slot = slot_of(stage, number);
   TRY(stage->call, order(stage, stage->through, slot->passed, stage->up));
-  if (part.out.count > 0)
-    TRY(stage->call, memory->copy_up(device.out.data, part.out.data, bytes_of(&device.out), stage->up));
+  if (part.out.count > 0) TRY(stage->call, copy(stage, true, &part.out, &device.out, stage->up));
   if (stage->divided) TRY(stage->call, memory->event_mark(slot->stored, stage->up));
   return NULL;
 }
 
 static ffi_error *prepare(struct stage *stage, struct lane *lane, const struct call *call) {
   *stage = (struct stage){.call = call, .lane = lane, .road = road_of(call)};
-  stage->piece = call_piece(call, &stage->total);
-  stage->divided = stage->total > stage->piece;
+  stage->division = call_division(call);
+  stage->divided = stage->division.columns > stage->division.piece;
   size_t in = bytes_of(&call->in), out = bytes_of(&call->out);
-  /* In an operation that goes by pieces operand and result are alike: MPI works in place. */
+  /* Where operand and result are alike MPI works in place. */
   bool one = call->operation->division == PIECES;
-  if (stage->divided) in = out = (size_t)stage->piece * (call->in.type != NULL ? call->in.type : call->out.type)->bytes;
+  if (stage->divided) {
+    struct call first = *call;
+    call_cut(&first, &stage->division, 0);
+    in = bytes_of(&first.in);
+    out = bytes_of(&first.out);
+  }
   if (!one && out > 0) stage->out_offset = (in + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
   stage->room = one ? (in > out ? in : out) : stage->out_offset + (out > 0 ? out : in);
   stage->down = stage->through = stage->up = call->stream;
@@ -380,7 +398,7 @@ static ffi_error *staged(const struct call *call, struct lane *lane) {
   struct stage stage;
   ffi_error *error = prepare(&stage, lane, call);
   if (error != NULL) return error;
-  int64_t pieces = stage.divided ? (stage.total + stage.piece - 1) / stage.piece : 1;
+  int64_t piece = stage.division.piece, pieces = stage.divided ? (stage.division.columns + piece - 1) / piece : 1;
   int code = order(&stage, call->stream, lane->done, stage.down);
   if (code != 0) return call_fail_driver(call, call->memory, code);
   error = fetch(&stage, 0);
@@ -400,9 +418,12 @@ static ffi_error *staged(const struct call *call, struct lane *lane) {
 
 /* --- the choice --- */
 
-/* Whether MPI can do it on the device's memory: not a reduction by a function that reads host memory, and not what
- * communicates nothing. */
+/* Whether MPI can do it on the device's memory: not a reduction by a function that reads host memory, not what
+ * communicates nothing, and not pieces of several rows, which have to be gathered. */
 static bool within_reach(const struct call *call) {
+  struct division_of division = call_division(call);
+  bool rows = division.in_rows > 1 || division.out_rows > 1;
+  if (rows && division.columns > division.piece) return false;
   return call->operation->division != LOCAL && reducer(call) == REDUCER_MPI;
 }
 

@@ -13,6 +13,8 @@
 #include <stdbool.h>
 #include <stddef.h>
 
+enum { MAX_PITCH = 0x7fffffff };
+
 struct memory {
   const char *platform; /* XLA's name for it */
   bool host;            /* MPI and this process reach it as it is: all below is NULL */
@@ -29,9 +31,10 @@ struct memory {
   int (*pin)(void **host, size_t bytes); /* host memory that is copied from and to without a detour */
   int (*unpin)(void *host);
 
-  /* Given to the stream, done later. `host` is pinned. */
-  int (*copy_down)(void *host, const void *device, size_t bytes, void *stream);
-  int (*copy_up)(void *device, const void *host, size_t bytes, void *stream);
+  /* Given to the stream, done later. `host` is pinned; `rows` rows of `width` bytes lie there one behind the other, and
+   * `pitch` bytes apart on the device, MAX_PITCH at most. */
+  int (*copy_down)(void *host, const void *device, size_t width, size_t rows, size_t pitch, void *stream);
+  int (*copy_up)(void *device, const void *host, size_t width, size_t rows, size_t pitch, void *stream);
   int (*copy)(void *to, const void *from, size_t bytes, void *stream);
   int (*zero)(void *device, size_t bytes, void *stream);
   int (*call)(void *stream, void (*function)(void *), void *data); /* `function` may not call the driver */

@@ -6,13 +6,7 @@
 #include <stdint.h>
 
 #include "core.h"
-
-typedef int CUresult;
-typedef unsigned long long CUdeviceptr;
-typedef struct CUctx_st *CUcontext;
-typedef struct CUevent_st *CUevent;
-typedef struct CUstream_st *CUstream;
-typedef void (*CUhostFn)(void *);
+#include "cuda_types.h"
 
 /* A stream that does not wait for the default one, an event without a clock, memory that is pinned for each context. */
 enum { STREAM_NON_BLOCKING = 1, EVENT_DISABLE_TIMING = 2, MEMHOSTALLOC_PORTABLE = 1 };
@@ -63,12 +57,30 @@ static int pin(void **host, size_t bytes) { return CALL(cuMemHostAlloc, host, by
 
 static int unpin(void *host) { return CALL(cuMemFreeHost, host); }
 
-static int copy_down(void *host, const void *device, size_t bytes, void *stream) {
-  return CALL(cuMemcpyDtoHAsync, host, ADDRESS(device), bytes, stream);
+static int copy_down(void *host, const void *device, size_t width, size_t rows, size_t pitch, void *stream) {
+  if (rows == 1) return CALL(cuMemcpyDtoHAsync, host, ADDRESS(device), width, stream);
+  CUDA_MEMCPY2D copy = {.src_type = MEMORY_DEVICE,
+                        .src_device = ADDRESS(device),
+                        .src_pitch = pitch,
+                        .dst_type = MEMORY_HOST,
+                        .dst_host = host,
+                        .dst_pitch = width,
+                        .width = width,
+                        .height = rows};
+  return CALL(cuMemcpy2DAsync, &copy, stream);
 }
 
-static int copy_up(void *device, const void *host, size_t bytes, void *stream) {
-  return CALL(cuMemcpyHtoDAsync, ADDRESS(device), host, bytes, stream);
+static int copy_up(void *device, const void *host, size_t width, size_t rows, size_t pitch, void *stream) {
+  if (rows == 1) return CALL(cuMemcpyHtoDAsync, ADDRESS(device), host, width, stream);
+  CUDA_MEMCPY2D copy = {.src_type = MEMORY_HOST,
+                        .src_host = host,
+                        .src_pitch = width,
+                        .dst_type = MEMORY_DEVICE,
+                        .dst_device = ADDRESS(device),
+                        .dst_pitch = pitch,
+                        .width = width,
+                        .height = rows};
+  return CALL(cuMemcpy2DAsync, &copy, stream);
 }
 
 static int copy(void *to, const void *from, size_t bytes, void *stream) {

@@ -138,9 +138,17 @@ def test_pieces(count, own, rank, size):
         np.testing.assert_array_equal(notoken.bcast(x, root, comm=comm), xs[root])
         expected = sum(xs) if rank == root else xs[rank]
         np.testing.assert_array_equal(notoken.reduce(x, MPI.SUM, root, comm=comm), expected)
+        gathered = np.stack(xs) if rank == root else xs[rank]
+        np.testing.assert_array_equal(notoken.gather(x, root, comm=comm), gathered)
+        parts = np.arange(size * count).reshape(size, count) + root
+        part = notoken.scatter(jnp.asarray(parts if rank == root else parts[0]), root, comm=comm)
+        np.testing.assert_array_equal(part, parts[rank])
     y = sum(xs)
     np.testing.assert_array_equal(notoken.allreduce(x, MPI.SUM, comm=comm), y)
     np.testing.assert_array_equal(notoken.scan(x, MPI.SUM, comm=comm), sum(xs[: rank + 1]))
+    np.testing.assert_array_equal(notoken.allgather(x, comm=comm), np.stack(xs))
+    sent = jnp.stack([x * (r + 1) for r in range(size)])
+    np.testing.assert_array_equal(notoken.alltoall(sent, comm=comm), np.stack(xs) * (rank + 1))
     halves = [z.astype(jnp.bfloat16) for z in xs]
     np.testing.assert_array_equal(
         notoken.allreduce(jnp.asarray(halves[rank]), MPI.MAX, comm=comm), np.max(halves, axis=0)

@@ -2,9 +2,28 @@
  *
  * DRIVER_HEADER names the header; DRIVER_HIP is defined for HIP's.
  */
-#include DRIVER_HEADER
-
 #include <stdbool.h>
+#include <stddef.h>
+
+#ifndef DRIVER_HIP /* ours, under other names */
+#define CUresult      OUR_result
+#define CUdeviceptr   OUR_deviceptr
+#define CUcontext     OUR_context
+#define CUevent       OUR_event
+#define CUstream      OUR_stream
+#define CUhostFn      OUR_function
+#define CUDA_MEMCPY2D OUR_MEMCPY2D
+#include "cuda_types.h"
+#undef CUresult
+#undef CUdeviceptr
+#undef CUcontext
+#undef CUevent
+#undef CUstream
+#undef CUhostFn
+#undef CUDA_MEMCPY2D
+#endif
+
+#include DRIVER_HEADER
 
 #include "memory.h"
 
@@ -25,7 +44,21 @@ _Static_assert(hipStreamNonBlocking == 1 && hipEventDisableTiming == 2 && hipHos
 #include "cuda.def"
 
 _Static_assert(CUDA_SUCCESS == 0 && sizeof(CUresult) == sizeof(int), "CUresult");
-_Static_assert(sizeof(CUdeviceptr) == sizeof(unsigned long long), "CUdeviceptr");
+_Static_assert(sizeof(CUdeviceptr) == sizeof(OUR_deviceptr), "CUdeviceptr");
+#define SAME_PLACE(ours, theirs) \
+  _Static_assert(offsetof(OUR_MEMCPY2D, ours) == offsetof(CUDA_MEMCPY2D, theirs), #theirs)
+SAME_PLACE(src_type, srcMemoryType);
+SAME_PLACE(src_host, srcHost);
+SAME_PLACE(src_device, srcDevice);
+SAME_PLACE(src_pitch, srcPitch);
+SAME_PLACE(dst_type, dstMemoryType);
+SAME_PLACE(dst_host, dstHost);
+SAME_PLACE(dst_device, dstDevice);
+SAME_PLACE(dst_pitch, dstPitch);
+SAME_PLACE(width, WidthInBytes);
+SAME_PLACE(height, Height);
+_Static_assert(sizeof(OUR_MEMCPY2D) == sizeof(CUDA_MEMCPY2D), "CUDA_MEMCPY2D");
+_Static_assert(CU_MEMORYTYPE_HOST == (int)MEMORY_HOST && CU_MEMORYTYPE_DEVICE == (int)MEMORY_DEVICE, "CUmemorytype");
 _Static_assert(CU_STREAM_NON_BLOCKING == 1 && CU_EVENT_DISABLE_TIMING == 2, "flags");
 _Static_assert(CU_MEMHOSTALLOC_PORTABLE == 1, "flags");
 #endif

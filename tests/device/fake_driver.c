@@ -602,6 +602,17 @@ static int copy(enum kind kind, const void *to, const void *from, size_t bytes, 
   return give(stream, &operation);
 }
 
+/* Rows of `width` bytes that lie so many bytes apart: as many copies, one after the other. */
+static int copy_rows(enum kind kind, const void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width,
+                     size_t rows, void *stream) {
+  int code = 0;
+  if (to_pitch < width || from_pitch < width || to_pitch > INT32_MAX || from_pitch > INT32_MAX)
+    return violate(FAKE_INVALID_VALUE, "no pitch for rows of this width");
+  for (size_t i = 0; i < rows && code == 0; i++)
+    code = copy(kind, (const char *)to + i * to_pitch, (const char *)from + i * from_pitch, width, stream);
+  return code;
+}
+
 static int fill(const void *device, int value, size_t bytes, void *handle) {
   struct operation operation = {.kind = FILL, .value = value, .bytes = bytes};
   struct stream *stream = stream_of(handle);
@@ -784,6 +795,13 @@ static int hip_copy(void *to, const void *from, size_t bytes, int kind, void *st
   return copy(kinds[kind], to, from, bytes, stream);
 }
 
+static int hip_copy_rows(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t rows,
+                         int kind, void *stream) {
+  static const enum kind kinds[] = {[1] = COPY_UP, [2] = COPY_DOWN};
+  if (kind < 1 || kind > 2) return violate(FAKE_INVALID_VALUE, "no kind of copy of rows: %d", kind);
+  return copy_rows(kinds[kind], to, to_pitch, from, from_pitch, width, rows, stream);
+}
+
 static const char *hip_text(const char *name, int code, bool in_words) {
   const struct error *found = error_find(code);
   if (found == NULL) found = error_find(FAKE_UNKNOWN);
@@ -805,6 +823,10 @@ FUNCTION(hipHostMalloc, , (void **host, size_t bytes, unsigned flags), IN_CONTEX
 FUNCTION(hipHostFree, , (void *host), IN_CONTEXT, unpin(host))
 FUNCTION(hipMemcpyAsync, , (void *to, const void *from, size_t bytes, int kind, void *stream), IN_CONTEXT,
          hip_copy(to, from, bytes, kind, stream))
+FUNCTION(hipMemcpy2DAsync, ,
+         (void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t rows, int kind,
+          void *stream),
+         IN_CONTEXT, hip_copy_rows(to, to_pitch, from, from_pitch, width, rows, kind, stream))
 FUNCTION(hipMemsetAsync, , (void *device, int value, size_t bytes, void *stream), IN_CONTEXT,
          fill(device, value, bytes, stream))
 
@@ -867,6 +889,33 @@ static int cuda_text(int code, const char **found, bool in_words) {
   return error == NULL ? FAKE_INVALID_VALUE : 0;
 }
 
+/* Between host and device only. */
+struct cuda_rows {
+  size_t from_x, from_y;
+  int from_kind;
+  const void *from_host;
+  address from_device;
+  void *from_array;
+  size_t from_pitch;
+  size_t to_x, to_y;
+  int to_kind;
+  void *to_host;
+  address to_device;
+  void *to_array;
+  size_t to_pitch;
+  size_t width, rows;
+};
+
+static int cuda_copy_rows(const struct cuda_rows *r, void *stream) {
+  enum { ON_HOST = 1, ON_DEVICE = 2 };
+  bool down = r->from_kind == ON_DEVICE && r->to_kind == ON_HOST,
+       up = r->from_kind == ON_HOST && r->to_kind == ON_DEVICE;
+  if ((!down && !up) || r->from_x + r->from_y + r->to_x + r->to_y != 0)
+    return violate(FAKE_INVALID_VALUE, "no copy of rows between host and device");
+  return copy_rows(down ? COPY_DOWN : COPY_UP, down ? r->to_host : POINTER(r->to_device), r->to_pitch,
+                   down ? POINTER(r->from_device) : r->from_host, r->from_pitch, r->width, r->rows, stream);
+}
+
 /* As MPI libraries ask: only the kind of memory. */
 static int cuda_attribute(unsigned *value, int attribute, const void *pointer) {
   enum { MEMORY_TYPE = 2, ON_DEVICE = 2 };
@@ -890,6 +939,7 @@ FUNCTION(cuMemcpyDtoHAsync, _v2, (void *to, address from, size_t bytes, void *st
          copy(COPY_DOWN, to, POINTER(from), bytes, stream))
 FUNCTION(cuMemcpyHtoDAsync, _v2, (address to, const void *from, size_t bytes, void *stream), IN_CONTEXT,
          copy(COPY_UP, POINTER(to), from, bytes, stream))
+FUNCTION(cuMemcpy2DAsync, _v2, (const struct cuda_rows *rows, void *stream), IN_CONTEXT, cuda_copy_rows(rows, stream))
 FUNCTION(cuMemcpyDtoDAsync, _v2, (address to, address from, size_t bytes, void *stream), IN_CONTEXT,
          copy(COPY_ACROSS, POINTER(to), POINTER(from), bytes, stream))
 FUNCTION(cuMemsetD8Async, , (address device, unsigned char value, size_t bytes, void *stream), IN_CONTEXT,
