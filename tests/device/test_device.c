@@ -348,12 +348,9 @@ static void failures_of_the_driver_are_errors(void) {
   struct communicator *comm = world(0, 2);
   int64_t c = registered(comm), sum = operation_handle("SUM");
   const struct operands cases[] = {
-      {"allreduce", F64, 10, 10, {c, sum}, false},
-      {"allreduce", F64, ROOM / 8, ROOM / 8, {c, sum}, true},
-      {"allgather", F64, 10, 20, {c}, false},
-      {"alltoall", F64, 4000, 4000, {c}, false},
-      {"bcast", F64, 10, 10, {c, 0}, false},
-      {"recv", F64, -1, 10, {c, fake->proc_null, 0, 3}, false},
+      {"allreduce", F64, 10, 10, {c, sum}, false}, {"allreduce", F64, ROOM / 8, ROOM / 8, {c, sum}, true},
+      {"allgather", F64, 10, 20, {c}, false},      {"alltoall", F64, 4000, 4000, {c}, false},
+      {"bcast", F64, 10, 10, {c, 0}, false},       {"recv", F64, -1, 10, {c, fake->proc_null, 0, 3}, false},
   };
   bool slow = driver->slow;
   driver->slow = false;
