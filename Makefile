@@ -70,18 +70,21 @@ $(BUILD)/.ready: $(READY)
 test-c: $(BUILD)/.ready ## the C tests, against a fake MPI library and the real headers
 	$(HEADERS) $(MESON) test -C $(BUILD) --print-errorlogs --suite c
 
-# The roads on which arrays of devices reach MPI: all suites that communicate on the two that differ most.
-DEVICE_TESTS := $(patsubst %,tests/test_%.py,device operations errors dtypes order jit transformations large)
+# The two roads on which arrays of devices reach MPI that differ most, and, shorter, the other two.
+ON_DEVICE = $(patsubst %,tests/test_%.py,$(1))
+DEVICE_TESTS := $(call ON_DEVICE,device operations errors dtypes order jit transformations large)
+SHORT_DEVICE_TESTS := $(call ON_DEVICE,device operations errors dtypes order)
 FAKES = JAXMPI_FAKE_DRIVERS=$(abspath $(BUILD))/tests/device
 test-device: $(BUILD)/.ready ## the suites on a simulated device, copied for MPI and by an aware MPI, on 1, 2 and 4 ranks
 	$(MESON) compile -C $(BUILD) device
 	$(FAKES) $(BIN)/python -m pytest tests/test_run_devices.py
-	for road in callback aware; do for ranks in 1 2 4; do \
-	  start=$$([ $$ranks = 1 ] || echo -m jaxmpi.run -n $$ranks); \
-	  $(FAKES) JAXMPI_TEST_DEVICE=$$road timeout $(LIMIT) $(BIN)/python $$start -m pytest --color=no $(DEVICE_TESTS) || exit; \
-	done; done
+	for road in callback aware; do \
+	  $(FAKES) JAXMPI_TEST_DEVICE=$$road timeout $(LIMIT) $(BIN)/python -m pytest --color=no $(SHORT_DEVICE_TESTS) || exit; \
+	  $(FAKES) JAXMPI_TEST_DEVICE=$$road $(RUN) -n 2 -m pytest --color=no $(DEVICE_TESTS) || exit; \
+	  $(FAKES) JAXMPI_TEST_DEVICE=$$road $(RUN) -n 4 -m pytest --color=no $(SHORT_DEVICE_TESTS) || exit; \
+	done
 	for road in thread wait; do \
-	  $(FAKES) JAXMPI_TEST_DEVICE=$$road $(RUN) -n 2 -m pytest --color=no tests/test_device.py tests/test_operations.py || exit; \
+	  $(FAKES) JAXMPI_TEST_DEVICE=$$road $(RUN) -n 2 -m pytest --color=no $(call ON_DEVICE,device operations) || exit; \
 	done
 
 # On a real device, which the ranks share; the operations that need a CPU stay there.
