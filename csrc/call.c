@@ -95,12 +95,13 @@ struct division_of call_division(const struct call *call) {
   int64_t in = call->in.count / d.in_rows, out = call->out.count / d.out_rows, limit = call->comm->piece;
   const struct datatype *type = call->in.type != NULL ? call->in.type : call->out.type;
   d.columns = d.piece = in > out ? in : out;
+  d.element = type != NULL ? type->bytes : 0;
   if (limit == 0 || how == WHOLE || how == LOCAL || type == NULL) return d;
   if (how != PIECES) { /* as large a piece for all ranks together, but no message between two of them too short */
     int64_t least = limit < LEAST_COLUMN ? limit : LEAST_COLUMN;
     limit = limit / size > least ? limit / size : least;
   }
-  d.piece = limit / (int64_t)type->bytes;
+  d.piece = limit / (int64_t)d.element;
   return d;
 }
 
@@ -124,10 +125,9 @@ static ffi_error *piece_run(const struct call *call, const struct division_of *d
   struct call part = *call;
   call_cut(&part, division, first);
   bool gather = division->in_rows > 1 && part.in.count > 0, scatter = division->out_rows > 1 && part.out.count > 0;
-  size_t bytes = (part.in.type != NULL ? part.in.type : part.out.type)->bytes,
-         pitch = (size_t)division->columns * bytes;
-  size_t in_width = (size_t)(part.in.count / division->in_rows) * bytes;
-  size_t out_width = (size_t)(part.out.count / division->out_rows) * bytes;
+  size_t pitch = (size_t)division->columns * division->element;
+  size_t in_width = (size_t)(part.in.count / division->in_rows) * division->element;
+  size_t out_width = (size_t)(part.out.count / division->out_rows) * division->element;
   char *in = part.in.data, *out = part.out.data;
   if (gather) copy_rows(part.in.data = scratch, in_width, in, pitch, in_width, division->in_rows);
   if (scatter) part.out.data = scratch + (gather ? in_width * (size_t)division->in_rows : 0);
@@ -140,9 +140,8 @@ ffi_error *call_pieces(struct call *call) {
   if (call->comm->piece == 0) return call_body(call);
   struct division_of division = call_division(call);
   if (division.columns <= division.piece) return call_body(call);
-  const struct datatype *type = call->in.type != NULL ? call->in.type : call->out.type;
   int rows = (division.in_rows > 1 ? division.in_rows : 0) + (division.out_rows > 1 ? division.out_rows : 0);
-  char *scratch = rows > 0 ? malloc((size_t)rows * (size_t)division.piece * type->bytes) : NULL;
+  char *scratch = rows > 0 ? malloc((size_t)rows * (size_t)division.piece * division.element) : NULL;
   if (rows > 0 && scratch == NULL) return call_fail(call, FFI_INTERNAL, "no memory for a piece");
   ffi_error *error = NULL;
   for (int64_t first = 0; first < division.columns && error == NULL; first += division.piece)

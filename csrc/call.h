@@ -14,6 +14,7 @@ ffi_error *call_pieces(struct call *call);
 struct division_of {
   int64_t columns, piece; /* in all, and in a piece; one piece where there are not more */
   int in_rows, out_rows;
+  size_t element; /* bytes; 0 where there are no buffers */
 };
 struct division_of call_division(const struct call *call);
 

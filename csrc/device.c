@@ -7,12 +7,9 @@
 
 enum { SLOTS = 4, ALIGNMENT = 256, LEAST = 1 << 16, OUTGROWN = 48 };
 
-/* The pieces that are under way: each has memory of its own, and marks for what has been done with it. */
-struct slot {
-  void *fetched; /* copied down */
-  void *passed;  /* through MPI */
-  void *stored;  /* copied up */
-};
+/* Where pieces go: streams of a lane, in this order. Each piece that is under way marks what has been done with it. */
+enum { DOWN, THROUGH, UP, STREAMS };
+enum { FETCHED, PASSED, STORED, MARKS };
 
 /* What the operations of one stream share, one after the other: pinned memory above all. Its order is that of the
  * stream, so that an operation may be given to the stream while an earlier one still uses the same memory. A thread
@@ -26,8 +23,7 @@ struct lane {
   void *done;    /* event: the end of what was given so far */
   char *staging;
   size_t capacity;
-  void *down, *through, *up; /* streams for pieces, once there have been some */
-  struct slot slots[SLOTS];
+  void *streams[STREAMS], *events[SLOTS][MARKS]; /* for pieces, once there have been some */
   /* Pinned memory that was too small. Giving it back makes a driver wait for all streams of the device, and some of
    * them may wait for MPI, so that is left to the end; all of it together is smaller than what has taken its place. */
   void *outgrown[OUTGROWN];
@@ -97,37 +93,31 @@ static int lane_reserve(struct lane *lane, size_t bytes) {
 /* Streams and marks for pieces. What a failure leaves half made is used by the next call and freed in the end. */
 static int lane_divide(struct lane *lane) {
   const struct memory *memory = lane->memory;
-  void **streams[] = {&lane->down, &lane->through, &lane->up};
+  void **events = lane->events[0];
   int code = 0;
-  for (int i = 0; i < 3 && code == 0; i++)
-    if (*streams[i] == NULL) code = memory->stream_make(streams[i]);
-  for (int i = 0; i < 3 * SLOTS && code == 0; i++) {
-    struct slot *slot = &lane->slots[i / 3];
-    void **event = i % 3 == 0 ? &slot->fetched : i % 3 == 1 ? &slot->passed : &slot->stored;
-    if (*event == NULL) code = memory->event_make(event);
-  }
+  for (int i = 0; i < STREAMS && code == 0; i++)
+    if (lane->streams[i] == NULL) code = memory->stream_make(&lane->streams[i]);
+  for (int i = 0; i < SLOTS * MARKS && code == 0; i++)
+    if (events[i] == NULL) code = memory->event_make(&events[i]);
   return code;
 }
 
 /* Waits for all that was given to the lane, whatever has failed. */
 static void lane_drain(struct lane *lane) {
-  void *streams[] = {lane->down, lane->through, lane->up, lane->stream};
-  for (int i = 0; i < 4; i++)
-    if (streams[i] != NULL) lane->memory->stream_finish(streams[i]);
+  for (int i = 0; i < STREAMS; i++)
+    if (lane->streams[i] != NULL) lane->memory->stream_finish(lane->streams[i]);
+  lane->memory->stream_finish(lane->stream);
 }
 
 static void lane_free(struct lane *lane) {
   const struct memory *memory = lane->memory;
-  void *streams[] = {lane->down, lane->through, lane->up}, *previous;
+  void **events = lane->events[0], *previous;
   if (memory->enter(lane->context, &previous) == 0) {
     memory->event_finish(lane->done);
-    for (int i = 0; i < 3; i++)
-      if (streams[i] != NULL) memory->stream_finish(streams[i]), memory->stream_free(streams[i]);
-    for (int i = 0; i < 3 * SLOTS; i++) {
-      struct slot *slot = &lane->slots[i / 3];
-      void *event = i % 3 == 0 ? slot->fetched : i % 3 == 1 ? slot->passed : slot->stored;
-      if (event != NULL) memory->event_free(event);
-    }
+    for (int i = 0; i < STREAMS; i++)
+      if (lane->streams[i] != NULL) memory->stream_finish(lane->streams[i]), memory->stream_free(lane->streams[i]);
+    for (int i = 0; i < SLOTS * MARKS; i++)
+      if (events[i] != NULL) memory->event_free(events[i]);
     if (lane->staging != NULL) memory->unpin(lane->staging);
     for (int i = 0; i < lane->outgrown_count; i++) memory->unpin(lane->outgrown[i]);
     memory->event_free(lane->done);
@@ -299,7 +289,7 @@ static size_t bytes_of(const struct side *side) {
   return side->type == NULL ? 0 : (size_t)side->count * side->type->bytes;
 }
 
-static struct slot *slot_of(const struct stage *stage, int64_t number) { return &stage->lane->slots[number % SLOTS]; }
+static void **events_of(const struct stage *stage, int64_t number) { return stage->lane->events[number % SLOTS]; }
 
 /* The call of one piece, on host memory; what lies on the device goes to `device`. */
 static struct call piece_of(const struct stage *stage, int64_t number, struct call *device) {
@@ -318,7 +308,7 @@ static int copy(const struct stage *stage, bool up, const struct side *host, con
   const struct memory *memory = stage->call->memory;
   size_t rows = 1, width = bytes_of(host), pitch = 0;
   if (stage->divided) rows = (size_t)(up ? stage->division.out_rows : stage->division.in_rows);
-  if (rows > 1) width /= rows, pitch = (size_t)stage->division.columns * host->type->bytes;
+  if (rows > 1) width /= rows, pitch = (size_t)stage->division.columns * stage->division.element;
   bool each = pitch > MAX_PITCH;
   int code = 0;
   for (size_t i = 0; i < (each ? rows : 1) && code == 0; i++) {
@@ -342,10 +332,10 @@ static int order(const struct stage *stage, void *before, void *event, void *aft
 static ffi_error *fetch(const struct stage *stage, int64_t number) {
   const struct memory *memory = stage->call->memory;
   struct call device, part = piece_of(stage, number, &device);
-  struct slot *slot = slot_of(stage, number);
-  if (number >= SLOTS) TRY(stage->call, memory->stream_wait(stage->down, slot->stored));
+  void **events = events_of(stage, number);
+  if (number >= SLOTS) TRY(stage->call, memory->stream_wait(stage->down, events[STORED]));
   if (part.in.count > 0) TRY(stage->call, copy(stage, false, &part.in, &device.in, stage->down));
-  TRY(stage->call, order(stage, stage->down, slot->fetched, stage->through));
+  TRY(stage->call, order(stage, stage->down, events[FETCHED], stage->through));
   return NULL;
 }
 
@@ -353,7 +343,7 @@ static ffi_error *pass(const struct stage *stage, int64_t number) {
   const struct memory *memory = stage->call->memory;
   struct call device, part = piece_of(stage, number, &device);
   if (stage->road != ROAD_WAIT) return give_job(stage->call, &part, stage->road == ROAD_THREAD, stage->through);
-  void *ready = stage->divided ? slot_of(stage, number)->fetched : stage->lane->done;
+  void *ready = stage->divided ? events_of(stage, number)[FETCHED] : stage->lane->done;
   if (!stage->divided) TRY(stage->call, memory->event_mark(ready, stage->through));
   TRY(stage->call, memory->event_finish(ready));
   return call_body(&part);
@@ -362,10 +352,10 @@ static ffi_error *pass(const struct stage *stage, int64_t number) {
 static ffi_error *store(const struct stage *stage, int64_t number) {
   const struct memory *memory = stage->call->memory;
   struct call device, part = piece_of(stage, number, &device);
-  struct slot *slot = slot_of(stage, number);
-  TRY(stage->call, order(stage, stage->through, slot->passed, stage->up));
+  void **events = events_of(stage, number);
+  TRY(stage->call, order(stage, stage->through, events[PASSED], stage->up));
   if (part.out.count > 0) TRY(stage->call, copy(stage, true, &part.out, &device.out, stage->up));
-  if (stage->divided) TRY(stage->call, memory->event_mark(slot->stored, stage->up));
+  if (stage->divided) TRY(stage->call, memory->event_mark(events[STORED], stage->up));
   return NULL;
 }
 
@@ -388,9 +378,9 @@ static ffi_error *prepare(struct stage *stage, struct lane *lane, const struct c
   TRY(call, lane_reserve(lane, stage->divided ? SLOTS * stage->room : stage->room));
   if (!stage->divided) return NULL;
   TRY(call, lane_divide(lane));
-  stage->down = lane->down;
-  stage->through = lane->through;
-  stage->up = lane->up;
+  stage->down = lane->streams[DOWN];
+  stage->through = lane->streams[THROUGH];
+  stage->up = lane->streams[UP];
   return NULL;
 }
 
@@ -408,7 +398,7 @@ static ffi_error *staged(const struct call *call, struct lane *lane) {
     if (error == NULL) error = store(&stage, i);
   }
   if (error == NULL && stage.divided &&
-      (code = call->memory->stream_wait(call->stream, slot_of(&stage, pieces - 1)->stored)) != 0)
+      (code = call->memory->stream_wait(call->stream, events_of(&stage, pieces - 1)[STORED])) != 0)
     error = call_fail_driver(call, call->memory, code);
   if (error == NULL && (code = call->memory->event_mark(lane->done, call->stream)) != 0)
     error = call_fail_driver(call, call->memory, code);
