@@ -1,5 +1,6 @@
 #include "memory.h"
 
+#include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -7,11 +8,28 @@ _Thread_local const char *memory_failed = "";
 
 const struct memory *const memory_spaces[] = {&memory_host, &memory_cuda, &memory_rocm, &memory_sycl, NULL};
 
-const char *memory_lacks(const char *function) {
+static void *find_library(const struct memory *memory, int mode) {
+  void *library = NULL;
+  for (const char *const *name = memory->libraries; library == NULL && name != NULL && *name != NULL; name++)
+    library = dlopen(*name, mode);
+  return library;
+}
+
+bool memory_loaded(const struct memory *memory) {
+  void *library = find_library(memory, RTLD_LAZY | RTLD_NOLOAD);
+  if (library != NULL) dlclose(library);
+  return library != NULL;
+}
+
+static const char *load(const struct memory *memory) {
   enum { ROOM = 128 };
-  char *text = function != NULL ? malloc(ROOM) : NULL; /* kept for ever, once for each driver */
-  if (text != NULL) snprintf(text, ROOM, "the driver has no %s: install a newer one", function);
-  return text != NULL ? text : function;
+  /* First what this process has loaded: two copies would not know each other's streams. */
+  void *library = find_library(memory, RTLD_LAZY | RTLD_NOLOAD);
+  if (library == NULL && (library = find_library(memory, RTLD_LAZY)) == NULL) return memory->absent;
+  const char *missing = memory->load(library);
+  char *text = missing != NULL ? malloc(ROOM) : NULL; /* kept for ever, once for each driver */
+  if (text != NULL) snprintf(text, ROOM, "the driver has no %s: install a newer one", missing);
+  return text != NULL ? text : missing;
 }
 
 const char *memory_open(const struct memory *memory) {
@@ -21,7 +39,7 @@ const char *memory_open(const struct memory *memory) {
   } spaces[sizeof memory_spaces / sizeof *memory_spaces];
   size_t i = 0;
   while (memory_spaces[i] != memory) i++;
-  if (!spaces[i].tried && memory->load != NULL) spaces[i].why_not = memory->load();
+  if (!spaces[i].tried && !memory->host) spaces[i].why_not = load(memory);
   spaces[i].tried = true;
   return spaces[i].why_not;
 }

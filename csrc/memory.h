@@ -19,9 +19,11 @@ struct memory {
   const char *platform; /* XLA's name for it */
   bool host;            /* MPI and this process reach it as it is: all below is NULL */
 
-  /* Loads the driver's library. NULL, or why arrays of this space cannot be communicated. Called once, by memory_open.
-   */
-  const char *(*load)(void);
+  /* The driver's library by any of its names, ending with NULL, and what to say where there is none. `load` finds the
+   * functions in it; NULL, or the name of one that it lacks. */
+  const char *const *libraries;
+  const char *absent;
+  const char *(*load)(void *library);
   int (*count)(int *devices); /* that this process may use */
 
   int (*context)(void *stream, void **context); /* of XLA's stream */
@@ -65,13 +67,17 @@ extern const struct memory memory_sycl; /* Intel: not built, see the file */
 
 extern const struct memory *const memory_spaces[]; /* ends with NULL; the host is the first */
 
-/* For `load`: why a driver cannot be used that has no such function; NULL for NULL. */
-const char *memory_lacks(const char *function);
+/* Whether the process has loaded the library of the driver of a space. */
+bool memory_loaded(const struct memory *memory);
 
 /* Loads the driver of a space at the first call. NULL, or why its arrays cannot be communicated. One call at a time. */
 const char *memory_open(const struct memory *memory);
 
-/* The driver's function that has failed last in this thread. */
+/* The driver's function that has failed last in this thread; notes it where the code is one of a failure. */
 extern _Thread_local const char *memory_failed;
+static inline int memory_checked(const char *function, int code) {
+  if (code != 0) memory_failed = function;
+  return code;
+}
 
 #endif

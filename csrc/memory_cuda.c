@@ -2,7 +2,6 @@
  * build, and nothing of CUDA's runtime to run. */
 #include "memory.h"
 
-#include <dlfcn.h>
 #include <stdint.h>
 
 #include "core.h"
@@ -17,22 +16,16 @@ static struct cuda {
 #undef FUNCTION
 } cuda;
 
-static const char *load(void) {
+static const char *load(void *library) {
   static const struct symbol symbols[] = {
 #define FUNCTION(name, suffix, parameters) {#name #suffix, offsetof(struct cuda, name), true},
 #include "cuda.def"
 #undef FUNCTION
       {NULL, 0, false}};
-  void *library = dlopen("libcuda.so.1", RTLD_LAZY);
-  if (library == NULL) return "there is no libcuda.so.1: no NVIDIA driver is installed";
-  return memory_lacks(symbols_load(library, symbols, &cuda));
+  return symbols_load(library, symbols, &cuda);
 }
 
-static int checked(const char *name, CUresult code) {
-  if (code != 0) memory_failed = name;
-  return code;
-}
-#define CALL(name, ...)  checked(#name, cuda.name(__VA_ARGS__))
+#define CALL(name, ...)  memory_checked(#name, cuda.name(__VA_ARGS__))
 #define ADDRESS(pointer) ((CUdeviceptr)(uintptr_t)(pointer))
 
 static int count(int *devices) {
@@ -118,6 +111,8 @@ static void text(int code, const char **name, const char **said) {
 
 const struct memory memory_cuda = {
     .platform = "CUDA",
+    .libraries = (const char *const[]){"libcuda.so.1", NULL},
+    .absent = "there is no libcuda.so.1: no NVIDIA driver is installed",
     .load = load,
     MEMORY_FUNCTIONS,
 };

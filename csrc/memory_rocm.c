@@ -1,7 +1,6 @@
 /* AMD's devices, through HIP's library, which is part of each installation of ROCm. No SDK is needed to build. */
 #include "memory.h"
 
-#include <dlfcn.h>
 #include <stdint.h>
 
 #include "core.h"
@@ -24,7 +23,7 @@ static struct hip {
 #undef TEXT
 } hip;
 
-static const char *load(void) {
+static const char *load(void *library) {
   static const struct symbol symbols[] = {
 #define FUNCTION(name, suffix, parameters) {#name #suffix, offsetof(struct hip, name), true},
 #define TEXT(name, parameters)             {#name, offsetof(struct hip, name), true},
@@ -32,24 +31,10 @@ static const char *load(void) {
 #undef FUNCTION
 #undef TEXT
       {NULL, 0, false}};
-  /* First what this process has loaded: two copies would not know each other's streams. The loader seldom knows the
-   * folder of ROCm, which JAX's plugin finds by itself. */
-  static const char *const names[] = {"libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5", "libamdhip64.so",
-                                      "/opt/rocm/lib/libamdhip64.so"};
-  static const int modes[] = {RTLD_LAZY | RTLD_NOLOAD, RTLD_LAZY};
-  void *library = NULL;
-  for (size_t mode = 0; mode < 2; mode++)
-    for (size_t i = 0; library == NULL && i < sizeof names / sizeof *names; i++)
-      library = dlopen(names[i], modes[mode]);
-  if (library == NULL) return "there is no libamdhip64.so: ROCm is not installed, or not where the loader looks";
-  return memory_lacks(symbols_load(library, symbols, &hip));
+  return symbols_load(library, symbols, &hip);
 }
 
-static int checked(const char *name, hipError_t code) {
-  if (code != 0) memory_failed = name;
-  return code;
-}
-#define CALL(name, ...) checked(#name, hip.name(__VA_ARGS__))
+#define CALL(name, ...) memory_checked(#name, hip.name(__VA_ARGS__))
 
 static int count(int *devices) {
   int code = CALL(hipInit, 0);
@@ -118,8 +103,12 @@ static void text(int code, const char **name, const char **said) {
   *said = hip.hipGetErrorString(code);
 }
 
+/* The loader seldom knows the folder of ROCm, which JAX's plugin finds by itself. */
 const struct memory memory_rocm = {
     .platform = "ROCM",
+    .libraries = (const char *const[]){"libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5", "libamdhip64.so",
+                                       "/opt/rocm/lib/libamdhip64.so", NULL},
+    .absent = "there is no libamdhip64.so: ROCm is not installed, or not where the loader looks",
     .load = load,
     MEMORY_FUNCTIONS,
 };

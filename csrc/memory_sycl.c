@@ -9,8 +9,7 @@
  */
 #include "memory.h"
 
-static const char *load(void) {
-  return "not supported: XLA's stream for Intel's devices is a C++ object, which this build cannot use";
-}
-
-const struct memory memory_sycl = {.platform = "SYCL", .load = load};
+const struct memory memory_sycl = {
+    .platform = "SYCL",
+    .absent = "not supported: XLA's stream for Intel's devices is a C++ object, which this build cannot use",
+};

@@ -218,14 +218,12 @@ static PyObject *ask_mpi(PyObject *self, PyObject *args) {
   return PyBool_FromLong(answer);
 }
 
-PyDoc_STRVAR(is_loaded_doc, "is_loaded(library) -> bool: whether this process has loaded it");
-static PyObject *is_loaded(PyObject *self, PyObject *args) {
-  (void)self;
-  const char *name;
-  if (!PyArg_ParseTuple(args, "s", &name)) return NULL;
-  void *library = dlopen(name, RTLD_LAZY | RTLD_NOLOAD);
-  if (library != NULL) dlclose(library);
-  return PyBool_FromLong(library != NULL);
+PyDoc_STRVAR(driver_loaded_doc, "driver_loaded() -> bool: whether this process has loaded the library of a driver");
+static PyObject *driver_loaded(PyObject *self, PyObject *args) {
+  (void)self, (void)args;
+  bool found = false;
+  for (const struct memory *const *space = memory_spaces; *space != NULL; space++) found |= memory_loaded(*space);
+  return PyBool_FromLong(found);
 }
 
 PyDoc_STRVAR(set_devices_doc,
@@ -353,7 +351,7 @@ static PyMethodDef methods[] = {
     {"drivers", drivers, METH_NOARGS, drivers_doc},
     {"device_counts", device_counts, METH_NOARGS, device_counts_doc},
     {"ask_mpi", ask_mpi, METH_VARARGS, ask_mpi_doc},
-    {"is_loaded", is_loaded, METH_VARARGS, is_loaded_doc},
+    {"driver_loaded", driver_loaded, METH_NOARGS, driver_loaded_doc},
     {"set_devices", set_devices, METH_VARARGS, set_devices_doc},
     {"set_reductions", set_reductions, METH_VARARGS, set_reductions_doc},
     {"set_piece", set_piece, METH_VARARGS, set_piece_doc},

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 
 from mpi4py import MPI
 
-from jaxmpi import _core
+from jaxmpi import _core, _local
 
 PLATFORMS = {"CUDA": "cuda", "ROCM": "rocm", "SYCL": "sycl"}
 """XLA's name of a platform and JAX's."""
 
 _MPICH_KINDS = {"CUDA": 0, "SYCL": 1, "ROCM": 2}  # MPIX_GPU_SUPPORT_CUDA, _ZE, _HIP
-_DRIVERS = ("libcuda.so.1", "libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5")
 
 _TRUE, _FALSE = ("1", "on", "true", "yes"), ("0", "off", "false", "no")
 
@@ -44,6 +43,11 @@ class Choice:
     def platforms(self) -> list[str]:
         """Whose arrays can be communicated, in XLA's names."""
         return [platform for platform, why_not in self.drivers.items() if why_not is None]
+
+    @property
+    def communicated(self) -> list[str]:
+        """The same in JAX's names, and the CPU."""
+        return ["cpu", *(PLATFORMS[platform] for platform in self.platforms)]
 
 
 def detected(platform: str, version: str, environment: Mapping[str, str]) -> tuple[bool, str]:
@@ -109,12 +113,6 @@ def _road(environment: Mapping[str, str], aware: bool, inspects: bool) -> tuple[
     return "callback", "the MPI library does not call the driver"
 
 
-def _used(platforms: list[str], jax_platforms: str | None) -> bool:
-    """Whether JAX may use one of these platforms."""
-    allowed = (jax_platforms or "gpu").split(",")
-    return any(name in allowed for platform in platforms for name in (PLATFORMS[platform], "gpu"))
-
-
 def _piece(environment: Mapping[str, str], default: int) -> tuple[int, bool]:
     """Size of a piece, and whether the user has named it."""
     given = environment.get("JAXMPI_DEVICE_PIECE", "").strip()
@@ -133,7 +131,7 @@ def choose(environment: Mapping[str, str], jax_platforms: str | None) -> Choice:
     forced on an MPI library that is not known to take them.
     """
     # A library that the MPI library, or whatever came before, has loaded: then MPI may ask it about each pointer.
-    inspects = any(map(_core.is_loaded, _DRIVERS))
+    inspects = _core.driver_loaded()
     drivers = _core.drivers()
     platforms = [platform for platform, why_not in drivers.items() if why_not is None]
     forced, variable = _switch(environment, platforms)
@@ -143,7 +141,7 @@ def choose(environment: Mapping[str, str], jax_platforms: str | None) -> Choice:
     said = "; ".join(text for _, text in found.values())
     aware = able if forced is None else forced and bool(platforms)
     road, why = _road(environment, aware, inspects or any(answer for answer, _ in found.values()))
-    used = _used(platforms, jax_platforms)
+    used = any(_local.allows(jax_platforms or "", platform) for platform in platforms)
     if aware and not able and used and MPI.COMM_WORLD.rank == 0:
         warnings.warn(
             f"jaxmpi: {variable} hands the memory of devices to an MPI library that is not known to reach it ({said}): "

@@ -58,14 +58,18 @@ def local_rank(environment: Mapping[str, str]) -> tuple[int, int | None] | None:
     return None
 
 
+def allows(jax_platforms: str, platform: str) -> bool:
+    """Whether JAX may use a platform, by what JAX_PLATFORMS names; all if that is nothing."""
+    return not jax_platforms or not {platform.lower(), "gpu"}.isdisjoint(jax_platforms.split(","))
+
+
 def undecided(environment: Mapping[str, str]) -> list[str]:
     """The platforms that JAX may use and whose device nobody has chosen."""
-    named = environment.get("JAX_PLATFORMS", "").split(",")
+    named = environment.get("JAX_PLATFORMS", "")
     return [
         platform
         for platform in PLATFORMS
-        if not environment.get(f"JAX_{platform}_VISIBLE_DEVICES")
-        and (named == [""] or not {platform.lower(), "gpu"}.isdisjoint(named))
+        if not environment.get(f"JAX_{platform}_VISIBLE_DEVICES") and allows(named, platform)
     ]
 
 

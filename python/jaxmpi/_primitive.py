@@ -152,7 +152,7 @@ def make_primitive(row: Row) -> _jax.Primitive:
     if row.silent:
         _jax.mlir.register_lowering(primitive, _lower_silent)
     else:
-        for platform in ("cpu", *(PLATFORMS[name] for name in DEVICES.platforms)):
+        for platform in DEVICES.communicated:
             _jax.mlir.register_lowering(primitive, make_lowering(row), platform=platform)
         _jax.mlir.register_lowering(primitive, _make_refusal(row))
     _jax.mind_what_is_known(primitive, lambda params: row.part(params).operand)

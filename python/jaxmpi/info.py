@@ -44,8 +44,8 @@ def facts() -> Iterator[tuple[str, str]]:
     import jax
 
     yield "devices", ", ".join(str(device) for device in jax.devices())
-    yield "communicates on", ", ".join(["cpu", *(name.lower() for name in _core.handlers() if name != "cpu")])
     choice = _native.DEVICES
+    yield "communicates on", ", ".join(choice.communicated)
     for name, number in _core.device_counts().items():
         yield f"{name} devices", str(number)
     for name, why_not in choice.drivers.items():
@@ -63,7 +63,6 @@ def problems() -> Iterator[str]:
     from mpi4py import MPI
 
     from jaxmpi import _native
-    from jaxmpi._devices import PLATFORMS
 
     size = MPI.COMM_WORLD.size
     told = {name: os.environ[name] for name in _SIZES if os.environ.get(name, "1") not in ("", "1")}
@@ -87,10 +86,9 @@ def problems() -> Iterator[str]:
             "Launch with 'python -m jaxmpi.run -n N'."
         )
     node.Free()
-    communicated = {"cpu", *(PLATFORMS[name] for name in _native.DEVICES.platforms)}
     platforms = {device.platform for device in jax.devices()} | {jax.default_backend()}
     aliases = {"gpu": {"cuda", "rocm"}}
-    if not any(aliases.get(name, {name}) & communicated for name in platforms):
+    if not any(aliases.get(name, {name}).intersection(_native.DEVICES.communicated) for name in platforms):
         backend = jax.default_backend()
         yield f"the default backend is {backend}, whose arrays cannot be communicated; set JAX_PLATFORMS=cpu."
 
