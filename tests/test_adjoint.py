@@ -606,16 +606,38 @@ def test_solve_that_is_not_symmetric(comm, rank, size):
             np.testing.assert_allclose(ours, theirs[rank], rtol=1e-8, atol=1e-12)
 
 
-@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["plain", "jit"])
-def test_constant_template_in_what_is_transposed(jit, comm, rank):
-    """Refused where it is, before anything is sent; on one rank alone here, as no other one has to know."""
-    if rank == 0:
+@needs_new_jax
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "checkpoint"])
+def test_constants_in_what_is_transposed(wrap, comm, rank, size):
+    """linear_transpose of operations whose operand, a template or not, depends on nothing on all ranks but one."""
+    for operation in between_ranks(rank, size):
 
-        def f(x):
-            return x + notoken.recv(jnp.zeros(3), 0, tag=1)
+        def f(x, operation=operation):
+            return operation(x if rank == 0 else jnp.zeros((size, 2)))
 
-        with pytest.raises(NotImplementedError, match=r"recv cannot be transposed.*0 \* x"):
-            jax.linear_transpose(jit(f), jnp.ones(3))(jnp.ones(3))
+        x, w = draw((size, 2), float, rank, 0), None
+        y, pull = jax.vjp(f, x)
+        w = draw(y.shape, float, rank, 1)
+        (transposed,) = jax.linear_transpose(wrap(f), x)(w)
+        np.testing.assert_allclose(transposed, pull(w)[0], rtol=1e-12)
+
+
+@pytest.mark.parametrize("loop", ["scan", "while", "cond"])
+def test_constants_in_loops_that_are_transposed(loop, comm, rank):
+    """Refused before anything is sent; on one rank alone here, as no other one has to know."""
+    if rank > 0:
+        return
+    loops = {
+        "scan": lambda f, x: lax.scan(lambda c, _: (f(c), None), x, None, length=2)[0],
+        "while": lambda f, x: lax.while_loop(lambda s: s[1] < 2, lambda s: (f(s[0]), s[1] + 1), (x, 0))[0],
+        "cond": lambda f, x: lax.cond(jnp.asarray(True), f, lambda x: x, x),
+    }
+
+    def f(x):
+        return x + notoken.recv(jnp.zeros(3), 0, tag=1)
+
+    with pytest.raises(NotImplementedError, match=r"recv cannot be transposed.*0 \* x"):
+        jax.linear_transpose(lambda x: loops[loop](f, x), jnp.ones(3))(jnp.ones(3))
 
 
 # --- replicated values ----------------------------------------------------------------------------------------------

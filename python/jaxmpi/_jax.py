@@ -5,11 +5,8 @@ Tried on JAX 0.6.0, 0.10.2 and 0.12.0.1. A version that moves one of these names
 
 import contextlib
 import functools
-import gc
-import sys
 import threading
 import warnings
-import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
@@ -17,7 +14,6 @@ import jax
 import numpy as np
 from jax._src import ad_checkpoint, config, core, dispatch, effects, pjit, source_info_util
 from jax._src.array import ArrayImpl
-from jax._src.interpreters import ad as private_ad
 from jax._src.interpreters import partial_eval
 from jax._src.lib.mlir.dialects import hlo
 from jax.extend.core import Literal, primitives
@@ -71,76 +67,21 @@ def keep(primitive: Primitive) -> None:
     partial_eval.dce_rules[primitive] = lambda *args: ([True] * len(args[-1].invars), args[-1])
 
 
-def mind_what_is_known(primitive: Primitive, reads: Callable[[dict[str, Any]], bool]) -> None:
-    """What becomes of an operation where JAX divides a computation into a known part, which it executes, and the rest.
+def replace(owner: Any, name: str, instead: Function) -> None:
+    """Puts `instead(own, ...)` in the place of a function `own(...)` of JAX."""
+    own = getattr(owner, name)
+    own = getattr(own, "jaxmpi_own", own)  # where the package is imported once more
 
-    Where a differentiated `lax.scan` moves out of the loop what is the same in each step, an operation stays in: a
-    message would be received once for all steps. Where a function is transposed, an operation that does not read its
-    operand on this rank (`reads(params)` says so) is refused if that is a constant: it would be executed now, and what
-    other ranks send in it may depend on what is transposed.
-    """
+    @functools.wraps(own)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return instead(own, *args, **kwargs)
 
-    def rule(trace, *tracers, **params):
-        if all(tracer.is_known() for tracer in tracers):
-            doing = _dividing()
-            if doing == "hoisting":
-                return _stage(trace, primitive, tracers, params)
-            if doing == "transposing" and tracers and not reads(params):
-                raise NotImplementedError(
-                    f"{primitive.name} cannot be transposed (by jax.linear_transpose or custom_linear_solve): its "
-                    "template is a constant on this rank. Let it depend on the function's argument, 0 * x for example."
-                )
-        return trace.default_process_primitive(primitive, tracers, params)
-
-    partial_eval.custom_partial_eval_rules[primitive] = rule
+    call.jaxmpi_own = own  # type: ignore[attr-defined]
+    setattr(owner, name, call)
 
 
-def _dividing() -> str:
-    """What JAX divides a computation for: there is no other sign of it than the frames of the functions that do."""
-    frame: Any = sys._getframe(2)
-    while frame is not None:
-        match frame.f_code.co_name:
-            case "_scan_known_hoisting":
-                return "hoisting"
-            case "_scan_partial_eval" | "_scan_partial_eval_custom":
-                # It comes after another step of theirs, which these variables divide from it.
-                if "num_const_known" in frame.f_locals or "const_pvals" in frame.f_locals:
-                    return "hoisting"
-            case "linearize_from_jvp":
-                return "differentiating"
-            case "linear_transpose":
-                return "transposing"
-        frame = frame.f_back
-    return "something else"
-
-
-def _stage(trace: Any, primitive: Primitive, tracers: Sequence[Any], params: dict[str, Any]) -> list[Any]:
-    """Leaves an operation to the part that is executed later, whatever is known of its operands."""
-    if tracers or not KEEPS_EFFECTS:
-        return trace.default_process_primitive(primitive, tuple(map(trace.instantiate_const, tracers)), params)
-    avals, effects_of_it = primitive.abstract_eval(**params)
-    results = [partial_eval.JaxprTracer(trace, partial_eval.PartialVal.unknown(aval), None) for aval in avals]
-    source = source_info_util.current()
-    equation = partial_eval.new_eqn_recipe(trace, [], results, primitive, params, effects_of_it, source)
-    trace.effect_handles.append(partial_eval.EffectHandle([], equation))
-    for result in results:
-        result.recipe = equation
-    return results
-
-
-def keep_checkpoints_whole(effect: Effect) -> None:
-    """Leaves a `jax.checkpoint` with the effect in a differentiated `lax.scan` as it is: see `mind_what_is_known`.
-
-    JAX would divide it by a rule of its own, and move out of the loop what of it depends on constants alone.
-    """
-    divide = partial_eval.custom_partial_eval_rules[ad_checkpoint.remat_p]
-
-    def rule(trace, *tracers, **params):
-        if effect in params["jaxpr"].effects and _dividing() == "hoisting":
-            return _stage(trace, ad_checkpoint.remat_p, tracers, params)
-        return divide(trace, *tracers, **params)
-
-    partial_eval.custom_partial_eval_rules[ad_checkpoint.remat_p] = rule
+def current_source() -> Any:
+    return source_info_util.current()
 
 
 def jit_disabled() -> bool:
@@ -265,89 +206,13 @@ def zero_tangent(x: Any) -> Any:
     return ad.Zero(ShapedArray(x.shape, x.dtype).to_tangent_aval())
 
 
-_TRACERS = {private_ad.JVPTrace: private_ad.JVPTracer, private_ad.LinearizeTrace: private_ad.LinearizeTracer}
-
-
 def inexact(x: Any) -> bool:
-    """Whether `x` is of a dtype that is differentiated: floating-point or complex."""
-    return jax.numpy.issubdtype(jax.typeof(x).dtype, jax.numpy.inexact)
+    """Whether `x`, a value or its type, is of a dtype that is differentiated: floating-point or complex."""
+    dtype = getattr(x if hasattr(x, "dtype") else jax.typeof(x), "dtype", None)
+    return dtype is not None and jax.numpy.issubdtype(dtype, jax.numpy.inexact)
 
 
-Zeros = Callable[[Sequence[Any], Any], Any]
-"""(seeds, like) -> zeros like the second that JAX takes for a linear function of the first."""
-
-
-def with_tangent(trace: Any, operands: Sequence[Any], zeros: Zeros, start: int = 0) -> Sequence[Any]:
-    """The operands; with a zero tangent for the first inexact one from `start` on, if `trace` differentiates and none
-    has a tangent."""
-    kind = _TRACERS.get(type(trace))
-    if kind is None:
-        return operands
-    pairs = [trace.to_primal_tangent_pair(x) for x in operands]
-    possible = [i for i, x in enumerate(operands) if i >= start and inexact(x)]
-    if not possible or any(type(tangent) is not ad.Zero for _, tangent in pairs):
-        return operands
-    seeds = differentiated(trace)
-    if not seeds:
-        return operands
-    first = possible[0]
-    primal = pairs[first][0]
-    with core.set_current_trace(getattr(trace, "tangent_trace", trace.parent_trace)):
-        tangent = zeros([seed.tangent for seed in seeds], jax.typeof(primal))
-    return (*operands[:first], kind(trace, primal, tangent), *operands[first + 1 :])
-
-
-def differentiate_calls(effect: Effect, zeros: Zeros) -> None:
-    """Has JAX differentiate nested calls and control flow with the effect, also where no operand has a tangent.
-
-    It takes those for constants, and the operations inside never hear of a derivative. So one operand gets a zero
-    tangent; a call that has no operand for it is taken apart.
-    """
-    for primitive in (_jit_p, ad_checkpoint.remat_p, primitives.scan_p, primitives.cond_p, primitives.while_p):
-        own = functools.partial(_bind_call, type(primitive).bind_with_trace, primitive, effect, zeros)
-        setattr(primitive, "bind_with_trace", own)  # noqa: B010 (a method, for the type checker)
-
-
-_jit_p = getattr(primitives, "jit_p", None) or getattr(pjit, "pjit_p")  # noqa: B009 (the name in JAX 0.6)
-
-
-def _bind_call(bind: Function, primitive: Primitive, effect: Effect, zeros: Zeros, trace: Any, args: Any, *more: Any):
-    params = more[-1]
-    if type(trace) in _TRACERS and _has_effect(params, effect):
-        tangents = [trace.to_primal_tangent_pair(x)[1] for x in args]
-        if all(type(tangent) is ad.Zero for tangent in tangents):
-            seeded = with_tangent(trace, args, zeros, params.get("cond_nconsts", 0))
-            if seeded is args and primitive in (_jit_p, ad_checkpoint.remat_p):
-                inner = params["jaxpr"]
-                with core.set_current_trace(trace):
-                    return core.eval_jaxpr(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), *args)
-            args = seeded
-    return bind(primitive, trace, args, *more)
-
-
-def _has_effect(params: dict[str, Any], effect: Effect) -> bool:
-    inner = [x for value in params.values() for x in (value if isinstance(value, tuple) else (value,))]
-    return any(effect in getattr(x, "effects", ()) for x in inner)
-
-
-_found: "weakref.WeakKeyDictionary[Any, list[weakref.ref[Any]]]" = weakref.WeakKeyDictionary()
-"""The values that each trace differentiates, as far as they were there when it was first asked for them."""
-
-
-def differentiated(trace: Any) -> list[Any]:
-    """Values that `trace` differentiates, those that it has started from among them; none if it does not differentiate.
-
-    JAX keeps no list of them; those it has started from live as long as the trace does.
-    """
-    kind: Any = _TRACERS.get(type(trace))
-    if kind is not None and trace not in _found:
-        found = [x for x in gc.get_referrers(trace) if type(x) is kind and type(x.tangent) is not ad.Zero]
-        _found[trace] = [weakref.ref(x) for x in found if inexact(x.tangent)]
-    living = (reference() for reference in _found.get(trace, ()))
-    return [x for x in living if x is not None]
-
-
-within = core.set_current_trace
+jit_p = getattr(primitives, "jit_p", None) or getattr(pjit, "pjit_p")  # noqa: B009 (the name in JAX 0.6)
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
@@ -364,7 +229,7 @@ def body(equation: Any, needed: Container[Any]) -> tuple[str, Any, list[bool]] |
     params = equation.params
     match equation.primitive.name:
         case "scan":
-            name, keep = "jaxpr", [True] * _constants_of_scan(params, len(equation.invars))
+            name, keep = "jaxpr", [True] * parts_of_scan(params)[0]
         case "while":
             name, keep = "body_jaxpr", [True] * params["body_nconsts"]
         case "pjit" | "jit":  # the older name, the newer one
@@ -375,13 +240,12 @@ def body(equation: Any, needed: Container[Any]) -> tuple[str, Any, list[bool]] |
     return name, inner, keep + [False] * (len(inner.jaxpr.invars) - len(keep))
 
 
-def _constants_of_scan(params: dict[str, Any], otherwise: int) -> int:
-    """How many of a scan's first operands are the same for each step."""
+def parts_of_scan(params: dict[str, Any]) -> tuple[int, int]:
+    """How many of a scan's first operands are the same for each step, and how many after them are carried."""
     if "num_consts" in params:
-        return params["num_consts"]
-    if "ft_in" in params:  # from 0.12 on: a tree of constants, carried values and rows
-        return len(list(params["ft_in"].unpack()[0]))
-    return otherwise
+        return params["num_consts"], params["num_carry"]
+    constants, carried, _ = params["ft_in"].unpack()  # from 0.12 on: a tree of constants, carried values and rows
+    return len(list(constants)), len(list(carried))
 
 
 def without_constant_folding() -> Any:

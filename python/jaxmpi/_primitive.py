@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmpi import _jax
+from jaxmpi import _differentiation, _jax
 from jaxmpi._arguments import DERIVATIVE_TAGS
 from jaxmpi._devices import PLATFORMS
+from jaxmpi._differentiation import DERIVATIVE
 from jaxmpi._native import DATATYPES, DEVICES, OPERATIONS
 from jaxmpi._order import EFFECT, IN_PLACE, eager
 
@@ -26,9 +27,6 @@ Params = dict[str, Any]
 Shape = tuple[int, ...]
 
 
-DERIVATIVE = "derivative"
-"""Parameter of an operation on tangents or cotangents, which says of which. Its messages have tags of their own: they
-are never taken for those of the function itself."""
 TANGENT, COTANGENT, VALUE = "tangent", "cotangent", "value"  # the last: as an operand of a further derivative
 
 
@@ -64,6 +62,10 @@ class Row:
     tangent: Callable[[Params], Callable[..., Any] | None] = lambda params: None
     """Its rule, (operands, tangent of operand 0, results, params) -> tangent of the result. None where it is linear."""
 
+    tangent_of_half: Callable[..., Any] | None = None
+    """The rule where one of two operands alone is of a dtype that is differentiated: (operands, their tangents, params)
+    -> tangent of the result, None where that is zero."""
+
     transpose: Callable[..., Any] | None = None
     """(cotangent of the result, shape and dtype of operand 0, params) -> cotangent of operand 0."""
 
@@ -83,60 +85,69 @@ def eager_programs() -> int:
     return eager_program.cache_info().currsize
 
 
-# --- zeros that are linear in something ----------------------------------------------------------------------------
+# --- values that are linear in something ---------------------------------------------------------------------------
 
-_zeros = _jax.Primitive("jaxmpi.zeros")
+_link = _jax.Primitive("jaxmpi.link")
+
+
+def link(value: Any, seeds: Sequence[Any], like: Any) -> Any:
+    """The value, or zeros like the last argument where it is None, that JAX takes for a linear function of the `seeds`
+    too. Costs nothing."""
+    own = [] if value is None else [value]
+    return _link.bind(*own, *seeds, own=len(own) > 0, shape=tuple(like.shape), dtype=np.dtype(like.dtype))
 
 
 def linked_zeros(seeds: Sequence[Any], like: Any) -> Any:
     """Zeros of the shape and dtype of `like` that JAX takes for a linear function of the `seeds`."""
-    return _zeros.bind(*seeds, shape=tuple(like.shape), dtype=np.dtype(like.dtype))
+    return link(None, seeds, like)
 
 
-def _zeros_jvp(primals, tangents, **params):
-    tangents = [t for t in tangents if type(t) is not _jax.ad.Zero]
-    return _zeros.bind(*primals, **params), _zeros.bind(*tangents, **params)
+def _link_jvp(primals, tangents, *, own, **params):
+    own_too = own and type(tangents[0]) is not _jax.ad.Zero
+    given = [t for t in tangents if type(t) is not _jax.ad.Zero]
+    return _link.bind(*primals, own=own, **params), _link.bind(*given, own=own_too, **params)
 
 
-def _zeros_batch(seeds, axes, *, shape, dtype):
-    (size,) = {x.shape[axis] for x, axis in zip(seeds, axes, strict=True) if axis is not None}
-    return _zeros.bind(*seeds, shape=(size, *shape), dtype=dtype), 0
+def _link_transpose(cotangent, *operands, own, **params):
+    others = [None] * (len(operands) - own)
+    if not own:
+        return others
+    return [cotangent if _jax.ad.is_undefined_primal(operands[0]) else None, *others]
 
 
-def _zeros_of(*seeds, shape, dtype):
-    return jnp.zeros(shape, dtype)
+def _link_batch(axis, operands, axes, *, own, shape, dtype):
+    if all(at is None for at in axes):
+        return _link.bind(*operands, own=own, shape=shape, dtype=dtype), None
+    if own:
+        value = _batched(operands[0], axes[0], axis.size, 0)
+        operands = [value, *operands[1:]]
+    return _link.bind(*operands, own=own, shape=(axis.size, *shape), dtype=dtype), 0
 
 
-_jax.define_primitive(_zeros, lambda *seeds, shape, dtype: _jax.ShapedArray(shape, dtype), False, _zeros_of)
-_jax.mlir.register_lowering(_zeros, _jax.mlir.lower_fun(_zeros_of, multiple_results=False))
-_jax.ad.primitive_jvps[_zeros] = _zeros_jvp
-_jax.ad.primitive_transposes[_zeros] = lambda cotangent, *seeds, **params: [None] * len(seeds)
-_jax.batching.primitive_batchers[_zeros] = _zeros_batch
-_jax.differentiate_calls(EFFECT, linked_zeros)
-_jax.keep_checkpoints_whole(EFFECT)
+def _batched(x, axis_of_x, size, at):
+    if axis_of_x is not None:
+        return jnp.moveaxis(x, axis_of_x, at)
+    return jnp.broadcast_to(jnp.expand_dims(x, at), (*x.shape[:at], size, *x.shape[at:]))
+
+
+def _linked(*operands, own, shape, dtype):
+    return operands[0] if own else jnp.zeros(shape, dtype)
+
+
+_jax.define_primitive(_link, lambda *_, own, shape, dtype: _jax.ShapedArray(shape, dtype), False, _linked)
+_jax.mlir.register_lowering(_link, _jax.mlir.lower_fun(_linked, multiple_results=False))
+_jax.ad.primitive_jvps[_link] = _link_jvp
+_jax.ad.primitive_transposes[_link] = _link_transpose
+_jax.batching.fancy_primitive_batchers[_link] = _link_batch
+_differentiation.install(link, lambda: None)
 
 
 # --- from a row to a primitive -------------------------------------------------------------------------------------
 
 
-class _Operation(_jax.Primitive):
-    """A primitive that is differentiated wherever a differentiated function uses it."""
-
-    def bind_with_trace(self, trace, args, *more):
-        if args and all(map(_jax.inexact, args)):
-            if more[-1].get(DERIVATIVE) == COTANGENT and (seeds := _jax.differentiated(trace)):
-                # A cotangent in a further derivative: on each rank it shall depend on what that is taken of, as it may
-                # on others, and so be mapped by whatever maps that.
-                with _jax.within(trace):
-                    args = (args[0] + linked_zeros(seeds, jax.typeof(args[0])), *args[1:])
-            args = _jax.with_tangent(trace, args, linked_zeros)
-        return super().bind_with_trace(trace, args, *more)
-
-
 def make_primitive(row: Row) -> _jax.Primitive:
     """The primitive of a row; always with a list of results, which is empty or has one entry."""
-    primitive = _Operation(f"jaxmpi.{row.name}")
-    primitive.multiple_results = True
+    primitive = _differentiation.Operation(f"jaxmpi.{row.name}")
 
     def abstract_eval(*avals, **params):
         results = []
@@ -155,7 +166,6 @@ def make_primitive(row: Row) -> _jax.Primitive:
         for platform in DEVICES.communicated:
             _jax.mlir.register_lowering(primitive, make_lowering(row), platform=platform)
         _jax.mlir.register_lowering(primitive, _make_refusal(row))
-    _jax.mind_what_is_known(primitive, lambda params: row.part(params).operand)
     _jax.batching.fancy_primitive_batchers[primitive] = _make_batching(row, primitive)
     _jax.ad.primitive_jvps[primitive] = _make_jvp(row, primitive)
     if row.transpose is not None:
@@ -233,13 +243,8 @@ def _make_batching(row: Row, primitive: _jax.Primitive):
             results = primitive.bind(*operands, **params)
             return results, [None] * len(results)
         at, result_at = row.batch(params)
-
-        def place(x, axis_of_x):
-            if axis_of_x is not None:
-                return jnp.moveaxis(x, axis_of_x, at)
-            return jnp.broadcast_to(jnp.expand_dims(x, at), (*x.shape[:at], axis.size, *x.shape[at:]))
-
-        results = primitive.bind(*map(place, operands, axes), **params)
+        operands = [_batched(x, axis_of_x, axis.size, at) for x, axis_of_x in zip(operands, axes, strict=True)]
+        results = primitive.bind(*operands, **params)
         return results, [result_at] * len(results)
 
     return batch
@@ -247,14 +252,15 @@ def _make_batching(row: Row, primitive: _jax.Primitive):
 
 def _make_jvp(row: Row, primitive: _jax.Primitive):
     def jvp(primals, tangents, **params):
-        differentiable = all(map(_jax.inexact, primals))
-        if differentiable and (why_not := row.refuse(params)):
+        inexact = [_jax.inexact(x) for x in primals]
+        if all(inexact) and (why_not := row.refuse(params)):
             raise NotImplementedError(f"{row.name} cannot be differentiated: {why_not}")
         if DERIVATIVE in params:
             params = {**params, DERIVATIVE: VALUE}
         results = primitive.bind(*primals, **params)
-        if not differentiable:
-            return results, [_jax.zero_tangent(y) for y in results]
+        if not all(inexact):
+            tangent = row.tangent_of_half(primals, tangents, params) if any(inexact) and row.tangent_of_half else None
+            return results, [_jax.zero_tangent(y) if tangent is None else tangent for y in results]
         tangent, *others = tangents
         if type(tangent) is _jax.ad.Zero:  # a template has one
             tangent = linked_zeros([t for t in others if type(t) is not _jax.ad.Zero], tangent.aval)

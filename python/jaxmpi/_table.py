@@ -179,6 +179,19 @@ def _transpose_sendrecv(cotangent, template, params):
     return bind("sendrecv", reverse, cotangent, jnp.zeros(template.shape, template.dtype))
 
 
+def _tangent_of_half_exchange(primals, tangents, params):
+    # Of the two messages only one has a tangent: that is a send, or a receive.
+    if _jax.inexact(primals[0]):
+        half = _of_tangent(params, dest=params["dest"], tag=params["sendtag"])
+        name, operand = "send", tangents[0]
+    else:
+        half = _of_tangent(params, source=params["source"], tag=params["recvtag"], status=None)
+        name, operand = "recv", tangents[1]
+    if why_not := _refuse_half(half):
+        raise NotImplementedError(f"sendrecv of two kinds of dtypes cannot be differentiated: {why_not}")
+    return bind(name, half, operand)
+
+
 # --- derivatives of the other reductions ---------------------------------------------------------------------------
 
 # The tag of exchanges that a derivative makes of its own: the highest one that users may use with derivatives.
@@ -397,6 +410,7 @@ ROWS = (
         "sendrecv",
         _same,
         refuse=lambda p: _refuse_source(p, "sendtag", "recvtag"),
+        tangent_of_half=_tangent_of_half_exchange,
         transpose=_transpose_sendrecv,
     ),
 )

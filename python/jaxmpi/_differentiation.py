@@ -1,0 +1,524 @@
+"""What JAX's differentiation is told of communication: its private names, and the places where it is told.
+
+A derivative is communication, so all ranks must take part, also one on which an operation's operand depends on nothing
+that is differentiated, or whose result nothing depends on. JAX leaves such operations out of derivatives. It is told
+otherwise at the few places through which every primitive passes, also one that is not invented yet:
+
+1. A trace that differentiates remembers the values that it was started with. What communicates gets an operand whose
+   tangent is linear in all of them: so it is differentiated on every rank, and everywhere in the same pass.
+2. A function with a derivative of its own (`jax.custom_jvp`, `jax.custom_vjp`) that communicates gets such operands
+   only, so that its rule is called on every rank, and alike.
+3. Where JAX divides a computation into a known part and the rest, no equation that communicates is dropped.
+4. Where it takes out of a loop what is the same in each step, and where it transposes a function, nothing that
+   communicates is taken for known because its operands are.
+
+What JAX opens by a rule of its own is in `_OPENED`, with what the rule needs; anything else that communicates inside is
+refused. `_contract` holds JAX to all this before the first derivative.
+"""
+
+import contextlib
+import contextvars
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax._src import ad_checkpoint, core, custom_batching
+from jax._src.interpreters import ad as private_ad
+from jax._src.interpreters import partial_eval
+from jax.extend.core import Literal, primitives
+
+from jaxmpi import _jax
+from jaxmpi._order import EFFECT
+
+Params = dict[str, Any]
+Link = Callable[[Any, Sequence[Any], Any], Any]
+"""(value or None, seeds, like) -> the value, or zeros like the third, that JAX takes for a linear function of all."""
+
+_link: Link
+_check: Callable[[], None]
+
+
+DERIVATIVE = "derivative"
+"""Parameter of an operation on tangents or cotangents, which says of which. Its messages have tags of their own: they
+are never taken for those of the function itself."""
+
+
+def install(link: Link, check: Callable[[], None]) -> None:
+    """Tells JAX. `check` is called before a derivative of what communicates is taken, and raises where it cannot be."""
+    global _link, _check
+    _link, _check = link, check
+    for tracer in (private_ad.JVPTracer, private_ad.LinearizeTracer):
+        _jax.replace(tracer, "__init__", _begin)
+    for trace in (private_ad.JVPTrace, private_ad.LinearizeTrace):
+        _jax.replace(trace, "process_primitive", _differentiate)
+        _jax.replace(trace, "process_custom_jvp_call", _differentiate_custom_jvp)
+        _jax.replace(trace, "process_custom_vjp_call", _differentiate_custom_vjp)
+    _jax.replace(partial_eval, "new_eqn_recipe", _keep)
+    _jax.replace(partial_eval, "trace_to_jaxpr_nounits", _divide)
+    _jax.replace(partial_eval.JaxprTrace, "__init__", _begin_to_divide)
+    _jax.replace(partial_eval.JaxprTrace, "new_arg", _begin_argument)
+    _jax.replace(partial_eval.JaxprTrace, "process_primitive", _leave)
+    _jax.replace(partial_eval.JaxprTrace, "process_custom_jvp_call", _leave_custom)
+    _jax.replace(partial_eval.JaxprTrace, "process_custom_vjp_call", _leave_custom)
+    rules = partial_eval.partial_eval_jaxpr_custom_rules
+    rules[primitives.scan_p] = functools.partial(_divide_checkpointed_scan, rules[primitives.scan_p])
+    if hasattr(ad_checkpoint, "RematTraced"):
+        _jax.replace(ad_checkpoint.RematTraced, "__call__", _checkpoint)
+
+
+# --- what communicates -----------------------------------------------------------------------------------------------
+
+_PLAIN = (int, float, bool, str, type(None))
+
+
+def communicates(params: Params) -> bool:
+    """Whether a primitive with these parameters has computations inside that communicate."""
+    return any(_inside(value) for value in params.values() if type(value) not in _PLAIN)
+
+
+def _inside(value: Any) -> bool:
+    effects = getattr(value, "effects", None)
+    if effects is not None:
+        return EFFECT in effects
+    if isinstance(value, (tuple, list)):
+        return any(_inside(x) for x in value if type(x) not in _PLAIN)
+    return False
+
+
+def _is_ours(primitive: Any) -> bool:
+    return type(primitive) is Operation
+
+
+class Operation(_jax.Primitive):
+    """A primitive that communicates, always with a list of results."""
+
+    multiple_results = True
+
+
+def _communicates_when_called(function: Any, avals: Iterable[Any]) -> bool:
+    """Whether a function that JAX has wrapped communicates; found out by tracing it."""
+    structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+    try:
+        return EFFECT in jax.make_jaxpr(function.call_wrapped)(*structs).effects
+    finally:
+        _forget(function)
+
+
+def _forget(function: Any) -> None:
+    """Makes a wrapped function that was traced as if it had not been: it keeps the structure of what it returned."""
+    for store in function.stores:
+        if store:
+            store.reset()
+
+
+# --- 1. traces that differentiate --------------------------------------------------------------------------------------
+
+_TRACERS = {private_ad.JVPTrace: private_ad.JVPTracer, private_ad.LinearizeTrace: private_ad.LinearizeTracer}
+_seeds: "weakref.WeakKeyDictionary[Any, list[Any] | tuple[Any, ...]]" = weakref.WeakKeyDictionary()
+"""The values, each with its tangent, with which a trace was started; a tuple once it has seen an operation, and no more
+are added."""
+
+
+def _begin(own: Callable[..., None], tracer: Any, trace: Any, primal: Any, tangent: Any) -> None:
+    own(tracer, trace, primal, tangent)
+    known = _seeds.get(trace)
+    if known is None:
+        known = _seeds[trace] = []
+    if type(known) is list and type(tangent) is not _jax.ad.Zero and _jax.inexact(tangent):
+        known.append((primal, tangent))
+
+
+def _seeds_of(trace: Any) -> tuple[Any, ...]:
+    seeds = _seeds.get(trace, ())
+    if type(seeds) is not tuple:
+        seeds = _seeds[trace] = tuple(seeds)
+    return seeds
+
+
+def _tangents(trace: Any, tracers: Sequence[Any]) -> list[Any]:
+    return [trace.to_primal_tangent_pair(x)[1] for x in tracers]
+
+
+def _linked(trace: Any, tracers: Sequence[Any], which: Iterable[int], why: str) -> list[Any]:
+    """The operands, of which those in `which` have tangents that are linear in all that `trace` differentiates."""
+    tracers = list(tracers)
+    seeds = _seeds_of(trace)
+    for i in which:
+        primal, tangent = trace.to_primal_tangent_pair(tracers[i])
+        own = None if type(tangent) is _jax.ad.Zero else tangent
+        if own is None and not seeds:
+            raise NotImplementedError(
+                f"{why} communicates in a function that is differentiated with respect to nothing on this rank: an "
+                "empty pytree, or integers alone. All ranks take part in a derivative: give each a floating-point "
+                "argument to differentiate with respect to."
+            )
+        with core.set_current_trace(getattr(trace, "tangent_trace", trace.parent_trace)):
+            tangent = _link(own, [seed for _, seed in seeds], jax.typeof(primal))
+        tracers[i] = _TRACERS[type(trace)](trace, primal, tangent)
+    return tracers
+
+
+def _linked_value(trace: Any, tracer: Any) -> Any:
+    """An operand of a derivative that is differentiated further: on each rank it depends on what that is taken of, as
+    it may on others, and so is mapped by whatever maps that."""
+    with core.set_current_trace(trace.parent_trace):
+        primal = _link(tracer.primal, [seed for seed, _ in _seeds_of(trace)], jax.typeof(tracer.primal))
+    return _TRACERS[type(trace)](trace, primal, tracer.tangent)
+
+
+def _differentiate(own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence[Any], params: Params) -> Any:
+    _seeds_of(trace)
+    ours = _is_ours(primitive)
+    if not ours and not communicates(params):
+        return own(trace, primitive, tracers, params)
+    _check()
+    if ours:
+        which = [i for i, x in enumerate(tracers) if _jax.inexact(x)][:1]
+        tracers = _linked(trace, tracers, which, primitive.name)
+        if which and DERIVATIVE in params:
+            tracers[which[0]] = _linked_value(trace, tracers[which[0]])
+        return own(trace, primitive, tracers, params)
+    opened = _OPENED.get(primitive)
+    if opened is None:
+        raise _refusal(primitive.name)
+    return opened(own, trace, primitive, tracers, params)
+
+
+# --- what JAX opens ----------------------------------------------------------------------------------------------------
+
+
+def _one(trace: Any, tracers: Sequence[Any], start: int = 0, stop: int | None = None) -> list[int]:
+    """An operand to be linked, among those from `start` to `stop`: one with a tangent if there is one; none if none can
+    have."""
+    possible = [i for i in range(start, len(tracers) if stop is None else stop) if _jax.inexact(tracers[i])]
+    tangents = _tangents(trace, tracers)
+    return [i for i in possible if type(tangents[i]) is not _jax.ad.Zero][:1] or possible[:1]
+
+
+def _open_call(own, trace, primitive, tracers, params):
+    """A nested call. One without an operand to be linked is taken apart."""
+    if which := _one(trace, tracers):
+        return own(trace, primitive, _linked(trace, tracers, which, primitive.name), params)
+    with core.set_current_trace(trace):
+        return _evaluate(_body(params), tracers)
+
+
+def _body(params: Params) -> Any:
+    return params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
+
+
+def _evaluate(jaxpr: Any, arguments: Sequence[Any]) -> list[Any]:
+    return core.eval_jaxpr(getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ()), *arguments)
+
+
+def _dummy(trace: Any) -> Any:
+    """A number of no meaning that depends on what is differentiated."""
+    return _linked(trace, [jax.numpy.zeros(())], [0], "what")[0]
+
+
+def _open_scan(own, trace, primitive, tracers, params):
+    if which := _one(trace, tracers):
+        return own(trace, primitive, _linked(trace, tracers, which, "scan"), params)
+    constants, carried = _jax.parts_of_scan(params)
+    consts, init, xs = tracers[:constants], tracers[constants : constants + carried], tracers[constants + carried :]
+
+    def step(carry, x):
+        result = _evaluate(params["jaxpr"], [*consts, *carry[1:], *x])
+        return [carry[0], *result[:carried]], result[carried:]
+
+    options = {name: params[name] for name in ("length", "reverse", "unroll")}
+    with core.set_current_trace(trace):
+        carry, ys = jax.lax.scan(step, [_dummy(trace), *init], list(xs), **options)
+    return [*carry[1:], *ys]
+
+
+def _open_cond(own, trace, primitive, tracers, params):
+    if which := _one(trace, tracers, 1):
+        return own(trace, primitive, _linked(trace, tracers, which, "cond"), params)
+    branches = [lambda _, *operands, b=b: _evaluate(b, operands) for b in params["branches"]]
+    with core.set_current_trace(trace):
+        return jax.lax.switch(tracers[0], branches, _dummy(trace), *tracers[1:])
+
+
+def _open_while(own, trace, primitive, tracers, params):
+    tests, steps = params["cond_nconsts"], params["body_nconsts"]
+    if which := _one(trace, tracers, tests):
+        return own(trace, primitive, _linked(trace, tracers, which, "while_loop"), params)
+    of_test, of_step, init = tracers[:tests], tracers[tests : tests + steps], tracers[tests + steps :]
+    with core.set_current_trace(trace):
+        return jax.lax.while_loop(
+            lambda state: _evaluate(params["cond_jaxpr"], [*of_test, *state[1:]])[0],
+            lambda state: [state[0], *_evaluate(params["body_jaxpr"], [*of_step, *state[1:]])],
+            [_dummy(trace), *init],
+        )[1:]
+
+
+def _open_linear_solve(own, trace, primitive, tracers, params):
+    """A linear solve: linked are what its matrix depends on, and its right-hand side.
+
+    The derivative of a matrix that communicates is communication, also where the matrix depends on nothing here.
+    """
+    lengths, jaxprs = params["const_lengths"], params["jaxprs"]
+    which = _one(trace, tracers, sum(lengths))
+    if EFFECT in jaxprs.matvec.effects:
+        if not _one(trace, tracers, 0, lengths.matvec):
+            matvec = jaxprs.matvec
+            avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in matvec.in_avals]
+            wider = jax.make_jaxpr(lambda _, *arguments: _evaluate(matvec, arguments))(
+                jax.ShapeDtypeStruct((), jax.numpy.zeros(()).dtype), *avals
+            )
+            jaxprs = jaxprs._replace(matvec=wider)
+            lengths = lengths._replace(matvec=lengths.matvec + 1)
+            tracers, which = [_dummy(trace), *tracers], [i + 1 for i in which]
+        which = _one(trace, tracers, 0, lengths.matvec) + which
+    params = {**params, "const_lengths": lengths, "jaxprs": jaxprs}
+    return own(trace, primitive, _linked(trace, tracers, which, "custom_linear_solve"), params)
+
+
+def _open_custom_vmap(own, trace, primitive, tracers, params):
+    if not (which := _one(trace, tracers)):
+        raise _refusal("a function with jax.custom_batching.custom_vmap and without a floating-point argument")
+    return own(trace, primitive, _linked(trace, tracers, which, "custom_vmap"), params)
+
+
+def _refusal(what: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"jaxmpi: {what} is not known to be differentiated on all ranks alike by JAX {jax.__version__} where it "
+        "communicates. Communicate outside of it, or differentiate inside of it."
+    )
+
+
+def _checkpoint(own: Callable[..., Any], traced: Any, *args: Any) -> Any:
+    """The newer kind of checkpoint, where it communicates, is the older one, which carries effects."""
+    if EFFECT not in traced.jaxpr.effects:
+        return own(traced, *args)
+    jaxpr = getattr(traced.jaxpr, "jaxpr", traced.jaxpr)
+    cse = getattr(traced, "prevent_cse", True)
+    return primitives.remat_p.bind(*args, jaxpr=jaxpr, prevent_cse=cse, differentiated=False, policy=traced.policy)
+
+
+_OPENED: dict[Any, Callable[..., Any]] = {
+    primitives.closed_call_p: _open_call,
+    primitives.cond_p: _open_cond,
+    primitives.linear_solve_p: _open_linear_solve,
+    primitives.remat_p: _open_call,
+    primitives.scan_p: _open_scan,
+    primitives.while_p: _open_while,
+    custom_batching.custom_vmap_p: _open_custom_vmap,
+    _jax.jit_p: _open_call,
+}
+
+
+# --- 2. functions with derivatives of their own ------------------------------------------------------------------------
+
+
+def _differentiate_custom_jvp(own, trace, primitive, function, rule, tracers, *more, **options):
+    tracers = _linked_if(trace, tracers, lambda avals: _communicates_when_called(function, avals))
+    return own(trace, primitive, function, rule, tracers, *more, **options)
+
+
+def _differentiate_custom_vjp(own, trace, primitive, function, forward, backward, tracers, *more, **options):
+    def asks(avals):
+        out_trees = options["out_trees"] if "out_trees" in options else more[0]
+        return _communicates_when_called(function, avals) or _backward_communicates(forward, backward, avals, out_trees)
+
+    tracers = _linked_if(trace, tracers, asks)
+    return own(trace, primitive, function, forward, backward, tracers, *more, **options)
+
+
+def _linked_if(trace: Any, tracers: Sequence[Any], asks: Callable[[list[Any]], bool]) -> Sequence[Any]:
+    """The operands, all with tangents if a function of them communicates."""
+    _seeds_of(trace)
+    tangents = _tangents(trace, tracers)
+    possible = [i for i, x in enumerate(tracers) if _jax.inexact(x)]
+    if all(type(tangents[i]) is not _jax.ad.Zero for i in possible) and possible:
+        return tracers
+    if not asks([jax.typeof(x) for x in tracers]):
+        return tracers
+    _check()
+    if not possible:
+        raise NotImplementedError(
+            "jaxmpi: a function with jax.custom_jvp or jax.custom_vjp communicates and has no floating-point argument, "
+            "so its rule is not called in a derivative. Give it one."
+        )
+    return _linked(trace, tracers, possible, "a function with jax.custom_jvp or jax.custom_vjp")
+
+
+def _backward_communicates(forward: Any, backward: Any, avals: Sequence[Any], out_trees: Callable[[], Any]) -> bool:
+    """Whether the rules of a `jax.custom_vjp` function communicate."""
+    structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+    try:
+        traced, results = jax.make_jaxpr(
+            lambda *xs: forward.call_wrapped(*[y for x in xs for y in (x, True)]), return_shape=True
+        )(*structs)
+        if EFFECT in traced.effects:
+            return True
+        _, residual_tree, *forwards = out_trees()
+        sources = forwards[0] if forwards else [None] * residual_tree.num_leaves
+        count = sum(source is None for source in sources)
+        made, outs = iter(results[:count]), results[count:]
+        residuals = [next(made) if source is None else structs[source] for source in sources]
+        return _communicates_when_called(backward, [*residuals, *outs])
+    finally:
+        _forget(forward)
+
+
+# --- 3. what is divided ------------------------------------------------------------------------------------------------
+
+
+def _keep(own: Callable[..., Any], trace: Any, tracers: Any, results: Any, primitive: Any, params: Any, *more: Any):
+    equation = own(trace, tracers, results, primitive, params, *more)
+    if EFFECT in equation.effects:
+        trace.effect_handles.append(partial_eval.EffectHandle(list(tracers), equation))
+    return equation
+
+
+# --- 4. what is not known because its operands are ----------------------------------------------------------------------
+
+_HOISTING, _TRANSPOSING = "hoisting", "transposing"
+_purpose: contextvars.ContextVar[str | None] = contextvars.ContextVar("purpose", default=None)
+_purposes: "weakref.WeakKeyDictionary[Any, tuple[str, list[Any]]]" = weakref.WeakKeyDictionary()
+"""What a trace divides for, where that is not a derivative, and for a transposition the values that are unknown."""
+
+
+@contextlib.contextmanager
+def _dividing_for(purpose: str | None) -> Iterator[None]:
+    token = _purpose.set(purpose)
+    try:
+        yield
+    finally:
+        _purpose.reset(token)
+
+
+def _divide(own: Callable[..., Any], function: Any, values: Sequence[Any], instantiate: Any = False) -> Any:
+    """JAX divides by this function for two purposes, which it does not tell: see `_contract`."""
+    transposing = instantiate is True and not any(value.is_known() for value in values)
+    with _dividing_for(_TRANSPOSING if transposing else _HOISTING):
+        return own(function, values, instantiate)
+
+
+def _divide_checkpointed_scan(own: Callable[..., Any], *args: Any) -> Any:
+    with _dividing_for(_HOISTING):
+        return own(*args)
+
+
+def _begin_to_divide(own: Callable[..., None], trace: Any, *args: Any) -> None:
+    own(trace, *args)
+    if (purpose := _purpose.get()) is not None:
+        _purposes[trace] = purpose, []
+        if purpose == _TRANSPOSING:
+            _purpose.set(None)  # of this trace alone
+
+
+def _begin_argument(own: Callable[..., Any], trace: Any, value: Any) -> Any:
+    tracer = own(trace, value)
+    if trace in _purposes and not tracer.is_known() and _jax.inexact(tracer):
+        _purposes[trace][1].append(tracer)
+    return tracer
+
+
+def _leave(own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence[Any], params: Params) -> Any:
+    if trace not in _purposes or not (_is_ours(primitive) or communicates(params)):
+        return own(trace, primitive, tracers, params)
+    purpose, inputs = _purposes[trace]
+    tracers = [trace.to_jaxpr_tracer(x) for x in tracers]
+    if purpose == _HOISTING:
+        return _stage(trace, primitive, tracers, params)
+    if primitive in _CALLS:
+        with core.set_current_trace(trace):
+            return _evaluate(_body(params), tracers)
+    if _is_ours(primitive):
+        possible = [i for i, x in enumerate(tracers) if _jax.inexact(x)]
+        if possible and inputs and all(tracers[i].is_known() for i in possible):
+            with core.set_current_trace(trace):
+                tracers[possible[0]] = _link(tracers[possible[0]], inputs, tracers[possible[0]].aval)
+    else:
+        _Dependence.of_equation(primitive, params, [not x.is_known() for x in tracers])
+    return own(trace, primitive, tracers, params)
+
+
+def _leave_custom(own: Callable[..., Any], trace: Any, primitive: Any, function: Any, *more: Any, **options: Any) -> Any:
+    if trace in _purposes:
+        tracers = next(x for x in more if isinstance(x, (list, tuple)))
+        if _communicates_when_called(function, [jax.typeof(x) for x in tracers]):
+            with core.set_current_trace(trace):
+                return function.call_wrapped(*tracers)
+    return own(trace, primitive, function, *more, **options)
+
+
+def _stage(trace: Any, primitive: Any, tracers: Sequence[Any], params: Params) -> list[Any]:
+    """Leaves an equation to the part that is executed later, whatever is known of its operands."""
+    if tracers:
+        return trace.default_process_primitive(primitive, [trace.instantiate_const(x) for x in tracers], params)
+    avals, effects = primitive.abstract_eval(**params)
+    results = [partial_eval.JaxprTracer(trace, partial_eval.PartialVal.unknown(aval), None) for aval in avals]
+    source = _jax.current_source()
+    equation = partial_eval.new_eqn_recipe(trace, [], results, primitive, params, effects, source)
+    for result in results:
+        result.recipe = equation
+    return results
+
+
+_CALLS = (primitives.closed_call_p, primitives.remat_p, _jax.jit_p)
+
+
+class _Dependence:
+    """Which values of a linear computation depend on its argument; refuses an operation that does not.
+
+    It would be executed where others are transposed, and their messages meet.
+    """
+
+    @classmethod
+    def of_jaxpr(cls, jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
+        inner = getattr(jaxpr, "jaxpr", jaxpr)
+        depends = dict(zip(inner.invars, inputs, strict=True))
+        for equation in inner.eqns:
+            given = [not isinstance(x, Literal) and depends.get(x, False) for x in equation.invars]
+            if _is_ours(equation.primitive):
+                cls._refuse_constant(equation, given)
+                results = [any(given)] * len(equation.outvars)
+            elif communicates(equation.params):
+                results = cls.of_equation(equation.primitive, equation.params, given)
+            else:
+                results = [any(given)] * len(equation.outvars)
+            depends.update(zip(equation.outvars, results, strict=True))
+        return [not isinstance(x, Literal) and depends.get(x, False) for x in inner.outvars]
+
+    @classmethod
+    def of_equation(cls, primitive: Any, params: Params, given: Sequence[bool]) -> list[bool]:
+        given = list(given)
+        if primitive in _CALLS:
+            return cls.of_jaxpr(_body(params), given)
+        if primitive is primitives.cond_p:
+            branches = [cls.of_jaxpr(branch, given[1:]) for branch in params["branches"]]
+            return [any(result) for result in zip(*branches, strict=True)]
+        if primitive is primitives.scan_p:
+            constants, carried = _jax.parts_of_scan(params)
+            return cls._of_loop(params["jaxpr"], given, constants, carried)
+        if primitive is primitives.while_p:
+            return cls._of_loop(params["body_jaxpr"], given[params["cond_nconsts"] :], params["body_nconsts"], None)
+        raise NotImplementedError(
+            f"jaxmpi: what communicates in {primitive.name} cannot be transposed by jax.linear_transpose (or by "
+            "custom_linear_solve without symmetric=True). Communicate outside of it."
+        )
+
+    @classmethod
+    def _of_loop(cls, jaxpr: Any, given: list[bool], constants: int, carried: int | None) -> list[bool]:
+        carried = len(given) - constants if carried is None else carried
+        while True:
+            results = cls.of_jaxpr(jaxpr, given)
+            carry = [a or b for a, b in zip(given[constants:], results[:carried], strict=False)]
+            if carry == given[constants : constants + carried]:
+                return results
+            given[constants : constants + carried] = carry
+
+    @staticmethod
+    def _refuse_constant(equation: Any, given: Sequence[bool]) -> None:
+        if not any(given) and any(_jax.inexact(x.aval) for x in equation.invars):
+            raise NotImplementedError(
+                f"{equation.primitive.name} cannot be transposed (by jax.linear_transpose or custom_linear_solve): its "
+                "operand is a constant on this rank. Let it depend on the function's argument, 0 * x for example."
+            )
+

@@ -1,0 +1,403 @@
+"""All ranks take part in a derivative: whatever JAX opens, on whichever rank it depends on nothing.
+
+Each function here is one on all ranks, with an operand, a result or a whole nested function that depends on nothing on
+some of them. Adjoints by the dot-product test and tangents by finite differences, as in test_adjoint; a message that a
+derivative has left over would be received by the next operation, so each test ends with one of known values.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from mpi4py import MPI
+
+import jaxmpi
+from jaxmpi import notoken
+from test_adjoint import between_ranks, check, draw, needs_new_jax
+
+pytestmark = [needs_new_jax, pytest.mark.ranks(2)]
+JITS = pytest.mark.parametrize("jit", [lambda f: f, jax.jit, jaxmpi.jit], ids=["plain", "jit", "jaxmpi"])
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_over(comm, rank, size):
+    yield
+    np.testing.assert_array_equal(notoken.bcast(jnp.full(2, 5.0 + rank), 0), [5, 5])
+    left = notoken.sendrecv(jnp.full(2, float(rank)), jnp.zeros(2), (rank - 1) % size, (rank + 1) % size)
+    np.testing.assert_array_equal(left, [(rank - 1) % size] * 2)
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def send_alone(x):
+    notoken.send(x, 1, tag=2)
+
+
+def send_and_count(x):
+    notoken.send(x, 1, tag=2)
+    return jnp.argmax(x)
+
+
+def send_and_stop(x):
+    notoken.send(x, 1, tag=2)
+    return lax.stop_gradient(x)
+
+
+@pytest.mark.parametrize(
+    "sender",
+    [send_alone, send_and_count, send_and_stop, jax.jit(send_alone), lambda x: jax.jit(send_and_count)(x)],
+    ids=["nothing", "integer", "stopped", "jit", "jit-integer"],
+)
+@JITS
+def test_checkpoint_without_a_differentiable_result(sender, jit, comm, rank):
+    def f(x):
+        if rank == 0:
+            jax.checkpoint(sender)(x * 3)
+            return 0.0 * jnp.sum(x)
+        if rank == 1:
+            return jnp.sum(7 * notoken.recv(jnp.zeros(2), 0, tag=2))
+        return 0.0 * jnp.sum(x)
+
+    x = draw((2,), float, rank, 0)
+    check(f, x, comm)
+    gradient = jit(jax.grad(f))(x)
+    np.testing.assert_array_equal(gradient, [21, 21] if rank == 0 else [0, 0])
+
+
+@JITS
+def test_second_derivative_of_checkpoints(jit, comm, rank, size):
+    """Operations whose operand is constant on one rank, and the messages that come after them."""
+    for operation in between_ranks(rank, size):
+
+        @jax.checkpoint
+        def body(x, operation=operation):
+            return jnp.sin(operation(x if rank == 0 else jnp.ones((size, 2))))
+
+        def loss(x, body=body):
+            return jnp.sum(body(x) ** 2) + jnp.sum(x**3)
+
+        def twice(x, loss=loss):
+            return jnp.sum(jax.grad(loss)(x) ** 2)
+
+        def plain(x, operation=operation):
+            inner = lambda x: jnp.sum(jnp.sin(operation(x if rank == 0 else jnp.ones((size, 2)))) ** 2)  # noqa: E731
+            return jnp.sum(jax.grad(lambda x: inner(x) + jnp.sum(x**3))(x) ** 2)
+
+        x = draw((size, 2), float, rank, 0)
+        np.testing.assert_allclose(jit(jax.grad(twice))(x), jax.grad(plain)(x), rtol=1e-10, atol=1e-12)
+        check(jax.grad(loss), x, comm, rtol=1e-10)
+
+
+POLICIES = {
+    name: getattr(jax.checkpoint_policies, name)
+    for name in ("nothing_saveable", "everything_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable")
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_checkpoint_around_loops_of_checkpoints(policy, comm, rank, size):
+    """What a step communicates is constant on one rank, in a jitted checkpoint and in a loop of its own."""
+    remember = functools.partial(jax.checkpoint, policy=POLICIES[policy])
+
+    @jax.jit
+    @jax.checkpoint
+    def inner(c):
+        total = notoken.reduce(jnp.cos(c), MPI.PROD, 0)
+        return jnp.sin(total + notoken.bcast(c if rank == 0 else jnp.ones(2), 0))
+
+    def step(c, _):
+        def more(_, c):
+            everyone = notoken.allgather(jnp.ones(2) if rank == 0 else c)
+            return c + 0.1 * jnp.sum(everyone, axis=0)
+
+        return lax.fori_loop(0, 2, more, inner(c)), None
+
+    @remember
+    def f(x):
+        return lax.scan(step, x, None, length=2)[0]
+
+    x = draw((2,), float, rank, 0)
+    check(f, x, comm, compiled=True)
+
+
+# --- functions with derivatives of their own -------------------------------------------------------------------------
+
+
+def solve_spread(b, w):
+    """Solves 2 u + w * (what the rank before has of u) / 2 + (rank 0's u) / 10 = b by Richardson's iterations."""
+    rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+
+    def matvec(u):
+        ring = notoken.sendrecv(u, u, (rank - 1) % size, (rank + 1) % size)
+        return 2 * u + w * ring / 2 + 0.1 * notoken.bcast(u, 0)
+
+    def solve(matvec, b):
+        return lax.fori_loop(0, 60, lambda i, u: u + (b - matvec(u)) / 2, b)
+
+    return lax.custom_linear_solve(matvec, b, solve, transpose_solve=solve)
+
+
+@pytest.mark.parametrize("constant", ["side", "matrix", "both"])
+@JITS
+def test_linear_solve_of_constants(jit, constant, comm, rank, size):
+    """A right-hand side, or a matrix, or both, that are constants on rank 0 alone."""
+
+    def f(x):
+        b = jnp.ones(2) if rank == 0 and constant != "matrix" else x
+        w = jnp.full(2, 0.5) if rank == 0 and constant != "side" else jnp.cos(x)
+        return jnp.sin(solve_spread(b, w)) + x
+
+    x = draw((2,), float, rank, 0)
+    check(jit(f), x, comm, rtol=1e-9, compiled=jit is jax.jit)
+
+
+@JITS
+def test_linear_solve_whose_matrix_depends_on_one_rank_alone(jit, comm, rank, size):
+    """Rank 0's matrix has a value inside, the others' none at all."""
+
+    def f(x):
+        def matvec(u):
+            weighted = u * jnp.cos(x) if rank == 0 else u
+            return 2 * u + 0.3 * notoken.bcast(weighted, 0)
+
+        def solve(matvec, b):
+            return lax.fori_loop(0, 60, lambda i, u: u + (b - matvec(u)) / 2, b)
+
+        return lax.custom_linear_solve(matvec, x, solve, transpose_solve=solve)
+
+    check(jit(f), draw((2,), float, rank, 0), comm, rtol=1e-9)
+
+
+@JITS
+def test_root_of_constants(jit, comm, rank, size):
+    """u + tanh(u's neighbour) / 4 = x, where x is a constant on rank 0."""
+
+    def root(x):
+        def equation(u):
+            ring = notoken.sendrecv(u, u, (rank - 1) % size, (rank + 1) % size)
+            return u + jnp.tanh(ring) / 4 - x
+
+        def solve(f, u):
+            return lax.fori_loop(0, 60, lambda i, u: u - f(u), u)
+
+        def tangent_solve(g, y):
+            return lax.fori_loop(0, 60, lambda i, u: u - (g(u) - y), y)
+
+        return lax.custom_root(equation, jnp.zeros(2), solve, tangent_solve)
+
+    def f(x):
+        return root(jnp.ones(2) if rank == 0 else x) * x
+
+    v = draw((2,), float, rank, 1)
+    x = draw((2,), float, rank, 0)
+    _, tangent = jit(lambda x, v: jax.jvp(f, (x,), (v,)))(x, v)
+    difference = (f(x + 1e-6 * v) - f(x - 1e-6 * v)) / 2e-6
+    np.testing.assert_allclose(tangent, difference, rtol=1e-6, atol=1e-8)
+
+
+@jax.custom_jvp
+def cubed(x):
+    return notoken.bcast(x, 0) ** 3
+
+
+@cubed.defjvp
+def _cubed_jvp(primals, tangents):
+    return cubed(*primals), 3 * notoken.bcast(primals[0], 0) ** 2 * notoken.bcast(tangents[0], 0)
+
+
+@jax.custom_jvp
+def of_two(x, y):
+    rank = MPI.COMM_WORLD.rank
+    product = notoken.scan(y if rank == 0 else x, MPI.PROD)
+    notoken.gather(x, 0)
+    return jnp.sin(product) * x + notoken.allgather(jnp.ones(2) if rank == 1 else y)[0]
+
+
+@of_two.defjvp
+def _of_two_jvp(primals, tangents):
+    return jax.jvp(of_two.fun, primals, tangents)
+
+
+@jax.custom_jvp
+def by_hand(x, y):
+    return notoken.bcast(x, 0) + notoken.scan(y, MPI.SUM)
+
+
+@by_hand.defjvp
+def _by_hand_jvp(primals, tangents):
+    return by_hand(*primals), notoken.bcast(tangents[0], 0) + notoken.scan(tangents[1], MPI.SUM)
+
+
+@jax.custom_vjp
+def turned(x):
+    rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    return notoken.sendrecv(x, x, (rank - 1) % size, (rank + 1) % size)
+
+
+def _turned_back(_, ct):
+    rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    return (notoken.sendrecv(ct, ct, (rank + 1) % size, (rank - 1) % size),)
+
+
+turned.defvjp(lambda x: (turned(x), None), _turned_back)
+
+
+@jax.custom_vjp
+def added_backwards(x):
+    return x
+
+
+added_backwards.defvjp(lambda x: (x, None), lambda _, ct: (notoken.allreduce(ct, MPI.SUM),))
+
+PLACES = {
+    "plain": lambda f: f,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "scan": lambda f: lambda x: lax.scan(lambda c, _: (f(c), None), x, None, length=2)[0],
+    "cond": lambda f: lambda x: lax.cond(x[0] ** 2 > -1, f, lambda x: x, x),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("function", [cubed, lambda x: of_two(x, 0.5 * x), lambda x: by_hand(x, x)],
+                         ids=["rule", "jvp", "by_hand"])  # fmt: skip
+def test_custom_jvp(function, place, comm, rank):
+    """Called with what depends on something, and with a constant on one rank."""
+    x = draw((2,), float, rank, 0)
+    check(PLACES[place](function), x, comm, rtol=1e-10)
+    check(PLACES[place](lambda x: function(jnp.full(2, 0.7) if rank == 0 else x) * x), x, comm, rtol=1e-10)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_custom_jvp_of_two_operands_of_which_one_is_constant(place, comm, rank):
+    x = draw((2,), float, rank, 0)
+    half = jnp.full(2, 0.5)
+    for function in (of_two, by_hand):
+
+        def f(x, function=function):
+            return function(*((x, half) if rank == 0 else (half, x)))
+
+        check(PLACES[place](f), x, comm, rtol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("function", "place"), [(added_backwards, "plain"), *((turned, place) for place in PLACES)],
+    ids=["backwards_alone", *PLACES]
+)  # fmt: skip
+def test_custom_vjp_of_a_constant(function, place, comm, rank, size):
+    """The rule backwards communicates, also where the function is called with a constant."""
+    x = draw((2,), float, rank, 0)
+    w = draw((2,), float, rank, 1)
+    wrap = PLACES[place]
+    steps = 2 if place == "scan" else 1
+
+    def f(x):
+        return wrap(function)(jnp.full(2, 0.7) if rank == 0 else x) * 2
+
+    (got,) = jax.vjp(f, x)[1](w)
+    ws = [2 * draw((2,), float, r, 1) for r in range(size)]
+    for _ in range(steps):
+        ws = [ws[(r + 1) % size] for r in range(size)] if function is turned else [sum(ws)] * size
+    np.testing.assert_allclose(got, 0 * x if rank == 0 else ws[rank], rtol=1e-12)
+
+
+def test_custom_vmap_of_a_constant(comm, rank):
+    @jax.custom_batching.custom_vmap
+    def f(x):
+        return notoken.bcast(x, 0) ** 2
+
+    @f.def_vmap
+    def _rule(axis_size, in_batched, x):
+        return notoken.bcast(x, 0) ** 2, in_batched[0]
+
+    x = draw((2,), float, rank, 0)
+    for g in (f, jax.jit(f)):
+        v = draw((2,), float, rank, 1)
+        h = lambda x, g=g: g(jnp.full(2, 0.7) if rank else x) * x  # noqa: E731
+        _, tangent = jax.jvp(h, (x,), (v,))
+        np.testing.assert_allclose(tangent, (h(x + 1e-6 * v) - h(x - 1e-6 * v)) / 2e-6, rtol=1e-6, atol=1e-8)
+
+
+# --- operands of other kinds -----------------------------------------------------------------------------------------
+
+
+@JITS
+def test_exchange_of_two_dtypes(jit, comm, rank, size):
+    """Rank 0 sends floating-point numbers and receives integers."""
+    if rank > 1:
+        return
+    other = 1 - rank
+    counts = jnp.arange(3)
+
+    def f(x):
+        if rank == 0:
+            got = notoken.sendrecv(3 * x, counts, other, other, sendtag=1, recvtag=2)
+            return x * got
+        got = notoken.sendrecv(counts, x, other, other, sendtag=2, recvtag=1)
+        return 7 * got * x
+
+    pair = comm.Create_group(comm.group.Incl([0, 1]))
+    x = draw((3,), float, rank, 0)
+    check(jit(f), x, pair)
+    if jit is jax.jit:
+        gradient = jax.grad(lambda x: jnp.sum(f(x)))(x)
+        np.testing.assert_allclose(gradient, jnp.arange(3) + 21 * draw((3,), float, 1, 0) if rank == 0
+                                   else 21 * draw((3,), float, 0, 0))  # fmt: skip
+    pair.Free()
+
+
+LOOPS = {
+    "scan": lambda f: lambda k: lax.scan(lambda c, _: (c + 1, f(k)), k, None, length=2)[1].sum(),
+    "cond": lambda f: lambda k: lax.cond(k > 0, lambda k: f(k), lambda k: 0.0 * f(k), k),
+    "while": lambda f: lambda k: lax.while_loop(lambda s: s < k + 2, lambda s: s + (f(k) > -9).astype(s.dtype), k),
+    "jit": lambda f: jax.jit(f),
+    "checkpoint": lambda f: jax.checkpoint(f),
+}
+
+
+@pytest.mark.parametrize("place", LOOPS)
+def test_no_floating_point_operand(place, comm, rank):
+    """What rank 0 sends is received in a function of an integer alone."""
+
+    def f(x):
+        template = jnp.zeros(())
+
+        def get(k):
+            return notoken.bcast(x[0] ** 2 if rank == 0 else template, 0) * k
+
+        def loop_of_others(k):
+            return notoken.bcast(template, 0) * k
+
+        y = LOOPS[place](get if rank == 0 else loop_of_others)(jnp.int32(1))
+        return jnp.sum(y) * x
+
+    x = draw((2,), float, rank, 0)
+    if place == "while":
+        v = draw((2,), float, rank, 1)
+        _, tangent = jax.jvp(f, (x,), (v,))
+        np.testing.assert_allclose(tangent, (f(x + 1e-6 * v) - f(x - 1e-6 * v)) / 2e-6, rtol=1e-6, atol=1e-8)
+        return
+    check(f, x, comm)
+
+
+def test_differentiated_with_respect_to_nothing(rank):
+    """On one rank alone here: it knows by itself, before anything is sent."""
+    if rank == 0:
+        with pytest.raises(NotImplementedError, match="with respect to nothing"):
+            jax.jvp(lambda _: notoken.bcast(jnp.ones(2), 0), ({},), ({},))
+
+
+def test_frozen_heap(comm, rank, size):
+    """Nothing depends on what the garbage collector knows."""
+    import gc
+
+    gc.freeze()
+    try:
+        x = draw((2,), float, rank, 0)
+        check(lambda x: notoken.bcast(x if rank == 0 else jnp.ones(2), 0) * x, x, comm)
+    finally:
+        gc.unfreeze()
