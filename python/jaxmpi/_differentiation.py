@@ -296,14 +296,14 @@ def _checkpoint(own: Callable[..., Any], traced: Any, *args: Any) -> Any:
         return own(traced, *args)
     jaxpr = getattr(traced.jaxpr, "jaxpr", traced.jaxpr)
     cse = getattr(traced, "prevent_cse", True)
-    return primitives.remat_p.bind(*args, jaxpr=jaxpr, prevent_cse=cse, differentiated=False, policy=traced.policy)
+    return ad_checkpoint.remat_p.bind(*args, jaxpr=jaxpr, prevent_cse=cse, differentiated=False, policy=traced.policy)
 
 
 _OPENED: dict[Any, Callable[..., Any]] = {
     primitives.closed_call_p: _open_call,
     primitives.cond_p: _open_cond,
     primitives.linear_solve_p: _open_linear_solve,
-    primitives.remat_p: _open_call,
+    ad_checkpoint.remat_p: _open_call,
     primitives.scan_p: _open_scan,
     primitives.while_p: _open_while,
     custom_batching.custom_vmap_p: _open_custom_vmap,
@@ -461,7 +461,7 @@ def _stage(trace: Any, primitive: Any, tracers: Sequence[Any], params: Params) -
     return results
 
 
-_CALLS = (primitives.closed_call_p, primitives.remat_p, _jax.jit_p)
+_CALLS = (primitives.closed_call_p, ad_checkpoint.remat_p, _jax.jit_p)
 
 
 class _Dependence:

@@ -14,8 +14,10 @@ import jax
 import numpy as np
 from jax._src import ad_checkpoint, config, core, dispatch, effects, pjit, source_info_util
 from jax._src.array import ArrayImpl
+from jax._src.interpreters import mlir as private_mlir
 from jax._src.interpreters import partial_eval
 from jax._src.lib.mlir.dialects import hlo
+from jax._src.sharding_impls import UnspecifiedValue
 from jax.extend.core import Literal, primitives
 from jax.extend.core import Primitive as Primitive
 from jax.ffi import ffi_lowering as ffi_lowering
@@ -33,6 +35,8 @@ abstract_token = core.abstract_token
 
 KEEPS_EFFECTS = hasattr(effects, "partial_eval_kept_effects")
 """Whether an operation stays in a derivative where nothing uses its result, or it has none. Not so in JAX 0.6."""
+
+jit_p = getattr(primitives, "jit_p", None) or getattr(pjit, "pjit_p")  # noqa: B009 (the name in JAX 0.6)
 
 # What an ordered effect must be allowed to do so that it passes through every transformation and control flow.
 _PERMISSIONS = (
@@ -82,6 +86,30 @@ def replace(owner: Any, name: str, instead: Function) -> None:
 
 def current_source() -> Any:
     return source_info_util.current()
+
+
+def lower_calls_inline(effect: Effect) -> None:
+    """Has nested calls with the effect lowered as the equations that they hold.
+
+    XLA 0.12 may execute a loop twice, or end the process, where a function with an ordered effect and without array
+    operands is called inside another (`tests/test_order.py`). It would inline them itself.
+    """
+    for primitive in (jit_p, primitives.call_p, primitives.closed_call_p, getattr(core, "eval_jaxpr_p", None)):
+        if primitive is not None:
+            own = private_mlir._lowerings[primitive].rule
+            mlir.register_lowering(primitive, functools.partial(_lower_call, own, effect))
+
+
+def _lower_call(own: Function, effect: Effect, ctx: Any, *args: Any, **params: Any) -> Any:
+    inner = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
+    placed = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
+    if effect not in inner.effects or not all(isinstance(x, UnspecifiedValue) for x in placed):
+        return own(ctx, *args, **params)
+    return mlir.lower_fun(functools.partial(_evaluate_call, inner), multiple_results=True)(ctx, *args)
+
+
+def _evaluate_call(inner: Any, *args: Any) -> Any:
+    return core.eval_jaxpr(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), *args)
 
 
 def jit_disabled() -> bool:
@@ -210,9 +238,6 @@ def inexact(x: Any) -> bool:
     """Whether `x`, a value or its type, is of a dtype that is differentiated: floating-point or complex."""
     dtype = getattr(x if hasattr(x, "dtype") else jax.typeof(x), "dtype", None)
     return dtype is not None and jax.numpy.issubdtype(dtype, jax.numpy.inexact)
-
-
-jit_p = getattr(primitives, "jit_p", None) or getattr(pjit, "pjit_p")  # noqa: B009 (the name in JAX 0.6)
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:

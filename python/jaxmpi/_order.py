@@ -31,6 +31,7 @@ class Communication(_jax.Effect):
 
 _jax.permit_effect(Communication)
 EFFECT = Communication()
+_jax.lower_calls_inline(EFFECT)
 
 IN_PLACE = "in_place"
 """Parameter of an operation: whether its result takes the place of its operand. `jit` decides anew where it can."""
