@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src import ad_checkpoint, core, custom_batching
 from jax._src.interpreters import ad as private_ad
 from jax._src.interpreters import partial_eval
@@ -45,27 +46,24 @@ DERIVATIVE = "derivative"
 are never taken for those of the function itself."""
 
 
+HAS_NEWER_CHECKPOINT = "jaxpr" in getattr(getattr(ad_checkpoint, "RematTraced", None), "__annotations__", ())
+
+HOOKS: tuple[tuple[Any, str, str, Callable[..., Any]], ...]
+"""Functions of JAX, the parameters that they take, and what stands in their place."""
+
+
 def install(link: Link, check: Callable[[], None]) -> None:
     """Tells JAX. `check` is called before a derivative of what communicates is taken, and raises where it cannot be."""
     global _link, _check
     _link, _check = link, check
-    for tracer in (private_ad.JVPTracer, private_ad.LinearizeTracer):
-        _jax.replace(tracer, "__init__", _begin)
-    for trace in (private_ad.JVPTrace, private_ad.LinearizeTrace):
-        _jax.replace(trace, "process_primitive", _differentiate)
-        _jax.replace(trace, "process_custom_jvp_call", _differentiate_custom_jvp)
-        _jax.replace(trace, "process_custom_vjp_call", _differentiate_custom_vjp)
-    _jax.replace(partial_eval, "new_eqn_recipe", _keep)
-    _jax.replace(partial_eval, "trace_to_jaxpr_nounits", _divide)
-    _jax.replace(partial_eval.JaxprTrace, "__init__", _begin_to_divide)
-    _jax.replace(partial_eval.JaxprTrace, "new_arg", _begin_argument)
-    _jax.replace(partial_eval.JaxprTrace, "process_primitive", _leave)
-    _jax.replace(partial_eval.JaxprTrace, "process_custom_jvp_call", _leave_custom)
-    _jax.replace(partial_eval.JaxprTrace, "process_custom_vjp_call", _leave_custom)
+    for hook in HOOKS if _jax.KEEPS_EFFECTS else _REFUSALS:
+        _jax.replace(*hook)
+    if not _jax.KEEPS_EFFECTS:
+        return
     rules = partial_eval.partial_eval_jaxpr_custom_rules
-    rules[primitives.scan_p] = functools.partial(_divide_checkpointed_scan, rules[primitives.scan_p])
-    if hasattr(ad_checkpoint, "RematTraced"):
-        _jax.replace(ad_checkpoint.RematTraced, "__call__", _checkpoint)
+    own = getattr(rules[primitives.scan_p], "jaxmpi_own", rules[primitives.scan_p])
+    rules[primitives.scan_p] = functools.partial(_divide_checkpointed_scan, own)
+    setattr(rules[primitives.scan_p], "jaxmpi_own", own)  # noqa: B010
 
 
 # --- what communicates -----------------------------------------------------------------------------------------------
@@ -79,12 +77,14 @@ def communicates(params: Params) -> bool:
 
 
 def _inside(value: Any) -> bool:
-    effects = getattr(value, "effects", None)
-    if effects is not None:
-        return EFFECT in effects
+    if EFFECT in getattr(value, "effects", ()):
+        return True
     if isinstance(value, (tuple, list)):
         return any(_inside(x) for x in value if type(x) not in _PLAIN)
-    return False
+    if hasattr(value, "eqns"):
+        return False
+    inner, more = getattr(value, "jaxpr", None), getattr(value, "params", None)  # of a primitive that is an object
+    return (inner is not None and _inside(inner)) or (isinstance(more, dict) and communicates(more))
 
 
 def _is_ours(primitive: Any) -> bool:
@@ -186,6 +186,15 @@ def _differentiate(own: Callable[..., Any], trace: Any, primitive: Any, tracers:
     return opened(own, trace, primitive, tracers, params)
 
 
+def _refuse_old(own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence[Any], params: Params) -> Any:
+    if _is_ours(primitive) or communicates(params):
+        raise NotImplementedError(
+            f"jaxmpi: derivatives of communication need JAX 0.7 or newer, this is {jax.__version__}: it leaves out of "
+            "a derivative what nothing on this rank depends on, though other ranks may."
+        )
+    return own(trace, primitive, tracers, params)
+
+
 # --- what JAX opens ----------------------------------------------------------------------------------------------------
 
 
@@ -213,9 +222,12 @@ def _evaluate(jaxpr: Any, arguments: Sequence[Any]) -> list[Any]:
     return core.eval_jaxpr(getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ()), *arguments)
 
 
+_ZERO = np.zeros((), jax.dtypes.canonicalize_dtype(float))
+
+
 def _dummy(trace: Any) -> Any:
     """A number of no meaning that depends on what is differentiated."""
-    return _linked(trace, [jax.numpy.zeros(())], [0], "what")[0]
+    return _linked(trace, [_ZERO], [0], "what")[0]
 
 
 def _open_scan(own, trace, primitive, tracers, params):
@@ -265,10 +277,9 @@ def _open_linear_solve(own, trace, primitive, tracers, params):
     if EFFECT in jaxprs.matvec.effects:
         if not _one(trace, tracers, 0, lengths.matvec):
             matvec = jaxprs.matvec
-            avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in matvec.in_avals]
-            wider = jax.make_jaxpr(lambda _, *arguments: _evaluate(matvec, arguments))(
-                jax.ShapeDtypeStruct((), jax.numpy.zeros(()).dtype), *avals
-            )
+            with core.set_current_trace(trace.parent_trace):
+                avals = [_ZERO, *(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in matvec.in_avals)]
+                wider = jax.make_jaxpr(lambda _, *arguments: _evaluate(matvec, arguments))(*avals)
             jaxprs = jaxprs._replace(matvec=wider)
             lengths = lengths._replace(matvec=lengths.matvec + 1)
             tracers, which = [_dummy(trace), *tracers], [i + 1 for i in which]
@@ -335,8 +346,9 @@ def _linked_if(trace: Any, tracers: Sequence[Any], asks: Callable[[list[Any]], b
     possible = [i for i, x in enumerate(tracers) if _jax.inexact(x)]
     if all(type(tangents[i]) is not _jax.ad.Zero for i in possible) and possible:
         return tracers
-    if not asks([jax.typeof(x) for x in tracers]):
-        return tracers
+    with core.set_current_trace(trace.parent_trace):
+        if not asks([jax.typeof(x) for x in tracers]):
+            return tracers
     _check()
     if not possible:
         raise NotImplementedError(
@@ -426,7 +438,7 @@ def _leave(own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequenc
     tracers = [trace.to_jaxpr_tracer(x) for x in tracers]
     if purpose == _HOISTING:
         return _stage(trace, primitive, tracers, params)
-    if primitive in _CALLS:
+    if primitive in CALLS:
         with core.set_current_trace(trace):
             return _evaluate(_body(params), tracers)
     if _is_ours(primitive):
@@ -461,7 +473,7 @@ def _stage(trace: Any, primitive: Any, tracers: Sequence[Any], params: Params) -
     return results
 
 
-_CALLS = (primitives.closed_call_p, ad_checkpoint.remat_p, _jax.jit_p)
+CALLS = (primitives.closed_call_p, ad_checkpoint.remat_p, _jax.jit_p)
 
 
 class _Dependence:
@@ -489,7 +501,7 @@ class _Dependence:
     @classmethod
     def of_equation(cls, primitive: Any, params: Params, given: Sequence[bool]) -> list[bool]:
         given = list(given)
-        if primitive in _CALLS:
+        if primitive in CALLS:
             return cls.of_jaxpr(_body(params), given)
         if primitive is primitives.cond_p:
             branches = [cls.of_jaxpr(branch, given[1:]) for branch in params["branches"]]
@@ -522,3 +534,40 @@ class _Dependence:
                 "operand is a constant on this rank. Let it depend on the function's argument, 0 * x for example."
             )
 
+
+
+# --- the places ----------------------------------------------------------------------------------------------------------
+
+_JVP, _LINEARIZE, _DIVIDE = private_ad.JVPTrace, private_ad.LinearizeTrace, partial_eval.JaxprTrace
+_PRIMITIVE = "self primitive tracers params or self primitive args params"
+_CUSTOM_JVP = "self primitive fun jvp tracers symbolic_zeros or self prim fun f_jvp tracers symbolic_zeros"
+_CUSTOM_VJP = (
+    "self primitive fun fwd bwd tracers out_trees symbolic_zeros or "
+    "self prim fun fwd bwd tracers out_trees symbolic_zeros"
+)
+HOOKS = (
+    (private_ad.JVPTracer, "__init__", "self trace primal tangent", _begin),
+    (private_ad.LinearizeTracer, "__init__", "self trace primal tangent", _begin),
+    (_JVP, "process_primitive", _PRIMITIVE, _differentiate),
+    (_LINEARIZE, "process_primitive", _PRIMITIVE, _differentiate),
+    (_JVP, "process_custom_jvp_call", _CUSTOM_JVP, _differentiate_custom_jvp),
+    (_LINEARIZE, "process_custom_jvp_call", _CUSTOM_JVP, _differentiate_custom_jvp),
+    (_JVP, "process_custom_vjp_call", _CUSTOM_VJP, _differentiate_custom_vjp),
+    (_LINEARIZE, "process_custom_vjp_call", _CUSTOM_VJP, _differentiate_custom_vjp),
+    (
+        partial_eval,
+        "new_eqn_recipe",
+        "trace in_tracers out_tracers primitive params effects source_info ctx",
+        _keep,
+    ),
+    (partial_eval, "trace_to_jaxpr_nounits", "fun pvals instantiate", _divide),
+    (_DIVIDE, "__init__", "self parent_trace name_stack tag", _begin_to_divide),
+    (_DIVIDE, "new_arg", "self pval", _begin_argument),
+    (_DIVIDE, "process_primitive", _PRIMITIVE, _leave),
+    (_DIVIDE, "process_custom_jvp_call", "self prim fun jvp tracers symbolic_zeros", _leave_custom),
+    (_DIVIDE, "process_custom_vjp_call", "self prim f fwd bwd tracers out_trees symbolic_zeros", _leave_custom),
+    *([(ad_checkpoint.RematTraced, "__call__", "self args", _checkpoint)] if HAS_NEWER_CHECKPOINT else []),
+)
+_REFUSALS = tuple(
+    (trace, "process_primitive", _PRIMITIVE, _refuse_old) for trace in (_JVP, _LINEARIZE, _DIVIDE)
+)

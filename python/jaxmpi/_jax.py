@@ -1,10 +1,12 @@
-"""Every private name of JAX that the package uses, each with the versions it was tried on.
+"""The private names of JAX that the package uses, but for those of its differentiation: see _differentiation.
 
-Tried on JAX 0.6.0, 0.10.2 and 0.12.0.1. A version that moves one of these names needs a change here and nowhere else.
+Tried on JAX 0.6.0 to `NEWEST_TRIED`. A version that moves one of these names needs a change here and nowhere else.
 """
 
 import contextlib
 import functools
+import inspect
+import re
 import threading
 import warnings
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -33,6 +35,10 @@ ShapedArray = core.ShapedArray
 Tracer = core.Tracer
 abstract_token = core.abstract_token
 
+NEWEST_TRIED = "0.12.0.1"
+"""The newest version of JAX on which the tests were run."""
+ADVICE = f"This version of jaxmpi was tried on JAX 0.6.0 to {NEWEST_TRIED}: use one of these, or a newer jaxmpi."
+
 KEEPS_EFFECTS = hasattr(effects, "partial_eval_kept_effects")
 """Whether an operation stays in a derivative where nothing uses its result, or it has none. Not so in JAX 0.6."""
 
@@ -47,6 +53,20 @@ _PERMISSIONS = (
     effects.remat_allowed_effects,
     *([effects.partial_eval_kept_effects] if KEEPS_EFFECTS else []),
 )
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """The numbers of a version, without what names a build of it."""
+    return tuple(int(number) for number in re.findall(r"\d+", version.partition("dev")[0].partition("+")[0]))
+
+
+if numbers(jax.__version__) > numbers(NEWEST_TRIED):
+    warnings.warn(
+        f"jaxmpi was tried on JAX up to {NEWEST_TRIED}, this is {jax.__version__}. What derivatives rely on is checked "
+        "before the first one.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def permit_effect(kind: type) -> None:
@@ -71,10 +91,25 @@ def keep(primitive: Primitive) -> None:
     partial_eval.dce_rules[primitive] = lambda *args: ([True] * len(args[-1].invars), args[-1])
 
 
-def replace(owner: Any, name: str, instead: Function) -> None:
-    """Puts `instead(own, ...)` in the place of a function `own(...)` of JAX."""
-    own = getattr(owner, name)
+def replace(owner: Any, name: str, parameters: str, instead: Function) -> None:
+    """Puts `instead(own, ...)` in the place of a function `own(...)` of JAX.
+
+    Args:
+      owner: a class or module of JAX.
+      name: of the function in it.
+      parameters: the names of its parameters, in order, as they were in the versions tried; a word stands for any name.
+
+    Raises:
+      ImportError: there is no such function, or it takes something else.
+    """
+    own = getattr(owner, name, None)
     own = getattr(own, "jaxmpi_own", own)  # where the package is imported once more
+    where = f"{getattr(owner, '__qualname__', owner.__name__)}.{name}"
+    if own is None:
+        raise ImportError(f"jaxmpi: there is no {where} in JAX {jax.__version__}. {ADVICE}")
+    found = " ".join(inspect.signature(own).parameters)
+    if not any(found == tried for tried in parameters.split(" or ")):
+        raise ImportError(f"jaxmpi: {where} of JAX {jax.__version__} takes ({found}), not ({parameters}). {ADVICE}")
 
     @functools.wraps(own)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -96,7 +131,8 @@ def lower_calls_inline(effect: Effect) -> None:
     """
     for primitive in (jit_p, primitives.call_p, primitives.closed_call_p, getattr(core, "eval_jaxpr_p", None)):
         if primitive is not None:
-            own = private_mlir._lowerings[primitive].rule
+            entry = private_mlir._lowerings[primitive]
+            own = getattr(entry, "rule", entry)  # the rule itself in JAX 0.6
             mlir.register_lowering(primitive, functools.partial(_lower_call, own, effect))
 
 

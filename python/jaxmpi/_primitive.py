@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmpi import _differentiation, _jax
+from jaxmpi import _contract, _differentiation, _jax
 from jaxmpi._arguments import DERIVATIVE_TAGS
 from jaxmpi._devices import PLATFORMS
 from jaxmpi._differentiation import DERIVATIVE
@@ -139,7 +139,7 @@ _jax.mlir.register_lowering(_link, _jax.mlir.lower_fun(_linked, multiple_results
 _jax.ad.primitive_jvps[_link] = _link_jvp
 _jax.ad.primitive_transposes[_link] = _link_transpose
 _jax.batching.fancy_primitive_batchers[_link] = _link_batch
-_differentiation.install(link, lambda: None)
+_differentiation.install(link, _contract.check)
 
 
 # --- from a row to a primitive -------------------------------------------------------------------------------------

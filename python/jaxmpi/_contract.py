@@ -1,0 +1,226 @@
+"""What derivatives rely on in JAX, each with a computation that shows whether it is so.
+
+Before the first derivative of what communicates each of them is traced, on COMM_SELF, and its operations are counted:
+nothing is compiled or sent. Where an operation is missing, or in another place, derivatives are refused. A name of
+JAX's that is not there, or takes something else, is an error at import already: see `_differentiation.HOOKS`.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from mpi4py import MPI
+
+from jaxmpi import _differentiation, _jax
+
+Operations = list[tuple[str, str, str]]
+"""What a computation communicates, in order: inside what (`scan`, `cond`, ... or nothing), which, of what (a value, or
+a `tangent` or `cotangent`)."""
+
+
+@dataclass(frozen=True)
+class Assumption:
+    """Something that JAX does, a computation that needs it, and what that then communicates."""
+
+    what: str
+    computation: Callable[[], Any]
+    expected: Operations
+
+
+def operations(jaxpr: Any, inside: str = "") -> Operations:
+    """The operations of a jaxpr, and of those inside."""
+    return list(_operations(jaxpr, inside))
+
+
+def _operations(jaxpr: Any, inside: str) -> Iterator[tuple[str, str, str]]:
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        if type(equation.primitive) is _differentiation.Operation:
+            yield inside, equation.primitive.name[7:], equation.params.get(_differentiation.DERIVATIVE, "")
+            continue
+        within = inside if equation.primitive in _differentiation.CALLS else equation.primitive.name
+        for value in equation.params.values():
+            for x in value if isinstance(value, tuple) else (value,):
+                if hasattr(x, "eqns") or hasattr(x, "jaxpr"):
+                    yield from _operations(x, within)
+
+
+# --- the computations ----------------------------------------------------------------------------------------------------
+
+
+def _bcast(x: Any = 1.0) -> Any:
+    from jaxmpi import notoken
+
+    return notoken.bcast(x, 0, comm=MPI.COMM_SELF)
+
+
+def _send(x: Any) -> None:
+    from jaxmpi import notoken
+
+    notoken.send(x, 0, comm=MPI.COMM_SELF)
+
+
+def _recv() -> Any:
+    from jaxmpi import notoken
+
+    return notoken.recv(0.0, 0, tag=0, comm=MPI.COMM_SELF)
+
+
+def _forward(f: Callable[[Any], Any]) -> Any:
+    return jax.make_jaxpr(lambda x: jax.jvp(f, (x,), (x,))[1])(1.0)
+
+
+def _reverse(f: Callable[[Any], Any]) -> Any:
+    return jax.make_jaxpr(lambda x: jax.vjp(f, x)[1](x))(1.0)
+
+
+def _repeat(step: Callable[[Any], Any], x: Any) -> Any:
+    return lax.scan(lambda c, _: (step(c), None), x, None, length=2)[0]
+
+
+def _value_ignored(x: Any) -> Any:
+    _send(x)
+    return 0
+
+
+def _custom_jvp(x: Any) -> Any:
+    function = jax.custom_jvp(_bcast)
+    function.defjvp(lambda primals, tangents: (function(*primals), _bcast(tangents[0])))
+    return function(1.0) * x
+
+
+def _custom_vjp(x: Any) -> Any:
+    function = jax.custom_vjp(_bcast)
+    function.defvjp(lambda x: (function(x), None), lambda _, ct: (_bcast(ct),))
+    return function(1.0) * x
+
+
+def _solve(x: Any) -> Any:
+    return x * lax.custom_linear_solve(lambda u: 2 * _bcast(u), 1.0, lambda f, b: f(b), lambda f, b: f(b))
+
+
+def _transposed() -> Any:
+    return jax.make_jaxpr(lambda ct: jax.linear_transpose(jax.jit(lambda x: x + _recv()), 1.0)(ct))(1.0)
+
+
+def _newer_checkpoint() -> Any:
+    from jax._src import ad_checkpoint
+
+    return _reverse(lambda x: x + ad_checkpoint.remat3(_value_ignored)(x))
+
+
+_VALUE_THEN_TANGENT = [("", "bcast", ""), ("", "bcast", "tangent")]
+_SOLVE = 2 * [("custom_linear_solve", "bcast", ""), ("custom_linear_solve", "reduce", "cotangent")]
+ASSUMPTIONS = (
+    Assumption(
+        "a trace that differentiates is told of each primitive, also where no operand has a tangent",
+        lambda: _reverse(lambda x: x * _bcast()),
+        [("", "bcast", ""), ("", "reduce", "cotangent")],
+    ),
+    Assumption("the same in forward mode", lambda: _forward(lambda x: x * _bcast()), _VALUE_THEN_TANGENT),
+    Assumption(
+        "nested calls of constants are differentiated",
+        lambda: _forward(lambda x: x * jax.jit(lambda: _bcast())()),
+        _VALUE_THEN_TANGENT,
+    ),
+    Assumption(
+        "branches of constants are differentiated",
+        lambda: _forward(lambda x: x * lax.cond(x > 0, lambda: _bcast(), lambda: 1.0)),
+        [("cond", "bcast", ""), ("cond", "bcast", "tangent")],
+    ),
+    Assumption(
+        "loops of constants are differentiated",
+        lambda: _forward(lambda x: x * lax.while_loop(lambda c: c < 9, lambda c: _bcast(c) + 1, 1.0)),
+        [("while", "bcast", ""), ("while", "bcast", "tangent")],
+    ),
+    Assumption(
+        "scans of constants are differentiated",
+        lambda: _forward(lambda x: x * _repeat(_bcast, 1.0)),
+        [("scan", "bcast", ""), ("scan", "bcast", "tangent")],
+    ),
+    Assumption(
+        "what a scan receives is received in each of its steps, in its derivative too",
+        lambda: _reverse(lambda x: _repeat(lambda c: c + _recv(), x)),
+        [("scan", "recv", ""), ("scan", "send", "cotangent")],
+    ),
+    Assumption(
+        "the same in a checkpoint",
+        lambda: _reverse(jax.checkpoint(lambda x: _repeat(lambda c: c + _recv(), x))),
+        [("scan", "recv", ""), ("scan", "send", "cotangent")],
+    ),
+    Assumption(
+        "a checkpoint without a differentiable result stays in a derivative",
+        lambda: _reverse(lambda x: x + jax.checkpoint(_value_ignored)(x)),
+        [("", "send", ""), ("", "recv", "cotangent")],
+    ),
+    Assumption(
+        "so do branches",
+        lambda: _reverse(lambda x: x + jax.checkpoint(lambda x: lax.cond(x > 0, _value_ignored, lambda x: 0, x))(x)),
+        [("cond", "send", ""), ("cond", "recv", "cotangent")],
+    ),
+    Assumption(
+        "the rule of a custom_jvp function is called for constants",
+        lambda: _forward(_custom_jvp),
+        [("custom_jvp_call", "bcast", ""), ("", "bcast", "")],
+    ),
+    Assumption(
+        "the rules of a custom_vjp function are called for constants",
+        lambda: _reverse(_custom_vjp),
+        [("custom_vjp_call", "bcast", ""), ("", "bcast", "")],
+    ),
+    Assumption(
+        "a linear solve of constants is differentiated, and its matrix",
+        lambda: _forward(_solve),
+        [*_SOLVE, *_VALUE_THEN_TANGENT, *_SOLVE],
+    ),
+    Assumption(
+        "where a function is transposed, what communicates is transposed with it",
+        _transposed,
+        [("", "send", "cotangent")],
+    ),
+    *(
+        [
+            Assumption(
+                "the newer kind of checkpoint is called by one method",
+                _newer_checkpoint,
+                [("", "send", ""), ("", "recv", "cotangent")],
+            )
+        ]
+        if _differentiation.HAS_NEWER_CHECKPOINT
+        else []
+    ),
+)
+
+
+# --- before the first derivative -----------------------------------------------------------------------------------------
+
+_state = {"checking": False, "broken": None, "checked": False}
+
+
+def broken() -> str | None:
+    """What JAX does not do, of all that derivatives rely on; None where all is well. Traces, and sends nothing."""
+    for assumption in ASSUMPTIONS:
+        try:
+            found: Any = operations(assumption.computation())
+        except Exception as error:
+            found = f"{type(error).__name__}: {error}"
+        if found != assumption.expected:
+            return f"{assumption.what} (expected {assumption.expected}, found {found})"
+    return None
+
+
+def check() -> None:
+    """Raises NotImplementedError if this JAX does not do what derivatives rely on. It is looked at once."""
+    if not _state["checked"] and not _state["checking"]:
+        _state["checking"] = True
+        try:
+            _state["broken"] = broken()
+        finally:
+            _state.update(checking=False, checked=True)
+    if _state["broken"] is not None:
+        raise NotImplementedError(
+            f"jaxmpi: derivatives of communication are refused: JAX {jax.__version__} does not keep to what they rely "
+            f"on: {_state['broken']}. {_jax.ADVICE}"
+        )
