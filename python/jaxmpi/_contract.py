@@ -111,6 +111,19 @@ def _newer_checkpoint() -> Any:
     return _reverse(lambda x: x + ad_checkpoint.remat3(_value_ignored)(x))
 
 
+def _hidden() -> Any:
+    """A primitive as other libraries make them, whose abstract evaluation forgets what its function communicates."""
+    primitive = _jax.Primitive("jaxmpi.forgetful")
+
+    def evaluate(x):
+        result = jax.eval_shape(lambda x: _bcast(x), x)
+        return _jax.ShapedArray(result.shape, result.dtype)
+
+    primitive.def_abstract_eval(evaluate)
+    (equation,) = jax.make_jaxpr(primitive.bind)(1.0).eqns
+    return jax.make_jaxpr(lambda x: _bcast(x) if equation.effects else x)(1.0)
+
+
 _VALUE_THEN_TANGENT = [("", "bcast", ""), ("", "bcast", "tangent")]
 _SOLVE = 2 * [("custom_linear_solve", "bcast", ""), ("custom_linear_solve", "reduce", "cotangent")]
 ASSUMPTIONS = (
@@ -180,6 +193,7 @@ ASSUMPTIONS = (
         _transposed,
         [("", "send", "cotangent")],
     ),
+    Assumption("what a primitive of another library communicates is seen", _hidden, [("", "bcast", "")]),
     *(
         [
             Assumption(

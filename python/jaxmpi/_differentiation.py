@@ -30,7 +30,7 @@ from jax._src.interpreters import ad as private_ad
 from jax._src.interpreters import partial_eval
 from jax.extend.core import Literal, primitives
 
-from jaxmpi import _jax
+from jaxmpi import _hidden, _jax
 from jaxmpi._order import EFFECT
 
 Params = dict[str, Any]
@@ -60,6 +60,7 @@ def install(link: Link, check: Callable[[], None]) -> None:
         _jax.replace(*hook)
     if not _jax.KEEPS_EFFECTS:
         return
+    _hidden.report()
     rules = partial_eval.partial_eval_jaxpr_custom_rules
     own = getattr(rules[primitives.scan_p], "jaxmpi_own", rules[primitives.scan_p])
     rules[primitives.scan_p] = functools.partial(_divide_checkpointed_scan, own)
@@ -170,20 +171,25 @@ def _linked_value(trace: Any, tracer: Any) -> Any:
 
 def _differentiate(own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence[Any], params: Params) -> Any:
     _seeds_of(trace)
-    ours = _is_ours(primitive)
-    if not ours and not communicates(params):
-        return own(trace, primitive, tracers, params)
-    _check()
-    if ours:
+    if _is_ours(primitive):
+        _check()
         which = [i for i, x in enumerate(tracers) if _jax.inexact(x)][:1]
         tracers = _linked(trace, tracers, which, primitive.name)
         if which and DERIVATIVE in params:
             tracers[which[0]] = _linked_value(trace, tracers[which[0]])
         return own(trace, primitive, tracers, params)
-    opened = _OPENED.get(primitive)
-    if opened is None:
-        raise _refusal(primitive.name)
-    return opened(own, trace, primitive, tracers, params)
+    if primitive in _OPENED:
+        if not communicates(params):
+            return own(trace, primitive, tracers, params)
+        _check()
+        return _OPENED[primitive](own, trace, primitive, tracers, params)
+    if communicates(params) or _hidden.communicates(primitive, tracers, params):
+        _check()
+        if (which := _hidden.differentiated_operands(primitive, params)) is None:
+            raise _refusal(primitive.name)
+        which = [i for i in which if _jax.inexact(tracers[i])]
+        return own(trace, primitive, _linked(trace, tracers, which, primitive.name), params)
+    return own(trace, primitive, tracers, params)
 
 
 def _refuse_old(own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence[Any], params: Params) -> Any:
@@ -432,7 +438,9 @@ def _begin_argument(own: Callable[..., Any], trace: Any, value: Any) -> Any:
 
 
 def _leave(own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence[Any], params: Params) -> Any:
-    if trace not in _purposes or not (_is_ours(primitive) or communicates(params)):
+    if trace not in _purposes or not (
+        _is_ours(primitive) or communicates(params) or _hidden.communicates(primitive, tracers, params)
+    ):
         return own(trace, primitive, tracers, params)
     purpose, inputs = _purposes[trace]
     tracers = [trace.to_jaxpr_tracer(x) for x in tracers]

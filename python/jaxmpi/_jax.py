@@ -97,7 +97,7 @@ def replace(owner: Any, name: str, parameters: str, instead: Function) -> None:
     Args:
       owner: a class or module of JAX.
       name: of the function in it.
-      parameters: the names of its parameters, in order, as they were in the versions tried; a word stands for any name.
+      parameters: the names of its parameters, in order, as they were in the versions tried; empty where a function does not tell.
 
     Raises:
       ImportError: there is no such function, or it takes something else.
@@ -107,8 +107,8 @@ def replace(owner: Any, name: str, parameters: str, instead: Function) -> None:
     where = f"{getattr(owner, '__qualname__', owner.__name__)}.{name}"
     if own is None:
         raise ImportError(f"jaxmpi: there is no {where} in JAX {jax.__version__}. {ADVICE}")
-    found = " ".join(inspect.signature(own).parameters)
-    if not any(found == tried for tried in parameters.split(" or ")):
+    found = " ".join(inspect.signature(own).parameters) if parameters else ""
+    if found not in parameters.split(" or "):
         raise ImportError(f"jaxmpi: {where} of JAX {jax.__version__} takes ({found}), not ({parameters}). {ADVICE}")
 
     @functools.wraps(own)

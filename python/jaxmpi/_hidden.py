@@ -1,0 +1,83 @@
+"""Communication inside primitives of other libraries, which do not say that they communicate.
+
+Such a primitive evaluates functions of its user: `linear_solve` of lineax a matvec. Its abstract evaluation calls
+`jax.eval_shape`, which does not tell of effects. Its equation would then be lowered without a token, moved and dropped,
+and the operations inside would find no token either. Here every equation that is staged with the effect leaves a mark,
+and a primitive whose abstract evaluation has left one without reporting it reports it from then on.
+"""
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax._src.interpreters import partial_eval
+
+from jaxmpi import _jax
+from jaxmpi._order import EFFECT
+
+_hiding: set[Any] = set()
+"""Primitives that were found to evaluate functions that communicate without saying so."""
+
+
+class _Seen(threading.local):
+    """Whether this thread has staged an equation that communicates since it was last asked."""
+
+    yes = False
+
+
+_seen = _Seen()
+
+
+def report() -> None:
+    """Has every primitive report the effect of the functions that its abstract evaluation traces."""
+    _jax.replace(partial_eval, "_cached_abstract_eval", "", _evaluate)
+
+
+def _evaluate(own: Any, primitive: Any, /, *avals: Any, **params: Any) -> Any:
+    before, _seen.yes = _seen.yes, False
+    try:
+        result, reported = own(primitive, *avals, **params)
+        if _seen.yes and EFFECT not in reported:
+            primitive.abstract_eval = functools.partial(_evaluate_and_report, primitive.abstract_eval)
+            _hiding.add(primitive)
+            own.cache_clear()
+            result, reported = own(primitive, *avals, **params)
+        before = before or EFFECT in reported
+        return result, reported
+    finally:
+        _seen.yes = before
+
+
+def _evaluate_and_report(own: Callable[..., Any], /, *avals: Any, **params: Any) -> Any:
+    before, _seen.yes = _seen.yes, False
+    try:
+        result, reported = own(*avals, **params)
+        return result, {*reported, EFFECT} if _seen.yes else reported
+    finally:
+        _seen.yes = before
+
+
+def communicates(primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> bool:
+    """Whether a primitive of another library, with these operands, communicates."""
+    return primitive in _hiding and EFFECT in primitive.abstract_eval(*map(jax.typeof, operands), **params)[1]
+
+
+def differentiated_operands(primitive: Any, params: dict[str, Any]) -> list[int] | None:
+    """Which operands can have tangents; None if it is not known how the primitive is differentiated.
+
+    Known are lineax's solver, also mapped by `jax.vmap`: its operator and its right-hand side can, and not its state
+    and its options. How it is differentiated depends on which of them have, so all shall have.
+    """
+    lineax, equinox = (sys.modules.get(name) for name in ("lineax._solve", "equinox.internal._primitive"))
+    mapped = getattr(equinox, "_vprim_p", None)
+    while primitive is not None and primitive is mapped:
+        primitive, params = params["prim"], dict(params["params"])
+    if equinox is None or primitive is None or primitive is not getattr(lineax, "linear_solve_p", None):
+        return None
+    numbers = iter(range(len(params["static"])))
+    places = [next(numbers) if x is equinox._missing_dynamic else None for x in params["static"]]
+    operator, _, vector, *_ = jax.tree.unflatten(params["treedef"], places)
+    return [i for i in jax.tree.leaves((operator, vector)) if isinstance(i, int)]

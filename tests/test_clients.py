@@ -1,0 +1,504 @@
+"""Programs of other libraries whose functions communicate: optax, diffrax, equinox, lineax, and JAX's own solvers.
+
+Each client is a scalar of what a rank has of its own and of what all ranks share. The witness is the same program on
+the gathered arrays in one process, without MPI: its value, its gradient, and its derivative in one direction.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from mpi4py import MPI
+
+import jaxmpi
+from jaxmpi import notoken
+
+# Most of the time here goes into compiling.
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+jax_jit, our_jit = (functools.partial(jit, compiler_options=QUICK) for jit in (jax.jit, jaxmpi.jit))
+jits = pytest.mark.parametrize("jit", [jax_jit, our_jit], ids=["jax", "jaxmpi"])
+both = pytest.mark.parametrize(
+    ("jit", "where"), [(jax_jit, "everywhere"), (our_jit, "rank 0")], ids=["jax-everywhere", "jaxmpi-rank0"]
+)
+
+
+def draw(shape, rank, seed):
+    return jnp.asarray(np.random.default_rng([seed, rank]).normal(size=shape))
+
+
+def total(x):
+    """The sum of all elements of all ranks, of which every rank has a copy."""
+    return notoken.allreduce(jnp.sum(x), MPI.SUM)
+
+
+def check(ours, theirs, shapes, comm, jit, where="everywhere", modes=("reverse", "forward"), rtol=1e-8):
+    """`ours(own, shared)` on all ranks against `theirs(owns, shared)` in one process, value and derivatives.
+
+    `shapes` are those of `own` and `shared`. Where `where` is "rank 0", that rank alone differentiates: on the others
+    what is differentiated is not what the program is given, but a constant of the same value.
+    """
+    rank, size = comm.rank, comm.size
+    (own, v), (owns, vs) = [
+        [f(lambda r, seed=seed: draw(shapes[0], r, seed)) for seed in (0, 1)]
+        for f in (lambda g: g(rank), lambda g: jnp.stack([g(r) for r in range(size)]))
+    ]
+    shared, u = draw(shapes[1], 0, 2), draw(shapes[1], 0, 3)
+    if where == "rank 0":
+        f = ours if rank == 0 else lambda _, shared: ours(own, shared)
+        g = lambda x, shared: theirs(owns.at[0].set(x[0]), shared)  # noqa: E731
+        one = lambda f: lambda x: f(x, shared)  # noqa: E731
+        f, g, mine, everything, v, vs = one(f), one(g), (own,), (owns,), (v,), (vs,)
+    else:
+        f, g, mine, everything, v, vs = ours, theirs, (own, shared), (owns, shared), (v, u), (vs, u)
+    argnums = tuple(range(len(mine)))
+    if not modes:
+        np.testing.assert_allclose(jit(f)(*mine), jax_jit(g)(*everything), rtol=rtol)
+    if "reverse" in modes:
+        value, (gradient, *of_shared) = jit(jax.value_and_grad(f, argnums))(*mine)
+        expected, (gradients, *expected_of_shared) = jax_jit(jax.value_and_grad(g, argnums))(*everything)
+        np.testing.assert_allclose(value, expected, rtol=rtol)
+        np.testing.assert_allclose(gradient, gradients[rank], rtol=rtol, atol=rtol)
+        for a, b in zip(of_shared, expected_of_shared, strict=True):
+            np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol)
+    if "forward" in modes:
+        pair = jit(lambda x, v: jax.jvp(f, x, v))(mine, v)
+        np.testing.assert_allclose(pair, jax_jit(lambda x, v: jax.jvp(g, x, v))(everything, vs), rtol=rtol)
+
+
+# --- optax ----------------------------------------------------------------------------------------------------------
+
+POINTS = 6
+
+
+def model(parameters, data):
+    """Squared errors at the points `data`, shape (2, n), of a model with four parameters."""
+    a, b, c, d = parameters
+    return (a * jnp.tanh(b * data[0] + c) + d - data[1]) ** 2
+
+
+def fit(parameters, data):
+    """The mean error over the points of all ranks."""
+    return total(model(jaxmpi.replicate(parameters), data)) / (POINTS * MPI.COMM_WORLD.size)
+
+
+def fit_together(parameters, data):
+    return jnp.mean(jax.vmap(model, (None, 0))(parameters, data))
+
+
+def train_by_adam(loss):
+    optax = pytest.importorskip("optax")
+    optimizer = optax.adam(0.1)
+
+    def train(data, parameters):
+        def step(carry, _):
+            parameters, state = carry
+            value, gradient = jax.value_and_grad(loss)(parameters, data)
+            updates, state = optimizer.update(gradient, state)
+            return (optax.apply_updates(parameters, updates), state), value
+
+        (parameters, _), values = lax.scan(step, (parameters, optimizer.init(parameters)), None, 4)
+        return values[-1] + loss(parameters, data)
+
+    return train
+
+
+@both
+def test_optax_adam(jit, where, comm):
+    """Training, and how its result depends on the data and the parameters at the start."""
+    check(train_by_adam(fit), train_by_adam(fit_together), ((2, POINTS), (4,)), comm, jit, where)
+
+
+@jits
+def test_optax_adam_step_by_step(jit, comm, rank, size):
+    """Each step is a call; the copies of the parameters stay equal to the last bit."""
+    optax = pytest.importorskip("optax")
+    optimizer = optax.adam(0.1)
+
+    def step_of(loss):
+        def step(parameters, state, data):
+            value, gradient = jax.value_and_grad(loss)(parameters, data)
+            updates, state = optimizer.update(gradient, state)
+            return optax.apply_updates(parameters, updates), state, value
+
+        return step
+
+    ours, theirs = jit(step_of(fit)), jax_jit(step_of(fit_together))
+    data = jnp.stack([draw((2, POINTS), r, 0) for r in range(size)])
+    mine = together = (draw((4,), 0, 2), optimizer.init(jnp.zeros(4)))
+    for _ in range(5):
+        *mine, value = ours(*mine, data[rank])
+        *together, expected = theirs(*together, data)
+        np.testing.assert_allclose(value, expected, rtol=1e-9)
+    np.testing.assert_allclose(mine[0], together[0], rtol=1e-9)
+    np.testing.assert_array_equal(mine[0], comm.bcast(np.asarray(mine[0])))
+
+
+def train_by_lbfgs(loss, steps=5):
+    optax = pytest.importorskip("optax")
+    optimizer = optax.lbfgs()
+
+    def train(data, parameters):
+        def of_parameters(p):
+            return loss(p, data)
+
+        value_and_grad = optax.value_and_grad_from_state(of_parameters)
+
+        def step(carry, _):
+            parameters, state = carry
+            value, gradient = value_and_grad(parameters, state=state)
+            updates, state = optimizer.update(
+                gradient, state, parameters, value=value, grad=gradient, value_fn=of_parameters
+            )
+            return (optax.apply_updates(parameters, updates), state), value
+
+        (parameters, _), values = lax.scan(step, (parameters, optimizer.init(parameters)), None, steps)
+        return values[-1] + loss(parameters, data)
+
+    return train
+
+
+@jits
+def test_optax_lbfgs(jit, comm):
+    """Its line search evaluates the function and its gradient in loops whose length depends on their values."""
+    check(train_by_lbfgs(fit), train_by_lbfgs(fit_together), ((2, POINTS), (4,)), comm, jit, modes=(), rtol=1e-6)
+
+
+def test_optax_lbfgs_differentiated(comm):
+    check(
+        train_by_lbfgs(fit, 2),
+        train_by_lbfgs(fit_together, 2),
+        ((2, POINTS), (4,)),
+        comm,
+        jax_jit,
+        modes=("forward",),
+        rtol=1e-6,
+    )
+
+
+# --- diffrax --------------------------------------------------------------------------------------------------------
+
+CELLS = 3
+
+
+def flow(t, u, parameters):
+    """Diffusion on a ring of cells, of which each rank has a part, with a source."""
+    rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    left, right = (rank - 1) % size, (rank + 1) % size
+    before = notoken.sendrecv(u[-1], u[-1], left, right)
+    after = notoken.sendrecv(u[0], u[0], right, left)
+    ring = jnp.concatenate([before[None], u, after[None]])
+    return parameters[0] * (ring[2:] - 2 * u + ring[:-2]) + parameters[1] * jnp.sin(u + t)
+
+
+def flow_together(t, u, parameters):
+    return parameters[0] * (jnp.roll(u, 1) - 2 * u + jnp.roll(u, -1)) + parameters[1] * jnp.sin(u + t)
+
+
+def of_state(x):
+    """Going back, BacksolveAdjoint has the state, its cotangent, and those of the parameters, of which a rank has a
+    part: steps are chosen by the first two."""
+    return x[:2] if isinstance(x, tuple) else x
+
+
+def rms(x):
+    """The root mean square over all ranks: each takes the same steps by it."""
+    leaves = jax.tree.leaves(of_state(x))
+    count = sum(leaf.size for leaf in leaves) * MPI.COMM_WORLD.size
+    return jnp.sqrt(sum(total(leaf**2) for leaf in leaves) / count)
+
+
+def rms_together(x):
+    leaves = jax.tree.leaves(of_state(x))
+    return jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in leaves) / sum(leaf.size for leaf in leaves))
+
+
+def solve_by_diffrax(vector_field, norm, solver, adjoint, steps, prepare, finish):
+    diffrax = pytest.importorskip("diffrax")
+    controller = diffrax.ConstantStepSize()
+    if steps == "controlled":
+        controller = diffrax.PIDController(rtol=1e-4, atol=1e-6, norm=norm)
+
+    def loss(start, parameters):
+        solution = diffrax.diffeqsolve(
+            diffrax.ODETerm(vector_field),
+            getattr(diffrax, solver)(),
+            0.0,
+            1.0,
+            0.25,
+            start.reshape(-1),
+            prepare(parameters),
+            stepsize_controller=controller,
+            adjoint=getattr(diffrax, adjoint)(),
+            max_steps=32,
+        )
+        return finish(solution.ys**2)
+
+    return loss
+
+
+ADJOINTS = [
+    ("Tsit5", "RecursiveCheckpointAdjoint", "controlled", "everywhere", our_jit),
+    ("Tsit5", "RecursiveCheckpointAdjoint", "constant", "rank 0", jax_jit),
+    ("Tsit5", "DirectAdjoint", "controlled", "rank 0", our_jit),
+    ("Dopri5", "BacksolveAdjoint", "controlled", "everywhere", jax_jit),
+    ("Dopri5", "BacksolveAdjoint", "constant", "rank 0", our_jit),
+    ("Tsit5", "ForwardMode", "controlled", "rank 0", jax_jit),
+]
+
+
+@pytest.mark.parametrize(
+    ("solver", "adjoint", "steps", "where", "jit"), ADJOINTS, ids=["-".join(row[1:4]) for row in ADJOINTS]
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_diffrax(solver, adjoint, steps, where, jit, comm):
+    mode = "forward" if adjoint == "ForwardMode" else "reverse"
+    ours = solve_by_diffrax(flow, rms, solver, adjoint, steps, jaxmpi.replicate, total)
+    theirs = solve_by_diffrax(flow_together, rms_together, solver, adjoint, steps, lambda p: p, jnp.sum)
+    check(ours, theirs, ((CELLS,), (2,)), comm, jit, where, (mode,))
+
+
+# --- equinox --------------------------------------------------------------------------------------------------------
+
+
+def network(equinox, communicates):
+    """A layer whose hidden units are spread over the ranks, and a function of it that is the same on all of them."""
+
+    class Layer(equinox.Module):
+        first: jax.Array
+        second: jax.Array
+        kind: str = equinox.field(static=True, default="tanh")
+
+        def __call__(self, x):
+            hidden = jnp.tanh(self.first @ (jaxmpi.replicate(x) if communicates else x))
+            parts = jnp.einsum("...oh,...h->...o", self.second, hidden)
+            return notoken.allreduce(parts, MPI.SUM) if communicates else jnp.sum(parts, axis=0)
+
+    def layer(weights):  # of one rank (2, 4, 3), of all of them (size, 2, 4, 3)
+        return Layer(weights[..., 0, :, :], jnp.swapaxes(weights[..., 1, :, :], -1, -2))
+
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("wrap", "jit", "where"),
+    [
+        ("vmap", jax_jit, "everywhere"),
+        ("vmap", our_jit, "rank 0"),
+        ("checkpoint", our_jit, "everywhere"),
+        ("scan", jax_jit, "rank 0"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_equinox(wrap, jit, where, comm):
+    """filter_vmap over a batch, filter_checkpoint of a layer, layers one after the other."""
+    equinox = pytest.importorskip("equinox")
+
+    def loss_of(communicates):
+        layer = network(equinox, communicates)
+
+        def loss(weights, x):
+            apply = layer(weights)
+            if wrap == "checkpoint":
+                return jnp.sum(jnp.sin(equinox.filter_checkpoint(lambda a, x: a(a(x)))(apply, x[0])))
+            if wrap == "scan":
+                return jnp.sum(lax.scan(lambda x, _: (equinox.filter_checkpoint(apply)(x), None), x[0], None, 3)[0])
+            return jnp.sum(jnp.sin(equinox.filter_vmap(apply)(x)))
+
+        return loss
+
+    check(loss_of(True), loss_of(False), ((2, 4, 3), (5, 3)), comm, jit, where)
+
+
+def test_equinox_filtered(comm, rank, size):
+    """filter_jit, filter_value_and_grad and filter_jvp of a module that communicates."""
+    equinox = pytest.importorskip("equinox")
+    weights = jnp.stack([draw((2, 4, 3), r, 0) for r in range(size)])
+    x = draw((3,), 0, 1)
+
+    def loss(layer, x):
+        return jnp.sum(layer(layer(x)) ** 2)
+
+    compute = equinox.filter_jit(equinox.filter_value_and_grad(loss))
+    value, gradient = compute(network(equinox, True)(weights[rank]), x)
+    expected, gradients = compute(network(equinox, False)(weights), x)
+    np.testing.assert_allclose(value, expected, rtol=1e-12)
+    np.testing.assert_allclose(gradient.first, gradients.first[rank], rtol=1e-9)
+    np.testing.assert_allclose(gradient.second, gradients.second[rank], rtol=1e-9)
+    layer, together = network(equinox, True)(weights[rank]), network(equinox, False)(weights)
+    _, tangent = equinox.filter_jvp(loss, (layer, x), (jax.tree.map(jnp.sin, layer), x))
+    _, expected = equinox.filter_jvp(loss, (together, x), (jax.tree.map(jnp.sin, together), x))
+    np.testing.assert_allclose(tangent, expected, rtol=1e-9)
+
+
+# --- linear systems -------------------------------------------------------------------------------------------------
+
+
+def matvec_of(rows, symmetric):
+    """The matrix 1 + R' R, plus a part that is not symmetric, whose rows are spread over the ranks."""
+
+    def matvec(u):
+        u = u if symmetric else jaxmpi.replicate(u)
+        image = u / MPI.COMM_WORLD.size + rows.T @ (rows @ u)
+        if not symmetric:
+            image = image + rows[0] * u[1]
+        return notoken.allreduce(image, MPI.SUM)
+
+    return matvec
+
+
+def solve_together(rows, b, symmetric):
+    flat = rows.reshape(-1, rows.shape[-1])
+    matrix = jnp.eye(b.size) + flat.T @ flat
+    if not symmetric:
+        matrix = matrix.at[:, 1].add(jnp.sum(rows[:, 0], axis=0))
+    return jnp.linalg.solve(matrix, b)
+
+
+def solve_by_lineax(solver, symmetric):
+    lineax = pytest.importorskip("lineax")
+    tags = (lineax.positive_semidefinite_tag, lineax.symmetric_tag) if symmetric else ()
+    options = {"restart": 8} if solver == "GMRES" else {}
+    method = getattr(lineax, solver)(rtol=1e-12, atol=1e-12, **options)
+
+    def solve(rows, b):
+        operator = lineax.FunctionLinearOperator(matvec_of(rows, symmetric), jax.eval_shape(lambda: b), tags)
+        return lineax.linear_solve(operator, b, method).value
+
+    return solve
+
+
+def solve_by_jax(solver, symmetric):
+    method = getattr(jax.scipy.sparse.linalg, solver)
+    return lambda rows, b: method(matvec_of(rows, symmetric), b, tol=1e-13, atol=1e-13)[0]
+
+
+SOLVERS = {
+    **{name: (solve_by_lineax, name) for name in ("CG", "GMRES", "BiCGStab")},
+    **{name: (solve_by_jax, name) for name in ("cg", "gmres", "bicgstab")},
+}
+
+
+def solvers_of(name):
+    """The solver of a name, over all ranks, and in one process."""
+    by, solver = SOLVERS[name]
+    symmetric = name.lower() == "cg"
+    return by(solver, symmetric), lambda rows, b: solve_together(rows, b, symmetric)
+
+
+SHAPES = (2, 5), (5,)
+
+
+@pytest.mark.parametrize(
+    ("name", "jit", "where"),
+    [
+        *[(name, jax_jit, "everywhere") for name in ("CG", "BiCGStab", "gmres")],
+        *[(name, our_jit, "rank 0") for name in ("CG", "GMRES", "cg", "bicgstab")],
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_linear_solve(name, jit, where, comm):
+    ours, theirs = ((lambda rows, b, f=f: jnp.sum(jnp.sin(f(rows, b)))) for f in solvers_of(name))
+    check(ours, theirs, SHAPES, comm, jit, where, rtol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["CG", "cg"])
+def test_linear_solve_eagerly(name, comm):
+    ours, theirs = ((lambda rows, b, f=f: jnp.sum(f(rows, b))) for f in solvers_of(name))
+    check(ours, theirs, SHAPES, comm, lambda f: f, modes=(), rtol=1e-7)
+
+
+@pytest.mark.parametrize("where", ["everywhere", "rank 0"])
+@pytest.mark.parametrize(("name", "jit"), [("CG", our_jit), ("cg", jax_jit)], ids=["CG", "cg"])
+def test_linear_solve_whose_matrix_depends_on_one_rank(name, jit, where, comm, rank):
+    """The right-hand side depends on what is differentiated on all ranks, the matrix on rank 0 alone."""
+    rows = draw((2, 5), rank, 7)
+    others = jnp.stack([draw((2, 5), r, 7) for r in range(comm.size)])
+    ours, theirs = solvers_of(name)
+
+    def f(own, shared):
+        return jnp.sum(jnp.sin(ours(own if rank == 0 else rows, shared + total(own))))
+
+    def g(owns, shared):
+        return jnp.sum(jnp.sin(theirs(others.at[0].set(owns[0]), shared + jnp.sum(owns))))
+
+    check(f, g, SHAPES, comm, jit, where, rtol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrap", "jit"),
+    [
+        ("CG", "scan", our_jit),
+        ("CG", "cond", jax_jit),
+        ("CG", "vmap", our_jit),
+        ("CG", "checkpoint", jax_jit),
+        ("cg", "scan", jax_jit),
+        ("cg", "vmap", our_jit),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_linear_solve_inside(name, wrap, jit, comm):
+    """In a loop with other communication before and after, in a branch, mapped over right-hand sides."""
+
+    def loss(solve, everyone):
+        def steps(rows, b):
+            def step(u, k):
+                before = everyone(rows * k)
+                u = solve(rows, u + before)
+                return u + 0.1 * everyone(jnp.cos(rows)), None
+
+            return jnp.sum(lax.scan(step, b, jnp.arange(3.0))[0])
+
+        def branches(rows, b):
+            return jnp.sum(lax.cond(b[0] < 1e3, solve, lambda rows, b: b, rows, b) ** 2)
+
+        def mapped(rows, b):
+            return jnp.sum(jnp.sin(jax.vmap(solve, (None, 0))(rows, jnp.stack([b, 2 * b, b**2]))))
+
+        def kept(rows, b):
+            return jnp.sum(jax.checkpoint(lambda rows, b: jnp.sin(solve(rows, jnp.cos(b))))(rows, b))
+
+        return {"scan": steps, "cond": branches, "vmap": mapped, "checkpoint": kept}[wrap]
+
+    ours, theirs = solvers_of(name)
+    check(loss(ours, total), loss(theirs, jnp.sum), SHAPES, comm, jit, rtol=1e-7)
+
+
+# --- jax.scipy.optimize, jax.experimental.ode -----------------------------------------------------------------------
+
+
+def test_bfgs(comm):
+    minimize = pytest.importorskip("jax.scipy.optimize").minimize
+
+    def minimum(loss):
+        return lambda data, start: minimize(lambda p: loss(p, data) + jnp.sum(p**2) / 8, start, method="BFGS").fun
+
+    check(minimum(fit), minimum(fit_together), ((2, POINTS), (4,)), comm, jax_jit, modes=(), rtol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_odeint(comm):
+    """Its steps are chosen by what each rank has: the state and the parameters are the same on all of them."""
+    odeint = pytest.importorskip("jax.experimental.ode").odeint
+    size = comm.size
+    data = np.random.default_rng(5).normal(size=(size, 3))
+    mine = data[comm.rank]
+
+    def pull(u, t, parameters):
+        u, parameters = jaxmpi.replicate((u, parameters))
+        return notoken.allreduce(parameters[0] * jnp.sin(mine - u) + parameters[1] * jnp.cos(t), MPI.SUM)
+
+    def pull_together(u, t, parameters):
+        return jnp.sum(parameters[0] * jnp.sin(data - u) + parameters[1] * jnp.cos(t), axis=0)
+
+    def loss(f):
+        times = jnp.linspace(0.0, 1.0, 3)
+
+        def of(_, shared):
+            return jnp.sum(odeint(f, shared[:3], times, shared[3:]) ** 2)
+
+        return of
+
+    check(loss(pull), loss(pull_together), ((1,), (5,)), comm, our_jit, modes=("reverse",), rtol=1e-6)
