@@ -52,7 +52,7 @@ ffi_error *call_fail_mpi(const struct call *call, int code) {
   int length = 0;
   runtime.backend->error_text(code, reason);
   for (int i = 0; i < call->operation->attribute_count; i++)
-    if (call->operation->attributes[i].shown)
+    if (call->operation->attributes[i].kind == SHOWN)
       length += snprintf(given + length, sizeof given - (size_t)length, "; %s %" PRId64,
                          call->operation->attributes[i].name, call->attributes[i]);
   const struct side *sides[2] = {&call->in, &call->out};
@@ -63,15 +63,17 @@ ffi_error *call_fail_mpi(const struct call *call, int code) {
   return call_fail(call, FFI_INTERNAL, "%s failed: %s%s", call->function, reason, given);
 }
 
+ffi_error *call_fail_unknown(const struct call *call, const char *attribute) {
+  return call_fail(call, FFI_FAILED_PRECONDITION,
+                   "its %s is not known here: this program was compiled in another process, or for another "
+                   "communicator; compile it again here. Nothing was sent",
+                   attribute);
+}
+
 ffi_error *call_check(const struct call *call) {
   if (runtime.self != NULL && atomic_load_explicit(&runtime.self->freed, memory_order_relaxed))
     return call_fail(call, FFI_FAILED_PRECONDITION, "MPI has been finalized; nothing was sent");
-  if (call->comm == NULL)
-    return call_fail(call, FFI_FAILED_PRECONDITION,
-                     "communicator number %" PRId64
-                     " is not known in this process: the program was compiled in another "
-                     "one; compile it again here",
-                     call->attributes[0]);
+  if (call->comm == NULL) return call_fail_unknown(call, call->operation->attributes[0].name);
   if (atomic_load_explicit(&call->comm->freed, memory_order_relaxed))
     return call_fail(call, FFI_FAILED_PRECONDITION,
                      "the communicator has been freed since this function was compiled; nothing was sent. "

@@ -32,6 +32,9 @@ ffi_error *call_check(const struct call *call);
 __attribute__((format(printf, 3, 4))) ffi_error *call_fail(const struct call *call, enum ffi_error_code code,
                                                            const char *format, ...);
 
+/* The error for an attribute whose number is that of no object here. */
+ffi_error *call_fail_unknown(const struct call *call, const char *attribute);
+
 /* The error for a code that a driver's function has returned. */
 ffi_error *call_fail_driver(const struct call *call, const struct memory *memory, int code);
 

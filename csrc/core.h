@@ -19,13 +19,23 @@
 #include "ffi.h"
 #include "memory.h"
 
-enum { DTYPE_CODES = 40, MAX_ATTRIBUTES = 6, MAX_REDUCTIONS = 32, LEAST_PIECE = 4096, LEAST_COLUMN = 1 << 14 };
+enum { DTYPE_CODES = 40, MAX_ATTRIBUTES = 6, LEAST_PIECE = 4096, LEAST_COLUMN = 1 << 14 };
 
-/* What compiled programs refer to, communicators and statuses, by number: a program may outlive its process (in a
- * cache of compiled code), and a number of another process is found to be unknown where an address would be used.
+/* What compiled programs refer to: communicators, reductions, statuses and texts, by number. A program may outlive its
+ * process, in a cache of compiled code or a file, and in another process must not find another object under its number.
+ * So a number is a place, in the low PLACE_BITS bits, and above it a key, which the object in that place must have here
+ * too: 63 bits together, never negative, never 0.
+ *
+ * The key of an object with a `meaning` is made of that: of what tells it from all others in each run of a program. If
+ * it is also added in the same order in each run, its number is the same, and programs of an earlier run find it. All
+ * other objects have the key of this process.
+ *
  * Objects are never taken out again. Adding is done under the GIL, looking up by any thread. */
-int64_t registry_add(void *object); /* its number, from 1; 0 if there is no memory */
-void *registry_at(int64_t number);  /* NULL where there is none */
+enum { PLACE_BITS = 24, KEY_BITS = 39 };
+void registry_begin(uint64_t key);                       /* of this process, random; before anything is added */
+int64_t registry_add(void *object, const char *meaning); /* its number; 0 where there is no memory. NULL: no meaning */
+int64_t registry_reserve(const char *meaning);           /* the number of what will be added with this meaning */
+void *registry_at(int64_t number);                       /* NULL where there is none, or another */
 
 /* An intra-communicator. It is made once per communicator and never given back, so that a program compiled for a
  * communicator that has been freed finds `freed` set, and not the next communicator with a recycled handle. */
@@ -47,8 +57,19 @@ enum road {
                     one that has imported the package: see device.h */
 };
 
-/* Who combines two elements. What is not listed in the runtime is a user's function, perhaps one in Python. */
+/* Who combines two elements. The user's function may be one in Python. */
 enum reducer { REDUCER_USER, REDUCER_OURS, REDUCER_MPI };
+
+/* A reduction, an MPI_Op. Made once and never given back, as communicators. */
+struct reduction {
+  int64_t number; /* in the registry */
+  intptr_t handle;
+  enum reducer by;
+  char name[];
+};
+
+/* NULL where there is no memory. What MPI or we combine has the same number in each run, made of its name. */
+struct reduction *reduction_add(intptr_t handle, enum reducer by, const char *name);
 
 /* An error of an operation that was done after its call had returned: the next operation raises it. */
 struct failure {
@@ -72,22 +93,14 @@ struct runtime {
   void *library;                    /* MPI, a handle of dlopen */
   bool aware;                       /* MPI reads and writes the memory of devices */
   enum road road;                   /* otherwise, and for what it cannot do there */
-  struct {
-    intptr_t handle;
-    enum reducer by;
-  } reductions[MAX_REDUCTIONS];
-  int reduction_count;
-  atomic_bool several_devices; /* a link may be bound to one of them: link.c */
-  atomic_bool trace;           /* one line as an operation starts and one as it ends */
-  atomic_uint_least64_t calls; /* numbers the traced calls */
+  atomic_bool several_devices;      /* a link may be bound to one of them: link.c */
+  atomic_bool trace;                /* one line as an operation starts and one as it ends */
+  atomic_uint_least64_t calls;      /* numbers the traced calls */
 };
 extern struct runtime runtime;
 
 /* Whether this thread is the one that has imported the package: see device.h. */
 extern _Thread_local bool importer;
-
-/* Lists an operation of MPI's or ours; false where there is no room. */
-bool reduction_add(intptr_t handle, enum reducer by);
 
 /* A row of dtype.def. */
 struct datatype {
@@ -105,6 +118,7 @@ const struct datatype *datatype_find(int code);
 struct call;
 
 enum division { WHOLE, PIECES, GATHERS, SCATTERS, EXCHANGES, LOCAL }; /* see ops.def */
+enum attribute { SHOWN, OBJECT, OBJECT_OR_NONE };                     /* shown in errors: a rank or a tag */
 
 /* A row of ops.def. `body` makes the MPI calls; it returns NULL or the error. */
 struct operation {
@@ -114,7 +128,7 @@ struct operation {
   int attribute_count;
   struct {
     const char *name;
-    bool shown; /* in errors: a rank or a tag */
+    enum attribute kind;
   } attributes[MAX_ATTRIBUTES];
 };
 
@@ -140,12 +154,15 @@ struct call {
   void *stream;                /* of XLA's; NULL for the host */
   struct side in;              /* its data is only read */
   struct side out;
-  int64_t attributes[MAX_ATTRIBUTES];
+  int64_t attributes[MAX_ATTRIBUTES]; /* in the place of an object's number its address: see object_of */
   bool traced;
   uint64_t number; /* of a traced call */
   struct timespec start;
   const char *function; /* the MPI function, for errors and the trace */
 };
+
+/* An object that an attribute refers to; NULL where it is none. */
+static inline void *object_of(int64_t attribute) { return (void *)(intptr_t)attribute; }
 
 struct backend {
   const char *name;
@@ -155,9 +172,9 @@ struct backend {
   /* Fills the function table from `library` (a handle of dlopen); NULL, or the name of a missing function. */
   const char *(*load)(void *library);
 
-  /* Finds or makes the struct for a communicator: NULL for an inter-communicator. Returns an MPI error code. One call
-   * at a time. */
-  int (*communicator)(intptr_t handle, struct communicator **result);
+  /* Finds or makes the struct for a communicator: NULL for an inter-communicator. One that is made gets the number of
+   * its meaning, which may be NULL. Returns an MPI error code. One call at a time. */
+  int (*communicator)(intptr_t handle, const char *meaning, struct communicator **result);
 
   /* Makes the reduction operations for a half-precision type: `handles` in the order SUM, PROD, MAX, MIN. */
   int (*half_operations)(bool bfloat16, intptr_t handles[4]);

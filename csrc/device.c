@@ -261,9 +261,7 @@ static enum reducer reducer(const struct call *call) {
   const struct operation *operation = call->operation;
   for (int i = 0; i < operation->attribute_count; i++) {
     if (strcmp(operation->attributes[i].name, "op") != 0) continue;
-    for (int k = 0; k < runtime.reduction_count; k++)
-      if (runtime.reductions[k].handle == (intptr_t)call->attributes[i]) return runtime.reductions[k].by;
-    return REDUCER_USER;
+    return ((const struct reduction *)object_of(call->attributes[i]))->by;
   }
   return REDUCER_MPI;
 }

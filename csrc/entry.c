@@ -32,6 +32,20 @@ static inline void decode_attributes(struct call *call) {
     memcpy(&call->attributes[i], scalars[i]->value, sizeof(int64_t));
 }
 
+/* Puts the address of each object in the place of its number; that of the communicator, the first, is there already. */
+static ffi_error *find_objects(struct call *call) {
+  const struct operation *operation = call->operation;
+  for (int i = 1; i < operation->attribute_count; i++) {
+    int64_t *attribute = &call->attributes[i];
+    enum attribute kind = operation->attributes[i].kind;
+    if (kind == SHOWN || (kind == OBJECT_OR_NONE && *attribute == 0)) continue;
+    void *object = registry_at(*attribute);
+    if (object == NULL) return call_fail_unknown(call, operation->attributes[i].name);
+    *attribute = (int64_t)(intptr_t)object;
+  }
+  return NULL;
+}
+
 /* The first buffer of a list, if there is one before the tokens. */
 static ffi_error *decode_side(const struct call *call, const ffi_buffers *list, struct side *side) {
   const ffi_buffer *buffer = list->size > 0 ? list->buffers[0] : NULL;
@@ -68,7 +82,8 @@ ffi_error *entry_run(ffi_frame *frame, const struct operation *operation, const 
   if (frame->stage != FFI_STAGE_EXECUTE) return NULL;
   decode_attributes(&call);
   call.comm = registry_at(call.attributes[0]);
-  if ((error = call_check(&call)) != NULL || (error = call_deferred(&call)) != NULL) return error;
+  if ((error = call_check(&call)) != NULL || (error = find_objects(&call)) != NULL) return error;
+  if ((error = call_deferred(&call)) != NULL) return error;
   if ((error = decode_side(&call, &frame->operands, &call.in)) != NULL) return error;
   if ((error = decode_side(&call, &frame->results, &call.out)) != NULL) return error;
   call.traced = atomic_load_explicit(&runtime.trace, memory_order_relaxed);

@@ -27,13 +27,23 @@ static PyObject *mpi_error(int code) {
   return PyErr_Format(PyExc_RuntimeError, "MPI refused: %s", text);
 }
 
-PyDoc_STRVAR(load_doc,
-             "load(path) -> (abi, version, library)\n\n"
-             "Binds the MPI library that the shared object at `path` has loaded.");
+/* The number of a new reduction. */
+static PyObject *reduction_number(intptr_t handle, enum reducer by, const char *name) {
+  const struct reduction *made = reduction_add(handle, by, name);
+  return made != NULL ? PyLong_FromLongLong(made->number) : PyErr_NoMemory();
+}
+
+PyDoc_STRVAR(
+    load_doc,
+    "load(path, key) -> (abi, version, library)\n\n"
+    "Binds the MPI library that the shared object at `path` has loaded. `key`: a random number, the key of this "
+    "process in the registry.");
 static PyObject *load(PyObject *self, PyObject *args) {
   (void)self;
   const char *path;
-  if (!PyArg_ParseTuple(args, "s", &path)) return NULL;
+  unsigned long long key;
+  if (!PyArg_ParseTuple(args, "sK", &path, &key)) return NULL;
+  registry_begin(key);
   void *library = dlopen(path, RTLD_LAZY | RTLD_NOLOAD);
   if (library == NULL || dlsym(library, "MPI_Init") == NULL) library = dlopen(NULL, RTLD_LAZY);
   void *symbol = dlsym(library, "MPI_Init");
@@ -84,7 +94,7 @@ static PyObject *set_datatype(PyObject *self, PyObject *args) {
   Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(half_operations_doc, "half_operations(bfloat16) -> {name: handle}, the reductions of this type");
+PyDoc_STRVAR(half_operations_doc, "half_operations(bfloat16) -> {name: number}, the reductions of this type");
 static PyObject *half_operations(PyObject *self, PyObject *args) {
   (void)self;
   int bfloat16;
@@ -92,20 +102,39 @@ static PyObject *half_operations(PyObject *self, PyObject *args) {
   if (!PyArg_ParseTuple(args, "p", &bfloat16) || !loaded()) return NULL;
   int code = runtime.backend->half_operations(bfloat16 != 0, handles);
   if (code != 0) return mpi_error(code);
-  for (int i = 0; i < 4; i++)
-    if (!reduction_add(handles[i], REDUCER_OURS)) return PyErr_Format(PyExc_ValueError, "too many reductions");
-  return Py_BuildValue("{snsnsnsn}", "SUM", (Py_ssize_t)handles[0], "PROD", (Py_ssize_t)handles[1], "MAX",
-                       (Py_ssize_t)handles[2], "MIN", (Py_ssize_t)handles[3]);
+  static const char *const names[] = {"SUM", "PROD", "MAX", "MIN"};
+  PyObject *result = PyDict_New();
+  for (int i = 0; result != NULL && i < 4; i++) {
+    char name[32];
+    snprintf(name, sizeof name, "%s of %s", names[i], bfloat16 ? "bfloat16" : "float16");
+    if (put(result, names[i], reduction_number(handles[i], REDUCER_OURS, name)) < 0) Py_CLEAR(result);
+  }
+  return result;
 }
 
-PyDoc_STRVAR(communicator_doc,
-             "communicator(handle) -> (number, rank, size), or None for an inter-communicator\n\n"
-             "The communicator's own and lasting number; a recycled handle has another.");
+PyDoc_STRVAR(reduction_doc,
+             "reduction(handle, name, users) -> number\n\n"
+             "Of an operation of MPI's, the same in each run, or of a user's own; it must stay for ever.");
+static PyObject *reduction(PyObject *self, PyObject *args) {
+  (void)self;
+  Py_ssize_t handle;
+  const char *name;
+  int users;
+  if (!PyArg_ParseTuple(args, "nsp", &handle, &name, &users)) return NULL;
+  return reduction_number((intptr_t)handle, users ? REDUCER_USER : REDUCER_MPI, name);
+}
+
+PyDoc_STRVAR(
+    communicator_doc,
+    "communicator(handle[, meaning]) -> (number, rank, size), or None for an inter-communicator\n\n"
+    "The communicator's own and lasting number; a recycled handle has another. `meaning` is what tells it from "
+    "all others in each run.");
 static PyObject *communicator(PyObject *self, PyObject *args) {
   (void)self;
   Py_ssize_t handle;
+  const char *meaning = NULL;
   struct communicator *found;
-  if (!PyArg_ParseTuple(args, "n", &handle) || !loaded()) return NULL;
+  if (!PyArg_ParseTuple(args, "n|s", &handle, &meaning) || !loaded()) return NULL;
   if (runtime.self != NULL && atomic_load(&runtime.self->freed))
     return PyErr_Format(PyExc_RuntimeError, "MPI has been finalized");
   if (runtime.serialize) { /* what holds the lock may need the GIL to end: a reduction written in Python */
@@ -113,7 +142,7 @@ static PyObject *communicator(PyObject *self, PyObject *args) {
     pthread_mutex_lock(&runtime.lock);
     PyEval_RestoreThread(state);
   }
-  int code = runtime.backend->communicator((intptr_t)handle, &found);
+  int code = runtime.backend->communicator((intptr_t)handle, meaning, &found);
   if (runtime.serialize) pthread_mutex_unlock(&runtime.lock);
   if (code != 0) return mpi_error(code);
   if (found == NULL) Py_RETURN_NONE;
@@ -126,8 +155,17 @@ static PyObject *register_object(PyObject *self, PyObject *args) {
   (void)self;
   Py_ssize_t address;
   if (!PyArg_ParseTuple(args, "n", &address)) return NULL;
-  int64_t number = registry_add((void *)address);
+  int64_t number = registry_add((void *)address, NULL);
   return number != 0 ? PyLong_FromLongLong(number) : PyErr_NoMemory();
+}
+
+PyDoc_STRVAR(reserve_doc, "reserve(meaning)\n\nKeeps a number for the communicator with this meaning.");
+static PyObject *reserve(PyObject *self, PyObject *args) {
+  (void)self;
+  const char *meaning;
+  if (!PyArg_ParseTuple(args, "s", &meaning)) return NULL;
+  if (registry_reserve(meaning) == 0) return PyErr_NoMemory();
+  Py_RETURN_NONE;
 }
 
 static PyObject *attribute_tuple(const struct operation *row) {
@@ -244,19 +282,6 @@ static PyObject *set_devices(PyObject *self, PyObject *args) {
   Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(set_reductions_doc, "set_reductions(handles)\n\nThe operations that MPI has itself, as a tuple.");
-static PyObject *set_reductions(PyObject *self, PyObject *args) {
-  (void)self;
-  PyObject *handles;
-  if (!PyArg_ParseTuple(args, "O!", &PyTuple_Type, &handles)) return NULL;
-  for (Py_ssize_t i = 0; i < PyTuple_Size(handles); i++) {
-    Py_ssize_t handle = PyLong_AsSsize_t(PyTuple_GetItem(handles, i));
-    if (PyErr_Occurred()) return NULL;
-    if (!reduction_add((intptr_t)handle, REDUCER_MPI)) return PyErr_Format(PyExc_ValueError, "too many reductions");
-  }
-  Py_RETURN_NONE;
-}
-
 PyDoc_STRVAR(set_piece_doc,
              "set_piece(number, bytes)\n\n"
              "From now on what may go in pieces on this communicator goes in pieces of so many bytes, 0: in one. The "
@@ -345,7 +370,9 @@ static PyMethodDef methods[] = {
     {"set_datatype", set_datatype, METH_VARARGS, set_datatype_doc},
     {"half_operations", half_operations, METH_VARARGS, half_operations_doc},
     {"communicator", communicator, METH_VARARGS, communicator_doc},
+    {"reduction", reduction, METH_VARARGS, reduction_doc},
     {"register", register_object, METH_VARARGS, register_doc},
+    {"reserve", reserve, METH_VARARGS, reserve_doc},
     {"operations", operations, METH_NOARGS, operations_doc},
     {"handlers", handlers, METH_NOARGS, handlers_doc},
     {"drivers", drivers, METH_NOARGS, drivers_doc},
@@ -353,7 +380,6 @@ static PyMethodDef methods[] = {
     {"ask_mpi", ask_mpi, METH_VARARGS, ask_mpi_doc},
     {"driver_loaded", driver_loaded, METH_NOARGS, driver_loaded_doc},
     {"set_devices", set_devices, METH_VARARGS, set_devices_doc},
-    {"set_reductions", set_reductions, METH_VARARGS, set_reductions_doc},
     {"set_piece", set_piece, METH_VARARGS, set_piece_doc},
     {"take_failure", take_failure, METH_NOARGS, take_failure_doc},
     {"finish_devices", finish_devices, METH_NOARGS, finish_devices_doc},

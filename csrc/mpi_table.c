@@ -37,7 +37,7 @@ static const char *load(void *library) {
   return NULL;
 }
 
-static int communicator(intptr_t handle, struct communicator **result) {
+static int communicator(intptr_t handle, const char *meaning, struct communicator **result) {
   MPI_Comm comm = (MPI_Comm)handle;
   int code, found = 0, inter = 0;
   *result = NULL;
@@ -48,7 +48,7 @@ static int communicator(intptr_t handle, struct communicator **result) {
   made->handle = handle;
   if ((code = mpi.Comm_rank(comm, &made->rank)) != MPI_SUCCESS ||
       (code = mpi.Comm_size(comm, &made->size)) != MPI_SUCCESS ||
-      (code = (made->number = registry_add(made)) != 0 ? MPI_SUCCESS : -1) != MPI_SUCCESS ||
+      (code = (made->number = registry_add(made, meaning)) != 0 ? MPI_SUCCESS : -1) != MPI_SUCCESS ||
       (code = mpi.Comm_set_attr(comm, keyval, made)) != MPI_SUCCESS) {
     if (made->number == 0) free(made); /* what is registered stays */
     return code;

@@ -14,7 +14,8 @@
 
 /* The attributes of an operation by name, as ops.def lists them. */
 #define A(name) int64_t name;
-#define H(name) int64_t name;
+#define O(name) int64_t name;
+#define N(name) int64_t name;
 #define OPERATION(name, division, attributes) \
   struct name##_attributes {                  \
     attributes                                \
@@ -22,7 +23,8 @@
 #include "ops.def"
 #undef OPERATION
 #undef A
-#undef H
+#undef O
+#undef N
 #define ATTRIBUTES(operation, call)         \
   struct operation##_attributes a;          \
   memcpy(&a, (call)->attributes, sizeof a); \
@@ -46,6 +48,8 @@
   } while (0)
 
 static inline MPI_Datatype element(const struct datatype *type) { return (MPI_Datatype)runtime.datatypes[type->code]; }
+
+static inline MPI_Op handle_of(int64_t op) { return (MPI_Op)((const struct reduction *)object_of(op))->handle; }
 
 /* A number of elements in MPI's terms: itself, or, beyond what an int counts, one element of a type that spans them
  * all. Such a type moves data; reductions go piece by piece instead. */
@@ -116,7 +120,7 @@ static ffi_error *allreduce(struct call *c) {
   ATTRIBUTES(allreduce, c);
   BEGIN(c, Allreduce, "with %" PRId64 " items and", c->in.count);
   FOR_PIECES(c, c->in.count, i, n)
-  TRY(c, mpi.Allreduce(piece_in(c, i), side_at(&c->out, i), (int)n, element(c->in.type), (MPI_Op)(intptr_t)a.op, comm));
+  TRY(c, mpi.Allreduce(piece_in(c, i), side_at(&c->out, i), (int)n, element(c->in.type), handle_of(a.op), comm));
   return NULL;
 }
 
@@ -159,7 +163,7 @@ static ffi_error *check(struct call *c) {
       return call_fail(c, FFI_FAILED_PRECONDITION,
                        "the cotangent of an allreduce differs from that of rank 0, though what is computed from its "
                        "result must be the same on all ranks: gradients would be wrong. The allreduce is at %s",
-                       (const char *)registry_at(a.text));
+                       (const char *)object_of(a.text));
   return NULL;
 }
 
@@ -180,7 +184,7 @@ static ffi_error *reduce(struct call *c) {
   FOR_PIECES(c, c->in.count, i, n) {
     const void *in = root ? piece_in(c, i) : side_at(&c->in, i);
     void *out = root ? side_at(&c->out, i) : NULL;
-    TRY(c, mpi.Reduce(in, out, (int)n, element(c->in.type), (MPI_Op)(intptr_t)a.op, (int)a.root, comm));
+    TRY(c, mpi.Reduce(in, out, (int)n, element(c->in.type), handle_of(a.op), (int)a.root, comm));
   }
   return NULL;
 }
@@ -190,7 +194,7 @@ static ffi_error *scan(struct call *c) {
   ATTRIBUTES(scan, c);
   BEGIN(c, Scan, "with %" PRId64 " items and", c->in.count);
   FOR_PIECES(c, c->in.count, i, n)
-  TRY(c, mpi.Scan(piece_in(c, i), side_at(&c->out, i), (int)n, element(c->in.type), (MPI_Op)(intptr_t)a.op, comm));
+  TRY(c, mpi.Scan(piece_in(c, i), side_at(&c->out, i), (int)n, element(c->in.type), handle_of(a.op), comm));
   return NULL;
 }
 
@@ -266,9 +270,9 @@ static ffi_error *reject(struct call *call, MPI_Message *message, const MPI_Stat
 
 /* Receives into `out`, which `span` describes, and fills the user's status, if there is one. */
 static inline ffi_error *receive(struct call *call, const struct span *span, MPI_Comm comm, int source, int tag,
-                                 int64_t wanted) {
+                                 MPI_Status *users) {
   MPI_Message message;
-  MPI_Status status, *users = wanted == 0 ? NULL : registry_at(wanted);
+  MPI_Status status;
   int units = 0;
   TRY(call, mpi.Mprobe(source, tag, comm, &message, &status));
   TRY(call, mpi.Get_count(&status, span->type, &units));
@@ -289,7 +293,7 @@ static ffi_error *recv(struct call *c) {
   BEGIN(c, Recv, "<- %d with tag %d and", (int)a.source, (int)a.tag);
   struct span out = span_of(c->out.type, c->out.count);
   TRY(c, out.code);
-  ffi_error *error = receive(c, &out, comm, (int)a.source, (int)a.tag, a.status);
+  ffi_error *error = receive(c, &out, comm, (int)a.source, (int)a.tag, object_of(a.status));
   span_free(&out);
   return error;
 }
@@ -305,7 +309,7 @@ static ffi_error *sendrecv(struct call *c) {
   int code = in.code != MPI_SUCCESS ? in.code : out.code;
   if (code == MPI_SUCCESS) code = mpi.Isend(c->in.data, in.count, in.type, (int)a.dest, (int)a.sendtag, comm, &request);
   if (code == MPI_SUCCESS) {
-    error = receive(c, &out, comm, (int)a.source, (int)a.recvtag, a.status);
+    error = receive(c, &out, comm, (int)a.source, (int)a.recvtag, object_of(a.status));
     MPI_Status sent; /* waited for also after an error: it must not keep this rank's own message from arriving */
     code = mpi.Wait(&request, &sent);
   }
@@ -315,16 +319,18 @@ static ffi_error *sendrecv(struct call *c) {
 }
 
 /* The tables that the rest of the core sees. */
-#define A(name) {#name, true},
-#define H(name) {#name, false},
+#define A(name) {#name, SHOWN},
+#define O(name) {#name, OBJECT},
+#define N(name) {#name, OBJECT_OR_NONE},
 #define OPERATION(name, division, attributes) \
   {#name, name, division, (int)(sizeof(struct name##_attributes) / sizeof(int64_t)), {attributes}},
 const struct operation operation_rows[] = {
 #include "ops.def"
-    {NULL, NULL, WHOLE, 0, {{NULL, false}}}};
+    {NULL, NULL, WHOLE, 0, {{NULL, SHOWN}}}};
 #undef OPERATION
 #undef A
-#undef H
+#undef O
+#undef N
 
 enum {
 #define OPERATION(name, division, attributes) ROW_##name,

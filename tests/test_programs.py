@@ -438,3 +438,120 @@ def test_check_of_cotangents(script):
         assert done.stdout.count(f"accepted {first} 0") == 2
     done = launch(2, program)
     assert done.stdout.count("silent on 1") == 3
+
+
+# What process A has compiled, for process B: programs on communicators of several kinds, each in a file.
+_MAKE_AND_LOAD = """
+    import pathlib, pickle, sys
+    from jax.experimental.serialize_executable import deserialize_and_load, serialize
+    folder, making = pathlib.Path(sys.argv[1]), sys.argv[2] == "make"
+    world, x = MPI.COMM_WORLD, jnp.arange(3.0) + rank
+    if making:  # three, so that a number which B gives to another communicator is one of them
+        parts = [world.Split(0, rank), world.Split(rank, 0), world.Split(0, -rank)]
+    else:
+        parts = [world.Split(rank, 0)]
+    op, status = MPI.Op.Create(lambda a, b, datatype: None, commute=True), MPI.Status()
+    def loop(x, comm=None):
+        return notoken.sendrecv(x, x, rank, rank, comm=comm, status=status)
+    programs = {
+        "default": lambda x: notoken.allreduce(x, MPI.SUM),
+        "world": lambda x: notoken.allreduce(x, MPI.MAX, comm=world),
+        "self": lambda x: notoken.scan(x, MPI.SUM, comm=MPI.COMM_SELF),
+        "half": lambda x: notoken.allreduce(x.astype(jnp.bfloat16), MPI.SUM).astype(x.dtype),
+        "split": lambda x: notoken.allreduce(x, MPI.SUM, comm=parts[0]),
+        "op": lambda x: notoken.allreduce(x, op, comm=world),
+        "status": loop,
+    }
+    for name, program in programs.items():
+        if making:
+            compiled = jax.jit(program).lower(x).compile()
+            (folder / f"{name}.{rank}").write_bytes(pickle.dumps(serialize(compiled)))
+            continue
+        for whose in (rank, 1 - rank):
+            compiled = deserialize_and_load(*pickle.loads((folder / f"{name}.{whose}").read_bytes()))
+            try:
+                got = [float(y) for y in compiled(x)]
+            except Exception as error:
+                text = "compiled in another process" in str(error) and "compile it again here" in str(error)
+                got = ["refused", str(error).partition(" not known")[0].partition("its ")[2]] if text else [repr(error)]
+            print(f"rank {rank}: {name} of rank {whose}: {got};", flush=True)
+            world.Barrier()
+"""
+
+
+def test_programs_of_another_process(script, tmp_path):
+    """An executable from a file finds the communicator and the reduction that it was compiled for, or says so."""
+    program = script(_MAKE_AND_LOAD)
+    launch(2, program, tmp_path, "make")
+    said = launch(2, program, tmp_path, "load").stdout
+    for rank in (0, 1):
+        for name, result in {
+            "default": [1.0, 3.0, 5.0],
+            "world": [1.0, 2.0, 3.0],
+            "self": [rank + 0.0, rank + 1.0, rank + 2.0],
+            "half": [1.0, 3.0, 5.0],
+            "split": ["refused", "comm is"],
+            "op": ["refused", "op is"],
+            "status": ["refused", "status is"],
+        }.items():
+            assert f"rank {rank}: {name} of rank {rank}: {result};" in said, (rank, name, said)
+            assert f"rank {rank}: {name} of rank {1 - rank}: ['refused', 'comm is'];" in said, (rank, name, said)
+
+
+def test_programs_of_another_size(script, tmp_path):
+    """The default communicator of two ranks is not that of one."""
+    program = script("""
+        import pathlib, pickle, sys
+        from jax.experimental.serialize_executable import deserialize_and_load, serialize
+        file, x = pathlib.Path(sys.argv[1]), jnp.ones(3)
+        if size == 2:
+            compiled = jax.jit(lambda x: notoken.allreduce(x, MPI.SUM)).lower(x).compile()
+            if rank == 0:
+                file.write_bytes(pickle.dumps(serialize(compiled)))
+        else:
+            try:
+                print(deserialize_and_load(*pickle.loads(file.read_bytes()))(x))
+            except Exception as error:
+                print(error)
+    """)
+    launch(2, program, tmp_path / "program")
+    assert "allreduce: its comm is not known here" in launch(1, program, tmp_path / "program").stdout
+
+
+def test_compilation_cache(script, tmp_path):
+    """A second run finds the programs of the first, whatever it used first; not those on a split communicator."""
+    program = script("""
+        import sys
+        counts = {"hits": 0, "misses": 0}
+        def count(event, **more):
+            name = event.rpartition("_")[2]
+            if event.startswith("/jax/compilation_cache/cache_") and name in counts:
+                counts[name] += 1
+        jax.monitoring.register_event_listener(count)
+        x, half = jnp.ones(3), MPI.COMM_WORLD.Split(0, 0)
+        def on_split():
+            assert notoken.allreduce(x, MPI.SUM, comm=half)[0] == 2
+        if sys.argv[1] == "second":  # other communicators and reductions come first
+            on_split()
+            notoken.scan(x, MPI.Op.Create(lambda a, b, datatype: None))
+        counts.update(hits=0, misses=0)
+        assert jax.jit(lambda x: notoken.allreduce(x, MPI.SUM) + 1)(x)[0] == 3
+        assert jaxmpi.jit(lambda x: notoken.allreduce(x, MPI.MAX, comm=MPI.COMM_WORLD) + 1)(x)[0] == 2
+        assert notoken.bcast(x + rank, 1)[0] == 2
+        print("default", counts, end=";")
+        counts.update(hits=0, misses=0)
+        if sys.argv[1] == "first":
+            on_split()
+            print("split", counts, end=";")
+    """)
+    settings = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    said = launch(2, program, "first", **settings).stdout
+    assert len(re.findall(r"default {'hits': \d+, 'misses': [1-9]\d*}", said)) == 2, said
+    again = launch(2, program, "first", **settings).stdout
+    assert again.count("split {'hits': 0, 'misses': 1}") == 2, again
+    for said in (again, launch(2, program, "second", **settings).stdout):
+        assert len(re.findall(r"default {'hits': [1-9]\d*, 'misses': 0}", said)) == 2, said

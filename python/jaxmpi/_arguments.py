@@ -22,7 +22,9 @@ _ARITHMETIC = ("SUM", "PROD", "MAX", "MIN")
 _LOGICAL = ("LAND", "LOR", "LXOR")
 _BITWISE = ("BAND", "BOR", "BXOR")
 _PREDEFINED = (*_ARITHMETIC, *_LOGICAL, *_BITWISE, "MAXLOC", "MINLOC", "REPLACE", "NO_OP")
-_core.set_reductions(tuple(handle_of(getattr(MPI, name)) for name in (*_ARITHMETIC, *_LOGICAL, *_BITWISE)))
+_NUMBERS = {
+    name: _core.reduction(handle_of(getattr(MPI, name)), name, False) for name in (*_ARITHMETIC, *_LOGICAL, *_BITWISE)
+}
 
 # Which predefined reductions a kind of datatype has, and under which name MPI is asked for them: on truth values the
 # bitwise and the ordering ones are logical ones, and MPI has only the latter.
@@ -43,21 +45,21 @@ REDUCTIONS: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True, eq=False)
 class Reduction:
-    """A reduction operation as a parameter: a predefined one by name, a user's own by handle. One object for each."""
+    """A reduction operation as a parameter: a predefined one by name, a user's own by number. One object for each."""
 
     name: str
-    handle: int
+    number: int | None = None
 
-    def handle_for(self, datatype: Datatype) -> int:
-        """The MPI_Op to use on elements of this type."""
-        if self.name not in _PREDEFINED:
-            return self.handle
+    def number_for(self, datatype: Datatype) -> int:
+        """The core's number of what reduces elements of this type."""
+        if self.number is not None:
+            return self.number
         if datatype.kind == "half":
             return HALF_OPERATIONS[datatype.name][self.name]
-        return handle_of(getattr(MPI, REDUCTIONS[datatype.kind][self.name]))
+        return _NUMBERS[REDUCTIONS[datatype.kind][self.name]]
 
 
-_reductions = {handle_of(getattr(MPI, name)): Reduction(name, handle_of(getattr(MPI, name))) for name in _PREDEFINED}
+_reductions = {handle_of(getattr(MPI, name)): Reduction(name) for name in _PREDEFINED}
 
 
 class Status:
@@ -234,7 +236,11 @@ def reduction(op: Any, operation: str) -> Reduction:
     if op == MPI.OP_NULL:
         raise ValueError(f"{operation}: op is MPI.OP_NULL: it has been freed. Pass a live operation.")
     handle = handle_of(op)
-    return _reductions.get(handle) or _reductions.setdefault(handle, Reduction(f"user-defined ({handle:#x})", handle))
+    known = _reductions.get(handle)
+    if known is None:
+        name = f"user-defined ({handle:#x})"
+        known = _reductions.setdefault(handle, Reduction(name, _core.reduction(handle, name, True)))
+    return known
 
 
 def reducible(x: Any, op: Reduction, operation: str, argument: str) -> jax.Array:

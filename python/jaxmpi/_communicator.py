@@ -9,7 +9,7 @@ import numpy as np
 from mpi4py import MPI
 
 from jaxmpi import _core, _jax
-from jaxmpi._native import DEVICES, handle_of
+from jaxmpi._native import DEVICES, MEANING_OF_DEFAULT, handle_of
 
 # How long an import waits for the other ranks' import. Later the first use of the default communicator waits.
 _PATIENCE_SECONDS = 10.0
@@ -20,7 +20,8 @@ class Communicator:
 
     There is one object per communicator and lifetime: the core keeps its number on the communicator itself, so a
     handle that MPI recycles never finds the rank and size of its predecessor, and a program compiled for a freed
-    communicator says so when it is called.
+    communicator says so when it is called. The numbers of COMM_WORLD, its clone and COMM_SELF are the same in each run;
+    those of all others are unknown to other processes.
     """
 
     __slots__ = ("number", "rank", "size")
@@ -83,7 +84,7 @@ class _Default:
         self._resolved: Communicator | None = None
         self._lock = threading.Lock()
         deadline = time.monotonic() + _PATIENCE_SECONDS
-        while not MPI.Request.Testall(self._requests):
+        while not (agreed := MPI.Request.Testall(self._requests)):
             if time.monotonic() > deadline:
                 warnings.warn(
                     "jaxmpi: not all ranks of COMM_WORLD have imported jaxmpi yet. Calls without comm= wait until "
@@ -93,6 +94,8 @@ class _Default:
                 )
                 break
             time.sleep(0.0005)
+        self.agreed = agreed
+        """Whether all ranks have imported the package before this import ended."""
 
     def get(self) -> Communicator:
         if self._resolved is None:
@@ -117,6 +120,8 @@ class _Default:
     def mpi(self) -> MPI.Comm:
         with self._lock:
             MPI.Request.Waitall(self._requests)
+            if self._resolved is None:
+                _core.communicator(handle_of(self._comm), MEANING_OF_DEFAULT)
             return self._comm
 
 
@@ -131,3 +136,8 @@ def default() -> Communicator:
 def default_mpi() -> MPI.Comm:
     """The same for mpi4py."""
     return _default.mpi()
+
+
+if _default.agreed:  # a program of an earlier run may use these before anything is traced
+    for _comm in (None, MPI.COMM_WORLD, MPI.COMM_SELF):
+        resolve(_comm, "import")

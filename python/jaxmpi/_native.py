@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import secrets
 from dataclasses import dataclass
 
 import jax
@@ -59,13 +60,25 @@ def _check_state() -> None:
         )
 
 
+def _meaning(comm: str, library: Library) -> str:
+    """What tells a communicator that each run has from all others.
+
+    Its rank too: programs are made for one. And the library, whose numbers for ranks and tags programs contain.
+    """
+    world = MPI.COMM_WORLD
+    return f"{comm}, rank {world.rank} of {world.size}, {library.abi}, tags to {world.Get_attr(MPI.TAG_UB)}"
+
+
 def _load() -> tuple[Library, dict[str, Datatype], _devices.Choice]:
     _check_state()
-    library = Library(*_core.load(MPI.__file__))
+    library = Library(*_core.load(MPI.__file__, secrets.randbits(64)))
     devices = _devices.choose(os.environ, _jax.platforms())
     _core.set_devices(devices.aware, devices.road)
-    of_self = _core.communicator(handle_of(MPI.COMM_SELF))
+    # In the same order in each run, so that a program in a cache finds them under their numbers.
+    of_self = _core.communicator(handle_of(MPI.COMM_SELF), _meaning("COMM_SELF", library))
     assert of_self is not None
+    _core.communicator(handle_of(MPI.COMM_WORLD), _meaning("COMM_WORLD", library))
+    _core.reserve(_meaning("default", library))
     _core.configure(MPI.COMM_WORLD.Get_rank(), MPI.Query_thread() < MPI.THREAD_MULTIPLE, of_self[0])
     datatypes = {}
     for name, (code, itemsize, mpi_name, kind) in _core.datatypes().items():
@@ -81,6 +94,8 @@ def _load() -> tuple[Library, dict[str, Datatype], _devices.Choice]:
 
 LIBRARY, DATATYPES, DEVICES = _load()
 OPERATIONS: dict[str, tuple[str, ...]] = _core.operations()
+MEANING_OF_DEFAULT = _meaning("default", LIBRARY)
+"""Of the clone of COMM_WORLD, for which a number is kept."""
 HALF_OPERATIONS: dict[str, dict[str, int]] = {
     name: _core.half_operations(name == "bfloat16") for name in ("float16", "bfloat16")
 }

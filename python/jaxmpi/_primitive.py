@@ -180,7 +180,7 @@ def _attribute(name: str, params: Params, dtype: Any) -> np.int64:
     """An attribute as the core reads it: always a 64-bit integer."""
     value = params[name]
     if name == "op":
-        return np.int64(value.handle_for(DATATYPES[np.dtype(dtype).name]))
+        return np.int64(value.number_for(DATATYPES[np.dtype(dtype).name]))
     if name in ("comm", "status", "text"):
         return np.int64(0 if value is None else value.number)
     if name in _TAGS and value >= 0 and DERIVATIVE in params:

@@ -88,8 +88,12 @@ extern const struct backend *backend;
 intptr_t datatype(int dtype); /* the MPI handle for a type of XLA */
 intptr_t operation_handle(const char *name);
 
-/* The number of an object in the registry; 0 for NULL. */
+/* The number of an object in the registry, in which it is put where it is not there; 0 for NULL. */
 int64_t registered(const void *object);
+
+/* The number of a reduction: of MPI's by name, or of any handle. */
+int64_t reduction(const char *name);
+int64_t reduction_of(intptr_t handle, enum reducer by);
 
 /* A communicator where this process is `rank` of `size`; the same for the same numbers. */
 struct communicator *world(int rank, int size);

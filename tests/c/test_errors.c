@@ -43,7 +43,7 @@ static bool is(size_t i, const char *operation) { return strcmp(name_of(i), oper
 static ffi_error *run_case(size_t i) {
   bool mine = cases[i].part == ON_ROOT;
   int root = mine ? RANK : 2;
-  int64_t comm = COMM(world(RANK, SIZE)), sum = operation_handle("SUM");
+  int64_t comm = COMM(world(RANK, SIZE)), sum = reduction("SUM");
   struct array one = ARRAY(F32, in, N), all = MATRIX(F32, in, SIZE, N);
   struct array result = ARRAY(F32, out, N), results = MATRIX(F32, out, SIZE, N);
   if (is(i, "allgather")) return RUN("allgather", one, results, comm);
@@ -135,13 +135,15 @@ static void refusing_a_message_can_fail(void) {
 
 /* What a wrong rank, root, tag or handle gives is MPI's own error. */
 static void mpi_judges_the_arguments(void) {
-  int64_t comm = COMM(world(RANK, SIZE)), sum = operation_handle("SUM");
+  int64_t comm = COMM(world(RANK, SIZE));
   FAILS(RUN("bcast", NONE, ARRAY(F32, out, N), comm, 3), FFI_INTERNAL, "MPI_Bcast failed: the fake's text for 8",
         "root 3");
   FAILS(RUN("send", ARRAY(F32, in, N), NONE, comm, 3, 0), FFI_INTERNAL, "for 6", "dest 3; tag 0");
   FAILS(RUN("send", ARRAY(F32, in, N), NONE, comm, 0, -5), FFI_INTERNAL, "for 4", "dest 0; tag -5");
   FAILS(RUN("recv", NONE, ARRAY(F32, out, N), comm, 3, 0, 0), FFI_INTERNAL, "for 6", "source 3; tag 0");
-  FAILS(RUN("allreduce", ARRAY(F32, in, N), ARRAY(F32, out, N), comm, sum + 50), FFI_INTERNAL, "for 10");
+  FAILS(RUN("allreduce", ARRAY(F32, in, N), ARRAY(F32, out, N), comm,
+            reduction_of(operation_handle("SUM") + 50, REDUCER_USER)),
+        FFI_INTERNAL, "for 10");
   FAILS(RUN("sendrecv", ARRAY(F32, in, N), ARRAY(F32, out, N), comm, 0, 0, 0, 5, 0), FFI_INTERNAL, "for 6");
   CHECK_EQUAL(times_called("MPI_Wait"), 1); /* for what was sent */
 }
@@ -167,7 +169,7 @@ static void a_difference_is_an_error_that_quotes_the_text(void) {
   struct communicator *comm = world(RANK, SIZE);
   static char text[] = "model.py:7 (loss)";
   static bool differs[N];
-  int64_t number = registry_add(text);
+  int64_t number = registry_add(text, NULL);
   for (int i = -1; i < N; i++) { /* nowhere, and at each place */
     for (int k = 0; k < N; k++) differs[k] = k == i;
     if (i < 0)
@@ -180,7 +182,70 @@ static void a_difference_is_an_error_that_quotes_the_text(void) {
   CHECK_EQUAL(communications(), 0);
 }
 
+/* What a program of another process, or of another communicator, gives for numbers. */
+static const int64_t wrong_keys[] = {0, 1, 0x7fffffffff};
+static int64_t with_key(int64_t number, int64_t key) { return key << PLACE_BITS | (number & ((1 << PLACE_BITS) - 1)); }
+
+static void check_unknown(ffi_error *error, const char *attribute) {
+  FAILS(error, FFI_FAILED_PRECONDITION, attribute, "not known here: this program was compiled in another process",
+        "compile it again here. Nothing was sent");
+  CHECK_EQUAL(fake->call_count, 0);
+}
+
+static void an_object_of_another_process_is_refused(void) {
+  static char text[] = "model.py:7 (loss)";
+  static bool differs[1] = {true};
+  int64_t comm = COMM(world(RANK, SIZE)), sum = reduction("SUM"), state = COMM(status), line = COMM(text);
+  struct array one = ARRAY(F32, in, N), result = ARRAY(F32, out, N);
+  fake->reset();
+  FOR_EACH (const int64_t *, key, wrong_keys) {
+    context("key %d", (int)(key - wrong_keys));
+    check_unknown(RUN("allreduce", one, result, with_key(comm, *key), sum), "jaxmpi.allreduce: its comm is");
+    check_unknown(RUN("allreduce", one, result, comm, with_key(sum, *key)), "on rank 1 of 3: its op is");
+    check_unknown(RUN("reduce", one, result, comm, with_key(sum, *key), RANK), "its op is");
+    check_unknown(RUN("scan", one, result, comm, with_key(sum, *key)), "its op is");
+    check_unknown(RUN("recv", NONE, result, comm, 2, with_key(state, *key), 9), "its status is");
+    check_unknown(RUN("sendrecv", one, result, comm, 2, 9, 9, 2, with_key(state, *key)), "its status is");
+    check_unknown(RUN("check", ARRAY(BOOL, differs, 1), NONE, comm, with_key(line, *key)), "its text is");
+  }
+}
+
+static void an_unknown_number_is_refused(void) {
+  static const int64_t places[] = {0, 1000, 1024, 1 << 20, (1 << PLACE_BITS) - 1};
+  int64_t comm = COMM(world(RANK, SIZE));
+  struct array one = ARRAY(F32, in, N), result = ARRAY(F32, out, N);
+  fake->reset();
+  FOR_EACH (const int64_t *, place, places) {
+    int64_t number = (comm >> PLACE_BITS) << PLACE_BITS | *place;
+    check_unknown(RUN("barrier", NONE, NONE, number), "its comm is");
+    check_unknown(RUN("allreduce", one, result, comm, number), "its op is");
+    check_unknown(RUN("recv", NONE, result, comm, 2, number, 9), "its status is");
+  }
+  check_unknown(RUN("allreduce", one, result, comm, 0), "its op is");
+  check_unknown(RUN("barrier", NONE, NONE, -1), "its comm is");
+  check_unknown(RUN("barrier", NONE, NONE, INT64_MIN | comm), "its comm is");
+  check_unknown(RUN("allreduce", one, result, comm, (intptr_t)operation_handle("SUM")), "its op is"); /* as it was */
+}
+
+/* What means the same in each run has the same number, whatever was added before the object itself. */
+static void a_meaning_is_a_number(void) {
+  static char first, second, third;
+  int64_t kept = registry_reserve("the first"), number = registry_add(&second, NULL);
+  CHECK(registry_at(kept) == NULL && registry_at(number) == &second);
+  CHECK_EQUAL(registry_add(&first, "the first"), kept);
+  CHECK(registry_at(kept) == &first);
+  int64_t other = registry_add(&third, "the third");
+  CHECK(registry_at(other) == &third);
+  CHECK_EQUAL(other & ((1 << PLACE_BITS) - 1), (number & ((1 << PLACE_BITS) - 1)) + 1);
+  CHECK(kept > 0 && number > 0 && other > 0);
+  CHECK(kept >> PLACE_BITS != other >> PLACE_BITS && kept >> PLACE_BITS != number >> PLACE_BITS);
+  CHECK_EQUAL(kept >> PLACE_BITS, 0x22f0ededf1); /* in each run, for ever */
+}
+
 static const struct test tests[] = {
+    TEST(an_object_of_another_process_is_refused),
+    TEST(an_unknown_number_is_refused),
+    TEST(a_meaning_is_a_number),
     TEST(a_difference_is_an_error_that_quotes_the_text),
     TEST(each_operation_reports),
     TEST(each_piece_of_a_reduction_reports),

@@ -190,9 +190,9 @@ static void every_type_has_one_row(void) {
 static void a_communicator_is_one_struct(void) {
   intptr_t first = fake->comm_new(2, 4), second = fake->comm_new(0, 1);
   struct communicator *a, *b, *again;
-  CHECK_EQUAL(backend->communicator(first, &a), 0);
-  CHECK_EQUAL(backend->communicator(second, &b), 0);
-  CHECK_EQUAL(backend->communicator(first, &again), 0);
+  CHECK_EQUAL(backend->communicator(first, NULL, &a), 0);
+  CHECK_EQUAL(backend->communicator(second, NULL, &b), 0);
+  CHECK_EQUAL(backend->communicator(first, NULL, &again), 0);
   CHECK(a == again && a != b);
   CHECK(a->rank == 2 && a->size == 4 && a->handle == first && !a->freed);
   fake->comm_free(first);
@@ -203,10 +203,10 @@ static void a_communicator_is_one_struct(void) {
 static void a_recycled_handle_is_another_communicator(void) {
   struct communicator *old, *new;
   intptr_t handle = fake->comm_new(0, 2);
-  CHECK_EQUAL(backend->communicator(handle, &old), 0);
+  CHECK_EQUAL(backend->communicator(handle, NULL, &old), 0);
   fake->comm_free(handle);
   CHECK_EQUAL(fake->comm_new(1, 3), handle);
-  CHECK_EQUAL(backend->communicator(handle, &new), 0);
+  CHECK_EQUAL(backend->communicator(handle, NULL, &new), 0);
   CHECK(new != old && old->freed && !new->freed &&new->rank == 1 && new->size == 3);
   SUCCEEDS(RUN("barrier", NONE, NONE, COMM(new)));
   FAILS(RUN("barrier", NONE, NONE, COMM(old)), FFI_FAILED_PRECONDITION, "freed");
@@ -217,9 +217,9 @@ static void a_recycled_handle_is_another_communicator(void) {
 static void a_duplicate_is_another_communicator(void) {
   struct communicator *old, *new;
   intptr_t handle = fake->comm_new(1, 3);
-  CHECK_EQUAL(backend->communicator(handle, &old), 0);
+  CHECK_EQUAL(backend->communicator(handle, NULL, &old), 0);
   intptr_t duplicate = fake->comm_dup(handle);
-  CHECK_EQUAL(backend->communicator(duplicate, &new), 0);
+  CHECK_EQUAL(backend->communicator(duplicate, NULL, &new), 0);
   CHECK(new != NULL &&new != old &&new->handle == duplicate &&new->rank == 1 && new->size == 3);
   fake->comm_free(duplicate);
   CHECK(new != NULL &&new->freed && !old->freed);
@@ -229,7 +229,7 @@ static void a_duplicate_is_another_communicator(void) {
 static void a_freed_communicator_is_refused_by_all(void) {
   struct communicator *comm;
   intptr_t handle = fake->comm_new(1, 3);
-  CHECK_EQUAL(backend->communicator(handle, &comm), 0);
+  CHECK_EQUAL(backend->communicator(handle, NULL, &comm), 0);
   fake->comm_free(handle);
   fake->reset();
   for (int i = 0; i < OPERATIONS; i++) {
@@ -247,9 +247,9 @@ static void making_a_communicator_can_fail(void) {
   FOR_EACH (const char *const *, function, functions) {
     context("%s", *function);
     fake->fail(*function, 1, 77);
-    CHECK_EQUAL(backend->communicator(handle, &comm), 77);
+    CHECK_EQUAL(backend->communicator(handle, NULL, &comm), 77);
   }
-  CHECK_EQUAL(backend->communicator(handle, &comm), 0);
+  CHECK_EQUAL(backend->communicator(handle, NULL, &comm), 0);
   CHECK(comm != NULL && comm->size == 2);
   fake->comm_free(handle);
 }

@@ -44,7 +44,7 @@ static void copies_do_not_share_their_tables(void) {
   struct communicator *comms[3];
   for (int i = OPENMPI; i <= MPIABI; i++) CHECK(copies[i]->load(libraries[i].handle) == NULL);
   for (int i = OPENMPI; i <= MPIABI; i++)
-    CHECK_EQUAL(copies[i]->communicator(libraries[i].control->comm_new(i, 3), &comms[i]), 0);
+    CHECK_EQUAL(copies[i]->communicator(libraries[i].control->comm_new(i, 3), NULL, &comms[i]), 0);
   for (int i = OPENMPI; i <= MPIABI; i++) {
     CHECK(comms[i]->rank == i && comms[i]->size == 3);
     CHECK(copies[i]->operations != copies[(i + 1) % 3]->operations);

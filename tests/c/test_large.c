@@ -45,7 +45,7 @@ static ffi_error *run_case(size_t i, int dtype, void *in, void *out, int64_t cou
   struct array one = ARRAY(dtype, in, count), all = MATRIX(dtype, in, SIZE, count);
   struct array result = ARRAY(dtype, out, count), results = MATRIX(dtype, out, SIZE, count);
   memcpy(attributes + 1, cases[i].attributes, sizeof cases[i].attributes);
-  if (cases[i].reduces) attributes[1] = operation_handle("SUM");
+  if (cases[i].reduces) attributes[1] = reduction("SUM");
   context("%s, case %zu, %lld elements of type %d", cases[i].operation, i, (long long)count, dtype);
   return run(cases[i].operation,
              !cases[i].reads      ? NONE

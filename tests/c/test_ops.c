@@ -172,7 +172,7 @@ static void reduction_case(const struct share *s, const char *name, const char *
   FOR_EACH (const char *const *, op, ops) {
     intptr_t handle = operation_handle(*op);
     prepare();
-    SUCCEEDS(RUN(name, ARRAY(s->dtype, in, s->count), ARRAY(s->dtype, out, s->count), COMM(s->comm), handle));
+    SUCCEEDS(RUN(name, ARRAY(s->dtype, in, s->count), ARRAY(s->dtype, out, s->count), COMM(s->comm), reduction(*op)));
     const struct fake_call *call = only(function);
     check_in(call, s);
     check_out(call, s);
@@ -182,7 +182,7 @@ static void reduction_case(const struct share *s, const char *name, const char *
 
     prepare(); /* in place */
     memcpy(copy, in, ROOM);
-    SUCCEEDS(RUN(name, ARRAY(s->dtype, in, s->count), ARRAY(s->dtype, in, s->count), COMM(s->comm), handle));
+    SUCCEEDS(RUN(name, ARRAY(s->dtype, in, s->count), ARRAY(s->dtype, in, s->count), COMM(s->comm), reduction(*op)));
     call = only(function);
     check_out(call, s);
     CHECK(call->op == handle && call->in == fake->in_place && call->out == in);
@@ -202,7 +202,7 @@ static void reduce_on_root(const struct share *s, bool in_place) {
   prepare();
   memcpy(copy, in, ROOM);
   SUCCEEDS(RUN("reduce", ARRAY(s->dtype, in, s->count), ARRAY(s->dtype, result, s->count), COMM(s->comm),
-               operation_handle("PROD"), s->rank));
+               reduction("PROD"), s->rank));
   const struct fake_call *call = only("MPI_Reduce");
   check_out(call, s);
   CHECK_EQUAL(call->op, operation_handle("PROD"));
@@ -218,7 +218,7 @@ static void reduce_case(const struct share *s) {
   for (int root = 0; root < s->size; root++) {
     if (root == s->rank) continue;
     prepare();
-    SUCCEEDS(RUN("reduce", ARRAY(s->dtype, in, s->count), NONE, COMM(s->comm), operation_handle("SUM"), root));
+    SUCCEEDS(RUN("reduce", ARRAY(s->dtype, in, s->count), NONE, COMM(s->comm), reduction("SUM"), root));
     const struct fake_call *call = only("MPI_Reduce");
     check_in(call, s);
     CHECK_EQUAL(call->op, operation_handle("SUM"));
@@ -255,7 +255,7 @@ static void sending_to_no_one_is_left_to_mpi(void) {
 static void a_scalar_is_one_element(void) {
   struct communicator *comm = world(1, 3);
   prepare();
-  SUCCEEDS(RUN("allreduce", SCALAR(F64, in), SCALAR(F64, out), COMM(comm), operation_handle("SUM")));
+  SUCCEEDS(RUN("allreduce", SCALAR(F64, in), SCALAR(F64, out), COMM(comm), reduction("SUM")));
   CHECK_EQUAL(called("MPI_Allreduce", 0)->in_count, 1);
   SUCCEEDS(RUN("allgather", SCALAR(F64, in), ARRAY(F64, out, 3), COMM(comm)));
   CHECK_EQUAL(called("MPI_Allgather", 0)->in_count, 1);
@@ -271,10 +271,10 @@ static void nothing_is_communicated_too(void) {
   struct communicator *comm = world(0, 2);
   struct array empty = ARRAY(F32, NULL, 0);
   prepare();
-  SUCCEEDS(RUN("allreduce", empty, empty, COMM(comm), operation_handle("SUM")));
-  SUCCEEDS(RUN("scan", empty, ARRAY(F32, out, 0), COMM(comm), operation_handle("SUM")));
-  SUCCEEDS(RUN("reduce", empty, empty, COMM(comm), operation_handle("SUM"), 0));
-  SUCCEEDS(RUN("reduce", empty, NONE, COMM(comm), operation_handle("SUM"), 1));
+  SUCCEEDS(RUN("allreduce", empty, empty, COMM(comm), reduction("SUM")));
+  SUCCEEDS(RUN("scan", empty, ARRAY(F32, out, 0), COMM(comm), reduction("SUM")));
+  SUCCEEDS(RUN("reduce", empty, empty, COMM(comm), reduction("SUM"), 0));
+  SUCCEEDS(RUN("reduce", empty, NONE, COMM(comm), reduction("SUM"), 1));
   SUCCEEDS(RUN("allgather", empty, MATRIX(F32, NULL, 2, 0), COMM(comm)));
   SUCCEEDS(RUN("alltoall", MATRIX(F32, NULL, 2, 0), MATRIX(F32, NULL, 2, 0), COMM(comm)));
   SUCCEEDS(RUN("bcast", NONE, empty, COMM(comm), 1));

@@ -59,7 +59,7 @@ static void run_traced(const char *operation, struct array a, struct array b, co
 #define TRACED(operation, a, b, ...) run_traced(operation, a, b, (const int64_t[]){__VA_ARGS__})
 
 static void collectives_are_logged(void) {
-  int64_t comm = COMM(world(RANK, SIZE)), sum = operation_handle("SUM");
+  int64_t comm = COMM(world(RANK, SIZE)), sum = reduction("SUM");
   struct array one = ARRAY(F32, in, N), all = MATRIX(F32, in, SIZE, N);
   struct array result = ARRAY(F32, out, N), results = MATRIX(F32, out, SIZE, N);
   TRACED("allgather", one, results, comm);

@@ -79,7 +79,7 @@ static void finish(void) {
 }
 
 static void on(enum road road, bool aware) {
-  if (runtime.reduction_count == 0) reduction_add(operation_handle("SUM"), REDUCER_MPI);
+  reduction("SUM"); /* made by one thread */
   runtime.road = road;
   runtime.aware = aware;
 }
@@ -93,7 +93,7 @@ static void for_all(int dtype, int64_t count, void (*body)(const struct operands
   } places[] = {{0, 1}, {0, 2}, {1, 2}, {2, 3}};
   for (size_t i = 0; i < sizeof places / sizeof *places; i++) {
     struct communicator *comm = world(places[i].rank, places[i].size);
-    int64_t c = registered(comm), sum = operation_handle("SUM"), all = count * comm->size, self = comm->rank;
+    int64_t c = registered(comm), sum = reduction("SUM"), all = count * comm->size, self = comm->rank;
     bool root = comm->rank == 0;
     const struct operands cases[] = {
         {"allgather", dtype, count, all, {c}, false},
@@ -197,7 +197,7 @@ static void pieces_are_joined(void) {
   }
   on(ROAD_CALLBACK, false);
   struct communicator *comm = world(0, 2);
-  struct operands o = {"allreduce", F64, ROOM / 8, ROOM / 8, {registered(comm), operation_handle("SUM")}, false};
+  struct operands o = {"allreduce", F64, ROOM / 8, ROOM / 8, {registered(comm), reduction("SUM")}, false};
   same_as_on_host(&o, comm);
   CHECK_EQUAL(times_called("MPI_Allreduce"), ROOM / LEAST_PIECE);
   CHECK_EQUAL(driver->calls("cuStreamCreate") + driver->calls("hipStreamCreateWithFlags"), 3);
@@ -234,7 +234,8 @@ static void an_aware_library_gets_device_pointers(void) {
   for_all(F64, 0, device_pointers);
   struct communicator *comm = world(0, 2);
   context("a reduction of our own");
-  struct operands o = {"allreduce", F64, 10, 10, {registered(comm), operation_handle("PROD")}, false};
+  struct operands o = {
+      "allreduce", F64, 10, 10, {registered(comm), reduction_of(operation_handle("PROD"), REDUCER_USER)}, false};
   same_as_on_host(&o, comm); /* not predefined, as far as the core knows: copied */
   finish();
 }
@@ -258,7 +259,7 @@ static void check_is_staged(void) {
 /* Where nobody waits an error of MPI is the next operation's, and the result is all ones. */
 static void errors_are_deferred(void) {
   struct communicator *comm = world(0, 2);
-  struct operands o = {"allreduce", S32, 5, 5, {registered(comm), operation_handle("SUM")}, false};
+  struct operands o = {"allreduce", S32, 5, 5, {registered(comm), reduction("SUM")}, false};
   static const enum road deferring[] = {ROAD_CALLBACK, ROAD_THREAD};
   FOR_EACH(const enum road *, road, deferring) {
     context("road %s", road_names[*road]);
@@ -288,7 +289,7 @@ static void *release_stream(void *unused) {
 /* A communicator is freed while a call on it waits for its turn on the stream: that is waited for. */
 static void freed_before_its_turn(void) {
   struct communicator *comm;
-  CHECK_EQUAL(backend->communicator(fake->comm_new(0, 2), &comm), 0);
+  CHECK_EQUAL(backend->communicator(fake->comm_new(0, 2), NULL, &comm), 0);
   on(ROAD_CALLBACK, false);
   struct frame frame;
   pthread_t thread;
@@ -346,7 +347,7 @@ static void driver_fails(const struct operands *o, const struct communicator *co
 
 static void failures_of_the_driver_are_errors(void) {
   struct communicator *comm = world(0, 2);
-  int64_t c = registered(comm), sum = operation_handle("SUM");
+  int64_t c = registered(comm), sum = reduction("SUM");
   const struct operands cases[] = {
       {"allreduce", F64, 10, 10, {c, sum}, false}, {"allreduce", F64, ROOM / 8, ROOM / 8, {c, sum}, true},
       {"allgather", F64, 10, 20, {c}, false},      {"alltoall", F64, 4000, 4000, {c}, false},
@@ -374,7 +375,7 @@ static void *sender(void *unused) {
   (void)unused;
   static unsigned char data[800], out[800];
   struct communicator *comm = world(0, 2);
-  struct operands o = {"allreduce", F64, 100, 100, {registered(comm), operation_handle("SUM")}, false};
+  struct operands o = {"allreduce", F64, 100, 100, {registered(comm), reduction("SUM")}, false};
   fill(data, sizeof data);
   for (int i = 0; i < 100; i++) SUCCEEDS(device_call(&o, data, out));
   return NULL;
@@ -389,7 +390,7 @@ static void threads_share_a_stream(void) {
     on(*road, false);
     pthread_t thread;
     pthread_create(&thread, NULL, sender, NULL);
-    struct operands o = {"scan", F64, 30, 30, {registered(comm), operation_handle("SUM")}, false};
+    struct operands o = {"scan", F64, 30, 30, {registered(comm), reduction("SUM")}, false};
     for (int i = 0; i < 100; i++) {
       blank(target, ROOM);
       SUCCEEDS(device_call(&o, source, target));
@@ -450,6 +451,8 @@ static void gated(void *in, void *inout, int *count, void *type) {
   pthread_mutex_unlock(&gate.lock);
 }
 
+static int64_t gated_number; /* of the operation that is made last */
+
 static intptr_t gated_operation(void) {
   int (*create)(void (*)(void *, void *, int *, void *), int, void *) = NULL;
   void *symbol = dlsym(fake_library, "MPI_Op_create");
@@ -462,9 +465,8 @@ static intptr_t gated_operation(void) {
   gate.open = false;
   gate.inside = gate.entered = 0;
   intptr_t op = backend == &backend_mpich ? made.small : made.large;
+  gated_number = reduction_of(op, REDUCER_OURS);
   on(ROAD_WAIT, false);
-  runtime.reduction_count = 1; /* those of earlier tests are gone */
-  reduction_add(op, REDUCER_OURS);
   return op;
 }
 
@@ -508,7 +510,7 @@ static void *produce(void *of) {
 
 static void operands_are_waited_for(void) {
   struct communicator *comm = world(0, 2);
-  int64_t c = registered(comm), sum = operation_handle("SUM");
+  int64_t c = registered(comm), sum = reduction("SUM");
   fill(source, ROOM);
   set_pieces(LEAST_PIECE);
   static const int64_t counts[] = {10, 3 * LEAST_PIECE / 8};
@@ -550,7 +552,7 @@ static void each_piece_has_room(void) {
   enum { PIECE = 1 << 15, COUNT = 5 * PIECE / 8 };
   static unsigned char large[COUNT * 8], got[COUNT * 8];
   struct communicator *comm = world(0, 2);
-  struct operands o = {"allreduce", F64, COUNT, COUNT, {registered(comm), operation_handle("SUM")}, false};
+  struct operands o = {"allreduce", F64, COUNT, COUNT, {registered(comm), reduction("SUM")}, false};
   set_pieces(PIECE);
   fill(large, sizeof large);
   FOR_EACH(const enum road *, road, roads) {
@@ -585,7 +587,7 @@ static void nothing_is_under_way_after_an_error(void) {
     void *in = driver->allocate(bytes), *out = driver->allocate(bytes);
     struct frame frame;
     frame_make(&frame, "allreduce", ARRAY(F64, in, *count), ARRAY(F64, out, *count),
-               (const int64_t[]){registered(comm), op});
+               (const int64_t[]){registered(comm), gated_number});
     driver->fail(*function, nth, FAKE_LAUNCH_FAILURE);
     gate.entered = 0;
     ffi_error *error = frame_call_in(space, &frame, "allreduce");
@@ -629,7 +631,7 @@ static void streams_share_no_memory(void) {
     buffers[i] = driver->allocate(BYTES);
     driver->write(buffers[i], source + i * BYTES, BYTES);
     frame_make(&frame, "allreduce", ARRAY(F64, buffers[i], BYTES / 8), ARRAY(F64, buffers[i], BYTES / 8),
-               (const int64_t[]){registered(comm), op});
+               (const int64_t[]){registered(comm), gated_number});
     SUCCEEDS(frame_call_in(space, &frame, "allreduce"));
     if (i == 0) gate_reached();
   }
@@ -680,8 +682,9 @@ static void other_threads_leave_nothing_to_the_stream(void) {
 
 /* A call of another thread, which is with MPI meanwhile. */
 static unsigned char own[80];
-static void *calls_gated(void *operation) {
-  struct operands o = {"allreduce", F64, 10, 10, {pair, *(intptr_t *)operation}, true};
+static void *calls_gated(void *unused) {
+  (void)unused;
+  struct operands o = {"allreduce", F64, 10, 10, {pair, gated_number}, true};
   SUCCEEDS(device_call(&o, own, own));
   return NULL;
 }
@@ -690,14 +693,14 @@ static void threads_share_no_memory(void) {
   intptr_t op = gated_operation();
   pair = registered(world(0, 2));
   pthread_t caller;
-  struct operands o = {"allreduce", F64, 10, 10, {pair, operation_handle("SUM")}, true};
+  struct operands o = {"allreduce", F64, 10, 10, {pair, reduction("SUM")}, true};
   fill(own, sizeof own);
   FOR_EACH(const enum road *, road, roads) {
     context("road %s", road_names[*road]);
     on(*road, false);
     gate.open = false;
     gate.entered = 0;
-    pthread_create(&caller, NULL, calls_gated, &op);
+    pthread_create(&caller, NULL, calls_gated, NULL);
     gate_reached();
     blank(target, ROOM);
     SUCCEEDS(device_call(&o, target, target));
@@ -716,7 +719,7 @@ static void the_end_waits_for_calls(void) {
   pair = registered(world(0, 2));
   pthread_t caller, opener;
   on(ROAD_CALLBACK, false);
-  pthread_create(&caller, NULL, calls_gated, &op);
+  pthread_create(&caller, NULL, calls_gated, NULL);
   gate_reached();
   pthread_create(&opener, NULL, open_soon, NULL);
   device_finish();
@@ -740,7 +743,7 @@ static void the_end_waits_for_the_stream(void) {
     void *data = driver->allocate(bytes);
     struct frame frame;
     frame_make(&frame, "allreduce", ARRAY(F64, data, *count), ARRAY(F64, data, *count),
-               (const int64_t[]){registered(comm), operation_handle("SUM")});
+               (const int64_t[]){registered(comm), reduction("SUM")});
     SUCCEEDS(frame_call_in(space, &frame, "allreduce"));
     device_finish();
     CHECK_EQUAL(driver->live_pinned, 0);
@@ -766,7 +769,7 @@ static void memory_grows_behind_what_uses_it(void) {
     buffers[i] = driver->allocate((size_t)counts[i] * 8);
     driver->write(buffers[i], large, (size_t)counts[i] * 8);
     frame_make(&frame, "allreduce", ARRAY(F64, buffers[i], counts[i]), ARRAY(F64, buffers[i], counts[i]),
-               (const int64_t[]){registered(comm), op});
+               (const int64_t[]){registered(comm), gated_number});
     if (i == 1) pthread_create(&opener, NULL, open_soon, NULL);
     SUCCEEDS(frame_call_in(space, &frame, "allreduce"));
   }
@@ -792,7 +795,7 @@ static void *sends_once(void *unused) {
 
 static void errors_are_told_to_the_thread_that_left_them(void) {
   struct communicator *comm = world(0, 2);
-  struct operands o = {"allreduce", S32, 5, 5, {registered(comm), operation_handle("SUM")}, false};
+  struct operands o = {"allreduce", S32, 5, 5, {registered(comm), reduction("SUM")}, false};
   on(ROAD_CALLBACK, false);
   pair = registered(comm);
   fake->fail("MPI_Allreduce", 1, 13);
@@ -810,7 +813,7 @@ static atomic_bool stop;
 static void *goes_on(void *unused) {
   (void)unused;
   static unsigned char data[80], out[80];
-  struct operands o = {"allreduce", F64, 10, 10, {pair, operation_handle("SUM")}, false};
+  struct operands o = {"allreduce", F64, 10, 10, {pair, reduction("SUM")}, false};
   while (!atomic_load(&stop)) {
     ffi_error *error = device_call(&o, data, out);
     if (error != NULL) error_free(error);
@@ -834,7 +837,8 @@ static void the_end_while_a_thread_goes_on(void) {
 
 /* A user's reduction may be written in Python: it is called where the caller waits, and its error is the call's own. */
 static void reductions_of_users_are_waited_for(void) {
-  struct operands o = {"allreduce", S32, 5, 5, {registered(world(0, 2)), operation_handle("PROD")}, false};
+  struct operands o = {
+      "allreduce", S32, 5, 5, {registered(world(0, 2)), reduction_of(operation_handle("PROD"), REDUCER_USER)}, false};
   on(ROAD_CALLBACK, false);
   fake->fail("MPI_Allreduce", 1, 13);
   FAILS(device_call(&o, source, target), FFI_INTERNAL, "MPI_Allreduce failed");
