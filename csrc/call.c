@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "compare.h"
 #include "trace.h"
 
 /* Keeps an error for the next operation. What is returned is only told from NULL. */
@@ -83,9 +84,11 @@ ffi_error *call_check(const struct call *call) {
 
 ffi_error *call_body(struct call *call) {
   if (runtime.serialize) pthread_mutex_lock(&runtime.lock);
-  ffi_error *error = call->operation->body(call);
+  ffi_error *error = call->compared ? compare_ranks(call) : NULL;
+  bool begun = error == NULL;
+  if (begun) error = call->operation->body(call);
   if (runtime.serialize) pthread_mutex_unlock(&runtime.lock);
-  if (call->traced) trace_end(call, error != NULL);
+  if (begun && call->traced) trace_end(call, error != NULL);
   return error;
 }
 
@@ -146,8 +149,10 @@ ffi_error *call_pieces(struct call *call) {
   char *scratch = rows > 0 ? malloc((size_t)rows * (size_t)division.piece * division.element) : NULL;
   if (rows > 0 && scratch == NULL) return call_fail(call, FFI_INTERNAL, "no memory for a piece");
   ffi_error *error = NULL;
-  for (int64_t first = 0; first < division.columns && error == NULL; first += division.piece)
+  for (int64_t first = 0; first < division.columns && error == NULL; first += division.piece) {
     error = piece_run(call, &division, first, scratch);
+    call->compared = false;
+  }
   free(scratch);
   return error;
 }

@@ -47,6 +47,7 @@ struct communicator {
   int size;
   int64_t piece; /* bytes above which what may go in pieces does; 0: never. The same on all its ranks */
   atomic_bool freed;
+  atomic_uint_least64_t compared; /* collectives so far, in the mode JAXMPI_CHECK: compare.h */
 };
 
 /* How arrays in a device's memory reach MPI where they are copied through host memory: which thread calls MPI. */
@@ -94,6 +95,7 @@ struct runtime {
   bool aware;                       /* MPI reads and writes the memory of devices */
   enum road road;                   /* otherwise, and for what it cannot do there */
   atomic_bool several_devices;      /* a link may be bound to one of them: link.c */
+  atomic_bool check;                /* ranks compare their collectives: compare.h; the same on all ranks */
   atomic_bool trace;                /* one line as an operation starts and one as it ends */
   atomic_uint_least64_t calls;      /* numbers the traced calls */
 };
@@ -118,7 +120,7 @@ const struct datatype *datatype_find(int code);
 struct call;
 
 enum division { WHOLE, PIECES, GATHERS, SCATTERS, EXCHANGES, LOCAL }; /* see ops.def */
-enum attribute { SHOWN, OBJECT, OBJECT_OR_NONE };                     /* shown in errors: a rank or a tag */
+enum attribute { SHOWN, OBJECT, OBJECT_OR_NONE, DERIVATIVE };         /* shown in errors: a rank or a tag */
 
 /* A row of ops.def. `body` makes the MPI calls; it returns NULL or the error. */
 struct operation {
@@ -155,6 +157,8 @@ struct call {
   struct side in;              /* its data is only read */
   struct side out;
   int64_t attributes[MAX_ATTRIBUTES]; /* in the place of an object's number its address: see object_of */
+  bool compared;                      /* with those of other ranks, before anything of it is sent: compare.h */
+  int64_t share;                      /* then: elements of this rank's share, in all pieces */
   bool traced;
   uint64_t number; /* of a traced call */
   struct timespec start;
@@ -178,6 +182,9 @@ struct backend {
 
   /* Makes the reduction operations for a half-precision type: `handles` in the order SUM, PROD, MAX, MIN. */
   int (*half_operations)(bool bfloat16, intptr_t handles[4]);
+
+  /* Hands `bytes` of each rank to all ranks. Returns an MPI error code. */
+  int (*exchange)(const struct communicator *comm, const void *mine, void *all, size_t bytes);
 
   /* The library's text for an error code; `text` holds 1024 bytes. */
   void (*error_text)(int code, char *text);

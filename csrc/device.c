@@ -266,9 +266,10 @@ static enum reducer reducer(const struct call *call) {
   return REDUCER_MPI;
 }
 
-/* A user's reduction may need the GIL, which another thread may hold while it waits for the stream in the driver. */
+/* A user's reduction may need the GIL, which another thread may hold while it waits for the stream in the driver. Where
+ * ranks compare what they do, the pieces behind one that they do not agree about must not be under way. */
 static enum road road_of(const struct call *call) {
-  return importer && reducer(call) != REDUCER_USER ? runtime.road : ROAD_WAIT;
+  return importer && reducer(call) != REDUCER_USER && !call->compared ? runtime.road : ROAD_WAIT;
 }
 
 /* One operation on its way. Without pieces all streams are XLA's, whose order is enough. */
@@ -296,6 +297,7 @@ static struct call piece_of(const struct stage *stage, int64_t number, struct ca
   struct call part = *device;
   char *memory = stage->lane->staging + (stage->divided ? (size_t)(number % SLOTS) * stage->room : 0);
   part.memory = &memory_host;
+  part.compared = part.compared && number == 0;
   if (part.in.count > 0) part.in.data = memory;
   if (part.out.count > 0) part.out.data = memory + stage->out_offset;
   return part;

@@ -11,6 +11,8 @@
  * same part on each rank, the operations on the stream have the order of its program, and those of other threads hold
  * up nothing. What remains is that they wait behind those of the one thread.
  *
+ * An operation that the ranks compare first (compare.h) waits, on each road.
+ *
  * A staged operation that may go in pieces does, where the communicator says so: one piece is copied while the next is
  * with MPI, on streams of our own.
  *

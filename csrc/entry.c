@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "call.h"
+#include "compare.h"
 #include "device.h"
 
 /* What XLA hands over must be what the Python side has lowered; a difference is a mixture of two versions. Asked once,
@@ -38,7 +39,7 @@ static ffi_error *find_objects(struct call *call) {
   for (int i = 1; i < operation->attribute_count; i++) {
     int64_t *attribute = &call->attributes[i];
     enum attribute kind = operation->attributes[i].kind;
-    if (kind == SHOWN || (kind == OBJECT_OR_NONE && *attribute == 0)) continue;
+    if (kind == SHOWN || kind == DERIVATIVE || (kind == OBJECT_OR_NONE && *attribute == 0)) continue;
     void *object = registry_at(*attribute);
     if (object == NULL) return call_fail_unknown(call, operation->attributes[i].name);
     *attribute = (int64_t)(intptr_t)object;
@@ -86,6 +87,8 @@ ffi_error *entry_run(ffi_frame *frame, const struct operation *operation, const 
   if ((error = call_deferred(&call)) != NULL) return error;
   if ((error = decode_side(&call, &frame->operands, &call.in)) != NULL) return error;
   if ((error = decode_side(&call, &frame->results, &call.out)) != NULL) return error;
+  call.compared = false;
+  if (atomic_load_explicit(&runtime.check, memory_order_relaxed)) compare_decide(&call);
   call.traced = atomic_load_explicit(&runtime.trace, memory_order_relaxed);
   return memory->host ? call_pieces(&call) : device_run(&call);
 }

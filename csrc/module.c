@@ -334,6 +334,16 @@ static PyObject *configure(PyObject *self, PyObject *args) {
   Py_RETURN_NONE;
 }
 
+PyDoc_STRVAR(set_check_doc,
+             "set_check(on)\n\nBefore a collective its ranks compare what they do. The same on all ranks.");
+static PyObject *set_check(PyObject *self, PyObject *args) {
+  (void)self;
+  int on;
+  if (!PyArg_ParseTuple(args, "p", &on)) return NULL;
+  atomic_store(&runtime.check, on != 0);
+  Py_RETURN_NONE;
+}
+
 PyDoc_STRVAR(set_trace_doc, "set_trace(on)\n\nOne line on stderr as an operation starts and one as it ends.");
 static PyObject *set_trace(PyObject *self, PyObject *args) {
   (void)self;
@@ -384,6 +394,7 @@ static PyMethodDef methods[] = {
     {"take_failure", take_failure, METH_NOARGS, take_failure_doc},
     {"finish_devices", finish_devices, METH_NOARGS, finish_devices_doc},
     {"configure", configure, METH_VARARGS, configure_doc},
+    {"set_check", set_check, METH_VARARGS, set_check_doc},
     {"set_trace", set_trace, METH_VARARGS, set_trace_doc},
     {"set_several_devices", set_several_devices, METH_NOARGS, set_several_devices_doc},
     {"linker", link_make, METH_VARARGS, link_doc},

@@ -70,6 +70,11 @@ static int half_operations(bool bfloat16, intptr_t handles[4]) {
   return MPI_SUCCESS;
 }
 
+static int exchange(const struct communicator *comm, const void *mine, void *all, size_t bytes) {
+  MPI_Datatype type = (MPI_Datatype)runtime.datatypes[FFI_DTYPE_U8];
+  return mpi.Allgather(mine, (int)bytes, type, all, (int)bytes, type, (MPI_Comm)comm->handle);
+}
+
 static void error_text(int code, char *text) {
   int length = 0;
   if (mpi.Error_string(code, text, &length) != MPI_SUCCESS) snprintf(text, 64, "MPI error code %d", code);
@@ -85,5 +90,6 @@ const struct backend ABI_LOCAL(backend) = {
     .load = load,
     .communicator = communicator,
     .half_operations = half_operations,
+    .exchange = exchange,
     .error_text = error_text,
 };

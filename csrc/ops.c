@@ -16,6 +16,7 @@
 #define A(name) int64_t name;
 #define O(name) int64_t name;
 #define N(name) int64_t name;
+#define D(name) int64_t name;
 #define OPERATION(name, division, attributes) \
   struct name##_attributes {                  \
     attributes                                \
@@ -25,6 +26,7 @@
 #undef A
 #undef O
 #undef N
+#undef D
 #define ATTRIBUTES(operation, call)         \
   struct operation##_attributes a;          \
   memcpy(&a, (call)->attributes, sizeof a); \
@@ -322,6 +324,7 @@ static ffi_error *sendrecv(struct call *c) {
 #define A(name) {#name, SHOWN},
 #define O(name) {#name, OBJECT},
 #define N(name) {#name, OBJECT_OR_NONE},
+#define D(name) {#name, DERIVATIVE},
 #define OPERATION(name, division, attributes) \
   {#name, name, division, (int)(sizeof(struct name##_attributes) / sizeof(int64_t)), {attributes}},
 const struct operation operation_rows[] = {
@@ -331,6 +334,7 @@ const struct operation operation_rows[] = {
 #undef A
 #undef O
 #undef N
+#undef D
 
 enum {
 #define OPERATION(name, division, attributes) ROW_##name,

@@ -555,3 +555,106 @@ def test_compilation_cache(script, tmp_path):
     assert again.count("split {'hits': 0, 'misses': 1}") == 2, again
     for said in (again, launch(2, program, "second", **settings).stdout):
         assert len(re.findall(r"default {'hits': [1-9]\d*, 'misses': 0}", said)) == 2, said
+
+
+_DIFFERING = {
+    "operations": (
+        "notoken.bcast(x, 0) if rank else notoken.allreduce(x, MPI.SUM)",
+        ("allreduce SUM of 3 float32 (a value)", "bcast from root 0 of 3 float32 (a value)"),
+    ),
+    "roots": ("notoken.bcast(x, rank)", ("bcast from root 0 of 3 float32", "bcast from root 1 of 3 float32")),
+    "counts": ("notoken.bcast(x[rank:], 0)", ("bcast from root 0 of 3 float32", "bcast from root 0 of 2 float32")),
+    "types": (
+        "notoken.gather(x.astype([jnp.int32, jnp.float32][rank]), 1)",
+        ("gather to root 1 of 3 int32", "gather to root 1 of 3 float32"),
+    ),
+    "reductions": ("notoken.scan(x, [MPI.SUM, MPI.MAX][rank])", ("scan SUM of", "scan MAX of")),
+    "tangents": (
+        "(jax.jvp(sum_of, (x,), (x,)), sum_of(x)) if rank == 0 else (sum_of(x), sum_of(x))",
+        ("allreduce SUM of 3 float32 (a tangent)", "allreduce SUM of 3 float32 (a value)"),
+    ),
+    "cotangents": (
+        "jax.grad(lambda v: jnp.sum(notoken.allgather(v)))(x) if rank"
+        " else [notoken.allgather(x), notoken.alltoall(xx)]",
+        ("alltoall of 6 float32 (a value)", "alltoall of 6 float32 (a cotangent)"),
+    ),
+    "half": (
+        "notoken.allreduce(x[rank:].astype(jnp.bfloat16), MPI.SUM)",
+        ("allreduce SUM of 3 bfloat16 (a value)", "allreduce SUM of 2 bfloat16 (a value)"),
+    ),
+    "barrier": (
+        "notoken.barrier() if rank else notoken.allgather(x)",
+        ("allgather of 3 float32 (a value)", "barrier"),
+    ),
+}
+
+
+def test_check_of_collectives(script):
+    """JAXMPI_CHECK=1: ranks that do not do the same raise on all of them, with both; then they go on together."""
+    calls = {name: call for name, (call, _) in _DIFFERING.items()}
+    program = script(f"""
+        import re
+        x, xx, order = jnp.ones(3), jnp.ones((2, 3)), "call [0-9]+ on this communicator: "
+        sum_of = lambda v: notoken.allreduce(v, MPI.SUM)
+        calls = {calls}
+        for name, call in calls.items():
+            for jit in (jax.jit, jaxmpi.jit, lambda f: f):
+                try:
+                    jax.block_until_ready(jit(lambda: eval(call))())
+                    jax.effects_barrier()
+                    said = "nothing"
+                except Exception as error:
+                    said = re.sub(order, "", str(error)).replace(chr(10), " ")
+                print(f"{{name}} on {{rank}}: {{said}}", flush=True)
+                with __import__("warnings").catch_warnings(action="ignore"):
+                    assert sum_of(x)[0] == 2
+                MPI.COMM_WORLD.Barrier()
+    """)
+    done = launch(2, program, JAXMPI_CHECK="1", check=False, timeout=200)
+    for name, (_, texts) in _DIFFERING.items():
+        for rank in (0, 1):
+            said = re.findall(rf"^{name} on {rank}: (.*)$", done.stdout, re.M)
+            assert len(said) == 3, (name, done.stdout, done.stderr)
+            for line in said:
+                assert f" on rank {rank} of 2: the ranks differ: this is {texts[rank]}" in line, (name, line)
+                assert f"; rank {1 - rank} calls {texts[1 - rank]}" in line, (name, line)
+                assert "Nothing of it was sent" in line, (name, line)
+
+
+def test_check_of_equal_collectives(script):
+    """JAXMPI_CHECK=1 has nothing to say of ranks that do the same, and their results are what they are without."""
+    program = script("""
+        x, half = jnp.arange(3.0) + rank + 1, MPI.COMM_WORLD.Split(0, -rank)
+        op = MPI.Op.Create(lambda a, b, datatype: None, commute=True)
+        def step(carry, _):
+            y = jaxmpi.replicate(notoken.allreduce(jnp.sin(carry), MPI.SUM))
+            y = y + notoken.scan(y, MPI.SUM, comm=half) + jnp.sum(notoken.allgather(y), axis=0)
+            y = y + notoken.bcast(y * (rank + 1), 1)
+            y = y + jaxmpi.replicate(notoken.allreduce(y, MPI.MAX, comm=half), comm=half)
+            y = y + notoken.sendrecv(y, y, 1 - rank, 1 - rank) + notoken.reduce(y, MPI.SUM, 0)
+            return y / 20, notoken.alltoall(jnp.stack([y, y]))
+        def loss(v):
+            v, ys = jax.lax.scan(step, v, None, length=4)
+            return jnp.sum(v) + jnp.sum(ys)
+        for jit in (jax.jit, jaxmpi.jit):
+            value, gradient = jit(jax.value_and_grad(loss))(x)
+            twice = jit(jax.jvp, static_argnums=0)(jax.grad(loss), (x,), (x,))[1]
+            print(f"rank {rank}: {float(value):.4e} {gradient} {twice}", flush=True)
+        jax.block_until_ready(notoken.allreduce(x, op))
+        notoken.barrier()
+        print(notoken.gather(x, 0), notoken.scatter(jnp.stack([x, x]) if rank else x, 1), flush=True)
+    """)
+    without, checked = (launch(2, program, JAXMPI_CHECK=value).stdout for value in ("0", "1"))
+    assert sorted(without.splitlines()) == sorted(checked.splitlines())
+
+
+def test_check_on_one_rank_is_on_all(script):
+    """What one rank's environment asks for all ranks do."""
+    program = script("")
+    program.write_text(
+        "import os\nfrom mpi4py import MPI\n"
+        "if MPI.COMM_WORLD.rank == 1:\n    os.environ['JAXMPI_CHECK'] = '1'\n" + program.read_text() +
+        "try:\n    jax.block_until_ready(notoken.bcast(jnp.ones(2), rank))\n"
+        "except Exception as error:\n    print('the ranks differ' in str(error), flush=True)\n"
+    )  # fmt: skip
+    assert launch(2, program, check=False).stdout.count("True") == 2

@@ -1,5 +1,6 @@
 """Communicators as parameters of compiled programs, and the default one."""
 
+import os
 import threading
 import time
 import warnings
@@ -76,10 +77,11 @@ class _Default:
 
     def __init__(self) -> None:
         self._comm, cloning = MPI.COMM_WORLD.Idup()
-        # The size of a piece, and whether it is that of all communicators or of this one alone, on which all ranks are
-        # known to be of this package: see _devices.
-        self._pieces = np.array([DEVICES.piece, DEVICES.everywhere], np.int64)
-        agreeing = MPI.COMM_WORLD.Iallreduce(MPI.IN_PLACE, self._pieces, MPI.MAX)
+        # The size of a piece; whether it is that of all communicators or of this one alone, on which all ranks are
+        # known to be of this package: see _devices; and whether ranks compare what they do.
+        check = os.environ.get("JAXMPI_CHECK", "0") not in ("", "0")
+        self._settings = np.array([DEVICES.piece, DEVICES.everywhere, check], np.int64)
+        agreeing = MPI.COMM_WORLD.Iallreduce(MPI.IN_PLACE, self._settings, MPI.MAX)
         self._requests = [cloning, agreeing]
         self._resolved: Communicator | None = None
         self._lock = threading.Lock()
@@ -96,10 +98,18 @@ class _Default:
             time.sleep(0.0005)
         self.agreed = agreed
         """Whether all ranks have imported the package before this import ended."""
+        self.check = bool(self._settings[2]) if agreed else check
+        """Whether ranks compare what they do, as far as this import could learn. Not changed later: a communicator that
+        is in use already would have ranks that compare and others that do not."""
 
     def get(self) -> Communicator:
         if self._resolved is None:
             resolved = resolve(self.mpi(), "the default communicator")
+            if bool(self._settings[2]) != self.check:
+                raise RuntimeError(
+                    "jaxmpi: JAXMPI_CHECK is set on some ranks and not on this one, which has learned of it too late: "
+                    "set it on all ranks."
+                )
             _core.set_piece(resolved.number, self.piece(ours=True))
             self._resolved = resolved
         return self._resolved
@@ -115,7 +125,7 @@ class _Default:
                 MPI.Request.Waitall(self._requests)
             elif not MPI.Request.Testall(self._requests):
                 return 0
-        return int(self._pieces[0]) if ours or self._pieces[1] else 0
+        return int(self._settings[0]) if ours or self._settings[1] else 0
 
     def mpi(self) -> MPI.Comm:
         with self._lock:
@@ -126,6 +136,8 @@ class _Default:
 
 
 _default = _Default()
+CHECK = _default.check
+_core.set_check(CHECK)
 
 
 def default() -> Communicator:

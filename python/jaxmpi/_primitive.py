@@ -174,10 +174,13 @@ def make_primitive(row: Row) -> _jax.Primitive:
 
 
 _TAGS = ("tag", "sendtag", "recvtag")
+_DERIVATIVES = (None, TANGENT, COTANGENT, VALUE)  # the core's numbers for them: see csrc/compare.c
 
 
 def _attribute(name: str, params: Params, dtype: Any) -> np.int64:
     """An attribute as the core reads it: always a 64-bit integer."""
+    if name == DERIVATIVE:
+        return np.int64(_DERIVATIVES.index(params.get(DERIVATIVE)))
     value = params[name]
     if name == "op":
         return np.int64(value.number_for(DATATYPES[np.dtype(dtype).name]))

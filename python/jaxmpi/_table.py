@@ -8,7 +8,6 @@ An operation is a row in csrc/ops.def (its attributes), a body in csrc/ops.c, a 
 _operations.py, and a row in tests/table.py.
 """
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 from mpi4py import MPI
 
 from jaxmpi import _arguments as arguments
-from jaxmpi import _jax, _native
+from jaxmpi import _communicator, _jax, _native
 from jaxmpi._order import IN_PLACE
 from jaxmpi._primitive import (
     COTANGENT,
@@ -32,7 +31,7 @@ from jaxmpi._primitive import (
     make_primitive,
 )
 
-CHECK = os.environ.get("JAXMPI_CHECK", "0") not in ("", "0")
+CHECK = _communicator.CHECK
 """Whether ranks compare what must be the same on all of them."""
 
 LINE = "line"

@@ -47,8 +47,11 @@ int MPI_Allgather(const void *in, int n, MPI_Datatype t, void *out, int m, MPI_D
   TRY(fake_writes(call, out, m, u));
   TRY(check_apart(call));
   if (call->in_bytes != call->out_bytes) return FAKE_ERR_COUNT;
-  for (int r = 0; r < comm->size; r++)
-    contribution((char *)out + r * call->out_bytes, in, call->in_bytes, r - comm->rank);
+  for (int r = 0; r < comm->size; r++) {
+    char *block = (char *)out + r * call->out_bytes;
+    contribution(block, in, call->in_bytes, fake_control.others != NULL ? 0 : r - comm->rank);
+    if (fake_control.others != NULL && r != comm->rank) fake_control.others(r, block);
+  }
   return MPI_SUCCESS;
 }
 

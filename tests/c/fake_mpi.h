@@ -4,7 +4,8 @@
  * one. What a test sees of it is the structure below, the same for each ABI; handles are intptr_t as in core.h.
  *
  * One process plays one rank of a communicator of any size. The other ranks are a rule:
- *   allgather, gather, alltoall   rank r passes what this rank passes, with r - rank added to each byte (modulo 256)
+ *   allgather, gather, alltoall   rank r passes what this rank passes, with r - rank added to each byte (modulo 256);
+ *                                 in an allgather, where there is `others`, what that makes of what this rank passes
  *   bcast, scatter                another root sends fake_byte(root, 0), fake_byte(root, 1), ...
  *   reductions                    all ranks pass the same; a predefined operation adds to each byte the number of ranks
  *                                 that take part, one made by Op_create is called once for each further rank
@@ -47,7 +48,8 @@ struct fake_control {
   int most_inside;                                /* threads in MPI at one time, where they linger */
 
   /* Switches, off after a reset. */
-  bool hollow;   /* no buffer is touched, so that counts may be huge and pointers invalid */
+  bool hollow; /* no buffer is touched, so that counts may be huge and pointers invalid */
+  void (*others)(int rank, void *data);
   int linger_ms; /* a call that communicates waits so long for a second thread to come in */
 
   /* How the library describes itself; not reset. */

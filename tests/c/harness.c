@@ -112,6 +112,8 @@ static void list_make(ffi_buffers *list, ffi_buffer buffers[2], void *pointers[2
   types[0] = types[1] = 1; /* each a buffer */
 }
 
+int64_t derivative;
+
 static int row_of(const char *operation) {
   for (int i = 0; backend->operations[i].name != NULL; i++)
     if (strcmp(backend->operations[i].name, operation) == 0) return i;
@@ -124,8 +126,8 @@ void frame_make(struct frame *f, const char *operation, struct array in, struct 
   *f = (struct frame){.frame = {.struct_size = sizeof f->frame, .api = &api, .stage = FFI_STAGE_EXECUTE}};
   list_make(&f->frame.operands, f->in, f->operands, f->operand_types, f->in_dims, in);
   list_make(&f->frame.results, f->out, f->results, f->result_types, f->out_dims, out);
-  for (int i = 0; i < row->attribute_count; i++) {
-    f->attributes[i] = attributes[i];
+  for (int i = 0, next = 0; i < row->attribute_count; i++) {
+    f->attributes[i] = row->attributes[i].kind == DERIVATIVE ? derivative : attributes[next++];
     f->spans[i] = (ffi_span){row->attributes[i].name, strlen(row->attributes[i].name)};
     f->names[i] = &f->spans[i];
     f->scalars[i] = (ffi_scalar){FFI_DTYPE_S64, &f->attributes[i]};
@@ -258,6 +260,7 @@ static bool open_fake(const char *path) {
 static void run_one(const struct test *test) {
   int before = failures, operations = fake != NULL ? fake->live_operations : 0;
   where[0] = '\0';
+  derivative = 0;
   if (fake != NULL) fake->reset();
   test->run();
   if (fake != NULL) {
@@ -272,6 +275,7 @@ static void run_one(const struct test *test) {
   runtime.max_count = INT_MAX;
   runtime.serialize = false;
   atomic_store(&runtime.trace, false);
+  atomic_store(&runtime.check, false);
   printf("%s %s\n", failures == before ? "ok  " : "FAIL", test->name);
 }
 

@@ -67,7 +67,9 @@ struct frame {
   int64_t in_dims[3], out_dims[3];
 };
 
-/* Fills `frame` for an operation; the attributes in the order of ops.def. */
+/* Fills `frame` for an operation; the attributes in the order of ops.def, but for that of a collective which says what
+ * it is of: it is taken from `derivative`, 0 as each test begins. */
+extern int64_t derivative;
 void frame_make(struct frame *frame, const char *operation, struct array in, struct array out,
                 const int64_t attributes[]);
 ffi_error *frame_call(struct frame *frame, const char *operation);

@@ -9,17 +9,17 @@ static const struct {
   const char *name;
   const char *attributes[MAX_ATTRIBUTES + 1];
 } expected[] = {
-    {"allgather", {"comm"}},
-    {"allreduce", {"comm", "op"}},
-    {"alltoall", {"comm"}},
-    {"barrier", {"comm"}},
-    {"bcast", {"comm", "root"}},
+    {"allgather", {"comm", "derivative"}},
+    {"allreduce", {"comm", "derivative", "op"}},
+    {"alltoall", {"comm", "derivative"}},
+    {"barrier", {"comm", "derivative"}},
+    {"bcast", {"comm", "derivative", "root"}},
     {"check", {"comm", "text"}},
-    {"gather", {"comm", "root"}},
+    {"gather", {"comm", "derivative", "root"}},
     {"recv", {"comm", "source", "status", "tag"}},
-    {"reduce", {"comm", "op", "root"}},
-    {"scan", {"comm", "op"}},
-    {"scatter", {"comm", "root"}},
+    {"reduce", {"comm", "derivative", "op", "root"}},
+    {"scan", {"comm", "derivative", "op"}},
+    {"scatter", {"comm", "derivative", "root"}},
     {"send", {"comm", "dest", "tag"}},
     {"sendrecv", {"comm", "dest", "recvtag", "sendtag", "source", "status"}},
 };
@@ -89,11 +89,11 @@ static void bcast_instance(struct frame *f) {
 
 static void a_wrong_number_of_attributes_is_refused(void) {
   struct frame f;
-  for (int count = 0; count < 4; count++) {
-    if (count == 2) continue;
+  for (int count = 0; count < 5; count++) {
+    if (count == 3) continue;
     bcast_instance(&f);
     f.frame.attributes.size = count;
-    FAILS(frame_call(&f, "bcast"), FFI_INTERNAL, "jaxmpi.bcast: ", "attributes where the core expects 2", "reinstall");
+    FAILS(frame_call(&f, "bcast"), FFI_INTERNAL, "jaxmpi.bcast: ", "attributes where the core expects 3", "reinstall");
   }
   CHECK_EQUAL(fake->call_count, 0);
 }
@@ -106,8 +106,8 @@ static void a_wrong_attribute_name_is_refused(void) {
   struct frame f;
   for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
     bcast_instance(&f);
-    f.spans[1] = (ffi_span){wrong[i].text, wrong[i].size};
-    FAILS(frame_call(&f, "bcast"), FFI_INTERNAL, "jaxmpi.bcast: ", "attribute 1 is not the integer root");
+    f.spans[2] = (ffi_span){wrong[i].text, wrong[i].size};
+    FAILS(frame_call(&f, "bcast"), FFI_INTERNAL, "jaxmpi.bcast: ", "attribute 2 is not the integer root");
   }
   CHECK_EQUAL(fake->call_count, 0);
 }
@@ -115,8 +115,8 @@ static void a_wrong_attribute_name_is_refused(void) {
 static void a_wrong_attribute_type_is_refused(void) {
   struct frame f;
   bcast_instance(&f);
-  f.attribute_types[1] = 4; /* a string */
-  FAILS(frame_call(&f, "bcast"), FFI_INTERNAL, "attribute 1 is not the integer root");
+  f.attribute_types[2] = 4; /* a string */
+  FAILS(frame_call(&f, "bcast"), FFI_INTERNAL, "attribute 2 is not the integer root");
   bcast_instance(&f);
   f.scalars[0].dtype = S32;
   FAILS(frame_call(&f, "bcast"), FFI_INTERNAL, "attribute 0 is not the integer comm");
@@ -129,7 +129,7 @@ static void attributes_need_no_alignment(void) {
   int64_t root = 1;
   memcpy(bytes + 1, &root, sizeof root);
   frame_make(&f, "bcast", NONE, ARRAY(F32, y, 4), (const int64_t[]){COMM(world(0, 2)), 0});
-  f.scalars[1].value = bytes + 1;
+  f.scalars[2].value = bytes + 1;
   SUCCEEDS(frame_call(&f, "bcast"));
   CHECK_EQUAL(called("MPI_Bcast", 0)->peer, 1);
 }

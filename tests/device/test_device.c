@@ -9,6 +9,7 @@
 
 #include "device.h"
 #include "call.h"
+#include "compare.h"
 #include "fake_driver.h"
 #include "harness.h"
 
@@ -784,6 +785,63 @@ static void memory_grows_behind_what_uses_it(void) {
   finish();
 }
 
+/* Where ranks compare what they do nothing is left to the stream: a difference is the call's own error, and no piece
+ * behind it goes on. */
+static void tells_another_root(int rank, void *data) {
+  struct record told;
+  memcpy(&told, data, sizeof told);
+  told.root += rank;
+  memcpy(data, &told, sizeof told);
+}
+
+static void tells_the_same(int rank, void *data) { (void)rank, (void)data; }
+
+static void what_is_compared_is_waited_for(void) {
+  static const int64_t counts[] = {10, 6 * LEAST_PIECE / 8};
+  set_pieces(LEAST_PIECE);
+  FOR_EACH(const enum road *, road, roads)
+  FOR_EACH(const int64_t *, count, counts)
+  for (int aware = 0; aware < 2; aware++) {
+    struct operands o = {"bcast", F64, -1, *count, {registered(world(0, 2)), 1}, false};
+    context("%lld elements, road %s", (long long)*count, aware ? "aware" : road_names[*road]);
+    on(*road, aware != 0);
+    fake->reset();
+    blank(target, ROOM);
+    atomic_store(&runtime.check, true);
+    fake->others = tells_another_root;
+    FAILS(device_call(&o, source, target), FFI_FAILED_PRECONDITION, "the ranks differ", "bcast from root 1 of ",
+          "rank 1 calls bcast from root 2 of ");
+    CHECK_EQUAL(communications(), 1);
+    CHECK(is_blank(target, 0, ROOM));
+  }
+  atomic_store(&runtime.check, false);
+  set_pieces(0);
+  finish();
+}
+
+static void what_is_alike_is_compared_once(void) {
+  static const int64_t counts[] = {0, 10, 6 * LEAST_PIECE / 8};
+  set_pieces(LEAST_PIECE);
+  FOR_EACH(const enum road *, road, roads)
+  FOR_EACH(const int64_t *, count, counts) {
+    struct operands o = {"allreduce", F64, *count, *count, {registered(world(0, 2)), reduction("SUM")}, false};
+    context("%lld elements, road %s", (long long)*count, road_names[*road]);
+    on(*road, false);
+    fill(source, ROOM);
+    fake->reset();
+    fake->others = tells_the_same;
+    atomic_store(&runtime.check, true);
+    SUCCEEDS(device_call(&o, source, target));
+    CHECK_EQUAL(times_called("MPI_Allgather"), 1);
+    CHECK_EQUAL(times_called("MPI_Allreduce"), *count > LEAST_PIECE / 8 ? 6 : 1);
+    for (size_t i = 0; i < bytes_of(&o, o.out); i++)
+      if (!CHECK_EQUAL(target[i], (unsigned char)(source[i] + 2))) break;
+  }
+  atomic_store(&runtime.check, false);
+  set_pieces(0);
+  finish();
+}
+
 /* Another thread is not told of an error that is not its own: its peers would wait for it. */
 static void *sends_once(void *unused) {
   (void)unused;
@@ -869,6 +927,8 @@ static const struct test tests[] = {
     TEST(errors_are_told_to_the_thread_that_left_them),
     TEST(the_end_while_a_thread_goes_on),
     TEST(reductions_of_users_are_waited_for),
+    TEST(what_is_compared_is_waited_for),
+    TEST(what_is_alike_is_compared_once),
 };
 
 int main(int argc, char **argv) {

@@ -1,0 +1,249 @@
+/* JAXMPI_CHECK: what a rank tells the others before a collective, and that a difference stops all of them. */
+#include "compare.h"
+
+#include "harness.h"
+
+enum { N = 7, RANK = 1, SIZE = 3, ROOM = 512 };
+static _Alignas(16) unsigned char in[ROOM], out[ROOM], usual[ROOM];
+
+/* Every collective as rank 1 of 3 may call it, and how it is described. */
+static const struct {
+  const char *operation;
+  bool root; /* this rank is, where there is one; otherwise rank 2 */
+  const char *function, *text;
+} cases[] = {
+    {"allgather", true, "MPI_Allgather", "allgather of 7 float32 (a value)"},
+    {"allreduce", true, "MPI_Allreduce", "allreduce SUM of 7 float32 (a value)"},
+    {"alltoall", true, "MPI_Alltoall", "alltoall of 21 float32 (a value)"},
+    {"barrier", true, "MPI_Barrier", "barrier; "},
+    {"bcast", true, "MPI_Bcast", "bcast from root 1 of 7 float32 (a value)"},
+    {"bcast", false, "MPI_Bcast", "bcast from root 2 of 7 float32 (a value)"},
+    {"gather", true, "MPI_Gather", "gather to root 1 of 7 float32 (a value)"},
+    {"gather", false, "MPI_Gather", "gather to root 2 of 7 float32 (a value)"},
+    {"reduce", true, "MPI_Reduce", "reduce SUM to root 1 of 7 float32 (a value)"},
+    {"reduce", false, "MPI_Reduce", "reduce SUM to root 2 of 7 float32 (a value)"},
+    {"scan", true, "MPI_Scan", "scan SUM of 7 float32 (a value)"},
+    {"scatter", true, "MPI_Scatter", "scatter from root 1 of 7 float32 (a value)"},
+    {"scatter", false, "MPI_Scatter", "scatter from root 2 of 7 float32 (a value)"},
+};
+enum { CASES = sizeof cases / sizeof *cases };
+
+static bool is(size_t i, const char *operation) { return strcmp(cases[i].operation, operation) == 0; }
+
+static ffi_error *run_case(size_t i) {
+  const char *operation = cases[i].operation;
+  int root = cases[i].root ? RANK : 2;
+  int64_t comm = COMM(world(RANK, SIZE)), sum = reduction("SUM");
+  struct array one = ARRAY(F32, in, N), all = MATRIX(F32, in, SIZE, N);
+  struct array result = ARRAY(F32, out, N), results = MATRIX(F32, out, SIZE, N);
+  if (is(i, "allgather")) return RUN(operation, one, results, comm);
+  if (is(i, "alltoall")) return RUN(operation, all, results, comm);
+  if (is(i, "barrier")) return RUN(operation, NONE, NONE, comm);
+  if (is(i, "bcast")) return RUN(operation, cases[i].root ? one : NONE, cases[i].root ? NONE : result, comm, root);
+  if (is(i, "gather")) return RUN(operation, one, cases[i].root ? results : NONE, comm, root);
+  if (is(i, "reduce")) return RUN(operation, one, cases[i].root ? result : NONE, comm, sum, root);
+  if (is(i, "scatter")) return RUN(operation, cases[i].root ? all : NONE, result, comm, root);
+  return RUN(operation, one, result, comm, sum);
+}
+
+/* --- the other ranks --- */
+
+static struct record mine; /* the last one that this rank has told */
+static void alike(int rank, void *data) {
+  (void)rank;
+  memcpy(&mine, data, sizeof mine);
+}
+
+/* Rank 2 alone tells something else in one of its numbers. */
+static size_t odd_at;
+static int64_t odd_by;
+static void odd(int rank, void *data) {
+  int64_t told;
+  alike(rank, data);
+  if (rank != 2) return;
+  memcpy(&told, (char *)data + odd_at, sizeof told);
+  told += odd_by;
+  memcpy((char *)data + odd_at, &told, sizeof told);
+}
+
+static void prepare(void (*others)(int, void *)) {
+  fake->reset();
+  fill(in, ROOM);
+  blank(out, ROOM);
+  fake->others = others;
+  atomic_store(&runtime.check, true);
+}
+
+/* --- ranks that do the same --- */
+
+static void what_is_alike_is_done(void) {
+  for (size_t i = 0; i < CASES; i++) {
+    context("%s, case %zu", cases[i].operation, i);
+    prepare(alike);
+    atomic_store(&runtime.check, false);
+    SUCCEEDS(run_case(i));
+    CHECK_EQUAL(communications(), 1);
+    memcpy(usual, out, ROOM);
+    prepare(alike);
+    uint64_t before = atomic_load(&world(RANK, SIZE)->compared);
+    SUCCEEDS(run_case(i));
+    CHECK_EQUAL(communications(), 2);
+    const struct fake_call *call = called("MPI_Allgather", 0);
+    CHECK(call == &fake->calls[0]);
+    CHECK_EQUAL(call->comm, world(RANK, SIZE)->handle);
+    CHECK_EQUAL(call->in_bytes, sizeof(struct record));
+    CHECK_EQUAL(times_called(cases[i].function), is(i, "allgather") ? 2 : 1);
+    CHECK_SAME(out, usual, ROOM);
+    if (is(i, "allgather")) continue; /* its own data went through `alike` last */
+    CHECK_EQUAL(mine.call, before + 1);
+    CHECK_EQUAL(mine.count, is(i, "alltoall") ? SIZE * N : is(i, "barrier") ? 0 : N);
+    CHECK_EQUAL(mine.dtype, is(i, "barrier") ? -1 : F32);
+  }
+}
+
+/* A number for each communicator; each kind of value; what differs between ranks in any case is not told. */
+static void what_is_told(void) {
+  prepare(alike);
+  uint64_t before = atomic_load(&world(2, 4)->compared);
+  for (derivative = 0; derivative < 4; derivative++) {
+    SUCCEEDS(RUN("barrier", NONE, NONE, COMM(world(2, 4))));
+    CHECK_EQUAL(mine.call, before + (uint64_t)derivative + 1);
+    CHECK_EQUAL(mine.derivative, derivative);
+    SUCCEEDS(RUN("barrier", NONE, NONE, COMM(world(RANK, SIZE))));
+  }
+  derivative = 0;
+  struct array one = ARRAY(F32, in, N), result = ARRAY(F32, out, N);
+  static const char *const names[] = {"SUM", "PROD"};
+  int64_t told[2];
+  for (int i = 0; i < 2; i++) {
+    SUCCEEDS(RUN("allreduce", one, result, COMM(world(2, 4)), reduction(names[i])));
+    told[i] = mine.reduction;
+  }
+  CHECK(told[0] == reduction("SUM") && told[1] == reduction("PROD"));
+  SUCCEEDS(RUN("allreduce", one, result, COMM(world(2, 4)), reduction_of(operation_handle("SUM"), REDUCER_USER)));
+  CHECK_EQUAL(mine.reduction, USERS_REDUCTION);
+}
+
+static void messages_are_not_compared(void) {
+  int64_t comm = COMM(world(RANK, SIZE));
+  static bool nothing[1];
+  prepare(odd);
+  SUCCEEDS(RUN("send", ARRAY(F32, in, N), NONE, comm, 2, 9));
+  fake->deliver(world(RANK, SIZE)->handle, 2, 9, in, 4 * N);
+  SUCCEEDS(RUN("recv", NONE, ARRAY(F32, out, N), comm, 2, 0, 9));
+  SUCCEEDS(RUN("check", ARRAY(BOOL, nothing, 1), NONE, comm, 0));
+  SUCCEEDS(RUN("barrier", NONE, NONE, COMM(world(0, 1)))); /* a rank alone */
+  CHECK_EQUAL(times_called("MPI_Allgather"), 0);
+}
+
+/* A call in pieces is compared once, with all that it passes. */
+static void pieces_are_compared_once(void) {
+  enum { COUNT = 5 * LEAST_PIECE / 4 };
+  static float large[COUNT], result[COUNT];
+  struct communicator *comm = world(RANK, SIZE);
+  comm->piece = LEAST_PIECE;
+  prepare(alike);
+  SUCCEEDS(RUN("allreduce", ARRAY(F32, large, COUNT), ARRAY(F32, result, COUNT), COMM(comm), reduction("SUM")));
+  CHECK_EQUAL(times_called("MPI_Allgather"), 1);
+  CHECK_EQUAL(times_called("MPI_Allreduce"), 5);
+  CHECK_EQUAL(mine.count, COUNT);
+  odd_at = offsetof(struct record, count), odd_by = 1;
+  prepare(odd);
+  FAILS(RUN("allreduce", ARRAY(F32, large, COUNT), ARRAY(F32, result, COUNT), COMM(comm), reduction("SUM")),
+        FFI_FAILED_PRECONDITION, "of 5120 float32", "of 5121 float32");
+  CHECK_EQUAL(communications(), 1);
+  comm->piece = 0;
+}
+
+/* --- ranks that differ --- */
+
+static void any_difference_is_an_error(void) {
+  static const int64_t by[] = {1, -1, 1000, INT32_MAX, -(1ll << 40)};
+  for (size_t i = 0; i < CASES; i++)
+    for (odd_at = 0; odd_at < sizeof(struct record); odd_at += sizeof(int64_t))
+      FOR_EACH (const int64_t *, change, by) {
+        context("%s, case %zu, number %zu and %lld", cases[i].operation, i, odd_at / 8, (long long)*change);
+        odd_by = *change;
+        prepare(odd);
+        FAILS(run_case(i), FFI_FAILED_PRECONDITION, "jaxmpi.", cases[i].operation,
+              " on rank 1 of 3: the ranks differ: this is call ", cases[i].text, "; rank 2 ", "Nothing of it was sent");
+        CHECK_EQUAL(communications(), 1);
+        CHECK_EQUAL(times_called("MPI_Allgather"), 1);
+        CHECK(is_blank(out, 0, ROOM));
+      }
+}
+
+static int64_t row_of(const char *operation) {
+  int64_t row = 0;
+  while (strcmp(backend->operations[row].name, operation) != 0) row++;
+  return row;
+}
+
+/* What rank 2 tells in the place of this rank's allreduce. */
+static struct record other;
+static void tells_other(int rank, void *data) {
+  struct record told = other;
+  alike(rank, data);
+  told.call += mine.call;
+  if (rank == 2) memcpy(data, &told, sizeof told);
+}
+
+static void both_are_named(void) {
+  struct array one = ARRAY(F64, in, 3), result = ARRAY(F64, out, 3);
+  struct {
+    struct record record;
+    const char *text;
+  } others[] = {
+      {{0, row_of("bcast"), 1, 0, 0, F64, 3}, "rank 2 calls bcast from root 0 of 3 float64 (a tangent)."},
+      {{0, row_of("scatter"), 2, 0, 2, F32, 4}, "rank 2 calls scatter from root 2 of 4 float32 (a cotangent)."},
+      {{0, row_of("gather"), 3, 0, 1, U8, 1}, "gather to root 1 of 1 uint8 (a value in a further derivative)."},
+      {{0, row_of("reduce"), 0, reduction("MAX"), 1, F64, 3}, "reduce MAX to root 1 of 3 float64 (a value)."},
+      {{0, row_of("scan"), 0, USERS_REDUCTION, -1, F64, 3}, "scan by a reduction of the user's of 3 float64"},
+      {{0, row_of("barrier"), 0, 0, -1, -1, 0}, "rank 2 calls barrier."},
+      {{4, row_of("barrier"), 0, 0, -1, -1, 0}, ", barrier."},
+      {{0, 99, 77, 1ll << 50, 1ll << 50, 1ll << 34, 3}, "rank 2 calls an unknown operation."},
+  };
+  for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
+    prepare(tells_other);
+    other = others[i].record;
+    FAILS(RUN("allreduce", one, result, COMM(world(RANK, SIZE)), reduction("SUM")), FFI_FAILED_PRECONDITION,
+          "on this communicator: allreduce SUM of 3 float64 (a value); rank 2 ", others[i].text,
+          others[i].record.call != 0 ? "is at call " : "calls ");
+  }
+}
+
+/* Half-precision sums are operations of ours. */
+static void reductions_of_ours_are_named(void) {
+  struct reduction *made = reduction_add(operation_handle("PROD"), REDUCER_OURS, "SUM of float16");
+  odd_at = offsetof(struct record, count), odd_by = 1;
+  prepare(odd);
+  FAILS(RUN("allreduce", ARRAY(F16, in, N), ARRAY(F16, out, N), COMM(world(RANK, SIZE)), made->number),
+        FFI_FAILED_PRECONDITION, ": allreduce SUM of 7 float16 (a value); rank 2 calls allreduce SUM of 8 float16");
+}
+
+static void comparing_can_fail(void) {
+  runtime.serialize = true;
+  for (size_t i = 0; i < CASES; i++) {
+    context("%s, case %zu", cases[i].operation, i);
+    for (int differ = 0; differ < 2; differ++) {
+      odd_at = 0, odd_by = 1;
+      prepare(odd);
+      if (!differ) fake->fail("MPI_Allgather", 1, 77);
+      if (differ)
+        FAILS(run_case(i), FFI_FAILED_PRECONDITION, "the ranks differ");
+      else
+        FAILS(run_case(i), FFI_INTERNAL, "MPI_Allgather failed: the fake's text for 77");
+      CHECK_EQUAL(communications(), 1);
+      if (CHECK_EQUAL(pthread_mutex_trylock(&runtime.lock), 0)) pthread_mutex_unlock(&runtime.lock);
+    }
+  }
+}
+
+static const struct test tests[] = {
+    TEST(what_is_alike_is_done),        TEST(what_is_told),
+    TEST(messages_are_not_compared),    TEST(pieces_are_compared_once),
+    TEST(any_difference_is_an_error),   TEST(both_are_named),
+    TEST(reductions_of_ours_are_named), TEST(comparing_can_fail),
+};
+
+MAIN(tests)
