@@ -26,9 +26,15 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src import ad_checkpoint, core, custom_batching
+from jax._src.lax.control_flow import solves
 from jax._src.interpreters import ad as private_ad
 from jax._src.interpreters import partial_eval
 from jax.extend.core import Literal, primitives
+
+try:
+    from jax._src import hijax
+except ImportError:  # before JAX 0.8
+    hijax = None  # type: ignore[assignment]
 
 from jaxmpi import _hidden, _jax
 from jaxmpi._order import EFFECT
@@ -300,6 +306,14 @@ def _open_custom_vmap(own, trace, primitive, tracers, params):
     return own(trace, primitive, _linked(trace, tracers, which, "custom_vmap"), params)
 
 
+def _open_object(own, trace, primitive, tracers, params):
+    """A primitive that is an object, from JAX 0.9 on. How a root is differentiated depends on which operands can be."""
+    which = [i for i, x in enumerate(tracers) if _jax.inexact(x)]
+    if type(params["_prim"]) not in _OBJECTS or not which:
+        raise _refusal(type(params["_prim"]).__name__)
+    return own(trace, primitive, _linked(trace, tracers, which, type(params["_prim"]).__name__), params)
+
+
 def _refusal(what: str) -> NotImplementedError:
     return NotImplementedError(
         f"jaxmpi: {what} is not known to be differentiated on all ranks alike by JAX {jax.__version__} where it "
@@ -325,7 +339,9 @@ _OPENED: dict[Any, Callable[..., Any]] = {
     primitives.while_p: _open_while,
     custom_batching.custom_vmap_p: _open_custom_vmap,
     _jax.jit_p: _open_call,
+    **({hijax.call_hi_primitive_p: _open_object} if hasattr(hijax, "call_hi_primitive_p") else {}),
 }
+_OBJECTS = {getattr(solves, name) for name in ("CustomRoot", "_RootLinearMap") if hasattr(solves, name)}
 
 
 # --- 2. functions with derivatives of their own ------------------------------------------------------------------------
