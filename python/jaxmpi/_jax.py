@@ -148,6 +148,14 @@ def _evaluate_call(inner: Any, *args: Any) -> Any:
     return core.eval_jaxpr(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), *args)
 
 
+def without_objects(closed: Any) -> Any:
+    """The same computation without the primitives that newer versions of JAX keep as objects until they lower them."""
+    high = getattr(closed, "is_high", False) or getattr(getattr(closed, "jaxpr", None), "is_high", False)
+    if not high:
+        return closed
+    return getattr(partial_eval, "lower_jaxpr2", partial_eval.lower_jaxpr)(closed)
+
+
 def jit_disabled() -> bool:
     return config.disable_jit.value
 

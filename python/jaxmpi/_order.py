@@ -147,6 +147,7 @@ def _discharge(function: Callable[..., Any], donated: bool) -> Callable[..., Any
 
         operands = [leaves[i] for i in traced]
         jaxpr, shape = jax.make_jaxpr(of_traced, return_shape=True)(*operands)
+        jaxpr = _jax.without_objects(jaxpr)
         if jaxpr.effects == {EFFECT}:
             link, *results = _region.bind(link, *operands, jaxpr=_in_place(jaxpr, [not donated] * len(operands)))
         else:  # nothing to discharge, or effects besides that JAX has to know of
