@@ -1,0 +1,269 @@
+"""Transforms a program on this rank and in the witness alike, and compares.
+
+Before anything is executed each rank traces what it is going to do. What one rank refuses, none executes.
+"""
+
+import re
+import traceback
+import warnings
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from mpi4py import MPI
+
+import jaxmpi
+from fuzzing.distributed import Deaf, Distributed
+from fuzzing.programs import INPUTS, LENGTH, OPERATIONS
+from fuzzing.witness import Witness
+from jaxmpi import notoken
+
+BATCH = 2
+TOLERANCE = 1e-9
+
+
+# --- transformations: (f, x, v, w) -> arrays; v is a tangent of x, w a cotangent of f(x) ------------------------------
+
+
+def gradient(f, w):
+    return lambda x: jax.vjp(f, x)[1](w)[0]
+
+
+def tangent(f, v):
+    return lambda x: jax.jvp(f, (x,), (v,))[1]
+
+
+def _square(tree):
+    return jax.tree.map(lambda leaf: jnp.sum(leaf**2), tree)
+
+
+def _ones(tree):
+    return jax.tree.map(jnp.ones_like, tree)
+
+
+def _of_square(f, x, v, w):
+    """The gradient of the sum of squares of a gradient."""
+    squares = lambda x: _square(gradient(f, w)(x))  # noqa: E731
+    y, pull = jax.vjp(squares, x)
+    return pull(_ones(y))[0]
+
+
+MODES = {
+    "value": lambda f, x, v, w: f(x),
+    "jvp": lambda f, x, v, w: jax.jvp(f, (x,), (v,)),
+    "linearize": lambda f, x, v, w: jax.linearize(f, x)[1](v),
+    "vjp": lambda f, x, v, w: (f(x), gradient(f, w)(x)),
+    "forward over reverse": lambda f, x, v, w: tangent(gradient(f, w), v)(x),
+    "reverse over reverse": lambda f, x, v, w: gradient(gradient(f, w), v)(x),
+    "reverse over forward": lambda f, x, v, w: gradient(tangent(f, v), w)(x),
+    "forward over forward": lambda f, x, v, w: tangent(tangent(f, v), v)(x),
+    "square of gradient": _of_square,
+}
+FIRST = ("value", "jvp", "linearize", "vjp")
+FORWARD = ("jvp", "linearize", "reverse over forward", "forward over forward")  # need forward mode
+REVERSE = ("linearize", "vjp", "forward over reverse", "reverse over reverse", "reverse over forward")
+REVERSE += ("square of gradient",)
+
+AROUND = {
+    "plain": lambda f: f,
+    "jit": jax.jit,
+    "jaxmpi.jit": jaxmpi.jit,
+    "donated": lambda f: jaxmpi.jit(f, donate_argnums=0),
+}
+INSIDE = {"jit inside": jax.jit, "jaxmpi.jit inside": jaxmpi.jit, "checkpoint inside": jax.checkpoint}
+ROUTES = (*AROUND, *INSIDE, "no jit", "same array twice")
+BATCHES = ("", "tangents", "all")  # mapped: nothing, what is not the point of the derivative, all
+
+
+@dataclass(frozen=True)
+class Check:
+    mode: str
+    route: str = "plain"
+    batch: str = ""
+
+    def __str__(self):
+        return ", ".join(filter(None, [self.mode, self.route, self.batch and f"vmap of {self.batch}"]))
+
+
+def possible(program, order):
+    """The checks of a program, up to an order of derivatives."""
+    for mode in MODES if order > 1 else FIRST:
+        if (mode in FORWARD and not program.forward) or (mode in REVERSE and not program.reverse):
+            continue
+        for route in ROUTES:
+            for batch in BATCHES:
+                if not (mode == "value" and batch == "tangents"):
+                    yield Check(mode, route, batch)
+
+
+def choose(program, order, count, random):
+    """Some checks: mostly plain ones, as compiling takes the time. All of them where `count` is 0."""
+    every = list(possible(program, order))
+    if count == 0:
+        return every
+    chosen = []
+    while len(chosen) < count:
+        plain = random.random() < 0.6
+        of_order = [c for c in every if order == 1 or (c.mode not in FIRST or random.random() < 0.1)]
+        candidates = [c for c in of_order or every if not plain or (c.route in ("plain", "no jit") and not c.batch)]
+        if candidates:
+            chosen.append(random.choice(candidates))
+    return chosen
+
+
+# --- both sides of a check -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Data:
+    """Points, tangents and cotangents of all ranks, each with a batch of them."""
+
+    x: list
+    v: list
+    w: list
+
+    @classmethod
+    def draw(cls, program, check):
+        def numbers(rank, what):
+            generator = np.random.default_rng([program.seed, rank, what])
+            return jnp.asarray(generator.normal(size=(BATCH, LENGTH)))
+
+        ranks = range(program.size)
+        x = [tuple(numbers(rank, i) for i in range(INPUTS)) for rank in ranks]
+        if check.route == "same array twice":
+            x = [values[:1] * INPUTS for values in x]
+        v = [tuple(numbers(rank, 10 + i) for i in range(INPUTS)) for rank in ranks]
+        return cls(x, v, [numbers(rank, 20) for rank in ranks])
+
+    def part(self, batch, item):
+        """What is mapped, or item 0 of it, or another."""
+        at = {"x": item if batch == "all" else 0, "v": item, "w": item}
+        return [jax.tree.map(lambda leaf, i=at[name]: leaf[i], getattr(self, name)) for name in "xvw"]
+
+
+NUMBER = 1
+"""What chooses branches: traced in the programs, known to the witness."""
+
+
+def ours(program, check, data, kind=Distributed):
+    """This rank's side of a check: a function, and its arguments."""
+    rank = MPI.COMM_WORLD.rank
+    mapped = check.batch == "all"
+
+    def compute(x, v, w, number, zero):
+        def once(x, v, w, zero):
+            execute = kind(rank, program.size, zero if mapped else None)
+            f = INSIDE.get(check.route, lambda f: f)(lambda x: execute(program, x, number))
+            return MODES[check.mode](f, x, v, w)
+
+        if not check.batch:
+            return once(x, v, w, zero)
+        axes = (0 if mapped else None, 0, 0, 0 if mapped else None)
+        return jax.vmap(once, in_axes=axes)(x, v, w, zero)
+
+    x, v, w = (part[rank] for part in data.part(check.batch, 0))
+    if check.batch:
+        x, v, w = data.x[rank] if mapped else x, data.v[rank], data.w[rank]
+    if check.route == "donated":
+        x = jax.tree.map(jnp.copy, x)
+    if check.route == "same array twice":
+        x = (x[0],) * INPUTS
+    zero = jnp.zeros(BATCH) if mapped else jnp.zeros(())
+    return AROUND.get(check.route, lambda f: f)(compute), (x, v, w, jnp.int32(NUMBER), zero)
+
+
+def theirs(program, check, data):
+    """The witness's side: results of this rank, as one array for each of ours."""
+    witness = Witness(program.size)
+    items = []
+    for item in range(BATCH if check.batch else 1):
+        x, v, w = data.part(check.batch, item)
+        y = MODES[check.mode](lambda x: witness(program, x, NUMBER), x, v, w)
+        parts = y if check.mode in ("jvp", "vjp") else (y,)
+        items.append([jax.tree.leaves(part[MPI.COMM_WORLD.rank]) for part in parts])
+    leaves = [sum(parts, []) for parts in items]
+    return [jnp.stack(leaf) if check.batch else leaf[0] for leaf in zip(*leaves, strict=True)]
+
+
+# --- carrying out ----------------------------------------------------------------------------------------------------
+
+
+class Judge:
+    """Carries out checks on all ranks alike, with messages of its own about how they went."""
+
+    def __init__(self):
+        self.comm = MPI.COMM_WORLD.Dup()
+
+    def __call__(self, program, check):
+        """("right" | "refused" | "wrong", why)."""
+        data = Data.draw(program, check)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+            verdict = self._together(self._trace(program, check, data))
+            if verdict[0] == "right":
+                with jax.disable_jit(check.route == "no jit"):
+                    verdict = self._together(self._compare(program, check, data))
+        left_over = self._together(self._left_over())
+        return verdict if left_over[0] == "right" else left_over
+
+    def _together(self, verdict):
+        """The worst verdict of all ranks."""
+        everybody = self.comm.allgather(verdict)
+        worst = max(everybody, key=lambda verdict: ("right", "refused", "wrong").index(verdict[0]))
+        return worst if worst[0] == "right" else (worst[0], f"rank {everybody.index(worst)}: {worst[1]}")
+
+    def _trace(self, program, check, data):
+        try:
+            function, args = ours(program, check, data)
+            with jax.disable_jit(check.route == "no jit"):
+                jax.make_jaxpr(function)(*args)
+        except Exception as error:
+            if is_refusal(error):
+                return "refused", f"{type(error).__name__}: {error}"
+            reason = "".join(traceback.format_exception_only(error)).strip()
+            if self._jax_alone_fails(program, check, data, error):
+                return "refused", f"by JAX itself: {reason}"
+            return "wrong", f"while tracing: {reason}\n{where(error)}"
+        return "right", ""
+
+    def _jax_alone_fails(self, program, check, data, error):
+        try:
+            function, args = ours(program, check, data, Deaf)
+            with jax.disable_jit(check.route == "no jit"):
+                jax.make_jaxpr(function)(*args)
+        except Exception as other:
+            return type(other) is type(error)
+        return False
+
+    def _compare(self, program, check, data):
+        function, args = ours(program, check, data)
+        results = jax.block_until_ready(function(*args))
+        jax.effects_barrier()
+        expected = theirs(program, check, data)
+        for got, wanted in zip(jax.tree.leaves(results), expected, strict=True):
+            error = float(jnp.max(jnp.abs(got - wanted)))
+            if not error <= TOLERANCE * max(1.0, float(jnp.max(jnp.abs(wanted)))):
+                return "wrong", f"got {np.asarray(got).tolist()}, not {np.asarray(wanted).tolist()}"
+        return "right", ""
+
+    def _left_over(self):
+        """No message of a program may be taken for one of the next."""
+        rank, size = self.comm.rank, self.comm.size
+        x = jnp.arange(LENGTH) + 100.0 * rank
+        got = notoken.sendrecv(x, x, (rank - 1) % size, (rank + 1) % size)
+        root = notoken.bcast(x, size - 1)
+        if bool(jnp.all(got == x + 100 * ((rank - 1) % size - rank)) & jnp.all(root == x + 100 * (size - 1 - rank))):
+            return "right", ""
+        return "wrong", f"a message was left over: {got}, {root}"
+
+
+def is_refusal(error):
+    """Whether an exception says clearly what is not possible."""
+    named = re.match(rf"(jaxmpi|send|recv|{'|'.join(OPERATIONS)})\b", str(error))
+    return isinstance(error, NotImplementedError) or named is not None
+
+
+def where(error):
+    """The last frames of an exception."""
+    return "".join(traceback.format_tb(error.__traceback__)[-4:])

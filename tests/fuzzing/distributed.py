@@ -1,0 +1,308 @@
+"""Runs a program on this rank: operations of jaxmpi inside of jit, loops, checkpoints and rules of JAX."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from mpi4py import MPI
+
+import jaxmpi
+from fuzzing import vectors
+from fuzzing.programs import LENGTH, Call, Comm, Local
+from jaxmpi import notoken
+
+
+class Distributed:
+    """`rank` of `size`. `extra` is a zero that is added to all constants (it may be mapped), or None."""
+
+    def __init__(self, rank, size, extra=None):
+        self.rank, self.size, self.extra = rank, size, extra
+
+    def __call__(self, program, x, number):
+        return self.run(program.body, list(x), number)
+
+    def run(self, body, values, number):
+        """The result of a body. `number` is the same on all ranks, and chooses branches."""
+        values = list(values)
+        for statement in body.statements:
+            values.append(self.step(statement, values, number))
+        result = values[body.result]
+        return vectors.with_everything(result, values) if body.everything else result
+
+    def step(self, statement, values, number):
+        match statement:
+            case Local("constant"):
+                return self.constant(len(values))
+            case Local("stop", (i,), ranks):
+                return lax.stop_gradient(values[i]) if self.rank in ranks else values[i]
+            case Local(kind, operands):
+                return vectors.LOCAL[kind](*(values[i] for i in operands))
+            case Comm():
+                x = values[statement.operand]
+                if self.rank in statement.constant_on:
+                    x = self.constant(len(values))
+                y = self.communicate(statement, vectors.tie(x) if statement.ties else x)
+                return values[0] if self.rank in statement.dropped_on else jnp.tanh(y) if statement.squash else y
+            case Call():
+                y = self.call(statement, values, number)
+                return values[0] if self.rank in statement.dropped_on + statement.silent_on else y
+
+    def constant(self, salt):
+        constant = jnp.asarray(vectors.constant(self.rank, salt))
+        return constant if self.extra is None else constant + self.extra
+
+    # --- operations ------------------------------------------------------------------------------------------------
+
+    def communicate(self, comm, x):
+        """The result of an operation, as a vector of floating-point numbers."""
+        if self.rank in comm.integer_on:
+            x = vectors.to_integer(x)
+        y = getattr(self, f"_{comm.name}")(comm, x)
+        if comm.name in ("pair", "sendrecv"):  # between two ranks, who may have sent something else each
+            return vectors.from_integer(y) if jnp.issubdtype(y.dtype, jnp.integer) else y
+        return vectors.from_integer(y) if comm.integer_on else y
+
+    def _template(self, comm, x, dtype):
+        if comm.template == "own":
+            return x.astype(dtype)
+        if self.extra is not None:
+            return (jnp.zeros(LENGTH) + self.extra).astype(dtype)
+        return jnp.zeros(LENGTH, dtype) if comm.template == "zeros" else jax.ShapeDtypeStruct((LENGTH,), dtype)
+
+    def _stack(self, x):
+        return jnp.stack([x * (j + 1) for j in range(self.size)])
+
+    def _allgather(self, comm, x):
+        return vectors.combine(notoken.allgather(x))
+
+    def _allreduce(self, comm, x):
+        return notoken.allreduce(x, getattr(MPI, comm.op))
+
+    def _alltoall(self, comm, x):
+        return vectors.combine(notoken.alltoall(self._stack(x)))
+
+    def _barrier(self, comm, x):
+        jaxmpi.barrier()
+        return x
+
+    def _bcast(self, comm, x):
+        return notoken.bcast(x if self.rank == comm.root else self._template(comm, x, x.dtype), comm.root)
+
+    def _gather(self, comm, x):
+        y = notoken.gather(x, comm.root)
+        return vectors.combine(y) if self.rank == comm.root else y
+
+    def _pair(self, comm, x):
+        tag = max(comm.tag, 0)
+        source, dest = (comm.root, comm.peer) if self.size > 1 else (MPI.PROC_NULL, MPI.PROC_NULL)
+        dtype = jnp.int32 if comm.root in comm.integer_on else jnp.float64
+        if self.rank == comm.root:
+            notoken.send(x, dest, tag=tag)
+        if self.rank == comm.peer or self.size == 1:
+            return notoken.recv(self._template(comm, x, dtype), source, tag=tag)
+        return x
+
+    def _reduce(self, comm, x):
+        return notoken.reduce(x, getattr(MPI, comm.op), comm.root)
+
+    def _replicate(self, comm, x):
+        return jaxmpi.replicate(x)
+
+    def _scan(self, comm, x):
+        return notoken.scan(x, getattr(MPI, comm.op))
+
+    def _scatter(self, comm, x):
+        root = self.rank == comm.root
+        return notoken.scatter(self._stack(x) if root else self._template(comm, x, x.dtype), comm.root)
+
+    def _sendrecv(self, comm, x):
+        source, dest = self.rank - comm.peer, self.rank + comm.peer
+        integer = source % self.size in comm.integer_on
+        if not comm.ring:
+            source, dest = (r if 0 <= r < self.size else MPI.PROC_NULL for r in (source, dest))
+        elif self.size:
+            source, dest = source % self.size, dest % self.size
+        template = self._template(comm, x, jnp.int32 if integer else jnp.float64)
+        tags = {} if comm.tag < 0 else {"sendtag": comm.tag, "recvtag": comm.tag}
+        return notoken.sendrecv(x, template, source, dest, **tags)
+
+    # --- structure -------------------------------------------------------------------------------------------------
+
+    def call(self, call, values, number):
+        salts = range(len(values), len(values) + len(call.operands) + len(call.closed))
+        operands = [values[i] for i in call.operands + call.closed]
+        if self.rank in call.constant_on:
+            operands = [self.constant(salt) for salt in salts]
+        args, closed = operands[: len(call.operands)], operands[len(call.operands) :]
+        return getattr(self, "_" + call.kind.replace(".", "_"))(call, args, closed, number)
+
+    def _function(self, call, closed, number, body=0):
+        """A body as a function of the call's operands, with what this rank does otherwise."""
+
+        def function(*args):
+            if self.rank in call.integer_in:
+                args = [vectors.from_integer(x) for x in args]
+            y = self.run(call.bodies[body], [*args, *closed], number)
+            if self.rank in call.stopped_on:
+                y = lax.stop_gradient(y)
+            if self.rank in call.silent_on:
+                return ()
+            return vectors.to_integer(y) if self.rank in call.integer_out else y
+
+        return function
+
+    def _called(self, wrap, call, args, closed, number):
+        args = [vectors.to_integer(x) for x in args] if self.rank in call.integer_in else args
+        y = wrap(self._function(call, closed, number))(*args)
+        return vectors.from_integer(y) if self.rank in call.integer_out and self.rank not in call.silent_on else y
+
+    def _jit(self, *call):
+        return self._called(jax.jit, *call)
+
+    def _jaxmpi_jit(self, *call):
+        return self._called(jaxmpi.jit, *call)
+
+    def _call(self, *call):
+        return self._called(lambda f: f, *call)
+
+    def _checkpoint(self, call, *rest):
+        policy = getattr(jax.checkpoint_policies, call.policy) if call.policy else None
+        policy = policy("kept") if "names" in call.policy else policy
+        return self._called(functools.partial(jax.checkpoint, policy=policy), call, *rest)
+
+    def _cond(self, call, args, closed, number):
+        def wrap(_):
+            first, second = (self._function(call, closed, number, body) for body in (0, 1))
+            return lambda *args: lax.cond((number + call.offset) % 2 == 0, first, second, *args)
+
+        return self._called(wrap, call, args, closed, number)
+
+    def _switch(self, call, args, closed, number):
+        def wrap(_):
+            branches = [self._function(call, closed, number, body) for body in (0, 1, 2)]
+            return lambda *args: lax.switch((number + call.offset) % 3, branches, *args)
+
+        return self._called(wrap, call, args, closed, number)
+
+    def _looped(self, call, closed):
+        return lambda values, number: self._function(call, closed, number)(*values)
+
+    def _ends(self, call, y):
+        """Loops have a carried value, so what functions do is done after them."""
+        return lax.stop_gradient(y) if self.rank in call.stopped_on else y
+
+    def _scan_loop(self, call, args, closed):
+        carry, *more = args
+        rows = [jnp.stack(vectors.rows_of(x, call.length)) for x in more]
+
+        def step(carry, row):
+            number, *more = row
+            y = self.run(call.bodies[0], [carry, *more, *closed], number)
+            return y, jnp.sin(y)
+
+        carry, ys = lax.scan(step, carry, (jnp.arange(call.length), *rows), reverse=call.reverse)
+        return jnp.tanh(carry + jnp.sum(ys, axis=0))
+
+    def _scan(self, *args):
+        """Both the operation and the loop have this name."""
+        if isinstance(args[0], Comm):
+            return notoken.scan(args[1], getattr(MPI, args[0].op))
+        call, operands, closed, _ = args
+        return self._ends(call, self._scan_loop(call, operands, closed))
+
+    def _fori(self, call, args, closed, number):
+        carry, *more = args
+        step = lambda i, carry: self.run(call.bodies[0], [carry, *more, *closed], i)  # noqa: E731
+        return self._ends(call, lax.fori_loop(0, call.length, step, carry))
+
+    def _while(self, call, args, closed, number):
+        carry, *more = args
+        step = lambda c: (c[0] + 1, self.run(call.bodies[0], [c[1], *more, *closed], c[0]))  # noqa: E731
+        return self._ends(call, lax.while_loop(lambda c: c[0] < call.length, step, (0, carry))[1])
+
+    # --- rules of the user's own -----------------------------------------------------------------------------------
+
+    def _ruled(self, call):
+        """A function of an extra zero, if there is one, and operands: rules cannot close over traced values."""
+
+        def function(extra, *args):
+            return type(self)(self.rank, self.size, extra)._function(call, [], 0)(*args)
+
+        return function
+
+    def _custom_jvp(self, call, args, closed, number):
+        function = self._ruled(call)
+        ruled = jax.custom_jvp(function)
+        ruled.defjvp(lambda primals, tangents: jax.jvp(function, primals, tangents))
+        return ruled(self.extra, *args)
+
+    def _hand_jvp(self, call, args, closed, number):
+        apply = self._ruled(call)
+        ruled = jax.custom_jvp(lambda extra, x: apply(extra, jnp.sin(x)))
+
+        @ruled.defjvp
+        def rule(primals, tangents):
+            extra, x = primals
+            return ruled(extra, x), apply(extra, jnp.cos(x) * tangents[1])
+
+        return jnp.tanh(ruled(self.extra, *args))
+
+    def _custom_vjp(self, call, args, closed, number):
+        function = self._ruled(call)
+        ruled = jax.custom_vjp(function)
+        ruled.defvjp(lambda *args: jax.vjp(function, *args), lambda pull, cotangent: pull(cotangent))
+        return ruled(self.extra, *args)
+
+    def _custom_vmap(self, call, args, closed, number):
+        function = self._ruled(call)
+        ruled = jax.custom_batching.custom_vmap(function)
+
+        @ruled.def_vmap
+        def rule(axis_size, batched, *args):
+            axes = jax.tree.map(lambda mapped: 0 if mapped else None, batched)
+            mapped = any(jax.tree.leaves(batched))
+            return jax.vmap(function, in_axes=axes, axis_size=axis_size)(*args), mapped
+
+        return ruled(self.extra, *args)
+
+    # --- solvers ---------------------------------------------------------------------------------------------------
+
+    def _solve(self, call, args, closed, number, symmetric=False):
+        b, w = args[0], jnp.tanh(args[1])
+
+        def matvec(u):
+            return 2 * u + vectors.WEAK * w * self.run(call.bodies[0], [w * u if symmetric else u], 0)
+
+        return lax.custom_linear_solve(matvec, b, _richardson, transpose_solve=_richardson, symmetric=symmetric)
+
+    def _symmetric(self, *call):
+        return self._solve(*call, symmetric=True)
+
+    def _root(self, call, args, closed, number):
+        b, w = args[0], jnp.tanh(args[1])
+
+        def residual(u):
+            return u - jnp.sin(b) - vectors.WEAK * w * jnp.tanh(self.run(call.bodies[0], [u], 0))
+
+        def solve(f, u):
+            return lax.fori_loop(0, vectors.STEPS, lambda i, u: u - f(u), u)
+
+        def tangent_solve(g, y):
+            once = lambda g, y: lax.fori_loop(0, vectors.STEPS, lambda i, u: u + y - g(u), y)  # noqa: E731
+            return lax.custom_linear_solve(g, y, once, transpose_solve=once) if call.offset else once(g, y)
+
+        return lax.custom_root(residual, jnp.zeros(LENGTH) if self.extra is None else 0 * b, solve, tangent_solve)
+
+
+def _richardson(matvec, b):
+    return lax.fori_loop(0, vectors.STEPS, lambda i, u: u + (b - matvec(u)) / 2, b / 2)
+
+
+class Deaf(Distributed):
+    """The same structure where nothing is communicated: what JAX refuses here, it refuses without us."""
+
+    def communicate(self, comm, x):
+        if self.rank in comm.integer_on:
+            return vectors.from_integer(vectors.to_integer(x))
+        return 0.5 * x

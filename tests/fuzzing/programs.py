@@ -1,0 +1,322 @@
+"""Random programs as plain data: all ranks make the same from the same seed, with what differs between ranks in it.
+
+A program is a `Body`: statements, each of which appends one value to the environment, a vector of `LENGTH` numbers on
+each rank. Operands are positions in the environment. `Ranks` name the ranks on which something is otherwise.
+"""
+
+import random
+from dataclasses import dataclass, fields, replace
+from typing import Union
+
+import jax
+
+LENGTH = 3
+INPUTS = 2
+Ranks = tuple[int, ...]
+Statement = Union["Local", "Comm", "Call"]
+
+OPERATIONS = ("allgather", "allreduce", "alltoall", "barrier", "bcast", "gather", "pair", "reduce", "replicate", "scan")
+OPERATIONS += ("scatter", "sendrecv")
+REDUCING = ("allreduce", "reduce", "scan")
+LINEAR = ("allgather", "alltoall", "bcast", "gather", "reduce", "scan", "scatter", "sendrecv")
+LOCAL = {"sin": 1, "tanh": 1, "affine": 1, "roll": 1, "name": 1, "product": 2, "sum": 2, "dot": 2, "stop": 1}
+
+FUNCTIONS = ("jit", "jaxmpi.jit", "checkpoint")
+LOOPS = ("scan", "fori", "while")
+BRANCHES = ("cond", "switch")
+RULES = ("custom_jvp", "hand_jvp", "custom_vjp", "custom_vmap")
+SOLVERS = ("solve", "symmetric", "root")
+KINDS = FUNCTIONS + LOOPS + BRANCHES + RULES + SOLVERS
+FORWARD_ONLY = ("while", "custom_vmap")  # JAX does not transpose them
+REVERSE_ONLY = ("custom_vjp",)
+
+
+def _policies():
+    """Names of the policies of `jax.checkpoint` that this JAX has and that stay on one device."""
+    plain = [
+        "nothing_saveable",
+        "everything_saveable",
+        "dots_saveable",
+        "checkpoint_dots",
+        "dots_with_no_batch_dims_saveable",
+        "checkpoint_dots_with_no_batch_dims",
+    ]
+    named = ["save_only_these_names", "save_any_names_but_these", "save_anything_except_these_names"]
+    return ["", *(name for name in plain + named if hasattr(jax.checkpoint_policies, name))]
+
+
+@dataclass(frozen=True)
+class Local:
+    """Mathematics of one rank. `stop` lets no derivative through on `ranks`; a `constant` has no operand."""
+
+    kind: str
+    operands: tuple[int, ...]
+    ranks: Ranks = ()
+
+
+@dataclass(frozen=True)
+class Comm:
+    """An operation, whose result is made a vector again. A `pair` is send on `root` and recv on `peer`."""
+
+    name: str
+    operand: int
+    op: str = "SUM"
+    root: int = 0
+    peer: int = 1
+    """How far a sendrecv sends; the receiver of a pair."""
+    ring: bool = True
+    tag: int = -1
+    template: str = "own"
+    """What a rank passes whose operand is not read: its `own` operand, `zeros`, or a `struct`."""
+    ties: bool = False
+    squash: bool = True
+    constant_on: Ranks = ()
+    dropped_on: Ranks = ()
+    integer_on: Ranks = ()
+    """Who sends integers: everybody, or for messages between two ranks some."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A nested function, loop, choice or solver."""
+
+    kind: str
+    operands: tuple[int, ...]
+    bodies: tuple["Body", ...]
+    closed: tuple[int, ...] = ()
+    policy: str = ""
+    length: int = 2
+    offset: int = 0
+    """Of the number that chooses a branch."""
+    reverse: bool = False
+    constant_on: Ranks = ()
+    """Where all operands are constants."""
+    dropped_on: Ranks = ()
+    """Where the result is not used."""
+    silent_on: Ranks = ()
+    """Where the function has no result."""
+    stopped_on: Ranks = ()
+    integer_in: Ranks = ()
+    integer_out: Ranks = ()
+
+
+@dataclass(frozen=True)
+class Body:
+    statements: tuple[Statement, ...]
+    result: int
+    everything: bool = False
+    """Every value goes into the result."""
+
+
+@dataclass(frozen=True)
+class Program:
+    seed: int
+    size: int
+    body: Body
+    forward: bool
+    """Whether it can be differentiated forwards; and in reverse:"""
+    reverse: bool
+
+
+@dataclass(frozen=True)
+class Options:
+    """What programs may contain."""
+
+    kinds: tuple[str, ...] = KINDS
+    differ: float = 0.25
+    """How likely a statement is to be otherwise on some ranks."""
+    used: bool = False
+    """Every result is used on every rank, and no message has halves: what JAX 0.6 needs."""
+    documented: bool = False
+    """Nothing that docs/autodiff.md excludes."""
+
+
+def generate(seed: int, size: int, options: Options = Options()) -> Program:  # noqa: B008 (it is frozen)
+    return _Generator(seed, size, options).program()
+
+
+class _Generator:
+    def __init__(self, seed, size, options):
+        self.random = random.Random(f"{seed} {size}")
+        self.seed, self.size, self.options = seed, size, options
+        direction = self.random.choice(["both", "both", "both", "forward", "reverse"])
+        banned = {"both": FORWARD_ONLY + REVERSE_ONLY, "forward": REVERSE_ONLY, "reverse": FORWARD_ONLY}[direction]
+        self.kinds = [kind for kind in options.kinds if kind not in banned]
+        if not self.kinds and options.kinds:  # a request for one kind counts
+            self.kinds = list(options.kinds)
+            direction = "forward" if self.kinds[0] in FORWARD_ONLY else "reverse"
+        self.direction = direction
+
+    def program(self):
+        body = self.body(INPUTS, depth=0, size=self.random.randint(2, 6))
+        return Program(self.seed, self.size, body, self.direction != "reverse", self.direction != "forward")
+
+    def chance(self, probability):
+        return self.random.random() < probability
+
+    def ranks(self, probability=None):
+        """Some of the ranks, mostly none."""
+        if not self.chance(self.options.differ if probability is None else probability):
+            return ()
+        return tuple(rank for rank in range(self.size) if self.chance(0.5))
+
+    def body(self, known, depth, size, kinds=None):
+        """A body on `known` values. Without any it begins with a constant."""
+        kinds = self.kinds if kinds is None else kinds
+        statements = [] if known else [Local("constant", ())]
+        known = max(known, 1)
+        calls = 0
+        for _ in range(size):
+            call = kinds and depth < 3 and (self.chance(0.4) or (depth == 0 and not calls and len(statements) >= 2))
+            if call:
+                statements.append(self.call(known, depth, kinds))
+                calls += 1
+            elif self.chance(0.6):
+                statements.append(self.comm(self.one(known)))
+            else:
+                statements.append(self.local(known))
+            known += 1
+        result = known - 1 if self.chance(0.7) else self.random.randrange(known)
+        return Body(tuple(statements), result, self.options.used or self.chance(0.2))
+
+    def one(self, known):
+        """An operand, rather a late one."""
+        return known - 1 if self.chance(0.6) else self.random.randrange(known)
+
+    def local(self, known):
+        kind = self.random.choice([k for k in LOCAL if not (self.options.used and k == "stop")])
+        operands = tuple(self.one(known) for _ in range(LOCAL[kind]))
+        return Local(kind, operands, tuple(r for r in range(self.size) if self.chance(0.5)) if kind == "stop" else ())
+
+    def comm(self, operand, names=OPERATIONS):
+        name = self.random.choice([n for n in names if not (self.options.used and n == "pair")])
+        root = self.random.randrange(self.size)
+        peer = self.random.randrange(1, max(self.size, 2))
+        if name == "pair" and self.size > 1:
+            peer = (root + peer) % self.size
+        integers = () if name in ("barrier", "replicate") or not self.chance(0.12) else tuple(range(self.size))
+        if integers and name in ("pair", "sendrecv"):
+            integers = self.ranks(1)
+        return Comm(
+            name,
+            operand,
+            op=self.random.choice(["SUM", "SUM", "PROD", "MAX", "MIN"]) if name in REDUCING else "SUM",
+            root=root,
+            peer=peer,
+            ring=self.chance(0.7),
+            tag=self.random.choice([-1, 2, 5]),
+            template=self.random.choice(["own", "zeros", "struct"]),
+            ties=name in REDUCING and self.chance(0.1),
+            constant_on=self.ranks(),
+            dropped_on=() if self.options.used else self.ranks(),
+            integer_on=integers,
+        )
+
+    def call(self, known, depth, kinds):
+        kind = self.random.choice(kinds)
+        if kind in SOLVERS:
+            return self.solver(kind, known)
+        if kind == "hand_jvp":
+            return self.hand_jvp(known)
+        inner = kinds
+        if kind in ("custom_jvp", "custom_vmap"):  # differentiated forwards in reverse mode too
+            inner = [k for k in kinds if k not in REVERSE_ONLY]
+        bare = kind in FUNCTIONS and self.chance(0.15) and not self.options.documented
+        operands = () if bare else tuple(self.one(known) for _ in range(self.random.randint(1, 2)))
+        closes = kind not in RULES and not bare and self.chance(0.4)
+        closed = tuple(self.one(known) for _ in range(self.random.randint(1, 2))) if closes else ()
+        count = {"cond": 2, "switch": 3}.get(kind, 1)
+        parameters = len(operands) + len(closed)
+        bodies = tuple(self.body(parameters, depth + 1, self.random.randint(1, 3), inner) for _ in range(count))
+        call = Call(
+            kind,
+            operands,
+            bodies,
+            closed,
+            policy=self.random.choice(_policies()) if kind == "checkpoint" else "",
+            length=self.random.randint(1, 3),
+            offset=self.random.randrange(3),
+            reverse=self.chance(0.5),
+        )
+        return self.varied(call)
+
+    def varied(self, call):
+        """A call, otherwise on some ranks."""
+        ours = self.options
+        rule = call.kind in RULES
+        call = replace(call, constant_on=() if rule and ours.documented else self.ranks())
+        if ours.used:
+            return call
+        call = replace(call, dropped_on=self.ranks(), stopped_on=self.ranks(ours.differ / 2))
+        if call.kind in FUNCTIONS + BRANCHES and not ours.documented:
+            everywhere = tuple(range(self.size))
+            call = replace(
+                call,
+                silent_on=self.ranks(ours.differ / 2),
+                integer_in=everywhere if self.chance(0.05) else self.ranks(ours.differ / 2),
+                integer_out=everywhere if self.chance(0.05) else self.ranks(ours.differ / 2),
+            )
+        return call
+
+    def hand_jvp(self, known):
+        body = Body((self.linear(0),), 1)
+        call = Call("hand_jvp", (self.one(known),), (body,))
+        # What is done to the result would be done to its tangent too, by the rule.
+        return call if self.options.documented else replace(self.varied(call), stopped_on=())
+
+    def solver(self, kind, known):
+        if kind == "symmetric":
+            statements = [Comm("replicate", 0, squash=False), Comm("allreduce", 1, squash=False)]
+        else:
+            statements = [self.linear(0)]
+            if self.chance(0.5):
+                statements += [self.linear(0), Local("plus", (1, 2))]
+        call = Call(kind, (self.one(known), self.one(known)), (Body(tuple(statements), len(statements)),))
+        call = replace(call, offset=self.random.randrange(2))
+        return call if self.options.documented else replace(call, constant_on=self.ranks(), dropped_on=self.ranks())
+
+    def linear(self, operand):
+        """An operation that is linear in its operand on all ranks."""
+        plain = {"op": "SUM", "ties": False, "squash": False, "constant_on": (), "dropped_on": (), "integer_on": ()}
+        template = "own" if self.options.documented or self.chance(0.8) else "zeros"
+        return replace(self.comm(operand, LINEAR), template=template, **plain)
+
+
+# --- printing ----------------------------------------------------------------------------------------------------
+
+
+def _attributes(statement, without):
+    """What differs from the default."""
+    shown = []
+    for field in fields(statement):
+        value = getattr(statement, field.name)
+        if field.name not in without and value != field.default:
+            shown.append(f"{field.name}={value!r}")
+    return shown
+
+
+def show(body, known=INPUTS, indent=""):
+    """The lines of a body."""
+    lines = []
+    for statement in body.statements:
+        head = f"{indent}v{known} = "
+        match statement:
+            case Local():
+                operands = ", ".join(f"v{i}" for i in statement.operands)
+                where = f" on {statement.ranks}" if statement.ranks else ""
+                lines.append(f"{head}{statement.kind}({operands}){where}")
+            case Comm():
+                more = _attributes(statement, ("name", "operand"))
+                lines.append(f"{head}{statement.name}({', '.join([f'v{statement.operand}', *more])})")
+            case Call():
+                more = _attributes(statement, ("kind", "operands", "bodies", "closed"))
+                names = [f"v{i}" for i in statement.operands] + [f"closed v{i}" for i in statement.closed]
+                lines.append(f"{head}{statement.kind}({', '.join(names + more)}):")
+                for inner in statement.bodies:
+                    parameters = len(statement.operands) + len(statement.closed)
+                    if statement.kind in (*SOLVERS, "hand_jvp"):
+                        parameters = 1
+                    lines.append(f"{indent}  of {', '.join(f'v{i}' for i in range(parameters)) or 'nothing'}:")
+                    lines += show(inner, parameters, indent + "    ")
+        known += 1
+    return [*lines, f"{indent}return v{body.result}{' + 0.1 * everything' if body.everything else ''}"]

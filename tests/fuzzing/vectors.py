@@ -1,0 +1,60 @@
+"""What one rank computes alone: the same for both ways of running a program, as nothing of it is under test."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from fuzzing.programs import LENGTH
+
+LOCAL = {
+    "sin": jnp.sin,
+    "tanh": jnp.tanh,
+    "affine": lambda a: 0.7 * a + 0.2,
+    "roll": lambda a: jnp.roll(a, 1),
+    "name": lambda a: checkpoint_name(jnp.sin(a), "kept"),
+    "product": lambda a, b: jnp.sin(a * b),
+    "sum": lambda a, b: jnp.tanh(a + b),
+    "plus": lambda a, b: a + b,
+    "dot": lambda a, b: jnp.tanh(a * (a @ b)),
+    "copy": lambda *a: a[0],
+}
+STEPS = 30
+"""Of the fixed-point iterations: each makes the error three times smaller at least."""
+WEAK = 0.05
+"""By which what the solvers communicate is weakened, for that."""
+
+
+def constant(rank, salt):
+    return np.cos(np.arange(LENGTH) + 1.3 * rank + 0.7 * salt)
+
+
+def weights(size):
+    """With which the rows of a stacked result are added up."""
+    return [0.6 - 0.25 * i for i in range(size)]
+
+
+def combine(rows):
+    return sum(weight * row for weight, row in zip(weights(len(rows)), rows, strict=True))
+
+
+def tie(x):
+    """The same value on all ranks, with the derivative of `x`."""
+    return x - jax.lax.stop_gradient(x) + 0.5
+
+
+def to_integer(x):
+    return jnp.round(4 * x).astype(jnp.int32)
+
+
+def from_integer(x):
+    return x / 4.0
+
+
+def rows_of(x, length):
+    """What a scan goes through, made of one vector."""
+    return [x * (1 + 0.2 * j) for j in range(length)]
+
+
+def with_everything(result, values):
+    return result + 0.1 * sum(values)

@@ -1,0 +1,238 @@
+"""Computes a program for all ranks in one process: a value is a list of arrays, one per rank.
+
+Nothing of jaxmpi, and none of JAX's structure: loops are Python's, functions are called, branches are taken. Derivatives
+are JAX's own of this one function. Its convention for what is the same on all ranks is in two linear maps, of which
+each is the other's transpose: `total` and the identity `replicate`.
+"""
+
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad
+
+from fuzzing import vectors
+from fuzzing.programs import LENGTH, LOOPS, RULES, Call, Comm, Local
+
+_total, _replicate = Primitive("total"), Primitive("replicate")
+for _map, _compute, _transposed in (
+    (_total, lambda xs: jnp.broadcast_to(jnp.sum(xs, axis=0), xs.shape), _replicate),
+    (_replicate, lambda xs: xs, _total),
+):
+    _map.def_impl(_compute)
+    _map.def_abstract_eval(lambda xs: xs)
+    ad.deflinear2(_map, lambda cotangent, _, transposed=_transposed: [transposed.bind(cotangent)])
+
+
+def total(xs):
+    """The sum on all ranks, whose transpose hands each rank's cotangent on."""
+    return list(_total.bind(jnp.stack(xs)))
+
+
+def replicate(xs):
+    """The identity, whose transpose adds up the cotangents of all ranks."""
+    return list(_replicate.bind(jnp.stack(xs)))
+
+
+# --- reductions of several arrays ----------------------------------------------------------------------------------
+
+
+def _extreme(xs, pick):
+    """Linear in the arrays that have the extreme value, which share its derivative."""
+    shares = _shares(xs, pick)
+    return lax.stop_gradient(pick(jnp.stack(xs), axis=0)) + sum(
+        share * (x - lax.stop_gradient(x)) for share, x in zip(shares, xs, strict=True)
+    )
+
+
+def _shares(xs, pick):
+    stacked = lax.stop_gradient(jnp.stack(xs))
+    have = (stacked == pick(stacked, axis=0)).astype(float)
+    return list(have / jnp.sum(have, axis=0))
+
+
+REDUCTIONS = {
+    "SUM": lambda xs: functools.reduce(operator.add, xs),
+    "PROD": lambda xs: functools.reduce(operator.mul, xs),
+    "MAX": lambda xs: _extreme(xs, jnp.max),
+    "MIN": lambda xs: _extreme(xs, jnp.min),
+}
+
+
+def _others(xs, rank):
+    return functools.reduce(operator.mul, [x for i, x in enumerate(xs) if i != rank], jnp.ones_like(xs[0]))
+
+
+@jax.custom_jvp
+def _product(xs):
+    return [REDUCTIONS["PROD"](xs)] * len(xs)
+
+
+@_product.defjvp
+def _(primals, tangents):
+    (xs,), (dots,) = primals, tangents
+    return _product(xs), total([_others(xs, rank) * dot for rank, dot in enumerate(dots)])
+
+
+def allreduce(xs, op):
+    """On all ranks; the derivative is the `total` of the ranks' parts."""
+    if op == "SUM":
+        return total(xs)
+    if op == "PROD":
+        return _product(xs)
+    pick = {"MAX": jnp.max, "MIN": jnp.min}[op]
+    moved = total([s * (x - lax.stop_gradient(x)) for s, x in zip(_shares(xs, pick), xs, strict=True)])
+    return [lax.stop_gradient(pick(jnp.stack(xs), axis=0)) + move for move in moved]
+
+
+# --- programs ------------------------------------------------------------------------------------------------------
+
+
+class Witness:
+    def __init__(self, size):
+        self.size = size
+        self.ranks = range(size)
+
+    def __call__(self, program, xs, number):
+        """Results of all ranks; `xs` has the inputs of each."""
+        return self.run(program.body, [list(values) for values in zip(*xs, strict=True)], number)
+
+    def run(self, body, values, number):
+        values = list(values)
+        for statement in body.statements:
+            values.append(self.step(statement, values, number))
+        if not body.everything:
+            return values[body.result]
+        return [vectors.with_everything(values[body.result][r], [v[r] for v in values]) for r in self.ranks]
+
+    def step(self, statement, values, number):
+        match statement:
+            case Local("constant"):
+                return [self.constant(rank, len(values)) for rank in self.ranks]
+            case Local("stop", (i,), ranks):
+                return self.on(ranks, lax.stop_gradient, values[i])
+            case Local(kind, operands):
+                return [vectors.LOCAL[kind](*(values[i][r] for i in operands)) for r in self.ranks]
+            case Comm():
+                xs = self.constants(statement.constant_on, values[statement.operand], len(values))
+                ys = self.communicate(statement, [vectors.tie(x) if statement.ties else x for x in xs])
+                ys = [jnp.tanh(y) for y in ys] if statement.squash else ys
+                return [values[0][r] if r in statement.dropped_on else ys[r] for r in self.ranks]
+            case Call():
+                ys = self.call(statement, values, number)
+                without = statement.dropped_on + statement.silent_on
+                return [values[0][r] if r in without else ys[r] for r in self.ranks]
+
+    def constant(self, rank, salt):
+        return jnp.asarray(vectors.constant(rank, salt))
+
+    def constants(self, ranks, xs, salt):
+        return [self.constant(r, salt) if r in ranks else xs[r] for r in self.ranks]
+
+    def on(self, ranks, function, xs):
+        return [function(xs[r]) if r in ranks else xs[r] for r in self.ranks]
+
+    def communicate(self, comm, xs):
+        xs = self.on(comm.integer_on, lambda x: lax.stop_gradient(jnp.round(4 * x)), xs)
+        ys = getattr(self, f"_{comm.name}")(comm, xs)
+        if comm.name == "sendrecv":
+            sent_integers = [(r - comm.peer) % self.size for r in self.ranks]
+            scaled = [r for r in self.ranks if sent_integers[r] in comm.integer_on]
+        elif comm.name == "pair" and self.size > 1:
+            scaled = [r for r in comm.integer_on if r != comm.peer]
+            scaled += [comm.peer] if comm.root in comm.integer_on else []
+        else:
+            scaled = comm.integer_on
+        return self.on(scaled, lambda y: y / 4, ys)
+
+    def _allgather(self, comm, xs):
+        return [vectors.combine(xs) for _ in self.ranks]
+
+    def _allreduce(self, comm, xs):
+        return allreduce(xs, comm.op)
+
+    def _alltoall(self, comm, xs):
+        return [vectors.combine([x * (r + 1) for x in xs]) for r in self.ranks]
+
+    def _barrier(self, comm, xs):
+        return xs
+
+    def _bcast(self, comm, xs):
+        return [xs[comm.root]] * self.size
+
+    def _gather(self, comm, xs):
+        return [vectors.combine(xs) if r == comm.root else xs[r] for r in self.ranks]
+
+    def _pair(self, comm, xs):
+        if self.size == 1:
+            return [jnp.zeros(LENGTH)]
+        return [xs[comm.root] if r == comm.peer else xs[r] for r in self.ranks]
+
+    def _reduce(self, comm, xs):
+        return [REDUCTIONS[comm.op](xs) if r == comm.root else xs[r] for r in self.ranks]
+
+    def _replicate(self, comm, xs):
+        return replicate(xs)
+
+    def _scan(self, comm, xs):
+        return [REDUCTIONS[comm.op](xs[: r + 1]) for r in self.ranks]
+
+    def _scatter(self, comm, xs):
+        return [xs[comm.root] * (r + 1) for r in self.ranks]
+
+    def _sendrecv(self, comm, xs):
+        exists = [comm.ring or r - comm.peer >= 0 for r in self.ranks]
+        return [xs[(r - comm.peer) % self.size] if exists[r] else jnp.zeros(LENGTH) for r in self.ranks]
+
+    # --- structure, taken apart ------------------------------------------------------------------------------------
+
+    def call(self, call, values, number):
+        operands = [values[i] for i in call.operands + call.closed]
+        operands = [self.constants(call.constant_on, xs, len(values) + i) for i, xs in enumerate(operands)]
+        quantize = lambda x: lax.stop_gradient(jnp.round(4 * x)) / 4  # noqa: E731
+        args, closed = operands[: len(call.operands)], operands[len(call.operands) :]
+        args = [self.on(call.integer_in, quantize, xs) for xs in args]
+        ys = self.result(call, args, closed, number)
+        return self.on(call.integer_out, quantize, self.on(call.stopped_on, lax.stop_gradient, ys))
+
+    def result(self, call, args, closed, number):
+        if call.kind in LOOPS:
+            return self.loop(call, args, closed)
+        if call.kind in ("solve", "symmetric", "root"):
+            return self.solve(call, *args)
+        if call.kind == "hand_jvp":
+            ys = self.run(call.bodies[0], [[jnp.sin(x) for x in args[0]]], 0)
+            return [jnp.tanh(y) for y in ys]
+        number = 0 if call.kind in RULES else number
+        chosen = {"cond": (number + call.offset) % 2, "switch": (number + call.offset) % 3}.get(call.kind, 0)
+        return self.run(call.bodies[chosen], [*args, *closed], number)
+
+    def loop(self, call, args, closed):
+        carry, *more = args
+        length = call.length
+        rows = [[vectors.rows_of(x, length) for x in xs] for xs in more]
+        order = range(length)
+        if call.kind == "scan" and call.reverse:
+            order = reversed(order)
+        seen = [jnp.zeros(LENGTH) for _ in self.ranks]
+        for i in order:
+            here = [[row[i] for row in rank] for rank in rows] if call.kind == "scan" else more
+            carry = self.run(call.bodies[0], [carry, *here, *closed], i)
+            seen = [s + jnp.sin(y) for s, y in zip(seen, carry, strict=True)]
+        return [jnp.tanh(c + s) for c, s in zip(carry, seen, strict=True)] if call.kind == "scan" else carry
+
+    def solve(self, call, bs, ws):
+        """The same fixed point, found step by step."""
+        ws = [jnp.tanh(w) for w in ws]
+        symmetric = call.kind == "symmetric"
+        us = [jnp.zeros(LENGTH) for _ in self.ranks]
+        for _ in range(vectors.STEPS + 1):
+            inner = self.run(call.bodies[0], [[w * u for w, u in zip(ws, us, strict=True)] if symmetric else us], 0)
+            if call.kind == "root":
+                us = [jnp.sin(b) + vectors.WEAK * w * jnp.tanh(y) for b, w, y in zip(bs, ws, inner, strict=True)]
+            else:
+                us = [(b - vectors.WEAK * w * y) / 2 for b, w, y in zip(bs, ws, inner, strict=True)]
+        return us
