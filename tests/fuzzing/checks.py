@@ -102,14 +102,9 @@ def choose(program, order, count, random):
     every = list(possible(program, order))
     if count == 0:
         return every
-    chosen = []
-    while len(chosen) < count:
-        plain = random.random() < 0.6
-        of_order = [c for c in every if order == 1 or (c.mode not in FIRST or random.random() < 0.1)]
-        candidates = [c for c in of_order or every if not plain or (c.route in ("plain", "no jit") and not c.batch)]
-        if candidates:
-            chosen.append(random.choice(candidates))
-    return chosen
+    highest = [check for check in every if order == 1 or check.mode not in FIRST] or every
+    quick = [check for check in highest if check.route == "plain" and not check.batch]
+    return [random.choice(quick if random.random() < 0.5 else highest) for _ in range(count)]
 
 
 # --- both sides of a check -------------------------------------------------------------------------------------------

@@ -167,8 +167,8 @@ class _Generator:
         known = max(known, 1)
         calls = 0
         for _ in range(size):
-            call = kinds and depth < 3 and (self.chance(0.4) or (depth == 0 and not calls and len(statements) >= 2))
-            if call:
+            call = self.chance((0.4, 0.3, 0.15, 0)[depth]) or (depth == 0 and not calls and len(statements) >= 2)
+            if call and kinds:
                 statements.append(self.call(known, depth, kinds))
                 calls += 1
             elif self.chance(0.6):
@@ -234,7 +234,7 @@ class _Generator:
             bodies,
             closed,
             policy=self.random.choice(_policies()) if kind == "checkpoint" else "",
-            length=self.random.randint(1, 3),
+            length=self.random.choice([1, 2, 2, 3]),
             offset=self.random.randrange(3),
             reverse=self.chance(0.5),
         )
