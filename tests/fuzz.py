@@ -76,7 +76,7 @@ def worker(chosen):
     judge = checks.Judge()
     tell = print if MPI.COMM_WORLD.rank == 0 else lambda *args, **kwargs: None
     if chosen.file:
-        work = [eval(Path(chosen.file).read_text(), {**vars(programs), **vars(checks)})]
+        work = eval(Path(chosen.file).read_text(), {**vars(programs), **vars(checks)})
     else:
         seeds = range(chosen.seed, chosen.seed + chosen.programs)
         made = (programs.generate(seed, MPI.COMM_WORLD.size, options(chosen)) for seed in seeds)
@@ -97,7 +97,7 @@ def worker(chosen):
 
 class Tally:
     def __init__(self):
-        self.seeds, self.right = set(), 0
+        self.seeds, self.begun, self.right = set(), 0, 0
         self.refused, self.failed = defaultdict(Counter), defaultdict(list)
 
     def end(self, seed, verdict, check, why):
@@ -153,6 +153,7 @@ def follow(process, errors, tally):
             seed, _, check = rest.strip().partition(" ")
             begun, ended = (int(seed), check), False
             tally.seeds.add(int(seed))
+            tally.begun += 1
         elif word == "@end":
             seed, verdict, rest = rest.split(" ", 2)
             check, _, why = rest.partition(" | ")
@@ -178,6 +179,7 @@ def passed_on(chosen):
     """The options of the worker."""
     names = ("order", "checks", "differ", "mode", "route", "batch", "seconds")
     shown = [f"--{name}={getattr(chosen, name)}" for name in names if getattr(chosen, name) is not None]
+    shown += [f"--file={chosen.file}"] if chosen.file else []
     shown += [f"--{name}" for name in ("none", "used", "documented") if getattr(chosen, name)]
     return shown + [f"--only={kind}" for kind in chosen.only or ()]
 
@@ -221,13 +223,25 @@ def smaller_bodies(body):
             yield replace(body, statements=(*body.statements[:i], smaller, *body.statements[i + 1 :]))
 
 
-def failure_of(program, check, chosen, path):
-    """How a program fails, if it does."""
-    path.write_text(f"({program!r}, [{check!r}])")
+def first_failure(candidates, chosen, path):
+    """Which of the pairs of a program and a check fails first, and how; they run in one job."""
+    path.write_text(repr([(program, [check]) for program, check in candidates]))
     tally = Tally()
     with contextlib.redirect_stdout(None):
         follow(*job(chosen.ranks, f"--file={path}", f"--seconds={chosen.seconds}"), tally)
-    return next(iter(tally.failed), None)
+    kind = next(iter(tally.failed), None)
+    return (tally.begun - 1, kind == "wrong") if kind else None
+
+
+def alike(candidates, wrong, chosen, path):
+    """The first candidate that fails in the same way: with a wrong result, or without one."""
+    while candidates:
+        if (found := first_failure(candidates, chosen, path)) is None:
+            return None
+        if found[1] == wrong:
+            return candidates[found[0]]
+        candidates = candidates[found[0] + 1 :]
+    return None
 
 
 def shrink(chosen):
@@ -235,25 +249,20 @@ def shrink(chosen):
 
     program = programs.generate(chosen.shrink, chosen.ranks, options(chosen))
     path = Path(tempfile.gettempdir()) / f"fuzz-{chosen.shrink}-{chosen.ranks}.txt"
-    for check in checks_of(program, chosen):
-        if kind := failure_of(program, check, chosen, path):
-            break
-    else:
+    every = [(program, check) for check in checks_of(program, chosen)]
+    if (first := first_failure(every, chosen, path)) is None:
         sys.exit("none of its checks fails")
-    for simpler in (checks.Check(check.mode), replace(check, route="plain"), replace(check, batch="")):
-        if failure_of(program, simpler, chosen, path) == kind:
-            check = simpler
-            break
-    found = True
+    (program, check), wrong = every[first[0]], first[1]
+    simpler = [checks.Check(check.mode), replace(check, route="plain"), replace(check, batch="")]
+    found = alike([(program, check) for check in simpler], wrong, chosen, path) or (program, check)
     while found:
-        found = False
-        for body in smaller_bodies(program.body):
-            if failure_of(candidate := replace(program, body=body), check, chosen, path) == kind:
-                program, found = candidate, True
-                print(".", end="", flush=True)
-                break
-    path.write_text(f"({program!r}, [{check!r}])")
-    print(f"\n{kind}: {check}", *programs.show(program.body), f"in {path}, for --file", sep="\n")
+        program, check = found
+        print(".", end="", flush=True)
+        smaller = [(replace(program, body=body), check) for body in smaller_bodies(program.body)]
+        found = alike(smaller, wrong, chosen, path)
+    path.write_text(repr([(program, [check])]))
+    print(f"\n{'wrong' if wrong else 'hanging or crashed'}: {check}", *programs.show(program.body), sep="\n")
+    print(f"in {path}, for --file")
 
 
 def main():
