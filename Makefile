@@ -15,7 +15,7 @@ RUN := timeout $(LIMIT) $(BIN)/python -m jaxmpi.run
 SOURCES := $(wildcard csrc/* csrc/abi/* python/jaxmpi/*) meson.build pyproject.toml README.md
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-ranks test-device test-gpu test-c test-valgrind bench bench-gpu bench-quick compat lint format clean
+.PHONY: help setup demo test test-ranks fuzz test-device test-gpu test-c test-valgrind bench bench-gpu bench-quick compat lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -52,6 +52,13 @@ test: $(READY) ## all tests: 1, 2 and 4 ranks, order without asynchronous dispat
 RANKS ?= 2
 test-ranks: $(READY) ## the suite on RANKS ranks alone (default 2)
 	$(RUN) -n $(RANKS) -m pytest --color=no
+
+# N random programs, up to second derivatives with ORDER=2; `python tests/fuzz.py --help` has more.
+N ?= 100
+SEED ?= 0
+ORDER ?= 1
+fuzz: $(READY) ## N random programs on RANKS ranks against a witness (default 100 and 2)
+	$(BIN)/python tests/fuzz.py --programs $(N) --ranks $(RANKS) --seed $(SEED) --order $(ORDER)
 
 # The C tests run under AddressSanitizer and UBSan where the compiler has them.
 SANITIZE = $(shell echo 'int main(void){return 0;}' | $${CC:-cc} -fsanitize=address,undefined -x c - -o /dev/null 2>/dev/null \

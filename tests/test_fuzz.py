@@ -1,0 +1,62 @@
+"""A few random programs against a witness, in this process; `make fuzz` runs as many as one likes.
+
+A failure says seed and check: `python tests/fuzz.py --seed S --programs 1 --show` prints the program, `--shrink S` makes
+it smaller.
+"""
+
+import random
+
+import pytest
+
+from fuzzing import checks, programs
+from fuzzing.vectors import constant
+from fuzzing.witness import Witness
+from table import NEW_JAX, _accumulate
+
+OPTIONS = programs.Options(used=not NEW_JAX, documented=True)
+
+
+@pytest.fixture(scope="module")
+def judge():
+    judge = checks.Judge()
+    yield judge
+    judge.comm.Free()
+
+
+def judge_program(judge, seed, size, order, options, count=2):
+    program = programs.generate(seed, size, options)
+    for check in checks.choose(program, order, count, random.Random(f"{seed} checks")):
+        verdict, why = judge(program, check)
+        assert verdict != "wrong", f"seed {seed} on {size} ranks, {check}: {why}"
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_first_order(seed, judge, size):
+    judge_program(judge, seed, size, 1, OPTIONS)
+
+
+@pytest.mark.parametrize("seed", range(100, 108))
+def test_second_order(seed, judge, size):
+    judge_program(judge, seed, size, 2, OPTIONS, count=1)
+
+
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("seed", range(4))
+def test_operations(seed, order, judge, size):
+    """Without any structure, ranks that differ often."""
+    judge_program(judge, seed, size, order, programs.Options((), 0.5, OPTIONS.used, documented=True))
+
+
+def test_same_programs_on_all_ranks(comm, size):
+    made = [programs.generate(seed, size, OPTIONS) for seed in range(20)]
+    assert all(other == made for other in comm.allgather(made))
+    assert made == [programs.generate(seed, size, OPTIONS) for seed in range(20)]
+
+
+def test_witness(size):
+    """Its operations against what is true of them."""
+    xs = [constant(rank, 0) for rank in range(size)]
+    witness = Witness(size)
+    sums = witness.communicate(programs.Comm("scan", 0), xs)
+    for rank in range(size):
+        assert abs(sums[rank] - _accumulate(xs, rank)).max() < 1e-15
