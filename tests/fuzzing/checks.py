@@ -200,7 +200,7 @@ class Judge:
                 with jax.disable_jit(check.route == "no jit"):
                     verdict = self._together(self._compare(program, check, data))
         left_over = self._together(self._left_over())
-        return verdict if left_over[0] == "right" else left_over
+        return left_over if verdict[0] == "right" else verdict
 
     def _together(self, verdict):
         """The worst verdict of all ranks."""
@@ -243,14 +243,22 @@ class Judge:
         return "right", ""
 
     def _left_over(self):
-        """No message of a program may be taken for one of the next."""
+        """No message of a program may be taken for one of the next, nor any part of a collective operation."""
         rank, size = self.comm.rank, self.comm.size
-        x = jnp.arange(LENGTH) + 100.0 * rank
-        got = notoken.sendrecv(x, x, (rank - 1) % size, (rank + 1) % size)
-        root = notoken.bcast(x, size - 1)
-        if bool(jnp.all(got == x + 100 * ((rank - 1) % size - rank)) & jnp.all(root == x + 100 * (size - 1 - rank))):
-            return "right", ""
-        return "wrong", f"a message was left over: {got}, {root}"
+        of_rank = [np.arange(LENGTH) + 100.0 * r for r in range(size)]
+        x = jnp.asarray(of_rank[rank])
+        pairs = [(notoken.sendrecv(x, x, (rank - 1) % size, (rank + 1) % size), of_rank[rank - 1])]
+        pairs += [(notoken.scan(x, MPI.SUM), sum(of_rank[: rank + 1]))]
+        for root in range(size):
+            stacked = jnp.stack([x] * size) if rank == root else x
+            pairs += [(notoken.bcast(x, root), of_rank[root]), (notoken.scatter(stacked, root), of_rank[root])]
+            here = rank == root
+            pairs += [(notoken.reduce(x, MPI.SUM, root), sum(of_rank) if here else of_rank[rank])]
+            pairs += [(notoken.gather(x, root), np.stack(of_rank) if here else of_rank[rank])]
+        for got, wanted in pairs:
+            if not np.array_equal(got, wanted):
+                return "wrong", f"a message was left over: {np.asarray(got).tolist()}, not {wanted.tolist()}"
+        return "right", ""
 
 
 def is_refusal(error):
