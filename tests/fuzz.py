@@ -23,8 +23,7 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_ENABLE_X64", "1")
 
-from fuzzing import programs  # noqa: E402 (what is set above counts from here on)
-
+from fuzzing import programs
 
 
 def arguments():

@@ -1,7 +1,7 @@
 """A few random programs against a witness, in this process; `make fuzz` runs as many as one likes.
 
-A failure says seed and check: `python tests/fuzz.py --seed S --programs 1 --show` prints the program, `--shrink S` makes
-it smaller.
+A failure says seed and check: `python tests/fuzz.py --documented --seed S --programs 1 --show` prints the program,
+`--shrink S` makes it smaller.
 """
 
 import random

@@ -176,9 +176,8 @@ def theirs(program, check, data):
         x, v, w = data.part(check.batch, item)
         y = MODES[check.mode](lambda x: witness(program, x, NUMBER), x, v, w)
         parts = y if check.mode in ("jvp", "vjp") else (y,)
-        items.append([jax.tree.leaves(part[MPI.COMM_WORLD.rank]) for part in parts])
-    leaves = [sum(parts, []) for parts in items]
-    return [jnp.stack(leaf) if check.batch else leaf[0] for leaf in zip(*leaves, strict=True)]
+        items.append(jax.tree.leaves([part[MPI.COMM_WORLD.rank] for part in parts]))
+    return [jnp.stack(leaf) if check.batch else leaf[0] for leaf in zip(*items, strict=True)]
 
 
 # --- carrying out ----------------------------------------------------------------------------------------------------

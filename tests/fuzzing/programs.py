@@ -131,7 +131,7 @@ class Options:
     """Nothing that docs/autodiff.md excludes."""
 
 
-def generate(seed: int, size: int, options: Options = Options()) -> Program:  # noqa: B008 (it is frozen)
+def generate(seed: int, size: int, options: Options = Options()) -> Program:
     return _Generator(seed, size, options).program()
 
 
