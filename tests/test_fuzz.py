@@ -1,7 +1,7 @@
 """A few random programs against a witness, in this process; `make fuzz` runs as many as one likes.
 
-A failure says seed and check: `python tests/fuzz.py --documented --seed S --programs 1 --show` prints the program,
-`--shrink S` makes it smaller.
+A failure says seed and check: `python tests/fuzz.py --documented --checks 1 --seed S --programs 1 --show` prints the
+program, `--shrink S` in the place of `--seed S` makes it smaller.
 """
 
 import random
@@ -23,21 +23,21 @@ def judge():
     judge.comm.Free()
 
 
-def judge_program(judge, seed, size, order, options, count=2):
+def judge_program(judge, seed, size, order, options):
     program = programs.generate(seed, size, options)
-    for check in checks.choose(program, order, count, random.Random(f"{seed} checks")):
-        verdict, why = judge(program, check)
-        assert verdict != "wrong", f"seed {seed} on {size} ranks, {check}: {why}"
+    (check,) = checks.choose(program, order, 1, random.Random(f"{seed} checks"))
+    verdict, why = judge(program, check)
+    assert verdict != "wrong", f"seed {seed} on {size} ranks, {check}: {why}"
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(20))
 def test_first_order(seed, judge, size):
     judge_program(judge, seed, size, 1, OPTIONS)
 
 
-@pytest.mark.parametrize("seed", range(100, 108))
+@pytest.mark.parametrize("seed", range(100, 105))
 def test_second_order(seed, judge, size):
-    judge_program(judge, seed, size, 2, OPTIONS, count=1)
+    judge_program(judge, seed, size, 2, OPTIONS)
 
 
 @pytest.mark.parametrize("order", [1, 2])

@@ -1,8 +1,8 @@
 """Computes a program for all ranks in one process: a value is a list of arrays, one per rank.
 
 Nothing of jaxmpi, and none of JAX's structure: loops are Python's, functions are called, branches are taken.
-Derivatives are JAX's own of this one function. Its convention for what is the same on all ranks is in two linear maps, of which
-each is the other's transpose: `total` and the identity `replicate`.
+Derivatives are JAX's own of this one function. Its convention for what is the same on all ranks is in two linear maps,
+of which each is the other's transpose: `total` and the identity `replicate`.
 """
 
 import functools
