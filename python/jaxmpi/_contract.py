@@ -85,6 +85,13 @@ def _value_ignored(x: Any) -> Any:
     return 0
 
 
+def _unused(f: Callable[[], Any]) -> Any:
+    from jax._src.interpreters import partial_eval
+
+    closed = jax.make_jaxpr(lambda x: (f(), x)[1])(1.0)
+    return partial_eval.dce_jaxpr(getattr(closed, "jaxpr", closed), [True])[0]
+
+
 def _custom_jvp(x: Any) -> Any:
     function = jax.custom_jvp(_bcast)
     function.defjvp(lambda primals, tangents: (function(*primals), _bcast(tangents[0])))
@@ -167,6 +174,11 @@ ASSUMPTIONS = (
         "a checkpoint without a differentiable result stays in a derivative",
         lambda: _reverse(lambda x: x + jax.checkpoint(_value_ignored)(x)),
         [("", "send", ""), ("", "recv", "cotangent")],
+    ),
+    Assumption(
+        "so does one without operands and results, where what nothing depends on is left out",
+        lambda: _unused(lambda: jax.checkpoint(lambda: _value_ignored(1.0))()),
+        [("", "send", "")],
     ),
     Assumption(
         "so do branches",

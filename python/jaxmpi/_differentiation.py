@@ -67,10 +67,14 @@ def install(link: Link, check: Callable[[], None]) -> None:
     if not _jax.KEEPS_EFFECTS:
         return
     _hidden.report()
-    rules = partial_eval.partial_eval_jaxpr_custom_rules
-    own = getattr(rules[primitives.scan_p], "jaxmpi_own", rules[primitives.scan_p])
-    rules[primitives.scan_p] = functools.partial(_divide_checkpointed_scan, own)
-    setattr(rules[primitives.scan_p], "jaxmpi_own", own)  # noqa: B010
+    _replace_rule(partial_eval.partial_eval_jaxpr_custom_rules, primitives.scan_p, _divide_checkpointed_scan)
+    _replace_rule(partial_eval.dce_rules, ad_checkpoint.remat_p, _keep_checkpoint)
+
+
+def _replace_rule(rules: dict[Any, Any], primitive: Any, instead: Callable[..., Any]) -> None:
+    own = getattr(rules[primitive], "jaxmpi_own", rules[primitive])
+    rules[primitive] = functools.partial(instead, own)
+    rules[primitive].jaxmpi_own = own
 
 
 # --- what communicates -----------------------------------------------------------------------------------------------
@@ -409,6 +413,24 @@ def _keep(own: Callable[..., Any], trace: Any, tracers: Any, results: Any, primi
     return equation
 
 
+def _keep_checkpoint(own: Callable[..., Any], used: Sequence[bool], equation: Any) -> Any:
+    """JAX drops a checkpoint that has neither operands nor results that are used, whatever its effects."""
+    inputs, kept = own(used, equation)
+    if kept is None and EFFECT in equation.effects:
+        return [True] * len(equation.invars), equation
+    return inputs, kept
+
+
+def _drop_none(own: Callable[..., Any], jaxpr: Any, *args: Any, **kwargs: Any) -> Any:
+    """Sees to it that what nothing depends on is not dropped where it communicates."""
+    kept, inputs = own(jaxpr, *args, **kwargs)
+    if EFFECT in jaxpr.effects:
+        before, after = (sum(EFFECT in equation.effects for equation in x.eqns) for x in (jaxpr, kept))
+        if before != after:
+            raise _refusal("a primitive that JAX leaves out where nothing depends on it")
+    return kept, inputs
+
+
 # --- 4. what is not known because its operands are ----------------------------------------------------------------------
 
 _HOISTING, _TRANSPOSING = "hoisting", "transposing"
@@ -583,6 +605,12 @@ HOOKS = (
         "new_eqn_recipe",
         "trace in_tracers out_tracers primitive params effects source_info ctx",
         _keep,
+    ),
+    (
+        partial_eval,
+        "dce_jaxpr",
+        "jaxpr used_outputs instantiate or jaxpr used_outputs instantiate live_inputs",
+        _drop_none,
     ),
     (partial_eval, "trace_to_jaxpr_nounits", "fun pvals instantiate", _divide),
     (_DIVIDE, "__init__", "self parent_trace name_stack tag", _begin_to_divide),
