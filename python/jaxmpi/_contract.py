@@ -242,7 +242,8 @@ def check() -> None:
     if not _state["checked"] and not _state["checking"]:
         _state["checking"] = True
         try:
-            _state["broken"] = broken()
+            with _jax.no_trace(), jax.disable_jit(False):  # whatever the first derivative is taken in
+                _state["broken"] = broken()
         finally:
             _state.update(checking=False, checked=True)
     if _state["broken"] is not None:

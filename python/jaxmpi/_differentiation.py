@@ -44,6 +44,7 @@ Link = Callable[[Any, Sequence[Any], Any], Any]
 """(value or None, seeds, like) -> the value, or zeros like the third, that JAX takes for a linear function of all."""
 
 _link: Link
+_link_primitive: _jax.Primitive
 _check: Callable[[], None]
 
 
@@ -58,10 +59,11 @@ HOOKS: tuple[tuple[Any, str, str, Callable[..., Any]], ...]
 """Functions of JAX, the parameters that they take, and what stands in their place."""
 
 
-def install(link: Link, check: Callable[[], None]) -> None:
-    """Tells JAX. `check` is called before a derivative of what communicates is taken, and raises where it cannot be."""
-    global _link, _check
-    _link, _check = link, check
+def install(link: Link, primitive: _jax.Primitive, check: Callable[[], None]) -> None:
+    """Tells JAX. `link` binds a `primitive`; `check` is called before a derivative of what communicates is taken, and
+    raises where it cannot be."""
+    global _link, _link_primitive, _check
+    _link, _link_primitive, _check = link, primitive, check
     for hook in HOOKS if _jax.KEEPS_EFFECTS else _REFUSALS:
         _jax.replace(*hook)
     if not _jax.KEEPS_EFFECTS:
@@ -413,9 +415,9 @@ def _keep(own: Callable[..., Any], trace: Any, tracers: Any, results: Any, primi
     return equation
 
 
-def _keep_checkpoint(own: Callable[..., Any], used: Sequence[bool], equation: Any) -> Any:
+def _keep_checkpoint(own: Callable[..., Any], used: Sequence[bool], equation: Any, *more: Any) -> Any:
     """JAX drops a checkpoint that has neither operands nor results that are used, whatever its effects."""
-    inputs, kept = own(used, equation)
+    inputs, kept = own(used, equation, *more)
     if kept is None and EFFECT in equation.effects:
         return [True] * len(equation.invars), equation
     return inputs, kept
@@ -431,7 +433,52 @@ def _drop_none(own: Callable[..., Any], jaxpr: Any, *args: Any, **kwargs: Any) -
     return kept, inputs
 
 
-# --- 4. what is not known because its operands are ----------------------------------------------------------------------
+# --- 4. what is transposed ----------------------------------------------------------------------------------------------
+
+_cotangents: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("cotangents", default=())
+"""Those with which the transposition that is going on was started."""
+
+
+def cotangents() -> tuple[Any, ...]:
+    """What a transposition was started with, for what has no cotangent of its own: see `_transpose`."""
+    return _cotangents.get()
+
+
+def _transpose(own: Callable[..., Any], jaxpr: Any, stack: Any, consts: Any, primals: Any, given: Any, **more: Any):
+    """The dual of what a differentiating trace does: there each operand depends on all that comes in, here each result
+    is depended on by all that goes out. So a cotangent is mapped on each rank by what maps it on any."""
+    if EFFECT not in jaxpr.effects:
+        return own(jaxpr, stack, consts, primals, given, **more)
+    known = [x for x in given if type(x) is not _jax.ad.Zero and _jax.inexact(x)]
+    token = _cotangents.set(tuple(known))
+    try:
+        return own(_with_results_linked(jaxpr), stack, consts, primals, given, **more)
+    finally:
+        _cotangents.reset(token)
+
+
+def _with_results_linked(jaxpr: Any) -> Any:
+    """The same computation, whose results are linear in those of all that communicates in it."""
+    equations, communicated = [], []
+    for equation in jaxpr.eqns:
+        if EFFECT in equation.effects:
+            outvars = [core.Var(x.aval) if isinstance(x, core.DropVar) else x for x in equation.outvars]
+            equation = equation.replace(outvars=outvars)
+            communicated += [x for x in outvars if _jax.inexact(x.aval)]
+        equations.append(equation)
+    links, results = [], []
+    for result in jaxpr.outvars:
+        others = [x for x in communicated if x is not result]
+        if not _jax.inexact(result.aval) or not others:
+            results.append(result)
+            continue
+        results.append(core.Var(result.aval))
+        params = {"own": True, "shape": tuple(result.aval.shape), "dtype": np.dtype(result.aval.dtype)}
+        links.append(core.new_jaxpr_eqn([result, *others], results[-1:], _link_primitive, params, set()))
+    return jaxpr.replace(eqns=[*equations, *links], outvars=results)
+
+
+# --- 5. what is not known because its operands are ----------------------------------------------------------------------
 
 _HOISTING, _TRANSPOSING = "hoisting", "transposing"
 _purpose: contextvars.ContextVar[str | None] = contextvars.ContextVar("purpose", default=None)
@@ -584,6 +631,7 @@ class _Dependence:
 
 # --- the places ----------------------------------------------------------------------------------------------------------
 
+_BACKWARD = "backward_pass3" if hasattr(private_ad, "backward_pass3") else "backward_pass"  # the latter in JAX 0.7
 _JVP, _LINEARIZE, _DIVIDE = private_ad.JVPTrace, private_ad.LinearizeTrace, partial_eval.JaxprTrace
 _PRIMITIVE = "self primitive tracers params or self primitive args params"
 _CUSTOM_JVP = "self primitive fun jvp tracers symbolic_zeros or self prim fun f_jvp tracers symbolic_zeros"
@@ -612,6 +660,7 @@ HOOKS = (
         "jaxpr used_outputs instantiate or jaxpr used_outputs instantiate live_inputs",
         _drop_none,
     ),
+    (private_ad, _BACKWARD, "jaxpr transform_stack consts primals_in cotangents_in", _transpose),
     (partial_eval, "trace_to_jaxpr_nounits", "fun pvals instantiate", _divide),
     (_DIVIDE, "__init__", "self parent_trace name_stack tag", _begin_to_divide),
     (_DIVIDE, "new_arg", "self pval", _begin_argument),

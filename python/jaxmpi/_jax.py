@@ -119,6 +119,11 @@ def replace(owner: Any, name: str, parameters: str, instead: Function) -> None:
     setattr(owner, name, call)
 
 
+def no_trace() -> Any:
+    """Within it computations are executed or traced as if nothing around them was."""
+    return core.set_current_trace(core.eval_trace)
+
+
 def current_source() -> Any:
     return source_info_util.current()
 

@@ -109,10 +109,11 @@ def _link_jvp(primals, tangents, *, own, **params):
 
 
 def _link_transpose(cotangent, *operands, own, **params):
-    others = [None] * (len(operands) - own)
-    if not own:
-        return others
-    return [cotangent if _jax.ad.is_undefined_primal(operands[0]) else None, *others]
+    # What depends on something is depended on by it: the cotangents of the seeds are zeros that are linear in this one.
+    if type(cotangent) is _jax.ad.Zero:
+        return [None] * len(operands)
+    seeds = [linked_zeros([cotangent], x.aval) if _jax.ad.is_undefined_primal(x) else None for x in operands[own:]]
+    return [cotangent if _jax.ad.is_undefined_primal(x) else None for x in operands[:own]] + seeds
 
 
 def _link_batch(axis, operands, axes, *, own, shape, dtype):
@@ -139,7 +140,7 @@ _jax.mlir.register_lowering(_link, _jax.mlir.lower_fun(_linked, multiple_results
 _jax.ad.primitive_jvps[_link] = _link_jvp
 _jax.ad.primitive_transposes[_link] = _link_transpose
 _jax.batching.fancy_primitive_batchers[_link] = _link_batch
-_differentiation.install(link, _contract.check)
+_differentiation.install(link, _link, _contract.check)
 
 
 # --- from a row to a primitive -------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from mpi4py import MPI
 
 from jaxmpi import _arguments as arguments
-from jaxmpi import _communicator, _jax, _native
+from jaxmpi import _communicator, _differentiation, _jax, _native
 from jaxmpi._order import IN_PLACE
 from jaxmpi._primitive import (
     COTANGENT,
@@ -154,7 +154,7 @@ def _transpose_scan(cotangent, template, params):
 
 def _transpose_send(cotangent, template, params):
     back = _of_cotangent(params, source=params["dest"], status=None, tag=params["tag"])
-    return bind("recv", back, jnp.zeros(template.shape, template.dtype))
+    return bind("recv", back, linked_zeros(_differentiation.cotangents(), template))
 
 
 def _transpose_recv(cotangent, template, params):
