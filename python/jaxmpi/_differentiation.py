@@ -452,19 +452,32 @@ def _transpose(own: Callable[..., Any], jaxpr: Any, stack: Any, consts: Any, pri
     known = [x for x in given if type(x) is not _jax.ad.Zero and _jax.inexact(x)]
     token = _cotangents.set(tuple(known))
     try:
-        return own(_with_results_linked(jaxpr), stack, consts, primals, given, **more)
+        arguments = zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *primals), strict=False)
+        linear = {x for x, value in arguments if isinstance(value, _LINEAR)}
+        return own(_with_results_linked(jaxpr, linear), stack, consts, primals, given, **more)
     finally:
         _cotangents.reset(token)
 
 
-def _with_results_linked(jaxpr: Any) -> Any:
-    """The same computation, whose results are linear in those of all that communicates in it."""
+_LINEAR = tuple(getattr(private_ad, name) for name in ("UndefinedPrimal", "GradAccum") if hasattr(private_ad, name))
+"""What stands for an argument in which a function is linear, while it is transposed."""
+
+
+def _with_results_linked(jaxpr: Any, linear: set[Any]) -> Any:
+    """The same computation, whose results are linear in those of all that communicates in it; `linear` are its
+    arguments in which it is."""
+    linear = set(linear)
     equations, communicated = [], []
     for equation in jaxpr.eqns:
+        if linear.isdisjoint(_jax.variables(equation.invars)):
+            equations.append(equation)
+            continue
         if EFFECT in equation.effects:
+            equation = _with_result(equation, linear)
             outvars = [core.Var(x.aval) if isinstance(x, core.DropVar) else x for x in equation.outvars]
             equation = equation.replace(outvars=outvars)
             communicated += [x for x in outvars if _jax.inexact(x.aval)]
+        linear.update(equation.outvars)
         equations.append(equation)
     links, results = [], []
     for result in jaxpr.outvars:
@@ -476,6 +489,39 @@ def _with_results_linked(jaxpr: Any) -> Any:
         params = {"own": True, "shape": tuple(result.aval.shape), "dtype": np.dtype(result.aval.dtype)}
         links.append(core.new_jaxpr_eqn([result, *others], results[-1:], _link_primitive, params, set()))
     return jaxpr.replace(eqns=[*equations, *links], outvars=results)
+
+
+def _with_result(equation: Any, linear: set[Any]) -> Any:
+    """A nested call, or a branch, that returns a value it is linear in, too, where it returns nothing else."""
+    possible = [
+        i
+        for i, x in enumerate(equation.invars)
+        if not isinstance(x, Literal) and x in linear and _jax.inexact(x.aval)
+    ]
+    params = equation.params
+    if any(_jax.inexact(x.aval) for x in equation.outvars) or not possible:
+        return equation
+    which = possible[0]
+    if equation.primitive in CALLS:
+        name = "jaxpr" if "jaxpr" in params else "call_jaxpr"
+        changed = {name: _with_output(params[name], which)}
+        if "out_shardings" in params:
+            changed["out_shardings"] = (*params["out_shardings"], _jax.UNSPECIFIED)
+            changed["out_layouts"] = (*params["out_layouts"], None)
+    elif equation.primitive is primitives.cond_p:
+        changed = {"branches": tuple(_with_output(branch, which - 1) for branch in params["branches"])}
+    else:
+        return equation
+    outvars = [*equation.outvars, core.Var(equation.invars[which].aval)]
+    return equation.replace(params={**params, **changed}, outvars=outvars)
+
+
+def _with_output(jaxpr: Any, which: int) -> Any:
+    """A jaxpr that returns one of its arguments, too."""
+    if hasattr(jaxpr, "jaxpr") and jaxpr.jaxpr is not jaxpr:
+        return jaxpr.replace(jaxpr=_with_output(jaxpr.jaxpr, which))
+    names = jaxpr.debug_info._replace(result_paths=("",) * (len(jaxpr.outvars) + 1))
+    return jaxpr.replace(outvars=[*jaxpr.outvars, jaxpr.invars[which]], debug_info=names)
 
 
 # --- 5. what is not known because its operands are ----------------------------------------------------------------------

@@ -19,6 +19,7 @@ from jax._src.array import ArrayImpl
 from jax._src.interpreters import mlir as private_mlir
 from jax._src.interpreters import partial_eval
 from jax._src.lib.mlir.dialects import hlo
+from jax._src.sharding_impls import UNSPECIFIED as UNSPECIFIED
 from jax._src.sharding_impls import UnspecifiedValue
 from jax.extend.core import Literal, primitives
 from jax.extend.core import Primitive as Primitive

@@ -259,7 +259,8 @@ class _Generator:
         return call
 
     def hand_jvp(self, known):
-        body = Body((self.linear(0),), 1)
+        # A template in a rule written by hand must depend on the tangent, as docs/autodiff.md says.
+        body = Body((replace(self.linear(0), template="own"),), 1)
         call = Call("hand_jvp", (self.one(known),), (body,))
         # What is done to the result would be done to its tangent too, by the rule.
         return call if self.options.documented else replace(self.varied(call), stopped_on=())
