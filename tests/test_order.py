@@ -209,3 +209,31 @@ def test_custom_derivatives(rank, size):
     value, tangent = jax.jit(lambda x: jax.jvp(largest, (x,), (2 * x,)))(jnp.ones(3))
     np.testing.assert_array_equal(value, np.ones(3))
     np.testing.assert_array_equal(tangent, np.full(3, 2.0 * size))
+
+
+@pytest.mark.parametrize("outer", [jax.jit, jaxmpi.jit], ids=["jit", "jaxmpi"])
+def test_loops_in_calls_without_operands(outer, comm, rank, size):
+    """Each happens as often as it is called: XLA 0.12 repeats a loop in a nested call that has no array operand."""
+
+    @jax.jit
+    def solve():
+        b = jnp.ones(2)
+
+        def step(_, u):
+            total = notoken.allreduce(u, MPI.SUM, comm=comm) / size
+            return u + (b - 2 * u - 0.5 * total) / 2
+
+        u = lax.fori_loop(0, 60, step, b)
+        notoken.allreduce(u, MPI.SUM, comm=comm)
+        return u, jnp.cos(u)
+
+    @outer
+    def twice(w):
+        (u, _), (_, v) = solve(), solve()
+        return u * w + v
+
+    if outer is jax.jit:
+        text = twice.lower(jnp.ones(2)).compile().as_text()
+        assert text.count(" while(") == 2, "two loops are stated"
+    np.testing.assert_allclose(twice(jnp.ones(2)), 0.4 + np.cos(np.full(2, 0.4)), rtol=1e-6)
+    np.testing.assert_array_equal(notoken.allreduce(jnp.full(1, rank), MPI.SUM, comm=comm), [size * (size - 1) / 2])

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from mpi4py import MPI
 
@@ -47,7 +46,7 @@ def _operations(jaxpr: Any, inside: str) -> Iterator[tuple[str, str, str]]:
                     yield from _operations(x, within)
 
 
-# --- the computations ----------------------------------------------------------------------------------------------------
+# --- the computations ------------------------------------------------------------------------------------------------
 
 
 def _bcast(x: Any = 1.0) -> Any:
@@ -88,7 +87,7 @@ def _value_ignored(x: Any) -> Any:
 def _unused(f: Callable[[], Any]) -> Any:
     from jax._src.interpreters import partial_eval
 
-    closed = jax.make_jaxpr(lambda x: (f(), x)[1])(1.0)
+    closed: Any = jax.make_jaxpr(lambda x: (f(), x)[1])(1.0)
     return partial_eval.dce_jaxpr(getattr(closed, "jaxpr", closed), [True])[0]
 
 
@@ -220,9 +219,9 @@ ASSUMPTIONS = (
 )
 
 
-# --- before the first derivative -----------------------------------------------------------------------------------------
+# --- before the first derivative -------------------------------------------------------------------------------------
 
-_state = {"checking": False, "broken": None, "checked": False}
+_state: dict[str, Any] = {"checking": False, "broken": None, "checked": False}
 
 
 def broken() -> str | None:

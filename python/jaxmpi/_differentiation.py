@@ -26,9 +26,9 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src import ad_checkpoint, core, custom_batching
-from jax._src.lax.control_flow import solves
 from jax._src.interpreters import ad as private_ad
 from jax._src.interpreters import partial_eval
+from jax._src.lax.control_flow import solves
 from jax.extend.core import Literal, primitives
 
 try:
@@ -109,6 +109,14 @@ class Operation(_jax.Primitive):
 
     multiple_results = True
 
+    def bind_with_trace(self, trace, args, *more):
+        if type(trace).__name__ == "JetTrace" and any(map(_jax.inexact, args)):
+            raise NotImplementedError(
+                f"{self.name}: jax.experimental.jet has no rule for communication. Nested jax.jvp gives the same "
+                "derivatives, on all ranks alike."
+            )
+        return super().bind_with_trace(trace, args, *more)
+
 
 def _communicates_when_called(function: Any, avals: Iterable[Any]) -> bool:
     """Whether a function that JAX has wrapped communicates; found out by tracing it."""
@@ -126,7 +134,7 @@ def _forget(function: Any) -> None:
             store.reset()
 
 
-# --- 1. traces that differentiate --------------------------------------------------------------------------------------
+# --- 1. traces that differentiate ------------------------------------------------------------------------------------
 
 _TRACERS = {private_ad.JVPTrace: private_ad.JVPTracer, private_ad.LinearizeTrace: private_ad.LinearizeTracer}
 _seeds: "weakref.WeakKeyDictionary[Any, list[Any] | tuple[Any, ...]]" = weakref.WeakKeyDictionary()
@@ -197,9 +205,9 @@ def _differentiate(own: Callable[..., Any], trace: Any, primitive: Any, tracers:
         return _OPENED[primitive](own, trace, primitive, tracers, params)
     if communicates(params) or _hidden.communicates(primitive, tracers, params):
         _check()
-        if (which := _hidden.differentiated_operands(primitive, params)) is None:
+        if (possible := _hidden.differentiated_operands(primitive, params)) is None:
             raise _refusal(primitive.name)
-        which = [i for i in which if _jax.inexact(tracers[i])]
+        which = [i for i in possible if _jax.inexact(tracers[i])]
         return own(trace, primitive, _linked(trace, tracers, which, primitive.name), params)
     return own(trace, primitive, tracers, params)
 
@@ -213,7 +221,7 @@ def _refuse_old(own: Callable[..., Any], trace: Any, primitive: Any, tracers: Se
     return own(trace, primitive, tracers, params)
 
 
-# --- what JAX opens ----------------------------------------------------------------------------------------------------
+# --- what JAX opens --------------------------------------------------------------------------------------------------
 
 
 def _one(trace: Any, tracers: Sequence[Any], start: int = 0, stop: int | None = None) -> list[int]:
@@ -350,7 +358,7 @@ _OPENED: dict[Any, Callable[..., Any]] = {
 _OBJECTS = {getattr(solves, name) for name in ("CustomRoot", "_RootLinearMap") if hasattr(solves, name)}
 
 
-# --- 2. functions with derivatives of their own ------------------------------------------------------------------------
+# --- 2. functions with derivatives of their own ----------------------------------------------------------------------
 
 
 def _differentiate_custom_jvp(own, trace, primitive, function, rule, tracers, *more, **options):
@@ -405,7 +413,7 @@ def _backward_communicates(forward: Any, backward: Any, avals: Sequence[Any], ou
         _forget(forward)
 
 
-# --- 3. what is divided ------------------------------------------------------------------------------------------------
+# --- 3. what is divided ----------------------------------------------------------------------------------------------
 
 
 def _keep(own: Callable[..., Any], trace: Any, tracers: Any, results: Any, primitive: Any, params: Any, *more: Any):
@@ -433,7 +441,7 @@ def _drop_none(own: Callable[..., Any], jaxpr: Any, *args: Any, **kwargs: Any) -
     return kept, inputs
 
 
-# --- 4. what is transposed ----------------------------------------------------------------------------------------------
+# --- 4. what is transposed -------------------------------------------------------------------------------------------
 
 _cotangents: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("cotangents", default=())
 """Those with which the transposition that is going on was started."""
@@ -494,9 +502,7 @@ def _with_results_linked(jaxpr: Any, linear: set[Any]) -> Any:
 def _with_result(equation: Any, linear: set[Any]) -> Any:
     """A nested call, or a branch, that returns a value it is linear in, too, where it returns nothing else."""
     possible = [
-        i
-        for i, x in enumerate(equation.invars)
-        if not isinstance(x, Literal) and x in linear and _jax.inexact(x.aval)
+        i for i, x in enumerate(equation.invars) if not isinstance(x, Literal) and x in linear and _jax.inexact(x.aval)
     ]
     params = equation.params
     if any(_jax.inexact(x.aval) for x in equation.outvars) or not possible:
@@ -524,7 +530,7 @@ def _with_output(jaxpr: Any, which: int) -> Any:
     return jaxpr.replace(outvars=[*jaxpr.outvars, jaxpr.invars[which]], debug_info=names)
 
 
-# --- 5. what is not known because its operands are ----------------------------------------------------------------------
+# --- 5. what is not known because its operands are -------------------------------------------------------------------
 
 _HOISTING, _TRANSPOSING = "hoisting", "transposing"
 _purpose: contextvars.ContextVar[str | None] = contextvars.ContextVar("purpose", default=None)
@@ -590,7 +596,9 @@ def _leave(own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequenc
     return own(trace, primitive, tracers, params)
 
 
-def _leave_custom(own: Callable[..., Any], trace: Any, primitive: Any, function: Any, *more: Any, **options: Any) -> Any:
+def _leave_custom(
+    own: Callable[..., Any], trace: Any, primitive: Any, function: Any, *more: Any, **options: Any
+) -> Any:
     if trace in _purposes:
         tracers = next(x for x in more if isinstance(x, (list, tuple)))
         if _communicates_when_called(function, [jax.typeof(x) for x in tracers]):
@@ -674,8 +682,7 @@ class _Dependence:
             )
 
 
-
-# --- the places ----------------------------------------------------------------------------------------------------------
+# --- the places ------------------------------------------------------------------------------------------------------
 
 _BACKWARD = "backward_pass3" if hasattr(private_ad, "backward_pass3") else "backward_pass"  # the latter in JAX 0.7
 _JVP, _LINEARIZE, _DIVIDE = private_ad.JVPTrace, private_ad.LinearizeTrace, partial_eval.JaxprTrace
@@ -715,6 +722,4 @@ HOOKS = (
     (_DIVIDE, "process_custom_vjp_call", "self prim f fwd bwd tracers out_trees symbolic_zeros", _leave_custom),
     *([(ad_checkpoint.RematTraced, "__call__", "self args", _checkpoint)] if HAS_NEWER_CHECKPOINT else []),
 )
-_REFUSALS = tuple(
-    (trace, "process_primitive", _PRIMITIVE, _refuse_old) for trace in (_JVP, _LINEARIZE, _DIVIDE)
-)
+_REFUSALS = tuple((trace, "process_primitive", _PRIMITIVE, _refuse_old) for trace in (_JVP, _LINEARIZE, _DIVIDE))

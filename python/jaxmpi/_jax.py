@@ -9,12 +9,12 @@ import inspect
 import re
 import threading
 import warnings
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import jax
 import numpy as np
-from jax._src import ad_checkpoint, config, core, dispatch, effects, pjit, source_info_util
+from jax._src import config, core, dispatch, effects, pjit, source_info_util
 from jax._src.array import ArrayImpl
 from jax._src.interpreters import mlir as private_mlir
 from jax._src.interpreters import partial_eval
@@ -98,7 +98,8 @@ def replace(owner: Any, name: str, parameters: str, instead: Function) -> None:
     Args:
       owner: a class or module of JAX.
       name: of the function in it.
-      parameters: the names of its parameters, in order, as they were in the versions tried; empty where a function does not tell.
+      parameters: the names of its parameters, in order, as they were in the versions tried; empty where a function
+        does not tell.
 
     Raises:
       ImportError: there is no such function, or it takes something else.
@@ -120,6 +121,13 @@ def replace(owner: Any, name: str, parameters: str, instead: Function) -> None:
     setattr(owner, name, call)
 
 
+def devices_of(ctx: Any) -> int:
+    """The number of devices for which a computation is lowered."""
+    context = ctx.module_context.axis_context
+    mesh = getattr(context, "mesh", None)
+    return mesh.size if mesh is not None else getattr(context, "num_devices", 1)
+
+
 def no_trace() -> Any:
     """Within it computations are executed or traced as if nothing around them was."""
     return core.set_current_trace(core.eval_trace)
@@ -138,7 +146,7 @@ def lower_calls_inline(effect: Effect) -> None:
     for primitive in (jit_p, primitives.call_p, primitives.closed_call_p, getattr(core, "eval_jaxpr_p", None)):
         if primitive is not None:
             entry = private_mlir._lowerings[primitive]
-            own = getattr(entry, "rule", entry)  # the rule itself in JAX 0.6
+            own: Any = getattr(entry, "rule", entry)  # the rule itself in JAX 0.6
             mlir.register_lowering(primitive, functools.partial(_lower_call, own, effect))
 
 
@@ -159,7 +167,8 @@ def without_objects(closed: Any) -> Any:
     high = getattr(closed, "is_high", False) or getattr(getattr(closed, "jaxpr", None), "is_high", False)
     if not high:
         return closed
-    return getattr(partial_eval, "lower_jaxpr2", partial_eval.lower_jaxpr)(closed)
+    lower: Any = getattr(partial_eval, "lower_jaxpr2", partial_eval.lower_jaxpr)
+    return lower(closed)
 
 
 def jit_disabled() -> bool:
