@@ -204,8 +204,8 @@ def make_lowering(row: Row, target: str = "jaxmpi_{}"):
         if (devices := _jax.devices_of(ctx)) > 1:
             raise NotImplementedError(
                 f"{row.name}: the computation is spread over {devices} devices of this process, and a rank "
-                "communicates from one. Gather its operands on one device with jax.device_put(x, jax.devices()[0]), or start a rank "
-                "for each device."
+                "communicates from one. Gather its operands on one device with jax.device_put(x, jax.devices()[0]), "
+                "or start a rank for each device."
             )
         part = row.part(params)
         passed = operands[:1] if part.operand else ()
