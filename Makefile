@@ -15,7 +15,7 @@ RUN := timeout $(LIMIT) $(BIN)/python -m jaxmpi.run
 SOURCES := $(wildcard csrc/* csrc/abi/* python/jaxmpi/*) meson.build pyproject.toml README.md
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-ranks fuzz test-device test-gpu test-c test-valgrind bench bench-gpu bench-quick compat lint format clean
+.PHONY: help setup demo test test-ranks test-clients fuzz test-device test-gpu test-c test-valgrind bench bench-gpu bench-quick compat lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -46,8 +46,16 @@ test: $(READY) ## all tests: 1, 2 and 4 ranks, order without asynchronous dispat
 	$(RUN) -n 2 -m pytest --color=no
 	$(RUN) -n 4 -m pytest --color=no
 	JAX_CPU_ENABLE_ASYNC_DISPATCH=false $(RUN) -n 2 -m pytest --color=no tests/test_order.py tests/test_jit.py
+	$(MAKE) test-clients
 	$(MAKE) test-device
 	$(MAKE) test-c
+
+$(VENV)/.clients: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check ".[clients]"
+	@touch $@
+
+test-clients: $(VENV)/.clients ## programs of optax, diffrax, equinox, lineax and JAX's solvers that communicate, on 2 ranks
+	JAXMPI_TEST_CLIENTS=1 $(RUN) -n 2 -m pytest --color=no tests/test_clients.py
 
 RANKS ?= 2
 test-ranks: $(READY) ## the suite on RANKS ranks alone (default 2)

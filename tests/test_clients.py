@@ -5,6 +5,7 @@ the gathered arrays in one process, without MPI: its value, its gradient, and it
 """
 
 import functools
+import os
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,8 @@ from mpi4py import MPI
 
 import jaxmpi
 from jaxmpi import notoken
+
+pytestmark = pytest.mark.skipif(not os.environ.get("JAXMPI_TEST_CLIENTS"), reason="`make test-clients` runs these")
 
 # Most of the time here goes into compiling.
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
