@@ -115,6 +115,8 @@ class Operation(_jax.Primitive):
                 f"{self.name}: jax.experimental.jet has no rule for communication. Nested jax.jvp gives the same "
                 "derivatives, on all ranks alike."
             )
+        if _cannot_be_traced.get():
+            raise _refusal("a function with jax.custom_jvp or jax.custom_vjp that looks at values")
         return super().bind_with_trace(trace, args, *more)
 
 
@@ -362,36 +364,84 @@ _OBJECTS = {getattr(solves, name) for name in ("CustomRoot", "_RootLinearMap") i
 
 
 def _differentiate_custom_jvp(own, trace, primitive, function, rule, tracers, *more, **options):
-    tracers = _linked_if(trace, tracers, lambda avals: _communicates_when_called(function, avals))
-    return own(trace, primitive, function, rule, tracers, *more, **options)
+    """All operands get tangents: the rule may communicate each of them, whether JAX has made it of zeros or not."""
+
+    def call(tracers):
+        return own(trace, primitive, function, rule, tracers, *more, **options)
+
+    possible = [i for i, x in enumerate(tracers) if _jax.inexact(x)]
+    if possible and not _zeros(trace, tracers, possible):
+        return call(tracers)
+    asked = _asked(trace, tracers, lambda avals: _communicates_when_called(function, avals))
+    if asked is None:
+        with _unknown():
+            return call(tracers)
+    return call(_linked(trace, tracers, _or_refuse(possible), "a function with jax.custom_jvp") if asked else tracers)
 
 
 def _differentiate_custom_vjp(own, trace, primitive, function, forward, backward, tracers, *more, **options):
+    """One operand has a tangent, so that the rules are called; a closed-over value, which is one too, may have none."""
+
+    def call(tracers):
+        return own(trace, primitive, function, forward, backward, tracers, *more, **options)
+
     def asks(avals):
         out_trees = options["out_trees"] if "out_trees" in options else more[0]
         return _communicates_when_called(function, avals) or _backward_communicates(forward, backward, avals, out_trees)
 
-    tracers = _linked_if(trace, tracers, asks)
-    return own(trace, primitive, function, forward, backward, tracers, *more, **options)
-
-
-def _linked_if(trace: Any, tracers: Sequence[Any], asks: Callable[[list[Any]], bool]) -> Sequence[Any]:
-    """The operands, all with tangents if a function of them communicates."""
-    _seeds_of(trace)
-    tangents = _tangents(trace, tracers)
     possible = [i for i, x in enumerate(tracers) if _jax.inexact(x)]
-    if all(type(tangents[i]) is not _jax.ad.Zero for i in possible) and possible:
-        return tracers
+    if len(_zeros(trace, tracers, possible)) < len(possible):
+        return call(tracers)
+    asked = _asked(trace, tracers, asks)
+    if asked is None:
+        with _unknown():
+            return call(tracers)
+    if not asked:
+        return call(tracers)
+    for i in _or_refuse(possible):
+        with contextlib.suppress(private_ad.CustomVJPException, *([] if i == possible[-1] else [AssertionError])):
+            return call(_linked(trace, tracers, [i], "a function with jax.custom_vjp"))
+    raise _refusal("a function with jax.custom_vjp that has closed-over values alone")
+
+
+def _zeros(trace: Any, tracers: Sequence[Any], which: Iterable[int]) -> list[int]:
+    """Those operands that have no tangent."""
+    _seeds_of(trace)
+    return [i for i in which if type(trace.to_primal_tangent_pair(tracers[i])[1]) is _jax.ad.Zero]
+
+
+def _asked(trace: Any, tracers: Sequence[Any], asks: Callable[[list[Any]], bool]) -> bool | None:
+    """Whether a function communicates; None where that cannot be found out by tracing it."""
     with core.set_current_trace(trace.parent_trace):
-        if not asks([jax.typeof(x) for x in tracers]):
-            return tracers
-    _check()
+        try:
+            communicates_then = asks([jax.typeof(x) for x in tracers])
+        except Exception:
+            return None
+    if communicates_then:
+        _check()
+    return communicates_then
+
+
+def _or_refuse(possible: list[int]) -> list[int]:
     if not possible:
         raise NotImplementedError(
             "jaxmpi: a function with jax.custom_jvp or jax.custom_vjp communicates and has no floating-point argument, "
             "so its rule is not called in a derivative. Give it one."
         )
-    return _linked(trace, tracers, possible, "a function with jax.custom_jvp or jax.custom_vjp")
+    return possible
+
+
+_cannot_be_traced: contextvars.ContextVar[bool] = contextvars.ContextVar("cannot_be_traced", default=False)
+
+
+@contextlib.contextmanager
+def _unknown() -> Iterator[None]:
+    """Within it operations are refused: it is not known that the function they are in is differentiated."""
+    token = _cannot_be_traced.set(True)
+    try:
+        yield
+    finally:
+        _cannot_be_traced.reset(token)
 
 
 def _backward_communicates(forward: Any, backward: Any, avals: Sequence[Any], out_trees: Callable[[], Any]) -> bool:
@@ -399,7 +449,7 @@ def _backward_communicates(forward: Any, backward: Any, avals: Sequence[Any], ou
     structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
     try:
         traced, results = jax.make_jaxpr(
-            lambda *xs: forward.call_wrapped(*[y for x in xs for y in (x, True)]), return_shape=True
+            lambda *xs: forward.call_wrapped(*[y for x in xs for y in (x, False)]), return_shape=True
         )(*structs)
         if EFFECT in traced.effects:
             return True
