@@ -5,6 +5,7 @@ nothing is compiled or sent. Where an operation is missing, or in another place,
 JAX's that is not there, or takes something else, is an error at import already: see `_differentiation.HOOKS`.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from jax import lax
 from mpi4py import MPI
 
 from jaxmpi import _differentiation, _jax
+from jaxmpi._order import EFFECT
 
 Operations = list[tuple[str, str, str]]
 """What a computation communicates, in order: inside what (`scan`, `cond`, ... or nothing), which, of what (a value, or
@@ -107,8 +109,49 @@ def _solve(x: Any) -> Any:
     return x * lax.custom_linear_solve(lambda u: 2 * _bcast(u), 1.0, lambda f, b: f(b), lambda f, b: f(b))
 
 
-def _transposed() -> Any:
-    return jax.make_jaxpr(lambda ct: jax.linear_transpose(jax.jit(lambda x: x + _recv()), 1.0)(ct))(1.0)
+def _transposed(receive: Callable[[], Any]) -> Any:
+    return jax.make_jaxpr(lambda ct: jax.linear_transpose(lambda x: x + receive(), 1.0)(ct))(1.0)
+
+
+def _received_by_custom_jvp() -> Any:
+    function = jax.custom_jvp(lambda _: _recv())
+    function.defjvp(lambda primals, tangents: (function(*primals), tangents[0]))
+    return function(1.0)
+
+
+def _received_by_custom_vjp() -> Any:
+    function = jax.custom_vjp(lambda _: _recv())
+    function.defvjp(lambda x: (function(x), None), lambda _, ct: (ct,))
+    return function(1.0)
+
+
+def _mapped() -> Any:
+    """A derivative of a derivative, mapped by what the inner one starts with, on which the operation has no bearing."""
+
+    def second(ct):
+        first = lambda x: jax.vjp(lambda x: (_bcast(x), x)[1], x)[1](ct)[0]  # noqa: E731
+        return jax.jvp(first, (1.0,), (1.0,))[1]
+
+    closed = jax.make_jaxpr(jax.vmap(second))(jnp.ones(2))
+    derivatives = [e for e in closed.jaxpr.eqns if e.params.get(_differentiation.DERIVATIVE) == "value"]
+    shapes = [equation.invars[0].aval.shape for equation in derivatives]
+    return jax.make_jaxpr(lambda x: _bcast(x) if shapes == [(2,)] else x)(1.0)
+
+
+def _dropped() -> Any:
+    """A primitive that communicates and whose own rule drops it; that is refused."""
+    from jax._src.interpreters import partial_eval
+
+    primitive = _jax.Primitive("jaxmpi.dropped")
+    primitive.def_effectful_abstract_eval(lambda x: (x, {EFFECT}))
+    partial_eval.dce_rules[primitive] = lambda *_: ([False], None)
+    try:
+        _unused(lambda: primitive.bind(1.0))
+    except NotImplementedError:
+        return jax.make_jaxpr(_bcast)(1.0)
+    finally:
+        del partial_eval.dce_rules[primitive]
+    return jax.make_jaxpr(lambda x: x)(1.0)
 
 
 def _newer_checkpoint() -> Any:
@@ -190,9 +233,19 @@ ASSUMPTIONS = (
         [("custom_jvp_call", "bcast", ""), ("", "bcast", "")],
     ),
     Assumption(
+        "the same in reverse mode",
+        lambda: _reverse(_custom_jvp),
+        [("custom_jvp_call", "bcast", ""), ("", "reduce", "cotangent")],
+    ),
+    Assumption(
         "the rules of a custom_vjp function are called for constants",
         lambda: _reverse(_custom_vjp),
         [("custom_vjp_call", "bcast", ""), ("", "bcast", "")],
+    ),
+    Assumption(
+        "so are they in a scan in a checkpoint",
+        lambda: _reverse(jax.checkpoint(lambda x: _repeat(_custom_vjp, x))),
+        [("scan", "bcast", ""), ("scan", "bcast", "")],
     ),
     Assumption(
         "a linear solve of constants is differentiated, and its matrix",
@@ -201,9 +254,25 @@ ASSUMPTIONS = (
     ),
     Assumption(
         "where a function is transposed, what communicates is transposed with it",
-        _transposed,
+        lambda: _transposed(jax.jit(_recv)),
         [("", "send", "cotangent")],
     ),
+    Assumption(
+        "also in a custom_jvp function of constants",
+        lambda: _transposed(_received_by_custom_jvp),
+        [("", "send", "cotangent")],
+    ),
+    Assumption(
+        "also in a custom_vjp function of constants",
+        lambda: _transposed(_received_by_custom_vjp),
+        [("", "send", "cotangent")],
+    ),
+    Assumption(
+        "a transposition is started by one function, and what no cotangent reaches depends on what it is started with",
+        _mapped,
+        [("", "bcast", "")],
+    ),
+    Assumption("what a primitive drops where nothing uses it is noticed", _dropped, [("", "bcast", "")]),
     Assumption("what a primitive of another library communicates is seen", _hidden, [("", "bcast", "")]),
     *(
         [
@@ -236,12 +305,25 @@ def broken() -> str | None:
     return None
 
 
+@contextlib.contextmanager
+def _whatever_is_around() -> Iterator[None]:
+    """Within it computations are traced alike, in whichever context the first derivative is taken."""
+    with (
+        _jax.no_trace(),
+        _jax.without_constant_folding(),
+        jax.disable_jit(False),
+        _jax.without_leak_checks(),
+        jax.transfer_guard("allow"),
+    ):
+        yield
+
+
 def check() -> None:
     """Raises NotImplementedError if this JAX does not do what derivatives rely on. It is looked at once."""
     if not _state["checked"] and not _state["checking"]:
         _state["checking"] = True
         try:
-            with _jax.no_trace(), jax.disable_jit(False):  # whatever the first derivative is taken in
+            with _whatever_is_around():
                 _state["broken"] = broken()
         finally:
             _state.update(checking=False, checked=True)

@@ -584,8 +584,9 @@ def _with_output(jaxpr: Any, which: int) -> Any:
 
 _HOISTING, _TRANSPOSING = "hoisting", "transposing"
 _purpose: contextvars.ContextVar[str | None] = contextvars.ContextVar("purpose", default=None)
-_purposes: "weakref.WeakKeyDictionary[Any, tuple[str, list[Any]]]" = weakref.WeakKeyDictionary()
-"""What a trace divides for, where that is not a derivative, and for a transposition the values that are unknown."""
+_PURPOSE = "jaxmpi_purpose"
+"""Attribute of a trace: what it divides for, where that is not a derivative, and for a transposition the values that
+are unknown. These refer to the trace, so it is kept nowhere else."""
 
 
 @contextlib.contextmanager
@@ -612,24 +613,25 @@ def _divide_checkpointed_scan(own: Callable[..., Any], *args: Any) -> Any:
 def _begin_to_divide(own: Callable[..., None], trace: Any, *args: Any) -> None:
     own(trace, *args)
     if (purpose := _purpose.get()) is not None:
-        _purposes[trace] = purpose, []
+        setattr(trace, _PURPOSE, (purpose, []))
         if purpose == _TRANSPOSING:
             _purpose.set(None)  # of this trace alone
 
 
 def _begin_argument(own: Callable[..., Any], trace: Any, value: Any) -> Any:
     tracer = own(trace, value)
-    if trace in _purposes and not tracer.is_known() and _jax.inexact(tracer):
-        _purposes[trace][1].append(tracer)
+    purpose, inputs = getattr(trace, _PURPOSE, (None, []))
+    if purpose == _TRANSPOSING and not tracer.is_known() and _jax.inexact(tracer):
+        inputs.append(tracer)
     return tracer
 
 
 def _leave(own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence[Any], params: Params) -> Any:
-    if trace not in _purposes or not (
+    if not hasattr(trace, _PURPOSE) or not (
         _is_ours(primitive) or communicates(params) or _hidden.communicates(primitive, tracers, params)
     ):
         return own(trace, primitive, tracers, params)
-    purpose, inputs = _purposes[trace]
+    purpose, inputs = getattr(trace, _PURPOSE)
     tracers = [trace.to_jaxpr_tracer(x) for x in tracers]
     if purpose == _HOISTING:
         return _stage(trace, primitive, tracers, params)
@@ -649,7 +651,7 @@ def _leave(own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequenc
 def _leave_custom(
     own: Callable[..., Any], trace: Any, primitive: Any, function: Any, *more: Any, **options: Any
 ) -> Any:
-    if trace in _purposes:
+    if hasattr(trace, _PURPOSE):
         tracers = next(x for x in more if isinstance(x, (list, tuple)))
         if _communicates_when_called(function, [jax.typeof(x) for x in tracers]):
             with core.set_current_trace(trace):

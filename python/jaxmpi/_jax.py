@@ -337,5 +337,10 @@ def without_constant_folding() -> Any:
     return config.eager_constant_folding(False)
 
 
+def without_leak_checks() -> Any:
+    """Within it `jax.checking_leaks` does not count."""
+    return config.check_tracer_leaks(False)
+
+
 def is_tracer(x: Any) -> bool:
     return isinstance(x, Tracer)

@@ -262,6 +262,7 @@ def _make_batching(row: Row, primitive: _jax.Primitive):
 
 def _make_jvp(row: Row, primitive: _jax.Primitive):
     def jvp(primals, tangents, **params):
+        _contract.check()  # also where JAX has not told the trace of it
         inexact = [_jax.inexact(x) for x in primals]
         if all(inexact) and (why_not := row.refuse(params)):
             raise NotImplementedError(f"{row.name} cannot be differentiated: {why_not}")
@@ -285,6 +286,7 @@ def _make_jvp(row: Row, primitive: _jax.Primitive):
 
 def _make_transpose(rule: Callable[..., Any]):
     def transpose(cotangents: Sequence[Any], operand, *templates, **params):
+        _contract.check()
         cotangent = _jax.ad.instantiate_zeros(cotangents[0]) if cotangents else None
         template = jax.ShapeDtypeStruct(operand.aval.shape, operand.aval.dtype)
         return [rule(cotangent, template, params), *(None for _ in templates)]
