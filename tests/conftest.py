@@ -50,6 +50,17 @@ def _rules():
         _device.check()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """JAX 0.6 has no derivatives of communication; what it refuses on all ranks alike is not tested there."""
+    try:
+        return (yield)
+    except NotImplementedError as error:
+        if "derivatives of communication need JAX 0.7" in str(error):
+            pytest.skip("this JAX has no derivatives of communication")
+        raise
+
+
 def pytest_sessionfinish(session, exitstatus):
     if _device is not None:
         _device.end()

@@ -286,6 +286,7 @@ def test_reduction_keeps_its_dtype(name, dtype, comm, rank):
         assert np.isfinite(np.asarray(tangent, np.float32)).all()
 
 
+@needs_new_jax
 def test_no_derivative(comm):
     own = MPI.Op.Create(lambda a, b, t: None, commute=True)
     with pytest.raises(NotImplementedError, match=r"MPI\.SUM.*MPI\.PROD.*MPI\.MAX"):
@@ -622,6 +623,7 @@ def test_constants_in_what_is_transposed(wrap, comm, rank, size):
         np.testing.assert_allclose(transposed, pull(w)[0], rtol=1e-12)
 
 
+@needs_new_jax
 @pytest.mark.parametrize("loop", ["scan", "while", "cond"])
 def test_constants_in_loops_that_are_transposed(loop, comm, rank):
     """Refused before anything is sent; on one rank alone here, as no other one has to know."""
