@@ -155,17 +155,13 @@ static ffi_error *bcast(struct call *c) {
   return NULL;
 }
 
-/* in: truth values, of which one that is true is an error. Communicates nothing. */
+/* in: truth values, of which one that is true is the error that the text describes. Communicates nothing. */
 static ffi_error *check(struct call *c) {
   struct check_attributes a;
   memcpy(&a, c->attributes, sizeof a);
   const bool *found = c->in.data;
   for (int64_t i = 0; i < c->in.count; i++)
-    if (found[i])
-      return call_fail(c, FFI_FAILED_PRECONDITION,
-                       "the cotangent of an allreduce differs from that of rank 0, though what is computed from its "
-                       "result must be the same on all ranks: gradients would be wrong. The allreduce is at %s",
-                       (const char *)object_of(a.text));
+    if (found[i]) return call_fail(c, FFI_FAILED_PRECONDITION, "%s", (const char *)object_of(a.text));
   return NULL;
 }
 

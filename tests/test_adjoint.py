@@ -696,3 +696,123 @@ def test_replicate_of_a_constant(comm, rank, size):
         return notoken.allreduce(jaxmpi.replicate(2.0 if rank else w) * w, MPI.SUM)
 
     np.testing.assert_allclose(jax.grad(loss)(3.0), 3.0 + sum(3.0 for _ in range(size)) if rank == 0 else 2.0)
+
+
+# --- one loss on all ranks ------------------------------------------------------------------------------------------
+
+
+def products_with_hessian(loss, x, v):
+    """The gradient, and the second derivative along `v` in forward over reverse, reverse over reverse and reverse over
+    forward mode."""
+    gradient, forward = jax.jvp(jax.grad(loss), (x,), (v,))
+    reverse = jax.grad(lambda x: jnp.vdot(jax.grad(loss)(x), v))(x)
+    of_tangent = jax.grad(lambda x: jax.jvp(loss, (x,), (v,))[1])(x)
+    return gradient, forward, reverse, of_tangent
+
+
+def one_loss(y):
+    """Of an array (n, 3), with a full Hessian and nothing that is alike in two rows."""
+    weights = jnp.linspace(0.3, 1.7, y.size).reshape(y.shape)
+    return jnp.sum(jnp.sin(weights * y)) + jnp.sum(weights * y) ** 3
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit, jaxmpi.jit], ids=["plain", "jit", "jaxmpi"])
+@pytest.mark.parametrize("name", ["allgather", "bcast"])
+def test_invariant(name, jit, comm, rank, size):
+    """What every rank has been sent, and a loss of it that every rank computes: the derivatives of one loss, not N."""
+    x, v = draw((2, 3), float, rank, 0), draw((2, 3), float, rank, 1)
+    xs, vs = (jnp.asarray(comm.allgather(np.asarray(array))) for array in (x, v))
+    for root in range(size if name == "bcast" else 1):
+
+        def loss(x, root=root):
+            y = notoken.allgather(x) if name == "allgather" else notoken.bcast(x, root)
+            return one_loss(jaxmpi.invariant(y).reshape(-1, 3))
+
+        def whole(xs, root=root):
+            return one_loss((xs if name == "allgather" else xs[root]).reshape(-1, 3))
+
+        np.testing.assert_allclose(jit(loss)(x), whole(xs), rtol=1e-12)
+        first, second = jax.jvp(jax.grad(whole), (xs,), (vs,))
+        gradient, *products = jit(lambda x, v, loss=loss: products_with_hessian(loss, x, v))(x, v)
+        np.testing.assert_allclose(gradient, first[rank], rtol=1e-12)
+        for product in products:
+            np.testing.assert_allclose(product, second[rank], rtol=1e-10)
+
+
+def test_invariant_makes_a_sum_an_allreduce(comm, rank, size):
+    """`allreduce` of a sum with its convention is the sum whose derivative is the true adjoint, then `invariant`."""
+    x, v = draw((2, 3), float, rank, 0), draw((2, 3), float, rank, 1)
+    conventional = products_with_hessian(lambda x: one_loss(notoken.allreduce(jnp.sin(x), MPI.SUM)), x, v)
+    true = products_with_hessian(
+        lambda x: one_loss(jaxmpi.invariant(jnp.sum(notoken.allgather(jnp.sin(x)), axis=0))), x, v
+    )
+    xs, vs = (jnp.asarray(comm.allgather(np.asarray(array))) for array in (x, v))
+    first, second = jax.jvp(jax.grad(lambda xs: one_loss(jnp.sum(jnp.sin(xs), axis=0))), (xs,), (vs,))
+    for a, b, witness in zip(conventional, true, (first, second, second, second), strict=True):
+        np.testing.assert_allclose(a, witness[rank], rtol=1e-10)
+        np.testing.assert_allclose(b, witness[rank], rtol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", [(), (3,), (0,), (2, 0)], ids=str)
+def test_invariant_of_dtypes_and_shapes(shape, dtype, comm, rank, size):
+    """The identity in forward mode, and each transpose's transpose; a transpose divides."""
+    dtype = jnp.dtype(dtype)
+    x, t, w = (draw(shape, dtype, seed, seed) for seed in range(3))
+    y, tangent = jax.jvp(jaxmpi.invariant, (x,), (t,))
+    np.testing.assert_array_equal(y, x)
+    np.testing.assert_array_equal(tangent, t)
+    pull = jax.linear_transpose(jaxmpi.invariant, x)
+    push = jax.linear_transpose(lambda w: pull(w)[0], w)
+    again = jax.linear_transpose(lambda t: push(t)[0], t)
+    for f, argument, expected in ((pull, w, w / size), (push, t, t), (again, w, w / size)):
+        (got,) = f(argument)
+        assert got.dtype == dtype
+        assert got.shape == shape
+        close = {"rtol": 4 * float(jnp.finfo(dtype).eps)}
+        wide = np.complex128 if jnp.issubdtype(dtype, jnp.complexfloating) else float
+        np.testing.assert_allclose(np.asarray(got, wide), np.asarray(expected, wide), **close)
+
+
+def test_invariant_under_vmap(comm, rank, size):
+    x = draw((4, 3), float, rank, 0)
+    xs = jnp.asarray(comm.allgather(np.asarray(x)))
+
+    def loss(x):
+        return one_loss(jaxmpi.invariant(notoken.allgather(x)))
+
+    expected = jax.vmap(jax.grad(one_loss), 1, 1)(xs)[rank]
+    for jit in (lambda f: f, jax.jit, jaxmpi.jit):
+        np.testing.assert_allclose(jit(jax.vmap(jax.grad(loss)))(x), expected, rtol=1e-12)
+    np.testing.assert_array_equal(jax.vmap(jaxmpi.invariant, 1, 1)(x), x)
+
+
+def test_invariant_of_a_pytree_and_integers(comm, rank, size):
+    tree = {"w": jnp.arange(2.0), "n": jnp.arange(3), "on": jnp.asarray(True), "b": 1.0}
+    same = jaxmpi.invariant(tree)
+    assert jax.tree.structure(same) == jax.tree.structure(tree)
+    for a, b in zip(jax.tree.leaves(same), jax.tree.leaves(tree), strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert a.dtype == jnp.asarray(b).dtype
+    assert notoken.invariant is jaxmpi.invariant
+
+    def loss(x):
+        y = jaxmpi.invariant({**tree, "w": notoken.allgather(x)})
+        return jnp.sum(y["w"] * y["b"]) * jnp.sum(y["n"])
+
+    np.testing.assert_allclose(jax.grad(loss)(jnp.ones(2)), np.full(2, 3.0))
+    half = comm.Split(rank % 2, rank)
+    (gradient,) = jax.vjp(lambda x: jaxmpi.invariant(x, comm=half), 1.0)[1](1.0)
+    np.testing.assert_allclose(gradient, 1 / half.size)
+
+
+def test_invariant_of_a_constant(comm, rank, size):
+    """On one rank alone it depends on what is differentiated."""
+    y = 2.0 * jnp.ones(2)
+
+    def loss(x):
+        return jnp.sum(jaxmpi.invariant(x if rank == 0 else y) ** 2) + 0 * jnp.sum(x)
+
+    expected = 2 * y / size if rank == 0 else 0 * y
+    for jit in (lambda f: f, jax.jit, jax.checkpoint):
+        np.testing.assert_allclose(jax.grad(jit(loss))(y), expected, rtol=1e-12)

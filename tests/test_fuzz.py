@@ -7,12 +7,14 @@ program, `--shrink S` in the place of `--seed S` makes it smaller.
 import random
 
 import pytest
+from mpi4py import MPI
 
 from fuzzing import checks, programs
 from fuzzing.vectors import constant
 from fuzzing.witness import Witness
 from table import NEW_JAX, _accumulate
 
+pytestmark = pytest.mark.skipif(MPI.COMM_WORLD.size > 3, reason="compiles for too long on more ranks than cores")
 OPTIONS = programs.Options(used=not NEW_JAX, documented=True)
 
 

@@ -91,12 +91,12 @@ _text = functools.cache(Text)
 _PACKAGE = os.path.dirname(__file__) + os.sep
 
 
-def calling_line() -> Text:
-    """The line of the user's program that has called the package."""
+def with_calling_line(text: str) -> Text:
+    """A text that ends with the line of the user's program that has called the package."""
     frame: Any = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
-    return _text(f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})")
+    return _text(f"{text} {frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})")
 
 
 _statuses: dict[int, Status] = {}

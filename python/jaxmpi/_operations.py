@@ -10,7 +10,7 @@ from jaxmpi import _arguments as arguments
 from jaxmpi import _communicator, _devices, _jax
 from jaxmpi._order import IN_PLACE, Token, after
 from jaxmpi._primitive import Params
-from jaxmpi._table import CHECK, LINE, bind
+from jaxmpi._table import CHECK, LINE, bind, check_same
 
 Leaf = Callable[..., jax.Array]
 """Checks one leaf and makes it an array: (leaf, *more, operation, argument) -> array."""
@@ -29,7 +29,10 @@ def _reducing(operation: str, comm: Any, x: Any, op: MPI.Op, **more: Any) -> Any
     reduction = arguments.reduction(op, operation)
     params = {"comm": comm, "op": reduction, IN_PLACE: True, **more}
     if CHECK and operation == "allreduce":
-        params[LINE] = arguments.calling_line()
+        params[LINE] = arguments.with_calling_line(
+            "the cotangent of an allreduce differs from that of rank 0, though what is computed from its result must "
+            "be the same on all ranks: gradients would be wrong. The allreduce is at"
+        )
     return _each(operation, params, x, arguments.reducible, reduction)
 
 
@@ -149,6 +152,41 @@ def gather(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = None
     resolved = _communicator.resolve(comm, "gather")
     root = arguments.rank(root, resolved, "gather", "root")
     return _each("gather", {"comm": resolved, "root": root}, x, arguments.array), after(token)
+
+
+def invariant(x: Any, *, comm: MPI.Comm | None = None) -> Any:
+    """`x` itself, whose cotangents are divided by the number of ranks: for values that are the same on all ranks.
+
+    The partner of `replicate`: where the ranks have been sent the same values, by `allgather` or `bcast`, and all of
+    them compute the same loss from these, that loss counts once, and its gradient is that of one loss only if the
+    values pass through here first; otherwise it is that of the sum of all ranks' losses, N times too large. Identity
+    forwards, division backwards: JAX's cast from varying to invariant, as `replicate` is the one from invariant to
+    varying (docs/autodiff.md). The result of `allreduce` of a sum is invariant by itself. Communicates nothing; but in
+    a differentiated function all ranks must call it, as they call other operations.
+
+    Args:
+      x: array of any shape, or a pytree of such; the same on all ranks, and used alike from here on. With
+        `JAXMPI_CHECK=1` the values are compared, at the cost of a `bcast` for each array; otherwise not. Integers and
+        truth values have no cotangents.
+      comm: an intra-communicator, whose ranks count; a clone of COMM_WORLD where it is None.
+
+    Returns:
+      `x`, as arrays of the same shapes and dtypes.
+
+    Raises:
+      TypeError, ValueError: an argument is of the wrong type, or a communicator has been freed; while tracing.
+      jax.errors.JaxRuntimeError: at run time, with `JAXMPI_CHECK=1`, on each rank whose values differ from those of
+      rank 0 by more than rounding; it names the line. Other ranks go on.
+    """
+    params: Params = {"comm": _communicator.resolve(comm, "invariant")}
+    if CHECK:
+        text = arguments.with_calling_line(
+            "a value given to invariant differs from that of rank 0, though it must be the same on all ranks: "
+            "gradients would be wrong. The invariant is at"
+        )
+        for leaf in [arguments.array(leaf, "invariant", "x") for leaf in jax.tree.leaves(x)]:
+            check_same(leaf, params, text)
+    return _each("invariant", params, x, arguments.array)
 
 
 def recv(

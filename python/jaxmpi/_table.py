@@ -35,7 +35,7 @@ CHECK = _communicator.CHECK
 """Whether ranks compare what must be the same on all of them."""
 
 LINE = "line"
-"""Parameter of an allreduce where that is checked: the line of the user's program that called it."""
+"""Parameter of an allreduce where that is checked: the error, with the line of the user's program that called it."""
 
 
 def bind(name: str, params: Params, *operands: Any) -> Any:
@@ -98,15 +98,22 @@ def _transpose_allreduce(cotangent, template, params):
     # The result is replicated and a loss made of it counts once, so its cotangent is passed on as it is. What
     # undoes that in a second transposition is allreduce again: that is the operation `replicate`.
     if LINE in params:
-        first = bind("bcast", _of_cotangent(params, root=0, **{IN_PLACE: False}), cotangent)
-        bind("check", {"comm": params["comm"], "text": params[LINE]}, _differs(cotangent, first))
+        check_same(cotangent, _of_cotangent(params), params[LINE])
     return bind("replicate", _of_cotangent(params), cotangent)
+
+
+def check_same(x: Any, params: Params, text: arguments.Text) -> None:
+    """Lets ranks whose array differs from that of rank 0 raise with the text."""
+    first = bind("bcast", {**params, "root": 0, IN_PLACE: False}, x)
+    bind("check", {"comm": params["comm"], "text": text}, _differs(x, first))
 
 
 def _differs(x, y):
     """Whether two arrays are different by more than rounding can make them."""
     if x.size == 0:
         return jnp.zeros((), bool)
+    if not _jax.inexact(x):
+        return jnp.any(x != y)
     finite = jnp.isfinite(x) & jnp.isfinite(y)
     scale = jnp.max(jnp.where(finite, jnp.abs(y), 0))
     close = jnp.abs(jnp.where(finite, x - y, 0)) <= 100 * jnp.finfo(x.dtype).eps * scale
@@ -115,6 +122,16 @@ def _differs(x, y):
 
 def _transpose_replicate(cotangent, template, params):
     return bind("allreduce", _of_cotangent(params, **_SUMMING), cotangent)
+
+
+def _transpose_invariant(cotangent, template, params):
+    # Of a value that counts once each rank has the whole cotangent, of one that counts on each rank its share. What
+    # takes the one for the other is `varying`, so that the transpose of this division is the identity again.
+    return bind("varying", _of_cotangent(params), cotangent / params["comm"].size)
+
+
+def _transpose_varying(cotangent, template, params):
+    return bind("invariant", _of_cotangent(params), cotangent) * params["comm"].size
 
 
 def _transpose_alltoall(cotangent, template, params):
@@ -359,7 +376,8 @@ ROWS = (
     Row("alltoall", _same, batch=lambda p: (1, 1), transpose=_transpose_alltoall),
     Row("barrier", None, part=lambda p: Part(operand=False, result=False)),
     Row("bcast", _same, part=_part_of_bcast, transpose=_transpose_bcast),
-    Row("check", None, part=lambda p: Part(result=False)),
+    # Its truth values have no cotangent; but as it has an effect, it is transposed with what it is in.
+    Row("check", None, part=lambda p: Part(result=False), transpose=lambda *_: None),
     Row(
         "gather",
         lambda shape, p: _stacked(shape, p) if _on_root(p) else shape,
@@ -367,6 +385,7 @@ ROWS = (
         batch=lambda p: (0, 1 if _on_root(p) else 0),
         transpose=_transpose_gather,
     ),
+    Row("invariant", _same, transpose=_transpose_invariant, silent=True),
     Row(
         "recv",
         _same,
@@ -412,6 +431,7 @@ ROWS = (
         tangent_of_half=_tangent_of_half_exchange,
         transpose=_transpose_sendrecv,
     ),
+    Row("varying", _same, transpose=_transpose_varying, silent=True),
 )
 
 PRIMITIVES = {row.name: make_primitive(row) for row in ROWS}

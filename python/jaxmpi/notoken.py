@@ -43,6 +43,7 @@ scan = _without_token(_operations.scan)
 scatter = _without_token(_operations.scatter)
 send = _without_token(_operations.send)
 sendrecv = _without_token(_operations.sendrecv)
+invariant = _operations.invariant
 replicate = _operations.replicate
 has_cuda_support = _operations.has_cuda_support
 has_rocm_support = _operations.has_rocm_support
@@ -58,6 +59,7 @@ __all__ = [
     "has_cuda_support",
     "has_rocm_support",
     "has_sycl_support",
+    "invariant",
     "recv",
     "reduce",
     "replicate",

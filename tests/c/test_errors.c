@@ -167,7 +167,7 @@ static void a_text_longer_than_the_room_is_cut(void) {
 
 static void a_difference_is_an_error_that_quotes_the_text(void) {
   struct communicator *comm = world(RANK, SIZE);
-  static char text[] = "model.py:7 (loss)";
+  static char text[] = "they differ, at model.py:7 (100% of loss)";
   static bool differs[N];
   int64_t number = registry_add(text, NULL);
   for (int i = -1; i < N; i++) { /* nowhere, and at each place */
@@ -176,7 +176,7 @@ static void a_difference_is_an_error_that_quotes_the_text(void) {
       SUCCEEDS(RUN("check", ARRAY(BOOL, differs, N), NONE, COMM(comm), number));
     else
       FAILS(RUN("check", ARRAY(BOOL, differs, N), NONE, COMM(comm), number), FFI_FAILED_PRECONDITION,
-            "The allreduce is at model.py:7 (loss)");
+            "jaxmpi.check on rank 1 of 3: they differ, at model.py:7 (100% of loss)");
   }
   SUCCEEDS(RUN("check", ARRAY(BOOL, NULL, 0), NONE, COMM(comm), number));
   CHECK_EQUAL(communications(), 0);
@@ -193,7 +193,7 @@ static void check_unknown(ffi_error *error, const char *attribute) {
 }
 
 static void an_object_of_another_process_is_refused(void) {
-  static char text[] = "model.py:7 (loss)";
+  static char text[] = "they differ, at model.py:7 (100% of loss)";
   static bool differs[1] = {true};
   int64_t comm = COMM(world(RANK, SIZE)), sum = reduction("SUM"), state = COMM(status), line = COMM(text);
   struct array one = ARRAY(F32, in, N), result = ARRAY(F32, out, N);
