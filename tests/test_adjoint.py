@@ -784,7 +784,7 @@ def test_invariant_under_vmap(comm, rank, size):
     expected = jax.vmap(jax.grad(one_loss), 1, 1)(xs)[rank]
     for jit in (lambda f: f, jax.jit, jaxmpi.jit):
         np.testing.assert_allclose(jit(jax.vmap(jax.grad(loss)))(x), expected, rtol=1e-12)
-    np.testing.assert_array_equal(jax.vmap(jaxmpi.invariant, 1, 1)(x), x)
+    np.testing.assert_array_equal(jax.vmap(jaxmpi.invariant, 1, 1)(xs[0]), xs[0])
 
 
 def test_invariant_of_a_pytree_and_integers(comm, rank, size):

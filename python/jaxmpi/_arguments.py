@@ -88,13 +88,13 @@ class Text:
 
 
 _text = functools.cache(Text)
-_PACKAGE = os.path.dirname(__file__) + os.sep
+_PACKAGES = tuple(os.path.dirname(file) + os.sep for file in (__file__, jax.__file__))
 
 
 def with_calling_line(text: str) -> Text:
-    """A text that ends with the line of the user's program that has called the package."""
+    """A text that ends with the line of the user's program that has called the package, perhaps through JAX."""
     frame: Any = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGES):
         frame = frame.f_back
     return _text(f"{text} {frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})")
 

@@ -166,8 +166,8 @@ def invariant(x: Any, *, comm: MPI.Comm | None = None) -> Any:
 
     Args:
       x: array of any shape, or a pytree of such; the same on all ranks, and used alike from here on. With
-        `JAXMPI_CHECK=1` the values are compared, at the cost of a `bcast` for each array; otherwise not. Integers and
-        truth values have no cotangents.
+        `JAXMPI_CHECK=1` the values are compared, at the cost of a `bcast` for each array, and of its derivative;
+        otherwise not. Integers and truth values have no cotangents.
       comm: an intra-communicator, whose ranks count; a clone of COMM_WORLD where it is None.
 
     Returns:
@@ -176,7 +176,7 @@ def invariant(x: Any, *, comm: MPI.Comm | None = None) -> Any:
     Raises:
       TypeError, ValueError: an argument is of the wrong type, or a communicator has been freed; while tracing.
       jax.errors.JaxRuntimeError: at run time, with `JAXMPI_CHECK=1`, on each rank whose values differ from those of
-      rank 0 by more than rounding; it names the line. Other ranks go on.
+      rank 0 by more than rounding; it names the line. Other ranks go on, until they wait for these.
     """
     params: Params = {"comm": _communicator.resolve(comm, "invariant")}
     if CHECK:
@@ -184,8 +184,7 @@ def invariant(x: Any, *, comm: MPI.Comm | None = None) -> Any:
             "a value given to invariant differs from that of rank 0, though it must be the same on all ranks: "
             "gradients would be wrong. The invariant is at"
         )
-        for leaf in [arguments.array(leaf, "invariant", "x") for leaf in jax.tree.leaves(x)]:
-            check_same(leaf, params, text)
+        check_same([arguments.array(leaf, "invariant", "x") for leaf in jax.tree.leaves(x)], params, text)
     return _each("invariant", params, x, arguments.array)
 
 

@@ -8,7 +8,7 @@ An operation is a row in csrc/ops.def (its attributes), a body in csrc/ops.c, a 
 _operations.py, and a row in tests/table.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -98,14 +98,15 @@ def _transpose_allreduce(cotangent, template, params):
     # The result is replicated and a loss made of it counts once, so its cotangent is passed on as it is. What
     # undoes that in a second transposition is allreduce again: that is the operation `replicate`.
     if LINE in params:
-        check_same(cotangent, _of_cotangent(params), params[LINE])
+        check_same([cotangent], _of_cotangent(params), params[LINE])
     return bind("replicate", _of_cotangent(params), cotangent)
 
 
-def check_same(x: Any, params: Params, text: arguments.Text) -> None:
-    """Lets ranks whose array differs from that of rank 0 raise with the text."""
-    first = bind("bcast", {**params, "root": 0, IN_PLACE: False}, x)
-    bind("check", {"comm": params["comm"], "text": text}, _differs(x, first))
+def check_same(arrays: Sequence[Any], params: Params, text: arguments.Text) -> None:
+    """Lets ranks of whose arrays one differs from that of rank 0 raise with the text, once all have been compared."""
+    differ = [_differs(x, bind("bcast", {**params, "root": 0, IN_PLACE: False}, x)) for x in arrays]
+    if differ:
+        bind("check", {"comm": params["comm"], "text": text}, jnp.stack(differ))
 
 
 def _differs(x, y):
