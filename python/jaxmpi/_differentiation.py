@@ -317,9 +317,8 @@ def _open_linear_solve(own, trace, primitive, tracers, params):
 
 
 def _open_custom_vmap(own, trace, primitive, tracers, params):
-    if not (which := _one(trace, tracers)):
-        raise _refusal("a function with jax.custom_batching.custom_vmap and without a floating-point argument")
-    return own(trace, primitive, _linked(trace, tracers, which, "custom_vmap"), params)
+    """Refused: what is mapped in its tangent is the user's rule to say, and may differ from rank to rank."""
+    raise _refusal("a function with jax.custom_batching.custom_vmap")
 
 
 def _open_object(own, trace, primitive, tracers, params):
