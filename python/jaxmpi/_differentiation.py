@@ -6,10 +6,11 @@ otherwise at the few places through which every primitive passes, also one that 
 
 1. A trace that differentiates remembers the values that it was started with. What communicates gets an operand whose
    tangent is linear in all of them: so it is differentiated on every rank, and everywhere in the same pass.
-2. A function with a derivative of its own (`jax.custom_jvp`, `jax.custom_vjp`) that communicates gets such operands
-   only, so that its rule is called on every rank, and alike.
+2. A function with a derivative of its own (`jax.custom_jvp`, `jax.custom_vjp`) that communicates gets such operands, so
+   that its rule is called on every rank.
 3. Where JAX divides a computation into a known part and the rest, no equation that communicates is dropped.
-4. Where it takes out of a loop what is the same in each step, and where it transposes a function, nothing that
+4. Where it transposes, every cotangent depends on all that the transposition was started with.
+5. Where it takes out of a loop what is the same in each step, and where it transposes a function, nothing that
    communicates is taken for known because its operands are.
 
 What JAX opens by a rule of its own is in `_OPENED`, with what the rule needs; anything else that communicates inside is
@@ -239,15 +240,7 @@ def _open_call(own, trace, primitive, tracers, params):
     if which := _one(trace, tracers):
         return own(trace, primitive, _linked(trace, tracers, which, primitive.name), params)
     with core.set_current_trace(trace):
-        return _evaluate(_body(params), tracers)
-
-
-def _body(params: Params) -> Any:
-    return params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
-
-
-def _evaluate(jaxpr: Any, arguments: Sequence[Any]) -> list[Any]:
-    return core.eval_jaxpr(getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ()), *arguments)
+        return _jax.evaluate(_jax.called(params), *tracers)
 
 
 _ZERO = np.zeros((), jax.dtypes.canonicalize_dtype(float))
@@ -265,7 +258,7 @@ def _open_scan(own, trace, primitive, tracers, params):
     consts, init, xs = tracers[:constants], tracers[constants : constants + carried], tracers[constants + carried :]
 
     def step(carry, x):
-        result = _evaluate(params["jaxpr"], [*consts, *carry[1:], *x])
+        result = _jax.evaluate(params["jaxpr"], *consts, *carry[1:], *x)
         return [carry[0], *result[:carried]], result[carried:]
 
     options = {name: params[name] for name in ("length", "reverse", "unroll")}
@@ -277,7 +270,7 @@ def _open_scan(own, trace, primitive, tracers, params):
 def _open_cond(own, trace, primitive, tracers, params):
     if which := _one(trace, tracers, 1):
         return own(trace, primitive, _linked(trace, tracers, which, "cond"), params)
-    branches = [lambda _, *operands, b=b: _evaluate(b, operands) for b in params["branches"]]
+    branches = [lambda _, *operands, b=b: _jax.evaluate(b, *operands) for b in params["branches"]]
     with core.set_current_trace(trace):
         return jax.lax.switch(tracers[0], branches, _dummy(trace), *tracers[1:])
 
@@ -289,8 +282,8 @@ def _open_while(own, trace, primitive, tracers, params):
     of_test, of_step, init = tracers[:tests], tracers[tests : tests + steps], tracers[tests + steps :]
     with core.set_current_trace(trace):
         return jax.lax.while_loop(
-            lambda state: _evaluate(params["cond_jaxpr"], [*of_test, *state[1:]])[0],
-            lambda state: [state[0], *_evaluate(params["body_jaxpr"], [*of_step, *state[1:]])],
+            lambda state: _jax.evaluate(params["cond_jaxpr"], *of_test, *state[1:])[0],
+            lambda state: [state[0], *_jax.evaluate(params["body_jaxpr"], *of_step, *state[1:])],
             [_dummy(trace), *init],
         )[1:]
 
@@ -307,7 +300,7 @@ def _open_linear_solve(own, trace, primitive, tracers, params):
             matvec = jaxprs.matvec
             with core.set_current_trace(trace.parent_trace):
                 avals = [_ZERO, *(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in matvec.in_avals)]
-                wider = jax.make_jaxpr(lambda _, *arguments: _evaluate(matvec, arguments))(*avals)
+                wider = jax.make_jaxpr(lambda _, *arguments: _jax.evaluate(matvec, *arguments))(*avals)
             jaxprs = jaxprs._replace(matvec=wider)
             lengths = lengths._replace(matvec=lengths.matvec + 1)
             tracers, which = [_dummy(trace), *tracers], [i + 1 for i in which]
@@ -636,7 +629,7 @@ def _leave(own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequenc
         return _stage(trace, primitive, tracers, params)
     if primitive in CALLS:
         with core.set_current_trace(trace):
-            return _evaluate(_body(params), tracers)
+            return _jax.evaluate(_jax.called(params), *tracers)
     if _is_ours(primitive):
         possible = [i for i, x in enumerate(tracers) if _jax.inexact(x)]
         if possible and inputs and all(tracers[i].is_known() for i in possible):
@@ -700,7 +693,7 @@ class _Dependence:
     def of_equation(cls, primitive: Any, params: Params, given: Sequence[bool]) -> list[bool]:
         given = list(given)
         if primitive in CALLS:
-            return cls.of_jaxpr(_body(params), given)
+            return cls.of_jaxpr(_jax.called(params), given)
         if primitive is primitives.cond_p:
             branches = [cls.of_jaxpr(branch, given[1:]) for branch in params["branches"]]
             return [any(result) for result in zip(*branches, strict=True)]

@@ -151,15 +151,21 @@ def lower_calls_inline(effect: Effect) -> None:
 
 
 def _lower_call(own: Function, effect: Effect, ctx: Any, *args: Any, **params: Any) -> Any:
-    inner = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
+    inner = called(params)
     placed = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
     if effect not in inner.effects or not all(isinstance(x, UnspecifiedValue) for x in placed):
         return own(ctx, *args, **params)
-    return mlir.lower_fun(functools.partial(_evaluate_call, inner), multiple_results=True)(ctx, *args)
+    return mlir.lower_fun(functools.partial(evaluate, inner), multiple_results=True)(ctx, *args)
 
 
-def _evaluate_call(inner: Any, *args: Any) -> Any:
-    return core.eval_jaxpr(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), *args)
+def called(params: dict[str, Any]) -> Any:
+    """The computation inside a nested call with these parameters."""
+    return params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
+
+
+def evaluate(jaxpr: Any, *args: Any) -> list[Any]:
+    """The results of a jaxpr, closed or not, in the trace at hand."""
+    return core.eval_jaxpr(getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ()), *args)
 
 
 def without_objects(closed: Any) -> Any:
