@@ -173,6 +173,41 @@ def test_linear_solve_whose_matrix_depends_on_one_rank_alone(jit, comm, rank, si
     check(jit(f), draw((2,), float, rank, 0), comm, rtol=1e-9)
 
 
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "cond"])
+def test_solve_that_is_mapped_by_something_else(inside, comm, rank, size):
+    """A value is mapped where it depends on what is mapped, though transposing its matrix communicates."""
+
+    def f(x, t):
+        solve = lambda x, t: (solve_spread(x, jnp.cos(x)), t * 2)  # noqa: E731
+        y, t = lax.cond(x[0] < 9, solve, lambda x, t: (x, t), x, t) if inside else solve(x, t)
+        return notoken.allreduce(y if rank == 0 else jnp.ones(2), MPI.SUM) + t
+
+    x, ts = draw((2,), float, rank, 0), draw((3,), float, rank, 1)
+    expected = jnp.stack([f(x, t) for t in ts])
+    np.testing.assert_allclose(jax.vmap(lambda t: f(x, t))(ts), expected, rtol=1e-12)
+    np.testing.assert_allclose(jax.vmap(lambda t: jax.jvp(f, (x, 1.0), (x, t))[0])(ts), expected - 2 * ts[:, None] + 2)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_gradients_of_examples_that_one_rank_has(symmetric, comm, rank, size):
+    """What maps a derivative need not be what it is taken of: here the data, of which the last rank has some."""
+
+    def solve(matvec, b):
+        return lax.fori_loop(0, 60, lambda i, u: u + (b - matvec(u)) / 2, b)
+
+    def matvec(u):
+        return 2 * u + 0.3 * notoken.allreduce(jaxmpi.replicate(u), MPI.SUM) / size
+
+    def loss(w, example):
+        u = lax.custom_linear_solve(matvec, notoken.bcast(w, 0), solve, transpose_solve=solve, symmetric=symmetric)
+        return jnp.sum(jnp.sin(u) * example) if rank == size - 1 else jnp.sum(u)
+
+    w, examples = draw((2,), float, rank, 0), draw((3,), float, rank, 1)
+    for derivative in (jax.grad(loss), lambda w, example: jax.jvp(jax.grad(loss), (w, example), (w, 1.0))[1]):
+        expected = jnp.stack([derivative(w, example) for example in examples])
+        np.testing.assert_allclose(jax.vmap(derivative, in_axes=(None, 0))(w, examples), expected, rtol=1e-9)
+
+
 @JITS
 def test_root_of_constants(jit, comm, rank, size):
     """u + tanh(u's neighbour) / 4 = x, where x is a constant on rank 0."""

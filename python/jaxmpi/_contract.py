@@ -135,8 +135,18 @@ def _mapped() -> Any:
 
     closed = jax.make_jaxpr(jax.vmap(second))(jnp.ones(2))
     derivatives = [e for e in closed.jaxpr.eqns if e.params.get(_differentiation.DERIVATIVE) == "value"]
-    shapes = [equation.invars[0].aval.shape for equation in derivatives]
-    return jax.make_jaxpr(lambda x: _bcast(x) if shapes == [(2,)] else x)(1.0)
+    return _one_operation_if([equation.invars[0].aval.shape for equation in derivatives] == [(2,)])
+
+
+def _solved_once() -> Any:
+    """A linear solve in a function that is mapped by something else."""
+    closed = jax.make_jaxpr(jax.vmap(_solve))(jnp.ones(2))
+    solves = [e for e in closed.jaxpr.eqns if e.primitive.name == "custom_linear_solve"]
+    return _one_operation_if([equation.outvars[0].aval.shape for equation in solves] == [()])
+
+
+def _one_operation_if(right: bool) -> Any:
+    return jax.make_jaxpr(lambda x: _bcast(x) if right else x)(1.0)
 
 
 def _dropped() -> Any:
@@ -149,10 +159,10 @@ def _dropped() -> Any:
     try:
         _unused(lambda: primitive.bind(1.0))
     except NotImplementedError:
-        return jax.make_jaxpr(_bcast)(1.0)
+        return _one_operation_if(True)
     finally:
         del partial_eval.dce_rules[primitive]
-    return jax.make_jaxpr(lambda x: x)(1.0)
+    return _one_operation_if(False)
 
 
 def _newer_checkpoint() -> Any:
@@ -171,7 +181,7 @@ def _hidden() -> Any:
 
     primitive.def_abstract_eval(evaluate)
     (equation,) = jax.make_jaxpr(primitive.bind)(1.0).eqns
-    return jax.make_jaxpr(lambda x: _bcast(x) if equation.effects else x)(1.0)
+    return _one_operation_if(bool(equation.effects))
 
 
 _VALUE_THEN_TANGENT = [("", "bcast", ""), ("", "bcast", "tangent")]
@@ -271,6 +281,11 @@ ASSUMPTIONS = (
     Assumption(
         "a transposition is started by one function, and what no cotangent reaches depends on what it is started with",
         _mapped,
+        [("", "bcast", "")],
+    ),
+    Assumption(
+        "the matrix of a linear solve is transposed by one function, and is no derivative",
+        _solved_once,
         [("", "bcast", "")],
     ),
     Assumption("what a primitive drops where nothing uses it is noticed", _dropped, [("", "bcast", "")]),

@@ -41,8 +41,9 @@ from jaxmpi import _hidden, _jax
 from jaxmpi._order import EFFECT
 
 Params = dict[str, Any]
-Link = Callable[[Any, Sequence[Any], Any], Any]
-"""(value or None, seeds, like) -> the value, or zeros like the third, that JAX takes for a linear function of all."""
+Link = Callable[[Any, Sequence[Any], Any, bool], Any]
+"""(value or None, seeds, like, always) -> the value, or zeros like the third, that JAX takes for a linear function of
+all; with `always` whatever maps any of the computation by `vmap` maps it, too."""
 
 _link: Link
 _link_primitive: _jax.Primitive
@@ -165,8 +166,11 @@ def _tangents(trace: Any, tracers: Sequence[Any]) -> list[Any]:
     return [trace.to_primal_tangent_pair(x)[1] for x in tracers]
 
 
-def _linked(trace: Any, tracers: Sequence[Any], which: Iterable[int], why: str) -> list[Any]:
-    """The operands, of which those in `which` have tangents that are linear in all that `trace` differentiates."""
+def _linked(trace: Any, tracers: Sequence[Any], which: Iterable[int], why: str, always: bool = True) -> list[Any]:
+    """The operands, of which those in `which` have tangents that are linear in all that `trace` differentiates.
+
+    They are mapped by any `vmap` outside: on another rank they may depend on what it maps, and here on nothing.
+    """
     tracers = list(tracers)
     seeds = _seeds_of(trace)
     for i in which:
@@ -179,17 +183,20 @@ def _linked(trace: Any, tracers: Sequence[Any], which: Iterable[int], why: str) 
                 "argument to differentiate with respect to."
             )
         with core.set_current_trace(getattr(trace, "tangent_trace", trace.parent_trace)):
-            tangent = _link(own, [seed for _, seed in seeds], jax.typeof(primal))
+            tangent = _link(own, [seed for _, seed in seeds], jax.typeof(primal), always)
         tracers[i] = _TRACERS[type(trace)](trace, primal, tangent)
     return tracers
 
 
-def _linked_value(trace: Any, tracer: Any) -> Any:
-    """An operand of a derivative that is differentiated further: on each rank it depends on what that is taken of, as
-    it may on others, and so is mapped by whatever maps that."""
+def _differentiate_link(own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence[Any], params: Params):
+    """A derivative that is differentiated further is a value, which is mapped where it depends on what is mapped. On
+    each rank it depends on all that is differentiated, as it may on others."""
+    linked = any(type(tangent) is not _jax.ad.Zero for tangent in _tangents(trace, tracers))
+    result = own(trace, primitive, tracers, params if linked else {**params, "always": False})
+    primal, tangent = trace.to_primal_tangent_pair(result)
     with core.set_current_trace(trace.parent_trace):
-        primal = _link(tracer.primal, [seed for seed, _ in _seeds_of(trace)], jax.typeof(tracer.primal))
-    return _TRACERS[type(trace)](trace, primal, tracer.tangent)
+        primal = _link(primal, [seed for seed, _ in _seeds_of(trace)], jax.typeof(primal), False)
+    return _TRACERS[type(trace)](trace, primal, tangent) if linked else primal
 
 
 def _differentiate(own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence[Any], params: Params) -> Any:
@@ -198,9 +205,9 @@ def _differentiate(own: Callable[..., Any], trace: Any, primitive: Any, tracers:
         _check()
         which = [i for i, x in enumerate(tracers) if _jax.inexact(x)][:1]
         tracers = _linked(trace, tracers, which, primitive.name)
-        if which and DERIVATIVE in params:
-            tracers[which[0]] = _linked_value(trace, tracers[which[0]])
         return own(trace, primitive, tracers, params)
+    if primitive is _link_primitive and params["always"]:
+        return _differentiate_link(own, trace, primitive, tracers, params)
     if primitive in _OPENED:
         if not communicates(params):
             return own(trace, primitive, tracers, params)
@@ -368,7 +375,7 @@ def _differentiate_custom_jvp(own, trace, primitive, function, rule, tracers, *m
     if asked is None:
         with _unknown():
             return call(tracers)
-    return call(_linked(trace, tracers, _or_refuse(possible), "a function with jax.custom_jvp") if asked else tracers)
+    return call(_linked(trace, tracers, _or_refuse(possible), "a function with jax.custom_jvp", False) if asked else tracers)
 
 
 def _differentiate_custom_vjp(own, trace, primitive, function, forward, backward, tracers, *more, **options):
@@ -392,7 +399,7 @@ def _differentiate_custom_vjp(own, trace, primitive, function, forward, backward
         return call(tracers)
     for i in _or_refuse(possible):
         with contextlib.suppress(private_ad.CustomVJPException, *([] if i == possible[-1] else [AssertionError])):
-            return call(_linked(trace, tracers, [i], "a function with jax.custom_vjp"))
+            return call(_linked(trace, tracers, [i], "a function with jax.custom_vjp", False))
     raise _refusal("a function with jax.custom_vjp that has closed-over values alone")
 
 
@@ -494,12 +501,32 @@ def cotangents() -> tuple[Any, ...]:
     return _cotangents.get()
 
 
+_solving: contextvars.ContextVar[bool] = contextvars.ContextVar("solving", default=False)
+"""Whether the matrix of a linear solve is transposed, which is a value rather than a derivative."""
+
+
+def _transpose_matrix(own: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+    transposed = own(*args)
+
+    def call(x):
+        token = _solving.set(True)
+        try:
+            return transposed(x)
+        finally:
+            _solving.reset(token)
+
+    return call
+
+
 def _transpose(own: Callable[..., Any], jaxpr: Any, stack: Any, consts: Any, primals: Any, given: Any, **more: Any):
     """The dual of what a differentiating trace does: there each operand depends on all that comes in, here each result
     is depended on by all that goes out. So a cotangent is mapped on each rank by what maps it on any."""
     if EFFECT not in jaxpr.effects:
         return own(jaxpr, stack, consts, primals, given, **more)
-    known = [x for x in given if type(x) is not _jax.ad.Zero and _jax.inexact(x)]
+    always = not _solving.get()
+    has_tangent = [type(x) is not _jax.ad.Zero and _jax.inexact(x) for x in given]
+    given = [_link(x, [], jax.typeof(x), always) if has else x for x, has in zip(given, has_tangent, strict=True)]
+    known = [x for x, has in zip(given, has_tangent, strict=True) if has]
     token = _cotangents.set(tuple(known))
     try:
         arguments = zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *primals), strict=False)
@@ -536,7 +563,7 @@ def _with_results_linked(jaxpr: Any, linear: set[Any]) -> Any:
             results.append(result)
             continue
         results.append(core.Var(result.aval))
-        params = {"own": True, "shape": tuple(result.aval.shape), "dtype": np.dtype(result.aval.dtype)}
+        params = {"own": True, "always": False, "shape": tuple(result.aval.shape), "dtype": np.dtype(result.aval.dtype)}
         links.append(core.new_jaxpr_eqn([result, *others], results[-1:], _link_primitive, params, set()))
     return jaxpr.replace(eqns=[*equations, *links], outvars=results)
 
@@ -634,7 +661,7 @@ def _leave(own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequenc
         possible = [i for i, x in enumerate(tracers) if _jax.inexact(x)]
         if possible and inputs and all(tracers[i].is_known() for i in possible):
             with core.set_current_trace(trace):
-                tracers[possible[0]] = _link(tracers[possible[0]], inputs, tracers[possible[0]].aval)
+                tracers[possible[0]] = _link(tracers[possible[0]], inputs, tracers[possible[0]].aval, False)
     else:
         _Dependence.of_equation(primitive, params, [not x.is_known() for x in tracers])
     return own(trace, primitive, tracers, params)
@@ -758,6 +785,7 @@ HOOKS = (
         _drop_none,
     ),
     (private_ad, _BACKWARD, "jaxpr transform_stack consts primals_in cotangents_in", _transpose),
+    (solves, "_transpose_one_output", "linear_fun primals", _transpose_matrix),
     (partial_eval, "trace_to_jaxpr_nounits", "fun pvals instantiate", _divide),
     (_DIVIDE, "__init__", "self parent_trace name_stack tag", _begin_to_divide),
     (_DIVIDE, "new_arg", "self pval", _begin_argument),

@@ -90,11 +90,13 @@ def eager_programs() -> int:
 _link = _jax.Primitive("jaxmpi.link")
 
 
-def link(value: Any, seeds: Sequence[Any], like: Any) -> Any:
-    """The value, or zeros like the last argument where it is None, that JAX takes for a linear function of the `seeds`
-    too. Costs nothing."""
+def link(value: Any, seeds: Sequence[Any], like: Any, always: bool = False) -> Any:
+    """The value, or zeros like the third argument where it is None, that JAX takes for a linear function of the `seeds`
+    too. Costs nothing. `always`: whatever maps any of the computation by `vmap` maps it, too.
+    """
     own = [] if value is None else [value]
-    return _link.bind(*own, *seeds, own=len(own) > 0, shape=tuple(like.shape), dtype=np.dtype(like.dtype))
+    params = {"own": len(own) > 0, "always": always, "shape": tuple(like.shape), "dtype": np.dtype(like.dtype)}
+    return _link.bind(*own, *seeds, **params)
 
 
 def linked_zeros(seeds: Sequence[Any], like: Any) -> Any:
@@ -102,40 +104,43 @@ def linked_zeros(seeds: Sequence[Any], like: Any) -> Any:
     return link(None, seeds, like)
 
 
-def _link_jvp(primals, tangents, *, own, **params):
+def _link_jvp(primals, tangents, *, own, always, **params):
     own_too = own and type(tangents[0]) is not _jax.ad.Zero
     given = [t for t in tangents if type(t) is not _jax.ad.Zero]
-    return _link.bind(*primals, own=own, **params), _link.bind(*given, own=own_too, **params)
+    value = _link.bind(*primals, own=own, always=False, **params)
+    return value, _link.bind(*given, own=own_too, always=always, **params)
 
 
-def _link_transpose(cotangent, *operands, own, **params):
+def _link_transpose(cotangent, *operands, own, always, **params):
     # What depends on something is depended on by it: the cotangents of the seeds are zeros that are linear in this one.
     if type(cotangent) is _jax.ad.Zero:
         return [None] * len(operands)
-    seeds = [linked_zeros([cotangent], x.aval) if _jax.ad.is_undefined_primal(x) else None for x in operands[own:]]
-    return [cotangent if _jax.ad.is_undefined_primal(x) else None for x in operands[:own]] + seeds
+    linear = [_jax.ad.is_undefined_primal(x) for x in operands]
+    zeros = [link(None, [cotangent], x.aval, always) if is_linear else None for x, is_linear in zip(operands[own:], linear[own:], strict=True)]
+    return [cotangent if is_linear else None for is_linear in linear[:own]] + zeros
 
 
-def _link_batch(axis, operands, axes, *, own, shape, dtype):
-    if all(at is None for at in axes):
-        return _link.bind(*operands, own=own, shape=shape, dtype=dtype), None
+def _link_batch(axis, operands, axes, *, own, always, shape, dtype):
+    params = {"own": own, "always": always, "dtype": dtype}
+    if all(at is None for at in axes) and not always:
+        return _link.bind(*operands, shape=shape, **params), None
     if own:
         value = _batched(operands[0], axes[0], axis.size, 0)
         operands = [value, *operands[1:]]
-    return _link.bind(*operands, own=own, shape=(axis.size, *shape), dtype=dtype), 0
+    return _link.bind(*operands, shape=(axis.size, *shape), **params), 0
 
 
 def _batched(x, axis_of_x, size, at):
     if axis_of_x is not None:
         return jnp.moveaxis(x, axis_of_x, at)
-    return jnp.broadcast_to(jnp.expand_dims(x, at), (*x.shape[:at], size, *x.shape[at:]))
+    return jnp.broadcast_to(jnp.expand_dims(x, at), (*jnp.shape(x)[:at], size, *jnp.shape(x)[at:]))
 
 
-def _linked(*operands, own, shape, dtype):
+def _linked(*operands, own, shape, dtype, always):
     return operands[0] if own else jnp.zeros(shape, dtype)
 
 
-_jax.define_primitive(_link, lambda *_, own, shape, dtype: _jax.ShapedArray(shape, dtype), False, _linked)
+_jax.define_primitive(_link, lambda *_, shape, dtype, **params: _jax.ShapedArray(shape, dtype), False, _linked)
 _jax.mlir.register_lowering(_link, _jax.mlir.lower_fun(_linked, multiple_results=False))
 _jax.ad.primitive_jvps[_link] = _link_jvp
 _jax.ad.primitive_transposes[_link] = _link_transpose
@@ -246,10 +251,8 @@ def _make_refusal(row: Row):
 
 def _make_batching(row: Row, primitive: _jax.Primitive):
     def batch(axis, operands, axes, **params):
-        # What does not depend on the mapped values is communicated once. Not so tangents and cotangents: on one rank
-        # they may be zeros that depend on nothing, and on another not.
-        always = params.get(DERIVATIVE) in (TANGENT, COTANGENT) and operands
-        if all(at is None for at in axes) and not always:
+        # What does not depend on the mapped values is communicated once. Not so derivatives, whose operands are linked.
+        if all(at is None for at in axes):
             results = primitive.bind(*operands, **params)
             return results, [None] * len(results)
         at, result_at = row.batch(params)

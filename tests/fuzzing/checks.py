@@ -3,6 +3,7 @@
 Before anything is executed each rank traces what it is going to do. What one rank refuses, none executes.
 """
 
+import difflib
 import re
 import traceback
 import warnings
@@ -194,7 +195,10 @@ class Judge:
         data = Data.draw(program, check)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-            verdict = self._together(self._trace(program, check, data))
+            verdict, communicated = self._trace(program, check, data)
+            verdict = self._together(verdict)
+            if verdict[0] == "right":
+                verdict = self._together(self._alike(communicated))
             if verdict[0] == "right":
                 with jax.disable_jit(check.route == "no jit"):
                     verdict = self._together(self._compare(program, check, data))
@@ -208,18 +212,27 @@ class Judge:
         return worst if worst[0] == "right" else (worst[0], f"rank {everybody.index(worst)}: {worst[1]}")
 
     def _trace(self, program, check, data):
+        """The verdict, and the collective operations of this rank."""
         try:
             function, args = ours(program, check, data)
             with jax.disable_jit(check.route == "no jit"):
-                jax.make_jaxpr(function)(*args)
+                jaxpr = jax.make_jaxpr(function)(*args)
         except Exception as error:
             if is_refusal(error):
-                return "refused", f"{type(error).__name__}: {error}"
+                return ("refused", f"{type(error).__name__}: {error}"), []
             reason = "".join(traceback.format_exception_only(error)).strip()
             if self._jax_alone_fails(program, check, data, error):
-                return "refused", f"by JAX itself: {reason}"
-            return "wrong", f"while tracing: {reason}\n{where(error)}"
-        return "right", ""
+                return ("refused", f"by JAX itself: {reason}"), []
+            return ("wrong", f"while tracing: {reason}\n{where(error)}"), []
+        return ("right", ""), list(collectives(jaxpr))
+
+    def _alike(self, communicated):
+        """All ranks must carry out the same collective operations; if they do not, right results are luck."""
+        first = self.comm.bcast(communicated)
+        if communicated == first:
+            return "right", ""
+        difference = "\n".join(difflib.unified_diff(first, communicated, "rank 0", "this rank", n=2, lineterm=""))
+        return "wrong", f"ranks differ in what they communicate:\n{difference}"
 
     def _jax_alone_fails(self, program, check, data, error):
         try:
@@ -258,6 +271,25 @@ class Judge:
             if not np.array_equal(got, wanted):
                 return "wrong", f"a message was left over: {np.asarray(got).tolist()}, not {wanted.tolist()}"
         return "right", ""
+
+
+SILENT = ("invariant", "link", "recv", "replicate", "send", "sendrecv", "varying")
+"""What is no collective operation."""
+
+
+def collectives(jaxpr):
+    """The collective operations of a jaxpr and of those inside, in order."""
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        library, _, name = equation.primitive.name.partition(".")
+        if library == "jaxmpi" and name not in (*SILENT, "region"):
+            # Of the operand and the result one is a stack for all ranks in some operations, on some ranks.
+            size = min((x.aval.size for x in (*equation.invars, *equation.outvars)), default=0)
+            yield f"{name} {equation.params.get('derivative', '')} {size}"
+            continue
+        for value in equation.params.values():
+            for inner in value if isinstance(value, tuple) else (value,):
+                if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
+                    yield from collectives(inner)
 
 
 def is_refusal(error):
