@@ -191,12 +191,9 @@ def _linked(trace: Any, tracers: Sequence[Any], which: Iterable[int], why: str, 
 def _differentiate_link(own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence[Any], params: Params):
     """A derivative that is differentiated further is a value, which is mapped where it depends on what is mapped. On
     each rank it depends on all that is differentiated, as it may on others."""
-    linked = any(type(tangent) is not _jax.ad.Zero for tangent in _tangents(trace, tracers))
-    result = own(trace, primitive, tracers, params if linked else {**params, "always": False})
-    primal, tangent = trace.to_primal_tangent_pair(result)
-    with core.set_current_trace(trace.parent_trace):
-        primal = _link(primal, [seed for seed, _ in _seeds_of(trace)], jax.typeof(primal), False)
-    return _TRACERS[type(trace)](trace, primal, tangent) if linked else primal
+    if all(type(tangent) is _jax.ad.Zero for tangent in _tangents(trace, tracers)):
+        params = {**params, "always": False}
+    return _value_linked(trace, own(trace, primitive, tracers, params))
 
 
 def _differentiate(own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence[Any], params: Params) -> Any:
@@ -242,24 +239,78 @@ def _one(trace: Any, tracers: Sequence[Any], start: int = 0, stop: int | None = 
     return [i for i in possible if type(tangents[i]) is not _jax.ad.Zero][:1] or possible[:1]
 
 
-def _open_call(own, trace, primitive, tracers, params):
-    """A nested call. One without an operand to be linked is taken apart."""
-    if which := _one(trace, tracers):
-        return own(trace, primitive, _linked(trace, tracers, which, primitive.name), params)
-    with core.set_current_trace(trace):
-        return _jax.evaluate(_jax.called(params), *tracers)
+def _one_of_first_order(trace: Any, tracers: Sequence[Any], params: Params, start: int = 0) -> list[int]:
+    """The same; none if there are derivatives inside, whose values must depend on what is differentiated, too, unless
+    it has a dummy already."""
+    return [] if _has_derivatives(params) and _widened.get() is not trace else _one(trace, tracers, start)
+
+
+_widened: contextvars.ContextVar[Any] = contextvars.ContextVar("widened", default=None)
+"""The trace for which a loop is made again, with a dummy."""
+
+
+@contextlib.contextmanager
+def _widening(trace: Any) -> Iterator[None]:
+    token = _widened.set(trace)
+    try:
+        with core.set_current_trace(trace):
+            yield
+    finally:
+        _widened.reset(token)
+
+
+def _has_derivatives(params: Params) -> bool:
+    """Whether a computation inside has derivatives of what communicates."""
+    for value in params.values():
+        for inner in value if isinstance(value, tuple) else (value,):
+            for equation in getattr(getattr(inner, "jaxpr", inner), "eqns", ()):
+                more = equation.params
+                if DERIVATIVE in more or more.get("always", False) or (communicates(more) and _has_derivatives(more)):
+                    return True
+    return False
 
 
 _ZERO = np.zeros((), jax.dtypes.canonicalize_dtype(float))
 
 
 def _dummy(trace: Any) -> Any:
-    """A number of no meaning that depends on what is differentiated."""
-    return _linked(trace, [_ZERO], [0], "what")[0]
+    """A number of no meaning that depends on what is differentiated, as does its tangent."""
+    (tracer,) = _linked(trace, [_ZERO], [0], "what")
+    return _value_linked(trace, tracer)
+
+
+def _value_linked(trace: Any, tracer: Any) -> Any:
+    """The same, whose value depends on what is differentiated."""
+    primal, tangent = trace.to_primal_tangent_pair(tracer)
+    with core.set_current_trace(trace.parent_trace):
+        primal = _link(primal, [seed for seed, _ in _seeds_of(trace)], jax.typeof(primal), False)
+    return primal if type(tangent) is _jax.ad.Zero else _TRACERS[type(trace)](trace, primal, tangent)
+
+
+def _open_call(own, trace, primitive, tracers, params):
+    if which := _one_of_first_order(trace, tracers, params):
+        return own(trace, primitive, _linked(trace, tracers, which, primitive.name), params)
+    return own(trace, primitive, [_dummy(trace), *tracers], _with_parameter_of_call(params))
+
+
+def _with_parameter_of_call(params: Params) -> Params:
+    name = "jaxpr" if "jaxpr" in params else "call_jaxpr"
+    more = {"donated_invars": False, "in_shardings": _jax.UNSPECIFIED, "in_layouts": None}
+    more = {key: (value, *params[key]) for key, value in more.items() if key in params}
+    return {**params, name: _with_parameter(params[name]), **more}
+
+
+def _with_parameter(jaxpr: Any) -> Any:
+    """A jaxpr that has one more parameter, the first, of which it makes no use."""
+    if hasattr(jaxpr, "jaxpr") and jaxpr.jaxpr is not jaxpr:
+        return jaxpr.replace(jaxpr=_with_parameter(jaxpr.jaxpr))
+    names = jaxpr.debug_info.arg_names
+    names = jaxpr.debug_info._replace(arg_names=None if names is None else ("", *names))
+    return jaxpr.replace(invars=[core.Var(jax.typeof(_ZERO)), *jaxpr.invars], debug_info=names)
 
 
 def _open_scan(own, trace, primitive, tracers, params):
-    if which := _one(trace, tracers):
+    if which := _one_of_first_order(trace, tracers, params):
         return own(trace, primitive, _linked(trace, tracers, which, "scan"), params)
     constants, carried = _jax.parts_of_scan(params)
     consts, init, xs = tracers[:constants], tracers[constants : constants + carried], tracers[constants + carried :]
@@ -269,25 +320,24 @@ def _open_scan(own, trace, primitive, tracers, params):
         return [carry[0], *result[:carried]], result[carried:]
 
     options = {name: params[name] for name in ("length", "reverse", "unroll")}
-    with core.set_current_trace(trace):
+    with _widening(trace):
         carry, ys = jax.lax.scan(step, [_dummy(trace), *init], list(xs), **options)
     return [*carry[1:], *ys]
 
 
 def _open_cond(own, trace, primitive, tracers, params):
-    if which := _one(trace, tracers, 1):
+    if which := _one_of_first_order(trace, tracers, params, 1):
         return own(trace, primitive, _linked(trace, tracers, which, "cond"), params)
-    branches = [lambda _, *operands, b=b: _jax.evaluate(b, *operands) for b in params["branches"]]
-    with core.set_current_trace(trace):
-        return jax.lax.switch(tracers[0], branches, _dummy(trace), *tracers[1:])
+    branches = tuple(map(_with_parameter, params["branches"]))
+    return own(trace, primitive, [tracers[0], _dummy(trace), *tracers[1:]], {**params, "branches": branches})
 
 
 def _open_while(own, trace, primitive, tracers, params):
     tests, steps = params["cond_nconsts"], params["body_nconsts"]
-    if which := _one(trace, tracers, tests):
+    if which := _one_of_first_order(trace, tracers, params, tests):
         return own(trace, primitive, _linked(trace, tracers, which, "while_loop"), params)
     of_test, of_step, init = tracers[:tests], tracers[tests : tests + steps], tracers[tests + steps :]
-    with core.set_current_trace(trace):
+    with _widening(trace):
         return jax.lax.while_loop(
             lambda state: _jax.evaluate(params["cond_jaxpr"], *of_test, *state[1:])[0],
             lambda state: [state[0], *_jax.evaluate(params["body_jaxpr"], *of_step, *state[1:])],
@@ -496,13 +546,13 @@ _cotangents: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("c
 """Those with which the transposition that is going on was started."""
 
 
-def cotangents() -> tuple[Any, ...]:
-    """What a transposition was started with, for what has no cotangent of its own: see `_transpose`."""
-    return _cotangents.get()
-
-
 _solving: contextvars.ContextVar[bool] = contextvars.ContextVar("solving", default=False)
 """Whether the matrix of a linear solve is transposed, which is a value rather than a derivative."""
+
+
+def zero_cotangent(like: Any) -> Any:
+    """Zeros that depend on what a transposition was started with, for what has no cotangent: see `_transpose`."""
+    return _link(None, _cotangents.get(), like, not _solving.get())
 
 
 def _transpose_matrix(own: Callable[..., Any], *args: Any) -> Callable[..., Any]:
@@ -523,15 +573,13 @@ def _transpose(own: Callable[..., Any], jaxpr: Any, stack: Any, consts: Any, pri
     is depended on by all that goes out. So a cotangent is mapped on each rank by what maps it on any."""
     if EFFECT not in jaxpr.effects:
         return own(jaxpr, stack, consts, primals, given, **more)
-    always = not _solving.get()
-    has_tangent = [type(x) is not _jax.ad.Zero and _jax.inexact(x) for x in given]
-    given = [_link(x, [], jax.typeof(x), always) if has else x for x, has in zip(given, has_tangent, strict=True)]
-    known = [x for x, has in zip(given, has_tangent, strict=True) if has]
-    token = _cotangents.set(tuple(known))
+    known = [x for x in given if type(x) is not _jax.ad.Zero and _jax.inexact(x)]
+    zero = _link(None, known, jax.typeof(_ZERO), not _solving.get())
+    token = _cotangents.set((zero,))
     try:
         arguments = zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *primals), strict=False)
         linear = {x for x, value in arguments if isinstance(value, _LINEAR)}
-        return own(_with_results_linked(jaxpr, linear), stack, consts, primals, given, **more)
+        return own(_with_link_of_all(jaxpr, linear), stack, consts, primals, [*given, zero], **more)
     finally:
         _cotangents.reset(token)
 
@@ -540,9 +588,9 @@ _LINEAR = tuple(getattr(private_ad, name) for name in ("UndefinedPrimal", "GradA
 """What stands for an argument in which a function is linear, while it is transposed."""
 
 
-def _with_results_linked(jaxpr: Any, linear: set[Any]) -> Any:
-    """The same computation, whose results are linear in those of all that communicates in it; `linear` are its
-    arguments in which it is."""
+def _with_link_of_all(jaxpr: Any, linear: set[Any]) -> Any:
+    """The same computation with one more result, which is linear in those of all that communicates in it; `linear` are
+    its arguments in which it is."""
     linear = set(linear)
     equations, communicated = [], []
     for equation in jaxpr.eqns:
@@ -556,16 +604,10 @@ def _with_results_linked(jaxpr: Any, linear: set[Any]) -> Any:
             communicated += [x for x in outvars if _jax.inexact(x.aval)]
         linear.update(equation.outvars)
         equations.append(equation)
-    links, results = [], []
-    for result in jaxpr.outvars:
-        others = [x for x in communicated if x is not result]
-        if not _jax.inexact(result.aval) or not others:
-            results.append(result)
-            continue
-        results.append(core.Var(result.aval))
-        params = {"own": True, "always": False, "shape": tuple(result.aval.shape), "dtype": np.dtype(result.aval.dtype)}
-        links.append(core.new_jaxpr_eqn([result, *others], results[-1:], _link_primitive, params, set()))
-    return jaxpr.replace(eqns=[*equations, *links], outvars=results)
+    result = core.Var(jax.typeof(_ZERO))
+    params = {"own": False, "always": False, "shape": _ZERO.shape, "dtype": _ZERO.dtype}
+    link = core.new_jaxpr_eqn(communicated, [result], _link_primitive, params, set())
+    return _with_results(jaxpr.replace(eqns=[*equations, link]), [result])
 
 
 def _with_result(equation: Any, linear: set[Any]) -> Any:
@@ -595,8 +637,12 @@ def _with_output(jaxpr: Any, which: int) -> Any:
     """A jaxpr that returns one of its arguments, too."""
     if hasattr(jaxpr, "jaxpr") and jaxpr.jaxpr is not jaxpr:
         return jaxpr.replace(jaxpr=_with_output(jaxpr.jaxpr, which))
-    names = jaxpr.debug_info._replace(result_paths=("",) * (len(jaxpr.outvars) + 1))
-    return jaxpr.replace(outvars=[*jaxpr.outvars, jaxpr.invars[which]], debug_info=names)
+    return _with_results(jaxpr, [jaxpr.invars[which]])
+
+
+def _with_results(jaxpr: Any, more: Sequence[Any]) -> Any:
+    names = jaxpr.debug_info._replace(result_paths=("",) * (len(jaxpr.outvars) + len(more)))
+    return jaxpr.replace(outvars=[*jaxpr.outvars, *more], debug_info=names)
 
 
 # --- 5. what is not known because its operands are -------------------------------------------------------------------

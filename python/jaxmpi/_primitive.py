@@ -290,7 +290,9 @@ def _make_jvp(row: Row, primitive: _jax.Primitive):
 def _make_transpose(rule: Callable[..., Any]):
     def transpose(cotangents: Sequence[Any], operand, *templates, **params):
         _contract.check()
-        cotangent = _jax.ad.instantiate_zeros(cotangents[0]) if cotangents else None
+        cotangent = cotangents[0] if cotangents else None
+        if type(cotangent) is _jax.ad.Zero:
+            cotangent = _differentiation.zero_cotangent(cotangent.aval)
         template = jax.ShapeDtypeStruct(operand.aval.shape, operand.aval.dtype)
         return [rule(cotangent, template, params), *(None for _ in templates)]
 

@@ -172,7 +172,7 @@ def _transpose_scan(cotangent, template, params):
 
 def _transpose_send(cotangent, template, params):
     back = _of_cotangent(params, source=params["dest"], status=None, tag=params["tag"])
-    return bind("recv", back, linked_zeros(_differentiation.cotangents(), template))
+    return bind("recv", back, _differentiation.zero_cotangent(template))
 
 
 def _transpose_recv(cotangent, template, params):
