@@ -312,17 +312,8 @@ def _with_parameter(jaxpr: Any) -> Any:
 def _open_scan(own, trace, primitive, tracers, params):
     if which := _one_of_first_order(trace, tracers, params):
         return own(trace, primitive, _linked(trace, tracers, which, "scan"), params)
-    constants, carried = _jax.parts_of_scan(params)
-    consts, init, xs = tracers[:constants], tracers[constants : constants + carried], tracers[constants + carried :]
-
-    def step(carry, x):
-        result = _jax.evaluate(params["jaxpr"], *consts, *carry[1:], *x)
-        return [carry[0], *result[:carried]], result[carried:]
-
-    options = {name: params[name] for name in ("length", "reverse", "unroll")}
     with _widening(trace):
-        carry, ys = jax.lax.scan(step, [_dummy(trace), *init], list(xs), **options)
-    return [*carry[1:], *ys]
+        return _scan_with_carry(params, _dummy(trace), tracers)[1:]
 
 
 def _open_cond(own, trace, primitive, tracers, params):
@@ -597,28 +588,30 @@ def _with_link_of_all(jaxpr: Any, linear: set[Any]) -> Any:
         if linear.isdisjoint(_jax.variables(equation.invars)):
             equations.append(equation)
             continue
+        replacements = [equation]
         if EFFECT in equation.effects:
-            equation = _with_result(equation, linear)
             outvars = [core.Var(x.aval) if isinstance(x, core.DropVar) else x for x in equation.outvars]
-            equation = equation.replace(outvars=outvars)
-            communicated += [x for x in outvars if _jax.inexact(x.aval)]
-        linear.update(equation.outvars)
-        equations.append(equation)
+            replacements = _with_result(equation.replace(outvars=outvars), linear)
+            communicated += [x for e in replacements for x in e.outvars if _jax.inexact(x.aval)]
+        linear.update(x for e in replacements for x in e.outvars)
+        equations += replacements
     result = core.Var(jax.typeof(_ZERO))
     params = {"own": False, "always": False, "shape": _ZERO.shape, "dtype": _ZERO.dtype}
     link = core.new_jaxpr_eqn(communicated, [result], _link_primitive, params, set())
     return _with_results(jaxpr.replace(eqns=[*equations, link]), [result])
 
 
-def _with_result(equation: Any, linear: set[Any]) -> Any:
-    """A nested call, or a branch, that returns a value it is linear in, too, where it returns nothing else."""
+def _with_result(equation: Any, linear: set[Any]) -> list[Any]:
+    """A nested call, branch or loop that returns a value it is linear in, too, where it returns nothing else."""
     possible = [
         i for i, x in enumerate(equation.invars) if not isinstance(x, Literal) and x in linear and _jax.inexact(x.aval)
     ]
     params = equation.params
     if any(_jax.inexact(x.aval) for x in equation.outvars) or not possible:
-        return equation
+        return [equation]
     which = possible[0]
+    if equation.primitive is primitives.scan_p:
+        return _with_carry(equation, which)
     if equation.primitive in CALLS:
         name = "jaxpr" if "jaxpr" in params else "call_jaxpr"
         changed = {name: _with_output(params[name], which)}
@@ -628,9 +621,42 @@ def _with_result(equation: Any, linear: set[Any]) -> Any:
     elif equation.primitive is primitives.cond_p:
         changed = {"branches": tuple(_with_output(branch, which - 1) for branch in params["branches"])}
     else:
-        return equation
+        return [equation]
     outvars = [*equation.outvars, core.Var(equation.invars[which].aval)]
-    return equation.replace(params={**params, **changed}, outvars=outvars)
+    return [equation.replace(params={**params, **changed}, outvars=outvars)]
+
+
+def _with_carry(equation: Any, which: int) -> list[Any]:
+    """The equations of a scan that carries one more number, which is linear in operand number `which`."""
+
+    def scan(*operands):
+        more = _link(None, [operands[which]], jax.typeof(_ZERO), False)
+        return _scan_with_carry(equation.params, more, operands)
+
+    with _jax.without_constant_folding():
+        structs = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in equation.invars]
+        closed = jax.make_jaxpr(scan)(*structs)
+    jaxpr = getattr(closed, "jaxpr", closed)
+    known = dict(zip(jaxpr.invars, equation.invars, strict=True))
+    known.update(zip(jaxpr.outvars[1:], equation.outvars, strict=True))
+    rename = lambda xs: [x if isinstance(x, Literal) else known.get(x, x) for x in xs]  # noqa: E731
+    return [e.replace(invars=rename(e.invars), outvars=rename(e.outvars)) for e in jaxpr.eqns]
+
+
+def _scan_with_carry(params: Params, more: Any, operands: Sequence[Any]) -> list[Any]:
+    """A scan with these parameters that carries one more number: that, and its own results."""
+    constants, carried = _jax.parts_of_scan(params)
+    consts, init, xs = (operands[:constants], operands[constants : constants + carried], operands[constants + carried :])
+
+    def step(carry, x):
+        # JAX orders constants by their first use, and makes one of a carried value that it sees to be handed on.
+        changed, *same = [_link(value, [], jax.typeof(value), False) for value in (carry[0], *consts)]
+        result = _jax.evaluate(params["jaxpr"], *same, *carry[1:], *x)
+        return [changed, *result[:carried]], result[carried:]
+
+    options = {name: params[name] for name in ("length", "reverse", "unroll")}
+    carry, ys = jax.lax.scan(step, [more, *init], list(xs), **options)
+    return [*carry, *ys]
 
 
 def _with_output(jaxpr: Any, which: int) -> Any:
