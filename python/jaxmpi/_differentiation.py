@@ -416,7 +416,9 @@ def _differentiate_custom_jvp(own, trace, primitive, function, rule, tracers, *m
     if asked is None:
         with _unknown():
             return call(tracers)
-    return call(_linked(trace, tracers, _or_refuse(possible), "a function with jax.custom_jvp", False) if asked else tracers)
+    return call(
+        _linked(trace, tracers, _or_refuse(possible), "a function with jax.custom_jvp", False) if asked else tracers
+    )
 
 
 def _differentiate_custom_vjp(own, trace, primitive, function, forward, backward, tracers, *more, **options):
@@ -646,7 +648,11 @@ def _with_carry(equation: Any, which: int) -> list[Any]:
 def _scan_with_carry(params: Params, more: Any, operands: Sequence[Any]) -> list[Any]:
     """A scan with these parameters that carries one more number: that, and its own results."""
     constants, carried = _jax.parts_of_scan(params)
-    consts, init, xs = (operands[:constants], operands[constants : constants + carried], operands[constants + carried :])
+    consts, init, xs = (
+        operands[:constants],
+        operands[constants : constants + carried],
+        operands[constants + carried :],
+    )
 
     def step(carry, x):
         # JAX orders constants by their first use, and makes one of a carried value that it sees to be handed on.

@@ -116,7 +116,10 @@ def _link_transpose(cotangent, *operands, own, always, **params):
     if type(cotangent) is _jax.ad.Zero:
         return [None] * len(operands)
     linear = [_jax.ad.is_undefined_primal(x) for x in operands]
-    zeros = [link(None, [cotangent], x.aval, always) if is_linear else None for x, is_linear in zip(operands[own:], linear[own:], strict=True)]
+    zeros = [
+        link(None, [cotangent], x.aval, always) if is_linear else None
+        for x, is_linear in zip(operands[own:], linear[own:], strict=True)
+    ]
     return [cotangent if is_linear else None for is_linear in linear[:own]] + zeros
 
 

@@ -150,7 +150,7 @@ def ours(program, check, data, kind=Distributed):
     def compute(x, v, w, number, zero):
         def once(x, v, w, zero):
             execute = kind(rank, program.size, zero if mapped else None)
-            # Not covered is a second derivative that is mapped by cotangents of which a rank's result depends on nothing.
+            # docs/autodiff.md excludes results that depend on nothing on a rank, in what is mapped by cotangents alone.
             depends = check.batch == "tangents" and check.mode not in FIRST
             result = lambda x: execute(program, x, number) + (0 * x[0] if depends else 0)  # noqa: E731
             f = INSIDE.get(check.route, lambda f: f)(result)
