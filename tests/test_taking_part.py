@@ -208,8 +208,9 @@ def test_gradients_of_examples_that_one_rank_has(symmetric, comm, rank, size):
         np.testing.assert_allclose(jax.vmap(derivative, in_axes=(None, 0))(w, examples), expected, rtol=1e-9)
 
 
+@pytest.mark.parametrize("transposed", [False, True], ids=["forward", "reverse"])
 @JITS
-def test_root_of_constants(jit, comm, rank, size):
+def test_root_of_constants(jit, transposed, comm, rank, size):
     """u + tanh(u's neighbour) / 4 = x, where x is a constant on rank 0."""
 
     def root(x):
@@ -221,13 +222,17 @@ def test_root_of_constants(jit, comm, rank, size):
             return lax.fori_loop(0, 60, lambda i, u: u - f(u), u)
 
         def tangent_solve(g, y):
-            return lax.fori_loop(0, 60, lambda i, u: u - (g(u) - y), y)
+            once = lambda g, y: lax.fori_loop(0, 60, lambda i, u: u - (g(u) - y), y)  # noqa: E731
+            return lax.custom_linear_solve(g, y, once, transpose_solve=once) if transposed else once(g, y)
 
         return lax.custom_root(equation, jnp.zeros(2), solve, tangent_solve)
 
     def f(x):
         return root(jnp.ones(2) if rank == 0 else x) * x
 
+    if transposed:
+        check(jit(f), draw((2,), float, rank, 0), comm, rtol=1e-9)
+        return
     v = draw((2,), float, rank, 1)
     x = draw((2,), float, rank, 0)
     _, tangent = jit(lambda x, v: jax.jvp(f, (x,), (v,)))(x, v)

@@ -301,12 +301,21 @@ def _with_parameter_of_call(params: Params) -> Params:
 
 
 def _with_parameter(jaxpr: Any) -> Any:
-    """A jaxpr that has one more parameter, the first, of which it makes no use."""
+    """A jaxpr that has one more parameter, the first, of which it makes no use; the same one for the same jaxpr, as by
+    that JAX knows what it has compiled."""
+    if (known := _widened_jaxprs.get(jaxpr)) is not None:
+        return known
     if hasattr(jaxpr, "jaxpr") and jaxpr.jaxpr is not jaxpr:
-        return jaxpr.replace(jaxpr=_with_parameter(jaxpr.jaxpr))
-    names = jaxpr.debug_info.arg_names
-    names = jaxpr.debug_info._replace(arg_names=None if names is None else ("", *names))
-    return jaxpr.replace(invars=[core.Var(jax.typeof(_ZERO)), *jaxpr.invars], debug_info=names)
+        wider = jaxpr.replace(jaxpr=_with_parameter(jaxpr.jaxpr))
+    else:
+        names = jaxpr.debug_info.arg_names
+        names = jaxpr.debug_info._replace(arg_names=None if names is None else ("", *names))
+        wider = jaxpr.replace(invars=[core.Var(jax.typeof(_ZERO)), *jaxpr.invars], debug_info=names)
+    _widened_jaxprs[jaxpr] = wider
+    return wider
+
+
+_widened_jaxprs: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
 
 
 def _open_scan(own, trace, primitive, tracers, params):
@@ -397,6 +406,7 @@ _OPENED: dict[Any, Callable[..., Any]] = {
     _jax.jit_p: _open_call,
     **({hijax.call_hi_primitive_p: _open_object} if hasattr(hijax, "call_hi_primitive_p") else {}),
 }
+_ROOT_MAP: Any = getattr(solves, "_RootLinearMap", ())
 _OBJECTS = {getattr(solves, name) for name in ("CustomRoot", "_RootLinearMap") if hasattr(solves, name)}
 
 
@@ -807,10 +817,27 @@ class _Dependence:
             return cls._of_loop(params["jaxpr"], given, constants, carried)
         if primitive is primitives.while_p:
             return cls._of_loop(params["body_jaxpr"], given[params["cond_nconsts"] :], params["body_nconsts"], None)
+        if (operands := cls._linear_operands(primitive, params)) is not None and any(given[-operands:]):
+            return [True] * cls._results(primitive, params)
         raise NotImplementedError(
             f"jaxmpi: what communicates in {primitive.name} cannot be transposed by jax.linear_transpose (or by "
             "custom_linear_solve without symmetric=True). Communicate outside of it."
         )
+
+    @staticmethod
+    def _linear_operands(primitive: Any, params: Params) -> int | None:
+        """In how many of its last operands a primitive is linear whose transpose is JAX's affair; None for others."""
+        if primitive is primitives.linear_solve_p:
+            return len(params["jaxprs"].solve.in_avals) - params["const_lengths"].solve
+        if isinstance(root := params.get("_prim"), _ROOT_MAP):
+            return len(jax.tree.leaves(root.in_avals[-1]))
+        return None
+
+    @staticmethod
+    def _results(primitive: Any, params: Params) -> int:
+        if primitive is primitives.linear_solve_p:
+            return len(params["jaxprs"].solve.out_avals)
+        return len(jax.tree.leaves(params["_prim"].out_aval))
 
     @classmethod
     def _of_loop(cls, jaxpr: Any, given: list[bool], constants: int, carried: int | None) -> list[bool]:
