@@ -13,6 +13,11 @@ otherwise at the few places through which every primitive passes, also one that 
 5. Where it takes out of a loop what is the same in each step, and where it transposes a function, nothing that
    communicates is taken for known because its operands are.
 
+`vmap` maps what depends on what it maps, and ranks must map alike. A derivative may depend on it on one rank alone, so
+the links of 1. and 4. are mapped by every `vmap` around them, and what is communicated with them. Where a derivative is
+differentiated further, its value is no longer mapped so, but depends on all that is differentiated: JAX's `jacfwd` needs
+values that its own `vmap` of tangents does not map.
+
 What JAX opens by a rule of its own is in `_OPENED`, with what the rule needs; anything else that communicates inside is
 refused. `_contract` holds JAX to all this before the first derivative.
 """

@@ -93,6 +93,9 @@ class Distributed:
         y = notoken.gather(x, comm.root)
         return vectors.combine(y) if self.rank == comm.root else y
 
+    def _invariant(self, comm, x):
+        return jaxmpi.invariant(x)
+
     def _pair(self, comm, x):
         tag = max(comm.tag, 0)
         source, dest = (comm.root, comm.peer) if self.size > 1 else (MPI.PROC_NULL, MPI.PROC_NULL)

@@ -17,6 +17,7 @@ Statement = Union["Local", "Comm", "Call"]
 
 OPERATIONS = ("allgather", "allreduce", "alltoall", "barrier", "bcast", "gather", "pair", "reduce", "replicate", "scan")
 OPERATIONS += ("scatter", "sendrecv")
+"""`invariant` is drawn in the place of some of `replicate`."""
 REDUCING = ("allreduce", "reduce", "scan")
 LINEAR = ("allgather", "alltoall", "bcast", "gather", "reduce", "scan", "scatter", "sendrecv")
 LOCAL = {"sin": 1, "tanh": 1, "affine": 1, "roll": 1, "name": 1, "product": 2, "sum": 2, "dot": 2, "stop": 1}
@@ -192,9 +193,13 @@ class _Generator:
         name = self.random.choice([n for n in names if not (self.options.used and n == "pair")])
         root = self.random.randrange(self.size)
         peer = self.random.randrange(1, max(self.size, 2))
+        if name == "replicate" and root > 0:
+            name = "invariant"
         if name == "pair" and self.size > 1:
             peer = (root + peer) % self.size
-        integers = () if name in ("barrier", "replicate") or not self.chance(0.12) else tuple(range(self.size))
+        integers = (
+            () if name in ("barrier", "invariant", "replicate") or not self.chance(0.12) else tuple(range(self.size))
+        )
         if integers and name in ("pair", "sendrecv"):
             integers = self.ranks(1)
         return Comm(

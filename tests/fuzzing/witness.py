@@ -1,8 +1,8 @@
 """Computes a program for all ranks in one process: a value is a list of arrays, one per rank.
 
 Nothing of jaxmpi, and none of JAX's structure: loops are Python's, functions are called, branches are taken.
-Derivatives are JAX's own of this one function. Its convention for what is the same on all ranks is in two linear maps,
-of which each is the other's transpose: `total` and the identity `replicate`.
+Derivatives are JAX's own of this one function. Its conventions for what is the same on all ranks are in two pairs of
+linear maps, each the other's transpose: `total` and the identity `replicate`; the identity `invariant` and `share`.
 """
 
 import functools
@@ -17,10 +17,12 @@ from jax.interpreters import ad
 from fuzzing import vectors
 from fuzzing.programs import LENGTH, LOOPS, RULES, Call, Comm, Local
 
-_total, _replicate = Primitive("total"), Primitive("replicate")
+_total, _replicate, _invariant, _share = map(Primitive, ("total", "replicate", "invariant", "share"))
 for _map, _compute, _transposed in (
     (_total, lambda xs: jnp.broadcast_to(jnp.sum(xs, axis=0), xs.shape), _replicate),
     (_replicate, lambda xs: xs, _total),
+    (_invariant, lambda xs: xs, _share),
+    (_share, lambda xs: xs / len(xs), _invariant),
 ):
     _map.def_impl(_compute)
     _map.def_abstract_eval(lambda xs: xs)
@@ -173,6 +175,9 @@ class Witness:
 
     def _reduce(self, comm, xs):
         return [REDUCTIONS[comm.op](xs) if r == comm.root else xs[r] for r in self.ranks]
+
+    def _invariant(self, comm, xs):
+        return list(_invariant.bind(jnp.stack(xs)))
 
     def _replicate(self, comm, xs):
         return replicate(xs)
