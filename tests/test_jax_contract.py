@@ -300,6 +300,23 @@ def test_checked_once_and_in_whatever(first, monkeypatch, unchecked, myself):
         assert len(calls) == 1
 
 
+def test_what_does_not_communicate_is_still_left_out():
+    """A checkpoint that nothing uses, by itself, in another and in a loop."""
+
+    def f(x):
+        jax.checkpoint(jnp.sin)(x)
+        return x * x
+
+    closed = jax.make_jaxpr(f)(1.0)
+    kept = partial_eval.dce_jaxpr(getattr(closed, "jaxpr", closed), [True])[0]
+    assert [equation.primitive.name for equation in kept.eqns] == ["mul"]
+    step = lambda c, _: (f(c), jax.checkpoint(f)(c))  # noqa: E731
+    loop = lambda x: jax.lax.scan(step, x, None, length=2)[0]  # noqa: E731
+    for function, derivative in ((f, 4.0), (jax.checkpoint(f), 4.0), (loop, 32.0), (jax.checkpoint(loop), 32.0)):
+        assert jax.grad(function)(2.0) == derivative
+        assert jax.jit(jax.grad(function))(2.0) == derivative
+
+
 @needs_derivatives
 def test_function_without_communication_is_not_held_up(monkeypatch, unchecked):
     calls = counted(monkeypatch)

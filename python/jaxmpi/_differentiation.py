@@ -15,7 +15,7 @@ otherwise at the few places through which every primitive passes, also one that 
 
 `vmap` maps what depends on what it maps, and ranks must map alike. A derivative may depend on it on one rank alone, so
 the links of 1. and 4. are mapped by every `vmap` around them, and what is communicated with them. Where a derivative is
-differentiated further, its value is no longer mapped so, but depends on all that is differentiated: JAX's `jacfwd` needs
+differentiated further, its value is no longer mapped so, but depends on all that is differentiated: `jacfwd` needs
 values that its own `vmap` of tangents does not map.
 
 What JAX opens by a rule of its own is in `_OPENED`, with what the rule needs; anything else that communicates inside is
@@ -530,9 +530,10 @@ def _keep(own: Callable[..., Any], trace: Any, tracers: Any, results: Any, primi
     return equation
 
 
-def _keep_checkpoint(own: Callable[..., Any], used: Sequence[bool], equation: Any, *more: Any) -> Any:
+def _keep_checkpoint(own: Callable[..., Any], *args: Any) -> Any:
     """JAX drops a checkpoint that has neither operands nor results that are used, whatever its effects."""
-    inputs, kept = own(used, equation, *more)
+    inputs, kept = own(*args)
+    equation = args[-1]  # after which results are used and, from JAX 0.12 on, which operands are live
     if kept is None and EFFECT in equation.effects:
         return [True] * len(equation.invars), equation
     return inputs, kept
