@@ -43,6 +43,7 @@ except ImportError:  # before JAX 0.8
     hijax = None  # type: ignore[assignment]
 
 from jaxmpi import _hidden, _jax
+from jaxmpi._native import OPERATIONS
 from jaxmpi._order import EFFECT
 
 Params = dict[str, Any]
@@ -76,6 +77,8 @@ def install(link: Link, primitive: _jax.Primitive, check: Callable[[], None]) ->
     if not _jax.KEEPS_EFFECTS:
         return
     _hidden.report()
+    if hasattr(hijax, "call_hi_primitive_linearized_p"):
+        _hidden.report_of_object(hijax.call_hi_primitive_linearized_p)
     _replace_rule(partial_eval.partial_eval_jaxpr_custom_rules, primitives.scan_p, _divide_checkpointed_scan)
     _replace_rule(partial_eval.dce_rules, ad_checkpoint.remat_p, _keep_checkpoint)
 
@@ -411,7 +414,6 @@ _OPENED: dict[Any, Callable[..., Any]] = {
     _jax.jit_p: _open_call,
     **({hijax.call_hi_primitive_p: _open_object} if hasattr(hijax, "call_hi_primitive_p") else {}),
 }
-_ROOT_MAP: Any = getattr(solves, "_RootLinearMap", ())
 _OBJECTS = {getattr(solves, name) for name in ("CustomRoot", "_RootLinearMap") if hasattr(solves, name)}
 
 
@@ -589,9 +591,20 @@ def _transpose(own: Callable[..., Any], jaxpr: Any, stack: Any, consts: Any, pri
         arguments = zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *primals), strict=False)
         linear = {x for x, value in arguments if isinstance(value, _LINEAR)}
         return own(_with_link_of_all(jaxpr, linear), stack, consts, primals, [*given, zero], **more)
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        if str(error).startswith(_OURS) or not any(equation.primitive is _link_primitive for equation in jaxpr.eqns):
+            raise
+        raise NotImplementedError(
+            "jaxmpi: a function that communicates cannot be transposed (by jax.linear_transpose, custom_linear_solve, "
+            "custom_root). If it multiplies or divides by the result of an operation on constants, compute that "
+            "outside of it: operands of operations count as depending on the argument, as on other ranks they may."
+        ) from error
     finally:
         _cotangents.reset(token)
 
+
+_OURS = ("jaxmpi", *(f"{name} " for name in OPERATIONS))
+"""How the text of an error of ours begins."""
 
 _LINEAR = tuple(getattr(private_ad, name) for name in ("UndefinedPrimal", "GradAccum") if hasattr(private_ad, name))
 """What stands for an argument in which a function is linear, while it is transposed."""
@@ -823,27 +836,10 @@ class _Dependence:
             return cls._of_loop(params["jaxpr"], given, constants, carried)
         if primitive is primitives.while_p:
             return cls._of_loop(params["body_jaxpr"], given[params["cond_nconsts"] :], params["body_nconsts"], None)
-        if (operands := cls._linear_operands(primitive, params)) is not None and any(given[-operands:]):
-            return [True] * cls._results(primitive, params)
         raise NotImplementedError(
             f"jaxmpi: what communicates in {primitive.name} cannot be transposed by jax.linear_transpose (or by "
             "custom_linear_solve without symmetric=True). Communicate outside of it."
         )
-
-    @staticmethod
-    def _linear_operands(primitive: Any, params: Params) -> int | None:
-        """In how many of its last operands a primitive is linear whose transpose is JAX's affair; None for others."""
-        if primitive is primitives.linear_solve_p:
-            return len(params["jaxprs"].solve.in_avals) - params["const_lengths"].solve
-        if isinstance(root := params.get("_prim"), _ROOT_MAP):
-            return len(jax.tree.leaves(root.in_avals[-1]))
-        return None
-
-    @staticmethod
-    def _results(primitive: Any, params: Params) -> int:
-        if primitive is primitives.linear_solve_p:
-            return len(params["jaxprs"].solve.out_avals)
-        return len(jax.tree.leaves(params["_prim"].out_aval))
 
     @classmethod
     def _of_loop(cls, jaxpr: Any, given: list[bool], constants: int, carried: int | None) -> list[bool]:

@@ -36,6 +36,18 @@ def report() -> None:
     _jax.replace(partial_eval, "_cached_abstract_eval", "", _evaluate)
 
 
+def report_of_object(primitive: Any) -> None:
+    """Has a primitive report the effect of the object that is its parameter `_prim`: JAX's derivative of one does not."""
+    own = getattr(primitive.abstract_eval, "jaxmpi_own", primitive.abstract_eval)
+
+    def evaluate(*avals: Any, **params: Any) -> Any:
+        result, reported = own(*avals, **params)
+        return result, {*reported, EFFECT} if EFFECT in params["_prim"].effects else reported
+
+    evaluate.jaxmpi_own = own  # type: ignore[attr-defined]
+    primitive.abstract_eval = evaluate
+
+
 def _evaluate(own: Any, primitive: Any, /, *avals: Any, **params: Any) -> Any:
     before, _seen.yes = _seen.yes, False
     try:
