@@ -14,9 +14,8 @@ otherwise at the few places through which every primitive passes, also one that 
    communicates is taken for known because its operands are.
 
 `vmap` maps what depends on what it maps, and ranks must map alike. A derivative may depend on it on one rank alone, so
-the links of 1. and 4. are mapped by every `vmap` around them, and what is communicated with them. Where a derivative is
-differentiated further, its value is no longer mapped so, but depends on all that is differentiated: `jacfwd` needs
-values that its own `vmap` of tangents does not map.
+the links of 1. and 4. are mapped by every `vmap` around them, and what is communicated with them; where a derivative is
+differentiated further, by every one but that of `jacfwd`, which maps tangents alone (`_value_linked`).
 
 What JAX opens by a rule of its own is in `_OPENED`, with what the rule needs; anything else that communicates inside is
 refused. `_contract` holds JAX to all this before the first derivative.
@@ -47,9 +46,10 @@ from jaxmpi._native import OPERATIONS
 from jaxmpi._order import EFFECT
 
 Params = dict[str, Any]
-Link = Callable[[Any, Sequence[Any], Any, bool], Any]
-"""(value or None, seeds, like, always) -> the value, or zeros like the third, that JAX takes for a linear function of
-all; with `always` whatever maps any of the computation by `vmap` maps it, too."""
+Link = Callable[..., Any]
+"""(value or None, seeds, like, always, unless) -> the value, or zeros like the third, that JAX takes for a linear
+function of all; with `always` whatever maps any of the computation by `vmap` maps it, too, unless it maps one of the
+last."""
 
 _link: Link
 _link_primitive: _jax.Primitive
@@ -197,11 +197,10 @@ def _linked(trace: Any, tracers: Sequence[Any], which: Iterable[int], why: str, 
 
 
 def _differentiate_link(own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence[Any], params: Params):
-    """A derivative that is differentiated further is a value, which is mapped where it depends on what is mapped. On
-    each rank it depends on all that is differentiated, as it may on others."""
-    if all(type(tangent) is _jax.ad.Zero for tangent in _tangents(trace, tracers)):
-        params = {**params, "always": False}
-    return _value_linked(trace, own(trace, primitive, tracers, params))
+    """A derivative that is differentiated further is a value: see `_value_linked`."""
+    tracers = tracers[: len(tracers) - params["unless"]]
+    linked = any(type(tangent) is not _jax.ad.Zero for tangent in _tangents(trace, tracers))
+    return _value_linked(trace, own(trace, primitive, tracers, {**params, "always": linked, "unless": 0}))
 
 
 def _differentiate(own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence[Any], params: Params) -> Any:
@@ -217,7 +216,7 @@ def _differentiate(own: Callable[..., Any], trace: Any, primitive: Any, tracers:
         if not communicates(params):
             return own(trace, primitive, tracers, params)
         _check()
-        return _OPENED[primitive](own, trace, primitive, tracers, params)
+        return _OPENED[primitive](functools.partial(_open, own), trace, primitive, tracers, params)
     if communicates(params) or _hidden.communicates(primitive, tracers, params):
         _check()
         if (possible := _hidden.differentiated_operands(primitive, params)) is None:
@@ -234,6 +233,14 @@ def _refuse_old(own: Callable[..., Any], trace: Any, primitive: Any, tracers: Se
             "a derivative what nothing on this rank depends on, though other ranks may."
         )
     return own(trace, primitive, tracers, params)
+
+
+def _open(own: Callable[..., Any], *args: Any) -> Any:
+    token = _opening.set(True)
+    try:
+        return own(*args)
+    finally:
+        _opening.reset(token)
 
 
 # --- what JAX opens --------------------------------------------------------------------------------------------------
@@ -288,11 +295,25 @@ def _dummy(trace: Any) -> Any:
 
 
 def _value_linked(trace: Any, tracer: Any) -> Any:
-    """The same, whose value depends on what is differentiated."""
+    """The same, whose value is mapped by what maps the values that are differentiated, and by all that does not map
+    their tangents: on another rank it may depend on it.
+
+    What maps tangents alone, as `jax.jacfwd` does, expects a value that is not mapped. Inside of what JAX opens
+    tangents tell nothing, as they are linked and always mapped; there the values depend on those outside.
+    """
     primal, tangent = trace.to_primal_tangent_pair(tracer)
+    values, tangents = zip(*_seeds_of(trace), strict=True) if _seeds_of(trace) else ((), ())
     with core.set_current_trace(trace.parent_trace):
-        primal = _link(primal, [seed for seed, _ in _seeds_of(trace)], jax.typeof(primal), False)
+        like = jax.typeof(primal)
+        if type(trace) is private_ad.LinearizeTrace:
+            primal = _link(primal, [], like, True)
+        else:
+            primal = _link(primal, values, like, not _opening.get(), () if _opening.get() else tangents)
     return primal if type(tangent) is _jax.ad.Zero else _TRACERS[type(trace)](trace, primal, tangent)
+
+
+_opening: contextvars.ContextVar[bool] = contextvars.ContextVar("opening", default=False)
+"""Whether JAX is differentiating the inside of what it opens."""
 
 
 def _open_call(own, trace, primitive, tracers, params):
@@ -627,7 +648,7 @@ def _with_link_of_all(jaxpr: Any, linear: set[Any]) -> Any:
         linear.update(x for e in replacements for x in e.outvars)
         equations += replacements
     result = core.Var(jax.typeof(_ZERO))
-    params = {"own": False, "always": False, "shape": _ZERO.shape, "dtype": _ZERO.dtype}
+    params = {"own": False, "always": False, "unless": 0, "shape": _ZERO.shape, "dtype": _ZERO.dtype}
     link = core.new_jaxpr_eqn(communicated, [result], _link_primitive, params, set())
     return _with_results(jaxpr.replace(eqns=[*equations, link]), [result])
 

@@ -37,7 +37,7 @@ def report() -> None:
 
 
 def report_of_object(primitive: Any) -> None:
-    """Has a primitive report the effect of the object that is its parameter `_prim`: JAX's derivative of one does not."""
+    """Has a primitive report the effect of the object that is its parameter `_prim`, as JAX's derivative does not."""
     own = getattr(primitive.abstract_eval, "jaxmpi_own", primitive.abstract_eval)
 
     def evaluate(*avals: Any, **params: Any) -> Any:

@@ -90,13 +90,14 @@ def eager_programs() -> int:
 _link = _jax.Primitive("jaxmpi.link")
 
 
-def link(value: Any, seeds: Sequence[Any], like: Any, always: bool = False) -> Any:
+def link(value: Any, seeds: Sequence[Any], like: Any, always: bool = False, unless: Sequence[Any] = ()) -> Any:
     """The value, or zeros like the third argument where it is None, that JAX takes for a linear function of the `seeds`
-    too. Costs nothing. `always`: whatever maps any of the computation by `vmap` maps it, too.
+    too. Costs nothing. `always`: whatever maps any of the computation by `vmap` maps it, too, unless it maps one of
+    `unless`.
     """
     own = [] if value is None else [value]
-    params = {"own": len(own) > 0, "always": always, "shape": tuple(like.shape), "dtype": np.dtype(like.dtype)}
-    return _link.bind(*own, *seeds, **params)
+    params = {"own": len(own) > 0, "always": always, "unless": len(unless)}
+    return _link.bind(*own, *seeds, *unless, **params, shape=tuple(like.shape), dtype=np.dtype(like.dtype))
 
 
 def linked_zeros(seeds: Sequence[Any], like: Any) -> Any:
@@ -104,14 +105,16 @@ def linked_zeros(seeds: Sequence[Any], like: Any) -> Any:
     return link(None, seeds, like)
 
 
-def _link_jvp(primals, tangents, *, own, always, **params):
+def _link_jvp(primals, tangents, *, own, always, unless, **params):
+    if unless:
+        primals, tangents = primals[:-unless], tangents[:-unless]
     own_too = own and type(tangents[0]) is not _jax.ad.Zero
     given = [t for t in tangents if type(t) is not _jax.ad.Zero]
-    value = _link.bind(*primals, own=own, always=False, **params)
-    return value, _link.bind(*given, own=own_too, always=always, **params)
+    value = _link.bind(*primals, own=own, always=False, unless=0, **params)
+    return value, _link.bind(*given, own=own_too, always=always, unless=0, **params)
 
 
-def _link_transpose(cotangent, *operands, own, always, **params):
+def _link_transpose(cotangent, *operands, own, always, unless, **params):
     # What depends on something is depended on by it: the cotangents of the seeds are zeros that are linear in this one.
     if type(cotangent) is _jax.ad.Zero:
         return [None] * len(operands)
@@ -123,9 +126,11 @@ def _link_transpose(cotangent, *operands, own, always, **params):
     return [cotangent if is_linear else None for is_linear in linear[:own]] + zeros
 
 
-def _link_batch(axis, operands, axes, *, own, always, shape, dtype):
-    params = {"own": own, "always": always, "dtype": dtype}
-    if all(at is None for at in axes) and not always:
+def _link_batch(axis, operands, axes, *, own, always, unless, shape, dtype):
+    mapped = [at is not None for at in axes]
+    excluded = any(mapped[len(mapped) - unless :])
+    params = {"own": own, "always": always, "unless": unless, "dtype": dtype}
+    if not any(mapped[: len(mapped) - unless]) and (excluded or not always):
         return _link.bind(*operands, shape=shape, **params), None
     if own:
         value = _batched(operands[0], axes[0], axis.size, 0)
@@ -139,7 +144,7 @@ def _batched(x, axis_of_x, size, at):
     return jnp.broadcast_to(jnp.expand_dims(x, at), (*jnp.shape(x)[:at], size, *jnp.shape(x)[at:]))
 
 
-def _linked(*operands, own, shape, dtype, always):
+def _linked(*operands, own, shape, dtype, **params):
     return operands[0] if own else jnp.zeros(shape, dtype)
 
 

@@ -150,8 +150,8 @@ def ours(program, check, data, kind=Distributed):
     def compute(x, v, w, number, zero):
         def once(x, v, w, zero):
             execute = kind(rank, program.size, zero if mapped else None)
-            # docs/autodiff.md excludes results that depend on nothing on a rank, in what is mapped by cotangents alone.
-            depends = check.batch == "tangents" and check.mode not in FIRST
+            # docs/autodiff.md excludes results that depend on nothing on a rank, where tangents alone are mapped.
+            depends = check.batch == "tangents" and check.mode.startswith("forward over")
             result = lambda x: execute(program, x, number) + (0 * x[0] if depends else 0)  # noqa: E731
             f = INSIDE.get(check.route, lambda f: f)(result)
             return MODES[check.mode](f, x, v, w)
