@@ -325,7 +325,8 @@ def _open_call(own, trace, primitive, tracers, params):
 def _with_parameter_of_call(params: Params) -> Params:
     name = "jaxpr" if "jaxpr" in params else "call_jaxpr"
     more = {"donated_invars": False, "in_shardings": _jax.UNSPECIFIED, "in_layouts": None}
-    more = {key: (value, *params[key]) for key, value in more.items() if key in params}
+    more["prevent_cse"] = False  # of a checkpoint, where it may be one for each operand
+    more = {key: (value, *params[key]) for key, value in more.items() if isinstance(params.get(key), tuple)}
     return {**params, name: _with_parameter(params[name]), **more}
 
 
@@ -613,7 +614,7 @@ def _transpose(own: Callable[..., Any], jaxpr: Any, stack: Any, consts: Any, pri
         linear = {x for x, value in arguments if isinstance(value, _LINEAR)}
         return own(_with_link_of_all(jaxpr, linear), stack, consts, primals, [*given, zero], **more)
     except (AssertionError, NotImplementedError, RuntimeError) as error:
-        if str(error).startswith(_OURS) or not any(equation.primitive is _link_primitive for equation in jaxpr.eqns):
+        if str(error).startswith(_OURS) or not any(map(_is_linked_constant, jaxpr.eqns)):
             raise
         raise NotImplementedError(
             "jaxmpi: a function that communicates cannot be transposed (by jax.linear_transpose, custom_linear_solve, "
@@ -622,6 +623,12 @@ def _transpose(own: Callable[..., Any], jaxpr: Any, stack: Any, consts: Any, pri
         ) from error
     finally:
         _cotangents.reset(token)
+
+
+def _is_linked_constant(equation: Any) -> bool:
+    """Whether a value counts as depending on what a function is transposed with respect to: see `_leave`."""
+    params = equation.params
+    return equation.primitive is _link_primitive and params["own"] and not params["always"] and not params["unless"]
 
 
 _OURS = ("jaxmpi", *(f"{name} " for name in OPERATIONS))

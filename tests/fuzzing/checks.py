@@ -1,6 +1,7 @@
 """Transforms a program on this rank and in the witness alike, and compares.
 
-Before anything is executed each rank traces what it is going to do. What one rank refuses, none executes.
+Before anything is executed each rank traces what it is going to do. What one rank refuses, none executes, and ranks
+whose collective operations differ are wrong, also where the numbers would be right.
 """
 
 import difflib
