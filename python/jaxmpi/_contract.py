@@ -106,8 +106,8 @@ def _custom_vjp(x: Any) -> Any:
     return function(1.0) * x
 
 
-def _solve(x: Any) -> Any:
-    return x * lax.custom_linear_solve(lambda u: 2 * _bcast(u), 1.0, lambda f, b: f(b), lambda f, b: f(b))
+def _solve(b: Any) -> Any:
+    return lax.custom_linear_solve(lambda u: 2 * _bcast(u), b, lambda f, b: f(b), lambda f, b: f(b))
 
 
 def _transposed(receive: Callable[[], Any]) -> Any:
@@ -127,22 +127,19 @@ def _received_by_custom_vjp() -> Any:
 
 
 def _mapped() -> Any:
-    """A derivative of a derivative, mapped by what the inner one starts with, on which the operation has no bearing."""
-
-    def second(ct):
-        first = lambda x: jax.vjp(lambda x: (_bcast(x), x)[1], x)[1](ct)[0]  # noqa: E731
-        return jax.jvp(first, (1.0,), (1.0,))[1]
-
-    closed = jax.make_jaxpr(jax.vmap(second))(jnp.ones(2))
-    derivatives = [e for e in closed.jaxpr.eqns if e.params.get(_differentiation.DERIVATIVE) == "value"]
-    return _one_operation_if([equation.invars[0].aval.shape for equation in derivatives] == [(2,)])
+    """The transpose of a linear solve that nothing uses, mapped by what the transposition starts with."""
+    gradient = lambda ct: jax.vjp(lambda x: (_solve(x), x)[1], 1.0)[1](ct)[0]  # noqa: E731
+    return _one_operation_if(_shapes_of_solves(jax.vmap(gradient)) == [(), (2,)])
 
 
 def _solved_once() -> Any:
     """A linear solve in a function that is mapped by something else."""
-    closed = jax.make_jaxpr(jax.vmap(_solve))(jnp.ones(2))
-    solves = [e for e in closed.jaxpr.eqns if e.primitive.name == "custom_linear_solve"]
-    return _one_operation_if([equation.outvars[0].aval.shape for equation in solves] == [()])
+    return _one_operation_if(_shapes_of_solves(jax.vmap(lambda x: x * _solve(1.0))) == [()])
+
+
+def _shapes_of_solves(f: Callable[[Any], Any]) -> list[tuple[int, ...]]:
+    equations = jax.make_jaxpr(f)(jnp.ones(2)).jaxpr.eqns
+    return [e.outvars[0].aval.shape for e in equations if e.primitive.name == "custom_linear_solve"]
 
 
 def _one_operation_if(right: bool) -> Any:
@@ -260,7 +257,7 @@ ASSUMPTIONS = (
     ),
     Assumption(
         "a linear solve of constants is differentiated, and its matrix",
-        lambda: _forward(_solve),
+        lambda: _forward(lambda x: x * _solve(1.0)),
         [*_SOLVE, *_VALUE_THEN_TANGENT, *_SOLVE],
     ),
     Assumption(

@@ -614,7 +614,8 @@ def _transpose(own: Callable[..., Any], jaxpr: Any, stack: Any, consts: Any, pri
         linear = {x for x, value in arguments if isinstance(value, _LINEAR)}
         return own(_with_link_of_all(jaxpr, linear), stack, consts, primals, [*given, zero], **more)
     except (AssertionError, NotImplementedError, RuntimeError) as error:
-        if str(error).startswith(_OURS) or not any(map(_is_linked_constant, jaxpr.eqns)):
+        of_execution = isinstance(error, jax.errors.JaxRuntimeError)
+        if of_execution or str(error).startswith(_OURS) or not any(map(_is_linked_constant, jaxpr.eqns)):
             raise
         raise NotImplementedError(
             "jaxmpi: a function that communicates cannot be transposed (by jax.linear_transpose, custom_linear_solve, "
