@@ -43,10 +43,8 @@ def _operations(jaxpr: Any, inside: str) -> Iterator[tuple[str, str, str]]:
             yield inside, equation.primitive.name[7:], equation.params.get(_differentiation.DERIVATIVE, "")
             continue
         within = inside if equation.primitive in _differentiation.CALLS else equation.primitive.name
-        for value in equation.params.values():
-            for x in value if isinstance(value, tuple) else (value,):
-                if hasattr(x, "eqns") or hasattr(x, "jaxpr"):
-                    yield from _operations(x, within)
+        for inner in _jax.inner_jaxprs(equation.params):
+            yield from _operations(inner, within)
 
 
 # --- the computations ------------------------------------------------------------------------------------------------

@@ -89,6 +89,15 @@ def _replace_rule(rules: dict[Any, Any], primitive: Any, instead: Callable[..., 
     rules[primitive].jaxmpi_own = own
 
 
+@contextlib.contextmanager
+def _during(variable: "contextvars.ContextVar[Any]", value: Any) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
 # --- what communicates -----------------------------------------------------------------------------------------------
 
 _PLAIN = (int, float, bool, str, type(None))
@@ -235,14 +244,6 @@ def _refuse_old(own: Callable[..., Any], trace: Any, primitive: Any, tracers: Se
     return own(trace, primitive, tracers, params)
 
 
-def _open(own: Callable[..., Any], *args: Any) -> Any:
-    token = _opening.set(True)
-    try:
-        return own(*args)
-    finally:
-        _opening.reset(token)
-
-
 # --- what JAX opens --------------------------------------------------------------------------------------------------
 
 
@@ -264,24 +265,15 @@ _widened: contextvars.ContextVar[Any] = contextvars.ContextVar("widened", defaul
 """The trace for which a loop is made again, with a dummy."""
 
 
-@contextlib.contextmanager
-def _widening(trace: Any) -> Iterator[None]:
-    token = _widened.set(trace)
-    try:
-        with core.set_current_trace(trace):
-            yield
-    finally:
-        _widened.reset(token)
-
-
 def _has_derivatives(params: Params) -> bool:
     """Whether a computation inside has derivatives of what communicates."""
-    for value in params.values():
-        for inner in value if isinstance(value, tuple) else (value,):
-            for equation in getattr(getattr(inner, "jaxpr", inner), "eqns", ()):
-                more = equation.params
-                if DERIVATIVE in more or more.get("always", False) or (communicates(more) and _has_derivatives(more)):
-                    return True
+    for inner in _jax.inner_jaxprs(params):
+        for equation in inner.eqns:
+            more = equation.params
+            if equation.primitive is _link_primitive and more["always"]:
+                return True
+            if DERIVATIVE in more or (communicates(more) and _has_derivatives(more)):
+                return True
     return False
 
 
@@ -314,6 +306,11 @@ def _value_linked(trace: Any, tracer: Any) -> Any:
 
 _opening: contextvars.ContextVar[bool] = contextvars.ContextVar("opening", default=False)
 """Whether JAX is differentiating the inside of what it opens."""
+
+
+def _open(own: Callable[..., Any], *args: Any) -> Any:
+    with _during(_opening, True):
+        return own(*args)
 
 
 def _open_call(own, trace, primitive, tracers, params):
@@ -351,7 +348,7 @@ _widened_jaxprs: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictiona
 def _open_scan(own, trace, primitive, tracers, params):
     if which := _one_of_first_order(trace, tracers, params):
         return own(trace, primitive, _linked(trace, tracers, which, "scan"), params)
-    with _widening(trace):
+    with _during(_widened, trace), core.set_current_trace(trace):
         return _scan_with_carry(params, _dummy(trace), tracers)[1:]
 
 
@@ -367,7 +364,7 @@ def _open_while(own, trace, primitive, tracers, params):
     if which := _one_of_first_order(trace, tracers, params, tests):
         return own(trace, primitive, _linked(trace, tracers, which, "while_loop"), params)
     of_test, of_step, init = tracers[:tests], tracers[tests : tests + steps], tracers[tests + steps :]
-    with _widening(trace):
+    with _during(_widened, trace), core.set_current_trace(trace):
         return jax.lax.while_loop(
             lambda state: _jax.evaluate(params["cond_jaxpr"], *of_test, *state[1:])[0],
             lambda state: [state[0], *_jax.evaluate(params["body_jaxpr"], *of_step, *state[1:])],
@@ -453,7 +450,7 @@ def _differentiate_custom_jvp(own, trace, primitive, function, rule, tracers, *m
         return call(tracers)
     asked = _asked(trace, tracers, lambda avals: _communicates_when_called(function, avals))
     if asked is None:
-        with _unknown():
+        with _during(_cannot_be_traced, True):
             return call(tracers)
     return call(
         _linked(trace, tracers, _or_refuse(possible), "a function with jax.custom_jvp", False) if asked else tracers
@@ -475,7 +472,7 @@ def _differentiate_custom_vjp(own, trace, primitive, function, forward, backward
         return call(tracers)
     asked = _asked(trace, tracers, asks)
     if asked is None:
-        with _unknown():
+        with _during(_cannot_be_traced, True):
             return call(tracers)
     if not asked:
         return call(tracers)
@@ -513,16 +510,7 @@ def _or_refuse(possible: list[int]) -> list[int]:
 
 
 _cannot_be_traced: contextvars.ContextVar[bool] = contextvars.ContextVar("cannot_be_traced", default=False)
-
-
-@contextlib.contextmanager
-def _unknown() -> Iterator[None]:
-    """Within it operations are refused: it is not known that the function they are in is differentiated."""
-    token = _cannot_be_traced.set(True)
-    try:
-        yield
-    finally:
-        _cannot_be_traced.reset(token)
+"""Whether operations are refused: it is not known that the function they are in is differentiated."""
 
 
 def _backward_communicates(forward: Any, backward: Any, avals: Sequence[Any], out_trees: Callable[[], Any]) -> bool:
@@ -576,8 +564,7 @@ def _drop_none(own: Callable[..., Any], jaxpr: Any, *args: Any, **kwargs: Any) -
 # --- 4. what is transposed -------------------------------------------------------------------------------------------
 
 _cotangents: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("cotangents", default=())
-"""Those with which the transposition that is going on was started."""
-
+"""The number that depends on all with which the transposition that is going on was started; empty outside of one."""
 
 _solving: contextvars.ContextVar[bool] = contextvars.ContextVar("solving", default=False)
 """Whether the matrix of a linear solve is transposed, which is a value rather than a derivative."""
@@ -592,11 +579,8 @@ def _transpose_matrix(own: Callable[..., Any], *args: Any) -> Callable[..., Any]
     transposed = own(*args)
 
     def call(x):
-        token = _solving.set(True)
-        try:
+        with _during(_solving, True):
             return transposed(x)
-        finally:
-            _solving.reset(token)
 
     return call
 
@@ -608,11 +592,12 @@ def _transpose(own: Callable[..., Any], jaxpr: Any, stack: Any, consts: Any, pri
         return own(jaxpr, stack, consts, primals, given, **more)
     known = [x for x in given if type(x) is not _jax.ad.Zero and _jax.inexact(x)]
     zero = _link(None, known, jax.typeof(_ZERO), not _solving.get())
-    token = _cotangents.set((zero,))
+    arguments = zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *primals), strict=False)
+    linear = {x for x, value in arguments if isinstance(value, _LINEAR)}
+    linked = _with_link_of_all(jaxpr, linear)
     try:
-        arguments = zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *primals), strict=False)
-        linear = {x for x, value in arguments if isinstance(value, _LINEAR)}
-        return own(_with_link_of_all(jaxpr, linear), stack, consts, primals, [*given, zero], **more)
+        with _during(_cotangents, (zero,)):
+            return own(linked, stack, consts, primals, [*given, zero], **more)
     except (AssertionError, NotImplementedError, RuntimeError) as error:
         of_execution = isinstance(error, jax.errors.JaxRuntimeError)
         if of_execution or str(error).startswith(_OURS) or not any(map(_is_linked_constant, jaxpr.eqns)):
@@ -622,8 +607,6 @@ def _transpose(own: Callable[..., Any], jaxpr: Any, stack: Any, consts: Any, pri
             "custom_root). If it multiplies or divides by the result of an operation on constants, compute that "
             "outside of it: operands of operations count as depending on the argument, as on other ranks they may."
         ) from error
-    finally:
-        _cotangents.reset(token)
 
 
 def _is_linked_constant(equation: Any) -> bool:
@@ -690,7 +673,7 @@ def _with_carry(equation: Any, which: int) -> list[Any]:
     """The equations of a scan that carries one more number, which is linear in operand number `which`."""
 
     def scan(*operands):
-        more = _link(None, [operands[which]], jax.typeof(_ZERO), False)
+        more = _link(None, [operands[which]], jax.typeof(_ZERO))
         return _scan_with_carry(equation.params, more, operands)
 
     with _jax.without_constant_folding():
@@ -714,7 +697,7 @@ def _scan_with_carry(params: Params, more: Any, operands: Sequence[Any]) -> list
 
     def step(carry, x):
         # JAX orders constants by their first use, and makes one of a carried value that it sees to be handed on.
-        changed, *same = [_link(value, [], jax.typeof(value), False) for value in (carry[0], *consts)]
+        changed, *same = [_link(value, [], jax.typeof(value)) for value in (carry[0], *consts)]
         result = _jax.evaluate(params["jaxpr"], *same, *carry[1:], *x)
         return [changed, *result[:carried]], result[carried:]
 
@@ -744,24 +727,15 @@ _PURPOSE = "jaxmpi_purpose"
 are unknown. These refer to the trace, so it is kept nowhere else."""
 
 
-@contextlib.contextmanager
-def _dividing_for(purpose: str | None) -> Iterator[None]:
-    token = _purpose.set(purpose)
-    try:
-        yield
-    finally:
-        _purpose.reset(token)
-
-
 def _divide(own: Callable[..., Any], function: Any, values: Sequence[Any], instantiate: Any = False) -> Any:
     """JAX divides by this function for two purposes, which it does not tell: see `_contract`."""
     transposing = instantiate is True and not any(value.is_known() for value in values)
-    with _dividing_for(_TRANSPOSING if transposing else _HOISTING):
+    with _during(_purpose, _TRANSPOSING if transposing else _HOISTING):
         return own(function, values, instantiate)
 
 
 def _divide_checkpointed_scan(own: Callable[..., Any], *args: Any) -> Any:
-    with _dividing_for(_HOISTING):
+    with _during(_purpose, _HOISTING):
         return own(*args)
 
 
@@ -797,7 +771,7 @@ def _leave(own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequenc
         possible = [i for i, x in enumerate(tracers) if _jax.inexact(x)]
         if possible and inputs and all(tracers[i].is_known() for i in possible):
             with core.set_current_trace(trace):
-                tracers[possible[0]] = _link(tracers[possible[0]], inputs, tracers[possible[0]].aval, False)
+                tracers[possible[0]] = _link(tracers[possible[0]], inputs, tracers[possible[0]].aval)
     else:
         _Dependence.of_equation(primitive, params, [not x.is_known() for x in tracers])
     return own(trace, primitive, tracers, params)

@@ -9,7 +9,7 @@ import inspect
 import re
 import threading
 import warnings
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -161,6 +161,15 @@ def _lower_call(own: Function, effect: Effect, ctx: Any, *args: Any, **params: A
 def called(params: dict[str, Any]) -> Any:
     """The computation inside a nested call with these parameters."""
     return params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
+
+
+def inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
+    """The jaxprs that an equation with these parameters has inside, less their constants."""
+    for value in params.values():
+        for inner in value if isinstance(value, tuple) else (value,):
+            jaxpr = getattr(inner, "jaxpr", inner)
+            if hasattr(jaxpr, "eqns"):
+                yield jaxpr
 
 
 def evaluate(jaxpr: Any, *args: Any) -> list[Any]:

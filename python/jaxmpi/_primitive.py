@@ -105,13 +105,11 @@ def linked_zeros(seeds: Sequence[Any], like: Any) -> Any:
     return link(None, seeds, like)
 
 
-def _link_jvp(primals, tangents, *, own, always, unless, **params):
-    if unless:
-        primals, tangents = primals[:-unless], tangents[:-unless]
+def _link_jvp(primals, tangents, *, own, always, **params):
     own_too = own and type(tangents[0]) is not _jax.ad.Zero
     given = [t for t in tangents if type(t) is not _jax.ad.Zero]
-    value = _link.bind(*primals, own=own, always=False, unless=0, **params)
-    return value, _link.bind(*given, own=own_too, always=always, unless=0, **params)
+    value = _link.bind(*primals, own=own, always=False, **params)
+    return value, _link.bind(*given, own=own_too, always=always, **params)
 
 
 def _link_transpose(cotangent, *operands, own, always, unless, **params):

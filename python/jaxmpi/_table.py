@@ -42,11 +42,11 @@ LINE = "line"
 def bind(name: str, params: Params, *operands: Any) -> Any:
     """Binds an operation; its result, or None. Outside of any trace its compiled program is called at once."""
     primitive = PRIMITIVES[name]
-    if params.get(DERIVATIVE) == TANGENT and operands:  # also a value that its rule communicates
-        operands = (link(operands[0], [], jax.typeof(operands[0]), always=True), *operands[1:])
     if _jax.trace_state_clean():
         results = eager_program(primitive, tuple(params), *params.values())(*operands)
     else:
+        if params.get(DERIVATIVE) == TANGENT and operands:  # also a value that its rule communicates
+            operands = (link(operands[0], [], jax.typeof(operands[0]), always=True), *operands[1:])
         results = primitive.bind(*operands, **params)
     return results[0] if results else None
 

@@ -19,7 +19,7 @@ import jaxmpi
 from fuzzing.distributed import Deaf, Distributed
 from fuzzing.programs import INPUTS, LENGTH, OPERATIONS
 from fuzzing.witness import Witness
-from jaxmpi import notoken
+from jaxmpi import _jax, notoken
 
 BATCH = 2
 TOLERANCE = 1e-9
@@ -290,10 +290,8 @@ def collectives(jaxpr):
             size = min((x.aval.size for x in (*equation.invars, *equation.outvars)), default=0)
             yield f"{name} {equation.params.get('derivative', '')} {size}"
             continue
-        for value in equation.params.values():
-            for inner in value if isinstance(value, tuple) else (value,):
-                if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
-                    yield from collectives(inner)
+        for inner in _jax.inner_jaxprs(equation.params):
+            yield from collectives(inner)
 
 
 def is_refusal(error):

@@ -197,9 +197,8 @@ class _Generator:
             name = "invariant"
         if name == "pair" and self.size > 1:
             peer = (root + peer) % self.size
-        integers = (
-            () if name in ("barrier", "invariant", "replicate") or not self.chance(0.12) else tuple(range(self.size))
-        )
+        floating = name in ("barrier", "invariant", "replicate")
+        integers = () if floating or not self.chance(0.12) else tuple(range(self.size))
         if integers and name in ("pair", "sendrecv"):
             integers = self.ranks(1)
         return Comm(
