@@ -262,11 +262,13 @@ def test_reduction(name, op, comm, rank, size):
 def test_ties_share(op, comm, rank, size):
     x = jnp.ones(2)
     gradient = jax.grad(lambda x: jnp.sum(notoken.allreduce(x, OPS[op])))(x)
-    np.testing.assert_allclose(gradient, np.full(2, 1 / size))
+    np.testing.assert_allclose(gradient, np.full(2, 1 / size), rtol=1e-15)
     _, tangent = jax.jvp(lambda x: notoken.scan(x, OPS[op]), (x,), (jnp.full(2, 1.0 + rank),))
-    np.testing.assert_allclose(tangent, np.full(2, np.mean(1.0 + np.arange(rank + 1))))
+    np.testing.assert_allclose(tangent, np.full(2, np.mean(1.0 + np.arange(rank + 1))), rtol=1e-14)
     _, tangent = jax.jvp(lambda x: notoken.reduce(x, OPS[op], 0), (x,), (jnp.full(2, 1.0 + rank),))
-    np.testing.assert_allclose(tangent, np.full(2, np.mean(1.0 + np.arange(size)) if rank == 0 else 1.0 + rank))
+    np.testing.assert_allclose(
+        tangent, np.full(2, np.mean(1.0 + np.arange(size)) if rank == 0 else 1.0 + rank), rtol=1e-14
+    )
 
 
 def test_extreme_that_is_no_number(rank):

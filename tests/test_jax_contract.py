@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax._src import ad_checkpoint
+from jax._src.interpreters import ad as private_ad
 from jax._src.interpreters import partial_eval
 from jax.extend.core import primitives
 from mpi4py import MPI
@@ -28,6 +29,10 @@ RULES = {
     "scan in a checkpoint": (partial_eval.partial_eval_jaxpr_custom_rules, primitives.scan_p),
     "checkpoint that is not used": (partial_eval.dce_rules, ad_checkpoint.remat_p),
 }
+
+REPORTS = {"custom_vjp backwards": private_ad.custom_lin_p}
+if _differentiation._OBJECTS:
+    REPORTS["custom_root"] = _differentiation.hijax.call_hi_primitive_linearized_p
 
 
 def name_of(hook):
@@ -225,6 +230,15 @@ def test_rule_that_is_not_called(which, monkeypatch, unchecked, myself):
     if rules is partial_eval.dce_rules and _jax.numbers(jax.__version__) >= (0, 12):
         assert broken() is None  # there JAX keeps such checkpoints by itself
         return
+    assert broken() is not None
+    assert_refused(myself)
+
+
+@needs_derivatives
+@pytest.mark.parametrize("which", REPORTS)
+def test_primitive_that_does_not_say_that_it_communicates(which, monkeypatch, unchecked, myself):
+    primitive = REPORTS[which]
+    monkeypatch.setattr(primitive, "abstract_eval", primitive.abstract_eval.jaxmpi_own)
     assert broken() is not None
     assert_refused(myself)
 

@@ -401,6 +401,75 @@ def test_custom_vjp_of_a_constant(function, place, comm, rank, size):
     np.testing.assert_allclose(got, 0 * x if rank == 0 else ws[rank], rtol=1e-12)
 
 
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("function", [added_backwards, turned])
+def test_custom_vjp_that_one_rank_does_not_use(function, place, inside, comm, rank, size):
+    """The rule backwards communicates, also where nothing depends on the function."""
+    x, w = draw((2,), float, rank, 0), draw((2,), float, rank, 1)
+
+    def of_rank(x, y):
+        return 3 * x if rank == 0 else 2 * y
+
+    wrap = PLACES[place]
+    f = wrap(lambda x: of_rank(x, function(x))) if inside else lambda x: of_rank(x, wrap(function)(x))
+    (got,) = jax.vjp(f, x)[1](w)
+
+    def backwards(ws):
+        return [ws[(r + 1) % size] for r in range(size)] if function is turned else [sum(ws)] * size
+
+    def around(ws):
+        return [3 * w if r == 0 else 0 * w for r, w in enumerate(ws)]
+
+    def into(ws):
+        return [0 * w if r == 0 else 2 * w for r, w in enumerate(ws)]
+
+    ws = [draw((2,), float, r, 1) for r in range(size)]
+    steps = range(2 if place == "scan" else 1)
+    if inside:
+        for _ in steps:
+            ws = [a + b for a, b in zip(around(ws), backwards(into(ws)), strict=True)]
+        np.testing.assert_allclose(got, ws[rank], rtol=1e-12)
+    else:
+        used = into(ws)
+        for _ in steps:
+            used = backwards(used)
+        np.testing.assert_allclose(got, around(ws)[rank] + used[rank], rtol=1e-12)
+
+
+@jax.custom_vjp
+def cubes_added(x):
+    return notoken.allreduce(x**3, MPI.SUM)
+
+
+cubes_added.defvjp(lambda x: (cubes_added(x), x), lambda x, ct: (3 * x**2 * notoken.allreduce(ct, MPI.SUM),))
+
+
+@pytest.mark.parametrize("place", [place for place in PLACES if place != "scan"])
+def test_second_derivative_of_custom_vjp_that_one_rank_does_not_use(place, rank, size):
+    x = draw((2,), float, rank, 0)
+
+    def loss(x):
+        y = PLACES[place](cubes_added)(x)
+        return jnp.sum(x) + (0.0 if rank == 0 else jnp.sum(y))
+
+    got = jax.grad(lambda x: jnp.sum(jax.grad(loss)(x) ** 2))(x)
+    n = size - 1
+    np.testing.assert_allclose(got, 2 * (1 + 3 * x**2 * n) * 6 * x * n, rtol=1e-12)
+
+
+def test_custom_vjp_that_looks_at_values_and_that_one_rank_does_not_use(rank, size):
+    """Such a rule cannot be traced, so it is not known whether it communicates."""
+
+    @jax.custom_vjp
+    def f(x):
+        return x
+
+    f.defvjp(lambda x: (x, None), lambda _, ct: (notoken.allreduce(ct if float(ct) > -1 else -ct, MPI.SUM),))
+    gradient = jax.grad(lambda x: (f(x), x)[int(rank == 0)])(2.0)
+    assert gradient == (size if rank == 0 else size - 1)
+
+
 def test_custom_vmap_is_refused(rank):
     """On each rank by itself, before anything is sent; its value is fine."""
 

@@ -104,6 +104,12 @@ def _custom_vjp(x: Any) -> Any:
     return function(1.0) * x
 
 
+def _custom_vjp_ignored(x: Any) -> Any:
+    function = jax.custom_vjp(lambda x: x)
+    function.defvjp(lambda x: (x, None), lambda _, ct: (_bcast(ct),))
+    return (function(x), x)[1]
+
+
 def _solve(b: Any) -> Any:
     return lax.custom_linear_solve(lambda u: 2 * _bcast(u), b, lambda f, b: f(b), lambda f, b: f(b))
 
@@ -133,6 +139,11 @@ def _mapped() -> Any:
 def _solved_once() -> Any:
     """A linear solve in a function that is mapped by something else."""
     return _one_operation_if(_shapes_of_solves(jax.vmap(lambda x: x * _solve(1.0))) == [()])
+
+
+def _root_ignored(x: Any) -> Any:
+    one = jnp.ones(())
+    return (lax.custom_root(lambda u: u - _bcast(one), 1.0, lambda f, u: u - f(u), lambda _, y: y), x)[1]
 
 
 def _shapes_of_solves(f: Callable[[Any], Any]) -> list[tuple[int, ...]]:
@@ -254,6 +265,11 @@ ASSUMPTIONS = (
         [("scan", "bcast", ""), ("scan", "bcast", "")],
     ),
     Assumption(
+        "its rule backwards stays in a derivative where nothing uses the function",
+        lambda: _reverse(_custom_vjp_ignored),
+        [("", "bcast", "")],
+    ),
+    Assumption(
         "a linear solve of constants is differentiated, and its matrix",
         lambda: _forward(lambda x: x * _solve(1.0)),
         [*_SOLVE, *_VALUE_THEN_TANGENT, *_SOLVE],
@@ -285,6 +301,11 @@ ASSUMPTIONS = (
     ),
     Assumption("what a primitive drops where nothing uses it is noticed", _dropped, [("", "bcast", "")]),
     Assumption("what a primitive of another library communicates is seen", _hidden, [("", "bcast", "")]),
+    Assumption(
+        "the derivative of a root of constants is taken, and stays where nothing uses it",
+        lambda: _one_operation_if(operations(_reverse(_root_ignored))[-1:] == [("", "reduce", "cotangent")]),
+        [("", "bcast", "")],
+    ),
     *(
         [
             Assumption(

@@ -77,8 +77,9 @@ def install(link: Link, primitive: _jax.Primitive, check: Callable[[], None]) ->
     if not _jax.KEEPS_EFFECTS:
         return
     _hidden.report()
+    _hidden.report_of(private_ad.custom_lin_p, _pullback_communicates)
     if hasattr(hijax, "call_hi_primitive_linearized_p"):
-        _hidden.report_of_object(hijax.call_hi_primitive_linearized_p)
+        _hidden.report_of(hijax.call_hi_primitive_linearized_p, lambda _, params: EFFECT in params["_prim"].effects)
     _replace_rule(partial_eval.partial_eval_jaxpr_custom_rules, primitives.scan_p, _divide_checkpointed_scan)
     _replace_rule(partial_eval.dce_rules, ad_checkpoint.remat_p, _keep_checkpoint)
 
@@ -141,9 +142,8 @@ class Operation(_jax.Primitive):
 
 def _communicates_when_called(function: Any, avals: Iterable[Any]) -> bool:
     """Whether a function that JAX has wrapped communicates; found out by tracing it."""
-    structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
     try:
-        return EFFECT in jax.make_jaxpr(function.call_wrapped)(*structs).effects
+        return EFFECT in jax.make_jaxpr(lambda *xs: (function.call_wrapped(*xs), ())[1])(*avals).effects
     finally:
         _forget(function)
 
@@ -515,21 +515,40 @@ _cannot_be_traced: contextvars.ContextVar[bool] = contextvars.ContextVar("cannot
 
 def _backward_communicates(forward: Any, backward: Any, avals: Sequence[Any], out_trees: Callable[[], Any]) -> bool:
     """Whether the rules of a `jax.custom_vjp` function communicate."""
-    structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
     try:
         traced, results = jax.make_jaxpr(
             lambda *xs: forward.call_wrapped(*[y for x in xs for y in (x, False)]), return_shape=True
-        )(*structs)
+        )(*avals)
         if EFFECT in traced.effects:
             return True
         _, residual_tree, *forwards = out_trees()
         sources = forwards[0] if forwards else [None] * residual_tree.num_leaves
         count = sum(source is None for source in sources)
         made, outs = iter(results[:count]), results[count:]
-        residuals = [next(made) if source is None else structs[source] for source in sources]
+        residuals = [next(made) if source is None else avals[source] for source in sources]
         return _communicates_when_called(backward, [*residuals, *outs])
     finally:
         _forget(forward)
+
+
+def _pullback_communicates(avals: Sequence[Any], params: Params) -> bool:
+    """Whether what stands for the derivative of a `jax.custom_vjp` function communicates when it is transposed.
+
+    If so it has the effect, and is transposed also where nothing depends on it. A rule that looks at values may.
+    """
+    try:
+        return _communicates_when_called(params["bwd"], [*avals[: params["num_res"]], *params["out_avals"]])
+    except _LOOKS_AT_VALUES:
+        return True
+    except Exception:  # raised again where the rule is called
+        return False
+
+
+_LOOKS_AT_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
 
 
 # --- 3. what is divided ----------------------------------------------------------------------------------------------

@@ -36,13 +36,13 @@ def report() -> None:
     _jax.replace(partial_eval, "_cached_abstract_eval", "", _evaluate)
 
 
-def report_of_object(primitive: Any) -> None:
-    """Has a primitive report the effect of the object that is its parameter `_prim`, as JAX's derivative does not."""
+def report_of(primitive: Any, communicates: Callable[[Sequence[Any], dict[str, Any]], bool]) -> None:
+    """Has a primitive of JAX's report the effect, for operands and parameters with which it communicates."""
     own = getattr(primitive.abstract_eval, "jaxmpi_own", primitive.abstract_eval)
 
     def evaluate(*avals: Any, **params: Any) -> Any:
         result, reported = own(*avals, **params)
-        return result, {*reported, EFFECT} if EFFECT in params["_prim"].effects else reported
+        return result, {*reported, EFFECT} if communicates(avals, params) else reported
 
     evaluate.jaxmpi_own = own  # type: ignore[attr-defined]
     primitive.abstract_eval = evaluate

@@ -271,7 +271,13 @@ def _share_of_extreme(x, extreme, params: Params):
     """1 where this rank alone has the extreme value, 1/n where n ranks have it, else 0."""
     mine = x == extreme
     count = bind("allreduce", _of_tangent(params, **_SUMMING), mine.astype(jnp.int32))
-    return jnp.where(jnp.isnan(extreme), jnp.nan, jnp.where(mine, 1 / count, 0)).astype(x.dtype)
+    return jnp.where(jnp.isnan(extreme), jnp.nan, jnp.where(mine, _ratio(1, count, x), 0)).astype(x.dtype)
+
+
+def _ratio(a, b, like):
+    """a / b of integers, as precise as `like`, which JAX's own division of integers is not."""
+    precise = jnp.promote_types(like.dtype, jnp.float32)
+    return jnp.asarray(a, precise) / jnp.asarray(b, precise)
 
 
 def _weight(x, params: Params, extreme: Callable[[], Any]):
@@ -316,7 +322,7 @@ def _tangent_scan(primals, tangent, results, params):
             x, tangent = _unused(x, earlier), _unused(tangent, its_tangent)
             continue
         wins, ties = (earlier > x if name == "MAX" else earlier < x), earlier == x
-        share = jnp.where(ties, its_count / (its_count + count), jnp.where(wins, 1, 0)).astype(x.dtype)
+        share = jnp.where(ties, _ratio(its_count, its_count + count, x), jnp.where(wins, 1, 0)).astype(x.dtype)
         tangent = jnp.where(share > 0, share * its_tangent, 0) + jnp.where(share < 1, (1 - share) * tangent, 0)
         count = jnp.where(ties, its_count + count, jnp.where(wins, its_count, count))
         x = jnp.where(wins, earlier, x)
