@@ -222,7 +222,8 @@ def _differentiate(own: Callable[..., Any], trace: Any, primitive: Any, tracers:
     if primitive is _link_primitive and params["always"]:
         return _differentiate_link(own, trace, primitive, tracers, params)
     if primitive in _OPENED:
-        if not communicates(params):
+        known = any(type(tangent) is not _jax.ad.Zero for tangent in _tangents(trace, tracers))
+        if not communicates(params) and (known or not _derivative_communicates(trace, params)):
             return own(trace, primitive, tracers, params)
         _check()
         return _OPENED[primitive](functools.partial(_open, own), trace, primitive, tracers, params)
@@ -549,6 +550,44 @@ _LOOKS_AT_VALUES = (
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
+
+
+def _derivative_communicates(trace: Any, params: Params) -> bool:
+    """Whether a computation inside, which does not communicate, has a `jax.custom_vjp` function whose rules do."""
+    for inner in _jax.inner_jaxprs(params):
+        for equation in inner.eqns:
+            if equation.primitive is primitives.custom_vjp_call_p:
+                if _communicates_when_transposed(trace, inner, equation):
+                    return True
+            elif _derivative_communicates(trace, equation.params):
+                return True
+    return False
+
+
+def _communicates_when_transposed(trace: Any, jaxpr: Any, equation: Any) -> bool:
+    operands = list(dict.fromkeys(_jax.variables(equation.invars)))
+    which = [i for i, x in enumerate(operands) if _jax.inexact(x.aval)]
+    names = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
+    alone = jaxpr.replace(
+        constvars=[], invars=operands, outvars=equation.outvars, eqns=[equation], debug_info=names, effects=set()
+    )
+
+    def transposed(*xs):
+        def f(*varied):
+            replaced = dict(zip(which, varied, strict=True))
+            results = _jax.evaluate(alone, *(replaced.get(i, x) for i, x in enumerate(xs)))
+            return [y for y in results if _jax.inexact(y)]
+
+        results, pullback = jax.vjp(f, *(xs[i] for i in which))
+        pullback(results)
+
+    if not which:
+        return False
+    with core.set_current_trace(trace.parent_trace):
+        try:
+            return EFFECT in jax.make_jaxpr(transposed)(*(x.aval for x in operands)).effects
+        except Exception:  # raised again where the function is called
+            return False
 
 
 # --- 3. what is divided ----------------------------------------------------------------------------------------------
