@@ -349,6 +349,14 @@ def added_backwards(x):
 
 added_backwards.defvjp(lambda x: (x, None), lambda _, ct: (notoken.allreduce(ct, MPI.SUM),))
 
+
+@jax.custom_vjp
+def cubes_added(x):
+    return notoken.allreduce(x**3, MPI.SUM)
+
+
+cubes_added.defvjp(lambda x: (cubes_added(x), x), lambda x, ct: (3 * x**2 * notoken.allreduce(ct, MPI.SUM),))
+
 PLACES = {
     "plain": lambda f: f,
     "jit": jax.jit,
@@ -378,6 +386,84 @@ def test_custom_jvp_of_two_operands_of_which_one_is_constant(place, comm, rank):
             return function(*((x, half) if rank == 0 else (half, x)))
 
         check(PLACES[place](f), x, comm, rtol=1e-10)
+
+
+@jax.custom_jvp
+def added_forwards(x):
+    return x
+
+
+@added_forwards.defjvp
+def _added_forwards_jvp(primals, tangents):
+    return primals[0], notoken.allreduce(tangents[0], MPI.SUM)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_custom_jvp_of_a_constant_whose_rule_alone_communicates(place, rank, size):
+    x, t = draw((2,), float, rank, 0), draw((2,), float, rank, 1)
+    function = PLACES[place](added_forwards)
+
+    def f(x):
+        return function(jnp.full(2, 0.7) if rank == 0 else x)
+
+    ts = [0 * t, *(draw((2,), float, r, 1) for r in range(1, size))]
+    for _ in range(2 if place == "scan" else 1):
+        ts = [sum(ts)] * size
+    np.testing.assert_allclose(jax.jvp(f, (x,), (t,))[1], ts[0], rtol=1e-12)
+
+
+@jax.custom_jvp
+def without_derivative(x):
+    return jnp.round(x)
+
+
+@without_derivative.defjvp
+def _without_derivative_jvp(primals, tangents):
+    return jnp.round(primals[0]), jnp.zeros_like(tangents[0])
+
+
+@pytest.mark.parametrize("function", [lambda x: of_two(x, x), lambda x: by_hand(x, x), cubes_added],
+                         ids=["jvp", "by_hand", "vjp"])  # fmt: skip
+def test_rule_of_what_has_zeros_for_a_tangent(function, comm, rank):
+    """JAX knows such a tangent for an array, which depends on nothing that is differentiated."""
+    x = draw((2,), float, rank, 0)
+
+    def f(x):
+        return function(without_derivative(x) if rank == 0 else x) * x
+
+    if function is cubes_added:
+        w = draw((2,), float, rank, 1)
+        ys, pullback = jax.vjp(f, x)
+        total = sum(comm.allgather(np.asarray(w * x)))
+        np.testing.assert_allclose(pullback(w)[0], w * ys / x + (0 if rank == 0 else 3 * x**2 * total), rtol=1e-12)
+    else:
+        check(f, x, comm, rtol=1e-10)
+
+
+@pytest.mark.parametrize("function", [lambda x: of_two(x, x), lambda x: by_hand(x, x), cubes_added],
+                         ids=["jvp", "by_hand", "vjp"])  # fmt: skip
+def test_rule_in_a_loop_that_does_not_use_what_it_is_given(function, rank, size):
+    """The linear part of the loop does not depend on that operand either; on other ranks, on the same."""
+    x = draw((2,), float, rank, 0)
+
+    def f(x):
+        other = jnp.full(2, 0.7) if rank == 0 else 0.7 * x
+
+        def step(carry, row):
+            lax.scan(lambda c, _: (c, jnp.sin(other)), row, None, length=2)
+            return function(carry), row
+
+        return lax.scan(step, other, jnp.stack([other, other]))[0] + x
+
+    loss = lambda x: jnp.sum(f(x))  # noqa: E731
+    gradient = jax.grad(loss)(x)
+    step = 1e-6
+    for i in range(2):
+        for r in range(size):
+            h = jnp.zeros(2).at[i].set(step if r == rank else 0.0)
+            slope = sum(MPI.COMM_WORLD.allgather(float(loss(x + h) - loss(x - h)))) / (2 * step)
+            if r == rank:
+                np.testing.assert_allclose(gradient[i], slope, rtol=1e-6)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -438,14 +524,6 @@ def test_custom_vjp_that_one_rank_does_not_use(function, place, inside, comm, ra
         for _ in steps:
             used = backwards(used)
         np.testing.assert_allclose(got, around(ws)[rank] + used[rank], rtol=1e-12)
-
-
-@jax.custom_vjp
-def cubes_added(x):
-    return notoken.allreduce(x**3, MPI.SUM)
-
-
-cubes_added.defvjp(lambda x: (cubes_added(x), x), lambda x, ct: (3 * x**2 * notoken.allreduce(ct, MPI.SUM),))
 
 
 @pytest.mark.parametrize("place", [place for place in PLACES if place != "scan"])

@@ -141,7 +141,9 @@ class Operation(_jax.Primitive):
 
 
 def _communicates_when_called(function: Any, avals: Iterable[Any]) -> bool:
-    """Whether a function that JAX has wrapped communicates; found out by tracing it."""
+    """Whether a function that JAX has wrapped communicates; found out by tracing it, if it has not been."""
+    if not function.transforms and (traced := getattr(function.f, "args", ())) and hasattr(traced[0], "effects"):
+        return EFFECT in traced[0].effects
     try:
         return EFFECT in jax.make_jaxpr(lambda *xs: (function.call_wrapped(*xs), ())[1])(*avals).effects
     finally:
@@ -443,19 +445,14 @@ _OBJECTS = {getattr(solves, name) for name in ("CustomRoot", "_RootLinearMap") i
 def _differentiate_custom_jvp(own, trace, primitive, function, rule, tracers, *more, **options):
     """All operands get tangents: the rule may communicate each of them, whether JAX has made it of zeros or not."""
 
-    def call(tracers):
-        return own(trace, primitive, function, rule, tracers, *more, **options)
+    def asks(avals):
+        return _communicates_when_called(function, avals) or _rule_communicates(rule, avals)
 
-    possible = [i for i, x in enumerate(tracers) if _jax.inexact(x)]
-    if possible and not _zeros(trace, tracers, possible):
-        return call(tracers)
-    asked = _asked(trace, tracers, lambda avals: _communicates_when_called(function, avals))
-    if asked is None:
-        with _during(_cannot_be_traced, True):
-            return call(tracers)
-    return call(
-        _linked(trace, tracers, _or_refuse(possible), "a function with jax.custom_jvp", False) if asked else tracers
-    )
+    possible, asked = _asked(trace, tracers, function, rule, asks)
+    if asked:
+        tracers = _linked(trace, tracers, _or_refuse(possible), "a function with jax.custom_jvp", False)
+    with _during(_cannot_be_traced, asked is None and (not possible or _any_zero(trace, tracers, possible))):
+        return own(trace, primitive, function, rule, tracers, *more, **options)
 
 
 def _differentiate_custom_vjp(own, trace, primitive, function, forward, backward, tracers, *more, **options):
@@ -464,41 +461,65 @@ def _differentiate_custom_vjp(own, trace, primitive, function, forward, backward
     def call(tracers):
         return own(trace, primitive, function, forward, backward, tracers, *more, **options)
 
-    def asks(avals):
-        out_trees = options["out_trees"] if "out_trees" in options else more[0]
-        return _communicates_when_called(function, avals) or _backward_communicates(forward, backward, avals, out_trees)
-
-    possible = [i for i, x in enumerate(tracers) if _jax.inexact(x)]
-    if len(_zeros(trace, tracers, possible)) < len(possible):
-        return call(tracers)
-    asked = _asked(trace, tracers, asks)
-    if asked is None:
-        with _during(_cannot_be_traced, True):
-            return call(tracers)
+    out_trees = options["out_trees"] if "out_trees" in options else more[0]
+    called = any(type(tangent) is not _jax.ad.Zero for tangent in _tangents(trace, tracers))
+    possible, asked = _asked(
+        trace,
+        tracers,
+        function,
+        backward,
+        lambda avals: (
+            _communicates_when_called(function, avals)
+            or (not called and _backward_communicates(forward, backward, avals, out_trees))
+        ),
+        called,
+    )
     if not asked:
-        return call(tracers)
-    for i in _or_refuse(possible):
+        with _during(_cannot_be_traced, asked is None and not called):
+            return call(tracers)
+    _or_refuse(possible)
+    possible.sort(key=lambda i: _any_zero(trace, tracers, [i]))
+    for i in possible:
         with contextlib.suppress(private_ad.CustomVJPException, *([] if i == possible[-1] else [AssertionError])):
             return call(_linked(trace, tracers, [i], "a function with jax.custom_vjp", False))
     raise _refusal("a function with jax.custom_vjp that has closed-over values alone")
 
 
-def _zeros(trace: Any, tracers: Sequence[Any], which: Iterable[int]) -> list[int]:
-    """Those operands that have no tangent."""
+def _any_zero(trace: Any, tracers: Sequence[Any], which: Iterable[int]) -> bool:
+    """Whether an operand has no tangent."""
+    return any(type(trace.to_primal_tangent_pair(tracers[i])[1]) is _jax.ad.Zero for i in which)
+
+
+def _asked(
+    trace: Any, tracers: Sequence[Any], function: Any, rule: Any, asks: Callable[[list[Any]], bool], *of: bool
+) -> tuple[list[int], bool | None]:
+    """The operands that can have tangents, and whether a function or its rule communicates: None where that cannot be
+    found out by tracing them."""
     _seeds_of(trace)
-    return [i for i in which if type(trace.to_primal_tangent_pair(tracers[i])[1]) is _jax.ad.Zero]
-
-
-def _asked(trace: Any, tracers: Sequence[Any], asks: Callable[[list[Any]], bool]) -> bool | None:
-    """Whether a function communicates; None where that cannot be found out by tracing it."""
-    with core.set_current_trace(trace.parent_trace):
-        try:
-            communicates_then = asks([jax.typeof(x) for x in tracers])
-        except Exception:
-            return None
-    if communicates_then:
+    avals = [jax.typeof(x) for x in tracers]
+    answers, key = _answers_for(function, rule, [*of, *avals])
+    if (asked := answers.get(key)) is None:
+        with core.set_current_trace(trace.parent_trace):
+            with contextlib.suppress(Exception):
+                asked = answers[key] = asks(avals)
+    if asked:
         _check()
-    return communicates_then
+    return [i for i, x in enumerate(tracers) if _jax.inexact(x)], asked
+
+
+def _answers_for(function: Any, rule: Any, operands: Sequence[Any]) -> tuple[dict[Any, bool], Any]:
+    """What is known of a function and its rule already, and the key of its answer for these operands; nothing where it
+    may depend on more than operands and their structure."""
+    structure = [x for _, params in function.transforms for x in params]
+    if all(type(x) is jax.tree_util.PyTreeDef for x in structure):
+        with contextlib.suppress(TypeError):  # of what cannot be referred to weakly
+            answers = _answers.setdefault(rule.f, weakref.WeakKeyDictionary()).setdefault(function.f, {})
+            return answers, (*structure, *operands)
+    return {}, None
+
+
+_answers: "weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, dict[Any, bool]]]"
+_answers = weakref.WeakKeyDictionary()
 
 
 def _or_refuse(possible: list[int]) -> list[int]:
@@ -512,6 +533,18 @@ def _or_refuse(possible: list[int]) -> list[int]:
 
 _cannot_be_traced: contextvars.ContextVar[bool] = contextvars.ContextVar("cannot_be_traced", default=False)
 """Whether operations are refused: it is not known that the function they are in is differentiated."""
+
+
+def _rule_communicates(rule: Any, avals: Sequence[Any]) -> bool:
+    """Whether the rule of a `jax.custom_jvp` function communicates."""
+
+    def call(*xs):
+        return rule.call_wrapped(*xs, *(x if _jax.inexact(x) else np.zeros(x.shape, jax.dtypes.float0) for x in xs))
+
+    try:
+        return EFFECT in jax.make_jaxpr(lambda *xs: (call(*xs), ())[1])(*avals).effects
+    finally:
+        _forget(rule)
 
 
 def _backward_communicates(forward: Any, backward: Any, avals: Sequence[Any], out_trees: Callable[[], Any]) -> bool:
@@ -553,18 +586,25 @@ _LOOKS_AT_VALUES = (
 
 
 def _derivative_communicates(trace: Any, params: Params) -> bool:
-    """Whether a computation inside, which does not communicate, has a `jax.custom_vjp` function whose rules do."""
-    for inner in _jax.inner_jaxprs(params):
-        for equation in inner.eqns:
-            if equation.primitive is primitives.custom_vjp_call_p:
-                if _communicates_when_transposed(trace, inner, equation):
-                    return True
-            elif _derivative_communicates(trace, equation.params):
-                return True
-    return False
+    """Whether a computation inside, which does not communicate, has a function with a rule that does."""
+    return any(_rules_communicate(trace, inner) for inner in _jax.inner_jaxprs(params))
 
 
-def _communicates_when_transposed(trace: Any, jaxpr: Any, equation: Any) -> bool:
+def _rules_communicate(trace: Any, jaxpr: Any) -> bool:
+    if (known := _jaxprs_with_rules.get(jaxpr)) is None:
+        known = _jaxprs_with_rules[jaxpr] = any(
+            _rule_of_equation_communicates(trace, jaxpr, equation)
+            if equation.primitive in (primitives.custom_jvp_call_p, primitives.custom_vjp_call_p)
+            else _derivative_communicates(trace, equation.params)
+            for equation in jaxpr.eqns
+        )
+    return known
+
+
+_jaxprs_with_rules: "weakref.WeakKeyDictionary[Any, bool]" = weakref.WeakKeyDictionary()
+
+
+def _rule_of_equation_communicates(trace: Any, jaxpr: Any, equation: Any) -> bool:
     operands = list(dict.fromkeys(_jax.variables(equation.invars)))
     which = [i for i, x in enumerate(operands) if _jax.inexact(x.aval)]
     names = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
@@ -572,20 +612,24 @@ def _communicates_when_transposed(trace: Any, jaxpr: Any, equation: Any) -> bool
         constvars=[], invars=operands, outvars=equation.outvars, eqns=[equation], debug_info=names, effects=set()
     )
 
-    def transposed(*xs):
+    def differentiated(*xs):
         def f(*varied):
             replaced = dict(zip(which, varied, strict=True))
             results = _jax.evaluate(alone, *(replaced.get(i, x) for i, x in enumerate(xs)))
             return [y for y in results if _jax.inexact(y)]
 
-        results, pullback = jax.vjp(f, *(xs[i] for i in which))
-        pullback(results)
+        varied = [xs[i] for i in which]
+        if equation.primitive is primitives.custom_jvp_call_p:
+            jax.jvp(f, varied, varied)
+        else:
+            results, pullback = jax.vjp(f, *varied)
+            pullback(results)
 
     if not which:
         return False
     with core.set_current_trace(trace.parent_trace):
         try:
-            return EFFECT in jax.make_jaxpr(transposed)(*(x.aval for x in operands)).effects
+            return EFFECT in jax.make_jaxpr(differentiated)(*(x.aval for x in operands)).effects
         except Exception:  # raised again where the function is called
             return False
 
