@@ -551,6 +551,46 @@ def test_custom_vjp_that_looks_at_values_and_that_one_rank_does_not_use(rank, si
     assert gradient == (size if rank == 0 else size - 1)
 
 
+def _mapped(derivative, xs):
+    """One derivative for each direction, which all ranks take: of shape (direction, rank, 2)."""
+    return jax.vmap(lambda direction: derivative(jnp.broadcast_to(direction, xs.shape)))(jnp.eye(2))
+
+
+JACOBIANS = {
+    "jacfwd": (jax.jacfwd, lambda f, xs: _mapped(lambda e: jax.jvp(f, (xs,), (e,))[1], xs).transpose(1, 2, 0)),
+    "jacrev": (jax.jacrev, lambda f, xs: _mapped(lambda e: jax.vjp(f, xs)[1](e)[0], xs).transpose(1, 0, 2)),
+    "hessian": (
+        lambda f: jax.hessian(lambda x: jnp.sum(f(x) ** 3)),
+        lambda f, xs: _mapped(
+            lambda e: jax.jvp(jax.grad(lambda xs: jnp.sum(f(xs) ** 3)), (xs,), (e,))[1], xs
+        ).transpose(1, 2, 0),
+    ),
+}
+
+
+@pytest.mark.parametrize("place", ["plain", "jit", "checkpoint"])
+@pytest.mark.parametrize("name", JACOBIANS)
+def test_jacobian_of_a_linear_solve_with_a_template_that_is_constant(name, place, rank, size):
+    """The solves for derivatives are mapped, and all ranks map what the matrix communicates."""
+
+    def solve(matvec, b):
+        return lax.fori_loop(0, 60, lambda _, u: u + (b - matvec(u)) / 2, b)
+
+    def f(x):
+        def matvec(u):
+            return 2 * u + 0.1 * PLACES[place](lambda u: notoken.bcast(u if rank == 0 else jnp.zeros(2), 0))(u)
+
+        return lax.custom_linear_solve(matvec, jnp.sin(x), solve, transpose_solve=solve)
+
+    def of_all(xs):
+        first = jnp.sin(xs[:1]) / 2.1
+        return jnp.concatenate([first, (jnp.sin(xs[1:]) - 0.1 * first) / 2])
+
+    derivative, witness = JACOBIANS[name]
+    xs = jnp.stack([draw((2,), float, r, 0) for r in range(size)])
+    np.testing.assert_allclose(derivative(f)(xs[rank]), witness(of_all, xs)[rank], atol=1e-9)
+
+
 def test_custom_vmap_is_refused(rank):
     """On each rank by itself, before anything is sent; its value is fine."""
 

@@ -378,9 +378,11 @@ def _open_while(own, trace, primitive, tracers, params):
 def _open_linear_solve(own, trace, primitive, tracers, params):
     """A linear solve: linked are what its matrix depends on, and its right-hand side.
 
-    The derivative of a matrix that communicates is communication, also where the matrix depends on nothing here.
+    The derivative of a matrix that communicates is communication, also where the matrix depends on nothing here. The
+    solve for a derivative is mapped by what maps that, and with it what the matrix communicates: see `_depending`.
     """
     lengths, jaxprs = params["const_lengths"], params["jaxprs"]
+    jaxprs = type(jaxprs)(*map(_depending, jaxprs, lengths))
     which = _one(trace, tracers, sum(lengths))
     if EFFECT in jaxprs.matvec.effects:
         if not _one(trace, tracers, 0, lengths.matvec):
@@ -394,6 +396,86 @@ def _open_linear_solve(own, trace, primitive, tracers, params):
         which = _one(trace, tracers, 0, lengths.matvec) + which
     params = {**params, "const_lengths": lengths, "jaxprs": jaxprs}
     return own(trace, primitive, _linked(trace, tracers, which, "custom_linear_solve"), params)
+
+
+def _depending(closed: Any, constants: int) -> Any:
+    """The same computation, in which what is communicated depends on the arguments after the first `constants`; the
+    same one for the same computation, as by that JAX knows what it has compiled."""
+    if closed is None or EFFECT not in closed.effects:
+        return closed
+    if (known := _depending_jaxprs.get(closed)) is None:
+
+        def evaluate(*args):
+            return _evaluate_linked(closed, args, [x for x in args[constants:] if _jax.inexact(x)])
+
+        with _jax.no_trace(), _jax.without_constant_folding():
+            known = _depending_jaxprs[closed] = jax.make_jaxpr(evaluate)(*closed.in_avals)
+    return known
+
+
+_depending_jaxprs: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
+
+
+def _evaluate_linked(closed: Any, args: Sequence[Any], seeds: Sequence[Any]) -> list[Any]:
+    """The results of a jaxpr in which each operation, also in calls, branches and loops, has an operand that depends on
+    the seeds."""
+    again = functools.partial(_evaluate_linked, seeds=seeds)
+    jaxpr = getattr(closed, "jaxpr", closed)
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*getattr(closed, "consts", ()), *args), strict=True))
+    read = lambda atoms: [x.val if isinstance(x, Literal) else values[x] for x in atoms]  # noqa: E731
+    for equation in jaxpr.eqns:
+        primitive, params, operands = equation.primitive, equation.params, read(equation.invars)
+        if EFFECT in equation.effects and primitive in _REMADE:
+            results = _REMADE[primitive](again, params, operands)
+        else:
+            if _is_ours(primitive) and (which := [i for i, x in enumerate(operands) if _jax.inexact(x)]):
+                operand = operands[which[0]]
+                operands[which[0]] = _link(operand, seeds, jax.typeof(operand))
+            results = _jax.evaluate(_jax.alone(jaxpr, equation), *operands)
+        values.update(zip(equation.outvars, results, strict=True))
+    return read(jaxpr.outvars)
+
+
+def _remake_checkpoint(again, params, operands):
+    inner, options = params["jaxpr"], {name: params[name] for name in ("policy", "prevent_cse")}
+    return jax.checkpoint(lambda *xs: again(inner, xs), **options)(*operands)
+
+
+def _remake_scan(again, params, operands):
+    constants, carried = _jax.parts_of_scan(params)
+    same, init, rows = operands[:constants], operands[constants : constants + carried], operands[constants + carried :]
+
+    def step(carry, row):
+        results = again(params["jaxpr"], [*same, *carry, *row])
+        return results[:carried], results[carried:]
+
+    carry, ys = jax.lax.scan(step, init, rows, **{name: params[name] for name in ("length", "reverse", "unroll")})
+    return [*carry, *ys]
+
+
+def _remake_while(again, params, operands):
+    tests, steps = params["cond_nconsts"], params["body_nconsts"]
+    of_test, of_step, init = operands[:tests], operands[tests : tests + steps], operands[tests + steps :]
+    return jax.lax.while_loop(
+        lambda state: again(params["cond_jaxpr"], [*of_test, *state])[0],
+        lambda state: again(params["body_jaxpr"], [*of_step, *state]),
+        init,
+    )
+
+
+def _remake_cond(again, params, operands):
+    branches = [lambda *xs, branch=branch: again(branch, xs) for branch in params["branches"]]
+    return jax.lax.switch(operands[0], branches, *operands[1:])
+
+
+_REMADE: dict[Any, Callable[..., list[Any]]] = {
+    ad_checkpoint.remat_p: _remake_checkpoint,
+    primitives.closed_call_p: lambda again, params, operands: again(_jax.called(params), operands),
+    _jax.jit_p: lambda again, params, operands: again(_jax.called(params), operands),
+    primitives.scan_p: _remake_scan,
+    primitives.while_p: _remake_while,
+    primitives.cond_p: _remake_cond,
+}
 
 
 def _open_custom_vmap(own, trace, primitive, tracers, params):
@@ -500,8 +582,11 @@ def _asked(
     answers, key = _answers_for(function, rule, [*of, *avals])
     if (asked := answers.get(key)) is None:
         with core.set_current_trace(trace.parent_trace):
-            with contextlib.suppress(Exception):
+            try:
                 asked = answers[key] = asks(avals)
+            except Exception as error:
+                if isinstance(error, NotImplementedError) and str(error).startswith(_OURS):
+                    raise
     if asked:
         _check()
     return [i for i, x in enumerate(tracers) if _jax.inexact(x)], asked
@@ -605,12 +690,8 @@ _jaxprs_with_rules: "weakref.WeakKeyDictionary[Any, bool]" = weakref.WeakKeyDict
 
 
 def _rule_of_equation_communicates(trace: Any, jaxpr: Any, equation: Any) -> bool:
-    operands = list(dict.fromkeys(_jax.variables(equation.invars)))
-    which = [i for i, x in enumerate(operands) if _jax.inexact(x.aval)]
-    names = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
-    alone = jaxpr.replace(
-        constvars=[], invars=operands, outvars=equation.outvars, eqns=[equation], debug_info=names, effects=set()
-    )
+    alone = _jax.alone(jaxpr, equation)
+    which = [i for i, x in enumerate(alone.invars) if _jax.inexact(x.aval)]
 
     def differentiated(*xs):
         def f(*varied):
@@ -629,7 +710,7 @@ def _rule_of_equation_communicates(trace: Any, jaxpr: Any, equation: Any) -> boo
         return False
     with core.set_current_trace(trace.parent_trace):
         try:
-            return EFFECT in jax.make_jaxpr(differentiated)(*(x.aval for x in operands)).effects
+            return EFFECT in jax.make_jaxpr(differentiated)(*(x.aval for x in alone.invars)).effects
         except Exception:  # raised again where the function is called
             return False
 

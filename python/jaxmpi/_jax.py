@@ -172,6 +172,17 @@ def inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
                 yield jaxpr
 
 
+def alone(jaxpr: Any, equation: Any) -> Any:
+    """A jaxpr of one of its equations alone, of all of its operands."""
+    operands = [core.Var(jax.typeof(x.val)) if isinstance(x, Literal) else core.Var(x.aval) for x in equation.invars]
+    results = [core.Var(x.aval) for x in equation.outvars]
+    equation = equation.replace(invars=operands, outvars=results)
+    names = jaxpr.debug_info._replace(arg_names=("",) * len(operands), result_paths=("",) * len(results))
+    return jaxpr.replace(
+        constvars=[], invars=operands, outvars=results, eqns=[equation], debug_info=names, effects=equation.effects
+    )
+
+
 def evaluate(jaxpr: Any, *args: Any) -> list[Any]:
     """The results of a jaxpr, closed or not, in the trace at hand."""
     return core.eval_jaxpr(getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ()), *args)
