@@ -656,11 +656,14 @@ def _pullback_communicates(avals: Sequence[Any], params: Params) -> bool:
     If so it has the effect, and is transposed also where nothing depends on it. A rule that looks at values may.
     """
     try:
-        return _communicates_when_called(params["bwd"], [*avals[: params["num_res"]], *params["out_avals"]])
+        may = _communicates_when_called(params["bwd"], [*avals[: params["num_res"]], *params["out_avals"]])
     except _LOOKS_AT_VALUES:
         return True
     except Exception:  # raised again where the rule is called
         return False
+    if may:
+        _check()
+    return may
 
 
 _LOOKS_AT_VALUES = (
