@@ -18,11 +18,12 @@ from jax._src.interpreters import partial_eval
 from jax.extend.core import primitives
 from mpi4py import MPI
 
-from jaxmpi import _contract, _differentiation, _jax, notoken
+from jaxmpi import _contract, _jax, notoken
+from jaxmpi._derivatives import hooks, opening
 
 needs_derivatives = pytest.mark.skipif(not _jax.KEEPS_EFFECTS, reason="no derivatives with this JAX")
 TRIED = f"JAX 0.6.0 to {_jax.NEWEST_TRIED}"
-HOOKS = _differentiation.HOOKS if _jax.KEEPS_EFFECTS else _differentiation._REFUSALS
+HOOKS = hooks.HOOKS if _jax.KEEPS_EFFECTS else hooks._REFUSALS
 REPORT = (partial_eval, "_cached_abstract_eval", "", lambda own, *args, **params: own(*args, **params))
 FUNCTIONS = [*HOOKS, REPORT] if _jax.KEEPS_EFFECTS else HOOKS
 RULES = {
@@ -31,8 +32,8 @@ RULES = {
 }
 
 REPORTS = {"custom_vjp backwards": private_ad.custom_lin_p}
-if _differentiation._OBJECTS:
-    REPORTS["custom_root"] = _differentiation.hijax.call_hi_primitive_linearized_p
+if opening._OBJECTS:
+    REPORTS["custom_root"] = hooks.hijax.call_hi_primitive_linearized_p
 
 
 def name_of(hook):

@@ -2,7 +2,7 @@
 
 Before the first derivative of what communicates each of them is traced, on COMM_SELF, and its operations are counted:
 nothing is compiled or sent. Where an operation is missing, or in another place, derivatives are refused. A name of
-JAX's that is not there, or takes something else, is an error at import already: see `_differentiation.HOOKS`.
+JAX's that is not there, or takes something else, is an error at import already: see `hooks.HOOKS`.
 """
 
 import contextlib
@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from mpi4py import MPI
 
-from jaxmpi import _differentiation, _jax
+from jaxmpi import _jax, notoken
+from jaxmpi._derivatives import communication, hooks
 from jaxmpi._order import EFFECT
 
 Operations = list[tuple[str, str, str]]
@@ -39,10 +40,10 @@ def operations(jaxpr: Any, inside: str = "") -> Operations:
 
 def _operations(jaxpr: Any, inside: str) -> Iterator[tuple[str, str, str]]:
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        if type(equation.primitive) is _differentiation.Operation:
-            yield inside, equation.primitive.name[7:], equation.params.get(_differentiation.DERIVATIVE, "")
+        if type(equation.primitive) is communication.Operation:
+            yield inside, equation.primitive.name[7:], equation.params.get(communication.DERIVATIVE, "")
             continue
-        within = inside if equation.primitive in _differentiation.CALLS else equation.primitive.name
+        within = inside if equation.primitive in communication.CALLS else equation.primitive.name
         for inner in _jax.inner_jaxprs(equation.params):
             yield from _operations(inner, within)
 
@@ -51,20 +52,14 @@ def _operations(jaxpr: Any, inside: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _bcast(x: Any = 1.0) -> Any:
-    from jaxmpi import notoken
-
     return notoken.bcast(x, 0, comm=MPI.COMM_SELF)
 
 
 def _send(x: Any) -> None:
-    from jaxmpi import notoken
-
     notoken.send(x, 0, comm=MPI.COMM_SELF)
 
 
 def _recv() -> Any:
-    from jaxmpi import notoken
-
     return notoken.recv(0.0, 0, tag=0, comm=MPI.COMM_SELF)
 
 
@@ -314,7 +309,7 @@ ASSUMPTIONS = (
                 [("", "send", ""), ("", "recv", "cotangent")],
             )
         ]
-        if _differentiation.HAS_NEWER_CHECKPOINT
+        if hooks.HAS_NEWER_CHECKPOINT
         else []
     ),
 )
@@ -364,3 +359,6 @@ def check() -> None:
             f"jaxmpi: derivatives of communication are refused: JAX {jax.__version__} does not keep to what they rely "
             f"on: {_state['broken']}. {_jax.ADVICE}"
         )
+
+
+hooks.install(check)

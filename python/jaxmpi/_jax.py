@@ -1,4 +1,4 @@
-"""The private names of JAX that the package uses, but for those of its differentiation: see _differentiation.
+"""The private names of JAX that the package uses, but for those of its differentiation: see _derivatives.
 
 Tried on JAX 0.6.0 to `NEWEST_TRIED`. A version that moves one of these names needs a change here and nowhere else.
 """

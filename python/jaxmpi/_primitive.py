@@ -13,13 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jaxmpi import _contract, _differentiation, _jax
+from jaxmpi import _jax
 from jaxmpi._arguments import DERIVATIVE_TAGS
+from jaxmpi._derivatives import communication
+from jaxmpi._derivatives.communication import DERIVATIVE, Operation
+from jaxmpi._derivatives.transposition import zero_cotangent
 from jaxmpi._devices import PLATFORMS
-from jaxmpi._differentiation import DERIVATIVE
+from jaxmpi._link import batched, linked_zeros
 from jaxmpi._native import DATATYPES, DEVICES, OPERATIONS
 from jaxmpi._order import EFFECT, IN_PLACE, eager
 
@@ -85,81 +87,12 @@ def eager_programs() -> int:
     return eager_program.cache_info().currsize
 
 
-# --- values that are linear in something ---------------------------------------------------------------------------
-
-_link = _jax.Primitive("jaxmpi.link")
-
-
-def link(value: Any, seeds: Sequence[Any], like: Any, always: bool = False, unless: Sequence[Any] = ()) -> Any:
-    """The value, or zeros like the third argument where it is None, that JAX takes for a linear function of the `seeds`
-    too. Costs nothing. `always`: whatever maps any of the computation by `vmap` maps it, too, unless it maps one of
-    `unless`.
-    """
-    own = [] if value is None else [value]
-    params = {"own": len(own) > 0, "always": always, "unless": len(unless)}
-    return _link.bind(*own, *seeds, *unless, **params, shape=tuple(like.shape), dtype=np.dtype(like.dtype))
-
-
-def linked_zeros(seeds: Sequence[Any], like: Any) -> Any:
-    """Zeros of the shape and dtype of `like` that JAX takes for a linear function of the `seeds`."""
-    return link(None, seeds, like)
-
-
-def _link_jvp(primals, tangents, *, own, always, **params):
-    own_too = own and type(tangents[0]) is not _jax.ad.Zero
-    given = [t for t in tangents if type(t) is not _jax.ad.Zero]
-    value = _link.bind(*primals, own=own, always=False, **params)
-    return value, _link.bind(*given, own=own_too, always=always, **params)
-
-
-def _link_transpose(cotangent, *operands, own, always, unless, **params):
-    # What depends on something is depended on by it: the cotangents of the seeds are zeros that are linear in this one.
-    if type(cotangent) is _jax.ad.Zero:
-        return [None] * len(operands)
-    linear = [_jax.ad.is_undefined_primal(x) for x in operands]
-    zeros = [
-        link(None, [cotangent], x.aval, always) if is_linear else None
-        for x, is_linear in zip(operands[own:], linear[own:], strict=True)
-    ]
-    return [cotangent if is_linear else None for is_linear in linear[:own]] + zeros
-
-
-def _link_batch(axis, operands, axes, *, own, always, unless, shape, dtype):
-    mapped = [at is not None for at in axes]
-    excluded = any(mapped[len(mapped) - unless :])
-    params = {"own": own, "always": always, "unless": unless, "dtype": dtype}
-    if not any(mapped[: len(mapped) - unless]) and (excluded or not always):
-        return _link.bind(*operands, shape=shape, **params), None
-    if own:
-        value = _batched(operands[0], axes[0], axis.size, 0)
-        operands = [value, *operands[1:]]
-    return _link.bind(*operands, shape=(axis.size, *shape), **params), 0
-
-
-def _batched(x, axis_of_x, size, at):
-    if axis_of_x is not None:
-        return jnp.moveaxis(x, axis_of_x, at)
-    return jnp.broadcast_to(jnp.expand_dims(x, at), (*jnp.shape(x)[:at], size, *jnp.shape(x)[at:]))
-
-
-def _linked(*operands, own, shape, dtype, **params):
-    return operands[0] if own else jnp.zeros(shape, dtype)
-
-
-_jax.define_primitive(_link, lambda *_, shape, dtype, **params: _jax.ShapedArray(shape, dtype), False, _linked)
-_jax.mlir.register_lowering(_link, _jax.mlir.lower_fun(_linked, multiple_results=False))
-_jax.ad.primitive_jvps[_link] = _link_jvp
-_jax.ad.primitive_transposes[_link] = _link_transpose
-_jax.batching.fancy_primitive_batchers[_link] = _link_batch
-_differentiation.install(link, _link, _contract.check)
-
-
 # --- from a row to a primitive -------------------------------------------------------------------------------------
 
 
 def make_primitive(row: Row) -> _jax.Primitive:
     """The primitive of a row; always with a list of results, which is empty or has one entry."""
-    primitive = _differentiation.Operation(f"jaxmpi.{row.name}")
+    primitive = Operation(f"jaxmpi.{row.name}")
 
     def abstract_eval(*avals, **params):
         results = []
@@ -262,7 +195,7 @@ def _make_batching(row: Row, primitive: _jax.Primitive):
             results = primitive.bind(*operands, **params)
             return results, [None] * len(results)
         at, result_at = row.batch(params)
-        operands = [_batched(x, axis_of_x, axis.size, at) for x, axis_of_x in zip(operands, axes, strict=True)]
+        operands = [batched(x, axis_of_x, axis.size, at) for x, axis_of_x in zip(operands, axes, strict=True)]
         results = primitive.bind(*operands, **params)
         return results, [result_at] * len(results)
 
@@ -271,7 +204,7 @@ def _make_batching(row: Row, primitive: _jax.Primitive):
 
 def _make_jvp(row: Row, primitive: _jax.Primitive):
     def jvp(primals, tangents, **params):
-        _contract.check()  # also where JAX has not told the trace of it
+        communication.check()  # also where JAX has not told the trace of it
         inexact = [_jax.inexact(x) for x in primals]
         if all(inexact) and (why_not := row.refuse(params)):
             raise NotImplementedError(f"{row.name} cannot be differentiated: {why_not}")
@@ -295,10 +228,10 @@ def _make_jvp(row: Row, primitive: _jax.Primitive):
 
 def _make_transpose(rule: Callable[..., Any]):
     def transpose(cotangents: Sequence[Any], operand, *templates, **params):
-        _contract.check()
+        communication.check()
         cotangent = cotangents[0] if cotangents else None
         if type(cotangent) is _jax.ad.Zero:
-            cotangent = _differentiation.zero_cotangent(cotangent.aval)
+            cotangent = zero_cotangent(cotangent.aval)
         template = jax.ShapeDtypeStruct(operand.aval.shape, operand.aval.dtype)
         return [rule(cotangent, template, params), *(None for _ in templates)]
 

@@ -16,19 +16,19 @@ import jax.numpy as jnp
 from mpi4py import MPI
 
 from jaxmpi import _arguments as arguments
-from jaxmpi import _communicator, _differentiation, _jax, _native
+from jaxmpi import _communicator, _jax, _native
+from jaxmpi._derivatives.communication import DERIVATIVE
+from jaxmpi._derivatives.transposition import zero_cotangent
+from jaxmpi._link import link, linked_zeros
 from jaxmpi._order import IN_PLACE
 from jaxmpi._primitive import (
     COTANGENT,
-    DERIVATIVE,
     TANGENT,
     Params,
     Part,
     Row,
     Shape,
     eager_program,
-    link,
-    linked_zeros,
     make_primitive,
 )
 
@@ -175,7 +175,7 @@ def _transpose_scan(cotangent, template, params):
 
 def _transpose_send(cotangent, template, params):
     back = _of_cotangent(params, source=params["dest"], status=None, tag=params["tag"])
-    return bind("recv", back, _differentiation.zero_cotangent(template))
+    return bind("recv", back, zero_cotangent(template))
 
 
 def _transpose_recv(cotangent, template, params):

@@ -1,0 +1,108 @@
+"""What communicates, and what all that is told to JAX needs to know of it."""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import ad_checkpoint
+from jax.extend.core import primitives
+
+from jaxmpi import _jax
+from jaxmpi._native import OPERATIONS
+from jaxmpi._order import EFFECT
+
+
+@contextlib.contextmanager
+def during(variable: "contextvars.ContextVar[Any]", value: Any) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+Params = dict[str, Any]
+
+DERIVATIVE = "derivative"
+"""Parameter of an operation on tangents or cotangents, which says of which. Its messages have tags of their own: they
+are never taken for those of the function itself."""
+
+CALLS = (primitives.closed_call_p, ad_checkpoint.remat_p, _jax.jit_p)
+
+ZERO = np.zeros((), jax.dtypes.canonicalize_dtype(float))
+
+_PLAIN = (int, float, bool, str, type(None))
+
+check: Callable[[], None]
+"""Called before a derivative of what communicates is taken; raises where it cannot be."""
+
+
+def communicates(params: Params) -> bool:
+    """Whether a primitive with these parameters has computations inside that communicate."""
+    return any(_inside(value) for value in params.values() if type(value) not in _PLAIN)
+
+
+def _inside(value: Any) -> bool:
+    if EFFECT in getattr(value, "effects", ()):
+        return True
+    if isinstance(value, (tuple, list)):
+        return any(_inside(x) for x in value if type(x) not in _PLAIN)
+    if hasattr(value, "eqns"):
+        return False
+    inner, more = getattr(value, "jaxpr", None), getattr(value, "params", None)  # of a primitive that is an object
+    return (inner is not None and _inside(inner)) or (isinstance(more, dict) and communicates(more))
+
+
+def is_ours(primitive: Any) -> bool:
+    return type(primitive) is Operation
+
+
+cannot_be_traced: contextvars.ContextVar[bool] = contextvars.ContextVar("cannot_be_traced", default=False)
+"""Whether operations are refused: it is not known that the function they are in is differentiated."""
+
+
+class Operation(_jax.Primitive):
+    """A primitive that communicates, always with a list of results."""
+
+    multiple_results = True
+
+    def bind_with_trace(self, trace, args, *more):
+        if type(trace).__name__ == "JetTrace" and any(map(_jax.inexact, args)):
+            raise NotImplementedError(
+                f"{self.name}: jax.experimental.jet has no rule for communication. Nested jax.jvp gives the same "
+                "derivatives, on all ranks alike."
+            )
+        if cannot_be_traced.get():
+            raise refusal("a function with jax.custom_jvp or jax.custom_vjp that looks at values")
+        return super().bind_with_trace(trace, args, *more)
+
+
+def communicates_when_called(function: Any, avals: Iterable[Any]) -> bool:
+    """Whether a function that JAX has wrapped communicates; found out by tracing it, if it has not been."""
+    if not function.transforms and (traced := getattr(function.f, "args", ())) and hasattr(traced[0], "effects"):
+        return EFFECT in traced[0].effects
+    try:
+        return EFFECT in jax.make_jaxpr(lambda *xs: (function.call_wrapped(*xs), ())[1])(*avals).effects
+    finally:
+        forget(function)
+
+
+def forget(function: Any) -> None:
+    """Makes a wrapped function that was traced as if it had not been: it keeps the structure of what it returned."""
+    for store in function.stores:
+        if store:
+            store.reset()
+
+
+def refusal(what: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"jaxmpi: {what} is not known to be differentiated on all ranks alike by JAX {jax.__version__} where it "
+        "communicates. Communicate outside of it, or differentiate inside of it."
+    )
+
+
+OURS = ("jaxmpi", *(f"{name} " for name in OPERATIONS))
+"""How the text of an error of ours begins."""

@@ -1,0 +1,190 @@
+"""Where JAX divides a computation into a known part and the rest: what communicates is not dropped, and not taken for
+known because its operands are."""
+
+import contextvars
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax._src import core
+from jax._src.interpreters import partial_eval
+from jax.extend.core import Literal, primitives
+
+from jaxmpi import _hidden, _jax
+from jaxmpi._derivatives.communication import (
+    CALLS,
+    Params,
+    communicates,
+    communicates_when_called,
+    during,
+    is_ours,
+    refusal,
+)
+from jaxmpi._link import link
+from jaxmpi._order import EFFECT
+
+
+def keep(own: Callable[..., Any], trace: Any, tracers: Any, results: Any, primitive: Any, params: Any, *more: Any):
+    equation = own(trace, tracers, results, primitive, params, *more)
+    if EFFECT in equation.effects:
+        trace.effect_handles.append(partial_eval.EffectHandle(list(tracers), equation))
+    return equation
+
+
+def keep_checkpoint(own: Callable[..., Any], *args: Any) -> Any:
+    """JAX drops a checkpoint that has neither operands nor results that are used, whatever its effects."""
+    inputs, kept = own(*args)
+    equation = args[-1]  # after which results are used and, from JAX 0.12 on, which operands are live
+    if kept is None and EFFECT in equation.effects:
+        return [True] * len(equation.invars), equation
+    return inputs, kept
+
+
+def drop_none(own: Callable[..., Any], jaxpr: Any, *args: Any, **kwargs: Any) -> Any:
+    """Sees to it that what nothing depends on is not dropped where it communicates."""
+    kept, inputs = own(jaxpr, *args, **kwargs)
+    if EFFECT in jaxpr.effects:
+        before, after = (sum(EFFECT in equation.effects for equation in x.eqns) for x in (jaxpr, kept))
+        if before != after:
+            raise refusal("a primitive that JAX leaves out where nothing depends on it")
+    return kept, inputs
+
+
+_HOISTING, _TRANSPOSING = "hoisting", "transposing"
+
+_purpose: contextvars.ContextVar[str | None] = contextvars.ContextVar("purpose", default=None)
+
+_PURPOSE = "jaxmpi_purpose"
+"""Attribute of a trace: what it divides for, where that is not a derivative, and for a transposition the values that
+are unknown. These refer to the trace, so it is kept nowhere else."""
+
+
+def divide(own: Callable[..., Any], function: Any, values: Sequence[Any], instantiate: Any = False) -> Any:
+    """JAX divides by this function for two purposes, which it does not tell: see `_contract`."""
+    transposing = instantiate is True and not any(value.is_known() for value in values)
+    with during(_purpose, _TRANSPOSING if transposing else _HOISTING):
+        return own(function, values, instantiate)
+
+
+def divide_checkpointed_scan(own: Callable[..., Any], *args: Any) -> Any:
+    with during(_purpose, _HOISTING):
+        return own(*args)
+
+
+def begin_to_divide(own: Callable[..., None], trace: Any, *args: Any) -> None:
+    own(trace, *args)
+    if (purpose := _purpose.get()) is not None:
+        setattr(trace, _PURPOSE, (purpose, []))
+        if purpose == _TRANSPOSING:
+            _purpose.set(None)  # of this trace alone
+
+
+def begin_argument(own: Callable[..., Any], trace: Any, value: Any) -> Any:
+    tracer = own(trace, value)
+    purpose, inputs = getattr(trace, _PURPOSE, (None, []))
+    if purpose == _TRANSPOSING and not tracer.is_known() and _jax.inexact(tracer):
+        inputs.append(tracer)
+    return tracer
+
+
+def leave(own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence[Any], params: Params) -> Any:
+    if not hasattr(trace, _PURPOSE) or not (
+        is_ours(primitive) or communicates(params) or _hidden.communicates(primitive, tracers, params)
+    ):
+        return own(trace, primitive, tracers, params)
+    purpose, inputs = getattr(trace, _PURPOSE)
+    tracers = [trace.to_jaxpr_tracer(x) for x in tracers]
+    if purpose == _HOISTING:
+        return _stage(trace, primitive, tracers, params)
+    if primitive in CALLS:
+        with core.set_current_trace(trace):
+            return _jax.evaluate(_jax.called(params), *tracers)
+    if is_ours(primitive):
+        possible = [i for i, x in enumerate(tracers) if _jax.inexact(x)]
+        if possible and inputs and all(tracers[i].is_known() for i in possible):
+            with core.set_current_trace(trace):
+                tracers[possible[0]] = link(tracers[possible[0]], inputs, tracers[possible[0]].aval)
+    else:
+        _Dependence.of_equation(primitive, params, [not x.is_known() for x in tracers])
+    return own(trace, primitive, tracers, params)
+
+
+def leave_custom(own: Callable[..., Any], trace: Any, primitive: Any, function: Any, *more: Any, **options: Any) -> Any:
+    if hasattr(trace, _PURPOSE):
+        tracers = next(x for x in more if isinstance(x, (list, tuple)))
+        if communicates_when_called(function, [jax.typeof(x) for x in tracers]):
+            with core.set_current_trace(trace):
+                return function.call_wrapped(*tracers)
+    return own(trace, primitive, function, *more, **options)
+
+
+def _stage(trace: Any, primitive: Any, tracers: Sequence[Any], params: Params) -> list[Any]:
+    """Leaves an equation to the part that is executed later, whatever is known of its operands."""
+    if tracers:
+        return trace.default_process_primitive(primitive, [trace.instantiate_const(x) for x in tracers], params)
+    avals, effects = primitive.abstract_eval(**params)
+    results = [partial_eval.JaxprTracer(trace, partial_eval.PartialVal.unknown(aval), None) for aval in avals]
+    source = _jax.current_source()
+    equation = partial_eval.new_eqn_recipe(trace, [], results, primitive, params, effects, source)
+    for result in results:
+        result.recipe = equation
+    return results
+
+
+class _Dependence:
+    """Which values of a linear computation depend on its argument; refuses an operation that does not.
+
+    It would be executed where others are transposed, and their messages meet.
+    """
+
+    @classmethod
+    def of_jaxpr(cls, jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
+        inner = getattr(jaxpr, "jaxpr", jaxpr)
+        depends = dict(zip(inner.invars, inputs, strict=True))
+        for equation in inner.eqns:
+            given = [not isinstance(x, Literal) and depends.get(x, False) for x in equation.invars]
+            if is_ours(equation.primitive):
+                cls._refuse_constant(equation, given)
+                results = [any(given)] * len(equation.outvars)
+            elif communicates(equation.params):
+                results = cls.of_equation(equation.primitive, equation.params, given)
+            else:
+                results = [any(given)] * len(equation.outvars)
+            depends.update(zip(equation.outvars, results, strict=True))
+        return [not isinstance(x, Literal) and depends.get(x, False) for x in inner.outvars]
+
+    @classmethod
+    def of_equation(cls, primitive: Any, params: Params, given: Sequence[bool]) -> list[bool]:
+        given = list(given)
+        if primitive in CALLS:
+            return cls.of_jaxpr(_jax.called(params), given)
+        if primitive is primitives.cond_p:
+            branches = [cls.of_jaxpr(branch, given[1:]) for branch in params["branches"]]
+            return [any(result) for result in zip(*branches, strict=True)]
+        if primitive is primitives.scan_p:
+            constants, carried = _jax.parts_of_scan(params)
+            return cls._of_loop(params["jaxpr"], given, constants, carried)
+        if primitive is primitives.while_p:
+            return cls._of_loop(params["body_jaxpr"], given[params["cond_nconsts"] :], params["body_nconsts"], None)
+        raise NotImplementedError(
+            f"jaxmpi: what communicates in {primitive.name} cannot be transposed by jax.linear_transpose (or by "
+            "custom_linear_solve without symmetric=True). Communicate outside of it."
+        )
+
+    @classmethod
+    def _of_loop(cls, jaxpr: Any, given: list[bool], constants: int, carried: int | None) -> list[bool]:
+        carried = len(given) - constants if carried is None else carried
+        while True:
+            results = cls.of_jaxpr(jaxpr, given)
+            carry = [a or b for a, b in zip(given[constants:], results[:carried], strict=False)]
+            if carry == given[constants : constants + carried]:
+                return results
+            given[constants : constants + carried] = carry
+
+    @staticmethod
+    def _refuse_constant(equation: Any, given: Sequence[bool]) -> None:
+        if not any(given) and any(_jax.inexact(x.aval) for x in equation.invars):
+            raise NotImplementedError(
+                f"{equation.primitive.name} cannot be transposed (by jax.linear_transpose or custom_linear_solve): its "
+                "operand is a constant on this rank. Let it depend on the function's argument, 0 * x for example."
+            )

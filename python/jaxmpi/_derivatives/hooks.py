@@ -1,0 +1,109 @@
+"""The places where JAX is told: functions of its own, and what stands in their place."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from jax._src import ad_checkpoint
+from jax._src.interpreters import ad as private_ad
+from jax._src.interpreters import partial_eval
+from jax._src.lax.control_flow import solves
+from jax.extend.core import primitives
+
+try:
+    from jax._src import hijax
+except ImportError:  # before JAX 0.8
+    hijax = None  # type: ignore[assignment]
+
+from jaxmpi import _hidden, _jax
+from jaxmpi._derivatives import communication
+from jaxmpi._derivatives.division import (
+    begin_argument,
+    begin_to_divide,
+    divide,
+    divide_checkpointed_scan,
+    drop_none,
+    keep,
+    keep_checkpoint,
+    leave,
+    leave_custom,
+)
+from jaxmpi._derivatives.opening import bind_checkpoint, differentiate, refuse_old
+from jaxmpi._derivatives.rules import differentiate_custom_jvp, differentiate_custom_vjp, pullback_communicates
+from jaxmpi._derivatives.traces import remember
+from jaxmpi._derivatives.transposition import transpose, transpose_matrix
+from jaxmpi._order import EFFECT
+
+HAS_NEWER_CHECKPOINT = "jaxpr" in getattr(getattr(ad_checkpoint, "RematTraced", None), "__annotations__", ())
+
+
+def install(check: Callable[[], None]) -> None:
+    """Tells JAX. `check` is called before a derivative of what communicates is taken, and raises where it cannot be."""
+    communication.check = check
+    for hook in HOOKS if _jax.KEEPS_EFFECTS else _REFUSALS:
+        _jax.replace(*hook)
+    if not _jax.KEEPS_EFFECTS:
+        return
+    _hidden.report()
+    _hidden.report_of(private_ad.custom_lin_p, pullback_communicates)
+    if hasattr(hijax, "call_hi_primitive_linearized_p"):
+        _hidden.report_of(hijax.call_hi_primitive_linearized_p, lambda _, params: EFFECT in params["_prim"].effects)
+    _replace_rule(partial_eval.partial_eval_jaxpr_custom_rules, primitives.scan_p, divide_checkpointed_scan)
+    _replace_rule(partial_eval.dce_rules, ad_checkpoint.remat_p, keep_checkpoint)
+
+
+def _replace_rule(rules: dict[Any, Any], primitive: Any, instead: Callable[..., Any]) -> None:
+    own = getattr(rules[primitive], "jaxmpi_own", rules[primitive])
+    rules[primitive] = functools.partial(instead, own)
+    rules[primitive].jaxmpi_own = own
+
+
+_BACKWARD = "backward_pass3" if hasattr(private_ad, "backward_pass3") else "backward_pass"  # the latter in JAX 0.7
+
+_JVP, _LINEARIZE, _DIVIDE = private_ad.JVPTrace, private_ad.LinearizeTrace, partial_eval.JaxprTrace
+
+_PRIMITIVE = "self primitive tracers params or self primitive args params"
+
+_CUSTOM_JVP = "self primitive fun jvp tracers symbolic_zeros or self prim fun f_jvp tracers symbolic_zeros"
+
+_CUSTOM_VJP = (
+    "self primitive fun fwd bwd tracers out_trees symbolic_zeros or "
+    "self prim fun fwd bwd tracers out_trees symbolic_zeros"
+)
+
+HOOKS: tuple[tuple[Any, str, str, Callable[..., Any]], ...]
+"""Functions of JAX, the parameters that they take, and what stands in their place."""
+
+HOOKS = (
+    (private_ad.JVPTracer, "__init__", "self trace primal tangent", remember),
+    (private_ad.LinearizeTracer, "__init__", "self trace primal tangent", remember),
+    (_JVP, "process_primitive", _PRIMITIVE, differentiate),
+    (_LINEARIZE, "process_primitive", _PRIMITIVE, differentiate),
+    (_JVP, "process_custom_jvp_call", _CUSTOM_JVP, differentiate_custom_jvp),
+    (_LINEARIZE, "process_custom_jvp_call", _CUSTOM_JVP, differentiate_custom_jvp),
+    (_JVP, "process_custom_vjp_call", _CUSTOM_VJP, differentiate_custom_vjp),
+    (_LINEARIZE, "process_custom_vjp_call", _CUSTOM_VJP, differentiate_custom_vjp),
+    (
+        partial_eval,
+        "new_eqn_recipe",
+        "trace in_tracers out_tracers primitive params effects source_info ctx",
+        keep,
+    ),
+    (
+        partial_eval,
+        "dce_jaxpr",
+        "jaxpr used_outputs instantiate or jaxpr used_outputs instantiate live_inputs",
+        drop_none,
+    ),
+    (private_ad, _BACKWARD, "jaxpr transform_stack consts primals_in cotangents_in", transpose),
+    (solves, "_transpose_one_output", "linear_fun primals", transpose_matrix),
+    (partial_eval, "trace_to_jaxpr_nounits", "fun pvals instantiate", divide),
+    (_DIVIDE, "__init__", "self parent_trace name_stack tag", begin_to_divide),
+    (_DIVIDE, "new_arg", "self pval", begin_argument),
+    (_DIVIDE, "process_primitive", _PRIMITIVE, leave),
+    (_DIVIDE, "process_custom_jvp_call", "self prim fun jvp tracers symbolic_zeros", leave_custom),
+    (_DIVIDE, "process_custom_vjp_call", "self prim f fwd bwd tracers out_trees symbolic_zeros", leave_custom),
+    *([(ad_checkpoint.RematTraced, "__call__", "self args", bind_checkpoint)] if HAS_NEWER_CHECKPOINT else []),
+)
+
+_REFUSALS = tuple((trace, "process_primitive", _PRIMITIVE, refuse_old) for trace in (_JVP, _LINEARIZE, _DIVIDE))

@@ -1,0 +1,199 @@
+"""What a trace that differentiates does with each primitive: those that communicate, and those that JAX opens."""
+
+import contextvars
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax._src import ad_checkpoint, core, custom_batching
+from jax._src.lax.control_flow import solves
+from jax.extend.core import primitives
+
+try:
+    from jax._src import hijax
+except ImportError:  # before JAX 0.8
+    hijax = None  # type: ignore[assignment]
+
+from jaxmpi import _hidden, _jax
+from jaxmpi._derivatives import communication
+from jaxmpi._derivatives.communication import DERIVATIVE, ZERO, Params, communicates, during, is_ours, refusal
+from jaxmpi._derivatives.remaking import depending, scan_with_carry, with_parameter, with_parameter_of_call
+from jaxmpi._derivatives.rules import derivative_communicates
+from jaxmpi._derivatives.traces import in_opened, link_operands, link_value, seeds_of, tangents_of
+from jaxmpi._link import link_primitive
+from jaxmpi._order import EFFECT
+
+
+def _one(trace: Any, tracers: Sequence[Any], start: int = 0, stop: int | None = None) -> list[int]:
+    """An operand to be linked, among those from `start` to `stop`: one with a tangent if there is one; none if none can
+    have."""
+    possible = [i for i in range(start, len(tracers) if stop is None else stop) if _jax.inexact(tracers[i])]
+    tangents = tangents_of(trace, tracers)
+    return [i for i in possible if type(tangents[i]) is not _jax.ad.Zero][:1] or possible[:1]
+
+
+def _one_of_first_order(trace: Any, tracers: Sequence[Any], params: Params, start: int = 0) -> list[int]:
+    """The same; none if there are derivatives inside, whose values must depend on what is differentiated, too, unless
+    it has a dummy already."""
+    return [] if _has_derivatives(params) and _widened.get() is not trace else _one(trace, tracers, start)
+
+
+_widened: contextvars.ContextVar[Any] = contextvars.ContextVar("widened", default=None)
+"""The trace for which a loop is made again, with a dummy."""
+
+
+def _has_derivatives(params: Params) -> bool:
+    """Whether a computation inside has derivatives of what communicates."""
+    for inner in _jax.inner_jaxprs(params):
+        for equation in inner.eqns:
+            more = equation.params
+            if equation.primitive is link_primitive and more["always"]:
+                return True
+            if DERIVATIVE in more or (communicates(more) and _has_derivatives(more)):
+                return True
+    return False
+
+
+def _dummy(trace: Any) -> Any:
+    """A number of no meaning that depends on what is differentiated, as does its tangent."""
+    (tracer,) = link_operands(trace, [ZERO], [0], "what")
+    return link_value(trace, tracer)
+
+
+def _open(own: Callable[..., Any], *args: Any) -> Any:
+    with during(in_opened, True):
+        return own(*args)
+
+
+def _open_call(own, trace, primitive, tracers, params):
+    if which := _one_of_first_order(trace, tracers, params):
+        return own(trace, primitive, link_operands(trace, tracers, which, primitive.name), params)
+    return own(trace, primitive, [_dummy(trace), *tracers], with_parameter_of_call(params))
+
+
+def _open_scan(own, trace, primitive, tracers, params):
+    if which := _one_of_first_order(trace, tracers, params):
+        return own(trace, primitive, link_operands(trace, tracers, which, "scan"), params)
+    with during(_widened, trace), core.set_current_trace(trace):
+        return scan_with_carry(params, _dummy(trace), tracers)[1:]
+
+
+def _open_cond(own, trace, primitive, tracers, params):
+    if which := _one_of_first_order(trace, tracers, params, 1):
+        return own(trace, primitive, link_operands(trace, tracers, which, "cond"), params)
+    branches = tuple(map(with_parameter, params["branches"]))
+    return own(trace, primitive, [tracers[0], _dummy(trace), *tracers[1:]], {**params, "branches": branches})
+
+
+def _open_while(own, trace, primitive, tracers, params):
+    tests, steps = params["cond_nconsts"], params["body_nconsts"]
+    if which := _one_of_first_order(trace, tracers, params, tests):
+        return own(trace, primitive, link_operands(trace, tracers, which, "while_loop"), params)
+    of_test, of_step, init = tracers[:tests], tracers[tests : tests + steps], tracers[tests + steps :]
+    with during(_widened, trace), core.set_current_trace(trace):
+        return jax.lax.while_loop(
+            lambda state: _jax.evaluate(params["cond_jaxpr"], *of_test, *state[1:])[0],
+            lambda state: [state[0], *_jax.evaluate(params["body_jaxpr"], *of_step, *state[1:])],
+            [_dummy(trace), *init],
+        )[1:]
+
+
+def _open_linear_solve(own, trace, primitive, tracers, params):
+    """A linear solve: linked are what its matrix depends on, and its right-hand side.
+
+    The derivative of a matrix that communicates is communication, also where the matrix depends on nothing here. The
+    solve for a derivative is mapped by what maps that, and with it what the matrix communicates: see `depending`.
+    """
+    lengths, jaxprs = params["const_lengths"], params["jaxprs"]
+    jaxprs = type(jaxprs)(*map(depending, jaxprs, lengths))
+    which = _one(trace, tracers, sum(lengths))
+    if EFFECT in jaxprs.matvec.effects:
+        if not _one(trace, tracers, 0, lengths.matvec):
+            matvec = jaxprs.matvec
+            with core.set_current_trace(trace.parent_trace):
+                avals = [ZERO, *(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in matvec.in_avals)]
+                wider = jax.make_jaxpr(lambda _, *arguments: _jax.evaluate(matvec, *arguments))(*avals)
+            jaxprs = jaxprs._replace(matvec=wider)
+            lengths = lengths._replace(matvec=lengths.matvec + 1)
+            tracers, which = [_dummy(trace), *tracers], [i + 1 for i in which]
+        which = _one(trace, tracers, 0, lengths.matvec) + which
+    params = {**params, "const_lengths": lengths, "jaxprs": jaxprs}
+    return own(trace, primitive, link_operands(trace, tracers, which, "custom_linear_solve"), params)
+
+
+def _open_custom_vmap(own, trace, primitive, tracers, params):
+    """Refused: what is mapped in its tangent is the user's rule to say, and may differ from rank to rank."""
+    raise refusal("a function with jax.custom_batching.custom_vmap")
+
+
+def _open_object(own, trace, primitive, tracers, params):
+    """A primitive that is an object, from JAX 0.9 on. How a root is differentiated depends on which operands can be."""
+    which = [i for i, x in enumerate(tracers) if _jax.inexact(x)]
+    if type(params["_prim"]) not in _OBJECTS or not which:
+        raise refusal(type(params["_prim"]).__name__)
+    return own(trace, primitive, link_operands(trace, tracers, which, type(params["_prim"]).__name__), params)
+
+
+def bind_checkpoint(own: Callable[..., Any], traced: Any, *args: Any) -> Any:
+    """The newer kind of checkpoint, where it communicates, is the older one, which carries effects."""
+    if EFFECT not in traced.jaxpr.effects:
+        return own(traced, *args)
+    jaxpr = getattr(traced.jaxpr, "jaxpr", traced.jaxpr)
+    cse = getattr(traced, "prevent_cse", True)
+    return ad_checkpoint.remat_p.bind(*args, jaxpr=jaxpr, prevent_cse=cse, differentiated=False, policy=traced.policy)
+
+
+_OPENED: dict[Any, Callable[..., Any]] = {
+    primitives.closed_call_p: _open_call,
+    primitives.cond_p: _open_cond,
+    primitives.linear_solve_p: _open_linear_solve,
+    ad_checkpoint.remat_p: _open_call,
+    primitives.scan_p: _open_scan,
+    primitives.while_p: _open_while,
+    custom_batching.custom_vmap_p: _open_custom_vmap,
+    _jax.jit_p: _open_call,
+    **({hijax.call_hi_primitive_p: _open_object} if hasattr(hijax, "call_hi_primitive_p") else {}),
+}
+
+_OBJECTS = {getattr(solves, name) for name in ("CustomRoot", "_RootLinearMap") if hasattr(solves, name)}
+
+
+def _differentiate_link(own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence[Any], params: Params):
+    """A derivative that is differentiated further is a value: see `link_value`."""
+    tracers = tracers[: len(tracers) - params["unless"]]
+    linked = any(type(tangent) is not _jax.ad.Zero for tangent in tangents_of(trace, tracers))
+    return link_value(trace, own(trace, primitive, tracers, {**params, "always": linked, "unless": 0}))
+
+
+def differentiate(own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence[Any], params: Params) -> Any:
+    seeds_of(trace)
+    if is_ours(primitive):
+        communication.check()
+        which = [i for i, x in enumerate(tracers) if _jax.inexact(x)][:1]
+        tracers = link_operands(trace, tracers, which, primitive.name)
+        return own(trace, primitive, tracers, params)
+    if primitive is link_primitive and params["always"]:
+        return _differentiate_link(own, trace, primitive, tracers, params)
+    if primitive in _OPENED:
+        known = any(type(tangent) is not _jax.ad.Zero for tangent in tangents_of(trace, tracers))
+        if not communicates(params) and (known or not derivative_communicates(trace, params)):
+            return own(trace, primitive, tracers, params)
+        communication.check()
+        return _OPENED[primitive](functools.partial(_open, own), trace, primitive, tracers, params)
+    if communicates(params) or _hidden.communicates(primitive, tracers, params):
+        communication.check()
+        if (possible := _hidden.differentiated_operands(primitive, params)) is None:
+            raise refusal(primitive.name)
+        which = [i for i in possible if _jax.inexact(tracers[i])]
+        return own(trace, primitive, link_operands(trace, tracers, which, primitive.name), params)
+    return own(trace, primitive, tracers, params)
+
+
+def refuse_old(own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence[Any], params: Params) -> Any:
+    if is_ours(primitive) or communicates(params):
+        raise NotImplementedError(
+            f"jaxmpi: derivatives of communication need JAX 0.7 or newer, this is {jax.__version__}: it leaves out of "
+            "a derivative what nothing on this rank depends on, though other ranks may."
+        )
+    return own(trace, primitive, tracers, params)

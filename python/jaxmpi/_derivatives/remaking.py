@@ -1,0 +1,170 @@
+"""Jaxprs made again, with a parameter, a result or a dependence more."""
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax._src import ad_checkpoint, core
+from jax.extend.core import Literal, primitives
+
+from jaxmpi import _jax
+from jaxmpi._derivatives.communication import ZERO, Params, is_ours
+from jaxmpi._link import link
+from jaxmpi._order import EFFECT
+
+
+def with_parameter_of_call(params: Params) -> Params:
+    name = "jaxpr" if "jaxpr" in params else "call_jaxpr"
+    more = {"donated_invars": False, "in_shardings": _jax.UNSPECIFIED, "in_layouts": None}
+    more["prevent_cse"] = False  # of a checkpoint, where it may be one for each operand
+    more = {key: (value, *params[key]) for key, value in more.items() if isinstance(params.get(key), tuple)}
+    return {**params, name: with_parameter(params[name]), **more}
+
+
+def with_parameter(jaxpr: Any) -> Any:
+    """A jaxpr that has one more parameter, the first, of which it makes no use; the same one for the same jaxpr, as by
+    that JAX knows what it has compiled."""
+    if (known := _widened_jaxprs.get(jaxpr)) is not None:
+        return known
+    if hasattr(jaxpr, "jaxpr") and jaxpr.jaxpr is not jaxpr:
+        wider = jaxpr.replace(jaxpr=with_parameter(jaxpr.jaxpr))
+    else:
+        names = jaxpr.debug_info.arg_names
+        names = jaxpr.debug_info._replace(arg_names=None if names is None else ("", *names))
+        wider = jaxpr.replace(invars=[core.Var(jax.typeof(ZERO)), *jaxpr.invars], debug_info=names)
+    _widened_jaxprs[jaxpr] = wider
+    return wider
+
+
+_widened_jaxprs: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
+
+
+def scan_with_carry(params: Params, more: Any, operands: Sequence[Any]) -> list[Any]:
+    """A scan with these parameters that carries one more number: that, and its own results."""
+    constants, carried = _jax.parts_of_scan(params)
+    consts, init, xs = (
+        operands[:constants],
+        operands[constants : constants + carried],
+        operands[constants + carried :],
+    )
+
+    def step(carry, x):
+        # JAX orders constants by their first use, and makes one of a carried value that it sees to be handed on.
+        changed, *same = [link(value, [], jax.typeof(value)) for value in (carry[0], *consts)]
+        result = _jax.evaluate(params["jaxpr"], *same, *carry[1:], *x)
+        return [changed, *result[:carried]], result[carried:]
+
+    options = {name: params[name] for name in ("length", "reverse", "unroll")}
+    carry, ys = jax.lax.scan(step, [more, *init], list(xs), **options)
+    return [*carry, *ys]
+
+
+def with_carry(equation: Any, which: int) -> list[Any]:
+    """The equations of a scan that carries one more number, which is linear in operand number `which`."""
+
+    def scan(*operands):
+        more = link(None, [operands[which]], jax.typeof(ZERO))
+        return scan_with_carry(equation.params, more, operands)
+
+    with _jax.without_constant_folding():
+        structs = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in equation.invars]
+        closed = jax.make_jaxpr(scan)(*structs)
+    jaxpr = getattr(closed, "jaxpr", closed)
+    known = dict(zip(jaxpr.invars, equation.invars, strict=True))
+    known.update(zip(jaxpr.outvars[1:], equation.outvars, strict=True))
+    rename = lambda xs: [x if isinstance(x, Literal) else known.get(x, x) for x in xs]  # noqa: E731
+    return [e.replace(invars=rename(e.invars), outvars=rename(e.outvars)) for e in jaxpr.eqns]
+
+
+def with_output(jaxpr: Any, which: int) -> Any:
+    """A jaxpr that returns one of its arguments, too."""
+    if hasattr(jaxpr, "jaxpr") and jaxpr.jaxpr is not jaxpr:
+        return jaxpr.replace(jaxpr=with_output(jaxpr.jaxpr, which))
+    return with_results(jaxpr, [jaxpr.invars[which]])
+
+
+def with_results(jaxpr: Any, more: Sequence[Any]) -> Any:
+    names = jaxpr.debug_info._replace(result_paths=("",) * (len(jaxpr.outvars) + len(more)))
+    return jaxpr.replace(outvars=[*jaxpr.outvars, *more], debug_info=names)
+
+
+def depending(closed: Any, constants: int) -> Any:
+    """The same computation, in which what is communicated depends on the arguments after the first `constants`; the
+    same one for the same computation, as by that JAX knows what it has compiled."""
+    if closed is None or EFFECT not in closed.effects:
+        return closed
+    if (known := _depending_jaxprs.get(closed)) is None:
+
+        def evaluate(*args):
+            return _evaluate_linked(closed, args, [x for x in args[constants:] if _jax.inexact(x)])
+
+        with _jax.no_trace(), _jax.without_constant_folding():
+            known = _depending_jaxprs[closed] = jax.make_jaxpr(evaluate)(*closed.in_avals)
+    return known
+
+
+_depending_jaxprs: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
+
+
+def _evaluate_linked(closed: Any, args: Sequence[Any], seeds: Sequence[Any]) -> list[Any]:
+    """The results of a jaxpr in which each operation, also in calls, branches and loops, has an operand that depends on
+    the seeds."""
+    again = functools.partial(_evaluate_linked, seeds=seeds)
+    jaxpr = getattr(closed, "jaxpr", closed)
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*getattr(closed, "consts", ()), *args), strict=True))
+    read = lambda atoms: [x.val if isinstance(x, Literal) else values[x] for x in atoms]  # noqa: E731
+    for equation in jaxpr.eqns:
+        primitive, params, operands = equation.primitive, equation.params, read(equation.invars)
+        if EFFECT in equation.effects and primitive in _REMADE:
+            results = _REMADE[primitive](again, params, operands)
+        else:
+            if is_ours(primitive) and (which := [i for i, x in enumerate(operands) if _jax.inexact(x)]):
+                operand = operands[which[0]]
+                operands[which[0]] = link(operand, seeds, jax.typeof(operand))
+            results = _jax.evaluate(_jax.alone(jaxpr, equation), *operands)
+        values.update(zip(equation.outvars, results, strict=True))
+    return read(jaxpr.outvars)
+
+
+def _remake_checkpoint(again, params, operands):
+    inner, options = params["jaxpr"], {name: params[name] for name in ("policy", "prevent_cse")}
+    return jax.checkpoint(lambda *xs: again(inner, xs), **options)(*operands)
+
+
+def _remake_scan(again, params, operands):
+    constants, carried = _jax.parts_of_scan(params)
+    same, init, rows = operands[:constants], operands[constants : constants + carried], operands[constants + carried :]
+
+    def step(carry, row):
+        results = again(params["jaxpr"], [*same, *carry, *row])
+        return results[:carried], results[carried:]
+
+    carry, ys = jax.lax.scan(step, init, rows, **{name: params[name] for name in ("length", "reverse", "unroll")})
+    return [*carry, *ys]
+
+
+def _remake_while(again, params, operands):
+    tests, steps = params["cond_nconsts"], params["body_nconsts"]
+    of_test, of_step, init = operands[:tests], operands[tests : tests + steps], operands[tests + steps :]
+    return jax.lax.while_loop(
+        lambda state: again(params["cond_jaxpr"], [*of_test, *state])[0],
+        lambda state: again(params["body_jaxpr"], [*of_step, *state]),
+        init,
+    )
+
+
+def _remake_cond(again, params, operands):
+    branches = [lambda *xs, branch=branch: again(branch, xs) for branch in params["branches"]]
+    return jax.lax.switch(operands[0], branches, *operands[1:])
+
+
+_REMADE: dict[Any, Callable[..., list[Any]]] = {
+    ad_checkpoint.remat_p: _remake_checkpoint,
+    primitives.closed_call_p: lambda again, params, operands: again(_jax.called(params), operands),
+    _jax.jit_p: lambda again, params, operands: again(_jax.called(params), operands),
+    primitives.scan_p: _remake_scan,
+    primitives.while_p: _remake_while,
+    primitives.cond_p: _remake_cond,
+}

@@ -1,0 +1,217 @@
+"""Functions with derivatives of their own: `jax.custom_jvp` and `jax.custom_vjp`."""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import core
+from jax._src.interpreters import ad as private_ad
+from jax.extend.core import primitives
+
+from jaxmpi import _jax
+from jaxmpi._derivatives import communication
+from jaxmpi._derivatives.communication import (
+    OURS,
+    Params,
+    cannot_be_traced,
+    communicates_when_called,
+    during,
+    forget,
+    refusal,
+)
+from jaxmpi._derivatives.traces import link_operands, seeds_of, tangents_of
+from jaxmpi._order import EFFECT
+
+
+def differentiate_custom_jvp(own, trace, primitive, function, rule, tracers, *more, **options):
+    """All operands get tangents: the rule may communicate each of them, whether JAX has made it of zeros or not."""
+
+    def asks(avals):
+        return communicates_when_called(function, avals) or _rule_communicates(rule, avals)
+
+    possible, asked = _asked(trace, tracers, function, rule, asks)
+    if asked:
+        tracers = link_operands(trace, tracers, _or_refuse(possible), "a function with jax.custom_jvp", False)
+    with during(cannot_be_traced, asked is None and (not possible or _any_zero(trace, tracers, possible))):
+        return own(trace, primitive, function, rule, tracers, *more, **options)
+
+
+def differentiate_custom_vjp(own, trace, primitive, function, forward, backward, tracers, *more, **options):
+    """One operand has a tangent, so that the rules are called; a closed-over value, which is one too, may have none."""
+
+    def call(tracers):
+        return own(trace, primitive, function, forward, backward, tracers, *more, **options)
+
+    out_trees = options["out_trees"] if "out_trees" in options else more[0]
+    called = any(type(tangent) is not _jax.ad.Zero for tangent in tangents_of(trace, tracers))
+    possible, asked = _asked(
+        trace,
+        tracers,
+        function,
+        backward,
+        lambda avals: (
+            communicates_when_called(function, avals)
+            or (not called and _backward_communicates(forward, backward, avals, out_trees))
+        ),
+        called,
+    )
+    if not asked:
+        with during(cannot_be_traced, asked is None and not called):
+            return call(tracers)
+    _or_refuse(possible)
+    possible.sort(key=lambda i: _any_zero(trace, tracers, [i]))
+    for i in possible:
+        with contextlib.suppress(private_ad.CustomVJPException, *([] if i == possible[-1] else [AssertionError])):
+            return call(link_operands(trace, tracers, [i], "a function with jax.custom_vjp", False))
+    raise refusal("a function with jax.custom_vjp that has closed-over values alone")
+
+
+def _any_zero(trace: Any, tracers: Sequence[Any], which: Iterable[int]) -> bool:
+    """Whether an operand has no tangent."""
+    return any(type(trace.to_primal_tangent_pair(tracers[i])[1]) is _jax.ad.Zero for i in which)
+
+
+def _asked(
+    trace: Any, tracers: Sequence[Any], function: Any, rule: Any, asks: Callable[[list[Any]], bool], *of: bool
+) -> tuple[list[int], bool | None]:
+    """The operands that can have tangents, and whether a function or its rule communicates: None where that cannot be
+    found out by tracing them."""
+    seeds_of(trace)
+    avals = [jax.typeof(x) for x in tracers]
+    answers, key = _answers_for(function, rule, [*of, *avals])
+    if (asked := answers.get(key)) is None:
+        with core.set_current_trace(trace.parent_trace):
+            try:
+                asked = answers[key] = asks(avals)
+            except Exception as error:
+                if isinstance(error, NotImplementedError) and str(error).startswith(OURS):
+                    raise
+    if asked:
+        communication.check()
+    return [i for i, x in enumerate(tracers) if _jax.inexact(x)], asked
+
+
+def _answers_for(function: Any, rule: Any, operands: Sequence[Any]) -> tuple[dict[Any, bool], Any]:
+    """What is known of a function and its rule already, and the key of its answer for these operands; nothing where it
+    may depend on more than operands and their structure."""
+    structure = [x for _, params in function.transforms for x in params]
+    if all(type(x) is jax.tree_util.PyTreeDef for x in structure):
+        with contextlib.suppress(TypeError):  # of what cannot be referred to weakly
+            answers = _answers.setdefault(rule.f, weakref.WeakKeyDictionary()).setdefault(function.f, {})
+            return answers, (*structure, *operands)
+    return {}, None
+
+
+_answers: "weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, dict[Any, bool]]]"
+
+_answers = weakref.WeakKeyDictionary()
+
+
+def _or_refuse(possible: list[int]) -> list[int]:
+    if not possible:
+        raise NotImplementedError(
+            "jaxmpi: a function with jax.custom_jvp or jax.custom_vjp communicates and has no floating-point argument, "
+            "so its rule is not called in a derivative. Give it one."
+        )
+    return possible
+
+
+def _rule_communicates(rule: Any, avals: Sequence[Any]) -> bool:
+    """Whether the rule of a `jax.custom_jvp` function communicates."""
+
+    def call(*xs):
+        return rule.call_wrapped(*xs, *(x if _jax.inexact(x) else np.zeros(x.shape, jax.dtypes.float0) for x in xs))
+
+    try:
+        return EFFECT in jax.make_jaxpr(lambda *xs: (call(*xs), ())[1])(*avals).effects
+    finally:
+        forget(rule)
+
+
+def _backward_communicates(forward: Any, backward: Any, avals: Sequence[Any], out_trees: Callable[[], Any]) -> bool:
+    """Whether the rules of a `jax.custom_vjp` function communicate."""
+    try:
+        traced, results = jax.make_jaxpr(
+            lambda *xs: forward.call_wrapped(*[y for x in xs for y in (x, False)]), return_shape=True
+        )(*avals)
+        if EFFECT in traced.effects:
+            return True
+        _, residual_tree, *forwards = out_trees()
+        sources = forwards[0] if forwards else [None] * residual_tree.num_leaves
+        count = sum(source is None for source in sources)
+        made, outs = iter(results[:count]), results[count:]
+        residuals = [next(made) if source is None else avals[source] for source in sources]
+        return communicates_when_called(backward, [*residuals, *outs])
+    finally:
+        forget(forward)
+
+
+def pullback_communicates(avals: Sequence[Any], params: Params) -> bool:
+    """Whether what stands for the derivative of a `jax.custom_vjp` function communicates when it is transposed.
+
+    If so it has the effect, and is transposed also where nothing depends on it. A rule that looks at values may.
+    """
+    try:
+        may = communicates_when_called(params["bwd"], [*avals[: params["num_res"]], *params["out_avals"]])
+    except _LOOKS_AT_VALUES:
+        return True
+    except Exception:  # raised again where the rule is called
+        return False
+    if may:
+        communication.check()
+    return may
+
+
+_LOOKS_AT_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+
+def derivative_communicates(trace: Any, params: Params) -> bool:
+    """Whether a computation inside, which does not communicate, has a function with a rule that does."""
+    return any(_rules_communicate(trace, inner) for inner in _jax.inner_jaxprs(params))
+
+
+def _rules_communicate(trace: Any, jaxpr: Any) -> bool:
+    if (known := _jaxprs_with_rules.get(jaxpr)) is None:
+        known = _jaxprs_with_rules[jaxpr] = any(
+            _rule_of_equation_communicates(trace, jaxpr, equation)
+            if equation.primitive in (primitives.custom_jvp_call_p, primitives.custom_vjp_call_p)
+            else derivative_communicates(trace, equation.params)
+            for equation in jaxpr.eqns
+        )
+    return known
+
+
+_jaxprs_with_rules: "weakref.WeakKeyDictionary[Any, bool]" = weakref.WeakKeyDictionary()
+
+
+def _rule_of_equation_communicates(trace: Any, jaxpr: Any, equation: Any) -> bool:
+    alone = _jax.alone(jaxpr, equation)
+    which = [i for i, x in enumerate(alone.invars) if _jax.inexact(x.aval)]
+
+    def differentiated(*xs):
+        def f(*varied):
+            replaced = dict(zip(which, varied, strict=True))
+            results = _jax.evaluate(alone, *(replaced.get(i, x) for i, x in enumerate(xs)))
+            return [y for y in results if _jax.inexact(y)]
+
+        varied = [xs[i] for i in which]
+        if equation.primitive is primitives.custom_jvp_call_p:
+            jax.jvp(f, varied, varied)
+        else:
+            results, pullback = jax.vjp(f, *varied)
+            pullback(results)
+
+    if not which:
+        return False
+    with core.set_current_trace(trace.parent_trace):
+        try:
+            return EFFECT in jax.make_jaxpr(differentiated)(*(x.aval for x in alone.invars)).effects
+        except Exception:  # raised again where the function is called
+            return False

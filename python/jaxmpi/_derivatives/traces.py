@@ -1,0 +1,83 @@
+"""Traces that differentiate: what communicates in them depends on all that they were started with."""
+
+import contextvars
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+from jax._src import core
+from jax._src.interpreters import ad as private_ad
+
+from jaxmpi import _jax
+from jaxmpi._link import link
+
+_TRACERS = {private_ad.JVPTrace: private_ad.JVPTracer, private_ad.LinearizeTrace: private_ad.LinearizeTracer}
+
+_seeds: "weakref.WeakKeyDictionary[Any, list[Any] | tuple[Any, ...]]" = weakref.WeakKeyDictionary()
+"""The values, each with its tangent, with which a trace was started; a tuple once it has seen an operation, and no more
+are added."""
+
+
+def remember(own: Callable[..., None], tracer: Any, trace: Any, primal: Any, tangent: Any) -> None:
+    own(tracer, trace, primal, tangent)
+    known = _seeds.get(trace)
+    if known is None:
+        known = _seeds[trace] = []
+    if type(known) is list and type(tangent) is not _jax.ad.Zero and _jax.inexact(tangent):
+        known.append((primal, tangent))
+
+
+def seeds_of(trace: Any) -> tuple[Any, ...]:
+    seeds = _seeds.get(trace, ())
+    if type(seeds) is not tuple:
+        seeds = _seeds[trace] = tuple(seeds)
+    return seeds
+
+
+def tangents_of(trace: Any, tracers: Sequence[Any]) -> list[Any]:
+    return [trace.to_primal_tangent_pair(x)[1] for x in tracers]
+
+
+def link_operands(trace: Any, tracers: Sequence[Any], which: Iterable[int], why: str, always: bool = True) -> list[Any]:
+    """The operands, of which those in `which` have tangents that are linear in all that `trace` differentiates.
+
+    They are mapped by any `vmap` outside: on another rank they may depend on what it maps, and here on nothing.
+    """
+    tracers = list(tracers)
+    seeds = seeds_of(trace)
+    for i in which:
+        primal, tangent = trace.to_primal_tangent_pair(tracers[i])
+        own = None if type(tangent) is _jax.ad.Zero else tangent
+        if own is None and not seeds:
+            raise NotImplementedError(
+                f"{why} communicates in a function that is differentiated with respect to nothing on this rank: an "
+                "empty pytree, or integers alone. All ranks take part in a derivative: give each a floating-point "
+                "argument to differentiate with respect to."
+            )
+        with core.set_current_trace(getattr(trace, "tangent_trace", trace.parent_trace)):
+            tangent = link(own, [seed for _, seed in seeds], jax.typeof(primal), always)
+        tracers[i] = _TRACERS[type(trace)](trace, primal, tangent)
+    return tracers
+
+
+in_opened: contextvars.ContextVar[bool] = contextvars.ContextVar("opening", default=False)
+"""Whether JAX is differentiating the inside of what it opens."""
+
+
+def link_value(trace: Any, tracer: Any) -> Any:
+    """The same, whose value is mapped by what maps the values that are differentiated, and by all that does not map
+    their tangents: on another rank it may depend on it.
+
+    What maps tangents alone, as `jax.jacfwd` does, expects a value that is not mapped. Inside of what JAX opens
+    tangents tell nothing, as they are linked and always mapped; there the values depend on those outside.
+    """
+    primal, tangent = trace.to_primal_tangent_pair(tracer)
+    values, tangents = zip(*seeds_of(trace), strict=True) if seeds_of(trace) else ((), ())
+    with core.set_current_trace(trace.parent_trace):
+        like = jax.typeof(primal)
+        if type(trace) is private_ad.LinearizeTrace:
+            primal = link(primal, [], like, True)
+        else:
+            primal = link(primal, values, like, not in_opened.get(), () if in_opened.get() else tangents)
+    return primal if type(tangent) is _jax.ad.Zero else _TRACERS[type(trace)](trace, primal, tangent)

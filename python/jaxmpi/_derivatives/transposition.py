@@ -1,0 +1,118 @@
+"""What is transposed: every cotangent depends on all that a transposition was started with."""
+
+import contextvars
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax._src import core
+from jax._src.interpreters import ad as private_ad
+from jax.extend.core import Literal, primitives
+
+from jaxmpi import _jax
+from jaxmpi._derivatives.communication import CALLS, OURS, ZERO, during
+from jaxmpi._derivatives.remaking import with_carry, with_output, with_results
+from jaxmpi._link import link, link_primitive
+from jaxmpi._order import EFFECT
+
+_cotangents: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("cotangents", default=())
+"""The number that depends on all with which the transposition that is going on was started; empty outside of one."""
+
+_solving: contextvars.ContextVar[bool] = contextvars.ContextVar("solving", default=False)
+"""Whether the matrix of a linear solve is transposed, which is a value rather than a derivative."""
+
+
+def zero_cotangent(like: Any) -> Any:
+    """Zeros that depend on what a transposition was started with, for what has no cotangent: see `transpose`."""
+    return link(None, _cotangents.get(), like, not _solving.get())
+
+
+def transpose_matrix(own: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+    transposed = own(*args)
+
+    def call(x):
+        with during(_solving, True):
+            return transposed(x)
+
+    return call
+
+
+def transpose(own: Callable[..., Any], jaxpr: Any, stack: Any, consts: Any, primals: Any, given: Any, **more: Any):
+    """The dual of what a differentiating trace does: there each operand depends on all that comes in, here each result
+    is depended on by all that goes out. So a cotangent is mapped on each rank by what maps it on any."""
+    if EFFECT not in jaxpr.effects:
+        return own(jaxpr, stack, consts, primals, given, **more)
+    known = [x for x in given if type(x) is not _jax.ad.Zero and _jax.inexact(x)]
+    zero = link(None, known, jax.typeof(ZERO), not _solving.get())
+    arguments = zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *primals), strict=False)
+    linear = {x for x, value in arguments if isinstance(value, _LINEAR)}
+    linked = _with_link_of_all(jaxpr, linear)
+    try:
+        with during(_cotangents, (zero,)):
+            return own(linked, stack, consts, primals, [*given, zero], **more)
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        of_execution = isinstance(error, jax.errors.JaxRuntimeError)
+        if of_execution or str(error).startswith(OURS) or not any(map(_is_linked_constant, jaxpr.eqns)):
+            raise
+        raise NotImplementedError(
+            "jaxmpi: a function that communicates cannot be transposed (by jax.linear_transpose, custom_linear_solve, "
+            "custom_root). If it multiplies or divides by the result of an operation on constants, compute that "
+            "outside of it: operands of operations count as depending on the argument, as on other ranks they may."
+        ) from error
+
+
+def _is_linked_constant(equation: Any) -> bool:
+    """Whether a value counts as depending on what a function is transposed with respect to: see `leave`."""
+    params = equation.params
+    return equation.primitive is link_primitive and params["own"] and not params["always"] and not params["unless"]
+
+
+_LINEAR = tuple(getattr(private_ad, name) for name in ("UndefinedPrimal", "GradAccum") if hasattr(private_ad, name))
+"""What stands for an argument in which a function is linear, while it is transposed."""
+
+
+def _with_link_of_all(jaxpr: Any, linear: set[Any]) -> Any:
+    """The same computation with one more result, which is linear in those of all that communicates in it; `linear` are
+    its arguments in which it is."""
+    linear = set(linear)
+    equations, communicated = [], []
+    for equation in jaxpr.eqns:
+        if linear.isdisjoint(_jax.variables(equation.invars)):
+            equations.append(equation)
+            continue
+        replacements = [equation]
+        if EFFECT in equation.effects:
+            outvars = [core.Var(x.aval) if isinstance(x, core.DropVar) else x for x in equation.outvars]
+            replacements = _with_result(equation.replace(outvars=outvars), linear)
+            communicated += [x for e in replacements for x in e.outvars if _jax.inexact(x.aval)]
+        linear.update(x for e in replacements for x in e.outvars)
+        equations += replacements
+    result = core.Var(jax.typeof(ZERO))
+    params = {"own": False, "always": False, "unless": 0, "shape": ZERO.shape, "dtype": ZERO.dtype}
+    link = core.new_jaxpr_eqn(communicated, [result], link_primitive, params, set())
+    return with_results(jaxpr.replace(eqns=[*equations, link]), [result])
+
+
+def _with_result(equation: Any, linear: set[Any]) -> list[Any]:
+    """A nested call, branch or loop that returns a value it is linear in, too, where it returns nothing else."""
+    possible = [
+        i for i, x in enumerate(equation.invars) if not isinstance(x, Literal) and x in linear and _jax.inexact(x.aval)
+    ]
+    params = equation.params
+    if any(_jax.inexact(x.aval) for x in equation.outvars) or not possible:
+        return [equation]
+    which = possible[0]
+    if equation.primitive is primitives.scan_p:
+        return with_carry(equation, which)
+    if equation.primitive in CALLS:
+        name = "jaxpr" if "jaxpr" in params else "call_jaxpr"
+        changed = {name: with_output(params[name], which)}
+        if "out_shardings" in params:
+            changed["out_shardings"] = (*params["out_shardings"], _jax.UNSPECIFIED)
+            changed["out_layouts"] = (*params["out_layouts"], None)
+    elif equation.primitive is primitives.cond_p:
+        changed = {"branches": tuple(with_output(branch, which - 1) for branch in params["branches"])}
+    else:
+        return [equation]
+    outvars = [*equation.outvars, core.Var(equation.invars[which].aval)]
+    return [equation.replace(params={**params, **changed}, outvars=outvars)]

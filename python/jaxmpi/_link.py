@@ -1,0 +1,74 @@
+"""A free primitive that JAX takes for a linear function: what ties a derivative together on all ranks."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmpi import _jax
+
+link_primitive = _jax.Primitive("jaxmpi.link")
+
+
+def link(value: Any, seeds: Sequence[Any], like: Any, always: bool = False, unless: Sequence[Any] = ()) -> Any:
+    """The value, or zeros like the third argument where it is None, that JAX takes for a linear function of the `seeds`
+    too. Costs nothing. `always`: whatever maps any of the computation by `vmap` maps it, too, unless it maps one of
+    `unless`.
+    """
+    own = [] if value is None else [value]
+    params = {"own": len(own) > 0, "always": always, "unless": len(unless)}
+    return link_primitive.bind(*own, *seeds, *unless, **params, shape=tuple(like.shape), dtype=np.dtype(like.dtype))
+
+
+def linked_zeros(seeds: Sequence[Any], like: Any) -> Any:
+    """Zeros of the shape and dtype of `like` that JAX takes for a linear function of the `seeds`."""
+    return link(None, seeds, like)
+
+
+def _link_jvp(primals, tangents, *, own, always, **params):
+    own_too = own and type(tangents[0]) is not _jax.ad.Zero
+    given = [t for t in tangents if type(t) is not _jax.ad.Zero]
+    value = link_primitive.bind(*primals, own=own, always=False, **params)
+    return value, link_primitive.bind(*given, own=own_too, always=always, **params)
+
+
+def _link_transpose(cotangent, *operands, own, always, unless, **params):
+    # What depends on something is depended on by it: the cotangents of the seeds are zeros that are linear in this one.
+    if type(cotangent) is _jax.ad.Zero:
+        return [None] * len(operands)
+    linear = [_jax.ad.is_undefined_primal(x) for x in operands]
+    zeros = [
+        link(None, [cotangent], x.aval, always) if is_linear else None
+        for x, is_linear in zip(operands[own:], linear[own:], strict=True)
+    ]
+    return [cotangent if is_linear else None for is_linear in linear[:own]] + zeros
+
+
+def _link_batch(axis, operands, axes, *, own, always, unless, shape, dtype):
+    mapped = [at is not None for at in axes]
+    excluded = any(mapped[len(mapped) - unless :])
+    params = {"own": own, "always": always, "unless": unless, "dtype": dtype}
+    if not any(mapped[: len(mapped) - unless]) and (excluded or not always):
+        return link_primitive.bind(*operands, shape=shape, **params), None
+    if own:
+        value = batched(operands[0], axes[0], axis.size, 0)
+        operands = [value, *operands[1:]]
+    return link_primitive.bind(*operands, shape=(axis.size, *shape), **params), 0
+
+
+def batched(x, axis_of_x, size, at):
+    if axis_of_x is not None:
+        return jnp.moveaxis(x, axis_of_x, at)
+    return jnp.broadcast_to(jnp.expand_dims(x, at), (*jnp.shape(x)[:at], size, *jnp.shape(x)[at:]))
+
+
+def _linked(*operands, own, shape, dtype, **params):
+    return operands[0] if own else jnp.zeros(shape, dtype)
+
+
+_jax.define_primitive(link_primitive, lambda *_, shape, dtype, **params: _jax.ShapedArray(shape, dtype), False, _linked)
+_jax.mlir.register_lowering(link_primitive, _jax.mlir.lower_fun(_linked, multiple_results=False))
+_jax.ad.primitive_jvps[link_primitive] = _link_jvp
+_jax.ad.primitive_transposes[link_primitive] = _link_transpose
+_jax.batching.fancy_primitive_batchers[link_primitive] = _link_batch
