@@ -15,7 +15,7 @@ RUN := timeout $(LIMIT) $(BIN)/python -m jaxmpi.run
 SOURCES := $(wildcard csrc/* csrc/abi/* python/jaxmpi/*) meson.build pyproject.toml README.md
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-ranks test-clients fuzz test-device test-gpu test-c test-valgrind bench bench-gpu bench-quick compat lint format clean
+.PHONY: help setup demo test test-all test-ranks test-clients fuzz test-device test-gpu test-c test-valgrind bench bench-gpu bench-quick compat lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -41,8 +41,13 @@ $(READY): $(BIN)/python $(SOURCES)
 demo: $(READY) ## the shallow-water model on 2 ranks, with a picture and an animation
 	$(RUN) -n 2 examples/shallow_water.py --save-animation --output-dir $(OUTPUT)
 
-test: $(READY) ## all tests: 1, 2 and 4 ranks, order without asynchronous dispatch, a simulated device, the C tests
-	timeout $(LIMIT) $(BIN)/python -m pytest
+test: $(READY) ## what every change needs: the suite on 2 ranks, the tests that run on one rank alone, the C tests
+	timeout $(LIMIT) $(BIN)/python -m pytest -n auto -m "launches or alone"
+	$(RUN) -n 2 -m pytest --color=no
+	$(MAKE) test-c
+
+test-all: $(READY) ## all tests: 1, 2 and 4 ranks, order without asynchronous dispatch, a simulated device, the C tests
+	timeout $(LIMIT) $(BIN)/python -m pytest -n auto
 	$(RUN) -n 2 -m pytest --color=no
 	$(RUN) -n 4 -m pytest --color=no
 	JAX_CPU_ENABLE_ASYNC_DISPATCH=false $(RUN) -n 2 -m pytest --color=no tests/test_order.py tests/test_jit.py

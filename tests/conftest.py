@@ -10,12 +10,17 @@ import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import simulated
 
 simulated.begin()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_ENABLE_X64", "1")
+# Most of the time is XLA's, and most of it for programs that another rank, test or suite has compiled before.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).resolve().parent.parent / ".build" / "compiled"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import jax  # noqa: E402 (what is set above counts from here on)
 import pytest  # noqa: E402
@@ -88,6 +93,8 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a GPU: make test-gpu"))
         if item.get_closest_marker("launches") and SIZE > 1:
             item.add_marker(pytest.mark.skip(reason="launches processes of its own, runs on one rank"))
+        if item.get_closest_marker("alone") and SIZE > 1:
+            item.add_marker(pytest.mark.skip(reason="has nothing to do with other ranks, runs on one"))
 
 
 @pytest.fixture

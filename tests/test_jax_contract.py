@@ -21,6 +21,7 @@ from mpi4py import MPI
 from jaxmpi import _contract, _jax, notoken
 from jaxmpi._derivatives import hooks, opening
 
+pytestmark = pytest.mark.alone
 needs_derivatives = pytest.mark.skipif(not _jax.KEEPS_EFFECTS, reason="no derivatives with this JAX")
 TRIED = f"JAX 0.6.0 to {_jax.NEWEST_TRIED}"
 HOOKS = hooks.HOOKS if _jax.KEEPS_EFFECTS else hooks._REFUSALS

@@ -232,18 +232,13 @@ def _reverse(x, params: Params):
 def _shifted(distance: int, params: Params, *arrays):
     """The arrays of the rank `distance` before this one (after, where negative), and whether there is such a rank.
 
-    Where there is none the arrays are zero, and must not be left unused: see `_unused`.
+    Where there is none the arrays are zero.
     """
     rank, size = params["comm"].rank, params["comm"].size
     source, dest = rank - distance, rank + distance
     exists = 0 <= source < size
     source, dest = (r if 0 <= r < size else MPI.PROC_NULL for r in (source, dest))
     return exists, [_exchange(x, source, dest, _of_tangent(params)) for x in arrays]
-
-
-def _unused(x, received):
-    """`x`, which counts as depending on what was received: JAX 0.6 leaves out what nothing depends on."""
-    return x + linked_zeros([received], x)
 
 
 def _distances(params: Params):
@@ -259,10 +254,10 @@ def _product_of_others(x, params: Params):
     product = jnp.ones_like(x)
     for direction in (1, -1):
         exists, (before,) = _shifted(direction, params, x)
-        part = before if exists else _unused(jnp.ones_like(x), before)
+        part = before if exists else jnp.ones_like(x)
         for distance in _distances(params):
             exists, (before,) = _shifted(direction * distance, params, part)
-            part = part * before if exists else _unused(part, before)
+            part = part * before if exists else part
         product = product * part
     return product
 
@@ -312,14 +307,11 @@ def _tangent_scan(primals, tangent, results, params):
             exists, (earlier, its_tangent) = _shifted(distance, params, x, tangent)
             if exists:
                 x, tangent = earlier * x, its_tangent * x + earlier * tangent
-            else:
-                x, tangent = _unused(x, earlier), _unused(tangent, its_tangent)
         return tangent
     count = jnp.ones(x.shape, jnp.int32)  # of the ranks so far that have the extreme value, and share its tangent
     for distance in _distances(params):
         exists, (earlier, its_count, its_tangent) = _shifted(distance, params, x, count, tangent)
         if not exists:
-            x, tangent = _unused(x, earlier), _unused(tangent, its_tangent)
             continue
         wins, ties = (earlier > x if name == "MAX" else earlier < x), earlier == x
         share = jnp.where(ties, _ratio(its_count, its_count + count, x), jnp.where(wins, 1, 0)).astype(x.dtype)
@@ -353,11 +345,6 @@ def _refuse_tags(params: Params, *tags: str) -> str:
 
 def _refuse_half(params: Params) -> str:
     """Why one half of a pair of messages has no derivative."""
-    if not _jax.KEEPS_EFFECTS:
-        return (
-            f"JAX {jax.__version__} leaves operations without results out of derivatives, so the way back would have "
-            "one end only; use JAX 0.7 or later, or sendrecv."
-        )
     if "dest" in params:
         return _refuse_tags(params, "tag")
     if params["tag"] == MPI.ANY_TAG and params["source"] != MPI.PROC_NULL:
