@@ -95,17 +95,18 @@ def depending(closed: Any, constants: int) -> Any:
     same one for the same computation, as by that JAX knows what it has compiled."""
     if closed is None or EFFECT not in closed.effects:
         return closed
-    if (known := _depending_jaxprs.get(closed)) is None:
+    made = _depending_jaxprs.setdefault(closed, {})
+    if constants not in made:
 
         def evaluate(*args):
             return _evaluate_linked(closed, args, [x for x in args[constants:] if _jax.inexact(x)])
 
         with _jax.no_trace(), _jax.without_constant_folding():
-            known = _depending_jaxprs[closed] = jax.make_jaxpr(evaluate)(*closed.in_avals)
-    return known
+            made[constants] = jax.make_jaxpr(evaluate)(*closed.in_avals)
+    return made[constants]
 
 
-_depending_jaxprs: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
+_depending_jaxprs: "weakref.WeakKeyDictionary[Any, dict[int, Any]]" = weakref.WeakKeyDictionary()
 
 
 def _evaluate_linked(closed: Any, args: Sequence[Any], seeds: Sequence[Any]) -> list[Any]:
