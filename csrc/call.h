@@ -1,8 +1,9 @@
-/* A call on its way: its pieces, its body, its errors. */
+/* A call on its way: its pieces, its body. */
 #ifndef JAXMPI_CALL_H
 #define JAXMPI_CALL_H
 
 #include "core.h"
+#include "failure.h"
 #include "memory.h"
 
 /* The MPI calls of a call whose buffers MPI reaches, all in one or piece by piece; under the lock where MPI allows one
@@ -27,21 +28,5 @@ ffi_error *call_copy(const struct call *call, void *to, const void *from, size_t
 
 /* Whether the communicator can be used; the error says why not. */
 ffi_error *call_check(const struct call *call);
-
-/* The error of a call, text by printf, behind "jaxmpi.NAME on rank R of N: ". */
-__attribute__((format(printf, 3, 4))) ffi_error *call_fail(const struct call *call, enum ffi_error_code code,
-                                                           const char *format, ...);
-
-/* The error for an attribute whose number is that of no object here. */
-ffi_error *call_fail_unknown(const struct call *call, const char *attribute);
-
-/* The error for a code that a driver's function has returned. */
-ffi_error *call_fail_driver(const struct call *call, const struct memory *memory, int code);
-
-/* The error for a code that an MPI function has returned: the library's own text, and what the call was given. */
-ffi_error *call_fail_mpi(const struct call *call, int code);
-
-/* Takes the deferred error, if there is one; it is the caller's, to be freed. */
-struct failure *failure_take(void);
 
 #endif

@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "call.h"
+#include "failure.h"
 #include "trace.h"
 
 /* The attributes of a collective begin with comm and derivative; behind them may come a reduction and a root. */

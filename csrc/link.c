@@ -7,7 +7,7 @@
 
 #include <stdlib.h>
 
-#include "call.h"
+#include "failure.h"
 
 /* The parts of a linked call, in the tuple that is the function's `self`. */
 enum { COMPUTE, TOKENS, EFFECT, RENEW, HEAL, NAMES, PARTS };

@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "call.h"
+#include "failure.h"
 #include "device.h"
 #include "link.h"
 
