@@ -251,6 +251,22 @@ class Distributed:
 
         return jnp.tanh(ruled(self.extra, *args))
 
+    def _jvp_alone(self, call, args, closed, number):
+        apply = self._ruled(call)
+        ruled = jax.custom_jvp(lambda extra, x: x)
+        ruled.defjvp(lambda primals, tangents: (ruled(*primals), apply(primals[0], tangents[1])))
+        return ruled(self.extra, *args)
+
+    def _vjp_alone(self, call, args, closed, number):
+        apply = self._ruled(call)
+        ruled = jax.custom_vjp(lambda extra, x: x)
+
+        def backward(extra, cotangent):
+            return jax.tree.map(jnp.zeros_like, extra), *jax.vjp(lambda t: apply(extra, t), cotangent)[1](cotangent)
+
+        ruled.defvjp(lambda extra, x: (ruled(extra, x), extra), backward)
+        return ruled(self.extra, *args)
+
     def _custom_vjp(self, call, args, closed, number):
         function = self._ruled(call)
         ruled = jax.custom_vjp(function)

@@ -25,11 +25,12 @@ LOCAL = {"sin": 1, "tanh": 1, "affine": 1, "roll": 1, "name": 1, "product": 2, "
 FUNCTIONS = ("jit", "jaxmpi.jit", "checkpoint")
 LOOPS = ("scan", "fori", "while")
 BRANCHES = ("cond", "switch")
-RULES = ("custom_jvp", "hand_jvp", "custom_vjp", "custom_vmap")
+LINEAR_RULES = ("hand_jvp", "jvp_alone", "vjp_alone")  # the last two communicate in their rules alone
+RULES = ("custom_jvp", "custom_vjp", "custom_vmap", *LINEAR_RULES)
 SOLVERS = ("solve", "symmetric", "root")
 KINDS = FUNCTIONS + LOOPS + BRANCHES + RULES + SOLVERS
 FORWARD_ONLY = ("while", "custom_vmap")  # JAX does not transpose them
-REVERSE_ONLY = ("custom_vjp",)
+REVERSE_ONLY = ("custom_vjp", "vjp_alone")
 
 
 def _policies():
@@ -220,8 +221,8 @@ class _Generator:
         kind = self.random.choice(kinds)
         if kind in SOLVERS:
             return self.solver(kind, known)
-        if kind == "hand_jvp":
-            return self.hand_jvp(known)
+        if kind in LINEAR_RULES:
+            return self.linear_rule(kind, known)
         inner = kinds
         if kind in ("custom_jvp", "custom_vmap"):  # differentiated forwards in reverse mode too
             inner = [k for k in kinds if k not in REVERSE_ONLY]
@@ -262,10 +263,10 @@ class _Generator:
             )
         return call
 
-    def hand_jvp(self, known):
+    def linear_rule(self, kind, known):
         # A template in a rule written by hand must depend on the tangent, as docs/autodiff.md says.
         body = Body((replace(self.linear(0), template="own"),), 1)
-        call = Call("hand_jvp", (self.one(known),), (body,))
+        call = Call(kind, (self.one(known),), (body,))
         # What is done to the result would be done to its tangent too, by the rule.
         return call if self.options.documented else replace(self.varied(call), stopped_on=())
 
@@ -319,7 +320,7 @@ def show(body, known=INPUTS, indent=""):
                 lines.append(f"{head}{statement.kind}({', '.join(names + more)}):")
                 for inner in statement.bodies:
                     parameters = len(statement.operands) + len(statement.closed)
-                    if statement.kind in (*SOLVERS, "hand_jvp"):
+                    if statement.kind in (*SOLVERS, *LINEAR_RULES):
                         parameters = 1
                     lines.append(f"{indent}  of {', '.join(f'v{i}' for i in range(parameters)) or 'nothing'}:")
                     lines += show(inner, parameters, indent + "    ")

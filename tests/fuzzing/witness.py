@@ -15,7 +15,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad
 
 from fuzzing import vectors
-from fuzzing.programs import LENGTH, LOOPS, RULES, Call, Comm, Local
+from fuzzing.programs import LENGTH, LINEAR_RULES, LOOPS, RULES, Call, Comm, Local
 
 _total, _replicate, _invariant, _share = map(Primitive, ("total", "replicate", "invariant", "share"))
 for _map, _compute, _transposed in (
@@ -211,6 +211,9 @@ class Witness:
         if call.kind == "hand_jvp":
             ys = self.run(call.bodies[0], [[jnp.sin(x) for x in args[0]]], 0)
             return [jnp.tanh(y) for y in ys]
+        if call.kind in LINEAR_RULES:  # the value of the operand, with the derivative of the operation
+            stop = jax.lax.stop_gradient
+            return [stop(x) + y - stop(y) for x, y in zip(args[0], self.run(call.bodies[0], args, 0), strict=True)]
         number = 0 if call.kind in RULES else number
         chosen = {"cond": (number + call.offset) % 2, "switch": (number + call.offset) % 3}.get(call.kind, 0)
         return self.run(call.bodies[chosen], [*args, *closed], number)
