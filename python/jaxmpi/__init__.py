@@ -23,8 +23,10 @@ def _module_to_run() -> str:
 # `python -m jaxmpi.run` starts the processes that use MPI and must not be one of them, `python -m jaxmpi.info` reports
 # what keeps the package from loading: for these two the package stays as empty as it can.
 if _module_to_run() not in ("jaxmpi.run", "jaxmpi.info"):
+    from jaxmpi import _native as _native  # the first, as it says what is wrong with mpi4py
+
+    # isort: split
     from jaxmpi import _contract as _contract
-    from jaxmpi import _native as _native
     from jaxmpi import compat, notoken
     from jaxmpi._operations import (
         allgather,

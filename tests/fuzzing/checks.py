@@ -84,6 +84,15 @@ class Check:
     route: str = "plain"
     batch: str = ""
 
+    def mapped(self):
+        """What is mapped: of points, tangents and cotangents.
+
+        docs/autodiff.md excludes forward derivatives of derivatives of which something is mapped, not being the point,
+        besides the tangents of the last.
+        """
+        tangents = "v" if self.mode.startswith("forward over") else "vw"
+        return {"": "", "tangents": tangents, "all": "xvw"}[self.batch]
+
     def __str__(self):
         return ", ".join(filter(None, [self.mode, self.route, self.batch and f"vmap of {self.batch}"]))
 
@@ -133,9 +142,10 @@ class Data:
         v = [tuple(numbers(rank, 10 + i) for i in range(INPUTS)) for rank in ranks]
         return cls(x, v, [numbers(rank, 20) for rank in ranks])
 
-    def part(self, batch, item):
+    def part(self, check, item):
         """What is mapped, or item 0 of it, or another."""
-        at = {"x": item if batch == "all" else 0, "v": item, "w": item}
+        mapped = check.mapped()
+        at = {name: item if name in mapped else 0 for name in "xvw"}
         return [jax.tree.map(lambda leaf, i=at[name]: leaf[i], getattr(self, name)) for name in "xvw"]
 
 
@@ -146,11 +156,12 @@ NUMBER = 1
 def ours(program, check, data, kind=Distributed):
     """This rank's side of a check: a function, and its arguments."""
     rank = MPI.COMM_WORLD.rank
-    mapped = check.batch == "all"
+    mapped = check.mapped()
+    all_mapped = check.batch == "all"
 
     def compute(x, v, w, number, zero):
         def once(x, v, w, zero):
-            execute = kind(rank, program.size, zero if mapped else None)
+            execute = kind(rank, program.size, zero if all_mapped else None)
             # docs/autodiff.md excludes results that depend on nothing on a rank, where tangents alone are mapped.
             depends = check.batch == "tangents" and check.mode.startswith("forward over")
             result = lambda x: execute(program, x, number) + (0 * x[0] if depends else 0)  # noqa: E731
@@ -159,17 +170,16 @@ def ours(program, check, data, kind=Distributed):
 
         if not check.batch:
             return once(x, v, w, zero)
-        axes = (0 if mapped else None, 0, 0, 0 if mapped else None)
-        return jax.vmap(once, in_axes=axes)(x, v, w, zero)
+        axes = [0 if name in mapped else None for name in "xvw"]
+        return jax.vmap(once, in_axes=(*axes, 0 if all_mapped else None))(x, v, w, zero)
 
-    x, v, w = (part[rank] for part in data.part(check.batch, 0))
-    if check.batch:
-        x, v, w = data.x[rank] if mapped else x, data.v[rank], data.w[rank]
+    x, v, w = (part[rank] for part in data.part(check, 0))
+    x, v, w = (getattr(data, name)[rank] if name in mapped else one for name, one in zip("xvw", (x, v, w), strict=True))
     if check.route == "donated":
         x = jax.tree.map(jnp.copy, x)
     if check.route == "same array twice":
         x = (x[0],) * INPUTS
-    zero = jnp.zeros(BATCH) if mapped else jnp.zeros(())
+    zero = jnp.zeros(BATCH) if all_mapped else jnp.zeros(())
     return AROUND.get(check.route, lambda f: f)(compute), (x, v, w, jnp.int32(NUMBER), zero)
 
 
@@ -178,7 +188,7 @@ def theirs(program, check, data):
     witness = Witness(program.size)
     items = []
     for item in range(BATCH if check.batch else 1):
-        x, v, w = data.part(check.batch, item)
+        x, v, w = data.part(check, item)
         y = MODES[check.mode](lambda x: witness(program, x, NUMBER), x, v, w)
         parts = y if check.mode in ("jvp", "vjp") else (y,)
         items.append(jax.tree.leaves([part[MPI.COMM_WORLD.rank] for part in parts]))

@@ -22,20 +22,25 @@ from jaxmpi._derivatives.communication import (
     forget,
     refusal,
 )
-from jaxmpi._derivatives.traces import link_operands, seeds_of, tangents_of
+from jaxmpi._derivatives.traces import in_opened, link_operands, seeds_of, tangents_of
 from jaxmpi._order import EFFECT
 
 
 def differentiate_custom_jvp(own, trace, primitive, function, rule, tracers, *more, **options):
-    """All operands get tangents: the rule may communicate each of them, whether JAX has made it of zeros or not."""
+    """All operands get tangents: the rule may communicate each of them, whether JAX has made it of zeros or not.
+
+    Where all have tangents that JAX has not made, JAX calls the rule once, and so do we.
+    """
 
     def asks(avals):
         return communicates_when_called(function, avals) or _rule_communicates(rule, avals)
 
-    possible, asked = _asked(trace, tracers, function, rule, asks)
+    possible = [i for i, x in enumerate(tracers) if _jax.inexact(x)]
+    without = not possible or _any_zero(trace, tracers, possible)
+    asked = _asked(trace, tracers, function, rule, asks) if without or in_opened.get() else False
     if asked:
         tracers = link_operands(trace, tracers, _or_refuse(possible), "a function with jax.custom_jvp", False)
-    with during(cannot_be_traced, asked is None and (not possible or _any_zero(trace, tracers, possible))):
+    with during(cannot_be_traced, asked is None and without):
         return own(trace, primitive, function, rule, tracers, *more, **options)
 
 
@@ -45,19 +50,15 @@ def differentiate_custom_vjp(own, trace, primitive, function, forward, backward,
     def call(tracers):
         return own(trace, primitive, function, forward, backward, tracers, *more, **options)
 
-    out_trees = options["out_trees"] if "out_trees" in options else more[0]
+    def asks(avals):
+        out_trees = options["out_trees"] if "out_trees" in options else more[0]
+        return communicates_when_called(function, avals) or (
+            not called and _backward_communicates(forward, backward, avals, out_trees)
+        )
+
+    possible = [i for i, x in enumerate(tracers) if _jax.inexact(x)]
     called = any(type(tangent) is not _jax.ad.Zero for tangent in tangents_of(trace, tracers))
-    possible, asked = _asked(
-        trace,
-        tracers,
-        function,
-        backward,
-        lambda avals: (
-            communicates_when_called(function, avals)
-            or (not called and _backward_communicates(forward, backward, avals, out_trees))
-        ),
-        called,
-    )
+    asked = False if called and not in_opened.get() else _asked(trace, tracers, function, backward, asks, called)
     if not asked:
         with during(cannot_be_traced, asked is None and not called):
             return call(tracers)
@@ -76,9 +77,8 @@ def _any_zero(trace: Any, tracers: Sequence[Any], which: Iterable[int]) -> bool:
 
 def _asked(
     trace: Any, tracers: Sequence[Any], function: Any, rule: Any, asks: Callable[[list[Any]], bool], *of: bool
-) -> tuple[list[int], bool | None]:
-    """The operands that can have tangents, and whether a function or its rule communicates: None where that cannot be
-    found out by tracing them."""
+) -> bool | None:
+    """Whether a function or its rule communicates: None where that cannot be found out by tracing them."""
     seeds_of(trace)
     avals = [jax.typeof(x) for x in tracers]
     answers, key = _answers_for(function, rule, [*of, *avals])
@@ -91,7 +91,7 @@ def _asked(
                     raise
     if asked:
         communication.check()
-    return [i for i, x in enumerate(tracers) if _jax.inexact(x)], asked
+    return asked
 
 
 def _answers_for(function: Any, rule: Any, operands: Sequence[Any]) -> tuple[dict[Any, bool], Any]:
