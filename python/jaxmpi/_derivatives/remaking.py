@@ -147,13 +147,17 @@ def _remake_scan(again, params, operands):
 
 
 def _remake_while(again, params, operands):
+    """Bound as it is: `vmap` makes loops with a truth value for each row, which `jax.lax.while_loop` refuses."""
+    seeds = again.keywords["seeds"]
     tests, steps = params["cond_nconsts"], params["body_nconsts"]
-    of_test, of_step, init = operands[:tests], operands[tests : tests + steps], operands[tests + steps :]
-    return jax.lax.while_loop(
-        lambda state: again(params["cond_jaxpr"], [*of_test, *state])[0],
-        lambda state: again(params["body_jaxpr"], [*of_step, *state]),
-        init,
-    )
+
+    def remade(closed):
+        avals = [*map(jax.typeof, seeds), *closed.in_avals]
+        return jax.make_jaxpr(lambda *xs: _evaluate_linked(closed, xs[len(seeds) :], xs[: len(seeds)]))(*avals)
+
+    changed = {"cond_jaxpr": remade(params["cond_jaxpr"]), "cond_nconsts": tests + len(seeds)}
+    changed |= {"body_jaxpr": remade(params["body_jaxpr"]), "body_nconsts": steps + len(seeds)}
+    return primitives.while_p.bind(*seeds, *operands[:tests], *seeds, *operands[tests:], **{**params, **changed})
 
 
 def _remake_cond(again, params, operands):
