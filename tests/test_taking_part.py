@@ -591,6 +591,22 @@ def test_jacobian_of_a_linear_solve_with_a_template_that_is_constant(name, place
     np.testing.assert_allclose(derivative(f)(xs[rank]), witness(of_all, xs)[rank], atol=1e-9)
 
 
+def test_derivative_in_a_loop_that_ends_for_each_row(comm):
+    """`vmap` makes its condition one for each row; the derivative inside is differentiated again."""
+
+    def f(x, times=lambda y: notoken.bcast(y, 0)):
+        def step(state):
+            return state[0] + 1, jax.jvp(lambda y: times(jnp.sin(y) * x), (state[1],), (1.0,))[1]
+
+        return lax.while_loop(lambda state: state[0] < 3 + 0 * state[1], step, (0.0, x))[1]
+
+    xs = jnp.asarray([0.3, 0.5])
+    second = [jax.vmap(lambda x, g=g: jax.jvp(g, (x,), (1.0,))[1])(xs) for g in (f, lambda x: f(x, lambda y: y))]
+    np.testing.assert_allclose(*second, rtol=1e-12)
+    of_batch = jax.jvp(jax.vmap(f), (xs,), (jnp.ones(2),))[1]
+    np.testing.assert_allclose(of_batch, second[1], rtol=1e-12)
+
+
 def test_custom_vmap_is_refused(rank):
     """On each rank by itself, before anything is sent; its value is fine."""
 

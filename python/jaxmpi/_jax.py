@@ -325,6 +325,11 @@ def inexact(x: Any) -> bool:
     return dtype is not None and jax.numpy.issubdtype(dtype, jax.numpy.inexact)
 
 
+def inexact_among(xs: Iterable[Any]) -> list[int]:
+    """The places of those that are differentiated."""
+    return [i for i, x in enumerate(xs) if inexact(x)]
+
+
 def variables(atoms: Iterable[Any]) -> list[Any]:
     """Those of a jaxpr's atoms that are no literals."""
     return [atom for atom in atoms if not isinstance(atom, Literal)]

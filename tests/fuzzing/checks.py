@@ -157,11 +157,10 @@ def ours(program, check, data, kind=Distributed):
     """This rank's side of a check: a function, and its arguments."""
     rank = MPI.COMM_WORLD.rank
     mapped = check.mapped()
-    all_mapped = check.batch == "all"
 
     def compute(x, v, w, number, zero):
         def once(x, v, w, zero):
-            execute = kind(rank, program.size, zero if all_mapped else None)
+            execute = kind(rank, program.size, zero if "x" in mapped else None)
             # docs/autodiff.md excludes results that depend on nothing on a rank, where tangents alone are mapped.
             depends = check.batch == "tangents" and check.mode.startswith("forward over")
             result = lambda x: execute(program, x, number) + (0 * x[0] if depends else 0)  # noqa: E731
@@ -171,7 +170,7 @@ def ours(program, check, data, kind=Distributed):
         if not check.batch:
             return once(x, v, w, zero)
         axes = [0 if name in mapped else None for name in "xvw"]
-        return jax.vmap(once, in_axes=(*axes, 0 if all_mapped else None))(x, v, w, zero)
+        return jax.vmap(once, in_axes=(*axes, 0 if "x" in mapped else None))(x, v, w, zero)
 
     x, v, w = (part[rank] for part in data.part(check, 0))
     x, v, w = (getattr(data, name)[rank] if name in mapped else one for name, one in zip("xvw", (x, v, w), strict=True))
@@ -179,7 +178,7 @@ def ours(program, check, data, kind=Distributed):
         x = jax.tree.map(jnp.copy, x)
     if check.route == "same array twice":
         x = (x[0],) * INPUTS
-    zero = jnp.zeros(BATCH) if all_mapped else jnp.zeros(())
+    zero = jnp.zeros(BATCH) if "x" in mapped else jnp.zeros(())
     return AROUND.get(check.route, lambda f: f)(compute), (x, v, w, jnp.int32(NUMBER), zero)
 
 

@@ -80,12 +80,15 @@ class Operation(_jax.Primitive):
         return super().bind_with_trace(trace, args, *more)
 
 
-def communicates_when_called(function: Any, avals: Iterable[Any]) -> bool:
-    """Whether a function that JAX has wrapped communicates; found out by tracing it, if it has not been."""
+def communicates_when_called(
+    function: Any, avals: Iterable[Any], arguments: Callable[..., tuple[Any, ...]] = lambda *xs: xs
+) -> bool:
+    """Whether a function that JAX has wrapped communicates, called with the `arguments` made of values of these types;
+    found out by tracing it, if it has not been."""
     if not function.transforms and (traced := getattr(function.f, "args", ())) and hasattr(traced[0], "effects"):
         return EFFECT in traced[0].effects
     try:
-        return EFFECT in jax.make_jaxpr(lambda *xs: (function.call_wrapped(*xs), ())[1])(*avals).effects
+        return EFFECT in jax.make_jaxpr(lambda *xs: (function.call_wrapped(*arguments(*xs)), ())[1])(*avals).effects
     finally:
         forget(function)
 

@@ -100,7 +100,7 @@ def leave(own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence
         with core.set_current_trace(trace):
             return _jax.evaluate(_jax.called(params), *tracers)
     if is_ours(primitive):
-        possible = [i for i, x in enumerate(tracers) if _jax.inexact(x)]
+        possible = _jax.inexact_among(tracers)
         if possible and inputs and all(tracers[i].is_known() for i in possible):
             with core.set_current_trace(trace):
                 tracers[possible[0]] = link(tracers[possible[0]], inputs, tracers[possible[0]].aval)

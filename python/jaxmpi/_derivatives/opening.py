@@ -20,7 +20,7 @@ from jaxmpi._derivatives import communication
 from jaxmpi._derivatives.communication import DERIVATIVE, ZERO, Params, communicates, during, is_ours, refusal
 from jaxmpi._derivatives.remaking import depending, scan_with_carry, with_parameter, with_parameter_of_call
 from jaxmpi._derivatives.rules import derivative_communicates
-from jaxmpi._derivatives.traces import in_opened, link_operands, link_value, seeds_of, tangents_of
+from jaxmpi._derivatives.traces import has_tangent, in_opened, link_operands, link_value, seeds_of, tangents_of
 from jaxmpi._link import link_primitive
 from jaxmpi._order import EFFECT
 
@@ -90,13 +90,8 @@ def _open_while(own, trace, primitive, tracers, params):
     tests, steps = params["cond_nconsts"], params["body_nconsts"]
     if which := _one_of_first_order(trace, tracers, params, tests):
         return own(trace, primitive, link_operands(trace, tracers, which, "while_loop"), params)
-    of_test, of_step, init = tracers[:tests], tracers[tests : tests + steps], tracers[tests + steps :]
-    with during(_widened, trace), core.set_current_trace(trace):
-        return jax.lax.while_loop(
-            lambda state: _jax.evaluate(params["cond_jaxpr"], *of_test, *state[1:])[0],
-            lambda state: [state[0], *_jax.evaluate(params["body_jaxpr"], *of_step, *state[1:])],
-            [_dummy(trace), *init],
-        )[1:]
+    body = {"body_jaxpr": with_parameter(params["body_jaxpr"]), "body_nconsts": steps + 1}
+    return own(trace, primitive, [*tracers[:tests], _dummy(trace), *tracers[tests:]], {**params, **body})
 
 
 def _open_linear_solve(own, trace, primitive, tracers, params):
@@ -129,7 +124,7 @@ def _open_custom_vmap(own, trace, primitive, tracers, params):
 
 def _open_object(own, trace, primitive, tracers, params):
     """A primitive that is an object, from JAX 0.9 on. How a root is differentiated depends on which operands can be."""
-    which = [i for i, x in enumerate(tracers) if _jax.inexact(x)]
+    which = _jax.inexact_among(tracers)
     if type(params["_prim"]) not in _OBJECTS or not which:
         raise refusal(type(params["_prim"]).__name__)
     return own(trace, primitive, link_operands(trace, tracers, which, type(params["_prim"]).__name__), params)
@@ -162,22 +157,21 @@ _OBJECTS = {getattr(solves, name) for name in ("CustomRoot", "_RootLinearMap") i
 def _differentiate_link(own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence[Any], params: Params):
     """A derivative that is differentiated further is a value: see `link_value`."""
     tracers = tracers[: len(tracers) - params["unless"]]
-    linked = any(type(tangent) is not _jax.ad.Zero for tangent in tangents_of(trace, tracers))
-    return link_value(trace, own(trace, primitive, tracers, {**params, "always": linked, "unless": 0}))
+    params = {**params, "always": has_tangent(trace, tracers), "unless": 0}
+    return link_value(trace, own(trace, primitive, tracers, params))
 
 
 def differentiate(own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence[Any], params: Params) -> Any:
     seeds_of(trace)
     if is_ours(primitive):
         communication.check()
-        which = [i for i, x in enumerate(tracers) if _jax.inexact(x)][:1]
+        which = _jax.inexact_among(tracers)[:1]
         tracers = link_operands(trace, tracers, which, primitive.name)
         return own(trace, primitive, tracers, params)
     if primitive is link_primitive and params["always"]:
         return _differentiate_link(own, trace, primitive, tracers, params)
     if primitive in _OPENED:
-        known = any(type(tangent) is not _jax.ad.Zero for tangent in tangents_of(trace, tracers))
-        if not communicates(params) and (known or not derivative_communicates(trace, params)):
+        if not communicates(params) and (has_tangent(trace, tracers) or not derivative_communicates(trace, params)):
             return own(trace, primitive, tracers, params)
         communication.check()
         return _OPENED[primitive](functools.partial(_open, own), trace, primitive, tracers, params)

@@ -121,7 +121,7 @@ def _evaluate_linked(closed: Any, args: Sequence[Any], seeds: Sequence[Any]) -> 
         if EFFECT in equation.effects and primitive in _REMADE:
             results = _REMADE[primitive](again, params, operands)
         else:
-            if is_ours(primitive) and (which := [i for i, x in enumerate(operands) if _jax.inexact(x)]):
+            if is_ours(primitive) and (which := _jax.inexact_among(operands)):
                 operand = operands[which[0]]
                 operands[which[0]] = link(operand, seeds, jax.typeof(operand))
             results = _jax.evaluate(_jax.alone(jaxpr, equation), *operands)

@@ -2,7 +2,7 @@
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from jaxmpi._derivatives.communication import (
     forget,
     refusal,
 )
-from jaxmpi._derivatives.traces import in_opened, link_operands, seeds_of, tangents_of
+from jaxmpi._derivatives.traces import has_tangent, in_opened, link_operands, seeds_of
 from jaxmpi._order import EFFECT
 
 
@@ -35,8 +35,9 @@ def differentiate_custom_jvp(own, trace, primitive, function, rule, tracers, *mo
     def asks(avals):
         return communicates_when_called(function, avals) or _rule_communicates(rule, avals)
 
-    possible = [i for i, x in enumerate(tracers) if _jax.inexact(x)]
-    without = not possible or _any_zero(trace, tracers, possible)
+    seeds_of(trace)  # what is made from here on is none
+    possible = _jax.inexact_among(tracers)
+    without = not possible or not all(has_tangent(trace, [tracers[i]]) for i in possible)
     asked = _asked(trace, tracers, function, rule, asks) if without or in_opened.get() else False
     if asked:
         tracers = link_operands(trace, tracers, _or_refuse(possible), "a function with jax.custom_jvp", False)
@@ -56,30 +57,25 @@ def differentiate_custom_vjp(own, trace, primitive, function, forward, backward,
             not called and _backward_communicates(forward, backward, avals, out_trees)
         )
 
-    possible = [i for i, x in enumerate(tracers) if _jax.inexact(x)]
-    called = any(type(tangent) is not _jax.ad.Zero for tangent in tangents_of(trace, tracers))
+    seeds_of(trace)  # what is made from here on is none
+    possible = _jax.inexact_among(tracers)
+    called = has_tangent(trace, tracers)
     asked = False if called and not in_opened.get() else _asked(trace, tracers, function, backward, asks, called)
     if not asked:
         with during(cannot_be_traced, asked is None and not called):
             return call(tracers)
     _or_refuse(possible)
-    possible.sort(key=lambda i: _any_zero(trace, tracers, [i]))
+    possible.sort(key=lambda i: not has_tangent(trace, [tracers[i]]))
     for i in possible:
         with contextlib.suppress(private_ad.CustomVJPException, *([] if i == possible[-1] else [AssertionError])):
             return call(link_operands(trace, tracers, [i], "a function with jax.custom_vjp", False))
     raise refusal("a function with jax.custom_vjp that has closed-over values alone")
 
 
-def _any_zero(trace: Any, tracers: Sequence[Any], which: Iterable[int]) -> bool:
-    """Whether an operand has no tangent."""
-    return any(type(trace.to_primal_tangent_pair(tracers[i])[1]) is _jax.ad.Zero for i in which)
-
-
 def _asked(
     trace: Any, tracers: Sequence[Any], function: Any, rule: Any, asks: Callable[[list[Any]], bool], *of: bool
 ) -> bool | None:
     """Whether a function or its rule communicates: None where that cannot be found out by tracing them."""
-    seeds_of(trace)
     avals = [jax.typeof(x) for x in tracers]
     answers, key = _answers_for(function, rule, [*of, *avals])
     if (asked := answers.get(key)) is None:
@@ -122,13 +118,10 @@ def _or_refuse(possible: list[int]) -> list[int]:
 def _rule_communicates(rule: Any, avals: Sequence[Any]) -> bool:
     """Whether the rule of a `jax.custom_jvp` function communicates."""
 
-    def call(*xs):
-        return rule.call_wrapped(*xs, *(x if _jax.inexact(x) else np.zeros(x.shape, jax.dtypes.float0) for x in xs))
+    def with_tangents(*xs):
+        return *xs, *(x if _jax.inexact(x) else np.zeros(x.shape, jax.dtypes.float0) for x in xs)
 
-    try:
-        return EFFECT in jax.make_jaxpr(lambda *xs: (call(*xs), ())[1])(*avals).effects
-    finally:
-        forget(rule)
+    return communicates_when_called(rule, avals, with_tangents)
 
 
 def _backward_communicates(forward: Any, backward: Any, avals: Sequence[Any], out_trees: Callable[[], Any]) -> bool:
@@ -193,7 +186,7 @@ _jaxprs_with_rules: "weakref.WeakKeyDictionary[Any, bool]" = weakref.WeakKeyDict
 
 def _rule_of_equation_communicates(trace: Any, jaxpr: Any, equation: Any) -> bool:
     alone = _jax.alone(jaxpr, equation)
-    which = [i for i, x in enumerate(alone.invars) if _jax.inexact(x.aval)]
+    which = _jax.inexact_among(x.aval for x in alone.invars)
 
     def differentiated(*xs):
         def f(*varied):

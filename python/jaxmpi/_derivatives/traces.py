@@ -39,6 +39,11 @@ def tangents_of(trace: Any, tracers: Sequence[Any]) -> list[Any]:
     return [trace.to_primal_tangent_pair(x)[1] for x in tracers]
 
 
+def has_tangent(trace: Any, tracers: Sequence[Any]) -> bool:
+    """Whether one of them has."""
+    return any(type(tangent) is not _jax.ad.Zero for tangent in tangents_of(trace, tracers))
+
+
 def link_operands(trace: Any, tracers: Sequence[Any], which: Iterable[int], why: str, always: bool = True) -> list[Any]:
     """The operands, of which those in `which` have tangents that are linear in all that `trace` differentiates.
 
