@@ -12,7 +12,7 @@ LIMIT ?= 1800
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 RUN := timeout $(LIMIT) $(BIN)/python -m jaxmpi.run
-SOURCES := $(wildcard csrc/* csrc/abi/* python/jaxmpi/*) meson.build pyproject.toml README.md
+SOURCES := $(wildcard csrc/*/* csrc/mpi/abi/* python/jaxmpi/*.py* python/jaxmpi/*/*.py) meson.build pyproject.toml README.md
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all test-ranks test-clients fuzz test-device test-gpu test-c test-valgrind bench bench-gpu bench-quick compat lint format clean
@@ -90,7 +90,7 @@ $(BUILD)/.ready: $(READY)
 test-c: $(BUILD)/.ready ## the C tests, against a fake MPI library and the real headers
 	$(HEADERS) $(MESON) test -C $(BUILD) --print-errorlogs --suite c
 
-# The two roads on which arrays of devices reach MPI that differ most, and, shorter, the other two.
+# The two transports on which arrays of devices reach MPI that differ most, and, shorter, the other two.
 ON_DEVICE = $(patsubst %,tests/test_%.py,$(1))
 DEVICE_TESTS := $(call ON_DEVICE,device operations errors dtypes order jit transformations large)
 SHORT_DEVICE_TESTS := $(call ON_DEVICE,device operations errors dtypes order)
@@ -98,13 +98,13 @@ FAKES = JAXMPI_FAKE_DRIVERS=$(abspath $(BUILD))/tests/device
 test-device: $(BUILD)/.ready ## the suites on a simulated device, copied for MPI and by an aware MPI, on 1, 2 and 4 ranks
 	$(MESON) compile -C $(BUILD) device
 	$(FAKES) $(BIN)/python -m pytest tests/test_run_devices.py
-	for road in callback aware; do \
-	  $(FAKES) JAXMPI_TEST_DEVICE=$$road timeout $(LIMIT) $(BIN)/python -m pytest --color=no $(SHORT_DEVICE_TESTS) || exit; \
-	  $(FAKES) JAXMPI_TEST_DEVICE=$$road $(RUN) -n 2 -m pytest --color=no $(DEVICE_TESTS) || exit; \
-	  $(FAKES) JAXMPI_TEST_DEVICE=$$road $(RUN) -n 4 -m pytest --color=no $(SHORT_DEVICE_TESTS) || exit; \
+	for transport in callback aware; do \
+	  $(FAKES) JAXMPI_TEST_DEVICE=$$transport timeout $(LIMIT) $(BIN)/python -m pytest --color=no $(SHORT_DEVICE_TESTS) || exit; \
+	  $(FAKES) JAXMPI_TEST_DEVICE=$$transport $(RUN) -n 2 -m pytest --color=no $(DEVICE_TESTS) || exit; \
+	  $(FAKES) JAXMPI_TEST_DEVICE=$$transport $(RUN) -n 4 -m pytest --color=no $(SHORT_DEVICE_TESTS) || exit; \
 	done
-	for road in thread wait; do \
-	  $(FAKES) JAXMPI_TEST_DEVICE=$$road $(RUN) -n 2 -m pytest --color=no $(call ON_DEVICE,device operations) || exit; \
+	for transport in thread wait; do \
+	  $(FAKES) JAXMPI_TEST_DEVICE=$$transport $(RUN) -n 2 -m pytest --color=no $(call ON_DEVICE,device operations) || exit; \
 	done
 
 # On a real device, which the ranks share; the operations that need a CPU stay there.
@@ -182,14 +182,14 @@ $(VENV)/.lint: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check ".[lint]"
 	@touch $@
 
-C_FILES = $(wildcard csrc/*.[ch] csrc/abi/*.h tests/c/*.[ch] tests/device/*.[ch] benchmarks/*.c)
+C_FILES = $(wildcard csrc/*/*.[ch] csrc/mpi/abi/*.h tests/c/*.[ch] tests/device/*.[ch] benchmarks/*.c)
 lint: $(VENV)/.lint ## formatters in checking mode, linters and type checker
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(C_FILES)
 	@if command -v cppcheck >/dev/null; then cppcheck --quiet --error-exitcode=1 --std=c11 --enable=warning,portability \
-	  --inline-suppr --suppress=missingIncludeSystem -DABI_HEADER='"abi/openmpi.h"' -Icsrc $(filter-out csrc/module.c csrc/link.c,$(wildcard csrc/*.c)); fi
+	  --inline-suppr --suppress=missingIncludeSystem -DABI_HEADER='"mpi/abi/openmpi.h"' -Icsrc $(filter-out csrc/python/%,$(wildcard csrc/*/*.c)); fi
 
 format: $(VENV)/.lint ## let the formatters change the files
 	$(BIN)/ruff check --fix .

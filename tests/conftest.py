@@ -29,7 +29,7 @@ from mpi4py import MPI  # noqa: E402
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 SECONDS = float(os.environ.get("JAXMPI_TEST_SECONDS", "120"))
 _hidden = io.StringIO()
-_device = simulated.Device() if simulated.ROAD else None
+_device = simulated.Device() if simulated.TRANSPORT else None
 
 
 @pytest.hookimpl(trylast=True)

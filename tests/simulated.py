@@ -1,4 +1,4 @@
-"""The suite on a simulated device: `JAXMPI_TEST_DEVICE=callback`, `thread`, `wait` or `aware` names the road.
+"""The suite on a simulated device: `JAXMPI_TEST_DEVICE=callback`, `thread`, `wait` or `aware` names the transport.
 
 JAX computes on the CPU. Each operation's buffers are carried to the memory of a fake driver, which no host code can
 touch, handed to the core's handler for devices on an asynchronous stream, and carried back. `JAXMPI_FAKE_DRIVERS` is
@@ -11,23 +11,23 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-ROAD = os.environ.get("JAXMPI_TEST_DEVICE", "")
-ROADS = ("callback", "thread", "wait", "aware")
+TRANSPORT = os.environ.get("JAXMPI_TEST_DEVICE", "")
+TRANSPORTS = ("callback", "thread", "wait", "aware")
 
 
 def begin() -> None:
     """Starts this process again with the fake libraries in reach of the loader. To be called before MPI is loaded."""
-    if not ROAD or "JAXMPI_SIMULATED" in os.environ:
+    if not TRANSPORT or "JAXMPI_SIMULATED" in os.environ:
         return
-    if ROAD not in ROADS:
-        raise ValueError(f"JAXMPI_TEST_DEVICE is {ROAD}, not one of {', '.join(ROADS)}")
+    if TRANSPORT not in TRANSPORTS:
+        raise ValueError(f"JAXMPI_TEST_DEVICE is {TRANSPORT}, not one of {', '.join(TRANSPORTS)}")
     folder = Path(os.environ["JAXMPI_FAKE_DRIVERS"])
-    environment = {**os.environ, "JAXMPI_SIMULATED": "1", "JAXMPI_DEVICE_PIECE": "4096"}
+    environment = {**os.environ, "JAXMPI_SIMULATED": "1", "JAXMPI_DEVICE_CHUNK": "4096"}
     environment["LD_LIBRARY_PATH"] = f"{folder}:{os.environ.get('LD_LIBRARY_PATH', '')}".rstrip(":")
-    if ROAD == "aware":
+    if TRANSPORT == "aware":
         environment["LD_PRELOAD"] = str(folder / "libaware.so")
     else:
-        environment["JAXMPI_DEVICE_ROAD"] = ROAD
+        environment["JAXMPI_DEVICE_TRANSPORT"] = TRANSPORT
     sys.stdout.flush()
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
 
@@ -45,8 +45,8 @@ class Device:
 
         from jaxmpi import _core, _native, _primitive, _table
 
-        assert _native.DEVICES.aware == (ROAD == "aware"), _native.DEVICES
-        assert ROAD in (_native.DEVICES.road, "aware"), _native.DEVICES
+        assert _native.DEVICES.aware == (TRANSPORT == "aware"), _native.DEVICES
+        assert TRANSPORT in (_native.DEVICES.transport, "aware"), _native.DEVICES
         folder = Path(os.environ["JAXMPI_FAKE_DRIVERS"])
         self._bridge = ctypes.CDLL(str(folder / "libbridge.so"))
         self._bridge.bridge_handler.restype = ctypes.c_void_p
@@ -66,7 +66,7 @@ class Device:
         for row in _table.ROWS:
             if not row.silent:
                 lowering = _primitive.make_lowering(row, "simulated_{}")
-                mlir.register_lowering(_table.PRIMITIVES[row.name], lowering, platform="cpu")
+                mlir.register_lowering(_primitive.PRIMITIVES[row.name], lowering, platform="cpu")
 
     def failing(self, function: str, call: Callable[[], object]) -> str:
         """What is said of a call in which the driver's function runs out of memory; nothing where it is not called."""

@@ -1,4 +1,4 @@
-"""Arrays in a device's memory: what is detected and decided; on a simulated device pieces, deferred errors, the report.
+"""Arrays in a device's memory: what is detected and decided; on a simulated device chunks, deferred errors, the report.
 
 What the operations do there is said by the other suites, run on a simulated device: `make test-device`.
 """
@@ -18,7 +18,7 @@ from jaxmpi import _devices, notoken
 from launch import launch
 from table import CASES
 
-on_device = pytest.mark.skipif(not simulated.ROAD, reason="needs the simulated device: make test-device")
+on_device = pytest.mark.skipif(not simulated.TRANSPORT, reason="needs the simulated device: make test-device")
 OPEN_MPI, MPICH = "Open MPI v5.0.11", "MPICH Version: 5.0.0"
 CRAY, MVAPICH = "MPI VERSION : CRAY MPICH version 8.1.29", "MVAPICH Version : 3.0"
 CUDA, GPU = "MPIX_Query_cuda_support", "MPIX_GPU_query_support"
@@ -76,37 +76,37 @@ def test_switch(environment, expected):
         ({}, False, False, "callback"),
         ({}, False, True, "wait"),
         ({}, True, False, "wait"),
-        ({"JAXMPI_DEVICE_ROAD": "wait"}, False, False, "wait"),
-        ({"JAXMPI_DEVICE_ROAD": "callback"}, True, True, "callback"),
-        ({"JAXMPI_DEVICE_ROAD": "AUTO"}, False, False, "callback"),
+        ({"JAXMPI_DEVICE_TRANSPORT": "wait"}, False, False, "wait"),
+        ({"JAXMPI_DEVICE_TRANSPORT": "callback"}, True, True, "callback"),
+        ({"JAXMPI_DEVICE_TRANSPORT": "AUTO"}, False, False, "callback"),
     ],
 )
 def test_road(environment, aware, inspects, expected):
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         expected = "wait"
-    assert _devices._road(environment, aware, inspects)[0] == expected
+    assert _devices._transport(environment, aware, inspects)[0] == expected
 
 
 @pytest.mark.parametrize(
     ("drivers", "aware", "environment", "platforms", "expected"),
     [
-        (["CUDA"], False, {}, None, _devices.PIECE),
-        (["CUDA"], False, {}, "cuda,cpu", _devices.PIECE),
-        (["CUDA"], False, {}, "gpu", _devices.PIECE),
+        (["CUDA"], False, {}, None, _devices.CHUNK),
+        (["CUDA"], False, {}, "cuda,cpu", _devices.CHUNK),
+        (["CUDA"], False, {}, "gpu", _devices.CHUNK),
         (["CUDA"], False, {}, "cpu", 0),
         (["CUDA"], False, {}, "rocm", 0),
         (["CUDA"], True, {}, None, 0),
         ([], False, {}, None, 0),
-        ([], False, {"JAXMPI_DEVICE_PIECE": " 8192 "}, "cpu", 8192),
-        (["CUDA"], False, {"JAXMPI_DEVICE_PIECE": "0"}, None, 0),
+        ([], False, {"JAXMPI_DEVICE_CHUNK": " 8192 "}, "cpu", 8192),
+        (["CUDA"], False, {"JAXMPI_DEVICE_CHUNK": "0"}, None, 0),
     ],
 )
-def test_piece(monkeypatch, drivers, aware, environment, platforms, expected):
+def test_chunk(monkeypatch, drivers, aware, environment, platforms, expected):
     found = {name: None if name in drivers else "no driver" for name in ("CUDA", "ROCM")}
     monkeypatch.setattr(_devices._core, "drivers", lambda: found)
     monkeypatch.setattr(_devices, "detected", lambda *args: (aware, ""))
     choice = _devices.choose(environment, platforms)
-    assert choice.piece == expected
+    assert choice.chunk == expected
     assert choice.everywhere == bool(environment)
 
 
@@ -115,8 +115,8 @@ def test_piece(monkeypatch, drivers, aware, environment, platforms, expected):
     [
         ("JAXMPI_DEVICE_MPI", "maybe", lambda e: _devices._switch(e, [])),
         ("MPI4JAX_USE_CUDA_MPI", "2", lambda e: _devices._switch(e, [])),
-        ("JAXMPI_DEVICE_ROAD", "short", lambda e: _devices._road(e, False, False)),
-        *(("JAXMPI_DEVICE_PIECE", value, lambda e: _devices._piece(e, 0)) for value in ("100", "4 MiB", "²", "9" * 30)),
+        ("JAXMPI_DEVICE_TRANSPORT", "short", lambda e: _devices._transport(e, False, False)),
+        *(("JAXMPI_DEVICE_CHUNK", value, lambda e: _devices._chunk(e, 0)) for value in ("100", "4 MiB", "²", "9" * 30)),
     ],
 )
 def test_wrong_values(name, value, read):
@@ -124,14 +124,14 @@ def test_wrong_values(name, value, read):
         read({name: value})
 
 
-# --- on the simulated device, whose pieces have 4096 bytes ---------------------------------------------------------
+# --- on the simulated device, whose chunks have 4096 bytes ---------------------------------------------------------
 
 
 @on_device
 @pytest.mark.parametrize("count", [0, 1, 511, 512, 513, 1024, 5000])
 @pytest.mark.parametrize("own", [False, True], ids=["default", "own"])
-def test_pieces(count, own, rank, size):
-    """Large arrays go in pieces, more of them than can be under way at one time: their size is named here."""
+def test_chunks(count, own, rank, size):
+    """Large arrays go in chunks, more of them than can be under way at one time: their size is named here."""
     comm = MPI.COMM_WORLD if own else None
     xs = [np.random.default_rng([count, r]).integers(0, 9, count).astype(np.float64) for r in range(size)]
     x = jnp.asarray(xs[rank])
@@ -216,7 +216,7 @@ def test_the_next_operation_says(tmp_path, kind):
     """MPI has failed after the call returned: the result is NaN, the next operation raises, the one after it works."""
     more = f"""
     result = exchange()
-    deferred = simulated.ROAD in ("callback", "thread")
+    deferred = simulated.TRANSPORT in ("callback", "thread")
     f = lambda v: notoken.allreduce(v, MPI.SUM, comm=MPI.COMM_SELF)
     f = {{"jaxmpi.jit": jaxmpi.jit, "jax.jit": jax.jit, "eager": lambda f: f}}[{kind!r}](f)
     said = ""
@@ -232,7 +232,7 @@ def test_the_next_operation_says(tmp_path, kind):
     assert (f(x) == x).all()
     print("said;", flush=True)
     """
-    if simulated.ROAD not in ("callback", "thread"):
+    if simulated.TRANSPORT not in ("callback", "thread"):
         pytest.skip("its errors are the operation's own")
     assert launch(2, program(tmp_path, TOO_LONG, more)).stdout.count("said;") == 2
 
@@ -243,7 +243,7 @@ def test_the_next_operation_says(tmp_path, kind):
 @pytest.mark.parametrize("end", ["", "sys.exit(0)", "sys.exit(3)", "raise ValueError('it diverges')"])
 def test_the_end_says(tmp_path, end):
     """No operation comes after one that has failed: the launcher ends the job with the error, however it ends."""
-    if simulated.ROAD not in ("callback", "thread"):
+    if simulated.TRANSPORT not in ("callback", "thread"):
         pytest.skip("its errors are the operation's own")
     done = launch(2, program(tmp_path, TOO_LONG, f"exchange()\nif rank == 1:\n    {end or 'pass'}\n"), check=False)
     assert done.returncode != 0
@@ -260,7 +260,7 @@ def test_forced(tmp_path, value):
     path = tmp_path / "forced.py"
     head = "import os\nos.environ['JAX_PLATFORMS'] = 'cuda,cpu'\n"
     path.write_text(f"{head}import jaxmpi\nprint('aware', jaxmpi._native.DEVICES.aware, flush=True)\n")
-    clean = {name: "" for name in ("LD_PRELOAD", "JAXMPI_DEVICE_ROAD") if name in os.environ}
+    clean = {name: "" for name in ("LD_PRELOAD", "JAXMPI_DEVICE_TRANSPORT") if name in os.environ}
     done = launch(2, path, JAXMPI_DEVICE_MPI=value, **clean)
     assert done.stdout.count(f"aware {value == 'on'}") == 2
     assert done.stderr.count("RuntimeWarning: jaxmpi: JAXMPI_DEVICE_MPI=on hands") == (value == "on")
@@ -271,9 +271,9 @@ def test_forced(tmp_path, value):
 @pytest.mark.launches
 def test_report():
     done = launch(1, "-m", "jaxmpi.info")
-    aware = simulated.ROAD == "aware"
+    aware = simulated.TRANSPORT == "aware"
     assert "communicates on  cpu, cuda, rocm" in done.stdout
-    assert ("handed to MPI as it is" if aware else f"copied for MPI, road: {simulated.ROAD}") in done.stdout
+    assert ("handed to MPI as it is" if aware else f"copied for MPI, transport: {simulated.TRANSPORT}") in done.stdout
     assert ("says yes" if aware else "says no") in done.stdout
 
 
@@ -287,7 +287,7 @@ def test_lowering(comm):
         f.trace(jnp.ones(3)).lower(lowering_platforms=("tpu",))
 
 
-@pytest.mark.skipif(bool(simulated.ROAD), reason="there is a driver")
+@pytest.mark.skipif(bool(simulated.TRANSPORT), reason="there is a driver")
 def test_lowering_without_driver(comm):
     f = jax.jit(lambda x: notoken.allreduce(x, MPI.SUM, comm=comm))
     if _devices.count("CUDA") == 0:

@@ -260,6 +260,6 @@ def test_names_differ_fails_loudly():
 
 
 def test_supports():
-    assert jaxmpi.has_cuda_support() is bool(simulated.ROAD)
-    assert jaxmpi.has_rocm_support() is bool(simulated.ROAD)
+    assert jaxmpi.has_cuda_support() is bool(simulated.TRANSPORT)
+    assert jaxmpi.has_rocm_support() is bool(simulated.TRANSPORT)
     assert jaxmpi.has_sycl_support() is False

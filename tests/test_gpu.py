@@ -14,7 +14,7 @@ from jaxmpi import notoken
 from table import CASES
 
 pytestmark = pytest.mark.gpu
-LARGE = 5 << 20  # bytes: more than a piece
+LARGE = 5 << 20  # bytes: more than a chunk
 
 
 def arrays(size, count=LARGE // 4):
@@ -42,7 +42,7 @@ def test_stays_on_the_device(case, comm, size, rank):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("odd", [0, 1])
 def test_different_memory(odd, size, rank):
-    """One rank's arrays lie in CPU memory, the others' on the device; on the default communicator, so in pieces."""
+    """One rank's arrays lie in CPU memory, the others' on the device; on the default communicator, so in chunks."""
     xs = arrays(size)
     device = jax.devices("cpu")[0] if rank == odd else jax.devices()[0]
     x = jax.device_put(xs[rank], device)

@@ -26,8 +26,8 @@ def limit():
 @pytest.mark.parametrize("dtype", ["uint8", "float64", "complex128", "bfloat16"])
 @pytest.mark.parametrize("n", [1, 2, 7])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_pieces(case, n, dtype, limit, comm, rank, size):
-    """Every operation with at most n elements a call: several pieces and a rest."""
+def test_chunks(case, n, dtype, limit, comm, rank, size):
+    """Every operation with at most n elements a call: several chunks and a rest."""
     kind = jnp.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
     limit(n)
     for root in case.roots(size):
@@ -37,7 +37,7 @@ def test_pieces(case, n, dtype, limit, comm, rank, size):
 
 
 @pytest.mark.ranks(2)
-def test_pieces_that_do_not_fit(limit, rank):
+def test_chunks_that_do_not_fit(limit, rank):
     """Truncation and short messages keep both sizes beyond the limit."""
     limit(4)
     if rank == 0:

@@ -206,7 +206,7 @@ def test_launcher_does_not_use_mpi(options, script):
         command, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, "MPI4PY_LIBMPI": "/none"}
     )
     assert done.returncode == 0, done.stderr
-    assert "_child.py" in done.stdout
+    assert "child.py" in done.stdout
 
 
 def test_no_mpi_library():

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxmpi import _local, run
+from jaxmpi import run
+from jaxmpi._launcher import placement
 from launch import launch
 
 pytestmark = pytest.mark.launches
@@ -47,7 +48,7 @@ def cuda(device, fraction=None):
     ],
 )
 def test_launchers(environment, place):
-    assert _local.local_rank(environment) == place
+    assert placement.local_rank(environment) == place
 
 
 @pytest.mark.parametrize(
@@ -89,29 +90,29 @@ def test_launchers(environment, place):
     ],
 )
 def test_choice(counts, environment, chosen):
-    assert _local.choose(counts, environment) == chosen
+    assert placement.assign(counts, environment) == chosen
 
 
 def test_drivers_are_asked_only_for_a_choice(monkeypatch):
     asked = []
-    monkeypatch.setattr(_local, "device_counts", lambda: asked.append("asked") or {"CUDA": 4})
+    monkeypatch.setattr(placement, "device_counts", lambda: asked.append("asked") or {"CUDA": 4})
     for environment, times, options in [
         ({}, 0, {}),
         (ranked(1, 2, JAX_PLATFORMS="cpu"), 0, {}),
         (ranked(1, 2, JAX_CUDA_VISIBLE_DEVICES="3", JAX_ROCM_VISIBLE_DEVICES="2"), 0, {"cuda": "3", "rocm": "2"}),
         (ranked(1, 2), 1, {"cuda": "1"}),
     ]:
-        monkeypatch.setattr(_local.os, "environ", dict(environment))
+        monkeypatch.setattr(placement.os, "environ", dict(environment))
         asked.clear()
         config = {}
-        _local.take(SimpleNamespace(update=config.__setitem__))
+        placement.take(SimpleNamespace(update=config.__setitem__))
         assert len(asked) == times
         assert config == {f"jax_{name}_visible_devices": value for name, value in options.items()}
 
 
 def test_no_driver_no_counts(monkeypatch):
-    monkeypatch.setattr(_local.sys, "executable", "/nowhere/python")
-    assert _local.device_counts() == {}
+    monkeypatch.setattr(placement.sys, "executable", "/nowhere/python")
+    assert placement.device_counts() == {}
 
 
 def test_switch(tmp_path):
@@ -123,7 +124,7 @@ def test_switch(tmp_path):
         run.parse(["-n", "2", "--devices", "some", str(program)])
     for options, shown in [([], "--devices rank"), (["--devices", "all"], "--devices all")]:
         done = launch(2, *options, "--dry-run", program)
-        assert f"_child.py {shown} {program}" in done.stdout
+        assert f"child.py {shown} {program}" in done.stdout
 
 
 @pytest.fixture

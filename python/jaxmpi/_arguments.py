@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from mpi4py import MPI
 
-from jaxmpi import _core, _jax
+from jaxmpi import _core, _jax, _tags
 from jaxmpi._communicator import Communicator
 from jaxmpi._native import DATATYPES, HALF_OPERATIONS, Datatype, handle_of
 
@@ -214,16 +214,11 @@ def dest(value: Any, comm: Communicator, operation: str) -> int:
     return rank(value, comm, operation, "dest", (MPI.PROC_NULL,))
 
 
-_TAG_LIMIT: int = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)  # type: ignore[assignment]
-DERIVATIVE_TAGS = (_TAG_LIMIT + 1) // 2
-"""The first of the tags that belong to messages of derivatives, one for each tag below."""
-
-
 def tag(value: Any, operation: str, argument: str, also: tuple[int, ...] = ()) -> int:
     value = integer(value, operation, argument)
-    if not (0 <= value <= _TAG_LIMIT or value in also):
+    if not (0 <= value <= _tags.LIMIT or value in also):
         special = " or MPI.ANY_TAG" if also else ""
-        raise ValueError(f"{operation}: {argument} must be between 0 and {_TAG_LIMIT}{special}; got {value}.")
+        raise ValueError(f"{operation}: {argument} must be between 0 and {_tags.LIMIT}{special}; got {value}.")
     return value
 
 

@@ -62,7 +62,7 @@ def resolve(comm: Any, operation: str) -> Communicator:
         )
     known = _known.get(found[0])
     if known is None:
-        _core.set_piece(found[0], _default.piece(ours=False))
+        _core.set_chunk(found[0], _default.chunk(ours=False))
         known = _known.setdefault(found[0], Communicator(*found))
     return known
 
@@ -77,10 +77,10 @@ class _Default:
 
     def __init__(self) -> None:
         self._comm, cloning = MPI.COMM_WORLD.Idup()
-        # The size of a piece; whether it is that of all communicators or of this one alone, on which all ranks are
+        # The size of a chunk; whether it is that of all communicators or of this one alone, on which all ranks are
         # known to be of this package: see _devices; and whether ranks compare what they do.
         check = os.environ.get("JAXMPI_CHECK", "0") not in ("", "0")
-        self._settings = np.array([DEVICES.piece, DEVICES.everywhere, check], np.int64)
+        self._settings = np.array([DEVICES.chunk, DEVICES.everywhere, check], np.int64)
         agreeing = MPI.COMM_WORLD.Iallreduce(MPI.IN_PLACE, self._settings, MPI.MAX)
         self._requests = [cloning, agreeing]
         self._resolved: Communicator | None = None
@@ -110,12 +110,12 @@ class _Default:
                     "jaxmpi: JAXMPI_CHECK is set on some ranks and not on this one, which has learned of it too late: "
                     "set it on all ranks."
                 )
-            _core.set_piece(resolved.number, self.piece(ours=True))
+            _core.set_chunk(resolved.number, self.chunk(ours=True))
             self._resolved = resolved
         return self._resolved
 
-    def piece(self, ours: bool) -> int:
-        """The agreed size of a piece on our communicator or on another one.
+    def chunk(self, ours: bool) -> int:
+        """The agreed size of a chunk on our communicator or on another one.
 
         Waits for the agreement where it may matter: not for other communicators of ranks that have named no size,
         whose peers may never import the package.

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from mpi4py import MPI
 
-from jaxmpi import _jax, notoken
+from jaxmpi import _jax, _jaxprs, notoken
 from jaxmpi._derivatives import communication, hooks
 from jaxmpi._order import EFFECT
 
@@ -44,7 +44,7 @@ def _operations(jaxpr: Any, inside: str) -> Iterator[tuple[str, str, str]]:
             yield inside, equation.primitive.name[7:], equation.params.get(communication.DERIVATIVE, "")
             continue
         within = inside if equation.primitive in communication.CALLS else equation.primitive.name
-        for inner in _jax.inner_jaxprs(equation.params):
+        for inner in _jaxprs.inner_jaxprs(equation.params):
             yield from _operations(inner, within)
 
 

@@ -1,4 +1,4 @@
-"""Arrays in a device's memory: on which road they reach MPI. Decided once, at import, by what is detected.
+"""Arrays in a device's memory: on which transport they reach MPI. Decided once, at import, by what is detected.
 
 A driver is loaded where it is installed, nothing else: no SDK, and no device is opened before JAX opens it.
 """
@@ -9,17 +9,15 @@ from dataclasses import dataclass
 
 from mpi4py import MPI
 
-from jaxmpi import _core, _local
-
-PLATFORMS = {"CUDA": "cuda", "ROCM": "rocm", "SYCL": "sycl"}
-"""XLA's name of a platform and JAX's."""
+from jaxmpi import _core
+from jaxmpi._launcher.placement import allows
 
 _MPICH_KINDS = {"CUDA": 0, "SYCL": 1, "ROCM": 2}  # MPIX_GPU_SUPPORT_CUDA, _ZE, _HIP
 
 _TRUE, _FALSE = ("1", "on", "true", "yes"), ("0", "off", "false", "no")
 
-PIECE = 4 << 20
-"""Bytes of a piece, of what goes in pieces on the default communicator: see docs/gpu.md."""
+CHUNK = 4 << 20
+"""Bytes of a chunk, of what goes in chunks on the default communicator: see docs/gpu.md."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +28,12 @@ class Choice:
     """For each platform None, or why its arrays cannot be communicated."""
     aware: bool
     """MPI is given the device's pointers."""
-    road: str
-    """Otherwise, and for what MPI cannot do there: callback, thread or wait, as in csrc/core.h."""
+    transport: str
+    """Otherwise, and for what MPI cannot do there: callback, thread or wait, as in csrc/core/core.h."""
     because: str
     """What was detected, and what has decided."""
-    piece: int = 0
-    """How large this rank wishes pieces to be, in bytes; 0 where it has no use for them."""
+    chunk: int = 0
+    """How large this rank wishes chunks to be, in bytes; 0 where it has no use for them."""
     everywhere: bool = False
     """It wishes them on all communicators: the user has named their size."""
 
@@ -46,13 +44,13 @@ class Choice:
 
     @property
     def communicated(self) -> list[str]:
-        """The same in JAX's names, and the CPU."""
-        return ["cpu", *(PLATFORMS[platform] for platform in self.platforms)]
+        """The same in JAX's names, which are lower case, and the CPU."""
+        return ["cpu", *(platform.lower() for platform in self.platforms)]
 
 
 def detected(platform: str, version: str, environment: Mapping[str, str]) -> tuple[bool, str]:
     """Whether the MPI library reaches the memory of such devices, and what says so."""
-    name = PLATFORMS[platform]
+    name = platform.lower()
     if "CRAY MPICH" in version:
         value = environment.get("MPICH_GPU_SUPPORT_ENABLED", "0")
         return value == "1", f"MPICH_GPU_SUPPORT_ENABLED is {value}"
@@ -97,15 +95,15 @@ def _switch(environment: Mapping[str, str], platforms: list[str]) -> tuple[bool 
     return None, ""
 
 
-def _road(environment: Mapping[str, str], aware: bool, inspects: bool) -> tuple[str, str]:
+def _transport(environment: Mapping[str, str], aware: bool, inspects: bool) -> tuple[str, str]:
     """Which thread calls MPI for staged arrays, and why."""
-    wish = environment.get("JAXMPI_DEVICE_ROAD", "auto").strip().lower() or "auto"
+    wish = environment.get("JAXMPI_DEVICE_TRANSPORT", "auto").strip().lower() or "auto"
     if wish not in ("auto", "callback", "thread", "wait"):
-        raise ValueError(f"jaxmpi: JAXMPI_DEVICE_ROAD is '{wish}': set it to auto, callback, thread or wait")
+        raise ValueError(f"jaxmpi: JAXMPI_DEVICE_TRANSPORT is '{wish}': set it to auto, callback, thread or wait")
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         return "wait", "MPI is below MPI_THREAD_MULTIPLE"
     if wish != "auto":
-        return wish, f"JAXMPI_DEVICE_ROAD={wish}"
+        return wish, f"JAXMPI_DEVICE_TRANSPORT={wish}"
     if inspects or aware:
         # Not in a thread of ours either: while the stream waits for MPI, another thread may wait for the stream inside
         # the driver, and MPI's call of the driver for that thread.
@@ -113,14 +111,14 @@ def _road(environment: Mapping[str, str], aware: bool, inspects: bool) -> tuple[
     return "callback", "the MPI library does not call the driver"
 
 
-def _piece(environment: Mapping[str, str], default: int) -> tuple[int, bool]:
-    """Size of a piece, and whether the user has named it."""
-    given = environment.get("JAXMPI_DEVICE_PIECE", "").strip()
+def _chunk(environment: Mapping[str, str], default: int) -> tuple[int, bool]:
+    """Size of a chunk, and whether the user has named it."""
+    given = environment.get("JAXMPI_DEVICE_CHUNK", "").strip()
     if not given:
         return default, False
     size = int(given) if given.isascii() and given.isdigit() and len(given) < 16 else -1
     if size != 0 and size < 4096:
-        raise ValueError(f"jaxmpi: JAXMPI_DEVICE_PIECE is '{given}': set it to at least 4096 (bytes), or to 0")
+        raise ValueError(f"jaxmpi: JAXMPI_DEVICE_CHUNK is '{given}': set it to at least 4096 (bytes), or to 0")
     return size, True
 
 
@@ -140,8 +138,8 @@ def choose(environment: Mapping[str, str], jax_platforms: str | None) -> Choice:
     able = bool(platforms) and all(answer for answer, _ in found.values())
     said = "; ".join(text for _, text in found.values())
     aware = able if forced is None else forced and bool(platforms)
-    road, why = _road(environment, aware, inspects or any(answer for answer, _ in found.values()))
-    used = any(_local.allows(jax_platforms or "", platform) for platform in platforms)
+    transport, why = _transport(environment, aware, inspects or any(answer for answer, _ in found.values()))
+    used = any(allows(jax_platforms or "", platform) for platform in platforms)
     if aware and not able and used and MPI.COMM_WORLD.rank == 0:
         warnings.warn(
             f"jaxmpi: {variable} hands the memory of devices to an MPI library that is not known to reach it ({said}): "
@@ -149,11 +147,11 @@ def choose(environment: Mapping[str, str], jax_platforms: str | None) -> Choice:
             RuntimeWarning,
             stacklevel=2,
         )
-    pieces = _piece(environment, PIECE if used and not aware else 0)
+    chunks = _chunk(environment, CHUNK if used and not aware else 0)
     if not platforms:
-        return Choice(drivers, False, road, "no driver", *pieces)
+        return Choice(drivers, False, transport, "no driver", *chunks)
     because = f"{said}{f', but {variable}' if forced is not None and forced != able else ''}; {why}"
-    return Choice(drivers, aware, road, because, *pieces)
+    return Choice(drivers, aware, transport, because, *chunks)
 
 
 def count(platform: str) -> int:

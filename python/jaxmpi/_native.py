@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import jax
 
-from jaxmpi import _core, _jax
+from jaxmpi import _chain, _core, _jax
 
 try:
     from mpi4py import MPI
@@ -29,6 +29,31 @@ class Datatype:
     code: int
     itemsize: int
     kind: str
+
+
+Pairs = list[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A row of ops.def: names of buffers with their roles, names of attributes with their kinds."""
+
+    buffers: Pairs
+    attributes: Pairs
+
+    def roles(self, written: bool, count: int) -> list[str]:
+        """The roles of so many operands, or results: `mpi` or `host`, by who uses them."""
+        named = [role for _, role in self.buffers if ("write" in role) == written]
+        lists = [role for role in named if role.endswith("_each")]
+        each = count - len(named) + len(lists)
+        repeated = [role for role in named for _ in range(each if role in lists else 1)]
+        return ["host" if role.startswith("host") else "mpi" for role in repeated]
+
+    @property
+    def operands(self) -> int | None:
+        """How many operands it has; None where there may be any number."""
+        read = [role for _, role in self.buffers if "read" in role]
+        return None if any(role.endswith("_each") for role in read) else len(read)
 
 
 @dataclass(frozen=True)
@@ -73,7 +98,7 @@ def _load() -> tuple[Library, dict[str, Datatype], _devices.Choice]:
     _check_state()
     library = Library(*_core.load(MPI.__file__, secrets.randbits(64)))
     devices = _devices.choose(os.environ, _jax.platforms())
-    _core.set_devices(devices.aware, devices.road)
+    _core.set_devices(devices.aware, devices.transport)
     # In the same order in each run, so that a program in a cache finds them under their numbers.
     of_self = _core.communicator(handle_of(MPI.COMM_SELF), _meaning("COMM_SELF", library))
     assert of_self is not None
@@ -93,7 +118,7 @@ def _load() -> tuple[Library, dict[str, Datatype], _devices.Choice]:
 
 
 LIBRARY, DATATYPES, DEVICES = _load()
-OPERATIONS: dict[str, tuple[str, ...]] = _core.operations()
+OPERATIONS: dict[str, Operation] = {name: Operation(*row) for name, row in _core.operations().items()}
 MEANING_OF_DEFAULT = _meaning("default", LIBRARY)
 """Of the clone of COMM_WORLD, for which a number is kept."""
 HALF_OPERATIONS: dict[str, dict[str, int]] = {
@@ -109,7 +134,7 @@ def finish() -> None:
     RuntimeError if an operation has failed that nobody has been told of.
     """
     try:
-        _jax.wait_for_all_threads()
+        _chain.wait_for_all_threads()
         jax.effects_barrier()
     finally:
         _core.finish_devices()

@@ -8,9 +8,9 @@ from mpi4py import MPI
 
 from jaxmpi import _arguments as arguments
 from jaxmpi import _communicator, _devices, _jax
-from jaxmpi._order import IN_PLACE, Token, after
-from jaxmpi._primitive import Params
-from jaxmpi._table import CHECK, LINE, bind, check_same
+from jaxmpi._order import Token, after
+from jaxmpi._primitive import Params, bind
+from jaxmpi._table import CHECK, LINE, check_same
 
 Leaf = Callable[..., jax.Array]
 """Checks one leaf and makes it an array: (leaf, *more, operation, argument) -> array."""
@@ -27,7 +27,7 @@ def _each(operation: str, params: Params, x: Any, check: Leaf, *more: Any) -> An
 
 def _reducing(operation: str, comm: Any, x: Any, op: MPI.Op, **more: Any) -> Any:
     reduction = arguments.reduction(op, operation)
-    params = {"comm": comm, "op": reduction, IN_PLACE: True, **more}
+    params = {"comm": comm, "op": reduction, **more}
     if CHECK and operation == "allreduce":
         params[LINE] = arguments.with_calling_line(
             "the cotangent of an allreduce differs from that of rank 0, though what is computed from its result must "
@@ -130,7 +130,7 @@ def bcast(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = None)
     resolved = _communicator.resolve(comm, "bcast")
     root = arguments.rank(root, resolved, "bcast", "root")
     check = arguments.array if resolved.rank == root else arguments.template
-    return _each("bcast", {"comm": resolved, "root": root, IN_PLACE: False}, x, check), after(token)
+    return _each("bcast", {"comm": resolved, "root": root}, x, check), after(token)
 
 
 def gather(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:

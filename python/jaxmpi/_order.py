@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from jaxmpi import _jax
+from jaxmpi import _chain, _jax, _jaxprs
 
 
 class Communication(_jax.Effect):
@@ -31,10 +31,11 @@ class Communication(_jax.Effect):
 
 _jax.permit_effect(Communication)
 EFFECT = Communication()
-_jax.lower_calls_inline(EFFECT)
+_jaxprs.lower_calls_inline(EFFECT)
 
 IN_PLACE = "in_place"
-"""Parameter of an operation: whether its result takes the place of its operand. `jit` decides anew where it can."""
+"""Parameter of an operation: whether its results take the places of its first operands. `jit` decides anew where it
+can; without it the table does."""
 
 
 class Token:
@@ -113,17 +114,18 @@ def _in_place(closed: Any, kept: Iterable[bool]) -> Any:
     that are `kept`. Bodies of loops and of nested calls are treated likewise.
     """
     jaxpr = closed.jaxpr
-    needed = {*jaxpr.constvars, *_jax.variables(jaxpr.outvars)}
+    needed = {*jaxpr.constvars, *_jaxprs.variables(jaxpr.outvars)}
     needed.update(variable for variable, keep in zip(jaxpr.invars, kept, strict=True) if keep)
     equations = []
     for equation in reversed(jaxpr.eqns):
-        operands = _jax.variables(equation.invars)
+        operands = _jaxprs.variables(equation.invars)
         params = {}
         if IN_PLACE in equation.params and operands:
-            aval = operands[0].aval
-            small = aval.size * aval.dtype.itemsize < _COPY_BYTES
-            params = {IN_PLACE: operands[0] not in needed or (small and equation.params[IN_PLACE])}
-        elif EFFECT in equation.effects and (body := _jax.body(equation, needed)) is not None:
+            replaced = operands[: len(equation.outvars)]
+            small = sum(x.aval.size * x.aval.dtype.itemsize for x in replaced) < _COPY_BYTES
+            free = not any(x in needed for x in replaced)
+            params = {IN_PLACE: free or (small and equation.params[IN_PLACE])}
+        elif EFFECT in equation.effects and (body := _jaxprs.body(equation, needed)) is not None:
             name, inner, inner_kept = body
             params = {name: _in_place(inner, inner_kept)}
         equations.append(equation.replace(params={**equation.params, **params}) if params else equation)
@@ -147,7 +149,7 @@ def _discharge(function: Callable[..., Any], donated: bool) -> Callable[..., Any
 
         operands = [leaves[i] for i in traced]
         jaxpr, shape = jax.make_jaxpr(of_traced, return_shape=True)(*operands)
-        jaxpr = _jax.without_objects(jaxpr)
+        jaxpr = _jaxprs.without_objects(jaxpr)
         if jaxpr.effects == {EFFECT}:
             link, *results = _region.bind(link, *operands, jaxpr=_in_place(jaxpr, [not donated] * len(operands)))
         else:  # nothing to discharge, or effects besides that JAX has to know of
@@ -188,7 +190,7 @@ def eager(function: Callable[..., Any]) -> Callable[..., Any]:
         with _jax.without_constant_folding():
             return function(*args)
 
-    compiled = _jax.linked(EFFECT, _discharged_jit(staged, {}))
+    compiled = _chain.linked(EFFECT, _discharged_jit(staged, {}))
 
     def call(*args):
         if not _jax.jit_disabled():
@@ -226,7 +228,7 @@ def jit(function: Callable[..., Any] | None = None, /, **options: Any) -> Callab
     if any(options.get(name) is not None for name in _PLAIN):
         return plain
     compiled = _discharged_jit(function, options)
-    call = functools.wraps(function)(_jax.linked(EFFECT, compiled, plain))
+    call = functools.wraps(function)(_chain.linked(EFFECT, compiled, plain))
 
     def clear_cache() -> None:
         for cached in (plain, compiled):

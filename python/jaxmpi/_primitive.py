@@ -1,5 +1,9 @@
 """Turns a row of the operation table into a JAX primitive with all its rules.
 
+What a row does not say is derived from the core's list of its buffers (csrc/core/ops.def). The operands of a primitive
+are the buffers that are read, in that order, and behind them templates, of which only shape and dtype count. What MPI
+reads is what an operation maps; what the core reads on the host only says how.
+
 Tangents and cotangents are communicated by the operations of the table again. That works only if all ranks take part,
 also one whose operand does not depend on what is differentiated (a constant template above all), or whose result
 nothing depends on; JAX leaves such operations out of derivatives. So inside a differentiated function every operation
@@ -15,13 +19,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmpi import _jax
-from jaxmpi._arguments import DERIVATIVE_TAGS
+from jaxmpi import _jax, _tags
 from jaxmpi._derivatives import communication
-from jaxmpi._derivatives.communication import DERIVATIVE, Operation
+from jaxmpi._derivatives.communication import COTANGENT, DERIVATIVE, TANGENT, VALUE, Operation
+from jaxmpi._derivatives.link import batched, link, linked_zeros
 from jaxmpi._derivatives.transposition import zero_cotangent
-from jaxmpi._devices import PLATFORMS
-from jaxmpi._link import batched, linked_zeros
 from jaxmpi._native import DATATYPES, DEVICES, OPERATIONS
 from jaxmpi._order import EFFECT, IN_PLACE, eager
 
@@ -29,50 +31,84 @@ Params = dict[str, Any]
 Shape = tuple[int, ...]
 
 
-TANGENT, COTANGENT, VALUE = "tangent", "cotangent", "value"  # the last: as an operand of a further derivative
-
-
 @dataclass(frozen=True)
 class Part:
-    """What one rank hands to the core: which buffers, by its part in the operation."""
+    """What one rank hands to the core, by its part in the operation. Buffers of the host are always passed."""
 
-    operand: bool = True
-    """Operand 0 is passed. Further operands are templates, which are never passed."""
-    result: bool = True
-    """The core fills a result; otherwise operand 0 is the result as it is."""
+    operands: bool = True
+    """What MPI reads is passed; otherwise these operands are templates, too."""
+    results: bool = True
+    """The core fills what MPI writes; otherwise each such result is the operand of the same number as it is."""
     in_place: bool = False
-    """The result may take operand 0's memory, where the parameter IN_PLACE says so too."""
+    """A result may take the memory of the operand of the same number, where the parameter IN_PLACE says so, too."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One operation: its shape, its part on this rank, its batching and its derivative."""
+    """One operation: its results, its part on this rank, its batching and its derivative."""
 
     name: str
 
-    shape: Callable[[Shape, Params], Shape] | None
-    """Shape of the result from that of the last operand; None: no result."""
+    results: Callable[[Sequence[Any], Params], Sequence[Any]]
+    """The types of the results from those of the operands."""
+
+    templates: int = 0
+    """How many operands are templates, behind those that the core has."""
 
     part: Callable[[Params], Part] = lambda params: Part()
 
+    in_place: bool | None = None
+    """The parameter IN_PLACE of a call, which `jit` decides anew where it can; None: it has none."""
+
     batch: Callable[[Params], tuple[int, int]] = lambda params: (0, 0)
-    """Where the batch axis must stand in the operands, and where it then stands in the result."""
+    """Where the batch axis must stand in operands that are mapped, and where it then stands in the results."""
 
     refuse: Callable[[Params], str] = lambda params: ""
     """Why no derivative can be taken; empty where one can."""
 
     tangent: Callable[[Params], Callable[..., Any] | None] = lambda params: None
-    """Its rule, (operands, tangent of operand 0, results, params) -> tangent of the result. None where it is linear."""
+    """Its rule, (operands, tangents, results, params) -> tangents of the results. Tangents of operands that have none
+    are None. No rule where the operation is linear in what MPI reads."""
 
     tangent_of_half: Callable[..., Any] | None = None
-    """The rule where one of two operands alone is of a dtype that is differentiated: (operands, their tangents, params)
-    -> tangent of the result, None where that is zero."""
+    """The rule where of operands and templates some alone are of a dtype that is differentiated: (operands, their
+    tangents, params) -> tangent of the first result, None where that is zero."""
 
     transpose: Callable[..., Any] | None = None
-    """(cotangent of the result, shape and dtype of operand 0, params) -> cotangent of operand 0."""
+    """(cotangents of the results, operands, params) -> cotangents of what it is linear in: these operands are given by
+    shape and dtype alone."""
 
     silent: bool = False
     """Only its transpose communicates; the core has no such operation."""
+
+    def roles(self, operands: int) -> list[str]:
+        """What each of so many operands is: `mpi`, `host` or `template`."""
+        if self.silent:
+            return ["mpi"] * operands
+        own = operands - self.templates
+        return OPERATIONS[self.name].roles(False, own) + ["template"] * self.templates
+
+
+PRIMITIVES: dict[str, _jax.Primitive] = {}
+"""Those of the rows of which one was made."""
+_DEFAULTS: dict[str, Params] = {}
+
+
+def bind(name: str, params: Params, *operands: Any) -> Any:
+    """Binds an operation; its result, a list where it has several, or None.
+
+    Outside of any trace its compiled program is called at once.
+    """
+    primitive = PRIMITIVES[name]
+    if defaults := _DEFAULTS[name]:
+        params = defaults | params
+    if _jax.trace_state_clean():
+        results = eager_program(primitive, tuple(params), *params.values())(*operands)
+    else:
+        if params.get(DERIVATIVE) == TANGENT and operands:  # also a value that its rule communicates
+            operands = (link(operands[0], [], jax.typeof(operands[0]), always=True), *operands[1:])
+        results = primitive.bind(*operands, **params)
+    return results if len(results) > 1 else results[0] if results else None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -91,15 +127,11 @@ def eager_programs() -> int:
 
 
 def make_primitive(row: Row) -> _jax.Primitive:
-    """The primitive of a row; always with a list of results, which is empty or has one entry."""
+    """The primitive of a row, which `bind` then knows by its name; always with a list of results."""
     primitive = Operation(f"jaxmpi.{row.name}")
 
     def abstract_eval(*avals, **params):
-        results = []
-        if row.shape is not None:
-            last = avals[-1]
-            results.append(_jax.ShapedArray(tuple(row.shape(last.shape, params)), last.dtype))
-        return results, {EFFECT}
+        return [_jax.ShapedArray(tuple(x.shape), x.dtype) for x in row.results(avals, params)], {EFFECT}
 
     def implementation(*args, **params):
         return eager_program(primitive, tuple(params), *params.values())(*args)
@@ -114,25 +146,27 @@ def make_primitive(row: Row) -> _jax.Primitive:
     _jax.batching.fancy_primitive_batchers[primitive] = _make_batching(row, primitive)
     _jax.ad.primitive_jvps[primitive] = _make_jvp(row, primitive)
     if row.transpose is not None:
-        _jax.ad.primitive_transposes[primitive] = _make_transpose(row.transpose)
+        _jax.ad.primitive_transposes[primitive] = _make_transpose(row)
+    PRIMITIVES[row.name] = primitive
+    _DEFAULTS[row.name] = {} if row.in_place is None else {IN_PLACE: row.in_place}
     return primitive
 
 
-_TAGS = ("tag", "sendtag", "recvtag")
-_DERIVATIVES = (None, TANGENT, COTANGENT, VALUE)  # the core's numbers for them: see csrc/compare.c
+_DERIVATIVES = (None, TANGENT, COTANGENT, VALUE)  # the core's numbers for them: see csrc/core/compare.c
 
 
-def _attribute(name: str, params: Params, dtype: Any) -> np.int64:
+def _attribute(name: str, kind: str, params: Params, dtype: Any) -> np.int64:
     """An attribute as the core reads it: always a 64-bit integer."""
-    if name == DERIVATIVE:
-        return np.int64(_DERIVATIVES.index(params.get(DERIVATIVE)))
-    value = params[name]
-    if name == "op":
-        return np.int64(value.number_for(DATATYPES[np.dtype(dtype).name]))
-    if name in ("comm", "status", "text"):
-        return np.int64(0 if value is None else value.number)
-    if name in _TAGS and value >= 0 and DERIVATIVE in params:
-        return np.int64(value + DERIVATIVE_TAGS)
+    value: Any = params.get(name) if kind == "derivative" else params[name]
+    match kind:
+        case "derivative":
+            value = _DERIVATIVES.index(value)
+        case "reduction":
+            value = value.number_for(DATATYPES[np.dtype(dtype).name])
+        case "object" | "object_or_0":
+            value = 0 if value is None else value.number
+        case "tag":
+            value = _tags.sent(value, DERIVATIVE in params)
     return np.int64(value)
 
 
@@ -143,6 +177,7 @@ def _lower_silent(ctx, operand, **params):
 
 def make_lowering(row: Row, target: str = "jaxmpi_{}"):
     """The lowering of a row to a call of the core, which XLA knows by the name `target`."""
+    core = OPERATIONS[row.name]
 
     def lower(ctx, *operands, **params):
         if (devices := _jax.devices_of(ctx)) > 1:
@@ -151,26 +186,29 @@ def make_lowering(row: Row, target: str = "jaxmpi_{}"):
                 "communicates from one. Gather its operands on one device with jax.device_put(x, jax.devices()[0]), "
                 "or start a rank for each device."
             )
-        part = row.part(params)
-        passed = operands[:1] if part.operand else ()
-        avals_in = ctx.avals_in[: len(passed)]
-        avals_out = ctx.avals_out if part.result else []
+        part, roles = row.part(params), row.roles(len(operands))
+        passed = [i for i, role in enumerate(roles) if role == "host" or (role == "mpi" and part.operands)]
+        filled = [
+            i
+            for i, role in enumerate(core.roles(True, len(ctx.avals_out)))
+            if i < len(ctx.avals_out) and (role == "host" or part.results)
+        ]
+        in_place = part.in_place and params[IN_PLACE]
         rule = _jax.ffi_lowering(
             target.format(row.name),
             has_side_effect=True,
-            operand_output_aliases={0: 0} if part.in_place and params[IN_PLACE] else None,
+            operand_output_aliases={passed.index(i): filled.index(i) for i in filled} if in_place else None,
         )
         dtype = ctx.avals_in[0].dtype if ctx.avals_in else None
-        attributes = {name: _attribute(name, params, dtype) for name in OPERATIONS[row.name]}
+        attributes = {name: _attribute(name, kind, params, dtype) for name, kind in core.attributes}
         inner = ctx.replace(
-            avals_in=[*avals_in, _jax.abstract_token],
-            avals_out=[*avals_out, _jax.abstract_token],
+            avals_in=[*(ctx.avals_in[i] for i in passed), _jax.abstract_token],
+            avals_out=[*(ctx.avals_out[i] for i in filled), _jax.abstract_token],
         )
-        *results, token = rule(inner, *passed, ctx.tokens_in.get(EFFECT), **attributes)
+        *results, token = rule(inner, *(operands[i] for i in passed), ctx.tokens_in.get(EFFECT), **attributes)
         ctx.set_tokens_out(_jax.mlir.TokenSet({EFFECT: token}))
-        if row.shape is None or part.result:
-            return results
-        return [operands[0]]
+        given = dict(zip(filled, results, strict=True))
+        return [given.get(i, operands[i] if i < len(operands) else None) for i in range(len(ctx.avals_out))]
 
     return lower
 
@@ -178,7 +216,7 @@ def make_lowering(row: Row, target: str = "jaxmpi_{}"):
 def _make_refusal(row: Row):
     def refuse(ctx, *operands, **params):
         platforms = ctx.module_context.platforms
-        reasons = [why for name, why in DEVICES.drivers.items() if PLATFORMS[name] in platforms and why is not None]
+        reasons = [why for name, why in DEVICES.drivers.items() if name.lower() in platforms and why is not None]
         raise NotImplementedError(
             f"{row.name}: arrays on {', '.join(platforms)} cannot be communicated"
             f"{''.join(f': {why}' for why in reasons)}. Move them to the CPU with "
@@ -195,44 +233,79 @@ def _make_batching(row: Row, primitive: _jax.Primitive):
             results = primitive.bind(*operands, **params)
             return results, [None] * len(results)
         at, result_at = row.batch(params)
-        operands = [batched(x, axis_of_x, axis.size, at) for x, axis_of_x in zip(operands, axes, strict=True)]
+        roles = row.roles(len(operands))
+        hosts = [at is not None for at, role in zip(axes, roles, strict=True) if role == "host"]
+        if any(hosts) and "mpi" in roles:
+            raise NotImplementedError(
+                f"{row.name}: jax.vmap maps an operand that says how to communicate, and that must be the same for all "
+                "of what is mapped. Pass it unmapped (in_axes=None)."
+            )
+        operands = [
+            x if role == "host" else batched(x, axis_of_x, axis.size, at)
+            for x, axis_of_x, role in zip(operands, axes, roles, strict=True)
+        ]
         results = primitive.bind(*operands, **params)
         return results, [result_at] * len(results)
 
     return batch
 
 
+def _linear_in(row: Row, operands: Sequence[Any]) -> list[int]:
+    """The places of the operands that have tangents: of what MPI reads, or of the templates where it reads nothing."""
+    roles = row.roles(len(operands))
+    role = "mpi" if "mpi" in roles else "template"
+    return [i for i in _jax.inexact_among(operands) if roles[i] == role]
+
+
 def _make_jvp(row: Row, primitive: _jax.Primitive):
     def jvp(primals, tangents, **params):
         communication.check()  # also where JAX has not told the trace of it
-        inexact = [_jax.inexact(x) for x in primals]
-        if all(inexact) and (why_not := row.refuse(params)):
+        roles = row.roles(len(primals))
+        inexact = [_jax.inexact(x) for x, role in zip(primals, roles, strict=True) if role != "host"]
+        half = row.tangent_of_half is not None and any(inexact) and not all(inexact)
+        linear = [] if half else _linear_in(row, primals)
+        if linear and (why_not := row.refuse(params)):
             raise NotImplementedError(f"{row.name} cannot be differentiated: {why_not}")
         if DERIVATIVE in params:
             params = {**params, DERIVATIVE: VALUE}
         results = primitive.bind(*primals, **params)
-        if not all(inexact):
-            tangent = row.tangent_of_half(primals, tangents, params) if any(inexact) and row.tangent_of_half else None
-            return results, [_jax.zero_tangent(y) if tangent is None else tangent for y in results]
-        tangent, *others = tangents
-        if type(tangent) is _jax.ad.Zero:  # a template has one
-            tangent = linked_zeros([t for t in others if type(t) is not _jax.ad.Zero], tangent.aval)
+        if not linear:
+            first = row.tangent_of_half(primals, tangents, params) if half and row.tangent_of_half else None
+            return results, [_zero_unless(first if i == 0 else None, y) for i, y in enumerate(results)]
+        known = [t for t in tangents if type(t) is not _jax.ad.Zero]
+        given: list[Any] = [None] * len(primals)
+        for i in linear:  # a template has a zero
+            zero = type(tangents[i]) is _jax.ad.Zero
+            given[i] = linked_zeros(known, tangents[i].aval) if zero else tangents[i]
         if (rule := row.tangent(params)) is not None:
-            return results, [rule(primals, tangent, results, params)]
-        if "status" in params:
-            params = {**params, "status": None}
-        return results, primitive.bind(tangent, *primals[1:], **{**params, DERIVATIVE: TANGENT})
+            of_results = rule(primals, given, results, params)
+        else:
+            more = {"status": None} if "status" in params else {}
+            operands = [x if t is None else t for x, t in zip(primals, given, strict=True)]
+            of_results = primitive.bind(*operands, **{**params, **more, DERIVATIVE: TANGENT})
+        return results, [
+            _zero_unless(t if _jax.inexact(y) else None, y) for t, y in zip(of_results, results, strict=True)
+        ]
 
     return jvp
 
 
-def _make_transpose(rule: Callable[..., Any]):
-    def transpose(cotangents: Sequence[Any], operand, *templates, **params):
+def _zero_unless(tangent: Any, result: Any) -> Any:
+    return _jax.zero_tangent(result) if tangent is None else tangent
+
+
+def _make_transpose(row: Row):
+    rule: Any = row.transpose
+
+    def transpose(cotangents: Sequence[Any], *operands, **params):
         communication.check()
-        cotangent = cotangents[0] if cotangents else None
-        if type(cotangent) is _jax.ad.Zero:
-            cotangent = zero_cotangent(cotangent.aval)
-        template = jax.ShapeDtypeStruct(operand.aval.shape, operand.aval.dtype)
-        return [rule(cotangent, template, params), *(None for _ in templates)]
+        linear = [_jax.ad.is_undefined_primal(x) for x in operands]
+        cotangents = [zero_cotangent(ct.aval) if type(ct) is _jax.ad.Zero else ct for ct in cotangents]
+        known = [
+            jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) if is_linear else x
+            for x, is_linear in zip(operands, linear, strict=True)
+        ]
+        given = iter(rule(cotangents, known, params))
+        return [next(given, None) if is_linear else None for is_linear in linear]
 
     return transpose

@@ -4,7 +4,7 @@ Stack the arrays of all ranks into one long vector: then an operation is a map o
 the same operation on the tangents, and its transpose the adjoint of that map; the adjoints are operations of this table
 again, so that derivatives of any order are. The one exception is `allreduce` of a sum: see `_transpose_allreduce`.
 
-An operation is a row in csrc/ops.def (its attributes), a body in csrc/ops.c, a row here with its public function in
+An operation is a row in csrc/core/ops.def, a body in csrc/mpi/ops.c, a row here with its public function in
 _operations.py, and a row in tests/table.py.
 """
 
@@ -16,39 +16,18 @@ import jax.numpy as jnp
 from mpi4py import MPI
 
 from jaxmpi import _arguments as arguments
-from jaxmpi import _communicator, _jax, _native
-from jaxmpi._derivatives.communication import DERIVATIVE
+from jaxmpi import _communicator, _jax, _native, _tags
+from jaxmpi._derivatives.communication import COTANGENT, DERIVATIVE, TANGENT
+from jaxmpi._derivatives.link import linked_zeros
 from jaxmpi._derivatives.transposition import zero_cotangent
-from jaxmpi._link import link, linked_zeros
 from jaxmpi._order import IN_PLACE
-from jaxmpi._primitive import (
-    COTANGENT,
-    TANGENT,
-    Params,
-    Part,
-    Row,
-    Shape,
-    eager_program,
-    make_primitive,
-)
+from jaxmpi._primitive import Params, Part, Row, bind, make_primitive
 
 CHECK = _communicator.CHECK
 """Whether ranks compare what must be the same on all of them."""
 
 LINE = "line"
 """Parameter of an allreduce where that is checked: the error, with the line of the user's program that called it."""
-
-
-def bind(name: str, params: Params, *operands: Any) -> Any:
-    """Binds an operation; its result, or None. Outside of any trace its compiled program is called at once."""
-    primitive = PRIMITIVES[name]
-    if _jax.trace_state_clean():
-        results = eager_program(primitive, tuple(params), *params.values())(*operands)
-    else:
-        if params.get(DERIVATIVE) == TANGENT and operands:  # also a value that its rule communicates
-            operands = (link(operands[0], [], jax.typeof(operands[0]), always=True), *operands[1:])
-        results = primitive.bind(*operands, **params)
-    return results[0] if results else None
 
 
 _SUM = arguments.reduction(MPI.SUM, "reduce")
@@ -64,18 +43,26 @@ def _of_cotangent(params: Params, **more: Any) -> Params:
     return {"comm": params["comm"], **more, DERIVATIVE: COTANGENT}
 
 
-_SUMMING: Params = {"op": _SUM, IN_PLACE: True}
+_SUMMING: Params = {"op": _SUM}
 
 
 # --- shapes and parts --------------------------------------------------------------------------------------------
 
 
-def _same(shape: Shape, params: Params) -> Shape:
-    return shape
+def _same(avals, params):
+    return avals[-1:]
 
 
-def _stacked(shape: Shape, params: Params) -> Shape:
-    return (params["comm"].size, *shape)
+def _none(avals, params):
+    return []
+
+
+def _stacked(avals, params):
+    return [jax.ShapeDtypeStruct((params["comm"].size, *avals[0].shape), avals[0].dtype)]
+
+
+def _entry(avals, params):
+    return [jax.ShapeDtypeStruct(avals[0].shape[1:], avals[0].dtype)]
 
 
 def _on_root(params: Params) -> bool:
@@ -86,17 +73,28 @@ def _part_of_bcast(params: Params) -> Part:
     # Root's array is its result. Where nothing needs it afterwards the core hands it through, in its place, so that
     # what comes next does not begin before it is sent, and no loop has to copy it.
     if _on_root(params):
-        return Part(result=params[IN_PLACE], in_place=True)
-    return Part(operand=False)
+        return Part(results=params[IN_PLACE], in_place=True)
+    return Part(operands=False)
 
 
-# --- adjoints of the linear operations: (cotangent of the result, template of operand 0, params) -> its cotangent -----
+# --- adjoints of the linear operations -----------------------------------------------------------------------------
 
 
+def _single(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """The adjoint of a map of one array to one or none, as (cotangent, what the array is like, params) -> cotangent."""
+
+    def transpose(cotangents, operands, params):
+        return [rule(cotangents[0] if cotangents else None, operands[0], params)]
+
+    return transpose
+
+
+@_single
 def _transpose_allgather(cotangent, template, params):
     return jnp.sum(bind("alltoall", _of_cotangent(params), cotangent), axis=0)
 
 
+@_single
 def _transpose_allreduce(cotangent, template, params):
     # The result is replicated and a loss made of it counts once, so its cotangent is passed on as it is. What
     # undoes that in a second transposition is allreduce again: that is the operation `replicate`.
@@ -107,9 +105,9 @@ def _transpose_allreduce(cotangent, template, params):
 
 def check_same(arrays: Sequence[Any], params: Params, text: arguments.Text) -> None:
     """Lets ranks of whose arrays one differs from that of rank 0 raise with the text, once all have been compared."""
-    differ = [_differs(x, bind("bcast", {**params, "root": 0, IN_PLACE: False}, x)) for x in arrays]
+    differ = [_differs(x, bind("bcast", {**params, "root": 0}, x)) for x in arrays]
     if differ:
-        bind("check", {"comm": params["comm"], "text": text}, jnp.stack(differ))
+        bind("check", {"comm": params["comm"], "text": text}, *differ)
 
 
 def _differs(x, y):
@@ -124,24 +122,29 @@ def _differs(x, y):
     return ~jnp.all((finite & close) | (x == y) | (jnp.isnan(x) & jnp.isnan(y)))
 
 
+@_single
 def _transpose_replicate(cotangent, template, params):
     return bind("allreduce", _of_cotangent(params, **_SUMMING), cotangent)
 
 
+@_single
 def _transpose_invariant(cotangent, template, params):
     # Of a value that counts once each rank has the whole cotangent, of one that counts on each rank its share. What
     # takes the one for the other is `varying`, so that the transpose of this division is the identity again.
     return bind("varying", _of_cotangent(params), cotangent / params["comm"].size)
 
 
+@_single
 def _transpose_varying(cotangent, template, params):
     return bind("invariant", _of_cotangent(params), cotangent) * params["comm"].size
 
 
+@_single
 def _transpose_alltoall(cotangent, template, params):
     return bind("alltoall", _of_cotangent(params), cotangent)
 
 
+@_single
 def _transpose_bcast(cotangent, template, params):
     total = bind("reduce", _of_cotangent(params, **_SUMMING, root=params["root"]), cotangent)
     # Elsewhere than on root the template is not read, so its cotangent is zero; but it must depend on what was sent,
@@ -149,41 +152,48 @@ def _transpose_bcast(cotangent, template, params):
     return total if _on_root(params) else linked_zeros([total], template)
 
 
+@_single
 def _transpose_reduce(cotangent, template, params):
     # Root adds all operands; any other rank hands its own through beside that.
     root = params["root"]
-    part = bind("bcast", _of_cotangent(params, root=root, **{IN_PLACE: False}), cotangent)
+    part = bind("bcast", _of_cotangent(params, root=root), cotangent)
     return part if _on_root(params) else part + cotangent
 
 
+@_single
 def _transpose_gather(cotangent, template, params):
     # Root stacks all operands; any other rank hands its own through beside that.
     part = bind("scatter", _of_cotangent(params, root=params["root"]), cotangent)
     return part if _on_root(params) else part + cotangent
 
 
+@_single
 def _transpose_scatter(cotangent, template, params):
     stacked = bind("gather", _of_cotangent(params, root=params["root"]), cotangent)
     return stacked if _on_root(params) else linked_zeros([stacked], template)
 
 
+@_single
 def _transpose_scan(cotangent, template, params):
     # The adjoint of sums over the ranks up to this one are sums over the ranks from this one on.
     summing = _of_cotangent(params, **_SUMMING)
     return _reverse(bind("scan", summing, _reverse(cotangent, summing)), summing)
 
 
+@_single
 def _transpose_send(cotangent, template, params):
     back = _of_cotangent(params, source=params["dest"], status=None, tag=params["tag"])
     return bind("recv", back, zero_cotangent(template))
 
 
+@_single
 def _transpose_recv(cotangent, template, params):
     tag = max(params["tag"], 0)  # any tag is only accepted from nobody
     bind("send", _of_cotangent(params, dest=params["source"], tag=tag), cotangent)
     return linked_zeros([cotangent], template)
 
 
+@_single
 def _transpose_sendrecv(cotangent, template, params):
     # The message travels back: source and dest exchanged, and the tags. Who received any tag answers with the tag
     # it sent with, and takes any answer from that rank; messages between two ranks do not overtake each other.
@@ -214,12 +224,9 @@ def _tangent_of_half_exchange(primals, tangents, params):
 
 # --- derivatives of the other reductions ---------------------------------------------------------------------------
 
-# The tag of exchanges that a derivative makes of its own: the highest one that users may use with derivatives.
-_TAG = arguments.DERIVATIVE_TAGS - 1
-
 
 def _exchange(x, source: int, dest: int, params: Params):
-    ends = {"source": source, "dest": dest, "sendtag": _TAG, "recvtag": _TAG, "status": None}
+    ends = {"source": source, "dest": dest, "sendtag": _tags.OF_RULES, "recvtag": _tags.OF_RULES, "status": None}
     return bind("sendrecv", {"comm": params["comm"], **ends, DERIVATIVE: params[DERIVATIVE]}, x, jnp.zeros_like(x))
 
 
@@ -286,28 +293,28 @@ def _unless_sum(rule: Callable[..., Any]) -> Callable[[Params], Callable[..., An
     return lambda params: None if params["op"].name == "SUM" else rule
 
 
-def _tangent_allreduce(primals, tangent, results, params):
+def _tangent_allreduce(primals, tangents, results, params):
     weight = _weight(primals[0], params, lambda: results[0])
     line = {LINE: params[LINE]} if LINE in params else {}
-    return bind("allreduce", _of_tangent(params, **_SUMMING, **line), weight * tangent)
+    return [bind("allreduce", _of_tangent(params, **_SUMMING, **line), weight * tangents[0])]
 
 
-def _tangent_reduce(primals, tangent, results, params):
-    x = primals[0]
-    everywhere = _of_tangent(params, op=params["op"], **{IN_PLACE: True})
+def _tangent_reduce(primals, tangents, results, params):
+    x, tangent = primals[0], tangents[0]
+    everywhere = _of_tangent(params, op=params["op"])
     weight = _weight(x, params, lambda: bind("allreduce", everywhere, x))
     total = bind("reduce", _of_tangent(params, **_SUMMING, root=params["root"]), weight * tangent)
-    return total if _on_root(params) else tangent + linked_zeros([total], tangent)
+    return [total if _on_root(params) else tangent + linked_zeros([total], tangent)]
 
 
-def _tangent_scan(primals, tangent, results, params):
-    name, x = params["op"].name, primals[0]
+def _tangent_scan(primals, tangents, results, params):
+    name, x, tangent = params["op"].name, primals[0], tangents[0]
     if name == "PROD":
         for distance in _distances(params):
             exists, (earlier, its_tangent) = _shifted(distance, params, x, tangent)
             if exists:
                 x, tangent = earlier * x, its_tangent * x + earlier * tangent
-        return tangent
+        return [tangent]
     count = jnp.ones(x.shape, jnp.int32)  # of the ranks so far that have the extreme value, and share its tangent
     for distance in _distances(params):
         exists, (earlier, its_count, its_tangent) = _shifted(distance, params, x, count, tangent)
@@ -318,7 +325,7 @@ def _tangent_scan(primals, tangent, results, params):
         tangent = jnp.where(share > 0, share * its_tangent, 0) + jnp.where(share < 1, (1 - share) * tangent, 0)
         count = jnp.where(ties, its_count + count, jnp.where(wins, its_count, count))
         x = jnp.where(wins, earlier, x)
-    return tangent
+    return [tangent]
 
 
 # --- what has no derivative ----------------------------------------------------------------------------------------
@@ -333,20 +340,10 @@ def _refuse_reduction(params: Params) -> str:
     return f"the reduction {params['op'].name} has no derivative; those that have one: {possible}."
 
 
-def _refuse_tags(params: Params, *tags: str) -> str:
-    for tag in tags:
-        if params[tag] >= arguments.DERIVATIVE_TAGS:
-            return (
-                f"the messages of derivatives have tags of their own, so {tag} must be below "
-                f"{arguments.DERIVATIVE_TAGS} here, got {params[tag]}."
-            )
-    return ""
-
-
 def _refuse_half(params: Params) -> str:
     """Why one half of a pair of messages has no derivative."""
     if "dest" in params:
-        return _refuse_tags(params, "tag")
+        return _tags.refusal(params, "tag")
     if params["tag"] == MPI.ANY_TAG and params["source"] != MPI.PROC_NULL:
         return "with tag ANY_TAG the tag of the way back is unknown; name the tag, as the sender does."
     return _refuse_source(params, "tag")
@@ -355,7 +352,7 @@ def _refuse_half(params: Params) -> str:
 def _refuse_source(params: Params, *tags: str) -> str:
     if params["source"] == MPI.ANY_SOURCE:
         return "with source ANY_SOURCE the way back is unknown; name the source."
-    return _refuse_tags(params, *tags)
+    return _tags.refusal(params, *tags)
 
 
 # --- the table -----------------------------------------------------------------------------------------------------
@@ -366,34 +363,30 @@ ROWS = (
         "allreduce",
         _same,
         part=lambda p: Part(in_place=True),
+        in_place=True,
         refuse=_refuse_reduction,
         tangent=_unless_sum(_tangent_allreduce),
         transpose=_transpose_allreduce,
     ),
     Row("alltoall", _same, batch=lambda p: (1, 1), transpose=_transpose_alltoall),
-    Row("barrier", None, part=lambda p: Part(operand=False, result=False)),
-    Row("bcast", _same, part=_part_of_bcast, transpose=_transpose_bcast),
+    Row("barrier", _none),
+    Row("bcast", _same, part=_part_of_bcast, in_place=False, transpose=_transpose_bcast),
     # Its truth values have no cotangent; but as it has an effect, it is transposed with what it is in.
-    Row("check", None, part=lambda p: Part(result=False), transpose=lambda *_: None),
+    Row("check", _none, transpose=lambda *_: []),
     Row(
         "gather",
-        lambda shape, p: _stacked(shape, p) if _on_root(p) else shape,
-        part=lambda p: Part(result=_on_root(p)),
+        lambda avals, p: _stacked(avals, p) if _on_root(p) else avals,
+        part=lambda p: Part(results=_on_root(p)),
         batch=lambda p: (0, 1 if _on_root(p) else 0),
         transpose=_transpose_gather,
     ),
     Row("invariant", _same, transpose=_transpose_invariant, silent=True),
-    Row(
-        "recv",
-        _same,
-        part=lambda p: Part(operand=False),
-        refuse=_refuse_half,
-        transpose=_transpose_recv,
-    ),
+    Row("recv", _same, templates=1, refuse=_refuse_half, transpose=_transpose_recv),
     Row(
         "reduce",
         _same,
-        part=lambda p: Part(result=_on_root(p), in_place=_on_root(p)),
+        part=lambda p: Part(results=_on_root(p), in_place=_on_root(p)),
+        in_place=True,
         refuse=_refuse_reduction,
         tangent=_unless_sum(_tangent_reduce),
         transpose=_transpose_reduce,
@@ -403,27 +396,23 @@ ROWS = (
         "scan",
         _same,
         part=lambda p: Part(in_place=True),
+        in_place=True,
         refuse=_refuse_reduction,
         tangent=_unless_sum(_tangent_scan),
         transpose=_transpose_scan,
     ),
     Row(
         "scatter",
-        lambda shape, p: shape[1:] if _on_root(p) else shape,
-        part=lambda p: Part(operand=_on_root(p)),
+        lambda avals, p: _entry(avals, p) if _on_root(p) else avals,
+        part=lambda p: Part(operands=_on_root(p)),
         batch=lambda p: (1 if _on_root(p) else 0, 0),
         transpose=_transpose_scatter,
     ),
-    Row(
-        "send",
-        None,
-        part=lambda p: Part(result=False),
-        refuse=_refuse_half,
-        transpose=_transpose_send,
-    ),
+    Row("send", _none, refuse=_refuse_half, transpose=_transpose_send),
     Row(
         "sendrecv",
         _same,
+        templates=1,
         refuse=lambda p: _refuse_source(p, "sendtag", "recvtag"),
         tangent_of_half=_tangent_of_half_exchange,
         transpose=_transpose_sendrecv,
@@ -431,7 +420,8 @@ ROWS = (
     Row("varying", _same, transpose=_transpose_varying, silent=True),
 )
 
-PRIMITIVES = {row.name: make_primitive(row) for row in ROWS}
+for _row in ROWS:
+    make_primitive(_row)
 
 
 def check_names(table: set[str], core: set[str]) -> None:

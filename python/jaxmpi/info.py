@@ -52,7 +52,10 @@ def facts() -> Iterator[tuple[str, str]]:
         if why_not is not None:
             yield f"no {name}", why_not
     if choice.platforms:
-        yield "device memory", "handed to MPI as it is" if choice.aware else f"copied for MPI, road: {choice.road}"
+        yield (
+            "device memory",
+            "handed to MPI as it is" if choice.aware else f"copied for MPI, transport: {choice.transport}",
+        )
         yield "because", choice.because
     yield "eager programs", f"{_primitive.eager_programs()} kept, 4096 at most"
 

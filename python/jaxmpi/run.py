@@ -146,7 +146,7 @@ def main(arguments: list[str] | None = None) -> None:
     # By path, not as a module: the program shall be the first to import jax and mpi4py, and may set them up before.
     stand_ins = [word for name in options.stand_in for word in ("--as", name)]
     chosen = ["--devices", options.devices, *stand_ins, *program, *options.arguments]
-    child = [sys.executable, str(Path(__file__).with_name("_child.py")), *chosen]
+    child = [sys.executable, str(Path(__file__).with_name("_launcher") / "child.py"), *chosen]
     command = [mpiexec, "-n", str(options.ranks), *placed, *child]
     if options.dry_run:
         print(shlex.join(command))

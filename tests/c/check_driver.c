@@ -1,4 +1,4 @@
-/* Holds csrc/cuda.def or csrc/hip.def against the real header: compiles only where they agree.
+/* Holds csrc/devices/cuda.def or hip.def against the real header: compiles only where they agree.
  *
  * DRIVER_HEADER names the header; DRIVER_HIP is defined for HIP's.
  */
@@ -13,7 +13,7 @@
 #define CUstream      OUR_stream
 #define CUhostFn      OUR_function
 #define CUDA_MEMCPY2D OUR_MEMCPY2D
-#include "cuda_types.h"
+#include "devices/cuda_types.h"
 #undef CUresult
 #undef CUdeviceptr
 #undef CUcontext
@@ -25,7 +25,7 @@
 
 #include DRIVER_HEADER
 
-#include "memory.h"
+#include "devices/memory.h"
 
 #ifdef DRIVER_HIP
 #define FUNCTION(name, suffix, parameters) hipError_t(*const check_##name) parameters = name##suffix;
@@ -33,7 +33,7 @@
 #if HIP_VERSION < 50600000
 hipError_t hipStreamGetDevice(hipStream_t, hipDevice_t *); /* of ROCm 5.6 */
 #endif
-#include "hip.def"
+#include "devices/hip.def"
 
 _Static_assert(hipSuccess == 0 && sizeof(hipError_t) == sizeof(int), "hipError_t");
 _Static_assert(sizeof(hipDevice_t) == sizeof(int), "hipDevice_t");
@@ -41,7 +41,7 @@ _Static_assert(hipMemcpyHostToDevice == 1 && hipMemcpyDeviceToHost == 2 && hipMe
 _Static_assert(hipStreamNonBlocking == 1 && hipEventDisableTiming == 2 && hipHostMallocPortable == 1, "flags");
 #else
 #define FUNCTION(name, suffix, parameters) CUresult(*const check_##name) parameters = name##suffix;
-#include "cuda.def"
+#include "devices/cuda.def"
 
 _Static_assert(CUDA_SUCCESS == 0 && sizeof(CUresult) == sizeof(int), "CUresult");
 _Static_assert(sizeof(CUdeviceptr) == sizeof(OUR_deviceptr), "CUdeviceptr");

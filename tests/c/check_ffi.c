@@ -1,11 +1,12 @@
-/* Holds csrc/ffi.h and csrc/dtype.def against the header of an installed jaxlib: compiles only where they agree.
+/* Holds csrc/xla/ffi.h and csrc/core/dtype.def against the header of an installed jaxlib: compiles only where they
+ * agree.
  *
  * Names differ between jaxlib's releases, fields do not move. Used here are only names that jaxlib 0.6, 0.10 and 0.12
  * have; the type of an extension is reached through the structure that holds one.
  */
 #include <xla/ffi/api/c_api.h>
 
-#include "ffi.h"
+#include "xla/ffi.h"
 
 #define SAME_SIZE(our, their) _Static_assert(sizeof(our) == sizeof(their), "size of " #our)
 #define SAME_FIELD(our, our_field, their, their_field)                                                        \
@@ -144,7 +145,7 @@ enum {
   CODE_float8_e8m0fnu = XLA_FFI_DataType_F8E8M0FNU,
 };
 #define DATATYPE(code, name, bytes, mpi, kind) _Static_assert(code == (int)CODE_##name, "code of " #name);
-#include "dtype.def"
+#include "core/dtype.def"
 #undef DATATYPE
 SAME_VALUE(FFI_DTYPE_S64, XLA_FFI_DataType_S64);
 SAME_VALUE(FFI_DTYPE_TOKEN, XLA_FFI_DataType_TOKEN);

@@ -38,7 +38,7 @@ check_mpi() { # directory, compiler...
     abi=$(abi_of $header "$directory" "$@")
     [ -n "$abi" ] || { echo "$directory/$header: of no ABI known here" && status=1 && continue; }
     compile "$directory/$header: $abi" "$@" $strict -I"$csrc" -isystem "$directory" \
-      -DMPI_HEADER="<$header>" -DABI_HEADER="\"abi/$abi.h\"" "$here/check_mpi.c"
+      -DMPI_HEADER="<$header>" -DABI_HEADER="\"mpi/abi/$abi.h\"" "$here/check_mpi.c"
   done
 }
 

@@ -1,4 +1,4 @@
-/* Holds csrc/mpi.def and one header of csrc/abi against a real mpi.h: compiles only where they agree.
+/* Holds csrc/mpi/mpi.def and one header of csrc/mpi/abi against a real mpi.h: compiles only where they agree.
  *
  * ABI_HEADER names the header of ours, MPI_HEADER the real one; check_headers.sh finds out which go together.
  */
@@ -35,7 +35,7 @@
 _Static_assert(MPI_SUCCESS == 0, "MPI_SUCCESS");
 #undef MPI_SUCCESS
 #define MPI_SUCCESS OUR_SUCCESS
-#include "mpi_table.h" /* its callback types repeat those of mpi.h, so they must be the same */
+#include "mpi/mpi_table.h" /* its callback types repeat those of mpi.h, so they must be the same */
 _Static_assert(OUR_SUCCESS == 0, "our MPI_SUCCESS");
 
 /* Prototypes. A function that the library may lack is compared where its version of MPI has it. */
@@ -49,7 +49,7 @@ _Static_assert(OUR_SUCCESS == 0, "our MPI_SUCCESS");
 struct mpi_table compared_functions = {
 #define REQUIRED(name, parameters) .name = MPI_##name,
 #define OPTIONAL(name, parameters) COMPARE_##name
-#include "mpi.def"
+#include "mpi/mpi.def"
 #undef REQUIRED
 #undef OPTIONAL
 };

@@ -1,6 +1,6 @@
 /* An MPI library of our own, so that the core is tested without MPI, without other processes, and for each ABI.
  *
- * fake_mpi.c is compiled once per header of csrc/abi into a shared library, which a test opens as it would a real
+ * fake_mpi.c is compiled once per header of csrc/mpi/abi into a shared library, which a test opens as it would a real
  * one. What a test sees of it is the structure below, the same for each ABI; handles are intptr_t as in core.h.
  *
  * One process plays one rank of a communicator of any size. The other ranks are a rule:

@@ -8,7 +8,7 @@
 
 enum { COMMS = 64, ATTRIBUTES = 256, KEYVALS = 64, TYPES = 64, OPERATIONS = 64, MESSAGES = 16 };
 
-/* Numbers that differ between the ABIs and that csrc/abi does not need; where the status keeps the size. */
+/* Numbers that differ between the ABIs and that csrc/mpi/abi does not need; where the status keeps the size. */
 static const struct traits {
   const char *abi, *version;
   int any_source, any_tag, abi_major;

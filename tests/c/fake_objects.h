@@ -3,13 +3,13 @@
 #define JAXMPI_FAKE_OBJECTS_H
 
 #include "fake_mpi.h"
-#include "mpi_table.h"
+#include "mpi/mpi_table.h"
 
 /* A definition that differs from the list does not compile. */
 #pragma GCC visibility push(default)
 #define REQUIRED(name, parameters) int MPI_##name parameters;
 #define OPTIONAL(name, parameters) int MPI_##name parameters;
-#include "mpi.def"
+#include "mpi/mpi.def"
 #undef REQUIRED
 #undef OPTIONAL
 extern struct fake_control fake_control;

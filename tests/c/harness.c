@@ -9,7 +9,7 @@
 
 struct fake_control *fake;
 void *fake_library;
-const struct backend *backend;
+const struct abi *abi;
 
 /* --- checks --- */
 
@@ -98,34 +98,40 @@ static ffi_error *stream_get(ffi_stream_get_args *args) {
 
 static const ffi_api api = {.struct_size = sizeof api, .error_create = error_create, .stream_get = stream_get};
 
-/* A list of one buffer, where there is one, and a token. */
-static void list_make(ffi_buffers *list, ffi_buffer buffers[2], void *pointers[2], int types[2], int64_t dims[3],
-                      struct array array) {
-  *list = (ffi_buffers){.struct_size = sizeof *list, .size = 0, .types = types, .buffers = pointers};
-  if (array.rank >= 0) {
-    memcpy(dims, array.dims, sizeof array.dims);
-    buffers[0] = (ffi_buffer){sizeof(ffi_buffer), NULL, array.dtype, array.data, array.rank, dims};
-    pointers[list->size++] = &buffers[0];
+/* A list of buffers and a token. */
+static void list_make(ffi_buffers *list, struct arrays *arrays, const struct array given[], int count) {
+  *list = (ffi_buffers){
+      .struct_size = sizeof *list, .size = count + 1, .types = arrays->types, .buffers = arrays->pointers};
+  for (int i = 0; i <= count; i++) {
+    arrays->types[i] = 1; /* a buffer */
+    arrays->pointers[i] = &arrays->buffers[i];
+    arrays->buffers[i] = (ffi_buffer){sizeof(ffi_buffer), NULL, FFI_DTYPE_TOKEN, NULL, 0, NULL};
+    if (i == count) return;
+    memcpy(arrays->dims[i], given[i].dims, sizeof given[i].dims);
+    arrays->buffers[i] =
+        (ffi_buffer){sizeof(ffi_buffer), NULL, given[i].dtype, given[i].data, given[i].rank, arrays->dims[i]};
   }
-  buffers[1] = (ffi_buffer){sizeof(ffi_buffer), NULL, FFI_DTYPE_TOKEN, NULL, 0, NULL};
-  pointers[list->size++] = &buffers[1];
-  types[0] = types[1] = 1; /* each a buffer */
 }
 
 int64_t derivative;
 
 static int row_of(const char *operation) {
-  for (int i = 0; backend->operations[i].name != NULL; i++)
-    if (strcmp(backend->operations[i].name, operation) == 0) return i;
+  for (int i = 0; operation_table[i].name != NULL; i++)
+    if (strcmp(operation_table[i].name, operation) == 0) return i;
   printf("no operation '%s'\n", operation);
   exit(1);
 }
 
 void frame_make(struct frame *f, const char *operation, struct array in, struct array out, const int64_t attributes[]) {
-  const struct operation *row = &backend->operations[row_of(operation)];
+  frame_make_lists(f, operation, &in, in.rank >= 0, &out, out.rank >= 0, attributes);
+}
+
+void frame_make_lists(struct frame *f, const char *operation, const struct array in[], int in_count,
+                      const struct array out[], int out_count, const int64_t attributes[]) {
+  const struct operation *row = &operation_table[row_of(operation)];
   *f = (struct frame){.frame = {.struct_size = sizeof f->frame, .api = &api, .stage = FFI_STAGE_EXECUTE}};
-  list_make(&f->frame.operands, f->in, f->operands, f->operand_types, f->in_dims, in);
-  list_make(&f->frame.results, f->out, f->results, f->result_types, f->out_dims, out);
+  list_make(&f->frame.operands, &f->operands, in, in_count);
+  list_make(&f->frame.results, &f->results, out, out_count);
   for (int i = 0, next = 0; i < row->attribute_count; i++) {
     f->attributes[i] = row->attributes[i].kind == DERIVATIVE ? derivative : attributes[next++];
     f->spans[i] = (ffi_span){row->attributes[i].name, strlen(row->attributes[i].name)};
@@ -146,9 +152,7 @@ ffi_error *frame_call(struct frame *frame, const char *operation) {
 }
 
 ffi_error *frame_call_in(const struct memory *memory, struct frame *frame, const char *operation) {
-  int space = 0;
-  while (memory_spaces[space] != memory) space++;
-  return backend->handlers[space][row_of(operation)](&frame->frame);
+  return memory->handlers[row_of(operation)](&frame->frame);
 }
 
 ffi_error *run(const char *operation, struct array in, struct array out, const int64_t attributes[]) {
@@ -196,7 +200,7 @@ struct communicator *world(int rank, int size) {
   static struct communicator *made[8][8];
   struct communicator **found = &made[rank][size];
   int calls = fake->call_count;
-  if (*found == NULL) CHECK_EQUAL(backend->communicator(fake->comm_new(rank, size), NULL, found), 0);
+  if (*found == NULL) CHECK_EQUAL(abi->communicator(fake->comm_new(rank, size), NULL, found), 0);
   fake->call_count = calls; /* a test counts its own */
   return *found;
 }
@@ -243,9 +247,9 @@ static bool open_fake(const char *path) {
   fake_library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
   fake = fake_library != NULL ? dlsym(fake_library, "fake_control") : NULL;
   if (fake == NULL) return false;
-  backend = backend_find(fake_library, version, sizeof version);
-  if (backend == NULL || backend->load(fake_library) != NULL) return false;
-  runtime.backend = backend;
+  abi = abi_find(fake_library, version, sizeof version);
+  if (abi == NULL || abi->load(fake_library) != NULL) return false;
+  runtime.abi = abi;
   for (const struct datatype *row = datatype_table; row->name != NULL; row++) {
     size_t bytes = 0;
     runtime.datatypes[row->code] = fake->datatype(row->mpi, &bytes);

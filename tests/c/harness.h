@@ -9,7 +9,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "core.h"
+#include "core/core.h"
 #include "fake_mpi.h"
 
 /* Failures are printed and counted; the test goes on. */
@@ -53,18 +53,24 @@ struct array {
 #define SCALAR(dtype, data)       ((struct array){dtype, data, 0, {0}})
 #define NONE                      ((struct array){0, NULL, -1, {0}})
 
-/* A frame as XLA makes it for a function with one ordered effect: a token follows the buffer on each side. */
+/* Operands or results of a frame, and the token behind them. */
+enum { MAX_ARRAYS = 160 };
+struct arrays {
+  ffi_buffer buffers[MAX_ARRAYS + 1];
+  void *pointers[MAX_ARRAYS + 1];
+  int types[MAX_ARRAYS + 1];
+  int64_t dims[MAX_ARRAYS][3];
+};
+
+/* A frame as XLA makes it for a function with one ordered effect: a token follows the buffers on each side. */
 struct frame {
   ffi_frame frame;
-  ffi_buffer in[2], out[2];
-  void *operands[2], *results[2];
-  int operand_types[2], result_types[2];
+  struct arrays operands, results;
   int attribute_types[MAX_ATTRIBUTES];
   ffi_span spans[MAX_ATTRIBUTES], *names[MAX_ATTRIBUTES];
   ffi_scalar scalars[MAX_ATTRIBUTES];
   void *values[MAX_ATTRIBUTES];
   int64_t attributes[MAX_ATTRIBUTES];
-  int64_t in_dims[3], out_dims[3];
 };
 
 /* Fills `frame` for an operation; the attributes in the order of ops.def, but for that of a collective which says what
@@ -73,6 +79,10 @@ extern int64_t derivative;
 void frame_make(struct frame *frame, const char *operation, struct array in, struct array out,
                 const int64_t attributes[]);
 ffi_error *frame_call(struct frame *frame, const char *operation);
+
+/* The same for any number of arrays. */
+void frame_make_lists(struct frame *frame, const char *operation, const struct array in[], int in_count,
+                      const struct array out[], int out_count, const int64_t attributes[]);
 
 /* The same by the handler for buffers in another memory; its frames are on `xla_stream`. */
 ffi_error *frame_call_in(const struct memory *memory, struct frame *frame, const char *operation);
@@ -86,7 +96,7 @@ ffi_error *run(const char *operation, struct array in, struct array out, const i
 /* The library under the core, the copy of the core that serves it, and its handles. */
 extern struct fake_control *fake;
 extern void *fake_library;
-extern const struct backend *backend;
+extern const struct abi *abi;
 intptr_t datatype(int dtype); /* the MPI handle for a type of XLA */
 intptr_t operation_handle(const char *name);
 

@@ -1,9 +1,9 @@
 /* JAXMPI_CHECK: what a rank tells the others before a collective, and that a difference stops all of them. */
-#include "compare.h"
+#include "core/compare.h"
 
 #include "harness.h"
 
-enum { N = 7, RANK = 1, SIZE = 3, ROOM = 512 };
+enum { N = 7, PLACE = 1, SIZE = 3, ROOM = 512 };
 static _Alignas(16) unsigned char in[ROOM], out[ROOM], usual[ROOM];
 
 /* Every collective as rank 1 of 3 may call it, and how it is described. */
@@ -32,8 +32,8 @@ static bool is(size_t i, const char *operation) { return strcmp(cases[i].operati
 
 static ffi_error *run_case(size_t i) {
   const char *operation = cases[i].operation;
-  int root = cases[i].root ? RANK : 2;
-  int64_t comm = COMM(world(RANK, SIZE)), sum = reduction("SUM");
+  int root = cases[i].root ? PLACE : 2;
+  int64_t comm = COMM(world(PLACE, SIZE)), sum = reduction("SUM");
   struct array one = ARRAY(F32, in, N), all = MATRIX(F32, in, SIZE, N);
   struct array result = ARRAY(F32, out, N), results = MATRIX(F32, out, SIZE, N);
   if (is(i, "allgather")) return RUN(operation, one, results, comm);
@@ -85,12 +85,12 @@ static void what_is_alike_is_done(void) {
     CHECK_EQUAL(communications(), 1);
     memcpy(usual, out, ROOM);
     prepare(alike);
-    uint64_t before = atomic_load(&world(RANK, SIZE)->compared);
+    uint64_t before = atomic_load(&world(PLACE, SIZE)->compared);
     SUCCEEDS(run_case(i));
     CHECK_EQUAL(communications(), 2);
     const struct fake_call *call = called("MPI_Allgather", 0);
     CHECK(call == &fake->calls[0]);
-    CHECK_EQUAL(call->comm, world(RANK, SIZE)->handle);
+    CHECK_EQUAL(call->comm, world(PLACE, SIZE)->handle);
     CHECK_EQUAL(call->in_bytes, sizeof(struct record));
     CHECK_EQUAL(times_called(cases[i].function), is(i, "allgather") ? 2 : 1);
     CHECK_SAME(out, usual, ROOM);
@@ -109,7 +109,7 @@ static void what_is_told(void) {
     SUCCEEDS(RUN("barrier", NONE, NONE, COMM(world(2, 4))));
     CHECK_EQUAL(mine.call, before + (uint64_t)derivative + 1);
     CHECK_EQUAL(mine.derivative, derivative);
-    SUCCEEDS(RUN("barrier", NONE, NONE, COMM(world(RANK, SIZE))));
+    SUCCEEDS(RUN("barrier", NONE, NONE, COMM(world(PLACE, SIZE))));
   }
   derivative = 0;
   struct array one = ARRAY(F32, in, N), result = ARRAY(F32, out, N);
@@ -125,23 +125,23 @@ static void what_is_told(void) {
 }
 
 static void messages_are_not_compared(void) {
-  int64_t comm = COMM(world(RANK, SIZE));
+  int64_t comm = COMM(world(PLACE, SIZE));
   static bool nothing[1];
   prepare(odd);
   SUCCEEDS(RUN("send", ARRAY(F32, in, N), NONE, comm, 2, 9));
-  fake->deliver(world(RANK, SIZE)->handle, 2, 9, in, 4 * N);
+  fake->deliver(world(PLACE, SIZE)->handle, 2, 9, in, 4 * N);
   SUCCEEDS(RUN("recv", NONE, ARRAY(F32, out, N), comm, 2, 0, 9));
   SUCCEEDS(RUN("check", ARRAY(BOOL, nothing, 1), NONE, comm, 0));
   SUCCEEDS(RUN("barrier", NONE, NONE, COMM(world(0, 1)))); /* a rank alone */
   CHECK_EQUAL(times_called("MPI_Allgather"), 0);
 }
 
-/* A call in pieces is compared once, with all that it passes. */
-static void pieces_are_compared_once(void) {
-  enum { COUNT = 5 * LEAST_PIECE / 4 };
+/* A call in chunks is compared once, with all that it passes. */
+static void chunks_are_compared_once(void) {
+  enum { COUNT = 5 * LEAST_CHUNK / 4 };
   static float large[COUNT], result[COUNT];
-  struct communicator *comm = world(RANK, SIZE);
-  comm->piece = LEAST_PIECE;
+  struct communicator *comm = world(PLACE, SIZE);
+  comm->chunk = LEAST_CHUNK;
   prepare(alike);
   SUCCEEDS(RUN("allreduce", ARRAY(F32, large, COUNT), ARRAY(F32, result, COUNT), COMM(comm), reduction("SUM")));
   CHECK_EQUAL(times_called("MPI_Allgather"), 1);
@@ -152,7 +152,7 @@ static void pieces_are_compared_once(void) {
   FAILS(RUN("allreduce", ARRAY(F32, large, COUNT), ARRAY(F32, result, COUNT), COMM(comm), reduction("SUM")),
         FFI_FAILED_PRECONDITION, "of 5120 float32", "of 5121 float32");
   CHECK_EQUAL(communications(), 1);
-  comm->piece = 0;
+  comm->chunk = 0;
 }
 
 /* --- ranks that differ --- */
@@ -175,7 +175,7 @@ static void any_difference_is_an_error(void) {
 
 static int64_t row_of(const char *operation) {
   int64_t row = 0;
-  while (strcmp(backend->operations[row].name, operation) != 0) row++;
+  while (strcmp(operation_table[row].name, operation) != 0) row++;
   return row;
 }
 
@@ -206,7 +206,7 @@ static void both_are_named(void) {
   for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
     prepare(tells_other);
     other = others[i].record;
-    FAILS(RUN("allreduce", one, result, COMM(world(RANK, SIZE)), reduction("SUM")), FFI_FAILED_PRECONDITION,
+    FAILS(RUN("allreduce", one, result, COMM(world(PLACE, SIZE)), reduction("SUM")), FFI_FAILED_PRECONDITION,
           "on this communicator: allreduce SUM of 3 float64 (a value); rank 2 ", others[i].text,
           others[i].record.call != 0 ? "is at call " : "calls ");
   }
@@ -217,7 +217,7 @@ static void reductions_of_ours_are_named(void) {
   struct reduction *made = reduction_add(operation_handle("PROD"), REDUCER_OURS, "SUM of float16");
   odd_at = offsetof(struct record, count), odd_by = 1;
   prepare(odd);
-  FAILS(RUN("allreduce", ARRAY(F16, in, N), ARRAY(F16, out, N), COMM(world(RANK, SIZE)), made->number),
+  FAILS(RUN("allreduce", ARRAY(F16, in, N), ARRAY(F16, out, N), COMM(world(PLACE, SIZE)), made->number),
         FFI_FAILED_PRECONDITION, ": allreduce SUM of 7 float16 (a value); rank 2 calls allreduce SUM of 8 float16");
 }
 
@@ -241,7 +241,7 @@ static void comparing_can_fail(void) {
 
 static const struct test tests[] = {
     TEST(what_is_alike_is_done),        TEST(what_is_told),
-    TEST(messages_are_not_compared),    TEST(pieces_are_compared_once),
+    TEST(messages_are_not_compared),    TEST(chunks_are_compared_once),
     TEST(any_difference_is_an_error),   TEST(both_are_named),
     TEST(reductions_of_ours_are_named), TEST(comparing_can_fail),
 };

@@ -1,7 +1,7 @@
 /* An error of MPI, injected at each place where one can come: what the user is told, and that nothing leaks. */
 #include "harness.h"
 
-enum { N = 7, RANK = 1, SIZE = 3, ROOM = 512, CODE = 77 };
+enum { N = 7, PLACE = 1, SIZE = 3, ROOM = 512, CODE = 77 };
 static _Alignas(16) unsigned char in[ROOM], out[ROOM];
 static unsigned char status[64];
 
@@ -42,8 +42,8 @@ static bool is(size_t i, const char *operation) { return strcmp(name_of(i), oper
 
 static ffi_error *run_case(size_t i) {
   bool mine = cases[i].part == ON_ROOT;
-  int root = mine ? RANK : 2;
-  int64_t comm = COMM(world(RANK, SIZE)), sum = reduction("SUM");
+  int root = mine ? PLACE : 2;
+  int64_t comm = COMM(world(PLACE, SIZE)), sum = reduction("SUM");
   struct array one = ARRAY(F32, in, N), all = MATRIX(F32, in, SIZE, N);
   struct array result = ARRAY(F32, out, N), results = MATRIX(F32, out, SIZE, N);
   if (is(i, "allgather")) return RUN("allgather", one, results, comm);
@@ -66,7 +66,7 @@ static void fail_in(size_t i, const char *function, int nth) {
   fake->reset();
   fill(in, ROOM);
   blank(status, sizeof status);
-  if (is(i, "recv") || is(i, "sendrecv")) fake->deliver(world(RANK, SIZE)->handle, 2, 9, out, 4 * N);
+  if (is(i, "recv") || is(i, "sendrecv")) fake->deliver(world(PLACE, SIZE)->handle, 2, 9, out, 4 * N);
   fake->fail(function, nth, CODE);
   FAILS(run_case(i), FFI_INTERNAL, "jaxmpi.", name_of(i), " on rank 1 of 3: ", cases[i].function,
         " failed: ", "the fake's text for 77", cases[i].given);
@@ -81,19 +81,19 @@ static void each_operation_reports(void) {
       fail_in(i, cases[i].calls[k], 1);
       CHECK_EQUAL(fake->live_matched, 0);
       fake->reset();
-      if (is(i, "recv") || is(i, "sendrecv")) fake->deliver(world(RANK, SIZE)->handle, 2, 9, out, 4 * N);
+      if (is(i, "recv") || is(i, "sendrecv")) fake->deliver(world(PLACE, SIZE)->handle, 2, 9, out, 4 * N);
       SUCCEEDS(run_case(i)); /* the next call works */
     }
 }
 
-/* The first, a middle and the last piece of a reduction that is too long for one call. */
-static void each_piece_of_a_reduction_reports(void) {
+/* The first, a middle and the last chunk of a reduction that is too long for one call. */
+static void each_chunk_of_a_reduction_reports(void) {
   runtime.max_count = 3;
   for (size_t i = 0; i < CASES; i++) {
     if (!is(i, "allreduce") && !is(i, "reduce") && !is(i, "scan")) continue;
     for (int nth = 1; nth <= 3; nth++) {
       fail_in(i, cases[i].function, nth);
-      CHECK_EQUAL(times_called(cases[i].function), nth); /* and no further piece */
+      CHECK_EQUAL(times_called(cases[i].function), nth); /* and no further chunk */
     }
   }
 }
@@ -125,9 +125,9 @@ static void refusing_a_message_can_fail(void) {
   static const char *const functions[] = {"MPI_Mrecv", "MPI_Get_count"};
   FOR_EACH (const char *const *, function, functions) {
     fake->reset();
-    fake->deliver(world(RANK, SIZE)->handle, 2, 9, in, 4 * N + 4);
+    fake->deliver(world(PLACE, SIZE)->handle, 2, 9, in, 4 * N + 4);
     fake->fail(*function, 1, CODE);
-    FAILS(RUN("recv", NONE, ARRAY(F32, out, N), COMM(world(RANK, SIZE)), 2, 0, 9), FFI_INTERNAL,
+    FAILS(RUN("recv", NONE, ARRAY(F32, out, N), COMM(world(PLACE, SIZE)), 2, 0, 9), FFI_INTERNAL,
           "jaxmpi.recv on rank 1 of 3: MPI_Recv failed: the fake's text for 77");
   }
   fake->reset();
@@ -135,7 +135,7 @@ static void refusing_a_message_can_fail(void) {
 
 /* What a wrong rank, root, tag or handle gives is MPI's own error. */
 static void mpi_judges_the_arguments(void) {
-  int64_t comm = COMM(world(RANK, SIZE));
+  int64_t comm = COMM(world(PLACE, SIZE));
   FAILS(RUN("bcast", NONE, ARRAY(F32, out, N), comm, 3), FFI_INTERNAL, "MPI_Bcast failed: the fake's text for 8",
         "root 3");
   FAILS(RUN("send", ARRAY(F32, in, N), NONE, comm, 3, 0), FFI_INTERNAL, "for 6", "dest 3; tag 0");
@@ -159,14 +159,14 @@ static void the_lock_is_released_after_an_error(void) {
 }
 
 static void a_text_longer_than_the_room_is_cut(void) {
-  struct communicator *comm = world(RANK, SIZE);
+  struct communicator *comm = world(PLACE, SIZE);
   int64_t big = INT64_MIN; /* as many characters as a number can have */
   FAILS(RUN("sendrecv", ARRAY(F32, in, N), ARRAY(F32, out, N), COMM(comm), big + 9, big, big, big, 0), FFI_INTERNAL,
         "source -9223372036854775808; in 7 of float32; out 7 of float32");
 }
 
 static void a_difference_is_an_error_that_quotes_the_text(void) {
-  struct communicator *comm = world(RANK, SIZE);
+  struct communicator *comm = world(PLACE, SIZE);
   static char text[] = "they differ, at model.py:7 (100% of loss)";
   static bool differs[N];
   int64_t number = registry_add(text, NULL);
@@ -195,14 +195,14 @@ static void check_unknown(ffi_error *error, const char *attribute) {
 static void an_object_of_another_process_is_refused(void) {
   static char text[] = "they differ, at model.py:7 (100% of loss)";
   static bool differs[1] = {true};
-  int64_t comm = COMM(world(RANK, SIZE)), sum = reduction("SUM"), state = COMM(status), line = COMM(text);
+  int64_t comm = COMM(world(PLACE, SIZE)), sum = reduction("SUM"), state = COMM(status), line = COMM(text);
   struct array one = ARRAY(F32, in, N), result = ARRAY(F32, out, N);
   fake->reset();
   FOR_EACH (const int64_t *, key, wrong_keys) {
     context("key %d", (int)(key - wrong_keys));
     check_unknown(RUN("allreduce", one, result, with_key(comm, *key), sum), "jaxmpi.allreduce: its comm is");
     check_unknown(RUN("allreduce", one, result, comm, with_key(sum, *key)), "on rank 1 of 3: its op is");
-    check_unknown(RUN("reduce", one, result, comm, with_key(sum, *key), RANK), "its op is");
+    check_unknown(RUN("reduce", one, result, comm, with_key(sum, *key), PLACE), "its op is");
     check_unknown(RUN("scan", one, result, comm, with_key(sum, *key)), "its op is");
     check_unknown(RUN("recv", NONE, result, comm, 2, with_key(state, *key), 9), "its status is");
     check_unknown(RUN("sendrecv", one, result, comm, 2, 9, 9, 2, with_key(state, *key)), "its status is");
@@ -212,7 +212,7 @@ static void an_object_of_another_process_is_refused(void) {
 
 static void an_unknown_number_is_refused(void) {
   static const int64_t places[] = {0, 1000, 1024, 1 << 20, (1 << PLACE_BITS) - 1};
-  int64_t comm = COMM(world(RANK, SIZE));
+  int64_t comm = COMM(world(PLACE, SIZE));
   struct array one = ARRAY(F32, in, N), result = ARRAY(F32, out, N);
   fake->reset();
   FOR_EACH (const int64_t *, place, places) {
@@ -248,7 +248,7 @@ static const struct test tests[] = {
     TEST(a_meaning_is_a_number),
     TEST(a_difference_is_an_error_that_quotes_the_text),
     TEST(each_operation_reports),
-    TEST(each_piece_of_a_reduction_reports),
+    TEST(each_chunk_of_a_reduction_reports),
     TEST(making_a_type_reports),
     TEST(a_type_is_given_back_after_an_error),
     TEST(refusing_a_message_can_fail),

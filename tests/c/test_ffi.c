@@ -27,15 +27,15 @@ enum { OPERATIONS = sizeof expected / sizeof *expected };
 
 static void operations_are_those_of_the_list(void) {
   for (int i = 0; i < OPERATIONS; i++) {
-    const struct operation *row = &backend->operations[i];
+    const struct operation *row = &operation_table[i];
     context("%s", expected[i].name);
     if (!CHECK(row->name != NULL && strcmp(row->name, expected[i].name) == 0)) return;
     for (int k = 0; k < row->attribute_count; k++)
       CHECK(expected[i].attributes[k] != NULL && strcmp(row->attributes[k].name, expected[i].attributes[k]) == 0);
     CHECK(expected[i].attributes[row->attribute_count] == NULL);
-    CHECK(backend->handlers[0][i] != NULL);
+    CHECK(memory_host.handlers[i] != NULL);
   }
-  CHECK(backend->operations[OPERATIONS].name == NULL);
+  CHECK(operation_table[OPERATIONS].name == NULL);
 }
 
 static void metadata_query_is_answered(void) {
@@ -44,7 +44,7 @@ static void metadata_query_is_answered(void) {
     ffi_metadata_extension extension = {{sizeof extension, FFI_EXTENSION_METADATA, NULL}, &metadata};
     ffi_frame frame = {.struct_size = sizeof frame, .extension = &extension.base, .stage = FFI_STAGE_EXECUTE};
     context("%s", expected[i].name);
-    SUCCEEDS(backend->handlers[0][i](&frame));
+    SUCCEEDS(memory_host.handlers[i](&frame));
     CHECK_EQUAL(metadata.version.major, 0);
     CHECK_EQUAL(metadata.version.minor, 1);
     CHECK_EQUAL(metadata.traits, 0);
@@ -72,7 +72,7 @@ static void only_execution_communicates(void) {
       /* No attribute or buffer may be looked at: they need not be there. */
       ffi_frame frame = {.struct_size = sizeof frame, .stage = *stage};
       context("%s in stage %d", expected[i].name, (int)*stage);
-      SUCCEEDS(backend->handlers[0][i](&frame));
+      SUCCEEDS(memory_host.handlers[i](&frame));
     }
   CHECK_EQUAL(fake->call_count, 0);
 }
@@ -190,9 +190,9 @@ static void every_type_has_one_row(void) {
 static void a_communicator_is_one_struct(void) {
   intptr_t first = fake->comm_new(2, 4), second = fake->comm_new(0, 1);
   struct communicator *a, *b, *again;
-  CHECK_EQUAL(backend->communicator(first, NULL, &a), 0);
-  CHECK_EQUAL(backend->communicator(second, NULL, &b), 0);
-  CHECK_EQUAL(backend->communicator(first, NULL, &again), 0);
+  CHECK_EQUAL(abi->communicator(first, NULL, &a), 0);
+  CHECK_EQUAL(abi->communicator(second, NULL, &b), 0);
+  CHECK_EQUAL(abi->communicator(first, NULL, &again), 0);
   CHECK(a == again && a != b);
   CHECK(a->rank == 2 && a->size == 4 && a->handle == first && !a->freed);
   fake->comm_free(first);
@@ -203,10 +203,10 @@ static void a_communicator_is_one_struct(void) {
 static void a_recycled_handle_is_another_communicator(void) {
   struct communicator *old, *new;
   intptr_t handle = fake->comm_new(0, 2);
-  CHECK_EQUAL(backend->communicator(handle, NULL, &old), 0);
+  CHECK_EQUAL(abi->communicator(handle, NULL, &old), 0);
   fake->comm_free(handle);
   CHECK_EQUAL(fake->comm_new(1, 3), handle);
-  CHECK_EQUAL(backend->communicator(handle, NULL, &new), 0);
+  CHECK_EQUAL(abi->communicator(handle, NULL, &new), 0);
   CHECK(new != old && old->freed && !new->freed &&new->rank == 1 && new->size == 3);
   SUCCEEDS(RUN("barrier", NONE, NONE, COMM(new)));
   FAILS(RUN("barrier", NONE, NONE, COMM(old)), FFI_FAILED_PRECONDITION, "freed");
@@ -217,9 +217,9 @@ static void a_recycled_handle_is_another_communicator(void) {
 static void a_duplicate_is_another_communicator(void) {
   struct communicator *old, *new;
   intptr_t handle = fake->comm_new(1, 3);
-  CHECK_EQUAL(backend->communicator(handle, NULL, &old), 0);
+  CHECK_EQUAL(abi->communicator(handle, NULL, &old), 0);
   intptr_t duplicate = fake->comm_dup(handle);
-  CHECK_EQUAL(backend->communicator(duplicate, NULL, &new), 0);
+  CHECK_EQUAL(abi->communicator(duplicate, NULL, &new), 0);
   CHECK(new != NULL &&new != old &&new->handle == duplicate &&new->rank == 1 && new->size == 3);
   fake->comm_free(duplicate);
   CHECK(new != NULL &&new->freed && !old->freed);
@@ -229,7 +229,7 @@ static void a_duplicate_is_another_communicator(void) {
 static void a_freed_communicator_is_refused_by_all(void) {
   struct communicator *comm;
   intptr_t handle = fake->comm_new(1, 3);
-  CHECK_EQUAL(backend->communicator(handle, NULL, &comm), 0);
+  CHECK_EQUAL(abi->communicator(handle, NULL, &comm), 0);
   fake->comm_free(handle);
   fake->reset();
   for (int i = 0; i < OPERATIONS; i++) {
@@ -247,9 +247,9 @@ static void making_a_communicator_can_fail(void) {
   FOR_EACH (const char *const *, function, functions) {
     context("%s", *function);
     fake->fail(*function, 1, 77);
-    CHECK_EQUAL(backend->communicator(handle, NULL, &comm), 77);
+    CHECK_EQUAL(abi->communicator(handle, NULL, &comm), 77);
   }
-  CHECK_EQUAL(backend->communicator(handle, NULL, &comm), 0);
+  CHECK_EQUAL(abi->communicator(handle, NULL, &comm), 0);
   CHECK(comm != NULL && comm->size == 2);
   fake->comm_free(handle);
 }
@@ -258,21 +258,21 @@ static void making_a_communicator_can_fail(void) {
 
 static void loading_names_what_is_missing(void) {
   void *nothing = dlopen("libm.so.6", RTLD_NOW);
-  const char *missing = backend->load(nothing);
+  const char *missing = abi->load(nothing);
   CHECK(missing != NULL && strcmp(missing, "MPI_Allgather") == 0);
   dlclose(nothing);
   fake->fail("MPI_Comm_create_keyval", 1, 77);
-  missing = backend->load(fake_library);
+  missing = abi->load(fake_library);
   CHECK(missing != NULL && strcmp(missing, "MPI_Comm_create_keyval") == 0);
-  CHECK(backend->load(fake_library) == NULL);
+  CHECK(abi->load(fake_library) == NULL);
 }
 
 static void error_texts_are_the_librarys(void) {
   char text[1024];
-  backend->error_text(5, text);
+  abi->error_text(5, text);
   CHECK(strcmp(text, "the fake's text for 5") == 0);
   fake->fail("MPI_Error_string", 1, 77);
-  backend->error_text(5, text);
+  abi->error_text(5, text);
   CHECK(strcmp(text, "MPI error code 5") == 0);
 }
 

@@ -11,26 +11,26 @@ static struct library {
   struct fake_control *control;
 } libraries[LIBRARIES];
 
-/* The backend found for a library that describes itself so. */
-static const struct backend *found(int library, const char *version, int abi_major) {
+/* The abi found for a library that describes itself so. */
+static const struct abi *found(int library, const char *version, int abi_major) {
   struct fake_control *control = libraries[library].control, before = *control;
   char text[16384];
   control->version = version;
   control->abi_major = abi_major;
-  const struct backend *backend_found = backend_find(libraries[library].handle, text, sizeof text);
+  const struct abi *abi_found = abi_find(libraries[library].handle, text, sizeof text);
   context("library %d, which says '%.40s' and ABI %d", library, version, abi_major);
   CHECK(strcmp(text, version) == 0);
   control->version = before.version;
   control->abi_major = before.abi_major;
-  return backend_found;
+  return abi_found;
 }
 
 static void each_library_finds_its_copy(void) {
-  const struct backend *const copies[] = {&backend_openmpi, &backend_mpich, &backend_mpiabi};
+  const struct abi *const copies[] = {&abi_openmpi, &abi_mpich, &abi_mpiabi};
   const char *const names[] = {"openmpi", "mpich", "mpiabi"};
   for (int i = OPENMPI; i <= MPIABI; i++) {
     char version[64];
-    const struct backend *copy = backend_find(libraries[i].handle, version, sizeof version);
+    const struct abi *copy = abi_find(libraries[i].handle, version, sizeof version);
     context("%s", names[i]);
     CHECK(copy == copies[i] && strcmp(copies[i]->name, names[i]) == 0);
     CHECK(strcmp(version, libraries[i].control->version) == 0);
@@ -40,14 +40,14 @@ static void each_library_finds_its_copy(void) {
 
 /* Copies are apart: three libraries at once, each called through its own table. */
 static void copies_do_not_share_their_tables(void) {
-  const struct backend *const copies[] = {&backend_openmpi, &backend_mpich, &backend_mpiabi};
+  const struct abi *const copies[] = {&abi_openmpi, &abi_mpich, &abi_mpiabi};
   struct communicator *comms[3];
   for (int i = OPENMPI; i <= MPIABI; i++) CHECK(copies[i]->load(libraries[i].handle) == NULL);
   for (int i = OPENMPI; i <= MPIABI; i++)
     CHECK_EQUAL(copies[i]->communicator(libraries[i].control->comm_new(i, 3), NULL, &comms[i]), 0);
   for (int i = OPENMPI; i <= MPIABI; i++) {
     CHECK(comms[i]->rank == i && comms[i]->size == 3);
-    CHECK(copies[i]->operations != copies[(i + 1) % 3]->operations);
+    CHECK(copies[i]->bodies[0] != copies[(i + 1) % 3]->bodies[0]);
     libraries[i].control->comm_free(comms[i]->handle);
     CHECK(comms[i]->freed);
   }
@@ -57,23 +57,23 @@ static void the_name_decides(void) {
   static const char *const family[] = {"MPICH Version:      4.3.0\nMPICH Release date: x",
                                        "Intel(R) MPI Library 2021.10", "MVAPICH2 Version      :\t2.3.7",
                                        "MPI VERSION    : CRAY MPICH version 8.1.2"};
-  FOR_EACH (const char *const *, version, family) CHECK(found(MPICH, *version, -1) == &backend_mpich);
-  CHECK(found(OPENMPI, "Open MPI v4.1.6, package: x", -1) == &backend_openmpi);
-  CHECK(found(OPENMPI, "Open MPI v5.0.11, package: x", -1) == &backend_openmpi);
+  FOR_EACH (const char *const *, version, family) CHECK(found(MPICH, *version, -1) == &abi_mpich);
+  CHECK(found(OPENMPI, "Open MPI v4.1.6, package: x", -1) == &abi_openmpi);
+  CHECK(found(OPENMPI, "Open MPI v5.0.11, package: x", -1) == &abi_openmpi);
 }
 
 static void the_abi_decides_before_the_name(void) {
-  CHECK(found(MPIABI, "MPICH Version: 5.0.0", 1) == &backend_mpiabi);
-  CHECK(found(MPIABI, "Open MPI v6.0.0", 1) == &backend_mpiabi);
-  CHECK(found(MPIABI, "nobody", 1) == &backend_mpiabi);
-  CHECK(found(MPICH, "MPICH Version: 5.0.0", -1) == &backend_mpich); /* has the function, and not the ABI */
-  CHECK(found(MPICH, "MPICH Version: 5.0.0", 0) == &backend_mpich);
+  CHECK(found(MPIABI, "MPICH Version: 5.0.0", 1) == &abi_mpiabi);
+  CHECK(found(MPIABI, "Open MPI v6.0.0", 1) == &abi_mpiabi);
+  CHECK(found(MPIABI, "nobody", 1) == &abi_mpiabi);
+  CHECK(found(MPICH, "MPICH Version: 5.0.0", -1) == &abi_mpich); /* has the function, and not the ABI */
+  CHECK(found(MPICH, "MPICH Version: 5.0.0", 0) == &abi_mpich);
 }
 
 static void the_soname_decides_where_nothing_else_does(void) {
-  CHECK(found(SO_40, "A vendor's MPI 3", -1) == &backend_openmpi);
-  CHECK(found(SO_12, "A vendor's MPI 3", -1) == &backend_mpich);
-  CHECK(found(SO_12, "Open MPI v9", -1) == &backend_openmpi);
+  CHECK(found(SO_40, "A vendor's MPI 3", -1) == &abi_openmpi);
+  CHECK(found(SO_12, "A vendor's MPI 3", -1) == &abi_mpich);
+  CHECK(found(SO_12, "Open MPI v9", -1) == &abi_openmpi);
 }
 
 static void an_unknown_library_finds_none(void) {
@@ -82,10 +82,10 @@ static void an_unknown_library_finds_none(void) {
   CHECK(found(MPICH, "", -1) == NULL);
   CHECK(found(MPICH, "not Open MPI", -1) == NULL);
   void *maths = dlopen("libm.so.6", RTLD_NOW), *self = dlopen(NULL, RTLD_NOW);
-  CHECK(maths != NULL && backend_find(maths, version, sizeof version) == NULL);
-  CHECK(self != NULL && backend_find(self, version, sizeof version) == NULL);
+  CHECK(maths != NULL && abi_find(maths, version, sizeof version) == NULL);
+  CHECK(self != NULL && abi_find(self, version, sizeof version) == NULL);
   libraries[MPICH].control->version_code = 15;
-  CHECK(backend_find(libraries[MPICH].handle, version, sizeof version) == NULL);
+  CHECK(abi_find(libraries[MPICH].handle, version, sizeof version) == NULL);
   libraries[MPICH].control->version_code = 0;
   dlclose(maths);
   dlclose(self);
@@ -96,9 +96,9 @@ static void the_description_is_cut_to_its_room(void) {
   char version[12];
   memset(longest, 'x', sizeof longest - 1);
   memcpy(longest, "MPICH Version", 13);
-  CHECK(found(MPICH, longest, -1) == &backend_mpich);
+  CHECK(found(MPICH, longest, -1) == &abi_mpich);
   blank(version, sizeof version);
-  CHECK(backend_find(libraries[OPENMPI].handle, version, 9) == &backend_openmpi);
+  CHECK(abi_find(libraries[OPENMPI].handle, version, 9) == &abi_openmpi);
   CHECK(strcmp(version, "Open MPI") == 0 && is_blank(version, 9, sizeof version));
 }
 

@@ -3,7 +3,7 @@
  * The reference knows a format by two numbers and decodes with ldexp; the nearest value of a number is found by
  * bisection in the sorted list of all values, so that it shares nothing with the bit operations under test.
  */
-#include "half.h"
+#include "mpi/half.h"
 
 #include <math.h>
 
@@ -196,7 +196,7 @@ static void half_operations_reduce(void) {
   uint16_t list[64];
   FOR_EACH (const struct format *, f, formats) {
     intptr_t handles[4];
-    CHECK_EQUAL(backend->half_operations(f->dtype == BF16, handles), 0);
+    CHECK_EQUAL(abi->half_operations(f->dtype == BF16, handles), 0);
     for (int op = SUM; op <= MIN; op++) {
       int count = specials(f, list);
       for (int i = 0; i < count * count; i++) x[i] = list[i / count], y[i] = list[i % count];
@@ -213,7 +213,7 @@ static void half_operations_reduce(void) {
 static void half_sums_go_through_allreduce(void) {
   FOR_EACH (const struct format *, f, formats) {
     intptr_t handles[4];
-    CHECK_EQUAL(backend->half_operations(f->dtype == BF16, handles), 0);
+    CHECK_EQUAL(abi->half_operations(f->dtype == BF16, handles), 0);
     for (int size = 2; size <= 4; size++)
       for (int64_t limit = 1; limit <= 4; limit++) {
         uint16_t values[3] = {(uint16_t)nearest(f, 1.1), (uint16_t)nearest(f, -2.5), 1}, sums[4] = {0, 0, 0, 0xeeee};
@@ -235,7 +235,7 @@ static void half_sums_go_through_allreduce(void) {
 static void half_operations_give_back_what_they_made(void) {
   intptr_t handles[4];
   fake->fail("MPI_Op_create", 3, 77);
-  CHECK_EQUAL(backend->half_operations(false, handles), 77);
+  CHECK_EQUAL(abi->half_operations(false, handles), 77);
 }
 
 static const struct test tests[] = {

@@ -10,7 +10,7 @@
 
 #include "harness.h"
 
-enum { RANK = 1, SIZE = 3, ROOM = 1024 };
+enum { PLACE = 1, SIZE = 3, ROOM = 1024 };
 
 /* Each operation where it moves most, and the function whose calls count. */
 static const struct {
@@ -23,14 +23,14 @@ static const struct {
     {"allgather", "MPI_Allgather", false, true, true, true, false, {0}},
     {"allreduce", "MPI_Allreduce", false, false, true, true, true, {0}},
     {"alltoall", "MPI_Alltoall", true, true, true, true, false, {0}},
-    {"bcast", "MPI_Bcast", false, false, true, false, false, {RANK}},
+    {"bcast", "MPI_Bcast", false, false, true, false, false, {PLACE}},
     {"bcast", "MPI_Bcast", false, false, false, true, false, {2}},
-    {"gather", "MPI_Gather", false, true, true, true, false, {RANK}},
+    {"gather", "MPI_Gather", false, true, true, true, false, {PLACE}},
     {"gather", "MPI_Gather", false, false, true, false, false, {2}},
-    {"reduce", "MPI_Reduce", false, false, true, true, true, {0, RANK}},
+    {"reduce", "MPI_Reduce", false, false, true, true, true, {0, PLACE}},
     {"reduce", "MPI_Reduce", false, false, true, false, true, {0, 2}},
     {"scan", "MPI_Scan", false, false, true, true, true, {0}},
-    {"scatter", "MPI_Scatter", true, false, true, true, false, {RANK}},
+    {"scatter", "MPI_Scatter", true, false, true, true, false, {PLACE}},
     {"scatter", "MPI_Scatter", false, false, false, true, false, {2}},
     {"send", "MPI_Send", false, false, true, false, false, {2, 9}},
     {"recv", "MPI_Mrecv", false, false, false, true, false, {2, 0, 9}},
@@ -41,7 +41,7 @@ enum { CASES = sizeof cases / sizeof *cases };
 static bool receives(size_t i) { return strstr(cases[i].operation, "recv") != NULL; }
 
 static ffi_error *run_case(size_t i, int dtype, void *in, void *out, int64_t count) {
-  int64_t attributes[6] = {COMM(world(RANK, SIZE))};
+  int64_t attributes[6] = {COMM(world(PLACE, SIZE))};
   struct array one = ARRAY(dtype, in, count), all = MATRIX(dtype, in, SIZE, count);
   struct array result = ARRAY(dtype, out, count), results = MATRIX(dtype, out, SIZE, count);
   memcpy(attributes + 1, cases[i].attributes, sizeof cases[i].attributes);
@@ -68,7 +68,7 @@ static void run_small(size_t i, int dtype, int64_t count, int64_t limit) {
   blank(out, ROOM);
   fill(message, ROOM);
   if (receives(i))
-    fake->deliver(world(RANK, SIZE)->handle, 2, 9, message, count * (int64_t)datatype_find(dtype)->bytes);
+    fake->deliver(world(PLACE, SIZE)->handle, 2, 9, message, count * (int64_t)datatype_find(dtype)->bytes);
   SUCCEEDS(run_case(i, dtype, in, out, count));
 }
 
@@ -82,8 +82,8 @@ static void check_counts(size_t i, int64_t count, int64_t bytes, int64_t limit) 
     read += call->in_bytes;
     written += call->out_bytes;
   }
-  int64_t pieces = cases[i].reduces && count > 0 ? (count + limit - 1) / limit : 1;
-  CHECK_EQUAL(calls, pieces);
+  int64_t chunks = cases[i].reduces && count > 0 ? (count + limit - 1) / limit : 1;
+  CHECK_EQUAL(calls, chunks);
   CHECK_EQUAL(read > written ? read : written, bytes);
 }
 
@@ -133,7 +133,7 @@ static void check_reduction(size_t i, int64_t count, int64_t size, bool in_place
 static void true_count(size_t i, const struct datatype *row, int64_t count) {
   int64_t size = (int64_t)row->bytes, bytes = count * size;
   start_hollow();
-  if (receives(i)) fake->deliver(world(RANK, SIZE)->handle, 2, 9, NULL, bytes);
+  if (receives(i)) fake->deliver(world(PLACE, SIZE)->handle, 2, 9, NULL, bytes);
   SUCCEEDS(run_case(i, row->code, nowhere_in, nowhere_out, count));
   if (cases[i].reduces) {
     check_reduction(i, count, size, false);
@@ -168,7 +168,7 @@ static void true_counts_in_place(void) {
 /* --- receiving what does not fit --- */
 
 static ffi_error *receive(int dtype, void *result, int64_t count, void *status) {
-  return RUN("recv", NONE, ARRAY(dtype, result, count), COMM(world(RANK, SIZE)), 2, COMM(status), 9);
+  return RUN("recv", NONE, ARRAY(dtype, result, count), COMM(world(PLACE, SIZE)), 2, COMM(status), 9);
 }
 
 /* A library older than MPI 3 cannot tell how long such a message is. */
@@ -179,7 +179,7 @@ static bool counts_beyond_int(void) {
 static void a_huge_message_for_a_small_result_is_refused(void) {
   if (!counts_beyond_int()) return;
   start_hollow();
-  fake->deliver(world(RANK, SIZE)->handle, 2, 9, NULL, INT_MAX + 3ll);
+  fake->deliver(world(PLACE, SIZE)->handle, 2, 9, NULL, INT_MAX + 3ll);
   FAILS(receive(S16, nowhere_out, 5, NULL), FFI_INVALID_ARGUMENT,
         "2147483650 bytes (1073741825 elements of int16), the template 10 bytes (5 elements)", "truncated");
   CHECK_EQUAL(called("MPI_Mrecv", 0)->out_bytes, INT_MAX + 3ll); /* the whole of it is taken */
@@ -188,7 +188,7 @@ static void a_huge_message_for_a_small_result_is_refused(void) {
 static void a_huge_message_longer_than_a_huge_result_is_refused(void) {
   if (!counts_beyond_int()) return;
   start_hollow();
-  fake->deliver(world(RANK, SIZE)->handle, 2, 9, NULL, INT_MAX + 7ll);
+  fake->deliver(world(PLACE, SIZE)->handle, 2, 9, NULL, INT_MAX + 7ll);
   FAILS(receive(U8, nowhere_out, INT_MAX + 6ll, NULL), FFI_INVALID_ARGUMENT,
         "2147483654 bytes (2147483654 elements of uint8), the template 2147483653 bytes", "truncated");
 }
@@ -197,7 +197,7 @@ static void a_message_shorter_than_a_huge_result_is_refused(void) {
   static const int64_t sent[] = {0, 4, 4004};
   FOR_EACH (const int64_t *, bytes, sent) {
     start_hollow();
-    fake->deliver(world(RANK, SIZE)->handle, 2, 9, NULL, *bytes);
+    fake->deliver(world(PLACE, SIZE)->handle, 2, 9, NULL, *bytes);
     FAILS(receive(F32, nowhere_out, INT_MAX + 6ll, NULL), FFI_INVALID_ARGUMENT,
           "the template 8589934612 bytes (2147483653 elements)", "is too short");
   }
@@ -213,7 +213,7 @@ static void the_rest_of_a_huge_result_is_zero(void) {
   if (room == MAP_FAILED) return; /* a machine without the addresses */
   start_hollow();
   blank(room + arrived - 5, 8);
-  fake->deliver(world(RANK, SIZE)->handle, 2, 9, NULL, arrived);
+  fake->deliver(world(PLACE, SIZE)->handle, 2, 9, NULL, arrived);
   SUCCEEDS(receive(U8, room, count, status));
   CHECK_EQUAL(called("MPI_Mrecv", 0)->out_bytes, count);
   CHECK(is_blank(room, (size_t)arrived - 5, (size_t)arrived) && is_zero(room, (size_t)arrived, (size_t)count));

@@ -6,7 +6,7 @@
 
 #include "harness.h"
 
-enum { RANK = 1, SIZE = 3, N = 5 };
+enum { PLACE = 1, SIZE = 3, N = 5 };
 static float in[SIZE * N], out[SIZE * N];
 
 /* --- the log --- */
@@ -59,7 +59,7 @@ static void run_traced(const char *operation, struct array a, struct array b, co
 #define TRACED(operation, a, b, ...) run_traced(operation, a, b, (const int64_t[]){__VA_ARGS__})
 
 static void collectives_are_logged(void) {
-  int64_t comm = COMM(world(RANK, SIZE)), sum = reduction("SUM");
+  int64_t comm = COMM(world(PLACE, SIZE)), sum = reduction("SUM");
   struct array one = ARRAY(F32, in, N), all = MATRIX(F32, in, SIZE, N);
   struct array result = ARRAY(F32, out, N), results = MATRIX(F32, out, SIZE, N);
   TRACED("allgather", one, results, comm);
@@ -68,7 +68,7 @@ static void collectives_are_logged(void) {
   CHECK(log_is("MPI_Allreduce with 5 items", "MPI_Allreduce", "done"));
   TRACED("alltoall", all, results, comm);
   CHECK(log_is("MPI_Alltoall with 15 items", "MPI_Alltoall", "done"));
-  TRACED("bcast", one, NONE, comm, RANK);
+  TRACED("bcast", one, NONE, comm, PLACE);
   CHECK(log_is("MPI_Bcast from 1 with 5 items", "MPI_Bcast", "done"));
   TRACED("bcast", NONE, result, comm, 2);
   CHECK(log_is("MPI_Bcast from 2 with 5 items", "MPI_Bcast", "done"));
@@ -83,14 +83,14 @@ static void collectives_are_logged(void) {
 }
 
 static void messages_are_logged(void) {
-  int64_t comm = COMM(world(RANK, SIZE));
+  int64_t comm = COMM(world(PLACE, SIZE));
   struct array sent = ARRAY(F32, in, N), result = ARRAY(F32, out, N);
   TRACED("send", sent, NONE, comm, 2, 9);
   CHECK(log_is("MPI_Send -> 2 with tag 9", "MPI_Send", "done"));
-  fake->deliver(world(RANK, SIZE)->handle, 2, 9, in, sizeof(float) * N);
+  fake->deliver(world(PLACE, SIZE)->handle, 2, 9, in, sizeof(float) * N);
   TRACED("recv", NONE, result, comm, 2, 0, 9);
   CHECK(log_is("MPI_Recv <- 2 with tag 9", "MPI_Recv", "done"));
-  fake->deliver(world(RANK, SIZE)->handle, 2, 9, in, sizeof(float) * N);
+  fake->deliver(world(PLACE, SIZE)->handle, 2, 9, in, sizeof(float) * N);
   TRACED("sendrecv", sent, result, comm, 0, 9, 5, 2, 0);
   CHECK(log_is("MPI_Sendrecv <- 2 with tag 9 -> 0 with tag 5", "MPI_Sendrecv", "done"));
 }
@@ -118,7 +118,7 @@ static void a_failure_is_logged(void) {
   atomic_store(&runtime.trace, true);
   fake->fail("MPI_Send", 1, 77);
   catch_stderr();
-  ffi_error *error = RUN("send", ARRAY(F32, in, N), NONE, COMM(world(RANK, SIZE)), 2, 9);
+  ffi_error *error = RUN("send", ARRAY(F32, in, N), NONE, COMM(world(PLACE, SIZE)), 2, 9);
   release_stderr();
   FAILS(error, FFI_INTERNAL, "MPI_Send failed");
   CHECK(log_is("MPI_Send -> 2 with tag 9", "MPI_Send", "failed"));
@@ -127,7 +127,7 @@ static void a_failure_is_logged(void) {
 static void nothing_is_logged_unasked(void) {
   uint64_t before = atomic_load(&runtime.calls);
   catch_stderr();
-  ffi_error *error = RUN("barrier", NONE, NONE, COMM(world(RANK, SIZE)));
+  ffi_error *error = RUN("barrier", NONE, NONE, COMM(world(PLACE, SIZE)));
   release_stderr();
   SUCCEEDS(error);
   CHECK_EQUAL(text[0], '\0');
@@ -143,7 +143,7 @@ static int together(bool serialize, int linger_ms) {
   pthread_t threads[2];
   runtime.serialize = serialize;
   fake->linger_ms = linger_ms;
-  struct communicator *comm = world(RANK, SIZE);
+  struct communicator *comm = world(PLACE, SIZE);
   for (int i = 0; i < 2; i++)
     if (pthread_create(&threads[i], NULL, barrier_in_thread, comm) != 0) abort();
   for (int i = 0; i < 2; i++) {

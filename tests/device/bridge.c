@@ -19,7 +19,7 @@
 #include <string.h>
 
 #include "fake_driver.h"
-#include "ffi.h"
+#include "xla/ffi.h"
 
 #define EXPORT __attribute__((visibility("default")))
 
@@ -27,14 +27,14 @@ enum { MAX_BUFFERS = 8, API_BYTES = 1024, ERASED = 0xee, BOOL = 1 };
 
 enum {
 #define OPERATION(name, ...) ROW_##name,
-#include "ops.def"
+#include "core/ops.def"
 #undef OPERATION
   ROWS
 };
 
 static const char *const names[] = {
 #define OPERATION(name, ...) #name,
-#include "ops.def"
+#include "core/ops.def"
 #undef OPERATION
 };
 
@@ -96,7 +96,7 @@ static size_t bytes_of(const ffi_buffer *buffer) {
   case code:                                   \
     element = bytes;                           \
     break;
-#include "dtype.def"
+#include "core/dtype.def"
 #undef DATATYPE
     default:
       return 0;
@@ -195,7 +195,7 @@ static ffi_error *run(ffi_frame *given, int row) {
 
 #define OPERATION(name, ...) \
   static ffi_error *bridge_##name(ffi_frame *frame) { return run(frame, ROW_##name); }
-#include "ops.def"
+#include "core/ops.def"
 #undef OPERATION
 
 /* --- what a test calls --- */
@@ -228,7 +228,7 @@ EXPORT void bridge_set(const char *operation, void *device_handler) {
 EXPORT void *bridge_handler(const char *operation) {
   static ffi_handler *const table[] = {
 #define OPERATION(name, ...) bridge_##name,
-#include "ops.def"
+#include "core/ops.def"
 #undef OPERATION
   };
   int row = row_of(operation);

@@ -1,5 +1,5 @@
-/* Operations on the memory of a device, on each road, against the fake driver: the same results and the same calls of
- * MPI as on the host, no rule of the driver broken, each failure of the driver an error, and nothing left behind.
+/* Operations on the memory of a device, on each transport, against the fake driver: the same results and the same calls
+ * of MPI as on the host, no rule of the driver broken, each failure of the driver an error, and nothing left behind.
  *
  * FAKE_DRIVER names the library of the fake driver.
  */
@@ -7,9 +7,9 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-#include "device.h"
-#include "call.h"
-#include "compare.h"
+#include "devices/transport.h"
+#include "core/call.h"
+#include "core/compare.h"
 #include "fake_driver.h"
 #include "harness.h"
 
@@ -18,7 +18,8 @@ static const struct memory *space;
 
 enum { ROOM = 1 << 16, STATUS_ROOM = 64 };
 
-static const char *const road_names[] = {[ROAD_CALLBACK] = "callback", [ROAD_THREAD] = "thread", [ROAD_WAIT] = "wait"};
+static const char *const transport_names[] = {
+    [TRANSPORT_CALLBACK] = "callback", [TRANSPORT_THREAD] = "thread", [TRANSPORT_WAIT] = "wait"};
 
 /* --- an operation on the host and on the device --- */
 
@@ -68,7 +69,7 @@ static ffi_error *device_call(const struct operands *o, const void *source, void
 /* --- what must hold after each test --- */
 
 static void finish(void) {
-  device_finish();
+  transport_finish();
   CHECK_EQUAL(driver->live_pinned, 0);
   CHECK_EQUAL(driver->live_events, 0);
   CHECK_EQUAL(driver->live_streams, 0);
@@ -79,13 +80,13 @@ static void finish(void) {
   driver->reset();
 }
 
-static void on(enum road road, bool aware) {
+static void on(enum transport transport, bool aware) {
   reduction("SUM"); /* made by one thread */
-  runtime.road = road;
+  runtime.transport = transport;
   runtime.aware = aware;
 }
 
-static const enum road roads[] = {ROAD_CALLBACK, ROAD_THREAD, ROAD_WAIT};
+static const enum transport transports[] = {TRANSPORT_CALLBACK, TRANSPORT_THREAD, TRANSPORT_WAIT};
 
 /* All operations on communicators of some sizes, as `count` elements a rank. */
 static void for_all(int dtype, int64_t count, void (*body)(const struct operands *, const struct communicator *)) {
@@ -117,8 +118,9 @@ static void for_all(int dtype, int64_t count, void (*body)(const struct operands
         {"send", dtype, count, -1, {c, fake->proc_null, 3}, false},
     };
     for (size_t k = 0; k < sizeof cases / sizeof *cases; k++) {
-      context("%s of %lld, rank %d of %d, road %s, pieces of %lld", cases[k].operation, (long long)count, comm->rank,
-              comm->size, runtime.aware ? "aware" : road_names[runtime.road], (long long)comm->piece);
+      context("%s of %lld, rank %d of %d, transport %s, chunks of %lld", cases[k].operation, (long long)count,
+              comm->rank, comm->size, runtime.aware ? "aware" : transport_names[runtime.transport],
+              (long long)comm->chunk);
       body(&cases[k], comm);
     }
   }
@@ -131,32 +133,32 @@ static void same_as_on_host(const struct operands *o, const struct communicator 
   fill(host_source, ROOM);
   blank(target, ROOM);
   blank(host_target, ROOM);
-  int64_t piece = comm->piece;
+  int64_t chunk = comm->chunk;
   struct communicator *whole = registry_at(comm->number);
   fake->reset();
-  whole->piece = 0;
+  whole->chunk = 0;
   SUCCEEDS(host_run(o, host_source, host_target));
-  whole->piece = piece;
+  whole->chunk = chunk;
   int calls = communications();
   fake->reset();
   SUCCEEDS(device_call(o, source, target));
-  CHECK(piece > 0 ? communications() >= calls : communications() == calls);
+  CHECK(chunk > 0 ? communications() >= calls : communications() == calls);
   CHECK_SAME(target, host_target, bytes_of(o, o->out));
   CHECK(is_blank(target, bytes_of(o, o->out), ROOM));
 }
 
-/* Pieces of 4096 bytes; more of them than slots, with and without a rest. */
-static void set_pieces(int64_t bytes) {
+/* Chunks of 4096 bytes; more of them than slots, with and without a rest. */
+static void set_chunks(int64_t bytes) {
   for (int size = 1; size <= 3; size++)
-    for (int rank = 0; rank < size; rank++) world(rank, size)->piece = bytes;
+    for (int rank = 0; rank < size; rank++) world(rank, size)->chunk = bytes;
 }
 
-/* Arrays on the host go in the same pieces, where the communicator says so: other ranks' may lie on a device. */
-static void same_in_pieces(const struct operands *o, const struct communicator *comm) {
+/* Arrays on the host go in the same chunks, where the communicator says so: other ranks' may lie on a device. */
+static void same_in_chunks(const struct operands *o, const struct communicator *comm) {
   struct communicator *whole = registry_at(comm->number);
-  int64_t piece = comm->piece;
+  int64_t chunk = comm->chunk;
   for (int i = 0; i < 2; i++) {
-    whole->piece = i == 0 ? 0 : piece;
+    whole->chunk = i == 0 ? 0 : chunk;
     fill(host_source, ROOM);
     blank(i == 0 ? host_target : target, ROOM);
     fake->reset();
@@ -165,48 +167,48 @@ static void same_in_pieces(const struct operands *o, const struct communicator *
   CHECK_SAME(target, host_target, ROOM);
 }
 
-static void pieces_on_the_host(void) {
+static void chunks_on_the_host(void) {
   static const int64_t counts[] = {0, 1, 4096 / 8, 4096 / 8 + 1, 2000 / 8, 2500};
-  set_pieces(LEAST_PIECE);
-  FOR_EACH(const int64_t *, count, counts) for_all(F64, *count, same_in_pieces);
+  set_chunks(LEAST_CHUNK);
+  FOR_EACH(const int64_t *, count, counts) for_all(F64, *count, same_in_chunks);
   struct communicator *comm = world(0, 2);
   struct operands o = {"alltoall", F64, 2 * 2500, 2 * 2500, {registered(comm)}, false};
-  same_in_pieces(&o, comm);
-  CHECK_EQUAL(times_called("MPI_Alltoall"), (2500 * 8 + LEAST_PIECE - 1) / LEAST_PIECE);
-  set_pieces(0);
+  same_in_chunks(&o, comm);
+  CHECK_EQUAL(times_called("MPI_Alltoall"), (2500 * 8 + LEAST_CHUNK - 1) / LEAST_CHUNK);
+  set_chunks(0);
   finish();
 }
 
 static void results_are_those_of_the_host(void) {
   static const int64_t counts[] = {0, 1, 7, 1000};
-  FOR_EACH(const enum road *, road, roads)
+  FOR_EACH(const enum transport *, transport, transports)
   FOR_EACH(const int64_t *, count, counts) {
-    on(*road, false);
+    on(*transport, false);
     for_all(F64, *count, same_as_on_host);
     for_all(U8, *count, same_as_on_host);
   }
   finish();
 }
 
-static void pieces_are_joined(void) {
+static void chunks_are_joined(void) {
   static const int64_t counts[] = {0, 1, 4096 / 8, 4096 / 8 + 1, 9 * 4096 / 8, 2000 / 8};
-  set_pieces(LEAST_PIECE);
-  FOR_EACH(const enum road *, road, roads)
+  set_chunks(LEAST_CHUNK);
+  FOR_EACH(const enum transport *, transport, transports)
   FOR_EACH(const int64_t *, count, counts) {
-    on(*road, false);
+    on(*transport, false);
     if (*count * 8 * 3 <= ROOM) for_all(F64, *count, same_as_on_host);
   }
-  on(ROAD_CALLBACK, false);
+  on(TRANSPORT_CALLBACK, false);
   struct communicator *comm = world(0, 2);
   struct operands o = {"allreduce", F64, ROOM / 8, ROOM / 8, {registered(comm), reduction("SUM")}, false};
   same_as_on_host(&o, comm);
-  CHECK_EQUAL(times_called("MPI_Allreduce"), ROOM / LEAST_PIECE);
+  CHECK_EQUAL(times_called("MPI_Allreduce"), ROOM / LEAST_CHUNK);
   CHECK_EQUAL(driver->calls("cuStreamCreate") + driver->calls("hipStreamCreateWithFlags"), 3);
-  set_pieces(0);
+  set_chunks(0);
   finish();
 }
 
-/* --- the aware road --- */
+/* --- the aware transport --- */
 
 /* MPI gets the device's pointers, and what it does not fill is filled there. */
 static void device_pointers(const struct operands *o, const struct communicator *comm) {
@@ -230,7 +232,7 @@ static void device_pointers(const struct operands *o, const struct communicator 
 
 static void an_aware_library_gets_device_pointers(void) {
   fill(source, ROOM);
-  on(ROAD_THREAD, true);
+  on(TRANSPORT_THREAD, true);
   for_all(F64, 100, device_pointers);
   for_all(F64, 0, device_pointers);
   struct communicator *comm = world(0, 2);
@@ -241,12 +243,12 @@ static void an_aware_library_gets_device_pointers(void) {
   finish();
 }
 
-/* The check of truth values reads them on the host, whatever the road. */
+/* The check of truth values reads them on the host, whatever the transport. */
 static void check_is_staged(void) {
   static char text[] = "program.py:1";
   struct operands o = {"check", BOOL, 3, -1, {registered(world(0, 2)), registered(text)}, false};
   for (int aware = 0; aware < 2; aware++) {
-    on(ROAD_WAIT, aware);
+    on(TRANSPORT_WAIT, aware);
     memset(source, 0, 3);
     SUCCEEDS(device_call(&o, source, target));
     source[2] = 1;
@@ -261,10 +263,10 @@ static void check_is_staged(void) {
 static void errors_are_deferred(void) {
   struct communicator *comm = world(0, 2);
   struct operands o = {"allreduce", S32, 5, 5, {registered(comm), reduction("SUM")}, false};
-  static const enum road deferring[] = {ROAD_CALLBACK, ROAD_THREAD};
-  FOR_EACH(const enum road *, road, deferring) {
-    context("road %s", road_names[*road]);
-    on(*road, false);
+  static const enum transport deferring[] = {TRANSPORT_CALLBACK, TRANSPORT_THREAD};
+  FOR_EACH(const enum transport *, transport, deferring) {
+    context("transport %s", transport_names[*transport]);
+    on(*transport, false);
     fake->fail("MPI_Allreduce", 1, 13);
     SUCCEEDS(device_call(&o, source, target));
     for (int i = 0; i < 20; i++) CHECK_EQUAL(target[i], 0xff);
@@ -274,7 +276,7 @@ static void errors_are_deferred(void) {
     CHECK_EQUAL(communications(), 0);
     SUCCEEDS(device_call(&o, source, target)); /* said once */
   }
-  on(ROAD_WAIT, false);
+  on(TRANSPORT_WAIT, false);
   fake->fail("MPI_Allreduce", 1, 13);
   FAILS(device_call(&o, source, target), FFI_INTERNAL, "MPI_Allreduce failed");
   finish();
@@ -290,8 +292,8 @@ static void *release_stream(void *unused) {
 /* A communicator is freed while a call on it waits for its turn on the stream: that is waited for. */
 static void freed_before_its_turn(void) {
   struct communicator *comm;
-  CHECK_EQUAL(backend->communicator(fake->comm_new(0, 2), NULL, &comm), 0);
-  on(ROAD_CALLBACK, false);
+  CHECK_EQUAL(abi->communicator(fake->comm_new(0, 2), NULL, &comm), 0);
+  on(TRANSPORT_CALLBACK, false);
   struct frame frame;
   pthread_t thread;
   void *data = driver->allocate(8);
@@ -314,8 +316,8 @@ static void freed_before_its_turn(void) {
 static const char *const functions[] = {
 #define TEXT(name, parameters)
 #define FUNCTION(name, suffix, parameters) #name,
-#include "cuda.def"
-#include "hip.def"
+#include "devices/cuda.def"
+#include "devices/hip.def"
 #undef FUNCTION
 #undef TEXT
 };
@@ -324,9 +326,9 @@ static void driver_fails(const struct operands *o, const struct communicator *co
   (void)comm;
   FOR_EACH(const char *const *, function, functions)
   for (int nth = 1; nth < 12; nth++) {
-    context("%s of %lld, %s failing at call %d, road %s", o->operation, (long long)o->in, *function, nth,
-            runtime.aware ? "aware" : road_names[runtime.road]);
-    device_finish();
+    context("%s of %lld, %s failing at call %d, transport %s", o->operation, (long long)o->in, *function, nth,
+            runtime.aware ? "aware" : transport_names[runtime.transport]);
+    transport_finish();
     driver->reset();
     fake->reset();
     fake->hollow = runtime.aware;
@@ -356,16 +358,16 @@ static void failures_of_the_driver_are_errors(void) {
   };
   bool slow = driver->slow;
   driver->slow = false;
-  set_pieces(LEAST_PIECE);
+  set_chunks(LEAST_CHUNK);
   FOR_EACH(const struct operands *, o, cases) {
-    on(ROAD_THREAD, true);
+    on(TRANSPORT_THREAD, true);
     driver_fails(o, comm);
-    FOR_EACH(const enum road *, road, roads) {
-      on(*road, false);
+    FOR_EACH(const enum transport *, transport, transports) {
+      on(*transport, false);
       driver_fails(o, comm);
     }
   }
-  set_pieces(0);
+  set_chunks(0);
   driver->slow = slow;
   finish();
 }
@@ -386,9 +388,9 @@ static void threads_share_a_stream(void) {
   struct communicator *comm = world(0, 3);
   registered(world(0, 2)); /* adding is done by one thread at a time */
   driver->slow = false;
-  FOR_EACH(const enum road *, road, roads) {
-    context("road %s", road_names[*road]);
-    on(*road, false);
+  FOR_EACH(const enum transport *, transport, transports) {
+    context("transport %s", transport_names[*transport]);
+    on(*transport, false);
     pthread_t thread;
     pthread_create(&thread, NULL, sender, NULL);
     struct operands o = {"scan", F64, 30, 30, {registered(comm), reduction("SUM")}, false};
@@ -407,7 +409,7 @@ static void threads_share_a_stream(void) {
 static void pinned_memory_is_reused(void) {
   enum { CALLS = 50, COUNT = 256 };
   struct communicator *comm = world(1, 2);
-  on(ROAD_CALLBACK, false);
+  on(TRANSPORT_CALLBACK, false);
   unsigned char *ins[CALLS], *outs[CALLS];
   struct frame frame;
   fake->reset();
@@ -465,9 +467,9 @@ static intptr_t gated_operation(void) {
   CHECK_EQUAL(create(gated, 1, &made), 0);
   gate.open = false;
   gate.inside = gate.entered = 0;
-  intptr_t op = backend == &backend_mpich ? made.small : made.large;
+  intptr_t op = abi == &abi_mpich ? made.small : made.large;
   gated_number = reduction_of(op, REDUCER_OURS);
-  on(ROAD_WAIT, false);
+  on(TRANSPORT_WAIT, false);
   return op;
 }
 
@@ -513,13 +515,13 @@ static void operands_are_waited_for(void) {
   struct communicator *comm = world(0, 2);
   int64_t c = registered(comm), sum = reduction("SUM");
   fill(source, ROOM);
-  set_pieces(LEAST_PIECE);
-  static const int64_t counts[] = {10, 3 * LEAST_PIECE / 8};
-  for (int aware = 0; aware < 2; aware++) FOR_EACH(const enum road *, road, roads)
+  set_chunks(LEAST_CHUNK);
+  static const int64_t counts[] = {10, 3 * LEAST_CHUNK / 8};
+  for (int aware = 0; aware < 2; aware++) FOR_EACH(const enum transport *, transport, transports)
   FOR_EACH(const int64_t *, count, counts) {
-    context("%lld elements, road %s", (long long)*count, aware ? "aware" : road_names[*road]);
-    if (aware && *road != ROAD_WAIT) continue;
-    on(*road, aware);
+    context("%lld elements, transport %s", (long long)*count, aware ? "aware" : transport_names[*transport]);
+    if (aware && *transport != TRANSPORT_WAIT) continue;
+    on(*transport, aware);
     size_t bytes = (size_t)*count * 8;
     struct late late = {driver->allocate(bytes), bytes, 0};
     void *result = driver->allocate(bytes);
@@ -544,46 +546,47 @@ static void operands_are_waited_for(void) {
     driver->release(result);
   }
   fake->hollow = false;
-  set_pieces(0);
+  set_chunks(0);
   finish();
 }
 
-/* Pieces of a size that the least pinned memory does not hold four of. */
-static void each_piece_has_room(void) {
-  enum { PIECE = 1 << 15, COUNT = 5 * PIECE / 8 };
+/* Chunks of a size that the least pinned memory does not hold four of. */
+static void each_chunk_has_room(void) {
+  enum { CHUNK = 1 << 15, COUNT = 5 * CHUNK / 8 };
   static unsigned char large[COUNT * 8], got[COUNT * 8];
   struct communicator *comm = world(0, 2);
   struct operands o = {"allreduce", F64, COUNT, COUNT, {registered(comm), reduction("SUM")}, false};
-  set_pieces(PIECE);
+  set_chunks(CHUNK);
   fill(large, sizeof large);
-  FOR_EACH(const enum road *, road, roads) {
-    context("road %s", road_names[*road]);
-    on(*road, false);
+  FOR_EACH(const enum transport *, transport, transports) {
+    context("transport %s", transport_names[*transport]);
+    on(*transport, false);
     SUCCEEDS(device_call(&o, large, got));
     for (size_t i = 0; i < sizeof got; i++)
       if (!CHECK_EQUAL(got[i], (unsigned char)(large[i] + comm->size))) break;
   }
-  set_pieces(0);
+  set_chunks(0);
   finish();
 }
 
 /* After an error XLA takes the buffers back at once, and the next call may have the pinned memory: nothing is under way
  * any more. */
 static void nothing_is_under_way_after_an_error(void) {
-  static const int64_t counts[] = {10, 6 * LEAST_PIECE / 8};
+  static const int64_t counts[] = {10, 6 * LEAST_CHUNK / 8};
   struct communicator *comm = world(0, 2);
   intptr_t op = gated_operation();
   gate_open();
-  set_pieces(LEAST_PIECE);
+  set_chunks(LEAST_CHUNK);
   driver->slow = true;
-  FOR_EACH(const enum road *, road, roads)
+  FOR_EACH(const enum transport *, transport, transports)
   FOR_EACH(const int64_t *, count, counts)
   FOR_EACH(const char *const *, function, functions)
   for (int nth = 1; nth < 8; nth++) {
     /* Leaving the context is too late to be undone. */
     if (strcmp(*function, "cuCtxPopCurrent") == 0 || strcmp(*function, "hipSetDevice") == 0) break;
-    context("%lld elements, %s failing at call %d, road %s", (long long)*count, *function, nth, road_names[*road]);
-    on(*road, false);
+    context("%lld elements, %s failing at call %d, transport %s", (long long)*count, *function, nth,
+            transport_names[*transport]);
+    on(*transport, false);
     size_t bytes = (size_t)*count * 8;
     void *in = driver->allocate(bytes), *out = driver->allocate(bytes);
     struct frame frame;
@@ -610,10 +613,10 @@ static void nothing_is_under_way_after_an_error(void) {
     while (driver->depth() > 0) CHECK(space->leave(NULL) == 0);
     CHECK_EQUAL(driver->violations, 0);
     driver->reset();
-    device_finish();
+    transport_finish();
     if (!failed) break;
   }
-  set_pieces(0);
+  set_chunks(0);
   CHECK_EQUAL(fake->operation_free(op), 0);
   finish();
 }
@@ -625,7 +628,7 @@ static void streams_share_no_memory(void) {
   intptr_t op = gated_operation();
   void *first = xla_stream, *second = driver->stream(), *buffers[2];
   struct frame frame;
-  on(ROAD_CALLBACK, false);
+  on(TRANSPORT_CALLBACK, false);
   fill(source, ROOM);
   for (int i = 0; i < 2; i++) {
     xla_stream = i == 0 ? first : second;
@@ -663,10 +666,10 @@ static void *sends_at_last(void *data) {
 
 static void other_threads_leave_nothing_to_the_stream(void) {
   pair = registered(world(0, 2));
-  static const enum road leaving[] = {ROAD_CALLBACK, ROAD_THREAD};
-  FOR_EACH(const enum road *, road, leaving) {
-    context("road %s", road_names[*road]);
-    on(*road, false);
+  static const enum transport leaving[] = {TRANSPORT_CALLBACK, TRANSPORT_THREAD};
+  FOR_EACH(const enum transport *, transport, leaving) {
+    context("transport %s", transport_names[*transport]);
+    on(*transport, false);
     fake->reset();
     struct late late = {driver->allocate(8), 8, 0};
     pthread_t thread, producer;
@@ -696,9 +699,9 @@ static void threads_share_no_memory(void) {
   pthread_t caller;
   struct operands o = {"allreduce", F64, 10, 10, {pair, reduction("SUM")}, true};
   fill(own, sizeof own);
-  FOR_EACH(const enum road *, road, roads) {
-    context("road %s", road_names[*road]);
-    on(*road, false);
+  FOR_EACH(const enum transport *, transport, transports) {
+    context("transport %s", transport_names[*transport]);
+    on(*transport, false);
     gate.open = false;
     gate.entered = 0;
     pthread_create(&caller, NULL, calls_gated, NULL);
@@ -719,11 +722,11 @@ static void the_end_waits_for_calls(void) {
   intptr_t op = gated_operation();
   pair = registered(world(0, 2));
   pthread_t caller, opener;
-  on(ROAD_CALLBACK, false);
+  on(TRANSPORT_CALLBACK, false);
   pthread_create(&caller, NULL, calls_gated, NULL);
   gate_reached();
   pthread_create(&opener, NULL, open_soon, NULL);
-  device_finish();
+  transport_finish();
   CHECK_EQUAL(gate.inside, 0);
   CHECK_EQUAL(driver->live_pinned, 0);
   pthread_join(caller, NULL);
@@ -733,25 +736,25 @@ static void the_end_waits_for_calls(void) {
 }
 
 static void the_end_waits_for_the_stream(void) {
-  static const int64_t counts[] = {10, 6 * LEAST_PIECE / 8};
+  static const int64_t counts[] = {10, 6 * LEAST_CHUNK / 8};
   struct communicator *comm = world(0, 2);
-  set_pieces(LEAST_PIECE);
-  FOR_EACH(const enum road *, road, roads)
+  set_chunks(LEAST_CHUNK);
+  FOR_EACH(const enum transport *, transport, transports)
   FOR_EACH(const int64_t *, count, counts) {
-    context("%lld elements, road %s", (long long)*count, road_names[*road]);
-    on(*road, false);
+    context("%lld elements, transport %s", (long long)*count, transport_names[*transport]);
+    on(*transport, false);
     size_t bytes = (size_t)*count * 8;
     void *data = driver->allocate(bytes);
     struct frame frame;
     frame_make(&frame, "allreduce", ARRAY(F64, data, *count), ARRAY(F64, data, *count),
                (const int64_t[]){registered(comm), reduction("SUM")});
     SUCCEEDS(frame_call_in(space, &frame, "allreduce"));
-    device_finish();
+    transport_finish();
     CHECK_EQUAL(driver->live_pinned, 0);
     CHECK_EQUAL(driver->violations, 0);
     driver->release(data);
   }
-  set_pieces(0);
+  set_chunks(0);
   finish();
 }
 
@@ -764,7 +767,7 @@ static void memory_grows_behind_what_uses_it(void) {
   void *buffers[2];
   struct frame frame;
   pthread_t opener;
-  on(ROAD_CALLBACK, false);
+  on(TRANSPORT_CALLBACK, false);
   fill(large, sizeof large);
   for (int i = 0; i < 2; i++) {
     buffers[i] = driver->allocate((size_t)counts[i] * 8);
@@ -785,7 +788,7 @@ static void memory_grows_behind_what_uses_it(void) {
   finish();
 }
 
-/* Where ranks compare what they do nothing is left to the stream: a difference is the call's own error, and no piece
+/* Where ranks compare what they do nothing is left to the stream: a difference is the call's own error, and no chunk
  * behind it goes on. */
 static void tells_another_root(int rank, void *data) {
   struct record told;
@@ -797,14 +800,14 @@ static void tells_another_root(int rank, void *data) {
 static void tells_the_same(int rank, void *data) { (void)rank, (void)data; }
 
 static void what_is_compared_is_waited_for(void) {
-  static const int64_t counts[] = {10, 6 * LEAST_PIECE / 8};
-  set_pieces(LEAST_PIECE);
-  FOR_EACH(const enum road *, road, roads)
+  static const int64_t counts[] = {10, 6 * LEAST_CHUNK / 8};
+  set_chunks(LEAST_CHUNK);
+  FOR_EACH(const enum transport *, transport, transports)
   FOR_EACH(const int64_t *, count, counts)
   for (int aware = 0; aware < 2; aware++) {
     struct operands o = {"bcast", F64, -1, *count, {registered(world(0, 2)), 1}, false};
-    context("%lld elements, road %s", (long long)*count, aware ? "aware" : road_names[*road]);
-    on(*road, aware != 0);
+    context("%lld elements, transport %s", (long long)*count, aware ? "aware" : transport_names[*transport]);
+    on(*transport, aware != 0);
     fake->reset();
     blank(target, ROOM);
     atomic_store(&runtime.check, true);
@@ -815,30 +818,30 @@ static void what_is_compared_is_waited_for(void) {
     CHECK(is_blank(target, 0, ROOM));
   }
   atomic_store(&runtime.check, false);
-  set_pieces(0);
+  set_chunks(0);
   finish();
 }
 
 static void what_is_alike_is_compared_once(void) {
-  static const int64_t counts[] = {0, 10, 6 * LEAST_PIECE / 8};
-  set_pieces(LEAST_PIECE);
-  FOR_EACH(const enum road *, road, roads)
+  static const int64_t counts[] = {0, 10, 6 * LEAST_CHUNK / 8};
+  set_chunks(LEAST_CHUNK);
+  FOR_EACH(const enum transport *, transport, transports)
   FOR_EACH(const int64_t *, count, counts) {
     struct operands o = {"allreduce", F64, *count, *count, {registered(world(0, 2)), reduction("SUM")}, false};
-    context("%lld elements, road %s", (long long)*count, road_names[*road]);
-    on(*road, false);
+    context("%lld elements, transport %s", (long long)*count, transport_names[*transport]);
+    on(*transport, false);
     fill(source, ROOM);
     fake->reset();
     fake->others = tells_the_same;
     atomic_store(&runtime.check, true);
     SUCCEEDS(device_call(&o, source, target));
     CHECK_EQUAL(times_called("MPI_Allgather"), 1);
-    CHECK_EQUAL(times_called("MPI_Allreduce"), *count > LEAST_PIECE / 8 ? 6 : 1);
+    CHECK_EQUAL(times_called("MPI_Allreduce"), *count > LEAST_CHUNK / 8 ? 6 : 1);
     for (size_t i = 0; i < bytes_of(&o, o.out); i++)
       if (!CHECK_EQUAL(target[i], (unsigned char)(source[i] + 2))) break;
   }
   atomic_store(&runtime.check, false);
-  set_pieces(0);
+  set_chunks(0);
   finish();
 }
 
@@ -854,7 +857,7 @@ static void *sends_once(void *unused) {
 static void errors_are_told_to_the_thread_that_left_them(void) {
   struct communicator *comm = world(0, 2);
   struct operands o = {"allreduce", S32, 5, 5, {registered(comm), reduction("SUM")}, false};
-  on(ROAD_CALLBACK, false);
+  on(TRANSPORT_CALLBACK, false);
   pair = registered(comm);
   fake->fail("MPI_Allreduce", 1, 13);
   SUCCEEDS(device_call(&o, source, target));
@@ -881,12 +884,12 @@ static void *goes_on(void *unused) {
 
 static void the_end_while_a_thread_goes_on(void) {
   pair = registered(world(0, 2));
-  on(ROAD_WAIT, false);
+  on(TRANSPORT_WAIT, false);
   driver->slow = false;
   atomic_store(&stop, false);
   pthread_t threads[2];
   for (int i = 0; i < 2; i++) pthread_create(&threads[i], NULL, goes_on, NULL);
-  for (int i = 0; i < 2000; i++) device_finish();
+  for (int i = 0; i < 2000; i++) transport_finish();
   atomic_store(&stop, true);
   for (int i = 0; i < 2; i++) pthread_join(threads[i], NULL);
   driver->slow = true;
@@ -897,7 +900,7 @@ static void the_end_while_a_thread_goes_on(void) {
 static void reductions_of_users_are_waited_for(void) {
   struct operands o = {
       "allreduce", S32, 5, 5, {registered(world(0, 2)), reduction_of(operation_handle("PROD"), REDUCER_USER)}, false};
-  on(ROAD_CALLBACK, false);
+  on(TRANSPORT_CALLBACK, false);
   fake->fail("MPI_Allreduce", 1, 13);
   FAILS(device_call(&o, source, target), FFI_INTERNAL, "MPI_Allreduce failed");
   same_as_on_host(&o, world(0, 2));
@@ -906,8 +909,8 @@ static void reductions_of_users_are_waited_for(void) {
 
 static const struct test tests[] = {
     TEST(results_are_those_of_the_host),
-    TEST(pieces_are_joined),
-    TEST(pieces_on_the_host),
+    TEST(chunks_are_joined),
+    TEST(chunks_on_the_host),
     TEST(an_aware_library_gets_device_pointers),
     TEST(check_is_staged),
     TEST(errors_are_deferred),
@@ -916,7 +919,7 @@ static const struct test tests[] = {
     TEST(threads_share_a_stream),
     TEST(pinned_memory_is_reused),
     TEST(operands_are_waited_for),
-    TEST(each_piece_has_room),
+    TEST(each_chunk_has_room),
     TEST(nothing_is_under_way_after_an_error),
     TEST(streams_share_no_memory),
     TEST(other_threads_leave_nothing_to_the_stream),

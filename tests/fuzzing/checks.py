@@ -19,7 +19,7 @@ import jaxmpi
 from fuzzing.distributed import Deaf, Distributed
 from fuzzing.programs import INPUTS, LENGTH, OPERATIONS
 from fuzzing.witness import Witness
-from jaxmpi import _jax, notoken
+from jaxmpi import _jaxprs, notoken
 
 BATCH = 2
 TOLERANCE = 1e-9
@@ -299,7 +299,7 @@ def collectives(jaxpr):
             size = min((x.aval.size for x in (*equation.invars, *equation.outvars)), default=0)
             yield f"{name} {equation.params.get('derivative', '')} {size}"
             continue
-        for inner in _jax.inner_jaxprs(equation.params):
+        for inner in _jaxprs.inner_jaxprs(equation.params):
             yield from collectives(inner)
 
 

@@ -28,7 +28,10 @@ Params = dict[str, Any]
 
 DERIVATIVE = "derivative"
 """Parameter of an operation on tangents or cotangents, which says of which. Its messages have tags of their own: they
-are never taken for those of the function itself."""
+are never taken for those of the function itself: see `_tags`."""
+
+TANGENT, COTANGENT, VALUE = "tangent", "cotangent", "value"
+"""Its values; the last: as an operand of a further derivative."""
 
 CALLS = (primitives.closed_call_p, ad_checkpoint.remat_p, _jax.jit_p)
 

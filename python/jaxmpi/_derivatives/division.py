@@ -10,7 +10,7 @@ from jax._src import core
 from jax._src.interpreters import partial_eval
 from jax.extend.core import Literal, primitives
 
-from jaxmpi import _hidden, _jax
+from jaxmpi import _hidden, _jax, _jaxprs
 from jaxmpi._derivatives.communication import (
     CALLS,
     Params,
@@ -20,7 +20,7 @@ from jaxmpi._derivatives.communication import (
     is_ours,
     refusal,
 )
-from jaxmpi._link import link
+from jaxmpi._derivatives.link import link
 from jaxmpi._order import EFFECT
 
 
@@ -98,7 +98,7 @@ def leave(own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence
         return _stage(trace, primitive, tracers, params)
     if primitive in CALLS:
         with core.set_current_trace(trace):
-            return _jax.evaluate(_jax.called(params), *tracers)
+            return _jaxprs.evaluate(_jaxprs.called(params), *tracers)
     if is_ours(primitive):
         possible = _jax.inexact_among(tracers)
         if possible and inputs and all(tracers[i].is_known() for i in possible):
@@ -157,12 +157,12 @@ class _Dependence:
     def of_equation(cls, primitive: Any, params: Params, given: Sequence[bool]) -> list[bool]:
         given = list(given)
         if primitive in CALLS:
-            return cls.of_jaxpr(_jax.called(params), given)
+            return cls.of_jaxpr(_jaxprs.called(params), given)
         if primitive is primitives.cond_p:
             branches = [cls.of_jaxpr(branch, given[1:]) for branch in params["branches"]]
             return [any(result) for result in zip(*branches, strict=True)]
         if primitive is primitives.scan_p:
-            constants, carried = _jax.parts_of_scan(params)
+            constants, carried = _jaxprs.parts_of_scan(params)
             return cls._of_loop(params["jaxpr"], given, constants, carried)
         if primitive is primitives.while_p:
             return cls._of_loop(params["body_jaxpr"], given[params["cond_nconsts"] :], params["body_nconsts"], None)

@@ -15,13 +15,13 @@ try:
 except ImportError:  # before JAX 0.8
     hijax = None  # type: ignore[assignment]
 
-from jaxmpi import _hidden, _jax
+from jaxmpi import _hidden, _jax, _jaxprs
 from jaxmpi._derivatives import communication
 from jaxmpi._derivatives.communication import DERIVATIVE, ZERO, Params, communicates, during, is_ours, refusal
+from jaxmpi._derivatives.link import link_primitive
 from jaxmpi._derivatives.remaking import depending, scan_with_carry, with_parameter, with_parameter_of_call
 from jaxmpi._derivatives.rules import derivative_communicates
 from jaxmpi._derivatives.traces import has_tangent, in_opened, link_operands, link_value, seeds_of, tangents_of
-from jaxmpi._link import link_primitive
 from jaxmpi._order import EFFECT
 
 
@@ -45,7 +45,7 @@ _widened: contextvars.ContextVar[Any] = contextvars.ContextVar("widened", defaul
 
 def _has_derivatives(params: Params) -> bool:
     """Whether a computation inside has derivatives of what communicates."""
-    for inner in _jax.inner_jaxprs(params):
+    for inner in _jaxprs.inner_jaxprs(params):
         for equation in inner.eqns:
             more = equation.params
             if equation.primitive is link_primitive and more["always"]:
@@ -108,7 +108,7 @@ def _open_linear_solve(own, trace, primitive, tracers, params):
             matvec = jaxprs.matvec
             with core.set_current_trace(trace.parent_trace):
                 avals = [ZERO, *(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in matvec.in_avals)]
-                wider = jax.make_jaxpr(lambda _, *arguments: _jax.evaluate(matvec, *arguments))(*avals)
+                wider = jax.make_jaxpr(lambda _, *arguments: _jaxprs.evaluate(matvec, *arguments))(*avals)
             jaxprs = jaxprs._replace(matvec=wider)
             lengths = lengths._replace(matvec=lengths.matvec + 1)
             tracers, which = [_dummy(trace), *tracers], [i + 1 for i in which]

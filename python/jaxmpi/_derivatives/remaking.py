@@ -9,9 +9,9 @@ import jax
 from jax._src import ad_checkpoint, core
 from jax.extend.core import Literal, primitives
 
-from jaxmpi import _jax
+from jaxmpi import _jax, _jaxprs
 from jaxmpi._derivatives.communication import ZERO, Params, is_ours
-from jaxmpi._link import link
+from jaxmpi._derivatives.link import link
 from jaxmpi._order import EFFECT
 
 
@@ -43,7 +43,7 @@ _widened_jaxprs: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictiona
 
 def scan_with_carry(params: Params, more: Any, operands: Sequence[Any]) -> list[Any]:
     """A scan with these parameters that carries one more number: that, and its own results."""
-    constants, carried = _jax.parts_of_scan(params)
+    constants, carried = _jaxprs.parts_of_scan(params)
     consts, init, xs = (
         operands[:constants],
         operands[constants : constants + carried],
@@ -53,7 +53,7 @@ def scan_with_carry(params: Params, more: Any, operands: Sequence[Any]) -> list[
     def step(carry, x):
         # JAX orders constants by their first use, and makes one of a carried value that it sees to be handed on.
         changed, *same = [link(value, [], jax.typeof(value)) for value in (carry[0], *consts)]
-        result = _jax.evaluate(params["jaxpr"], *same, *carry[1:], *x)
+        result = _jaxprs.evaluate(params["jaxpr"], *same, *carry[1:], *x)
         return [changed, *result[:carried]], result[carried:]
 
     options = {name: params[name] for name in ("length", "reverse", "unroll")}
@@ -124,7 +124,7 @@ def _evaluate_linked(closed: Any, args: Sequence[Any], seeds: Sequence[Any]) -> 
             if is_ours(primitive) and (which := _jax.inexact_among(operands)):
                 operand = operands[which[0]]
                 operands[which[0]] = link(operand, seeds, jax.typeof(operand))
-            results = _jax.evaluate(_jax.alone(jaxpr, equation), *operands)
+            results = _jaxprs.evaluate(_jaxprs.alone(jaxpr, equation), *operands)
         values.update(zip(equation.outvars, results, strict=True))
     return read(jaxpr.outvars)
 
@@ -135,7 +135,7 @@ def _remake_checkpoint(again, params, operands):
 
 
 def _remake_scan(again, params, operands):
-    constants, carried = _jax.parts_of_scan(params)
+    constants, carried = _jaxprs.parts_of_scan(params)
     same, init, rows = operands[:constants], operands[constants : constants + carried], operands[constants + carried :]
 
     def step(carry, row):
@@ -167,8 +167,8 @@ def _remake_cond(again, params, operands):
 
 _REMADE: dict[Any, Callable[..., list[Any]]] = {
     ad_checkpoint.remat_p: _remake_checkpoint,
-    primitives.closed_call_p: lambda again, params, operands: again(_jax.called(params), operands),
-    _jax.jit_p: lambda again, params, operands: again(_jax.called(params), operands),
+    primitives.closed_call_p: lambda again, params, operands: again(_jaxprs.called(params), operands),
+    _jax.jit_p: lambda again, params, operands: again(_jaxprs.called(params), operands),
     primitives.scan_p: _remake_scan,
     primitives.while_p: _remake_while,
     primitives.cond_p: _remake_cond,

@@ -11,7 +11,7 @@ from jax._src import core
 from jax._src.interpreters import ad as private_ad
 from jax.extend.core import primitives
 
-from jaxmpi import _jax
+from jaxmpi import _jax, _jaxprs
 from jaxmpi._derivatives import communication
 from jaxmpi._derivatives.communication import (
     OURS,
@@ -167,7 +167,7 @@ _LOOKS_AT_VALUES = (
 
 def derivative_communicates(trace: Any, params: Params) -> bool:
     """Whether a computation inside, which does not communicate, has a function with a rule that does."""
-    return any(_rules_communicate(trace, inner) for inner in _jax.inner_jaxprs(params))
+    return any(_rules_communicate(trace, inner) for inner in _jaxprs.inner_jaxprs(params))
 
 
 def _rules_communicate(trace: Any, jaxpr: Any) -> bool:
@@ -185,13 +185,13 @@ _jaxprs_with_rules: "weakref.WeakKeyDictionary[Any, bool]" = weakref.WeakKeyDict
 
 
 def _rule_of_equation_communicates(trace: Any, jaxpr: Any, equation: Any) -> bool:
-    alone = _jax.alone(jaxpr, equation)
+    alone = _jaxprs.alone(jaxpr, equation)
     which = _jax.inexact_among(x.aval for x in alone.invars)
 
     def differentiated(*xs):
         def f(*varied):
             replaced = dict(zip(which, varied, strict=True))
-            results = _jax.evaluate(alone, *(replaced.get(i, x) for i, x in enumerate(xs)))
+            results = _jaxprs.evaluate(alone, *(replaced.get(i, x) for i, x in enumerate(xs)))
             return [y for y in results if _jax.inexact(y)]
 
         varied = [xs[i] for i in which]

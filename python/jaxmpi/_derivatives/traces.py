@@ -10,7 +10,7 @@ from jax._src import core
 from jax._src.interpreters import ad as private_ad
 
 from jaxmpi import _jax
-from jaxmpi._link import link
+from jaxmpi._derivatives.link import link
 
 _TRACERS = {private_ad.JVPTrace: private_ad.JVPTracer, private_ad.LinearizeTrace: private_ad.LinearizeTracer}
 

@@ -9,10 +9,10 @@ from jax._src import core
 from jax._src.interpreters import ad as private_ad
 from jax.extend.core import Literal, primitives
 
-from jaxmpi import _jax
+from jaxmpi import _jax, _jaxprs
 from jaxmpi._derivatives.communication import CALLS, OURS, ZERO, during
+from jaxmpi._derivatives.link import link, link_primitive
 from jaxmpi._derivatives.remaking import with_carry, with_output, with_results
-from jaxmpi._link import link, link_primitive
 from jaxmpi._order import EFFECT
 
 _cotangents: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("cotangents", default=())
@@ -77,7 +77,7 @@ def _with_link_of_all(jaxpr: Any, linear: set[Any]) -> Any:
     linear = set(linear)
     equations, communicated = [], []
     for equation in jaxpr.eqns:
-        if linear.isdisjoint(_jax.variables(equation.invars)):
+        if linear.isdisjoint(_jaxprs.variables(equation.invars)):
             equations.append(equation)
             continue
         replacements = [equation]

@@ -1,0 +1,148 @@
+#include "core/call.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/compare.h"
+#include "core/trace.h"
+
+ffi_error *call_check(const struct call *call) {
+  if (runtime.self != NULL && atomic_load_explicit(&runtime.self->freed, memory_order_relaxed))
+    return call_fail(call, FFI_FAILED_PRECONDITION, "MPI has been finalized; nothing was sent");
+  if (call->comm == NULL) return call_fail_unknown(call, "comm");
+  if (atomic_load_explicit(&call->comm->freed, memory_order_relaxed))
+    return call_fail(call, FFI_FAILED_PRECONDITION,
+                     "the communicator has been freed since this function was compiled; nothing was sent. "
+                     "Call it again with a live communicator, or free the communicator later");
+  return NULL;
+}
+
+ffi_error *call_body(struct call *call) {
+  if (runtime.serialize) pthread_mutex_lock(&runtime.lock);
+  ffi_error *error = call->compared ? compare_ranks(call) : NULL;
+  bool begun = error == NULL;
+  if (begun) error = runtime.abi->bodies[call->operation->row](call);
+  if (runtime.serialize) pthread_mutex_unlock(&runtime.lock);
+  if (begun && call->traced) trace_end(call, error != NULL);
+  return error;
+}
+
+/* The columns of MPI's buffers, and the bytes of an element; false where they differ, or there are none: such a call is
+ * not divided. */
+static bool columns_of(const struct call *call, int64_t *columns, size_t *element) {
+  *columns = 0, *element = 0;
+  for (int i = 0; i < call->buffer_count; i++) {
+    const struct buffer *buffer = &call->buffers[i];
+    if (buffer->type == NULL || role_is_of_host(buffer->role)) continue;
+    int64_t own = buffer->count / call_rows(call, buffer);
+    if (*element > 0 && (own != *columns || buffer->type->bytes != *element)) return false;
+    *columns = own;
+    *element = buffer->type->bytes;
+  }
+  return *element > 0;
+}
+
+void call_divide(struct call *call) {
+  enum divisibility how = call->operation->divisibility;
+  int size = call->comm->size;
+  int64_t limit = call->comm->chunk, columns;
+  size_t element;
+  call->division = (struct division){.rows_read = how == SCATTERS || how == EXCHANGES ? size : 1,
+                                     .rows_written = how == GATHERS || how == EXCHANGES ? size : 1};
+  if (limit == 0 || how == WHOLE || !columns_of(call, &columns, &element)) return;
+  if (how != CHUNKS) { /* as large a chunk for all ranks together, but no message between two of them too short */
+    int64_t least = limit < LEAST_COLUMN ? limit : LEAST_COLUMN;
+    limit = limit / size > least ? limit / size : least;
+  }
+  call->division.columns = columns;
+  call->division.chunk = limit / (int64_t)element;
+}
+
+void call_cut(struct call *call, int64_t first) {
+  const struct division *division = &call->division;
+  int64_t rest = division->columns - first, count = rest < division->chunk ? rest : division->chunk;
+  for (int i = 0; i < call->buffer_count; i++) {
+    struct buffer *buffer = &call->buffers[i];
+    if (buffer->count == 0 || role_is_of_host(buffer->role)) continue;
+    buffer->data = buffer_at(buffer, first);
+    buffer->count = count * call_rows(call, buffer);
+  }
+}
+
+/* Rows of `width` bytes from one matrix to another, whose rows lie so many bytes apart. */
+static void copy_rows(char *to, size_t to_pitch, const char *from, size_t from_pitch, size_t width, int rows) {
+  for (int i = 0; i < rows; i++) memcpy(to + (size_t)i * to_pitch, from + (size_t)i * from_pitch, width);
+}
+
+/* Copies the buffers of a chunk that have several rows to `scratch`, where they lie without gaps, as MPI wants them, or
+ * back from there. */
+static void pack(struct call *part, const struct call *whole, char *scratch, bool back) {
+  for (int i = 0; i < part->buffer_count; i++) {
+    struct buffer *buffer = &part->buffers[i];
+    int rows = call_rows(part, buffer);
+    if (rows == 1 || buffer->count == 0) continue;
+    size_t bytes = buffer_bytes(buffer), width = bytes / (size_t)rows;
+    size_t pitch = (size_t)whole->division.columns * buffer->type->bytes;
+    bool written = role_is_written(buffer->role);
+    if (!back && !written) copy_rows(scratch, width, buffer->data, pitch, width, rows);
+    if (back && written) copy_rows(buffer->data, pitch, scratch, width, width, rows);
+    if (!back) buffer->data = scratch;
+    scratch += bytes;
+  }
+}
+
+/* One chunk of a call on host memory. */
+static ffi_error *chunk_run(const struct call *call, int64_t first, char *scratch) {
+  struct call part, packed;
+  call_copy(&part, call);
+  call_cut(&part, first);
+  if (scratch == NULL) return call_body(&part);
+  call_copy(&packed, &part);
+  pack(&packed, call, scratch, false);
+  ffi_error *error = call_body(&packed);
+  if (error == NULL) pack(&part, call, scratch, true);
+  return error; /* cppcheck-suppress returnDanglingLifetime ; no error points to the call */
+}
+
+/* Bytes of a chunk in the buffers that have several rows. */
+static size_t scratch_for(const struct call *call) {
+  size_t bytes = 0;
+  for (int i = 0; i < call->buffer_count; i++) {
+    int rows = call_rows(call, &call->buffers[i]);
+    if (rows > 1 && call->buffers[i].count > 0)
+      bytes += (size_t)rows * (size_t)call->division.chunk * call->buffers[i].type->bytes;
+  }
+  return bytes;
+}
+
+ffi_error *call_chunks(struct call *call) {
+  if (division_is_one(&call->division)) return call_body(call);
+  size_t bytes = scratch_for(call);
+  char *scratch = bytes > 0 ? malloc(bytes) : NULL;
+  if (bytes > 0 && scratch == NULL) return call_fail(call, FFI_INTERNAL, "no memory for a chunk");
+  ffi_error *error = NULL;
+  for (int64_t first = 0; first < call->division.columns && error == NULL; first += call->division.chunk) {
+    error = chunk_run(call, first, scratch);
+    call->compared = false;
+  }
+  free(scratch);
+  return error;
+}
+
+ffi_error *call_zero(const struct call *call, void *data, size_t bytes) {
+  int code = 0;
+  if (call->memory->host)
+    memset(data, 0, bytes);
+  else
+    code = call->memory->zero(data, bytes, call->stream);
+  return code == 0 ? NULL : call_fail_driver(call, call->memory, code);
+}
+
+ffi_error *call_move(const struct call *call, void *to, const void *from, size_t bytes) {
+  int code = 0;
+  if (call->memory->host)
+    memcpy(to, from, bytes);
+  else
+    code = call->memory->copy(to, from, bytes, call->stream);
+  return code == 0 ? NULL : call_fail_driver(call, call->memory, code);
+}

@@ -1,0 +1,109 @@
+#include "core/compare.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/failure.h"
+#include "core/trace.h"
+
+/* The names of the values of `derivative`, as in python/jaxmpi/_primitive.py. */
+static const char *const kinds[] = {"a value", "a tangent", "a cotangent", "a value in a further derivative"};
+
+/* Elements of this rank's share, and its type: of what all ranks pass or receive as much of as each other. */
+static int64_t share_of(const struct call *call, const struct datatype **type) {
+  int64_t counts[2] = {0, 0};
+  const struct datatype *types[2] = {NULL, NULL};
+  for (int i = 0; i < call->buffer_count; i++) {
+    const struct buffer *buffer = &call->buffers[i];
+    if (buffer->type == NULL || role_is_of_host(buffer->role)) continue;
+    bool written = role_is_written(buffer->role);
+    counts[written] += buffer->count;
+    if (types[written] == NULL) types[written] = buffer->type;
+  }
+  bool written = call->operation->divisibility == SCATTERS || types[0] == NULL;
+  *type = types[written];
+  return counts[written];
+}
+
+/* The place of the attribute that says what a collective is of; -1 where the operation is no collective. */
+static int derivative_of(const struct operation *operation) {
+  int i = operation->attribute_count - 1;
+  while (i >= 0 && operation->attributes[i].kind != DERIVATIVE) i--;
+  return i;
+}
+
+void compare_decide(struct call *call) {
+  const struct datatype *type;
+  call->compared = call->comm->size > 1 && derivative_of(call->operation) >= 0;
+  call->share = share_of(call, &type);
+}
+
+static struct record record_of(struct call *call) {
+  const struct operation *operation = call->operation;
+  const struct datatype *type;
+  share_of(call, &type);
+  struct record record = {.call = (int64_t)atomic_fetch_add(&call->comm->compared, 1) + 1,
+                          .operation = operation->row,
+                          .derivative = call->attributes[derivative_of(operation)],
+                          .root = -1,
+                          .dtype = type != NULL ? type->code : -1,
+                          .count = call->share};
+  for (int i = 0; i < operation->attribute_count; i++) {
+    if (operation->attributes[i].kind == RANK) record.root = call->attributes[i];
+    if (operation->attributes[i].kind != REDUCTION) continue;
+    const struct reduction *reduction = object_of(call->attributes[i]);
+    record.reduction = reduction->by == REDUCER_USER ? USERS_REDUCTION : reduction->number;
+  }
+  return record;
+}
+
+/* A record in words. It may be another rank's, and that of another version: nothing in it is relied on. */
+static void describe(const struct record *record, char *text, size_t size) {
+  const struct datatype *type = datatype_find((int)record->dtype);
+  const struct reduction *reduction = registry_at(record->reduction);
+  size_t length;
+  if (record->operation < 0 || record->operation >= OPERATION_COUNT) {
+    snprintf(text, size, "an unknown operation");
+    return;
+  }
+  const struct operation *row = &operation_table[record->operation];
+  snprintf(text, size, "%s", row->name);
+#define ADD(...) length = strlen(text), snprintf(text + length, size - length, __VA_ARGS__)
+  if (record->reduction == USERS_REDUCTION) ADD(" by a reduction of the user's");
+  if (reduction != NULL) ADD(" %.*s", (int)strcspn(reduction->name, " "), reduction->name); /* "SUM of float16" */
+  if (record->root >= 0)
+    ADD(" %s root %" PRId64, row->divisibility == GATHERS || record->reduction != 0 ? "to" : "from", record->root);
+  if (type != NULL) ADD(" of %" PRId64 " %s", record->count, type->name);
+  if (type != NULL && record->derivative >= 0 && record->derivative < (int64_t)(sizeof kinds / sizeof *kinds))
+    ADD(" (%s)", kinds[record->derivative]);
+#undef ADD
+}
+
+/* All ranks find the same: an error for each of them, or for none. */
+static ffi_error *judge(const struct call *call, const struct record *mine, const struct record *all) {
+  char here[256], there[256], at[64] = "calls";
+  int other = 0;
+  while (other < call->comm->size && memcmp(&all[other], mine, sizeof *mine) == 0) other++;
+  if (other == call->comm->size) return NULL;
+  describe(mine, here, sizeof here);
+  describe(&all[other], there, sizeof there);
+  if (all[other].call != mine->call) snprintf(at, sizeof at, "is at call %" PRId64 ",", all[other].call);
+  return call_fail(call, FFI_FAILED_PRECONDITION,
+                   "the ranks differ: this is call %" PRId64
+                   " on this communicator: %s; rank %d %s %s. Nothing of it was sent",
+                   mine->call, here, other, at, there);
+}
+
+ffi_error *compare_ranks(struct call *call) {
+  struct record mine = record_of(call), *all = calloc((size_t)call->comm->size, sizeof *all);
+  if (all == NULL) return call_fail(call, FFI_INTERNAL, "no memory to compare what the ranks do");
+  call->function = "MPI_Allgather";
+  if (call->traced) trace_begin(call, "to compare %s, call %" PRId64 ", and", call->operation->name, mine.call);
+  int code = runtime.abi->exchange(call->comm, &mine, all, sizeof mine);
+  if (call->traced) trace_end(call, code != 0);
+  ffi_error *error = code != 0 ? call_fail_mpi(call, code) : judge(call, &mine, all);
+  free(all);
+  return error;
+}

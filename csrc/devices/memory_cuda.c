@@ -1,0 +1,122 @@
+/* NVIDIA's devices, through the library of the driver, which each machine that has one brings. No SDK is needed to
+ * build, and nothing of CUDA's runtime to run. */
+#include "devices/memory.h"
+
+#include <stdint.h>
+
+#include "core/core.h"
+#include "devices/cuda_types.h"
+
+/* A stream that does not wait for the default one, an event without a clock, memory that is pinned for each context. */
+enum { STREAM_NON_BLOCKING = 1, EVENT_DISABLE_TIMING = 2, MEMHOSTALLOC_PORTABLE = 1 };
+
+static struct cuda {
+#define FUNCTION(name, suffix, parameters) CUresult(*name) parameters;
+#include "devices/cuda.def"
+#undef FUNCTION
+} cuda;
+
+static const char *load(void *library) {
+  static const struct symbol symbols[] = {
+#define FUNCTION(name, suffix, parameters) {#name #suffix, offsetof(struct cuda, name), true},
+#include "devices/cuda.def"
+#undef FUNCTION
+      {NULL, 0, false}};
+  return symbols_load(library, symbols, &cuda);
+}
+
+#define CALL(name, ...)  memory_checked(#name, cuda.name(__VA_ARGS__))
+#define ADDRESS(pointer) ((CUdeviceptr)(uintptr_t)(pointer))
+
+static int count(int *devices) {
+  int code = CALL(cuInit, 0);
+  return code != 0 ? code : CALL(cuDeviceGetCount, devices);
+}
+
+static int context(void *stream, void **found) { return CALL(cuStreamGetCtx, stream, (CUcontext *)found); }
+
+static int enter(void *of, void **previous) {
+  *previous = NULL; /* the driver keeps a stack */
+  return CALL(cuCtxPushCurrent, of);
+}
+
+static int leave(void *previous) {
+  CUcontext left;
+  (void)previous;
+  return CALL(cuCtxPopCurrent, &left);
+}
+
+static int pin(void **host, size_t bytes) { return CALL(cuMemHostAlloc, host, bytes, MEMHOSTALLOC_PORTABLE); }
+
+static int unpin(void *host) { return CALL(cuMemFreeHost, host); }
+
+static int copy_down(void *host, const void *device, size_t width, size_t rows, size_t pitch, void *stream) {
+  if (rows == 1) return CALL(cuMemcpyDtoHAsync, host, ADDRESS(device), width, stream);
+  CUDA_MEMCPY2D copy = {.src_type = MEMORY_DEVICE,
+                        .src_device = ADDRESS(device),
+                        .src_pitch = pitch,
+                        .dst_type = MEMORY_HOST,
+                        .dst_host = host,
+                        .dst_pitch = width,
+                        .width = width,
+                        .height = rows};
+  return CALL(cuMemcpy2DAsync, &copy, stream);
+}
+
+static int copy_up(void *device, const void *host, size_t width, size_t rows, size_t pitch, void *stream) {
+  if (rows == 1) return CALL(cuMemcpyHtoDAsync, ADDRESS(device), host, width, stream);
+  CUDA_MEMCPY2D copy = {.src_type = MEMORY_HOST,
+                        .src_host = host,
+                        .src_pitch = width,
+                        .dst_type = MEMORY_DEVICE,
+                        .dst_device = ADDRESS(device),
+                        .dst_pitch = pitch,
+                        .width = width,
+                        .height = rows};
+  return CALL(cuMemcpy2DAsync, &copy, stream);
+}
+
+static int copy(void *to, const void *from, size_t bytes, void *stream) {
+  return CALL(cuMemcpyDtoDAsync, ADDRESS(to), ADDRESS(from), bytes, stream);
+}
+
+static int zero(void *device, size_t bytes, void *stream) {
+  return CALL(cuMemsetD8Async, ADDRESS(device), 0, bytes, stream);
+}
+
+static int call(void *stream, void (*function)(void *), void *data) {
+  return CALL(cuLaunchHostFunc, stream, function, data);
+}
+
+static int stream_make(void **stream) { return CALL(cuStreamCreate, (CUstream *)stream, STREAM_NON_BLOCKING); }
+
+static int stream_free(void *stream) { return CALL(cuStreamDestroy, stream); }
+
+static int stream_synchronize(void *stream) { return CALL(cuStreamSynchronize, stream); }
+
+static int stream_wait(void *stream, void *event) { return CALL(cuStreamWaitEvent, stream, event, 0); }
+
+static int event_make(void **event) { return CALL(cuEventCreate, (CUevent *)event, EVENT_DISABLE_TIMING); }
+
+static int event_free(void *event) { return CALL(cuEventDestroy, event); }
+
+static int event_record(void *event, void *stream) { return CALL(cuEventRecord, event, stream); }
+
+static int event_synchronize(void *event) { return CALL(cuEventSynchronize, event); }
+
+static void text(int code, const char **name, const char **said) {
+  cuda.cuGetErrorName(code, name);
+  cuda.cuGetErrorString(code, said);
+}
+
+#define SPACE cuda
+#include "xla/handlers.h"
+
+const struct memory memory_cuda = {
+    .platform = "CUDA",
+    .libraries = (const char *const[]){"libcuda.so.1", NULL},
+    .absent = "there is no libcuda.so.1: no NVIDIA driver is installed",
+    .load = load,
+    .handlers = handlers,
+    MEMORY_FUNCTIONS,
+};

@@ -1,0 +1,118 @@
+/* AMD's devices, through HIP's library, which is part of each installation of ROCm. No SDK is needed to build. */
+#include "devices/memory.h"
+
+#include <stdint.h>
+
+#include "core/core.h"
+
+typedef int hipError_t;
+typedef int hipDevice_t;
+typedef int hipMemcpyKind;
+typedef struct ihipEvent_t *hipEvent_t;
+typedef struct ihipStream_t *hipStream_t;
+typedef void (*hipHostFn_t)(void *);
+
+enum { HOST_TO_DEVICE = 1, DEVICE_TO_HOST = 2, DEVICE_TO_DEVICE = 3 };
+enum { STREAM_NON_BLOCKING = 1, EVENT_DISABLE_TIMING = 2, HOST_MALLOC_PORTABLE = 1 };
+
+static struct hip {
+#define FUNCTION(name, suffix, parameters) hipError_t(*name) parameters;
+#define TEXT(name, parameters)             const char *(*name)parameters;
+#include "devices/hip.def"
+#undef FUNCTION
+#undef TEXT
+} hip;
+
+static const char *load(void *library) {
+  static const struct symbol symbols[] = {
+#define FUNCTION(name, suffix, parameters) {#name #suffix, offsetof(struct hip, name), true},
+#define TEXT(name, parameters)             {#name, offsetof(struct hip, name), true},
+#include "devices/hip.def"
+#undef FUNCTION
+#undef TEXT
+      {NULL, 0, false}};
+  return symbols_load(library, symbols, &hip);
+}
+
+#define CALL(name, ...) memory_checked(#name, hip.name(__VA_ARGS__))
+
+static int count(int *devices) {
+  int code = CALL(hipInit, 0);
+  return code != 0 ? code : CALL(hipGetDeviceCount, devices);
+}
+
+/* HIP's contexts are no longer used: what a thread enters is a device, by number. */
+static int context(void *stream, void **found) {
+  int device = 0, code = CALL(hipStreamGetDevice, stream, &device);
+  *found = (void *)(intptr_t)device;
+  return code;
+}
+
+static int enter(void *of, void **previous) {
+  int device = 0, code = CALL(hipGetDevice, &device);
+  *previous = (void *)(intptr_t)device;
+  return code != 0 || of == *previous ? code : CALL(hipSetDevice, (int)(intptr_t)of);
+}
+
+static int leave(void *previous) { return CALL(hipSetDevice, (int)(intptr_t)previous); }
+
+static int pin(void **host, size_t bytes) { return CALL(hipHostMalloc, host, bytes, HOST_MALLOC_PORTABLE); }
+
+static int unpin(void *host) { return CALL(hipHostFree, host); }
+
+static int copy_down(void *host, const void *device, size_t width, size_t rows, size_t pitch, void *stream) {
+  if (rows == 1) return CALL(hipMemcpyAsync, host, device, width, DEVICE_TO_HOST, stream);
+  return CALL(hipMemcpy2DAsync, host, width, device, pitch, width, rows, DEVICE_TO_HOST, stream);
+}
+
+static int copy_up(void *device, const void *host, size_t width, size_t rows, size_t pitch, void *stream) {
+  if (rows == 1) return CALL(hipMemcpyAsync, device, host, width, HOST_TO_DEVICE, stream);
+  return CALL(hipMemcpy2DAsync, device, pitch, host, width, width, rows, HOST_TO_DEVICE, stream);
+}
+
+static int copy(void *to, const void *from, size_t bytes, void *stream) {
+  return CALL(hipMemcpyAsync, to, from, bytes, DEVICE_TO_DEVICE, stream);
+}
+
+static int zero(void *device, size_t bytes, void *stream) { return CALL(hipMemsetAsync, device, 0, bytes, stream); }
+
+static int call(void *stream, void (*function)(void *), void *data) {
+  return CALL(hipLaunchHostFunc, stream, function, data);
+}
+
+static int stream_make(void **stream) {
+  return CALL(hipStreamCreateWithFlags, (hipStream_t *)stream, STREAM_NON_BLOCKING);
+}
+
+static int stream_free(void *stream) { return CALL(hipStreamDestroy, stream); }
+
+static int stream_synchronize(void *stream) { return CALL(hipStreamSynchronize, stream); }
+
+static int stream_wait(void *stream, void *event) { return CALL(hipStreamWaitEvent, stream, event, 0); }
+
+static int event_make(void **event) { return CALL(hipEventCreateWithFlags, (hipEvent_t *)event, EVENT_DISABLE_TIMING); }
+
+static int event_free(void *event) { return CALL(hipEventDestroy, event); }
+
+static int event_record(void *event, void *stream) { return CALL(hipEventRecord, event, stream); }
+
+static int event_synchronize(void *event) { return CALL(hipEventSynchronize, event); }
+
+static void text(int code, const char **name, const char **said) {
+  *name = hip.hipGetErrorName(code);
+  *said = hip.hipGetErrorString(code);
+}
+
+/* The loader seldom knows the folder of ROCm, which JAX's plugin finds by itself. */
+#define SPACE rocm
+#include "xla/handlers.h"
+
+const struct memory memory_rocm = {
+    .platform = "ROCM",
+    .libraries = (const char *const[]){"libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5", "libamdhip64.so",
+                                       "/opt/rocm/lib/libamdhip64.so", NULL},
+    .absent = "there is no libamdhip64.so: ROCm is not installed, or not where the loader looks",
+    .load = load,
+    .handlers = handlers,
+    MEMORY_FUNCTIONS,
+};

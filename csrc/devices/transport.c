@@ -1,0 +1,484 @@
+#include "devices/transport.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/call.h"
+
+enum { SLOTS = 4, ALIGNMENT = 256, LEAST = 1 << 16, OUTGROWN = 48 };
+
+/* Where chunks go: streams of our own, in this order. Of each chunk that is under way events record what has been done.
+ */
+enum { DOWN, THROUGH, UP, STREAMS };
+enum { FETCHED, PASSED, STORED, EVENTS };
+
+/* What the operations of one stream share, one after the other: pinned memory above all. Its order is that of the
+ * stream, so that an operation may be given to the stream while an earlier one still uses the same memory. A thread
+ * that finds all states of a stream taken gets another. */
+struct stream_state {
+  struct stream_state *next;
+  pthread_mutex_t taken;
+  const struct memory *memory;
+  void *stream;  /* XLA's */
+  void *context; /* of the stream */
+  void *done;    /* event: the end of what was given so far */
+  char *staging;
+  size_t capacity;
+  void *streams[STREAMS], *events[SLOTS][EVENTS]; /* for chunks, once there have been some */
+  /* Pinned memory that was too small. Giving it back makes a driver wait for all streams of the device, and some of
+   * them may wait for MPI, so that is left to the end; all of it together is smaller than what has taken its place. */
+  void *outgrown[OUTGROWN];
+  int outgrown_count;
+};
+
+static struct stream_state *states;
+static pthread_mutex_t states_lock = PTHREAD_MUTEX_INITIALIZER;
+
+#define TRY(call, expression)                                             \
+  do {                                                                    \
+    int code_ = (expression);                                             \
+    if (code_ != 0) return call_fail_driver(call, (call)->memory, code_); \
+  } while (0)
+
+/* --- the states of streams --- */
+
+static int state_make(const struct memory *memory, void *stream, void *context, struct stream_state **made) {
+  struct stream_state *state = calloc(1, sizeof *state);
+  int code;
+  if (state == NULL) return -1;
+  if ((code = memory->event_make(&state->done)) != 0) {
+    free(state);
+    return code;
+  }
+  pthread_mutex_init(&state->taken, NULL);
+  state->memory = memory;
+  state->stream = stream;
+  state->context = context;
+  pthread_mutex_lock(&state->taken);
+  pthread_mutex_lock(&states_lock);
+  state->next = states;
+  states = state;
+  pthread_mutex_unlock(&states_lock);
+  *made = state;
+  return 0;
+}
+
+/* A state for the stream of the call, for this thread alone until it is let go. */
+static int state_take(const struct call *call, void *context, struct stream_state **taken) {
+  pthread_mutex_lock(&states_lock);
+  struct stream_state *state = states;
+  while (state != NULL && (state->stream != call->stream || state->context != context ||
+                           state->memory != call->memory || pthread_mutex_trylock(&state->taken) != 0))
+    state = state->next;
+  pthread_mutex_unlock(&states_lock);
+  *taken = state;
+  return state != NULL ? 0 : state_make(call->memory, call->stream, context, taken);
+}
+
+static void state_leave(struct stream_state *state) { pthread_mutex_unlock(&state->taken); }
+
+/* Pinned memory of at least that size, which grows by doubling. */
+static int state_reserve(struct stream_state *state, size_t bytes) {
+  if (bytes <= state->capacity) return 0;
+  size_t capacity = state->capacity > 0 ? state->capacity : LEAST;
+  while (capacity < bytes) capacity *= 2;
+  void *made = NULL;
+  int code = state->memory->pin(&made, capacity);
+  if (code != 0) return code;
+  if (state->staging != NULL) state->outgrown[state->outgrown_count++] = state->staging;
+  state->staging = made;
+  state->capacity = capacity;
+  return 0;
+}
+
+/* Streams and events for chunks. What a failure leaves half made is used by the next call and freed in the end. */
+static int state_divide(struct stream_state *state) {
+  const struct memory *memory = state->memory;
+  void **events = state->events[0];
+  int code = 0;
+  for (int i = 0; i < STREAMS && code == 0; i++)
+    if (state->streams[i] == NULL) code = memory->stream_make(&state->streams[i]);
+  for (int i = 0; i < SLOTS * EVENTS && code == 0; i++)
+    if (events[i] == NULL) code = memory->event_make(&events[i]);
+  return code;
+}
+
+/* Waits for all that was given to the state, whatever has failed. */
+static void state_drain(struct stream_state *state) {
+  for (int i = 0; i < STREAMS; i++)
+    if (state->streams[i] != NULL) state->memory->stream_synchronize(state->streams[i]);
+  state->memory->stream_synchronize(state->stream);
+}
+
+static void state_free(struct stream_state *state) {
+  const struct memory *memory = state->memory;
+  void **events = state->events[0], *previous;
+  if (memory->enter(state->context, &previous) == 0) {
+    memory->event_synchronize(state->done);
+    for (int i = 0; i < STREAMS; i++)
+      if (state->streams[i] != NULL)
+        memory->stream_synchronize(state->streams[i]), memory->stream_free(state->streams[i]);
+    for (int i = 0; i < SLOTS * EVENTS; i++)
+      if (events[i] != NULL) memory->event_free(events[i]);
+    if (state->staging != NULL) memory->unpin(state->staging);
+    for (int i = 0; i < state->outgrown_count; i++) memory->unpin(state->outgrown[i]);
+    memory->event_free(state->done);
+    memory->leave(previous);
+  }
+  pthread_mutex_destroy(&state->taken);
+  free(state);
+}
+
+void transport_drain(void) {
+  pthread_mutex_lock(&states_lock);
+  struct stream_state *state = states; /* those behind it stay where they are */
+  pthread_mutex_unlock(&states_lock);
+  for (; state != NULL; state = state->next) {
+    void *previous;
+    if (state->memory->enter(state->context, &previous) != 0) continue;
+    state->memory->event_synchronize(state->done);
+    state->memory->leave(previous);
+  }
+}
+
+void transport_finish(void) {
+  pthread_mutex_lock(&states_lock);
+  struct stream_state *state = states;
+  states = NULL;
+  pthread_mutex_unlock(&states_lock);
+  while (state != NULL) {
+    struct stream_state *next = state->next;
+    pthread_mutex_lock(&state->taken);
+    pthread_mutex_unlock(&state->taken);
+    state_free(state);
+    state = next;
+  }
+}
+
+/* --- calls of MPI that nobody waits for --- */
+
+struct job {
+  struct job *next;
+  struct call call;
+  bool done;
+};
+
+/* The thread of TRANSPORT_THREAD, and the jobs that are not in use. */
+static struct {
+  pthread_mutex_t lock;
+  pthread_cond_t posted, finished;
+  struct job *spare, *first, **last;
+  bool running;
+} jobs = {.lock = PTHREAD_MUTEX_INITIALIZER, .posted = PTHREAD_COND_INITIALIZER, .finished = PTHREAD_COND_INITIALIZER};
+
+static struct job *job_new(const struct call *call) {
+  pthread_mutex_lock(&jobs.lock);
+  struct job *job = jobs.spare;
+  if (job != NULL) jobs.spare = job->next;
+  pthread_mutex_unlock(&jobs.lock);
+  if (job == NULL) job = malloc(sizeof *job);
+  if (job == NULL) return NULL;
+  job->next = NULL;
+  call_copy(&job->call, call);
+  job->call.frame = NULL;
+  job->done = false;
+  return job;
+}
+
+static void job_free(struct job *job) {
+  pthread_mutex_lock(&jobs.lock);
+  job->next = jobs.spare;
+  jobs.spare = job;
+  pthread_mutex_unlock(&jobs.lock);
+}
+
+static void job_run(struct job *job) {
+  struct call *call = &job->call;
+  ffi_error *error = call_check(call); /* the communicator may have been freed meanwhile */
+  if (error == NULL) error = call_body(call);
+  for (int i = 0; i < call->buffer_count && error != NULL; i++) {
+    const struct buffer *buffer = &call->buffers[i];
+    if (role_is_written(buffer->role) && buffer->count > 0) memset(buffer->data, 0xff, buffer_bytes(buffer));
+  }
+}
+
+/* A host function: calls MPI in the driver's thread. */
+static void callback(void *data) {
+  job_run(data);
+  job_free(data);
+}
+
+static void *work(void *unused) {
+  (void)unused;
+  pthread_mutex_lock(&jobs.lock);
+  for (;;) {
+    while (jobs.first == NULL) pthread_cond_wait(&jobs.posted, &jobs.lock);
+    struct job *job = jobs.first;
+    jobs.first = job->next;
+    pthread_mutex_unlock(&jobs.lock);
+    job_run(job);
+    pthread_mutex_lock(&jobs.lock);
+    job->done = true;
+    pthread_cond_broadcast(&jobs.finished);
+  }
+  return NULL;
+}
+
+/* A host function: lets our thread call MPI, and waits for it. */
+static void hand_over(void *data) {
+  struct job *job = data;
+  pthread_mutex_lock(&jobs.lock);
+  if (jobs.first == NULL) jobs.last = &jobs.first;
+  *jobs.last = job;
+  jobs.last = &job->next;
+  pthread_cond_signal(&jobs.posted);
+  while (!job->done) pthread_cond_wait(&jobs.finished, &jobs.lock);
+  pthread_mutex_unlock(&jobs.lock);
+  job_free(job);
+}
+
+static bool start_thread(void) {
+  pthread_mutex_lock(&jobs.lock);
+  if (!jobs.running) {
+    pthread_t thread;
+    jobs.running = pthread_create(&thread, NULL, work, NULL) == 0 && pthread_detach(thread) == 0;
+  }
+  bool running = jobs.running;
+  pthread_mutex_unlock(&jobs.lock);
+  return running;
+}
+
+static ffi_error *give_job(const struct call *call, const struct call *part, bool thread, void *stream) {
+  struct job *job = !thread || start_thread() ? job_new(part) : NULL;
+  if (job == NULL) return call_fail(call, FFI_INTERNAL, "no memory or no thread for a call of MPI");
+  int code = call->memory->call(stream, thread ? hand_over : callback, job);
+  if (code == 0) return NULL;
+  job_free(job);
+  return call_fail_driver(call, call->memory, code);
+}
+
+/* --- an operation on its way --- */
+
+/* A user's reduction may need the GIL, which another thread may hold while it waits for the stream in the driver. Where
+ * ranks compare what they do, the chunks behind one that they do not agree about must not be under way. */
+static enum transport transport_of(const struct call *call) {
+  return importer && call->reducer != REDUCER_USER && !call->compared ? runtime.transport : TRANSPORT_WAIT;
+}
+
+/* Whether MPI can do it on the device's memory: not a reduction by a function that reads host memory, and not chunks of
+ * several rows, which have to be gathered. */
+static bool within_reach(const struct call *call) {
+  const struct division *division = &call->division;
+  if (call->reducer != REDUCER_MPI) return false;
+  return (division->rows_read == 1 && division->rows_written == 1) || division_is_one(division);
+}
+
+/* One operation on its way. Without chunks all streams are XLA's, whose order is enough. Staged are the buffers of the
+ * host's, in front of the slots, and, where MPI does not reach the device, its own, in each slot. */
+struct stage {
+  const struct call *call;
+  struct stream_state *state;
+  enum transport transport;
+  bool aware;
+  bool divided;
+  int64_t chunks;
+  size_t front, room;          /* bytes before the slots, and of a slot */
+  size_t offsets[MAX_BUFFERS]; /* of what is staged */
+  void *down, *through, *up;
+};
+
+static bool is_staged(const struct stage *stage, const struct buffer *buffer) {
+  return buffer->count > 0 && (!stage->aware || role_is_of_host(buffer->role));
+}
+
+static void **events_of(const struct stage *stage, int64_t number) { return stage->state->events[number % SLOTS]; }
+
+/* One chunk of a call: as it lies on the device, and as MPI gets it. */
+struct chunk {
+  struct call device, call;
+};
+
+static void chunk_make(const struct stage *stage, int64_t number, struct chunk *chunk) {
+  call_copy(&chunk->device, stage->call);
+  if (stage->divided) call_cut(&chunk->device, number * stage->call->division.chunk);
+  call_copy(&chunk->call, &chunk->device);
+  struct call *call = &chunk->call;
+  char *slot = stage->state->staging + stage->front + (size_t)(number % SLOTS) * stage->room * stage->divided;
+  call->compared = call->compared && number == 0;
+  if (!stage->aware) call->memory = &memory_host;
+  for (int i = 0; i < call->buffer_count; i++)
+    if (is_staged(stage, &call->buffers[i]))
+      call->buffers[i].data =
+          (role_is_of_host(call->buffers[i].role) ? stage->state->staging : slot) + stage->offsets[i];
+}
+
+/* A buffer of a chunk down to the host, or up to the device. */
+static int copy(const struct stage *stage, bool up, const struct buffer *host, const struct buffer *device) {
+  const struct memory *memory = stage->call->memory;
+  void *stream = up ? stage->up : stage->down;
+  size_t rows = stage->divided ? (size_t)call_rows(stage->call, host) : 1, width = buffer_bytes(host), pitch = 0;
+  if (rows > 1) width /= rows, pitch = (size_t)stage->call->division.columns * host->type->bytes;
+  bool each = pitch > MAX_PITCH;
+  int code = 0;
+  for (size_t i = 0; i < (each ? rows : 1) && code == 0; i++) {
+    char *on_host = (char *)host->data + i * width, *on_device = (char *)device->data + i * pitch;
+    if (up)
+      code = memory->copy_up(on_device, on_host, width, each ? 1 : rows, pitch, stream);
+    else
+      code = memory->copy_down(on_host, on_device, width, each ? 1 : rows, pitch, stream);
+  }
+  return code;
+}
+
+/* Copies what is staged and read down, or what is staged and written up: with each chunk its part of MPI's buffers,
+ * those of the host's with the first chunk, or the last. */
+static ffi_error *copy_all(const struct stage *stage, bool up, int64_t number, const struct chunk *chunk) {
+  int64_t with_hosts = up ? stage->chunks - 1 : 0;
+  for (int i = 0; i < chunk->call.buffer_count; i++) {
+    const struct buffer *host = &chunk->call.buffers[i];
+    if (role_is_written(host->role) != up || !is_staged(stage, host)) continue;
+    if (role_is_of_host(host->role) && number != with_hosts) continue;
+    TRY(stage->call, copy(stage, up, host, &chunk->device.buffers[i]));
+  }
+  return NULL;
+}
+
+/* Later work of the stream `after` waits for what the stream `before` has been given so far. */
+static int order(const struct stage *stage, void *before, void *event, void *after) {
+  const struct memory *memory = stage->call->memory;
+  if (before == after) return 0;
+  int code = memory->event_record(event, before);
+  return code != 0 ? code : memory->stream_wait(after, event);
+}
+
+static ffi_error *fetch(const struct stage *stage, int64_t number) {
+  struct chunk chunk;
+  chunk_make(stage, number, &chunk);
+  void **events = events_of(stage, number);
+  if (number >= SLOTS) TRY(stage->call, stage->call->memory->stream_wait(stage->down, events[STORED]));
+  ffi_error *error = copy_all(stage, false, number, &chunk);
+  if (error != NULL) return error;
+  TRY(stage->call, order(stage, stage->down, events[FETCHED], stage->through));
+  return NULL;
+}
+
+static ffi_error *pass(const struct stage *stage, int64_t number) {
+  const struct memory *memory = stage->call->memory;
+  struct chunk chunk;
+  chunk_make(stage, number, &chunk);
+  if (stage->transport != TRANSPORT_WAIT)
+    return give_job(stage->call, &chunk.call, stage->transport == TRANSPORT_THREAD, stage->through);
+  void *ready = stage->divided ? events_of(stage, number)[FETCHED] : stage->state->done;
+  if (!stage->divided) TRY(stage->call, memory->event_record(ready, stage->through));
+  TRY(stage->call, memory->event_synchronize(ready));
+  return stage->aware ? call_chunks(&chunk.call) : call_body(&chunk.call);
+}
+
+static ffi_error *store(const struct stage *stage, int64_t number) {
+  struct chunk chunk;
+  chunk_make(stage, number, &chunk);
+  void **events = events_of(stage, number);
+  TRY(stage->call, order(stage, stage->through, events[PASSED], stage->up));
+  ffi_error *error = copy_all(stage, true, number, &chunk);
+  if (error != NULL) return error;
+  if (stage->divided) TRY(stage->call, stage->call->memory->event_record(events[STORED], stage->up));
+  return NULL;
+}
+
+static size_t aligned(size_t bytes) { return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT; }
+
+/* The buffer of the same number among MPI's that are read as this one among those that are written, if it is as large;
+ * -1 where there is none. */
+static int partner_of(const struct call *call, int written) {
+  int number = 0;
+  for (int i = 0; i < written; i++) number += call->buffers[i].role == WRITE;
+  for (int i = 0; i < call->buffer_count; i++)
+    if (call->buffers[i].role == READ && number-- == 0)
+      return buffer_bytes(&call->buffers[i]) == buffer_bytes(&call->buffers[written]) ? i : -1;
+  return -1;
+}
+
+/* Finds a place for each buffer that is staged. In what goes in chunks by its nature a result takes the place of its
+ * operand, so that MPI works in place. */
+static void lay_out(struct stage *stage) {
+  struct call first; /* the largest chunk */
+  call_copy(&first, stage->call);
+  if (stage->divided) call_cut(&first, 0);
+  bool in_place = stage->call->operation->divisibility == CHUNKS;
+  stage->front = stage->room = 0;
+  for (int i = 0; i < first.buffer_count; i++) {
+    const struct buffer *buffer = &first.buffers[i];
+    stage->offsets[i] = 0;
+    if (!is_staged(stage, buffer)) continue;
+    int partner = in_place && buffer->role == WRITE ? partner_of(&first, i) : -1;
+    size_t *end = role_is_of_host(buffer->role) ? &stage->front : &stage->room;
+    stage->offsets[i] = partner < 0 ? aligned(*end) : stage->offsets[partner];
+    if (partner < 0) *end = stage->offsets[i] + buffer_bytes(buffer);
+  }
+  stage->front = aligned(stage->front);
+  if (stage->divided) stage->room = aligned(stage->room);
+}
+
+static ffi_error *prepare(struct stage *stage, struct stream_state *state, const struct call *call) {
+  stage->call = call;
+  stage->state = state;
+  stage->aware = runtime.aware && within_reach(call);
+  stage->transport = stage->aware ? TRANSPORT_WAIT : transport_of(call);
+  stage->divided = !stage->aware && !division_is_one(&call->division);
+  stage->chunks = stage->divided ? (call->division.columns + call->division.chunk - 1) / call->division.chunk : 1;
+  stage->down = stage->through = stage->up = call->stream;
+  lay_out(stage);
+  TRY(call, state_reserve(state, stage->front + (stage->divided ? SLOTS : 1) * stage->room));
+  if (!stage->divided) return NULL;
+  TRY(call, state_divide(state));
+  stage->down = state->streams[DOWN];
+  stage->through = state->streams[THROUGH];
+  stage->up = state->streams[UP];
+  return NULL;
+}
+
+static ffi_error *run_chunks(const struct stage *stage) {
+  const struct call *call = stage->call;
+  TRY(call, order(stage, call->stream, stage->state->done, stage->down));
+  ffi_error *error = fetch(stage, 0);
+  for (int64_t i = 0; i < stage->chunks && error == NULL; i++) {
+    if (i + 1 < stage->chunks) error = fetch(stage, i + 1); /* under way while this thread is with MPI */
+    if (error == NULL) error = pass(stage, i);
+    if (error == NULL) error = store(stage, i);
+  }
+  if (error != NULL) return error;
+  if (stage->divided) TRY(call, call->memory->stream_wait(call->stream, events_of(stage, stage->chunks - 1)[STORED]));
+  if (stage->front + stage->room > 0) TRY(call, call->memory->event_record(stage->state->done, call->stream));
+  return NULL;
+}
+
+static ffi_error *run(struct stream_state *state, const struct call *call) {
+  struct stage stage;
+  ffi_error *error = prepare(&stage, state, call);
+  if (error != NULL) return error;
+  error = run_chunks(&stage);
+  if (error != NULL) state_drain(state); /* XLA takes the buffers back */
+  return error;                          /* cppcheck-suppress returnDanglingLifetime ; no error points to the call */
+}
+
+ffi_error *transport_run(struct call *call) {
+  const struct memory *memory = call->memory;
+  ffi_stream_get_args stream = {sizeof stream, NULL, call->frame->context, NULL};
+  ffi_error *error = call->frame->api->stream_get(&stream);
+  if (error != NULL) return error; /* cppcheck-suppress returnDanglingLifetime ; it is XLA's own */
+  call->stream = stream.stream;
+  void *context, *previous;
+  struct stream_state *state;
+  TRY(call, memory->context(call->stream, &context));
+  TRY(call, memory->enter(context, &previous));
+  int code = state_take(call, context, &state);
+  if (code != 0) {
+    error = code == -1 ? call_fail(call, FFI_INTERNAL, "no memory") : call_fail_driver(call, memory, code);
+  } else {
+    error = run(state, call);
+    state_leave(state);
+  }
+  code = memory->leave(previous);
+  if (error == NULL && code != 0) error = call_fail_driver(call, memory, code);
+  return error;
+}

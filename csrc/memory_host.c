@@ -1,3 +1,0 @@
-#include "memory.h"
-
-const struct memory memory_host = {.platform = "cpu", .host = true};

@@ -1,0 +1,94 @@
+#include "mpi/mpi_table.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "devices/transport.h"
+
+struct mpi_table mpi;
+static int keyval; /* caches the struct communicator on the communicator itself */
+
+/* A duplicate is another communicator: it gets a struct of its own. */
+static int do_not_copy(MPI_Comm comm, int key, void *extra, void *value, void *copy, int *flag) {
+  (void)comm, (void)key, (void)extra, (void)value, (void)copy;
+  *flag = 0;
+  return MPI_SUCCESS;
+}
+
+/* Called by MPI as the communicator is freed, after what has been left to streams of devices: it may use it. */
+static int mark_freed(MPI_Comm comm, int key, void *value, void *extra) {
+  (void)comm, (void)key, (void)extra;
+  transport_drain();
+  atomic_store(&((struct communicator *)value)->freed, true);
+  return MPI_SUCCESS;
+}
+
+static const char *load(void *library) {
+  static const struct symbol symbols[] = {
+#define REQUIRED(name, parameters) {"MPI_" #name, offsetof(struct mpi_table, name), true},
+#define OPTIONAL(name, parameters) {"MPI_" #name, offsetof(struct mpi_table, name), false},
+#include "mpi/mpi.def"
+#undef REQUIRED
+#undef OPTIONAL
+      {NULL, 0, false}};
+  const char *missing = symbols_load(library, symbols, &mpi);
+  if (missing != NULL) return missing;
+  if (mpi.Comm_create_keyval(do_not_copy, mark_freed, &keyval, NULL) != MPI_SUCCESS) return "MPI_Comm_create_keyval";
+  return NULL;
+}
+
+static int communicator(intptr_t handle, const char *meaning, struct communicator **result) {
+  MPI_Comm comm = (MPI_Comm)handle;
+  int code, found = 0, inter = 0;
+  *result = NULL;
+  if ((code = mpi.Comm_get_attr(comm, keyval, result, &found)) != MPI_SUCCESS || found) return code;
+  if ((code = mpi.Comm_test_inter(comm, &inter)) != MPI_SUCCESS || inter) return code;
+  struct communicator *made = calloc(1, sizeof *made);
+  if (made == NULL) return -1;
+  made->handle = handle;
+  if ((code = mpi.Comm_rank(comm, &made->rank)) != MPI_SUCCESS ||
+      (code = mpi.Comm_size(comm, &made->size)) != MPI_SUCCESS ||
+      (code = (made->number = registry_add(made, meaning)) != 0 ? MPI_SUCCESS : -1) != MPI_SUCCESS ||
+      (code = mpi.Comm_set_attr(comm, keyval, made)) != MPI_SUCCESS) {
+    if (made->number == 0) free(made); /* what is registered stays */
+    return code;
+  }
+  *result = made;
+  return MPI_SUCCESS;
+}
+
+static int half_operations(bool bfloat16, intptr_t handles[4]) {
+  MPI_Op made[4];
+  for (int i = 0; i < 4; i++) {
+    int code = mpi.Op_create(half_functions[bfloat16][i], 1, &made[i]);
+    if (code != MPI_SUCCESS) {
+      while (i-- > 0) mpi.Op_free(&made[i]);
+      return code;
+    }
+    handles[i] = (intptr_t)made[i];
+  }
+  return MPI_SUCCESS;
+}
+
+static int exchange(const struct communicator *comm, const void *mine, void *all, size_t bytes) {
+  MPI_Datatype type = (MPI_Datatype)runtime.datatypes[FFI_DTYPE_U8];
+  return mpi.Allgather(mine, (int)bytes, type, all, (int)bytes, type, (MPI_Comm)comm->handle);
+}
+
+static void error_text(int code, char *text) {
+  int length = 0;
+  if (mpi.Error_string(code, text, &length) != MPI_SUCCESS) snprintf(text, 64, "MPI error code %d", code);
+}
+
+#define ABI_STRING2(name) #name
+#define ABI_STRING(name)  ABI_STRING2(name)
+
+const struct abi ABI_LOCAL(abi) = {
+    .name = ABI_STRING(ABI_NAME),
+    .bodies = operation_bodies,
+    .load = load,
+    .communicator = communicator,
+    .half_operations = half_operations,
+    .exchange = exchange,
+    .error_text = error_text,
+};

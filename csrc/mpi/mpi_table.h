@@ -1,0 +1,42 @@
+/* The MPI library in one ABI: its types, its constants, its functions.
+ *
+ * Included only by the sources that are compiled once per ABI, with ABI_HEADER naming the header of mpi/abi/. No mpi.h
+ * is read: the library is the one that mpi4py has loaded, and its functions are looked up by name.
+ */
+#ifndef JAXMPI_MPI_TABLE_H
+#define JAXMPI_MPI_TABLE_H
+
+#include "core/core.h"
+#include ABI_HEADER
+
+typedef int MPI_Comm_copy_attr_function(MPI_Comm, int, void *, void *, void *, int *);
+typedef int MPI_Comm_delete_attr_function(MPI_Comm, int, void *, void *);
+typedef void MPI_User_function(void *, void *, int *, MPI_Datatype *);
+
+enum { MPI_SUCCESS = 0 };
+
+/* name -> name_openmpi and so on: what is not static exists once per ABI. */
+#define ABI_JOIN2(name, abi) name##_##abi
+#define ABI_JOIN(name, abi)  ABI_JOIN2(name, abi)
+#define ABI_LOCAL(name)      ABI_JOIN(name, ABI_NAME)
+
+#define mpi              ABI_LOCAL(mpi)
+#define half_functions   ABI_LOCAL(half_functions)
+#define operation_bodies ABI_LOCAL(operation_bodies)
+
+struct mpi_table {
+#define REQUIRED(name, parameters) int(*name) parameters;
+#define OPTIONAL(name, parameters) int(*name) parameters; /* may be NULL */
+#include "mpi/mpi.def"
+#undef REQUIRED
+#undef OPTIONAL
+};
+extern struct mpi_table mpi; /* written by load, once */
+
+/* Element-wise reductions of 16-bit floating-point numbers: [0] float16, [1] bfloat16; SUM, PROD, MAX, MIN. */
+extern MPI_User_function *const half_functions[2][4];
+
+/* In the order of ops.def. */
+extern ffi_error *(*const operation_bodies[])(struct call *);
+
+#endif

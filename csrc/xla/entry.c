@@ -1,0 +1,166 @@
+#include "xla/entry.h"
+
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/call.h"
+#include "core/compare.h"
+#include "devices/transport.h"
+
+/* What XLA hands over must be what the Python side has lowered; a difference is a mixture of two versions. Asked once,
+ * when XLA makes a program; the calls of that program rely on it. */
+static ffi_error *check_attributes(const struct call *call) {
+  const ffi_attributes *given = &call->frame->attributes;
+  const struct operation *operation = call->operation;
+  if (given->size != operation->attribute_count)
+    return call_fail(call, FFI_INTERNAL, "%" PRId64 " attributes where the core expects %d: reinstall jaxmpi",
+                     given->size, operation->attribute_count);
+  for (int i = 0; i < operation->attribute_count; i++) {
+    const char *name = operation->attributes[i].name;
+    const ffi_span *span = given->names[i];
+    const ffi_scalar *scalar = given->values[i];
+    if (given->types[i] != FFI_ATTRIBUTE_SCALAR || scalar->dtype != FFI_DTYPE_S64 || span->size != strlen(name) ||
+        memcmp(span->data, name, span->size) != 0)
+      return call_fail(call, FFI_INTERNAL, "attribute %d is not the integer %s: reinstall jaxmpi", i, name);
+  }
+  return NULL;
+}
+
+static inline void decode_attributes(struct call *call) {
+  ffi_scalar *const *scalars = (ffi_scalar *const *)call->frame->attributes.values;
+  for (int i = 0; i < call->operation->attribute_count; i++)
+    memcpy(&call->attributes[i], scalars[i]->value, sizeof(int64_t));
+}
+
+/* Finds the communicator, and whether it can be used. */
+static ffi_error *find_communicator(struct call *call) {
+  int64_t *attribute = &call->attributes[call->operation->comm];
+  call->comm = registry_at(*attribute);
+  *attribute = (int64_t)(intptr_t)call->comm;
+  return call_check(call);
+}
+
+/* Puts the address of each other object in the place of its number. */
+static ffi_error *find_objects(struct call *call) {
+  const struct operation *operation = call->operation;
+  call->reducer = REDUCER_MPI;
+  for (int i = 0; i < operation->attribute_count; i++) {
+    int64_t *attribute = &call->attributes[i];
+    enum attribute kind = operation->attributes[i].kind;
+    if (i == operation->comm || kind == RANK || kind == TAG || kind == DERIVATIVE) continue;
+    if (kind == OBJECT_OR_0 && *attribute == 0) continue;
+    void *object = registry_at(*attribute);
+    if (object == NULL) return call_fail_unknown(call, operation->attributes[i].name);
+    *attribute = (int64_t)(intptr_t)object;
+    if (kind == REDUCTION) call->reducer = ((const struct reduction *)object)->by;
+  }
+  return NULL;
+}
+
+static ffi_error *decode_buffer(const struct call *call, const ffi_buffer *given, struct buffer *buffer) {
+  buffer->data = given->data;
+  buffer->count = ffi_count(given);
+  buffer->type = datatype_find(given->dtype);
+  if (buffer->type == NULL || !runtime.known[given->dtype])
+    return call_fail(call, FFI_UNIMPLEMENTED, "XLA's data type number %d cannot be communicated", given->dtype);
+  return NULL;
+}
+
+/* One direction of a frame: its buffers, those of an ordered effect's token apart. */
+struct direction {
+  ffi_buffer *const *next;
+  int64_t given;
+  int of_mpi, of_host; /* as the row has them, lists apart */
+  bool list;
+  bool without_mpis; /* this rank passes none of MPI's */
+};
+
+static struct direction direction_of(const struct operation *operation, const ffi_buffers *list, bool written) {
+  struct direction d = {.next = (ffi_buffer *const *)list->buffers, .given = list->size};
+  bool hosts_list = false;
+  if (d.given > 0 && d.next[d.given - 1]->dtype == FFI_DTYPE_TOKEN) d.given--;
+  for (int i = 0; i < operation->buffer_count; i++) {
+    enum role role = operation->buffers[i].role;
+    if (role_is_written(role) != written) continue;
+    if (operation->buffers[i].each)
+      d.list = true, hosts_list = role_is_of_host(role);
+    else if (role_is_of_host(role))
+      d.of_host++;
+    else
+      d.of_mpi++;
+  }
+  d.without_mpis = d.given == d.of_host && !hosts_list;
+  return d;
+}
+
+/* How many buffers a frame has for role `i`. */
+static int64_t passed_for(const struct operation *operation, int i, const struct direction *d) {
+  if (d->without_mpis && !role_is_of_host(operation->buffers[i].role)) return 0;
+  return operation->buffers[i].each ? d->given - d->of_mpi - d->of_host : 1;
+}
+
+/* The buffers of each role, in the order of ops.def. */
+static ffi_error *decode_buffers(struct call *call) {
+  const struct operation *operation = call->operation;
+  struct direction directions[] = {direction_of(operation, &call->frame->operands, false),
+                                   direction_of(operation, &call->frame->results, true)};
+  for (int k = 0; k < 2; k++) {
+    const struct direction *d = &directions[k];
+    int64_t wanted = d->of_mpi + d->of_host;
+    if (!d->without_mpis && (d->list ? d->given < wanted : d->given != wanted))
+      return call_fail(call, FFI_INTERNAL, "%" PRId64 " %s where the core expects %" PRId64 ": reinstall jaxmpi",
+                       d->given, k == 0 ? "operands" : "results", wanted);
+  }
+  if (directions[0].given + directions[1].given + operation->buffer_count > MAX_BUFFERS)
+    return call_fail(call, FFI_UNIMPLEMENTED,
+                     "%" PRId64 " arrays in one call, and more than some %d are not possible: divide the pytree",
+                     directions[0].given + directions[1].given, MAX_BUFFERS - operation->buffer_count);
+  short count = 0;
+  for (int i = 0; i < operation->buffer_count; i++) {
+    enum role role = operation->buffers[i].role;
+    struct direction *d = &directions[role_is_written(role)];
+    call->first[i] = count;
+    for (int64_t n = passed_for(operation, i, d); n > 0; n--, count++) {
+      ffi_error *error = decode_buffer(call, *d->next++, &call->buffers[count]);
+      if (error != NULL) return error;
+      call->buffers[count].role = role;
+    }
+    if (count == call->first[i] && !operation->buffers[i].each) /* a body finds one that is empty */
+      call->buffers[count++] = (struct buffer){NULL, 0, NULL, role};
+  }
+  call->first[operation->buffer_count] = call->buffer_count = count;
+  return NULL;
+}
+
+/* The error of an operation that was done after its call had returned. */
+static ffi_error *call_deferred(const struct call *call) {
+  struct failure *failure = importer ? failure_take() : NULL; /* no other thread leaves operations to a stream */
+  if (failure == NULL) return NULL;
+  ffi_error *error =
+      call_fail(call, failure->code, "not done, because an operation before it has failed: %s", failure->text);
+  free(failure);
+  return error;
+}
+
+ffi_error *entry_run(ffi_frame *frame, int row, const struct memory *memory) {
+  if (ffi_answer_metadata(frame)) return NULL;
+  struct call call; /* not zeroed as a whole, which would take as long as the rest */
+  call.frame = frame;
+  call.operation = &operation_table[row];
+  call.comm = NULL;
+  call.memory = memory;
+  call.stream = NULL;
+  call.buffer_count = 0;
+  ffi_error *error;
+  if (frame->stage == FFI_STAGE_INSTANTIATE) return check_attributes(&call);
+  if (frame->stage != FFI_STAGE_EXECUTE) return NULL;
+  decode_attributes(&call);
+  if ((error = find_communicator(&call)) != NULL || (error = find_objects(&call)) != NULL) return error;
+  if ((error = call_deferred(&call)) != NULL || (error = decode_buffers(&call)) != NULL) return error;
+  call_divide(&call);
+  call.compared = false;
+  if (atomic_load_explicit(&runtime.check, memory_order_relaxed)) compare_decide(&call);
+  call.traced = atomic_load_explicit(&runtime.trace, memory_order_relaxed);
+  return memory->host ? call_chunks(&call) : transport_run(&call);
+}

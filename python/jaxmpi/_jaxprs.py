@@ -1,0 +1,107 @@
+"""Computations as JAX writes them down: what is inside, and how they are evaluated."""
+
+import functools
+from collections.abc import Container, Iterable, Iterator
+from typing import Any
+
+import jax
+from jax._src import core
+from jax._src.interpreters import mlir as private_mlir
+from jax._src.interpreters import partial_eval
+from jax._src.sharding_impls import UnspecifiedValue
+from jax.extend.core import Literal, primitives
+
+from jaxmpi import _jax
+
+
+def called(params: dict[str, Any]) -> Any:
+    """The computation inside a nested call with these parameters."""
+    return params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
+
+
+def inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
+    """The jaxprs that an equation with these parameters has inside, less their constants."""
+    for value in params.values():
+        for inner in value if isinstance(value, tuple) else (value,):
+            jaxpr = getattr(inner, "jaxpr", inner)
+            if hasattr(jaxpr, "eqns"):
+                yield jaxpr
+
+
+def alone(jaxpr: Any, equation: Any) -> Any:
+    """A jaxpr of one of its equations alone, of all of its operands."""
+    operands = [core.Var(jax.typeof(x.val)) if isinstance(x, Literal) else core.Var(x.aval) for x in equation.invars]
+    results = [core.Var(x.aval) for x in equation.outvars]
+    equation = equation.replace(invars=operands, outvars=results)
+    names = jaxpr.debug_info._replace(arg_names=("",) * len(operands), result_paths=("",) * len(results))
+    return jaxpr.replace(
+        constvars=[], invars=operands, outvars=results, eqns=[equation], debug_info=names, effects=equation.effects
+    )
+
+
+def evaluate(jaxpr: Any, *args: Any) -> list[Any]:
+    """The results of a jaxpr, closed or not, in the trace at hand."""
+    return core.eval_jaxpr(getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ()), *args)
+
+
+def without_objects(closed: Any) -> Any:
+    """The same computation without the primitives that newer versions of JAX keep as objects until they lower them."""
+    high = getattr(closed, "is_high", False) or getattr(getattr(closed, "jaxpr", None), "is_high", False)
+    if not high:
+        return closed
+    lower: Any = getattr(partial_eval, "lower_jaxpr2", partial_eval.lower_jaxpr)
+    return lower(closed)
+
+
+def variables(atoms: Iterable[Any]) -> list[Any]:
+    """Those of a jaxpr's atoms that are no literals."""
+    return [atom for atom in atoms if not isinstance(atom, Literal)]
+
+
+def body(equation: Any, needed: Container[Any]) -> tuple[str, Any, list[bool]] | None:
+    """The computation inside a loop or a nested call: its parameter's name, itself, which of its arguments it keeps.
+
+    Kept are what every step of a loop uses, and what is `needed` after a call; a loop's carried values are its own.
+    None for anything else.
+    """
+    params = equation.params
+    match equation.primitive.name:
+        case "scan":
+            name, keep = "jaxpr", [True] * parts_of_scan(params)[0]
+        case "while":
+            name, keep = "body_jaxpr", [True] * params["body_nconsts"]
+        case "pjit" | "jit":  # the older name, the newer one
+            name, keep = "jaxpr", [isinstance(x, Literal) or x in needed for x in equation.invars]
+        case _:
+            return None
+    inner = params[name]
+    return name, inner, keep + [False] * (len(inner.jaxpr.invars) - len(keep))
+
+
+def parts_of_scan(params: dict[str, Any]) -> tuple[int, int]:
+    """How many of a scan's first operands are the same for each step, and how many after them are carried."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    constants, carried, _ = params["ft_in"].unpack()  # from 0.12 on: a tree of constants, carried values and rows
+    return len(list(constants)), len(list(carried))
+
+
+def lower_calls_inline(effect: _jax.Effect) -> None:
+    """Has nested calls with the effect lowered as the equations that they hold.
+
+    XLA 0.12 may execute a loop twice, or end the process, where a function with an ordered effect and without array
+    operands is called inside another (`tests/test_order.py`). It would inline them itself.
+    """
+    for primitive in (_jax.jit_p, primitives.call_p, primitives.closed_call_p, getattr(core, "eval_jaxpr_p", None)):
+        if primitive is not None:
+            entry = private_mlir._lowerings[primitive]
+            own: Any = getattr(entry, "rule", entry)  # the rule itself in JAX 0.6
+            _jax.mlir.register_lowering(primitive, functools.partial(_lower_call, own, effect))
+
+
+def _lower_call(own: Any, effect: _jax.Effect, ctx: Any, *args: Any, **params: Any) -> Any:
+    inner = called(params)
+    placed = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
+    if effect not in inner.effects or not all(isinstance(x, UnspecifiedValue) for x in placed):
+        return own(ctx, *args, **params)
+    return _jax.mlir.lower_fun(functools.partial(evaluate, inner), multiple_results=True)(ctx, *args)

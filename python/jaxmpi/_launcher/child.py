@@ -1,0 +1,161 @@
+"""One rank of `python -m jaxmpi.run`: runs the program, and ends the whole job if it fails.
+
+Without this a rank that raises waits for the others in MPI's finalization, and they wait for its messages.
+"""
+
+import builtins
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import io
+import os
+import runpy
+import sys
+import time
+import traceback
+import types
+import zipfile
+
+
+def _own_frames(trace):
+    """The traceback from the program's first frame on."""
+    own = (__file__, runpy.__file__, "<frozen runpy>")
+    while trace is not None and trace.tb_frame.f_code.co_filename in own:
+        trace = trace.tb_next
+    return trace
+
+
+def _formatted(error: BaseException) -> list[str]:
+    """The lines of an exception and of those that have caused it, from the program's first frame on."""
+    seen: list[BaseException | None] = [error]
+    while (last := seen[-1]) is not None and last not in seen[:-1]:
+        seen.append(last.with_traceback(_own_frames(last.__traceback__)).__cause__ or last.__context__)
+    return traceback.format_exception(type(error), error, error.__traceback__)
+
+
+def _end(code: int) -> None:
+    """Ends all ranks if MPI is running, else this one."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    time.sleep(0.3)  # launchers pass on what was written before, but not what comes together with an abort
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.COMM_WORLD.Abort(code)
+    os._exit(code)
+
+
+class _StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Puts jaxmpi in the place of a package as the program first imports it, so that the program may set up mpi4py."""
+
+    def __init__(self, name: str):
+        self.name, self.package = name, name.partition("-")[0]
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname == self.package:
+            return importlib.machinery.ModuleSpec(fullname, self, origin="jaxmpi.compat", is_package=True)
+        return None
+
+    def create_module(self, spec):
+        from jaxmpi.compat._install import INSTALLERS
+
+        INSTALLERS[self.name]()
+        return sys.modules[self.package]
+
+    def exec_module(self, module):
+        pass
+
+
+def _take_a_device(assign: bool) -> None:
+    """Lets this rank take its device as the program first imports jax: the user's choice, else its own to `assign`."""
+    file = os.path.join(os.path.dirname(__file__), "placement.py")
+    spec = importlib.util.spec_from_file_location("jaxmpi._launcher.placement", file)
+    assert spec is not None
+    assert spec.loader is not None
+    placement = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(placement)
+    sys.meta_path.insert(0, placement.AtImport(assign))
+
+
+def _run_as_main(program: str) -> None:
+    """Runs a script, or a zip file or folder with a `__main__.py`, in the module `__main__`."""
+    if not os.path.isdir(program) and not zipfile.is_zipfile(program):
+        sys.path[0] = os.path.dirname(os.path.abspath(program))
+        main = sys.modules["__main__"]
+        main.__file__ = program
+        main.__loader__ = importlib.machinery.SourceFileLoader("__main__", program)
+        with open(program, "rb") as file:
+            code = compile(file.read(), program, "exec")
+        exec(code, main.__dict__)
+        return
+    sys.path[0] = program
+    _run_module("__main__", alter_argv=False)
+
+
+_run_module = getattr(runpy, "_run_module_as_main")  # noqa: B009 (what `python -m` itself calls)
+_own_module = sys.modules["__main__"]  # kept: its functions are those that run
+
+
+def _run(arguments: list[str]) -> None:
+    while arguments[0] in ("--as", "--devices"):
+        option, value, *arguments = arguments
+        if option == "--as":
+            sys.meta_path.insert(0, _StandIn(value))
+        else:
+            _take_a_device(value == "rank")
+    # What the program defines is in `__main__` and stays there, for pickling, threads and what runs at exit.
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    vars(sys.modules["__main__"])["__builtins__"] = builtins
+    try:
+        if arguments[0] == "-m":
+            sys.argv = arguments[1:]
+            sys.path[0] = os.getcwd()
+            _run_module(arguments[1])
+        else:
+            sys.argv = arguments
+            _run_as_main(arguments[0])
+    except SystemExit as stop:
+        if not stop.code:
+            _finish()
+        raise
+    _finish()
+
+
+def _finish() -> None:
+    """Waits for what is still running: its errors belong to the program."""
+    native = sys.modules.get("jaxmpi._native")
+    if native is not None:
+        native.finish()
+
+
+def _untold() -> str:
+    """The error of an operation that nobody has been told of: perhaps what a later one comes from."""
+    core = sys.modules.get("jaxmpi._core")
+    failure = core.take_failure() if core is not None else None
+    return f"jaxmpi.run: before that an operation had failed: {failure}\n" if failure else ""
+
+
+def main() -> None:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Lines come out at once, and whole: the ranks share the output.
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
+    try:
+        _run(sys.argv[1:])
+    except SystemExit as stop:
+        if stop.code is None or stop.code == 0:
+            raise
+        if not isinstance(stop.code, int):
+            print(stop.code, file=sys.stderr)
+        sys.stderr.write(_untold())
+        _end(stop.code if isinstance(stop.code, int) else 1)
+    except BaseException as error:
+        mpi = sys.modules.get("mpi4py.MPI")
+        rank = f" on rank {mpi.COMM_WORLD.rank}" if mpi is not None and mpi.Is_initialized() else ""
+        text = f"jaxmpi.run: uncaught exception{rank}:\n{''.join(_formatted(error))}"
+        if isinstance(error, ModuleNotFoundError) and error.name in ("mpi4jax", "jpi"):
+            text += f"jaxmpi.run: with jaxmpi in its place: --as {error.name}, before the program\n"
+        sys.stderr.write(text + _untold())  # in one piece: the ranks share what they write to
+        _end(1)
+
+
+if __name__ == "__main__":
+    main()

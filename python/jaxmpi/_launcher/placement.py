@@ -1,0 +1,166 @@
+"""Which of a machine's accelerators a rank takes: `python -m jaxmpi.run --devices rank`.
+
+Loaded by path on each rank before the program runs, so nothing here imports jax, mpi4py or this package. Run as a
+script it prints the devices that its process sees.
+"""
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+LAUNCHERS = (
+    ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # Hydra: MPICH, Intel MPI
+    ("PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
+    ("MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
+    ("JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"),
+    ("FLUX_TASK_LOCAL_ID", None),
+    ("SLURM_LOCALID", "SLURM_TASKS_PER_NODE"),
+)
+"""Where a launcher puts the local rank and the number of local ranks. The schedulers come last: a launcher that runs
+inside their job inherits their variables."""
+
+PLACED = ("CUDA", "ROCM")
+"""The platforms whose devices are handed out."""
+_NARROWED = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
+_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isdecimal() else None
+
+
+def _tasks(text: str, node: int | None) -> int | None:
+    """This node's count in a list like Slurm's '4(x2),3'; without the node's number, the one that all share."""
+    counts: list[int] = []
+    for part in text.split(","):
+        count, _, times = part.rstrip(")").partition("(x")
+        if not count.isdecimal() or not (times or "1").isdecimal():
+            return None
+        counts += [int(count)] * int(times or 1)
+    if node is not None and node < len(counts):
+        return counts[node]
+    return counts[0] if len(set(counts)) == 1 else None
+
+
+def local_rank(environment: Mapping[str, str]) -> tuple[int, int | None] | None:
+    """This rank's number on its machine and how many run there, None where the launcher does not say."""
+    for rank_name, size_name in LAUNCHERS:
+        rank = _number(environment.get(rank_name))
+        if rank is not None:
+            size = environment.get(size_name, "") if size_name is not None else ""
+            return rank, _tasks(size, _number(environment.get("SLURM_NODEID")) if "SLURM" in rank_name else None)
+    return None
+
+
+def allows(jax_platforms: str, platform: str) -> bool:
+    """Whether JAX may use a platform, by what JAX_PLATFORMS names; all if that is nothing."""
+    return not jax_platforms or not {platform.lower(), "gpu"}.isdisjoint(jax_platforms.split(","))
+
+
+def undecided(environment: Mapping[str, str]) -> list[str]:
+    """The platforms that JAX may use and whose device nobody has chosen."""
+    named = environment.get("JAX_PLATFORMS", "")
+    return [
+        platform
+        for platform in PLACED
+        if not environment.get(f"JAX_{platform}_VISIBLE_DEVICES") and allows(named, platform)
+    ]
+
+
+def _memory_is_decided(environment: Mapping[str, str]) -> bool:
+    return (
+        environment.get("XLA_PYTHON_CLIENT_PREALLOCATE") in ("false", "False", "0")
+        or bool(environment.get(_FRACTION))
+        or bool(environment.get("XLA_CLIENT_MEM_FRACTION"))
+    )
+
+
+def assign(counts: Mapping[str, int], environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables that give this rank its device of `counts`, and its share of the memory where ranks share a device."""
+    place = local_rank(environment)
+    if place is None:
+        return {}
+    rank, size = place
+    chosen = {}
+    sharing = 1
+    for platform in undecided(environment):
+        count = counts.get(platform, 0)
+        if count > 1:
+            chosen[f"JAX_{platform}_VISIBLE_DEVICES"] = str(rank % count)
+        # One device out of several may be this rank's own, as schedulers give it.
+        common = count > 1 or (count == 1 and not any(environment.get(name) for name in _NARROWED))
+        if common and size is not None:
+            sharing = max(sharing, len(range(rank % count, size, count)))
+    if sharing > 1 and not _memory_is_decided(environment):
+        chosen[_FRACTION] = f"{max(75 // sharing, 1) / 100:.2f}"  # of the 75 % that XLA takes for one process
+    return chosen
+
+
+def _ask_drivers() -> dict[str, int]:
+    """The core's own answer: the platforms whose driver is there, and how many devices each shows to this process."""
+    spec = importlib.machinery.PathFinder.find_spec("jaxmpi._core", [str(Path(__file__).parents[1])])
+    if spec is None or spec.loader is None:
+        return {}
+    core = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(core)
+    return core.device_counts()
+
+
+def device_counts() -> dict[str, int]:
+    """How many devices of each platform this rank may see; none where the drivers cannot be asked.
+
+    Asked in a process of its own: a driver that is loaded here would be taken for one that the MPI library uses, and
+    could no longer be used by processes that the program forks.
+    """
+    command = [sys.executable, "-S", __file__]
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=60, check=True)
+        return json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return {}
+
+
+def take(config, may_assign: bool = True) -> None:
+    """Makes the choice, and hands it to JAX's `config`: JAX does not read these variables itself."""
+    if may_assign and local_rank(os.environ) is not None and undecided(os.environ):
+        os.environ.update(assign(device_counts(), os.environ))
+    for platform in PLACED:
+        if value := os.environ.get(f"JAX_{platform}_VISIBLE_DEVICES"):
+            config.update(f"jax_{platform.lower()}_visible_devices", value)
+
+
+class AtImport(importlib.abc.MetaPathFinder):
+    """Takes the device as the program first imports jax.
+
+    So what the program has put into the environment before counts, as does what it sets in `jax.config` after.
+    """
+
+    def __init__(self, assign: bool = True):
+        self.assign = assign
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname != "jax":
+            return None
+        others = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        specs = (finder.find_spec(fullname, path, target) for finder in others)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_take(module):
+                execute(module)
+                take(module.config, self.assign)
+
+            spec.loader.exec_module = execute_and_take
+        return spec
+
+
+if __name__ == "__main__":
+    print(json.dumps(_ask_drivers()))

@@ -1,0 +1,358 @@
+/* Operations with buffers of all roles, and with lists of them (tests/c/more_ops.def): on the host, and on the memory
+ * of a device on each transport.
+ *
+ * FAKE_DRIVER names the library of the fake driver.
+ */
+#include <dlfcn.h>
+#include <stdlib.h>
+
+#include "core/call.h"
+#include "devices/transport.h"
+#include "fake_driver.h"
+#include "harness.h"
+
+static struct fake_driver *driver;
+static const struct memory *device;
+
+enum { MOST = 24, FACTOR = 7, CHUNK = 4096 };
+
+/* The arrays of a call, on the host: what is read, and then what is written. */
+struct set {
+  int dtype, in, out;
+  struct array arrays[MAX_ARRAYS];
+  unsigned char *at[MAX_ARRAYS];
+  size_t bytes[MAX_ARRAYS];
+};
+
+static void add(struct set *set, int dtype, int64_t count, bool written) {
+  int i = set->in + set->out;
+  set->bytes[i] = (size_t)count * datatype_find(dtype)->bytes;
+  set->at[i] = malloc(set->bytes[i] + 1);
+  if (set->at[i] == NULL) abort();
+  fill(set->at[i], set->bytes[i]);
+  if (set->bytes[i] > 0) set->at[i][0] = (unsigned char)i; /* no two alike */
+  if (written) blank(set->at[i], set->bytes[i]);
+  set->arrays[i] = ARRAY(dtype, count > 0 ? set->at[i] : NULL, count);
+  if (written)
+    set->out++;
+  else
+    set->in++;
+}
+
+static void add_factor(struct set *set, int32_t factor) {
+  add(set, S32, 1, false);
+  memcpy(set->at[set->in - 1], &factor, sizeof factor);
+}
+
+static void set_free(struct set *set) {
+  for (int i = 0; i < set->in + set->out; i++) free(set->at[i]);
+}
+
+/* Where the arrays of the last call lay. */
+static const void *lying[MAX_ARRAYS];
+
+static ffi_error *call_in(const struct memory *memory, struct set *set, const char *operation,
+                          const int64_t attributes[]) {
+  struct frame *frame = malloc(sizeof *frame);
+  struct array arrays[MAX_ARRAYS];
+  int count = set->in + set->out;
+  if (frame == NULL) abort();
+  memcpy(arrays, set->arrays, sizeof arrays);
+  for (int i = 0; i < count && !memory->host; i++) {
+    if (set->bytes[i] == 0) continue;
+    arrays[i].data = driver->allocate(set->bytes[i]);
+    driver->write(arrays[i].data, set->at[i], set->bytes[i]);
+  }
+  for (int i = 0; i < count; i++) lying[i] = arrays[i].data;
+  frame_make_lists(frame, operation, arrays, set->in, arrays + set->in, set->out, attributes);
+  ffi_error *error = frame_call_in(memory, frame, operation);
+  memset(frame, 0xaa, sizeof *frame); /* XLA takes it back as the handler returns */
+  free(frame);
+  if (!memory->host) driver->synchronize(xla_stream);
+  for (int i = 0; i < count && !memory->host; i++) {
+    if (set->bytes[i] == 0) continue;
+    if (i >= set->in) driver->read(set->at[i], arrays[i].data, set->bytes[i]);
+    driver->release(arrays[i].data);
+  }
+  return error;
+}
+
+/* Where a call runs: on the host, or on the device by a transport. */
+static const struct way {
+  const char *name;
+  bool on_host;
+  enum transport transport;
+} ways[] = {{"host", true, TRANSPORT_WAIT},
+            {"callback", false, TRANSPORT_CALLBACK},
+            {"thread", false, TRANSPORT_THREAD},
+            {"wait", false, TRANSPORT_WAIT}};
+
+static ffi_error *call_on(const struct way *way, struct set *set, const char *operation, const int64_t attributes[]) {
+  runtime.transport = way->transport;
+  runtime.aware = false;
+  return call_in(way->on_host ? &memory_host : device, set, operation, attributes);
+}
+
+static void finish(void) {
+  transport_finish();
+  CHECK_EQUAL(driver->live_pinned + driver->live_events + driver->live_streams + driver->live_device, 0);
+  if (!CHECK_EQUAL(driver->violations, 0)) printf("%s\n", driver->violation);
+  CHECK(failure_take() == NULL);
+  driver->reset();
+}
+
+/* What the fake library makes of a sum: each byte with the number of ranks added. */
+static void check_sum(const struct set *set, int out, int in, int ranks) {
+  for (size_t i = 0; i < set->bytes[in]; i++)
+    if (!CHECK_EQUAL(set->at[out][i], (unsigned char)(set->at[in][i] + ranks))) return;
+}
+
+static void check_calls(const struct set *set, int out) {
+  int32_t calls;
+  memcpy(&calls, set->at[out], sizeof calls);
+  CHECK_EQUAL(calls, FACTOR);
+}
+
+/* Two operands, a number, two results and a number, in one and in chunks. */
+static void two_of_each(void) {
+  static const int64_t counts[] = {0, 1, 7, 1024, 5000};
+  static const int64_t chunks[] = {0, CHUNK};
+  FOR_EACH(const struct way *, way, ways)
+  FOR_EACH(const int64_t *, count, counts)
+  FOR_EACH(const int64_t *, chunk, chunks) {
+    struct communicator *comm = world(1, 3);
+    struct set set = {0};
+    context("%s, %d elements, chunks of %d", way->name, (int)*count, (int)*chunk);
+    fake->reset();
+    comm->chunk = *chunk;
+    add(&set, F32, *count, false);
+    add(&set, F32, *count, false);
+    add_factor(&set, FACTOR);
+    add(&set, F32, *count, true);
+    add(&set, F32, *count, true);
+    add(&set, S32, 1, true);
+    SUCCEEDS(call_on(way, &set, "sums", (const int64_t[]){registered(comm), reduction("SUM")}));
+    check_sum(&set, 3, 0, 3);
+    check_sum(&set, 4, 1, 3);
+    check_calls(&set, 5);
+    CHECK_EQUAL(times_called("MPI_Allreduce"), 2 * (*chunk > 0 && *count > 1024 ? 5 : 1));
+    comm->chunk = 0;
+    set_free(&set);
+  }
+  finish();
+}
+
+/* Buffers that differ in length or type go in one. */
+static void different_ones_are_not_divided(void) {
+  FOR_EACH(const struct way *, way, ways) for (int same_type = 0; same_type < 2; same_type++) {
+    struct communicator *comm = world(0, 2);
+    struct set set = {0};
+    int64_t longer = same_type ? 6000 : 5000;
+    context("%s, %d", way->name, same_type);
+    fake->reset();
+    comm->chunk = CHUNK;
+    add(&set, F32, 5000, false);
+    add(&set, same_type ? F32 : F64, longer, false);
+    add_factor(&set, FACTOR);
+    add(&set, F32, 5000, true);
+    add(&set, same_type ? F32 : F64, longer, true);
+    add(&set, S32, 1, true);
+    SUCCEEDS(call_on(way, &set, "sums", (const int64_t[]){registered(comm), reduction("SUM")}));
+    check_sum(&set, 3, 0, 2);
+    check_sum(&set, 4, 1, 2);
+    CHECK_EQUAL(times_called("MPI_Allreduce"), 2);
+    comm->chunk = 0;
+    set_free(&set);
+  }
+  finish();
+}
+
+/* Chunks of several matrices: rank r's block is this rank's with r - rank added. */
+static void rows_of_several(void) {
+  static const int64_t chunks[] = {0, CHUNK};
+  enum { N = 3000, SIZE = 3, PLACE = 1 };
+  FOR_EACH(const struct way *, way, ways) FOR_EACH(const int64_t *, chunk, chunks) {
+    struct communicator *comm = world(PLACE, SIZE);
+    struct set set = {0};
+    context("%s, chunks of %d", way->name, (int)*chunk);
+    fake->reset();
+    comm->chunk = *chunk;
+    add(&set, F32, N, false);
+    add(&set, F32, N, false);
+    add(&set, F32, N * SIZE, true);
+    add(&set, F32, N * SIZE, true);
+    SUCCEEDS(call_on(way, &set, "stacks", (const int64_t[]){registered(comm)}));
+    for (int k = 0; k < 2; k++)
+      for (size_t i = 0; i < set.bytes[2 + k]; i++) {
+        size_t block = i / set.bytes[k], at = i % set.bytes[k];
+        if (!CHECK_EQUAL(set.at[2 + k][i], (unsigned char)(set.at[k][at] + block - PLACE))) return;
+      }
+    CHECK(times_called("MPI_Allgather") == (*chunk == 0 ? 2 : 2 * ((N * 4 + CHUNK - 1) / CHUNK)));
+    comm->chunk = 0;
+    set_free(&set);
+  }
+  finish();
+}
+
+/* Lists of any length, of types of their own. */
+static void one_for_each_leaf(void) {
+  static const int lengths[] = {0, 1, 2, MOST};
+  static const int dtypes[] = {F32, U8, F64, C128};
+  FOR_EACH(const struct way *, way, ways) FOR_EACH(const int *, length, lengths) {
+    struct communicator *comm = world(0, 2);
+    struct set set = {0};
+    context("%s, %d arrays", way->name, *length);
+    fake->reset();
+    for (int i = 0; i < *length; i++) add(&set, dtypes[i % 4], 3 + i, false);
+    add_factor(&set, FACTOR);
+    for (int i = 0; i < *length; i++) add(&set, dtypes[i % 4], 3 + i, true);
+    add(&set, S32, 1, true);
+    SUCCEEDS(call_on(way, &set, "each", (const int64_t[]){registered(comm), reduction("SUM")}));
+    for (int i = 0; i < *length; i++) check_sum(&set, *length + 1 + i, i, 2);
+    check_calls(&set, 2 * *length + 1);
+    CHECK_EQUAL(times_called("MPI_Allreduce"), *length);
+    set_free(&set);
+  }
+  finish();
+}
+
+/* An MPI library that reaches the device gets its pointers; what the core reads itself is copied all the same. */
+static void the_host_reads_its_own(void) {
+  struct communicator *comm = world(0, 2);
+  static const int32_t factors[] = {FACTOR, -1};
+  FOR_EACH(const int32_t *, factor, factors) {
+    struct set set = {0};
+    context("factor %d", *factor);
+    fake->reset();
+    fake->hollow = true;
+    runtime.aware = true;
+    runtime.transport = TRANSPORT_WAIT;
+    add(&set, F32, 9, false);
+    add(&set, F32, 9, false);
+    add_factor(&set, *factor);
+    add(&set, F32, 9, true);
+    add(&set, F32, 9, true);
+    add(&set, S32, 1, true);
+    ffi_error *error = call_in(device, &set, "sums", (const int64_t[]){registered(comm), reduction("SUM")});
+    if (*factor < 0) {
+      FAILS(error, FFI_INVALID_ARGUMENT, "jaxmpi.sums", "the factor is -1");
+      CHECK_EQUAL(communications(), 0);
+    } else {
+      SUCCEEDS(error);
+      check_calls(&set, 5);
+      CHECK_EQUAL(times_called("MPI_Allreduce"), 2);
+      for (int i = 0; i < 2; i++)
+        CHECK(called("MPI_Allreduce", i)->in == lying[i] && called("MPI_Allreduce", i)->out == lying[3 + i]);
+    }
+    set_free(&set);
+  }
+  runtime.aware = false;
+  finish();
+}
+
+/* All results of a call that has failed behind its back are ones in all bits. */
+static void errors_fill_all_results(void) {
+  FOR_EACH(const struct way *, way, ways) {
+    struct communicator *comm = world(0, 2);
+    struct set set = {0};
+    context("%s", way->name);
+    fake->reset();
+    add(&set, F32, 9, false);
+    add(&set, F32, 9, false);
+    add_factor(&set, -1);
+    add(&set, F32, 9, true);
+    add(&set, F32, 9, true);
+    add(&set, S32, 1, true);
+    ffi_error *error = call_on(way, &set, "sums", (const int64_t[]){registered(comm), reduction("SUM")});
+    CHECK_EQUAL(communications(), 0);
+    if (way->on_host || way->transport == TRANSPORT_WAIT) {
+      FAILS(error, FFI_INVALID_ARGUMENT, "the factor is -1");
+    } else {
+      SUCCEEDS(error);
+      for (int i = 3; i < 6; i++)
+        for (size_t k = 0; k < set.bytes[i]; k++)
+          if (!CHECK_EQUAL(set.at[i][k], 0xff)) break;
+      struct failure *failure = failure_take();
+      CHECK(failure != NULL && strstr(failure->text, "the factor is -1") != NULL);
+      free(failure);
+    }
+    set_free(&set);
+  }
+  finish();
+}
+
+/* Each failure of the driver on the way is an error, and nothing is left behind. */
+static void failures_of_the_driver(void) {
+  static const char *const cuda[] = {"cuMemcpyDtoHAsync", "cuMemcpyHtoDAsync", "cuEventRecord", "cuLaunchHostFunc",
+                                     "cuMemHostAlloc"};
+  static const char *const hip[] = {"hipMemcpyDtoHAsync", "hipMemcpyHtoDAsync", "hipEventRecord", "hipLaunchHostFunc",
+                                    "hipHostMalloc"};
+  FOR_EACH(const struct way *, way, ways)
+  for (int f = 0; f < 5 && !way->on_host; f++)
+    for (int nth = 1; nth < 9; nth++) {
+      const char *function = device == &memory_cuda ? cuda[f] : hip[f];
+      struct communicator *comm = world(0, 2);
+      struct set set = {0};
+      context("%s, call %d of %s", way->name, nth, function);
+      comm->chunk = CHUNK;
+      for (int i = 0; i < 2; i++) add(&set, F32, 2000, false);
+      add_factor(&set, FACTOR);
+      for (int i = 0; i < 2; i++) add(&set, F32, 2000, true);
+      add(&set, S32, 1, true);
+      driver->reset();
+      driver->fail(function, nth, 2);
+      ffi_error *error = call_on(way, &set, "sums", (const int64_t[]){registered(comm), reduction("SUM")});
+      if (driver->calls(function) >= nth)
+        FAILS(error, FFI_INTERNAL, "jaxmpi.sums");
+      else
+        SUCCEEDS(error);
+      driver->reset();
+      comm->chunk = 0;
+      fake->reset();
+      set_free(&set);
+      finish();
+    }
+}
+
+/* Frames that are not what the core expects. */
+static void wrong_numbers(void) {
+  int64_t attributes[] = {registered(world(0, 2)), reduction("SUM")};
+  struct set few = {0}, many = {0};
+  add(&few, F32, 3, false);
+  add_factor(&few, FACTOR);
+  FAILS(call_in(&memory_host, &few, "sums", attributes), FFI_INTERNAL, "2 operands where the core expects 3");
+  FAILS(call_in(&memory_host, &few, "each", attributes), FFI_INTERNAL, "0 results where the core expects 1");
+  for (int i = 0; i < 130; i++) add(&many, F32, 1, false);
+  add_factor(&many, FACTOR);
+  add(&many, S32, 1, true);
+  FAILS(call_in(&memory_host, &many, "each", attributes), FFI_UNIMPLEMENTED, "132 arrays in one call", "pytree");
+  CHECK_EQUAL(communications(), 0);
+  set_free(&few);
+  set_free(&many);
+}
+
+static const struct test tests[] = {
+    TEST(two_of_each),
+    TEST(different_ones_are_not_divided),
+    TEST(rows_of_several),
+    TEST(one_for_each_leaf),
+    TEST(the_host_reads_its_own),
+    TEST(errors_fill_all_results),
+    TEST(failures_of_the_driver),
+    TEST(wrong_numbers),
+};
+
+int main(int argc, char **argv) {
+  const char *path = getenv("FAKE_DRIVER");
+  void *library = path != NULL ? dlopen(path, RTLD_NOW | RTLD_GLOBAL) : NULL;
+  struct fake_driver *(*get)(void) = NULL;
+  void *symbol = library != NULL ? dlsym(library, "fake_driver") : NULL;
+  memcpy(&get, &symbol, sizeof get);
+  if (get == NULL) return printf("cannot open the driver %s\n", path != NULL ? path : "FAKE_DRIVER"), 1;
+  driver = get();
+  device = dlsym(library, "cuInit") != NULL ? &memory_cuda : &memory_rocm;
+  if (memory_open(device) != NULL) return printf("%s\n", memory_open(device)), 1;
+  xla_stream = driver->stream();
+  importer = true;
+  return run_tests(argc, argv, tests, sizeof tests / sizeof *tests);
+}
