@@ -1,6 +1,5 @@
 """Every operation against NumPy: eager, jitted, shapes, pytrees, tokens, communicators."""
 
-import inspect
 import time
 
 import jax
@@ -131,14 +130,10 @@ def test_tokens(size):
         assert returned == token
 
 
-def test_notoken_signatures():
+def test_notoken_takes_no_token():
     for name in ("allgather", "allreduce", "sendrecv", "recv", "barrier"):
-        ours, plain = getattr(jaxmpi, name), getattr(notoken, name)
-        assert [p for p in inspect.signature(ours).parameters if p != "token"] == list(
-            inspect.signature(plain).parameters
-        )
         with pytest.raises(TypeError, match="takes no token"):
-            plain(token=None)
+            getattr(notoken, name)(token=None)
     assert notoken.barrier() is None
 
 

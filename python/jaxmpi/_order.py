@@ -13,11 +13,16 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import jax
 
 from jaxmpi import _chain, _jax, _jaxprs
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from jaxmpi._types import JitOptions, Jitted, P, R
 
 
 class Communication(_jax.Effect):
@@ -205,6 +210,10 @@ def eager(function: Callable[..., Any]) -> Callable[..., Any]:
 _PLAIN = ("in_shardings", "out_shardings", "device", "backend", "abstracted_axes")
 
 
+@overload
+def jit(function: "Callable[P, R]", /, **options: "Unpack[JitOptions]") -> "Jitted[P, R]": ...
+@overload
+def jit(**options: "Unpack[JitOptions]") -> "Callable[[Callable[P, R]], Jitted[P, R]]": ...
 def jit(function: Callable[..., Any] | None = None, /, **options: Any) -> Callable[..., Any]:
     """`jax.jit` for functions that communicate: the same meaning, at the price of a call without communication.
 
@@ -217,7 +226,8 @@ def jit(function: Callable[..., Any] | None = None, /, **options: Any) -> Callab
         `keep_unused`, `inline`, `compiler_options`, ...
 
     Returns:
-      The compiled function, which also has `lower`, `trace`, `eval_shape` and `clear_cache` of `jax.jit`.
+      The compiled function, which also has `lower`, `trace`, `eval_shape` and `clear_cache` of `jax.jit`. For type
+      checkers it has the parameters and the result of `function`.
 
     Raises:
       What `jax.jit` and the function raise. An error at run time is raised where the result is waited for.

@@ -7,14 +7,19 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from jaxmpi import _operations
+from jaxmpi._order import Token
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def _without_token(function: Callable[..., Any]) -> Callable[..., Any]:
+def _without_token(function: Function) -> Function:
+    """Checkers have the signatures from notoken.pyi; editors look for the docstring in what this says it returns."""
     signature = inspect.signature(function)
     parameters = [p for name, p in signature.parameters.items() if name != "token"]
+    result = None if signature.return_annotation is Token else Any
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -26,9 +31,10 @@ def _without_token(function: Callable[..., Any]) -> Callable[..., Any]:
     text = re.sub(r"\n      token: accepted, handed back, and not needed\.", "", function.__doc__ or "")
     text = re.sub(r"`\(result, token\)`: ", "", text).replace("A token. The message", "Nothing. The message")
     call.__doc__ = text.replace("      A token.\n", "      Nothing.\n")
-    call.__signature__ = signature.replace(parameters=parameters, return_annotation=Any)  # type: ignore[attr-defined]
+    call.__signature__ = signature.replace(parameters=parameters, return_annotation=result)  # type: ignore[attr-defined]
+    call.__annotations__ = {**{p.name: p.annotation for p in parameters}, "return": result}
     call.__module__ = __name__
-    return call
+    return cast(Function, call)
 
 
 allgather = _without_token(_operations.allgather)

@@ -1,0 +1,39 @@
+from typing import Any
+
+from mpi4py import MPI
+
+from jaxmpi._operations import has_cuda_support as has_cuda_support
+from jaxmpi._operations import has_rocm_support as has_rocm_support
+from jaxmpi._operations import has_sycl_support as has_sycl_support
+from jaxmpi._operations import invariant as invariant
+from jaxmpi._operations import replicate as replicate
+
+def allgather(x: Any, *, comm: MPI.Comm | None = None) -> Any: ...
+def allreduce(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None) -> Any: ...
+def alltoall(x: Any, *, comm: MPI.Comm | None = None) -> Any: ...
+def barrier(*, comm: MPI.Comm | None = None) -> None: ...
+def bcast(x: Any, root: int, *, comm: MPI.Comm | None = None) -> Any: ...
+def gather(x: Any, root: int, *, comm: MPI.Comm | None = None) -> Any: ...
+def recv(
+    x: Any,
+    source: int = MPI.ANY_SOURCE,
+    *,
+    tag: int = MPI.ANY_TAG,
+    comm: MPI.Comm | None = None,
+    status: MPI.Status | None = None,
+) -> Any: ...
+def reduce(x: Any, op: MPI.Op, root: int, *, comm: MPI.Comm | None = None) -> Any: ...
+def scan(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None) -> Any: ...
+def scatter(x: Any, root: int, *, comm: MPI.Comm | None = None) -> Any: ...
+def send(x: Any, dest: int, *, tag: int = 0, comm: MPI.Comm | None = None) -> None: ...
+def sendrecv(
+    sendbuf: Any,
+    recvbuf: Any,
+    source: int,
+    dest: int,
+    *,
+    sendtag: int = 0,
+    recvtag: int = MPI.ANY_TAG,
+    comm: MPI.Comm | None = None,
+    status: MPI.Status | None = None,
+) -> Any: ...

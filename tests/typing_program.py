@@ -1,0 +1,215 @@
+"""What type checkers report: every line that ends in `# error`, and no other one. Never run."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from mpi4py import MPI
+from typing_extensions import assert_type
+
+import jaxmpi
+from jaxmpi import Token, notoken
+
+x = jnp.ones(3)
+
+# Operations: each has its parameters, and a result with a token.
+
+assert_type(jaxmpi.allgather(x), tuple[Any, Token])
+assert_type(jaxmpi.allreduce(x, op=MPI.SUM), tuple[Any, Token])
+assert_type(jaxmpi.alltoall(x, comm=MPI.COMM_SELF), tuple[Any, Token])
+assert_type(jaxmpi.barrier(), Token)
+assert_type(jaxmpi.bcast(x, 0), tuple[Any, Token])
+assert_type(jaxmpi.gather(x, root=0), tuple[Any, Token])
+assert_type(jaxmpi.recv(x), tuple[Any, Token])
+assert_type(jaxmpi.reduce(x, MPI.SUM, 0), tuple[Any, Token])
+assert_type(jaxmpi.scan({"a": x}, MPI.SUM), tuple[Any, Token])
+assert_type(jaxmpi.scatter(x, 0, token=None), tuple[Any, Token])
+assert_type(jaxmpi.send(x, 1, tag=2), Token)
+assert_type(jaxmpi.sendrecv(x, x, 0, 1, sendtag=1, recvtag=2, status=MPI.Status()), tuple[Any, Token])
+assert_type(jaxmpi.invariant(x), Any)
+assert_type(jaxmpi.replicate(x), Any)
+assert_type(jaxmpi.has_cuda_support(), bool)
+jaxmpi.compat.install_as_mpi4jax(api="token")
+jaxmpi.compat.install_as_jpi()
+jaxmpi.allreduce()  # error
+jaxmpi.allreduce(x, "sum")  # error
+jaxmpi.allreduce(x, MPI.SUM, MPI.COMM_SELF)  # error
+jaxmpi.sendrecv(x, x, 0, 1, tag=1)  # error
+jaxmpi.compat.install_as_jpi(api="token")  # error
+jaxmpi.allreduced(x)  # error
+
+# Without tokens: the same parameters, and the result alone or nothing.
+
+assert_type(notoken.allgather(x), Any)
+assert_type(notoken.allreduce(x, op=MPI.SUM), Any)
+assert_type(notoken.alltoall(x, comm=None), Any)
+assert_type(notoken.bcast(x, 0), Any)
+assert_type(notoken.gather(x, root=0, comm=MPI.COMM_SELF), Any)
+assert_type(notoken.recv(x), Any)
+assert_type(notoken.recv(x, 1, tag=2, status=None), Any)
+assert_type(notoken.reduce(x, MPI.SUM, 0), Any)
+assert_type(notoken.scan(x, MPI.SUM), Any)
+assert_type(notoken.scatter(x, 0), Any)
+assert_type(notoken.sendrecv(x, x, 0, 1, sendtag=1, recvtag=2), Any)
+assert_type(notoken.invariant(x), Any)
+assert_type(notoken.replicate(x), Any)
+assert_type(notoken.has_cuda_support(), bool)
+assert_type(notoken.has_rocm_support(), bool)
+assert_type(notoken.has_sycl_support(), bool)
+notoken.barrier(comm=MPI.COMM_SELF)
+notoken.send(x, 1, tag=2)
+notoken.barrier().wait()  # error
+notoken.send(x, 1).wait()  # error
+notoken.allgather()  # error
+notoken.allreduce()  # error
+notoken.alltoall(x, MPI.COMM_SELF)  # error
+notoken.barrier(MPI.COMM_SELF)  # error
+notoken.bcast(x)  # error
+notoken.gather(x, 0, 1)  # error
+notoken.recv()  # error
+notoken.reduce(x, 0, MPI.SUM)  # error
+notoken.scan(x)  # error
+notoken.scatter(x, "0")  # error
+notoken.send(x)  # error
+notoken.sendrecv(x, x, 0)  # error
+notoken.sendrecv(x, x, 0, 1, tag=1)  # error
+notoken.invariant()  # error
+notoken.allreduce(x, MPI.SUM, token=None)  # error
+notoken.allreduced(x)  # error
+
+# Compiled functions: the parameters and the result of the function, with options and without.
+
+
+class State(NamedTuple):
+    height: jax.Array
+    steps: int
+
+
+@jaxmpi.jit
+def step(state: State, dt: float = 1.0) -> State:
+    return State(notoken.allreduce(state.height * dt, MPI.SUM), state.steps + 1)
+
+
+@jaxmpi.jit(static_argnames="n", donate_argnums=(0,))
+def power(x: jax.Array, n: int) -> jax.Array:
+    return x**n
+
+
+@partial(jaxmpi.jit, static_argnums=1)
+def partial_power(x: jax.Array, n: int) -> jax.Array:
+    return x**n
+
+
+@jaxmpi.jit
+def plain(x, scale=1):
+    return notoken.allgather(x * scale)
+
+
+def same(values: Callable[[jax.Array, int], jax.Array]) -> None: ...
+
+
+state = State(x, 0)
+both = jaxmpi.jit(lambda x, y: x + y, keep_unused=True)
+assert_type(step(state), State)
+assert_type(step(state, dt=2.0), State)
+assert_type(power(x, 2), jax.Array)
+assert_type(jaxmpi.jit(step)(state), State)
+assert_type(step.__wrapped__(state), State)
+assert_type(step.__name__, str)
+partial_power(x, 2)
+plain(x)
+plain(x, scale=2)
+both(1, 2)
+same(power)
+jax.grad(plain)(x)
+jax.vmap(jaxmpi.jit(jax.vmap(power)))(x, 2)
+jaxmpi.jit(jnp.sin)(x)
+step()  # error
+step(state, 1.0, 2.0)  # error
+step(state, dt="1")  # error
+step(x)  # error
+step(state).height.depth()  # error
+power(x)  # error
+power(x, 2, 3)  # error
+plain()  # error
+plain(x, 1, 2)  # error
+both(1, 2, 3)  # error
+jaxmpi.jit(plain)(1, 2, 3)  # error
+jaxmpi.jit(static_argnums=0)(plain)(1, 2, 3)  # error
+jaxmpi.jit(plain, static_argnum=0)  # error
+jaxmpi.jit(plain, static_argnums=0.5)  # error
+jaxmpi.jit(3)  # error
+same(step)  # error
+
+# What `jax.jit` adds takes shapes in the place of arrays.
+
+assert_type(power.lower(jax.ShapeDtypeStruct((3,), x.dtype), 2), jax.stages.Lowered)
+assert_type(power.trace(jax.ShapeDtypeStruct((3,), x.dtype), 2), jax.stages.Traced)
+assert_type(power.eval_shape(jax.ShapeDtypeStruct((3,), x.dtype), 2), Any)
+wrapped: jax.stages.Wrapped = power
+power.clear_cache()
+power.clear_cache(1)  # error
+power.compile()  # error
+
+# Methods.
+
+
+class Model:
+    @jaxmpi.jit
+    def method(self, x: jax.Array) -> int:
+        return 1
+
+    @jaxmpi.jit(static_argnums=0)
+    def with_options(self, x, scale=1):
+        return x * scale
+
+    @staticmethod
+    @jaxmpi.jit
+    def static(x: jax.Array) -> int:
+        return 1
+
+    @staticmethod
+    @jaxmpi.jit
+    def plain_static(x):
+        return x
+
+    @classmethod
+    @jaxmpi.jit(static_argnums=0)
+    def of_class(cls, x: jax.Array) -> int:
+        return 1
+
+    @property
+    @jaxmpi.jit
+    def size(self) -> int:
+        return 1
+
+    def __init__(self, function: Callable[[jax.Array], int]):
+        self.attribute = jaxmpi.jit(function)
+
+
+class Special(Model):
+    pass
+
+
+model = Special(lambda x: x.ndim)
+assert_type(model.method(x), int)
+assert_type(Model.method(model, x), int)
+assert_type(Model.static(x), int)
+assert_type(model.static(x), int)
+assert_type(model.of_class(x), int)
+assert_type(Model.of_class(x), int)
+assert_type(model.size, int)
+assert_type(model.attribute(x), int)
+Model.method.lower(model, x)
+model.with_options(x, scale=2)
+model.plain_static(x)
+Model.plain_static(x)
+model.method()  # error
+model.method(x, x)  # error
+model.with_options()  # error
+model.with_options(x, 1, 2)  # error
+model.static(x, x)  # error
+model.attribute()  # error
+Model.method(model)  # error
