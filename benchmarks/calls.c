@@ -6,6 +6,7 @@
 #include <mpi.h>
 #include <stddef.h>
 #include <stdlib.h>
+#include <string.h>
 
 /* Memory as a C program has it: NumPy's is in huge pages. */
 float *buffer(size_t n) { return aligned_alloc(64, (n * sizeof(float) + 63) / 64 * 64); }
@@ -47,6 +48,8 @@ static void send_and_answer(MPI_Comm comm, int rank, const float *x, float *y, i
   } else if (rank == 1) {
     MPI_Recv(y, n, MPI_FLOAT, 0, 0, comm, MPI_STATUS_IGNORE);
     MPI_Send(y, n, MPI_FLOAT, 0, 0, comm);
+  } else {
+    memcpy(y, x, (size_t)n * sizeof(float)); /* takes no part, and keeps what it has */
   }
 }
 

@@ -3,8 +3,9 @@
     python -m jaxmpi.run -n 2 benchmarks/calls.py --output calls.json
     python -m jaxmpi.run -n 2 benchmarks/calls.py --gloo --output gloo.json
 
-contenders.py says what is measured. `bytes` is the size of a message from one rank to another. report.py makes tables
-and plots of the files.
+contenders.py says what is measured, bandwidth.py what the figures are. `bytes` is the size of a message from one rank
+to another, `wrong` the number of elements that were not what they must be, on all ranks and in all rounds. Ends with an
+error if jaxmpi was wrong; another contender that was is named. report.py makes tables and plots of the files.
 """
 
 import argparse
@@ -15,8 +16,9 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from contenders import CFLAGS, GLOO, MISSING, MPI, OPERATIONS, RANK, SIZE, build, build_donated, sample
-from report import write
+from bandwidth import algbw, busbw
+from contenders import CFLAGS, GLOO, MISSING, MPI, OPERATIONS, PLAIN, RANK, SIZE, build, build_donated, finish, sample
+from report import ALONE, three_digits, write
 
 SIZES = (4, 256, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
 DONATED = {4: 100, 64 << 10: 100, 1 << 20: 50, 16 << 20: 10}
@@ -60,13 +62,54 @@ def surroundings():
 
 
 def measure(options):
-    """Yields (operation, bytes, {(kind, contender): seconds in every round})."""
+    """Yields (operation, its name in the tables, bytes, {(kind, contender): sample})."""
     for operation in ["allreduce"] if GLOO else options.operations:
         for nbytes in SIZES[:1] if operation == "barrier" else options.bytes:
-            yield operation, nbytes, sample(build(operation, nbytes, options.seconds), options.rounds)
+            yield operation, operation, nbytes, sample(build(operation, nbytes, options.seconds), options.rounds)
     if not GLOO and "allreduce" in options.operations:
         for nbytes, calls in DONATED.items():
-            yield "allreduce alone", nbytes, sample(build_donated(nbytes, calls), options.rounds)
+            if nbytes in options.bytes:
+                yield "allreduce", ALONE, nbytes, sample(build_donated(nbytes, calls), options.rounds)
+
+
+def record(operation, name, nbytes, key, sample):
+    """The figures of one contender."""
+    kind, contender = key
+    median = statistics.median(sample.seconds)
+    moved = (nbytes, SIZE, median)
+    silent = contender == PLAIN
+    return {
+        "operation": name,
+        "bytes": nbytes,
+        "kind": kind,
+        "contender": f"{contender} beside gloo" if GLOO and contender == "jaxmpi" else contender,
+        "seconds": sample.seconds,
+        "latency_us": 1e6 * median,
+        "algbw_GBps": None if silent else algbw(operation, *moved),
+        "busbw_GBps": None if silent else busbw(operation, *moved),
+        "wrong": sample.wrong,
+    }
+
+
+COLUMNS = {  # of what is printed: figure -> title and width
+    "operation": ("operation", -15),
+    "bytes": ("bytes", 10),
+    "kind": ("kind", 6),
+    "contender": ("contender", -22),
+    "latency_us": ("latency (us)", 13),
+    "algbw_GBps": ("algbw (GB/s)", 13),
+    "busbw_GBps": ("busbw (GB/s)", 13),
+    "wrong": ("wrong", 8),
+}
+
+
+def show(values):
+    """A line of a table on the terminal."""
+    cells = []
+    for value, (_, width) in zip(values, COLUMNS.values(), strict=True):
+        text = "" if value is None else three_digits(value) if isinstance(value, float) else str(value)
+        cells.append(f"{text:{'<' if width < 0 else '>'}{abs(width)}}")
+    print(" ".join(cells).rstrip(), flush=True)
 
 
 def main():
@@ -79,18 +122,21 @@ def main():
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     records = []
-    for operation, nbytes, times in measure(options):
-        for (kind, name), seconds in times.items():
-            contender = f"{name} beside gloo" if GLOO and name == "jaxmpi" else name
-            records.append(
-                {"operation": operation, "bytes": nbytes, "kind": kind, "contender": contender, "seconds": seconds}
-            )
-        if RANK == 0:
-            row = ", ".join(f"{' '.join(key)} {1e6 * statistics.median(value):.4g}" for key, value in times.items())
-            print(f"{operation} of {nbytes} B, us: {row}", flush=True)
     if RANK == 0:
-        print("\n".join(f"{name} is missing: {why}" for name, why in MISSING.items()))
+        show(title for title, _ in COLUMNS.values())
+    for operation, name, nbytes, samples in measure(options):
+        rows = [record(operation, name, nbytes, key, value) for key, value in samples.items()]
+        if RANK == 0:
+            for row in rows:
+                show(row[figure] for figure in COLUMNS)
+        records += rows
+    if RANK == 0:
+        for name, why in MISSING.items():
+            print(f"{name} is missing: {why}")
         write(options.output, {"surroundings": surroundings(), "missing": MISSING, "calls": records})
+    finish(
+        (f"{row['kind']}, {row['operation']} of {row['bytes']} B", row["contender"], row["wrong"]) for row in records
+    )
 
 
 if __name__ == "__main__":

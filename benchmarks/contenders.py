@@ -1,8 +1,9 @@
 """What is measured: operations x contenders x kinds of call.
 
 A step of an operation is the operation and then a multiplication by 0.999 (over the number of ranks, after a sum), so
-that data is not zero and changes with every call. XLA makes the multiplication one pass over the data, as C and NumPy
-do. The kinds of call:
+that data is not zero and changes with every call. Where nothing is added up every rank multiplies by another number, so
+that ranks stay different and it is seen when data has not moved. XLA makes the multiplication one pass over the data,
+as C and NumPy do. The kinds of call:
 
   loop    steps in a `lax.fori_loop` inside one compiled call; in C and with mpi4py, steps in a loop
   jit     one compiled call per step
@@ -10,6 +11,13 @@ do. The kinds of call:
 
 A call works on the result of the call before (in `eager` only where that has the shape of x: not in `allgather`). In
 `jit` and `eager` every result is waited for before the next call, by all contenders, with `block_until_ready`.
+
+What a batch of calls has made of its data is looked at after the clock has stopped, every element of it, on every rank,
+in every round: it must be what NumPy makes of the data of all ranks by the same steps (`Operation.witness`). Batches
+start in turn from some data and from twice that, so that the result of an earlier batch is wrong as well. Eager
+operations alone leave some data as it is (that of `bcast` from the second call on): they are called once more, on other
+data, when the clock has stopped. What is not seen is a mistake that the calls after it make good: in `bcast` and in a
+ping-pong a rank's data comes from another rank every time, so that it is the last call of a batch that counts.
 """
 
 import ctypes
@@ -22,8 +30,8 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -114,10 +122,15 @@ C: Any = None if GLOO else _unless_missing("C", _compile_c)
 
 # --- the operations ----------------------------------------------------------------------------------------------
 
+FACTORS = tuple(FACTOR - 0.0005 * rank / SIZE for rank in range(SIZE))
+"""What each rank multiplies by where nothing is added up."""
+
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation. `jax` and `numpy` are the operation alone; a step scales what they return."""
+    """One operation. `jax`, `numpy` and `witness` are the operation alone; a step scales what they return."""
+
+    name: str
 
     jax: Callable[[Any, jax.Array], jax.Array]
     """(jaxmpi.notoken or mpi4jax, x) -> result: the two have the same functions."""
@@ -125,9 +138,14 @@ class Operation:
     numpy: Callable[[np.ndarray, np.ndarray], np.ndarray]
     """(x, room for the result) -> result"""
 
-    factor: float = FACTOR
-    keep: Callable[[Any], Any] = lambda result: result
-    """The part of the result that the next step works on."""
+    witness: Callable[[np.ndarray], np.ndarray]
+    """x of all ranks -> the results of all ranks, without communication; the first axis is the rank."""
+
+    factors: tuple[float, ...] = FACTORS
+    """What each rank multiplies by."""
+
+    keep: Callable[[Any, int], Any] | None = None
+    """(result, rank) -> the part of the result that the next step works on, where that is not all."""
 
     parts: bool = False
     """x has a part for each rank, so that its shape is (size, n), not (n,)."""
@@ -135,13 +153,34 @@ class Operation:
     messages: int = 1
     """Messages, one after the other, in a call: the time is divided by it."""
 
-    def step(self, mpi: Any) -> Callable[[jax.Array], jax.Array]:
-        return lambda x: self.keep(self.jax(mpi, x)) * self.factor
+    rounding: float = 0.0
+    """How much a result may differ from the witness, relative to it: sums have an order, and it is MPI's own. The
+    differences of many calls add up as a random walk does; a bound that grew as they do would hide an old result."""
 
-    def inputs(self, nbytes: int, least: float = 1.0) -> np.ndarray:
-        """x of which one rank sends `nbytes` bytes to another; the values lie between `least` and four times that."""
-        shape = (SIZE, nbytes // 4) if self.parts else (nbytes // 4,)
-        return np.linspace(least, 2 * least, math.prod(shape), dtype=np.float32).reshape(shape) * (1 + RANK / SIZE)
+    @property
+    def factor(self) -> float:
+        return self.factors[RANK]
+
+    def kept(self, result: Any, rank: int = RANK) -> Any:
+        return result if self.keep is None else self.keep(result, rank)
+
+    def step(self, mpi: Any) -> Callable[[jax.Array], jax.Array]:
+        return lambda x: self.kept(self.jax(mpi, x)) * self.factor
+
+    def step_of_all(self, x: np.ndarray) -> np.ndarray:
+        """A step, of the data of all ranks."""
+        result = self.witness(x)
+        if self.keep is not None:
+            result = np.stack([self.keep(y, rank) for rank, y in enumerate(result)])
+        return result * np.array(self.factors, np.float32).reshape(-1, *[1] * (x.ndim - 1))
+
+    def inputs(self, nbytes: int, least: float, rank: int, columns: slice) -> np.ndarray:
+        """Some columns of a rank's x, of which it sends `nbytes` bytes to another; the values lie between `least` and
+        four times that. Neighbours differ, and so do ranks: what has come to a wrong place is wrong there."""
+        index = np.arange(columns.start, columns.stop)
+        if self.parts:
+            index = index + nbytes // 4 * np.arange(SIZE)[:, None]
+        return np.float32(least * (1 + index * 40503 % 65521 / 65521) * (1 + rank / SIZE))
 
 
 def _pingpong(mpi, x):
@@ -171,7 +210,7 @@ def _numpy_pingpong(x, y):
     if RANK == 1:
         COMM.Recv(y, 0)
         COMM.Send(y, 0)
-    return y
+    return y if RANK < 2 else x
 
 
 def _numpy_exchange(x, y):
@@ -199,44 +238,196 @@ def _numpy_barrier(x, y):
     return x
 
 
+def _witness_allreduce(x):
+    return np.broadcast_to(np.add.reduce(x, dtype=np.float32), x.shape)
+
+
+def _witness_pingpong(x):
+    return x[[0, 0, *range(2, SIZE)]]
+
+
+def _witness_exchange(x):
+    return x[np.arange(SIZE) - 1]
+
+
+def _witness_bcast(x):
+    return np.broadcast_to(x[0], x.shape)
+
+
+def _witness_allgather(x):
+    return np.broadcast_to(x, (SIZE, *x.shape))
+
+
+def _witness_alltoall(x):
+    return x.swapaxes(0, 1)
+
+
+def _witness_barrier(x):
+    return x
+
+
 OPERATIONS = {
-    "allreduce": Operation(lambda mpi, x: mpi.allreduce(x, op=MPI.SUM, comm=COMM), _numpy_allreduce, FACTOR / SIZE),
-    "pingpong": Operation(_pingpong, _numpy_pingpong, messages=2),
-    "exchange": Operation(lambda mpi, x: mpi.sendrecv(x, x, LEFT, RIGHT, comm=COMM), _numpy_exchange),
-    "bcast": Operation(lambda mpi, x: mpi.bcast(x, 0, comm=COMM), _numpy_bcast),
-    "allgather": Operation(lambda mpi, x: mpi.allgather(x, comm=COMM), _numpy_allgather, keep=lambda y: y[RIGHT]),
-    "alltoall": Operation(lambda mpi, x: mpi.alltoall(x, comm=COMM), _numpy_alltoall, parts=True),
-    "barrier": Operation(_barrier, _numpy_barrier),
+    operation.name: operation
+    for operation in (
+        Operation(
+            "allreduce",
+            lambda mpi, x: mpi.allreduce(x, op=MPI.SUM, comm=COMM),
+            _numpy_allreduce,
+            _witness_allreduce,
+            factors=(FACTOR / SIZE,) * SIZE,
+            rounding=SIZE * float(np.finfo(np.float32).eps) if SIZE > 2 else 0.0,  # two have but one order
+        ),
+        Operation("pingpong", _pingpong, _numpy_pingpong, _witness_pingpong, messages=2),
+        Operation(
+            "exchange",
+            lambda mpi, x: mpi.sendrecv(x, x, LEFT, RIGHT, comm=COMM),
+            _numpy_exchange,
+            _witness_exchange,
+        ),
+        Operation("bcast", lambda mpi, x: mpi.bcast(x, 0, comm=COMM), _numpy_bcast, _witness_bcast),
+        Operation(
+            "allgather",
+            lambda mpi, x: mpi.allgather(x, comm=COMM),
+            _numpy_allgather,
+            _witness_allgather,
+            keep=lambda y, rank: y[(rank + 1) % SIZE],
+        ),
+        Operation(
+            "alltoall", lambda mpi, x: mpi.alltoall(x, comm=COMM), _numpy_alltoall, _witness_alltoall, parts=True
+        ),
+        Operation("barrier", _barrier, _numpy_barrier, _witness_barrier),
+    )
 }
+
+
+# --- the data, and the check of it -------------------------------------------------------------------------------
+
+BLOCK = 1 << 16
+"""Elements that are made or compared at a time: the check takes little memory, so that the calls find theirs as it was
+without it."""
+
+
+def blocks(count: int) -> Iterator[slice]:
+    return (slice(start, min(start + BLOCK, count)) for start in range(0, count, BLOCK))
+
+
+def count_wrong(result: Any, right: np.ndarray, scale: float, rounding: float) -> int:
+    """The elements of `result` that are not `scale` times those of `right`, up to rounding."""
+    found = np.asarray(result)
+    if (found.shape, found.dtype) != (right.shape, right.dtype):
+        return right.size
+    found, right = found.reshape(-1), right.reshape(-1)
+    wrong = 0
+    for block in blocks(right.size):
+        expected = right[block] * np.float32(scale)
+        differs = found[block] != expected
+        if rounding and differs.any():
+            differs &= ~(np.abs(found[block] - expected) <= rounding * np.abs(expected))
+        wrong += np.count_nonzero(differs)
+    return wrong
+
+
+@dataclass(frozen=True)
+class Data:
+    """What the contenders of one operation start from, at one size, and what must become of it."""
+
+    operation: Operation
+    nbytes: int
+    least: float = 1.0
+    _rights: dict[Any, np.ndarray] = field(default_factory=dict, init=False, repr=False)
+
+    @functools.cached_property
+    def host(self) -> tuple[np.ndarray, np.ndarray]:
+        """What this rank starts from in even turns and in odd ones: twice that, so that rounding is the same."""
+        parts = [self.operation.inputs(self.nbytes, self.least, RANK, part) for part in blocks(self.nbytes // 4)]
+        x = np.concatenate(parts, axis=-1)
+        return x, 2 * x
+
+    @functools.cached_property
+    def device(self) -> tuple[jax.Array, jax.Array]:
+        even, odd = self.host
+        return jnp.asarray(even), jnp.asarray(odd)
+
+    def on_host(self, turn: int) -> np.ndarray:
+        return self.host[turn % 2]
+
+    def on_device(self, turn: int) -> jax.Array:
+        return self.device[turn % 2]
+
+    def right(self, step: Callable[[Operation, np.ndarray], np.ndarray], steps: int) -> np.ndarray:
+        """What this rank must have after these steps of the data of all ranks, in an even turn."""
+        if (step, steps) not in self._rights:
+            own = []
+            for part in blocks(self.nbytes // 4):
+                x = np.stack([self.operation.inputs(self.nbytes, self.least, rank, part) for rank in range(SIZE)])
+                for _ in range(steps):
+                    x = step(self.operation, x)
+                own.append(x[RANK])
+            right = np.concatenate(own, axis=-1)
+            if not (np.isfinite(right).all() and right.all()):
+                raise ValueError(f"{steps} steps of {self.operation.name} leave no data that could be checked")
+            self._rights[step, steps] = right
+        return self._rights[step, steps]
+
+    def check(self, step: Callable[[Operation, np.ndarray], np.ndarray], steps: int) -> Callable[[int, Any], int]:
+        """(turn, result of that many steps) -> how many of its elements are wrong on this rank."""
+
+        def wrong(turn: int, result: Any) -> int:
+            own = result.addressable_data(0) if isinstance(result, jax.Array) else result
+            return count_wrong(own, self.right(step, steps), 1 + turn % 2, math.sqrt(steps) * self.operation.rounding)
+
+        return wrong
+
+
+def scaled(operation: Operation, x: np.ndarray) -> np.ndarray:
+    return operation.step_of_all(x)
+
+
+def alone(operation: Operation, x: np.ndarray) -> np.ndarray:
+    return operation.witness(x)
+
+
+def plus_one(operation: Operation, x: np.ndarray) -> np.ndarray:
+    return x + np.float32(1)
 
 
 # --- the kinds of call -------------------------------------------------------------------------------------------
 
-Measure = Callable[[], float]
-"""Measures a batch of calls; the seconds of one call on this rank."""
 
+@dataclass(frozen=True)
+class Measure:
+    """A batch of calls of one contender."""
 
-def batch(calls: int, run: Callable[[Any], Any], prepare: Callable[[], Any]) -> Measure:
-    """The time that `run(prepare())` takes after a barrier, for each of its calls."""
+    calls: int
+    run: Callable[[Any], Any]
+    """x -> what the calls make of it"""
+    start: Callable[[int], Any]
+    """turn -> x"""
+    wrong: Callable[[int, Any], int]
+    """(turn, what the calls have made) -> how many elements of it are wrong"""
 
-    def measure() -> float:
-        x = jax.block_until_ready(prepare())
+    def __call__(self, turn: int) -> tuple[float, int]:
+        """The seconds of one call, after a barrier, and the wrong elements, on this rank."""
+        x = jax.block_until_ready(self.start(turn))
         COMM.Barrier()
         start = time.perf_counter()
-        run(x)
-        return (time.perf_counter() - start) / calls
+        result = self.run(x)
+        seconds = time.perf_counter() - start
+        wrong = self.wrong(turn, result)
+        start = time.perf_counter()
+        del result  # its memory is given back at the cost of the calls, as that of the results before it
+        return (seconds + time.perf_counter() - start) / self.calls, wrong
 
-    return measure
 
-
-def chain(function: Callable[[jax.Array], jax.Array], calls: int, start: Callable[[], jax.Array]) -> Measure:
+def chain(function: Callable[[jax.Array], jax.Array], calls: int) -> Callable[[jax.Array], jax.Array]:
     """Calls on the result of the call before, each waited for."""
 
     def run(x):
         for _ in range(calls):
             x = function(x).block_until_ready()
+        return x
 
-    return batch(calls, run, start)
+    return run
 
 
 def repeated(step: Callable[[Any], Any], calls: int) -> Callable[[Any], Any]:
@@ -244,34 +435,37 @@ def repeated(step: Callable[[Any], Any], calls: int) -> Callable[[Any], Any]:
 
 
 def _jax_loop(mpi, jit):
-    def build(name, nbytes, calls):
-        operation = OPERATIONS[name]
-        x = jnp.asarray(operation.inputs(nbytes))
-        compiled = jit(repeated(operation.step(mpi), calls))
-        return batch(calls, lambda v: compiled(v).block_until_ready(), lambda: x)
+    def build(data, calls):
+        compiled = jit(repeated(data.operation.step(mpi), calls))
+        return Measure(calls, lambda x: compiled(x).block_until_ready(), data.on_device, data.check(scaled, calls))
 
     return build
 
 
 def _jax_call(mpi, jit):
-    def build(name, nbytes, calls):
-        operation = OPERATIONS[name]
-        x = jnp.asarray(operation.inputs(nbytes))
-        return chain(jit(operation.step(mpi)), calls, lambda: x)
+    def build(data, calls):
+        run = chain(jit(data.operation.step(mpi)), calls)
+        return Measure(calls, run, data.on_device, data.check(scaled, calls))
 
     return build
 
 
 # Operations alone: a sum doubles with every call (of two ranks), from a value so small that it stays finite for so
 # many calls; then it starts again.
-TINY, DOUBLINGS = 1e-30, 200
+TINY, DOUBLINGS = 1e-30, int(200 / math.log2(SIZE))
+
+
+def _check_eager(data: Data, calls: int, call: Callable[[int], Any]) -> Callable[[int, Any], int]:
+    """Of the last result, and of one more call: call(turn) is the operation on the data of that turn."""
+    chained = 1 if data.operation.name == "allgather" else (calls - 1) % DOUBLINGS + 1
+    last, once_more = data.check(alone, chained), data.check(alone, 1)
+    return lambda turn, result: last(turn, result) + once_more(turn + 1, call(turn + 1))
 
 
 def _jax_eager(mpi):
-    def build(name, nbytes, calls):
-        operation = OPERATIONS[name]
-        x = jnp.asarray(operation.inputs(nbytes, TINY))
-        wait = jax.effects_barrier if name == "barrier" else lambda: None
+    def build(data, calls):
+        operation = data.operation
+        wait = jax.effects_barrier if operation.name == "barrier" else lambda: None
 
         def run(start):
             v = start
@@ -279,66 +473,71 @@ def _jax_eager(mpi):
                 y = operation.jax(mpi, v).block_until_ready()
                 wait()
                 v = start if call % DOUBLINGS == 0 or y.shape != v.shape else y
+            return y
 
-        return batch(calls, run, lambda: x)
+        check = _check_eager(data, calls, lambda turn: operation.jax(mpi, data.on_device(turn)))
+        return Measure(calls, run, data.on_device, check)
 
     return build
 
 
-def _plain_jax(name, nbytes, calls):
+def _plain_jax(data, calls):
     """The price of a call of JAX itself."""
-    if name != "allreduce":
+    if data.operation.name != "allreduce":
         return None
-    x = jnp.asarray(OPERATIONS[name].inputs(nbytes))
-    return chain(jax.jit(lambda x: x + 1), calls, lambda: x)
+    check = data.check(plus_one, calls)  # in even turns: the result is not twice as large from data that is
+    return Measure(calls, chain(jax.jit(lambda x: x + 1), calls), lambda _: data.on_device(0), lambda _, y: check(0, y))
 
 
 def _gloo(loop):
     """`psum` over a mesh of one device per rank."""
 
-    def build(name, nbytes, calls):
-        if name != "allreduce":
+    def build(data, calls):
+        if data.operation.name != "allreduce":
             return None
-        local = jnp.asarray(OPERATIONS[name].inputs(nbytes))
         mesh = jax.sharding.Mesh(np.array(jax.devices()), ("ranks",))
         spec = jax.sharding.PartitionSpec("ranks")
         sharding = jax.sharding.NamedSharding(mesh, spec)
-        x = jax.make_array_from_single_device_arrays((SIZE * local.size,), sharding, [local])
+        starts = [
+            jax.make_array_from_single_device_arrays((SIZE * local.size,), sharding, [local]) for local in data.device
+        ]
 
         def step(v):
-            return jax.lax.psum(v, "ranks") * (FACTOR / SIZE)
+            return jax.lax.psum(v, "ranks") * data.operation.factor
 
         body = repeated(step, calls) if loop else step
         compiled = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
-        if loop:
-            return batch(calls, lambda v: compiled(v).block_until_ready(), lambda: x)
-        return chain(compiled, calls, lambda: x)
+        run = (lambda x: compiled(x).block_until_ready()) if loop else chain(compiled, calls)
+        return Measure(calls, run, lambda turn: starts[turn % 2], data.check(scaled, calls))
 
     return build
 
 
-def _room(name: str, x: np.ndarray) -> np.ndarray:
-    return np.ones((SIZE, *x.shape) if name == "allgather" else x.shape, np.float32)
+def _room(operation: Operation, x: np.ndarray) -> np.ndarray:
+    return np.ones((SIZE, *x.shape) if operation.name == "allgather" else x.shape, np.float32)
 
 
-def _numpy_loop(name, nbytes, calls):
-    operation = OPERATIONS[name]
-    values = operation.inputs(nbytes)
-    y = _room(name, values)
+def _numpy_loop(data, calls):
+    numpy, kept, factor = data.operation.numpy, data.operation.kept, data.operation.factor
+    y = _room(data.operation, data.on_host(0))
 
     def run(x):
         for _ in range(calls):
-            np.multiply(operation.keep(operation.numpy(x, y)), operation.factor, out=x)
+            np.multiply(kept(numpy(x, y)), factor, out=x)
+        return x
 
-    return batch(calls, run, values.copy)
+    return Measure(calls, run, lambda turn: data.on_host(turn).copy(), data.check(scaled, calls))
 
 
-def _numpy_eager(name, nbytes, calls):
-    operation = OPERATIONS[name]
-    values = operation.inputs(nbytes, TINY)
-    room = _room(name, values)
+def _numpy_eager(data, calls):
+    operation = data.operation
+    room = _room(operation, data.on_host(0))
 
-    def run(x):
+    def start(turn):
+        return data.on_host(turn).copy(), data.on_host(turn)
+
+    def run(x_and_values):
+        x, values = x_and_values
         y = room
         for call in range(calls):
             if call % DOUBLINGS == 0:
@@ -346,8 +545,10 @@ def _numpy_eager(name, nbytes, calls):
             result = operation.numpy(x, y)
             if result is y and x.shape == y.shape:
                 x, y = y, x
+        return result
 
-    return batch(calls, run, values.copy)
+    check = _check_eager(data, calls, lambda turn: operation.numpy(data.on_host(turn).copy(), room))
+    return Measure(calls, run, start, check)
 
 
 def _c_array(count: int) -> np.ndarray:
@@ -361,30 +562,41 @@ def _c_array(count: int) -> np.ndarray:
 
 
 def _c_loop(in_place):
-    def build(name, nbytes, calls):
-        if in_place and name != "allreduce":
+    def build(data, calls):
+        operation, count = data.operation, data.nbytes // 4
+        if in_place and operation.name != "allreduce":
             return None
-        operation = OPERATIONS[name]
-        function = getattr(C, f"{name}_in_place" if in_place else name)
+        function = getattr(C, f"{operation.name}_in_place" if in_place else operation.name)
         function.argtypes = [*[ctypes.c_void_p] * 3, ctypes.c_int, ctypes.c_float, ctypes.c_int]
-        values = operation.inputs(nbytes).reshape(-1)
-        x, y = _c_array(values.size), _c_array(SIZE * nbytes // 4)
+        x = _c_array(data.on_host(0).size).reshape(data.on_host(0).shape)
+        y = _c_array(SIZE * count)
         y[:] = 1
 
         def run(x):
-            function(MPI._addressof(COMM), x.ctypes.data, y.ctypes.data, nbytes // 4, operation.factor, calls)
+            function(MPI._addressof(COMM), x.ctypes.data, y.ctypes.data, count, operation.factor, calls)
+            return x
 
-        return batch(calls, run, lambda: np.copyto(x, values) or x)
+        return Measure(calls, run, lambda turn: np.copyto(x, data.on_host(turn)) or x, data.check(scaled, calls))
 
     return build
+
+
+PLAIN = "x + 1"
+"""The contender that does not communicate."""
+OUT_OF_PLACE = "out of place"
+
+
+def is_ours(name: str) -> bool:
+    """Whether a contender is jaxmpi, in one way or another."""
+    return name.startswith(("jaxmpi", OUT_OF_PLACE))
 
 
 @dataclass(frozen=True)
 class Contender:
     kind: str
     name: str
-    build: Callable[[str, int, int], Measure | None]
-    """(operation, bytes, calls in a batch) -> its measure, or None: does not have that operation."""
+    build: Callable[[Data, int], Measure | None]
+    """(data, calls in a batch) -> its measure, or None: does not have that operation."""
     latency: float
     """Roughly the seconds of the smallest call: for the number of calls in a batch."""
     needs: str = ""
@@ -401,7 +613,7 @@ CONTENDERS = (
     Contender("jit", "jaxmpi in jax.jit", _jax_call(notoken, jax.jit), 200e-6),
     Contender("jit", "mpi4jax", _jax_call(MPI4JAX, jax.jit), 200e-6, "mpi4jax"),
     Contender("jit", "psum, gloo", _gloo(False), 200e-6, "gloo"),
-    Contender("jit", "x + 1", _plain_jax, 5e-6),
+    Contender("jit", PLAIN, _plain_jax, 5e-6),
     Contender("eager", "jaxmpi", _jax_eager(notoken), 20e-6),
     Contender("eager", "mpi4py", _numpy_eager, 1e-6),
     Contender("eager", "mpi4jax", _jax_eager(MPI4JAX), 18e-3, "mpi4jax"),
@@ -422,17 +634,22 @@ def _allreduce_out_of_place() -> Callable[[jax.Array], jax.Array]:
 def build_donated(nbytes: int, calls: int) -> dict[tuple[str, str], Measure]:
     """A jit call of allreduce alone, its operand donated or not: with jaxmpi the former needs no memory besides it."""
     measures = {}
-    values = OPERATIONS["allreduce"].inputs(nbytes, TINY)
-    allreduce = OPERATIONS["allreduce"].jax
+    data = Data(OPERATIONS["allreduce"], nbytes, TINY)
+    allreduce, calls = data.operation.jax, min(calls, DOUBLINGS)
     functions = {
         "jaxmpi": (jaxmpi.jit, functools.partial(allreduce, notoken)),
-        "out of place": (jaxmpi.jit, _allreduce_out_of_place()),
+        OUT_OF_PLACE: (jaxmpi.jit, _allreduce_out_of_place()),
         "mpi4jax": (jax.jit, functools.partial(allreduce, MPI4JAX)),
     }
+
+    def start(turn):  # a donated array is gone afterwards
+        return jnp.array(data.on_host(turn))
+
     for name, (jit, function) in functions.items():
         for suffix, options in (("", {}), (", donated", {"donate_argnums": 0})):
             if name not in MISSING:
-                measures["jit", name + suffix] = chain(jit(function, **options), calls, lambda: jnp.array(values))
+                run = chain(jit(function, **options), calls)
+                measures["jit", name + suffix] = Measure(calls, run, start, data.check(alone, calls))
     return measures
 
 
@@ -451,25 +668,46 @@ def calls_in_batch(contender: Contender, nbytes: int, seconds: float) -> int:
 def build(operation: str, nbytes: int, seconds: float, *, only: Any = None) -> dict[tuple[str, str], Measure]:
     """(kind, contender) -> measure, of all that can take part, or of those in `only`."""
     measures = {}
+    usual, tiny = (Data(OPERATIONS[operation], nbytes, least) for least in (1.0, TINY))
     for contender in CONTENDERS:
         key = contender.kind, contender.name
         if not takes_part(contender) or (only is not None and key not in only):
             continue
-        measure = contender.build(operation, nbytes, calls_in_batch(contender, nbytes, seconds))
+        data = tiny if contender.kind == "eager" else usual
+        measure = contender.build(data, calls_in_batch(contender, nbytes, seconds))
         if measure is not None:
-            messages = OPERATIONS[operation].messages
-            measures[key] = measure if messages == 1 else lambda m=measure, n=messages: m() / n
+            measures[key] = replace(measure, calls=measure.calls * data.operation.messages)
     return measures
 
 
-def sample(measures: dict[Any, Measure], rounds: int) -> dict[Any, list[float]]:
-    """Seconds per call of each, `rounds` times: all take turns, the slowest rank counts."""
-    times: dict[Any, list[float]] = {key: [] for key in measures}
-    for turn in range(rounds + 1):  # the first compiles
-        for key, measure in measures.items():
-            seconds = measure()
-            if turn > 0:
-                times[key].append(seconds)
-    mine = np.array(list(times.values()))
-    COMM.Allreduce(MPI.IN_PLACE, mine, MPI.MAX)
-    return dict(zip(times, mine.tolist(), strict=True))
+@dataclass(frozen=True)
+class Sample:
+    seconds: list[float]
+    """Of one call, in every round; the slowest rank counts."""
+    wrong: int
+    """Elements that were not what they must be, on all ranks and in all rounds."""
+
+
+def sample(measures: dict[Any, Measure], rounds: int) -> dict[Any, Sample]:
+    """What each contender does in so many rounds, in which all take turns."""
+    seconds = np.empty((rounds + 1, len(measures)))
+    wrong = np.empty((rounds + 1, len(measures)), np.int64)
+    for turn in range(rounds + 1):  # the first compiles, and its time does not count
+        for column, measure in enumerate(measures.values()):
+            seconds[turn, column], wrong[turn, column] = measure(turn)
+    COMM.Allreduce(MPI.IN_PLACE, seconds, MPI.MAX)
+    COMM.Allreduce(MPI.IN_PLACE, wrong, MPI.SUM)
+    return {
+        key: Sample(seconds[1:, column].tolist(), int(wrong[:, column].sum())) for column, key in enumerate(measures)
+    }
+
+
+def finish(found: Iterable[tuple[str, str, int]]) -> None:
+    """Names what was wrong, of (where, contender, wrong elements), and ends the job with an error if it was ours."""
+    found = [(where, contender, wrong) for where, contender, wrong in found if wrong]
+    if RANK == 0:
+        for where, contender, wrong in found:
+            print(f"WRONG DATA: {contender}, {where}: {wrong} elements", flush=True)
+    COMM.Barrier()  # the first rank that ends with an error ends the others
+    if any(is_ours(contender) for _, contender, _ in found):
+        sys.exit(1)

@@ -4,25 +4,26 @@
     python -m jaxmpi.run -n 2 benchmarks/quick.py --gloo
 
 Prints lines `name: value`, with the goal where there is one; every ratio is one of medians of batches that took turns
-in this run. What is measured, and how, is written in contenders.py.
+in this run. What is measured, and how, is written in contenders.py. All data is checked: `wrong_elements` counts those
+of jaxmpi, and more than none is an error.
 """
 
 import argparse
 import statistics
 
-from contenders import MISSING, RANK, build, build_donated, sample
+from contenders import MISSING, RANK, build, build_donated, finish, is_ours, sample
 
 LARGE = 16 << 20
 
 
 def measure(operation, nbytes, rounds, seconds, only=None):
-    """(kind, contender) -> seconds of one call, in every round; those that cannot take part are missing."""
+    """(kind, contender) -> sample; those that cannot take part are missing."""
     return sample(build(operation, nbytes, seconds, only=only), rounds)
 
 
 def median(times, key):
     """None where the contender is missing."""
-    return statistics.median(times[key]) if key in times else None
+    return statistics.median(times[key].seconds) if key in times else None
 
 
 def ratio(times, key, reference, floor=None):
@@ -40,10 +41,19 @@ def report(name, value, goal="", unit=""):
 
 def report_times(title, times):
     if RANK == 0:
-        print(f"\n{title}, us per call, median and quartiles:")
-        for (kind, name), values in times.items():
-            low, middle, high = (f"{1e6 * value:.4g}" for value in statistics.quantiles(values, n=4))
-            print(f"  {kind:5} {name:18} {middle:>8}  ({low} - {high})")
+        print(f"\n{title}, us per call, median and quartiles, wrong elements:")
+        for (kind, name), figures in times.items():
+            low, middle, high = (f"{1e6 * value:.4g}" for value in statistics.quantiles(figures.seconds, n=4))
+            print(f"  {kind:5} {name:18} {middle:>8}  ({low} - {high})  wrong: {figures.wrong}")
+
+
+def report_all(name, groups):
+    """What was wrong in all that was measured, under this name, and the times behind the figures."""
+    ours = [figures for times in groups.values() for (_, who), figures in times.items() if is_ours(who)]
+    report(name, sum(figures.wrong for figures in ours), "0")
+    for title, times in groups.items():
+        report_times(title, times)
+    return groups
 
 
 def compare_with_gloo():
@@ -52,8 +62,10 @@ def compare_with_gloo():
     times = {nbytes: measure("allreduce", nbytes, 9, 0.03, keys) for nbytes in (4, 1 << 20)}
     report("psum_gloo_vs_ours_4B", ratio(times[4], *keys[1::-1]), ">= 50")
     report("psum_gloo_vs_ours_1MiB", ratio(times[1 << 20], *keys[1::-1]), ">= 2")
-    report_times("allreduce of 4 B, beside gloo", times[4])
-    report_times("allreduce of 1 MiB, beside gloo", times[1 << 20])
+    return report_all(
+        "wrong_elements_beside_gloo",
+        {"allreduce of 4 B, beside gloo": times[4], "allreduce of 1 MiB, beside gloo": times[1 << 20]},
+    )
 
 
 def compare():
@@ -77,19 +89,25 @@ def compare():
     report("loop_sendrecv_4B_overhead", ratio(exchange, loop, peer_loop, floor), "<= 0.3")
     report("loop_allreduce_16MiB_vs_raw_c", ratio(large, loop, floor), "<= 0.95")
     report("jit_donated_allreduce_16MiB_vs_mpi4jax", ratio(alone, peer_donated, donated), ">= 3")
-    report_times("allreduce of 4 B", small)
-    report_times("exchange of 4 B", exchange)
-    report_times("allreduce of 16 MiB", large)
-    report_times("allreduce of 16 MiB, jit, no multiplication", alone)
+    return report_all(
+        "wrong_elements",
+        {
+            "allreduce of 4 B": small,
+            "exchange of 4 B": exchange,
+            "allreduce of 16 MiB": large,
+            "allreduce of 16 MiB, jit, no multiplication": alone,
+        },
+    )
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gloo", action="store_true", help="the lines about JAX's own collectives; the others without")
-    (compare_with_gloo if parser.parse_args().gloo else compare)()
+    groups = (compare_with_gloo if parser.parse_args().gloo else compare)()
     if RANK == 0:
         for name, why in MISSING.items():
             print(f"{name} is missing: {why}")
+    finish((title, name, value.wrong) for title, times in groups.items() for (_, name), value in times.items())
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
     python benchmarks/report.py output/bench/*.json --markdown --plots output/bench
 
-Medians of the rounds, with quartiles; a ratio is one of medians.
+Medians of the rounds, with quartiles; a ratio is one of medians. bandwidth.py says what algbw and busbw are. `wrong` is
+the number of elements that were not what they must be, of all contenders of a row; those that had any are named.
 """
 
 import argparse
@@ -32,12 +33,12 @@ COLOURS = {
 
 
 def read(paths):
-    """All that the files say: calls[operation, bytes][kind, contender] -> seconds, and the rest."""
+    """All that the files say: calls[operation, bytes][kind, contender] -> record, and the rest."""
     calls, rest = defaultdict(dict), {"surroundings": {}, "missing": {}, "startup": [], "shallow water": []}
     for path in paths:
         whole = json.loads(Path(path).read_text())
         for record in whole.pop("calls", []):
-            calls[record["operation"], record["bytes"]][record["kind"], record["contender"]] = record["seconds"]
+            calls[record["operation"], record["bytes"]][record["kind"], record["contender"]] = record
         for name, value in whole.items():
             rest[name] = {**value, **rest[name]} if isinstance(value, dict) else rest[name] + value
     return calls, rest
@@ -63,16 +64,32 @@ def three_digits(value):
 
 def cell(seconds):
     """Median and quartiles in microseconds."""
-    if seconds is None:
-        return ""
     low, middle, high = (three_digits(1e6 * value) for value in statistics.quantiles(seconds, n=4))
     return f"{middle} ({low}-{high})"
 
 
-def ratio(times, key, reference):
-    if key not in times or reference not in times:
+def latency(record):
+    return cell(record["seconds"]) if record else ""
+
+
+def bandwidth(record):
+    """algbw / busbw"""
+    if not record or record.get("busbw_GBps") is None:
+        return ""
+    return f"{three_digits(record['algbw_GBps'])} / {three_digits(record['busbw_GBps'])}"
+
+
+def wrong(records):
+    """The number of wrong elements, and whose they are; nothing where data was not checked."""
+    counts = {record["contender"]: record["wrong"] for record in records if "wrong" in record}
+    named = [f"{name}: {count}" for name, count in counts.items() if count]
+    return ", ".join(named) or ("0" if counts else "")
+
+
+def ratio(records, key, reference):
+    if key not in records or reference not in records:
         return None
-    return statistics.median(times[key]) / statistics.median(times[reference])
+    return statistics.median(records[key]["seconds"]) / statistics.median(records[reference]["seconds"])
 
 
 def table(head, rows):
@@ -82,28 +99,38 @@ def table(head, rows):
     print()
 
 
+def tables_of_calls(title, rows, keys, quotients=()):
+    """Two tables: latency, with ratios and what was wrong, and bandwidth. rows: (first cells, records by key)."""
+    names = [name for _, name in keys]
+    first = ["operation", "bytes"]
+    print(f"### {title}: latency, µs\n")
+    lines = []
+    for start, records in rows:
+        values = (ratio(records, key, reference) for key, reference, _ in quotients)
+        lines.append(
+            [*start, *(latency(records.get(key)) for key in keys)]
+            + ["" if value is None else three_digits(value) for value in values]
+            + [wrong(records[key] for key in keys if key in records)]
+        )
+    table([*first, *names, *(label for *_, label in quotients), "wrong"], lines)
+    keys = [key for key in keys if any(bandwidth(records.get(key)) for _, records in rows)]
+    if keys:
+        print(f"### {title}: bandwidth, algbw / busbw in GB/s\n")
+        lines = [[*start, *(bandwidth(records.get(key)) for key in keys)] for start, records in rows]
+        table([*first, *(name for _, name in keys)], [line for line in lines if any(line[len(first) :])])
+
+
 def markdown(calls, rest):
+    rows = [((operation, size(nbytes)), records) for (operation, nbytes), records in calls.items()]
+    chained = [row for row in rows if row[0][0] != ALONE]
     for kind, title in KINDS.items():
-        names = list(dict.fromkeys(name for times in calls.values() for k, name in times if k == kind))
-        names = [name for name in names if not name.endswith("donated")]
+        keys = list(dict.fromkeys(key for _, records in chained for key in records if key[0] == kind))
         ratios = [((kind, "jaxmpi"), FLOOR, "jaxmpi / C"), ((kind, "mpi4jax"), (kind, "jaxmpi"), "mpi4jax / jaxmpi")]
-        rows = []
-        for (operation, nbytes), times in calls.items():
-            if operation != ALONE:
-                quotients = (ratio(times, key, reference) for key, reference, _ in ratios)
-                rows.append(
-                    [operation, size(nbytes)]
-                    + [cell(times.get((kind, name))) for name in names]
-                    + ["" if value is None else three_digits(value) for value in quotients]
-                )
-        print(f"### {title}, µs\n")
-        table(["operation", "bytes", *names, *(label for *_, label in ratios)], rows)
-    alone = {nbytes: times for (operation, nbytes), times in calls.items() if operation == ALONE}
+        tables_of_calls(title, chained, keys, ratios)
+    alone = [row for row in rows if row[0][0] == ALONE]
     if alone:
-        names = list(dict.fromkeys(key for times in alone.values() for key in times))
-        print("### One compiled call of allreduce alone, with and without donation, µs\n")
-        rows = [[size(nbytes), *(cell(times.get(key)) for key in names)] for nbytes, times in alone.items()]
-        table(["bytes", *(name for _, name in names)], rows)
+        keys = list(dict.fromkeys(key for _, records in alone for key in records))
+        tables_of_calls("One compiled call of allreduce alone, with and without donation", alone, keys)
     if rest["shallow water"]:
         print("### The shallow-water model\n")
         rows = []
@@ -126,7 +153,8 @@ def markdown(calls, rest):
 
 
 def plot(calls, folder):
-    """One picture per kind of call: time over size for each operation, and below it the ratio to C."""
+    """One picture per kind of call: over size, for each operation, latency, its ratio to C, and bus bandwidth. What had
+    wrong data is crossed out."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -135,33 +163,41 @@ def plot(calls, folder):
     operations = list(dict.fromkeys(operation for operation, _ in calls if operation not in (ALONE, "barrier")))
     for kind, title in KINDS.items():
         figure, axes = plt.subplots(
-            2, len(operations), figsize=(3.2 * len(operations), 6.5), sharex=True, sharey="row", squeeze=False
+            3, len(operations), figsize=(3.2 * len(operations), 9), sharex=True, sharey="row", squeeze=False
         )
         for column, operation in enumerate(operations):
-            of_operation = {nbytes: times for (name, nbytes), times in calls.items() if name == operation}
-            names = dict.fromkeys(name for times in of_operation.values() for k, name in times if k == kind)
+            of_operation = {nbytes: records for (name, nbytes), records in calls.items() if name == operation}
+            names = dict.fromkeys(name for records in of_operation.values() for k, name in records if k == kind)
             for name in [FLOOR] * (kind != "loop") + [(kind, name) for name in names]:
                 if name[1] not in COLOURS:
                     continue
-                points = [(nbytes, times) for nbytes, times in of_operation.items() if name in times]
+                points = [(nbytes, records) for nbytes, records in of_operation.items() if name in records]
                 sizes = [nbytes for nbytes, _ in points]
-                quartiles = [[1e6 * q for q in statistics.quantiles(times[name], n=4)] for _, times in points]
+                own = [records[name] for _, records in points]
+                quartiles = [[1e6 * q for q in statistics.quantiles(record["seconds"], n=4)] for record in own]
                 low, middle, high = zip(*quartiles, strict=True)
                 colour = COLOURS[name[1]]
                 label = f"{name[1]}, in a loop" if name[0] != kind else name[1]
                 axes[0, column].loglog(sizes, middle, "o-", markersize=3, color=colour, label=label)
                 axes[0, column].fill_between(sizes, low, high, color=colour, alpha=0.2, linewidth=0)
-                relative = [ratio(times, name, FLOOR) or math.nan for _, times in points]
+                crossed = [
+                    value if record.get("wrong") else math.nan for value, record in zip(middle, own, strict=True)
+                ]
+                axes[0, column].loglog(sizes, crossed, "kx", markersize=9)
+                relative = [ratio(records, name, FLOOR) or math.nan for _, records in points]
                 axes[1, column].loglog(sizes, relative, "o-", markersize=3, color=colour)
+                speeds = [record.get("busbw_GBps") or math.nan for record in own]
+                axes[2, column].loglog(sizes, speeds, "o-", markersize=3, color=colour)
             axes[0, column].set_title(operation)
             axes[1, column].axhline(1, color="black", linewidth=0.5)
-            axes[1, column].set_xlabel("bytes")
-        axes[0, 0].set_ylabel("µs per call")
-        axes[1, 0].set_ylabel("ratio to C")
+            axes[2, column].set_xlabel("bytes")
+        axes[0, 0].set_ylabel("latency, µs")
+        axes[1, 0].set_ylabel("latency, ratio to C")
+        axes[2, 0].set_ylabel("busbw, GB/s")
         handles, labels = axes[0, 0].get_legend_handles_labels()  # allreduce has all contenders
         figure.legend(handles, labels, loc="lower center", ncols=len(labels), frameon=False)
         figure.suptitle(title.replace("`", ""))
-        figure.tight_layout(rect=(0, 0.04, 1, 1))
+        figure.tight_layout(rect=(0, 0.03, 1, 1))
         path = Path(folder) / f"calls-{kind}.png"
         figure.savefig(path, dpi=120)
         plt.close(figure)

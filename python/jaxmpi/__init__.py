@@ -27,48 +27,10 @@ if _module_to_run() not in ("jaxmpi.run", "jaxmpi.info"):
 
     # isort: split
     from jaxmpi import _contract as _contract
+    from jaxmpi import _operations as _operations
     from jaxmpi import compat, notoken
-    from jaxmpi._operations import (
-        allgather,
-        allreduce,
-        alltoall,
-        barrier,
-        bcast,
-        gather,
-        has_cuda_support,
-        has_rocm_support,
-        has_sycl_support,
-        invariant,
-        recv,
-        reduce,
-        replicate,
-        scan,
-        scatter,
-        send,
-        sendrecv,
-    )
+    from jaxmpi._operations import *  # noqa: F403 (of its list)
     from jaxmpi._order import Token, jit
 
-__all__ = [
-    "Token",
-    "allgather",
-    "allreduce",
-    "alltoall",
-    "barrier",
-    "bcast",
-    "compat",
-    "gather",
-    "has_cuda_support",
-    "has_rocm_support",
-    "has_sycl_support",
-    "invariant",
-    "jit",
-    "notoken",
-    "recv",
-    "reduce",
-    "replicate",
-    "scan",
-    "scatter",
-    "send",
-    "sendrecv",
-]
+    __all__ = ["Token", "compat", "jit", "notoken"]
+    __all__ += _operations.__all__

@@ -12,6 +12,27 @@ from jaxmpi._order import Token, after
 from jaxmpi._primitive import Params, bind
 from jaxmpi._table import CHECK, LINE, check_same
 
+# The public names of `jaxmpi` and `jaxmpi.notoken`.
+__all__ = [
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "barrier",
+    "bcast",
+    "gather",
+    "has_cuda_support",
+    "has_rocm_support",
+    "has_sycl_support",
+    "invariant",
+    "recv",
+    "reduce",
+    "replicate",
+    "scan",
+    "scatter",
+    "send",
+    "sendrecv",
+]
+
 Leaf = Callable[..., jax.Array]
 """Checks one leaf and makes it an array: (leaf, *more, operation, argument) -> array."""
 

@@ -37,40 +37,9 @@ def _without_token(function: Function) -> Function:
     return cast(Function, call)
 
 
-allgather = _without_token(_operations.allgather)
-allreduce = _without_token(_operations.allreduce)
-alltoall = _without_token(_operations.alltoall)
-barrier = _without_token(_operations.barrier)
-bcast = _without_token(_operations.bcast)
-gather = _without_token(_operations.gather)
-recv = _without_token(_operations.recv)
-reduce = _without_token(_operations.reduce)
-scan = _without_token(_operations.scan)
-scatter = _without_token(_operations.scatter)
-send = _without_token(_operations.send)
-sendrecv = _without_token(_operations.sendrecv)
-invariant = _operations.invariant
-replicate = _operations.replicate
-has_cuda_support = _operations.has_cuda_support
-has_rocm_support = _operations.has_rocm_support
-has_sycl_support = _operations.has_sycl_support
+__all__ = list(_operations.__all__)
 
-__all__ = [
-    "allgather",
-    "allreduce",
-    "alltoall",
-    "barrier",
-    "bcast",
-    "gather",
-    "has_cuda_support",
-    "has_rocm_support",
-    "has_sycl_support",
-    "invariant",
-    "recv",
-    "reduce",
-    "replicate",
-    "scan",
-    "scatter",
-    "send",
-    "sendrecv",
-]
+for _name in __all__:
+    _function = getattr(_operations, _name)
+    _takes_one = "token" in inspect.signature(_function).parameters
+    globals()[_name] = _without_token(_function) if _takes_one else _function
