@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from mpi4py import MPI
 
-from jaxmpi import _core, _jax, _tags
+import jaxmpi._core as _core
+from jaxmpi import _jax, _tags
 from jaxmpi._communicator import Communicator
 from jaxmpi._native import DATATYPES, HALF_OPERATIONS, Datatype, handle_of
 

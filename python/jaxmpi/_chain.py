@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax._src import config, core, dispatch
 
-from jaxmpi import _core
+import jaxmpi._core as _core
 from jaxmpi._jax import Effect
 
 # The last link of each thread that has made one: JAX knows only those of the thread that asks.

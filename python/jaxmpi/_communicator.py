@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from jaxmpi import _core, _jax
+import jaxmpi._core as _core
+from jaxmpi import _jax
 from jaxmpi._native import DEVICES, MEANING_OF_DEFAULT, handle_of
 
 # How long an import waits for the other ranks' import. Later the first use of the default communicator waits.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from mpi4py import MPI
 
-from jaxmpi import _core
+import jaxmpi._core as _core
 from jaxmpi._launcher.placement import allows
 
 _MPICH_KINDS = {"CUDA": 0, "SYCL": 1, "ROCM": 2}  # MPIX_GPU_SUPPORT_CUDA, _ZE, _HIP

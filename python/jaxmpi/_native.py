@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import jax
 
-from jaxmpi import _chain, _core, _jax
+import jaxmpi._core as _core
+from jaxmpi import _chain, _jax
 
 try:
     from mpi4py import MPI

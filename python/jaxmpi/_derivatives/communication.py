@@ -11,7 +11,6 @@ from jax._src import ad_checkpoint
 from jax.extend.core import primitives
 
 from jaxmpi import _jax
-from jaxmpi._native import OPERATIONS
 from jaxmpi._order import EFFECT
 
 
@@ -67,10 +66,17 @@ cannot_be_traced: contextvars.ContextVar[bool] = contextvars.ContextVar("cannot_
 """Whether operations are refused: it is not known that the function they are in is differentiated."""
 
 
+_names: set[str] = set()
+
+
 class Operation(_jax.Primitive):
     """A primitive that communicates, always with a list of results."""
 
     multiple_results = True
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        _names.add(name)
 
     def bind_with_trace(self, trace, args, *more):
         if type(trace).__name__ == "JetTrace" and any(map(_jax.inexact, args)):
@@ -110,5 +116,6 @@ def refusal(what: str) -> NotImplementedError:
     )
 
 
-OURS = ("jaxmpi", *(f"{name} " for name in OPERATIONS))
-"""How the text of an error of ours begins."""
+def is_error_of_ours(error: BaseException) -> bool:
+    """Whether an error is one that an operation, or what is told to JAX, has raised."""
+    return str(error).startswith(("jaxmpi", *(f"{name.removeprefix('jaxmpi.')} " for name in _names)))

@@ -10,7 +10,7 @@ from jax._src.interpreters import ad as private_ad
 from jax.extend.core import Literal, primitives
 
 from jaxmpi import _jax, _jaxprs
-from jaxmpi._derivatives.communication import CALLS, OURS, ZERO, during
+from jaxmpi._derivatives.communication import CALLS, ZERO, during, is_error_of_ours
 from jaxmpi._derivatives.link import link, link_primitive
 from jaxmpi._derivatives.remaking import with_carry, with_output, with_results
 from jaxmpi._order import EFFECT
@@ -52,7 +52,7 @@ def transpose(own: Callable[..., Any], jaxpr: Any, stack: Any, consts: Any, prim
             return own(linked, stack, consts, primals, [*given, zero], **more)
     except (AssertionError, NotImplementedError, RuntimeError) as error:
         of_execution = isinstance(error, jax.errors.JaxRuntimeError)
-        if of_execution or str(error).startswith(OURS) or not any(map(_is_linked_constant, jaxpr.eqns)):
+        if of_execution or is_error_of_ours(error) or not any(map(_is_linked_constant, jaxpr.eqns)):
             raise
         raise NotImplementedError(
             "jaxmpi: a function that communicates cannot be transposed (by jax.linear_transpose, custom_linear_solve, "
