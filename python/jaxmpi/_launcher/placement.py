@@ -5,7 +5,6 @@ script it prints the devices that its process sees.
 """
 
 import importlib.abc
-import importlib.machinery
 import importlib.util
 import json
 import os
@@ -103,9 +102,16 @@ def assign(counts: Mapping[str, int], environment: Mapping[str, str]) -> dict[st
     return chosen
 
 
-def _ask_drivers() -> dict[str, int]:
+def _core_file() -> str:
+    """Where the core is, without importing the package: apart from it in an editable install. Nothing where it is not."""
+    name, package = "jaxmpi._core", [str(Path(__file__).parents[1])]
+    specs = (finder.find_spec(name, package) for finder in sys.meta_path)
+    return next((spec.origin or "" for spec in specs if spec is not None), "")
+
+
+def _ask_drivers(core_file: str) -> dict[str, int]:
     """The core's own answer: the platforms whose driver is there, and how many devices each shows to this process."""
-    spec = importlib.machinery.PathFinder.find_spec("jaxmpi._core", [str(Path(__file__).parents[1])])
+    spec = importlib.util.spec_from_file_location("jaxmpi._core", core_file)
     if spec is None or spec.loader is None:
         return {}
     core = importlib.util.module_from_spec(spec)
@@ -119,7 +125,7 @@ def device_counts() -> dict[str, int]:
     Asked in a process of its own: a driver that is loaded here would be taken for one that the MPI library uses, and
     could no longer be used by processes that the program forks.
     """
-    command = [sys.executable, "-S", __file__]
+    command = [sys.executable, "-S", __file__, _core_file()]
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=60, check=True)
         return json.loads(done.stdout)
@@ -163,4 +169,4 @@ class AtImport(importlib.abc.MetaPathFinder):
 
 
 if __name__ == "__main__":
-    print(json.dumps(_ask_drivers()))
+    print(json.dumps(_ask_drivers(sys.argv[1])))
