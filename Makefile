@@ -37,11 +37,11 @@ $(BIN)/python:
 
 # The package as it stands here: an edit of Python counts at once, one of C as the next command begins.
 DEVELOP := .build/develop$(VENV:.venv%=%)
-BUILD_TOOLS := "meson-python>=0.17" "meson>=1.3" ninja
+PIP = PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pip install --quiet --disable-pip-version-check
+EDITABLE = $(PIP) --no-build-isolation --config-settings=build-dir=$(DEVELOP) --editable
 $(VENV)/.installed: $(BIN)/python meson.build pyproject.toml
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(BUILD_TOOLS)
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	  --no-build-isolation --config-settings=build-dir=$(DEVELOP) --editable ".[$(MPI),examples,test]"
+	$(PIP) "meson-python>=0.17" "meson>=1.3" ninja
+	$(EDITABLE) ".[$(MPI),examples,test]"
 	@touch $@
 
 $(READY): $(VENV)/.installed $(C_SOURCES)
@@ -51,12 +51,12 @@ $(READY): $(VENV)/.installed $(C_SOURCES)
 demo: $(READY) ## the shallow-water model on 2 ranks, with a picture and an animation
 	$(RUN) -n 2 examples/shallow_water.py --save-animation --output-dir $(OUTPUT)
 
-test: $(VENV)/.lint ## what every change needs: the suite on 2 ranks, the tests that run on one rank alone, the C tests
+test: $(READY) $(VENV)/.lint ## what every change needs: the suite on 2 ranks, the tests that run on one rank alone, the C tests
 	timeout $(LIMIT) $(BIN)/python -m pytest -n auto -m "launches or alone"
 	$(RUN) -n 2 -m pytest --color=no
 	$(MAKE) test-c
 
-test-all: $(VENV)/.lint ## all tests: 1, 2 and 4 ranks, order without asynchronous dispatch, a simulated device, the C tests
+test-all: $(READY) $(VENV)/.lint ## all tests: 1, 2 and 4 ranks, order without asynchronous dispatch, a simulated device, the C tests
 	timeout $(LIMIT) $(BIN)/python -m pytest -n auto
 	$(RUN) -n 2 -m pytest --color=no
 	$(RUN) -n 4 -m pytest --color=no
@@ -65,11 +65,11 @@ test-all: $(VENV)/.lint ## all tests: 1, 2 and 4 ranks, order without asynchrono
 	$(MAKE) test-device
 	$(MAKE) test-c
 
-$(VENV)/.clients: $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check ".[clients]"
+$(VENV)/.clients: $(VENV)/.installed
+	$(EDITABLE) ".[clients]"
 	@touch $@
 
-test-clients: $(VENV)/.clients ## programs of optax, diffrax, equinox, lineax and JAX's solvers that communicate, on 2 ranks
+test-clients: $(READY) $(VENV)/.clients ## programs of optax, diffrax, equinox, lineax and JAX's solvers that communicate, on 2 ranks
 	JAXMPI_TEST_CLIENTS=1 $(RUN) -n 2 -m pytest --color=no tests/test_clients.py
 
 RANKS ?= 2
@@ -188,12 +188,12 @@ bench-quick: $(BENCH)/.installed ## the figures that the project is held to, in 
 compat: ## one built file on every MPI and several versions of JAX and Python
 	$(PYTHON) tests/compat.py
 
-$(VENV)/.lint: $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check ".[lint]"
+$(VENV)/.lint: $(VENV)/.installed
+	$(EDITABLE) ".[lint]"
 	@touch $@
 
 C_FILES = $(wildcard csrc/*/*.[ch] csrc/mpi/abi/*.h tests/c/*.[ch] tests/device/*.[ch] benchmarks/*.c)
-lint: $(VENV)/.lint ## formatters in checking mode, linters and type checker
+lint: $(READY) $(VENV)/.lint ## formatters in checking mode, linters and type checker
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

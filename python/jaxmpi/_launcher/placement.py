@@ -103,7 +103,7 @@ def assign(counts: Mapping[str, int], environment: Mapping[str, str]) -> dict[st
 
 
 def _core_file() -> str:
-    """Where the core is, without importing the package: apart from it in an editable install. Nothing where it is not."""
+    """Where the core is, which in an editable install lies apart; nothing where it is not. Imports nothing."""
     name, package = "jaxmpi._core", [str(Path(__file__).parents[1])]
     specs = (finder.find_spec(name, package) for finder in sys.meta_path)
     return next((spec.origin or "" for spec in specs if spec is not None), "")
