@@ -18,11 +18,6 @@ static ffi_error *defer(enum ffi_error_code code, const char *text) {
   return (ffi_error *)&deferred;
 }
 
-struct failure *failure_take(void) {
-  if (atomic_load_explicit(&runtime.deferred, memory_order_relaxed) == NULL) return NULL;
-  return atomic_exchange(&runtime.deferred, NULL);
-}
-
 ffi_error *call_fail(const struct call *call, enum ffi_error_code code, const char *format, ...) {
   char text[2048];
   int length = snprintf(text, sizeof text, "jaxmpi.%s", call->operation->name);

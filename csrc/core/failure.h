@@ -19,6 +19,9 @@ ffi_error *call_fail_driver(const struct call *call, const struct memory *memory
 ffi_error *call_fail_mpi(const struct call *call, int code);
 
 /* Takes the deferred error, if there is one; it is the caller's, to be freed. */
-struct failure *failure_take(void);
+static inline struct failure *failure_take(void) {
+  if (atomic_load_explicit(&runtime.deferred, memory_order_relaxed) == NULL) return NULL;
+  return atomic_exchange(&runtime.deferred, NULL);
+}
 
 #endif

@@ -132,12 +132,24 @@ typedef struct ffi_frame {
 typedef ffi_error *ffi_handler(ffi_frame *frame);
 
 /* Answers the runtime's question for the API version, if the frame asks it. */
-bool ffi_answer_metadata(ffi_frame *frame);
+static inline bool ffi_answer_metadata(ffi_frame *frame) {
+  ffi_extension *extension = frame->extension;
+  if (extension == NULL || extension->type != FFI_EXTENSION_METADATA) return false;
+  ffi_metadata *metadata = ((ffi_metadata_extension *)extension)->metadata;
+  metadata->version.major = FFI_API_MAJOR;
+  metadata->version.minor = FFI_API_MINOR;
+  metadata->traits = 0;
+  return true;
+}
 
 /* A new error with a copy of the text. */
 ffi_error *ffi_fail(const ffi_frame *frame, enum ffi_error_code code, const char *message);
 
 /* The product of the dimensions: 1 for a scalar. */
-int64_t ffi_count(const ffi_buffer *buffer);
+static inline int64_t ffi_count(const ffi_buffer *buffer) {
+  int64_t count = 1;
+  for (int64_t i = 0; i < buffer->rank; i++) count *= buffer->dims[i];
+  return count;
+}
 
 #endif

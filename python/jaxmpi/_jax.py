@@ -131,8 +131,8 @@ def current_source() -> Any:
     return source_info_util.current()
 
 
-def jit_disabled() -> bool:
-    return config.disable_jit.value
+jit_disabled = config.disable_jit
+"""Whether `jax.disable_jit` holds: its `value`."""
 
 
 def platforms() -> str | None:

@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 from jaxmpi import _arguments as arguments
 from jaxmpi import _communicator, _devices, _jax
-from jaxmpi._order import Token, after
+from jaxmpi._order import Token
 from jaxmpi._primitive import Params, bind
 from jaxmpi._table import CHECK, LINE, check_same
 
@@ -35,6 +35,14 @@ __all__ = [
 
 Leaf = Callable[..., jax.Array]
 """Checks one leaf and makes it an array: (leaf, *more, operation, argument) -> array."""
+
+
+_TOKEN = Token()
+
+
+def after(token: Any) -> Any:
+    """The token to return: the one that was given, so that it may be carried by a loop, or a `Token` for None."""
+    return _TOKEN if token is None else token
 
 
 def _each(operation: str, params: Params, x: Any, check: Leaf, *more: Any) -> Any:

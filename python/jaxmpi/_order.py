@@ -63,12 +63,6 @@ class Token:
 
 
 jax.tree_util.register_pytree_node(Token, lambda token: ((), None), lambda _, leaves: Token())
-_TOKEN = Token()
-
-
-def after(token: Any) -> Any:
-    """The token to return: the one that was given, so that it may be carried by a loop, or a `Token` for None."""
-    return _TOKEN if token is None else token
 
 
 # --- the region --------------------------------------------------------------------------------------------------
@@ -189,21 +183,13 @@ def _discharged_jit(function: Callable[..., Any], options: dict[str, Any]) -> Ca
 
 
 def eager(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` of arrays, compiled, for calls outside of any trace; with `jax.disable_jit` too."""
+    """`function` of arrays, compiled, for calls outside of any trace and of `jax.disable_jit`."""
 
     def staged(*args):
         with _jax.without_constant_folding():
             return function(*args)
 
-    compiled = _chain.linked(EFFECT, _discharged_jit(staged, {}))
-
-    def call(*args):
-        if not _jax.jit_disabled():
-            return compiled(*args)
-        with jax.disable_jit(False):
-            return compiled(*args)
-
-    return call
+    return _chain.linked(EFFECT, _discharged_jit(staged, {}))
 
 
 # Options that speak of where operands and results lie: their trees would have to grow by the link.

@@ -103,12 +103,19 @@ def bind(name: str, params: Params, *operands: Any) -> Any:
     if defaults := _DEFAULTS[name]:
         params = defaults | params
     if _jax.trace_state_clean():
-        results = eager_program(primitive, tuple(params), *params.values())(*operands)
+        results = _run(eager_program(primitive, tuple(params), *params.values()), operands)
     else:
         if params.get(DERIVATIVE) == TANGENT and operands:  # also a value that its rule communicates
             operands = (link(operands[0], [], jax.typeof(operands[0]), always=True), *operands[1:])
         results = primitive.bind(*operands, **params)
     return results if len(results) > 1 else results[0] if results else None
+
+
+def _run(program: Callable[..., Any], operands: Sequence[Any]) -> Any:
+    if not _jax.jit_disabled.value:
+        return program(*operands)
+    with jax.disable_jit(False):
+        return program(*operands)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -134,7 +141,7 @@ def make_primitive(row: Row) -> _jax.Primitive:
         return [_jax.ShapedArray(tuple(x.shape), x.dtype) for x in row.results(avals, params)], {EFFECT}
 
     def implementation(*args, **params):
-        return eager_program(primitive, tuple(params), *params.values())(*args)
+        return _run(eager_program(primitive, tuple(params), *params.values()), args)
 
     _jax.define_primitive(primitive, abstract_eval, True, implementation)
     if row.silent:
