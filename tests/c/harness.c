@@ -200,7 +200,8 @@ struct communicator *world(int rank, int size) {
   static struct communicator *made[8][8];
   struct communicator **found = &made[rank][size];
   int calls = fake->call_count;
-  if (*found == NULL) CHECK_EQUAL(abi->communicator(fake->comm_new(rank, size), NULL, found), 0);
+  if (*found != NULL) return *found;
+  CHECK_EQUAL(abi->communicator(fake->comm_new(rank, size), NULL, found), 0);
   fake->call_count = calls; /* a test counts its own */
   return *found;
 }

@@ -873,7 +873,7 @@ static void errors_are_told_to_the_thread_that_left_them(void) {
 static atomic_bool stop;
 static void *goes_on(void *unused) {
   (void)unused;
-  static unsigned char data[80], out[80];
+  unsigned char data[80] = {0}, out[80];
   struct operands o = {"allreduce", F64, 10, 10, {pair, reduction("SUM")}, false};
   while (!atomic_load(&stop)) {
     ffi_error *error = device_call(&o, data, out);
