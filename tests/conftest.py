@@ -12,6 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import quick
 import simulated
 
 simulated.begin()
@@ -21,6 +22,7 @@ os.environ.setdefault("JAX_ENABLE_X64", "1")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).resolve().parent.parent / ".build" / "compiled"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+quick.begin()
 
 import jax  # noqa: E402 (what is set above counts from here on)
 import pytest  # noqa: E402
@@ -89,6 +91,9 @@ def pytest_collection_modifyitems(items):
         marker = item.get_closest_marker("ranks")
         if marker and marker.args[0] > SIZE:
             item.add_marker(pytest.mark.skip(reason=f"needs {marker.args[0]} ranks"))
+        marker = item.get_closest_marker("upto")
+        if marker and marker.args[0] < SIZE:
+            item.add_marker(pytest.mark.skip(reason=f"says all it can on {marker.args[0]} ranks"))
         if item.get_closest_marker("gpu") and jax.default_backend() == "cpu":
             item.add_marker(pytest.mark.skip(reason="needs a GPU: make test-gpu"))
         if item.get_closest_marker("launches") and SIZE > 1:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from mpi4py import MPI
 
 from jaxmpi import notoken
@@ -15,6 +16,12 @@ NEW_JAX = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 7)
 """Whether JAX keeps in derivatives what has no result that is used."""
 
 SHAPES = [(), (1,), (3,), (2, 3), (0,), (0, 3), (5, 1, 2)]
+FEW_SHAPES = [(2, 3), (0,)]
+
+
+def upto(n, values, but):
+    """Parameters of a test, of which more than n ranks are another case for those in `but` alone."""
+    return [pytest.param(value, marks=[] if value in but else pytest.mark.upto(n)) for value in values]
 
 
 def draw(shape, dtype, rank, seed=0):

@@ -202,9 +202,9 @@ def test_newer_version_is_one_warning(version, count):
 
 @needs_derivatives
 def test_this_version_of_jax_keeps_to_all(unchecked):
-    begin = time.perf_counter()
+    begin = time.process_time()
     assert broken() is None
-    assert time.perf_counter() - begin < 2
+    assert time.process_time() - begin < 2
 
 
 @needs_derivatives
