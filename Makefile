@@ -109,17 +109,10 @@ FAKES = JAXMPI_FAKE_DRIVERS=$(abspath $(BUILD))/tests/device
 test-device: $(BUILD)/.ready ## the suites on a simulated device, copied for MPI and by an aware MPI, on 1, 2 and 4 ranks
 	$(MESON) compile -C $(BUILD) device
 	$(FAKES) $(BIN)/python -m pytest tests/test_run_devices.py
-<<<<<<< HEAD
 	for transport in callback aware; do \
-	  $(FAKES) JAXMPI_TEST_DEVICE=$$transport timeout $(LIMIT) $(BIN)/python -m pytest --color=no $(SHORT_DEVICE_TESTS) || exit; \
+	  $(FAKES) JAXMPI_TEST_DEVICE=$$transport timeout $(LIMIT) $(BIN)/python -m pytest -n auto --color=no $(SHORT_DEVICE_TESTS) || exit; \
 	  $(FAKES) JAXMPI_TEST_DEVICE=$$transport $(RUN) -n 2 -m pytest --color=no $(DEVICE_TESTS) || exit; \
 	  $(FAKES) JAXMPI_TEST_DEVICE=$$transport $(RUN) -n 4 -m pytest --color=no $(SHORT_DEVICE_TESTS) || exit; \
-=======
-	for road in callback aware; do \
-	  $(FAKES) JAXMPI_TEST_DEVICE=$$road timeout $(LIMIT) $(BIN)/python -m pytest -n auto --color=no $(SHORT_DEVICE_TESTS) || exit; \
-	  $(FAKES) JAXMPI_TEST_DEVICE=$$road $(RUN) -n 2 -m pytest --color=no $(DEVICE_TESTS) || exit; \
-	  $(FAKES) JAXMPI_TEST_DEVICE=$$road $(RUN) -n 4 -m pytest --color=no $(SHORT_DEVICE_TESTS) || exit; \
->>>>>>> bc03d49f1baf346fe4df2bef66b2d93de42aa6ec
 	done
 	for transport in thread wait; do \
 	  $(FAKES) JAXMPI_TEST_DEVICE=$$transport $(RUN) -n 2 -m pytest --color=no $(call ON_DEVICE,device operations) || exit; \
