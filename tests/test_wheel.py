@@ -1,0 +1,50 @@
+"""What is installed: developers run the sources as they lie, users a wheel."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PROGRAM = """
+import sys
+sys.path.insert(0, sys.argv[1])
+sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in type(finder).__module__]
+import jax.numpy as jnp
+import jaxmpi
+from jaxmpi import info, notoken, run
+from jaxmpi._launcher import child, placement
+from mpi4py import MPI
+assert jaxmpi.__file__.startswith(sys.argv[1]), jaxmpi.__file__
+print("sum", notoken.allreduce(jnp.float32(3), MPI.SUM, comm=MPI.COMM_SELF))
+"""
+
+
+@pytest.mark.alone
+@pytest.mark.seconds(300)
+def test_wheel_is_complete(tmp_path):
+    if importlib.util.find_spec("mesonpy") is None:
+        pytest.skip("meson-python is not installed, the wheel cannot be built")
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    tools = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    command = [*build, "--wheel-dir", tmp_path, ROOT]
+    done = subprocess.run(command, env=tools, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    sources = {
+        str(path.relative_to(ROOT / "python"))
+        for path in (ROOT / "python").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".so"
+    }
+    with zipfile.ZipFile(wheel) as archive:
+        packed = {name for name in archive.namelist() if ".dist-info/" not in name}
+        archive.extractall(tmp_path / "installed")
+    assert packed - sources == {"jaxmpi/_core.abi3.so"}
+    assert sources <= packed
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "installed")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("sum 3.0"), done.stdout + done.stderr
