@@ -50,8 +50,7 @@ void call_divide(struct call *call) {
   call->division = (struct division){.rows_read = how == SCATTERS || how == EXCHANGES ? size : 1,
                                      .rows_written = how == GATHERS || how == EXCHANGES ? size : 1};
   if (limit == 0 || how == WHOLE || !columns_of(call, &columns, &element)) return;
-  if (how !=
-      CHUNKS) { /* a chunk is the parts of all ranks together; each part is a message, which must not get too short */
+  if (how != CHUNKS) { /* a chunk has a part for each rank; a part is a message, which must not get too short */
     int64_t least = limit < LEAST_COLUMN ? limit : LEAST_COLUMN;
     limit = limit / size > least ? limit / size : least;
   }

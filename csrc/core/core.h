@@ -53,7 +53,7 @@ struct communicator {
   intptr_t handle;
   int rank;
   int size;
-  int64_t chunk; /* bytes above which an operation that can be divided is; 0: never. The same on all its ranks */
+  int64_t chunk; /* bytes of a chunk: longer operations are divided if they can be; 0: never. The same on all ranks */
   atomic_bool freed;
   atomic_uint_least64_t compared; /* collectives compared so far, with JAXMPI_CHECK: compare.h */
 };
@@ -63,8 +63,8 @@ enum transport {
   TRANSPORT_CALLBACK, /* the driver's callback thread, in stream order; not for an MPI library that calls the driver */
   TRANSPORT_THREAD,   /* a thread of ours, for which the callback waits; MPI's driver calls there must not wait for a
                          stream */
-  TRANSPORT_WAIT, /* the thread that enqueues the work, once the stream has got there; the only choice for all threads
-                     but the one that imported the package: see transport.h */
+  TRANSPORT_WAIT, /* the thread that enqueues the work, once the stream has got there; all threads except the one that
+                     imported the package always use it: see transport.h */
 };
 
 /* Who combines two elements. The user's function may be written in Python. */
