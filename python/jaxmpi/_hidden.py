@@ -1,7 +1,8 @@
 """Communication inside primitives of other libraries that do not report its effect.
 
-Such a primitive evaluates functions of its user: `linear_solve` of lineax, for example, a matvec. Its abstract
-evaluation calls `jax.eval_shape`, which does not pass effects on. So its equation would be lowered without a token,
+Such a primitive evaluates functions of its user; `linear_solve` of lineax, for example, evaluates a matvec. Its
+abstract evaluation calls `jax.eval_shape`, which does not pass effects on. So its equation would be lowered without a
+token,
 could be moved or dropped, and the operations inside would find no token either. Here every equation with the effect
 leaves a mark when it is staged. A primitive whose abstract evaluation leaves a mark without reporting the effect is
 made to report it from then on.

@@ -238,8 +238,7 @@ def _reverse(x, params: Params):
 
 
 def _shifted(distance: int, params: Params, *arrays):
-    """Whether there is a rank `distance` before this one (after, if negative), and its arrays, which are zero if
-    not."""
+    """Whether a rank is `distance` before this one (after, if negative), and its arrays; zeros if there is none."""
     rank, size = params["comm"].rank, params["comm"].size
     source, dest = rank - distance, rank + distance
     exists = 0 <= source < size

@@ -30,7 +30,7 @@ DERIVATIVE = "derivative"
 never match those of the function itself: see `_tags`."""
 
 TANGENT, COTANGENT, VALUE = "tangent", "cotangent", "value"
-"""Its values; VALUE: the value that an operation has when it is differentiated."""
+"""Its values. VALUE: a tangent or cotangent whose operation is differentiated again, and then counts as a value."""
 
 CALLS = (primitives.closed_call_p, ad_checkpoint.remat_p, _jax.jit_p)
 

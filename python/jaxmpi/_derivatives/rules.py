@@ -46,8 +46,7 @@ def differentiate_custom_jvp(own, trace, primitive, function, rule, tracers, *mo
 
 
 def differentiate_custom_vjp(own, trace, primitive, function, forward, backward, tracers, *more, **options):
-    """Gives one operand a tangent, so that the rules are called. Closed-over values are operands too, but may have
-    none."""
+    """Gives one operand a tangent, so that the rules are called. Closed-over values are operands that may have none."""
 
     def call(tracers):
         return own(trace, primitive, function, forward, backward, tracers, *more, **options)

@@ -45,8 +45,7 @@ def _end(code: int) -> None:
 
 
 class _StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Replaces a package by jaxmpi when the program first imports it, so that the program can configure mpi4py
-    before."""
+    """Replaces a package by jaxmpi only when the program imports it, which can thus configure mpi4py before."""
 
     def __init__(self, name: str):
         self.name, self.package = name, name.partition("-")[0]
@@ -67,8 +66,7 @@ class _StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _take_a_device(assign: bool) -> None:
-    """Makes this rank take its device when the program first imports jax: the user's choice or, with `assign`, its
-    own."""
+    """Makes this rank take a device when the program imports jax: the user's choice or, with `assign`, its own."""
     file = os.path.join(os.path.dirname(__file__), "placement.py")
     spec = importlib.util.spec_from_file_location("jaxmpi._launcher.placement", file)
     assert spec is not None

@@ -43,7 +43,7 @@ def _check(name: str, api: str) -> bool:
 
 
 def install_as_mpi4jax(api: str = "notoken") -> None:
-    """Makes `import mpi4jax` return a module with the same functions, done by jaxmpi, everywhere in this process.
+    """Makes `import mpi4jax` give a module with the same functions, implemented by jaxmpi, in this whole process.
 
     Positions, defaults and names of arguments are those of mpi4jax, as are the kinds of exceptions (TypeError for a
     traced root or a wrong communicator, ValueError for shapes), MPI4JAX_DEBUG and `__version__`.
@@ -65,7 +65,7 @@ def install_as_mpi4jax(api: str = "notoken") -> None:
 
 
 def install_as_jpi() -> None:
-    """Makes `import jpi` return a module with the same functions, done by jaxmpi, everywhere in this process.
+    """Makes `import jpi` give a module with the same functions, implemented by jaxmpi, in this whole process.
 
     Switches JAX to 64-bit types (`jax_enable_x64`), as importing JPI does.
 
