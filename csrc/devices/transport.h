@@ -18,7 +18,7 @@
  * another is with MPI, on streams of our own.
  *
  * Where no thread waits, an error of MPI comes after its operation has returned: it is deferred to the next operation,
- * and the result is filled with one bits (NaN; -1; true).
+ * and all bits of the result are set (NaN; -1; true).
  *
  * Threads: transport_run is called by entry_run in the thread in which XLA called the handler, without the GIL and
  * with no lock held. It takes states_lock for a moment, holds the lock `taken` of a stream state until it returns, and

@@ -350,7 +350,7 @@ def send(x: Any, dest: int, *, tag: int = 0, comm: MPI.Comm | None = None, token
       token: accepted, handed back, and not needed.
 
     Returns:
-      A token. The message is sent whether or not the token is used.
+      A token. The message is sent in any case.
 
     Raises:
       ValueError, TypeError: while tracing, before anything is sent; the receiver then waits.
