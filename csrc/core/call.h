@@ -1,7 +1,9 @@
-/* A call on its way: how it is divided, its chunks, its body.
+/* Executing a call: how it is divided, its chunks, its body.
  *
- * Called by the thread that XLA has called the handler in, or by the one that a device's transport has chosen; they
- * take the runtime's lock themselves, where MPI allows one call at a time, and no other lock may be held. */
+ * Threads: the thread in which XLA called the handler, or the one in which a device's transport calls MPI (the driver's
+ * callback thread or one of ours), without the GIL. call_body, and call_chunks by it, take runtime.lock where MPI
+ * allows one call at a time: the caller must not hold it, but may hold the lock of a stream state. The other functions
+ * need no lock. */
 #ifndef JAXMPI_CALL_H
 #define JAXMPI_CALL_H
 
@@ -9,28 +11,29 @@
 #include "core/failure.h"
 #include "devices/memory.h"
 
-/* The MPI calls of a call whose buffers MPI reaches, all in one or chunk by chunk. */
+/* Makes the MPI calls of a call whose buffers MPI can access: undivided, or chunk by chunk. */
 ffi_error *call_body(struct call *call);
 ffi_error *call_chunks(struct call *call);
 
-/* Decides the division of a call, once, when its buffers are known. */
+/* Sets the division of a call, once its buffers are known. */
 void call_divide(struct call *call);
 
-/* The rows that a buffer of MPI's has as a matrix; 1 for one of the host's, which is not divided. */
+/* The rows of a buffer as a matrix; 1 for a buffer that the core uses, which is not divided. */
 static inline int call_rows(const struct call *call, const struct buffer *buffer) {
   if (role_is_of_host(buffer->role)) return 1;
   return role_is_written(buffer->role) ? call->division.rows_written : call->division.rows_read;
 }
 
-/* Cuts MPI's buffers down to the chunk that begins at column `first`: `data` points to its first column, `count` has
- * the elements of all rows. */
+/* Reduces MPI's buffers to the chunk that begins at column `first`: `data` points to that column in the first row,
+ * `count` is the number of elements in all rows. */
 void call_cut(struct call *call, int64_t first);
 
-/* Zeros, and a copy from one buffer of the call to the other, in whatever memory they lie. */
+/* Fill with zeros, and copy between two buffers of the call, in the memory that they lie in. On a device both are
+ * enqueued on the call's stream. */
 ffi_error *call_zero(const struct call *call, void *data, size_t bytes);
 ffi_error *call_move(const struct call *call, void *to, const void *from, size_t bytes);
 
-/* Whether the communicator can be used; the error says why not. */
+/* NULL if the communicator can be used; otherwise the error. */
 ffi_error *call_check(const struct call *call);
 
 #endif

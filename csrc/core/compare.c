@@ -8,10 +8,10 @@
 #include "core/failure.h"
 #include "core/trace.h"
 
-/* The names of the values of `derivative`, as in python/jaxmpi/_primitive.py. */
+/* Names for the values of `derivative`, in the order of _DERIVATIVES in python/jaxmpi/_primitive.py. */
 static const char *const kinds[] = {"a value", "a tangent", "a cotangent", "a value in a further derivative"};
 
-/* Elements of this rank's share, and its type: of what all ranks pass or receive as much of as each other. */
+/* Elements and type of this rank's share: of the buffers, read or written, that have the same size on all ranks. */
 static int64_t share_of(const struct call *call, const struct datatype **type) {
   int64_t counts[2] = {0, 0};
   const struct datatype *types[2] = {NULL, NULL};
@@ -27,7 +27,7 @@ static int64_t share_of(const struct call *call, const struct datatype **type) {
   return counts[written];
 }
 
-/* The place of the attribute that says what a collective is of; -1 where the operation is no collective. */
+/* Index of the attribute `derivative`, which every collective has; -1: not a collective. */
 static int derivative_of(const struct operation *operation) {
   int i = operation->attribute_count - 1;
   while (i >= 0 && operation->attributes[i].kind != DERIVATIVE) i--;
@@ -59,7 +59,7 @@ static struct record record_of(struct call *call) {
   return record;
 }
 
-/* A record in words. It may be another rank's, and that of another version: nothing in it is relied on. */
+/* A record in words. It may come from a rank with another version of the package, so its values are not trusted. */
 static void describe(const struct record *record, char *text, size_t size) {
   const struct datatype *type = datatype_find((int)record->dtype);
   const struct reduction *reduction = registry_at(record->reduction);
@@ -81,7 +81,7 @@ static void describe(const struct record *record, char *text, size_t size) {
 #undef ADD
 }
 
-/* All ranks find the same: an error for each of them, or for none. */
+/* All ranks come to the same verdict: an error on each of them, or on none. */
 static ffi_error *judge(const struct call *call, const struct record *mine, const struct record *all) {
   char here[256], there[256], at[64] = "calls";
   int other = 0;

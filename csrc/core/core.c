@@ -81,7 +81,7 @@ struct entry {
 
 enum { BLOCK = 1024, BLOCKS = 4096 };
 static struct entry *blocks[BLOCKS];
-static atomic_int_least64_t registered; /* published after the entry is in its place */
+static atomic_int_least64_t registered; /* stored after the entry is complete */
 static int64_t process_key;
 
 static inline struct entry *entry_at(int64_t place) { return &blocks[(place - 1) / BLOCK][(place - 1) % BLOCK]; }
@@ -144,7 +144,7 @@ struct reduction *reduction_add(intptr_t handle, enum reducer by, const char *na
 
 /* --- libraries --- */
 
-/* dlsym gives an object pointer; POSIX lets it be copied into a function pointer, ISO C only so. */
+/* dlsym returns an object pointer, which ISO C does not let us cast to a function pointer. */
 static bool find(void *library, const char *name, void *function) {
   void *symbol = dlsym(library, name);
   memcpy(function, &symbol, sizeof symbol);
@@ -162,7 +162,7 @@ const char *symbols_load(void *library, const struct symbol *symbols, void *tabl
 static bool starts_with(const char *text, const char *start) { return strncmp(text, start, strlen(start)) == 0; }
 
 const struct abi *abi_find(void *library, char *version, size_t size) {
-  /* These two have the same prototype in each ABI. The longest description is 8192 bytes (MPICH). */
+  /* Both have the same prototype in every ABI. The longest description is 8192 bytes (MPICH). */
   int (*get_library_version)(char *, int *);
   int (*get_abi_version)(int *, int *);
   char text[8192] = "";
@@ -174,7 +174,7 @@ const struct abi *abi_find(void *library, char *version, size_t size) {
     return &abi_mpiabi;
   if (starts_with(text, "Open MPI")) return &abi_openmpi;
   if (strstr(text, "MPICH") || starts_with(text, "Intel(R) MPI") || strstr(text, "MVAPICH")) return &abi_mpich;
-  Dl_info info; /* a vendor's own name: the soname that its family agreed on decides */
+  Dl_info info; /* an unknown name: the families agree on sonames */
   void *symbol = dlsym(library, "MPI_Get_library_version");
   if (dladdr(symbol, &info) && info.dli_fname) {
     if (strstr(info.dli_fname, "libmpi.so.40")) return &abi_openmpi;

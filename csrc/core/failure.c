@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Keeps an error for the next operation. What is returned is only told from NULL. */
+/* Keeps an error for the next operation, unless one is kept already. The result may only be compared with NULL. */
 static ffi_error *defer(enum ffi_error_code code, const char *text) {
   static char deferred;
   struct failure *none = NULL, *failure = malloc(sizeof *failure + strlen(text) + 1);
@@ -29,7 +29,7 @@ ffi_error *call_fail(const struct call *call, enum ffi_error_code code, const ch
   va_start(arguments, format);
   vsnprintf(text + length, sizeof text - (size_t)length, format, arguments);
   va_end(arguments);
-  atomic_fetch_add(&runtime.failures, 1); /* what was linked to this call fails with it */
+  atomic_fetch_add(&runtime.failures, 1); /* makes linked calls check their link: link.c */
   return call->frame != NULL ? ffi_fail(call->frame, code, text) : defer(code, text);
 }
 
@@ -40,7 +40,7 @@ ffi_error *call_fail_driver(const struct call *call, const struct memory *memory
                    text != NULL ? text : "the driver has no text for it");
 }
 
-/* Adds to a text of that length; the new length, less than `size` also where the rest is cut off. */
+/* Appends to a text of `length` characters. Returns the new length, which is less than `size`: the rest is cut off. */
 __attribute__((format(printf, 4, 5))) static int append(char *text, size_t size, int length, const char *format, ...) {
   va_list arguments;
   va_start(arguments, format);

@@ -1,24 +1,29 @@
-/* The errors of a call, which say which it is and what it was given. */
+/* The errors of a call, whose texts name the operation, the rank and what was passed.
+ *
+ * Threads: the functions call_fail... are called by the thread that executes the call, be it XLA's, the driver's
+ * callback thread or one of ours; any thread may call failure_take. No lock is needed, and runtime.lock may be held.
+ * Each error counts in runtime.failures; if the call's frame is NULL it is deferred, and what is returned may only be
+ * compared with NULL. */
 #ifndef JAXMPI_FAILURE_H
 #define JAXMPI_FAILURE_H
 
 #include "core/core.h"
 #include "devices/memory.h"
 
-/* The error of a call, text by printf, behind "jaxmpi.NAME on rank R of N: ". */
+/* An error with a text by printf, after "jaxmpi.NAME on rank R of N: ". */
 __attribute__((format(printf, 3, 4))) ffi_error *call_fail(const struct call *call, enum ffi_error_code code,
                                                            const char *format, ...);
 
-/* The error for an attribute whose number is that of no object here. */
+/* The error for an attribute whose number belongs to no object in this process. */
 ffi_error *call_fail_unknown(const struct call *call, const char *attribute);
 
-/* The error for a code that a driver's function has returned. */
+/* The error for a code that a driver's function has returned in this thread. */
 ffi_error *call_fail_driver(const struct call *call, const struct memory *memory, int code);
 
-/* The error for a code that an MPI function has returned: the library's own text, and what the call was given. */
+/* The error for a code that an MPI function has returned: the library's text, and what was passed to the call. */
 ffi_error *call_fail_mpi(const struct call *call, int code);
 
-/* Takes the deferred error, if there is one; it is the caller's, to be freed. */
+/* Takes the deferred error, which the caller then frees; NULL if there is none. */
 static inline struct failure *failure_take(void) {
   if (atomic_load_explicit(&runtime.deferred, memory_order_relaxed) == NULL) return NULL;
   return atomic_exchange(&runtime.deferred, NULL);

@@ -1,4 +1,4 @@
-/* The types of CUDA's driver in use, in our own words; tests/c/check_driver.c holds them against the real header. */
+/* The types of CUDA's driver that are used; tests/c/check_driver.c compares them with the real header. */
 #ifndef JAXMPI_CUDA_TYPES_H
 #define JAXMPI_CUDA_TYPES_H
 
@@ -11,7 +11,7 @@ typedef struct CUevent_st *CUevent;
 typedef struct CUstream_st *CUstream;
 typedef void (*CUhostFn)(void *);
 
-/* A copy of rows; where they lie is one of MEMORY_HOST and MEMORY_DEVICE, what does not apply is zero. */
+/* A copy of rows. The types are MEMORY_HOST or MEMORY_DEVICE; members that do not apply are zero. */
 typedef struct {
   size_t src_x, src_y;
   int src_type;

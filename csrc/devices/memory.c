@@ -27,11 +27,11 @@ bool memory_loaded(const struct memory *memory) {
 
 static const char *load(const struct memory *memory) {
   enum { ROOM = 128 };
-  /* First what this process has loaded: two copies would not know each other's streams. */
+  /* A copy that this process has loaded comes first: a second one would not know its streams. */
   void *library = find_library(memory, RTLD_LAZY | RTLD_NOLOAD);
   if (library == NULL && (library = find_library(memory, RTLD_LAZY)) == NULL) return memory->absent;
   const char *missing = memory->load(library);
-  char *text = missing != NULL ? malloc(ROOM) : NULL; /* kept for ever, once for each driver */
+  char *text = missing != NULL ? malloc(ROOM) : NULL; /* never freed; one per driver at most */
   if (text != NULL) snprintf(text, ROOM, "the driver has no %s: install a newer one", missing);
   return text != NULL ? text : missing;
 }

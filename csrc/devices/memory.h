@@ -1,12 +1,14 @@
-/* Memory spaces: where XLA's buffers lie, and what a driver can do with them.
+/* Memory spaces: where XLA's buffers lie, and the driver's functions for them.
  *
- * A body in mpi/ops.c asks for pointers that MPI may use and never sees a device: transport.c brings it such pointers,
- * by what a space can do. A space is a row in spaces.def and a file with one structure. Functions return 0 or the
- * driver's code, and then `memory_failed` names the function of the driver. They may be called by any thread, which
- * must have entered the context where one is needed; none takes a lock of ours.
+ * A body in mpi/ops.c uses pointers that MPI accepts and knows nothing of devices: transport.c provides such pointers
+ * by the functions of a memory space. A space is a row in spaces.def and a file that defines one structure. Its
+ * functions return 0 or the driver's error code; after an error `memory_failed` names the driver's function.
  *
- * A stream is XLA's or one made here; work on one stream is done in the order in which it was given. A context is what
- * the calling thread must have entered to speak of a device's streams, events and memory.
+ * A stream is XLA's or made here; a stream executes its work in the order in which it was enqueued. A context is what a
+ * thread must enter before it uses the streams, events and memory of a device.
+ *
+ * Threads: any thread may call the functions of a space, inside a context where one is needed; they take no lock of
+ * ours. memory_loaded and memory_open are called under the GIL.
  */
 #ifndef JAXMPI_MEMORY_H
 #define JAXMPI_MEMORY_H
@@ -20,44 +22,44 @@ enum { MAX_PITCH = 0x7fffffff };
 
 struct memory {
   const char *platform;         /* XLA's name for it */
-  bool host;                    /* MPI and this process reach it as it is: what follows `handlers` is NULL */
-  ffi_handler *const *handlers; /* for buffers that lie there, in the order of ops.def; see xla/handlers.h */
+  bool host;                    /* host code can access it: the members after `handlers` are NULL */
+  ffi_handler *const *handlers; /* for buffers in this memory, in the order of ops.def; see xla/handlers.h */
 
-  /* The driver's library by any of its names, ending with NULL, and what to say where there is none. `load` finds the
-   * functions in it; NULL, or the name of one that it lacks. */
+  /* The possible names of the driver's library, ending with NULL, and the text of the error if none is found. `load`
+   * looks up the functions in it: NULL, or the name of a missing one. */
   const char *const *libraries;
   const char *absent;
   const char *(*load)(void *library);
-  int (*count)(int *devices); /* that this process may use */
+  int (*count)(int *devices); /* devices that this process may use */
 
-  int (*context)(void *stream, void **context); /* of XLA's stream */
+  int (*context)(void *stream, void **context); /* of a stream of XLA's */
   int (*enter)(void *context, void **previous);
   int (*leave)(void *previous);
 
-  int (*pin)(void **host, size_t bytes); /* host memory that is copied from and to without a detour */
+  int (*pin)(void **host, size_t bytes); /* allocates pinned host memory */
   int (*unpin)(void *host);
 
-  /* Given to the stream, done later. `host` is pinned; `rows` rows of `width` bytes lie there one behind the other, and
-   * `pitch` bytes apart on the device, MAX_PITCH at most. */
+  /* Enqueued on the stream. For copy_down and copy_up `host` is pinned; `rows` rows of `width` bytes are contiguous
+   * there, and begin `pitch` bytes apart on the device, at most MAX_PITCH. */
   int (*copy_down)(void *host, const void *device, size_t width, size_t rows, size_t pitch, void *stream);
   int (*copy_up)(void *device, const void *host, size_t width, size_t rows, size_t pitch, void *stream);
   int (*copy)(void *to, const void *from, size_t bytes, void *stream);
   int (*zero)(void *device, size_t bytes, void *stream);
-  int (*call)(void *stream, void (*function)(void *), void *data); /* `function` may not call the driver */
+  int (*call)(void *stream, void (*function)(void *), void *data); /* host function: it must not call the driver */
 
   int (*stream_make)(void **stream);
   int (*stream_free)(void *stream);
-  int (*stream_synchronize)(void *stream);       /* waits for all of it */
-  int (*stream_wait)(void *stream, void *event); /* later work of the stream waits for the event, if it was recorded */
+  int (*stream_synchronize)(void *stream);       /* waits until all its work is done */
+  int (*stream_wait)(void *stream, void *event); /* later work of the stream waits for the event, if recorded */
   int (*event_make)(void **event);
   int (*event_free)(void *event);
-  int (*event_record)(void *event, void *stream); /* it stands for the work given to the stream so far */
-  int (*event_synchronize)(void *event);          /* waits for it */
+  int (*event_record)(void *event, void *stream); /* marks the work enqueued so far */
+  int (*event_synchronize)(void *event);          /* waits until that work is done */
 
-  void (*text)(int code, const char **name, const char **text); /* of an error; NULL where it has none */
+  void (*text)(int code, const char **name, const char **text); /* of an error code; NULL if unknown */
 };
 
-/* For the end of a file: all of them, as it has named them. */
+/* Initializes the members from static functions of the same names. */
 #define MEMORY_FUNCTIONS                                                                                            \
   .count = count, .context = context, .enter = enter, .leave = leave, .pin = pin, .unpin = unpin,                   \
   .copy_down = copy_down, .copy_up = copy_up, .copy = copy, .zero = zero, .call = call, .stream_make = stream_make, \
@@ -71,13 +73,13 @@ struct memory {
 
 extern const struct memory *const memory_spaces[]; /* ends with NULL; the host is the first */
 
-/* Whether the process has loaded the library of the driver of a space. */
+/* Whether this process has loaded the driver's library of a space. */
 bool memory_loaded(const struct memory *memory);
 
-/* Loads the driver of a space at the first call. NULL, or why its arrays cannot be communicated. One call at a time. */
+/* Loads the driver of a space at the first call. NULL, or why its arrays cannot be communicated. */
 const char *memory_open(const struct memory *memory);
 
-/* The driver's function that has failed last in this thread; notes it where the code is one of a failure. */
+/* The driver's function that failed last in this thread, as recorded by memory_checked. */
 extern _Thread_local const char *memory_failed;
 static inline int memory_checked(const char *function, int code) {
   if (code != 0) memory_failed = function;

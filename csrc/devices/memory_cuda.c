@@ -1,5 +1,5 @@
-/* NVIDIA's devices, through the library of the driver, which each machine that has one brings. No SDK is needed to
- * build, and nothing of CUDA's runtime to run. */
+/* NVIDIA's devices, through the driver's library, which is on every machine with such a device. Building needs no SDK,
+ * running does not need CUDA's runtime library. */
 #include "devices/memory.h"
 
 #include <stdint.h>
@@ -7,7 +7,7 @@
 #include "core/core.h"
 #include "devices/cuda_types.h"
 
-/* A stream that does not wait for the default one, an event without a clock, memory that is pinned for each context. */
+/* Flags: streams that do not wait for the default stream, events without timing, memory pinned for all contexts. */
 enum { STREAM_NON_BLOCKING = 1, EVENT_DISABLE_TIMING = 2, MEMHOSTALLOC_PORTABLE = 1 };
 
 static struct cuda {
@@ -36,7 +36,7 @@ static int count(int *devices) {
 static int context(void *stream, void **found) { return CALL(cuStreamGetCtx, stream, (CUcontext *)found); }
 
 static int enter(void *of, void **previous) {
-  *previous = NULL; /* the driver keeps a stack */
+  *previous = NULL; /* the driver keeps a stack of contexts */
   return CALL(cuCtxPushCurrent, of);
 }
 

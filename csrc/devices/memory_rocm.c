@@ -1,4 +1,4 @@
-/* AMD's devices, through HIP's library, which is part of each installation of ROCm. No SDK is needed to build. */
+/* AMD's devices, through HIP's library, which is part of every ROCm installation. Building needs no SDK. */
 #include "devices/memory.h"
 
 #include <stdint.h>
@@ -41,7 +41,7 @@ static int count(int *devices) {
   return code != 0 ? code : CALL(hipGetDeviceCount, devices);
 }
 
-/* HIP's contexts are no longer used: what a thread enters is a device, by number. */
+/* HIP has deprecated contexts: a thread enters a device, by number. */
 static int context(void *stream, void **found) {
   int device = 0, code = CALL(hipStreamGetDevice, stream, &device);
   *found = (void *)(intptr_t)device;
@@ -103,7 +103,7 @@ static void text(int code, const char **name, const char **said) {
   *said = hip.hipGetErrorString(code);
 }
 
-/* The loader seldom knows the folder of ROCm, which JAX's plugin finds by itself. */
+/* ROCm's folder is seldom on the loader's path (JAX's plugin finds it by itself): so it is the last name below. */
 #define SPACE rocm
 #include "xla/handlers.h"
 

@@ -1,10 +1,10 @@
-/* Intel's devices. What is missing here is the one thing that plain C cannot do.
+/* Intel's devices: not supported, because plain C cannot use XLA's stream for them.
  *
- * XLA hands over the stream as a pointer to a sycl::queue, a C++ object. Copies in its order, and a host function in
- * it, are member functions and templates of the C++ library; they have no C entry points, and their mangled names and
- * the layout of their arguments belong to one release of the compiler. Level Zero has a C interface and could copy, but
- * not in the order of a queue that it does not know: the command list behind the queue is given out by a C++ template
- * alone (sycl::get_native). A file of C++ with twenty functions, built where the compiler is, would fill the structure
+ * XLA passes the stream as a pointer to a sycl::queue, a C++ object. Copies and host functions in the order of the
+ * queue are member functions and templates of the C++ library: they have no C entry points, and their mangled names and
+ * the layout of their arguments belong to one release of the compiler. Level Zero has a C API and could copy, but not
+ * in the order of a queue that it does not know: the command list behind the queue is only returned by a C++ template
+ * (sycl::get_native). A C++ file with twenty functions, built where the compiler is available, could fill the structure
  * below; nothing else would have to change.
  */
 #include "devices/memory.h"

@@ -7,26 +7,25 @@
 
 enum { SLOTS = 4, ALIGNMENT = 256, LEAST = 1 << 16, OUTGROWN = 48 };
 
-/* Where chunks go: streams of our own, in this order. Of each chunk that is under way events record what has been done.
- */
+/* The streams of our own that a chunk passes, in this order, and the events that mark its progress. */
 enum { DOWN, THROUGH, UP, STREAMS };
 enum { FETCHED, PASSED, STORED, EVENTS };
 
-/* What the operations of one stream share, one after the other: pinned memory above all. Its order is that of the
- * stream, so that an operation may be given to the stream while an earlier one still uses the same memory. A thread
- * that finds all states of a stream taken gets another. */
+/* A stream state: what successive operations on one stream share, above all pinned memory. They use it in stream order,
+ * so an operation may be enqueued while an earlier one still uses the memory. A thread that finds all states of a
+ * stream taken makes another. */
 struct stream_state {
   struct stream_state *next;
   pthread_mutex_t taken;
   const struct memory *memory;
   void *stream;  /* XLA's */
   void *context; /* of the stream */
-  void *done;    /* event: the end of what was given so far */
+  void *done;    /* event: the end of the work enqueued so far */
   char *staging;
   size_t capacity;
-  void *streams[STREAMS], *events[SLOTS][EVENTS]; /* for chunks, once there have been some */
-  /* Pinned memory that was too small. Giving it back makes a driver wait for all streams of the device, and some of
-   * them may wait for MPI, so that is left to the end; all of it together is smaller than what has taken its place. */
+  void *streams[STREAMS], *events[SLOTS][EVENTS]; /* for chunks; made at the first divided call */
+  /* Pinned memory that was too small, freed at the end: freeing makes a driver wait for all streams of the device, and
+   * some of them may wait for MPI. In total it is smaller than the memory that has replaced it. */
   void *outgrown[OUTGROWN];
   int outgrown_count;
 };
@@ -40,7 +39,7 @@ static pthread_mutex_t states_lock = PTHREAD_MUTEX_INITIALIZER;
     if (code_ != 0) return call_fail_driver(call, (call)->memory, code_); \
   } while (0)
 
-/* --- the states of streams --- */
+/* --- stream states --- */
 
 static int state_make(const struct memory *memory, void *stream, void *context, struct stream_state **made) {
   struct stream_state *state = calloc(1, sizeof *state);
@@ -63,7 +62,7 @@ static int state_make(const struct memory *memory, void *stream, void *context, 
   return 0;
 }
 
-/* A state for the stream of the call, for this thread alone until it is let go. */
+/* A state for the call's stream, this thread's until state_leave. Returns 0, the driver's code, or -1: no memory. */
 static int state_take(const struct call *call, void *context, struct stream_state **taken) {
   pthread_mutex_lock(&states_lock);
   struct stream_state *state = states;
@@ -77,7 +76,7 @@ static int state_take(const struct call *call, void *context, struct stream_stat
 
 static void state_leave(struct stream_state *state) { pthread_mutex_unlock(&state->taken); }
 
-/* Pinned memory of at least that size, which grows by doubling. */
+/* Makes the pinned memory at least that large; it grows by doubling. */
 static int state_reserve(struct stream_state *state, size_t bytes) {
   if (bytes <= state->capacity) return 0;
   size_t capacity = state->capacity > 0 ? state->capacity : LEAST;
@@ -91,7 +90,8 @@ static int state_reserve(struct stream_state *state, size_t bytes) {
   return 0;
 }
 
-/* Streams and events for chunks. What a failure leaves half made is used by the next call and freed in the end. */
+/* Makes the streams and events for chunks. After a failure those already made are used by the next call and freed by
+ * state_free. */
 static int state_divide(struct stream_state *state) {
   const struct memory *memory = state->memory;
   void **events = state->events[0];
@@ -103,7 +103,7 @@ static int state_divide(struct stream_state *state) {
   return code;
 }
 
-/* Waits for all that was given to the state, whatever has failed. */
+/* Waits for all work enqueued with the state; errors are ignored. */
 static void state_drain(struct stream_state *state) {
   for (int i = 0; i < STREAMS; i++)
     if (state->streams[i] != NULL) state->memory->stream_synchronize(state->streams[i]);
@@ -131,7 +131,7 @@ static void state_free(struct stream_state *state) {
 
 void transport_drain(void) {
   pthread_mutex_lock(&states_lock);
-  struct stream_state *state = states; /* those behind it stay where they are */
+  struct stream_state *state = states; /* states are added in front of it, and only transport_finish removes any */
   pthread_mutex_unlock(&states_lock);
   for (; state != NULL; state = state->next) {
     void *previous;
@@ -155,7 +155,7 @@ void transport_finish(void) {
   }
 }
 
-/* --- calls of MPI that nobody waits for --- */
+/* --- MPI calls left to the stream --- */
 
 struct job {
   struct job *next;
@@ -163,7 +163,7 @@ struct job {
   bool done;
 };
 
-/* The thread of TRANSPORT_THREAD, and the jobs that are not in use. */
+/* The queue of TRANSPORT_THREAD's thread, and unused jobs (`spare`). */
 static struct {
   pthread_mutex_t lock;
   pthread_cond_t posted, finished;
@@ -194,7 +194,7 @@ static void job_free(struct job *job) {
 
 static void job_run(struct job *job) {
   struct call *call = &job->call;
-  ffi_error *error = call_check(call); /* the communicator may have been freed meanwhile */
+  ffi_error *error = call_check(call); /* the communicator may have been freed since the call */
   if (error == NULL) error = call_body(call);
   for (int i = 0; i < call->buffer_count && error != NULL; i++) {
     const struct buffer *buffer = &call->buffers[i];
@@ -202,7 +202,7 @@ static void job_run(struct job *job) {
   }
 }
 
-/* A host function: calls MPI in the driver's thread. */
+/* Host function: calls MPI in the driver's callback thread. */
 static void callback(void *data) {
   job_run(data);
   job_free(data);
@@ -224,7 +224,7 @@ static void *work(void *unused) {
   return NULL;
 }
 
-/* A host function: lets our thread call MPI, and waits for it. */
+/* Host function: lets our thread call MPI, and waits for it. */
 static void hand_over(void *data) {
   struct job *job = data;
   pthread_mutex_lock(&jobs.lock);
@@ -257,24 +257,25 @@ static ffi_error *give_job(const struct call *call, const struct call *part, boo
   return call_fail_driver(call, call->memory, code);
 }
 
-/* --- an operation on its way --- */
+/* --- one operation --- */
 
-/* A user's reduction may need the GIL, which another thread may hold while it waits for the stream in the driver. Where
- * ranks compare what they do, the chunks behind one that they do not agree about must not be under way. */
+/* A user's reduction may need the GIL, which another thread may hold while it waits for the stream in the driver. If
+ * ranks compare their calls, no chunk may be enqueued before they have agreed. */
 static enum transport transport_of(const struct call *call) {
   return importer && call->reducer != REDUCER_USER && !call->compared ? runtime.transport : TRANSPORT_WAIT;
 }
 
-/* Whether MPI can do it on the device's memory: not a reduction by a function that reads host memory, and not chunks of
- * several rows, which have to be gathered. */
+/* Whether an aware MPI can do the call on device memory: not if a function reduces that reads host memory, and not in
+ * chunks of several rows, which must be packed first. */
 static bool within_reach(const struct call *call) {
   const struct division *division = &call->division;
   if (call->reducer != REDUCER_MPI) return false;
   return (division->rows_read == 1 && division->rows_written == 1) || division_is_one(division);
 }
 
-/* One operation on its way. Without chunks all streams are XLA's, whose order is enough. Staged are the buffers of the
- * host's, in front of the slots, and, where MPI does not reach the device, its own, in each slot. */
+/* One operation. If it is not divided, `down`, `through` and `up` are all XLA's stream, whose order suffices. Staged
+ * are the buffers for the core, in front of the slots, and, if MPI does not get device pointers, the buffers for MPI,
+ * in each slot. */
 struct stage {
   const struct call *call;
   struct stream_state *state;
@@ -282,8 +283,8 @@ struct stage {
   bool aware;
   bool divided;
   int64_t chunks;
-  size_t front, room;          /* bytes before the slots, and of a slot */
-  size_t offsets[MAX_BUFFERS]; /* of what is staged */
+  size_t front, room;          /* bytes before the slots, and per slot */
+  size_t offsets[MAX_BUFFERS]; /* of staged buffers */
   void *down, *through, *up;
 };
 
@@ -293,7 +294,7 @@ static bool is_staged(const struct stage *stage, const struct buffer *buffer) {
 
 static void **events_of(const struct stage *stage, int64_t number) { return stage->state->events[number % SLOTS]; }
 
-/* One chunk of a call: as it lies on the device, and as MPI gets it. */
+/* One chunk of a call: with pointers to device memory, and as MPI gets it. */
 struct chunk {
   struct call device, call;
 };
@@ -312,7 +313,7 @@ static void chunk_make(const struct stage *stage, int64_t number, struct chunk *
           (role_is_of_host(call->buffers[i].role) ? stage->state->staging : slot) + stage->offsets[i];
 }
 
-/* A buffer of a chunk down to the host, or up to the device. */
+/* Copies a buffer of a chunk down to the host, or up to the device. */
 static int copy(const struct stage *stage, bool up, const struct buffer *host, const struct buffer *device) {
   const struct memory *memory = stage->call->memory;
   void *stream = up ? stage->up : stage->down;
@@ -330,8 +331,8 @@ static int copy(const struct stage *stage, bool up, const struct buffer *host, c
   return code;
 }
 
-/* Copies what is staged and read down, or what is staged and written up: with each chunk its part of MPI's buffers,
- * those of the host's with the first chunk, or the last. */
+/* Copies the staged buffers that are read down, or those that are written up. Buffers for MPI: the part of this chunk.
+ * Buffers for the core: down with the first chunk, up with the last. */
 static ffi_error *copy_all(const struct stage *stage, bool up, int64_t number, const struct chunk *chunk) {
   int64_t with_hosts = up ? stage->chunks - 1 : 0;
   for (int i = 0; i < chunk->call.buffer_count; i++) {
@@ -343,7 +344,7 @@ static ffi_error *copy_all(const struct stage *stage, bool up, int64_t number, c
   return NULL;
 }
 
-/* Later work of the stream `after` waits for what the stream `before` has been given so far. */
+/* Makes later work of the stream `after` wait for the work enqueued on the stream `before` so far. */
 static int order(const struct stage *stage, void *before, void *event, void *after) {
   const struct memory *memory = stage->call->memory;
   if (before == after) return 0;
@@ -387,8 +388,7 @@ static ffi_error *store(const struct stage *stage, int64_t number) {
 
 static size_t aligned(size_t bytes) { return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT; }
 
-/* The buffer of the same number among MPI's that are read as this one among those that are written, if it is as large;
- * -1 where there is none. */
+/* Buffer `written` is the nth WRITE buffer: the index of the nth READ buffer if that has the same size, else -1. */
 static int partner_of(const struct call *call, int written) {
   int number = 0;
   for (int i = 0; i < written; i++) number += call->buffers[i].role == WRITE;
@@ -398,7 +398,7 @@ static int partner_of(const struct call *call, int written) {
   return -1;
 }
 
-/* Finds a place for each buffer that is staged. In what goes in chunks by its nature a result takes the place of its
+/* Sets the offset of each staged buffer. In operations of divisibility CHUNKS a result shares the memory of its
  * operand, so that MPI works in place. */
 static void lay_out(struct stage *stage) {
   struct call first; /* the largest chunk */
@@ -442,7 +442,7 @@ static ffi_error *run_chunks(const struct stage *stage) {
   TRY(call, order(stage, call->stream, stage->state->done, stage->down));
   ffi_error *error = fetch(stage, 0);
   for (int64_t i = 0; i < stage->chunks && error == NULL; i++) {
-    if (i + 1 < stage->chunks) error = fetch(stage, i + 1); /* under way while this thread is with MPI */
+    if (i + 1 < stage->chunks) error = fetch(stage, i + 1); /* copied while this thread is in MPI */
     if (error == NULL) error = pass(stage, i);
     if (error == NULL) error = store(stage, i);
   }
@@ -457,7 +457,7 @@ static ffi_error *run(struct stream_state *state, const struct call *call) {
   ffi_error *error = prepare(&stage, state, call);
   if (error != NULL) return error;
   error = run_chunks(&stage);
-  if (error != NULL) state_drain(state); /* XLA takes the buffers back */
+  if (error != NULL) state_drain(state); /* after the return XLA may reuse the buffers */
   return error;                          /* cppcheck-suppress returnDanglingLifetime ; no error points to the call */
 }
 

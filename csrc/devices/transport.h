@@ -1,36 +1,43 @@
 /* The transports of arrays in a device's memory to MPI and back.
  *
- * aware    MPI gets the device's pointers. It is called by the thread that gives work to the stream, after the stream's
- *          earlier work (and no other) is done.
- * staged   MPI gets copies in pinned host memory, in the order of the stream: a copy down, the call of MPI, a copy up.
- *          enum transport says which thread calls MPI, and with that whether the thread that gives work has to wait.
+ * aware    MPI gets device pointers. The thread that executes the call calls MPI, after waiting for the stream's
+ *          earlier work (and no other).
+ * staged   MPI gets copies in pinned host memory, in stream order: copy down, MPI call, copy up. enum transport says
+ *          which thread calls MPI, and thereby whether the thread that executes the call has to wait.
  *
- * Of several threads only one may leave operations to the stream. What two threads give to one stream is done in an
- * order that may differ from rank to rank, and an operation that waits there for its peers holds up those that come
- * after it: on one rank those of the one thread, on another those of the other. With one thread, the one that plays the
- * same part on each rank, the operations on the stream have the order of its program, and those of other threads hold
- * up nothing. What remains is that they wait behind those of the one thread.
+ * Only one thread may leave operations to the stream: the one that imported the package. If several threads enqueued
+ * operations on one stream, their order could differ from rank to rank, and an operation that waits there for its peers
+ * would hold up the other threads' operations behind it: different ones on each rank, so that all wait. With a single
+ * thread, which runs the same part of the program on each rank, the operations on the stream have the order of that
+ * program. Operations of other threads (TRANSPORT_WAIT) hold up nothing on the stream; they only wait for what the one
+ * thread has enqueued before.
  *
- * An operation that the ranks compare first (compare.h) waits, on each transport.
+ * An operation that the ranks compare first (compare.h) waits for the stream on every transport.
  *
- * A staged operation that may go in chunks does, where the communicator says so: one chunk is copied while the next is
- * with MPI, on streams of our own.
+ * A staged operation that can be divided goes in chunks if the communicator has a chunk size: one chunk is copied while
+ * another is with MPI, on streams of our own.
  *
- * Where nobody waits, an error of MPI cannot be the operation's own: it is deferred to the next one, and the result is
- * filled with ones in all bits (NaN, or -1; true).
+ * Where no thread waits, an error of MPI comes after its operation has returned: it is deferred to the next operation,
+ * and all bits of the result are set (NaN; -1; true).
+ *
+ * Threads: transport_run is called by entry_run in the thread in which XLA called the handler, without the GIL and
+ * with no lock held. It takes states_lock for a moment, holds the lock `taken` of a stream state until it returns, and
+ * under that takes jobs.lock for a moment or runtime.lock during an MPI call. transport_drain is called by MPI in the
+ * thread that frees a communicator or finalizes MPI; it takes states_lock. transport_finish is called once, as the
+ * program ends, without the GIL; it takes states_lock, and then `taken` of each state.
  */
 #ifndef JAXMPI_TRANSPORT_H
 #define JAXMPI_TRANSPORT_H
 
 #include "core/core.h"
 
-/* A call whose buffers lie in a device's memory. */
+/* Executes a call whose buffers lie in a device's memory. */
 ffi_error *transport_run(struct call *call);
 
-/* Waits for what is under way. */
+/* Waits for the operations left to streams. */
 void transport_drain(void);
 
-/* Waits for what is under way and gives back all that was taken of the drivers. */
+/* Waits for the operations left to streams and frees all streams, events and pinned memory. */
 void transport_finish(void);
 
 #endif

@@ -1,4 +1,4 @@
-/* Reductions that MPI does not have: float16 and bfloat16. Each step is done in float and rounded once. */
+/* The reductions of float16 and bfloat16, which MPI does not have. Each step is computed in float and rounded once. */
 #include "mpi/half.h"
 #include "mpi/mpi_table.h"
 

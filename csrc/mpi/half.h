@@ -1,7 +1,9 @@
 /* Conversion between 16-bit floating-point numbers and float, in plain C11.
  *
- * float16 is IEEE 754 binary16; bfloat16 is the upper half of a binary32. To 16 bits is rounded to nearest, ties to
- * even; infinities and NaN survive (a NaN stays quiet, its payload may be cut).
+ * float16 is IEEE 754 binary16; bfloat16 is the upper half of a binary32. Conversion to 16 bits rounds to nearest,
+ * ties to even. Infinities and NaN are kept (a NaN becomes quiet, and its payload may be truncated).
+ *
+ * Threads: pure functions, for any thread; MPI calls the reductions that use them inside its own calls.
  */
 #ifndef JAXMPI_HALF_H
 #define JAXMPI_HALF_H
@@ -46,7 +48,7 @@ static inline uint16_t float16_from_float(float value) {
   if (bits > 0x7f800000u) return (uint16_t)(sign | 0x7e00u | ((bits >> 13) & 0x3ffu)); /* NaN */
   if (bits >= 0x47800000u) return (uint16_t)(sign | 0x7c00u);                          /* 65536 and above */
   if (bits < 0x38800000u) {
-    /* Below 2^-14 the result counts units of 2^-24; adding 0.5 (unit 2^-24) lets the processor round to even. */
+    /* Below 2^-14 the result is a multiple of 2^-24, the spacing of floats from 0.5 on: adding 0.5 rounds to even. */
     float shifted = half_from_bits(bits) + 0.5f;
     return (uint16_t)(sign | (half_bits(shifted) - 0x3f000000u));
   }

@@ -6,16 +6,16 @@
 #include "devices/transport.h"
 
 struct mpi_table mpi;
-static int keyval; /* caches the struct communicator on the communicator itself */
+static int keyval; /* attribute of a communicator: its struct communicator */
 
-/* A duplicate is another communicator: it gets a struct of its own. */
+/* A duplicate is another communicator and gets its own struct. */
 static int do_not_copy(MPI_Comm comm, int key, void *extra, void *value, void *copy, int *flag) {
   (void)comm, (void)key, (void)extra, (void)value, (void)copy;
   *flag = 0;
   return MPI_SUCCESS;
 }
 
-/* Called by MPI as the communicator is freed, after what has been left to streams of devices: it may use it. */
+/* Called by MPI as the communicator is freed. Operations left to streams may use it: they come first. */
 static int mark_freed(MPI_Comm comm, int key, void *value, void *extra) {
   (void)comm, (void)key, (void)extra;
   transport_drain();
@@ -50,7 +50,7 @@ static int communicator(intptr_t handle, const char *meaning, struct communicato
       (code = mpi.Comm_size(comm, &made->size)) != MPI_SUCCESS ||
       (code = (made->number = registry_add(made, meaning)) != 0 ? MPI_SUCCESS : -1) != MPI_SUCCESS ||
       (code = mpi.Comm_set_attr(comm, keyval, made)) != MPI_SUCCESS) {
-    if (made->number == 0) free(made); /* what is registered stays */
+    if (made->number == 0) free(made); /* the registry never drops an object */
     return code;
   }
   *result = made;

@@ -1,7 +1,11 @@
 /* The MPI library in one ABI: its types, its constants, its functions.
  *
- * Included only by the sources that are compiled once per ABI, with ABI_HEADER naming the header of mpi/abi/. No mpi.h
- * is read: the library is the one that mpi4py has loaded, and its functions are looked up by name.
+ * Included only by the sources that are compiled once per ABI, with ABI_HEADER naming the header in mpi/abi/. No mpi.h
+ * is used: the library is the one that mpi4py has loaded, and its functions are looked up by name.
+ *
+ * Threads: `mpi` is filled once, at import under the GIL, then read by all threads. Whoever calls a function of it
+ * while runtime.serialize is set holds runtime.lock, except at import and for Error_string. MPI calls half_functions in
+ * the thread of an MPI call.
  */
 #ifndef JAXMPI_MPI_TABLE_H
 #define JAXMPI_MPI_TABLE_H
@@ -15,7 +19,7 @@ typedef void MPI_User_function(void *, void *, int *, MPI_Datatype *);
 
 enum { MPI_SUCCESS = 0 };
 
-/* name -> name_openmpi and so on: what is not static exists once per ABI. */
+/* name -> name_openmpi, ...: a name that is not static exists once per ABI. */
 #define ABI_JOIN2(name, abi) name##_##abi
 #define ABI_JOIN(name, abi)  ABI_JOIN2(name, abi)
 #define ABI_LOCAL(name)      ABI_JOIN(name, ABI_NAME)
@@ -31,7 +35,7 @@ struct mpi_table {
 #undef REQUIRED
 #undef OPTIONAL
 };
-extern struct mpi_table mpi; /* written by load, once */
+extern struct mpi_table mpi; /* written once, by `load` */
 
 /* Element-wise reductions of 16-bit floating-point numbers: [0] float16, [1] bfloat16; SUM, PROD, MAX, MIN. */
 extern MPI_User_function *const half_functions[2][4];

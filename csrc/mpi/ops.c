@@ -1,7 +1,7 @@
-/* The bodies of the operations: the only place that communicates. Compiled once per ABI.
+/* The bodies of the operations: all communication of data happens here. Compiled once per ABI.
  *
- * A body finds in `c` its buffers and attributes, by the names of ops.def; which buffers there are depends on this
- * rank's part. Equal pointers mean that XLA has let the result take the operand's place.
+ * A body gets its buffers and attributes by their names in ops.def; which buffers there are depends on this rank's part
+ * in the operation. If operand and result have equal pointers, XLA has aliased them.
  */
 #include <inttypes.h>
 #include <stdlib.h>
@@ -11,7 +11,7 @@
 #include "core/trace.h"
 #include "mpi/mpi_table.h"
 
-/* The attributes of an operation, and its buffers, by name; of a list the first buffer. */
+/* The attributes and the buffers of an operation by name; for EACH the first buffer. */
 #define A(kind, name)    int64_t name;
 #define B(role, name)    struct buffer *name;
 #define EACH(role, name) struct buffer *name;
@@ -40,7 +40,7 @@ static inline void find_buffers(struct call *c, struct buffer **buffers, size_t 
   find_buffers(call, (struct buffer **)(void *)&b, sizeof b / sizeof(void *)); \
   MPI_Comm comm = (MPI_Comm)(call)->comm->handle
 
-/* Names the MPI function for errors and for the trace, whose line says the rest. */
+/* Names the MPI function for errors and the trace; the other arguments are the text of the trace. */
 #define BEGIN(call, name, ...)     \
   (call)->function = "MPI_" #name; \
   if ((call)->traced) trace_begin(call, __VA_ARGS__)
@@ -61,12 +61,12 @@ static inline MPI_Datatype element(const struct datatype *type) { return (MPI_Da
 
 static inline MPI_Op handle_of(int64_t op) { return (MPI_Op)((const struct reduction *)object_of(op))->handle; }
 
-/* A number of elements in MPI's terms: itself, or, beyond what an int counts, one element of a type that spans them
- * all. Such a type moves data; reductions go chunk by chunk instead. */
+/* A number of elements as count and datatype: if it exceeds an int, one element of a derived type that spans them all.
+ * That serves to send data; reductions go chunk by chunk instead. */
 struct span {
   int count;
   MPI_Datatype type;
-  int code; /* of MPI; not MPI_SUCCESS: the span cannot be used */
+  int code; /* an MPI error code; the span is valid if MPI_SUCCESS */
   bool made;
 };
 
@@ -95,7 +95,7 @@ static inline void span_free(struct span *span) {
   if (span->made) mpi.Type_free(&span->type);
 }
 
-/* Runs one MPI call on a span and gives the span back. */
+/* Makes one MPI call on a span and frees the span. */
 #define TRY_SPAN(call, span, expression)                         \
   do {                                                           \
     int code_ = (span).code;                                     \
@@ -104,14 +104,15 @@ static inline void span_free(struct span *span) {
     if (code_ != MPI_SUCCESS) return call_fail_mpi(call, code_); \
   } while (0)
 
-/* A reduction goes element by element, so a vector longer than an int counts is reduced in chunks. */
+/* A reduction works element by element, so a vector with more elements than an int holds is reduced in chunks. */
 #define FOR_CHUNKS(call, total, first, count)                                                                 \
   for (int64_t first = 0, count = 0;                                                                          \
        (count = (total) - first < runtime.max_count ? (total) - first : runtime.max_count) > 0 || first == 0; \
        first += count + (count == 0))
 
-/* The operand's chunk for a result that may have taken its place. XLA decides that for each rank by itself; in an
- * allreduce the standard wants MPI_IN_PLACE on all ranks or none, but no library tells others which it was. */
+/* The operand's chunk, or MPI_IN_PLACE if the result aliases the operand. XLA decides about aliasing on each rank
+ * alone. For an allreduce the standard requires MPI_IN_PLACE on all ranks or on none, but no library passes this choice
+ * to other ranks. */
 static inline const void *chunk_of(const struct buffer *in, const struct buffer *out, int64_t first) {
   return in->data == out->data ? ABI_IN_PLACE : buffer_at(in, first);
 }
@@ -125,7 +126,7 @@ static ffi_error *allgather(struct call *c) {
   return NULL;
 }
 
-/* in, out: (*shape), in place where they are one */
+/* in, out: (*shape), may be aliased */
 static ffi_error *allreduce(struct call *c) {
   ARGUMENTS(allreduce, c);
   BEGIN(c, Allreduce, "with %" PRId64 " items and", b.in->count);
@@ -151,7 +152,7 @@ static ffi_error *barrier(struct call *c) {
   return NULL;
 }
 
-/* root: in (*shape), which MPI only reads, and perhaps the same as out  others: out (*shape) */
+/* root: in (*shape), which MPI only reads, and out, which is absent or may be aliased with in  others: out (*shape) */
 static ffi_error *bcast(struct call *c) {
   ARGUMENTS(bcast, c);
   bool root = c->comm->rank == a.root;
@@ -164,7 +165,7 @@ static ffi_error *bcast(struct call *c) {
   return NULL;
 }
 
-/* found: truth values, of which one that is true is the error that the text describes. Communicates nothing. */
+/* found: truth values. If one is true, the error has the text `text`. Communicates nothing. */
 static ffi_error *check(struct call *c) {
   ARGUMENTS(check, c);
   (void)comm;
@@ -175,7 +176,7 @@ static ffi_error *check(struct call *c) {
   return NULL;
 }
 
-/* in: (*shape)  out on root alone: (size, *shape) */
+/* in: (*shape)  out, on root only: (size, *shape) */
 static ffi_error *gather(struct call *c) {
   ARGUMENTS(gather, c);
   BEGIN(c, Gather, "-> %d with %" PRId64 " items and", (int)a.root, b.in->count);
@@ -184,7 +185,7 @@ static ffi_error *gather(struct call *c) {
   return NULL;
 }
 
-/* in: (*shape)  out on root alone: (*shape), in place where they are one */
+/* in: (*shape)  out, on root only: (*shape), may be aliased */
 static ffi_error *reduce(struct call *c) {
   ARGUMENTS(reduce, c);
   BEGIN(c, Reduce, "-> %d with %" PRId64 " items and", (int)a.root, b.in->count);
@@ -197,7 +198,7 @@ static ffi_error *reduce(struct call *c) {
   return NULL;
 }
 
-/* in, out: (*shape), in place where they are one */
+/* in, out: (*shape), may be aliased */
 static ffi_error *scan(struct call *c) {
   ARGUMENTS(scan, c);
   BEGIN(c, Scan, "with %" PRId64 " items and", b.in->count);
@@ -206,7 +207,7 @@ static ffi_error *scan(struct call *c) {
   return NULL;
 }
 
-/* in on root alone: (size, *shape)  out: (*shape) */
+/* in, on root only: (size, *shape)  out: (*shape) */
 static ffi_error *scatter(struct call *c) {
   ARGUMENTS(scatter, c);
   BEGIN(c, Scatter, "from %d with %" PRId64 " items and", (int)a.root, b.out->count);
@@ -215,7 +216,7 @@ static ffi_error *scatter(struct call *c) {
   return NULL;
 }
 
-/* in: any */
+/* in: any shape */
 static ffi_error *send(struct call *c) {
   ARGUMENTS(send, c);
   BEGIN(c, Send, "-> %d with tag %d and", (int)a.dest, (int)a.tag);
@@ -224,12 +225,13 @@ static ffi_error *send(struct call *c) {
   return NULL;
 }
 
-/* Receiving. The message is matched first and its size compared with the template: a receive into too small a buffer
- * is an error by the standard, but Open MPI then writes past the end of the buffer where one process copies straight
- * out of the other's memory, and MPICH does not promise better. It also gives both sizes for the error, costs some
- * 0.04 us, and lets a message that does not fit be taken off the channel, so that the next one is not affected. */
+/* Receiving. A message is matched first, and its size is compared with the template. A receive into a buffer that is
+ * too small is an error by the standard, but where one process copies directly from the other's memory, Open MPI then
+ * writes past the end of the buffer, and MPICH promises nothing better. Matching also gives both sizes for the error,
+ * and a message that does not fit can be taken off the channel, so that the next one is not affected. It costs about
+ * 0.04 us. */
 
-/* Size of a matched message in elements of `type`; -1 where it is no whole number of them or cannot be told. */
+/* Size of a matched message in elements of `type`; -1 if it is not a whole number of elements or not known. */
 static int64_t message_count(const MPI_Status *status, MPI_Datatype type) {
   MPI_Count large = ABI_UNDEFINED;
   int small = ABI_UNDEFINED;
@@ -242,8 +244,8 @@ static int64_t message_count(const MPI_Status *status, MPI_Datatype type) {
   return large == ABI_UNDEFINED ? -1 : (int64_t)large;
 }
 
-/* Takes a message of that many bytes off the channel. Returns an MPI error code, or NO_MEMORY: then it has to stay,
- * matched and never received. */
+/* Receives a matched message of that many bytes and drops it. Returns an MPI error code, or NO_MEMORY: then the message
+ * stays matched and is never received. */
 enum { NO_MEMORY = -1 };
 static int discard(MPI_Message *message, int64_t bytes) {
   void *scratch = bytes > 0 ? malloc((size_t)bytes) : NULL;
@@ -256,7 +258,7 @@ static int discard(MPI_Message *message, int64_t bytes) {
   return code;
 }
 
-/* The error for a message that does not fit the template, which is dropped. `by_status`: the user passes a status. */
+/* Drops a message that does not fit the template; returns the error. `by_status`: the user passes a status. */
 static ffi_error *reject(struct call *call, const struct buffer *out, MPI_Message *message, const MPI_Status *status,
                          bool by_status) {
   int64_t width = (int64_t)out->type->bytes, expected = out->count * width;
@@ -276,7 +278,7 @@ static ffi_error *reject(struct call *call, const struct buffer *out, MPI_Messag
                    then, longer || by_status ? "" : ", or pass status= to accept shorter ones (the rest is then zero)");
 }
 
-/* Receives into `out`, which `span` describes, and fills the user's status, if there is one. */
+/* Receives into `out`, as described by `span`; fills the user's status unless that is NULL. */
 static inline ffi_error *receive(struct call *call, const struct buffer *out, const struct span *span, MPI_Comm comm,
                                  int source, int tag, MPI_Status *users) {
   MPI_Message message;
@@ -290,7 +292,7 @@ static inline ffi_error *receive(struct call *call, const struct buffer *out, co
     return reject(call, out, &message, &status, users != NULL);
   TRY(call, mpi.Mrecv(out->data, span->count, span->type, &message, &status));
   if (users != NULL) *users = status;
-  if (count < out->count) /* nothing, or less than the template: the rest is zero */
+  if (count < out->count) /* a short message, or none (MPI_PROC_NULL): the rest is zero */
     return call_zero(call, buffer_at(out, count), (size_t)(out->count - count) * out->type->bytes);
   return NULL;
 }
@@ -306,7 +308,7 @@ static ffi_error *recv(struct call *c) {
   return error;
 }
 
-/* in: any  out: the template's shape */
+/* in: any shape  out: the template's shape */
 static ffi_error *sendrecv(struct call *c) {
   ARGUMENTS(sendrecv, c);
   BEGIN(c, Sendrecv, "<- %d with tag %d -> %d with tag %d and", (int)a.source, (int)a.recvtag, (int)a.dest,
@@ -318,7 +320,7 @@ static ffi_error *sendrecv(struct call *c) {
   if (code == MPI_SUCCESS) code = mpi.Isend(b.in->data, in.count, in.type, (int)a.dest, (int)a.sendtag, comm, &request);
   if (code == MPI_SUCCESS) {
     error = receive(c, b.out, &out, comm, (int)a.source, (int)a.recvtag, object_of(a.status));
-    MPI_Status sent; /* waited for also after an error: it must not keep this rank's own message from arriving */
+    MPI_Status sent; /* completed after an error too, so that this rank's message arrives */
     code = mpi.Wait(&request, &sent);
   }
   span_free(&in);

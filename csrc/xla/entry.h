@@ -1,11 +1,14 @@
-/* From XLA's frame to an operation and back. Called by XLA, in any of its threads, without the GIL. */
+/* From XLA's frame to an operation and back.
+ *
+ * Threads: called by XLA, in the thread that called the program or in one of XLA's, by several at the same time;
+ * without the GIL and with no lock of ours held. It takes the locks of call.h and, on a device, of transport.h. */
 #ifndef JAXMPI_ENTRY_H
 #define JAXMPI_ENTRY_H
 
 #include "core/core.h"
 
-/* The handler of the operation in that row of ops.def, for buffers in `memory`; of two stages: as XLA makes a program,
- * and each call. */
+/* The handler of the operation in that row of ops.def, for buffers in `memory`. It serves two stages: instantiation,
+ * once per program, which checks the attributes, and execution. */
 ffi_error *entry_run(ffi_frame *frame, int row, const struct memory *memory);
 
 #endif

@@ -1,12 +1,14 @@
-/* XLA's foreign function interface, API 0.1, in our own words.
+/* XLA's foreign function interface, API 0.1, declared by us.
  *
- * Why not the header that jaxlib ships: the binary interface is stable, the header is not; its type names change
- * between releases, and a build against it would bind the result to one jaxlib. Declared here are the structures of
- * version 0.1 alone, which every later runtime still accepts. tests/c/check_ffi.c holds sizes and offsets against
- * the header of the installed jaxlib.
+ * Why not use the header that jaxlib ships: the ABI is stable, the header is not. Its type names change between
+ * releases, and a build against it would tie the result to one jaxlib. Declared here are only the structures of version
+ * 0.1, which every later runtime accepts. tests/c/check_ffi.c compares sizes and offsets with the header of the
+ * installed jaxlib.
  *
  * Ownership: a frame and everything it points to belong to XLA and live until the handler returns. An error that a
  * handler returns belongs to XLA from then on. NULL means success.
+ *
+ * Threads: the functions at the end are called by the thread in which XLA called the handler; they need no lock.
  */
 #ifndef JAXMPI_FFI_H
 #define JAXMPI_FFI_H
@@ -63,7 +65,7 @@ typedef struct ffi_buffer {
   int64_t *dims; /* `rank` of them */
 } ffi_buffer;
 
-/* Operands and results alike. */
+/* The operands, or the results. */
 typedef struct ffi_buffers {
   size_t struct_size;
   ffi_extension *extension;
@@ -73,7 +75,7 @@ typedef struct ffi_buffers {
 } ffi_buffers;
 
 typedef struct ffi_span {
-  const char *data; /* not terminated */
+  const char *data; /* not null-terminated */
   size_t size;
 } ffi_span;
 
@@ -88,7 +90,7 @@ typedef struct ffi_attributes {
   int64_t size;
   int *types;
   ffi_span **names; /* sorted */
-  void **values;    /* each an ffi_scalar where the type says so */
+  void **values;    /* an ffi_scalar if the type is FFI_ATTRIBUTE_SCALAR */
 } ffi_attributes;
 
 typedef struct ffi_error_create_args {
@@ -105,7 +107,7 @@ typedef struct ffi_stream_get_args {
   void *stream; /* out */
 } ffi_stream_get_args;
 
-/* The runtime's functions, as far as they are used here; more follow behind. */
+/* The beginning of the runtime's function table, up to the last function used here. */
 typedef struct ffi_api {
   size_t struct_size;
   ffi_extension *extension;
@@ -131,7 +133,7 @@ typedef struct ffi_frame {
 
 typedef ffi_error *ffi_handler(ffi_frame *frame);
 
-/* Answers the runtime's question for the API version, if the frame asks it. */
+/* If the frame is a query of the API version, answers it and returns true. */
 static inline bool ffi_answer_metadata(ffi_frame *frame) {
   ffi_extension *extension = frame->extension;
   if (extension == NULL || extension->type != FFI_EXTENSION_METADATA) return false;

@@ -1,4 +1,5 @@
-/* Included by the file of each memory space, whose name is SPACE: its handlers, in the order of ops.def. */
+/* Defines the handlers of a memory space, in the order of ops.def. Included by its file, which defines SPACE as its
+ * name. Threads and locks: as in entry.h. */
 #include "xla/entry.h"
 
 #define HANDLER2(space, name) space##_##name

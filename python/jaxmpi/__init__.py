@@ -8,7 +8,7 @@ __version__ = _version("jaxmpi")
 
 
 def _module_to_run() -> str:
-    """NAME while `python -m NAME` imports the package that it is in, else nothing."""
+    """NAME while `python -m NAME` imports the package of that module; otherwise an empty string."""
     if _sys.argv[:1] != ["-m"]:
         return ""
     words = iter(_sys.orig_argv[1:])
@@ -20,16 +20,16 @@ def _module_to_run() -> str:
     return ""
 
 
-# `python -m jaxmpi.run` starts the processes that use MPI and must not be one of them, `python -m jaxmpi.info` reports
-# what keeps the package from loading: for these two the package stays as empty as it can.
+# `python -m jaxmpi.run` starts the processes that use MPI and must not be one of them; `python -m jaxmpi.info` reports
+# why the package cannot be loaded. For these two nothing is imported here.
 if _module_to_run() not in ("jaxmpi.run", "jaxmpi.info"):
-    from jaxmpi import _native as _native  # the first, as it says what is wrong with mpi4py
+    from jaxmpi import _native as _native  # first: its errors say what is wrong with mpi4py
 
     # isort: split
     from jaxmpi import _contract as _contract
     from jaxmpi import _operations as _operations
     from jaxmpi import compat, notoken
-    from jaxmpi._operations import *  # noqa: F403 (of its list)
+    from jaxmpi._operations import *  # noqa: F403 (it has __all__)
     from jaxmpi._order import Token, jit
 
     __all__ = ["Token", "compat", "jit", "notoken"]

@@ -1,4 +1,4 @@
-"""Checks of what users pass, before anything is sent. Each error names operation, argument, value and what to try."""
+"""Checks the arguments of users, before anything is sent. Errors name operation, argument, value and what to try."""
 
 import ctypes
 import functools
@@ -27,8 +27,8 @@ _NUMBERS = {
     name: _core.reduction(handle_of(getattr(MPI, name)), name, False) for name in (*_ARITHMETIC, *_LOGICAL, *_BITWISE)
 }
 
-# Which predefined reductions a kind of datatype has, and under which name MPI is asked for them: on truth values the
-# bitwise and the ordering ones are logical ones, and MPI has only the latter.
+# The predefined reductions of each kind of datatype, with the MPI operation that does them: on truth values MPI has
+# only the logical operations, which give the same results as the bitwise ones, MAX and MIN.
 REDUCTIONS: dict[str, dict[str, str]] = {
     "logical": {
         **{name: name for name in _LOGICAL},
@@ -46,13 +46,13 @@ REDUCTIONS: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True, eq=False)
 class Reduction:
-    """A reduction operation as a parameter: a predefined one by name, a user's own by number. One object for each."""
+    """A reduction as a parameter: predefined (by name) or user-made (by number). One object for each."""
 
     name: str
     number: int | None = None
 
     def number_for(self, datatype: Datatype) -> int:
-        """The core's number of what reduces elements of this type."""
+        """The core's number of the reduction for elements of this type."""
         if self.number is not None:
             return self.number
         if datatype.kind == "half":
@@ -64,7 +64,7 @@ _reductions = {handle_of(getattr(MPI, name)): Reduction(name) for name in _PREDE
 
 
 class Status:
-    """An MPI.Status as a parameter of compiled programs, which write to it whenever they run: it is kept for ever."""
+    """An MPI.Status as a parameter of compiled programs. They write to it whenever they run, so it is never freed."""
 
     __slots__ = ("mpi", "number")
 
@@ -76,7 +76,7 @@ class Status:
 
 
 class Text:
-    """A text as a parameter of compiled programs, which errors quote: it is kept for ever. Equal texts are one."""
+    """The text of an error as a parameter of compiled programs; never freed. Equal texts are one object."""
 
     __slots__ = ("buffer", "number", "text")
 
@@ -93,7 +93,7 @@ _PACKAGES = tuple(os.path.dirname(file) + os.sep for file in (__file__, jax.__fi
 
 
 def with_calling_line(text: str) -> Text:
-    """A text that ends with the line of the user's program that has called the package, perhaps through JAX."""
+    """A text that ends with the line of the user's program that called the package, directly or through JAX."""
     frame: Any = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGES):
         frame = frame.f_back
@@ -105,9 +105,9 @@ _eager = threading.local()
 
 
 def status(value: Any, operation: str) -> Status | None:
-    """The status that a program writes to: the user's own while tracing, and one of this thread for an eager call.
+    """The status that a program writes to: the user's own while tracing, one per thread for eager calls.
 
-    So that eager calls with a new MPI.Status each are one and the same program; `_with_status` copies the result.
+    So eager calls share a program even if each passes a new MPI.Status; `_with_status` copies the result to it.
     """
     if value is None:
         return None
@@ -125,13 +125,13 @@ def status(value: Any, operation: str) -> Status | None:
 
 @functools.cache
 def _row(dtype: Any) -> Datatype | str:
-    """The row of a dtype, or its name where there is none."""
+    """The row of a dtype, or the dtype's name if it has no row."""
     name = str(dtype) if jnp.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype).name
     return DATATYPES.get(name, name)
 
 
 def datatype(dtype: Any, operation: str, argument: str) -> Datatype:
-    """The row of a dtype. Raises TypeError where it cannot be communicated."""
+    """The row of a dtype. Raises TypeError if it cannot be communicated."""
     row = _row(dtype)
     if isinstance(row, str):
         hint = "jax.random.key_data(key) and wrap_key_data" if row.startswith("key<") else f"{argument}.astype(...)"
@@ -161,7 +161,7 @@ def array(x: Any, operation: str, argument: str) -> jax.Array:
 
 
 def template(x: Any, operation: str, argument: str) -> jax.Array:
-    """One leaf of a template: only its shape, dtype and batching count."""
+    """One leaf of a template, of which only shape, dtype and batching are used."""
     if isinstance(x, jax.ShapeDtypeStruct):
         datatype(x.dtype, operation, argument)
         return jnp.zeros(x.shape, x.dtype)
@@ -169,7 +169,7 @@ def template(x: Any, operation: str, argument: str) -> jax.Array:
 
 
 def stacked(x: Any, size: int, operation: str, argument: str) -> jax.Array:
-    """One leaf of an input that has an entry for each rank."""
+    """One leaf of an input with one entry per rank."""
     x = array(x, operation, argument)
     if x.ndim == 0 or x.shape[0] != size:
         raise ValueError(
@@ -180,7 +180,7 @@ def stacked(x: Any, size: int, operation: str, argument: str) -> jax.Array:
 
 
 def integer(value: Any, operation: str, argument: str) -> int:
-    """A static integer. Raises TypeError for anything else, a traced value above all."""
+    """A static integer. Raises TypeError for anything else, such as a traced value."""
     if type(value) is int:
         return value
     if _jax.is_tracer(value):
@@ -224,7 +224,7 @@ def tag(value: Any, operation: str, argument: str, also: tuple[int, ...] = ()) -
 
 
 def reduction(op: Any, operation: str) -> Reduction:
-    """The reduction of a call. Raises TypeError for what is no MPI.Op, ValueError for a freed one."""
+    """The reduction of a call. Raises TypeError if `op` is not an MPI.Op, ValueError if it has been freed."""
     if not isinstance(op, MPI.Op):
         raise TypeError(
             f"{operation}: op must be an mpi4py operation such as MPI.SUM, got {op!r} of type {type(op).__name__}."

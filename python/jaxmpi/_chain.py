@@ -1,8 +1,8 @@
-"""The order of calls of compiled code: the link that one computation hands to the next.
+"""The order of calls of compiled code: the link that one computation passes to the next.
 
-Between two computations with an ordered effect JAX keeps an empty array, one per thread, that the first returns and the
-second takes as an operand. The same is done here, in csrc/python/link.c; a computation of JAX's own kind after one of
-ours is linked by the array.
+Between two computations with an ordered effect JAX passes an empty array, one per thread, which the first returns and
+the second takes as an operand. csrc/python/link.c does the same here: the array is the link. A later call of plain
+`jax.jit` takes the same array as its operand.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from jax._src import config, core, dispatch
 import jaxmpi._core as _core
 from jaxmpi._jax import Effect
 
-# The last link of each thread that has made one: JAX knows only those of the thread that asks.
+# The last link of each thread. JAX's own record is per thread, so no thread can see the links of others there.
 _of_threads: dict[int, Any] = {}
 _of_ended_threads: list[Any] = []
 
@@ -28,11 +28,11 @@ def _first_array() -> Any:
 
 
 def _new_link(effect: Effect) -> Any:
-    """Makes the runtime token of this thread one whose array can be an operand of compiled code.
+    """Makes a runtime token for this thread whose array can be an operand of compiled code.
 
-    A token that JAX makes holds an array too, but on some versions with the layout of an XLA token; so ours are marked,
-    by the attribute in which link.c keeps whether the computation can have failed since its call returned. After a
-    computation of JAX's own kind the next one of ours waits for it, therefore.
+    A token that JAX makes holds an array too, but in some versions with the layout of an XLA token. So ours are marked,
+    by the attribute `pending`, in which link.c keeps whether the computation can have failed since its call returned. A
+    token of JAX's is waited for here: so a call of ours waits for an earlier one of plain `jax.jit`.
     """
     tokens, thread = dispatch.runtime_tokens.current_tokens, threading.get_ident()
     if effect in tokens:
@@ -41,7 +41,7 @@ def _new_link(effect: Effect) -> Any:
         _core.set_several_devices()
     link: Any = core.Token(_first_array())
     link.pending = None
-    if thread in _of_threads:  # of an ended thread with the same number, if it still runs
+    if thread in _of_threads:  # this thread's earlier link, or that of an ended thread with the same number
         before = [*_of_ended_threads, _of_threads[thread]]
         _of_ended_threads[:] = [token for token in before if not token._buf.is_ready()]
     _of_threads[thread] = tokens[effect] = link
@@ -53,12 +53,12 @@ def _several_devices() -> bool:
 
 
 def _heal(token: Any, failed: bool) -> None:
-    """Gives a token whose computation has failed a link that has not.
+    """Replaces the link of a token if its computation has failed or if it is committed to one of several devices.
 
-    `failed` says that an operation has failed since the computation was called, though perhaps not its own: then it is
-    waited for, as JAX marks the results of a failed computation one after the other. A link that is bound to one of
-    several devices, as the operands of its computation were, is replaced too, after waiting: it would bind the next
-    computation to the same device.
+    `failed`: an operation has failed since the computation was called, perhaps in another computation. Then this one is
+    waited for, since JAX marks the results of a failed computation one after the other. A link gets committed to a
+    device if the operands of its computation were; it would commit the next computation to the same device. It too is
+    waited for before it is replaced.
     """
     bound = _several_devices() and token._buf._committed and not _only_device(token._buf)
     if (failed or bound or token._buf.is_ready()) and (_failed(token) or bound):
@@ -66,21 +66,21 @@ def _heal(token: Any, failed: bool) -> None:
 
 
 def _only_device(array: Any) -> bool:
-    """Whether an array lies where JAX would put it by itself, as there is one device of the default kind."""
+    """Whether an array is on the only device of the default backend, where JAX would put it anyway."""
     devices = jax.local_devices()
     return len(devices) == 1 and array.devices() == set(devices)
 
 
 def _failed(token: Any) -> bool:
-    """Waits for what a token stands for; whether it failed, which is a warning here: its results are what raises.
+    """Waits for the computation of a token and returns whether it failed, with a warning; its results raise the error.
 
-    JAX would let what comes next fail too, unexecuted, while the other ranks wait for it.
+    JAX would make the next computation fail too, without executing it, while the other ranks wait for it.
     """
     try:
         token.block_until_ready()
     except jax.errors.JaxRuntimeError as error:
         warnings.warn(f"jaxmpi: an earlier computation failed: {error}", RuntimeWarning, stacklevel=4)
-        # Of the last computation on each device JAX keeps another token, which would raise at every barrier.
+        # For each device JAX keeps another token, of the last computation there, which would raise at every barrier.
         of_devices = dispatch.runtime_tokens.output_runtime_tokens
         for device, of_device in list(of_devices.items()):
             try:
@@ -96,9 +96,7 @@ def linked(
 ) -> Callable[..., Any]:
     """`compute(link, *args, **kwargs) -> (link, result)` as a function of the arguments, in the order of an effect.
 
-    Between two computations with an ordered effect JAX keeps an empty array, one per thread, that the first returns
-    and the second takes as an operand. The same is done here (in link.c); a computation of JAX's own kind after this
-    one is linked by the array. Where there is an `otherwise`, it is called instead inside a trace and with
+    The module's docstring says what the link is. `otherwise`, if given, is called instead inside a trace and with
     `jax.disable_jit`.
     """
     names = ("current_tokens", "_buf", "pending", "is_ready", "_committed")
@@ -116,7 +114,7 @@ def linked(
 
 
 def wait_for_all_threads() -> None:
-    """Waits for the computations that were linked in any thread; errors are those of their results."""
+    """Waits for the linked computations of all threads. Their results raise their errors, not this function."""
     for token in [*_of_ended_threads, *_of_threads.values()]:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             token.block_until_ready()

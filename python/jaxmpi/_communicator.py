@@ -13,17 +13,17 @@ import jaxmpi._core as _core
 from jaxmpi import _jax
 from jaxmpi._native import DEVICES, MEANING_OF_DEFAULT, handle_of
 
-# How long an import waits for the other ranks' import. Later the first use of the default communicator waits.
+# How long an import waits for the imports of other ranks. After that the first use of the default communicator waits.
 _PATIENCE_SECONDS = 10.0
 
 
 class Communicator:
     """An intra-communicator with its rank and size, compared by identity.
 
-    There is one object per communicator and lifetime: the core keeps its number on the communicator itself, so a
-    handle that MPI recycles never finds the rank and size of its predecessor, and a program compiled for a freed
-    communicator says so when it is called. The numbers of COMM_WORLD, its clone and COMM_SELF are the same in each run;
-    those of all others are unknown to other processes.
+    There is one object per communicator and lifetime. The core keeps its number as an attribute of the MPI
+    communicator, so a recycled handle never finds the rank and size of its predecessor, and a program compiled for a
+    freed communicator raises when it is called. The numbers of COMM_WORLD, its clone and COMM_SELF are the same in
+    every run; other processes do not know the numbers of other communicators.
     """
 
     __slots__ = ("number", "rank", "size")
@@ -41,7 +41,7 @@ _known: dict[int, Communicator] = {}
 def resolve(comm: Any, operation: str) -> Communicator:
     """The communicator of a call.
 
-    Raises TypeError if `comm` is no mpi4py communicator, ValueError if it is null, freed or an inter-communicator.
+    Raises TypeError if `comm` is not an mpi4py communicator, ValueError if it is null, freed or an inter-communicator.
     """
     if comm is None:
         return default()
@@ -71,15 +71,15 @@ def resolve(comm: Any, operation: str) -> Communicator:
 class _Default:
     """The clone of COMM_WORLD that calls without `comm` use.
 
-    Cloning needs all ranks, so it is begun when the package is imported, which all ranks do, and not at the first
-    call, which may be a message between two of them. It does not block for ever: where some ranks never import the
-    package, the import goes on after a while, and only a call that needs the default communicator waits.
+    Cloning needs all ranks, so it begins at the import of the package, which all ranks do, and not at the first call,
+    which may be a message between two of them. It does not block for ever: if some ranks never import the package, the
+    import continues after _PATIENCE_SECONDS, and only a call that needs the default communicator waits.
     """
 
     def __init__(self) -> None:
         self._comm, cloning = MPI.COMM_WORLD.Idup()
-        # The size of a chunk; whether it is that of all communicators or of this one alone, on which all ranks are
-        # known to be of this package: see _devices; and whether ranks compare what they do.
+        # The chunk size; whether it holds for all communicators or only for this one, all of whose ranks are known to
+        # use this package (see _devices); whether ranks compare their calls.
         check = os.environ.get("JAXMPI_CHECK", "0") not in ("", "0")
         self._settings = np.array([DEVICES.chunk, DEVICES.everywhere, check], np.int64)
         agreeing = MPI.COMM_WORLD.Iallreduce(MPI.IN_PLACE, self._settings, MPI.MAX)
@@ -98,10 +98,10 @@ class _Default:
                 break
             time.sleep(0.0005)
         self.agreed = agreed
-        """Whether all ranks have imported the package before this import ended."""
+        """Whether all ranks imported the package before this import ended."""
         self.check = bool(self._settings[2]) if agreed else check
-        """Whether ranks compare what they do, as far as this import could learn. Not changed later: a communicator that
-        is in use already would have ranks that compare and others that do not."""
+        """Whether ranks compare their calls, as far as this import could learn. It never changes later: otherwise some
+        ranks of a communicator in use would compare, and others not."""
 
     def get(self) -> Communicator:
         if self._resolved is None:
@@ -116,10 +116,10 @@ class _Default:
         return self._resolved
 
     def chunk(self, ours: bool) -> int:
-        """The agreed size of a chunk on our communicator or on another one.
+        """The agreed chunk size, on our communicator or on another one.
 
-        Waits for the agreement where it may matter: not for other communicators of ranks that have named no size,
-        whose peers may never import the package.
+        Waits for the agreement, except for other communicators if this rank names no size: their ranks may never import
+        the package.
         """
         with self._lock:
             if ours or DEVICES.everywhere:
@@ -142,15 +142,15 @@ _core.set_check(CHECK)
 
 
 def default() -> Communicator:
-    """The communicator of calls that name none: one clone of COMM_WORLD."""
+    """The communicator of calls without `comm`: one clone of COMM_WORLD."""
     return _default.get()
 
 
 def default_mpi() -> MPI.Comm:
-    """The same for mpi4py."""
+    """That clone as an mpi4py communicator."""
     return _default.mpi()
 
 
-if _default.agreed:  # a program of an earlier run may use these before anything is traced
+if _default.agreed:  # a program of an earlier run may use these before this run traces anything
     for _comm in (None, MPI.COMM_WORLD, MPI.COMM_SELF):
         resolve(_comm, "import")

@@ -1,8 +1,8 @@
-"""What derivatives rely on in JAX, each with a computation that shows whether it is so.
+"""What derivatives rely on in JAX: each assumption with a computation that tests it.
 
-Before the first derivative of what communicates each of them is traced, on COMM_SELF, and its operations are counted:
-nothing is compiled or sent. Where an operation is missing, or in another place, derivatives are refused. A name of
-JAX's that is not there, or takes something else, is an error at import already: see `hooks.HOOKS`.
+Before the first derivative of something that communicates, these computations are traced on COMM_SELF and their
+operations counted; nothing is compiled or sent. If an operation is missing or in another place, derivatives are
+refused. A function of JAX that is missing or has other parameters is an error at import already: see `hooks.HOOKS`.
 """
 
 import contextlib
@@ -20,13 +20,13 @@ from jaxmpi._derivatives import communication, hooks
 from jaxmpi._order import EFFECT
 
 Operations = list[tuple[str, str, str]]
-"""What a computation communicates, in order: inside what (`scan`, `cond`, ... or nothing), which, of what (a value, or
-a `tangent` or `cotangent`)."""
+"""The operations of a computation, in order: the primitive around it (`scan`, `cond`, ... or empty), its name, and what
+it communicates (`tangent`, `cotangent`; empty: a value)."""
 
 
 @dataclass(frozen=True)
 class Assumption:
-    """Something that JAX does, a computation that needs it, and what that then communicates."""
+    """A behaviour of JAX, a computation that needs it, and the operations that the computation then has."""
 
     what: str
     computation: Callable[[], Any]
@@ -34,7 +34,7 @@ class Assumption:
 
 
 def operations(jaxpr: Any, inside: str = "") -> Operations:
-    """The operations of a jaxpr, and of those inside."""
+    """The operations of a jaxpr and of the jaxprs inside."""
     return list(_operations(jaxpr, inside))
 
 
@@ -126,13 +126,13 @@ def _received_by_custom_vjp() -> Any:
 
 
 def _mapped() -> Any:
-    """The transpose of a linear solve that nothing uses, mapped by what the transposition starts with."""
+    """The transpose of an unused linear solve under a `vmap` over the cotangents."""
     gradient = lambda ct: jax.vjp(lambda x: (_solve(x), x)[1], 1.0)[1](ct)[0]  # noqa: E731
     return _one_operation_if(_shapes_of_solves(jax.vmap(gradient)) == [(), (2,)])
 
 
 def _solved_once() -> Any:
-    """A linear solve in a function that is mapped by something else."""
+    """A linear solve of a constant in a function under a `vmap`."""
     return _one_operation_if(_shapes_of_solves(jax.vmap(lambda x: x * _solve(1.0))) == [()])
 
 
@@ -151,7 +151,7 @@ def _one_operation_if(right: bool) -> Any:
 
 
 def _dropped() -> Any:
-    """A primitive that communicates and whose own rule drops it; that is refused."""
+    """A primitive that communicates and whose own rule drops it, which must be refused."""
     from jax._src.interpreters import partial_eval
 
     primitive = _jax.Primitive("jaxmpi.dropped")
@@ -173,7 +173,7 @@ def _newer_checkpoint() -> Any:
 
 
 def _hidden() -> Any:
-    """A primitive as other libraries make them, whose abstract evaluation forgets what its function communicates."""
+    """A primitive like those of other libraries, whose abstract evaluation does not report the effect inside."""
     primitive = _jax.Primitive("jaxmpi.forgetful")
 
     def evaluate(x):
@@ -321,7 +321,7 @@ _state: dict[str, Any] = {"checking": False, "broken": None, "checked": False}
 
 
 def broken() -> str | None:
-    """What JAX does not do, of all that derivatives rely on; None where all is well. Traces, and sends nothing."""
+    """The first assumption that does not hold; None if all hold. Traces, and sends nothing."""
     for assumption in ASSUMPTIONS:
         try:
             found: Any = operations(assumption.computation())
@@ -334,7 +334,7 @@ def broken() -> str | None:
 
 @contextlib.contextmanager
 def _whatever_is_around() -> Iterator[None]:
-    """Within it computations are traced alike, in whichever context the first derivative is taken."""
+    """A context in which computations are traced independently of where the first derivative is taken."""
     with (
         _jax.no_trace(),
         _jax.without_constant_folding(),
@@ -346,7 +346,7 @@ def _whatever_is_around() -> Iterator[None]:
 
 
 def check() -> None:
-    """Raises NotImplementedError if this JAX does not do what derivatives rely on. It is looked at once."""
+    """Raises NotImplementedError if this JAX breaks an assumption. They are tested once."""
     if not _state["checked"] and not _state["checking"]:
         _state["checking"] = True
         try:

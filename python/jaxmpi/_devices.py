@@ -1,6 +1,6 @@
-"""Arrays in a device's memory: on which transport they reach MPI. Decided once, at import, by what is detected.
+"""Which transport takes arrays from a device's memory to MPI. Decided once, at import, from what is detected.
 
-A driver is loaded where it is installed, nothing else: no SDK, and no device is opened before JAX opens it.
+Only a driver's library is loaded, if it is installed: no SDK. No device is opened before JAX opens it.
 """
 
 import warnings
@@ -17,39 +17,39 @@ _MPICH_KINDS = {"CUDA": 0, "SYCL": 1, "ROCM": 2}  # MPIX_GPU_SUPPORT_CUDA, _ZE, 
 _TRUE, _FALSE = ("1", "on", "true", "yes"), ("0", "off", "false", "no")
 
 CHUNK = 4 << 20
-"""Bytes of a chunk, of what goes in chunks on the default communicator: see docs/gpu.md."""
+"""Bytes of a chunk, for operations in chunks on the default communicator: see docs/gpu.md."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How arrays of devices travel."""
+    """How arrays of devices reach MPI."""
 
     drivers: Mapping[str, str | None]
-    """For each platform None, or why its arrays cannot be communicated."""
+    """For each platform: None, or why its arrays cannot be communicated."""
     aware: bool
     """MPI is given the device's pointers."""
     transport: str
-    """Otherwise, and for what MPI cannot do there: callback, thread or wait, as in csrc/core/core.h."""
+    """For staged arrays: callback, thread or wait, as in csrc/core/core.h. With an aware MPI some are still staged."""
     because: str
-    """What was detected, and what has decided."""
+    """What was detected, and the reason for the choice."""
     chunk: int = 0
-    """How large this rank wishes chunks to be, in bytes; 0 where it has no use for them."""
+    """The chunk size that this rank asks for, in bytes; 0: it does not need chunks."""
     everywhere: bool = False
-    """It wishes them on all communicators: the user has named their size."""
+    """It asks for chunks on all communicators: the user has set their size."""
 
     @property
     def platforms(self) -> list[str]:
-        """Whose arrays can be communicated, in XLA's names."""
+        """The device platforms whose arrays can be communicated, by XLA's names."""
         return [platform for platform, why_not in self.drivers.items() if why_not is None]
 
     @property
     def communicated(self) -> list[str]:
-        """The same in JAX's names, which are lower case, and the CPU."""
+        """The CPU and `platforms`, by JAX's names, which are lower case."""
         return ["cpu", *(platform.lower() for platform in self.platforms)]
 
 
 def detected(platform: str, version: str, environment: Mapping[str, str]) -> tuple[bool, str]:
-    """Whether the MPI library reaches the memory of such devices, and what says so."""
+    """Whether the MPI library can access the memory of a platform's devices, and what tells so."""
     name = platform.lower()
     if "CRAY MPICH" in version:
         value = environment.get("MPICH_GPU_SUPPORT_ENABLED", "0")
@@ -78,7 +78,7 @@ def detected(platform: str, version: str, environment: Mapping[str, str]) -> tup
 
 
 def _switch(environment: Mapping[str, str], platforms: list[str]) -> tuple[bool | None, str]:
-    """What the user has decided: on, off, or None; and by which variable."""
+    """The user's choice (on, off, or None) and the variable that makes it."""
     variables = {
         "JAXMPI_DEVICE_MPI": True,
         "MPI4JAX_USE_CUDA_MPI": "CUDA" in platforms,
@@ -105,14 +105,14 @@ def _transport(environment: Mapping[str, str], aware: bool, inspects: bool) -> t
     if wish != "auto":
         return wish, f"JAXMPI_DEVICE_TRANSPORT={wish}"
     if inspects or aware:
-        # Not in a thread of ours either: while the stream waits for MPI, another thread may wait for the stream inside
-        # the driver, and MPI's call of the driver for that thread.
+        # `thread` could deadlock: the stream waits for MPI, another thread may wait for the stream inside the driver,
+        # and MPI's call of the driver may wait for that thread.
         return "wait", "the MPI library may call the driver"
     return "callback", "the MPI library does not call the driver"
 
 
 def _chunk(environment: Mapping[str, str], default: int) -> tuple[int, bool]:
-    """Size of a chunk, and whether the user has named it."""
+    """The chunk size, and whether the user has set it."""
     given = environment.get("JAXMPI_DEVICE_CHUNK", "").strip()
     if not given:
         return default, False
@@ -123,12 +123,12 @@ def _chunk(environment: Mapping[str, str], default: int) -> tuple[int, bool]:
 
 
 def choose(environment: Mapping[str, str], jax_platforms: str | None) -> Choice:
-    """Loads the drivers that are there and decides. `jax_platforms` are those that JAX may use, all if it is None.
+    """Loads the installed drivers and decides. `jax_platforms`: the platforms that JAX may use; None: all.
 
-    Raises ValueError for a variable with a value that means nothing; warns, once in the job, where device pointers are
-    forced on an MPI library that is not known to take them.
+    Raises ValueError for an invalid value of a variable. Warns, once per job, if the user makes an MPI library take
+    device pointers that is not known to accept them.
     """
-    # A library that the MPI library, or whatever came before, has loaded: then MPI may ask it about each pointer.
+    # If a driver has been loaded before, by the MPI library or otherwise, MPI may query it about every pointer.
     inspects = _core.driver_loaded()
     drivers = _core.drivers()
     platforms = [platform for platform, why_not in drivers.items() if why_not is None]
@@ -155,5 +155,5 @@ def choose(environment: Mapping[str, str], jax_platforms: str | None) -> Choice:
 
 
 def count(platform: str) -> int:
-    """How many devices of a platform this process may use."""
+    """The number of devices of a platform that this process may use."""
     return int(_core.device_counts().get(platform, 0))

@@ -1,9 +1,11 @@
-"""Communication inside primitives of other libraries, which do not say that they communicate.
+"""Communication inside primitives of other libraries that do not report its effect.
 
-Such a primitive evaluates functions of its user: `linear_solve` of lineax a matvec. Its abstract evaluation calls
-`jax.eval_shape`, which does not tell of effects. Its equation would then be lowered without a token, moved and dropped,
-and the operations inside would find no token either. Here every equation that is staged with the effect leaves a mark,
-and a primitive whose abstract evaluation has left one without reporting it reports it from then on.
+Such a primitive evaluates functions of its user; `linear_solve` of lineax, for example, evaluates a matvec. Its
+abstract evaluation calls `jax.eval_shape`, which does not pass effects on. So its equation would be lowered without a
+token,
+could be moved or dropped, and the operations inside would find no token either. Here every equation with the effect
+leaves a mark when it is staged. A primitive whose abstract evaluation leaves a mark without reporting the effect is
+made to report it from then on.
 """
 
 import functools
@@ -19,11 +21,11 @@ from jaxmpi import _jax
 from jaxmpi._order import EFFECT
 
 _hiding: set[Any] = set()
-"""Primitives that were found to evaluate functions that communicate without saying so."""
+"""Primitives found to evaluate functions that communicate without reporting the effect."""
 
 
 class _Seen(threading.local):
-    """Whether this thread has staged an equation that communicates since it was last asked."""
+    """`yes`: this thread has staged an equation that communicates since `yes` was last cleared."""
 
     yes = False
 
@@ -32,12 +34,12 @@ _seen = _Seen()
 
 
 def report() -> None:
-    """Has every primitive report the effect of the functions that its abstract evaluation traces."""
+    """Makes every primitive report the effect of the functions that its abstract evaluation traces."""
     _jax.replace(partial_eval, "_cached_abstract_eval", "", _evaluate)
 
 
 def report_of(primitive: Any, communicates: Callable[[Sequence[Any], dict[str, Any]], bool]) -> None:
-    """Has a primitive of JAX's report the effect, for operands and parameters with which it communicates."""
+    """Makes a primitive of JAX report the effect for the operands and parameters with which it communicates."""
     own = getattr(primitive.abstract_eval, "jaxmpi_own", primitive.abstract_eval)
 
     def evaluate(*avals: Any, **params: Any) -> Any:
@@ -73,15 +75,15 @@ def _evaluate_and_report(own: Callable[..., Any], /, *avals: Any, **params: Any)
 
 
 def communicates(primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> bool:
-    """Whether a primitive of another library, with these operands, communicates."""
+    """Whether a primitive of another library communicates with these operands."""
     return primitive in _hiding and EFFECT in primitive.abstract_eval(*map(jax.typeof, operands), **params)[1]
 
 
 def differentiated_operands(primitive: Any, params: dict[str, Any]) -> list[int] | None:
     """Which operands can have tangents; None if it is not known how the primitive is differentiated.
 
-    Known are lineax's solver, also mapped by `jax.vmap`: its operator and its right-hand side can, and not its state
-    and its options. How it is differentiated depends on which of them have, so all shall have.
+    Known is lineax's solver, also under `jax.vmap`: its operator and its right-hand side can, its state and its options
+    cannot. How it is differentiated depends on which of them have tangents, so all of them get one.
     """
     lineax, equinox = (sys.modules.get(name) for name in ("lineax._solve", "equinox.internal._primitive"))
     mapped = getattr(equinox, "_vprim_p", None)

@@ -1,7 +1,7 @@
-"""The private names of JAX that the package uses, but for those of jaxprs (_jaxprs), of the order of calls (_chain) and
-of differentiation (_derivatives).
+"""The private names of JAX that the package uses, except those for jaxprs (_jaxprs), the order of calls (_chain) and
+differentiation (_derivatives).
 
-Tried on JAX 0.6.0 to `NEWEST_TRIED`. A version that moves one of these names needs a change here and nowhere else.
+Tested with JAX 0.6.0 to `NEWEST_TRIED`. If a version moves one of these names, only this file has to change.
 """
 
 import functools
@@ -31,15 +31,15 @@ Tracer = core.Tracer
 abstract_token = core.abstract_token
 
 NEWEST_TRIED = "0.12.0.1"
-"""The newest version of JAX on which the tests were run."""
+"""The newest version of JAX with which the tests were run."""
 ADVICE = f"This version of jaxmpi was tried on JAX 0.6.0 to {NEWEST_TRIED}: use one of these, or a newer jaxmpi."
 
 KEEPS_EFFECTS = hasattr(effects, "partial_eval_kept_effects")
-"""Whether an operation stays in a derivative where nothing uses its result, or it has none. Not so in JAX 0.6."""
+"""Whether an operation stays in a derivative if it has no result or its result is not used. Not in JAX 0.6."""
 
 jit_p = getattr(primitives, "jit_p", None) or getattr(pjit, "pjit_p")  # noqa: B009 (the name in JAX 0.6)
 
-# What an ordered effect must be allowed to do so that it passes through every transformation and control flow.
+# The permissions that an ordered effect needs in transformations and control flow.
 _PERMISSIONS = (
     effects.lowerable_effects,
     effects.ordered_effects,
@@ -51,7 +51,7 @@ _PERMISSIONS = (
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """The numbers of a version, without what names a build of it."""
+    """The numbers of a version, without those of its build."""
     return tuple(int(number) for number in re.findall(r"\d+", version.partition("dev")[0].partition("+")[0]))
 
 
@@ -65,7 +65,7 @@ if numbers(jax.__version__) > numbers(NEWEST_TRIED):
 
 
 def permit_effect(kind: type) -> None:
-    """Lets the effects of this class order computations, inside control flow, custom derivatives and checkpoints."""
+    """Permits effects of this class to order computations, in control flow, custom derivatives and checkpoints too."""
     for permission in _PERMISSIONS:
         permission.add_type(kind)
 
@@ -82,24 +82,24 @@ def define_primitive(
 
 
 def keep(primitive: Primitive) -> None:
-    """Lets dead code elimination leave a primitive alone that has no effect of its own."""
+    """Makes dead code elimination keep a primitive that has no effect."""
     partial_eval.dce_rules[primitive] = lambda *args: ([True] * len(args[-1].invars), args[-1])
 
 
 def replace(owner: Any, name: str, parameters: str, instead: Function) -> None:
-    """Puts `instead(own, ...)` in the place of a function `own(...)` of JAX.
+    """Replaces a function `own(...)` of JAX by `instead(own, ...)`.
 
     Args:
       owner: a class or module of JAX.
-      name: of the function in it.
-      parameters: the names of its parameters, in order, as they were in the versions tried; empty where a function
-        does not tell.
+      name: the function's name in it.
+      parameters: the names of its parameters, in order, as in the versions tested; several lists are joined by " or ".
+        Empty: not checked.
 
     Raises:
-      ImportError: there is no such function, or it takes something else.
+      ImportError: there is no such function, or its parameters differ.
     """
     own = getattr(owner, name, None)
-    own = getattr(own, "jaxmpi_own", own)  # where the package is imported once more
+    own = getattr(own, "jaxmpi_own", own)  # if the package is imported again
     where = f"{getattr(owner, '__qualname__', owner.__name__)}.{name}"
     if own is None:
         raise ImportError(f"jaxmpi: there is no {where} in JAX {jax.__version__}. {ADVICE}")
@@ -123,7 +123,7 @@ def devices_of(ctx: Any) -> int:
 
 
 def no_trace() -> Any:
-    """Within it computations are executed or traced as if nothing around them was."""
+    """A context in which computations are executed or traced as if outside of all traces."""
     return core.set_current_trace(core.eval_trace)
 
 
@@ -136,7 +136,7 @@ jit_disabled = config.disable_jit
 
 
 def platforms() -> str | None:
-    """What JAX_PLATFORMS or its configuration says: names separated by commas, or nothing."""
+    """JAX's setting of JAX_PLATFORMS: names separated by commas, empty, or None."""
     return config.jax_platforms.value
 
 
@@ -147,28 +147,28 @@ create_token = hlo.create_token
 
 
 def zero_tangent(x: Any) -> Any:
-    """The symbolic zero that stands for the tangent of `x`."""
+    """A symbolic zero as the tangent of `x`."""
     return ad.Zero(ShapedArray(x.shape, x.dtype).to_tangent_aval())
 
 
 def inexact(x: Any) -> bool:
-    """Whether `x`, a value or its type, is of a dtype that is differentiated: floating-point or complex."""
+    """Whether `x`, a value or its type, has a dtype that can be differentiated: floating-point or complex."""
     dtype = getattr(x if hasattr(x, "dtype") else jax.typeof(x), "dtype", None)
     return dtype is not None and jax.numpy.issubdtype(dtype, jax.numpy.inexact)
 
 
 def inexact_among(xs: Iterable[Any]) -> list[int]:
-    """The places of those that are differentiated."""
+    """The indices of those that can be differentiated."""
     return [i for i, x in enumerate(xs) if inexact(x)]
 
 
 def without_constant_folding() -> Any:
-    """Within it operations are staged even where all operands are known, `jax.ensure_compile_time_eval` or not."""
+    """A context in which operations are staged even if all operands are known, whatever is set around it."""
     return config.eager_constant_folding(False)
 
 
 def without_leak_checks() -> Any:
-    """Within it `jax.checking_leaks` does not count."""
+    """A context in which `jax.checking_leaks` is off."""
     return config.check_tracer_leaks(False)
 
 

@@ -1,4 +1,4 @@
-"""Computations as JAX writes them down: what is inside, and how they are evaluated."""
+"""Jaxprs: what is inside them, and how they are evaluated."""
 
 import functools
 from collections.abc import Container, Iterable, Iterator
@@ -15,12 +15,12 @@ from jaxmpi import _jax
 
 
 def called(params: dict[str, Any]) -> Any:
-    """The computation inside a nested call with these parameters."""
+    """The jaxpr of a nested call with these parameters."""
     return params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
 
 
 def inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
-    """The jaxprs that an equation with these parameters has inside, less their constants."""
+    """The jaxprs inside an equation with these parameters, without their constants."""
     for value in params.values():
         for inner in value if isinstance(value, tuple) else (value,):
             jaxpr = getattr(inner, "jaxpr", inner)
@@ -29,7 +29,7 @@ def inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
 
 
 def alone(jaxpr: Any, equation: Any) -> Any:
-    """A jaxpr of one of its equations alone, of all of its operands."""
+    """A jaxpr of one equation of `jaxpr`, with all its operands as arguments."""
     operands = [core.Var(jax.typeof(x.val)) if isinstance(x, Literal) else core.Var(x.aval) for x in equation.invars]
     results = [core.Var(x.aval) for x in equation.outvars]
     equation = equation.replace(invars=operands, outvars=results)
@@ -40,12 +40,12 @@ def alone(jaxpr: Any, equation: Any) -> Any:
 
 
 def evaluate(jaxpr: Any, *args: Any) -> list[Any]:
-    """The results of a jaxpr, closed or not, in the trace at hand."""
+    """The results of a jaxpr, closed or not, in the current trace."""
     return core.eval_jaxpr(getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ()), *args)
 
 
 def without_objects(closed: Any) -> Any:
-    """The same computation without the primitives that newer versions of JAX keep as objects until they lower them."""
+    """The same computation, with those primitives lowered that newer versions of JAX represent by objects."""
     high = getattr(closed, "is_high", False) or getattr(getattr(closed, "jaxpr", None), "is_high", False)
     if not high:
         return closed
@@ -54,15 +54,15 @@ def without_objects(closed: Any) -> Any:
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
-    """Those of a jaxpr's atoms that are no literals."""
+    """The atoms of a jaxpr that are not literals."""
     return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 
 def body(equation: Any, needed: Container[Any]) -> tuple[str, Any, list[bool]] | None:
-    """The computation inside a loop or a nested call: its parameter's name, itself, which of its arguments it keeps.
+    """The computation inside a loop or a nested call: its parameter's name, itself, which of its arguments are kept.
 
-    Kept are what every step of a loop uses, and what is `needed` after a call; a loop's carried values are its own.
-    None for anything else.
+    Kept are the operands that every step of a loop uses, and the operands of a call that are `needed` after it, or
+    literals; the carried values and rows of a loop are not. None for any other equation.
     """
     params = equation.params
     match equation.primitive.name:
@@ -79,7 +79,7 @@ def body(equation: Any, needed: Container[Any]) -> tuple[str, Any, list[bool]] |
 
 
 def parts_of_scan(params: dict[str, Any]) -> tuple[int, int]:
-    """How many of a scan's first operands are the same for each step, and how many after them are carried."""
+    """How many of a scan's first operands are constants, and how many after them are carried."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     constants, carried, _ = params["ft_in"].unpack()  # from 0.12 on: a tree of constants, carried values and rows
@@ -87,10 +87,10 @@ def parts_of_scan(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def lower_calls_inline(effect: _jax.Effect) -> None:
-    """Has nested calls with the effect lowered as the equations that they hold.
+    """Makes nested calls with the effect be lowered inline.
 
-    XLA 0.12 may execute a loop twice, or end the process, where a function with an ordered effect and without array
-    operands is called inside another (`tests/test_order.py`). It would inline them itself.
+    In jaxlib 0.12, XLA may execute a loop twice, or crash, if a function with an ordered effect and without array
+    operands is called inside another (`tests/test_order.py`). XLA would inline the calls anyway.
     """
     for primitive in (_jax.jit_p, primitives.call_p, primitives.closed_call_p, getattr(core, "eval_jaxpr_p", None)):
         if primitive is not None:

@@ -24,7 +24,7 @@ except (ImportError, RuntimeError) as error:
 
 @dataclass(frozen=True)
 class Datatype:
-    """A row of dtype.def: XLA's code, bytes per element, and the kind that decides which reductions exist."""
+    """A row of dtype.def: XLA's code, bytes per element, and the kind, on which the possible reductions depend."""
 
     name: str
     code: int
@@ -43,7 +43,7 @@ class Operation:
     attributes: Pairs
 
     def roles(self, written: bool, count: int) -> list[str]:
-        """The roles of so many operands, or results: `mpi` or `host`, by who uses them."""
+        """The roles of `count` operands or results: `mpi` or `host`, by who uses them."""
         named = [role for _, role in self.buffers if ("write" in role) == written]
         lists = [role for role in named if role.endswith("_each")]
         each = count - len(named) + len(lists)
@@ -52,14 +52,14 @@ class Operation:
 
     @property
     def operands(self) -> int | None:
-        """How many operands it has; None where there may be any number."""
+        """The number of operands; None if there may be any number."""
         read = [role for _, role in self.buffers if "read" in role]
         return None if any(role.endswith("_each") for role in read) else len(read)
 
 
 @dataclass(frozen=True)
 class Library:
-    """The MPI library in use: the copy of the core that fits it, its own description, its file."""
+    """The MPI library in use: the copy of the core for its ABI, its own description, its file."""
 
     abi: str
     version: str
@@ -67,7 +67,7 @@ class Library:
 
 
 def handle_of(x: MPI.Comm | MPI.Op | MPI.Datatype) -> int:
-    """The MPI handle as a signed 64-bit number, whatever its type in the ABI at hand."""
+    """The MPI handle as a signed 64-bit number, whatever its type in this ABI."""
     handle = MPI._handleof(x)
     return handle - (1 << 64) if handle >= 1 << 63 else handle
 
@@ -87,9 +87,10 @@ def _check_state() -> None:
 
 
 def _meaning(comm: str, library: Library) -> str:
-    """What tells a communicator that each run has from all others.
+    """The meaning, for the core's registry, of a communicator that every run has.
 
-    Its rank too: programs are made for one. And the library, whose numbers for ranks and tags programs contain.
+    It includes the rank, since a program is compiled for one, and the library, since programs contain its numbers for
+    ranks and tags.
     """
     world = MPI.COMM_WORLD
     return f"{comm}, rank {world.rank} of {world.size}, {library.abi}, tags to {world.Get_attr(MPI.TAG_UB)}"
@@ -100,7 +101,7 @@ def _load() -> tuple[Library, dict[str, Datatype], _devices.Choice]:
     library = Library(*_core.load(MPI.__file__, secrets.randbits(64)))
     devices = _devices.choose(os.environ, _jax.platforms())
     _core.set_devices(devices.aware, devices.transport)
-    # In the same order in each run, so that a program in a cache finds them under their numbers.
+    # In the same order in every run, so that a cached program finds them under their numbers.
     of_self = _core.communicator(handle_of(MPI.COMM_SELF), _meaning("COMM_SELF", library))
     assert of_self is not None
     _core.communicator(handle_of(MPI.COMM_WORLD), _meaning("COMM_WORLD", library))
@@ -121,7 +122,7 @@ def _load() -> tuple[Library, dict[str, Datatype], _devices.Choice]:
 LIBRARY, DATATYPES, DEVICES = _load()
 OPERATIONS: dict[str, Operation] = {name: Operation(*row) for name, row in _core.operations().items()}
 MEANING_OF_DEFAULT = _meaning("default", LIBRARY)
-"""Of the clone of COMM_WORLD, for which a number is kept."""
+"""The meaning of the clone of COMM_WORLD, whose number is reserved."""
 HALF_OPERATIONS: dict[str, dict[str, int]] = {
     name: _core.half_operations(name == "bfloat16") for name in ("float16", "bfloat16")
 }
@@ -129,10 +130,10 @@ HALF_OPERATIONS: dict[str, dict[str, int]] = {
 
 @atexit.register
 def finish() -> None:
-    """Waits for what is still running, so that no peer loses a message to the end of MPI.
+    """Waits for running computations, so that no message to a peer is lost when MPI is finalized.
 
-    Runs before JAX lets its backends go (handlers run last in, first out) and before mpi4py finalizes MPI. Raises
-    RuntimeError if an operation has failed that nobody has been told of.
+    Runs before JAX releases its backends (exit handlers run last in, first out) and before mpi4py finalizes MPI. Raises
+    RuntimeError if the failure of an operation has not been reported yet.
     """
     try:
         _chain.wait_for_all_threads()

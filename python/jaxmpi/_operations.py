@@ -1,4 +1,4 @@
-"""The public functions: they check their arguments and bind an operation of the table for each array."""
+"""The public functions. They check their arguments and bind an operation of the table for each array."""
 
 from collections.abc import Callable
 from typing import Any
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 Leaf = Callable[..., jax.Array]
-"""Checks one leaf and makes it an array: (leaf, *more, operation, argument) -> array."""
+"""Checks one leaf and converts it to an array: (leaf, *more, operation, argument) -> array."""
 
 
 _TOKEN = Token()
@@ -47,7 +47,7 @@ def after(token: Any) -> Any:
 
 def _each(operation: str, params: Params, x: Any, check: Leaf, *more: Any) -> Any:
     """Checks all leaves of `x`, then binds the operation for each, in the order of the leaves."""
-    if type(x) is _jax.ConcreteArray:  # as below, quicker
+    if type(x) is _jax.ConcreteArray:  # as below, but faster
         return bind(operation, params, check(x, *more, operation, "x"))
     leaves, structure = jax.tree.flatten(x)
     leaves = [check(leaf, *more, operation, "x") for leaf in leaves]
@@ -87,17 +87,17 @@ def allreduce(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None, token: Any = 
 
     Args:
       x: array of any shape, or a pytree of such; the same shape and dtype on all ranks.
-      op: a predefined operation that the dtype has, or a user-made `MPI.Op`, which must live as long as functions
-        that were compiled with it are called.
+      op: a predefined operation that is defined for the dtype, or a user-made `MPI.Op`, which must live as long as
+        functions that were compiled with it are called.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
       token: accepted, handed back, and not needed.
 
     Returns:
       `(result, token)`: the result has the shape and dtype of `x`. For `MPI.SUM` it can be differentiated: the result
-      counts as one replicated value, so the cotangent is passed back to each rank as it is.
+      counts as one replicated value, so each rank gets the cotangent of the result unchanged.
 
     Raises:
-      TypeError: the dtype has no such operation, or an argument is of the wrong type. ValueError: a freed `comm` or
+      TypeError: `op` is not defined for the dtype, or an argument is of the wrong type. ValueError: a freed `comm` or
       `op`. Both while tracing, before anything is sent; other ranks then wait.
     """
     return _reducing("allreduce", _communicator.resolve(comm, "allreduce"), x, op), after(token)
@@ -123,10 +123,10 @@ def alltoall(x: Any, *, comm: MPI.Comm | None = None, token: Any = None) -> tupl
 
 
 def barrier(*, comm: MPI.Comm | None = None, token: Any = None) -> Token:
-    """Waits until all ranks have come here (MPI_Barrier).
+    """Waits until all ranks have reached the barrier (MPI_Barrier).
 
-    Orders communication, not Python: inside and outside `jit` the call may return before the barrier has happened.
-    `jax.effects_barrier()` waits for it.
+    It orders communication, not Python: inside and outside `jit` the call may return before the barrier has completed.
+    `jax.effects_barrier()` waits for that.
 
     Args:
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
@@ -143,8 +143,8 @@ def bcast(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = None)
     """Sends root's array to all ranks (MPI_Bcast).
 
     Args:
-      x: on root the data, elsewhere a template of the same shape and dtype, whose values are not read; or pytrees of
-        such. A template may be a `jax.ShapeDtypeStruct`.
+      x: on root the data; on other ranks a template of the same shape and dtype, whose values are not read. Or pytrees
+        of such. A template may be a `jax.ShapeDtypeStruct`.
       root: rank that sends, static.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
       token: accepted, handed back, and not needed.
@@ -153,8 +153,8 @@ def bcast(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = None)
       `(result, token)`: root's array on all ranks.
 
     Raises:
-      ValueError: `root` is no rank. TypeError: an argument is traced that must be static, or of the wrong type. Both
-      while tracing, before anything is sent; other ranks then wait.
+      ValueError: `root` is not a rank. TypeError: a static argument is traced, or an argument is of the wrong type.
+      Both while tracing, before anything is sent; other ranks then wait.
     """
     resolved = _communicator.resolve(comm, "bcast")
     root = arguments.rank(root, resolved, "bcast", "root")
@@ -172,11 +172,11 @@ def gather(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = None
       token: accepted, handed back, and not needed.
 
     Returns:
-      `(result, token)`: on root of shape `(size, *x.shape)`, entry `i` from rank i; elsewhere `x` itself.
+      `(result, token)`: on root of shape `(size, *x.shape)`, entry `i` from rank i; on other ranks `x` itself.
 
     Raises:
-      ValueError: `root` is no rank. TypeError: an argument is traced that must be static, or of the wrong type. Both
-      while tracing, before anything is sent; other ranks then wait.
+      ValueError: `root` is not a rank. TypeError: a static argument is traced, or an argument is of the wrong type.
+      Both while tracing, before anything is sent; other ranks then wait.
     """
     resolved = _communicator.resolve(comm, "gather")
     root = arguments.rank(root, resolved, "gather", "root")
@@ -184,20 +184,20 @@ def gather(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = None
 
 
 def invariant(x: Any, *, comm: MPI.Comm | None = None) -> Any:
-    """`x` itself, whose cotangents are divided by the number of ranks: for values that are the same on all ranks.
+    """`x` itself; its cotangents are divided by the number of ranks. For values that are the same on all ranks.
 
-    The partner of `replicate`: where the ranks have been sent the same values, by `allgather` or `bcast`, and all of
-    them compute the same loss from these, that loss counts once, and its gradient is that of one loss only if the
-    values pass through here first; otherwise it is that of the sum of all ranks' losses, N times too large. Identity
-    forwards, division backwards: JAX's cast from varying to invariant, as `replicate` is the one from invariant to
-    varying (docs/autodiff.md). The result of `allreduce` of a sum is invariant by itself. Communicates nothing; but in
-    a differentiated function all ranks must call it, as they call other operations.
+    The partner of `replicate`. If `allgather` or `bcast` has sent the same values to all ranks, and all ranks compute
+    the same loss from them, the gradient is that of the sum of all ranks' losses, N times too large. It is the gradient
+    of one loss if the values pass through `invariant` first. Identity forwards, division backwards: JAX's cast from
+    varying to invariant, as `replicate` is the one from invariant to varying (docs/autodiff.md). The result of
+    `allreduce` of a sum is invariant already. Communicates nothing, but in a differentiated function all ranks must
+    call it, as they call other operations.
 
     Args:
-      x: array of any shape, or a pytree of such; the same on all ranks, and used alike from here on. With
-        `JAXMPI_CHECK=1` the values are compared, at the cost of a `bcast` for each array, and of its derivative;
-        otherwise not. Integers and truth values have no cotangents.
-      comm: an intra-communicator, whose ranks count; a clone of COMM_WORLD where it is None.
+      x: array of any shape, or a pytree of such; the same on all ranks, and used in the same way on all of them from
+        here on. The values are compared only with `JAXMPI_CHECK=1`, at the cost of a `bcast` for each array and of its
+        derivative. Integers and truth values have no cotangents.
+      comm: an intra-communicator, whose size is the divisor; a clone of COMM_WORLD where it is None.
 
     Returns:
       `x`, as arrays of the same shapes and dtypes.
@@ -205,7 +205,7 @@ def invariant(x: Any, *, comm: MPI.Comm | None = None) -> Any:
     Raises:
       TypeError, ValueError: an argument is of the wrong type, or a communicator has been freed; while tracing.
       jax.errors.JaxRuntimeError: at run time, with `JAXMPI_CHECK=1`, on each rank whose values differ from those of
-      rank 0 by more than rounding; it names the line. Other ranks go on, until they wait for these.
+      rank 0 by more than rounding; it names the line. Other ranks continue until they wait for a rank that raised.
     """
     params: Params = {"comm": _communicator.resolve(comm, "invariant")}
     if CHECK:
@@ -231,9 +231,9 @@ def recv(
     Args:
       x: a template: its shape and dtype are those of the message, its values are not read. A pytree receives one
         message per leaf, in order. May be (or hold) `jax.ShapeDtypeStruct`. Under `vmap` a batch of messages is
-        received where the template is batched (`jnp.zeros_like(x)` is not, `x` itself is).
-      source: rank that sends, static, or `MPI.ANY_SOURCE`, or `MPI.PROC_NULL`: then nothing is received and the
-        result is zero. A pytree of several leaves needs a definite source.
+        received if the template is batched (`x` itself is; `jnp.zeros_like(x)` is not).
+      source: rank that sends, static; or `MPI.ANY_SOURCE`; or `MPI.PROC_NULL`: nothing is received and the result is
+        zero. A pytree of several leaves needs a definite source.
       tag: tag of the message, static, or `MPI.ANY_TAG`.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
       status: filled as the message arrives. Inside `jit` it must not be read before the result is ready.
@@ -244,8 +244,8 @@ def recv(
 
     Raises:
       ValueError, TypeError: while tracing, before anything is received.
-      jax.errors.JaxRuntimeError: at run time, where the message is longer than the template, or shorter and no
-      `status` was passed (with one, the rest is zero).
+      jax.errors.JaxRuntimeError: at run time, if the message is longer than the template, or shorter and no `status`
+      was passed (with one, the rest of the result is zero).
     """
     resolved = _communicator.resolve(comm, "recv")
     params: Params = {
@@ -263,17 +263,17 @@ def reduce(x: Any, op: MPI.Op, root: int, *, comm: MPI.Comm | None = None, token
 
     Args:
       x: array of any shape, or a pytree of such; the same shape and dtype on all ranks.
-      op: a predefined operation that the dtype has, or a user-made `MPI.Op`.
+      op: a predefined operation that is defined for the dtype, or a user-made `MPI.Op`.
       root: rank that receives, static.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
       token: accepted, handed back, and not needed.
 
     Returns:
-      `(result, token)`: the reduction on root; elsewhere `x` itself.
+      `(result, token)`: the reduction on root; on other ranks `x` itself.
 
     Raises:
-      ValueError: `root` is no rank. TypeError: the dtype has no such operation, or an argument is traced that must be
-      static, or of the wrong type. Both while tracing, before anything is sent; other ranks then wait.
+      ValueError: `root` is not a rank. TypeError: `op` is not defined for the dtype, a static argument is traced, or an
+      argument is of the wrong type. Both while tracing, before anything is sent; other ranks then wait.
     """
     resolved = _communicator.resolve(comm, "reduce")
     root = arguments.rank(root, resolved, "reduce", "root")
@@ -281,12 +281,12 @@ def reduce(x: Any, op: MPI.Op, root: int, *, comm: MPI.Comm | None = None, token
 
 
 def replicate(x: Any, *, comm: MPI.Comm | None = None) -> Any:
-    """`x` itself, whose cotangents are added up over all ranks: for values that are the same on all ranks.
+    """`x` itself; its cotangents are summed over all ranks. For values that are the same on all ranks.
 
-    The partner of `allreduce`: where a replicated parameter is used differently on each rank (with data of its own),
-    and a loss is made by `allreduce` of a sum, its gradient on each rank is that of the whole only if the parameter
-    passes through here first. Identity forwards, allreduce of a sum backwards; all ranks must call it, in the same
-    order as other operations.
+    The partner of `allreduce`. If a replicated parameter is used differently on each rank (with the rank's own data),
+    and the loss is made by `allreduce` of a sum, each rank's gradient is that of the whole loss only if the parameter
+    passes through `replicate` first. Identity forwards, allreduce of a sum backwards. All ranks must call it, in the
+    same order as other operations.
 
     Args:
       x: array of any shape, or a pytree of such; the same on all ranks, which is not checked.
@@ -306,7 +306,7 @@ def scan(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None, token: Any = None)
 
     Args:
       x: array of any shape, or a pytree of such; the same shape and dtype on all ranks.
-      op: a predefined operation that the dtype has, or a user-made `MPI.Op`.
+      op: a predefined operation that is defined for the dtype, or a user-made `MPI.Op`.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
       token: accepted, handed back, and not needed.
 
@@ -314,7 +314,7 @@ def scan(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None, token: Any = None)
       `(result, token)`: same shape and dtype as `x`.
 
     Raises:
-      TypeError: the dtype has no such operation, or an argument is of the wrong type; while tracing, before anything
+      TypeError: `op` is not defined for the dtype, or an argument is of the wrong type; while tracing, before anything
       is sent; other ranks then wait.
     """
     return _reducing("scan", _communicator.resolve(comm, "scan"), x, op), after(token)
@@ -324,9 +324,9 @@ def scatter(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = Non
     """Sends entry `i` of root's first axis to rank i (MPI_Scatter).
 
     Args:
-      x: on root an array of shape `(size, ...)`; elsewhere a template of shape `(...)`, whose values are not read; or
-        pytrees of such. A template may be a `jax.ShapeDtypeStruct`; for reverse-mode derivatives it must depend on what
-        is differentiated, as on root (`0 * x`), so that all ranks take part in the way back.
+      x: on root an array of shape `(size, ...)`; on other ranks a template of shape `(...)`, whose values are not read.
+        Or pytrees of such. A template may be a `jax.ShapeDtypeStruct`; for reverse-mode derivatives it must depend on
+        what is differentiated, as on root (`0 * x`), so that all ranks take part in the reverse pass.
       root: rank that sends, static.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
       token: accepted, handed back, and not needed.
@@ -335,8 +335,9 @@ def scatter(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = Non
       `(result, token)`: this rank's entry, of shape `(...)`.
 
     Raises:
-      ValueError: `root` is no rank, or the first axis on root is not the number of ranks. TypeError: an argument is
-      traced that must be static, or of the wrong type. Both while tracing, before anything is sent; other ranks wait.
+      ValueError: `root` is not a rank, or the first axis on root is not the number of ranks. TypeError: a static
+      argument is traced, or an argument is of the wrong type. Both while tracing, before anything is sent; other ranks
+      then wait.
     """
     resolved = _communicator.resolve(comm, "scatter")
     root = arguments.rank(root, resolved, "scatter", "root")
@@ -351,13 +352,13 @@ def send(x: Any, dest: int, *, tag: int = 0, comm: MPI.Comm | None = None, token
 
     Args:
       x: array of any shape, or a pytree of such, which is one message per leaf, in order.
-      dest: rank that receives, static, or `MPI.PROC_NULL`: then nothing is sent.
+      dest: rank that receives, static; or `MPI.PROC_NULL`: nothing is sent.
       tag: tag of the message, static.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
       token: accepted, handed back, and not needed.
 
     Returns:
-      A token. The message is sent whether or not anybody uses it.
+      A token. The message is sent in any case.
 
     Raises:
       ValueError, TypeError: while tracing, before anything is sent; the receiver then waits.
@@ -388,11 +389,11 @@ def sendrecv(
 
     Args:
       sendbuf: array of any shape, or a pytree of such, which is one message per leaf, in order.
-      recvbuf: a template of what is received: its shape and dtype count, its values are not read. Or a pytree with as
-        many leaves as `sendbuf` has. May be (or hold) `jax.ShapeDtypeStruct`.
-      source: rank that sends to this one, static, or `MPI.ANY_SOURCE`, or `MPI.PROC_NULL`: then nothing is received
-        and the result is zero. A pytree of several leaves needs a definite source.
-      dest: rank that receives from this one, static, or `MPI.PROC_NULL`: then nothing is sent.
+      recvbuf: a template: its shape and dtype are those of the message received, its values are not read. Or a pytree
+        with as many leaves as `sendbuf` has. May be (or hold) `jax.ShapeDtypeStruct`.
+      source: rank that sends to this one, static; or `MPI.ANY_SOURCE`; or `MPI.PROC_NULL`: nothing is received and the
+        result is zero. A pytree of several leaves needs a definite source.
+      dest: rank that receives from this one, static; or `MPI.PROC_NULL`: nothing is sent.
       sendtag: tag of the message that is sent, static.
       recvtag: tag of the message that is received, static, or `MPI.ANY_TAG`.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
@@ -401,12 +402,12 @@ def sendrecv(
 
     Returns:
       `(result, token)`: the message received, with the structure, shape and dtype of `recvbuf`. It can be
-      differentiated with respect to `sendbuf`: cotangents travel back, with source and dest exchanged, and the tags.
+      differentiated with respect to `sendbuf`: cotangents travel back, with source and dest, and the tags, exchanged.
 
     Raises:
       ValueError, TypeError: while tracing, before anything is sent; the peers then wait.
-      jax.errors.JaxRuntimeError: at run time, where the message is longer than the template, or shorter and no
-      `status` was passed (with one, the rest is zero).
+      jax.errors.JaxRuntimeError: at run time, if the message is longer than the template, or shorter and no `status`
+      was passed (with one, the rest of the result is zero).
     """
     resolved = _communicator.resolve(comm, "sendrecv")
     params: Params = {
@@ -417,7 +418,7 @@ def sendrecv(
         "recvtag": arguments.tag(recvtag, "sendrecv", "recvtag", (MPI.ANY_TAG,)),
         "status": arguments.status(status, "sendrecv"),
     }
-    # Most messages are one array, whose tree need not be taken apart.
+    # Most messages are one array: no tree to flatten.
     alone = type(sendbuf) is type(recvbuf) is _jax.ConcreteArray
     templates, structure = ([recvbuf], None) if alone else jax.tree.flatten(recvbuf)
     sent = [sendbuf] if alone else jax.tree.leaves(sendbuf)
@@ -435,7 +436,7 @@ def sendrecv(
 
 
 def _with_status(result: Any, written: arguments.Status | None, users: MPI.Status | None) -> Any:
-    """Outside of a trace the user's status is filled when the call returns."""
+    """The result. Outside of a trace, if the user passes a status, waits for it and fills the status."""
     if written is not None and users is not None and written.mpi is not users:
         jax.block_until_ready(result)
         written.copy_to(users)

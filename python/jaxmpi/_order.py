@@ -1,12 +1,12 @@
-"""Program order: one ordered effect for all operations, the token that is never needed, and calls without its cost.
+"""Program order: one ordered effect for all operations, tokens (not needed), and `jit`, which avoids the effect's cost.
 
-XLA keeps computations with the same ordered effect in program order, in every kind of control flow, and drops none of
-them. The token that the public functions take and return is therefore only a courtesy to programs that thread one
-through: a pytree without leaves, so that it costs nothing and may still cross `jit`, `scan` and `cond`.
+XLA keeps computations with the same ordered effect in program order, in all control flow, and drops none of them. The
+token that the public functions take and return is only for programs that thread one through: a pytree without leaves,
+so that it costs nothing and may still cross `jit`, `scan` and `cond`.
 
-A computation with an ordered effect leaves JAX's fast way of calling compiled code, at twenty times the price. `jit`
-here discharges the effect inside: the function becomes one primitive without effect, the region, which is lowered with
-a token of its own, and the link to what was called before and after is the array that JAX itself would hand on.
+A computation with an ordered effect does not use JAX's fast path for calling compiled code; a call costs twenty times
+as much. `jit` here discharges the effect: the function becomes one primitive without effect, the region, whose lowering
+creates a token of its own. The link to earlier and later calls is the array that JAX itself would pass on.
 """
 
 import functools
@@ -39,15 +39,15 @@ EFFECT = Communication()
 _jaxprs.lower_calls_inline(EFFECT)
 
 IN_PLACE = "in_place"
-"""Parameter of an operation: whether its results take the places of its first operands. `jit` decides anew where it
-can; without it the table does."""
+"""Parameter of an operation: whether its results may alias its first operands. Its default is in the table; `jit` sets
+it where it can tell what is needed afterwards."""
 
 
 class Token:
     """Stands for "after everything before". Has no leaves; all tokens are equal.
 
-    Any token is accepted as input: this one, None, a JAX token, an array; it is handed back, and None becomes this one.
-    Order does not depend on it.
+    Any token is accepted as input: this one, None, a JAX token, an array. It is returned as it is, and None as a
+    `Token`. Order does not depend on it.
     """
 
     __slots__ = ()
@@ -83,12 +83,12 @@ def _region_lowering(ctx, link, *args, jaxpr):
     )
     with _jax.without_constant_folding():
         results = _jax.mlir.lower_fun(_jax.jaxpr_as_fun(jaxpr), multiple_results=True)(inner, *args)
-    # The link need not pass through the operations: a result of an execution is ready when all of it is done.
+    # The link need not depend on the operations: results of an execution are ready only when all of it is done.
     return [link, *results]
 
 
 def _region_implementation(*args, **params):
-    """Called where JAX repeats a compiled function operation by operation, to see which of them made a NaN."""
+    """Called if JAX repeats a compiled function operation by operation, to find out which of them made a NaN."""
     raise FloatingPointError(
         "jaxmpi.jit: a result is NaN or infinite, which jax_debug_nans or jax_debug_infs forbids. Communication is not "
         "repeated on one rank to find out where; run the program with jax.disable_jit() on all ranks to see it."
@@ -100,17 +100,17 @@ _jax.mlir.register_lowering(_region, _region_lowering)
 _jax.keep(_region)
 
 
-# Where a result shall take the place of an operand that is needed afterwards, XLA copies the operand first. From about
-# this size on (the copy no longer fits into a cache) that takes longer than a result in memory of its own.
+# If a result aliases an operand that is needed afterwards, XLA copies the operand first. From about this size on (the
+# copy no longer fits in a cache) that is slower than a result in new memory.
 _COPY_BYTES = 8 << 20
 
 
 def _in_place(closed: Any, kept: Iterable[bool]) -> Any:
-    """The same computation with the parameter IN_PLACE decided by what is needed after each operation.
+    """The same computation, with the parameter IN_PLACE set by what is needed after each operation.
 
-    The operand's place is taken where nothing needs the operand afterwards; where something does, only by small
-    operations that asked for it. Needed are what later equations use, what is returned, constants, and the arguments
-    that are `kept`. Bodies of loops and of nested calls are treated likewise.
+    An operation works in place if nothing needs the operand afterwards; otherwise only if it is small and IN_PLACE was
+    set. Needed are operands of later equations, results of the jaxpr, constants, and the arguments that are `kept`. The
+    bodies of loops and nested calls are treated in the same way.
     """
     jaxpr = closed.jaxpr
     needed = {*jaxpr.constvars, *_jaxprs.variables(jaxpr.outvars)}
@@ -133,7 +133,7 @@ def _in_place(closed: Any, kept: Iterable[bool]) -> Any:
 
 
 def _discharge(function: Callable[..., Any], donated: bool) -> Callable[..., Any]:
-    """`function` as one with the link as first operand and first result, and without the effect."""
+    """`function` with the link as an additional first argument and first result, and without the effect."""
 
     def discharged(link, /, *args, **kwargs):
         leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=lambda x: x is None)
@@ -151,7 +151,7 @@ def _discharge(function: Callable[..., Any], donated: bool) -> Callable[..., Any
         jaxpr = _jaxprs.without_objects(jaxpr)
         if jaxpr.effects == {EFFECT}:
             link, *results = _region.bind(link, *operands, jaxpr=_in_place(jaxpr, [not donated] * len(operands)))
-        else:  # nothing to discharge, or effects besides that JAX has to know of
+        else:  # nothing to discharge, or other effects, which JAX must see
             results = _jax.jaxpr_as_fun(jaxpr)(*operands)
         return link, jax.tree.unflatten(jax.tree.structure(shape), results)
 
@@ -161,14 +161,14 @@ def _discharge(function: Callable[..., Any], donated: bool) -> Callable[..., Any
         discharged.__signature__ = signature.replace(  # type: ignore[attr-defined]
             parameters=[first, *signature.parameters.values()]
         )
-    except (TypeError, ValueError):  # a function without signature, as some builtins are
+    except (TypeError, ValueError):  # some builtins have no signature
         pass
     discharged.__name__ = discharged.__qualname__ = getattr(function, "__name__", "function")
     return discharged
 
 
 def _behind_link(argnums: Any) -> Any:
-    """Positions of arguments, moved by the link in front of them."""
+    """Argument numbers, shifted by the link, which comes first."""
     if argnums is None:
         return None
     if not hasattr(argnums, "__index__"):
@@ -192,7 +192,7 @@ def eager(function: Callable[..., Any]) -> Callable[..., Any]:
     return _chain.linked(EFFECT, _discharged_jit(staged, {}))
 
 
-# Options that speak of where operands and results lie: their trees would have to grow by the link.
+# Options about the placement of operands or results: their trees would need an entry for the link.
 _PLAIN = ("in_shardings", "out_shardings", "device", "backend", "abstracted_axes")
 
 
@@ -201,22 +201,23 @@ def jit(function: "Callable[P, R]", /, **options: "Unpack[JitOptions]") -> "Jitt
 @overload
 def jit(**options: "Unpack[JitOptions]") -> "Callable[[Callable[P, R]], Jitted[P, R]]": ...
 def jit(function: Callable[..., Any] | None = None, /, **options: Any) -> Callable[..., Any]:
-    """`jax.jit` for functions that communicate: the same meaning, at the price of a call without communication.
+    """`jax.jit` for functions that communicate: the same meaning, at the cost of a call without communication.
 
-    Order with calls of `jax.jit` and eager operations, before and after, is kept. Under another transformation, with
-    `jax.disable_jit`, and with options that place operands or results (`in_shardings` and the like) it is `jax.jit`.
+    Order relative to calls of `jax.jit` and eager operations is kept, in both directions. Under another transformation,
+    with `jax.disable_jit`, and with options that place operands or results (`in_shardings` and the like) it is
+    `jax.jit`.
 
     Args:
-      function: what to compile; left out where it is used as a decorator with options.
+      function: the function to compile; left out in a decorator with options.
       **options: those of `jax.jit`: `static_argnums`, `static_argnames`, `donate_argnums`, `donate_argnames`,
         `keep_unused`, `inline`, `compiler_options`, ...
 
     Returns:
-      The compiled function, which also has `lower`, `trace`, `eval_shape` and `clear_cache` of `jax.jit`. For type
-      checkers it has the parameters and the result of `function`.
+      The compiled function, with the methods `lower`, `trace`, `eval_shape` and `clear_cache` of `jax.jit`. Type
+      checkers see the parameters and the result of `function`.
 
     Raises:
-      What `jax.jit` and the function raise. An error at run time is raised where the result is waited for.
+      What `jax.jit` and the function raise. A run-time error is raised when the program waits for the result.
     """
     if function is None:
         return functools.partial(jit, **options)

@@ -1,14 +1,14 @@
 """Turns a row of the operation table into a JAX primitive with all its rules.
 
-What a row does not say is derived from the core's list of its buffers (csrc/core/ops.def). The operands of a primitive
-are the buffers that are read, in that order, and behind them templates, of which only shape and dtype count. What MPI
-reads is what an operation maps; what the core reads on the host only says how.
+Whatever a row leaves out is derived from the core's list of its buffers (csrc/core/ops.def). The operands of a
+primitive are the buffers that are read, in that order, then templates, of which only shape and dtype are used. An
+operation maps what MPI reads; what the core reads on the host are parameters in the form of arrays.
 
-Tangents and cotangents are communicated by the operations of the table again. That works only if all ranks take part,
-also one whose operand does not depend on what is differentiated (a constant template above all), or whose result
-nothing depends on; JAX leaves such operations out of derivatives. So inside a differentiated function every operation
-on floating-point arrays is differentiated: an operand without tangent gets a zero that counts as one, and the effect
-keeps what has no result that is used.
+Tangents and cotangents are communicated by operations of the table as well. That works only if all ranks take part,
+also a rank on which the operand does not depend on what is differentiated (a constant template above all), or on which
+nothing depends on the result; JAX leaves such operations out of derivatives. So inside a differentiated function every
+operation on floating-point arrays is differentiated: an operand without tangent gets zeros as a tangent, and the effect
+keeps operations whose results are not used.
 """
 
 import functools
@@ -33,14 +33,14 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank hands to the core, by its part in the operation. Buffers of the host are always passed."""
+    """Which buffers one rank passes to the core, by its part in the operation. Host buffers are always passed."""
 
     operands: bool = True
-    """What MPI reads is passed; otherwise these operands are templates, too."""
+    """The operands that MPI reads are passed; otherwise they are templates, too."""
     results: bool = True
-    """The core fills what MPI writes; otherwise each such result is the operand of the same number as it is."""
+    """The results that MPI writes are passed; otherwise each of them is the operand of the same number."""
     in_place: bool = False
-    """A result may take the memory of the operand of the same number, where the parameter IN_PLACE says so, too."""
+    """A result may alias the operand of the same number if the parameter IN_PLACE is set."""
 
 
 @dataclass(frozen=True)
@@ -53,36 +53,36 @@ class Row:
     """The types of the results from those of the operands."""
 
     templates: int = 0
-    """How many operands are templates, behind those that the core has."""
+    """How many operands are templates, after those that the core has."""
 
     part: Callable[[Params], Part] = lambda params: Part()
 
     in_place: bool | None = None
-    """The parameter IN_PLACE of a call, which `jit` decides anew where it can; None: it has none."""
+    """The default of the parameter IN_PLACE, which `jit` sets where it can; None: no such parameter."""
 
     batch: Callable[[Params], tuple[int, int]] = lambda params: (0, 0)
-    """Where the batch axis must stand in operands that are mapped, and where it then stands in the results."""
+    """The position of the batch axis in mapped operands, and then in the results."""
 
     refuse: Callable[[Params], str] = lambda params: ""
-    """Why no derivative can be taken; empty where one can."""
+    """Why no derivative can be taken; empty if one can."""
 
     tangent: Callable[[Params], Callable[..., Any] | None] = lambda params: None
-    """Its rule, (operands, tangents, results, params) -> tangents of the results. Tangents of operands that have none
-    are None. No rule where the operation is linear in what MPI reads."""
+    """Returns its JVP rule, (operands, tangents, results, params) -> tangents of the results, or None if the operation
+    is linear in what MPI reads. Operands without tangent have None."""
 
     tangent_of_half: Callable[..., Any] | None = None
-    """The rule where of operands and templates some alone are of a dtype that is differentiated: (operands, their
-    tangents, params) -> tangent of the first result, None where that is zero."""
+    """The JVP rule if only some of the operands and templates have a differentiable dtype: (operands, their tangents,
+    params) -> tangent of the first result, None if that is zero."""
 
     transpose: Callable[..., Any] | None = None
-    """(cotangents of the results, operands, params) -> cotangents of what it is linear in: these operands are given by
-    shape and dtype alone."""
+    """(cotangents of the results, operands, params) -> cotangents of the operands in which it is linear, of which only
+    shape and dtype are given."""
 
     silent: bool = False
-    """Only its transpose communicates; the core has no such operation."""
+    """The identity; only its transpose does something. The core has no such operation."""
 
     def roles(self, operands: int) -> list[str]:
-        """What each of so many operands is: `mpi`, `host` or `template`."""
+        """The role of each of `operands` operands: `mpi`, `host` or `template`."""
         if self.silent:
             return ["mpi"] * operands
         own = operands - self.templates
@@ -90,14 +90,14 @@ class Row:
 
 
 PRIMITIVES: dict[str, _jax.Primitive] = {}
-"""Those of the rows of which one was made."""
+"""The primitives made so far, by the names of their rows."""
 _DEFAULTS: dict[str, Params] = {}
 
 
 def bind(name: str, params: Params, *operands: Any) -> Any:
-    """Binds an operation; its result, a list where it has several, or None.
+    """Binds an operation. Returns its result, a list if there are several, or None.
 
-    Outside of any trace its compiled program is called at once.
+    Outside of any trace it calls the operation's compiled program.
     """
     primitive = PRIMITIVES[name]
     if defaults := _DEFAULTS[name]:
@@ -105,7 +105,7 @@ def bind(name: str, params: Params, *operands: Any) -> Any:
     if _jax.trace_state_clean():
         results = _run(eager_program(primitive, tuple(params), *params.values()), operands)
     else:
-        if params.get(DERIVATIVE) == TANGENT and operands:  # also a value that its rule communicates
+        if params.get(DERIVATIVE) == TANGENT and operands:  # a value that a JVP rule communicates, too
             operands = (link(operands[0], [], jax.typeof(operands[0]), always=True), *operands[1:])
         results = primitive.bind(*operands, **params)
     return results if len(results) > 1 else results[0] if results else None
@@ -120,13 +120,13 @@ def _run(program: Callable[..., Any], operands: Sequence[Any]) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def eager_program(primitive: _jax.Primitive, names: tuple[str, ...], *values: Any) -> Callable[..., Any]:
-    """The compiled program of an eager call, one for equal parameters; shapes and dtypes are JAX's affair."""
+    """The compiled program of an eager call, one per set of parameters; JAX handles shapes and dtypes."""
     params = dict(zip(names, values, strict=True))
     return eager(lambda *args: primitive.bind(*args, **params))
 
 
 def eager_programs() -> int:
-    """How many programs eager calls have made and kept; 4096 at most."""
+    """How many programs of eager calls are kept; 4096 at most."""
     return eager_program.cache_info().currsize
 
 
@@ -134,7 +134,7 @@ def eager_programs() -> int:
 
 
 def make_primitive(row: Row) -> _jax.Primitive:
-    """The primitive of a row, which `bind` then knows by its name; always with a list of results."""
+    """Makes the primitive of a row, which `bind` finds by its name. It always has a list of results."""
     primitive = Operation(f"jaxmpi.{row.name}")
 
     def abstract_eval(*avals, **params):
@@ -159,11 +159,11 @@ def make_primitive(row: Row) -> _jax.Primitive:
     return primitive
 
 
-_DERIVATIVES = (None, TANGENT, COTANGENT, VALUE)  # the core's numbers for them: see csrc/core/compare.c
+_DERIVATIVES = (None, TANGENT, COTANGENT, VALUE)  # by the core's numbers: see csrc/core/compare.c
 
 
 def _attribute(name: str, kind: str, params: Params, dtype: Any) -> np.int64:
-    """An attribute as the core reads it: always a 64-bit integer."""
+    """An attribute as a 64-bit integer, as the core reads it."""
     value: Any = params.get(name) if kind == "derivative" else params[name]
     match kind:
         case "derivative":
@@ -183,7 +183,7 @@ def _lower_silent(ctx, operand, **params):
 
 
 def make_lowering(row: Row, target: str = "jaxmpi_{}"):
-    """The lowering of a row to a call of the core, which XLA knows by the name `target`."""
+    """The lowering of a row to a custom call of the core, registered with XLA under the name `target`."""
     core = OPERATIONS[row.name]
 
     def lower(ctx, *operands, **params):
@@ -235,7 +235,7 @@ def _make_refusal(row: Row):
 
 def _make_batching(row: Row, primitive: _jax.Primitive):
     def batch(axis, operands, axes, **params):
-        # What does not depend on the mapped values is communicated once. Not so derivatives, whose operands are linked.
+        # Operands that are not mapped are communicated once. In derivatives this does not occur: operands are linked.
         if all(at is None for at in axes):
             results = primitive.bind(*operands, **params)
             return results, [None] * len(results)
@@ -258,7 +258,7 @@ def _make_batching(row: Row, primitive: _jax.Primitive):
 
 
 def _linear_in(row: Row, operands: Sequence[Any]) -> list[int]:
-    """The places of the operands that have tangents: of what MPI reads, or of the templates where it reads nothing."""
+    """The indices of the operands that have tangents: those that MPI reads, or if there are none the templates."""
     roles = row.roles(len(operands))
     role = "mpi" if "mpi" in roles else "template"
     return [i for i in _jax.inexact_among(operands) if roles[i] == role]
@@ -266,7 +266,7 @@ def _linear_in(row: Row, operands: Sequence[Any]) -> list[int]:
 
 def _make_jvp(row: Row, primitive: _jax.Primitive):
     def jvp(primals, tangents, **params):
-        communication.check()  # also where JAX has not told the trace of it
+        communication.check()  # even if the trace was not told of the operation
         roles = row.roles(len(primals))
         inexact = [_jax.inexact(x) for x, role in zip(primals, roles, strict=True) if role != "host"]
         half = row.tangent_of_half is not None and any(inexact) and not all(inexact)
@@ -281,7 +281,7 @@ def _make_jvp(row: Row, primitive: _jax.Primitive):
             return results, [_zero_unless(first if i == 0 else None, y) for i, y in enumerate(results)]
         known = [t for t in tangents if type(t) is not _jax.ad.Zero]
         given: list[Any] = [None] * len(primals)
-        for i in linear:  # a template has a zero
+        for i in linear:  # a template without tangent gets zeros, too
             zero = type(tangents[i]) is _jax.ad.Zero
             given[i] = linked_zeros(known, tangents[i].aval) if zero else tangents[i]
         if (rule := row.tangent(params)) is not None:

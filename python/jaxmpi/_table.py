@@ -1,11 +1,11 @@
-"""The operation table: the mathematics of each operation, its part on this rank and its derivative.
+"""The operation table: the mathematics of each operation, this rank's part in it and its derivative.
 
-Stack the arrays of all ranks into one long vector: then an operation is a map of it. Where it is linear its tangent is
-the same operation on the tangents, and its transpose the adjoint of that map; the adjoints are operations of this table
-again, so that derivatives of any order are. The one exception is `allreduce` of a sum: see `_transpose_allreduce`.
+Stack the arrays of all ranks into one long vector: then an operation is a map of it. If the map is linear, its tangent
+is the same operation on the tangents, and its transpose is the adjoint map. The adjoints are operations of this table
+again, so there are derivatives of any order. The one exception is `allreduce` of a sum: see `_transpose_allreduce`.
 
-An operation is a row in csrc/core/ops.def, a body in csrc/mpi/ops.c, a row here with its public function in
-_operations.py, and a row in tests/table.py.
+An operation has a row in csrc/core/ops.def, a body in csrc/mpi/ops.c, a row here, a public function in _operations.py,
+and a row in tests/table.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,10 +24,10 @@ from jaxmpi._order import IN_PLACE
 from jaxmpi._primitive import Params, Part, Row, bind, make_primitive
 
 CHECK = _communicator.CHECK
-"""Whether ranks compare what must be the same on all of them."""
+"""Whether ranks compare values that must be the same on all of them."""
 
 LINE = "line"
-"""Parameter of an allreduce where that is checked: the error, with the line of the user's program that called it."""
+"""Parameter of an allreduce, with CHECK: the text of the error, with the line of the user's program that called it."""
 
 
 _SUM = arguments.reduction(MPI.SUM, "reduce")
@@ -70,8 +70,8 @@ def _on_root(params: Params) -> bool:
 
 
 def _part_of_bcast(params: Params) -> Part:
-    # Root's array is its result. Where nothing needs it afterwards the core hands it through, in its place, so that
-    # what comes next does not begin before it is sent, and no loop has to copy it.
+    # Root's result is its operand. If nothing else needs the operand, the core returns it as an aliased result: so
+    # later computations wait until it is sent, and a loop need not copy it.
     if _on_root(params):
         return Part(results=params[IN_PLACE], in_place=True)
     return Part(operands=False)
@@ -81,7 +81,8 @@ def _part_of_bcast(params: Params) -> Part:
 
 
 def _single(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """The adjoint of a map of one array to one or none, as (cotangent, what the array is like, params) -> cotangent."""
+    """Makes a transpose rule from the adjoint of a map of one array to one or none: (cotangent, the array's shape and
+    dtype, params) -> cotangent."""
 
     def transpose(cotangents, operands, params):
         return [rule(cotangents[0] if cotangents else None, operands[0], params)]
@@ -96,22 +97,22 @@ def _transpose_allgather(cotangent, template, params):
 
 @_single
 def _transpose_allreduce(cotangent, template, params):
-    # The result is replicated and a loss made of it counts once, so its cotangent is passed on as it is. What
-    # undoes that in a second transposition is allreduce again: that is the operation `replicate`.
+    # The result is replicated and a loss computed from it counts once, so its cotangent is passed on unchanged. The
+    # transpose of this identity must be the allreduce again: that is the operation `replicate`.
     if LINE in params:
         check_same([cotangent], _of_cotangent(params), params[LINE])
     return bind("replicate", _of_cotangent(params), cotangent)
 
 
 def check_same(arrays: Sequence[Any], params: Params, text: arguments.Text) -> None:
-    """Lets ranks of whose arrays one differs from that of rank 0 raise with the text, once all have been compared."""
+    """Compares the arrays with rank 0's. A rank of which one differs then raises an error with the text."""
     differ = [_differs(x, bind("bcast", {**params, "root": 0}, x)) for x in arrays]
     if differ:
         bind("check", {"comm": params["comm"], "text": text}, *differ)
 
 
 def _differs(x, y):
-    """Whether two arrays are different by more than rounding can make them."""
+    """Whether two arrays differ by more than rounding."""
     if x.size == 0:
         return jnp.zeros((), bool)
     if not _jax.inexact(x):
@@ -129,8 +130,8 @@ def _transpose_replicate(cotangent, template, params):
 
 @_single
 def _transpose_invariant(cotangent, template, params):
-    # Of a value that counts once each rank has the whole cotangent, of one that counts on each rank its share. What
-    # takes the one for the other is `varying`, so that the transpose of this division is the identity again.
+    # The cotangent of an invariant value is whole on each rank, that of a varying value is each rank's share. `varying`
+    # marks the quotient as such shares, so that the transpose of the division is the identity again.
     return bind("varying", _of_cotangent(params), cotangent / params["comm"].size)
 
 
@@ -147,14 +148,14 @@ def _transpose_alltoall(cotangent, template, params):
 @_single
 def _transpose_bcast(cotangent, template, params):
     total = bind("reduce", _of_cotangent(params, **_SUMMING, root=params["root"]), cotangent)
-    # Elsewhere than on root the template is not read, so its cotangent is zero; but it must depend on what was sent,
-    # or the transpose of this transpose would not communicate on this rank.
+    # Other ranks do not read their template, so its cotangent is zero. But the zeros must depend on what was sent, or
+    # the transpose of this transpose would not communicate on this rank.
     return total if _on_root(params) else linked_zeros([total], template)
 
 
 @_single
 def _transpose_reduce(cotangent, template, params):
-    # Root adds all operands; any other rank hands its own through beside that.
+    # Root sums all operands; on any other rank the result is its operand.
     root = params["root"]
     part = bind("bcast", _of_cotangent(params, root=root), cotangent)
     return part if _on_root(params) else part + cotangent
@@ -162,7 +163,7 @@ def _transpose_reduce(cotangent, template, params):
 
 @_single
 def _transpose_gather(cotangent, template, params):
-    # Root stacks all operands; any other rank hands its own through beside that.
+    # Root stacks all operands; on any other rank the result is its operand.
     part = bind("scatter", _of_cotangent(params, root=params["root"]), cotangent)
     return part if _on_root(params) else part + cotangent
 
@@ -175,7 +176,7 @@ def _transpose_scatter(cotangent, template, params):
 
 @_single
 def _transpose_scan(cotangent, template, params):
-    # The adjoint of sums over the ranks up to this one are sums over the ranks from this one on.
+    # The adjoint of the sum over the ranks up to this one is the sum over the ranks from this one on.
     summing = _of_cotangent(params, **_SUMMING)
     return _reverse(bind("scan", summing, _reverse(cotangent, summing)), summing)
 
@@ -188,15 +189,15 @@ def _transpose_send(cotangent, template, params):
 
 @_single
 def _transpose_recv(cotangent, template, params):
-    tag = max(params["tag"], 0)  # any tag is only accepted from nobody
+    tag = max(params["tag"], 0)  # ANY_TAG is only allowed with source PROC_NULL
     bind("send", _of_cotangent(params, dest=params["source"], tag=tag), cotangent)
     return linked_zeros([cotangent], template)
 
 
 @_single
 def _transpose_sendrecv(cotangent, template, params):
-    # The message travels back: source and dest exchanged, and the tags. Who received any tag answers with the tag
-    # it sent with, and takes any answer from that rank; messages between two ranks do not overtake each other.
+    # The cotangent travels back: source and dest, and the tags, are exchanged. With recvtag ANY_TAG it is sent with the
+    # tag of the message sent, and any tag is accepted from that rank; messages between two ranks keep their order.
     any_tag = params["recvtag"] == MPI.ANY_TAG
     reverse = _of_cotangent(
         params,
@@ -210,7 +211,7 @@ def _transpose_sendrecv(cotangent, template, params):
 
 
 def _tangent_of_half_exchange(primals, tangents, params):
-    # Of the two messages only one has a tangent: that is a send, or a receive.
+    # Only one of the two messages has a tangent, which is sent, or received.
     if _jax.inexact(primals[0]):
         half = _of_tangent(params, dest=params["dest"], tag=params["sendtag"])
         name, operand = "send", tangents[0]
@@ -231,16 +232,13 @@ def _exchange(x, source: int, dest: int, params: Params):
 
 
 def _reverse(x, params: Params):
-    """The array of the rank that comes at this one's place when counted from the last."""
+    """The array of the rank `size - 1 - rank`."""
     opposite = params["comm"].size - 1 - params["comm"].rank
     return _exchange(x, opposite, opposite, params)
 
 
 def _shifted(distance: int, params: Params, *arrays):
-    """The arrays of the rank `distance` before this one (after, where negative), and whether there is such a rank.
-
-    Where there is none the arrays are zero.
-    """
+    """Whether a rank is `distance` before this one (after, if negative), and its arrays; zeros if there is none."""
     rank, size = params["comm"].rank, params["comm"].size
     source, dest = rank - distance, rank + distance
     exists = 0 <= source < size
@@ -257,7 +255,7 @@ def _distances(params: Params):
 
 
 def _product_of_others(x, params: Params):
-    """The product of all other ranks' arrays: right at zeros, where a division is not."""
+    """The product of all other ranks' arrays; correct for zeros too, unlike a division of the whole product."""
     product = jnp.ones_like(x)
     for direction in (1, -1):
         exists, (before,) = _shifted(direction, params, x)
@@ -270,14 +268,14 @@ def _product_of_others(x, params: Params):
 
 
 def _share_of_extreme(x, extreme, params: Params):
-    """1 where this rank alone has the extreme value, 1/n where n ranks have it, else 0."""
+    """1 / (number of ranks with the extreme value) where this rank has it, else 0."""
     mine = x == extreme
     count = bind("allreduce", _of_tangent(params, **_SUMMING), mine.astype(jnp.int32))
     return jnp.where(jnp.isnan(extreme), jnp.nan, jnp.where(mine, _ratio(1, count, x), 0)).astype(x.dtype)
 
 
 def _ratio(a, b, like):
-    """a / b of integers, as precise as `like`, which JAX's own division of integers is not."""
+    """a / b of integers, as precise as `like`, unlike JAX's division of integers."""
     precise = jnp.promote_types(like.dtype, jnp.float32)
     return jnp.asarray(a, precise) / jnp.asarray(b, precise)
 
@@ -315,7 +313,7 @@ def _tangent_scan(primals, tangents, results, params):
             if exists:
                 x, tangent = earlier * x, its_tangent * x + earlier * tangent
         return [tangent]
-    count = jnp.ones(x.shape, jnp.int32)  # of the ranks so far that have the extreme value, and share its tangent
+    count = jnp.ones(x.shape, jnp.int32)  # of the ranks so far with the extreme value, which share its tangent
     for distance in _distances(params):
         exists, (earlier, its_count, its_tangent) = _shifted(distance, params, x, count, tangent)
         if not exists:
@@ -341,7 +339,7 @@ def _refuse_reduction(params: Params) -> str:
 
 
 def _refuse_half(params: Params) -> str:
-    """Why one half of a pair of messages has no derivative."""
+    """Why a send or a receive has no derivative; empty if it has one."""
     if "dest" in params:
         return _tags.refusal(params, "tag")
     if params["tag"] == MPI.ANY_TAG and params["source"] != MPI.PROC_NULL:
@@ -371,7 +369,7 @@ ROWS = (
     Row("alltoall", _same, batch=lambda p: (1, 1), transpose=_transpose_alltoall),
     Row("barrier", _none),
     Row("bcast", _same, part=_part_of_bcast, in_place=False, transpose=_transpose_bcast),
-    # Its truth values have no cotangent; but as it has an effect, it is transposed with what it is in.
+    # Its truth values have no cotangent. But it has an effect, so it is transposed with the computation around it.
     Row("check", _none, transpose=lambda *_: []),
     Row(
         "gather",
@@ -425,7 +423,7 @@ for _row in ROWS:
 
 
 def check_names(table: set[str], core: set[str]) -> None:
-    """Raises ImportError if the table and the C core name different operations: they are of two versions."""
+    """Raises ImportError if the table and the C core, being of two versions, name different operations."""
     if table != core:
         raise ImportError(
             f"jaxmpi: the Python table and the C core name different operations: {sorted(table ^ core)}. "

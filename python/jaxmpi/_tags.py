@@ -1,7 +1,7 @@
-"""The tags of messages: those of derivatives are never taken for those of the function itself.
+"""The tags of messages: derivatives have their own, so that their messages never match those of the function itself.
 
-The upper half of the tags that MPI has belongs to derivatives, one for each tag below: with the tag of a message go its
-tangents and cotangents, moved up.
+The upper half of MPI's tags belongs to derivatives, one for each tag in the lower half: the tangents and cotangents of
+a message with tag t have tag t + half.
 """
 
 from typing import Any
@@ -14,16 +14,16 @@ LIMIT: int = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)  # type: ignore[assignment]
 _FIRST = (LIMIT + 1) // 2
 
 OF_RULES = _FIRST - 1
-"""The tag of exchanges that a derivative makes of its own: the highest one that users may use with derivatives."""
+"""The tag of exchanges that only a derivative makes: the highest one that users may use with derivatives."""
 
 
 def sent(tag: int, derivative: bool) -> int:
-    """The tag under which a message travels, of a derivative or not; ANY_TAG stays what it is."""
+    """The tag with which a message is sent, by `derivative` or not; ANY_TAG is unchanged."""
     return tag + _FIRST if derivative and tag >= 0 else tag
 
 
 def refusal(params: dict[str, Any], *names: str) -> str:
-    """Why messages with these parameters have no derivative; empty where they may have one."""
+    """Why messages with these parameters have no derivative; empty if they may have one."""
     for name in names:
         if params[name] >= _FIRST:
             limit = f"{name} must be below {_FIRST} here, got {params[name]}."

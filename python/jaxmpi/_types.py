@@ -1,4 +1,4 @@
-"""What type checkers and editors are told of `jit`; at run time nothing of it is needed."""
+"""The types of `jit` for type checkers and editors; not needed at run time."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypedDict, TypeVar, overload
@@ -15,7 +15,7 @@ First_contra = TypeVar("First_contra", contravariant=True)
 
 
 class JitOptions(TypedDict, total=False):
-    """Those that `jax.jit` has, in any of its versions."""
+    """The options of `jax.jit`, in any of its versions."""
 
     static_argnums: int | Sequence[int] | None
     static_argnames: str | Iterable[str] | None
@@ -32,13 +32,13 @@ class JitOptions(TypedDict, total=False):
 
 
 class _Unbound(Protocol[First_contra, P, R_co]):
-    """A function with a first parameter; both checkers find its type here, but not in a `Concatenate`."""
+    """A function with a first parameter: mypy and pyright infer its type from this, but not from `Concatenate`."""
 
     def __call__(self, first: First_contra, /, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
 
 
 class Jitted(Protocol[P, R_co]):
-    """A function with the parameters and the result of the one that was compiled, and with what `jax.jit` adds."""
+    """A function with the parameters and the result of the compiled one, and with the methods of `jax.jit`."""
 
     __name__: str
 
@@ -47,14 +47,14 @@ class Jitted(Protocol[P, R_co]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
 
-    # In the place of an array these take a shape with a dtype, too: the types of the parameters do not hold.
+    # Instead of an array these also take a shape with a dtype, so the types of the parameters do not apply.
     def lower(self, *args: Any, **kwargs: Any) -> "jax.stages.Lowered": ...
     def trace(self, *args: Any, **kwargs: Any) -> "jax.stages.Traced": ...
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any: ...
     def clear_cache(self) -> None: ...
 
-    # In a class. Whether `staticmethod` or `classmethod` stands before it is hidden; what is bound to it shows only in
-    # the type of the first parameter. One that takes a class has `classmethod` before it, or takes anything.
+    # As an attribute of a class. `staticmethod` and `classmethod` around it are not visible here; only the type of the
+    # first parameter tells what is bound. If it takes a class, the function is a classmethod, or takes anything.
     @overload
     def __get__(self: "_Unbound[First, Rest, R_co]", instance: Any, owner: First, /) -> "Jitted[..., R_co]": ...
     @overload

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from jaxmpi import run
 
-# What launchers tell their ranks: a size above one while MPI says one is a launcher of another MPI.
+# The number of ranks, as launchers set it. If it is above 1 and MPI says 1, the launcher belongs to another MPI.
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS")
 
 
@@ -20,7 +20,7 @@ def _version(package: str) -> str:
 
 
 def facts() -> Iterator[tuple[str, str]]:
-    """Name and value, one a line. Raises what importing the package raises."""
+    """Pairs of name and value. Raises what importing the package raises."""
     yield "jaxmpi", _version("jaxmpi")
     yield "Python", f"{platform.python_version()} ({sys.executable})"
     yield "JAX", f"{_version('jax')}, jaxlib {_version('jaxlib')}"
@@ -61,7 +61,7 @@ def facts() -> Iterator[tuple[str, str]]:
 
 
 def problems() -> Iterator[str]:
-    """What is wrong or will disappoint, each with what to do."""
+    """What is wrong or slow, each with what to do."""
     import jax
     from mpi4py import MPI
 
@@ -101,7 +101,7 @@ def main() -> int:
         for name, value in facts():
             print(f"{name:16} {value}", flush=True)
         found = list(problems())
-    except Exception as error:  # whatever keeps the package from loading, or JAX from opening its backend
+    except Exception as error:  # the package cannot be loaded, or JAX cannot open its backend
         known = isinstance(error, (ImportError, RuntimeError, ValueError))
         found = [str(error) if known else f"{type(error).__name__}: {error}"]
     for problem in found:

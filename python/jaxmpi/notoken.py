@@ -1,6 +1,6 @@
 """The operations without tokens: each returns its result alone; `send` and `barrier` return None.
 
-Same arguments as in `jaxmpi`, less `token`; program order is kept all the same.
+Same arguments as in `jaxmpi`, without `token`; program order is kept all the same.
 """
 
 import functools
@@ -16,7 +16,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def _without_token(function: Function) -> Function:
-    """Checkers have the signatures from notoken.pyi; editors look for the docstring in what this says it returns."""
+    """Type checkers take the signatures from notoken.pyi; editors find the docstring by the return type `Function`."""
     signature = inspect.signature(function)
     parameters = [p for name, p in signature.parameters.items() if name != "token"]
     result = None if signature.return_annotation is Token else Any

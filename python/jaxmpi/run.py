@@ -1,11 +1,11 @@
 """Starts a JAX program on several ranks: `python -m jaxmpi.run -n 4 script.py [arguments]`.
 
-Runs the mpiexec that belongs to the MPI of this environment, with what a good start of a JAX program needs: each rank
-has its own share of the cores, bound to it where the ranks fit, and as many XLA threads, and its own accelerator where
-there are several; more ranks than cores are allowed and then yield to each other while they wait; root may run (as in
-a container); an uncaught exception on one rank ends the whole job with its traceback.
+Runs the mpiexec of this environment's MPI with settings for JAX programs. Each rank gets its own share of the cores
+(bound to it if there are enough cores), as many XLA threads, and its own accelerator if there are several. More ranks
+than cores are allowed; they yield while they wait. Root may run it, as in a container. An uncaught exception on one
+rank ends the whole job with its traceback.
 
-Settings that the environment already makes (XLA_FLAGS, OMP_NUM_THREADS, ...) are kept.
+Variables that are set already (XLA_FLAGS, OMP_NUM_THREADS, ...) are kept.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 STAND_INS = ("mpi4jax", "mpi4jax-token", "jpi")
-"""The packages that jaxmpi can stand in for: the names in compat/_install.py, which is not imported here."""
+"""The packages that jaxmpi can replace: the names in compat/_install.py, which is not imported here."""
 
 
 def physical_cores() -> int:
@@ -49,7 +49,7 @@ def flavour(mpiexec: str) -> str:
 
 
 def placement(kind: str, share: int, forwarded: list[str]) -> list[str]:
-    """Options of mpiexec that bind each rank to `share` cores, or let ranks share where that is 0."""
+    """Options of mpiexec that bind each rank to `share` cores, or let ranks share cores if that is 0."""
     if kind == "openmpi":
         exports = [word for name in forwarded for word in ("-x", name)]
         if share == 0:
@@ -61,7 +61,7 @@ def placement(kind: str, share: int, forwarded: list[str]) -> list[str]:
 
 
 def settings(share: int, present: Mapping[str, str]) -> dict[str, str]:
-    """Variables for ranks with `share` cores each (0: less than one), as far as `present` does not set them."""
+    """Variables for ranks with `share` cores each (0: less than one), without those that `present` sets."""
     threads = max(1, share)
     wanted = {"OMP_NUM_THREADS": str(threads), "PJRT_NPROC": str(threads)}
     if share == 0:
@@ -143,7 +143,7 @@ def main(arguments: list[str] | None = None) -> None:
     if placed is None:
         placed = placement(flavour(mpiexec), share, sorted(variables))
     program = ["-m", options.program] if options.module else [options.program]
-    # By path, not as a module: the program shall be the first to import jax and mpi4py, and may set them up before.
+    # By path, not as a module: the program must be the first to import jax and mpi4py, so that it can configure them.
     stand_ins = [word for name in options.stand_in for word in ("--as", name)]
     chosen = ["--devices", options.devices, *stand_ins, *program, *options.arguments]
     child = [sys.executable, str(Path(__file__).with_name("_launcher") / "child.py"), *chosen]

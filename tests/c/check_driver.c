@@ -1,4 +1,4 @@
-/* Holds csrc/devices/cuda.def or hip.def against the real header: compiles only where they agree.
+/* Compares csrc/devices/cuda.def or hip.def with the real header: compiles only if they agree.
  *
  * DRIVER_HEADER names the header; DRIVER_HIP is defined for HIP's.
  */

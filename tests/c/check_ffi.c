@@ -1,8 +1,7 @@
-/* Holds csrc/xla/ffi.h and csrc/core/dtype.def against the header of an installed jaxlib: compiles only where they
- * agree.
+/* Compares csrc/xla/ffi.h and csrc/core/dtype.def with the header of the installed jaxlib: compiles only if they agree.
  *
- * Names differ between jaxlib's releases, fields do not move. Used here are only names that jaxlib 0.6, 0.10 and 0.12
- * have; the type of an extension is reached through the structure that holds one.
+ * Names differ between releases of jaxlib, but fields do not move. Only names that jaxlib 0.6, 0.10 and 0.12 have are
+ * used; the type of an extension is taken from a structure that contains one.
  */
 #include <xla/ffi/api/c_api.h>
 

@@ -1,6 +1,6 @@
-/* Holds csrc/mpi/mpi.def and one header of csrc/mpi/abi against a real mpi.h: compiles only where they agree.
+/* Compares csrc/mpi/mpi.def and one header of csrc/mpi/abi with a real mpi.h: compiles only if they agree.
  *
- * ABI_HEADER names the header of ours, MPI_HEADER the real one; check_headers.sh finds out which go together.
+ * ABI_HEADER names our header, MPI_HEADER the real one; check_headers.sh finds matching pairs.
  */
 
 /* Our types under other names, as they are without an mpi.h. */

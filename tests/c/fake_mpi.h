@@ -1,17 +1,18 @@
-/* An MPI library of our own, so that the core is tested without MPI, without other processes, and for each ABI.
+/* A fake MPI library: with it the core is tested without MPI, without other processes, and for each ABI.
  *
- * fake_mpi.c is compiled once per header of csrc/mpi/abi into a shared library, which a test opens as it would a real
- * one. What a test sees of it is the structure below, the same for each ABI; handles are intptr_t as in core.h.
+ * fake_mpi.c is compiled once per header of csrc/mpi/abi into a shared library, which a test opens like a real one. A
+ * test sees it through the structure below, which is the same for each ABI; handles are intptr_t as in core.h.
  *
- * One process plays one rank of a communicator of any size. The other ranks are a rule:
+ * One process plays one rank of a communicator of any size. The other ranks follow rules:
  *   allgather, gather, alltoall   rank r passes what this rank passes, with r - rank added to each byte (modulo 256);
- *                                 in an allgather, where there is `others`, what that makes of what this rank passes
+ *                                 in an allgather, if `others` is set, what `others` makes of this rank's data
  *   bcast, scatter                another root sends fake_byte(root, 0), fake_byte(root, 1), ...
  *   reductions                    all ranks pass the same; a predefined operation adds to each byte the number of ranks
  *                                 that take part, one made by Op_create is called once for each further rank
- *   send                          to oneself: queued; to others: noted only. `deliver` queues what others send
- * It is strict where MPI libraries differ: buffers must not be one, types must be committed and free of holes, and a
- * receive that truncates writes the whole message, as the worst of them do. What would wait for ever is an error.
+ *   send                          to oneself: queued; to others: only recorded. `deliver` queues messages of others
+ * It is strict where MPI libraries differ: operand and result must be different buffers, types must be committed and
+ * free of holes, and a receive that truncates writes the whole message, as the worst libraries do. A call that would
+ * wait for ever returns an error.
  */
 #ifndef JAXMPI_FAKE_MPI_H
 #define JAXMPI_FAKE_MPI_H
@@ -22,7 +23,7 @@
 
 enum { FAKE_CALLS = 256, FAKE_WOULD_WAIT = 41 };
 
-/* One call of an MPI function as it came. What the function does not take is 0. */
+/* One call of an MPI function with its arguments. Members for which the function has no argument are 0. */
 struct fake_call {
   const char *name; /* "MPI_Bcast" */
   const void *in;   /* what is read; the buffer of a broadcast is both */
@@ -39,18 +40,18 @@ struct fake_control {
   void *in_place;
   size_t status_bytes;
 
-  /* What has happened since the last reset. */
-  struct fake_call calls[FAKE_CALLS]; /* the oldest first; more are counted and not kept */
+  /* Since the last reset. */
+  struct fake_call calls[FAKE_CALLS]; /* oldest first; further ones are only counted */
   int call_count;
-  int live_types, live_operations, live_requests; /* made and not given back; operations are never reset */
+  int live_types, live_operations, live_requests; /* made and not freed; operations are never reset */
   int live_matched;                               /* probed and not received */
   int queued;                                     /* sent and not probed */
-  int most_inside;                                /* threads in MPI at one time, where they linger */
+  int most_inside;                                /* most threads in MPI at one time, with linger_ms */
 
   /* Switches, off after a reset. */
   bool hollow; /* no buffer is touched, so that counts may be huge and pointers invalid */
   void (*others)(int rank, void *data);
-  int linger_ms; /* a call that communicates waits so long for a second thread to come in */
+  int linger_ms; /* how long a call that communicates waits for a second thread to enter MPI */
 
   /* How the library describes itself; not reset. */
   const char *version;
@@ -63,7 +64,7 @@ struct fake_control {
   void (*comm_free)(intptr_t comm);
   intptr_t (*datatype)(const char *name, size_t *bytes); /* "INT8_T"; 0 where there is none */
   intptr_t (*operation)(const char *name);               /* "SUM" */
-  int (*operation_free)(intptr_t op);                    /* of a user's; 0, or an error */
+  int (*operation_free)(intptr_t op);                    /* of a user-made operation; 0, or an error */
   /* Calls a user's operation: inout = in op inout. */
   void (*apply)(intptr_t op, void *in, void *inout, int count);
   /* The nth call of this function from now on (1: the next) returns `code` and does nothing. */
@@ -73,7 +74,7 @@ struct fake_control {
   void (*status)(const void *status, int *source, int *tag, int64_t *bytes);
 };
 
-/* Byte `k` of what a root that is another rank sends. */
+/* Byte `k` of the data that another rank sends as root. */
 static inline uint8_t fake_byte(int rank, int64_t k) { return (uint8_t)(37 * rank + 5 * k + 11); }
 
 #endif

@@ -1,4 +1,4 @@
-/* What the fake library's functions share: its objects and the record of calls. Compiled once per ABI. */
+/* The objects of the fake library and its record of calls. Compiled once per ABI. */
 #ifndef JAXMPI_FAKE_OBJECTS_H
 #define JAXMPI_FAKE_OBJECTS_H
 
@@ -29,7 +29,7 @@ enum {
   FAKE_ERR_FULL = 16
 };
 
-/* A communicator. A freed one leaves its place, and so its handle, to the next. */
+/* A communicator. The next one reuses the place, and so the handle, of a freed one. */
 struct comm {
   bool live;
   int rank, size;
@@ -42,7 +42,7 @@ struct type {
   int64_t element; /* bytes of the predefined type that it is made of */
 };
 
-/* A message on its way: queued, then matched, then gone. */
+/* A message: queued, then matched, then gone. */
 struct message {
   enum { GONE, QUEUED, MATCHED } state;
   intptr_t comm;
@@ -52,17 +52,17 @@ struct message {
   uint64_t order;      /* of sending */
 };
 
-/* Notes a call; a test's injected code, or MPI_SUCCESS. `call` is never NULL after it. */
+/* Records a call. Returns the error code that a test has injected, or MPI_SUCCESS. `call` is not NULL afterwards. */
 int fake_begin(const char *name, struct fake_call **call);
 
-/* The same for one that communicates; also finds the communicator. */
+/* The same for a function that communicates; also finds the communicator. */
 int fake_begin_on(const char *name, MPI_Comm handle, struct fake_call **call, struct comm **comm);
 
-/* NULL where a handle is not live. */
+/* NULL: the handle is not live. */
 struct comm *fake_comm(MPI_Comm handle);
 struct type *fake_type(MPI_Datatype handle);
 
-/* Notes count and type; their bytes, or an error. The buffer of nothing may be NULL. */
+/* Record count, type and bytes; return an error code. An empty buffer may be NULL. */
 int fake_reads(struct fake_call *call, const void *data, int count, MPI_Datatype type);
 int fake_writes(struct fake_call *call, void *data, int count, MPI_Datatype type);
 

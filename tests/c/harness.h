@@ -1,7 +1,7 @@
-/* What the C tests share: checks that count, call frames made by hand, and the fake MPI library behind the core.
+/* Shared by the C tests: checks that count failures, call frames, and the fake MPI library under the core.
  *
- * A test program is a table of functions. Each is run with a fresh record of calls; after it nothing may be left that
- * MPI has to be given back: derived types, requests, matched or unread messages.
+ * A test program is a table of functions. Each starts with an empty record of calls; after it no MPI object may be
+ * left: no derived types, requests, matched or unread messages.
  */
 #ifndef JAXMPI_HARNESS_H
 #define JAXMPI_HARNESS_H
@@ -27,10 +27,10 @@ bool check_same(const void *a, const void *b, size_t bytes, const char *text, co
 bool check_success(ffi_error *error, const char *text, const char *file, int line);
 bool check_failure(ffi_error *error, int code, const char *const texts[], const char *file, int line);
 
-/* Named in the output of each failure until the next one; by printf. */
+/* A text, by printf, that is printed with each failure until the next call of this function. */
 __attribute__((format(printf, 1, 2))) void context(const char *format, ...);
 
-/* What a handler returns here; to be given back with error_free. */
+/* The error that a handler returns in these tests; freed by error_free. */
 struct ffi_error {
   int code;
   char text[];
@@ -41,7 +41,7 @@ int live_errors(void);
 /* XLA's numbers for some types. */
 enum { BOOL = 1, S16 = 3, S32 = 4, U8 = 6, F16 = 10, F32 = 11, F64 = 12, BF16 = 16, C128 = 18 };
 
-/* A buffer to be passed; rank -1: none is passed. */
+/* A buffer to pass; rank -1: none. */
 struct array {
   int dtype;
   void *data;
@@ -53,7 +53,7 @@ struct array {
 #define SCALAR(dtype, data)       ((struct array){dtype, data, 0, {0}})
 #define NONE                      ((struct array){0, NULL, -1, {0}})
 
-/* Operands or results of a frame, and the token behind them. */
+/* Operands or results of a frame, and the token after them. */
 enum { MAX_ARRAYS = 160 };
 struct arrays {
   ffi_buffer buffers[MAX_ARRAYS + 1];
@@ -73,8 +73,8 @@ struct frame {
   int64_t attributes[MAX_ATTRIBUTES];
 };
 
-/* Fills `frame` for an operation; the attributes in the order of ops.def, but for that of a collective which says what
- * it is of: it is taken from `derivative`, 0 as each test begins. */
+/* Fills `frame` for an operation. The attributes are in the order of ops.def, without DERIVATIVE, which is taken from
+ * the variable `derivative`: 0 at the start of each test. */
 extern int64_t derivative;
 void frame_make(struct frame *frame, const char *operation, struct array in, struct array out,
                 const int64_t attributes[]);
@@ -84,39 +84,39 @@ ffi_error *frame_call(struct frame *frame, const char *operation);
 void frame_make_lists(struct frame *frame, const char *operation, const struct array in[], int in_count,
                       const struct array out[], int out_count, const int64_t attributes[]);
 
-/* The same by the handler for buffers in another memory; its frames are on `xla_stream`. */
+/* The same, by the handler for buffers in another memory; the frame's stream is `xla_stream`. */
 ffi_error *frame_call_in(const struct memory *memory, struct frame *frame, const char *operation);
 extern void *xla_stream;
 
-/* Both at once. */
+/* frame_make and frame_call. */
 ffi_error *run(const char *operation, struct array in, struct array out, const int64_t attributes[]);
 #define RUN(operation, in, out, ...) run(operation, in, out, (const int64_t[]){__VA_ARGS__})
 #define COMM(pointer)                registered(pointer)
 
-/* The library under the core, the copy of the core that serves it, and its handles. */
+/* The fake library, the copy of the core for it, and its handles. */
 extern struct fake_control *fake;
 extern void *fake_library;
 extern const struct abi *abi;
 intptr_t datatype(int dtype); /* the MPI handle for a type of XLA */
 intptr_t operation_handle(const char *name);
 
-/* The number of an object in the registry, in which it is put where it is not there; 0 for NULL. */
+/* The number of an object in the registry, to which it is added if it is not there; 0 for NULL. */
 int64_t registered(const void *object);
 
-/* The number of a reduction: of MPI's by name, or of any handle. */
+/* The number of a reduction: of MPI's by name, or of any by handle. */
 int64_t reduction(const char *name);
 int64_t reduction_of(intptr_t handle, enum reducer by);
 
-/* A communicator where this process is `rank` of `size`; the same for the same numbers. */
+/* A communicator in which this process is `rank` of `size`; the same one for the same numbers. */
 struct communicator *world(int rank, int size);
 
-/* The nth call (from 0) of an MPI function since the last reset; one with an empty name where there is none. */
+/* The nth call (from 0) of an MPI function since the last reset; if there is none, a call with an empty name. */
 const struct fake_call *called(const char *function, int nth);
 int times_called(const char *function);
-/* Calls that reached another rank: all but those that ask and those that make types. */
+/* Calls that reached another rank: all except queries and constructors of types. */
 int communications(void);
 
-/* Buffers: `fill` with bytes that differ, `blank` with 0xee, and whether bytes [from, to) still are 0xee. */
+/* Buffers: `fill` writes bytes that differ, `blank` 0xee; is_blank and is_zero test the bytes [from, to). */
 void fill(void *data, size_t bytes);
 void blank(void *data, size_t bytes);
 bool is_blank(const void *data, size_t from, size_t to);
@@ -128,8 +128,8 @@ struct test {
 };
 #define TEST(function) {#function, function}
 
-/* Opens the fake library named by argv[1] (none: a program without MPI) and runs the tests, or the one named by
- * argv[2]; the exit status. */
+/* Opens the fake library argv[1] (none: a program without MPI) and runs the tests, or only argv[2]. Returns the exit
+ * status. */
 int run_tests(int argc, char **argv, const struct test *tests, size_t count);
 #define MAIN(tests) \
   int main(int argc, char **argv) { return run_tests(argc, argv, tests, sizeof(tests) / sizeof *(tests)); }

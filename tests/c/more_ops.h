@@ -1,4 +1,4 @@
-/* Their bodies. A factor that is negative is an error; `calls` counts calls of the body, from what is in it. */
+/* The bodies of more_ops.def. A negative factor is an error; `calls` becomes the factor. */
 static ffi_error *factor_check(const struct call *c, const struct buffer *factor) {
   int32_t value;
   memcpy(&value, factor->data, sizeof value);

@@ -1,4 +1,4 @@
-/* An error of MPI, injected at each place where one can come: what the user is told, and that nothing leaks. */
+/* An error of MPI, injected at each call that can fail: what the user's error says, and that nothing leaks. */
 #include "harness.h"
 
 enum { N = 7, PLACE = 1, SIZE = 3, ROOM = 512, CODE = 77 };

@@ -1,4 +1,4 @@
-/* What stands between XLA and the bodies: frames, attributes, buffers, communicators, the function table. */
+/* The code between XLA and the bodies: frames, attributes, buffers, communicators, the function table. */
 #include <dlfcn.h>
 #include <stdlib.h>
 

@@ -1,4 +1,4 @@
-/* Which copy of the core serves a library: it is asked, and only one that says nothing useful is judged by its name.
+/* Which copy of the core is chosen for a library: by what the library returns, and only otherwise by its file name.
  * Arguments: the fake libraries openmpi, mpich, mpiabi, and two called libmpi.so.40 and libmpi.so.12. */
 #include <dlfcn.h>
 #include <stdlib.h>

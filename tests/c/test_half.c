@@ -1,7 +1,7 @@
 /* float16 and bfloat16: conversions for every bit pattern, and the reductions, against arithmetic in double.
  *
- * The reference knows a format by two numbers and decodes with ldexp; the nearest value of a number is found by
- * bisection in the sorted list of all values, so that it shares nothing with the bit operations under test.
+ * The reference describes a format by two numbers and decodes with ldexp. It finds the value nearest to a number by
+ * bisection in the sorted list of all values, so it shares nothing with the bit operations under test.
  */
 #include "mpi/half.h"
 

@@ -1,7 +1,7 @@
-/* More elements than an int counts: nothing that reaches MPI may be cut.
+/* More elements than an int holds: no count passed to MPI may be truncated.
  *
- * Two ways: the limit lowered, so that the large roads run on real data; and true counts on pointers to nothing, with
- * a library that touches no buffer.
+ * Tested in two ways: with a lowered limit, so that the code for large counts runs on real data; and with true counts,
+ * on invalid pointers, with a library that touches no buffer.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>

@@ -1,4 +1,4 @@
-/* Each operation that needs no matching message: the right MPI call with the right arguments, data in its place. */
+/* Each operation that needs no matched message: the right MPI call with the right arguments, and the right data. */
 #include "harness.h"
 
 /* Places in communicators of several sizes. */

@@ -1,4 +1,4 @@
-/* recv and sendrecv: which message is taken, what arrives of it, and what becomes of one that does not fit. */
+/* recv and sendrecv: which message is received, its data, and what happens if it does not fit. */
 #include "harness.h"
 
 enum { ROOM = 256, N = 7 };

@@ -1,4 +1,4 @@
-/* The debug log, and the lock of a library that takes one call at a time. */
+/* The debug log, and the lock for a library that allows one call at a time. */
 #define _GNU_SOURCE
 #include <regex.h>
 #include <stdlib.h>

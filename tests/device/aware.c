@@ -1,8 +1,8 @@
-/* An MPI library that reads and writes the fake driver's device memory: put in front of a real one by LD_PRELOAD.
+/* An MPI library that accepts pointers to the fake driver's device memory: put in front of a real one by LD_PRELOAD.
  *
- * Before it touches a buffer it asks the driver what that is, as real libraries do; so it shows if MPI is called where
- * the driver may not be called. Without the driver all is passed on as it is. FAKE_AWARE=0 in the environment makes
- * it say that it cannot do this. */
+ * Before it accesses a buffer it queries the driver about it, as real libraries do; so a call of MPI where the driver
+ * must not be called shows as a failure. Without the driver all calls are passed on unchanged. With FAKE_AWARE=0 in the
+ * environment it reports that it is not aware. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <mpi.h>

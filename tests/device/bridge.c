@@ -1,15 +1,15 @@
 /* Lets XLA's CPU backend drive the handlers for a device's memory, on the fake driver.
  *
- * bridge_NAME is registered with XLA for the platform "cpu" and calls the device handler that bridge_set names, with
- * a copy of the frame: buffers lie in fake device memory, and the runtime's functions give a fake stream. Everything
- * else of the frame is XLA's. Before it returns it waits for the stream and copies the results back; so it may leave
- * no error to a later operation, and asks for one that was deferred by the operation `check`, with nothing to check.
+ * bridge_NAME is registered with XLA for the platform "cpu" and calls the device handler that bridge_set names, with a
+ * copy of the frame: its buffers are in fake device memory, and the runtime's functions return a fake stream. The rest
+ * of the frame is XLA's. Before it returns it waits for the stream and copies the results back. So it must not leave an
+ * error to a later operation: it fetches a deferred one by the operation `check`, with nothing to check.
  *
- * A buffer of no bytes lies at NULL. An operand and a result that XLA has put at one address are one on the device too.
+ * An empty buffer is at NULL. If XLA has aliased an operand and a result, they are aliased on the device too.
  *
- * The stream is one for the process, as XLA has one for a device; with BRIDGE_STREAMS=thread in the environment each
- * thread has its own. Nothing is locked here, since one call may wait for another. But where calls of two threads wait
- * for each other on one stream, they do so for ever: that is what a stream is.
+ * There is one stream for the process, as XLA has one per device; with BRIDGE_STREAMS=thread in the environment each
+ * thread has its own. Nothing is locked here, since one call may wait for another. But calls of two threads that wait
+ * for each other on one stream deadlock, as on a real stream.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>

@@ -1,7 +1,7 @@
 /* The driver whose rules are in fake_driver.h: the simulation, and at the end the functions of each interface.
  *
- * One lock guards everything but the content of memory. A function of the interface takes it in `begin` and lets it go
- * in `end`; what lies between expects it to be held. */
+ * One lock guards everything except the content of memory. A function of the interface takes it in `begin` and releases
+ * it in `end`; the functions that it calls in between expect it to be held. */
 #define _GNU_SOURCE
 #include "fake_driver.h"
 

@@ -1,28 +1,28 @@
-/* A device and its driver of our own, so that copies to and from devices are tested without one.
+/* A fake device and driver, to test copies to and from devices without hardware.
  *
  * fake_driver.c is compiled twice into a shared library, as CUDA's driver and, with FAKE_HIP, as HIP's runtime. The
- * core opens it as it would the real one; what a test sees of it is the structure below, the same for both.
+ * core opens it like the real one; a test sees it through the structure below, which is the same for both.
  *
- * Device memory is an address range that no host code can touch (SIGSEGV, also after its release); the driver reaches
- * the content elsewhere. A stream is a thread that does its operations one by one, each after a short random delay, so
- * that a wait left out shows as wrong data:
+ * Device memory is an address range that host code cannot access (SIGSEGV, also after its release); the driver accesses
+ * the content at another address. A stream is a thread that executes its operations one by one, each after a short
+ * random delay, so that a missing wait shows as wrong data:
  *   device to host   the destination is filled with FAKE_POISON as soon as the operations given before allow it
  *   host to device   the source is read late, so that what has overwritten it in the meantime arrives
  *   host functions   run on one thread for all streams
- *   events           stand for their latest record; one that was never recorded is never waited for
+ *   events           refer to their latest record; one that was never recorded is not waited for
  *
  * Breaches of the rules of CUDA and HIP are counted as violations, and the call returns an error:
  *   any call from a host function; for CUDA, a call without a current context where it needs one
  *   a handle that is unknown or was destroyed; a flag that does not exist
  *   a copy beyond one live device allocation, or to or from host memory outside one live pinned allocation; two ranges
- *   that overlap; both when it is given to the stream and when it is done
- *   memory freed while an operation that is not done uses it: pinned memory then stays, device memory goes
- * A stream may be destroyed before its work is done, which goes on.
+ *   that overlap; checked when the copy is enqueued and when it is executed
+ *   memory freed while an operation that is not done uses it: pinned memory then stays, device memory is freed
+ * A stream may be destroyed before its work is done; the work continues.
  *
- * Environment, asked at each use:
+ * Environment, read at each use:
  *   FAKE_DEVICES                                 number of devices in the machine, 1 if unset
  *   CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES  a list, which ends at the first entry that is no device
- *   FAKE_DRIVER_FAST                             as the library is loaded: `slow` is off
+ *   FAKE_DRIVER_FAST                             read when the library is loaded: `slow` is off
  */
 #ifndef JAXMPI_FAKE_DRIVER_H
 #define JAXMPI_FAKE_DRIVER_H
@@ -48,9 +48,9 @@ enum {
   FAKE_UNKNOWN = 999
 };
 
-/* Functions are named as in the documentation, "cuMemcpyDtoHAsync"; a "_v2" behind it is the same. */
+/* Functions have the names of the documentation, "cuMemcpyDtoHAsync"; a suffix "_v2" is ignored. */
 struct fake_driver {
-  /* Made and not given back; never reset. Streams: those that the driver's user has made. */
+  /* Made and not freed; never reset. Streams: only those that the driver's user has made. */
   int live_device, live_pinned, live_events, live_streams;
   int64_t pinned_bytes;
 
@@ -61,7 +61,7 @@ struct fake_driver {
 
   bool slow; /* the random delays */
 
-  /* Zeroes the counters of calls and violations, takes pending failures back, forgets errors of streams. */
+  /* Zeroes the counters of calls and violations, removes pending failures and errors of streams. */
   void (*reset)(void);
   /* The nth call of this function from now on (1: the next) returns `code` and does nothing. Up to 16 may be pending.
    */
@@ -71,18 +71,18 @@ struct fake_driver {
   /* Contexts on the calling thread's stack: 0 for HIP. */
   int (*depth)(void);
 
-  /* What XLA does. Device memory is aligned to 256 bytes; NULL if there is none left. */
+  /* Done by XLA in reality. Device memory is aligned to 256 bytes; NULL if there is none left. */
   void *(*allocate)(size_t bytes);
   void (*release)(void *device);
   void *(*stream)(void);            /* not counted in live_streams */
   int (*synchronize)(void *stream); /* waits for all of it; 0, or the error of an operation */
 
-  /* At once, behind the streams' back. */
+  /* Immediately, without regard to streams. */
   void (*write)(void *device, const void *host, size_t bytes);
   void (*read)(void *host, const void *device, size_t bytes);
-  /* The accessible address of device memory; `pointer` itself where it is none. */
+  /* The accessible address of device memory; `pointer` itself if it is not device memory. */
   void *(*reach)(const void *pointer);
-  /* Holds the operations of a stream back that have not begun, until it is switched off. */
+  /* Holds back operations of a stream that have not begun, until it is switched off. */
   void (*block)(void *stream, bool on);
 };
 

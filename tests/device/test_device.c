@@ -1,5 +1,5 @@
-/* Operations on the memory of a device, on each transport, against the fake driver: the same results and the same calls
- * of MPI as on the host, no rule of the driver broken, each failure of the driver an error, and nothing left behind.
+/* Operations on device memory, on each transport, with the fake driver. They must have the same results and MPI calls
+ * as on the host, break no rule of the driver, return each failure of the driver as an error, and leave nothing behind.
  *
  * FAKE_DRIVER names the library of the fake driver.
  */

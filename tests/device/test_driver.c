@@ -1,4 +1,4 @@
-/* The fake driver itself: that it does what was given to it in order, and finds each breach of its rules.
+/* The fake driver itself: it must execute the work of a stream in order, and find each breach of its rules.
  * Argument: the library, of either interface. */
 #define _GNU_SOURCE
 #include <dlfcn.h>

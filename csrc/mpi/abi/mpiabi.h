@@ -1,4 +1,4 @@
-/* The standard ABI of MPI 5 (libmpi_abi.so.1): handles are pointers, predefined ones small numbers. */
+/* The standard ABI of MPI 5 (libmpi_abi.so.1): handles are pointers; predefined ones are small numbers. */
 #define ABI_NAME mpiabi
 
 #ifndef MPI_VERSION /* the check program has included the real mpi.h */

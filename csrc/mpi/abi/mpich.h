@@ -1,4 +1,4 @@
-/* MPICH 3.1 and later and its family, Intel MPI, MVAPICH and Cray included (libmpi.so.12): handles are integers. */
+/* MPICH since 3.1 and its family: Intel MPI, MVAPICH, Cray MPICH (libmpi.so.12). Handles are integers. */
 #define ABI_NAME mpich
 
 #ifndef MPI_VERSION /* the check program has included the real mpi.h */

@@ -1,4 +1,4 @@
-"""What communicates, and what all that is told to JAX needs to know of it."""
+"""What communicates, as far as the hooks into JAX need to know."""
 
 import contextlib
 import contextvars
@@ -26,11 +26,11 @@ def during(variable: "contextvars.ContextVar[Any]", value: Any) -> Iterator[None
 Params = dict[str, Any]
 
 DERIVATIVE = "derivative"
-"""Parameter of an operation on tangents or cotangents, which says of which. Its messages have tags of their own: they
-are never taken for those of the function itself: see `_tags`."""
+"""Parameter of an operation: what it communicates. The messages of derivatives have tags of their own, so that they
+never match those of the function itself: see `_tags`."""
 
 TANGENT, COTANGENT, VALUE = "tangent", "cotangent", "value"
-"""Its values; the last: as an operand of a further derivative."""
+"""Its values. VALUE: a tangent or cotangent whose operation is differentiated again, and then counts as a value."""
 
 CALLS = (primitives.closed_call_p, ad_checkpoint.remat_p, _jax.jit_p)
 
@@ -39,11 +39,11 @@ ZERO = np.zeros((), jax.dtypes.canonicalize_dtype(float))
 _PLAIN = (int, float, bool, str, type(None))
 
 check: Callable[[], None]
-"""Called before a derivative of what communicates is taken; raises where it cannot be."""
+"""Called before anything that communicates is differentiated; raises if that is not possible."""
 
 
 def communicates(params: Params) -> bool:
-    """Whether a primitive with these parameters has computations inside that communicate."""
+    """Whether a computation in the parameters of a primitive communicates."""
     return any(_inside(value) for value in params.values() if type(value) not in _PLAIN)
 
 
@@ -63,7 +63,7 @@ def is_ours(primitive: Any) -> bool:
 
 
 cannot_be_traced: contextvars.ContextVar[bool] = contextvars.ContextVar("cannot_be_traced", default=False)
-"""Whether operations are refused: it is not known that the function they are in is differentiated."""
+"""Whether operations are refused, since the function around them may not be differentiated."""
 
 
 _names: set[str] = set()
@@ -92,8 +92,8 @@ class Operation(_jax.Primitive):
 def communicates_when_called(
     function: Any, avals: Iterable[Any], arguments: Callable[..., tuple[Any, ...]] = lambda *xs: xs
 ) -> bool:
-    """Whether a function that JAX has wrapped communicates, called with the `arguments` made of values of these types;
-    found out by tracing it, if it has not been."""
+    """Whether a function wrapped by JAX communicates when called with the `arguments` made of values of these types.
+    Traces it unless it has been traced."""
     if not function.transforms and (traced := getattr(function.f, "args", ())) and hasattr(traced[0], "effects"):
         return EFFECT in traced[0].effects
     try:
@@ -103,7 +103,7 @@ def communicates_when_called(
 
 
 def forget(function: Any) -> None:
-    """Makes a wrapped function that was traced as if it had not been: it keeps the structure of what it returned."""
+    """Undoes the tracing of a wrapped function, which stores the structure of what it returned."""
     for store in function.stores:
         if store:
             store.reset()
@@ -117,5 +117,5 @@ def refusal(what: str) -> NotImplementedError:
 
 
 def is_error_of_ours(error: BaseException) -> bool:
-    """Whether an error is one that an operation, or what is told to JAX, has raised."""
+    """Whether an operation or a hook of this package has raised an error."""
     return str(error).startswith(("jaxmpi", *(f"{name.removeprefix('jaxmpi.')} " for name in _names)))

@@ -1,5 +1,5 @@
-"""Where JAX divides a computation into a known part and the rest: what communicates is not dropped, and not taken for
-known because its operands are."""
+"""Where JAX divides a computation into a known and an unknown part: what communicates is not dropped, and does not
+count as known because its operands are."""
 
 import contextvars
 from collections.abc import Callable, Sequence
@@ -32,16 +32,16 @@ def keep(own: Callable[..., Any], trace: Any, tracers: Any, results: Any, primit
 
 
 def keep_checkpoint(own: Callable[..., Any], *args: Any) -> Any:
-    """JAX drops a checkpoint that has neither operands nor results that are used, whatever its effects."""
+    """Keeps a checkpoint with the effect: JAX drops one without operands and used results, whatever its effects."""
     inputs, kept = own(*args)
-    equation = args[-1]  # after which results are used and, from JAX 0.12 on, which operands are live
+    equation = args[-1]  # before it: which results are used and, since JAX 0.12, which operands are live
     if kept is None and EFFECT in equation.effects:
         return [True] * len(equation.invars), equation
     return inputs, kept
 
 
 def drop_none(own: Callable[..., Any], jaxpr: Any, *args: Any, **kwargs: Any) -> Any:
-    """Sees to it that what nothing depends on is not dropped where it communicates."""
+    """Refuses dead code elimination that drops something that communicates."""
     kept, inputs = own(jaxpr, *args, **kwargs)
     if EFFECT in jaxpr.effects:
         before, after = (sum(EFFECT in equation.effects for equation in x.eqns) for x in (jaxpr, kept))
@@ -55,12 +55,12 @@ _HOISTING, _TRANSPOSING = "hoisting", "transposing"
 _purpose: contextvars.ContextVar[str | None] = contextvars.ContextVar("purpose", default=None)
 
 _PURPOSE = "jaxmpi_purpose"
-"""Attribute of a trace: what it divides for, where that is not a derivative, and for a transposition the values that
-are unknown. These refer to the trace, so it is kept nowhere else."""
+"""Attribute of a trace that does not divide for a derivative: its purpose, and for a transposition the unknown values.
+These refer to the trace, so nothing else keeps them."""
 
 
 def divide(own: Callable[..., Any], function: Any, values: Sequence[Any], instantiate: Any = False) -> Any:
-    """JAX divides by this function for two purposes, which it does not tell: see `_contract`."""
+    """Finds out for which of two purposes JAX divides by this function. `_contract` tests the guess."""
     transposing = instantiate is True and not any(value.is_known() for value in values)
     with during(_purpose, _TRANSPOSING if transposing else _HOISTING):
         return own(function, values, instantiate)
@@ -119,7 +119,7 @@ def leave_custom(own: Callable[..., Any], trace: Any, primitive: Any, function: 
 
 
 def _stage(trace: Any, primitive: Any, tracers: Sequence[Any], params: Params) -> list[Any]:
-    """Leaves an equation to the part that is executed later, whatever is known of its operands."""
+    """Puts an equation into the unknown part, which is executed later, even if its operands are known."""
     if tracers:
         return trace.default_process_primitive(primitive, [trace.instantiate_const(x) for x in tracers], params)
     avals, effects = primitive.abstract_eval(**params)
@@ -132,9 +132,9 @@ def _stage(trace: Any, primitive: Any, tracers: Sequence[Any], params: Params) -
 
 
 class _Dependence:
-    """Which values of a linear computation depend on its argument; refuses an operation that does not.
+    """Which values of a linear computation depend on its argument. Refuses an operation whose operands do not.
 
-    It would be executed where others are transposed, and their messages meet.
+    It would be executed while others are transposed, and their messages could match.
     """
 
     @classmethod

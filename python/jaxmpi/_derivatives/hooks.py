@@ -1,4 +1,4 @@
-"""The places where JAX is told: functions of its own, and what stands in their place."""
+"""The hooks: functions of JAX, and what replaces them."""
 
 import functools
 from collections.abc import Callable
@@ -38,7 +38,7 @@ HAS_NEWER_CHECKPOINT = "jaxpr" in getattr(getattr(ad_checkpoint, "RematTraced", 
 
 
 def install(check: Callable[[], None]) -> None:
-    """Tells JAX. `check` is called before a derivative of what communicates is taken, and raises where it cannot be."""
+    """Installs the hooks. `check` is called before anything that communicates is differentiated, and may raise."""
     communication.check = check
     for hook in HOOKS if _jax.KEEPS_EFFECTS else _REFUSALS:
         _jax.replace(*hook)
@@ -72,7 +72,7 @@ _CUSTOM_VJP = (
 )
 
 HOOKS: tuple[tuple[Any, str, str, Callable[..., Any]], ...]
-"""Functions of JAX, the parameters that they take, and what stands in their place."""
+"""Functions of JAX, the names of their parameters, and what replaces them."""
 
 HOOKS = (
     (private_ad.JVPTracer, "__init__", "self trace primal tangent", remember),

@@ -1,4 +1,5 @@
-"""A free primitive that JAX takes for a linear function: what ties a derivative together on all ranks."""
+"""The link: a primitive without cost that JAX treats as a linear function. It makes derivatives depend on the same
+values on all ranks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,9 +13,9 @@ link_primitive = _jax.Primitive("jaxmpi.link")
 
 
 def link(value: Any, seeds: Sequence[Any], like: Any, always: bool = False, unless: Sequence[Any] = ()) -> Any:
-    """The value, or zeros like the third argument where it is None, that JAX takes for a linear function of the `seeds`
-    too. Costs nothing. `always`: whatever maps any of the computation by `vmap` maps it, too, unless it maps one of
-    `unless`.
+    """The value, or zeros like the third argument if it is None, which JAX treats as a linear function of the `seeds`
+    as well. Costs nothing. `always`: any `vmap` around maps it, except one that maps any of `unless` and none of the
+    other operands.
     """
     own = [] if value is None else [value]
     params = {"own": len(own) > 0, "always": always, "unless": len(unless)}
@@ -22,7 +23,7 @@ def link(value: Any, seeds: Sequence[Any], like: Any, always: bool = False, unle
 
 
 def linked_zeros(seeds: Sequence[Any], like: Any) -> Any:
-    """Zeros of the shape and dtype of `like` that JAX takes for a linear function of the `seeds`."""
+    """Zeros of the shape and dtype of `like`, which JAX treats as a linear function of the `seeds`."""
     return link(None, seeds, like)
 
 
@@ -34,7 +35,7 @@ def _link_jvp(primals, tangents, *, own, always, **params):
 
 
 def _link_transpose(cotangent, *operands, own, always, unless, **params):
-    # What depends on something is depended on by it: the cotangents of the seeds are zeros that are linear in this one.
+    # The result is linear in the seeds; so the cotangents of the seeds are zeros that are linear in its cotangent.
     if type(cotangent) is _jax.ad.Zero:
         return [None] * len(operands)
     linear = [_jax.ad.is_undefined_primal(x) for x in operands]

@@ -1,4 +1,7 @@
-"""What a trace that differentiates does with each primitive: those that communicate, and those that JAX opens."""
+"""What a trace that differentiates does with each primitive that communicates, and with those that JAX opens.
+
+To open a primitive means to differentiate the computation inside: of calls, branches, loops, linear solves.
+"""
 
 import contextvars
 import functools
@@ -26,25 +29,25 @@ from jaxmpi._order import EFFECT
 
 
 def _one(trace: Any, tracers: Sequence[Any], start: int = 0, stop: int | None = None) -> list[int]:
-    """An operand to be linked, among those from `start` to `stop`: one with a tangent if there is one; none if none can
-    have."""
+    """An operand to be linked, among those from `start` to `stop`: one with a tangent if possible; none if no operand
+    can have one."""
     possible = [i for i in range(start, len(tracers) if stop is None else stop) if _jax.inexact(tracers[i])]
     tangents = tangents_of(trace, tracers)
     return [i for i in possible if type(tangents[i]) is not _jax.ad.Zero][:1] or possible[:1]
 
 
 def _one_of_first_order(trace: Any, tracers: Sequence[Any], params: Params, start: int = 0) -> list[int]:
-    """The same; none if there are derivatives inside, whose values must depend on what is differentiated, too, unless
-    it has a dummy already."""
+    """The same; but none if there are derivatives inside, whose values must depend on what is differentiated, too: then
+    a dummy operand is added, unless the loop has one already."""
     return [] if _has_derivatives(params) and _widened.get() is not trace else _one(trace, tracers, start)
 
 
 _widened: contextvars.ContextVar[Any] = contextvars.ContextVar("widened", default=None)
-"""The trace for which a loop is made again, with a dummy."""
+"""The trace for which a loop is made again with a dummy operand."""
 
 
 def _has_derivatives(params: Params) -> bool:
-    """Whether a computation inside has derivatives of what communicates."""
+    """Whether a computation inside contains derivatives of communication."""
     for inner in _jaxprs.inner_jaxprs(params):
         for equation in inner.eqns:
             more = equation.params
@@ -56,7 +59,7 @@ def _has_derivatives(params: Params) -> bool:
 
 
 def _dummy(trace: Any) -> Any:
-    """A number of no meaning that depends on what is differentiated, as does its tangent."""
+    """A number without meaning that, like its tangent, depends on what is differentiated."""
     (tracer,) = link_operands(trace, [ZERO], [0], "what")
     return link_value(trace, tracer)
 
@@ -95,10 +98,10 @@ def _open_while(own, trace, primitive, tracers, params):
 
 
 def _open_linear_solve(own, trace, primitive, tracers, params):
-    """A linear solve: linked are what its matrix depends on, and its right-hand side.
+    """A linear solve: operands of its matrix and its right-hand side are linked.
 
-    The derivative of a matrix that communicates is communication, also where the matrix depends on nothing here. The
-    solve for a derivative is mapped by what maps that, and with it what the matrix communicates: see `depending`.
+    The derivative of a matrix that communicates is communication, even if the matrix depends on nothing here. A `vmap`
+    of the derivative maps its solve, and with it what the matrix communicates: see `depending`.
     """
     lengths, jaxprs = params["const_lengths"], params["jaxprs"]
     jaxprs = type(jaxprs)(*map(depending, jaxprs, lengths))
@@ -118,12 +121,13 @@ def _open_linear_solve(own, trace, primitive, tracers, params):
 
 
 def _open_custom_vmap(own, trace, primitive, tracers, params):
-    """Refused: what is mapped in its tangent is the user's rule to say, and may differ from rank to rank."""
+    """Refused: the user's rule decides what is mapped in its tangent, which may differ from rank to rank."""
     raise refusal("a function with jax.custom_batching.custom_vmap")
 
 
 def _open_object(own, trace, primitive, tracers, params):
-    """A primitive that is an object, from JAX 0.9 on. How a root is differentiated depends on which operands can be."""
+    """A primitive represented by an object, since JAX 0.9. All operands of a root are linked, since its derivative
+    depends on which of them have tangents."""
     which = _jax.inexact_among(tracers)
     if type(params["_prim"]) not in _OBJECTS or not which:
         raise refusal(type(params["_prim"]).__name__)
@@ -131,7 +135,7 @@ def _open_object(own, trace, primitive, tracers, params):
 
 
 def bind_checkpoint(own: Callable[..., Any], traced: Any, *args: Any) -> Any:
-    """The newer kind of checkpoint, where it communicates, is the older one, which carries effects."""
+    """If the newer kind of checkpoint communicates, binds the older kind instead, which carries effects."""
     if EFFECT not in traced.jaxpr.effects:
         return own(traced, *args)
     jaxpr = getattr(traced.jaxpr, "jaxpr", traced.jaxpr)
@@ -155,7 +159,7 @@ _OBJECTS = {getattr(solves, name) for name in ("CustomRoot", "_RootLinearMap") i
 
 
 def _differentiate_link(own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence[Any], params: Params):
-    """A derivative that is differentiated further is a value: see `link_value`."""
+    """A derivative that is differentiated again is a value: see `link_value`."""
     tracers = tracers[: len(tracers) - params["unless"]]
     params = {**params, "always": has_tangent(trace, tracers), "unless": 0}
     return link_value(trace, own(trace, primitive, tracers, params))

@@ -1,4 +1,4 @@
-"""Jaxprs made again, with a parameter, a result or a dependence more."""
+"""Jaxprs made again with an additional parameter, result or dependence."""
 
 import functools
 import weakref
@@ -18,14 +18,14 @@ from jaxmpi._order import EFFECT
 def with_parameter_of_call(params: Params) -> Params:
     name = "jaxpr" if "jaxpr" in params else "call_jaxpr"
     more = {"donated_invars": False, "in_shardings": _jax.UNSPECIFIED, "in_layouts": None}
-    more["prevent_cse"] = False  # of a checkpoint, where it may be one for each operand
+    more["prevent_cse"] = False  # of a checkpoint, which may have one per operand
     more = {key: (value, *params[key]) for key, value in more.items() if isinstance(params.get(key), tuple)}
     return {**params, name: with_parameter(params[name]), **more}
 
 
 def with_parameter(jaxpr: Any) -> Any:
-    """A jaxpr that has one more parameter, the first, of which it makes no use; the same one for the same jaxpr, as by
-    that JAX knows what it has compiled."""
+    """A jaxpr with one more parameter, the first, which is not used. Cached by the jaxpr, since JAX caches compiled
+    code by the identity of jaxprs."""
     if (known := _widened_jaxprs.get(jaxpr)) is not None:
         return known
     if hasattr(jaxpr, "jaxpr") and jaxpr.jaxpr is not jaxpr:
@@ -42,7 +42,7 @@ _widened_jaxprs: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictiona
 
 
 def scan_with_carry(params: Params, more: Any, operands: Sequence[Any]) -> list[Any]:
-    """A scan with these parameters that carries one more number: that, and its own results."""
+    """A scan with these parameters that carries one more number. Returns that number and the scan's results."""
     constants, carried = _jaxprs.parts_of_scan(params)
     consts, init, xs = (
         operands[:constants],
@@ -51,7 +51,8 @@ def scan_with_carry(params: Params, more: Any, operands: Sequence[Any]) -> list[
     )
 
     def step(carry, x):
-        # JAX orders constants by their first use, and makes one of a carried value that it sees to be handed on.
+        # JAX orders constants by first use and turns a carried value that no step changes into a constant. Links on all
+        # of them keep order and number.
         changed, *same = [link(value, [], jax.typeof(value)) for value in (carry[0], *consts)]
         result = _jaxprs.evaluate(params["jaxpr"], *same, *carry[1:], *x)
         return [changed, *result[:carried]], result[carried:]
@@ -62,7 +63,7 @@ def scan_with_carry(params: Params, more: Any, operands: Sequence[Any]) -> list[
 
 
 def with_carry(equation: Any, which: int) -> list[Any]:
-    """The equations of a scan that carries one more number, which is linear in operand number `which`."""
+    """The equations of a scan that carries one more number, which is linear in the operand `which`."""
 
     def scan(*operands):
         more = link(None, [operands[which]], jax.typeof(ZERO))
@@ -79,7 +80,7 @@ def with_carry(equation: Any, which: int) -> list[Any]:
 
 
 def with_output(jaxpr: Any, which: int) -> Any:
-    """A jaxpr that returns one of its arguments, too."""
+    """A jaxpr that also returns one of its arguments."""
     if hasattr(jaxpr, "jaxpr") and jaxpr.jaxpr is not jaxpr:
         return jaxpr.replace(jaxpr=with_output(jaxpr.jaxpr, which))
     return with_results(jaxpr, [jaxpr.invars[which]])
@@ -91,8 +92,8 @@ def with_results(jaxpr: Any, more: Sequence[Any]) -> Any:
 
 
 def depending(closed: Any, constants: int) -> Any:
-    """The same computation, in which what is communicated depends on the arguments after the first `constants`; the
-    same one for the same computation, as by that JAX knows what it has compiled."""
+    """The same computation, in which everything communicated depends on the arguments after the first `constants`.
+    Cached by the computation, since JAX caches compiled code by the identity of jaxprs."""
     if closed is None or EFFECT not in closed.effects:
         return closed
     made = _depending_jaxprs.setdefault(closed, {})
@@ -110,8 +111,8 @@ _depending_jaxprs: "weakref.WeakKeyDictionary[Any, dict[int, Any]]" = weakref.We
 
 
 def _evaluate_linked(closed: Any, args: Sequence[Any], seeds: Sequence[Any]) -> list[Any]:
-    """The results of a jaxpr in which each operation, also in calls, branches and loops, has an operand that depends on
-    the seeds."""
+    """The results of a jaxpr with each operation, also inside calls, branches and loops, given an operand that depends
+    on the seeds."""
     again = functools.partial(_evaluate_linked, seeds=seeds)
     jaxpr = getattr(closed, "jaxpr", closed)
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*getattr(closed, "consts", ()), *args), strict=True))
@@ -147,7 +148,7 @@ def _remake_scan(again, params, operands):
 
 
 def _remake_while(again, params, operands):
-    """Bound as it is: `vmap` makes loops with a truth value for each row, which `jax.lax.while_loop` refuses."""
+    """Binds the primitive: `vmap` makes loops with a batched predicate, which `jax.lax.while_loop` refuses."""
     seeds = again.keywords["seeds"]
     tests, steps = params["cond_nconsts"], params["body_nconsts"]
 

@@ -1,4 +1,4 @@
-"""Functions with derivatives of their own: `jax.custom_jvp` and `jax.custom_vjp`."""
+"""Functions with derivative rules: `jax.custom_jvp` and `jax.custom_vjp`."""
 
 import contextlib
 import weakref
@@ -27,15 +27,15 @@ from jaxmpi._order import EFFECT
 
 
 def differentiate_custom_jvp(own, trace, primitive, function, rule, tracers, *more, **options):
-    """All operands get tangents: the rule may communicate each of them, whether JAX has made it of zeros or not.
+    """All operands get tangents: the rule may communicate each of them, including zeros that JAX has made.
 
-    Where all have tangents that JAX has not made, JAX calls the rule once, and so do we.
+    If all of them have tangents already the rule is not traced to ask whether it communicates: JAX calls it anyway.
     """
 
     def asks(avals):
         return communicates_when_called(function, avals) or _rule_communicates(rule, avals)
 
-    seeds_of(trace)  # what is made from here on is none
+    seeds_of(trace)  # closes the list: values made from here on are not seeds
     possible = _jax.inexact_among(tracers)
     without = not possible or not all(has_tangent(trace, [tracers[i]]) for i in possible)
     asked = _asked(trace, tracers, function, rule, asks) if without or in_opened.get() else False
@@ -46,7 +46,7 @@ def differentiate_custom_jvp(own, trace, primitive, function, rule, tracers, *mo
 
 
 def differentiate_custom_vjp(own, trace, primitive, function, forward, backward, tracers, *more, **options):
-    """One operand has a tangent, so that the rules are called; a closed-over value, which is one too, may have none."""
+    """Gives one operand a tangent, so that the rules are called. Closed-over values are operands that may have none."""
 
     def call(tracers):
         return own(trace, primitive, function, forward, backward, tracers, *more, **options)
@@ -57,7 +57,7 @@ def differentiate_custom_vjp(own, trace, primitive, function, forward, backward,
             not called and _backward_communicates(forward, backward, avals, out_trees)
         )
 
-    seeds_of(trace)  # what is made from here on is none
+    seeds_of(trace)  # closes the list: values made from here on are not seeds
     possible = _jax.inexact_among(tracers)
     called = has_tangent(trace, tracers)
     asked = False if called and not in_opened.get() else _asked(trace, tracers, function, backward, asks, called)
@@ -75,7 +75,7 @@ def differentiate_custom_vjp(own, trace, primitive, function, forward, backward,
 def _asked(
     trace: Any, tracers: Sequence[Any], function: Any, rule: Any, asks: Callable[[list[Any]], bool], *of: bool
 ) -> bool | None:
-    """Whether a function or its rule communicates: None where that cannot be found out by tracing them."""
+    """Whether a function or its rule communicates; None if tracing them fails."""
     avals = [jax.typeof(x) for x in tracers]
     answers, key = _answers_for(function, rule, [*of, *avals])
     if (asked := answers.get(key)) is None:
@@ -91,11 +91,11 @@ def _asked(
 
 
 def _answers_for(function: Any, rule: Any, operands: Sequence[Any]) -> tuple[dict[Any, bool], Any]:
-    """What is known of a function and its rule already, and the key of its answer for these operands; nothing where it
-    may depend on more than operands and their structure."""
+    """The cached answers for a function and its rule, and the key for these operands; an empty cache if the answer may
+    depend on more than the operands and their structure."""
     structure = [x for _, params in function.transforms for x in params]
     if all(type(x) is jax.tree_util.PyTreeDef for x in structure):
-        with contextlib.suppress(TypeError):  # of what cannot be referred to weakly
+        with contextlib.suppress(TypeError):  # no weak references to these functions
             answers = _answers.setdefault(rule.f, weakref.WeakKeyDictionary()).setdefault(function.f, {})
             return answers, (*structure, *operands)
     return {}, None
@@ -143,9 +143,10 @@ def _backward_communicates(forward: Any, backward: Any, avals: Sequence[Any], ou
 
 
 def pullback_communicates(avals: Sequence[Any], params: Params) -> bool:
-    """Whether what stands for the derivative of a `jax.custom_vjp` function communicates when it is transposed.
+    """Whether the primitive for the derivative of a `jax.custom_vjp` function communicates when it is transposed.
 
-    If so it has the effect, and is transposed also where nothing depends on it. A rule that looks at values may.
+    If so it gets the effect, and is transposed even if nothing depends on it. A rule that looks at values counts as
+    communicating.
     """
     try:
         may = communicates_when_called(params["bwd"], [*avals[: params["num_res"]], *params["out_avals"]])
@@ -166,7 +167,7 @@ _LOOKS_AT_VALUES = (
 
 
 def derivative_communicates(trace: Any, params: Params) -> bool:
-    """Whether a computation inside, which does not communicate, has a function with a rule that does."""
+    """Whether a computation inside, which does not communicate, calls a function with a derivative rule that does."""
     return any(_rules_communicate(trace, inner) for inner in _jaxprs.inner_jaxprs(params))
 
 

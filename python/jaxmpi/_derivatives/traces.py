@@ -1,4 +1,4 @@
-"""Traces that differentiate: what communicates in them depends on all that they were started with."""
+"""Traces that differentiate: what communicates in them depends on all values that they were started with, the seeds."""
 
 import contextvars
 import weakref
@@ -15,8 +15,8 @@ from jaxmpi._derivatives.link import link
 _TRACERS = {private_ad.JVPTrace: private_ad.JVPTracer, private_ad.LinearizeTrace: private_ad.LinearizeTracer}
 
 _seeds: "weakref.WeakKeyDictionary[Any, list[Any] | tuple[Any, ...]]" = weakref.WeakKeyDictionary()
-"""The values, each with its tangent, with which a trace was started; a tuple once it has seen an operation, and no more
-are added."""
+"""The seeds of a trace: the values with which it was started, each with its tangent. Once `seeds_of` has made a tuple
+of them no more are added."""
 
 
 def remember(own: Callable[..., None], tracer: Any, trace: Any, primal: Any, tangent: Any) -> None:
@@ -40,14 +40,14 @@ def tangents_of(trace: Any, tracers: Sequence[Any]) -> list[Any]:
 
 
 def has_tangent(trace: Any, tracers: Sequence[Any]) -> bool:
-    """Whether one of them has."""
+    """Whether one of them has a tangent."""
     return any(type(tangent) is not _jax.ad.Zero for tangent in tangents_of(trace, tracers))
 
 
 def link_operands(trace: Any, tracers: Sequence[Any], which: Iterable[int], why: str, always: bool = True) -> list[Any]:
-    """The operands, of which those in `which` have tangents that are linear in all that `trace` differentiates.
+    """The operands; those in `which` get tangents that are linear in all seeds of `trace`.
 
-    They are mapped by any `vmap` outside: on another rank they may depend on what it maps, and here on nothing.
+    `always`: any `vmap` outside maps these. On another rank they may depend on what it maps, even if not here.
     """
     tracers = list(tracers)
     seeds = seeds_of(trace)
@@ -67,15 +67,15 @@ def link_operands(trace: Any, tracers: Sequence[Any], which: Iterable[int], why:
 
 
 in_opened: contextvars.ContextVar[bool] = contextvars.ContextVar("opening", default=False)
-"""Whether JAX is differentiating the inside of what it opens."""
+"""Whether JAX is differentiating the inside of a primitive that it opens."""
 
 
 def link_value(trace: Any, tracer: Any) -> Any:
-    """The same, whose value is mapped by what maps the values that are differentiated, and by all that does not map
-    their tangents: on another rank it may depend on it.
+    """`tracer` with its value linked to the seeds. A `vmap` that maps the values of the seeds maps it, and so does any
+    other `vmap` that does not map their tangents: on another rank the value may depend on what it maps.
 
-    What maps tangents alone, as `jax.jacfwd` does, expects a value that is not mapped. Inside of what JAX opens
-    tangents tell nothing, as they are linked and always mapped; there the values depend on those outside.
+    A `vmap` over tangents alone, as in `jax.jacfwd`, expects a value that is not mapped. Inside of primitives that JAX
+    opens the tangents do not tell, since they are linked and always mapped; there the values depend on those outside.
     """
     primal, tangent = trace.to_primal_tangent_pair(tracer)
     values, tangents = zip(*seeds_of(trace), strict=True) if seeds_of(trace) else ((), ())

@@ -1,4 +1,4 @@
-"""What is transposed: every cotangent depends on all that a transposition was started with."""
+"""Transposition: every cotangent depends on all cotangents that a transposition was started with."""
 
 import contextvars
 from collections.abc import Callable
@@ -16,14 +16,14 @@ from jaxmpi._derivatives.remaking import with_carry, with_output, with_results
 from jaxmpi._order import EFFECT
 
 _cotangents: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("cotangents", default=())
-"""The number that depends on all with which the transposition that is going on was started; empty outside of one."""
+"""A number that depends on all cotangents with which the current transposition was started; empty outside of one."""
 
 _solving: contextvars.ContextVar[bool] = contextvars.ContextVar("solving", default=False)
-"""Whether the matrix of a linear solve is transposed, which is a value rather than a derivative."""
+"""Whether the matrix of a linear solve is being transposed, which is a value rather than a derivative."""
 
 
 def zero_cotangent(like: Any) -> Any:
-    """Zeros that depend on what a transposition was started with, for what has no cotangent: see `transpose`."""
+    """Zeros as a missing cotangent, which depend on what the transposition was started with: see `transpose`."""
     return link(None, _cotangents.get(), like, not _solving.get())
 
 
@@ -38,8 +38,9 @@ def transpose_matrix(own: Callable[..., Any], *args: Any) -> Callable[..., Any]:
 
 
 def transpose(own: Callable[..., Any], jaxpr: Any, stack: Any, consts: Any, primals: Any, given: Any, **more: Any):
-    """The dual of what a differentiating trace does: there each operand depends on all that comes in, here each result
-    is depended on by all that goes out. So a cotangent is mapped on each rank by what maps it on any."""
+    """The dual of what a differentiating trace does. There each operand depends on all inputs; here an additional
+    result depends on all results of operations, so that all their cotangents depend on its cotangent. So what maps a
+    cotangent on one rank maps it on all."""
     if EFFECT not in jaxpr.effects:
         return own(jaxpr, stack, consts, primals, given, **more)
     known = [x for x in given if type(x) is not _jax.ad.Zero and _jax.inexact(x)]
@@ -62,18 +63,18 @@ def transpose(own: Callable[..., Any], jaxpr: Any, stack: Any, consts: Any, prim
 
 
 def _is_linked_constant(equation: Any) -> bool:
-    """Whether a value counts as depending on what a function is transposed with respect to: see `leave`."""
+    """Whether an equation links a constant to the argument with respect to which a function is transposed: `leave`."""
     params = equation.params
     return equation.primitive is link_primitive and params["own"] and not params["always"] and not params["unless"]
 
 
 _LINEAR = tuple(getattr(private_ad, name) for name in ("UndefinedPrimal", "GradAccum") if hasattr(private_ad, name))
-"""What stands for an argument in which a function is linear, while it is transposed."""
+"""The types that stand for the linear arguments of a function while it is transposed."""
 
 
 def _with_link_of_all(jaxpr: Any, linear: set[Any]) -> Any:
-    """The same computation with one more result, which is linear in those of all that communicates in it; `linear` are
-    its arguments in which it is."""
+    """The same computation with one more result, which is linear in the results of everything that communicates.
+    `linear`: the arguments in which the computation is linear."""
     linear = set(linear)
     equations, communicated = [], []
     for equation in jaxpr.eqns:
@@ -94,7 +95,8 @@ def _with_link_of_all(jaxpr: Any, linear: set[Any]) -> Any:
 
 
 def _with_result(equation: Any, linear: set[Any]) -> list[Any]:
-    """A nested call, branch or loop that returns a value it is linear in, too, where it returns nothing else."""
+    """The equations for a nested call, branch or loop. If it has no differentiable result it also returns one of the
+    values in which it is linear."""
     possible = [
         i for i, x in enumerate(equation.invars) if not isinstance(x, Literal) and x in linear and _jax.inexact(x.aval)
     ]

@@ -1,6 +1,6 @@
 """One rank of `python -m jaxmpi.run`: runs the program, and ends the whole job if it fails.
 
-Without this a rank that raises waits for the others in MPI's finalization, and they wait for its messages.
+Without this a rank that raises waits for the others in MPI_Finalize, and they wait for its messages.
 """
 
 import builtins
@@ -26,7 +26,7 @@ def _own_frames(trace):
 
 
 def _formatted(error: BaseException) -> list[str]:
-    """The lines of an exception and of those that have caused it, from the program's first frame on."""
+    """The lines of an exception and its causes, from the program's first frame on."""
     seen: list[BaseException | None] = [error]
     while (last := seen[-1]) is not None and last not in seen[:-1]:
         seen.append(last.with_traceback(_own_frames(last.__traceback__)).__cause__ or last.__context__)
@@ -37,7 +37,7 @@ def _end(code: int) -> None:
     """Ends all ranks if MPI is running, else this one."""
     sys.stdout.flush()
     sys.stderr.flush()
-    time.sleep(0.3)  # launchers pass on what was written before, but not what comes together with an abort
+    time.sleep(0.3)  # launchers may lose output that is written right before an abort
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.COMM_WORLD.Abort(code)
@@ -45,7 +45,7 @@ def _end(code: int) -> None:
 
 
 class _StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Puts jaxmpi in the place of a package as the program first imports it, so that the program may set up mpi4py."""
+    """Replaces a package by jaxmpi only when the program imports it, which can thus configure mpi4py before."""
 
     def __init__(self, name: str):
         self.name, self.package = name, name.partition("-")[0]
@@ -66,7 +66,7 @@ class _StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _take_a_device(assign: bool) -> None:
-    """Lets this rank take its device as the program first imports jax: the user's choice, else its own to `assign`."""
+    """Makes this rank take a device when the program imports jax: the user's choice or, with `assign`, its own."""
     file = os.path.join(os.path.dirname(__file__), "placement.py")
     spec = importlib.util.spec_from_file_location("jaxmpi._launcher.placement", file)
     assert spec is not None
@@ -102,7 +102,7 @@ def _run(arguments: list[str]) -> None:
             sys.meta_path.insert(0, _StandIn(value))
         else:
             _take_a_device(value == "rank")
-    # What the program defines is in `__main__` and stays there, for pickling, threads and what runs at exit.
+    # The program's definitions stay in `__main__`, for pickling, threads and exit handlers.
     sys.modules["__main__"] = types.ModuleType("__main__")
     vars(sys.modules["__main__"])["__builtins__"] = builtins
     try:
@@ -121,14 +121,14 @@ def _run(arguments: list[str]) -> None:
 
 
 def _finish() -> None:
-    """Waits for what is still running: its errors belong to the program."""
+    """Waits for running computations: their errors belong to the program."""
     native = sys.modules.get("jaxmpi._native")
     if native is not None:
         native.finish()
 
 
 def _untold() -> str:
-    """The error of an operation that nobody has been told of: perhaps what a later one comes from."""
+    """The error of an operation that has not been reported: it may be the cause of a later one."""
     core = sys.modules.get("jaxmpi._core")
     failure = core.take_failure() if core is not None else None
     return f"jaxmpi.run: before that an operation had failed: {failure}\n" if failure else ""
@@ -136,7 +136,7 @@ def _untold() -> str:
 
 def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Lines come out at once, and whole: the ranks share the output.
+        # The ranks share the output: each line is written at once and whole.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     try:
         _run(sys.argv[1:])
@@ -153,7 +153,7 @@ def main() -> None:
         text = f"jaxmpi.run: uncaught exception{rank}:\n{''.join(_formatted(error))}"
         if isinstance(error, ModuleNotFoundError) and error.name in ("mpi4jax", "jpi"):
             text += f"jaxmpi.run: with jaxmpi in its place: --as {error.name}, before the program\n"
-        sys.stderr.write(text + _untold())  # in one piece: the ranks share what they write to
+        sys.stderr.write(text + _untold())  # one write: the ranks share stderr
         _end(1)
 
 

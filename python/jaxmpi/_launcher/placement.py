@@ -22,7 +22,7 @@ LAUNCHERS = (
     ("FLUX_TASK_LOCAL_ID", None),
     ("SLURM_LOCALID", "SLURM_TASKS_PER_NODE"),
 )
-"""Where a launcher puts the local rank and the number of local ranks. The schedulers come last: a launcher that runs
+"""The variables with the local rank and the number of local ranks, per launcher. The schedulers come last: a launcher
 inside their job inherits their variables."""
 
 PLACED = ("CUDA", "ROCM")
@@ -36,7 +36,8 @@ def _number(text: str | None) -> int | None:
 
 
 def _tasks(text: str, node: int | None) -> int | None:
-    """This node's count in a list like Slurm's '4(x2),3'; without the node's number, the one that all share."""
+    """This node's count in a list like Slurm's '4(x2),3'. Without the node's number: the count, if all nodes have the
+    same."""
     counts: list[int] = []
     for part in text.split(","):
         count, _, times = part.rstrip(")").partition("(x")
@@ -49,7 +50,7 @@ def _tasks(text: str, node: int | None) -> int | None:
 
 
 def local_rank(environment: Mapping[str, str]) -> tuple[int, int | None] | None:
-    """This rank's number on its machine and how many run there, None where the launcher does not say."""
+    """This rank's number on its machine, and how many ranks run there; None for what the launcher does not say."""
     for rank_name, size_name in LAUNCHERS:
         rank = _number(environment.get(rank_name))
         if rank is not None:
@@ -59,12 +60,12 @@ def local_rank(environment: Mapping[str, str]) -> tuple[int, int | None] | None:
 
 
 def allows(jax_platforms: str, platform: str) -> bool:
-    """Whether JAX may use a platform, by what JAX_PLATFORMS names; all if that is nothing."""
+    """Whether JAX may use a platform, by JAX_PLATFORMS; if that is empty it may use all."""
     return not jax_platforms or not {platform.lower(), "gpu"}.isdisjoint(jax_platforms.split(","))
 
 
 def undecided(environment: Mapping[str, str]) -> list[str]:
-    """The platforms that JAX may use and whose device nobody has chosen."""
+    """The platforms that JAX may use and on which the user has not chosen a device."""
     named = environment.get("JAX_PLATFORMS", "")
     return [
         platform
@@ -82,7 +83,7 @@ def _memory_is_decided(environment: Mapping[str, str]) -> bool:
 
 
 def assign(counts: Mapping[str, int], environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables that give this rank its device of `counts`, and its share of the memory where ranks share a device."""
+    """Variables that give this rank one of the `counts` devices, and a share of its memory if ranks share it."""
     place = local_rank(environment)
     if place is None:
         return {}
@@ -93,7 +94,7 @@ def assign(counts: Mapping[str, int], environment: Mapping[str, str]) -> dict[st
         count = counts.get(platform, 0)
         if count > 1:
             chosen[f"JAX_{platform}_VISIBLE_DEVICES"] = str(rank % count)
-        # One device out of several may be this rank's own, as schedulers give it.
+        # A single device may be this rank's own, if a scheduler has left it one of several.
         common = count > 1 or (count == 1 and not any(environment.get(name) for name in _NARROWED))
         if common and size is not None:
             sharing = max(sharing, len(range(rank % count, size, count)))
@@ -103,14 +104,14 @@ def assign(counts: Mapping[str, int], environment: Mapping[str, str]) -> dict[st
 
 
 def _core_file() -> str:
-    """Where the core is, which in an editable install lies apart; nothing where it is not. Imports nothing."""
+    """The path of the core, which an editable install keeps elsewhere; empty if not found. Imports nothing."""
     name, package = "jaxmpi._core", [str(Path(__file__).parents[1])]
     specs = (finder.find_spec(name, package) for finder in sys.meta_path)
     return next((spec.origin or "" for spec in specs if spec is not None), "")
 
 
 def _ask_drivers(core_file: str) -> dict[str, int]:
-    """The core's own answer: the platforms whose driver is there, and how many devices each shows to this process."""
+    """The platforms whose driver is installed, with the number of devices for this process, by the core."""
     spec = importlib.util.spec_from_file_location("jaxmpi._core", core_file)
     if spec is None or spec.loader is None:
         return {}
@@ -120,10 +121,10 @@ def _ask_drivers(core_file: str) -> dict[str, int]:
 
 
 def device_counts() -> dict[str, int]:
-    """How many devices of each platform this rank may see; none where the drivers cannot be asked.
+    """How many devices of each platform this rank may use; empty if the drivers cannot be asked.
 
-    Asked in a process of its own: a driver that is loaded here would be taken for one that the MPI library uses, and
-    could no longer be used by processes that the program forks.
+    A separate process asks: a driver loaded in this one would later be taken for one that the MPI library uses, and
+    processes that the program forks could not use it.
     """
     command = [sys.executable, "-S", __file__, _core_file()]
     try:
@@ -134,7 +135,7 @@ def device_counts() -> dict[str, int]:
 
 
 def take(config, may_assign: bool = True) -> None:
-    """Makes the choice, and hands it to JAX's `config`: JAX does not read these variables itself."""
+    """Chooses, and passes the choice to JAX's `config`: JAX does not read these variables itself."""
     if may_assign and local_rank(os.environ) is not None and undecided(os.environ):
         os.environ.update(assign(device_counts(), os.environ))
     for platform in PLACED:
@@ -143,9 +144,9 @@ def take(config, may_assign: bool = True) -> None:
 
 
 class AtImport(importlib.abc.MetaPathFinder):
-    """Takes the device as the program first imports jax.
+    """Takes the device when the program first imports jax.
 
-    So what the program has put into the environment before counts, as does what it sets in `jax.config` after.
+    So the variables that the program sets before, and what it sets in `jax.config` afterwards, are respected.
     """
 
     def __init__(self, assign: bool = True):

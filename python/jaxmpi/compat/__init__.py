@@ -1,8 +1,8 @@
-"""Runs programs that were written for mpi4jax or JPI unchanged, on jaxmpi.
+"""Runs programs written for mpi4jax or JPI on jaxmpi, unchanged.
 
-`install_as_mpi4jax()` or `install_as_jpi()`, called before the program imports the other package, puts a module with
-that package's public functions in its place, for the whole process. `python -m jaxmpi.run --as mpi4jax ...` does it for
-a program that knows nothing of jaxmpi. docs/migration.md says which line becomes which for a program that moves over.
+`install_as_mpi4jax()` or `install_as_jpi()`, called before the program imports the other package, replaces it, for the
+whole process, by a module with the same public functions. `python -m jaxmpi.run --as mpi4jax ...` does this for a
+program that does not mention jaxmpi. docs/migration.md says how to change a program line by line.
 """
 
 from jaxmpi.compat._install import install_as_jpi, install_as_mpi4jax

@@ -1,4 +1,4 @@
-"""Puts modules in the place of other packages."""
+"""Replaces other packages by modules."""
 
 import importlib
 import importlib.machinery
@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any
 
 _installed: dict[str, str] = {}
-"""Which API stands in the place of which package."""
+"""The packages replaced so far, each with the API that replaces it."""
 
 _APIS = ("notoken", "token")
 
@@ -29,7 +29,7 @@ def _install(name: str, api: str, modules: dict[str, dict[str, Any]]) -> None:
 
 
 def _check(name: str, api: str) -> bool:
-    """Whether there is something to do. Raises RuntimeError where another module has the place."""
+    """Whether the package is still to be installed. Raises RuntimeError if another module has its name."""
     if name not in sys.modules:
         return True
     if name not in _installed:
@@ -43,15 +43,15 @@ def _check(name: str, api: str) -> bool:
 
 
 def install_as_mpi4jax(api: str = "notoken") -> None:
-    """Lets `import mpi4jax` give a module of the same functions that is jaxmpi, everywhere in this process.
+    """Makes `import mpi4jax` give a module with the same functions, implemented by jaxmpi, in this whole process.
 
     Positions, defaults and names of arguments are those of mpi4jax, as are the kinds of exceptions (TypeError for a
     traced root or a wrong communicator, ValueError for shapes), MPI4JAX_DEBUG and `__version__`.
 
     Args:
-      api: "notoken", that of mpi4jax 0.8 and later: functions return the result alone, `send` and `barrier` nothing,
-        and `token=` raises a RuntimeError. Or "token", that of mpi4jax up to 0.7: `(result, token)` is returned, from
-        `send` and `barrier` the token, and any `token=` is accepted; `mpi4jax.experimental` is there too.
+      api: "notoken", the API of mpi4jax 0.8 and later: functions return the result alone, `send` and `barrier` nothing,
+        and `token=` raises a RuntimeError. Or "token", the API of mpi4jax up to 0.7: functions return
+        `(result, token)`, `send` and `barrier` the token, and any `token=` is accepted; `mpi4jax.experimental` exists.
 
     Raises:
       RuntimeError: mpi4jax has been imported already, or is installed with another `api`. ValueError: unknown `api`.
@@ -65,7 +65,7 @@ def install_as_mpi4jax(api: str = "notoken") -> None:
 
 
 def install_as_jpi() -> None:
-    """Lets `import jpi` give a module of the same functions that is jaxmpi, everywhere in this process.
+    """Makes `import jpi` give a module with the same functions, implemented by jaxmpi, in this whole process.
 
     Switches JAX to 64-bit types (`jax_enable_x64`), as importing JPI does.
 
@@ -83,4 +83,4 @@ INSTALLERS = {
     "mpi4jax-token": lambda: install_as_mpi4jax(api="token"),
     "jpi": install_as_jpi,
 }
-"""By the name that `python -m jaxmpi.run --as` takes."""
+"""The functions by the names that `python -m jaxmpi.run --as` takes."""

@@ -1,7 +1,7 @@
-"""The public names of JPI: an array as token, which comes back as it went in.
+"""The public names of JPI. A token is an array, which is returned as it was passed.
 
-Its derivatives are conventions of its own where they differ from the adjoints of this package: `allgather` hands each
-rank the part of the cotangent that is its own, `bcast` hands root its own cotangent.
+Two derivatives follow JPI's conventions instead of the adjoints of this package: `allgather` gives each rank its own
+part of its own cotangent, `bcast` gives root its own cotangent.
 """
 
 from typing import Any
@@ -82,7 +82,7 @@ def gather(x: Any, token: Token, root: int, comm: MPI.Comm | None = None) -> tup
     x = arguments.array(x, "gather", "x")
     resolved = _communicator.resolve(comm, "gather")
     y = notoken.gather(x, root, comm=comm)
-    if resolved.rank != root:  # zeros that depend on y: JAX 0.6 leaves out what nothing depends on
+    if resolved.rank != root:  # zeros that depend on y: JAX 0.6 drops an operation whose result is not used
         y = linked_zeros([y], jax.ShapeDtypeStruct((resolved.size, *x.shape), x.dtype))
     return y, token
 

@@ -25,12 +25,12 @@ _FUNCTIONS = (
 )
 _SUPPORT = ("has_cuda_support", "has_sycl_support")
 
-# The newest releases with these APIs: what a program that asks for the version wants to know.
+# The newest releases with these APIs, for programs that look at the version.
 _VERSIONS = {"notoken": "0.9.1", "token": "0.7.2"}
 
 
 class HashableMPIType:
-    """An object of mpi4py that may be a static argument of a compiled function: compared by its handle."""
+    """An object of mpi4py as a static argument of a compiled function: compared and hashed by its handle."""
 
     def __init__(self, wrapped: Any):
         self.wrapped = wrapped
@@ -54,7 +54,7 @@ def unpack_hashable(x: Any) -> Any:
 
 
 def _unpacking(function: Callable[..., Any], tokens: bool = True) -> Callable[..., Any]:
-    """`function` for arguments that may be wrapped; without `tokens` one that refuses them."""
+    """`function` for arguments that may be wrapped. Without `tokens` it refuses the argument `token`."""
     name = function.__name__
 
     @functools.wraps(function)
@@ -81,7 +81,7 @@ def modules(api: str) -> dict[str, dict[str, Any]]:
     support = {name: getattr(jaxmpi, name) for name in _SUPPORT}
     version = {"__version__": _VERSIONS[api]}
     without = {name: _unpacking(getattr(notoken, name), tokens=False) for name in _FUNCTIONS}
-    # Not public, but the only way of mpi4jax to pass a communicator as a static argument.
+    # Not public, but mpi4jax has no other way to pass a communicator as a static argument.
     utils = {f.__name__: f for f in (HashableMPIType, unpack_hashable, wrap_as_hashable)}
     private = {"mpi4jax._src": {}, "mpi4jax._src.utils": {**utils, **support}}
     if api == "notoken":
