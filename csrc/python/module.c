@@ -381,7 +381,7 @@ static PyObject *set_trace(PyObject *self, PyObject *args) {
 
 PyDoc_STRVAR(set_max_count_doc,
              "set_max_count(n) -> the previous limit\n\n"
-             "Elements that one MPI call may be given; a test lowers it to reach the large transports.");
+             "Elements that one MPI call may be given; a test lowers it to reach the code for large counts.");
 static PyObject *set_max_count(PyObject *self, PyObject *args) {
   (void)self;
   int count;
