@@ -448,7 +448,8 @@ static ffi_error *run_chunks(const struct stage *stage) {
   }
   if (error != NULL) return error;
   if (stage->divided) TRY(call, call->memory->stream_wait(call->stream, events_of(stage, stage->chunks - 1)[STORED]));
-  if (stage->front + stage->room > 0) TRY(call, call->memory->event_record(stage->state->done, call->stream));
+  bool waited = stage->aware && stage->front + stage->room == 0; /* for MPI, and nothing was staged */
+  if (!waited) TRY(call, call->memory->event_record(stage->state->done, call->stream));
   return NULL;
 }
 

@@ -290,24 +290,34 @@ static void *release_stream(void *unused) {
 }
 
 /* A communicator is freed while a call on it waits for its turn on the stream: that is waited for. */
-static void freed_before_its_turn(void) {
+static void freed_during(const char *operation, const char *function, struct array in, int64_t dest, int64_t tag) {
   struct communicator *comm;
   CHECK_EQUAL(abi->communicator(fake->comm_new(0, 2), NULL, &comm), 0);
-  on(TRANSPORT_CALLBACK, false);
   struct frame frame;
   pthread_t thread;
-  void *data = driver->allocate(8);
-  frame_make(&frame, "send", ARRAY(F64, data, 1), NONE, (const int64_t[]){registered(comm), 1, 3});
+  frame_make(&frame, operation, in, NONE, (const int64_t[]){registered(comm), dest, tag});
+  fake->reset();
   driver->block(xla_stream, true);
-  SUCCEEDS(frame_call_in(space, &frame, "send")); /* returns although nothing can be done yet */
-  CHECK_EQUAL(times_called("MPI_Send"), 0);
+  SUCCEEDS(frame_call_in(space, &frame, operation)); /* returns although nothing can be done yet */
+  CHECK_EQUAL(times_called(function), 0);
   pthread_create(&thread, NULL, release_stream, NULL);
   fake->comm_free(comm->handle);
-  CHECK_EQUAL(times_called("MPI_Send"), 1);
+  CHECK_EQUAL(times_called(function), 1);
   pthread_join(thread, NULL);
   driver->synchronize(xla_stream);
-  driver->release(data);
   CHECK(atomic_load(&comm->freed));
+}
+
+static void freed_before_its_turn(void) {
+  static const enum transport leaving[] = {TRANSPORT_CALLBACK, TRANSPORT_THREAD};
+  FOR_EACH(const enum transport *, transport, leaving) {
+    context("transport %s", transport_names[*transport]);
+    on(*transport, false);
+    void *data = driver->allocate(8);
+    freed_during("send", "MPI_Send", ARRAY(F64, data, 1), 1, 3);
+    freed_during("barrier", "MPI_Barrier", NONE, 0, 0); /* without buffers */
+    driver->release(data);
+  }
   finish();
 }
 
