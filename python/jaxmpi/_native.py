@@ -50,12 +50,6 @@ class Operation:
         repeated = [role for role in named for _ in range(each if role in lists else 1)]
         return ["host" if role.startswith("host") else "mpi" for role in repeated]
 
-    @property
-    def operands(self) -> int | None:
-        """The number of operands; None if there may be any number."""
-        read = [role for _, role in self.buffers if "read" in role]
-        return None if any(role.endswith("_each") for role in read) else len(read)
-
 
 @dataclass(frozen=True)
 class Library:

@@ -195,16 +195,16 @@ def make_lowering(row: Row, target: str = "jaxmpi_{}"):
             )
         part, roles = row.part(params), row.roles(len(operands))
         passed = [i for i, role in enumerate(roles) if role == "host" or (role == "mpi" and part.operands)]
-        filled = [
-            i
-            for i, role in enumerate(core.roles(True, len(ctx.avals_out)))
-            if i < len(ctx.avals_out) and (role == "host" or part.results)
-        ]
-        in_place = part.in_place and params[IN_PLACE]
+        written = core.roles(True, len(ctx.avals_out))
+        filled = [i for i, role in enumerate(written) if role == "host" or part.results]
+        aliases = None
+        if part.in_place and params[IN_PLACE]:
+            shared = [i for i in filled if i in passed and roles[i] == written[i] == "mpi"]
+            aliases = {passed.index(i): filled.index(i) for i in shared}
         rule = _jax.ffi_lowering(
             target.format(row.name),
             has_side_effect=True,
-            operand_output_aliases={passed.index(i): filled.index(i) for i in filled} if in_place else None,
+            operand_output_aliases=aliases,
         )
         dtype = ctx.avals_in[0].dtype if ctx.avals_in else None
         attributes = {name: _attribute(name, kind, params, dtype) for name, kind in core.attributes}
