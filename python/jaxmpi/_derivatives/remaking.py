@@ -76,7 +76,32 @@ def with_carry(equation: Any, which: int) -> list[Any]:
     known = dict(zip(jaxpr.invars, equation.invars, strict=True))
     known.update(zip(jaxpr.outvars[1:], equation.outvars, strict=True))
     rename = lambda xs: [x if isinstance(x, Literal) else known.get(x, x) for x in xs]  # noqa: E731
-    return [e.replace(invars=rename(e.invars), outvars=rename(e.outvars)) for e in jaxpr.eqns]
+    made = [e.replace(invars=rename(e.invars), outvars=rename(e.outvars)) for e in jaxpr.eqns]
+    return [_as_linear_as(e, equation) if e.primitive is primitives.scan_p else e for e in made]
+
+
+def _as_linear_as(made: Any, equation: Any) -> Any:
+    """A scan made again, with one more carried value, that says of its operands what `equation` says: which of them
+    are linear, and with known constants before linear ones. JAX up to 0.9 transposes no other."""
+    if "linear" not in made.params:
+        return made
+    params = made.params
+    count, _ = _jaxprs.parts_of_scan(params)
+    before, _ = _jaxprs.parts_of_scan(equation.params)
+    linear = equation.params["linear"]
+    said = {x: linear[i] for i, x in enumerate(equation.invars[:before]) if not isinstance(x, Literal)}
+    of_constants = [not isinstance(x, Literal) and said.get(x, False) for x in made.invars[:count]]
+    order = sorted(range(count), key=lambda i: of_constants[i])
+    inner = params["jaxpr"].jaxpr
+    changed = {
+        "jaxpr": params["jaxpr"].replace(jaxpr=inner.replace(invars=_in_order(inner.invars, order))),
+        "linear": (*(of_constants[i] for i in order), True, *linear[before:]),
+    }
+    return made.replace(invars=_in_order(made.invars, order), params={**params, **changed})
+
+
+def _in_order(values: Sequence[Any], order: Sequence[int]) -> list[Any]:
+    return [*(values[i] for i in order), *values[len(order) :]]
 
 
 def with_output(jaxpr: Any, which: int) -> Any:
