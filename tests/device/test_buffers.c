@@ -3,16 +3,11 @@
  *
  * FAKE_DRIVER names the library of the fake driver.
  */
-#include <dlfcn.h>
 #include <stdlib.h>
 
 #include "core/call.h"
 #include "devices/transport.h"
-#include "fake_driver.h"
-#include "harness.h"
-
-static struct fake_driver *driver;
-static const struct memory *device;
+#include "simulated.h"
 
 enum { MOST = 24, FACTOR = 7, CHUNK = 4096 };
 
@@ -90,15 +85,7 @@ static const struct way {
 static ffi_error *call_on(const struct way *way, struct set *set, const char *operation, const int64_t attributes[]) {
   runtime.transport = way->transport;
   runtime.aware = false;
-  return call_in(way->on_host ? &memory_host : device, set, operation, attributes);
-}
-
-static void finish(void) {
-  transport_finish();
-  CHECK_EQUAL(driver->live_pinned + driver->live_events + driver->live_streams + driver->live_device, 0);
-  if (!CHECK_EQUAL(driver->violations, 0)) printf("%s\n", driver->violation);
-  CHECK(failure_take() == NULL);
-  driver->reset();
+  return call_in(way->on_host ? &memory_host : space, set, operation, attributes);
 }
 
 /* What the fake library makes of a sum: each byte with the number of ranks added. */
@@ -233,7 +220,7 @@ static void the_host_reads_its_own(void) {
     add(&set, F32, 9, true);
     add(&set, F32, 9, true);
     add(&set, S32, 1, true);
-    ffi_error *error = call_in(device, &set, "sums", (const int64_t[]){registered(comm), reduction("SUM")});
+    ffi_error *error = call_in(space, &set, "sums", (const int64_t[]){registered(comm), reduction("SUM")});
     if (*factor < 0) {
       FAILS(error, FFI_INVALID_ARGUMENT, "jaxmpi.sums", "the factor is -1");
       CHECK_EQUAL(communications(), 0);
@@ -290,7 +277,7 @@ static void failures_of_the_driver(void) {
   FOR_EACH(const struct way *, way, ways)
   for (int f = 0; f < 5 && !way->on_host; f++)
     for (int nth = 1; nth < 9; nth++) {
-      const char *function = device == &memory_cuda ? cuda[f] : hip[f];
+      const char *function = space == &memory_cuda ? cuda[f] : hip[f];
       struct communicator *comm = world(0, 2);
       struct set set = {0};
       context("%s, call %d of %s", way->name, nth, function);
@@ -342,17 +329,4 @@ static const struct test tests[] = {
     TEST(wrong_numbers),
 };
 
-int main(int argc, char **argv) {
-  const char *path = getenv("FAKE_DRIVER");
-  void *library = path != NULL ? dlopen(path, RTLD_NOW | RTLD_GLOBAL) : NULL;
-  struct fake_driver *(*get)(void) = NULL;
-  void *symbol = library != NULL ? dlsym(library, "fake_driver") : NULL;
-  memcpy(&get, &symbol, sizeof get);
-  if (get == NULL) return printf("cannot open the driver %s\n", path != NULL ? path : "FAKE_DRIVER"), 1;
-  driver = get();
-  device = dlsym(library, "cuInit") != NULL ? &memory_cuda : &memory_rocm;
-  if (memory_open(device) != NULL) return printf("%s\n", memory_open(device)), 1;
-  xla_stream = driver->stream();
-  importer = true;
-  return run_tests(argc, argv, tests, sizeof tests / sizeof *tests);
-}
+int main(int argc, char **argv) { return run_device_tests(argc, argv, tests, sizeof tests / sizeof *tests); }

@@ -10,11 +10,7 @@
 #include "devices/transport.h"
 #include "core/call.h"
 #include "core/compare.h"
-#include "fake_driver.h"
-#include "harness.h"
-
-static struct fake_driver *driver;
-static const struct memory *space;
+#include "simulated.h"
 
 enum { ROOM = 1 << 16, STATUS_ROOM = 64 };
 
@@ -66,19 +62,7 @@ static ffi_error *device_call(const struct operands *o, const void *source, void
   return error;
 }
 
-/* --- what must hold after each test --- */
-
-static void finish(void) {
-  transport_finish();
-  CHECK_EQUAL(driver->live_pinned, 0);
-  CHECK_EQUAL(driver->live_events, 0);
-  CHECK_EQUAL(driver->live_streams, 0);
-  CHECK_EQUAL(driver->live_device, 0);
-  CHECK_EQUAL(driver->depth(), 0);
-  if (!CHECK_EQUAL(driver->violations, 0)) printf("%s\n", driver->violation);
-  CHECK(failure_take() == NULL);
-  driver->reset();
-}
+/* --- transports --- */
 
 static void on(enum transport transport, bool aware) {
   reduction("SUM"); /* made by one thread */
@@ -944,17 +928,4 @@ static const struct test tests[] = {
     TEST(what_is_alike_is_compared_once),
 };
 
-int main(int argc, char **argv) {
-  const char *path = getenv("FAKE_DRIVER");
-  void *library = path != NULL ? dlopen(path, RTLD_NOW | RTLD_GLOBAL) : NULL;
-  struct fake_driver *(*get)(void) = NULL;
-  void *symbol = library != NULL ? dlsym(library, "fake_driver") : NULL;
-  memcpy(&get, &symbol, sizeof get);
-  if (get == NULL) return printf("cannot open the driver %s\n", path != NULL ? path : "FAKE_DRIVER"), 1;
-  driver = get();
-  space = dlsym(library, "cuInit") != NULL ? &memory_cuda : &memory_rocm;
-  if (memory_open(space) != NULL) return printf("%s\n", memory_open(space)), 1;
-  xla_stream = driver->stream();
-  importer = true;
-  return run_tests(argc, argv, tests, sizeof tests / sizeof *tests);
-}
+int main(int argc, char **argv) { return run_device_tests(argc, argv, tests, sizeof tests / sizeof *tests); }
