@@ -11,8 +11,9 @@
 /* Names for the values of `derivative`, in the order of _DERIVATIVES in python/jaxmpi/_primitive.py. */
 static const char *const kinds[] = {"a value", "a tangent", "a cotangent", "a value in a further derivative"};
 
-/* Elements and type of this rank's share: of the buffers, read or written, that have the same size on all ranks. */
-static int64_t share_of(const struct call *call, const struct datatype **type) {
+/* Sets the elements and the type of this rank's share: of the buffers, read or written, that have the same size on all
+ * ranks. */
+static void find_share(struct call *call) {
   int64_t counts[2] = {0, 0};
   const struct datatype *types[2] = {NULL, NULL};
   for (int i = 0; i < call->buffer_count; i++) {
@@ -23,8 +24,8 @@ static int64_t share_of(const struct call *call, const struct datatype **type) {
     if (types[written] == NULL) types[written] = buffer->type;
   }
   bool written = call->operation->divisibility == SCATTERS || types[0] == NULL;
-  *type = types[written];
-  return counts[written];
+  call->share_type = types[written];
+  call->share = counts[written];
 }
 
 /* Index of the attribute `derivative`, which every collective has; -1: not a collective. */
@@ -35,15 +36,13 @@ static int derivative_of(const struct operation *operation) {
 }
 
 void compare_decide(struct call *call) {
-  const struct datatype *type;
   call->compared = call->comm->size > 1 && derivative_of(call->operation) >= 0;
-  call->share = share_of(call, &type);
+  find_share(call);
 }
 
 static struct record record_of(struct call *call) {
   const struct operation *operation = call->operation;
-  const struct datatype *type;
-  share_of(call, &type);
+  const struct datatype *type = call->share_type;
   struct record record = {.call = (int64_t)atomic_fetch_add(&call->comm->compared, 1) + 1,
                           .operation = operation->row,
                           .derivative = call->attributes[derivative_of(operation)],

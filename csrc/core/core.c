@@ -42,28 +42,36 @@ const struct datatype *datatype_find(int code) {
 #undef OPERATION
 #undef A
 
-#define B(role, name)    +1
-#define EACH(role, name) +1
+/* Of each role four bits: the number of buffers, and above it whether there is a list. */
+#define B(role, name)    +(1 << 4 * (role))
+#define EACH(role, name) +(8 << 4 * (role))
 enum {
-#define OPERATION(name, divisibility, buffers, attributes) BUFFERS_##name = 0 buffers,
+#define OPERATION(name, divisibility, buffers, attributes) ROLES_##name = 0 buffers,
 #include "core/ops.def"
 #undef OPERATION
 };
 #undef B
 #undef EACH
+#define FIXED(roles, role) ((roles) >> 4 * (role) & 7)
+#define LIST(roles, role)  (((roles) >> 4 * (role) & 8) != 0)
+#define ROLE(roles, role)  {FIXED(roles, role), LIST(roles, role)}
+#define COUNT(roles, role) (FIXED(roles, role) + LIST(roles, role))
 
 #define A(kind, name)    {#name, kind},
 #define B(role, name)    {#name, role, false},
 #define EACH(role, name) {#name, role, true},
 const struct operation operation_table[] = {
-#define OPERATION(name, divisibility, buffers, attributes)            \
-  {#name,                                                             \
-   ROW_##name,                                                        \
-   divisibility,                                                      \
-   BUFFERS_##name,                                                    \
-   (int)(sizeof(struct name##_attributes) / sizeof(int64_t)),         \
-   (int)(offsetof(struct name##_attributes, comm) / sizeof(int64_t)), \
-   {buffers},                                                         \
+#define OPERATION(name, divisibility, buffers, attributes)                                   \
+  {#name,                                                                                    \
+   ROW_##name,                                                                               \
+   divisibility,                                                                             \
+   COUNT(ROLES_##name, READ) + COUNT(ROLES_##name, WRITE) + COUNT(ROLES_##name, HOST_READ) + \
+       COUNT(ROLES_##name, HOST_WRITE),                                                      \
+   (int)(sizeof(struct name##_attributes) / sizeof(int64_t)),                                \
+   (int)(offsetof(struct name##_attributes, comm) / sizeof(int64_t)),                        \
+   {ROLE(ROLES_##name, READ), ROLE(ROLES_##name, WRITE), ROLE(ROLES_##name, HOST_READ),      \
+    ROLE(ROLES_##name, HOST_WRITE)},                                                         \
+   {buffers},                                                                                \
    {attributes}},
 #include "core/ops.def"
 #undef OPERATION
@@ -71,6 +79,10 @@ const struct operation operation_table[] = {
 #undef A
 #undef B
 #undef EACH
+#undef FIXED
+#undef LIST
+#undef ROLE
+#undef COUNT
 
 /* --- the registry --- */
 

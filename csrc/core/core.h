@@ -147,6 +147,10 @@ struct operation {
   int buffer_count, attribute_count;
   int comm; /* index of this attribute */
   struct {
+    short fixed; /* buffers of this role, without EACH */
+    bool list;   /* whether there is an EACH of this role */
+  } roles[4];
+  struct {
     const char *name;
     enum role role;
     bool each; /* any number of buffers, one after the other */
@@ -200,7 +204,8 @@ struct call {
   void *stream;                /* XLA's; NULL for the host */
   const char *function;        /* MPI function, for errors and the trace */
   struct division division;
-  int64_t share;        /* if compared: elements of this rank's share, over all chunks */
+  int64_t share; /* if compared: elements of this rank's share, over all chunks, and their type */
+  const struct datatype *share_type;
   enum reducer reducer; /* REDUCER_MPI if the operation is not a reduction */
   bool compared;        /* with the calls of other ranks, before anything is sent: compare.h */
   bool traced;

@@ -71,33 +71,26 @@ static ffi_error *decode_buffer(const struct call *call, const ffi_buffer *given
 struct direction {
   ffi_buffer *const *next;
   int64_t given;
-  int of_mpi, of_host; /* in ops.def, without EACH */
-  bool list;
+  int fixed;         /* in ops.def, without EACH */
+  bool list;         /* whether there is an EACH */
   bool without_mpis; /* this rank passes no buffer for MPI */
 };
 
 static struct direction direction_of(const struct operation *operation, const ffi_buffers *list, bool written) {
-  struct direction d = {.next = (ffi_buffer *const *)list->buffers, .given = list->size};
-  bool hosts_list = false;
+  enum role mpi = written ? WRITE : READ, host = written ? HOST_WRITE : HOST_READ;
+  struct direction d = {.next = (ffi_buffer *const *)list->buffers,
+                        .given = list->size,
+                        .fixed = operation->roles[mpi].fixed + operation->roles[host].fixed,
+                        .list = operation->roles[mpi].list || operation->roles[host].list};
   if (d.given > 0 && d.next[d.given - 1]->dtype == FFI_DTYPE_TOKEN) d.given--;
-  for (int i = 0; i < operation->buffer_count; i++) {
-    enum role role = operation->buffers[i].role;
-    if (role_is_written(role) != written) continue;
-    if (operation->buffers[i].each)
-      d.list = true, hosts_list = role_is_of_host(role);
-    else if (role_is_of_host(role))
-      d.of_host++;
-    else
-      d.of_mpi++;
-  }
-  d.without_mpis = d.given == d.of_host && !hosts_list;
+  d.without_mpis = d.given == operation->roles[host].fixed && !operation->roles[host].list;
   return d;
 }
 
 /* How many buffers a frame has for entry `i` of the operation's buffers. */
 static int64_t passed_for(const struct operation *operation, int i, const struct direction *d) {
   if (d->without_mpis && !role_is_of_host(operation->buffers[i].role)) return 0;
-  return operation->buffers[i].each ? d->given - d->of_mpi - d->of_host : 1;
+  return operation->buffers[i].each ? d->given - d->fixed : 1;
 }
 
 /* Decodes the buffers, in the order of ops.def. */
@@ -107,10 +100,9 @@ static ffi_error *decode_buffers(struct call *call) {
                                    direction_of(operation, &call->frame->results, true)};
   for (int k = 0; k < 2; k++) {
     const struct direction *d = &directions[k];
-    int64_t wanted = d->of_mpi + d->of_host;
-    if (!d->without_mpis && (d->list ? d->given < wanted : d->given != wanted))
-      return call_fail(call, FFI_INTERNAL, "%" PRId64 " %s where the core expects %" PRId64 ": reinstall jaxmpi",
-                       d->given, k == 0 ? "operands" : "results", wanted);
+    if (!d->without_mpis && (d->list ? d->given < d->fixed : d->given != d->fixed))
+      return call_fail(call, FFI_INTERNAL, "%" PRId64 " %s where the core expects %d: reinstall jaxmpi", d->given,
+                       k == 0 ? "operands" : "results", d->fixed);
   }
   if (directions[0].given + directions[1].given + operation->buffer_count > MAX_BUFFERS)
     return call_fail(call, FFI_UNIMPLEMENTED,

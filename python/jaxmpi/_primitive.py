@@ -28,7 +28,6 @@ from jaxmpi._native import DATATYPES, DEVICES, OPERATIONS
 from jaxmpi._order import EFFECT, IN_PLACE, eager
 
 Params = dict[str, Any]
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ def bind(name: str, params: Params, *operands: Any) -> Any:
     if defaults := _DEFAULTS[name]:
         params = defaults | params
     if _jax.trace_state_clean():
-        results = _run(eager_program(primitive, tuple(params), *params.values()), operands)
+        results = _call(primitive, params, operands)
     else:
         if params.get(DERIVATIVE) == TANGENT and operands:  # a value that a JVP rule communicates, too
             operands = (link(operands[0], [], jax.typeof(operands[0]), always=True), *operands[1:])
@@ -111,7 +110,9 @@ def bind(name: str, params: Params, *operands: Any) -> Any:
     return results if len(results) > 1 else results[0] if results else None
 
 
-def _run(program: Callable[..., Any], operands: Sequence[Any]) -> Any:
+def _call(primitive: _jax.Primitive, params: Params, operands: Sequence[Any]) -> Any:
+    """Calls the compiled program of an operation, also with `jax.disable_jit`."""
+    program = eager_program(primitive, tuple(params), *params.values())
     if not _jax.jit_disabled.value:
         return program(*operands)
     with jax.disable_jit(False):
@@ -141,7 +142,7 @@ def make_primitive(row: Row) -> _jax.Primitive:
         return [_jax.ShapedArray(tuple(x.shape), x.dtype) for x in row.results(avals, params)], {EFFECT}
 
     def implementation(*args, **params):
-        return _run(eager_program(primitive, tuple(params), *params.values()), args)
+        return _call(primitive, params, args)
 
     _jax.define_primitive(primitive, abstract_eval, True, implementation)
     if row.silent:
@@ -257,9 +258,8 @@ def _make_batching(row: Row, primitive: _jax.Primitive):
     return batch
 
 
-def _linear_in(row: Row, operands: Sequence[Any]) -> list[int]:
+def _linear_in(roles: Sequence[str], operands: Sequence[Any]) -> list[int]:
     """The indices of the operands that have tangents: those that MPI reads, or if there are none the templates."""
-    roles = row.roles(len(operands))
     role = "mpi" if "mpi" in roles else "template"
     return [i for i in _jax.inexact_among(operands) if roles[i] == role]
 
@@ -270,7 +270,7 @@ def _make_jvp(row: Row, primitive: _jax.Primitive):
         roles = row.roles(len(primals))
         inexact = [_jax.inexact(x) for x, role in zip(primals, roles, strict=True) if role != "host"]
         half = row.tangent_of_half is not None and any(inexact) and not all(inexact)
-        linear = [] if half else _linear_in(row, primals)
+        linear = [] if half else _linear_in(roles, primals)
         if linear and (why_not := row.refuse(params)):
             raise NotImplementedError(f"{row.name} cannot be differentiated: {why_not}")
         if DERIVATIVE in params:
