@@ -23,7 +23,7 @@ from jaxmpi._derivatives import communication
 from jaxmpi._derivatives.communication import DERIVATIVE, ZERO, Params, communicates, during, is_ours, refusal
 from jaxmpi._derivatives.link import link_primitive
 from jaxmpi._derivatives.remaking import depending, scan_with_carry, with_parameter, with_parameter_of_call
-from jaxmpi._derivatives.rules import derivative_communicates
+from jaxmpi._derivatives.rules import derivative_communicates, rules_communicate
 from jaxmpi._derivatives.traces import has_tangent, in_opened, link_operands, link_value, seeds_of, tangents_of
 from jaxmpi._order import EFFECT
 
@@ -135,10 +135,10 @@ def _open_object(own, trace, primitive, tracers, params):
 
 
 def bind_checkpoint(own: Callable[..., Any], traced: Any, *args: Any) -> Any:
-    """If the newer kind of checkpoint communicates, binds the older kind instead, which carries effects."""
-    if EFFECT not in traced.jaxpr.effects:
-        return own(traced, *args)
+    """If the newer kind of checkpoint or its derivative communicates, binds the older kind, which carries effects."""
     jaxpr = getattr(traced.jaxpr, "jaxpr", traced.jaxpr)
+    if EFFECT not in jaxpr.effects and not rules_communicate(core.trace_ctx.trace, jaxpr):
+        return own(traced, *args)
     cse = getattr(traced, "prevent_cse", True)
     return ad_checkpoint.remat_p.bind(*args, jaxpr=jaxpr, prevent_cse=cse, differentiated=False, policy=traced.policy)
 
@@ -175,7 +175,7 @@ def differentiate(own: Callable[..., Any], trace: Any, primitive: Any, tracers: 
     if primitive is link_primitive and params["always"]:
         return _differentiate_link(own, trace, primitive, tracers, params)
     if primitive in _OPENED:
-        if not communicates(params) and (has_tangent(trace, tracers) or not derivative_communicates(trace, params)):
+        if not communicates(params) and (has_tangent(trace, tracers) or not derivative_communicates(trace.parent_trace, params)):
             return own(trace, primitive, tracers, params)
         communication.check()
         return _OPENED[primitive](functools.partial(_open, own), trace, primitive, tracers, params)

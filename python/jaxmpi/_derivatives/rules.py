@@ -166,17 +166,20 @@ _LOOKS_AT_VALUES = (
 )
 
 
-def derivative_communicates(trace: Any, params: Params) -> bool:
-    """Whether a computation inside, which does not communicate, calls a function with a derivative rule that does."""
-    return any(_rules_communicate(trace, inner) for inner in _jaxprs.inner_jaxprs(params))
+def derivative_communicates(around: Any, params: Params) -> bool:
+    """Whether a computation inside, which does not communicate, calls a function with a derivative rule that does.
+
+    `around`: the trace outside the one that differentiates, or any other that may be used to trace the rule.
+    """
+    return any(rules_communicate(around, inner) for inner in _jaxprs.inner_jaxprs(params))
 
 
-def _rules_communicate(trace: Any, jaxpr: Any) -> bool:
+def rules_communicate(around: Any, jaxpr: Any) -> bool:
     if (known := _jaxprs_with_rules.get(jaxpr)) is None:
         known = _jaxprs_with_rules[jaxpr] = any(
-            _rule_of_equation_communicates(trace, jaxpr, equation)
+            _rule_of_equation_communicates(around, jaxpr, equation)
             if equation.primitive in (primitives.custom_jvp_call_p, primitives.custom_vjp_call_p)
-            else derivative_communicates(trace, equation.params)
+            else derivative_communicates(around, equation.params)
             for equation in jaxpr.eqns
         )
     return known
@@ -185,7 +188,7 @@ def _rules_communicate(trace: Any, jaxpr: Any) -> bool:
 _jaxprs_with_rules: "weakref.WeakKeyDictionary[Any, bool]" = weakref.WeakKeyDictionary()
 
 
-def _rule_of_equation_communicates(trace: Any, jaxpr: Any, equation: Any) -> bool:
+def _rule_of_equation_communicates(around: Any, jaxpr: Any, equation: Any) -> bool:
     alone = _jaxprs.alone(jaxpr, equation)
     which = _jax.inexact_among(x.aval for x in alone.invars)
 
@@ -204,7 +207,7 @@ def _rule_of_equation_communicates(trace: Any, jaxpr: Any, equation: Any) -> boo
 
     if not which:
         return False
-    with core.set_current_trace(trace.parent_trace):
+    with core.set_current_trace(around):
         try:
             return EFFECT in jax.make_jaxpr(differentiated)(*(x.aval for x in alone.invars)).effects
         except Exception:  # raised again where the function is called
