@@ -175,7 +175,9 @@ def differentiate(own: Callable[..., Any], trace: Any, primitive: Any, tracers: 
     if primitive is link_primitive and params["always"]:
         return _differentiate_link(own, trace, primitive, tracers, params)
     if primitive in _OPENED:
-        if not communicates(params) and (has_tangent(trace, tracers) or not derivative_communicates(trace.parent_trace, params)):
+        if not communicates(params) and (
+            has_tangent(trace, tracers) or not derivative_communicates(trace.parent_trace, params)
+        ):
             return own(trace, primitive, tracers, params)
         communication.check()
         return _OPENED[primitive](functools.partial(_open, own), trace, primitive, tracers, params)
