@@ -11,9 +11,7 @@ processes, but for rounding.
 
 A normal run shows a progress bar, writes `shallow-water.png` (if asked, `shallow-water.gif` too) and prints
 where they are. A benchmark prints one line, `Solution took 12.34 s`, compilation left out.
-Where there are as many processes as cores, one XLA thread each is fastest:
-
-    XLA_FLAGS="--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+Where there are as many processes as cores, one XLA thread each is fastest: `PJRT_NPROC=1`.
 
 The equations, with layer thickness h, velocity (u, v), potential vorticity q and Bernoulli potential B:
 

@@ -177,18 +177,21 @@ def test_launcher_settings(script):
     done = launch(2, script("import os; print(os.environ['OMP_NUM_THREADS'], os.environ['PJRT_NPROC'])"))
     threads = max(1, run.physical_cores() // 2)
     assert done.stdout.count(f"{threads} {threads}") == 2
+    flags = "os.environ.get('XLA_FLAGS', '') + ' --xla_force_host_platform_device_count=3'"
+    adds = script("")
+    adds.write_text(f"import os\nos.environ['XLA_FLAGS'] = {flags}\nimport jax\nprint(jax.local_device_count(), 'of 3')")
+        f"import os\nos.environ['XLA_FLAGS'] = {flags}\nimport jax\nprint(jax.local_device_count(), 'of 3')\n"
+    )
+    assert launch(2, adds).stdout.count("3 of 3") == 2, "XLA does not read the flags that a program adds"
     first = script("")
     first.write_text("import sys\nassert 'jax' not in sys.modules and 'mpi4py' not in sys.modules\n")
     launch(1, first)
 
 
 def test_shares():
-    one = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
-    assert run.settings(1, {})["XLA_FLAGS"] == one
-    assert run.settings(1, {"XLA_FLAGS": "--a"})["XLA_FLAGS"] == f"--a {one}"
-    assert "XLA_FLAGS" not in run.settings(1, {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=true"})
-    assert "XLA_FLAGS" not in run.settings(4, {})
+    assert run.settings(0, {})["PJRT_NPROC"] == "1"
     assert run.settings(4, {})["PJRT_NPROC"] == "4"
+    assert "PJRT_NPROC" not in run.settings(4, {"PJRT_NPROC": "7"})
     assert "OMP_NUM_THREADS" not in run.settings(4, {"OMP_NUM_THREADS": "7"})
     assert "OMPI_MCA_mpi_yield_when_idle" in run.settings(0, {})
     assert "OMPI_MCA_mpi_yield_when_idle" not in run.settings(1, {})

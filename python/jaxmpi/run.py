@@ -5,7 +5,7 @@ Runs the mpiexec of this environment's MPI with settings for JAX programs. Each 
 than cores are allowed; they yield while they wait. Root may run it, as in a container. An uncaught exception on one
 rank ends the whole job with its traceback.
 
-Variables that are set already (XLA_FLAGS, OMP_NUM_THREADS, ...) are kept.
+Variables that are set already (PJRT_NPROC, OMP_NUM_THREADS, ...) are kept.
 """
 
 import argparse
@@ -68,12 +68,7 @@ def settings(share: int, present: Mapping[str, str]) -> dict[str, str]:
         wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
     if os.geteuid() == 0:
         wanted.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
-    wanted = {name: value for name, value in wanted.items() if name not in present}
-    flags = present.get("XLA_FLAGS", "")
-    if threads == 1 and "xla_cpu_multi_thread_eigen" not in flags:
-        one = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
-        wanted["XLA_FLAGS"] = f"{flags} {one}".strip()
-    return wanted
+    return {name: value for name, value in wanted.items() if name not in present}
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
