@@ -763,14 +763,18 @@ def test_invariant_of_dtypes_and_shapes(shape, dtype, comm, rank, size):
     """The identity in forward mode, and each transpose's transpose; a transpose divides."""
     dtype = jnp.dtype(dtype)
     x, t, w = (draw(shape, dtype, seed, seed) for seed in range(3))
-    y, tangent = jax.jvp(jaxmpi.invariant, (x,), (t,))
+
+    @jax.jit  # one program for all of it
+    def everything(x, t, w):
+        pull = jax.linear_transpose(jaxmpi.invariant, x)
+        push = jax.linear_transpose(lambda w: pull(w)[0], w)
+        again = jax.linear_transpose(lambda t: push(t)[0], t)
+        return jax.jvp(jaxmpi.invariant, (x,), (t,)), (pull(w)[0], push(t)[0], again(w)[0])
+
+    (y, tangent), transposes = everything(x, t, w)
     np.testing.assert_array_equal(y, x)
     np.testing.assert_array_equal(tangent, t)
-    pull = jax.linear_transpose(jaxmpi.invariant, x)
-    push = jax.linear_transpose(lambda w: pull(w)[0], w)
-    again = jax.linear_transpose(lambda t: push(t)[0], t)
-    for f, argument, expected in ((pull, w, w / size), (push, t, t), (again, w, w / size)):
-        (got,) = f(argument)
+    for got, expected in zip(transposes, (w / size, t, w / size), strict=True):
         assert got.dtype == dtype
         assert got.shape == shape
         close = {"rtol": 4 * float(jnp.finfo(dtype).eps)}

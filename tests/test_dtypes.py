@@ -37,13 +37,29 @@ def dtype_of(name):
 
 
 @pytest.mark.parametrize("dtype", upto(2, ["bool", *INTEGERS, *FLOATS, *COMPLEX, *FLOAT8], but=KINDS))
-@pytest.mark.parametrize("case", [case for case in CASES if case.moves], ids=str)
-def test_moves(case, dtype, comm, rank, size):
-    inputs = case.inputs((7,), dtype_of(dtype), size, 0)
-    result = case.call(jnp.asarray(inputs[rank]), comm, 0)
-    assert result.dtype == dtype_of(dtype)
-    expected = np.ascontiguousarray(case.expected(inputs, rank, 0))
-    np.testing.assert_array_equal(np.asarray(result).view(np.uint8), expected.view(np.uint8))  # NaN is NaN, bit by bit
+def test_moves(dtype, comm):
+    """All operations in one program, as most of the time goes into compiling."""
+    check_moves(dtype, jax.jit, comm)
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+def test_moves_eagerly(dtype, comm):
+    check_moves(dtype, lambda f: f, comm)
+
+
+def check_moves(dtype, way, comm):
+    rank, size = comm.rank, comm.size
+    cases = [case for case in CASES if case.moves]
+    inputs = [case.inputs((7,), dtype_of(dtype), size, 0) for case in cases]
+
+    def call(arrays):
+        return [case.call(array, comm, 0) for case, array in zip(cases, arrays, strict=True)]
+
+    results = way(call)([jnp.asarray(arrays[rank]) for arrays in inputs])
+    for case, arrays, result in zip(cases, inputs, results, strict=True):
+        assert result.dtype == dtype_of(dtype), case
+        expected = np.ascontiguousarray(case.expected(arrays, rank, 0))  # NaN is NaN, bit by bit
+        np.testing.assert_array_equal(np.asarray(result).view(np.uint8), expected.view(np.uint8), err_msg=str(case))
 
 
 POSSIBLE = (
@@ -69,12 +85,16 @@ def test_reduces(dtype, op, comm, rank, size):
             prefix = expected
     x = jnp.asarray(inputs[rank])
     mpi_op = getattr(MPI, op)
-    result = notoken.allreduce(x, mpi_op)
-    assert result.dtype == x.dtype
-    np.testing.assert_array_equal(np.asarray(result), expected)
-    np.testing.assert_array_equal(np.asarray(notoken.scan(x, mpi_op)), prefix)
-    reduced = notoken.reduce(x, mpi_op, size - 1)
-    np.testing.assert_array_equal(np.asarray(reduced), expected if rank == size - 1 else inputs[rank])
+
+    @jax.jit  # one program for all three
+    def reductions(x):
+        return notoken.allreduce(x, mpi_op), notoken.scan(x, mpi_op), notoken.reduce(x, mpi_op, size - 1)
+
+    total, scanned, reduced = map(np.asarray, reductions(x))
+    assert total.dtype == scanned.dtype == reduced.dtype == x.dtype
+    np.testing.assert_array_equal(total, expected, err_msg="allreduce")
+    np.testing.assert_array_equal(scanned, prefix, err_msg="scan")
+    np.testing.assert_array_equal(reduced, expected if rank == size - 1 else inputs[rank], err_msg="reduce")
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
