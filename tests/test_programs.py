@@ -179,9 +179,7 @@ def test_launcher_settings(script):
     assert done.stdout.count(f"{threads} {threads}") == 2
     flags = "os.environ.get('XLA_FLAGS', '') + ' --xla_force_host_platform_device_count=3'"
     adds = script("")
-    adds.write_text(f"import os\nos.environ['XLA_FLAGS'] = {flags}\nimport jax\nprint(jax.local_device_count(), 'of 3')")
-        f"import os\nos.environ['XLA_FLAGS'] = {flags}\nimport jax\nprint(jax.local_device_count(), 'of 3')\n"
-    )
+    adds.write_text(f"import os\nos.environ['XLA_FLAGS'] = {flags}\nimport jax\nprint(jax.device_count(), 'of 3')\n")
     assert launch(2, adds).stdout.count("3 of 3") == 2, "XLA does not read the flags that a program adds"
     first = script("")
     first.write_text("import sys\nassert 'jax' not in sys.modules and 'mpi4py' not in sys.modules\n")
