@@ -1,8 +1,13 @@
 """Starts programs on several ranks from a test that itself runs on one."""
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
+import time
+import uuid
+from pathlib import Path
 
 from jaxmpi import run
 
@@ -10,15 +15,65 @@ from jaxmpi import run
 _INHERITED = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDRA_", "MPI_LOCAL", "JAX_ENABLE_X64")
 
 
-def launch(ranks, *program, timeout=120, check=True, plain=False, **environment):
-    """Runs a program through jaxmpi.run, or `plain` by mpiexec; returns the finished process with its output."""
+def launch(ranks, *program, timeout=120, check=True, plain=False, interrupt_at=None, **environment):
+    """Runs a program through jaxmpi.run, or `plain` by mpiexec; returns the finished process with its output.
+
+    `interrupt_at`: Ctrl-C is pressed as soon as the program has printed this.
+
+    A job that is not done in time, or leaves processes behind, is an error; none of them is left running.
+    """
     clean = {name: value for name, value in os.environ.items() if not name.startswith(_INHERITED)}
     clean.update(JAX_PLATFORMS="cpu", **environment)
     command = [sys.executable, "-m", "jaxmpi.run", "-n", str(ranks), *map(str, program)]
     if plain:
         clean.update(run.settings(1, clean))
         command = [run.find_mpiexec(), "-n", str(ranks), sys.executable, *map(str, program)]
-    done = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=timeout, check=False)
+    job = f"JAXMPI_TEST_JOB={uuid.uuid4()}"
+    clean.update([job.split("=")])
+    try:
+        done = _run(command, clean, timeout, interrupt_at)
+    finally:
+        left = _end_what_is_left(job)
+    assert not left, f"{command} has left processes running: {left}"
     if check and done.returncode != 0:
         raise AssertionError(f"{command} ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
     return done
+
+
+def _run(command, environment, timeout, interrupt_at):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, start_new_session=True, **pipes) as process:
+        try:
+            seen = ""
+            if interrupt_at is not None:
+                while interrupt_at not in seen and (line := process.stdout.readline()):
+                    seen += line
+                time.sleep(1)  # until all ranks are where they are to be interrupted
+                process.send_signal(signal.SIGINT)
+            output, errors = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, seen + output, errors)
+
+
+def _end_what_is_left(job):
+    """Ends the processes of a job that are left some seconds after it; returns their command lines."""
+    for _ in range(50):
+        if not (left := _processes(job)):
+            return []
+        time.sleep(0.1)
+    for process in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    return list(left.values())
+
+
+def _processes(job):
+    """The processes with this variable in their environment."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if job.encode() in (process / "environ").read_bytes().split(b"\0"):
+                found[int(process.name)] = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return found

@@ -4,24 +4,33 @@ Without this a rank that raises waits for the others in MPI_Finalize, and they w
 """
 
 import builtins
+import contextlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import io
 import os
 import runpy
+import signal
 import sys
+import threading
 import time
 import traceback
 import types
 import zipfile
+from typing import NoReturn
 
 
 def _own_frames(trace):
-    """The traceback from the program's first frame on."""
+    """The traceback from the program's first frame to its last, without those of this file around it."""
     own = (__file__, runpy.__file__, "<frozen runpy>")
     while trace is not None and trace.tb_frame.f_code.co_filename in own:
         trace = trace.tb_next
+    frame = trace
+    while frame is not None and frame.tb_next is not None:
+        if frame.tb_next.tb_frame.f_code.co_filename == __file__:
+            frame.tb_next = None
+        frame = frame.tb_next
     return trace
 
 
@@ -33,15 +42,113 @@ def _formatted(error: BaseException) -> list[str]:
     return traceback.format_exception(type(error), error, error.__traceback__)
 
 
-def _end(code: int) -> None:
-    """Ends all ranks if MPI is running, else this one."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    time.sleep(0.3)  # launchers may lose output that is written right before an abort
+_process = os.getpid()
+"""The rank's process, which alone may end the job: not one that the program forks."""
+
+_exit = os._exit
+
+
+def _mpi_if_running():
     mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
-        mpi.COMM_WORLD.Abort(code)
-    os._exit(code)
+    return mpi if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() else None
+
+
+def _tell(text: str) -> None:
+    """Writes to stderr at once, since the ranks share it; also if the program has closed or replaced it."""
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except Exception:
+        with contextlib.suppress(OSError):
+            os.write(2, text.encode(errors="replace"))
+
+
+def _end(code: int) -> NoReturn:
+    """Ends all ranks if MPI is running, else this one. Whatever fails on the way does not keep it from ending."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    if os.getpid() == _process:
+        time.sleep(0.3)  # launchers may lose output that is written right before an abort
+        with contextlib.suppress(Exception):
+            if (mpi := _mpi_if_running()) is not None:
+                mpi.COMM_WORLD.Abort(code)
+    _exit(code)
+
+
+def _fail(error: BaseException, where: str = "") -> NoReturn:
+    """Reports an exception that the program has not caught, and ends the job."""
+    name, lines, more = "", [f"{type(error).__name__}\n"], ""
+    with contextlib.suppress(Exception):
+        lines = _formatted(error)
+    with contextlib.suppress(Exception):
+        if (mpi := _mpi_if_running()) is not None and os.getpid() == _process:
+            name = f" on rank {mpi.COMM_WORLD.rank}"
+            more = _untold()
+    if os.getpid() != _process:
+        name = " in a process that a rank has forked"
+    if isinstance(error, ModuleNotFoundError) and error.name in ("mpi4jax", "jpi"):
+        more = f"jaxmpi.run: with jaxmpi in its place: --as {error.name}, before the program\n{more}"
+    _tell(f"jaxmpi.run: uncaught exception{name}{where}:\n{''.join(lines)}{more}")
+    _end(1)
+
+
+def _fail_in_thread(args: threading.ExceptHookArgs) -> None:
+    """A thread that fails ends the job, too: nobody else would, and other ranks may wait for its messages."""
+    if args.exc_type is SystemExit or args.exc_value is None or sys.is_finalizing() or os.getpid() != _process:
+        threading.__excepthook__(args)
+        return
+    _fail(args.exc_value, f" in thread {args.thread.name}" if args.thread is not None else " in a thread")
+
+
+def _exit_at_once(status: int) -> NoReturn:
+    """Replaces os._exit, by which a rank would leave without MPI's knowledge, and others would wait for it."""
+    if os.getpid() == _process:
+        with contextlib.suppress(Exception):
+            if (mpi := _mpi_if_running()) is not None:
+                rank = mpi.COMM_WORLD.rank
+                _tell(f"jaxmpi.run: rank {rank} calls os._exit({status}) without MPI.Finalize(): the job ends\n")
+                _end(_status(status) or 1)
+    _exit(status)
+
+
+def _status(code: object) -> int:
+    """The exit status for what the program passes to `sys.exit`. Of an integer systems keep 8 bits; those of an error
+    are not to be 0."""
+    if code is None or isinstance(code, int):
+        return ((code or 0) & 255) or (1 if code else 0)
+    return 1
+
+
+_GRACE_SECONDS = 1.0
+
+
+class _Interrupts:
+    """Ctrl-C also ends a rank that is in a compiled computation, where Python runs no handlers.
+
+    The signal's number arrives at once at the file descriptor that a thread of ours reads.
+    """
+
+    def __init__(self) -> None:
+        self.seen = False
+        self._reads, writes = os.pipe()
+        os.set_blocking(writes, False)
+        signal.signal(signal.SIGINT, self._handle)
+        signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, name="jaxmpi.run: interrupts", daemon=True).start()
+
+    def _handle(self, number: int, frame: types.FrameType | None) -> None:
+        self.seen = True
+        raise KeyboardInterrupt
+
+    def _watch(self) -> None:
+        while number := os.read(self._reads, 1):
+            if number[0] != signal.SIGINT or signal.getsignal(signal.SIGINT) != self._handle:
+                continue
+            time.sleep(_GRACE_SECONDS)
+            if not self.seen:
+                _tell("jaxmpi.run: interrupted in a compiled computation or another call: the job ends\n")
+                _end(128 + signal.SIGINT)
 
 
 class _StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -122,6 +229,8 @@ def _run(arguments: list[str]) -> None:
 
 def _finish() -> None:
     """Waits for running computations: their errors belong to the program."""
+    if os.getpid() != _process:
+        _end(0)  # not by way of MPI_Finalize, which is the rank's
     native = sys.modules.get("jaxmpi._native")
     if native is not None:
         native.finish()
@@ -138,23 +247,21 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # The ranks share the output: each line is written at once and whole.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else ignored, as in the background of a shell
+        _Interrupts()
+    threading.excepthook = _fail_in_thread
+    os._exit = _exit_at_once
     try:
         _run(sys.argv[1:])
     except SystemExit as stop:
-        if stop.code is None or stop.code == 0:
+        if not _status(stop.code):
             raise
         if not isinstance(stop.code, int):
-            print(stop.code, file=sys.stderr)
-        sys.stderr.write(_untold())
-        _end(stop.code if isinstance(stop.code, int) else 1)
+            _tell(f"{stop.code}\n")
+        _tell(_untold())
+        _end(_status(stop.code))
     except BaseException as error:
-        mpi = sys.modules.get("mpi4py.MPI")
-        rank = f" on rank {mpi.COMM_WORLD.rank}" if mpi is not None and mpi.Is_initialized() else ""
-        text = f"jaxmpi.run: uncaught exception{rank}:\n{''.join(_formatted(error))}"
-        if isinstance(error, ModuleNotFoundError) and error.name in ("mpi4jax", "jpi"):
-            text += f"jaxmpi.run: with jaxmpi in its place: --as {error.name}, before the program\n"
-        sys.stderr.write(text + _untold())  # one write: the ranks share stderr
-        _end(1)
+        _fail(error)
 
 
 if __name__ == "__main__":
