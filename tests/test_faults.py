@@ -118,6 +118,71 @@ def test_forked_process(does, tmp_path):
     assert told in done.stderr
 
 
+WAITING = {
+    "eager": ("add(x)", ""),
+    "eager message": (
+        "notoken.recv(x, 0, tag=7)",
+        "in recv of 3 float32, source 0, tag 7, as rank 1 of 2 on the default",
+    ),
+    "jit": ("jax.block_until_ready(again(x))", "called at {program}:{line} (again)"),
+    "jaxmpi.jit": ("jax.block_until_ready(jaxmpi.jit(again)(x))", "called at {program}:{line} (again)"),
+    "loop": ("jax.block_until_ready(jax.lax.fori_loop(0, 3, lambda i, x: again(x), x))", "called at {program}:{line}"),
+    "derivative": (
+        "def f(x): return (again(x) ** 3).sum()\nhere(f(x))\njax.block_until_ready(jax.jit(jax.grad(f))(x))",
+        "called at {program}:{line} (again)",
+    ),
+    "thread": (
+        "t = threading.Thread(target=lambda: add(x).block_until_ready()); t.start(); t.join()",
+        "Python is at {program}",
+    ),
+    "named communicator": ("notoken.allreduce(x, MPI.SUM, comm=named)", "as rank 1 of 2 on halo"),
+}
+"""What rank 1 does while rank 0 sleeps, and what is to be told of it besides the operation."""
+
+
+@pytest.mark.parametrize("way", WAITING)
+def test_what_waits_is_reported(way, tmp_path):
+    """And ends the job if that is asked for; with plain mpiexec, too."""
+    does, told = WAITING[way]
+    functions = """
+        import jaxmpi
+        named = MPI.COMM_WORLD.Dup()
+        named.Set_name("halo")
+        @jax.jit
+        def again(x):
+            return notoken.allreduce(x, MPI.SUM)  # this line
+        def here(y):
+            y.block_until_ready()
+    """
+    both = "if rank == 0 and 'here(' in sys.argv[1]: again(x).block_until_ready()\nif rank == 0: time.sleep(1000)"
+    program = program_of(tmp_path, BEGIN, textwrap.dedent(functions), both, does)
+    line = 1 + program.read_text().splitlines().index("    return notoken.allreduce(x, MPI.SUM)  # this line")
+    limits = {"JAXMPI_TIMEOUT": "1.5", "JAXMPI_TIMEOUT_ACTION": "abort"}
+    done = launch(2, program, does, check=False, timeout=SECONDS, plain=way == "jit", **limits)
+    assert done.returncode != 0
+    assert "jaxmpi: rank 1 has been waiting for" in done.stderr
+    assert told.format(program=program, line=line) in done.stderr
+    assert "rank 0 has" not in done.stderr
+
+
+def test_what_comes_late_is_told(tmp_path):
+    """A rank that is late ends nothing by default: one report, and another when it has come."""
+    program = program_of(tmp_path, BEGIN, "if rank == 0: time.sleep(3)", "print('sum', add(x)[0])")
+    done = launch(2, program, timeout=SECONDS, JAXMPI_TIMEOUT="1")
+    assert done.stdout.count("sum 2.0") == 2
+    assert done.stderr.count("jaxmpi: rank 1 has been waiting for 1") == 1
+    assert done.stderr.count("jaxmpi: rank 1 is done with operation") == 1
+    assert launch(2, program, timeout=SECONDS, JAXMPI_TIMEOUT="0").stderr == ""
+
+
+@pytest.mark.parametrize("wrong", [{"JAXMPI_TIMEOUT": "soon"}, {"JAXMPI_TIMEOUT": "-1"}, {"JAXMPI_TIMEOUT": "inf"},
+                                   {"JAXMPI_TIMEOUT_ACTION": "stop"}], ids=str)  # fmt: skip
+def test_wrong_settings(wrong, tmp_path):
+    done = launch(1, program_of(tmp_path, "import jaxmpi"), check=False, timeout=SECONDS, **wrong)
+    assert done.returncode != 0
+    assert "ValueError: jaxmpi: {}={}: ".format(*next(iter(wrong.items()))) in done.stderr
+
+
 INTERRUPTED = {
     "Python": "while True: time.sleep(0.01)",
     "a compiled loop": "jax.block_until_ready(halved_for_ever(x))",

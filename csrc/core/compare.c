@@ -8,8 +8,11 @@
 #include "core/failure.h"
 #include "core/trace.h"
 
-/* Names for the values of `derivative`, in the order of _DERIVATIVES in python/jaxmpi/_primitive.py. */
-static const char *const kinds[] = {"a value", "a tangent", "a cotangent", "a value in a further derivative"};
+const char *derivative_name(int64_t derivative) {
+  /* In the order of _DERIVATIVES in python/jaxmpi/_primitive.py. */
+  static const char *const names[] = {"a value", "a tangent", "a cotangent", "a value in a further derivative"};
+  return derivative >= 0 && derivative < (int64_t)(sizeof names / sizeof *names) ? names[derivative] : NULL;
+}
 
 /* Sets the elements and the type of this rank's share: of the buffers, read or written, that have the same size on all
  * ranks. */
@@ -75,8 +78,7 @@ static void describe(const struct record *record, char *text, size_t size) {
   if (record->root >= 0)
     ADD(" %s root %" PRId64, row->divisibility == GATHERS || record->reduction != 0 ? "to" : "from", record->root);
   if (type != NULL) ADD(" of %" PRId64 " %s", record->count, type->name);
-  if (type != NULL && record->derivative >= 0 && record->derivative < (int64_t)(sizeof kinds / sizeof *kinds))
-    ADD(" (%s)", kinds[record->derivative]);
+  if (type != NULL && derivative_name(record->derivative) != NULL) ADD(" (%s)", derivative_name(record->derivative));
 #undef ADD
 }
 

@@ -54,6 +54,7 @@ struct communicator {
   int rank;
   int size;
   int64_t chunk; /* bytes of a chunk: longer operations are divided if they can be; 0: never. The same on all ranks */
+  const char *_Atomic name; /* for reports; NULL: none */
   atomic_bool freed;
   atomic_uint_least64_t compared; /* collectives compared so far, with JAXMPI_CHECK: compare.h */
 };
@@ -93,10 +94,11 @@ struct runtime {
   const struct abi *abi;           /* the copy for the loaded library; NULL before loading */
   intptr_t datatypes[DTYPE_CODES]; /* MPI handle by XLA's code; valid where `known` */
   bool known[DTYPE_CODES];
-  int64_t max_count;         /* elements that one MPI call may be given; INT_MAX except in tests */
-  struct communicator *self; /* COMM_SELF: freed as MPI_Finalize begins; NULL before configuration */
-  int rank;                  /* in COMM_WORLD, for the trace */
-  bool serialize;            /* MPI_THREAD_SERIALIZED: one MPI call at a time, under `lock` */
+  int64_t max_count;          /* elements that one MPI call may be given; INT_MAX except in tests */
+  struct communicator *self;  /* COMM_SELF: freed as MPI_Finalize begins; NULL before configuration */
+  struct communicator *world; /* COMM_WORLD; NULL before configuration */
+  int rank;                   /* in COMM_WORLD, for the trace */
+  bool serialize;             /* MPI_THREAD_SERIALIZED: one MPI call at a time, under `lock` */
   pthread_mutex_t lock;
   atomic_long failures; /* operations that have failed so far: a call during which this grows checks its link: link.c */
   struct failure *_Atomic deferred; /* the first error not yet reported */
@@ -249,6 +251,12 @@ struct abi {
 
   /* Gathers `bytes` from each rank on all ranks. Returns an MPI error code. Called by compare_ranks. */
   int (*exchange)(const struct communicator *comm, const void *mine, void *all, size_t bytes);
+
+  /* Ends the job. Any thread. */
+  void (*abort)(int status);
+
+  /* The numbers for any rank and any tag. */
+  int any_source, any_tag;
 
   /* The library's text for an error code; `text` has room for 1024 bytes. Any thread. */
   void (*error_text)(int code, char *text);

@@ -75,6 +75,8 @@ static int exchange(const struct communicator *comm, const void *mine, void *all
   return mpi.Allgather(mine, (int)bytes, type, all, (int)bytes, type, (MPI_Comm)comm->handle);
 }
 
+static void abort_job(int status) { mpi.Abort((MPI_Comm)runtime.world->handle, status); }
+
 static void error_text(int code, char *text) {
   int length = 0;
   if (mpi.Error_string(code, text, &length) != MPI_SUCCESS) snprintf(text, 64, "MPI error code %d", code);
@@ -90,5 +92,8 @@ const struct abi ABI_LOCAL(abi) = {
     .communicator = communicator,
     .half_operations = half_operations,
     .exchange = exchange,
+    .abort = abort_job,
+    .any_source = ABI_ANY_SOURCE,
+    .any_tag = ABI_ANY_TAG,
     .error_text = error_text,
 };

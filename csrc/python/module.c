@@ -6,8 +6,10 @@
 #include <string.h>
 
 #include "core/failure.h"
+#include "core/watch.h"
 #include "devices/transport.h"
 #include "python/link.h"
+#include "python/place.h"
 
 /* Steals `value`. -1 with an exception set: it is NULL or cannot be stored. */
 static int put(PyObject *dict, const char *key, PyObject *value) {
@@ -323,6 +325,42 @@ static PyObject *set_chunk(PyObject *self, PyObject *args) {
   Py_RETURN_NONE;
 }
 
+PyDoc_STRVAR(set_name_doc, "set_name(number, name)\n\nThe name of this communicator, for reports.");
+static PyObject *set_name(PyObject *self, PyObject *args) {
+  (void)self;
+  long long number;
+  const char *name;
+  if (!PyArg_ParseTuple(args, "Ls", &number, &name)) return NULL;
+  struct communicator *comm = registry_at(number);
+  if (comm == NULL) return PyErr_Format(PyExc_ValueError, "no communicator has the number %lld", number);
+  char *copy = strdup(name); /* never freed: the watch may be reading */
+  if (copy == NULL) return PyErr_NoMemory();
+  atomic_store(&comm->name, copy);
+  Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(add_site_doc,
+             "add_site(operation, attributes, type, count, text)\n\n"
+             "The text names a line of the program that makes calls like this: `attributes` as in compiled programs, "
+             "the code and the number of elements of its first array, -1 and 0 without one.");
+static PyObject *add_site(PyObject *self, PyObject *args) {
+  (void)self;
+  const char *name, *text;
+  PyObject *given;
+  int type, row = 0;
+  long long count;
+  int64_t attributes[MAX_ATTRIBUTES];
+  if (!PyArg_ParseTuple(args, "sO!iLs", &name, &PyTuple_Type, &given, &type, &count, &text)) return NULL;
+  while (operation_table[row].name != NULL && strcmp(operation_table[row].name, name) != 0) row++;
+  if (operation_table[row].name == NULL || PyTuple_Size(given) != operation_table[row].attribute_count)
+    return PyErr_Format(PyExc_ValueError, "no operation is called %s with so many attributes", name);
+  for (int i = 0; i < operation_table[row].attribute_count; i++)
+    attributes[i] = PyLong_AsLongLong(PyTuple_GetItem(given, i));
+  if (PyErr_Occurred()) return NULL;
+  if (!watch_add_site(row, attributes, type, count, text)) return PyErr_NoMemory();
+  Py_RETURN_NONE;
+}
+
 PyDoc_STRVAR(take_failure_doc,
              "take_failure() -> str or None\n\n"
              "The error of an operation that was done after its call had returned, if nobody has been told of it.");
@@ -346,17 +384,18 @@ static PyObject *finish_devices(PyObject *self, PyObject *args) {
 }
 
 PyDoc_STRVAR(configure_doc,
-             "configure(rank, serialize, self)\n\n"
-             "Rank in COMM_WORLD; whether MPI allows one call at a time; the number of COMM_SELF.");
+             "configure(rank, serialize, self, world)\n\n"
+             "Rank in COMM_WORLD; whether MPI allows one call at a time; the numbers of COMM_SELF and COMM_WORLD.");
 static PyObject *configure(PyObject *self, PyObject *args) {
   (void)self;
   int rank, serialize;
-  long long number;
-  if (!PyArg_ParseTuple(args, "ipL", &rank, &serialize, &number)) return NULL;
+  long long of_self, of_world;
+  if (!PyArg_ParseTuple(args, "ipLL", &rank, &serialize, &of_self, &of_world)) return NULL;
   runtime.rank = rank;
   importer = true;
   runtime.serialize = serialize != 0;
-  runtime.self = registry_at(number);
+  runtime.self = registry_at(of_self);
+  runtime.world = registry_at(of_world);
   Py_RETURN_NONE;
 }
 
@@ -400,6 +439,13 @@ static PyObject *set_several_devices(PyObject *self, PyObject *args) {
   Py_RETURN_NONE;
 }
 
+PyDoc_STRVAR(stop_watch_doc, "stop_watch()\n\nFrom now on no operation is reported, however long it waits.");
+static PyObject *stop_watch(PyObject *self, PyObject *args) {
+  (void)self, (void)args;
+  watch_stop();
+  Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
     {"load", load, METH_VARARGS, load_doc},
     {"datatypes", datatypes, METH_NOARGS, datatypes_doc},
@@ -417,6 +463,10 @@ static PyMethodDef methods[] = {
     {"driver_loaded", driver_loaded, METH_NOARGS, driver_loaded_doc},
     {"set_devices", set_devices, METH_VARARGS, set_devices_doc},
     {"set_chunk", set_chunk, METH_VARARGS, set_chunk_doc},
+    {"set_name", set_name, METH_VARARGS, set_name_doc},
+    {"add_site", add_site, METH_VARARGS, add_site_doc},
+    {"watch", place_watch, METH_VARARGS, place_watch_doc},
+    {"stop_watch", stop_watch, METH_NOARGS, stop_watch_doc},
     {"take_failure", take_failure, METH_NOARGS, take_failure_doc},
     {"finish_devices", finish_devices, METH_NOARGS, finish_devices_doc},
     {"configure", configure, METH_VARARGS, configure_doc},

@@ -3,8 +3,6 @@
 import ctypes
 import functools
 import operator
-import os
-import sys
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +13,7 @@ import numpy as np
 from mpi4py import MPI
 
 import jaxmpi._core as _core
-from jaxmpi import _jax, _tags
+from jaxmpi import _jax, _places, _tags
 from jaxmpi._communicator import Communicator
 from jaxmpi._native import DATATYPES, HALF_OPERATIONS, Datatype, handle_of
 
@@ -89,15 +87,11 @@ class Text:
 
 
 _text = functools.cache(Text)
-_PACKAGES = tuple(os.path.dirname(file) + os.sep for file in (__file__, jax.__file__))
 
 
 def with_calling_line(text: str) -> Text:
     """A text that ends with the line of the user's program that called the package, directly or through JAX."""
-    frame: Any = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGES):
-        frame = frame.f_back
-    return _text(f"{text} {frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})")
+    return _text(f"{text} {_places.here()}")
 
 
 _statuses: dict[int, Status] = {}

@@ -64,6 +64,8 @@ def resolve(comm: Any, operation: str) -> Communicator:
     known = _known.get(found[0])
     if known is None:
         _core.set_chunk(found[0], _default.chunk(ours=False))
+        if name := comm.Get_name():
+            _core.set_name(found[0], name)
         known = _known.setdefault(found[0], Communicator(*found))
     return known
 
@@ -112,6 +114,7 @@ class _Default:
                     "set it on all ranks."
                 )
             _core.set_chunk(resolved.number, self.chunk(ours=True))
+            _core.set_name(resolved.number, "the default communicator")
             self._resolved = resolved
         return self._resolved
 

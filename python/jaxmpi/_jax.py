@@ -81,6 +81,11 @@ def define_primitive(
     primitive.def_impl(implementation)
 
 
+def traceback() -> Any:
+    """The traceback of the operation that is being traced: of the original one, if JAX evaluates it once more."""
+    return source_info_util.current().traceback
+
+
 def keep(primitive: Primitive) -> None:
     """Makes dead code elimination keep a primitive that has no effect."""
     partial_eval.dce_rules[primitive] = lambda *args: ([True] * len(args[-1].invars), args[-1])

@@ -1,6 +1,7 @@
 """Binds the C core to the MPI library that mpi4py has loaded, and registers the handlers with XLA. Once, at import."""
 
 import atexit
+import math
 import os
 import secrets
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 import jax
 
 import jaxmpi._core as _core
-from jaxmpi import _chain, _jax
+from jaxmpi import _chain, _jax, _places
 
 try:
     from mpi4py import MPI
@@ -90,6 +91,21 @@ def _meaning(comm: str, library: Library) -> str:
     return f"{comm}, rank {world.rank} of {world.size}, {library.abi}, tags to {world.Get_attr(MPI.TAG_UB)}"
 
 
+def _watch_settings() -> tuple[float, bool]:
+    """After how many seconds an operation that waits is reported (0: never), and whether the job is then ended."""
+    given = os.environ.get("JAXMPI_TIMEOUT", "") or "30"
+    action = os.environ.get("JAXMPI_TIMEOUT_ACTION", "") or "report"
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = -1
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"jaxmpi: JAXMPI_TIMEOUT={given}: a number of seconds is needed, or 0 for no reports")
+    if action not in ("report", "abort"):
+        raise ValueError(f"jaxmpi: JAXMPI_TIMEOUT_ACTION={action}: it is 'report' or 'abort'")
+    return seconds, action == "abort"
+
+
 def _load() -> tuple[Library, dict[str, Datatype], _devices.Choice]:
     _check_state()
     library = Library(*_core.load(MPI.__file__, secrets.randbits(64)))
@@ -98,9 +114,11 @@ def _load() -> tuple[Library, dict[str, Datatype], _devices.Choice]:
     # In the same order in every run, so that a cached program finds them under their numbers.
     of_self = _core.communicator(handle_of(MPI.COMM_SELF), _meaning("COMM_SELF", library))
     assert of_self is not None
-    _core.communicator(handle_of(MPI.COMM_WORLD), _meaning("COMM_WORLD", library))
+    of_world = _core.communicator(handle_of(MPI.COMM_WORLD), _meaning("COMM_WORLD", library))
+    assert of_world is not None
     _core.reserve(_meaning("default", library))
-    _core.configure(MPI.COMM_WORLD.Get_rank(), MPI.Query_thread() < MPI.THREAD_MULTIPLE, of_self[0])
+    _core.configure(MPI.COMM_WORLD.Get_rank(), MPI.Query_thread() < MPI.THREAD_MULTIPLE, of_self[0], of_world[0])
+    _core.watch(*_watch_settings(), _places.here, _places.PACKAGES)
     datatypes = {}
     for name, (code, itemsize, mpi_name, kind) in _core.datatypes().items():
         _core.set_datatype(code, handle_of(getattr(MPI, mpi_name)))
@@ -134,5 +152,6 @@ def finish() -> None:
         jax.effects_barrier()
     finally:
         _core.finish_devices()
+        _core.stop_watch()
         if (failure := _core.take_failure()) is not None:
             raise RuntimeError(f"an operation has failed: {failure}")

@@ -12,6 +12,7 @@ keeps operations whose results are not used.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmpi import _jax, _tags
+import jaxmpi._core as _core
+from jaxmpi import _jax, _places, _tags
 from jaxmpi._derivatives import communication
 from jaxmpi._derivatives.communication import COTANGENT, DERIVATIVE, TANGENT, VALUE, Operation
 from jaxmpi._derivatives.link import batched, link, linked_zeros
@@ -144,6 +146,7 @@ def make_primitive(row: Row) -> _jax.Primitive:
     def implementation(*args, **params):
         return _call(primitive, params, args)
 
+    primitive.traced = functools.partial(_add_site, row)
     _jax.define_primitive(primitive, abstract_eval, True, implementation)
     if row.silent:
         _jax.mlir.register_lowering(primitive, _lower_silent)
@@ -178,6 +181,35 @@ def _attribute(name: str, kind: str, params: Params, dtype: Any) -> np.int64:
     return np.int64(value)
 
 
+def _attributes(row: Row, params: Params, operands: Sequence[Any]) -> dict[str, np.int64]:
+    dtype = operands[0].dtype if operands else None
+    return {name: _attribute(name, kind, params, dtype) for name, kind in OPERATIONS[row.name].attributes}
+
+
+def _passed(
+    row: Row, params: Params, operands: int, results: int
+) -> tuple[Part, list[str], list[str], list[int], list[int]]:
+    """This rank's part, the roles of operands and of results, and the indices of those that are passed to the core."""
+    part, roles = row.part(params), row.roles(operands)
+    passed = [i for i, role in enumerate(roles) if role == "host" or (role == "mpi" and part.operands)]
+    written = OPERATIONS[row.name].roles(True, results)
+    filled = [i for i, role in enumerate(written) if role == "host" or part.results]
+    return part, roles, written, passed, filled
+
+
+def _add_site(row: Row, operands: Sequence[Any], params: Params) -> None:
+    """Tells the core which line of the program makes a call like this, for its reports of calls that wait."""
+    site = None if row.silent else _places.of_traceback(_jax.traceback())
+    if site is None:
+        return
+    operands = [jax.typeof(x) for x in operands]
+    results = row.results(operands, params)
+    _, roles, written, passed, filled = _passed(row, params, len(operands), len(results))
+    avals = [operands[i] for i in passed if roles[i] == "mpi"] + [results[i] for i in filled if written[i] == "mpi"]
+    code, count = (DATATYPES[np.dtype(avals[0].dtype).name].code, math.prod(avals[0].shape)) if avals else (-1, 0)
+    _core.add_site(row.name, tuple(map(int, _attributes(row, params, operands).values())), code, count, site)
+
+
 def _lower_silent(ctx, operand, **params):
     ctx.set_tokens_out(ctx.tokens_in)
     return [operand]
@@ -185,7 +217,6 @@ def _lower_silent(ctx, operand, **params):
 
 def make_lowering(row: Row, target: str = "jaxmpi_{}"):
     """The lowering of a row to a custom call of the core, registered with XLA under the name `target`."""
-    core = OPERATIONS[row.name]
 
     def lower(ctx, *operands, **params):
         if (devices := _jax.devices_of(ctx)) > 1:
@@ -194,10 +225,7 @@ def make_lowering(row: Row, target: str = "jaxmpi_{}"):
                 "communicates from one. Gather its operands on one device with jax.device_put(x, jax.devices()[0]), "
                 "or start a rank for each device."
             )
-        part, roles = row.part(params), row.roles(len(operands))
-        passed = [i for i, role in enumerate(roles) if role == "host" or (role == "mpi" and part.operands)]
-        written = core.roles(True, len(ctx.avals_out))
-        filled = [i for i, role in enumerate(written) if role == "host" or part.results]
+        part, roles, written, passed, filled = _passed(row, params, len(operands), len(ctx.avals_out))
         aliases = None
         if part.in_place and params[IN_PLACE]:
             shared = [i for i in filled if i in passed and roles[i] == written[i] == "mpi"]
@@ -207,8 +235,7 @@ def make_lowering(row: Row, target: str = "jaxmpi_{}"):
             has_side_effect=True,
             operand_output_aliases=aliases,
         )
-        dtype = ctx.avals_in[0].dtype if ctx.avals_in else None
-        attributes = {name: _attribute(name, kind, params, dtype) for name, kind in core.attributes}
+        attributes = _attributes(row, params, ctx.avals_in)
         inner = ctx.replace(
             avals_in=[*(ctx.avals_in[i] for i in passed), _jax.abstract_token],
             avals_out=[*(ctx.avals_out[i] for i in filled), _jax.abstract_token],

@@ -6,16 +6,18 @@
 /* Our types under other names, as they are without an mpi.h. */
 #include <stddef.h>
 #include <stdint.h>
-#define MPI_Comm      OUR_Comm
-#define MPI_Datatype  OUR_Datatype
-#define MPI_Op        OUR_Op
-#define MPI_Message   OUR_Message
-#define MPI_Request   OUR_Request
-#define MPI_Aint      OUR_Aint
-#define MPI_Count     OUR_Count
-#define ABI_Status    OUR_Status
-#define ABI_PROC_NULL OUR_PROC_NULL
-#define ABI_UNDEFINED OUR_UNDEFINED
+#define MPI_Comm       OUR_Comm
+#define MPI_Datatype   OUR_Datatype
+#define MPI_Op         OUR_Op
+#define MPI_Message    OUR_Message
+#define MPI_Request    OUR_Request
+#define MPI_Aint       OUR_Aint
+#define MPI_Count      OUR_Count
+#define ABI_Status     OUR_Status
+#define ABI_PROC_NULL  OUR_PROC_NULL
+#define ABI_ANY_SOURCE OUR_ANY_SOURCE
+#define ABI_ANY_TAG    OUR_ANY_TAG
+#define ABI_UNDEFINED  OUR_UNDEFINED
 #include ABI_HEADER
 #undef MPI_Comm
 #undef MPI_Datatype
@@ -27,6 +29,8 @@
 #undef MPI_Status
 #undef ABI_Status
 #undef ABI_PROC_NULL
+#undef ABI_ANY_SOURCE
+#undef ABI_ANY_TAG
 #undef ABI_UNDEFINED
 
 #include MPI_HEADER
@@ -78,6 +82,8 @@ _Static_assert(sizeof(MPI_Comm) <= sizeof(intptr_t) && sizeof(MPI_Op) <= sizeof(
 
 /* Constants. In C pointers make no constant expression; gcc and clang fold this one where it is asked so. */
 _Static_assert((int)ABI_PROC_NULL == (int)MPI_PROC_NULL, "MPI_PROC_NULL");
+_Static_assert((int)ABI_ANY_SOURCE == (int)MPI_ANY_SOURCE, "MPI_ANY_SOURCE");
+_Static_assert((int)ABI_ANY_TAG == (int)MPI_ANY_TAG, "MPI_ANY_TAG");
 _Static_assert((int)ABI_UNDEFINED == (int)MPI_UNDEFINED, "MPI_UNDEFINED");
 #define SAME_POINTER(a, b) _Static_assert(__builtin_constant_p((a) == (b)) ? (a) == (b) : 0, #b)
 SAME_POINTER(ABI_IN_PLACE, MPI_IN_PLACE);

@@ -273,6 +273,14 @@ int MPI_Comm_test_inter(MPI_Comm handle, int *inter) {
   return MPI_SUCCESS;
 }
 
+int MPI_Abort(MPI_Comm comm, int status) {
+  struct fake_call *call;
+  TRY(fake_begin("MPI_Abort", &call));
+  call->comm = (intptr_t)comm;
+  call->tag = status;
+  return MPI_SUCCESS;
+}
+
 int MPI_Error_string(int error, char *text, int *length) {
   struct fake_call *call;
   TRY(fake_begin("MPI_Error_string", &call));

@@ -259,7 +259,7 @@ static void making_a_communicator_can_fail(void) {
 static void loading_names_what_is_missing(void) {
   void *nothing = dlopen("libm.so.6", RTLD_NOW);
   const char *missing = abi->load(nothing);
-  CHECK(missing != NULL && strcmp(missing, "MPI_Allgather") == 0);
+  CHECK(missing != NULL && strcmp(missing, "MPI_Abort") == 0);
   dlclose(nothing);
   fake->fail("MPI_Comm_create_keyval", 1, 77);
   missing = abi->load(fake_library);

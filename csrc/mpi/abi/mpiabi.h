@@ -20,4 +20,4 @@ typedef struct {
 } ABI_Status;
 
 #define ABI_IN_PLACE ((void *)1)
-enum { ABI_PROC_NULL = -3, ABI_UNDEFINED = -32766 };
+enum { ABI_PROC_NULL = -3, ABI_ANY_SOURCE = -1, ABI_ANY_TAG = -2, ABI_UNDEFINED = -32766 };

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src import ad_checkpoint
+from jax._src.interpreters import partial_eval
 from jax.extend.core import primitives
 
 from jaxmpi import _jax
@@ -77,6 +78,7 @@ class Operation(_jax.Primitive):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         _names.add(name)
+        self.traced: Callable[[Any, Params], None] | None = None  # called with operands and parameters
 
     def bind_with_trace(self, trace, args, *more):
         if type(trace).__name__ == "JetTrace" and any(map(_jax.inexact, args)):
@@ -86,6 +88,8 @@ class Operation(_jax.Primitive):
             )
         if cannot_be_traced.get():
             raise refusal("a function with jax.custom_jvp or jax.custom_vjp that looks at values")
+        if type(trace) is partial_eval.DynamicJaxprTrace and self.traced is not None:
+            self.traced(args, more[-1])
         return super().bind_with_trace(trace, args, *more)
 
 

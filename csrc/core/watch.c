@@ -1,0 +1,276 @@
+#include "core/watch.h"
+
+#include <errno.h>
+#include <inttypes.h>
+#include <math.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#include "core/compare.h"
+
+/* A call in words, as records and sites hold it. Of an attribute that is an object: its address. */
+enum { ROW, TYPE, COUNT, FIRST_ATTRIBUTE, WORDS = FIRST_ATTRIBUTE + MAX_ATTRIBUTES };
+
+/* What a thread waits for. Records are never freed, but used again. */
+struct watched {
+  atomic_uint_least64_t number; /* odd in an operation; grows by one as it begins and as it ends */
+  _Atomic int64_t words[WORDS]; /* written while `number` is even */
+  atomic_bool taken;            /* by a thread, */
+  atomic_uint_least64_t first;  /* which found this number */
+  struct watched *next;
+  /* The watch's own: */
+  uint64_t seen; /* the number that it saw last, */
+  double since;  /* first at this time; */
+  bool reported;
+};
+
+/* A line of the program, and the calls that it makes. Never freed. */
+struct site {
+  int64_t words[WORDS];
+  struct site *next;
+  char text[];
+};
+
+enum { BUCKETS = 256, MOST_SITES = 3 };
+
+static struct watched *_Atomic records;
+static struct site *_Atomic sites[BUCKETS];
+static _Thread_local struct watched *own;
+static pthread_key_t at_exit; /* its destructor gives a thread's record back */
+static atomic_bool watching;
+static _Atomic double limit; /* in seconds; the watch doubles it with each report */
+static atomic_bool ends_job;
+static void (*program_is_at)(char *text, size_t size);
+
+static double now(void) {
+  struct timespec time;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
+}
+
+/* --- what threads that communicate do -------------------------------------------------------------------------- */
+
+static void give_back(void *record) {
+  atomic_store_explicit(&((struct watched *)record)->taken, false, memory_order_release);
+}
+
+static struct watched *take(void) {
+  struct watched *record = atomic_load(&records);
+  bool no = false;
+  while (record != NULL && !atomic_compare_exchange_strong(&record->taken, &no, true))
+    record = record->next, no = false;
+  if (record == NULL) {
+    if ((record = calloc(1, sizeof *record)) == NULL) return NULL;
+    atomic_init(&record->taken, true);
+    record->next = atomic_load(&records);
+    while (!atomic_compare_exchange_weak(&records, &record->next, record)) continue;
+  }
+  atomic_store(&record->first, atomic_load(&record->number));
+  pthread_setspecific(at_exit, record);
+  return own = record;
+}
+
+static void put(struct watched *record, int word, int64_t value) {
+  atomic_store_explicit(&record->words[word], value, memory_order_relaxed);
+}
+
+void watch_begin(const struct call *call) {
+  struct watched *record = own;
+  if (!atomic_load_explicit(&watching, memory_order_relaxed) || (record == NULL && (record = take()) == NULL)) return;
+  const struct buffer *buffer = call->buffers, *end = buffer + call->buffer_count;
+  while (buffer < end && (buffer->type == NULL || role_is_of_host(buffer->role))) buffer++;
+  put(record, ROW, call->operation->row);
+  put(record, TYPE, buffer < end ? buffer->type->code : -1);
+  put(record, COUNT, buffer < end ? buffer->count : 0);
+  for (int i = 0; i < call->operation->attribute_count; i++) put(record, FIRST_ATTRIBUTE + i, call->attributes[i]);
+  uint64_t number = atomic_load_explicit(&record->number, memory_order_relaxed);
+  atomic_store_explicit(&record->number, number + 1 + (number & 1), memory_order_release);
+}
+
+void watch_end(void) {
+  if (own == NULL) return;
+  uint64_t number = atomic_load_explicit(&own->number, memory_order_relaxed);
+  atomic_store_explicit(&own->number, number + (number & 1), memory_order_release);
+  /* The next words are not to be seen under this number. */
+  atomic_thread_fence(memory_order_release);
+}
+
+/* --- the lines of the program ------------------------------------------------------------------------------------ */
+
+/* Calls in chunks have other counts than their sites, which are therefore found without them. */
+static unsigned bucket_of(const int64_t words[WORDS]) {
+  uint64_t hash = 0;
+  for (int i = 0; i < WORDS; i++)
+    if (i != COUNT) hash = (hash ^ (uint64_t)words[i]) * UINT64_C(0x9e3779b97f4a7c15), hash ^= hash >> 29;
+  return (unsigned)(hash % BUCKETS);
+}
+
+static bool alike(const int64_t *a, const int64_t *b, bool in_count_too) {
+  for (int i = 0; i < WORDS; i++)
+    if (a[i] != b[i] && (i != COUNT || in_count_too)) return false;
+  return true;
+}
+
+bool watch_add_site(int row, const int64_t attributes[], int type, int64_t count, const char *text) {
+  const struct operation *operation = &operation_table[row];
+  int64_t words[WORDS] = {[ROW] = row, [TYPE] = type, [COUNT] = count};
+  for (int i = 0; i < operation->attribute_count; i++) {
+    enum attribute kind = operation->attributes[i].kind;
+    bool number = kind == RANK || kind == TAG || kind == DERIVATIVE;
+    words[FIRST_ATTRIBUTE + i] = number ? attributes[i] : (int64_t)(intptr_t)registry_at(attributes[i]);
+  }
+  struct site *_Atomic *bucket = &sites[bucket_of(words)];
+  for (struct site *site = atomic_load(bucket); site != NULL; site = site->next)
+    if (alike(site->words, words, true) && strcmp(site->text, text) == 0) return true;
+  struct site *made = malloc(sizeof *made + strlen(text) + 1);
+  if (made == NULL) return false;
+  memcpy(made->words, words, sizeof words);
+  memcpy(made->text, text, strlen(text) + 1);
+  made->next = atomic_load(bucket); /* the GIL is held: nobody else adds */
+  atomic_store(bucket, made);
+  return true;
+}
+
+/* --- what the watch does ----------------------------------------------------------------------------------------- */
+
+struct text {
+  size_t length;
+  char characters[2048];
+};
+
+__attribute__((format(printf, 2, 3))) static void add(struct text *text, const char *format, ...) {
+  va_list arguments;
+  size_t room = sizeof text->characters - text->length;
+  va_start(arguments, format);
+  int length = vsnprintf(text->characters + text->length, room, format, arguments);
+  va_end(arguments);
+  if (length > 0) text->length += (size_t)length < room ? (size_t)length : room - 1;
+}
+
+static void add_number(struct text *text, enum attribute kind, const char *name, int64_t number) {
+  const struct abi *abi = runtime.abi;
+  if (kind == RANK && number == abi->any_source)
+    add(text, ", %s any rank", name);
+  else if (kind == TAG && number == abi->any_tag)
+    add(text, ", any %s", name);
+  else
+    add(text, ", %s %" PRId64, name, number);
+}
+
+static void add_call(struct text *text, const int64_t words[WORDS]) {
+  const struct operation *operation = &operation_table[words[ROW]];
+  const struct datatype *type = words[TYPE] >= 0 ? datatype_find((int)words[TYPE]) : NULL;
+  add(text, "%s", operation->name);
+  if (type != NULL) add(text, " of %" PRId64 " %s", words[COUNT], type->name);
+  for (int i = 0; i < operation->attribute_count; i++) {
+    int64_t value = words[FIRST_ATTRIBUTE + i];
+    const char *name = operation->attributes[i].name;
+    if (operation->attributes[i].kind == RANK || operation->attributes[i].kind == TAG)
+      add_number(text, operation->attributes[i].kind, name, value);
+    else if (operation->attributes[i].kind == DERIVATIVE && value != 0)
+      add(text, " (%s)", derivative_name(value));
+    else if (operation->attributes[i].kind == REDUCTION)
+      add(text, ", %s %s", name, ((const struct reduction *)object_of(value))->name);
+  }
+  const struct communicator *comm = object_of(words[FIRST_ATTRIBUTE + operation->comm]);
+  const char *name = atomic_load(&comm->name);
+  add(text, ", as rank %d of %d on %s", comm->rank, comm->size, name != NULL ? name : "a communicator");
+}
+
+static void add_sites(struct text *text, const int64_t words[WORDS]) {
+  int found = 0;
+  for (int exact = 1; exact >= 0 && found == 0; exact--)
+    for (struct site *site = atomic_load(&sites[bucket_of(words)]); site != NULL; site = site->next)
+      if (alike(site->words, words, exact) && found++ < MOST_SITES)
+        add(text, "%s%s", found == 1 ? "; called at " : " or ", site->text);
+  if (found > MOST_SITES) add(text, " or %d more lines", found - MOST_SITES);
+}
+
+static void say(struct text *text) {
+  add(text, "\n");
+  const char *rest = text->characters, *end = rest + text->length;
+  while (rest < end) {
+    ssize_t written = write(STDERR_FILENO, rest, (size_t)(end - rest));
+    if (written < 0 && errno != EINTR) return;
+    if (written > 0) rest += written;
+  }
+}
+
+/* The number of the operation that was seen last, among those of its thread. */
+static uint64_t count_of(const struct watched *record) { return (record->seen - atomic_load(&record->first)) / 2 + 1; }
+
+static void report(const struct watched *record, double seconds) {
+  int64_t words[WORDS];
+  char place[512] = "";
+  for (int i = 0; i < WORDS; i++) words[i] = atomic_load_explicit(&record->words[i], memory_order_relaxed);
+  atomic_thread_fence(memory_order_acquire);
+  if (atomic_load_explicit(&record->number, memory_order_relaxed) != record->seen) return; /* it has just ended */
+  struct text text = {0, ""};
+  for (int i = operation_table[words[ROW]].attribute_count; i < MAX_ATTRIBUTES; i++) words[FIRST_ATTRIBUTE + i] = 0;
+  add(&text, "jaxmpi: rank %d has been waiting for %.3g s in ", runtime.rank, seconds);
+  add_call(&text, words);
+  add(&text, " (operation %" PRIu64 " of its thread)", count_of(record));
+  add_sites(&text, words);
+  if (program_is_at != NULL) program_is_at(place, sizeof place);
+  if (*place != '\0') add(&text, "; Python is at %s", place);
+  if (ends_job) add(&text, ". The job ends, as JAXMPI_TIMEOUT_ACTION=abort says");
+  say(&text);
+}
+
+/* Reports an operation once, and then that it is done after all. */
+static void look_at(struct watched *record) {
+  uint64_t number = atomic_load_explicit(&record->number, memory_order_acquire);
+  double time = now(), seconds = time - record->since;
+  if (number != record->seen) {
+    if (record->reported) {
+      struct text text = {0, ""};
+      add(&text, "jaxmpi: rank %d is done with operation %" PRIu64 " after %.3g s", runtime.rank, count_of(record),
+          seconds);
+      say(&text);
+    }
+    record->seen = number;
+    record->since = time;
+    record->reported = false;
+  } else if (number % 2 == 1 && !record->reported && seconds >= limit) {
+    record->reported = true;
+    report(record, seconds);
+    atomic_store(&limit, 2 * atomic_load(&limit)); /* a program that often waits as long is not told for ever */
+    if (!ends_job) return;
+    struct timespec moment = {0, 300000000}; /* launchers may lose what is written right before an abort */
+    nanosleep(&moment, NULL);
+    runtime.abi->abort(1);
+    _exit(1);
+  }
+}
+
+static void *watch(void *unused) {
+  double tick = fmin(1, atomic_load(&limit) / 8);
+  struct timespec pause = {(time_t)tick, (long)(1e9 * (tick - floor(tick)))};
+  while (nanosleep(&pause, NULL) == 0 || errno == EINTR)
+    for (struct watched *record = atomic_load(&records); record != NULL; record = record->next)
+      if (atomic_load(&watching)) look_at(record);
+  return unused;
+}
+
+void watch_configure(double seconds, bool ends, void (*where)(char *text, size_t size)) {
+  static bool running;
+  pthread_t thread;
+  sigset_t all, before;
+  if (seconds <= 0) return;
+  atomic_store(&limit, seconds);
+  atomic_store(&ends_job, ends);
+  program_is_at = where;
+  atomic_store(&watching, true);
+  if (running) return;
+  running = true;
+  if (pthread_key_create(&at_exit, give_back) != 0) return;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are for the program's threads */
+  if (pthread_create(&thread, NULL, watch, NULL) == 0) pthread_detach(thread);
+  pthread_sigmask(SIG_SETMASK, &before, NULL);
+}
+
+void watch_stop(void) { atomic_store(&watching, false); }

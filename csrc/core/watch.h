@@ -1,0 +1,28 @@
+/* The watch: a thread of ours that reports an operation which has been waiting in MPI for long.
+ *
+ * Each thread that calls MPI has a record, which it fills as an operation begins. The watch reads the records without
+ * locks; an operation costs a few stores, and reads no clock: it has waited since the watch saw it first.
+ *
+ * Threads: watch_configure and watch_add_site are called under the GIL. watch_begin and watch_end are called by the
+ * thread that calls MPI for a call, one pair after the other. The watch's own thread takes no lock and needs no GIL.
+ */
+#ifndef JAXMPI_WATCH_H
+#define JAXMPI_WATCH_H
+
+#include "core/core.h"
+
+/* Before the first call, or by a test between two: after how many seconds an operation is reported (twice as many after
+ * each report), whether the job is then ended, and what writes where the program is (may be NULL). */
+void watch_configure(double seconds, bool ends, void (*where)(char *text, size_t size));
+
+/* From now on nothing is reported. */
+void watch_stop(void);
+
+void watch_begin(const struct call *call);
+void watch_end(void);
+
+/* Names a line of the program that makes calls like this one: of this operation, with these attributes (numbers of
+ * objects as in programs), of `count` elements of the type with this code, -1 if it has no buffer. */
+bool watch_add_site(int row, const int64_t attributes[], int type, int64_t count, const char *text);
+
+#endif

@@ -1,0 +1,113 @@
+/* Where the Python program is, found by the watch's thread, which cannot wait for the GIL: whoever holds it may be what
+ * hangs. First the interpreter is asked to tell, between two of its steps. If it does not within a moment, the main
+ * thread is in a call that does not return, so its frames do not change, and are read as the faulthandler reads them.
+ */
+#define _GNU_SOURCE
+#include "python/place.h"
+
+#include <dlfcn.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "core/watch.h"
+
+enum { PLACE_SIZE = 512, DUMP_SIZE = 1 << 14, STEPS = 20, MOST_PACKAGES = 8, STEP_NANOSECONDS = 10000000 };
+
+static PyObject *ask;                     /* Python's function that tells */
+static char *own_packages[MOST_PACKAGES]; /* prefixes of files that are not the program's; NULL at the end */
+static PyThreadState *main_thread;
+static char told[PLACE_SIZE];
+static atomic_int state; /* 0: idle, 1: asked, 2: told */
+
+/* Called by the interpreter in the main thread, with the GIL. */
+static int tell(void *unused) {
+  (void)unused;
+  PyObject *type, *value, *trace;
+  PyErr_Fetch(&type, &value, &trace);
+  PyObject *text = PyObject_CallNoArgs(ask), *bytes = text != NULL ? PyUnicode_AsUTF8String(text) : NULL;
+  const char *characters = bytes != NULL ? PyBytes_AsString(bytes) : NULL;
+  snprintf(told, sizeof told, "%s", characters != NULL ? characters : "");
+  Py_XDECREF(bytes);
+  Py_XDECREF(text);
+  PyErr_Restore(type, value, trace);
+  atomic_store(&state, 2);
+  return 0;
+}
+
+static bool asked(char *text, size_t size) {
+  int idle = 0;
+  if (!atomic_compare_exchange_strong(&state, &idle, 1) && idle == 1) return false; /* it still has not answered */
+  atomic_store(&state, 1);
+  if (Py_AddPendingCall(tell, NULL) != 0) {
+    atomic_store(&state, 0);
+    return false;
+  }
+  for (int i = 0; i < STEPS; i++) {
+    nanosleep(&(struct timespec){0, STEP_NANOSECONDS}, NULL);
+    if (atomic_load(&state) != 2) continue;
+    snprintf(text, size, "%s", told);
+    atomic_store(&state, 0);
+    return true;
+  }
+  return false;
+}
+
+static bool is_own(const char *file) {
+  for (int i = 0; i < MOST_PACKAGES && own_packages[i] != NULL; i++)
+    if (strncmp(file, own_packages[i], strlen(own_packages[i])) == 0) return true;
+  return false;
+}
+
+/* The faulthandler's lines are `  File "name", line 12 in function`, the innermost call first. */
+static void read_frames(char *text, size_t size) {
+  void (*dump)(int, PyThreadState *), *symbol = dlsym(RTLD_DEFAULT, "_Py_DumpTraceback");
+  int file = memfd_create("jaxmpi", MFD_CLOEXEC);
+  static char lines[DUMP_SIZE];
+  if (symbol != NULL && file >= 0) {
+    memcpy(&dump, &symbol, sizeof symbol);
+    dump(file, main_thread);
+    ssize_t length = pread(file, lines, sizeof lines - 1, 0);
+    lines[length > 0 ? length : 0] = '\0';
+    char *rest = lines;
+    for (char *line; (line = strsep(&rest, "\n")) != NULL;) {
+      char name[PLACE_SIZE], function[PLACE_SIZE];
+      int number;
+      if (sscanf(line, "  File \"%500[^\"]\", line %d in %500s", name, &number, function) != 3 || is_own(name))
+        continue;
+      snprintf(text, size, "%.300s:%d (%.100s)", name, number, function);
+      break;
+    }
+  }
+  if (file >= 0) close(file);
+}
+
+static void place(char *text, size_t size) {
+  if (!asked(text, size)) read_frames(text, size);
+}
+
+const char place_watch_doc[] =
+    "watch(seconds, ends, where, packages)\n\n"
+    "From now on an operation that waits longer is reported, and with `ends` the job ends. `where` returns the "
+    "line of the program; files whose names begin with one of `packages`, at most 8, are not the program's.";
+PyObject *place_watch(PyObject *self, PyObject *args) {
+  (void)self;
+  double seconds;
+  int ends;
+  PyObject *where, *packages;
+  if (!PyArg_ParseTuple(args, "dpOO!", &seconds, &ends, &where, &PyTuple_Type, &packages)) return NULL;
+  Py_INCREF(where);
+  ask = where;
+  for (int i = 0; i < MOST_PACKAGES && i < PyTuple_Size(packages); i++) {
+    PyObject *bytes = PyUnicode_EncodeFSDefault(PyTuple_GetItem(packages, i));
+    own_packages[i] = bytes != NULL ? strdup(PyBytes_AsString(bytes)) : NULL;
+    Py_XDECREF(bytes);
+    if (own_packages[i] == NULL) return PyErr_Occurred() ? NULL : PyErr_NoMemory();
+  }
+  main_thread = PyThreadState_Get();
+  watch_configure(seconds, ends != 0, place);
+  Py_RETURN_NONE;
+}

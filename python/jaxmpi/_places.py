@@ -1,0 +1,36 @@
+"""Lines of the user's program."""
+
+import os
+import sys
+import threading
+from typing import Any
+
+import jax
+
+PACKAGES = (
+    *(os.path.dirname(file) + os.sep for file in (__file__, jax.__file__)),
+    threading.__file__,
+)
+"""The beginnings of the names of files that are not the user's."""
+
+_OF_EAGER_CALLS = ("_primitive.py", "_call")
+"""The function through which eager calls get their program, which serves all calls alike."""
+
+
+def here() -> str:
+    """The line of the user's program that is being executed: it called the package or JAX, or is its own."""
+    frame: Any = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGES):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
+
+
+def of_traceback(traceback: Any) -> str | None:
+    """The line of the user's program in a traceback of JAX's, the innermost call first; None if there is none, or if
+    the call was eager."""
+    for frame in getattr(traceback, "frames", ()):
+        if not frame.file_name.startswith(PACKAGES):
+            return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
+        if (os.path.basename(frame.file_name), frame.function_name) == _OF_EAGER_CALLS:
+            return None
+    return None
