@@ -54,7 +54,9 @@ enum {
 #undef EACH
 #define FIXED(roles, role) ((roles) >> 4 * (role) & 7)
 #define LIST(roles, role)  (((roles) >> 4 * (role) & 8) != 0)
-#define ROLE(roles, role)  {FIXED(roles, role), LIST(roles, role)}
+#define PASSED(roles, mpi, host)                                                        \
+  {FIXED(roles, mpi) + FIXED(roles, host), LIST(roles, host) ? -1 : FIXED(roles, host), \
+   LIST(roles, mpi) || LIST(roles, host)}
 #define COUNT(roles, role) (FIXED(roles, role) + LIST(roles, role))
 
 #define A(kind, name)    {#name, kind},
@@ -69,8 +71,7 @@ const struct operation operation_table[] = {
        COUNT(ROLES_##name, HOST_WRITE),                                                      \
    (int)(sizeof(struct name##_attributes) / sizeof(int64_t)),                                \
    (int)(offsetof(struct name##_attributes, comm) / sizeof(int64_t)),                        \
-   {ROLE(ROLES_##name, READ), ROLE(ROLES_##name, WRITE), ROLE(ROLES_##name, HOST_READ),      \
-    ROLE(ROLES_##name, HOST_WRITE)},                                                         \
+   {PASSED(ROLES_##name, READ, HOST_READ), PASSED(ROLES_##name, WRITE, HOST_WRITE)},         \
    {buffers},                                                                                \
    {attributes}},
 #include "core/ops.def"
@@ -81,7 +82,7 @@ const struct operation operation_table[] = {
 #undef EACH
 #undef FIXED
 #undef LIST
-#undef ROLE
+#undef PASSED
 #undef COUNT
 
 /* --- the registry --- */

@@ -139,7 +139,8 @@ enum divisibility { WHOLE, CHUNKS, GATHERS, SCATTERS, EXCHANGES }; /* see ops.de
 
 /* What an attribute is: RANK and TAG are numbers that errors show, DERIVATIVE see ops.def, the others the number of an
  * object in the registry. */
-enum attribute { RANK, TAG, OBJECT, OBJECT_OR_0, REDUCTION, DERIVATIVE };
+enum attribute { RANK, TAG, DERIVATIVE, OBJECT, OBJECT_OR_0, REDUCTION };
+static inline bool attribute_is_object(enum attribute kind) { return kind >= OBJECT; }
 
 /* A row of ops.def. */
 struct operation {
@@ -149,9 +150,10 @@ struct operation {
   int buffer_count, attribute_count;
   int comm; /* index of this attribute */
   struct {
-    short fixed; /* buffers of this role, without EACH */
-    bool list;   /* whether there is an EACH of this role */
-  } roles[4];
+    short fixed;   /* buffers that are read ([0]) or written ([1]), without EACH */
+    short of_host; /* how many are passed if none of MPI's are; -1: any number, as there is an EACH of the host's */
+    bool list;     /* whether there is an EACH */
+  } passed[2];
   struct {
     const char *name;
     enum role role;

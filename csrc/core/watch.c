@@ -118,9 +118,8 @@ bool watch_add_site(int row, const int64_t attributes[], int type, int64_t count
   const struct operation *operation = &operation_table[row];
   int64_t words[WORDS] = {[ROW] = row, [TYPE] = type, [COUNT] = count};
   for (int i = 0; i < operation->attribute_count; i++) {
-    enum attribute kind = operation->attributes[i].kind;
-    bool number = kind == RANK || kind == TAG || kind == DERIVATIVE;
-    words[FIRST_ATTRIBUTE + i] = number ? attributes[i] : (int64_t)(intptr_t)registry_at(attributes[i]);
+    bool object = attribute_is_object(operation->attributes[i].kind);
+    words[FIRST_ATTRIBUTE + i] = object ? (int64_t)(intptr_t)registry_at(attributes[i]) : attributes[i];
   }
   struct site *_Atomic *bucket = &sites[bucket_of(words)];
   for (struct site *site = atomic_load(bucket); site != NULL; site = site->next)

@@ -48,7 +48,7 @@ static ffi_error *find_objects(struct call *call) {
   for (int i = 0; i < operation->attribute_count; i++) {
     int64_t *attribute = &call->attributes[i];
     enum attribute kind = operation->attributes[i].kind;
-    if (i == operation->comm || kind == RANK || kind == TAG || kind == DERIVATIVE) continue;
+    if (i == operation->comm || !attribute_is_object(kind)) continue;
     if (kind == OBJECT_OR_0 && *attribute == 0) continue;
     void *object = registry_at(*attribute);
     if (object == NULL) return call_fail_unknown(call, operation->attributes[i].name);
@@ -67,61 +67,56 @@ static ffi_error *decode_buffer(const struct call *call, const ffi_buffer *given
   return NULL;
 }
 
-/* The operands or the results of a frame, without the token of the ordered effect. */
+/* The operands ([0]) or the results ([1]) of a frame, without the token of the ordered effect. */
 struct direction {
   ffi_buffer *const *next;
-  int64_t given;
-  int fixed;         /* in ops.def, without EACH */
-  bool list;         /* whether there is an EACH */
-  bool without_mpis; /* this rank passes no buffer for MPI */
+  int64_t given, each; /* `each`: of them, those of the EACH */
+  bool without_mpis;   /* this rank passes no buffer for MPI */
 };
 
-static struct direction direction_of(const struct operation *operation, const ffi_buffers *list, bool written) {
-  enum role mpi = written ? WRITE : READ, host = written ? HOST_WRITE : HOST_READ;
-  struct direction d = {.next = (ffi_buffer *const *)list->buffers,
-                        .given = list->size,
-                        .fixed = operation->roles[mpi].fixed + operation->roles[host].fixed,
-                        .list = operation->roles[mpi].list || operation->roles[host].list};
-  if (d.given > 0 && d.next[d.given - 1]->dtype == FFI_DTYPE_TOKEN) d.given--;
-  d.without_mpis = d.given == operation->roles[host].fixed && !operation->roles[host].list;
-  return d;
+/* False: no operation passes so many. */
+static inline bool direction_begin(const struct operation *operation, const ffi_frame *frame, bool written,
+                                   struct direction *d) {
+  const ffi_buffers *list = written ? &frame->results : &frame->operands;
+  d->next = (ffi_buffer *const *)list->buffers;
+  d->given = list->size;
+  if (d->given > 0 && d->next[d->given - 1]->dtype == FFI_DTYPE_TOKEN) d->given--;
+  d->each = d->given - operation->passed[written].fixed;
+  d->without_mpis = d->given == operation->passed[written].of_host;
+  return d->without_mpis || d->each == 0 || (d->each > 0 && operation->passed[written].list);
 }
 
-/* How many buffers a frame has for entry `i` of the operation's buffers. */
-static int64_t passed_for(const struct operation *operation, int i, const struct direction *d) {
-  if (d->without_mpis && !role_is_of_host(operation->buffers[i].role)) return 0;
-  return operation->buffers[i].each ? d->given - d->fixed : 1;
+static ffi_error *fail_number(const struct call *call, const struct direction *d, bool written) {
+  return call_fail(call, FFI_INTERNAL, "%" PRId64 " %s where the core expects %d: reinstall jaxmpi", d->given,
+                   written ? "results" : "operands", call->operation->passed[written].fixed);
 }
 
 /* Decodes the buffers, in the order of ops.def. */
 static ffi_error *decode_buffers(struct call *call) {
   const struct operation *operation = call->operation;
-  struct direction directions[] = {direction_of(operation, &call->frame->operands, false),
-                                   direction_of(operation, &call->frame->results, true)};
-  for (int k = 0; k < 2; k++) {
-    const struct direction *d = &directions[k];
-    if (!d->without_mpis && (d->list ? d->given < d->fixed : d->given != d->fixed))
-      return call_fail(call, FFI_INTERNAL, "%" PRId64 " %s where the core expects %d: reinstall jaxmpi", d->given,
-                       k == 0 ? "operands" : "results", d->fixed);
-  }
+  struct direction directions[2];
+  for (int written = 0; written < 2; written++)
+    if (!direction_begin(operation, call->frame, written, &directions[written]))
+      return fail_number(call, &directions[written], written);
   if (directions[0].given + directions[1].given + operation->buffer_count > MAX_BUFFERS)
     return call_fail(call, FFI_UNIMPLEMENTED,
                      "%" PRId64 " arrays in one call, and more than some %d are not possible: divide the pytree",
                      directions[0].given + directions[1].given, MAX_BUFFERS - operation->buffer_count);
-  short count = 0;
+  struct buffer *next = call->buffers;
   for (int i = 0; i < operation->buffer_count; i++) {
     enum role role = operation->buffers[i].role;
+    bool each = operation->buffers[i].each;
     struct direction *d = &directions[role_is_written(role)];
-    call->first[i] = count;
-    for (int64_t n = passed_for(operation, i, d); n > 0; n--, count++) {
-      ffi_error *error = decode_buffer(call, *d->next++, &call->buffers[count]);
+    call->first[i] = (short)(next - call->buffers);
+    int64_t passed = d->without_mpis && !role_is_of_host(role) ? 0 : each ? d->each : 1;
+    if (passed == 0 && !each) *next++ = (struct buffer){NULL, 0, NULL, role}; /* so that the body finds one */
+    for (; passed > 0; passed--, next++) {
+      ffi_error *error = decode_buffer(call, *d->next++, next);
       if (error != NULL) return error;
-      call->buffers[count].role = role;
+      next->role = role;
     }
-    if (count == call->first[i] && !operation->buffers[i].each) /* an empty buffer, so that the body finds one */
-      call->buffers[count++] = (struct buffer){NULL, 0, NULL, role};
   }
-  call->first[operation->buffer_count] = call->buffer_count = count;
+  call->first[operation->buffer_count] = call->buffer_count = (short)(next - call->buffers);
   return NULL;
 }
 
