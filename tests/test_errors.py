@@ -180,24 +180,87 @@ def test_intercommunicator(comm, rank, size):
     half.Free()
 
 
-def test_freed_communicator(comm):
+@pytest.mark.parametrize("jit", [jax.jit, jaxmpi.jit], ids=["jax.jit", "jaxmpi.jit"])
+def test_freed_communicator(jit, comm):
     """Freed before tracing: ValueError. Freed after compiling: an error at run time, and nothing is sent."""
     part = comm.Dup()
-    compiled = jax.jit(lambda x: notoken.allreduce(x, MPI.SUM, comm=part))
+    compiled = jit(lambda x: notoken.allreduce(x, MPI.SUM, comm=part))
     jax.block_until_ready(compiled(X))
     handle = part
     part.Free()
     with pytest.raises(ValueError, match=r"allreduce: comm is MPI.COMM_NULL"):
         notoken.allreduce(X, MPI.SUM, comm=handle)
     for _ in range(2):
-        with pytest.raises(Exception, match=r"communicator has been freed since this function was compiled"):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"has been freed since this function was compiled"):
             jax.block_until_ready(compiled(X))
     again = comm.Dup()  # with the handle that has just become free
     np.testing.assert_array_equal(notoken.allreduce(X, MPI.SUM, comm=again), comm.size * np.ones(3))
-    with pytest.raises(Exception, match=r"communicator has been freed since this function was compiled"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"has been freed since this function was compiled"):
         jax.block_until_ready(compiled(X))
     jax.effects_barrier()
     again.Free()
+
+
+def combined(values):
+    def combine(a, b, datatype):
+        mine, result = (np.frombuffer(x, np.float64) for x in (a, b))
+        result[:] = values(mine, result)
+
+    return MPI.Op.Create(combine, commute=True)
+
+
+@pytest.mark.parametrize("jit", [jax.jit, jaxmpi.jit], ids=["jax.jit", "jaxmpi.jit"])
+def test_freed_reduction(jit, comm, size):
+    """As for a communicator; and a new operation with its handle is not taken for it."""
+    add = combined(lambda a, b: a + b)
+    compiled = jit(lambda x: notoken.allreduce(x, add, comm=comm))
+    np.testing.assert_array_equal(compiled(X), size * np.ones(3))
+    np.testing.assert_array_equal(notoken.allreduce(X, add), size * np.ones(3))
+    add.Free()
+    with pytest.raises(ValueError, match=r"allreduce: op is MPI.OP_NULL"):
+        notoken.allreduce(X, add)
+    largest = combined(np.maximum)
+    for _ in range(2):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"has been freed since this function was compiled"):
+            jax.block_until_ready(compiled(X))
+        np.testing.assert_array_equal(notoken.allreduce(X, largest), np.ones(3))
+        np.testing.assert_array_equal(jit(lambda x: notoken.allreduce(x, largest))(X), np.ones(3))
+    jax.effects_barrier()
+    largest.Free()
+
+
+NOTHING = {
+    "allgather": notoken.allgather,
+    "allreduce": lambda x: notoken.allreduce(x, MPI.SUM),
+    "alltoall": notoken.alltoall,
+    "bcast": lambda x: notoken.bcast(x, 0),
+    "gather": lambda x: notoken.gather(x, 0),
+    "recv": lambda x: notoken.recv(x, 0),
+    "reduce": lambda x: notoken.reduce(x, MPI.SUM, 0),
+    "scan": lambda x: notoken.scan(x, MPI.SUM),
+    "scatter": lambda x: notoken.scatter(x, 0),
+    "send": lambda x: notoken.send(x, 0),
+    "sendbuf": lambda x: notoken.sendrecv(x, X, 0, 0),
+    "recvbuf": lambda x: notoken.sendrecv(X, x, 0, 0),
+    "replicate": jaxmpi.replicate,
+    "invariant": jaxmpi.invariant,
+}
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_none_is_no_array(name):
+    """A function that forgot to return sends nothing, and another rank would wait for it. Leaves may be None."""
+    with pytest.raises(TypeError, match=r" is None, which has no array"):
+        NOTHING[name](None)
+    with pytest.raises(TypeError, match=r" is None, which has no array"):
+        jax.jit(lambda: NOTHING[name](None))()
+
+
+def test_leaves_may_be_none(size):
+    result = notoken.allreduce({"a": None, "b": X}, MPI.SUM)
+    assert result["a"] is None
+    np.testing.assert_array_equal(result["b"], size * np.ones(3))
+    assert notoken.allreduce({}, MPI.SUM) == {}
 
 
 @pytest.mark.ranks(2)

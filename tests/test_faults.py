@@ -118,6 +118,21 @@ def test_forked_process(does, tmp_path):
     assert told in done.stderr
 
 
+def test_process_that_is_no_rank(tmp_path):
+    """A process that a rank starts is a job of its own if it imports the package, and harms nobody."""
+    start = """
+        import jaxmpi
+        child = "import jaxmpi; from mpi4py import MPI; print('child', MPI.COMM_WORLD.size)"
+        if rank == 1:
+            print(subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, timeout=40).stdout)
+        print("sum", add(x)[0])
+    """
+    for plain in (False, True):
+        done = launch(2, program_of(tmp_path, BEGIN, textwrap.dedent(start)), timeout=SECONDS, plain=plain)
+        assert "child 1" in done.stdout
+        assert done.stdout.count("sum 2.0") == 2
+
+
 WAITING = {
     "eager": ("add(x)", ""),
     "eager message": (
@@ -192,8 +207,10 @@ INTERRUPTED = {
 }
 
 
-@pytest.mark.parametrize("dispatch", ["true", "false"], ids=["asynchronous", "synchronous"])
-@pytest.mark.parametrize("within", INTERRUPTED)
+@pytest.mark.parametrize(
+    ("within", "dispatch"), [*((within, "true") for within in INTERRUPTED), ("a compiled loop", "false"),
+                             ("an operation on both", "false")],
+)  # fmt: skip
 def test_interrupt(within, dispatch, tmp_path):
     """Ctrl-C ends a job, whatever its ranks do. A computation that is dispatched synchronously lets no Python run."""
     loop = """

@@ -147,6 +147,7 @@ struct reduction *reduction_add(intptr_t handle, enum reducer by, const char *na
   if (made == NULL) return NULL;
   made->handle = handle;
   made->by = by;
+  made->users = NULL;
   memcpy(made->name, name, strlen(name) + 1);
   snprintf(meaning, sizeof meaning, "reduction %s", name);
   made->number = registry_add(made, by == REDUCER_USER ? NULL : meaning);

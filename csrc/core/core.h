@@ -76,8 +76,18 @@ struct reduction {
   int64_t number; /* in the registry */
   intptr_t handle;
   enum reducer by;
+  const void
+      *users; /* the handle in the user's own object, which that is set to another value as it is freed; or NULL */
+  int width;  /* of that handle, in bytes */
   char name[];
 };
+
+/* Whether the user has freed it. */
+static inline bool reduction_is_freed(const struct reduction *reduction) {
+  if (reduction->users == NULL) return false;
+  if (reduction->width == 4) return *(const int32_t *)reduction->users != (int32_t)reduction->handle;
+  return *(const intptr_t *)reduction->users != reduction->handle;
+}
 
 /* NULL: out of memory. The number of a reduction by MPI or by us has a key made of its name: the same in each run. */
 struct reduction *reduction_add(intptr_t handle, enum reducer by, const char *name);

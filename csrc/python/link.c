@@ -10,7 +10,7 @@
 #include "core/failure.h"
 
 /* Indices into the tuple that is the `self` of a linked function. */
-enum { COMPUTE, TOKENS, EFFECT, RENEW, HEAL, NAMES, PARTS };
+enum { COMPUTE, TOKENS, EFFECT, RENEW, HEAL, ERROR, NAMES, PARTS };
 enum { CURRENT, ARRAY, PENDING, IS_READY, COMMITTED, NAME_COUNT };
 
 static PyObject *part(PyObject *self, int index) { return PyTuple_GetItem(self, index); }
@@ -98,10 +98,26 @@ static int keep(PyObject *self, PyObject *token, PyObject *results, long failure
   return code;
 }
 
+/* The error of an operation is always an ERROR. JAX's quickest way of calling a program raises ValueError instead. */
+static void raise_as_error(PyObject *self) {
+  PyObject *type, *value, *trace, *other;
+  PyErr_Fetch(&type, &value, &trace);
+  PyObject *text = value != NULL ? PyObject_Str(value) : NULL;
+  if (text != NULL) {
+    PyErr_SetObject(part(self, ERROR), text);
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    PyErr_Fetch(&type, &value, &other);
+    Py_XDECREF(other);
+    Py_DECREF(text);
+  }
+  PyErr_Restore(type, value, trace);
+}
+
 static PyObject *call(PyObject *self, PyObject *const *arguments, Py_ssize_t count, PyObject *names) {
   struct failure *failure = importer ? failure_take() : NULL; /* only this thread's operations defer errors */
   if (failure != NULL) {
-    PyErr_Format(PyExc_RuntimeError, "not called, because an operation before it has failed: %s", failure->text);
+    PyErr_Format(part(self, ERROR), "not called, because an operation before it has failed: %s", failure->text);
     free(failure);
     return NULL;
   }
@@ -109,6 +125,8 @@ static PyObject *call(PyObject *self, PyObject *const *arguments, Py_ssize_t cou
   if (pending != NULL) array = find_array(self, token, pending);
   long failures = atomic_load(&runtime.failures);
   if (array != NULL) results = compute(self, array, arguments, count, names);
+  bool failed = results == NULL && atomic_load(&runtime.failures) != failures;
+  if (failed && PyErr_ExceptionMatches(PyExc_ValueError)) raise_as_error(self);
   if (results != NULL && keep(self, token, results, failures) == 0) {
     result = PyTuple_GetItem(results, 1);
     Py_XINCREF(result);
@@ -121,7 +139,7 @@ static PyObject *call(PyObject *self, PyObject *const *arguments, Py_ssize_t cou
 }
 
 const char link_doc[] =
-    "linker(compute, tokens, effect, renew, heal, names) -> function of (*args, **kwargs)\n\n"
+    "linker(compute, tokens, effect, renew, heal, error, names) -> function of (*args, **kwargs)\n\n"
     "Calls compute(link, *args, **kwargs) -> (link, result) in the order of the effect; returns the result.";
 PyObject *link_make(PyObject *module, PyObject *args) {
   static PyMethodDef method = {"linked", (PyCFunction)(void (*)(void))call, METH_FASTCALL | METH_KEYWORDS, NULL};

@@ -30,8 +30,9 @@ static PyObject *mpi_error(int code) {
 }
 
 /* Adds a reduction to the registry; its number. */
-static PyObject *reduction_number(intptr_t handle, enum reducer by, const char *name) {
-  const struct reduction *made = reduction_add(handle, by, name);
+static PyObject *reduction_number(intptr_t handle, enum reducer by, const char *name, const void *users, int width) {
+  struct reduction *made = reduction_add(handle, by, name);
+  if (made != NULL) made->users = users, made->width = width;
   return made != NULL ? PyLong_FromLongLong(made->number) : PyErr_NoMemory();
 }
 
@@ -109,21 +110,24 @@ static PyObject *half_operations(PyObject *self, PyObject *args) {
   for (int i = 0; result != NULL && i < 4; i++) {
     char name[32];
     snprintf(name, sizeof name, "%s of %s", names[i], bfloat16 ? "bfloat16" : "float16");
-    if (put(result, names[i], reduction_number(handles[i], REDUCER_OURS, name)) < 0) Py_CLEAR(result);
+    if (put(result, names[i], reduction_number(handles[i], REDUCER_OURS, name, NULL, 0)) < 0) Py_CLEAR(result);
   }
   return result;
 }
 
-PyDoc_STRVAR(reduction_doc,
-             "reduction(handle, name, users) -> number\n\n"
-             "Of an operation of MPI's, the same in each run, or of a user's own; it must stay for ever.");
+PyDoc_STRVAR(
+    reduction_doc,
+    "reduction(handle, name[, address, width]) -> number\n\n"
+    "Of an operation of MPI's, the same in each run, or of a user's own: then with the address and the bytes of "
+    "the handle in the user's object, which must stay for ever.");
 static PyObject *reduction(PyObject *self, PyObject *args) {
   (void)self;
-  Py_ssize_t handle;
+  Py_ssize_t handle, address = 0;
   const char *name;
-  int users;
-  if (!PyArg_ParseTuple(args, "nsp", &handle, &name, &users)) return NULL;
-  return reduction_number((intptr_t)handle, users ? REDUCER_USER : REDUCER_MPI, name);
+  int width = 0;
+  if (!PyArg_ParseTuple(args, "ns|ni", &handle, &name, &address, &width)) return NULL;
+  return reduction_number((intptr_t)handle, address != 0 ? REDUCER_USER : REDUCER_MPI, name, (const void *)address,
+                          width);
 }
 
 PyDoc_STRVAR(

@@ -53,7 +53,14 @@ static ffi_error *find_objects(struct call *call) {
     void *object = registry_at(*attribute);
     if (object == NULL) return call_fail_unknown(call, operation->attributes[i].name);
     *attribute = (int64_t)(intptr_t)object;
-    if (kind == REDUCTION) call->reducer = ((const struct reduction *)object)->by;
+    if (kind != REDUCTION) continue;
+    const struct reduction *reduction = object;
+    call->reducer = reduction->by;
+    if (reduction_is_freed(reduction))
+      return call_fail(call, FFI_FAILED_PRECONDITION,
+                       "the operation that reduces, %s, has been freed since this function was compiled; nothing was "
+                       "sent. Call it again with a live one, or free the operation later",
+                       reduction->name);
   }
   return NULL;
 }

@@ -4,7 +4,7 @@ import ctypes
 import functools
 import operator
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -21,9 +21,7 @@ _ARITHMETIC = ("SUM", "PROD", "MAX", "MIN")
 _LOGICAL = ("LAND", "LOR", "LXOR")
 _BITWISE = ("BAND", "BOR", "BXOR")
 _PREDEFINED = (*_ARITHMETIC, *_LOGICAL, *_BITWISE, "MAXLOC", "MINLOC", "REPLACE", "NO_OP")
-_NUMBERS = {
-    name: _core.reduction(handle_of(getattr(MPI, name)), name, False) for name in (*_ARITHMETIC, *_LOGICAL, *_BITWISE)
-}
+_NUMBERS = {name: _core.reduction(handle_of(getattr(MPI, name)), name) for name in (*_ARITHMETIC, *_LOGICAL, *_BITWISE)}
 
 # The predefined reductions of each kind of datatype, with the MPI operation that does them: on truth values MPI has
 # only the logical operations, which give the same results as the bitwise ones, MAX and MIN.
@@ -48,6 +46,8 @@ class Reduction:
 
     name: str
     number: int | None = None
+    op: MPI.Op | None = field(default=None, compare=False)
+    """The user's own, kept since compiled programs look there whether it has been freed."""
 
     def number_for(self, datatype: Datatype) -> int:
         """The core's number of the reduction for elements of this type."""
@@ -227,10 +227,21 @@ def reduction(op: Any, operation: str) -> Reduction:
         raise ValueError(f"{operation}: op is MPI.OP_NULL: it has been freed. Pass a live operation.")
     handle = handle_of(op)
     known = _reductions.get(handle)
-    if known is None:
+    if known is None or (known.op is not None and known.op != op):  # freed: MPI has given its handle to another one
         name = f"user-defined ({handle:#x})"
-        known = _reductions.setdefault(handle, Reduction(name, _core.reduction(handle, name, True)))
+        number = _core.reduction(handle, name, MPI._addressof(op), MPI._sizeof(op))
+        known = _reductions[handle] = Reduction(name, number, op)
     return known
+
+
+def pytree(x: Any, operation: str, argument: str) -> tuple[list[Any], Any]:
+    """The leaves of an argument, and their structure. Raises TypeError for None, which has no leaves."""
+    if x is None:
+        raise TypeError(
+            f"{operation}: {argument} is None, which has no array: nothing would be communicated, and other ranks may "
+            "wait for it. Pass an array, or a pytree of arrays."
+        )
+    return jax.tree.flatten(x)
 
 
 def reducible(x: Any, op: Reduction, operation: str, argument: str) -> jax.Array:

@@ -100,7 +100,8 @@ def linked(
     `jax.disable_jit`.
     """
     names = ("current_tokens", "_buf", "pending", "is_ready", "_committed")
-    run = _core.linker(compute, dispatch.runtime_tokens, effect, lambda: _new_link(effect), _heal, names)
+    error = jax.errors.JaxRuntimeError
+    run = _core.linker(compute, dispatch.runtime_tokens, effect, lambda: _new_link(effect), _heal, error, names)
     if otherwise is None:
         return run
     clean, disabled = core.trace_state_clean, config.disable_jit

@@ -91,6 +91,11 @@ def _meaning(comm: str, library: Library) -> str:
     return f"{comm}, rank {world.rank} of {world.size}, {library.abi}, tags to {world.Get_attr(MPI.TAG_UB)}"
 
 
+_OF_THE_RANK_ALONE = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_FD", "PMI_PORT")
+"""Variables by which MPI's launcher knows a rank. A process that the program starts would take itself for that rank as
+it initializes MPI, and end or hang both; without them it is a job of one rank."""
+
+
 def _watch_settings() -> tuple[float, bool]:
     """After how many seconds an operation that waits is reported (0: never), and whether the job is then ended."""
     given = os.environ.get("JAXMPI_TIMEOUT", "") or "30"
@@ -127,6 +132,8 @@ def _load() -> tuple[Library, dict[str, Datatype], _devices.Choice]:
         for name, capsule in handlers.items():
             stages = {"instantiate": capsule, "execute": capsule}
             jax.ffi.register_ffi_target(f"jaxmpi_{name}", stages, platform=platform)
+    for name in _OF_THE_RANK_ALONE:
+        os.environ.pop(name, None)
     _core.set_trace(any(os.environ.get(name, "0") not in ("", "0") for name in ("JAXMPI_DEBUG", "MPI4JAX_DEBUG")))
     return library, datatypes, devices
 

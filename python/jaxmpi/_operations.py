@@ -49,7 +49,7 @@ def _each(operation: str, params: Params, x: Any, check: Leaf, *more: Any) -> An
     """Checks all leaves of `x`, then binds the operation for each, in the order of the leaves."""
     if type(x) is _jax.ConcreteArray:  # as below, but faster
         return bind(operation, params, check(x, *more, operation, "x"))
-    leaves, structure = jax.tree.flatten(x)
+    leaves, structure = arguments.pytree(x, operation, "x")
     leaves = [check(leaf, *more, operation, "x") for leaf in leaves]
     return jax.tree.unflatten(structure, [bind(operation, params, leaf) for leaf in leaves])
 
@@ -420,8 +420,8 @@ def sendrecv(
     }
     # Most messages are one array: no tree to flatten.
     alone = type(sendbuf) is type(recvbuf) is _jax.ConcreteArray
-    templates, structure = ([recvbuf], None) if alone else jax.tree.flatten(recvbuf)
-    sent = [sendbuf] if alone else jax.tree.leaves(sendbuf)
+    templates, structure = ([recvbuf], None) if alone else arguments.pytree(recvbuf, "sendrecv", "recvbuf")
+    sent = [sendbuf] if alone else arguments.pytree(sendbuf, "sendrecv", "sendbuf")[0]
     sent = [arguments.array(leaf, "sendrecv", "sendbuf") for leaf in sent]
     templates = [arguments.template(leaf, "sendrecv", "recvbuf") for leaf in templates]
     if len(sent) != len(templates):
