@@ -1,6 +1,9 @@
 """Bad input gets an exception that names operation, argument and value, and nothing is sent: the ranks go on."""
 
+import gc
+
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,6 +12,7 @@ from mpi4py import MPI
 import jaxmpi
 import simulated
 from jaxmpi import notoken
+from jaxmpi._primitive import eager_programs
 from jaxmpi._table import check_names
 from table import NEW_JAX
 
@@ -199,6 +203,24 @@ def test_freed_communicator(jit, comm):
         jax.block_until_ready(compiled(X))
     jax.effects_barrier()
     again.Free()
+
+
+def test_programs_of_freed_communicators_go(comm):
+    """Each communicator has compiled programs of its own; nothing of them is left when the next one is used."""
+    backend = jax.extend.backend.get_backend()
+
+    def use():
+        part = comm.Dup()
+        for value in (X, jnp.arange(4)):
+            np.testing.assert_array_equal(notoken.allreduce(value, MPI.SUM, comm=part), comm.size * value)
+        notoken.barrier(comm=part)
+        part.Free()
+        gc.collect()
+        return eager_programs(), len(backend.live_executables())
+
+    for _ in range(3):
+        before = use()
+    assert use() == use() == before
 
 
 def combined(values):

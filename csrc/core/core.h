@@ -56,7 +56,8 @@ struct communicator {
   int64_t chunk; /* bytes of a chunk: longer operations are divided if they can be; 0: never. The same on all ranks */
   const char *_Atomic name; /* for reports; NULL: none */
   atomic_bool freed;
-  atomic_uint_least64_t compared; /* collectives compared so far, with JAXMPI_CHECK: compare.h */
+  struct communicator *next_freed; /* in runtime.freed */
+  atomic_uint_least64_t compared;  /* collectives compared so far, with JAXMPI_CHECK: compare.h */
 };
 
 /* Which thread calls MPI for arrays of a device that are staged: copied through host memory. */
@@ -111,14 +112,15 @@ struct runtime {
   bool serialize;             /* MPI_THREAD_SERIALIZED: one MPI call at a time, under `lock` */
   pthread_mutex_t lock;
   atomic_long failures; /* operations that have failed so far: a call during which this grows checks its link: link.c */
-  struct failure *_Atomic deferred; /* the first error not yet reported */
-  void *library;                    /* MPI, from dlopen */
-  bool aware;                       /* MPI accepts device pointers */
-  enum transport transport;         /* for what is staged: everything if MPI is not aware */
-  atomic_bool several_devices;      /* a link may be committed to one of them: link.c */
-  atomic_bool check;                /* ranks compare their collectives (compare.h); the same on all ranks */
-  atomic_bool trace;                /* a line at the start and at the end of each operation */
-  atomic_uint_least64_t calls;      /* numbers the traced calls */
+  struct communicator *_Atomic freed; /* those that have been freed since Python asked */
+  struct failure *_Atomic deferred;   /* the first error not yet reported */
+  void *library;                      /* MPI, from dlopen */
+  bool aware;                         /* MPI accepts device pointers */
+  enum transport transport;           /* for what is staged: everything if MPI is not aware */
+  atomic_bool several_devices;        /* a link may be committed to one of them: link.c */
+  atomic_bool check;                  /* ranks compare their collectives (compare.h); the same on all ranks */
+  atomic_bool trace;                  /* a line at the start and at the end of each operation */
+  atomic_uint_least64_t calls;        /* numbers the traced calls */
 };
 extern struct runtime runtime;
 

@@ -18,8 +18,11 @@ static int do_not_copy(MPI_Comm comm, int key, void *extra, void *value, void *c
 /* Called by MPI as the communicator is freed. Operations left to streams may use it: they come first. */
 static int mark_freed(MPI_Comm comm, int key, void *value, void *extra) {
   (void)comm, (void)key, (void)extra;
+  struct communicator *freed = value;
   transport_drain();
-  atomic_store(&((struct communicator *)value)->freed, true);
+  atomic_store(&freed->freed, true);
+  freed->next_freed = atomic_load(&runtime.freed);
+  while (!atomic_compare_exchange_weak(&runtime.freed, &freed->next_freed, freed)) continue;
   return MPI_SUCCESS;
 }
 

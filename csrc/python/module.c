@@ -155,6 +155,20 @@ static PyObject *communicator(PyObject *self, PyObject *args) {
   return Py_BuildValue("(Lii)", (long long)found->number, found->rank, found->size);
 }
 
+PyDoc_STRVAR(take_freed_doc,
+             "take_freed() -> the numbers of the communicators that have been freed since the last call");
+static PyObject *take_freed(PyObject *self, PyObject *args) {
+  (void)self, (void)args;
+  PyObject *numbers = PyList_New(0);
+  struct communicator *comm = atomic_exchange(&runtime.freed, NULL);
+  for (; numbers != NULL && comm != NULL; comm = comm->next_freed) {
+    PyObject *number = PyLong_FromLongLong(comm->number);
+    if (number == NULL || PyList_Append(numbers, number) < 0) Py_CLEAR(numbers);
+    Py_XDECREF(number);
+  }
+  return numbers;
+}
+
 PyDoc_STRVAR(register_doc,
              "register(address) -> number\n\nWhat is there, an MPI_Status or a text, must stay for ever.");
 static PyObject *register_object(PyObject *self, PyObject *args) {
@@ -456,6 +470,7 @@ static PyMethodDef methods[] = {
     {"set_datatype", set_datatype, METH_VARARGS, set_datatype_doc},
     {"half_operations", half_operations, METH_VARARGS, half_operations_doc},
     {"communicator", communicator, METH_VARARGS, communicator_doc},
+    {"take_freed", take_freed, METH_NOARGS, take_freed_doc},
     {"reduction", reduction, METH_VARARGS, reduction_doc},
     {"register", register_object, METH_VARARGS, register_doc},
     {"reserve", reserve, METH_VARARGS, reserve_doc},

@@ -26,16 +26,30 @@ class Communicator:
     every run; other processes do not know the numbers of other communicators.
     """
 
-    __slots__ = ("number", "rank", "size")
+    __slots__ = ("number", "programs", "rank", "size")
 
     def __init__(self, number: int, rank: int, size: int):
         self.number, self.rank, self.size = number, rank, size
+        self.programs: Any = None
+        """Finds the compiled programs of eager calls (see _primitive); they go when the communicator is freed."""
 
     def __repr__(self) -> str:
         return f"Communicator(rank {self.rank} of {self.size})"
 
 
 _known: dict[int, Communicator] = {}
+"""By their numbers, until they are freed and the next one is made."""
+
+
+def _forget_freed() -> None:
+    """Drops what is kept for communicators that have been freed: no call finds it any more."""
+    for number in _core.take_freed():
+        if (freed := _known.pop(number, None)) is not None:
+            freed.programs = None
+
+
+def known() -> list[Communicator]:
+    return list(_known.values())
 
 
 def resolve(comm: Any, operation: str) -> Communicator:
@@ -63,6 +77,7 @@ def resolve(comm: Any, operation: str) -> Communicator:
         )
     known = _known.get(found[0])
     if known is None:
+        _forget_freed()
         _core.set_chunk(found[0], _default.chunk(ours=False))
         if name := comm.Get_name():
             _core.set_name(found[0], name)

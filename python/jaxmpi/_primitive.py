@@ -21,7 +21,8 @@ import jax
 import numpy as np
 
 import jaxmpi._core as _core
-from jaxmpi import _jax, _places, _tags
+from jaxmpi import _communicator, _jax, _places, _tags
+from jaxmpi._communicator import Communicator
 from jaxmpi._derivatives import communication
 from jaxmpi._derivatives.communication import COTANGENT, DERIVATIVE, TANGENT, VALUE, Operation
 from jaxmpi._derivatives.link import batched, link, linked_zeros
@@ -114,23 +115,31 @@ def bind(name: str, params: Params, *operands: Any) -> Any:
 
 def _call(primitive: _jax.Primitive, params: Params, operands: Sequence[Any]) -> Any:
     """Calls the compiled program of an operation, also with `jax.disable_jit`."""
-    program = eager_program(primitive, tuple(params), *params.values())
+    comm = params["comm"]
+    find = comm.programs or _finds_programs_of(comm)
+    program = find(primitive, tuple(params), *params.values())
     if not _jax.jit_disabled.value:
         return program(*operands)
     with jax.disable_jit(False):
         return program(*operands)
 
 
-@functools.lru_cache(maxsize=4096)
-def eager_program(primitive: _jax.Primitive, names: tuple[str, ...], *values: Any) -> Callable[..., Any]:
-    """The compiled program of an eager call, one per set of parameters; JAX handles shapes and dtypes."""
-    params = dict(zip(names, values, strict=True))
-    return eager(lambda *args: primitive.bind(*args, **params))
+def _finds_programs_of(comm: Communicator) -> Callable[..., Any]:
+    """The compiled programs of eager calls on a communicator: one per set of parameters; JAX handles shapes and dtypes.
+    4096 at most are kept."""
+
+    @functools.lru_cache(maxsize=4096)
+    def find(primitive: _jax.Primitive, names: tuple[str, ...], *values: Any) -> Callable[..., Any]:
+        params = dict(zip(names, values, strict=True))
+        return eager(lambda *args: primitive.bind(*args, **params))
+
+    comm.programs = find
+    return find
 
 
 def eager_programs() -> int:
-    """How many programs of eager calls are kept; 4096 at most."""
-    return eager_program.cache_info().currsize
+    """How many programs of eager calls are kept."""
+    return sum(comm.programs.cache_info().currsize for comm in _communicator.known() if comm.programs is not None)
 
 
 # --- from a row to a primitive -------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def facts() -> Iterator[tuple[str, str]]:
             "handed to MPI as it is" if choice.aware else f"copied for MPI, transport: {choice.transport}",
         )
         yield "because", choice.because
-    yield "eager programs", f"{_primitive.eager_programs()} kept, 4096 at most"
+    yield "eager programs", f"{_primitive.eager_programs()} kept, 4096 at most for each communicator"
 
 
 def problems() -> Iterator[str]:
