@@ -1,5 +1,7 @@
 """Every dtype through every operation, every reduction through every dtype that has it."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -95,6 +97,32 @@ def test_reduces(dtype, op, comm, rank, size):
     np.testing.assert_array_equal(total, expected, err_msg="allreduce")
     np.testing.assert_array_equal(scanned, prefix, err_msg="scan")
     np.testing.assert_array_equal(reduced, expected if rank == size - 1 else inputs[rank], err_msg="reduce")
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_integers_of_all_values(dtype, comm, rank, size):
+    """As in NumPy and JAX sums and products are modulo a power of two, at each place of an array of any length."""
+    for length in (1, 7, 37, 130):
+        info = np.iinfo(dtype)
+        rng = np.random.default_rng(length)
+        inputs = [rng.integers(info.min, info.max, length, dtype, endpoint=True) for _ in range(size)]
+        x = jnp.asarray(inputs[rank])
+        reductions = jax.jit(
+            lambda x: {
+                name: [
+                    notoken.allreduce(x, getattr(MPI, name)),
+                    notoken.scan(x, getattr(MPI, name)),
+                    notoken.reduce(x, getattr(MPI, name), 0),
+                ]
+                for name in UFUNCS
+            }
+        )
+        for name, results in reductions(x).items():
+            prefixes = functools.reduce(lambda done, x: [*done, UFUNCS[name](done[-1], x)], inputs[1:], inputs[:1])
+            prefixes = [prefix.astype(dtype) for prefix in prefixes]
+            expected = [prefixes[-1], prefixes[rank], prefixes[-1] if rank == 0 else inputs[rank]]
+            for got, want in zip(results, expected, strict=True):
+                np.testing.assert_array_equal(got, want, err_msg=name)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -259,9 +259,9 @@ struct abi {
    * meaning, which may be NULL. Returns an MPI error code. Called under the GIL. */
   int (*communicator)(intptr_t handle, const char *meaning, struct communicator **result);
 
-  /* Makes the reductions for a half-precision type: `handles` in the order SUM, PROD, MAX, MIN. Returns an MPI error
-   * code. Called at import, under the GIL. */
-  int (*half_operations)(bool bfloat16, intptr_t handles[4]);
+  /* Makes the reductions of a dtype that are ours: `handles` in the order SUM, PROD, MAX, MIN, 0 where MPI's is used.
+   * Returns an MPI error code. Called at import, under the GIL. */
+  int (*own_operations)(const char *dtype, intptr_t handles[4]);
 
   /* Gathers `bytes` from each rank on all ranks. Returns an MPI error code. Called by compare_ranks. */
   int (*exchange)(const struct communicator *comm, const void *mine, void *all, size_t bytes);

@@ -60,15 +60,19 @@ static int communicator(intptr_t handle, const char *meaning, struct communicato
   return MPI_SUCCESS;
 }
 
-static int half_operations(bool bfloat16, intptr_t handles[4]) {
+static int own_operations(const char *dtype, intptr_t handles[4]) {
   MPI_Op made[4];
-  for (int i = 0; i < 4; i++) {
-    int code = mpi.Op_create(half_functions[bfloat16][i], 1, &made[i]);
+  const struct own_reductions *own = own_reductions;
+  memset(handles, 0, 4 * sizeof *handles);
+  while (own->dtype != NULL && strcmp(own->dtype, dtype) != 0) own++;
+  for (int i = 0; i < 4 && own->dtype != NULL; i++) {
+    int code = own->functions[i] != NULL ? mpi.Op_create(own->functions[i], 1, &made[i]) : MPI_SUCCESS;
     if (code != MPI_SUCCESS) {
-      while (i-- > 0) mpi.Op_free(&made[i]);
+      while (i-- > 0)
+        if (own->functions[i] != NULL) mpi.Op_free(&made[i]);
       return code;
     }
-    handles[i] = (intptr_t)made[i];
+    if (own->functions[i] != NULL) handles[i] = (intptr_t)made[i];
   }
   return MPI_SUCCESS;
 }
@@ -93,7 +97,7 @@ const struct abi ABI_LOCAL(abi) = {
     .bodies = operation_bodies,
     .load = load,
     .communicator = communicator,
-    .half_operations = half_operations,
+    .own_operations = own_operations,
     .exchange = exchange,
     .abort = abort_job,
     .any_source = ABI_ANY_SOURCE,

@@ -4,7 +4,7 @@
  * is used: the library is the one that mpi4py has loaded, and its functions are looked up by name.
  *
  * Threads: `mpi` is filled once, at import under the GIL, then read by all threads. Whoever calls a function of it
- * while runtime.serialize is set holds runtime.lock, except at import and for Error_string. MPI calls half_functions in
+ * while runtime.serialize is set holds runtime.lock, except at import and for Error_string. MPI calls own_reductions in
  * the thread of an MPI call.
  */
 #ifndef JAXMPI_MPI_TABLE_H
@@ -25,7 +25,7 @@ enum { MPI_SUCCESS = 0 };
 #define ABI_LOCAL(name)      ABI_JOIN(name, ABI_NAME)
 
 #define mpi              ABI_LOCAL(mpi)
-#define half_functions   ABI_LOCAL(half_functions)
+#define own_reductions   ABI_LOCAL(own_reductions)
 #define operation_bodies ABI_LOCAL(operation_bodies)
 
 struct mpi_table {
@@ -37,8 +37,12 @@ struct mpi_table {
 };
 extern struct mpi_table mpi; /* written once, by `load` */
 
-/* Element-wise reductions of 16-bit floating-point numbers: [0] float16, [1] bfloat16; SUM, PROD, MAX, MIN. */
-extern MPI_User_function *const half_functions[2][4];
+/* Our element-wise reductions of a dtype, in the order SUM, PROD, MAX, MIN; NULL: MPI's is used. */
+struct own_reductions {
+  const char *dtype; /* NULL at the end of the list */
+  MPI_User_function *functions[4];
+};
+extern const struct own_reductions own_reductions[];
 
 /* In the order of ops.def. */
 extern ffi_error *(*const operation_bodies[])(struct call *);

@@ -97,20 +97,21 @@ static PyObject *set_datatype(PyObject *self, PyObject *args) {
   Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(half_operations_doc, "half_operations(bfloat16) -> {name: number}, the reductions of this type");
-static PyObject *half_operations(PyObject *self, PyObject *args) {
+PyDoc_STRVAR(own_operations_doc, "own_operations(dtype) -> {name: number}, the reductions of this dtype that are ours");
+static PyObject *own_operations(PyObject *self, PyObject *args) {
   (void)self;
-  int bfloat16;
+  const char *dtype;
   intptr_t handles[4];
-  if (!PyArg_ParseTuple(args, "p", &bfloat16) || !loaded()) return NULL;
-  int code = runtime.abi->half_operations(bfloat16 != 0, handles);
+  if (!PyArg_ParseTuple(args, "s", &dtype) || !loaded()) return NULL;
+  int code = runtime.abi->own_operations(dtype, handles);
   if (code != 0) return mpi_error(code);
   static const char *const names[] = {"SUM", "PROD", "MAX", "MIN"};
   PyObject *result = PyDict_New();
   for (int i = 0; result != NULL && i < 4; i++) {
-    char name[32];
-    snprintf(name, sizeof name, "%s of %s", names[i], bfloat16 ? "bfloat16" : "float16");
-    if (put(result, names[i], reduction_number(handles[i], REDUCER_OURS, name, NULL, 0)) < 0) Py_CLEAR(result);
+    char name[64];
+    snprintf(name, sizeof name, "%s of %s", names[i], dtype);
+    if (handles[i] != 0 && put(result, names[i], reduction_number(handles[i], REDUCER_OURS, name, NULL, 0)) < 0)
+      Py_CLEAR(result);
   }
   return result;
 }
@@ -468,7 +469,7 @@ static PyMethodDef methods[] = {
     {"load", load, METH_VARARGS, load_doc},
     {"datatypes", datatypes, METH_NOARGS, datatypes_doc},
     {"set_datatype", set_datatype, METH_VARARGS, set_datatype_doc},
-    {"half_operations", half_operations, METH_VARARGS, half_operations_doc},
+    {"own_operations", own_operations, METH_VARARGS, own_operations_doc},
     {"communicator", communicator, METH_VARARGS, communicator_doc},
     {"take_freed", take_freed, METH_NOARGS, take_freed_doc},
     {"reduction", reduction, METH_VARARGS, reduction_doc},

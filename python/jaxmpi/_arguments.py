@@ -15,7 +15,7 @@ from mpi4py import MPI
 import jaxmpi._core as _core
 from jaxmpi import _jax, _places, _tags
 from jaxmpi._communicator import Communicator
-from jaxmpi._native import DATATYPES, HALF_OPERATIONS, Datatype, handle_of
+from jaxmpi._native import DATATYPES, OWN_OPERATIONS, Datatype, handle_of
 
 _ARITHMETIC = ("SUM", "PROD", "MAX", "MIN")
 _LOGICAL = ("LAND", "LOR", "LXOR")
@@ -53,9 +53,14 @@ class Reduction:
         """The core's number of the reduction for elements of this type."""
         if self.number is not None:
             return self.number
-        if datatype.kind == "half":
-            return HALF_OPERATIONS[datatype.name][self.name]
-        return _NUMBERS[REDUCTIONS[datatype.kind][self.name]]
+        if (own := OWN_OPERATIONS[datatype.name].get(self.name)) is not None:
+            return own
+        if self.name not in (possible := REDUCTIONS[datatype.kind]):
+            raise TypeError(
+                f"MPI.{self.name} is not defined for dtype {datatype.name}, and a derivative here needs it: convert to "
+                "another dtype first, such as float32."
+            )
+        return _NUMBERS[possible[self.name]]
 
 
 _reductions = {handle_of(getattr(MPI, name)): Reduction(name) for name in _PREDEFINED}

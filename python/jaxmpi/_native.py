@@ -142,9 +142,8 @@ LIBRARY, DATATYPES, DEVICES = _load()
 OPERATIONS: dict[str, Operation] = {name: Operation(*row) for name, row in _core.operations().items()}
 MEANING_OF_DEFAULT = _meaning("default", LIBRARY)
 """The meaning of the clone of COMM_WORLD, whose number is reserved."""
-HALF_OPERATIONS: dict[str, dict[str, int]] = {
-    name: _core.half_operations(name == "bfloat16") for name in ("float16", "bfloat16")
-}
+OWN_OPERATIONS: dict[str, dict[str, int]] = {name: _core.own_operations(name) for name in DATATYPES}
+"""The reductions of each dtype that are ours and not MPI's: their numbers."""
 
 
 @atexit.register

@@ -191,12 +191,12 @@ static int specials(const struct format *f, uint16_t *list) {
   return count;
 }
 
-static void half_operations_reduce(void) {
+static void own_operations_reduce(void) {
   static uint16_t x[2048], y[2048];
   uint16_t list[64];
   FOR_EACH (const struct format *, f, formats) {
     intptr_t handles[4];
-    CHECK_EQUAL(abi->half_operations(f->dtype == BF16, handles), 0);
+    CHECK_EQUAL(abi->own_operations(f->dtype == BF16 ? "bfloat16" : "float16", handles), 0);
     for (int op = SUM; op <= MIN; op++) {
       int count = specials(f, list);
       for (int i = 0; i < count * count; i++) x[i] = list[i / count], y[i] = list[i % count];
@@ -213,7 +213,7 @@ static void half_operations_reduce(void) {
 static void half_sums_go_through_allreduce(void) {
   FOR_EACH (const struct format *, f, formats) {
     intptr_t handles[4];
-    CHECK_EQUAL(abi->half_operations(f->dtype == BF16, handles), 0);
+    CHECK_EQUAL(abi->own_operations(f->dtype == BF16 ? "bfloat16" : "float16", handles), 0);
     for (int size = 2; size <= 4; size++)
       for (int64_t limit = 1; limit <= 4; limit++) {
         uint16_t values[3] = {(uint16_t)nearest(f, 1.1), (uint16_t)nearest(f, -2.5), 1}, sums[4] = {0, 0, 0, 0xeeee};
@@ -232,22 +232,44 @@ static void half_sums_go_through_allreduce(void) {
 }
 
 /* When the third of four operations cannot be made, the two before it are given back. */
-static void half_operations_give_back_what_they_made(void) {
+static void own_operations_give_back_what_they_made(void) {
   intptr_t handles[4];
   fake->fail("MPI_Op_create", 3, 77);
-  CHECK_EQUAL(abi->half_operations(false, handles), 77);
+  CHECK_EQUAL(abi->own_operations("float16", handles), 77);
+}
+
+/* Modulo a power of two, at each place. */
+static void small_integers_wrap(void) {
+  static const struct {
+    const char *dtype;
+    size_t bytes;
+  } kinds[] = {{"int8", 1}, {"uint8", 1}, {"int16", 2}, {"uint16", 2}};
+  static uint8_t x[512], y[512], before[512];
+  for (size_t k = 0; k < sizeof kinds / sizeof *kinds; k++) {
+    intptr_t handles[4];
+    CHECK_EQUAL(abi->own_operations(kinds[k].dtype, handles), 0);
+    CHECK(handles[SUM] != 0 && handles[PROD] == 0 && handles[MAX] == 0 && handles[MIN] == 0);
+    for (int i = 0; i < 512; i++) x[i] = (uint8_t)random_bits(), before[i] = y[i] = (uint8_t)random_bits();
+    int count = (int)(512 / kinds[k].bytes) - 1;
+    fake->apply(handles[SUM], x, y, count);
+    for (int i = 0; i < 512; i++) {
+      int carry = kinds[k].bytes == 2 && i % 2 == 1 ? (x[i - 1] + before[i - 1]) >> 8 : 0;
+      bool beyond = i >= count * (int)kinds[k].bytes;
+      CHECK_EQUAL(y[i], beyond ? before[i] : (x[i] + before[i] + carry) & 255);
+    }
+    CHECK_EQUAL(fake->operation_free(handles[SUM]), 0);
+  }
+  intptr_t none[4];
+  CHECK_EQUAL(abi->own_operations("int32", none), 0);
+  CHECK(none[SUM] == 0);
 }
 
 static const struct test tests[] = {
-    TEST(every_pattern_widens),
-    TEST(every_pattern_returns),
-    TEST(ties_go_to_even),
-    TEST(any_float_goes_to_the_nearest),
-    TEST(the_ends_of_the_range),
-    TEST(a_nan_stays_one),
-    TEST(half_operations_reduce),
-    TEST(half_sums_go_through_allreduce),
-    TEST(half_operations_give_back_what_they_made),
+    TEST(every_pattern_widens),  TEST(every_pattern_returns),
+    TEST(ties_go_to_even),       TEST(any_float_goes_to_the_nearest),
+    TEST(the_ends_of_the_range), TEST(a_nan_stays_one),
+    TEST(own_operations_reduce), TEST(half_sums_go_through_allreduce),
+    TEST(small_integers_wrap),   TEST(own_operations_give_back_what_they_made),
 };
 
 MAIN(tests)
