@@ -125,6 +125,23 @@ def test_integers_of_all_values(dtype, comm, rank, size):
                 np.testing.assert_array_equal(got, want, err_msg=name)
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("op", ["MAX", "MIN"])
+def test_nan_wins(op, dtype, comm, rank, size):
+    """Whichever rank has it, and at each place of an array, as in NumPy and JAX."""
+    kind = dtype_of(dtype)
+    inputs = [np.random.default_rng(r).normal(size=(size, 37)).astype(kind) for r in range(size)]
+    for r in range(size):
+        inputs[r][r] = np.nan
+    with np.errstate(invalid="ignore"):  # of bfloat16
+        prefixes = functools.reduce(lambda done, x: [*done, UFUNCS[op](done[-1], x)], inputs[1:], inputs[:1])
+    total, scanned = jax.jit(lambda x: (notoken.allreduce(x, getattr(MPI, op)), notoken.scan(x, getattr(MPI, op))))(
+        jnp.asarray(inputs[rank])
+    )
+    np.testing.assert_array_equal(np.asarray(total), prefixes[-1])
+    np.testing.assert_array_equal(np.asarray(scanned), prefixes[rank])
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_rounding(dtype, comm, rank, size):
     """Each step of a sum is rounded once, from float, to the nearest even."""

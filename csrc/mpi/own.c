@@ -1,6 +1,7 @@
 /* The reductions that are ours: those of float16 and bfloat16, which MPI does not have (each step is computed in float
  * and rounded once); and sums of 8- and 16-bit integers, modulo a power of two as in NumPy: those of Open MPI, in the
- * vector instructions of x86, end at the greatest number, but for the elements that are left over. */
+ * vector instructions of x86, end at the greatest number, but for the elements that are left over. And MAX and MIN of
+ * float32 and float64, in which NaN wins as in NumPy: in those of MPI libraries it gets lost at some places. */
 #include "mpi/half.h"
 #include "mpi/mpi_table.h"
 
@@ -41,9 +42,24 @@ REDUCTIONS(bfloat16)
 INTEGER_SUM(uint8_t) /* of the signed ones too: the bits are the same */
 INTEGER_SUM(uint16_t)
 
+#define EXTREME(type, name, combine)                                                     \
+  static void type##_##name(void *in, void *inout, int *count, MPI_Datatype *datatype) { \
+    const type *x = in;                                                                  \
+    type *y = inout;                                                                     \
+    (void)datatype;                                                                      \
+    for (int i = 0; i < *count; i++) y[i] = combine(x[i], y[i]);                         \
+  }
+
+EXTREME(float, max, LARGER)
+EXTREME(float, min, SMALLER)
+EXTREME(double, max, LARGER)
+EXTREME(double, min, SMALLER)
+
 const struct own_reductions own_reductions[] = {
     {"float16", {float16_sum, float16_prod, float16_max, float16_min}},
     {"bfloat16", {bfloat16_sum, bfloat16_prod, bfloat16_max, bfloat16_min}},
+    {"float32", {NULL, NULL, float_max, float_min}},
+    {"float64", {NULL, NULL, double_max, double_min}},
     {"int8", {uint8_t_sum}},
     {"uint8", {uint8_t_sum}},
     {"int16", {uint16_t_sum}},

@@ -264,12 +264,40 @@ static void small_integers_wrap(void) {
   CHECK(none[SUM] == 0);
 }
 
+/* Whoever has it, and at each place. */
+static void nan_wins(void) {
+  static const char *const names[] = {"float32", "float64"};
+  for (int k = 0; k < 2; k++) {
+    intptr_t handles[4];
+    CHECK_EQUAL(abi->own_operations(names[k], handles), 0);
+    CHECK(handles[SUM] == 0 && handles[PROD] == 0);
+    for (int op = MAX; op <= MIN; op++) {
+      double x[7] = {NAN, 1, NAN, 2, -1, INFINITY, 3}, y[7] = {1, NAN, NAN, 3, -2, 4, 9};
+      float u[7], v[7];
+      for (int i = 0; i < 7; i++) u[i] = (float)x[i], v[i] = (float)y[i];
+      fake->apply(handles[op], k == 0 ? (void *)u : x, k == 0 ? (void *)v : y, 6);
+      static const double largest[] = {3, -1, INFINITY, 9}, smallest[] = {2, -2, 4, 9};
+      for (int i = 0; i < 7; i++) {
+        double got = k == 0 ? (double)v[i] : y[i];
+        CHECK(i < 3 ? isnan(got) : got == (op == MAX ? largest : smallest)[i - 3]);
+      }
+      CHECK_EQUAL(fake->operation_free(handles[op]), 0);
+    }
+  }
+}
+
 static const struct test tests[] = {
-    TEST(every_pattern_widens),  TEST(every_pattern_returns),
-    TEST(ties_go_to_even),       TEST(any_float_goes_to_the_nearest),
-    TEST(the_ends_of_the_range), TEST(a_nan_stays_one),
-    TEST(own_operations_reduce), TEST(half_sums_go_through_allreduce),
-    TEST(small_integers_wrap),   TEST(own_operations_give_back_what_they_made),
+    TEST(every_pattern_widens),
+    TEST(every_pattern_returns),
+    TEST(ties_go_to_even),
+    TEST(any_float_goes_to_the_nearest),
+    TEST(the_ends_of_the_range),
+    TEST(a_nan_stays_one),
+    TEST(own_operations_reduce),
+    TEST(half_sums_go_through_allreduce),
+    TEST(small_integers_wrap),
+    TEST(nan_wins),
+    TEST(own_operations_give_back_what_they_made),
 };
 
 MAIN(tests)
