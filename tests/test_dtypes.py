@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+import jaxmpi
 from jaxmpi import notoken
-from table import CASES, draw, upto
+from table import CASES, NEW_JAX, draw, upto
 
 INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 FLOATS = ["float16", "bfloat16", "float32", "float64"]
@@ -138,8 +139,15 @@ def test_nan_wins(op, dtype, comm, rank, size):
     total, scanned = jax.jit(lambda x: (notoken.allreduce(x, getattr(MPI, op)), notoken.scan(x, getattr(MPI, op))))(
         jnp.asarray(inputs[rank])
     )
-    np.testing.assert_array_equal(np.asarray(total), prefixes[-1])
-    np.testing.assert_array_equal(np.asarray(scanned), prefixes[rank])
+    for got, want in ((total, prefixes[-1]), (scanned, prefixes[rank])):
+        np.testing.assert_array_equal(np.asarray(got).astype(float), want.astype(float))
+
+
+@pytest.mark.skipif(not NEW_JAX, reason="this JAX has no derivatives of communication")
+@pytest.mark.parametrize("operation", [lambda x: notoken.bcast(x, 0), jaxmpi.replicate], ids=["bcast", "replicate"])
+def test_derivative_that_would_sum_float8(operation):
+    with pytest.raises(TypeError, match=r"SUM is not defined for dtype float8_e4m3fn.*derivative.*convert"):
+        jax.grad(lambda x: operation(x.astype(jnp.float8_e4m3fn)).astype(float).sum())(jnp.ones(3))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

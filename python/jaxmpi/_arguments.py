@@ -146,9 +146,15 @@ def _as_array(x: Any, operation: str, argument: str) -> jax.Array:
         return x
     try:
         return jnp.asarray(x)
-    except (TypeError, ValueError, OverflowError) as error:
+    except OverflowError as error:
         raise TypeError(
-            f"{operation}: {argument} must hold arrays or numbers, got {x!r} of type {type(x).__name__}."
+            f"{operation}: {argument} is {x!r}, which does not fit in JAX's default integer. Give its dtype, as in "
+            "jnp.uint32(...); 64-bit types need jax_enable_x64."
+        ) from error
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{operation}: {argument} must hold JAX arrays, numbers, or what jnp.asarray makes an array of; got {x!r} "
+            f"of type {type(x).__name__}. JAX says: {error}"
         ) from error
 
 

@@ -60,7 +60,8 @@ def _reducing(operation: str, comm: Any, x: Any, op: MPI.Op, **more: Any) -> Any
     if CHECK and operation == "allreduce":
         params[LINE] = arguments.with_calling_line(
             "the cotangent of an allreduce differs from that of rank 0, though what is computed from its result must "
-            "be the same on all ranks: gradients would be wrong. The allreduce is at"
+            "be the same on all ranks: gradients would be wrong. Pass what the ranks use differently, such as the "
+            "parameters of a model, through jaxmpi.replicate first. The allreduce is at"
         )
     return _each(operation, params, x, arguments.reducible, reduction)
 

@@ -121,7 +121,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         parser.error(f"--as: one package twice: {', '.join(options.stand_in)}")
     program = Path(options.program)
     if not options.module and not program.is_file() and not (program / "__main__.py").is_file():
-        parser.error(f"no such script: {options.program}")
+        what = "no __main__.py in the folder" if program.is_dir() else "no such script"
+        parser.error(f"{what}: {options.program}")
     return options
 
 

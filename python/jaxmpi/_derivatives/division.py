@@ -166,9 +166,10 @@ class _Dependence:
             return cls._of_loop(params["jaxpr"], given, constants, carried)
         if primitive is primitives.while_p:
             return cls._of_loop(params["body_jaxpr"], given[params["cond_nconsts"] :], params["body_nconsts"], None)
+        name = "jax.lax.custom_root" if "Root" in type(params.get("_prim")).__name__ else primitive.name
         raise NotImplementedError(
-            f"jaxmpi: what communicates in {primitive.name} cannot be transposed by jax.linear_transpose (or by "
-            "custom_linear_solve without symmetric=True). Communicate outside of it."
+            f"jaxmpi: what communicates in {name} cannot be transposed (by a reverse derivative, jax.linear_transpose, "
+            "or custom_linear_solve without symmetric=True). Communicate outside of it, or use jax.jvp."
         )
 
     @classmethod
