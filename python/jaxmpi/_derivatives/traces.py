@@ -58,8 +58,8 @@ def link_operands(trace: Any, tracers: Sequence[Any], which: Iterable[int], why:
             raise NotImplementedError(
                 f"{why} communicates in a function that is differentiated with respect to nothing on this rank: an "
                 "empty pytree, or integers alone. All ranks take part in a derivative: give each a floating-point "
-                "argument to differentiate with respect to. The function of a custom_root is one, too: let it close over a "
-                "floating-point array that is made outside of it."
+                "argument to differentiate with respect to. The function of a custom_root is one, too: let it close "
+                "over a floating-point array that is made outside of it."
             )
         with core.set_current_trace(getattr(trace, "tangent_trace", trace.parent_trace)):
             tangent = link(own, [seed for _, seed in seeds], jax.typeof(primal), always)
