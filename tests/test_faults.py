@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from jaxmpi._launcher import monitor
 from launch import launch
 
 pytestmark = [pytest.mark.launches, pytest.mark.seconds(120)]
@@ -182,12 +183,50 @@ def test_what_waits_is_reported(way, tmp_path):
 
 def test_what_comes_late_is_told(tmp_path):
     """A rank that is late ends nothing by default: one report, and another when it has come."""
-    program = program_of(tmp_path, BEGIN, "if rank == 0: time.sleep(3)", "print('sum', add(x)[0])")
+    program = program_of(tmp_path, BEGIN, "if rank == 0: time.sleep(3)", "print('sum', add(x)[0]); time.sleep(1)")
     done = launch(2, program, timeout=SECONDS, JAXMPI_TIMEOUT="1")
     assert done.stdout.count("sum 2.0") == 2
     assert done.stderr.count("jaxmpi: rank 1 has been waiting for 1") == 1
     assert done.stderr.count("jaxmpi: rank 1 is done with operation") == 1
     assert launch(2, program, timeout=SECONDS, JAXMPI_TIMEOUT="0").stderr == ""
+
+
+ELSEWHERE = {
+    "late": ("time.sleep(5)", "rank 1: is in no operation; Python is at {program}:{line} (<module>)"),
+    "in another operation": (
+        "notoken.recv(x, 0)",
+        "rank 1: waits in recv of 3 float32, source 0, any tag, on the default",
+    ),
+    "ended": ("sys.exit()", "rank 1: has ended"),
+}
+"""What rank 1 does while ranks 0 and 2 wait in a collective, and what the launcher's table says of it."""
+
+
+@pytest.mark.parametrize("where", ELSEWHERE)
+def test_table_of_ranks(where, tmp_path):
+    """The launcher says of all ranks what they do, and leaves no file."""
+    does, told = ELSEWHERE[where]
+    program = program_of(tmp_path, BEGIN, f"if rank == 1: {does}", WAIT)
+    line = program.read_text().splitlines().index(f"if rank == 1: {does}") + 1
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    seconds = "6" if where == "ended" else "2"
+    limits = {"JAXMPI_TIMEOUT": seconds, "JAXMPI_TIMEOUT_ACTION": "abort", "TMPDIR": str(folder)}
+    done = launch(3, program, check=False, timeout=SECONDS, **limits)
+    assert done.returncode != 0
+    assert done.stderr.count("jaxmpi.run: what the ranks do:") >= 1
+    table = done.stderr.partition("jaxmpi.run: what the ranks do:")[2]
+    assert told.format(program=program, line=line) in table
+    assert "ranks 0, 2: wait in allreduce of 3 float32, op SUM, on the default communicator; called at" in table
+    if where == "ended":  # at once, not after the timeout
+        assert done.stderr.index("what the ranks do") < done.stderr.index("has been waiting")
+    assert not list(folder.glob("jaxmpi-*"))
+
+
+def test_ranges_of_ranks():
+    assert monitor._ranges([0]) == "0"
+    assert monitor._ranges([0, 1]) == "0, 1"
+    assert monitor._ranges([0, 1, 2, 3, 5, 7, 8]) == "0 to 3, 5, 7, 8"
 
 
 @pytest.mark.parametrize("wrong", [{"JAXMPI_TIMEOUT": "soon"}, {"JAXMPI_TIMEOUT": "-1"}, {"JAXMPI_TIMEOUT": "inf"},

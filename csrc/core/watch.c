@@ -1,6 +1,7 @@
 #include "core/watch.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <inttypes.h>
 #include <math.h>
 #include <signal.h>
@@ -34,7 +35,7 @@ struct site {
   char text[];
 };
 
-enum { BUCKETS = 256, MOST_SITES = 3 };
+enum { BUCKETS = 256, MOST_SITES = 3, SECONDS_FOR_THE_LAUNCHER = 3 };
 
 static struct watched *_Atomic records;
 static struct site *_Atomic sites[BUCKETS];
@@ -44,6 +45,7 @@ static atomic_bool watching;
 static _Atomic double limit; /* in seconds; the watch doubles it with each report */
 static atomic_bool ends_job;
 static void (*program_is_at)(char *text, size_t size);
+static const char *folder; /* of the launcher; NULL: none */
 
 static double now(void) {
   struct timespec time;
@@ -174,9 +176,15 @@ static void add_call(struct text *text, const int64_t words[WORDS]) {
     else if (operation->attributes[i].kind == REDUCTION)
       add(text, ", %s %s", name, ((const struct reduction *)object_of(value))->name);
   }
-  const struct communicator *comm = object_of(words[FIRST_ATTRIBUTE + operation->comm]);
+}
+
+static const struct communicator *comm_of(const int64_t words[WORDS]) {
+  return object_of(words[FIRST_ATTRIBUTE + operation_table[words[ROW]].comm]);
+}
+
+static const char *name_of(const struct communicator *comm) {
   const char *name = atomic_load(&comm->name);
-  add(text, ", as rank %d of %d on %s", comm->rank, comm->size, name != NULL ? name : "a communicator");
+  return name != NULL ? name : "a communicator";
 }
 
 static void add_sites(struct text *text, const int64_t words[WORDS]) {
@@ -184,7 +192,7 @@ static void add_sites(struct text *text, const int64_t words[WORDS]) {
   for (int exact = 1; exact >= 0 && found == 0; exact--)
     for (struct site *site = atomic_load(&sites[bucket_of(words)]); site != NULL; site = site->next)
       if (alike(site->words, words, exact) && found++ < MOST_SITES)
-        add(text, "%s%s", found == 1 ? "; called at " : " or ", site->text);
+        add(text, "%s%s", found == 1 ? "called at " : " or ", site->text);
   if (found > MOST_SITES) add(text, " or %d more lines", found - MOST_SITES);
 }
 
@@ -201,22 +209,77 @@ static void say(struct text *text) {
 /* The number of the operation that was seen last, among those of its thread. */
 static uint64_t count_of(const struct watched *record) { return (record->seen - atomic_load(&record->first)) / 2 + 1; }
 
-static void report(const struct watched *record, double seconds) {
-  int64_t words[WORDS];
-  char place[512] = "";
+/* Copies the words of the operation that was seen last. False: it has just ended. */
+static bool read_words(const struct watched *record, int64_t words[WORDS]) {
   for (int i = 0; i < WORDS; i++) words[i] = atomic_load_explicit(&record->words[i], memory_order_relaxed);
   atomic_thread_fence(memory_order_acquire);
-  if (atomic_load_explicit(&record->number, memory_order_relaxed) != record->seen) return; /* it has just ended */
-  struct text text = {0, ""};
+  if (atomic_load_explicit(&record->number, memory_order_relaxed) != record->seen) return false;
   for (int i = operation_table[words[ROW]].attribute_count; i < MAX_ATTRIBUTES; i++) words[FIRST_ATTRIBUTE + i] = 0;
+  return true;
+}
+
+static void add_place(struct text *text, const char *before) {
+  char place[512] = "";
+  if (program_is_at != NULL) program_is_at(place, sizeof place);
+  if (*place != '\0') add(text, "%sPython is at %s", before, place);
+}
+
+/* Writes a file of the folder, RANK.kind, at once and whole. */
+static void write_file(const char *kind, const struct text *text) {
+  char path[512], draft[512];
+  snprintf(path, sizeof path, "%s/%d.%s", folder, runtime.rank, kind);
+  snprintf(draft, sizeof draft, "%s/%d.draft", folder, runtime.rank);
+  int file = open(draft, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+  if (file < 0) return; /* a folder of another machine */
+  bool whole = write(file, text->characters, text->length) == (ssize_t)text->length;
+  close(file);
+  if (whole) rename(draft, path);
+}
+
+/* Answers the launcher. Four fields in lines: seconds (-1: in no operation), the call, the communicator, the places. */
+static void answer(void) {
+  static char answered[32];
+  char path[512], asked[sizeof answered] = "";
+  snprintf(path, sizeof path, "%s/ask", folder);
+  int file = open(path, O_RDONLY | O_CLOEXEC);
+  if (file < 0) return;
+  ssize_t length = read(file, asked, sizeof asked - 1);
+  close(file);
+  if (length <= 0 || strcmp(asked, answered) == 0) return;
+  memcpy(answered, asked, sizeof answered);
+  struct text text = {0, ""};
+  int64_t words[WORDS];
+  const struct watched *longest = NULL;
+  for (struct watched *record = atomic_load(&records); record != NULL; record = record->next)
+    if (record->seen % 2 == 1 && (longest == NULL || record->since < longest->since)) longest = record;
+  if (longest != NULL && read_words(longest, words)) {
+    add(&text, "%.3g\n", now() - longest->since);
+    add_call(&text, words);
+    add(&text, "\n%s\n", name_of(comm_of(words)));
+    size_t before = text.length;
+    add_sites(&text, words);
+    add_place(&text, text.length > before ? "; " : "");
+  } else {
+    add(&text, "-1\n\n\n");
+    add_place(&text, "");
+  }
+  write_file("state", &text);
+}
+
+static void report(const struct watched *record, double seconds) {
+  int64_t words[WORDS];
+  if (!read_words(record, words)) return;
+  struct text text = {0, ""};
+  const struct communicator *comm = comm_of(words);
   add(&text, "jaxmpi: rank %d has been waiting for %.3g s in ", runtime.rank, seconds);
   add_call(&text, words);
-  add(&text, " (operation %" PRIu64 " of its thread)", count_of(record));
+  add(&text, ", as rank %d of %d on %s (operation %" PRIu64 " of its thread); ", comm->rank, comm->size, name_of(comm),
+      count_of(record));
   add_sites(&text, words);
-  if (program_is_at != NULL) program_is_at(place, sizeof place);
-  if (*place != '\0') add(&text, "; Python is at %s", place);
+  add_place(&text, text.characters[text.length - 2] == ';' ? "" : "; ");
   if (ends_job) add(&text, ". The job ends, as JAXMPI_TIMEOUT_ACTION=abort says");
   say(&text);
+  if (folder != NULL) write_file("report", &text);
 }
 
 /* Reports an operation once, and then that it is done after all. */
@@ -238,8 +301,11 @@ static void look_at(struct watched *record) {
     report(record, seconds);
     atomic_store(&limit, 2 * atomic_load(&limit)); /* a program that often waits as long is not told for ever */
     if (!ends_job) return;
-    struct timespec moment = {0, 300000000}; /* launchers may lose what is written right before an abort */
-    nanosleep(&moment, NULL);
+    for (int i = 0; folder != NULL && i < SECONDS_FOR_THE_LAUNCHER * 10; i++) {
+      nanosleep(&(struct timespec){0, 100000000}, NULL);
+      answer();
+    }
+    nanosleep(&(struct timespec){0, 300000000}, NULL); /* launchers may lose what is written right before an abort */
     runtime.abi->abort(1);
     _exit(1);
   }
@@ -248,9 +314,11 @@ static void look_at(struct watched *record) {
 static void *watch(void *unused) {
   double tick = fmin(1, atomic_load(&limit) / 8);
   struct timespec pause = {(time_t)tick, (long)(1e9 * (tick - floor(tick)))};
-  while (nanosleep(&pause, NULL) == 0 || errno == EINTR)
+  while (nanosleep(&pause, NULL) == 0 || errno == EINTR) {
     for (struct watched *record = atomic_load(&records); record != NULL; record = record->next)
       if (atomic_load(&watching)) look_at(record);
+    if (folder != NULL && atomic_load(&watching)) answer();
+  }
   return unused;
 }
 
@@ -262,6 +330,7 @@ void watch_configure(double seconds, bool ends, void (*where)(char *text, size_t
   atomic_store(&limit, seconds);
   atomic_store(&ends_job, ends);
   program_is_at = where;
+  if (folder == NULL && getenv("JAXMPI_JOB_FOLDER") != NULL) folder = strdup(getenv("JAXMPI_JOB_FOLDER"));
   atomic_store(&watching, true);
   if (running) return;
   running = true;

@@ -91,8 +91,8 @@ def _meaning(comm: str, library: Library) -> str:
     return f"{comm}, rank {world.rank} of {world.size}, {library.abi}, tags to {world.Get_attr(MPI.TAG_UB)}"
 
 
-_OF_THE_RANK_ALONE = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_FD", "PMI_PORT")
-"""Variables by which MPI's launcher knows a rank. A process that the program starts would take itself for that rank as
+_OF_THE_RANK_ALONE = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_FD", "PMI_PORT", "JAXMPI_JOB_FOLDER")
+"""Variables by which a launcher knows a rank. A process that the program starts would take itself for that rank as
 it initializes MPI, and end or hang both; without them it is a job of one rank."""
 
 

