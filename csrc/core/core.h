@@ -77,9 +77,8 @@ struct reduction {
   int64_t number; /* in the registry */
   intptr_t handle;
   enum reducer by;
-  const void
-      *users; /* the handle in the user's own object, which that is set to another value as it is freed; or NULL */
-  int width;  /* of that handle, in bytes */
+  const void *users; /* the handle in the user's own object, which changes as that is freed; NULL: not a user's */
+  int width;         /* of that handle, in bytes */
   char name[];
 };
 

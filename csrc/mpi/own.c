@@ -31,29 +31,21 @@
 REDUCTIONS(float16)
 REDUCTIONS(bfloat16)
 
-#define INTEGER_SUM(type)                                                             \
-  static void type##_sum(void *in, void *inout, int *count, MPI_Datatype *datatype) { \
-    const type *x = in;                                                               \
-    type *y = inout;                                                                  \
-    (void)datatype;                                                                   \
-    for (int i = 0; i < *count; i++) y[i] = (type)(x[i] + y[i]);                      \
-  }
-
-INTEGER_SUM(uint8_t) /* of the signed ones too: the bits are the same */
-INTEGER_SUM(uint16_t)
-
-#define EXTREME(type, name, combine)                                                     \
+/* In the type of the elements itself. */
+#define DIRECTLY(type, name, combine)                                                    \
   static void type##_##name(void *in, void *inout, int *count, MPI_Datatype *datatype) { \
     const type *x = in;                                                                  \
     type *y = inout;                                                                     \
     (void)datatype;                                                                      \
-    for (int i = 0; i < *count; i++) y[i] = combine(x[i], y[i]);                         \
+    for (int i = 0; i < *count; i++) y[i] = (type)(combine(x[i], y[i]));                 \
   }
 
-EXTREME(float, max, LARGER)
-EXTREME(float, min, SMALLER)
-EXTREME(double, max, LARGER)
-EXTREME(double, min, SMALLER)
+DIRECTLY(uint8_t, sum, ADD) /* of the signed ones too: the bits are the same */
+DIRECTLY(uint16_t, sum, ADD)
+DIRECTLY(float, max, LARGER)
+DIRECTLY(float, min, SMALLER)
+DIRECTLY(double, max, LARGER)
+DIRECTLY(double, min, SMALLER)
 
 const struct own_reductions own_reductions[] = {
     {"float16", {float16_sum, float16_prod, float16_max, float16_min}},

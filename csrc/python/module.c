@@ -329,6 +329,13 @@ static PyObject *set_devices(PyObject *self, PyObject *args) {
   Py_RETURN_NONE;
 }
 
+/* The communicator with this number; NULL with an exception set: there is none. */
+static struct communicator *communicator_at(long long number) {
+  struct communicator *comm = registry_at(number);
+  if (comm == NULL) PyErr_Format(PyExc_ValueError, "no communicator has the number %lld", number);
+  return comm;
+}
+
 PyDoc_STRVAR(set_chunk_doc,
              "set_chunk(number, bytes)\n\n"
              "From now on what may go in chunks on this communicator goes in chunks of so many bytes, 0: in one. The "
@@ -337,8 +344,8 @@ static PyObject *set_chunk(PyObject *self, PyObject *args) {
   (void)self;
   long long number, bytes;
   if (!PyArg_ParseTuple(args, "LL", &number, &bytes)) return NULL;
-  struct communicator *comm = registry_at(number);
-  if (comm == NULL) return PyErr_Format(PyExc_ValueError, "no communicator has the number %lld", number);
+  struct communicator *comm = communicator_at(number);
+  if (comm == NULL) return NULL;
   if (bytes != 0 && bytes < LEAST_CHUNK) return PyErr_Format(PyExc_ValueError, "at least %d bytes", LEAST_CHUNK);
   comm->chunk = bytes;
   Py_RETURN_NONE;
@@ -350,8 +357,8 @@ static PyObject *set_name(PyObject *self, PyObject *args) {
   long long number;
   const char *name;
   if (!PyArg_ParseTuple(args, "Ls", &number, &name)) return NULL;
-  struct communicator *comm = registry_at(number);
-  if (comm == NULL) return PyErr_Format(PyExc_ValueError, "no communicator has the number %lld", number);
+  struct communicator *comm = communicator_at(number);
+  if (comm == NULL) return NULL;
   char *copy = strdup(name); /* never freed: the watch may be reading */
   if (copy == NULL) return PyErr_NoMemory();
   atomic_store(&comm->name, copy);

@@ -39,9 +39,7 @@ static int tell(void *unused) {
 }
 
 static bool asked(char *text, size_t size) {
-  int idle = 0;
-  if (!atomic_compare_exchange_strong(&state, &idle, 1) && idle == 1) return false; /* it still has not answered */
-  atomic_store(&state, 1);
+  if (atomic_exchange(&state, 1) == 1) return false; /* it still has not answered */
   if (Py_AddPendingCall(tell, NULL) != 0) {
     atomic_store(&state, 0);
     return false;
