@@ -539,6 +539,42 @@ def test_second_derivative_of_custom_vjp_that_one_rank_does_not_use(place, rank,
     np.testing.assert_allclose(got, 2 * (1 + 3 * x**2 * n) * 6 * x * n, rtol=1e-12)
 
 
+@jax.custom_jvp
+def scanned_forwards(x):
+    return x
+
+
+scanned_forwards.defjvp(lambda primals, tangents: (scanned_forwards(*primals), notoken.scan(tangents[0], MPI.SUM)))
+
+SECOND = {
+    "forward over reverse": lambda f, x, v: jax.jvp(jax.grad(f), (x,), (v,))[1],
+    "reverse over reverse": lambda f, x, v: jax.grad(lambda x: jnp.vdot(jax.grad(f)(x), v))(x),
+    "reverse over forward": lambda f, x, v: jax.grad(lambda x: jax.jvp(f, (x,), (v,))[1])(x),
+}
+
+
+@pytest.mark.parametrize("second", SECOND)
+@pytest.mark.parametrize("place", [place for place in PLACES if place != "scan"])
+@JITS
+def test_second_derivative_of_custom_jvp_that_one_rank_does_not_use(jit, place, second, rank, size):
+    """JAX leaves the function itself, which does not communicate, out of the first derivative there."""
+    xs, vs = ([draw((2,), float, r, i) for r in range(size)] for i in range(2))
+
+    def loss(x):
+        @PLACES[place]
+        def f(x):
+            y = scanned_forwards(x)
+            return jnp.sin(x if rank == 0 else y)
+
+        return jnp.sum(f(x))
+
+    summed = np.tril(np.ones((size, size)))  # row r: what rank r's sum contains
+    summed = np.where(np.arange(size)[:, None] == 0, np.eye(size), summed)
+    got = jit(lambda x, v: SECOND[second](loss, x, v))(xs[rank], vs[rank])
+    expected = summed.T @ (-np.sin(xs) * (summed @ np.array(vs)))
+    np.testing.assert_allclose(got, expected[rank], rtol=1e-12)
+
+
 def test_custom_vjp_that_looks_at_values_and_that_one_rank_does_not_use(rank, size):
     """Such a rule cannot be traced, so it is not known whether it communicates."""
 

@@ -21,6 +21,8 @@ from jaxmpi._derivatives.communication import (
     refusal,
 )
 from jaxmpi._derivatives.link import link
+from jaxmpi._derivatives.remaking import with_results_of, without_results
+from jaxmpi._derivatives.rules import rule_communicates
 from jaxmpi._order import EFFECT
 
 
@@ -40,14 +42,24 @@ def keep_checkpoint(own: Callable[..., Any], *args: Any) -> Any:
     return inputs, kept
 
 
-def drop_none(own: Callable[..., Any], jaxpr: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refuses dead code elimination that drops something that communicates."""
-    kept, inputs = own(jaxpr, *args, **kwargs)
-    if EFFECT in jaxpr.effects:
-        before, after = (sum(EFFECT in equation.effects for equation in x.eqns) for x in (jaxpr, kept))
-        if before != after:
-            raise refusal("a primitive that JAX leaves out where nothing depends on it")
+def drop_none(own: Callable[..., Any], jaxpr: Any, used: Any, *args: Any, **kwargs: Any) -> Any:
+    """Dead code elimination that drops nothing that communicates, nor an equation of which only a derivative does: on
+    another rank its results may be used, and all ranks must differentiate it again."""
+    kept, inputs = own(jaxpr, used, *args, **kwargs)
+    if _count(jaxpr) != _count(kept):
+        raise refusal("a primitive that JAX leaves out where nothing depends on it")
+    results = {x for equation in kept.eqns for x in equation.outvars}
+    unused = [i for i, e in enumerate(jaxpr.eqns) if EFFECT not in e.effects and results.isdisjoint(e.outvars)]
+    if which := [i for i in unused if rule_communicates(core.eval_trace, jaxpr, i)]:
+        wider, more = with_results_of(jaxpr, which)
+        used = [used] * len(jaxpr.outvars) if isinstance(used, bool) else [*used]
+        kept, inputs = own(wider, used + [True] * more, *args, **kwargs)
+        kept = without_results(kept, more)
     return kept, inputs
+
+
+def _count(jaxpr: Any) -> int:
+    return sum(EFFECT in equation.effects for equation in jaxpr.eqns)
 
 
 _HOISTING, _TRANSPOSING = "hoisting", "transposing"

@@ -112,8 +112,26 @@ def with_output(jaxpr: Any, which: int) -> Any:
 
 
 def with_results(jaxpr: Any, more: Sequence[Any]) -> Any:
-    names = jaxpr.debug_info._replace(result_paths=("",) * (len(jaxpr.outvars) + len(more)))
-    return jaxpr.replace(outvars=[*jaxpr.outvars, *more], debug_info=names)
+    return _returning(jaxpr, [*jaxpr.outvars, *more])
+
+
+def with_results_of(jaxpr: Any, which: Sequence[int]) -> tuple[Any, int]:
+    """A jaxpr that also returns all results of these of its equations, and how many they are."""
+    equations = list(jaxpr.eqns)
+    for i in which:
+        names = [core.Var(x.aval) if isinstance(x, core.DropVar) else x for x in equations[i].outvars]
+        equations[i] = equations[i].replace(outvars=names)
+    more = [x for i in which for x in equations[i].outvars]
+    return with_results(jaxpr.replace(eqns=equations), more), len(more)
+
+
+def without_results(jaxpr: Any, count: int) -> Any:
+    """A jaxpr that returns all but the last results."""
+    return _returning(jaxpr, jaxpr.outvars[: len(jaxpr.outvars) - count])
+
+
+def _returning(jaxpr: Any, results: Sequence[Any]) -> Any:
+    return jaxpr.replace(outvars=[*results], debug_info=jaxpr.debug_info._replace(result_paths=("",) * len(results)))
 
 
 def depending(closed: Any, constants: int) -> Any:

@@ -166,26 +166,32 @@ _LOOKS_AT_VALUES = (
 )
 
 
-def derivative_communicates(around: Any, params: Params) -> bool:
-    """Whether a computation inside, which does not communicate, calls a function with a derivative rule that does.
+def rules_communicate(around: Any, jaxpr: Any) -> bool:
+    """Whether a computation, which does not communicate, calls a function with a derivative rule that does.
 
     `around`: the trace outside the one that differentiates, or any other that may be used to trace the rule.
     """
+    return any(rule_communicates(around, jaxpr, i) for i in range(len(jaxpr.eqns)))
+
+
+def rule_communicates(around: Any, jaxpr: Any, which: int) -> bool:
+    """The same for one equation of a jaxpr."""
+    known, equation = _with_rules.setdefault(jaxpr, {}), jaxpr.eqns[which]
+    if which not in known:
+        if equation.primitive in (primitives.custom_jvp_call_p, primitives.custom_vjp_call_p):
+            known[which] = _rule_of_equation_communicates(around, jaxpr, equation)
+        else:
+            known[which] = derivative_communicates(around, equation.params)
+    return known[which]
+
+
+def derivative_communicates(around: Any, params: Params) -> bool:
+    """The same for the computations inside an equation with these parameters."""
     return any(rules_communicate(around, inner) for inner in _jaxprs.inner_jaxprs(params))
 
 
-def rules_communicate(around: Any, jaxpr: Any) -> bool:
-    if (known := _jaxprs_with_rules.get(jaxpr)) is None:
-        known = _jaxprs_with_rules[jaxpr] = any(
-            _rule_of_equation_communicates(around, jaxpr, equation)
-            if equation.primitive in (primitives.custom_jvp_call_p, primitives.custom_vjp_call_p)
-            else derivative_communicates(around, equation.params)
-            for equation in jaxpr.eqns
-        )
-    return known
-
-
-_jaxprs_with_rules: "weakref.WeakKeyDictionary[Any, bool]" = weakref.WeakKeyDictionary()
+_with_rules: "weakref.WeakKeyDictionary[Any, dict[int, bool]]" = weakref.WeakKeyDictionary()
+"""For jaxprs, by the position of an equation."""
 
 
 def _rule_of_equation_communicates(around: Any, jaxpr: Any, equation: Any) -> bool:
