@@ -237,6 +237,8 @@ class Judge:
             if self._jax_alone_fails(program, check, data, error):
                 return ("refused", f"by JAX itself: {reason}"), []
             return ("wrong", f"while tracing: {reason}\n{where(error)}"), []
+        if "custom_lin" in names(jaxpr):  # JAX raises as it executes
+            return ("refused", "by JAX itself: the forward derivative of a function with jax.custom_vjp"), []
         return ("right", ""), list(collectives(jaxpr))
 
     def _alike(self, communicated):
@@ -301,6 +303,14 @@ def collectives(jaxpr):
             continue
         for inner in _jaxprs.inner_jaxprs(equation.params):
             yield from collectives(inner)
+
+
+def names(jaxpr):
+    """Of the primitives of a jaxpr and of those inside."""
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield equation.primitive.name
+        for inner in _jaxprs.inner_jaxprs(equation.params):
+            yield from names(inner)
 
 
 def is_refusal(error):
