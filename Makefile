@@ -15,7 +15,7 @@ C_SOURCES := $(wildcard csrc/*/* csrc/mpi/abi/*)
 SOURCES := $(C_SOURCES) $(wildcard python/jaxmpi/*.py* python/jaxmpi/*/*.py) meson.build pyproject.toml README.md
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-ranks test-clients fuzz test-device test-gpu test-c test-valgrind bench bench-gpu bench-quick compat lint format clean
+.PHONY: help setup demo test test-all test-ranks test-clients fuzz test-device test-gpu test-c test-valgrind test-races bench bench-gpu bench-quick compat lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -124,14 +124,17 @@ test-gpu: $(READY) ## the suites on this machine's GPU, on 1, 2 and 4 ranks (GPU
 	for n in 1 2 4; do \
 	  JAX_PLATFORMS=$(GPU),cpu $(RUN) -n $$n -m pytest --color=no $(DEVICE_TESTS) tests/test_adjoint.py tests/test_gpu.py || exit; done
 
-$(BUILD)-valgrind/.ready: $(READY)
-	@rm -rf $(BUILD)-valgrind
-	$(MESON) setup $(BUILD)-valgrind -Dwerror=true
+$(BUILD)-valgrind/.ready $(BUILD)-races/.ready: $(READY)
+	@rm -rf $(@D)
+	$(MESON) setup $(@D) -Dwerror=true $(if $(findstring races,$@),-Db_sanitize=thread -Db_lundef=false)
 	@touch $@
 
 test-valgrind: $(BUILD)-valgrind/.ready ## the C tests under valgrind
 	$(MESON) test -C $(BUILD)-valgrind --print-errorlogs --suite c --timeout-multiplier 10 \
 	  --wrap 'valgrind --quiet --error-exitcode=9 --leak-check=full'
+
+test-races: $(BUILD)-races/.ready ## the C tests with ThreadSanitizer
+	$(MESON) test -C $(BUILD)-races --print-errorlogs --suite c --timeout-multiplier 10
 
 # The benchmarks compare with mpi4jax in an environment with both, and a JAX with which both work. mpi4jax is built from
 # source with the same MPI; its source also has the shallow-water model that ours is compared with. If it cannot be

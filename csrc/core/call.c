@@ -19,13 +19,13 @@ ffi_error *call_check(const struct call *call) {
 }
 
 ffi_error *call_body(struct call *call) {
-  watch_begin(call);
+  struct watched *record = watch_begin(call);
   if (runtime.serialize) pthread_mutex_lock(&runtime.lock);
   ffi_error *error = call->compared ? compare_ranks(call) : NULL;
   bool begun = error == NULL;
   if (begun) error = runtime.abi->bodies[call->operation->row](call);
   if (runtime.serialize) pthread_mutex_unlock(&runtime.lock);
-  watch_end();
+  watch_end(record);
   if (begun && call->traced) trace_end(call, error != NULL);
   return error;
 }

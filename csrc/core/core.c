@@ -31,60 +31,6 @@ const struct datatype *datatype_find(int code) {
   return code >= 0 && code < DTYPE_CODES ? by_code[code] : NULL;
 }
 
-/* --- the operations --- */
-
-#define A(kind, name) int64_t name;
-#define OPERATION(name, divisibility, buffers, attributes) \
-  struct name##_attributes {                               \
-    attributes                                             \
-  };
-#include "core/ops.def"
-#undef OPERATION
-#undef A
-
-/* Of each role four bits: the number of buffers, and above it whether there is a list. */
-#define B(role, name)    +(1 << 4 * (role))
-#define EACH(role, name) +(8 << 4 * (role))
-enum {
-#define OPERATION(name, divisibility, buffers, attributes) ROLES_##name = 0 buffers,
-#include "core/ops.def"
-#undef OPERATION
-};
-#undef B
-#undef EACH
-#define FIXED(roles, role) ((roles) >> 4 * (role) & 7)
-#define LIST(roles, role)  (((roles) >> 4 * (role) & 8) != 0)
-#define PASSED(roles, mpi, host)                                                        \
-  {FIXED(roles, mpi) + FIXED(roles, host), LIST(roles, host) ? -1 : FIXED(roles, host), \
-   LIST(roles, mpi) || LIST(roles, host)}
-#define COUNT(roles, role) (FIXED(roles, role) + LIST(roles, role))
-
-#define A(kind, name)    {#name, kind},
-#define B(role, name)    {#name, role, false},
-#define EACH(role, name) {#name, role, true},
-const struct operation operation_table[] = {
-#define OPERATION(name, divisibility, buffers, attributes)                                   \
-  {#name,                                                                                    \
-   ROW_##name,                                                                               \
-   divisibility,                                                                             \
-   COUNT(ROLES_##name, READ) + COUNT(ROLES_##name, WRITE) + COUNT(ROLES_##name, HOST_READ) + \
-       COUNT(ROLES_##name, HOST_WRITE),                                                      \
-   (int)(sizeof(struct name##_attributes) / sizeof(int64_t)),                                \
-   (int)(offsetof(struct name##_attributes, comm) / sizeof(int64_t)),                        \
-   {PASSED(ROLES_##name, READ, HOST_READ), PASSED(ROLES_##name, WRITE, HOST_WRITE)},         \
-   {buffers},                                                                                \
-   {attributes}},
-#include "core/ops.def"
-#undef OPERATION
-    {.name = NULL}};
-#undef A
-#undef B
-#undef EACH
-#undef FIXED
-#undef LIST
-#undef PASSED
-#undef COUNT
-
 /* --- the registry --- */
 
 struct entry {

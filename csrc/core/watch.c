@@ -44,7 +44,7 @@ static pthread_key_t at_exit; /* its destructor gives a thread's record back */
 static atomic_bool watching;
 static _Atomic double limit; /* in seconds; the watch doubles it with each report */
 static atomic_bool ends_job;
-static void (*program_is_at)(char *text, size_t size);
+static void (*_Atomic program_is_at)(char *text, size_t size);
 static const char *folder; /* of the launcher; NULL: none */
 
 static double now(void) {
@@ -76,12 +76,13 @@ static struct watched *take(void) {
 }
 
 static void put(struct watched *record, int word, int64_t value) {
-  atomic_store_explicit(&record->words[word], value, memory_order_relaxed);
+  atomic_store_explicit(&record->words[word], value, memory_order_release); /* after the number became even */
 }
 
-void watch_begin(const struct call *call) {
+struct watched *watch_begin(const struct call *call) {
+  if (!atomic_load_explicit(&watching, memory_order_relaxed)) return NULL;
   struct watched *record = own;
-  if (!atomic_load_explicit(&watching, memory_order_relaxed) || (record == NULL && (record = take()) == NULL)) return;
+  if (record == NULL && (record = take()) == NULL) return NULL;
   const struct buffer *buffer = call->buffers, *end = buffer + call->buffer_count;
   while (buffer < end && (buffer->type == NULL || role_is_of_host(buffer->role))) buffer++;
   put(record, ROW, call->operation->row);
@@ -90,14 +91,13 @@ void watch_begin(const struct call *call) {
   for (int i = 0; i < call->operation->attribute_count; i++) put(record, FIRST_ATTRIBUTE + i, call->attributes[i]);
   uint64_t number = atomic_load_explicit(&record->number, memory_order_relaxed);
   atomic_store_explicit(&record->number, number + 1 + (number & 1), memory_order_release);
+  return record;
 }
 
-void watch_end(void) {
-  if (own == NULL) return;
-  uint64_t number = atomic_load_explicit(&own->number, memory_order_relaxed);
-  atomic_store_explicit(&own->number, number + (number & 1), memory_order_release);
-  /* The next words are not to be seen under this number. */
-  atomic_thread_fence(memory_order_release);
+void watch_end(struct watched *record) {
+  if (record == NULL) return;
+  uint64_t number = atomic_load_explicit(&record->number, memory_order_relaxed);
+  atomic_store_explicit(&record->number, number + (number & 1), memory_order_release);
 }
 
 /* --- the lines of the program ------------------------------------------------------------------------------------ */
@@ -211,8 +211,7 @@ static uint64_t count_of(const struct watched *record) { return (record->seen - 
 
 /* Copies the words of the operation that was seen last. False: it has just ended. */
 static bool read_words(const struct watched *record, int64_t words[WORDS]) {
-  for (int i = 0; i < WORDS; i++) words[i] = atomic_load_explicit(&record->words[i], memory_order_relaxed);
-  atomic_thread_fence(memory_order_acquire);
+  for (int i = 0; i < WORDS; i++) words[i] = atomic_load_explicit(&record->words[i], memory_order_acquire);
   if (atomic_load_explicit(&record->number, memory_order_relaxed) != record->seen) return false;
   for (int i = operation_table[words[ROW]].attribute_count; i < MAX_ATTRIBUTES; i++) words[FIRST_ATTRIBUTE + i] = 0;
   return true;
@@ -220,7 +219,8 @@ static bool read_words(const struct watched *record, int64_t words[WORDS]) {
 
 static void add_place(struct text *text, const char *before) {
   char place[512] = "";
-  if (program_is_at != NULL) program_is_at(place, sizeof place);
+  void (*where)(char *, size_t) = atomic_load(&program_is_at);
+  if (where != NULL) where(place, sizeof place);
   if (*place != '\0') add(text, "%sPython is at %s", before, place);
 }
 
@@ -329,7 +329,7 @@ void watch_configure(double seconds, bool ends, void (*where)(char *text, size_t
   if (seconds <= 0) return;
   atomic_store(&limit, seconds);
   atomic_store(&ends_job, ends);
-  program_is_at = where;
+  atomic_store(&program_is_at, where);
   if (folder == NULL && getenv("JAXMPI_JOB_FOLDER") != NULL) folder = strdup(getenv("JAXMPI_JOB_FOLDER"));
   atomic_store(&watching, true);
   if (running) return;

@@ -22,8 +22,9 @@ void watch_configure(double seconds, bool ends, void (*where)(char *text, size_t
 /* From now on nothing is reported. */
 void watch_stop(void);
 
-void watch_begin(const struct call *call);
-void watch_end(void);
+/* The calling thread's record, NULL if nothing is watched; to be given to watch_end. */
+struct watched *watch_begin(const struct call *call);
+void watch_end(struct watched *record);
 
 /* Names a line of the program that makes calls like this one: of this operation, with these attributes (numbers of
  * objects as in programs), of `count` elements of the type with this code, -1 if it has no buffer. */

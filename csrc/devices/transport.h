@@ -20,7 +20,7 @@
  * Where no thread waits, an error of MPI comes after its operation has returned: it is deferred to the next operation,
  * and all bits of the result are set (NaN; -1; true).
  *
- * Threads: transport_run is called by entry_run in the thread in which XLA called the handler, without the GIL and
+ * Threads: transport_run is called by a handler in the thread in which XLA called the handler, without the GIL and
  * with no lock held. It takes states_lock for a moment, holds the lock `taken` of a stream state until it returns, and
  * under that takes jobs.lock for a moment or runtime.lock during an MPI call. transport_drain is called by MPI in the
  * thread that frees a communicator or finalizes MPI; it takes states_lock. transport_finish is called once, as the

@@ -8,6 +8,67 @@
 #include "core/compare.h"
 #include "devices/transport.h"
 
+/* --- the operations: here, so that what is below is compiled for each row --- */
+
+#define A(kind, name) int64_t name;
+#define OPERATION(name, divisibility, buffers, attributes) \
+  struct name##_attributes {                               \
+    attributes                                             \
+  };
+#include "core/ops.def"
+#undef OPERATION
+#undef A
+
+/* Of each role four bits: the number of buffers, and above it whether there is a list. */
+#define B(role, name)    +(1 << 4 * (role))
+#define EACH(role, name) +(8 << 4 * (role))
+enum {
+#define OPERATION(name, divisibility, buffers, attributes) ROLES_##name = 0 buffers,
+#include "core/ops.def"
+#undef OPERATION
+};
+#undef B
+#undef EACH
+#define FIXED(roles, role) ((roles) >> 4 * (role) & 7)
+#define LIST(roles, role)  (((roles) >> 4 * (role) & 8) != 0)
+#define PASSED(roles, mpi, host)                                                        \
+  {FIXED(roles, mpi) + FIXED(roles, host), LIST(roles, host) ? -1 : FIXED(roles, host), \
+   LIST(roles, mpi) || LIST(roles, host)}
+#define COUNT(roles, role) (FIXED(roles, role) + LIST(roles, role))
+
+#define A(kind, name)    {#name, kind},
+#define B(role, name)    {#name, role, false},
+#define EACH(role, name) {#name, role, true},
+const struct operation operation_table[] = {
+#define OPERATION(name, divisibility, buffers, attributes)                                   \
+  {#name,                                                                                    \
+   ROW_##name,                                                                               \
+   divisibility,                                                                             \
+   COUNT(ROLES_##name, READ) + COUNT(ROLES_##name, WRITE) + COUNT(ROLES_##name, HOST_READ) + \
+       COUNT(ROLES_##name, HOST_WRITE),                                                      \
+   (int)(sizeof(struct name##_attributes) / sizeof(int64_t)),                                \
+   (int)(offsetof(struct name##_attributes, comm) / sizeof(int64_t)),                        \
+   {PASSED(ROLES_##name, READ, HOST_READ), PASSED(ROLES_##name, WRITE, HOST_WRITE)},         \
+   {buffers},                                                                                \
+   {attributes}},
+#include "core/ops.def"
+#undef OPERATION
+    {.name = NULL}};
+#undef A
+#undef B
+#undef EACH
+#undef FIXED
+#undef LIST
+#undef PASSED
+#undef COUNT
+
+/* --- from a frame to a call ---
+ *
+ * All that an execution needs is inlined in the handler of each row, of which the compiler knows the number of
+ * attributes and buffers and what they are for. That halves the time until MPI is called. */
+#define INLINED  static inline __attribute__((always_inline))
+#define UNROLLED _Pragma("GCC unroll 6")
+
 /* What XLA passes must be what the Python side has lowered; otherwise two versions of the package are mixed. Checked
  * once, when XLA instantiates a program; its executions rely on it. */
 static ffi_error *check_attributes(const struct call *call) {
@@ -27,25 +88,24 @@ static ffi_error *check_attributes(const struct call *call) {
   return NULL;
 }
 
-static inline void decode_attributes(struct call *call) {
+INLINED void decode_attributes(struct call *call, const struct operation *operation) {
   ffi_scalar *const *scalars = (ffi_scalar *const *)call->frame->attributes.values;
-  for (int i = 0; i < call->operation->attribute_count; i++)
-    memcpy(&call->attributes[i], scalars[i]->value, sizeof(int64_t));
+  UNROLLED for (int i = 0; i < operation->attribute_count; i++)
+      memcpy(&call->attributes[i], scalars[i]->value, sizeof(int64_t));
 }
 
 /* Finds the communicator and checks that it can be used. */
-static ffi_error *find_communicator(struct call *call) {
-  int64_t *attribute = &call->attributes[call->operation->comm];
+INLINED ffi_error *find_communicator(struct call *call, const struct operation *operation) {
+  int64_t *attribute = &call->attributes[operation->comm];
   call->comm = registry_at(*attribute);
   *attribute = (int64_t)(intptr_t)call->comm;
   return call_check(call);
 }
 
 /* Replaces the number of each other object by its address. */
-static ffi_error *find_objects(struct call *call) {
-  const struct operation *operation = call->operation;
+INLINED ffi_error *find_objects(struct call *call, const struct operation *operation) {
   call->reducer = REDUCER_MPI;
-  for (int i = 0; i < operation->attribute_count; i++) {
+  UNROLLED for (int i = 0; i < operation->attribute_count; i++) {
     int64_t *attribute = &call->attributes[i];
     enum attribute kind = operation->attributes[i].kind;
     if (i == operation->comm || !attribute_is_object(kind)) continue;
@@ -65,7 +125,7 @@ static ffi_error *find_objects(struct call *call) {
   return NULL;
 }
 
-static ffi_error *decode_buffer(const struct call *call, const ffi_buffer *given, struct buffer *buffer) {
+INLINED ffi_error *decode_buffer(const struct call *call, const ffi_buffer *given, struct buffer *buffer) {
   buffer->data = given->data;
   buffer->count = ffi_count(given);
   buffer->type = datatype_find(given->dtype);
@@ -82,8 +142,8 @@ struct direction {
 };
 
 /* False: no operation passes so many. */
-static inline bool direction_begin(const struct operation *operation, const ffi_frame *frame, bool written,
-                                   struct direction *d) {
+INLINED bool direction_begin(const struct operation *operation, const ffi_frame *frame, bool written,
+                             struct direction *d) {
   const ffi_buffers *list = written ? &frame->results : &frame->operands;
   d->next = (ffi_buffer *const *)list->buffers;
   d->given = list->size;
@@ -99,8 +159,7 @@ static ffi_error *fail_number(const struct call *call, const struct direction *d
 }
 
 /* Decodes the buffers, in the order of ops.def. */
-static ffi_error *decode_buffers(struct call *call) {
-  const struct operation *operation = call->operation;
+INLINED ffi_error *decode_buffers(struct call *call, const struct operation *operation) {
   struct direction directions[2];
   for (int written = 0; written < 2; written++)
     if (!direction_begin(operation, call->frame, written, &directions[written]))
@@ -110,7 +169,7 @@ static ffi_error *decode_buffers(struct call *call) {
                      "%" PRId64 " arrays in one call, and more than some %d are not possible: divide the pytree",
                      directions[0].given + directions[1].given, MAX_BUFFERS - operation->buffer_count);
   struct buffer *next = call->buffers;
-  for (int i = 0; i < operation->buffer_count; i++) {
+  UNROLLED for (int i = 0; i < operation->buffer_count; i++) {
     enum role role = operation->buffers[i].role;
     bool each = operation->buffers[i].each;
     struct direction *d = &directions[role_is_written(role)];
@@ -129,7 +188,9 @@ static ffi_error *decode_buffers(struct call *call) {
 
 /* The error for a call that follows a deferred error: see failure.h. */
 static ffi_error *call_deferred(const struct call *call) {
-  struct failure *failure = importer ? failure_take() : NULL; /* only this thread's operations defer errors */
+  /* Only the thread that imported the package defers errors. */
+  if (atomic_load_explicit(&runtime.deferred, memory_order_relaxed) == NULL || !importer) return NULL;
+  struct failure *failure = failure_take();
   if (failure == NULL) return NULL;
   ffi_error *error =
       call_fail(call, failure->code, "not done, because an operation before it has failed: %s", failure->text);
@@ -137,11 +198,11 @@ static ffi_error *call_deferred(const struct call *call) {
   return error;
 }
 
-ffi_error *entry_run(ffi_frame *frame, int row, const struct memory *memory) {
+INLINED ffi_error *run(ffi_frame *frame, int row, const struct memory *memory) {
   if (ffi_answer_metadata(frame)) return NULL;
   struct call call; /* zeroing all of it would take as long as the rest of the call */
   call.frame = frame;
-  call.operation = &operation_table[row];
+  const struct operation *operation = call.operation = &operation_table[row];
   call.comm = NULL;
   call.memory = memory;
   call.stream = NULL;
@@ -149,12 +210,18 @@ ffi_error *entry_run(ffi_frame *frame, int row, const struct memory *memory) {
   ffi_error *error;
   if (frame->stage == FFI_STAGE_INSTANTIATE) return check_attributes(&call);
   if (frame->stage != FFI_STAGE_EXECUTE) return NULL;
-  decode_attributes(&call);
-  if ((error = find_communicator(&call)) != NULL || (error = find_objects(&call)) != NULL) return error;
-  if ((error = call_deferred(&call)) != NULL || (error = decode_buffers(&call)) != NULL) return error;
+  decode_attributes(&call, operation);
+  if ((error = find_communicator(&call, operation)) != NULL || (error = find_objects(&call, operation)) != NULL)
+    return error;
+  if ((error = call_deferred(&call)) != NULL || (error = decode_buffers(&call, operation)) != NULL) return error;
   call_divide(&call);
   call.compared = false;
   if (atomic_load_explicit(&runtime.check, memory_order_relaxed)) compare_decide(&call);
   call.traced = atomic_load_explicit(&runtime.trace, memory_order_relaxed);
   return memory->host ? call_chunks(&call) : transport_run(&call);
 }
+
+#define OPERATION(name, divisibility, buffers, attributes) \
+  ffi_error *entry_##name(ffi_frame *frame, const struct memory *memory) { return run(frame, ROW_##name, memory); }
+#include "core/ops.def"
+#undef OPERATION

@@ -7,8 +7,11 @@
 
 #include "core/core.h"
 
-/* The handler of the operation in that row of ops.def, for buffers in `memory`. It serves two stages: instantiation,
- * once per program, which checks the attributes, and execution. */
-ffi_error *entry_run(ffi_frame *frame, int row, const struct memory *memory);
+/* The handler of each operation, for buffers in `memory`. It serves two stages: instantiation, once per program, which
+ * checks the attributes, and execution. */
+#define OPERATION(name, divisibility, buffers, attributes) \
+  ffi_error *entry_##name(ffi_frame *frame, const struct memory *memory);
+#include "core/ops.def"
+#undef OPERATION
 
 #endif

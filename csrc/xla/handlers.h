@@ -5,10 +5,8 @@
 #define HANDLER2(space, name) space##_##name
 #define HANDLER(space, name)  HANDLER2(space, name)
 
-#define OPERATION(name, divisibility, buffers, attributes)        \
-  static ffi_error *HANDLER(SPACE, name)(ffi_frame * frame) {     \
-    return entry_run(frame, ROW_##name, &HANDLER(memory, SPACE)); \
-  }
+#define OPERATION(name, divisibility, buffers, attributes) \
+  static ffi_error *HANDLER(SPACE, name)(ffi_frame * frame) { return entry_##name(frame, &HANDLER(memory, SPACE)); }
 #include "core/ops.def"
 #undef OPERATION
 
