@@ -52,7 +52,7 @@ void call_divide(struct call *call) {
   size_t element;
   call->division = (struct division){.rows_read = how == SCATTERS || how == EXCHANGES ? size : 1,
                                      .rows_written = how == GATHERS || how == EXCHANGES ? size : 1};
-  if (limit == 0 || how == WHOLE || !columns_of(call, &columns, &element)) return;
+  if (limit == 0 || how == WHOLE || call->leaves != NULL || !columns_of(call, &columns, &element)) return;
   if (how != CHUNKS) { /* a chunk has a part for each rank; a part is a message, which must not get too short */
     int64_t least = limit < LEAST_COLUMN ? limit : LEAST_COLUMN;
     limit = limit / size > least ? limit / size : least;
@@ -115,6 +115,61 @@ static size_t scratch_for(const struct call *call) {
       bytes += (size_t)rows * (size_t)call->division.chunk * call->buffers[i].type->bytes;
   }
   return bytes;
+}
+
+ffi_error *call_join(const struct call *leaves, struct call *call) {
+  memcpy(call, leaves, offsetof(struct call, first));
+  call->leaves = leaves;
+  call->buffer_count = (short)leaves->operation->buffer_count;
+  call->first[call->buffer_count] = call->buffer_count;
+  for (short i = 0; i < call->buffer_count; i++) {
+    int count;
+    const struct buffer *leaf = leaves_of(call, i, &count);
+    struct buffer *whole = &call->buffers[i];
+    call->first[i] = i;
+    *whole = (struct buffer){NULL, 0, leaf->type, leaf->role};
+    for (int k = 0; k < count; k++) {
+      if (leaf[k].type != whole->type)
+        return call_fail(call, FFI_INTERNAL, "arrays of %s and of %s in one call: reinstall jaxmpi", whole->type->name,
+                         leaf[k].type->name);
+      whole->count += leaf[k].count;
+    }
+  }
+  return NULL;
+}
+
+/* Copies the leaves of a buffer into it, or back. Each row of a matrix has a row of each leaf. */
+static void move_leaves(const struct call *call, int buffer, bool back) {
+  const struct buffer *whole = &call->buffers[buffer];
+  int count, rows = call_rows(call, whole);
+  const struct buffer *leaf = leaves_of(call, buffer, &count);
+  size_t pitch = buffer_bytes(whole) / (size_t)rows;
+  char *at = whole->data;
+  for (int k = 0; k < count; k++) {
+    size_t width = buffer_bytes(&leaf[k]) / (size_t)rows;
+    if (width > 0 && back) copy_rows(leaf[k].data, width, at, pitch, width, rows);
+    if (width > 0 && !back) copy_rows(at, pitch, leaf[k].data, width, width, rows);
+    at += width;
+  }
+}
+
+ffi_error *call_leaves(struct call *call) {
+  size_t bytes[2] = {0, 0}; /* in the order of the buffers: first those that are read */
+  for (int i = 0; i < call->buffer_count; i++)
+    bytes[role_is_written(call->buffers[i].role)] += buffer_bytes(&call->buffers[i]);
+  bool in_place = call->operation->divisibility == CHUNKS && bytes[0] == bytes[1];
+  char *scratch = malloc(bytes[0] + bytes[1] + 1);
+  if (scratch == NULL) return call_fail(call, FFI_INTERNAL, "no memory to join %zu bytes", bytes[0] + bytes[1]);
+  for (int i = 0; i < call->buffer_count; i++) {
+    bool written = role_is_written(call->buffers[i].role);
+    call->buffers[i].data = scratch + (written && !in_place ? bytes[0] : 0);
+    if (!written) move_leaves(call, i, false);
+  }
+  ffi_error *error = call_body(call);
+  for (int i = 0; i < call->buffer_count && error == NULL; i++)
+    if (role_is_written(call->buffers[i].role)) move_leaves(call, i, true);
+  free(scratch);
+  return error;
 }
 
 ffi_error *call_chunks(struct call *call) {

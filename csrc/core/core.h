@@ -26,7 +26,7 @@
 #include "xla/ffi.h"
 
 /* Limits: XLA's type codes; attributes and buffer roles of an operation; buffers of one call. */
-enum { DTYPE_CODES = 40, MAX_ATTRIBUTES = 6, MAX_ROLES = 6, MAX_BUFFERS = 128 };
+enum { DTYPE_CODES = 40, MAX_ATTRIBUTES = 6, MAX_ROLES = 6, MAX_BUFFERS = 256 };
 /* Bytes: the smallest chunk that may be set; the smallest part of a chunk that belongs to one rank. */
 enum { LEAST_CHUNK = 4096, LEAST_COLUMN = 1 << 14 };
 
@@ -161,14 +161,15 @@ struct operation {
   int buffer_count, attribute_count;
   int comm; /* index of this attribute */
   struct {
-    short fixed;   /* buffers that are read ([0]) or written ([1]), without EACH */
+    short fixed;   /* buffers that are read ([0]) or written ([1]), without lists */
     short of_host; /* how many are passed if none of MPI's are; -1: any number, as there is an EACH of the host's */
-    bool list;     /* whether there is an EACH */
+    bool list;     /* whether there is an EACH or JOINED */
   } passed[2];
   struct {
     const char *name;
     enum role role;
-    bool each; /* any number of buffers, one after the other */
+    bool each;   /* any number of buffers, one after the other, */
+    bool joined; /* which the body gets as one */
   } buffers[MAX_ROLES];
   struct {
     const char *name;
@@ -217,6 +218,7 @@ struct call {
   struct communicator *comm;
   const struct memory *memory; /* that MPI's buffers lie in */
   void *stream;                /* XLA's; NULL for the host */
+  const struct call *leaves;   /* of a call with joined buffers: as XLA made it; NULL otherwise */
   const char *function;        /* MPI function, for errors and the trace */
   struct division division;
   int64_t share; /* if compared: elements of this rank's share, over all chunks, and their type */

@@ -265,11 +265,11 @@ static enum transport transport_of(const struct call *call) {
   return importer && call->reducer != REDUCER_USER && !call->compared ? runtime.transport : TRANSPORT_WAIT;
 }
 
-/* Whether an aware MPI can do the call on device memory: not if a function reduces that reads host memory, and not in
- * chunks of several rows, which must be packed first. */
+/* Whether an aware MPI can do the call on device memory: not if a function reduces that reads host memory, and not if
+ * buffers are joined or in chunks of several rows, which must be packed first. */
 static bool within_reach(const struct call *call) {
   const struct division *division = &call->division;
-  if (call->reducer != REDUCER_MPI) return false;
+  if (call->reducer != REDUCER_MPI || call->leaves != NULL) return false;
   return (division->rows_read == 1 && division->rows_written == 1) || division_is_one(division);
 }
 
@@ -331,6 +331,24 @@ static int copy(const struct stage *stage, bool up, const struct buffer *host, c
   return code;
 }
 
+/* The same for a buffer that is joined, leaf by leaf. */
+static int copy_leaves(const struct stage *stage, bool up, int buffer, const struct buffer *host) {
+  const struct memory *memory = stage->call->memory;
+  int count, rows = call_rows(stage->call, host), code = 0;
+  const struct buffer *leaf = leaves_of(stage->call, buffer, &count);
+  size_t pitch = buffer_bytes(host) / (size_t)rows, at = 0;
+  for (int k = 0; k < count; k++) {
+    size_t width = buffer_bytes(&leaf[k]) / (size_t)rows;
+    for (size_t i = 0; i < (size_t)rows * (width > 0) && code == 0; i++) {
+      char *on_host = (char *)host->data + i * pitch + at, *on_device = (char *)leaf[k].data + i * width;
+      code = up ? memory->copy_up(on_device, on_host, width, 1, 0, stage->up)
+                : memory->copy_down(on_host, on_device, width, 1, 0, stage->down);
+    }
+    at += width;
+  }
+  return code;
+}
+
 /* Copies the staged buffers that are read down, or those that are written up. Buffers for MPI: the part of this chunk.
  * Buffers for the core: down with the first chunk, up with the last. */
 static ffi_error *copy_all(const struct stage *stage, bool up, int64_t number, const struct chunk *chunk) {
@@ -339,7 +357,10 @@ static ffi_error *copy_all(const struct stage *stage, bool up, int64_t number, c
     const struct buffer *host = &chunk->call.buffers[i];
     if (role_is_written(host->role) != up || !is_staged(stage, host)) continue;
     if (role_is_of_host(host->role) && number != with_hosts) continue;
-    TRY(stage->call, copy(stage, up, host, &chunk->device.buffers[i]));
+    if (stage->call->leaves != NULL)
+      TRY(stage->call, copy_leaves(stage, up, i, host));
+    else
+      TRY(stage->call, copy(stage, up, host, &chunk->device.buffers[i]));
   }
   return NULL;
 }

@@ -12,9 +12,10 @@
 #include "mpi/mpi_table.h"
 
 /* The attributes and the buffers of an operation by name; for EACH the first buffer. */
-#define A(kind, name)    int64_t name;
-#define B(role, name)    struct buffer *name;
-#define EACH(role, name) struct buffer *name;
+#define A(kind, name)      int64_t name;
+#define B(role, name)      struct buffer *name;
+#define EACH(role, name)   struct buffer *name;
+#define JOINED(role, name) struct buffer *name;
 #define OPERATION(name, divisibility, buffers, attributes) \
   struct name##_attributes {                               \
     attributes                                             \
@@ -27,6 +28,7 @@
 #undef A
 #undef B
 #undef EACH
+#undef JOINED
 
 static inline void find_buffers(struct call *c, struct buffer **buffers, size_t count) {
   for (size_t i = 0; i < count; i++) buffers[i] = &c->buffers[c->first[i]];

@@ -20,8 +20,9 @@
 #undef A
 
 /* Of each role four bits: the number of buffers, and above it whether there is a list. */
-#define B(role, name)    +(1 << 4 * (role))
-#define EACH(role, name) +(8 << 4 * (role))
+#define B(role, name)      +(1 << 4 * (role))
+#define EACH(role, name)   +(8 << 4 * (role))
+#define JOINED(role, name) EACH(role, name)
 enum {
 #define OPERATION(name, divisibility, buffers, attributes) ROLES_##name = 0 buffers,
 #include "core/ops.def"
@@ -29,6 +30,7 @@ enum {
 };
 #undef B
 #undef EACH
+#undef JOINED
 #define FIXED(roles, role) ((roles) >> 4 * (role) & 7)
 #define LIST(roles, role)  (((roles) >> 4 * (role) & 8) != 0)
 #define PASSED(roles, mpi, host)                                                        \
@@ -36,9 +38,10 @@ enum {
    LIST(roles, mpi) || LIST(roles, host)}
 #define COUNT(roles, role) (FIXED(roles, role) + LIST(roles, role))
 
-#define A(kind, name)    {#name, kind},
-#define B(role, name)    {#name, role, false},
-#define EACH(role, name) {#name, role, true},
+#define A(kind, name)      {#name, kind},
+#define B(role, name)      {#name, role, false, false},
+#define EACH(role, name)   {#name, role, true, false},
+#define JOINED(role, name) {#name, role, true, true},
 const struct operation operation_table[] = {
 #define OPERATION(name, divisibility, buffers, attributes)                                   \
   {#name,                                                                                    \
@@ -57,6 +60,7 @@ const struct operation operation_table[] = {
 #undef A
 #undef B
 #undef EACH
+#undef JOINED
 #undef FIXED
 #undef LIST
 #undef PASSED
@@ -137,7 +141,7 @@ INLINED ffi_error *decode_buffer(const struct call *call, const ffi_buffer *give
 /* The operands ([0]) or the results ([1]) of a frame, without the token of the ordered effect. */
 struct direction {
   ffi_buffer *const *next;
-  int64_t given, each; /* `each`: of them, those of the EACH */
+  int64_t given, each; /* `each`: of them, those of the list */
   bool without_mpis;   /* this rank passes no buffer for MPI */
 };
 
@@ -175,7 +179,8 @@ INLINED ffi_error *decode_buffers(struct call *call, const struct operation *ope
     struct direction *d = &directions[role_is_written(role)];
     call->first[i] = (short)(next - call->buffers);
     int64_t passed = d->without_mpis && !role_is_of_host(role) ? 0 : each ? d->each : 1;
-    if (passed == 0 && !each) *next++ = (struct buffer){NULL, 0, NULL, role}; /* so that the body finds one */
+    if (passed == 0 && (!each || operation->buffers[i].joined))
+      *next++ = (struct buffer){NULL, 0, NULL, role}; /* so that the body finds one */
     for (; passed > 0; passed--, next++) {
       ffi_error *error = decode_buffer(call, *d->next++, next);
       if (error != NULL) return error;
@@ -198,6 +203,28 @@ static ffi_error *call_deferred(const struct call *call) {
   return error;
 }
 
+/* What is known only once the buffers are. */
+static inline void settle(struct call *call) {
+  call_divide(call);
+  call->compared = false;
+  if (atomic_load_explicit(&runtime.check, memory_order_relaxed)) compare_decide(call);
+  call->traced = atomic_load_explicit(&runtime.trace, memory_order_relaxed);
+}
+
+INLINED bool is_joined(const struct operation *operation) {
+  bool joined = false;
+  UNROLLED for (int i = 0; i < operation->buffer_count; i++) joined |= operation->buffers[i].joined;
+  return joined;
+}
+
+static ffi_error *run_joined(const struct call *leaves) {
+  struct call call;
+  ffi_error *error = call_join(leaves, &call);
+  if (error != NULL) return error;
+  settle(&call);
+  return call.memory->host ? call_leaves(&call) : transport_run(&call);
+}
+
 INLINED ffi_error *run(ffi_frame *frame, int row, const struct memory *memory) {
   if (ffi_answer_metadata(frame)) return NULL;
   struct call call; /* zeroing all of it would take as long as the rest of the call */
@@ -206,6 +233,7 @@ INLINED ffi_error *run(ffi_frame *frame, int row, const struct memory *memory) {
   call.comm = NULL;
   call.memory = memory;
   call.stream = NULL;
+  call.leaves = NULL;
   call.buffer_count = 0;
   ffi_error *error;
   if (frame->stage == FFI_STAGE_INSTANTIATE) return check_attributes(&call);
@@ -214,10 +242,8 @@ INLINED ffi_error *run(ffi_frame *frame, int row, const struct memory *memory) {
   if ((error = find_communicator(&call, operation)) != NULL || (error = find_objects(&call, operation)) != NULL)
     return error;
   if ((error = call_deferred(&call)) != NULL || (error = decode_buffers(&call, operation)) != NULL) return error;
-  call_divide(&call);
-  call.compared = false;
-  if (atomic_load_explicit(&runtime.check, memory_order_relaxed)) compare_decide(&call);
-  call.traced = atomic_load_explicit(&runtime.trace, memory_order_relaxed);
+  if (is_joined(operation) && call.buffer_count > operation->buffer_count) return run_joined(&call);
+  settle(&call);
   return memory->host ? call_chunks(&call) : transport_run(&call);
 }
 

@@ -9,7 +9,7 @@ from mpi4py import MPI
 from jaxmpi import _arguments as arguments
 from jaxmpi import _communicator, _devices, _jax
 from jaxmpi._order import Token
-from jaxmpi._primitive import Params, bind
+from jaxmpi._primitive import Params, bind, bind_all
 from jaxmpi._table import CHECK, LINE, check_same
 
 # The public names of `jaxmpi` and `jaxmpi.notoken`.
@@ -46,12 +46,12 @@ def after(token: Any) -> Any:
 
 
 def _each(operation: str, params: Params, x: Any, check: Leaf, *more: Any) -> Any:
-    """Checks all leaves of `x`, then binds the operation for each, in the order of the leaves."""
+    """Checks all leaves of `x`, then binds the operation for all of them."""
     if type(x) is _jax.ConcreteArray:  # as below, but faster
         return bind(operation, params, check(x, *more, operation, "x"))
     leaves, structure = arguments.pytree(x, operation, "x")
     leaves = [check(leaf, *more, operation, "x") for leaf in leaves]
-    return jax.tree.unflatten(structure, [bind(operation, params, leaf) for leaf in leaves])
+    return jax.tree.unflatten(structure, bind_all(operation, params, leaves))
 
 
 def _reducing(operation: str, comm: Any, x: Any, op: MPI.Op, **more: Any) -> Any:

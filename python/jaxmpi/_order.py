@@ -123,7 +123,8 @@ def _in_place(closed: Any, kept: Iterable[bool]) -> Any:
             replaced = operands[: len(equation.outvars)]
             small = sum(x.aval.size * x.aval.dtype.itemsize for x in replaced) < _COPY_BYTES
             free = not any(x in needed for x in replaced)
-            params = {IN_PLACE: free or (small and equation.params[IN_PLACE])}
+            alone = len(equation.outvars) <= 1  # arrays that are communicated together are copied anyway
+            params = {IN_PLACE: alone and (free or (small and equation.params[IN_PLACE]))}
         elif EFFECT in equation.effects and (body := _jaxprs.body(equation, needed)) is not None:
             name, inner, inner_kept = body
             params = {name: _in_place(inner, inner_kept)}

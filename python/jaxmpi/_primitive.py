@@ -52,7 +52,11 @@ class Row:
     name: str
 
     results: Callable[[Sequence[Any], Params], Sequence[Any]]
-    """The types of the results from those of the operands."""
+    """The types of the results from those of the operands; if `largest` is given, of one result from that of one."""
+
+    largest: Callable[[Any, Params], Any] | None = None
+    """The operation takes any number of arrays, each as if it were alone: see `bind_all`. This is the type of the
+    largest array that any rank has of it, from the type of the operand here."""
 
     templates: int = 0
     """How many operands are templates, after those that the core has."""
@@ -83,6 +87,12 @@ class Row:
     silent: bool = False
     """The identity; only its transpose does something. The core has no such operation."""
 
+    def types(self, operands: Sequence[Any], params: Params) -> list[Any]:
+        """The types of all results."""
+        if self.largest is None:
+            return list(self.results(operands, params))
+        return [result for operand in operands for result in self.results([operand], params)]
+
     def roles(self, operands: int) -> list[str]:
         """The role of each of `operands` operands: `mpi`, `host` or `template`."""
         if self.silent:
@@ -91,8 +101,9 @@ class Row:
         return OPERATIONS[self.name].roles(False, own) + ["template"] * self.templates
 
 
-PRIMITIVES: dict[str, _jax.Primitive] = {}
+PRIMITIVES: dict[str, Operation] = {}
 """The primitives made so far, by the names of their rows."""
+_ROWS: dict[str, Row] = {}
 _DEFAULTS: dict[str, Params] = {}
 
 
@@ -107,10 +118,44 @@ def bind(name: str, params: Params, *operands: Any) -> Any:
     if _jax.trace_state_clean():
         results = _call(primitive, params, operands)
     else:
-        if params.get(DERIVATIVE) == TANGENT and operands:  # a value that a JVP rule communicates, too
-            operands = (link(operands[0], [], jax.typeof(operands[0]), always=True), *operands[1:])
+        if params.get(DERIVATIVE) == TANGENT:  # a value that a JVP rule communicates, too
+            operands = tuple(
+                link(x, [], jax.typeof(x), always=True) if i == 0 or primitive.joined else x
+                for i, x in enumerate(operands)
+            )
         results = primitive.bind(*operands, **params)
     return results if len(results) > 1 else results[0] if results else None
+
+
+_SMALL, _MOST_BYTES, _MOST_ARRAYS = 1 << 15, 1 << 22, 100
+"""Arrays of at most that many bytes are communicated together: copying them costs less than an operation for each. And
+how many bytes and arrays at most."""
+
+
+def bind_all(name: str, params: Params, arrays: Sequence[Any]) -> list[Any]:
+    """Binds an operation for each of the arrays; one for several small ones of the same dtype. All ranks pass arrays of
+    the same sizes and dtypes, so they come to the same groups. Returns the results, in the order of the arrays."""
+    row = _ROWS[name]
+    if len(arrays) == 1 or row.largest is None:
+        return [bind(name, params, x) for x in arrays]
+    groups: list[list[int]] = []
+    open_groups: dict[Any, tuple[list[int], int]] = {}
+    for i, x in enumerate(arrays):
+        largest = row.largest(jax.typeof(x), params)
+        size = math.prod(largest.shape) * np.dtype(largest.dtype).itemsize
+        group, filled = open_groups.get(x.dtype, ([], _MOST_BYTES))
+        if size > _SMALL or filled + size > _MOST_BYTES or len(group) == _MOST_ARRAYS:
+            groups.append(group := [])
+            filled = 0
+        group.append(i)
+        if size <= _SMALL:
+            open_groups[x.dtype] = (group, filled + size)
+    results = [None] * len(arrays)
+    for group in groups:
+        made = bind(name, params, *(arrays[i] for i in group))
+        for i, result in zip(group, made if len(group) > 1 else [made], strict=True):
+            results[i] = result
+    return results
 
 
 def _call(primitive: _jax.Primitive, params: Params, operands: Sequence[Any]) -> Any:
@@ -145,17 +190,18 @@ def eager_programs() -> int:
 # --- from a row to a primitive -------------------------------------------------------------------------------------
 
 
-def make_primitive(row: Row) -> _jax.Primitive:
+def make_primitive(row: Row) -> Operation:
     """Makes the primitive of a row, which `bind` finds by its name. It always has a list of results."""
     primitive = Operation(f"jaxmpi.{row.name}")
 
     def abstract_eval(*avals, **params):
-        return [_jax.ShapedArray(tuple(x.shape), x.dtype) for x in row.results(avals, params)], {EFFECT}
+        return [_jax.ShapedArray(tuple(x.shape), x.dtype) for x in row.types(avals, params)], {EFFECT}
 
     def implementation(*args, **params):
         return _call(primitive, params, args)
 
     primitive.traced = functools.partial(_add_site, row)
+    primitive.joined = row.largest is not None
     _jax.define_primitive(primitive, abstract_eval, True, implementation)
     if row.silent:
         _jax.mlir.register_lowering(primitive, _lower_silent)
@@ -167,7 +213,7 @@ def make_primitive(row: Row) -> _jax.Primitive:
     _jax.ad.primitive_jvps[primitive] = _make_jvp(row, primitive)
     if row.transpose is not None:
         _jax.ad.primitive_transposes[primitive] = _make_transpose(row)
-    PRIMITIVES[row.name] = primitive
+    PRIMITIVES[row.name], _ROWS[row.name] = primitive, row
     _DEFAULTS[row.name] = {} if row.in_place is None else {IN_PLACE: row.in_place}
     return primitive
 
@@ -212,16 +258,16 @@ def _add_site(row: Row, operands: Sequence[Any], params: Params) -> None:
     if site is None:
         return
     operands = [jax.typeof(x) for x in operands]
-    results = row.results(operands, params)
+    results = row.types(operands, params)
     _, roles, written, passed, filled = _passed(row, params, len(operands), len(results))
     avals = [operands[i] for i in passed if roles[i] == "mpi"] + [results[i] for i in filled if written[i] == "mpi"]
     code, count = (DATATYPES[np.dtype(avals[0].dtype).name].code, math.prod(avals[0].shape)) if avals else (-1, 0)
     _core.add_site(row.name, tuple(map(int, _attributes(row, params, operands).values())), code, count, site)
 
 
-def _lower_silent(ctx, operand, **params):
+def _lower_silent(ctx, *operands, **params):
     ctx.set_tokens_out(ctx.tokens_in)
-    return [operand]
+    return operands
 
 
 def make_lowering(row: Row, target: str = "jaxmpi_{}"):
@@ -236,7 +282,7 @@ def make_lowering(row: Row, target: str = "jaxmpi_{}"):
             )
         part, roles, written, passed, filled = _passed(row, params, len(operands), len(ctx.avals_out))
         aliases = None
-        if part.in_place and params[IN_PLACE]:
+        if part.in_place and params[IN_PLACE] and len(operands) == 1:
             shared = [i for i in filled if i in passed and roles[i] == written[i] == "mpi"]
             aliases = {passed.index(i): filled.index(i) for i in shared}
         rule = _jax.ffi_lowering(
@@ -276,6 +322,8 @@ def _make_batching(row: Row, primitive: _jax.Primitive):
         if all(at is None for at in axes):
             results = primitive.bind(*operands, **params)
             return results, [None] * len(results)
+        if row.largest is not None and None in axes:
+            return _batch_each(batch, axis, operands, axes, params)
         at, result_at = row.batch(params)
         roles = row.roles(len(operands))
         hosts = [at is not None for at, role in zip(axes, roles, strict=True) if role == "host"]
@@ -292,6 +340,17 @@ def _make_batching(row: Row, primitive: _jax.Primitive):
         return results, [result_at] * len(results)
 
     return batch
+
+
+def _batch_each(batch: Callable[..., Any], axis: Any, operands: Sequence[Any], axes: Sequence[Any], params: Params):
+    """Arrays that are not mapped, and then those that are."""
+    results: list[Any] = [None] * len(operands)
+    for mapped in (False, True):
+        which = [i for i, at in enumerate(axes) if (at is not None) == mapped]
+        made = batch(axis, [operands[i] for i in which], [axes[i] for i in which], **params)
+        for i, *result in zip(which, *made, strict=True):
+            results[i] = result
+    return [x for x, _ in results], [at for _, at in results]
 
 
 def _linear_in(roles: Sequence[str], operands: Sequence[Any]) -> list[int]:
@@ -321,7 +380,9 @@ def _make_jvp(row: Row, primitive: _jax.Primitive):
             zero = type(tangents[i]) is _jax.ad.Zero
             given[i] = linked_zeros(known, tangents[i].aval) if zero else tangents[i]
         if (rule := row.tangent(params)) is not None:
-            of_results = rule(primals, given, results, params)
+            joined = row.largest is not None
+            parts = [([x], [t], [y]) for x, t, y in zip(primals, given, results, strict=True)] if joined else []
+            of_results = [t for part in parts or [(primals, given, results)] for t in rule(*part, params)]
         else:
             more = {"status": None} if "status" in params else {}
             operands = [x if t is None else t for x, t in zip(primals, given, strict=True)]
@@ -348,7 +409,10 @@ def _make_transpose(row: Row):
             jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) if is_linear else x
             for x, is_linear in zip(operands, linear, strict=True)
         ]
-        given = iter(rule(cotangents, known, params))
+        given = rule(cotangents, known, params)
+        if row.largest is not None:
+            return [ct if is_linear else None for ct, is_linear in zip(given, linear, strict=True)]
+        given = iter(given)
         return [next(given, None) if is_linear else None for is_linear in linear]
 
     return transpose

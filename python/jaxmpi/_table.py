@@ -21,7 +21,7 @@ from jaxmpi._derivatives.communication import COTANGENT, DERIVATIVE, TANGENT
 from jaxmpi._derivatives.link import linked_zeros
 from jaxmpi._derivatives.transposition import zero_cotangent
 from jaxmpi._order import IN_PLACE
-from jaxmpi._primitive import Params, Part, Row, bind, make_primitive
+from jaxmpi._primitive import Params, Part, Row, bind, bind_all, make_primitive
 
 CHECK = _communicator.CHECK
 """Whether ranks compare values that must be the same on all of them."""
@@ -57,6 +57,14 @@ def _none(avals, params):
     return []
 
 
+def _largest(aval, params):
+    return aval
+
+
+def _largest_stacked(aval, params):
+    return _stacked([aval], params)[0]
+
+
 def _stacked(avals, params):
     return [jax.ShapeDtypeStruct((params["comm"].size, *avals[0].shape), avals[0].dtype)]
 
@@ -82,7 +90,7 @@ def _part_of_bcast(params: Params) -> Part:
 
 def _single(rule: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a transpose rule from the adjoint of a map of one array to one or none: (cotangent, the array's shape and
-    dtype, params) -> cotangent."""
+    dtype, params) -> cotangent. The adjoints of what takes several arrays are rules themselves."""
 
     def transpose(cotangents, operands, params):
         return [rule(cotangents[0] if cotangents else None, operands[0], params)]
@@ -90,23 +98,21 @@ def _single(rule: Callable[..., Any]) -> Callable[..., Any]:
     return transpose
 
 
-@_single
-def _transpose_allgather(cotangent, template, params):
-    return jnp.sum(bind("alltoall", _of_cotangent(params), cotangent), axis=0)
+def _transpose_allgather(cotangents, templates, params):
+    return [jnp.sum(part, axis=0) for part in bind_all("alltoall", _of_cotangent(params), cotangents)]
 
 
-@_single
-def _transpose_allreduce(cotangent, template, params):
+def _transpose_allreduce(cotangents, templates, params):
     # The result is replicated and a loss computed from it counts once, so its cotangent is passed on unchanged. The
     # transpose of this identity must be the allreduce again: that is the operation `replicate`.
     if LINE in params:
-        check_same([cotangent], _of_cotangent(params), params[LINE])
-    return bind("replicate", _of_cotangent(params), cotangent)
+        check_same(cotangents, _of_cotangent(params), params[LINE])
+    return bind_all("replicate", _of_cotangent(params), cotangents)
 
 
 def check_same(arrays: Sequence[Any], params: Params, text: arguments.Text) -> None:
     """Compares the arrays with rank 0's. A rank of which one differs then raises an error with the text."""
-    differ = [_differs(x, bind("bcast", {**params, "root": 0}, x)) for x in arrays]
+    differ = list(map(_differs, arrays, bind_all("bcast", {**params, "root": 0}, arrays)))
     if differ:
         bind("check", {"comm": params["comm"], "text": text}, *differ)
 
@@ -123,62 +129,61 @@ def _differs(x, y):
     return ~jnp.all((finite & close) | (x == y) | (jnp.isnan(x) & jnp.isnan(y)))
 
 
-@_single
-def _transpose_replicate(cotangent, template, params):
-    return bind("allreduce", _of_cotangent(params, **_SUMMING), cotangent)
+def _transpose_replicate(cotangents, templates, params):
+    return bind_all("allreduce", _of_cotangent(params, **_SUMMING), cotangents)
 
 
-@_single
-def _transpose_invariant(cotangent, template, params):
+def _transpose_invariant(cotangents, templates, params):
     # The cotangent of an invariant value is whole on each rank, that of a varying value is each rank's share. `varying`
     # marks the quotient as such shares, so that the transpose of the division is the identity again.
-    return bind("varying", _of_cotangent(params), cotangent / params["comm"].size)
+    return bind_all("varying", _of_cotangent(params), [ct / params["comm"].size for ct in cotangents])
 
 
-@_single
-def _transpose_varying(cotangent, template, params):
-    return bind("invariant", _of_cotangent(params), cotangent) * params["comm"].size
+def _transpose_varying(cotangents, templates, params):
+    return [ct * params["comm"].size for ct in bind_all("invariant", _of_cotangent(params), cotangents)]
 
 
-@_single
-def _transpose_alltoall(cotangent, template, params):
-    return bind("alltoall", _of_cotangent(params), cotangent)
+def _transpose_alltoall(cotangents, templates, params):
+    return bind_all("alltoall", _of_cotangent(params), cotangents)
 
 
-@_single
-def _transpose_bcast(cotangent, template, params):
-    total = bind("reduce", _of_cotangent(params, **_SUMMING, root=params["root"]), cotangent)
+def _transpose_bcast(cotangents, templates, params):
+    totals = bind_all("reduce", _of_cotangent(params, **_SUMMING, root=params["root"]), cotangents)
     # Other ranks do not read their template, so its cotangent is zero. But the zeros must depend on what was sent, or
     # the transpose of this transpose would not communicate on this rank.
-    return total if _on_root(params) else linked_zeros([total], template)
+    return totals if _on_root(params) else _zeros_linked_to(totals, templates)
 
 
-@_single
-def _transpose_reduce(cotangent, template, params):
+def _zeros_linked_to(values, templates):
+    return [linked_zeros([value], template) for value, template in zip(values, templates, strict=True)]
+
+
+def _transpose_reduce(cotangents, templates, params):
     # Root sums all operands; on any other rank the result is its operand.
-    root = params["root"]
-    part = bind("bcast", _of_cotangent(params, root=root), cotangent)
-    return part if _on_root(params) else part + cotangent
+    parts = bind_all("bcast", _of_cotangent(params, root=params["root"]), cotangents)
+    return parts if _on_root(params) else _sums(parts, cotangents)
 
 
-@_single
-def _transpose_gather(cotangent, template, params):
+def _sums(xs, ys):
+    return [x + y for x, y in zip(xs, ys, strict=True)]
+
+
+def _transpose_gather(cotangents, templates, params):
     # Root stacks all operands; on any other rank the result is its operand.
-    part = bind("scatter", _of_cotangent(params, root=params["root"]), cotangent)
-    return part if _on_root(params) else part + cotangent
+    parts = bind_all("scatter", _of_cotangent(params, root=params["root"]), cotangents)
+    return parts if _on_root(params) else _sums(parts, cotangents)
 
 
-@_single
-def _transpose_scatter(cotangent, template, params):
-    stacked = bind("gather", _of_cotangent(params, root=params["root"]), cotangent)
-    return stacked if _on_root(params) else linked_zeros([stacked], template)
+def _transpose_scatter(cotangents, templates, params):
+    stacked = bind_all("gather", _of_cotangent(params, root=params["root"]), cotangents)
+    return stacked if _on_root(params) else _zeros_linked_to(stacked, templates)
 
 
-@_single
-def _transpose_scan(cotangent, template, params):
+def _transpose_scan(cotangents, templates, params):
     # The adjoint of the sum over the ranks up to this one is the sum over the ranks from this one on.
     summing = _of_cotangent(params, **_SUMMING)
-    return _reverse(bind("scan", summing, _reverse(cotangent, summing)), summing)
+    reverse = lambda xs: [_reverse(x, summing) for x in xs]  # noqa: E731
+    return reverse(bind_all("scan", summing, reverse(cotangents)))
 
 
 @_single
@@ -356,43 +361,47 @@ def _refuse_source(params: Params, *tags: str) -> str:
 # --- the table -----------------------------------------------------------------------------------------------------
 
 ROWS = (
-    Row("allgather", _stacked, batch=lambda p: (0, 1), transpose=_transpose_allgather),
+    Row("allgather", _stacked, _largest_stacked, batch=lambda p: (0, 1), transpose=_transpose_allgather),
     Row(
         "allreduce",
         _same,
+        _largest,
         part=lambda p: Part(in_place=True),
         in_place=True,
         refuse=_refuse_reduction,
         tangent=_unless_sum(_tangent_allreduce),
         transpose=_transpose_allreduce,
     ),
-    Row("alltoall", _same, batch=lambda p: (1, 1), transpose=_transpose_alltoall),
+    Row("alltoall", _same, _largest, batch=lambda p: (1, 1), transpose=_transpose_alltoall),
     Row("barrier", _none),
-    Row("bcast", _same, part=_part_of_bcast, in_place=False, transpose=_transpose_bcast),
+    Row("bcast", _same, _largest, part=_part_of_bcast, in_place=False, transpose=_transpose_bcast),
     # Its truth values have no cotangent. But it has an effect, so it is transposed with the computation around it.
     Row("check", _none, transpose=lambda *_: []),
     Row(
         "gather",
         lambda avals, p: _stacked(avals, p) if _on_root(p) else avals,
+        _largest_stacked,
         part=lambda p: Part(results=_on_root(p)),
         batch=lambda p: (0, 1 if _on_root(p) else 0),
         transpose=_transpose_gather,
     ),
-    Row("invariant", _same, transpose=_transpose_invariant, silent=True),
+    Row("invariant", _same, _largest, transpose=_transpose_invariant, silent=True),
     Row("recv", _same, templates=1, refuse=_refuse_half, transpose=_transpose_recv),
     Row(
         "reduce",
         _same,
+        _largest,
         part=lambda p: Part(results=_on_root(p), in_place=_on_root(p)),
         in_place=True,
         refuse=_refuse_reduction,
         tangent=_unless_sum(_tangent_reduce),
         transpose=_transpose_reduce,
     ),
-    Row("replicate", _same, transpose=_transpose_replicate, silent=True),
+    Row("replicate", _same, _largest, transpose=_transpose_replicate, silent=True),
     Row(
         "scan",
         _same,
+        _largest,
         part=lambda p: Part(in_place=True),
         in_place=True,
         refuse=_refuse_reduction,
@@ -402,6 +411,7 @@ ROWS = (
     Row(
         "scatter",
         lambda avals, p: _entry(avals, p) if _on_root(p) else avals,
+        lambda aval, p: aval if _on_root(p) else _largest_stacked(aval, p),
         part=lambda p: Part(operands=_on_root(p)),
         batch=lambda p: (1 if _on_root(p) else 0, 0),
         transpose=_transpose_scatter,
@@ -415,7 +425,7 @@ ROWS = (
         tangent_of_half=_tangent_of_half_exchange,
         transpose=_transpose_sendrecv,
     ),
-    Row("varying", _same, transpose=_transpose_varying, silent=True),
+    Row("varying", _same, _largest, transpose=_transpose_varying, silent=True),
 )
 
 for _row in ROWS:

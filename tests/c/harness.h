@@ -54,7 +54,7 @@ struct array {
 #define NONE                      ((struct array){0, NULL, -1, {0}})
 
 /* Operands or results of a frame, and the token after them. */
-enum { MAX_ARRAYS = 160 };
+enum { MAX_ARRAYS = 300 };
 struct arrays {
   ffi_buffer buffers[MAX_ARRAYS + 1];
   void *pointers[MAX_ARRAYS + 1];

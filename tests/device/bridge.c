@@ -23,7 +23,7 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
-enum { MAX_BUFFERS = 8, API_BYTES = 1024, ERASED = 0xee, BOOL = 1 };
+enum { MAX_BUFFERS = 256, API_BYTES = 1024, ERASED = 0xee, BOOL = 1 };
 
 enum {
 #define OPERATION(name, ...) ROW_##name,

@@ -203,6 +203,81 @@ static void one_for_each_leaf(void) {
   finish();
 }
 
+/* The operations whose buffers are joined, and how many parts the operand and the result have: STACKED: one per rank.
+ * On ranks other than root (0) some pass one of them alone. */
+enum { ABSENT, SINGLE, STACKED };
+static const struct joined {
+  const char *name;
+  int root_in, root_out, in, out;
+  bool reduces, has_root;
+} joined[] = {{"allgather", SINGLE, STACKED, SINGLE, STACKED, false, false},
+              {"allreduce", SINGLE, SINGLE, SINGLE, SINGLE, true, false},
+              {"alltoall", STACKED, STACKED, STACKED, STACKED, false, false},
+              {"bcast", SINGLE, ABSENT, ABSENT, SINGLE, false, true},
+              {"gather", SINGLE, STACKED, SINGLE, ABSENT, false, true},
+              {"reduce", SINGLE, SINGLE, SINGLE, ABSENT, true, true},
+              {"scan", SINGLE, SINGLE, SINGLE, SINGLE, true, false},
+              {"scatter", STACKED, SINGLE, ABSENT, SINGLE, false, true}};
+
+enum { PARTS = 3 };
+
+/* The leaves from `first` to `last`, of which each has the same data in every set. */
+static void add_leaves(struct set *set, const struct joined *row, bool root, int first, int last) {
+  static const int64_t counts[] = {3, 0, 17, 5};
+  int ins = root ? row->root_in : row->in, outs = root ? row->root_out : row->out;
+  for (int i = first; i <= last && ins != ABSENT; i++) {
+    add(set, F32, counts[i] * (ins == STACKED ? PARTS : 1), false);
+    if (counts[i] > 0) set->at[set->in - 1][0] = (unsigned char)(i + 1);
+  }
+  for (int i = first; i <= last && outs != ABSENT; i++) add(set, F32, counts[i] * (outs == STACKED ? PARTS : 1), true);
+}
+
+static void leaves_are_joined(void) {
+  enum { LEAVES = 4 };
+  static const int64_t chunks[] = {0, CHUNK};
+  FOR_EACH(const struct way *, way, ways)
+  FOR_EACH(const struct joined *, row, joined)
+  FOR_EACH(const int64_t *, chunk, chunks)
+  for (int rank = 0; rank < 2; rank++) {
+    struct communicator *comm = world(rank, PARTS);
+    struct set all = {0}, one[LEAVES] = {{0}};
+    int64_t attributes[3] = {registered(comm), row->reduces ? reduction("SUM") : 0, 0}; /* root: 0 */
+    context("%s, %s, rank %d", way->name, row->name, rank);
+    comm->chunk = *chunk;
+    fake->reset();
+    add_leaves(&all, row, rank == 0, 0, LEAVES - 1);
+    SUCCEEDS(call_on(way, &all, row->name, attributes));
+    CHECK_EQUAL(communications(), 1);
+    for (int i = 0; i < LEAVES && all.in > 0; i++) {
+      fake->reset();
+      add_leaves(&one[i], row, rank == 0, i, i);
+      SUCCEEDS(call_on(&ways[0], &one[i], row->name, attributes));
+      if (all.out > 0) CHECK(memcmp(all.at[LEAVES + i], one[i].at[1], all.bytes[LEAVES + i]) == 0);
+      set_free(&one[i]);
+    }
+    if (all.in == 0) { /* what is received alone, the fake makes of the place in the message */
+      struct set whole = {0};
+      add(&whole, F32, 3 + 17 + 5, true);
+      SUCCEEDS(call_on(&ways[0], &whole, row->name, attributes));
+      for (size_t i = 0, at = 0; i < LEAVES; at += all.bytes[i++])
+        CHECK(memcmp(all.at[i], whole.at[0] + at, all.bytes[i]) == 0);
+      set_free(&whole);
+    }
+    comm->chunk = 0;
+    set_free(&all);
+  }
+  finish();
+}
+
+static void leaves_of_two_types(void) {
+  struct set set = {0};
+  for (int i = 0; i < 4; i++) add(&set, i % 2 == 0 ? F32 : S32, 3, i >= 2);
+  FAILS(call_in(&memory_host, &set, "allreduce", (const int64_t[]){registered(world(0, 2)), reduction("SUM")}),
+        FFI_INTERNAL, "float32 and of int32");
+  CHECK_EQUAL(communications(), 0);
+  set_free(&set);
+}
+
 /* An MPI library that reaches the device gets its pointers; what the core reads itself is copied all the same. */
 static void the_host_reads_its_own(void) {
   struct communicator *comm = world(0, 2);
@@ -309,10 +384,10 @@ static void wrong_numbers(void) {
   add_factor(&few, FACTOR);
   FAILS(call_in(&memory_host, &few, "sums", attributes), FFI_INTERNAL, "2 operands where the core expects 3");
   FAILS(call_in(&memory_host, &few, "each", attributes), FFI_INTERNAL, "0 results where the core expects 1");
-  for (int i = 0; i < 130; i++) add(&many, F32, 1, false);
+  for (int i = 0; i < MAX_BUFFERS + 2; i++) add(&many, F32, 1, false);
   add_factor(&many, FACTOR);
   add(&many, S32, 1, true);
-  FAILS(call_in(&memory_host, &many, "each", attributes), FFI_UNIMPLEMENTED, "132 arrays in one call", "pytree");
+  FAILS(call_in(&memory_host, &many, "each", attributes), FFI_UNIMPLEMENTED, "260 arrays in one call", "pytree");
   CHECK_EQUAL(communications(), 0);
   set_free(&few);
   set_free(&many);
@@ -323,6 +398,8 @@ static const struct test tests[] = {
     TEST(different_ones_are_not_divided),
     TEST(rows_of_several),
     TEST(one_for_each_leaf),
+    TEST(leaves_are_joined),
+    TEST(leaves_of_two_types),
     TEST(the_host_reads_its_own),
     TEST(errors_fill_all_results),
     TEST(failures_of_the_driver),

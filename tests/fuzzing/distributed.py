@@ -42,7 +42,14 @@ class Distributed:
                 x = values[statement.operand]
                 if self.rank in statement.constant_on:
                     x = self.constant(len(values))
-                y = self.communicate(statement, vectors.tie(x) if statement.ties else x)
+                x = vectors.tie(x) if statement.ties else x
+                if statement.also < 0:
+                    y = self.communicate(statement, x)
+                else:
+                    here = self.rank in statement.also_constant_on
+                    other = self.constant(len(values) + 1) if here else values[statement.also]
+                    y, other = self.communicate(statement, (x, other))
+                    y = y + 0.5 * other
                 return values[0] if self.rank in statement.dropped_on else jnp.tanh(y) if statement.squash else y
             case Call():
                 y = self.call(statement, values, number)
@@ -55,15 +62,18 @@ class Distributed:
     # --- operations ------------------------------------------------------------------------------------------------
 
     def communicate(self, comm, x):
-        """The result of an operation, as a vector of floating-point numbers."""
+        """The result of an operation, as vectors of floating-point numbers, one for each of `x`."""
         if self.rank in comm.integer_on:
-            x = vectors.to_integer(x)
+            x = jax.tree.map(vectors.to_integer, x)
         y = getattr(self, f"_{comm.name}")(comm, x)
         if comm.name in ("pair", "sendrecv"):  # between two ranks, who may have sent something else each
-            return vectors.from_integer(y) if jnp.issubdtype(y.dtype, jnp.integer) else y
-        return vectors.from_integer(y) if comm.integer_on else y
+            return jax.tree.map(lambda y: vectors.from_integer(y) if jnp.issubdtype(y.dtype, jnp.integer) else y, y)
+        return jax.tree.map(vectors.from_integer, y) if comm.integer_on else y
 
-    def _template(self, comm, x, dtype):
+    def _template(self, comm, x, dtype=None):
+        return jax.tree.map(lambda leaf: self._template_of(comm, leaf, dtype or leaf.dtype), x)
+
+    def _template_of(self, comm, x, dtype):
         if comm.template == "own":
             return x.astype(dtype)
         if self.extra is not None:
@@ -71,27 +81,27 @@ class Distributed:
         return jnp.zeros(LENGTH, dtype) if comm.template == "zeros" else jax.ShapeDtypeStruct((LENGTH,), dtype)
 
     def _stack(self, x):
-        return jnp.stack([x * (j + 1) for j in range(self.size)])
+        return jax.tree.map(lambda leaf: jnp.stack([leaf * (j + 1) for j in range(self.size)]), x)
 
     def _allgather(self, comm, x):
-        return vectors.combine(notoken.allgather(x))
+        return jax.tree.map(vectors.combine, notoken.allgather(x))
 
     def _allreduce(self, comm, x):
         return notoken.allreduce(x, getattr(MPI, comm.op))
 
     def _alltoall(self, comm, x):
-        return vectors.combine(notoken.alltoall(self._stack(x)))
+        return jax.tree.map(vectors.combine, notoken.alltoall(self._stack(x)))
 
     def _barrier(self, comm, x):
         jaxmpi.barrier()
         return x
 
     def _bcast(self, comm, x):
-        return notoken.bcast(x if self.rank == comm.root else self._template(comm, x, x.dtype), comm.root)
+        return notoken.bcast(x if self.rank == comm.root else self._template(comm, x), comm.root)
 
     def _gather(self, comm, x):
         y = notoken.gather(x, comm.root)
-        return vectors.combine(y) if self.rank == comm.root else y
+        return jax.tree.map(vectors.combine, y) if self.rank == comm.root else y
 
     def _invariant(self, comm, x):
         return jaxmpi.invariant(x)
@@ -117,7 +127,7 @@ class Distributed:
 
     def _scatter(self, comm, x):
         root = self.rank == comm.root
-        return notoken.scatter(self._stack(x) if root else self._template(comm, x, x.dtype), comm.root)
+        return notoken.scatter(self._stack(x) if root else self._template(comm, x), comm.root)
 
     def _sendrecv(self, comm, x):
         source, dest = self.rank - comm.peer, self.rank + comm.peer
@@ -323,5 +333,5 @@ class Deaf(Distributed):
 
     def communicate(self, comm, x):
         if self.rank in comm.integer_on:
-            return vectors.from_integer(vectors.to_integer(x))
-        return 0.5 * x
+            return jax.tree.map(lambda x: vectors.from_integer(vectors.to_integer(x)), x)
+        return jax.tree.map(lambda x: 0.5 * x, x)

@@ -76,6 +76,9 @@ class Comm:
     dropped_on: Ranks = ()
     integer_on: Ranks = ()
     """Who sends integers: everybody, or for messages between two ranks some."""
+    also: int = -1
+    """Another operand that is communicated with it, in a pytree; -1: none."""
+    also_constant_on: Ranks = ()
 
 
 @dataclass(frozen=True)
@@ -174,7 +177,7 @@ class _Generator:
                 statements.append(self.call(known, depth, kinds))
                 calls += 1
             elif self.chance(0.6):
-                statements.append(self.comm(self.one(known)))
+                statements.append(self.comm(self.one(known), known=known))
             else:
                 statements.append(self.local(known))
             known += 1
@@ -190,7 +193,7 @@ class _Generator:
         operands = tuple(self.one(known) for _ in range(LOCAL[kind]))
         return Local(kind, operands, tuple(r for r in range(self.size) if self.chance(0.5)) if kind == "stop" else ())
 
-    def comm(self, operand, names=OPERATIONS):
+    def comm(self, operand, names=OPERATIONS, known=0):
         name = self.random.choice([n for n in names if not (self.options.used and n == "pair")])
         root = self.random.randrange(self.size)
         peer = self.random.randrange(1, max(self.size, 2))
@@ -215,6 +218,8 @@ class _Generator:
             constant_on=self.ranks(),
             dropped_on=() if self.options.used else self.ranks(),
             integer_on=integers,
+            also=self.one(known) if known > 0 and self.chance(0.3) else -1,
+            also_constant_on=self.ranks(),
         )
 
     def call(self, known, depth, kinds):
@@ -283,7 +288,15 @@ class _Generator:
 
     def linear(self, operand):
         """An operation that is linear in its operand on all ranks."""
-        plain = {"op": "SUM", "ties": False, "squash": False, "constant_on": (), "dropped_on": (), "integer_on": ()}
+        plain = {
+            "op": "SUM",
+            "ties": False,
+            "squash": False,
+            "constant_on": (),
+            "dropped_on": (),
+            "integer_on": (),
+            "also": -1,
+        }
         template = "own" if self.options.documented or self.chance(0.8) else "zeros"
         return replace(self.comm(operand, LINEAR), template=template, **plain)
 
@@ -312,8 +325,9 @@ def show(body, known=INPUTS, indent=""):
                 where = f" on {statement.ranks}" if statement.ranks else ""
                 lines.append(f"{head}{statement.kind}({operands}){where}")
             case Comm():
-                more = _attributes(statement, ("name", "operand"))
-                lines.append(f"{head}{statement.name}({', '.join([f'v{statement.operand}', *more])})")
+                more = _attributes(statement, ("name", "operand", "also"))
+                operands = [f"v{i}" for i in (statement.operand, statement.also) if i >= 0]
+                lines.append(f"{head}{statement.name}({', '.join([*operands, *more])})")
             case Call():
                 more = _attributes(statement, ("kind", "operands", "bodies", "closed"))
                 names = [f"v{i}" for i in statement.operands] + [f"closed v{i}" for i in statement.closed]

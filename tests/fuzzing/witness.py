@@ -121,6 +121,9 @@ class Witness:
             case Comm():
                 xs = self.constants(statement.constant_on, values[statement.operand], len(values))
                 ys = self.communicate(statement, [vectors.tie(x) if statement.ties else x for x in xs])
+                if statement.also >= 0:
+                    others = self.constants(statement.also_constant_on, values[statement.also], len(values) + 1)
+                    ys = [y + 0.5 * z for y, z in zip(ys, self.communicate(statement, others), strict=True)]
                 ys = [jnp.tanh(y) for y in ys] if statement.squash else ys
                 return [values[0][r] if r in statement.dropped_on else ys[r] for r in self.ranks]
             case Call():

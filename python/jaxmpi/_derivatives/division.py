@@ -115,7 +115,8 @@ def leave(own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence
         possible = _jax.inexact_among(tracers)
         if possible and inputs and all(tracers[i].is_known() for i in possible):
             with core.set_current_trace(trace):
-                tracers[possible[0]] = link(tracers[possible[0]], inputs, tracers[possible[0]].aval)
+                for i in primitive.linked(tracers):
+                    tracers[i] = link(tracers[i], inputs, tracers[i].aval)
     else:
         _Dependence.of_equation(primitive, params, [not x.is_known() for x in tracers])
     return own(trace, primitive, tracers, params)

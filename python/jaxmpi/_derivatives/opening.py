@@ -169,8 +169,7 @@ def differentiate(own: Callable[..., Any], trace: Any, primitive: Any, tracers: 
     seeds_of(trace)
     if is_ours(primitive):
         communication.check()
-        which = _jax.inexact_among(tracers)[:1]
-        tracers = link_operands(trace, tracers, which, primitive.name)
+        tracers = link_operands(trace, tracers, primitive.linked(tracers), primitive.name)
         return own(trace, primitive, tracers, params)
     if primitive is link_primitive and params["always"]:
         return _differentiate_link(own, trace, primitive, tracers, params)

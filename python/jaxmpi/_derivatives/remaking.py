@@ -143,7 +143,8 @@ def depending(closed: Any, constants: int) -> Any:
     if constants not in made:
 
         def evaluate(*args):
-            return _evaluate_linked(closed, args, [x for x in args[constants:] if _jax.inexact(x)])
+            seeds = [x for x in args[constants:] if _jax.inexact(x)]
+            return _evaluate_linked(closed, args, [link(None, seeds, jax.typeof(ZERO))] if len(seeds) > 1 else seeds)
 
         with _jax.no_trace(), _jax.without_constant_folding():
             made[constants] = jax.make_jaxpr(evaluate)(*closed.in_avals)
@@ -165,9 +166,8 @@ def _evaluate_linked(closed: Any, args: Sequence[Any], seeds: Sequence[Any]) -> 
         if EFFECT in equation.effects and primitive in _REMADE:
             results = _REMADE[primitive](again, params, operands)
         else:
-            if is_ours(primitive) and (which := _jax.inexact_among(operands)):
-                operand = operands[which[0]]
-                operands[which[0]] = link(operand, seeds, jax.typeof(operand))
+            for i in primitive.linked(operands) if is_ours(primitive) else ():
+                operands[i] = link(operands[i], seeds, jax.typeof(operands[i]))
             results = _jaxprs.evaluate(_jaxprs.alone(jaxpr, equation), *operands)
         values.update(zip(equation.outvars, results, strict=True))
     return read(jaxpr.outvars)

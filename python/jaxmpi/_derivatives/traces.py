@@ -10,6 +10,7 @@ from jax._src import core
 from jax._src.interpreters import ad as private_ad
 
 from jaxmpi import _jax
+from jaxmpi._derivatives.communication import ZERO
 from jaxmpi._derivatives.link import link
 
 _TRACERS = {private_ad.JVPTrace: private_ad.JVPTracer, private_ad.LinearizeTrace: private_ad.LinearizeTracer}
@@ -33,6 +34,21 @@ def seeds_of(trace: Any) -> tuple[Any, ...]:
     if type(seeds) is not tuple:
         seeds = _seeds[trace] = tuple(seeds)
     return seeds
+
+
+def _together(trace: Any, of_tangents: bool, always: bool = False) -> list[Any]:
+    """What depends on all values of the seeds, or on all their tangents: one number, so that what is linked to it takes
+    no operand for each of them. Made in the trace that is current."""
+    seeds = [seed[of_tangents] for seed in seeds_of(trace)]
+    if len(seeds) < 2:
+        return seeds
+    known = _numbers.setdefault(trace, {})
+    if (of_tangents, always) not in known:
+        known[of_tangents, always] = link(None, seeds, jax.typeof(ZERO), always)
+    return [known[of_tangents, always]]
+
+
+_numbers: "weakref.WeakKeyDictionary[Any, dict[tuple[bool, bool], Any]]" = weakref.WeakKeyDictionary()
 
 
 def tangents_of(trace: Any, tracers: Sequence[Any]) -> list[Any]:
@@ -62,7 +78,7 @@ def link_operands(trace: Any, tracers: Sequence[Any], which: Iterable[int], why:
                 "over a floating-point array that is made outside of it."
             )
         with core.set_current_trace(getattr(trace, "tangent_trace", trace.parent_trace)):
-            tangent = link(own, [seed for _, seed in seeds], jax.typeof(primal), always)
+            tangent = link(own, _together(trace, True, always), jax.typeof(primal), always)
         tracers[i] = _TRACERS[type(trace)](trace, primal, tangent)
     return tracers
 
@@ -79,11 +95,11 @@ def link_value(trace: Any, tracer: Any) -> Any:
     opens the tangents do not tell, since they are linked and always mapped; there the values depend on those outside.
     """
     primal, tangent = trace.to_primal_tangent_pair(tracer)
-    values, tangents = zip(*seeds_of(trace), strict=True) if seeds_of(trace) else ((), ())
     with core.set_current_trace(trace.parent_trace):
         like = jax.typeof(primal)
         if type(trace) is private_ad.LinearizeTrace:
             primal = link(primal, [], like, True)
         else:
-            primal = link(primal, values, like, not in_opened.get(), () if in_opened.get() else tangents)
+            unless = [] if in_opened.get() else _together(trace, True)
+            primal = link(primal, _together(trace, False), like, not in_opened.get(), unless)
     return primal if type(tangent) is _jax.ad.Zero else _TRACERS[type(trace)](trace, primal, tangent)
