@@ -79,6 +79,51 @@ def test_pytree(case, comm, rank, size):
     np.testing.assert_array_equal(result["b"][0], case.expected(second, rank, 0))
 
 
+LEAVES = [(), (0,), (1,), (3,), (2, 2), (0, 3), (700,), (5000,), (40, 300)]  # the last is not small in any dtype
+DTYPES = [np.float32, np.int32, np.float16, np.int8, np.complex64]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("case", [case for case in CASES if case.name not in ("sendrecv", "send_recv")], ids=str)
+def test_random_pytrees(case, seed, comm, rank, size):
+    """Leaves of several shapes and dtypes, some of which are communicated together, in any order."""
+    generator = np.random.default_rng(seed)
+    root = int(generator.integers(size)) if case.rooted else 0
+    count = 230 if seed == 0 else int(generator.integers(2, 30))  # 230: more than one operation takes
+    shapes = [LEAVES[generator.integers(5 if seed == 0 else len(LEAVES))] for _ in range(count)]
+    dtypes = [DTYPES[generator.integers(1 if seed == 0 else len(DTYPES))] for _ in range(count)]
+    draws = [
+        case.inputs(shape, dtype, size, root, i) for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
+    ]
+    tree = [jnp.asarray(xs[rank]) for xs in draws]
+    way = [lambda f: f, jax.jit, jaxmpi.jit][seed % 3]
+    results = way(lambda tree: case.call(tree, comm, root))(tree)
+    for i, (xs, x, result) in enumerate(zip(draws, tree, results, strict=True)):
+        expected = case.expected(xs, rank, root)
+        assert (result.shape, result.dtype) == (expected.shape, expected.dtype)
+        np.testing.assert_array_equal(result, expected, err_msg=f"leaf {i} of {shapes} {dtypes}")
+        np.testing.assert_array_equal(x, xs[rank])
+
+
+@pytest.mark.parametrize("name", ["allgather", "allreduce", "alltoall", "bcast", "gather", "reduce", "scan", "scatter"])
+def test_small_leaves_are_one_operation(name, comm, size):
+    case = next(case for case in CASES if case.name == name)
+    tree = [jnp.asarray(case.inputs((3,), np.float32, size, 0)[comm.rank])] * 100
+    equations = jax.make_jaxpr(lambda tree: case.call(tree, comm, 0))(tree).eqns
+    assert [equation.primitive.name for equation in equations].count(f"jaxmpi.{name}") == 1
+
+
+def test_pytree_of_which_some_leaves_are_mapped(comm, rank, size):
+    """What is not mapped is communicated once."""
+    tree = {"a": jnp.ones(3) * rank, "b": jnp.arange(6.0).reshape(2, 3), "c": jnp.float32(rank)}
+    axes = {"a": None, "b": 0, "c": None}
+    result = jax.vmap(lambda tree: notoken.allreduce(tree, MPI.SUM), in_axes=(axes,), out_axes=axes)(tree)
+    total = sum(range(size))
+    np.testing.assert_array_equal(result["a"], np.full(3, total))
+    np.testing.assert_array_equal(result["b"], size * np.arange(6.0).reshape(2, 3))
+    assert result["c"] == total
+
+
 def test_pytree_sendrecv(comm, rank, size):
     left, right = (rank - 1) % size, (rank + 1) % size
     sent = {"a": jnp.full(3, rank), "b": [jnp.full((2, 2), 10.0 * rank)]}

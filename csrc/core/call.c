@@ -106,6 +106,24 @@ static ffi_error *chunk_run(const struct call *call, int64_t first, char *scratc
   return error; /* cppcheck-suppress returnDanglingLifetime ; no error points to the call */
 }
 
+/* Memory for a call. One piece is kept for the next: fresh memory of the system's costs more than what it is for. */
+struct scratch {
+  size_t bytes;
+  _Alignas(64) char data[];
+};
+static struct scratch *_Atomic spare;
+
+static struct scratch *scratch_take(size_t bytes) {
+  struct scratch *scratch = atomic_exchange(&spare, NULL);
+  if (scratch != NULL && scratch->bytes >= bytes) return scratch;
+  free(scratch);
+  scratch = malloc(sizeof *scratch + bytes);
+  if (scratch != NULL) scratch->bytes = bytes;
+  return scratch;
+}
+
+static void scratch_give(struct scratch *scratch) { free(atomic_exchange(&spare, scratch)); }
+
 /* Bytes of a chunk in all buffers that have several rows. */
 static size_t scratch_for(const struct call *call) {
   size_t bytes = 0;
@@ -158,31 +176,31 @@ ffi_error *call_leaves(struct call *call) {
   for (int i = 0; i < call->buffer_count; i++)
     bytes[role_is_written(call->buffers[i].role)] += buffer_bytes(&call->buffers[i]);
   bool in_place = call->operation->divisibility == CHUNKS && bytes[0] == bytes[1];
-  char *scratch = malloc(bytes[0] + bytes[1] + 1);
+  struct scratch *scratch = scratch_take(bytes[0] + bytes[1]);
   if (scratch == NULL) return call_fail(call, FFI_INTERNAL, "no memory to join %zu bytes", bytes[0] + bytes[1]);
   for (int i = 0; i < call->buffer_count; i++) {
     bool written = role_is_written(call->buffers[i].role);
-    call->buffers[i].data = scratch + (written && !in_place ? bytes[0] : 0);
+    call->buffers[i].data = scratch->data + (written && !in_place ? bytes[0] : 0);
     if (!written) move_leaves(call, i, false);
   }
   ffi_error *error = call_body(call);
   for (int i = 0; i < call->buffer_count && error == NULL; i++)
     if (role_is_written(call->buffers[i].role)) move_leaves(call, i, true);
-  free(scratch);
+  scratch_give(scratch);
   return error;
 }
 
 ffi_error *call_chunks(struct call *call) {
   if (division_is_one(&call->division)) return call_body(call);
   size_t bytes = scratch_for(call);
-  char *scratch = bytes > 0 ? malloc(bytes) : NULL;
+  struct scratch *scratch = bytes > 0 ? scratch_take(bytes) : NULL;
   if (bytes > 0 && scratch == NULL) return call_fail(call, FFI_INTERNAL, "no memory for a chunk");
   ffi_error *error = NULL;
   for (int64_t first = 0; first < call->division.columns && error == NULL; first += call->division.chunk) {
-    error = chunk_run(call, first, scratch);
+    error = chunk_run(call, first, scratch != NULL ? scratch->data : NULL);
     call->compared = false;
   }
-  free(scratch);
+  if (scratch != NULL) scratch_give(scratch);
   return error;
 }
 

@@ -15,7 +15,7 @@
 ffi_error *call_body(struct call *call);
 ffi_error *call_chunks(struct call *call);
 
-/* Makes a call with one buffer, yet without data, for each list. NULL, or the error. */
+/* Makes a call with one buffer, still without data, in the place of each list. NULL, or the error. */
 ffi_error *call_join(const struct call *leaves, struct call *call);
 
 /* Makes the MPI call for buffers in host memory that are joined. */

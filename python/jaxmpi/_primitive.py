@@ -139,17 +139,17 @@ def bind_all(name: str, params: Params, arrays: Sequence[Any]) -> list[Any]:
     if len(arrays) == 1 or row.largest is None:
         return [bind(name, params, x) for x in arrays]
     groups: list[list[int]] = []
-    open_groups: dict[Any, tuple[list[int], int]] = {}
+    unfilled: dict[Any, tuple[list[int], int]] = {}  # of each dtype the last group of small arrays, and its bytes
     for i, x in enumerate(arrays):
         largest = row.largest(jax.typeof(x), params)
         size = math.prod(largest.shape) * np.dtype(largest.dtype).itemsize
-        group, filled = open_groups.get(x.dtype, ([], _MOST_BYTES))
-        if size > _SMALL or filled + size > _MOST_BYTES or len(group) == _MOST_ARRAYS:
+        group, filled = unfilled.get(x.dtype, ([], 0))
+        if not group or size > _SMALL or filled + size > _MOST_BYTES or len(group) == _MOST_ARRAYS:
             groups.append(group := [])
             filled = 0
         group.append(i)
         if size <= _SMALL:
-            open_groups[x.dtype] = (group, filled + size)
+            unfilled[x.dtype] = (group, filled + size)
     results = [None] * len(arrays)
     for group in groups:
         made = bind(name, params, *(arrays[i] for i in group))

@@ -316,7 +316,8 @@ def names(jaxpr):
 def is_refusal(error):
     """Whether an exception says clearly what is not possible."""
     named = re.match(rf"(jaxmpi|send|recv|{'|'.join(OPERATIONS)})\b", str(error))
-    return isinstance(error, NotImplementedError) or named is not None
+    of_jax = "can't apply forward-mode autodiff" in str(error)  # docs/autodiff.md: also where nothing depends on it
+    return isinstance(error, NotImplementedError) or named is not None or of_jax
 
 
 def where(error):
