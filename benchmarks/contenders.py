@@ -653,6 +653,48 @@ def build_donated(nbytes: int, calls: int) -> dict[tuple[str, str], Measure]:
     return measures
 
 
+TOGETHER, EACH = "jaxmpi, one call", "jaxmpi, a call for each leaf"
+
+
+def build_trees(leaves: int, nbytes: int, seconds: float) -> dict[tuple[str, str], Measure]:
+    """allreduce of a pytree of so many leaves of so many bytes each, and of each leaf alone."""
+    measures = {}
+    data, tiny = (Data(OPERATIONS["allreduce"], leaves * nbytes, least) for least in (1.0, TINY))
+    functions = {TOGETHER: _allreduce, EACH: lambda xs: [_allreduce(x) for x in xs]}
+
+    def start(data):
+        return lambda turn: jnp.split(data.on_device(turn), leaves)
+
+    def whole(wrong):
+        return lambda turn, xs: wrong(turn, jnp.concatenate(xs))
+
+    def steps(function, calls):
+        def run(xs):
+            for _ in range(calls):
+                xs = jax.block_until_ready(function(xs))
+            return xs
+
+        return run
+
+    for name, function in functions.items():
+
+        def step(xs, function=function):
+            return [y * data.operation.factor for y in function(xs)]
+
+        many, few = (max(2, int(seconds / (leaves * latency))) for latency in (1e-6, 20e-6))
+        few = min(few, DOUBLINGS)
+        loop, check = jaxmpi.jit(repeated(step, many)), whole(data.check(scaled, many))
+        measures["loop", name] = Measure(many, lambda x, f=loop: jax.block_until_ready(f(x)), start(data), check)
+        check = whole(data.check(scaled, few))
+        measures["jit", name] = Measure(few, steps(jaxmpi.jit(step), few), start(data), check)
+        measures["eager", name] = Measure(few, steps(function, few), start(tiny), whole(tiny.check(alone, few)))
+    return measures
+
+
+def _allreduce(x: Any) -> Any:
+    return notoken.allreduce(x, MPI.SUM, comm=COMM)
+
+
 def takes_part(contender: Contender) -> bool:
     if GLOO and contender.kind != "eager" and contender.name == "jaxmpi":
         return True

@@ -11,9 +11,9 @@ of jaxmpi, and more than none is an error.
 import argparse
 import statistics
 
-from contenders import MISSING, RANK, build, build_donated, finish, is_ours, sample
+from contenders import EACH, MISSING, RANK, TOGETHER, build, build_donated, build_trees, finish, is_ours, sample
 
-LARGE = 16 << 20
+LARGE, LEAVES = 16 << 20, 100
 
 
 def measure(operation, nbytes, rounds, seconds, only=None):
@@ -77,6 +77,7 @@ def compare():
     exchange = measure("exchange", 4, 25, 0.02, loops)
     large = measure("allreduce", LARGE, 9, 0.25, [*loops, ("loop", "C, in place")])
     alone = sample(build_donated(LARGE, 10), 9)
+    trees = {nbytes: sample(build_trees(LEAVES, nbytes, 0.02), 9) for nbytes in (4, 4096)}
 
     report("jit_call_us", 1e6 * median(small, ours))
     report("plain_jit_call_us", 1e6 * median(small, plain))
@@ -89,9 +90,14 @@ def compare():
     report("loop_sendrecv_4B_overhead", ratio(exchange, loop, peer_loop, floor), "<= 0.3")
     report("loop_allreduce_16MiB_vs_raw_c", ratio(large, loop, floor), "<= 0.95")
     report("jit_donated_allreduce_16MiB_vs_mpi4jax", ratio(alone, peer_donated, donated), ">= 3")
+    for nbytes, times in trees.items():
+        for kind in ("loop", "jit", "eager"):
+            value = ratio(times, (kind, EACH), (kind, TOGETHER))
+            report(f"{kind}_{LEAVES}_leaves_of_{nbytes}B_each_alone_vs_together", value, ">= 1")
     return report_all(
         "wrong_elements",
         {
+            **{f"allreduce of {LEAVES} leaves of {nbytes} B": times for nbytes, times in trees.items()},
             "allreduce of 4 B": small,
             "exchange of 4 B": exchange,
             "allreduce of 16 MiB": large,

@@ -98,6 +98,7 @@ import quick
 small, donated = contenders.build, contenders.build_donated
 quick.build = lambda operation, nbytes, seconds, only=None: small(operation, min(nbytes, 4096), 0, only=only)
 quick.build_donated = lambda nbytes, calls: donated(4096, 2)
+quick.LEAVES = 3
 quick.main()
 """
 

@@ -230,12 +230,32 @@ def test_ranges_of_ranks():
     assert monitor._ranges([0, 1, 2, 3, 5, 7, 8]) == "0 to 3, 5, 7, 8"
 
 
-@pytest.mark.parametrize("wrong", [{"JAXMPI_TIMEOUT": "soon"}, {"JAXMPI_TIMEOUT": "-1"}, {"JAXMPI_TIMEOUT": "inf"},
-                                   {"JAXMPI_TIMEOUT_ACTION": "stop"}], ids=str)  # fmt: skip
+WRONG = {"JAXMPI_TIMEOUT": ("soon", "-1", "inf"), "JAXMPI_TIMEOUT_ACTION": ("stop",), "JAXMPI_ON_ERROR": ("report",)}
+
+
+@pytest.mark.parametrize("wrong", [{name: value} for name, values in WRONG.items() for value in values], ids=str)
 def test_wrong_settings(wrong, tmp_path):
     done = launch(1, program_of(tmp_path, "import jaxmpi"), check=False, timeout=SECONDS, **wrong)
     assert done.returncode != 0
     assert "ValueError: jaxmpi: {}={}: ".format(*next(iter(wrong.items()))) in done.stderr
+
+
+@pytest.mark.parametrize("way", ["jax.jit", "jaxmpi.jit", "eager"])
+def test_error_of_an_operation_ends_the_job_if_that_is_asked_for(way, tmp_path):
+    """Also under plain mpiexec, where an exception alone would leave the other ranks waiting."""
+    fails = f"""
+        import jaxmpi
+        receive = lambda x: notoken.recv(x, 0)
+        if rank == 0: notoken.send(jnp.ones(5), 1)
+        else: jax.block_until_ready({"receive" if way == "eager" else f"{way}(receive)"}(x))
+    """
+    program = program_of(tmp_path, BEGIN, textwrap.dedent(fails), WAIT)
+    done = launch(2, program, check=False, timeout=SECONDS, plain=True, JAXMPI_ON_ERROR="abort")
+    assert done.returncode != 0
+    assert "jaxmpi.recv on rank 1 of 2: the message from rank 0" in done.stderr
+    assert "The job ends, as JAXMPI_ON_ERROR=abort says" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "not reached" not in done.stdout
 
 
 INTERRUPTED = {

@@ -118,6 +118,7 @@ struct runtime {
   enum transport transport;           /* for what is staged: everything if MPI is not aware */
   atomic_bool several_devices;        /* a link may be committed to one of them: link.c */
   atomic_bool check;                  /* ranks compare their collectives (compare.h); the same on all ranks */
+  atomic_bool ends_on_error;          /* an operation that fails ends the job, rather than raise */
   atomic_bool trace;                  /* a line at the start and at the end of each operation */
   atomic_uint_least64_t calls;        /* numbers the traced calls */
 };

@@ -435,6 +435,16 @@ static PyObject *set_check(PyObject *self, PyObject *args) {
   Py_RETURN_NONE;
 }
 
+PyDoc_STRVAR(set_ends_on_error_doc,
+             "set_ends_on_error(on)\n\nAn operation that fails ends the job, rather than raise.");
+static PyObject *set_ends_on_error(PyObject *self, PyObject *args) {
+  (void)self;
+  int on;
+  if (!PyArg_ParseTuple(args, "p", &on)) return NULL;
+  atomic_store(&runtime.ends_on_error, on != 0);
+  Py_RETURN_NONE;
+}
+
 PyDoc_STRVAR(set_trace_doc, "set_trace(on)\n\nOne line on stderr as an operation starts and one as it ends.");
 static PyObject *set_trace(PyObject *self, PyObject *args) {
   (void)self;
@@ -498,6 +508,7 @@ static PyMethodDef methods[] = {
     {"finish_devices", finish_devices, METH_NOARGS, finish_devices_doc},
     {"configure", configure, METH_VARARGS, configure_doc},
     {"set_check", set_check, METH_VARARGS, set_check_doc},
+    {"set_ends_on_error", set_ends_on_error, METH_VARARGS, set_ends_on_error_doc},
     {"set_trace", set_trace, METH_VARARGS, set_trace_doc},
     {"set_several_devices", set_several_devices, METH_NOARGS, set_several_devices_doc},
     {"linker", link_make, METH_VARARGS, link_doc},

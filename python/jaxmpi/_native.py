@@ -99,16 +99,21 @@ it initializes MPI, and end or hang both; without them it is a job of one rank."
 def _watch_settings() -> tuple[float, bool]:
     """After how many seconds an operation that waits is reported (0: never), and whether the job is then ended."""
     given = os.environ.get("JAXMPI_TIMEOUT", "") or "30"
-    action = os.environ.get("JAXMPI_TIMEOUT_ACTION", "") or "report"
     try:
         seconds = float(given)
     except ValueError:
         seconds = -1
     if not 0 <= seconds < math.inf:
         raise ValueError(f"jaxmpi: JAXMPI_TIMEOUT={given}: a number of seconds is needed, or 0 for no reports")
-    if action not in ("report", "abort"):
-        raise ValueError(f"jaxmpi: JAXMPI_TIMEOUT_ACTION={action}: it is 'report' or 'abort'")
-    return seconds, action == "abort"
+    return seconds, _aborts("JAXMPI_TIMEOUT_ACTION", "report")
+
+
+def _aborts(variable: str, otherwise: str) -> bool:
+    """Whether the job is ended in the case that the variable is about."""
+    action = os.environ.get(variable, "") or otherwise
+    if action not in (otherwise, "abort"):
+        raise ValueError(f"jaxmpi: {variable}={action}: it is '{otherwise}' or 'abort'")
+    return action == "abort"
 
 
 def _load() -> tuple[Library, dict[str, Datatype], _devices.Choice]:
@@ -123,6 +128,7 @@ def _load() -> tuple[Library, dict[str, Datatype], _devices.Choice]:
     assert of_world is not None
     _core.reserve(_meaning("default", library))
     _core.configure(MPI.COMM_WORLD.Get_rank(), MPI.Query_thread() < MPI.THREAD_MULTIPLE, of_self[0], of_world[0])
+    _core.set_ends_on_error(_aborts("JAXMPI_ON_ERROR", "raise"))
     _core.watch(*_watch_settings(), _places.here, _places.PACKAGES)
     datatypes = {}
     for name, (code, itemsize, mpi_name, kind) in _core.datatypes().items():

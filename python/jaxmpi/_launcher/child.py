@@ -5,6 +5,7 @@ Without this a rank that raises waits for the others in MPI_Finalize, and they w
 
 import builtins
 import contextlib
+import fcntl
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -12,7 +13,9 @@ import io
 import os
 import runpy
 import signal
+import stat
 import sys
+import termios
 import threading
 import time
 import traceback
@@ -65,13 +68,28 @@ def _tell(text: str) -> None:
             os.write(2, text.encode(errors="replace"))
 
 
+def _wait_for_launcher() -> None:
+    """Waits until the launcher has read what this rank has written, and passed it on: it may lose that in an abort."""
+    end = time.monotonic() + 5
+    with contextlib.suppress(OSError):
+        for output in (1, 2):
+            while stat.S_ISFIFO(os.fstat(output).st_mode) and _unread(output) and time.monotonic() < end:
+                time.sleep(0.01)
+    time.sleep(0.3)
+
+
+def _unread(pipe: int) -> int:
+    """The bytes in a pipe."""
+    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+
 def _end(code: int) -> NoReturn:
     """Ends all ranks if MPI is running, else this one. Whatever fails on the way does not keep it from ending."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
     if os.getpid() == _process:
-        time.sleep(0.3)  # launchers may lose output that is written right before an abort
+        _wait_for_launcher()
         with contextlib.suppress(Exception):
             if (mpi := _mpi_if_running()) is not None:
                 mpi.COMM_WORLD.Abort(code)
