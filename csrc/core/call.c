@@ -109,7 +109,7 @@ static ffi_error *chunk_run(const struct call *call, int64_t first, char *scratc
 /* Memory for a call. One piece is kept for the next: fresh memory of the system's costs more than what it is for. */
 struct scratch {
   size_t bytes;
-  _Alignas(64) char data[];
+  _Alignas(max_align_t) char data[];
 };
 static struct scratch *_Atomic spare;
 
