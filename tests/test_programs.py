@@ -618,6 +618,14 @@ _DIFFERING = {
         "notoken.allreduce(x[rank:].astype(jnp.bfloat16), MPI.SUM)",
         ("allreduce SUM of 3 bfloat16 (a value)", "allreduce SUM of 2 bfloat16 (a value)"),
     ),
+    "leaves": (
+        "notoken.allreduce([x, x[:2]] if rank else [x[:2], x], MPI.SUM)",
+        ("allreduce SUM of 5 float32 in 2 arrays (a value)",) * 2,
+    ),
+    "one leaf": (
+        "notoken.allreduce([x, x[:2]] if rank else jnp.ones(5), MPI.SUM)",
+        ("allreduce SUM of 5 float32 (a value)", "allreduce SUM of 5 float32 in 2 arrays (a value)"),
+    ),
     "barrier": (
         "notoken.barrier() if rank else notoken.allgather(x)",
         ("allgather of 3 float32 (a value)", "barrier"),
@@ -655,6 +663,28 @@ def test_check_of_collectives(script):
                 assert f" on rank {rank} of 2: the ranks differ: this is {texts[rank]}" in line, (name, line)
                 assert f"; rank {1 - rank} calls {texts[1 - rank]}" in line, (name, line)
                 assert "Nothing of it was sent" in line, (name, line)
+
+
+def test_check_names_lines(script):
+    """Of calls in compiled functions, on both ranks."""
+    program = script("""
+        @jaxmpi.jit
+        def total(x): return notoken.allreduce(x, MPI.SUM)  # line of rank 0
+        @jaxmpi.jit
+        def step(x): return notoken.bcast(x, 0)  # line of rank 1
+        try:
+            (step if rank else total)(jnp.ones(3)).block_until_ready()
+        except Exception as error:
+            print(str(error).replace(chr(10), " "), flush=True)
+    """)
+    done = launch(2, program, JAXMPI_CHECK="1", timeout=100)
+    lines = program.read_text().splitlines()
+    total, step = (
+        f"called at {program}:{next(i for i, line in enumerate(lines, 1) if f'line of rank {rank}' in line)} ({name})"
+        for rank, name in enumerate(("total", "step"))
+    )
+    assert f"(a value) {total}; rank 1 calls bcast from root 0 of 3 float32 (a value) {step}. Nothing" in done.stdout
+    assert f"(a value) {step}; rank 0 calls allreduce SUM of 3 float32 (a value) {total}. Nothing" in done.stdout
 
 
 def test_check_of_equal_collectives(script):

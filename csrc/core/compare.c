@@ -5,8 +5,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/call.h"
 #include "core/failure.h"
 #include "core/trace.h"
+#include "core/watch.h"
 
 const char *derivative_name(int64_t derivative) {
   /* In the order of _DERIVATIVES in python/jaxmpi/_primitive.py. */
@@ -29,6 +31,7 @@ static void find_share(struct call *call) {
   bool written = call->operation->divisibility == SCATTERS || types[0] == NULL;
   call->share_type = types[written];
   call->share = counts[written];
+  call->share_written = written;
 }
 
 /* Index of the attribute `derivative`, which every collective has; -1: not a collective. */
@@ -43,6 +46,19 @@ void compare_decide(struct call *call) {
   find_share(call);
 }
 
+/* The arrays of a joined call, and a hash (FNV-1a) of the sizes of their shares. */
+static void record_arrays(const struct call *call, struct record *record) {
+  for (int i = 0; i < call->buffer_count; i++) {
+    int count;
+    const struct buffer *leaf = leaves_of(call, i, &count);
+    if (role_is_written(call->buffers[i].role) != call->share_written) continue;
+    uint64_t hash = 0xcbf29ce484222325u;
+    for (int k = 0; k < count; k++) hash = (hash ^ (uint64_t)leaf[k].count) * 0x100000001b3u;
+    record->arrays = count;
+    record->sizes = (int64_t)hash;
+  }
+}
+
 static struct record record_of(struct call *call) {
   const struct operation *operation = call->operation;
   const struct datatype *type = call->share_type;
@@ -52,6 +68,7 @@ static struct record record_of(struct call *call) {
                           .root = -1,
                           .dtype = type != NULL ? type->code : -1,
                           .count = call->share};
+  if (call->leaves != NULL) record_arrays(call, &record);
   for (int i = 0; i < operation->attribute_count; i++) {
     if (operation->attributes[i].kind == RANK) record.root = call->attributes[i];
     if (operation->attributes[i].kind != REDUCTION) continue;
@@ -78,23 +95,48 @@ static void describe(const struct record *record, char *text, size_t size) {
   if (record->root >= 0)
     ADD(" %s root %" PRId64, row->divisibility == GATHERS || record->reduction != 0 ? "to" : "from", record->root);
   if (type != NULL) ADD(" of %" PRId64 " %s", record->count, type->name);
+  if (record->arrays > 0) ADD(" in %" PRId64 " arrays", record->arrays);
   if (type != NULL && derivative_name(record->derivative) != NULL) ADD(" (%s)", derivative_name(record->derivative));
 #undef ADD
 }
 
+enum { LINES = 512 }; /* bytes of what a rank tells */
+
+/* Lines of the programs of two ranks, or nothing, each with a blank in front. */
+struct lines {
+  char here[LINES + 1], there[LINES + 1];
+};
+
+/* Every rank tells its lines to all others. Without memory, or if MPI fails, there are none. */
+static void exchange_lines(const struct call *call, int other, struct lines *lines) {
+  char mine[LINES] = "", (*all)[LINES] = calloc((size_t)call->comm->size, sizeof *all);
+  watch_lines(call, mine, sizeof mine);
+  lines->here[0] = lines->there[0] = '\0';
+  if (mine[0] != '\0') snprintf(lines->here, sizeof lines->here, " %s", mine);
+  bool told = all != NULL && runtime.abi->exchange(call->comm, mine, all, sizeof mine) == 0;
+  if (told && strncmp(all[other], "called at ", 10) == 0) /* another version may tell something else */
+    snprintf(lines->there, sizeof lines->there, " %.*s", LINES - 1, all[other]);
+  free(all);
+}
+
 /* All ranks come to the same verdict: an error on each of them, or on none. */
 static ffi_error *judge(const struct call *call, const struct record *mine, const struct record *all) {
-  char here[256], there[256], at[64] = "calls";
+  char here[256], there[256 + 32], at[64] = "calls";
+  struct lines lines;
   int other = 0;
   while (other < call->comm->size && memcmp(&all[other], mine, sizeof *mine) == 0) other++;
   if (other == call->comm->size) return NULL;
   describe(mine, here, sizeof here);
-  describe(&all[other], there, sizeof there);
+  describe(&all[other], there, sizeof here);
+  struct record resized = all[other];
+  resized.sizes = mine->sizes;
+  if (memcmp(&resized, mine, sizeof resized) == 0) strcat(there, " of other sizes");
   if (all[other].call != mine->call) snprintf(at, sizeof at, "is at call %" PRId64 ",", all[other].call);
+  exchange_lines(call, other, &lines);
   return call_fail(call, FFI_FAILED_PRECONDITION,
                    "the ranks differ: this is call %" PRId64
-                   " on this communicator: %s; rank %d %s %s. Nothing of it was sent",
-                   mine->call, here, other, at, there);
+                   " on this communicator: %s%s; rank %d %s %s%s. Nothing of it was sent",
+                   mine->call, here, lines.here, other, at, there, lines.there);
 }
 
 ffi_error *compare_ranks(struct call *call) {

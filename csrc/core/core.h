@@ -224,6 +224,7 @@ struct call {
   struct division division;
   int64_t share; /* if compared: elements of this rank's share, over all chunks, and their type */
   const struct datatype *share_type;
+  bool share_written;   /* it is what this rank receives */
   enum reducer reducer; /* REDUCER_MPI if the operation is not a reduction */
   bool compared;        /* with the calls of other ranks, before anything is sent: compare.h */
   bool traced;

@@ -80,16 +80,25 @@ static void put(struct watched *record, int word, int64_t value) {
   atomic_store_explicit(&record->words[word], value, memory_order_release); /* after the number became even */
 }
 
+/* Returns how many words there are. */
+static inline int words_of(const struct call *call, int64_t words[WORDS]) {
+  const struct buffer *buffer = call->buffers, *end = buffer + call->buffer_count;
+  while (buffer < end && (buffer->type == NULL || role_is_of_host(buffer->role))) buffer++;
+  words[ROW] = call->operation->row;
+  words[TYPE] = buffer < end ? buffer->type->code : -1;
+  words[COUNT] = buffer < end ? buffer->count : 0;
+  int attributes = call->operation->attribute_count;
+  for (int i = 0; i < attributes; i++) words[FIRST_ATTRIBUTE + i] = call->attributes[i];
+  return FIRST_ATTRIBUTE + attributes;
+}
+
 struct watched *watch_begin(const struct call *call) {
   if (!atomic_load_explicit(&watching, memory_order_relaxed)) return NULL;
   struct watched *record = own;
   if (record == NULL && (record = take()) == NULL) return NULL;
-  const struct buffer *buffer = call->buffers, *end = buffer + call->buffer_count;
-  while (buffer < end && (buffer->type == NULL || role_is_of_host(buffer->role))) buffer++;
-  put(record, ROW, call->operation->row);
-  put(record, TYPE, buffer < end ? buffer->type->code : -1);
-  put(record, COUNT, buffer < end ? buffer->count : 0);
-  for (int i = 0; i < call->operation->attribute_count; i++) put(record, FIRST_ATTRIBUTE + i, call->attributes[i]);
+  int64_t words[WORDS];
+  int count = words_of(call, words);
+  for (int i = 0; i < count; i++) put(record, i, words[i]);
   uint64_t number = atomic_load_explicit(&record->number, memory_order_relaxed);
   atomic_store_explicit(&record->number, number + 1 + (number & 1), memory_order_release);
   return record;
@@ -195,6 +204,14 @@ static void add_sites(struct text *text, const int64_t words[WORDS]) {
       if (alike(site->words, words, exact) && found++ < MOST_SITES)
         add(text, "%s%s", found == 1 ? "called at " : " or ", site->text);
   if (found > MOST_SITES) add(text, " or %d more lines", found - MOST_SITES);
+}
+
+void watch_lines(const struct call *call, char *lines, size_t size) {
+  struct text text = {0, ""};
+  int64_t words[WORDS] = {0};
+  words_of(call, words);
+  add_sites(&text, words);
+  snprintf(lines, size, "%s", text.characters);
 }
 
 static void say(struct text *text) {

@@ -26,6 +26,9 @@ void watch_stop(void);
 struct watched *watch_begin(const struct call *call);
 void watch_end(struct watched *record);
 
+/* The lines of the program that make calls like this one, "called at ..."; empty if none is known. Any thread. */
+void watch_lines(const struct call *call, char *lines, size_t size);
+
 /* Names a line of the program that makes calls like this one: of this operation, with these attributes (numbers of
  * objects as in programs), of `count` elements of the type with this code, -1 if it has no buffer. */
 bool watch_add_site(int row, const int64_t attributes[], int type, int64_t count, const char *text);

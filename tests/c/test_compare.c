@@ -1,5 +1,6 @@
 /* JAXMPI_CHECK: what a rank tells the others before a collective, and that a difference stops all of them. */
 #include "core/compare.h"
+#include "core/watch.h"
 
 #include "harness.h"
 
@@ -151,7 +152,7 @@ static void chunks_are_compared_once(void) {
   prepare(odd);
   FAILS(RUN("allreduce", ARRAY(F32, large, COUNT), ARRAY(F32, result, COUNT), COMM(comm), reduction("SUM")),
         FFI_FAILED_PRECONDITION, "of 5120 float32", "of 5121 float32");
-  CHECK_EQUAL(communications(), 1);
+  CHECK_EQUAL(communications(), 2); /* the second tells lines */
   comm->chunk = 0;
 }
 
@@ -167,10 +168,50 @@ static void any_difference_is_an_error(void) {
         prepare(odd);
         FAILS(run_case(i), FFI_FAILED_PRECONDITION, "jaxmpi.", cases[i].operation,
               " on rank 1 of 3: the ranks differ: this is call ", cases[i].text, "; rank 2 ", "Nothing of it was sent");
-        CHECK_EQUAL(communications(), 1);
-        CHECK_EQUAL(times_called("MPI_Allgather"), 1);
+        CHECK_EQUAL(communications(), 2);
+        CHECK_EQUAL(times_called("MPI_Allgather"), 2);
         CHECK(is_blank(out, 0, ROOM));
       }
+}
+
+/* Rank 2 calls another reduction, from a line of its own. */
+static int exchanges;
+static void at_another_line(int rank, void *data) {
+  if (rank == 0) exchanges++;
+  if (exchanges == 1) odd(rank, data);
+  if (exchanges == 2) strcpy(data, rank == 2 ? "called at there.py:5 (g)" : "called at nowhere");
+}
+
+/* Two arrays of 3 and 4 elements, which rank 2 has the other way round: what it tells has another hash. */
+static void joined_arrays_are_compared(void) {
+  struct array arrays[4] = {ARRAY(F32, in, 3), ARRAY(F32, in + 16, 4), ARRAY(F32, out, 3), ARRAY(F32, out + 16, 4)};
+  int64_t attributes[] = {COMM(world(PLACE, SIZE)), reduction("SUM")};
+  struct frame frame;
+  frame_make_lists(&frame, "allreduce", arrays, 2, arrays + 2, 2, attributes);
+  prepare(alike);
+  SUCCEEDS(frame_call(&frame, "allreduce"));
+  CHECK_EQUAL(mine.count, 7);
+  CHECK_EQUAL(mine.arrays, 2);
+  CHECK(mine.sizes != 0);
+  odd_at = offsetof(struct record, sizes), odd_by = 1;
+  prepare(odd);
+  FAILS(frame_call(&frame, "allreduce"), FFI_FAILED_PRECONDITION, "allreduce SUM of 7 float32 in 2 arrays (a value)",
+        "; rank 2 calls allreduce SUM of 7 float32 in 2 arrays (a value) of other sizes");
+  struct record first = mine;
+  frame_make_lists(&frame, "allreduce", (struct array[]){arrays[1], arrays[0]}, 2, arrays + 2, 2, attributes);
+  prepare(alike);
+  frame_call(&frame, "allreduce");
+  CHECK(mine.sizes != first.sizes);
+}
+
+static void lines_are_told(void) {
+  int64_t attributes[] = {COMM(world(PLACE, SIZE)), 0, reduction("SUM")};
+  odd_at = offsetof(struct record, count), odd_by = 1, exchanges = 0;
+  CHECK(watch_add_site(ROW_allreduce, attributes, F32, N, "here.py:3 (f)"));
+  prepare(at_another_line);
+  FAILS(RUN("allreduce", ARRAY(F32, in, N), ARRAY(F32, out, N), attributes[0], attributes[2]), FFI_FAILED_PRECONDITION,
+        "allreduce SUM of 7 float32 (a value) called at here.py:3 (f); rank 2 calls allreduce SUM of 8 float32 (a "
+        "value) called at there.py:5 (g). Nothing of it was sent");
 }
 
 static int64_t row_of(const char *operation) {
@@ -194,14 +235,14 @@ static void both_are_named(void) {
     struct record record;
     const char *text;
   } others[] = {
-      {{0, row_of("bcast"), 1, 0, 0, F64, 3}, "rank 2 calls bcast from root 0 of 3 float64 (a tangent)."},
-      {{0, row_of("scatter"), 2, 0, 2, F32, 4}, "rank 2 calls scatter from root 2 of 4 float32 (a cotangent)."},
-      {{0, row_of("gather"), 3, 0, 1, U8, 1}, "gather to root 1 of 1 uint8 (a value in a further derivative)."},
-      {{0, row_of("reduce"), 0, reduction("MAX"), 1, F64, 3}, "reduce MAX to root 1 of 3 float64 (a value)."},
-      {{0, row_of("scan"), 0, USERS_REDUCTION, -1, F64, 3}, "scan by a reduction of the user's of 3 float64"},
-      {{0, row_of("barrier"), 0, 0, -1, -1, 0}, "rank 2 calls barrier."},
-      {{4, row_of("barrier"), 0, 0, -1, -1, 0}, ", barrier."},
-      {{0, 99, 77, 1ll << 50, 1ll << 50, 1ll << 34, 3}, "rank 2 calls an unknown operation."},
+      {{0, row_of("bcast"), 1, 0, 0, F64, 3, 0, 0}, "rank 2 calls bcast from root 0 of 3 float64 (a tangent)."},
+      {{0, row_of("scatter"), 2, 0, 2, F32, 4, 0, 0}, "rank 2 calls scatter from root 2 of 4 float32 (a cotangent)."},
+      {{0, row_of("gather"), 3, 0, 1, U8, 1, 0, 0}, "gather to root 1 of 1 uint8 (a value in a further derivative)."},
+      {{0, row_of("reduce"), 0, reduction("MAX"), 1, F64, 3, 0, 0}, "reduce MAX to root 1 of 3 float64 (a value)."},
+      {{0, row_of("scan"), 0, USERS_REDUCTION, -1, F64, 3, 0, 0}, "scan by a reduction of the user's of 3 float64"},
+      {{0, row_of("barrier"), 0, 0, -1, -1, 0, 0, 0}, "rank 2 calls barrier."},
+      {{4, row_of("barrier"), 0, 0, -1, -1, 0, 0, 0}, ", barrier."},
+      {{0, 99, 77, 1ll << 50, 1ll << 50, 1ll << 34, 3, 0, 0}, "rank 2 calls an unknown operation."},
   };
   for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
     prepare(tells_other);
@@ -233,7 +274,7 @@ static void comparing_can_fail(void) {
         FAILS(run_case(i), FFI_FAILED_PRECONDITION, "the ranks differ");
       else
         FAILS(run_case(i), FFI_INTERNAL, "MPI_Allgather failed: the fake's text for 77");
-      CHECK_EQUAL(communications(), 1);
+      CHECK_EQUAL(communications(), 1 + differ);
       if (CHECK_EQUAL(pthread_mutex_trylock(&runtime.lock), 0)) pthread_mutex_unlock(&runtime.lock);
     }
   }
@@ -242,7 +283,8 @@ static void comparing_can_fail(void) {
 static const struct test tests[] = {
     TEST(what_is_alike_is_done),        TEST(what_is_told),
     TEST(messages_are_not_compared),    TEST(chunks_are_compared_once),
-    TEST(any_difference_is_an_error),   TEST(both_are_named),
+    TEST(any_difference_is_an_error),   TEST(lines_are_told),
+    TEST(joined_arrays_are_compared),   TEST(both_are_named),
     TEST(reductions_of_ours_are_named), TEST(comparing_can_fail),
 };
 
