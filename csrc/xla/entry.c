@@ -162,23 +162,22 @@ static ffi_error *fail_number(const struct call *call, const struct direction *d
                    written ? "results" : "operands", call->operation->passed[written].fixed);
 }
 
-/* Decodes the buffers, in the order of ops.def. */
-INLINED ffi_error *decode_buffers(struct call *call, const struct operation *operation) {
-  struct direction directions[2];
-  for (int written = 0; written < 2; written++)
-    if (!direction_begin(operation, call->frame, written, &directions[written]))
-      return fail_number(call, &directions[written], written);
-  if (directions[0].given + directions[1].given + operation->buffer_count > MAX_BUFFERS)
-    return call_fail(call, FFI_UNIMPLEMENTED,
-                     "%" PRId64 " arrays in one call, and more than some %d are not possible: divide the pytree",
-                     directions[0].given + directions[1].given, MAX_BUFFERS - operation->buffer_count);
+INLINED bool is_joined(const struct operation *operation) {
+  bool joined = false;
+  UNROLLED for (int i = 0; i < operation->buffer_count; i++) joined |= operation->buffers[i].joined;
+  return joined;
+}
+
+/* `lists`: there may be lists of any length; otherwise, in the place of each, one buffer or none. */
+INLINED ffi_error *decode_roles(struct call *call, const struct operation *operation, struct direction directions[2],
+                                bool lists) {
   struct buffer *next = call->buffers;
   UNROLLED for (int i = 0; i < operation->buffer_count; i++) {
     enum role role = operation->buffers[i].role;
     bool each = operation->buffers[i].each;
     struct direction *d = &directions[role_is_written(role)];
     call->first[i] = (short)(next - call->buffers);
-    int64_t passed = d->without_mpis && !role_is_of_host(role) ? 0 : each ? d->each : 1;
+    int64_t passed = d->without_mpis && !role_is_of_host(role) ? 0 : each && lists ? d->each : 1;
     if (passed == 0 && (!each || operation->buffers[i].joined))
       *next++ = (struct buffer){NULL, 0, NULL, role}; /* so that the body finds one */
     for (; passed > 0; passed--, next++) {
@@ -189,6 +188,21 @@ INLINED ffi_error *decode_buffers(struct call *call, const struct operation *ope
   }
   call->first[operation->buffer_count] = call->buffer_count = (short)(next - call->buffers);
   return NULL;
+}
+
+/* Decodes the buffers, in the order of ops.def. */
+INLINED ffi_error *decode_buffers(struct call *call, const struct operation *operation) {
+  struct direction directions[2];
+  for (int written = 0; written < 2; written++)
+    if (!direction_begin(operation, call->frame, written, &directions[written]))
+      return fail_number(call, &directions[written], written);
+  if (is_joined(operation) && directions[0].each <= 1 && directions[1].each <= 1) /* as nearly always */
+    return decode_roles(call, operation, directions, false);
+  if (directions[0].given + directions[1].given + operation->buffer_count > MAX_BUFFERS)
+    return call_fail(call, FFI_UNIMPLEMENTED,
+                     "%" PRId64 " arrays in one call, and more than some %d are not possible: divide the pytree",
+                     directions[0].given + directions[1].given, MAX_BUFFERS - operation->buffer_count);
+  return decode_roles(call, operation, directions, true);
 }
 
 /* The error for a call that follows a deferred error: see failure.h. */
@@ -209,12 +223,6 @@ static inline void settle(struct call *call) {
   call->compared = false;
   if (atomic_load_explicit(&runtime.check, memory_order_relaxed)) compare_decide(call);
   call->traced = atomic_load_explicit(&runtime.trace, memory_order_relaxed);
-}
-
-INLINED bool is_joined(const struct operation *operation) {
-  bool joined = false;
-  UNROLLED for (int i = 0; i < operation->buffer_count; i++) joined |= operation->buffers[i].joined;
-  return joined;
 }
 
 static __attribute__((noinline)) ffi_error *run_joined(const struct call *leaves) {
