@@ -21,13 +21,6 @@ ffi_error *call_join(const struct call *leaves, struct call *call);
 /* Makes the MPI call for buffers in host memory that are joined. */
 ffi_error *call_leaves(struct call *call);
 
-/* The leaves of a joined buffer. */
-static inline const struct buffer *leaves_of(const struct call *call, int buffer, int *count) {
-  const struct call *leaves = call->leaves;
-  *count = leaves->first[buffer + 1] - leaves->first[buffer];
-  return &leaves->buffers[leaves->first[buffer]];
-}
-
 /* Sets the division of a call, once its buffers are known. */
 void call_divide(struct call *call);
 

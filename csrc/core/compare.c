@@ -5,16 +5,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/call.h"
 #include "core/failure.h"
 #include "core/trace.h"
 #include "core/watch.h"
-
-const char *derivative_name(int64_t derivative) {
-  /* In the order of _DERIVATIVES in python/jaxmpi/_primitive.py. */
-  static const char *const names[] = {"a value", "a tangent", "a cotangent", "a value in a further derivative"};
-  return derivative >= 0 && derivative < (int64_t)(sizeof names / sizeof *names) ? names[derivative] : NULL;
-}
 
 /* Sets the elements and the type of this rank's share: of the buffers, read or written, that have the same size on all
  * ranks. */

@@ -31,7 +31,4 @@ void compare_decide(struct call *call);
 /* NULL if all ranks make the same call; otherwise the error, on all of them. */
 ffi_error *compare_ranks(struct call *call);
 
-/* In words, what a collective is of; NULL for a number that is none of an attribute DERIVATIVE. */
-const char *derivative_name(int64_t derivative);
-
 #endif

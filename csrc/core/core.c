@@ -31,6 +31,12 @@ const struct datatype *datatype_find(int code) {
   return code >= 0 && code < DTYPE_CODES ? by_code[code] : NULL;
 }
 
+const char *derivative_name(int64_t derivative) {
+  /* In the order of _DERIVATIVES in python/jaxmpi/_primitive.py. */
+  static const char *const names[] = {"a value", "a tangent", "a cotangent", "a value in a further derivative"};
+  return derivative >= 0 && derivative < (int64_t)(sizeof names / sizeof *names) ? names[derivative] : NULL;
+}
+
 /* --- the registry --- */
 
 struct entry {

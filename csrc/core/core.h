@@ -154,6 +154,9 @@ enum divisibility { WHOLE, CHUNKS, GATHERS, SCATTERS, EXCHANGES }; /* see ops.de
 enum attribute { RANK, TAG, DERIVATIVE, OBJECT, OBJECT_OR_0, REDUCTION };
 static inline bool attribute_is_object(enum attribute kind) { return kind >= OBJECT; }
 
+/* In words, what a collective is of; NULL for a number that is none of an attribute DERIVATIVE. */
+const char *derivative_name(int64_t derivative);
+
 /* A row of ops.def. */
 struct operation {
   const char *name;
@@ -240,6 +243,13 @@ struct call {
 /* Copies the part of a call that is in use. */
 static inline void call_copy(struct call *to, const struct call *from) {
   memcpy(to, from, offsetof(struct call, buffers) + (size_t)from->buffer_count * sizeof *from->buffers);
+}
+
+/* The leaves of a joined buffer. */
+static inline const struct buffer *leaves_of(const struct call *call, int buffer, int *count) {
+  const struct call *leaves = call->leaves;
+  *count = leaves->first[buffer + 1] - leaves->first[buffer];
+  return &leaves->buffers[leaves->first[buffer]];
 }
 
 /* The object that an attribute refers to; NULL if none. */

@@ -10,7 +10,6 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-#include "core/compare.h"
 #include "core/failure.h"
 
 /* A call in words, as records and sites hold it. Of an attribute that is an object: its address. */
