@@ -15,7 +15,7 @@ C_SOURCES := $(wildcard csrc/*/* csrc/mpi/abi/*)
 SOURCES := $(C_SOURCES) $(wildcard python/jaxmpi/*.py* python/jaxmpi/*/*.py) meson.build pyproject.toml README.md
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-ranks test-clients fuzz test-device test-gpu test-c test-valgrind test-races bench bench-gpu bench-quick compat lint format clean
+.PHONY: help setup demo test test-all test-ranks test-clients fuzz errors test-device test-gpu test-c test-valgrind test-races bench bench-gpu bench-quick compat lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -132,6 +132,11 @@ $(BUILD)-valgrind/.ready $(BUILD)-races/.ready: $(READY)
 test-valgrind: $(BUILD)-valgrind/.ready ## the C tests under valgrind
 	$(MESON) test -C $(BUILD)-valgrind --print-errorlogs --suite c --timeout-multiplier 10 \
 	  --wrap 'valgrind --quiet --error-exitcode=9 --leak-check=full'
+
+errors: $(READY) ## the times in docs/errors.md, with this MPI beside those measured before with another
+	@mkdir -p .build && rm -f .build/faults-$(MPI).jsonl
+	JAXMPI_FAULT_TIMES=$(abspath .build/faults-$(MPI).jsonl) $(BIN)/python -m pytest --color=no tests/test_faults.py -k test_fault_of_one_rank
+	$(BIN)/python tests/errors_page.py $$(ls .build/faults-*.jsonl)
 
 test-races: $(BUILD)-races/.ready ## the C tests with ThreadSanitizer
 	$(MESON) test -C $(BUILD)-races --print-errorlogs --suite c --timeout-multiplier 10

@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+import errors_page
 from jaxmpi._launcher import monitor
 from launch import launch
 
@@ -77,11 +78,20 @@ CAUGHT_BY_NOBODY = {
 def test_fault_of_one_rank(fault, tmp_path):
     does, told = CAUGHT_BY_NOBODY[fault]
     program = program_of(tmp_path, BEGIN, "if rank == 1:", textwrap.indent(does, "    "), WAIT)
+    begin = time.monotonic()
     done = launch(2, program, check=False, timeout=SECONDS)
+    errors_page.note(fault, told, time.monotonic() - begin)
     assert done.returncode != 0
     assert told in done.stderr
     assert "rank 1 begins" in done.stdout
     assert "not reached" not in done.stdout
+
+
+def test_page_has_all_faults():
+    rows = errors_page.rows(errors_page.PAGE.read_text())
+    assert {case: told.strip("`") for case, (told, *_) in rows.items()} == {
+        case: told for case, (_, told) in CAUGHT_BY_NOBODY.items()
+    }
 
 
 def test_exception_after_finalize(tmp_path):
