@@ -35,7 +35,7 @@ struct site {
   char text[];
 };
 
-enum { BUCKETS = 256, MOST_SITES = 3, SECONDS_FOR_THE_LAUNCHER = 3 };
+enum { BUCKETS = 256, MOST_SITES = 3, SECONDS_FOR_THE_LAUNCHER = 5 };
 
 static struct watched *_Atomic records;
 static struct site *_Atomic sites[BUCKETS];
