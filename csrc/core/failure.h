@@ -1,9 +1,9 @@
 /* The errors of a call, whose texts name the operation, the rank and what was passed.
  *
  * Threads: the functions call_fail... are called by the thread that executes the call, be it XLA's, the driver's
- * callback thread or one of ours; any thread may call failure_take. No lock is needed, and runtime.lock may be held.
- * Each error counts in runtime.failures; if the call's frame is NULL it is deferred, and what is returned may only be
- * compared with NULL. */
+ * callback thread or one of ours; any thread may call the functions at the end. No lock is needed, and runtime.lock may
+ * be held. Each error counts in runtime.failures; if the call's frame is NULL it is deferred, and what is returned may
+ * only be compared with NULL. */
 #ifndef JAXMPI_FAILURE_H
 #define JAXMPI_FAILURE_H
 
@@ -27,9 +27,12 @@ ffi_error *call_fail_mpi(const struct call *call, int code);
 void job_end(void);
 
 /* Takes the deferred error, which the caller then frees; NULL if there is none. */
-static inline struct failure *failure_take(void) {
-  if (atomic_load_explicit(&runtime.deferred, memory_order_relaxed) == NULL) return NULL;
-  return atomic_exchange(&runtime.deferred, NULL);
+static inline struct failure *failure_take(void) { return atomic_exchange(&runtime.deferred, NULL); }
+
+/* The same for an operation of this thread: only the thread that imported the package defers errors. */
+static inline struct failure *failure_of_thread(void) {
+  bool deferred = atomic_load_explicit(&runtime.deferred, memory_order_relaxed) != NULL;
+  return deferred && importer ? failure_take() : NULL;
 }
 
 #endif

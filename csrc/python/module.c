@@ -425,33 +425,31 @@ static PyObject *configure(PyObject *self, PyObject *args) {
   Py_RETURN_NONE;
 }
 
+static PyObject *set_flag(PyObject *args, atomic_bool *flag) {
+  int on;
+  if (!PyArg_ParseTuple(args, "p", &on)) return NULL;
+  atomic_store(flag, on != 0);
+  Py_RETURN_NONE;
+}
+
 PyDoc_STRVAR(set_check_doc,
              "set_check(on)\n\nBefore a collective its ranks compare what they do. The same on all ranks.");
 static PyObject *set_check(PyObject *self, PyObject *args) {
   (void)self;
-  int on;
-  if (!PyArg_ParseTuple(args, "p", &on)) return NULL;
-  atomic_store(&runtime.check, on != 0);
-  Py_RETURN_NONE;
+  return set_flag(args, &runtime.check);
 }
 
 PyDoc_STRVAR(set_ends_on_error_doc,
              "set_ends_on_error(on)\n\nAn operation that fails ends the job, rather than raise.");
 static PyObject *set_ends_on_error(PyObject *self, PyObject *args) {
   (void)self;
-  int on;
-  if (!PyArg_ParseTuple(args, "p", &on)) return NULL;
-  atomic_store(&runtime.ends_on_error, on != 0);
-  Py_RETURN_NONE;
+  return set_flag(args, &runtime.ends_on_error);
 }
 
 PyDoc_STRVAR(set_trace_doc, "set_trace(on)\n\nOne line on stderr as an operation starts and one as it ends.");
 static PyObject *set_trace(PyObject *self, PyObject *args) {
   (void)self;
-  int on;
-  if (!PyArg_ParseTuple(args, "p", &on)) return NULL;
-  atomic_store(&runtime.trace, on != 0);
-  Py_RETURN_NONE;
+  return set_flag(args, &runtime.trace);
 }
 
 PyDoc_STRVAR(set_max_count_doc,

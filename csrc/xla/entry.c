@@ -207,9 +207,7 @@ INLINED ffi_error *decode_buffers(struct call *call, const struct operation *ope
 
 /* The error for a call that follows a deferred error: see failure.h. */
 static ffi_error *call_deferred(const struct call *call) {
-  /* Only the thread that imported the package defers errors. */
-  if (atomic_load_explicit(&runtime.deferred, memory_order_relaxed) == NULL || !importer) return NULL;
-  struct failure *failure = failure_take();
+  struct failure *failure = failure_of_thread();
   if (failure == NULL) return NULL;
   ffi_error *error =
       call_fail(call, failure->code, "not done, because an operation before it has failed: %s", failure->text);
