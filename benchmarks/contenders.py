@@ -660,7 +660,8 @@ def build_trees(leaves: int, nbytes: int, seconds: float) -> dict[tuple[str, str
     """allreduce of a pytree of so many leaves of so many bytes each, and of each leaf alone."""
     measures = {}
     data, tiny = (Data(OPERATIONS["allreduce"], leaves * nbytes, least) for least in (1.0, TINY))
-    functions = {TOGETHER: _allreduce, EACH: lambda xs: [_allreduce(x) for x in xs]}
+    allreduce = functools.partial(data.operation.jax, notoken)
+    functions = {TOGETHER: allreduce, EACH: lambda xs: [allreduce(x) for x in xs]}
 
     def start(data):
         return lambda turn: jnp.split(data.on_device(turn), leaves)
@@ -689,10 +690,6 @@ def build_trees(leaves: int, nbytes: int, seconds: float) -> dict[tuple[str, str
         measures["jit", name] = Measure(few, steps(jaxmpi.jit(step), few), start(data), check)
         measures["eager", name] = Measure(few, steps(function, few), start(tiny), whole(tiny.check(alone, few)))
     return measures
-
-
-def _allreduce(x: Any) -> Any:
-    return notoken.allreduce(x, MPI.SUM, comm=COMM)
 
 
 def takes_part(contender: Contender) -> bool:

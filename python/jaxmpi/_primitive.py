@@ -87,6 +87,11 @@ class Row:
     silent: bool = False
     """The identity; only its transpose does something. The core has no such operation."""
 
+    @property
+    def joined(self) -> bool:
+        """Whether it takes any number of arrays."""
+        return self.largest is not None
+
     def types(self, operands: Sequence[Any], params: Params) -> list[Any]:
         """The types of all results."""
         if self.largest is None:
@@ -201,7 +206,7 @@ def make_primitive(row: Row) -> Operation:
         return _call(primitive, params, args)
 
     primitive.traced = functools.partial(_add_site, row)
-    primitive.joined = row.largest is not None
+    primitive.joined = row.joined
     _jax.define_primitive(primitive, abstract_eval, True, implementation)
     if row.silent:
         _jax.mlir.register_lowering(primitive, _lower_silent)
@@ -322,7 +327,7 @@ def _make_batching(row: Row, primitive: _jax.Primitive):
         if all(at is None for at in axes):
             results = primitive.bind(*operands, **params)
             return results, [None] * len(results)
-        if row.largest is not None and None in axes:
+        if row.joined and None in axes:
             return _batch_each(batch, axis, operands, axes, params)
         at, result_at = row.batch(params)
         roles = row.roles(len(operands))
@@ -380,8 +385,7 @@ def _make_jvp(row: Row, primitive: _jax.Primitive):
             zero = type(tangents[i]) is _jax.ad.Zero
             given[i] = linked_zeros(known, tangents[i].aval) if zero else tangents[i]
         if (rule := row.tangent(params)) is not None:
-            joined = row.largest is not None
-            parts = [([x], [t], [y]) for x, t, y in zip(primals, given, results, strict=True)] if joined else []
+            parts = [([x], [t], [y]) for x, t, y in zip(primals, given, results, strict=True)] if row.joined else []
             of_results = [t for part in parts or [(primals, given, results)] for t in rule(*part, params)]
         else:
             more = {"status": None} if "status" in params else {}
@@ -410,7 +414,7 @@ def _make_transpose(row: Row):
             for x, is_linear in zip(operands, linear, strict=True)
         ]
         given = rule(cotangents, known, params)
-        if row.largest is not None:
+        if row.joined:
             return [ct if is_linear else None for ct, is_linear in zip(given, linear, strict=True)]
         given = iter(given)
         return [next(given, None) if is_linear else None for is_linear in linear]
