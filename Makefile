@@ -15,7 +15,7 @@ C_SOURCES := $(wildcard csrc/*/* csrc/mpi/abi/*)
 SOURCES := $(C_SOURCES) $(wildcard python/jaxmpi/*.py* python/jaxmpi/*/*.py) meson.build pyproject.toml README.md
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-ranks test-clients fuzz errors test-device test-gpu test-c test-valgrind test-races bench bench-gpu bench-quick compat lint format clean
+.PHONY: help setup demo test test-all test-ranks test-faults test-asan test-tcp test-hosts test-clients fuzz soak faults errors test-device test-gpu test-c test-valgrind test-races bench bench-gpu bench-quick compat lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -59,7 +59,7 @@ test-all: $(READY) $(VENV)/.lint ## all tests: 1, 2 and 4 ranks, optimized code 
 	timeout $(LIMIT) $(BIN)/python -m pytest -n auto
 	$(RUN) -n 2 -m pytest --color=no
 	$(RUN) -n 4 -m pytest --color=no
-	JAX_CPU_ENABLE_ASYNC_DISPATCH=false JAXMPI_TEST_OPTIMIZED=1 $(RUN) -n 2 -m pytest --color=no \
+	JAXMPI_TEST_SYNCHRONOUS=1 JAXMPI_TEST_OPTIMIZED=1 $(RUN) -n 2 -m pytest --color=no \
 	  tests/test_order.py tests/test_jit.py
 	$(MAKE) test-clients
 	$(MAKE) test-device
@@ -73,8 +73,33 @@ test-clients: $(READY) $(VENV)/.clients ## programs of optax, diffrax, equinox, 
 	JAXMPI_TEST_CLIENTS=1 $(RUN) -n 2 -m pytest --color=no tests/test_clients.py
 
 RANKS ?= 2
-test-ranks: $(READY) ## the suite on RANKS ranks alone (default 2)
-	$(RUN) -n $(RANKS) -m pytest --color=no
+TESTS ?=
+test-ranks: $(READY) ## the suite on RANKS ranks alone (default 2); TESTS="errors jit" chooses files of it
+	$(RUN) -n $(RANKS) -m pytest --color=no $(patsubst %,tests/test_%.py,$(TESTS))
+
+test-faults: $(READY) ## how jobs end: the tests of faults, with their times
+	timeout $(LIMIT) $(BIN)/python -m pytest -n auto --color=no --durations=0 --durations-min=1 tests/test_faults.py tests/test_injected.py
+
+# The core itself under AddressSanitizer and UBSan, in the place of the usual one; Python and XLA are not.
+ASAN := -Db_sanitize=address,undefined -Db_lundef=false
+USUAL := -Db_sanitize=none -Db_lundef=true
+PRELOADED = $(foreach name,libasan.so libstdc++.so,$(shell $${CC:-cc} -print-file-name=$(name)))
+test-asan: $(READY) ## the suite on 2 ranks with the core under AddressSanitizer and UBSan
+	trap '$(MESON) configure $(USUAL) $(DEVELOP) && $(BIN)/ninja --quiet -C $(DEVELOP)' EXIT; \
+	$(MESON) configure $(ASAN) $(DEVELOP) && $(BIN)/ninja --quiet -C $(DEVELOP) && \
+	ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0 LD_PRELOAD="$(PRELOADED)" \
+	  $(RUN) -n 2 -m pytest --color=no
+
+# Over TCP alone: variables by which the MPI libraries leave out shared memory.
+BY_TCP_openmpi := OMPI_MCA_pml=ob1 OMPI_MCA_btl=self,tcp
+BY_TCP_mpich := MPIR_CVAR_NOLOCAL=1 MPIR_CVAR_CH4_NETMOD=ucx UCX_TLS=self,tcp
+TCP_TESTS := $(patsubst %,tests/test_%.py,tcp operations errors order jit adjoint)
+test-tcp: $(READY) ## the suite on 2 ranks, and much of it on 4, which communicate by TCP and not by shared memory
+	JAXMPI_TEST_TCP=1 $(BY_TCP_$(MPI)) $(RUN) -n 2 -m pytest --color=no
+	JAXMPI_TEST_TCP=1 $(BY_TCP_$(MPI)) $(RUN) -n 4 -m pytest --color=no $(TCP_TESTS)
+
+test-hosts: $(READY) ## a job on two hosts, which are network namespaces of this machine; needs root
+	timeout $(LIMIT) $(BIN)/python -m pytest --color=no tests/test_two_hosts.py
 
 # N random programs, with second derivatives if ORDER=2; `python tests/fuzz.py --help` lists more options.
 N ?= 100
@@ -82,6 +107,14 @@ SEED ?= 0
 ORDER ?= 1
 fuzz: $(READY) ## N random programs on RANKS ranks against a witness (default 100 and 2)
 	$(BIN)/python tests/fuzz.py --programs $(N) --ranks $(RANKS) --seed $(SEED) --order $(ORDER)
+
+faults: $(READY) ## N random programs in each of which a call of MPI fails, is late or never returns (default 100)
+	JAXMPI_TEST_FAULTS=$(N) timeout $(LIMIT) $(BIN)/python -m pytest -n auto --color=no tests/test_injected.py -k test_random
+
+# OPERATIONS on each of 4 ranks, by two threads; `python tests/soak.py --help` lists more options.
+OPERATIONS ?= 250000
+soak: $(READY) ## a million mixed operations on 4 ranks, each result checked, memory and files watched; ten minutes
+	$(RUN) -n 4 tests/soak.py --operations $(OPERATIONS) --seed $(SEED)
 
 # The C tests run under AddressSanitizer and UBSan if the compiler has them.
 SANITIZE = $(shell echo 'int main(void){return 0;}' | $${CC:-cc} -fsanitize=address,undefined -x c - -o /dev/null 2>/dev/null \
@@ -111,8 +144,8 @@ test-device: $(BUILD)/.ready ## the suites on a simulated device, copied for MPI
 	for transport in callback aware; do \
 	  $(FAKES) JAXMPI_TEST_DEVICE=$$transport timeout $(LIMIT) $(BIN)/python -m pytest -n auto --color=no $(SHORT_DEVICE_TESTS) || exit; \
 	  $(FAKES) JAXMPI_TEST_DEVICE=$$transport $(RUN) -n 2 -m pytest --color=no $(DEVICE_TESTS) || exit; \
-	  $(FAKES) JAXMPI_TEST_DEVICE=$$transport $(RUN) -n 4 -m pytest --color=no $(SHORT_DEVICE_TESTS) || exit; \
 	done
+	$(FAKES) JAXMPI_TEST_DEVICE=callback $(RUN) -n 4 -m pytest --color=no $(SHORT_DEVICE_TESTS)
 	for transport in thread wait; do \
 	  $(FAKES) JAXMPI_TEST_DEVICE=$$transport $(RUN) -n 2 -m pytest --color=no $(call ON_DEVICE,device operations) || exit; \
 	done
@@ -200,7 +233,7 @@ $(VENV)/.lint: $(VENV)/.installed
 	$(EDITABLE) ".[lint]"
 	@touch $@
 
-C_FILES = $(wildcard csrc/*/*.[ch] csrc/mpi/abi/*.h tests/c/*.[ch] tests/device/*.[ch] benchmarks/*.c)
+C_FILES = $(wildcard csrc/*/*.[ch] csrc/mpi/abi/*.h tests/c/*.[ch] tests/device/*.[ch] tests/inject/*.c benchmarks/*.c)
 lint: $(READY) $(VENV)/.lint ## formatters in checking mode, linters and type checker
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

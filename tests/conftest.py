@@ -28,6 +28,8 @@ import jax  # noqa: E402 (what is set above counts from here on)
 import pytest  # noqa: E402
 from mpi4py import MPI  # noqa: E402
 
+if os.environ.get("JAXMPI_TEST_SYNCHRONOUS"):  # JAX reads no variable for that
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 SECONDS = float(os.environ.get("JAXMPI_TEST_SECONDS", "120"))
 _hidden = io.StringIO()

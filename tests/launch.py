@@ -14,11 +14,26 @@ from jaxmpi import run
 # What an MPI library leaves in the environment of its process; a child must not take itself for a part of that job.
 _INHERITED = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDRA_", "MPI_LOCAL", "JAX_ENABLE_X64")
 
+LATE_SECONDS = 5
 
-def launch(ranks, *program, timeout=120, check=True, plain=False, interrupt_at=None, **environment):
+
+def launch(
+    ranks,
+    *program,
+    timeout=120,
+    check=True,
+    plain=False,
+    interrupt_at=None,
+    by=signal.SIGINT,
+    reader="",
+    through=(),
+    **environment,
+):
     """Runs a program through jaxmpi.run, or `plain` by mpiexec; returns the finished process with its output.
 
-    `interrupt_at`: Ctrl-C is pressed as soon as the program has printed this.
+    `interrupt_at`: Ctrl-C is pressed as soon as the program has printed this, or the launcher gets the signal `by`.
+    `reader`: who reads the program's output does so "late", or "goes" after the first line.
+    `through`: the words before the command, which run it elsewhere.
 
     A job that is not done in time, or leaves processes behind, is an error; none of them is left running.
     """
@@ -28,10 +43,11 @@ def launch(ranks, *program, timeout=120, check=True, plain=False, interrupt_at=N
     if plain:
         clean.update(run.settings(1, clean))
         command = [run.find_mpiexec(), "-n", str(ranks), sys.executable, *map(str, program)]
+    command = [*through, *command]
     job = f"JAXMPI_TEST_JOB={uuid.uuid4()}"
     clean.update([job.split("=")])
     try:
-        done = _run(command, clean, timeout, interrupt_at)
+        done = _run(command, clean, timeout, interrupt_at, by, reader)
     finally:
         left = _end_what_is_left(job)
     assert not left, f"{command} has left processes running: {left}"
@@ -40,7 +56,7 @@ def launch(ranks, *program, timeout=120, check=True, plain=False, interrupt_at=N
     return done
 
 
-def _run(command, environment, timeout, interrupt_at):
+def _run(command, environment, timeout, interrupt_at, by, reader):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=environment, start_new_session=True, **pipes) as process:
         try:
@@ -49,12 +65,18 @@ def _run(command, environment, timeout, interrupt_at):
                 while interrupt_at not in seen and (line := process.stdout.readline()):
                     seen += line
                 time.sleep(1)  # until all ranks are where they are to be interrupted
-                process.send_signal(signal.SIGINT)
+                process.send_signal(by)
+            if reader == "late":
+                time.sleep(LATE_SECONDS)
+            if reader == "goes":
+                seen = process.stdout.readline()
+                process.stdout.close()
+                process.stdout = None
             output, errors = process.communicate(timeout=timeout)
         except BaseException:
             process.kill()
             raise
-    return subprocess.CompletedProcess(command, process.returncode, seen + output, errors)
+    return subprocess.CompletedProcess(command, process.returncode, seen + (output or ""), errors)
 
 
 def _end_what_is_left(job):

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -17,6 +18,23 @@ NEW_JAX = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 7)
 
 SHAPES = [(), (1,), (3,), (2, 3), (0,), (0, 3), (5, 1, 2)]
 FEW_SHAPES = [(2, 3), (0,)]
+UFUNCS = {
+    "SUM": np.add,
+    "PROD": np.multiply,
+    "MAX": np.maximum,
+    "MIN": np.minimum,
+    "LAND": np.logical_and,
+    "LOR": np.logical_or,
+    "LXOR": np.logical_xor,
+    "BAND": np.bitwise_and,
+    "BOR": np.bitwise_or,
+    "BXOR": np.bitwise_xor,
+}
+"""The reductions, by NumPy."""
+
+
+def dtype_of(name):
+    return np.dtype(getattr(ml_dtypes, name)) if hasattr(ml_dtypes, name) else np.dtype(name)
 
 
 def upto(n, values, but):

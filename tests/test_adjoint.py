@@ -443,6 +443,25 @@ def test_scan_of_50_steps(wrap, case, comm, rank, size):
 
 
 @needs_new_jax
+@pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.everything_saveable], ids=["default", "everything"])
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit, jaxmpi.jit], ids=["eager", "jax.jit", "jaxmpi.jit"])
+def test_checkpoint_of_complex_numbers(comm, rank, size, jit, policy):
+    """What is kept of them is used by the rest, in a scan too, beside real numbers."""
+    x = jnp.arange(3.0) / 4 + 1j * (1 + rank)
+
+    def f(z):
+        y, r = notoken.allreduce((z, jnp.real(z)), MPI.SUM, comm=comm)
+        return jnp.sum(jnp.real(jnp.sin(y) * jnp.cos(r) * notoken.sendrecv(z, z, (rank - 1) % size, (rank + 1) % size)))
+
+    def looped(f):
+        return lambda z: jax.lax.scan(lambda c, _: (c + f(z), None), 0.0, None, length=2)[0]
+
+    for around in (lambda f: f, looped):
+        expected = jax.grad(around(f))(x)
+        found = jit(jax.grad(around(jax.checkpoint(f, policy=policy))))(x)
+        np.testing.assert_allclose(found, expected, rtol=2e-5)
+
+
 def test_checkpoints_around_loops_and_in_them(comm, rank, size):
     """What a step communicates is the same in each step, so JAX would move it out of the loop."""
 

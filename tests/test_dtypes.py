@@ -11,32 +11,16 @@ from mpi4py import MPI
 
 import jaxmpi
 from jaxmpi import notoken
-from table import CASES, NEW_JAX, draw, upto
+from table import CASES, NEW_JAX, UFUNCS, draw, dtype_of, upto
 
 INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 FLOATS = ["float16", "bfloat16", "float32", "float64"]
 COMPLEX = ["complex64", "complex128"]
 FLOAT8 = [name for name in dir(ml_dtypes) if name.startswith("float8") and hasattr(jnp, name)]
-UFUNCS = {
-    "SUM": np.add,
-    "PROD": np.multiply,
-    "MAX": np.maximum,
-    "MIN": np.minimum,
-    "LAND": np.logical_and,
-    "LOR": np.logical_or,
-    "LXOR": np.logical_xor,
-    "BAND": np.bitwise_and,
-    "BOR": np.bitwise_or,
-    "BXOR": np.bitwise_xor,
-}
 EXACT = ["SUM", "PROD", "MAX", "MIN"]
 # One of each kind of dtype.def: MPI's own, ours, and what is moved alone. On more than 2 ranks the others are the
 # same but for their size; how the half types are reduced there is ours.
 KINDS = ["bool", "int32", "float32", "complex64", "float16", "bfloat16", "float8_e5m2"]
-
-
-def dtype_of(name):
-    return np.dtype(getattr(ml_dtypes, name)) if hasattr(ml_dtypes, name) else np.dtype(name)
 
 
 @pytest.mark.parametrize("dtype", upto(2, ["bool", *INTEGERS, *FLOATS, *COMPLEX, *FLOAT8], but=KINDS))

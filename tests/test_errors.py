@@ -118,7 +118,11 @@ BAD = {
         TypeError,
         r"x must hold JAX arrays.*JAX says",
     ),
-    "a bad leaf": (lambda n: notoken.allreduce({"a": X, "b": "no"}, MPI.SUM), TypeError, r"allreduce: x .* got 'no'"),
+    "a bad leaf": (
+        lambda n: notoken.allreduce({"a": X, "b": "no"}, MPI.SUM),
+        TypeError,
+        r"allreduce: x\['b'\] .* got 'no'",
+    ),
     "status": (lambda n: notoken.recv(X, 0, status=3), TypeError, r"recv: status must be an MPI.Status"),
     "any source, pytree": (lambda n: notoken.recv((X, X)), ValueError, r"recv: a pytree of 2 arrays .*ANY_SOURCE"),
     "sendrecv, leaves": (
@@ -149,6 +153,14 @@ def nothing_on_its_way(comm):
     jax.effects_barrier()
     comm.Barrier()
     return not comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+
+
+def test_bad_leaf_is_named(size):
+    tree = {"a": X, "b": [jnp.ones((size, 2)), jnp.ones((size + 1, 2))]}
+    with pytest.raises(ValueError, match=r"alltoall: the first axis of x\['b'\]\[1\] must be"):
+        notoken.alltoall({**tree, "a": jnp.ones(size)})
+    with pytest.raises(TypeError, match=r"allreduce: op MPI.SUM is not defined for dtype bool of x\['b'\]\[0\];"):
+        notoken.allreduce({**tree, "b": [X > 0, X]}, MPI.SUM)
 
 
 def test_bad_leaf_sends_nothing(comm, rank, size):

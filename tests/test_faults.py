@@ -1,5 +1,6 @@
 """Faults of programs, one rank's each: the job ends, says why, and leaves nothing running."""
 
+import signal
 import textwrap
 import time
 
@@ -22,6 +23,10 @@ BEGIN = textwrap.dedent("""
     rank = MPI.COMM_WORLD.rank
     x = jnp.ones(3)
     add = jax.jit(lambda x: notoken.allreduce(x, MPI.SUM))
+    for_ever = jax.jit(lambda x: jax.lax.while_loop(lambda v: v[0] > -1, lambda v: abs(jnp.sin(v)), x))
+    halved_for_ever = jax.jit(
+        lambda x: jax.lax.while_loop(lambda v: v[0] > -1, lambda v: abs(notoken.allreduce(v, MPI.SUM)) / 2, x)
+    )
     MPI.COMM_WORLD.Barrier()  # a rank that starts late is none that waits for long
     add(x).block_until_ready()
     print("rank", rank, "begins")
@@ -38,6 +43,9 @@ def program_of(tmp_path, *parts):
     program.write_text("\n".join(parts))
     return program
 
+
+SOON = "threading.Timer(0.5, os.kill, (os.getpid(), {})).start(); "
+"""Sends a signal to this rank when it is where the next statement takes it."""
 
 CAUGHT_BY_NOBODY = {
     "exception": ("raise KeyError('this')", "KeyError: 'this'"),
@@ -67,8 +75,22 @@ CAUGHT_BY_NOBODY = {
     "exit with more than an int": ("sys.exit(1 << 40)", ""),
     "exit at once with 0": ("os._exit(0)", "rank 1 calls os._exit(0) without MPI.Finalize()"),
     "exit at once with 7": ("os._exit(7)", "rank 1 calls os._exit(7) without MPI.Finalize()"),
+    "exception in a callback of a loop": (
+        "def fails(i, x):\n    if i == 1: raise ZeroDivisionError\n    return x\n"
+        "body = lambda i, x: jax.pure_callback(fails, x, i, x)\n"
+        "jax.jit(lambda x: jax.lax.fori_loop(0, 3, body, x))(x).block_until_ready()",
+        "ZeroDivisionError",
+    ),
+    "message too long": (
+        "jax.jit(lambda x: (notoken.send(jnp.ones(5), 1), notoken.recv(x, 1))[1])(x).block_until_ready()",
+        "jaxmpi.recv on rank 1 of 2: the message from rank 1",
+    ),
     "killed": ("os.kill(os.getpid(), 9)", ""),
+    "killed in an operation": (SOON.format(9) + "notoken.recv(x, 0)", ""),
+    "killed in a compiled loop": (SOON.format(9) + "for_ever(x).block_until_ready()", ""),
     "terminated": ("os.kill(os.getpid(), 15)", ""),
+    "terminated in a compiled loop": (SOON.format(15) + "for_ever(x).block_until_ready()", ""),
+    "hung up": ("import signal; signal.signal(1, signal.SIG_DFL); os.kill(os.getpid(), 1)", ""),
     "segmentation fault": ("import ctypes; ctypes.string_at(0)", ""),
 }
 """What rank 1 does while rank 0 waits for it, and what is to be told."""
@@ -85,6 +107,64 @@ def test_fault_of_one_rank(fault, tmp_path):
     assert told in done.stderr
     assert "rank 1 begins" in done.stdout
     assert "not reached" not in done.stdout
+
+
+WHILE_OTHERS = {
+    "compute in Python": ("while True: sum(range(100))", SOON.format(9) + "time.sleep(99)", ""),
+    "compute in XLA": (
+        "for_ever(x).block_until_ready()",
+        "time.sleep(0.5); raise KeyError('this')",
+        "KeyError: 'this'",
+    ),
+    "communicate in a loop": ("halved_for_ever(x).block_until_ready()", SOON.format(9) + "halved_for_ever(x)", ""),
+    "never end": (
+        "threading.Thread(target=time.sleep, args=(1000,)).start()",
+        "time.sleep(0.5); sys.exit('no input')",
+        "no input",
+    ),
+}
+"""What ranks 0 and 2 do, what rank 1 does, and what is to be told."""
+
+
+@pytest.mark.parametrize("what", WHILE_OTHERS)
+def test_fault_while_others(what, tmp_path):
+    """The others wait for nobody: they are ended nevertheless."""
+    others, does, told = WHILE_OTHERS[what]
+    done = launch(3, program_of(tmp_path, BEGIN, f"if rank == 1:\n    {does}\n{others}"), check=False, timeout=SECONDS)
+    assert done.returncode != 0
+    assert told in done.stderr
+
+
+def test_fault_of_one_of_eight(tmp_path):
+    """In a compiled loop, in a thread, on a communicator of its own; the seven others are in that loop, too."""
+    threads = """
+        comms = [MPI.COMM_WORLD.Dup() for _ in range(3)]
+        def work(i):
+            f = jax.jit(lambda x: jax.lax.fori_loop(0, 3, lambda _, x: notoken.allreduce(x, MPI.MAX, comm=comms[i]), x))
+            for k in range(1000):
+                f(x).block_until_ready()
+                if rank == 5 and i == 1 and k == 3: raise KeyError('this')
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
+        threads = [threading.Thread(target=work, args=(i,), name=f"worker {i}") for i in range(3)]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+    """
+    program = program_of(tmp_path, BEGIN, textwrap.dedent(threads), WAIT)
+    done = launch(8, program, check=False, timeout=SECONDS)
+    assert done.returncode != 0
+    assert "uncaught exception on rank 5 in thread worker 1" in done.stderr
+    assert "KeyError: 'this'" in done.stderr
+    assert "not reached" not in done.stdout
+
+
+@pytest.mark.parametrize("reader", ["late", "goes"])
+def test_full_pipe(reader, tmp_path):
+    """A rank's output fills all pipes up to the reader's, as another rank fails: told as soon as there is room."""
+    flood = "if rank == 0:\n    while True: print('x' * 1000)\ntime.sleep(1)\nprint(end='y')\nraise KeyError('this')"
+    done = launch(2, program_of(tmp_path, BEGIN, flood), check=False, timeout=SECONDS, reader=reader)
+    assert done.returncode != 0
+    if reader == "late":
+        assert "KeyError: 'this'" in done.stderr
 
 
 def test_page_has_all_faults():
@@ -145,6 +225,29 @@ def test_process_that_is_no_rank(tmp_path):
         assert done.stdout.count("sum 2.0") == 2
 
 
+def test_processes_of_a_rank(tmp_path):
+    """Those of multiprocessing, by each method: what they return and raise arrives, and they harm nobody."""
+    pools = """
+        from concurrent.futures import ProcessPoolExecutor
+        from concurrent.futures.process import BrokenProcessPool
+        import multiprocessing, warnings
+        if rank == 1:
+            warnings.simplefilter("ignore")  # JAX about forks
+            for method in ("spawn", "forkserver", "fork"):
+                with ProcessPoolExecutor(1, multiprocessing.get_context(method)) as pool:
+                    print("square", pool.submit(pow, 7, 2).result())
+                    try: pool.submit(int, "no").result()
+                    except ValueError: print("raised")
+                    try: pool.submit(os._exit, 3).result()
+                    except BrokenProcessPool: print("broken")
+        print("sum", add(x)[0])
+    """
+    guarded = "if __name__ == '__main__':\n" + textwrap.indent(BEGIN + textwrap.dedent(pools), "    ")
+    done = launch(2, program_of(tmp_path, guarded), timeout=SECONDS)
+    assert [done.stdout.count(word) for word in ("square 49", "raised", "broken")] == [3, 3, 3]
+    assert done.stdout.count("sum 2.0") == 2
+
+
 WAITING = {
     "eager": ("add(x)", ""),
     "eager message": (
@@ -190,6 +293,28 @@ def test_what_waits_is_reported(way, tmp_path):
     assert "jaxmpi: rank 1 has been waiting for" in done.stderr
     assert told.format(program=program, line=line) in done.stderr
     assert "rank 0 has" not in done.stderr
+
+
+def test_communicators_in_opposite_order(tmp_path):
+    """No collective differs, so there is nothing to compare; each rank says where it waits, and the table has both."""
+    does = """
+        named = MPI.COMM_WORLD.Dup()
+        named.Set_name("halo")
+        def total(x): return notoken.allreduce(x, MPI.SUM)  # rank 0
+        def halo(x): return notoken.allreduce(x, MPI.SUM, comm=named)  # rank 1
+        MPI.COMM_WORLD.Barrier()
+        jax.block_until_ready(jax.jit(lambda x: total(halo(x)) if rank else halo(total(x)))(x))
+    """
+    program = program_of(tmp_path, BEGIN, textwrap.dedent(does))
+    lines = program.read_text().splitlines()
+    limits = {"JAXMPI_TIMEOUT": "1.5", "JAXMPI_TIMEOUT_ACTION": "abort", "JAXMPI_CHECK": "1"}
+    done = launch(2, program, check=False, timeout=SECONDS, **limits)
+    assert done.returncode != 0
+    table = done.stderr.partition("jaxmpi.run: what the ranks do:")[2]
+    for rank, (comm, function) in enumerate([("the default communicator", "total"), ("halo", "halo")]):
+        number = 1 + next(i for i, line in enumerate(lines) if line.endswith(f"# rank {rank}"))
+        waits = f"on {comm}; called at {program}:{number} ({function})"
+        assert f"rank {rank}: waits in allreduce of 3 float32, op SUM, {waits}" in table
 
 
 def test_what_comes_late_is_told(tmp_path):
@@ -243,7 +368,13 @@ def test_ranges_of_ranks():
     assert monitor._ranges([0, 1, 2, 3, 5, 7, 8]) == "0 to 3, 5, 7, 8"
 
 
-WRONG = {"JAXMPI_TIMEOUT": ("soon", "-1", "inf"), "JAXMPI_TIMEOUT_ACTION": ("stop",), "JAXMPI_ON_ERROR": ("report",)}
+WRONG = {
+    "JAXMPI_TIMEOUT": ("soon", "-1", "inf"),
+    "JAXMPI_TIMEOUT_ACTION": ("stop",),
+    "JAXMPI_ON_ERROR": ("report",),
+    "JAXMPI_CHECK": ("maybe",),
+    "JAXMPI_DEBUG": ("2",),
+}
 
 
 @pytest.mark.parametrize("wrong", [{name: value} for name, values in WRONG.items() for value in values], ids=str)
@@ -271,6 +402,11 @@ def test_error_of_an_operation_ends_the_job_if_that_is_asked_for(way, tmp_path):
     assert "not reached" not in done.stdout
 
 
+READY = """
+add(x)
+print("ready", flush=True)
+"""
+
 INTERRUPTED = {
     "Python": "while True: time.sleep(0.01)",
     "a compiled loop": "jax.block_until_ready(halved_for_ever(x))",
@@ -281,22 +417,23 @@ INTERRUPTED = {
 
 
 @pytest.mark.parametrize(
-    ("within", "dispatch"), [*((within, "true") for within in INTERRUPTED), ("a compiled loop", "false"),
-                             ("an operation on both", "false")],
-)  # fmt: skip
-def test_interrupt(within, dispatch, tmp_path):
+    ("within", "asynchronous"),
+    [*((within, True) for within in INTERRUPTED), ("a compiled loop", False), ("an operation on both", False)],
+)
+def test_interrupt(within, asynchronous, tmp_path):
     """Ctrl-C ends a job, whatever its ranks do. A computation that is dispatched synchronously lets no Python run."""
-    loop = """
-        halved_for_ever = jax.jit(
-            lambda x: jax.lax.while_loop(lambda v: v[0] > -1, lambda v: abs(notoken.allreduce(v, MPI.SUM)) / 2, x)
-        )
-        add(x)
-        print("ready", flush=True)
-    """
-    program = program_of(tmp_path, BEGIN, textwrap.dedent(loop), INTERRUPTED[within])
+    dispatch = f"import jax; jax.config.update('jax_cpu_enable_async_dispatch', {asynchronous})"
+    program = program_of(tmp_path, dispatch, BEGIN, READY, INTERRUPTED[within])
     begin = time.monotonic()
-    done = launch(
-        2, program, check=False, timeout=SECONDS, interrupt_at="ready", JAX_CPU_ENABLE_ASYNC_DISPATCH=dispatch
-    )
+    done = launch(2, program, check=False, timeout=SECONDS, interrupt_at="ready")
     assert done.returncode != 0
     assert time.monotonic() - begin < 30
+
+
+@pytest.mark.parametrize(("by", "within"), [("TERM", "a compiled loop"), ("TERM", "an operation"), ("HUP", "Python")])
+def test_launcher_is_ended(by, within, tmp_path):
+    """And with it all ranks, whatever they do."""
+    program = program_of(tmp_path, BEGIN, READY, INTERRUPTED[within])
+    number = getattr(signal, f"SIG{by}")
+    done = launch(2, program, check=False, timeout=SECONDS, interrupt_at="ready", by=number)
+    assert done.returncode != 0

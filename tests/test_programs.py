@@ -201,6 +201,13 @@ def test_shares():
     assert run.placement("other", 2, []) == []
 
 
+def test_variables_for_other_machines():
+    names = ["XLA_FLAGS", "JAXMPI_CHECK", "HOME", "OMP_NUM_THREADS", "OMPI_ALLOW_RUN_AS_ROOT"]
+    given = ["--hostfile", "hosts", "-x", "OMP_NUM_THREADS=2"]
+    assert run.exports("openmpi", given, names) == ["-x", "JAXMPI_CHECK", "-x", "XLA_FLAGS"]
+    assert run.exports("hydra", given, names) == []
+
+
 @pytest.mark.parametrize("options", [["-X", "dev", "-m"], ["-W", "ignore", "-um"], ["-Bm"]])
 def test_launcher_does_not_use_mpi(options, script):
     """Whatever Python's own options, the launcher is no MPI process."""
@@ -665,12 +672,13 @@ def test_check_of_collectives(script):
                 assert "Nothing of it was sent" in line, (name, line)
 
 
-def test_check_names_lines(script):
-    """Of calls in compiled functions, on both ranks."""
-    program = script("""
-        @jaxmpi.jit
+@pytest.mark.parametrize("jit", ["jaxmpi.jit", "(lambda f: f)"])
+def test_check_names_lines(jit, script):
+    """Of calls in compiled functions and of eager ones, on both ranks."""
+    program = script(f"""
+        @{jit}
         def total(x): return notoken.allreduce(x, MPI.SUM)  # line of rank 0
-        @jaxmpi.jit
+        @{jit}
         def step(x): return notoken.bcast(x, 0)  # line of rank 1
         try:
             (step if rank else total)(jnp.ones(3)).block_until_ready()
@@ -685,6 +693,48 @@ def test_check_names_lines(script):
     )
     assert f"(a value) {total}; rank 1 calls bcast from root 0 of 3 float32 (a value) {step}. Nothing" in done.stdout
     assert f"(a value) {step}; rank 0 calls allreduce SUM of 3 float32 (a value) {total}. Nothing" in done.stdout
+
+
+def test_check_of_messages(script):
+    """JAXMPI_CHECK=1: a message of another dtype than the template's raises on the rank that receives, with the line of
+    the one that sent; messages that fit, and those from and to mpi4py, arrive, also in derivatives."""
+    program = script("""
+        import numpy as np
+        other, x = 1 - rank, jnp.arange(4.0) + rank
+        status = MPI.Status()
+        def told(f):
+            try:
+                return str(jax.block_until_ready(f()))
+            except Exception as error:
+                return str(error).replace(chr(10), " ")
+        if rank == 0:
+            notoken.send(x, 1, tag=3)  # line of rank 0
+            notoken.send(x, 1, tag=4)
+            notoken.send(x[:2], 1, tag=5)
+            MPI.COMM_WORLD.Send(np.arange(4, dtype=np.float32), 1, tag=6)
+        else:
+            print(told(lambda: notoken.recv(jnp.zeros(4, jnp.int32), 0, tag=3)), flush=True)
+            print(told(lambda: notoken.recv(jnp.zeros(2), 0, tag=4)), flush=True)
+            print(told(lambda: notoken.recv(x, 0, tag=5, status=status)), status.Get_count(MPI.FLOAT), flush=True)
+            print(told(lambda: notoken.recv(x, 0, tag=6, comm=MPI.COMM_WORLD)), flush=True)
+        print(told(lambda: notoken.sendrecv(x, jnp.zeros(4, jnp.int32), other, other)), flush=True)
+        swap = lambda x: notoken.sendrecv(x, x, other, other)
+        for jit in (jax.jit, jaxmpi.jit, lambda f: f):
+            value, back = jit(lambda x: (swap(x), jax.grad(lambda x: swap(x**2) @ jnp.arange(4.0))(x)))(x)
+            assert (value == jnp.arange(4.0) + other).all() and (back == 2 * x * jnp.arange(4.0)).all()
+    """)
+    done = launch(2, program, JAXMPI_CHECK="1", timeout=100)
+    lines = program.read_text().splitlines()
+    line = next(i for i, line in enumerate(lines, 1) if "line of rank 0" in line)
+    assert (
+        f"jaxmpi.recv on rank 1 of 2: the message from rank 0 with tag 3 called at {program}:{line} (<module>) is of 4 "
+        "float32, the template of 4 int32, so it was dropped" in done.stdout
+    )
+    assert "with tag 4 called at" in done.stdout
+    assert "has 16 bytes (4 elements of float32), the template 8 bytes" in done.stdout
+    assert "[0. 1. 0. 0.] 2\n[0. 1. 2. 3.]\n" in done.stdout
+    for rank in (0, 1):
+        assert f"jaxmpi.sendrecv on rank {rank} of 2: the message from rank {1 - rank} with tag 0 " in done.stdout
 
 
 def test_check_of_equal_collectives(script):

@@ -4,7 +4,8 @@
 #include <string.h>
 
 #include "core/compare.h"
-#include "core/trace.h"
+#include "core/log.h"
+#include "core/timeline.h"
 #include "core/watch.h"
 
 ffi_error *call_check(const struct call *call) {
@@ -18,7 +19,7 @@ ffi_error *call_check(const struct call *call) {
   return NULL;
 }
 
-ffi_error *call_body(struct call *call) {
+static inline ffi_error *body(struct call *call) {
   struct watched *record = watch_begin(call);
   if (runtime.serialize) pthread_mutex_lock(&runtime.lock);
   ffi_error *error = call->compared ? compare_ranks(call) : NULL;
@@ -26,8 +27,20 @@ ffi_error *call_body(struct call *call) {
   if (begun) error = runtime.abi->bodies[call->operation->row](call);
   if (runtime.serialize) pthread_mutex_unlock(&runtime.lock);
   watch_end(record);
-  if (begun && call->traced) trace_end(call, error != NULL);
+  if (begun && call->logged) log_end(call, error != NULL);
   return error;
+}
+
+static __attribute__((noinline)) ffi_error *body_recorded(struct call *call) {
+  call->from = -1;
+  struct event *event = timeline_begin(call);
+  ffi_error *error = body(call);
+  timeline_end(event, call, error != NULL);
+  return error;
+}
+
+ffi_error *call_body(struct call *call) {
+  return atomic_load_explicit(&timeline_on, memory_order_relaxed) ? body_recorded(call) : body(call);
 }
 
 /* The columns of MPI's buffers and the bytes of an element. False: these differ between the buffers, or there is no

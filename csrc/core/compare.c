@@ -6,8 +6,8 @@
 #include <string.h>
 
 #include "core/failure.h"
-#include "core/trace.h"
-#include "core/watch.h"
+#include "core/log.h"
+#include "core/words.h"
 
 /* Sets the elements and the type of this rank's share: of the buffers, read or written, that have the same size on all
  * ranks. */
@@ -35,7 +35,9 @@ static int derivative_of(const struct operation *operation) {
 }
 
 void compare_decide(struct call *call) {
-  call->compared = call->comm->size > 1 && derivative_of(call->operation) >= 0;
+  bool collective = derivative_of(call->operation) >= 0;
+  call->compared = call->comm->size > 1 && collective;
+  call->labelled = !collective && call->memory->host;
   find_share(call);
 }
 
@@ -93,6 +95,26 @@ static void describe(const struct record *record, char *text, size_t size) {
 #undef ADD
 }
 
+/* The lines of the program that make such calls. */
+static void find_lines(const struct call *call, char *lines, size_t size) {
+  struct text text = {0, ""};
+  int64_t words[WORDS] = {0};
+  words_of(call, words);
+  words_lines(&text, "called at ", words);
+  snprintf(lines, size, "%s", text.characters);
+}
+
+struct label label_of(const struct call *call, const struct buffer *buffer) {
+  struct label label = {.magic = LABEL_MAGIC, .dtype = buffer->type->code, .count = buffer->count};
+  find_lines(call, label.lines, sizeof label.lines);
+  return label;
+}
+
+const struct label *label_find(const void *message, int64_t bytes) {
+  const struct label *label = message;
+  return bytes >= (int64_t)sizeof *label && label->magic == LABEL_MAGIC ? label : NULL;
+}
+
 enum { LINES = 512 }; /* bytes of what a rank tells */
 
 /* Lines of the programs of two ranks, or nothing, each with a blank in front. */
@@ -103,7 +125,7 @@ struct lines {
 /* Every rank tells its lines to all others. Without memory, or if MPI fails, there are none. */
 static void exchange_lines(const struct call *call, int other, struct lines *lines) {
   char mine[LINES] = "", (*all)[LINES] = calloc((size_t)call->comm->size, sizeof *all);
-  watch_lines(call, mine, sizeof mine);
+  find_lines(call, mine, sizeof mine);
   lines->here[0] = lines->there[0] = '\0';
   if (mine[0] != '\0') snprintf(lines->here, sizeof lines->here, " %s", mine);
   bool told = all != NULL && runtime.abi->exchange(call->comm, mine, all, sizeof mine) == 0;
@@ -136,9 +158,9 @@ ffi_error *compare_ranks(struct call *call) {
   struct record mine = record_of(call), *all = calloc((size_t)call->comm->size, sizeof *all);
   if (all == NULL) return call_fail(call, FFI_INTERNAL, "no memory to compare what the ranks do");
   call->function = "MPI_Allgather";
-  if (call->traced) trace_begin(call, "to compare %s, call %" PRId64 ", and", call->operation->name, mine.call);
+  if (call->logged) log_begin(call, "to compare %s, call %" PRId64 ", and", call->operation->name, mine.call);
   int code = runtime.abi->exchange(call->comm, &mine, all, sizeof mine);
-  if (call->traced) trace_end(call, code != 0);
+  if (call->logged) log_end(call, code != 0);
   ffi_error *error = code != 0 ? call_fail_mpi(call, code) : judge(call, &mine, all);
   free(all);
   return error;

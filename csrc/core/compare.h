@@ -2,7 +2,7 @@
  *
  * If they differ they would deadlock or compute wrong numbers; so all of them get an error, and nothing is sent. A call
  * is compared once, before its first chunk, by the thread that calls MPI for it. Such a call always takes the transport
- * TRANSPORT_WAIT, so its error is raised by the call itself.
+ * TRANSPORT_WAIT, so its error is raised by the call itself. A message tells its receiver what it consists of.
  *
  * Threads: both functions run in the thread in which XLA called the handler, without the GIL. compare_decide needs no
  * lock; call_body calls compare_ranks, which calls MPI, with runtime.lock held where `serialize` is set. */
@@ -25,7 +25,22 @@ struct record {
 };
 enum { USERS_REDUCTION = 1 };
 
-/* Sets `compared` and `share` of a call that is fully decoded. */
+/* What is in front of a message between two buffers on the host. A message without it is of a rank that calls MPI
+ * itself. */
+struct label {
+  uint64_t magic;  /* LABEL_MAGIC */
+  int64_t dtype;   /* XLA's code */
+  int64_t count;   /* elements */
+  char lines[232]; /* of the program that sends, with "called at " in front; empty: not known */
+};
+#define LABEL_MAGIC UINT64_C(0x6a61786d70692d31)
+
+struct label label_of(const struct call *call, const struct buffer *buffer);
+
+/* The label of a message; NULL: it has none. */
+const struct label *label_find(const void *message, int64_t bytes);
+
+/* Sets `compared`, `labelled` and `share` of a call that is fully decoded. */
 void compare_decide(struct call *call);
 
 /* NULL if all ranks make the same call; otherwise the error, on all of them. */

@@ -107,7 +107,7 @@ struct runtime {
   int64_t max_count;          /* elements that one MPI call may be given; INT_MAX except in tests */
   struct communicator *self;  /* COMM_SELF: freed as MPI_Finalize begins; NULL before configuration */
   struct communicator *world; /* COMM_WORLD; NULL before configuration */
-  int rank;                   /* in COMM_WORLD, for the trace */
+  int rank;                   /* in COMM_WORLD, for the log */
   bool serialize;             /* MPI_THREAD_SERIALIZED: one MPI call at a time, under `lock` */
   pthread_mutex_t lock;
   atomic_long failures; /* operations that have failed so far: a call during which this grows checks its link: link.c */
@@ -118,9 +118,10 @@ struct runtime {
   enum transport transport;           /* for what is staged: everything if MPI is not aware */
   atomic_bool several_devices;        /* a link may be committed to one of them: link.c */
   atomic_bool check;                  /* ranks compare their collectives (compare.h); the same on all ranks */
+  atomic_bool labels;                 /* and no rank has arrays on devices: messages have labels */
   atomic_bool ends_on_error;          /* an operation that fails ends the job, rather than raise */
-  atomic_bool trace;                  /* a line at the start and at the end of each operation */
-  atomic_uint_least64_t calls;        /* numbers the traced calls */
+  atomic_bool log;                    /* a line at the start and at the end of each operation */
+  atomic_uint_least64_t calls;        /* numbers the logged calls */
 };
 extern struct runtime runtime;
 
@@ -166,8 +167,9 @@ struct operation {
   int comm; /* index of this attribute */
   struct {
     short fixed;   /* buffers that are read ([0]) or written ([1]), without lists */
-    short of_host; /* how many are passed if none of MPI's are; -1: any number, as there is an EACH of the host's */
-    bool list;     /* whether there is an EACH or JOINED */
+    short of_host; /* how many are passed if none of MPI's are; -1: MPI's always are, or there is an EACH */
+    bool list;     /* whether there is an EACH, JOINED or PARTLY, */
+    bool joined;   /* and whether it is one of the latter two: of at least one buffer */
   } passed[2];
   struct {
     const char *name;
@@ -223,15 +225,18 @@ struct call {
   const struct memory *memory; /* that MPI's buffers lie in */
   void *stream;                /* XLA's; NULL for the host */
   const struct call *leaves;   /* of a call with joined buffers: as XLA made it; NULL otherwise */
-  const char *function;        /* MPI function, for errors and the trace */
+  const char *function;        /* MPI function, for errors and the log */
   struct division division;
   int64_t share; /* if compared: elements of this rank's share, over all chunks, and their type */
   const struct datatype *share_type;
   bool share_written;   /* it is what this rank receives */
   enum reducer reducer; /* REDUCER_MPI if the operation is not a reduction */
   bool compared;        /* with the calls of other ranks, before anything is sent: compare.h */
-  bool traced;
-  uint64_t number; /* if traced */
+  bool labelled;        /* if a message: what it consists of goes along */
+  bool sending;         /* a message of this rank's is under way, which must be received before the call returns */
+  bool logged;
+  int from, from_tag; /* for the timeline: sender and tag of the message that was received; `from` is -1 without one */
+  uint64_t number;    /* if logged */
   struct timespec start;
   int64_t attributes[MAX_ATTRIBUTES]; /* the number of an object is replaced by its address: see object_of */
   /* Row i of the operation's buffers has buffers[first[i]] to buffers[first[i + 1] - 1]. */

@@ -84,6 +84,9 @@ ffi_error *call_fail_mpi(const struct call *call, int code) {
       if (call->buffers[k].type != NULL)
         length = append(given, sizeof given, length, "; %s %" PRId64 " of %s", call->operation->buffers[i].name,
                         call->buffers[k].count, call->buffers[k].type->name);
+  if (call->sending) /* told at once: if all ranks fail alike, nobody receives it */
+    fprintf(stderr, "jaxmpi.%s on rank %d of %d: %s failed: %s. This rank waits until its own message is received\n",
+            call->operation->name, call->comm->rank, call->comm->size, call->function, reason);
   return call_fail(call, FFI_INTERNAL, "%s failed: %s%s", call->function, reason, given);
 }
 

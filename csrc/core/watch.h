@@ -7,13 +7,13 @@
  * RANK.report), and answers what the launcher asks (a file `ask`, with a number that is another one for each question)
  * by a file RANK.state: see python/jaxmpi/_launcher/monitor.py.
  *
- * Threads: watch_configure and watch_add_site are called under the GIL. watch_begin and watch_end are called by the
+ * Threads: watch_configure is called under the GIL. watch_begin and watch_end are called by the
  * thread that calls MPI for a call, one pair after the other. The watch's own thread takes no lock and needs no GIL.
  */
 #ifndef JAXMPI_WATCH_H
 #define JAXMPI_WATCH_H
 
-#include "core/core.h"
+#include "core/words.h"
 
 /* Before the first call, or by a test between two: after how many seconds an operation is reported (twice as many after
  * each report), whether the job is then ended, and what writes where the program is (may be NULL). */
@@ -25,12 +25,5 @@ void watch_stop(void);
 /* The calling thread's record, NULL if nothing is watched; to be given to watch_end. */
 struct watched *watch_begin(const struct call *call);
 void watch_end(struct watched *record);
-
-/* The lines of the program that make calls like this one, "called at ..."; empty if none is known. Any thread. */
-void watch_lines(const struct call *call, char *lines, size_t size);
-
-/* Names a line of the program that makes calls like this one: of this operation, with these attributes (numbers of
- * objects as in programs), of `count` elements of the type with this code, -1 if it has no buffer. */
-bool watch_add_site(int row, const int64_t attributes[], int type, int64_t count, const char *text);
 
 #endif

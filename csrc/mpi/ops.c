@@ -4,11 +4,13 @@
  * in the operation. If operand and result have equal pointers, XLA has aliased them.
  */
 #include <inttypes.h>
+#include <limits.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "core/call.h"
-#include "core/trace.h"
+#include "core/compare.h"
+#include "core/log.h"
 #include "mpi/mpi_table.h"
 
 /* The attributes and the buffers of an operation by name; for EACH the first buffer. */
@@ -16,6 +18,7 @@
 #define B(role, name)      struct buffer *name;
 #define EACH(role, name)   struct buffer *name;
 #define JOINED(role, name) struct buffer *name;
+#define PARTLY(role, name) struct buffer *name;
 #define OPERATION(name, divisibility, buffers, attributes) \
   struct name##_attributes {                               \
     attributes                                             \
@@ -29,6 +32,7 @@
 #undef B
 #undef EACH
 #undef JOINED
+#undef PARTLY
 
 static inline void find_buffers(struct call *c, struct buffer **buffers, size_t count) {
   for (size_t i = 0; i < count; i++) buffers[i] = &c->buffers[c->first[i]];
@@ -42,10 +46,10 @@ static inline void find_buffers(struct call *c, struct buffer **buffers, size_t 
   find_buffers(call, (struct buffer **)(void *)&b, sizeof b / sizeof(void *)); \
   MPI_Comm comm = (MPI_Comm)(call)->comm->handle
 
-/* Names the MPI function for errors and the trace; the other arguments are the text of the trace. */
+/* Names the MPI function for errors and the log; the other arguments are the text of the log. */
 #define BEGIN(call, name, ...)     \
   (call)->function = "MPI_" #name; \
-  if ((call)->traced) trace_begin(call, __VA_ARGS__)
+  if ((call)->logged) log_begin(call, __VA_ARGS__)
 
 #define TRY(call, expression)                                    \
   do {                                                           \
@@ -53,11 +57,32 @@ static inline void find_buffers(struct call *c, struct buffer **buffers, size_t 
     if (code_ != MPI_SUCCESS) return call_fail_mpi(call, code_); \
   } while (0)
 
+static ffi_error *call_fail_in(struct call *call, const char *function, int code) {
+  call->function = function;
+  return call_fail_mpi(call, code);
+}
+
+/* The same for one call of MPI, whose function the error then names. */
+#define TRY_MPI(call, name, ...)         \
+  do {                                   \
+    int code_ = mpi.name(__VA_ARGS__);   \
+    if (code_ != MPI_SUCCESS) {          \
+      (call)->function = "MPI_" #name;   \
+      return call_fail_mpi(call, code_); \
+    }                                    \
+  } while (0)
+
 #define PASS(expression)               \
   do {                                 \
     ffi_error *error_ = (expression);  \
     if (error_ != NULL) return error_; \
   } while (0)
+
+/* A buffer that this rank's part in the operation needs. Two versions of the package, mixed, may not pass it. */
+#define NEEDS(call, buffer)                                                                           \
+  if ((buffer)->type == NULL)                                                                         \
+  return call_fail(call, FFI_INTERNAL, "an array that rank %d needs is not passed: reinstall jaxmpi", \
+                   (call)->comm->rank)
 
 static inline MPI_Datatype element(const struct datatype *type) { return (MPI_Datatype)runtime.datatypes[type->code]; }
 
@@ -159,6 +184,7 @@ static ffi_error *bcast(struct call *c) {
   ARGUMENTS(bcast, c);
   bool root = c->comm->rank == a.root;
   const struct buffer *data = root ? b.in : b.out;
+  NEEDS(c, data);
   BEGIN(c, Bcast, "from %d with %" PRId64 " items and", (int)a.root, data->count);
   if (root && b.out->count > 0 && b.out->data != b.in->data)
     PASS(call_move(c, b.out->data, b.in->data, buffer_bytes(b.in)));
@@ -181,6 +207,7 @@ static ffi_error *check(struct call *c) {
 /* in: (*shape)  out, on root only: (size, *shape) */
 static ffi_error *gather(struct call *c) {
   ARGUMENTS(gather, c);
+  if (c->comm->rank == a.root) NEEDS(c, b.out);
   BEGIN(c, Gather, "-> %d with %" PRId64 " items and", (int)a.root, b.in->count);
   struct span s = span_of(b.in->type, b.in->count);
   TRY_SPAN(c, s, mpi.Gather(b.in->data, s.count, s.type, b.out->data, s.count, s.type, (int)a.root, comm));
@@ -192,6 +219,7 @@ static ffi_error *reduce(struct call *c) {
   ARGUMENTS(reduce, c);
   BEGIN(c, Reduce, "-> %d with %" PRId64 " items and", (int)a.root, b.in->count);
   bool root = c->comm->rank == a.root;
+  if (root) NEEDS(c, b.out);
   FOR_CHUNKS(c, b.in->count, i, n) {
     const void *in = root ? chunk_of(b.in, b.out, i) : buffer_at(b.in, i);
     void *out = root ? buffer_at(b.out, i) : NULL;
@@ -212,18 +240,52 @@ static ffi_error *scan(struct call *c) {
 /* in, on root only: (size, *shape)  out: (*shape) */
 static ffi_error *scatter(struct call *c) {
   ARGUMENTS(scatter, c);
+  if (c->comm->rank == a.root) NEEDS(c, b.in);
   BEGIN(c, Scatter, "from %d with %" PRId64 " items and", (int)a.root, b.out->count);
   struct span s = span_of(b.out->type, b.out->count);
   TRY_SPAN(c, s, mpi.Scatter(b.in->data, s.count, s.type, b.out->data, s.count, s.type, (int)a.root, comm));
   return NULL;
 }
 
+/* What is sent of a buffer: itself, or with JAXMPI_CHECK a copy behind a label. */
+struct parcel {
+  const void *data;
+  struct span span;
+  struct label *copy;
+};
+
+/* NULL: no label is wanted, or there is no memory for one; the message is then not checked. */
+static struct label *copy_labelled(const struct call *call, const struct buffer *in) {
+  if (!atomic_load_explicit(&runtime.labels, memory_order_relaxed)) return NULL;
+  struct label *copy = malloc(sizeof *copy + buffer_bytes(in));
+  if (copy == NULL) return NULL;
+  *copy = label_of(call, in);
+  if (in->count > 0) memcpy(copy + 1, in->data, buffer_bytes(in));
+  return copy;
+}
+
+static inline struct span span_of_bytes(int64_t bytes) { return span_of(datatype_find(FFI_DTYPE_U8), bytes); }
+
+static inline struct parcel parcel_of(const struct call *call, const struct buffer *in) {
+  struct label *copy = call->labelled ? copy_labelled(call, in) : NULL;
+  if (copy == NULL) return (struct parcel){.data = in->data, .span = span_of(in->type, in->count)};
+  return (struct parcel){copy, span_of_bytes((int64_t)(sizeof *copy + buffer_bytes(in))), copy};
+}
+
+static inline void parcel_free(struct parcel *parcel) {
+  span_free(&parcel->span);
+  free(parcel->copy);
+}
+
 /* in: any shape */
 static ffi_error *send(struct call *c) {
   ARGUMENTS(send, c);
   BEGIN(c, Send, "-> %d with tag %d and", (int)a.dest, (int)a.tag);
-  struct span s = span_of(b.in->type, b.in->count);
-  TRY_SPAN(c, s, mpi.Send(b.in->data, s.count, s.type, (int)a.dest, (int)a.tag, comm));
+  struct parcel in = parcel_of(c, b.in);
+  int code = in.span.code;
+  if (code == MPI_SUCCESS) code = mpi.Send(in.data, in.span.count, in.span.type, (int)a.dest, (int)a.tag, comm);
+  parcel_free(&in);
+  TRY(c, code);
   return NULL;
 }
 
@@ -246,38 +308,97 @@ static int64_t message_count(const MPI_Status *status, MPI_Datatype type) {
   return large == ABI_UNDEFINED ? -1 : (int64_t)large;
 }
 
+/* Receives a matched message as bytes. Returns an MPI error code. */
+static int take(MPI_Message *message, void *data, int64_t bytes, MPI_Status *status) {
+  struct span span = span_of_bytes(bytes);
+  int code = span.code == MPI_SUCCESS ? mpi.Mrecv(data, span.count, span.type, message, status) : span.code;
+  span_free(&span);
+  return code;
+}
+
 /* Receives a matched message of that many bytes and drops it. Returns an MPI error code, or NO_MEMORY: then the message
  * stays matched and is never received. */
 enum { NO_MEMORY = -1 };
 static int discard(MPI_Message *message, int64_t bytes) {
   void *scratch = bytes > 0 ? malloc((size_t)bytes) : NULL;
   if (bytes < 0 || (bytes > 0 && scratch == NULL)) return NO_MEMORY;
-  struct span span = span_of(datatype_find(FFI_DTYPE_U8), bytes);
   MPI_Status ignored;
-  int code = span.code == MPI_SUCCESS ? mpi.Mrecv(scratch, span.count, span.type, message, &ignored) : span.code;
-  span_free(&span);
+  int code = take(message, scratch, bytes, &ignored);
   free(scratch);
   return code;
 }
 
-/* Drops a message that does not fit the template; returns the error. `by_status`: the user passes a status. */
-static ffi_error *reject(struct call *call, const struct buffer *out, MPI_Message *message, const MPI_Status *status,
-                         bool by_status) {
+/* The error for a message of `sent` bytes that does not fit the template. `code`: of its removal from the channel;
+ * `by_status`: the user passes a status; `label`: NULL if it has none. */
+static ffi_error *misfit(const struct call *call, const struct buffer *out, int64_t sent, const MPI_Status *status,
+                         int code, bool by_status, const struct label *label) {
   int64_t width = (int64_t)out->type->bytes, expected = out->count * width;
-  int64_t sent = message_count(status, (MPI_Datatype)runtime.datatypes[FFI_DTYPE_U8]);
   bool longer = sent > expected;
-  int code = discard(message, sent);
-  if (code != MPI_SUCCESS && code != NO_MEMORY) return call_fail_mpi(call, code);
   const char *what = sent < 0 ? "has a size that MPI cannot tell" : longer ? "would be truncated" : "is too short";
   const char *then = code == MPI_SUCCESS ? "dropped" : "left unreceived, for it could not be taken off the channel";
   return call_fail(call, FFI_INVALID_ARGUMENT,
-                   "the message from rank %d with tag %d has %" PRId64 " bytes (%" PRId64
+                   "the message from rank %d with tag %d%s%.200s has %" PRId64 " bytes (%" PRId64
                    " elements of %s), the "
                    "template %" PRId64 " bytes (%" PRId64
                    " elements): it %s, so it was %s. Receive with a template of "
                    "the shape and dtype that is sent%s",
-                   status->MPI_SOURCE, status->MPI_TAG, sent, sent / width, out->type->name, expected, out->count, what,
+                   status->MPI_SOURCE, status->MPI_TAG, label != NULL && label->lines[0] != '\0' ? " " : "",
+                   label != NULL ? label->lines : "", sent, sent / width, out->type->name, expected, out->count, what,
                    then, longer || by_status ? "" : ", or pass status= to accept shorter ones (the rest is then zero)");
+}
+
+/* Drops a message that does not fit the template; returns the error. */
+static ffi_error *reject(struct call *call, const struct buffer *out, MPI_Message *message, const MPI_Status *status,
+                         bool by_status) {
+  int64_t sent = message_count(status, (MPI_Datatype)runtime.datatypes[FFI_DTYPE_U8]);
+  int code = discard(message, sent);
+  if (code != MPI_SUCCESS && code != NO_MEMORY) return call_fail_in(call, "MPI_Mrecv", code);
+  return misfit(call, out, sent, status, code, by_status, NULL);
+}
+
+/* What remains once a message of `count` elements is in the template. */
+static inline ffi_error *received(struct call *call, const struct buffer *out, int64_t count, const MPI_Status *status,
+                                  MPI_Status *users) {
+  if (users != NULL) *users = *status;
+  if (count < out->count) /* a short message, or none (MPI_PROC_NULL): the rest is zero */
+    return call_zero(call, buffer_at(out, count), (size_t)(out->count - count) * out->type->bytes);
+  return NULL;
+}
+
+/* Puts a message, which has been received, into the template, if it is of its dtype and fits. */
+static ffi_error *unpack(struct call *call, const struct buffer *out, const char *data, int64_t bytes,
+                         MPI_Status *status, MPI_Status *users) {
+  const struct label *label = label_find(data, bytes);
+  int64_t width = (int64_t)out->type->bytes, room = out->count * width;
+  const struct datatype *sent = label != NULL ? datatype_find((int)label->dtype) : NULL;
+  if (label != NULL) data += sizeof *label, bytes -= (int64_t)sizeof *label;
+  if (sent != NULL && sent != out->type)
+    return call_fail(call, FFI_INVALID_ARGUMENT,
+                     "the message from rank %d with tag %d%s%.200s is of %" PRId64 " %s, the template of %" PRId64
+                     " %s, so it was dropped. Receive with a template of the shape and dtype that is sent",
+                     status->MPI_SOURCE, status->MPI_TAG, label->lines[0] != '\0' ? " " : "", label->lines,
+                     label->count, sent->name, out->count, out->type->name);
+  if (bytes > room || bytes % width != 0 || (bytes < room && users == NULL))
+    return misfit(call, out, bytes, status, MPI_SUCCESS, users != NULL, label);
+  if (bytes > 0) memcpy(out->data, data, (size_t)bytes);
+  if (users != NULL && bytes > INT_MAX && mpi.Status_set_elements_x != NULL)
+    TRY_MPI(call, Status_set_elements_x, status, (MPI_Datatype)runtime.datatypes[FFI_DTYPE_U8], (MPI_Count)bytes);
+  else if (users != NULL && bytes <= INT_MAX)
+    TRY_MPI(call, Status_set_elements, status, (MPI_Datatype)runtime.datatypes[FFI_DTYPE_U8], (int)bytes);
+  return received(call, out, bytes / width, status, users);
+}
+
+/* The same as `receive` of a message that may have a label. */
+static ffi_error *receive_labelled(struct call *call, const struct buffer *out, MPI_Message *message,
+                                   MPI_Status *status, MPI_Status *users) {
+  int64_t bytes = message_count(status, (MPI_Datatype)runtime.datatypes[FFI_DTYPE_U8]);
+  char *data = bytes >= 0 ? malloc((size_t)bytes + 1) : NULL;
+  if (data == NULL) return reject(call, out, message, status, users != NULL);
+  int code = take(message, data, bytes, status);
+  ffi_error *error =
+      code == MPI_SUCCESS ? unpack(call, out, data, bytes, status, users) : call_fail_in(call, "MPI_Mrecv", code);
+  free(data);
+  return error;
 }
 
 /* Receives into `out`, as described by `span`; fills the user's status unless that is NULL. */
@@ -286,17 +407,17 @@ static inline ffi_error *receive(struct call *call, const struct buffer *out, co
   MPI_Message message;
   MPI_Status status;
   int units = 0;
-  TRY(call, mpi.Mprobe(source, tag, comm, &message, &status));
-  TRY(call, mpi.Get_count(&status, span->type, &units));
+  TRY_MPI(call, Mprobe, source, tag, comm, &message, &status);
+  call->from = status.MPI_SOURCE;
+  call->from_tag = status.MPI_TAG;
+  TRY_MPI(call, Get_count, &status, span->type, &units);
   bool nobody = status.MPI_SOURCE == ABI_PROC_NULL, fits = units == span->count || nobody;
+  if (call->labelled && !nobody) return receive_labelled(call, out, &message, &status, users);
   int64_t count = nobody ? 0 : fits ? out->count : message_count(&status, element(out->type));
   if (!fits && (users == NULL || count < 0 || count > out->count))
     return reject(call, out, &message, &status, users != NULL);
-  TRY(call, mpi.Mrecv(out->data, span->count, span->type, &message, &status));
-  if (users != NULL) *users = status;
-  if (count < out->count) /* a short message, or none (MPI_PROC_NULL): the rest is zero */
-    return call_zero(call, buffer_at(out, count), (size_t)(out->count - count) * out->type->bytes);
-  return NULL;
+  TRY_MPI(call, Mrecv, out->data, span->count, span->type, &message, &status);
+  return received(call, out, count, &status, users);
 }
 
 /* out: the template's shape */
@@ -315,17 +436,24 @@ static ffi_error *sendrecv(struct call *c) {
   ARGUMENTS(sendrecv, c);
   BEGIN(c, Sendrecv, "<- %d with tag %d -> %d with tag %d and", (int)a.source, (int)a.recvtag, (int)a.dest,
         (int)a.sendtag);
-  struct span in = span_of(b.in->type, b.in->count), out = span_of(b.out->type, b.out->count);
+  struct parcel in = parcel_of(c, b.in);
+  struct span out = span_of(b.out->type, b.out->count);
   MPI_Request request;
   ffi_error *error = NULL;
-  int code = in.code != MPI_SUCCESS ? in.code : out.code;
-  if (code == MPI_SUCCESS) code = mpi.Isend(b.in->data, in.count, in.type, (int)a.dest, (int)a.sendtag, comm, &request);
+  int code = in.span.code != MPI_SUCCESS ? in.span.code : out.code;
   if (code == MPI_SUCCESS) {
+    c->function = "MPI_Isend";
+    code = mpi.Isend(in.data, in.span.count, in.span.type, (int)a.dest, (int)a.sendtag, comm, &request);
+  }
+  if (code == MPI_SUCCESS) {
+    c->sending = true;
     error = receive(c, b.out, &out, comm, (int)a.source, (int)a.recvtag, object_of(a.status));
     MPI_Status sent; /* completed after an error too, so that this rank's message arrives */
+    c->sending = false;
     code = mpi.Wait(&request, &sent);
+    c->function = code == MPI_SUCCESS ? "MPI_Sendrecv" : "MPI_Wait";
   }
-  span_free(&in);
+  parcel_free(&in);
   span_free(&out);
   return error != NULL || code == MPI_SUCCESS ? error : call_fail_mpi(c, code);
 }

@@ -2,10 +2,12 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <dlfcn.h>
+#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "core/failure.h"
+#include "core/timeline.h"
 #include "core/watch.h"
 #include "devices/transport.h"
 #include "python/link.h"
@@ -383,7 +385,7 @@ static PyObject *add_site(PyObject *self, PyObject *args) {
   for (int i = 0; i < operation_table[row].attribute_count; i++)
     attributes[i] = PyLong_AsLongLong(PyTuple_GetItem(given, i));
   if (PyErr_Occurred()) return NULL;
-  if (!watch_add_site(row, attributes, type, count, text)) return PyErr_NoMemory();
+  if (!words_add_site(row, attributes, type, count, text)) return PyErr_NoMemory();
   Py_RETURN_NONE;
 }
 
@@ -399,14 +401,18 @@ static PyObject *take_failure(PyObject *self, PyObject *args) {
   return text;
 }
 
+static PyObject *without_gil(void (*function)(void)) {
+  PyThreadState *state = PyEval_SaveThread();
+  function();
+  PyEval_RestoreThread(state);
+  Py_RETURN_NONE;
+}
+
 PyDoc_STRVAR(finish_devices_doc,
              "finish_devices()\n\nWaits for what is under way on devices and gives back what was taken of them.");
 static PyObject *finish_devices(PyObject *self, PyObject *args) {
   (void)self, (void)args;
-  PyThreadState *state = PyEval_SaveThread();
-  transport_finish();
-  PyEval_RestoreThread(state);
-  Py_RETURN_NONE;
+  return without_gil(transport_finish);
 }
 
 PyDoc_STRVAR(configure_doc,
@@ -433,10 +439,15 @@ static PyObject *set_flag(PyObject *args, atomic_bool *flag) {
 }
 
 PyDoc_STRVAR(set_check_doc,
-             "set_check(on)\n\nBefore a collective its ranks compare what they do. The same on all ranks.");
+             "set_check(on, labels)\n\n"
+             "Before a collective its ranks compare what they do, and messages have labels. The same on all ranks.");
 static PyObject *set_check(PyObject *self, PyObject *args) {
   (void)self;
-  return set_flag(args, &runtime.check);
+  int on, labels;
+  if (!PyArg_ParseTuple(args, "pp", &on, &labels)) return NULL;
+  atomic_store(&runtime.check, on != 0);
+  atomic_store(&runtime.labels, labels != 0);
+  Py_RETURN_NONE;
 }
 
 PyDoc_STRVAR(set_ends_on_error_doc,
@@ -446,10 +457,10 @@ static PyObject *set_ends_on_error(PyObject *self, PyObject *args) {
   return set_flag(args, &runtime.ends_on_error);
 }
 
-PyDoc_STRVAR(set_trace_doc, "set_trace(on)\n\nOne line on stderr as an operation starts and one as it ends.");
-static PyObject *set_trace(PyObject *self, PyObject *args) {
+PyDoc_STRVAR(set_log_doc, "set_log(on)\n\nOne line on stderr as an operation starts and one as it ends.");
+static PyObject *set_log(PyObject *self, PyObject *args) {
   (void)self;
-  return set_flag(args, &runtime.trace);
+  return set_flag(args, &runtime.log);
 }
 
 PyDoc_STRVAR(set_max_count_doc,
@@ -480,6 +491,37 @@ static PyObject *stop_watch(PyObject *self, PyObject *args) {
   Py_RETURN_NONE;
 }
 
+PyDoc_STRVAR(open_timeline_doc,
+             "open_timeline(path, limit)\n\n"
+             "From now on operations are recorded in this new file, of at most `limit` bytes. OSError: it cannot be "
+             "written.");
+static PyObject *open_timeline(PyObject *self, PyObject *args) {
+  (void)self;
+  PyObject *path;
+  long long limit;
+  if (!PyArg_ParseTuple(args, "O&L", PyUnicode_FSConverter, &path, &limit)) return NULL;
+  errno = timeline_open(PyBytes_AsString(path), limit);
+  if (errno != 0) PyErr_SetFromErrnoWithFilename(PyExc_OSError, PyBytes_AsString(path));
+  Py_DECREF(path);
+  if (PyErr_Occurred()) return NULL;
+  Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(note_in_timeline_doc, "note_in_timeline(line)\n\nWrites a line into the timeline's file.");
+static PyObject *note_in_timeline(PyObject *self, PyObject *args) {
+  (void)self;
+  const char *line;
+  if (!PyArg_ParseTuple(args, "s", &line)) return NULL;
+  timeline_note(line);
+  Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(close_timeline_doc, "close_timeline()\n\nWrites the rest of the timeline, if there is one.");
+static PyObject *close_timeline(PyObject *self, PyObject *args) {
+  (void)self, (void)args;
+  return without_gil(timeline_close);
+}
+
 static PyMethodDef methods[] = {
     {"load", load, METH_VARARGS, load_doc},
     {"datatypes", datatypes, METH_NOARGS, datatypes_doc},
@@ -507,8 +549,11 @@ static PyMethodDef methods[] = {
     {"configure", configure, METH_VARARGS, configure_doc},
     {"set_check", set_check, METH_VARARGS, set_check_doc},
     {"set_ends_on_error", set_ends_on_error, METH_VARARGS, set_ends_on_error_doc},
-    {"set_trace", set_trace, METH_VARARGS, set_trace_doc},
+    {"set_log", set_log, METH_VARARGS, set_log_doc},
     {"set_several_devices", set_several_devices, METH_NOARGS, set_several_devices_doc},
+    {"open_timeline", open_timeline, METH_VARARGS, open_timeline_doc},
+    {"note_in_timeline", note_in_timeline, METH_VARARGS, note_in_timeline_doc},
+    {"close_timeline", close_timeline, METH_NOARGS, close_timeline_doc},
     {"linker", link_make, METH_VARARGS, link_doc},
     {"set_max_count", set_max_count, METH_VARARGS, set_max_count_doc},
     {NULL, NULL, 0, NULL},

@@ -23,6 +23,7 @@
 #define B(role, name)      +(1 << 4 * (role))
 #define EACH(role, name)   +(8 << 4 * (role))
 #define JOINED(role, name) EACH(role, name)
+#define PARTLY(role, name) EACH(role, name)
 enum {
 #define OPERATION(name, divisibility, buffers, attributes) ROLES_##name = 0 buffers,
 #include "core/ops.def"
@@ -31,28 +32,49 @@ enum {
 #undef B
 #undef EACH
 #undef JOINED
-#define FIXED(roles, role) ((roles) >> 4 * (role) & 7)
-#define LIST(roles, role)  (((roles) >> 4 * (role) & 8) != 0)
-#define PASSED(roles, mpi, host)                                                        \
-  {FIXED(roles, mpi) + FIXED(roles, host), LIST(roles, host) ? -1 : FIXED(roles, host), \
-   LIST(roles, mpi) || LIST(roles, host)}
+#undef PARTLY
+
+/* Of each role two bits: whether the list is joined, and whether some ranks do not pass it. */
+#define B(role, name)
+#define EACH(role, name)
+#define JOINED(role, name) +(1 << 2 * (role))
+#define PARTLY(role, name) +(3 << 2 * (role))
+enum {
+#define OPERATION(name, divisibility, buffers, attributes) LISTS_##name = 0 buffers,
+#include "core/ops.def"
+#undef OPERATION
+};
+#undef B
+#undef EACH
+#undef JOINED
+#undef PARTLY
+#define FIXED(roles, role)     ((roles) >> 4 * (role) & 7)
+#define LIST(roles, role)      (((roles) >> 4 * (role) & 8) != 0)
+#define IS_JOINED(lists, role) (((lists) >> 2 * (role) & 1) != 0)
+#define IS_PARTLY(lists, role) (((lists) >> 2 * (role) & 2) != 0)
+#define OF_HOST(roles, lists, mpi, host) \
+  (LIST(roles, host) || !(IS_PARTLY(lists, mpi) || COUNT(roles, mpi) == 0) ? -1 : FIXED(roles, host))
+#define LISTED(roles, lists, mpi, host)                                                                             \
+  {FIXED(roles, mpi) + FIXED(roles, host), OF_HOST(roles, lists, mpi, host), LIST(roles, mpi) || LIST(roles, host), \
+   IS_JOINED(lists, mpi)}
 #define COUNT(roles, role) (FIXED(roles, role) + LIST(roles, role))
 
 #define A(kind, name)      {#name, kind},
 #define B(role, name)      {#name, role, false, false},
 #define EACH(role, name)   {#name, role, true, false},
 #define JOINED(role, name) {#name, role, true, true},
+#define PARTLY(role, name) {#name, role, true, true},
 const struct operation operation_table[] = {
-#define OPERATION(name, divisibility, buffers, attributes)                                   \
-  {#name,                                                                                    \
-   ROW_##name,                                                                               \
-   divisibility,                                                                             \
-   COUNT(ROLES_##name, READ) + COUNT(ROLES_##name, WRITE) + COUNT(ROLES_##name, HOST_READ) + \
-       COUNT(ROLES_##name, HOST_WRITE),                                                      \
-   (int)(sizeof(struct name##_attributes) / sizeof(int64_t)),                                \
-   (int)(offsetof(struct name##_attributes, comm) / sizeof(int64_t)),                        \
-   {PASSED(ROLES_##name, READ, HOST_READ), PASSED(ROLES_##name, WRITE, HOST_WRITE)},         \
-   {buffers},                                                                                \
+#define OPERATION(name, divisibility, buffers, attributes)                                                       \
+  {#name,                                                                                                        \
+   ROW_##name,                                                                                                   \
+   divisibility,                                                                                                 \
+   COUNT(ROLES_##name, READ) + COUNT(ROLES_##name, WRITE) + COUNT(ROLES_##name, HOST_READ) +                     \
+       COUNT(ROLES_##name, HOST_WRITE),                                                                          \
+   (int)(sizeof(struct name##_attributes) / sizeof(int64_t)),                                                    \
+   (int)(offsetof(struct name##_attributes, comm) / sizeof(int64_t)),                                            \
+   {LISTED(ROLES_##name, LISTS_##name, READ, HOST_READ), LISTED(ROLES_##name, LISTS_##name, WRITE, HOST_WRITE)}, \
+   {buffers},                                                                                                    \
    {attributes}},
 #include "core/ops.def"
 #undef OPERATION
@@ -61,9 +83,13 @@ const struct operation operation_table[] = {
 #undef B
 #undef EACH
 #undef JOINED
+#undef PARTLY
 #undef FIXED
 #undef LIST
-#undef PASSED
+#undef IS_JOINED
+#undef IS_PARTLY
+#undef OF_HOST
+#undef LISTED
 #undef COUNT
 
 /* --- from a frame to a call ---
@@ -154,7 +180,8 @@ INLINED bool direction_begin(const struct operation *operation, const ffi_frame 
   if (d->given > 0 && d->next[d->given - 1]->dtype == FFI_DTYPE_TOKEN) d->given--;
   d->each = d->given - operation->passed[written].fixed;
   d->without_mpis = d->given == operation->passed[written].of_host;
-  return d->without_mpis || d->each == 0 || (d->each > 0 && operation->passed[written].list);
+  if (d->without_mpis || !operation->passed[written].list) return d->without_mpis || d->each == 0;
+  return d->each >= operation->passed[written].joined;
 }
 
 static ffi_error *fail_number(const struct call *call, const struct direction *d, bool written) {
@@ -215,12 +242,11 @@ static ffi_error *call_deferred(const struct call *call) {
   return error;
 }
 
-/* What is known only once the buffers are. */
+/* What is known only once the buffers are, except for how the call is divided. */
 static inline void settle(struct call *call) {
-  call_divide(call);
-  call->compared = false;
+  call->compared = call->labelled = call->sending = false;
   if (atomic_load_explicit(&runtime.check, memory_order_relaxed)) compare_decide(call);
-  call->traced = atomic_load_explicit(&runtime.trace, memory_order_relaxed);
+  call->logged = atomic_load_explicit(&runtime.log, memory_order_relaxed);
 }
 
 static __attribute__((noinline)) ffi_error *run_joined(const struct call *leaves) {
@@ -228,6 +254,7 @@ static __attribute__((noinline)) ffi_error *run_joined(const struct call *leaves
   ffi_error *error = call_join(leaves, &call);
   if (error != NULL) return error;
   settle(&call);
+  call_divide(&call);
   return call.memory->host ? call_leaves(&call) : transport_run(&call);
 }
 
@@ -250,6 +277,8 @@ INLINED ffi_error *run(ffi_frame *frame, int row, const struct memory *memory) {
   if ((error = call_deferred(&call)) != NULL || (error = decode_buffers(&call, operation)) != NULL) return error;
   if (is_joined(operation) && call.buffer_count > operation->buffer_count) return run_joined(&call);
   settle(&call);
+  if (memory->host && call.comm->chunk == 0) return call_body(&call); /* as nearly always */
+  call_divide(&call);
   return memory->host ? call_chunks(&call) : transport_run(&call);
 }
 

@@ -21,8 +21,8 @@ def _module_to_run() -> str:
 
 
 # `python -m jaxmpi.run` starts the processes that use MPI and must not be one of them; `python -m jaxmpi.info` reports
-# why the package cannot be loaded. For these two nothing is imported here.
-if _module_to_run() not in ("jaxmpi.run", "jaxmpi.info"):
+# why the package cannot be loaded; `python -m jaxmpi.trace` reads files. For these nothing is imported here.
+if _module_to_run() not in ("jaxmpi.run", "jaxmpi.info", "jaxmpi.trace"):
     from jaxmpi import _native as _native  # first: its errors say what is wrong with mpi4py
 
     # isort: split

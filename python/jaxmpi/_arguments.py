@@ -264,7 +264,8 @@ def reducible(x: Any, op: Reduction, operation: str, argument: str) -> jax.Array
         return x
     hint = f"possible: {', '.join('MPI.' + name for name in possible)}" if possible else "it can be moved, not reduced"
     advice = " To count, convert to an integer first." if row.kind == "logical" else ""
-    raise TypeError(f"{operation}: op MPI.{op.name} is not defined for dtype {row.name}; {hint}.{advice}")
+    which = "" if argument == "x" else f" of {argument}"
+    raise TypeError(f"{operation}: op MPI.{op.name} is not defined for dtype {row.name}{which}; {hint}.{advice}")
 
 
 def one_message(source: int, x: Any, operation: str) -> None:

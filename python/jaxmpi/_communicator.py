@@ -1,6 +1,5 @@
 """Communicators as parameters of compiled programs, and the default one."""
 
-import os
 import threading
 import time
 import warnings
@@ -10,8 +9,8 @@ import numpy as np
 from mpi4py import MPI
 
 import jaxmpi._core as _core
-from jaxmpi import _jax
-from jaxmpi._native import DEVICES, MEANING_OF_DEFAULT, handle_of
+from jaxmpi import _jax, _timeline
+from jaxmpi._native import DEVICES, MEANING_OF_DEFAULT, flag, handle_of
 
 # How long an import waits for the imports of other ranks. After that the first use of the default communicator waits.
 _PATIENCE_SECONDS = 10.0
@@ -79,8 +78,10 @@ def resolve(comm: Any, operation: str) -> Communicator:
     if known is None:
         _forget_freed()
         _core.set_chunk(found[0], _default.chunk(ours=False))
-        if name := comm.Get_name():
+        name = comm.Get_name()
+        if name:
             _core.set_name(found[0], name)
+        _timeline.communicator(found[0], comm, name)
         known = _known.setdefault(found[0], Communicator(*found))
     return known
 
@@ -96,9 +97,10 @@ class _Default:
     def __init__(self) -> None:
         self._comm, cloning = MPI.COMM_WORLD.Idup()
         # The chunk size; whether it holds for all communicators or only for this one, all of whose ranks are known to
-        # use this package (see _devices); whether ranks compare their calls.
-        check = os.environ.get("JAXMPI_CHECK", "0") not in ("", "0")
-        self._settings = np.array([DEVICES.chunk, DEVICES.everywhere, check], np.int64)
+        # use this package (see _devices); whether ranks compare their calls; whether any
+        # has arrays on devices.
+        check = flag("JAXMPI_CHECK")
+        self._settings = np.array([DEVICES.chunk, DEVICES.everywhere, check, len(DEVICES.communicated) > 1], np.int64)
         agreeing = MPI.COMM_WORLD.Iallreduce(MPI.IN_PLACE, self._settings, MPI.MAX)
         self._requests = [cloning, agreeing]
         self._resolved: Communicator | None = None
@@ -116,6 +118,8 @@ class _Default:
             time.sleep(0.0005)
         self.agreed = agreed
         """Whether all ranks imported the package before this import ended."""
+        self.labels = agreed and not self._settings[3]
+        """Whether messages may have labels: no rank has arrays on devices, whose messages have none."""
         self.check = bool(self._settings[2]) if agreed else check
         """Whether ranks compare their calls, as far as this import could learn. It never changes later: otherwise some
         ranks of a communicator in use would compare, and others not."""
@@ -130,6 +134,7 @@ class _Default:
                 )
             _core.set_chunk(resolved.number, self.chunk(ours=True))
             _core.set_name(resolved.number, "the default communicator")
+            _timeline.communicator(resolved.number, self._comm, "the default communicator")
             self._resolved = resolved
         return self._resolved
 
@@ -156,7 +161,7 @@ class _Default:
 
 _default = _Default()
 CHECK = _default.check
-_core.set_check(CHECK)
+_core.set_check(CHECK, _default.labels)
 
 
 def default() -> Communicator:

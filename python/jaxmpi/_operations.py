@@ -50,7 +50,12 @@ def _each(operation: str, params: Params, x: Any, check: Leaf, *more: Any) -> An
     if type(x) is _jax.ConcreteArray:  # as below, but faster
         return bind(operation, params, check(x, *more, operation, "x"))
     leaves, structure = arguments.pytree(x, operation, "x")
-    leaves = [check(leaf, *more, operation, "x") for leaf in leaves]
+    try:
+        leaves = [check(leaf, *more, operation, "x") for leaf in leaves]
+    except (TypeError, ValueError):
+        for path, leaf in jax.tree_util.tree_flatten_with_path(x)[0]:  # again, to name the one
+            check(leaf, *more, operation, "x" + jax.tree_util.keystr(path))
+        raise
     return jax.tree.unflatten(structure, bind_all(operation, params, leaves))
 
 
@@ -94,8 +99,8 @@ def allreduce(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None, token: Any = 
       token: accepted, handed back, and not needed.
 
     Returns:
-      `(result, token)`: the result has the shape and dtype of `x`. For `MPI.SUM` it can be differentiated: the result
-      counts as one replicated value, so each rank gets the cotangent of the result unchanged.
+      `(result, token)`: the result has the shape and dtype of `x`. For `MPI.SUM`, `PROD`, `MAX` and `MIN` it can be
+      differentiated: the result counts as one replicated value, so with SUM each rank gets its cotangent unchanged.
 
     Raises:
       TypeError: `op` is not defined for the dtype, or an argument is of the wrong type. ValueError: a freed `comm` or
@@ -237,7 +242,8 @@ def recv(
         zero. A pytree of several leaves needs a definite source.
       tag: tag of the message, static, or `MPI.ANY_TAG`.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
-      status: filled as the message arrives. Inside `jit` it must not be read before the result is ready.
+      status: filled as the message arrives; of a pytree's messages it is that of the last. Inside `jit` it must not be
+        read before the result is ready.
       token: accepted, handed back, and not needed.
 
     Returns:
@@ -326,8 +332,7 @@ def scatter(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = Non
 
     Args:
       x: on root an array of shape `(size, ...)`; on other ranks a template of shape `(...)`, whose values are not read.
-        Or pytrees of such. A template may be a `jax.ShapeDtypeStruct`; for reverse-mode derivatives it must depend on
-        what is differentiated, as on root (`0 * x`), so that all ranks take part in the reverse pass.
+        Or pytrees of such. A template may be a `jax.ShapeDtypeStruct`.
       root: rank that sends, static.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
       token: accepted, handed back, and not needed.
@@ -398,7 +403,8 @@ def sendrecv(
       sendtag: tag of the message that is sent, static.
       recvtag: tag of the message that is received, static, or `MPI.ANY_TAG`.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
-      status: filled as the message arrives. Inside `jit` it must not be read before the result is ready.
+      status: filled as the message arrives; of a pytree's messages it is that of the last. Inside `jit` it must not be
+        read before the result is ready.
       token: accepted, handed back, and not needed.
 
     Returns:

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 import jaxmpi._core as _core
-from jaxmpi import _communicator, _jax, _places, _tags
+from jaxmpi import _communicator, _jax, _places, _tags, _timeline
 from jaxmpi._communicator import Communicator
 from jaxmpi._derivatives import communication
 from jaxmpi._derivatives.communication import COTANGENT, DERIVATIVE, TANGENT, VALUE, Operation
@@ -163,8 +163,23 @@ def bind_all(name: str, params: Params, arrays: Sequence[Any]) -> list[Any]:
     return results
 
 
+_TELLS_LINES = _communicator.CHECK or _timeline.ON
+"""Whether the lines of eager calls are told to the core too, which takes some time."""
+
+
+@functools.lru_cache(maxsize=4096)
+def _add_site_of_eager_call(primitive: Operation, names: Any, values: Any, operands: Any, site: str) -> None:
+    row = _ROWS[primitive.name.removeprefix("jaxmpi.")]
+    if not row.silent:
+        _add_site(row, operands, dict(zip(names, values, strict=True)), site)
+
+
 def _call(primitive: _jax.Primitive, params: Params, operands: Sequence[Any]) -> Any:
     """Calls the compiled program of an operation, also with `jax.disable_jit`."""
+    if _TELLS_LINES:
+        _add_site_of_eager_call(
+            primitive, tuple(params), tuple(params.values()), tuple(map(jax.typeof, operands)), _places.here()
+        )
     comm = params["comm"]
     find = comm.programs or _finds_programs_of(comm)
     program = find(primitive, tuple(params), *params.values())
@@ -205,7 +220,7 @@ def make_primitive(row: Row) -> Operation:
     def implementation(*args, **params):
         return _call(primitive, params, args)
 
-    primitive.traced = functools.partial(_add_site, row)
+    primitive.traced = functools.partial(_find_site, row)
     primitive.joined = row.joined
     _jax.define_primitive(primitive, abstract_eval, True, implementation)
     if row.silent:
@@ -257,16 +272,20 @@ def _passed(
     return part, roles, written, passed, filled
 
 
-def _add_site(row: Row, operands: Sequence[Any], params: Params) -> None:
-    """Tells the core which line of the program makes a call like this, for its reports of calls that wait."""
+def _find_site(row: Row, operands: Sequence[Any], params: Params) -> None:
     site = None if row.silent else _places.of_traceback(_jax.traceback())
-    if site is None:
-        return
-    operands = [jax.typeof(x) for x in operands]
+    if site is not None:
+        _add_site(row, [jax.typeof(x) for x in operands], params, site)
+
+
+def _add_site(row: Row, operands: Sequence[Any], params: Params, site: str) -> None:
+    """Tells the core that this line of the program makes a call like this, for reports and the timeline."""
     results = row.types(operands, params)
     _, roles, written, passed, filled = _passed(row, params, len(operands), len(results))
-    avals = [operands[i] for i in passed if roles[i] == "mpi"] + [results[i] for i in filled if written[i] == "mpi"]
-    code, count = (DATATYPES[np.dtype(avals[0].dtype).name].code, math.prod(avals[0].shape)) if avals else (-1, 0)
+    read = [operands[i] for i in passed if roles[i] == "mpi"]
+    arrays = read or [results[i] for i in filled if written[i] == "mpi"]
+    code = DATATYPES[np.dtype(arrays[0].dtype).name].code if arrays else -1
+    count = sum(math.prod(x.shape) for x in (arrays if row.joined else arrays[:1]))
     _core.add_site(row.name, tuple(map(int, _attributes(row, params, operands).values())), code, count, site)
 
 

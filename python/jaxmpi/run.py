@@ -14,13 +14,17 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from jaxmpi._launcher import monitor
 
 STAND_INS = ("mpi4jax", "mpi4jax-token", "jpi")
 """The packages that jaxmpi can replace: the names in compat/_install.py, which is not imported here."""
+
+
+PASSED = ("JAX", "XLA_", "PJRT_", "OMP_", "PYTHON", "MPI4", "UCX_", "FI_")
+"""What the names of variables begin with that ranks on other machines get as well."""
 
 
 def physical_cores() -> int:
@@ -60,6 +64,18 @@ def placement(kind: str, share: int, forwarded: list[str]) -> list[str]:
     if kind == "hydra":
         return ["-bind-to", f"core:{share}" if share else "none"]
     return []
+
+
+def exports(kind: str, given: list[str], names: Iterable[str]) -> list[str]:
+    """Options that pass these variables to ranks of other machines too, but those that are among the `given` options.
+
+    Hydra passes all variables, Open MPI its own.
+    """
+    if kind != "openmpi":
+        return []
+    named = {word.partition("=")[0] for word in given}
+    wanted = sorted(name for name in names if name.startswith(PASSED) and name not in named)
+    return [word for name in wanted for word in ("-x", name)]
 
 
 def settings(share: int, present: Mapping[str, str]) -> dict[str, str]:
@@ -138,10 +154,12 @@ def main(arguments: list[str] | None = None) -> None:
     share = physical_cores() // (options.ranks_per_node or options.ranks)
     variables = settings(share, os.environ)
     if not options.dry_run:
-        variables.update(monitor.start(options.ranks))
-    placed = options.mpiexec_args
+        variables.update(monitor.start(options.ranks, several=options.mpiexec_args is not None))
+    kind, placed = flavour(mpiexec), options.mpiexec_args
     if placed is None:
-        placed = placement(flavour(mpiexec), share, sorted(variables))
+        placed = placement(kind, share, sorted(variables))
+    else:
+        placed = placed + exports(kind, placed, {*os.environ, *variables})
     program = ["-m", options.program] if options.module else [options.program]
     # By path, not as a module: the program must be the first to import jax and mpi4py, so that it can configure them.
     stand_ins = [word for name in options.stand_in for word in ("--as", name)]

@@ -48,7 +48,8 @@ _Static_assert(OUR_SUCCESS == 0, "our MPI_SUCCESS");
 #else
 #define COMPARE_Get_count_c
 #endif
-#define COMPARE_Get_elements_x .Get_elements_x = MPI_Get_elements_x,
+#define COMPARE_Get_elements_x        .Get_elements_x = MPI_Get_elements_x,
+#define COMPARE_Status_set_elements_x .Status_set_elements_x = MPI_Status_set_elements_x,
 
 struct mpi_table compared_functions = {
 #define REQUIRED(name, parameters) .name = MPI_##name,

@@ -215,6 +215,13 @@ static int64_t units(const MPI_Status *status, int64_t unit) {
   return unit > 0 && bytes % unit == 0 ? bytes / unit : ABI_UNDEFINED;
 }
 
+int MPI_Status_set_elements(MPI_Status *status, MPI_Datatype handle, int count) {
+  const struct type *type = fake_type(handle);
+  if (type == NULL) return FAKE_ERR_TYPE;
+  fake_set_status(status, status->MPI_SOURCE, status->MPI_TAG, count * type->bytes);
+  return MPI_SUCCESS;
+}
+
 int MPI_Get_count(const MPI_Status *status, MPI_Datatype handle, int *count) {
   struct fake_call *call;
   TRY(fake_begin("MPI_Get_count", &call));

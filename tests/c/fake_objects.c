@@ -30,7 +30,7 @@ static struct {
 static atomic_int inside;
 
 int fake_begin(const char *name, struct fake_call **call) {
-  static struct fake_call unkept;
+  static _Thread_local struct fake_call unkept;
   int code = MPI_SUCCESS, number;
   pthread_mutex_lock(&lock);
   number = fake_control.call_count++;

@@ -279,8 +279,9 @@ static void run_one(const struct test *test) {
   CHECK_EQUAL(live_errors(), 0);
   runtime.max_count = INT_MAX;
   runtime.serialize = false;
-  atomic_store(&runtime.trace, false);
+  atomic_store(&runtime.log, false);
   atomic_store(&runtime.check, false);
+  atomic_store(&runtime.labels, false);
   printf("%s %s\n", failures == before ? "ok  " : "FAIL", test->name);
 }
 

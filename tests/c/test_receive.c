@@ -1,4 +1,6 @@
 /* recv and sendrecv: which message is received, its data, and what happens if it does not fit. */
+#include "core/compare.h"
+#include "core/words.h"
 #include "harness.h"
 
 enum { ROOM = 256, N = 7 };
@@ -328,7 +330,94 @@ static void a_message_is_not_lost_by_an_error(void) {
   SUCCEEDS(RUN("recv", NONE, ARRAY(F32, out, N), COMM(world(0, 2)), 1, 0, 9));
 }
 
+/* --- labels, with JAXMPI_CHECK --- */
+
+enum { ITSELF = 1, LABEL = sizeof(struct label) };
+
+static void send_to_itself(int dtype, int count, int tag) {
+  SUCCEEDS(RUN("send", ARRAY(dtype, in, count), NONE, COMM(world(1, 4)), ITSELF, tag));
+}
+
+static void prepare_labels(void) {
+  prepare();
+  atomic_store(&runtime.check, true);
+  atomic_store(&runtime.labels, true);
+}
+
+static void a_labelled_message_arrives(void) {
+  FOR_LIMITS (limit)
+    for (const struct datatype *row = datatype_table; row->name != NULL; row++)
+      for (int count = 0; count <= N; count += N) {
+        size_t bytes = (size_t)count * row->bytes;
+        prepare_labels();
+        send_to_itself(row->code, count, 9);
+        CHECK_EQUAL(called("MPI_Send", 0)->in_bytes, LABEL + (int64_t)bytes);
+        SUCCEEDS(receive(row->code, count, ITSELF, 9, status));
+        CHECK_SAME(out, in, bytes);
+        CHECK(is_blank(out, bytes, ROOM));
+        check_status(ITSELF, 9, (int64_t)bytes);
+        deliver(2, 9, (int64_t)bytes); /* one of a rank that calls MPI itself */
+        SUCCEEDS(receive(row->code, count, 2, 9, NULL));
+        CHECK_SAME(out, message, bytes);
+        SUCCEEDS(RUN("sendrecv", ARRAY(row->code, in, count), ARRAY(row->code, out, count), COMM(world(1, 4)), ITSELF,
+                     fake->any_tag, 3, ITSELF, 0));
+        CHECK_SAME(out, in, bytes);
+        CHECK_EQUAL(fake->live_types + fake->live_requests + fake->queued + fake->live_matched, 0);
+      }
+}
+
+static void another_dtype_is_told(void) {
+  int64_t sites[] = {COMM(world(1, 4)), ITSELF, 5}; /* comm, dest, tag */
+  CHECK(words_add_site(ROW_send, sites, F32, N, "a.py:3 (f)"));
+  for (int with = 0; with < 2; with++) {
+    prepare_labels();
+    send_to_itself(F32, N, 9);
+    send_to_itself(F32, N, 5);
+    send_to_itself(F32, 2, 6);
+    FAILS(receive(S32, N, ITSELF, 9, with ? status : NULL), FFI_INVALID_ARGUMENT,
+          "the message from rank 1 with tag 9 is of 7 float32, the template of 7 int32, so it was dropped.");
+    FAILS(receive(F64, N, ITSELF, 5, with ? status : NULL), FFI_INVALID_ARGUMENT,
+          "the message from rank 1 with tag 5 called at a.py:3 (f) is of 7 float32, the template of 7 float64");
+    CHECK(is_blank(out, 0, ROOM));
+    SUCCEEDS(receive(F32, 2, ITSELF, 6, NULL)); /* the next is not affected */
+    CHECK_EQUAL(fake->queued + fake->live_matched, 0);
+  }
+}
+
+static void labelled_sizes_are_compared(void) {
+  prepare_labels();
+  send_to_itself(F32, 3, 5);
+  SUCCEEDS(receive(F32, N, ITSELF, 5, status));
+  CHECK_SAME(out, in, 12);
+  CHECK(((float *)(void *)out)[3] == 0 && ((float *)(void *)out)[N - 1] == 0);
+  check_status(ITSELF, 5, 12);
+  send_to_itself(F32, 3, 5);
+  FAILS(receive(F32, N, ITSELF, 5, NULL), FFI_INVALID_ARGUMENT, "has 12 bytes (3 elements of float32)");
+  send_to_itself(F32, N, 5);
+  FAILS(receive(F32, 3, ITSELF, 5, status), FFI_INVALID_ARGUMENT, "it would be truncated, so it was dropped");
+  prepare_labels();
+  SUCCEEDS(receive(F32, N, fake->proc_null, 5, status));
+  check_status(fake->proc_null, fake->any_tag, 0);
+}
+
+static void labelled_messages_can_fail(void) {
+  prepare_labels();
+  send_to_itself(F32, N, 5);
+  fake->fail("MPI_Mrecv", 1, 77);
+  FAILS(receive(F32, N, ITSELF, 5, NULL), FFI_INTERNAL, "for 77");
+  fake->fail("MPI_Send", 1, 77);
+  FAILS(RUN("send", ARRAY(F32, in, N), NONE, COMM(world(1, 4)), 2, 5), FFI_INTERNAL, "MPI_Send failed");
+  fake->fail("MPI_Isend", 1, 77);
+  FAILS(RUN("sendrecv", ARRAY(F32, in, N), ARRAY(F32, out, N), COMM(world(1, 4)), 2, 0, 0, 2, 0), FFI_INTERNAL,
+        "for 77");
+  CHECK_EQUAL(fake->live_types + fake->live_requests, 0);
+}
+
 static const struct test tests[] = {
+    TEST(a_labelled_message_arrives),
+    TEST(another_dtype_is_told),
+    TEST(labelled_sizes_are_compared),
+    TEST(labelled_messages_can_fail),
     TEST(a_message_that_fits_arrives),
     TEST(a_scalar_is_received),
     TEST(source_and_tag_choose),

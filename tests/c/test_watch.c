@@ -97,9 +97,9 @@ static void lines_of_the_program_are_named(void) {
   struct communicator *comm = world(PLACE, SIZE);
   int64_t attributes[] = {COMM(comm), 0, 2}; /* comm, derivative, root */
   int row = ROW_bcast;
-  CHECK(watch_add_site(row, attributes, F32, N, "a.py:1 (f)"));
-  CHECK(watch_add_site(row, attributes, F32, N, "a.py:1 (f)"));
-  CHECK(watch_add_site(row, attributes, F32, 2 * N, "b.py:2 (g)"));
+  CHECK(words_add_site(row, attributes, F32, N, "a.py:1 (f)"));
+  CHECK(words_add_site(row, attributes, F32, N, "a.py:1 (f)"));
+  CHECK(words_add_site(row, attributes, F32, 2 * N, "b.py:2 (g)"));
   start();
   WAITING("bcast", NONE, ARRAY(F32, out, N), COMM(comm), 2);
   CHECK(said("; called at a.py:1 [(]f[)]; Python"));
@@ -107,7 +107,12 @@ static void lines_of_the_program_are_named(void) {
   WAITING("bcast", NONE, ARRAY(F32, out, 2 * N), COMM(comm), 2);
   CHECK(said("; called at b.py:2 [(]g[)]; Python"));
   start();
-  WAITING("bcast", NONE, ARRAY(F32, out, 3), COMM(comm), 2); /* as of a chunk: any of them */
+  WAITING("bcast", NONE, ARRAY(F32, out, 3), COMM(comm), 2); /* another call */
+  CHECK(!said("called at"));
+  start();
+  comm->chunk = LEAST_CHUNK;
+  WAITING("bcast", NONE, ARRAY(F32, out, 3), COMM(comm), 2); /* it may be a chunk: any of them */
+  comm->chunk = 0;
   CHECK(said("; called at b.py:2 [(]g[)] or a.py:1 [(]f[)]; Python"));
   start();
   WAITING("bcast", NONE, ARRAY(F32, out, N), COMM(comm), 0);
@@ -115,7 +120,7 @@ static void lines_of_the_program_are_named(void) {
   for (int i = 0; i < 5; i++) {
     char line[16];
     snprintf(line, sizeof line, "c.py:%d", i);
-    CHECK(watch_add_site(row, attributes, F32, 4, line));
+    CHECK(words_add_site(row, attributes, F32, 4, line));
   }
   start();
   WAITING("bcast", NONE, ARRAY(F32, out, 4), COMM(comm), 2);

@@ -27,6 +27,7 @@ from jaxmpi._derivatives.division import (
     keep_checkpoint,
     leave,
     leave_custom,
+    round_what_is_real,
 )
 from jaxmpi._derivatives.opening import bind_checkpoint, differentiate, refuse_old
 from jaxmpi._derivatives.rules import differentiate_custom_jvp, differentiate_custom_vjp, pullback_communicates
@@ -50,6 +51,8 @@ def install(check: Callable[[], None]) -> None:
         _hidden.report_of(hijax.call_hi_primitive_linearized_p, lambda _, params: EFFECT in params["_prim"].effects)
     _replace_rule(partial_eval.partial_eval_jaxpr_custom_rules, primitives.scan_p, divide_checkpointed_scan)
     _replace_rule(partial_eval.dce_rules, ad_checkpoint.remat_p, keep_checkpoint)
+    if hasattr(ad_checkpoint, "_insert_reduce_precision"):  # without it JAX refuses complex numbers by a TypeError
+        _jax.replace(ad_checkpoint, "_insert_reduce_precision", "", round_what_is_real)
 
 
 def _replace_rule(rules: dict[Any, Any], primitive: Any, instead: Callable[..., Any]) -> None:

@@ -132,6 +132,10 @@ def _exit_at_once(status: int) -> NoReturn:
     _exit(status)
 
 
+# Its name where it is found, so that it is pickled as before: a program may pass it to a process.
+_exit_at_once.__module__, _exit_at_once.__name__, _exit_at_once.__qualname__ = "os", "_exit", "_exit"
+
+
 def _status(code: object) -> int:
     """The exit status for what the program passes to `sys.exit`. Of an integer systems keep 8 bits; those of an error
     are not to be 0."""
@@ -192,15 +196,29 @@ class _StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-def _take_a_device(assign: bool) -> None:
-    """Makes this rank take a device when the program imports jax: the user's choice or, with `assign`, its own."""
-    file = os.path.join(os.path.dirname(__file__), "placement.py")
-    spec = importlib.util.spec_from_file_location("jaxmpi._launcher.placement", file)
+def _beside(name: str):
+    """A module beside this file, without an import of the package."""
+    file = os.path.join(os.path.dirname(__file__), f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"jaxmpi._launcher.{name}", file)
     assert spec is not None
     assert spec.loader is not None
-    placement = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(placement)
-    sys.meta_path.insert(0, placement.AtImport(assign))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _take_a_device(assign: bool) -> None:
+    """Makes this rank take a device when the program imports jax: the user's choice or, with `assign`, its own."""
+    sys.meta_path.insert(0, _beside("placement").AtImport(assign))
+
+
+def _find_folder() -> None:
+    """On a machine that does not see the launcher's folder: another one."""
+    global _folder
+    address = os.environ.pop("JAXMPI_JOB_ADDRESS", None)
+    if _folder is not None and address is not None and not os.path.isdir(_folder):
+        with contextlib.suppress(Exception):
+            os.environ["JAXMPI_JOB_FOLDER"] = _folder = _beside("relay").folder_here(_folder, address)
 
 
 def _run_as_main(program: str) -> None:
@@ -273,6 +291,7 @@ def _untold() -> str:
 
 
 def main() -> None:
+    _find_folder()
     if isinstance(sys.stdout, io.TextIOWrapper):
         # The ranks share the output: each line is written at once and whole.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)

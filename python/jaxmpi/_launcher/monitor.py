@@ -1,9 +1,9 @@
-"""What the launcher tells of a job in which ranks wait: one table of all ranks of this machine.
+"""What the launcher tells of a job in which ranks wait: one table of all ranks.
 
 A process beside `mpiexec`, which asks the ranks as soon as one of them reports that it waits for long, or has ended
 while others have not. They answer in the job's folder, by the thread of csrc/core/watch.c. Files there: RANK.report,
 written with a rank's report; `ask`, with the number of a question; RANK.state, a rank's answer; RANK.ended, as a rank's
-program ends. Nothing here imports jax, mpi4py or this package.
+program ends. Those of other machines come by relay.py. Nothing here imports jax or mpi4py.
 """
 
 import contextlib
@@ -12,8 +12,11 @@ import select
 import shutil
 import signal
 import tempfile
+import threading
 import time
 from pathlib import Path
+
+from jaxmpi._launcher import relay
 
 FOLDER = "JAXMPI_JOB_FOLDER"
 """The variable that names the folder to the ranks."""
@@ -23,22 +26,34 @@ _ANSWER_SECONDS = 2.5  # the watch looks once a second
 _LEAST_WAIT_SECONDS = 2.0  # what waits as long for a rank that has ended will wait for ever, most likely
 
 
-def start(ranks: int) -> dict[str, str]:
-    """Starts the process, which lives as long as this one. Returns the variables for the ranks."""
+def start(ranks: int, several: bool = False) -> dict[str, str]:
+    """Starts the process, which lives as long as this one. Returns the variables for the ranks.
+
+    `several`: ranks may run on other machines.
+    """
     try:
         folder = tempfile.mkdtemp(prefix="jaxmpi-")
         job = os.pidfd_open(os.getpid())
     except OSError:  # no place for files, or an old kernel: the ranks report without it
         return {}
+    variables, listening, secret = {FOLDER: folder}, None, ""
+    if several:
+        with contextlib.suppress(OSError):
+            listening, secret, variables[relay.ADDRESS] = relay.listen()
     if os.fork() != 0:
         os.close(job)
-        return {FOLDER: folder}
+        if listening is not None:
+            listening.close()
+        return variables
     with contextlib.suppress(BaseException):
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)  # it ends with the job
         null = os.open(os.devnull, os.O_RDWR)
         os.dup2(null, 0)
         os.dup2(null, 1)
+        if listening is not None:
+            more = (Path(folder), ranks, listening, secret)
+            threading.Thread(target=relay.serve, args=more, daemon=True).start()
         _watch(Path(folder), ranks, job)
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
@@ -74,8 +89,7 @@ def _ask(folder: Path, ranks: int, question: int, job: int) -> dict[int, tuple[s
     """The states of all ranks: of one that has not ended its answer, empty if it gives none."""
     for rank in range(ranks):
         (folder / f"{rank}.state").unlink(missing_ok=True)
-    (folder / "draft").write_text(str(question))
-    (folder / "draft").rename(folder / "ask")
+    relay.write(folder, "ask", str(question))
     end = time.monotonic() + _ANSWER_SECONDS
     table: dict[int, tuple[str, ...]] = {}
     while len(table) < ranks and time.monotonic() < end and not select.select([job], [], [], 0.05)[0]:
@@ -99,7 +113,7 @@ def _text(table: dict[int, tuple[str, ...]]) -> tuple[str, str]:
         if state == ("ended",):
             line = "has ended"
         elif len(state) != 4:
-            line = "does not answer: it has not imported jaxmpi, is on another machine, or has stopped"
+            line = "does not answer: jaxmpi has not been imported, or the process has stopped, or cannot be reached"
         elif float(state[0]) < 0:
             line = f"is in no operation; {state[3]}"
         else:

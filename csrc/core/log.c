@@ -1,10 +1,10 @@
-#include "core/trace.h"
+#include "core/log.h"
 
 #include <inttypes.h>
 #include <stdarg.h>
 #include <stdio.h>
 
-void trace_begin(struct call *call, const char *format, ...) {
+void log_begin(struct call *call, const char *format, ...) {
   char text[160];
   va_list arguments;
   va_start(arguments, format);
@@ -15,7 +15,7 @@ void trace_begin(struct call *call, const char *format, ...) {
   clock_gettime(CLOCK_MONOTONIC, &call->start);
 }
 
-void trace_end(const struct call *call, bool failed) {
+void log_end(const struct call *call, bool failed) {
   struct timespec now;
   clock_gettime(CLOCK_MONOTONIC, &now);
   double seconds = (double)(now.tv_sec - call->start.tv_sec) + 1e-9 * (double)(now.tv_nsec - call->start.tv_nsec);

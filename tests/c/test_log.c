@@ -46,52 +46,52 @@ static bool log_is(const char *begins, const char *function, const char *end) {
   return unlike == 0 && strncmp(text + match[1].rm_so, text + match[2].rm_so, 12) == 0;
 }
 
-static void run_traced(const char *operation, struct array a, struct array b, const int64_t attributes[]) {
+static void run_logged(const char *operation, struct array a, struct array b, const int64_t attributes[]) {
   runtime.rank = 7; /* in COMM_WORLD, not in the communicator */
-  atomic_store(&runtime.trace, true);
+  atomic_store(&runtime.log, true);
   catch_stderr();
   ffi_error *error = run(operation, a, b, attributes);
   release_stderr();
-  atomic_store(&runtime.trace, false);
+  atomic_store(&runtime.log, false);
   context("%s, which logged '%s'", operation, text);
   SUCCEEDS(error);
 }
-#define TRACED(operation, a, b, ...) run_traced(operation, a, b, (const int64_t[]){__VA_ARGS__})
+#define LOGGED(operation, a, b, ...) run_logged(operation, a, b, (const int64_t[]){__VA_ARGS__})
 
 static void collectives_are_logged(void) {
   int64_t comm = COMM(world(PLACE, SIZE)), sum = reduction("SUM");
   struct array one = ARRAY(F32, in, N), all = MATRIX(F32, in, SIZE, N);
   struct array result = ARRAY(F32, out, N), results = MATRIX(F32, out, SIZE, N);
-  TRACED("allgather", one, results, comm);
+  LOGGED("allgather", one, results, comm);
   CHECK(log_is("MPI_Allgather with 5 items", "MPI_Allgather", "done"));
-  TRACED("allreduce", one, result, comm, sum);
+  LOGGED("allreduce", one, result, comm, sum);
   CHECK(log_is("MPI_Allreduce with 5 items", "MPI_Allreduce", "done"));
-  TRACED("alltoall", all, results, comm);
+  LOGGED("alltoall", all, results, comm);
   CHECK(log_is("MPI_Alltoall with 15 items", "MPI_Alltoall", "done"));
-  TRACED("bcast", one, NONE, comm, PLACE);
+  LOGGED("bcast", one, NONE, comm, PLACE);
   CHECK(log_is("MPI_Bcast from 1 with 5 items", "MPI_Bcast", "done"));
-  TRACED("bcast", NONE, result, comm, 2);
+  LOGGED("bcast", NONE, result, comm, 2);
   CHECK(log_is("MPI_Bcast from 2 with 5 items", "MPI_Bcast", "done"));
-  TRACED("gather", one, NONE, comm, 2);
+  LOGGED("gather", one, NONE, comm, 2);
   CHECK(log_is("MPI_Gather -> 2 with 5 items", "MPI_Gather", "done"));
-  TRACED("reduce", one, NONE, comm, sum, 2);
+  LOGGED("reduce", one, NONE, comm, sum, 2);
   CHECK(log_is("MPI_Reduce -> 2 with 5 items", "MPI_Reduce", "done"));
-  TRACED("scan", one, result, comm, sum);
+  LOGGED("scan", one, result, comm, sum);
   CHECK(log_is("MPI_Scan with 5 items", "MPI_Scan", "done"));
-  TRACED("scatter", NONE, result, comm, 2);
+  LOGGED("scatter", NONE, result, comm, 2);
   CHECK(log_is("MPI_Scatter from 2 with 5 items", "MPI_Scatter", "done"));
 }
 
 static void messages_are_logged(void) {
   int64_t comm = COMM(world(PLACE, SIZE));
   struct array sent = ARRAY(F32, in, N), result = ARRAY(F32, out, N);
-  TRACED("send", sent, NONE, comm, 2, 9);
+  LOGGED("send", sent, NONE, comm, 2, 9);
   CHECK(log_is("MPI_Send -> 2 with tag 9", "MPI_Send", "done"));
   fake->deliver(world(PLACE, SIZE)->handle, 2, 9, in, sizeof(float) * N);
-  TRACED("recv", NONE, result, comm, 2, 0, 9);
+  LOGGED("recv", NONE, result, comm, 2, 0, 9);
   CHECK(log_is("MPI_Recv <- 2 with tag 9", "MPI_Recv", "done"));
   fake->deliver(world(PLACE, SIZE)->handle, 2, 9, in, sizeof(float) * N);
-  TRACED("sendrecv", sent, result, comm, 0, 9, 5, 2, 0);
+  LOGGED("sendrecv", sent, result, comm, 0, 9, 5, 2, 0);
   CHECK(log_is("MPI_Sendrecv <- 2 with tag 9 -> 0 with tag 5", "MPI_Sendrecv", "done"));
 }
 
@@ -99,7 +99,7 @@ static void messages_are_logged(void) {
 static void a_line_has_this_form(void) {
   runtime.rank = 0;
   atomic_store(&runtime.calls, 0x123456789aull);
-  atomic_store(&runtime.trace, true);
+  atomic_store(&runtime.log, true);
   catch_stderr();
   ffi_error *first = RUN("send", ARRAY(F32, in, N), NONE, COMM(world(0, 2)), 1, 0);
   ffi_error *second = RUN("barrier", NONE, NONE, COMM(world(0, 2)));
@@ -115,7 +115,7 @@ static void a_line_has_this_form(void) {
 
 static void a_failure_is_logged(void) {
   runtime.rank = 7;
-  atomic_store(&runtime.trace, true);
+  atomic_store(&runtime.log, true);
   fake->fail("MPI_Send", 1, 77);
   catch_stderr();
   ffi_error *error = RUN("send", ARRAY(F32, in, N), NONE, COMM(world(PLACE, SIZE)), 2, 9);

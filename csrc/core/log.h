@@ -2,13 +2,13 @@
  *
  * Threads: the thread that calls MPI for the call, without the GIL. No lock is needed (stdio has its own); runtime.lock
  * may be held. */
-#ifndef JAXMPI_TRACE_H
-#define JAXMPI_TRACE_H
+#ifndef JAXMPI_LOG_H
+#define JAXMPI_LOG_H
 
 #include "core/core.h"
 
 /* `format` gives peers, tags and sizes; the word "token" and the call's number follow it. Numbers the call. */
-__attribute__((format(printf, 2, 3))) void trace_begin(struct call *call, const char *format, ...);
-void trace_end(const struct call *call, bool failed);
+__attribute__((format(printf, 2, 3))) void log_begin(struct call *call, const char *format, ...);
+void log_end(const struct call *call, bool failed);
 
 #endif

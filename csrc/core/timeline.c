@@ -1,0 +1,315 @@
+#include "core/timeline.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#include "core/lanes.h"
+#include "core/words.h"
+
+/* An operation. The writer may read it once `block.count` is beyond it; all before `end`, once `begin` is not 0. */
+struct event {
+  int64_t words[WORDS];
+  int64_t sent, received; /* bytes that this rank passes to the operation, and takes from it */
+  _Atomic int64_t begin;  /* nanoseconds of the monotonic clock */
+  int64_t end;
+  int from, tag; /* of the message received */
+  bool failed;
+};
+
+enum { EVENTS = 512, MOST_BLOCKS = 1024, LONG_NANOSECONDS = 1000000000, PAUSE_MILLISECONDS = 100 };
+
+struct block {
+  atomic_int count; /* events that are complete */
+  struct block *_Atomic next;
+  struct event events[EVENTS];
+};
+
+/* The events of a thread. */
+struct track {
+  struct lane lane;
+  struct block *_Atomic first;
+  struct block *filled;  /* the thread's own, as is */
+  bool inside;           /* an operation; one inside it, of a reduction in Python, is not recorded */
+  struct block *written; /* the writer's own, as are */
+  int done;              /* its events that have been written, and */
+  bool begun;            /* whether the beginning of the next has */
+};
+
+atomic_bool timeline_on;
+static struct lanes lanes;
+static _Thread_local struct track *own;
+static atomic_int blocks;
+static atomic_uint_least64_t lost;
+static atomic_bool full; /* after the first that was left out all are: what is there has no gaps */
+
+static int64_t now(void) {
+  struct timespec time;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
+}
+
+/* --- what threads that communicate do -------------------------------------------------------------------------- */
+
+static struct block *make_block(void) {
+  struct block *block = NULL;
+  if (atomic_fetch_add(&blocks, 1) < MOST_BLOCKS) block = calloc(1, sizeof *block);
+  if (block == NULL) atomic_fetch_sub(&blocks, 1);
+  return block;
+}
+
+/* A place for the next event of this thread; NULL: there is none. */
+static struct event *next_event(struct track *track) {
+  struct block *block = track->filled;
+  int count = block != NULL ? atomic_load_explicit(&block->count, memory_order_relaxed) : EVENTS;
+  if (count < EVENTS) return &block->events[count];
+  struct block *made = make_block();
+  if (made == NULL) return NULL;
+  atomic_store_explicit(block != NULL ? &block->next : &track->first, made, memory_order_release);
+  track->filled = made; /* from now on the writer may free the other */
+  return &made->events[0];
+}
+
+struct event *timeline_begin(const struct call *call) {
+  if (call->operation->row == ROW_check) return NULL; /* communicates nothing */
+  struct track *track = own;
+  if (track == NULL && (track = own = lanes_take(&lanes)) == NULL) return NULL;
+  if (track->inside) return NULL;
+  struct event *event = atomic_load_explicit(&full, memory_order_relaxed) ? NULL : next_event(track);
+  if (event == NULL) {
+    atomic_store(&full, true);
+    atomic_fetch_add(&lost, 1);
+    return NULL;
+  }
+  track->inside = true;
+  words_of(call, event->words);
+  for (int i = 0; i < call->buffer_count; i++) {
+    const struct buffer *buffer = &call->buffers[i];
+    if (buffer->type == NULL || role_is_of_host(buffer->role)) continue;
+    *(role_is_written(buffer->role) ? &event->received : &event->sent) += (int64_t)buffer_bytes(buffer);
+  }
+  atomic_store_explicit(&event->begin, now(), memory_order_release);
+  return event;
+}
+
+void timeline_end(struct event *event, const struct call *call, bool failed) {
+  if (event == NULL) return;
+  struct block *block = own->filled;
+  event->end = now();
+  event->failed = failed;
+  event->from = call->from;
+  event->tag = call->from_tag;
+  own->inside = false;
+  atomic_store_explicit(&block->count, atomic_load_explicit(&block->count, memory_order_relaxed) + 1,
+                        memory_order_release);
+}
+
+/* --- what the writer does ---------------------------------------------------------------------------------------- */
+
+static struct {
+  int file;
+  int64_t room; /* bytes that the file may still grow by */
+  pid_t process;
+  pthread_t thread;
+  pthread_mutex_t lock; /* of these two: */
+  pthread_cond_t wake;
+  bool closing;
+  atomic_bool broken;
+  size_t length;
+  char text[1 << 16];
+} writer = {.file = -1, .lock = PTHREAD_MUTEX_INITIALIZER};
+
+/* Whole lines at once: notes may come between. Returns an error number; 0. */
+static int put(const char *text, size_t length) {
+  while (length > 0) {
+    if (writer.broken) return EIO;
+    ssize_t written = write(writer.file, text, length);
+    if (written < 0 && errno == EINTR) continue;
+    if (written < 0) {
+      writer.broken = true; /* the file may end within a line, and must not go on there */
+      return errno;
+    }
+    text += written;
+    length -= (size_t)written;
+  }
+  return 0;
+}
+
+static void flush(void) {
+  int error = put(writer.text, writer.length);
+  if (error != 0 && atomic_exchange(&timeline_on, false))
+    fprintf(stderr, "jaxmpi: rank %d cannot write its timeline any more: %s\n", runtime.rank, strerror(error));
+  writer.length = 0;
+}
+
+static void put_line(const struct text *line) {
+  if ((writer.room -= (int64_t)line->length) < 0) {
+    atomic_store(&full, true);
+    atomic_fetch_add(&lost, 1);
+    return;
+  }
+  if (writer.length + line->length > sizeof writer.text) flush();
+  memcpy(writer.text + writer.length, line->characters, line->length);
+  writer.length += line->length;
+}
+
+/* A string of JSON, which may hold any bytes of a file's name. */
+static void add_string(struct text *text, const char *name, const char *string) {
+  text_add(text, ",\"%s\":\"", name);
+  while (*string != '\0') {
+    size_t plain = 0;
+    while ((unsigned char)string[plain] >= 0x20 && string[plain] != '"' && string[plain] != '\\') plain++;
+    text_add(text, "%.*s", (int)plain, string);
+    string += plain;
+    if (*string == '\0') break;
+    text_add(text, (unsigned char)*string < 0x20 ? "\\u%04x" : "\\%c", *string);
+    string++;
+  }
+  text_add(text, "\"");
+}
+
+static void add_attribute(struct text *text, const struct event *event, int index) {
+  const struct operation *operation = &operation_table[event->words[ROW]];
+  int64_t value = event->words[FIRST_ATTRIBUTE + index];
+  const char *name = operation->attributes[index].name;
+  switch (operation->attributes[index].kind) {
+    case RANK:
+    case TAG:
+      text_add(text, ",\"%s\":%" PRId64, name, value);
+      break;
+    case REDUCTION:
+      add_string(text, name, ((const struct reduction *)object_of(value))->name);
+      break;
+    case DERIVATIVE:
+      if (value != 0) add_string(text, name, derivative_name(value));
+      break;
+    case OBJECT:
+    case OBJECT_OR_0:
+      break;
+  }
+}
+
+static void add_arguments(struct text *text, const struct event *event, bool complete) {
+  const struct operation *operation = &operation_table[event->words[ROW]];
+  const struct datatype *type = event->words[TYPE] >= 0 ? datatype_find((int)event->words[TYPE]) : NULL;
+  struct text lines = {0, ""};
+  text_add(text, ",\"args\":{\"comm\":%" PRId64, words_comm(event->words)->number);
+  for (int i = 0; i < operation->attribute_count; i++) add_attribute(text, event, i);
+  if (complete && event->from >= 0) text_add(text, ",\"from\":%d,\"from_tag\":%d", event->from, event->tag);
+  if (type != NULL) text_add(text, ",\"count\":%" PRId64 ",\"dtype\":\"%s\"", event->words[COUNT], type->name);
+  if (event->sent > 0) text_add(text, ",\"sent\":%" PRId64, event->sent);
+  if (event->received > 0) text_add(text, ",\"received\":%" PRId64, event->received);
+  if (complete && event->failed) text_add(text, ",\"failed\":true");
+  words_lines(&lines, "", event->words);
+  if (lines.length > 0) add_string(text, "line", lines.characters);
+  text_add(text, "}");
+}
+
+/* One line. Phases: B, its beginning, for one that takes long; then E, its end; otherwise X, both. */
+static void put_event(const struct event *event, int track, char phase) {
+  struct text text = {0, ""};
+  int64_t begin = atomic_load_explicit(&event->begin, memory_order_acquire), at = phase == 'E' ? event->end : begin;
+  text_add(&text, "{\"name\":\"%s\",\"ph\":\"%c\",\"pid\":%d,\"tid\":%d,\"ts\":%" PRId64 ".%03d",
+           operation_table[event->words[ROW]].name, phase, runtime.rank, track, at / 1000, (int)(at % 1000));
+  int64_t duration = phase == 'X' ? event->end - begin : 0;
+  if (phase == 'X') text_add(&text, ",\"dur\":%" PRId64 ".%03d", duration / 1000, (int)(duration % 1000));
+  add_arguments(&text, event, phase != 'B');
+  text_add(&text, "},\n");
+  put_line(&text);
+}
+
+/* Writes what is complete, and the beginning of what takes long: the last word of a process that is killed in it. */
+static void write_track(struct track *track, int number, int64_t time) {
+  if (track->written == NULL) track->written = atomic_load_explicit(&track->first, memory_order_acquire);
+  while (track->written != NULL) {
+    struct block *block = track->written;
+    int count = atomic_load_explicit(&block->count, memory_order_acquire);
+    for (; track->done < count; track->done++, track->begun = false)
+      put_event(&block->events[track->done], number, track->begun ? 'E' : 'X');
+    struct block *next = atomic_load_explicit(&block->next, memory_order_acquire);
+    if (count < EVENTS || next == NULL) break;
+    free(block);
+    atomic_fetch_sub(&blocks, 1);
+    track->written = next;
+    track->done = 0;
+  }
+  if (track->written == NULL || track->done == EVENTS || track->begun) return;
+  const struct event *event = &track->written->events[track->done];
+  int64_t begin = atomic_load_explicit(&event->begin, memory_order_acquire);
+  if (begin == 0 || time - begin < LONG_NANOSECONDS) return;
+  put_event(event, number, 'B');
+  track->begun = true;
+}
+
+static void write_all(void) {
+  int number = 1;
+  int64_t time = now();
+  for (struct lane *lane = atomic_load(&lanes.all); lane != NULL; lane = lane->next) number++;
+  for (struct lane *lane = atomic_load(&lanes.all); lane != NULL; lane = lane->next)
+    write_track((struct track *)(void *)lane, --number, time); /* the first to come has the lowest number */
+  flush();
+}
+
+static void *write_until_closed(void *unused) {
+  pthread_mutex_lock(&writer.lock);
+  while (!writer.closing) {
+    struct timespec until;
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_nsec += PAUSE_MILLISECONDS * 1000000;
+    until.tv_sec += until.tv_nsec / 1000000000;
+    until.tv_nsec %= 1000000000;
+    pthread_cond_timedwait(&writer.wake, &writer.lock, &until);
+    write_all();
+  }
+  pthread_mutex_unlock(&writer.lock);
+  return unused;
+}
+
+int timeline_open(const char *path, int64_t limit) {
+  static bool begun;
+  if (!begun && !lanes_begin(&lanes, sizeof(struct track))) return EAGAIN;
+  begun = true;
+  writer.file = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_APPEND | O_CLOEXEC, 0644);
+  if (writer.file < 0) return errno;
+  writer.room = limit;
+  writer.process = getpid();
+  writer.closing = false;
+  atomic_store(&lost, 0);
+  atomic_store(&full, false);
+  writer.broken = false;
+  int error = put("[\n", 2);
+  if (error != 0) {
+    close(writer.file);
+    writer.file = -1;
+    return error;
+  }
+  atomic_store(&timeline_on, true);
+  error = thread_start(&writer.thread, write_until_closed);
+  if (error != 0) atomic_store(&timeline_on, false);
+  return error;
+}
+
+void timeline_note(const char *line) {
+  if (writer.file >= 0 && getpid() == writer.process) put(line, strlen(line));
+}
+
+void timeline_close(void) {
+  if (writer.file < 0 || getpid() != writer.process) return; /* a child of fork has no writer */
+  atomic_store(&timeline_on, false);
+  pthread_mutex_lock(&writer.lock);
+  writer.closing = true;
+  pthread_cond_signal(&writer.wake);
+  pthread_mutex_unlock(&writer.lock);
+  pthread_join(writer.thread, NULL);
+  write_all();
+  char end[160];
+  snprintf(end, sizeof end,
+           "{\"name\":\"jaxmpi_end\",\"ph\":\"M\",\"pid\":%d,\"args\":{\"lost\":%" PRIu64 ",\"limit\":%s}}\n]\n",
+           runtime.rank, (uint64_t)atomic_load(&lost), writer.room < 0 ? "true" : "false");
+  put(end, strlen(end));
+  close(writer.file);
+  writer.file = -1;
+}

@@ -1,0 +1,108 @@
+#include "core/words.h"
+
+#include <inttypes.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/failure.h"
+
+/* A line of the program, and the calls that it makes. Never freed. */
+struct site {
+  int64_t words[WORDS];
+  struct site *next;
+  char text[];
+};
+
+enum { BUCKETS = 256, MOST_SITES = 3 };
+
+static struct site *_Atomic sites[BUCKETS];
+
+void text_add(struct text *text, const char *format, ...) {
+  va_list arguments;
+  size_t room = sizeof text->characters - text->length;
+  va_start(arguments, format);
+  int length = vsnprintf(text->characters + text->length, room, format, arguments);
+  va_end(arguments);
+  if (length > 0) text->length += (size_t)length < room ? (size_t)length : room - 1;
+}
+
+const struct communicator *words_comm(const int64_t words[WORDS]) {
+  return object_of(words[FIRST_ATTRIBUTE + operation_table[words[ROW]].comm]);
+}
+
+const char *comm_name(const struct communicator *comm) {
+  const char *name = atomic_load(&comm->name);
+  return name != NULL ? name : "a communicator";
+}
+
+static void add_number(struct text *text, enum attribute kind, const char *name, int64_t number) {
+  const struct abi *abi = runtime.abi;
+  if (kind == RANK && number == abi->any_source)
+    text_add(text, ", %s any rank", name);
+  else if (kind == TAG && number == abi->any_tag)
+    text_add(text, ", any %s", name);
+  else
+    text_add(text, ", %s %" PRId64, name, number);
+}
+
+void words_tell(struct text *text, const int64_t words[WORDS]) {
+  const struct operation *operation = &operation_table[words[ROW]];
+  const struct datatype *type = words[TYPE] >= 0 ? datatype_find((int)words[TYPE]) : NULL;
+  text_add(text, "%s", operation->name);
+  if (type != NULL) text_add(text, " of %" PRId64 " %s", words[COUNT], type->name);
+  for (int i = 0; i < operation->attribute_count; i++) {
+    int64_t value = words[FIRST_ATTRIBUTE + i];
+    const char *name = operation->attributes[i].name;
+    if (operation->attributes[i].kind == RANK || operation->attributes[i].kind == TAG)
+      add_number(text, operation->attributes[i].kind, name, value);
+    else if (operation->attributes[i].kind == DERIVATIVE && value != 0)
+      text_add(text, " (%s)", derivative_name(value));
+    else if (operation->attributes[i].kind == REDUCTION)
+      text_add(text, ", %s %s", name, ((const struct reduction *)object_of(value))->name);
+  }
+}
+
+/* Calls in chunks have other counts than their sites, which are therefore found without them. */
+static unsigned bucket_of(const int64_t words[WORDS]) {
+  uint64_t hash = 0;
+  for (int i = 0; i < WORDS; i++)
+    if (i != COUNT) hash = (hash ^ (uint64_t)words[i]) * UINT64_C(0x9e3779b97f4a7c15), hash ^= hash >> 29;
+  return (unsigned)(hash % BUCKETS);
+}
+
+static bool alike(const int64_t *a, const int64_t *b, bool in_count_too) {
+  for (int i = 0; i < WORDS; i++)
+    if (a[i] != b[i] && (i != COUNT || in_count_too)) return false;
+  return true;
+}
+
+bool words_add_site(int row, const int64_t attributes[], int type, int64_t count, const char *text) {
+  const struct operation *operation = &operation_table[row];
+  int64_t words[WORDS] = {[ROW] = row, [TYPE] = type, [COUNT] = count};
+  for (int i = 0; i < operation->attribute_count; i++) {
+    bool object = attribute_is_object(operation->attributes[i].kind);
+    words[FIRST_ATTRIBUTE + i] = object ? (int64_t)(intptr_t)registry_at(attributes[i]) : attributes[i];
+  }
+  struct site *_Atomic *bucket = &sites[bucket_of(words)];
+  for (struct site *site = atomic_load(bucket); site != NULL; site = site->next)
+    if (alike(site->words, words, true) && strcmp(site->text, text) == 0) return true;
+  struct site *made = malloc(sizeof *made + strlen(text) + 1);
+  if (made == NULL) return false;
+  memcpy(made->words, words, sizeof words);
+  memcpy(made->text, text, strlen(text) + 1);
+  made->next = atomic_load(bucket); /* the GIL is held: nobody else adds */
+  atomic_store(bucket, made);
+  return true;
+}
+
+void words_lines(struct text *text, const char *before, const int64_t words[WORDS]) {
+  int found = 0;
+  int least = words_comm(words)->chunk > 0 ? 0 : 1; /* calls in chunks have other counts */
+  for (int exact = 1; exact >= least && found == 0; exact--)
+    for (struct site *site = atomic_load(&sites[bucket_of(words)]); site != NULL; site = site->next)
+      if (alike(site->words, words, exact) && found++ < MOST_SITES)
+        text_add(text, "%s%s", found == 1 ? before : " or ", site->text);
+  if (found > MOST_SITES) text_add(text, " or %d more line%s", found - MOST_SITES, found > MOST_SITES + 1 ? "s" : "");
+}

@@ -1,0 +1,1 @@
+"""What `python -m jaxmpi.trace` makes of the timelines of all ranks."""

@@ -1,0 +1,131 @@
+"""Which events of different ranks are one collective, or one message; and how long each rank waited in it for others.
+
+Collectives are in one order on all ranks of a communicator; messages between two ranks with one tag are received in
+the order in which they are sent. So both are matched by counting.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxmpi._trace.files import Communicator, Event, Rank
+
+MESSAGES = {"send", "recv", "sendrecv"}
+_ONE_CLOCK: Mapping[int, str] = {}
+_FROM_ROOT, _TO_ROOT = {"bcast", "scatter"}, {"gather", "reduce"}
+
+
+@dataclass
+class Collective:
+    """The events of a collective by the ranks in COMM_WORLD."""
+
+    communicator: Communicator
+    events: dict[int, Event] = field(default_factory=dict)
+
+    @property
+    def whole(self) -> bool:
+        return len(self.events) == len(self.communicator.ranks)
+
+    @property
+    def consistent(self) -> bool:
+        return len({(event.name, event.arguments.get("root")) for event in self.events.values()}) == 1
+
+    def needs(self, clock: Mapping[int, str] = _ONE_CLOCK) -> list[tuple[Event, Event]]:
+        """Pairs: the first event cannot end before the second begins. `clock`: of each rank; of events with the same
+        clock only the last to begin is needed."""
+        ordered = [self.events[rank] for rank in self.communicator.ranks if rank in self.events]
+        first = ordered[0]
+        if first.name != "barrier" and not any(event.nbytes for event in ordered):
+            return []  # nothing is moved, so a library need not wait
+        if first.name in _FROM_ROOT | _TO_ROOT:
+            root = self.events.get(self.communicator.ranks[first.arguments["root"]])
+            others = [event for event in ordered if event is not root]
+            if root is None:
+                return []
+            return [(event, root) if first.name in _FROM_ROOT else (root, event) for event in others]
+        if first.name == "scan":
+            return list(zip(ordered[1:], ordered, strict=False))
+        last = {clock.get(event.rank): event for event in sorted(ordered, key=lambda event: event.begin)}
+        return [(a, b) for a in ordered for b in last.values() if a is not b]
+
+
+@dataclass
+class Message:
+    sent: Event
+    received: Event
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.sent.arguments.get("sent", 0))
+
+    def needs(self, clock: Mapping[int, str] = _ONE_CLOCK) -> list[tuple[Event, Event]]:
+        return [(self.received, self.sent)]
+
+
+@dataclass
+class Matched:
+    collectives: list[Collective]
+    messages: list[Message]
+    unmatched: int
+    """Events of which not all ranks have one, or that differ: a rank has ended, or lost some, or has used communicators
+    that are alike in another order."""
+
+    @property
+    def all(self) -> list[Collective | Message]:
+        return [*self.collectives, *self.messages]
+
+
+def match(ranks: Sequence[Rank]) -> Matched:
+    collectives: dict[Any, Collective] = {}
+    sent: dict[Any, list[Event]] = defaultdict(list)
+    received: dict[Any, list[Event]] = defaultdict(list)
+    unknown = 0
+    for rank in ranks:
+        counts: dict[Any, int] = defaultdict(int)
+        for event in rank.events:
+            comm = rank.communicators.get(event.arguments["comm"])
+            if comm is None:  # of a program of an earlier run, which needs no tracing
+                unknown += 1
+                continue
+            if event.name in MESSAGES:
+                _sort_message(event, comm, sent, received)
+                continue
+            number = counts[comm.key]
+            counts[comm.key] += 1
+            collectives.setdefault((comm.key, number), Collective(comm)).events[rank.rank] = event
+    good = [one for one in collectives.values() if one.whole and one.consistent]
+    unmatched = unknown + sum(len(one.events) for one in collectives.values()) - sum(len(one.events) for one in good)
+    messages = []
+    for key in sent.keys() | received.keys():
+        messages += [Message(a, b) for a, b in zip(sent[key], received[key], strict=False)]
+        unmatched += abs(len(sent[key]) - len(received[key]))
+    return Matched(good, messages, unmatched)
+
+
+def _sort_message(event: Event, comm: Communicator, sent: dict[Any, list[Event]], received: dict[Any, Any]) -> None:
+    """Files a message under what it must have in common with its other end."""
+    given = event.arguments
+    if 0 <= (dest := given.get("dest", -1)) < len(comm.ranks):
+        tag = given.get("tag", given.get("sendtag"))
+        sent[comm.key, event.rank, comm.ranks[dest], tag].append(event)
+    if "from" in given:
+        received[comm.key, comm.ranks[given["from"]], event.rank, given["from_tag"]].append(event)
+
+
+def add_waiting(matched: Matched) -> dict[tuple[int, int], float]:
+    """Sets `waited` of all events. Returns for how long a rank waited for another, in microseconds: for the last of
+    those that it needed. A rank that sends needs the one that receives only if it came back after that had begun."""
+    caused: dict[tuple[int, int], float] = defaultdict(float)
+    latest: dict[int, tuple[Event, Event]] = {}
+    for one in matched.all:
+        pairs = one.needs()
+        if isinstance(one, Message) and one.sent.end >= one.received.begin:
+            pairs = [*pairs, (one.sent, one.received)]
+        for event, needed in pairs:
+            if id(event) not in latest or latest[id(event)][1].begin < needed.begin:
+                latest[id(event)] = (event, needed)
+    for event, needed in latest.values():
+        event.waited = min(max(needed.begin - event.begin, 0.0), event.end - event.begin)
+        caused[event.rank, needed.rank] += event.waited
+    return caused

@@ -1,0 +1,83 @@
+"""The timeline and the matrix of messages as pictures, by matplotlib."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxmpi._trace.files import Event, Rank
+from jaxmpi._trace.matching import Message
+
+_BINS = 1200
+"""Pixels of the time axis: a timeline of any length is as quick to draw."""
+
+
+def _busy(intervals: Sequence[tuple[float, float]], edges: Any) -> Any:
+    """The part of each bin that is covered by intervals, which do not overlap."""
+    if not intervals:
+        return np.zeros(len(edges) - 1)
+    begin, end = np.array(sorted(intervals)).T
+    before = np.concatenate([[0.0], np.cumsum(end - begin)])
+    index = np.searchsorted(begin, edges)
+    inside = np.where(index > 0, np.clip(edges - begin[index - 1], 0, (end - begin)[index - 1]), 0.0)
+    return np.diff(before[np.maximum(index - 1, 0)] + inside) / np.diff(edges)
+
+
+def _by_track(events: Sequence[Event], edges: Any, waiting: bool) -> Any:
+    """The same for the operations of a rank, which overlap only between its threads."""
+    tracks: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for event in events:
+        tracks[event.track].append((event.begin, event.begin + event.waited if waiting else event.end))
+    return np.minimum(sum((_busy(found, edges) for found in tracks.values()), np.zeros(len(edges) - 1)), 1.0)
+
+
+def timeline(path: Path, ranks: Sequence[Rank]) -> None:
+    """One row per rank: white where it is in no operation, paler where it waits for another rank."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    span = max(event.end for rank in ranks for event in rank.events)
+    edges = np.linspace(0.0, max(span, 1.0), _BINS + 1)
+    names = sorted({event.name for rank in ranks for event in rank.events})
+    colours = {
+        name: np.array(colormaps["tab10" if len(names) <= 10 else "tab20"](i)[:3]) for i, name in enumerate(names)
+    }
+    image = np.ones((len(ranks), _BINS, 3))
+    for row, rank in enumerate(ranks):
+        for name in names:
+            events = [event for event in rank.events if event.name == name]
+            busy, waiting = _by_track(events, edges, False), _by_track(events, edges, True)
+            strength = (busy - waiting) + 0.4 * waiting
+            image[row] -= strength[:, None] * (1 - colours[name])
+    figure = Figure(figsize=(12, 1.8 + 0.35 * min(len(ranks), 64)), layout="constrained")
+    axes = figure.subplots()
+    extent = (0.0, edges[-1] / 1e6, len(ranks) - 0.5, -0.5)
+    axes.imshow(np.clip(image, 0, 1), aspect="auto", interpolation="nearest", extent=extent)
+    axes.set(xlabel="seconds", ylabel="rank", title="operations; paler: waiting for another rank")
+    if len(ranks) <= 32:
+        axes.set_yticks(range(len(ranks)), [str(rank.rank) for rank in ranks])
+    patches = [Patch(color=tuple(colours[name]), label=name) for name in names]
+    figure.legend(handles=patches, loc="outside lower center", ncols=min(len(names), 8))
+    figure.savefig(path, dpi=120)
+
+
+def matrix(path: Path, ranks: Sequence[Rank], messages: Sequence[Message]) -> None:
+    """Bytes of messages from each rank to each other."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    size = ranks[0].size
+    nbytes = np.zeros((size, size))
+    for message in messages:
+        nbytes[message.sent.rank, message.received.rank] += message.nbytes
+    figure = Figure(figsize=(6, 5), layout="constrained")
+    axes = figure.subplots()
+    shown = np.ma.masked_equal(nbytes, 0)
+    figure.colorbar(axes.imshow(shown, vmin=0, vmax=max(nbytes.max(), 1), interpolation="nearest"), label="bytes")
+    axes.set(xlabel="receiving rank", ylabel="sending rank", title="messages")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True))
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,214 @@
+/* Random frames: whatever XLA passes, a call ends with a result or an error of ours; nothing crashes, leaks or stays
+ * locked. AddressSanitizer and UBSan see what this program does not.
+ *
+ * Half of the frames are sound: buffers are as large as they must be and not a byte larger. The others have any number
+ * of buffers, of any types and sizes, in memory that is large enough for all, and attributes of any values; of those
+ * that are objects, numbers of objects of their kind or of none. */
+#include <stdlib.h>
+
+#include "core/timeline.h"
+#include "harness.h"
+
+enum { FRAMES = 20000, MOST_ELEMENTS = 40, MOST_SIZE = 4, POOL = 1 << 16 };
+
+static uint64_t state;
+static uint32_t draw(uint32_t below) { /* xorshift64*: the same in each run */
+  state ^= state >> 12, state ^= state << 25, state ^= state >> 27;
+  return (uint32_t)((state * 0x2545f4914f6cdd1dull) >> 33) % below;
+}
+static bool once_in(uint32_t n) { return draw(n) == 0; }
+
+static _Alignas(16) unsigned char pool[POOL];
+static _Alignas(16) unsigned char statuses[128];
+static void *taken[2 * MAX_ARRAYS];
+static int taken_count, succeeded;
+
+static int any_type(void) {
+  int known = 0, codes[DTYPE_CODES];
+  for (const struct datatype *row = datatype_table; row->name != NULL; row++) codes[known++] = row->code;
+  return codes[draw((uint32_t)known)];
+}
+
+/* An array in memory of exactly its size. */
+static struct array sound_array(int dtype, int64_t count) {
+  size_t bytes = (size_t)count * datatype_find(dtype)->bytes;
+  void *data = malloc(bytes > 0 ? bytes : 1);
+  if (data == NULL) abort();
+  fill(data, bytes);
+  taken[taken_count++] = data;
+  return ARRAY(dtype, data, count);
+}
+
+static struct array any_array(void) {
+  int dtype = once_in(20) ? (int)draw(60) - 10 : any_type(), rank = (int)draw(4);
+  struct array array = {dtype, pool, rank, {0}};
+  for (int i = 0; i < rank; i++) array.dims[i] = draw(rank == 1 ? MOST_ELEMENTS : 4);
+  return array;
+}
+
+static int64_t any_attribute(enum attribute kind, const struct communicator *comm) {
+  static const char *const reductions[] = {"SUM", "PROD", "MAX", "MIN"};
+  int64_t special[] = {fake->any_source, fake->any_tag, fake->proc_null, -1, INT64_MAX, INT64_MIN, INT32_MAX, 1 << 24};
+  if (once_in(30) && kind != DERIVATIVE) return special[draw(8)];
+  switch (kind) {
+    case RANK:
+      return draw((uint32_t)comm->size + (once_in(10) ? 2 : 0));
+    case TAG:
+      return draw(3);
+    case DERIVATIVE:
+      return draw(4);
+    case REDUCTION:
+      return reduction(reductions[draw(4)]);
+    case OBJECT_OR_0:
+      return once_in(2) ? 0 : COMM(statuses);
+    case OBJECT:
+      break;
+  }
+  return COMM(comm);
+}
+
+/* How many elements a buffer of an operation has on a rank where the largest part of one rank has `count`. */
+static int64_t elements(const struct operation *row, bool written, int64_t count, int size) {
+  enum divisibility how = row->divisibility;
+  bool all = how == EXCHANGES || (how == GATHERS && written) || (how == SCATTERS && !written);
+  return all ? count * size : count;
+}
+
+struct lists {
+  struct array in[MAX_ARRAYS], out[MAX_ARRAYS];
+  int in_count, out_count;
+};
+
+static void make_sound(struct lists *lists, const struct operation *row, const struct communicator *comm,
+                       int64_t root) {
+  int dtype = any_type();
+  bool is_root = comm->rank == root, joined = row->buffer_count > 0 && row->buffers[0].joined;
+  bool reads = row->row != ROW_recv && row->row != ROW_barrier, writes = reads && row->row != ROW_send;
+  if (row->row == ROW_recv) writes = true;
+  if (row->row == ROW_bcast) reads = is_root, writes = !is_root;
+  if (row->row == ROW_scatter) reads = is_root;
+  if (row->row == ROW_gather || row->row == ROW_reduce) writes = is_root;
+  int count = joined && once_in(3) ? 1 + (int)draw(20) : 1;
+  for (int i = 0; i < count; i++) {
+    int64_t n = draw(MOST_ELEMENTS);
+    if (reads) lists->in[lists->in_count++] = sound_array(dtype, elements(row, false, n, comm->size));
+    if (writes) lists->out[lists->out_count++] = sound_array(dtype, elements(row, true, n, comm->size));
+  }
+}
+
+static void make_any(struct lists *lists) {
+  lists->in_count = (int)(once_in(10) ? draw(MAX_ARRAYS) : draw(4));
+  lists->out_count = (int)(once_in(10) ? draw(MAX_ARRAYS) : draw(4));
+  for (int i = 0; i < lists->in_count; i++) lists->in[i] = any_array();
+  for (int i = 0; i < lists->out_count; i++) lists->out[i] = any_array();
+  for (int i = 0; i < lists->out_count; i++) lists->out[i].data = pool + POOL / 2;
+}
+
+/* Spoils what XLA passes besides buffers. */
+static void spoil(struct frame *f, int attributes) {
+  int at = attributes > 0 ? (int)draw((uint32_t)attributes) : 0;
+  switch (draw(5)) {
+    case 0:
+      f->frame.attributes.size = draw(MAX_ATTRIBUTES + 2);
+      break;
+    case 1:
+      f->attribute_types[at] = (int)draw(6);
+      break;
+    case 2:
+      f->spans[at] = (ffi_span){"tag", draw(4)};
+      break;
+    case 3:
+      f->scalars[at].dtype = (int)draw(12);
+      break;
+    case 4:
+      f->frame.stage = (enum ffi_stage)(draw(6));
+      break;
+  }
+  if (once_in(5)) f->frame.operands.size = draw((uint32_t)f->frame.operands.size + 1);
+}
+
+static void alike(int rank, void *data) { (void)rank, (void)data; }
+
+static struct communicator *prepare(void) {
+  int size = 1 + (int)draw(MOST_SIZE);
+  struct communicator *comm = world((int)draw((uint32_t)size), size);
+  fake->reset();
+  comm->chunk = once_in(3) ? LEAST_CHUNK : 0;
+  runtime.max_count = once_in(4) ? 1 + draw(7) : 1 << 30;
+  runtime.serialize = once_in(2);
+  atomic_store(&runtime.check, once_in(3));
+  atomic_store(&runtime.labels, once_in(2));
+  static const char *const functions[] = {"MPI_Allreduce", "MPI_Mrecv", "MPI_Isend", "MPI_Wait", "MPI_Type_commit"};
+  fake->others = once_in(2) ? alike : NULL;
+  if (once_in(10)) fake->fail(functions[draw(5)], 1 + (int)draw(2), 77);
+  for (int source = 0; source < size; source++)
+    if (once_in(2)) fake->deliver(comm->handle, source, (int)draw(3), pool, draw(MOST_ELEMENTS * 8));
+  return comm;
+}
+
+static int64_t root_of(const struct operation *row, const int64_t attributes[]) {
+  for (int i = 0; i < row->attribute_count; i++)
+    if (row->attributes[i].kind == RANK) return attributes[i];
+  return -1;
+}
+
+/* Whether it ended well. */
+static bool one_frame(int number) {
+  bool good = true;
+  static struct lists lists;
+  static struct frame f;
+  const struct operation *row = &operation_table[draw(OPERATION_COUNT)];
+  struct communicator *comm = prepare();
+  int64_t attributes[MAX_ATTRIBUTES];
+  bool sound = once_in(2) && row->row != ROW_check;
+  context("frame %d, %s of %s", number, sound ? "a sound one" : "any", row->name);
+  for (int i = 0; i < row->attribute_count; i++) attributes[i] = any_attribute(row->attributes[i].kind, comm);
+  attributes[row->comm] = sound || !once_in(30) ? COMM(comm) : attributes[row->comm];
+  lists.in_count = lists.out_count = 0;
+  if (sound)
+    make_sound(&lists, row, comm, root_of(row, attributes));
+  else
+    make_any(&lists);
+  frame_make_lists(&f, row->name, lists.in, lists.in_count, lists.out, lists.out_count, attributes);
+  for (int i = 0; i < row->attribute_count; i++) f.attributes[i] = attributes[i];
+  bool spoilt = !sound && once_in(3);
+  f.frame.stage = FFI_STAGE_INSTANTIATE;
+  if (spoilt) spoil(&f, row->attribute_count);
+  ffi_error *error = frame_call(&f, row->name);
+  if (error == NULL && !spoilt) {
+    f.frame.stage = FFI_STAGE_EXECUTE;
+    error = frame_call(&f, row->name);
+  }
+  succeeded += error == NULL;
+  if (error != NULL) {
+    good = CHECK(strncmp(error->text, "jaxmpi.", 7) == 0);
+    error_free(error);
+  }
+  good &= CHECK_EQUAL(fake->live_types + fake->live_requests, 0);
+  bool unlocked = CHECK_EQUAL(pthread_mutex_trylock(&runtime.lock), 0);
+  if (unlocked) pthread_mutex_unlock(&runtime.lock);
+  while (taken_count > 0) free(taken[--taken_count]);
+  return good && unlocked;
+}
+
+static void run_frames(uint64_t seed) {
+  state = seed;
+  succeeded = 0;
+  int i = 0;
+  while (i < FRAMES && one_frame(i)) i++;
+  CHECK_EQUAL(i, FRAMES);
+  CHECK(succeeded > FRAMES / 10 && succeeded < FRAMES / 10 * 9); /* both ends are reached */
+  fake->reset();
+}
+
+static void no_frame_crashes(void) { run_frames(1); }
+
+static void nor_with_a_timeline(void) {
+  CHECK_EQUAL(timeline_open("/dev/null", 1 << 20), 0);
+  run_frames(2);
+  timeline_close();
+}
+
+static const struct test tests[] = {TEST(no_frame_crashes), TEST(nor_with_a_timeline)};
+
+MAIN(tests)

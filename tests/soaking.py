@@ -1,0 +1,245 @@
+"""The steps of a long mixed run (soak.py): an operation on a rank, and what NumPy says of it.
+
+A program is what a step executes: an operation in some surroundings, with dtypes and shapes. Its data are a function of
+the step and the rank, so each rank knows the data of all.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from mpi4py import MPI
+
+import jaxmpi
+from jaxmpi import notoken
+from table import CASES, NEW_JAX, UFUNCS, dtype_of
+
+WIDE = ["int32", "int64", "float32", "float64"]
+"""What holds all sums exactly, or to `TOLERANCE` if the summands are fractions."""
+TOLERANCE = {"float32": 3e-5, "float64": 1e-13}
+MOVED = [*WIDE, "bool", "int8", "uint8", "int16", "uint32", "float16", "bfloat16", "complex64", "complex128"]
+MOVED += ["float8_e5m2"]
+SHAPES = [(), (1,), (3,), (2, 3), (0,), (0, 3), (64,), (1000,)]
+LARGE_SHAPES = [*SHAPES, (40, 100), (20000,)]
+MORE_LEAVES = (((5,), "int32"), ((2, 2), "float64"))
+REDUCTIONS = ["SUM", "SUM", "PROD", "MAX", "MIN"]
+LOOPS = ("fori_loop", "scan", "while_loop")
+DERIVATIVES = ("vjp", "jvp")
+WAYS = ["eager", "jit", *LOOPS, *(DERIVATIVES if NEW_JAX else ())]
+CASE = {case.name: case for case in CASES}
+REDUCING = {"allreduce": notoken.allreduce, "reduce": notoken.reduce, "scan": notoken.scan}
+
+
+# --- programs: what a step executes ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Program:
+    case: str
+    way: str
+    compiler: str
+    leaves: tuple
+    """(shape, dtype) of each array of the operand."""
+    op: str
+    root: int
+    length: int
+
+    def __str__(self):
+        of = " and ".join(f"{dtype}{list(shape)}" for shape, dtype in self.leaves)
+        loop = f" of {self.length}" if self.way in LOOPS else ""
+        return f"{self.case} {self.op} ({self.way}{loop}, {self.compiler}), root {self.root}, of {of}"
+
+    @property
+    def calls(self):
+        """The operations that one execution counts."""
+        return (2 if self.case == "send_recv" else 1) * (self.length if self.way in LOOPS else 1)
+
+    def fractions(self, dtype):
+        """Whether the values are fractions, so that sums are rounded."""
+        return self.op == "SUM" and dtype in TOLERANCE and self.way not in DERIVATIVES
+
+
+def draw(generator, size, number):
+    """A program; successive numbers go through all operations."""
+    case, way = [*CASE, "barrier"][number % (len(CASE) + 1)], generator.choice(WAYS)
+    wide = way not in ("eager", "jit")
+    kinds = MOVED[:-1] if case in REDUCING else MOVED  # there are no reductions of float8
+    dtype = generator.choice(WIDE[2:] if way in DERIVATIVES else WIDE if wide else kinds)
+    op = _draw_op(generator, dtype, wide) if case in REDUCING else ""
+    leaves = ((generator.choice(SHAPES if wide else LARGE_SHAPES), dtype),)
+    if generator.random() < 0.25 and op in ("", "SUM", "MAX", "MIN"):
+        leaves += MORE_LEAVES[1:] if way in DERIVATIVES else MORE_LEAVES
+    # A loop that is not compiled as a whole would be compiled again in each call.
+    compilers = ["jax.jit", "jaxmpi.jit"] + (["no jit"] if way in DERIVATIVES else [])
+    compiler = "no jit" if way == "eager" else generator.choice(compilers)
+    return Program(case, way, compiler, leaves, op, generator.randrange(size), generator.choice([2, 10, 30, 100]))
+
+
+def _draw_op(generator, dtype, wide):
+    kind = dtype_of(dtype).kind
+    if kind == "b":
+        return "LXOR"
+    if kind == "u":
+        return "BXOR"
+    return "SUM" if wide or kind == "c" else generator.choice(REDUCTIONS)
+
+
+def values(program, step, rank, size, salt=0):
+    """What a rank passes in a step: small integers, with which everything is exact, or fractions."""
+    return [_values(program, step + salt, rank, size, shape, dtype) for shape, dtype in program.leaves]
+
+
+def _values(program, step, rank, size, shape, dtype):
+    most = {"float8_e5m2": 5, "bool": 2}.get(dtype, 97)
+    if program.op == "PROD":
+        most = 3
+    elif program.op == "SUM" and dtype in ("float16", "bfloat16"):
+        most = max(240 // size, 2)
+    if program.case in CASE:
+        shape = CASE[program.case].shape(shape, rank, size, program.root)
+    numbers = (17 * np.arange(int(np.prod(shape))) + 29 * rank + 41 * step) % most
+    return (numbers / 10 if program.fractions(dtype) else numbers).astype(dtype_of(dtype)).reshape(shape)
+
+
+# --- by jaxmpi -------------------------------------------------------------------------------------------------------
+
+
+def _once(program, comm, x):
+    if program.case == "barrier":
+        jaxmpi.barrier(comm=comm)
+        return x
+    if program.op:
+        root = {"root": program.root} if program.case == "reduce" else {}
+        return REDUCING[program.case](x, getattr(MPI, program.op), comm=comm, **root)
+    if program.case == "sendrecv":
+        source, dest = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+        return notoken.sendrecv(x, x, source, dest, sendtag=3, recvtag=3, comm=comm)
+    return CASE[program.case].call(x, comm, program.root)
+
+
+def _square(x):
+    return jax.tree.map(lambda leaf: leaf * leaf, x)
+
+
+def packed(program, leaves):
+    """The leaves as an argument: an array, or a pytree."""
+    arrays = tuple(jnp.asarray(leaf) for leaf in leaves)
+    return arrays if len(program.leaves) > 1 else arrays[0]
+
+
+def build(program, comm, right):
+    """The function of a program, whose results are like those in `right`."""
+    like = packed(program, right[: len(program.leaves)])
+    once = functools.partial(_once, program, comm)
+    shifted = lambda x, k: once(jax.tree.map(lambda leaf: leaf + k.astype(leaf.dtype), x))  # noqa: E731
+    plus = lambda total, x, k: jax.tree.map(jnp.add, total, shifted(x, k))  # noqa: E731
+    zeros = lambda: jax.tree.map(jnp.zeros_like, like)  # noqa: E731
+
+    def while_loop(x):
+        step = lambda carry: (carry[0] + 1, plus(carry[1], x, carry[0]))  # noqa: E731
+        return lax.while_loop(lambda carry: carry[0] < program.length, step, (jnp.int32(0), zeros()))[1]
+
+    def vjp(x, w):
+        y, pull = jax.vjp(lambda x: once(_square(x)), x)
+        return y, pull(w)[0]
+
+    ways = {
+        "eager": once,
+        "jit": once,
+        "fori_loop": lambda x: lax.fori_loop(0, program.length, lambda k, total: plus(total, x, k), zeros()),
+        "scan": lambda x: lax.scan(lambda none, k: (none, shifted(x, k)), None, jnp.arange(program.length))[1],
+        "while_loop": while_loop,
+        "vjp": vjp,
+        "jvp": lambda x, t: jax.jvp(lambda x: once(_square(x)), (x,), (t,)),
+    }
+    compiler = {"jax.jit": jax.jit, "jaxmpi.jit": jaxmpi.jit}.get(program.compiler, lambda f: f)
+    return compiler(ways[program.way])
+
+
+# --- by NumPy --------------------------------------------------------------------------------------------------------
+
+
+def expected(program, xs, rank):
+    """The result of the operation on a rank, given the arrays of all ranks."""
+    if program.case == "barrier" or (program.case == "reduce" and rank != program.root):
+        return xs[rank]
+    if program.case in REDUCING:
+        ranks = xs[: rank + 1] if program.case == "scan" else xs
+        return functools.reduce(UFUNCS[program.op], ranks).astype(xs[0].dtype)
+    return CASE[program.case].expected(xs, rank, program.root)
+
+
+def adjoint(program, ws, x, rank):
+    """The cotangent of the operand `x` on a rank, given the cotangents of all ranks' results (docs/autodiff.md)."""
+    root, size = program.root, len(ws)
+    match program.case:
+        case "allgather":
+            return sum(w[rank] for w in ws)
+        case "alltoall":
+            return np.stack([w[rank] for w in ws])
+        case "allreduce" | "barrier":
+            return ws[rank]
+        case "bcast":
+            return sum(ws) if rank == root else 0 * x
+        case "gather":
+            return ws[root][rank] + (0 if rank == root else ws[rank])
+        case "reduce":
+            return ws[root] + (0 if rank == root else ws[rank])
+        case "scan":
+            return sum(ws[rank:])
+        case "scatter":
+            return np.stack(ws) if rank == root else 0 * x
+        case "sendrecv":
+            return ws[(rank + 1) % size]
+        case "send_recv":
+            return ws[(rank + 1) % size] if size > 1 else 0 * x
+
+
+def witness(program, xs, more, rank):
+    """The leaves of what the program's function returns. `xs`, `more`: its arguments on all ranks, lists of leaves."""
+    columns = list(zip(*xs, strict=True))
+    if program.way in LOOPS:
+        return [_of_loop(program, column, rank) for column in columns]
+    if program.way not in DERIVATIVES:
+        return [expected(program, column, rank) for column in columns]
+    pairs = list(zip(columns, zip(*more, strict=True), strict=True))
+    results = [expected(program, [x * x for x in column], rank) for column in columns]
+    if program.way == "vjp":
+        return results + [2 * x[rank] * adjoint(program, w, x[rank], rank) for x, w in pairs]
+    tangents = ([2 * x * t for x, t in zip(*pair, strict=True)] for pair in pairs)
+    return results + [expected(program, tangent, rank) for tangent in tangents]
+
+
+def _of_loop(program, column, rank):
+    rows = ([x + np.asarray(k, x.dtype) for x in column] for k in range(program.length))
+    rows = np.stack([expected(program, row, rank) for row in rows])
+    return rows if program.way == "scan" else rows.sum(axis=0, dtype=rows.dtype)
+
+
+def cotangents(program, xs, step):
+    """What each rank passes to the transpose: integers in the shape of its result."""
+    columns = list(zip(*xs, strict=True))
+    shapes = ([expected(program, column, r).shape for column in columns] for r in range(len(xs)))
+    numbers = lambda r, i: (np.arange(i) * 5 + 13 * r + step) % 89  # noqa: E731
+    return [
+        [numbers(r, int(np.prod(shape))).astype(x.dtype).reshape(shape) for shape, x in zip(row, xs[r], strict=True)]
+        for r, row in enumerate(shapes)
+    ]
+
+
+def difference(program, got, right):
+    """In what a result is wrong, in words; empty if it is right."""
+    if len(got) != len(right):
+        return f"{len(got)} arrays in the place of {len(right)}"
+    for i, (mine, theirs) in enumerate(zip(got, right, strict=True)):
+        if mine.dtype != theirs.dtype or mine.shape != theirs.shape:
+            return f"array {i} is {mine.dtype}{list(mine.shape)}, not {theirs.dtype}{list(theirs.shape)}"
+        tolerance = TOLERANCE[str(mine.dtype)] if program.fractions(str(mine.dtype)) else 0
+        wrong = ~(abs(mine - theirs) <= tolerance * abs(theirs)) if tolerance else mine != theirs
+        if wrong.any():
+            place = tuple(int(n) for n in np.argwhere(wrong)[0])
+            return f"array {i}{list(place)} is {mine[place]}, not {theirs[place]}; {wrong.sum()} elements are wrong"
+    return ""

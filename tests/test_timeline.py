@@ -1,0 +1,360 @@
+"""The timeline of a job: JAXMPI_TRACE, and what `python -m jaxmpi.trace` makes of it."""
+
+import gzip
+import json
+import random
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from jaxmpi._trace import clocks, files, matching, report
+from launch import launch
+
+pytestmark = pytest.mark.launches
+
+BEGIN = """
+import os, sys, time
+import jax, jax.numpy as jnp
+from mpi4py import MPI
+from jaxmpi import notoken
+world = MPI.COMM_WORLD
+rank, size = world.rank, world.size
+x = jnp.arange(6.0)
+"""
+
+RANDOM = """
+import random
+half = world.Split(rank % 2)
+half.Set_name("half")
+draw = random.Random({seed})
+def right(x): return notoken.sendrecv(x, x, source=(rank - 1) % size, dest=(rank + 1) % size, sendtag=3)
+def reversed_order(x):
+    if rank == 0: notoken.send(x, size - 1, tag=5)
+    return notoken.recv(x, 0, tag=5) if rank == size - 1 else x
+KINDS = {{
+    "allreduce": lambda x: notoken.allreduce(x, MPI.SUM) / size,
+    "half": lambda x: notoken.allreduce(x, MPI.MAX, comm=half),
+    "bcast": lambda x: notoken.bcast(x, 1),
+    "alltoall": lambda x: notoken.alltoall(jnp.stack([x] * size))[0],
+    "right": right,
+    "message": reversed_order,
+    "grad": lambda x: jax.grad(lambda x: notoken.bcast(x, 0).sum())(x),
+}}
+for _ in range(60):
+    kind, way, times = draw.choice(sorted(KINDS)), draw.choice(["eager", "jit", "loop"]), draw.randrange(1, 5)
+    f = KINDS[kind]
+    if way == "eager":
+        for _ in range(times): x = f(x)
+    elif way == "jit":
+        g = jax.jit(f)
+        for _ in range(times): x = g(x)
+    else:
+        x = jax.jit(lambda x: jax.lax.fori_loop(0, times, lambda i, x: f(x), x))(x)
+"""
+
+
+def run_traced(tmp_path, ranks, program, **options):
+    folder = tmp_path / "trace"
+    path = tmp_path / "program.py"
+    path.write_text(BEGIN + program)
+    done = launch(ranks, path, JAXMPI_TRACE=str(folder), **options)
+    return folder, done
+
+
+def expected(seed, ranks):
+    """How often each rank executes each operation of RANDOM, by the same draws; (per rank), and the messages."""
+    draw = random.Random(seed)
+    counts, messages = [Counter() for _ in range(ranks)], Counter()
+    kinds = {"allreduce", "half", "bcast", "alltoall", "right", "message", "grad"}
+    for _ in range(60):
+        kind, _, times = draw.choice(sorted(kinds)), draw.choice(["eager", "jit", "loop"]), draw.randrange(1, 5)
+        for rank in range(ranks):
+            if kind in ("allreduce", "bcast", "alltoall"):
+                counts[rank][kind] += times
+            elif kind == "half":
+                counts[rank]["allreduce"] += times
+            elif kind == "right":
+                counts[rank]["sendrecv"] += times
+                messages[rank, (rank + 1) % ranks] += times
+            elif kind == "grad":
+                counts[rank]["bcast"] += times
+                counts[rank]["reduce of cotangents"] += times
+        if kind == "message":
+            counts[0]["send"] += times
+            counts[ranks - 1]["recv"] += times
+            messages[0, ranks - 1] += times
+    return counts, messages
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_random_programs_are_in_it(seed, tmp_path):
+    """Each operation on each rank, and who talks to whom."""
+    folder, _ = run_traced(tmp_path, 3, RANDOM.format(seed=seed))
+    for path in folder.glob("*.json"):
+        json.loads(path.read_text())
+    ranks = files.read(folder)
+    counts, messages = expected(seed, 3)
+    assert [Counter(event.label for event in rank.events) for rank in ranks] == counts
+    assert all(rank.lost == 0 for rank in ranks)
+    matched = matching.match(ranks)
+    assert matched.unmatched == 0
+    assert Counter((m.sent.rank, m.received.rank) for m in matched.messages) == messages
+    assert sum(len(one.events) for one in matched.collectives) == sum(
+        count for each in counts for name, count in each.items() if name not in matching.MESSAGES
+    )
+    for one in matched.all:  # the clock is one
+        assert all(late.end >= early.begin for late, early in one.needs())
+    for rank in ranks:
+        assert all(re.search(r"program.py:\d+ \(", event.arguments["line"]) for event in rank.events)
+        comms = {event.arguments["comm"] for event in rank.events}
+        assert {rank.communicators[comm].name for comm in comms} == {"the default communicator", "half"}
+        bytes_ = {max(e.arguments.get("sent", 0), e.arguments.get("received", 0)) for e in rank.events}
+        assert bytes_ == {24, 72}
+
+
+SLEEPS = """
+f = jax.jit(lambda x: notoken.allreduce(x, MPI.SUM))
+f(x).block_until_ready(); world.Barrier()
+for _ in range(3):
+    if rank == 1: time.sleep(0.3)
+    f(x).block_until_ready()
+if rank == 0:
+    time.sleep(0.4)
+    notoken.send(x, 1)
+elif rank == 1:
+    notoken.recv(x, 0).block_until_ready()
+"""
+
+
+def test_waiting_is_for_whom_one_waits(tmp_path):
+    folder, _ = run_traced(tmp_path, 2, SLEEPS)
+    ranks = files.read(folder)
+    matched = matching.match(ranks)
+    assert clocks.align(ranks, matched) == 0
+    caused = matching.add_waiting(matched)
+    waits = [event.waited / 1e6 for event in ranks[0].events if event.name == "allreduce"]
+    assert all(wait > 0.2 for wait in waits[1:])  # of rank 0 for rank 1, which sleeps
+    assert caused[0, 1] / 1e6 == pytest.approx(sum(waits), abs=0.3)
+    assert caused[1, 0] / 1e6 > 0.3  # rank 1 for rank 0, in recv
+    received = next(event for event in ranks[1].events if event.name == "recv")
+    assert 0.3 <= received.waited / 1e6 <= received.seconds
+
+
+def test_report(tmp_path):
+    folder, _ = run_traced(tmp_path, 2, SLEEPS)
+    command = [sys.executable, "-m", "jaxmpi.trace", str(folder)]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert re.search(r"allreduce +4 .*program.py:10 \(<lambda>\)\n", told)
+    assert re.search(r"\n +0 -> 1 +1 +24 B", told)
+    assert "Note" not in told
+    merged = json.loads((folder / "timeline.json").read_text())
+    assert Counter(event["ph"] for event in merged)["X"] == 4 + 4 + 2
+    assert min(event["ts"] for event in merged if event["ph"] == "X") == 0
+    if "No pictures" not in told:
+        assert (folder / "timeline.png").stat().st_size > 5000
+        assert (folder / "messages.png").stat().st_size > 5000
+    again = subprocess.run([*command, "--no-pictures"], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "timeline.png" not in again
+
+
+PROFILED = """
+f = jax.jit(lambda x: notoken.sendrecv(notoken.allreduce(x, MPI.SUM), x, 1 - rank, 1 - rank))
+f(x).block_until_ready()
+with jax.profiler.trace(os.environ["PROFILE"] + str(rank)):
+    f(x).block_until_ready()
+"""
+
+
+def test_profiler_of_jax_names_operations(tmp_path):
+    run_traced(tmp_path, 2, PROFILED, PROFILE=str(tmp_path / "profile"))
+    for rank in (0, 1):
+        (path,) = (tmp_path / f"profile{rank}").rglob("*.trace.json.gz")
+        names = {event.get("name", "") for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]}
+        for operation in ("allreduce", "sendrecv"):
+            assert any(name.startswith(f"jaxmpi_{operation}") for name in names), names
+
+
+LINES = """
+right = jax.jit(lambda: notoken.allreduce(jnp.zeros(8), MPI.SUM))  # line of 8
+single = jax.jit(lambda: notoken.allreduce(x[:4], MPI.SUM))  # line of 4
+trees = jax.jit(lambda: notoken.allreduce([x[:4], x[:3], x[:2]], MPI.SUM))  # line of 9
+for f in (right, single, trees): jax.block_until_ready(f())
+notoken.allreduce([x[:4], x[:1]], MPI.SUM)  # line of 5
+notoken.bcast((x[:4], x[:3]), 0)  # line of 7
+"""
+
+
+def test_lines_of_trees(tmp_path):
+    """Of those whose leaves are one operation, the lines are known by the size of all together."""
+    folder, _ = run_traced(tmp_path, 2, LINES)
+    lines = (tmp_path / "program.py").read_text().splitlines()
+    for rank in files.read(folder):
+        assert len(rank.events) == 5
+        for event in rank.events:
+            number = 1 + next(i for i, line in enumerate(lines) if f"line of {event.arguments['count']}" in line)
+            assert f"program.py:{number} (" in event.arguments["line"]
+            assert " or " not in event.arguments["line"]
+
+
+KILLED = """
+f = jax.jit(lambda x: notoken.allreduce(x, MPI.SUM))
+for _ in range(100): f(x)
+if rank == 1:
+    time.sleep(2)
+    os.kill(os.getpid(), 9)
+f(x)
+f(x).block_until_ready()
+"""
+
+
+def test_killed_job_has_a_timeline(tmp_path):
+    """Also of the operation in which a rank waited as the job ended."""
+    folder, done = run_traced(tmp_path, 2, KILLED, check=False)
+    assert done.returncode != 0
+    ranks = files.read(folder)
+    assert [len(rank.events) for rank in ranks] == [101, 100]
+    assert [event.complete for event in ranks[0].events] == [True] * 100 + [False]
+    matched = matching.match(ranks)
+    notes = "\n".join(report.caveats(ranks, matched, clocks.align(ranks, matched)))
+    assert "rank 0 never came back from allreduce, called at" in notes
+    assert "rank 1 was killed" in notes
+
+
+SUBPROCESS = """
+import subprocess
+notoken.barrier()
+code = "import jaxmpi; from jaxmpi import notoken; notoken.barrier(); notoken.barrier()"
+subprocess.run([sys.executable, "-c", code], check=True)
+if os.fork() == 0: sys.exit(0)
+os.wait()
+"""
+
+
+def test_other_processes_leave_it_alone(tmp_path):
+    folder, _ = run_traced(tmp_path, 2, SUBPROCESS)
+    assert [[event.name for event in rank.events] for rank in files.read(folder)] == [["barrier"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("variable", "told"),
+    [
+        ({"JAXMPI_TRACE": "/dev/null/folder"}, "JAXMPI_TRACE=/dev/null/folder: no timeline can be written there"),
+        ({"JAXMPI_TRACE_MEGABYTES": "many"}, "JAXMPI_TRACE_MEGABYTES=many: a whole number above 0 is needed"),
+    ],
+    ids=["folder", "limit"],
+)
+def test_bad_settings(variable, told, tmp_path):
+    path = tmp_path / "program.py"
+    path.write_text("import jaxmpi")
+    done = launch(1, path, check=False, **{"JAXMPI_TRACE": str(tmp_path), **variable})
+    assert done.returncode != 0
+    assert told in done.stderr
+
+
+@pytest.mark.parametrize("content", [{}, {"00000.json": "[\n"}, {"00000.json": "[\nnothing\n"}], ids=str)
+def test_bad_folders(content, tmp_path):
+    for name, text in content.items():
+        (tmp_path / name).write_text(text)
+    command = [sys.executable, "-m", "jaxmpi.trace", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("jaxmpi.trace: ")
+    assert "Traceback" not in done.stderr
+
+
+# --- clocks, on timelines that are made up ---------------------------------------------------------------------------
+
+
+def made_up(seed, shift, drift):
+    """Four ranks on two machines, whose second clock is `shift` microseconds ahead and runs faster by `drift`; the true
+    times of their events."""
+    draw = random.Random(seed)
+    ranks, truth = [], {}
+    for rank in range(4):
+        machine = f"m{rank // 2}"
+        made = files.Rank(rank, 4, machine, machine, 0.0, 0.0, lost=0)
+        made.communicators[1] = files.Communicator("", (0, 1, 2, 3))
+        ranks.append(made)
+    free = [0.0] * 4
+
+    def add(rank, name, begin, end, **arguments):
+        event = files.Event(rank, 1, name, begin, end, {"comm": 1, **arguments})
+        truth[id(event)] = (begin, end)
+        if rank >= 2:
+            event.begin, event.end = (time * (1 + drift) + shift for time in (begin, end))
+        ranks[rank].events.append(event)
+        free[rank] = end
+
+    for _ in range(2000):
+        begins = [time + draw.expovariate(1 / 2e4) for time in free]
+        if draw.random() < 0.5:
+            done = max(begins) + draw.uniform(5, 30)
+            for rank in range(4):
+                add(rank, "allreduce", begins[rank], done + draw.uniform(0, 5), sent=4, received=4)
+        else:
+            a, b = draw.sample(range(4), 2)
+            add(a, "send", begins[a], begins[a] + 2, dest=b, tag=0, sent=4)
+            arrived = max(begins[a] + draw.uniform(5, 30), begins[b]) + 1
+            add(b, "recv", begins[b], arrived, source=a, tag=0, received=4, **{"from": a, "from_tag": 0})
+    return ranks, truth
+
+
+@pytest.mark.parametrize(("shift", "drift"), [(0.0, 0.0), (3e9, 0.0), (-7e8, 2e-7)])
+@pytest.mark.alone
+def test_clocks_of_machines(shift, drift):
+    ranks, truth = made_up(3, shift, drift)
+    matched = matching.match(ranks)
+    assert matched.unmatched == 0
+    uncertainty = clocks.align(ranks, matched)
+    first = min(begin for begin, _ in truth.values())
+    errors = [abs(event.begin - (truth[id(event)][0] - first)) for rank in ranks for event in rank.events]
+    assert max(errors) <= uncertainty + 2
+    assert 0 < uncertainty < 40
+    notes = "\n".join(report.caveats(ranks, matched, uncertainty))
+    assert re.search(r"the clocks of different machines were compared to [\d.]+ us, by their operations", notes)
+
+
+@pytest.mark.alone
+def test_who_sends_and_goes_on_does_not_wait():
+    """A message that is on its way when its receiver comes late; and one whose sender is held up until then."""
+    for end, waited in ((3.0, 0.0), (902.0, 900.0)):
+        ranks = [files.Rank(rank, 2, "m", "m", 0.0, 0.0, lost=0) for rank in (0, 1)]
+        for rank in ranks:
+            rank.communicators[1] = files.Communicator("", (0, 1))
+        ranks[0].events.append(files.Event(0, 1, "send", 0.0, end, {"comm": 1, "dest": 1, "tag": 0, "sent": 4}))
+        received = {"comm": 1, "source": 0, "tag": 0, "received": 4, "from": 0, "from_tag": 0}
+        ranks[1].events.append(files.Event(1, 1, "recv", 900.0, 903.0, received))
+        matched = matching.match(ranks)
+        caused = matching.add_waiting(matched)
+        assert len(matched.messages) == 1
+        assert ranks[0].events[0].waited == waited
+        assert ranks[1].events[0].waited == 0
+        assert caused.get((0, 1), 0.0) == waited
+
+
+@pytest.mark.alone
+def test_clocks_that_nothing_connects():
+    ranks, _ = made_up(3, 5e8, 0.0)
+    for rank in ranks:
+        rank.events = [event for event in rank.events if event.name == "send"][:1]
+        rank.realtime = 1e15
+        rank.monotonic = 5e8 if rank.rank >= 2 else 0.0
+    matched = matching.match(ranks)
+    assert clocks.align(ranks, matched) == float("inf")
+    assert max(event.begin for rank in ranks for event in rank.events) < 1e8
+    assert "by their time of day alone" in "\n".join(report.caveats(ranks, matched, float("inf")))
+
+
+@pytest.mark.alone
+def test_jobs_are_not_mixed(tmp_path):
+    for rank, size in ((0, 1), (1, 2)):
+        header = {"rank": rank, "size": size, "host": "a", "clock": "a", "monotonic": 0, "realtime": 0}
+        (tmp_path / f"{rank:05d}.json").write_text(
+            "[\n" + json.dumps({"name": "jaxmpi", "ph": "M", "pid": rank, "args": header}) + ",\n"
+        )
+    with pytest.raises(ValueError, match="of another job"):
+        files.read(Path(tmp_path))
