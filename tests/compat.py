@@ -131,7 +131,7 @@ def check(row, folder):
     passed = [line for output in suites for line in output.splitlines() if " passed" in line]
     tried = python("-c", "from jaxmpi import _jax; print(_jax.NEWEST_TRIED)").strip()
     if row.jax == "newest" and facts["JAX"].split(",")[0] != tried:
-        passed.append(f"NEWEST_TRIED in _jax.py is {tried}")
+        passed.append(f"NEWEST_TRIED in _launcher/sharded.py is {tried}")
     return f"JAX {facts['JAX'].split(',')[0]}, {facts['ABI copy'].split()[0]}: {' and '.join(passed)}"
 
 

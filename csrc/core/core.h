@@ -92,6 +92,13 @@ static inline bool reduction_is_freed(const struct reduction *reduction) {
 /* NULL: out of memory. The number of a reduction by MPI or by us has a key made of its name: the same in each run. */
 struct reduction *reduction_add(intptr_t handle, enum reducer by, const char *name);
 
+/* Ranks of COMM_WORLD, and the handle of their communicator once the body of `connect` has made it. */
+struct group {
+  intptr_t handle;
+  int size;
+  int ranks[];
+};
+
 /* An error of an operation that was executed after its call had returned: the next operation raises it. */
 struct failure {
   enum ffi_error_code code;
@@ -113,6 +120,7 @@ struct runtime {
   atomic_long failures; /* operations that have failed so far: a call during which this grows checks its link: link.c */
   struct communicator *_Atomic freed; /* those that have been freed since Python asked */
   struct failure *_Atomic deferred;   /* the first error not yet reported */
+  struct reduction *reductions[4];    /* SUM, PROD, MAX, MIN: for JAX's sharded programs; NULL: not in use */
   void *library;                      /* MPI, from dlopen */
   bool aware;                         /* MPI accepts device pointers */
   enum transport transport;           /* for what is staged: everything if MPI is not aware */
@@ -283,6 +291,10 @@ struct abi {
 
   /* Gathers `bytes` from each rank on all ranks. Returns an MPI error code. Called by compare_ranks. */
   int (*exchange)(const struct communicator *comm, const void *mine, void *all, size_t bytes);
+
+  /* Begins to send what a call of `send` passes, which must stay until the body of `wait` is done with the request.
+   * Returns an MPI error code. */
+  int (*start_send)(const struct call *call, intptr_t *request);
 
   /* Ends the job. Any thread. */
   void (*abort)(int status);

@@ -99,6 +99,7 @@ const struct abi ABI_LOCAL(abi) = {
     .communicator = communicator,
     .own_operations = own_operations,
     .exchange = exchange,
+    .start_send = post_send,
     .abort = abort_job,
     .any_source = ABI_ANY_SOURCE,
     .any_tag = ABI_ANY_TAG,

@@ -27,6 +27,7 @@ enum { MPI_SUCCESS = 0 };
 #define mpi              ABI_LOCAL(mpi)
 #define own_reductions   ABI_LOCAL(own_reductions)
 #define operation_bodies ABI_LOCAL(operation_bodies)
+#define post_send        ABI_LOCAL(post_send)
 
 struct mpi_table {
 #define REQUIRED(name, parameters) int(*name) parameters;
@@ -46,5 +47,8 @@ extern const struct own_reductions own_reductions[];
 
 /* In the order of ops.def. */
 extern ffi_error *(*const operation_bodies[])(struct call *);
+
+/* See struct abi. */
+int post_send(const struct call *call, intptr_t *request);
 
 #endif

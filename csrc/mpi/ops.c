@@ -204,6 +204,25 @@ static ffi_error *check(struct call *c) {
   return NULL;
 }
 
+/* Makes the communicator of a group. All ranks of the group do this, and no others. */
+static ffi_error *connect(struct call *c) {
+  ARGUMENTS(connect, c);
+  (void)b;
+  struct group *g = object_of(a.group);
+  MPI_Group world, group;
+  MPI_Comm made;
+  BEGIN(c, Comm_create_group, "of %d ranks with", g->size);
+  TRY_MPI(c, Comm_group, comm, &world);
+  int code = mpi.Group_incl(world, g->size, g->ranks, &group);
+  mpi.Group_free(&world);
+  TRY(c, code);
+  code = mpi.Comm_create_group(comm, group, 0, &made);
+  mpi.Group_free(&group);
+  TRY(c, code);
+  g->handle = (intptr_t)made;
+  return NULL;
+}
+
 /* in: (*shape)  out, on root only: (size, *shape) */
 static ffi_error *gather(struct call *c) {
   ARGUMENTS(gather, c);
@@ -225,6 +244,17 @@ static ffi_error *reduce(struct call *c) {
     void *out = root ? buffer_at(b.out, i) : NULL;
     TRY(c, mpi.Reduce(in, out, (int)n, element(b.in->type), handle_of(a.op), (int)a.root, comm));
   }
+  return NULL;
+}
+
+/* in: (size, *shape)  out: (*shape) */
+static ffi_error *reduce_scatter(struct call *c) {
+  ARGUMENTS(reduce_scatter, c);
+  BEGIN(c, Reduce_scatter_block, "with %" PRId64 " items and", b.out->count);
+  if (b.out->count > runtime.max_count)
+    return call_fail(c, FFI_UNIMPLEMENTED, "more than %" PRId64 " elements for each rank", runtime.max_count);
+  TRY(c, mpi.Reduce_scatter_block(b.in->data, b.out->data, (int)b.out->count, element(b.in->type), handle_of(a.op),
+                                  comm));
   return NULL;
 }
 
@@ -456,6 +486,28 @@ static ffi_error *sendrecv(struct call *c) {
   parcel_free(&in);
   span_free(&out);
   return error != NULL || code == MPI_SUCCESS ? error : call_fail_mpi(c, code);
+}
+
+int post_send(const struct call *call, intptr_t *request) {
+  ARGUMENTS(send, (struct call *)(uintptr_t)call);
+  MPI_Request made;
+  struct span in = span_of(b.in->type, b.in->count);
+  int code = in.code;
+  if (code == MPI_SUCCESS) code = mpi.Isend(b.in->data, in.count, in.type, (int)a.dest, (int)a.tag, comm, &made);
+  span_free(&in);
+  if (code == MPI_SUCCESS) *request = (intptr_t)made;
+  return code;
+}
+
+/* Until a message has left its buffer. */
+static ffi_error *wait(struct call *c) {
+  ARGUMENTS(wait, c);
+  (void)b, (void)comm;
+  MPI_Request request = (MPI_Request)*(intptr_t *)object_of(a.request);
+  MPI_Status status;
+  BEGIN(c, Wait, "-> %d with", (int)a.dest);
+  TRY(c, mpi.Wait(&request, &status));
+  return NULL;
 }
 
 #ifdef MORE_BODIES

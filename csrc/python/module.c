@@ -12,6 +12,7 @@
 #include "devices/transport.h"
 #include "python/link.h"
 #include "python/place.h"
+#include "sharded/sharded.h"
 
 /* Steals `value`. -1 with an exception set: it is NULL or cannot be stored. */
 static int put(PyObject *dict, const char *key, PyObject *value) {
@@ -522,6 +523,59 @@ static PyObject *close_timeline(PyObject *self, PyObject *args) {
   return without_gil(timeline_close);
 }
 
+PyDoc_STRVAR(set_reductions_doc,
+             "set_reductions(sum, prod, max, min)\n\nThe numbers of the reductions that JAX's sharded programs use.");
+static PyObject *set_reductions(PyObject *self, PyObject *args) {
+  (void)self;
+  long long numbers[4];
+  if (!PyArg_ParseTuple(args, "LLLL", &numbers[0], &numbers[1], &numbers[2], &numbers[3])) return NULL;
+  for (int i = 0; i < 4; i++) runtime.reductions[i] = registry_at(numbers[i]);
+  Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(group_doc, "group(ranks) -> number\n\nOf COMM_WORLD, a tuple.");
+static PyObject *group(PyObject *self, PyObject *args) {
+  (void)self;
+  PyObject *ranks;
+  if (!PyArg_ParseTuple(args, "O!", &PyTuple_Type, &ranks)) return NULL;
+  Py_ssize_t size = PyTuple_Size(ranks);
+  struct group *made = malloc(sizeof *made + (size_t)size * sizeof *made->ranks); /* in the registry for ever */
+  if (made == NULL) return PyErr_NoMemory();
+  made->size = (int)size;
+  for (Py_ssize_t i = 0; i < size; i++) made->ranks[i] = (int)PyLong_AsLong(PyTuple_GetItem(ranks, i));
+  int64_t number = PyErr_Occurred() ? 0 : registry_add(made, NULL);
+  if (number == 0) free(made);
+  if (number == 0 && !PyErr_Occurred()) return PyErr_NoMemory();
+  return number != 0 ? PyLong_FromLongLong(number) : NULL;
+}
+
+PyDoc_STRVAR(connect_doc,
+             "connect(group) -> handle\n\n"
+             "Makes the communicator of a group, together with its other ranks. RuntimeError: MPI has refused it.");
+static PyObject *connect_group(PyObject *self, PyObject *args) {
+  (void)self;
+  long long number;
+  if (!PyArg_ParseTuple(args, "L", &number)) return NULL;
+  struct group *found = registry_at(number);
+  if (found == NULL) return PyErr_Format(PyExc_ValueError, "no group has the number %lld", number);
+  PyThreadState *state = PyEval_SaveThread();
+  const ffi_error *error = sharded_connect(found);
+  PyEval_RestoreThread(state);
+  if (error != NULL) return PyErr_Format(PyExc_RuntimeError, "%s", sharded_error());
+  return PyLong_FromSsize_t(found->handle);
+}
+
+PyDoc_STRVAR(expect_doc, "expect(number)\n\nThe communicator for which XLA asks next; 0: none.");
+static PyObject *expect(PyObject *self, PyObject *args) {
+  (void)self;
+  long long number;
+  if (!PyArg_ParseTuple(args, "L", &number)) return NULL;
+  struct communicator *comm = number != 0 ? communicator_at(number) : NULL;
+  if (number != 0 && comm == NULL) return NULL;
+  sharded_expect(comm);
+  Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
     {"load", load, METH_VARARGS, load_doc},
     {"datatypes", datatypes, METH_NOARGS, datatypes_doc},
@@ -555,6 +609,10 @@ static PyMethodDef methods[] = {
     {"note_in_timeline", note_in_timeline, METH_VARARGS, note_in_timeline_doc},
     {"close_timeline", close_timeline, METH_NOARGS, close_timeline_doc},
     {"linker", link_make, METH_VARARGS, link_doc},
+    {"set_reductions", set_reductions, METH_VARARGS, set_reductions_doc},
+    {"group", group, METH_VARARGS, group_doc},
+    {"connect", connect_group, METH_VARARGS, connect_doc},
+    {"expect", expect, METH_VARARGS, expect_doc},
     {"set_max_count", set_max_count, METH_VARARGS, set_max_count_doc},
     {NULL, NULL, 0, NULL},
 };

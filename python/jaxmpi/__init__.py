@@ -3,6 +3,7 @@
 import re as _re
 import sys as _sys
 from importlib.metadata import version as _version
+from importlib.util import find_spec as _find_spec
 
 __version__ = _version("jaxmpi")
 
@@ -23,6 +24,11 @@ def _module_to_run() -> str:
 # `python -m jaxmpi.run` starts the processes that use MPI and must not be one of them; `python -m jaxmpi.info` reports
 # why the package cannot be loaded; `python -m jaxmpi.trace` reads files. For these nothing is imported here.
 if _module_to_run() not in ("jaxmpi.run", "jaxmpi.info", "jaxmpi.trace"):
+    from jaxmpi._launcher import sharded as _sharded_programs
+
+    _sharded_programs.offer(getattr(_find_spec("jaxmpi._core"), "origin", None) or "")  # before jax is imported
+
+    # isort: split
     from jaxmpi import _native as _native  # first: its errors say what is wrong with mpi4py
 
     # isort: split
@@ -31,6 +37,8 @@ if _module_to_run() not in ("jaxmpi.run", "jaxmpi.info", "jaxmpi.trace"):
     from jaxmpi import compat, notoken
     from jaxmpi._operations import *  # noqa: F403 (it has __all__)
     from jaxmpi._order import Token, jit
+
+    _sharded_programs.taken()
 
     __all__ = ["Token", "compat", "jit", "notoken"]
     __all__ += _operations.__all__

@@ -6,7 +6,6 @@ Tested with JAX 0.6.0 to `NEWEST_TRIED`. If a version moves one of these names, 
 
 import functools
 import inspect
-import re
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -24,14 +23,14 @@ from jax.interpreters import ad as ad
 from jax.interpreters import batching as batching
 from jax.interpreters import mlir as mlir
 
+from jaxmpi._launcher.sharded import NEWEST_TRIED, numbers
+
 Function = Callable[..., Any]
 Effect = effects.Effect
 ShapedArray = core.ShapedArray
 Tracer = core.Tracer
 abstract_token = core.abstract_token
 
-NEWEST_TRIED = "0.12.0.1"
-"""The newest version of JAX with which the tests were run."""
 ADVICE = f"This version of jaxmpi was tried on JAX 0.6.0 to {NEWEST_TRIED}: use one of these, or a newer jaxmpi."
 
 KEEPS_EFFECTS = hasattr(effects, "partial_eval_kept_effects")
@@ -48,11 +47,6 @@ _PERMISSIONS = (
     effects.remat_allowed_effects,
     *([effects.partial_eval_kept_effects] if KEEPS_EFFECTS else []),
 )
-
-
-def numbers(version: str) -> tuple[int, ...]:
-    """The numbers of a version, without those of its build."""
-    return tuple(int(number) for number in re.findall(r"\d+", version.partition("dev")[0].partition("+")[0]))
 
 
 if numbers(jax.__version__) > numbers(NEWEST_TRIED):

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from jaxmpi._launcher import monitor
+from jaxmpi._launcher import monitor, sharded
 
 STAND_INS = ("mpi4jax", "mpi4jax-token", "jpi")
 """The packages that jaxmpi can replace: the names in compat/_install.py, which is not imported here."""
@@ -125,6 +125,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         default="rank",
         help="rank: each rank takes one of its machine's accelerators, in turn (default); all: each sees all of them",
     )
+    parser.add_argument(
+        "--collectives",
+        choices=sharded.KINDS,
+        help="run a program of JAX's own sharded arrays (shard_map, NamedSharding) over all ranks, one CPU device each: "
+        "its collectives by this MPI, or by gloo",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the command instead of running it")
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as in python -m")
     parser.add_argument("program", help="script, or module with -m")
@@ -163,7 +169,8 @@ def main(arguments: list[str] | None = None) -> None:
     program = ["-m", options.program] if options.module else [options.program]
     # By path, not as a module: the program must be the first to import jax and mpi4py, so that it can configure them.
     stand_ins = [word for name in options.stand_in for word in ("--as", name)]
-    chosen = ["--devices", options.devices, *stand_ins, *program, *options.arguments]
+    collectives = ["--collectives", options.collectives] if options.collectives else []
+    chosen = ["--devices", options.devices, *collectives, *stand_ins, *program, *options.arguments]
     child = [sys.executable, str(Path(__file__).with_name("_launcher") / "child.py"), *chosen]
     command = [mpiexec, "-n", str(options.ranks), *placed, *child]
     if options.dry_run:

@@ -9,6 +9,7 @@
 #define MPI_Comm       OUR_Comm
 #define MPI_Datatype   OUR_Datatype
 #define MPI_Op         OUR_Op
+#define MPI_Group      OUR_Group
 #define MPI_Message    OUR_Message
 #define MPI_Request    OUR_Request
 #define MPI_Aint       OUR_Aint
@@ -22,6 +23,7 @@
 #undef MPI_Comm
 #undef MPI_Datatype
 #undef MPI_Op
+#undef MPI_Group
 #undef MPI_Message
 #undef MPI_Request
 #undef MPI_Aint
@@ -64,6 +66,7 @@ struct mpi_table compared_functions = {
 SAME_TYPE(Comm);
 SAME_TYPE(Datatype);
 SAME_TYPE(Op);
+SAME_TYPE(Group);
 SAME_TYPE(Message);
 SAME_TYPE(Request);
 #define SAME_INTEGER(name) \

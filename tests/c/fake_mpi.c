@@ -139,6 +139,13 @@ int MPI_Reduce(const void *in, void *out, int n, MPI_Datatype t, MPI_Op op, int 
   return fake_reads(call, in, n, t);
 }
 
+int MPI_Reduce_scatter_block(const void *in, void *out, int n, MPI_Datatype t, MPI_Op op, MPI_Comm handle) {
+  BEGIN(Reduce_scatter_block);
+  TRY(fake_writes(call, out, n, t));
+  const char *mine = (const char *)in + comm->rank * call->out_bytes;
+  return reduction(call, mine, out, n, t, op, comm->size);
+}
+
 /* --- messages --- */
 
 static int start_send(struct fake_call *call, const struct comm *comm, const void *in, int n, MPI_Datatype t, int dest,

@@ -6,7 +6,7 @@
 #include <string.h>
 #include <time.h>
 
-enum { COMMS = 64, ATTRIBUTES = 256, KEYVALS = 64, TYPES = 64, OPERATIONS = 64, MESSAGES = 16 };
+enum { COMMS = 64, ATTRIBUTES = 256, KEYVALS = 64, TYPES = 64, OPERATIONS = 64, MESSAGES = 16, GROUPS = 8 };
 
 /* Numbers that differ between the ABIs and that csrc/mpi/abi does not need; where the status keeps the size. */
 static const struct traits {
@@ -161,6 +161,75 @@ int MPI_Comm_get_attr(MPI_Comm comm, int key, void *value, int *flag) {
       memcpy(value, &attributes[i].value, sizeof(void *));
       *flag = 1;
     }
+  return MPI_SUCCESS;
+}
+
+/* --- groups --- */
+
+static struct {
+  bool live;
+  int size, ranks[GROUPS];
+} groups[GROUPS];
+
+static MPI_Group group_new(int size) {
+  int place = 0;
+  while (place < GROUPS - 1 && groups[place].live) place++;
+  groups[place].live = true;
+  groups[place].size = size;
+  return (MPI_Group)FAKE_HANDLE(KIND_GROUP, place);
+}
+
+static int group_place(MPI_Group group) {
+  intptr_t place = FAKE_PLACE(KIND_GROUP, group);
+  return place >= 0 && place < GROUPS && groups[place].live ? (int)place : -1;
+}
+
+int fake_groups(void) {
+  int live = 0;
+  for (int i = 0; i < GROUPS; i++) live += groups[i].live;
+  return live;
+}
+
+int MPI_Comm_group(MPI_Comm handle, MPI_Group *group) {
+  struct fake_call *call;
+  struct comm *comm;
+  int code = fake_begin_on("MPI_Comm_group", handle, &call, &comm);
+  if (code != MPI_SUCCESS) return code;
+  *group = group_new(comm->size);
+  for (int i = 0; i < comm->size; i++) groups[group_place(*group)].ranks[i] = i;
+  return MPI_SUCCESS;
+}
+
+int MPI_Group_incl(MPI_Group group, int n, const int ranks[], MPI_Group *result) {
+  struct fake_call *call;
+  int code = fake_begin("MPI_Group_incl", &call), place = group_place(group);
+  if (code != MPI_SUCCESS) return code;
+  if (place < 0 || n > GROUPS) return FAKE_ERR_ARG;
+  for (int i = 0; i < n; i++)
+    if (ranks[i] < 0 || ranks[i] >= groups[place].size) return FAKE_ERR_RANK;
+  *result = group_new(n);
+  memcpy(groups[group_place(*result)].ranks, ranks, (size_t)n * sizeof *ranks);
+  return MPI_SUCCESS;
+}
+
+int MPI_Group_free(MPI_Group *group) {
+  struct fake_call *call;
+  int code = fake_begin("MPI_Group_free", &call), place = group_place(*group);
+  if (code != MPI_SUCCESS) return code;
+  if (place < 0) return FAKE_ERR_ARG;
+  groups[place].live = false;
+  return MPI_SUCCESS;
+}
+
+int MPI_Comm_create_group(MPI_Comm handle, MPI_Group group, int tag, MPI_Comm *result) {
+  struct fake_call *call;
+  struct comm *comm;
+  int code = fake_begin_on("MPI_Comm_create_group", handle, &call, &comm), place = group_place(group), rank = 0;
+  if (code != MPI_SUCCESS) return code;
+  if (place < 0 || tag < 0) return FAKE_ERR_ARG;
+  while (rank < groups[place].size && groups[place].ranks[rank] != comm->rank) rank++;
+  if (rank == groups[place].size) return FAKE_ERR_RANK;
+  *result = (MPI_Comm)comm_new(rank, groups[place].size);
   return MPI_SUCCESS;
 }
 

@@ -62,6 +62,9 @@ int fake_begin_on(const char *name, MPI_Comm handle, struct fake_call **call, st
 struct comm *fake_comm(MPI_Comm handle);
 struct type *fake_type(MPI_Datatype handle);
 
+/* How many groups are live. */
+int fake_groups(void);
+
 /* Record count, type and bytes; return an error code. An empty buffer may be NULL. */
 int fake_reads(struct fake_call *call, const void *data, int count, MPI_Datatype type);
 int fake_writes(struct fake_call *call, void *data, int count, MPI_Datatype type);
@@ -79,7 +82,7 @@ void fake_set_status(MPI_Status *status, int source, int tag, int64_t bytes);
 int64_t fake_status_bytes(const MPI_Status *status);
 
 /* Handles: the top bit set where they are integers, beyond 32 bits where they are pointers. */
-enum fake_kind { KIND_COMM = 1, KIND_TYPE, KIND_OP, KIND_REQUEST, KIND_MESSAGE };
+enum fake_kind { KIND_COMM = 1, KIND_TYPE, KIND_OP, KIND_REQUEST, KIND_MESSAGE, KIND_GROUP };
 #define FAKE_BASE                (sizeof(MPI_Comm) == sizeof(int) ? (intptr_t)INT32_MIN : (intptr_t)0x5a5a00000000)
 #define FAKE_HANDLE(kind, place) (FAKE_BASE + ((intptr_t)(kind) << 24) + (intptr_t)(place))
 #define FAKE_PLACE(kind, handle) ((intptr_t)(handle) - FAKE_HANDLE(kind, 0))

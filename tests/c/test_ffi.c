@@ -15,13 +15,16 @@ static const struct {
     {"barrier", {"comm", "derivative"}},
     {"bcast", {"comm", "derivative", "root"}},
     {"check", {"comm", "text"}},
+    {"connect", {"comm", "group"}},
     {"gather", {"comm", "derivative", "root"}},
     {"recv", {"comm", "source", "status", "tag"}},
     {"reduce", {"comm", "derivative", "op", "root"}},
+    {"reduce_scatter", {"comm", "derivative", "op"}},
     {"scan", {"comm", "derivative", "op"}},
     {"scatter", {"comm", "derivative", "root"}},
     {"send", {"comm", "dest", "tag"}},
     {"sendrecv", {"comm", "dest", "recvtag", "sendtag", "source", "status"}},
+    {"wait", {"comm", "dest", "request"}},
 };
 enum { OPERATIONS = sizeof expected / sizeof *expected };
 

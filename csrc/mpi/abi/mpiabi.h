@@ -5,6 +5,7 @@
 typedef struct MPI_ABI_Comm *MPI_Comm;
 typedef struct MPI_ABI_Datatype *MPI_Datatype;
 typedef struct MPI_ABI_Op *MPI_Op;
+typedef struct MPI_ABI_Group *MPI_Group;
 typedef struct MPI_ABI_Message *MPI_Message;
 typedef struct MPI_ABI_Request *MPI_Request;
 typedef intptr_t MPI_Aint;

@@ -5,6 +5,7 @@
 typedef int MPI_Comm;
 typedef int MPI_Datatype;
 typedef int MPI_Op;
+typedef int MPI_Group;
 typedef int MPI_Message;
 typedef int MPI_Request;
 typedef intptr_t MPI_Aint;

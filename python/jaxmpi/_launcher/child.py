@@ -203,13 +203,27 @@ def _beside(name: str):
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # the package's own, if that is imported later
     spec.loader.exec_module(module)
     return module
 
 
-def _take_a_device(assign: bool) -> None:
-    """Makes this rank take a device when the program imports jax: the user's choice or, with `assign`, its own."""
-    sys.meta_path.insert(0, _beside("placement").AtImport(assign))
+def _ready_jax(devices: str, collectives: str) -> None:
+    """As the program imports jax: this rank takes a device, the user's choice or its own; and what carries JAX's
+    collectives, if anything is to."""
+    placement, sharded = _beside("placement"), _beside("sharded") if collectives else None
+
+    def before() -> None:
+        if collectives == "mpi":
+            sharded.offer(placement.core_file())
+
+    def after(jax: types.ModuleType) -> None:
+        placement.take(jax.config, devices == "rank")
+        if sharded is not None:
+            sharded.taken()
+            sharded.prepare(collectives)
+
+    sys.meta_path.insert(0, placement.AtImport(before, after))
 
 
 def _find_folder() -> None:
@@ -241,12 +255,14 @@ _own_module = sys.modules["__main__"]  # kept: its functions are those that run
 
 
 def _run(arguments: list[str]) -> None:
-    while arguments[0] in ("--as", "--devices"):
+    chosen = {"--devices": "rank", "--collectives": ""}
+    while arguments[0] in ("--as", *chosen):
         option, value, *arguments = arguments
         if option == "--as":
             sys.meta_path.insert(0, _StandIn(value))
         else:
-            _take_a_device(value == "rank")
+            chosen[option] = value
+    _ready_jax(*chosen.values())
     # The program's definitions stay in `__main__`, for pickling, threads and exit handlers.
     sys.modules["__main__"] = types.ModuleType("__main__")
     vars(sys.modules["__main__"])["__builtins__"] = builtins

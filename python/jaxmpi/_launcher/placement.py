@@ -10,8 +10,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
 
 LAUNCHERS = (
     ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -103,7 +104,7 @@ def assign(counts: Mapping[str, int], environment: Mapping[str, str]) -> dict[st
     return chosen
 
 
-def _core_file() -> str:
+def core_file() -> str:
     """The path of the core, which an editable install keeps elsewhere; empty if not found. Imports nothing."""
     name, package = "jaxmpi._core", [str(Path(__file__).parents[1])]
     specs = (finder.find_spec(name, package) for finder in sys.meta_path)
@@ -126,7 +127,7 @@ def device_counts() -> dict[str, int]:
     A separate process asks: a driver loaded in this one would later be taken for one that the MPI library uses, and
     processes that the program forks could not use it.
     """
-    command = [sys.executable, "-S", __file__, _core_file()]
+    command = [sys.executable, "-S", __file__, core_file()]
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=60, check=True)
         return json.loads(done.stdout)
@@ -144,13 +145,13 @@ def take(config, may_assign: bool = True) -> None:
 
 
 class AtImport(importlib.abc.MetaPathFinder):
-    """Takes the device when the program first imports jax.
+    """Does something right before and right after the program first imports jax.
 
     So the variables that the program sets before, and what it sets in `jax.config` afterwards, are respected.
     """
 
-    def __init__(self, assign: bool = True):
-        self.assign = assign
+    def __init__(self, before: Callable[[], None], after: Callable[[ModuleType], None]):
+        self.before, self.after = before, after
 
     def find_spec(self, fullname, path=None, target=None):
         if fullname != "jax":
@@ -161,11 +162,12 @@ class AtImport(importlib.abc.MetaPathFinder):
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
-            def execute_and_take(module):
+            def execute_between(module):
+                self.before()
                 execute(module)
-                take(module.config, self.assign)
+                self.after(module)
 
-            spec.loader.exec_module = execute_and_take
+            spec.loader.exec_module = execute_between
         return spec
 
 

@@ -1,0 +1,192 @@
+#include "sharded/sharded.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/call.h"
+#include "core/compare.h"
+
+/* --- errors ------------------------------------------------------------------------------------------------------ */
+
+static _Thread_local char error[480]; /* XLA has room for 512 characters */
+
+ffi_error *sharded_fail(const char *text) {
+  static char failed;
+  snprintf(error, sizeof error, "%s", text);
+  return (ffi_error *)&failed;
+}
+
+const char *sharded_error(void) { return error; }
+
+static ffi_error *keep(ffi_error_create_args *args) { return sharded_fail(args->message); }
+
+static const ffi_api api = {.struct_size = sizeof api, .error_create = keep};
+static const ffi_frame frame = {.struct_size = sizeof frame, .api = &api};
+
+/* --- calls ------------------------------------------------------------------------------------------------------- */
+
+/* What is not set here is set by the functions below: attributes, and buffers in the order of ops.def. */
+static void begin(struct call *call, int row, struct communicator *comm) {
+  memset(call, 0, offsetof(struct call, buffers));
+  call->frame = &frame;
+  call->operation = &operation_table[row];
+  call->comm = comm;
+  call->memory = memory_spaces[0];
+  call->reducer = REDUCER_MPI;
+  call->attributes[call->operation->comm] = (int64_t)(intptr_t)comm;
+}
+
+static void pass(struct call *call, void *data, int64_t count, int type) {
+  int i = call->buffer_count++;
+  call->buffers[i] = (struct buffer){data, count, datatype_find(type), call->operation->buffers[i].role};
+  call->first[i] = (short)i;
+  call->first[i + 1] = call->buffer_count;
+}
+
+static void set(struct call *call, const char *name, int64_t value) {
+  int i = 0;
+  while (strcmp(call->operation->attributes[i].name, name) != 0) i++;
+  call->attributes[i] = value;
+}
+
+/* XLA's number of elements may not have fitted an int. */
+static ffi_error *check(const struct call *call) {
+  for (int i = 0; i < call->buffer_count; i++)
+    if (call->buffers[i].count < 0 || call->buffers[i].type == NULL)
+      return call_fail(call, FFI_UNIMPLEMENTED,
+                       "too many elements for one of JAX's collectives, which count by an int: divide the array, or use "
+                       "jaxmpi's own functions");
+  return call_check(call);
+}
+
+static ffi_error *run(struct call *call) {
+  ffi_error *failure = check(call);
+  if (failure != NULL) return failure;
+  if (atomic_load_explicit(&runtime.check, memory_order_relaxed)) compare_decide(call);
+  call->logged = atomic_load_explicit(&runtime.log, memory_order_relaxed);
+  return call_body(call);
+}
+
+ffi_error *sharded_allreduce(const void *in, void *out, int count, int type, struct reduction *reduction,
+                             struct communicator *comm) {
+  struct call call;
+  begin(&call, ROW_allreduce, comm);
+  pass(&call, (void *)(uintptr_t)in, count, type);
+  pass(&call, out, count, type);
+  set(&call, "op", (int64_t)(intptr_t)reduction);
+  return run(&call);
+}
+
+ffi_error *sharded_allgather(const void *in, int count, int type, void *out, struct communicator *comm) {
+  struct call call;
+  begin(&call, ROW_allgather, comm);
+  pass(&call, (void *)(uintptr_t)in, count, type);
+  pass(&call, out, (int64_t)count * comm->size, type);
+  return run(&call);
+}
+
+ffi_error *sharded_reduce_scatter(const void *in, void *out, int count, int type, struct reduction *reduction,
+                                  struct communicator *comm) {
+  struct call call;
+  begin(&call, ROW_reduce_scatter, comm);
+  pass(&call, (void *)(uintptr_t)in, (int64_t)count * comm->size, type);
+  pass(&call, out, count, type);
+  set(&call, "op", (int64_t)(intptr_t)reduction);
+  return run(&call);
+}
+
+ffi_error *sharded_exchange(const void *in, int bytes, int to, void *out, int from, struct communicator *comm) {
+  struct call call;
+  begin(&call, ROW_sendrecv, comm);
+  pass(&call, (void *)(uintptr_t)in, bytes, FFI_DTYPE_U8);
+  pass(&call, out, bytes, FFI_DTYPE_U8);
+  set(&call, "dest", to);
+  set(&call, "source", from);
+  return run(&call);
+}
+
+/* --- messages ---------------------------------------------------------------------------------------------------- */
+
+struct message {
+  struct call call;
+  bool sent;
+  intptr_t request; /* of MPI's, if sent */
+};
+
+static struct message *message_of(const struct call *call) {
+  struct message *made = malloc(sizeof *made);
+  if (made == NULL) return NULL;
+  call_copy(&made->call, call);
+  made->sent = false;
+  return made;
+}
+
+ffi_error *sharded_send(const void *in, int bytes, int to, struct communicator *comm, struct message **message) {
+  struct call call;
+  begin(&call, ROW_send, comm);
+  pass(&call, (void *)(uintptr_t)in, bytes, FFI_DTYPE_U8);
+  set(&call, "dest", to);
+  ffi_error *failure = check(&call);
+  if (failure != NULL) return failure;
+  if ((*message = message_of(&call)) == NULL) return call_fail(&call, FFI_INTERNAL, "no memory for a message");
+  if (runtime.serialize) pthread_mutex_lock(&runtime.lock);
+  int code = runtime.abi->start_send(&call, &(*message)->request);
+  if (runtime.serialize) pthread_mutex_unlock(&runtime.lock);
+  (*message)->sent = true;
+  if (code == 0) return NULL;
+  free(*message);
+  *message = NULL;
+  call.function = "MPI_Isend";
+  return call_fail_mpi(&call, code);
+}
+
+/* All that XLA's program sends has been sent before it waits for what it receives; so receiving is left to the wait,
+ * where it is a call like any other. */
+ffi_error *sharded_receive(void *out, int bytes, int from, struct communicator *comm, struct message **message) {
+  struct call call;
+  begin(&call, ROW_recv, comm);
+  pass(&call, out, bytes, FFI_DTYPE_U8);
+  set(&call, "source", from);
+  ffi_error *failure = check(&call);
+  if (failure != NULL) return failure;
+  *message = message_of(&call);
+  return *message != NULL ? NULL : call_fail(&call, FFI_INTERNAL, "no memory for a message");
+}
+
+ffi_error *sharded_wait(struct message *message) {
+  ffi_error *failure;
+  if (message->sent) {
+    struct call wait;
+    begin(&wait, ROW_wait, message->call.comm);
+    set(&wait, "dest", message->call.attributes[1]);
+    set(&wait, "request", (int64_t)(intptr_t)&message->request);
+    failure = run(&wait);
+  } else {
+    failure = run(&message->call);
+  }
+  free(message);
+  return failure;
+}
+
+/* --- communicators ----------------------------------------------------------------------------------------------- */
+
+static struct communicator *_Atomic expected, *_Atomic alone;
+
+ffi_error *sharded_connect(struct group *group) {
+  struct call call;
+  begin(&call, ROW_connect, runtime.world);
+  set(&call, "group", (int64_t)(intptr_t)group);
+  return run(&call);
+}
+
+void sharded_expect(struct communicator *comm) {
+  bool single = comm != NULL && comm->size == 1;
+  atomic_store(single ? &alone : &expected, comm);
+}
+
+struct communicator *sharded_expected(int rank) {
+  struct communicator *comm = atomic_exchange(&expected, NULL);
+  if (comm == NULL) comm = atomic_exchange(&alone, NULL);
+  return comm != NULL && comm->rank == rank ? comm : NULL;
+}

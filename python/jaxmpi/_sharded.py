@@ -1,0 +1,319 @@
+"""JAX's own sharded programs over MPI: how its processes meet, and the communicators of its programs.
+
+XLA asks MPI for a communicator as it first executes a collective of certain processes; it says neither of which, nor
+asks only those. So before a program's first execution its groups of processes are read from its HLO; for each that is
+new its processes make a communicator, and execute a small program of just that group, by which XLA asks for it. The
+same look finds what MPI, or XLA's use of it, cannot do, before anything is sent.
+"""
+
+import contextlib
+import json
+import math
+import os
+import re
+import socket
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+from jax._src import distributed
+from jax._src.interpreters import pxla
+from mpi4py import MPI
+
+import jaxmpi._core as _core
+from jaxmpi import _arguments, _jax, _native, _places
+from jaxmpi._communicator import resolve
+from jaxmpi._launcher import sharded
+
+_WORLD = MPI.COMM_WORLD
+
+# --- how the processes meet ----------------------------------------------------------------------------------------
+
+_PATIENCE_SECONDS = 300
+"""As long as JAX itself waits for its processes."""
+
+
+def world() -> tuple[int, int]:
+    """This process and the number of processes."""
+    return _WORLD.rank, _WORLD.size
+
+
+def start() -> None:
+    """Starts jax.distributed, unless the program has, or is alone. All ranks; before JAX makes devices."""
+    if sharded.state["kind"] == "mpi" and (reason := _why_not_mpi()):
+        raise RuntimeError(f"jaxmpi: --collectives mpi: {reason}")
+    if _WORLD.size > 1 and distributed.global_state.client is None:
+        jax.distributed.initialize()
+    if distributed.global_state.client is None:
+        return
+    found = (distributed.global_state.process_id, distributed.global_state.num_processes)
+    if found != world():
+        raise RuntimeError(
+            f"jaxmpi: jax.distributed.initialize was told process {found[0]} of {found[1]}, but this is rank "
+            f"{_WORLD.rank} of {_WORLD.size}: call it without arguments, or not at all"
+        )
+
+
+def _why_not_mpi() -> str:
+    from jaxmpi import collectives
+
+    return collectives.why_not_mpi()
+
+
+def meet(seconds: float | None = None) -> str:
+    """The address of JAX's coordinator, once all ranks have come here. Raises RuntimeError that names who has not."""
+    end = time.monotonic() + (seconds or _PATIENCE_SECONDS)
+    tag: int = _WORLD.Get_attr(MPI.TAG_UB)  # type: ignore[assignment]
+    if _WORLD.rank > 0:
+        _WORLD.send(socket.gethostname(), 0, tag)
+        if not _wait_for([0], tag, end + 5):
+            raise RuntimeError("jaxmpi: rank 0 has not begun to use JAX, and this rank waits for it to start its own")
+        answer = json.loads(_WORLD.recv(source=0, tag=tag))
+        if "missing" in answer:
+            _fail(answer["missing"])
+        os.environ.update(answer["environment"])
+        return answer["address"]
+    others = range(1, _WORLD.size)
+    came = _wait_for(others, tag, end)
+    hosts = {rank: _WORLD.recv(source=rank, tag=tag) for rank in came}
+    missing = [rank for rank in others if rank not in came]
+    answer = {"missing": missing} if missing else _coordinator(set(hosts.values()))
+    for rank in came:
+        _WORLD.send(json.dumps(answer), rank, tag)
+    if missing:
+        _fail(missing)
+    os.environ.update(answer["environment"])
+    return answer["address"]
+
+
+def _fail(missing: list[int]) -> NoReturn:
+    which = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+    raise RuntimeError(
+        f"jaxmpi: {which} of {_WORLD.size} did not begin to use JAX while the others waited to start jax.distributed: "
+        "all ranks must import jax and make an array, or call jax.distributed.initialize()"
+    )
+
+
+def _wait_for(ranks: Any, tag: int, end: float) -> list[int]:
+    """Those of the ranks from which a message has come, all of them or at the `end`."""
+    came: list[int] = []
+    report = time.monotonic() + (_native._watch_settings()[0] or math.inf)
+    while len(came) < len(ranks) and time.monotonic() < end:
+        came += [rank for rank in ranks if rank not in came and _WORLD.iprobe(source=rank, tag=tag)]
+        if len(came) < len(ranks) and time.monotonic() > report:
+            waited = ", ".join(str(rank) for rank in ranks if rank not in came)
+            print(f"jaxmpi: rank {_WORLD.rank} waits for rank {waited} to start jax.distributed", file=os.sys.stderr)
+            report = math.inf
+        time.sleep(0.001)
+    return came
+
+
+_kept: list[socket.socket] = []
+"""Keeps the coordinator's port from others until it is in use."""
+
+
+def _coordinator(hosts: set[str]) -> dict[str, Any]:
+    """An address at which rank 0 can be reached by processes on these hosts, and variables with which they do."""
+    port = os.environ.get("JAX_COORDINATOR_PORT")
+    if port is None:
+        kept = socket.socket()
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as XLA's server does, which so can share it
+        kept.bind(("", 0))
+        _kept.append(kept)
+        port = str(kept.getsockname()[1])
+    host = "127.0.0.1" if hosts <= {socket.gethostname()} else _reachable()
+    environment = {}
+    if any(os.environ.get(name) for name in ("grpc_proxy", "https_proxy", "http_proxy")):
+        environment["no_grpc_proxy"] = ",".join(filter(None, [os.environ.get("no_grpc_proxy"), host]))
+    return {"address": f"{host}:{port}", "environment": environment}
+
+
+def _reachable() -> str:
+    """This machine's address for others: that of its name, or that of the way out."""
+    with contextlib.suppress(OSError):
+        address = socket.gethostbyname(socket.gethostname())
+        if not address.startswith("127."):
+            return address
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # sends nothing
+        return probe.getsockname()[0]
+    return socket.gethostname()
+
+
+# --- what a program communicates -------------------------------------------------------------------------------------
+
+_COLLECTIVE = re.compile(
+    r"= (?P<shapes>[^=]*?) (?P<name>all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all"
+    r"|collective-permute|collective-broadcast)(?:-start)?\((?P<rest>.*)"
+)
+_GROUPS = re.compile(r"replica_groups=(?P<groups>.*?)(?:, [a-z_]+=|$)")
+_SHAPE = re.compile(r"([a-z]+[0-9]*[a-z0-9]*)\[([0-9,]*)\]")
+_MOST = 2**31 - 1
+_OF_BYTES = ("all-to-all", "collective-permute")
+"""Collectives that XLA does by messages of bytes."""
+_TYPES = {"pred", *(f"{kind}{bits}" for kind in "su" for bits in (8, 16, 32, 64)), "f32", "f64", "c64", "c128"}
+"""XLA's types for which it knows an MPI datatype."""
+_ADVICE = "use --collectives gloo, or jaxmpi's own functions outside of the sharded program (docs/sharded.md)"
+
+
+def _listed(text: str) -> list[tuple[int, ...]]:
+    return [tuple(map(int, group.split(","))) for group in re.findall(r"\{([0-9, ]+)\}", text)]
+
+
+def _rows(sizes: list[int], order: list[int], shape: list[int]) -> list[tuple[int, ...]]:
+    """The numbers from 0 on as an array of these sizes, with its axes in this order, as rows."""
+    array = np.arange(math.prod(sizes)).reshape(sizes).transpose(order).reshape(shape)
+    return [tuple(map(int, row)) for row in array]
+
+
+def groups_in(text: str, devices: int) -> list[tuple[int, ...]]:
+    """The groups that XLA writes behind `replica_groups=`, as positions among so many devices.
+
+    Raises NotImplementedError for a notation that is not known.
+    """
+    if text == "{}":
+        return [tuple(range(devices))]
+    if re.fullmatch(r"\{\{[0-9, {}]*\}\}", text):
+        return _listed(text)
+    if match := re.fullmatch(r"\[([0-9,]+)\]<=\[([0-9,]+)\](?:T\(([0-9,]+)\))?", text):
+        shape, sizes = ([int(n) for n in match[i].split(",")] for i in (1, 2))
+        order = [int(n) for n in match[3].split(",")] if match[3] else list(range(len(sizes)))
+        return _rows(sizes, order, shape)
+    if match := re.fullmatch(r"mesh\[((?:'\w+'=[0-9]+,? ?)+)\] ?\{((?:'\w+',? ?)*)\}", text):
+        axes = re.findall(r"'(\w+)'=([0-9]+)", match[1])
+        names, sizes = [name for name, _ in axes], [int(size) for _, size in axes]
+        over = [names.index(name) for name in re.findall(r"'(\w+)'", match[2])]
+        rest = [i for i in range(len(names)) if i not in over]
+        return _rows(sizes, rest + over, [-1, math.prod(sizes[i] for i in over)])
+    raise NotImplementedError(
+        f"jaxmpi: JAX {jax.__version__} writes the groups of a collective as {text}, which jaxmpi cannot read: {_ADVICE}"
+    )
+
+
+def _check(name: str, shapes: str, line: str) -> None:
+    """Raises for what XLA, or its use of MPI, cannot do."""
+    for kind, sizes in _SHAPE.findall(shapes):
+        count = math.prod(int(n) for n in sizes.split(",") if n)
+        of_bytes = name in _OF_BYTES
+        where = (match := re.search(r'op_name="([^"]*)"', line)) and f" ({match[1]})" or ""
+        if not of_bytes and kind not in _TYPES:
+            raise TypeError(
+                f"jaxmpi: XLA's {name} by MPI has no {kind}{where}: convert to another dtype before it, or {_ADVICE}"
+            )
+        width = max(1, int(re.sub(r"\D", "", kind.partition("e")[0]) or 8) // 8)
+        if count * (width if of_bytes else 1) > _MOST:
+            unit = "bytes" if of_bytes else "elements"
+            raise ValueError(
+                f"jaxmpi: XLA's {name} of {kind}[{sizes}]{where} has more than {_MOST} {unit}, and XLA passes their "
+                f"number to MPI as an int: divide it, or {_ADVICE}"
+            )
+
+
+def groups_of(program: str, devices: int) -> list[tuple[int, ...]]:
+    """The groups of devices between which a program communicates, by their positions among so many devices.
+
+    Args:
+      program: the text of an HLO module after optimization.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: XLA cannot do one of its collectives by MPI.
+    """
+    found: set[tuple[int, ...]] = set()
+    for line in program.splitlines():
+        if match := _COLLECTIVE.search(line):
+            name = match["name"]
+            _check(name, match["shapes"], line)
+            if name in ("ragged-all-to-all", "collective-broadcast"):
+                raise NotImplementedError(f"jaxmpi: XLA has no {name} by MPI: {_ADVICE}")
+            groups = _GROUPS.search(match["rest"])
+            if name == "collective-permute":
+                found.add(tuple(range(devices)))
+            else:
+                found.update(groups_in(groups["groups"] if groups else "{}", devices))
+    return sorted(found)
+
+
+# --- the communicators of a program ----------------------------------------------------------------------------------
+
+_looked_at: Any = weakref.WeakSet()
+_made: set[tuple[int, ...]] = set()
+"""Groups of processes for which XLA has a communicator."""
+
+
+def _devices_of(execute: Any) -> tuple[Any, ...]:
+    """The devices of a program that can be executed, in the order of its HLO."""
+    for sharding in (*execute.in_handler.in_shardings, *execute.out_handler.out_shardings):
+        if (devices := getattr(sharding, "_device_assignment", None)) is not None:
+            return tuple(devices)
+    return tuple(execute.xla_executable.local_devices())
+
+
+def _texts(execute: Any) -> Iterator[str]:
+    for module in execute.xla_executable.hlo_modules():
+        yield module.to_string()
+
+
+def _connect(group: tuple[Any, ...]) -> None:
+    """Makes the communicator of a group of devices, with the processes of the others."""
+    processes = tuple(device.process_index for device in group)
+    name = f"JAX's processes {', '.join(map(str, processes))}"
+    number = _core.group(processes)
+    of_world = resolve(_WORLD, "connect").number
+    _core.add_site("connect", (of_world, number), -1, 0, f"{name}: {_places.here()}")
+    comm = MPI.Comm.fromhandle(_core.connect(number) % 2**64)
+    comm.Set_name(name)
+    _core.expect(resolve(comm, "connect").number)
+    if len(group) == 1:
+        return  # XLA does not ask for it in a program of one process
+    try:
+        mesh = jax.sharding.Mesh(np.array(group), ("processes",))
+        spec = jax.sharding.PartitionSpec("processes")
+        sharding = jax.sharding.NamedSharding(mesh, spec)
+        with _jax.no_trace(), jax.disable_jit(False):
+            own = jax.device_put(np.ones(1, np.float32), jax.local_devices()[0])
+            x = jax.make_array_from_single_device_arrays((len(group),), sharding, [own])
+            sums = jax.jit(jax.shard_map(lambda x: jax.lax.psum(x, "processes"), mesh=mesh, in_specs=spec, out_specs=spec))
+            total = float(np.asarray(sums(x).addressable_data(0))[0])
+    finally:
+        _core.expect(0)
+    if total != len(group):
+        raise RuntimeError(f"jaxmpi: JAX's sum over {len(group)} processes is {total}: {_ADVICE}")
+
+
+def _ready(execute: Any) -> None:
+    """Makes what a program needs before its first execution."""
+    devices = _devices_of(execute)
+    found = sorted({group for text in _texts(execute) for group in groups_of(text, len(devices))})
+    rank = _WORLD.rank
+    for positions in found:
+        group = tuple(devices[i] for i in positions)
+        processes = tuple(device.process_index for device in group)
+        if rank not in processes or processes in _made:
+            continue
+        if len(set(processes)) < len(processes):
+            raise NotImplementedError(
+                f"jaxmpi: a collective between {len(processes)} devices of {len(set(processes))} processes: MPI has one "
+                "device per process (jax_num_cpu_devices, --xla_force_host_platform_device_count): start more ranks "
+                f"instead, or {_ADVICE}"
+            )
+        _made.add(processes)  # before, since the small program has this group, too
+        try:
+            _connect(group)
+        except BaseException:
+            _made.discard(processes)
+            raise
+
+
+def _execute(own: Any, self: Any, *args: Any) -> Any:
+    if self not in _looked_at:
+        _ready(self)
+        _looked_at.add(self)
+    return own(self, *args)
+
+
+if sharded.state.get("kind") == "mpi":
+    _core.set_reductions(*(_arguments._NUMBERS[name] for name in ("SUM", "PROD", "MAX", "MIN")))
+    _jax.replace(pxla.ExecuteReplicated, "__call__", "", _execute)
