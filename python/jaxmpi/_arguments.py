@@ -142,7 +142,11 @@ def datatype(dtype: Any, operation: str, argument: str) -> Datatype:
 
 
 def _as_array(x: Any, operation: str, argument: str) -> jax.Array:
-    if type(x) is _jax.ConcreteArray or isinstance(x, jax.Array):
+    if type(x) is _jax.ConcreteArray:
+        if (devices := _jax.devices_of_array(x)) > 1:
+            raise NotImplementedError(f"{operation}: {argument} is {_jax.spread(devices)}")
+        return x
+    if isinstance(x, jax.Array):
         return x
     try:
         return jnp.asarray(x)

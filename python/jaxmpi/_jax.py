@@ -36,6 +36,11 @@ ADVICE = f"This version of jaxmpi was tried on JAX 0.6.0 to {NEWEST_TRIED}: use 
 KEEPS_EFFECTS = hasattr(effects, "partial_eval_kept_effects")
 """Whether an operation stays in a derivative if it has no result or its result is not used. Not in JAX 0.6."""
 
+if hasattr(jax, "shard_map"):
+    shard_map = jax.shard_map
+else:  # JAX 0.6.0
+    from jax.experimental.shard_map import shard_map as shard_map
+
 jit_p = getattr(primitives, "jit_p", None) or getattr(pjit, "pjit_p")  # noqa: B009 (the name in JAX 0.6)
 
 # The permissions that an ordered effect needs in transformations and control flow.
@@ -45,6 +50,7 @@ _PERMISSIONS = (
     effects.control_flow_allowed_effects,
     effects.custom_derivatives_allowed_effects,
     effects.remat_allowed_effects,
+    effects.shardable_ordered_effects,  # so that an error of ours says why it cannot be lowered for several devices
     *([effects.partial_eval_kept_effects] if KEEPS_EFFECTS else []),
 )
 
@@ -119,6 +125,25 @@ def devices_of(ctx: Any) -> int:
     context = ctx.module_context.axis_context
     mesh = getattr(context, "mesh", None)
     return mesh.size if mesh is not None else getattr(context, "num_devices", 1)
+
+
+def spread(devices: int) -> str:
+    """What is wrong with a computation, or an array, of several devices, and what to do."""
+    if jax.process_count() == 1:
+        return (
+            f"spread over {devices} devices of this process, and a rank communicates from one. Gather its operands on "
+            "one device with jax.device_put(x, jax.devices()[0]), or start a rank for each device."
+        )
+    return (
+        f"spread over {devices} devices of several processes. A rank communicates what it has itself: outside of "
+        "shard_map and of programs of sharded arrays, pass its part, x.addressable_data(0). Inside of them use JAX's own "
+        "collectives, as jax.lax.psum (docs/sharded.md)."
+    )
+
+
+def devices_of_array(x: ArrayImpl) -> int:
+    sharding = x.sharding
+    return 1 if type(sharding) is jax.sharding.SingleDeviceSharding else sharding.num_devices
 
 
 def no_trace() -> Any:

@@ -299,11 +299,7 @@ def make_lowering(row: Row, target: str = "jaxmpi_{}"):
 
     def lower(ctx, *operands, **params):
         if (devices := _jax.devices_of(ctx)) > 1:
-            raise NotImplementedError(
-                f"{row.name}: the computation is spread over {devices} devices of this process, and a rank "
-                "communicates from one. Gather its operands on one device with jax.device_put(x, jax.devices()[0]), "
-                "or start a rank for each device."
-            )
+            raise NotImplementedError(f"{row.name}: the computation is {_jax.spread(devices)}")
         part, roles, written, passed, filled = _passed(row, params, len(operands), len(ctx.avals_out))
         aliases = None
         if part.in_place and params[IN_PLACE] and len(operands) == 1:

@@ -275,8 +275,8 @@ def _connect(group: tuple[Any, ...]) -> None:
         with _jax.no_trace(), jax.disable_jit(False):
             own = jax.device_put(np.ones(1, np.float32), jax.local_devices()[0])
             x = jax.make_array_from_single_device_arrays((len(group),), sharding, [own])
-            sums = jax.jit(jax.shard_map(lambda x: jax.lax.psum(x, "processes"), mesh=mesh, in_specs=spec, out_specs=spec))
-            total = float(np.asarray(sums(x).addressable_data(0))[0])
+            body = _jax.shard_map(lambda x: jax.lax.psum(x, "processes"), mesh=mesh, in_specs=spec, out_specs=spec)
+            total = float(np.asarray(jax.jit(body)(x).addressable_data(0))[0])
     finally:
         _core.expect(0)
     if total != len(group):
