@@ -15,7 +15,7 @@ C_SOURCES := $(wildcard csrc/*/* csrc/mpi/abi/*)
 SOURCES := $(C_SOURCES) $(wildcard python/jaxmpi/*.py* python/jaxmpi/*/*.py) meson.build pyproject.toml README.md
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-ranks test-faults test-asan test-tcp test-hosts test-clients fuzz soak faults errors test-device test-gpu test-c test-valgrind test-races bench bench-gpu bench-quick compat lint format clean
+.PHONY: help setup demo test test-all test-ranks test-faults test-asan test-tcp test-hosts test-clients test-sharded starts fuzz soak faults errors test-device test-gpu test-c test-valgrind test-races bench bench-gpu bench-quick compat lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -62,6 +62,7 @@ test-all: $(READY) $(VENV)/.lint ## all tests: 1, 2 and 4 ranks, optimized code 
 	JAXMPI_TEST_SYNCHRONOUS=1 JAXMPI_TEST_OPTIMIZED=1 $(RUN) -n 2 -m pytest --color=no \
 	  tests/test_order.py tests/test_jit.py
 	$(MAKE) test-clients
+	$(MAKE) test-sharded
 	$(MAKE) test-device
 	$(MAKE) test-c
 
@@ -71,6 +72,16 @@ $(VENV)/.clients: $(VENV)/.installed
 
 test-clients: $(READY) $(VENV)/.clients ## programs of optax, diffrax, equinox, lineax and JAX's solvers that communicate, on 2 ranks
 	JAXMPI_TEST_CLIENTS=1 $(RUN) -n 2 -m pytest --color=no tests/test_clients.py
+
+SHARDED := $(RUN) --collectives
+test-sharded: $(READY) ## JAX's own sharded programs over MPI, on 1 to 4 ranks, and on 2 over gloo
+	for n in 1 2 3 4; do $(SHARDED) mpi -n $$n -m pytest --color=no tests/test_sharded.py || exit; done
+	$(SHARDED) gloo -n 2 -m pytest --color=no tests/test_sharded.py
+
+# JOBS of RANKS ranks, two at once.
+JOBS ?= 1000
+starts: $(READY) ## starts a small job of sharded arrays 1,000 times
+	$(BIN)/python tests/starts.py --jobs $(JOBS) --ranks $(RANKS) --beside 2
 
 RANKS ?= 2
 TESTS ?=

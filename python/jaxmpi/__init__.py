@@ -3,7 +3,6 @@
 import re as _re
 import sys as _sys
 from importlib.metadata import version as _version
-from importlib.util import find_spec as _find_spec
 
 __version__ = _version("jaxmpi")
 
@@ -26,7 +25,7 @@ def _module_to_run() -> str:
 if _module_to_run() not in ("jaxmpi.run", "jaxmpi.info", "jaxmpi.trace"):
     from jaxmpi._launcher import sharded as _sharded_programs
 
-    _sharded_programs.offer(getattr(_find_spec("jaxmpi._core"), "origin", None) or "")  # before jax is imported
+    _sharded_programs.offer()  # before jax is imported
 
     # isort: split
     from jaxmpi import _native as _native  # first: its errors say what is wrong with mpi4py

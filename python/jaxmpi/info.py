@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
 from jaxmpi import run
+from jaxmpi._launcher import sharded
 
 # The number of ranks, as launchers set it. If it is above 1 and MPI says 1, the launcher belongs to another MPI.
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS")
@@ -25,6 +26,7 @@ def facts() -> Iterator[tuple[str, str]]:
     yield "Python", f"{platform.python_version()} ({sys.executable})"
     yield "JAX", f"{_version('jax')}, jaxlib {_version('jaxlib')}"
     yield "mpi4py", _version("mpi4py")
+    sharded.offer()
     from jaxmpi import _core, _native, _primitive
     from jaxmpi._native import MPI
 
@@ -57,6 +59,11 @@ def facts() -> Iterator[tuple[str, str]]:
             "handed to MPI as it is" if choice.aware else f"copied for MPI, transport: {choice.transport}",
         )
         yield "because", choice.because
+    from jaxmpi.collectives import why_not_mpi
+
+    reason = why_not_mpi()
+    possible = f"--collectives gloo; not mpi: {reason}" if reason else "--collectives mpi or gloo"
+    yield "sharded programs", f"by {sharded.state['kind']}" if "kind" in sharded.state else f"not asked for ({possible})"
     yield "eager programs", f"{_primitive.eager_programs()} kept, 4096 at most for each communicator"
 
 

@@ -48,8 +48,13 @@ def _lacking(core_file: str) -> set[bytes]:
     return set[bytes]().union(*looked_up) - _names_in(Path(core_file))
 
 
-def offer(core_file: str) -> None:
-    """Lets jaxlib find our core as it looks for MPI. Before jax is imported; one that the user names is kept."""
+def offer(core_file: str | None = None) -> None:
+    """Lets jaxlib find our core as it looks for MPI. Before jax is imported; one that the user names is kept.
+
+    `core_file`: for those who must not import this package.
+    """
+    if core_file is None:
+        core_file = getattr(find_spec("jaxmpi._core"), "origin", None)
     if core_file and "jaxlib" not in sys.modules and LIBRARY not in os.environ:
         if lacking := _lacking(core_file):
             state["refused"] = f"jaxlib {version('jaxlib')} looks for {len(lacking)} names that this jaxmpi lacks"
