@@ -57,8 +57,10 @@ def main() -> None:
                 print(f"job {number}: {wrong}", flush=True)
             if number % 100 == 0:
                 print(f"{number} jobs, {failures} failed, {statistics.median(seconds):.1f} s each", flush=True)
-    print(f"{options.jobs} jobs on {options.ranks} ranks, {options.beside} at once: {failures} failed; "
-          f"median {statistics.median(seconds):.1f} s, longest {max(seconds):.1f} s")
+    print(
+        f"{options.jobs} jobs on {options.ranks} ranks, {options.beside} at once: {failures} failed; "
+        f"median {statistics.median(seconds):.1f} s, longest {max(seconds):.1f} s"
+    )
     sys.exit(failures > 0)
 
 

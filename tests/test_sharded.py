@@ -1,4 +1,4 @@
-"""JAX's own collectives over MPI, against NumPy: `python -m jaxmpi.run -n N --collectives mpi -m pytest tests/test_sharded.py`.
+"""JAX's own collectives over MPI, against NumPy: `make test-sharded`.
 
 Every process knows the whole array, from a seed, and compares its part of the result with NumPy's.
 """
@@ -63,8 +63,13 @@ def line(processes=None):
     return Mesh(np.array(devices), ("p",))
 
 
-def over(mesh, body, spec=P("p"), out=P("p")):
-    unchecked = {"check_vma" if hasattr(jax, "shard_map") else "check_rep": False}  # JAX cannot tell some of the replicated
+PARTS = P("p")
+
+
+def over(mesh, body, spec=PARTS, out=PARTS):
+    unchecked = {
+        "check_vma" if hasattr(jax, "shard_map") else "check_rep": False
+    }  # JAX cannot tell some of the replicated
     return jax.jit(_jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=out, **unchecked))
 
 
@@ -242,7 +247,7 @@ def test_a_program_of_some_then_of_all_then_of_others():
             assert float(found.addressable_data(0)[0]) == sum(range(1, len(processes) + 1))
 
 
-# --- random programs ---------------------------------------------------------------------------------------------------
+# --- random programs ---
 
 
 def random_steps(rng, axes, length):
@@ -324,7 +329,7 @@ def test_random_programs(seed):
     check(found, result.transpose(0, 2, 1, 3).reshape(whole.shape))
 
 
-# --- what JAX's own utilities do -----------------------------------------------------------------------------------------
+# --- what JAX's own utilities do ---
 
 
 def test_multihost_utils():
@@ -336,7 +341,7 @@ def test_multihost_utils():
     multihost_utils.assert_equal(np.ones(2), "differ")
 
 
-# --- both kinds in one program -------------------------------------------------------------------------------------------
+# --- both kinds in one program ---
 
 
 def test_both_kinds():

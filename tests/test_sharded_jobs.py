@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 import pytest
+
 from launch import launch
 
 pytestmark = pytest.mark.launches
@@ -232,7 +233,7 @@ def test_a_program_that_was_not_looked_at(job):
     assert "jaxmpi has no communicator for this program" in done.stderr
 
 
-# --- how groups are read from a program: on one rank alone --------------------------------------------------------------
+# --- how groups are read from a program: on one rank alone ---
 
 
 def test_notations_of_groups():
@@ -307,12 +308,12 @@ def _compare():
             rest = [i for i in range(len(sizes)) if i not in over]
             expected = numbers.transpose(*rest, *over).reshape(-1, int(np.prod([sizes[i] for i in over])))
             spec = P(tuple(names))
-            body = _jax.shard_map(lambda x, axis=axis: lax.psum(x, tuple(axis)), mesh=mesh, in_specs=spec, out_specs=P())
-            if axis != names:
-                unchecked = {"check_vma" if hasattr(jax, "shard_map") else "check_rep": False}
-                body = _jax.shard_map(
-                    lambda x, axis=axis: lax.psum(x, tuple(axis)), mesh=mesh, in_specs=spec, out_specs=spec, **unchecked
-                )
+            unchecked = {"check_vma" if hasattr(jax, "shard_map") else "check_rep": False}
+
+            def total(x, axis=axis):
+                return lax.psum(x, tuple(axis))
+
+            body = _jax.shard_map(total, mesh=mesh, in_specs=spec, out_specs=spec, **unchecked)
             x = jax.device_put(np.arange(16.0), NamedSharding(mesh, spec))
             text = jax.jit(body).lower(x).compile().as_text()
             assert groups_of(text, 8) == sorted(map(tuple, expected.tolist())), (sizes, axis, text)

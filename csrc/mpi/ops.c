@@ -253,8 +253,8 @@ static ffi_error *reduce_scatter(struct call *c) {
   BEGIN(c, Reduce_scatter_block, "with %" PRId64 " items and", b.out->count);
   if (b.out->count > runtime.max_count)
     return call_fail(c, FFI_UNIMPLEMENTED, "more than %" PRId64 " elements for each rank", runtime.max_count);
-  TRY(c, mpi.Reduce_scatter_block(b.in->data, b.out->data, (int)b.out->count, element(b.in->type), handle_of(a.op),
-                                  comm));
+  TRY(c,
+      mpi.Reduce_scatter_block(b.in->data, b.out->data, (int)b.out->count, element(b.in->type), handle_of(a.op), comm));
   return NULL;
 }
 
@@ -503,7 +503,7 @@ int post_send(const struct call *call, intptr_t *request) {
 static ffi_error *wait(struct call *c) {
   ARGUMENTS(wait, c);
   (void)b, (void)comm;
-  MPI_Request request = (MPI_Request)*(intptr_t *)object_of(a.request);
+  MPI_Request request = (MPI_Request) * (intptr_t *)object_of(a.request);
   MPI_Status status;
   BEGIN(c, Wait, "-> %d with", (int)a.dest);
   TRY(c, mpi.Wait(&request, &status));

@@ -53,10 +53,13 @@ static void set(struct call *call, const char *name, int64_t value) {
 /* XLA's number of elements may not have fitted an int. */
 static ffi_error *check(const struct call *call) {
   for (int i = 0; i < call->buffer_count; i++)
-    if (call->buffers[i].count < 0 || call->buffers[i].type == NULL)
-      return call_fail(call, FFI_UNIMPLEMENTED,
-                       "too many elements for one of JAX's collectives, which count by an int: divide the array, or use "
-                       "jaxmpi's own functions");
+    if (call->buffers[i].type == NULL)
+      return call_fail(call, FFI_UNIMPLEMENTED, "XLA passes a datatype that jaxmpi does not have for it");
+    else if (call->buffers[i].count < 0)
+      return call_fail(
+          call, FFI_UNIMPLEMENTED,
+          "too many elements for one of JAX's collectives, which count by an int: divide the array, or use "
+          "jaxmpi's own functions");
   return call_check(call);
 }
 

@@ -1,8 +1,8 @@
 /* MPItrampoline's side of MPI (its ABI, version 2.9), which jaxlib's "mpi" collectives call.
  *
- * jaxlib looks up all names as it is loaded, in the library that MPITRAMPOLINE_LIB names, and ends the process if one is
- * missing; it copies the constants. MPI itself comes later, with mpi4py, so the handles here are numbers of our own and
- * addresses of our objects. XLA uses the names below; names.def has the others.
+ * jaxlib looks up all names as it is loaded, in the library that MPITRAMPOLINE_LIB names, and ends the process if one
+ * is missing; it copies the constants. MPI itself comes later, with mpi4py, so the handles here are numbers of our own
+ * and addresses of our objects. XLA uses the names below; names.def has the others.
  *
  * Threads: called by the threads that execute XLA's programs, without the GIL; by Python's as a client is made.
  */
@@ -26,8 +26,8 @@ enum { SUM, PROD, MAX, MIN };
 #define FUNCTION(name) \
   EXPORT int name(void) { unexpected(#name); }
 static _Noreturn void unexpected(const char *name) {
-  fprintf(stderr, "jaxmpi: this version of jaxlib calls %s, which jaxmpi does not have for it: use --collectives gloo\n",
-          name);
+  fprintf(stderr,
+          "jaxmpi: this version of jaxlib calls %s, which jaxmpi does not have for it: use --collectives gloo\n", name);
   fflush(stderr);
   _exit(1);
 }

@@ -36,10 +36,13 @@ ADVICE = f"This version of jaxmpi was tried on JAX 0.6.0 to {NEWEST_TRIED}: use 
 KEEPS_EFFECTS = hasattr(effects, "partial_eval_kept_effects")
 """Whether an operation stays in a derivative if it has no result or its result is not used. Not in JAX 0.6."""
 
+shard_map: Function
 if hasattr(jax, "shard_map"):
     shard_map = jax.shard_map
 else:  # JAX 0.6.0
-    from jax.experimental.shard_map import shard_map as shard_map
+    from jax.experimental import shard_map as _experimental
+
+    shard_map = _experimental.shard_map
 
 jit_p = getattr(primitives, "jit_p", None) or getattr(pjit, "pjit_p")  # noqa: B009 (the name in JAX 0.6)
 
@@ -136,8 +139,8 @@ def spread(devices: int) -> str:
         )
     return (
         f"spread over {devices} devices of several processes. A rank communicates what it has itself: outside of "
-        "shard_map and of programs of sharded arrays, pass its part, x.addressable_data(0). Inside of them use JAX's own "
-        "collectives, as jax.lax.psum (docs/sharded.md)."
+        "shard_map and of programs of sharded arrays, pass its part, x.addressable_data(0). Inside of them use JAX's "
+        "own collectives, as jax.lax.psum (docs/sharded.md)."
     )
 
 

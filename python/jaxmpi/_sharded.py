@@ -12,6 +12,7 @@ import math
 import os
 import re
 import socket
+import sys
 import time
 import weakref
 from collections.abc import Iterator
@@ -105,7 +106,7 @@ def _wait_for(ranks: Any, tag: int, end: float) -> list[int]:
         came += [rank for rank in ranks if rank not in came and _WORLD.iprobe(source=rank, tag=tag)]
         if len(came) < len(ranks) and time.monotonic() > report:
             waited = ", ".join(str(rank) for rank in ranks if rank not in came)
-            print(f"jaxmpi: rank {_WORLD.rank} waits for rank {waited} to start jax.distributed", file=os.sys.stderr)
+            print(f"jaxmpi: rank {_WORLD.rank} waits for rank {waited} to start jax.distributed", file=sys.stderr)
             report = math.inf
         time.sleep(0.001)
     return came
@@ -127,7 +128,8 @@ def _coordinator(hosts: set[str]) -> dict[str, Any]:
     host = "127.0.0.1" if hosts <= {socket.gethostname()} else _reachable()
     environment = {}
     if any(os.environ.get(name) for name in ("grpc_proxy", "https_proxy", "http_proxy")):
-        environment["no_grpc_proxy"] = ",".join(filter(None, [os.environ.get("no_grpc_proxy"), host]))
+        direct = os.environ.get("no_grpc_proxy")  # noqa: SIM112 (its name)
+        environment["no_grpc_proxy"] = f"{direct},{host}" if direct else host
     return {"address": f"{host}:{port}", "environment": environment}
 
 
@@ -189,7 +191,8 @@ def groups_in(text: str, devices: int) -> list[tuple[int, ...]]:
         rest = [i for i in range(len(names)) if i not in over]
         return _rows(sizes, rest + over, [-1, math.prod(sizes[i] for i in over)])
     raise NotImplementedError(
-        f"jaxmpi: JAX {jax.__version__} writes the groups of a collective as {text}, which jaxmpi cannot read: {_ADVICE}"
+        f"jaxmpi: JAX {jax.__version__} writes the groups of a collective as {text}, which jaxmpi cannot read: "
+        f"{_ADVICE}"
     )
 
 
@@ -198,7 +201,7 @@ def _check(name: str, shapes: str, line: str) -> None:
     for kind, sizes in _SHAPE.findall(shapes):
         count = math.prod(int(n) for n in sizes.split(",") if n)
         of_bytes = name in _OF_BYTES
-        where = (match := re.search(r'op_name="([^"]*)"', line)) and f" ({match[1]})" or ""
+        where = ((match := re.search(r'op_name="([^"]*)"', line)) and f" ({match[1]})") or ""
         if not of_bytes and kind not in _TYPES:
             raise TypeError(
                 f"jaxmpi: XLA's {name} by MPI has no {kind}{where}: convert to another dtype before it, or {_ADVICE}"
@@ -295,8 +298,8 @@ def _ready(execute: Any) -> None:
             continue
         if len(set(processes)) < len(processes):
             raise NotImplementedError(
-                f"jaxmpi: a collective between {len(processes)} devices of {len(set(processes))} processes: MPI has one "
-                "device per process (jax_num_cpu_devices, --xla_force_host_platform_device_count): start more ranks "
+                f"jaxmpi: a collective between {len(processes)} devices of {len(set(processes))} processes: by MPI "
+                "each has one device (jax_num_cpu_devices, --xla_force_host_platform_device_count): start more ranks "
                 f"instead, or {_ADVICE}"
             )
         _made.add(processes)  # before, since the small program has this group, too

@@ -44,7 +44,7 @@ def install(kind: str = "mpi") -> None:
         raise ValueError(f"jaxmpi.collectives.install: kind must be one of {', '.join(_sharded.KINDS)}, got {kind!r}")
     if _sharded.state.get("kind") != kind and jax._src.xla_bridge.backends_are_initialized():
         raise RuntimeError(
-            "jaxmpi.collectives.install: JAX has made its devices already (an array, jax.devices(), ...): call it before"
+            "jaxmpi.collectives.install: JAX has made its devices already (an array, jax.devices()): call it before"
         )
     if kind == "mpi" and (reason := why_not_mpi()):
         raise RuntimeError(f"jaxmpi.collectives.install: {reason}")

@@ -63,7 +63,10 @@ def facts() -> Iterator[tuple[str, str]]:
 
     reason = why_not_mpi()
     possible = f"--collectives gloo; not mpi: {reason}" if reason else "--collectives mpi or gloo"
-    yield "sharded programs", f"by {sharded.state['kind']}" if "kind" in sharded.state else f"not asked for ({possible})"
+    yield (
+        "sharded programs",
+        f"by {sharded.state['kind']}" if "kind" in sharded.state else f"not asked for ({possible})",
+    )
     yield "eager programs", f"{_primitive.eager_programs()} kept, 4096 at most for each communicator"
 
 

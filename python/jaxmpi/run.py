@@ -128,8 +128,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--collectives",
         choices=sharded.KINDS,
-        help="run a program of JAX's own sharded arrays (shard_map, NamedSharding) over all ranks, one CPU device each: "
-        "its collectives by this MPI, or by gloo",
+        help="run a program of JAX's own sharded arrays (shard_map, NamedSharding) over all ranks, one CPU device "
+        "each: its collectives by this MPI, or by gloo",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the command instead of running it")
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as in python -m")

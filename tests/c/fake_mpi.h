@@ -44,9 +44,10 @@ struct fake_control {
   struct fake_call calls[FAKE_CALLS]; /* oldest first; further ones are only counted */
   int call_count;
   int live_types, live_operations, live_requests; /* made and not freed; operations are never reset */
-  int live_matched;                               /* probed and not received */
-  int queued;                                     /* sent and not probed */
-  int most_inside;                                /* most threads in MPI at one time, with linger_ms */
+  int live_groups;
+  int live_matched; /* probed and not received */
+  int queued;       /* sent and not probed */
+  int most_inside;  /* most threads in MPI at one time, with linger_ms */
 
   /* Switches, off after a reset. */
   bool hollow; /* no buffer is touched, so that counts may be huge and pointers invalid */

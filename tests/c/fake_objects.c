@@ -176,18 +176,13 @@ static MPI_Group group_new(int size) {
   while (place < GROUPS - 1 && groups[place].live) place++;
   groups[place].live = true;
   groups[place].size = size;
+  fake_control.live_groups++;
   return (MPI_Group)FAKE_HANDLE(KIND_GROUP, place);
 }
 
 static int group_place(MPI_Group group) {
   intptr_t place = FAKE_PLACE(KIND_GROUP, group);
   return place >= 0 && place < GROUPS && groups[place].live ? (int)place : -1;
-}
-
-int fake_groups(void) {
-  int live = 0;
-  for (int i = 0; i < GROUPS; i++) live += groups[i].live;
-  return live;
 }
 
 int MPI_Comm_group(MPI_Comm handle, MPI_Group *group) {
@@ -218,6 +213,7 @@ int MPI_Group_free(MPI_Group *group) {
   if (code != MPI_SUCCESS) return code;
   if (place < 0) return FAKE_ERR_ARG;
   groups[place].live = false;
+  fake_control.live_groups--;
   return MPI_SUCCESS;
 }
 

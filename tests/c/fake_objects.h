@@ -62,9 +62,6 @@ int fake_begin_on(const char *name, MPI_Comm handle, struct fake_call **call, st
 struct comm *fake_comm(MPI_Comm handle);
 struct type *fake_type(MPI_Datatype handle);
 
-/* How many groups are live. */
-int fake_groups(void);
-
 /* Record count, type and bytes; return an error code. An empty buffer may be NULL. */
 int fake_reads(struct fake_call *call, const void *data, int count, MPI_Datatype type);
 int fake_writes(struct fake_call *call, void *data, int count, MPI_Datatype type);

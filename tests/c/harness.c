@@ -269,7 +269,7 @@ static void run_one(const struct test *test) {
   if (fake != NULL) fake->reset();
   test->run();
   if (fake != NULL) {
-    CHECK_EQUAL(fake->live_types, 0);
+    CHECK_EQUAL(fake->live_groups + fake->live_types, 0);
     CHECK_EQUAL(fake->live_requests, 0);
     CHECK_EQUAL(fake->live_matched, 0);
     CHECK_EQUAL(fake->queued, 0);

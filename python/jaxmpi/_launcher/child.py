@@ -211,7 +211,7 @@ def _beside(name: str):
 def _ready_jax(devices: str, collectives: str) -> None:
     """As the program imports jax: this rank takes a device, the user's choice or its own; and what carries JAX's
     collectives, if anything is to."""
-    placement, sharded = _beside("placement"), _beside("sharded") if collectives else None
+    placement, sharded = _beside("placement"), _beside("sharded")
 
     def before() -> None:
         if collectives == "mpi":
@@ -219,7 +219,7 @@ def _ready_jax(devices: str, collectives: str) -> None:
 
     def after(jax: types.ModuleType) -> None:
         placement.take(jax.config, devices == "rank")
-        if sharded is not None:
+        if collectives:
             sharded.taken()
             sharded.prepare(collectives)
 

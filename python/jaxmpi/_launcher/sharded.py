@@ -1,7 +1,7 @@
 """Readies JAX for its own sharded programs over the processes of an MPI job: `python -m jaxmpi.run --collectives`.
 
-What must be done before jax is imported (`offer`) and right after it (`prepare`). Loaded by path on each rank before the
-program runs, so nothing here imports mpi4py or this package before JAX makes its devices.
+What must be done before jax is imported (`offer`) and right after it (`prepare`). Loaded by path on each rank before
+the program runs, so nothing here imports mpi4py or this package before JAX makes its devices.
 """
 
 import mmap
@@ -106,7 +106,7 @@ def prepare(kind: str) -> None:
             return True
 
         @classmethod
-        def get_coordinator_address(cls, timeout_secs: int | None = None, **_: Any) -> str:
+        def get_coordinator_address(cls, timeout_secs: int | None = None, *_: Any, **__: Any) -> str:
             return _sharded().meet(timeout_secs)
 
         @classmethod
