@@ -7,6 +7,8 @@ MPI ?= openmpi
 VENV ?= $(if $(filter openmpi,$(MPI)),.venv,.venv-$(MPI))
 OUTPUT ?= output
 LIMIT ?= 1800
+# Tests that start jobs mostly wait: more at once than there are cores.
+WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -56,7 +58,7 @@ test: $(READY) $(VENV)/.lint ## what every change needs: the suite on 2 ranks, t
 	$(MAKE) test-c
 
 test-all: $(READY) $(VENV)/.lint ## all tests: 1, 2 and 4 ranks, optimized code dispatched synchronously, a simulated device, the C tests
-	timeout $(LIMIT) $(BIN)/python -m pytest -n auto
+	timeout $(LIMIT) $(BIN)/python -m pytest -n $(WORKERS)
 	$(RUN) -n 2 -m pytest --color=no
 	$(RUN) -n 4 -m pytest --color=no
 	JAXMPI_TEST_SYNCHRONOUS=1 JAXMPI_TEST_OPTIMIZED=1 $(RUN) -n 2 -m pytest --color=no \
@@ -74,8 +76,9 @@ test-clients: $(READY) $(VENV)/.clients ## programs of optax, diffrax, equinox, 
 	JAXMPI_TEST_CLIENTS=1 $(RUN) -n 2 -m pytest --color=no tests/test_clients.py
 
 SHARDED := $(RUN) --collectives
+PROCESSES ?= 1 2 3 4
 test-sharded: $(READY) ## JAX's own sharded programs over MPI, on 1 to 4 ranks, and on 2 over gloo
-	for n in 1 2 3 4; do $(SHARDED) mpi -n $$n -m pytest --color=no tests/test_sharded.py || exit; done
+	for n in $(PROCESSES); do $(SHARDED) mpi -n $$n -m pytest --color=no tests/test_sharded.py || exit; done
 	$(SHARDED) gloo -n 2 -m pytest --color=no tests/test_sharded.py
 
 # JOBS of RANKS ranks, two at once.
@@ -89,7 +92,7 @@ test-ranks: $(READY) ## the suite on RANKS ranks alone (default 2); TESTS="error
 	$(RUN) -n $(RANKS) -m pytest --color=no $(patsubst %,tests/test_%.py,$(TESTS))
 
 test-faults: $(READY) ## how jobs end: the tests of faults, with their times
-	timeout $(LIMIT) $(BIN)/python -m pytest -n auto --color=no --durations=0 --durations-min=1 tests/test_faults.py tests/test_injected.py
+	timeout $(LIMIT) $(BIN)/python -m pytest -n $(WORKERS) --color=no --durations=0 --durations-min=1 tests/test_faults.py tests/test_injected.py
 
 # The core itself under AddressSanitizer and UBSan, in the place of the usual one; Python and XLA are not.
 ASAN := -Db_sanitize=address,undefined -Db_lundef=false
@@ -156,7 +159,7 @@ test-device: $(BUILD)/.ready ## the suites on a simulated device, copied for MPI
 	  $(FAKES) JAXMPI_TEST_DEVICE=$$transport timeout $(LIMIT) $(BIN)/python -m pytest -n auto --color=no $(SHORT_DEVICE_TESTS) || exit; \
 	  $(FAKES) JAXMPI_TEST_DEVICE=$$transport $(RUN) -n 2 -m pytest --color=no $(DEVICE_TESTS) || exit; \
 	done
-	$(FAKES) JAXMPI_TEST_DEVICE=callback $(RUN) -n 4 -m pytest --color=no $(SHORT_DEVICE_TESTS)
+	$(FAKES) JAXMPI_TEST_DEVICE=callback $(RUN) -n 4 -m pytest --color=no $(call ON_DEVICE,device operations order)
 	for transport in thread wait; do \
 	  $(FAKES) JAXMPI_TEST_DEVICE=$$transport $(RUN) -n 2 -m pytest --color=no $(call ON_DEVICE,device operations) || exit; \
 	done
