@@ -1,6 +1,7 @@
 """How jobs of sharded programs begin, what they refuse, and how they end."""
 
 import re
+import signal
 import textwrap
 import time
 
@@ -201,6 +202,21 @@ def test_a_process_that_goes_while_others_wait(job, how):
     assert "not reached;" not in done.stdout
     if "raise" in how:
         assert "ValueError: gone" in done.stderr
+
+
+def test_sigterm_of_the_launcher(job):
+    """JAX's preemption service would take the signal by which launchers end ranks."""
+    text = """
+    total()
+    print("ready;", flush=True)
+    time.sleep(30)
+    print("not reached;")
+    """
+    began = time.monotonic()
+    done = job(text, check=False, interrupt_at="ready;", by=signal.SIGTERM)
+    assert done.returncode != 0
+    assert time.monotonic() - began < 28
+    assert "not reached;" not in done.stdout
 
 
 def test_what_waits_is_reported(job):

@@ -11,8 +11,10 @@ import json
 import math
 import os
 import re
+import signal
 import socket
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -50,6 +52,8 @@ def start() -> None:
         jax.distributed.initialize()
     if distributed.global_state.client is None:
         return
+    if sharded.PREEMPTION not in os.environ and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))  # XLA has replaced it (JAX 0.6)
     found = (distributed.global_state.process_id, distributed.global_state.num_processes)
     if found != world():
         raise RuntimeError(
@@ -241,6 +245,7 @@ def groups_of(program: str, devices: int) -> list[tuple[int, ...]]:
 
 # --- the communicators of a program ----------------------------------------------------------------------------------
 
+_looking = threading.RLock()  # a program that makes a communicator is looked at, too
 _looked_at: Any = weakref.WeakSet()
 _made: set[tuple[int, ...]] = set()
 """Groups of processes for which XLA has a communicator."""
@@ -289,6 +294,8 @@ def _connect(group: tuple[Any, ...]) -> None:
 def _ready(execute: Any) -> None:
     """Makes what a program needs before its first execution."""
     devices = _devices_of(execute)
+    if devices[0].platform != "cpu":
+        return  # others do not communicate by MPI
     found = sorted({group for text in _texts(execute) for group in groups_of(text, len(devices))})
     rank = _WORLD.rank
     for positions in found:
@@ -312,8 +319,10 @@ def _ready(execute: Any) -> None:
 
 def _execute(own: Any, self: Any, *args: Any) -> Any:
     if self not in _looked_at:
-        _ready(self)
-        _looked_at.add(self)
+        with _looking:
+            if self not in _looked_at:
+                _ready(self)
+                _looked_at.add(self)
     return own(self, *args)
 
 

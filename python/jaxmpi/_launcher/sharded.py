@@ -22,6 +22,9 @@ KINDS = ("mpi", "gloo")
 LIBRARY = "MPITRAMPOLINE_LIB"
 """The variable that names the library in which jaxlib, as it is loaded, looks for MPI."""
 
+PREEMPTION = "JAX_ENABLE_PREEMPTION_SERVICE"
+"""The variable of a service of JAX that takes SIGTERM, by which launchers end jobs: off if it is not set."""
+
 state: dict[str, str] = {}
 """`offered`: the library that jaxlib was given; `refused`: why it was given none; `kind`: what JAX was readied for."""
 
@@ -78,6 +81,8 @@ def prepare(kind: str) -> None:
     from jax._src import clusters, xla_bridge
 
     jax.config.update("jax_cpu_collectives_implementation", kind)
+    if PREEMPTION not in os.environ and hasattr(jax.config, PREEMPTION.lower()):
+        jax.config.update(PREEMPTION.lower(), False)
     if state.setdefault("kind", kind) != kind:
         raise RuntimeError(f"jaxmpi: JAX was readied for --collectives {state['kind']} already")
     if getattr(xla_bridge.backends, "jaxmpi_own", None) is not None:
