@@ -238,6 +238,7 @@ bench-gpu: $(BENCH)/.installed ## allreduce and sendrecv of arrays on this machi
 bench-quick: $(BENCH)/.installed ## the figures that the project is held to, in a minute
 	@$(BENCH_RUN) benchmarks/quick.py
 	@$(BENCH_RUN_UNBOUND) benchmarks/quick.py --gloo
+	@$(BENCH)/bin/python benchmarks/sharded.py --rounds 3
 	@TF_CPP_MIN_LOG_LEVEL=3 $(BENCH_RUN) $(SEA) --days 0.5 --quick
 
 compat: ## one built file on every MPI and several versions of JAX and Python

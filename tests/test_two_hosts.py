@@ -41,10 +41,10 @@ def job(hosts, tmp_path):
         hosts.file.write_text("".join(f"{name}:2\n" for name in NAMES))
         options = f"-f {hosts.file} -launcher ssh -launcher-exec {hosts.agent}"
 
-    def run_program(rest, **environment):
+    def run_program(rest, *more, begin=BEGIN, **environment):
         program = tmp_path / "program.py"
-        program.write_text(BEGIN + textwrap.dedent(rest))
-        words = ("--ranks-per-node", "2", f"--mpiexec-args={options}", program)
+        program.write_text(begin + textwrap.dedent(rest))
+        words = ("--ranks-per-node", "2", *more, f"--mpiexec-args={options}", program)
         environment = {"TMPDIR": str(hosts.tmp), **environment}
         return launch(4, *words, timeout=60, check=False, through=hosts.enter(NAMES[0]), **environment)
 
@@ -68,6 +68,26 @@ def test_variables_and_folder(job, tmp_path, monkeypatch):
     for rank in range(4):
         assert f"rank {rank} on {NAMES[rank // 2]} sum 4.0\n" in done.stdout
         assert f"{rank} {tmp_path} 17 1 --xla_cpu_enable_fast_math=false 3 1\n" in done.stdout
+
+
+@pytest.mark.parametrize("collectives", ["mpi", "gloo"])
+def test_sharded_program(job, collectives):
+    """JAX's coordinator is found from the other host, whose names none can resolve."""
+    done = job(
+        """
+        import jax, socket
+        from jax.sharding import NamedSharding, PartitionSpec as P
+        rows = NamedSharding(jax.make_mesh((4,), ("p",)), P("p"))
+        x = jax.make_array_from_callback((4,), rows, lambda i: jax.numpy.arange(4.0)[i])
+        print(jax.process_index(), "on", socket.gethostname(), "sum", float(jax.jit(jax.numpy.sum)(x)), flush=True)
+        """,
+        "--collectives",
+        collectives,
+        begin="",
+    )
+    assert done.returncode == 0, done.stderr
+    for rank in range(4):
+        assert f"{rank} on {NAMES[rank // 2]} sum 6.0\n" in done.stdout
 
 
 @pytest.mark.parametrize("fails", [0, 3])

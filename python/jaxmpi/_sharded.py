@@ -7,18 +7,20 @@ same look finds what MPI, or XLA's use of it, cannot do, before anything is sent
 """
 
 import contextlib
+import fcntl
 import json
 import math
 import os
 import re
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import numpy as np
@@ -71,43 +73,54 @@ def _why_not_mpi() -> str:
 def meet(seconds: float | None = None) -> str:
     """The address of JAX's coordinator, once all ranks have come here. Raises RuntimeError that names who has not."""
     end = time.monotonic() + (seconds or _PATIENCE_SECONDS)
-    tag: int = _WORLD.Get_attr(MPI.TAG_UB)  # type: ignore[assignment]
-    if _WORLD.rank > 0:
-        _WORLD.send(socket.gethostname(), 0, tag)
-        if not _wait_for([0], tag, end + 5):
-            raise RuntimeError("jaxmpi: rank 0 has not begun to use JAX, and this rank waits for it to start its own")
-        answer = json.loads(_WORLD.recv(source=0, tag=tag))
-        if "missing" in answer:
-            _fail(answer["missing"])
-        os.environ.update(answer["environment"])
-        return answer["address"]
-    others = range(1, _WORLD.size)
-    came = _wait_for(others, tag, end)
-    hosts = {rank: _WORLD.recv(source=rank, tag=tag) for rank in came}
-    missing = [rank for rank in others if rank not in came]
-    answer = {"missing": missing} if missing else _coordinator(set(hosts.values()))
-    for rank in came:
-        _WORLD.send(json.dumps(answer), rank, tag)
-    if missing:
-        _fail(missing)
+    answer = _lead(end) if _WORLD.rank == 0 else _follow(end + 5)
+    if missing := answer.get("missing"):
+        which = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+        raise RuntimeError(
+            f"jaxmpi: {which} of {_WORLD.size} did not begin to use JAX while the others waited to start "
+            "jax.distributed: all ranks must import jax and make an array, or call jax.distributed.initialize()"
+        )
     os.environ.update(answer["environment"])
     return answer["address"]
 
 
-def _fail(missing: list[int]) -> NoReturn:
-    which = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-    raise RuntimeError(
-        f"jaxmpi: {which} of {_WORLD.size} did not begin to use JAX while the others waited to start jax.distributed: "
-        "all ranks must import jax and make an array, or call jax.distributed.initialize()"
-    )
+def _tag() -> int:
+    return _WORLD.Get_attr(MPI.TAG_UB)  # type: ignore[return-value]
 
 
-def _wait_for(ranks: Any, tag: int, end: float) -> list[int]:
+def _follow(end: float) -> dict[str, Any]:
+    """Another rank tells rank 0 its host, answers at which of its addresses it reaches rank 0, and is told the rest."""
+    _WORLD.send(socket.gethostname(), 0, _tag())
+    while True:
+        if not _wait_for([0], end):
+            raise RuntimeError("jaxmpi: rank 0 has not begun to use JAX, and this rank waits for it to start its own")
+        answer = json.loads(_WORLD.recv(source=0, tag=_tag()))
+        if "addresses" not in answer:
+            return answer
+        _WORLD.send([host for host in answer["addresses"] if _is_reached(host, answer["port"])], 0, _tag())
+
+
+def _lead(end: float) -> dict[str, Any]:
+    others = range(1, _WORLD.size)
+    came = _wait_for(others, end)
+    hosts = {rank: _WORLD.recv(source=rank, tag=_tag()) for rank in came}
+    missing = [rank for rank in others if rank not in came]
+    answer: dict[str, Any] = {"missing": missing}
+    if not missing:
+        own = socket.gethostname()
+        host = _reached_by([rank for rank in others if hosts[rank] != own], end)
+        answer = {"address": f"{host}:{_port()}", "environment": _not_by_a_proxy(host)}
+    for rank in came:
+        _WORLD.send(json.dumps(answer), rank, _tag())
+    return answer
+
+
+def _wait_for(ranks: Any, end: float) -> list[int]:
     """Those of the ranks from which a message has come, all of them or at the `end`."""
     came: list[int] = []
     report = time.monotonic() + (_native._watch_settings()[0] or math.inf)
     while len(came) < len(ranks) and time.monotonic() < end:
-        came += [rank for rank in ranks if rank not in came and _WORLD.iprobe(source=rank, tag=tag)]
+        came += [rank for rank in ranks if rank not in came and _WORLD.iprobe(source=rank, tag=_tag())]
         if len(came) < len(ranks) and time.monotonic() > report:
             waited = ", ".join(str(rank) for rank in ranks if rank not in came)
             print(f"jaxmpi: rank {_WORLD.rank} waits for rank {waited} to start jax.distributed", file=sys.stderr)
@@ -116,37 +129,60 @@ def _wait_for(ranks: Any, tag: int, end: float) -> list[int]:
     return came
 
 
+def _reached_by(ranks: list[int], end: float) -> str:
+    """An address of this machine that these ranks of other machines can connect to."""
+    if not ranks:
+        return "127.0.0.1"
+    with socket.create_server(("", 0)) as listening:
+        question = {"addresses": _addresses(), "port": listening.getsockname()[1]}
+        for rank in ranks:
+            _WORLD.send(json.dumps(question), rank, _tag())
+        _wait_for(ranks, end)
+        answers = [_WORLD.recv(source=rank, tag=_tag()) for rank in ranks]
+    common = [host for host in question["addresses"] if all(host in answer for answer in answers)]
+    return common[0] if common else socket.gethostname()
+
+
+def _is_reached(host: str, port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=3):
+        return True
+    return False
+
+
+def _addresses() -> list[str]:
+    """This machine's addresses for others: that of its name, those of its interfaces."""
+    found: list[str] = []
+    with contextlib.suppress(OSError):
+        found.append(socket.gethostbyname(socket.gethostname()))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has none
+                request = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                found.append(socket.inet_ntoa(request[20:24]))
+    return [host for host in dict.fromkeys(found) if not host.startswith("127.")]
+
+
+_SIOCGIFADDR = 0x8915  # of Linux: the address of an interface
 _kept: list[socket.socket] = []
 """Keeps the coordinator's port from others until it is in use."""
 
 
-def _coordinator(hosts: set[str]) -> dict[str, Any]:
-    """An address at which rank 0 can be reached by processes on these hosts, and variables with which they do."""
-    port = os.environ.get("JAX_COORDINATOR_PORT")
-    if port is None:
-        kept = socket.socket()
-        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as XLA's server does, which so can share it
-        kept.bind(("", 0))
-        _kept.append(kept)
-        port = str(kept.getsockname()[1])
-    host = "127.0.0.1" if hosts <= {socket.gethostname()} else _reachable()
-    environment = {}
-    if any(os.environ.get(name) for name in ("grpc_proxy", "https_proxy", "http_proxy")):
-        direct = os.environ.get("no_grpc_proxy")  # noqa: SIM112 (its name)
-        environment["no_grpc_proxy"] = f"{direct},{host}" if direct else host
-    return {"address": f"{host}:{port}", "environment": environment}
+def _port() -> int:
+    if port := os.environ.get("JAX_COORDINATOR_PORT"):
+        return int(port)
+    kept = socket.socket()
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as XLA's server does, which so can share it
+    kept.bind(("", 0))
+    _kept.append(kept)
+    return kept.getsockname()[1]
 
 
-def _reachable() -> str:
-    """This machine's address for others: that of its name, or that of the way out."""
-    with contextlib.suppress(OSError):
-        address = socket.gethostbyname(socket.gethostname())
-        if not address.startswith("127."):
-            return address
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # sends nothing
-        return probe.getsockname()[0]
-    return socket.gethostname()
+def _not_by_a_proxy(host: str) -> dict[str, str]:
+    """Variables with which processes connect to the host themselves."""
+    if not any(os.environ.get(name) for name in ("grpc_proxy", "https_proxy", "http_proxy")):
+        return {}
+    direct = os.environ.get("no_grpc_proxy")  # noqa: SIM112 (its name)
+    return {"no_grpc_proxy": f"{direct},{host}" if direct else host}
 
 
 # --- what a program communicates -------------------------------------------------------------------------------------
