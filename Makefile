@@ -227,6 +227,7 @@ bench: $(BENCH)/.installed $(BENCH)/libshallow_water.so ## beside C, mpi4py, mpi
 	@for n in 1 2 4; do timeout $(LIMIT) $(BENCH)/bin/python -m jaxmpi.run -n $$n $(SEA) --c $(BENCH)/libshallow_water.so \
 	  --days 1 --output $(RESULTS)/sea-$$n.json || exit; done
 	timeout $(LIMIT) $(BENCH)/bin/python benchmarks/startup.py --output $(RESULTS)/startup.json
+	$(BENCH)/bin/python benchmarks/sharded.py | tee $(RESULTS)/sharded.txt
 	$(BENCH)/bin/python benchmarks/report.py $(RESULTS)/*.json --plots $(RESULTS) --markdown | tee $(RESULTS)/tables.md
 
 # mpi4jax takes part if its build finds a CUDA toolkit.
