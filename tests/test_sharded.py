@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from mpi4py import MPI
 
 import jaxmpi
-from jaxmpi import _jax
+from jaxmpi import _jax, _sharded
 from jaxmpi._launcher import sharded
 
 KIND = sharded.state.get("kind")
@@ -339,6 +339,28 @@ def test_multihost_utils():
     np.testing.assert_array_equal(multihost_utils.broadcast_one_to_all(x), np.arange(3))
     multihost_utils.sync_global_devices("here")
     multihost_utils.assert_equal(np.ones(2), "differ")
+
+
+SETTINGS = {
+    "jax.set_mesh": lambda mesh: jax.set_mesh(mesh),
+    "transfer_guard": lambda mesh: jax.transfer_guard("disallow"),
+    "disable_jit": lambda mesh: jax.disable_jit(),
+    "checking_leaks": lambda mesh: jax.checking_leaks(),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_settings_of_the_program(setting):
+    """A communicator is made whatever the program has set."""
+    if setting == "jax.set_mesh" and not hasattr(jax, "set_mesh"):
+        pytest.skip("this JAX has no jax.set_mesh")
+    mesh = Mesh(np.array(jax.devices()).reshape(1, SIZE), ("a", "b"))
+    whole = np.arange(2.0 * SIZE, dtype=np.float32).reshape(2, SIZE)
+    x = place(whole, mesh, P(None, "b"))
+    _sharded._made.clear()  # once more: XLA keeps those that it has
+    with SETTINGS[setting](mesh):
+        found = over(mesh, lambda x: lax.psum(x, "b"), P(None, "b"), P())(x)
+    check(found, whole.sum(1, keepdims=True))
 
 
 # --- both kinds in one program ---

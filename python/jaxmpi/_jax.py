@@ -154,6 +154,11 @@ def no_trace() -> Any:
     return core.set_current_trace(core.eval_trace)
 
 
+def on_mesh(mesh: jax.sharding.Mesh) -> Any:
+    """A context in which this is the current mesh, whatever is set around it."""
+    return jax.set_mesh(mesh) if hasattr(jax, "set_mesh") else jax.sharding.use_mesh(mesh)
+
+
 def current_source() -> Any:
     return source_info_util.current()
 

@@ -20,6 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -281,7 +282,9 @@ def groups_of(program: str, devices: int) -> list[tuple[int, ...]]:
 
 # --- the communicators of a program ----------------------------------------------------------------------------------
 
-_looking = threading.RLock()  # a program that makes a communicator is looked at, too
+_looking = threading.Lock()
+_connecting = threading.local()
+"""`on` in a thread whose programs are not looked at: it executes the one by which XLA takes a communicator."""
 _looked_at: Any = weakref.WeakSet()
 _made: set[tuple[int, ...]] = set()
 """Groups of processes for which XLA has a communicator."""
@@ -313,18 +316,25 @@ def _connect(group: tuple[Any, ...]) -> None:
     if len(group) == 1:
         return  # XLA does not ask for it in a program of one process
     try:
-        mesh = jax.sharding.Mesh(np.array(group), ("processes",))
-        spec = jax.sharding.PartitionSpec("processes")
-        sharding = jax.sharding.NamedSharding(mesh, spec)
-        with _jax.no_trace(), jax.disable_jit(False):
-            own = jax.device_put(np.ones(1, np.float32), jax.local_devices()[0])
-            x = jax.make_array_from_single_device_arrays((len(group),), sharding, [own])
-            body = _jax.shard_map(lambda x: jax.lax.psum(x, "processes"), mesh=mesh, in_specs=spec, out_specs=spec)
-            total = float(np.asarray(jax.jit(body)(x).addressable_data(0))[0])
+        with ThreadPoolExecutor(1) as pool:  # where nothing is traced, and no context of the program's holds
+            total = pool.submit(_sum, group).result()
     finally:
         _core.expect(0)
     if total != len(group):
         raise RuntimeError(f"jaxmpi: JAX's sum over {len(group)} processes is {total}: {_ADVICE}")
+
+
+def _sum(group: tuple[Any, ...]) -> float:
+    """The sum of a 1 of each device: a program with a collective of this group alone."""
+    _connecting.on = True
+    mesh = jax.sharding.Mesh(np.array(group), ("processes",))
+    spec = jax.sharding.PartitionSpec("processes")
+    body = _jax.shard_map(lambda x: jax.lax.psum(x, "processes"), mesh=mesh, in_specs=spec, out_specs=spec)
+    with jax.disable_jit(False), jax.transfer_guard("allow"), _jax.on_mesh(mesh):
+        own = jax.device_put(np.ones(1, np.float32), jax.local_devices()[0])
+        sharding = jax.sharding.NamedSharding(mesh, spec)
+        x = jax.make_array_from_single_device_arrays((len(group),), sharding, [own])
+        return float(np.asarray(jax.jit(body)(x).addressable_data(0))[0])
 
 
 def _ready(execute: Any) -> None:
@@ -345,16 +355,12 @@ def _ready(execute: Any) -> None:
                 "each has one device (jax_num_cpu_devices, --xla_force_host_platform_device_count): start more ranks "
                 f"instead, or {_ADVICE}"
             )
-        _made.add(processes)  # before, since the small program has this group, too
-        try:
-            _connect(group)
-        except BaseException:
-            _made.discard(processes)
-            raise
+        _connect(group)
+        _made.add(processes)
 
 
 def _execute(own: Any, self: Any, *args: Any) -> Any:
-    if self not in _looked_at:
+    if self not in _looked_at and not getattr(_connecting, "on", False):
         with _looking:
             if self not in _looked_at:
                 _ready(self)
