@@ -162,6 +162,20 @@ def test_scalars_and_trees():
     assert float(tree["b"][1][0]) == 2 * total
 
 
+@pytest.mark.parametrize("of", range(SIZE))
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_nan(of, dtype):
+    """As JAX has it in one process, NaN wins; and all processes have the same."""
+    for count in (1, 5):
+        blocks = values((SIZE, count), dtype, 3) + 1
+        blocks[of, 0] = np.nan
+        x = place(blocks.reshape(-1), line(), P("p"))
+        found = over(line(), lambda x: (lax.pmax(x, "p"), lax.pmin(x, "p"), lax.psum(x, "p")), out=P())(x)
+        if BY_MPI:  # gloo loses it
+            for result, witness in zip(found, (blocks.max(0), blocks.min(0), blocks.sum(0)), strict=True):
+                np.testing.assert_array_equal(np.asarray(result.addressable_data(0)), witness)
+
+
 SPECS = [P(), P("p"), P(None, "p")]
 
 

@@ -118,18 +118,18 @@ struct runtime {
   bool serialize;             /* MPI_THREAD_SERIALIZED: one MPI call at a time, under `lock` */
   pthread_mutex_t lock;
   atomic_long failures; /* operations that have failed so far: a call during which this grows checks its link: link.c */
-  struct communicator *_Atomic freed; /* those that have been freed since Python asked */
-  struct failure *_Atomic deferred;   /* the first error not yet reported */
-  struct reduction *reductions[4];    /* SUM, PROD, MAX, MIN: for JAX's sharded programs; NULL: not in use */
-  void *library;                      /* MPI, from dlopen */
-  bool aware;                         /* MPI accepts device pointers */
-  enum transport transport;           /* for what is staged: everything if MPI is not aware */
-  atomic_bool several_devices;        /* a link may be committed to one of them: link.c */
-  atomic_bool check;                  /* ranks compare their collectives (compare.h); the same on all ranks */
-  atomic_bool labels;                 /* and no rank has arrays on devices: messages have labels */
-  atomic_bool ends_on_error;          /* an operation that fails ends the job, rather than raise */
-  atomic_bool log;                    /* a line at the start and at the end of each operation */
-  atomic_uint_least64_t calls;        /* numbers the logged calls */
+  struct communicator *_Atomic freed;           /* those that have been freed since Python asked */
+  struct failure *_Atomic deferred;             /* the first error not yet reported */
+  struct reduction *reductions[DTYPE_CODES][4]; /* SUM, PROD, MAX, MIN: for JAX's sharded programs; NULL: none */
+  void *library;                                /* MPI, from dlopen */
+  bool aware;                                   /* MPI accepts device pointers */
+  enum transport transport;                     /* for what is staged: everything if MPI is not aware */
+  atomic_bool several_devices;                  /* a link may be committed to one of them: link.c */
+  atomic_bool check;                            /* ranks compare their collectives (compare.h); the same on all ranks */
+  atomic_bool labels;                           /* and no rank has arrays on devices: messages have labels */
+  atomic_bool ends_on_error;                    /* an operation that fails ends the job, rather than raise */
+  atomic_bool log;                              /* a line at the start and at the end of each operation */
+  atomic_uint_least64_t calls;                  /* numbers the logged calls */
 };
 extern struct runtime runtime;
 

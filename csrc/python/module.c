@@ -524,12 +524,15 @@ static PyObject *close_timeline(PyObject *self, PyObject *args) {
 }
 
 PyDoc_STRVAR(set_reductions_doc,
-             "set_reductions(sum, prod, max, min)\n\nThe numbers of the reductions that JAX's sharded programs use.");
+             "set_reductions(code, sum, prod, max, min)\n\n"
+             "The numbers of the reductions that JAX's sharded programs use for a type.");
 static PyObject *set_reductions(PyObject *self, PyObject *args) {
   (void)self;
+  int code;
   long long numbers[4];
-  if (!PyArg_ParseTuple(args, "LLLL", &numbers[0], &numbers[1], &numbers[2], &numbers[3])) return NULL;
-  for (int i = 0; i < 4; i++) runtime.reductions[i] = registry_at(numbers[i]);
+  if (!PyArg_ParseTuple(args, "iLLLL", &code, &numbers[0], &numbers[1], &numbers[2], &numbers[3])) return NULL;
+  if (datatype_find(code) == NULL) return PyErr_Format(PyExc_ValueError, "no row of dtype.def has the code %d", code);
+  for (int i = 0; i < 4; i++) runtime.reductions[code][i] = registry_at(numbers[i]);
   Py_RETURN_NONE;
 }
 

@@ -59,13 +59,11 @@ static struct communicator *comm_of(handle comm) {
   return comm == NO_COMM ? NULL : comm == WORLD ? runtime.world : (struct communicator *)comm;
 }
 
-static struct reduction *reduction_of(handle op) {
-  handle i = op - REDUCTIONS;
-  if (i >= sizeof runtime.reductions / sizeof *runtime.reductions || runtime.reductions[i] == NULL)
-    sharded_fail("XLA passes a reduction that jaxmpi does not have for it");
-  else
-    return runtime.reductions[i];
-  return NULL;
+static struct reduction *reduction_of(handle op, handle type) {
+  handle i = op - REDUCTIONS, code = type - TYPES;
+  struct reduction *found = i < 4 && code < DTYPE_CODES ? runtime.reductions[code][i] : NULL;
+  if (found == NULL) sharded_fail("XLA passes a reduction, or a datatype, that jaxmpi does not have for it");
+  return found;
 }
 
 EXPORT int MPIABI_Init_thread(int *argc, char ***argv, int required, int *provided) {
@@ -116,7 +114,7 @@ EXPORT int MPIABI_Comm_free(handle *comm) {
 
 EXPORT int MPIABI_Allreduce(const void *in, void *out, int count, handle type, handle op, handle comm) {
   struct communicator *found = comm_of(comm);
-  struct reduction *reduction = reduction_of(op);
+  struct reduction *reduction = reduction_of(op, type);
   if (found == NULL || reduction == NULL) return 1;
   return code(sharded_allreduce(in, out, count, (int)(type - TYPES), reduction, found));
 }
@@ -130,7 +128,7 @@ EXPORT int MPIABI_Allgather(const void *in, int count, handle type, void *out, i
 
 EXPORT int MPIABI_Reduce_scatter(const void *in, void *out, const int *counts, handle type, handle op, handle comm) {
   struct communicator *found = comm_of(comm);
-  struct reduction *reduction = reduction_of(op);
+  struct reduction *reduction = reduction_of(op, type);
   if (found == NULL || reduction == NULL) return 1;
   return code(sharded_reduce_scatter(in, out, counts[0], (int)(type - TYPES), reduction, found)); /* all are equal */
 }

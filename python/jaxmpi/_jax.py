@@ -156,7 +156,8 @@ def no_trace() -> Any:
 
 def on_mesh(mesh: jax.sharding.Mesh) -> Any:
     """A context in which this is the current mesh, whatever is set around it."""
-    return jax.set_mesh(mesh) if hasattr(jax, "set_mesh") else jax.sharding.use_mesh(mesh)
+    name, owner = ("set_mesh", jax) if hasattr(jax, "set_mesh") else ("use_mesh", jax.sharding)  # JAX 0.6
+    return getattr(owner, name)(mesh)
 
 
 def current_source() -> Any:

@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 import weakref
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -320,21 +321,25 @@ def _connect(group: tuple[Any, ...]) -> None:
             total = pool.submit(_sum, group).result()
     finally:
         _core.expect(0)
-    if total != len(group):
-        raise RuntimeError(f"jaxmpi: JAX's sum over {len(group)} processes is {total}: {_ADVICE}")
+    if total != sum(map(_number, processes)) % 2**32:  # another group has another sum
+        raise RuntimeError(f"jaxmpi: JAX's collectives of {name} are not theirs: {_ADVICE}")
 
 
-def _sum(group: tuple[Any, ...]) -> float:
-    """The sum of a 1 of each device: a program with a collective of this group alone."""
+def _number(process: int) -> int:
+    return zlib.crc32(b"%d" % process)
+
+
+def _sum(group: tuple[Any, ...]) -> int:
+    """The sum of numbers of all devices: a program with a collective of this group alone."""
     _connecting.on = True
     mesh = jax.sharding.Mesh(np.array(group), ("processes",))
     spec = jax.sharding.PartitionSpec("processes")
     body = _jax.shard_map(lambda x: jax.lax.psum(x, "processes"), mesh=mesh, in_specs=spec, out_specs=spec)
     with jax.disable_jit(False), jax.transfer_guard("allow"), _jax.on_mesh(mesh):
-        own = jax.device_put(np.ones(1, np.float32), jax.local_devices()[0])
+        own = jax.device_put(np.full(1, _number(_WORLD.rank), np.uint32), jax.local_devices()[0])
         sharding = jax.sharding.NamedSharding(mesh, spec)
         x = jax.make_array_from_single_device_arrays((len(group),), sharding, [own])
-        return float(np.asarray(jax.jit(body)(x).addressable_data(0))[0])
+        return int(np.asarray(jax.jit(body)(x).addressable_data(0))[0])
 
 
 def _ready(execute: Any) -> None:
@@ -369,5 +374,8 @@ def _execute(own: Any, self: Any, *args: Any) -> Any:
 
 
 if sharded.state.get("kind") == "mpi":
-    _core.set_reductions(*(_arguments._NUMBERS[name] for name in ("SUM", "PROD", "MAX", "MIN")))
+    for _type in _native.DATATYPES.values():  # as for jaxmpi's own functions: with NaN, and alike on all ranks
+        _own = _native.OWN_OPERATIONS[_type.name]
+        _names = ("SUM", "PROD", "MAX", "MIN")
+        _core.set_reductions(_type.code, *(_own.get(name, _arguments._NUMBERS[name]) for name in _names))
     _jax.replace(pxla.ExecuteReplicated, "__call__", "", _execute)
