@@ -155,10 +155,10 @@ static void report(const struct watched *record, double seconds) {
   const struct communicator *comm = words_comm(words);
   text_add(&text, "jaxmpi: rank %d has been waiting for %.3g s in ", runtime.rank, seconds);
   words_tell(&text, words);
-  text_add(&text, ", as rank %d of %d on %s (operation %" PRIu64 " of its thread); ", comm->rank, comm->size,
+  text_add(&text, ", as rank %d of %d on %s (operation %" PRIu64 " of its thread)", comm->rank, comm->size,
            comm_name(comm), count_of(record));
-  words_lines(&text, "called at ", words);
-  add_place(&text, text.characters[text.length - 2] == ';' ? "" : "; ");
+  words_lines(&text, "; called at ", words);
+  add_place(&text, "; ");
   if (ends_job) text_add(&text, ". The job ends, as JAXMPI_TIMEOUT_ACTION=abort says");
   say(&text);
   if (folder != NULL) write_file("report", &text);

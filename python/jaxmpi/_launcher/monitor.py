@@ -115,9 +115,9 @@ def _text(table: dict[int, tuple[str, ...]]) -> tuple[str, str]:
         elif len(state) != 4:
             line = "does not answer: jaxmpi has not been imported, or the process has stopped, or cannot be reached"
         elif float(state[0]) < 0:
-            line = f"is in no operation; {state[3]}"
+            line = "is in no operation" + (f"; {state[3]}" if state[3] else "")
         else:
-            line = f"waits in {state[1]}, on {state[2]}; {state[3]}"
+            line = f"waits in {state[1]}, on {state[2]}" + (f"; {state[3]}" if state[3] else "")
             longest[line] = max(longest.get(line, 0.0), float(state[0]))
         lines.setdefault(line, []).append(rank)
     text, timeless = "jaxmpi.run: what the ranks do:\n", ""
