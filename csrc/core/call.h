@@ -7,9 +7,17 @@
 #ifndef JAXMPI_CALL_H
 #define JAXMPI_CALL_H
 
+#include "core/compare.h"
 #include "core/core.h"
 #include "core/failure.h"
 #include "devices/memory.h"
+
+/* Sets what is known only once the buffers are, except for how the call is divided. */
+static inline void call_settle(struct call *call) {
+  call->compared = call->labelled = call->sending = false;
+  if (atomic_load_explicit(&runtime.check, memory_order_relaxed)) compare_decide(call);
+  call->logged = atomic_load_explicit(&runtime.log, memory_order_relaxed);
+}
 
 /* Makes the MPI calls of a call whose buffers MPI can access: undivided, or chunk by chunk. */
 ffi_error *call_body(struct call *call);

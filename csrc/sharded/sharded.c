@@ -5,7 +5,6 @@
 #include <string.h>
 
 #include "core/call.h"
-#include "core/compare.h"
 
 /* --- errors ------------------------------------------------------------------------------------------------------ */
 
@@ -66,8 +65,7 @@ static ffi_error *check(const struct call *call) {
 static ffi_error *run(struct call *call) {
   ffi_error *failure = check(call);
   if (failure != NULL) return failure;
-  if (atomic_load_explicit(&runtime.check, memory_order_relaxed)) compare_decide(call);
-  call->logged = atomic_load_explicit(&runtime.log, memory_order_relaxed);
+  call_settle(call);
   return call_body(call);
 }
 

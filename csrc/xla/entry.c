@@ -5,7 +5,6 @@
 #include <string.h>
 
 #include "core/call.h"
-#include "core/compare.h"
 #include "devices/transport.h"
 
 /* --- the operations: here, so that what is below is compiled for each row --- */
@@ -242,18 +241,11 @@ static ffi_error *call_deferred(const struct call *call) {
   return error;
 }
 
-/* What is known only once the buffers are, except for how the call is divided. */
-static inline void settle(struct call *call) {
-  call->compared = call->labelled = call->sending = false;
-  if (atomic_load_explicit(&runtime.check, memory_order_relaxed)) compare_decide(call);
-  call->logged = atomic_load_explicit(&runtime.log, memory_order_relaxed);
-}
-
 static __attribute__((noinline)) ffi_error *run_joined(const struct call *leaves) {
   struct call call;
   ffi_error *error = call_join(leaves, &call);
   if (error != NULL) return error;
-  settle(&call);
+  call_settle(&call);
   call_divide(&call);
   return call.memory->host ? call_leaves(&call) : transport_run(&call);
 }
@@ -276,7 +268,7 @@ INLINED ffi_error *run(ffi_frame *frame, int row, const struct memory *memory) {
     return error;
   if ((error = call_deferred(&call)) != NULL || (error = decode_buffers(&call, operation)) != NULL) return error;
   if (is_joined(operation) && call.buffer_count > operation->buffer_count) return run_joined(&call);
-  settle(&call);
+  call_settle(&call);
   if (memory->host && call.comm->chunk == 0) return call_body(&call); /* as nearly always */
   call_divide(&call);
   return memory->host ? call_chunks(&call) : transport_run(&call);

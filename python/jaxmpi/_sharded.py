@@ -34,6 +34,7 @@ import jaxmpi._core as _core
 from jaxmpi import _arguments, _jax, _native, _places
 from jaxmpi._communicator import resolve
 from jaxmpi._launcher import sharded
+from jaxmpi.collectives import why_not_mpi
 
 _WORLD = MPI.COMM_WORLD
 
@@ -50,7 +51,7 @@ def world() -> tuple[int, int]:
 
 def start() -> None:
     """Starts jax.distributed, unless the program has, or is alone. All ranks; before JAX makes devices."""
-    if sharded.state["kind"] == "mpi" and (reason := _why_not_mpi()):
+    if sharded.state["kind"] == "mpi" and (reason := why_not_mpi()):
         raise RuntimeError(f"jaxmpi: --collectives mpi: {reason}")
     if _WORLD.size > 1 and distributed.global_state.client is None:
         jax.distributed.initialize()
@@ -64,12 +65,6 @@ def start() -> None:
             f"jaxmpi: jax.distributed.initialize was told process {found[0]} of {found[1]}, but this is rank "
             f"{_WORLD.rank} of {_WORLD.size}: call it without arguments, or not at all"
         )
-
-
-def _why_not_mpi() -> str:
-    from jaxmpi import collectives
-
-    return collectives.why_not_mpi()
 
 
 def meet(seconds: float | None = None) -> str:
@@ -373,9 +368,14 @@ def _execute(own: Any, self: Any, *args: Any) -> Any:
     return own(self, *args)
 
 
+def _reduction(name: str, datatype: _native.Datatype) -> int:
+    """The core's number of a reduction; 0: there is none for this type."""
+    if name not in _arguments.REDUCTIONS[datatype.kind]:
+        return 0
+    return _arguments.reduction(getattr(MPI, name), "psum").number_for(datatype)
+
+
 if sharded.state.get("kind") == "mpi":
     for _type in _native.DATATYPES.values():  # as for jaxmpi's own functions: with NaN, and alike on all ranks
-        _own = _native.OWN_OPERATIONS[_type.name]
-        _names = ("SUM", "PROD", "MAX", "MIN")
-        _core.set_reductions(_type.code, *(_own.get(name, _arguments._NUMBERS[name]) for name in _names))
+        _core.set_reductions(_type.code, *(_reduction(name, _type) for name in ("SUM", "PROD", "MAX", "MIN")))
     _jax.replace(pxla.ExecuteReplicated, "__call__", "", _execute)

@@ -21,7 +21,7 @@ import time
 import traceback
 import types
 import zipfile
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
 def _own_frames(trace):
@@ -211,7 +211,8 @@ def _beside(name: str):
 def _ready_jax(devices: str, collectives: str) -> None:
     """As the program imports jax: this rank takes a device, the user's choice or its own; and what carries JAX's
     collectives, if anything is to."""
-    placement, sharded = _beside("placement"), _beside("sharded")
+    placement = _beside("placement")
+    sharded: Any = _beside("sharded") if collectives else None
 
     def before() -> None:
         if collectives == "mpi":
