@@ -119,14 +119,9 @@ static ffi_error *chunk_run(const struct call *call, int64_t first, char *scratc
   return error; /* cppcheck-suppress returnDanglingLifetime ; no error points to the call */
 }
 
-/* Memory for a call. One piece is kept for the next: fresh memory of the system's costs more than what it is for. */
-struct scratch {
-  size_t bytes;
-  _Alignas(max_align_t) char data[];
-};
 static struct scratch *_Atomic spare;
 
-static struct scratch *scratch_take(size_t bytes) {
+struct scratch *scratch_take(size_t bytes) {
   struct scratch *scratch = atomic_exchange(&spare, NULL);
   if (scratch != NULL && scratch->bytes >= bytes) return scratch;
   free(scratch);
@@ -135,7 +130,7 @@ static struct scratch *scratch_take(size_t bytes) {
   return scratch;
 }
 
-static void scratch_give(struct scratch *scratch) { free(atomic_exchange(&spare, scratch)); }
+void scratch_give(struct scratch *scratch) { free(atomic_exchange(&spare, scratch)); }
 
 /* Bytes of a chunk in all buffers that have several rows. */
 static size_t scratch_for(const struct call *call) {

@@ -42,6 +42,14 @@ static inline int call_rows(const struct call *call, const struct buffer *buffer
  * `count` is the number of elements in all rows. */
 void call_cut(struct call *call, int64_t first);
 
+/* Memory for a call. One piece is kept for the next: fresh memory of the system's costs more than what it is for. */
+struct scratch {
+  size_t bytes;
+  _Alignas(max_align_t) char data[];
+};
+struct scratch *scratch_take(size_t bytes); /* NULL: out of memory */
+void scratch_give(struct scratch *scratch);
+
 /* Fill with zeros, and copy between two buffers of the call, in the memory that they lie in. On a device both are
  * enqueued on the call's stream. */
 ffi_error *call_zero(const struct call *call, void *data, size_t bytes);

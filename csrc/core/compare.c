@@ -7,11 +7,14 @@
 
 #include "core/failure.h"
 #include "core/log.h"
+#include "core/plan.h"
 #include "core/words.h"
 
 /* Sets the elements and the type of this rank's share: of the buffers, read or written, that have the same size on all
  * ranks. */
 static void find_share(struct call *call) {
+  call->share = 0, call->share_type = NULL, call->share_written = false;
+  if (plan_of(call) != NULL) return; /* of arrays of other sizes on other ranks */
   int64_t counts[2] = {0, 0};
   const struct datatype *types[2] = {NULL, NULL};
   for (int i = 0; i < call->buffer_count; i++) {
@@ -64,6 +67,10 @@ static struct record record_of(struct call *call) {
                           .dtype = type != NULL ? type->code : -1,
                           .count = call->share};
   if (call->leaves != NULL) record_arrays(call, &record);
+  if (plan_of(call) != NULL) {
+    record.arrays = plan_of(call)->arrays;
+    record.sizes = (int64_t)plan_of(call)->signature;
+  }
   for (int i = 0; i < operation->attribute_count; i++) {
     if (operation->attributes[i].kind == RANK) record.root = call->attributes[i];
     if (operation->attributes[i].kind != REDUCTION) continue;
@@ -136,7 +143,7 @@ static void exchange_lines(const struct call *call, int other, struct lines *lin
 
 /* All ranks come to the same verdict: an error on each of them, or on none. */
 static ffi_error *judge(const struct call *call, const struct record *mine, const struct record *all) {
-  char here[256], there[256 + 32], at[64] = "calls";
+  char here[256], there[256 + 48], at[64] = "calls";
   struct lines lines;
   int other = 0;
   while (other < call->comm->size && memcmp(&all[other], mine, sizeof *mine) == 0) other++;
@@ -145,7 +152,7 @@ static ffi_error *judge(const struct call *call, const struct record *mine, cons
   describe(&all[other], there, sizeof here);
   struct record resized = all[other];
   resized.sizes = mine->sizes;
-  if (memcmp(&resized, mine, sizeof resized) == 0) strcat(there, " of other sizes");
+  if (memcmp(&resized, mine, sizeof resized) == 0) strcat(there, plan_of(call) != NULL ? " of other shapes, dtypes or arguments" : " of other sizes");
   if (all[other].call != mine->call) snprintf(at, sizeof at, "is at call %" PRId64 ",", all[other].call);
   exchange_lines(call, other, &lines);
   return call_fail(call, FFI_FAILED_PRECONDITION,

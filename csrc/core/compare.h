@@ -20,8 +20,8 @@ struct record {
   int64_t root;       /* -1: none */
   int64_t dtype;      /* XLA's code; -1: there are no buffers */
   int64_t count;      /* elements of a rank's share */
-  int64_t arrays;     /* of that many arrays, which are joined; 0: of one, or none */
-  int64_t sizes;      /* of the share of each of them, as a hash; 0: of one, or none */
+  int64_t arrays;     /* of that many arrays, which are joined or have a plan; 0: of one, or none */
+  int64_t sizes;      /* of the share of each of them, as a hash, or the plan's signature; 0: of one, or none */
 };
 enum { USERS_REDUCTION = 1 };
 

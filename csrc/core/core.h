@@ -30,7 +30,7 @@ enum { DTYPE_CODES = 40, MAX_ATTRIBUTES = 6, MAX_ROLES = 6, MAX_BUFFERS = 256 };
 /* Bytes: the smallest chunk that may be set; the smallest part of a chunk that belongs to one rank. */
 enum { LEAST_CHUNK = 4096, LEAST_COLUMN = 1 << 14 };
 
-/* The objects that compiled programs refer to by number: communicators, reductions, statuses and texts. A program may
+/* The objects that compiled programs refer to by number: communicators, reductions, plans, statuses and texts. A program may
  * outlive its process, in a cache of compiled code or in a file, and must not find another object under its number in
  * another process. So a number consists of a place, in the low PLACE_BITS bits, and above it a key, which must equal
  * the key of the object at that place: 63 bits together, never negative, never 0.
@@ -58,6 +58,7 @@ struct communicator {
   atomic_bool freed;
   struct communicator *next_freed; /* in runtime.freed */
   atomic_uint_least64_t compared;  /* collectives compared so far, with JAXMPI_CHECK: compare.h */
+  atomic_uint_least64_t planned;   /* calls with a plan so far: plan.h */
 };
 
 /* Which thread calls MPI for arrays of a device that are staged: copied through host memory. */
@@ -160,7 +161,7 @@ enum divisibility { WHOLE, CHUNKS, GATHERS, SCATTERS, EXCHANGES }; /* see ops.de
 
 /* What an attribute is: RANK and TAG are numbers that errors show, DERIVATIVE see ops.def, the others the number of an
  * object in the registry. */
-enum attribute { RANK, TAG, DERIVATIVE, OBJECT, OBJECT_OR_0, REDUCTION };
+enum attribute { RANK, TAG, DERIVATIVE, OBJECT, OBJECT_OR_0, REDUCTION, PLAN };
 static inline bool attribute_is_object(enum attribute kind) { return kind >= OBJECT; }
 
 /* In words, what a collective is of; NULL for a number that is none of an attribute DERIVATIVE. */

@@ -188,6 +188,7 @@ static void add_attribute(struct text *text, const struct event *event, int inde
       break;
     case OBJECT:
     case OBJECT_OR_0:
+    case PLAN:
       break;
   }
 }

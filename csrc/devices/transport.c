@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "core/call.h"
+#include "core/plan.h"
 
 enum { SLOTS = 4, ALIGNMENT = 256, LEAST = 1 << 16, OUTGROWN = 48 };
 
@@ -266,10 +267,10 @@ static enum transport transport_of(const struct call *call) {
 }
 
 /* Whether an aware MPI can do the call on device memory: not if a function reduces that reads host memory, and not if
- * buffers are joined or in chunks of several rows, which must be packed first. */
+ * buffers are joined, taken apart by a plan, or in chunks of several rows, which must be packed first. */
 static bool within_reach(const struct call *call) {
   const struct division *division = &call->division;
-  if (call->reducer != REDUCER_MPI || call->leaves != NULL) return false;
+  if (call->reducer != REDUCER_MPI || call->leaves != NULL || plan_of(call) != NULL) return false;
   return (division->rows_read == 1 && division->rows_written == 1) || division_is_one(division);
 }
 

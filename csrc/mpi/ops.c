@@ -11,6 +11,7 @@
 #include "core/call.h"
 #include "core/compare.h"
 #include "core/log.h"
+#include "core/plan.h"
 #include "mpi/mpi_table.h"
 
 /* The attributes and the buffers of an operation by name; for EACH the first buffer. */
@@ -486,6 +487,74 @@ static ffi_error *sendrecv(struct call *c) {
   parcel_free(&in);
   span_free(&out);
   return error != NULL || code == MPI_SUCCESS ? error : call_fail_mpi(c, code);
+}
+
+/* Receives the message of a peer into the stage, if it is the one that is expected; otherwise drops it. */
+static ffi_error *receive_planned(struct call *c, const struct plan *plan, const struct peer *peer, char *stage,
+                                  uint64_t number) {
+  MPI_Comm comm = (MPI_Comm)c->comm->handle;
+  MPI_Message message;
+  MPI_Status status;
+  struct header header = {0}, expected = plan_header(c, plan, peer, number);
+  TRY_MPI(c, Mprobe, peer->rank, plan->tag, comm, &message, &status);
+  int64_t bytes = message_count(&status, (MPI_Datatype)runtime.datatypes[FFI_DTYPE_U8]);
+  int code;
+  if (bytes == peer->bytes) {
+    code = take(&message, stage + peer->stage, bytes, &status);
+    memcpy(&header, stage + peer->stage, sizeof header);
+  } else {
+    code = discard(&message, bytes);
+  }
+  if (code == NO_MEMORY) return call_fail(c, FFI_INTERNAL, "no memory for a message of %" PRId64 " bytes", bytes);
+  if (code != MPI_SUCCESS) return call_fail_in(c, "MPI_Mrecv", code);
+  if (memcmp(&header, &expected, sizeof header) == 0) return NULL;
+  return call_fail(c, FFI_FAILED_PRECONDITION,
+                   "rank %d has sent something else: %" PRId64 " bytes, not %" PRId64
+                   ", or of another call. All ranks must make the same calls in the same order: with arrays of the same "
+                   "dtypes, of one and the same global shape each, and the same arguments. JAXMPI_CHECK=1 tells where "
+                   "they differ, before anything is sent",
+                   peer->rank, bytes, peer->bytes);
+}
+
+/* in, out: what the plan says */
+static ffi_error *exchange(struct call *c) {
+  ARGUMENTS(exchange, c);
+  (void)b;
+  const struct plan *plan = object_of(a.plan);
+  PASS(plan_check(c, plan));
+  BEGIN(c, Isend, "to %d ranks and from %d with", plan->send_count, plan->receive_count);
+  uint64_t number = atomic_fetch_add(&c->comm->planned, 1) + 1;
+  size_t stage_bytes = (size_t)(plan->sent + plan->received);
+  struct scratch *scratch = scratch_take(stage_bytes + (size_t)plan->send_count * sizeof(MPI_Request));
+  if (scratch == NULL) return call_fail(c, FFI_INTERNAL, "no memory for messages of %zu bytes", stage_bytes);
+  char *stage = scratch->data;
+  MPI_Request *requests = (MPI_Request *)(void *)(stage + stage_bytes);
+  plan_pack(c, plan, stage, number);
+  int begun = 0, code = MPI_SUCCESS;
+  for (; begun < plan->send_count && code == MPI_SUCCESS; begun++) {
+    const struct peer *peer = &plan->sends[begun];
+    struct span span = span_of_bytes(peer->bytes);
+    code = span.code;
+    if (code == MPI_SUCCESS)
+      code = mpi.Isend(stage + peer->stage, span.count, span.type, peer->rank, plan->tag, comm, &requests[begun]);
+    span_free(&span);
+  }
+  if (code != MPI_SUCCESS) begun--;
+  ffi_error *error = code == MPI_SUCCESS ? NULL : call_fail_mpi(c, code);
+  c->sending = true;
+  for (int i = 0; i < plan->receive_count; i++) { /* all of them, so that none is left to the next call */
+    ffi_error *failure = receive_planned(c, plan, &plan->receives[i], stage, number);
+    if (error == NULL) error = failure;
+  }
+  c->sending = false;
+  for (int i = 0; i < begun; i++) {
+    MPI_Status sent;
+    code = mpi.Wait(&requests[i], &sent);
+    if (code != MPI_SUCCESS && error == NULL) error = call_fail_in(c, "MPI_Wait", code);
+  }
+  if (error == NULL) plan_unpack(c, plan, stage);
+  scratch_give(scratch);
+  return error;
 }
 
 int post_send(const struct call *call, intptr_t *request) {

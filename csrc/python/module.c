@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "core/failure.h"
+#include "core/plan.h"
 #include "core/timeline.h"
 #include "core/watch.h"
 #include "devices/transport.h"
@@ -183,6 +184,25 @@ static PyObject *register_object(PyObject *self, PyObject *args) {
   return number != 0 ? PyLong_FromLongLong(number) : PyErr_NoMemory();
 }
 
+PyDoc_STRVAR(plan_doc,
+             "plan(numbers, meaning) -> number\n\n"
+             "Makes the plan that these bytes describe, 64-bit integers in the order of plan.c; the meaning tells it from "
+             "all others.");
+static PyObject *make_plan(PyObject *self, PyObject *args) {
+  (void)self;
+  const char *bytes, *meaning;
+  Py_ssize_t size;
+  if (!PyArg_ParseTuple(args, "y#s", &bytes, &size, &meaning)) return NULL;
+  int64_t *numbers = malloc((size_t)size + 1), number = 0;
+  if (numbers == NULL) return PyErr_NoMemory();
+  memcpy(numbers, bytes, (size_t)size);
+  struct plan *plan = plan_make(numbers, (size_t)size / sizeof *numbers);
+  free(numbers);
+  if (plan == NULL) return PyErr_Format(PyExc_ValueError, "these numbers describe no plan, or there is no memory");
+  if ((number = registry_add(plan, meaning)) == 0) return PyErr_NoMemory();
+  return PyLong_FromLongLong(number);
+}
+
 PyDoc_STRVAR(reserve_doc, "reserve(meaning)\n\nKeeps a number for the communicator with this meaning.");
 static PyObject *reserve(PyObject *self, PyObject *args) {
   (void)self;
@@ -210,7 +230,8 @@ static PyObject *operation_row(const struct operation *row) {
       [READ] = "read_each", [WRITE] = "write_each", [HOST_READ] = "host_read_each", [HOST_WRITE] = "host_write_each"};
   static const char *const kinds[] = {[RANK] = "rank",           [TAG] = "tag",
                                       [OBJECT] = "object",       [OBJECT_OR_0] = "object_or_0",
-                                      [REDUCTION] = "reduction", [DERIVATIVE] = "derivative"};
+                                      [REDUCTION] = "reduction", [DERIVATIVE] = "derivative",
+                                      [PLAN] = "plan"};
   const char *names[MAX_ROLES + MAX_ATTRIBUTES], *of[MAX_ROLES + MAX_ATTRIBUTES];
   for (int i = 0; i < row->buffer_count; i++) {
     names[i] = row->buffers[i].name;
@@ -588,6 +609,7 @@ static PyMethodDef methods[] = {
     {"take_freed", take_freed, METH_NOARGS, take_freed_doc},
     {"reduction", reduction, METH_VARARGS, reduction_doc},
     {"register", register_object, METH_VARARGS, register_doc},
+    {"plan", make_plan, METH_VARARGS, plan_doc},
     {"reserve", reserve, METH_VARARGS, reserve_doc},
     {"operations", operations, METH_NOARGS, operations_doc},
     {"handlers", handlers, METH_NOARGS, handlers_doc},

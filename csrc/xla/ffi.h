@@ -28,7 +28,17 @@ enum ffi_error_code {
   FFI_UNIMPLEMENTED = 12,
   FFI_INTERNAL = 13
 };
-enum { FFI_DTYPE_S64 = 5, FFI_DTYPE_U8 = 6, FFI_DTYPE_TOKEN = 17 };
+enum {
+  FFI_DTYPE_S64 = 5,
+  FFI_DTYPE_U8 = 6,
+  FFI_DTYPE_F16 = 10,
+  FFI_DTYPE_F32 = 11,
+  FFI_DTYPE_F64 = 12,
+  FFI_DTYPE_C64 = 15,
+  FFI_DTYPE_BF16 = 16,
+  FFI_DTYPE_TOKEN = 17,
+  FFI_DTYPE_C128 = 18
+};
 
 typedef struct ffi_error ffi_error; /* opaque */
 

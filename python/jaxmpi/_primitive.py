@@ -84,13 +84,22 @@ class Row:
     """(cotangents of the results, operands, params) -> cotangents of the operands in which it is linear, of which only
     shape and dtype are given."""
 
+    plan: Callable[[Sequence[Any], Params], Any] | None = None
+    """The operation takes any number of arrays of any dtypes in one call, and each result is of the type of its operand
+    and aliases it. This is the plan of the call: see `_plans`."""
+
     silent: bool = False
     """The identity; only its transpose does something. The core has no such operation."""
 
     @property
     def joined(self) -> bool:
-        """Whether it takes any number of arrays."""
+        """Whether it takes any number of arrays, of one dtype."""
         return self.largest is not None
+
+    @property
+    def several(self) -> bool:
+        """Whether it takes any number of arrays."""
+        return self.joined or self.plan is not None
 
     def types(self, operands: Sequence[Any], params: Params) -> list[Any]:
         """The types of all results."""
@@ -125,7 +134,7 @@ def bind(name: str, params: Params, *operands: Any) -> Any:
     else:
         if params.get(DERIVATIVE) == TANGENT:  # a value that a JVP rule communicates, too
             operands = tuple(
-                link(x, [], jax.typeof(x), always=True) if i == 0 or primitive.joined else x
+                link(x, [], jax.typeof(x), always=True) if i == 0 or primitive.several else x
                 for i, x in enumerate(operands)
             )
         results = primitive.bind(*operands, **params)
@@ -221,7 +230,7 @@ def make_primitive(row: Row) -> Operation:
         return _call(primitive, params, args)
 
     primitive.traced = functools.partial(_find_site, row)
-    primitive.joined = row.joined
+    primitive.several = row.several
     _jax.define_primitive(primitive, abstract_eval, True, implementation)
     if row.silent:
         _jax.mlir.register_lowering(primitive, _lower_silent)
@@ -249,7 +258,7 @@ def _attribute(name: str, kind: str, params: Params, dtype: Any) -> np.int64:
             value = _DERIVATIVES.index(value)
         case "reduction":
             value = value.number_for(DATATYPES[np.dtype(dtype).name])
-        case "object" | "object_or_0":
+        case "object" | "object_or_0" | "plan":
             value = 0 if value is None else value.number
         case "tag":
             value = _tags.sent(value, DERIVATIVE in params)
@@ -258,6 +267,8 @@ def _attribute(name: str, kind: str, params: Params, dtype: Any) -> np.int64:
 
 def _attributes(row: Row, params: Params, operands: Sequence[Any]) -> dict[str, np.int64]:
     dtype = operands[0].dtype if operands else None
+    if row.plan is not None:
+        params = {**params, "plan": row.plan(operands, params)}
     return {name: _attribute(name, kind, params, dtype) for name, kind in OPERATIONS[row.name].attributes}
 
 
@@ -302,7 +313,7 @@ def make_lowering(row: Row, target: str = "jaxmpi_{}"):
             raise NotImplementedError(f"{row.name}: the computation is {_jax.spread(devices)}")
         part, roles, written, passed, filled = _passed(row, params, len(operands), len(ctx.avals_out))
         aliases = None
-        if part.in_place and params[IN_PLACE] and len(operands) == 1:
+        if row.plan is not None or (part.in_place and params[IN_PLACE] and len(operands) == 1):
             shared = [i for i in filled if i in passed and roles[i] == written[i] == "mpi"]
             aliases = {passed.index(i): filled.index(i) for i in shared}
         rule = _jax.ffi_lowering(
@@ -342,6 +353,9 @@ def _make_batching(row: Row, primitive: _jax.Primitive):
         if all(at is None for at in axes):
             results = primitive.bind(*operands, **params)
             return results, [None] * len(results)
+        if row.plan is not None:  # a batch is one axis more, of those arrays that have one
+            operands = [x if at is None else batched(x, at, axis.size, 0) for x, at in zip(operands, axes, strict=True)]
+            return primitive.bind(*operands, **params), [None if at is None else 0 for at in axes]
         if row.joined and None in axes:
             return _batch_each(batch, axis, operands, axes, params)
         at, result_at = row.batch(params)
@@ -429,7 +443,7 @@ def _make_transpose(row: Row):
             for x, is_linear in zip(operands, linear, strict=True)
         ]
         given = rule(cotangents, known, params)
-        if row.joined:
+        if row.several:
             return [ct if is_linear else None for ct, is_linear in zip(given, linear, strict=True)]
         given = iter(given)
         return [next(given, None) if is_linear else None for is_linear in linear]

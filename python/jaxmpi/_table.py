@@ -13,15 +13,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from mpi4py import MPI
 
 from jaxmpi import _arguments as arguments
-from jaxmpi import _communicator, _jax, _native, _tags
+from jaxmpi import _communicator, _halos, _jax, _native, _tags
 from jaxmpi._derivatives.communication import COTANGENT, DERIVATIVE, TANGENT
 from jaxmpi._derivatives.link import linked_zeros
 from jaxmpi._derivatives.transposition import zero_cotangent
+from jaxmpi._native import DATATYPES
 from jaxmpi._order import IN_PLACE
-from jaxmpi._primitive import Params, Part, Row, bind, bind_all, make_primitive
+from jaxmpi._primitive import PRIMITIVES, Params, Part, Row, bind, bind_all, make_primitive
 
 CHECK = _communicator.CHECK
 """Whether ranks compare values that must be the same on all of them."""
@@ -228,6 +230,39 @@ def _tangent_of_half_exchange(primals, tangents, params):
     return bind(name, half, operand)
 
 
+# --- what is exchanged by a plan: its derivative is of the arrays that have one ----------------------------------------
+
+
+def _plan_of_exchange(avals, params):
+    types = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals)
+    return _halos.plan(params["halo"], params["comm"].rank, types, params["places"], params["adjoint"])
+
+
+def _derivative_of_exchange(arrays, which, params, of: Callable[..., Params], adjoint: bool):
+    """Exchanges those of the arrays; in the place of others there is None."""
+    for i in which:
+        if DATATYPES[np.dtype(arrays[i].dtype).name].kind == "opaque":
+            raise NotImplementedError(
+                f"exchange cannot be differentiated: it adds, and {arrays[i].dtype} cannot be added; convert the field "
+                "to another dtype first, such as float32."
+            )
+    places = tuple(params["places"][i] for i in which)
+    params = of(params, halo=params["halo"].linear(), places=places, adjoint=adjoint)
+    exchanged = PRIMITIVES["exchange"].bind(*(arrays[i] for i in which), **params)
+    given = dict(zip(which, exchanged, strict=True))
+    return [given.get(i) for i in range(len(arrays))]
+
+
+def _tangent_exchange(primals, tangents, results, params):
+    which = [i for i, t in enumerate(tangents) if t is not None]
+    return _derivative_of_exchange(tangents, which, params, _of_tangent, params["adjoint"])
+
+
+def _transpose_exchange(cotangents, templates, params):
+    which = _jax.inexact_among(templates)
+    return _derivative_of_exchange(cotangents, which, params, _of_cotangent, not params["adjoint"])
+
+
 # --- derivatives of the other reductions ---------------------------------------------------------------------------
 
 
@@ -377,6 +412,13 @@ ROWS = (
     Row("bcast", _same, _largest, part=_part_of_bcast, in_place=False, transpose=_transpose_bcast),
     # Its truth values have no cotangent. But it has an effect, so it is transposed with the computation around it.
     Row("check", _none, transpose=lambda *_: []),
+    Row(
+        "exchange",
+        lambda avals, p: avals,
+        plan=_plan_of_exchange,
+        tangent=lambda p: _tangent_exchange,
+        transpose=_transpose_exchange,
+    ),
     Row(
         "gather",
         lambda avals, p: _stacked(avals, p) if _on_root(p) else avals,

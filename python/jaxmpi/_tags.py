@@ -16,6 +16,9 @@ _FIRST = (LIMIT + 1) // 2
 OF_RULES = _FIRST - 1
 """The tag of exchanges that only a derivative makes: the highest one that users may use with derivatives."""
 
+OF_PLANS = OF_RULES - 1
+"""The tag of the messages of plans (_plans.py), which tell of what they are themselves."""
+
 
 def sent(tag: int, derivative: bool) -> int:
     """The tag with which a message is sent, by `derivative` or not; ANY_TAG is unchanged."""

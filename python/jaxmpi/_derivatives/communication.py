@@ -79,13 +79,13 @@ class Operation(_jax.Primitive):
         super().__init__(name)
         _names.add(name)
         self.traced: Callable[[Any, Params], None] | None = None  # called with operands and parameters
-        self.joined = False  # takes several arrays, each as if it were alone
+        self.several = False  # takes any number of arrays
 
     def linked(self, operands: Iterable[Any]) -> list[int]:
         """The operands that are linked, so that the operation is differentiated: of one that takes several arrays all
         of them, so that each is mapped on all ranks alike."""
         possible = _jax.inexact_among(operands)
-        return possible if self.joined else possible[:1]
+        return possible if self.several else possible[:1]
 
     def bind_with_trace(self, trace, args, *more):
         if type(trace).__name__ == "JetTrace" and any(map(_jax.inexact, args)):

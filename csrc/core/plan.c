@@ -1,0 +1,254 @@
+#include "core/plan.h"
+
+#include <complex.h>
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/failure.h"
+#include "core/half.h"
+
+/* --- from numbers to a plan ---
+ *
+ * In this order: signature, tag, arrays, adds, zeroed, sent, received; the numbers of sends, receives, packs, fills and
+ * unpacks; for each array the elements of the operand, then of each result; for each send and receive its rank, offset
+ * and bytes; for each box leaf, stage, first, run, two numbers with the bytes of the value, axes, and for each axis its
+ * count and stride. */
+
+struct reader {
+  const int64_t *next, *end;
+};
+
+static int64_t take(struct reader *reader) { return reader->next < reader->end ? *reader->next++ : 0; }
+
+static void take_peers(struct reader *reader, struct peer *peers, int count) {
+  for (int i = 0; i < count; i++) {
+    peers[i].rank = (int)take(reader);
+    peers[i].stage = take(reader);
+    peers[i].bytes = take(reader);
+  }
+}
+
+static bool take_boxes(struct reader *reader, struct box *boxes, int count) {
+  for (int i = 0; i < count; i++) {
+    struct box *box = &boxes[i];
+    box->leaf = (int)take(reader);
+    box->stage = take(reader);
+    box->first = take(reader);
+    box->run = take(reader);
+    int64_t value[2] = {take(reader), take(reader)};
+    memcpy(box->value, value, sizeof value);
+    box->axes = (int)take(reader);
+    if (box->axes < 0 || box->axes > MAX_BOX_AXES) return false;
+    for (int axis = 0; axis < box->axes; axis++) {
+      box->counts[axis] = take(reader);
+      box->strides[axis] = take(reader);
+    }
+  }
+  return true;
+}
+
+struct plan *plan_make(const int64_t *numbers, size_t count) {
+  struct reader reader = {numbers, numbers + count};
+  struct plan *plan = calloc(1, sizeof *plan);
+  if (plan == NULL) return NULL;
+  plan->signature = (uint64_t)take(&reader);
+  plan->tag = (int)take(&reader);
+  plan->arrays = (int)take(&reader);
+  plan->adds = take(&reader) != 0;
+  plan->zeroed = take(&reader) != 0;
+  plan->sent = take(&reader);
+  plan->received = take(&reader);
+  plan->send_count = (int)take(&reader);
+  plan->receive_count = (int)take(&reader);
+  plan->pack_count = (int)take(&reader);
+  plan->fill_count = (int)take(&reader);
+  plan->unpack_count = (int)take(&reader);
+  size_t peers = (size_t)plan->send_count + (size_t)plan->receive_count;
+  size_t boxes = (size_t)plan->pack_count + (size_t)plan->fill_count + (size_t)plan->unpack_count;
+  size_t arrays = 2 * (size_t)plan->arrays;
+  int64_t *elements = calloc(arrays + 1, sizeof *elements);
+  plan->elements = elements;
+  plan->sends = calloc(peers + 1, sizeof *plan->sends);
+  plan->packs = calloc(boxes + 1, sizeof *plan->packs);
+  bool whole = elements != NULL && plan->sends != NULL && plan->packs != NULL;
+  if (whole) {
+    plan->receives = plan->sends + plan->send_count;
+    plan->fills = plan->packs + plan->pack_count;
+    plan->unpacks = plan->fills + plan->fill_count;
+    for (size_t i = 0; i < arrays; i++) elements[i] = take(&reader);
+    take_peers(&reader, plan->sends, (int)peers);
+    whole = take_boxes(&reader, plan->packs, (int)boxes) && reader.next == reader.end;
+  }
+  if (whole) return plan;
+  free(elements);
+  free(plan->sends);
+  free(plan->packs);
+  free(plan);
+  return NULL;
+}
+
+const struct plan *plan_of(const struct call *call) {
+  for (int i = 0; i < call->operation->attribute_count; i++)
+    if (call->operation->attributes[i].kind == PLAN) return object_of(call->attributes[i]);
+  return NULL;
+}
+
+static const struct buffer *operand(const struct call *call, int leaf) { return &call->buffers[call->first[0] + leaf]; }
+static const struct buffer *result(const struct call *call, int leaf) { return &call->buffers[call->first[1] + leaf]; }
+
+/* --- boxes --- */
+
+/* What is done with a row of parts: in the array they begin `stride` bytes apart, in the message they follow each
+ * other. */
+typedef void row_function(char *array, int64_t stride, int64_t count, int64_t run, char *message);
+
+static void walk(row_function *function, const struct box *box, int axis, char *array, char **message) {
+  if (axis + 1 >= box->axes) {
+    int64_t count = box->axes > 0 ? box->counts[axis] : 1, stride = box->axes > 0 ? box->strides[axis] : 0;
+    function(array, stride, count, box->run, *message);
+    *message += count * box->run;
+    return;
+  }
+  for (int64_t i = 0; i < box->counts[axis]; i++)
+    walk(function, box, axis + 1, array + i * box->strides[axis], message);
+}
+
+static void walk_box(row_function *function, const struct box *box, void *array, const char *message) {
+  char *at = (char *)(uintptr_t)message;
+  walk(function, box, 0, (char *)array + box->first, &at);
+}
+
+/* Copies of a size that is known to the compiler are single instructions. */
+#define WITH_RUN(run, COPY) \
+  switch (run) {            \
+    case 4: COPY(4)         \
+    case 8: COPY(8)         \
+    case 16: COPY(16)       \
+    default: COPY(run)      \
+  }
+
+static void gather(char *array, int64_t stride, int64_t count, int64_t run, char *message) {
+#define COPY(size)                                                                                        \
+  for (int64_t i = 0; i < count; i++) memcpy(message + i * (size), array + i * stride, (size_t)(size)); \
+  break;
+  WITH_RUN(run, COPY)
+#undef COPY
+}
+
+static void scatter(char *array, int64_t stride, int64_t count, int64_t run, char *message) {
+#define COPY(size)                                                                                        \
+  for (int64_t i = 0; i < count; i++) memcpy(array + i * stride, message + i * (size), (size_t)(size)); \
+  break;
+  WITH_RUN(run, COPY)
+#undef COPY
+}
+
+static void clear(char *array, int64_t stride, int64_t count, int64_t run, char *message) {
+  (void)message;
+  for (int64_t i = 0; i < count; i++) memset(array + i * stride, 0, (size_t)run);
+}
+
+/* Adds what is in the message, in the arithmetic of one type. Neither need be aligned. */
+#define SUM(type, x, y)      (type)((x) + (y))
+#define SUM_F16(type, x, y)  float16_from_float(float16_to_float(x) + float16_to_float(y))
+#define SUM_BF16(type, x, y) bfloat16_from_float(bfloat16_to_float(x) + bfloat16_to_float(y))
+#define ADDER(name, type, SUM_OF)                                                                \
+  static void name(char *array, int64_t stride, int64_t count, int64_t run, char *message) {     \
+    for (int64_t i = 0; i < count; i++)                                                          \
+      for (int64_t k = 0; k < run; k += (int64_t)sizeof(type)) {                                 \
+        type x, y;                                                                               \
+        memcpy(&x, array + i * stride + k, sizeof x);                                            \
+        memcpy(&y, message + i * run + k, sizeof y);                                             \
+        x = SUM_OF(type, x, y);                                                                  \
+        memcpy(array + i * stride + k, &x, sizeof x);                                            \
+      }                                                                                          \
+  }
+typedef float _Complex complex64;
+typedef double _Complex complex128;
+ADDER(add_float32, float, SUM)
+ADDER(add_float64, double, SUM)
+ADDER(add_complex64, complex64, SUM)
+ADDER(add_complex128, complex128, SUM)
+ADDER(add_float16, uint16_t, SUM_F16)
+ADDER(add_bfloat16, uint16_t, SUM_BF16)
+
+/* NULL: of this type nothing is added. */
+static row_function *adder_of(const struct datatype *type) {
+  switch (type->code) {
+    case FFI_DTYPE_F16: return add_float16;
+    case FFI_DTYPE_BF16: return add_bfloat16;
+    case FFI_DTYPE_F32: return add_float32;
+    case FFI_DTYPE_F64: return add_float64;
+    case FFI_DTYPE_C64: return add_complex64;
+    case FFI_DTYPE_C128: return add_complex128;
+    default: return NULL;
+  }
+}
+
+/* A box that is filled has runs of one element. */
+static void fill(const struct box *box, const struct buffer *array) {
+  static const unsigned char zero[sizeof box->value];
+  if (memcmp(box->value, zero, sizeof zero) == 0) {
+    walk_box(clear, box, array->data, NULL);
+    return;
+  }
+  int64_t index[MAX_BOX_AXES] = {0}, elements = 1;
+  size_t bytes = array->type->bytes;
+  for (int axis = 0; axis < box->axes; axis++) elements *= box->counts[axis];
+  for (int64_t n = 0; n < elements; n++) {
+    char *at = (char *)array->data + box->first;
+    for (int axis = 0; axis < box->axes; axis++) at += index[axis] * box->strides[axis];
+    for (int64_t k = 0; k < box->run; k += (int64_t)bytes) memcpy(at + k, box->value, bytes);
+    for (int axis = box->axes - 1; axis >= 0 && ++index[axis] == box->counts[axis]; axis--) index[axis] = 0;
+  }
+}
+
+/* --- a call --- */
+
+ffi_error *plan_check(const struct call *call, const struct plan *plan) {
+  bool same = call->first[1] - call->first[0] == plan->arrays && call->first[2] - call->first[1] == plan->arrays;
+  for (int i = 0; i < plan->arrays && same; i++) {
+    const struct buffer *in = operand(call, i), *out = result(call, i);
+    same = in->count == plan->elements[i] && out->count == plan->elements[plan->arrays + i] && in->type == out->type &&
+           (!plan->adds || adder_of(in->type) != NULL);
+  }
+  return same ? NULL : call_fail(call, FFI_INTERNAL, "the arrays are not those of its plan: reinstall jaxmpi");
+}
+
+static void begin_results(const struct call *call, const struct plan *plan) {
+  for (int i = 0; i < plan->arrays; i++) {
+    const struct buffer *in = operand(call, i), *out = result(call, i);
+    if (out->count == 0 || (in->data == out->data && !plan->zeroed)) continue;
+    if (plan->zeroed)
+      memset(out->data, 0, buffer_bytes(out));
+    else
+      memcpy(out->data, in->data, buffer_bytes(out));
+  }
+}
+
+struct header plan_header(const struct call *call, const struct plan *plan, const struct peer *peer, uint64_t number) {
+  struct header header = {.signature = plan->signature, .number = number, .bytes = peer->bytes};
+  for (int i = 0; i < call->operation->attribute_count; i++)
+    if (call->operation->attributes[i].kind == DERIVATIVE) header.derivative = call->attributes[i];
+  return header;
+}
+
+void plan_pack(const struct call *call, const struct plan *plan, char *stage, uint64_t number) {
+  for (int i = 0; i < plan->send_count; i++) {
+    struct header header = plan_header(call, plan, &plan->sends[i], number);
+    memcpy(stage + plan->sends[i].stage, &header, sizeof header);
+  }
+  for (int i = 0; i < plan->pack_count; i++)
+    walk_box(gather, &plan->packs[i], operand(call, plan->packs[i].leaf)->data, stage + plan->packs[i].stage);
+  begin_results(call, plan);
+  for (int i = 0; i < plan->fill_count; i++) fill(&plan->fills[i], result(call, plan->fills[i].leaf));
+}
+
+void plan_unpack(const struct call *call, const struct plan *plan, const char *stage) {
+  for (int i = 0; i < plan->unpack_count; i++) {
+    const struct box *box = &plan->unpacks[i];
+    const struct buffer *array = result(call, box->leaf);
+    walk_box(plan->adds ? adder_of(array->type) : scatter, box, array->data, stage + box->stage);
+  }
+}

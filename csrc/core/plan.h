@@ -1,0 +1,77 @@
+/* Plans: which parts of the arrays of a call travel in which messages. Made once, by python/jaxmpi/_plans.py, and kept
+ * in the registry.
+ *
+ * A plan describes a linear map between the arrays of all ranks, of which this rank's results are its operands (or
+ * zero), except in some boxes, which are filled with a constant, and in others, which receive boxes of other ranks: they
+ * are replaced, or, in the adjoint of such a map, they are added to. All messages to a rank are one message, and all
+ * boxes are read before any is written.
+ *
+ * Messages are composed and taken apart in the plan's `stage`: first the messages that are sent, then those received.
+ * What a rank sends to itself is read where it was composed. Each message begins with a header, by which the receiver
+ * finds out whether it is what the plan expects.
+ *
+ * Threads: plan_make is called under the GIL; a plan is never changed or freed. The others are called by the thread
+ * that calls MPI for a call, and use its buffers, on the host.
+ */
+#ifndef JAXMPI_PLAN_H
+#define JAXMPI_PLAN_H
+
+#include "core/core.h"
+
+enum { MAX_BOX_AXES = 8 };
+
+/* Equal parts of an array, `run` contiguous bytes each, which lie `stride` bytes apart along each axis: 0 or negative
+ * strides are possible. In a message they follow each other. */
+struct box {
+  int leaf, axes;
+  int64_t stage; /* offset in the stage */
+  int64_t first; /* offset in the array, of the part with index 0 along each axis */
+  int64_t run;
+  int64_t counts[MAX_BOX_AXES], strides[MAX_BOX_AXES]; /* the last axis varies fastest */
+  unsigned char value[16];                             /* of an element, if the box is filled */
+};
+
+struct peer {
+  int rank;
+  int64_t stage, bytes; /* of the message, with its header */
+};
+
+struct plan {
+  uint64_t signature; /* the same on all ranks that make the same call */
+  int tag, arrays;
+  bool adds, zeroed;       /* boxes are added to; results begin as zero, not as the operands */
+  int64_t sent, received;  /* bytes of each part of the stage */
+  int send_count, receive_count, pack_count, fill_count, unpack_count;
+  struct peer *sends, *receives;
+  struct box *packs, *fills, *unpacks;
+  const int64_t *elements; /* of each operand, then of each result */
+};
+
+/* In front of a message. */
+struct header {
+  uint64_t signature;
+  int64_t derivative; /* attribute */
+  uint64_t number;    /* of the call among those with a plan on this communicator, from 1 */
+  int64_t bytes;      /* of the message */
+};
+
+/* The plan that these numbers describe: see plan.c. NULL: out of memory, or they describe none. */
+struct plan *plan_make(const int64_t *numbers, size_t count);
+
+/* The attribute of a call that is a plan; NULL: its operation has none. */
+const struct plan *plan_of(const struct call *call);
+
+/* NULL, or the error: the arrays of the call are not those of the plan. */
+ffi_error *plan_check(const struct call *call, const struct plan *plan);
+
+/* The header of a message to or from a peer. */
+struct header plan_header(const struct call *call, const struct plan *plan, const struct peer *peer, uint64_t number);
+
+/* Composes the messages in `stage`, which has room for `sent` bytes, and fills the results of `call` except for what is
+ * received. */
+void plan_pack(const struct call *call, const struct plan *plan, char *stage, uint64_t number);
+
+/* Distributes what has been received. */
+void plan_unpack(const struct call *call, const struct plan *plan, const char *stage);
+
+#endif

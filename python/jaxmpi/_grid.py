@@ -1,0 +1,544 @@
+"""Grids of processes: blocks of global arrays, and the exchange of their halos."""
+
+import itertools
+import math
+import numbers
+import operator
+from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from mpi4py import MPI
+
+from jaxmpi import _arguments as arguments
+from jaxmpi import _communicator, _halos, _jax, notoken
+from jaxmpi._halos import RULES, Halo, Layout
+from jaxmpi._primitive import Params, bind
+
+_MOST_FIELDS = 100
+"""In one operation; further ones are exchanged by another."""
+
+Width = int | Sequence[int | Sequence[int]]
+
+
+class Grid:
+    """Processes in a Cartesian grid, each with a block of global arrays.
+
+    Args:
+      processes: how many along each axis, such as `(2, 3)`; 0 is chosen, as by MPI_Dims_create. Their product is the
+        number of ranks of the communicator. Rank 0 is at (0, 0), rank 1 at (0, 1): the last axis varies fastest, as in
+        MPI_Cart_create. None: those of `comm`, a Cartesian communicator.
+      shape: cells of the global arrays along each axis. A process has a contiguous block of them; if an axis cannot be
+        divided evenly, its first processes have one cell more. For blocks of other sizes an axis may be a sequence with
+        a size for each of its processes. None: blocks and exchanges are not possible, neighbours are.
+      periodic: whether the last process along an axis is next to the first: one truth value, or one for each axis. With
+        a Cartesian communicator None means its own periods.
+      comm: an intra-communicator; a clone of COMM_WORLD where it is None. All of its ranks make the same grid; whether
+        they do is not communicated here, but by each exchange.
+
+    Raises:
+      ValueError, TypeError: the processes are not those of the communicator, or an argument is of the wrong type or
+        length. On this rank; nothing is sent.
+    """
+
+    def __init__(
+        self,
+        processes: int | Sequence[int] | None = None,
+        shape: int | Sequence[int | Sequence[int]] | None = None,
+        *,
+        periodic: bool | Sequence[bool] | None = None,
+        comm: MPI.Comm | None = None,
+    ):
+        self._comm = _communicator.resolve(comm, "Grid")
+        self._mpi = _communicator.default_mpi() if comm is None else comm
+        if comm is not None and comm.Get_topology() == MPI.CART:
+            its_dims, its_periods = comm.Get_topo()[:2]  # type: ignore[attr-defined]
+            processes = its_dims if processes is None else processes
+            if tuple(_integers(processes, "processes")) != tuple(its_dims):
+                raise ValueError(
+                    f"Grid: processes is {processes}, and comm is a Cartesian communicator of {tuple(its_dims)}: leave "
+                    "processes out, or pass another communicator."
+                )
+            periodic = [bool(period) for period in its_periods] if periodic is None else periodic
+        if processes is None:
+            raise ValueError("Grid: pass the numbers of processes, such as (2, 2), or a Cartesian communicator as comm.")
+        dims = _fill_in(_integers(processes, "processes"), self._comm.size)
+        self._layout = Layout(_blocks(shape, dims), _truths(periodic or False, len(dims)))
+        self._has_shape = shape is not None
+
+    def __repr__(self) -> str:
+        cells = f", shape {self.global_shape}" if self._has_shape else ""
+        return f"Grid({self.processes}{cells}, periodic {self.periodic}, coordinates {self.coordinates})"
+
+    # --- what it is ------------------------------------------------------------------------------------------------
+
+    @property
+    def comm(self) -> MPI.Comm:
+        """The communicator."""
+        return self._mpi
+
+    @property
+    def processes(self) -> tuple[int, ...]:
+        """How many along each axis."""
+        return self._layout.dims
+
+    @property
+    def periodic(self) -> tuple[bool, ...]:
+        """For each axis whether its last process is next to its first."""
+        return self._layout.periodic
+
+    @property
+    def coordinates(self) -> tuple[int, ...]:
+        """Of this process, from 0 on."""
+        return self._layout.coordinates(self._comm.rank)
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        """Cells of global arrays."""
+        self._need_shape("global_shape")
+        return tuple(map(sum, self._layout.blocks))
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Cells of this process's block, without halo."""
+        self._need_shape("local_shape")
+        return self._layout.block(self._comm.rank)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Where this process's block lies in global arrays."""
+        return self.slices_of(self._comm.rank)
+
+    def slices_of(self, rank: int) -> tuple[slice, ...]:
+        """Where the block of a rank lies in global arrays."""
+        self._need_shape("slices")
+        rank = arguments.rank(rank, self._comm, "Grid", "rank")
+        return tuple(slice(start, start + size) for start, size in self._extents(rank, (0,) * len(self.processes)))
+
+    def neighbor(self, axis: int, distance: int = 1) -> int:
+        """The rank `distance` processes further along an axis; `MPI.PROC_NULL` beyond a wall."""
+        there = list(self.coordinates)
+        axis = range(len(there))[operator.index(axis)]
+        there[axis] += operator.index(distance)
+        if self.periodic[axis]:
+            there[axis] %= self.processes[axis]
+        return self._layout.rank(there) if 0 <= there[axis] < self.processes[axis] else MPI.PROC_NULL
+
+    def is_wall(self, axis: int, side: int) -> bool:
+        """Whether this process is at a wall: at the beginning of an axis (`side` -1), or at its end (1)."""
+        return self.neighbor(axis, side) == MPI.PROC_NULL
+
+    def _need_shape(self, what: str) -> None:
+        if not self._has_shape:
+            raise ValueError(
+                f"Grid: {what} needs the shape of global arrays: jaxmpi.Grid({self.processes}, shape=(...), ...)."
+            )
+
+    def _extents(self, rank: int, staggered: Sequence[int]) -> list[tuple[int, int]]:
+        """Start and size of a block along each axis."""
+        at, blocks = self._layout.coordinates(rank), self._layout.blocks
+        return [(sum(b[:i]), b[i] + extra) for b, i, extra in zip(blocks, at, staggered, strict=True)]
+
+    # --- the exchange ----------------------------------------------------------------------------------------------
+
+    def exchange(
+        self,
+        fields: Any,
+        width: Width = 1,
+        *,
+        axes: Sequence[int] | None = None,
+        corners: bool = True,
+        boundary: Any = None,
+    ) -> Any:
+        """Fills the halos of fields with the cells of the neighbours: one operation, and one message to each neighbour.
+
+        A field is this process's block of a global array with its halo around it: of shape `local_shape`, plus the
+        widths along each axis. It may be longer by one along an axis, like the points between cells and at both ends of
+        a staggered grid: then its last point is the first of the next process, both of which compute it, and the halo
+        goes on behind it.
+
+        All ranks of the grid call it. The map is linear (but for a boundary that is a number): its transpose adds each
+        cell of the halo to the cell that it was copied from, and clears it, by one operation as well. Under `jax.vmap`
+        a batch travels in the same messages.
+
+        Args:
+          fields: an array of any dtype that can be communicated, or a pytree of such, of any dtypes and shapes.
+          width: of the halo, in cells, static: one number; or for each axis of the grid a number, or a pair (before the
+            block, behind it). 0: no halo there.
+          axes: which axes of the arrays are those of the grid, in its order; the last ones where it is None. Others,
+            such as components or levels, belong to each cell.
+          corners: whether the halo has corners (and edges in 3-D), which come from diagonal neighbours; otherwise they
+            are left as they are.
+          boundary: what the halo at a wall becomes. None: it is left as it is, and what lies there is exchanged along
+            the other axes. A number, "edge", "reflect" or "symmetric": the rules of `numpy.pad`. Or for each axis of
+            the grid one of these, or a pair of them (before, behind).
+
+        Returns:
+          The fields with their halos filled, of the same structure, shapes and dtypes; blocks are not changed.
+
+        Raises:
+          ValueError: a field does not fit the grid, or a block is smaller than a halo that is copied from it, which all
+            ranks find. TypeError: an argument is of the wrong type, or traced. Both while tracing, before anything is
+            sent.
+          jax.errors.JaxRuntimeError: at run time, on each rank that receives something that is not of the same call:
+            the ranks passed other fields or arguments, or called in another order. With `JAXMPI_CHECK=1` on all ranks,
+            before anything is sent.
+        """
+        self._need_shape("exchange")
+        halo = self._halo(width, corners, boundary)
+        leaves, structure = arguments.pytree(fields, "exchange", "fields")
+        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(fields)[0]]
+        arrays = [arguments.array(x, "exchange", f"fields{at}") for x, at in zip(leaves, paths, strict=True)]
+        places = [self._axes_of(x, f"fields{at}", axes) for x, at in zip(arrays, paths, strict=True)]
+        for x, at, place in zip(arrays, paths, places, strict=True):
+            self._check_field(x, f"fields{at}", place, halo)
+            _check_numbers(x, f"fields{at}", halo)
+        results: list[Any] = []
+        for first in range(0, len(arrays), _MOST_FIELDS):
+            chosen = slice(first, first + _MOST_FIELDS)
+            params: Params = {"comm": self._comm, "halo": halo, "places": tuple(places[chosen]), "adjoint": False}
+            exchanged = bind("exchange", params, *arrays[chosen])
+            results += exchanged if isinstance(exchanged, list) else [exchanged]
+        return jax.tree.unflatten(structure, results)
+
+    # --- whole arrays ----------------------------------------------------------------------------------------------
+
+    def scatter(
+        self,
+        x: Any,
+        root: int | None = 0,
+        *,
+        width: Width = 0,
+        axes: Sequence[int] | None = None,
+        boundary: Any = None,
+    ) -> Any:
+        """This process's blocks of global arrays, with halos if `width` is given.
+
+        Args:
+          x: on root an array of shape `global_shape` along the axes of the grid, or longer by one where it is
+            staggered; on other ranks a template of that shape, whose values are not read, such as a
+            `jax.ShapeDtypeStruct`. Or pytrees of such. With root None all ranks have the array.
+          root: rank that sends, static. None: each rank takes its block from its own array, and nothing is sent unless
+            `width` is given.
+          width, axes, boundary: as in `exchange`, by which the halos are filled; at a wall they are zero without a rule.
+
+        Returns:
+          The blocks, of the same structure and dtypes.
+
+        Raises:
+          ValueError, TypeError: as in `exchange`, and if an array has not the global shape; while tracing.
+        """
+        self._need_shape("scatter")
+        leaves, structure = arguments.pytree(x, "Grid.scatter", "x")
+        root = None if root is None else arguments.rank(root, self._comm, "Grid.scatter", "root")
+        owned = root is None or root == self._comm.rank
+        check = arguments.array if owned else arguments.template
+        arrays = [check(leaf, "Grid.scatter", "x") for leaf in leaves]
+        cuts = [self._cut(array.shape, axes, self.global_shape, "Grid.scatter", "x") for array in arrays]
+        halo = self._halo(width, True, boundary)
+        if root is None:
+            blocks = [cut.of(self, array, self._comm.rank) for cut, array in zip(cuts, arrays, strict=True)]
+        else:
+            ranks = range(self._comm.size)
+            if owned:
+                given: Any = [
+                    jnp.stack([cut.padded(self, cut.of(self, array, rank)) for rank in ranks])
+                    for cut, array in zip(cuts, arrays, strict=True)
+                ]
+            else:
+                given = [
+                    jax.ShapeDtypeStruct(cut.largest(self), array.dtype)
+                    for cut, array in zip(cuts, arrays, strict=True)
+                ]
+            parts = notoken.scatter(given, root, comm=self._mpi)
+            blocks = [cut.cropped(self, part, self._comm.rank) for cut, part in zip(cuts, parts, strict=True)]
+        if any(map(any, halo.widths)):
+            padded = [jnp.pad(block, cut.pads(halo.widths)) for cut, block in zip(cuts, blocks, strict=True)]
+            blocks = self.exchange(padded, width, axes=axes, boundary=boundary)
+        return jax.tree.unflatten(structure, blocks)
+
+    def gather(self, blocks: Any, root: int | None = 0, *, width: Width = 0, axes: Sequence[int] | None = None) -> Any:
+        """Global arrays from the blocks of all processes: the inverse of `scatter`.
+
+        Args:
+          blocks: this process's block, of shape `local_shape` plus the widths along the axes of the grid, or longer by
+            one where it is staggered; or a pytree of such. Of the points that two processes have in common the second
+            one's is taken.
+          root: rank that receives, static; None: all ranks.
+          width, axes: as in `exchange`; halos are left out.
+
+        Returns:
+          On root arrays of shape `global_shape` along the axes of the grid (plus one where they are staggered); on
+          other ranks `blocks` itself.
+
+        Raises:
+          ValueError, TypeError: as in `exchange`; while tracing.
+        """
+        self._need_shape("gather")
+        leaves, structure = arguments.pytree(blocks, "Grid.gather", "blocks")
+        root = None if root is None else arguments.rank(root, self._comm, "Grid.gather", "root")
+        arrays = [arguments.array(leaf, "Grid.gather", "blocks") for leaf in leaves]
+        widths = _widths(width, len(self.processes))
+        expected = [size + sum(pair) for size, pair in zip(self.local_shape, widths, strict=True)]
+        cuts = [self._cut(array.shape, axes, expected, "Grid.gather", "blocks") for array in arrays]
+        given = [cut.padded(self, cut.inner(array, widths)) for cut, array in zip(cuts, arrays, strict=True)]
+        if root is None:
+            stacked = notoken.allgather(given, comm=self._mpi)
+        else:
+            stacked = notoken.gather(given, root, comm=self._mpi)
+            if root != self._comm.rank:
+                return blocks
+        return jax.tree.unflatten(
+            structure, [cut.joined(self, parts) for cut, parts in zip(cuts, stacked, strict=True)]
+        )
+
+    def _cut(self, shape: Sequence[int], axes: Any, expected: Sequence[int], function: str, name: str) -> "_Cut":
+        places = self._axes_of(jax.ShapeDtypeStruct(tuple(shape), np.float32), name, axes)
+        extra = [shape[place] - size for place, size in zip(places, expected, strict=True)]
+        if any(more not in (0, 1) for more in extra):
+            raise ValueError(
+                f"{function}: {name} has {tuple(shape[place] for place in places)} cells along the axes of the grid, "
+                f"where it needs {tuple(expected)}, or one more along an axis where it is staggered."
+            )
+        return _Cut(tuple(shape), places, tuple(extra))
+
+    def _halo(self, width: Width, corners: bool, boundary: Any) -> Halo:
+        dimensions = len(self.processes)
+        halo = Halo(self._layout, _widths(width, dimensions), bool(corners), _rules(boundary, dimensions))
+        for axis, (blocks, (low, high), rules) in enumerate(
+            zip(self._layout.blocks, halo.widths, halo.boundary, strict=True)
+        ):
+            periodic = self.periodic[axis]
+            for at, size in enumerate(blocks):
+                # What the neighbours copy from a block, and what is copied within it at a wall.
+                first = at == 0 and not periodic
+                last = at == len(blocks) - 1 and not periodic
+                needed = max(0 if last else low, 0 if first else high)
+                if first:
+                    needed = max(needed, _reach(rules[0], low))
+                if last:
+                    needed = max(needed, _reach(rules[1], high))
+                if size < needed:
+                    raise ValueError(
+                        f"exchange: a block of {size} cells along axis {axis} (process {at} of {len(blocks)} there) is "
+                        f"smaller than the halo that is copied from it, {needed}: use fewer processes along this axis, "
+                        "larger arrays, or a narrower halo."
+                    )
+        return halo
+
+    def _axes_of(self, x: Any, name: str, axes: Sequence[int] | None) -> tuple[int, ...]:
+        """The grid's axes in an array, from the end, so that an axis in front does not change them."""
+        dimensions = len(self.processes)
+        chosen = range(-dimensions, 0) if axes is None else _integers(axes, "axes")
+        if len(chosen) != dimensions:
+            raise ValueError(f"exchange: axes is {axes}: the grid has {dimensions} axes, pass one for each of them.")
+        for axis in chosen:
+            if not -x.ndim <= axis < x.ndim:
+                raise ValueError(
+                    f"exchange: {name} has shape {x.shape}, and no axis {axis}: the grid has {dimensions} axes, and "
+                    "axes= says which of the array's they are."
+                )
+        found = tuple(axis if axis < 0 else axis - x.ndim for axis in chosen)
+        if len(set(found)) != dimensions:
+            raise ValueError(f"exchange: axes is {axes}: an axis is named twice.")
+        return found
+
+    def _check_field(self, x: Any, name: str, axes: tuple[int, ...], halo: Halo) -> None:
+        sizes = [x.shape[axis] for axis in axes]
+        expected = [size + sum(widths) for size, widths in zip(self.local_shape, halo.widths, strict=True)]
+        if any(size - right not in (0, 1) for size, right in zip(sizes, expected, strict=True)):
+            raise ValueError(
+                f"exchange: {name} has {tuple(sizes)} cells along the axes of the grid, and the block of this process "
+                f"with its halo {tuple(expected)} (block {self.local_shape}, widths {halo.widths}), or one more along "
+                "an axis where it is staggered. Pass the block with its halo, for example from "
+                "grid.scatter(x, width=...) or jnp.pad."
+            )
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """How arrays of one shape are cut into blocks: their axes that are the grid's, from the end, and whether they are
+    longer by one along each of them."""
+
+    shape: tuple[int, ...]
+    axes: tuple[int, ...]
+    staggered: tuple[int, ...]
+
+    def _with(self, sizes: Sequence[int]) -> list[int]:
+        """The shape with other sizes along the axes of the grid."""
+        shape = list(self.shape)
+        for axis, size in zip(self.axes, sizes, strict=True):
+            shape[axis] = size
+        return shape
+
+    def largest(self, grid: Grid) -> tuple[int, ...]:
+        """The shape that contains every block."""
+        blocks = zip(grid._layout.blocks, self.staggered, strict=True)
+        return tuple(self._with([max(sizes) + extra for sizes, extra in blocks]))
+
+    def of(self, grid: Grid, x: Any, rank: int) -> Any:
+        """The block of a rank."""
+        index = [slice(None)] * len(self.shape)
+        for axis, (start, size) in zip(self.axes, grid._extents(rank, self.staggered), strict=True):
+            index[axis] = slice(start, start + size)
+        return x[tuple(index)]
+
+    def inner(self, x: Any, widths: _halos.Widths) -> Any:
+        """A block without its halo."""
+        index = [slice(None)] * len(self.shape)
+        for axis, (low, high) in zip(self.axes, widths, strict=True):
+            index[axis] = slice(low, x.shape[axis] - high)
+        return x[tuple(index)]
+
+    def padded(self, grid: Grid, block: Any) -> Any:
+        """A block in the shape that contains every block."""
+        return jnp.pad(block, [(0, whole - size) for whole, size in zip(self.largest(grid), block.shape, strict=True)])
+
+    def cropped(self, grid: Grid, x: Any, rank: int) -> Any:
+        """The block of a rank in the shape that contains every block."""
+        sizes = [size for _, size in grid._extents(rank, self.staggered)]
+        return x[tuple(slice(size) for size in self._with(sizes))]
+
+    def pads(self, widths: _halos.Widths) -> list[tuple[int, int]]:
+        """Of `jnp.pad`, for a halo around a block."""
+        pads = [(0, 0)] * len(self.shape)
+        for axis, pair in zip(self.axes, widths, strict=True):
+            pads[axis] = pair
+        return pads
+
+    def joined(self, grid: Grid, parts: Any) -> Any:
+        """The global array from all blocks, in the shape that contains every block."""
+        dims, layout = grid.processes, grid._layout
+        pieces: list[Any] = []
+        for rank in range(math.prod(dims)):
+            at = layout.coordinates(rank)
+            last = [extra * (i + 1 == number) for extra, i, number in zip(self.staggered, at, dims, strict=True)]
+            sizes = [size for _, size in grid._extents(rank, last)]
+            pieces.append(parts[rank][tuple(slice(size) for size in self._with(sizes))])
+        for axis in range(len(dims) - 1, -1, -1):
+            number = dims[axis]
+            groups = [pieces[first : first + number] for first in range(0, len(pieces), number)]
+            pieces = [jnp.concatenate(group, axis=self.axes[axis]) for group in groups]
+        return pieces[0]
+
+
+def _check_numbers(x: Any, name: str, halo: Halo) -> None:
+    """Raises ValueError for a boundary that the field's dtype cannot hold."""
+    for rule in itertools.chain(*halo.boundary):
+        if rule is None or isinstance(rule, str) or (_jax.inexact(x) and not isinstance(rule, complex)):
+            continue
+        if not jnp.issubdtype(x.dtype, jnp.complexfloating) and (rule != rule or np.asarray(rule).astype(x.dtype) != rule):
+            raise ValueError(f"exchange: boundary is {rule!r}, which {name} of {x.dtype} cannot hold.")
+
+
+def _reach(rule: Any, width: int) -> int:
+    """How many cells of a block its halo at a wall is made of."""
+    if width == 0 or rule not in RULES:
+        return 0
+    return {"edge": 1, "symmetric": width, "reflect": width + 1}[rule]
+
+
+def _static(value: Any, what: str) -> Any:
+    if _jax.is_tracer(value):
+        raise TypeError(f"Grid: {what} is traced: it must be known while tracing, like a shape.")
+    return value
+
+
+def _integer(value: Any, what: str) -> int:
+    try:
+        number = operator.index(_static(value, what))
+    except TypeError as error:
+        if _jax.is_tracer(value):
+            raise
+        raise TypeError(f"Grid: {what} must be integers, got {value!r}.") from error
+    return number
+
+
+def _integers(values: Any, what: str) -> list[int]:
+    if isinstance(values, Sequence | np.ndarray) and not isinstance(values, str):
+        return [_integer(value, what) for value in values]
+    return [_integer(values, what)]
+
+
+def _fill_in(processes: list[int], size: int) -> tuple[int, ...]:
+    """With numbers in the place of zeros."""
+    fixed = math.prod(number for number in processes if number)
+    if not processes or min(processes) < 0 or size % fixed or (0 not in processes and fixed != size):
+        raise ValueError(
+            f"Grid: {tuple(processes)} processes, and the communicator has {size} ranks: their product must be that "
+            "number. 0 along an axis is chosen: jaxmpi.Grid((0, 0))."
+        )
+    return tuple(MPI.Compute_dims(size, processes))
+
+
+def _blocks(shape: Any, dims: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """The cells of each process along each axis."""
+    if shape is None:
+        return tuple((0,) * number for number in dims)
+    sizes = list(shape) if isinstance(shape, Sequence | np.ndarray) else [shape]
+    if len(sizes) != len(dims):
+        raise ValueError(f"Grid: shape is {shape}: the grid has {len(dims)} axes, pass a size for each of them.")
+    blocks = []
+    for size, number in zip(sizes, dims, strict=True):
+        if isinstance(size, Sequence | np.ndarray):
+            parts = tuple(_integers(size, "shape"))
+            if len(parts) != number:
+                raise ValueError(f"Grid: {len(parts)} blocks {parts} along an axis of {number} processes.")
+        else:
+            whole = _integer(size, "shape")
+            parts = tuple(whole // number + (i < whole % number) for i in range(number))
+        if min(parts) < 0:
+            raise ValueError(f"Grid: shape is {shape}: no size may be negative.")
+        blocks.append(parts)
+    return tuple(blocks)
+
+
+def _truths(values: Any, dimensions: int) -> tuple[bool, ...]:
+    listed = list(values) if isinstance(values, Sequence | np.ndarray) else [values] * dimensions
+    if len(listed) != dimensions or not all(isinstance(value, bool | np.bool_) or value in (0, 1) for value in listed):
+        raise ValueError(f"Grid: periodic is {values!r}: pass True or False, or one of them for each axis of the grid.")
+    return tuple(map(bool, listed))
+
+
+def _widths(width: Any, dimensions: int) -> _halos.Widths:
+    listed = list(width) if isinstance(width, Sequence | np.ndarray) else [width] * dimensions
+    if len(listed) != dimensions:
+        raise ValueError(f"exchange: width is {width}: the grid has {dimensions} axes, pass one number or one for each.")
+    widths = []
+    for entry in listed:
+        pair = _integers(entry, "width")
+        pair = pair * 2 if not isinstance(entry, Sequence | np.ndarray) else pair
+        if len(pair) != 2 or min(pair) < 0:
+            raise ValueError(
+                f"exchange: width is {width}: for each axis a number of cells, at least 0, or a pair (before, behind)."
+            )
+        widths.append((pair[0], pair[1]))
+    return tuple(widths)
+
+
+def _rules(boundary: Any, dimensions: int) -> tuple[tuple[Any, Any], ...]:
+    listed = list(boundary) if isinstance(boundary, list | tuple) else [boundary] * dimensions
+    if len(listed) != dimensions:
+        raise ValueError(f"exchange: boundary is {boundary!r}: pass one rule, or one for each of {dimensions} axes.")
+    rules = []
+    for entry in listed:
+        pair = list(entry) if isinstance(entry, list | tuple) else [entry, entry]
+        if len(pair) != 2:
+            raise ValueError(f"exchange: boundary is {boundary!r}: for each axis a rule, or a pair (before, behind).")
+        rules.append((_rule(pair[0]), _rule(pair[1])))
+    return tuple(rules)
+
+
+def _rule(rule: Any) -> Any:
+    _static(rule, "boundary")
+    if rule is None or (isinstance(rule, str) and rule in RULES):
+        return rule
+    if isinstance(rule, numbers.Number | np.generic) or (hasattr(rule, "shape") and rule.shape == ()):
+        value = np.asarray(rule).item()
+        return math.nan if value != value else value  # one object, which equals itself
+    raise ValueError(
+        f"exchange: boundary has the rule {rule!r}: possible are None, a number, {', '.join(map(repr, RULES))}."
+    )

@@ -1,0 +1,208 @@
+"""Halos: where the cells around a block come from.
+
+A field on a grid of processes is one global array, of which each process holds a block and, around it, its halo: copies
+of cells of its neighbours. Along an axis, `low` cells of the halo lie before the block and `high` behind it. Where the
+grid ends, at a wall, the halo holds cells of the process itself, which the others' halos copy like the rest.
+
+The halo consists of regions, one for each direction: a number -1, 0 or 1 for each axis, not all of them 0. Each region
+is a copy of a region of one process, with an index that runs along each axis by itself:
+
+    in direction 0       over the block, from index `low` on
+    -1, a neighbour      over its last `low` cells; a staggered field has its last point in common with this process
+    +1, a neighbour      over its first `high` cells, likewise without the common point
+    a wall, left as is   over the halo itself
+    a wall with a rule   edge: the last cell before the wall; symmetric: the cells before the wall, backwards; reflect:
+                         the same without the last one; a number: not copied but filled
+
+So no region depends on another, and all are exchanged at once. These are the rules of numpy.pad, applied to the global
+array axis by axis.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxmpi import _plans
+from jaxmpi._plans import Box, Fill, Move, Plan
+
+Widths = tuple[tuple[int, int], ...]
+"""Of the halo, along each axis of the grid: before the block and behind it."""
+
+RULES = ("edge", "reflect", "symmetric")
+Rule = str | float | complex | None
+"""What the halo at a wall is filled by: a number, one of RULES, or nothing."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A grid of processes, of which the last axis varies fastest, and the cells of each along each axis."""
+
+    blocks: tuple[tuple[int, ...], ...]
+    periodic: tuple[bool, ...]
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        return tuple(map(len, self.blocks))
+
+    def coordinates(self, rank: int) -> tuple[int, ...]:
+        return tuple(map(int, np.unravel_index(rank, self.dims)))
+
+    def rank(self, coordinates: Sequence[int]) -> int:
+        return int(np.ravel_multi_index(tuple(coordinates), self.dims))
+
+    def block(self, rank: int) -> tuple[int, ...]:
+        """The cells of a process along each axis."""
+        return tuple(sizes[at] for sizes, at in zip(self.blocks, self.coordinates(rank), strict=True))
+
+    def is_wall(self, axis: int, at: int, side: int) -> bool:
+        return not self.periodic[axis] and not 0 <= at + side < len(self.blocks[axis])
+
+    def neighbor(self, rank: int, direction: Sequence[int]) -> int:
+        """The process in a direction; along an axis with a wall there, the same."""
+        there = list(self.coordinates(rank))
+        for axis, side in enumerate(direction):
+            if not self.is_wall(axis, there[axis], side):
+                there[axis] = (there[axis] + side) % len(self.blocks[axis])
+        return self.rank(there)
+
+
+@dataclass(frozen=True)
+class Halo:
+    """What an exchange does; the same on all ranks."""
+
+    layout: Layout
+    widths: Widths
+    corners: bool
+    boundary: tuple[tuple[Rule, Rule], ...]
+
+    def linear(self) -> "Halo":
+        """Its linear part: with zero in the place of numbers."""
+        rules = tuple(
+            tuple(0 if rule is not None and not isinstance(rule, str) else rule for rule in sides)
+            for sides in self.boundary
+        )
+        return Halo(self.layout, self.widths, self.corners, rules)  # type: ignore[arg-type]
+
+    def directions(self) -> Iterator[tuple[int, ...]]:
+        for direction in itertools.product((-1, 0, 1), repeat=len(self.widths)):
+            if any(direction) and (self.corners or sum(map(abs, direction)) == 1):
+                yield direction
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field, the same on all ranks: its axes (those of the grid in the grid's order), the sizes of the others, whether
+    it is longer by one along each of the grid's, its dtype."""
+
+    axes: tuple[int, ...]
+    others: tuple[int, ...]
+    staggered: tuple[bool, ...]
+    dtype: Any
+
+    def shape(self, halo: Halo, rank: int) -> list[int]:
+        """Of its block with its halo."""
+        sizes = list(self.others)
+        block = halo.layout.block(rank)
+        for axis in sorted(self.axes):
+            at = self.axes.index(axis)
+            sizes.insert(axis, block[at] + self.staggered[at] + sum(halo.widths[at]))
+        return sizes
+
+
+def describe(halo: Halo, rank: int, aval: Any, axes: tuple[int, ...]) -> Field:
+    """A field from its shape on this rank, which has been checked (`misfit`)."""
+    places = tuple(axis % len(aval.shape) for axis in axes)
+    others = tuple(size for axis, size in enumerate(aval.shape) if axis not in places)
+    block = halo.layout.block(rank)
+    staggered = tuple(
+        aval.shape[place] - sum(halo.widths[at]) - block[at] == 1 for at, place in enumerate(places)
+    )
+    return Field(places, others, staggered, np.dtype(aval.dtype))
+
+
+def _along(halo: Halo, at: int, side: int, here: int, there: int, extra: int, wall: bool) -> tuple[Any, Any]:
+    """Along one axis: the region's start and count, and start and step of its origin; None if that is a number. `here`
+    and `there` are the block's size and that of the neighbour, `extra` is 1 if the field is staggered."""
+    low, high = halo.widths[at]
+    size = here + extra
+    start, count = {-1: (0, low), 0: (low, size), 1: (low + size, high)}[side]
+    if side == 0:
+        return (start, count), (start, 1)
+    if not wall:
+        return (start, count), (there if side < 0 else low + extra, 1)
+    rule = halo.boundary[at][side > 0]
+    last = low if side < 0 else low + size - 1
+    if rule is None:
+        return (start, count), (start, 1)
+    if rule == "edge":
+        return (start, count), (last, 0)
+    if rule in ("reflect", "symmetric"):
+        # The cell beside the wall outside copies `last`, or with reflect the one before it.
+        nearest = last - side * (rule == "reflect")
+        return (start, count), (nearest if side > 0 else nearest + count - 1, -1)
+    return (start, count), None
+
+
+def _regions(halo: Halo, rank: int, field: Field) -> Iterator[tuple[tuple[int, ...], int, Box, Any]]:
+    """For each region of a rank's halo its direction, the rank that it comes from, and the boxes that are written and
+    read, or the number by which it is filled."""
+    at = halo.layout.coordinates(rank)
+    shape = field.shape(halo, rank)
+    for direction in halo.directions():
+        walls = [side != 0 and halo.layout.is_wall(axis, at[axis], side) for axis, side in enumerate(direction)]
+        source = halo.layout.neighbor(rank, direction)
+        here, there = halo.layout.block(rank), halo.layout.block(source)
+        written = Box((0,) * len(shape), tuple(shape), (1,) * len(shape))
+        read, number = written, None
+        for axis, side in enumerate(direction):
+            place = field.axes[axis]
+            region, origin = _along(
+                halo, axis, side, here[axis], there[axis], int(field.staggered[axis]), walls[axis]
+            )
+            written = _set(written, place, *region, 1)
+            if origin is None:
+                number = (halo.boundary[axis][side > 0],)
+            else:
+                read = _set(read, place, origin[0], region[1], origin[1])
+        if number is not None:
+            yield direction, rank, written, number[0]
+        elif source != rank or read != written:
+            yield direction, source, written, read
+
+
+def _set(box: Box, axis: int, start: int, count: int, step: int) -> Box:
+    def replace(values: tuple[int, ...], value: int) -> tuple[int, ...]:
+        return (*values[:axis], value, *values[axis + 1 :])
+
+    return Box(replace(box.starts, start), replace(box.counts, count), replace(box.steps, step))
+
+
+@_plans.cached
+def plan(
+    halo: Halo, rank: int, avals: tuple[Any, ...], axes: tuple[tuple[int, ...], ...], adjoint: bool
+) -> Plan:
+    """The plan of an exchange, or of its adjoint, which adds the halo to where it comes from, and clears it."""
+    fields = [describe(halo, rank, aval, its) for aval, its in zip(avals, axes, strict=True)]
+    moves: list[Move] = []
+    fills: list[Fill] = []
+    around = {halo.layout.neighbor(rank, direction) for direction in halo.directions()}
+    for other in sorted({rank, *around}):
+        for leaf, field in enumerate(fields):
+            for key, source, written, read in _regions(halo, other, field):
+                if isinstance(read, Box):
+                    if rank in (source, other):
+                        moves.append(Move(key, leaf, source, read, other, written))
+                    filled = adjoint and other == rank
+                    value = 0
+                else:
+                    filled, value = other == rank, 0 if adjoint else read
+                if filled:
+                    fills.append(Fill(leaf, written, value))
+    if adjoint:
+        moves = [move.reverse() for move in moves]
+    return _plans.make(
+        rank, avals, moves, fills, adds=adjoint, signature=_plans.signature("exchange", halo, fields, adjoint)
+    )
