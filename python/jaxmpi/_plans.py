@@ -8,6 +8,7 @@ sort them; all moves from one rank to another are one message.
 import functools
 import hashlib
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,7 +64,7 @@ class Plan:
     __slots__ = ("number",)
 
     def __init__(self, words: Sequence[int]):
-        data = np.array([word - (word >> 63 << 64) for word in words], np.int64).tobytes()
+        data = b"".join((word % (1 << 64)).to_bytes(8, sys.byteorder) for word in words)
         self.number = _core.plan(data, f"plan {hashlib.sha256(data).hexdigest()}")
 
 
