@@ -324,3 +324,228 @@ def test_random_batches(comm, size):
 @pytest.mark.seconds(600)
 def test_random_whole_arrays(comm, size):
     run_cases(comm, cases(size), check_whole, EXAMPLES // 4)
+
+
+# --- what a grid is --------------------------------------------------------------------------------------------------
+
+
+def test_processes_are_chosen(comm, size):
+    grid = jaxmpi.Grid((0, 0), comm=comm)
+    assert grid.processes == tuple(MPI.Compute_dims(size, 2))
+    assert jaxmpi.Grid((0, 1), comm=comm).processes == (size, 1)
+    assert jaxmpi.Grid(size, comm=comm).processes == (size,)
+
+
+def test_numbering_is_that_of_a_cartesian_communicator(comm, size):
+    dims = MPI.Compute_dims(size, 3)
+    cart = comm.Create_cart(dims, periods=(True, False, True))
+    for grid in (jaxmpi.Grid(comm=cart), jaxmpi.Grid(tuple(dims), periodic=(True, False, True), comm=comm)):
+        assert (grid.processes, grid.periodic) == (tuple(dims), (True, False, True))
+        assert list(grid.coordinates) == list(cart.coords)
+        for axis in range(3):
+            assert (grid.neighbor(axis, -1), grid.neighbor(axis, 1)) == cart.Shift(axis, 1)
+    cart.Free()
+
+
+def test_blocks_cover_the_array(comm, size):
+    grid = jaxmpi.Grid((0, 0), (11, 6), comm=comm)
+    covered = np.zeros((11, 6), int)
+    for rank in range(size):
+        covered[grid.slices_of(rank)] += 1
+    assert (covered == 1).all()
+    assert covered[grid.slices].shape == grid.local_shape
+    assert grid.global_shape == (11, 6)
+    uneven = tuple(range(1, size + 1))
+    grid = jaxmpi.Grid(size, (uneven,), comm=comm)
+    assert grid.local_shape == (comm.rank + 1,)
+    assert grid.slices == (slice(sum(uneven[: comm.rank]), sum(uneven[: comm.rank + 1])),)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda n: jaxmpi.Grid((n + 1, 1)), "their product must be that number"),
+        (lambda n: jaxmpi.Grid((-1, 0)), "their product must be that number"),
+        (lambda n: jaxmpi.Grid((0.5, 1)), "processes must be integers"),
+        (lambda n: jaxmpi.Grid(None), "pass the numbers of processes"),
+        (lambda n: jaxmpi.Grid(n, (3, 3)), "the grid has 1 axes"),
+        (lambda n: jaxmpi.Grid(n, -3), "no size may be negative"),
+        (lambda n: jaxmpi.Grid(n, ((1,) * (n + 1),)), "blocks"),
+        (lambda n: jaxmpi.Grid(n, 3, periodic=(True, False)), "periodic"),
+        (lambda n: jaxmpi.Grid(n, 3, periodic="no"), "periodic"),
+        (lambda n: jaxmpi.Grid(n, 8, comm=MPI.COMM_NULL), "COMM_NULL"),
+        (lambda n: jaxmpi.Grid(n, 8, comm="world"), "must be an mpi4py communicator"),
+        (lambda n: jaxmpi.Grid(n).local_shape, "needs the shape of global arrays"),
+        (lambda n: jaxmpi.Grid(n).exchange(jnp.ones(3)), "needs the shape of global arrays"),
+        (lambda n: jaxmpi.Grid(n, 8 * n).slices_of(n), "rank"),
+    ],
+)
+def test_grids_that_cannot_be(make, words, size):
+    with pytest.raises((ValueError, TypeError), match=re.escape(words)):
+        make(size)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda g: g.exchange(jnp.ones(9)), "fields has (9,) cells along the axes of the grid"),
+        (lambda g: g.exchange({"h": jnp.ones(10), "u": jnp.ones(13)}), "fields['u'] has (13,) cells"),
+        (lambda g: g.exchange(jnp.ones(())), "and no axis -1"),
+        (lambda g: g.exchange(jnp.ones(26), 9), "smaller than the halo"),
+        (lambda g: g.exchange(jnp.ones(10), -1), "at least 0"),
+        (lambda g: g.exchange(jnp.ones(10), (1, 1)), "the grid has 1 axes"),
+        (lambda g: g.exchange(jnp.ones(10), ((1, 1, 1),)), "a pair (before, behind)"),
+        (lambda g: g.exchange(jnp.ones(10), 1.0), "width must be integers"),
+        (lambda g: g.exchange(jnp.ones(10), axes=(0, 1)), "the grid has 1 axes"),
+        (lambda g: g.exchange(jnp.ones(10), axes=(1,)), "and no axis 1"),
+        (lambda g: g.exchange(jnp.ones(10), boundary="wrap"), "'wrap'"),
+        (lambda g: g.exchange(jnp.ones(10), boundary=("edge", "edge", "edge")), "pass one rule"),
+        (lambda g: g.exchange(jnp.ones(10, int), boundary=0.5), "cannot hold"),
+        (lambda g: g.exchange(jnp.ones(10, int), boundary=math.nan), "cannot hold"),
+        (lambda g: g.exchange([jnp.ones(10), "u"]), "fields[1]"),
+        (lambda g: jax.jit(lambda w: g.exchange(jnp.ones(10), w))(1), "traced"),
+        (lambda g: jax.jit(lambda b: g.exchange(jnp.ones(10), boundary=b))(1.0), "traced"),
+        (lambda g: g.scatter(jnp.ones(10), 0), "cells along the axes of the grid"),
+        (lambda g: g.scatter(jnp.ones(8), 99), "root"),
+        (lambda g: g.gather(jnp.ones(4)), "cells along the axes of the grid"),
+    ],
+)
+def test_bad_calls(call, words, comm, size):
+    grid = jaxmpi.Grid(size, 8 * size, periodic=True, comm=comm)
+    with pytest.raises((ValueError, TypeError), match=re.escape(words)):
+        call(grid)
+
+
+def test_empty_tree(comm, size):
+    grid = jaxmpi.Grid(size, 8 * size, comm=comm)
+    assert grid.exchange({}) == {} and grid.scatter([], None) == []
+
+
+def test_reflect_needs_one_cell_more(comm, size):
+    grid = jaxmpi.Grid(size, 2 * size, comm=comm)
+    grid.exchange(jnp.ones(6), 2, boundary="symmetric")
+    with pytest.raises(ValueError, match="smaller than the halo that is copied from it, 3"):
+        grid.exchange(jnp.ones(6), 2, boundary="reflect")
+
+
+def test_many_fields(comm, size):
+    """More than one operation takes."""
+    grid = jaxmpi.Grid(size, 2 * size, periodic=True, comm=comm)
+    fields = [jnp.arange(4.0) + 10 * comm.rank + 100 * i for i in range(205)]
+    results = grid.exchange(fields)
+    for i, result in enumerate(results):
+        left, right = (10 * ((comm.rank + side) % size) + 100 * i for side in (-1, 1))
+        own = 10 * comm.rank + 100 * i
+        np.testing.assert_array_equal(result, [left + 2, own + 1, own + 2, right + 1])
+
+
+def test_boundaries_of_nan_compile_once(comm, size):
+    grid = jaxmpi.Grid(size, 2 * size, comm=comm)
+    traced = []
+    f = jaxmpi.jit(lambda x: (traced.append(1), grid.exchange(x, boundary=float("nan")))[1])
+    for _ in range(3):
+        result = f(jnp.ones(4))
+    assert len(traced) == 1
+    assert np.isnan(result[0]) == grid.is_wall(0, -1) and np.isnan(result[-1]) == grid.is_wall(0, 1)
+
+
+def test_in_loops_and_branches(comm, size):
+    """Diffusion over a ring, in a scan in a checkpoint, against NumPy; its gradient against a difference quotient."""
+    n = 3 * size
+    grid = jaxmpi.Grid(size, n, periodic=True, comm=comm)
+    whole = np.random.default_rng(1).random(n)
+
+    def smooth(x):
+        padded = grid.exchange(jnp.pad(x, 1))
+        return jax.lax.cond(True, lambda p: (p[:-2] + 2 * p[1:-1] + p[2:]) / 4, lambda p: p[1:-1], padded)
+
+    def loss(x):
+        end, _ = jax.lax.scan(jax.checkpoint(lambda c, _: (smooth(c), None)), x, None, length=5)
+        return jnp.sum(end**3)
+
+    def witness(x):
+        for _ in range(5):
+            x = (np.roll(x, 1) + 2 * x + np.roll(x, -1)) / 4
+        return np.sum(x**3)
+
+    x = jnp.asarray(whole[grid.slices])
+    assert np.isclose(comm.allreduce(float(jaxmpi.jit(loss)(x))), witness(whole), rtol=1e-12)
+    gradient = grid.gather(jaxmpi.jit(jax.grad(loss))(x), None)
+    for i in range(n):
+        step = np.zeros(n)
+        step[i] = 1e-6
+        quotient = (witness(whole + step) - witness(whole - step)) / 2e-6
+        assert np.isclose(gradient[i], quotient, rtol=1e-6)
+
+
+def test_linear_solve(comm, size):
+    """A differentiated solution of a system whose matrix communicates."""
+    n = 4 * size
+    grid = jaxmpi.Grid(size, n, comm=comm)
+
+    def matrix(x):
+        p = grid.exchange(jnp.pad(x, 1), boundary=0.0)
+        return 3 * x - p[:-2] - p[2:]
+
+    def dot(x, y):
+        return notoken.allreduce(jnp.vdot(x, y), MPI.SUM, comm=comm)
+
+    def solve(a, b):
+        def step(state):
+            x, r, p, rr, k = state
+            q = a(p)
+            alpha = rr / dot(p, q)
+            r2 = r - alpha * q
+            new = dot(r2, r2)
+            return x + alpha * p, r2, r2 + new / rr * p, new, k + 1
+
+        start = (jnp.zeros_like(b), b, b, dot(b, b), 0)
+        return jax.lax.while_loop(lambda s: (s[3] > 1e-24) & (s[4] < 200), step, start)[0]
+
+    def solution(b):
+        return jax.lax.custom_linear_solve(matrix, b, solve, symmetric=True)
+
+    right = np.random.default_rng(2).random(n)
+    dense = 3 * np.eye(n) - np.eye(n, k=1) - np.eye(n, k=-1)
+    b = jnp.asarray(right[grid.slices])
+    x = grid.gather(jaxmpi.jit(solution)(b), None)
+    np.testing.assert_allclose(x, np.linalg.solve(dense, right), rtol=1e-9)
+    if not NEW_JAX:
+        return
+    gradient = grid.gather(jaxmpi.jit(jax.grad(lambda b: jnp.sum(solution(b) ** 2)))(b), None)
+    np.testing.assert_allclose(gradient, np.linalg.solve(dense, 2 * np.linalg.solve(dense, right)), rtol=1e-8)
+
+
+def test_a_float8_field_is_exchanged_and_not_differentiated(comm, size):
+    grid = jaxmpi.Grid(size, 2 * size, periodic=True, comm=comm)
+    x = jnp.ones(4, jnp.float8_e5m2)
+    assert grid.exchange(x).dtype == x.dtype
+    with pytest.raises(NotImplementedError, match="exchange cannot be differentiated"):
+        jax.jvp(grid.exchange, (x,), (x,))
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_differ_get_an_error(comm, rank, size):
+    """Each rank that receives something of another call raises, and later calls are right again."""
+    part = comm.Split(rank // 2)
+    if part.size == 2:
+        grid = jaxmpi.Grid(2, 16, periodic=True, comm=part)
+        x = jnp.arange(10.0)
+        for other in (lambda: grid.exchange(x.astype("float32")), lambda: grid.exchange((x, x)),
+                      lambda: grid.exchange(jnp.ones((2, 10))), lambda: grid.exchange(x, boundary="edge")):
+            with pytest.raises(jax.errors.JaxRuntimeError, match="has sent something else"):
+                jax.block_until_ready(other() if part.rank else grid.exchange(x))
+            right = grid.exchange(x + part.rank)
+            np.testing.assert_array_equal(right[1:-1], x[1:-1] + part.rank)
+            assert right[0] == x[8] + 1 - part.rank and right[9] == x[1] + 1 - part.rank
+    part.Free()
+
+
+def test_a_freed_communicator(comm, size):
+    part = comm.Dup()
+    grid = jaxmpi.Grid(size, 8 * size, comm=part)
+    f = jaxmpi.jit(grid.exchange)
+    f(jnp.ones(10))
+    part.Free()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="has been freed"):
+        jax.block_until_ready(f(jnp.ones(10)))

@@ -152,7 +152,8 @@ static ffi_error *judge(const struct call *call, const struct record *mine, cons
   describe(&all[other], there, sizeof here);
   struct record resized = all[other];
   resized.sizes = mine->sizes;
-  if (memcmp(&resized, mine, sizeof resized) == 0) strcat(there, plan_of(call) != NULL ? " of other shapes, dtypes or arguments" : " of other sizes");
+  if (memcmp(&resized, mine, sizeof resized) == 0)
+    strcat(there, plan_of(call) != NULL ? " of other shapes, dtypes or arguments" : " of other sizes");
   if (all[other].call != mine->call) snprintf(at, sizeof at, "is at call %" PRId64 ",", all[other].call);
   exchange_lines(call, other, &lines);
   return call_fail(call, FFI_FAILED_PRECONDITION,

@@ -30,10 +30,10 @@ enum { DTYPE_CODES = 40, MAX_ATTRIBUTES = 6, MAX_ROLES = 6, MAX_BUFFERS = 256 };
 /* Bytes: the smallest chunk that may be set; the smallest part of a chunk that belongs to one rank. */
 enum { LEAST_CHUNK = 4096, LEAST_COLUMN = 1 << 14 };
 
-/* The objects that compiled programs refer to by number: communicators, reductions, plans, statuses and texts. A program may
- * outlive its process, in a cache of compiled code or in a file, and must not find another object under its number in
- * another process. So a number consists of a place, in the low PLACE_BITS bits, and above it a key, which must equal
- * the key of the object at that place: 63 bits together, never negative, never 0.
+/* The objects that compiled programs refer to by number: communicators, reductions, plans, statuses and texts. A
+ * program may outlive its process, in a cache of compiled code or in a file, and must not find another object under its
+ * number in another process. So a number consists of a place, in the low PLACE_BITS bits, and above it a key, which
+ * must equal the key of the object at that place: 63 bits together, never negative, never 0.
  *
  * The key of an object with a `meaning` is a hash of it: a text that tells the object from all others in every run of a
  * program. If such objects are also added in the same order in each run, their numbers are the same, and programs of an

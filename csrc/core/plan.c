@@ -122,14 +122,18 @@ static void walk_box(row_function *function, const struct box *box, void *array,
 /* Copies of a size that is known to the compiler are single instructions. */
 #define WITH_RUN(run, COPY) \
   switch (run) {            \
-    case 4: COPY(4)         \
-    case 8: COPY(8)         \
-    case 16: COPY(16)       \
-    default: COPY(run)      \
+    case 4:                 \
+      COPY(4)               \
+    case 8:                 \
+      COPY(8)               \
+    case 16:                \
+      COPY(16)              \
+    default:                \
+      COPY(run)             \
   }
 
 static void gather(char *array, int64_t stride, int64_t count, int64_t run, char *message) {
-#define COPY(size)                                                                                        \
+#define COPY(size)                                                                                      \
   for (int64_t i = 0; i < count; i++) memcpy(message + i * (size), array + i * stride, (size_t)(size)); \
   break;
   WITH_RUN(run, COPY)
@@ -137,7 +141,7 @@ static void gather(char *array, int64_t stride, int64_t count, int64_t run, char
 }
 
 static void scatter(char *array, int64_t stride, int64_t count, int64_t run, char *message) {
-#define COPY(size)                                                                                        \
+#define COPY(size)                                                                                      \
   for (int64_t i = 0; i < count; i++) memcpy(array + i * stride, message + i * (size), (size_t)(size)); \
   break;
   WITH_RUN(run, COPY)
@@ -153,16 +157,16 @@ static void clear(char *array, int64_t stride, int64_t count, int64_t run, char 
 #define SUM(type, x, y)      (type)((x) + (y))
 #define SUM_F16(type, x, y)  float16_from_float(float16_to_float(x) + float16_to_float(y))
 #define SUM_BF16(type, x, y) bfloat16_from_float(bfloat16_to_float(x) + bfloat16_to_float(y))
-#define ADDER(name, type, SUM_OF)                                                                \
-  static void name(char *array, int64_t stride, int64_t count, int64_t run, char *message) {     \
-    for (int64_t i = 0; i < count; i++)                                                          \
-      for (int64_t k = 0; k < run; k += (int64_t)sizeof(type)) {                                 \
-        type x, y;                                                                               \
-        memcpy(&x, array + i * stride + k, sizeof x);                                            \
-        memcpy(&y, message + i * run + k, sizeof y);                                             \
-        x = SUM_OF(type, x, y);                                                                  \
-        memcpy(array + i * stride + k, &x, sizeof x);                                            \
-      }                                                                                          \
+#define ADDER(name, type, SUM_OF)                                                            \
+  static void name(char *array, int64_t stride, int64_t count, int64_t run, char *message) { \
+    for (int64_t i = 0; i < count; i++)                                                      \
+      for (int64_t k = 0; k < run; k += (int64_t)sizeof(type)) {                             \
+        type x, y;                                                                           \
+        memcpy(&x, array + i * stride + k, sizeof x);                                        \
+        memcpy(&y, message + i * run + k, sizeof y);                                         \
+        x = SUM_OF(type, x, y);                                                              \
+        memcpy(array + i * stride + k, &x, sizeof x);                                        \
+      }                                                                                      \
   }
 typedef float _Complex complex64;
 typedef double _Complex complex128;
@@ -176,13 +180,20 @@ ADDER(add_bfloat16, uint16_t, SUM_BF16)
 /* NULL: of this type nothing is added. */
 static row_function *adder_of(const struct datatype *type) {
   switch (type->code) {
-    case FFI_DTYPE_F16: return add_float16;
-    case FFI_DTYPE_BF16: return add_bfloat16;
-    case FFI_DTYPE_F32: return add_float32;
-    case FFI_DTYPE_F64: return add_float64;
-    case FFI_DTYPE_C64: return add_complex64;
-    case FFI_DTYPE_C128: return add_complex128;
-    default: return NULL;
+    case FFI_DTYPE_F16:
+      return add_float16;
+    case FFI_DTYPE_BF16:
+      return add_bfloat16;
+    case FFI_DTYPE_F32:
+      return add_float32;
+    case FFI_DTYPE_F64:
+      return add_float64;
+    case FFI_DTYPE_C64:
+      return add_complex64;
+    case FFI_DTYPE_C128:
+      return add_complex128;
+    default:
+      return NULL;
   }
 }
 

@@ -2,9 +2,9 @@
  * in the registry.
  *
  * A plan describes a linear map between the arrays of all ranks, of which this rank's results are its operands (or
- * zero), except in some boxes, which are filled with a constant, and in others, which receive boxes of other ranks: they
- * are replaced, or, in the adjoint of such a map, they are added to. All messages to a rank are one message, and all
- * boxes are read before any is written.
+ * zero), except in some boxes, which are filled with a constant, and in others, which receive boxes of other ranks:
+ * they are replaced, or, in the adjoint of such a map, they are added to. All messages to a rank are one message, and
+ * all boxes are read before any is written.
  *
  * Messages are composed and taken apart in the plan's `stage`: first the messages that are sent, then those received.
  * What a rank sends to itself is read where it was composed. Each message begins with a header, by which the receiver
@@ -39,8 +39,8 @@ struct peer {
 struct plan {
   uint64_t signature; /* the same on all ranks that make the same call */
   int tag, arrays;
-  bool adds, zeroed;       /* boxes are added to; results begin as zero, not as the operands */
-  int64_t sent, received;  /* bytes of each part of the stage */
+  bool adds, zeroed;      /* boxes are added to; results begin as zero, not as the operands */
+  int64_t sent, received; /* bytes of each part of the stage */
   int send_count, receive_count, pack_count, fill_count, unpack_count;
   struct peer *sends, *receives;
   struct box *packs, *fills, *unpacks;

@@ -508,12 +508,13 @@ static ffi_error *receive_planned(struct call *c, const struct plan *plan, const
   if (code == NO_MEMORY) return call_fail(c, FFI_INTERNAL, "no memory for a message of %" PRId64 " bytes", bytes);
   if (code != MPI_SUCCESS) return call_fail_in(c, "MPI_Mrecv", code);
   if (memcmp(&header, &expected, sizeof header) == 0) return NULL;
-  return call_fail(c, FFI_FAILED_PRECONDITION,
-                   "rank %d has sent something else: %" PRId64 " bytes, not %" PRId64
-                   ", or of another call. All ranks must make the same calls in the same order: with arrays of the same "
-                   "dtypes, of one and the same global shape each, and the same arguments. JAXMPI_CHECK=1 tells where "
-                   "they differ, before anything is sent",
-                   peer->rank, bytes, peer->bytes);
+  return call_fail(
+      c, FFI_FAILED_PRECONDITION,
+      "rank %d has sent something else: %" PRId64 " bytes, not %" PRId64
+      ", or of another call. All ranks must make the same calls in the same order: with arrays of the same "
+      "dtypes, of one and the same global shape each, and the same arguments. JAXMPI_CHECK=1 tells where "
+      "they differ, before anything is sent",
+      peer->rank, bytes, peer->bytes);
 }
 
 /* in, out: what the plan says */

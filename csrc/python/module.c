@@ -184,10 +184,11 @@ static PyObject *register_object(PyObject *self, PyObject *args) {
   return number != 0 ? PyLong_FromLongLong(number) : PyErr_NoMemory();
 }
 
-PyDoc_STRVAR(plan_doc,
-             "plan(numbers, meaning) -> number\n\n"
-             "Makes the plan that these bytes describe, 64-bit integers in the order of plan.c; the meaning tells it from "
-             "all others.");
+PyDoc_STRVAR(
+    plan_doc,
+    "plan(numbers, meaning) -> number\n\n"
+    "Makes the plan that these bytes describe, 64-bit integers in the order of plan.c; the meaning tells it from "
+    "all others.");
 static PyObject *make_plan(PyObject *self, PyObject *args) {
   (void)self;
   const char *bytes, *meaning;
@@ -228,9 +229,12 @@ static PyObject *operation_row(const struct operation *row) {
       [READ] = "read", [WRITE] = "write", [HOST_READ] = "host_read", [HOST_WRITE] = "host_write"};
   static const char *const lists[] = {
       [READ] = "read_each", [WRITE] = "write_each", [HOST_READ] = "host_read_each", [HOST_WRITE] = "host_write_each"};
-  static const char *const kinds[] = {[RANK] = "rank",           [TAG] = "tag",
-                                      [OBJECT] = "object",       [OBJECT_OR_0] = "object_or_0",
-                                      [REDUCTION] = "reduction", [DERIVATIVE] = "derivative",
+  static const char *const kinds[] = {[RANK] = "rank",
+                                      [TAG] = "tag",
+                                      [OBJECT] = "object",
+                                      [OBJECT_OR_0] = "object_or_0",
+                                      [REDUCTION] = "reduction",
+                                      [DERIVATIVE] = "derivative",
                                       [PLAN] = "plan"};
   const char *names[MAX_ROLES + MAX_ATTRIBUTES], *of[MAX_ROLES + MAX_ATTRIBUTES];
   for (int i = 0; i < row->buffer_count; i++) {

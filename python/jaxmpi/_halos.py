@@ -7,10 +7,9 @@ grid ends, at a wall, the halo holds cells of the process itself, which the othe
 The halo consists of regions, one for each direction: a number -1, 0 or 1 for each axis, not all of them 0. Each region
 is a copy of a region of one process, with an index that runs along each axis by itself:
 
-    in direction 0       over the block, from index `low` on
+    in direction 0       over the block, from index `low` on, and the halo at a wall that is left as it is
     -1, a neighbour      over its last `low` cells; a staggered field has its last point in common with this process
     +1, a neighbour      over its first `high` cells, likewise without the common point
-    a wall, left as is   over the halo itself
     a wall with a rule   edge: the last cell before the wall; symmetric: the cells before the wall, backwards; reflect:
                          the same without the last one; a number: not copied but filled
 
@@ -86,6 +85,10 @@ class Halo:
         )
         return Halo(self.layout, self.widths, self.corners, rules)  # type: ignore[arg-type]
 
+    def is_left(self, axis: int, at: int, side: int) -> bool:
+        """Whether there is a wall at which the halo is left as it is, and belongs to the block in what else is copied."""
+        return self.corners and self.layout.is_wall(axis, at, side) and self.boundary[axis][side > 0] is None
+
     def directions(self) -> Iterator[tuple[int, ...]]:
         for direction in itertools.product((-1, 0, 1), repeat=len(self.widths)):
             if any(direction) and (self.corners or sum(map(abs, direction)) == 1):
@@ -123,20 +126,21 @@ def describe(halo: Halo, rank: int, aval: Any, axes: tuple[int, ...]) -> Field:
     return Field(places, others, staggered, np.dtype(aval.dtype))
 
 
-def _along(halo: Halo, at: int, side: int, here: int, there: int, extra: int, wall: bool) -> tuple[Any, Any]:
-    """Along one axis: the region's start and count, and start and step of its origin; None if that is a number. `here`
-    and `there` are the block's size and that of the neighbour, `extra` is 1 if the field is staggered."""
-    low, high = halo.widths[at]
+def _along(halo: Halo, axis: int, at: int, side: int, sizes: tuple[int, int], extra: int) -> tuple[Any, Any]:
+    """Along one axis, for the process `at` it: the region's start and count, and start and step of its origin; None if
+    that is a number. `sizes` are those of the block and of the neighbour's, `extra` is 1 if the field is staggered."""
+    low, high = halo.widths[axis]
+    here, there = sizes
     size = here + extra
-    start, count = {-1: (0, low), 0: (low, size), 1: (low + size, high)}[side]
     if side == 0:
-        return (start, count), (start, 1)
-    if not wall:
+        before, behind = (halo.is_left(axis, at, side) for side in (-1, 1))
+        start, end = 0 if before else low, low + size + (high if behind else 0)
+        return (start, end - start), (start, 1)
+    start, count = (0, low) if side < 0 else (low + size, high)
+    if not halo.layout.is_wall(axis, at, side):
         return (start, count), (there if side < 0 else low + extra, 1)
-    rule = halo.boundary[at][side > 0]
+    rule = halo.boundary[axis][side > 0]
     last = low if side < 0 else low + size - 1
-    if rule is None:
-        return (start, count), (start, 1)
     if rule == "edge":
         return (start, count), (last, 0)
     if rule in ("reflect", "symmetric"):
@@ -152,16 +156,21 @@ def _regions(halo: Halo, rank: int, field: Field) -> Iterator[tuple[tuple[int, .
     at = halo.layout.coordinates(rank)
     shape = field.shape(halo, rank)
     for direction in halo.directions():
-        walls = [side != 0 and halo.layout.is_wall(axis, at[axis], side) for axis, side in enumerate(direction)]
+        walls = [
+            halo.boundary[axis][side > 0] is None
+            for axis, side in enumerate(direction)
+            if side != 0 and halo.layout.is_wall(axis, at[axis], side)
+        ]
+        if any(walls):
+            continue
         source = halo.layout.neighbor(rank, direction)
         here, there = halo.layout.block(rank), halo.layout.block(source)
         written = Box((0,) * len(shape), tuple(shape), (1,) * len(shape))
         read, number = written, None
         for axis, side in enumerate(direction):
             place = field.axes[axis]
-            region, origin = _along(
-                halo, axis, side, here[axis], there[axis], int(field.staggered[axis]), walls[axis]
-            )
+            sizes = here[axis], there[axis]
+            region, origin = _along(halo, axis, at[axis], side, sizes, int(field.staggered[axis]))
             written = _set(written, place, *region, 1)
             if origin is None:
                 number = (halo.boundary[axis][side > 0],)
@@ -169,7 +178,7 @@ def _regions(halo: Halo, rank: int, field: Field) -> Iterator[tuple[tuple[int, .
                 read = _set(read, place, origin[0], region[1], origin[1])
         if number is not None:
             yield direction, rank, written, number[0]
-        elif source != rank or read != written:
+        else:
             yield direction, source, written, read
 
 

@@ -16,6 +16,7 @@ static const struct {
     {"bcast", {"comm", "derivative", "root"}},
     {"check", {"comm", "text"}},
     {"connect", {"comm", "group"}},
+    {"exchange", {"comm", "derivative", "plan"}},
     {"gather", {"comm", "derivative", "root"}},
     {"recv", {"comm", "source", "status", "tag"}},
     {"reduce", {"comm", "derivative", "op", "root"}},

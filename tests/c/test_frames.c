@@ -6,6 +6,7 @@
  * that are objects, numbers of objects of their kind or of none. */
 #include <stdlib.h>
 
+#include "core/plan.h"
 #include "core/timeline.h"
 #include "harness.h"
 
@@ -46,6 +47,17 @@ static struct array any_array(void) {
   return array;
 }
 
+/* The last of three elements becomes the first; also of more or fewer arrays than are passed. */
+static const struct plan *any_plan(void) {
+  static const struct plan *made[2];
+  static const int64_t numbers[] = {1, 2, 1, 0, 0, 16, 0, 0, 0, 1, 0, 1, 3, 3,
+                                    0, 0, 2, 1, 0, 0,  0, 0, 0, 0, 1, 0, 0, 0};
+  static const int64_t of_two[] = {1, 2, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 3, 3, 3, 3};
+  if (made[0] == NULL) made[0] = plan_make(numbers, sizeof numbers / sizeof *numbers);
+  if (made[1] == NULL) made[1] = plan_make(of_two, sizeof of_two / sizeof *of_two);
+  return made[once_in(3)];
+}
+
 static int64_t any_attribute(enum attribute kind, const struct communicator *comm) {
   static const char *const reductions[] = {"SUM", "PROD", "MAX", "MIN"};
   int64_t special[] = {fake->any_source, fake->any_tag, fake->proc_null, -1, INT64_MAX, INT64_MIN, INT32_MAX, 1 << 24};
@@ -61,6 +73,8 @@ static int64_t any_attribute(enum attribute kind, const struct communicator *com
       return reduction(reductions[draw(4)]);
     case OBJECT_OR_0:
       return once_in(2) ? 0 : COMM(statuses);
+    case PLAN:
+      return COMM(any_plan());
     case OBJECT:
       break;
   }

@@ -1,0 +1,239 @@
+/* exchange: messages that a plan composes and takes apart. */
+#include "core/plan.h"
+
+#include <complex.h>
+#include <stdlib.h>
+
+#include "core/half.h"
+#include "harness.h"
+
+/* Rank 1 of 3 has two arrays: `a` of 4 x 6 floats and `b` of 5 doubles. It sends to 2 and receives from 0 and 2. */
+enum { PLAN_TAG = 77, SIGNATURE = 4711, A = 24, B = 5, HEADER = sizeof(struct header) };
+static float a[A], a_out[A];
+static double b[B], b_out[B];
+
+struct numbers {
+  int64_t values[256];
+  size_t count;
+};
+#define PUT(numbers, ...) put(numbers, (const int64_t[]){__VA_ARGS__}, sizeof((const int64_t[]){__VA_ARGS__}) / 8)
+static void put(struct numbers *numbers, const int64_t *values, size_t count) {
+  memcpy(numbers->values + numbers->count, values, count * sizeof *values);
+  numbers->count += count;
+}
+
+static struct plan *planned(const struct numbers *numbers) {
+  struct plan *plan = plan_make(numbers->values, numbers->count);
+  CHECK(plan != NULL);
+  return plan;
+}
+
+/* To rank 2: column 1 of a, and b backwards without its ends. From rank 0: the last row of a. From rank 2: b[0], which
+ * fills b[3] and b[4], too, if `adds` is not set: a box cannot be written twice, so it is sent twice. To itself:
+ * a[0][0] goes to a[0][5]. Filled with 2.5: a[1][3] and a[1][4]. */
+enum {
+  TO_2 = 0,
+  SENT_2 = HEADER + 48,
+  OWN = SENT_2,
+  FROM_0 = OWN + 16,
+  SENT_0 = HEADER + 32,
+  FROM_2 = FROM_0 + SENT_0
+};
+enum { GOT_2 = HEADER + 16, STAGE = FROM_2 + GOT_2 };
+static struct plan *plan_of_three(bool adds, bool zeroed) {
+  struct numbers n = {.count = 0};
+  const float filling = 2.5f;
+  int64_t value = 0;
+  memcpy(&value, &filling, sizeof filling);
+  PUT(&n, SIGNATURE, PLAN_TAG, 2, adds, zeroed, FROM_0, STAGE - FROM_0, 1, 2, 3, 1, 3);
+  PUT(&n, A, B, A, B);
+  PUT(&n, 2, TO_2, SENT_2);
+  PUT(&n, 0, FROM_0, SENT_0);
+  PUT(&n, 2, FROM_2, GOT_2);
+  PUT(&n, 0, TO_2 + HEADER, 4, 4, 0, 0, 1, 4, 24);       /* column 1: four runs of 4 bytes, 24 apart */
+  PUT(&n, 1, TO_2 + HEADER + 16, 24, 8, 0, 0, 1, 3, -8); /* b[3], b[2], b[1] */
+  PUT(&n, 0, OWN, 0, 4, 0, 0, 0);
+  PUT(&n, 0, 0, 36, 8, value, 0, 0);
+  PUT(&n, 0, FROM_0 + HEADER, 72, 24, 0, 0, 0); /* the last row */
+  PUT(&n, 1, FROM_2 + HEADER, 24, 8, 0, 0, 1, 2, 8);
+  PUT(&n, 0, OWN, 20, 4, 0, 0, 0);
+  return planned(&n);
+}
+
+static struct communicator *comm;
+static uint64_t number;
+
+static void prepare(void) {
+  fake->reset();
+  comm = world(1, 3);
+  number = atomic_load(&comm->planned) + 1;
+  for (int i = 0; i < A; i++) a[i] = (float)(i + 1), a_out[i] = -1;
+  for (int i = 0; i < B; i++) b[i] = 100 + i, b_out[i] = -1;
+}
+
+/* A message of another rank. */
+static void deliver(int source, uint64_t signature, uint64_t call, const void *data, int64_t bytes, int64_t claimed) {
+  char message[256] = {0};
+  struct header header = {signature, derivative, call, claimed};
+  memcpy(message, &header, sizeof header);
+  if (data != NULL) memcpy(message + HEADER, data, (size_t)bytes - HEADER);
+  fake->deliver(comm->handle, source, PLAN_TAG, message, bytes);
+}
+
+static const float row[8] = {70, 71, 72, 73, 74, 75};
+static const double two[2] = {8, 9};
+
+static ffi_error *exchange_of(const struct plan *plan, void *a_result, void *b_result) {
+  struct frame frame;
+  struct array in[] = {MATRIX(F32, a, 4, 6), ARRAY(F64, b, B)};
+  struct array out[] = {MATRIX(F32, a_result, 4, 6), ARRAY(F64, b_result, B)};
+  frame_make_lists(&frame, "exchange", in, 2, out, 2, (const int64_t[]){COMM(comm), COMM(plan)});
+  return frame_call(&frame, "exchange");
+}
+
+static void deliver_all(void) {
+  deliver(0, SIGNATURE, number, row, SENT_0, SENT_0);
+  deliver(2, SIGNATURE, number, two, GOT_2, GOT_2);
+}
+
+static void boxes_travel(void) {
+  const struct plan *plan = plan_of_three(false, false);
+  for (derivative = 0; derivative < 3; derivative++)
+    for (int aliased = 0; aliased < 2; aliased++) {
+      prepare();
+      deliver_all();
+      float *x = aliased ? a : a_out;
+      double *y = aliased ? b : b_out;
+      SUCCEEDS(exchange_of(plan, x, y));
+      for (int i = 0; i < A; i++) {
+        float right = i == 5 ? 1 : i == 9 || i == 10 ? 2.5f : i >= 18 ? row[i - 18] : (float)(i + 1);
+        CHECK(x[i] == right);
+      }
+      for (int i = 0; i < B; i++) CHECK(y[i] == (i < 3 ? 100 + i : two[i - 3]));
+      CHECK_EQUAL(times_called("MPI_Isend"), 1);
+      CHECK_EQUAL(called("MPI_Isend", 0)->peer, 2);
+      CHECK_EQUAL(called("MPI_Isend", 0)->in_bytes, SENT_2);
+      CHECK_EQUAL(called("MPI_Isend", 0)->tag, PLAN_TAG);
+      CHECK_EQUAL(atomic_load(&comm->planned), number);
+    }
+  derivative = 0;
+}
+
+/* What is sent: the test sends it to itself. */
+static void messages_have_headers(void) {
+  struct numbers n = {.count = 0};
+  prepare();
+  PUT(&n, SIGNATURE, PLAN_TAG, 1, 0, 1, HEADER + 16, HEADER + 16, 1, 1, 1, 0, 1, B, B);
+  PUT(&n, 1, 0, HEADER + 16);
+  PUT(&n, 1, HEADER + 16, HEADER + 16);
+  PUT(&n, 0, HEADER, 8, 16, 0, 0, 0);
+  PUT(&n, 0, HEADER + 16 + HEADER, 0, 16, 0, 0, 0);
+  struct plan *plan = planned(&n);
+  SUCCEEDS(RUN("exchange", ARRAY(F64, b, B), ARRAY(F64, b_out, B), COMM(comm), COMM(plan)));
+  for (int i = 0; i < B; i++) CHECK(b_out[i] == (i < 2 ? 101 + i : 0)); /* the others begin as zero */
+  number++;
+  derivative = 1; /* a value's message is not taken for a tangent's */
+  SUCCEEDS(RUN("exchange", ARRAY(F64, b, B), ARRAY(F64, b_out, B), COMM(comm), COMM(plan)));
+  derivative = 0;
+}
+
+static void another_message_is_an_error(void) {
+  static const struct {
+    uint64_t signature;
+    int number, bytes;
+  } others[] = {{SIGNATURE + 1, 0, SENT_0}, {SIGNATURE, 1, SENT_0},     {SIGNATURE, -1, SENT_0},
+                {SIGNATURE, 0, SENT_0 - 8}, {SIGNATURE, 0, SENT_0 + 8}, {SIGNATURE, 0, HEADER}};
+  const struct plan *plan = plan_of_three(false, false);
+  for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
+    prepare();
+    deliver(0, others[i].signature, number + (uint64_t)(int64_t)others[i].number, NULL, others[i].bytes, SENT_0);
+    deliver(2, SIGNATURE, number, two, GOT_2, GOT_2);
+    FAILS(exchange_of(plan, a_out, b_out), FFI_FAILED_PRECONDITION, "exchange", "rank 0 has sent something else");
+    for (int k = 18; k < A; k++) CHECK(a_out[k] == (float)(k + 1)); /* nothing of it has arrived anywhere */
+    CHECK_EQUAL(fake->queued, 0);
+    prepare(); /* the next call is right again */
+    deliver_all();
+    SUCCEEDS(exchange_of(plan, a_out, b_out));
+  }
+}
+
+static void a_failure_of_mpi_leaves_nothing_behind(void) {
+  static const char *const functions[] = {"MPI_Isend", "MPI_Mprobe", "MPI_Mrecv", "MPI_Wait"};
+  const struct plan *plan = plan_of_three(false, false);
+  FOR_EACH (const char *const *, function, functions) {
+    prepare();
+    deliver_all();
+    fake->fail(*function, 1, 16);
+    FAILS(exchange_of(plan, a_out, b_out), FFI_INTERNAL, "exchange", *function);
+    fake->reset();
+  }
+}
+
+static void arrays_must_be_those_of_the_plan(void) {
+  const struct plan *plan = plan_of_three(false, false), *adding = plan_of_three(true, false);
+  prepare();
+  FAILS(RUN("exchange", ARRAY(F64, b, B), ARRAY(F64, b_out, B), COMM(comm), COMM(plan)), FFI_INTERNAL, "reinstall");
+  struct frame frame;
+  struct array in[] = {MATRIX(F32, a, 4, 6), ARRAY(F64, b, B - 1)}, out[] = {MATRIX(F32, a_out, 4, 6), in[1]};
+  frame_make_lists(&frame, "exchange", in, 2, out, 2, (const int64_t[]){COMM(comm), COMM(plan)});
+  FAILS(frame_call(&frame, "exchange"), FFI_INTERNAL, "reinstall");
+  in[0].dtype = out[0].dtype = S32; /* which is never added */
+  in[1] = ARRAY(F64, b, B), out[1] = ARRAY(F64, b_out, B);
+  frame_make_lists(&frame, "exchange", in, 2, out, 2, (const int64_t[]){COMM(comm), COMM(adding)});
+  FAILS(frame_call(&frame, "exchange"), FFI_INTERNAL, "reinstall");
+  CHECK_EQUAL(communications(), 0);
+}
+
+static void numbers_must_describe_a_plan(void) {
+  struct numbers n = {.count = 0};
+  PUT(&n, SIGNATURE, PLAN_TAG, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, B, B);
+  planned(&n);
+  CHECK(plan_make(n.values, n.count + 1) == NULL);
+  n.values[9] = 1; /* a box, of nine axes */
+  n.count = 14;
+  PUT(&n, 0, 0, 0, 8, 0, 0, MAX_BOX_AXES + 1);
+  CHECK(plan_make(n.values, n.count) == NULL);
+}
+
+/* Elements 0 and 2 are added to elements 4 and, by a stride of 0, to 4 again. */
+static struct plan *adding(int64_t bytes) {
+  struct numbers n = {.count = 0};
+  PUT(&n, SIGNATURE, PLAN_TAG, 1, 1, 0, 2 * bytes, 0, 0, 0, 1, 1, 1, B, B);
+  PUT(&n, 0, 0, 0, bytes, 0, 0, 1, 2, 2 * bytes);
+  PUT(&n, 0, 0, 0, bytes, 0, 0, 1, 2, 2 * bytes); /* and cleared */
+  PUT(&n, 0, 0, 4 * bytes, bytes, 0, 0, 1, 2, 0);
+  return planned(&n);
+}
+
+#define ADDS(code, type, FROM)                                                                                     \
+  do {                                                                                                             \
+    type x[B], y[B], right[] = {FROM(0), FROM(2), FROM(0), FROM(4), FROM(9)};                                      \
+    for (int i = 0; i < B; i++) x[i] = FROM((float)(i + 1));                                                       \
+    SUCCEEDS(RUN("exchange", ARRAY(code, x, B), ARRAY(code, y, B), COMM(comm), COMM(adding((int64_t)sizeof *x)))); \
+    CHECK_SAME(y, right, sizeof y);                                                                                \
+  } while (0)
+
+static void what_is_added(void) {
+  prepare();
+#define PLAIN(x) x
+  ADDS(F32, float, PLAIN);
+  ADDS(F64, double, PLAIN);
+  ADDS(F16, uint16_t, float16_from_float);
+  ADDS(BF16, uint16_t, bfloat16_from_float);
+#define IMAGINARY(x) ((x) * (1.0 + 2.0 * I))
+#define NARROW(x)    ((float _Complex)IMAGINARY(x))
+  ADDS(C128, double _Complex, IMAGINARY);
+  ADDS(15, float _Complex, NARROW);
+  CHECK_EQUAL(communications(), 0);
+}
+
+static const struct test tests[] = {
+    TEST(boxes_travel),
+    TEST(messages_have_headers),
+    TEST(another_message_is_an_error),
+    TEST(a_failure_of_mpi_leaves_nothing_behind),
+    TEST(arrays_must_be_those_of_the_plan),
+    TEST(numbers_must_describe_a_plan),
+    TEST(what_is_added),
+};
+MAIN(tests)
