@@ -1,12 +1,12 @@
 """A jet in a rotating, shallow sea breaks into eddies: a shallow-water model on one or many processes.
 
 The nonlinear shallow-water equations are solved on a C grid that is periodic in x (east) and has walls in y
-(north). The cells are shared out among the processes in rectangles. Each step exchanges one row or column of
-cells with every neighbour, from inside the jitted time loop; the result does not depend on the number of
+(north). The cells are shared out among the processes in rectangles, which need not be equal. Each step exchanges
+the halos of all fields at once, from inside the jitted time loop; the result does not depend on the number of
 processes, but for rounding.
 
     python shallow_water.py                                     # one process
-    mpiexec -n 2 python shallow_water.py --save-animation       # two; 1, 2, 4, 6, 8 and 16 are possible
+    mpiexec -n 2 python shallow_water.py --save-animation       # two, or any other number
     mpiexec -n 2 python shallow_water.py --benchmark --days 0.1 --size 3600 1800
 
 A normal run shows a progress bar, writes `shallow-water.png` (if asked, `shallow-water.gif` too) and prints
@@ -21,7 +21,6 @@ The equations, with layer thickness h, velocity (u, v), potential vorticity q an
 """
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,10 +29,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from mpi4py import MPI
 
 import jaxmpi
-from jaxmpi.notoken import gather, sendrecv
 
 DX = 5e3  # edge of a cell [m]
 GRAVITY = 9.81  # [m/s2]
@@ -50,13 +47,13 @@ RIPPLE = 1.0  # amplitude of the disturbance of h that starts the instability [m
 # the shift by a tenth damps them.
 NEW, OLD = 1.6, -0.6
 
-PROCESS_GRIDS = {1: (1, 1), 2: (1, 2), 4: (2, 2), 6: (2, 3), 8: (2, 4), 16: (4, 4)}  # processes: (in y, in x)
 REPORTS = 60  # how often a run stops for the progress bar and a frame of the animation
 
 
 class State(NamedTuple):
-    """Fields of this process's cells, each of shape (ny, nx), and their tendencies in the step before.
+    """Fields of this process's cells and of a halo of one cell around them, and their tendencies in the step before.
 
+    The fields have the shape (ny + 2, nx + 2), the tendencies (ny, nx).
     Cell (j, i) has h in its middle, u in the middle of its eastern and v in the middle of its northern edge.
     """
 
@@ -68,79 +65,13 @@ class State(NamedTuple):
     dv: jax.Array
 
 
-class Domain(NamedTuple):
-    """This process's part of the sea: communicator, ranks of the neighbours, slices of global arrays.
-
-    Beyond a wall the neighbour is `MPI.PROC_NULL`.
-    """
-
-    comm: MPI.Cartcomm
-    south: int
-    north: int
-    west: int
-    east: int
-    rows: slice
-    columns: slice
+# The halo at a wall repeats the row beside it; in x the sea is periodic.
+BOUNDARY = ("edge", None)
 
 
-def make_domain(nx: int, ny: int) -> Domain:
-    """Divide nx times ny cells among all processes; raise ValueError where that is not possible."""
-    world = MPI.COMM_WORLD
-    if world.size not in PROCESS_GRIDS:
-        possible = ", ".join(map(str, PROCESS_GRIDS))
-        raise ValueError(f"cannot run on {world.size} processes, only on one of {possible}")
-    parts_y, parts_x = PROCESS_GRIDS[world.size]
-    if ny % parts_y or nx % parts_x:
-        raise ValueError(
-            f"{nx} x {ny} cells cannot be divided among {parts_x} x {parts_y} processes: "
-            f"choose --size NX NY with NX a multiple of {parts_x} and NY a multiple of {parts_y}"
-        )
-    comm = world.Create_cart((parts_y, parts_x), periods=(False, True))
-    row, column = comm.coords
-    rows = slice(row * ny // parts_y, (row + 1) * ny // parts_y)
-    columns = slice(column * nx // parts_x, (column + 1) * nx // parts_x)
-    return Domain(comm, *comm.Shift(0, 1), *comm.Shift(1, 1), rows, columns)
-
-
-# Halo exchange.
-
-
-def shift(edge: jax.Array, source: int, dest: int, comm: MPI.Cartcomm) -> jax.Array:
-    """Send `edge` to `dest` and return what `source` sent; without a source, return the own edge."""
-    if dest == source and dest in (comm.rank, MPI.PROC_NULL):
-        return edge
-    received = sendrecv(edge, edge, source, dest, comm=comm)
-    return edge if source == MPI.PROC_NULL else received
-
-
-def exchange_halo(fields: tuple[jax.Array, ...], domain: Domain) -> list[jax.Array]:
-    """Surround each field of shape (ny, nx) with the neighbours' cells: shape (ny + 2, nx + 2).
-
-    One message per neighbour carries the edges of all fields. The rows are sent after the columns and include
-    their ends, so that corners need no message of their own. Beyond a wall the own edge row is repeated.
-    """
-    neighbours, comm = domain, domain.comm
-    first, last = (jnp.stack([field[:, i] for field in fields]) for i in (0, -1))
-    east = shift(first, neighbours.east, neighbours.west, comm)
-    west = shift(last, neighbours.west, neighbours.east, comm)
-
-    def widened(j: int) -> jax.Array:
-        row = jnp.stack([field[j] for field in fields])
-        return jnp.concatenate([west[:, j, None], row, east[:, j, None]], axis=1)
-
-    first, last = widened(0), widened(-1)
-    north = shift(first, neighbours.north, neighbours.south, comm)
-    south = shift(last, neighbours.south, neighbours.north, comm)
-    if neighbours.north == MPI.PROC_NULL:
-        north = last
-    if neighbours.south == MPI.PROC_NULL:
-        south = first
-
-    padded = [jnp.pad(field, 1) for field in fields]
-    padded = [p.at[1:-1, 0].set(edge) for p, edge in zip(padded, west, strict=True)]
-    padded = [p.at[1:-1, -1].set(edge) for p, edge in zip(padded, east, strict=True)]
-    padded = [p.at[0].set(edge) for p, edge in zip(padded, south, strict=True)]
-    return [p.at[-1].set(edge) for p, edge in zip(padded, north, strict=True)]
+def make_grid(nx: int, ny: int) -> jaxmpi.Grid:
+    """Divide nx times ny cells among all processes."""
+    return jaxmpi.Grid((0, 0), (ny, nx), periodic=(False, True))
 
 
 # The model. Means and differences of neighbours lie half a cell further and shorten their axis by one.
@@ -169,14 +100,13 @@ def laplacian(a: jax.Array) -> jax.Array:
 
 
 def tendencies(
-    h: jax.Array, u: jax.Array, v: jax.Array, coriolis: jax.Array, domain: Domain
+    h: jax.Array, u: jax.Array, v: jax.Array, coriolis: jax.Array, grid: jaxmpi.Grid
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return dh/dt, du/dt and dv/dt; `coriolis` (ny + 1, 1) is f at the cells' corners, from south to north.
 
     q and the transports are averaged such that the Coriolis force does no work on the flow as a whole.
     """
-    h, u, v = exchange_halo((h, u, v), domain)
-    if domain.south == MPI.PROC_NULL:
+    if grid.is_wall(0, -1):
         v = v.at[0].set(0.0)
 
     flow_x = mean_x(h) * u[:, :-1]
@@ -187,17 +117,17 @@ def tendencies(
     dh = -d_dx(flow_x)[1:-1] - d_dy(flow_y)[:, 1:-1]
     du = mean_y(q * mean_x(flow_y))[:, 1:] - d_dx(bernoulli)[:-1] + VISCOSITY * laplacian(u)
     dv = -mean_x(q * mean_y(flow_x))[1:] - d_dy(bernoulli)[:, :-1] + VISCOSITY * laplacian(v)
-    if domain.north == MPI.PROC_NULL:
+    if grid.is_wall(0, 1):
         dv = dv.at[-1].set(0.0)
     return dh, du, dv
 
 
-def step(state: State, coriolis: jax.Array, domain: Domain) -> State:
+def step(state: State, coriolis: jax.Array, grid: jaxmpi.Grid) -> State:
     """Advance by DT (Adams-Bashforth of second order)."""
-    fields, old = state[:3], state[3:]
-    new = tendencies(*fields, coriolis, domain)
-    fields = [a + DT * (NEW * da + OLD * da_old) for a, da, da_old in zip(fields, new, old, strict=True)]
-    return State(*fields, *new)
+    fields, old = grid.exchange(state[:3], boundary=BOUNDARY), state[3:]
+    new = tendencies(*fields, coriolis, grid)
+    changes = [DT * (NEW * da + OLD * da_old) for da, da_old in zip(new, old, strict=True)]
+    return State(*[a.at[1:-1, 1:-1].add(change) for a, change in zip(fields, changes, strict=True)], *new)
 
 
 class Model(NamedTuple):
@@ -207,19 +137,21 @@ class Model(NamedTuple):
     advance: Callable[[State, int], State]
 
 
-def make_model(domain: Domain, ny: int) -> Model:
-    """Return the model of this process's part of a sea of `ny` rows."""
-    f = CORIOLIS + BETA * DX * np.arange(ny + 1)
-    coriolis = jnp.asarray(f[domain.rows.start : domain.rows.stop + 1, None], jnp.float32)
+def make_model(grid: jaxmpi.Grid) -> Model:
+    """Return the model of this process's part of the sea."""
+    rows = grid.slices[0]
+    f = CORIOLIS + BETA * DX * np.arange(rows.start, rows.stop + 1)
+    coriolis = jnp.asarray(f[:, None], jnp.float32)
 
     @jaxmpi.jit
     def start(h: jax.Array, u: jax.Array, v: jax.Array) -> State:
         # With equal old and new tendencies the first step is Euler's.
-        return State(h, u, v, *tendencies(h, u, v, coriolis, domain))
+        h, u, v = grid.scatter((h, u, v), None, width=1, boundary=BOUNDARY)
+        return State(h, u, v, *tendencies(h, u, v, coriolis, grid))
 
     @jaxmpi.jit(donate_argnums=0)
     def advance(state: State, steps: int) -> State:
-        return jax.lax.fori_loop(0, steps, lambda _, s: step(s, coriolis, domain), state)
+        return jax.lax.fori_loop(0, steps, lambda _, s: step(s, coriolis, grid), state)
 
     return Model(start, advance)
 
@@ -250,16 +182,10 @@ def run(model: Model, state: State, steps: int) -> Iterator[tuple[int, State]]:
 # Results.
 
 
-def gather_fields(state: State, domain: Domain) -> np.ndarray | None:
+def gather_fields(state: State, grid: jaxmpi.Grid) -> np.ndarray | None:
     """Return h, u and v of the whole sea, shape (3, NY, NX), on rank 0 and None elsewhere."""
-    comm = domain.comm
-    parts = gather(jnp.stack(state[:3]), 0, comm=comm)
-    if comm.rank != 0:
-        return None
-    parts_y, parts_x = comm.dims
-    _, n, ny, nx = parts.shape
-    parts = np.asarray(parts).reshape(parts_y, parts_x, n, ny, nx)
-    return parts.transpose(2, 0, 3, 1, 4).reshape(n, parts_y * ny, parts_x * nx)
+    sea = grid.gather(jnp.stack(state[:3]), width=1)
+    return np.asarray(sea) if grid.comm.rank == 0 else None
 
 
 def relative_vorticity(fields: np.ndarray) -> np.ndarray:
@@ -343,15 +269,15 @@ def parse_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def benchmark(model: Model, fields: list[jax.Array], steps: int, domain: Domain) -> State:
+def benchmark(model: Model, fields: list[jax.Array], steps: int, grid: jaxmpi.Grid) -> State:
     """Time the solution, print the time on rank 0 and return the final state."""
     jax.block_until_ready(model.advance(model.start(*fields), 1))
     first = jax.block_until_ready(model.start(*fields))
-    domain.comm.Barrier()
+    grid.comm.Barrier()
     begin = time.perf_counter()
     final = jax.block_until_ready(model.advance(first, steps))
-    domain.comm.Barrier()
-    if domain.comm.rank == 0:
+    grid.comm.Barrier()
+    if grid.comm.rank == 0:
         print(f"Solution took {time.perf_counter() - begin:.2f} s", flush=True)
     return final
 
@@ -360,23 +286,23 @@ def demo(
     model: Model,
     fields: list[jax.Array],
     steps: int,
-    domain: Domain,
+    grid: jaxmpi.Grid,
     options: argparse.Namespace,
 ) -> State:
     """Run with a progress bar, write the pictures and return the final state."""
     from tqdm import tqdm
 
     frames = []
-    rank, days = domain.comm.rank, DT / DAY
+    rank, days = grid.comm.rank, DT / DAY
     layout = "{percentage:3.0f}%|{bar}| {n:.1f} of {total:.1f} model days [{elapsed}, {remaining} left]"
     with tqdm(total=steps * days, bar_format=layout, disable=rank != 0) as bar:
         for done, state in run(model, model.start(*fields), steps):
             bar.update(done * days - bar.n)
             if options.save_animation:
-                sea = gather_fields(state, domain)
+                sea = gather_fields(state, grid)
                 if rank == 0:
                     frames.append((done * days, relative_vorticity(sea).astype(np.float32)))
-    sea = gather_fields(state, domain)
+    sea = gather_fields(state, grid)
     if rank == 0:
         options.output_dir.mkdir(parents=True, exist_ok=True)
         picture = (options.output_dir / "shallow-water.png").resolve()
@@ -392,26 +318,15 @@ def demo(
 def main() -> None:
     options = parse_options()
     nx, ny = options.size
-    try:
-        domain = make_domain(nx, ny)
-    except ValueError as error:
-        if MPI.COMM_WORLD.rank == 0:
-            print(f"{Path(__file__).name}: {error}", file=sys.stderr, flush=True)
-        MPI.COMM_WORLD.Barrier()
-        sys.exit(2)
-
-    model = make_model(domain, ny)
-    part = (domain.rows, domain.columns)
-    fields = [jnp.asarray(a[part], jnp.float32) for a in initial_fields(nx, ny)]
+    grid = make_grid(nx, ny)
+    model = make_model(grid)
+    fields = [jnp.asarray(a, jnp.float32) for a in initial_fields(nx, ny)]
     steps = max(1, round(options.days * DAY / DT))
-    if options.benchmark:
-        state = benchmark(model, fields, steps, domain)
-    else:
-        state = demo(model, fields, steps, domain, options)
+    state = benchmark(model, fields, steps, grid) if options.benchmark else demo(model, fields, steps, grid, options)
 
     if options.save_state:
-        sea = gather_fields(state, domain)
-        if domain.comm.rank == 0:
+        sea = gather_fields(state, grid)
+        if grid.comm.rank == 0:
             np.savez(options.save_state, h=sea[0], u=sea[1], v=sea[2])
             if not options.benchmark:
                 print(f"State: {options.save_state.resolve()}")

@@ -24,7 +24,18 @@ import jaxmpi
 from jaxmpi import notoken
 
 EXAMPLES = int(os.environ.get("JAXMPI_TEST_GRIDS", "40"))
-DTYPES = ["float32", "float64", "int32", "bool", "complex64", "bfloat16", "float16", "complex128", "uint8", "float8_e5m2"]
+DTYPES = [
+    "float32",
+    "float64",
+    "int32",
+    "bool",
+    "complex64",
+    "bfloat16",
+    "float16",
+    "complex128",
+    "uint8",
+    "float8_e5m2",
+]
 SUMMED = ["float32", "float64", "complex64", "complex128", "bfloat16", "float16"]
 RULES = [None, "edge", "reflect", "symmetric", 0, 1]
 
@@ -249,9 +260,7 @@ def check_whole(case, grid):
             owned = sender in (None, grid.comm.rank)
             given = whole if owned else jax.ShapeDtypeStruct(whole.shape, whole.dtype)
             block = grid.scatter(given, sender, axes=case.axes)
-            cut = [
-                slice(s.start, s.stop + extra) for s, extra in zip(grid.slices, field.staggered, strict=True)
-            ]
+            cut = [slice(s.start, s.stop + extra) for s, extra in zip(grid.slices, field.staggered, strict=True)]
             index = (*cut, Ellipsis) if case.trailing else (Ellipsis, *cut)
             np.testing.assert_array_equal(np.asarray(block), whole[index])
             back = grid.gather(block, sender, axes=case.axes)
@@ -531,8 +540,12 @@ def test_ranks_that_differ_get_an_error(comm, rank, size):
     if part.size == 2:
         grid = jaxmpi.Grid(2, 16, periodic=True, comm=part)
         x = jnp.arange(10.0)
-        for other in (lambda: grid.exchange(x.astype("float32")), lambda: grid.exchange((x, x)),
-                      lambda: grid.exchange(jnp.ones((2, 10))), lambda: grid.exchange(x, boundary="edge")):
+        for other in (
+            lambda: grid.exchange(x.astype("float32")),
+            lambda: grid.exchange((x, x)),
+            lambda: grid.exchange(jnp.ones((2, 10))),
+            lambda: grid.exchange(x, boundary="edge"),
+        ):
             with pytest.raises(jax.errors.JaxRuntimeError, match="has sent something else"):
                 jax.block_until_ready(other() if part.rank else grid.exchange(x))
             right = grid.exchange(x + part.rank)

@@ -64,7 +64,9 @@ class Grid:
                 )
             periodic = [bool(period) for period in its_periods] if periodic is None else periodic
         if processes is None:
-            raise ValueError("Grid: pass the numbers of processes, such as (2, 2), or a Cartesian communicator as comm.")
+            raise ValueError(
+                "Grid: pass the numbers of processes, such as (2, 2), or a Cartesian communicator as comm."
+            )
         dims = _fill_in(_integers(processes, "processes"), self._comm.size)
         self._layout = Layout(_blocks(shape, dims), _truths(periodic or False, len(dims)))
         self._has_shape = shape is not None
@@ -430,7 +432,9 @@ def _check_numbers(x: Any, name: str, halo: Halo) -> None:
     for rule in itertools.chain(*halo.boundary):
         if rule is None or isinstance(rule, str) or (_jax.inexact(x) and not isinstance(rule, complex)):
             continue
-        if not jnp.issubdtype(x.dtype, jnp.complexfloating) and (rule != rule or np.asarray(rule).astype(x.dtype) != rule):
+        if not jnp.issubdtype(x.dtype, jnp.complexfloating) and (
+            rule != rule or np.asarray(rule).astype(x.dtype) != rule
+        ):
             raise ValueError(f"exchange: boundary is {rule!r}, which {name} of {x.dtype} cannot hold.")
 
 
@@ -506,7 +510,9 @@ def _truths(values: Any, dimensions: int) -> tuple[bool, ...]:
 def _widths(width: Any, dimensions: int) -> _halos.Widths:
     listed = list(width) if isinstance(width, Sequence | np.ndarray) else [width] * dimensions
     if len(listed) != dimensions:
-        raise ValueError(f"exchange: width is {width}: the grid has {dimensions} axes, pass one number or one for each.")
+        raise ValueError(
+            f"exchange: width is {width}: the grid has {dimensions} axes, pass one number or one for each."
+        )
     widths = []
     for entry in listed:
         pair = _integers(entry, "width")

@@ -120,9 +120,7 @@ def describe(halo: Halo, rank: int, aval: Any, axes: tuple[int, ...]) -> Field:
     places = tuple(axis % len(aval.shape) for axis in axes)
     others = tuple(size for axis, size in enumerate(aval.shape) if axis not in places)
     block = halo.layout.block(rank)
-    staggered = tuple(
-        aval.shape[place] - sum(halo.widths[at]) - block[at] == 1 for at, place in enumerate(places)
-    )
+    staggered = tuple(aval.shape[place] - sum(halo.widths[at]) - block[at] == 1 for at, place in enumerate(places))
     return Field(places, others, staggered, np.dtype(aval.dtype))
 
 
@@ -190,9 +188,7 @@ def _set(box: Box, axis: int, start: int, count: int, step: int) -> Box:
 
 
 @_plans.cached
-def plan(
-    halo: Halo, rank: int, avals: tuple[Any, ...], axes: tuple[tuple[int, ...], ...], adjoint: bool
-) -> Plan:
+def plan(halo: Halo, rank: int, avals: tuple[Any, ...], axes: tuple[tuple[int, ...], ...], adjoint: bool) -> Plan:
     """The plan of an exchange, or of its adjoint, which adds the halo to where it comes from, and clears it."""
     fields = [describe(halo, rank, aval, its) for aval, its in zip(avals, axes, strict=True)]
     moves: list[Move] = []
