@@ -517,11 +517,10 @@ static ffi_error *receive_planned(struct call *c, const struct plan *plan, const
       peer->rank, bytes, peer->bytes);
 }
 
-/* in, out: what the plan says */
-static ffi_error *exchange(struct call *c) {
-  ARGUMENTS(exchange, c);
-  (void)b;
-  const struct plan *plan = object_of(a.plan);
+/* What the plan says. */
+static ffi_error *by_plan(struct call *c) {
+  MPI_Comm comm = (MPI_Comm)c->comm->handle;
+  const struct plan *plan = plan_of(c);
   PASS(plan_check(c, plan));
   BEGIN(c, Isend, "to %d ranks and from %d with", plan->send_count, plan->receive_count);
   uint64_t number = atomic_fetch_add(&c->comm->planned, 1) + 1;
@@ -557,6 +556,10 @@ static ffi_error *exchange(struct call *c) {
   scratch_give(scratch);
   return error;
 }
+
+static ffi_error *exchange(struct call *c) { return by_plan(c); }
+static ffi_error *neighbor_allgather(struct call *c) { return by_plan(c); }
+static ffi_error *neighbor_alltoall(struct call *c) { return by_plan(c); }
 
 int post_send(const struct call *call, intptr_t *request) {
   ARGUMENTS(send, (struct call *)(uintptr_t)call);

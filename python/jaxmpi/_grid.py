@@ -16,10 +16,7 @@ from mpi4py import MPI
 from jaxmpi import _arguments as arguments
 from jaxmpi import _communicator, _halos, _jax, notoken
 from jaxmpi._halos import RULES, Halo, Layout
-from jaxmpi._primitive import Params, bind
-
-_MOST_FIELDS = 100
-"""In one operation; further ones are exchanged by another."""
+from jaxmpi._primitive import Params, bind_by_plan
 
 Width = int | Sequence[int | Sequence[int]]
 
@@ -198,13 +195,8 @@ class Grid:
         for x, at, place in zip(arrays, paths, places, strict=True):
             self._check_field(x, f"fields{at}", place, halo)
             _check_numbers(x, f"fields{at}", halo)
-        results: list[Any] = []
-        for first in range(0, len(arrays), _MOST_FIELDS):
-            chosen = slice(first, first + _MOST_FIELDS)
-            params: Params = {"comm": self._comm, "halo": halo, "places": tuple(places[chosen]), "adjoint": False}
-            exchanged = bind("exchange", params, *arrays[chosen])
-            results += exchanged if isinstance(exchanged, list) else [exchanged]
-        return jax.tree.unflatten(structure, results)
+        params: Params = {"comm": self._comm, "pattern": halo, "places": tuple(places), "adjoint": False}
+        return jax.tree.unflatten(structure, bind_by_plan("exchange", params, arrays))
 
     # --- whole arrays ----------------------------------------------------------------------------------------------
 

@@ -77,6 +77,17 @@ class Halo:
     corners: bool
     boundary: tuple[tuple[Rule, Rule], ...]
 
+    aliases = True
+
+    def plan(self, rank: int, avals: tuple[Any, ...], places: tuple[tuple[int, ...], ...], adjoint: bool) -> Plan:
+        return _plan(self, rank, avals, places, adjoint)
+
+    def results(self, avals: Sequence[Any], adjoint: bool) -> Sequence[Any]:
+        return avals
+
+    def batch(self, adjoint: bool) -> tuple[int, int]:
+        return 0, 0
+
     def linear(self) -> "Halo":
         """Its linear part: with zero in the place of numbers."""
         rules = tuple(
@@ -188,7 +199,7 @@ def _set(box: Box, axis: int, start: int, count: int, step: int) -> Box:
 
 
 @_plans.cached
-def plan(halo: Halo, rank: int, avals: tuple[Any, ...], axes: tuple[tuple[int, ...], ...], adjoint: bool) -> Plan:
+def _plan(halo: Halo, rank: int, avals: tuple[Any, ...], axes: tuple[tuple[int, ...], ...], adjoint: bool) -> Plan:
     """The plan of an exchange, or of its adjoint, which adds the halo to where it comes from, and clears it."""
     fields = [describe(halo, rank, aval, its) for aval, its in zip(avals, axes, strict=True)]
     moves: list[Move] = []

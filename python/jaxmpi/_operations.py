@@ -7,9 +7,10 @@ import jax
 from mpi4py import MPI
 
 from jaxmpi import _arguments as arguments
-from jaxmpi import _communicator, _devices, _jax
+from jaxmpi import _communicator, _devices, _jax, _neighbors
+from jaxmpi._neighbors import Neighbors
 from jaxmpi._order import Token
-from jaxmpi._primitive import Params, bind, bind_all
+from jaxmpi._primitive import Params, bind, bind_all, bind_by_plan
 from jaxmpi._table import CHECK, LINE, check_same
 
 # The public names of `jaxmpi` and `jaxmpi.notoken`.
@@ -24,6 +25,8 @@ __all__ = [
     "has_rocm_support",
     "has_sycl_support",
     "invariant",
+    "neighbor_allgather",
+    "neighbor_alltoall",
     "recv",
     "reduce",
     "replicate",
@@ -221,6 +224,73 @@ def invariant(x: Any, *, comm: MPI.Comm | None = None) -> Any:
         )
         check_same([arguments.array(leaf, "invariant", "x") for leaf in jax.tree.leaves(x)], params, text)
     return _each("invariant", params, x, arguments.array)
+
+
+def _with_neighbors(operation: str, x: Any, comm: MPI.Comm | None, own_blocks: bool) -> Any:
+    resolved = _communicator.resolve(comm, operation)
+    sources, destinations = _neighbors.of(comm, operation)
+    leaves, structure = arguments.pytree(x, operation, "x")
+    leaves = [arguments.array(leaf, operation, "x") for leaf in leaves]
+    for leaf in leaves if own_blocks else ():
+        if leaf.ndim == 0 or leaf.shape[0] != len(destinations):
+            raise ValueError(
+                f"{operation}: x has shape {leaf.shape}, and its first axis must have a block for each of the "
+                f"{len(destinations)} destinations of this rank."
+            )
+    params: Params = {
+        "comm": resolved,
+        "pattern": Neighbors(sources, destinations, own_blocks),
+        "places": ((),) * len(leaves),
+        "adjoint": False,
+    }
+    return jax.tree.unflatten(structure, bind_by_plan(operation, params, leaves))
+
+
+def neighbor_allgather(x: Any, *, comm: MPI.Comm, token: Any = None) -> tuple[Any, Token]:
+    """Sends an array to all neighbours, and stacks theirs (MPI_Neighbor_allgather).
+
+    The neighbours are those of the communicator's topology, in the order of the MPI standard: of a Cartesian
+    communicator the ranks before and behind this one along each axis; of a graph its sources, and its destinations, as
+    they were given. All arrays of a pytree travel in one message to each neighbour.
+
+    Args:
+      x: array of any shape, or a pytree of such; the same shapes and dtypes on all ranks.
+      comm: a communicator made by `Create_cart`, `Create_dist_graph_adjacent`, `Create_dist_graph` or `Create_graph`.
+      token: accepted, handed back, and not needed.
+
+    Returns:
+      `(result, token)`: of shape `(number of sources, *x.shape)`; zero where there is no neighbour (MPI.PROC_NULL),
+      beyond the end of an axis that is not periodic.
+
+    Raises:
+      ValueError, TypeError: `comm` has no neighbours, or an argument is of the wrong type; while tracing, before
+      anything is sent.
+      jax.errors.JaxRuntimeError: at run time, on a rank that receives something that is not of the same call.
+    """
+    return _with_neighbors("neighbor_allgather", x, comm, own_blocks=False), after(token)
+
+
+def neighbor_alltoall(x: Any, *, comm: MPI.Comm, token: Any = None) -> tuple[Any, Token]:
+    """Sends a block to each neighbour, and stacks those received (MPI_Neighbor_alltoall).
+
+    The neighbours are those of `neighbor_allgather`. Where a rank is a neighbour twice, as in a periodic axis of two,
+    what it has sent backwards arrives in the place of the neighbour behind, and the other way round.
+
+    Args:
+      x: array of shape `(number of destinations, ...)`, or a pytree of such; blocks have the same shapes and dtypes on
+        all ranks.
+      comm: a communicator made by `Create_cart`, `Create_dist_graph_adjacent`, `Create_dist_graph` or `Create_graph`.
+      token: accepted, handed back, and not needed.
+
+    Returns:
+      `(result, token)`: of shape `(number of sources, ...)`; zero where there is no neighbour (MPI.PROC_NULL).
+
+    Raises:
+      ValueError, TypeError: `comm` has no neighbours, `x` has not a block for each destination, or an argument is of
+      the wrong type; while tracing, before anything is sent.
+      jax.errors.JaxRuntimeError: at run time, on a rank that receives something that is not of the same call.
+    """
+    return _with_neighbors("neighbor_alltoall", x, comm, own_blocks=True), after(token)
 
 
 def recv(

@@ -85,8 +85,8 @@ class Row:
     shape and dtype are given."""
 
     plan: Callable[[Sequence[Any], Params], Any] | None = None
-    """The operation takes any number of arrays of any dtypes in one call, and each result is of the type of its operand
-    and aliases it. This is the plan of the call: see `_plans`."""
+    """The operation takes any number of arrays of any dtypes in one call, and has a result for each. This is the plan of
+    the call (`_plans`); the parameter `pattern` says where results alias the operands."""
 
     silent: bool = False
     """The identity; only its transpose does something. The core has no such operation."""
@@ -169,6 +169,19 @@ def bind_all(name: str, params: Params, arrays: Sequence[Any]) -> list[Any]:
         made = bind(name, params, *(arrays[i] for i in group))
         for i, result in zip(group, made if len(group) > 1 else [made], strict=True):
             results[i] = result
+    return results
+
+
+_MOST_BY_PLAN = 100
+
+
+def bind_by_plan(name: str, params: Params, arrays: Sequence[Any]) -> list[Any]:
+    """Binds an operation that has a plan; more than once for very many arrays."""
+    results: list[Any] = []
+    for first in range(0, len(arrays), _MOST_BY_PLAN):
+        chosen = slice(first, first + _MOST_BY_PLAN)
+        made = bind(name, {**params, "places": params["places"][chosen]}, *arrays[chosen])
+        results += made if isinstance(made, list) else [made]
     return results
 
 
@@ -313,7 +326,8 @@ def make_lowering(row: Row, target: str = "jaxmpi_{}"):
             raise NotImplementedError(f"{row.name}: the computation is {_jax.spread(devices)}")
         part, roles, written, passed, filled = _passed(row, params, len(operands), len(ctx.avals_out))
         aliases = None
-        if row.plan is not None or (part.in_place and params[IN_PLACE] and len(operands) == 1):
+        in_place = part.in_place and params[IN_PLACE] and len(operands) == 1
+        if in_place or (row.plan is not None and params["pattern"].aliases):
             shared = [i for i in filled if i in passed and roles[i] == written[i] == "mpi"]
             aliases = {passed.index(i): filled.index(i) for i in shared}
         rule = _jax.ffi_lowering(
@@ -354,8 +368,11 @@ def _make_batching(row: Row, primitive: _jax.Primitive):
             results = primitive.bind(*operands, **params)
             return results, [None] * len(results)
         if row.plan is not None:  # a batch is one axis more, of those arrays that have one
-            operands = [x if at is None else batched(x, at, axis.size, 0) for x, at in zip(operands, axes, strict=True)]
-            return primitive.bind(*operands, **params), [None if at is None else 0 for at in axes]
+            place, result_at = row.batch(params)
+            operands = [
+                x if at is None else batched(x, at, axis.size, place) for x, at in zip(operands, axes, strict=True)
+            ]
+            return primitive.bind(*operands, **params), [None if at is None else result_at for at in axes]
         if row.joined and None in axes:
             return _batch_each(batch, axis, operands, axes, params)
         at, result_at = row.batch(params)

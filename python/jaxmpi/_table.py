@@ -17,7 +17,7 @@ import numpy as np
 from mpi4py import MPI
 
 from jaxmpi import _arguments as arguments
-from jaxmpi import _communicator, _halos, _jax, _native, _tags
+from jaxmpi import _communicator, _jax, _native, _tags
 from jaxmpi._derivatives.communication import COTANGENT, DERIVATIVE, TANGENT
 from jaxmpi._derivatives.link import linked_zeros
 from jaxmpi._derivatives.transposition import zero_cotangent
@@ -230,37 +230,46 @@ def _tangent_of_half_exchange(primals, tangents, params):
     return bind(name, half, operand)
 
 
-# --- what is exchanged by a plan: its derivative is of the arrays that have one ----------------------------------------
+# --- what goes by a plan: any number of arrays, and its derivative is of those that have one ---------------------------
 
 
-def _plan_of_exchange(avals, params):
+def _plan(avals, params):
     types = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals)
-    return _halos.plan(params["halo"], params["comm"].rank, types, params["places"], params["adjoint"])
+    return params["pattern"].plan(params["comm"].rank, types, params["places"], params["adjoint"])
 
 
-def _derivative_of_exchange(arrays, which, params, of: Callable[..., Params], adjoint: bool):
-    """Exchanges those of the arrays; in the place of others there is None."""
+def _derivative_by_plan(name, arrays, which, params, of: Callable[..., Params], adjoint: bool):
+    """The linear part of the operation, of those of the arrays; in the place of others there is None."""
     for i in which:
         if DATATYPES[np.dtype(arrays[i].dtype).name].kind == "opaque":
             raise NotImplementedError(
-                f"exchange cannot be differentiated: it adds, and {arrays[i].dtype} cannot be added; convert the field "
-                "to another dtype first, such as float32."
+                f"{name} cannot be differentiated: it adds, and {arrays[i].dtype} cannot be added; convert to another "
+                "dtype first, such as float32."
             )
     places = tuple(params["places"][i] for i in which)
-    params = of(params, halo=params["halo"].linear(), places=places, adjoint=adjoint)
-    exchanged = PRIMITIVES["exchange"].bind(*(arrays[i] for i in which), **params)
-    given = dict(zip(which, exchanged, strict=True))
+    params = of(params, pattern=params["pattern"].linear(), places=places, adjoint=adjoint)
+    made = PRIMITIVES[name].bind(*(arrays[i] for i in which), **params)
+    given = dict(zip(which, made, strict=True))
     return [given.get(i) for i in range(len(arrays))]
 
 
-def _tangent_exchange(primals, tangents, results, params):
-    which = [i for i, t in enumerate(tangents) if t is not None]
-    return _derivative_of_exchange(tangents, which, params, _of_tangent, params["adjoint"])
+def _row_by_plan(name: str) -> Row:
+    def tangent(primals, tangents, results, params):
+        which = [i for i, t in enumerate(tangents) if t is not None]
+        return _derivative_by_plan(name, tangents, which, params, _of_tangent, params["adjoint"])
 
+    def transpose(cotangents, templates, params):
+        which = _jax.inexact_among(templates)
+        return _derivative_by_plan(name, cotangents, which, params, _of_cotangent, not params["adjoint"])
 
-def _transpose_exchange(cotangents, templates, params):
-    which = _jax.inexact_among(templates)
-    return _derivative_of_exchange(cotangents, which, params, _of_cotangent, not params["adjoint"])
+    return Row(
+        name,
+        lambda avals, p: p["pattern"].results(avals, p["adjoint"]),
+        plan=_plan,
+        batch=lambda p: p["pattern"].batch(p["adjoint"]),
+        tangent=lambda p: tangent,
+        transpose=transpose,
+    )
 
 
 # --- derivatives of the other reductions ---------------------------------------------------------------------------
@@ -412,13 +421,7 @@ ROWS = (
     Row("bcast", _same, _largest, part=_part_of_bcast, in_place=False, transpose=_transpose_bcast),
     # Its truth values have no cotangent. But it has an effect, so it is transposed with the computation around it.
     Row("check", _none, transpose=lambda *_: []),
-    Row(
-        "exchange",
-        lambda avals, p: avals,
-        plan=_plan_of_exchange,
-        tangent=lambda p: _tangent_exchange,
-        transpose=_transpose_exchange,
-    ),
+    _row_by_plan("exchange"),
     Row(
         "gather",
         lambda avals, p: _stacked(avals, p) if _on_root(p) else avals,
@@ -428,6 +431,8 @@ ROWS = (
         transpose=_transpose_gather,
     ),
     Row("invariant", _same, _largest, transpose=_transpose_invariant, silent=True),
+    _row_by_plan("neighbor_allgather"),
+    _row_by_plan("neighbor_alltoall"),
     Row("recv", _same, templates=1, refuse=_refuse_half, transpose=_transpose_recv),
     Row(
         "reduce",

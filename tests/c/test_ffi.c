@@ -18,6 +18,8 @@ static const struct {
     {"connect", {"comm", "group"}},
     {"exchange", {"comm", "derivative", "plan"}},
     {"gather", {"comm", "derivative", "root"}},
+    {"neighbor_allgather", {"comm", "derivative", "plan"}},
+    {"neighbor_alltoall", {"comm", "derivative", "plan"}},
     {"recv", {"comm", "source", "status", "tag"}},
     {"reduce", {"comm", "derivative", "op", "root"}},
     {"reduce_scatter", {"comm", "derivative", "op"}},
