@@ -65,7 +65,14 @@ class Plan:
 
     def __init__(self, words: Sequence[int]):
         data = b"".join((word % (1 << 64)).to_bytes(8, sys.byteorder) for word in words)
-        self.number = _core.plan(data, f"plan {hashlib.sha256(data).hexdigest()}")
+        meaning = f"plan {hashlib.sha256(data).hexdigest()}"
+        if meaning not in _numbers:
+            _numbers[meaning] = _core.plan(data, meaning)
+        self.number = _numbers[meaning]
+
+
+_numbers: dict[str, int] = {}
+"""Of all plans made so far, by their meanings: the core keeps them for ever."""
 
 
 def signature(*facts: Any) -> int:
@@ -185,4 +192,4 @@ def make(
 
 
 cached = functools.lru_cache(maxsize=4096)
-"""For functions that make plans, which the core keeps for ever."""
+"""For functions that make plans."""
