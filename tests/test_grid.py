@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from mpi4py import MPI
-from table import NEW_JAX, draw, dtype_of
 
 import jaxmpi
 from jaxmpi import notoken
+from table import NEW_JAX, draw, dtype_of
 
 EXAMPLES = int(os.environ.get("JAXMPI_TEST_GRIDS", "40"))
 DTYPES = [
@@ -427,7 +427,8 @@ def test_bad_calls(call, words, comm, size):
 
 def test_empty_tree(comm, size):
     grid = jaxmpi.Grid(size, 8 * size, comm=comm)
-    assert grid.exchange({}) == {} and grid.scatter([], None) == []
+    assert grid.exchange({}) == {}
+    assert grid.scatter([], None) == []
 
 
 def test_reflect_needs_one_cell_more(comm, size):
@@ -455,7 +456,8 @@ def test_boundaries_of_nan_compile_once(comm, size):
     for _ in range(3):
         result = f(jnp.ones(4))
     assert len(traced) == 1
-    assert np.isnan(result[0]) == grid.is_wall(0, -1) and np.isnan(result[-1]) == grid.is_wall(0, 1)
+    assert np.isnan(result[0]) == grid.is_wall(0, -1)
+    assert np.isnan(result[-1]) == grid.is_wall(0, 1)
 
 
 def test_in_loops_and_branches(comm, size):
@@ -550,7 +552,8 @@ def test_ranks_that_differ_get_an_error(comm, rank, size):
                 jax.block_until_ready(other() if part.rank else grid.exchange(x))
             right = grid.exchange(x + part.rank)
             np.testing.assert_array_equal(right[1:-1], x[1:-1] + part.rank)
-            assert right[0] == x[8] + 1 - part.rank and right[9] == x[1] + 1 - part.rank
+            assert right[0] == x[8] + 1 - part.rank
+            assert right[9] == x[1] + 1 - part.rank
     part.Free()
 
 

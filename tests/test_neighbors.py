@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from mpi4py import MPI
-from table import draw, dtype_of
 
 import jaxmpi
 from jaxmpi import notoken
+from table import draw, dtype_of
 
 DTYPES = ["float32", "complex128", "int8", "bfloat16", "float8_e4m3fn", "bool"]
 
@@ -19,7 +19,9 @@ def random_graph(size, seed):
     """The destinations of each rank, some of them twice, some of them itself; and the sources."""
     generator = np.random.default_rng([size, seed])
     destinations = [list(map(int, generator.integers(0, size, generator.integers(0, 5)))) for _ in range(size)]
-    sources = [[a for a in generator.permutation(size).tolist() for b in destinations[a] if b == r] for r in range(size)]
+    sources = [
+        [a for a in generator.permutation(size).tolist() for b in destinations[a] if b == r] for r in range(size)
+    ]
     for of_rank in sources:  # the edges from one rank need not follow each other
         generator.shuffle(of_rank)
     return sources, destinations
@@ -154,7 +156,8 @@ def test_graph_of_the_old_kind(comm, rank):
 def test_tokens_and_errors(comm):
     cart = comm.Create_cart([comm.size], periods=[True])
     result, token = jaxmpi.neighbor_allgather(jnp.ones(2), comm=cart, token=None)
-    assert result.shape == (2, 2) and token == jaxmpi.Token()
+    assert result.shape == (2, 2)
+    assert token == jaxmpi.Token()
     for bad in (None, comm):
         with pytest.raises(ValueError, match="comm has no neighbours"):
             notoken.neighbor_allgather(jnp.ones(2), comm=bad)

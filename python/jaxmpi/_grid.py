@@ -4,8 +4,8 @@ import itertools
 import math
 import numbers
 import operator
-from dataclasses import dataclass
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -217,7 +217,7 @@ class Grid:
             `jax.ShapeDtypeStruct`. Or pytrees of such. With root None all ranks have the array.
           root: rank that sends, static. None: each rank takes its block from its own array, and nothing is sent unless
             `width` is given.
-          width, axes, boundary: as in `exchange`, by which the halos are filled; at a wall they are zero without a rule.
+          width, axes, boundary: as in `exchange`, by which the halos are filled; without a rule they are zero at walls.
 
         Returns:
           The blocks, of the same structure and dtypes.

@@ -97,7 +97,7 @@ class Halo:
         return Halo(self.layout, self.widths, self.corners, rules)  # type: ignore[arg-type]
 
     def is_left(self, axis: int, at: int, side: int) -> bool:
-        """Whether there is a wall at which the halo is left as it is, and belongs to the block in what else is copied."""
+        """Whether there is a wall at which the halo is left as it is, and is copied like cells of the block."""
         return self.corners and self.layout.is_wall(axis, at, side) and self.boundary[axis][side > 0] is None
 
     def directions(self) -> Iterator[tuple[int, ...]]:
@@ -108,8 +108,8 @@ class Halo:
 
 @dataclass(frozen=True)
 class Field:
-    """A field, the same on all ranks: its axes (those of the grid in the grid's order), the sizes of the others, whether
-    it is longer by one along each of the grid's, its dtype."""
+    """A field, the same on all ranks: its axes that are the grid's, in the grid's order, the sizes of the others, whether
+    it is longer by one along each of the former, its dtype."""
 
     axes: tuple[int, ...]
     others: tuple[int, ...]
@@ -180,7 +180,7 @@ def _regions(halo: Halo, rank: int, field: Field) -> Iterator[tuple[tuple[int, .
             place = field.axes[axis]
             sizes = here[axis], there[axis]
             region, origin = _along(halo, axis, at[axis], side, sizes, int(field.staggered[axis]))
-            written = _set(written, place, *region, 1)
+            written = _set(written, place, region[0], region[1], 1)
             if origin is None:
                 number = (halo.boundary[axis][side > 0],)
             else:

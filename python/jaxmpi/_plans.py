@@ -117,8 +117,9 @@ class _Messages:
     """The messages of one direction: to each rank, or from each, one."""
 
     def __init__(self, begin: int):
-        self.end, self.words = begin, []
-        self.places: dict[tuple[int, Any], int] = {}
+        self.end = begin
+        self.words: list[int] = []
+        self.places: dict[int, int] = {}
         """Where a move is in the stage, by its index among all moves."""
         self.ranks = 0
 

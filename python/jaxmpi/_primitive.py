@@ -85,8 +85,8 @@ class Row:
     shape and dtype are given."""
 
     plan: Callable[[Sequence[Any], Params], Any] | None = None
-    """The operation takes any number of arrays of any dtypes in one call, and has a result for each. This is the plan of
-    the call (`_plans`); the parameter `pattern` says where results alias the operands."""
+    """The operation takes any number of arrays of any dtypes in one call, and has a result for each. This is the plan
+    of the call (`_plans`); the parameter `pattern` says whether results alias the operands."""
 
     silent: bool = False
     """The identity; only its transpose does something. The core has no such operation."""

@@ -230,7 +230,7 @@ def _tangent_of_half_exchange(primals, tangents, params):
     return bind(name, half, operand)
 
 
-# --- what goes by a plan: any number of arrays, and its derivative is of those that have one ---------------------------
+# --- what goes by a plan: any number of arrays, and its derivative is of those that have one --------------------------
 
 
 def _plan(avals, params):
