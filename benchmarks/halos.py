@@ -7,8 +7,8 @@ zero and changes, and what is measured is the exchange. The contenders take turn
   jaxmpi          one `grid.exchange` of all fields, in a `lax.fori_loop` inside one compiled call
   mpi4jax         what users write: slices, `sendrecv` and `.at[].set` per field and direction, one axis after the other
   jaxmpi pattern  the same with `jaxmpi.sendrecv`
-  C               halos.c: packed buffers, MPI_Isend and MPI_Irecv, one message to each rank; the faster of two ways: all
-                  directions at once, and one axis after the other
+  C               halos.c: packed buffers, MPI_Isend and MPI_Irecv, one message to each rank; the faster of two ways:
+                  all directions at once, and one axis after the other
 
 Prints lines `name: value` as quick.py does. All fields are compared with NumPy's, every element, on every rank.
 """

@@ -108,8 +108,8 @@ class Halo:
 
 @dataclass(frozen=True)
 class Field:
-    """A field, the same on all ranks: its axes that are the grid's, in the grid's order, the sizes of the others, whether
-    it is longer by one along each of the former, its dtype."""
+    """A field, the same on all ranks: its axes that are the grid's, in the grid's order, the sizes of the others,
+    whether it is longer by one along each of the former, its dtype."""
 
     axes: tuple[int, ...]
     others: tuple[int, ...]
