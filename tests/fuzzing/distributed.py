@@ -13,11 +13,20 @@ from fuzzing.programs import LENGTH, Call, Comm, Local
 from jaxmpi import notoken
 
 
+@functools.cache
+def ring():
+    """All ranks, periodic: as a grid, and as a communicator with neighbours."""
+    size = MPI.COMM_WORLD.size
+    grid = jaxmpi.Grid(size, size * (LENGTH - 2), periodic=True)
+    return grid, MPI.COMM_WORLD.Create_cart([size], periods=[True])
+
+
 class Distributed:
     """`rank` of `size`. `extra` is a zero that is added to all constants (it may be mapped), or None."""
 
     def __init__(self, rank, size, extra=None):
         self.rank, self.size, self.extra = rank, size, extra
+        self.grid, self.ring = ring()
 
     def __call__(self, program, x, number):
         return self.run(program.body, list(x), number)
@@ -91,6 +100,13 @@ class Distributed:
 
     def _alltoall(self, comm, x):
         return jax.tree.map(vectors.combine, notoken.alltoall(self._stack(x)))
+
+    def _exchange(self, comm, x):
+        return self.grid.exchange(x)
+
+    def _neighbors(self, comm, x):
+        both = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), x)
+        return jax.tree.map(vectors.combine, notoken.neighbor_alltoall(both, comm=self.ring))
 
     def _barrier(self, comm, x):
         jaxmpi.barrier()

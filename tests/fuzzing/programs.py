@@ -16,10 +16,10 @@ Ranks = tuple[int, ...]
 Statement = Union["Local", "Comm", "Call"]
 
 OPERATIONS = ("allgather", "allreduce", "alltoall", "barrier", "bcast", "gather", "pair", "reduce", "replicate", "scan")
-OPERATIONS += ("scatter", "sendrecv")
+OPERATIONS += ("scatter", "sendrecv", "exchange", "neighbors")
 """`invariant` is drawn in the place of some of `replicate`."""
 REDUCING = ("allreduce", "reduce", "scan")
-LINEAR = ("allgather", "alltoall", "bcast", "gather", "reduce", "scan", "scatter", "sendrecv")
+LINEAR = ("allgather", "alltoall", "bcast", "gather", "reduce", "scan", "scatter", "sendrecv", "exchange", "neighbors")
 LOCAL = {"sin": 1, "tanh": 1, "affine": 1, "roll": 1, "name": 1, "product": 2, "sum": 2, "dot": 2, "stop": 1}
 
 FUNCTIONS = ("jit", "jaxmpi.jit", "checkpoint")

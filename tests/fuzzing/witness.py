@@ -162,6 +162,14 @@ class Witness:
     def _alltoall(self, comm, xs):
         return [vectors.combine([x * (r + 1) for x in xs]) for r in self.ranks]
 
+    def _exchange(self, comm, xs):
+        after = [*xs[1:], xs[0]]
+        return [jnp.concatenate([xs[r - 1][-2:-1], xs[r][1:-1], after[r][1:2]]) for r in self.ranks]
+
+    def _neighbors(self, comm, xs):
+        after = [*xs[1:], xs[0]]
+        return [vectors.combine([2 * xs[r - 1], after[r]]) for r in self.ranks]
+
     def _barrier(self, comm, xs):
         return xs
 
