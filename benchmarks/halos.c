@@ -1,8 +1,9 @@
 /* What the exchange of halos is measured against: packed buffers, and MPI_Isend and MPI_Irecv, in two ways.
  *
  * Fields of float, (rows + 2 w) x (columns + 2 w), on processes in `down` rows and `across` columns, the last fastest;
- * periodic along both axes where there are several processes, and without neighbours along an axis where there is one.
- * All that goes to one rank, in whichever direction, is one message. Compiled by halos.py. */
+ * periodic along both axes where there are several processes, and with walls along an axis where there is one, whose
+ * halo travels with the rest, as with Grid.exchange. All that goes to one rank, in whichever direction, is one message.
+ * Compiled by halos.py. */
 #include <mpi.h>
 #include <stdlib.h>
 #include <string.h>
@@ -89,17 +90,17 @@ static void range(int direction, int cells, int w, int halo, int whole, int *fir
     *first = halo ? w + cells : cells;
 }
 
-static void add(struct halos *h, struct phase *phase, int rank, int di, int dj, int whole) {
+static void add(struct halos *h, struct phase *phase, int rank, int di, int dj, int tall, int wide) {
   struct strip out, in;
   int k = 0;
   while (k < phase->count && phase->peers[k].rank != rank) k++;
   struct peer *peer = &phase->peers[k];
   if (k == phase->count) phase->count++, peer->rank = rank;
   /* What comes from direction d has been sent in direction -d: in the order in which the sender sends. */
-  range(di, h->rows, h->w, 0, whole, &out.top, &out.height);
-  range(dj, h->columns, h->w, 0, whole, &out.left, &out.width);
-  range(-di, h->rows, h->w, 1, whole, &in.top, &in.height);
-  range(-dj, h->columns, h->w, 1, whole, &in.left, &in.width);
+  range(di, h->rows, h->w, 0, tall, &out.top, &out.height);
+  range(dj, h->columns, h->w, 0, wide, &out.left, &out.width);
+  range(-di, h->rows, h->w, 1, tall, &in.top, &in.height);
+  range(-dj, h->columns, h->w, 1, wide, &in.left, &in.width);
   peer->out[peer->count] = out;
   peer->in[peer->count++] = in;
   peer->floats += (size_t)in.height * (size_t)in.width;
@@ -120,7 +121,7 @@ struct halos *halos_make(float **fields, int number, int rows, int columns, int 
       if ((di == 0 && dj == 0) || (di != 0 && down == 1) || (dj != 0 && across == 1)) continue;
       if (in_turn && di != 0 && dj != 0) continue;
       int to = (i + di + down) % down * across + (j + dj + across) % across;
-      add(h, &h->phases[in_turn && dj != 0], to, di, dj, in_turn);
+      add(h, &h->phases[in_turn && dj != 0], to, di, dj, in_turn || down == 1, in_turn || across == 1);
     }
   for (int p = 0; p < h->phase_count; p++)
     for (int k = 0; k < h->phases[p].count; k++) {

@@ -238,18 +238,18 @@ static void begin_results(const struct call *call, const struct plan *plan) {
   }
 }
 
-struct header plan_header(const struct call *call, const struct plan *plan, const struct peer *peer, uint64_t number) {
-  struct header header = {.signature = plan->signature, .number = number, .bytes = peer->bytes};
+uint64_t plan_label(const struct call *call, const struct plan *plan, uint64_t number) {
+  uint64_t hash = plan->signature + number * UINT64_C(0x9e3779b97f4a7c15);
   for (int i = 0; i < call->operation->attribute_count; i++)
-    if (call->operation->attributes[i].kind == DERIVATIVE) header.derivative = call->attributes[i];
-  return header;
+    if (call->operation->attributes[i].kind == DERIVATIVE)
+      hash ^= (uint64_t)call->attributes[i] * UINT64_C(0xd1342543de82ef95);
+  hash = (hash ^ hash >> 30) * UINT64_C(0xbf58476d1ce4e5b9); /* the finalizer of splitmix64 */
+  hash = (hash ^ hash >> 27) * UINT64_C(0x94d049bb133111eb);
+  return hash ^ hash >> 31;
 }
 
-void plan_pack(const struct call *call, const struct plan *plan, char *stage, uint64_t number) {
-  for (int i = 0; i < plan->send_count; i++) {
-    struct header header = plan_header(call, plan, &plan->sends[i], number);
-    memcpy(stage + plan->sends[i].stage, &header, sizeof header);
-  }
+void plan_pack(const struct call *call, const struct plan *plan, char *stage, uint64_t label) {
+  for (int i = 0; i < plan->send_count; i++) memcpy(stage + plan->sends[i].stage, &label, LABEL_BYTES);
   for (int i = 0; i < plan->pack_count; i++)
     walk_box(gather, &plan->packs[i], operand(call, plan->packs[i].leaf)->data, stage + plan->packs[i].stage);
   begin_results(call, plan);

@@ -7,7 +7,7 @@
  * all boxes are read before any is written.
  *
  * Messages are composed and taken apart in the plan's `stage`: first the messages that are sent, then those received.
- * What a rank sends to itself is read where it was composed. Each message begins with a header, by which the receiver
+ * What a rank sends to itself is read where it was composed. Each message begins with a label, by which the receiver
  * finds out whether it is what the plan expects.
  *
  * Threads: plan_make is called under the GIL; a plan is never changed or freed. The others are called by the thread
@@ -33,7 +33,7 @@ struct box {
 
 struct peer {
   int rank;
-  int64_t stage, bytes; /* of the message, with its header */
+  int64_t stage, bytes; /* of the message, with its label */
 };
 
 struct plan {
@@ -47,13 +47,11 @@ struct plan {
   const int64_t *elements; /* of each operand, then of each result */
 };
 
-/* In front of a message. */
-struct header {
-  uint64_t signature;
-  int64_t derivative; /* attribute */
-  uint64_t number;    /* of the call among those with a plan on this communicator, from 1 */
-  int64_t bytes;      /* of the message */
-};
+/* In front of a message is its label: a hash of the signature, of what the call is of (the attribute `derivative`), and
+ * of the number of the call among those with a plan on this communicator, from 1. Short messages travel faster, so it
+ * is short. */
+enum { LABEL_BYTES = 8 };
+uint64_t plan_label(const struct call *call, const struct plan *plan, uint64_t number);
 
 /* The plan that these numbers describe: see plan.c. NULL: out of memory, or they describe none. */
 struct plan *plan_make(const int64_t *numbers, size_t count);
@@ -64,12 +62,9 @@ const struct plan *plan_of(const struct call *call);
 /* NULL, or the error: the arrays of the call are not those of the plan. */
 ffi_error *plan_check(const struct call *call, const struct plan *plan);
 
-/* The header of a message to or from a peer. */
-struct header plan_header(const struct call *call, const struct plan *plan, const struct peer *peer, uint64_t number);
-
 /* Composes the messages in `stage`, which has room for `sent` bytes, and fills the results of `call` except for what is
  * received. */
-void plan_pack(const struct call *call, const struct plan *plan, char *stage, uint64_t number);
+void plan_pack(const struct call *call, const struct plan *plan, char *stage, uint64_t label);
 
 /* Distributes what has been received. */
 void plan_unpack(const struct call *call, const struct plan *plan, const char *stage);

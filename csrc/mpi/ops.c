@@ -491,23 +491,23 @@ static ffi_error *sendrecv(struct call *c) {
 
 /* Receives the message of a peer into the stage, if it is the one that is expected; otherwise drops it. */
 static ffi_error *receive_planned(struct call *c, const struct plan *plan, const struct peer *peer, char *stage,
-                                  uint64_t number) {
+                                  uint64_t expected) {
   MPI_Comm comm = (MPI_Comm)c->comm->handle;
   MPI_Message message;
   MPI_Status status;
-  struct header header = {0}, expected = plan_header(c, plan, peer, number);
+  uint64_t label = ~expected;
   TRY_MPI(c, Mprobe, peer->rank, plan->tag, comm, &message, &status);
   int64_t bytes = message_count(&status, (MPI_Datatype)runtime.datatypes[FFI_DTYPE_U8]);
   int code;
   if (bytes == peer->bytes) {
     code = take(&message, stage + peer->stage, bytes, &status);
-    memcpy(&header, stage + peer->stage, sizeof header);
+    memcpy(&label, stage + peer->stage, LABEL_BYTES);
   } else {
     code = discard(&message, bytes);
   }
   if (code == NO_MEMORY) return call_fail(c, FFI_INTERNAL, "no memory for a message of %" PRId64 " bytes", bytes);
   if (code != MPI_SUCCESS) return call_fail_in(c, "MPI_Mrecv", code);
-  if (memcmp(&header, &expected, sizeof header) == 0) return NULL;
+  if (label == expected) return NULL;
   return call_fail(
       c, FFI_FAILED_PRECONDITION,
       "rank %d has sent something else: %" PRId64 " bytes, not %" PRId64
@@ -523,13 +523,13 @@ static ffi_error *by_plan(struct call *c) {
   const struct plan *plan = plan_of(c);
   PASS(plan_check(c, plan));
   BEGIN(c, Isend, "to %d ranks and from %d with", plan->send_count, plan->receive_count);
-  uint64_t number = atomic_fetch_add(&c->comm->planned, 1) + 1;
+  uint64_t label = plan_label(c, plan, atomic_fetch_add(&c->comm->planned, 1) + 1);
   size_t stage_bytes = (size_t)(plan->sent + plan->received);
   struct scratch *scratch = scratch_take(stage_bytes + (size_t)plan->send_count * sizeof(MPI_Request));
   if (scratch == NULL) return call_fail(c, FFI_INTERNAL, "no memory for messages of %zu bytes", stage_bytes);
   char *stage = scratch->data;
   MPI_Request *requests = (MPI_Request *)(void *)(stage + stage_bytes);
-  plan_pack(c, plan, stage, number);
+  plan_pack(c, plan, stage, label);
   int begun = 0, code = MPI_SUCCESS;
   for (; begun < plan->send_count && code == MPI_SUCCESS; begun++) {
     const struct peer *peer = &plan->sends[begun];
@@ -543,7 +543,7 @@ static ffi_error *by_plan(struct call *c) {
   ffi_error *error = code == MPI_SUCCESS ? NULL : call_fail_mpi(c, code);
   c->sending = true;
   for (int i = 0; i < plan->receive_count; i++) { /* all of them, so that none is left to the next call */
-    ffi_error *failure = receive_planned(c, plan, &plan->receives[i], stage, number);
+    ffi_error *failure = receive_planned(c, plan, &plan->receives[i], stage, label);
     if (error == NULL) error = failure;
   }
   c->sending = false;

@@ -18,7 +18,7 @@ import numpy as np
 import jaxmpi._core as _core
 from jaxmpi import _tags
 
-_HEADER_BYTES, _ALIGNMENT, _MOST_AXES = 32, 16, 8
+_LABEL_BYTES, _ALIGNMENT, _MOST_AXES = 8, 8, 8
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class _Messages:
 
     def add(self, rank: int, moves: Iterable[tuple[int, Move, int]]) -> None:
         """A message with moves: the number of each, itself and its bytes."""
-        begin, at = self.end, self.end + _HEADER_BYTES
+        begin, at = self.end, self.end + _LABEL_BYTES
         for index, _, size in moves:
             self.places[index] = at
             at = _aligned(at + size)

@@ -8,7 +8,7 @@
 #include "harness.h"
 
 /* Rank 1 of 3 has two arrays: `a` of 4 x 6 floats and `b` of 5 doubles. It sends to 2 and receives from 0 and 2. */
-enum { PLAN_TAG = 77, SIGNATURE = 4711, A = 24, B = 5, HEADER = sizeof(struct header) };
+enum { PLAN_TAG = 77, SIGNATURE = 4711, A = 24, B = 5 };
 static float a[A], a_out[A];
 static double b[B], b_out[B];
 
@@ -33,13 +33,13 @@ static struct plan *planned(const struct numbers *numbers) {
  * a[0][0] goes to a[0][5]. Filled with 2.5: a[1][3] and a[1][4]. */
 enum {
   TO_2 = 0,
-  SENT_2 = HEADER + 48,
+  SENT_2 = LABEL_BYTES + 48,
   OWN = SENT_2,
   FROM_0 = OWN + 16,
-  SENT_0 = HEADER + 32,
+  SENT_0 = LABEL_BYTES + 32,
   FROM_2 = FROM_0 + SENT_0
 };
-enum { GOT_2 = HEADER + 16, STAGE = FROM_2 + GOT_2 };
+enum { GOT_2 = LABEL_BYTES + 16, STAGE = FROM_2 + GOT_2 };
 static struct plan *plan_of_three(bool adds, bool zeroed) {
   struct numbers n = {.count = 0};
   const float filling = 2.5f;
@@ -50,12 +50,12 @@ static struct plan *plan_of_three(bool adds, bool zeroed) {
   PUT(&n, 2, TO_2, SENT_2);
   PUT(&n, 0, FROM_0, SENT_0);
   PUT(&n, 2, FROM_2, GOT_2);
-  PUT(&n, 0, TO_2 + HEADER, 4, 4, 0, 0, 1, 4, 24);       /* column 1: four runs of 4 bytes, 24 apart */
-  PUT(&n, 1, TO_2 + HEADER + 16, 24, 8, 0, 0, 1, 3, -8); /* b[3], b[2], b[1] */
+  PUT(&n, 0, TO_2 + LABEL_BYTES, 4, 4, 0, 0, 1, 4, 24);       /* column 1: four runs of 4 bytes, 24 apart */
+  PUT(&n, 1, TO_2 + LABEL_BYTES + 16, 24, 8, 0, 0, 1, 3, -8); /* b[3], b[2], b[1] */
   PUT(&n, 0, OWN, 0, 4, 0, 0, 0);
   PUT(&n, 0, 0, 36, 8, value, 0, 0);
-  PUT(&n, 0, FROM_0 + HEADER, 72, 24, 0, 0, 0); /* the last row */
-  PUT(&n, 1, FROM_2 + HEADER, 24, 8, 0, 0, 1, 2, 8);
+  PUT(&n, 0, FROM_0 + LABEL_BYTES, 72, 24, 0, 0, 0); /* the last row */
+  PUT(&n, 1, FROM_2 + LABEL_BYTES, 24, 8, 0, 0, 1, 2, 8);
   PUT(&n, 0, OWN, 20, 4, 0, 0, 0);
   return planned(&n);
 }
@@ -72,11 +72,15 @@ static void prepare(void) {
 }
 
 /* A message of another rank. */
-static void deliver(int source, uint64_t signature, uint64_t call, const void *data, int64_t bytes, int64_t claimed) {
+static void deliver(int source, uint64_t signature, uint64_t call, const void *data, int64_t bytes) {
   char message[256] = {0};
-  struct header header = {signature, derivative, call, claimed};
-  memcpy(message, &header, sizeof header);
-  if (data != NULL) memcpy(message + HEADER, data, (size_t)bytes - HEADER);
+  struct plan plan = {.signature = signature};
+  int64_t attributes[] = {0, derivative, 0};
+  struct call made = {.operation = &operation_table[ROW_exchange]};
+  memcpy(made.attributes, attributes, sizeof attributes);
+  uint64_t label = plan_label(&made, &plan, call);
+  memcpy(message, &label, sizeof label);
+  if (data != NULL) memcpy(message + LABEL_BYTES, data, (size_t)bytes - LABEL_BYTES);
   fake->deliver(comm->handle, source, PLAN_TAG, message, bytes);
 }
 
@@ -92,8 +96,8 @@ static ffi_error *exchange_of(const struct plan *plan, void *a_result, void *b_r
 }
 
 static void deliver_all(void) {
-  deliver(0, SIGNATURE, number, row, SENT_0, SENT_0);
-  deliver(2, SIGNATURE, number, two, GOT_2, GOT_2);
+  deliver(0, SIGNATURE, number, row, SENT_0);
+  deliver(2, SIGNATURE, number, two, GOT_2);
 }
 
 static void boxes_travel(void) {
@@ -120,14 +124,14 @@ static void boxes_travel(void) {
 }
 
 /* What is sent: the test sends it to itself. */
-static void messages_have_headers(void) {
+static void messages_have_labels(void) {
   struct numbers n = {.count = 0};
   prepare();
-  PUT(&n, SIGNATURE, PLAN_TAG, 1, 0, 1, HEADER + 16, HEADER + 16, 1, 1, 1, 0, 1, B, B);
-  PUT(&n, 1, 0, HEADER + 16);
-  PUT(&n, 1, HEADER + 16, HEADER + 16);
-  PUT(&n, 0, HEADER, 8, 16, 0, 0, 0);
-  PUT(&n, 0, HEADER + 16 + HEADER, 0, 16, 0, 0, 0);
+  PUT(&n, SIGNATURE, PLAN_TAG, 1, 0, 1, LABEL_BYTES + 16, LABEL_BYTES + 16, 1, 1, 1, 0, 1, B, B);
+  PUT(&n, 1, 0, LABEL_BYTES + 16);
+  PUT(&n, 1, LABEL_BYTES + 16, LABEL_BYTES + 16);
+  PUT(&n, 0, LABEL_BYTES, 8, 16, 0, 0, 0);
+  PUT(&n, 0, LABEL_BYTES + 16 + LABEL_BYTES, 0, 16, 0, 0, 0);
   struct plan *plan = planned(&n);
   SUCCEEDS(RUN("exchange", ARRAY(F64, b, B), ARRAY(F64, b_out, B), COMM(comm), COMM(plan)));
   for (int i = 0; i < B; i++) CHECK(b_out[i] == (i < 2 ? 101 + i : 0)); /* the others begin as zero */
@@ -142,12 +146,12 @@ static void another_message_is_an_error(void) {
     uint64_t signature;
     int number, bytes;
   } others[] = {{SIGNATURE + 1, 0, SENT_0}, {SIGNATURE, 1, SENT_0},     {SIGNATURE, -1, SENT_0},
-                {SIGNATURE, 0, SENT_0 - 8}, {SIGNATURE, 0, SENT_0 + 8}, {SIGNATURE, 0, HEADER}};
+                {SIGNATURE, 0, SENT_0 - 8}, {SIGNATURE, 0, SENT_0 + 8}, {SIGNATURE, 0, LABEL_BYTES}};
   const struct plan *plan = plan_of_three(false, false);
   for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
     prepare();
-    deliver(0, others[i].signature, number + (uint64_t)(int64_t)others[i].number, NULL, others[i].bytes, SENT_0);
-    deliver(2, SIGNATURE, number, two, GOT_2, GOT_2);
+    deliver(0, others[i].signature, number + (uint64_t)(int64_t)others[i].number, NULL, others[i].bytes);
+    deliver(2, SIGNATURE, number, two, GOT_2);
     FAILS(exchange_of(plan, a_out, b_out), FFI_FAILED_PRECONDITION, "exchange", "rank 0 has sent something else");
     for (int k = 18; k < A; k++) CHECK(a_out[k] == (float)(k + 1)); /* nothing of it has arrived anywhere */
     CHECK_EQUAL(fake->queued, 0);
@@ -229,7 +233,7 @@ static void what_is_added(void) {
 
 static const struct test tests[] = {
     TEST(boxes_travel),
-    TEST(messages_have_headers),
+    TEST(messages_have_labels),
     TEST(another_message_is_an_error),
     TEST(a_failure_of_mpi_leaves_nothing_behind),
     TEST(arrays_must_be_those_of_the_plan),
