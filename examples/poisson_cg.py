@@ -131,7 +131,7 @@ def make_body(grid: jaxmpi.Grid) -> tuple[jax.Array, jax.Array, jax.Array]:
 
     k = 10 ** (blob(0.3, 0.3) - blob(0.7, 0.4) + blob(0.4, 0.8) - blob(0.2, 0.6))
     wanted = np.prod(np.sin(np.pi * np.asarray(x)), axis=0)
-    return jnp.asarray(40 * (1 - x[0])), jnp.asarray(k), jnp.asarray(wanted)
+    return jnp.asarray(24 * (1 - x[0])), jnp.asarray(k), jnp.asarray(wanted)
 
 
 # Results.
@@ -163,8 +163,8 @@ def save_picture(path: Path, fields: dict[str, np.ndarray]) -> None:
     for place, (name, field), label in zip(axes.flat, fields.items(), labels, strict=True):
         shown = field[..., field.shape[-1] // 2] if field.ndim == 3 else field
         limit = np.abs(shown).max()
-        style = {"cmap": "RdBu_r", "vmin": -limit, "vmax": limit} if "gradient" in name else {"cmap": "viridis"}
-        image = place.imshow(shown.T, extent=(0, 1, 0, 1), origin="lower", **style)
+        style = {"cmap": "RdBu_r", "vmin": -limit, "vmax": limit} if "gradient" in name else {}
+        image = place.imshow(shown.T, extent=(0, 1, 0, 1), origin="lower", norm="log" if name == "k" else None, **style)
         figure.colorbar(image, ax=place, pad=0.02)
         place.set_title(label, loc="left")
     figure.savefig(path, dpi=130)
@@ -191,7 +191,7 @@ def main() -> None:
     rank = grid.comm.rank
     f, k, wanted = make_body(grid)
     # Every process draws the whole direction and takes its block, so that it is the same on any number of them.
-    direction = jnp.asarray(np.random.default_rng(SEED).standard_normal(grid.global_shape)[grid.slices])
+    direction = grid.scatter(np.random.default_rng(SEED).standard_normal(grid.global_shape), None)
 
     with tqdm(desc="iterations", unit="", disable=rank != 0) as bar:
         value = partial(misfit, wanted=wanted, grid=grid, report=make_report(bar))
