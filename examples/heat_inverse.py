@@ -44,7 +44,7 @@ SPACING = 3  # cells from one sensor to the next
 AMPLITUDE, SPOTS = 10.0, 4  # of the temperature at the start [K], and hot or cold spots along a rim
 NOISE = 0.1  # of a measurement, standard deviation [K]
 SMOOTHNESS = 0.02  # weight of the differences in the loss
-RATE = 0.05  # of learning, at the start
+RATE = 0.1  # of learning, at the start
 SEED = 0  # of the noise
 
 
@@ -167,7 +167,7 @@ def save_picture(path: Path, true: np.ndarray, found: np.ndarray, losses: np.nda
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--size", type=int, default=32, help="cells per axis (default: %(default)s)")
-    parser.add_argument("--iterations", type=int, default=150, help="(default: %(default)s)")
+    parser.add_argument("--iterations", type=int, default=200, help="(default: %(default)s)")
     parser.add_argument("--save-state", type=Path, metavar="FILE.npz", help="write k, its truth and the losses")
     parser.add_argument("--output-dir", type=Path, default=Path(), metavar="DIR", help="where the picture goes")
     return parser.parse_args()
