@@ -99,8 +99,8 @@ def loss_of(g: jax.Array, data: jax.Array, sensors: jax.Array, grid: jaxmpi.Grid
 
 def places(grid: jaxmpi.Grid) -> tuple[np.ndarray, np.ndarray]:
     """x and y of the middles of this process's cells, relative to EDGE."""
-    y, x = ((np.arange(n)[part] + 0.5) / n for n, part in zip(grid.global_shape, grid.slices, strict=True))
-    return x[None, :], y[:, None]
+    y, x = (np.mgrid[grid.slices] + 0.5) / grid.global_shape[0]
+    return x, y
 
 
 def spots(grid: jaxmpi.Grid) -> jax.Array:
