@@ -53,7 +53,7 @@ SEED = 0  # of the noise
 
 def with_halo(field: jax.Array, grid: jaxmpi.Grid) -> jax.Array:
     """The block and one cell more at each side; beyond a rim is what lies before it, so that no heat flows there."""
-    return grid.exchange(jnp.pad(field, 1), corners=False, boundary="edge")
+    return grid.exchange(grid.pad(field), corners=False, boundary="edge")
 
 
 def advance(t: jax.Array, k_x: jax.Array, k_y: jax.Array, grid: jaxmpi.Grid) -> jax.Array:
@@ -88,7 +88,7 @@ def loss_of(g: jax.Array, data: jax.Array, sensors: jax.Array, grid: jaxmpi.Grid
     """The same number on all processes; `sensors` is 1 in cells with a sensor, and 0 in others."""
     misfit = jnp.sum(sensors * (simulate(g, grid) - data) ** 2) / NOISE**2
     # With a halo behind the block alone each pair of neighbours is counted once.
-    padded = grid.exchange(jnp.pad(g, (0, 1)), [(0, 1)] * 2, corners=False, boundary="edge")
+    padded = grid.exchange(grid.pad(g, [(0, 1)] * 2), [(0, 1)] * 2, corners=False, boundary="edge")
     roughness = jnp.sum(jnp.diff(padded[:-1], axis=1) ** 2) + jnp.sum(jnp.diff(padded[:, :-1], axis=0) ** 2)
     misfit, count, roughness = allreduce((misfit, TIMES * jnp.sum(sensors), roughness), MPI.SUM)
     return misfit / count + SMOOTHNESS * roughness

@@ -56,7 +56,7 @@ def dot(a: jax.Array, b: jax.Array) -> jax.Array:
 
 def with_neighbours(field: jax.Array, grid: jaxmpi.Grid) -> list[jax.Array]:
     """For each axis the block with one more cell at both of its ends; beyond a wall there are zeros."""
-    padded = grid.exchange(jnp.pad(field, 1), corners=False, boundary=0)
+    padded = grid.exchange(grid.pad(field), corners=False, boundary=0)
     axes = range(field.ndim)
     return [padded[tuple(slice(None) if other == axis else slice(1, -1) for other in axes)] for axis in axes]
 

@@ -45,6 +45,8 @@ class FieldCase:
     dtype: str
     staggered: tuple[bool, ...]
     others: tuple[int, ...]
+    swapped: bool
+    """Its rules are those of the other sides."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,17 @@ class Case:
     def grid(self, comm):
         return jaxmpi.Grid(self.dims, self.blocks, periodic=self.periodic, comm=comm)
 
+    def rules_of(self, field):
+        return tuple(pair[::-1] for pair in self.rules) if field.swapped else self.rules
+
     def exchange(self, grid, fields):
-        return grid.exchange(fields, self.widths, axes=self.axes, corners=self.corners, boundary=self.rules)
+        more = {"axes": self.axes, "corners": self.corners}
+        if not any(field.swapped for field in self.fields) or type(fields) is not list:
+            return grid.exchange(fields, self.widths, **more, boundary=self.rules)
+        rules = {str(i): self.rules_of(field) for i, field in enumerate(self.fields)}
+        named = {str(i): field for i, field in enumerate(fields)}
+        results = grid.exchange(named, self.widths, **more, boundary=rules)
+        return [results[str(i)] for i in range(len(fields))]
 
 
 @st.composite
@@ -108,6 +119,7 @@ def cases(draw, size, dtypes=DTYPES):
         st.sampled_from(dtypes),
         st.tuples(*[st.booleans()] * dimensions),
         st.lists(st.integers(0, 2), max_size=2).map(tuple),
+        st.booleans(),
     )
     return Case(
         blocks=tuple(blocks),
@@ -143,7 +155,7 @@ def filled(case, field, blocks):
                     first = cells - width if side < 0 else int(field.staggered[axis])
                     put(block, axis + offset, halo, take(own, axis + offset, slice(first, first + width)))
                 else:
-                    fill_at_wall(block, axis + offset, (low, high), side, case.rules[axis][side > 0])
+                    fill_at_wall(block, axis + offset, (low, high), side, case.rules_of(field)[axis][side > 0])
     if case.corners:
         return done
     return {at: np.where(outside(case, field, at) <= 1, done[at], blocks[at]) for at in done}
@@ -401,9 +413,9 @@ def test_grids_that_cannot_be(make, words, size):
         (lambda g: g.exchange({"h": jnp.ones(10), "u": jnp.ones(13)}), "fields['u'] has (13,) cells"),
         (lambda g: g.exchange(jnp.ones(())), "and no axis -1"),
         (lambda g: g.exchange(jnp.ones(26), 9), "smaller than the halo"),
-        (lambda g: g.exchange(jnp.ones(10), -1), "at least 0"),
+        (lambda g: g.exchange(jnp.ones(10), -1), "a number of cells (0 or more)"),
         (lambda g: g.exchange(jnp.ones(10), (1, 1)), "the grid has 1 axes"),
-        (lambda g: g.exchange(jnp.ones(10), ((1, 1, 1),)), "a pair (before, behind)"),
+        (lambda g: g.exchange(jnp.ones(10), ((1, 1, 1),)), "or (before, behind)"),
         (lambda g: g.exchange(jnp.ones(10), 1.0), "width must be integers"),
         (lambda g: g.exchange(jnp.ones(10), axes=(0, 1)), "the grid has 1 axes"),
         (lambda g: g.exchange(jnp.ones(10), axes=(1,)), "and no axis 1"),
@@ -412,6 +424,11 @@ def test_grids_that_cannot_be(make, words, size):
         (lambda g: g.exchange(jnp.ones(10, int), boundary=0.5), "cannot hold"),
         (lambda g: g.exchange(jnp.ones(10, int), boundary=math.nan), "cannot hold"),
         (lambda g: g.exchange([jnp.ones(10), "u"]), "fields[1]"),
+        (lambda g: g.exchange({"u": jnp.ones(10)}, boundary={"v": 0}), "the structure of the fields"),
+        (lambda g: g.exchange({"u": jnp.ones(10)}, boundary={"u": "wrap"}), "'wrap'"),
+        (lambda g: g.gather({"a": jnp.ones(8), "b": jnp.ones(5)}), "Grid.gather: blocks['b'] has (5,) cells"),
+        (lambda g: g.scatter(jnp.ones(8 * g.comm.size), None, axes=(0, 0)), "Grid.scatter: axes is (0, 0)"),
+        (lambda g: g.scatter(jnp.ones(8 * g.comm.size), None, width=9), "Grid.scatter: a block of 8 cells"),
         (lambda g: jax.jit(lambda w: g.exchange(jnp.ones(10), w))(1), "traced"),
         (lambda g: jax.jit(lambda b: g.exchange(jnp.ones(10), boundary=b))(1.0), "traced"),
         (lambda g: g.scatter(jnp.ones(10), 0), "cells along the axes of the grid"),
@@ -436,6 +453,17 @@ def test_reflect_needs_one_cell_more(comm, size):
     grid.exchange(jnp.ones(6), 2, boundary="symmetric")
     with pytest.raises(ValueError, match="smaller than the halo that is copied from it, 3"):
         grid.exchange(jnp.ones(6), 2, boundary="reflect")
+
+
+def test_a_boundary_for_each_field(comm, size):
+    grid = jaxmpi.Grid(size, 2 * size, comm=comm)
+    fields = {"h": jnp.ones(4), "uv": (jnp.ones(4), 2 * jnp.ones(4))}
+    results = grid.exchange(fields, boundary={"h": 7, "uv": ("edge", None)[:1]})
+    for low in (results["h"], *results["uv"]):
+        assert low[0] == (7 if low is results["h"] else low[1]) or not grid.is_wall(0, -1)
+    padded = grid.pad({"a": jnp.ones(2), "b": jnp.ones((3, 2))}, [(1, 2)])
+    assert padded["a"].tolist() == [0, 1, 1, 0, 0]
+    assert padded["b"].shape == (3, 5)
 
 
 def test_many_fields(comm, size):

@@ -39,8 +39,8 @@ def origins(halo: Halo, rank: int, field: Field) -> dict[tuple[int, ...], tuple[
 
 def draw_exchange() -> None:
     layout = Layout(((3, 2), (4, 3)), (False, True))
-    halo = Halo(layout, ((1, 1), (1, 1)), True, ((None, None), (None, None)))
-    field = Field((0, 1), (), (False, False), np.dtype(np.float32))
+    halo = Halo(layout, ((1, 1), (1, 1)), True)
+    field = Field((0, 1), (), (False, False), np.dtype(np.float32), ((None, None), (None, None)))
     figure, axes = plt.subplots(2, 2, figsize=(8.4, 6.2), layout="constrained")
     for rank, ax in enumerate(axes.flat):
         shape = field.shape(halo, rank)
@@ -64,10 +64,10 @@ def draw_exchange() -> None:
 def draw_rules() -> None:
     rules = [None, "edge", "symmetric", "reflect", 0]
     layout = Layout(((5,),), (False,))
-    field = Field((0,), (), (False,), np.dtype(np.float32))
     figure, ax = plt.subplots(figsize=(7.2, 2.9), layout="constrained")
     for row, rule in enumerate(rules):
-        halo = Halo(layout, ((2, 2),), True, ((rule, rule),))
+        halo = Halo(layout, ((2, 2),), True)
+        field = Field((0,), (), (False,), np.dtype(np.float32), ((rule, rule),))
         found = origins(halo, 0, field)
         for cell in range(9):
             inside = 2 <= cell < 7
@@ -90,8 +90,8 @@ def draw_staggered() -> None:
     layout = Layout(((4, 4),), (False,))
     figure, ax = plt.subplots(figsize=(8.4, 3.4), layout="constrained")
     for row, (name, staggered) in enumerate([("cells", False), ("points between them", True)]):
-        halo = Halo(layout, ((1, 1),), True, ((None, None),))
-        field = Field((0,), (), (staggered,), np.dtype(np.float32))
+        halo = Halo(layout, ((1, 1),), True)
+        field = Field((0,), (), (staggered,), np.dtype(np.float32), ((None, None),))
         for rank in range(2):
             y, first = 2.4 * row + rank, 4 * rank
             found = origins(halo, rank, field)

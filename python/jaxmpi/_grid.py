@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 from jaxmpi import _arguments as arguments
 from jaxmpi import _communicator, _halos, _jax, notoken
-from jaxmpi._halos import RULES, Halo, Layout
+from jaxmpi._halos import RULES, Halo, Layout, Rules
 from jaxmpi._primitive import Params, bind_by_plan
 
 Width = int | Sequence[int | Sequence[int]]
@@ -166,14 +166,16 @@ class Grid:
         Args:
           fields: an array of any dtype that can be communicated, or a pytree of such, of any dtypes and shapes.
           width: of the halo, in cells, static: one number; or for each axis of the grid a number, or a pair (before the
-            block, behind it). 0: no halo there.
+            block, behind it). 0: no halo there. Unlike in `numpy.pad`, (1, 2) is 1 along the first axis and 2 along the
+            second; [(1, 2), (1, 2)] is 1 before and 2 behind along both.
           axes: which axes of the arrays are those of the grid, in its order; the last ones where it is None. Others,
             such as components or levels, belong to each cell.
           corners: whether the halo has corners (and edges in 3-D), which come from diagonal neighbours; otherwise they
             are left as they are.
           boundary: what the halo at a wall becomes. None: it is left as it is, and what lies there is exchanged along
             the other axes. A number, "edge", "reflect" or "symmetric": the rules of `numpy.pad`. Or for each axis of
-            the grid one of these, or a pair of them (before, behind).
+            the grid one of these, or a pair of them (before, behind). Or a dict (or NamedTuple) like that of the fields
+            with a boundary for each, such as `{"h": "edge", "v": 0}`.
 
         Returns:
           The fields with their halos filled, of the same structure, shapes and dtypes; blocks are not changed.
@@ -187,16 +189,29 @@ class Grid:
             before anything is sent.
         """
         self._need_shape("exchange")
-        halo = self._halo(width, corners, boundary)
-        leaves, structure = arguments.pytree(fields, "exchange", "fields")
-        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(fields)[0]]
-        arrays = [arguments.array(x, "exchange", f"fields{at}") for x, at in zip(leaves, paths, strict=True)]
-        places = [self._axes_of(x, f"fields{at}", axes) for x, at in zip(arrays, paths, strict=True)]
-        for x, at, place in zip(arrays, paths, places, strict=True):
-            self._check_field(x, f"fields{at}", place, halo)
-            _check_numbers(x, f"fields{at}", halo)
+        arrays, names, structure = _leaves(fields, "exchange", "fields")
+        halo = Halo(self._layout, _widths(width, len(self.processes), "exchange"), bool(corners))
+        rules = self._rules_of(fields, len(arrays), halo, boundary, "exchange")
+        places = []
+        for x, name, its in zip(arrays, names, rules, strict=True):
+            at = self._axes_of(x, "exchange", name, axes)
+            self._check_field(x, name, at, halo)
+            _check_numbers(x, name, its)
+            places.append((at, its))
         params: Params = {"comm": self._comm, "pattern": halo, "places": tuple(places), "adjoint": False}
         return jax.tree.unflatten(structure, bind_by_plan("exchange", params, arrays))
+
+    def pad(self, blocks: Any, width: Width = 1, *, axes: Sequence[int] | None = None) -> Any:
+        """Blocks with halos of zeros around them, to be filled by `exchange`; a pytree of arrays, as there."""
+        arrays, names, structure = _leaves(blocks, "Grid.pad", "blocks")
+        widths = _widths(width, len(self.processes), "Grid.pad")
+        cuts = [
+            _Cut(tuple(x.shape), self._axes_of(x, "Grid.pad", name, axes), (0,) * len(widths))
+            for x, name in zip(arrays, names, strict=True)
+        ]
+        return jax.tree.unflatten(
+            structure, [jnp.pad(x, cut.pads(widths)) for x, cut in zip(arrays, cuts, strict=True)]
+        )
 
     # --- whole arrays ----------------------------------------------------------------------------------------------
 
@@ -226,13 +241,15 @@ class Grid:
           ValueError, TypeError: as in `exchange`, and if an array has not the global shape; while tracing.
         """
         self._need_shape("scatter")
-        leaves, structure = arguments.pytree(x, "Grid.scatter", "x")
         root = None if root is None else arguments.rank(root, self._comm, "Grid.scatter", "root")
         owned = root is None or root == self._comm.rank
-        check = arguments.array if owned else arguments.template
-        arrays = [check(leaf, "Grid.scatter", "x") for leaf in leaves]
-        cuts = [self._cut(array.shape, axes, self.global_shape, "Grid.scatter", "x") for array in arrays]
-        halo = self._halo(width, True, boundary)
+        arrays, names, structure = _leaves(x, "Grid.scatter", "x", arguments.array if owned else arguments.template)
+        cuts = [
+            self._cut(array.shape, axes, self.global_shape, "Grid.scatter", name)
+            for array, name in zip(arrays, names, strict=True)
+        ]
+        halo = Halo(self._layout, _widths(width, len(self.processes), "Grid.scatter"), True)
+        self._rules_of(x, len(arrays), halo, boundary, "Grid.scatter")
         if root is None:
             blocks = [cut.of(self, array, self._comm.rank) for cut, array in zip(cuts, arrays, strict=True)]
         else:
@@ -251,7 +268,7 @@ class Grid:
             blocks = [cut.cropped(self, part, self._comm.rank) for cut, part in zip(cuts, parts, strict=True)]
         if any(map(any, halo.widths)):
             padded = [jnp.pad(block, cut.pads(halo.widths)) for cut, block in zip(cuts, blocks, strict=True)]
-            blocks = self.exchange(padded, width, axes=axes, boundary=boundary)
+            return self.exchange(jax.tree.unflatten(structure, padded), width, axes=axes, boundary=boundary)
         return jax.tree.unflatten(structure, blocks)
 
     def gather(self, blocks: Any, root: int | None = 0, *, width: Width = 0, axes: Sequence[int] | None = None) -> Any:
@@ -272,12 +289,14 @@ class Grid:
           ValueError, TypeError: as in `exchange`; while tracing.
         """
         self._need_shape("gather")
-        leaves, structure = arguments.pytree(blocks, "Grid.gather", "blocks")
         root = None if root is None else arguments.rank(root, self._comm, "Grid.gather", "root")
-        arrays = [arguments.array(leaf, "Grid.gather", "blocks") for leaf in leaves]
-        widths = _widths(width, len(self.processes))
+        arrays, names, structure = _leaves(blocks, "Grid.gather", "blocks")
+        widths = _widths(width, len(self.processes), "Grid.gather")
         expected = [size + sum(pair) for size, pair in zip(self.local_shape, widths, strict=True)]
-        cuts = [self._cut(array.shape, axes, expected, "Grid.gather", "blocks") for array in arrays]
+        cuts = [
+            self._cut(array.shape, axes, expected, "Grid.gather", name)
+            for array, name in zip(arrays, names, strict=True)
+        ]
         given = [cut.padded(self, cut.inner(array, widths)) for cut, array in zip(cuts, arrays, strict=True)]
         if root is None:
             stacked = notoken.allgather(given, comm=self._mpi)
@@ -290,7 +309,7 @@ class Grid:
         )
 
     def _cut(self, shape: Sequence[int], axes: Any, expected: Sequence[int], function: str, name: str) -> "_Cut":
-        places = self._axes_of(jax.ShapeDtypeStruct(tuple(shape), np.float32), name, axes)
+        places = self._axes_of(jax.ShapeDtypeStruct(tuple(shape), np.float32), function, name, axes)
         extra = [shape[place] - size for place, size in zip(places, expected, strict=True)]
         if any(more not in (0, 1) for more in extra):
             raise ValueError(
@@ -299,45 +318,56 @@ class Grid:
             )
         return _Cut(tuple(shape), places, tuple(extra))
 
-    def _halo(self, width: Width, corners: bool, boundary: Any) -> Halo:
+    def _rules_of(self, fields: Any, count: int, halo: Halo, boundary: Any, function: str) -> list[Rules]:
+        """The rules of each field, with which no block is smaller than what its halo is made of."""
         dimensions = len(self.processes)
-        halo = Halo(self._layout, _widths(width, dimensions), bool(corners), _rules(boundary, dimensions))
-        for axis, (blocks, (low, high), rules) in enumerate(
-            zip(self._layout.blocks, halo.widths, halo.boundary, strict=True)
-        ):
-            periodic = self.periodic[axis]
+        if _is_of_all(boundary):
+            rules = [_rules(boundary, dimensions, function)] * count
+        else:
+            try:
+                each = jax.tree.map(
+                    lambda its, part: [its] * len(jax.tree.leaves(part)), boundary, fields, is_leaf=_is_of_all
+                )
+            except ValueError as error:
+                raise ValueError(
+                    f"{function}: boundary has not the structure of the fields. Pass one for all fields, or a tree "
+                    f"like that of the fields with one for each: {error}"
+                ) from error
+            listed = jax.tree.leaves(each, is_leaf=lambda x: type(x) is list)
+            rules = [_rules(its, dimensions, function) for part in listed for its in part]
+        for its in {*rules} or {_rules(None, dimensions, function)}:
+            self._check_blocks(halo, its, function)
+        return rules
+
+    def _check_blocks(self, halo: Halo, rules: Rules, function: str) -> None:
+        for axis, (blocks, (low, high), sides) in enumerate(zip(self._layout.blocks, halo.widths, rules, strict=True)):
             for at, size in enumerate(blocks):
                 # What the neighbours copy from a block, and what is copied within it at a wall.
-                first = at == 0 and not periodic
-                last = at == len(blocks) - 1 and not periodic
+                first, last = (self._layout.is_wall(axis, at, side) for side in (-1, 1))
                 needed = max(0 if last else low, 0 if first else high)
-                if first:
-                    needed = max(needed, _reach(rules[0], low))
-                if last:
-                    needed = max(needed, _reach(rules[1], high))
+                needed = max(needed, _reach(sides[0], low) if first else 0, _reach(sides[1], high) if last else 0)
                 if size < needed:
                     raise ValueError(
-                        f"exchange: a block of {size} cells along axis {axis} (process {at} of {len(blocks)} there) is "
-                        f"smaller than the halo that is copied from it, {needed}: use fewer processes along this axis, "
-                        "larger arrays, or a narrower halo."
+                        f"{function}: a block of {size} cells along axis {axis} (process {at} of {len(blocks)} there) "
+                        f"is smaller than the halo that is copied from it, {needed}: use fewer processes along this "
+                        "axis, larger arrays, or a narrower halo."
                     )
-        return halo
 
-    def _axes_of(self, x: Any, name: str, axes: Sequence[int] | None) -> tuple[int, ...]:
+    def _axes_of(self, x: Any, function: str, name: str, axes: Sequence[int] | None) -> tuple[int, ...]:
         """The grid's axes in an array, from the end, so that an axis in front does not change them."""
         dimensions = len(self.processes)
         chosen = range(-dimensions, 0) if axes is None else _integers(axes, "axes")
         if len(chosen) != dimensions:
-            raise ValueError(f"exchange: axes is {axes}: the grid has {dimensions} axes, pass one for each of them.")
+            raise ValueError(f"{function}: axes is {axes}: the grid has {dimensions} axes, pass one for each of them.")
         for axis in chosen:
             if not -x.ndim <= axis < x.ndim:
                 raise ValueError(
-                    f"exchange: {name} has shape {x.shape}, and no axis {axis}: the grid has {dimensions} axes, and "
+                    f"{function}: {name} has shape {x.shape}, and no axis {axis}: the grid has {dimensions} axes, and "
                     "axes= says which of the array's they are."
                 )
         found = tuple(axis if axis < 0 else axis - x.ndim for axis in chosen)
         if len(set(found)) != dimensions:
-            raise ValueError(f"exchange: axes is {axes}: an axis is named twice.")
+            raise ValueError(f"{function}: axes is {axes}: an axis is named twice.")
         return found
 
     def _check_field(self, x: Any, name: str, axes: tuple[int, ...], halo: Halo) -> None:
@@ -348,7 +378,8 @@ class Grid:
                 f"exchange: {name} has {tuple(sizes)} cells along the axes of the grid, and the block of this process "
                 f"with its halo {tuple(expected)} (block {self.local_shape}, widths {halo.widths}), or one more along "
                 "an axis where it is staggered. Pass the block with its halo, for example from "
-                "grid.scatter(x, width=...) or jnp.pad."
+                "grid.scatter(x, width=...) or grid.pad(block, width). In width=(a, b) a is for the first axis and b "
+                "for the second; for (before, behind) along each axis it is [(a, b)] * 2."
             )
 
 
@@ -419,9 +450,9 @@ class _Cut:
         return pieces[0]
 
 
-def _check_numbers(x: Any, name: str, halo: Halo) -> None:
+def _check_numbers(x: Any, name: str, rules: Rules) -> None:
     """Raises ValueError for a boundary that the field's dtype cannot hold."""
-    for rule in itertools.chain(*halo.boundary):
+    for rule in itertools.chain(*rules):
         if rule is None or isinstance(rule, str) or (_jax.inexact(x) and not isinstance(rule, complex)):
             continue
         if not jnp.issubdtype(x.dtype, jnp.complexfloating) and (
@@ -499,11 +530,26 @@ def _truths(values: Any, dimensions: int) -> tuple[bool, ...]:
     return tuple(map(bool, listed))
 
 
-def _widths(width: Any, dimensions: int) -> _halos.Widths:
+def _is_of_all(boundary: Any) -> bool:
+    """Whether it is one rule, or those of axes and sides, and not a tree with a boundary for each field."""
+    if isinstance(boundary, list | tuple):
+        return not hasattr(boundary, "_fields")
+    return boundary is None or jax.tree_util.all_leaves([boundary])
+
+
+def _leaves(tree: Any, function: str, name: str, check: Any = arguments.array) -> tuple[list[Any], list[str], Any]:
+    """The leaves, as arrays, their names and the structure."""
+    arguments.pytree(tree, function, name)
+    paths, structure = jax.tree_util.tree_flatten_with_path(tree)
+    names = [f"{name}{jax.tree_util.keystr(path)}" for path, _ in paths]
+    return [check(leaf, function, own) for (_, leaf), own in zip(paths, names, strict=True)], names, structure
+
+
+def _widths(width: Any, dimensions: int, function: str) -> _halos.Widths:
     listed = list(width) if isinstance(width, Sequence | np.ndarray) else [width] * dimensions
     if len(listed) != dimensions:
         raise ValueError(
-            f"exchange: width is {width}: the grid has {dimensions} axes, pass one number or one for each."
+            f"{function}: width is {width}: the grid has {dimensions} axes, pass one number or one for each."
         )
     widths = []
     for entry in listed:
@@ -511,26 +557,26 @@ def _widths(width: Any, dimensions: int) -> _halos.Widths:
         pair = pair * 2 if not isinstance(entry, Sequence | np.ndarray) else pair
         if len(pair) != 2 or min(pair) < 0:
             raise ValueError(
-                f"exchange: width is {width}: for each axis a number of cells, at least 0, or a pair (before, behind)."
+                f"{function}: width is {width}: pass for each axis a number of cells (0 or more), or (before, behind)."
             )
         widths.append((pair[0], pair[1]))
     return tuple(widths)
 
 
-def _rules(boundary: Any, dimensions: int) -> tuple[tuple[Any, Any], ...]:
+def _rules(boundary: Any, dimensions: int, function: str) -> Rules:
     listed = list(boundary) if isinstance(boundary, list | tuple) else [boundary] * dimensions
     if len(listed) != dimensions:
-        raise ValueError(f"exchange: boundary is {boundary!r}: pass one rule, or one for each of {dimensions} axes.")
+        raise ValueError(f"{function}: boundary is {boundary!r}: pass one rule, or one for each of {dimensions} axes.")
     rules = []
     for entry in listed:
         pair = list(entry) if isinstance(entry, list | tuple) else [entry, entry]
         if len(pair) != 2:
-            raise ValueError(f"exchange: boundary is {boundary!r}: for each axis a rule, or a pair (before, behind).")
-        rules.append((_rule(pair[0]), _rule(pair[1])))
+            raise ValueError(f"{function}: boundary is {boundary!r}: for each axis a rule, or a pair (before, behind).")
+        rules.append((_rule(pair[0], function), _rule(pair[1], function)))
     return tuple(rules)
 
 
-def _rule(rule: Any) -> Any:
+def _rule(rule: Any, function: str) -> Any:
     _static(rule, "boundary")
     if rule is None or (isinstance(rule, str) and rule in RULES):
         return rule
@@ -538,5 +584,5 @@ def _rule(rule: Any) -> Any:
         value = np.asarray(rule).item()
         return math.nan if value != value else value  # one object, which equals itself
     raise ValueError(
-        f"exchange: boundary has the rule {rule!r}: possible are None, a number, {', '.join(map(repr, RULES))}."
+        f"{function}: boundary has the rule {rule!r}: possible are None, a number, {', '.join(map(repr, RULES))}."
     )

@@ -68,6 +68,16 @@ class Layout:
         return self.rank(there)
 
 
+Rules = tuple[tuple[Rule, Rule], ...]
+"""Of a field, along each axis of the grid: before its blocks and behind them."""
+Place = tuple[tuple[int, ...], Rules]
+"""The axes of a field that are the grid's, from the end, in the grid's order; and its rules."""
+
+
+def _linear(rule: Rule) -> Rule:
+    return rule if rule is None or isinstance(rule, str) else 0
+
+
 @dataclass(frozen=True)
 class Halo:
     """What an exchange does; the same on all ranks."""
@@ -75,11 +85,10 @@ class Halo:
     layout: Layout
     widths: Widths
     corners: bool
-    boundary: tuple[tuple[Rule, Rule], ...]
 
     aliases = True
 
-    def plan(self, rank: int, avals: tuple[Any, ...], places: tuple[tuple[int, ...], ...], adjoint: bool) -> Plan:
+    def plan(self, rank: int, avals: tuple[Any, ...], places: tuple[Place, ...], adjoint: bool) -> Plan:
         return _plan(self, rank, avals, places, adjoint)
 
     def results(self, avals: Sequence[Any], adjoint: bool) -> Sequence[Any]:
@@ -88,17 +97,9 @@ class Halo:
     def batch(self, adjoint: bool) -> tuple[int, int]:
         return 0, 0
 
-    def linear(self) -> "Halo":
-        """Its linear part: with zero in the place of numbers."""
-        rules = tuple(
-            tuple(0 if rule is not None and not isinstance(rule, str) else rule for rule in sides)
-            for sides in self.boundary
-        )
-        return Halo(self.layout, self.widths, self.corners, rules)  # type: ignore[arg-type]
-
-    def is_left(self, axis: int, at: int, side: int) -> bool:
-        """Whether there is a wall at which the halo is left as it is, and is copied like cells of the block."""
-        return self.corners and self.layout.is_wall(axis, at, side) and self.boundary[axis][side > 0] is None
+    def linear(self, places: Sequence["Place"]) -> tuple["Place", ...]:
+        """For the linear part of an exchange: with zero in the place of numbers."""
+        return tuple((axes, tuple((_linear(low), _linear(high)) for low, high in rules)) for axes, rules in places)
 
     def directions(self) -> Iterator[tuple[int, ...]]:
         for direction in itertools.product((-1, 0, 1), repeat=len(self.widths)):
@@ -109,12 +110,13 @@ class Halo:
 @dataclass(frozen=True)
 class Field:
     """A field, the same on all ranks: its axes that are the grid's, in the grid's order, the sizes of the others,
-    whether it is longer by one along each of the former, its dtype."""
+    whether it is longer by one along each of the former, its dtype, what becomes of its halo at walls."""
 
     axes: tuple[int, ...]
     others: tuple[int, ...]
     staggered: tuple[bool, ...]
     dtype: Any
+    rules: Rules
 
     def shape(self, halo: Halo, rank: int) -> list[int]:
         """Of its block with its halo."""
@@ -126,29 +128,36 @@ class Field:
         return sizes
 
 
-def describe(halo: Halo, rank: int, aval: Any, axes: tuple[int, ...]) -> Field:
-    """A field from its shape on this rank, which has been checked (`misfit`)."""
+def describe(halo: Halo, rank: int, aval: Any, place: Place) -> Field:
+    """A field from its shape on this rank, which has been checked."""
+    axes, rules = place
     places = tuple(axis % len(aval.shape) for axis in axes)
     others = tuple(size for axis, size in enumerate(aval.shape) if axis not in places)
     block = halo.layout.block(rank)
     staggered = tuple(aval.shape[place] - sum(halo.widths[at]) - block[at] == 1 for at, place in enumerate(places))
-    return Field(places, others, staggered, np.dtype(aval.dtype))
+    return Field(places, others, staggered, np.dtype(aval.dtype), rules)
 
 
-def _along(halo: Halo, axis: int, at: int, side: int, sizes: tuple[int, int], extra: int) -> tuple[Any, Any]:
+def _is_left(halo: Halo, field: Field, axis: int, at: int, side: int) -> bool:
+    """Whether there is a wall at which the halo is left as it is, and is copied like cells of the block."""
+    return halo.corners and halo.layout.is_wall(axis, at, side) and field.rules[axis][side > 0] is None
+
+
+def _along(halo: Halo, field: Field, axis: int, at: int, side: int, sizes: tuple[int, int]) -> tuple[Any, Any]:
     """Along one axis, for the process `at` it: the region's start and count, and start and step of its origin; None if
-    that is a number. `sizes` are those of the block and of the neighbour's, `extra` is 1 if the field is staggered."""
+    that is a number. `sizes` are those of the block and of the neighbour's."""
+    extra = int(field.staggered[axis])
     low, high = halo.widths[axis]
     here, there = sizes
     size = here + extra
     if side == 0:
-        before, behind = (halo.is_left(axis, at, side) for side in (-1, 1))
+        before, behind = (_is_left(halo, field, axis, at, side) for side in (-1, 1))
         start, end = 0 if before else low, low + size + (high if behind else 0)
         return (start, end - start), (start, 1)
     start, count = (0, low) if side < 0 else (low + size, high)
     if not halo.layout.is_wall(axis, at, side):
         return (start, count), (there if side < 0 else low + extra, 1)
-    rule = halo.boundary[axis][side > 0]
+    rule = field.rules[axis][side > 0]
     last = low if side < 0 else low + size - 1
     if rule == "edge":
         return (start, count), (last, 0)
@@ -166,7 +175,7 @@ def _regions(halo: Halo, rank: int, field: Field) -> Iterator[tuple[tuple[int, .
     shape = field.shape(halo, rank)
     for direction in halo.directions():
         walls = [
-            halo.boundary[axis][side > 0] is None
+            field.rules[axis][side > 0] is None
             for axis, side in enumerate(direction)
             if side != 0 and halo.layout.is_wall(axis, at[axis], side)
         ]
@@ -179,10 +188,10 @@ def _regions(halo: Halo, rank: int, field: Field) -> Iterator[tuple[tuple[int, .
         for axis, side in enumerate(direction):
             place = field.axes[axis]
             sizes = here[axis], there[axis]
-            region, origin = _along(halo, axis, at[axis], side, sizes, int(field.staggered[axis]))
+            region, origin = _along(halo, field, axis, at[axis], side, sizes)
             written = _set(written, place, region[0], region[1], 1)
             if origin is None:
-                number = (halo.boundary[axis][side > 0],)
+                number = (field.rules[axis][side > 0],)
             else:
                 read = _set(read, place, origin[0], region[1], origin[1])
         if number is not None:
@@ -199,9 +208,9 @@ def _set(box: Box, axis: int, start: int, count: int, step: int) -> Box:
 
 
 @_plans.cached
-def _plan(halo: Halo, rank: int, avals: tuple[Any, ...], axes: tuple[tuple[int, ...], ...], adjoint: bool) -> Plan:
+def _plan(halo: Halo, rank: int, avals: tuple[Any, ...], places: tuple[Place, ...], adjoint: bool) -> Plan:
     """The plan of an exchange, or of its adjoint, which adds the halo to where it comes from, and clears it."""
-    fields = [describe(halo, rank, aval, its) for aval, its in zip(avals, axes, strict=True)]
+    fields = [describe(halo, rank, aval, place) for aval, place in zip(avals, places, strict=True)]
     moves: list[Move] = []
     fills: list[Fill] = []
     around = {halo.layout.neighbor(rank, direction) for direction in halo.directions()}

@@ -31,8 +31,8 @@ class Neighbors:
     """Each destination gets a block of its own; otherwise all get the same."""
     aliases = False
 
-    def linear(self) -> "Neighbors":
-        return self
+    def linear(self, places: Any) -> Any:
+        return places
 
     def batch(self, adjoint: bool) -> tuple[int, int]:
         given, received = int(self.own_blocks), 1

@@ -246,8 +246,9 @@ def _derivative_by_plan(name, arrays, which, params, of: Callable[..., Params], 
                 f"{name} cannot be differentiated: it adds, and {arrays[i].dtype} cannot be added; convert to another "
                 "dtype first, such as float32."
             )
-    places = tuple(params["places"][i] for i in which)
-    params = of(params, pattern=params["pattern"].linear(), places=places, adjoint=adjoint)
+    pattern = params["pattern"]
+    places = pattern.linear(tuple(params["places"][i] for i in which))
+    params = of(params, pattern=pattern, places=places, adjoint=adjoint)
     made = PRIMITIVES[name].bind(*(arrays[i] for i in which), **params)
     given = dict(zip(which, made, strict=True))
     return [given.get(i) for i in range(len(arrays))]
