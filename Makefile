@@ -149,7 +149,7 @@ test-c: $(BUILD)/.ready ## the C tests, against a fake MPI library and the real 
 
 # All suites on the two device transports that differ most; fewer suites on the other two.
 ON_DEVICE = $(patsubst %,tests/test_%.py,$(1))
-DEVICE_TESTS := $(call ON_DEVICE,device operations errors dtypes order jit transformations large)
+DEVICE_TESTS := $(call ON_DEVICE,device operations errors dtypes order jit transformations large grid neighbors)
 SHORT_DEVICE_TESTS := $(call ON_DEVICE,device operations errors dtypes order)
 FAKES = JAXMPI_FAKE_DRIVERS=$(abspath $(BUILD))/tests/device
 test-device: $(BUILD)/.ready ## the suites on a simulated device, copied for MPI and by an aware MPI, on 1, 2 and 4 ranks
@@ -228,6 +228,7 @@ bench: $(BENCH)/.installed $(BENCH)/libshallow_water.so ## beside C, mpi4py, mpi
 	  --days 1 --output $(RESULTS)/sea-$$n.json || exit; done
 	timeout $(LIMIT) $(BENCH)/bin/python benchmarks/startup.py --output $(RESULTS)/startup.json
 	$(BENCH)/bin/python benchmarks/sharded.py | tee $(RESULTS)/sharded.txt
+	@for n in 2 4; do timeout $(LIMIT) $(BENCH)/bin/python -m jaxmpi.run -n $$n benchmarks/halos.py | tee $(RESULTS)/halos-$$n.txt; done
 	$(BENCH)/bin/python benchmarks/report.py $(RESULTS)/*.json --plots $(RESULTS) --markdown | tee $(RESULTS)/tables.md
 
 # mpi4jax takes part if its build finds a CUDA toolkit.
@@ -236,11 +237,12 @@ bench-gpu: $(BENCH)/.installed ## allreduce and sendrecv of arrays on this machi
 	JAX_PLATFORMS=cuda,cpu $(BENCH_RUN) benchmarks/calls.py --operations allreduce exchange \
 	  --bytes 4 4096 65536 1048576 16777216 67108864 268435456 --output $(RESULTS)/gpu.json
 
-bench-quick: $(BENCH)/.installed ## the figures that the project is held to, in a minute
+bench-quick: $(BENCH)/.installed $(BENCH)/libshallow_water.so ## the figures that the project is held to, in a minute
 	@$(BENCH_RUN) benchmarks/quick.py
 	@$(BENCH_RUN_UNBOUND) benchmarks/quick.py --gloo
 	@$(BENCH)/bin/python benchmarks/sharded.py --rounds 3
-	@TF_CPP_MIN_LOG_LEVEL=3 $(BENCH_RUN) $(SEA) --days 0.5 --quick
+	@for n in 2 4; do timeout $(LIMIT) $(BENCH)/bin/python -m jaxmpi.run -n $$n benchmarks/halos.py || exit; done
+	@TF_CPP_MIN_LOG_LEVEL=3 $(BENCH_RUN) $(SEA) --c $(BENCH)/libshallow_water.so --days 0.5 --quick
 
 compat: ## one built file on every MPI and several versions of JAX and Python
 	$(PYTHON) tests/compat.py
