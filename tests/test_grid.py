@@ -207,6 +207,17 @@ def expected(case, seed=0):
 # --- properties ------------------------------------------------------------------------------------------------------
 
 
+_wrong: list[str] = []
+
+
+def expect_equal(found, right, about=""):
+    """What is wrong is told when the check is done: it communicates, and the other ranks do not know of it."""
+    try:
+        np.testing.assert_array_equal(found, right)
+    except AssertionError as error:
+        _wrong.append(f"{about} {error}")
+
+
 def check_values(case, grid):
     at = grid.coordinates
     given = [jnp.asarray(case.data(field, at, 0)) for field in case.fields]
@@ -214,9 +225,9 @@ def check_values(case, grid):
     results = ways[case.way](lambda fields: case.exchange(grid, fields))(given)
     for field, result, right in zip(case.fields, results, expected(case), strict=True):
         assert result.dtype == right[at].dtype, field
-        np.testing.assert_array_equal(np.asarray(result), right[at], err_msg=str((case, field, at)))
+        expect_equal(np.asarray(result), right[at], about=str((case, field, at)))
     for field, x in zip(case.fields, given, strict=True):  # an operand that the caller still has is as it was
-        np.testing.assert_array_equal(np.asarray(x), case.data(field, at, 0))
+        expect_equal(np.asarray(x), case.data(field, at, 0))
 
 
 def total(comm, xs, ys):
@@ -233,15 +244,15 @@ def check_derivatives(case, grid):
     linear = Case(**{**vars(case), "rules": tuple(tuple(0 if r in (0, 1) else r for r in pair) for pair in case.rules)})
     _, forward = jax.jvp(exchange, (primals,), (tangents,))
     for field, result, right in zip(case.fields, forward, expected(linear, 1), strict=True):
-        np.testing.assert_array_equal(np.asarray(result), right[at], err_msg=str((case, field, at)))
+        expect_equal(np.asarray(result), right[at], about=str((case, field, at)))
     (backward,) = jax.vjp(exchange, primals)[1](cotangents)
     assert total(comm, forward, cotangents) == total(comm, tangents, backward), case
     (checkpointed,) = jax.vjp(jax.checkpoint(exchange), primals)[1](cotangents)
     adjoint = lambda cts: jax.vjp(exchange, primals)[1](cts)[0]  # noqa: E731
     (again,) = jax.vjp(adjoint, cotangents)[1](tangents)  # the adjoint of the adjoint is the exchange itself
     for x, y, z, w in zip(backward, checkpointed, again, forward, strict=True):
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
-        np.testing.assert_array_equal(np.asarray(z), np.asarray(w))
+        expect_equal(np.asarray(x), np.asarray(y))
+        expect_equal(np.asarray(z), np.asarray(w))
 
 
 def check_batches(case, grid):
@@ -258,7 +269,7 @@ def check_batches(case, grid):
     for j in range(2):
         alone = case.exchange(grid, [jnp.asarray(stack[j]) for stack in stacks])
         for out, one in zip(outs, alone, strict=True):
-            np.testing.assert_array_equal(np.asarray(out[j]), np.asarray(one), err_msg=str(case))
+            expect_equal(np.asarray(out[j]), np.asarray(one), about=str(case))
 
 
 def check_whole(case, grid):
@@ -274,14 +285,14 @@ def check_whole(case, grid):
             block = grid.scatter(given, sender, axes=case.axes)
             cut = [slice(s.start, s.stop + extra) for s, extra in zip(grid.slices, field.staggered, strict=True)]
             index = (*cut, Ellipsis) if case.trailing else (Ellipsis, *cut)
-            np.testing.assert_array_equal(np.asarray(block), whole[index])
+            expect_equal(np.asarray(block), whole[index])
             back = grid.gather(block, sender, axes=case.axes)
-            np.testing.assert_array_equal(np.asarray(back), whole if owned else np.asarray(block))
+            expect_equal(np.asarray(back), whole if owned else np.asarray(block))
         halos = grid.scatter(whole, None, width=case.widths, axes=case.axes, boundary=case.rules)
         back = grid.gather(halos, None, width=case.widths, axes=case.axes)
-        np.testing.assert_array_equal(np.asarray(back), whole)
+        expect_equal(np.asarray(back), whole)
         again = case.exchange(grid, halos)
-        np.testing.assert_array_equal(np.asarray(again), np.asarray(halos))
+        expect_equal(np.asarray(again), np.asarray(halos))
 
 
 def run_cases(comm, strategy, check, examples):
@@ -293,7 +304,9 @@ def run_cases(comm, strategy, check, examples):
         failure = None
         try:
             if comm.rank < ranks:
+                _wrong.clear()
                 check(case, case.grid(part))
+                assert not _wrong, _wrong[0]
         except Exception as error:
             failure = f"rank {comm.rank}: {type(error).__name__}: {error}"
         finally:
