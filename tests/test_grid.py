@@ -23,7 +23,7 @@ import jaxmpi
 from jaxmpi import notoken
 from table import NEW_JAX, draw, dtype_of
 
-EXAMPLES = int(os.environ.get("JAXMPI_TEST_GRIDS", "40"))
+EXAMPLES = int(os.environ.get("JAXMPI_TEST_GRIDS", "24"))
 DTYPES = [
     "float32",
     "float64",
@@ -347,17 +347,17 @@ def test_random_geometries(comm, size):
 
 @pytest.mark.seconds(600)
 def test_random_derivatives(comm, size):
-    run_cases(comm, cases(size, SUMMED), check_derivatives, EXAMPLES // 4)
+    run_cases(comm, cases(size, SUMMED), check_derivatives, EXAMPLES // 3)
 
 
 @pytest.mark.seconds(600)
 def test_random_batches(comm, size):
-    run_cases(comm, cases(size), check_batches, EXAMPLES // 4)
+    run_cases(comm, cases(size), check_batches, EXAMPLES // 3)
 
 
 @pytest.mark.seconds(600)
 def test_random_whole_arrays(comm, size):
-    run_cases(comm, cases(size), check_whole, EXAMPLES // 4)
+    run_cases(comm, cases(size), check_whole, EXAMPLES // 3)
 
 
 # --- what a grid is --------------------------------------------------------------------------------------------------
