@@ -1,8 +1,6 @@
 """Grids of processes: blocks of global arrays, and the exchange of their halos."""
 
-import itertools
 import math
-import numbers
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,8 +12,9 @@ import numpy as np
 from mpi4py import MPI
 
 from jaxmpi import _arguments as arguments
-from jaxmpi import _communicator, _halos, _jax, notoken
-from jaxmpi._halos import RULES, Halo, Layout, Rules
+from jaxmpi import _communicator, _halos, notoken
+from jaxmpi import _grid_arguments as given
+from jaxmpi._halos import Halo, Layout, Rules
 from jaxmpi._primitive import Params, bind_by_plan
 
 Width = int | Sequence[int | Sequence[int]]
@@ -54,7 +53,7 @@ class Grid:
         if comm is not None and comm.Get_topology() == MPI.CART:
             its_dims, its_periods = comm.Get_topo()[:2]  # type: ignore[attr-defined]
             processes = its_dims if processes is None else processes
-            if tuple(_integers(processes, "processes")) != tuple(its_dims):
+            if tuple(given.integers(processes, "processes")) != tuple(its_dims):
                 raise ValueError(
                     f"Grid: processes is {processes}, and comm is a Cartesian communicator of {tuple(its_dims)}: leave "
                     "processes out, or pass another communicator."
@@ -64,8 +63,8 @@ class Grid:
             raise ValueError(
                 "Grid: pass the numbers of processes, such as (2, 2), or a Cartesian communicator as comm."
             )
-        dims = _fill_in(_integers(processes, "processes"), self._comm.size)
-        self._layout = Layout(_blocks(shape, dims), _truths(periodic or False, len(dims)))
+        dims = given.fill_in(given.integers(processes, "processes"), self._comm.size)
+        self._layout = Layout(given.blocks(shape, dims), given.truths(periodic or False, len(dims)))
         self._has_shape = shape is not None
 
     def __repr__(self) -> str:
@@ -189,22 +188,22 @@ class Grid:
             before anything is sent.
         """
         self._need_shape("exchange")
-        arrays, names, structure = _leaves(fields, "exchange", "fields")
-        halo = Halo(self._layout, _widths(width, len(self.processes), "exchange"), bool(corners))
+        arrays, names, structure = given.leaves(fields, "exchange", "fields")
+        halo = Halo(self._layout, given.widths(width, len(self.processes), "exchange"), bool(corners))
         rules = self._rules_of(fields, len(arrays), halo, boundary, "exchange")
         places = []
         for x, name, its in zip(arrays, names, rules, strict=True):
             at = self._axes_of(x, "exchange", name, axes)
             self._check_field(x, name, at, halo)
-            _check_numbers(x, name, its)
+            given.check_numbers(x, name, its)
             places.append((at, its))
         params: Params = {"comm": self._comm, "pattern": halo, "places": tuple(places), "adjoint": False}
         return jax.tree.unflatten(structure, bind_by_plan("exchange", params, arrays))
 
     def pad(self, blocks: Any, width: Width = 1, *, axes: Sequence[int] | None = None) -> Any:
         """Blocks with halos of zeros around them, to be filled by `exchange`; a pytree of arrays, as there."""
-        arrays, names, structure = _leaves(blocks, "Grid.pad", "blocks")
-        widths = _widths(width, len(self.processes), "Grid.pad")
+        arrays, names, structure = given.leaves(blocks, "Grid.pad", "blocks")
+        widths = given.widths(width, len(self.processes), "Grid.pad")
         cuts = [
             _Cut(tuple(x.shape), self._axes_of(x, "Grid.pad", name, axes), (0,) * len(widths))
             for x, name in zip(arrays, names, strict=True)
@@ -243,28 +242,30 @@ class Grid:
         self._need_shape("scatter")
         root = None if root is None else arguments.rank(root, self._comm, "Grid.scatter", "root")
         owned = root is None or root == self._comm.rank
-        arrays, names, structure = _leaves(x, "Grid.scatter", "x", arguments.array if owned else arguments.template)
+        arrays, names, structure = given.leaves(
+            x, "Grid.scatter", "x", arguments.array if owned else arguments.template
+        )
         cuts = [
             self._cut(array.shape, axes, self.global_shape, "Grid.scatter", name)
             for array, name in zip(arrays, names, strict=True)
         ]
-        halo = Halo(self._layout, _widths(width, len(self.processes), "Grid.scatter"), True)
+        halo = Halo(self._layout, given.widths(width, len(self.processes), "Grid.scatter"), True)
         self._rules_of(x, len(arrays), halo, boundary, "Grid.scatter")
         if root is None:
             blocks = [cut.of(self, array, self._comm.rank) for cut, array in zip(cuts, arrays, strict=True)]
         else:
             ranks = range(self._comm.size)
             if owned:
-                given: Any = [
+                stacks: Any = [
                     jnp.stack([cut.padded(self, cut.of(self, array, rank)) for rank in ranks])
                     for cut, array in zip(cuts, arrays, strict=True)
                 ]
             else:
-                given = [
+                stacks = [
                     jax.ShapeDtypeStruct(cut.largest(self), array.dtype)
                     for cut, array in zip(cuts, arrays, strict=True)
                 ]
-            parts = notoken.scatter(given, root, comm=self._mpi)
+            parts = notoken.scatter(stacks, root, comm=self._mpi)
             blocks = [cut.cropped(self, part, self._comm.rank) for cut, part in zip(cuts, parts, strict=True)]
         if any(map(any, halo.widths)):
             padded = [jnp.pad(block, cut.pads(halo.widths)) for cut, block in zip(cuts, blocks, strict=True)]
@@ -290,18 +291,18 @@ class Grid:
         """
         self._need_shape("gather")
         root = None if root is None else arguments.rank(root, self._comm, "Grid.gather", "root")
-        arrays, names, structure = _leaves(blocks, "Grid.gather", "blocks")
-        widths = _widths(width, len(self.processes), "Grid.gather")
+        arrays, names, structure = given.leaves(blocks, "Grid.gather", "blocks")
+        widths = given.widths(width, len(self.processes), "Grid.gather")
         expected = [size + sum(pair) for size, pair in zip(self.local_shape, widths, strict=True)]
         cuts = [
             self._cut(array.shape, axes, expected, "Grid.gather", name)
             for array, name in zip(arrays, names, strict=True)
         ]
-        given = [cut.padded(self, cut.inner(array, widths)) for cut, array in zip(cuts, arrays, strict=True)]
+        stacks = [cut.padded(self, cut.inner(array, widths)) for cut, array in zip(cuts, arrays, strict=True)]
         if root is None:
-            stacked = notoken.allgather(given, comm=self._mpi)
+            stacked = notoken.allgather(stacks, comm=self._mpi)
         else:
-            stacked = notoken.gather(given, root, comm=self._mpi)
+            stacked = notoken.gather(stacks, root, comm=self._mpi)
             if root != self._comm.rank:
                 return blocks
         return jax.tree.unflatten(
@@ -321,12 +322,12 @@ class Grid:
     def _rules_of(self, fields: Any, count: int, halo: Halo, boundary: Any, function: str) -> list[Rules]:
         """The rules of each field, with which no block is smaller than what its halo is made of."""
         dimensions = len(self.processes)
-        if _is_of_all(boundary):
-            rules = [_rules(boundary, dimensions, function)] * count
+        if given.is_of_all(boundary):
+            rules = [given.rules(boundary, dimensions, function)] * count
         else:
             try:
                 each = jax.tree.map(
-                    lambda its, part: [its] * len(jax.tree.leaves(part)), boundary, fields, is_leaf=_is_of_all
+                    lambda its, part: [its] * len(jax.tree.leaves(part)), boundary, fields, is_leaf=given.is_of_all
                 )
             except ValueError as error:
                 raise ValueError(
@@ -334,8 +335,8 @@ class Grid:
                     f"like that of the fields with one for each: {error}"
                 ) from error
             listed = jax.tree.leaves(each, is_leaf=lambda x: type(x) is list)
-            rules = [_rules(its, dimensions, function) for part in listed for its in part]
-        for its in {*rules} or {_rules(None, dimensions, function)}:
+            rules = [given.rules(its, dimensions, function) for part in listed for its in part]
+        for its in {*rules} or {given.rules(None, dimensions, function)}:
             self._check_blocks(halo, its, function)
         return rules
 
@@ -345,7 +346,9 @@ class Grid:
                 # What the neighbours copy from a block, and what is copied within it at a wall.
                 first, last = (self._layout.is_wall(axis, at, side) for side in (-1, 1))
                 needed = max(0 if last else low, 0 if first else high)
-                needed = max(needed, _reach(sides[0], low) if first else 0, _reach(sides[1], high) if last else 0)
+                needed = max(
+                    needed, given.reach(sides[0], low) if first else 0, given.reach(sides[1], high) if last else 0
+                )
                 if size < needed:
                     raise ValueError(
                         f"{function}: a block of {size} cells along axis {axis} (process {at} of {len(blocks)} there) "
@@ -356,7 +359,7 @@ class Grid:
     def _axes_of(self, x: Any, function: str, name: str, axes: Sequence[int] | None) -> tuple[int, ...]:
         """The grid's axes in an array, from the end, so that an axis in front does not change them."""
         dimensions = len(self.processes)
-        chosen = range(-dimensions, 0) if axes is None else _integers(axes, "axes")
+        chosen = range(-dimensions, 0) if axes is None else given.integers(axes, "axes")
         if len(chosen) != dimensions:
             raise ValueError(f"{function}: axes is {axes}: the grid has {dimensions} axes, pass one for each of them.")
         for axis in chosen:
@@ -448,141 +451,3 @@ class _Cut:
             groups = [pieces[first : first + number] for first in range(0, len(pieces), number)]
             pieces = [jnp.concatenate(group, axis=self.axes[axis]) for group in groups]
         return pieces[0]
-
-
-def _check_numbers(x: Any, name: str, rules: Rules) -> None:
-    """Raises ValueError for a boundary that the field's dtype cannot hold."""
-    for rule in itertools.chain(*rules):
-        if rule is None or isinstance(rule, str) or (_jax.inexact(x) and not isinstance(rule, complex)):
-            continue
-        if not jnp.issubdtype(x.dtype, jnp.complexfloating) and (
-            rule != rule or np.asarray(rule).astype(x.dtype) != rule
-        ):
-            raise ValueError(f"exchange: boundary is {rule!r}, which {name} of {x.dtype} cannot hold.")
-
-
-def _reach(rule: Any, width: int) -> int:
-    """How many cells of a block its halo at a wall is made of."""
-    if width == 0 or rule not in RULES:
-        return 0
-    return {"edge": 1, "symmetric": width, "reflect": width + 1}[rule]
-
-
-def _static(value: Any, what: str) -> Any:
-    if _jax.is_tracer(value):
-        raise TypeError(f"Grid: {what} is traced: it must be known while tracing, like a shape.")
-    return value
-
-
-def _integer(value: Any, what: str) -> int:
-    try:
-        number = operator.index(_static(value, what))
-    except TypeError as error:
-        if _jax.is_tracer(value):
-            raise
-        raise TypeError(f"Grid: {what} must be integers, got {value!r}.") from error
-    return number
-
-
-def _integers(values: Any, what: str) -> list[int]:
-    if isinstance(values, Sequence | np.ndarray) and not isinstance(values, str):
-        return [_integer(value, what) for value in values]
-    return [_integer(values, what)]
-
-
-def _fill_in(processes: list[int], size: int) -> tuple[int, ...]:
-    """With numbers in the place of zeros."""
-    fixed = math.prod(number for number in processes if number)
-    if not processes or min(processes) < 0 or size % fixed or (0 not in processes and fixed != size):
-        raise ValueError(
-            f"Grid: {tuple(processes)} processes, and the communicator has {size} ranks: their product must be that "
-            "number. 0 along an axis is chosen: jaxmpi.Grid((0, 0))."
-        )
-    return tuple(MPI.Compute_dims(size, processes))
-
-
-def _blocks(shape: Any, dims: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """The cells of each process along each axis."""
-    if shape is None:
-        return tuple((0,) * number for number in dims)
-    sizes = list(shape) if isinstance(shape, Sequence | np.ndarray) else [shape]
-    if len(sizes) != len(dims):
-        raise ValueError(f"Grid: shape is {shape}: the grid has {len(dims)} axes, pass a size for each of them.")
-    blocks = []
-    for size, number in zip(sizes, dims, strict=True):
-        if isinstance(size, Sequence | np.ndarray):
-            parts = tuple(_integers(size, "shape"))
-            if len(parts) != number:
-                raise ValueError(f"Grid: {len(parts)} blocks {parts} along an axis of {number} processes.")
-        else:
-            whole = _integer(size, "shape")
-            parts = tuple(whole // number + (i < whole % number) for i in range(number))
-        if min(parts) < 0:
-            raise ValueError(f"Grid: shape is {shape}: no size may be negative.")
-        blocks.append(parts)
-    return tuple(blocks)
-
-
-def _truths(values: Any, dimensions: int) -> tuple[bool, ...]:
-    listed = list(values) if isinstance(values, Sequence | np.ndarray) else [values] * dimensions
-    if len(listed) != dimensions or not all(isinstance(value, bool | np.bool_) or value in (0, 1) for value in listed):
-        raise ValueError(f"Grid: periodic is {values!r}: pass True or False, or one of them for each axis of the grid.")
-    return tuple(map(bool, listed))
-
-
-def _is_of_all(boundary: Any) -> bool:
-    """Whether it is one rule, or those of axes and sides, and not a tree with a boundary for each field."""
-    if isinstance(boundary, list | tuple):
-        return not hasattr(boundary, "_fields")
-    return boundary is None or jax.tree_util.all_leaves([boundary])
-
-
-def _leaves(tree: Any, function: str, name: str, check: Any = arguments.array) -> tuple[list[Any], list[str], Any]:
-    """The leaves, as arrays, their names and the structure."""
-    arguments.pytree(tree, function, name)
-    paths, structure = jax.tree_util.tree_flatten_with_path(tree)
-    names = [f"{name}{jax.tree_util.keystr(path)}" for path, _ in paths]
-    return [check(leaf, function, own) for (_, leaf), own in zip(paths, names, strict=True)], names, structure
-
-
-def _widths(width: Any, dimensions: int, function: str) -> _halos.Widths:
-    listed = list(width) if isinstance(width, Sequence | np.ndarray) else [width] * dimensions
-    if len(listed) != dimensions:
-        raise ValueError(
-            f"{function}: width is {width}: the grid has {dimensions} axes, pass one number or one for each."
-        )
-    widths = []
-    for entry in listed:
-        pair = _integers(entry, "width")
-        pair = pair * 2 if not isinstance(entry, Sequence | np.ndarray) else pair
-        if len(pair) != 2 or min(pair) < 0:
-            raise ValueError(
-                f"{function}: width is {width}: pass for each axis a number of cells (0 or more), or (before, behind)."
-            )
-        widths.append((pair[0], pair[1]))
-    return tuple(widths)
-
-
-def _rules(boundary: Any, dimensions: int, function: str) -> Rules:
-    listed = list(boundary) if isinstance(boundary, list | tuple) else [boundary] * dimensions
-    if len(listed) != dimensions:
-        raise ValueError(f"{function}: boundary is {boundary!r}: pass one rule, or one for each of {dimensions} axes.")
-    rules = []
-    for entry in listed:
-        pair = list(entry) if isinstance(entry, list | tuple) else [entry, entry]
-        if len(pair) != 2:
-            raise ValueError(f"{function}: boundary is {boundary!r}: for each axis a rule, or a pair (before, behind).")
-        rules.append((_rule(pair[0], function), _rule(pair[1], function)))
-    return tuple(rules)
-
-
-def _rule(rule: Any, function: str) -> Any:
-    _static(rule, "boundary")
-    if rule is None or (isinstance(rule, str) and rule in RULES):
-        return rule
-    if isinstance(rule, numbers.Number | np.generic) or (hasattr(rule, "shape") and rule.shape == ()):
-        value = np.asarray(rule).item()
-        return math.nan if value != value else value  # one object, which equals itself
-    raise ValueError(
-        f"{function}: boundary has the rule {rule!r}: possible are None, a number, {', '.join(map(repr, RULES))}."
-    )

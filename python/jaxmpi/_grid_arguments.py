@@ -1,0 +1,155 @@
+"""Checks the arguments of grids, before anything is sent. Errors name function, argument, value and what to try."""
+
+import itertools
+import math
+import numbers
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from mpi4py import MPI
+
+from jaxmpi import _arguments as arguments
+from jaxmpi import _jax
+from jaxmpi._halos import RULES, Rules, Widths
+
+
+def check_numbers(x: Any, name: str, rules: Rules) -> None:
+    """Raises ValueError for a boundary that the field's dtype cannot hold."""
+    for rule in itertools.chain(*rules):
+        if rule is None or isinstance(rule, str) or (_jax.inexact(x) and not isinstance(rule, complex)):
+            continue
+        if not jnp.issubdtype(x.dtype, jnp.complexfloating) and (
+            rule != rule or np.asarray(rule).astype(x.dtype) != rule
+        ):
+            raise ValueError(f"exchange: boundary is {rule!r}, which {name} of {x.dtype} cannot hold.")
+
+
+def reach(rule: Any, width: int) -> int:
+    """How many cells of a block its halo at a wall is made of."""
+    if width == 0 or rule not in RULES:
+        return 0
+    return {"edge": 1, "symmetric": width, "reflect": width + 1}[rule]
+
+
+def static(value: Any, what: str) -> Any:
+    if _jax.is_tracer(value):
+        raise TypeError(f"Grid: {what} is traced: it must be known while tracing, like a shape.")
+    return value
+
+
+def integer(value: Any, what: str) -> int:
+    try:
+        number = operator.index(static(value, what))
+    except TypeError as error:
+        if _jax.is_tracer(value):
+            raise
+        raise TypeError(f"Grid: {what} must be integers, got {value!r}.") from error
+    return number
+
+
+def integers(values: Any, what: str) -> list[int]:
+    if isinstance(values, Sequence | np.ndarray) and not isinstance(values, str):
+        return [integer(value, what) for value in values]
+    return [integer(values, what)]
+
+
+def fill_in(processes: list[int], size: int) -> tuple[int, ...]:
+    """With numbers in the place of zeros."""
+    fixed = math.prod(number for number in processes if number)
+    if not processes or min(processes) < 0 or size % fixed or (0 not in processes and fixed != size):
+        raise ValueError(
+            f"Grid: {tuple(processes)} processes, and the communicator has {size} ranks: their product must be that "
+            "number. 0 along an axis is chosen: jaxmpi.Grid((0, 0))."
+        )
+    return tuple(MPI.Compute_dims(size, processes))
+
+
+def blocks(shape: Any, dims: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """The cells of each process along each axis."""
+    if shape is None:
+        return tuple((0,) * number for number in dims)
+    sizes = list(shape) if isinstance(shape, Sequence | np.ndarray) else [shape]
+    if len(sizes) != len(dims):
+        raise ValueError(f"Grid: shape is {shape}: the grid has {len(dims)} axes, pass a size for each of them.")
+    blocks = []
+    for size, number in zip(sizes, dims, strict=True):
+        if isinstance(size, Sequence | np.ndarray):
+            parts = tuple(integers(size, "shape"))
+            if len(parts) != number:
+                raise ValueError(f"Grid: {len(parts)} blocks {parts} along an axis of {number} processes.")
+        else:
+            whole = integer(size, "shape")
+            parts = tuple(whole // number + (i < whole % number) for i in range(number))
+        if min(parts) < 0:
+            raise ValueError(f"Grid: shape is {shape}: no size may be negative.")
+        blocks.append(parts)
+    return tuple(blocks)
+
+
+def truths(values: Any, dimensions: int) -> tuple[bool, ...]:
+    listed = list(values) if isinstance(values, Sequence | np.ndarray) else [values] * dimensions
+    if len(listed) != dimensions or not all(isinstance(value, bool | np.bool_) or value in (0, 1) for value in listed):
+        raise ValueError(f"Grid: periodic is {values!r}: pass True or False, or one of them for each axis of the grid.")
+    return tuple(map(bool, listed))
+
+
+def is_of_all(boundary: Any) -> bool:
+    """Whether it is one rule, or those of axes and sides, and not a tree with a boundary for each field."""
+    if isinstance(boundary, list | tuple):
+        return not hasattr(boundary, "_fields")
+    return boundary is None or jax.tree_util.all_leaves([boundary])
+
+
+def leaves(tree: Any, function: str, name: str, check: Any = arguments.array) -> tuple[list[Any], list[str], Any]:
+    """The leaves, as arrays, their names and the structure."""
+    arguments.pytree(tree, function, name)
+    paths, structure = jax.tree_util.tree_flatten_with_path(tree)
+    names = [f"{name}{jax.tree_util.keystr(path)}" for path, _ in paths]
+    return [check(leaf, function, own) for (_, leaf), own in zip(paths, names, strict=True)], names, structure
+
+
+def widths(width: Any, dimensions: int, function: str) -> Widths:
+    listed = list(width) if isinstance(width, Sequence | np.ndarray) else [width] * dimensions
+    if len(listed) != dimensions:
+        raise ValueError(
+            f"{function}: width is {width}: the grid has {dimensions} axes, pass one number or one for each."
+        )
+    widths = []
+    for entry in listed:
+        pair = integers(entry, "width")
+        pair = pair * 2 if not isinstance(entry, Sequence | np.ndarray) else pair
+        if len(pair) != 2 or min(pair) < 0:
+            raise ValueError(
+                f"{function}: width is {width}: pass for each axis a number of cells (0 or more), or (before, behind)."
+            )
+        widths.append((pair[0], pair[1]))
+    return tuple(widths)
+
+
+def rules(boundary: Any, dimensions: int, function: str) -> Rules:
+    listed = list(boundary) if isinstance(boundary, list | tuple) else [boundary] * dimensions
+    if len(listed) != dimensions:
+        raise ValueError(f"{function}: boundary is {boundary!r}: pass one rule, or one for each of {dimensions} axes.")
+    rules = []
+    for entry in listed:
+        pair = list(entry) if isinstance(entry, list | tuple) else [entry, entry]
+        if len(pair) != 2:
+            raise ValueError(f"{function}: boundary is {boundary!r}: for each axis a rule, or a pair (before, behind).")
+        rules.append((rule(pair[0], function), rule(pair[1], function)))
+    return tuple(rules)
+
+
+def rule(rule: Any, function: str) -> Any:
+    static(rule, "boundary")
+    if rule is None or (isinstance(rule, str) and rule in RULES):
+        return rule
+    if isinstance(rule, numbers.Number | np.generic) or (hasattr(rule, "shape") and rule.shape == ()):
+        value = np.asarray(rule).item()
+        return math.nan if value != value else value  # one object, which equals itself
+    raise ValueError(
+        f"{function}: boundary has the rule {rule!r}: possible are None, a number, {', '.join(map(repr, RULES))}."
+    )
