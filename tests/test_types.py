@@ -65,7 +65,7 @@ def test_notoken_signatures():
     stub: dict[str, Any] = {}
     exec(Path(notoken.__file__).with_suffix(".pyi").read_text(), stub)
     assert sorted(name for name in stub if inspect.isfunction(stub[name])) == notoken.__all__
-    assert set(jaxmpi.__all__) - set(notoken.__all__) == {"Token", "compat", "jit", "notoken"}
+    assert set(jaxmpi.__all__) - set(notoken.__all__) == {"Grid", "Token", "compat", "jit", "notoken"}
     for name in notoken.__all__:
         expected = inspect.signature(getattr(_operations, name))
         if "token" in expected.parameters:

@@ -17,6 +17,10 @@ x = jnp.ones(3)
 # Operations: each has its parameters, and a result with a token.
 
 assert_type(jaxmpi.allgather(x), tuple[Any, Token])
+assert_type(jaxmpi.neighbor_allgather(x, comm=MPI.COMM_SELF), tuple[Any, Token])
+assert_type(jaxmpi.neighbor_alltoall(x, comm=MPI.COMM_SELF), tuple[Any, Token])
+assert_type(jaxmpi.Grid((2, 0), (8, (3, 5)), periodic=True, comm=MPI.COMM_SELF).local_shape, tuple[int, ...])
+jaxmpi.Grid(4, 8).exchange({"u": x}, [(1, 2)], boundary={"u": "edge"})
 assert_type(jaxmpi.allreduce(x, op=MPI.SUM), tuple[Any, Token])
 assert_type(jaxmpi.alltoall(x, comm=MPI.COMM_SELF), tuple[Any, Token])
 assert_type(jaxmpi.barrier(), Token)
