@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include "core/lanes.h"
+#include "core/plan.h"
 #include "core/words.h"
 
 /* An operation. The writer may read it once `block.count` is beyond it; all before `end`, once `begin` is not 0. */
@@ -73,6 +74,18 @@ static struct event *next_event(struct track *track) {
   return &made->events[0];
 }
 
+/* With a plan: of its messages, which are parts of the buffers. */
+static void add_bytes(struct event *event, const struct call *call) {
+  const struct plan *plan = plan_of(call);
+  for (int i = 0; plan != NULL && i < plan->send_count; i++) event->sent += plan->sends[i].bytes;
+  for (int i = 0; plan != NULL && i < plan->receive_count; i++) event->received += plan->receives[i].bytes;
+  for (int i = 0; plan == NULL && i < call->buffer_count; i++) {
+    const struct buffer *buffer = &call->buffers[i];
+    if (buffer->type == NULL || role_is_of_host(buffer->role)) continue;
+    *(role_is_written(buffer->role) ? &event->received : &event->sent) += (int64_t)buffer_bytes(buffer);
+  }
+}
+
 struct event *timeline_begin(const struct call *call) {
   if (call->operation->row == ROW_check) return NULL; /* communicates nothing */
   struct track *track = own;
@@ -86,11 +99,7 @@ struct event *timeline_begin(const struct call *call) {
   }
   track->inside = true;
   words_of(call, event->words);
-  for (int i = 0; i < call->buffer_count; i++) {
-    const struct buffer *buffer = &call->buffers[i];
-    if (buffer->type == NULL || role_is_of_host(buffer->role)) continue;
-    *(role_is_written(buffer->role) ? &event->received : &event->sent) += (int64_t)buffer_bytes(buffer);
-  }
+  add_bytes(event, call);
   atomic_store_explicit(&event->begin, now(), memory_order_release);
   return event;
 }

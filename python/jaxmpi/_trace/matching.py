@@ -13,6 +13,7 @@ from jaxmpi._trace.files import Communicator, Event, Rank
 
 MESSAGES = {"send", "recv", "sendrecv"}
 _ONE_CLOCK: Mapping[int, str] = {}
+_WITH_NEIGHBORS = {"exchange", "neighbor_allgather", "neighbor_alltoall"}
 _FROM_ROOT, _TO_ROOT = {"bcast", "scatter"}, {"gather", "reduce"}
 
 
@@ -38,6 +39,8 @@ class Collective:
         first = ordered[0]
         if first.name != "barrier" and not any(event.nbytes for event in ordered):
             return []  # nothing is moved, so a library need not wait
+        if first.name in _WITH_NEIGHBORS:
+            return []  # which other ranks these are the events do not tell
         if first.name in _FROM_ROOT | _TO_ROOT:
             root = self.events.get(self.communicator.ranks[first.arguments["root"]])
             others = [event for event in ordered if event is not root]
