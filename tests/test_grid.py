@@ -444,6 +444,14 @@ def test_grids_that_cannot_be(make, words, size):
         (lambda g: g.scatter(jnp.ones(8 * g.comm.size), None, width=9), "Grid.scatter: a block of 8 cells"),
         (lambda g: jax.jit(lambda w: g.exchange(jnp.ones(10), w))(1), "traced"),
         (lambda g: jax.jit(lambda b: g.exchange(jnp.ones(10), boundary=b))(1.0), "traced"),
+        (lambda g: g.exchange(jnp.ones(10), corners="no"), "corners must be True or False"),
+        (lambda g: g.exchange(jnp.ones(10, jnp.float16), boundary=1e6), "cannot hold"),
+        (lambda g: g.exchange(jnp.ones(10), boundary=1j), "cannot hold"),
+        (lambda g: g.exchange(jnp.ones(10), boundary=10**400), "has the rule"),
+        (lambda g: g.is_wall(0, 0), "pass -1 for the beginning"),
+        (lambda g: g.neighbor(1), "there is no axis 1"),
+        (lambda g: jaxmpi.Grid(g.comm), "pass a communicator as comm="),
+        (lambda g: jaxmpi.Grid((1,) * 7, comm=MPI.COMM_SELF), "more than 6 are not possible"),
         (lambda g: g.scatter(jnp.ones(10), 0), "cells along the axes of the grid"),
         (lambda g: g.scatter(jnp.ones(8), 99), "root"),
         (lambda g: g.gather(jnp.ones(4)), "cells along the axes of the grid"),
@@ -477,6 +485,29 @@ def test_a_boundary_for_each_field(comm, size):
     padded = grid.pad({"a": jnp.ones(2), "b": jnp.ones((3, 2))}, [(1, 2)])
     assert padded["a"].tolist() == [0, 1, 1, 0, 0]
     assert padded["b"].shape == (3, 5)
+
+
+def test_numbers_that_are_equal_are_not_the_same(comm, size):
+    grid = jaxmpi.Grid(size, 2 * size, comm=comm)
+    for jit in (lambda f: f, jaxmpi.jit):
+        for number in (0.0, -0.0, 0, -0.0):
+            result = np.asarray(jit(lambda x, n=number: grid.exchange(x, boundary=n))(jnp.ones(4)))
+            if grid.is_wall(0, -1):
+                assert np.signbit(result[0]) == np.signbit(number)
+
+
+@pytest.mark.parametrize("cells", [2, 5])
+def test_scatter_of_a_batch(cells, comm, rank, size):
+    """From any root, with the batch mapped on all ranks; and its gradient."""
+    grid = jaxmpi.Grid(size, cells * size, comm=comm)
+    whole = np.arange(3.0 * cells * size).reshape(3, -1)
+    for root in range(size):
+        scatter = jax.vmap(lambda x, r=root: grid.scatter(x, r, width=1))
+        block = np.asarray(scatter(jnp.asarray(whole)))
+        np.testing.assert_array_equal(block[:, 1:-1], whole[:, grid.slices[0]])
+        gradient = jax.grad(lambda x, f=scatter: jnp.sum((rank + 1) * f(x)[:, 1:-1]))(jnp.asarray(whole))
+        right = np.repeat(np.arange(1.0, size + 1), cells) if rank == root else np.zeros(cells * size)
+        np.testing.assert_array_equal(gradient, np.tile(right, (3, 1)))
 
 
 def test_many_fields(comm, size):
@@ -588,6 +619,7 @@ def test_ranks_that_differ_get_an_error(comm, rank, size):
             lambda: grid.exchange((x, x)),
             lambda: grid.exchange(jnp.ones((2, 10))),
             lambda: grid.exchange(x, boundary="edge"),
+            lambda: grid.exchange({"another name": x}),
         ):
             with pytest.raises(jax.errors.JaxRuntimeError, match=r"has sent something else|the ranks differ"):
                 jax.block_until_ready(other() if part.rank else grid.exchange(x))

@@ -98,7 +98,8 @@ static void describe(const struct record *record, char *text, size_t size) {
     ADD(" %s root %" PRId64, row->divisibility == GATHERS || record->reduction != 0 ? "to" : "from", record->root);
   if (type != NULL) ADD(" of %" PRId64 " %s", record->count, type->name);
   if (record->arrays > 0) ADD(" in %" PRId64 " array%s", record->arrays, record->arrays > 1 ? "s" : "");
-  if (type != NULL && derivative_name(record->derivative) != NULL) ADD(" (%s)", derivative_name(record->derivative));
+  if ((type != NULL || record->arrays > 0) && derivative_name(record->derivative) != NULL)
+    ADD(" (%s)", derivative_name(record->derivative));
 #undef ADD
 }
 

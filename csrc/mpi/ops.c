@@ -510,8 +510,8 @@ static ffi_error *receive_planned(struct call *c, const struct plan *plan, const
   if (label == expected) return NULL;
   return call_fail(
       c, FFI_FAILED_PRECONDITION,
-      "rank %d has sent something else: %" PRId64 " bytes, not %" PRId64
-      ", or of another call. All ranks must make the same calls in the same order: with arrays of the same "
+      "rank %d has sent something else (%" PRId64 " bytes, where %" PRId64
+      " of this call were expected). All ranks must make the same calls in the same order: with arrays of the same "
       "dtypes, of one and the same global shape each, and the same arguments. JAXMPI_CHECK=1 tells where "
       "they differ, before anything is sent",
       peer->rank, bytes, peer->bytes);

@@ -11,7 +11,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-from jaxmpi._halos import Field, Halo, Layout, _regions
+from jaxmpi._halos import Field, Halo, Layout, Number, _regions
 from jaxmpi._plans import Box
 
 COLOURS = ["#4c78a8", "#f58518", "#54a24b", "#b279a2"]
@@ -33,7 +33,7 @@ def origins(halo: Halo, rank: int, field: Field) -> dict[tuple[int, ...], tuple[
     found = {}
     for _, source, written, read in _regions(halo, rank, field):
         for at, cell in enumerate(cells_of(written)):
-            found[cell] = (source, cells_of(read)[at]) if isinstance(read, Box) else read
+            found[cell] = (source, cells_of(read)[at]) if isinstance(read, Box) else read.value
     return found
 
 
@@ -62,10 +62,11 @@ def draw_exchange() -> None:
 
 
 def draw_rules() -> None:
-    rules = [None, "edge", "symmetric", "reflect", 0]
+    rules = [None, "edge", "symmetric", "reflect", Number("0", 0)]
     layout = Layout(((5,),), (False,))
     figure, ax = plt.subplots(figsize=(7.2, 2.9), layout="constrained")
     for row, rule in enumerate(rules):
+        name = rule.text if isinstance(rule, Number) else repr(rule)
         halo = Halo(layout, ((2, 2),), True)
         field = Field((0,), (), (False,), np.dtype(np.float32), ((rule, rule),))
         found = origins(halo, 0, field)
@@ -79,7 +80,15 @@ def draw_rules() -> None:
             patch = plt.Rectangle((cell, row), 0.96, 0.9, facecolor=colour, alpha=1 if inside else 0.5)
             ax.add_patch(patch)
             ax.text(cell + 0.48, row + 0.45, text, ha="center", va="center")
-        ax.text(-0.3, row + 0.45, f"boundary={rule!r}", ha="right", va="center", family="monospace", fontsize=9)
+        ax.text(
+            -0.3,
+            row + 0.45,
+            f"boundary={name}",
+            ha="right",
+            va="center",
+            family="monospace",
+            fontsize=9,
+        )
     ax.set(xlim=(-3.6, 9.1), ylim=(len(rules), -0.1), xticks=[], yticks=[])
     ax.spines[:].set_visible(False)
     figure.savefig(FOLDER / "rules.png", dpi=110)

@@ -1,7 +1,6 @@
 """Grids of processes: blocks of global arrays, and the exchange of their halos."""
 
 import math
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -64,7 +63,8 @@ class Grid:
                 "Grid: pass the numbers of processes, such as (2, 2), or a Cartesian communicator as comm."
             )
         dims = given.fill_in(given.integers(processes, "processes"), self._comm.size)
-        self._layout = Layout(given.blocks(shape, dims), given.truths(periodic or False, len(dims)))
+        periods = given.truths(False if periodic is None else periodic, len(dims))
+        self._layout = Layout(given.blocks(shape, dims), periods)
         self._has_shape = shape is not None
 
     def __repr__(self) -> str:
@@ -119,14 +119,19 @@ class Grid:
     def neighbor(self, axis: int, distance: int = 1) -> int:
         """The rank `distance` processes further along an axis; `MPI.PROC_NULL` beyond a wall."""
         there = list(self.coordinates)
-        axis = range(len(there))[operator.index(axis)]
-        there[axis] += operator.index(distance)
+        axis, distance = given.integer(axis, "axis"), given.integer(distance, "distance")
+        if not -len(there) <= axis < len(there):
+            raise ValueError(f"Grid: there is no axis {axis} in a grid of {len(there)}.")
+        axis %= len(there)
+        there[axis] += distance
         if self.periodic[axis]:
             there[axis] %= self.processes[axis]
         return self._layout.rank(there) if 0 <= there[axis] < self.processes[axis] else MPI.PROC_NULL
 
     def is_wall(self, axis: int, side: int) -> bool:
         """Whether this process is at a wall: at the beginning of an axis (`side` -1), or at its end (1)."""
+        if side not in (-1, 1):
+            raise ValueError(f"Grid: side is {side!r}: pass -1 for the beginning of the axis, or 1 for its end.")
         return self.neighbor(axis, side) == MPI.PROC_NULL
 
     def _need_shape(self, what: str) -> None:
@@ -174,7 +179,7 @@ class Grid:
           boundary: what the halo at a wall becomes. None: it is left as it is, and what lies there is exchanged along
             the other axes. A number, "edge", "reflect" or "symmetric": the rules of `numpy.pad`. Or for each axis of
             the grid one of these, or a pair of them (before, behind). Or a dict (or NamedTuple) like that of the fields
-            with a boundary for each, such as `{"h": "edge", "v": 0}`.
+            with a boundary for each, such as `{"h": "edge", "v": 0}`; a list or a tuple always is of the grid's axes.
 
         Returns:
           The fields with their halos filled, of the same structure, shapes and dtypes; blocks are not changed.
@@ -189,6 +194,8 @@ class Grid:
         """
         self._need_shape("exchange")
         arrays, names, structure = given.leaves(fields, "exchange", "fields")
+        if not isinstance(corners, bool | np.bool_):
+            raise TypeError(f"exchange: corners must be True or False, and not traced, got {corners!r}.")
         halo = Halo(self._layout, given.widths(width, len(self.processes), "exchange"), bool(corners))
         rules = self._rules_of(fields, len(arrays), halo, boundary, "exchange")
         places = []
@@ -196,7 +203,7 @@ class Grid:
             at = self._axes_of(x, "exchange", name, axes)
             self._check_field(x, name, at, halo)
             given.check_numbers(x, name, its)
-            places.append((at, its))
+            places.append((at, its, name))
         params: Params = {"comm": self._comm, "pattern": halo, "places": tuple(places), "adjoint": False}
         return jax.tree.unflatten(structure, bind_by_plan("exchange", params, arrays))
 
@@ -261,10 +268,8 @@ class Grid:
                     for cut, array in zip(cuts, arrays, strict=True)
                 ]
             else:
-                stacks = [
-                    jax.ShapeDtypeStruct(cut.largest(self), array.dtype)
-                    for cut, array in zip(cuts, arrays, strict=True)
-                ]
+                # A block of the template, which is mapped where that is.
+                stacks = [cut.padded(self, cut.of(self, array, 0)) for cut, array in zip(cuts, arrays, strict=True)]
             parts = notoken.scatter(stacks, root, comm=self._mpi)
             blocks = [cut.cropped(self, part, self._comm.rank) for cut, part in zip(cuts, parts, strict=True)]
         if any(map(any, halo.widths)):
@@ -304,7 +309,7 @@ class Grid:
         else:
             stacked = notoken.gather(stacks, root, comm=self._mpi)
             if root != self._comm.rank:
-                return blocks
+                return jax.tree.unflatten(structure, arrays)
         return jax.tree.unflatten(
             structure, [cut.joined(self, parts) for cut, parts in zip(cuts, stacked, strict=True)]
         )

@@ -4,7 +4,7 @@ import itertools
 import math
 import numbers
 import operator
-from collections.abc import Sequence
+import warnings
 from typing import Any
 
 import jax
@@ -14,18 +14,27 @@ from mpi4py import MPI
 
 from jaxmpi import _arguments as arguments
 from jaxmpi import _jax
-from jaxmpi._halos import RULES, Rules, Widths
+from jaxmpi._halos import RULES, Number, Rule, Rules, Widths
+
+_MOST_AXES = 6
+"""Of a grid: a halo has up to three to the power of this number of regions."""
 
 
 def check_numbers(x: Any, name: str, rules: Rules) -> None:
     """Raises ValueError for a boundary that the field's dtype cannot hold."""
     for rule in itertools.chain(*rules):
-        if rule is None or isinstance(rule, str) or (_jax.inexact(x) and not isinstance(rule, complex)):
+        if not isinstance(rule, Number):
             continue
-        if not jnp.issubdtype(x.dtype, jnp.complexfloating) and (
-            rule != rule or np.asarray(rule).astype(x.dtype) != rule
-        ):
-            raise ValueError(f"exchange: boundary is {rule!r}, which {name} of {x.dtype} cannot hold.")
+        with np.errstate(all="ignore"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about what is looked for here
+            number = np.asarray(rule.value)
+            held = number.astype(x.dtype).astype(number.dtype)
+        if jnp.issubdtype(x.dtype, jnp.complexfloating) or (_jax.inexact(x) and number.dtype.kind != "c"):
+            fits = bool(np.isfinite(held) or not np.isfinite(number))
+        else:
+            fits = bool(held == number)
+        if not fits:
+            raise ValueError(f"exchange: boundary is {rule.text}, which {name} of {x.dtype} cannot hold.")
 
 
 def reach(rule: Any, width: int) -> int:
@@ -51,14 +60,23 @@ def integer(value: Any, what: str) -> int:
     return number
 
 
+def is_listed(values: Any) -> bool:
+    """Whether it is a sequence of values, and not one."""
+    return isinstance(values, list | tuple | range) or (isinstance(values, np.ndarray) and values.ndim > 0)
+
+
 def integers(values: Any, what: str) -> list[int]:
-    if isinstance(values, Sequence | np.ndarray) and not isinstance(values, str):
+    if isinstance(values, MPI.Comm):
+        raise TypeError(f"Grid: {what} must be integers, got {values!r}: pass a communicator as comm=.")
+    if is_listed(values):
         return [integer(value, what) for value in values]
     return [integer(values, what)]
 
 
 def fill_in(processes: list[int], size: int) -> tuple[int, ...]:
     """With numbers in the place of zeros."""
+    if len(processes) > _MOST_AXES:
+        raise ValueError(f"Grid: {len(processes)} axes; more than {_MOST_AXES} are not possible.")
     fixed = math.prod(number for number in processes if number)
     if not processes or min(processes) < 0 or size % fixed or (0 not in processes and fixed != size):
         raise ValueError(
@@ -72,12 +90,12 @@ def blocks(shape: Any, dims: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """The cells of each process along each axis."""
     if shape is None:
         return tuple((0,) * number for number in dims)
-    sizes = list(shape) if isinstance(shape, Sequence | np.ndarray) else [shape]
+    sizes = list(shape) if is_listed(shape) else [shape]
     if len(sizes) != len(dims):
         raise ValueError(f"Grid: shape is {shape}: the grid has {len(dims)} axes, pass a size for each of them.")
     blocks = []
     for size, number in zip(sizes, dims, strict=True):
-        if isinstance(size, Sequence | np.ndarray):
+        if is_listed(size):
             parts = tuple(integers(size, "shape"))
             if len(parts) != number:
                 raise ValueError(f"Grid: {len(parts)} blocks {parts} along an axis of {number} processes.")
@@ -91,7 +109,7 @@ def blocks(shape: Any, dims: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 
 def truths(values: Any, dimensions: int) -> tuple[bool, ...]:
-    listed = list(values) if isinstance(values, Sequence | np.ndarray) else [values] * dimensions
+    listed = list(values) if is_listed(values) else [values] * dimensions
     if len(listed) != dimensions or not all(isinstance(value, bool | np.bool_) or value in (0, 1) for value in listed):
         raise ValueError(f"Grid: periodic is {values!r}: pass True or False, or one of them for each axis of the grid.")
     return tuple(map(bool, listed))
@@ -113,7 +131,7 @@ def leaves(tree: Any, function: str, name: str, check: Any = arguments.array) ->
 
 
 def widths(width: Any, dimensions: int, function: str) -> Widths:
-    listed = list(width) if isinstance(width, Sequence | np.ndarray) else [width] * dimensions
+    listed = list(width) if is_listed(width) else [width] * dimensions
     if len(listed) != dimensions:
         raise ValueError(
             f"{function}: width is {width}: the grid has {dimensions} axes, pass one number or one for each."
@@ -121,7 +139,7 @@ def widths(width: Any, dimensions: int, function: str) -> Widths:
     widths = []
     for entry in listed:
         pair = integers(entry, "width")
-        pair = pair * 2 if not isinstance(entry, Sequence | np.ndarray) else pair
+        pair = pair * 2 if not is_listed(entry) else pair
         if len(pair) != 2 or min(pair) < 0:
             raise ValueError(
                 f"{function}: width is {width}: pass for each axis a number of cells (0 or more), or (before, behind)."
@@ -143,13 +161,16 @@ def rules(boundary: Any, dimensions: int, function: str) -> Rules:
     return tuple(rules)
 
 
-def rule(rule: Any, function: str) -> Any:
-    static(rule, "boundary")
-    if rule is None or (isinstance(rule, str) and rule in RULES):
-        return rule
-    if isinstance(rule, numbers.Number | np.generic) or (hasattr(rule, "shape") and rule.shape == ()):
-        value = np.asarray(rule).item()
-        return math.nan if value != value else value  # one object, which equals itself
+def rule(value: Any, function: str) -> Rule:
+    static(value, "boundary")
+    if value is None or (isinstance(value, str) and value in RULES):
+        return value
+    if isinstance(value, numbers.Number | np.generic) or (hasattr(value, "shape") and value.shape == ()):
+        number = np.asarray(value)
+        if number.dtype.kind in "biufc":
+            return Number(repr(number.item()), number.item())
+        if jnp.issubdtype(number.dtype, jnp.floating):  # of ml_dtypes
+            return Number(repr(float(number)), float(number))
     raise ValueError(
-        f"{function}: boundary has the rule {rule!r}: possible are None, a number, {', '.join(map(repr, RULES))}."
+        f"{function}: boundary has the rule {value!r}: possible are None, a number, {', '.join(map(repr, RULES))}."
     )

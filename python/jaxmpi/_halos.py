@@ -17,6 +17,7 @@ So no region depends on another, and all are exchanged at once. These are the ru
 array axis by axis.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,17 @@ Widths = tuple[tuple[int, int], ...]
 """Of the halo, along each axis of the grid: before the block and behind it."""
 
 RULES = ("edge", "reflect", "symmetric")
-Rule = str | float | complex | None
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number as a rule. Numbers are equal if they look alike: so NaN equals itself, and 0.0 is not -0.0."""
+
+    text: str
+    value: Any = dataclasses.field(compare=False)
+
+
+Rule = str | Number | None
 """What the halo at a wall is filled by: a number, one of RULES, or nothing."""
 
 
@@ -70,12 +81,12 @@ class Layout:
 
 Rules = tuple[tuple[Rule, Rule], ...]
 """Of a field, along each axis of the grid: before its blocks and behind them."""
-Place = tuple[tuple[int, ...], Rules]
-"""The axes of a field that are the grid's, from the end, in the grid's order; and its rules."""
+Place = tuple[tuple[int, ...], Rules, str]
+"""The axes of a field that are the grid's, from the end, in the grid's order; its rules; its name."""
 
 
 def _linear(rule: Rule) -> Rule:
-    return rule if rule is None or isinstance(rule, str) else 0
+    return Number("0", 0) if isinstance(rule, Number) else rule
 
 
 @dataclass(frozen=True)
@@ -99,7 +110,9 @@ class Halo:
 
     def linear(self, places: Sequence["Place"]) -> tuple["Place", ...]:
         """For the linear part of an exchange: with zero in the place of numbers."""
-        return tuple((axes, tuple((_linear(low), _linear(high)) for low, high in rules)) for axes, rules in places)
+        return tuple(
+            (axes, tuple((_linear(low), _linear(high)) for low, high in rules), name) for axes, rules, name in places
+        )
 
     def directions(self) -> Iterator[tuple[int, ...]]:
         for direction in itertools.product((-1, 0, 1), repeat=len(self.widths)):
@@ -110,13 +123,14 @@ class Halo:
 @dataclass(frozen=True)
 class Field:
     """A field, the same on all ranks: its axes that are the grid's, in the grid's order, the sizes of the others,
-    whether it is longer by one along each of the former, its dtype, what becomes of its halo at walls."""
+    whether it is longer by one along each of the former, its dtype, what becomes of its halo at walls, and its name."""
 
     axes: tuple[int, ...]
     others: tuple[int, ...]
     staggered: tuple[bool, ...]
     dtype: Any
     rules: Rules
+    name: str = ""
 
     def shape(self, halo: Halo, rank: int) -> list[int]:
         """Of its block with its halo."""
@@ -130,12 +144,12 @@ class Field:
 
 def describe(halo: Halo, rank: int, aval: Any, place: Place) -> Field:
     """A field from its shape on this rank, which has been checked."""
-    axes, rules = place
+    axes, rules, name = place
     places = tuple(axis % len(aval.shape) for axis in axes)
     others = tuple(size for axis, size in enumerate(aval.shape) if axis not in places)
     block = halo.layout.block(rank)
     staggered = tuple(aval.shape[place] - sum(halo.widths[at]) - block[at] == 1 for at, place in enumerate(places))
-    return Field(places, others, staggered, np.dtype(aval.dtype), rules)
+    return Field(places, others, staggered, np.dtype(aval.dtype), rules, name)
 
 
 def _is_left(halo: Halo, field: Field, axis: int, at: int, side: int) -> bool:
@@ -223,7 +237,7 @@ def _plan(halo: Halo, rank: int, avals: tuple[Any, ...], places: tuple[Place, ..
                     filled = adjoint and other == rank
                     value = 0
                 else:
-                    filled, value = other == rank, 0 if adjoint else read
+                    filled, value = other == rank, 0 if adjoint else read.value
                 if filled:
                     fills.append(Fill(leaf, written, value))
     if adjoint:
