@@ -40,6 +40,11 @@ SUMMED = ["float32", "float64", "complex64", "complex128", "bfloat16", "float16"
 RULES = [None, "edge", "reflect", "symmetric", 0, 1]
 
 
+def one_number(*digits):
+    """For a rank in `draw`."""
+    return sum(digit * 1000**i for i, digit in enumerate(digits))
+
+
 @dataclass(frozen=True)
 class FieldCase:
     dtype: str
@@ -77,7 +82,7 @@ class Case:
         return (*own, *field.others) if self.trailing else (*field.others, *own)
 
     def data(self, field, at, seed):
-        return draw(self.shape(field, at), dtype_of(field.dtype), [seed, *at], self.seed)
+        return draw(self.shape(field, at), dtype_of(field.dtype), one_number(seed, *at), self.seed)
 
     def grid(self, comm):
         return jaxmpi.Grid(self.dims, self.blocks, periodic=self.periodic, comm=comm)
@@ -345,6 +350,7 @@ def test_random_geometries(comm, size):
     run_cases(comm, cases(size), check_values, EXAMPLES)
 
 
+@pytest.mark.skipif(not NEW_JAX, reason="this JAX has no derivatives of communication")
 @pytest.mark.seconds(600)
 def test_random_derivatives(comm, size):
     run_cases(comm, cases(size, SUMMED), check_derivatives, EXAMPLES // 3)
@@ -599,6 +605,7 @@ def test_linear_solve(comm, size):
     np.testing.assert_allclose(gradient, np.linalg.solve(dense, 2 * np.linalg.solve(dense, right)), rtol=1e-8)
 
 
+@pytest.mark.skipif(not NEW_JAX, reason="this JAX has no derivatives of communication")
 def test_a_float8_field_is_exchanged_and_not_differentiated(comm, size):
     grid = jaxmpi.Grid(size, 2 * size, periodic=True, comm=comm)
     x = jnp.ones(4, jnp.float8_e5m2)

@@ -42,7 +42,7 @@ def edge_of_source(sources, destinations, rank, at):
 
 
 def block(rank, at, shape, dtype, seed=0):
-    return draw(shape, dtype_of(dtype), [rank, at + 1], seed)
+    return draw(shape, dtype_of(dtype), rank + 1000 * (at + 1), seed)
 
 
 def data(rank, destinations, own_blocks, shape, dtype, seed=0):
