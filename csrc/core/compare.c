@@ -30,15 +30,8 @@ static void find_share(struct call *call) {
   call->share_written = written;
 }
 
-/* Index of the attribute `derivative`, which every collective has; -1: not a collective. */
-static int derivative_of(const struct operation *operation) {
-  int i = operation->attribute_count - 1;
-  while (i >= 0 && operation->attributes[i].kind != DERIVATIVE) i--;
-  return i;
-}
-
 void compare_decide(struct call *call) {
-  bool collective = derivative_of(call->operation) >= 0;
+  bool collective = attribute_of(call->operation, DERIVATIVE) >= 0; /* which all of them have */
   call->compared = call->comm->size > 1 && collective;
   call->labelled = !collective && call->memory->host;
   find_share(call);
@@ -62,7 +55,7 @@ static struct record record_of(struct call *call) {
   const struct datatype *type = call->share_type;
   struct record record = {.call = (int64_t)atomic_fetch_add(&call->comm->compared, 1) + 1,
                           .operation = operation->row,
-                          .derivative = call->attributes[derivative_of(operation)],
+                          .derivative = call->attributes[attribute_of(operation, DERIVATIVE)],
                           .root = -1,
                           .dtype = type != NULL ? type->code : -1,
                           .count = call->share};

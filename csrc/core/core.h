@@ -192,6 +192,13 @@ struct operation {
   } attributes[MAX_ATTRIBUTES];
 };
 extern const struct operation operation_table[]; /* ends with a NULL name */
+
+/* Index of the last attribute of this kind; -1: there is none. */
+static inline int attribute_of(const struct operation *operation, enum attribute kind) {
+  int i = operation->attribute_count - 1;
+  while (i >= 0 && operation->attributes[i].kind != kind) i--;
+  return i;
+}
 enum {
 #define OPERATION(name, divisibility, buffers, attributes) ROW_##name,
 #include "core/ops.def"

@@ -89,9 +89,8 @@ struct plan *plan_make(const int64_t *numbers, size_t count) {
 }
 
 const struct plan *plan_of(const struct call *call) {
-  for (int i = 0; i < call->operation->attribute_count; i++)
-    if (call->operation->attributes[i].kind == PLAN) return object_of(call->attributes[i]);
-  return NULL;
+  int i = attribute_of(call->operation, PLAN);
+  return i >= 0 ? object_of(call->attributes[i]) : NULL;
 }
 
 static const struct buffer *operand(const struct call *call, int leaf) { return &call->buffers[call->first[0] + leaf]; }
@@ -99,15 +98,15 @@ static const struct buffer *result(const struct call *call, int leaf) { return &
 
 /* --- boxes --- */
 
-/* What is done with a row of parts: in the array they begin `stride` bytes apart, in the message they follow each
- * other. */
-typedef void row_function(char *array, int64_t stride, int64_t count, int64_t run, char *message);
+/* What is done with a row of a box's parts: in the array they begin `stride` bytes apart, in the message they follow
+ * each other. */
+typedef void row_function(const struct box *box, char *array, int64_t stride, int64_t count, char *message);
 
 static void walk(row_function *function, const struct box *box, int axis, char *array, char **message) {
   if (axis + 1 >= box->axes) {
     int64_t count = box->axes > 0 ? box->counts[axis] : 1, stride = box->axes > 0 ? box->strides[axis] : 0;
-    function(array, stride, count, box->run, *message);
-    *message += count * box->run;
+    function(box, array, stride, count, *message);
+    if (*message != NULL) *message += count * box->run;
     return;
   }
   for (int64_t i = 0; i < box->counts[axis]; i++)
@@ -132,41 +131,50 @@ static void walk_box(row_function *function, const struct box *box, void *array,
       COPY(run)             \
   }
 
-static void gather(char *array, int64_t stride, int64_t count, int64_t run, char *message) {
+static void gather(const struct box *box, char *array, int64_t stride, int64_t count, char *message) {
 #define COPY(size)                                                                                      \
   for (int64_t i = 0; i < count; i++) memcpy(message + i * (size), array + i * stride, (size_t)(size)); \
   break;
+  const int64_t run = box->run;
   WITH_RUN(run, COPY)
 #undef COPY
 }
 
-static void scatter(char *array, int64_t stride, int64_t count, int64_t run, char *message) {
+static void scatter(const struct box *box, char *array, int64_t stride, int64_t count, char *message) {
 #define COPY(size)                                                                                      \
   for (int64_t i = 0; i < count; i++) memcpy(array + i * stride, message + i * (size), (size_t)(size)); \
   break;
+  const int64_t run = box->run;
   WITH_RUN(run, COPY)
 #undef COPY
 }
 
-static void clear(char *array, int64_t stride, int64_t count, int64_t run, char *message) {
+/* Without a message. */
+static void fill(const struct box *box, char *array, int64_t stride, int64_t count, char *message) {
+  const int64_t width = sizeof box->value, run = box->run;
   (void)message;
-  for (int64_t i = 0; i < count; i++) memset(array + i * stride, 0, (size_t)run);
+  for (int64_t i = 0; i < count; i++) {
+    int64_t k = 0;
+    for (; k + width <= run; k += width) memcpy(array + i * stride + k, box->value, sizeof box->value);
+    memcpy(array + i * stride + k, box->value, (size_t)(run - k));
+  }
 }
 
 /* Adds what is in the message, in the arithmetic of one type. Neither need be aligned. */
 #define SUM(type, x, y)      (type)((x) + (y))
 #define SUM_F16(type, x, y)  float16_from_float(float16_to_float(x) + float16_to_float(y))
 #define SUM_BF16(type, x, y) bfloat16_from_float(bfloat16_to_float(x) + bfloat16_to_float(y))
-#define ADDER(name, type, SUM_OF)                                                            \
-  static void name(char *array, int64_t stride, int64_t count, int64_t run, char *message) { \
-    for (int64_t i = 0; i < count; i++)                                                      \
-      for (int64_t k = 0; k < run; k += (int64_t)sizeof(type)) {                             \
-        type x, y;                                                                           \
-        memcpy(&x, array + i * stride + k, sizeof x);                                        \
-        memcpy(&y, message + i * run + k, sizeof y);                                         \
-        x = SUM_OF(type, x, y);                                                              \
-        memcpy(array + i * stride + k, &x, sizeof x);                                        \
-      }                                                                                      \
+#define ADDER(name, type, SUM_OF)                                                                      \
+  static void name(const struct box *box, char *array, int64_t stride, int64_t count, char *message) { \
+    const int64_t run = box->run;                                                                      \
+    for (int64_t i = 0; i < count; i++)                                                                \
+      for (int64_t k = 0; k < run; k += (int64_t)sizeof(type)) {                                       \
+        type x, y;                                                                                     \
+        memcpy(&x, array + i * stride + k, sizeof x);                                                  \
+        memcpy(&y, message + i * run + k, sizeof y);                                                   \
+        x = SUM_OF(type, x, y);                                                                        \
+        memcpy(array + i * stride + k, &x, sizeof x);                                                  \
+      }                                                                                                \
   }
 typedef float _Complex complex64;
 typedef double _Complex complex128;
@@ -197,24 +205,6 @@ static row_function *adder_of(const struct datatype *type) {
   }
 }
 
-/* A box that is filled has runs of one element. */
-static void fill(const struct box *box, const struct buffer *array) {
-  static const unsigned char zero[sizeof box->value];
-  if (memcmp(box->value, zero, sizeof zero) == 0) {
-    walk_box(clear, box, array->data, NULL);
-    return;
-  }
-  int64_t index[MAX_BOX_AXES] = {0}, elements = 1;
-  size_t bytes = array->type->bytes;
-  for (int axis = 0; axis < box->axes; axis++) elements *= box->counts[axis];
-  for (int64_t n = 0; n < elements; n++) {
-    char *at = (char *)array->data + box->first;
-    for (int axis = 0; axis < box->axes; axis++) at += index[axis] * box->strides[axis];
-    for (int64_t k = 0; k < box->run; k += (int64_t)bytes) memcpy(at + k, box->value, bytes);
-    for (int axis = box->axes - 1; axis >= 0 && ++index[axis] == box->counts[axis]; axis--) index[axis] = 0;
-  }
-}
-
 /* --- a call --- */
 
 ffi_error *plan_check(const struct call *call, const struct plan *plan) {
@@ -240,9 +230,7 @@ static void begin_results(const struct call *call, const struct plan *plan) {
 
 uint64_t plan_label(const struct call *call, const struct plan *plan, uint64_t number) {
   uint64_t hash = plan->signature + number * UINT64_C(0x9e3779b97f4a7c15);
-  for (int i = 0; i < call->operation->attribute_count; i++)
-    if (call->operation->attributes[i].kind == DERIVATIVE)
-      hash ^= (uint64_t)call->attributes[i] * UINT64_C(0xd1342543de82ef95);
+  hash ^= (uint64_t)call->attributes[attribute_of(call->operation, DERIVATIVE)] * UINT64_C(0xd1342543de82ef95);
   hash = (hash ^ hash >> 30) * UINT64_C(0xbf58476d1ce4e5b9); /* the finalizer of splitmix64 */
   hash = (hash ^ hash >> 27) * UINT64_C(0x94d049bb133111eb);
   return hash ^ hash >> 31;
@@ -253,7 +241,8 @@ void plan_pack(const struct call *call, const struct plan *plan, char *stage, ui
   for (int i = 0; i < plan->pack_count; i++)
     walk_box(gather, &plan->packs[i], operand(call, plan->packs[i].leaf)->data, stage + plan->packs[i].stage);
   begin_results(call, plan);
-  for (int i = 0; i < plan->fill_count; i++) fill(&plan->fills[i], result(call, plan->fills[i].leaf));
+  for (int i = 0; i < plan->fill_count; i++)
+    walk_box(fill, &plan->fills[i], result(call, plan->fills[i].leaf)->data, NULL);
 }
 
 void plan_unpack(const struct call *call, const struct plan *plan, const char *stage) {

@@ -28,7 +28,7 @@ struct box {
   int64_t first; /* offset in the array, of the part with index 0 along each axis */
   int64_t run;
   int64_t counts[MAX_BOX_AXES], strides[MAX_BOX_AXES]; /* the last axis varies fastest */
-  unsigned char value[16];                             /* of an element, if the box is filled */
+  unsigned char value[16];                             /* if the box is filled: that of an element, repeated */
 };
 
 struct peer {

@@ -77,9 +77,12 @@ static struct event *next_event(struct track *track) {
 /* With a plan: of its messages, which are parts of the buffers. */
 static void add_bytes(struct event *event, const struct call *call) {
   const struct plan *plan = plan_of(call);
-  for (int i = 0; plan != NULL && i < plan->send_count; i++) event->sent += plan->sends[i].bytes;
-  for (int i = 0; plan != NULL && i < plan->receive_count; i++) event->received += plan->receives[i].bytes;
-  for (int i = 0; plan == NULL && i < call->buffer_count; i++) {
+  if (plan != NULL) {
+    for (int i = 0; i < plan->send_count; i++) event->sent += plan->sends[i].bytes;
+    for (int i = 0; i < plan->receive_count; i++) event->received += plan->receives[i].bytes;
+    return;
+  }
+  for (int i = 0; i < call->buffer_count; i++) {
     const struct buffer *buffer = &call->buffers[i];
     if (buffer->type == NULL || role_is_of_host(buffer->role)) continue;
     *(role_is_written(buffer->role) ? &event->received : &event->sent) += (int64_t)buffer_bytes(buffer);

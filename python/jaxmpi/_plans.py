@@ -102,7 +102,7 @@ def _words_of_box(leaf: int, stage: int, box: Box, aval: Any, value: bytes = b""
             axes.append((count, step * stride))
     if len(axes) > _MOST_AXES:
         raise NotImplementedError(f"an array of {len(aval.shape)} axes, more than {_MOST_AXES} of which are cut")
-    pattern = value.ljust(16, b"\0")
+    pattern = value * (16 // len(value)) if value else bytes(16)
     words = [leaf, stage, first, run, *(int.from_bytes(pattern[i : i + 8], "little") for i in (0, 8)), len(axes)]
     for count, stride in axes[::-1]:
         words += [count, stride]

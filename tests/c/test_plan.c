@@ -42,9 +42,9 @@ enum {
 enum { GOT_2 = LABEL_BYTES + 16, STAGE = FROM_2 + GOT_2 };
 static struct plan *plan_of_three(bool adds, bool zeroed) {
   struct numbers n = {.count = 0};
-  const float filling = 2.5f;
-  int64_t value = 0;
-  memcpy(&value, &filling, sizeof filling);
+  const float filling[] = {2.5f, 2.5f};
+  int64_t value;
+  memcpy(&value, filling, sizeof value);
   PUT(&n, SIGNATURE, PLAN_TAG, 2, adds, zeroed, FROM_0, STAGE - FROM_0, 1, 2, 3, 1, 3);
   PUT(&n, A, B, A, B);
   PUT(&n, 2, TO_2, SENT_2);
