@@ -153,8 +153,8 @@ def describe(halo: Halo, rank: int, aval: Any, place: Place) -> Field:
 
 
 def _is_left(halo: Halo, field: Field, axis: int, at: int, side: int) -> bool:
-    """Whether there is a wall at which the halo is left as it is, and is copied like cells of the block."""
-    return halo.corners and halo.layout.is_wall(axis, at, side) and field.rules[axis][side > 0] is None
+    """Whether there is a wall at which the halo is left as it is."""
+    return halo.layout.is_wall(axis, at, side) and field.rules[axis][side > 0] is None
 
 
 def _along(halo: Halo, field: Field, axis: int, at: int, side: int, sizes: tuple[int, int]) -> tuple[Any, Any]:
@@ -165,7 +165,8 @@ def _along(halo: Halo, field: Field, axis: int, at: int, side: int, sizes: tuple
     here, there = sizes
     size = here + extra
     if side == 0:
-        before, behind = (_is_left(halo, field, axis, at, side) for side in (-1, 1))
+        # With corners, a halo that is left as it is is copied like cells of the block.
+        before, behind = (halo.corners and _is_left(halo, field, axis, at, side) for side in (-1, 1))
         start, end = 0 if before else low, low + size + (high if behind else 0)
         return (start, end - start), (start, 1)
     start, count = (0, low) if side < 0 else (low + size, high)
@@ -188,30 +189,22 @@ def _regions(halo: Halo, rank: int, field: Field) -> Iterator[tuple[tuple[int, .
     at = halo.layout.coordinates(rank)
     shape = field.shape(halo, rank)
     for direction in halo.directions():
-        walls = [
-            field.rules[axis][side > 0] is None
-            for axis, side in enumerate(direction)
-            if side != 0 and halo.layout.is_wall(axis, at[axis], side)
-        ]
-        if any(walls):
+        if any(side != 0 and _is_left(halo, field, axis, at[axis], side) for axis, side in enumerate(direction)):
             continue
         source = halo.layout.neighbor(rank, direction)
         here, there = halo.layout.block(rank), halo.layout.block(source)
         written = Box((0,) * len(shape), tuple(shape), (1,) * len(shape))
-        read, number = written, None
+        read, number = written, None  # of several numbers the last axis's is taken, as by numpy.pad
         for axis, side in enumerate(direction):
             place = field.axes[axis]
             sizes = here[axis], there[axis]
             region, origin = _along(halo, field, axis, at[axis], side, sizes)
             written = _set(written, place, region[0], region[1], 1)
             if origin is None:
-                number = (field.rules[axis][side > 0],)
+                number = field.rules[axis][side > 0]
             else:
                 read = _set(read, place, origin[0], region[1], origin[1])
-        if number is not None:
-            yield direction, rank, written, number[0]
-        else:
-            yield direction, source, written, read
+        yield direction, source, written, read if number is None else number
 
 
 def _set(box: Box, axis: int, start: int, count: int, step: int) -> Box:

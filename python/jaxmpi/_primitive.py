@@ -172,14 +172,11 @@ def bind_all(name: str, params: Params, arrays: Sequence[Any]) -> list[Any]:
     return results
 
 
-_MOST_BY_PLAN = 100
-
-
 def bind_by_plan(name: str, params: Params, arrays: Sequence[Any]) -> list[Any]:
     """Binds an operation that has a plan; more than once for very many arrays."""
     results: list[Any] = []
-    for first in range(0, len(arrays), _MOST_BY_PLAN):
-        chosen = slice(first, first + _MOST_BY_PLAN)
+    for first in range(0, len(arrays), _MOST_ARRAYS):
+        chosen = slice(first, first + _MOST_ARRAYS)
         made = bind(name, {**params, "places": params["places"][chosen]}, *arrays[chosen])
         results += made if isinstance(made, list) else [made]
     return results
