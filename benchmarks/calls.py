@@ -17,7 +17,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from bandwidth import algbw, busbw
-from contenders import CFLAGS, GLOO, MISSING, MPI, OPERATIONS, PLAIN, RANK, SIZE, build, build_donated, finish, sample
+from compiled import CFLAGS
+from contenders import GLOO, MISSING, MPI, OPERATIONS, PLAIN, RANK, SIZE, build, build_donated, finish, sample
 from report import ALONE, three_digits, write
 
 SIZES = (4, 256, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)

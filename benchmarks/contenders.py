@@ -23,28 +23,24 @@ ping-pong a rank's data comes from another rank every time, so that it is the la
 import ctypes
 import functools
 import math
-import shutil
 import socket
-import subprocess
 import sys
-import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from compiled import compile_c
 from mpi4py import MPI
 
 COMM = MPI.COMM_WORLD
 RANK, SIZE = COMM.rank, COMM.size
 LEFT, RIGHT = (RANK - 1) % SIZE, (RANK + 1) % SIZE
 FACTOR = 0.999
-CFLAGS = ("-O3", "-march=native")
 
 MISSING: dict[str, str] = {}
 """Contender -> why it cannot take part."""
@@ -60,27 +56,6 @@ def _start_gloo() -> None:
         port = COMM.bcast(free.getsockname()[1])
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", SIZE, RANK)
-
-
-def _compile_c() -> ctypes.CDLL:
-    """The functions of calls.c, compiled by rank 0 with the mpicc of the MPI in use."""
-    with tempfile.TemporaryDirectory() as folder:
-        library = Path(COMM.bcast(folder)) / "calls.so"
-        error = None
-        if RANK == 0:
-            mpicc = shutil.which("mpicc", path=Path(sys.prefix) / "bin") or shutil.which("mpicc") or "mpicc"
-            source = Path(__file__).with_name("calls.c")
-            command = [mpicc, *CFLAGS, "-shared", "-fPIC", "-o", str(library), str(source)]
-            try:
-                subprocess.run(command, check=True, capture_output=True, text=True)
-            except (OSError, subprocess.CalledProcessError) as raised:
-                error = f"{raised} {getattr(raised, 'stderr', '')}"
-        error = COMM.bcast(error)
-        if error:
-            raise ImportError(error)
-        loaded = ctypes.CDLL(str(library))
-        COMM.Barrier()
-    return loaded
 
 
 def _unless_missing(name: str, load: Callable[[], Any]) -> Any:
@@ -117,7 +92,7 @@ import jaxmpi  # noqa: E402 (after gloo)
 from jaxmpi import notoken  # noqa: E402
 
 MPI4JAX = None if GLOO else _unless_missing("mpi4jax", _import_mpi4jax)
-C: Any = None if GLOO else _unless_missing("C", _compile_c)
+C: Any = None if GLOO else _unless_missing("C", lambda: compile_c("calls.c"))
 
 
 # --- the operations ----------------------------------------------------------------------------------------------

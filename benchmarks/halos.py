@@ -15,17 +15,14 @@ Prints lines `name: value` as quick.py does. All fields are compared with NumPy'
 
 import argparse
 import ctypes
-import shutil
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from compiled import compile_c
 from mpi4py import MPI
 
 import jaxmpi
@@ -49,16 +46,8 @@ GOALS = {
 }
 
 
-def compile_c():
-    with tempfile.TemporaryDirectory() as folder:
-        library = Path(COMM.bcast(folder)) / "halos.so"
-        if RANK == 0:
-            mpicc = shutil.which("mpicc", path=Path(sys.prefix) / "bin") or "mpicc"
-            source = str(Path(__file__).with_name("halos.c"))
-            subprocess.run([mpicc, "-O3", "-march=native", "-shared", "-fPIC", "-o", library, source], check=True)
-        COMM.Barrier()
-        loaded = ctypes.CDLL(str(library))
-        COMM.Barrier()
+def load_c():
+    loaded = compile_c("halos.c")
     loaded.halos_make.restype = ctypes.c_void_p
     loaded.halos_make.argtypes = [ctypes.c_void_p] + 7 * [ctypes.c_int]
     loaded.halos_run.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_float]
@@ -207,7 +196,7 @@ def main():
     rounds = parser.parse_args().rounds
     if SIZE not in GRIDS:
         sys.exit(f"halos.py runs on {' or '.join(map(str, GRIDS))} ranks: python -m jaxmpi.run -n 2 ...")
-    library = compile_c()
+    library = load_c()
     found = {name: measure(library, number, n, rounds) for name, (number, n) in SIZES.items()}
     if RANK > 0:
         return
