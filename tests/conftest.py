@@ -8,6 +8,7 @@ import faulthandler
 import io
 import os
 import sys
+import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -148,3 +149,18 @@ def two_threads(comm):
 def _together():
     """All ranks begin a test together, so that no message of the next one is taken for one of this one."""
     MPI.COMM_WORLD.Barrier()
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Writes a program, with what nearly all begin with in front, and returns its path."""
+
+    def write(text):
+        path = tmp_path / "program.py"
+        path.write_text(
+            "import jax, jax.numpy as jnp\nfrom mpi4py import MPI\nimport jaxmpi\nfrom jaxmpi import notoken\n"
+            "rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size\n" + textwrap.dedent(text)
+        )
+        return path
+
+    return write

@@ -1,6 +1,5 @@
 """Grids in jobs of their own: on many ranks, compared before anything is sent, in programs of JAX's cache."""
 
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -9,23 +8,6 @@ from launch import launch
 
 pytestmark = [pytest.mark.launches, pytest.mark.seconds(400)]
 HERE = Path(__file__).resolve().parent
-START = """
-import jax, jax.numpy as jnp, numpy as np
-from mpi4py import MPI
-import jaxmpi
-from jaxmpi import notoken
-rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-"""
-
-
-@pytest.fixture
-def script(tmp_path):
-    def write(text):
-        path = tmp_path / "program.py"
-        path.write_text(START + textwrap.dedent(text))
-        return path
-
-    return write
 
 
 def test_eight_ranks():
@@ -58,6 +40,7 @@ def test_a_later_run_finds_the_program_in_the_cache(script, tmp_path):
     """The number of a plan is the same in each run that makes the same plans in the same order; else another."""
     program = script("""
         import os
+        import numpy as np
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
         for width in map(int, os.environ["WIDTHS"]):

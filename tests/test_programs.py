@@ -19,19 +19,6 @@ UNCACHED = {"JAX_ENABLE_COMPILATION_CACHE": "0"}  # what JAX has loaded from its
 pytestmark = [pytest.mark.launches, pytest.mark.seconds(400)]
 
 
-@pytest.fixture
-def script(tmp_path):
-    def write(text):
-        path = tmp_path / "program.py"
-        path.write_text(
-            "import jax, jax.numpy as jnp\nfrom mpi4py import MPI\nimport jaxmpi\nfrom jaxmpi import notoken\n"
-            "rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size\n" + textwrap.dedent(text)
-        )
-        return path
-
-    return write
-
-
 def test_after_finalize(script):
     """Calls after the user's own MPI.Finalize() are errors, not aborts, whatever the way."""
     done = launch(
