@@ -28,6 +28,8 @@ def begin() -> None:
         environment["LD_PRELOAD"] = str(folder / "libaware.so")
     else:
         environment["JAXMPI_DEVICE_TRANSPORT"] = TRANSPORT
+    if TRANSPORT in ("callback", "thread"):
+        environment["JAXMPI_DEVICE_COPY"] = "0"  # parts of arrays rather than all of them, however small
     sys.stdout.flush()
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
 

@@ -30,6 +30,9 @@ LOOPS = ("fori_loop", "scan", "while_loop")
 DERIVATIVES = ("vjp", "jvp")
 WAYS = ["eager", "jit", *LOOPS, *(DERIVATIVES if NEW_JAX else ())]
 CASE = {case.name: case for case in CASES}
+OTHERS = ["barrier", "exchange"]
+BLOCK = 2
+"""Of an exchange, on a periodic grid of one axis: elements of each rank, which has one of each neighbour besides."""
 REDUCING = {"allreduce": notoken.allreduce, "reduce": notoken.reduce, "scan": notoken.scan}
 
 
@@ -64,7 +67,7 @@ class Program:
 
 def draw(generator, size, number):
     """A program; successive numbers go through all operations."""
-    case, way = [*CASE, "barrier"][number % (len(CASE) + 1)], generator.choice(WAYS)
+    case, way = [*CASE, *OTHERS][number % (len(CASE) + len(OTHERS))], generator.choice(WAYS)
     wide = way not in ("eager", "jit")
     kinds = MOVED[:-1] if case in REDUCING else MOVED  # there are no reductions of float8
     dtype = generator.choice(WIDE[2:] if way in DERIVATIVES else WIDE if wide else kinds)
@@ -100,6 +103,8 @@ def _values(program, step, rank, size, shape, dtype):
         most = max(240 // size, 2)
     if program.case in CASE:
         shape = CASE[program.case].shape(shape, rank, size, program.root)
+    elif program.case == "exchange":
+        shape = (BLOCK + 2, *shape)
     numbers = (17 * np.arange(int(np.prod(shape))) + 29 * rank + 41 * step) % most
     return (numbers / 10 if program.fractions(dtype) else numbers).astype(dtype_of(dtype)).reshape(shape)
 
@@ -111,6 +116,8 @@ def _once(program, comm, x):
     if program.case == "barrier":
         jaxmpi.barrier(comm=comm)
         return x
+    if program.case == "exchange":
+        return jaxmpi.Grid((comm.size,), (BLOCK * comm.size,), periodic=True, comm=comm).exchange(x, axes=(0,))
     if program.op:
         root = {"root": program.root} if program.case == "reduce" else {}
         return REDUCING[program.case](x, getattr(MPI, program.op), comm=comm, **root)
@@ -166,6 +173,9 @@ def expected(program, xs, rank):
     """The result of the operation on a rank, given the arrays of all ranks."""
     if program.case == "barrier" or (program.case == "reduce" and rank != program.root):
         return xs[rank]
+    if program.case == "exchange":
+        before, after = xs[rank - 1], xs[(rank + 1) % len(xs)]
+        return np.concatenate([before[-2:-1], xs[rank][1:-1], after[1:2]])
     if program.case in REDUCING:
         ranks = xs[: rank + 1] if program.case == "scan" else xs
         return functools.reduce(UFUNCS[program.op], ranks).astype(xs[0].dtype)
@@ -182,6 +192,13 @@ def adjoint(program, ws, x, rank):
             return np.stack([w[rank] for w in ws])
         case "allreduce" | "barrier":
             return ws[rank]
+        case "exchange":
+            before, after = ws[rank - 1], ws[(rank + 1) % size]
+            own = ws[rank].copy()
+            own[1] += before[-1]
+            own[-2] += after[0]
+            own[[0, -1]] = 0
+            return own
         case "bcast":
             return sum(ws) if rank == root else 0 * x
         case "gather":

@@ -117,6 +117,7 @@ def test_chunk(monkeypatch, drivers, aware, environment, platforms, expected):
         ("MPI4JAX_USE_CUDA_MPI", "2", lambda e: _devices._switch(e, [])),
         ("JAXMPI_DEVICE_TRANSPORT", "short", lambda e: _devices._transport(e, False, False)),
         *(("JAXMPI_DEVICE_CHUNK", value, lambda e: _devices._chunk(e, 0)) for value in ("100", "4 MiB", "²", "9" * 30)),
+        *(("JAXMPI_DEVICE_COPY", value, _devices._copy_bytes) for value in ("-1", "64 KiB", "²")),
     ],
 )
 def test_wrong_values(name, value, read):

@@ -46,6 +46,7 @@ from jaxmpi import notoken
 comm = MPI.COMM_WORLD
 rank, size = comm.rank, comm.size
 x = jnp.arange(1.0, 4.0)
+grid = jaxmpi.Grid((size,), (size,), periodic=True)
 table = lambda x: jnp.stack([x] * size)
 inject = lambda rules: ctypes.CDLL(os.environ["LD_PRELOAD"]).inject(rules.encode())
 
@@ -63,6 +64,7 @@ calls = {
     "alltoall": lambda x: notoken.alltoall(table(x)).mean(0),
     "barrier": barrier,
     "bcast": lambda x: notoken.bcast(x, size - 1),
+    "exchange": lambda x: grid.exchange(x),
     "gather": lambda x: x + notoken.gather(x, 0).sum() / 100,
     "reduce": lambda x: notoken.reduce(x, MPI.SUM, 0) / 2,
     "scan": lambda x: notoken.scan(x, MPI.SUM) / size,
@@ -89,6 +91,7 @@ MADE = {
     "alltoall": ("MPI_Alltoall",),
     "barrier": ("MPI_Barrier",),
     "bcast": ("MPI_Bcast",),
+    "exchange": ("MPI_Isend", *(OF_PLANS := ("MPI_Mprobe", "MPI_Mrecv")), "MPI_Wait"),
     "gather": ("MPI_Gather",),
     "reduce": ("MPI_Reduce",),
     "scan": ("MPI_Scan",),
@@ -121,6 +124,7 @@ def test_caught(fault, library, tmp_path):
     cases = [(name, function, *said(name, function)) for name, functions in MADE.items() for function in functions]
     # The rank that fails takes no message off the channel.
     lost = [case for case in cases if fault.startswith("fail=") and case[1] in OF_MESSAGES]
+    lost += [case for case in cases if case[0] == "exchange" and case not in lost]
     call = 2 if fault.startswith("fail=") else 3  # of 3, so that no rank goes on alone
     body = f"""
     fails, in_loop = {fault.startswith("fail=")} or rank == 1, {call}
@@ -128,8 +132,10 @@ def test_caught(fault, library, tmp_path):
     for tag, (name, function, operation, told) in enumerate({cases!r}):
         for way, transformed in ways.items():
             if (name, function, operation, told) in lost:  # so no later case may take it for its own
-                f = lambda x, tag=1000 * len(way) + tag: (
-                    notoken.sendrecv(x, x, rank, rank, sendtag=tag, recvtag=tag) if name == "sendrecv"
+                again = jaxmpi.Grid((size,), (size,), periodic=True, comm=comm.Dup())
+                f = lambda x, tag=1000 * len(way) + tag, again=again: (
+                    again.exchange(x) if name == "exchange"
+                    else notoken.sendrecv(x, x, rank, rank, sendtag=tag, recvtag=tag) if name == "sendrecv"
                     else (notoken.send(x, rank, tag=tag), notoken.recv(x, rank, tag=tag))[1]
                 )
             else:

@@ -124,13 +124,14 @@ struct runtime {
   struct reduction *reductions[DTYPE_CODES][4]; /* SUM, PROD, MAX, MIN: for JAX's sharded programs; NULL: none */
   void *library;                                /* MPI, from dlopen */
   bool aware;                                   /* MPI accepts device pointers */
-  enum transport transport;                     /* for what is staged: everything if MPI is not aware */
-  atomic_bool several_devices;                  /* a link may be committed to one of them: link.c */
-  atomic_bool check;                            /* ranks compare their collectives (compare.h); the same on all ranks */
-  atomic_bool labels;                           /* and no rank has arrays on devices: messages have labels */
-  atomic_bool ends_on_error;                    /* an operation that fails ends the job, rather than raise */
-  atomic_bool log;                              /* a line at the start and at the end of each operation */
-  atomic_uint_least64_t calls;                  /* numbers the logged calls */
+  int64_t copy_bytes;       /* that a device copies in the time in which a copy begins; 0: boxes.c copies what it can */
+  enum transport transport; /* for what is staged: everything if MPI is not aware */
+  atomic_bool several_devices; /* a link may be committed to one of them: link.c */
+  atomic_bool check;           /* ranks compare their collectives (compare.h); the same on all ranks */
+  atomic_bool labels;          /* and no rank has arrays on devices: messages have labels */
+  atomic_bool ends_on_error;   /* an operation that fails ends the job, rather than raise */
+  atomic_bool log;             /* a line at the start and at the end of each operation */
+  atomic_uint_least64_t calls; /* numbers the logged calls */
 };
 extern struct runtime runtime;
 
@@ -240,6 +241,7 @@ struct call {
   struct communicator *comm;
   const struct memory *memory; /* that MPI's buffers lie in */
   void *stream;                /* XLA's; NULL for the host */
+  char *messages;              /* of a plan: where the transport composes them and takes them apart; NULL otherwise */
   const struct call *leaves;   /* of a call with joined buffers: as XLA made it; NULL otherwise */
   const char *function;        /* MPI function, for errors and the log */
   struct division division;

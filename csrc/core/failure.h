@@ -19,6 +19,11 @@ ffi_error *call_fail_unknown(const struct call *call, const char *attribute);
 
 /* The error for a code that a driver's function has returned in this thread. */
 ffi_error *call_fail_driver(const struct call *call, const struct memory *memory, int code);
+#define TRY_DRIVER(call, expression)                                      \
+  do {                                                                    \
+    int code_ = (expression);                                             \
+    if (code_ != 0) return call_fail_driver(call, (call)->memory, code_); \
+  } while (0)
 
 /* The error for a code that an MPI function has returned: the library's text, and what was passed to the call. */
 ffi_error *call_fail_mpi(const struct call *call, int code);

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/call.h"
 #include "core/failure.h"
 #include "core/half.h"
 
@@ -92,9 +93,6 @@ const struct plan *plan_of(const struct call *call) {
   int i = attribute_of(call->operation, PLAN);
   return i >= 0 ? object_of(call->attributes[i]) : NULL;
 }
-
-static const struct buffer *operand(const struct call *call, int leaf) { return &call->buffers[call->first[0] + leaf]; }
-static const struct buffer *result(const struct call *call, int leaf) { return &call->buffers[call->first[1] + leaf]; }
 
 /* --- boxes --- */
 
@@ -210,22 +208,24 @@ static row_function *adder_of(const struct datatype *type) {
 ffi_error *plan_check(const struct call *call, const struct plan *plan) {
   bool same = call->first[1] - call->first[0] == plan->arrays && call->first[2] - call->first[1] == plan->arrays;
   for (int i = 0; i < plan->arrays && same; i++) {
-    const struct buffer *in = operand(call, i), *out = result(call, i);
+    const struct buffer *in = plan_operand(call, i), *out = plan_result(call, i);
     same = in->count == plan->elements[i] && out->count == plan->elements[plan->arrays + i] && in->type == out->type &&
            (!plan->adds || adder_of(in->type) != NULL);
   }
   return same ? NULL : call_fail(call, FFI_INTERNAL, "the arrays are not those of its plan: reinstall jaxmpi");
 }
 
-static void begin_results(const struct call *call, const struct plan *plan) {
-  for (int i = 0; i < plan->arrays; i++) {
-    const struct buffer *in = operand(call, i), *out = result(call, i);
+ffi_error *plan_begin(const struct call *call, const struct plan *plan) {
+  ffi_error *error = NULL;
+  for (int i = 0; i < plan->arrays && error == NULL; i++) {
+    const struct buffer *in = plan_operand(call, i), *out = plan_result(call, i);
     if (out->count == 0 || (in->data == out->data && !plan->zeroed)) continue;
     if (plan->zeroed)
-      memset(out->data, 0, buffer_bytes(out));
+      error = call_zero(call, out->data, buffer_bytes(out));
     else
-      memcpy(out->data, in->data, buffer_bytes(out));
+      error = call_move(call, out->data, in->data, buffer_bytes(out));
   }
+  return error;
 }
 
 uint64_t plan_label(const struct call *call, const struct plan *plan, uint64_t number) {
@@ -236,19 +236,42 @@ uint64_t plan_label(const struct call *call, const struct plan *plan, uint64_t n
   return hash ^ hash >> 31;
 }
 
-void plan_pack(const struct call *call, const struct plan *plan, char *stage, uint64_t label) {
-  for (int i = 0; i < plan->send_count; i++) memcpy(stage + plan->sends[i].stage, &label, LABEL_BYTES);
+void plan_pack(const struct call *call, const struct plan *plan, char *stage) {
   for (int i = 0; i < plan->pack_count; i++)
-    walk_box(gather, &plan->packs[i], operand(call, plan->packs[i].leaf)->data, stage + plan->packs[i].stage);
-  begin_results(call, plan);
+    walk_box(gather, &plan->packs[i], plan_operand(call, plan->packs[i].leaf)->data, stage + plan->packs[i].stage);
+  plan_begin(call, plan); /* on the host it cannot fail */
   for (int i = 0; i < plan->fill_count; i++)
-    walk_box(fill, &plan->fills[i], result(call, plan->fills[i].leaf)->data, NULL);
+    walk_box(fill, &plan->fills[i], plan_result(call, plan->fills[i].leaf)->data, NULL);
 }
 
 void plan_unpack(const struct call *call, const struct plan *plan, const char *stage) {
   for (int i = 0; i < plan->unpack_count; i++) {
     const struct box *box = &plan->unpacks[i];
-    const struct buffer *array = result(call, box->leaf);
+    const struct buffer *array = plan_result(call, box->leaf);
     walk_box(plan->adds ? adder_of(array->type) : scatter, box, array->data, stage + box->stage);
   }
+}
+
+/* --- boxes without gaps --- */
+
+int64_t box_bytes(const struct box *box) {
+  int64_t bytes = box->run;
+  for (int axis = 0; axis < box->axes; axis++) bytes *= box->counts[axis];
+  return bytes;
+}
+
+static struct box without_gaps(const struct box *box) {
+  struct box whole = {.run = box_bytes(box)};
+  memcpy(whole.value, box->value, sizeof whole.value);
+  return whole;
+}
+
+void box_fill(const struct box *box, char *whole) {
+  struct box all = without_gaps(box);
+  walk_box(fill, &all, whole, NULL);
+}
+
+void box_add(const struct box *box, const struct datatype *type, char *whole, const char *message) {
+  struct box all = without_gaps(box);
+  walk_box(adder_of(type), &all, whole, message);
 }

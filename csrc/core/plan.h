@@ -59,14 +59,30 @@ struct plan *plan_make(const int64_t *numbers, size_t count);
 /* The attribute of a call that is a plan; NULL: its operation has none. */
 const struct plan *plan_of(const struct call *call);
 
+static inline const struct buffer *plan_operand(const struct call *call, int leaf) {
+  return &call->buffers[call->first[0] + leaf];
+}
+static inline const struct buffer *plan_result(const struct call *call, int leaf) {
+  return &call->buffers[call->first[1] + leaf];
+}
+
 /* NULL, or the error: the arrays of the call are not those of the plan. */
 ffi_error *plan_check(const struct call *call, const struct plan *plan);
 
-/* Composes the messages in `stage`, which has room for `sent` bytes, and fills the results of `call` except for what is
- * received. */
-void plan_pack(const struct call *call, const struct plan *plan, char *stage, uint64_t label);
+/* Lets the results begin as the operands, or as zero; in whichever memory they lie, so that it can fail. */
+ffi_error *plan_begin(const struct call *call, const struct plan *plan);
+
+/* Composes the messages in `stage`, which has room for `sent` bytes, except for their labels, and fills the results of
+ * `call` except for what is received. */
+void plan_pack(const struct call *call, const struct plan *plan, char *stage);
 
 /* Distributes what has been received. */
 void plan_unpack(const struct call *call, const struct plan *plan, const char *stage);
+
+/* The same for a box of an array that is at hand without its gaps, as in a message: fills it; adds a message to it,
+ * for a type that plan_check allows. */
+int64_t box_bytes(const struct box *box);
+void box_fill(const struct box *box, char *whole);
+void box_add(const struct box *box, const struct datatype *type, char *whole, const char *message);
 
 #endif

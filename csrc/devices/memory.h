@@ -18,7 +18,17 @@
 
 #include "xla/ffi.h"
 
+/* Rows of `width` bytes, which begin that many bytes apart on the host and on the device. */
+struct rows {
+  size_t width, count, on_host;
+  ptrdiff_t on_device;
+};
+/* A driver copies rows at once that do not overlap and are no more than MAX_PITCH bytes apart. */
 enum { MAX_PITCH = 0x7fffffff };
+static inline bool rows_at_once(const struct rows *rows) {
+  return rows->count == 1 || (rows->on_device >= (ptrdiff_t)rows->width && rows->on_device <= MAX_PITCH &&
+                              rows->on_host >= rows->width && rows->on_host <= MAX_PITCH);
+}
 
 struct memory {
   const char *platform;         /* XLA's name for it */
@@ -39,10 +49,9 @@ struct memory {
   int (*pin)(void **host, size_t bytes); /* allocates pinned host memory */
   int (*unpin)(void *host);
 
-  /* Enqueued on the stream. For copy_down and copy_up `host` is pinned; `rows` rows of `width` bytes are contiguous
-   * there, and begin `pitch` bytes apart on the device, at most MAX_PITCH. */
-  int (*copy_down)(void *host, const void *device, size_t width, size_t rows, size_t pitch, void *stream);
-  int (*copy_up)(void *device, const void *host, size_t width, size_t rows, size_t pitch, void *stream);
+  /* Enqueued on the stream. For copy_down and copy_up `host` is pinned, and rows_at_once holds. */
+  int (*copy_down)(void *host, const void *device, struct rows rows, void *stream);
+  int (*copy_up)(void *device, const void *host, struct rows rows, void *stream);
   int (*copy)(void *to, const void *from, size_t bytes, void *stream);
   int (*zero)(void *device, size_t bytes, void *stream);
   int (*call)(void *stream, void (*function)(void *), void *data); /* host function: it must not call the driver */
@@ -78,6 +87,9 @@ bool memory_loaded(const struct memory *memory);
 
 /* Loads the driver of a space at the first call. NULL, or why its arrays cannot be communicated. */
 const char *memory_open(const struct memory *memory);
+
+/* Enqueues copies of rows, whatever their distance: up to the device, or down to the host. */
+int memory_copy_rows(const struct memory *memory, bool up, void *host, void *device, struct rows rows, void *stream);
 
 /* The driver's function that failed last in this thread, as recorded by memory_checked. */
 extern _Thread_local const char *memory_failed;

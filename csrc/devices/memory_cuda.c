@@ -50,29 +50,29 @@ static int pin(void **host, size_t bytes) { return CALL(cuMemHostAlloc, host, by
 
 static int unpin(void *host) { return CALL(cuMemFreeHost, host); }
 
-static int copy_down(void *host, const void *device, size_t width, size_t rows, size_t pitch, void *stream) {
-  if (rows == 1) return CALL(cuMemcpyDtoHAsync, host, ADDRESS(device), width, stream);
+static int copy_down(void *host, const void *device, struct rows rows, void *stream) {
+  if (rows.count == 1) return CALL(cuMemcpyDtoHAsync, host, ADDRESS(device), rows.width, stream);
   CUDA_MEMCPY2D copy = {.src_type = MEMORY_DEVICE,
                         .src_device = ADDRESS(device),
-                        .src_pitch = pitch,
+                        .src_pitch = (size_t)rows.on_device,
                         .dst_type = MEMORY_HOST,
                         .dst_host = host,
-                        .dst_pitch = width,
-                        .width = width,
-                        .height = rows};
+                        .dst_pitch = rows.on_host,
+                        .width = rows.width,
+                        .height = rows.count};
   return CALL(cuMemcpy2DAsync, &copy, stream);
 }
 
-static int copy_up(void *device, const void *host, size_t width, size_t rows, size_t pitch, void *stream) {
-  if (rows == 1) return CALL(cuMemcpyHtoDAsync, ADDRESS(device), host, width, stream);
+static int copy_up(void *device, const void *host, struct rows rows, void *stream) {
+  if (rows.count == 1) return CALL(cuMemcpyHtoDAsync, ADDRESS(device), host, rows.width, stream);
   CUDA_MEMCPY2D copy = {.src_type = MEMORY_HOST,
                         .src_host = host,
-                        .src_pitch = width,
+                        .src_pitch = rows.on_host,
                         .dst_type = MEMORY_DEVICE,
                         .dst_device = ADDRESS(device),
-                        .dst_pitch = pitch,
-                        .width = width,
-                        .height = rows};
+                        .dst_pitch = (size_t)rows.on_device,
+                        .width = rows.width,
+                        .height = rows.count};
   return CALL(cuMemcpy2DAsync, &copy, stream);
 }
 

@@ -60,14 +60,16 @@ static int pin(void **host, size_t bytes) { return CALL(hipHostMalloc, host, byt
 
 static int unpin(void *host) { return CALL(hipHostFree, host); }
 
-static int copy_down(void *host, const void *device, size_t width, size_t rows, size_t pitch, void *stream) {
-  if (rows == 1) return CALL(hipMemcpyAsync, host, device, width, DEVICE_TO_HOST, stream);
-  return CALL(hipMemcpy2DAsync, host, width, device, pitch, width, rows, DEVICE_TO_HOST, stream);
+static int copy_down(void *host, const void *device, struct rows rows, void *stream) {
+  if (rows.count == 1) return CALL(hipMemcpyAsync, host, device, rows.width, DEVICE_TO_HOST, stream);
+  return CALL(hipMemcpy2DAsync, host, rows.on_host, device, (size_t)rows.on_device, rows.width, rows.count,
+              DEVICE_TO_HOST, stream);
 }
 
-static int copy_up(void *device, const void *host, size_t width, size_t rows, size_t pitch, void *stream) {
-  if (rows == 1) return CALL(hipMemcpyAsync, device, host, width, HOST_TO_DEVICE, stream);
-  return CALL(hipMemcpy2DAsync, device, pitch, host, width, width, rows, HOST_TO_DEVICE, stream);
+static int copy_up(void *device, const void *host, struct rows rows, void *stream) {
+  if (rows.count == 1) return CALL(hipMemcpyAsync, device, host, rows.width, HOST_TO_DEVICE, stream);
+  return CALL(hipMemcpy2DAsync, device, (size_t)rows.on_device, host, rows.on_host, rows.width, rows.count,
+              HOST_TO_DEVICE, stream);
 }
 
 static int copy(void *to, const void *from, size_t bytes, void *stream) {

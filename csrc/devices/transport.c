@@ -4,7 +4,7 @@
 #include <string.h>
 
 #include "core/call.h"
-#include "core/plan.h"
+#include "devices/boxes.h"
 
 enum { SLOTS = 4, ALIGNMENT = 256, LEAST = 1 << 16, OUTGROWN = 48 };
 
@@ -33,12 +33,6 @@ struct stream_state {
 
 static struct stream_state *states;
 static pthread_mutex_t states_lock = PTHREAD_MUTEX_INITIALIZER;
-
-#define TRY(call, expression)                                             \
-  do {                                                                    \
-    int code_ = (expression);                                             \
-    if (code_ != 0) return call_fail_driver(call, (call)->memory, code_); \
-  } while (0)
 
 /* --- stream states --- */
 
@@ -197,6 +191,11 @@ static void job_run(struct job *job) {
   struct call *call = &job->call;
   ffi_error *error = call_check(call); /* the communicator may have been freed since the call */
   if (error == NULL) error = call_body(call);
+  if (error != NULL && call->messages != NULL) {
+    const struct plan *plan = plan_of(call);
+    memset(call->messages + plan->sent, 0xff, (size_t)plan->received);
+    return;
+  }
   for (int i = 0; i < call->buffer_count && error != NULL; i++) {
     const struct buffer *buffer = &call->buffers[i];
     if (role_is_written(buffer->role) && buffer->count > 0) memset(buffer->data, 0xff, buffer_bytes(buffer));
@@ -283,6 +282,7 @@ struct stage {
   enum transport transport;
   bool aware;
   bool divided;
+  const struct plan *boxed; /* NULL, or the plan of whose boxes the messages are made by copies of the driver */
   int64_t chunks;
   size_t front, room;          /* bytes before the slots, and per slot */
   size_t offsets[MAX_BUFFERS]; /* of staged buffers */
@@ -290,7 +290,7 @@ struct stage {
 };
 
 static bool is_staged(const struct stage *stage, const struct buffer *buffer) {
-  return buffer->count > 0 && (!stage->aware || role_is_of_host(buffer->role));
+  return buffer->count > 0 && stage->boxed == NULL && (!stage->aware || role_is_of_host(buffer->role));
 }
 
 static void **events_of(const struct stage *stage, int64_t number) { return stage->state->events[number % SLOTS]; }
@@ -308,6 +308,7 @@ static void chunk_make(const struct stage *stage, int64_t number, struct chunk *
   char *slot = stage->state->staging + stage->front + (size_t)(number % SLOTS) * stage->room * stage->divided;
   call->compared = call->compared && number == 0;
   if (!stage->aware) call->memory = &memory_host;
+  if (stage->boxed != NULL) call->messages = slot;
   for (int i = 0; i < call->buffer_count; i++)
     if (is_staged(stage, &call->buffers[i]))
       call->buffers[i].data =
@@ -316,35 +317,23 @@ static void chunk_make(const struct stage *stage, int64_t number, struct chunk *
 
 /* Copies a buffer of a chunk down to the host, or up to the device. */
 static int copy(const struct stage *stage, bool up, const struct buffer *host, const struct buffer *device) {
-  const struct memory *memory = stage->call->memory;
-  void *stream = up ? stage->up : stage->down;
-  size_t rows = stage->divided ? (size_t)call_rows(stage->call, host) : 1, width = buffer_bytes(host), pitch = 0;
-  if (rows > 1) width /= rows, pitch = (size_t)stage->call->division.columns * host->type->bytes;
-  bool each = pitch > MAX_PITCH;
-  int code = 0;
-  for (size_t i = 0; i < (each ? rows : 1) && code == 0; i++) {
-    char *on_host = (char *)host->data + i * width, *on_device = (char *)device->data + i * pitch;
-    if (up)
-      code = memory->copy_up(on_device, on_host, width, each ? 1 : rows, pitch, stream);
-    else
-      code = memory->copy_down(on_host, on_device, width, each ? 1 : rows, pitch, stream);
-  }
-  return code;
+  size_t count = stage->divided ? (size_t)call_rows(stage->call, host) : 1, width = buffer_bytes(host) / count;
+  size_t pitch = count > 1 ? (size_t)stage->call->division.columns * host->type->bytes : width;
+  return memory_copy_rows(stage->call->memory, up, host->data, device->data,
+                          (struct rows){width, count, width, (ptrdiff_t)pitch}, up ? stage->up : stage->down);
 }
 
 /* The same for a buffer that is joined, leaf by leaf. */
 static int copy_leaves(const struct stage *stage, bool up, int buffer, const struct buffer *host) {
-  const struct memory *memory = stage->call->memory;
   int count, rows = call_rows(stage->call, host), code = 0;
   const struct buffer *leaf = leaves_of(stage->call, buffer, &count);
   size_t pitch = buffer_bytes(host) / (size_t)rows, at = 0;
-  for (int k = 0; k < count; k++) {
+  for (int k = 0; k < count && code == 0; k++) {
     size_t width = buffer_bytes(&leaf[k]) / (size_t)rows;
-    for (size_t i = 0; i < (size_t)rows * (width > 0) && code == 0; i++) {
-      char *on_host = (char *)host->data + i * pitch + at, *on_device = (char *)leaf[k].data + i * width;
-      code = up ? memory->copy_up(on_device, on_host, width, 1, 0, stage->up)
-                : memory->copy_down(on_host, on_device, width, 1, 0, stage->down);
-    }
+    if (width > 0)
+      code =
+          memory_copy_rows(stage->call->memory, up, (char *)host->data + at, leaf[k].data,
+                           (struct rows){width, (size_t)rows, pitch, (ptrdiff_t)width}, up ? stage->up : stage->down);
     at += width;
   }
   return code;
@@ -359,9 +348,9 @@ static ffi_error *copy_all(const struct stage *stage, bool up, int64_t number, c
     if (role_is_written(host->role) != up || !is_staged(stage, host)) continue;
     if (role_is_of_host(host->role) && number != with_hosts) continue;
     if (stage->call->leaves != NULL)
-      TRY(stage->call, copy_leaves(stage, up, i, host));
+      TRY_DRIVER(stage->call, copy_leaves(stage, up, i, host));
     else
-      TRY(stage->call, copy(stage, up, host, &chunk->device.buffers[i]));
+      TRY_DRIVER(stage->call, copy(stage, up, host, &chunk->device.buffers[i]));
   }
   return NULL;
 }
@@ -378,10 +367,11 @@ static ffi_error *fetch(const struct stage *stage, int64_t number) {
   struct chunk chunk;
   chunk_make(stage, number, &chunk);
   void **events = events_of(stage, number);
-  if (number >= SLOTS) TRY(stage->call, stage->call->memory->stream_wait(stage->down, events[STORED]));
+  if (number >= SLOTS) TRY_DRIVER(stage->call, stage->call->memory->stream_wait(stage->down, events[STORED]));
   ffi_error *error = copy_all(stage, false, number, &chunk);
+  if (error == NULL && stage->boxed != NULL) error = boxes_down(stage->call, stage->boxed, chunk.call.messages);
   if (error != NULL) return error;
-  TRY(stage->call, order(stage, stage->down, events[FETCHED], stage->through));
+  TRY_DRIVER(stage->call, order(stage, stage->down, events[FETCHED], stage->through));
   return NULL;
 }
 
@@ -392,8 +382,8 @@ static ffi_error *pass(const struct stage *stage, int64_t number) {
   if (stage->transport != TRANSPORT_WAIT)
     return give_job(stage->call, &chunk.call, stage->transport == TRANSPORT_THREAD, stage->through);
   void *ready = stage->divided ? events_of(stage, number)[FETCHED] : stage->state->done;
-  if (!stage->divided) TRY(stage->call, memory->event_record(ready, stage->through));
-  TRY(stage->call, memory->event_synchronize(ready));
+  if (!stage->divided) TRY_DRIVER(stage->call, memory->event_record(ready, stage->through));
+  TRY_DRIVER(stage->call, memory->event_synchronize(ready));
   return stage->aware ? call_chunks(&chunk.call) : call_body(&chunk.call);
 }
 
@@ -401,10 +391,11 @@ static ffi_error *store(const struct stage *stage, int64_t number) {
   struct chunk chunk;
   chunk_make(stage, number, &chunk);
   void **events = events_of(stage, number);
-  TRY(stage->call, order(stage, stage->through, events[PASSED], stage->up));
+  TRY_DRIVER(stage->call, order(stage, stage->through, events[PASSED], stage->up));
   ffi_error *error = copy_all(stage, true, number, &chunk);
+  if (error == NULL && stage->boxed != NULL) error = boxes_up(stage->call, stage->boxed, chunk.call.messages);
   if (error != NULL) return error;
-  if (stage->divided) TRY(stage->call, stage->call->memory->event_record(events[STORED], stage->up));
+  if (stage->divided) TRY_DRIVER(stage->call, stage->call->memory->event_record(events[STORED], stage->up));
   return NULL;
 }
 
@@ -427,7 +418,8 @@ static void lay_out(struct stage *stage) {
   call_copy(&first, stage->call);
   if (stage->divided) call_cut(&first, 0);
   bool in_place = stage->call->operation->divisibility == CHUNKS;
-  stage->front = stage->room = 0;
+  stage->front = 0;
+  stage->room = stage->boxed != NULL ? boxes_room(stage->boxed) : 0;
   for (int i = 0; i < first.buffer_count; i++) {
     const struct buffer *buffer = &first.buffers[i];
     stage->offsets[i] = 0;
@@ -446,13 +438,19 @@ static ffi_error *prepare(struct stage *stage, struct stream_state *state, const
   stage->state = state;
   stage->aware = runtime.aware && within_reach(call);
   stage->transport = stage->aware ? TRANSPORT_WAIT : transport_of(call);
+  const struct plan *plan = plan_of(call);
+  stage->boxed = plan != NULL && boxes_serve(call, plan) ? plan : NULL;
+  if (stage->boxed != NULL) {
+    ffi_error *error = plan_check(call, plan);
+    if (error != NULL) return error;
+  }
   stage->divided = !stage->aware && !division_is_one(&call->division);
   stage->chunks = stage->divided ? (call->division.columns + call->division.chunk - 1) / call->division.chunk : 1;
   stage->down = stage->through = stage->up = call->stream;
   lay_out(stage);
-  TRY(call, state_reserve(state, stage->front + (stage->divided ? SLOTS : 1) * stage->room));
+  TRY_DRIVER(call, state_reserve(state, stage->front + (stage->divided ? SLOTS : 1) * stage->room));
   if (!stage->divided) return NULL;
-  TRY(call, state_divide(state));
+  TRY_DRIVER(call, state_divide(state));
   stage->down = state->streams[DOWN];
   stage->through = state->streams[THROUGH];
   stage->up = state->streams[UP];
@@ -461,7 +459,7 @@ static ffi_error *prepare(struct stage *stage, struct stream_state *state, const
 
 static ffi_error *run_chunks(const struct stage *stage) {
   const struct call *call = stage->call;
-  TRY(call, order(stage, call->stream, stage->state->done, stage->down));
+  TRY_DRIVER(call, order(stage, call->stream, stage->state->done, stage->down));
   ffi_error *error = fetch(stage, 0);
   for (int64_t i = 0; i < stage->chunks && error == NULL; i++) {
     if (i + 1 < stage->chunks) error = fetch(stage, i + 1); /* copied while this thread is in MPI */
@@ -469,9 +467,10 @@ static ffi_error *run_chunks(const struct stage *stage) {
     if (error == NULL) error = store(stage, i);
   }
   if (error != NULL) return error;
-  if (stage->divided) TRY(call, call->memory->stream_wait(call->stream, events_of(stage, stage->chunks - 1)[STORED]));
+  if (stage->divided)
+    TRY_DRIVER(call, call->memory->stream_wait(call->stream, events_of(stage, stage->chunks - 1)[STORED]));
   bool waited = stage->aware && stage->front + stage->room == 0; /* for MPI, and nothing was staged */
-  if (!waited) TRY(call, call->memory->event_record(stage->state->done, call->stream));
+  if (!waited) TRY_DRIVER(call, call->memory->event_record(stage->state->done, call->stream));
   return NULL;
 }
 
@@ -492,8 +491,8 @@ ffi_error *transport_run(struct call *call) {
   call->stream = stream.stream;
   void *context, *previous;
   struct stream_state *state;
-  TRY(call, memory->context(call->stream, &context));
-  TRY(call, memory->enter(context, &previous));
+  TRY_DRIVER(call, memory->context(call->stream, &context));
+  TRY_DRIVER(call, memory->enter(context, &previous));
   int code = state_take(call, context, &state);
   if (code != 0) {
     error = code == -1 ? call_fail(call, FFI_INTERNAL, "no memory") : call_fail_driver(call, memory, code);

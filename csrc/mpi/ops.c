@@ -525,11 +525,13 @@ static ffi_error *by_plan(struct call *c) {
   BEGIN(c, Isend, "to %d ranks and from %d with", plan->send_count, plan->receive_count);
   uint64_t label = plan_label(c, plan, atomic_fetch_add(&c->comm->planned, 1) + 1);
   size_t stage_bytes = (size_t)(plan->sent + plan->received);
-  struct scratch *scratch = scratch_take(stage_bytes + (size_t)plan->send_count * sizeof(MPI_Request));
+  size_t own_bytes = c->messages == NULL ? stage_bytes : 0;
+  struct scratch *scratch = scratch_take(own_bytes + (size_t)plan->send_count * sizeof(MPI_Request));
   if (scratch == NULL) return call_fail(c, FFI_INTERNAL, "no memory for messages of %zu bytes", stage_bytes);
-  char *stage = scratch->data;
-  MPI_Request *requests = (MPI_Request *)(void *)(stage + stage_bytes);
-  plan_pack(c, plan, stage, label);
+  char *stage = c->messages == NULL ? scratch->data : c->messages;
+  MPI_Request *requests = (MPI_Request *)(void *)(scratch->data + own_bytes);
+  if (c->messages == NULL) plan_pack(c, plan, stage);
+  for (int i = 0; i < plan->send_count; i++) memcpy(stage + plan->sends[i].stage, &label, LABEL_BYTES);
   int begun = 0, code = MPI_SUCCESS;
   for (; begun < plan->send_count && code == MPI_SUCCESS; begun++) {
     const struct peer *peer = &plan->sends[begun];
@@ -540,9 +542,11 @@ static ffi_error *by_plan(struct call *c) {
     span_free(&span);
   }
   if (code != MPI_SUCCESS) begun--;
+  c->sending = begun > 0;
   ffi_error *error = code == MPI_SUCCESS ? NULL : call_fail_mpi(c, code);
-  c->sending = true;
-  for (int i = 0; i < plan->receive_count; i++) { /* all of them, so that none is left to the next call */
+  /* All of them, so that none is left to the next call; but where this rank could not send, others may not have been
+   * able to either, and nothing may come. */
+  for (int i = 0; i < plan->receive_count && code == MPI_SUCCESS; i++) {
     ffi_error *failure = receive_planned(c, plan, &plan->receives[i], stage, label);
     if (error == NULL) error = failure;
   }
@@ -552,7 +556,7 @@ static ffi_error *by_plan(struct call *c) {
     code = mpi.Wait(&requests[i], &sent);
     if (code != MPI_SUCCESS && error == NULL) error = call_fail_in(c, "MPI_Wait", code);
   }
-  if (error == NULL) plan_unpack(c, plan, stage);
+  if (error == NULL && c->messages == NULL) plan_unpack(c, plan, stage);
   scratch_give(scratch);
   return error;
 }

@@ -340,20 +340,22 @@ static PyObject *driver_loaded(PyObject *self, PyObject *args) {
 
 PyDoc_STRVAR(
     set_devices_doc,
-    "set_devices(aware, transport)\n\n"
+    "set_devices(aware, transport, copy_bytes)\n\n"
     "Whether MPI reaches the memory of devices; the name of the transport for what it does not reach: callback, "
-    "thread or wait.");
+    "thread or wait; how many bytes a device copies in the time in which a copy begins.");
 static PyObject *set_devices(PyObject *self, PyObject *args) {
   (void)self;
   static const char *const names[] = {
       [TRANSPORT_CALLBACK] = "callback", [TRANSPORT_THREAD] = "thread", [TRANSPORT_WAIT] = "wait", NULL};
   const char *name;
   int aware, transport = 0;
-  if (!PyArg_ParseTuple(args, "ps", &aware, &name)) return NULL;
+  long long copy_bytes;
+  if (!PyArg_ParseTuple(args, "psL", &aware, &name, &copy_bytes)) return NULL;
   while (names[transport] != NULL && strcmp(names[transport], name) != 0) transport++;
   if (names[transport] == NULL) return PyErr_Format(PyExc_ValueError, "no transport is called %s", name);
   runtime.aware = aware != 0;
   runtime.transport = (enum transport)transport;
+  runtime.copy_bytes = copy_bytes;
   Py_RETURN_NONE;
 }
 

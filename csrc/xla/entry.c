@@ -258,6 +258,7 @@ INLINED ffi_error *run(ffi_frame *frame, int row, const struct memory *memory) {
   call.comm = NULL;
   call.memory = memory;
   call.stream = NULL;
+  call.messages = NULL;
   call.leaves = NULL;
   call.buffer_count = 0;
   ffi_error *error;

@@ -17,6 +17,7 @@ _MPICH_KINDS = {"CUDA": 0, "SYCL": 1, "ROCM": 2}  # MPIX_GPU_SUPPORT_CUDA, _ZE, 
 _TRUE, _FALSE = ("1", "on", "true", "yes"), ("0", "off", "false", "no")
 
 CHUNK = 4 << 20
+COPY_BYTES = 1 << 16
 """Bytes of a chunk, for operations in chunks on the default communicator: see docs/gpu.md."""
 
 
@@ -36,6 +37,8 @@ class Choice:
     """The chunk size that this rank asks for, in bytes; 0: it does not need chunks."""
     everywhere: bool = False
     """It asks for chunks on all communicators: the user has set their size."""
+    copy_bytes: int = COPY_BYTES
+    """Bytes that a device copies in the time in which a copy begins: whether parts of arrays are copied, or all."""
 
     @property
     def platforms(self) -> list[str]:
@@ -111,15 +114,27 @@ def _transport(environment: Mapping[str, str], aware: bool, inspects: bool) -> t
     return "callback", "the MPI library does not call the driver"
 
 
+def _bytes(environment: Mapping[str, str], variable: str, least: int) -> int | None:
+    """A number of bytes, at least so many or 0; None if the user has set none."""
+    given = environment.get(variable, "").strip()
+    if not given:
+        return None
+    size = int(given) if given.isascii() and given.isdigit() and len(given) < 16 else -1
+    if size < least and size != 0:
+        allowed = f"at least {least} (bytes), or to 0" if least > 0 else "a number of bytes"
+        raise ValueError(f"jaxmpi: {variable} is '{given}': set it to {allowed}")
+    return size
+
+
 def _chunk(environment: Mapping[str, str], default: int) -> tuple[int, bool]:
     """The chunk size, and whether the user has set it."""
-    given = environment.get("JAXMPI_DEVICE_CHUNK", "").strip()
-    if not given:
-        return default, False
-    size = int(given) if given.isascii() and given.isdigit() and len(given) < 16 else -1
-    if size != 0 and size < 4096:
-        raise ValueError(f"jaxmpi: JAXMPI_DEVICE_CHUNK is '{given}': set it to at least 4096 (bytes), or to 0")
-    return size, True
+    size = _bytes(environment, "JAXMPI_DEVICE_CHUNK", 4096)
+    return (default, False) if size is None else (size, True)
+
+
+def _copy_bytes(environment: Mapping[str, str]) -> int:
+    size = _bytes(environment, "JAXMPI_DEVICE_COPY", 0)
+    return COPY_BYTES if size is None else size
 
 
 def choose(environment: Mapping[str, str], jax_platforms: str | None) -> Choice:
@@ -147,11 +162,11 @@ def choose(environment: Mapping[str, str], jax_platforms: str | None) -> Choice:
             RuntimeWarning,
             stacklevel=2,
         )
-    chunks = _chunk(environment, CHUNK if used and not aware else 0)
+    sizes = (*_chunk(environment, CHUNK if used and not aware else 0), _copy_bytes(environment))
     if not platforms:
-        return Choice(drivers, False, transport, "no driver", *chunks)
+        return Choice(drivers, False, transport, "no driver", *sizes)
     because = f"{said}{f', but {variable}' if forced is not None and forced != able else ''}; {why}"
-    return Choice(drivers, aware, transport, because, *chunks)
+    return Choice(drivers, aware, transport, because, *sizes)
 
 
 def count(platform: str) -> int:

@@ -130,7 +130,7 @@ def _load() -> tuple[Library, dict[str, Datatype], _devices.Choice]:
     _check_state()
     library = Library(*_core.load(MPI.__file__, secrets.randbits(64)))
     devices = _devices.choose(os.environ, _jax.platforms())
-    _core.set_devices(devices.aware, devices.transport)
+    _core.set_devices(devices.aware, devices.transport, devices.copy_bytes)
     # In the same order in every run, so that a cached program finds them under their numbers.
     of_self = _core.communicator(handle_of(MPI.COMM_SELF), _meaning("COMM_SELF", library))
     assert of_self is not None

@@ -285,6 +285,13 @@ static void run_one(const struct test *test) {
   printf("%s %s\n", failures == before ? "ok  " : "FAIL", test->name);
 }
 
+uint64_t draw_state;
+uint32_t draw(uint32_t below) {
+  draw_state ^= draw_state >> 12, draw_state ^= draw_state << 25, draw_state ^= draw_state >> 27;
+  return (uint32_t)((draw_state * 0x2545f4914f6cdd1dull) >> 33) % below;
+}
+bool once_in(uint32_t n) { return draw(n) == 0; }
+
 int run_tests(int argc, char **argv, const struct test *tests, size_t count) {
   registry_begin(KEY);
   if (argc > 1 && !open_fake(argv[1])) {

@@ -122,6 +122,11 @@ void blank(void *data, size_t bytes);
 bool is_blank(const void *data, size_t from, size_t to);
 bool is_zero(const void *data, size_t from, size_t to);
 
+/* Random numbers below `below`, by xorshift64*: the same in each run, from the state that a test sets. */
+extern uint64_t draw_state;
+uint32_t draw(uint32_t below);
+bool once_in(uint32_t n);
+
 struct test {
   const char *name;
   void (*run)(void);

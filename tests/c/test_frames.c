@@ -12,13 +12,6 @@
 
 enum { FRAMES = 20000, MOST_ELEMENTS = 40, MOST_SIZE = 4, POOL = 1 << 16 };
 
-static uint64_t state;
-static uint32_t draw(uint32_t below) { /* xorshift64*: the same in each run */
-  state ^= state >> 12, state ^= state << 25, state ^= state >> 27;
-  return (uint32_t)((state * 0x2545f4914f6cdd1dull) >> 33) % below;
-}
-static bool once_in(uint32_t n) { return draw(n) == 0; }
-
 static _Alignas(16) unsigned char pool[POOL];
 static _Alignas(16) unsigned char statuses[128];
 static void *taken[2 * MAX_ARRAYS];
@@ -214,7 +207,7 @@ static bool one_frame(int number) {
 }
 
 static void run_frames(uint64_t seed) {
-  state = seed;
+  draw_state = seed;
   succeeded = 0;
   int i = 0;
   while (i < FRAMES && one_frame(i)) i++;

@@ -1,0 +1,25 @@
+/* Plans of arrays on a device: the messages are composed and taken apart by copies of the driver, box by box, so that
+ * only what travels leaves the device. Nothing else of the arrays is copied to the host.
+ *
+ * In pinned memory are the messages, as in plan.h, and behind them room for what is filled and for one box that is
+ * added to: it is copied down, added to by a host function, and copied up again, before the next.
+ *
+ * Threads: as transport.h; each enqueues its work on the stream of the call and does not wait.
+ */
+#ifndef JAXMPI_BOXES_H
+#define JAXMPI_BOXES_H
+
+#include "core/plan.h"
+
+/* Whether this is possible, and costs less than copies of whole arrays, or runtime.copy_bytes is 0. */
+bool boxes_serve(const struct call *call, const struct plan *plan);
+
+/* Bytes of pinned memory. */
+size_t boxes_room(const struct plan *plan);
+
+/* Before the messages travel; and after that. `room` is the pinned memory, the buffers of the call are on the device.
+ */
+ffi_error *boxes_down(const struct call *call, const struct plan *plan, char *room);
+ffi_error *boxes_up(const struct call *call, const struct plan *plan, char *room);
+
+#endif

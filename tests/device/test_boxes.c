@@ -1,0 +1,380 @@
+/* Plans of arrays on device memory: random boxes, copied by the driver, against the same call on the host.
+ *
+ * FAKE_DRIVER names the library of the fake driver.
+ */
+#include <stdlib.h>
+
+#include "core/failure.h"
+#include "core/plan.h"
+#include "devices/transport.h"
+#include "simulated.h"
+
+enum { PLAN_TAG = 77, MOST_ARRAYS = 3, MOST_AXES = 3, MOST_MOVES = 6, PLANS = 300, ROOM = 4096 };
+static const int64_t ALWAYS = 0, NEVER = 1ll << 40; /* of runtime.copy_bytes */
+
+static const enum transport transports[] = {TRANSPORT_CALLBACK, TRANSPORT_THREAD, TRANSPORT_WAIT};
+static const char *const names[] = {
+    [TRANSPORT_CALLBACK] = "callback", [TRANSPORT_THREAD] = "thread", [TRANSPORT_WAIT] = "wait"};
+
+/* --- plans --- */
+
+struct numbers {
+  int64_t values[2048];
+  size_t count;
+};
+static void put(struct numbers *numbers, int64_t value) {
+  if (numbers->count == sizeof numbers->values / 8) abort();
+  numbers->values[numbers->count++] = value;
+}
+
+/* An array: its elements along each axis. */
+struct shape {
+  int dtype, axes;
+  int64_t bytes, dims[MOST_AXES];
+};
+
+static int64_t elements_of(const struct shape *shape) {
+  int64_t elements = 1;
+  for (int axis = 0; axis < shape->axes; axis++) elements *= shape->dims[axis];
+  return elements;
+}
+
+/* A box of an array with that many elements along each axis: it begins anywhere where it fits, with any steps. Step 0
+ * stands for elements that are read several times. */
+static void put_box(struct numbers *n, int leaf, int64_t stage, const struct shape *shape, const int64_t *counts,
+                    bool repeats, int64_t value) {
+  int64_t first = 0, stride = shape->bytes, run = shape->bytes, strides[MOST_AXES];
+  for (int axis = shape->axes - 1; axis >= 0; axis--) {
+    int64_t room = shape->dims[axis], count = counts[axis];
+    int64_t step = repeats && once_in(6) ? 0 : count > 1 ? 1 + draw((uint32_t)((room - 1) / (count - 1))) : 1;
+    int64_t length = step * (count - 1) + 1, start = draw((uint32_t)(room - length + 1));
+    if (once_in(4)) start += length - 1, step = -step;
+    first += start * stride;
+    strides[axis] = step * stride;
+    stride *= room;
+  }
+  int axes = shape->axes;
+  while (axes > 0 && strides[axes - 1] == run && once_in(2)) run *= counts[--axes];
+  const int64_t head[] = {leaf, stage, first, run, value, value, axes};
+  for (size_t i = 0; i < sizeof head / sizeof *head; i++) put(n, head[i]);
+  for (int axis = 0; axis < axes; axis++) put(n, counts[axis]), put(n, strides[axis]);
+}
+
+static int64_t aligned(int64_t bytes) { return (bytes + 7) / 8 * 8; }
+
+/* What a rank of two sends to itself as a message, and without one; what is filled. */
+static const struct plan *draw_plan(const struct shape *shapes, int arrays, bool adds) {
+  struct numbers n = {.count = 0};
+  int moves = (int)draw(MOST_MOVES + 1), own = (int)draw((uint32_t)moves + 1), fills = (int)draw(3);
+  int leaves[MOST_MOVES];
+  int64_t counts[MOST_MOVES][MOST_AXES], places[MOST_MOVES + 1], message = LABEL_BYTES;
+  for (int i = 0; i < moves; i++) {
+    const struct shape *shape = &shapes[leaves[i] = (int)draw((uint32_t)arrays)];
+    int64_t bytes = shape->bytes;
+    for (int axis = 0; axis < shape->axes; axis++) bytes *= counts[i][axis] = 1 + draw((uint32_t)shape->dims[axis]);
+    if (i == own) message = LABEL_BYTES; /* the first `own` are no message, and lie behind it */
+    places[i] = message;
+    message += aligned(bytes);
+  }
+  int64_t own_bytes = own > 0 ? (own < moves ? places[own - 1] : message) : 0;
+  if (own > 0) { /* the end of the last of them */
+    int64_t bytes = shapes[leaves[own - 1]].bytes;
+    for (int axis = 0; axis < shapes[leaves[own - 1]].axes; axis++) bytes *= counts[own - 1][axis];
+    own_bytes = places[own - 1] + aligned(bytes);
+  }
+  bool travels = own < moves;
+  int64_t length = travels ? message : 0, sent = length + own_bytes;
+  const int64_t head[] = {4711,   PLAN_TAG, arrays,  adds,  once_in(3), sent,
+                          length, travels,  travels, moves, fills,      moves};
+  for (size_t i = 0; i < sizeof head / sizeof *head; i++) put(&n, head[i]);
+  for (int i = 0; i < 2 * arrays; i++) put(&n, elements_of(&shapes[i % arrays]));
+  for (int i = 0; i < 2 * travels; i++) put(&n, 1), put(&n, i * sent), put(&n, length);
+  for (int i = 0; i < moves; i++)
+    put_box(&n, leaves[i], i < own ? length + places[i] : places[i], &shapes[leaves[i]], counts[i], true, 0);
+  for (int i = 0; i < fills; i++) {
+    int leaf = (int)draw((uint32_t)arrays);
+    int64_t filled[MOST_AXES], value = once_in(2) ? 0 : 0x4040000040400000;
+    for (int axis = 0; axis < shapes[leaf].axes; axis++) filled[axis] = 1 + draw((uint32_t)shapes[leaf].dims[axis]);
+    put_box(&n, leaf, 0, &shapes[leaf], filled, false, value);
+  }
+  for (int i = 0; i < moves; i++)
+    put_box(&n, leaves[i], i < own ? length + places[i] : sent + places[i], &shapes[leaves[i]], counts[i],
+            adds && once_in(4), 0);
+  struct plan *plan = plan_make(n.values, n.count);
+  if (plan == NULL) abort();
+  registered(plan); /* where it stays reachable */
+  return plan;
+}
+
+/* --- calls --- */
+
+/* The arrays of a call: on the host, or copied to the device and back. */
+struct set {
+  int arrays;
+  struct shape shapes[MOST_ARRAYS];
+  bool aliased[MOST_ARRAYS];
+  double in[MOST_ARRAYS][ROOM], out[MOST_ARRAYS][ROOM];
+};
+
+static void begin(struct set *set) {
+  for (int i = 0; i < MOST_ARRAYS; i++)
+    for (int k = 0; k < ROOM; k++) {
+      if (set->shapes[i].dtype == F32) {
+        for (int half = 0; half < 2; half++) ((float *)set->in[i])[2 * k + half] = (float)(1 + i + 3 * k + half);
+      } else {
+        set->in[i][k] = 1 + i + 2 * k;
+      }
+      set->out[i][k] = -1;
+    }
+}
+
+static ffi_error *call_in(const struct memory *memory, struct set *set, const struct plan *plan) {
+  struct array in[MOST_ARRAYS], out[MOST_ARRAYS];
+  struct frame frame;
+  for (int i = 0; i < set->arrays; i++) {
+    int64_t elements = elements_of(&set->shapes[i]);
+    size_t bytes = (size_t)(elements * set->shapes[i].bytes);
+    in[i] = out[i] = ARRAY(set->shapes[i].dtype, NULL, elements);
+    if (bytes == 0) continue;
+    in[i].data = memory->host ? set->in[i] : driver->allocate(bytes);
+    out[i].data = set->aliased[i] ? in[i].data : memory->host ? set->out[i] : driver->allocate(bytes);
+    if (!memory->host) driver->write(in[i].data, set->in[i], bytes);
+    if (!memory->host && !set->aliased[i]) driver->write(out[i].data, set->out[i], bytes);
+  }
+  frame_make_lists(&frame, "exchange", in, set->arrays, out, set->arrays,
+                   (const int64_t[]){registered(world(1, 2)), registered(plan)});
+  ffi_error *error = frame_call_in(memory, &frame, "exchange");
+  memset(&frame, 0xaa, sizeof frame); /* XLA takes it back as the handler returns */
+  if (!memory->host) driver->synchronize(xla_stream);
+  for (int i = 0; i < set->arrays; i++) {
+    size_t bytes = (size_t)(elements_of(&set->shapes[i]) * set->shapes[i].bytes);
+    if (bytes == 0) continue;
+    if (!memory->host) driver->read(set->out[i], out[i].data, bytes);
+    if (memory->host && set->aliased[i]) memcpy(set->out[i], set->in[i], bytes);
+    if (!memory->host && !set->aliased[i]) driver->release(out[i].data);
+    if (!memory->host) driver->release(in[i].data);
+  }
+  return error;
+}
+
+static void draw_set(struct set *set) {
+  static const int dtypes[] = {F32, F64, F64};
+  set->arrays = 1 + (int)draw(MOST_ARRAYS);
+  for (int i = 0; i < MOST_ARRAYS; i++) {
+    struct shape *shape = &set->shapes[i];
+    shape->dtype = dtypes[draw(3)];
+    shape->bytes = shape->dtype == F32 ? 4 : 8;
+    shape->axes = 1 + (int)draw(MOST_AXES);
+    for (int axis = 0; axis < shape->axes; axis++) shape->dims[axis] = 1 + draw(12);
+    set->aliased[i] = once_in(2);
+  }
+}
+
+static struct set on_host, on_device;
+
+static void random_boxes(void) {
+  draw_state = 88172645463325252ull;
+  driver->slow = false;
+  int boxed = 0;
+  for (int i = 0; i < PLANS; i++) {
+    bool adds = once_in(3);
+    draw_set(&on_host);
+    const struct plan *plan = draw_plan(on_host.shapes, on_host.arrays, adds);
+    for (int way = 0; way < 6; way++) {
+      runtime.transport = transports[way / 2];
+      runtime.copy_bytes = way % 2 == 0 ? ALWAYS : NEVER;
+      context("plan %d, %s, %s", i, names[runtime.transport], way % 2 == 0 ? "boxes" : "whole arrays");
+      on_device = on_host;
+      fake->reset();
+      begin(&on_host);
+      SUCCEEDS(call_in(&memory_host, &on_host, plan));
+      fake->reset();
+      begin(&on_device);
+      int before = driver->calls("cuMemcpy2DAsync") + driver->calls("hipMemcpy2DAsync");
+      SUCCEEDS(call_in(space, &on_device, plan));
+      boxed += driver->calls("cuMemcpy2DAsync") + driver->calls("hipMemcpy2DAsync") > before;
+      for (int k = 0; k < on_host.arrays; k++) CHECK_SAME(on_device.out[k], on_host.out[k], sizeof on_host.out[k]);
+    }
+  }
+  CHECK(boxed > PLANS);
+  driver->slow = true;
+  finish();
+}
+
+/* Of a large array two columns travel, one is filled, and one is added to. */
+static const struct plan *plan_of_columns(int64_t side, bool adds) {
+  const int64_t column = 8 * side, message = LABEL_BYTES + 2 * column, row = 8 * side;
+  const int64_t numbers[] = {4711,
+                             PLAN_TAG,
+                             1,
+                             adds,
+                             0,
+                             message,
+                             message,
+                             1,
+                             1,
+                             1,
+                             1,
+                             1,
+                             side * side,
+                             side * side,
+                             1,
+                             0,
+                             message,
+                             1,
+                             message,
+                             message, /* to itself */
+                             0,
+                             LABEL_BYTES,
+                             8,
+                             16,
+                             0,
+                             0,
+                             1,
+                             side,
+                             row, /* columns 1 and 2 */
+                             0,
+                             0,
+                             24,
+                             8,
+                             0,
+                             0,
+                             1,
+                             side,
+                             row, /* column 3 becomes zero */
+                             0,
+                             message + LABEL_BYTES,
+                             8 * side - 16,
+                             16,
+                             0,
+                             0,
+                             1,
+                             side,
+                             row}; /* the last two */
+  struct plan *plan = plan_make(numbers, sizeof numbers / sizeof *numbers);
+  if (plan == NULL) abort();
+  registered(plan);
+  return plan;
+}
+
+enum { SIDE = 64 };
+
+static void set_square(struct set *set, bool aliased) {
+  set->arrays = 1;
+  set->shapes[0] = (struct shape){F64, 2, 8, {SIDE, SIDE}};
+  set->aliased[0] = aliased;
+  begin(set);
+}
+
+static void only_what_travels_is_copied(void) {
+  runtime.copy_bytes = 64;
+  FOR_EACH(const enum transport *, transport, transports) for (int adds = 0; adds < 2; adds++) {
+    const struct plan *plan = plan_of_columns(SIDE, adds);
+    context("%s, adds %d", names[*transport], adds);
+    runtime.transport = *transport;
+    fake->reset();
+    driver->reset();
+    set_square(&on_device, true);
+    SUCCEEDS(call_in(space, &on_device, plan));
+    for (int i = 0; i < SIDE; i++)
+      for (int k = 0; k < SIDE; k++) {
+        double own = 1 + 2 * (i * SIDE + k), other = 1 + 2 * (i * SIDE + k - SIDE + 3);
+        double right = k == 3 ? 0 : k < SIDE - 2 ? own : adds ? own + other : other;
+        CHECK(on_device.out[0][i * SIDE + k] == right);
+      }
+    CHECK_EQUAL(driver->calls("cuMemcpy2DAsync") + driver->calls("hipMemcpy2DAsync"), adds ? 4 : 3);
+    CHECK_EQUAL(driver->calls("cuMemcpyDtoHAsync") + driver->calls("cuMemcpyHtoDAsync"), 0);
+    CHECK_EQUAL(driver->calls("hipMemcpyAsync"), 0);
+  }
+  finish();
+}
+
+/* --- errors --- */
+
+static const char *const functions[] = {
+#define TEXT(name, parameters)
+#define FUNCTION(name, suffix, parameters) #name,
+#include "devices/cuda.def"
+#include "devices/hip.def"
+#undef FUNCTION
+#undef TEXT
+};
+
+static void failures_of_the_driver_are_errors(void) {
+  runtime.copy_bytes = ALWAYS;
+  driver->slow = false;
+  for (int adds = 0; adds < 2; adds++) {
+    const struct plan *plan = plan_of_columns(SIDE, adds);
+    FOR_EACH(const enum transport *, transport, transports)
+    FOR_EACH(const char *const *, function, functions)
+    for (int nth = 1; nth < 12; nth++) {
+      context("%s failing at call %d, transport %s, adds %d", *function, nth, names[*transport], adds);
+      runtime.transport = *transport;
+      transport_finish();
+      driver->reset();
+      fake->reset();
+      set_square(&on_device, false);
+      driver->fail(*function, nth, FAKE_LAUNCH_FAILURE);
+      ffi_error *error = call_in(space, &on_device, plan);
+      bool reached = driver->calls(*function) >= nth;
+      driver->reset();
+      if (error == NULL) {
+        CHECK(!reached || (strstr(*function, "Push") == NULL && failure_take() == NULL));
+        break;
+      }
+      FAILS(error, FFI_INTERNAL, *function, "launch failure", "exchange");
+      while (driver->depth() > 0) CHECK(space->leave(NULL) == 0); /* leaving is what has failed */
+      fake->reset();
+      SUCCEEDS(call_in(space, &on_device, plan));
+      finish();
+    }
+  }
+  driver->slow = true;
+  finish();
+}
+
+/* Where nobody waits an error of MPI is the next operation's: all bits of what was to be received are set. */
+static void errors_are_deferred(void) {
+  const struct plan *plan = plan_of_columns(SIDE, false);
+  runtime.copy_bytes = ALWAYS;
+  static const enum transport deferring[] = {TRANSPORT_CALLBACK, TRANSPORT_THREAD};
+  FOR_EACH(const enum transport *, transport, deferring) {
+    context("transport %s", names[*transport]);
+    runtime.transport = *transport;
+    fake->reset();
+    fake->fail("MPI_Mprobe", 1, 16);
+    set_square(&on_device, false);
+    SUCCEEDS(call_in(space, &on_device, plan));
+    for (int i = 0; i < SIDE * SIDE; i++) {
+      double got = on_device.out[0][i], right = i % SIDE == 3 ? 0 : 1 + 2 * i;
+      CHECK(i % SIDE < SIDE - 2 ? got == right : got != got);
+    }
+    fake->reset();
+    FAILS(call_in(space, &on_device, plan), FFI_INTERNAL, "an operation before it has failed", "MPI_Mprobe failed");
+  }
+  runtime.transport = TRANSPORT_WAIT;
+  fake->reset();
+  fake->fail("MPI_Mprobe", 1, 16);
+  FAILS(call_in(space, &on_device, plan), FFI_INTERNAL, "MPI_Mprobe failed");
+  fake->reset();
+  finish();
+}
+
+/* Arrays that are not those of the plan are not touched. */
+static void arrays_must_be_those_of_the_plan(void) {
+  const struct plan *plan = plan_of_columns(SIDE - 1, false);
+  runtime.copy_bytes = ALWAYS;
+  runtime.transport = TRANSPORT_WAIT;
+  set_square(&on_device, false);
+  FAILS(call_in(space, &on_device, plan), FFI_INTERNAL, "reinstall");
+  CHECK_EQUAL(communications(), 0);
+  finish();
+}
+
+int main(int argc, char **argv) {
+  static const struct test tests[] = {
+      TEST(random_boxes),        TEST(only_what_travels_is_copied),      TEST(failures_of_the_driver_are_errors),
+      TEST(errors_are_deferred), TEST(arrays_must_be_those_of_the_plan),
+  };
+  return run_device_tests(argc, argv, tests, sizeof tests / sizeof *tests);
+}
