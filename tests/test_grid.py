@@ -23,7 +23,7 @@ import jaxmpi
 from jaxmpi import notoken
 from table import NEW_JAX, draw, dtype_of
 
-EXAMPLES = int(os.environ.get("JAXMPI_TEST_GRIDS", "24"))
+EXAMPLES = int(os.environ.get("JAXMPI_TEST_GRIDS", "16"))
 DTYPES = [
     "float32",
     "float64",
