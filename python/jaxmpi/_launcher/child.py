@@ -272,6 +272,10 @@ def _run(arguments: list[str]) -> None:
             sys.argv = arguments[1:]
             sys.path[0] = os.getcwd()
             _run_module(arguments[1])
+        elif arguments[0] == "-c":
+            sys.argv = ["-c", *arguments[2:]]
+            sys.path[0] = ""
+            exec(compile(arguments[1], "<string>", "exec"), vars(sys.modules["__main__"]))
         else:
             sys.argv = arguments
             _run_as_main(arguments[0])

