@@ -406,7 +406,7 @@ def test_blocks_cover_the_array(comm, size):
     [
         (lambda n: jaxmpi.Grid((n + 1, 1)), "their product must be that number"),
         (lambda n: jaxmpi.Grid((-1, 0)), "their product must be that number"),
-        (lambda n: jaxmpi.Grid((0.5, 1)), "processes must be integers"),
+        (lambda n: jaxmpi.Grid((0.5, 1)), "processes must be a Python or NumPy integer"),
         (lambda n: jaxmpi.Grid(None), "pass the numbers of processes"),
         (lambda n: jaxmpi.Grid(n, (3, 3)), "the grid has 1 axes"),
         (lambda n: jaxmpi.Grid(n, -3), "no size may be negative"),
@@ -435,7 +435,7 @@ def test_grids_that_cannot_be(make, words, size):
         (lambda g: g.exchange(jnp.ones(10), -1), "a number of cells (0 or more)"),
         (lambda g: g.exchange(jnp.ones(10), (1, 1)), "the grid has 1 axes"),
         (lambda g: g.exchange(jnp.ones(10), ((1, 1, 1),)), "or (before, behind)"),
-        (lambda g: g.exchange(jnp.ones(10), 1.0), "width must be integers"),
+        (lambda g: g.exchange(jnp.ones(10), 1.0), "width must be a Python or NumPy integer"),
         (lambda g: g.exchange(jnp.ones(10), axes=(0, 1)), "the grid has 1 axes"),
         (lambda g: g.exchange(jnp.ones(10), axes=(1,)), "and no axis 1"),
         (lambda g: g.exchange(jnp.ones(10), boundary="wrap"), "'wrap'"),

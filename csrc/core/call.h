@@ -50,11 +50,6 @@ struct scratch {
 struct scratch *scratch_take(size_t bytes); /* NULL: out of memory */
 void scratch_give(struct scratch *scratch);
 
-/* Fill with zeros, and copy between two buffers of the call, in the memory that they lie in. On a device both are
- * enqueued on the call's stream. */
-ffi_error *call_zero(const struct call *call, void *data, size_t bytes);
-ffi_error *call_move(const struct call *call, void *to, const void *from, size_t bytes);
-
 /* NULL if the communicator can be used; otherwise the error. */
 ffi_error *call_check(const struct call *call);
 

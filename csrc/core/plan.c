@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/call.h"
+#include "core/buffers.h"
 #include "core/failure.h"
 #include "core/half.h"
 

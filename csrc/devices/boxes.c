@@ -2,7 +2,6 @@
 
 #include <stdlib.h>
 
-#include "core/call.h"
 #include "core/failure.h"
 
 /* --- a box as rows --- */

@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/buffers.h"
 #include "core/call.h"
 #include "core/compare.h"
 #include "core/log.h"

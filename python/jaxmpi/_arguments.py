@@ -259,6 +259,14 @@ def pytree(x: Any, operation: str, argument: str) -> tuple[list[Any], Any]:
     return jax.tree.flatten(x)
 
 
+def leaves(x: Any, operation: str, argument: str, check: Any = array) -> tuple[list[Any], list[str], Any]:
+    """The leaves as `check(leaf, operation, name)` returns them, their names, and their structure."""
+    pytree(x, operation, argument)
+    paths, structure = jax.tree_util.tree_flatten_with_path(x)
+    names = [f"{argument}{jax.tree_util.keystr(path)}" for path, _ in paths]
+    return [check(leaf, operation, name) for (_, leaf), name in zip(paths, names, strict=True)], names, structure
+
+
 def reducible(x: Any, op: Reduction, operation: str, argument: str) -> jax.Array:
     """One leaf of an input to a reduction. Raises TypeError if MPI has no such reduction for its dtype."""
     x = _as_array(x, operation, argument)

@@ -193,7 +193,7 @@ class Grid:
             before anything is sent.
         """
         self._need_shape("exchange")
-        arrays, names, structure = given.leaves(fields, "exchange", "fields")
+        arrays, names, structure = arguments.leaves(fields, "exchange", "fields")
         if not isinstance(corners, bool | np.bool_):
             raise TypeError(f"exchange: corners must be True or False, and not traced, got {corners!r}.")
         halo = Halo(self._layout, given.widths(width, len(self.processes), "exchange"), bool(corners))
@@ -209,7 +209,7 @@ class Grid:
 
     def pad(self, blocks: Any, width: Width = 1, *, axes: Sequence[int] | None = None) -> Any:
         """Blocks with halos of zeros around them, to be filled by `exchange`; a pytree of arrays, as there."""
-        arrays, names, structure = given.leaves(blocks, "Grid.pad", "blocks")
+        arrays, names, structure = arguments.leaves(blocks, "Grid.pad", "blocks")
         widths = given.widths(width, len(self.processes), "Grid.pad")
         cuts = [
             _Cut(tuple(x.shape), self._axes_of(x, "Grid.pad", name, axes), (0,) * len(widths))
@@ -249,7 +249,7 @@ class Grid:
         self._need_shape("scatter")
         root = None if root is None else arguments.rank(root, self._comm, "Grid.scatter", "root")
         owned = root is None or root == self._comm.rank
-        arrays, names, structure = given.leaves(
+        arrays, names, structure = arguments.leaves(
             x, "Grid.scatter", "x", arguments.array if owned else arguments.template
         )
         cuts = [
@@ -296,7 +296,7 @@ class Grid:
         """
         self._need_shape("gather")
         root = None if root is None else arguments.rank(root, self._comm, "Grid.gather", "root")
-        arrays, names, structure = given.leaves(blocks, "Grid.gather", "blocks")
+        arrays, names, structure = arguments.leaves(blocks, "Grid.gather", "blocks")
         widths = given.widths(width, len(self.processes), "Grid.gather")
         expected = [size + sum(pair) for size, pair in zip(self.local_shape, widths, strict=True)]
         cuts = [

@@ -3,7 +3,6 @@
 import itertools
 import math
 import numbers
-import operator
 import warnings
 from typing import Any
 
@@ -51,13 +50,7 @@ def static(value: Any, what: str) -> Any:
 
 
 def integer(value: Any, what: str) -> int:
-    try:
-        number = operator.index(static(value, what))
-    except TypeError as error:
-        if _jax.is_tracer(value):
-            raise
-        raise TypeError(f"Grid: {what} must be integers, got {value!r}.") from error
-    return number
+    return arguments.integer(value, "Grid", what)
 
 
 def is_listed(values: Any) -> bool:
@@ -120,14 +113,6 @@ def is_of_all(boundary: Any) -> bool:
     if isinstance(boundary, list | tuple):
         return not hasattr(boundary, "_fields")
     return boundary is None or jax.tree_util.all_leaves([boundary])
-
-
-def leaves(tree: Any, function: str, name: str, check: Any = arguments.array) -> tuple[list[Any], list[str], Any]:
-    """The leaves, as arrays, their names and the structure."""
-    arguments.pytree(tree, function, name)
-    paths, structure = jax.tree_util.tree_flatten_with_path(tree)
-    names = [f"{name}{jax.tree_util.keystr(path)}" for path, _ in paths]
-    return [check(leaf, function, own) for (_, leaf), own in zip(paths, names, strict=True)], names, structure
 
 
 def widths(width: Any, dimensions: int, function: str) -> Widths:

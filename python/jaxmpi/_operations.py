@@ -56,8 +56,7 @@ def _each(operation: str, params: Params, x: Any, check: Leaf, *more: Any) -> An
     try:
         leaves = [check(leaf, *more, operation, "x") for leaf in leaves]
     except (TypeError, ValueError):
-        for path, leaf in jax.tree_util.tree_flatten_with_path(x)[0]:  # again, to name the one
-            check(leaf, *more, operation, "x" + jax.tree_util.keystr(path))
+        arguments.leaves(x, operation, "x", lambda leaf, *names: check(leaf, *more, *names))  # again, to name the one
         raise
     return jax.tree.unflatten(structure, bind_all(operation, params, leaves))
 
@@ -229,12 +228,11 @@ def invariant(x: Any, *, comm: MPI.Comm | None = None) -> Any:
 def _with_neighbors(operation: str, x: Any, comm: MPI.Comm | None, own_blocks: bool) -> Any:
     resolved = _communicator.resolve(comm, operation)
     sources, destinations = _neighbors.of(comm, operation)
-    leaves, structure = arguments.pytree(x, operation, "x")
-    leaves = [arguments.array(leaf, operation, "x") for leaf in leaves]
-    for leaf in leaves if own_blocks else ():
+    leaves, names, structure = arguments.leaves(x, operation, "x")
+    for leaf, name in zip(leaves, names, strict=True) if own_blocks else ():
         if leaf.ndim == 0 or leaf.shape[0] != len(destinations):
             raise ValueError(
-                f"{operation}: x has shape {leaf.shape}, and its first axis must have a block for each of the "
+                f"{operation}: {name} has shape {leaf.shape}, and its first axis must have a block for each of the "
                 f"{len(destinations)} destinations of this rank."
             )
     params: Params = {
