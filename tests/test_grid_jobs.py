@@ -13,7 +13,7 @@ HERE = Path(__file__).resolve().parent
 def test_eight_ranks():
     """Random geometries on 1 to 8 ranks."""
     out = launch(
-        8, "-m", "pytest", "-q", HERE / "test_grid.py", "-k", "random", JAXMPI_TEST_GRIDS="16", timeout=380
+        8, "-m", "pytest", "-q", HERE / "test_grid.py", "-k", "random", JAXMPI_TEST_GRIDS="8", timeout=380
     ).stdout
     assert "4 passed" in out
 

@@ -41,3 +41,14 @@ def test_no_circles(graph):
     assert len(edges) > 15
     assert sum(map(len, edges.values())) > len(edges)
     list(TopologicalSorter(edges).static_order())  # raises CycleError, which names one
+
+
+def test_one_version():
+    """Of what pip, Meson and those who cite it read."""
+    places = {
+        "pyproject.toml": '^version = "(.+)"',
+        "meson.build": "^  version: '(.+)',",
+        "CITATION.cff": "^version: (.+)",
+    }
+    found = {re.search(text, (ROOT / name).read_text(), re.MULTILINE).group(1) for name, text in places.items()}
+    assert len(found) == 1, found
