@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from launch import launch
+from table import NEW_JAX
 
 pytestmark = [pytest.mark.launches, pytest.mark.seconds(400)]
 HERE = Path(__file__).resolve().parent
@@ -36,6 +37,7 @@ def test_ranks_that_differ_are_told_before_anything_is_sent(script):
     assert out.count("differ True") == 6
 
 
+@pytest.mark.skipif(not NEW_JAX, reason="the cache is switched off: _jax.distrust_cached_programs")
 def test_a_later_run_finds_the_program_in_the_cache(script, tmp_path):
     """The number of a plan is the same in each run that makes the same plans in the same order; else another."""
     program = script("""

@@ -207,3 +207,15 @@ def without_leak_checks() -> Any:
 
 def is_tracer(x: Any) -> bool:
     return isinstance(x, Tracer)
+
+
+def distrust_cached_programs() -> None:
+    """With JAX 0.6: from now on no program is taken from JAX's compilation cache, nor written to it.
+
+    There a loop that communicates can return zeros once it comes from the cache: seen with 0.6.0, not with 0.7 or newer.
+    """
+    if not KEEPS_EFFECTS:
+        from jax.experimental.compilation_cache import compilation_cache
+
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()  # it may have been looked up before

@@ -126,6 +126,7 @@ def flag(variable: str) -> bool:
 
 def _load() -> tuple[Library, dict[str, Datatype], _devices.Choice]:
     _check_state()
+    _jax.distrust_cached_programs()
     library = Library(*_core.load(MPI.__file__, secrets.randbits(64)))
     devices = _devices.choose(os.environ, _jax.platforms())
     _core.set_devices(devices.aware, devices.transport, devices.copy_bytes)
