@@ -212,7 +212,7 @@ def is_tracer(x: Any) -> bool:
 def distrust_cached_programs() -> None:
     """With JAX 0.6: from now on no program is taken from JAX's compilation cache, nor written to it.
 
-    There a loop that communicates may return zeros when it comes from the cache: seen with 0.6.0, not with 0.7 or newer.
+    There a loop that communicates returned zeros when it came from the cache: with 0.6.0, not with 0.7 or newer.
     """
     if not KEEPS_EFFECTS:
         from jax.experimental.compilation_cache import compilation_cache
