@@ -268,10 +268,10 @@ static struct box without_gaps(const struct box *box) {
 
 void box_fill(const struct box *box, char *whole) {
   struct box all = without_gaps(box);
-  walk_box(fill, &all, whole, NULL);
+  fill(&all, whole, 0, 1, NULL);
 }
 
 void box_add(const struct box *box, const struct datatype *type, char *whole, const char *message) {
   struct box all = without_gaps(box);
-  walk_box(adder_of(type), &all, whole, message);
+  adder_of(type)(&all, whole, 0, 1, (char *)(uintptr_t)message);
 }

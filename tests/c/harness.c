@@ -292,6 +292,12 @@ uint32_t draw(uint32_t below) {
 }
 bool once_in(uint32_t n) { return draw(n) == 0; }
 
+void put(struct numbers *numbers, const int64_t *values, size_t count) {
+  if (numbers->count + count > sizeof numbers->values / sizeof *values) abort();
+  memcpy(numbers->values + numbers->count, values, count * sizeof *values);
+  numbers->count += count;
+}
+
 int run_tests(int argc, char **argv, const struct test *tests, size_t count) {
   registry_begin(KEY);
   if (argc > 1 && !open_fake(argv[1])) {

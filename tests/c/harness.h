@@ -127,6 +127,14 @@ extern uint64_t draw_state;
 uint32_t draw(uint32_t below);
 bool once_in(uint32_t n);
 
+/* A list of numbers, such as those of a plan, put together piece by piece. */
+struct numbers {
+  int64_t values[2048];
+  size_t count;
+};
+#define PUT(numbers, ...) put(numbers, (const int64_t[]){__VA_ARGS__}, sizeof((const int64_t[]){__VA_ARGS__}) / 8)
+void put(struct numbers *numbers, const int64_t *values, size_t count);
+
 struct test {
   const char *name;
   void (*run)(void);

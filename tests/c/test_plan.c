@@ -12,16 +12,6 @@ enum { PLAN_TAG = 77, SIGNATURE = 4711, A = 24, B = 5 };
 static float a[A], a_out[A];
 static double b[B], b_out[B];
 
-struct numbers {
-  int64_t values[256];
-  size_t count;
-};
-#define PUT(numbers, ...) put(numbers, (const int64_t[]){__VA_ARGS__}, sizeof((const int64_t[]){__VA_ARGS__}) / 8)
-static void put(struct numbers *numbers, const int64_t *values, size_t count) {
-  memcpy(numbers->values + numbers->count, values, count * sizeof *values);
-  numbers->count += count;
-}
-
 static struct plan *planned(const struct numbers *numbers) {
   struct plan *plan = plan_make(numbers->values, numbers->count);
   CHECK(plan != NULL);

@@ -21,6 +21,48 @@ void finish(void) {
   driver->reset();
 }
 
+const enum transport transports[] = {TRANSPORT_CALLBACK, TRANSPORT_THREAD, TRANSPORT_WAIT};
+const char *const transport_names[] = {
+    [TRANSPORT_CALLBACK] = "callback", [TRANSPORT_THREAD] = "thread", [TRANSPORT_WAIT] = "wait"};
+
+const char *const driver_functions[] = {
+#define TEXT(name, parameters)
+#define FUNCTION(name, suffix, parameters) #name,
+#include "devices/cuda.def"
+#include "devices/hip.def"
+#undef FUNCTION
+#undef TEXT
+    NULL};
+
+static void fails_at(const char *function, const char *operation, ffi_error *error, bool reached) {
+  CHECK(reached);
+  FAILS(error, FFI_INTERNAL, function, "launch failure", "code 719", operation);
+  while (driver->depth() > 0) CHECK(space->leave(NULL) == 0); /* leaving is what has failed */
+}
+
+void driver_fails(const char *what, const char *operation, ffi_error *(*call)(void *data), void *data) {
+  for (const char *const *function = driver_functions; *function != NULL; function++)
+    for (int nth = 1; nth < 12; nth++) {
+      context("%s, %s failing at call %d, transport %s", what, *function, nth,
+              runtime.aware ? "aware" : transport_names[runtime.transport]);
+      transport_finish();
+      driver->reset();
+      fake->reset();
+      fake->hollow = runtime.aware;
+      driver->fail(*function, nth, FAKE_LAUNCH_FAILURE);
+      ffi_error *error = call(data);
+      bool reached = driver->calls(*function) >= nth;
+      driver->reset();
+      if (error == NULL) {
+        if (reached) CHECK(strstr(*function, "Push") == NULL && failure_take() == NULL);
+        break;
+      }
+      fails_at(*function, operation, error, reached);
+      SUCCEEDS(call(data));
+      finish();
+    }
+}
+
 int run_device_tests(int argc, char **argv, const struct test *tests, size_t count) {
   const char *path = getenv("FAKE_DRIVER");
   void *library = path != NULL ? dlopen(path, RTLD_NOW | RTLD_GLOBAL) : NULL;

@@ -11,6 +11,18 @@ extern const struct memory *space; /* that of the driver */
 /* Gives back all that was taken of the driver, and checks that nothing of it is left and no rule was broken. */
 void finish(void);
 
+/* The transports, and their names by number. */
+extern const enum transport transports[3];
+extern const char *const transport_names[3];
+
+/* Of both drivers; ends with NULL. */
+extern const char *const driver_functions[];
+
+/* Lets each function of the driver fail in turn, at its first call, its second and so on. `call` makes a call of this
+ * operation: an error that names the function, or, where it is called less often, none. Afterwards the same call
+ * succeeds. `what` describes the call. */
+void driver_fails(const char *what, const char *operation, ffi_error *(*call)(void *data), void *data);
+
 /* Opens the driver and runs the tests, as run_tests. */
 int run_device_tests(int argc, char **argv, const struct test *tests, size_t count);
 

@@ -12,19 +12,13 @@
 enum { PLAN_TAG = 77, MOST_ARRAYS = 3, MOST_AXES = 3, MOST_MOVES = 6, PLANS = 300, ROOM = 4096 };
 static const int64_t ALWAYS = 0, NEVER = 1ll << 40; /* of runtime.copy_bytes */
 
-static const enum transport transports[] = {TRANSPORT_CALLBACK, TRANSPORT_THREAD, TRANSPORT_WAIT};
-static const char *const names[] = {
-    [TRANSPORT_CALLBACK] = "callback", [TRANSPORT_THREAD] = "thread", [TRANSPORT_WAIT] = "wait"};
-
 /* --- plans --- */
 
-struct numbers {
-  int64_t values[2048];
-  size_t count;
-};
-static void put(struct numbers *numbers, int64_t value) {
-  if (numbers->count == sizeof numbers->values / 8) abort();
-  numbers->values[numbers->count++] = value;
+static struct plan *planned(const struct numbers *numbers) {
+  struct plan *plan = plan_make(numbers->values, numbers->count);
+  if (plan == NULL) abort();
+  registered(plan); /* where it stays reachable */
+  return plan;
 }
 
 /* An array: its elements along each axis. */
@@ -55,9 +49,8 @@ static void put_box(struct numbers *n, int leaf, int64_t stage, const struct sha
   }
   int axes = shape->axes;
   while (axes > 0 && strides[axes - 1] == run && once_in(2)) run *= counts[--axes];
-  const int64_t head[] = {leaf, stage, first, run, value, value, axes};
-  for (size_t i = 0; i < sizeof head / sizeof *head; i++) put(n, head[i]);
-  for (int axis = 0; axis < axes; axis++) put(n, counts[axis]), put(n, strides[axis]);
+  PUT(n, leaf, stage, first, run, value, value, axes);
+  for (int axis = 0; axis < axes; axis++) PUT(n, counts[axis], strides[axis]);
 }
 
 static int64_t aligned(int64_t bytes) { return (bytes + 7) / 8 * 8; }
@@ -67,28 +60,21 @@ static const struct plan *draw_plan(const struct shape *shapes, int arrays, bool
   struct numbers n = {.count = 0};
   int moves = (int)draw(MOST_MOVES + 1), own = (int)draw((uint32_t)moves + 1), fills = (int)draw(3);
   int leaves[MOST_MOVES];
-  int64_t counts[MOST_MOVES][MOST_AXES], places[MOST_MOVES + 1], message = LABEL_BYTES;
+  int64_t counts[MOST_MOVES][MOST_AXES], places[MOST_MOVES], message = LABEL_BYTES, own_bytes = 0;
   for (int i = 0; i < moves; i++) {
     const struct shape *shape = &shapes[leaves[i] = (int)draw((uint32_t)arrays)];
     int64_t bytes = shape->bytes;
     for (int axis = 0; axis < shape->axes; axis++) bytes *= counts[i][axis] = 1 + draw((uint32_t)shape->dims[axis]);
-    if (i == own) message = LABEL_BYTES; /* the first `own` are no message, and lie behind it */
     places[i] = message;
     message += aligned(bytes);
-  }
-  int64_t own_bytes = own > 0 ? (own < moves ? places[own - 1] : message) : 0;
-  if (own > 0) { /* the end of the last of them */
-    int64_t bytes = shapes[leaves[own - 1]].bytes;
-    for (int axis = 0; axis < shapes[leaves[own - 1]].axes; axis++) bytes *= counts[own - 1][axis];
-    own_bytes = places[own - 1] + aligned(bytes);
+    if (i == own - 1)
+      own_bytes = message, message = LABEL_BYTES; /* the first `own` are no message, and lie behind it */
   }
   bool travels = own < moves;
   int64_t length = travels ? message : 0, sent = length + own_bytes;
-  const int64_t head[] = {4711,   PLAN_TAG, arrays,  adds,  once_in(3), sent,
-                          length, travels,  travels, moves, fills,      moves};
-  for (size_t i = 0; i < sizeof head / sizeof *head; i++) put(&n, head[i]);
-  for (int i = 0; i < 2 * arrays; i++) put(&n, elements_of(&shapes[i % arrays]));
-  for (int i = 0; i < 2 * travels; i++) put(&n, 1), put(&n, i * sent), put(&n, length);
+  PUT(&n, 4711, PLAN_TAG, arrays, adds, once_in(3), sent, length, travels, travels, moves, fills, moves);
+  for (int i = 0; i < 2 * arrays; i++) PUT(&n, elements_of(&shapes[i % arrays]));
+  for (int i = 0; i < 2 * travels; i++) PUT(&n, 1, i * sent, length);
   for (int i = 0; i < moves; i++)
     put_box(&n, leaves[i], i < own ? length + places[i] : places[i], &shapes[leaves[i]], counts[i], true, 0);
   for (int i = 0; i < fills; i++) {
@@ -100,10 +86,7 @@ static const struct plan *draw_plan(const struct shape *shapes, int arrays, bool
   for (int i = 0; i < moves; i++)
     put_box(&n, leaves[i], i < own ? length + places[i] : sent + places[i], &shapes[leaves[i]], counts[i],
             adds && once_in(4), 0);
-  struct plan *plan = plan_make(n.values, n.count);
-  if (plan == NULL) abort();
-  registered(plan); /* where it stays reachable */
-  return plan;
+  return planned(&n);
 }
 
 /* --- calls --- */
@@ -183,7 +166,7 @@ static void random_boxes(void) {
     for (int way = 0; way < 6; way++) {
       runtime.transport = transports[way / 2];
       runtime.copy_bytes = way % 2 == 0 ? ALWAYS : NEVER;
-      context("plan %d, %s, %s", i, names[runtime.transport], way % 2 == 0 ? "boxes" : "whole arrays");
+      context("plan %d, %s, %s", i, transport_names[runtime.transport], way % 2 == 0 ? "boxes" : "whole arrays");
       on_device = on_host;
       fake->reset();
       begin(&on_host);
@@ -204,57 +187,14 @@ static void random_boxes(void) {
 /* Of a large array two columns travel, one is filled, and one is added to. */
 static const struct plan *plan_of_columns(int64_t side, bool adds) {
   const int64_t column = 8 * side, message = LABEL_BYTES + 2 * column, row = 8 * side;
-  const int64_t numbers[] = {4711,
-                             PLAN_TAG,
-                             1,
-                             adds,
-                             0,
-                             message,
-                             message,
-                             1,
-                             1,
-                             1,
-                             1,
-                             1,
-                             side * side,
-                             side * side,
-                             1,
-                             0,
-                             message,
-                             1,
-                             message,
-                             message, /* to itself */
-                             0,
-                             LABEL_BYTES,
-                             8,
-                             16,
-                             0,
-                             0,
-                             1,
-                             side,
-                             row, /* columns 1 and 2 */
-                             0,
-                             0,
-                             24,
-                             8,
-                             0,
-                             0,
-                             1,
-                             side,
-                             row, /* column 3 becomes zero */
-                             0,
-                             message + LABEL_BYTES,
-                             8 * side - 16,
-                             16,
-                             0,
-                             0,
-                             1,
-                             side,
-                             row}; /* the last two */
-  struct plan *plan = plan_make(numbers, sizeof numbers / sizeof *numbers);
-  if (plan == NULL) abort();
-  registered(plan);
-  return plan;
+  struct numbers n = {.count = 0};
+  PUT(&n, 4711, PLAN_TAG, 1, adds, 0, message, message, 1, 1, 1, 1, 1);
+  PUT(&n, side * side, side * side);
+  PUT(&n, 1, 0, message, 1, message, message);                              /* to itself */
+  PUT(&n, 0, LABEL_BYTES, 8, 16, 0, 0, 1, side, row);                       /* columns 1 and 2 */
+  PUT(&n, 0, 0, 24, 8, 0, 0, 1, side, row);                                 /* column 3 becomes zero */
+  PUT(&n, 0, message + LABEL_BYTES, 8 * side - 16, 16, 0, 0, 1, side, row); /* the last two */
+  return planned(&n);
 }
 
 enum { SIDE = 64 };
@@ -270,7 +210,7 @@ static void only_what_travels_is_copied(void) {
   runtime.copy_bytes = 64;
   FOR_EACH(const enum transport *, transport, transports) for (int adds = 0; adds < 2; adds++) {
     const struct plan *plan = plan_of_columns(SIDE, adds);
-    context("%s, adds %d", names[*transport], adds);
+    context("%s, adds %d", transport_names[*transport], adds);
     runtime.transport = *transport;
     fake->reset();
     driver->reset();
@@ -291,42 +231,19 @@ static void only_what_travels_is_copied(void) {
 
 /* --- errors --- */
 
-static const char *const functions[] = {
-#define TEXT(name, parameters)
-#define FUNCTION(name, suffix, parameters) #name,
-#include "devices/cuda.def"
-#include "devices/hip.def"
-#undef FUNCTION
-#undef TEXT
-};
+static ffi_error *call_again(void *plan) {
+  set_square(&on_device, false);
+  return call_in(space, &on_device, plan);
+}
 
 static void failures_of_the_driver_are_errors(void) {
   runtime.copy_bytes = ALWAYS;
   driver->slow = false;
   for (int adds = 0; adds < 2; adds++) {
     const struct plan *plan = plan_of_columns(SIDE, adds);
-    FOR_EACH(const enum transport *, transport, transports)
-    FOR_EACH(const char *const *, function, functions)
-    for (int nth = 1; nth < 12; nth++) {
-      context("%s failing at call %d, transport %s, adds %d", *function, nth, names[*transport], adds);
+    FOR_EACH(const enum transport *, transport, transports) {
       runtime.transport = *transport;
-      transport_finish();
-      driver->reset();
-      fake->reset();
-      set_square(&on_device, false);
-      driver->fail(*function, nth, FAKE_LAUNCH_FAILURE);
-      ffi_error *error = call_in(space, &on_device, plan);
-      bool reached = driver->calls(*function) >= nth;
-      driver->reset();
-      if (error == NULL) {
-        CHECK(!reached || (strstr(*function, "Push") == NULL && failure_take() == NULL));
-        break;
-      }
-      FAILS(error, FFI_INTERNAL, *function, "launch failure", "exchange");
-      while (driver->depth() > 0) CHECK(space->leave(NULL) == 0); /* leaving is what has failed */
-      fake->reset();
-      SUCCEEDS(call_in(space, &on_device, plan));
-      finish();
+      driver_fails(adds ? "a sum" : "a copy", "exchange", call_again, (void *)(uintptr_t)plan);
     }
   }
   driver->slow = true;
@@ -339,7 +256,7 @@ static void errors_are_deferred(void) {
   runtime.copy_bytes = ALWAYS;
   static const enum transport deferring[] = {TRANSPORT_CALLBACK, TRANSPORT_THREAD};
   FOR_EACH(const enum transport *, transport, deferring) {
-    context("transport %s", names[*transport]);
+    context("transport %s", transport_names[*transport]);
     runtime.transport = *transport;
     fake->reset();
     fake->fail("MPI_Mprobe", 1, 16);

@@ -14,9 +14,6 @@
 
 enum { ROOM = 1 << 16, STATUS_ROOM = 64 };
 
-static const char *const transport_names[] = {
-    [TRANSPORT_CALLBACK] = "callback", [TRANSPORT_THREAD] = "thread", [TRANSPORT_WAIT] = "wait"};
-
 /* --- an operation on the host and on the device --- */
 
 struct operands {
@@ -69,8 +66,6 @@ static void on(enum transport transport, bool aware) {
   runtime.transport = transport;
   runtime.aware = aware;
 }
-
-static const enum transport transports[] = {TRANSPORT_CALLBACK, TRANSPORT_THREAD, TRANSPORT_WAIT};
 
 /* All operations on communicators of some sizes, as `count` elements a rank. */
 static void for_all(int dtype, int64_t count, void (*body)(const struct operands *, const struct communicator *)) {
@@ -305,41 +300,12 @@ static void freed_before_its_turn(void) {
   finish();
 }
 
-/* Each function of the driver fails in turn, at its first call, its second and so on: an error that names it, or, where
- * it is called less often, none. Afterwards the same operation succeeds. */
-static const char *const functions[] = {
-#define TEXT(name, parameters)
-#define FUNCTION(name, suffix, parameters) #name,
-#include "devices/cuda.def"
-#include "devices/hip.def"
-#undef FUNCTION
-#undef TEXT
-};
+static ffi_error *again(void *data) { return device_call(data, source, target); }
 
-static void driver_fails(const struct operands *o, const struct communicator *comm) {
-  (void)comm;
-  FOR_EACH(const char *const *, function, functions)
-  for (int nth = 1; nth < 12; nth++) {
-    context("%s of %lld, %s failing at call %d, transport %s", o->operation, (long long)o->in, *function, nth,
-            runtime.aware ? "aware" : transport_names[runtime.transport]);
-    transport_finish();
-    driver->reset();
-    fake->reset();
-    fake->hollow = runtime.aware;
-    driver->fail(*function, nth, FAKE_LAUNCH_FAILURE);
-    ffi_error *error = device_call(o, source, target);
-    bool reached = driver->calls(*function) >= nth;
-    driver->reset();
-    if (error == NULL) {
-      if (reached) CHECK(strstr(*function, "Push") == NULL && failure_take() == NULL);
-      break;
-    }
-    CHECK(reached);
-    FAILS(error, FFI_INTERNAL, *function, "launch failure", "code 719", o->operation);
-    while (driver->depth() > 0) CHECK(space->leave(NULL) == 0); /* leaving is what has failed */
-    SUCCEEDS(device_call(o, source, target));
-    finish();
-  }
+static void each_fails(const struct operands *o) {
+  char what[64];
+  snprintf(what, sizeof what, "%s of %lld", o->operation, (long long)o->in);
+  driver_fails(what, o->operation, again, (void *)(uintptr_t)o);
 }
 
 static void failures_of_the_driver_are_errors(void) {
@@ -355,10 +321,10 @@ static void failures_of_the_driver_are_errors(void) {
   set_chunks(LEAST_CHUNK);
   FOR_EACH(const struct operands *, o, cases) {
     on(TRANSPORT_THREAD, true);
-    driver_fails(o, comm);
+    each_fails(o);
     FOR_EACH(const enum transport *, transport, transports) {
       on(*transport, false);
-      driver_fails(o, comm);
+      each_fails(o);
     }
   }
   set_chunks(0);
@@ -574,42 +540,42 @@ static void nothing_is_under_way_after_an_error(void) {
   driver->slow = true;
   FOR_EACH(const enum transport *, transport, transports)
   FOR_EACH(const int64_t *, count, counts)
-  FOR_EACH(const char *const *, function, functions)
-  for (int nth = 1; nth < 8; nth++) {
-    /* Leaving the context is too late to be undone. */
-    if (strcmp(*function, "cuCtxPopCurrent") == 0 || strcmp(*function, "hipSetDevice") == 0) break;
-    context("%lld elements, %s failing at call %d, transport %s", (long long)*count, *function, nth,
-            transport_names[*transport]);
-    on(*transport, false);
-    size_t bytes = (size_t)*count * 8;
-    void *in = driver->allocate(bytes), *out = driver->allocate(bytes);
-    struct frame frame;
-    frame_make(&frame, "allreduce", ARRAY(F64, in, *count), ARRAY(F64, out, *count),
-               (const int64_t[]){registered(comm), gated_number});
-    driver->fail(*function, nth, FAKE_LAUNCH_FAILURE);
-    gate.entered = 0;
-    ffi_error *error = frame_call_in(space, &frame, "allreduce");
-    bool failed = error != NULL;
-    if (failed) {
-      error_free(error);
-      int entered = gate.entered;
-      CHECK_EQUAL(gate.inside, 0);
-      driver->release(in); /* a violation where something uses it */
-      driver->release(out);
-      driver->synchronize(xla_stream);
-      usleep(300);
-      CHECK_EQUAL(gate.entered, entered);
-    } else {
-      driver->synchronize(xla_stream);
-      driver->release(in);
-      driver->release(out);
+  for (const char *const *function = driver_functions; *function != NULL; function++)
+    for (int nth = 1; nth < 8; nth++) {
+      /* Leaving the context is too late to be undone. */
+      if (strcmp(*function, "cuCtxPopCurrent") == 0 || strcmp(*function, "hipSetDevice") == 0) break;
+      context("%lld elements, %s failing at call %d, transport %s", (long long)*count, *function, nth,
+              transport_names[*transport]);
+      on(*transport, false);
+      size_t bytes = (size_t)*count * 8;
+      void *in = driver->allocate(bytes), *out = driver->allocate(bytes);
+      struct frame frame;
+      frame_make(&frame, "allreduce", ARRAY(F64, in, *count), ARRAY(F64, out, *count),
+                 (const int64_t[]){registered(comm), gated_number});
+      driver->fail(*function, nth, FAKE_LAUNCH_FAILURE);
+      gate.entered = 0;
+      ffi_error *error = frame_call_in(space, &frame, "allreduce");
+      bool failed = error != NULL;
+      if (failed) {
+        error_free(error);
+        int entered = gate.entered;
+        CHECK_EQUAL(gate.inside, 0);
+        driver->release(in); /* a violation where something uses it */
+        driver->release(out);
+        driver->synchronize(xla_stream);
+        usleep(300);
+        CHECK_EQUAL(gate.entered, entered);
+      } else {
+        driver->synchronize(xla_stream);
+        driver->release(in);
+        driver->release(out);
+      }
+      while (driver->depth() > 0) CHECK(space->leave(NULL) == 0);
+      CHECK_EQUAL(driver->violations, 0);
+      driver->reset();
+      transport_finish();
+      if (!failed) break;
     }
-    while (driver->depth() > 0) CHECK(space->leave(NULL) == 0);
-    CHECK_EQUAL(driver->violations, 0);
-    driver->reset();
-    transport_finish();
-    if (!failed) break;
-  }
   set_chunks(0);
   CHECK_EQUAL(fake->operation_free(op), 0);
   finish();
