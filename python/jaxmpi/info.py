@@ -4,7 +4,6 @@ import os
 import platform
 import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 
 from jaxmpi import run
 from jaxmpi._launcher import sharded
@@ -13,19 +12,12 @@ from jaxmpi._launcher import sharded
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS")
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
-
-
 def facts() -> Iterator[tuple[str, str]]:
     """Pairs of name and value. Raises what importing the package raises."""
-    yield "jaxmpi", _version("jaxmpi")
+    yield "jaxmpi", run.version_of("jaxmpi")
     yield "Python", f"{platform.python_version()} ({sys.executable})"
-    yield "JAX", f"{_version('jax')}, jaxlib {_version('jaxlib')}"
-    yield "mpi4py", _version("mpi4py")
+    yield "JAX", f"{run.version_of('jax')}, jaxlib {run.version_of('jaxlib')}"
+    yield "mpi4py", run.version_of("mpi4py")
     sharded.offer()
     from jaxmpi import _core, _native, _primitive
     from jaxmpi._native import MPI

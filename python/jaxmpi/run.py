@@ -18,7 +18,7 @@ import traceback
 import warnings
 import zipfile
 from collections.abc import Iterable, Mapping
-from importlib.metadata import version as installed_version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from jaxmpi._launcher import monitor, sharded
@@ -29,6 +29,22 @@ STAND_INS = ("mpi4jax", "mpi4jax-token", "jpi")
 
 PASSED = ("JAX", "XLA_", "PJRT_", "OMP_", "PYTHON", "MPI4", "UCX_", "FI_")
 """What the names of variables begin with that ranks on other machines get as well."""
+
+
+def version_of(package: str) -> str:
+    """Of an installed package, in words."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+class _ShowVersion(argparse.Action):
+    """Looks the version up only if it is asked for: each start would pay for it."""
+
+    def __call__(self, parser, *_) -> None:
+        print(f"jaxmpi {version_of('jaxmpi')}")
+        parser.exit()
 
 
 def usable_cpus() -> set[int]:
@@ -177,7 +193,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--dry-run", action="store_true", help="print the command, with the variables that it sets, and do not run it"
     )
-    parser.add_argument("--version", action="version", version=f"jaxmpi {installed_version('jaxmpi')}")
+    parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show program's version number and exit")
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("-m", dest="kind", action="store_const", const="-m", help="the program is a module")
     kinds.add_argument("-c", dest="kind", action="store_const", const="-c", help="the program is this text")
