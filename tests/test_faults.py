@@ -1,7 +1,11 @@
 """Faults of programs, one rank's each: the job ends, says why, and leaves nothing running."""
 
+import os
 import signal
+import subprocess
+import sys
 import textwrap
+import threading
 import time
 
 import pytest
@@ -360,6 +364,25 @@ def test_table_of_ranks(where, tmp_path):
     while list(folder.glob("jaxmpi-*")) and time.monotonic() < end:
         time.sleep(0.1)
     assert not list(folder.glob("jaxmpi-*"))
+
+
+@pytest.mark.parametrize("stubborn", [False, True])
+def test_mpiexec_that_does_not_end(stubborn, tmp_path, monkeypatch, capfd):
+    """It is ended, some time after a rank has said that it aborts the job."""
+    monkeypatch.setattr(monitor, "_END_SECONDS", 1.0)
+    monkeypatch.setattr(monitor, "_KILL_SECONDS", 1.0)
+    then = f"signal.signal(signal.SIGTERM, signal.SIG_{'IGN' if stubborn else 'DFL'})"
+    stays = f"import signal, time; {then}; print('ready', flush=True); time.sleep(100)"
+    with subprocess.Popen([sys.executable, "-c", stays], stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        job = os.pidfd_open(process.pid)
+        threading.Timer(0.5, lambda: (tmp_path / "1.aborts").touch()).start()
+        before = time.monotonic()
+        monitor._watch(tmp_path, 2, job)
+        assert 1.2 < time.monotonic() - before < 10
+        assert process.wait(5) == -(signal.SIGKILL if stubborn else signal.SIGTERM)
+        os.close(job)
+    assert "mpiexec is still there, and is ended" in capfd.readouterr().err
 
 
 def test_ranges_of_ranks():

@@ -5,8 +5,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/ioctl.h>
-#include <unistd.h>
+
+#include "core/job.h"
 
 /* Keeps an error for the next operation, unless one is kept already. The result may only be compared with NULL. */
 static ffi_error *defer(enum ffi_error_code code, const char *text) {
@@ -18,21 +18,6 @@ static ffi_error *defer(enum ffi_error_code code, const char *text) {
     if (!atomic_compare_exchange_strong(&runtime.deferred, &none, failure)) free(failure);
   }
   return (ffi_error *)&deferred;
-}
-
-/* Launchers may lose what is written right before an abort: waits until stderr has been read, for 5 seconds at most,
- * and passed on. */
-static void wait_for_launcher(void) {
-  int unread = 0;
-  for (int i = 0; i < 500 && ioctl(STDERR_FILENO, FIONREAD, &unread) == 0 && unread > 0; i++)
-    nanosleep(&(struct timespec){0, 10000000}, NULL);
-  nanosleep(&(struct timespec){0, 300000000}, NULL);
-}
-
-void job_end(void) {
-  wait_for_launcher();
-  runtime.abi->abort(1);
-  _exit(1); /* MPI has been finalized */
 }
 
 ffi_error *call_fail(const struct call *call, enum ffi_error_code code, const char *format, ...) {

@@ -28,9 +28,6 @@ ffi_error *call_fail_driver(const struct call *call, const struct memory *memory
 /* The error for a code that an MPI function has returned: the library's text, and what was passed to the call. */
 ffi_error *call_fail_mpi(const struct call *call, int code);
 
-/* Ends the job by MPI_Abort with code 1, and this process in any case. Any thread. */
-void job_end(void);
-
 /* Takes the deferred error, which the caller then frees; NULL if there is none. */
 static inline struct failure *failure_take(void) { return atomic_exchange(&runtime.deferred, NULL); }
 

@@ -1,7 +1,6 @@
 #include "core/watch.h"
 
 #include <errno.h>
-#include <fcntl.h>
 #include <inttypes.h>
 #include <math.h>
 #include <stdarg.h>
@@ -9,7 +8,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-#include "core/failure.h"
+#include "core/job.h"
 #include "core/lanes.h"
 
 /* What a thread waits for. */
@@ -34,7 +33,6 @@ static _Atomic double pause_seconds; /* between two looks */
 static atomic_int waiting;           /* operations that have been reported and are not done, as far as was seen */
 static atomic_bool ends_job;
 static void (*_Atomic program_is_at)(char *text, size_t size);
-static const char *folder; /* of the launcher; NULL: none */
 
 static struct watched *first_record(void) { return (struct watched *)(void *)atomic_load(&lanes.all); }
 static struct watched *next_record(struct watched *record) { return (struct watched *)(void *)record->lane.next; }
@@ -106,28 +104,12 @@ static void add_place(struct text *text, const char *before) {
   if (*place != '\0') text_add(text, "%sPython is at %s", before, place);
 }
 
-/* Writes a file of the folder, RANK.kind, at once and whole. */
-static void write_file(const char *kind, const struct text *text) {
-  char path[512], draft[512];
-  snprintf(path, sizeof path, "%s/%d.%s", folder, runtime.rank, kind);
-  snprintf(draft, sizeof draft, "%s/%d.draft", folder, runtime.rank);
-  int file = open(draft, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
-  if (file < 0) return; /* a folder of another machine */
-  bool whole = write(file, text->characters, text->length) == (ssize_t)text->length;
-  close(file);
-  if (whole) rename(draft, path);
-}
-
 /* Answers the launcher. Four fields in lines: seconds (-1: in no operation), the call, the communicator, the places. */
 static void answer(void) {
   static char answered[32];
-  char path[512], asked[sizeof answered] = "";
-  snprintf(path, sizeof path, "%s/ask", folder);
-  int file = open(path, O_RDONLY | O_CLOEXEC);
-  if (file < 0) return;
-  ssize_t length = read(file, asked, sizeof asked - 1);
-  close(file);
-  if (length <= 0 || strcmp(asked, answered) == 0) return;
+  char asked[sizeof answered];
+  job_question(asked, sizeof asked);
+  if (*asked == '\0' || strcmp(asked, answered) == 0) return;
   memcpy(answered, asked, sizeof answered);
   struct text text = {0, ""};
   int64_t words[WORDS];
@@ -145,7 +127,7 @@ static void answer(void) {
     text_add(&text, "-1\n\n\n");
     add_place(&text, "");
   }
-  write_file("state", &text);
+  job_tell("state", text.characters, text.length);
 }
 
 static void report(const struct watched *record, double seconds) {
@@ -161,7 +143,7 @@ static void report(const struct watched *record, double seconds) {
   add_place(&text, "; ");
   if (ends_job) text_add(&text, ". The job ends, as JAXMPI_TIMEOUT_ACTION=abort says");
   say(&text);
-  if (folder != NULL) write_file("report", &text);
+  job_tell("report", text.characters, text.length);
 }
 
 /* Reports an operation once, and then that it is done after all. */
@@ -185,7 +167,7 @@ static void look_at(struct watched *record) {
     report(record, seconds);
     atomic_store(&limit, 2 * atomic_load(&limit)); /* a program that often waits as long is not told for ever */
     if (!ends_job) return;
-    for (int i = 0; folder != NULL && i < SECONDS_FOR_THE_LAUNCHER * 10; i++) {
+    for (int i = 0; job_has_folder() && i < SECONDS_FOR_THE_LAUNCHER * 10; i++) {
       nanosleep(&(struct timespec){0, 100000000}, NULL);
       answer();
     }
@@ -199,7 +181,7 @@ static void *watch(void *unused) {
   while (nanosleep(&pause, NULL) == 0 || errno == EINTR) {
     for (struct watched *record = first_record(); record != NULL; record = next_record(record))
       if (atomic_load(&watching)) look_at(record);
-    if (folder != NULL && atomic_load(&watching)) answer();
+    if (atomic_load(&watching)) answer();
   }
   return unused;
 }
@@ -211,7 +193,7 @@ void watch_configure(double seconds, bool ends, void (*where)(char *text, size_t
   atomic_store(&limit, seconds);
   atomic_store(&ends_job, ends);
   atomic_store(&program_is_at, where);
-  if (folder == NULL && getenv("JAXMPI_JOB_FOLDER") != NULL) folder = strdup(getenv("JAXMPI_JOB_FOLDER"));
+  job_begin();
   if (!running) atomic_store(&pause_seconds, fmin(1, seconds / 8));
   atomic_store(&watching, true);
   if (running) return;

@@ -3,9 +3,8 @@
  * Each thread that calls MPI has a record, which it fills as an operation begins. The watch reads the records without
  * locks; an operation costs a few stores, and reads no clock: it has waited since the watch saw it first.
  *
- * The launcher may name a folder, in JAXMPI_JOB_FOLDER. There the watch says that it has reported something (a file
- * RANK.report), and answers what the launcher asks (a file `ask`, with a number that is another one for each question)
- * by a file RANK.state: see python/jaxmpi/_launcher/monitor.py.
+ * It tells the launcher that it has reported something, and answers what the launcher asks (with a number that is
+ * another one for each question): core/job.h.
  *
  * Threads: watch_configure is called under the GIL. watch_begin and watch_end are called by the
  * thread that calls MPI for a call, one pair after the other. The watch's own thread takes no lock and needs no GIL.

@@ -90,6 +90,7 @@ def _end(code: int) -> NoReturn:
             stream.flush()
     if os.getpid() == _process:
         _wait_for_launcher()
+        _say("aborts")
         with contextlib.suppress(Exception):
             if (mpi := _mpi_if_running()) is not None:
                 mpi.COMM_WORLD.Abort(code)
@@ -293,14 +294,14 @@ def _finish() -> None:
     native = sys.modules.get("jaxmpi._native")
     if native is not None:
         native.finish()
-    _say_that_it_has_ended()
+    _say("ended")
 
 
-def _say_that_it_has_ended() -> None:
-    """To the launcher: other ranks may wait for this one."""
+def _say(kind: str) -> None:
+    """To the launcher: this rank has `ended`, for which others may wait, or `aborts` the job."""
     with contextlib.suppress(Exception):
         if (mpi := _mpi_if_running()) is not None and _folder is not None:
-            with open(os.path.join(_folder, f"{mpi.COMM_WORLD.rank}.ended"), "w"):
+            with open(os.path.join(_folder, f"{mpi.COMM_WORLD.rank}.{kind}"), "w"):
                 pass
 
 

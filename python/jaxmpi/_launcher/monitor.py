@@ -3,7 +3,9 @@
 A process beside `mpiexec`, which asks the ranks as soon as one of them reports that it waits for long, or has ended
 while others have not. They answer in the job's folder, by the thread of csrc/core/watch.c. Files there: RANK.report,
 written with a rank's report; `ask`, with the number of a question; RANK.state, a rank's answer; RANK.ended, as a rank's
-program ends. Those of other machines come by relay.py. Nothing here imports jax or mpi4py.
+program ends; RANK.aborts, as a rank ends the job. Those of other machines come by relay.py. An `mpiexec` that is still
+there long after that is ended: Open MPI's may wait for ever if ranks on two machines abort at the same time. Nothing
+here imports jax or mpi4py.
 """
 
 import contextlib
@@ -24,6 +26,8 @@ FOLDER = "JAXMPI_JOB_FOLDER"
 _PAUSE_SECONDS = 0.25
 _ANSWER_SECONDS = 2.5  # the watch looks once a second
 _LEAST_WAIT_SECONDS = 2.0  # what waits as long for a rank that has ended will wait for ever, most likely
+_END_SECONDS = 20.0  # what `mpiexec` has for ending a job that a rank has aborted
+_KILL_SECONDS = 5.0
 
 
 def start(ranks: int, several: bool = False) -> dict[str, str]:
@@ -62,9 +66,14 @@ def start(ranks: int, several: bool = False) -> dict[str, str]:
 def _watch(folder: Path, ranks: int, job: int) -> None:
     told: set[str] = set()  # the files of ranks that have ended, once they have been the cause of a question
     last = ""
-    question, ended_at = 0, 0.0
+    question, ended_at, aborted_at = 0, 0.0, 0.0
     while not select.select([job], [], [], _PAUSE_SECONDS)[0]:
         files = set(os.listdir(folder))
+        if not any(name.endswith(".aborts") for name in files):
+            aborted_at = time.monotonic()
+        elif time.monotonic() - aborted_at > _END_SECONDS:
+            _end(job)
+            return
         ended = {name for name in files if name.endswith(".ended")}
         reports = {name for name in files if name.endswith(".report")}
         if not ended - told or len(ended) == ranks:
@@ -83,6 +92,18 @@ def _watch(folder: Path, ranks: int, job: int) -> None:
             last = lines
             with contextlib.suppress(OSError):
                 os.write(2, text.encode(errors="replace"))
+
+
+def _end(job: int) -> None:
+    """Ends `mpiexec`; its helpers, also those on other machines, end without it, and with them the ranks."""
+    with contextlib.suppress(OSError):
+        text = f"jaxmpi.run: a rank has ended the job {_END_SECONDS:.0f} s ago; mpiexec is still there, and is ended\n"
+        os.write(2, text.encode())
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(OSError):
+            signal.pidfd_send_signal(job, number)
+        if select.select([job], [], [], _KILL_SECONDS)[0]:
+            return
 
 
 def _ask(folder: Path, ranks: int, question: int, job: int) -> dict[int, tuple[str, ...]]:

@@ -28,7 +28,7 @@ _PAUSE_SECONDS = 0.1
 _BEAT_SECONDS = 5.0
 _SILENT_SECONDS = 60.0  # after which the other end is taken for gone
 _MOST_BYTES = 16384  # of a line
-_NAMES = re.compile(r"([0-9]{1,9})\.(report|state|ended)")
+_NAMES = re.compile(r"([0-9]{1,9})\.(report|state|ended|aborts)")
 
 
 class _Lines:

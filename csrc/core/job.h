@@ -1,0 +1,29 @@
+/* The job that this process is a rank of: what its launcher is told, and its end.
+ *
+ * The launcher may name a folder, in JAXMPI_JOB_FOLDER. There a rank leaves files RANK.kind, written at once and whole:
+ * `report` (something waits for long), `state` (the answer to a question), `aborts` (it is about to end the job).
+ * What the launcher does with them: python/jaxmpi/_launcher/monitor.py.
+ *
+ * Threads: any. Nothing here takes a lock; two files of one rank must not be written at once. */
+#ifndef JAXMPI_JOB_H
+#define JAXMPI_JOB_H
+
+#include <stdbool.h>
+#include <stddef.h>
+
+/* Reads the variable. Called under the GIL, before the first call; again it does nothing. */
+void job_begin(void);
+
+/* Whether the launcher has named a folder. */
+bool job_has_folder(void);
+
+/* Leaves a file RANK.kind, or nothing where it cannot be written: a folder of another machine. */
+void job_tell(const char *kind, const char *content, size_t length);
+
+/* What the launcher's question file holds, in a text of `size`; empty if there is none. */
+void job_question(char *text, size_t size);
+
+/* Ends the job by MPI_Abort with code 1, and this process in any case. */
+void job_end(void);
+
+#endif
