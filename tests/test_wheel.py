@@ -48,3 +48,16 @@ def test_wheel_is_complete(tmp_path):
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "installed")]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.stdout.startswith("sum 3.0"), done.stdout + done.stderr
+
+
+@pytest.mark.alone
+def test_editable_install_without_its_tools(tmp_path):
+    """In an environment that pip removes after the build: refused, as the next import would fail."""
+    if (mesonpy := importlib.util.find_spec("mesonpy")) is None:
+        pytest.skip("meson-python is not installed")
+    (tmp_path / "mesonpy").symlink_to(Path(mesonpy.origin).parent)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT / "tools")))}
+    command = [sys.executable, "-c", f"import backend; backend.build_editable({str(tmp_path)!r})"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "'pip install --no-build-isolation --editable .'" in done.stderr

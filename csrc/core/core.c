@@ -140,11 +140,11 @@ const struct abi *abi_find(void *library, char *version, size_t size) {
     return &abi_mpiabi;
   if (starts_with(text, "Open MPI")) return &abi_openmpi;
   if (strstr(text, "MPICH") || starts_with(text, "Intel(R) MPI") || strstr(text, "MVAPICH")) return &abi_mpich;
-  Dl_info info; /* an unknown name: the families agree on sonames */
+  Dl_info info; /* an unknown name: the families agree on the numbers in file names */
   void *symbol = dlsym(library, "MPI_Get_library_version");
   if (dladdr(symbol, &info) && info.dli_fname) {
-    if (strstr(info.dli_fname, "libmpi.so.40")) return &abi_openmpi;
-    if (strstr(info.dli_fname, "libmpi.so.12")) return &abi_mpich;
+    if (strstr(info.dli_fname, "libmpi.so.40") || strstr(info.dli_fname, "libmpi.40.")) return &abi_openmpi;
+    if (strstr(info.dli_fname, "libmpi.so.12") || strstr(info.dli_fname, "libmpi.12.")) return &abi_mpich;
   }
   return NULL;
 }

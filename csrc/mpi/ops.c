@@ -578,8 +578,8 @@ int post_send(const struct call *call, intptr_t *request) {
 }
 
 /* Until a message has left its buffer. */
-static ffi_error *wait(struct call *c) {
-  ARGUMENTS(wait, c);
+static ffi_error *complete(struct call *c) {
+  ARGUMENTS(complete, c);
   (void)b, (void)comm;
   MPI_Request request = (MPI_Request) * (intptr_t *)object_of(a.request);
   MPI_Status status;

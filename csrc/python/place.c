@@ -8,6 +8,7 @@
 #include <dlfcn.h>
 #include <stdatomic.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <time.h>
@@ -60,10 +61,22 @@ static bool is_own(const char *file) {
   return false;
 }
 
+/* A file without a name, -1 if there is none. */
+static int nameless_file(void) {
+#ifdef __linux__
+  return memfd_create("jaxmpi", MFD_CLOEXEC);
+#else
+  char name[] = P_tmpdir "/jaxmpi-XXXXXX";
+  int file = mkstemp(name);
+  if (file >= 0) unlink(name);
+  return file;
+#endif
+}
+
 /* The faulthandler's lines are `  File "name", line 12 in function`, the innermost call first. */
 static void read_frames(char *text, size_t size) {
   void (*dump)(int, PyThreadState *), *symbol = dlsym(RTLD_DEFAULT, "_Py_DumpTraceback");
-  int file = memfd_create("jaxmpi", MFD_CLOEXEC);
+  int file = nameless_file();
   static char lines[DUMP_SIZE];
   if (symbol != NULL && file >= 0) {
     memcpy(&dump, &symbol, sizeof symbol);

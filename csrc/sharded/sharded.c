@@ -159,7 +159,7 @@ ffi_error *sharded_wait(struct message *message) {
   ffi_error *failure;
   if (message->sent) {
     struct call wait;
-    begin(&wait, ROW_wait, message->call.comm);
+    begin(&wait, ROW_complete, message->call.comm);
     set(&wait, "dest", message->call.attributes[1]);
     set(&wait, "request", (int64_t)(intptr_t)&message->request);
     failure = run(&wait);

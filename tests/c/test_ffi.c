@@ -27,7 +27,7 @@ static const struct {
     {"scatter", {"comm", "derivative", "root"}},
     {"send", {"comm", "dest", "tag"}},
     {"sendrecv", {"comm", "dest", "recvtag", "sendtag", "source", "status"}},
-    {"wait", {"comm", "dest", "request"}},
+    {"complete", {"comm", "dest", "request"}},
 };
 enum { OPERATIONS = sizeof expected / sizeof *expected };
 

@@ -163,7 +163,7 @@ static int64_t root_of(const struct operation *row, const int64_t attributes[]) 
 static const struct operation *any_row(void) {
   uint32_t row;
   do row = draw(OPERATION_COUNT);
-  while (row == ROW_connect || row == ROW_wait);
+  while (row == ROW_connect || row == ROW_complete);
   return &operation_table[row];
 }
 

@@ -314,6 +314,7 @@ def _untold() -> str:
 
 def main() -> None:
     _find_folder()
+    _beside("stdin").take()
     if isinstance(sys.stdout, io.TextIOWrapper):
         # The ranks share the output: each line is written at once and whole.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)

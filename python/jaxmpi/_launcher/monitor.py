@@ -36,9 +36,9 @@ def start(ranks: int, several: bool = False) -> dict[str, str]:
     `several`: ranks may run on other machines.
     """
     try:
-        folder = tempfile.mkdtemp(prefix="jaxmpi-")
         job = os.pidfd_open(os.getpid())
-    except OSError:  # no place for files, or an old kernel: the ranks report without it
+        folder = tempfile.mkdtemp(prefix="jaxmpi-")
+    except (OSError, AttributeError):  # no place for files, or no such function: the ranks report without it
         return {}
     variables, listening, secret = {FOLDER: folder}, None, ""
     if several:
