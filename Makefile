@@ -17,7 +17,7 @@ C_SOURCES := $(wildcard csrc/*/* csrc/mpi/abi/*)
 SOURCES := $(C_SOURCES) $(wildcard python/jaxmpi/*.py* python/jaxmpi/*/*.py) meson.build pyproject.toml README.md
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-ranks test-faults test-asan test-tcp test-hosts test-clients test-sharded starts fuzz soak faults errors test-device test-gpu test-c test-valgrind test-races bench bench-gpu bench-quick compat wheel wheel-test lint format clean
+.PHONY: help setup demo test test-all test-ranks test-faults test-asan test-tcp test-hosts test-clients test-sharded starts fuzz soak faults errors test-device test-gpu test-c test-valgrind test-races bench bench-gpu bench-quick compat wheel wheel-test docs lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -38,18 +38,29 @@ $(BIN)/python:
 
 # An editable install: changes of Python take effect at once, changes of C are compiled by the next command.
 DEVELOP := .build/develop$(VENV:.venv%=%)
-PIP = PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Bytecode is left to the imports: most of what is installed is never imported.
+PIP = PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 EDITABLE = $(PIP) --no-build-isolation --config-settings=build-dir=$(DEVELOP) --editable
 $(VENV)/.installed: $(BIN)/python meson.build pyproject.toml
 	$(PIP) "meson-python>=0.17" "meson>=1.3" ninja
-	$(EDITABLE) ".[$(MPI),examples,test]"
+	$(EDITABLE) ".[$(MPI)]" $(DEMO)
 	@touch $@
 
-$(READY): $(VENV)/.installed $(C_SOURCES)
+# What the demo imports besides; the rest of the extras comes with the tests.
+DEMO := matplotlib pillow tqdm
+$(VENV)/.built: $(VENV)/.installed $(C_SOURCES)
 	@$(BIN)/ninja --quiet -C $(DEVELOP)
 	@touch $@
 
-demo: $(READY) ## the shallow-water model on 2 ranks, with a picture and an animation
+# The extras of what is installed, without building it again.
+$(VENV)/.test: $(VENV)/.installed
+	$(PIP) "jaxmpi[examples,test]"
+	@touch $@
+
+$(READY): $(VENV)/.built $(VENV)/.test
+	@touch $@
+
+demo: $(VENV)/.built ## the shallow-water model on 2 ranks, with a picture and an animation
 	$(RUN) -n 2 examples/shallow_water.py --save-animation --output-dir $(OUTPUT)
 
 test: $(READY) $(VENV)/.lint ## what every change needs: the suite on 2 ranks, the tests that run on one rank alone, the C tests
@@ -69,7 +80,7 @@ test-all: $(READY) $(VENV)/.lint ## all tests: 1, 2 and 4 ranks, optimized code 
 	$(MAKE) test-c
 
 $(VENV)/.clients: $(VENV)/.installed
-	$(EDITABLE) ".[clients]"
+	$(PIP) "jaxmpi[clients]"
 	@touch $@
 
 test-clients: $(READY) $(VENV)/.clients ## programs of optax, diffrax, equinox, lineax and JAX's solvers that communicate, on 2 ranks
@@ -247,14 +258,16 @@ bench-quick: $(BENCH)/.installed $(BENCH)/libshallow_water.so ## the figures tha
 compat: ## one built file on every MPI and several versions of JAX and Python
 	$(PYTHON) tests/compat.py
 
+# URL: of the repository on a forge. Without it the description of the files has no links.
+URL ?=
 wheel: ## the files of a release, in dist/: an sdist, and one wheel for every MPI, JAX and Python, checked
-	$(PYTHON) tests/wheels.py build
+	$(PYTHON) tests/wheels.py build --url "$(URL)"
 
 wheel-test: ## what a user of that wheel gets, with each MPI, where nothing is compiled: a table
 	$(PYTHON) tests/wheels.py test
 
 $(VENV)/.lint: $(VENV)/.installed
-	$(EDITABLE) ".[lint]"
+	$(PIP) "jaxmpi[lint]"
 	@touch $@
 
 C_FILES = $(wildcard csrc/*/*.[ch] csrc/mpi/abi/*.h tests/c/*.[ch] tests/device/*.[ch] tests/inject/*.c benchmarks/*.c)
@@ -263,8 +276,19 @@ lint: $(READY) $(VENV)/.lint ## formatters in checking mode, linters and type ch
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(C_FILES)
+	$(BIN)/zizmor --offline --quiet --no-progress .github
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	@if command -v cppcheck >/dev/null; then cppcheck --quiet --error-exitcode=1 --std=c11 --enable=warning,portability \
 	  --inline-suppr --suppress=missingIncludeSystem -DABI_HEADER='"mpi/abi/openmpi.h"' -Icsrc $(filter-out csrc/python/%,$(wildcard csrc/*/*.c)); fi
+
+$(VENV)/.docs: $(VENV)/.installed
+	$(PIP) "jaxmpi[docs]"
+	@touch $@
+
+SITE := $(OUTPUT)/docs
+docs: $(READY) $(VENV)/.docs ## the documentation as a site, in output/docs; its programs are tested by `make test`
+	timeout $(LIMIT) $(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --builder html docs $(SITE)
+	@echo "$(abspath $(SITE))/index.html"
 
 format: $(VENV)/.lint ## let the formatters change the files
 	$(BIN)/ruff check --fix .

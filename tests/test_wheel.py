@@ -2,12 +2,15 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+
+import wheels
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAM = """
@@ -61,3 +64,18 @@ def test_editable_install_without_its_tools(tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "'pip install --no-build-isolation --editable .'" in done.stderr
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("url", ["", "https://forge.example/us/jaxmpi"])
+def test_description_has_no_dead_links(url):
+    """A package index shows the README, but has no files beside it."""
+    readme = (ROOT / "README.md").read_text()
+    text = wheels.for_an_index(readme, url)
+    links = re.findall(r"\]\(([^)]*)\)", text)
+    assert all(link.startswith("https://") for link in links)
+    assert wheels.LINK.search(readme)
+    if url:
+        paths = [link.removeprefix(f"{url}/blob/main/").partition("#")[0] for link in links if link.startswith(url)]
+        assert paths
+        assert all((ROOT / path).exists() for path in paths)

@@ -47,8 +47,37 @@ def find_python(version):
     return str(pyenv[-1]) if pyenv else None
 
 
-def build(folder, python=sys.executable):
-    """The wheel, built by the compiler of `ziglang` from the sdist, and tagged for what it needs; both in `folder`."""
+LINK = re.compile(r"\[([^\]]*)\]\((?!https?:|#)([^)#]*)(#[^)]*)?\)")
+"""In Markdown, to a file of the repository."""
+
+
+def for_an_index(readme, url):
+    """The README as a package index shows it, where links to files lead nowhere: to the repository, or none."""
+    if not url:
+        return LINK.sub(r"\1", readme)
+    return LINK.sub(lambda link: f"[{link[1]}]({url}/blob/main/{link[2]}{link[3] or ''})", readme)
+
+
+def sources(folder, url):
+    """A clone whose description is fit for a package index. An sdist has what is committed."""
+    run("git", "clone", "--quiet", ROOT, folder)
+    readme, project = folder / "README.md", folder / "pyproject.toml"
+    readme.write_text(for_an_index(readme.read_text(), url))
+    if url:
+        pages = {"Source": "", "Documentation": "/tree/main/docs", "Issues": "/issues"}
+        pages["Changelog"] = "/blob/main/CHANGELOG.md"
+        lines = "".join(f'{name} = "{url}{page}"\n' for name, page in pages.items())
+        project.write_text(f"{project.read_text()}\n[project.urls]\n{lines}")
+    identity = ("-c", "user.name=make wheel", "-c", "user.email=none@localhost")
+    run("git", "-C", folder, *identity, "commit", "--quiet", "--all", "--message", "README: as an index shows it")
+
+
+def build(folder, python=sys.executable, url=""):
+    """The wheel, built by the compiler of `ziglang` from the sdist, and tagged for what it needs; both in `folder`.
+
+    `url`: of the repository, to which the files then refer.
+    """
+    url = url.rstrip("/")
     tools = folder / "tools"
     shutil.rmtree(folder, ignore_errors=True)
     run(python, "-m", "venv", tools)
@@ -57,7 +86,8 @@ def build(folder, python=sys.executable):
     zig, machine = f"{tools / 'bin/python'} -m ziglang", platform.machine()
     compilers = {"CC": f"{zig} cc -target {machine}-linux-gnu.{GLIBC}", "AR": f"{zig} ar", "PATH": path}
     made = folder / "made"
-    run(tools / "bin/python", "-m", "build", "--outdir", made, ROOT, **compilers)
+    sources(folder / "sources", url)
+    run(tools / "bin/python", "-m", "build", "--outdir", made, folder / "sources", **compilers)
     (wheel,), (sdist,) = made.glob("*.whl"), made.glob("*.tar.gz")
     # The limited API is that of 3.10 whichever Python builds; the tag that is given names the one that has built.
     run(tools / "bin/wheel", "tags", "--remove", "--python-tag", "cp310", wheel)
@@ -69,8 +99,8 @@ def build(folder, python=sys.executable):
     run(tools / "bin/check-wheel-contents", wheel)
     run(tools / "bin/twine", "check", "--strict", wheel, sdist)
     sdist.rename(folder / sdist.name)
-    shutil.rmtree(made)
-    shutil.rmtree(tools)
+    for part in (made, tools, folder / "sources"):
+        shutil.rmtree(part)
     return wheel
 
 
@@ -156,10 +186,11 @@ def main():
     parser.add_argument("what", choices=("build", "test"))
     parser.add_argument("--folder", type=Path, default=ROOT / "dist", help="where the files of the release are")
     parser.add_argument("--python", default=sys.executable, help="which builds")
+    parser.add_argument("--url", default="", help="of the repository on a forge, for the links of the description")
     parser.add_argument("--only", default="", metavar="TEXT", help="only MPIs whose name has this text")
     options = parser.parse_args()
     if options.what == "build":
-        build(options.folder, options.python)
+        build(options.folder, options.python, options.url)
         print(*sorted(path.name for path in options.folder.iterdir()), sep="\n")
         return 0
     (wheel,) = options.folder.glob("*.whl")

@@ -17,7 +17,7 @@ def build_editable(wheel_directory, config_settings=None, metadata_directory=Non
     passing = Path(mesonpy.__file__).parent.parent not in places or "builds-v0" in sys.prefix  # of pip; of uv
     if passing:
         sys.exit(
-            "jaxmpi: an editable install needs its tools later as well: 'pip install meson-python meson ninja' and then "
-            "'pip install --no-build-isolation --editable .', or 'make setup', which does that"
+            "jaxmpi: an editable install needs its tools later as well: 'pip install meson-python meson ninja' and "
+            "then 'pip install --no-build-isolation --editable .', or 'make setup', which does that"
         )
     return mesonpy.build_editable(wheel_directory, config_settings, metadata_directory)
