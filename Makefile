@@ -287,7 +287,7 @@ $(VENV)/.docs: $(VENV)/.installed
 
 SITE := $(OUTPUT)/docs
 docs: $(READY) $(VENV)/.docs ## the documentation as a site, in output/docs; its programs are tested by `make test`
-	timeout $(LIMIT) $(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --builder html docs $(SITE)
+	timeout $(LIMIT) $(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --fresh-env --builder html docs $(SITE)
 	@echo "$(abspath $(SITE))/index.html"
 
 format: $(VENV)/.lint ## let the formatters change the files

@@ -385,6 +385,19 @@ def test_mpiexec_that_does_not_end(stubborn, tmp_path, monkeypatch, capfd):
     assert "mpiexec is still there, and is ended" in capfd.readouterr().err
 
 
+def test_failure_before_mpi(tmp_path):
+    """The other ranks wait in MPI_Init, of which MPICH's mpiexec does not know."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os\nif (os.environ.get('PMIX_RANK') or os.environ['PMI_RANK']) == '1': raise KeyError('early')\n"
+        "from mpi4py import MPI\nprint('not reached')\n"
+    )
+    done = launch(2, program, check=False, timeout=SECONDS)
+    assert done.returncode != 0
+    assert "KeyError: 'early'" in done.stderr
+    assert "not reached" not in done.stdout
+
+
 def test_ranges_of_ranks():
     assert monitor._ranges([0]) == "0"
     assert monitor._ranges([0, 1]) == "0, 1"

@@ -218,7 +218,7 @@ def jit(function: Callable[..., Any] | None = None, /, **options: Any) -> Callab
       checkers see the parameters and the result of `function`.
 
     Raises:
-      What `jax.jit` and the function raise. A run-time error is raised when the program waits for the result.
+      Exception: what `jax.jit` and the function raise; an error at run time when the program waits for the result.
     """
     if function is None:
         return functools.partial(jit, **options)

@@ -48,6 +48,9 @@ def _formatted(error: BaseException) -> list[str]:
 _process = os.getpid()
 """The rank's process, which alone may end the job: not one that the program forks."""
 
+_rank = next((os.environ[n] for n in ("PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK") if n in os.environ), None)
+"""As the launchers of the MPI libraries tell it, before MPI is initialized."""
+
 _exit = os._exit
 _folder = os.environ.get("JAXMPI_JOB_FOLDER")
 """The folder in which the launcher learns what the ranks do: see monitor.py."""
@@ -300,8 +303,10 @@ def _finish() -> None:
 def _say(kind: str) -> None:
     """To the launcher: this rank has `ended`, for which others may wait, or `aborts` the job."""
     with contextlib.suppress(Exception):
-        if (mpi := _mpi_if_running()) is not None and _folder is not None:
-            with open(os.path.join(_folder, f"{mpi.COMM_WORLD.rank}.{kind}"), "w"):
+        mpi = _mpi_if_running()
+        rank = mpi.COMM_WORLD.rank if mpi is not None else _rank if kind == "aborts" else None
+        if rank is not None and _folder is not None:
+            with open(os.path.join(_folder, f"{rank}.{kind}"), "w"):
                 pass
 
 
@@ -314,7 +319,7 @@ def _untold() -> str:
 
 def main() -> None:
     _find_folder()
-    _beside("stdin").take()
+    _beside("stdin").take(_rank)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # The ranks share the output: each line is written at once and whole.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)

@@ -3,9 +3,11 @@
 A process beside `mpiexec`, which asks the ranks as soon as one of them reports that it waits for long, or has ended
 while others have not. They answer in the job's folder, by the thread of csrc/core/watch.c. Files there: RANK.report,
 written with a rank's report; `ask`, with the number of a question; RANK.state, a rank's answer; RANK.ended, as a rank's
-program ends; RANK.aborts, as a rank ends the job. Those of other machines come by relay.py. An `mpiexec` that is still
-there long after that is ended: Open MPI's may wait for ever if ranks on two machines abort at the same time. Nothing
-here imports jax or mpi4py.
+program ends; RANK.aborts, as a rank ends the job. Those of other machines come by relay.py. Nothing here imports jax or
+mpi4py.
+
+An `mpiexec` that is still there long after a rank has ended the job is ended: Open MPI's may wait for ever if ranks on
+two machines abort at the same time, MPICH's for ranks that wait in MPI_Init for one that has failed before.
 """
 
 import contextlib

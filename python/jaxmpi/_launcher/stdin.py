@@ -13,7 +13,6 @@ import stat
 from pathlib import Path
 
 VARIABLE = "JAXMPI_INPUT"
-_RANKS = ("PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
 def keep(here: bool) -> dict[str, str]:
@@ -34,10 +33,9 @@ def keep(here: bool) -> dict[str, str]:
     return {VARIABLE: f"/proc/{os.getpid()}/fd/{kept}"}
 
 
-def take() -> None:
+def take(rank: str | None) -> None:
     """In a rank, before it reads anything: rank 0 gets the launcher's input, from where that has been read to."""
     path = os.environ.pop(VARIABLE, None)
-    rank = next((os.environ[name] for name in _RANKS if name in os.environ), None)
     if path is None or rank is None or (rank == "0" and not path):
         return
     with contextlib.suppress(OSError):

@@ -1,0 +1,24 @@
+"""The documentation site: `make docs` writes it to output/docs."""
+
+from importlib.metadata import version as version_of
+
+project = "jaxmpi"
+copyright = "the authors of jaxmpi"
+version = release = version_of("jaxmpi")
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+exclude_patterns: list = []
+
+myst_heading_anchors = 4
+myst_enable_extensions = ["dollarmath"]
+
+# The docstrings are plain text with names in backticks.
+default_role = "code"
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+napoleon_numpy_docstring = False
+
+html_theme = "furo"
+html_title = "jaxmpi"
+html_show_sphinx = False
+html_show_sourcelink = False
