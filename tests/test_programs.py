@@ -246,6 +246,18 @@ def test_job_of_slurm_without_srun(script):
     assert done.stderr.count("there is no srun") == 1
 
 
+def test_job_of_slurm_with_srun(monkeypatch, capsys):
+    """The launcher by srun would be started several times; several machines need their numbers of ranks."""
+    with pytest.raises(SystemExit, match=r"srun has started 4 of this launcher, each of which would start 2 ranks"):
+        run.check_scheduler({"SLURM_STEP_NUM_TASKS": "4"}, 2, False)
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    run.check_scheduler({"SLURM_STEP_NUM_TASKS": "4", "SLURM_NNODES": "1"}, 1, False)
+    run.check_scheduler({"SLURM_STEP_NUM_TASKS": "1", "SLURM_NNODES": "2"}, 2, True)
+    assert capsys.readouterr().err == ""
+    run.check_scheduler({"SLURM_NNODES": "2"}, 4, False)
+    assert "a job of Slurm on 2 machines" in capsys.readouterr().err
+
+
 def test_little_shared_memory(monkeypatch, capsys):
     run.warn_of_little_memory(2, folder="/nowhere")
     free = types.SimpleNamespace(f_bavail=2048, f_frsize=4096)

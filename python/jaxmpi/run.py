@@ -128,6 +128,23 @@ def without_scheduler(present: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in present.items() if not name.startswith("SLURM_")}
 
 
+def check_scheduler(present: Mapping[str, str], ranks: int, placed: bool) -> None:
+    """Ends this process if Slurm has started several of it; says so if a job's other machines would be left out."""
+    if ranks > 1 and present.get("SLURM_STEP_NUM_TASKS", "1") not in ("", "1"):
+        tasks = present["SLURM_STEP_NUM_TASKS"]
+        sys.exit(
+            f"jaxmpi.run: srun has started {tasks} of this launcher, each of which would start {ranks} ranks: start "
+            "the program by srun itself, or the launcher without srun"
+        )
+    nodes = present.get("SLURM_NNODES", "1")
+    if not placed and nodes not in ("", "1") and shutil.which("srun") is not None:
+        print(
+            f"jaxmpi.run: this is a job of Slurm on {nodes} machines: say how many ranks each has, by --ranks-per-node "
+            "and --mpiexec-args, or their shares of the cores are wrong",
+            file=sys.stderr,
+        )
+
+
 SHARED_BYTES = 4 << 20
 """Of shared memory for each rank: about what Open MPI takes. MPICH takes less, and ends with a bus error without it."""
 
@@ -237,6 +254,7 @@ def main(arguments: list[str] | None = None) -> None:
 
         sys.exit(f"jaxmpi.run: no mpiexec found: {_no_mpi.how_to_install(_no_mpi.packages())}")
     check_syntax(options.kind, options.program)
+    check_scheduler(os.environ, options.ranks, options.mpiexec_args is not None)
     share = physical_cores() // (options.ranks_per_node or options.ranks)
     variables = settings(share, os.environ)
     if not options.dry_run:
