@@ -8,6 +8,7 @@ import faulthandler
 import io
 import os
 import sys
+import tempfile
 import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,10 @@ from mpi4py import MPI  # noqa: E402
 if os.environ.get("JAXMPI_TEST_SYNCHRONOUS"):  # JAX reads no variable for that
     jax.config.update("jax_cpu_enable_async_dispatch", False)
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+if SIZE > 1:  # in one folder the ranks would remove each other's old files at the same time
+    own = Path(tempfile.gettempdir()) / f"jaxmpi-tests-of-rank-{RANK}"
+    own.mkdir(exist_ok=True)
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(own))
 SECONDS = float(os.environ.get("JAXMPI_TEST_SECONDS", "120"))
 _hidden = io.StringIO()
 _device = simulated.Device() if simulated.TRANSPORT else None

@@ -68,7 +68,7 @@ def start(ranks: int, several: bool = False) -> dict[str, str]:
 def _watch(folder: Path, ranks: int, job: int) -> None:
     told: set[str] = set()  # the files of ranks that have ended, once they have been the cause of a question
     last = ""
-    question, ended_at, aborted_at = 0, 0.0, 0.0
+    question, ended_at, aborted_at, patience = 0, 0.0, 0.0, _LEAST_WAIT_SECONDS
     while not select.select([job], [], [], _PAUSE_SECONDS)[0]:
         files = set(os.listdir(folder))
         if not any(name.endswith(".aborts") for name in files):
@@ -80,17 +80,21 @@ def _watch(folder: Path, ranks: int, job: int) -> None:
         reports = {name for name in files if name.endswith(".report")}
         if not ended - told or len(ended) == ranks:
             ended_at = time.monotonic()
-        late = time.monotonic() - ended_at > _LEAST_WAIT_SECONDS
+        late = time.monotonic() - ended_at > patience
         if not reports and not late:
             continue
         time.sleep(_PAUSE_SECONDS)  # ranks that wait for the same reason report at about the same time
         question += 1
         table = _ask(folder, ranks, question, job)
-        told |= ended
+        waiting = any(_waits(state) for state in table.values())
+        if reports or waiting:
+            told, patience = told | ended, _LEAST_WAIT_SECONDS
+        else:  # some may wait later
+            patience *= 2
         for report in folder.glob("*.report"):
             report.unlink()
         text, lines = _text(table)
-        if lines != last and (reports or any(_waits(state) for state in table.values())):
+        if lines != last and (reports or waiting):
             last = lines
             with contextlib.suppress(OSError):
                 os.write(2, text.encode(errors="replace"))
