@@ -235,7 +235,7 @@ def save_animation(path: Path, frames: list[tuple[float, np.ndarray]]) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    from matplotlib.animation import FuncAnimation, PillowWriter
+    from matplotlib.animation import PillowWriter
 
     figure, axes = plt.subplots(figsize=(7, 3.4), layout="constrained")
     limit = np.quantile(np.abs([values for _, values in frames]), 0.995)
@@ -245,12 +245,12 @@ def save_animation(path: Path, frames: list[tuple[float, np.ndarray]]) -> None:
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # the same layout for all frames: computing it takes most of the time
 
-    def draw(frame: tuple[float, np.ndarray]):
-        axes.set_title(f"Shallow water after {frame[0]:.1f} days", loc="left")
-        artist.set_data(frame[1])
-        return (artist,)
-
-    FuncAnimation(figure, draw, frames, blit=False).save(path, PillowWriter(fps=12), dpi=90)
+    writer = PillowWriter(fps=12)
+    with writer.saving(figure, path, dpi=90):  # FuncAnimation would draw each frame three times
+        for days, values in frames:
+            axes.set_title(f"Shallow water after {days:.1f} days", loc="left")
+            artist.set_data(values)
+            writer.grab_frame()
     plt.close(figure)
 
 
