@@ -1,0 +1,1 @@
+"""What `python -m jaxmpi.bench` measures, how, and how it is shown."""

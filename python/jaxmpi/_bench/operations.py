@@ -1,0 +1,504 @@
+"""What is measured: a row per operation.
+
+The sizes and the bandwidths are those of nccl-tests (its doc/PERFORMANCE.md). With S the bytes of an operation and n
+the number of ranks the algorithm bandwidth is S / time, and the bus bandwidth that times a factor: what the link of a
+rank must at least have carried, whatever the algorithm. Where each rank has a part of an array, S is that of all parts.
+
+Each row knows where the elements of a result come from, so that they can be checked without the operation.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from mpi4py import MPI
+
+from jaxmpi import notoken
+from jaxmpi._grid import Grid
+
+REDUCTIONS = {"sum": MPI.SUM, "prod": MPI.PROD, "max": MPI.MAX, "min": MPI.MIN}
+WINDOW = 64
+"""Messages that `send` sends before it waits for an answer, as osu_bw."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank, and the elements of its operand: of its only part, or of each of them."""
+
+    rank: int
+    size: int
+    elements: int
+    reduction: str = "sum"
+
+    @property
+    def op(self) -> MPI.Op:
+        return REDUCTIONS[self.reduction]
+
+    def others(self, distance: int) -> int:
+        return (self.rank + distance) % self.size
+
+
+Origin = tuple[Any, Any]
+"""Ranks, and the indices of elements in their operands."""
+
+
+def _own(place: Place, index: Any) -> Origin:
+    return place.rank, index
+
+
+def _no_part(place: Place) -> int:
+    return 0
+
+
+def _one(size: int) -> int:
+    return 1
+
+
+def _all(size: int) -> int:
+    return size
+
+
+def _four(size: int) -> int:
+    return 4
+
+
+def _divided(count: int, parts: int) -> int:
+    return max(1, count // parts)
+
+
+def _everywhere(place: Place) -> tuple[int, int, int]:
+    return 0, 0, place.elements
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A row."""
+
+    name: str
+    uses: tuple[str, ...]
+    """Its operations in the library's own table."""
+
+    call: Callable[[Place, jax.Array], jax.Array]
+    """The operation: operand -> result."""
+
+    size: str
+    """What S is the size of; nothing where no data is moved."""
+
+    factor: Callable[[Place], float]
+    """Bus bandwidth over algorithm bandwidth, for two ranks and more."""
+
+    names: Mapping[str, str] = field(default_factory=dict)
+    """What other tools call it, each with a remark where their figures mean something else."""
+
+    origin: Callable[[Place, Any], Origin] = _own
+    """Where elements of this rank's result come from, by their index."""
+
+    reduced: Callable[[Place], Sequence[int]] = lambda place: ()
+    """The ranks whose operands are reduced on this one, element by element; where there are none, `origin` says all."""
+
+    parts: Callable[[int], int] = _one
+    """ranks -> the parts that S consists of."""
+
+    stacked: Callable[[Place], int] = _no_part
+    """The parts that this rank's operand is a stack of; 0: it is one part, and no stack."""
+
+    fit: Callable[[int, int], int] = _divided
+    """(elements asked for, parts) -> elements of a part."""
+
+    changed: Callable[[Place], tuple[int, int, int]] = _everywhere
+    """(a, b, n): before turn i element a + i % n of each part of the operand is changed, and in it b + i % n of the
+    result, or of each part of it, is what has become of one of them."""
+
+    repeats: Callable[[Place], bool] = lambda place: False
+    """Whether the result is the next operand here: what is read of it is as it was."""
+
+    blind: Callable[[Place], bool] = lambda place: False
+    """Whether the operand may still be read here when there is a result."""
+
+    hidden: bool = False
+    """A result may be ready before the operation has ended."""
+
+    messages: int = 1
+    """One after the other, in a call."""
+
+    least: int = 1
+    """Ranks that it needs."""
+
+    square: bool = False
+    """The operand is one part, of two dimensions."""
+
+    def shape(self, place: Place) -> tuple[int, ...]:
+        parts = self.stacked(place)
+        if self.square:
+            return (math.isqrt(place.elements),) * 2
+        return (parts, place.elements) if parts else (place.elements,)
+
+
+# --- the calls, and where their results come from --------------------------------------------------------------------
+
+
+def _only_on(root: int, value: Callable[[Place], Any], otherwise: Any) -> Callable[[Place], Any]:
+    return lambda place: value(place) if place.rank == root else otherwise
+
+
+def _not_on(rank: int) -> Callable[[Place], bool]:
+    return lambda place: place.rank != rank
+
+
+def _always(place: Place) -> bool:
+    return True
+
+
+def _ranks(place: Place) -> Sequence[int]:
+    return range(place.size)
+
+
+def _from_root(place: Place, index: Any) -> Origin:
+    return 0, index
+
+
+def _stack_of_all(place: Place, index: Any) -> Origin:
+    return index // place.elements, index % place.elements
+
+
+def _gathered(place: Place, index: Any) -> Origin:
+    return _stack_of_all(place, index) if place.rank == 0 else _own(place, index)
+
+
+def _alltoall(place: Place, index: Any) -> Origin:
+    return index // place.elements, place.rank * place.elements + index % place.elements
+
+
+def _scattered(place: Place, index: Any) -> Origin:
+    return 0, place.rank * place.elements + index
+
+
+def _call_barrier(place: Place, x: jax.Array) -> jax.Array:
+    notoken.barrier()
+    return x
+
+
+def _call_nobody(place: Place, x: jax.Array) -> jax.Array:
+    notoken.send(x, MPI.PROC_NULL)
+    return x
+
+
+def _call_sendrecv(place: Place, x: jax.Array) -> jax.Array:
+    return notoken.sendrecv(x, x, place.others(-1), place.others(1))
+
+
+def _call_pingpong(place: Place, x: jax.Array) -> jax.Array:
+    if place.rank == 0:
+        notoken.send(x, 1)
+        return notoken.recv(x, 1)
+    if place.rank == 1:
+        y = notoken.recv(x, 0)
+        notoken.send(x, 0)
+        return y
+    return x
+
+
+def _call_send(place: Place, x: jax.Array) -> jax.Array:
+    y = x
+    for _ in range(WINDOW if place.rank < 2 else 0):
+        if place.rank == 0:
+            notoken.send(x, 1)
+        else:
+            y = notoken.recv(x, 0)
+    if place.rank == 0:
+        notoken.recv(jnp.zeros(1, x.dtype), 1)
+    if place.rank == 1:
+        notoken.send(y[:1], 0)
+    return y
+
+
+# --- neighbours in two dimensions ------------------------------------------------------------------------------------
+
+
+def _dims(size: int) -> tuple[int, int]:
+    rows, columns = MPI.Compute_dims(size, 2)
+    return rows, columns
+
+
+@functools.cache
+def _cartesian(size: int) -> MPI.Cartcomm:
+    return MPI.COMM_WORLD.Create_cart(_dims(size), periods=(True, True))
+
+
+def _rank_at(place: Place, row: Any, column: Any) -> Any:
+    rows, columns = _dims(place.size)
+    return row % rows * columns + column % columns
+
+
+def _neighbors(place: Place) -> np.ndarray:
+    """Before and behind this rank, along each axis."""
+    row, column = divmod(place.rank, _dims(place.size)[1])
+    steps = ((-1, 0), (1, 0), (0, -1), (0, 1))
+    return np.array([_rank_at(place, row + down, column + right) for down, right in steps])
+
+
+def _from_neighbors(place: Place, index: Any) -> Origin:
+    return _neighbors(place)[index // place.elements], index % place.elements
+
+
+def _between_neighbors(place: Place, index: Any) -> Origin:
+    """What the neighbour before has sent behind, and the other way round."""
+    part, element = np.divmod(index, place.elements)
+    return _neighbors(place)[part], (part ^ 1) * place.elements + element
+
+
+def _other_neighbors(place: Place) -> float:
+    return sum(count > 1 for count in _dims(place.size)) / 2
+
+
+def _side(place: Place) -> int:
+    """Of a block, without its halo of one cell."""
+    return math.isqrt(place.elements) - 2
+
+
+def _square(count: int, parts: int) -> int:
+    return max(3, math.isqrt(count)) ** 2
+
+
+@functools.cache
+def _grid(size: int, side: int) -> Grid:
+    dims = _dims(size)
+    return Grid(dims, [count * side for count in dims], periodic=True)
+
+
+def _call_exchange(place: Place, x: jax.Array) -> jax.Array:
+    return _grid(place.size, _side(place)).exchange(x)
+
+
+def _around(place: Place, index: Any) -> Origin:
+    """The cell of the block, or of another one, that a cell of the block with its halo is, or is copied from."""
+    side = _side(place)
+    row, column = np.divmod(index, side + 2)
+    its_row, its_column = divmod(place.rank, _dims(place.size)[1])
+    # A block before, in this one, or a block behind.
+    down, right = (row - 1) // side, (column - 1) // side
+    cell = (row - 1 - down * side + 1) * (side + 2) + column - 1 - right * side + 1
+    return _rank_at(place, its_row + down, its_column + right), cell
+
+
+def _first_row(place: Place) -> tuple[int, int, int]:
+    """The block's first row, which becomes the last one of another halo."""
+    side = _side(place)
+    return side + 2 + 1, (side + 1) * (side + 2) + 1, side
+
+
+def _part_of_halo(place: Place) -> float:
+    """The part of the array that comes from other ranks."""
+    side = _side(place)
+    own = [side + 2 if count == 1 else side for count in _dims(place.size)]
+    return 1 - own[0] * own[1] / place.elements
+
+
+# --- the table -------------------------------------------------------------------------------------------------------
+
+
+def _constant(value: float) -> Callable[[Place], float]:
+    return lambda place: value
+
+
+def _but_one(place: Place) -> float:
+    """Of n parts a rank's own stays where it is."""
+    return (place.size - 1) / place.size
+
+
+def _parts_of_osu(name: str, nccl: str = "") -> dict[str, str]:
+    names = {f"osu_{name}": "OSU's size is that of one part; here it is that of all"}
+    return {**names, nccl: ""} if nccl else names
+
+
+OPERATIONS = {
+    operation.name: operation
+    for operation in (
+        Operation(
+            "allreduce",
+            ("allreduce",),
+            lambda place, x: notoken.allreduce(x, place.op),
+            "the array",
+            lambda place: 2 * (place.size - 1) / place.size,
+            {"osu_allreduce": "", "all_reduce_perf": ""},
+            reduced=_ranks,
+        ),
+        Operation(
+            "allgather",
+            ("allgather",),
+            lambda place, x: notoken.allgather(x),
+            "the result, which all ranks have a part of",
+            _but_one,
+            _parts_of_osu("allgather", "all_gather_perf"),
+            origin=_stack_of_all,
+            parts=_all,
+        ),
+        Operation(
+            "alltoall",
+            ("alltoall",),
+            lambda place, x: notoken.alltoall(x),
+            "the array, of which each rank gets a part",
+            _but_one,
+            _parts_of_osu("alltoall", "alltoall_perf"),
+            origin=_alltoall,
+            parts=_all,
+            stacked=lambda place: place.size,
+        ),
+        Operation(
+            "bcast",
+            ("bcast",),
+            lambda place, x: notoken.bcast(x, 0),
+            "the array",
+            _constant(1),
+            {"osu_bcast": "", "broadcast_perf": ""},
+            origin=_from_root,
+            repeats=_always,
+        ),
+        Operation(
+            "gather",
+            ("gather",),
+            lambda place, x: notoken.gather(x, 0),
+            "root's result, which all ranks have a part of",
+            _but_one,
+            _parts_of_osu("gather", "gather_perf"),
+            origin=_gathered,
+            parts=_all,
+            repeats=_not_on(0),
+            blind=_not_on(0),
+        ),
+        Operation(
+            "reduce",
+            ("reduce",),
+            lambda place, x: notoken.reduce(x, place.op, 0),
+            "the array",
+            _constant(1),
+            {"osu_reduce": "", "reduce_perf": ""},
+            reduced=_only_on(0, _ranks, ()),
+            repeats=_not_on(0),
+            blind=_not_on(0),
+        ),
+        Operation(
+            "scan",
+            ("scan",),
+            lambda place, x: notoken.scan(x, place.op),
+            "the array",
+            _constant(1),
+            {"osu_scan": ""},
+            reduced=lambda place: range(place.rank + 1),
+        ),
+        Operation(
+            "scatter",
+            ("scatter",),
+            lambda place, x: notoken.scatter(x, 0),
+            "root's array, of which each rank gets a part",
+            _but_one,
+            _parts_of_osu("scatter", "scatter_perf"),
+            origin=_scattered,
+            parts=_all,
+            stacked=_only_on(0, lambda place: place.size, 0),
+        ),
+        Operation(
+            "sendrecv",
+            ("sendrecv",),
+            _call_sendrecv,
+            "the message that each rank sends to the next one, and receives from the one before",
+            _constant(1),
+            {
+                "osu_bibw": "OSU counts what both ranks send, and has many messages on their way at a time",
+                "sendrecv_perf": "",
+            },
+            origin=lambda place, index: (place.others(-1), index),
+        ),
+        Operation(
+            "pingpong",
+            ("send", "recv"),
+            _call_pingpong,
+            "the message from rank 0 to rank 1 and back; the time is half of that",
+            _constant(1),
+            {"osu_latency": ""},
+            origin=lambda place, index: (1 - place.rank if place.rank < 2 else place.rank, index),
+            repeats=lambda place: place.rank > 1,
+            blind=lambda place: place.rank == 1,
+            messages=2,
+            least=2,
+        ),
+        Operation(
+            "send",
+            ("send", "recv"),
+            _call_send,
+            f"a message from rank 0 to rank 1, which answers after {WINDOW} of them",
+            _constant(1),
+            {"osu_bw": "OSU's sends do not block, so that many messages are on their way at a time; these do"},
+            origin=lambda place, index: (0 if place.rank == 1 else place.rank, index),
+            repeats=_not_on(1),
+            blind=lambda place: place.rank == 0,
+            messages=WINDOW,
+            hidden=True,
+            least=2,
+        ),
+        Operation(
+            "neighbor_allgather",
+            ("neighbor_allgather",),
+            lambda place, x: notoken.neighbor_allgather(x, comm=_cartesian(place.size)),
+            "the result: the arrays of four neighbours on a torus of two dimensions",
+            _other_neighbors,
+            _parts_of_osu("neighbor_allgather"),
+            origin=_from_neighbors,
+            parts=_four,
+        ),
+        Operation(
+            "neighbor_alltoall",
+            ("neighbor_alltoall",),
+            lambda place, x: notoken.neighbor_alltoall(x, comm=_cartesian(place.size)),
+            "the array, of which each of four neighbours on a torus of two dimensions gets a part",
+            _other_neighbors,
+            _parts_of_osu("neighbor_alltoall"),
+            origin=_between_neighbors,
+            parts=_four,
+            stacked=lambda place: 4,
+        ),
+        Operation(
+            "grid_exchange",
+            ("exchange",),
+            _call_exchange,
+            "a rank's square block, with a halo of one cell, on a torus of two dimensions; the bus carries the halo",
+            _part_of_halo,
+            origin=_around,
+            fit=_square,
+            changed=_first_row,
+            repeats=_always,
+            square=True,
+        ),
+        Operation(
+            "barrier",
+            ("barrier",),
+            _call_barrier,
+            "",
+            _constant(0),
+            {"osu_barrier": ""},
+            hidden=True,
+        ),
+    )
+}
+
+USUAL = ("allreduce", "allgather", "alltoall", "bcast", "sendrecv", "pingpong", "grid_exchange", "barrier")
+"""What is measured if nothing is named."""
+
+NOBODY = Operation("nobody", (), _call_nobody, "", _constant(0), hidden=True)
+"""A message to nobody: what XLA takes for an operation, and for what is around it."""
+
+
+def named(name: str) -> Operation | None:
+    """The row of this name, or of another tool's name for it."""
+    return next((row for row in OPERATIONS.values() if name == row.name or name in row.names), None)
+
+
+def all_names() -> Iterator[str]:
+    for row in OPERATIONS.values():
+        yield row.name
+        yield from row.names

@@ -1,0 +1,227 @@
+"""How an operation is timed: many times in a row, between a barrier and the slowest rank's end.
+
+In each turn the operation is called, one element of its result kept, and one element of each part of the operand
+changed (data.py), which takes some instructions and copies no array; a turn with a message to nobody is timed as well.
+The operand is needed again in the next turn, so that the result is another array, as in the C programs of OSU: but for
+`bcast` and `grid_exchange`, whose result is the next operand. A reduction of less than 8 MiB works in place, on a copy
+that XLA makes of its operand.
+
+  loop    the turns are a `lax.fori_loop` in one compiled program
+  call    each turn is a call of `jaxmpi.jit`, and its result is waited for
+  eager   each turn is the operation alone, on one of two operands, and its result is waited for
+"""
+
+import functools
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from mpi4py import MPI
+
+from jaxmpi import notoken
+from jaxmpi._bench.data import Numbers, Witness
+from jaxmpi._bench.operations import NOBODY, Operation, Place
+from jaxmpi._order import jit
+
+COMM = MPI.COMM_WORLD
+HOW = ("loop", "call", "eager")
+FEWEST, MOST = 5, 10_000
+"""Turns in a round, unless the user names a number."""
+_CHANGES = 1 << 18
+"""Elements that are changed in a round, at most: they are prepared before it."""
+
+_COPIED = 16 << 10
+"""Bytes from which on a copy takes longer than an operation that does nothing."""
+
+_runs = itertools.count(1)
+"""The data of no two runs are the same, so that an old result is a wrong one."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long each size is measured."""
+
+    how: str = "loop"
+    rounds: int = 5
+    seconds: float = 0.2
+    iterations: int | None = None
+    warmup: int = 5
+    check: bool = True
+
+
+@dataclass(frozen=True)
+class Point:
+    """What was measured of one operation at one size."""
+
+    operation: Operation
+    place: Place
+    iterations: int
+    """In the last round; in those before it as many or more."""
+    seconds: list[float]
+    """Of one operation, in each round, on the slowest rank."""
+    wrong: int | None
+    """Elements, on all ranks and in all rounds."""
+    checked: int | None
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+
+Run = Callable[[int, int, bool], tuple[float, int, int]]
+"""(number of the run, turns, whether the data is checked) -> seconds of this rank, its wrong elements, those that were
+compared."""
+
+
+def _turn(operation: Operation, place: Place, state: Any, given: Any) -> tuple[Any, Any]:
+    """One turn: the state for the next one, and the result, or None if that is the operand in it."""
+    turn, x, kept = state
+    where, what, watched = (_row(values, turn) for values in given)
+    y = operation.call(place, x)
+    kept = lax.dynamic_update_slice(kept, lax.dynamic_slice(y, tuple(watched), (1,) * y.ndim).reshape(1), (turn,))
+    # XLA copies an array of which it does not know that it is read before it is changed: so where it is changed depends
+    # on what has been read, and on an operation that follows the one that has no result here.
+    read = [_row(kept, turn)]
+    if operation.blind(place) and x.nbytes >= _COPIED:
+        read.append(notoken.recv(jnp.zeros((), x.dtype), MPI.PROC_NULL))
+    zero = jnp.minimum(sum(lax.population_count(value.real.astype(jnp.int32)) for value in read), 0)
+    repeats = operation.repeats(place)
+    x = lax.dynamic_update_slice(y if repeats else x, what, tuple(where + zero.astype(where.dtype)))
+    return (turn + 1, x, kept), None if repeats else y
+
+
+def _row(values: jax.Array, turn: jax.Array) -> jax.Array:
+    return lax.dynamic_index_in_dim(values, turn, keepdims=False)
+
+
+def _loop(operation: Operation, place: Place) -> Callable[..., Any]:
+    step = functools.partial(_turn, operation, place)
+
+    def program(state, given, turns):
+        # The last turn is not in the loop, which need not carry results.
+        return step(lax.fori_loop(0, turns - 1, lambda _, state: step(state, given)[0], state), given)
+
+    compiled = jit(program, donate_argnums=0)
+    return lambda state, given, turns: jax.block_until_ready(compiled(state, given, np.int32(turns)))
+
+
+def _calls(operation: Operation, place: Place) -> Callable[..., Any]:
+    compiled = jit(functools.partial(_turn, operation, place), donate_argnums=0)
+
+    def run(state, given, turns):
+        for _ in range(turns):
+            state, y = jax.block_until_ready(compiled(state, given))
+        return state, y
+
+    return run
+
+
+def _timed(call: Callable[[], Any]) -> tuple[float, Any]:
+    COMM.Barrier()
+    start = time.perf_counter()
+    result = call()
+    return time.perf_counter() - start, result
+
+
+def _compiled(witness: Witness, how: str, most: int) -> Run:
+    """Programs for up to `most` turns."""
+    operation, place = witness.operation, witness.place
+    run_turns = (_loop if how == "loop" else _calls)(operation, place)
+    shape = jax.ShapeDtypeStruct(operation.shape(place), witness.numbers.dtype)
+    received = jax.eval_shape(functools.partial(operation.call, place), shape).shape
+    where, watched = jnp.array(witness.changed(most)), jnp.array(witness.watched(most, received))
+
+    def run(number, turns, check):
+        given = where, jnp.array(witness.changes(number, most)), watched
+        # A copy: NumPy's memory could not be donated.
+        x = jnp.array(witness.operand(number), copy=True)
+        state = jax.block_until_ready((jnp.int32(0), x, jnp.zeros(most, x.dtype)))
+        seconds, ((_, x, kept), y) = _timed(lambda: run_turns(state, given, turns))
+        if not check:
+            return seconds, 0, 0
+        # An operand has been changed already for the next turn.
+        wrong, size = witness.wrong(*((x, number, turns, True) if y is None else (y, number, turns)))
+        return seconds, wrong + witness.wrong_kept(kept, number, turns, received), size + turns
+
+    return run
+
+
+def _eager(witness: Witness) -> Run:
+    operation, place = witness.operation, witness.place
+
+    def run(number, turns, check):
+        # The last turn's operand is that of this run; the other one is that of a run that is none.
+        operands = [jnp.array(witness.operand(which)) for which in (number, number + (1 << 31))]
+        jax.block_until_ready(operands)
+
+        def calls():
+            for left in reversed(range(turns)):
+                y = jax.block_until_ready(operation.call(place, operands[left % 2]))
+                if operation.hidden:
+                    jax.effects_barrier()
+            return y
+
+        seconds, y = _timed(calls)
+        return (seconds, *witness.wrong(y, number, 0)) if check else (seconds, 0, 0)
+
+    return run
+
+
+def _slowest(seconds: float) -> float:
+    return COMM.allreduce(seconds, MPI.MAX)
+
+
+def _turns(run: Run, plan: Plan, most: int) -> int:
+    """Warms up, and finds out how many turns take the seconds of a round; the same number on all ranks."""
+    first = min(plan.warmup, most)
+    if first:
+        run(next(_runs), first, False)
+    if plan.iterations is not None:
+        return plan.iterations
+    turns = FEWEST
+    for _ in range(3):  # few turns take longer each
+        seconds = _slowest(run(next(_runs), turns, False)[0]) / turns
+        wanted = _fitting(seconds, plan, most)
+        if wanted <= 4 * turns:
+            return wanted
+        turns = min(wanted, 20 * turns)
+    return wanted
+
+
+def _fitting(seconds: float, plan: Plan, most: int) -> int:
+    """How many turns of so many seconds make a round."""
+    return max(FEWEST, min(most, int(plan.seconds / plan.rounds / seconds)))
+
+
+def measure(operation: Operation, place: Place, dtype: np.dtype, plan: Plan) -> Point:
+    """All ranks call it alike. Raises ValueError, on all of them, if the data could not be checked."""
+    reduces = len(operation.reduced(Place(0, place.size, place.elements))) > 0
+    witness = Witness(operation, place, Numbers.of(dtype, place.reduction if reduces else "", place.size))
+    parts = max(1, operation.stacked(Place(0, place.size, place.elements)))
+    most = max(FEWEST, min(MOST, _CHANGES // parts)) if plan.iterations is None else plan.iterations
+    most = max(most, min(plan.warmup, MOST))
+    run = _eager(witness) if plan.how == "eager" else _compiled(witness, plan.how, most)
+    turns = _turns(run, plan, most)
+    seconds, wrong, checked = [], 0, 0
+    for _ in range(plan.rounds):
+        its_seconds, its_wrong, its_checked = run(next(_runs), turns, plan.check)
+        turn = _slowest(its_seconds) / turns
+        seconds.append(turn / operation.messages)
+        wrong, checked = wrong + its_wrong, checked + its_checked
+        if plan.iterations is None:  # on a machine that is busy a round may take much longer than the one before
+            turns = min(turns, _fitting(turn, plan, most))
+    if not plan.check or not operation.size:
+        return Point(operation, place, turns, seconds, None, None)
+    return Point(operation, place, turns, seconds, COMM.allreduce(wrong), COMM.allreduce(checked))
+
+
+def to_nobody(dtype: np.dtype, plan: Plan) -> float:
+    """Seconds of a turn that communicates nothing."""
+    return min(measure(NOBODY, Place(0, 1, 1), dtype, plan).seconds)
