@@ -47,7 +47,7 @@ RIPPLE = 1.0  # amplitude of the disturbance of h that starts the instability [m
 # the shift by a tenth damps them.
 NEW, OLD = 1.6, -0.6
 
-REPORTS = 60  # how often a run stops for the progress bar and a frame of the animation
+REPORTS = 40  # how often a run stops for the progress bar and a frame of the animation
 
 
 class State(NamedTuple):
@@ -245,7 +245,7 @@ def save_animation(path: Path, frames: list[tuple[float, np.ndarray]]) -> None:
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # the same layout for all frames: computing it takes most of the time
 
-    writer = PillowWriter(fps=12)
+    writer = PillowWriter(fps=8)
     with writer.saving(figure, path, dpi=90):  # FuncAnimation would draw each frame three times
         for days, values in frames:
             axes.set_title(f"Shallow water after {days:.1f} days", loc="left")

@@ -15,7 +15,8 @@ import jax
 import pytest
 
 sybil = pytest.importorskip("sybil")
-from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipParser  # noqa: E402
+from sybil.evaluators.python import PythonEvaluator  # noqa: E402
+from sybil.parsers.markdown import CodeBlockParser, SkipParser  # noqa: E402
 
 from table import NEW_JAX  # noqa: E402
 
@@ -26,13 +27,15 @@ SHOWN = "what the ranks print in an example: set by the test"
 pytestmark = pytest.mark.seconds(300)
 
 
-class Program(PythonCodeBlockParser):
+class Program(CodeBlockParser):
     """Executes a block, and keeps what it prints."""
+
+    language = "python"
 
     def evaluate(self, example):
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
-            super().evaluate(example)
+            PythonEvaluator()(example)
         example.namespace[SHOWN] = printed.getvalue()
 
 
@@ -80,8 +83,25 @@ def test_page(page, comm, monkeypatch):
 
 @pytest.mark.alone
 def test_programs_are_found():
-    """On the pages that are there for their programs."""
-    counts = {page.stem: sum(isinstance(e.region.evaluator.__self__, Program) for e in examples(page)
-              if hasattr(e.region.evaluator, "__self__")) for page in PAGES}  # fmt: skip
-    assert counts["README"] >= 1
-    assert counts["tutorial"] >= 5
+    """On the pages that are there for their programs, with their outputs."""
+
+    def count(page, kind):
+        evaluators = [example.region.evaluator for example in examples(page)]
+        return sum(isinstance(getattr(evaluator, "__self__", None), kind) for evaluator in evaluators)
+
+    programs, outputs = ({page.stem: count(page, kind) for page in PAGES} for kind in (Program, Output))
+    assert programs["README"] >= 1
+    assert programs["tutorial"] >= outputs["tutorial"] >= 5
+    assert programs["debugging"] >= outputs["debugging"] >= 5
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.upto(2)
+@pytest.mark.parametrize("shown", ["rank 0\nrank 1", "rank 1\nrank 0\n", "rank 0", "rank 0\nrank 1\nrank 1"])
+def test_wrong_output_is_found(shown, comm, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"```python\nprint('rank', {comm.rank})\n```\n\n```text\n{shown}\n```\n")
+    right = sorted(shown.split()) == ["0", "1", "rank", "rank"]
+    with contextlib.nullcontext() if right else pytest.raises(AssertionError):
+        for example in examples(page, comm):
+            example.evaluate()
