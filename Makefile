@@ -33,7 +33,10 @@ $(BIN)/python:
 	  { echo "jaxmpi needs Python 3.10 or newer, $(PYTHON) is $$($(PYTHON) --version): make PYTHON=python3.12 ..."; exit 1; }
 	@test -f "$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" || \
 	  { echo "The headers of Python are missing; on Debian and Ubuntu: apt install python3-dev"; exit 1; }
-	@$(PYTHON) -m venv $(VENV) || \
+	@# A new pip by that of Python is there sooner than the one that venv unpacks.
+	@$(PYTHON) -m venv --without-pip $(VENV) 2>/dev/null && \
+	  $(PYTHON) -m pip --python $(VENV)/bin/python install --quiet --disable-pip-version-check --no-compile pip 2>/dev/null || \
+	  $(PYTHON) -m venv $(VENV) || \
 	  { rm -rf $(VENV); echo "Python's venv is missing; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
 
 # An editable install: changes of Python take effect at once, changes of C are compiled by the next command.
