@@ -20,5 +20,7 @@ napoleon_numpy_docstring = False
 
 html_theme = "furo"
 html_title = "jaxmpi"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_show_sphinx = False
 html_show_sourcelink = False

@@ -354,6 +354,18 @@ def test_standard_input(kind, tmp_path):
     assert sorted(done.stdout.split("\n")) == ["", *lines], done.stderr
 
 
+def test_suite_that_fails_on_one_rank(tmp_path):
+    """With -x pytest tells it, and the rank that waits for the other one ends."""
+    (tmp_path / "test_it.py").write_text(
+        "from mpi4py import MPI\nfrom jaxmpi import notoken\n\ndef test_sum():\n"
+        "    assert MPI.COMM_WORLD.rank != 1, 'this one'\n"
+        "    notoken.allreduce(1.0, MPI.SUM).block_until_ready()\n"
+    )
+    done = launch(2, "-m", "pytest", "-x", "-p", "no:cacheprovider", tmp_path / "test_it.py", check=False)
+    assert done.returncode != 0
+    assert "AssertionError: this one" in done.stdout
+
+
 def test_version():
     command = [sys.executable, "-m", "jaxmpi.run", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
