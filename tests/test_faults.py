@@ -382,7 +382,7 @@ def test_mpiexec_that_does_not_end(stubborn, tmp_path, monkeypatch, capfd):
         assert 1.2 < time.monotonic() - before < 10
         assert process.wait(5) == -(signal.SIGKILL if stubborn else signal.SIGTERM)
         os.close(job)
-    assert "mpiexec is still there, and is ended" in capfd.readouterr().err
+    assert "rank 1 failed 1 s ago; mpiexec is still there, and is ended" in capfd.readouterr().err
 
 
 def test_failure_before_mpi(tmp_path):
@@ -394,6 +394,7 @@ def test_failure_before_mpi(tmp_path):
     )
     done = launch(2, program, check=False, timeout=SECONDS)
     assert done.returncode != 0
+    assert "uncaught exception on rank 1" in done.stderr
     assert "KeyError: 'early'" in done.stderr
     assert "not reached" not in done.stdout
 

@@ -99,13 +99,13 @@ def test_a_rank_that_does_not_come_is_named(job, missing):
     text = f"""
     from mpi4py import MPI
     if MPI.COMM_WORLD.rank == {missing}:
-        time.sleep(60)
+        time.sleep(100)
     jax.distributed.initialize(initialization_timeout=3)
     """
     began = time.monotonic()
     done = job(text, ranks=3, check=False, JAXMPI_TIMEOUT="1")
     assert done.returncode != 0
-    assert time.monotonic() - began < 40
+    assert time.monotonic() - began < 90
     assert f"waits for rank {missing} to start jax.distributed" in done.stderr
     assert re.search(rf"rank {missing} (of 3 did not begin|has not begun) to use JAX", done.stderr)
 

@@ -102,7 +102,7 @@ def _end(code: int) -> NoReturn:
 
 def _fail(error: BaseException, where: str = "") -> NoReturn:
     """Reports an exception that the program has not caught, and ends the job."""
-    name, lines, more = "", [f"{type(error).__name__}\n"], ""
+    name, lines, more = f" on rank {_rank}" if _rank is not None else "", [f"{type(error).__name__}\n"], ""
     with contextlib.suppress(Exception):
         lines = _formatted(error)
     with contextlib.suppress(Exception):

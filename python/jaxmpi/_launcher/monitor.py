@@ -71,10 +71,11 @@ def _watch(folder: Path, ranks: int, job: int) -> None:
     question, ended_at, aborted_at, patience = 0, 0.0, 0.0, _LEAST_WAIT_SECONDS
     while not select.select([job], [], [], _PAUSE_SECONDS)[0]:
         files = set(os.listdir(folder))
-        if not any(name.endswith(".aborts") for name in files):
+        aborting = [int(name.partition(".")[0]) for name in files if name.endswith(".aborts")]
+        if not aborting:
             aborted_at = time.monotonic()
         elif time.monotonic() - aborted_at > _END_SECONDS:
-            _end(job)
+            _end(job, sorted(aborting))
             return
         ended = {name for name in files if name.endswith(".ended")}
         reports = {name for name in files if name.endswith(".report")}
@@ -100,10 +101,11 @@ def _watch(folder: Path, ranks: int, job: int) -> None:
                 os.write(2, text.encode(errors="replace"))
 
 
-def _end(job: int) -> None:
+def _end(job: int, ranks: list[int]) -> None:
     """Ends `mpiexec`; its helpers, also those on other machines, end without it, and with them the ranks."""
+    who = f"rank{'s' if len(ranks) > 1 else ''} {_ranges(ranks)}"
+    text = f"jaxmpi.run: {who} failed {_END_SECONDS:.0f} s ago; mpiexec is still there, and is ended\n"
     with contextlib.suppress(OSError):
-        text = f"jaxmpi.run: a rank has ended the job {_END_SECONDS:.0f} s ago; mpiexec is still there, and is ended\n"
         os.write(2, text.encode())
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(OSError):
