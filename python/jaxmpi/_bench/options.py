@@ -48,7 +48,7 @@ def size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:(B?)|([KMG])(?:iB)?)", text)
     if not match:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no size: write bytes, or as in 64KiB, 1M or 2G, of 1024 each (and operations before options)"
+            f"{text!r} is no size: write bytes, or as in 64KiB, 1M or 2G, of 1024 each; operations come before options"
         )
     nbytes = int(float(match[1]) * _UNITS[match[2] or match[3] or ""])
     if nbytes < 1:
@@ -202,8 +202,8 @@ def _dtype_problems(options: argparse.Namespace) -> Iterator[str]:
     name = options.dtype
     if name not in DATATYPES:
         close = difflib.get_close_matches(name, DATATYPES, 1)
-        hint = f": did you mean {close[0]}?" if close else ""
-        yield f"no dtype {name!r}.{hint} Possible: {', '.join(DATATYPES)}"
+        hint = f": did you mean {close[0]}?" if close else "."
+        yield f"no dtype {name!r}{hint} Possible: {', '.join(DATATYPES)}"
         return
     if jax.dtypes.canonicalize_dtype(np.dtype(name)).name != name:
         jax.config.update("jax_enable_x64", True)

@@ -180,9 +180,7 @@ def _slowest(seconds: float) -> float:
 
 def _turns(run: Run, plan: Plan, most: int) -> int:
     """Warms up, and finds out how many turns take the seconds of a round; the same number on all ranks."""
-    first = min(plan.warmup, most)
-    if first:
-        run(next(_runs), first, False)
+    run(next(_runs), max(1, min(plan.warmup, most)), False)  # once at least: it is compiled by that
     if plan.iterations is not None:
         return plan.iterations
     turns = FEWEST
