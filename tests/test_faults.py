@@ -385,6 +385,7 @@ def test_mpiexec_that_does_not_end(stubborn, tmp_path, monkeypatch, capfd):
     assert "rank 1 failed 1 s ago; mpiexec is still there, and is ended" in capfd.readouterr().err
 
 
+@pytest.mark.seconds(300)
 def test_failure_before_mpi(tmp_path):
     """The other ranks wait in MPI_Init, of which MPICH's mpiexec does not know."""
     program = tmp_path / "program.py"
@@ -392,7 +393,7 @@ def test_failure_before_mpi(tmp_path):
         "import os\nif (os.environ.get('PMIX_RANK') or os.environ['PMI_RANK']) == '1': raise KeyError('early')\n"
         "from mpi4py import MPI\nprint('not reached')\n"
     )
-    done = launch(2, program, check=False, timeout=SECONDS)
+    done = launch(2, program, check=False, timeout=200)
     assert done.returncode != 0
     assert "uncaught exception on rank 1" in done.stderr
     assert "KeyError: 'early'" in done.stderr
