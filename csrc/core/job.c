@@ -22,7 +22,7 @@ void job_tell(const char *kind, const char *content, size_t length) {
   char path[512], draft[512];
   if (folder == NULL) return;
   snprintf(path, sizeof path, "%s/%d.%s", folder, runtime.rank, kind);
-  snprintf(draft, sizeof draft, "%s/%d.draft", folder, runtime.rank);
+  snprintf(draft, sizeof draft, "%s/%d.%s.draft", folder, runtime.rank, kind);
   int file = open(draft, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
   if (file < 0) return;
   bool whole = write(file, content, length) == (ssize_t)length;

@@ -4,7 +4,7 @@
  * `report` (something waits for long), `state` (the answer to a question), `aborts` (it is about to end the job).
  * What the launcher does with them: python/jaxmpi/_launcher/monitor.py.
  *
- * Threads: any. Nothing here takes a lock; two files of one rank must not be written at once. */
+ * Threads: any. Nothing here takes a lock; only one at a time may leave files of one kind. */
 #ifndef JAXMPI_JOB_H
 #define JAXMPI_JOB_H
 
