@@ -17,6 +17,11 @@ _INHERITED = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDRA_", "MPI_LOCAL", "JAX_ENA
 LATE_SECONDS = 5
 
 
+def outside_of_a_job():
+    """The variables of this process, without those of a rank."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(_INHERITED)}
+
+
 def launch(
     ranks,
     *program,
@@ -37,8 +42,7 @@ def launch(
 
     A job that is not done in time, or leaves processes behind, is an error; none of them is left running.
     """
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(_INHERITED)}
-    clean.update(JAX_PLATFORMS="cpu", **environment)
+    clean = outside_of_a_job() | {"JAX_PLATFORMS": "cpu", **environment}
     command = [sys.executable, "-m", "jaxmpi.run", "-n", str(ranks), *map(str, program)]
     if plain:
         clean.update(run.settings(1, clean))

@@ -10,6 +10,7 @@ import os
 import tempfile
 import unittest
 from pathlib import Path
+from unittest import mock
 
 import jax
 import pytest
@@ -66,8 +67,7 @@ def examples(page, comm=None):
 def test_page(page, comm, monkeypatch):
     if not NEW_JAX:
         pytest.skip("derivatives are on most pages")
-    variables = dict(os.environ)
-    with jax.enable_x64(False), tempfile.TemporaryDirectory() as folder:
+    with mock.patch.dict(os.environ), jax.enable_x64(False), tempfile.TemporaryDirectory() as folder:
         monkeypatch.chdir(folder)
         for example in examples(page, comm):
             comm.Barrier()
@@ -77,8 +77,6 @@ def test_page(page, comm, monkeypatch):
                 example.namespace.pop(SHOWN, None)
         monkeypatch.undo()
     jax.effects_barrier()
-    os.environ.clear()
-    os.environ.update(variables)
 
 
 @pytest.mark.alone

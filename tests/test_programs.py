@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxmpi import _no_mpi, run
-from launch import launch
+from launch import launch, outside_of_a_job
 from table import NEW_JAX
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -339,17 +339,8 @@ def test_standard_input(kind, tmp_path):
         "closed": (f"{launcher} '{READS}' <&-", 0),
         "loop": (f"printf '1\\n2\\n' | while read line; do {launcher} 'import jaxmpi'; echo $line; done", None),
     }[kind]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMIX_", "PMI_"))}
-    done = subprocess.run(
-        command,
-        shell=True,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        executable="bash",
-    )
+    shell = ["bash", "-c", command]
+    done = subprocess.run(shell, env=outside_of_a_job(), capture_output=True, text=True, timeout=100, check=False)
     lines = ["1", "2"] if expected is None else [f"0 {expected}", "1 0"]
     assert sorted(done.stdout.split("\n")) == ["", *lines], done.stderr
 

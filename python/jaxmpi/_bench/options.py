@@ -65,22 +65,19 @@ def _number(least: int, most: int) -> Any:
     return number
 
 
-def _seconds(text: str) -> float:
-    try:
-        if 0 < float(text) < 1e6:
-            return float(text)
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
+def _real(above: float, what: str) -> Any:
+    def real(text: str) -> float:
+        try:
+            if above < float(text) < 1e6:
+                return float(text)
+        except ValueError:
+            pass
+        raise argparse.ArgumentTypeError(f"{text!r} is no {what}")
+
+    return real
 
 
-def _factor(text: str) -> float:
-    try:
-        if 1 < float(text) < 1e6:
-            return float(text)
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"{text!r} is no factor above 1")
+_seconds, _factor = _real(0, "number of seconds"), _real(1, "factor above 1")
 
 
 def _parser() -> Parser:
@@ -105,7 +102,11 @@ def _parser() -> Parser:
     sizes.add_argument("-b", "--min-bytes", type=size, metavar="SIZE", help=f"or from here on ({show_size(least)}),")
     sizes.add_argument("-e", "--max-bytes", type=size, metavar="SIZE", help=f"up to this ({show_size(most)}),")
     sizes.add_argument(
-        "-f", "--step-factor", type=_factor, metavar="F", help=f"each so many times the last ({factor:g})"
+        "-f",
+        "--step-factor",
+        type=_factor,
+        metavar="F",
+        help=f"each so many times the last ({factor:g})",
     )
     data = parser.add_argument_group("data")
     data.add_argument("-d", "--dtype", default="float32", help="such as float32, bfloat16, int8 (default: %(default)s)")

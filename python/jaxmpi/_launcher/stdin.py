@@ -8,7 +8,6 @@ Nothing here imports jax, mpi4py or the package: child.py loads this file by its
 
 import contextlib
 import os
-import re
 import stat
 from pathlib import Path
 
@@ -39,11 +38,9 @@ def take(rank: str | None) -> None:
     if path is None or rank is None or (rank == "0" and not path):
         return
     with contextlib.suppress(OSError):
-        file, read = os.open(os.devnull, os.O_RDONLY), None
-        if rank == "0":
-            file = os.open(path, os.O_RDONLY)
-            read = re.search(r"^pos:\s*(\d+)", Path(path.replace("/fd/", "/fdinfo/")).read_text(), re.M)
-        if read is not None and stat.S_ISREG(os.fstat(file).st_mode):
-            os.lseek(file, int(read[1]), os.SEEK_SET)
+        file = os.open(path if rank == "0" else os.devnull, os.O_RDONLY)
+        if stat.S_ISREG(os.fstat(file).st_mode):
+            _, position, *_ = Path(path.replace("/fd/", "/fdinfo/")).read_text().split()  # the first line is `pos: 123`
+            os.lseek(file, int(position), os.SEEK_SET)
         os.dup2(file, 0)
         os.close(file)
