@@ -66,13 +66,15 @@ $(READY): $(VENV)/.built $(VENV)/.test
 demo: $(VENV)/.built ## the shallow-water model on 2 ranks, with a picture and an animation
 	$(RUN) -n 2 examples/shallow_water.py --save-animation --output-dir $(OUTPUT)
 
-test: $(READY) $(VENV)/.lint ## what every change needs: the suite on 2 ranks, the tests that run on one rank alone, the C tests
-	timeout $(LIMIT) $(BIN)/python -m pytest -n auto -m "launches or alone"
+# CASES=--brief: of tests that start jobs, two cases at most.
+CASES ?=
+test: $(READY) $(VENV)/.lint ## what every change needs: the suite on 2 ranks, the tests that run on one rank alone, briefly, the C tests
+	timeout $(LIMIT) $(BIN)/python -m pytest -n $(WORKERS) --brief -m "launches or alone"
 	$(RUN) -n 2 -m pytest --color=no
 	$(MAKE) test-c
 
 test-all: $(READY) $(VENV)/.lint ## all tests: 1, 2 and 4 ranks, optimized code dispatched synchronously, a simulated device, the C tests
-	timeout $(LIMIT) $(BIN)/python -m pytest -n $(WORKERS)
+	timeout $(LIMIT) $(BIN)/python -m pytest -n $(WORKERS) $(CASES)
 	$(RUN) -n 2 -m pytest --color=no
 	$(RUN) -n 4 -m pytest --color=no
 	JAXMPI_TEST_SYNCHRONOUS=1 JAXMPI_TEST_OPTIMIZED=1 $(RUN) -n 2 -m pytest --color=no \
@@ -106,7 +108,7 @@ test-ranks: $(READY) ## the suite on RANKS ranks alone (default 2); TESTS="error
 	$(RUN) -n $(RANKS) -m pytest --color=no $(patsubst %,tests/test_%.py,$(TESTS))
 
 test-faults: $(READY) ## how jobs end: the tests of faults, with their times
-	timeout $(LIMIT) $(BIN)/python -m pytest -n $(WORKERS) --color=no --durations=0 --durations-min=1 tests/test_faults.py tests/test_injected.py
+	timeout $(LIMIT) $(BIN)/python -m pytest -n $(WORKERS) $(CASES) --color=no --durations=0 --durations-min=1 tests/test_faults.py tests/test_injected.py
 
 # The core itself under AddressSanitizer and UBSan, in the place of the usual one; Python and XLA are not.
 ASAN := -Db_sanitize=address,undefined -Db_lundef=false
@@ -163,7 +165,7 @@ test-c: $(BUILD)/.ready ## the C tests, against a fake MPI library and the real 
 
 # All suites on the two device transports that differ most; fewer suites on the other two.
 ON_DEVICE = $(patsubst %,tests/test_%.py,$(1))
-DEVICE_TESTS := $(call ON_DEVICE,device operations errors dtypes order jit transformations large grid neighbors)
+DEVICE_TESTS := $(call ON_DEVICE,device operations errors dtypes order jit transformations large grid neighbors bench)
 SHORT_DEVICE_TESTS := $(call ON_DEVICE,device operations errors dtypes order)
 FAKES = JAXMPI_FAKE_DRIVERS=$(abspath $(BUILD))/tests/device
 test-device: $(BUILD)/.ready ## the suites on a simulated device, copied for MPI and by an aware MPI, on 1, 2 and 4 ranks

@@ -94,7 +94,26 @@ def pytest_unconfigure(config):
         time.sleep(0.01)
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption(
+        "--brief", action="store_true", help="of a test that starts jobs, two cases at most: the first and the last"
+    )
+
+
+def _shorten(config, items):
+    """Of each test that starts jobs its first and its last case: jobs take most of the time of all tests."""
+    cases = {}
+    for item in items:
+        if item.get_closest_marker("launches"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out = {id(item) for found in cases.values() for item in found[1:-1]}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
+    items[:] = [item for item in items if id(item) not in left_out]
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("brief"):
+        _shorten(config, items)
     for item in items:
         marker = item.get_closest_marker("ranks")
         if marker and marker.args[0] > SIZE:

@@ -60,12 +60,16 @@ class Case:
     stacked: bool = False
     moves: bool = True
     """The values are moved, not reduced."""
+    rows: Callable[..., int] | None = None
+    """(rank, size, root) -> length of an additional first axis, where that differs from rank to rank."""
 
     def __str__(self):
         return self.name
 
     def shape(self, shape, rank, size, root):
         """Shape of the input where one entry has `shape`."""
+        if self.rows is not None:
+            return (self.rows(rank, size, root), *shape)
         stacked = self.stacked or (self.stacked_on_root and rank == root)
         return (size, *shape) if stacked else shape
 
@@ -108,7 +112,134 @@ def _send_recv(x, comm, root):
     return y
 
 
+# Arrays divided by rows.
+
+CAPACITY = 3
+"""Rows of an array of which as many count as are known at run time."""
+
+
+def counts_of(size):
+    return [(5 * r + 2) % 4 for r in range(size)]  # 2, 3, 0, 1, ...
+
+
+def between(size):
+    """Entry [i][j]: the rows from rank i to rank j."""
+    return [[(i + 2 * j + 1) % 3 for j in range(size)] for i in range(size)]
+
+
+def _sent(size, rank):
+    return between(size)[rank]
+
+
+def _received(size, rank):
+    return [sent[rank] for sent in between(size)]
+
+
+def _padded(rows, like, capacity):
+    result = np.zeros((capacity, *like.shape[1:]), like.dtype)
+    result[: len(rows)] = rows
+    return result
+
+
+def _first_rows(xs):
+    return np.concatenate([x[:count] for x, count in zip(xs, counts_of(len(xs)), strict=True)])
+
+
+def _part(x, size, rank):
+    counts = counts_of(size)
+    return x[sum(counts[:rank]) : sum(counts[: rank + 1])]
+
+
+def _parts_for(xs, rank):
+    parts = []
+    for i, x in enumerate(xs):
+        sent = between(len(xs))[i]
+        parts.append(x[sum(sent[:rank]) : sum(sent[: rank + 1])])
+    return np.concatenate(parts)
+
+
+def _traced(values):
+    return jnp.asarray(values, jnp.int32)
+
+
+_OF_COUNTS = [
+    Case(
+        "allgatherv",
+        lambda x, c, r: notoken.allgatherv(x, counts_of(c.size), comm=c),
+        lambda xs, rank, root: np.concatenate(xs),
+        rows=lambda rank, size, root: counts_of(size)[rank],
+    ),
+    Case(
+        "allgatherv_traced",
+        lambda x, c, r: notoken.allgatherv(x, _traced(counts_of(c.size)[c.rank]), comm=c)[0],
+        lambda xs, rank, root: _padded(_first_rows(xs), xs[0], CAPACITY * len(xs)),
+        rows=lambda rank, size, root: CAPACITY,
+    ),
+    Case(
+        "alltoallv",
+        lambda x, c, r: notoken.alltoallv(x, _sent(c.size, c.rank), _received(c.size, c.rank), comm=c),
+        lambda xs, rank, root: _parts_for(xs, rank),
+        rows=lambda rank, size, root: sum(_sent(size, rank)),
+    ),
+    Case(
+        "alltoallv_traced",
+        lambda x, c, r: notoken.alltoallv(x, _traced(_sent(c.size, c.rank)), rows=2 * c.size + 1, comm=c)[0],
+        lambda xs, rank, root: _padded(_parts_for(xs, rank), xs[0], 2 * len(xs) + 1),
+        rows=lambda rank, size, root: sum(_sent(size, rank)) + 1,
+    ),
+    Case(
+        "gatherv",
+        lambda x, c, r: notoken.gatherv(x, counts_of(c.size), r, comm=c),
+        lambda xs, rank, root: np.concatenate(xs) if rank == root else xs[rank],
+        rooted=True,
+        rows=lambda rank, size, root: counts_of(size)[rank],
+    ),
+    Case(
+        "gatherv_traced",
+        lambda x, c, r: notoken.gatherv(x, _traced(counts_of(c.size)[c.rank]), r, rows=3 * c.size + 1, comm=c)[0],
+        lambda xs, rank, root: _padded(_first_rows(xs), xs[0], 3 * len(xs) + 1) if rank == root else xs[rank],
+        rooted=True,
+        rows=lambda rank, size, root: CAPACITY,
+    ),
+    Case(
+        "reduce_scatter",
+        lambda x, c, r: notoken.reduce_scatter(x, MPI.SUM, comm=c),
+        lambda xs, rank, root: _accumulate(xs, len(xs))[rank],
+        stacked=True,
+        moves=False,
+    ),
+    Case(
+        "reduce_scatter_counts",
+        lambda x, c, r: notoken.reduce_scatter(x, MPI.SUM, counts_of(c.size), comm=c),
+        lambda xs, rank, root: _part(_accumulate(xs, len(xs)), len(xs), rank),
+        rows=lambda rank, size, root: sum(counts_of(size)),
+        moves=False,
+    ),
+    Case(
+        "reduce_scatter_traced",
+        lambda x, c, r: notoken.reduce_scatter(x, MPI.SUM, _traced(counts_of(c.size)[c.rank]), rows=4, comm=c)[0],
+        lambda xs, rank, root: _padded(_part(_accumulate(xs, len(xs)), len(xs), rank), xs[0], 4),
+        rows=lambda rank, size, root: sum(counts_of(size)) + 1,
+        moves=False,
+    ),
+    Case(
+        "scatterv",
+        lambda x, c, r: notoken.scatterv(x, counts_of(c.size), r, comm=c),
+        lambda xs, rank, root: _part(xs[root], len(xs), rank),
+        rooted=True,
+        rows=lambda rank, size, root: sum(counts_of(size)) if rank == root else counts_of(size)[rank],
+    ),
+    Case(
+        "scatterv_traced",
+        lambda x, c, r: notoken.scatterv(x, _traced(counts_of(c.size)) if c.rank == r else None, r, rows=4, comm=c)[0],
+        lambda xs, rank, root: _padded(_part(xs[root], len(xs), rank), xs[root], 4),
+        rooted=True,
+        rows=lambda rank, size, root: sum(counts_of(size)) if rank == root else CAPACITY,
+    ),
+]
+
 CASES = [
+    *_OF_COUNTS,
     Case("allgather", lambda x, c, r: notoken.allgather(x, comm=c), lambda xs, rank, root: np.stack(xs)),
     Case(
         "allreduce",
@@ -127,6 +258,12 @@ CASES = [
         lambda x, c, r: notoken.bcast(x, r, comm=c),
         lambda xs, rank, root: xs[root],
         rooted=True,
+    ),
+    Case(
+        "exscan",
+        lambda x, c, r: notoken.exscan(x, MPI.SUM, comm=c),
+        lambda xs, rank, root: _accumulate(xs, rank - 1) if rank > 0 else np.zeros_like(xs[0]),
+        moves=False,
     ),
     Case(
         "gather",

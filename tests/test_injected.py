@@ -288,7 +288,9 @@ def test_hanging(way, library, tmp_path):
     assert done.returncode != 0
     operation = rules[4:].partition(":")[0].lower()
     operation = {"wait": "sendrecv", "allgather": "scan"}.get(operation, operation)
-    assert "jaxmpi: rank 1 has been waiting for" in done.stderr
+    # In a comparison rank 0 waits as well, and may tell so and end the job first.
+    ranks = "[01]" if way == "the comparison of ranks" else "1"
+    assert re.search(f"jaxmpi: rank {ranks} has been waiting for", done.stderr)
     assert f" s in {operation} of 3 float" in done.stderr
     assert "not reached" not in done.stdout
 

@@ -15,6 +15,7 @@
 static void find_share(struct call *call) {
   call->share = 0, call->share_type = NULL, call->share_written = false;
   if (plan_of(call) != NULL) return; /* of arrays of other sizes on other ranks */
+  int row = attribute_of(call->operation, NUMBER);
   int64_t counts[2] = {0, 0};
   const struct datatype *types[2] = {NULL, NULL};
   for (int i = 0; i < call->buffer_count; i++) {
@@ -25,8 +26,9 @@ static void find_share(struct call *call) {
     if (types[written] == NULL) types[written] = buffer->type;
   }
   bool written = call->operation->divisibility == SCATTERS || types[0] == NULL;
+  if (types[written] == NULL) written = !written;
   call->share_type = types[written];
-  call->share = counts[written];
+  call->share = row >= 0 ? call->attributes[row] : counts[written]; /* of arrays divided by rows, a row */
   call->share_written = written;
 }
 
@@ -50,6 +52,20 @@ static void record_arrays(const struct call *call, struct record *record) {
   }
 }
 
+/* A hash of the numbers of rows, if all ranks pass the same. */
+static int64_t hash_of_counts(const struct call *call) {
+  const struct buffer *counts = NULL;
+  for (int i = 0; i < call->buffer_count; i++) {
+    if (call->buffers[i].role != HOST_READ) continue;
+    if (counts != NULL) return 0; /* those sent and those received are each rank's own */
+    counts = &call->buffers[i];
+  }
+  uint64_t hash = 0xcbf29ce484222325u;
+  for (size_t i = 0; counts != NULL && i < buffer_bytes(counts); i++)
+    hash = (hash ^ ((const unsigned char *)counts->data)[i]) * 0x100000001b3u;
+  return (int64_t)hash;
+}
+
 static struct record record_of(struct call *call) {
   const struct operation *operation = call->operation;
   const struct datatype *type = call->share_type;
@@ -64,6 +80,7 @@ static struct record record_of(struct call *call) {
     record.arrays = plan_of(call)->arrays;
     record.sizes = (int64_t)plan_of(call)->signature;
   }
+  if (attribute_of(operation, NUMBER) >= 0) record.sizes = hash_of_counts(call);
   for (int i = 0; i < operation->attribute_count; i++) {
     if (operation->attributes[i].kind == RANK) record.root = call->attributes[i];
     if (operation->attributes[i].kind != REDUCTION) continue;
@@ -89,7 +106,8 @@ static void describe(const struct record *record, char *text, size_t size) {
   if (reduction != NULL) ADD(" %.*s", (int)strcspn(reduction->name, " "), reduction->name); /* "SUM of float16" */
   if (record->root >= 0)
     ADD(" %s root %" PRId64, row->divisibility == GATHERS || record->reduction != 0 ? "to" : "from", record->root);
-  if (type != NULL) ADD(" of %" PRId64 " %s", record->count, type->name);
+  bool rows = attribute_of(row, NUMBER) >= 0;
+  if (type != NULL) ADD(" of %s%" PRId64 " %s", rows ? "rows of " : "", record->count, type->name);
   if (record->arrays > 0) ADD(" in %" PRId64 " array%s", record->arrays, record->arrays > 1 ? "s" : "");
   if ((type != NULL || record->arrays > 0) && derivative_name(record->derivative) != NULL)
     ADD(" (%s)", derivative_name(record->derivative));
@@ -147,7 +165,9 @@ static ffi_error *judge(const struct call *call, const struct record *mine, cons
   struct record resized = all[other];
   resized.sizes = mine->sizes;
   if (memcmp(&resized, mine, sizeof resized) == 0)
-    strcat(there, plan_of(call) != NULL ? " of other shapes, dtypes or arguments" : " of other sizes");
+    strcat(there, plan_of(call) != NULL                        ? " of other shapes, dtypes or arguments"
+                  : attribute_of(call->operation, NUMBER) >= 0 ? " with other counts"
+                                                               : " of other sizes");
   if (all[other].call != mine->call) snprintf(at, sizeof at, "is at call %" PRId64 ",", all[other].call);
   exchange_lines(call, other, &lines);
   return call_fail(call, FFI_FAILED_PRECONDITION,

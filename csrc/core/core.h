@@ -160,9 +160,9 @@ static inline bool role_is_of_host(enum role role) { return (role & 2) != 0; }
 
 enum divisibility { WHOLE, CHUNKS, GATHERS, SCATTERS, EXCHANGES }; /* see ops.def */
 
-/* What an attribute is: RANK and TAG are numbers that errors show, DERIVATIVE see ops.def, the others the number of an
- * object in the registry. */
-enum attribute { RANK, TAG, DERIVATIVE, OBJECT, OBJECT_OR_0, REDUCTION, PLAN };
+/* What an attribute is: RANK and TAG are numbers that errors show, DERIVATIVE and NUMBER see ops.def, the others the
+ * number of an object in the registry. */
+enum attribute { RANK, TAG, DERIVATIVE, NUMBER, OBJECT, OBJECT_OR_0, REDUCTION, PLAN };
 static inline bool attribute_is_object(enum attribute kind) { return kind >= OBJECT; }
 
 /* In words, what a collective is of; NULL for a number that is none of an attribute DERIVATIVE. */

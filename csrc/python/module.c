@@ -235,6 +235,7 @@ static PyObject *operation_row(const struct operation *row) {
                                       [OBJECT_OR_0] = "object_or_0",
                                       [REDUCTION] = "reduction",
                                       [DERIVATIVE] = "derivative",
+                                      [NUMBER] = "number",
                                       [PLAN] = "plan"};
   const char *names[MAX_ROLES + MAX_ATTRIBUTES], *of[MAX_ROLES + MAX_ATTRIBUTES];
   for (int i = 0; i < row->buffer_count; i++) {

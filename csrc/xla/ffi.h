@@ -29,6 +29,7 @@ enum ffi_error_code {
   FFI_INTERNAL = 13
 };
 enum {
+  FFI_DTYPE_S32 = 4,
   FFI_DTYPE_S64 = 5,
   FFI_DTYPE_U8 = 6,
   FFI_DTYPE_F16 = 10,

@@ -280,6 +280,25 @@ def reducible(x: Any, op: Reduction, operation: str, argument: str) -> jax.Array
     raise TypeError(f"{operation}: op MPI.{op.name} is not defined for dtype {row.name}{which}; {hint}.{advice}")
 
 
+def stacked_reducible(x: Any, size: int, op: Reduction, operation: str, argument: str) -> jax.Array:
+    """One leaf of an input to a reduction with one entry per rank."""
+    return stacked(reducible(x, op, operation, argument), size, operation, argument)
+
+
+def identity(op: Reduction, dtype: Any) -> Any:
+    """What the reduction combines with any value to that value; of a user-made one, which may have none, zero."""
+    kind = np.dtype(dtype)
+    if op.name == "PROD" or op.name == "LAND" or (kind == bool and op.name in ("BAND", "MIN")):
+        return np.ones((), kind)
+    if op.name == "BAND":
+        return ~np.zeros((), kind)
+    if op.name not in ("MAX", "MIN") or kind == bool:
+        return np.zeros((), kind)
+    if jnp.issubdtype(kind, jnp.inexact):
+        return np.asarray(-np.inf if op.name == "MAX" else np.inf, kind)
+    return np.asarray(getattr(jnp.iinfo(kind), "min" if op.name == "MAX" else "max"), kind)
+
+
 def one_message(source: int, x: Any, operation: str) -> None:
     """Raises ValueError for several messages from any source: they could come from different ranks."""
     if source == MPI.ANY_SOURCE and (leaves := len(jax.tree.leaves(x))) > 1:

@@ -156,7 +156,7 @@ def _load() -> tuple[Library, dict[str, Datatype], _devices.Choice]:
 
 LIBRARY, DATATYPES, DEVICES = _load()
 OPERATIONS: dict[str, Operation] = {name: Operation(*row) for name, row in _core.operations().items()}
-OF_SHARDED_PROGRAMS = {"connect", "reduce_scatter", "complete"}
+OF_SHARDED_PROGRAMS = {"connect", "complete"}
 """Operations that only JAX's own sharded programs use, by way of csrc/sharded/."""
 MEANING_OF_DEFAULT = _meaning("default", LIBRARY)
 """The meaning of the clone of COMM_WORLD, whose number is reserved."""

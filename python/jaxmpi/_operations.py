@@ -8,6 +8,7 @@ from mpi4py import MPI
 
 from jaxmpi import _arguments as arguments
 from jaxmpi import _communicator, _devices, _jax, _neighbors
+from jaxmpi import _counts as by_counts
 from jaxmpi._neighbors import Neighbors
 from jaxmpi._order import Token
 from jaxmpi._primitive import Params, bind, bind_all, bind_by_plan
@@ -16,11 +17,15 @@ from jaxmpi._table import CHECK, LINE, check_same
 # The public names of `jaxmpi` and `jaxmpi.notoken`.
 __all__ = [
     "allgather",
+    "allgatherv",
     "allreduce",
     "alltoall",
+    "alltoallv",
     "barrier",
     "bcast",
+    "exscan",
     "gather",
+    "gatherv",
     "has_cuda_support",
     "has_rocm_support",
     "has_sycl_support",
@@ -29,9 +34,11 @@ __all__ = [
     "neighbor_alltoall",
     "recv",
     "reduce",
+    "reduce_scatter",
     "replicate",
     "scan",
     "scatter",
+    "scatterv",
     "send",
     "sendrecv",
 ]
@@ -90,6 +97,58 @@ def allgather(x: Any, *, comm: MPI.Comm | None = None, token: Any = None) -> tup
     return _each("allgather", {"comm": _communicator.resolve(comm, "allgather")}, x, arguments.array), after(token)
 
 
+def _tell(counts: Any, rows: int, comm: Any, operation: str) -> jax.Array:
+    """The counts of all ranks, each of which knows its own at run time."""
+    own = by_counts.possible(by_counts.numbers(counts, (), operation, "counts"), rows)
+    return bind("allgather", {"comm": comm}, own)
+
+
+def _by_counts(operation: str, params: Params, leaves: Any, *counts: Any) -> list[Any]:
+    return [bind(operation, params, leaf, *counts) for leaf in leaves]
+
+
+def allgatherv(
+    x: Any, counts: Any, *, rows: int | None = None, comm: MPI.Comm | None = None, token: Any = None
+) -> tuple[Any, Token]:
+    """Puts the arrays of all ranks one behind the other, on all ranks (MPI_Allgatherv).
+
+    They are joined along their first axis, whose length may differ from rank to rank; the others are the same.
+
+    Args:
+      x: array of shape `(n, ...)`, or a pytree of such, all of the same `n`.
+      counts: how many rows of `x` count. Known while tracing: those of all ranks, a sequence of integers, the same on
+        all ranks; this rank's is the `n` of `x`. Known at run time: that of this rank, a scalar, at most `n`.
+      rows: of counts at run time, for how many rows the result has room; the number of ranks times `n` if it is None.
+      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
+      token: accepted, handed back, and not needed.
+
+    Returns:
+      `(result, token)`: the rows of rank 0, then those of rank 1 and so on, of shape `(sum(counts), ...)`. With a count
+      at run time `((result, counts), token)`: the result has shape `(rows, ...)` and ends with zeros, and `counts` are
+      those of all ranks, of shape `(size,)` and dtype int32.
+
+    Raises:
+      ValueError, TypeError: counts that do not fit `x`, or an argument of the wrong type; while tracing, before
+      anything is sent; other ranks then wait.
+      jax.errors.JaxRuntimeError: at run time: a rank's count is negative or more than its `n`, on all ranks; there are
+      more rows than there is room for, on each rank where that is so.
+    """
+    resolved = _communicator.resolve(comm, "allgatherv")
+    leaves, names, structure = arguments.leaves(x, "allgatherv", "x")
+    own = by_counts.rows_of(leaves, names, "allgatherv")
+    known = by_counts.of_all(counts, resolved.size, "allgatherv", "counts")
+    if known is not None:
+        by_counts.no_room(rows, "allgatherv")
+        by_counts.match(own, known[resolved.rank], "counts say that this rank has", "allgatherv", names)
+        params: Params = {"comm": resolved, "rows": sum(known)}
+        results = _by_counts("allgatherv", params, leaves, by_counts.operand(known))
+        return jax.tree.unflatten(structure, results), after(token)
+    told = _tell(counts, own, resolved, "allgatherv")
+    params = {"comm": resolved, "rows": by_counts.room(rows, resolved.size * own, "allgatherv")}
+    results = _by_counts("allgatherv", params, leaves, told)
+    return (jax.tree.unflatten(structure, results), told), after(token)
+
+
 def allreduce(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:
     """Reduces the arrays of all ranks element by element; all ranks get the result (MPI_Allreduce).
 
@@ -128,6 +187,66 @@ def alltoall(x: Any, *, comm: MPI.Comm | None = None, token: Any = None) -> tupl
     """
     resolved = _communicator.resolve(comm, "alltoall")
     return _each("alltoall", {"comm": resolved}, x, arguments.stacked, resolved.size), after(token)
+
+
+def alltoallv(
+    x: Any,
+    sendcounts: Any,
+    recvcounts: Any = None,
+    *,
+    rows: int | None = None,
+    comm: MPI.Comm | None = None,
+    token: Any = None,
+) -> tuple[Any, Token]:
+    """Sends to each rank its own number of rows, and puts those received one behind the other (MPI_Alltoallv).
+
+    Args:
+      x: array of shape `(n, ...)`: first the rows for rank 0, then those for rank 1 and so on. Or a pytree of such, all
+        of the same `n`.
+      sendcounts: how many rows each rank gets. Known while tracing: a sequence of integers, whose sum is `n`. Known at
+        run time: an array of integers of shape `(size,)`, whose sum is at most `n`.
+      recvcounts: how many rows each rank sends to this one: a sequence of integers. None: the ranks tell each other at
+        run time, and `rows` is needed.
+      rows: of counts at run time, for how many rows the result has room.
+      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
+      token: accepted, handed back, and not needed.
+
+    Returns:
+      `(result, token)`: the rows from rank 0, then those from rank 1 and so on, of shape `(sum(recvcounts), ...)`. With
+      counts at run time `((result, recvcounts), token)`: the result has shape `(rows, ...)` and ends with zeros, and
+      `recvcounts` has shape `(size,)` and dtype int32.
+
+    Raises:
+      ValueError, TypeError: counts that do not fit `x`, or an argument of the wrong type; while tracing, before
+      anything is sent; other ranks then wait. Whether `recvcounts` is what the others send is only compared with
+      `JAXMPI_CHECK=1`.
+      jax.errors.JaxRuntimeError: at run time: a rank's counts are negative or more than its `n`, on all ranks; there
+      are more rows than there is room for, on each rank where that is so.
+    """
+    resolved = _communicator.resolve(comm, "alltoallv")
+    leaves, names, structure = arguments.leaves(x, "alltoallv", "x")
+    own = by_counts.rows_of(leaves, names, "alltoallv")
+    sent = by_counts.of_all(sendcounts, resolved.size, "alltoallv", "sendcounts")
+    if recvcounts is not None:
+        by_counts.no_room(rows, "alltoallv")
+        received = by_counts.of_all(recvcounts, resolved.size, "alltoallv", "recvcounts")
+        if sent is None or received is None:
+            raise TypeError(
+                "alltoallv: sendcounts and recvcounts must both be sequences of integers, one for each rank; where "
+                "counts are known at run time, leave recvcounts out: the ranks tell each other, and rows= makes room."
+            )
+        by_counts.match(own, sum(sent), "the sum of sendcounts is", "alltoallv", names)
+        params: Params = {"comm": resolved, "rows": sum(received)}
+        results = _by_counts("alltoallv", params, leaves, by_counts.operand(sent), by_counts.operand(received))
+        return jax.tree.unflatten(structure, results), after(token)
+    params = {"comm": resolved, "rows": by_counts.room(rows, None, "alltoallv")}
+    counts = by_counts.numbers(
+        sendcounts if sent is None else jax.numpy.asarray(sent), (resolved.size,), "alltoallv", "sendcounts"
+    )
+    mine = by_counts.possible(counts, own)
+    theirs = bind("alltoall", {"comm": resolved}, mine)
+    results = _by_counts("alltoallv", params, leaves, mine, theirs)
+    return (jax.tree.unflatten(structure, results), theirs), after(token)
 
 
 def barrier(*, comm: MPI.Comm | None = None, token: Any = None) -> Token:
@@ -170,6 +289,31 @@ def bcast(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = None)
     return _each("bcast", {"comm": resolved, "root": root}, x, check), after(token)
 
 
+def exscan(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:
+    """Exclusive prefix reduction: rank i gets the reduction over ranks 0 to i - 1 (MPI_Exscan).
+
+    Args:
+      x: array of any shape, or a pytree of such; the same shape and dtype on all ranks.
+      op: a predefined operation that is defined for the dtype, or a user-made `MPI.Op`.
+      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
+      token: accepted, handed back, and not needed.
+
+    Returns:
+      `(result, token)`: same shape and dtype as `x`. Rank 0, whose result the standard leaves undefined, gets what
+      changes nothing: 0 of SUM, 1 of PROD, the least value of MAX and so on; zeros of a user-made `op`.
+
+    Raises:
+      TypeError: `op` is not defined for the dtype, or an argument is of the wrong type; while tracing, before anything
+      is sent; other ranks then wait.
+    """
+    resolved = _communicator.resolve(comm, "exscan")
+    result = _reducing("exscan", resolved, x, op)
+    if resolved.rank == 0:  # where the core makes zeros
+        reduction = arguments.reduction(op, "exscan")
+        result = jax.tree.map(lambda zeros: zeros + arguments.identity(reduction, zeros.dtype), result)
+    return result, after(token)
+
+
 def gather(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:
     """Stacks the arrays of all ranks, on root (MPI_Gather).
 
@@ -189,6 +333,52 @@ def gather(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = None
     resolved = _communicator.resolve(comm, "gather")
     root = arguments.rank(root, resolved, "gather", "root")
     return _each("gather", {"comm": resolved, "root": root}, x, arguments.array), after(token)
+
+
+def gatherv(
+    x: Any, counts: Any, root: int, *, rows: int | None = None, comm: MPI.Comm | None = None, token: Any = None
+) -> tuple[Any, Token]:
+    """Puts the arrays of all ranks one behind the other, on root (MPI_Gatherv).
+
+    They are joined along their first axis, whose length may differ from rank to rank; the others are the same.
+
+    Args:
+      x: array of shape `(n, ...)`, or a pytree of such, all of the same `n`.
+      counts: how many rows of `x` count. Known while tracing: those of all ranks, a sequence of integers, the same on
+        all ranks; this rank's is the `n` of `x`. Known at run time: that of this rank, a scalar, at most `n`.
+      root: rank that receives, static.
+      rows: of counts at run time, for how many rows root's result has room; the number of ranks times `n` if it is
+        None. Other ranks do not use it.
+      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
+      token: accepted, handed back, and not needed.
+
+    Returns:
+      `(result, token)`: on root the rows of rank 0, then those of rank 1 and so on, of shape `(sum(counts), ...)`; on
+      other ranks `x` itself. With a count at run time `((result, counts), token)`: root's result has shape
+      `(rows, ...)` and ends with zeros; `counts`, on all ranks, are those of all ranks, of shape `(size,)` and dtype
+      int32.
+
+    Raises:
+      ValueError, TypeError: counts that do not fit `x`, or an argument of the wrong type; while tracing, before
+      anything is sent; other ranks then wait.
+      jax.errors.JaxRuntimeError: at run time: a rank's count is negative or more than its `n`, on all ranks; there are
+      more rows than there is room for, on root.
+    """
+    resolved = _communicator.resolve(comm, "gatherv")
+    root = arguments.rank(root, resolved, "gatherv", "root")
+    leaves, names, structure = arguments.leaves(x, "gatherv", "x")
+    own = by_counts.rows_of(leaves, names, "gatherv")
+    known = by_counts.of_all(counts, resolved.size, "gatherv", "counts")
+    if known is not None:
+        by_counts.no_room(rows, "gatherv")
+        by_counts.match(own, known[resolved.rank], "counts say that this rank has", "gatherv", names)
+        params: Params = {"comm": resolved, "root": root, "rows": sum(known)}
+        results = _by_counts("gatherv", params, leaves, by_counts.operand(known))
+        return jax.tree.unflatten(structure, results), after(token)
+    told = _tell(counts, own, resolved, "gatherv")
+    params = {"comm": resolved, "root": root, "rows": by_counts.room(rows, resolved.size * own, "gatherv")}
+    results = _by_counts("gatherv", params, leaves, told)
+    return (jax.tree.unflatten(structure, results), told), after(token)
 
 
 def invariant(x: Any, *, comm: MPI.Comm | None = None) -> Any:
@@ -355,6 +545,62 @@ def reduce(x: Any, op: MPI.Op, root: int, *, comm: MPI.Comm | None = None, token
     return _reducing("reduce", resolved, x, op, root=root), after(token)
 
 
+def reduce_scatter(
+    x: Any,
+    op: MPI.Op,
+    counts: Any = None,
+    *,
+    rows: int | None = None,
+    comm: MPI.Comm | None = None,
+    token: Any = None,
+) -> tuple[Any, Token]:
+    """Reduces the arrays of all ranks element by element; each rank gets a part (MPI_Reduce_scatter_block).
+
+    Args:
+      x: array of shape `(size, ...)`, or a pytree of such; the same shape and dtype on all ranks. With `counts` of
+        shape `(n, ...)`, all of the same `n`.
+      op: a predefined operation that is defined for the dtype, or a user-made `MPI.Op`.
+      counts: None: rank i gets entry `i`. Otherwise how many rows of the reduction each rank gets, those of rank 0
+        first (MPI_Reduce_scatter). Known while tracing: a sequence of integers, the same on all ranks, whose sum is
+        `n`. Known at run time: that of this rank, a scalar; the sum over all ranks is at most `n`.
+      rows: of counts at run time, for how many rows the result has room; `n` if it is None.
+      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
+      token: accepted, handed back, and not needed.
+
+    Returns:
+      `(result, token)`: this rank's part, of shape `(...)`; with `counts` of shape `(counts[rank], ...)`. With a count
+      at run time `((result, counts), token)`: the result has shape `(rows, ...)` and ends with zeros, and `counts` are
+      those of all ranks, of shape `(size,)` and dtype int32.
+
+    Raises:
+      ValueError: the first axis is not what is divided. TypeError: `op` is not defined for the dtype, or an argument is
+      of the wrong type. Both while tracing, before anything is sent; other ranks then wait.
+      jax.errors.JaxRuntimeError: at run time: a rank's count is negative, or all of them are more than `n`, on all
+      ranks; there are more rows than there is room for, on each rank where that is so.
+    """
+    resolved = _communicator.resolve(comm, "reduce_scatter")
+    reduction = arguments.reduction(op, "reduce_scatter")
+    params: Params = {"comm": resolved, "op": reduction}
+    if counts is None:
+        by_counts.no_room(rows, "reduce_scatter")
+        return _each("reduce_scatter", params, x, arguments.stacked_reducible, resolved.size, reduction), after(token)
+    leaves, names, structure = arguments.leaves(
+        x, "reduce_scatter", "x", lambda leaf, *names: arguments.reducible(leaf, reduction, *names)
+    )
+    whole = by_counts.rows_of(leaves, names, "reduce_scatter")
+    known = by_counts.of_all(counts, resolved.size, "reduce_scatter", "counts")
+    if known is not None:
+        by_counts.no_room(rows, "reduce_scatter")
+        by_counts.match(whole, sum(known), "the sum of counts is", "reduce_scatter", names)
+        params["rows"] = known[resolved.rank]
+        results = _by_counts("reduce_scatterv", params, leaves, by_counts.operand(known))
+        return jax.tree.unflatten(structure, results), after(token)
+    told = by_counts.possible(_tell(counts, whole, resolved, "reduce_scatter"), whole)
+    params["rows"] = by_counts.room(rows, whole, "reduce_scatter")
+    results = _by_counts("reduce_scatterv", params, leaves, told)
+    return (jax.tree.unflatten(structure, results), told), after(token)
+
+
 def replicate(x: Any, *, comm: MPI.Comm | None = None) -> Any:
     """`x` itself; its cotangents are summed over all ranks. For values that are the same on all ranks.
 
@@ -419,6 +665,57 @@ def scatter(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = Non
     if resolved.rank == root:
         return _each("scatter", params, x, arguments.stacked, resolved.size), after(token)
     return _each("scatter", params, x, arguments.template), after(token)
+
+
+def scatterv(
+    x: Any, counts: Any, root: int, *, rows: int | None = None, comm: MPI.Comm | None = None, token: Any = None
+) -> tuple[Any, Token]:
+    """Sends to each rank its own number of rows of root's array (MPI_Scatterv).
+
+    Args:
+      x: on root an array of shape `(n, ...)`: first the rows for rank 0, then those for rank 1 and so on. On other
+        ranks a template of shape `(m, ...)`, whose values are not read, and may be a `jax.ShapeDtypeStruct`. Or pytrees
+        of such, all of the same `n` or `m`.
+      counts: how many rows each rank gets. Known while tracing: a sequence of integers, the same on all ranks, whose
+        sum is `n`; on other ranks this rank's is `m`. Known at run time: on root an array of integers of shape
+        `(size,)`, whose sum is at most `n`; on other ranks such an array, which is not read, or None.
+      root: rank that sends, static.
+      rows: of counts at run time, for how many rows the result has room; `n` on root and `m` on other ranks if it is
+        None.
+      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
+      token: accepted, handed back, and not needed.
+
+    Returns:
+      `(result, token)`: this rank's rows, of shape `(counts[rank], ...)`. With counts at run time
+      `((result, counts), token)`: the result has shape `(rows, ...)` and ends with zeros, and `counts` are root's, of
+      shape `(size,)` and dtype int32.
+
+    Raises:
+      ValueError, TypeError: counts that do not fit `x`, or an argument of the wrong type; while tracing, before
+      anything is sent; other ranks then wait.
+      jax.errors.JaxRuntimeError: at run time: root's counts are negative or more than its `n`, on all ranks; there are
+      more rows than there is room for, on each rank where that is so.
+    """
+    resolved = _communicator.resolve(comm, "scatterv")
+    root = arguments.rank(root, resolved, "scatterv", "root")
+    mine = resolved.rank == root
+    leaves, names, structure = arguments.leaves(x, "scatterv", "x", arguments.array if mine else arguments.template)
+    own = by_counts.rows_of(leaves, names, "scatterv")
+    known = by_counts.of_all(counts, resolved.size, "scatterv", "counts")
+    if known is not None:
+        by_counts.no_room(rows, "scatterv")
+        what = "the sum of counts is" if mine else "counts say that this rank gets"
+        by_counts.match(own, sum(known) if mine else known[resolved.rank], what, "scatterv", names)
+        params: Params = {"comm": resolved, "root": root, "rows": known[resolved.rank]}
+        results = _by_counts("scatterv", params, leaves, by_counts.operand(known))
+        return jax.tree.unflatten(structure, results), after(token)
+    params = {"comm": resolved, "root": root, "rows": by_counts.room(rows, own, "scatterv")}
+    given = jax.numpy.zeros(resolved.size, jax.numpy.int32)
+    if mine:
+        given = by_counts.possible(by_counts.numbers(counts, given.shape, "scatterv", "counts"), own)
+    told = bind("bcast", {"comm": resolved, "root": root}, given)
+    results = _by_counts("scatterv", params, leaves, told)
+    return (jax.tree.unflatten(structure, results), told), after(token)
 
 
 def send(x: Any, dest: int, *, tag: int = 0, comm: MPI.Comm | None = None, token: Any = None) -> Token:

@@ -84,6 +84,10 @@ class Row:
     """(cotangents of the results, operands, params) -> cotangents of the operands in which it is linear, of which only
     shape and dtype are given."""
 
+    by_rows: bool = False
+    """The first operand is divided among the ranks along its first axis, by counts of rows, which are operands for the
+    core. The parameter `rows` is how many of them the result has, and the attribute `row` the elements of each."""
+
     plan: Callable[[Sequence[Any], Params], Any] | None = None
     """The operation takes any number of arrays of any dtypes in one call, and has a result for each. This is the plan
     of the call (`_plans`); the parameter `pattern` says whether results alias the operands."""
@@ -279,6 +283,8 @@ def _attributes(row: Row, params: Params, operands: Sequence[Any]) -> dict[str, 
     dtype = operands[0].dtype if operands else None
     if row.plan is not None:
         params = {**params, "plan": row.plan(operands, params)}
+    if row.by_rows:
+        params = {**params, "row": math.prod(operands[0].shape[1:])}
     return {name: _attribute(name, kind, params, dtype) for name, kind in OPERATIONS[row.name].attributes}
 
 

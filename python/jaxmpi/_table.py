@@ -75,6 +75,10 @@ def _entry(avals, params):
     return [jax.ShapeDtypeStruct(avals[0].shape[1:], avals[0].dtype)]
 
 
+def _rows(avals, params):
+    return [jax.ShapeDtypeStruct((params["rows"], *avals[0].shape[1:]), avals[0].dtype)]
+
+
 def _on_root(params: Params) -> bool:
     return params["comm"].rank == params["root"]
 
@@ -101,7 +105,54 @@ def _single(rule: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _transpose_allgather(cotangents, templates, params):
-    return [jnp.sum(part, axis=0) for part in bind_all("alltoall", _of_cotangent(params), cotangents)]
+    if any(DATATYPES[np.dtype(x.dtype).name].kind == "opaque" for x in cotangents):  # which MPI does not reduce
+        return [jnp.sum(part, axis=0) for part in bind_all("alltoall", _of_cotangent(params), cotangents)]
+    return bind_all("reduce_scatter", _of_cotangent(params, **_SUMMING), cotangents)
+
+
+def _transpose_reduce_scatter(cotangents, templates, params):
+    return bind_all("allgather", _of_cotangent(params), cotangents)
+
+
+# Of arrays divided by rows the counts are operands too, and the cotangent has as many rows as the operand.
+def _by_rows(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a transpose rule from one of (cotangent, the array's shape and dtype, counts ..., params of the adjoint)."""
+
+    def transpose(cotangents, operands, params):
+        adjoint = _of_cotangent(params, rows=operands[0].shape[0])
+        if "root" in params:
+            adjoint["root"] = params["root"]
+        return [rule(cotangents[0], *operands, adjoint)]
+
+    return transpose
+
+
+@_by_rows
+def _transpose_allgatherv(cotangent, template, counts, adjoint):
+    return bind("reduce_scatterv", {**adjoint, **_SUMMING}, cotangent, counts)
+
+
+@_by_rows
+def _transpose_reduce_scatterv(cotangent, template, counts, adjoint):
+    return bind("allgatherv", adjoint, cotangent, counts)
+
+
+@_by_rows
+def _transpose_alltoallv(cotangent, template, sent, received, adjoint):
+    return bind("alltoallv", adjoint, cotangent, received, sent)
+
+
+@_by_rows
+def _transpose_gatherv(cotangent, template, counts, adjoint):
+    # Root has the rows of all operands; on any other rank the result is its operand.
+    part = bind("scatterv", adjoint, cotangent, counts)
+    return part if _on_root(adjoint) else part + cotangent
+
+
+@_by_rows
+def _transpose_scatterv(cotangent, template, counts, adjoint):
+    gathered = bind("gatherv", adjoint, cotangent, counts)
+    return gathered if _on_root(adjoint) else linked_zeros([gathered], template)
 
 
 def _transpose_allreduce(cotangents, templates, params):
@@ -181,11 +232,15 @@ def _transpose_scatter(cotangents, templates, params):
     return stacked if _on_root(params) else _zeros_linked_to(stacked, templates)
 
 
-def _transpose_scan(cotangents, templates, params):
-    # The adjoint of the sum over the ranks up to this one is the sum over the ranks from this one on.
-    summing = _of_cotangent(params, **_SUMMING)
-    reverse = lambda xs: [_reverse(x, summing) for x in xs]  # noqa: E731
-    return reverse(bind_all("scan", summing, reverse(cotangents)))
+def _transpose_prefix(name: str) -> Callable[..., Any]:
+    # The adjoint of the sum over the ranks up to this one is the sum over the ranks from this one on; the same without
+    # this one.
+    def transpose(cotangents, templates, params):
+        summing = _of_cotangent(params, **_SUMMING)
+        reverse = lambda xs: [_reverse(x, summing) for x in xs]  # noqa: E731
+        return reverse(bind_all(name, summing, reverse(cotangents)))
+
+    return transpose
 
 
 @_single
@@ -355,6 +410,19 @@ def _tangent_reduce(primals, tangents, results, params):
     return [total if _on_root(params) else tangent + linked_zeros([total], tangent)]
 
 
+def _tangent_reduce_scatter(primals, tangents, results, params):
+    everywhere = _of_tangent(params, op=params["op"])
+    weight = _weight(primals[0], params, lambda: bind("allreduce", everywhere, primals[0]))
+    more = {"rows": params["rows"]} if "rows" in params else {}
+    name = "reduce_scatterv" if more else "reduce_scatter"
+    return [bind(name, _of_tangent(params, **_SUMMING, **more), weight * tangents[0], *primals[1:])]
+
+
+def _tangent_exscan(primals, tangents, results, params):
+    (inclusive,) = _tangent_scan(primals, tangents, results, params)
+    return _shifted(1, params, inclusive)[1]
+
+
 def _tangent_scan(primals, tangents, results, params):
     name, x, tangent = params["op"].name, primals[0], tangents[0]
     if name == "PROD":
@@ -403,10 +471,16 @@ def _refuse_source(params: Params, *tags: str) -> str:
     return _tags.refusal(params, *tags)
 
 
+def _row_by_counts(name: str, results: Callable[..., Any] = _rows, **more: Any) -> Row:
+    """A row of an operation on arrays divided by rows. A batch is an axis behind the first."""
+    return Row(name, results, batch=lambda p: (1, 1), by_rows=True, **more)
+
+
 # --- the table -----------------------------------------------------------------------------------------------------
 
 ROWS = (
     Row("allgather", _stacked, _largest_stacked, batch=lambda p: (0, 1), transpose=_transpose_allgather),
+    _row_by_counts("allgatherv", transpose=_transpose_allgatherv),
     Row(
         "allreduce",
         _same,
@@ -418,11 +492,22 @@ ROWS = (
         transpose=_transpose_allreduce,
     ),
     Row("alltoall", _same, _largest, batch=lambda p: (1, 1), transpose=_transpose_alltoall),
+    _row_by_counts("alltoallv", transpose=_transpose_alltoallv),
     Row("barrier", _none),
     Row("bcast", _same, _largest, part=_part_of_bcast, in_place=False, transpose=_transpose_bcast),
     # Its truth values have no cotangent. But it has an effect, so it is transposed with the computation around it.
     Row("check", _none, transpose=lambda *_: []),
     _row_by_plan("exchange"),
+    Row(
+        "exscan",
+        _same,
+        _largest,
+        part=lambda p: Part(in_place=True),
+        in_place=True,
+        refuse=_refuse_reduction,
+        tangent=_unless_sum(_tangent_exscan),
+        transpose=_transpose_prefix("exscan"),
+    ),
     Row(
         "gather",
         lambda avals, p: _stacked(avals, p) if _on_root(p) else avals,
@@ -430,6 +515,12 @@ ROWS = (
         part=lambda p: Part(results=_on_root(p)),
         batch=lambda p: (0, 1 if _on_root(p) else 0),
         transpose=_transpose_gather,
+    ),
+    _row_by_counts(
+        "gatherv",
+        lambda avals, p: _rows(avals, p) if _on_root(p) else avals[:1],
+        part=lambda p: Part(results=_on_root(p)),
+        transpose=_transpose_gatherv,
     ),
     Row("invariant", _same, _largest, transpose=_transpose_invariant, silent=True),
     _row_by_plan("neighbor_allgather"),
@@ -445,6 +536,21 @@ ROWS = (
         tangent=_unless_sum(_tangent_reduce),
         transpose=_transpose_reduce,
     ),
+    Row(
+        "reduce_scatter",
+        _entry,
+        lambda aval, p: aval,
+        batch=lambda p: (1, 0),
+        refuse=_refuse_reduction,
+        tangent=_unless_sum(_tangent_reduce_scatter),
+        transpose=_transpose_reduce_scatter,
+    ),
+    _row_by_counts(
+        "reduce_scatterv",
+        refuse=_refuse_reduction,
+        tangent=_unless_sum(_tangent_reduce_scatter),
+        transpose=_transpose_reduce_scatterv,
+    ),
     Row("replicate", _same, _largest, transpose=_transpose_replicate, silent=True),
     Row(
         "scan",
@@ -454,7 +560,7 @@ ROWS = (
         in_place=True,
         refuse=_refuse_reduction,
         tangent=_unless_sum(_tangent_scan),
-        transpose=_transpose_scan,
+        transpose=_transpose_prefix("scan"),
     ),
     Row(
         "scatter",
@@ -463,6 +569,11 @@ ROWS = (
         part=lambda p: Part(operands=_on_root(p)),
         batch=lambda p: (1 if _on_root(p) else 0, 0),
         transpose=_transpose_scatter,
+    ),
+    _row_by_counts(
+        "scatterv",
+        part=lambda p: Part(operands=_on_root(p)),
+        transpose=_transpose_scatterv,
     ),
     Row("send", _none, refuse=_refuse_half, transpose=_transpose_send),
     Row(

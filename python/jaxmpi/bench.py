@@ -81,23 +81,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 row = report.row_of(timing.measure(operation, place, dtype, plan), given.dtype, dtype.itemsize)
                 rows.append({"asked_for": asked, **row})
                 _tell(report.line_of(row))
-    if COMM.rank == 0:
-        _write(given, header, rows)
+    failed = COMM.bcast(_write(given, header, rows) if COMM.rank == 0 else None)
     wrong = sum(row["wrong"] or 0 for row in rows)
     if wrong:
         _tell(f"\njaxmpi.bench: WRONG DATA: {wrong} elements")
     COMM.Barrier()  # a launcher ends the job as the first rank ends with an error
-    return 1 if wrong else 0
+    return 1 if wrong or failed else 0
 
 
-def _write(given: Any, header: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
-    if given.json is not None:
-        report.write(given.json, header, rows)
-    if given.plot is not None:
-        report.plot(given.plot, header, rows)
-    written = [str(path) for path in (given.json, given.plot) if path is not None]
-    if written:
-        _tell(f"\nWritten: {', '.join(written)}")
+def _write(given: Any, header: dict[str, Any], rows: Sequence[dict[str, Any]]) -> bool:
+    """Whether a file that was asked for could not be written."""
+    failed = False
+    for option, path, write in (("--json", given.json, report.write), ("--plot", given.plot, report.plot)):
+        if path is None:
+            continue
+        try:
+            write(path, header, rows)
+            _tell(f"\nWritten: {path}")
+        except OSError as error:
+            failed = True
+            _tell(f"\njaxmpi.bench: {option}: {path} could not be written ({error.strerror}); the figures are above")
+    return failed
 
 
 if __name__ == "__main__":

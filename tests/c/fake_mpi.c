@@ -146,6 +146,96 @@ int MPI_Reduce_scatter_block(const void *in, void *out, int n, MPI_Datatype t, M
   return reduction(call, mine, out, n, t, op, comm->size);
 }
 
+int MPI_Exscan(const void *in, void *out, int n, MPI_Datatype t, MPI_Op op, MPI_Comm handle) {
+  BEGIN(Exscan);
+  return reduction(call, in, out, n, t, op, comm->rank);
+}
+
+/* --- collectives with counts, of parts that follow each other --- */
+
+static int sum_of(const struct comm *comm, const int counts[], const int offsets[], int *sum) {
+  *sum = 0;
+  for (int r = 0; r < comm->size; *sum += counts[r], r++)
+    if (counts[r] < 0 || (offsets != NULL && offsets[r] != *sum)) return FAKE_ERR_COUNT;
+  return MPI_SUCCESS;
+}
+
+/* The parts of all ranks: this rank's is `mine`, of `bytes`. */
+static int receive_parts(struct fake_call *call, const struct comm *comm, void *out, const int counts[],
+                         const int offsets[], MPI_Datatype u, const void *mine, int64_t bytes) {
+  int sum;
+  TRY(sum_of(comm, counts, offsets, &sum));
+  TRY(fake_writes(call, out, sum, u));
+  int64_t unit = fake_type(u)->bytes;
+  if (bytes != counts[comm->rank] * unit) return FAKE_ERR_COUNT;
+  for (int r = 0; r < comm->size; r++) {
+    char *part = (char *)out + offsets[r] * unit;
+    if (counts[r] == 0) continue;
+    if (r == comm->rank)
+      contribution(part, mine, bytes, 0);
+    else
+      from_root(part, counts[r] * unit, r);
+  }
+  return MPI_SUCCESS;
+}
+
+int MPI_Allgatherv(const void *in, int n, MPI_Datatype t, void *out, const int counts[], const int offsets[],
+                   MPI_Datatype u, MPI_Comm handle) {
+  BEGIN(Allgatherv);
+  TRY(fake_reads(call, in, n, t));
+  return receive_parts(call, comm, out, counts, offsets, u, in, call->in_bytes);
+}
+
+int MPI_Gatherv(const void *in, int n, MPI_Datatype t, void *out, const int counts[], const int offsets[],
+                MPI_Datatype u, int root, MPI_Comm handle) {
+  BEGIN(Gatherv);
+  TRY(check_root(comm, call, root));
+  TRY(fake_reads(call, in, n, t));
+  call->out = out;
+  return root != comm->rank ? MPI_SUCCESS : receive_parts(call, comm, out, counts, offsets, u, in, call->in_bytes);
+}
+
+int MPI_Alltoallv(const void *in, const int sent[], const int from[], MPI_Datatype t, void *out, const int received[],
+                  const int to[], MPI_Datatype u, MPI_Comm handle) {
+  BEGIN(Alltoallv);
+  int sum;
+  TRY(sum_of(comm, sent, from, &sum));
+  TRY(fake_reads(call, in, sum, t));
+  int64_t unit = fake_type(t)->bytes;
+  const char *mine = sent[comm->rank] == 0 ? in : (const char *)in + from[comm->rank] * unit;
+  return receive_parts(call, comm, out, received, to, u, mine, sent[comm->rank] * unit);
+}
+
+int MPI_Scatterv(const void *in, const int counts[], const int offsets[], MPI_Datatype t, void *out, int m,
+                 MPI_Datatype u, int root, MPI_Comm handle) {
+  BEGIN(Scatterv);
+  int sum;
+  TRY(check_root(comm, call, root));
+  TRY(fake_writes(call, out, m, u));
+  call->in = in;
+  if (root != comm->rank) {
+    from_root(out, call->out_bytes, root);
+    return MPI_SUCCESS;
+  }
+  TRY(sum_of(comm, counts, offsets, &sum));
+  TRY(fake_reads(call, in, sum, t));
+  int64_t unit = fake_type(t)->bytes;
+  if (call->out_bytes != counts[root] * unit) return FAKE_ERR_COUNT;
+  if (call->out_bytes > 0) contribution(out, (const char *)in + offsets[root] * unit, call->out_bytes, 0);
+  return MPI_SUCCESS;
+}
+
+int MPI_Reduce_scatter(const void *in, void *out, const int counts[], MPI_Datatype t, MPI_Op op, MPI_Comm handle) {
+  BEGIN(Reduce_scatter);
+  int sum;
+  TRY(sum_of(comm, counts, NULL, &sum));
+  TRY(fake_reads(call, in, sum, t));
+  int64_t before = 0;
+  for (int r = 0; r < comm->rank; r++) before += counts[r] * fake_type(t)->bytes;
+  const char *mine = counts[comm->rank] == 0 ? in : (const char *)in + before;
+  return reduction(call, mine, out, counts[comm->rank], t, op, comm->size);
+}
+
 /* --- messages --- */
 
 static int start_send(struct fake_call *call, const struct comm *comm, const void *in, int n, MPI_Datatype t, int dest,

@@ -7,6 +7,8 @@
  *   allgather, gather, alltoall   rank r passes what this rank passes, with r - rank added to each byte (modulo 256);
  *                                 in an allgather, if `others` is set, what `others` makes of this rank's data
  *   bcast, scatter                another root sends fake_byte(root, 0), fake_byte(root, 1), ...
+ *   with counts                   another rank sends fake_byte(rank, 0), fake_byte(rank, 1), ...; of parts that must
+ *                                 follow each other without gaps
  *   reductions                    all ranks pass the same; a predefined operation adds to each byte the number of ranks
  *                                 that take part, one made by Op_create is called once for each further rank
  *   send                          to oneself: queued; to others: only recorded. `deliver` queues messages of others

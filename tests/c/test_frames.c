@@ -54,7 +54,7 @@ static const struct plan *any_plan(void) {
 static int64_t any_attribute(enum attribute kind, const struct communicator *comm) {
   static const char *const reductions[] = {"SUM", "PROD", "MAX", "MIN"};
   int64_t special[] = {fake->any_source, fake->any_tag, fake->proc_null, -1, INT64_MAX, INT64_MIN, INT32_MAX, 1 << 24};
-  if (once_in(30) && kind != DERIVATIVE) return special[draw(8)];
+  if (once_in(30) && kind != DERIVATIVE && kind != NUMBER) return special[draw(8)];
   switch (kind) {
     case RANK:
       return draw((uint32_t)comm->size + (once_in(10) ? 2 : 0));
@@ -64,6 +64,8 @@ static int64_t any_attribute(enum attribute kind, const struct communicator *com
       return draw(4);
     case REDUCTION:
       return reduction(reductions[draw(4)]);
+    case NUMBER:
+      return (int64_t)draw(6) - (once_in(5) ? 1 : 0);
     case OBJECT_OR_0:
       return once_in(2) ? 0 : COMM(statuses);
     case PLAN:
@@ -101,6 +103,28 @@ static void make_sound(struct lists *lists, const struct operation *row, const s
     if (reads) lists->in[lists->in_count++] = sound_array(dtype, elements(row, false, n, comm->size));
     if (writes) lists->out[lists->out_count++] = sound_array(dtype, elements(row, true, n, comm->size));
   }
+}
+
+/* The same of an operation with counts of rows: `row` elements each. */
+static void make_rows(struct lists *lists, const struct operation *row, const struct communicator *comm, int64_t root,
+                      int64_t elements_of_row) {
+  int dtype = any_type();
+  struct array counts[2] = {sound_array(S32, comm->size), sound_array(S32, comm->size)};
+  int64_t sum[2] = {0, 0}, own, width = elements_of_row > 0 ? elements_of_row : 0;
+  for (int k = 0; k < 2; k++)
+    for (int r = 0; r < comm->size; r++) {
+      int32_t *count = &((int32_t *)counts[k].data)[r];
+      *count = k == 1 && r == comm->rank ? ((int32_t *)counts[0].data)[r] : (int32_t)draw(4);
+      sum[k] += *count;
+    }
+  own = ((int32_t *)counts[0].data)[comm->rank];
+  bool to_all = row->row == ROW_allgatherv || row->row == ROW_gatherv, two = row->row == ROW_alltoallv;
+  if (row->row != ROW_scatterv || comm->rank == root)
+    lists->in[lists->in_count++] = sound_array(dtype, width * (to_all ? own : sum[0]));
+  lists->in[lists->in_count++] = counts[0];
+  if (two) lists->in[lists->in_count++] = counts[1];
+  if (row->row != ROW_gatherv || comm->rank == root)
+    lists->out[lists->out_count++] = sound_array(dtype, width * (two ? sum[1] : to_all ? sum[0] : own));
 }
 
 static void make_any(struct lists *lists) {
@@ -180,7 +204,10 @@ static bool one_frame(int number) {
   for (int i = 0; i < row->attribute_count; i++) attributes[i] = any_attribute(row->attributes[i].kind, comm);
   attributes[row->comm] = sound || !once_in(30) ? COMM(comm) : attributes[row->comm];
   lists.in_count = lists.out_count = 0;
-  if (sound)
+  int number_at = attribute_of(row, NUMBER);
+  if (sound && number_at >= 0)
+    make_rows(&lists, row, comm, root_of(row, attributes), attributes[number_at]);
+  else if (sound)
     make_sound(&lists, row, comm, root_of(row, attributes));
   else
     make_any(&lists);

@@ -197,6 +197,45 @@ static void allreduce_reduces(void) { for_all(allreduce_case); }
 static void scan_case(const struct share *s) { reduction_case(s, "scan", "MPI_Scan", s->rank + 1); }
 static void scan_reduces_up_to_this_rank(void) { for_all(scan_case); }
 
+/* The result of rank 0 is zero, whatever the library makes of it. */
+static void exscan_case(const struct share *s) {
+  for (int in_place = 0; in_place < 2; in_place++) {
+    unsigned char copy[ROOM], *result = in_place ? in : out;
+    prepare();
+    memcpy(copy, in, ROOM);
+    SUCCEEDS(RUN("exscan", ARRAY(s->dtype, in, s->count), ARRAY(s->dtype, result, s->count), COMM(s->comm),
+                 reduction("MAX")));
+    const struct fake_call *call = only("MPI_Exscan");
+    check_out(call, s);
+    CHECK(call->in == (in_place ? fake->in_place : in) && call->out == result);
+    if (s->rank == 0)
+      CHECK(is_zero(result, 0, s->bytes));
+    else
+      check_reduced(result, copy, s->bytes, s->rank);
+    CHECK_SAME(in + s->bytes, copy + s->bytes, ROOM - s->bytes);
+    CHECK(is_blank(out, in_place ? 0 : s->bytes, ROOM));
+  }
+}
+static void exscan_reduces_the_ranks_before(void) { for_all(exscan_case); }
+
+/* By one call, and by a reduction for each rank where the counts are more than an int holds. */
+static void reduce_scatter_case(const struct share *s) {
+  struct array all = MATRIX(s->dtype, in, s->size, s->count), result = ARRAY(s->dtype, out, s->count);
+  SUCCEEDS(RUN("reduce_scatter", all, result, COMM(s->comm), reduction("SUM")));
+  const struct fake_call *call = only("MPI_Reduce_scatter_block");
+  check_out(call, s);
+  check_reduced(out, in + (size_t)s->rank * s->bytes, s->bytes, s->size);
+  CHECK(is_blank(out, s->bytes, ROOM));
+  prepare();
+  runtime.max_count = 2;
+  SUCCEEDS(RUN("reduce_scatter", all, result, COMM(s->comm), reduction("SUM")));
+  runtime.max_count = INT32_MAX;
+  CHECK_EQUAL(times_called("MPI_Reduce"), s->count > 2 ? s->size * (s->count + 1) / 2 : 0);
+  check_reduced(out, in + (size_t)s->rank * s->bytes, s->bytes, s->size);
+  CHECK(is_blank(out, s->bytes, ROOM));
+}
+static void reduce_scatter_reduces_a_block_for_each_rank(void) { for_all(reduce_scatter_case); }
+
 static void reduce_on_root(const struct share *s, bool in_place) {
   unsigned char copy[ROOM], *result = in_place ? in : out;
   prepare();
@@ -294,6 +333,8 @@ static const struct test tests[] = {
     TEST(scatter_hands_out),
     TEST(allreduce_reduces),
     TEST(scan_reduces_up_to_this_rank),
+    TEST(exscan_reduces_the_ranks_before),
+    TEST(reduce_scatter_reduces_a_block_for_each_rank),
     TEST(reduce_writes_on_root_alone),
     TEST(send_passes_its_buffer),
     TEST(sending_to_no_one_is_left_to_mpi),

@@ -143,6 +143,10 @@ def _parser() -> Parser:
 def parse(given: Sequence[str] | None) -> argparse.Namespace:
     """The options, with `rows`: (name asked for, row). Ends all ranks with 2 if something is wrong with them."""
     parser = _parser()
+    asked = COMM.allgather(sys.argv[1:] if given is None else list(given))
+    differs = next((rank for rank, theirs in enumerate(asked) if theirs != asked[0]), None)
+    if differs is not None:
+        parser.error(f"the ranks were given different arguments: 0 {asked[0]}, {differs} {asked[differs]}")
     options = parser.parse_intermixed_args(given)
     if options.list:
         return options

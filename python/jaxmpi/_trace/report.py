@@ -53,7 +53,7 @@ def by_line(ranks: Sequence[Rank], span: float, most: int) -> Iterator[str]:
         rows.append(
             [
                 name,
-                f"{len(events) / len(ranks):.6g}",
+                f"{round(len(events) / len(ranks), 1):.9g}",
                 _seconds(time / len(ranks)),
                 _percent(time / len(ranks), span),
                 _seconds(waited / len(ranks)),
