@@ -150,7 +150,7 @@ def after(its, run, turns):
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("case", [case for case in CASES if case.name in OPERATIONS], ids=str)
+@pytest.mark.parametrize("case", [c for c in CASES if c.name in OPERATIONS and c.rows is None], ids=str)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 9])
 @pytest.mark.parametrize("turns", [1, 2, 7, 40])
 def test_witness(case, ranks, turns):
@@ -161,6 +161,8 @@ def test_witness(case, ranks, turns):
     assert not np.array_equal(xs[0], each[0].operand(4))
     for rank, its in enumerate(each):
         result = np.array(case.expected(xs, rank, 0))
+        if case.name == "exscan" and rank == 0:  # where the benchmark hands its operand on
+            result = np.array(xs[0])
         assert its.wrong(result, 3, turns) == (0, result.size)
         # The element that is kept in the last turn is in the result.
         at = tuple(its.watched(turns, result.shape)[-1])
@@ -215,6 +217,8 @@ def test_table_has_each_operation():
         ("alltoall_perf", 4, 3.0),
         ("gather_perf", 4, 3.0),
         ("scatter_perf", 8, 3.5),
+        ("reduce_scatter_perf", 4, 3.0),
+        ("osu_alltoallv", 4, 3.0),
         ("broadcast_perf", 4, 4.0),
         ("reduce_perf", 4, 4.0),
         ("sendrecv_perf", 4, 4.0),
@@ -308,7 +312,7 @@ def test_list(run, rank):
     ("arguments", "told"),
     [
         (["alreduce"], "no operation 'alreduce': did you mean allreduce?"),
-        (["reduce_scatter_perf"], "no operation 'reduce_scatter_perf'"),
+        (["alltoallw_perf"], "no operation 'alltoallw_perf'"),
         (["--bytes", "8", "bcast"], "'bcast' is no size"),
         (["--bytes", "1KB"], "'1KB' is no size: write bytes, or as in 64KiB"),
         (["--bytes", "0"], "less than a byte"),

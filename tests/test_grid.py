@@ -11,7 +11,6 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +18,7 @@ import pytest
 from hypothesis import strategies as st
 from mpi4py import MPI
 
+import drawing
 import jaxmpi
 from jaxmpi import notoken
 from table import NEW_JAX, draw, dtype_of
@@ -301,48 +301,21 @@ def check_whole(case, grid):
 
 
 def run_cases(comm, strategy, check, examples):
-    """hypothesis runs on rank 0 alone; the other ranks do what it does. A case fails on all ranks alike."""
+    """Each case on the first ranks, as many as its grid needs."""
 
     def together(case):
         ranks = math.prod(case.dims)
         part = comm.Split(0 if comm.rank < ranks else MPI.UNDEFINED)
-        failure = None
         try:
             if comm.rank < ranks:
                 _wrong.clear()
                 check(case, case.grid(part))
                 assert not _wrong, _wrong[0]
-        except Exception as error:
-            failure = f"rank {comm.rank}: {type(error).__name__}: {error}"
         finally:
             if comm.rank < ranks:
                 part.Free()
-        return next(filter(None, comm.allgather(failure)), None)
 
-    if comm.rank > 0:
-        failures = []
-        while (case := comm.bcast(None)) is not None:
-            failures += filter(None, [together(case)])
-        assert not failures, failures[0]
-        return
-
-    @hypothesis.settings(
-        max_examples=examples,
-        deadline=None,
-        database=None,
-        derandomize=True,
-        suppress_health_check=list(hypothesis.HealthCheck),
-        phases=[hypothesis.Phase.generate],
-    )
-    @hypothesis.given(strategy)
-    def run(case):
-        failure = together(comm.bcast(case))
-        assert failure is None, f"{case}\n{failure}"
-
-    try:
-        run()
-    finally:
-        comm.bcast(None)
+    drawing.on_all_ranks(comm, strategy, together, examples)
 
 
 @pytest.mark.seconds(600)

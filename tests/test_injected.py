@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import subprocess
 import textwrap
 from pathlib import Path
@@ -60,12 +61,19 @@ def to_itself(x):
 
 calls = {
     "allgather": lambda x: notoken.allgather(x).mean(0),
+    "allgatherv": lambda x: notoken.allgatherv(x, [3] * size).reshape(size, 3).mean(0),
     "allreduce": lambda x: notoken.allreduce(x, MPI.SUM) / size,
     "alltoall": lambda x: notoken.alltoall(table(x)).mean(0),
+    "alltoallv": lambda x: notoken.alltoallv(table(x).reshape(-1), [3] * size, [3] * size).reshape(size, 3).mean(0),
     "barrier": barrier,
     "bcast": lambda x: notoken.bcast(x, size - 1),
     "exchange": lambda x: grid.exchange(x),
     "gather": lambda x: x + notoken.gather(x, 0).sum() / 100,
+    "exscan": lambda x: notoken.exscan(x, MPI.SUM) + 1,
+    "gatherv": lambda x: x + notoken.gatherv(x, [3] * size, 0).sum() / 100,
+    "reduce_scatter": lambda x: notoken.reduce_scatter(table(x), MPI.SUM) / size,
+    "reduce_scatterv": lambda x: notoken.reduce_scatter(table(x).reshape(-1), MPI.SUM, [3] * size) / size,
+    "scatterv": lambda x: notoken.scatterv(table(x).reshape(-1) if rank == 0 else x, [3] * size, 0),
     "reduce": lambda x: notoken.reduce(x, MPI.SUM, 0) / 2,
     "scan": lambda x: notoken.scan(x, MPI.SUM) / size,
     "scatter": lambda x: notoken.scatter(table(x) if rank == 0 else x, 0),
@@ -87,13 +95,20 @@ add(x).block_until_ready()
 OF_MESSAGES = ("MPI_Mprobe", "MPI_Get_count", "MPI_Mrecv")
 MADE = {
     "allgather": ("MPI_Allgather",),
+    "allgatherv": ("MPI_Allgatherv",),
     "allreduce": ("MPI_Allreduce",),
     "alltoall": ("MPI_Alltoall",),
+    "alltoallv": ("MPI_Alltoallv",),
     "barrier": ("MPI_Barrier",),
     "bcast": ("MPI_Bcast",),
     "exchange": ("MPI_Isend", *(OF_PLANS := ("MPI_Mprobe", "MPI_Mrecv")), "MPI_Wait"),
+    "exscan": ("MPI_Exscan",),
     "gather": ("MPI_Gather",),
+    "gatherv": ("MPI_Gatherv",),
     "reduce": ("MPI_Reduce",),
+    "reduce_scatter": ("MPI_Reduce_scatter_block",),
+    "reduce_scatterv": ("MPI_Reduce_scatter",),
+    "scatterv": ("MPI_Scatterv",),
     "scan": ("MPI_Scan",),
     "scatter": ("MPI_Scatter",),
     "send": ("MPI_Send", *OF_MESSAGES),

@@ -386,8 +386,8 @@ static ffi_error *landed(struct call *c, const struct buffer *out, int64_t row, 
   TRY(c, code);
   if (landing->elements > out->count)
     return call_fail(c, FFI_INVALID_ARGUMENT,
-                     "%" PRId64 " rows were sent to this rank, and its result has %" PRId64
-                     ": nothing was written. Make room with a larger rows=",
+                     "rows sent to this rank: %" PRId64 "; its result has room for %" PRId64
+                     ", so nothing was written. Make room with a larger rows=",
                      landing->elements / row, out->count / row);
   int64_t rest = out->count - landing->elements;
   return rest > 0 ? call_zero(c, buffer_at(out, landing->elements), (size_t)rest * out->type->bytes) : NULL;
@@ -400,10 +400,12 @@ static ffi_error *check_rows(const struct call *c, const struct buffer *in, int6
                    elements, in->count);
 }
 
-static ffi_error *fail_counts(const struct call *c, int rank, const char *what) {
-  bool own = rank == c->comm->rank;
-  return call_fail(c, FFI_INVALID_ARGUMENT, "%s %d has passed %s that is negative, or more rows than its array has%s",
-                   own ? "this rank," : "rank", rank, what, own ? "" : ": nothing was received from it");
+static ffi_error *fail_counts(const struct call *c, int rank) {
+  return call_fail(
+      c, FFI_INVALID_ARGUMENT,
+      "rank %d%s has passed a count of rows that is negative, or counts that are more than the rows of its "
+      "array: nothing was received from it",
+      rank, rank == c->comm->rank ? " (this one)" : "");
 }
 
 /* Of counts that all ranks know: then all of them come to the same. */
@@ -412,7 +414,7 @@ static ffi_error *parts_of_all(const struct call *c, const struct buffer *counts
   PASS(parts_make(c, counts, type, row, parts));
   if (parts->invalid < 0) return NULL;
   parts_free(parts);
-  return fail_counts(c, parts->invalid, "a count");
+  return fail_counts(c, parts->invalid);
 }
 
 /* in: at least the rows of this rank  out: at least those of all ranks */
@@ -481,8 +483,8 @@ static ffi_error *alltoallv(struct call *c) {
   parts_free(&received);
   if (error == NULL) error = landed(c, b.out, a.row, &to, code);
   if (error != NULL) return error;
-  if (sent.invalid >= 0) return fail_counts(c, c->comm->rank, "a count");
-  return received.invalid >= 0 ? fail_counts(c, received.invalid, "a count") : NULL;
+  if (sent.invalid >= 0) return fail_counts(c, c->comm->rank);
+  return received.invalid >= 0 ? fail_counts(c, received.invalid) : NULL;
 }
 
 /* in: at least the rows of this rank  out, on root only: at least those of all ranks */
@@ -540,7 +542,7 @@ static ffi_error *scatterv(struct call *c) {
   struct parts parts;
   struct landing to = {NULL, NULL, 0};
   PASS(parts_make(c, b.counts, b.out->type, a.row, &parts));
-  if (parts.invalid >= 0) return parts_free(&parts), fail_counts(c, (int)a.root, "a count");
+  if (parts.invalid >= 0) return parts_free(&parts), fail_counts(c, (int)a.root);
   ffi_error *error = rank == a.root ? check_rows(c, b.in, parts.elements) : NULL;
   int code = MPI_SUCCESS;
   if (error == NULL) error = landing_make(c, b.out, row_count(b.counts, rank) * a.row, &to);

@@ -288,11 +288,12 @@ def stacked_reducible(x: Any, size: int, op: Reduction, operation: str, argument
 def identity(op: Reduction, dtype: Any) -> Any:
     """What the reduction combines with any value to that value; of a user-made one, which may have none, zero."""
     kind = np.dtype(dtype)
-    if op.name == "PROD" or op.name == "LAND" or (kind == bool and op.name in ("BAND", "MIN")):
+    logical = kind.kind == "b"
+    if op.name in ("PROD", "LAND") or (logical and op.name in ("BAND", "MIN")):
         return np.ones((), kind)
     if op.name == "BAND":
         return ~np.zeros((), kind)
-    if op.name not in ("MAX", "MIN") or kind == bool:
+    if op.name not in ("MAX", "MIN") or logical:
         return np.zeros((), kind)
     if jnp.issubdtype(kind, jnp.inexact):
         return np.asarray(-np.inf if op.name == "MAX" else np.inf, kind)

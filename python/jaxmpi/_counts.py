@@ -101,8 +101,8 @@ def numbers(counts: Any, shape: tuple[int, ...], operation: str, argument: str) 
     if not jnp.issubdtype(counts.dtype, jnp.integer):
         raise TypeError(f"{operation}: {argument} must be integers, got dtype {counts.dtype}.")
     if counts.shape != shape:
-        wanted = "a scalar, the count of this rank" if shape == () else f"of shape {shape}, a count for each rank"
-        known = " Counts of all ranks that are known while tracing are a sequence or a NumPy array." if not shape else ""
+        wanted = f"of shape {shape}, a count for each rank" if shape else "a scalar, the count of this rank"
+        known = "" if shape else " Counts of all ranks, known while tracing, are a sequence or a NumPy array."
         raise ValueError(f"{operation}: {argument} must be {wanted}; got shape {counts.shape}.{known}")
     return counts
 
@@ -116,5 +116,3 @@ def possible(counts: jax.Array, rows: int) -> jax.Array:
     total = jnp.sum(narrow, dtype=jnp.int32)  # which may wrap: unless it is about what it is in floating point
     fits = (total >= 0) & (total <= rows) & (jnp.sum(narrow.astype(jnp.float32)) < 2.0**32 - 2.0**30)
     return jnp.where(each & fits, narrow, -1)
-
-

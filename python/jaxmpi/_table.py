@@ -116,7 +116,7 @@ def _transpose_reduce_scatter(cotangents, templates, params):
 
 # Of arrays divided by rows the counts are operands too, and the cotangent has as many rows as the operand.
 def _by_rows(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a transpose rule from one of (cotangent, the array's shape and dtype, counts ..., params of the adjoint)."""
+    """Makes a transpose rule from one of (cotangent, the array's shape and dtype, counts ..., the adjoint's params)."""
 
     def transpose(cotangents, operands, params):
         adjoint = _of_cotangent(params, rows=operands[0].shape[0])
@@ -424,7 +424,7 @@ def _tangent_exscan(primals, tangents, results, params):
 
 
 def _tangent_scan(primals, tangents, results, params):
-    name, x, tangent = params["op"].name, primals[0], tangents[0]
+    name, x, tangent = params["op"].name, jnp.asarray(primals[0]), tangents[0]
     if name == "PROD":
         for distance in _distances(params):
             exists, (earlier, its_tangent) = _shifted(distance, params, x, tangent)

@@ -30,7 +30,8 @@ def _without_token(function: Function) -> Function:
 
     text = re.sub(r"\n      token: accepted, handed back, and not needed\.", "", function.__doc__ or "")
     text = re.sub(r"`\(result, token\)`: ", "", text)
-    text = re.sub(r"`\((\(result, \w+\)), token\)`", r"`\1`", text).replace("A token. The message", "Nothing. The message")
+    text = re.sub(r"`\((\(result, \w+\)), token\)`", r"`\1`", text)
+    text = text.replace("A token. The message", "Nothing. The message")
     call.__doc__ = text.replace("      A token.\n", "      Nothing.\n")
     call.__signature__ = signature.replace(parameters=parameters, return_annotation=result)  # type: ignore[attr-defined]
     call.__annotations__ = {**{p.name: p.annotation for p in parameters}, "return": result}

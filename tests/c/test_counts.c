@@ -128,7 +128,7 @@ static void a_result_that_is_too_small_stays_as_it_was(void) {
       if (!writes() || gotten() == 0 || c.row == 0) continue;
       c.out_rows = gotten() - 1;
       char text[64];
-      snprintf(text, sizeof text, "%lld rows were sent to this rank, and its result has %lld", (long long)gotten(),
+      snprintf(text, sizeof text, "rows sent to this rank: %lld; its result has room for %lld", (long long)gotten(),
                (long long)c.out_rows);
       FAILS(run_it(), FFI_INVALID_ARGUMENT, text, "larger rows=");
       CHECK_EQUAL(times_called(functions[which]), 1);
@@ -153,8 +153,8 @@ static void impossible_counts_are_an_error_on_all_ranks(void) {
         for (int r = 0; r < c.size; r++) c.sent[r] = -1;
       if (is("alltoallv") && culprit == c.rank) c.received[c.rank] = -1;
       if (!is("alltoallv")) c.sent[culprit] = -1;
-      snprintf(text, sizeof text, "%s %d has passed a count that is negative", culprit == c.rank ? "rank," : "rank",
-               culprit);
+      snprintf(text, sizeof text, "rank %d%s has passed a count of rows", culprit,
+               culprit == c.rank ? " (this one)" : "");
       c.out_rows = 30;
       FAILS(run_it(), FFI_INVALID_ARGUMENT, text);
       CHECK_EQUAL(times_called(functions[which]), is("alltoallv"));

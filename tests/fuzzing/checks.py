@@ -5,6 +5,7 @@ whose collective operations differ are wrong, also where the numbers would be ri
 """
 
 import difflib
+import math
 import re
 import traceback
 import warnings
@@ -299,6 +300,8 @@ def collectives(jaxpr):
         if library == "jaxmpi" and name not in (*SILENT, "region"):
             # Of the operand and the result one is a stack for all ranks in some operations, on some ranks.
             size = min((x.aval.size for x in (*equation.invars, *equation.outvars)), default=0)
+            if "rows" in equation.params:  # of which each rank has its own number
+                size = f"of {math.prod(equation.invars[0].aval.shape[1:])}"
             yield f"{name} {equation.params.get('derivative', '')} {size}"
             continue
         for inner in _jaxprs.inner_jaxprs(equation.params):

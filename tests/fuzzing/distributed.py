@@ -79,15 +79,15 @@ class Distributed:
             return jax.tree.map(lambda y: vectors.from_integer(y) if jnp.issubdtype(y.dtype, jnp.integer) else y, y)
         return jax.tree.map(vectors.from_integer, y) if comm.integer_on else y
 
-    def _template(self, comm, x, dtype=None):
-        return jax.tree.map(lambda leaf: self._template_of(comm, leaf, dtype or leaf.dtype), x)
+    def _template(self, comm, x, dtype=None, length=LENGTH):
+        return jax.tree.map(lambda leaf: self._template_of(comm, leaf, dtype or leaf.dtype, length), x)
 
-    def _template_of(self, comm, x, dtype):
+    def _template_of(self, comm, x, dtype, length):
         if comm.template == "own":
-            return x.astype(dtype)
+            return x.astype(dtype)[:length]
         if self.extra is not None:
-            return (jnp.zeros(LENGTH) + self.extra).astype(dtype)
-        return jnp.zeros(LENGTH, dtype) if comm.template == "zeros" else jax.ShapeDtypeStruct((LENGTH,), dtype)
+            return (jnp.zeros(length) + self.extra).astype(dtype)
+        return jnp.zeros(length, dtype) if comm.template == "zeros" else jax.ShapeDtypeStruct((length,), dtype)
 
     def _stack(self, x):
         return jax.tree.map(lambda leaf: jnp.stack([leaf * (j + 1) for j in range(self.size)]), x)
@@ -107,6 +107,63 @@ class Distributed:
     def _neighbors(self, comm, x):
         both = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), x)
         return jax.tree.map(vectors.combine, notoken.neighbor_alltoall(both, comm=self.ring))
+
+    def _reduce_scatter(self, comm, x):
+        return notoken.reduce_scatter(self._stack(x), getattr(MPI, comm.op))
+
+    def _exscan(self, comm, x):
+        return notoken.exscan(x, MPI.SUM)
+
+    # Arrays divided by rows: of counts known while tracing, or at run time, of arrays with rows that do not count.
+
+    def _counts(self, comm):
+        return [vectors.rows(rank, comm.root) for rank in range(self.size)]
+
+    def _combined(self, x):
+        return jax.tree.map(lambda leaf: vectors.combine_rows(leaf, self.size), x)
+
+    def _parts(self, counts, x):
+        """One behind the other the parts for all ranks, each of so many elements."""
+        stacked = self._stack(x)
+        return jax.tree.map(lambda leaf: jnp.concatenate([leaf[j, :n] for j, n in enumerate(counts)]), stacked)
+
+    def _padded(self, x, length):
+        return jax.tree.map(lambda leaf: vectors.padded(leaf, length), x)
+
+    def _allgatherv(self, comm, x):
+        counts = self._counts(comm)
+        own = counts[self.rank]
+        if comm.ring:
+            return self._combined(notoken.allgatherv(jax.tree.map(lambda leaf: leaf[:own], x), counts))
+        return self._combined(notoken.allgatherv(x, jnp.int32(own))[0])
+
+    def _alltoallv(self, comm, x):
+        sent = [vectors.rows(self.rank + 2 * j, comm.root) for j in range(self.size)]
+        x = self._parts(sent, x)
+        if comm.ring:
+            received = [vectors.rows(i + 2 * self.rank, comm.root) for i in range(self.size)]
+            return self._combined(notoken.alltoallv(x, sent, received))
+        most = self.size * LENGTH
+        return self._combined(notoken.alltoallv(self._padded(x, most), jnp.asarray(sent), rows=most)[0])
+
+    def _gatherv(self, comm, x):
+        counts = self._counts(comm)
+        own = counts[self.rank]
+        if comm.ring:
+            y = notoken.gatherv(jax.tree.map(lambda leaf: leaf[:own], x), counts, comm.root)
+        else:
+            y = notoken.gatherv(x, jnp.int32(own), comm.root)[0]
+        return self._combined(y) if self.rank == comm.root else self._padded(y, LENGTH)
+
+    def _scatterv(self, comm, x):
+        counts = self._counts(comm)
+        root = self.rank == comm.root
+        length = LENGTH if not comm.ring else counts[self.rank]
+        x = self._parts(counts, x) if root else self._template(comm, x, length=length)
+        if comm.ring:
+            return self._padded(notoken.scatterv(x, counts, comm.root), LENGTH)
+        x = self._padded(x, self.size * LENGTH) if root else x
+        return notoken.scatterv(x, jnp.asarray(counts) if root else None, comm.root, rows=LENGTH)[0]
 
     def _barrier(self, comm, x):
         jaxmpi.barrier()

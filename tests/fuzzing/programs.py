@@ -16,10 +16,14 @@ Ranks = tuple[int, ...]
 Statement = Union["Local", "Comm", "Call"]
 
 OPERATIONS = ("allgather", "allreduce", "alltoall", "barrier", "bcast", "gather", "pair", "reduce", "replicate", "scan")
-OPERATIONS += ("scatter", "sendrecv", "exchange", "neighbors")
+OPERATIONS += ("scatter", "sendrecv", "exchange", "neighbors", "reduce_scatter", "exscan")
+OF_ROWS = ("allgatherv", "alltoallv", "gatherv", "scatterv")
+"""With `ring` of counts that are known while tracing, otherwise at run time."""
+OPERATIONS += OF_ROWS
 """`invariant` is drawn in the place of some of `replicate`."""
-REDUCING = ("allreduce", "reduce", "scan")
+REDUCING = ("allreduce", "reduce", "scan", "reduce_scatter")
 LINEAR = ("allgather", "alltoall", "bcast", "gather", "reduce", "scan", "scatter", "sendrecv", "exchange", "neighbors")
+LINEAR += ("reduce_scatter", "exscan", *OF_ROWS)
 LOCAL = {"sin": 1, "tanh": 1, "affine": 1, "roll": 1, "name": 1, "product": 2, "sum": 2, "dot": 2, "stop": 1}
 
 FUNCTIONS = ("jit", "jaxmpi.jit", "checkpoint")

@@ -33,6 +33,20 @@ def weights(size):
     return [0.6 - 0.25 * i for i in range(size)]
 
 
+def rows(rank, root):
+    """How many elements of a vector a rank has where arrays are divided by rows."""
+    return (rank + root) % (LENGTH + 1)
+
+
+def padded(x, length):
+    return jnp.concatenate([x, jnp.zeros(length - x.shape[0], x.dtype)])
+
+
+def combine_rows(x, size):
+    """A vector of elements that were put one behind the other."""
+    return combine(padded(x, size * LENGTH).reshape(size, LENGTH))
+
+
 def combine(rows):
     return sum(weight * row for weight, row in zip(weights(len(rows)), rows, strict=True))
 

@@ -193,6 +193,31 @@ class Witness:
     def _replicate(self, comm, xs):
         return replicate(xs)
 
+    def _reduce_scatter(self, comm, xs):
+        return [REDUCTIONS[comm.op]([x * (r + 1) for x in xs]) for r in self.ranks]
+
+    def _exscan(self, comm, xs):
+        return [sum(xs[:r], jnp.zeros_like(xs[0])) for r in self.ranks]
+
+    def _rows(self, comm, xs):
+        return jnp.concatenate([x[: vectors.rows(r, comm.root)] for r, x in enumerate(xs)])
+
+    def _allgatherv(self, comm, xs):
+        return [vectors.combine_rows(self._rows(comm, xs), self.size) for _ in self.ranks]
+
+    def _alltoallv(self, comm, xs):
+        parts = [[xs[i][: vectors.rows(i + 2 * j, comm.root)] * (j + 1) for i in self.ranks] for j in self.ranks]
+        return [vectors.combine_rows(jnp.concatenate(part), self.size) for part in parts]
+
+    def _gatherv(self, comm, xs):
+        whole = vectors.combine_rows(self._rows(comm, xs), self.size)
+        own = [x[: vectors.rows(r, comm.root)] if comm.ring else x for r, x in enumerate(xs)]
+        return [whole if r == comm.root else vectors.padded(own[r], LENGTH) for r in self.ranks]
+
+    def _scatterv(self, comm, xs):
+        parts = [(xs[comm.root] * (r + 1))[: vectors.rows(r, comm.root)] for r in self.ranks]
+        return [vectors.padded(part, LENGTH) for part in parts]
+
     def _scan(self, comm, xs):
         return [REDUCTIONS[comm.op](xs[: r + 1]) for r in self.ranks]
 

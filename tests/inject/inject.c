@@ -101,28 +101,30 @@ static const struct rule *injected(const char *function, void *caller) {
 }
 
 /* From the types of a function's parameters, in parentheses: these with names, and the names. */
-#define COUNT8(a, b, c, d, e, f, g, h, n, ...) n
-#define COUNT(...)                             COUNT8(__VA_ARGS__, 8, 7, 6, 5, 4, 3, 2, 1, 0)
-#define DECLARED1(a)                           __typeof__(a) p1
-#define DECLARED2(a, b)                        DECLARED1(a), __typeof__(b) p2
-#define DECLARED3(a, b, c)                     DECLARED2(a, b), __typeof__(c) p3
-#define DECLARED4(a, b, c, d)                  DECLARED3(a, b, c), __typeof__(d) p4
-#define DECLARED5(a, b, c, d, e)               DECLARED4(a, b, c, d), __typeof__(e) p5
-#define DECLARED6(a, b, c, d, e, f)            DECLARED5(a, b, c, d, e), __typeof__(f) p6
-#define DECLARED7(a, b, c, d, e, f, g)         DECLARED6(a, b, c, d, e, f), __typeof__(g) p7
-#define DECLARED8(a, b, c, d, e, f, g, h)      DECLARED7(a, b, c, d, e, f, g), __typeof__(h) p8
-#define NAMES1                                 p1
-#define NAMES2                                 NAMES1, p2
-#define NAMES3                                 NAMES2, p3
-#define NAMES4                                 NAMES3, p4
-#define NAMES5                                 NAMES4, p5
-#define NAMES6                                 NAMES5, p6
-#define NAMES7                                 NAMES6, p7
-#define NAMES8                                 NAMES7, p8
-#define JOIN2(a, b)                            a##b
-#define JOIN(a, b)                             JOIN2(a, b)
-#define DECLARED(...)                          JOIN(DECLARED, COUNT(__VA_ARGS__))(__VA_ARGS__)
-#define NAMES(...)                             JOIN(NAMES, COUNT(__VA_ARGS__))
+#define COUNT9(a, b, c, d, e, f, g, h, i, n, ...) n
+#define COUNT(...)                                COUNT9(__VA_ARGS__, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0)
+#define DECLARED1(a)                              __typeof__(a) p1
+#define DECLARED2(a, b)                           DECLARED1(a), __typeof__(b) p2
+#define DECLARED3(a, b, c)                        DECLARED2(a, b), __typeof__(c) p3
+#define DECLARED4(a, b, c, d)                     DECLARED3(a, b, c), __typeof__(d) p4
+#define DECLARED5(a, b, c, d, e)                  DECLARED4(a, b, c, d), __typeof__(e) p5
+#define DECLARED6(a, b, c, d, e, f)               DECLARED5(a, b, c, d, e), __typeof__(f) p6
+#define DECLARED7(a, b, c, d, e, f, g)            DECLARED6(a, b, c, d, e, f), __typeof__(g) p7
+#define DECLARED8(a, b, c, d, e, f, g, h)         DECLARED7(a, b, c, d, e, f, g), __typeof__(h) p8
+#define DECLARED9(a, b, c, d, e, f, g, h, i)      DECLARED8(a, b, c, d, e, f, g, h), __typeof__(i) p9
+#define NAMES1                                    p1
+#define NAMES2                                    NAMES1, p2
+#define NAMES3                                    NAMES2, p3
+#define NAMES4                                    NAMES3, p4
+#define NAMES5                                    NAMES4, p5
+#define NAMES6                                    NAMES5, p6
+#define NAMES7                                    NAMES6, p7
+#define NAMES8                                    NAMES7, p8
+#define NAMES9                                    NAMES8, p9
+#define JOIN2(a, b)                               a##b
+#define JOIN(a, b)                                JOIN2(a, b)
+#define DECLARED(...)                             JOIN(DECLARED, COUNT(__VA_ARGS__))(__VA_ARGS__)
+#define NAMES(...)                                JOIN(NAMES, COUNT(__VA_ARGS__))
 
 #define REQUIRED(name, parameters)                                                 \
   int PMPI_##name parameters;                                                      \

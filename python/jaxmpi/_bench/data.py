@@ -175,15 +175,14 @@ class Witness:
         return lambda index: last[index % self.place.elements]
 
     def _group(self, ranks: Any) -> Any:
-        reduces = len(self.operation.reduced(Place(0, self.place.size, self.place.elements))) > 0
-        return ranks % _GROUPS if reduces else ranks
+        return ranks % _GROUPS if self.operation.reduces(self.place.size) else ranks
 
     def _expected(self, run: int, index: np.ndarray, when: Callable[[Any], Any]) -> np.ndarray:
         """Elements of the result. `when`: the index of an element of an operand -> in which turn it was changed."""
         place, numbers = self.place, self.numbers
         reduced = Counter(self._group(rank) for rank in self.operation.reduced(place))
+        ranks, index = self.operation.origin(place, index)
         if not reduced:
-            ranks, index = self.operation.origin(place, index)
             return numbers.encode(numbers.draw(run, self._group(ranks), index, when(index)))
         drawn = {group: numbers.draw(run, group, index, when(index)) for group in reduced}
         if place.reduction in ("sum", "prod"):

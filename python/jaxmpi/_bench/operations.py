@@ -99,7 +99,8 @@ class Operation:
     """Where elements of this rank's result come from, by their index."""
 
     reduced: Callable[[Place], Sequence[int]] = lambda place: ()
-    """The ranks whose operands are reduced on this one, element by element; where there are none, `origin` says all."""
+    """The ranks whose operands are reduced on this one, element by element, of an index that `origin` says; where there
+    are none, it says all."""
 
     parts: Callable[[int], int] = _one
     """ranks -> the parts that S consists of."""
@@ -131,6 +132,10 @@ class Operation:
 
     square: bool = False
     """The operand is one part, of two dimensions."""
+
+    def reduces(self, size: int) -> bool:
+        """Whether operands are reduced on any of so many ranks."""
+        return any(len(self.reduced(Place(rank, size, 1))) > 0 for rank in (0, size - 1))
 
     def shape(self, place: Place) -> tuple[int, ...]:
         parts = self.stacked(place)
@@ -176,6 +181,29 @@ def _alltoall(place: Place, index: Any) -> Origin:
 
 def _scattered(place: Place, index: Any) -> Origin:
     return 0, place.rank * place.elements + index
+
+
+def _part_of_this_rank(place: Place, index: Any) -> Origin:
+    return place.rank, place.rank * place.elements + index
+
+
+def _each_one(place: Place) -> list[int]:
+    """Counts: a row for each rank."""
+    return [1] * place.size
+
+
+def _call_exscan(place: Place, x: jax.Array) -> jax.Array:
+    y = notoken.exscan(x, place.op)
+    return y if place.rank > 0 else x
+
+
+def _call_gatherv(place: Place, x: jax.Array) -> jax.Array:
+    y = notoken.gatherv(x[None], _each_one(place), 0)
+    return y if place.rank == 0 else y[0]
+
+
+def _call_scatterv(place: Place, x: jax.Array) -> jax.Array:
+    return notoken.scatterv(x if place.rank == 0 else x[None], _each_one(place), 0)[0]
 
 
 def _call_barrier(place: Place, x: jax.Array) -> jax.Array:
@@ -339,12 +367,33 @@ OPERATIONS = {
             parts=_all,
         ),
         Operation(
+            "allgatherv",
+            ("allgatherv",),
+            lambda place, x: notoken.allgatherv(x[None], _each_one(place)),
+            "the result, which all ranks have a part of, here of the same length",
+            _but_one,
+            _parts_of_osu("allgatherv"),
+            origin=_stack_of_all,
+            parts=_all,
+        ),
+        Operation(
             "alltoall",
             ("alltoall",),
             lambda place, x: notoken.alltoall(x),
             "the array, of which each rank gets a part",
             _but_one,
             _parts_of_osu("alltoall", "alltoall_perf"),
+            origin=_alltoall,
+            parts=_all,
+            stacked=lambda place: place.size,
+        ),
+        Operation(
+            "alltoallv",
+            ("alltoallv",),
+            lambda place, x: notoken.alltoallv(x, _each_one(place), _each_one(place)),
+            "the array, of which each rank gets a part, here of the same length",
+            _but_one,
+            _parts_of_osu("alltoallv"),
             origin=_alltoall,
             parts=_all,
             stacked=lambda place: place.size,
@@ -360,12 +409,33 @@ OPERATIONS = {
             repeats=_always,
         ),
         Operation(
+            "exscan",
+            ("exscan",),
+            _call_exscan,
+            "the array",
+            _constant(1),
+            {"osu_exscan": ""},
+            reduced=lambda place: range(place.rank),
+        ),
+        Operation(
             "gather",
             ("gather",),
             lambda place, x: notoken.gather(x, 0),
             "root's result, which all ranks have a part of",
             _but_one,
             _parts_of_osu("gather", "gather_perf"),
+            origin=_gathered,
+            parts=_all,
+            repeats=_not_on(0),
+            blind=_not_on(0),
+        ),
+        Operation(
+            "gatherv",
+            ("gatherv",),
+            _call_gatherv,
+            "root's result, which all ranks have a part of, here of the same length",
+            _but_one,
+            _parts_of_osu("gatherv"),
             origin=_gathered,
             parts=_all,
             repeats=_not_on(0),
@@ -383,6 +453,29 @@ OPERATIONS = {
             blind=_not_on(0),
         ),
         Operation(
+            "reduce_scatter",
+            ("reduce_scatter",),
+            lambda place, x: notoken.reduce_scatter(x, place.op),
+            "the array, of whose reduction each rank gets a part",
+            _but_one,
+            {"osu_reduce_scatter": "", "reduce_scatter_perf": ""},
+            origin=_part_of_this_rank,
+            reduced=_ranks,
+            parts=_all,
+            stacked=lambda place: place.size,
+        ),
+        Operation(
+            "reduce_scatter_counts",
+            ("reduce_scatterv",),
+            lambda place, x: notoken.reduce_scatter(x, place.op, _each_one(place))[0],
+            "the array, of whose reduction each rank gets a part, here of the same length",
+            _but_one,
+            origin=_part_of_this_rank,
+            reduced=_ranks,
+            parts=_all,
+            stacked=lambda place: place.size,
+        ),
+        Operation(
             "scan",
             ("scan",),
             lambda place, x: notoken.scan(x, place.op),
@@ -398,6 +491,17 @@ OPERATIONS = {
             "root's array, of which each rank gets a part",
             _but_one,
             _parts_of_osu("scatter", "scatter_perf"),
+            origin=_scattered,
+            parts=_all,
+            stacked=_only_on(0, lambda place: place.size, 0),
+        ),
+        Operation(
+            "scatterv",
+            ("scatterv",),
+            _call_scatterv,
+            "root's array, of which each rank gets a part, here of the same length",
+            _but_one,
+            _parts_of_osu("scatterv"),
             origin=_scattered,
             parts=_all,
             stacked=_only_on(0, lambda place: place.size, 0),

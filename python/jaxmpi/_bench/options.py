@@ -213,7 +213,7 @@ def _dtype_problems(options: argparse.Namespace) -> Iterator[str]:
     if jax.dtypes.canonicalize_dtype(np.dtype(name)).name != name:
         jax.config.update("jax_enable_x64", True)
     for asked, row in options.rows:
-        reduces = len(row.reduced(Place(0, COMM.size, 1))) > 0
+        reduces = row.reduces(COMM.size)
         possible = arguments.REDUCTIONS[DATATYPES[name].kind]
         if reduces and options.op.upper() not in possible:
             known = [op for op in operations.REDUCTIONS if op.upper() in possible]

@@ -200,8 +200,8 @@ def _fitting(seconds: float, plan: Plan, most: int) -> int:
 
 def measure(operation: Operation, place: Place, dtype: np.dtype, plan: Plan) -> Point:
     """All ranks call it alike. Raises ValueError, on all of them, if the data could not be checked."""
-    reduces = len(operation.reduced(Place(0, place.size, place.elements))) > 0
-    witness = Witness(operation, place, Numbers.of(dtype, place.reduction if reduces else "", place.size))
+    reduction = place.reduction if operation.reduces(place.size) else ""
+    witness = Witness(operation, place, Numbers.of(dtype, reduction, place.size))
     parts = max(1, operation.stacked(Place(0, place.size, place.elements)))
     most = max(FEWEST, min(MOST, _CHANGES // parts)) if plan.iterations is None else plan.iterations
     most = max(most, min(plan.warmup, MOST))
