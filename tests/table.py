@@ -60,6 +60,8 @@ class Case:
     stacked: bool = False
     moves: bool = True
     """The values are moved, not reduced."""
+    messages: bool = False
+    """A pytree is a message for each leaf."""
     rows: Callable[..., int] | None = None
     """(rank, size, root) -> length of an additional first axis, where that differs from rank to rank."""
 
@@ -110,6 +112,35 @@ def _send_recv(x, comm, root):
     y = notoken.recv(x, _left(comm), tag=5, comm=comm)
     notoken.send(x, _right(comm), tag=5, comm=comm)
     return y
+
+
+def _exchange_traced(x, comm, root):
+    """The ranks and tags are known at run time, some of them."""
+
+    @jax.jit
+    def call(x, left, right, tag):
+        tags = {"sendtag": tag, "recvtag": 7 if comm.rank % 2 else tag}
+        return notoken.sendrecv(x, jnp.zeros_like(x), left, right, **tags, comm=comm)
+
+    return call(x, _left(comm), _right(comm), 7)
+
+
+def _send_recv_traced(x, comm, root):
+    if comm.size == 1:
+        left = right = MPI.PROC_NULL
+    else:
+        left, right = _left(comm), _right(comm)
+
+    @jax.jit
+    def call(x, left, right, tag):
+        if comm.rank % 2 == 0:
+            notoken.send(x, right, tag=tag, comm=comm)
+            return notoken.recv(x, left, tag=5, comm=comm)
+        y = notoken.recv(x, left, tag=tag, comm=comm)
+        notoken.send(x, right, tag=5, comm=comm)
+        return y
+
+    return call(x, left, right, 5)
 
 
 # Arrays divided by rows.
@@ -291,10 +322,18 @@ CASES = [
         rooted=True,
         stacked_on_root=True,
     ),
-    Case("sendrecv", _exchange, lambda xs, rank, root: xs[rank - 1]),
+    Case("sendrecv", _exchange, lambda xs, rank, root: xs[rank - 1], messages=True),
+    Case("sendrecv_traced", _exchange_traced, lambda xs, rank, root: xs[rank - 1], messages=True),
     Case(
         "send_recv",
         _send_recv,
         lambda xs, rank, root: xs[rank - 1] if len(xs) > 1 else np.zeros_like(xs[0]),
+        messages=True,
+    ),
+    Case(
+        "send_recv_traced",
+        _send_recv_traced,
+        lambda xs, rank, root: xs[rank - 1] if len(xs) > 1 else np.zeros_like(xs[0]),
+        messages=True,
     ),
 ]

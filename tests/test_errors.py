@@ -147,10 +147,20 @@ BAD = {
     "sendrecv dest": (lambda n: notoken.sendrecv(X, X, 0, n), ValueError, r"sendrecv: dest"),
     "tag negative": (lambda n: notoken.send(X, 0, tag=-7), ValueError, r"send: tag must be between 0 and \d+; got -7"),
     "tag too large": (lambda n: notoken.recv(X, 0, tag=2**40), ValueError, r"recv: tag .* or MPI.ANY_TAG; got"),
-    "tag traced": (
-        lambda n: jax.jit(lambda t: notoken.send(X, 0, tag=t))(1),
+    "tag traced, of another dtype": (
+        lambda n: jax.jit(lambda t: notoken.send(X, 0, tag=t))(1.0),
         TypeError,
-        r"send: tag must be known when the function is compiled",
+        r"send: tag must be an integer, got a traced value of dtype float",
+    ),
+    "dest traced, of another shape": (
+        lambda n: jax.jit(lambda d: notoken.send(X, d))(jnp.arange(2)),
+        TypeError,
+        r"send: dest must be an integer, got a traced value of dtype int\d+ and shape \(2,\)",
+    ),
+    "dest mapped": (
+        lambda n: jax.vmap(lambda d: notoken.send(X, d))(jnp.arange(2)),
+        NotImplementedError,
+        r"send: jax.vmap maps an operand that says how to communicate",
     ),
     "comm of the wrong type": (
         lambda n: notoken.allreduce(X, MPI.SUM, comm="world"),

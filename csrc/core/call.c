@@ -1,5 +1,6 @@
 #include "core/call.h"
 
+#include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -39,7 +40,53 @@ static __attribute__((noinline)) ffi_error *body_recorded(struct call *call) {
   return error;
 }
 
+/* Replaces a rank or tag that is TRACED by its value. */
+static ffi_error *find_end(struct call *call, int index, int64_t value) {
+  const char *name = call->operation->attributes[index].name;
+  const struct abi *abi = runtime.abi;
+  int64_t *attribute = &call->attributes[index];
+  bool received = call->operation->row == ROW_recv;
+  if (call->operation->attributes[index].kind == RANK) {
+    bool source = strcmp(name, "source") == 0;
+    bool good =
+        (value >= 0 && value < call->comm->size) || value == abi->proc_null || (source && value == abi->any_source);
+    *attribute = value;
+    if (good) return NULL;
+    if (value == INT32_MIN) /* Python's, in the place of MPI.ANY_SOURCE */
+      return call_fail(call, FFI_INVALID_ARGUMENT,
+                       "with a pytree of several arrays the source must be a rank; nothing was sent");
+    return call_fail(call, FFI_INVALID_ARGUMENT,
+                     "%s is %" PRId64
+                     ", and must be a rank of the communicator, 0 to %d, or MPI.PROC_NULL%s; nothing was sent",
+                     name, value, call->comm->size - 1, source ? " or MPI.ANY_SOURCE" : "");
+  }
+  int64_t first = *attribute - TRACED;
+  bool any = value == abi->any_tag && (received || strcmp(name, "recvtag") == 0);
+  *attribute = any ? value : value + first;
+  if (any || (value >= 0 && value + first <= runtime.most_tag)) return NULL;
+  return call_fail(call, FFI_INVALID_ARGUMENT,
+                   "%s is %" PRId64 ", and must be between 0 and %" PRId64 "%s; nothing was sent", name, value,
+                   runtime.most_tag - first, first > 0 ? " where there are derivatives" : "");
+}
+
+static __attribute__((noinline)) ffi_error *find_ends(struct call *call) {
+  const struct buffer *ends = &call->buffers[call->first[call->operation->buffer_count - 1]];
+  int64_t next = 0;
+  call->ends = false;
+  for (int i = 0; i < call->operation->attribute_count; i++) {
+    enum attribute kind = call->operation->attributes[i].kind;
+    if ((kind != RANK && kind != TAG) || !is_traced(call->attributes[i])) continue;
+    if (next == ends->count || ends->type->code != FFI_DTYPE_S32)
+      return call_fail(call, FFI_INTERNAL, "a rank or tag is not passed: reinstall jaxmpi");
+    ffi_error *error = find_end(call, i, ((const int32_t *)ends->data)[next++]);
+    if (error != NULL) return error;
+  }
+  return NULL;
+}
+
 ffi_error *call_body(struct call *call) {
+  ffi_error *error = call->ends ? find_ends(call) : NULL;
+  if (error != NULL) return error;
   return atomic_load_explicit(&timeline_on, memory_order_relaxed) ? body_recorded(call) : body(call);
 }
 

@@ -112,6 +112,7 @@ struct runtime {
   const struct abi *abi;           /* the copy for the loaded library; NULL before loading */
   intptr_t datatypes[DTYPE_CODES]; /* MPI handle by XLA's code; valid where `known` */
   bool known[DTYPE_CODES];
+  int most_tag;               /* the highest */
   int64_t max_count;          /* elements that one MPI call may be given; INT_MAX except in tests */
   struct communicator *self;  /* COMM_SELF: freed as MPI_Finalize begins; NULL before configuration */
   struct communicator *world; /* COMM_WORLD; NULL before configuration */
@@ -164,6 +165,11 @@ enum divisibility { WHOLE, CHUNKS, GATHERS, SCATTERS, EXCHANGES }; /* see ops.de
  * number of an object in the registry. */
 enum attribute { RANK, TAG, DERIVATIVE, NUMBER, OBJECT, OBJECT_OR_0, REDUCTION, PLAN };
 static inline bool attribute_is_object(enum attribute kind) { return kind >= OBJECT; }
+
+/* About what a RANK or TAG is, in a program, that is known at run time only. That of a derivative is TRACED plus the
+ * first tag of derivatives, which is to be added to the tag. */
+#define TRACED (-(INT64_C(1) << 40))
+static inline bool is_traced(int64_t attribute) { return attribute < TRACED / 2; }
 
 /* In words, what a collective is of; NULL for a number that is none of an attribute DERIVATIVE. */
 const char *derivative_name(int64_t derivative);
@@ -253,6 +259,7 @@ struct call {
   bool labelled;        /* if a message: what it consists of goes along */
   bool sending;         /* a message of this rank's is under way, which must be received before the call returns */
   bool logged;
+  bool ends;          /* ranks and tags are still to be read from the last buffer */
   int from, from_tag; /* for the timeline: sender and tag of the message that was received; `from` is -1 without one */
   uint64_t number;    /* if logged */
   struct timespec start;
@@ -309,8 +316,8 @@ struct abi {
   /* Ends the job. Any thread. */
   void (*abort)(int status);
 
-  /* The numbers for any rank and any tag. */
-  int any_source, any_tag;
+  /* The numbers for any rank, any tag and no rank. */
+  int any_source, any_tag, proc_null;
 
   /* The library's text for an error code; `text` has room for 1024 bytes. Any thread. */
   void (*error_text)(int code, char *text);

@@ -64,17 +64,27 @@ void words_tell(struct text *text, const int64_t words[WORDS]) {
   }
 }
 
-/* Calls in chunks have other counts than their sites, which are therefore found without them. */
+static bool may_be_traced(const int64_t words[WORDS], int i) {
+  if (i < FIRST_ATTRIBUTE) return false;
+  enum attribute kind = operation_table[words[ROW]].attributes[i - FIRST_ATTRIBUTE].kind;
+  return i - FIRST_ATTRIBUTE < operation_table[words[ROW]].attribute_count && (kind == RANK || kind == TAG);
+}
+
+/* Calls in chunks have other counts than their sites, and ranks and tags may be TRACED there; so these are found
+ * without them. */
 static unsigned bucket_of(const int64_t words[WORDS]) {
   uint64_t hash = 0;
   for (int i = 0; i < WORDS; i++)
-    if (i != COUNT) hash = (hash ^ (uint64_t)words[i]) * UINT64_C(0x9e3779b97f4a7c15), hash ^= hash >> 29;
+    if (i != COUNT && !may_be_traced(words, i))
+      hash = (hash ^ (uint64_t)words[i]) * UINT64_C(0x9e3779b97f4a7c15), hash ^= hash >> 29;
   return (unsigned)(hash % BUCKETS);
 }
 
-static bool alike(const int64_t *a, const int64_t *b, bool in_count_too) {
+/* Whether the site makes such calls. */
+static bool alike(const int64_t *site, const int64_t *words, bool in_count_too) {
   for (int i = 0; i < WORDS; i++)
-    if (a[i] != b[i] && (i != COUNT || in_count_too)) return false;
+    if (site[i] != words[i] && (i != COUNT || in_count_too) && !(may_be_traced(words, i) && is_traced(site[i])))
+      return false;
   return true;
 }
 

@@ -103,5 +103,6 @@ const struct abi ABI_LOCAL(abi) = {
     .abort = abort_job,
     .any_source = ABI_ANY_SOURCE,
     .any_tag = ABI_ANY_TAG,
+    .proc_null = ABI_PROC_NULL,
     .error_text = error_text,
 };

@@ -501,6 +501,13 @@ static PyObject *set_max_count(PyObject *self, PyObject *args) {
   return PyLong_FromLongLong(previous);
 }
 
+PyDoc_STRVAR(set_most_tag_doc, "set_most_tag(n)\n\nThe highest tag of a message.");
+static PyObject *set_most_tag(PyObject *self, PyObject *args) {
+  (void)self;
+  if (!PyArg_ParseTuple(args, "i", &runtime.most_tag)) return NULL;
+  Py_RETURN_NONE;
+}
+
 PyDoc_STRVAR(set_several_devices_doc,
              "set_several_devices()\n\nFrom now on a link that is bound to a device is looked at.");
 static PyObject *set_several_devices(PyObject *self, PyObject *args) {
@@ -642,6 +649,7 @@ static PyMethodDef methods[] = {
     {"connect", connect_group, METH_VARARGS, connect_doc},
     {"expect", expect, METH_VARARGS, expect_doc},
     {"set_max_count", set_max_count, METH_VARARGS, set_max_count_doc},
+    {"set_most_tag", set_most_tag, METH_VARARGS, set_most_tag_doc},
     {NULL, NULL, 0, NULL},
 };
 

@@ -231,6 +231,12 @@ INLINED ffi_error *decode_buffers(struct call *call, const struct operation *ope
   return decode_roles(call, operation, directions, true);
 }
 
+INLINED bool has_ends(const struct call *call, const struct operation *operation) {
+  bool message = false;
+  UNROLLED for (int i = 0; i < operation->attribute_count; i++) message |= operation->attributes[i].kind == TAG;
+  return message && call->first[operation->buffer_count - 1] < call->buffer_count;
+}
+
 /* The error for a call that follows a deferred error: see failure.h. */
 static ffi_error *call_deferred(const struct call *call) {
   struct failure *failure = failure_of_thread();
@@ -268,6 +274,7 @@ INLINED ffi_error *run(ffi_frame *frame, int row, const struct memory *memory) {
   if ((error = find_communicator(&call, operation)) != NULL || (error = find_objects(&call, operation)) != NULL)
     return error;
   if ((error = call_deferred(&call)) != NULL || (error = decode_buffers(&call, operation)) != NULL) return error;
+  call.ends = has_ends(&call, operation);
   if (is_joined(operation) && call.buffer_count > operation->buffer_count) return run_joined(&call);
   call_settle(&call);
   if (memory->host && call.comm->chunk == 0) return call_body(&call); /* as nearly always */

@@ -13,7 +13,7 @@ import numpy as np
 from mpi4py import MPI
 
 import jaxmpi._core as _core
-from jaxmpi import _jax, _places, _tags
+from jaxmpi import _ends, _jax, _places, _tags
 from jaxmpi._communicator import Communicator
 from jaxmpi._native import DATATYPES, OWN_OPERATIONS, Datatype, handle_of
 
@@ -216,15 +216,24 @@ def rank(value: Any, comm: Communicator, operation: str, argument: str, also: tu
     return value
 
 
-def source(value: Any, comm: Communicator, operation: str) -> int:
+def source(value: Any, comm: Communicator, operation: str) -> Any:
+    """A rank to receive from; may be traced."""
+    if (traced := _ends.at_run_time(value, operation, "source")) is not None:
+        return traced
     return rank(value, comm, operation, "source", (MPI.ANY_SOURCE, MPI.PROC_NULL))
 
 
-def dest(value: Any, comm: Communicator, operation: str) -> int:
+def dest(value: Any, comm: Communicator, operation: str) -> Any:
+    """A rank to send to; may be traced."""
+    if (traced := _ends.at_run_time(value, operation, "dest")) is not None:
+        return traced
     return rank(value, comm, operation, "dest", (MPI.PROC_NULL,))
 
 
-def tag(value: Any, operation: str, argument: str, also: tuple[int, ...] = ()) -> int:
+def tag(value: Any, operation: str, argument: str, also: tuple[int, ...] = ()) -> Any:
+    """A tag; may be traced."""
+    if (traced := _ends.at_run_time(value, operation, argument)) is not None:
+        return traced
     value = integer(value, operation, argument)
     if not (0 <= value <= _tags.LIMIT or value in also):
         special = " or MPI.ANY_TAG" if also else ""
@@ -300,10 +309,15 @@ def identity(op: Reduction, dtype: Any) -> Any:
     return np.asarray(getattr(jnp.iinfo(kind), "min" if op.name == "MAX" else "max"), kind)
 
 
-def one_message(source: int, x: Any, operation: str) -> None:
-    """Raises ValueError for several messages from any source: they could come from different ranks."""
-    if source == MPI.ANY_SOURCE and (leaves := len(jax.tree.leaves(x))) > 1:
+def one_message(source: Any, x: Any, operation: str) -> Any:
+    """The source. Raises ValueError for several messages from any source: they could come from different ranks. Of a
+    source that is known at run time the core then takes that for no rank."""
+    leaves = len(jax.tree.leaves(x))
+    if not isinstance(source, int):
+        return source if leaves <= 1 else jnp.where(source == MPI.ANY_SOURCE, jnp.int32(-(2**31)), source)
+    if source == MPI.ANY_SOURCE and leaves > 1:
         raise ValueError(
             f"{operation}: a pytree of {leaves} arrays is as many messages, and with source=MPI.ANY_SOURCE they could "
             "come from different ranks. Name the source, or receive one array at a time."
         )
+    return source

@@ -7,7 +7,7 @@ import jax
 from mpi4py import MPI
 
 from jaxmpi import _arguments as arguments
-from jaxmpi import _communicator, _devices, _jax, _neighbors
+from jaxmpi import _communicator, _devices, _ends, _jax, _neighbors
 from jaxmpi import _counts as by_counts
 from jaxmpi._neighbors import Neighbors
 from jaxmpi._order import Token
@@ -66,6 +66,15 @@ def _each(operation: str, params: Params, x: Any, check: Leaf, *more: Any) -> An
         arguments.leaves(x, operation, "x", lambda leaf, *names: check(leaf, *more, *names))  # again, to name the one
         raise
     return jax.tree.unflatten(structure, bind_all(operation, params, leaves))
+
+
+def _message(operation: str, params: Params, ends: Any, x: Any, check: Leaf) -> Any:
+    """The same for messages of the leaves, with the ranks and tags that are known at run time."""
+    if not ends:
+        return _each(operation, params, x, check)
+    leaves, _, structure = arguments.leaves(x, operation, "x", check)
+    results = [bind(operation, params, *((leaf, *ends) if operation == "send" else (*ends, leaf))) for leaf in leaves]
+    return jax.tree.unflatten(structure, results)
 
 
 def _reducing(operation: str, comm: Any, x: Any, op: MPI.Op, **more: Any) -> Any:
@@ -496,9 +505,9 @@ def recv(
       x: a template: its shape and dtype are those of the message, its values are not read. A pytree receives one
         message per leaf, in order. May be (or hold) `jax.ShapeDtypeStruct`. Under `vmap` a batch of messages is
         received if the template is batched (`x` itself is; `jnp.zeros_like(x)` is not).
-      source: rank that sends, static; or `MPI.ANY_SOURCE`; or `MPI.PROC_NULL`: nothing is received and the result is
-        zero. A pytree of several leaves needs a definite source.
-      tag: tag of the message, static, or `MPI.ANY_TAG`.
+      source: rank that sends; or `MPI.ANY_SOURCE`; or `MPI.PROC_NULL`: nothing is received and the result is zero. A
+        pytree of several leaves needs a definite source. An integer, which may be traced.
+      tag: tag of the message, or `MPI.ANY_TAG`. An integer, which may be traced.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
       status: filled as the message arrives; of a pytree's messages it is that of the last. Inside `jit` it must not be
         read before the result is ready.
@@ -510,17 +519,14 @@ def recv(
     Raises:
       ValueError, TypeError: while tracing, before anything is received.
       jax.errors.JaxRuntimeError: at run time, if the message is longer than the template, or shorter and no `status`
-      was passed (with one, the rest of the result is zero).
+      was passed (with one, the rest of the result is zero); if a traced rank or tag is none, before anything is sent.
     """
     resolved = _communicator.resolve(comm, "recv")
-    params: Params = {
-        "comm": resolved,
-        "source": arguments.source(source, resolved, "recv"),
-        "tag": arguments.tag(tag, "recv", "tag", (MPI.ANY_TAG,)),
-        "status": arguments.status(status, "recv"),
-    }
-    arguments.one_message(params["source"], x, "recv")
-    return _with_status(_each("recv", params, x, arguments.template), params["status"], status), after(token)
+    given = arguments.one_message(arguments.source(source, resolved, "recv"), x, "recv")
+    params, ends = _ends.split({"source": given, "tag": arguments.tag(tag, "recv", "tag", (MPI.ANY_TAG,))})
+    params = {"comm": resolved, **params, "status": arguments.status(status, "recv")}
+    result = _message("recv", params, ends, x, arguments.template)
+    return _with_status(result, params["status"], status), after(token)
 
 
 def reduce(x: Any, op: MPI.Op, root: int, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:
@@ -723,8 +729,8 @@ def send(x: Any, dest: int, *, tag: int = 0, comm: MPI.Comm | None = None, token
 
     Args:
       x: array of any shape, or a pytree of such, which is one message per leaf, in order.
-      dest: rank that receives, static; or `MPI.PROC_NULL`: nothing is sent.
-      tag: tag of the message, static.
+      dest: rank that receives; or `MPI.PROC_NULL`: nothing is sent. An integer, which may be traced.
+      tag: tag of the message. An integer, which may be traced.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
       token: accepted, handed back, and not needed.
 
@@ -733,14 +739,11 @@ def send(x: Any, dest: int, *, tag: int = 0, comm: MPI.Comm | None = None, token
 
     Raises:
       ValueError, TypeError: while tracing, before anything is sent; the receiver then waits.
+      jax.errors.JaxRuntimeError: at run time, if a traced `dest` is no rank, or a traced `tag` no tag; nothing is sent.
     """
     resolved = _communicator.resolve(comm, "send")
-    params: Params = {
-        "comm": resolved,
-        "dest": arguments.dest(dest, resolved, "send"),
-        "tag": arguments.tag(tag, "send", "tag"),
-    }
-    _each("send", params, x, arguments.array)
+    params, ends = _ends.split({"dest": arguments.dest(dest, resolved, "send"), "tag": arguments.tag(tag, "send", "tag")})
+    _message("send", {"comm": resolved, **params}, ends, x, arguments.array)
     return after(token)
 
 
@@ -762,11 +765,12 @@ def sendrecv(
       sendbuf: array of any shape, or a pytree of such, which is one message per leaf, in order.
       recvbuf: a template: its shape and dtype are those of the message received, its values are not read. Or a pytree
         with as many leaves as `sendbuf` has. May be (or hold) `jax.ShapeDtypeStruct`.
-      source: rank that sends to this one, static; or `MPI.ANY_SOURCE`; or `MPI.PROC_NULL`: nothing is received and the
-        result is zero. A pytree of several leaves needs a definite source.
-      dest: rank that receives from this one, static; or `MPI.PROC_NULL`: nothing is sent.
-      sendtag: tag of the message that is sent, static.
-      recvtag: tag of the message that is received, static, or `MPI.ANY_TAG`.
+      source: rank that sends to this one; or `MPI.ANY_SOURCE`; or `MPI.PROC_NULL`: nothing is received and the result
+        is zero. A pytree of several leaves needs a definite source. This and the following are integers, which may be
+        traced.
+      dest: rank that receives from this one; or `MPI.PROC_NULL`: nothing is sent.
+      sendtag: tag of the message that is sent.
+      recvtag: tag of the message that is received, or `MPI.ANY_TAG`.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
       status: filled as the message arrives; of a pytree's messages it is that of the last. Inside `jit` it must not be
         read before the result is ready.
@@ -779,16 +783,14 @@ def sendrecv(
     Raises:
       ValueError, TypeError: while tracing, before anything is sent; the peers then wait.
       jax.errors.JaxRuntimeError: at run time, if the message is longer than the template, or shorter and no `status`
-      was passed (with one, the rest of the result is zero).
+      was passed (with one, the rest of the result is zero); if a traced rank or tag is none, before anything is sent.
     """
     resolved = _communicator.resolve(comm, "sendrecv")
-    params: Params = {
-        "comm": resolved,
+    values = {
         "source": arguments.source(source, resolved, "sendrecv"),
         "dest": arguments.dest(dest, resolved, "sendrecv"),
         "sendtag": arguments.tag(sendtag, "sendrecv", "sendtag"),
         "recvtag": arguments.tag(recvtag, "sendrecv", "recvtag", (MPI.ANY_TAG,)),
-        "status": arguments.status(status, "sendrecv"),
     }
     # Most messages are one array: no tree to flatten.
     alone = type(sendbuf) is type(recvbuf) is _jax.ConcreteArray
@@ -801,8 +803,10 @@ def sendrecv(
             f"sendrecv: sendbuf has {len(sent)} arrays and recvbuf {len(templates)}: pass as many of one as of the "
             "other, in the order in which they travel."
         )
-    arguments.one_message(params["source"], templates, "sendrecv")
-    results = [bind("sendrecv", params, x, y) for x, y in zip(sent, templates, strict=True)]
+    values["source"] = arguments.one_message(values["source"], templates, "sendrecv")
+    params, ends = _ends.split(values)
+    params = {"comm": resolved, **params, "status": arguments.status(status, "sendrecv")}
+    results = [bind("sendrecv", params, x, *ends, y) for x, y in zip(sent, templates, strict=True)]
     result = results[0] if alone else jax.tree.unflatten(structure, results)
     return _with_status(result, params["status"], status), after(token)
 

@@ -137,8 +137,10 @@ def bind(name: str, params: Params, *operands: Any) -> Any:
         results = _call(primitive, params, operands)
     else:
         if params.get(DERIVATIVE) == TANGENT:  # a value that a JVP rule communicates, too
+            roles = _ROWS[name].roles(len(operands))
+            first = next((i for i, role in enumerate(roles) if role != "host"), None)
             operands = tuple(
-                link(x, [], jax.typeof(x), always=True) if i == 0 or primitive.several else x
+                link(x, [], jax.typeof(x), always=True) if i == first or primitive.several else x
                 for i, x in enumerate(operands)
             )
         results = primitive.bind(*operands, **params)

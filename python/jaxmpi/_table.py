@@ -17,7 +17,7 @@ import numpy as np
 from mpi4py import MPI
 
 from jaxmpi import _arguments as arguments
-from jaxmpi import _communicator, _jax, _native, _tags
+from jaxmpi import _communicator, _ends, _jax, _native, _tags
 from jaxmpi._derivatives.communication import COTANGENT, DERIVATIVE, TANGENT
 from jaxmpi._derivatives.link import linked_zeros
 from jaxmpi._derivatives.transposition import zero_cotangent
@@ -92,16 +92,6 @@ def _part_of_bcast(params: Params) -> Part:
 
 
 # --- adjoints of the linear operations -----------------------------------------------------------------------------
-
-
-def _single(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a transpose rule from the adjoint of a map of one array to one or none: (cotangent, the array's shape and
-    dtype, params) -> cotangent. The adjoints of what takes several arrays are rules themselves."""
-
-    def transpose(cotangents, operands, params):
-        return [rule(cotangents[0] if cotangents else None, operands[0], params)]
-
-    return transpose
 
 
 def _transpose_allgather(cotangents, templates, params):
@@ -243,46 +233,56 @@ def _transpose_prefix(name: str) -> Callable[..., Any]:
     return transpose
 
 
-@_single
-def _transpose_send(cotangent, template, params):
-    back = _of_cotangent(params, source=params["dest"], status=None, tag=params["tag"])
-    return bind("recv", back, zero_cotangent(template))
+# Ranks and tags that are known at run time are one more operand, which the cotangent's message needs as well.
 
 
-@_single
-def _transpose_recv(cotangent, template, params):
-    tag = max(params["tag"], 0)  # ANY_TAG is only allowed with source PROC_NULL
-    bind("send", _of_cotangent(params, dest=params["source"], tag=tag), cotangent)
-    return linked_zeros([cotangent], template)
+def _transpose_send(cotangents, operands, params):
+    template, *ends = operands
+    ends = _ends.join(params, ends, "dest", "tag")
+    back, ends = _ends.split({"source": ends["dest"], "tag": ends["tag"]})
+    return [bind("recv", _of_cotangent(params, **back, status=None), *ends, zero_cotangent(template))]
 
 
-@_single
-def _transpose_sendrecv(cotangent, template, params):
+def _transpose_recv(cotangents, operands, params):
+    *ends, template = operands
+    ends = _ends.join(params, ends, "source", "tag")
+    tag = 0 if params["tag"] == MPI.ANY_TAG else ends["tag"]  # which is only allowed with source PROC_NULL
+    back, ends = _ends.split({"dest": ends["source"], "tag": tag})
+    bind("send", _of_cotangent(params, **back), cotangents[0], *ends)
+    return [linked_zeros(cotangents, template)]
+
+
+def _transpose_sendrecv(cotangents, operands, params):
     # The cotangent travels back: source and dest, and the tags, are exchanged. With recvtag ANY_TAG it is sent with the
     # tag of the message sent, and any tag is accepted from that rank; messages between two ranks keep their order.
+    template, *ends, _ = operands
+    ends = _ends.join(params, ends, "dest", "recvtag", "sendtag", "source")
     any_tag = params["recvtag"] == MPI.ANY_TAG
-    reverse = _of_cotangent(
-        params,
-        source=params["dest"],
-        dest=params["source"],
-        sendtag=params["sendtag"] if any_tag else params["recvtag"],
-        recvtag=MPI.ANY_TAG if any_tag else params["sendtag"],
-        status=None,
+    back, ends = _ends.split(
+        {
+            "source": ends["dest"],
+            "dest": ends["source"],
+            "sendtag": ends["sendtag"] if any_tag else ends["recvtag"],
+            "recvtag": MPI.ANY_TAG if any_tag else ends["sendtag"],
+        }
     )
-    return bind("sendrecv", reverse, cotangent, jnp.zeros(template.shape, template.dtype))
+    reverse = _of_cotangent(params, **back, status=None)
+    return [bind("sendrecv", reverse, cotangents[0], *ends, jnp.zeros(template.shape, template.dtype))]
 
 
 def _tangent_of_half_exchange(primals, tangents, params):
     # Only one of the two messages has a tangent, which is sent, or received.
-    if _jax.inexact(primals[0]):
-        half = _of_tangent(params, dest=params["dest"], tag=params["sendtag"])
-        name, operand = "send", tangents[0]
+    sends = _jax.inexact(primals[0])
+    ends = _ends.join(params, primals[1:-1], "dest", "recvtag", "sendtag", "source")
+    if sends:
+        given, ends = _ends.split({"dest": ends["dest"], "tag": ends["sendtag"]})
+        half = _of_tangent(params, **given)
     else:
-        half = _of_tangent(params, source=params["source"], tag=params["recvtag"], status=None)
-        name, operand = "recv", tangents[1]
+        given, ends = _ends.split({"source": ends["source"], "tag": ends["recvtag"]})
+        half = _of_tangent(params, **given, status=None)
     if why_not := _refuse_half(half):
         raise NotImplementedError(f"sendrecv of two kinds of dtypes cannot be differentiated: {why_not}")
-    return bind(name, half, operand)
+    return bind("send", half, tangents[0], *ends) if sends else bind("recv", half, *ends, tangents[-1])
 
 
 # --- what goes by a plan: any number of arrays, and its derivative is of those that have one --------------------------

@@ -13,6 +13,9 @@ LIMIT: int = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)  # type: ignore[assignment]
 
 _FIRST = (LIMIT + 1) // 2
 
+TRACED = -(1 << 40)
+"""A rank or tag that is known at run time, as a parameter (csrc/core/core.h); tags of derivatives count from there."""
+
 OF_RULES = _FIRST - 1
 """The tag of exchanges that only a derivative makes: the highest one that users may use with derivatives."""
 
@@ -22,7 +25,7 @@ OF_PLANS = OF_RULES - 1
 
 def sent(tag: int, derivative: bool) -> int:
     """The tag with which a message is sent, by `derivative` or not; ANY_TAG is unchanged."""
-    return tag + _FIRST if derivative and tag >= 0 else tag
+    return tag + _FIRST if derivative and (tag >= 0 or tag == TRACED) else tag
 
 
 def refusal(params: dict[str, Any], *names: str) -> str:

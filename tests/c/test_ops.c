@@ -289,6 +289,38 @@ static void sending_to_no_one_is_left_to_mpi(void) {
   CHECK_EQUAL(only("MPI_Send")->peer, fake->proc_null);
 }
 
+/* Ranks and tags that are known at run time: those that are TRACED in the program, in the order of the attributes. */
+static ffi_error *send_to(int64_t dest, int64_t tag, const int32_t ends[], int count) {
+  struct frame frame;
+  struct array arrays[2] = {ARRAY(F32, in, 5), ARRAY(S32, (void *)(uintptr_t)ends, count)};
+  prepare();
+  frame_make_lists(&frame, "send", arrays, 2, NULL, 0, (const int64_t[]){COMM(world(1, 3)), dest, tag});
+  return frame_call(&frame, "send");
+}
+
+static void ends_are_read_at_run_time(void) {
+  enum { FIRST = 1 << 20 };
+  runtime.most_tag = 2 * FIRST - 1;
+  SUCCEEDS(send_to(TRACED, 9, (int32_t[]){2}, 1));
+  CHECK_EQUAL(only("MPI_Send")->peer, 2);
+  CHECK_EQUAL(only("MPI_Send")->tag, 9);
+  SUCCEEDS(send_to(0, TRACED, (int32_t[]){7}, 1));
+  CHECK_EQUAL(only("MPI_Send")->peer, 0);
+  CHECK_EQUAL(only("MPI_Send")->tag, 7);
+  SUCCEEDS(send_to(TRACED, TRACED + FIRST, (int32_t[]){2, 7}, 2)); /* of a derivative */
+  CHECK_EQUAL(only("MPI_Send")->peer, 2);
+  CHECK_EQUAL(only("MPI_Send")->tag, FIRST + 7);
+  SUCCEEDS(send_to(TRACED, 9, (int32_t[]){fake->proc_null}, 1));
+  FAILS(send_to(TRACED, 9, (int32_t[]){3}, 1), FFI_INVALID_ARGUMENT, "dest is 3, and must be a rank", "0 to 2");
+  FAILS(send_to(TRACED, 9, (int32_t[]){-7}, 1), FFI_INVALID_ARGUMENT, "dest is -7, and must be a rank");
+  FAILS(send_to(0, TRACED, (int32_t[]){-1}, 1), FFI_INVALID_ARGUMENT, "tag is -1, and must be between 0 and 2097151;");
+  FAILS(send_to(0, TRACED + FIRST, (int32_t[]){FIRST}, 1), FFI_INVALID_ARGUMENT,
+        "between 0 and 1048575 where there are");
+  FAILS(send_to(TRACED, TRACED, (int32_t[]){1}, 1), FFI_INTERNAL, "a rank or tag is not passed");
+  CHECK_EQUAL(communications(), 0);
+  runtime.most_tag = INT32_MAX;
+}
+
 /* --- shapes --- */
 
 static void a_scalar_is_one_element(void) {
@@ -338,6 +370,7 @@ static const struct test tests[] = {
     TEST(reduce_writes_on_root_alone),
     TEST(send_passes_its_buffer),
     TEST(sending_to_no_one_is_left_to_mpi),
+    TEST(ends_are_read_at_run_time),
     TEST(a_scalar_is_one_element),
     TEST(nothing_is_communicated_too),
 };

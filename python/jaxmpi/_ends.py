@@ -1,0 +1,45 @@
+"""The ends of a message: ranks and tags, each an integer while tracing, or a traced one that is known at run time.
+
+A traced one is TRACED among the parameters; their values come as one more operand, a vector in the order of the names,
+which the core reads on the host (`ends` in csrc/core/ops.def).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmpi import _jax
+from jaxmpi._tags import TRACED
+
+_LEAST, _MOST = -(2**31), 2**31 - 1
+
+
+def at_run_time(value: Any, operation: str, argument: str) -> jax.Array | None:
+    """A rank or tag that is traced, as the core reads it; None if it is not."""
+    if not _jax.is_tracer(value):
+        return None
+    if value.shape != () or not jnp.issubdtype(value.dtype, jnp.integer):
+        raise TypeError(
+            f"{operation}: {argument} must be an integer, got a traced value of dtype {value.dtype} and shape "
+            f"{value.shape}."
+        )
+    if value.dtype.itemsize >= 4:  # what does not fit is no rank or tag, and must not become one
+        least = _LEAST if jnp.issubdtype(value.dtype, jnp.signedinteger) else 0
+        value = jnp.clip(value, jnp.asarray(least, value.dtype), jnp.asarray(_MOST, value.dtype))
+    return value.astype(jnp.int32)
+
+
+def split(values: Mapping[str, Any]) -> tuple[dict[str, int], list[jax.Array]]:
+    """The parameters, and the operand of those that are known at run time, if there are any."""
+    traced = [values[name] for name in sorted(values) if not isinstance(values[name], int)]
+    params = {name: value if isinstance(value, int) else TRACED for name, value in values.items()}
+    return params, [jnp.stack(traced)] if traced else []
+
+
+def join(params: Mapping[str, Any], operands: Any, *names: str) -> dict[str, Any]:
+    """The ends with these names, from the parameters and the operand, if there is one."""
+    values = {name: params[name] for name in names}
+    traced = [name for name in sorted(names) if values[name] == TRACED]
+    return {**values, **{name: operands[0][i] for i, name in enumerate(traced)}}
