@@ -111,7 +111,9 @@ def test_what_is_no_rank(jit, dtype, comm, rank, size):
     for value in wrong:
         clipped = max(-(2**31), min(value, 2**31 - 1))
         told = f"is {clipped}, and must be a rank of the communicator, 0 to {size - 1}, or MPI.PROC_NULL"
-        assert (told if clipped > -(2**31) else "the source must be a rank") in raised(lambda value=value: recv(number(value), 0))
+        assert (told if clipped > -(2**31) else "the source must be a rank") in raised(
+            lambda value=value: recv(number(value), 0)
+        )
     assert "MPI.ANY_SOURCE; nothing was sent" in raised(lambda: recv(number(size), 0))
     assert "tag is -5, and must be between 0 and" in raised(lambda: recv(number(0), number(-5)))
     assert notoken.sendrecv(rank, rank, (rank - 1) % size, (rank + 1) % size) == (rank - 1) % size
@@ -148,6 +150,21 @@ def test_tags_of_derivatives(rank, size):
     error = raised(lambda: jax.jvp(lambda x: f(x, limit), (jnp.float32(2),), (jnp.float32(1),)))
     assert "must be between 0 and" in error
     assert "where there are derivatives" in error
+
+
+@pytest.mark.skipif(not NEW_JAX, reason="this JAX has no derivatives of communication")
+def test_any_source_has_no_derivative(rank, size):
+    """Its tangent could come from another rank."""
+    right = (rank + 1) % size
+    f = jax.jit(lambda x, source, tag: notoken.sendrecv(x, x, source, right, sendtag=2, recvtag=tag))
+    ways = [
+        lambda *ends: jax.jvp(lambda x: f(x, *ends), (jnp.float32(2),), (jnp.float32(1),)),
+        lambda *ends: jax.grad(lambda x: f(x, *ends))(jnp.float32(2)),
+    ]
+    for way in ways:
+        assert "so that the way back of a derivative is known" in raised(lambda way=way: way(MPI.ANY_SOURCE, 2))
+        assert raised(lambda way=way: way((rank - 1) % size, 2)) == ""
+    assert "sendtag is -1" in raised(lambda: ways[1]((rank - 1) % size, MPI.ANY_TAG))
 
 
 @pytest.mark.launches

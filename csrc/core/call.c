@@ -44,24 +44,26 @@ static __attribute__((noinline)) ffi_error *body_recorded(struct call *call) {
 static ffi_error *find_end(struct call *call, int index, int64_t value) {
   const char *name = call->operation->attributes[index].name;
   const struct abi *abi = runtime.abi;
-  int64_t *attribute = &call->attributes[index];
+  int64_t *attribute = &call->attributes[index], first = *attribute - TRACED;
   bool received = call->operation->row == ROW_recv;
   if (call->operation->attributes[index].kind == RANK) {
-    bool source = strcmp(name, "source") == 0;
-    bool good =
-        (value >= 0 && value < call->comm->size) || value == abi->proc_null || (source && value == abi->any_source);
+    bool any = strcmp(name, "source") == 0 && first == 0;
     *attribute = value;
-    if (good) return NULL;
+    if ((value >= 0 && value < call->comm->size) || value == abi->proc_null || (any && value == abi->any_source))
+      return NULL;
     if (value == INT32_MIN) /* Python's, in the place of MPI.ANY_SOURCE */
       return call_fail(call, FFI_INVALID_ARGUMENT,
                        "with a pytree of several arrays the source must be a rank; nothing was sent");
     return call_fail(call, FFI_INVALID_ARGUMENT,
                      "%s is %" PRId64
                      ", and must be a rank of the communicator, 0 to %d, or MPI.PROC_NULL%s; nothing was sent",
-                     name, value, call->comm->size - 1, source ? " or MPI.ANY_SOURCE" : "");
+                     name, value, call->comm->size - 1,
+                     any         ? " or MPI.ANY_SOURCE"
+                     : first > 0 ? ", so that the way back of a derivative is known"
+                                 : "");
   }
-  int64_t first = *attribute - TRACED;
-  bool any = value == abi->any_tag && (received || strcmp(name, "recvtag") == 0);
+  /* In a derivative the message is to be the one that belongs to that of the function. */
+  bool any = value == abi->any_tag && (strcmp(name, "recvtag") == 0 || (received && first == 0));
   *attribute = any ? value : value + first;
   if (any || (value >= 0 && value + first <= runtime.most_tag)) return NULL;
   return call_fail(call, FFI_INVALID_ARGUMENT,

@@ -167,7 +167,7 @@ enum attribute { RANK, TAG, DERIVATIVE, NUMBER, OBJECT, OBJECT_OR_0, REDUCTION, 
 static inline bool attribute_is_object(enum attribute kind) { return kind >= OBJECT; }
 
 /* About what a RANK or TAG is, in a program, that is known at run time only. That of a derivative is TRACED plus the
- * first tag of derivatives, which is to be added to the tag. */
+ * first tag of derivatives, which is to be added to the tag, or plus 1 for a rank. */
 #define TRACED (-(INT64_C(1) << 40))
 static inline bool is_traced(int64_t attribute) { return attribute < TRACED / 2; }
 

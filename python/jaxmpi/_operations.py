@@ -742,7 +742,9 @@ def send(x: Any, dest: int, *, tag: int = 0, comm: MPI.Comm | None = None, token
       jax.errors.JaxRuntimeError: at run time, if a traced `dest` is no rank, or a traced `tag` no tag; nothing is sent.
     """
     resolved = _communicator.resolve(comm, "send")
-    params, ends = _ends.split({"dest": arguments.dest(dest, resolved, "send"), "tag": arguments.tag(tag, "send", "tag")})
+    params, ends = _ends.split(
+        {"dest": arguments.dest(dest, resolved, "send"), "tag": arguments.tag(tag, "send", "tag")}
+    )
     _message("send", {"comm": resolved, **params}, ends, x, arguments.array)
     return after(token)
 

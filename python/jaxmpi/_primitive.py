@@ -276,6 +276,8 @@ def _attribute(name: str, kind: str, params: Params, dtype: Any) -> np.int64:
             value = value.number_for(DATATYPES[np.dtype(dtype).name])
         case "object" | "object_or_0" | "plan":
             value = 0 if value is None else value.number
+        case "rank" if value == _tags.TRACED:
+            value += DERIVATIVE in params
         case "tag":
             value = _tags.sent(value, DERIVATIVE in params)
     return np.int64(value)
