@@ -61,4 +61,13 @@ LOOP(allgather, MPI_Allgather(x, n, MPI_FLOAT, y, n, MPI_FLOAT, comm); scale(x, 
 
 LOOP(alltoall, MPI_Alltoall(x, n, MPI_FLOAT, y, n, MPI_FLOAT, comm); scale(x, y, (size_t)size *m, factor))
 
+/* Of a part for each rank, all of the same length. */
+static void alltoallv_of(MPI_Comm comm, int size, const float *x, float *y, int n) {
+  int counts[size], offsets[size];
+  for (int r = 0; r < size; r++) counts[r] = n, offsets[r] = r * n;
+  MPI_Alltoallv(x, counts, offsets, MPI_FLOAT, y, counts, offsets, MPI_FLOAT, comm);
+}
+
+LOOP(alltoallv, alltoallv_of(comm, size, x, y, n); scale(x, y, (size_t)size *m, factor))
+
 LOOP(barrier, MPI_Barrier(comm); scale_in_place(x, m, factor))

@@ -74,7 +74,12 @@ def compare():
     donated, peer_donated = (("jit", f"{name}, donated") for name in ("jaxmpi", "mpi4jax"))
     loop, peer_loop, floor = loops = [("loop", name) for name in ("jaxmpi", "mpi4jax", "C")]
     small = measure("allreduce", 4, 25, 0.02)
-    exchange = measure("exchange", 4, 25, 0.02, loops)
+    traced = "loop", f"{ours[1]}, traced ranks"
+    exchanges = build("exchange", 4, 0.02, only=loops)
+    exchanges[traced] = build("exchange, traced", 4, 0.02, only=[loop_of_ours := ("loop", "jaxmpi")])[loop_of_ours]
+    exchange = sample(exchanges, 25)
+    by_numpy = "loop", "mpi4py"
+    counts = {nbytes: measure("alltoallv", nbytes, 15, 0.03, [*loops, by_numpy]) for nbytes in (4 << 10, 1 << 20)}
     large = measure("allreduce", LARGE, 9, 0.25, [*loops, ("loop", "C, in place")])
     alone = sample(build_donated(LARGE, 10), 9)
     trees = {nbytes: sample(build_trees(LEAVES, nbytes, 0.02), 9) for nbytes in (4, 4096)}
@@ -88,6 +93,11 @@ def compare():
     report("eager_call_vs_jit_call", ratio(small, eager, ours), "<= 2.5")
     report("loop_allreduce_4B_overhead", ratio(small, loop, peer_loop, floor), "<= 0.4")
     report("loop_sendrecv_4B_overhead", ratio(exchange, loop, peer_loop, floor), "<= 0.3")
+    report("loop_sendrecv_traced_peer_vs_static", ratio(exchange, traced, loop), "<= 1.2")
+    for nbytes, times in counts.items():
+        size = f"{nbytes >> 10}KiB" if nbytes < 1 << 20 else f"{nbytes >> 20}MiB"
+        report(f"alltoallv_{size}_overhead", ratio(times, loop, by_numpy, floor), "<= 0.4")
+        report(f"alltoallv_{size}_vs_raw_c", ratio(times, loop, floor))
     report("loop_allreduce_16MiB_vs_raw_c", ratio(large, loop, floor), "<= 0.95")
     report("jit_donated_allreduce_16MiB_vs_mpi4jax", ratio(alone, peer_donated, donated), ">= 3")
     for nbytes, times in trees.items():
@@ -100,6 +110,7 @@ def compare():
             **{f"allreduce of {LEAVES} leaves of {nbytes} B": times for nbytes, times in trees.items()},
             "allreduce of 4 B": small,
             "exchange of 4 B": exchange,
+            **{f"alltoallv of {nbytes} B to each rank": times for nbytes, times in counts.items()},
             "allreduce of 16 MiB": large,
             "allreduce of 16 MiB, jit, no multiplication": alone,
         },

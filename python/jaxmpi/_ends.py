@@ -31,7 +31,7 @@ def at_run_time(value: Any, operation: str, argument: str) -> jax.Array | None:
     return value.astype(jnp.int32)
 
 
-def split(values: Mapping[str, Any]) -> tuple[dict[str, int], list[jax.Array]]:
+def split(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[jax.Array]]:
     """The parameters, and the operand of those that are known at run time, if there are any."""
     traced = [values[name] for name in sorted(values) if not isinstance(values[name], int)]
     params = {name: value if isinstance(value, int) else TRACED for name, value in values.items()}

@@ -5,6 +5,7 @@ import math
 import os
 import secrets
 from dataclasses import dataclass
+from typing import cast
 
 import jax
 
@@ -140,7 +141,7 @@ def _load() -> tuple[Library, dict[str, Datatype], _devices.Choice]:
     _core.set_ends_on_error(_aborts("JAXMPI_ON_ERROR", "raise"))
     _timeline.begin(library.version)
     _core.watch(*_watch_settings(), _places.here, _places.PACKAGES)
-    _core.set_most_tag(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB))
+    _core.set_most_tag(cast(int, MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)))
     datatypes = {}
     for name, (code, itemsize, mpi_name, kind) in _core.datatypes().items():
         _core.set_datatype(code, handle_of(getattr(MPI, mpi_name)))
