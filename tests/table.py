@@ -60,6 +60,8 @@ class Case:
     stacked: bool = False
     moves: bool = True
     """The values are moved, not reduced."""
+    variant: bool = False
+    """Another way to call an operation, for which the tests that take long need not be repeated."""
     messages: bool = False
     """A pytree is a message for each leaf."""
     rows: Callable[..., int] | None = None
@@ -205,6 +207,7 @@ _OF_COUNTS = [
         lambda x, c, r: notoken.allgatherv(x, _traced(counts_of(c.size)[c.rank]), comm=c)[0],
         lambda xs, rank, root: _padded(_first_rows(xs), xs[0], CAPACITY * len(xs)),
         rows=lambda rank, size, root: CAPACITY,
+        variant=True,
     ),
     Case(
         "alltoallv",
@@ -217,6 +220,7 @@ _OF_COUNTS = [
         lambda x, c, r: notoken.alltoallv(x, _traced(_sent(c.size, c.rank)), rows=2 * c.size + 1, comm=c)[0],
         lambda xs, rank, root: _padded(_parts_for(xs, rank), xs[0], 2 * len(xs) + 1),
         rows=lambda rank, size, root: sum(_sent(size, rank)) + 1,
+        variant=True,
     ),
     Case(
         "gatherv",
@@ -231,6 +235,7 @@ _OF_COUNTS = [
         lambda xs, rank, root: _padded(_first_rows(xs), xs[0], 3 * len(xs) + 1) if rank == root else xs[rank],
         rooted=True,
         rows=lambda rank, size, root: CAPACITY,
+        variant=True,
     ),
     Case(
         "reduce_scatter",
@@ -245,6 +250,7 @@ _OF_COUNTS = [
         lambda xs, rank, root: _part(_accumulate(xs, len(xs)), len(xs), rank),
         rows=lambda rank, size, root: sum(counts_of(size)),
         moves=False,
+        variant=True,
     ),
     Case(
         "reduce_scatter_traced",
@@ -252,6 +258,7 @@ _OF_COUNTS = [
         lambda xs, rank, root: _padded(_part(_accumulate(xs, len(xs)), len(xs), rank), xs[0], 4),
         rows=lambda rank, size, root: sum(counts_of(size)) + 1,
         moves=False,
+        variant=True,
     ),
     Case(
         "scatterv",
@@ -266,6 +273,7 @@ _OF_COUNTS = [
         lambda xs, rank, root: _padded(_part(xs[root], len(xs), rank), xs[root], 4),
         rooted=True,
         rows=lambda rank, size, root: sum(counts_of(size)) if rank == root else CAPACITY,
+        variant=True,
     ),
 ]
 
@@ -323,7 +331,7 @@ CASES = [
         stacked_on_root=True,
     ),
     Case("sendrecv", _exchange, lambda xs, rank, root: xs[rank - 1], messages=True),
-    Case("sendrecv_traced", _exchange_traced, lambda xs, rank, root: xs[rank - 1], messages=True),
+    Case("sendrecv_traced", _exchange_traced, lambda xs, rank, root: xs[rank - 1], variant=True, messages=True),
     Case(
         "send_recv",
         _send_recv,
@@ -335,5 +343,6 @@ CASES = [
         _send_recv_traced,
         lambda xs, rank, root: xs[rank - 1] if len(xs) > 1 else np.zeros_like(xs[0]),
         messages=True,
+        variant=True,
     ),
 ]

@@ -1,4 +1,4 @@
-"""The examples of grids: any number of ranks, with blocks that are not equal, gives what one alone does."""
+"""The examples of divided fields: any number of ranks, with parts that are not equal, gives what one alone does."""
 
 import itertools
 import re
@@ -99,3 +99,23 @@ def test_heat_inverse(tmp_path):
     losses = states[0]["losses"]
     assert losses.shape == (8,)
     assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize(("dimensions", "size", "ranks"), [(2, 13, RANKS), (3, 7, (2, 3))])
+def test_spectral(tmp_path, dimensions, size, ranks):
+    """Against NumPy's transforms, which the example uses as a witness, and against another number of ranks."""
+    arguments = ("--dimensions", str(dimensions), "--size", str(size), "--steps", "12")
+    outs, states = zip(*(run(tmp_path, "spectral", n, *arguments) for n in ranks), strict=True)
+    for n, out in zip(ranks, outs, strict=True):
+        assert f"{n} processes, final energy " in out
+        errors = re.findall(
+            r"^(Transform|Final state|Gradient).*: .* error (\S+)$|^Gradient: relative error (\S+)$", out, re.M
+        )
+        found = {name or "Gradient": float(error or last) for name, error, last in errors}
+        assert found.keys() == {"Transform", "Final state", "Gradient"}
+        assert found["Transform"] < 1e-13
+        assert found["Final state"] < 1e-12
+        assert found["Gradient"] < 1e-5
+    assert_same(states, 1e-11)
+    assert np.ptp(states[0]["end"]) > 0.2
+    assert np.abs(states[0]["gradient"]).max() > 0

@@ -1,0 +1,195 @@
+"""Pattern formation by Fourier transforms that are divided among processes, and the gradient through all time steps.
+
+A square or a cube, periodic, is filled with two phases, u near -1 and u near 1, that separate from noise (the equation
+of Allen and Cahn). A time step is made of Fourier transforms in two or three dimensions, forth and back. The transform
+of the initial state is compared with NumPy's, and so is the final state, computed on one process; the gradient of the
+final energy with respect to the initial state, with a difference quotient in a random direction.
+
+    python spectral.py                                                  # one process, two dimensions
+    python -m jaxmpi.run -n 2 spectral.py                               # the same result on two, or any other number
+    python -m jaxmpi.run -n 3 spectral.py --dimensions 3 --size 32      # parts need not be equal
+
+A run shows a progress bar, prints the comparisons, writes `spectral.png` and prints where it is.
+
+The equation, for lengths in which the square or cube has side 1, and times without units:
+
+    du/dt = D laplace(u) + u - u^3
+
+A step takes diffusion implicitly and the rest explicitly, in Fourier space. Each process has some rows of u, along
+the first axis. It transforms along the other axes; then rows become columns, by one `alltoallv`, and it transforms
+along the first axis. In Fourier space it has some columns.
+"""
+
+import argparse
+import math
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from mpi4py import MPI
+from tqdm import tqdm
+
+import jaxmpi
+from jaxmpi.notoken import allreduce, alltoallv, gatherv
+
+SIZES = {2: 128, 3: 32}  # points per axis, unless something else is asked for
+DIFFUSION = 3e-4
+TIME_STEP = 0.1
+STEPS = 60
+BATCH = 10  # steps in one compiled call
+NOISE = 0.1  # of the initial state
+STEP = 1e-4  # of the difference quotient
+SEED = 0
+
+COMM = MPI.COMM_WORLD
+RANK = COMM.rank
+
+
+def parts(count: int) -> list[int]:
+    """How many rows each process has: numbers that differ by one at most."""
+    return [count // COMM.size + (rank < count % COMM.size) for rank in range(COMM.size)]
+
+
+def turned(x: jax.Array, rows: list[int], columns: list[int]) -> jax.Array:
+    """From (some rows, all columns, ...) to (some columns, all rows, ...)."""
+    rest = x.shape[2:]
+    sent = [rows[RANK] * column * math.prod(rest) for column in columns]
+    received = [row * columns[RANK] * math.prod(rest) for row in rows]
+    flat = alltoallv(jnp.moveaxis(x, 1, 0).reshape(-1), sent, received)
+    pieces = jnp.split(flat, np.cumsum(received)[:-1])
+    shapes = [(columns[RANK], row, *rest) for row in rows]
+    return jnp.concatenate([piece.reshape(shape) for piece, shape in zip(pieces, shapes, strict=True)], axis=1)
+
+
+def transform(u: jax.Array, size: int) -> jax.Array:
+    """The Fourier transform: from some rows to some columns."""
+    local = jnp.fft.fftn(u, axes=range(1, u.ndim))
+    return jnp.fft.fft(turned(local, parts(size), parts(size)), axis=1)
+
+
+def transform_back(v: jax.Array, size: int) -> jax.Array:
+    """From some columns to some rows."""
+    local = turned(jnp.fft.ifft(v, axis=1), parts(size), parts(size))
+    return jnp.fft.ifftn(local, axes=range(1, v.ndim)).real
+
+
+def square_wavenumbers(size: int, dimensions: int) -> np.ndarray:
+    """Of the columns of this process: |k|^2, with the second axis in front."""
+    k = 2 * np.pi * np.fft.fftfreq(size, 1 / size)
+    begin = sum(parts(size)[:RANK])
+    axes = [k] * dimensions
+    axes[0] = k[begin : begin + parts(size)[RANK]]
+    return sum(axis**2 for axis in np.meshgrid(*axes, indexing="ij"))
+
+
+def advance(u: jax.Array, steps: int, size: int) -> jax.Array:
+    """So many time steps."""
+    damping = 1 / (1 + TIME_STEP * DIFFUSION * square_wavenumbers(size, u.ndim))
+
+    def step(_: int, u: jax.Array) -> jax.Array:
+        return transform_back(damping * transform(u + TIME_STEP * (u - u**3), size), size)
+
+    return lax.fori_loop(0, steps, step, u)
+
+
+def energy(u: jax.Array, size: int) -> jax.Array:
+    """What the mixture loses as it separates, without that of the boundaries between the phases."""
+    return allreduce(jnp.sum((1 - u**2) ** 2), MPI.SUM) / (4 * size**u.ndim)
+
+
+def final_energy(u: jax.Array, steps: int, size: int) -> jax.Array:
+    return energy(advance(u, steps, size), size)
+
+
+def by_numpy(u: np.ndarray, steps: int) -> np.ndarray:
+    """The same time steps on one process, as a witness."""
+    k = 2 * np.pi * np.fft.fftfreq(len(u), 1 / len(u))
+    square = sum(axis**2 for axis in np.meshgrid(*[k] * u.ndim, indexing="ij"))
+    for _ in range(steps):
+        explicit = u + TIME_STEP * (u - u**3)
+        u = np.fft.ifftn(np.fft.fftn(explicit) / (1 + TIME_STEP * DIFFUSION * square)).real
+    return u
+
+
+def save_picture(path: Path, fields: dict[str, np.ndarray]) -> None:
+    """Draws the fields; of a cube its middle slice."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 3, figsize=(12, 4), sharex=True, sharey=True, layout="constrained")
+    labels = ("initial u", "final u", "d final energy / d initial u")
+    for place, field, label in zip(axes, fields.values(), labels, strict=True):
+        shown = field[..., field.shape[-1] // 2] if field.ndim == 3 else field
+        limit = np.abs(shown).max()
+        image = place.imshow(shown.T, extent=(0, 1, 0, 1), origin="lower", cmap="RdBu_r", vmin=-limit, vmax=limit)
+        figure.colorbar(image, ax=place, pad=0.02)
+        place.set_title(label, loc="left")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--dimensions", type=int, choices=SIZES, default=2, help="(default: %(default)s)")
+    parser.add_argument("--size", type=int, help=f"points per axis (default: by dimensions, {SIZES})")
+    parser.add_argument("--steps", type=int, default=STEPS, help="time steps (default: %(default)s)")
+    parser.add_argument("--save-state", type=Path, metavar="FILE.npz", help="write the fields of the picture")
+    parser.add_argument("--output-dir", type=Path, default=Path(), metavar="DIR", help="where the picture goes")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse_options()
+    jax.config.update("jax_enable_x64", True)
+    size = options.size or SIZES[options.dimensions]
+    rows = parts(size)
+    # Every process draws all noise and takes its rows, so that they are the same on any number of processes.
+    generator = np.random.default_rng(SEED)
+    begin = sum(rows[:RANK])
+    noise, direction = (
+        jnp.asarray(generator.standard_normal((size,) * options.dimensions)[begin : begin + rows[RANK]])
+        for _ in range(2)
+    )
+    start = NOISE * noise
+
+    spectrum = jaxmpi.jit(partial(transform, size=size))(start)
+    u, run = start, jaxmpi.jit(partial(advance, size=size), static_argnames="steps")
+    with tqdm(total=options.steps, desc="time steps", unit="", disable=RANK != 0) as bar:
+        for done in range(0, options.steps, BATCH):
+            steps = min(BATCH, options.steps - done)
+            u = jax.block_until_ready(run(u, steps=steps))
+            bar.update(steps)
+
+    value = jaxmpi.jit(partial(final_energy, steps=options.steps, size=size))
+    last, gradient = jaxmpi.jit(jax.value_and_grad(partial(final_energy, steps=options.steps, size=size)))(start)
+    slope = allreduce(jnp.vdot(gradient, direction), MPI.SUM)
+    quotient = (value(start + STEP * direction) - value(start - STEP * direction)) / (2 * STEP)
+
+    start, u, gradient, spectrum = gatherv([start, u, gradient, spectrum], rows, 0)
+    if RANK != 0:
+        return
+    spectrum = np.moveaxis(np.asarray(spectrum), 0, 1)  # columns in front
+    expected = np.fft.fftn(start)
+    error = np.abs(spectrum - expected).max() / np.abs(expected).max()
+    witness = np.abs(by_numpy(np.asarray(start), options.steps) - u).max()
+    print(f"{COMM.size} processes, final energy {float(last):.9f}")
+    print(f"Transform, compared with NumPy's: relative error {error:.1e}")
+    print(f"Final state, compared with NumPy's: largest error {witness:.1e}")
+    print(f"Gradient: relative error {abs(float(slope / quotient) - 1):.1e}")
+    fields = {"start": np.asarray(start), "end": np.asarray(u), "gradient": np.asarray(gradient)}
+    options.output_dir.mkdir(parents=True, exist_ok=True)
+    picture = (options.output_dir / "spectral.png").resolve()
+    save_picture(picture, fields)
+    print(f"Picture: {picture}")
+    if options.save_state:
+        np.savez(options.save_state, **fields)
+        print(f"State: {options.save_state.resolve()}")
+
+
+if __name__ == "__main__":
+    main()
