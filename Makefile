@@ -68,8 +68,10 @@ demo: $(VENV)/.built ## the shallow-water model on 2 ranks, with a picture and a
 
 # CASES=--brief: of tests that start jobs, two cases at most.
 CASES ?=
-test: $(READY) $(VENV)/.lint ## what every change needs: the suite on 2 ranks, the tests that run on one rank alone, briefly, the C tests
-	timeout $(LIMIT) $(BIN)/python -m pytest -n $(WORKERS) --brief -m "launches or alone"
+# How jobs end, several hosts, long programs, the wheel: `make test-all` has them.
+NOT_EACH_TIME := $(patsubst %,--ignore=tests/test_%.py,faults injected sharded_jobs two_hosts run_devices device grid_examples sharded_examples soak wheel)
+test: $(READY) $(VENV)/.lint ## what every change needs: the suite on 2 ranks, most tests that run on one rank alone, the C tests
+	timeout $(LIMIT) $(BIN)/python -m pytest -n $(WORKERS) --brief $(NOT_EACH_TIME) -m "launches or alone"
 	$(RUN) -n 2 -m pytest --color=no
 	$(MAKE) test-c
 

@@ -2,13 +2,14 @@
 
 import os
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from mpi4py import MPI
 
-from jaxmpi import _core, notoken
-from table import CASES
+from jaxmpi import _communicator, _core, notoken
+from table import CASES, draw, dtype_of
 
 
 @pytest.fixture
@@ -34,6 +35,28 @@ def test_chunks(case, n, dtype, limit, comm, rank, size):
         inputs = case.inputs((5, 3), kind, size, root)
         result = case.call(jnp.asarray(inputs[rank]), comm, root)
         np.testing.assert_array_equal(np.asarray(result), case.expected(inputs, rank, root))
+
+
+@pytest.fixture
+def piece(comm):
+    """Sets the length of the pieces of an allreduce on the default communicator."""
+    number = _communicator.default().number
+    yield lambda nbytes: _core.set_piece(number, nbytes)
+    _core.set_piece(number, max(_communicator._PIECE, comm.size * _communicator._LEAST_SHARE))
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "float64", "complex128", "bfloat16"])
+@pytest.mark.parametrize("count", [0, 7, 8, 9, 31, 32, 33, 1000])
+def test_pieces(count, dtype, piece, comm, rank, size):
+    """A long allreduce in pieces, in place or not, is that of the whole."""
+    kind = dtype_of(dtype)
+    nbytes = max(16, 8 * kind.itemsize)
+    xs = [draw((count,), kind, r) for r in range(size)]
+    expected = np.sum(np.stack(xs), axis=0, dtype=kind)
+    piece(nbytes)
+    for donated in ((), (0,)):
+        call = jax.jit(lambda x: notoken.allreduce(x, MPI.SUM), donate_argnums=donated)
+        np.testing.assert_array_equal(np.asarray(call(jnp.asarray(xs[rank]))), expected)
 
 
 @pytest.mark.ranks(2)

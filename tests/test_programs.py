@@ -750,7 +750,7 @@ _DIFFERING = {
     "cotangents": (
         "jax.grad(lambda v: jnp.sum(notoken.allgather(v)))(x) if rank"
         " else [notoken.allgather(x), notoken.alltoall(xx)]",
-        ("alltoall of 6 float32 (a value)", "alltoall of 6 float32 (a cotangent)"),
+        ("alltoall of 6 float32 (a value)", "reduce_scatter SUM of 3 float32 (a cotangent)"),
     ),
     "half": (
         "notoken.allreduce(x[rank:].astype(jnp.bfloat16), MPI.SUM)",

@@ -29,6 +29,8 @@
 enum { DTYPE_CODES = 40, MAX_ATTRIBUTES = 6, MAX_ROLES = 6, MAX_BUFFERS = 256 };
 /* Bytes: the smallest chunk that may be set; the smallest part of a chunk that belongs to one rank. */
 enum { LEAST_CHUNK = 4096, LEAST_COLUMN = 1 << 14 };
+/* Pieces of the shortest allreduce that is divided. */
+enum { PIECES = 4 };
 
 /* The objects that compiled programs refer to by number: communicators, reductions, plans, statuses and texts. A
  * program may outlive its process, in a cache of compiled code or in a file, and must not find another object under its
@@ -54,6 +56,7 @@ struct communicator {
   int rank;
   int size;
   int64_t chunk; /* bytes of a chunk: longer operations are divided if they can be; 0: never. The same on all ranks */
+  int64_t piece; /* bytes of a piece of an allreduce that is at least PIECES times as long; 0: never. As `chunk` */
   const char *_Atomic name; /* for reports; NULL: none */
   atomic_bool freed;
   struct communicator *next_freed; /* in runtime.freed */

@@ -134,10 +134,18 @@ static inline void span_free(struct span *span) {
   } while (0)
 
 /* A reduction works element by element, so a vector with more elements than an int holds is reduced in chunks. */
-#define FOR_CHUNKS(call, total, first, count)                                                                 \
-  for (int64_t first = 0, count = 0;                                                                          \
-       (count = (total) - first < runtime.max_count ? (total) - first : runtime.max_count) > 0 || first == 0; \
+#define FOR_CHUNKS_OF(most, total, first, count)                                                                      \
+  for (int64_t first = 0, count = 0; (count = (total) - first < (most) ? (total) - first : (most)) > 0 || first == 0; \
        first += count + (count == 0))
+#define FOR_CHUNKS(call, total, first, count) FOR_CHUNKS_OF(runtime.max_count, total, first, count)
+
+/* Elements of an allreduce that MPI gets at a time. The libraries take memory as long as the vector for each call, from
+ * some length on fresh pages of the system's, which cost more than the sum. */
+static inline int64_t most_at_a_time(const struct call *c, const struct buffer *in) {
+  if (c->comm->piece == 0 || (int64_t)buffer_bytes(in) < PIECES * c->comm->piece) return runtime.max_count;
+  int64_t most = c->comm->piece / (int64_t)in->type->bytes;
+  return most < runtime.max_count ? most : runtime.max_count;
+}
 
 /* The operand's chunk, or MPI_IN_PLACE if the result aliases the operand. XLA decides about aliasing on each rank
  * alone. For an allreduce the standard requires MPI_IN_PLACE on all ranks or on none, but no library passes this choice
@@ -159,7 +167,8 @@ static ffi_error *allgather(struct call *c) {
 static ffi_error *allreduce(struct call *c) {
   ARGUMENTS(allreduce, c);
   BEGIN(c, Allreduce, "with %" PRId64 " items and", b.in->count);
-  FOR_CHUNKS(c, b.in->count, i, n)
+  int64_t most = most_at_a_time(c, b.in);
+  FOR_CHUNKS_OF(most, b.in->count, i, n)
   TRY(c,
       mpi.Allreduce(chunk_of(b.in, b.out, i), buffer_at(b.out, i), (int)n, element(b.in->type), handle_of(a.op), comm));
   return NULL;

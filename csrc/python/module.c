@@ -501,6 +501,20 @@ static PyObject *set_max_count(PyObject *self, PyObject *args) {
   return PyLong_FromLongLong(previous);
 }
 
+PyDoc_STRVAR(set_piece_doc,
+             "set_piece(number, bytes)\n\nOf an allreduce on this communicator; the same on all ranks. 0: never "
+             "divided.");
+static PyObject *set_piece(PyObject *self, PyObject *args) {
+  (void)self;
+  long long number, bytes;
+  if (!PyArg_ParseTuple(args, "LL", &number, &bytes)) return NULL;
+  struct communicator *comm = communicator_at(number);
+  if (comm == NULL) return NULL;
+  if (bytes != 0 && bytes < 16) return PyErr_Format(PyExc_ValueError, "at least an element, 16 bytes");
+  comm->piece = bytes;
+  Py_RETURN_NONE;
+}
+
 PyDoc_STRVAR(set_most_tag_doc, "set_most_tag(n)\n\nThe highest tag of a message.");
 static PyObject *set_most_tag(PyObject *self, PyObject *args) {
   (void)self;
@@ -649,6 +663,7 @@ static PyMethodDef methods[] = {
     {"connect", connect_group, METH_VARARGS, connect_doc},
     {"expect", expect, METH_VARARGS, expect_doc},
     {"set_max_count", set_max_count, METH_VARARGS, set_max_count_doc},
+    {"set_piece", set_piece, METH_VARARGS, set_piece_doc},
     {"set_most_tag", set_most_tag, METH_VARARGS, set_most_tag_doc},
     {NULL, NULL, 0, NULL},
 };

@@ -86,6 +86,11 @@ def resolve(comm: Any, operation: str) -> Communicator:
     return known
 
 
+_PIECE, _LEAST_SHARE = 8 << 20, 256 << 10
+"""Bytes of a piece of a long allreduce (`most_at_a_time` in csrc/mpi/ops.c), and of each rank's share of a piece, which
+must not get too short: libraries send such shares."""
+
+
 class _Default:
     """The clone of COMM_WORLD that calls without `comm` use.
 
@@ -133,6 +138,8 @@ class _Default:
                     "set it on all ranks."
                 )
             _core.set_chunk(resolved.number, self.chunk(ours=True))
+            if not self._settings[3]:  # nothing is known of an MPI that reads the memory of devices
+                _core.set_piece(resolved.number, max(_PIECE, resolved.size * _LEAST_SHARE))
             _core.set_name(resolved.number, "the default communicator")
             _timeline.communicator(resolved.number, self._comm, "the default communicator")
             self._resolved = resolved

@@ -220,6 +220,29 @@ static void the_rest_of_a_huge_result_is_zero(void) {
   munmap(room, (size_t)count);
 }
 
+/* An allreduce that is long enough goes in pieces, if the communicator has them; a shorter one, or another operation,
+ * does not. */
+static void a_long_allreduce_goes_in_pieces(void) {
+  struct communicator *comm = world(PLACE, SIZE);
+  comm->piece = 64;
+  static const int64_t counts[] = {0, 1, 31, 32, 33, 48, 50};
+  FOR_EACH (const int64_t *, n, counts) {
+    int64_t bytes = *n * 8, expected = bytes < 4 * 64 ? 1 : (*n + 7) / 8;
+    context("%d elements", (int)*n);
+    fake->reset();
+    fill(in, ROOM);
+    blank(out, ROOM);
+    SUCCEEDS(RUN("allreduce", ARRAY(F64, in, *n), ARRAY(F64, out, *n), COMM(comm), reduction("SUM")));
+    CHECK_EQUAL(times_called("MPI_Allreduce"), expected);
+    for (int64_t i = 0; i < bytes; i++) CHECK_EQUAL(out[i], (unsigned char)(in[i] + SIZE));
+    CHECK(is_blank(out, (size_t)bytes, ROOM));
+  }
+  fake->reset();
+  SUCCEEDS(RUN("scan", ARRAY(F64, in, 50), ARRAY(F64, out, 50), COMM(comm), reduction("SUM")));
+  CHECK_EQUAL(times_called("MPI_Scan"), 1);
+  comm->piece = 0;
+}
+
 static const struct test tests[] = {
     TEST(a_lowered_limit_changes_no_result),
     TEST(true_counts_are_not_cut),
@@ -228,6 +251,7 @@ static const struct test tests[] = {
     TEST(a_huge_message_longer_than_a_huge_result_is_refused),
     TEST(a_message_shorter_than_a_huge_result_is_refused),
     TEST(the_rest_of_a_huge_result_is_zero),
+    TEST(a_long_allreduce_goes_in_pieces),
 };
 
 MAIN(tests)
