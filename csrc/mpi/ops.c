@@ -534,6 +534,7 @@ static ffi_error *reduce_scatterv(struct call *c) {
       error = reduce_to(c, r, b.in, first, elements, to.data, handle_of(a.op));
       first += elements;
     }
+    if (error != NULL) free(to.own);
   } else if (error == NULL) {
     code = mpi.Reduce_scatter(b.in->data, to.data, parts.counts, parts.type, handle_of(a.op), comm);
   }

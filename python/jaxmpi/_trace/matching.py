@@ -13,7 +13,8 @@ from jaxmpi._trace.files import Communicator, Event, Rank
 
 MESSAGES = {"send", "recv", "sendrecv"}
 _ONE_CLOCK: Mapping[int, str] = {}
-_WITH_NEIGHBORS = {"exchange", "neighbor_allgather", "neighbor_alltoall"}
+_WITH_SOME = {"exchange", "neighbor_allgather", "neighbor_alltoall", "allgatherv", "alltoallv", "gatherv", "scatterv"}
+_WITH_SOME |= {"reduce_scatterv"}
 _FROM_ROOT, _TO_ROOT = {"bcast", "scatter"}, {"gather", "reduce"}
 
 
@@ -39,15 +40,15 @@ class Collective:
         first = ordered[0]
         if first.name != "barrier" and not any(event.nbytes for event in ordered):
             return []  # nothing is moved, so a library need not wait
-        if first.name in _WITH_NEIGHBORS:
-            return []  # which other ranks these are the events do not tell
+        if first.name in _WITH_SOME:
+            return []  # with which other ranks data is exchanged the events do not tell
         if first.name in _FROM_ROOT | _TO_ROOT:
             root = self.events.get(self.communicator.ranks[first.arguments["root"]])
             others = [event for event in ordered if event is not root]
             if root is None:
                 return []
             return [(event, root) if first.name in _FROM_ROOT else (root, event) for event in others]
-        if first.name == "scan":
+        if first.name in ("scan", "exscan"):
             return list(zip(ordered[1:], ordered, strict=False))
         last = {clock.get(event.rank): event for event in sorted(ordered, key=lambda event: event.begin)}
         return [(a, b) for a in ordered for b in last.values() if a is not b]
