@@ -179,9 +179,13 @@ class Distributed:
     def _invariant(self, comm, x):
         return jaxmpi.invariant(x)
 
+    def _at_run_time(self, comm, *ends):
+        """Ranks and tags; those of some messages are traced, where anything is."""
+        return lax.optimization_barrier(tuple(map(jnp.int32, ends))) if comm.tag == 5 else ends
+
     def _pair(self, comm, x):
-        tag = max(comm.tag, 0)
         source, dest = (comm.root, comm.peer) if self.size > 1 else (MPI.PROC_NULL, MPI.PROC_NULL)
+        source, dest, tag = self._at_run_time(comm, source, dest, max(comm.tag, 0))
         dtype = jnp.int32 if comm.root in comm.integer_on else jnp.float64
         if self.rank == comm.root:
             notoken.send(x, dest, tag=tag)
@@ -210,7 +214,8 @@ class Distributed:
         elif self.size:
             source, dest = source % self.size, dest % self.size
         template = self._template(comm, x, jnp.int32 if integer else jnp.float64)
-        tags = {} if comm.tag < 0 else {"sendtag": comm.tag, "recvtag": comm.tag}
+        source, dest, tag = self._at_run_time(comm, source, dest, comm.tag)
+        tags = {} if comm.tag < 0 else {"sendtag": tag, "recvtag": tag}
         return notoken.sendrecv(x, template, source, dest, **tags)
 
     # --- structure -------------------------------------------------------------------------------------------------
