@@ -77,6 +77,11 @@ BAD = {
         r"allgatherv: counts must be a scalar, the count of this rank; got shape \(\d+,\)",
     ),
     "count None": (lambda n: notoken.allgatherv(X, None), TypeError, r"allgatherv: counts must be a Python"),
+    "counts traced, one by one": (
+        lambda n: jax.jit(lambda k: notoken.allgatherv(X, [k] * n))(3),
+        TypeError,
+        r"allgatherv: counts must be a sequence of integers.*Counts that are known at run time",
+    ),
     "counts of a scalar": (
         lambda n: notoken.allgatherv(jnp.ones(()), [1] * n),
         ValueError,

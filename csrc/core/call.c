@@ -1,6 +1,7 @@
 #include "core/call.h"
 
 #include <inttypes.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -40,35 +41,42 @@ static __attribute__((noinline)) ffi_error *body_recorded(struct call *call) {
   return error;
 }
 
+/* What Python passes in the place of MPI.ANY_SOURCE where the messages must have one source, and of a number that 32
+ * bits do not hold. */
+#define ANY_OF_SEVERAL INT32_MIN
+#define TOO_LARGE      (INT32_MIN + 1)
+
 /* Replaces a rank or tag that is TRACED by its value. */
 static ffi_error *find_end(struct call *call, int index, int64_t value) {
   const char *name = call->operation->attributes[index].name;
   const struct abi *abi = runtime.abi;
   int64_t *attribute = &call->attributes[index], first = *attribute - TRACED;
   bool received = call->operation->row == ROW_recv;
+  char given[32] = "more than 32 bits hold";
+  if (value != TOO_LARGE) snprintf(given, sizeof given, "%" PRId64, value);
   if (call->operation->attributes[index].kind == RANK) {
     bool any = strcmp(name, "source") == 0 && first == 0;
     *attribute = value;
     if ((value >= 0 && value < call->comm->size) || value == abi->proc_null || (any && value == abi->any_source))
       return NULL;
-    if (value == INT32_MIN) /* Python's, in the place of MPI.ANY_SOURCE */
+    if (value == ANY_OF_SEVERAL)
       return call_fail(call, FFI_INVALID_ARGUMENT,
                        "with a pytree of several arrays the source must be a rank; nothing was sent");
     return call_fail(call, FFI_INVALID_ARGUMENT,
-                     "%s is %" PRId64
-                     ", and must be a rank of the communicator, 0 to %d, or MPI.PROC_NULL%s; nothing was sent",
-                     name, value, call->comm->size - 1,
-                     any         ? " or MPI.ANY_SOURCE"
-                     : first > 0 ? ", so that the way back of a derivative is known"
-                                 : "");
+                     "%s is %s, and must be a rank of the communicator, 0 to %d, or MPI.PROC_NULL%s; nothing was sent",
+                     name, given, call->comm->size - 1,
+                     any ? " or MPI.ANY_SOURCE"
+                     : first > 0
+                         ? ", so that the way back of a derivative is known (where source and dest are exchanged)"
+                         : "");
   }
   /* In a derivative the message is to be the one that belongs to that of the function. */
   bool any = value == abi->any_tag && (strcmp(name, "recvtag") == 0 || (received && first == 0));
   *attribute = any ? value : value + first;
   if (any || (value >= 0 && value + first <= runtime.most_tag)) return NULL;
-  return call_fail(call, FFI_INVALID_ARGUMENT,
-                   "%s is %" PRId64 ", and must be between 0 and %" PRId64 "%s; nothing was sent", name, value,
-                   runtime.most_tag - first, first > 0 ? " where there are derivatives" : "");
+  return call_fail(call, FFI_INVALID_ARGUMENT, "%s is %s, and must be between 0 and %" PRId64 "%s; nothing was sent",
+                   name, given, runtime.most_tag - first,
+                   first > 0 ? " in a derivative (on whose way back sendtag and recvtag are exchanged)" : "");
 }
 
 static __attribute__((noinline)) ffi_error *find_ends(struct call *call) {

@@ -105,7 +105,9 @@ static void describe(const struct record *record, char *text, size_t size) {
   if (record->reduction == USERS_REDUCTION) ADD(" by a reduction of the user's");
   if (reduction != NULL) ADD(" %.*s", (int)strcspn(reduction->name, " "), reduction->name); /* "SUM of float16" */
   if (record->root >= 0)
-    ADD(" %s root %" PRId64, row->divisibility == GATHERS || record->reduction != 0 ? "to" : "from", record->root);
+    ADD(" %s root %" PRId64,
+        row->divisibility == GATHERS || row->row == ROW_gatherv || record->reduction != 0 ? "to" : "from",
+        record->root);
   bool rows = attribute_of(row, NUMBER) >= 0;
   if (type != NULL) ADD(" of %s%" PRId64 " %s", rows ? "rows of " : "", record->count, type->name);
   if (record->arrays > 0) ADD(" in %" PRId64 " array%s", record->arrays, record->arrays > 1 ? "s" : "");

@@ -410,11 +410,14 @@ static ffi_error *check_rows(const struct call *c, const struct buffer *in, int6
 }
 
 static ffi_error *fail_counts(const struct call *c, int rank) {
-  return call_fail(
-      c, FFI_INVALID_ARGUMENT,
-      "rank %d%s has passed a count of rows that is negative, or counts that are more than the rows of its "
-      "array: nothing was received from it",
-      rank, rank == c->comm->rank ? " (this one)" : "");
+  if (c->operation->row == ROW_reduce_scatterv)
+    return call_fail(c, FFI_INVALID_ARGUMENT,
+                     "a rank has passed a count of rows that is negative, or the counts of all ranks together are more "
+                     "than the rows of the array: nothing was reduced");
+  return call_fail(c, FFI_INVALID_ARGUMENT,
+                   "rank %d%s has passed a count of rows that is negative, or counts that are more than the rows of "
+                   "its array: nothing was received from it",
+                   rank, rank == c->comm->rank ? " (this one)" : "");
 }
 
 /* Of counts that all ranks know: then all of them come to the same. */

@@ -314,7 +314,7 @@ def one_message(source: Any, x: Any, operation: str) -> Any:
     source that is known at run time the core then takes that for no rank."""
     leaves = len(jax.tree.leaves(x))
     if not isinstance(source, int):
-        return source if leaves <= 1 else jnp.where(source == MPI.ANY_SOURCE, jnp.int32(-(2**31)), source)
+        return source if leaves <= 1 else jnp.where(source == MPI.ANY_SOURCE, jnp.int32(_ends.ANY_OF_SEVERAL), source)
     if source == MPI.ANY_SOURCE and leaves > 1:
         raise ValueError(
             f"{operation}: a pytree of {leaves} arrays is as many messages, and with source=MPI.ANY_SOURCE they could "

@@ -41,7 +41,9 @@ def of_all(counts: Any, size: int, operation: str, argument: str) -> tuple[int, 
 
 
 def _is_scalar(value: Any) -> bool:
-    return np.ndim(value) == 0 and not isinstance(value, (str, bytes, dict, set))
+    if isinstance(value, np.ndarray):
+        return value.ndim == 0
+    return not hasattr(value, "__len__")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -65,6 +67,11 @@ def rows_of(leaves: Sequence[Any], names: Sequence[str], operation: str) -> int:
         if leaf.shape[0] > MOST:
             raise ValueError(f"{operation}: {name} has {leaf.shape[0]} rows, and MPI counts {MOST}: make rows longer.")
     return leaves[0].shape[0] if leaves else 0
+
+
+def most(leaves: Sequence[Any], rows: int) -> int:
+    """How many rows may be counted: of no array any number."""
+    return rows if leaves else MOST
 
 
 def match(have: int, expected: int, what: str, operation: str, names: Sequence[str]) -> None:
@@ -94,6 +101,8 @@ def no_room(rows: Any, operation: str) -> None:
 def numbers(counts: Any, shape: tuple[int, ...], operation: str, argument: str) -> jax.Array:
     """Counts that are known at run time, as an array of that shape."""
     if not isinstance(counts, jax.Array):
+        if shape:
+            raise TypeError(f"{operation}: {argument} must be an array of integers of shape {shape}, got {counts!r}.")
         counts = arguments.integer(counts, operation, argument)
         if not -MOST <= counts <= MOST:
             raise ValueError(f"{operation}: {argument} is {counts}, and MPI counts {MOST} rows.")

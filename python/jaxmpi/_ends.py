@@ -13,7 +13,10 @@ import jax.numpy as jnp
 from jaxmpi import _jax
 from jaxmpi._tags import TRACED
 
-_LEAST, _MOST = -(2**31), 2**31 - 1
+_MOST = 2**31 - 1
+ANY_OF_SEVERAL, TOO_LARGE = -(2**31), -(2**31) + 1
+"""What the core takes for no rank and no tag: in the place of ANY_SOURCE for messages that must have one source, and of
+what 32 bits do not hold."""
 
 
 def at_run_time(value: Any, operation: str, argument: str) -> jax.Array | None:
@@ -25,10 +28,12 @@ def at_run_time(value: Any, operation: str, argument: str) -> jax.Array | None:
             f"{operation}: {argument} must be an integer, got a traced value of dtype {value.dtype} and shape "
             f"{value.shape}."
         )
-    if value.dtype.itemsize >= 4:  # what does not fit is no rank or tag, and must not become one
-        least = _LEAST if jnp.issubdtype(value.dtype, jnp.signedinteger) else 0
-        value = jnp.clip(value, jnp.asarray(least, value.dtype), jnp.asarray(_MOST, value.dtype))
-    return value.astype(jnp.int32)
+    if value.dtype.itemsize < 4:
+        return value.astype(jnp.int32)
+    holds = value <= jnp.asarray(_MOST, value.dtype)
+    if jnp.issubdtype(value.dtype, jnp.signedinteger):
+        holds &= value > jnp.asarray(TOO_LARGE, value.dtype)
+    return jnp.where(holds, value.astype(jnp.int32), jnp.int32(TOO_LARGE))
 
 
 def split(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[jax.Array]]:

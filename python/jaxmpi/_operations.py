@@ -152,7 +152,7 @@ def allgatherv(
         params: Params = {"comm": resolved, "rows": sum(known)}
         results = _by_counts("allgatherv", params, leaves, by_counts.operand(known))
         return jax.tree.unflatten(structure, results), after(token)
-    told = _tell(counts, own, resolved, "allgatherv")
+    told = _tell(counts, by_counts.most(leaves, own), resolved, "allgatherv")
     params = {"comm": resolved, "rows": by_counts.room(rows, resolved.size * own, "allgatherv")}
     results = _by_counts("allgatherv", params, leaves, told)
     return (jax.tree.unflatten(structure, results), told), after(token)
@@ -252,7 +252,7 @@ def alltoallv(
     counts = by_counts.numbers(
         sendcounts if sent is None else jax.numpy.asarray(sent), (resolved.size,), "alltoallv", "sendcounts"
     )
-    mine = by_counts.possible(counts, own)
+    mine = by_counts.possible(counts, by_counts.most(leaves, own))
     theirs = bind("alltoall", {"comm": resolved}, mine)
     results = _by_counts("alltoallv", params, leaves, mine, theirs)
     return (jax.tree.unflatten(structure, results), theirs), after(token)
@@ -384,7 +384,7 @@ def gatherv(
         params: Params = {"comm": resolved, "root": root, "rows": sum(known)}
         results = _by_counts("gatherv", params, leaves, by_counts.operand(known))
         return jax.tree.unflatten(structure, results), after(token)
-    told = _tell(counts, own, resolved, "gatherv")
+    told = _tell(counts, by_counts.most(leaves, own), resolved, "gatherv")
     params = {"comm": resolved, "root": root, "rows": by_counts.room(rows, resolved.size * own, "gatherv")}
     results = _by_counts("gatherv", params, leaves, told)
     return (jax.tree.unflatten(structure, results), told), after(token)
@@ -601,7 +601,8 @@ def reduce_scatter(
         params["rows"] = known[resolved.rank]
         results = _by_counts("reduce_scatterv", params, leaves, by_counts.operand(known))
         return jax.tree.unflatten(structure, results), after(token)
-    told = by_counts.possible(_tell(counts, whole, resolved, "reduce_scatter"), whole)
+    most = by_counts.most(leaves, whole)
+    told = by_counts.possible(_tell(counts, most, resolved, "reduce_scatter"), most)
     params["rows"] = by_counts.room(rows, whole, "reduce_scatter")
     results = _by_counts("reduce_scatterv", params, leaves, told)
     return (jax.tree.unflatten(structure, results), told), after(token)
@@ -718,7 +719,8 @@ def scatterv(
     params = {"comm": resolved, "root": root, "rows": by_counts.room(rows, own, "scatterv")}
     given = jax.numpy.zeros(resolved.size, jax.numpy.int32)
     if mine:
-        given = by_counts.possible(by_counts.numbers(counts, given.shape, "scatterv", "counts"), own)
+        given = by_counts.numbers(counts, given.shape, "scatterv", "counts")
+        given = by_counts.possible(given, by_counts.most(leaves, own))
     told = bind("bcast", {"comm": resolved, "root": root}, given)
     results = _by_counts("scatterv", params, leaves, told)
     return (jax.tree.unflatten(structure, results), told), after(token)

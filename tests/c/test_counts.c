@@ -155,6 +155,7 @@ static void impossible_counts_are_an_error_on_all_ranks(void) {
       if (!is("alltoallv")) c.sent[culprit] = -1;
       snprintf(text, sizeof text, "rank %d%s has passed a count of rows", culprit,
                culprit == c.rank ? " (this one)" : "");
+      if (is("reduce_scatterv")) snprintf(text, sizeof text, "a rank has passed a count of rows");
       c.out_rows = 30;
       FAILS(run_it(), FFI_INVALID_ARGUMENT, text);
       CHECK_EQUAL(times_called(functions[which]), is("alltoallv"));

@@ -315,7 +315,7 @@ static void ends_are_read_at_run_time(void) {
   FAILS(send_to(TRACED, 9, (int32_t[]){-7}, 1), FFI_INVALID_ARGUMENT, "dest is -7, and must be a rank");
   FAILS(send_to(0, TRACED, (int32_t[]){-1}, 1), FFI_INVALID_ARGUMENT, "tag is -1, and must be between 0 and 2097151;");
   FAILS(send_to(0, TRACED + FIRST, (int32_t[]){FIRST}, 1), FFI_INVALID_ARGUMENT,
-        "between 0 and 1048575 where there are");
+        "between 0 and 1048575 in a derivative");
   FAILS(send_to(TRACED, TRACED, (int32_t[]){1}, 1), FFI_INTERNAL, "a rank or tag is not passed");
   CHECK_EQUAL(communications(), 0);
   runtime.most_tag = INT32_MAX;

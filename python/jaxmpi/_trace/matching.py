@@ -13,9 +13,9 @@ from jaxmpi._trace.files import Communicator, Event, Rank
 
 MESSAGES = {"send", "recv", "sendrecv"}
 _ONE_CLOCK: Mapping[int, str] = {}
-_WITH_SOME = {"exchange", "neighbor_allgather", "neighbor_alltoall", "allgatherv", "alltoallv", "gatherv", "scatterv"}
-_WITH_SOME |= {"reduce_scatterv"}
-_FROM_ROOT, _TO_ROOT = {"bcast", "scatter"}, {"gather", "reduce"}
+_WITH_NEIGHBORS = {"exchange", "neighbor_allgather", "neighbor_alltoall"}
+_FROM_ROOT, _TO_ROOT = {"bcast", "scatter", "scatterv"}, {"gather", "reduce", "gatherv"}
+_BY_COUNTS = {"allgatherv", "alltoallv", "gatherv", "reduce_scatterv", "scatterv"}
 
 
 @dataclass
@@ -40,8 +40,10 @@ class Collective:
         first = ordered[0]
         if first.name != "barrier" and not any(event.nbytes for event in ordered):
             return []  # nothing is moved, so a library need not wait
-        if first.name in _WITH_SOME:
-            return []  # with which other ranks data is exchanged the events do not tell
+        if first.name in _WITH_NEIGHBORS:
+            return []  # which other ranks these are the events do not tell
+        if first.name in _BY_COUNTS and clock is not _ONE_CLOCK:
+            return []  # a count of 0 needs nobody; who waited is well enough known without it, clocks are not
         if first.name in _FROM_ROOT | _TO_ROOT:
             root = self.events.get(self.communicator.ranks[first.arguments["root"]])
             others = [event for event in ordered if event is not root]
