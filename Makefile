@@ -167,7 +167,7 @@ test-c: $(BUILD)/.ready ## the C tests, against a fake MPI library and the real 
 
 # All suites on the two device transports that differ most; fewer suites on the other two.
 ON_DEVICE = $(patsubst %,tests/test_%.py,$(1))
-DEVICE_TESTS := $(call ON_DEVICE,device operations errors dtypes order jit transformations large grid neighbors bench)
+DEVICE_TESTS := $(call ON_DEVICE,device operations errors dtypes order jit transformations large grid neighbors bench counts ends)
 SHORT_DEVICE_TESTS := $(call ON_DEVICE,device operations errors dtypes order)
 FAKES = JAXMPI_FAKE_DRIVERS=$(abspath $(BUILD))/tests/device
 test-device: $(BUILD)/.ready ## the suites on a simulated device, copied for MPI and by an aware MPI, on 1, 2 and 4 ranks

@@ -344,6 +344,16 @@ def test_bad_arguments(run, rank, arguments, told):
     assert rank > 0 or "Traceback" not in error
 
 
+@pytest.mark.ranks(2)
+def test_ranks_that_differ(run, rank):
+    """Each would wait in another operation."""
+    code, _, err = run("allreduce" if rank == 0 else "bcast", "--bytes", 8, *SHORT)
+    assert code == 2
+    if rank == 0:
+        assert "the ranks were given different arguments: 0 ['allreduce'" in err
+        assert "1 ['bcast'" in err
+
+
 @pytest.mark.alone
 def test_needs_two_ranks(run):
     code, _, error = run("osu_latency")

@@ -167,7 +167,7 @@ DRIVER += ["MemcpyHtoDAsync", "StreamGetCtx"]
 def test_the_driver_fails(device, case):
     """Each function of the driver that an operation calls: its failure is an exception with the driver's own text."""
     comm = MPI.COMM_SELF
-    x = jnp.ones((1, 3) if case.stacked or case.stacked_on_root else 3)
+    x = jnp.asarray(case.inputs((3,), np.float32, 1, 0)[0])
     call = jax.jit(lambda x: case.call(x, comm, 0))
     expected = np.asarray(call(x))
     failed = 0

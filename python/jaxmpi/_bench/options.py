@@ -140,10 +140,17 @@ def _parser() -> Parser:
     return parser
 
 
+def _without_files(given: Sequence[str]) -> list[str]:
+    """The arguments but for names of files, which rank 0 alone uses."""
+    files = ("--json", "--plot")
+    pairs = zip(["", *map(str, given)], map(str, given), strict=False)
+    return [text for before, text in pairs if before not in files and not text.startswith(files)]
+
+
 def parse(given: Sequence[str] | None) -> argparse.Namespace:
     """The options, with `rows`: (name asked for, row). Ends all ranks with 2 if something is wrong with them."""
     parser = _parser()
-    asked = COMM.allgather(sys.argv[1:] if given is None else list(given))
+    asked = COMM.allgather(_without_files(sys.argv[1:] if given is None else given))
     differs = next((rank for rank, theirs in enumerate(asked) if theirs != asked[0]), None)
     if differs is not None:
         parser.error(f"the ranks were given different arguments: 0 {asked[0]}, {differs} {asked[differs]}")
