@@ -103,3 +103,35 @@ EXPORT int MPIX_GPU_query_support(int type, int *is) {
   *is = (type == CUDA || type == HIP) && supported();
   return MPI_SUCCESS;
 }
+
+EXPORT int MPI_Allgatherv(const void *in, int n, MPI_Datatype t, void *out, const int counts[], const int offsets[],
+                          MPI_Datatype u, MPI_Comm comm) {
+  return PMPI_Allgatherv(reach(in), n, t, reach(out), counts, offsets, u, comm);
+}
+
+EXPORT int MPI_Alltoallv(const void *in, const int sent[], const int from[], MPI_Datatype t, void *out,
+                         const int received[], const int to[], MPI_Datatype u, MPI_Comm comm) {
+  return PMPI_Alltoallv(reach(in), sent, from, t, reach(out), received, to, u, comm);
+}
+
+EXPORT int MPI_Exscan(const void *in, void *out, int n, MPI_Datatype t, MPI_Op op, MPI_Comm comm) {
+  return PMPI_Exscan(reach(in), reach(out), n, t, op, comm);
+}
+
+EXPORT int MPI_Gatherv(const void *in, int n, MPI_Datatype t, void *out, const int counts[], const int offsets[],
+                       MPI_Datatype u, int root, MPI_Comm comm) {
+  return PMPI_Gatherv(reach(in), n, t, reach(out), counts, offsets, u, root, comm);
+}
+
+EXPORT int MPI_Reduce_scatter(const void *in, void *out, const int counts[], MPI_Datatype t, MPI_Op op, MPI_Comm comm) {
+  return PMPI_Reduce_scatter(reach(in), reach(out), counts, t, op, comm);
+}
+
+EXPORT int MPI_Reduce_scatter_block(const void *in, void *out, int n, MPI_Datatype t, MPI_Op op, MPI_Comm comm) {
+  return PMPI_Reduce_scatter_block(reach(in), reach(out), n, t, op, comm);
+}
+
+EXPORT int MPI_Scatterv(const void *in, const int counts[], const int offsets[], MPI_Datatype t, void *out, int m,
+                        MPI_Datatype u, int root, MPI_Comm comm) {
+  return PMPI_Scatterv(reach(in), counts, offsets, t, reach(out), m, u, root, comm);
+}
