@@ -165,8 +165,9 @@ def main() -> None:
             u = jax.block_until_ready(run(u, steps=steps))
             bar.update(steps)
 
-    value = jaxmpi.jit(partial(final_energy, steps=options.steps, size=size))
-    last, gradient = jaxmpi.jit(jax.value_and_grad(partial(final_energy, steps=options.steps, size=size)))(start)
+    of_start = partial(final_energy, steps=options.steps, size=size)
+    value = jaxmpi.jit(of_start)
+    last, gradient = jaxmpi.jit(jax.value_and_grad(of_start))(start)
     slope = allreduce(jnp.vdot(gradient, direction), MPI.SUM)
     quotient = (value(start + STEP * direction) - value(start - STEP * direction)) / (2 * STEP)
 

@@ -48,6 +48,15 @@ def draw(shape, dtype, rank, seed=0):
     return np.asarray(numbers).astype(dtype)
 
 
+def raised(call):
+    """The text of the error that a call raises at run time; empty without one."""
+    try:
+        jax.block_until_ready(call())
+    except jax.errors.JaxRuntimeError as error:
+        return str(error)
+    return ""
+
+
 @dataclass(frozen=True)
 class Case:
     name: str

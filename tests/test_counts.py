@@ -13,7 +13,7 @@ from mpi4py import MPI
 import drawing
 import jaxmpi
 from jaxmpi import notoken
-from table import NEW_JAX, draw, dtype_of
+from table import NEW_JAX, draw, dtype_of, raised
 
 NAMES = ("allgatherv", "alltoallv", "gatherv", "reduce_scatter", "scatterv")
 MOST = 5
@@ -162,14 +162,6 @@ def test_random_batches(comm, rank, size):
             np.testing.assert_array_equal(y, case.expected(each, rank))
 
     drawing.on_all_ranks(comm, cases(size, ("float64",)), check, 60)
-
-
-def raised(call):
-    try:
-        jax.block_until_ready(call())
-    except jax.errors.JaxRuntimeError as error:
-        return str(error)
-    return ""
 
 
 @pytest.mark.parametrize("way", WAYS)

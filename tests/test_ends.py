@@ -10,7 +10,7 @@ from mpi4py import MPI
 import jaxmpi
 from jaxmpi import notoken
 from launch import launch
-from table import NEW_JAX
+from table import NEW_JAX, raised
 
 JITS = [jax.jit, jaxmpi.jit]
 
@@ -91,14 +91,6 @@ def test_proc_null_any_source_and_status(rank, size):
     y = jax.block_until_ready(f(x, MPI.ANY_SOURCE, right, MPI.ANY_TAG))
     assert (status.source, status.tag) == ((rank - 1) % size, 3)
     np.testing.assert_array_equal(y, x - rank + (rank - 1) % size)
-
-
-def raised(call):
-    try:
-        jax.block_until_ready(call())
-    except jax.errors.JaxRuntimeError as error:
-        return str(error)
-    return ""
 
 
 @pytest.mark.parametrize("jit", JITS)

@@ -26,7 +26,6 @@ static void find_share(struct call *call) {
     if (types[written] == NULL) types[written] = buffer->type;
   }
   bool written = call->operation->divisibility == SCATTERS || types[0] == NULL;
-  if (types[written] == NULL) written = !written;
   call->share_type = types[written];
   call->share = row >= 0 ? call->attributes[row] : counts[written]; /* of arrays divided by rows, a row */
   call->share_written = written;
@@ -39,14 +38,18 @@ void compare_decide(struct call *call) {
   find_share(call);
 }
 
-/* The arrays of a joined call, and a hash (FNV-1a) of the sizes of their shares. */
+/* FNV-1a, by words. */
+#define HASH_START UINT64_C(0xcbf29ce484222325)
+static uint64_t hash_add(uint64_t hash, int64_t word) { return (hash ^ (uint64_t)word) * UINT64_C(0x100000001b3); }
+
+/* The arrays of a joined call, and a hash of the sizes of their shares. */
 static void record_arrays(const struct call *call, struct record *record) {
   for (int i = 0; i < call->buffer_count; i++) {
     int count;
     const struct buffer *leaf = leaves_of(call, i, &count);
     if (role_is_written(call->buffers[i].role) != call->share_written) continue;
-    uint64_t hash = 0xcbf29ce484222325u;
-    for (int k = 0; k < count; k++) hash = (hash ^ (uint64_t)leaf[k].count) * 0x100000001b3u;
+    uint64_t hash = HASH_START;
+    for (int k = 0; k < count; k++) hash = hash_add(hash, leaf[k].count);
     record->arrays = count;
     record->sizes = (int64_t)hash;
   }
@@ -60,9 +63,9 @@ static int64_t hash_of_counts(const struct call *call) {
     if (counts != NULL) return 0; /* those sent and those received are each rank's own */
     counts = &call->buffers[i];
   }
-  uint64_t hash = 0xcbf29ce484222325u;
+  uint64_t hash = HASH_START;
   for (size_t i = 0; counts != NULL && i < buffer_bytes(counts); i++)
-    hash = (hash ^ ((const unsigned char *)counts->data)[i]) * 0x100000001b3u;
+    hash = hash_add(hash, ((const unsigned char *)counts->data)[i]);
   return (int64_t)hash;
 }
 

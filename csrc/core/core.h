@@ -115,7 +115,7 @@ struct runtime {
   const struct abi *abi;           /* the copy for the loaded library; NULL before loading */
   intptr_t datatypes[DTYPE_CODES]; /* MPI handle by XLA's code; valid where `known` */
   bool known[DTYPE_CODES];
-  int most_tag;               /* the highest */
+  int most_tag;               /* the highest tag of a message */
   int64_t max_count;          /* elements that one MPI call may be given; INT_MAX except in tests */
   struct communicator *self;  /* COMM_SELF: freed as MPI_Finalize begins; NULL before configuration */
   struct communicator *world; /* COMM_WORLD; NULL before configuration */

@@ -112,8 +112,24 @@ def _tell(counts: Any, rows: int, comm: Any, operation: str) -> jax.Array:
     return bind("allgather", {"comm": comm}, own)
 
 
-def _by_counts(operation: str, params: Params, leaves: Any, *counts: Any) -> list[Any]:
-    return [bind(operation, params, leaf, *counts) for leaf in leaves]
+def _by_counts(operation: str, params: Params, leaves: Any, structure: Any, *counts: Any) -> Any:
+    return jax.tree.unflatten(structure, [bind(operation, params, leaf, *counts) for leaf in leaves])
+
+
+def _join_rows(operation: str, params: Params, x: Any, counts: Any, rows: int | None) -> Any:
+    """The rows of all ranks one behind the other; with a count at run time the counts of all ranks, too."""
+    comm = params["comm"]
+    leaves, names, structure = arguments.leaves(x, operation, "x")
+    own = by_counts.rows_of(leaves, names, operation)
+    known = by_counts.of_all(counts, comm.size, operation, "counts")
+    if known is not None:
+        by_counts.no_room(rows, operation)
+        by_counts.match(own, known[comm.rank], "counts say that this rank has", operation, names)
+        params = {**params, "rows": sum(known)}
+        return _by_counts(operation, params, leaves, structure, by_counts.operand(known))
+    told = _tell(counts, by_counts.most(leaves, own), comm, operation)
+    params = {**params, "rows": by_counts.room(rows, comm.size * own, operation)}
+    return _by_counts(operation, params, leaves, structure, told), told
 
 
 def allgatherv(
@@ -143,19 +159,7 @@ def allgatherv(
       more rows than there is room for, on each rank where that is so.
     """
     resolved = _communicator.resolve(comm, "allgatherv")
-    leaves, names, structure = arguments.leaves(x, "allgatherv", "x")
-    own = by_counts.rows_of(leaves, names, "allgatherv")
-    known = by_counts.of_all(counts, resolved.size, "allgatherv", "counts")
-    if known is not None:
-        by_counts.no_room(rows, "allgatherv")
-        by_counts.match(own, known[resolved.rank], "counts say that this rank has", "allgatherv", names)
-        params: Params = {"comm": resolved, "rows": sum(known)}
-        results = _by_counts("allgatherv", params, leaves, by_counts.operand(known))
-        return jax.tree.unflatten(structure, results), after(token)
-    told = _tell(counts, by_counts.most(leaves, own), resolved, "allgatherv")
-    params = {"comm": resolved, "rows": by_counts.room(rows, resolved.size * own, "allgatherv")}
-    results = _by_counts("allgatherv", params, leaves, told)
-    return (jax.tree.unflatten(structure, results), told), after(token)
+    return _join_rows("allgatherv", {"comm": resolved}, x, counts, rows), after(token)
 
 
 def allreduce(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:
@@ -246,16 +250,16 @@ def alltoallv(
             )
         by_counts.match(own, sum(sent), "the sum of sendcounts is", "alltoallv", names)
         params: Params = {"comm": resolved, "rows": sum(received)}
-        results = _by_counts("alltoallv", params, leaves, by_counts.operand(sent), by_counts.operand(received))
-        return jax.tree.unflatten(structure, results), after(token)
+        return _by_counts(
+            "alltoallv", params, leaves, structure, by_counts.operand(sent), by_counts.operand(received)
+        ), after(token)
     params = {"comm": resolved, "rows": by_counts.room(rows, None, "alltoallv")}
     counts = by_counts.numbers(
         sendcounts if sent is None else jax.numpy.asarray(sent), (resolved.size,), "alltoallv", "sendcounts"
     )
     mine = by_counts.possible(counts, by_counts.most(leaves, own))
     theirs = bind("alltoall", {"comm": resolved}, mine)
-    results = _by_counts("alltoallv", params, leaves, mine, theirs)
-    return (jax.tree.unflatten(structure, results), theirs), after(token)
+    return (_by_counts("alltoallv", params, leaves, structure, mine, theirs), theirs), after(token)
 
 
 def barrier(*, comm: MPI.Comm | None = None, token: Any = None) -> Token:
@@ -375,19 +379,7 @@ def gatherv(
     """
     resolved = _communicator.resolve(comm, "gatherv")
     root = arguments.rank(root, resolved, "gatherv", "root")
-    leaves, names, structure = arguments.leaves(x, "gatherv", "x")
-    own = by_counts.rows_of(leaves, names, "gatherv")
-    known = by_counts.of_all(counts, resolved.size, "gatherv", "counts")
-    if known is not None:
-        by_counts.no_room(rows, "gatherv")
-        by_counts.match(own, known[resolved.rank], "counts say that this rank has", "gatherv", names)
-        params: Params = {"comm": resolved, "root": root, "rows": sum(known)}
-        results = _by_counts("gatherv", params, leaves, by_counts.operand(known))
-        return jax.tree.unflatten(structure, results), after(token)
-    told = _tell(counts, by_counts.most(leaves, own), resolved, "gatherv")
-    params = {"comm": resolved, "root": root, "rows": by_counts.room(rows, resolved.size * own, "gatherv")}
-    results = _by_counts("gatherv", params, leaves, told)
-    return (jax.tree.unflatten(structure, results), told), after(token)
+    return _join_rows("gatherv", {"comm": resolved, "root": root}, x, counts, rows), after(token)
 
 
 def invariant(x: Any, *, comm: MPI.Comm | None = None) -> Any:
@@ -599,13 +591,11 @@ def reduce_scatter(
         by_counts.no_room(rows, "reduce_scatter")
         by_counts.match(whole, sum(known), "the sum of counts is", "reduce_scatter", names)
         params["rows"] = known[resolved.rank]
-        results = _by_counts("reduce_scatterv", params, leaves, by_counts.operand(known))
-        return jax.tree.unflatten(structure, results), after(token)
+        return _by_counts("reduce_scatterv", params, leaves, structure, by_counts.operand(known)), after(token)
     most = by_counts.most(leaves, whole)
     told = by_counts.possible(_tell(counts, most, resolved, "reduce_scatter"), most)
     params["rows"] = by_counts.room(rows, whole, "reduce_scatter")
-    results = _by_counts("reduce_scatterv", params, leaves, told)
-    return (jax.tree.unflatten(structure, results), told), after(token)
+    return (_by_counts("reduce_scatterv", params, leaves, structure, told), told), after(token)
 
 
 def replicate(x: Any, *, comm: MPI.Comm | None = None) -> Any:
@@ -714,16 +704,14 @@ def scatterv(
         what = "the sum of counts is" if mine else "counts say that this rank gets"
         by_counts.match(own, sum(known) if mine else known[resolved.rank], what, "scatterv", names)
         params: Params = {"comm": resolved, "root": root, "rows": known[resolved.rank]}
-        results = _by_counts("scatterv", params, leaves, by_counts.operand(known))
-        return jax.tree.unflatten(structure, results), after(token)
+        return _by_counts("scatterv", params, leaves, structure, by_counts.operand(known)), after(token)
     params = {"comm": resolved, "root": root, "rows": by_counts.room(rows, own, "scatterv")}
     given = jax.numpy.zeros(resolved.size, jax.numpy.int32)
     if mine:
         given = by_counts.numbers(counts, given.shape, "scatterv", "counts")
         given = by_counts.possible(given, by_counts.most(leaves, own))
     told = bind("bcast", {"comm": resolved, "root": root}, given)
-    results = _by_counts("scatterv", params, leaves, told)
-    return (jax.tree.unflatten(structure, results), told), after(token)
+    return (_by_counts("scatterv", params, leaves, structure, told), told), after(token)
 
 
 def send(x: Any, dest: int, *, tag: int = 0, comm: MPI.Comm | None = None, token: Any = None) -> Token:

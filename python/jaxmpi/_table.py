@@ -476,6 +476,20 @@ def _row_by_counts(name: str, results: Callable[..., Any] = _rows, **more: Any) 
     return Row(name, results, batch=lambda p: (1, 1), by_rows=True, **more)
 
 
+def _row_of_prefix(name: str, tangent: Callable[..., Any]) -> Row:
+    """A row of a reduction over the ranks up to this one, or before it."""
+    return Row(
+        name,
+        _same,
+        _largest,
+        part=lambda p: Part(in_place=True),
+        in_place=True,
+        refuse=_refuse_reduction,
+        tangent=_unless_sum(tangent),
+        transpose=_transpose_prefix(name),
+    )
+
+
 # --- the table -----------------------------------------------------------------------------------------------------
 
 ROWS = (
@@ -498,16 +512,7 @@ ROWS = (
     # Its truth values have no cotangent. But it has an effect, so it is transposed with the computation around it.
     Row("check", _none, transpose=lambda *_: []),
     _row_by_plan("exchange"),
-    Row(
-        "exscan",
-        _same,
-        _largest,
-        part=lambda p: Part(in_place=True),
-        in_place=True,
-        refuse=_refuse_reduction,
-        tangent=_unless_sum(_tangent_exscan),
-        transpose=_transpose_prefix("exscan"),
-    ),
+    _row_of_prefix("exscan", _tangent_exscan),
     Row(
         "gather",
         lambda avals, p: _stacked(avals, p) if _on_root(p) else avals,
@@ -552,16 +557,7 @@ ROWS = (
         transpose=_transpose_reduce_scatterv,
     ),
     Row("replicate", _same, _largest, transpose=_transpose_replicate, silent=True),
-    Row(
-        "scan",
-        _same,
-        _largest,
-        part=lambda p: Part(in_place=True),
-        in_place=True,
-        refuse=_refuse_reduction,
-        tangent=_unless_sum(_tangent_scan),
-        transpose=_transpose_prefix("scan"),
-    ),
+    _row_of_prefix("scan", _tangent_scan),
     Row(
         "scatter",
         lambda avals, p: _entry(avals, p) if _on_root(p) else avals,
