@@ -1,143 +1,5 @@
-/* The bodies of the operations: all communication of data happens here. Compiled once per ABI.
- *
- * A body gets its buffers and attributes by their names in ops.def; which buffers there are depends on this rank's part
- * in the operation. If operand and result have equal pointers, XLA has aliased them.
- */
-#include <inttypes.h>
-#include <limits.h>
-#include <stdlib.h>
-#include <string.h>
-
-#include "core/buffers.h"
-#include "core/call.h"
-#include "core/compare.h"
-#include "core/log.h"
-#include "core/plan.h"
-#include "mpi/mpi_table.h"
-
-/* The attributes and the buffers of an operation by name; for EACH the first buffer. */
-#define A(kind, name)      int64_t name;
-#define B(role, name)      struct buffer *name;
-#define EACH(role, name)   struct buffer *name;
-#define JOINED(role, name) struct buffer *name;
-#define PARTLY(role, name) struct buffer *name;
-#define OPERATION(name, divisibility, buffers, attributes) \
-  struct name##_attributes {                               \
-    attributes                                             \
-  };                                                       \
-  struct name##_buffers {                                  \
-    buffers                                                \
-  };
-#include "core/ops.def"
-#undef OPERATION
-#undef A
-#undef B
-#undef EACH
-#undef JOINED
-#undef PARTLY
-
-static inline void find_buffers(struct call *c, struct buffer **buffers, size_t count) {
-  for (size_t i = 0; i < count; i++) buffers[i] = &c->buffers[c->first[i]];
-}
-
-/* Declares a (attributes), b (buffers) and comm. */
-#define ARGUMENTS(operation, call)                                             \
-  struct operation##_attributes a;                                             \
-  struct operation##_buffers b;                                                \
-  memcpy(&a, (call)->attributes, sizeof a);                                    \
-  find_buffers(call, (struct buffer **)(void *)&b, sizeof b / sizeof(void *)); \
-  MPI_Comm comm = (MPI_Comm)(call)->comm->handle
-
-/* Names the MPI function for errors and the log; the other arguments are the text of the log. */
-#define BEGIN(call, name, ...)     \
-  (call)->function = "MPI_" #name; \
-  if ((call)->logged) log_begin(call, __VA_ARGS__)
-
-#define TRY(call, expression)                                    \
-  do {                                                           \
-    int code_ = (expression);                                    \
-    if (code_ != MPI_SUCCESS) return call_fail_mpi(call, code_); \
-  } while (0)
-
-static ffi_error *call_fail_in(struct call *call, const char *function, int code) {
-  call->function = function;
-  return call_fail_mpi(call, code);
-}
-
-/* The same for one call of MPI, whose function the error then names. */
-#define TRY_MPI(call, name, ...)         \
-  do {                                   \
-    int code_ = mpi.name(__VA_ARGS__);   \
-    if (code_ != MPI_SUCCESS) {          \
-      (call)->function = "MPI_" #name;   \
-      return call_fail_mpi(call, code_); \
-    }                                    \
-  } while (0)
-
-#define PASS(expression)               \
-  do {                                 \
-    ffi_error *error_ = (expression);  \
-    if (error_ != NULL) return error_; \
-  } while (0)
-
-/* A buffer that this rank's part in the operation needs. Two versions of the package, mixed, may not pass it. */
-#define NEEDS(call, buffer)                                                                           \
-  if ((buffer)->type == NULL)                                                                         \
-  return call_fail(call, FFI_INTERNAL, "an array that rank %d needs is not passed: reinstall jaxmpi", \
-                   (call)->comm->rank)
-
-static inline MPI_Datatype element(const struct datatype *type) { return (MPI_Datatype)runtime.datatypes[type->code]; }
-
-static inline MPI_Op handle_of(int64_t op) { return (MPI_Op)((const struct reduction *)object_of(op))->handle; }
-
-/* A number of elements as count and datatype: if it exceeds an int, one element of a derived type that spans them all.
- * That serves to send data; reductions go chunk by chunk instead. */
-struct span {
-  int count;
-  MPI_Datatype type;
-  int code; /* an MPI error code; the span is valid if MPI_SUCCESS */
-  bool made;
-};
-
-static struct span span_make(int64_t count, MPI_Datatype type, size_t bytes) {
-  int64_t limit = runtime.max_count, whole = count / limit, rest = count % limit;
-  struct span span = {.count = 1};
-  MPI_Datatype types[2] = {type, type};
-  int counts[2] = {(int)whole, (int)rest};
-  MPI_Aint offsets[2] = {0, (MPI_Aint)(whole * limit * (int64_t)bytes)};
-  if ((span.code = mpi.Type_contiguous((int)limit, type, &types[0])) != MPI_SUCCESS) return span;
-  if ((span.code = mpi.Type_create_struct(2, counts, offsets, types, &span.type)) == MPI_SUCCESS) {
-    span.code = mpi.Type_commit(&span.type);
-    span.made = span.code == MPI_SUCCESS;
-    if (!span.made) mpi.Type_free(&span.type);
-  }
-  mpi.Type_free(&types[0]);
-  return span;
-}
-
-static inline struct span span_of(const struct datatype *type, int64_t count) {
-  if (count > runtime.max_count) return span_make(count, element(type), type->bytes);
-  return (struct span){.count = (int)count, .type = element(type), .code = MPI_SUCCESS};
-}
-
-static inline void span_free(struct span *span) {
-  if (span->made) mpi.Type_free(&span->type);
-}
-
-/* Makes one MPI call on a span and frees the span. */
-#define TRY_SPAN(call, span, expression)                         \
-  do {                                                           \
-    int code_ = (span).code;                                     \
-    if (code_ == MPI_SUCCESS) code_ = (expression);              \
-    span_free(&(span));                                          \
-    if (code_ != MPI_SUCCESS) return call_fail_mpi(call, code_); \
-  } while (0)
-
-/* A reduction works element by element, so a vector with more elements than an int holds is reduced in chunks. */
-#define FOR_CHUNKS_OF(most, total, first, count)                                                                      \
-  for (int64_t first = 0, count = 0; (count = (total) - first < (most) ? (total) - first : (most)) > 0 || first == 0; \
-       first += count + (count == 0))
-#define FOR_CHUNKS(call, total, first, count) FOR_CHUNKS_OF(runtime.max_count, total, first, count)
+/* The bodies of the collectives and of what communicates nothing. Compiled once per ABI. */
+#include "mpi/bodies.h"
 
 /* Elements of an allreduce that MPI gets at a time. The libraries take memory as long as the vector for each call, from
  * some length on fresh pages of the system's, which cost more than the sum. */
@@ -155,7 +17,7 @@ static inline const void *chunk_of(const struct buffer *in, const struct buffer 
 }
 
 /* in: (*shape)  out: (size, *shape) */
-static ffi_error *allgather(struct call *c) {
+ffi_error *BODY(allgather)(struct call *c) {
   ARGUMENTS(allgather, c);
   BEGIN(c, Allgather, "with %" PRId64 " items and", b.in->count);
   struct span s = span_of(b.in->type, b.in->count);
@@ -164,7 +26,7 @@ static ffi_error *allgather(struct call *c) {
 }
 
 /* in, out: (*shape), may be aliased */
-static ffi_error *allreduce(struct call *c) {
+ffi_error *BODY(allreduce)(struct call *c) {
   ARGUMENTS(allreduce, c);
   BEGIN(c, Allreduce, "with %" PRId64 " items and", b.in->count);
   int64_t most = most_at_a_time(c, b.in);
@@ -175,7 +37,7 @@ static ffi_error *allreduce(struct call *c) {
 }
 
 /* in, out: (size, *shape) */
-static ffi_error *alltoall(struct call *c) {
+ffi_error *BODY(alltoall)(struct call *c) {
   ARGUMENTS(alltoall, c);
   BEGIN(c, Alltoall, "with %" PRId64 " items and", b.in->count);
   struct span s = span_of(b.in->type, b.in->count / c->comm->size);
@@ -183,7 +45,7 @@ static ffi_error *alltoall(struct call *c) {
   return NULL;
 }
 
-static ffi_error *barrier(struct call *c) {
+ffi_error *BODY(barrier)(struct call *c) {
   ARGUMENTS(barrier, c);
   BEGIN(c, Barrier, "with");
   TRY(c, mpi.Barrier(comm));
@@ -191,7 +53,7 @@ static ffi_error *barrier(struct call *c) {
 }
 
 /* root: in (*shape), which MPI only reads, and out, which is absent or may be aliased with in  others: out (*shape) */
-static ffi_error *bcast(struct call *c) {
+ffi_error *BODY(bcast)(struct call *c) {
   ARGUMENTS(bcast, c);
   bool root = c->comm->rank == a.root;
   const struct buffer *data = root ? b.in : b.out;
@@ -205,7 +67,7 @@ static ffi_error *bcast(struct call *c) {
 }
 
 /* found: truth values. If one is true, the error has the text `text`. Communicates nothing. */
-static ffi_error *check(struct call *c) {
+ffi_error *BODY(check)(struct call *c) {
   ARGUMENTS(check, c);
   (void)comm;
   for (const struct buffer *found = b.found; found < &c->buffers[c->buffer_count]; found++)
@@ -216,7 +78,7 @@ static ffi_error *check(struct call *c) {
 }
 
 /* Makes the communicator of a group. All ranks of the group do this, and no others. */
-static ffi_error *connect(struct call *c) {
+ffi_error *BODY(connect)(struct call *c) {
   ARGUMENTS(connect, c);
   (void)b;
   struct group *g = object_of(a.group);
@@ -235,7 +97,7 @@ static ffi_error *connect(struct call *c) {
 }
 
 /* in, out: (*shape), may be aliased. The result of rank 0, which MPI leaves undefined, is zero. */
-static ffi_error *exscan(struct call *c) {
+ffi_error *BODY(exscan)(struct call *c) {
   ARGUMENTS(exscan, c);
   BEGIN(c, Exscan, "with %" PRId64 " items and", b.in->count);
   FOR_CHUNKS(c, b.in->count, i, n)
@@ -244,7 +106,7 @@ static ffi_error *exscan(struct call *c) {
 }
 
 /* in: (*shape)  out, on root only: (size, *shape) */
-static ffi_error *gather(struct call *c) {
+ffi_error *BODY(gather)(struct call *c) {
   ARGUMENTS(gather, c);
   if (c->comm->rank == a.root) NEEDS(c, b.out);
   BEGIN(c, Gather, "-> %d with %" PRId64 " items and", (int)a.root, b.in->count);
@@ -254,7 +116,7 @@ static ffi_error *gather(struct call *c) {
 }
 
 /* in: (*shape)  out, on root only: (*shape), may be aliased */
-static ffi_error *reduce(struct call *c) {
+ffi_error *BODY(reduce)(struct call *c) {
   ARGUMENTS(reduce, c);
   BEGIN(c, Reduce, "-> %d with %" PRId64 " items and", (int)a.root, b.in->count);
   bool root = c->comm->rank == a.root;
@@ -280,7 +142,7 @@ static ffi_error *reduce_to(struct call *c, int root, const struct buffer *in, i
 }
 
 /* in: (size, *shape)  out: (*shape) */
-static ffi_error *reduce_scatter(struct call *c) {
+ffi_error *BODY(reduce_scatter)(struct call *c) {
   ARGUMENTS(reduce_scatter, c);
   BEGIN(c, Reduce_scatter_block, "with %" PRId64 " items and", b.out->count);
   if (b.out->count > runtime.max_count) {
@@ -294,7 +156,7 @@ static ffi_error *reduce_scatter(struct call *c) {
 }
 
 /* in, out: (*shape), may be aliased */
-static ffi_error *scan(struct call *c) {
+ffi_error *BODY(scan)(struct call *c) {
   ARGUMENTS(scan, c);
   BEGIN(c, Scan, "with %" PRId64 " items and", b.in->count);
   FOR_CHUNKS(c, b.in->count, i, n)
@@ -303,7 +165,7 @@ static ffi_error *scan(struct call *c) {
 }
 
 /* in, on root only: (size, *shape)  out: (*shape) */
-static ffi_error *scatter(struct call *c) {
+ffi_error *BODY(scatter)(struct call *c) {
   ARGUMENTS(scatter, c);
   if (c->comm->rank == a.root) NEEDS(c, b.in);
   BEGIN(c, Scatter, "from %d with %" PRId64 " items and", (int)a.root, b.out->count);
@@ -430,7 +292,7 @@ static ffi_error *parts_of_all(const struct call *c, const struct buffer *counts
 }
 
 /* in: at least the rows of this rank  out: at least those of all ranks */
-static ffi_error *allgatherv(struct call *c) {
+ffi_error *BODY(allgatherv)(struct call *c) {
   ARGUMENTS(allgatherv, c);
   BEGIN(c, Allgatherv, "with %" PRId64 " items and", b.in->count);
   struct parts parts;
@@ -476,7 +338,7 @@ static ffi_error *compare_counts(struct call *c, const struct buffer *sent, cons
 }
 
 /* in: at least the rows that this rank sends  out: at least those that it receives */
-static ffi_error *alltoallv(struct call *c) {
+ffi_error *BODY(alltoallv)(struct call *c) {
   ARGUMENTS(alltoallv, c);
   BEGIN(c, Alltoallv, "with %" PRId64 " items and", b.in->count);
   struct parts sent, received;
@@ -500,7 +362,7 @@ static ffi_error *alltoallv(struct call *c) {
 }
 
 /* in: at least the rows of this rank  out, on root only: at least those of all ranks */
-static ffi_error *gatherv(struct call *c) {
+ffi_error *BODY(gatherv)(struct call *c) {
   ARGUMENTS(gatherv, c);
   bool root = c->comm->rank == a.root;
   if (root) NEEDS(c, b.out);
@@ -521,7 +383,7 @@ static ffi_error *gatherv(struct call *c) {
 }
 
 /* in: at least the rows of all ranks  out: at least those of this rank */
-static ffi_error *reduce_scatterv(struct call *c) {
+ffi_error *BODY(reduce_scatterv)(struct call *c) {
   ARGUMENTS(reduce_scatterv, c);
   BEGIN(c, Reduce_scatter, "with %" PRId64 " items and", b.in->count);
   struct parts parts;
@@ -547,7 +409,7 @@ static ffi_error *reduce_scatterv(struct call *c) {
 }
 
 /* in, on root only: at least the rows of all ranks  out: at least those of this rank */
-static ffi_error *scatterv(struct call *c) {
+ffi_error *BODY(scatterv)(struct call *c) {
   ARGUMENTS(scatterv, c);
   int rank = c->comm->rank;
   if (rank == a.root) NEEDS(c, b.in);
@@ -567,321 +429,12 @@ static ffi_error *scatterv(struct call *c) {
   return error;
 }
 
-/* What is sent of a buffer: itself, or with JAXMPI_CHECK a copy behind a label. */
-struct parcel {
-  const void *data;
-  struct span span;
-  struct label *copy;
-};
-
-/* NULL: no label is wanted, or there is no memory for one; the message is then not checked. */
-static struct label *copy_labelled(const struct call *call, const struct buffer *in) {
-  if (!atomic_load_explicit(&runtime.labels, memory_order_relaxed)) return NULL;
-  struct label *copy = malloc(sizeof *copy + buffer_bytes(in));
-  if (copy == NULL) return NULL;
-  *copy = label_of(call, in);
-  if (in->count > 0) memcpy(copy + 1, in->data, buffer_bytes(in));
-  return copy;
-}
-
-static inline struct span span_of_bytes(int64_t bytes) { return span_of(datatype_find(FFI_DTYPE_U8), bytes); }
-
-static inline struct parcel parcel_of(const struct call *call, const struct buffer *in) {
-  struct label *copy = call->labelled ? copy_labelled(call, in) : NULL;
-  if (copy == NULL) return (struct parcel){.data = in->data, .span = span_of(in->type, in->count)};
-  return (struct parcel){copy, span_of_bytes((int64_t)(sizeof *copy + buffer_bytes(in))), copy};
-}
-
-static inline void parcel_free(struct parcel *parcel) {
-  span_free(&parcel->span);
-  free(parcel->copy);
-}
-
-/* in: any shape */
-static ffi_error *send(struct call *c) {
-  ARGUMENTS(send, c);
-  BEGIN(c, Send, "-> %d with tag %d and", (int)a.dest, (int)a.tag);
-  struct parcel in = parcel_of(c, b.in);
-  int code = in.span.code;
-  if (code == MPI_SUCCESS) code = mpi.Send(in.data, in.span.count, in.span.type, (int)a.dest, (int)a.tag, comm);
-  parcel_free(&in);
-  TRY(c, code);
-  return NULL;
-}
-
-/* Receiving. A message is matched first, and its size is compared with the template. A receive into a buffer that is
- * too small is an error by the standard, but where one process copies directly from the other's memory, Open MPI then
- * writes past the end of the buffer, and MPICH promises nothing better. Matching also gives both sizes for the error,
- * and a message that does not fit can be taken off the channel, so that the next one is not affected. It costs about
- * 0.04 us. */
-
-/* Size of a matched message in elements of `type`; -1 if it is not a whole number of elements or not known. */
-static int64_t message_count(const MPI_Status *status, MPI_Datatype type) {
-  MPI_Count large = ABI_UNDEFINED;
-  int small = ABI_UNDEFINED;
-  if (mpi.Get_count_c != NULL)
-    mpi.Get_count_c(status, type, &large);
-  else if (mpi.Get_count(status, type, &small) == MPI_SUCCESS && small != ABI_UNDEFINED)
-    large = small;
-  else if (mpi.Get_elements_x != NULL)
-    mpi.Get_elements_x(status, type, &large);
-  return large == ABI_UNDEFINED ? -1 : (int64_t)large;
-}
-
-/* Receives a matched message as bytes. Returns an MPI error code. */
-static int take(MPI_Message *message, void *data, int64_t bytes, MPI_Status *status) {
-  struct span span = span_of_bytes(bytes);
-  int code = span.code == MPI_SUCCESS ? mpi.Mrecv(data, span.count, span.type, message, status) : span.code;
-  span_free(&span);
-  return code;
-}
-
-/* Receives a matched message of that many bytes and drops it. Returns an MPI error code, or NO_MEMORY: then the message
- * stays matched and is never received. */
-enum { NO_MEMORY = -1 };
-static int discard(MPI_Message *message, int64_t bytes) {
-  void *scratch = bytes > 0 ? malloc((size_t)bytes) : NULL;
-  if (bytes < 0 || (bytes > 0 && scratch == NULL)) return NO_MEMORY;
-  MPI_Status ignored;
-  int code = take(message, scratch, bytes, &ignored);
-  free(scratch);
-  return code;
-}
-
-/* The error for a message of `sent` bytes that does not fit the template. `code`: of its removal from the channel;
- * `by_status`: the user passes a status; `label`: NULL if it has none. */
-static ffi_error *misfit(const struct call *call, const struct buffer *out, int64_t sent, const MPI_Status *status,
-                         int code, bool by_status, const struct label *label) {
-  int64_t width = (int64_t)out->type->bytes, expected = out->count * width;
-  bool longer = sent > expected;
-  const char *what = sent < 0 ? "has a size that MPI cannot tell" : longer ? "would be truncated" : "is too short";
-  const char *then = code == MPI_SUCCESS ? "dropped" : "left unreceived, for it could not be taken off the channel";
-  return call_fail(call, FFI_INVALID_ARGUMENT,
-                   "the message from rank %d with tag %d%s%.200s has %" PRId64 " bytes (%" PRId64
-                   " elements of %s), the "
-                   "template %" PRId64 " bytes (%" PRId64
-                   " elements): it %s, so it was %s. Receive with a template of "
-                   "the shape and dtype that is sent%s",
-                   status->MPI_SOURCE, status->MPI_TAG, label != NULL && label->lines[0] != '\0' ? " " : "",
-                   label != NULL ? label->lines : "", sent, sent / width, out->type->name, expected, out->count, what,
-                   then, longer || by_status ? "" : ", or pass status= to accept shorter ones (the rest is then zero)");
-}
-
-/* Drops a message that does not fit the template; returns the error. */
-static ffi_error *reject(struct call *call, const struct buffer *out, MPI_Message *message, const MPI_Status *status,
-                         bool by_status) {
-  int64_t sent = message_count(status, (MPI_Datatype)runtime.datatypes[FFI_DTYPE_U8]);
-  int code = discard(message, sent);
-  if (code != MPI_SUCCESS && code != NO_MEMORY) return call_fail_in(call, "MPI_Mrecv", code);
-  return misfit(call, out, sent, status, code, by_status, NULL);
-}
-
-/* What remains once a message of `count` elements is in the template. */
-static inline ffi_error *received(struct call *call, const struct buffer *out, int64_t count, const MPI_Status *status,
-                                  MPI_Status *users) {
-  if (users != NULL) *users = *status;
-  if (count < out->count) /* a short message, or none (MPI_PROC_NULL): the rest is zero */
-    return call_zero(call, buffer_at(out, count), (size_t)(out->count - count) * out->type->bytes);
-  return NULL;
-}
-
-/* Puts a message, which has been received, into the template, if it is of its dtype and fits. */
-static ffi_error *unpack(struct call *call, const struct buffer *out, const char *data, int64_t bytes,
-                         MPI_Status *status, MPI_Status *users) {
-  const struct label *label = label_find(data, bytes);
-  int64_t width = (int64_t)out->type->bytes, room = out->count * width;
-  const struct datatype *sent = label != NULL ? datatype_find((int)label->dtype) : NULL;
-  if (label != NULL) data += sizeof *label, bytes -= (int64_t)sizeof *label;
-  if (sent != NULL && sent != out->type)
-    return call_fail(call, FFI_INVALID_ARGUMENT,
-                     "the message from rank %d with tag %d%s%.200s is of %" PRId64 " %s, the template of %" PRId64
-                     " %s, so it was dropped. Receive with a template of the shape and dtype that is sent",
-                     status->MPI_SOURCE, status->MPI_TAG, label->lines[0] != '\0' ? " " : "", label->lines,
-                     label->count, sent->name, out->count, out->type->name);
-  if (bytes > room || bytes % width != 0 || (bytes < room && users == NULL))
-    return misfit(call, out, bytes, status, MPI_SUCCESS, users != NULL, label);
-  if (bytes > 0) memcpy(out->data, data, (size_t)bytes);
-  if (users != NULL && bytes > INT_MAX && mpi.Status_set_elements_x != NULL)
-    TRY_MPI(call, Status_set_elements_x, status, (MPI_Datatype)runtime.datatypes[FFI_DTYPE_U8], (MPI_Count)bytes);
-  else if (users != NULL && bytes <= INT_MAX)
-    TRY_MPI(call, Status_set_elements, status, (MPI_Datatype)runtime.datatypes[FFI_DTYPE_U8], (int)bytes);
-  return received(call, out, bytes / width, status, users);
-}
-
-/* The same as `receive` of a message that may have a label. */
-static ffi_error *receive_labelled(struct call *call, const struct buffer *out, MPI_Message *message,
-                                   MPI_Status *status, MPI_Status *users) {
-  int64_t bytes = message_count(status, (MPI_Datatype)runtime.datatypes[FFI_DTYPE_U8]);
-  char *data = bytes >= 0 ? malloc((size_t)bytes + 1) : NULL;
-  if (data == NULL) return reject(call, out, message, status, users != NULL);
-  int code = take(message, data, bytes, status);
-  ffi_error *error =
-      code == MPI_SUCCESS ? unpack(call, out, data, bytes, status, users) : call_fail_in(call, "MPI_Mrecv", code);
-  free(data);
-  return error;
-}
-
-/* Receives into `out`, as described by `span`; fills the user's status unless that is NULL. */
-static inline ffi_error *receive(struct call *call, const struct buffer *out, const struct span *span, MPI_Comm comm,
-                                 int source, int tag, MPI_Status *users) {
-  MPI_Message message;
-  MPI_Status status;
-  int units = 0;
-  TRY_MPI(call, Mprobe, source, tag, comm, &message, &status);
-  call->from = status.MPI_SOURCE;
-  call->from_tag = status.MPI_TAG;
-  TRY_MPI(call, Get_count, &status, span->type, &units);
-  bool nobody = status.MPI_SOURCE == ABI_PROC_NULL, fits = units == span->count || nobody;
-  if (call->labelled && !nobody) return receive_labelled(call, out, &message, &status, users);
-  int64_t count = nobody ? 0 : fits ? out->count : message_count(&status, element(out->type));
-  if (!fits && (users == NULL || count < 0 || count > out->count))
-    return reject(call, out, &message, &status, users != NULL);
-  TRY_MPI(call, Mrecv, out->data, span->count, span->type, &message, &status);
-  return received(call, out, count, &status, users);
-}
-
-/* out: the template's shape */
-static ffi_error *recv(struct call *c) {
-  ARGUMENTS(recv, c);
-  BEGIN(c, Recv, "<- %d with tag %d and", (int)a.source, (int)a.tag);
-  struct span out = span_of(b.out->type, b.out->count);
-  TRY(c, out.code);
-  ffi_error *error = receive(c, b.out, &out, comm, (int)a.source, (int)a.tag, object_of(a.status));
-  span_free(&out);
-  return error;
-}
-
-/* in: any shape  out: the template's shape */
-static ffi_error *sendrecv(struct call *c) {
-  ARGUMENTS(sendrecv, c);
-  BEGIN(c, Sendrecv, "<- %d with tag %d -> %d with tag %d and", (int)a.source, (int)a.recvtag, (int)a.dest,
-        (int)a.sendtag);
-  struct parcel in = parcel_of(c, b.in);
-  struct span out = span_of(b.out->type, b.out->count);
-  MPI_Request request;
-  ffi_error *error = NULL;
-  int code = in.span.code != MPI_SUCCESS ? in.span.code : out.code;
-  if (code == MPI_SUCCESS) {
-    c->function = "MPI_Isend";
-    code = mpi.Isend(in.data, in.span.count, in.span.type, (int)a.dest, (int)a.sendtag, comm, &request);
-  }
-  if (code == MPI_SUCCESS) {
-    c->sending = true;
-    error = receive(c, b.out, &out, comm, (int)a.source, (int)a.recvtag, object_of(a.status));
-    MPI_Status sent; /* completed after an error too, so that this rank's message arrives */
-    c->sending = false;
-    code = mpi.Wait(&request, &sent);
-    c->function = code == MPI_SUCCESS ? "MPI_Sendrecv" : "MPI_Wait";
-  }
-  parcel_free(&in);
-  span_free(&out);
-  return error != NULL || code == MPI_SUCCESS ? error : call_fail_mpi(c, code);
-}
-
-/* Receives the message of a peer into the stage, if it is the one that is expected; otherwise drops it. */
-static ffi_error *receive_planned(struct call *c, const struct plan *plan, const struct peer *peer, char *stage,
-                                  uint64_t expected) {
-  MPI_Comm comm = (MPI_Comm)c->comm->handle;
-  MPI_Message message;
-  MPI_Status status;
-  uint64_t label = ~expected;
-  TRY_MPI(c, Mprobe, peer->rank, plan->tag, comm, &message, &status);
-  int64_t bytes = message_count(&status, (MPI_Datatype)runtime.datatypes[FFI_DTYPE_U8]);
-  int code;
-  if (bytes == peer->bytes) {
-    code = take(&message, stage + peer->stage, bytes, &status);
-    memcpy(&label, stage + peer->stage, LABEL_BYTES);
-  } else {
-    code = discard(&message, bytes);
-  }
-  if (code == NO_MEMORY) return call_fail(c, FFI_INTERNAL, "no memory for a message of %" PRId64 " bytes", bytes);
-  if (code != MPI_SUCCESS) return call_fail_in(c, "MPI_Mrecv", code);
-  if (label == expected) return NULL;
-  return call_fail(
-      c, FFI_FAILED_PRECONDITION,
-      "rank %d has sent something else (%" PRId64 " bytes, where %" PRId64
-      " of this call were expected). All ranks must make the same calls in the same order: with arrays of the same "
-      "dtypes, of one and the same global shape each, and the same arguments. JAXMPI_CHECK=1 tells where "
-      "they differ, before anything is sent",
-      peer->rank, bytes, peer->bytes);
-}
-
-/* What the plan says. */
-static ffi_error *by_plan(struct call *c) {
-  MPI_Comm comm = (MPI_Comm)c->comm->handle;
-  const struct plan *plan = plan_of(c);
-  PASS(plan_check(c, plan));
-  BEGIN(c, Isend, "to %d ranks and from %d with", plan->send_count, plan->receive_count);
-  uint64_t label = plan_label(c, plan, atomic_fetch_add(&c->comm->planned, 1) + 1);
-  size_t stage_bytes = (size_t)(plan->sent + plan->received);
-  size_t own_bytes = c->messages == NULL ? stage_bytes : 0;
-  struct scratch *scratch = scratch_take(own_bytes + (size_t)plan->send_count * sizeof(MPI_Request));
-  if (scratch == NULL) return call_fail(c, FFI_INTERNAL, "no memory for messages of %zu bytes", stage_bytes);
-  char *stage = c->messages == NULL ? scratch->data : c->messages;
-  MPI_Request *requests = (MPI_Request *)(void *)(scratch->data + own_bytes);
-  if (c->messages == NULL) plan_pack(c, plan, stage);
-  for (int i = 0; i < plan->send_count; i++) memcpy(stage + plan->sends[i].stage, &label, LABEL_BYTES);
-  int begun = 0, code = MPI_SUCCESS;
-  for (; begun < plan->send_count && code == MPI_SUCCESS; begun++) {
-    const struct peer *peer = &plan->sends[begun];
-    struct span span = span_of_bytes(peer->bytes);
-    code = span.code;
-    if (code == MPI_SUCCESS)
-      code = mpi.Isend(stage + peer->stage, span.count, span.type, peer->rank, plan->tag, comm, &requests[begun]);
-    span_free(&span);
-  }
-  if (code != MPI_SUCCESS) begun--;
-  c->sending = begun > 0;
-  ffi_error *error = code == MPI_SUCCESS ? NULL : call_fail_mpi(c, code);
-  /* All of them, so that none is left to the next call; but where this rank could not send, others may not have been
-   * able to either, and nothing may come. */
-  for (int i = 0; i < plan->receive_count && code == MPI_SUCCESS; i++) {
-    ffi_error *failure = receive_planned(c, plan, &plan->receives[i], stage, label);
-    if (error == NULL) error = failure;
-  }
-  c->sending = false;
-  for (int i = 0; i < begun; i++) {
-    MPI_Status sent;
-    code = mpi.Wait(&requests[i], &sent);
-    if (code != MPI_SUCCESS && error == NULL) error = call_fail_in(c, "MPI_Wait", code);
-  }
-  if (error == NULL && c->messages == NULL) plan_unpack(c, plan, stage);
-  scratch_give(scratch);
-  return error;
-}
-
-static ffi_error *exchange(struct call *c) { return by_plan(c); }
-static ffi_error *neighbor_allgather(struct call *c) { return by_plan(c); }
-static ffi_error *neighbor_alltoall(struct call *c) { return by_plan(c); }
-
-int post_send(const struct call *call, intptr_t *request) {
-  ARGUMENTS(send, (struct call *)(uintptr_t)call);
-  MPI_Request made;
-  struct span in = span_of(b.in->type, b.in->count);
-  int code = in.code;
-  if (code == MPI_SUCCESS) code = mpi.Isend(b.in->data, in.count, in.type, (int)a.dest, (int)a.tag, comm, &made);
-  span_free(&in);
-  if (code == MPI_SUCCESS) *request = (intptr_t)made;
-  return code;
-}
-
-/* Until a message has left its buffer. */
-static ffi_error *complete(struct call *c) {
-  ARGUMENTS(complete, c);
-  (void)b, (void)comm;
-  MPI_Request request = (MPI_Request) * (intptr_t *)object_of(a.request);
-  MPI_Status status;
-  BEGIN(c, Wait, "-> %d with", (int)a.dest);
-  TRY(c, mpi.Wait(&request, &status));
-  return NULL;
-}
-
 #ifdef MORE_BODIES
 #include MORE_BODIES
 #endif
 
 ffi_error *(*const operation_bodies[])(struct call *) = {
-#define OPERATION(name, divisibility, buffers, attributes) name,
+#define OPERATION(name, divisibility, buffers, attributes) BODY(name),
 #include "core/ops.def"
 #undef OPERATION
 };

@@ -9,7 +9,7 @@ static void count_call(const struct buffer *factor, const struct buffer *calls) 
   memcpy(calls->data, factor->data, sizeof(int32_t));
 }
 
-static ffi_error *sums(struct call *c) {
+ffi_error *BODY(sums)(struct call *c) {
   ARGUMENTS(sums, c);
   PASS(factor_check(c, b.factor));
   BEGIN(c, Allreduce, "with");
@@ -23,7 +23,7 @@ static ffi_error *sums(struct call *c) {
   return NULL;
 }
 
-static ffi_error *stacks(struct call *c) {
+ffi_error *BODY(stacks)(struct call *c) {
   ARGUMENTS(stacks, c);
   (void)a;
   BEGIN(c, Allgather, "with");
@@ -34,7 +34,7 @@ static ffi_error *stacks(struct call *c) {
   return NULL;
 }
 
-static ffi_error *each(struct call *c) {
+ffi_error *BODY(each)(struct call *c) {
   ARGUMENTS(each, c);
   PASS(factor_check(c, b.factor));
   BEGIN(c, Allreduce, "with");

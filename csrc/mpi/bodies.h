@@ -1,0 +1,154 @@
+/* What the bodies of the operations share: how a body gets its buffers and attributes, and makes a call of MPI.
+ *
+ * Included only by the sources with bodies, which are compiled once per ABI. A body gets its buffers and attributes by
+ * their names in ops.def; which buffers there are depends on this rank's part in the operation. If operand and result
+ * have equal pointers, XLA has aliased them.
+ */
+#ifndef JAXMPI_BODIES_H
+#define JAXMPI_BODIES_H
+
+#include <inttypes.h>
+#include <limits.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/buffers.h"
+#include "core/call.h"
+#include "core/compare.h"
+#include "core/log.h"
+#include "core/plan.h"
+#include "mpi/mpi_table.h"
+
+/* The attributes and the buffers of an operation by name; for EACH the first buffer. */
+#define A(kind, name)      int64_t name;
+#define B(role, name)      struct buffer *name;
+#define EACH(role, name)   struct buffer *name;
+#define JOINED(role, name) struct buffer *name;
+#define PARTLY(role, name) struct buffer *name;
+#define OPERATION(name, divisibility, buffers, attributes) \
+  struct name##_attributes {                               \
+    attributes                                             \
+  };                                                       \
+  struct name##_buffers {                                  \
+    buffers                                                \
+  };
+#include "core/ops.def"
+#undef OPERATION
+#undef A
+#undef B
+#undef EACH
+#undef JOINED
+#undef PARTLY
+
+static inline void find_buffers(struct call *c, struct buffer **buffers, size_t count) {
+  for (size_t i = 0; i < count; i++) buffers[i] = &c->buffers[c->first[i]];
+}
+
+/* Declares a (attributes), b (buffers) and comm. */
+#define ARGUMENTS(operation, call)                                             \
+  struct operation##_attributes a;                                             \
+  struct operation##_buffers b;                                                \
+  memcpy(&a, (call)->attributes, sizeof a);                                    \
+  find_buffers(call, (struct buffer **)(void *)&b, sizeof b / sizeof(void *)); \
+  MPI_Comm comm = (MPI_Comm)(call)->comm->handle
+
+/* Names the MPI function for errors and the log; the other arguments are the text of the log. */
+#define BEGIN(call, name, ...)     \
+  (call)->function = "MPI_" #name; \
+  if ((call)->logged) log_begin(call, __VA_ARGS__)
+
+#define TRY(call, expression)                                    \
+  do {                                                           \
+    int code_ = (expression);                                    \
+    if (code_ != MPI_SUCCESS) return call_fail_mpi(call, code_); \
+  } while (0)
+
+static inline ffi_error *call_fail_in(struct call *call, const char *function, int code) {
+  call->function = function;
+  return call_fail_mpi(call, code);
+}
+
+/* The same for one call of MPI, whose function the error then names. */
+#define TRY_MPI(call, name, ...)         \
+  do {                                   \
+    int code_ = mpi.name(__VA_ARGS__);   \
+    if (code_ != MPI_SUCCESS) {          \
+      (call)->function = "MPI_" #name;   \
+      return call_fail_mpi(call, code_); \
+    }                                    \
+  } while (0)
+
+#define PASS(expression)               \
+  do {                                 \
+    ffi_error *error_ = (expression);  \
+    if (error_ != NULL) return error_; \
+  } while (0)
+
+/* A buffer that this rank's part in the operation needs. Two versions of the package, mixed, may not pass it. */
+#define NEEDS(call, buffer)                                                                           \
+  if ((buffer)->type == NULL)                                                                         \
+  return call_fail(call, FFI_INTERNAL, "an array that rank %d needs is not passed: reinstall jaxmpi", \
+                   (call)->comm->rank)
+
+static inline MPI_Datatype element(const struct datatype *type) { return (MPI_Datatype)runtime.datatypes[type->code]; }
+
+static inline MPI_Op handle_of(int64_t op) { return (MPI_Op)((const struct reduction *)object_of(op))->handle; }
+
+/* A number of elements as count and datatype: if it exceeds an int, one element of a derived type that spans them all.
+ * That serves to send data; reductions go chunk by chunk instead. */
+struct span {
+  int count;
+  MPI_Datatype type;
+  int code; /* an MPI error code; the span is valid if MPI_SUCCESS */
+  bool made;
+};
+
+static inline struct span span_make(int64_t count, MPI_Datatype type, size_t bytes) {
+  int64_t limit = runtime.max_count, whole = count / limit, rest = count % limit;
+  struct span span = {.count = 1};
+  MPI_Datatype types[2] = {type, type};
+  int counts[2] = {(int)whole, (int)rest};
+  MPI_Aint offsets[2] = {0, (MPI_Aint)(whole * limit * (int64_t)bytes)};
+  if ((span.code = mpi.Type_contiguous((int)limit, type, &types[0])) != MPI_SUCCESS) return span;
+  if ((span.code = mpi.Type_create_struct(2, counts, offsets, types, &span.type)) == MPI_SUCCESS) {
+    span.code = mpi.Type_commit(&span.type);
+    span.made = span.code == MPI_SUCCESS;
+    if (!span.made) mpi.Type_free(&span.type);
+  }
+  mpi.Type_free(&types[0]);
+  return span;
+}
+
+static inline struct span span_of(const struct datatype *type, int64_t count) {
+  if (count > runtime.max_count) return span_make(count, element(type), type->bytes);
+  return (struct span){.count = (int)count, .type = element(type), .code = MPI_SUCCESS};
+}
+
+static inline void span_free(struct span *span) {
+  if (span->made) mpi.Type_free(&span->type);
+}
+
+/* Makes one MPI call on a span and frees the span. */
+#define TRY_SPAN(call, span, expression)                         \
+  do {                                                           \
+    int code_ = (span).code;                                     \
+    if (code_ == MPI_SUCCESS) code_ = (expression);              \
+    span_free(&(span));                                          \
+    if (code_ != MPI_SUCCESS) return call_fail_mpi(call, code_); \
+  } while (0)
+
+/* A reduction works element by element, so a vector with more elements than an int holds is reduced in chunks. */
+#define FOR_CHUNKS_OF(most, total, first, count)                                                                      \
+  for (int64_t first = 0, count = 0; (count = (total) - first < (most) ? (total) - first : (most)) > 0 || first == 0; \
+       first += count + (count == 0))
+#define FOR_CHUNKS(call, total, first, count) FOR_CHUNKS_OF(runtime.max_count, total, first, count)
+
+static inline struct span span_of_bytes(int64_t bytes) { return span_of(datatype_find(FFI_DTYPE_U8), bytes); }
+
+/* The body of an operation. */
+#define BODY(operation) ABI_JOIN(body_##operation, ABI_NAME)
+#define OPERATION(name, divisibility, buffers, attributes) ffi_error *BODY(name)(struct call *c);
+#include "core/ops.def"
+#undef OPERATION
+
+#endif
