@@ -29,6 +29,8 @@ static void find_share(struct call *call) {
   call->share_type = types[written];
   call->share = row >= 0 ? call->attributes[row] : counts[written]; /* of arrays divided by rows, a row */
   call->share_written = written;
+  const struct datatype *type = array_not_passed(call->operation, call->attributes, &call->share);
+  if (type != NULL) call->share_type = type;
 }
 
 void compare_decide(struct call *call) {

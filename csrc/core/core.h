@@ -62,6 +62,7 @@ struct communicator {
   struct communicator *next_freed; /* in runtime.freed */
   atomic_uint_least64_t compared;  /* collectives compared so far, with JAXMPI_CHECK: compare.h */
   atomic_uint_least64_t planned;   /* calls with a plan so far: plan.h */
+  atomic_int expected;             /* messages, by requests: requests.h */
 };
 
 /* Which thread calls MPI for arrays of a device that are staged: copied through host memory. */
@@ -164,9 +165,9 @@ static inline bool role_is_of_host(enum role role) { return (role & 2) != 0; }
 
 enum divisibility { WHOLE, CHUNKS, GATHERS, SCATTERS, EXCHANGES }; /* see ops.def */
 
-/* What an attribute is: RANK and TAG are numbers that errors show, DERIVATIVE and NUMBER see ops.def, the others the
- * number of an object in the registry. */
-enum attribute { RANK, TAG, DERIVATIVE, NUMBER, OBJECT, OBJECT_OR_0, REDUCTION, PLAN };
+/* What an attribute is: RANK and TAG are numbers that errors show, DERIVATIVE, NUMBER and PLAIN see ops.def, the others
+ * the number of an object in the registry. */
+enum attribute { RANK, TAG, DERIVATIVE, NUMBER, PLAIN, OBJECT, OBJECT_OR_0, REDUCTION, PLAN };
 static inline bool attribute_is_object(enum attribute kind) { return kind >= OBJECT; }
 
 /* About what a RANK or TAG is, in a program, that is known at run time only. That of a derivative is TRACED plus the
@@ -209,6 +210,13 @@ static inline int attribute_of(const struct operation *operation, enum attribute
   while (i >= 0 && operation->attributes[i].kind != kind) i--;
   return i;
 }
+/* Whether it starts something, or waits for that: requests.h. */
+static inline bool has_request(const struct operation *operation) {
+  for (int i = 0; i < operation->buffer_count; i++)
+    if (strcmp(operation->buffers[i].name, "request") == 0) return true;
+  return false;
+}
+
 enum {
 #define OPERATION(name, divisibility, buffers, attributes) ROW_##name,
 #include "core/ops.def"
@@ -288,6 +296,8 @@ static inline const struct buffer *leaves_of(const struct call *call, int buffer
 /* The object that an attribute refers to; NULL if none. */
 static inline void *object_of(int64_t attribute) { return (void *)(intptr_t)attribute; }
 
+struct request;
+
 /* What is compiled once for each ABI. With runtime.serialize the caller of a body, of `communicator` and of `exchange`
  * holds runtime.lock. */
 struct abi {
@@ -315,6 +325,11 @@ struct abi {
   /* Begins to send what a call of `send` passes, which must stay until the body of `wait` is done with the request.
    * Returns an MPI error code. */
   int (*start_send)(const struct call *call, intptr_t *request);
+
+  /* Tries whether messages have come that requests expect, on one communicator or, with NULL, on all; and whether what
+   * a request has begun is still under way. Under requests_lock; neither waits. */
+  void (*match_receives)(const struct communicator *comm);
+  bool (*test_request)(struct request *request);
 
   /* Ends the job. Any thread. */
   void (*abort)(int status);

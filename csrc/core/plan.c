@@ -215,6 +215,12 @@ ffi_error *plan_check(const struct call *call, const struct plan *plan) {
   return same ? NULL : call_fail(call, FFI_INTERNAL, "the arrays are not those of its plan: reinstall jaxmpi");
 }
 
+ffi_error *plan_check_operands(const struct call *call, const struct plan *plan) {
+  bool same = call->first[1] - call->first[0] == plan->arrays;
+  for (int i = 0; i < plan->arrays && same; i++) same = plan_operand(call, i)->count == plan->elements[i];
+  return same ? NULL : call_fail(call, FFI_INTERNAL, "the arrays are not those of its plan: reinstall jaxmpi");
+}
+
 ffi_error *plan_begin(const struct call *call, const struct plan *plan) {
   ffi_error *error = NULL;
   for (int i = 0; i < plan->arrays && error == NULL; i++) {
@@ -236,12 +242,20 @@ uint64_t plan_label(const struct call *call, const struct plan *plan, uint64_t n
   return hash ^ hash >> 31;
 }
 
-void plan_pack(const struct call *call, const struct plan *plan, char *stage) {
+void plan_compose(const struct call *call, const struct plan *plan, char *stage) {
   for (int i = 0; i < plan->pack_count; i++)
     walk_box(gather, &plan->packs[i], plan_operand(call, plan->packs[i].leaf)->data, stage + plan->packs[i].stage);
+}
+
+void plan_fill(const struct call *call, const struct plan *plan) {
   plan_begin(call, plan); /* on the host it cannot fail */
   for (int i = 0; i < plan->fill_count; i++)
     walk_box(fill, &plan->fills[i], plan_result(call, plan->fills[i].leaf)->data, NULL);
+}
+
+void plan_pack(const struct call *call, const struct plan *plan, char *stage) {
+  plan_compose(call, plan, stage);
+  plan_fill(call, plan);
 }
 
 void plan_unpack(const struct call *call, const struct plan *plan, const char *stage) {

@@ -69,11 +69,19 @@ static inline const struct buffer *plan_result(const struct call *call, int leaf
 /* NULL, or the error: the arrays of the call are not those of the plan. */
 ffi_error *plan_check(const struct call *call, const struct plan *plan);
 
+/* The same for a call that has operands only. */
+ffi_error *plan_check_operands(const struct call *call, const struct plan *plan);
+
 /* Lets the results begin as the operands, or as zero; in whichever memory they lie, so that it can fail. */
 ffi_error *plan_begin(const struct call *call, const struct plan *plan);
 
-/* Composes the messages in `stage`, which has room for `sent` bytes, except for their labels, and fills the results of
- * `call` except for what is received. */
+/* Composes the messages in `stage`, which has room for `sent` bytes, except for their labels. */
+void plan_compose(const struct call *call, const struct plan *plan, char *stage);
+
+/* Sets the results of `call` except for what is received. */
+void plan_fill(const struct call *call, const struct plan *plan);
+
+/* Both. */
 void plan_pack(const struct call *call, const struct plan *plan, char *stage);
 
 /* Distributes what has been received. */

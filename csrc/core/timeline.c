@@ -199,6 +199,7 @@ static void add_attribute(struct text *text, const struct event *event, int inde
       if (value != 0) add_string(text, name, derivative_name(value));
       break;
     case NUMBER:
+    case PLAIN:
     case OBJECT:
     case OBJECT_OR_0:
     case PLAN:

@@ -28,6 +28,16 @@ void text_add(struct text *text, const char *format, ...) {
   if (length > 0) text->length += (size_t)length < room ? (size_t)length : room - 1;
 }
 
+const struct datatype *array_not_passed(const struct operation *operation, const int64_t attributes[], int64_t *count) {
+  const struct datatype *type = NULL;
+  for (int i = 0; i < operation->attribute_count; i++) {
+    if (operation->attributes[i].kind != PLAIN) continue;
+    if (strcmp(operation->attributes[i].name, "count") == 0) *count = attributes[i];
+    if (strcmp(operation->attributes[i].name, "dtype") == 0) type = datatype_find((int)attributes[i]);
+  }
+  return type;
+}
+
 const struct communicator *words_comm(const int64_t words[WORDS]) {
   return object_of(words[FIRST_ATTRIBUTE + operation_table[words[ROW]].comm]);
 }
@@ -50,8 +60,10 @@ static void add_number(struct text *text, enum attribute kind, const char *name,
 void words_tell(struct text *text, const int64_t words[WORDS]) {
   const struct operation *operation = &operation_table[words[ROW]];
   const struct datatype *type = words[TYPE] >= 0 ? datatype_find((int)words[TYPE]) : NULL;
+  int64_t elements = words[COUNT];
+  if (type == NULL) type = array_not_passed(operation, &words[FIRST_ATTRIBUTE], &elements);
   text_add(text, "%s", operation->name);
-  if (type != NULL) text_add(text, " of %" PRId64 " %s", words[COUNT], type->name);
+  if (type != NULL) text_add(text, " of %" PRId64 " %s", elements, type->name);
   for (int i = 0; i < operation->attribute_count; i++) {
     int64_t value = words[FIRST_ATTRIBUTE + i];
     const char *name = operation->attributes[i].name;

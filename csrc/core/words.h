@@ -23,6 +23,9 @@ static inline int words_of(const struct call *call, int64_t words[WORDS]) {
   return FIRST_ATTRIBUTE + attributes;
 }
 
+/* The type and the elements of the array that an operation is of, where attributes say so; NULL. */
+const struct datatype *array_not_passed(const struct operation *operation, const int64_t attributes[], int64_t *count);
+
 const struct communicator *words_comm(const int64_t words[WORDS]);
 const char *comm_name(const struct communicator *comm);
 

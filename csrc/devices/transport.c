@@ -269,6 +269,7 @@ static enum transport transport_of(const struct call *call) {
  * buffers are joined, taken apart by a plan, or in chunks of several rows, which must be packed first. */
 static bool within_reach(const struct call *call) {
   const struct division *division = &call->division;
+  if (has_request(call->operation)) return false; /* what is in flight is on the host */
   if (call->reducer != REDUCER_MPI || call->leaves != NULL || plan_of(call) != NULL) return false;
   return (division->rows_read == 1 && division->rows_written == 1) || division_is_one(division);
 }
@@ -438,7 +439,7 @@ static ffi_error *prepare(struct stage *stage, struct stream_state *state, const
   stage->state = state;
   stage->aware = runtime.aware && within_reach(call);
   stage->transport = stage->aware ? TRANSPORT_WAIT : transport_of(call);
-  const struct plan *plan = plan_of(call);
+  const struct plan *plan = has_request(call->operation) ? NULL : plan_of(call);
   stage->boxed = plan != NULL && boxes_serve(call, plan) ? plan : NULL;
   if (stage->boxed != NULL) {
     ffi_error *error = plan_check(call, plan);

@@ -50,7 +50,7 @@ static inline void find_buffers(struct call *c, struct buffer **buffers, size_t 
   struct operation##_buffers b;                                                \
   memcpy(&a, (call)->attributes, sizeof a);                                    \
   find_buffers(call, (struct buffer **)(void *)&b, sizeof b / sizeof(void *)); \
-  MPI_Comm comm = (MPI_Comm)(call)->comm->handle
+  __attribute__((unused)) MPI_Comm comm = (MPI_Comm)(call)->comm->handle
 
 /* Names the MPI function for errors and the log; the other arguments are the text of the log. */
 #define BEGIN(call, name, ...)     \
@@ -145,9 +145,40 @@ static inline void span_free(struct span *span) {
 
 static inline struct span span_of_bytes(int64_t bytes) { return span_of(datatype_find(FFI_DTYPE_U8), bytes); }
 
+/* --- messages --- */
+
+#define message_count   ABI_LOCAL(message_count)
+#define discard         ABI_LOCAL(discard)
+#define receive_matched ABI_LOCAL(receive_matched)
+#define fail_planned    ABI_LOCAL(fail_planned)
+#define match_after_all ABI_LOCAL(match_after_all)
+
+enum { NO_MEMORY = -1 };
+
+/* See messages.c. */
+int64_t message_count(const MPI_Status *status, MPI_Datatype type);
+int discard(MPI_Message *message, int64_t bytes);
+
+/* Receives a matched message into `out`, which it must fit. */
+ffi_error *receive_matched(struct call *call, const struct buffer *out, MPI_Message *message, MPI_Status *status);
+
+/* The error for a message of that many bytes which is not the one that a plan expects. */
+ffi_error *fail_planned(const struct call *c, const struct peer *peer, int64_t bytes);
+
+/* Waits for a message that no request expects, where some do. */
+ffi_error *match_after_all(struct call *call, int source, int tag, MPI_Message *message, MPI_Status *status);
+
+/* Waits for a message, and matches it. */
+static inline ffi_error *match(struct call *call, int source, int tag, MPI_Message *message, MPI_Status *status) {
+  if (atomic_load_explicit(&call->comm->expected, memory_order_relaxed) > 0)
+    return match_after_all(call, source, tag, message, status);
+  TRY_MPI(call, Mprobe, source, tag, (MPI_Comm)call->comm->handle, message, status);
+  return NULL;
+}
+
 /* The body of an operation. */
-#define BODY(operation) ABI_JOIN(body_##operation, ABI_NAME)
-#define OPERATION(name, divisibility, buffers, attributes) ffi_error *BODY(name)(struct call *c);
+#define BODY(operation)                                    ABI_JOIN(body_##operation, ABI_NAME)
+#define OPERATION(name, divisibility, buffers, attributes) ffi_error *BODY(name)(struct call * c);
 #include "core/ops.def"
 #undef OPERATION
 

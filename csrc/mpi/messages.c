@@ -48,7 +48,7 @@ ffi_error *BODY(send)(struct call *c) {
  * 0.04 us. */
 
 /* Size of a matched message in elements of `type`; -1 if it is not a whole number of elements or not known. */
-static int64_t message_count(const MPI_Status *status, MPI_Datatype type) {
+int64_t message_count(const MPI_Status *status, MPI_Datatype type) {
   MPI_Count large = ABI_UNDEFINED;
   int small = ABI_UNDEFINED;
   if (mpi.Get_count_c != NULL)
@@ -70,8 +70,7 @@ static int take(MPI_Message *message, void *data, int64_t bytes, MPI_Status *sta
 
 /* Receives a matched message of that many bytes and drops it. Returns an MPI error code, or NO_MEMORY: then the message
  * stays matched and is never received. */
-enum { NO_MEMORY = -1 };
-static int discard(MPI_Message *message, int64_t bytes) {
+int discard(MPI_Message *message, int64_t bytes) {
   void *scratch = bytes > 0 ? malloc((size_t)bytes) : NULL;
   if (bytes < 0 || (bytes > 0 && scratch == NULL)) return NO_MEMORY;
   MPI_Status ignored;
@@ -96,7 +95,10 @@ static ffi_error *misfit(const struct call *call, const struct buffer *out, int6
                    "the shape and dtype that is sent%s",
                    status->MPI_SOURCE, status->MPI_TAG, label != NULL && label->lines[0] != '\0' ? " " : "",
                    label != NULL ? label->lines : "", sent, sent / width, out->type->name, expected, out->count, what,
-                   then, longer || by_status ? "" : ", or pass status= to accept shorter ones (the rest is then zero)");
+                   then,
+                   longer || by_status || call->operation->row == ROW_irecv
+                       ? ""
+                       : ", or pass status= to accept shorter ones (the rest is then zero)");
 }
 
 /* Drops a message that does not fit the template; returns the error. */
@@ -153,23 +155,36 @@ static ffi_error *receive_labelled(struct call *call, const struct buffer *out, 
   return error;
 }
 
-/* Receives into `out`, as described by `span`; fills the user's status unless that is NULL. */
-static inline ffi_error *receive(struct call *call, const struct buffer *out, const struct span *span, MPI_Comm comm,
-                                 int source, int tag, MPI_Status *users) {
+/* Receives a matched message into `out`, as described by `span`; fills the user's status unless that is NULL. */
+static inline ffi_error *receive_into(struct call *call, const struct buffer *out, const struct span *span,
+                                      MPI_Message *message, MPI_Status *status, MPI_Status *users) {
+  int units = 0;
+  call->from = status->MPI_SOURCE;
+  call->from_tag = status->MPI_TAG;
+  TRY_MPI(call, Get_count, status, span->type, &units);
+  bool nobody = status->MPI_SOURCE == ABI_PROC_NULL, fits = units == span->count || nobody;
+  if (call->labelled && !nobody) return receive_labelled(call, out, message, status, users);
+  int64_t count = nobody ? 0 : fits ? out->count : message_count(status, element(out->type));
+  if (!fits && (users == NULL || count < 0 || count > out->count))
+    return reject(call, out, message, status, users != NULL);
+  TRY_MPI(call, Mrecv, out->data, span->count, span->type, message, status);
+  return received(call, out, count, status, users);
+}
+
+ffi_error *receive_matched(struct call *call, const struct buffer *out, MPI_Message *message, MPI_Status *status) {
+  struct span span = span_of(out->type, out->count);
+  TRY(call, span.code);
+  ffi_error *error = receive_into(call, out, &span, message, status, NULL);
+  span_free(&span);
+  return error;
+}
+
+static inline ffi_error *receive(struct call *call, const struct buffer *out, const struct span *span, int source,
+                                 int tag, MPI_Status *users) {
   MPI_Message message;
   MPI_Status status;
-  int units = 0;
-  TRY_MPI(call, Mprobe, source, tag, comm, &message, &status);
-  call->from = status.MPI_SOURCE;
-  call->from_tag = status.MPI_TAG;
-  TRY_MPI(call, Get_count, &status, span->type, &units);
-  bool nobody = status.MPI_SOURCE == ABI_PROC_NULL, fits = units == span->count || nobody;
-  if (call->labelled && !nobody) return receive_labelled(call, out, &message, &status, users);
-  int64_t count = nobody ? 0 : fits ? out->count : message_count(&status, element(out->type));
-  if (!fits && (users == NULL || count < 0 || count > out->count))
-    return reject(call, out, &message, &status, users != NULL);
-  TRY_MPI(call, Mrecv, out->data, span->count, span->type, &message, &status);
-  return received(call, out, count, &status, users);
+  PASS(match(call, source, tag, &message, &status));
+  return receive_into(call, out, span, &message, &status, users);
 }
 
 /* out: the template's shape */
@@ -178,7 +193,7 @@ ffi_error *BODY(recv)(struct call *c) {
   BEGIN(c, Recv, "<- %d with tag %d and", (int)a.source, (int)a.tag);
   struct span out = span_of(b.out->type, b.out->count);
   TRY(c, out.code);
-  ffi_error *error = receive(c, b.out, &out, comm, (int)a.source, (int)a.tag, object_of(a.status));
+  ffi_error *error = receive(c, b.out, &out, (int)a.source, (int)a.tag, object_of(a.status));
   span_free(&out);
   return error;
 }
@@ -199,7 +214,7 @@ ffi_error *BODY(sendrecv)(struct call *c) {
   }
   if (code == MPI_SUCCESS) {
     c->sending = true;
-    error = receive(c, b.out, &out, comm, (int)a.source, (int)a.recvtag, object_of(a.status));
+    error = receive(c, b.out, &out, (int)a.source, (int)a.recvtag, object_of(a.status));
     MPI_Status sent; /* completed after an error too, so that this rank's message arrives */
     c->sending = false;
     code = mpi.Wait(&request, &sent);
@@ -213,11 +228,10 @@ ffi_error *BODY(sendrecv)(struct call *c) {
 /* Receives the message of a peer into the stage, if it is the one that is expected; otherwise drops it. */
 static ffi_error *receive_planned(struct call *c, const struct plan *plan, const struct peer *peer, char *stage,
                                   uint64_t expected) {
-  MPI_Comm comm = (MPI_Comm)c->comm->handle;
   MPI_Message message;
   MPI_Status status;
   uint64_t label = ~expected;
-  TRY_MPI(c, Mprobe, peer->rank, plan->tag, comm, &message, &status);
+  PASS(match(c, peer->rank, plan->tag, &message, &status));
   int64_t bytes = message_count(&status, (MPI_Datatype)runtime.datatypes[FFI_DTYPE_U8]);
   int code;
   if (bytes == peer->bytes) {
@@ -228,7 +242,10 @@ static ffi_error *receive_planned(struct call *c, const struct plan *plan, const
   }
   if (code == NO_MEMORY) return call_fail(c, FFI_INTERNAL, "no memory for a message of %" PRId64 " bytes", bytes);
   if (code != MPI_SUCCESS) return call_fail_in(c, "MPI_Mrecv", code);
-  if (label == expected) return NULL;
+  return label == expected ? NULL : fail_planned(c, peer, bytes);
+}
+
+ffi_error *fail_planned(const struct call *c, const struct peer *peer, int64_t bytes) {
   return call_fail(
       c, FFI_FAILED_PRECONDITION,
       "rank %d has sent something else (%" PRId64 " bytes, where %" PRId64
@@ -300,7 +317,7 @@ int post_send(const struct call *call, intptr_t *request) {
 /* Until a message has left its buffer. */
 ffi_error *BODY(complete)(struct call *c) {
   ARGUMENTS(complete, c);
-  (void)b, (void)comm;
+  (void)b;
   MPI_Request request = (MPI_Request) * (intptr_t *)object_of(a.request);
   MPI_Status status;
   BEGIN(c, Wait, "-> %d with", (int)a.dest);

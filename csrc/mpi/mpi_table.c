@@ -3,6 +3,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "core/requests.h"
 #include "devices/transport.h"
 
 struct mpi_table mpi;
@@ -20,6 +21,7 @@ static int mark_freed(MPI_Comm comm, int key, void *value, void *extra) {
   (void)comm, (void)key, (void)extra;
   struct communicator *freed = value;
   transport_drain();
+  requests_forget(freed);
   atomic_store(&freed->freed, true);
   freed->next_freed = atomic_load(&runtime.freed);
   while (!atomic_compare_exchange_weak(&runtime.freed, &freed->next_freed, freed)) continue;
@@ -100,6 +102,8 @@ const struct abi ABI_LOCAL(abi) = {
     .own_operations = own_operations,
     .exchange = exchange,
     .start_send = post_send,
+    .match_receives = match_messages,
+    .test_request = test_begun,
     .abort = abort_job,
     .any_source = ABI_ANY_SOURCE,
     .any_tag = ABI_ANY_TAG,

@@ -28,6 +28,8 @@ enum { MPI_SUCCESS = 0 };
 #define own_reductions   ABI_LOCAL(own_reductions)
 #define operation_bodies ABI_LOCAL(operation_bodies)
 #define post_send        ABI_LOCAL(post_send)
+#define match_messages   ABI_LOCAL(match_messages)
+#define test_begun       ABI_LOCAL(test_begun)
 
 struct mpi_table {
 #define REQUIRED(name, parameters) int(*name) parameters;
@@ -50,5 +52,7 @@ extern ffi_error *(*const operation_bodies[])(struct call *);
 
 /* See struct abi. */
 int post_send(const struct call *call, intptr_t *request);
+void match_messages(const struct communicator *comm);
+bool test_begun(struct request *request);
 
 #endif

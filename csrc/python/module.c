@@ -8,6 +8,7 @@
 
 #include "core/failure.h"
 #include "core/plan.h"
+#include "core/requests.h"
 #include "core/timeline.h"
 #include "core/watch.h"
 #include "devices/transport.h"
@@ -232,7 +233,8 @@ static PyObject *operation_row(const struct operation *row) {
   static const char *const kinds[] = {[RANK] = "rank",           [TAG] = "tag",
                                       [OBJECT] = "object",       [OBJECT_OR_0] = "object_or_0",
                                       [REDUCTION] = "reduction", [DERIVATIVE] = "derivative",
-                                      [NUMBER] = "number",       [PLAN] = "plan"};
+                                      [NUMBER] = "number",       [PLAN] = "plan",
+                                      [PLAIN] = "plain"};
   const char *names[MAX_ROLES + MAX_ATTRIBUTES], *of[MAX_ROLES + MAX_ATTRIBUTES];
   for (int i = 0; i < row->buffer_count; i++) {
     names[i] = row->buffers[i].name;
@@ -431,6 +433,19 @@ static PyObject *without_gil(void (*function)(void)) {
   function();
   PyEval_RestoreThread(state);
   Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(finish_requests_doc, "finish_requests()\n\nNames on stderr what was started and never waited for.");
+static PyObject *finish_requests(PyObject *self, PyObject *args) {
+  (void)self, (void)args;
+  return without_gil(requests_finish);
+}
+
+PyDoc_STRVAR(requests_in_flight_doc,
+             "requests_in_flight() -> n\n\nHow many operations have been started and not waited for.");
+static PyObject *in_flight(PyObject *self, PyObject *args) {
+  (void)self, (void)args;
+  return PyLong_FromLongLong(requests_in_flight());
 }
 
 PyDoc_STRVAR(finish_devices_doc,
@@ -648,6 +663,8 @@ static PyMethodDef methods[] = {
     {"watch", place_watch, METH_VARARGS, place_watch_doc},
     {"stop_watch", stop_watch, METH_NOARGS, stop_watch_doc},
     {"take_failure", take_failure, METH_NOARGS, take_failure_doc},
+    {"finish_requests", finish_requests, METH_NOARGS, finish_requests_doc},
+    {"requests_in_flight", in_flight, METH_NOARGS, requests_in_flight_doc},
     {"finish_devices", finish_devices, METH_NOARGS, finish_devices_doc},
     {"configure", configure, METH_VARARGS, configure_doc},
     {"set_check", set_check, METH_VARARGS, set_check_doc},

@@ -270,6 +270,7 @@ INLINED ffi_error *run(ffi_frame *frame, int row, const struct memory *memory) {
   ffi_error *error;
   if (frame->stage == FFI_STAGE_INSTANTIATE) return check_attributes(&call);
   if (frame->stage != FFI_STAGE_EXECUTE) return NULL;
+  if (row == ROW_after) return NULL; /* its operands are there: that is all */
   decode_attributes(&call, operation);
   if ((error = find_communicator(&call, operation)) != NULL || (error = find_objects(&call, operation)) != NULL)
     return error;

@@ -32,13 +32,15 @@ if _module_to_run() not in ("jaxmpi.run", "jaxmpi.info", "jaxmpi.trace"):
 
     # isort: split
     from jaxmpi import _contract as _contract
+    from jaxmpi import _nonblocking as _nonblocking
     from jaxmpi import _operations as _operations
     from jaxmpi import compat, notoken
     from jaxmpi._grid import Grid
-    from jaxmpi._operations import *  # noqa: F403 (it has __all__)
+    from jaxmpi._nonblocking import *  # noqa: F403 (it has __all__)
+    from jaxmpi._operations import *  # noqa: F403
     from jaxmpi._order import Token, jit
 
     _sharded_programs.taken()
 
     __all__ = ["Grid", "Token", "compat", "jit", "notoken"]
-    __all__ += _operations.__all__
+    __all__ += _operations.__all__ + _nonblocking.__all__

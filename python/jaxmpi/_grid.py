@@ -14,7 +14,10 @@ from jaxmpi import _arguments as arguments
 from jaxmpi import _communicator, _halos, notoken
 from jaxmpi import _grid_arguments as given
 from jaxmpi._halos import Halo, Layout, Rules
+from jaxmpi._nonblocking import Request, is_of_grid, start_exchange
 from jaxmpi._primitive import Params, bind_by_plan
+
+_MOST_ARRAYS = 100
 
 Width = int | Sequence[int | Sequence[int]]
 
@@ -192,20 +195,67 @@ class Grid:
             the ranks passed other fields or arguments, or called in another order. With `JAXMPI_CHECK=1` on all ranks,
             before anything is sent.
         """
-        self._need_shape("exchange")
-        arrays, names, structure = arguments.leaves(fields, "exchange", "fields")
+        arrays, structure, params = self._exchange("exchange", fields, width, axes, corners, boundary)
+        return jax.tree.unflatten(structure, bind_by_plan("exchange", {"comm": self._comm, **params}, arrays))
+
+    def _exchange(
+        self, operation: str, fields: Any, width: Width, axes: Sequence[int] | None, corners: bool, boundary: Any
+    ) -> tuple[list[Any], Any, Params]:
+        """The arrays of an exchange, their structure, and its parameters."""
+        self._need_shape(operation)
+        arrays, names, structure = arguments.leaves(fields, operation, "fields")
         if not isinstance(corners, bool | np.bool_):
-            raise TypeError(f"exchange: corners must be True or False, and not traced, got {corners!r}.")
-        halo = Halo(self._layout, given.widths(width, len(self.processes), "exchange"), bool(corners))
-        rules = self._rules_of(fields, len(arrays), halo, boundary, "exchange")
+            raise TypeError(f"{operation}: corners must be True or False, and not traced, got {corners!r}.")
+        halo = Halo(self._layout, given.widths(width, len(self.processes), operation), bool(corners))
+        rules = self._rules_of(fields, len(arrays), halo, boundary, operation)
         places = []
         for x, name, its in zip(arrays, names, rules, strict=True):
-            at = self._axes_of(x, "exchange", name, axes)
+            at = self._axes_of(x, operation, name, axes)
             self._check_field(x, name, at, halo)
             given.check_numbers(x, name, its)
             places.append((at, its, name))
-        params: Params = {"comm": self._comm, "pattern": halo, "places": tuple(places), "adjoint": False}
-        return jax.tree.unflatten(structure, bind_by_plan("exchange", params, arrays))
+        return arrays, structure, {"pattern": halo, "places": tuple(places), "adjoint": False}
+
+    def start(
+        self,
+        fields: Any,
+        width: Width = 1,
+        *,
+        axes: Sequence[int] | None = None,
+        corners: bool = True,
+        boundary: Any = None,
+    ) -> Request:
+        """Starts an exchange: what the neighbours need is on its way while other cells are computed.
+
+        Args: those of `exchange`. 100 arrays at most.
+
+        Returns:
+          A `Request`, for `finish`. It holds the fields too, so it is a pytree with their arrays.
+
+        Raises: what `exchange` raises while tracing; its errors at run time are raised by `finish`.
+        """
+        arrays, structure, params = self._exchange("Grid.start", fields, width, axes, corners, boundary)
+        if len(arrays) > _MOST_ARRAYS:
+            raise ValueError(f"Grid.start: {len(arrays)} arrays; at most {_MOST_ARRAYS} are exchanged by one start.")
+        return start_exchange(self._comm, params, arrays, structure)
+
+    def finish(self, request: Request, *, after: Any = None) -> Any:
+        """Waits for an exchange that `start` has started.
+
+        Args:
+          request: what `start` returned; waited for once.
+          after: an array, or a pytree of such: computed before the wait begins (`jaxmpi.wait`).
+
+        Returns:
+          The fields with their halos filled, as `exchange` returns them; with `after` `(fields, after)`.
+
+        Raises:
+          TypeError: not a request of a grid.
+          jax.errors.JaxRuntimeError: at run time, what `exchange` raises; or it has been waited for already.
+        """
+        if not is_of_grid(request):
+            raise TypeError(f"Grid.finish: what Grid.start has returned is needed, got {request!r:.80}.")
+        return notoken.wait(request, after=after)
 
     def pad(self, blocks: Any, width: Width = 1, *, axes: Sequence[int] | None = None) -> Any:
         """Blocks with halos of zeros around them, to be filled by `exchange`; a pytree of arrays, as there."""

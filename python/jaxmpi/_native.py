@@ -177,6 +177,7 @@ def finish() -> None:
         _chain.wait_for_all_threads()
         jax.effects_barrier()
     finally:
+        _core.finish_requests()
         _core.finish_devices()
         _core.stop_watch()
         _core.close_timeline()

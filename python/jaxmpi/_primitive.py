@@ -92,6 +92,13 @@ class Row:
     """The operation takes any number of arrays of any dtypes in one call, and has a result for each. This is the plan
     of the call (`_plans`); the parameter `pattern` says whether results alias the operands."""
 
+    starts: bool = False
+    """Its result is a request, an array of two numbers for each array of a batch. The parameter `batch` has the sizes of
+    the batches (`_request_table`)."""
+
+    waits: bool = False
+    """Its last operand is a request, whose tangent is one as well: it is linear in it, and never linked."""
+
     silent: bool = False
     """The identity; only its transpose does something. The core has no such operation."""
 
@@ -247,6 +254,7 @@ def make_primitive(row: Row) -> Operation:
 
     primitive.traced = functools.partial(_find_site, row)
     primitive.several = row.several
+    primitive.starts, primitive.waits = row.starts, row.waits
     _jax.define_primitive(primitive, abstract_eval, True, implementation)
     if row.silent:
         _jax.mlir.register_lowering(primitive, _lower_silent)
@@ -289,6 +297,11 @@ def _attributes(row: Row, params: Params, operands: Sequence[Any]) -> dict[str, 
         params = {**params, "plan": row.plan(operands, params)}
     if row.by_rows:
         params = {**params, "row": math.prod(operands[0].shape[1:])}
+    if row.starts and operands:
+        last = operands[-1]
+        params = {**params, "count": math.prod(last.shape), "dtype": DATATYPES[np.dtype(last.dtype).name].code}
+    if row.waits:
+        params = {**params, "zero": DERIVATIVE in params}
     return {name: _attribute(name, kind, params, dtype) for name, kind in OPERATIONS[row.name].attributes}
 
 
@@ -379,6 +392,8 @@ def _make_batching(row: Row, primitive: _jax.Primitive):
             operands = [
                 x if at is None else batched(x, at, axis.size, place) for x, at in zip(operands, axes, strict=True)
             ]
+            if row.starts:
+                return primitive.bind(*operands, **_of_batch(row, axis, params)), [0]
             return primitive.bind(*operands, **params), [None if at is None else result_at for at in axes]
         if row.joined and None in axes:
             return _batch_each(batch, axis, operands, axes, params)
@@ -394,10 +409,18 @@ def _make_batching(row: Row, primitive: _jax.Primitive):
             x if role == "host" else batched(x, axis_of_x, axis.size, at)
             for x, axis_of_x, role in zip(operands, axes, roles, strict=True)
         ]
+        if row.starts:
+            params = _of_batch(row, axis, params)
         results = primitive.bind(*operands, **params)
         return results, [result_at] * len(results)
 
     return batch
+
+
+def _of_batch(row: Row, axis: Any, params: Params) -> Params:
+    if axis.size == 0:
+        raise NotImplementedError(f"{row.name}: a batch of nothing cannot be started, since no request would be left.")
+    return {**params, "batch": (axis.size, *params["batch"])}
 
 
 def _batch_each(batch: Callable[..., Any], axis: Any, operands: Sequence[Any], axes: Sequence[Any], params: Params):

@@ -35,17 +35,17 @@ LINE = "line"
 _SUM = arguments.reduction(MPI.SUM, "reduce")
 
 
-def _of_tangent(params: Params, **more: Any) -> Params:
+def of_tangent(params: Params, **more: Any) -> Params:
     """The parameters of another operation on the same communicator, for a tangent."""
     return {"comm": params["comm"], **more, DERIVATIVE: TANGENT}
 
 
-def _of_cotangent(params: Params, **more: Any) -> Params:
+def of_cotangent(params: Params, **more: Any) -> Params:
     """The parameters of another operation on the same communicator, for a cotangent."""
     return {"comm": params["comm"], **more, DERIVATIVE: COTANGENT}
 
 
-_SUMMING: Params = {"op": _SUM}
+SUMMING: Params = {"op": _SUM}
 
 
 # --- shapes and parts --------------------------------------------------------------------------------------------
@@ -79,14 +79,14 @@ def _rows(avals, params):
     return [jax.ShapeDtypeStruct((params["rows"], *avals[0].shape[1:]), avals[0].dtype)]
 
 
-def _on_root(params: Params) -> bool:
+def on_root(params: Params) -> bool:
     return params["comm"].rank == params["root"]
 
 
 def _part_of_bcast(params: Params) -> Part:
     # Root's result is its operand. If nothing else needs the operand, the core returns it as an aliased result: so
     # later computations wait until it is sent, and a loop need not copy it.
-    if _on_root(params):
+    if on_root(params):
         return Part(results=params[IN_PLACE], in_place=True)
     return Part(operands=False)
 
@@ -96,12 +96,12 @@ def _part_of_bcast(params: Params) -> Part:
 
 def _transpose_allgather(cotangents, templates, params):
     if any(DATATYPES[np.dtype(x.dtype).name].kind == "opaque" for x in cotangents):  # which MPI does not reduce
-        return [jnp.sum(part, axis=0) for part in bind_all("alltoall", _of_cotangent(params), cotangents)]
-    return bind_all("reduce_scatter", _of_cotangent(params, **_SUMMING), cotangents)
+        return [jnp.sum(part, axis=0) for part in bind_all("alltoall", of_cotangent(params), cotangents)]
+    return bind_all("reduce_scatter", of_cotangent(params, **SUMMING), cotangents)
 
 
 def _transpose_reduce_scatter(cotangents, templates, params):
-    return bind_all("allgather", _of_cotangent(params), cotangents)
+    return bind_all("allgather", of_cotangent(params), cotangents)
 
 
 # Of arrays divided by rows the counts are operands too, and the cotangent has as many rows as the operand.
@@ -109,7 +109,7 @@ def _by_rows(rule: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a transpose rule from one of (cotangent, the array's shape and dtype, counts ..., the adjoint's params)."""
 
     def transpose(cotangents, operands, params):
-        adjoint = _of_cotangent(params, rows=operands[0].shape[0])
+        adjoint = of_cotangent(params, rows=operands[0].shape[0])
         if "root" in params:
             adjoint["root"] = params["root"]
         return [rule(cotangents[0], *operands, adjoint)]
@@ -119,7 +119,7 @@ def _by_rows(rule: Callable[..., Any]) -> Callable[..., Any]:
 
 @_by_rows
 def _transpose_allgatherv(cotangent, template, counts, adjoint):
-    return bind("reduce_scatterv", {**adjoint, **_SUMMING}, cotangent, counts)
+    return bind("reduce_scatterv", {**adjoint, **SUMMING}, cotangent, counts)
 
 
 @_by_rows
@@ -136,21 +136,21 @@ def _transpose_alltoallv(cotangent, template, sent, received, adjoint):
 def _transpose_gatherv(cotangent, template, counts, adjoint):
     # Root has the rows of all operands; on any other rank the result is its operand.
     part = bind("scatterv", adjoint, cotangent, counts)
-    return part if _on_root(adjoint) else part + cotangent
+    return part if on_root(adjoint) else part + cotangent
 
 
 @_by_rows
 def _transpose_scatterv(cotangent, template, counts, adjoint):
     gathered = bind("gatherv", adjoint, cotangent, counts)
-    return gathered if _on_root(adjoint) else linked_zeros([gathered], template)
+    return gathered if on_root(adjoint) else linked_zeros([gathered], template)
 
 
 def _transpose_allreduce(cotangents, templates, params):
     # The result is replicated and a loss computed from it counts once, so its cotangent is passed on unchanged. The
     # transpose of this identity must be the allreduce again: that is the operation `replicate`.
     if LINE in params:
-        check_same(cotangents, _of_cotangent(params), params[LINE])
-    return bind_all("replicate", _of_cotangent(params), cotangents)
+        check_same(cotangents, of_cotangent(params), params[LINE])
+    return bind_all("replicate", of_cotangent(params), cotangents)
 
 
 def check_same(arrays: Sequence[Any], params: Params, text: arguments.Text) -> None:
@@ -173,28 +173,28 @@ def _differs(x, y):
 
 
 def _transpose_replicate(cotangents, templates, params):
-    return bind_all("allreduce", _of_cotangent(params, **_SUMMING), cotangents)
+    return bind_all("allreduce", of_cotangent(params, **SUMMING), cotangents)
 
 
 def _transpose_invariant(cotangents, templates, params):
     # The cotangent of an invariant value is whole on each rank, that of a varying value is each rank's share. `varying`
     # marks the quotient as such shares, so that the transpose of the division is the identity again.
-    return bind_all("varying", _of_cotangent(params), [ct / params["comm"].size for ct in cotangents])
+    return bind_all("varying", of_cotangent(params), [ct / params["comm"].size for ct in cotangents])
 
 
 def _transpose_varying(cotangents, templates, params):
-    return [ct * params["comm"].size for ct in bind_all("invariant", _of_cotangent(params), cotangents)]
+    return [ct * params["comm"].size for ct in bind_all("invariant", of_cotangent(params), cotangents)]
 
 
 def _transpose_alltoall(cotangents, templates, params):
-    return bind_all("alltoall", _of_cotangent(params), cotangents)
+    return bind_all("alltoall", of_cotangent(params), cotangents)
 
 
 def _transpose_bcast(cotangents, templates, params):
-    totals = bind_all("reduce", _of_cotangent(params, **_SUMMING, root=params["root"]), cotangents)
+    totals = bind_all("reduce", of_cotangent(params, **SUMMING, root=params["root"]), cotangents)
     # Other ranks do not read their template, so its cotangent is zero. But the zeros must depend on what was sent, or
     # the transpose of this transpose would not communicate on this rank.
-    return totals if _on_root(params) else _zeros_linked_to(totals, templates)
+    return totals if on_root(params) else _zeros_linked_to(totals, templates)
 
 
 def _zeros_linked_to(values, templates):
@@ -203,8 +203,8 @@ def _zeros_linked_to(values, templates):
 
 def _transpose_reduce(cotangents, templates, params):
     # Root sums all operands; on any other rank the result is its operand.
-    parts = bind_all("bcast", _of_cotangent(params, root=params["root"]), cotangents)
-    return parts if _on_root(params) else _sums(parts, cotangents)
+    parts = bind_all("bcast", of_cotangent(params, root=params["root"]), cotangents)
+    return parts if on_root(params) else _sums(parts, cotangents)
 
 
 def _sums(xs, ys):
@@ -213,20 +213,20 @@ def _sums(xs, ys):
 
 def _transpose_gather(cotangents, templates, params):
     # Root stacks all operands; on any other rank the result is its operand.
-    parts = bind_all("scatter", _of_cotangent(params, root=params["root"]), cotangents)
-    return parts if _on_root(params) else _sums(parts, cotangents)
+    parts = bind_all("scatter", of_cotangent(params, root=params["root"]), cotangents)
+    return parts if on_root(params) else _sums(parts, cotangents)
 
 
 def _transpose_scatter(cotangents, templates, params):
-    stacked = bind_all("gather", _of_cotangent(params, root=params["root"]), cotangents)
-    return stacked if _on_root(params) else _zeros_linked_to(stacked, templates)
+    stacked = bind_all("gather", of_cotangent(params, root=params["root"]), cotangents)
+    return stacked if on_root(params) else _zeros_linked_to(stacked, templates)
 
 
 def _transpose_prefix(name: str) -> Callable[..., Any]:
     # The adjoint of the sum over the ranks up to this one is the sum over the ranks from this one on; the same without
     # this one.
     def transpose(cotangents, templates, params):
-        summing = _of_cotangent(params, **_SUMMING)
+        summing = of_cotangent(params, **SUMMING)
         reverse = lambda xs: [_reverse(x, summing) for x in xs]  # noqa: E731
         return reverse(bind_all(name, summing, reverse(cotangents)))
 
@@ -240,7 +240,7 @@ def _transpose_send(cotangents, operands, params):
     template, *ends = operands
     ends = _ends.join(params, ends, "dest", "tag")
     back, ends = _ends.split({"source": ends["dest"], "tag": ends["tag"]})
-    return [bind("recv", _of_cotangent(params, **back, status=None), *ends, zero_cotangent(template))]
+    return [bind("recv", of_cotangent(params, **back, status=None), *ends, zero_cotangent(template))]
 
 
 def _transpose_recv(cotangents, operands, params):
@@ -248,7 +248,7 @@ def _transpose_recv(cotangents, operands, params):
     ends = _ends.join(params, ends, "source", "tag")
     tag = 0 if params["tag"] == MPI.ANY_TAG else ends["tag"]  # which is only allowed with source PROC_NULL
     back, ends = _ends.split({"dest": ends["source"], "tag": tag})
-    bind("send", _of_cotangent(params, **back), cotangents[0], *ends)
+    bind("send", of_cotangent(params, **back), cotangents[0], *ends)
     return [linked_zeros(cotangents, template)]
 
 
@@ -266,7 +266,7 @@ def _transpose_sendrecv(cotangents, operands, params):
             "recvtag": MPI.ANY_TAG if any_tag else ends["sendtag"],
         }
     )
-    reverse = _of_cotangent(params, **back, status=None)
+    reverse = of_cotangent(params, **back, status=None)
     return [bind("sendrecv", reverse, cotangents[0], *ends, jnp.zeros(template.shape, template.dtype))]
 
 
@@ -276,11 +276,11 @@ def _tangent_of_half_exchange(primals, tangents, params):
     ends = _ends.join(params, primals[1:-1], "dest", "recvtag", "sendtag", "source")
     if sends:
         given, ends = _ends.split({"dest": ends["dest"], "tag": ends["sendtag"]})
-        half = _of_tangent(params, **given)
+        half = of_tangent(params, **given)
     else:
         given, ends = _ends.split({"source": ends["source"], "tag": ends["recvtag"]})
-        half = _of_tangent(params, **given, status=None)
-    if why_not := _refuse_half(half):
+        half = of_tangent(params, **given, status=None)
+    if why_not := refuse_half(half):
         raise NotImplementedError(f"sendrecv of two kinds of dtypes cannot be differentiated: {why_not}")
     return bind("send", half, tangents[0], *ends) if sends else bind("recv", half, *ends, tangents[-1])
 
@@ -288,7 +288,7 @@ def _tangent_of_half_exchange(primals, tangents, params):
 # --- what goes by a plan: any number of arrays, and its derivative is of those that have one --------------------------
 
 
-def _plan(avals, params):
+def plan(avals, params):
     types = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals)
     return params["pattern"].plan(params["comm"].rank, types, params["places"], params["adjoint"])
 
@@ -312,16 +312,16 @@ def _derivative_by_plan(name, arrays, which, params, of: Callable[..., Params], 
 def _row_by_plan(name: str) -> Row:
     def tangent(primals, tangents, results, params):
         which = [i for i, t in enumerate(tangents) if t is not None]
-        return _derivative_by_plan(name, tangents, which, params, _of_tangent, params["adjoint"])
+        return _derivative_by_plan(name, tangents, which, params, of_tangent, params["adjoint"])
 
     def transpose(cotangents, templates, params):
         which = _jax.inexact_among(templates)
-        return _derivative_by_plan(name, cotangents, which, params, _of_cotangent, not params["adjoint"])
+        return _derivative_by_plan(name, cotangents, which, params, of_cotangent, not params["adjoint"])
 
     return Row(
         name,
         lambda avals, p: p["pattern"].results(avals, p["adjoint"]),
-        plan=_plan,
+        plan=plan,
         batch=lambda p: p["pattern"].batch(p["adjoint"]),
         tangent=lambda p: tangent,
         transpose=transpose,
@@ -348,7 +348,7 @@ def _shifted(distance: int, params: Params, *arrays):
     source, dest = rank - distance, rank + distance
     exists = 0 <= source < size
     source, dest = (r if 0 <= r < size else MPI.PROC_NULL for r in (source, dest))
-    return exists, [_exchange(x, source, dest, _of_tangent(params)) for x in arrays]
+    return exists, [_exchange(x, source, dest, of_tangent(params)) for x in arrays]
 
 
 def _distances(params: Params):
@@ -375,7 +375,7 @@ def _product_of_others(x, params: Params):
 def _share_of_extreme(x, extreme, params: Params):
     """1 / (number of ranks with the extreme value) where this rank has it, else 0."""
     mine = x == extreme
-    count = bind("allreduce", _of_tangent(params, **_SUMMING), mine.astype(jnp.int32))
+    count = bind("allreduce", of_tangent(params, **SUMMING), mine.astype(jnp.int32))
     return jnp.where(jnp.isnan(extreme), jnp.nan, jnp.where(mine, _ratio(1, count, x), 0)).astype(x.dtype)
 
 
@@ -392,30 +392,30 @@ def _weight(x, params: Params, extreme: Callable[[], Any]):
     return _share_of_extreme(x, extreme(), params)
 
 
-def _unless_sum(rule: Callable[..., Any]) -> Callable[[Params], Callable[..., Any] | None]:
+def unless_sum(rule: Callable[..., Any]) -> Callable[[Params], Callable[..., Any] | None]:
     return lambda params: None if params["op"].name == "SUM" else rule
 
 
-def _tangent_allreduce(primals, tangents, results, params):
+def tangent_allreduce(primals, tangents, results, params):
     weight = _weight(primals[0], params, lambda: results[0])
     line = {LINE: params[LINE]} if LINE in params else {}
-    return [bind("allreduce", _of_tangent(params, **_SUMMING, **line), weight * tangents[0])]
+    return [bind("allreduce", of_tangent(params, **SUMMING, **line), weight * tangents[0])]
 
 
 def _tangent_reduce(primals, tangents, results, params):
     x, tangent = primals[0], tangents[0]
-    everywhere = _of_tangent(params, op=params["op"])
+    everywhere = of_tangent(params, op=params["op"])
     weight = _weight(x, params, lambda: bind("allreduce", everywhere, x))
-    total = bind("reduce", _of_tangent(params, **_SUMMING, root=params["root"]), weight * tangent)
-    return [total if _on_root(params) else tangent + linked_zeros([total], tangent)]
+    total = bind("reduce", of_tangent(params, **SUMMING, root=params["root"]), weight * tangent)
+    return [total if on_root(params) else tangent + linked_zeros([total], tangent)]
 
 
 def _tangent_reduce_scatter(primals, tangents, results, params):
-    everywhere = _of_tangent(params, op=params["op"])
+    everywhere = of_tangent(params, op=params["op"])
     weight = _weight(primals[0], params, lambda: bind("allreduce", everywhere, primals[0]))
     more = {"rows": params["rows"]} if "rows" in params else {}
     name = "reduce_scatterv" if more else "reduce_scatter"
-    return [bind(name, _of_tangent(params, **_SUMMING, **more), weight * tangents[0], *primals[1:])]
+    return [bind(name, of_tangent(params, **SUMMING, **more), weight * tangents[0], *primals[1:])]
 
 
 def _tangent_exscan(primals, tangents, results, params):
@@ -449,14 +449,14 @@ def _tangent_scan(primals, tangents, results, params):
 _DIFFERENTIABLE = ("SUM", "PROD", "MAX", "MIN")
 
 
-def _refuse_reduction(params: Params) -> str:
+def refuse_reduction(params: Params) -> str:
     if params["op"].name in _DIFFERENTIABLE:
         return ""
     possible = ", ".join(f"MPI.{name}" for name in _DIFFERENTIABLE)
     return f"the reduction {params['op'].name} has no derivative; those that have one: {possible}."
 
 
-def _refuse_half(params: Params) -> str:
+def refuse_half(params: Params) -> str:
     """Why a send or a receive has no derivative; empty if it has one."""
     if "dest" in params:
         return _tags.refusal(params, "tag")
@@ -484,8 +484,8 @@ def _row_of_prefix(name: str, tangent: Callable[..., Any]) -> Row:
         _largest,
         part=lambda p: Part(in_place=True),
         in_place=True,
-        refuse=_refuse_reduction,
-        tangent=_unless_sum(tangent),
+        refuse=refuse_reduction,
+        tangent=unless_sum(tangent),
         transpose=_transpose_prefix(name),
     )
 
@@ -501,8 +501,8 @@ ROWS = (
         _largest,
         part=lambda p: Part(in_place=True),
         in_place=True,
-        refuse=_refuse_reduction,
-        tangent=_unless_sum(_tangent_allreduce),
+        refuse=refuse_reduction,
+        tangent=unless_sum(tangent_allreduce),
         transpose=_transpose_allreduce,
     ),
     Row("alltoall", _same, _largest, batch=lambda p: (1, 1), transpose=_transpose_alltoall),
@@ -515,30 +515,30 @@ ROWS = (
     _row_of_prefix("exscan", _tangent_exscan),
     Row(
         "gather",
-        lambda avals, p: _stacked(avals, p) if _on_root(p) else avals,
+        lambda avals, p: _stacked(avals, p) if on_root(p) else avals,
         _largest_stacked,
-        part=lambda p: Part(results=_on_root(p)),
-        batch=lambda p: (0, 1 if _on_root(p) else 0),
+        part=lambda p: Part(results=on_root(p)),
+        batch=lambda p: (0, 1 if on_root(p) else 0),
         transpose=_transpose_gather,
     ),
     _row_by_counts(
         "gatherv",
-        lambda avals, p: _rows(avals, p) if _on_root(p) else avals[:1],
-        part=lambda p: Part(results=_on_root(p)),
+        lambda avals, p: _rows(avals, p) if on_root(p) else avals[:1],
+        part=lambda p: Part(results=on_root(p)),
         transpose=_transpose_gatherv,
     ),
     Row("invariant", _same, _largest, transpose=_transpose_invariant, silent=True),
     _row_by_plan("neighbor_allgather"),
     _row_by_plan("neighbor_alltoall"),
-    Row("recv", _same, templates=1, refuse=_refuse_half, transpose=_transpose_recv),
+    Row("recv", _same, templates=1, refuse=refuse_half, transpose=_transpose_recv),
     Row(
         "reduce",
         _same,
         _largest,
-        part=lambda p: Part(results=_on_root(p), in_place=_on_root(p)),
+        part=lambda p: Part(results=on_root(p), in_place=on_root(p)),
         in_place=True,
-        refuse=_refuse_reduction,
-        tangent=_unless_sum(_tangent_reduce),
+        refuse=refuse_reduction,
+        tangent=unless_sum(_tangent_reduce),
         transpose=_transpose_reduce,
     ),
     Row(
@@ -546,32 +546,32 @@ ROWS = (
         _entry,
         lambda aval, p: aval,
         batch=lambda p: (1, 0),
-        refuse=_refuse_reduction,
-        tangent=_unless_sum(_tangent_reduce_scatter),
+        refuse=refuse_reduction,
+        tangent=unless_sum(_tangent_reduce_scatter),
         transpose=_transpose_reduce_scatter,
     ),
     _row_by_counts(
         "reduce_scatterv",
-        refuse=_refuse_reduction,
-        tangent=_unless_sum(_tangent_reduce_scatter),
+        refuse=refuse_reduction,
+        tangent=unless_sum(_tangent_reduce_scatter),
         transpose=_transpose_reduce_scatterv,
     ),
     Row("replicate", _same, _largest, transpose=_transpose_replicate, silent=True),
     _row_of_prefix("scan", _tangent_scan),
     Row(
         "scatter",
-        lambda avals, p: _entry(avals, p) if _on_root(p) else avals,
-        lambda aval, p: aval if _on_root(p) else _largest_stacked(aval, p),
-        part=lambda p: Part(operands=_on_root(p)),
-        batch=lambda p: (1 if _on_root(p) else 0, 0),
+        lambda avals, p: _entry(avals, p) if on_root(p) else avals,
+        lambda aval, p: aval if on_root(p) else _largest_stacked(aval, p),
+        part=lambda p: Part(operands=on_root(p)),
+        batch=lambda p: (1 if on_root(p) else 0, 0),
         transpose=_transpose_scatter,
     ),
     _row_by_counts(
         "scatterv",
-        part=lambda p: Part(operands=_on_root(p)),
+        part=lambda p: Part(operands=on_root(p)),
         transpose=_transpose_scatterv,
     ),
-    Row("send", _none, refuse=_refuse_half, transpose=_transpose_send),
+    Row("send", _none, refuse=refuse_half, transpose=_transpose_send),
     Row(
         "sendrecv",
         _same,
@@ -594,6 +594,3 @@ def check_names(table: set[str], core: set[str]) -> None:
             f"jaxmpi: the Python table and the C core name different operations: {sorted(table ^ core)}. "
             "Reinstall jaxmpi."
         )
-
-
-check_names({row.name for row in ROWS if not row.silent}, set(_native.OPERATIONS) - _native.OF_SHARDED_PROGRAMS)

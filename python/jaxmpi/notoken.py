@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from jaxmpi import _operations
+from jaxmpi import _nonblocking, _operations
 from jaxmpi._order import Token
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -39,9 +39,9 @@ def _without_token(function: Function) -> Function:
     return cast(Function, call)
 
 
-__all__ = list(_operations.__all__)
+__all__ = [*_operations.__all__, *_nonblocking.__all__]
 
 for _name in __all__:
-    _function = getattr(_operations, _name)
+    _function = getattr(_operations, _name, None) or getattr(_nonblocking, _name)
     _takes_one = "token" in inspect.signature(_function).parameters
     globals()[_name] = _without_token(_function) if _takes_one else _function

@@ -80,11 +80,13 @@ class Operation(_jax.Primitive):
         _names.add(name)
         self.traced: Callable[[Any, Params], None] | None = None  # called with operands and parameters
         self.several = False  # takes any number of arrays
+        self.starts = False  # something that is waited for: its result is a request
+        self.waits = False  # for a request, whose tangent is linear in all that its start was linked to
 
     def linked(self, operands: Iterable[Any]) -> list[int]:
         """The operands that are linked, so that the operation is differentiated: of one that takes several arrays all
         of them, so that each is mapped on all ranks alike."""
-        possible = _jax.inexact_among(operands)
+        possible = [] if self.waits else _jax.inexact_among(operands)
         return possible if self.several else possible[:1]
 
     def bind_with_trace(self, trace, args, *more):

@@ -85,7 +85,8 @@ def _with_link_of_all(jaxpr: Any, linear: set[Any]) -> Any:
         if EFFECT in equation.effects:
             outvars = [core.Var(x.aval) if isinstance(x, core.DropVar) else x for x in equation.outvars]
             replacements = _with_result(equation.replace(outvars=outvars), linear)
-            communicated += [x for e in replacements for x in e.outvars if _jax.inexact(x.aval)]
+            if not getattr(equation.primitive, "starts", False):  # the cotangent of a request is linked in its wait
+                communicated += [x for e in replacements for x in e.outvars if _jax.inexact(x.aval)]
         linear.update(x for e in replacements for x in e.outvars)
         equations += replacements
     result = core.Var(jax.typeof(ZERO))

@@ -1,0 +1,313 @@
+#include "core/requests.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#ifdef __linux__
+#include <sys/prctl.h>
+#endif
+
+#include "core/failure.h"
+#include "core/lanes.h"
+
+enum { MOST_PLACES = (1 << 24) - 1, SPARE_BLOCKS = 8, NAMED = 10, PAUSE_NANOSECONDS = 20000 };
+
+/* Fresh memory of the system's costs more than a copy into it, so some is kept. */
+struct block {
+  size_t bytes;
+  _Alignas(64) char data[];
+};
+
+pthread_mutex_t requests_lock = PTHREAD_MUTEX_INITIALIZER;
+struct receive *receives_first;
+atomic_int receives_expected;
+
+/* All of it under the lock. */
+static struct {
+  struct request **places; /* NULL: nothing in flight there */
+  int room, used;          /* of places */
+  uint32_t *generations;   /* of the last request at each place */
+  int *unused, unused_count;
+  struct request *spare; /* without handles and receives */
+  struct block *blocks[SPARE_BLOCKS];
+  int64_t in_flight, long_ones;
+  bool running, asked, ending;
+  pthread_t thread;
+  pthread_cond_t wake;
+} all = {.wake = PTHREAD_COND_INITIALIZER};
+
+/* --- memory --- */
+
+struct block *block_take(size_t bytes, char **data) {
+  struct block *found = NULL;
+  for (int i = 0; i < SPARE_BLOCKS && found == NULL; i++)
+    if (all.blocks[i] != NULL && all.blocks[i]->bytes >= bytes && all.blocks[i]->bytes / 2 <= bytes)
+      found = all.blocks[i], all.blocks[i] = NULL;
+  if (found == NULL && (found = malloc(sizeof *found + bytes)) != NULL) found->bytes = bytes;
+  if (found != NULL) *data = found->data;
+  return found;
+}
+
+static void block_give(struct block *block) {
+  if (block == NULL) return;
+  int least = 0;
+  for (int i = 0; i < SPARE_BLOCKS; i++) {
+    if (all.blocks[i] == NULL) {
+      all.blocks[i] = block;
+      return;
+    }
+    if (all.blocks[i]->bytes < all.blocks[least]->bytes) least = i;
+  }
+  free(all.blocks[least]);
+  all.blocks[least] = block;
+}
+
+static struct request *new_request(int handles, int receives) {
+  bool usual = handles <= 1 && receives <= 1;
+  struct request *made = usual ? all.spare : NULL;
+  if (made != NULL) {
+    all.spare = made->next;
+    return made;
+  }
+  int many_handles = usual ? 1 : handles, many_receives = usual ? 1 : receives;
+  size_t head = (sizeof *made + 63) / 64 * 64, receiving = (size_t)many_receives * sizeof *made->receives;
+  made = aligned_alloc(64, (head + receiving + (size_t)many_handles * sizeof *made->handles + 63) / 64 * 64);
+  if (made == NULL) return NULL;
+  made->usual = usual;
+  made->receives = (struct receive *)(void *)((char *)made + head);
+  made->handles = (intptr_t *)(void *)((char *)made->receives + receiving);
+  return made;
+}
+
+struct request *request_new(const struct call *call, size_t bytes, int handles, int receives) {
+  char *data = NULL;
+  pthread_mutex_lock(&requests_lock);
+  struct block *block = bytes > 0 ? block_take(bytes, &data) : NULL;
+  struct request *made = block != NULL || bytes == 0 ? new_request(handles, receives) : NULL;
+  if (made == NULL) block_give(block);
+  pthread_mutex_unlock(&requests_lock);
+  if (made == NULL) return NULL;
+  made->operation = call->operation;
+  made->comm = call->comm;
+  made->is_long = false;
+  memcpy(made->attributes, call->attributes, sizeof made->attributes);
+  words_of(call, made->words);
+  made->type = NULL, made->count = 0, made->label = 0;
+  made->block = block, made->data = data;
+  made->result = NULL, made->code = 0, made->function = NULL;
+  made->handle_count = 0; /* as many as have been begun */
+  made->receive_count = receives;
+  memset(made->receives, 0, (size_t)receives * sizeof *made->receives);
+  return made;
+}
+
+void request_end(struct request *request) {
+  pthread_mutex_lock(&requests_lock);
+  block_give(request->block);
+  if (request->usual) {
+    request->next = all.spare;
+    all.spare = request;
+  } else {
+    free(request);
+  }
+  pthread_mutex_unlock(&requests_lock);
+}
+
+/* --- numbers --- */
+
+static bool grow(void) {
+  int room = all.room > 0 ? 2 * all.room : 64;
+  if (room > MOST_PLACES) return false;
+  struct request **places = realloc(all.places, (size_t)room * sizeof *places);
+  if (places != NULL) all.places = places;
+  uint32_t *generations = realloc(all.generations, (size_t)room * sizeof *generations);
+  if (generations != NULL) all.generations = generations;
+  int *unused = realloc(all.unused, (size_t)room * sizeof *unused);
+  if (unused != NULL) all.unused = unused;
+  if (places == NULL || generations == NULL || unused == NULL) return false;
+  all.room = room;
+  return true;
+}
+
+static int new_place(void) {
+  if (all.unused_count > 0) return all.unused[--all.unused_count];
+  if (all.used == all.room && !grow()) return -1;
+  all.generations[all.used] = 0;
+  return all.used++;
+}
+
+static void write_id(const struct request *request, const struct buffer *id) {
+  float *to = id->data;
+  for (int64_t i = 0; i + 1 < id->count; i += 2) {
+    to[i] = (float)(request->place + 1);
+    to[i + 1] = (float)request->generation;
+  }
+}
+
+static void wake(void) { pthread_cond_signal(&all.wake); }
+static void *progress(void *unused);
+
+static void begin_thread(void) {
+  if (all.running || all.ending || runtime.serialize) return;
+  all.running = thread_start(&all.thread, progress) == 0;
+}
+
+void request_begin(struct request *request, const struct buffer *id, int64_t moved) {
+  request->batch = id->count / 2;
+  pthread_mutex_lock(&requests_lock);
+  request->place = new_place();
+  if (request->place >= 0) {
+    uint32_t generation = all.generations[request->place] % MOST_PLACES + 1;
+    request->generation = all.generations[request->place] = generation;
+    all.places[request->place] = request;
+    all.in_flight++;
+    request->is_long = moved >= LONG_BYTES;
+    if (request->is_long) {
+      all.long_ones++;
+      begin_thread();
+      wake();
+    }
+  }
+  pthread_mutex_unlock(&requests_lock);
+  if (request->place >= 0) write_id(request, id);
+}
+
+/* The place of an id, -1: there is none. */
+static int place_of(const struct buffer *id) {
+  const float *given = id->data;
+  if (id->count < 2 || !(given[0] >= 1) || given[0] > (float)all.used || given[0] != (float)(int)given[0]) return -1;
+  int place = (int)given[0] - 1;
+  return all.places[place] != NULL && (float)all.places[place]->generation == given[1] ? place : -1;
+}
+
+struct request *request_take(const struct call *call, const struct buffer *id, bool zero, ffi_error **error) {
+  *error = NULL;
+  const float *given = id->data;
+  bool none = id->count >= 2 && given[0] == 0 && given[1] == 0;
+  if (none && zero) return NULL;
+  pthread_mutex_lock(&requests_lock);
+  int place = place_of(id);
+  struct request *found = place >= 0 ? all.places[place] : NULL;
+  if (found != NULL) {
+    all.places[place] = NULL;
+    all.unused[all.unused_count++] = place;
+    all.in_flight--;
+    all.long_ones -= found->is_long;
+  }
+  pthread_mutex_unlock(&requests_lock);
+  if (found == NULL)
+    *error = call_fail(call, FFI_FAILED_PRECONDITION,
+                       none ? "this is no request: its numbers are zeros"
+                            : "this request has been waited for already, or is none of this process. Each request is "
+                              "waited for once; where a function that waits is executed again (jax.checkpoint "
+                              "executes one again for its derivative), start in it as well");
+  return found;
+}
+
+bool request_words(const struct call *call, int64_t words[WORDS]) {
+  const struct buffer *id = &call->buffers[call->first[call->operation->row == ROW_exchange_finish]];
+  pthread_mutex_lock(&requests_lock);
+  int place = place_of(id);
+  if (place >= 0) memcpy(words, all.places[place]->words, WORDS * sizeof *words);
+  pthread_mutex_unlock(&requests_lock);
+  return place >= 0;
+}
+
+int64_t requests_in_flight(void) {
+  pthread_mutex_lock(&requests_lock);
+  int64_t count = all.in_flight;
+  pthread_mutex_unlock(&requests_lock);
+  return count;
+}
+
+/* --- receives --- */
+
+void receive_expect(struct receive *receive) {
+  struct receive **last = &receives_first;
+  while (*last != NULL) last = &(*last)->next;
+  *last = receive;
+  receive->next = NULL;
+  receive->state = EXPECTED;
+  atomic_fetch_add(&receives_expected, 1);
+  atomic_fetch_add(&receive->comm->expected, 1);
+}
+
+void receive_forget(struct receive *receive) {
+  struct receive **at = &receives_first;
+  while (*at != NULL && *at != receive) at = &(*at)->next;
+  if (*at == NULL) return;
+  *at = receive->next;
+  atomic_fetch_sub(&receives_expected, 1);
+  atomic_fetch_sub(&receive->comm->expected, 1);
+}
+
+void requests_forget(const struct communicator *comm) {
+  pthread_mutex_lock(&requests_lock);
+  for (struct receive *receive = receives_first, *next; receive != NULL; receive = next) {
+    next = receive->next;
+    if (receive->comm == comm || comm == runtime.self) receive_forget(receive), receive->state = IDLE;
+  }
+  if (comm == runtime.self) all.ending = true;
+  wake();
+  pthread_mutex_unlock(&requests_lock);
+}
+
+/* --- the thread --- */
+
+static void *progress(void *unused) {
+#ifdef __linux__
+  prctl(PR_SET_TIMERSLACK, 1000UL, 0UL, 0UL, 0UL); /* nanoseconds */
+#endif
+  pthread_mutex_lock(&requests_lock);
+  while (!all.ending) {
+    if (atomic_load(&receives_expected) == 0) all.asked = false;
+    if (all.long_ones == 0 && !all.asked) {
+      pthread_cond_wait(&all.wake, &requests_lock);
+      continue;
+    }
+    runtime.abi->match_receives(NULL);
+    for (int i = 0; i < all.used; i++)
+      if (all.places[i] != NULL && all.places[i]->is_long) {
+        all.places[i]->is_long = runtime.abi->test_request(all.places[i]);
+        all.long_ones -= !all.places[i]->is_long;
+      }
+    pthread_mutex_unlock(&requests_lock);
+    nanosleep(&(struct timespec){0, PAUSE_NANOSECONDS}, NULL);
+    pthread_mutex_lock(&requests_lock);
+  }
+  pthread_mutex_unlock(&requests_lock);
+  return unused;
+}
+
+void requests_wake(void) {
+  pthread_mutex_lock(&requests_lock);
+  all.asked = true;
+  begin_thread();
+  wake();
+  pthread_mutex_unlock(&requests_lock);
+}
+
+/* --- the end --- */
+
+static void name(const struct request *request) {
+  struct text text = {0, ""};
+  text_add(&text, "jaxmpi: rank %d has never waited for ", runtime.rank);
+  words_tell(&text, request->words);
+  words_lines(&text, ", called at ", request->words);
+  fprintf(stderr, "%s\n", text.characters);
+}
+
+void requests_finish(void) {
+  pthread_mutex_lock(&requests_lock);
+  bool running = all.running;
+  all.ending = true, all.running = false;
+  wake();
+  pthread_mutex_unlock(&requests_lock);
+  if (running) pthread_join(all.thread, NULL);
+  int64_t named = 0;
+  for (int i = 0; i < all.used && named < NAMED; i++)
+    if (all.places[i] != NULL) name(all.places[i]), named++;
+  if (all.in_flight > named)
+    fprintf(stderr, "jaxmpi: rank %d has never waited for %" PRId64 " more requests\n", runtime.rank,
+            all.in_flight - named);
+}

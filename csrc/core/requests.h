@@ -1,0 +1,107 @@
+/* Requests: operations that have been started and not been waited for yet.
+ *
+ * What is in flight is in memory of the library, since XLA may reuse its own as soon as the operation that starts has
+ * returned. A program knows a request by two numbers, its place and its generation, each exact as a float32: so that
+ * what differentiates can treat them as an array with a tangent, which is another request.
+ *
+ * A receive is not given to MPI before its message has come and its size is known (MPI_Improbe): a receive into a
+ * buffer that is too small is an error by the standard, after which a library may have written past its end. So the
+ * order of receives is kept here: whoever finds a message gives it to the first receive that it fits.
+ *
+ * Who lets the library progress: the thread in a wait; else a thread of ours, which is asleep unless something long is
+ * in flight or a blocking operation begins while messages are expected. It needs MPI_THREAD_MULTIPLE.
+ *
+ * Threads: any thread may call these functions. `requests_lock` is the lock of all that is declared here, of members
+ * of a receive too; it may be taken while runtime.lock is held, not the other way round.
+ */
+#ifndef JAXMPI_REQUESTS_H
+#define JAXMPI_REQUESTS_H
+
+#include "core/words.h"
+
+/* Bytes from which on the thread is woken: shorter messages are sent at once by all libraries. */
+enum { LONG_BYTES = 1 << 15 };
+
+/* A message that is to come. */
+struct receive {
+  struct receive *next; /* in the order of their starts, while it is expected */
+  struct communicator *comm;
+  int source, tag;
+  enum { IDLE, EXPECTED, MATCHED, UNDER_WAY } state;
+  bool waited_for;         /* its thread receives it, once it is matched */
+  int64_t bytes;           /* a message of another size is left to the thread that waits for it */
+  char *memory;            /* where it is received; NULL: memory is taken when it has come, */
+  struct request *request; /* for this one, which may be NULL */
+  int code;                /* of MPI */
+  intptr_t message, handle;
+  _Alignas(16) char status[48]; /* an MPI_Status */
+};
+
+struct block; /* of memory */
+
+struct request {
+  struct request *next;
+  int place;
+  uint32_t generation;
+  bool is_long, usual; /* `usual`: of the size of nearly all */
+  const struct operation *operation;
+  struct communicator *comm;
+  int64_t attributes[MAX_ATTRIBUTES], words[WORDS];
+  const struct datatype *type; /* of the result, */
+  int64_t count;               /* and its elements */
+  int64_t batch;               /* the arrays of a batch that it is of, 1 without one */
+  uint64_t label;              /* of a plan's messages */
+  struct block *block;
+  char *data;           /* in flight; NULL: nothing */
+  char *result;         /* in `data`; NULL: there is none, or it is a message */
+  int code;             /* the error of MPI while it was under way, */
+  const char *function; /* by this function */
+  int handle_count, receive_count;
+  intptr_t *handles; /* MPI_Request */
+  struct receive *receives;
+};
+
+extern pthread_mutex_t requests_lock;
+
+/* A request of a call that starts something, with room for `bytes` in flight, handles and receives. NULL: out of
+ * memory. */
+struct request *request_new(const struct call *call, size_t bytes, int handles, int receives);
+
+/* Writes its numbers, from now on it can be waited for. `moved`: bytes that are under way. */
+void request_begin(struct request *request, const struct buffer *id, int64_t moved);
+
+/* Takes the request that a call waits for: nobody else can, from now on. NULL with `error` NULL: the numbers are zeros,
+ * which `zero` allows. */
+struct request *request_take(const struct call *call, const struct buffer *id, bool zero, ffi_error **error);
+
+/* Gives back its memory. */
+void request_end(struct request *request);
+
+/* What is waited for, in words; false: nothing. For reports. */
+bool request_words(const struct call *call, int64_t words[WORDS]);
+
+/* Memory for `bytes`, at `data`. NULL: out of memory. Under the lock. */
+struct block *block_take(size_t bytes, char **data);
+
+/* Receives in the order of their starts: adds, removes. Under the lock. */
+extern struct receive *receives_first;
+extern atomic_int receives_expected; /* of all communicators; each has its own number of them, too */
+void receive_expect(struct receive *receive);
+void receive_forget(struct receive *receive);
+
+/* A blocking operation begins: messages that are expected must not wait for its end. */
+void requests_wake(void);
+static inline void requests_before_blocking(void) {
+  if (atomic_load_explicit(&receives_expected, memory_order_relaxed) > 0) requests_wake();
+}
+
+/* The communicator is freed, or MPI finalized if it is COMM_SELF: its messages are no longer expected. */
+void requests_forget(const struct communicator *comm);
+
+/* Ends the thread, and names on stderr what was never waited for. */
+void requests_finish(void);
+
+/* How many requests have not been waited for. */
+int64_t requests_in_flight(void);
+
+#endif

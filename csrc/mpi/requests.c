@@ -1,0 +1,524 @@
+/* The bodies of what starts an operation, and of what waits for it: see core/requests.h. Compiled once per ABI. */
+#include "core/requests.h"
+
+#include <sched.h>
+
+#include "mpi/bodies.h"
+
+_Static_assert(sizeof(MPI_Status) <= sizeof((struct receive *)0)->status, "a status has its place in a receive");
+
+static inline MPI_Status *status_of(struct receive *receive) { return (MPI_Status *)(void *)receive->status; }
+
+/* --- matching: under requests_lock --- */
+
+/* What users' messages cannot have, if they are received with any tag: those of plans and derivatives (_tags.py). */
+static inline bool is_of_users(int tag) { return tag < (runtime.most_tag + 1) / 2 - 2; }
+
+static bool fits(const struct receive *receive, const MPI_Status *status) {
+  return (receive->source == ABI_ANY_SOURCE || receive->source == status->MPI_SOURCE) &&
+         (receive->tag == ABI_ANY_TAG ? is_of_users(status->MPI_TAG) : receive->tag == status->MPI_TAG);
+}
+
+/* Whether a message has come that this receive may have. Returns an MPI error code. */
+static int probe(const struct receive *receive, int *found, MPI_Message *message, MPI_Status *status) {
+  MPI_Comm comm = (MPI_Comm)receive->comm->handle;
+  int source = receive->source, tag = receive->tag;
+  if (tag == ABI_ANY_TAG) {
+    int code = mpi.Iprobe(source, tag, comm, found, status);
+    if (code != MPI_SUCCESS || !*found) return code;
+    *found = 0;
+    if (!is_of_users(status->MPI_TAG)) return code;
+    source = status->MPI_SOURCE, tag = status->MPI_TAG;
+  }
+  return mpi.Improbe(source, tag, comm, found, message, status);
+}
+
+/* Gives a message to a receive: begins to receive it, unless a thread waits for it or must look at it first. */
+static void hand(struct receive *receive, MPI_Message message, const MPI_Status *status) {
+  receive_forget(receive);
+  *status_of(receive) = *status;
+  receive->message = (intptr_t)message;
+  receive->state = MATCHED;
+  int64_t bytes = message_count(status, (MPI_Datatype)runtime.datatypes[FFI_DTYPE_U8]);
+  if (receive->waited_for || bytes != receive->bytes) return;
+  if (receive->memory == NULL && receive->request != NULL)
+    receive->request->block = block_take((size_t)bytes, &receive->memory);
+  if (receive->memory == NULL) return;
+  struct span span = span_of_bytes(bytes);
+  MPI_Request request;
+  int code = span.code;
+  if (code == MPI_SUCCESS) code = mpi.Imrecv(receive->memory, span.count, span.type, &message, &request);
+  span_free(&span);
+  receive->code = code;
+  receive->handle = (intptr_t)request;
+  receive->state = UNDER_WAY;
+}
+
+void match_messages(const struct communicator *comm) {
+  struct receive *next;
+  for (struct receive *receive = receives_first; receive != NULL; receive = next) {
+    next = receive->next;
+    while (receive->state == EXPECTED && (comm == NULL || receive->comm == comm)) {
+      MPI_Message message;
+      MPI_Status status;
+      int found = 0, code = probe(receive, &found, &message, &status);
+      if (code != MPI_SUCCESS) {
+        receive_forget(receive);
+        receive->code = code, receive->state = MATCHED;
+      }
+      if (code != MPI_SUCCESS || !found) break;
+      struct receive *to = receives_first; /* that has been expected for longest */
+      while (to != receive && (to->comm != receive->comm || !fits(to, &status))) to = to->next;
+      hand(to, message, &status);
+    }
+  }
+}
+
+/* Whether it is still under way. An error is kept. */
+static bool test(struct request *request, intptr_t *handle) {
+  MPI_Request tested = (MPI_Request)*handle;
+  MPI_Status ignored;
+  int done = 1, code = mpi.Test(&tested, &done, &ignored);
+  *handle = (intptr_t)tested;
+  if (code != MPI_SUCCESS && request->code == MPI_SUCCESS) request->code = code, request->function = "MPI_Test";
+  return code == MPI_SUCCESS && !done;
+}
+
+bool test_begun(struct request *request) {
+  bool under_way = false;
+  for (int i = 0; i < request->handle_count; i++) under_way |= test(request, &request->handles[i]);
+  for (int i = 0; i < request->receive_count; i++) {
+    struct receive *receive = &request->receives[i];
+    bool begun = receive->state == UNDER_WAY && receive->code == MPI_SUCCESS;
+    under_way |= receive->state == EXPECTED || (begun && test(request, &receive->handle));
+  }
+  return under_way;
+}
+
+/* --- waiting --- */
+
+/* Until a receive is matched. */
+static void await_match(struct receive *receive) {
+  pthread_mutex_lock(&requests_lock);
+  receive->waited_for = true;
+  while (receive->state == EXPECTED) {
+    match_messages(NULL);
+    if (receive->state != EXPECTED) break;
+    pthread_mutex_unlock(&requests_lock);
+    sched_yield();
+    pthread_mutex_lock(&requests_lock);
+  }
+  pthread_mutex_unlock(&requests_lock);
+}
+
+ffi_error *match_after_all(struct call *call, int source, int tag, MPI_Message *message, MPI_Status *status) {
+  struct receive receive = {.comm = call->comm, .source = source, .tag = tag, .waited_for = true};
+  if (source == ABI_PROC_NULL) {
+    TRY_MPI(call, Mprobe, source, tag, (MPI_Comm)call->comm->handle, message, status);
+    return NULL;
+  }
+  pthread_mutex_lock(&requests_lock);
+  receive_expect(&receive);
+  pthread_mutex_unlock(&requests_lock);
+  await_match(&receive);
+  if (receive.code != MPI_SUCCESS) return call_fail_in(call, "MPI_Improbe", receive.code);
+  *message = (MPI_Message)receive.message;
+  *status = *status_of(&receive);
+  return NULL;
+}
+
+/* Until what has been begun is done. Messages that are expected meanwhile must not wait. */
+static ffi_error *complete(struct call *c, struct request *request, intptr_t *handle) {
+  while (atomic_load_explicit(&receives_expected, memory_order_relaxed) > 0 && test(request, handle)) {
+    pthread_mutex_lock(&requests_lock);
+    match_messages(NULL);
+    pthread_mutex_unlock(&requests_lock);
+    sched_yield();
+  }
+  if (request->code != MPI_SUCCESS) return call_fail_in(c, request->function, request->code);
+  MPI_Request waited = (MPI_Request)*handle;
+  MPI_Status ignored;
+  TRY_MPI(c, Wait, &waited, &ignored);
+  return NULL;
+}
+
+static ffi_error *complete_all(struct call *c, struct request *request) {
+  ffi_error *error = NULL;
+  for (int i = 0; i < request->handle_count; i++) {
+    ffi_error *failure = complete(c, request, &request->handles[i]);
+    if (error == NULL) error = failure;
+  }
+  return error;
+}
+
+/* The message of irecv. */
+static ffi_error *finish_receive(struct call *c, struct request *request, const struct buffer *out) {
+  struct receive *receive = &request->receives[0];
+  MPI_Message message;
+  MPI_Status status;
+  pthread_mutex_lock(&requests_lock);
+  bool alone = receive->state == EXPECTED && atomic_load(&receives_expected) == 1;
+  if (alone) receive_forget(receive);
+  pthread_mutex_unlock(&requests_lock);
+  if (alone || receive->state == IDLE) { /* nobody else looks for messages; or it comes from no rank */
+    TRY_MPI(c, Mprobe, receive->source, receive->tag, (MPI_Comm)c->comm->handle, &message, &status);
+    return receive_matched(c, out, &message, &status);
+  }
+  await_match(receive);
+  if (receive->code != MPI_SUCCESS)
+    return call_fail_in(c, receive->state == UNDER_WAY ? "MPI_Imrecv" : "MPI_Improbe", receive->code);
+  if (receive->state == MATCHED) {
+    message = (MPI_Message)receive->message;
+    return receive_matched(c, out, &message, status_of(receive));
+  }
+  PASS(complete(c, request, &receive->handle));
+  c->from = status_of(receive)->MPI_SOURCE;
+  c->from_tag = status_of(receive)->MPI_TAG;
+  if (out->count > 0) memcpy(out->data, receive->memory, buffer_bytes(out));
+  return NULL;
+}
+
+/* The messages of a plan: all of them, so that none is left to the next call. */
+static ffi_error *finish_planned(struct call *c, struct request *request, const struct plan *plan) {
+  ffi_error *error = NULL;
+  for (int i = 0; i < request->receive_count; i++) {
+    struct receive *receive = &request->receives[i];
+    const struct peer *peer = &plan->receives[i];
+    ffi_error *failure = NULL;
+    await_match(receive);
+    uint64_t label = ~request->label;
+    int64_t bytes = message_count(status_of(receive), (MPI_Datatype)runtime.datatypes[FFI_DTYPE_U8]);
+    if (receive->code != MPI_SUCCESS) {
+      failure = call_fail_in(c, receive->state == UNDER_WAY ? "MPI_Imrecv" : "MPI_Improbe", receive->code);
+    } else if (receive->state == MATCHED && bytes == receive->bytes) {
+      MPI_Message message = (MPI_Message)receive->message;
+      struct span span = span_of_bytes(bytes);
+      int code = span.code;
+      if (code == MPI_SUCCESS) code = mpi.Mrecv(receive->memory, span.count, span.type, &message, status_of(receive));
+      span_free(&span);
+      if (code != MPI_SUCCESS) failure = call_fail_in(c, "MPI_Mrecv", code);
+    } else if (receive->state == MATCHED) {
+      MPI_Message message = (MPI_Message)receive->message;
+      discard(&message, bytes);
+    } else {
+      failure = complete(c, request, &receive->handle);
+    }
+    if (failure == NULL && bytes == receive->bytes) memcpy(&label, receive->memory, LABEL_BYTES);
+    if (failure == NULL && label != request->label) failure = fail_planned(c, peer, bytes);
+    if (error == NULL) error = failure;
+  }
+  return error;
+}
+
+/* The rest of the call is in the words of what has been started, errors above all. */
+static void take_over(struct call *c, const struct request *request) {
+  c->operation = request->operation;
+  memcpy(c->attributes, request->attributes, sizeof c->attributes);
+}
+
+/* What comes out of a request. */
+static ffi_error *finish(struct call *c, struct request *request, const struct buffer *out) {
+  if (request->receive_count > 0) return finish_receive(c, request, out);
+  if (request->result != NULL && out->count > 0) memcpy(out->data, request->result, buffer_bytes(out));
+  return NULL;
+}
+
+/* The same for a wait that a batch maps, of a request that it does not: the result is the same for each of the batch.
+ */
+static ffi_error *finish_batch(struct call *c, struct request *request, const struct buffer *out, int64_t batch) {
+  struct buffer one = {NULL, request->count, request->type, WRITE};
+  int64_t rows = request->operation->row == ROW_ialltoall ? c->comm->size : 1;
+  size_t width = buffer_bytes(&one) / (size_t)rows;
+  one.data = malloc(buffer_bytes(&one) + 1);
+  if (one.data == NULL) return call_fail(c, FFI_INTERNAL, "no memory for %zu bytes", buffer_bytes(&one));
+  ffi_error *error = finish(c, request, &one);
+  for (int64_t i = 0; i < rows * batch && error == NULL; i++)
+    memcpy((char *)out->data + (size_t)i * width, (char *)one.data + (size_t)(i / batch) * width, width);
+  free(one.data);
+  return error;
+}
+
+ffi_error *BODY(wait)(struct call *c) {
+  ARGUMENTS(wait, c);
+  BEGIN(c, Wait, "with");
+  ffi_error *error;
+  struct request *request = request_take(c, b.request, a.zero != 0, &error);
+  struct buffer *out = c->first[2] > c->first[1] ? b.out : NULL;
+  if (error != NULL) return error;
+  if (request == NULL) return out != NULL ? call_zero(c, out->data, buffer_bytes(out)) : NULL;
+  const struct operation *own = c->operation;
+  int64_t batch = b.request->count / 2, count = out != NULL ? out->count : 0;
+  bool same = (out != NULL ? out->type : NULL) == request->type, mapped = request->batch == 1 && batch > 1;
+  take_over(c, request);
+  error = complete_all(c, request);
+  if (error == NULL && same && out != NULL && mapped && count == batch * request->count)
+    error = finish_batch(c, request, out, batch);
+  else if (error == NULL && same && count == request->count)
+    error = finish(c, request, out);
+  else if (error == NULL)
+    error = call_fail(c, FFI_UNIMPLEMENTED,
+                      "a result of %" PRId64 " elements, of an array of %" PRId64
+                      ": it has been started inside of some of the jax.vmap around the wait, and of others not",
+                      count, request->count);
+  request_end(request);
+  c->operation = own;
+  return error;
+}
+
+ffi_error *BODY(exchange_finish)(struct call *c) {
+  ARGUMENTS(exchange_finish, c);
+  const struct plan *plan = object_of(a.plan);
+  BEGIN(c, Wait, "with");
+  ffi_error *error;
+  struct request *request = request_take(c, b.request, a.zero != 0, &error);
+  if (error != NULL) return error;
+  struct call arrays; /* as the plan knows them: operands, then results */
+  call_copy(&arrays, c);
+  struct buffer *first = &arrays.buffers[c->first[1]];
+  memmove(first, first + 1, (size_t)(c->buffer_count - c->first[2]) * sizeof *first);
+  arrays.first[2] = (short)(c->buffer_count - 1);
+  error = plan_check(&arrays, plan);
+  if (error == NULL && request != NULL && request->attributes[attribute_of(request->operation, PLAN)] != a.plan)
+    error = call_fail(c, FFI_UNIMPLEMENTED,
+                      "the fields are not those that were started with: jax.vmap maps some of them on one side only");
+  if (request != NULL && error == NULL) {
+    const struct operation *own = c->operation;
+    take_over(c, request);
+    error = complete_all(c, request);
+    ffi_error *failure = finish_planned(c, request, plan);
+    if (error == NULL) error = failure;
+    c->operation = own;
+  }
+  if (error == NULL) {
+    plan_fill(&arrays, plan);
+    char *stage = request != NULL ? request->data : calloc(1, (size_t)(plan->sent + plan->received) + 1);
+    if (stage != NULL)
+      plan_unpack(&arrays, plan, stage);
+    else
+      error = call_fail(c, FFI_INTERNAL, "no memory for the messages");
+    if (request == NULL) free(stage);
+  }
+  if (request != NULL) request_end(request);
+  return error;
+}
+
+/* --- starting --- */
+
+static ffi_error *fail_memory(const struct call *c, size_t bytes) {
+  return call_fail(c, FFI_INTERNAL, "no memory to keep %zu bytes in flight", bytes);
+}
+
+/* What has begun before an error may still use the memory of a request, which then stays. */
+static ffi_error *give_up(struct call *c, struct request *request, int code) {
+  if (request->handle_count == 0) request_end(request);
+  return call_fail_mpi(c, code);
+}
+
+static ffi_error *begin(struct call *c, struct request *request, const struct buffer *id, int64_t moved) {
+  request_begin(request, id, moved);
+  if (request->place >= 0) return NULL;
+  return call_fail(c, FFI_INTERNAL, "too many requests that have not been waited for, or no memory for one more");
+}
+
+/* A request with a copy of `in`, which becomes the result. */
+static struct request *with_copy(struct call *c, const struct buffer *in, size_t more, int handles) {
+  struct request *request = request_new(c, buffer_bytes(in) + more + 1, handles, 0);
+  if (request == NULL) return NULL;
+  if (in->count > 0) memcpy(request->data, in->data, buffer_bytes(in));
+  request->type = in->type, request->count = in->count, request->result = request->data;
+  return request;
+}
+
+/* MPI_Request of the next handle. */
+#define NEXT(request, made) ((request)->handles[(request)->handle_count++] = (intptr_t)(made))
+
+static int chunks_of(int64_t count) {
+  return (int)((count + runtime.max_count - 1) / runtime.max_count) + (count == 0);
+}
+
+ffi_error *BODY(hold)(struct call *c) {
+  ARGUMENTS(hold, c);
+  (void)a;
+  struct request *request = with_copy(c, b.in, 0, 0);
+  if (request == NULL) return fail_memory(c, buffer_bytes(b.in));
+  return begin(c, request, b.request, 0);
+}
+
+ffi_error *BODY(iallreduce)(struct call *c) {
+  ARGUMENTS(iallreduce, c);
+  BEGIN(c, Iallreduce, "with %" PRId64 " items and", b.in->count);
+  struct request *request = with_copy(c, b.in, 0, chunks_of(b.in->count));
+  if (request == NULL) return fail_memory(c, buffer_bytes(b.in));
+  FOR_CHUNKS(c, b.in->count, i, n) {
+    MPI_Request made;
+    void *data = request->data + (size_t)i * b.in->type->bytes;
+    int code = mpi.Iallreduce(ABI_IN_PLACE, data, (int)n, element(b.in->type), handle_of(a.op), comm, &made);
+    if (code != MPI_SUCCESS) return give_up(c, request, code);
+    NEXT(request, made);
+  }
+  return begin(c, request, b.request, (int64_t)buffer_bytes(b.in));
+}
+
+/* Of other ranks than root the result is zero. */
+ffi_error *BODY(ireduce)(struct call *c) {
+  ARGUMENTS(ireduce, c);
+  BEGIN(c, Ireduce, "-> %d with %" PRId64 " items and", (int)a.root, b.in->count);
+  bool root = c->comm->rank == a.root;
+  size_t bytes = buffer_bytes(b.in);
+  struct request *request = with_copy(c, b.in, root ? 0 : bytes, chunks_of(b.in->count));
+  if (request == NULL) return fail_memory(c, bytes);
+  if (!root) memset(request->result = request->data + bytes, 0, bytes);
+  FOR_CHUNKS(c, b.in->count, i, n) {
+    MPI_Request made;
+    void *data = request->data + (size_t)i * b.in->type->bytes;
+    int code = mpi.Ireduce(root ? ABI_IN_PLACE : data, root ? data : NULL, (int)n, element(b.in->type), handle_of(a.op),
+                           (int)a.root, comm, &made);
+    if (code != MPI_SUCCESS) return give_up(c, request, code);
+    NEXT(request, made);
+  }
+  return begin(c, request, b.request, (int64_t)bytes);
+}
+
+ffi_error *BODY(ialltoall)(struct call *c) {
+  ARGUMENTS(ialltoall, c);
+  (void)a;
+  BEGIN(c, Ialltoall, "with %" PRId64 " items and", b.in->count);
+  size_t bytes = buffer_bytes(b.in);
+  struct request *request = with_copy(c, b.in, bytes, 1);
+  if (request == NULL) return fail_memory(c, 2 * bytes);
+  request->result = request->data + bytes;
+  struct span s = span_of(b.in->type, b.in->count / c->comm->size);
+  MPI_Request made;
+  int code = s.code;
+  if (code == MPI_SUCCESS)
+    code = mpi.Ialltoall(request->data, s.count, s.type, request->result, s.count, s.type, comm, &made);
+  span_free(&s);
+  if (code != MPI_SUCCESS) return give_up(c, request, code);
+  NEXT(request, made);
+  return begin(c, request, b.request, (int64_t)bytes);
+}
+
+ffi_error *BODY(ibarrier)(struct call *c) {
+  ARGUMENTS(ibarrier, c);
+  (void)a;
+  BEGIN(c, Ibarrier, "with");
+  struct request *request = request_new(c, 0, 1, 0);
+  if (request == NULL) return fail_memory(c, 0);
+  MPI_Request made;
+  int code = mpi.Ibarrier(comm, &made);
+  if (code != MPI_SUCCESS) return give_up(c, request, code);
+  NEXT(request, made);
+  return begin(c, request, b.request, 0);
+}
+
+/* in: on root only */
+ffi_error *BODY(ibcast)(struct call *c) {
+  ARGUMENTS(ibcast, c);
+  bool root = c->comm->rank == a.root;
+  if (root) NEEDS(c, b.in);
+  struct buffer data = {root ? b.in->data : NULL, a.count, datatype_find((int)a.dtype), READ};
+  if (data.type == NULL || a.count < 0 || (root && b.in->count != a.count))
+    return call_fail(c, FFI_INTERNAL, "an array of another shape: reinstall jaxmpi");
+  BEGIN(c, Ibcast, "from %d with %" PRId64 " items and", (int)a.root, a.count);
+  struct request *request = request_new(c, buffer_bytes(&data) + 1, 1, 0);
+  if (request == NULL) return fail_memory(c, buffer_bytes(&data));
+  if (root && a.count > 0) memcpy(request->data, data.data, buffer_bytes(&data));
+  request->type = data.type, request->count = a.count, request->result = request->data;
+  struct span s = span_of(data.type, a.count);
+  MPI_Request made;
+  int code = s.code;
+  if (code == MPI_SUCCESS) code = mpi.Ibcast(request->data, s.count, s.type, (int)a.root, comm, &made);
+  span_free(&s);
+  if (code != MPI_SUCCESS) return give_up(c, request, code);
+  NEXT(request, made);
+  return begin(c, request, b.request, (int64_t)buffer_bytes(&data));
+}
+
+ffi_error *BODY(isend)(struct call *c) {
+  ARGUMENTS(isend, c);
+  BEGIN(c, Isend, "-> %d with tag %d and", (int)a.dest, (int)a.tag);
+  bool labelled = c->labelled && atomic_load_explicit(&runtime.labels, memory_order_relaxed);
+  size_t front = labelled ? sizeof(struct label) : 0, bytes = front + buffer_bytes(b.in);
+  struct request *request = request_new(c, bytes + 1, 1, 0);
+  if (request == NULL) return fail_memory(c, bytes);
+  if (labelled) {
+    struct label label = label_of(c, b.in);
+    memcpy(request->data, &label, sizeof label);
+  }
+  if (b.in->count > 0) memcpy(request->data + front, b.in->data, buffer_bytes(b.in));
+  struct span s = labelled ? span_of_bytes((int64_t)bytes) : span_of(b.in->type, b.in->count);
+  MPI_Request made;
+  int code = s.code;
+  if (code == MPI_SUCCESS) code = mpi.Isend(request->data, s.count, s.type, (int)a.dest, (int)a.tag, comm, &made);
+  span_free(&s);
+  if (code != MPI_SUCCESS) return give_up(c, request, code);
+  NEXT(request, made);
+  return begin(c, request, b.request, (int64_t)bytes);
+}
+
+static ffi_error *need_threads(const struct call *c) {
+  if (!runtime.serialize) return NULL;
+  return call_fail(c, FFI_UNIMPLEMENTED,
+                   "messages are expected by a thread of the library's, which needs MPI_THREAD_MULTIPLE: leave "
+                   "mpi4py.rc.thread_level at 'multiple', or receive with recv. Nothing was sent");
+}
+
+static void expect(struct receive *receive, struct communicator *comm, int source, int tag, int64_t bytes) {
+  *receive = (struct receive){.comm = comm, .source = source, .tag = tag, .bytes = bytes};
+}
+
+static void expect_all(struct request *request) {
+  pthread_mutex_lock(&requests_lock);
+  for (int i = 0; i < request->receive_count; i++)
+    if (request->receives[i].source != ABI_PROC_NULL) receive_expect(&request->receives[i]);
+  pthread_mutex_unlock(&requests_lock);
+}
+
+ffi_error *BODY(irecv)(struct call *c) {
+  ARGUMENTS(irecv, c);
+  const struct datatype *type = datatype_find((int)a.dtype);
+  PASS(need_threads(c));
+  if (type == NULL || a.count < 0) return call_fail(c, FFI_INTERNAL, "an array of another dtype: reinstall jaxmpi");
+  BEGIN(c, Irecv, "<- %d with tag %d and", (int)a.source, (int)a.tag);
+  struct request *request = request_new(c, 0, 0, 1);
+  if (request == NULL) return fail_memory(c, 0);
+  int64_t bytes = a.count * (int64_t)type->bytes;
+  request->type = type, request->count = a.count;
+  expect(&request->receives[0], c->comm, (int)a.source, (int)a.tag, bytes);
+  request->receives[0].request = request;
+  expect_all(request);
+  return begin(c, request, b.request, bytes);
+}
+
+/* The messages of a plan: those to send leave at once, the others are expected. */
+ffi_error *BODY(exchange_start)(struct call *c) {
+  ARGUMENTS(exchange_start, c);
+  const struct plan *plan = object_of(a.plan);
+  PASS(need_threads(c));
+  BEGIN(c, Isend, "to %d ranks and from %d with", plan->send_count, plan->receive_count);
+  PASS(plan_check_operands(c, plan));
+  size_t bytes = (size_t)(plan->sent + plan->received);
+  struct request *request = request_new(c, bytes + 1, plan->send_count, plan->receive_count);
+  if (request == NULL) return fail_memory(c, bytes);
+  request->label = plan_label(c, plan, atomic_fetch_add(&c->comm->planned, 1) + 1);
+  plan_compose(c, plan, request->data);
+  for (int i = 0; i < plan->receive_count; i++) {
+    const struct peer *peer = &plan->receives[i];
+    expect(&request->receives[i], c->comm, peer->rank, plan->tag, peer->bytes);
+    request->receives[i].memory = request->data + peer->stage;
+  }
+  for (int i = 0; i < plan->send_count; i++) {
+    const struct peer *peer = &plan->sends[i];
+    memcpy(request->data + peer->stage, &request->label, LABEL_BYTES);
+    struct span span = span_of_bytes(peer->bytes);
+    MPI_Request made;
+    int code = span.code;
+    if (code == MPI_SUCCESS)
+      code = mpi.Isend(request->data + peer->stage, span.count, span.type, peer->rank, plan->tag, comm, &made);
+    span_free(&span);
+    if (code != MPI_SUCCESS) return give_up(c, request, code);
+    NEXT(request, made);
+  }
+  expect_all(request);
+  return begin(c, request, b.request, (int64_t)bytes);
+}

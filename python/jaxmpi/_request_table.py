@@ -1,0 +1,295 @@
+"""The operation table, of what starts an operation and of what waits for it (csrc/core/requests.h).
+
+A request is an array of two numbers, by which the core knows it. To what differentiates it is an array like any other:
+its tangent is the request of the tangent's operation, its cotangent that of the cotangent's. So the transpose of a wait
+starts the adjoint operation, the transpose of a start waits for it, and derivatives overlap as the function does. Zeros
+in the place of a request, where there is no tangent, are a request of nothing.
+
+A rank that only waits inside of what is differentiated has a request without tangent: that of a constant.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from mpi4py import MPI
+
+from jaxmpi import _jax, _native, _table, _tags
+from jaxmpi._derivatives.communication import DERIVATIVE, TANGENT, VALUE
+from jaxmpi._derivatives.link import batched, link, linked_zeros
+from jaxmpi._derivatives.transposition import zero_cotangent
+from jaxmpi._primitive import PRIMITIVES, Params, Part, Row, bind, make_primitive
+from jaxmpi._table import LINE, SUMMING, check_names, check_same, of_cotangent, of_tangent, on_root
+
+WIDTH = 2
+"""Numbers of a request."""
+_NOTHING = np.zeros(WIDTH, np.float32)
+
+WITHOUT_RESULT = {"isend", "ibarrier"}
+_BATCH_AT = {"ialltoall": 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class Started:
+    """What a request is of: the operation, its parameters, the shape and dtype of its array."""
+
+    operation: str
+    params: tuple[tuple[str, Any], ...]
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @property
+    def has_result(self) -> bool:
+        return self.operation not in WITHOUT_RESULT
+
+    def batched(self, size: int) -> "Started":
+        at = _BATCH_AT.get(self.operation, 0)
+        return dataclasses.replace(self, shape=(*self.shape[:at], size, *self.shape[at:]))
+
+
+def started(operation: str, params: Params, x: Any) -> Started:
+    given = {name: value for name, value in params.items() if name not in ("comm", "batch")}
+    return Started(operation, tuple(sorted(given.items())), tuple(x.shape), np.dtype(x.dtype))
+
+
+def _request(avals: Sequence[Any], params: Params) -> list[Any]:
+    return [jax.ShapeDtypeStruct((*params["batch"], WIDTH), np.float32)]
+
+
+def _begin(operation: str, params: Params, batch: tuple[int, ...], *operands: Any) -> Any:
+    return bind(operation, {**params, "batch": batch}, *operands)
+
+
+def _wait(what: Started, params: Params, request: Any) -> Any:
+    return bind("wait", {**params, "started": what}, request)
+
+
+# --- adjoints --------------------------------------------------------------------------------------------------------
+
+
+def _adjoint(operation: str, given: Params, comm: Any) -> tuple[str, Params]:
+    """The adjoint of an operation that starts something: its name and parameters."""
+    params = of_cotangent({"comm": comm})
+    match operation:
+        case "isend":
+            return "irecv", {**params, "source": given["dest"], "tag": given["tag"]}
+        case "irecv":  # ANY_TAG is only allowed with source PROC_NULL
+            tag = 0 if given["tag"] == MPI.ANY_TAG else given["tag"]
+            return "isend", {**params, "dest": given["source"], "tag": tag}
+        case "ibcast":
+            return "ireduce", {**params, **SUMMING, "root": given["root"]}
+        case "ireduce":
+            return "ibcast", {**params, "root": given["root"]}
+        case "ialltoall":
+            return "ialltoall", params
+    return "hold", {"comm": comm}  # of an allreduce, whose cotangent is passed on, and of what is held
+
+
+def _transpose_wait(cotangents, operands, params):
+    what: Started = params["started"]
+    given = dict(what.params)
+    name, adjoint = _adjoint(what.operation, given, params["comm"])
+    template = jax.ShapeDtypeStruct(what.shape, what.dtype)
+    batch = operands[0].shape[:-1]
+    if not what.has_result:
+        return [_begin(name, adjoint, batch, zero_cotangent(template))]
+    (cotangent,) = cotangents
+    if what.operation == "iallreduce":
+        if LINE in given:
+            check_same([cotangent], of_cotangent(params), given[LINE])
+        cotangent = bind("replicate", of_cotangent(params), cotangent)
+    return [_begin(name, adjoint, batch, cotangent)]
+
+
+def _transpose_start(operation: str):
+    def transpose(cotangents, operands, params):
+        (template,) = operands
+        name, adjoint = _adjoint(operation, params, params["comm"])
+        if operation == "irecv":  # what was sent back; a template's values are not read
+            what = started(name, adjoint, template)
+            _wait(what, of_cotangent(params), cotangents[0])
+            return [linked_zeros(cotangents, template)]
+        return [_wait(started(name, adjoint, template), of_cotangent(params), cotangents[0])]
+
+    return transpose
+
+
+def _tangent_iallreduce(primals, tangents, results, params):
+    # The weights of the tangents are communicated where the operation starts.
+    blocking = {name: value for name, value in params.items() if name != "batch"}
+    value = bind("allreduce", {**blocking, DERIVATIVE: VALUE}, primals[0])
+    (tangent,) = _table.tangent_allreduce(primals, tangents, [value], blocking)
+    return [_begin("hold", {"comm": params["comm"], DERIVATIVE: TANGENT}, params["batch"], tangent)]
+
+
+# --- waiting ---------------------------------------------------------------------------------------------------------
+
+
+def _waited(avals, params):
+    what = params["started"]
+    return [jax.ShapeDtypeStruct(what.shape, what.dtype)] if what.has_result else []
+
+
+def _jvp_wait(primals, tangents, **params):
+    primitive = PRIMITIVES["wait"]
+    if DERIVATIVE in params:
+        params = {**params, DERIVATIVE: VALUE}
+    results = primitive.bind(*primals, **params)
+    if type(tangents[0]) is _jax.ad.Zero or not _jax.inexact(params["started"]):
+        return results, [_jax.zero_tangent(y) for y in results]
+    return results, primitive.bind(tangents[0], **{**params, DERIVATIVE: TANGENT})
+
+
+def _batch_wait(axis, operands, axes, **params):
+    (request,), (at,) = operands, axes
+    if at is None:
+        results = PRIMITIVES["wait"].bind(request, **params)
+        return results, [None] * len(results)
+    results = PRIMITIVES["wait"].bind(
+        batched(request, at, axis.size, 0), **{**params, "started": params["started"].batched(axis.size)}
+    )
+    return results, [_BATCH_AT.get(params["started"].operation, 0)] * len(results)
+
+
+# --- exchanges by plans ----------------------------------------------------------------------------------------------
+#
+# An exchange is K u + B m: what is left of the fields u, with the boundaries, and what has come, m = P u of all ranks.
+# The start is P, the finish is linear in the fields and in the request, which stands for m. The adjoint of each is one
+# of the adjoint exchange.
+
+
+def _plan_of_start(avals, params):
+    return _table.plan(avals, params)
+
+
+def _plan_of_finish(avals, params):
+    return _table.plan(avals[:-1], params)
+
+
+def _linear_places(params: Params, which: Sequence[int]) -> Params:
+    pattern = params["pattern"]
+    return {"pattern": pattern, "places": pattern.linear(tuple(params["places"][i] for i in which))}
+
+
+def _start_of(arrays, which, batch, params, of, adjoint):
+    more = _linear_places(params, which)
+    return _begin("exchange_start", of(params, **more, adjoint=adjoint), batch, *(arrays[i] for i in which))
+
+
+def _finish_of(arrays, which, request, params, of, adjoint):
+    if not which:
+        return [None] * len(arrays)
+    params = of(params, **_linear_places(params, which), adjoint=adjoint)
+    fields = [arrays[i] for i in which]
+    if request is not _NOTHING:  # whatever maps the request maps them, as where it was started
+        fields = [link(x, [request], x) for x in fields]
+    made = PRIMITIVES["exchange_finish"].bind(*fields, request, **params)
+    given = dict(zip(which, made, strict=True))
+    return [given.get(i) for i in range(len(arrays))]
+
+
+def _tangent_exchange_start(primals, tangents, results, params):
+    which = [i for i, t in enumerate(tangents) if t is not None]
+    return [_start_of(tangents, which, params["batch"], params, of_tangent, params["adjoint"])]
+
+
+def _transpose_exchange_start(cotangents, templates, params):
+    which = _jax.inexact_among(templates)
+    zeros = [jnp.zeros(x.shape, x.dtype) for x in templates]
+    return _finish_of(zeros, which, cotangents[0], params, of_cotangent, not params["adjoint"])
+
+
+def _jvp_exchange_finish(primals, tangents, **params):
+    primitive = PRIMITIVES["exchange_finish"]
+    if DERIVATIVE in params:
+        params = {**params, DERIVATIVE: VALUE}
+    results = primitive.bind(*primals, **params)
+    which = _jax.inexact_among(primals[:-1])
+    known = [t for t in tangents if type(t) is not _jax.ad.Zero]
+    if not which or not known:
+        return results, [_jax.zero_tangent(y) for y in results]
+    given = [linked_zeros(known, t.aval) if type(t) is _jax.ad.Zero else t for t in tangents[:-1]]
+    request = _NOTHING if type(tangents[-1]) is _jax.ad.Zero else tangents[-1]
+    made = _finish_of(given, which, request, params, of_tangent, params["adjoint"])
+    return results, [_jax.zero_tangent(y) if t is None else t for t, y in zip(made, results, strict=True)]
+
+
+def _transpose_exchange_finish(cotangents, operands, params):
+    *fields, request = operands
+    which = list(range(len(fields)))
+    adjoint = not params["adjoint"]
+    back: list[Any] = [None] * len(fields)
+    begun = None
+    if isinstance(request, jax.ShapeDtypeStruct):
+        begun = _start_of(cotangents, which, request.shape[:-1], params, of_cotangent, adjoint)
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in fields):
+        back = _finish_of(cotangents, which, _NOTHING, params, of_cotangent, adjoint)
+    return [*back, begun]
+
+
+def _batch_exchange_finish(axis, operands, axes, **params):
+    *fields, request = operands
+    *at_fields, at = axes
+    place, result_at = params["pattern"].batch(params["adjoint"])
+    fields = [x if its is None else batched(x, its, axis.size, place) for x, its in zip(fields, at_fields, strict=True)]
+    if at is not None:
+        request = batched(request, at, axis.size, 0)
+    results = PRIMITIVES["exchange_finish"].bind(*fields, request, **params)
+    return results, [None if its is None else result_at for its in at_fields]
+
+
+# --- the table -------------------------------------------------------------------------------------------------------
+
+
+def _row_of_start(name: str, *, batch: int = 0, **more: Any) -> Row:
+    return Row(name, _request, starts=True, batch=lambda p: (batch, 0), transpose=_transpose_start(name), **more)
+
+
+def _refuse_ends(params: Params) -> str:
+    if _tags.TRACED in (params.get("dest"), params.get("source"), params["tag"]):
+        return "of its rank or tag is known at run time only. Use send, recv or sendrecv, which are differentiated."
+    return _table.refuse_half(params)
+
+
+ROWS = (
+    Row("after", lambda avals, p: [], transpose=lambda *_: []),
+    Row(
+        "exchange_finish",
+        lambda avals, p: p["pattern"].results(avals[:-1], p["adjoint"]),
+        plan=_plan_of_finish,
+        transpose=_transpose_exchange_finish,
+        waits=True,
+    ),
+    Row(
+        "exchange_start",
+        _request,
+        starts=True,
+        plan=_plan_of_start,
+        batch=lambda p: p["pattern"].batch(p["adjoint"]),
+        tangent=lambda p: _tangent_exchange_start,
+        transpose=_transpose_exchange_start,
+    ),
+    _row_of_start("hold"),
+    _row_of_start("iallreduce", refuse=_table.refuse_reduction, tangent=_table.unless_sum(_tangent_iallreduce)),
+    _row_of_start("ialltoall", batch=1),
+    Row("ibarrier", _request, starts=True),
+    _row_of_start("ibcast", part=lambda p: Part(operands=on_root(p))),
+    _row_of_start("irecv", templates=1, refuse=_refuse_ends),
+    _row_of_start("ireduce", refuse=_table.refuse_reduction),
+    _row_of_start("isend", refuse=_refuse_ends),
+    Row("wait", _waited, transpose=_transpose_wait, waits=True),
+)
+
+for _row in ROWS:
+    make_primitive(_row)
+_jax.ad.primitive_jvps[PRIMITIVES["wait"]] = _jvp_wait
+_jax.batching.fancy_primitive_batchers[PRIMITIVES["wait"]] = _batch_wait
+_jax.ad.primitive_jvps[PRIMITIVES["exchange_finish"]] = _jvp_exchange_finish
+_jax.batching.fancy_primitive_batchers[PRIMITIVES["exchange_finish"]] = _batch_exchange_finish
+
+check_names(
+    {row.name for row in (*_table.ROWS, *ROWS) if not row.silent}, set(_native.OPERATIONS) - _native.OF_SHARDED_PROGRAMS
+)
