@@ -261,8 +261,71 @@ int MPI_Isend(const void *in, int n, MPI_Datatype t, int dest, int tag, MPI_Comm
   return MPI_SUCCESS;
 }
 
+/* What starts a collective does it at once. */
+static int started(int code, MPI_Request *request) {
+  if (code != MPI_SUCCESS) return code;
+  *request = (MPI_Request)FAKE_HANDLE(KIND_REQUEST, 1);
+  fake_control.live_requests++;
+  return MPI_SUCCESS;
+}
+
+int MPI_Iallreduce(const void *in, void *out, int n, MPI_Datatype t, MPI_Op op, MPI_Comm handle, MPI_Request *request) {
+  BEGIN(Iallreduce);
+  return started(reduction(call, in, out, n, t, op, comm->size), request);
+}
+
+int MPI_Ireduce(const void *in, void *out, int n, MPI_Datatype t, MPI_Op op, int root, MPI_Comm handle,
+                MPI_Request *request) {
+  BEGIN(Ireduce);
+  TRY(check_root(comm, call, root));
+  if (root == comm->rank) return started(reduction(call, in, out, n, t, op, comm->size), request);
+  call->op = (intptr_t)op;
+  call->out = out;
+  if (in == ABI_IN_PLACE) return FAKE_ERR_BUFFER;
+  return started(fake_reads(call, in, n, t), request);
+}
+
+int MPI_Ialltoall(const void *in, int n, MPI_Datatype t, void *out, int m, MPI_Datatype u, MPI_Comm handle,
+                  MPI_Request *request) {
+  BEGIN(Ialltoall);
+  TRY(fake_reads(call, in, n, t));
+  TRY(fake_writes(call, out, m, u));
+  if (call->in_bytes != call->out_bytes) return FAKE_ERR_COUNT;
+  for (int r = 0; r < comm->size; r++)
+    contribution((char *)out + r * call->out_bytes, (const char *)in + r * call->in_bytes, call->in_bytes,
+                 r - comm->rank);
+  return started(MPI_SUCCESS, request);
+}
+
+int MPI_Ibarrier(MPI_Comm handle, MPI_Request *request) {
+  BEGIN(Ibarrier);
+  (void)comm;
+  return started(MPI_SUCCESS, request);
+}
+
+int MPI_Ibcast(void *data, int n, MPI_Datatype t, int root, MPI_Comm handle, MPI_Request *request) {
+  BEGIN(Ibcast);
+  TRY(check_root(comm, call, root));
+  TRY(fake_reads(call, data, n, t));
+  if (root != comm->rank) from_root(data, call->in_bytes, root);
+  return started(MPI_SUCCESS, request);
+}
+
+int MPI_Test(MPI_Request *request, int *done, MPI_Status *status) {
+  struct fake_call *call;
+  *done = 1;
+  if (*request == (MPI_Request)(intptr_t)0) return MPI_SUCCESS;
+  if (*request != (MPI_Request)FAKE_HANDLE(KIND_REQUEST, 1)) return FAKE_ERR_ARG;
+  *request = (MPI_Request)(intptr_t)0;
+  fake_control.live_requests--; /* also where the test fails */
+  TRY(fake_begin("MPI_Test", &call));
+  fake_set_status(status, fake_control.any_source, fake_control.any_tag, 0);
+  return MPI_SUCCESS;
+}
+
 int MPI_Wait(MPI_Request *request, MPI_Status *status) {
   struct fake_call *call;
+  if (*request == (MPI_Request)(intptr_t)0) return MPI_SUCCESS; /* of a test that found it done */
   if (*request != (MPI_Request)FAKE_HANDLE(KIND_REQUEST, 1)) return FAKE_ERR_ARG;
   *request = (MPI_Request)(intptr_t)0;
   fake_control.live_requests--; /* also where the wait fails */
@@ -287,6 +350,42 @@ int MPI_Mprobe(int source, int tag, MPI_Comm handle, MPI_Message *message, MPI_S
   }
   *message = (MPI_Message)FAKE_HANDLE(KIND_MESSAGE, place);
   return MPI_SUCCESS;
+}
+
+/* The same without waiting. */
+static int look(struct fake_call *call, const struct comm *comm, int source, int tag, MPI_Comm handle, int *found,
+                int *place, MPI_Status *status) {
+  call->peer = source, call->tag = tag;
+  *found = 0;
+  if (source != fake_control.any_source && (source < 0 || source >= comm->size)) return FAKE_ERR_RANK;
+  if (tag != fake_control.any_tag && tag < 0) return FAKE_ERR_TAG;
+  const struct message *match = fake_match(handle, source, tag, place);
+  if (match == NULL) return MPI_SUCCESS;
+  *found = 1;
+  fake_set_status(status, match->source, match->tag, match->bytes);
+  return MPI_SUCCESS;
+}
+
+int MPI_Improbe(int source, int tag, MPI_Comm handle, int *found, MPI_Message *message, MPI_Status *status) {
+  BEGIN(Improbe);
+  int place;
+  TRY(look(call, comm, source, tag, handle, found, &place, status));
+  if (*found) *message = (MPI_Message)FAKE_HANDLE(KIND_MESSAGE, place);
+  return MPI_SUCCESS;
+}
+
+int MPI_Iprobe(int source, int tag, MPI_Comm handle, int *found, MPI_Status *status) {
+  BEGIN(Iprobe);
+  int place;
+  TRY(look(call, comm, source, tag, handle, found, &place, status));
+  if (*found) fake_unmatch(fake_message(place));
+  return MPI_SUCCESS;
+}
+
+int MPI_Imrecv(void *out, int n, MPI_Datatype t, MPI_Message *message, MPI_Request *request) {
+  MPI_Status ignored;
+  TRY(MPI_Mrecv(out, n, t, message, &ignored));
+  return started(MPI_SUCCESS, request);
 }
 
 int MPI_Mrecv(void *out, int n, MPI_Datatype t, MPI_Message *message, MPI_Status *status) {

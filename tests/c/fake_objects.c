@@ -457,6 +457,12 @@ struct message *fake_match(MPI_Comm comm, int source, int tag, int *place) {
   return found;
 }
 
+void fake_unmatch(struct message *matched) {
+  matched->state = QUEUED;
+  fake_control.queued++;
+  fake_control.live_matched--;
+}
+
 void fake_drop(struct message *matched) {
   free(matched->data);
   *matched = (struct message){.state = GONE};

@@ -73,6 +73,7 @@ int fake_reduce(MPI_Op handle, const void *in, void *out, int count, MPI_Datatyp
 int fake_enqueue(intptr_t comm, int source, int tag, const void *data, int64_t bytes);
 struct message *fake_match(MPI_Comm comm, int source, int tag, int *place);
 struct message *fake_message(int place);
+void fake_unmatch(struct message *matched);
 void fake_drop(struct message *matched);
 
 void fake_set_status(MPI_Status *status, int source, int tag, int64_t bytes);
