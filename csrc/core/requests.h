@@ -70,14 +70,14 @@ struct request *request_new(const struct call *call, size_t bytes, int handles, 
 /* Writes its numbers, from now on it can be waited for. `moved`: bytes that are under way. */
 void request_begin(struct request *request, const struct buffer *id, int64_t moved);
 
-/* Takes the request that a call waits for: nobody else can, from now on. NULL with `error` NULL: the numbers are zeros,
+/* Takes a request that a call waits for: nobody else can, from now on. NULL with `error` NULL: the numbers are zeros,
  * which `zero` allows. */
 struct request *request_take(const struct call *call, const struct buffer *id, bool zero, ffi_error **error);
 
 /* Gives back its memory. */
 void request_end(struct request *request);
 
-/* What is waited for, in words; false: nothing. For reports. */
+/* What is waited for first, in words; false: nothing. For reports. */
 bool request_words(const struct call *call, int64_t words[WORDS]);
 
 /* Memory for `bytes`, at `data`. NULL: out of memory. Under the lock. */
@@ -91,8 +91,9 @@ void receive_forget(struct receive *receive);
 
 /* A blocking operation begins: messages that are expected must not wait for its end. */
 void requests_wake(void);
-static inline void requests_before_blocking(void) {
-  if (atomic_load_explicit(&receives_expected, memory_order_relaxed) > 0) requests_wake();
+static inline void requests_before(const struct call *call) {
+  bool expected = atomic_load_explicit(&receives_expected, memory_order_relaxed) > 0;
+  if (expected && !has_request(call->operation)) requests_wake();
 }
 
 /* The communicator is freed, or MPI finalized if it is COMM_SELF: its messages are no longer expected. */

@@ -238,19 +238,13 @@ static ffi_error *finish_batch(struct call *c, struct request *request, const st
   return error;
 }
 
-ffi_error *BODY(wait)(struct call *c) {
-  ARGUMENTS(wait, c);
-  BEGIN(c, Wait, "with");
-  ffi_error *error;
-  struct request *request = request_take(c, b.request, a.zero != 0, &error);
-  struct buffer *out = c->first[2] > c->first[1] ? b.out : NULL;
-  if (error != NULL) return error;
-  if (request == NULL) return out != NULL ? call_zero(c, out->data, buffer_bytes(out)) : NULL;
+/* Waits for one request. `out`: NULL without a result. */
+static ffi_error *wait_for(struct call *c, struct request *request, const struct buffer *out, int64_t batch) {
   const struct operation *own = c->operation;
-  int64_t batch = b.request->count / 2, count = out != NULL ? out->count : 0;
+  int64_t count = out != NULL ? out->count : 0;
   bool same = (out != NULL ? out->type : NULL) == request->type, mapped = request->batch == 1 && batch > 1;
   take_over(c, request);
-  error = complete_all(c, request);
+  ffi_error *error = complete_all(c, request);
   if (error == NULL && same && out != NULL && mapped && count == batch * request->count)
     error = finish_batch(c, request, out, batch);
   else if (error == NULL && same && count == request->count)
@@ -263,6 +257,30 @@ ffi_error *BODY(wait)(struct call *c) {
   request_end(request);
   c->operation = own;
   return error;
+}
+
+/* All requests are waited for, also after an error. */
+ffi_error *BODY(wait)(struct call *c) {
+  ARGUMENTS(wait, c);
+  BEGIN(c, Wait, "with");
+  int requests = c->first[1], outs = c->first[2] - c->first[1];
+  const struct buffer *out = b.out, *end = b.out + outs;
+  ffi_error *first = NULL;
+  for (int i = 0; i < requests; i++) {
+    ffi_error *error;
+    const struct buffer *id = &b.request[i];
+    struct request *request = request_take(c, id, a.zero != 0, &error);
+    bool has_result = requests == 1     ? outs == 1
+                      : request != NULL ? request->type != NULL
+                                        : (a.zero >> (i + 1) & 1) != 0;
+    const struct buffer *its = has_result && out < end ? out++ : NULL;
+    if (request != NULL)
+      error = wait_for(c, request, its, id->count / 2);
+    else if (error == NULL && its != NULL)
+      error = call_zero(c, its->data, buffer_bytes(its));
+    if (first == NULL) first = error;
+  }
+  return first;
 }
 
 ffi_error *BODY(exchange_finish)(struct call *c) {

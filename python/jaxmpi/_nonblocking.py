@@ -268,7 +268,7 @@ def _wait_for(requests: Sequence[Any], after: Any, unflatten: Callable[..., Any]
         _check(request, operation)
     if requests and after is not None:
         _compute_first(requests[0]._of.comm, after)
-    result = unflatten([_wait_for_one(request) for request in requests])
+    result = unflatten(_wait_for_all(requests))
     return result if after is None else (result, after)
 
 
@@ -297,19 +297,36 @@ def _check(request: Any, operation: str) -> None:
         raise TypeError(f"{operation}: this is not what a start has returned: an array of {dtype} and shape {shape}.")
 
 
-def _wait_for_one(request: Request) -> Any:
-    of = request._of
-    if of.fields is not None:
-        *arrays, begun = request._arrays
-        made = bind("exchange_finish", {"comm": of.comm, **of.fields}, *arrays, begun)
-        return jax.tree.unflatten(of.structure, made if isinstance(made, list) else [made])
-    results = [
-        bind("wait", {"comm": of.comm, "started": part}, begun)
-        for part, begun in zip(of.parts, request._arrays, strict=True)
-    ]
-    if not any(part.has_result for part in of.parts):
-        return None
-    return jax.tree.unflatten(of.structure, results)
+_MOST = 60
+"""Requests that one operation waits for."""
+
+
+def _wait_for_all(requests: Sequence[Request]) -> list[Any]:
+    results: list[Any] = [None] * len(requests)
+    groups: dict[Any, list[tuple[int, Started, Any]]] = {}  # of each communicator: which request, and its arrays
+    for i, request in enumerate(requests):
+        of = request._of
+        if of.fields is None:
+            groups.setdefault(of.comm, []).extend((i, *one) for one in zip(of.parts, request._arrays, strict=True))
+    values: list[list[Any]] = [[] for _ in requests]
+    for comm, group in groups.items():
+        for first in range(0, len(group), _MOST):
+            some = group[first : first + _MOST]
+            params = {"comm": comm, "started": tuple(part for _, part, _ in some)}
+            made = bind("wait", params, *(begun for _, _, begun in some))
+            given = iter(made if isinstance(made, list) else [made])
+            for i, part, _ in some:
+                if part.has_result:
+                    values[i].append(next(given))
+    for i, request in enumerate(requests):
+        of = request._of
+        if of.fields is not None:
+            *arrays, begun = request._arrays
+            made = bind("exchange_finish", {"comm": of.comm, **of.fields}, *arrays, begun)
+            values[i] = made if isinstance(made, list) else [made]
+        if of.fields is not None or not of.parts or any(part.has_result for part in of.parts):
+            results[i] = jax.tree.unflatten(of.structure, values[i])
+    return results
 
 
 def start_exchange(comm: Any, fields: Params, arrays: Sequence[Any], structure: Any) -> Request:

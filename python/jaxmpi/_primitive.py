@@ -99,6 +99,9 @@ class Row:
     waits: bool = False
     """Its last operand is a request, whose tangent is one as well: it is linear in it, and never linked."""
 
+    many: bool = False
+    """It takes any number of operands, none of which belongs to another."""
+
     silent: bool = False
     """The identity; only its transpose does something. The core has no such operation."""
 
@@ -110,7 +113,7 @@ class Row:
     @property
     def several(self) -> bool:
         """Whether it takes any number of arrays."""
-        return self.joined or self.plan is not None
+        return self.joined or self.plan is not None or self.many
 
     def types(self, operands: Sequence[Any], params: Params) -> list[Any]:
         """The types of all results."""
@@ -301,7 +304,8 @@ def _attributes(row: Row, params: Params, operands: Sequence[Any]) -> dict[str, 
         last = operands[-1]
         params = {**params, "count": math.prod(last.shape), "dtype": DATATYPES[np.dtype(last.dtype).name].code}
     if row.waits:
-        params = {**params, "zero": DERIVATIVE in params}
+        results = sum(2 << i for i, what in enumerate(params.get("started", ())) if what.has_result)
+        params = {**params, "zero": 1 + results if DERIVATIVE in params else 0}
     return {name: _attribute(name, kind, params, dtype) for name, kind in OPERATIONS[row.name].attributes}
 
 

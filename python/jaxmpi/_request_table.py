@@ -64,7 +64,7 @@ def _begin(operation: str, params: Params, batch: tuple[int, ...], *operands: An
 
 
 def _wait(what: Started, params: Params, request: Any) -> Any:
-    return bind("wait", {**params, "started": what}, request)
+    return bind("wait", {**params, "started": (what,)}, request)
 
 
 # --- adjoints --------------------------------------------------------------------------------------------------------
@@ -89,19 +89,23 @@ def _adjoint(operation: str, given: Params, comm: Any) -> tuple[str, Params]:
 
 
 def _transpose_wait(cotangents, operands, params):
-    what: Started = params["started"]
+    given = iter(cotangents)
+    return [
+        _start_adjoint(what, request.shape[:-1], next(given) if what.has_result else None, params)
+        for what, request in zip(params["started"], operands, strict=True)
+    ]
+
+
+def _start_adjoint(what: Started, batch: tuple[int, ...], cotangent: Any, params: Params) -> Any:
     given = dict(what.params)
     name, adjoint = _adjoint(what.operation, given, params["comm"])
-    template = jax.ShapeDtypeStruct(what.shape, what.dtype)
-    batch = operands[0].shape[:-1]
     if not what.has_result:
-        return [_begin(name, adjoint, batch, zero_cotangent(template))]
-    (cotangent,) = cotangents
+        return _begin(name, adjoint, batch, zero_cotangent(jax.ShapeDtypeStruct(what.shape, what.dtype)))
     if what.operation == "iallreduce":
         if LINE in given:
             check_same([cotangent], of_cotangent(params), given[LINE])
         cotangent = bind("replicate", of_cotangent(params), cotangent)
-    return [_begin(name, adjoint, batch, cotangent)]
+    return _begin(name, adjoint, batch, cotangent)
 
 
 def _transpose_start(operation: str):
@@ -128,30 +132,46 @@ def _tangent_iallreduce(primals, tangents, results, params):
 # --- waiting ---------------------------------------------------------------------------------------------------------
 
 
+def _with_results(params: Params) -> list[Started]:
+    return [what for what in params["started"] if what.has_result]
+
+
 def _waited(avals, params):
-    what = params["started"]
-    return [jax.ShapeDtypeStruct(what.shape, what.dtype)] if what.has_result else []
+    return [jax.ShapeDtypeStruct(what.shape, what.dtype) for what in _with_results(params)]
 
 
 def _jvp_wait(primals, tangents, **params):
+    """Of the requests that have a tangent, which are those that have been started where it is taken."""
     primitive = PRIMITIVES["wait"]
     if DERIVATIVE in params:
         params = {**params, DERIVATIVE: VALUE}
     results = primitive.bind(*primals, **params)
-    if type(tangents[0]) is _jax.ad.Zero or not _jax.inexact(params["started"]):
-        return results, [_jax.zero_tangent(y) for y in results]
-    return results, primitive.bind(tangents[0], **{**params, DERIVATIVE: TANGENT})
+    which = [
+        i
+        for i, (t, what) in enumerate(zip(tangents, params["started"], strict=True))
+        if type(t) is not _jax.ad.Zero and _jax.inexact(what)
+    ]
+    tangents = [tangents[i] for i in which]
+    chosen = tuple(params["started"][i] for i in which)
+    made = iter(primitive.bind(*tangents, **{**params, "started": chosen, DERIVATIVE: TANGENT}) if which else [])
+    of_results = [i for i, what in enumerate(params["started"]) if what.has_result]
+    return results, [
+        next(made) if i in which else _jax.zero_tangent(y) for i, y in zip(of_results, results, strict=True)
+    ]
 
 
 def _batch_wait(axis, operands, axes, **params):
-    (request,), (at,) = operands, axes
-    if at is None:
-        results = PRIMITIVES["wait"].bind(request, **params)
-        return results, [None] * len(results)
-    results = PRIMITIVES["wait"].bind(
-        batched(request, at, axis.size, 0), **{**params, "started": params["started"].batched(axis.size)}
+    requests = [x if at is None else batched(x, at, axis.size, 0) for x, at in zip(operands, axes, strict=True)]
+    mapped = tuple(
+        what if at is None else what.batched(axis.size) for what, at in zip(params["started"], axes, strict=True)
     )
-    return results, [_BATCH_AT.get(params["started"].operation, 0)] * len(results)
+    results = PRIMITIVES["wait"].bind(*requests, **{**params, "started": mapped})
+    result_axes = [
+        None if at is None else _BATCH_AT.get(what.operation, 0)
+        for what, at in zip(mapped, axes, strict=True)
+        if what.has_result
+    ]
+    return results, result_axes
 
 
 # --- exchanges by plans ----------------------------------------------------------------------------------------------
@@ -280,7 +300,7 @@ ROWS = (
     _row_of_start("irecv", templates=1, refuse=_refuse_ends),
     _row_of_start("ireduce", refuse=_table.refuse_reduction),
     _row_of_start("isend", refuse=_refuse_ends),
-    Row("wait", _waited, transpose=_transpose_wait, waits=True),
+    Row("wait", _waited, transpose=_transpose_wait, waits=True, many=True),
 )
 
 for _row in ROWS:
