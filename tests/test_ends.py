@@ -99,9 +99,9 @@ def test_what_is_no_rank(jit, dtype, comm, rank, size):
     x = jnp.ones(2)
     recv = jit(lambda s, t: notoken.recv(x, s, tag=t))
     number = lambda value: jnp.asarray(value, dtype)  # noqa: E731
-    wrong = {size: str(size), -7: "-7", 2**31 - 1: "2147483647", -(2**31): "more than 32 bits hold"}
+    wrong = {size: str(size), -7: "-7", 2**31 - 1: "2147483647", -(2**31): str(-(2**31))}  # which stands for another
     if dtype == "int64":
-        wrong |= dict.fromkeys([2**31, 2**32, -(2**40), -(2**31) + 1], "more than 32 bits hold")
+        wrong |= dict.fromkeys([2**31, 2**32, -(2**40), -(2**31) + 1, -(2**31)], "more than 32 bits hold")
     for value, given in wrong.items():
         told = f"is {given}, and must be a rank of the communicator, 0 to {size - 1}, or MPI.PROC_NULL"
         assert told in raised(lambda value=value: recv(number(value), 0)), value

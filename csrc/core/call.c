@@ -48,49 +48,56 @@ static __attribute__((noinline)) ffi_error *body_recorded(struct call *call) {
 #define ANY_OF_SEVERAL INT32_MIN
 #define TOO_LARGE      (INT32_MIN + 1)
 
+/* The error for a number that is no rank or no tag. `first`: as in find_end. `any`: whether it may be any. */
+static ffi_error *fail_end(const struct call *call, int index, int64_t value, int64_t first, bool any) {
+  const char *name = call->operation->attributes[index].name;
+  char given[32] = "more than 32 bits hold";
+  if (value != TOO_LARGE) snprintf(given, sizeof given, "%" PRId64, value);
+  if (call->operation->attributes[index].kind == TAG)
+    return call_fail(call, FFI_INVALID_ARGUMENT, "%s is %s, and must be between 0 and %" PRId64 "%s; nothing was sent",
+                     name, given, runtime.most_tag - first,
+                     first > 0 ? " in a derivative (on whose way back sendtag and recvtag are exchanged)" : "");
+  return call_fail(call, FFI_INVALID_ARGUMENT,
+                   "%s is %s, and must be a rank of the communicator, 0 to %d, or MPI.PROC_NULL%s; nothing was sent",
+                   name, given, call->comm->size - 1,
+                   value == ANY_OF_SEVERAL
+                       ? " (it stands for MPI.ANY_SOURCE: with a pytree of several arrays the source must be a rank)"
+                   : any       ? " or MPI.ANY_SOURCE"
+                   : first > 0 ? ", so that the way back of a derivative is known (where source and dest are exchanged)"
+                               : "");
+}
+
 /* Replaces a rank or tag that is TRACED by its value. */
 static ffi_error *find_end(struct call *call, int index, int64_t value) {
   const char *name = call->operation->attributes[index].name;
   const struct abi *abi = runtime.abi;
-  int64_t *attribute = &call->attributes[index], first = *attribute - TRACED;
-  bool received = call->operation->row == ROW_recv;
-  char given[32] = "more than 32 bits hold";
-  if (value != TOO_LARGE) snprintf(given, sizeof given, "%" PRId64, value);
+  int row = call->operation->row;
+  int64_t *attribute = &call->attributes[index], first = *attribute - TRACED; /* 0, or what a derivative adds */
   if (call->operation->attributes[index].kind == RANK) {
     bool any = strcmp(name, "source") == 0 && first == 0;
     *attribute = value;
     if ((value >= 0 && value < call->comm->size) || value == abi->proc_null || (any && value == abi->any_source))
       return NULL;
-    if (value == ANY_OF_SEVERAL)
-      return call_fail(call, FFI_INVALID_ARGUMENT,
-                       "with a pytree of several arrays the source must be a rank; nothing was sent");
-    return call_fail(call, FFI_INVALID_ARGUMENT,
-                     "%s is %s, and must be a rank of the communicator, 0 to %d, or MPI.PROC_NULL%s; nothing was sent",
-                     name, given, call->comm->size - 1,
-                     any ? " or MPI.ANY_SOURCE"
-                     : first > 0
-                         ? ", so that the way back of a derivative is known (where source and dest are exchanged)"
-                         : "");
+    return fail_end(call, index, value, first, any);
   }
   /* In a derivative the message is to be the one that belongs to that of the function. */
-  bool any = value == abi->any_tag && (strcmp(name, "recvtag") == 0 || (received && first == 0));
+  bool receives = (row == ROW_recv || row == ROW_irecv) && first == 0;
+  bool any = value == abi->any_tag && (receives || strcmp(name, "recvtag") == 0);
   *attribute = any ? value : value + first;
   if (any || (value >= 0 && value + first <= runtime.most_tag)) return NULL;
-  return call_fail(call, FFI_INVALID_ARGUMENT, "%s is %s, and must be between 0 and %" PRId64 "%s; nothing was sent",
-                   name, given, runtime.most_tag - first,
-                   first > 0 ? " in a derivative (on whose way back sendtag and recvtag are exchanged)" : "");
+  return fail_end(call, index, value, first, any);
 }
 
 static __attribute__((noinline)) ffi_error *find_ends(struct call *call) {
-  const struct buffer *ends = &call->buffers[call->first[call->operation->buffer_count - 1]];
-  int64_t next = 0;
+  const struct buffer *next = &call->buffers[call->first[call->operation->buffer_count - 1]];
+  const struct buffer *end = &call->buffers[call->buffer_count];
   call->ends = false;
   for (int i = 0; i < call->operation->attribute_count; i++) {
     enum attribute kind = call->operation->attributes[i].kind;
     if ((kind != RANK && kind != TAG) || !is_traced(call->attributes[i])) continue;
-    if (next == ends->count || ends->type->code != FFI_DTYPE_S32)
+    if (next == end || next->count != 1 || next->type->code != FFI_DTYPE_S32)
       return call_fail(call, FFI_INTERNAL, "a rank or tag is not passed: reinstall jaxmpi");
-    ffi_error *error = find_end(call, i, ((const int32_t *)ends->data)[next++]);
+    ffi_error *error = find_end(call, i, *(const int32_t *)(next++)->data);
     if (error != NULL) return error;
   }
   return NULL;

@@ -1,7 +1,7 @@
 """The ends of a message: ranks and tags, each an integer while tracing, or a traced one that is known at run time.
 
-A traced one is TRACED among the parameters; their values come as one more operand, a vector in the order of the names,
-which the core reads on the host (`ends` in csrc/core/ops.def).
+A traced one is TRACED among the parameters; its value is one more operand, in the order of the names, which the core
+reads on the host (`ends` in csrc/core/ops.def).
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ def at_run_time(value: Any, operation: str, argument: str) -> jax.Array | None:
             f"{operation}: {argument} must be an integer, got a traced value of dtype {value.dtype} and shape "
             f"{value.shape}."
         )
-    if value.dtype.itemsize < 4:
+    if value.dtype.itemsize < 4 or value.dtype == jnp.int32:  # anything but a step of its own in the program
         return value.astype(jnp.int32)
     holds = value <= jnp.asarray(_MOST, value.dtype)
     if jnp.issubdtype(value.dtype, jnp.signedinteger):
@@ -37,14 +37,14 @@ def at_run_time(value: Any, operation: str, argument: str) -> jax.Array | None:
 
 
 def split(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[jax.Array]]:
-    """The parameters, and the operand of those that are known at run time, if there are any."""
+    """The parameters, and the operands of those that are known at run time."""
     traced = [values[name] for name in sorted(values) if not isinstance(values[name], int)]
     params = {name: value if isinstance(value, int) else TRACED for name, value in values.items()}
-    return params, [jnp.stack(traced)] if traced else []
+    return params, traced
 
 
 def join(params: Mapping[str, Any], operands: Any, *names: str) -> dict[str, Any]:
-    """The ends with these names, from the parameters and the operand, if there is one."""
+    """The ends with these names, from the parameters and the operands."""
     values = {name: params[name] for name in names}
     traced = [name for name in sorted(names) if values[name] == TRACED]
-    return {**values, **{name: operands[0][i] for i, name in enumerate(traced)}}
+    return {**values, **{name: operands[i] for i, name in enumerate(traced)}}
