@@ -51,6 +51,8 @@ _process = os.getpid()
 _rank = next((os.environ[n] for n in ("PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK") if n in os.environ), None)
 """As the launchers of the MPI libraries tell it, before MPI is initialized."""
 
+_GRACE_SECONDS = 1.0
+
 _exit = os._exit
 _folder = os.environ.get("JAXMPI_JOB_FOLDER")
 """The folder in which the launcher learns what the ranks do: see monitor.py."""
@@ -97,7 +99,18 @@ def _end(code: int) -> NoReturn:
         with contextlib.suppress(Exception):
             if (mpi := _mpi_if_running()) is not None:
                 mpi.COMM_WORLD.Abort(code)
+            elif "mpi4py.MPI" not in sys.modules:
+                _abort_before_mpi(code)
     _exit(code)
+
+
+def _abort_before_mpi(code: int) -> None:
+    """What MPI_Abort tells the launcher of MPICH and its family, which otherwise lets ranks wait in MPI_Init for one
+    that has ended before. Open MPI's ends them."""
+    connection = int(os.environ["PMI_FD"])
+    if stat.S_ISSOCK(os.fstat(connection).st_mode):
+        os.write(connection, f"cmd=abort exitcode={code}\n".encode())
+        time.sleep(_GRACE_SECONDS)  # to be ended with the others, and not to be taken for a rank that has crashed
 
 
 def _fail(error: BaseException, where: str = "") -> NoReturn:
@@ -146,9 +159,6 @@ def _status(code: object) -> int:
     if code is None or isinstance(code, int):
         return ((code or 0) & 255) or (1 if code else 0)
     return 1
-
-
-_GRACE_SECONDS = 1.0
 
 
 class _Interrupts:

@@ -7,7 +7,7 @@ program ends; RANK.aborts, as a rank ends the job. Those of other machines come 
 mpi4py.
 
 An `mpiexec` that is still there long after a rank has ended the job is ended: Open MPI's may wait for ever if ranks on
-two machines abort at the same time, MPICH's for ranks that wait in MPI_Init for one that has failed before.
+two machines abort at the same time.
 """
 
 import contextlib
