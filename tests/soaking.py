@@ -15,7 +15,15 @@ from mpi4py import MPI
 
 import jaxmpi
 from jaxmpi import notoken
-from table import CASES, NEW_JAX, UFUNCS, dtype_of
+from table import (
+    CASES,
+    NEW_JAX,
+    UFUNCS,
+    counts_of,
+    dtype_of,
+    exchange_at_run_time,
+    send_recv_at_run_time,
+)
 
 WIDE = ["int32", "int64", "float32", "float64"]
 """What holds all sums exactly, or to `TOLERANCE` if the summands are fractions."""
@@ -29,13 +37,23 @@ REDUCTIONS = ["SUM", "SUM", "PROD", "MAX", "MIN"]
 LOOPS = ("fori_loop", "scan", "while_loop")
 DERIVATIVES = ("vjp", "jvp")
 WAYS = ["eager", "jit", *LOOPS, *(DERIVATIVES if NEW_JAX else ())]
-NOT_YET = ("exscan", "reduce_scatter")
-CASE = {case.name: case for case in CASES if case.rows is None and not case.variant and case.name not in NOT_YET}
-"""What is soaked: operations of which every rank passes as much."""
+CASE = {case.name: case for case in CASES}
 OTHERS = ["barrier", "exchange"]
 BLOCK = 2
 """Of an exchange, on a periodic grid of one axis: elements of each rank, which has one of each neighbour besides."""
-REDUCING = {"allreduce": notoken.allreduce, "reduce": notoken.reduce, "scan": notoken.scan}
+REDUCING = {
+    "allreduce": lambda x, op, comm, root: notoken.allreduce(x, op, comm=comm),
+    "exscan": lambda x, op, comm, root: notoken.exscan(x, op, comm=comm),
+    "reduce": lambda x, op, comm, root: notoken.reduce(x, op, root, comm=comm),
+    "reduce_scatter": lambda x, op, comm, root: notoken.reduce_scatter(x, op, comm=comm),
+    "reduce_scatter_counts": lambda x, op, comm, root: notoken.reduce_scatter(x, op, counts_of(comm.size), comm=comm),
+    "reduce_scatter_traced": lambda x, op, comm, root: notoken.reduce_scatter(
+        x, op, jnp.int32(counts_of(comm.size)[comm.rank]), rows=4, comm=comm
+    )[0],
+    "scan": lambda x, op, comm, root: notoken.scan(x, op, comm=comm),
+}
+AT_RUN_TIME = {"sendrecv_traced": exchange_at_run_time, "send_recv_traced": send_recv_at_run_time}
+"""Messages whose ranks and tags are traced, also in an eager step: a compiled program of their own."""
 
 
 # --- programs: what a step executes ----------------------------------------------------------------------------------
@@ -60,7 +78,7 @@ class Program:
     @property
     def calls(self):
         """The operations that one execution counts."""
-        return (2 if self.case == "send_recv" else 1) * (self.length if self.way in LOOPS else 1)
+        return (2 if self.case.startswith("send_recv") else 1) * (self.length if self.way in LOOPS else 1)
 
     def fractions(self, dtype):
         """Whether the values are fractions, so that sums are rounded."""
@@ -114,19 +132,23 @@ def _values(program, step, rank, size, shape, dtype):
 # --- by jaxmpi -------------------------------------------------------------------------------------------------------
 
 
-def _once(program, comm, x):
-    if program.case == "barrier":
-        jaxmpi.barrier(comm=comm)
-        return x
+def _once(program, comm):
+    """The operation, as a function of its operand."""
     if program.case == "exchange":
-        return jaxmpi.Grid((comm.size,), (BLOCK * comm.size,), periodic=True, comm=comm).exchange(x, axes=(0,))
-    if program.op:
-        root = {"root": program.root} if program.case == "reduce" else {}
-        return REDUCING[program.case](x, getattr(MPI, program.op), comm=comm, **root)
-    if program.case == "sendrecv":
-        source, dest = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
-        return notoken.sendrecv(x, x, source, dest, sendtag=3, recvtag=3, comm=comm)
-    return CASE[program.case].call(x, comm, program.root)
+        grid = jaxmpi.Grid((comm.size,), (BLOCK * comm.size,), periodic=True, comm=comm)
+        return lambda x: grid.exchange(x, axes=(0,))
+    if program.case in AT_RUN_TIME:
+        return AT_RUN_TIME[program.case](comm)
+
+    def once(x):
+        if program.case == "barrier":
+            jaxmpi.barrier(comm=comm)
+            return x
+        if program.op:
+            return REDUCING[program.case](x, getattr(MPI, program.op), comm, program.root)
+        return CASE[program.case].call(x, comm, program.root)
+
+    return once
 
 
 def _square(x):
@@ -142,7 +164,7 @@ def packed(program, leaves):
 def build(program, comm, right):
     """The function of a program, whose results are like those in `right`."""
     like = packed(program, right[: len(program.leaves)])
-    once = functools.partial(_once, program, comm)
+    once = _once(program, comm)
     shifted = lambda x, k: once(jax.tree.map(lambda leaf: leaf + k.astype(leaf.dtype), x))  # noqa: E731
     plus = lambda total, x, k: jax.tree.map(jnp.add, total, shifted(x, k))  # noqa: E731
     zeros = lambda: jax.tree.map(jnp.zeros_like, like)  # noqa: E731
@@ -178,43 +200,41 @@ def expected(program, xs, rank):
     if program.case == "exchange":
         before, after = xs[rank - 1], xs[(rank + 1) % len(xs)]
         return np.concatenate([before[-2:-1], xs[rank][1:-1], after[1:2]])
+    if program.case == "exscan" and rank == 0:
+        return np.full_like(xs[0], _identity(program.op, xs[0].dtype))
     if program.case in REDUCING:
-        ranks = xs[: rank + 1] if program.case == "scan" else xs
-        return functools.reduce(UFUNCS[program.op], ranks).astype(xs[0].dtype)
+        ranks = xs[: {"scan": rank + 1, "exscan": rank}.get(program.case, len(xs))]
+        result = functools.reduce(UFUNCS[program.op], ranks).astype(xs[0].dtype)
+        if not program.case.startswith("reduce_scatter"):
+            return result
+        xs = [result, *(np.zeros_like(x) for x in xs[1:])]  # whose sum the table divides
     return CASE[program.case].expected(xs, rank, program.root)
 
 
-def adjoint(program, ws, x, rank):
-    """The cotangent of the operand `x` on a rank, given the cotangents of all ranks' results (docs/autodiff.md)."""
-    root, size = program.root, len(ws)
-    match program.case:
-        case "allgather":
-            return sum(w[rank] for w in ws)
-        case "alltoall":
-            return np.stack([w[rank] for w in ws])
-        case "allreduce" | "barrier":
-            return ws[rank]
-        case "exchange":
-            before, after = ws[rank - 1], ws[(rank + 1) % size]
-            own = ws[rank].copy()
-            own[1] += before[-1]
-            own[-2] += after[0]
-            own[[0, -1]] = 0
-            return own
-        case "bcast":
-            return sum(ws) if rank == root else 0 * x
-        case "gather":
-            return ws[root][rank] + (0 if rank == root else ws[rank])
-        case "reduce":
-            return ws[root] + (0 if rank == root else ws[rank])
-        case "scan":
-            return sum(ws[rank:])
-        case "scatter":
-            return np.stack(ws) if rank == root else 0 * x
-        case "sendrecv":
-            return ws[(rank + 1) % size]
-        case "send_recv":
-            return ws[(rank + 1) % size] if size > 1 else 0 * x
+def _identity(op, dtype):
+    """What a reduction with it does not change."""
+    if UFUNCS[op].identity is not None:
+        return UFUNCS[op].identity
+    limits = jnp.iinfo(dtype) if dtype.kind in "iu" else None
+    if op == "MAX":
+        return limits.min if limits else -np.inf
+    return limits.max if limits else np.inf
+
+
+def adjoint(program, ws, xs, rank):
+    """The cotangent of a rank's operand, given the cotangents of all ranks' results (docs/autodiff.md).
+
+    An element gets the cotangents of all elements of results that it is in: where its number is, if this rank passes
+    numbers and the others zeros.
+    """
+    if program.case == "allreduce":
+        return ws[rank]
+    numbers = [np.zeros(x.shape, np.int64) for x in xs]
+    numbers[rank] += 1 + np.arange(xs[rank].size).reshape(xs[rank].shape)
+    total = np.zeros(1 + xs[rank].size, xs[rank].dtype)
+    for i, w in enumerate(ws):
+        np.add.at(total, expected(program, numbers, i), w)
+    return total[1:].reshape(xs[rank].shape)
 
 
 def witness(program, xs, more, rank):
@@ -227,7 +247,7 @@ def witness(program, xs, more, rank):
     pairs = list(zip(columns, zip(*more, strict=True), strict=True))
     results = [expected(program, [x * x for x in column], rank) for column in columns]
     if program.way == "vjp":
-        return results + [2 * x[rank] * adjoint(program, w, x[rank], rank) for x, w in pairs]
+        return results + [2 * x[rank] * adjoint(program, w, x, rank) for x, w in pairs]
     tangents = ([2 * x * t for x, t in zip(*pair, strict=True)] for pair in pairs)
     return results + [expected(program, tangent, rank) for tangent in tangents]
 

@@ -105,8 +105,12 @@ def _left(comm):
     return (comm.rank - 1) % comm.size
 
 
+def _zeros(x):
+    return jax.tree.map(jnp.zeros_like, x)
+
+
 def _exchange(x, comm, root):
-    return notoken.sendrecv(x, jnp.zeros_like(x), _left(comm), _right(comm), sendtag=3, recvtag=3, comm=comm)
+    return notoken.sendrecv(x, _zeros(x), _left(comm), _right(comm), sendtag=3, recvtag=3, comm=comm)
 
 
 def _send_recv(x, comm, root):
@@ -125,18 +129,18 @@ def _send_recv(x, comm, root):
     return y
 
 
-def _exchange_traced(x, comm, root):
+def exchange_at_run_time(comm):
     """The ranks and tags are known at run time, some of them."""
 
     @jax.jit
     def call(x, left, right, tag):
         tags = {"sendtag": tag, "recvtag": 7 if comm.rank % 2 else tag}
-        return notoken.sendrecv(x, jnp.zeros_like(x), left, right, **tags, comm=comm)
+        return notoken.sendrecv(x, _zeros(x), left, right, **tags, comm=comm)
 
-    return call(x, _left(comm), _right(comm), 7)
+    return lambda x: call(x, _left(comm), _right(comm), 7)
 
 
-def _send_recv_traced(x, comm, root):
+def send_recv_at_run_time(comm):
     if comm.size == 1:
         left = right = MPI.PROC_NULL
     else:
@@ -151,7 +155,7 @@ def _send_recv_traced(x, comm, root):
         notoken.send(x, right, tag=5, comm=comm)
         return y
 
-    return call(x, left, right, 5)
+    return lambda x: call(x, left, right, 5)
 
 
 # Arrays divided by rows.
@@ -340,7 +344,13 @@ CASES = [
         stacked_on_root=True,
     ),
     Case("sendrecv", _exchange, lambda xs, rank, root: xs[rank - 1], messages=True),
-    Case("sendrecv_traced", _exchange_traced, lambda xs, rank, root: xs[rank - 1], variant=True, messages=True),
+    Case(
+        "sendrecv_traced",
+        lambda x, c, r: exchange_at_run_time(c)(x),
+        lambda xs, rank, root: xs[rank - 1],
+        messages=True,
+        variant=True,
+    ),
     Case(
         "send_recv",
         _send_recv,
@@ -349,7 +359,7 @@ CASES = [
     ),
     Case(
         "send_recv_traced",
-        _send_recv_traced,
+        lambda x, c, r: send_recv_at_run_time(c)(x),
         lambda xs, rank, root: xs[rank - 1] if len(xs) > 1 else np.zeros_like(xs[0]),
         messages=True,
         variant=True,

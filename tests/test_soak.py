@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 
 from launch import launch
+from table import CASES
 
 SOAK = Path(__file__).with_name("soak.py")
 pytestmark = [pytest.mark.launches, pytest.mark.seconds(300)]
-SHORT = ("--operations", "1200", "--programs", "11", "--duplicate", "50")
+SHORT = ("--operations", "1200", "--programs", "26", "--duplicate", "50")
 
 
 def soak(*options, **more):
@@ -18,7 +19,8 @@ def soak(*options, **more):
 def test_short():
     done = soak()
     assert "all results are right, and nothing has grown" in done.stdout
-    assert "operations of each rank: 1" in done.stdout
+    assert "operations of each rank: " in done.stdout
+    assert all(f" {case.name} " in done.stdout for case in CASES)
     assert "WRONG" not in done.stderr
 
 
