@@ -34,7 +34,9 @@ def launch(
     through=(),
     **environment,
 ):
-    """Runs a program through jaxmpi.run, or `plain` by mpiexec; returns the finished process with its output.
+    """Runs a program through jaxmpi.run, or `plain` by mpiexec, or on 0 ranks by Python alone.
+
+    Returns the finished process with its output.
 
     `interrupt_at`: Ctrl-C is pressed as soon as the program has printed this, or the launcher gets the signal `by`.
     `reader`: who reads the program's output does so "late", or "goes" after the first line.
@@ -47,6 +49,8 @@ def launch(
     if plain:
         clean.update(run.settings(1, clean))
         command = [run.find_mpiexec(), "-n", str(ranks), sys.executable, *map(str, program)]
+    if ranks == 0:
+        command = [sys.executable, *map(str, program)]
     command = [*through, *command]
     job = f"JAXMPI_TEST_JOB={uuid.uuid4()}"
     clean.update([job.split("=")])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxmpi import _table, bench
+from jaxmpi import run as launcher
 from jaxmpi._bench import data, operations, options, report, timing
 from jaxmpi._bench.operations import OPERATIONS, Place
 from launch import launch
@@ -407,3 +408,16 @@ def test_exit_code_of_bad_arguments(plain):
     done = launch(2, "-m", "jaxmpi.bench", "bcasst", check=False, plain=plain)
     assert done.returncode == 2
     assert (done.stdout + done.stderr).count("no operation 'bcasst': did you mean bcast?") == 1
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_interrupt(ranks):
+    """Said in one line. Open MPI's launcher ends its ranks without a word, with an exit code of its own."""
+    done = launch(ranks, "-m", "jaxmpi.bench", "allreduce", "--seconds", 2, check=False, interrupt_at="of the array")
+    if ranks > 0 and launcher.flavour(launcher.find_mpiexec()) == "openmpi":
+        assert done.returncode != 0
+        return
+    assert done.returncode == 130
+    assert done.stderr.count("jaxmpi.bench: interrupted\n") == 1
+    assert "Traceback" not in done.stderr

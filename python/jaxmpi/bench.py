@@ -2,10 +2,12 @@
 
 Measures latency and bandwidth of each operation by size, as the OSU micro-benchmarks and nccl-tests do, whose names for
 them are accepted, and compares the data with what NumPy makes of it, in the same run. Rank 0 prints a table for each
-operation; `--list` says what their sizes are. The exit code is 1 if an element was wrong, and 2 for wrong arguments.
+operation; `--list` says what their sizes are. The exit code is 1 if an element was wrong, 2 for wrong arguments, and
+130 after Ctrl-C.
 """
 
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -107,6 +109,11 @@ def _write(given: Any, header: dict[str, Any], rows: Sequence[dict[str, Any]]) -
 if __name__ == "__main__":
     try:
         sys.exit(main())
+    except KeyboardInterrupt:
+        if COMM.rank == 0:
+            print("jaxmpi.bench: interrupted", file=sys.stderr, flush=True)
+        set_abort_status(128 + signal.SIGINT)
+        sys.exit(128 + signal.SIGINT)
     except Exception:
         set_abort_status(1)  # the others would wait for this rank
         raise
