@@ -66,20 +66,20 @@ $(READY): $(VENV)/.built $(VENV)/.test
 demo: $(VENV)/.built ## the shallow-water model on 2 ranks, with a picture and an animation
 	$(RUN) -n 2 examples/shallow_water.py --save-animation --output-dir $(OUTPUT)
 
-# CASES=--brief: of tests that start jobs, two cases at most.
+# CASES=--brief: of tests that start jobs or are slow, two cases at most.
 CASES ?=
-# How jobs end, several hosts, long programs, the wheel: `make test-all` has them.
-NOT_EACH_TIME := $(patsubst %,--ignore=tests/test_%.py,faults injected sharded_jobs two_hosts run_devices device grid_examples sharded_examples soak wheel)
+# How jobs end, several hosts, long programs, benchmarks, the wheel: `make test-all` has them.
+NOT_EACH_TIME := $(patsubst %,--ignore=tests/test_%.py,faults injected sharded_jobs two_hosts run_devices device grid_examples grid_jobs sharded_examples benchmarks soak wheel)
 test: $(READY) $(VENV)/.lint ## what every change needs: the suite on 2 ranks, most tests that run on one rank alone, the C tests
-	timeout $(LIMIT) $(BIN)/python -m pytest -n $(WORKERS) --brief $(NOT_EACH_TIME) -m "launches or alone"
-	$(RUN) -n 2 -m pytest --color=no
+	timeout $(LIMIT) $(BIN)/python -m pytest -n $(WORKERS) --brief $(NOT_EACH_TIME) -m "(launches or alone) and not seldom"
+	$(RUN) -n 2 -m pytest --color=no --brief -m "not seldom"
 	$(MAKE) test-c
 
 test-all: $(READY) $(VENV)/.lint ## all tests: 1, 2 and 4 ranks, optimized code dispatched synchronously, a simulated device, the C tests
 	timeout $(LIMIT) $(BIN)/python -m pytest -n $(WORKERS) $(CASES)
-	$(RUN) -n 2 -m pytest --color=no
-	$(RUN) -n 4 -m pytest --color=no
-	JAXMPI_TEST_SYNCHRONOUS=1 JAXMPI_TEST_OPTIMIZED=1 $(RUN) -n 2 -m pytest --color=no \
+	$(RUN) -n 2 -m pytest --color=no $(CASES)
+	$(RUN) -n 4 -m pytest --color=no $(CASES)
+	JAXMPI_TEST_SYNCHRONOUS=1 JAXMPI_TEST_OPTIMIZED=1 $(RUN) -n 2 -m pytest --color=no $(CASES) \
 	  tests/test_order.py tests/test_jit.py
 	$(MAKE) test-clients
 	$(MAKE) test-sharded
@@ -96,8 +96,8 @@ test-clients: $(READY) $(VENV)/.clients ## programs of optax, diffrax, equinox, 
 SHARDED := $(RUN) --collectives
 PROCESSES ?= 1 2 3 4
 test-sharded: $(READY) ## JAX's own sharded programs over MPI, on 1 to 4 ranks, and on 2 over gloo
-	for n in $(PROCESSES); do $(SHARDED) mpi -n $$n -m pytest --color=no tests/test_sharded.py || exit; done
-	$(SHARDED) gloo -n 2 -m pytest --color=no tests/test_sharded.py
+	for n in $(PROCESSES); do $(SHARDED) mpi -n $$n -m pytest --color=no $(CASES) tests/test_sharded.py || exit; done
+	$(SHARDED) gloo -n 2 -m pytest --color=no $(CASES) tests/test_sharded.py
 
 # JOBS of RANKS ranks, two at once.
 JOBS ?= 1000
@@ -107,7 +107,7 @@ starts: $(READY) ## starts a small job of sharded arrays 1,000 times
 RANKS ?= 2
 TESTS ?=
 test-ranks: $(READY) ## the suite on RANKS ranks alone (default 2); TESTS="errors jit" chooses files of it
-	$(RUN) -n $(RANKS) -m pytest --color=no $(patsubst %,tests/test_%.py,$(TESTS))
+	$(RUN) -n $(RANKS) -m pytest --color=no $(CASES) $(patsubst %,tests/test_%.py,$(TESTS))
 
 test-faults: $(READY) ## how jobs end: the tests of faults, with their times
 	timeout $(LIMIT) $(BIN)/python -m pytest -n $(WORKERS) $(CASES) --color=no --durations=0 --durations-min=1 tests/test_faults.py tests/test_injected.py
@@ -172,14 +172,14 @@ SHORT_DEVICE_TESTS := $(call ON_DEVICE,device operations errors dtypes order)
 FAKES = JAXMPI_FAKE_DRIVERS=$(abspath $(BUILD))/tests/device
 test-device: $(BUILD)/.ready ## the suites on a simulated device, copied for MPI and by an aware MPI, on 1, 2 and 4 ranks
 	$(MESON) compile -C $(BUILD) device
-	$(FAKES) $(BIN)/python -m pytest tests/test_run_devices.py
+	$(FAKES) $(BIN)/python -m pytest $(CASES) tests/test_run_devices.py
 	for transport in callback aware; do \
-	  $(FAKES) JAXMPI_TEST_DEVICE=$$transport timeout $(LIMIT) $(BIN)/python -m pytest -n auto --color=no $(SHORT_DEVICE_TESTS) || exit; \
-	  $(FAKES) JAXMPI_TEST_DEVICE=$$transport $(RUN) -n 2 -m pytest --color=no $(DEVICE_TESTS) || exit; \
+	  $(FAKES) JAXMPI_TEST_DEVICE=$$transport timeout $(LIMIT) $(BIN)/python -m pytest -n auto --color=no $(CASES) $(SHORT_DEVICE_TESTS) || exit; \
+	  $(FAKES) JAXMPI_TEST_DEVICE=$$transport $(RUN) -n 2 -m pytest --color=no $(CASES) $(DEVICE_TESTS) || exit; \
 	done
-	$(FAKES) JAXMPI_TEST_DEVICE=callback $(RUN) -n 4 -m pytest --color=no $(call ON_DEVICE,device operations order)
+	$(FAKES) JAXMPI_TEST_DEVICE=callback $(RUN) -n 4 -m pytest --color=no $(CASES) $(call ON_DEVICE,device operations order)
 	for transport in thread wait; do \
-	  $(FAKES) JAXMPI_TEST_DEVICE=$$transport $(RUN) -n 2 -m pytest --color=no $(call ON_DEVICE,device operations) || exit; \
+	  $(FAKES) JAXMPI_TEST_DEVICE=$$transport $(RUN) -n 2 -m pytest --color=no $(CASES) $(call ON_DEVICE,device operations) || exit; \
 	done
 
 # On a real device, which the ranks share; operations that need the CPU stay on it.

@@ -14,6 +14,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import drawing
 import quick
 import simulated
 
@@ -44,6 +45,7 @@ _device = simulated.Device() if simulated.TRANSPORT else None
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
+    drawing.brief = config.getoption("brief")
     if RANK > 0:
         config.pluginmanager.getplugin("terminalreporter")._tw._file = _hidden
 
@@ -96,16 +98,40 @@ def pytest_unconfigure(config):
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--brief", action="store_true", help="of a test that starts jobs, two cases at most: the first and the last"
+        "--brief",
+        action="store_true",
+        help="of a test that starts jobs or is slow, two cases at most: the first and the last; fewer random cases",
     )
 
 
+def _left_out(item):
+    """Why a test says nothing on so many ranks; empty if it does."""
+    marker = item.get_closest_marker("ranks")
+    if marker and marker.args[0] > SIZE:
+        return f"needs {marker.args[0]} ranks"
+    marker = item.get_closest_marker("upto")
+    if marker and marker.args[0] < SIZE:
+        return f"says all it can on {marker.args[0]} ranks"
+    if item.get_closest_marker("gpu") and jax.default_backend() == "cpu":
+        return "needs a GPU: make test-gpu"
+    if item.get_closest_marker("launches") and SIZE > 1:
+        return "launches processes of its own, runs on one rank"
+    if item.get_closest_marker("alone") and SIZE > 1:
+        return "has nothing to do with other ranks, runs on one"
+    return ""
+
+
 def _shorten(config, items):
-    """Of each test that starts jobs its first and its last case: jobs take most of the time of all tests."""
+    """Of each test that starts jobs or is slow its first and its last case: they take most of the time of all tests.
+
+    A slow test may name a parameter, each value of which has a first and a last case.
+    """
     cases = {}
     for item in items:
-        if item.get_closest_marker("launches"):
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        slow = item.get_closest_marker("slow")
+        if (slow or item.get_closest_marker("launches")) and not _left_out(item):
+            values = [str(item.callspec.params[name]) for name in slow.args] if slow else []
+            cases.setdefault((item.nodeid.partition("[")[0], *values), []).append(item)
     left_out = {id(item) for found in cases.values() for item in found[1:-1]}
     config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
     items[:] = [item for item in items if id(item) not in left_out]
@@ -115,18 +141,8 @@ def pytest_collection_modifyitems(config, items):
     if config.getoption("brief"):
         _shorten(config, items)
     for item in items:
-        marker = item.get_closest_marker("ranks")
-        if marker and marker.args[0] > SIZE:
-            item.add_marker(pytest.mark.skip(reason=f"needs {marker.args[0]} ranks"))
-        marker = item.get_closest_marker("upto")
-        if marker and marker.args[0] < SIZE:
-            item.add_marker(pytest.mark.skip(reason=f"says all it can on {marker.args[0]} ranks"))
-        if item.get_closest_marker("gpu") and jax.default_backend() == "cpu":
-            item.add_marker(pytest.mark.skip(reason="needs a GPU: make test-gpu"))
-        if item.get_closest_marker("launches") and SIZE > 1:
-            item.add_marker(pytest.mark.skip(reason="launches processes of its own, runs on one rank"))
-        if item.get_closest_marker("alone") and SIZE > 1:
-            item.add_marker(pytest.mark.skip(reason="has nothing to do with other ranks, runs on one"))
+        if why := _left_out(item):
+            item.add_marker(pytest.mark.skip(reason=why))
 
 
 @pytest.fixture

@@ -2,6 +2,9 @@
 
 import hypothesis
 
+brief = False
+"""Whether a quarter of the cases is enough (`--brief`)."""
+
 
 def on_all_ranks(comm, strategy, check, examples):
     """Calls `check(case)` on all ranks. A case fails on all ranks alike, so that none is left waiting."""
@@ -22,7 +25,7 @@ def on_all_ranks(comm, strategy, check, examples):
         return
 
     @hypothesis.settings(
-        max_examples=examples,
+        max_examples=examples // 4 if brief else examples,
         deadline=None,
         database=None,
         derandomize=True,

@@ -69,6 +69,7 @@ TOLERANCE = {
 }
 
 
+@pytest.mark.slow("case")
 @pytest.mark.parametrize("dtype", upto(2, TOLERANCE, but=["float64", "complex64", "bfloat16"]))
 @pytest.mark.parametrize("case", PAIRS, ids=str)
 def test_dot_product(case, dtype, comm, rank, size):
@@ -80,6 +81,7 @@ def test_dot_product(case, dtype, comm, rank, size):
         check(f, x, comm, TOLERANCE[dtype], double, replicated, compiled=dtype == "float64" and root == size - 1)
 
 
+@pytest.mark.slow("case")
 @pytest.mark.parametrize("shape", [(), (0,), (2, 0)], ids=str)
 @pytest.mark.parametrize("case", FEWER, ids=str)
 def test_scalars_and_nothing(case, shape, comm, rank, size):
@@ -426,6 +428,7 @@ def test_mapped_derivatives_that_one_rank_does_not_need(comm, rank, size):
 # --- control flow and solvers ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", FEWER, ids=str)
 @pytest.mark.parametrize(
     "wrap", upto(2, [lambda f: f, jax.checkpoint], but=[jax.checkpoint]), ids=["plain", "checkpoint"]

@@ -14,7 +14,10 @@ from fuzzing.vectors import constant
 from fuzzing.witness import Witness
 from table import NEW_JAX, _accumulate
 
-pytestmark = pytest.mark.skipif(MPI.COMM_WORLD.size > 3, reason="compiles for too long on more ranks than cores")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(MPI.COMM_WORLD.size > 3, reason="compiles for too long on more ranks than cores"),
+]
 OPTIONS = programs.Options(used=not NEW_JAX, documented=True)
 
 

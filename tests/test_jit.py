@@ -15,6 +15,7 @@ from jaxmpi import notoken
 from table import CASES, FEW_SHAPES, SHAPES, upto
 
 
+@pytest.mark.slow("case")
 @pytest.mark.parametrize("shape", upto(2, SHAPES, but=FEW_SHAPES), ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_result(case, shape, comm, rank, size):

@@ -24,6 +24,7 @@ def limit():
         _core.set_max_count(previous[0])
 
 
+@pytest.mark.slow("case")
 @pytest.mark.parametrize("dtype", ["uint8", "float64", "complex128", "bfloat16"])
 @pytest.mark.parametrize("n", [1, 2, 7])
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -45,6 +46,7 @@ def piece(comm):
     _core.set_piece(number, max(_communicator._PIECE, comm.size * _communicator._LEAST_SHARE))
 
 
+@pytest.mark.slow("dtype")
 @pytest.mark.parametrize("dtype", ["uint8", "float64", "complex128", "bfloat16"])
 @pytest.mark.parametrize("count", [0, 7, 8, 9, 31, 32, 33, 1000])
 def test_pieces(count, dtype, piece, comm, rank, size):

@@ -10,9 +10,10 @@ from mpi4py import MPI
 
 import jaxmpi
 from jaxmpi import notoken
-from table import CASES, SHAPES, draw, upto
+from table import CASES, SHAPES, draw
 
 
+@pytest.mark.slow("case")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_eager_result(case, shape, comm, size):
@@ -83,7 +84,10 @@ LEAVES = [(), (0,), (1,), (3,), (2, 2), (0, 3), (700,), (5000,), (40, 300)]  # t
 DTYPES = [np.float32, np.int32, np.float16, np.int8, np.complex64]
 
 
-@pytest.mark.parametrize("seed", upto(2, range(6), (0, 1)))
+@pytest.mark.parametrize(
+    "seed",
+    [0, 1, *(pytest.param(seed, marks=[pytest.mark.upto(2), pytest.mark.seldom]) for seed in range(2, 6))],
+)
 @pytest.mark.parametrize("case", [case for case in CASES if not case.messages], ids=str)
 def test_random_pytrees(case, seed, comm, rank, size):
     """Leaves of several shapes and dtypes, some of which are communicated together, in any order."""

@@ -463,6 +463,7 @@ def test_info_sees_the_wrong_launcher():
     assert "mpiexec belongs to another MPI" in done.stdout
 
 
+@pytest.mark.seldom
 def test_memory(script):
     """A hundred thousand operations, in loops, jitted and eager, with a status too, leave the memory as it was."""
     program = script("""
@@ -519,6 +520,7 @@ def test_examples_on_other_numbers_of_ranks(ranks, tmp_path):
         assert out.count("41.0") >= 4
 
 
+@pytest.mark.seldom
 def test_shallow_water_on_any_number_of_ranks(tmp_path):
     """The model's result does not depend on how many ranks computed it."""
     states = {}
@@ -537,6 +539,7 @@ def test_shallow_water_on_any_number_of_ranks(tmp_path):
             np.testing.assert_allclose(state[name], reference[name], atol=tolerance, rtol=0)
 
 
+@pytest.mark.seldom
 def test_shallow_water_pictures(tmp_path):
     pytest.importorskip("matplotlib")
     pytest.importorskip("tqdm")

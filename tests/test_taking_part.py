@@ -20,7 +20,7 @@ from jaxmpi import notoken
 from test_adjoint import between_ranks, check, draw, needs_new_jax
 
 few = pytest.mark.skipif(MPI.COMM_WORLD.size > 3, reason="takes too long on more ranks than cores")
-pytestmark = [needs_new_jax, pytest.mark.ranks(2), few]
+pytestmark = [needs_new_jax, pytest.mark.ranks(2), pytest.mark.slow, few]
 JITS = pytest.mark.parametrize("jit", [lambda f: f, jax.jit, jaxmpi.jit], ids=["plain", "jit", "jaxmpi"])
 
 

@@ -10,6 +10,7 @@ from jaxmpi import notoken
 from table import CASES, NEW_JAX
 
 
+@pytest.mark.slow("case")
 @pytest.mark.parametrize("axis", [0, 1, -1])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_vmap(case, axis, comm, rank, size):
