@@ -258,6 +258,8 @@ bench-gpu: $(BENCH)/.installed ## allreduce and sendrecv of arrays on this machi
 bench-quick: $(BENCH)/.installed $(BENCH)/libshallow_water.so ## the figures that the project is held to, in a minute
 	@$(BENCH_RUN) benchmarks/quick.py
 	@$(BENCH_RUN_UNBOUND) benchmarks/quick.py --gloo
+	@$(BENCH_RUN) benchmarks/overlap.py --name shared_memory
+	@$(BY_TCP_openmpi) $(BENCH_RUN) benchmarks/overlap.py --name tcp
 	@$(BENCH)/bin/python benchmarks/sharded.py --rounds 3
 	@for n in 2 4; do timeout $(LIMIT) $(BENCH)/bin/python -m jaxmpi.run -n $$n benchmarks/halos.py || exit; done
 	@TF_CPP_MIN_LOG_LEVEL=3 $(BENCH_RUN) $(SEA) --c $(BENCH)/libshallow_water.so --days 0.5 --quick

@@ -77,6 +77,8 @@ def compare():
     traced = "loop", f"{ours[1]}, traced ranks"
     exchanges = build("exchange", 4, 0.02, only=loops)
     exchanges[traced] = build("exchange, traced", 4, 0.02, only=[loop_of_ours := ("loop", "jaxmpi")])[loop_of_ours]
+    requests = "loop", f"{ours[1]}, requests"
+    exchanges[requests] = build("exchange by requests", 4, 0.02, only=[loop_of_ours])[loop_of_ours]
     exchange = sample(exchanges, 25)
     by_numpy = "loop", "mpi4py"
     counts = {nbytes: measure("alltoallv", nbytes, 15, 0.03, [*loops, by_numpy]) for nbytes in (4 << 10, 1 << 20)}
@@ -94,6 +96,7 @@ def compare():
     report("loop_allreduce_4B_overhead", ratio(small, loop, peer_loop, floor), "<= 0.4")
     report("loop_sendrecv_4B_overhead", ratio(exchange, loop, peer_loop, floor), "<= 0.3")
     report("loop_sendrecv_traced_peer_vs_static", ratio(exchange, traced, loop), "<= 1.2")
+    report("isend_irecv_vs_sendrecv", ratio(exchange, requests, loop), "<= 1.5")
     for nbytes, times in counts.items():
         size = f"{nbytes >> 10}KiB" if nbytes < 1 << 20 else f"{nbytes >> 20}MiB"
         report(f"alltoallv_{size}_overhead", ratio(times, loop, by_numpy, floor), "<= 0.4")

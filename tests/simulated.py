@@ -45,7 +45,7 @@ class Device:
         import jax
         from jax.interpreters import mlir
 
-        from jaxmpi import _core, _native, _primitive, _table
+        from jaxmpi import _core, _native, _primitive, _request_table, _table
 
         assert _native.DEVICES.aware == (TRANSPORT == "aware"), _native.DEVICES
         assert TRANSPORT in (_native.DEVICES.transport, "aware"), _native.DEVICES
@@ -65,7 +65,7 @@ class Device:
             bridge = jax.ffi.pycapsule(ctypes.c_void_p(self._bridge.bridge_handler(operation)))
             stages = {"instantiate": bridge, "execute": bridge}
             jax.ffi.register_ffi_target(f"simulated_{name}", stages, platform="cpu")
-        for row in _table.ROWS:
+        for row in (*_table.ROWS, *_request_table.ROWS):
             if not row.silent:
                 lowering = _primitive.make_lowering(row, "simulated_{}")
                 mlir.register_lowering(_primitive.PRIMITIVES[row.name], lowering, platform="cpu")

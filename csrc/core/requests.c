@@ -298,12 +298,14 @@ static void name(const struct request *request) {
 }
 
 void requests_finish(void) {
+  static atomic_bool told;
   pthread_mutex_lock(&requests_lock);
   bool running = all.running;
   all.ending = true, all.running = false;
   wake();
   pthread_mutex_unlock(&requests_lock);
   if (running) pthread_join(all.thread, NULL);
+  if (atomic_exchange(&told, true)) return;
   int64_t named = 0;
   for (int i = 0; i < all.used && named < NAMED; i++)
     if (all.places[i] != NULL) name(all.places[i]), named++;
