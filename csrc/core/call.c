@@ -15,7 +15,8 @@ ffi_error *call_check(const struct call *call) {
   if (runtime.self != NULL && atomic_load_explicit(&runtime.self->freed, memory_order_relaxed))
     return call_fail(call, FFI_FAILED_PRECONDITION, "MPI has been finalized; nothing was sent");
   if (call->comm == NULL) return call_fail_unknown(call, "comm");
-  if (atomic_load_explicit(&call->comm->freed, memory_order_relaxed))
+  /* What is in flight on a communicator is completed even if that has been freed. */
+  if (atomic_load_explicit(&call->comm->freed, memory_order_relaxed) && !waits_for_request(call->operation->row))
     return call_fail(call, FFI_FAILED_PRECONDITION,
                      "the communicator has been freed since this function was compiled; nothing was sent. "
                      "Call it again with a live communicator, or free the communicator later");

@@ -89,6 +89,8 @@ extern atomic_int receives_expected; /* of all communicators; each has its own n
 void receive_expect(struct receive *receive);
 void receive_forget(struct receive *receive);
 
+static inline bool waits_for_request(int row) { return row == ROW_wait || row == ROW_exchange_finish; }
+
 /* A blocking operation begins: messages that are expected must not wait for its end. */
 void requests_wake(void);
 static inline void requests_before(const struct call *call) {

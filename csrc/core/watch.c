@@ -62,9 +62,8 @@ struct watched *watch_begin(const struct call *call) {
   struct watched *record = own;
   if (record == NULL && (record = take()) == NULL) return NULL;
   int64_t words[WORDS];
-  int row = call->operation->row, count = WORDS;
-  bool waits = (row == ROW_wait || row == ROW_exchange_finish) && request_words(call, words);
-  if (!waits) count = words_of(call, words);
+  int count = WORDS;
+  if (!waits_for_request(call->operation->row) || !request_words(call, words)) count = words_of(call, words);
   for (int i = 0; i < count; i++) put(record, i, words[i]);
   uint64_t number = atomic_load_explicit(&record->number, memory_order_relaxed);
   atomic_store_explicit(&record->number, number + 1 + (number & 1), memory_order_release);

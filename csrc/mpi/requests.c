@@ -40,7 +40,8 @@ static void hand(struct receive *receive, MPI_Message message, const MPI_Status 
   receive->message = (intptr_t)message;
   receive->state = MATCHED;
   int64_t bytes = message_count(status, (MPI_Datatype)runtime.datatypes[FFI_DTYPE_U8]);
-  if (receive->waited_for || bytes != receive->bytes) return;
+  bool labelled = receive->request != NULL && atomic_load_explicit(&runtime.labels, memory_order_relaxed);
+  if (receive->waited_for || labelled || bytes != receive->bytes) return;
   if (receive->memory == NULL && receive->request != NULL)
     receive->request->block = block_take((size_t)bytes, &receive->memory);
   if (receive->memory == NULL) return;
@@ -151,6 +152,11 @@ static ffi_error *complete_all(struct call *c, struct request *request) {
   return error;
 }
 
+static ffi_error *fail_forgotten(const struct call *c) {
+  return call_fail(c, FFI_FAILED_PRECONDITION,
+                   "the communicator was freed before the message had come, which is no longer expected. Wait first");
+}
+
 /* The message of irecv. */
 static ffi_error *finish_receive(struct call *c, struct request *request, const struct buffer *out) {
   struct receive *receive = &request->receives[0];
@@ -160,6 +166,7 @@ static ffi_error *finish_receive(struct call *c, struct request *request, const 
   bool alone = receive->state == EXPECTED && atomic_load(&receives_expected) == 1;
   if (alone) receive_forget(receive);
   pthread_mutex_unlock(&requests_lock);
+  if (receive->state == IDLE && receive->source != ABI_PROC_NULL) return fail_forgotten(c);
   if (alone || receive->state == IDLE) { /* nobody else looks for messages; or it comes from no rank */
     TRY_MPI(c, Mprobe, receive->source, receive->tag, (MPI_Comm)c->comm->handle, &message, &status);
     return receive_matched(c, out, &message, &status);
@@ -186,6 +193,10 @@ static ffi_error *finish_planned(struct call *c, struct request *request, const 
     const struct peer *peer = &plan->receives[i];
     ffi_error *failure = NULL;
     await_match(receive);
+    if (receive->state == IDLE) {
+      if (error == NULL) error = fail_forgotten(c);
+      continue;
+    }
     uint64_t label = ~request->label;
     int64_t bytes = message_count(status_of(receive), (MPI_Datatype)runtime.datatypes[FFI_DTYPE_U8]);
     if (receive->code != MPI_SUCCESS) {
