@@ -445,7 +445,10 @@ PyDoc_STRVAR(requests_in_flight_doc,
              "requests_in_flight() -> n\n\nHow many operations have been started and not waited for.");
 static PyObject *in_flight(PyObject *self, PyObject *args) {
   (void)self, (void)args;
-  return PyLong_FromLongLong(requests_in_flight());
+  PyThreadState *state = PyEval_SaveThread(); /* a reduction in Python may need the GIL to get on */
+  int64_t count = requests_in_flight();
+  PyEval_RestoreThread(state);
+  return PyLong_FromLongLong(count);
 }
 
 PyDoc_STRVAR(finish_devices_doc,
