@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxmpi._trace import clocks, files, matching, report
+from jaxmpi._trace import clocks, files, matching, pictures, report
 from launch import launch
 
 pytestmark = pytest.mark.launches
@@ -35,7 +35,19 @@ def right(x): return notoken.sendrecv(x, x, source=(rank - 1) % size, dest=(rank
 def reversed_order(x):
     if rank == 0: notoken.send(x, size - 1, tag=5)
     return notoken.recv(x, 0, tag=5) if rank == size - 1 else x
+def in_flight(x):
+    a, b = (notoken.irecv(x, (rank - 1) % size, tag=4) for _ in range(2))
+    c, d = notoken.isend(x, (rank + 1) % size, tag=4), notoken.isend(x + 1, (rank + 1) % size, tag=4)
+    second = notoken.wait(b)
+    (first, _, _), _ = notoken.waitall([a, c, d], after=jnp.sin(x))
+    return second - first
+def started(x):
+    total, root = notoken.iallreduce(x, MPI.SUM), notoken.ibcast(x, size - 1)
+    return notoken.wait(root) + notoken.wait(total) / size
 KINDS = {{
+    "in flight": in_flight,
+    "started": started,
+    "start grad": lambda x: jax.grad(lambda x: notoken.wait(notoken.ibcast(x, 0)).sum())(x),
     "allreduce": lambda x: notoken.allreduce(x, MPI.SUM) / size,
     "half": lambda x: notoken.allreduce(x, MPI.MAX, comm=half),
     "bcast": lambda x: notoken.bcast(x, 1),
@@ -69,7 +81,7 @@ def expected(seed, ranks):
     """How often each rank executes each operation of RANDOM, by the same draws; (per rank), and the messages."""
     draw = random.Random(seed)
     counts, messages = [Counter() for _ in range(ranks)], Counter()
-    kinds = {"allreduce", "half", "bcast", "alltoall", "right", "message", "grad"}
+    kinds = {"allreduce", "half", "bcast", "alltoall", "right", "message", "grad", "in flight", "started", "start grad"}
     for _ in range(60):
         kind, _, times = draw.choice(sorted(kinds)), draw.choice(["eager", "jit", "loop"]), draw.randrange(1, 5)
         for rank in range(ranks):
@@ -83,6 +95,16 @@ def expected(seed, ranks):
             elif kind == "grad":
                 counts[rank]["bcast"] += times
                 counts[rank]["reduce of cotangents"] += times
+            elif kind == "in flight":
+                messages[rank, (rank + 1) % ranks] += 2 * times
+                for name in ("isend", "irecv", "wait for isend", "wait for irecv"):
+                    counts[rank][name] += 2 * times
+            elif kind == "started":
+                for name in ("iallreduce", "ibcast"):
+                    counts[rank].update({name: times, f"wait for {name}": times})
+            elif kind == "start grad":
+                for name in ("ibcast", "ireduce of cotangents"):
+                    counts[rank].update({name: times, f"wait for {name}": times})
         if kind == "message":
             counts[0]["send"] += times
             counts[ranks - 1]["recv"] += times
@@ -104,7 +126,10 @@ def test_random_programs_are_in_it(seed, tmp_path):
     assert matched.unmatched == 0
     assert Counter((m.sent.rank, m.received.rank) for m in matched.messages) == messages
     assert sum(len(one.events) for one in matched.collectives) == sum(
-        count for each in counts for name, count in each.items() if name not in matching.MESSAGES
+        count
+        for each in counts
+        for name, count in each.items()
+        if name not in matching.MESSAGES and not name.startswith("wait")
     )
     for one in matched.all:  # the clock is one
         assert all(late.end >= early.begin for late, early in one.needs())
@@ -112,8 +137,7 @@ def test_random_programs_are_in_it(seed, tmp_path):
         assert all(re.search(r"program.py:\d+ \(", event.arguments["line"]) for event in rank.events)
         comms = {event.arguments["comm"] for event in rank.events}
         assert {rank.communicators[comm].name for comm in comms} == {"the default communicator", "half"}
-        bytes_ = {max(e.arguments.get("sent", 0), e.arguments.get("received", 0)) for e in rank.events}
-        assert bytes_ == {24, 72}
+        assert {event.nbytes for event in rank.events} == {24, 72}
 
 
 SLEEPS = """
@@ -142,6 +166,64 @@ def test_waiting_is_for_whom_one_waits(tmp_path):
     assert caused[1, 0] / 1e6 > 0.3  # rank 1 for rank 0, in recv
     received = next(event for event in ranks[1].events if event.name == "recv")
     assert 0.3 <= received.waited / 1e6 <= received.seconds
+
+
+STARTS = """
+import jaxmpi
+@jax.jit
+def start(x):
+    return notoken.iallreduce(x, MPI.SUM), notoken.ibcast(x, 1), notoken.isend(x, 1 - rank), notoken.irecv(x, 1 - rank)
+@jax.jit
+def finish(requests):
+    return [notoken.wait(request) for request in requests]
+grid = jaxmpi.Grid((size,), (6 * size,), periodic=True)
+g, h = jax.jit(lambda u: grid.start(u)), jax.jit(lambda q: grid.finish(q))
+def whole(): jax.block_until_ready([finish(start(x)), h(g(jnp.ones(8)))])
+whole(); world.Barrier()
+notoken.barrier(); jax.effects_barrier()
+if rank == 1: time.sleep(0.3)
+whole(); world.Barrier()
+if rank == 0:
+    requests = jax.block_until_ready(start(x)); time.sleep(0.3)  # it is in flight, and waits for nobody
+if rank == 1:
+    time.sleep(0.2)
+    requests = jax.block_until_ready(start(x))
+jax.block_until_ready(finish(requests))
+"""
+
+
+def test_waiting_is_where_one_waits(tmp_path):
+    """Of what has been started: in its wait, for the rank that has not started yet; never in the start."""
+    folder, _ = run_traced(tmp_path, 2, STARTS)
+    ranks = files.read(folder)
+    matched = matching.match(ranks)
+    assert matched.unmatched == 0
+    clocks.align(ranks, matched)
+    caused = matching.add_waiting(matched)
+    for rank in ranks:
+        for event in rank.events:
+            if event.name in files.WAITS:
+                assert event.other_end.other_end is event
+                assert event.other_end.end <= event.begin
+            elif event.name != "barrier":
+                assert event.waited < 1e5, event
+    after = next(event.end for event in ranks[0].events if event.name == "barrier")
+    waits = [event for event in ranks[0].events if event.name == "wait" and event.begin > after]
+    assert [event.label.split()[-1] for event in waits] == ["iallreduce", "ibcast", "isend", "irecv"] * 2
+    assert 2e5 < waits[0].waited <= waits[0].end - waits[0].begin  # for rank 1, which sleeps; the others are done then
+    assert all(event.waited < 1e5 for event in waits[4:])  # all had come when rank 0 began to wait
+    assert caused[0, 1] > 2e5
+    assert {event.nbytes for event in waits} == {24}
+    assert all(message.on_the_way is None for message in matched.messages)
+    pictured = pictures._in_flight(ranks[0].events, [waits[4].begin - 1e5, waits[4].begin])
+    assert pictured == pytest.approx([1])
+    command = [sys.executable, "-m", "jaxmpi.trace", str(folder)]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert re.search(r"wait for iallreduce +3 .*program.py:\d+ \(", told)
+    assert re.search(r"\n +exchange_finish +2 ", told)
+    assert re.search(r"\n +0 -> 1 +3 +72 B .* - +-\n", told)
+    merged = json.loads((folder / "timeline.json").read_text())
+    assert sum(event["name"] == "in flight" for event in merged) == 2 * 2 * (3 * 4 + 2)
 
 
 def test_report(tmp_path):
@@ -334,6 +416,37 @@ def test_who_sends_and_goes_on_does_not_wait():
         assert ranks[0].events[0].waited == waited
         assert ranks[1].events[0].waited == 0
         assert caused.get((0, 1), 0.0) == waited
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("order", [(7, 8), (8, 7)], ids=["in order", "reversed"])
+def test_messages_are_in_the_order_of_starts(order):
+    """Not in that of the waits. And who sends by isend is held up in its wait, if anywhere."""
+    ranks = [files.Rank(rank, 2, "m", "m", 0.0, 0.0, lost=0) for rank in (0, 1)]
+
+    def add(rank, name, begin, end, request, **more):
+        event = files.Event(rank, 1, name, begin, end, {"comm": 1, "request": request, **more})
+        ranks[rank].events.append(event)
+
+    for rank in ranks:
+        rank.communicators[1] = files.Communicator("", (0, 1))
+    for i, request in enumerate((1, 2)):
+        add(0, "isend", 10.0 * i, 10.0 * i + 1, request, dest=1, tag=0, sent=4 + i)
+        add(1, "irecv", 100.0 + i, 100.5 + i, request + 6, source=0, tag=0, received=4 + i)
+    add(0, "wait", 20.0, 130.0, 1)
+    add(0, "wait", 130.0, 131.0, 2)
+    for i, request in enumerate(order):
+        add(1, "wait", 200.0 + i, 200.5 + i, request, **{"from": 0, "from_tag": 0})
+    for rank in ranks:
+        files._join_ends(rank)
+    matched = matching.match(ranks)
+    assert matched.unmatched == 0
+    assert [message.nbytes for message in matched.messages] == [4, 5]
+    assert [message.received.arguments["request"] for message in matched.messages] == [7, 8]
+    assert [message.received.nbytes for message in matched.messages] == [4, 5]
+    caused = matching.add_waiting(matched)
+    assert caused == {(0, 1): 80.0, (1, 0): 0.0}
+    assert [event.waited for event in ranks[0].events if event.name == "wait"] == [80.0, 0.0]
 
 
 @pytest.mark.alone

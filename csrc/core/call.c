@@ -37,10 +37,10 @@ static inline ffi_error *body(struct call *call) {
 }
 
 static __attribute__((noinline)) ffi_error *body_recorded(struct call *call) {
-  call->from = -1;
-  struct event *event = timeline_begin(call);
+  call->from = -1, call->request = 0;
+  bool recorded = timeline_begin(call);
   ffi_error *error = body(call);
-  timeline_end(event, call, error != NULL);
+  if (recorded) timeline_end(call, error != NULL);
   return error;
 }
 

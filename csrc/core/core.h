@@ -270,9 +270,12 @@ struct call {
   bool labelled;        /* if a message: what it consists of goes along */
   bool sending;         /* a message of this rank's is under way, which must be received before the call returns */
   bool logged;
-  bool ends;          /* ranks and tags are still to be read from the last buffer */
-  int from, from_tag; /* for the timeline: sender and tag of the message that was received; `from` is -1 without one */
-  uint64_t number;    /* if logged */
+  bool ends; /* ranks and tags are still to be read from the last buffer */
+  /* For the timeline: sender and tag of the message that was received; `from` is -1 without one. And what has been
+   * started, or waited for; 0 without one. */
+  int from, from_tag;
+  int64_t request;
+  uint64_t number; /* if logged */
   struct timespec start;
   int64_t attributes[MAX_ATTRIBUTES]; /* the number of an object is replaced by its address: see object_of */
   /* Row i of the operation's buffers has buffers[first[i]] to buffers[first[i + 1] - 1]. */

@@ -74,6 +74,11 @@ void request_begin(struct request *request, const struct buffer *id, int64_t mov
  * which `zero` allows. */
 struct request *request_take(const struct call *call, const struct buffer *id, bool zero, ffi_error **error);
 
+/* Which it is of all of this process, for the timeline; 0: it has not begun. */
+static inline int64_t request_number(const struct request *request) {
+  return request->place < 0 ? 0 : ((int64_t)request->generation << 24) + request->place;
+}
+
 /* Gives back its memory. */
 void request_end(struct request *request);
 

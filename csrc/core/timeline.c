@@ -17,7 +17,8 @@ struct event {
   int64_t sent, received; /* bytes that this rank passes to the operation, and takes from it */
   _Atomic int64_t begin;  /* nanoseconds of the monotonic clock */
   int64_t end;
-  int from, tag; /* of the message received */
+  int64_t request; /* that was started or waited for, 0 without one */
+  int from, tag;   /* of the message received */
   bool failed;
 };
 
@@ -33,11 +34,12 @@ struct block {
 struct track {
   struct lane lane;
   struct block *_Atomic first;
-  struct block *filled;  /* the thread's own, as is */
-  bool inside;           /* an operation; one inside it, of a reduction in Python, is not recorded */
-  struct block *written; /* the writer's own, as are */
-  int done;              /* its events that have been written, and */
-  bool begun;            /* whether the beginning of the next has */
+  struct block *filled;      /* the thread's own, as are */
+  const struct call *inside; /* which it is; one inside it, of a reduction in Python, is not recorded */
+  struct event *event;       /* of that call; NULL: left out */
+  struct block *written;     /* the writer's own, as are */
+  int done;                  /* its events that have been written, and */
+  bool begun;                /* whether the beginning of the next has */
 };
 
 atomic_bool timeline_on;
@@ -74,9 +76,13 @@ static struct event *next_event(struct track *track) {
   return &made->events[0];
 }
 
-/* With a plan: of its messages, which are parts of the buffers. */
+/* With a plan: of its messages, which are parts of the buffers. Of what is waited for: at its start. */
 static void add_bytes(struct event *event, const struct call *call) {
   const struct plan *plan = plan_of(call);
+  int64_t count = 0;
+  const struct datatype *type = array_not_passed(call->operation, call->attributes, &count);
+  if (call->operation->row == ROW_wait) return;
+  if (type != NULL) event->received = count * (int64_t)type->bytes;
   if (plan != NULL) {
     for (int i = 0; i < plan->send_count; i++) event->sent += plan->sends[i].bytes;
     for (int i = 0; i < plan->receive_count; i++) event->received += plan->receives[i].bytes;
@@ -89,34 +95,56 @@ static void add_bytes(struct event *event, const struct call *call) {
   }
 }
 
-struct event *timeline_begin(const struct call *call) {
-  if (call->operation->row == ROW_check) return NULL; /* communicates nothing */
-  struct track *track = own;
-  if (track == NULL && (track = own = lanes_take(&lanes)) == NULL) return NULL;
-  if (track->inside) return NULL;
+static void begin_event(struct track *track, const struct call *call, const int64_t words[], int count) {
   struct event *event = atomic_load_explicit(&full, memory_order_relaxed) ? NULL : next_event(track);
+  track->event = event;
   if (event == NULL) {
     atomic_store(&full, true);
     atomic_fetch_add(&lost, 1);
-    return NULL;
+    return;
   }
-  track->inside = true;
-  words_of(call, event->words);
+  memcpy(event->words, words, (size_t)count * sizeof *words);
   add_bytes(event, call);
   atomic_store_explicit(&event->begin, now(), memory_order_release);
-  return event;
 }
 
-void timeline_end(struct event *event, const struct call *call, bool failed) {
+static void end_event(struct track *track, const struct call *call, bool failed) {
+  struct event *event = track->event;
   if (event == NULL) return;
-  struct block *block = own->filled;
+  struct block *block = track->filled;
   event->end = now();
   event->failed = failed;
+  event->request = call->request;
   event->from = call->from;
   event->tag = call->from_tag;
-  own->inside = false;
   atomic_store_explicit(&block->count, atomic_load_explicit(&block->count, memory_order_relaxed) + 1,
                         memory_order_release);
+}
+
+bool timeline_begin(const struct call *call) {
+  if (call->operation->row == ROW_check) return false; /* communicates nothing */
+  struct track *track = own;
+  if (track == NULL && (track = own = lanes_take(&lanes)) == NULL) return false;
+  if (track->inside != NULL) return false;
+  int64_t words[WORDS];
+  int count = words_of(call, words);
+  track->inside = call;
+  begin_event(track, call, words, count);
+  return true;
+}
+
+void timeline_next(struct call *call, bool failed) {
+  if (own == NULL || own->inside != call || own->event == NULL) return;
+  int64_t words[WORDS];
+  memcpy(words, own->event->words, sizeof words); /* those of the call may be what it waits for by now */
+  end_event(own, call, failed);
+  call->from = -1, call->request = 0;
+  begin_event(own, call, words, WORDS);
+}
+
+void timeline_end(const struct call *call, bool failed) {
+  end_event(own, call, failed);
+  own->inside = NULL;
 }
 
 /* --- what the writer does ---------------------------------------------------------------------------------------- */
@@ -209,12 +237,16 @@ static void add_attribute(struct text *text, const struct event *event, int inde
 
 static void add_arguments(struct text *text, const struct event *event, bool complete) {
   const struct operation *operation = &operation_table[event->words[ROW]];
-  const struct datatype *type = event->words[TYPE] >= 0 ? datatype_find((int)event->words[TYPE]) : NULL;
+  bool of_many = event->words[ROW] == ROW_wait;
+  const struct datatype *type = event->words[TYPE] >= 0 && !of_many ? datatype_find((int)event->words[TYPE]) : NULL;
+  int64_t count = event->words[COUNT];
+  if (type == NULL) type = array_not_passed(operation, &event->words[FIRST_ATTRIBUTE], &count);
   struct text lines = {0, ""};
   text_add(text, ",\"args\":{\"comm\":%" PRId64, words_comm(event->words)->number);
   for (int i = 0; i < operation->attribute_count; i++) add_attribute(text, event, i);
+  if (complete && event->request > 0) text_add(text, ",\"request\":%" PRId64, event->request);
   if (complete && event->from >= 0) text_add(text, ",\"from\":%d,\"from_tag\":%d", event->from, event->tag);
-  if (type != NULL) text_add(text, ",\"count\":%" PRId64 ",\"dtype\":\"%s\"", event->words[COUNT], type->name);
+  if (type != NULL) text_add(text, ",\"count\":%" PRId64 ",\"dtype\":\"%s\"", count, type->name);
   if (event->sent > 0) text_add(text, ",\"sent\":%" PRId64, event->sent);
   if (event->received > 0) text_add(text, ",\"received\":%" PRId64, event->received);
   if (complete && event->failed) text_add(text, ",\"failed\":true");

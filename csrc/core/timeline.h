@@ -22,9 +22,13 @@ void timeline_note(const char *line);
 /* Whether operations are recorded. */
 extern atomic_bool timeline_on;
 
-/* NULL: this operation is not recorded. */
-struct event *timeline_begin(const struct call *call);
-void timeline_end(struct event *event, const struct call *call, bool failed);
+/* False: this operation is not recorded, and has no end. */
+bool timeline_begin(const struct call *call);
+void timeline_end(const struct call *call, bool failed);
+
+/* A call that waits for several requests has an event for each: what is recorded of this call so far was of one, and
+ * the next one begins. */
+void timeline_next(struct call *call, bool failed);
 
 /* Writes the rest, with how many operations were left out, and ends the file. */
 void timeline_close(void);

@@ -3,6 +3,7 @@
 
 #include <sched.h>
 
+#include "core/timeline.h"
 #include "mpi/bodies.h"
 
 _Static_assert(sizeof(MPI_Status) <= sizeof((struct receive *)0)->status, "a status has its place in a receive");
@@ -223,6 +224,7 @@ static ffi_error *finish_planned(struct call *c, struct request *request, const 
 
 /* The rest of the call is in the words of what has been started, errors above all. */
 static void take_over(struct call *c, const struct request *request) {
+  c->request = request_number(request);
   c->operation = request->operation;
   memcpy(c->attributes, request->attributes, sizeof c->attributes);
 }
@@ -290,6 +292,7 @@ ffi_error *BODY(wait)(struct call *c) {
     else if (error == NULL && its != NULL)
       error = call_zero(c, its->data, buffer_bytes(its));
     if (first == NULL) first = error;
+    if (i + 1 < requests) timeline_next(c, error != NULL);
   }
   return first;
 }
@@ -345,6 +348,7 @@ static ffi_error *give_up(struct call *c, struct request *request, int code) {
 
 static ffi_error *begin(struct call *c, struct request *request, const struct buffer *id, int64_t moved) {
   request_begin(request, id, moved);
+  c->request = request_number(request);
   if (request->place >= 0) return NULL;
   return call_fail(c, FFI_INTERNAL, "too many requests that have not been waited for, or no memory for one more");
 }

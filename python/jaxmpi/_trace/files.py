@@ -14,6 +14,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return {name: sys.intern(value) if type(value) is str else value for name, value in pairs}
 
 
+WAITS = {"wait", "exchange_finish"}
+"""Of what has been started."""
+
 _DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 
@@ -31,6 +34,8 @@ class Event:
     """Otherwise the process has ended in it, and `end` is the last time in its file."""
     waited: float = 0.0
     """For how much of it other ranks had not come yet: see `matching`."""
+    other_end: "Event | None" = field(default=None, repr=False)
+    """Of what starts an operation, where that is waited for; of a wait, what it waits for."""
 
     @property
     def seconds(self) -> float:
@@ -39,12 +44,17 @@ class Event:
     @property
     def nbytes(self) -> int:
         """What this rank passes to it, or takes from it, whichever is more."""
+        if self.name in WAITS and self.other_end is not None:
+            return self.other_end.nbytes
         return max(self.arguments.get("sent", 0), self.arguments.get("received", 0))
 
     @property
     def label(self) -> str:
-        """Its name, and whether it is of tangents or cotangents."""
-        derivative = str(self.arguments.get("derivative", ""))
+        """Its name, and whether it is of tangents or cotangents; of a wait, what it waits for."""
+        if self.name == "wait" and self.other_end is not None:
+            return f"wait for {self.other_end.label}"
+        its = self.other_end if self.name == "exchange_finish" and self.other_end is not None else self
+        derivative = str(its.arguments.get("derivative", ""))
         return f"{self.name} of {derivative.split()[-1]}s" if derivative else self.name
 
 
@@ -117,7 +127,20 @@ def _read(path: Path) -> Rank:
         event.end, event.complete = max(last, event.begin), False
         rank.events.append(event)
     rank.events.sort(key=lambda event: event.begin)
+    _join_ends(rank)
     return rank
+
+
+def _join_ends(rank: Rank) -> None:
+    """What starts an operation, and what waits for it. Numbers of requests are used again, after 16 million others."""
+    started: dict[int, Event] = {}
+    for event in rank.events:
+        number = event.arguments.get("request", 0)
+        if number and event.name not in WAITS:
+            started[number] = event
+        elif number in started:
+            event.other_end = started.pop(number)
+            event.other_end.other_end = event
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -1,7 +1,8 @@
 """Which events of different ranks are one collective, or one message; and how long each rank waited in it for others.
 
 Collectives are in one order on all ranks of a communicator; messages between two ranks with one tag are received in
-the order in which they are sent. So both are matched by counting.
+the order in which they are sent. So both are matched by counting. Those that are started and waited for later are
+counted where they start; what can take long is the wait, which knows its start (`Event.other_end`).
 """
 
 from collections import defaultdict
@@ -9,18 +10,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxmpi._trace.files import Communicator, Event, Rank
+from jaxmpi._trace.files import WAITS, Communicator, Event, Rank
 
-MESSAGES = {"send", "recv", "sendrecv"}
+MESSAGES = {"send", "recv", "sendrecv", "isend", "irecv"}
+ALONE = {"after", "hold", *WAITS}
+"""What is no collective, and no message."""
 _ONE_CLOCK: Mapping[int, str] = {}
-_WITH_NEIGHBORS = {"exchange", "neighbor_allgather", "neighbor_alltoall"}
-_FROM_ROOT, _TO_ROOT = {"bcast", "scatter", "scatterv"}, {"gather", "reduce", "gatherv"}
+_STARTED = {"iallreduce", "ialltoall", "ibarrier", "ibcast", "ireduce"}
+_WITH_NEIGHBORS = {"exchange", "exchange_start", "neighbor_allgather", "neighbor_alltoall"}
+_FROM_ROOT, _TO_ROOT = {"bcast", "ibcast", "scatter", "scatterv"}, {"gather", "reduce", "ireduce", "gatherv"}
 _BY_COUNTS = {"allgatherv", "alltoallv", "gatherv", "reduce_scatterv", "scatterv"}
 
 
 @dataclass
 class Collective:
-    """The events of a collective by the ranks in COMM_WORLD."""
+    """The events of a collective by the ranks in COMM_WORLD; of one that is waited for later, those that start it."""
 
     communicator: Communicator
     events: dict[int, Event] = field(default_factory=dict)
@@ -36,9 +40,15 @@ class Collective:
     def needs(self, clock: Mapping[int, str] = _ONE_CLOCK) -> list[tuple[Event, Event]]:
         """Pairs: the first event cannot end before the second begins. `clock`: of each rank; of events with the same
         clock only the last to begin is needed."""
+        pairs = self._needs(clock)
+        if pairs and pairs[0][0].name in _STARTED:
+            return [(wait, early) for late, early in pairs if (wait := late.other_end) is not None]
+        return pairs
+
+    def _needs(self, clock: Mapping[int, str]) -> list[tuple[Event, Event]]:
         ordered = [self.events[rank] for rank in self.communicator.ranks if rank in self.events]
         first = ordered[0]
-        if first.name != "barrier" and not any(event.nbytes for event in ordered):
+        if first.name not in ("barrier", "ibarrier") and not any(event.nbytes for event in ordered):
             return []  # nothing is moved, so a library need not wait
         if first.name in _WITH_NEIGHBORS:
             return []  # which other ranks these are the events do not tell
@@ -60,6 +70,24 @@ class Collective:
 class Message:
     sent: Event
     received: Event
+    """The recv, or the wait for an irecv."""
+
+    @property
+    def sender_waits(self) -> Event | None:
+        """Where the sender may be held up until there is a receiver: not in isend, but in its wait."""
+        return self.sent.other_end if self.sent.name == "isend" else self.sent
+
+    @property
+    def expected(self) -> Event:
+        """Where the receiver says that it expects a message."""
+        return self.received.other_end or self.received
+
+    @property
+    def on_the_way(self) -> float | None:
+        """Microseconds. None: not known, since it may have come before it was waited for."""
+        if self.received.name == "wait":
+            return None
+        return self.received.end - max(self.sent.begin, self.received.begin)
 
     @property
     def nbytes(self) -> int:
@@ -94,6 +122,8 @@ def match(ranks: Sequence[Rank]) -> Matched:
             if comm is None:  # of a program of an earlier run, which needs no tracing
                 unknown += 1
                 continue
+            if event.name in ALONE:
+                continue
             if event.name in MESSAGES:
                 _sort_message(event, comm, sent, received)
                 continue
@@ -115,8 +145,9 @@ def _sort_message(event: Event, comm: Communicator, sent: dict[Any, list[Event]]
     if 0 <= (dest := given.get("dest", -1)) < len(comm.ranks):
         tag = given.get("tag", given.get("sendtag"))
         sent[comm.key, event.rank, comm.ranks[dest], tag].append(event)
-    if "from" in given:
-        received[comm.key, comm.ranks[given["from"]], event.rank, given["from_tag"]].append(event)
+    end = event.other_end if event.name == "irecv" else event
+    if end is not None and "from" in (given := end.arguments):
+        received[comm.key, comm.ranks[given["from"]], event.rank, given["from_tag"]].append(end)
 
 
 def add_waiting(matched: Matched) -> dict[tuple[int, int], float]:
@@ -126,8 +157,8 @@ def add_waiting(matched: Matched) -> dict[tuple[int, int], float]:
     latest: dict[int, tuple[Event, Event]] = {}
     for one in matched.all:
         pairs = one.needs()
-        if isinstance(one, Message) and one.sent.end >= one.received.begin:
-            pairs = [*pairs, (one.sent, one.received)]
+        if isinstance(one, Message) and (held_up := one.sender_waits) and held_up.end >= one.expected.begin:
+            pairs = [*pairs, (held_up, one.expected)]
         for event, needed in pairs:
             if id(event) not in latest or latest[id(event)][1].begin < needed.begin:
                 latest[id(event)] = (event, needed)

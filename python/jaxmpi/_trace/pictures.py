@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxmpi._trace.files import Event, Rank
+from jaxmpi._trace.files import WAITS, Event, Rank
 from jaxmpi._trace.matching import Message
 
 _BINS = 1200
 """Pixels of the time axis: a timeline of any length is as quick to draw."""
+_GREY = 0.85
 
 
 def _busy(intervals: Sequence[tuple[float, float]], edges: Any) -> Any:
@@ -33,8 +34,21 @@ def _by_track(events: Sequence[Event], edges: Any, waiting: bool) -> Any:
     return np.minimum(sum((_busy(found, edges) for found in tracks.values()), np.zeros(len(edges) - 1)), 1.0)
 
 
+def _in_flight(events: Sequence[Event], edges: Any) -> Any:
+    """The part of each bin in which something has been started that is not being waited for yet."""
+    spans = sorted((e.end, e.other_end.begin) for e in events if e.other_end is not None and e.name not in WAITS)
+    merged: list[tuple[float, float]] = []
+    for begin, end in spans:
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        elif end > begin:
+            merged.append((begin, end))
+    return _busy(merged, edges)
+
+
 def timeline(path: Path, ranks: Sequence[Rank]) -> None:
-    """One row per rank: white where it is in no operation, paler where it waits for another rank."""
+    """One row per rank: white where it is in no operation, or grey if one is in flight; paler where it waits for
+    another rank."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -46,7 +60,10 @@ def timeline(path: Path, ranks: Sequence[Rank]) -> None:
         name: np.array(colormaps["tab10" if len(names) <= 10 else "tab20"](i)[:3]) for i, name in enumerate(names)
     }
     image = np.ones((len(ranks), _BINS, 3))
+    overlaps = any(event.other_end is not None for rank in ranks for event in rank.events)
     for row, rank in enumerate(ranks):
+        free = 1 - _by_track(rank.events, edges, False)
+        image[row] -= (np.minimum(_in_flight(rank.events, edges), free) * (1 - _GREY))[:, None]
         for name in names:
             events = [event for event in rank.events if event.name == name]
             busy, waiting = _by_track(events, edges, False), _by_track(events, edges, True)
@@ -54,9 +71,10 @@ def timeline(path: Path, ranks: Sequence[Rank]) -> None:
             image[row] -= strength[:, None] * (1 - colours[name])
     figure = Figure(figsize=(12, 1.8 + 0.35 * min(len(ranks), 64)), layout="constrained")
     axes = figure.subplots()
+    grey = "; grey: in none, with something in flight" if overlaps else ""
     extent = (0.0, edges[-1] / 1e6, len(ranks) - 0.5, -0.5)
     axes.imshow(np.clip(image, 0, 1), aspect="auto", interpolation="nearest", extent=extent)
-    axes.set(xlabel="seconds", ylabel="rank", title="operations; paler: waiting for another rank")
+    axes.set(xlabel="seconds", ylabel="rank", title=f"operations; paler: waiting for another rank{grey}")
     if len(ranks) <= 32:
         axes.set_yticks(range(len(ranks)), [str(rank.rank) for rank in ranks])
     patches = [Patch(color=tuple(colours[name]), label=name) for name in names]

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from jaxmpi._trace.files import Event, Rank
+from jaxmpi._trace.files import WAITS, Event, Rank
 from jaxmpi._trace.matching import Matched, Message
 
 
@@ -91,9 +91,11 @@ def by_pair(messages: Sequence[Message], caused: Mapping[tuple[int, int], float]
     rows = []
     for (a, b), found in sorted(pairs.items(), key=lambda item: -waits[item[0]])[:most]:
         moved = sum(message.nbytes for message in found)
-        moving = sum(m.received.end - max(m.sent.begin, m.received.begin) for m in found) / 1e6
-        speed = f"{_size(moved / moving)}/s" if moving > 0 else "-"
-        cells = [len(found), _size(moved), _seconds(waits[a, b] / 1e6), _seconds(moving / len(found)), speed]
+        known = [(m.nbytes, m.on_the_way / 1e6) for m in found if m.on_the_way is not None]
+        moving = sum(time for _, time in known)
+        speed = f"{_size(sum(nbytes for nbytes, _ in known) / moving)}/s" if moving > 0 else "-"
+        on_the_way = _seconds(moving / len(known)) if known else "-"
+        cells = [len(found), _size(moved), _seconds(waits[a, b] / 1e6), on_the_way, speed]
         rows.append([f"{a} -> {b}", *map(str, cells)])
     yield from table(["messages", "number", "bytes", "receiver waited", "on the way", "speed"], rows)
     if len(pairs) > most:
@@ -123,7 +125,8 @@ def caveats(ranks: Sequence[Rank], matched: Matched, uncertainty: float) -> Iter
 
 
 def merge(path: Path, ranks: Sequence[Rank], matched: Matched) -> None:
-    """Writes all ranks' events into one file for Perfetto (ui.perfetto.dev), with arrows for messages."""
+    """Writes all ranks' events into one file for Perfetto (ui.perfetto.dev), with arrows for messages, and from what
+    starts an operation to its wait."""
     with path.open("w") as file:
         file.write("[\n")
         for rank in ranks:
@@ -133,13 +136,20 @@ def merge(path: Path, ranks: Sequence[Rank], matched: Matched) -> None:
                 file.write(json.dumps(_merged(event)) + ",\n")
         for number, message in enumerate(matched.messages):
             arrow = {"name": "message", "cat": "message", "id": number}
-            for phase, event, time in (
-                ("s", message.sent, message.sent.begin),
-                ("f", message.received, message.received.end),
-            ):
-                place = {"pid": event.rank, "tid": event.track, "ts": round(time, 3)}
-                file.write(json.dumps({**arrow, "ph": phase, **({"bp": "e"} if phase == "f" else {}), **place}) + ",\n")
+            file.writelines(_arrow(arrow, message.sent, message.sent.begin, message.received, message.received.end))
+        events = (event for rank in ranks for event in rank.events)
+        ends = ((event.other_end, event) for event in events if event.name in WAITS)
+        for number, (start, wait) in enumerate(ends):
+            arrow = {"name": "in flight", "cat": "in flight", "id": number}
+            if start is not None:
+                file.writelines(_arrow(arrow, start, start.begin, wait, wait.begin))
         file.write('{"name": "jaxmpi", "ph": "M", "pid": 0, "args": {}}\n]\n')
+
+
+def _arrow(arrow: dict[str, object], begin: Event, at: float, end: Event, until: float) -> Iterator[str]:
+    for phase, event, time in (({"ph": "s"}, begin, at), ({"ph": "f", "bp": "e"}, end, until)):
+        place = {"pid": event.rank, "tid": event.track, "ts": round(time, 3)}
+        yield json.dumps({**arrow, **phase, **place}) + ",\n"
 
 
 def _merged(event: Event) -> dict[str, object]:
