@@ -36,6 +36,7 @@ def arguments():
     parser.add_argument("--only", action="append", choices=programs.KINDS, help="kinds of structure; may be repeated")
     parser.add_argument("--none", action="store_true", help="no structure at all")
     parser.add_argument("--differ", type=float, default=0.25, help="how likely ranks differ in a statement")
+    parser.add_argument("--started", type=float, default=0.5, help="how likely an operation is waited for later")
     parser.add_argument("--used", action="store_true", help="every result is used on every rank, as JAX 0.6 needs")
     parser.add_argument("--documented", action="store_true", help="leave out what docs/autodiff.md excludes")
     parser.add_argument("--mode", help="only this transformation")
@@ -51,7 +52,7 @@ def arguments():
 
 def options(chosen):
     kinds = () if chosen.none else tuple(chosen.only or programs.KINDS)
-    return programs.Options(kinds, chosen.differ, chosen.used, chosen.documented)
+    return programs.Options(kinds, chosen.differ, chosen.used, chosen.documented, chosen.started)
 
 
 # --- on each rank ----------------------------------------------------------------------------------------------------
@@ -176,7 +177,7 @@ def summary(text):
 
 def passed_on(chosen):
     """The options of the worker."""
-    names = ("order", "checks", "differ", "mode", "route", "batch", "seconds")
+    names = ("order", "checks", "differ", "started", "mode", "route", "batch", "seconds")
     shown = [f"--{name}={getattr(chosen, name)}" for name in names if getattr(chosen, name) is not None]
     shown += [f"--file={chosen.file}"] if chosen.file else []
     shown += [f"--{name}" for name in ("none", "used", "documented") if getattr(chosen, name)]
@@ -202,24 +203,48 @@ def smaller_statements(statement):
         yield programs.Local("copy", operands)
     if isinstance(statement, programs.Local):
         return
+    if isinstance(statement, programs.Wait):
+        yield replace(statement, after=-1)
+        return
+    if isinstance(statement, programs.Call) and statement.given:
+        yield programs.Wait(statement.given)
     if isinstance(statement, programs.Call) and statement.kind in programs.FUNCTIONS + programs.RULES[:1]:
         yield replace(statement, kind="call")
     for field in fields(statement):
         value = getattr(statement, field.name)
-        if field.name in ("operands", "kind", "name", "bodies", "closed", "operand") or value == field.default:
+        if (
+            field.name in ("operands", "kind", "name", "bodies", "closed", "operand", "given", "starts")
+            or value == field.default
+        ):
             continue
         yield replace(statement, **{field.name: field.default})
     for i, body in enumerate(getattr(statement, "bodies", ())):
-        for smaller in smaller_bodies(body):
+        for smaller in smaller_bodies(body, programs.parameters(statement)):
             yield replace(statement, bodies=(*statement.bodies[:i], smaller, *statement.bodies[i + 1 :]))
 
 
-def smaller_bodies(body):
+def smaller_bodies(body, known=programs.INPUTS):
+    """Smaller bodies on `known` values, also some in which what is in flight is not waited for once."""
     if body.everything:
         yield replace(body, everything=False)
     for i, statement in enumerate(body.statements):
         for smaller in smaller_statements(statement):
             yield replace(body, statements=(*body.statements[:i], smaller, *body.statements[i + 1 :]))
+        if isinstance(statement, programs.Wait):
+            yield from without_waiting(body, i, known)
+
+
+def without_waiting(body, at, known):
+    """What is waited for there is not started, or done at once."""
+    keys = body.statements[at].starts
+    for key in keys:
+        left = tuple(other for other in keys if other != key)
+        rest = list(body.statements)
+        rest[at] = programs.Wait(left) if left else programs.Local("copy", (0,))
+        start = rest[key - known] if known <= key < known + at else None
+        if isinstance(start, programs.Comm):
+            for smaller in (programs.Local("copy", (start.operand,)), replace(start, starts=False)):
+                yield replace(body, statements=(*rest[: key - known], smaller, *rest[key - known + 1 :]))
 
 
 def first_failure(candidates, chosen, path):
@@ -257,7 +282,9 @@ def shrink(chosen):
     while found:
         program, check = found
         print(".", end="", flush=True)
-        smaller = [(replace(program, body=body), check) for body in smaller_bodies(program.body)]
+        smaller = [
+            (replace(program, body=body), check) for body in smaller_bodies(program.body) if programs.sound(body)
+        ]
         found = alike(smaller, wrong, chosen, path)
     path.write_text(repr([(program, [check])]))
     print(f"\n{'wrong' if wrong else 'hanging or crashed'}: {check}", *programs.show(program.body), sep="\n")

@@ -58,6 +58,15 @@ def test_same_programs_on_all_ranks(comm, size):
     assert made == [programs.generate(seed, size, OPTIONS) for seed in range(20)]
 
 
+def test_everything_is_waited_for(size):
+    """Of what programs start, as `--shrink` needs to know."""
+    assert all(programs.sound(programs.generate(seed, size).body) for seed in range(200))
+    body = programs.Body((programs.Comm("bcast", 0, starts=True), programs.Wait((programs.INPUTS,))), 3)
+    assert programs.sound(body)
+    assert not programs.sound(programs.Body(body.statements[:1], 0))
+    assert not programs.sound(programs.Body((*body.statements, body.statements[1]), 0))
+
+
 def test_witness(size):
     """Its operations against what is true of them."""
     xs = [constant(rank, 0) for rank in range(size)]

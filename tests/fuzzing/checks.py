@@ -20,7 +20,7 @@ import jaxmpi
 from fuzzing.distributed import Deaf, Distributed
 from fuzzing.programs import INPUTS, LENGTH, OPERATIONS
 from fuzzing.witness import Witness
-from jaxmpi import _jaxprs, notoken
+from jaxmpi import _core, _jaxprs, notoken
 
 BATCH = 2
 TOLERANCE = 1e-9
@@ -271,7 +271,10 @@ class Judge:
         return "right", ""
 
     def _left_over(self):
-        """No message of a program may be taken for one of the next, nor any part of a collective operation."""
+        """No message of a program may be taken for one of the next, nor any part of a collective operation, and each
+        request must have been waited for."""
+        if in_flight := _core.requests_in_flight():
+            return "wrong", f"{in_flight} requests have not been waited for"
         rank, size = self.comm.rank, self.comm.size
         of_rank = [np.arange(LENGTH) + 100.0 * r for r in range(size)]
         x = jnp.asarray(of_rank[rank])
@@ -290,6 +293,7 @@ class Judge:
 
 
 SILENT = ("invariant", "link", "recv", "replicate", "send", "sendrecv", "varying")
+SILENT += ("after", "exchange_finish", "hold", "irecv", "isend", "wait")
 """What is no collective operation."""
 
 
@@ -299,7 +303,8 @@ def collectives(jaxpr):
         library, _, name = equation.primitive.name.partition(".")
         if library == "jaxmpi" and name not in (*SILENT, "region"):
             # Of the operand and the result one is a stack for all ranks in some operations, on some ranks.
-            size = min((x.aval.size for x in (*equation.invars, *equation.outvars)), default=0)
+            outvars = [] if equation.primitive.starts else equation.outvars  # requests
+            size = min((x.aval.size for x in (*equation.invars, *outvars)), default=0)
             if "rows" in equation.params:  # of which each rank has its own number
                 size = f"of {math.prod(equation.invars[0].aval.shape[1:])}"
             yield f"{name} {equation.params.get('derivative', '')} {size}"
@@ -318,7 +323,7 @@ def names(jaxpr):
 
 def is_refusal(error):
     """Whether an exception says clearly what is not possible."""
-    named = re.match(rf"(jaxmpi|send|recv|{'|'.join(OPERATIONS)})\b", str(error))
+    named = re.match(rf"(jaxmpi|send|recv|i?({'|'.join((*OPERATIONS, 'send', 'recv'))}))\b", str(error))
     of_jax = "can't apply forward-mode autodiff" in str(error)  # docs/autodiff.md: also where nothing depends on it
     return isinstance(error, NotImplementedError) or named is not None or of_jax
 

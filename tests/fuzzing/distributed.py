@@ -1,6 +1,8 @@
 """Runs a program on this rank: operations of jaxmpi inside of jit, loops, checkpoints and rules of JAX."""
 
 import functools
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ from mpi4py import MPI
 
 import jaxmpi
 from fuzzing import vectors
-from fuzzing.programs import LENGTH, Call, Comm, Local
+from fuzzing.programs import LENGTH, RETURNED, TAKING, Call, Comm, Local, Wait
 from jaxmpi import notoken
 
 
@@ -21,6 +23,16 @@ def ring():
     return grid, MPI.COMM_WORLD.Create_cart([size], periods=[True])
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["requests", "kept"], meta_fields=["comm"])
+@dataclass(frozen=True)
+class Flying:
+    """What has been started: requests, of which the last is of the result; or without that `kept` is the result."""
+
+    requests: Any
+    kept: Any
+    comm: Comm
+
+
 class Distributed:
     """`rank` of `size`. `extra` is a zero that is added to all constants (it may be mapped), or None."""
 
@@ -29,17 +41,19 @@ class Distributed:
         self.grid, self.ring = ring()
 
     def __call__(self, program, x, number):
-        return self.run(program.body, list(x), number)
+        return self.run(program.body, list(x), number)[0]
 
-    def run(self, body, values, number):
-        """The result of a body. `number` is the same on all ranks, and chooses branches."""
+    def run(self, body, values, number, given=()):
+        """The result of a body, and what is in flight. `number` is the same on all ranks, and chooses branches."""
         values = list(values)
+        flying = {-1 - i: its for i, its in enumerate(given)}
         for statement in body.statements:
-            values.append(self.step(statement, values, number))
+            values.append(self.step(statement, values, flying, number))
         result = values[body.result]
-        return vectors.with_everything(result, values) if body.everything else result
+        returned = [flying[key] for key in body.returned]
+        return vectors.with_everything(result, values) if body.everything else result, returned
 
-    def step(self, statement, values, number):
+    def step(self, statement, values, flying, number):
         match statement:
             case Local("constant"):
                 return self.constant(len(values))
@@ -52,17 +66,29 @@ class Distributed:
                 if self.rank in statement.constant_on:
                     x = self.constant(len(values))
                 x = vectors.tie(x) if statement.ties else x
-                if statement.also < 0:
-                    y = self.communicate(statement, x)
-                else:
+                if statement.also >= 0:
                     here = self.rank in statement.also_constant_on
-                    other = self.constant(len(values) + 1) if here else values[statement.also]
-                    y, other = self.communicate(statement, (x, other))
-                    y = y + 0.5 * other
-                return values[0] if self.rank in statement.dropped_on else jnp.tanh(y) if statement.squash else y
+                    x = (x, self.constant(len(values) + 1) if here else values[statement.also])
+                if not statement.starts:
+                    return self.seen(statement, self.communicate(statement, x), values)
+                flying[len(values)] = self.begin(statement, x)
+                return values[statement.operand]
+            case Wait(keys, after):
+                of = values[after] if after >= 0 else None
+                results, of = self.finish([flying[key] for key in keys], of)
+                if after >= 0:
+                    values[after] = of
+                seen = [self.seen(flying[key].comm, y, values) for key, y in zip(keys, results, strict=True)]
+                return vectors.together(seen)
             case Call():
-                y = self.call(statement, values, number)
+                y, returned = self.call(statement, values, flying, number)
+                flying |= {len(values) + RETURNED * i: its for i, its in enumerate(returned)}
                 return values[0] if self.rank in statement.dropped_on + statement.silent_on else y
+
+    def seen(self, comm, y, values):
+        """What a program makes of the result of an operation, for one operand or two."""
+        y = y[0] + 0.5 * y[1] if comm.also >= 0 else y
+        return values[0] if self.rank in comm.dropped_on else jnp.tanh(y) if comm.squash else y
 
     def constant(self, salt):
         constant = jnp.asarray(vectors.constant(self.rank, salt))
@@ -72,9 +98,12 @@ class Distributed:
 
     def communicate(self, comm, x):
         """The result of an operation, as vectors of floating-point numbers, one for each of `x`."""
-        if self.rank in comm.integer_on:
-            x = jax.tree.map(vectors.to_integer, x)
-        y = getattr(self, f"_{comm.name}")(comm, x)
+        return self._as_vectors(comm, getattr(self, f"_{comm.name}")(comm, self._as_sent(comm, x)))
+
+    def _as_sent(self, comm, x):
+        return jax.tree.map(vectors.to_integer, x) if self.rank in comm.integer_on else x
+
+    def _as_vectors(self, comm, y):
         if comm.name in ("pair", "sendrecv"):  # between two ranks, who may have sent something else each
             return jax.tree.map(lambda y: vectors.from_integer(y) if jnp.issubdtype(y.dtype, jnp.integer) else y, y)
         return jax.tree.map(vectors.from_integer, y) if comm.integer_on else y
@@ -207,6 +236,12 @@ class Distributed:
         return notoken.scatter(self._stack(x) if root else self._template(comm, x), comm.root)
 
     def _sendrecv(self, comm, x):
+        source, dest, template, tag = self._round(comm, x)
+        tags = {} if comm.tag < 0 else {"sendtag": tag, "recvtag": tag}
+        return notoken.sendrecv(x, template, source, dest, **tags)
+
+    def _round(self, comm, x):
+        """Source, destination, template and tag of a message round the ring."""
         source, dest = self.rank - comm.peer, self.rank + comm.peer
         integer = source % self.size in comm.integer_on
         if not comm.ring:
@@ -215,38 +250,123 @@ class Distributed:
             source, dest = source % self.size, dest % self.size
         template = self._template(comm, x, jnp.int32 if integer else jnp.float64)
         source, dest, tag = self._at_run_time(comm, source, dest, comm.tag)
-        tags = {} if comm.tag < 0 else {"sendtag": tag, "recvtag": tag}
-        return notoken.sendrecv(x, template, source, dest, **tags)
+        return source, dest, template, tag
+
+    # --- what is started, and waited for -----------------------------------------------------------------------------
+
+    def begin(self, comm, x):
+        requests, kept = getattr(self, f"_start_{comm.name}")(comm, self._as_sent(comm, x))
+        return Flying(requests, kept, comm.form())
+
+    def finish(self, flying, after):
+        """The results of some, and `after`, which is computed first."""
+        requests = [its.requests for its in flying]
+        match requests:
+            case [[one]] if flying[0].comm.name == "exchange":
+                results = self.grid.finish(one, after=after)
+            case [[one]]:
+                results = notoken.wait(one, after=after)
+            case _:
+                results = notoken.waitall(requests, after=after)
+        results, after = results if after is not None else (results, None)
+        results = [[results]] if len(flying) == len(requests[0]) == 1 else results
+        return [self._result(its, got) for its, got in zip(flying, results, strict=True)], after
+
+    def _result(self, flying, got):
+        comm = flying.comm
+        if flying.kept is not None:
+            return self._as_vectors(comm, flying.kept)
+        y = self._one(comm, got[-1], 1 if comm.name == "alltoall" else 0)
+        return self._as_vectors(comm, jax.tree.map(vectors.combine, y) if comm.name == "alltoall" else y)
+
+    def _many(self, comm, x):
+        if not comm.long:
+            return x
+        struct = lambda leaf: jax.eval_shape(vectors.many, leaf)  # noqa: E731
+        return jax.tree.map(lambda leaf: (struct if isinstance(leaf, jax.ShapeDtypeStruct) else vectors.many)(leaf), x)
+
+    def _one(self, comm, x, axis=0):
+        return jax.tree.map(lambda leaf: leaf.take(-1, axis), x) if comm.long else x
+
+    def _start_allreduce(self, comm, x):
+        return [notoken.iallreduce(self._many(comm, x), getattr(MPI, comm.op))], None
+
+    def _start_alltoall(self, comm, x):
+        return [notoken.ialltoall(self._stack(self._many(comm, x)))], None
+
+    def _start_barrier(self, comm, x):
+        return [notoken.ibarrier()], x
+
+    def _start_bcast(self, comm, x):
+        x = x if self.rank == comm.root else self._template(comm, x)
+        return [notoken.ibcast(self._many(comm, x), comm.root)], None
+
+    def _start_exchange(self, comm, x):
+        return [self.grid.start(self._many(comm, x))], None
+
+    def _start_pair(self, comm, x):
+        source, dest = (comm.root, comm.peer) if self.size > 1 else (MPI.PROC_NULL, MPI.PROC_NULL)
+        source, dest, tag = self._at_run_time(comm, source, dest, comm.tag)
+        dtype = jnp.int32 if comm.root in comm.integer_on else jnp.float64
+        template = self._many(comm, self._template(comm, x, dtype))
+        receives = self.rank == comm.peer or self.size == 1
+        requests, received = [], x
+        blocks = self.rank in comm.blocking_on
+        if self.rank == comm.root:
+            if blocks:
+                notoken.send(self._many(comm, x), dest, tag=tag)
+            else:
+                requests.append(notoken.isend(self._many(comm, x), dest, tag=tag))
+        if receives and blocks:
+            received = self._one(comm, notoken.recv(template, source, tag=tag))
+        elif receives:
+            requests.append(notoken.irecv(template, source, tag=tag))
+        return requests, None if receives and not blocks else received
+
+    def _start_sendrecv(self, comm, x):
+        source, dest, template, tag = self._round(comm, x)
+        template, x = self._many(comm, template), self._many(comm, x)
+        if self.rank in comm.blocking_on:
+            return [], self._one(comm, notoken.sendrecv(x, template, source, dest, sendtag=tag, recvtag=tag))
+        if comm.peer % 2:
+            receive = notoken.irecv(template, source, tag=tag)
+            return [notoken.isend(x, dest, tag=tag), receive], None
+        send = notoken.isend(x, dest, tag=tag)
+        return [send, notoken.irecv(template, source, tag=tag)], None
 
     # --- structure -------------------------------------------------------------------------------------------------
 
-    def call(self, call, values, number):
+    def call(self, call, values, flying, number):
         salts = range(len(values), len(values) + len(call.operands) + len(call.closed))
         operands = [values[i] for i in call.operands + call.closed]
         if self.rank in call.constant_on:
             operands = [self.constant(salt) for salt in salts]
         args, closed = operands[: len(call.operands)], operands[len(call.operands) :]
-        return getattr(self, "_" + call.kind.replace(".", "_"))(call, args, closed, number)
+        if call.kind in TAKING:
+            given = [flying[key] for key in call.given]
+            return getattr(self, "_" + call.kind.replace(".", "_"))(call, args, closed, number, given)
+        return getattr(self, "_" + call.kind)(call, args, closed, number), []
 
     def _function(self, call, closed, number, body=0):
-        """A body as a function of the call's operands, with what this rank does otherwise."""
+        """A body as a function of what is in flight and the call's operands, with what this rank does otherwise."""
 
-        def function(*args):
+        def function(given, *args):
             if self.rank in call.integer_in:
                 args = [vectors.from_integer(x) for x in args]
-            y = self.run(call.bodies[body], [*args, *closed], number)
+            y, returned = self.run(call.bodies[body], [*args, *closed], number, given)
             if self.rank in call.stopped_on:
                 y = lax.stop_gradient(y)
             if self.rank in call.silent_on:
-                return ()
-            return vectors.to_integer(y) if self.rank in call.integer_out else y
+                return (), returned
+            return vectors.to_integer(y) if self.rank in call.integer_out else y, returned
 
         return function
 
-    def _called(self, wrap, call, args, closed, number):
+    def _called(self, wrap, call, args, closed, number, given=()):
         args = [vectors.to_integer(x) for x in args] if self.rank in call.integer_in else args
-        y = wrap(self._function(call, closed, number))(*args)
-        return vectors.from_integer(y) if self.rank in call.integer_out and self.rank not in call.silent_on else y
+        y, returned = wrap(self._function(call, closed, number))(given, *args)
+        restored = self.rank in call.integer_out and self.rank not in call.silent_on
+        return vectors.from_integer(y) if restored else y, returned
 
     def _jit(self, *call):
         return self._called(jax.jit, *call)
@@ -255,62 +375,64 @@ class Distributed:
         return self._called(jaxmpi.jit, *call)
 
     def _call(self, *call):
-        return self._called(lambda f: f, *call)
+        return self._called(lambda f: f, *call)[0]
 
     def _checkpoint(self, call, *rest):
         policy = getattr(jax.checkpoint_policies, call.policy) if call.policy else None
         policy = policy("kept") if "names" in call.policy else policy
-        return self._called(functools.partial(jax.checkpoint, policy=policy), call, *rest)
+        return self._called(functools.partial(jax.checkpoint, policy=policy), call, *rest)[0]
 
-    def _cond(self, call, args, closed, number):
+    def _cond(self, call, args, closed, number, given):
         def wrap(_):
             first, second = (self._function(call, closed, number, body) for body in (0, 1))
             return lambda *args: lax.cond((number + call.offset) % 2 == 0, first, second, *args)
 
-        return self._called(wrap, call, args, closed, number)
+        return self._called(wrap, call, args, closed, number, given)
 
-    def _switch(self, call, args, closed, number):
+    def _switch(self, call, args, closed, number, given):
         def wrap(_):
             branches = [self._function(call, closed, number, body) for body in (0, 1, 2)]
             return lambda *args: lax.switch((number + call.offset) % 3, branches, *args)
 
-        return self._called(wrap, call, args, closed, number)
-
-    def _looped(self, call, closed):
-        return lambda values, number: self._function(call, closed, number)(*values)
+        return self._called(wrap, call, args, closed, number, given)
 
     def _ends(self, call, y):
         """Loops have a carried value, so what functions do is done after them."""
         return lax.stop_gradient(y) if self.rank in call.stopped_on else y
 
-    def _scan_loop(self, call, args, closed):
+    def _scan_loop(self, call, args, closed, number, given):
         carry, *more = args
         rows = [jnp.stack(vectors.rows_of(x, call.length)) for x in more]
 
         def step(carry, row):
             number, *more = row
-            y = self.run(call.bodies[0], [carry, *more, *closed], number)
-            return y, jnp.sin(y)
+            y, flying = self.run(call.bodies[0], [carry[0], *more, *closed], number, carry[1])
+            return (y, [] if call.stacks else flying), (jnp.sin(y), flying if call.stacks else [])
 
-        carry, ys = lax.scan(step, carry, (jnp.arange(call.length), *rows), reverse=call.reverse)
-        return jnp.tanh(carry + jnp.sum(ys, axis=0))
+        (carry, flying), (ys, stacked) = lax.scan(
+            step, (carry, given), (jnp.arange(call.length), *rows), reverse=call.reverse
+        )
+        if call.stacks:
+            flying = [jax.tree.map(lambda leaf, i=i: leaf[i], its) for i in range(call.length) for its in stacked]
+        return self._ends(call, jnp.tanh(carry + jnp.sum(ys, axis=0))), flying
 
     def _scan(self, *args):
         """Both the operation and the loop have this name."""
         if isinstance(args[0], Comm):
             return notoken.scan(args[1], getattr(MPI, args[0].op))
-        call, operands, closed, _ = args
-        return self._ends(call, self._scan_loop(call, operands, closed))
+        return self._scan_loop(*args)
 
-    def _fori(self, call, args, closed, number):
+    def _fori(self, call, args, closed, number, given):
         carry, *more = args
-        step = lambda i, carry: self.run(call.bodies[0], [carry, *more, *closed], i)  # noqa: E731
-        return self._ends(call, lax.fori_loop(0, call.length, step, carry))
+        step = lambda i, carry: self.run(call.bodies[0], [carry[0], *more, *closed], i, carry[1])  # noqa: E731
+        carry, flying = lax.fori_loop(0, call.length, step, (carry, list(given)))
+        return self._ends(call, carry), flying
 
-    def _while(self, call, args, closed, number):
+    def _while(self, call, args, closed, number, given):
         carry, *more = args
-        step = lambda c: (c[0] + 1, self.run(call.bodies[0], [c[1], *more, *closed], c[0]))  # noqa: E731
-        return self._ends(call, lax.while_loop(lambda c: c[0] < call.length, step, (0, carry))[1])
+        step = lambda c: (c[0] + 1, *self.run(call.bodies[0], [c[1], *more, *closed], c[0], c[2]))  # noqa: E731
+        _, carry, flying = lax.while_loop(lambda c: c[0] < call.length, step, (0, carry, list(given)))
+        return self._ends(call, carry), flying
 
     # --- rules of the user's own -----------------------------------------------------------------------------------
 
@@ -318,7 +440,7 @@ class Distributed:
         """A function of an extra zero, if there is one, and operands: rules cannot close over traced values."""
 
         def function(extra, *args):
-            return type(self)(self.rank, self.size, extra)._function(call, [], 0)(*args)
+            return type(self)(self.rank, self.size, extra)._function(call, [], 0)((), *args)[0]
 
         return function
 
@@ -379,7 +501,7 @@ class Distributed:
         b, w = args[0], jnp.tanh(args[1])
 
         def matvec(u):
-            return 2 * u + vectors.WEAK * w * self.run(call.bodies[0], [w * u if symmetric else u], 0)
+            return 2 * u + vectors.WEAK * w * self.run(call.bodies[0], [w * u if symmetric else u], 0)[0]
 
         return lax.custom_linear_solve(matvec, b, _richardson, transpose_solve=_richardson, symmetric=symmetric)
 
@@ -390,7 +512,7 @@ class Distributed:
         b, w = args[0], jnp.tanh(args[1])
 
         def residual(u):
-            return u - jnp.sin(b) - vectors.WEAK * w * jnp.tanh(self.run(call.bodies[0], [u], 0))
+            return u - jnp.sin(b) - vectors.WEAK * w * jnp.tanh(self.run(call.bodies[0], [u], 0)[0])
 
         def solve(f, u):
             return lax.fori_loop(0, vectors.STEPS, lambda i, u: u - f(u), u)
@@ -413,3 +535,9 @@ class Deaf(Distributed):
         if self.rank in comm.integer_on:
             return jax.tree.map(lambda x: vectors.from_integer(vectors.to_integer(x)), x)
         return jax.tree.map(lambda x: 0.5 * x, x)
+
+    def begin(self, comm, x):
+        return Flying([], self._as_sent(comm, x), comm.form())
+
+    def _result(self, flying, got):
+        return self.communicate(replace(flying.comm, integer_on=()), self._as_vectors(flying.comm, flying.kept))

@@ -2,6 +2,10 @@
 
 A program is a `Body`: statements, each of which appends one value to the environment, a vector of `LENGTH` numbers on
 each rank. Operands are positions in the environment. `Ranks` name the ranks on which something is otherwise.
+
+An operation that `starts` something appends its operand, and a `Wait` appends the result. What is in flight has a key:
+the position of the start; in the body of a call -1, -2, ... for what the call was given; and for what a call returns
+its position, plus RETURNED for each after the first.
 """
 
 import random
@@ -13,7 +17,7 @@ import jax
 LENGTH = 3
 INPUTS = 2
 Ranks = tuple[int, ...]
-Statement = Union["Local", "Comm", "Call"]
+Statement = Union["Local", "Comm", "Wait", "Call"]
 
 OPERATIONS = ("allgather", "allreduce", "alltoall", "barrier", "bcast", "gather", "pair", "reduce", "replicate", "scan")
 OPERATIONS += ("scatter", "sendrecv", "exchange", "neighbors", "reduce_scatter", "exscan")
@@ -21,6 +25,8 @@ OF_ROWS = ("allgatherv", "alltoallv", "gatherv", "scatterv")
 """With `ring` of counts that are known while tracing, otherwise at run time."""
 OPERATIONS += OF_ROWS
 """`invariant` is drawn in the place of some of `replicate`."""
+STARTED = ("allreduce", "alltoall", "barrier", "bcast", "exchange", "pair", "sendrecv")
+"""What can be started and waited for."""
 REDUCING = ("allreduce", "reduce", "scan", "reduce_scatter")
 LINEAR = ("allgather", "alltoall", "bcast", "gather", "reduce", "scan", "scatter", "sendrecv", "exchange", "neighbors")
 LINEAR += ("reduce_scatter", "exscan", *OF_ROWS)
@@ -33,6 +39,9 @@ LINEAR_RULES = ("hand_jvp", "jvp_alone", "vjp_alone")  # the last two communicat
 RULES = ("custom_jvp", "custom_vjp", "custom_vmap", *LINEAR_RULES)
 SOLVERS = ("solve", "symmetric", "root")
 KINDS = FUNCTIONS + LOOPS + BRANCHES + RULES + SOLVERS
+TAKING = ("jit", "jaxmpi.jit", *LOOPS, *BRANCHES)
+"""What may be given, and return, what is in flight."""
+RETURNED = 1000
 FORWARD_ONLY = ("while", "custom_vmap")  # JAX does not transpose them
 REVERSE_ONLY = ("custom_vjp", "vjp_alone")
 
@@ -83,6 +92,23 @@ class Comm:
     also: int = -1
     """Another operand that is communicated with it, in a pytree; -1: none."""
     also_constant_on: Ranks = ()
+    starts: bool = False
+    """What follows is of what is waited for later. Messages: on these ranks it is the blocking operation after all."""
+    blocking_on: Ranks = ()
+    long: bool = False
+    """Many copies of the vector are sent: more than a library sends at once."""
+
+    def form(self):
+        """What is the same for all that may take each other's place in a loop or a branch."""
+        return replace(self, operand=0, also=min(self.also, 0), constant_on=(), also_constant_on=(), ties=False)
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Waits for what has these keys, one or several. `after` is an operand that is computed first; -1: none."""
+
+    starts: tuple[int, ...]
+    after: int = -1
 
 
 @dataclass(frozen=True)
@@ -107,6 +133,10 @@ class Call:
     stopped_on: Ranks = ()
     integer_in: Ranks = ()
     integer_out: Ranks = ()
+    given: tuple[int, ...] = ()
+    """The keys of what is in flight and is passed; a loop carries it."""
+    stacks: bool = False
+    """What each step of a scan returns in flight is stacked, and waited for after the loop."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +145,8 @@ class Body:
     result: int
     everything: bool = False
     """Every value goes into the result."""
+    returned: tuple[int, ...] = ()
+    """The keys of what is in flight at its end."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +170,8 @@ class Options:
     """Every result is used on every rank, and no message has halves: what JAX 0.6 needs."""
     documented: bool = False
     """Nothing that docs/autodiff.md excludes."""
+    started: float = 0.5
+    """How likely it is that an operation that can be started is, and is waited for later."""
 
 
 def generate(seed: int, size: int, options: Options = Options()) -> Program:
@@ -155,6 +189,7 @@ class _Generator:
             self.kinds = list(options.kinds)
             direction = "forward" if self.kinds[0] in FORWARD_ONLY else "reverse"
         self.direction = direction
+        self.tags = 10
 
     def program(self):
         body = self.body(INPUTS, depth=0, size=self.random.randint(2, 6))
@@ -169,24 +204,59 @@ class _Generator:
             return ()
         return tuple(rank for rank in range(self.size) if self.chance(0.5))
 
-    def body(self, known, depth, size, kinds=None):
-        """A body on `known` values. Without any it begins with a constant."""
+    def body(self, known, depth, size, kinds=None, given=(), wanted=()):
+        """A body on `known` values, which is given what is in flight, of these forms, and returns what is wanted."""
         kinds = self.kinds if kinds is None else kinds
+        flying = {-1 - i: form for i, form in enumerate(given)}
         statements = [] if known else [Local("constant", ())]
         known = max(known, 1)
         calls = 0
         for _ in range(size):
             call = self.chance((0.4, 0.3, 0.15, 0)[depth]) or (depth == 0 and not calls and len(statements) >= 2)
-            if call and kinds:
-                statements.append(self.call(known, depth, kinds))
+            if flying and self.chance(0.25):
+                statements.append(self.wait(flying, known))
+            elif call and kinds:
+                call, forms = self.call(known, depth, kinds, flying)
+                statements.append(call)
+                flying |= {known + RETURNED * i: form for i, form in enumerate(forms)}
                 calls += 1
             elif self.chance(0.6):
-                statements.append(self.comm(self.one(known), known=known))
+                comm = self.comm(self.one(known), known=known)
+                statements.append(comm)
+                if comm.starts:
+                    flying[known] = comm.form()
             else:
                 statements.append(self.local(known))
             known += 1
+        returned = []
+        for form in wanted:
+            found = [key for key, its in flying.items() if its == form and self.chance(0.5)]
+            if found:
+                returned.append(found[0])
+                del flying[found[0]]
+            else:
+                statements.append(self.again(form, known))
+                returned.append(known)
+                known += 1
+        while flying:
+            statements.append(self.wait(flying, known))
+            known += 1
         result = known - 1 if self.chance(0.7) else self.random.randrange(known)
-        return Body(tuple(statements), result, self.options.used or self.chance(0.2))
+        return Body(tuple(statements), result, self.options.used or self.chance(0.2), tuple(returned))
+
+    def wait(self, flying, known):
+        """For something that is in flight, which it then is no longer."""
+        keys = self.random.sample(sorted(flying), min(len(flying), self.random.choice([1, 1, 1, 2])))
+        for key in keys:
+            del flying[key]
+        return Wait(tuple(keys), self.one(known) if self.chance(0.3) else -1)
+
+    def again(self, form, known):
+        """Another start of the same form."""
+        also = self.one(known) if form.also >= 0 else -1
+        return replace(
+            form, operand=self.one(known), also=also, constant_on=self.ranks(), also_constant_on=self.ranks()
+        )
 
     def one(self, known):
         """An operand, rather a late one."""
@@ -209,7 +279,7 @@ class _Generator:
         integers = () if floating or not self.chance(0.12) else tuple(range(self.size))
         if integers and name in ("pair", "sendrecv"):
             integers = self.ranks(1)
-        return Comm(
+        comm = Comm(
             name,
             operand,
             op=self.random.choice(["SUM", "SUM", "PROD", "MAX", "MIN"]) if name in REDUCING else "SUM",
@@ -225,13 +295,27 @@ class _Generator:
             also=self.one(known) if known > 0 and self.chance(0.3) else -1,
             also_constant_on=self.ranks(),
         )
+        if not (known > 0 and name in STARTED and self.chance(self.options.started)):
+            return comm
+        return self.starting(comm)
 
-    def call(self, known, depth, kinds):
+    def starting(self, comm):
+        comm = replace(
+            comm, starts=True, long=self.chance(0.15), tag=self.random.choice([0, 2, 2, 5 if self.chance(0.2) else 3])
+        )
+        if comm.name in ("pair", "sendrecv") and self.chance(0.3):
+            # Where ranks wait at different places, the messages of derivatives are told apart by their tags alone.
+            self.tags += 1
+            comm = replace(comm, tag=self.tags, blocking_on=self.ranks(1))
+        return comm
+
+    def call(self, known, depth, kinds, flying):
+        """A call, and the forms of what it returns in flight."""
         kind = self.random.choice(kinds)
         if kind in SOLVERS:
-            return self.solver(kind, known)
+            return self.solver(kind, known), []
         if kind in LINEAR_RULES:
-            return self.linear_rule(kind, known)
+            return self.linear_rule(kind, known), []
         inner = kinds
         if kind in ("custom_jvp", "custom_vmap"):  # differentiated forwards in reverse mode too
             inner = [k for k in kinds if k not in REVERSE_ONLY]
@@ -241,18 +325,40 @@ class _Generator:
         closed = tuple(self.one(known) for _ in range(self.random.randint(1, 2))) if closes else ()
         count = {"cond": 2, "switch": 3}.get(kind, 1)
         parameters = len(operands) + len(closed)
-        bodies = tuple(self.body(parameters, depth + 1, self.random.randint(1, 3), inner) for _ in range(count))
+        given, forms, wanted, stacks = self.passed(kind, known, flying)
+        length = self.random.choice([1, 2, 2, 3])
+        bodies = tuple(
+            self.body(parameters, depth + 1, self.random.randint(1, 3), inner, forms, wanted) for _ in range(count)
+        )
         call = Call(
             kind,
             operands,
             bodies,
             closed,
             policy=self.random.choice(_policies()) if kind == "checkpoint" else "",
-            length=self.random.choice([1, 2, 2, 3]),
+            length=length,
             offset=self.random.randrange(3),
             reverse=self.chance(0.5),
+            given=given,
+            stacks=stacks,
         )
-        return self.varied(call)
+        return self.varied(call), wanted * (length if stacks else 1)
+
+    def passed(self, kind, known, flying):
+        """Of what is in flight that which a call is given: its keys and forms; and the forms of what it returns."""
+        if kind not in TAKING:
+            return (), [], [], False
+        keys = tuple(key for key in sorted(flying) if self.chance(0.4))
+        forms = [flying.pop(key) for key in keys]
+        stacks = kind == "scan" and not keys and self.chance(0.5)
+        if kind in LOOPS and not stacks:
+            return keys, forms, forms, False
+        fresh = [replace(self.comm(0, STARTED, known), starts=False) for _ in range(self.random.choice([0, 0, 1, 2]))]
+        fresh = [self.starting(comm).form() for comm in fresh]
+        if stacks:  # waited for in any order, on all ranks alike
+            fresh = [replace(form, blocking_on=()) for form in fresh]
+        kept = [form for form in forms if self.chance(0.3)]
+        return keys, forms, [*fresh, *kept], stacks
 
     def varied(self, call):
         """A call, otherwise on some ranks."""
@@ -274,7 +380,8 @@ class _Generator:
 
     def linear_rule(self, kind, known):
         # A template in a rule written by hand must depend on the tangent, as docs/autodiff.md says.
-        body = Body((replace(self.linear(0), template="own"),), 1)
+        statements = self.linear(0, 1, template="own")
+        body = Body(statements, len(statements))
         call = Call(kind, (self.one(known),), (body,))
         # What is done to the result would be done to its tangent too, by the rule.
         return call if self.options.documented else replace(self.varied(call), stopped_on=())
@@ -283,15 +390,17 @@ class _Generator:
         if kind == "symmetric":
             statements = [Comm("replicate", 0, squash=False), Comm("allreduce", 1, squash=False)]
         else:
-            statements = [self.linear(0)]
+            statements = [*self.linear(0, 1)]
             if self.chance(0.5):
-                statements += [self.linear(0), Local("plus", (1, 2))]
+                first = len(statements)
+                statements += self.linear(0, first + 1)
+                statements.append(Local("plus", (first, len(statements))))
         call = Call(kind, (self.one(known), self.one(known)), (Body(tuple(statements), len(statements)),))
         call = replace(call, offset=self.random.randrange(2))
         return call if self.options.documented else replace(call, constant_on=self.ranks(), dropped_on=self.ranks())
 
-    def linear(self, operand):
-        """An operation that is linear in its operand on all ranks."""
+    def linear(self, operand, at, **more):
+        """An operation that is linear in its operand on all ranks: one statement at this position, or two."""
         plain = {
             "op": "SUM",
             "ties": False,
@@ -302,7 +411,46 @@ class _Generator:
             "also": -1,
         }
         template = "own" if self.options.documented or self.chance(0.8) else "zeros"
-        return replace(self.comm(operand, LINEAR), template=template, **plain)
+        comm = replace(self.comm(operand, LINEAR), **{"template": template, **plain, **more})
+        if comm.name not in STARTED or not self.chance(self.options.started):
+            return (comm,)
+        return replace(comm, starts=True, tag=2), Wait((at,))
+
+
+def parameters(call):
+    """How many values the bodies of a call are given."""
+    return 1 if call.kind in (*SOLVERS, *LINEAR_RULES) else len(call.operands) + len(call.closed)
+
+
+def sound(body):
+    """Whether everything that is started is waited for once."""
+    try:
+        return _returned(body, INPUTS, []) == []
+    except (KeyError, ValueError):
+        return False
+
+
+def _returned(body, known, given):
+    """The forms of what a body returns in flight; an error if something is waited for twice, or never."""
+    flying = {-1 - i: form for i, form in enumerate(given)}
+    for position, statement in enumerate(body.statements, known):
+        if isinstance(statement, Comm) and statement.starts:
+            flying[position] = statement.form()
+        elif isinstance(statement, Wait):
+            for key in statement.starts:
+                del flying[key]
+        elif isinstance(statement, Call):
+            forms = [flying.pop(key) for key in statement.given]
+            returned, *others = [_returned(inner, parameters(statement), forms) for inner in statement.bodies]
+            loops = statement.kind in LOOPS and not statement.stacks
+            if any(other != returned for other in others) or (loops and returned != forms):
+                raise ValueError("they must be alike")
+            returned = returned * (statement.length if statement.stacks else 1)
+            flying |= {position + RETURNED * i: form for i, form in enumerate(returned)}
+    returned = [flying.pop(key) for key in body.returned]
+    if flying:
+        raise ValueError("not all is waited for")
+    return returned
 
 
 # --- printing ----------------------------------------------------------------------------------------------------
@@ -332,15 +480,17 @@ def show(body, known=INPUTS, indent=""):
                 more = _attributes(statement, ("name", "operand", "also"))
                 operands = [f"v{i}" for i in (statement.operand, statement.also) if i >= 0]
                 lines.append(f"{head}{statement.name}({', '.join([*operands, *more])})")
+            case Wait():
+                after = f", after=v{statement.after}" if statement.after >= 0 else ""
+                lines.append(f"{head}wait({', '.join(f'r{key}' for key in statement.starts)}{after})")
             case Call():
                 more = _attributes(statement, ("kind", "operands", "bodies", "closed"))
                 names = [f"v{i}" for i in statement.operands] + [f"closed v{i}" for i in statement.closed]
                 lines.append(f"{head}{statement.kind}({', '.join(names + more)}):")
                 for inner in statement.bodies:
-                    parameters = len(statement.operands) + len(statement.closed)
-                    if statement.kind in (*SOLVERS, *LINEAR_RULES):
-                        parameters = 1
-                    lines.append(f"{indent}  of {', '.join(f'v{i}' for i in range(parameters)) or 'nothing'}:")
-                    lines += show(inner, parameters, indent + "    ")
+                    many = parameters(statement)
+                    lines.append(f"{indent}  of {', '.join(f'v{i}' for i in range(many)) or 'nothing'}:")
+                    lines += show(inner, many, indent + "    ")
         known += 1
-    return [*lines, f"{indent}return v{body.result}{' + 0.1 * everything' if body.everything else ''}"]
+    requests = "".join(f", r{key}" for key in body.returned)
+    return [*lines, f"{indent}return v{body.result}{' + 0.1 * everything' if body.everything else ''}{requests}"]

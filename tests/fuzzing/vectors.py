@@ -21,6 +21,7 @@ LOCAL = {
 }
 STEPS = 7
 """Of the fixed-point iterations, which converge fast as what they communicate is made small by this factor:"""
+COPIES = 12000
 WEAK = 0.002
 
 
@@ -49,6 +50,16 @@ def combine_rows(x, size):
 
 def combine(rows):
     return sum(weight * row for weight, row in zip(weights(len(rows)), rows, strict=True))
+
+
+def together(results):
+    """Of operations that are waited for together."""
+    return sum(y / (i + 1) for i, y in enumerate(results))
+
+
+def many(x):
+    """Copies of a vector, and more than are sent at once."""
+    return jnp.broadcast_to(x, (COPIES, *x.shape))
 
 
 def tie(x):

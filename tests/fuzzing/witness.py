@@ -15,7 +15,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad
 
 from fuzzing import vectors
-from fuzzing.programs import LENGTH, LINEAR_RULES, LOOPS, RULES, Call, Comm, Local
+from fuzzing.programs import LENGTH, LINEAR_RULES, LOOPS, RETURNED, RULES, Call, Comm, Local, Wait
 
 _total, _replicate, _invariant, _share = map(Primitive, ("total", "replicate", "invariant", "share"))
 for _map, _compute, _transposed in (
@@ -100,17 +100,20 @@ class Witness:
 
     def __call__(self, program, xs, number):
         """Results of all ranks; `xs` has the inputs of each."""
-        return self.run(program.body, [list(values) for values in zip(*xs, strict=True)], number)
+        return self.run(program.body, [list(values) for values in zip(*xs, strict=True)], number)[0]
 
-    def run(self, body, values, number):
+    def run(self, body, values, number, given=()):
+        """The result, and what is in flight: the operation, and its result that nobody has seen yet."""
         values = list(values)
+        flying = {-1 - i: its for i, its in enumerate(given)}
         for statement in body.statements:
-            values.append(self.step(statement, values, number))
-        if not body.everything:
-            return values[body.result]
-        return [vectors.with_everything(values[body.result][r], [v[r] for v in values]) for r in self.ranks]
+            values.append(self.step(statement, values, flying, number))
+        result = values[body.result]
+        if body.everything:
+            result = [vectors.with_everything(result[r], [v[r] for v in values]) for r in self.ranks]
+        return result, [flying[key] for key in body.returned]
 
-    def step(self, statement, values, number):
+    def step(self, statement, values, flying, number):
         match statement:
             case Local("constant"):
                 return [self.constant(rank, len(values)) for rank in self.ranks]
@@ -124,12 +127,23 @@ class Witness:
                 if statement.also >= 0:
                     others = self.constants(statement.also_constant_on, values[statement.also], len(values) + 1)
                     ys = [y + 0.5 * z for y, z in zip(ys, self.communicate(statement, others), strict=True)]
-                ys = [jnp.tanh(y) for y in ys] if statement.squash else ys
-                return [values[0][r] if r in statement.dropped_on else ys[r] for r in self.ranks]
+                if not statement.starts:
+                    return self.seen(statement, ys, values)
+                flying[len(values)] = (statement, ys)
+                return values[statement.operand]
+            case Wait(keys):
+                results = [self.seen(*flying[key], values) for key in keys]
+                return [vectors.together([ys[r] for ys in results]) for r in self.ranks]
             case Call():
-                ys = self.call(statement, values, number)
+                ys, returned = self.call(statement, values, flying, number)
+                flying |= {len(values) + RETURNED * i: its for i, its in enumerate(returned)}
                 without = statement.dropped_on + statement.silent_on
                 return [values[0][r] if r in without else ys[r] for r in self.ranks]
+
+    def seen(self, comm, ys, values):
+        """What a program makes of the result of an operation."""
+        ys = [jnp.tanh(y) for y in ys] if comm.squash else ys
+        return [values[0][r] if r in comm.dropped_on else ys[r] for r in self.ranks]
 
     def constant(self, rank, salt):
         return jnp.asarray(vectors.constant(rank, salt))
@@ -230,31 +244,32 @@ class Witness:
 
     # --- structure, taken apart ------------------------------------------------------------------------------------
 
-    def call(self, call, values, number):
+    def call(self, call, values, flying, number):
         operands = [values[i] for i in call.operands + call.closed]
         operands = [self.constants(call.constant_on, xs, len(values) + i) for i, xs in enumerate(operands)]
         quantize = lambda x: lax.stop_gradient(jnp.round(4 * x)) / 4  # noqa: E731
         args, closed = operands[: len(call.operands)], operands[len(call.operands) :]
         args = [self.on(call.integer_in, quantize, xs) for xs in args]
-        ys = self.result(call, args, closed, number)
-        return self.on(call.integer_out, quantize, self.on(call.stopped_on, lax.stop_gradient, ys))
+        ys, returned = self.result(call, args, closed, number, [flying[key] for key in call.given])
+        return self.on(call.integer_out, quantize, self.on(call.stopped_on, lax.stop_gradient, ys)), returned
 
-    def result(self, call, args, closed, number):
+    def result(self, call, args, closed, number, given):
         if call.kind in LOOPS:
-            return self.loop(call, args, closed)
+            return self.loop(call, args, closed, given)
         if call.kind in ("solve", "symmetric", "root"):
-            return self.solve(call, *args)
+            return self.solve(call, *args), []
         if call.kind == "hand_jvp":
-            ys = self.run(call.bodies[0], [[jnp.sin(x) for x in args[0]]], 0)
-            return [jnp.tanh(y) for y in ys]
+            ys, _ = self.run(call.bodies[0], [[jnp.sin(x) for x in args[0]]], 0)
+            return [jnp.tanh(y) for y in ys], []
         if call.kind in LINEAR_RULES:  # the value of the operand, with the derivative of the operation
             stop = jax.lax.stop_gradient
-            return [stop(x) + y - stop(y) for x, y in zip(args[0], self.run(call.bodies[0], args, 0), strict=True)]
+            ys, _ = self.run(call.bodies[0], args, 0)
+            return [stop(x) + y - stop(y) for x, y in zip(args[0], ys, strict=True)], []
         number = 0 if call.kind in RULES else number
         chosen = {"cond": (number + call.offset) % 2, "switch": (number + call.offset) % 3}.get(call.kind, 0)
-        return self.run(call.bodies[chosen], [*args, *closed], number)
+        return self.run(call.bodies[chosen], [*args, *closed], number, given)
 
-    def loop(self, call, args, closed):
+    def loop(self, call, args, closed, flying):
         carry, *more = args
         length = call.length
         rows = [[vectors.rows_of(x, length) for x in xs] for xs in more]
@@ -262,11 +277,17 @@ class Witness:
         if call.kind == "scan" and call.reverse:
             order = reversed(order)
         seen = [jnp.zeros(LENGTH) for _ in self.ranks]
+        stacked = {}
         for i in order:
             here = [[row[i] for row in rank] for rank in rows] if call.kind == "scan" else more
-            carry = self.run(call.bodies[0], [carry, *here, *closed], i)
+            carry, flying = self.run(call.bodies[0], [carry, *here, *closed], i, [] if call.stacks else flying)
+            stacked[i] = flying
             seen = [s + jnp.sin(y) for s, y in zip(seen, carry, strict=True)]
-        return [jnp.tanh(c + s) for c, s in zip(carry, seen, strict=True)] if call.kind == "scan" else carry
+        if call.stacks:
+            flying = [its for i in range(length) for its in stacked[i]]
+        if call.kind == "scan":
+            carry = [jnp.tanh(c + s) for c, s in zip(carry, seen, strict=True)]
+        return carry, flying
 
     def solve(self, call, bs, ws):
         """The same fixed point, found step by step."""
@@ -274,7 +295,7 @@ class Witness:
         symmetric = call.kind == "symmetric"
         us = [jnp.zeros(LENGTH) for _ in self.ranks]
         for _ in range(vectors.STEPS + 1):
-            inner = self.run(call.bodies[0], [[w * u for w, u in zip(ws, us, strict=True)] if symmetric else us], 0)
+            inner, _ = self.run(call.bodies[0], [[w * u for w, u in zip(ws, us, strict=True)] if symmetric else us], 0)
             if call.kind == "root":
                 us = [jnp.sin(b) + vectors.WEAK * w * jnp.tanh(y) for b, w, y in zip(bs, ws, inner, strict=True)]
             else:
