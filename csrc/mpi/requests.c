@@ -13,7 +13,7 @@ static inline MPI_Status *status_of(struct receive *receive) { return (MPI_Statu
 /* --- matching: under requests_lock --- */
 
 /* What users' messages cannot have, if they are received with any tag: those of plans and derivatives (_tags.py). */
-static inline bool is_of_users(int tag) { return tag < (runtime.most_tag + 1) / 2 - 2; }
+static inline bool is_of_users(int tag) { return tag < runtime.most_tag - runtime.most_tag / 2 - 2; }
 
 static bool fits(const struct receive *receive, const MPI_Status *status) {
   return (receive->source == ABI_ANY_SOURCE || receive->source == status->MPI_SOURCE) &&
