@@ -14,7 +14,7 @@ from jaxmpi import _arguments as arguments
 from jaxmpi import _communicator, _halos, notoken
 from jaxmpi import _grid_arguments as given
 from jaxmpi._halos import Halo, Layout, Rules
-from jaxmpi._nonblocking import Request, is_of_grid, start_exchange
+from jaxmpi._nonblocking import Request, is_of_grid, start_exchange, wait
 from jaxmpi._primitive import Params, bind_by_plan
 
 _MOST_ARRAYS = 100
@@ -255,7 +255,7 @@ class Grid:
         """
         if not is_of_grid(request):
             raise TypeError(f"Grid.finish: what Grid.start has returned is needed, got {request!r:.80}.")
-        return notoken.wait(request, after=after)
+        return wait(request, after=after)[0]
 
     def pad(self, blocks: Any, width: Width = 1, *, axes: Sequence[int] | None = None) -> Any:
         """Blocks with halos of zeros around them, to be filled by `exchange`; a pytree of arrays, as there."""

@@ -281,9 +281,10 @@ def _compute_first(comm: Any, values: Any) -> None:
 
 def _check(request: Any, operation: str) -> None:
     if not isinstance(request, Request):
+        several = "; several are waited for by waitall" if isinstance(request, list | tuple) else ""
         raise TypeError(
             f"{operation}: a Request is needed, as isend, irecv, iallreduce and Grid.start make it, got "
-            f"{type(request).__name__}{'; several are waited for by waitall' if isinstance(request, list | tuple) else ''}."
+            f"{type(request).__name__}{several}."
         )
     for x in request._arrays[-1:] if request._of.fields is not None else request._arrays:
         shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
@@ -291,8 +292,8 @@ def _check(request: Any, operation: str) -> None:
             continue
         if dtype == np.float32 and shape and shape[-1] == WIDTH:
             raise ValueError(
-                f"{operation}: this request is one of a batch: it has left the jax.vmap or jax.lax.scan in which it was "
-                "started. Wait inside, or map the wait as well."
+                f"{operation}: this request is one of several: it has left the jax.vmap or jax.lax.scan in which it "
+                "was started. Wait inside, or map the wait as well."
             )
         raise TypeError(f"{operation}: this is not what a start has returned: an array of {dtype} and shape {shape}.")
 

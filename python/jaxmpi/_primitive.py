@@ -93,8 +93,8 @@ class Row:
     of the call (`_plans`); the parameter `pattern` says whether results alias the operands."""
 
     starts: bool = False
-    """Its result is a request, an array of two numbers for each array of a batch. The parameter `batch` has the sizes of
-    the batches (`_request_table`)."""
+    """Its result is a request, an array of two numbers for each array of a batch. The parameter `batch` has the sizes
+    of the batches (`_request_table`)."""
 
     waits: bool = False
     """Its last operand is a request, whose tangent is one as well: it is linear in it, and never linked."""
