@@ -52,7 +52,7 @@ static void hand(struct receive *receive, MPI_Message message, const MPI_Status 
   if (code == MPI_SUCCESS) code = mpi.Imrecv(receive->memory, span.count, span.type, &message, &request);
   span_free(&span);
   receive->code = code;
-  receive->handle = (intptr_t)request;
+  if (code == MPI_SUCCESS) receive->handle = (intptr_t)request;
   receive->state = UNDER_WAY;
 }
 
