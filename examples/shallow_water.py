@@ -8,6 +8,7 @@ processes, but for rounding.
     python shallow_water.py                                     # one process
     mpiexec -n 2 python shallow_water.py --save-animation       # two, or any other number
     mpiexec -n 2 python shallow_water.py --benchmark --days 0.1 --size 3600 1800
+    mpiexec -n 2 python shallow_water.py --benchmark --overlap  # cells that need no halo are computed meanwhile
 
 A normal run shows a progress bar, writes `shallow-water.png` (if asked, `shallow-water.gif` too) and prints
 where they are. A benchmark prints one line, `Solution took 12.34 s`, compilation left out.
@@ -65,6 +66,9 @@ class State(NamedTuple):
     dv: jax.Array
 
 
+Fields = tuple[jax.Array, ...]
+Walls = tuple[bool, bool]
+
 # The halo at a wall repeats the row beside it; in x the sea is periodic.
 BOUNDARY = ("edge", None)
 
@@ -72,6 +76,10 @@ BOUNDARY = ("edge", None)
 def make_grid(nx: int, ny: int) -> jaxmpi.Grid:
     """Divide nx times ny cells among all processes."""
     return jaxmpi.Grid((0, 0), (ny, nx), periodic=(False, True))
+
+
+def walls_of(grid: jaxmpi.Grid) -> Walls:
+    return grid.is_wall(0, -1), grid.is_wall(0, 1)
 
 
 # The model. Means and differences of neighbours lie half a cell further and shorten their axis by one.
@@ -100,13 +108,16 @@ def laplacian(a: jax.Array) -> jax.Array:
 
 
 def tendencies(
-    h: jax.Array, u: jax.Array, v: jax.Array, coriolis: jax.Array, grid: jaxmpi.Grid
+    h: jax.Array, u: jax.Array, v: jax.Array, coriolis: jax.Array, walls: Walls
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return dh/dt, du/dt and dv/dt; `coriolis` (ny + 1, 1) is f at the cells' corners, from south to north.
+    """Return dh/dt, du/dt and dv/dt of ny times nx cells, from fields with one more around them.
+
+    `coriolis` (ny + 1, 1) is f at the cells' corners, from south to north; `walls`: whether the cells reach the
+    southern and the northern one.
 
     q and the transports are averaged such that the Coriolis force does no work on the flow as a whole.
     """
-    if grid.is_wall(0, -1):
+    if walls[0]:
         v = v.at[0].set(0.0)
 
     flow_x = mean_x(h) * u[:, :-1]
@@ -117,15 +128,38 @@ def tendencies(
     dh = -d_dx(flow_x)[1:-1] - d_dy(flow_y)[:, 1:-1]
     du = mean_y(q * mean_x(flow_y))[:, 1:] - d_dx(bernoulli)[:-1] + VISCOSITY * laplacian(u)
     dv = -mean_x(q * mean_y(flow_x))[1:] - d_dy(bernoulli)[:, :-1] + VISCOSITY * laplacian(v)
-    if grid.is_wall(0, 1):
+    if walls[1]:
         dv = dv.at[-1].set(0.0)
     return dh, du, dv
 
 
-def step(state: State, coriolis: jax.Array, grid: jaxmpi.Grid) -> State:
+def exchanged(fields: Fields, coriolis: jax.Array, grid: jaxmpi.Grid) -> tuple[Fields, Fields]:
+    """Return the fields with their halos filled, and their tendencies."""
+    fields = grid.exchange(fields, boundary=BOUNDARY)
+    return fields, tendencies(*fields, coriolis, walls_of(grid))
+
+
+def overlapped(fields: Fields, coriolis: jax.Array, grid: jaxmpi.Grid) -> tuple[Fields, Fields]:
+    """The same: while the halos travel the cells are computed that need none; those at the rim, when they are there."""
+    south, north = walls_of(grid)
+    inner = slice(1, -1)
+    request = grid.start(fields, boundary=BOUNDARY)
+    interior = tendencies(*[a[inner, inner] for a in fields], coriolis[inner], (False, False))
+    fields, interior = grid.finish(request, after=interior)
+    first = tendencies(*[a[:3] for a in fields], coriolis[:2], (south, False))
+    last = tendencies(*[a[-3:] for a in fields], coriolis[-2:], (False, north))
+    west, east = (
+        tendencies(*[a[inner, columns] for a in fields], coriolis[inner], (False, False))
+        for columns in (slice(None, 3), slice(-3, None))
+    )
+    rows = [jnp.concatenate(parts, axis=1) for parts in zip(west, interior, east, strict=True)]
+    return fields, tuple(jnp.concatenate(parts) for parts in zip(first, rows, last, strict=True))
+
+
+def step(state: State, coriolis: jax.Array, grid: jaxmpi.Grid, overlap: bool) -> State:
     """Advance by DT (Adams-Bashforth of second order)."""
-    fields, old = grid.exchange(state[:3], boundary=BOUNDARY), state[3:]
-    new = tendencies(*fields, coriolis, grid)
+    fields, new = (overlapped if overlap else exchanged)(state[:3], coriolis, grid)
+    old = state[3:]
     changes = [DT * (NEW * da + OLD * da_old) for da, da_old in zip(new, old, strict=True)]
     return State(*[a.at[1:-1, 1:-1].add(change) for a, change in zip(fields, changes, strict=True)], *new)
 
@@ -137,8 +171,10 @@ class Model(NamedTuple):
     advance: Callable[[State, int], State]
 
 
-def make_model(grid: jaxmpi.Grid) -> Model:
-    """Return the model of this process's part of the sea."""
+def make_model(grid: jaxmpi.Grid, overlap: bool = False) -> Model:
+    """Return the model of this process's part of the sea; with `overlap` it computes while halos travel."""
+    if overlap and min(grid.local_shape) < 3:
+        raise ValueError(f"--overlap: a process has {grid.local_shape} cells, and needs 3 x 3: use a larger --size")
     rows = grid.slices[0]
     f = CORIOLIS + BETA * DX * np.arange(rows.start, rows.stop + 1)
     coriolis = jnp.asarray(f[:, None], jnp.float32)
@@ -147,11 +183,11 @@ def make_model(grid: jaxmpi.Grid) -> Model:
     def start(h: jax.Array, u: jax.Array, v: jax.Array) -> State:
         # With equal old and new tendencies the first step is Euler's.
         h, u, v = grid.scatter((h, u, v), None, width=1, boundary=BOUNDARY)
-        return State(h, u, v, *tendencies(h, u, v, coriolis, grid))
+        return State(h, u, v, *tendencies(h, u, v, coriolis, walls_of(grid)))
 
     @jaxmpi.jit(donate_argnums=0)
     def advance(state: State, steps: int) -> State:
-        return jax.lax.fori_loop(0, steps, lambda _, s: step(s, coriolis, grid), state)
+        return jax.lax.fori_loop(0, steps, lambda _, s: step(s, coriolis, grid, overlap), state)
 
     return Model(start, advance)
 
@@ -263,6 +299,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--size", nargs=2, type=int, default=(360, 180), metavar=("NX", "NY"), help="cells")
     parser.add_argument("--days", type=float, default=10.0, help="model days (default: %(default)s)")
     parser.add_argument("--benchmark", action="store_true", help="only print the time that the solution took")
+    parser.add_argument("--overlap", action="store_true", help="exchange halos while other cells are computed")
     parser.add_argument("--save-animation", action="store_true", help="write shallow-water.gif")
     parser.add_argument("--save-state", type=Path, metavar="FILE.npz", help="write the final h, u and v")
     parser.add_argument("--output-dir", type=Path, default=Path(), metavar="DIR", help="where pictures go")
@@ -319,7 +356,7 @@ def main() -> None:
     options = parse_options()
     nx, ny = options.size
     grid = make_grid(nx, ny)
-    model = make_model(grid)
+    model = make_model(grid, options.overlap)
     fields = [jnp.asarray(a, jnp.float32) for a in initial_fields(nx, ny)]
     steps = max(1, round(options.days * DAY / DT))
     state = benchmark(model, fields, steps, grid) if options.benchmark else demo(model, fields, steps, grid, options)

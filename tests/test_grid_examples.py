@@ -119,3 +119,20 @@ def test_spectral(tmp_path, dimensions, size, ranks):
     assert_same(states, 1e-11)
     assert np.ptp(states[0]["end"]) > 0.2
     assert np.abs(states[0]["gradient"]).max() > 0
+
+
+def test_overlap(tmp_path):
+    """With and without overlap, on any number of ranks; heat is neither made nor lost."""
+    arguments = ("--size", "99", "103", "--steps", "5", "--turns", "3", "--save")
+    outs, states = zip(*(run(tmp_path, "overlap", n, *arguments) for n in RANKS), strict=True)
+    for out in outs:
+        assert re.search(r"^without overlap: +[0-9.]+ ms per step\nwith overlap: +[0-9.]+ ms per step\n", out), out
+        assert "The numbers are identical.\n" in out
+    assert_same(states, 1e-12)
+    u = states[0]["u"]
+    assert u.shape == (99, 103)
+    assert 0.1 < np.ptp(u) < 1
+    y, x = np.mgrid[:99, :103] / np.reshape((99, 103), (2, 1, 1))
+    disks = ((0.2, 0.3, 0.1), (0.5, 0.5, 0.2), (0.8, 0.1, 0.05), (0.7, 0.8, 0.1))
+    heat = sum(((y - cy) ** 2 + (x - cx) ** 2 < radius**2).sum() for cy, cx, radius in disks)
+    np.testing.assert_allclose(u.sum(dtype=np.float64), heat, rtol=1e-5)

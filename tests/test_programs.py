@@ -540,6 +540,21 @@ def test_shallow_water_on_any_number_of_ranks(tmp_path):
 
 
 @pytest.mark.seldom
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_shallow_water_with_overlap(ranks, tmp_path):
+    """The same numbers, to rounding, whether the rim is computed with the rest or later."""
+    states = []
+    for more in ([], ["--overlap"]):
+        file = tmp_path / f"state{len(more)}.npz"
+        arguments = ["--benchmark", "--size", "96", "48", "--days", "0.05", "--save-state", file, *more]
+        launch(ranks, EXAMPLES / "shallow_water.py", *arguments, timeout=200)
+        with np.load(file) as data:
+            states.append({name: data[name] for name in data})
+    assert np.ptp(states[0]["v"]) > 0.01
+    for name, tolerance in (("h", 1e-3), ("u", 1e-4), ("v", 1e-4)):
+        np.testing.assert_allclose(states[1][name], states[0][name], atol=tolerance, rtol=0)
+
+
 def test_shallow_water_pictures(tmp_path):
     pytest.importorskip("matplotlib")
     pytest.importorskip("tqdm")
