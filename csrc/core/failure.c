@@ -39,6 +39,12 @@ ffi_error *call_fail(const struct call *call, enum ffi_error_code code, const ch
   return call->frame != NULL ? ffi_fail(call->frame, code, text) : defer(code, text);
 }
 
+ffi_error *call_first(const struct call *call, ffi_error *first, ffi_error *second) {
+  if (first == NULL) return second;
+  if (second != NULL && call->frame != NULL) ffi_drop(call->frame, second);
+  return first;
+}
+
 ffi_error *call_fail_driver(const struct call *call, const struct memory *memory, int code) {
   const char *function = memory_failed, *name = NULL, *text = NULL;
   memory->text(code, &name, &text);

@@ -14,6 +14,9 @@
 __attribute__((format(printf, 3, 4))) ffi_error *call_fail(const struct call *call, enum ffi_error_code code,
                                                            const char *format, ...);
 
+/* The first of two errors, of which each may be NULL; the other is freed. */
+ffi_error *call_first(const struct call *call, ffi_error *first, ffi_error *second);
+
 /* The error for an attribute whose number belongs to no object in this process. */
 ffi_error *call_fail_unknown(const struct call *call, const char *attribute);
 

@@ -43,7 +43,8 @@ struct block *block_take(size_t bytes, char **data) {
   for (int i = 0; i < SPARE_BLOCKS && found == NULL; i++)
     if (all.blocks[i] != NULL && all.blocks[i]->bytes >= bytes && all.blocks[i]->bytes / 2 <= bytes)
       found = all.blocks[i], all.blocks[i] = NULL;
-  if (found == NULL && (found = malloc(sizeof *found + bytes)) != NULL) found->bytes = bytes;
+  if (found == NULL && (found = aligned_alloc(64, (sizeof *found + bytes + 63) / 64 * 64)) != NULL)
+    found->bytes = bytes;
   if (found != NULL) *data = found->data;
   return found;
 }
@@ -79,40 +80,6 @@ static struct request *new_request(int handles, int receives) {
   return made;
 }
 
-struct request *request_new(const struct call *call, size_t bytes, int handles, int receives) {
-  char *data = NULL;
-  pthread_mutex_lock(&requests_lock);
-  struct block *block = bytes > 0 ? block_take(bytes, &data) : NULL;
-  struct request *made = block != NULL || bytes == 0 ? new_request(handles, receives) : NULL;
-  if (made == NULL) block_give(block);
-  pthread_mutex_unlock(&requests_lock);
-  if (made == NULL) return NULL;
-  made->operation = call->operation;
-  made->comm = call->comm;
-  made->is_long = false;
-  memcpy(made->attributes, call->attributes, sizeof made->attributes);
-  words_of(call, made->words);
-  made->type = NULL, made->count = 0, made->label = 0;
-  made->block = block, made->data = data;
-  made->result = NULL, made->code = 0, made->function = NULL;
-  made->handle_count = 0; /* as many as have been begun */
-  made->receive_count = receives;
-  memset(made->receives, 0, (size_t)receives * sizeof *made->receives);
-  return made;
-}
-
-void request_end(struct request *request) {
-  pthread_mutex_lock(&requests_lock);
-  block_give(request->block);
-  if (request->usual) {
-    request->next = all.spare;
-    all.spare = request;
-  } else {
-    free(request);
-  }
-  pthread_mutex_unlock(&requests_lock);
-}
-
 /* --- numbers --- */
 
 static bool grow(void) {
@@ -132,8 +99,65 @@ static bool grow(void) {
 static int new_place(void) {
   if (all.unused_count > 0) return all.unused[--all.unused_count];
   if (all.used == all.room && !grow()) return -1;
+  all.places[all.used] = NULL;
   all.generations[all.used] = 0;
   return all.used++;
+}
+
+/* The numbers are pairs of float32: one, or one for each array of a batch. */
+static bool are_numbers(const struct buffer *id) {
+  return id->type != NULL && id->type->code == FFI_DTYPE_F32 && id->count >= 2 && id->count % 2 == 0;
+}
+
+static ffi_error *fail_numbers(const struct call *call, const struct buffer *id) {
+  if (id->count == 0)
+    return call_fail(call, FFI_UNIMPLEMENTED,
+                     "a request of no arrays at all: jax.vmap maps it over an axis of length 0");
+  return call_fail(call, FFI_INTERNAL, "the numbers of a request have another shape: reinstall jaxmpi");
+}
+
+ffi_error *request_new(const struct call *call, const struct buffer *id, size_t bytes, int handles, int receives,
+                       struct request **request) {
+  if (!are_numbers(id)) return fail_numbers(call, id);
+  char *data = NULL;
+  pthread_mutex_lock(&requests_lock);
+  int place = new_place();
+  struct block *block = place >= 0 && bytes > 0 ? block_take(bytes, &data) : NULL;
+  struct request *made = place >= 0 && (block != NULL || bytes == 0) ? new_request(handles, receives) : NULL;
+  if (made == NULL) block_give(block);
+  if (made == NULL && place >= 0) all.unused[all.unused_count++] = place;
+  pthread_mutex_unlock(&requests_lock);
+  if (place < 0) return call_fail(call, FFI_INTERNAL, "too many requests that have not been waited for");
+  if (made == NULL) return call_fail(call, FFI_INTERNAL, "no memory to keep %zu bytes in flight", bytes);
+  made->place = place;
+  made->batch = id->count / 2;
+  made->operation = call->operation;
+  made->comm = call->comm;
+  made->is_long = false;
+  memcpy(made->attributes, call->attributes, sizeof made->attributes);
+  memset(made->words, 0, sizeof made->words);
+  words_of(call, made->words);
+  made->type = NULL, made->count = 0, made->label = 0;
+  made->block = block, made->data = data;
+  made->result = NULL, made->code = 0, made->function = NULL;
+  made->handle_count = 0; /* as many as have been begun */
+  made->receive_count = receives;
+  memset(made->receives, 0, (size_t)receives * sizeof *made->receives);
+  *request = made;
+  return NULL;
+}
+
+void request_end(struct request *request) {
+  pthread_mutex_lock(&requests_lock);
+  block_give(request->block);
+  all.unused[all.unused_count++] = request->place;
+  if (request->usual) {
+    request->next = all.spare;
+    all.spare = request;
+  } else {
+    free(request);
+  }
+  pthread_mutex_unlock(&requests_lock);
 }
 
 static void write_id(const struct request *request, const struct buffer *id) {
@@ -153,44 +177,40 @@ static void begin_thread(void) {
 }
 
 void request_begin(struct request *request, const struct buffer *id, int64_t moved) {
-  request->batch = id->count / 2;
   pthread_mutex_lock(&requests_lock);
-  request->place = new_place();
-  if (request->place >= 0) {
-    uint32_t generation = all.generations[request->place] % MOST_PLACES + 1;
-    request->generation = all.generations[request->place] = generation;
-    all.places[request->place] = request;
-    all.in_flight++;
-    request->is_long = moved >= LONG_BYTES;
-    if (request->is_long) {
-      all.long_ones++;
-      begin_thread();
-      wake();
-    }
+  uint32_t generation = all.generations[request->place] % MOST_PLACES + 1;
+  request->generation = all.generations[request->place] = generation;
+  all.places[request->place] = request;
+  all.in_flight++;
+  request->is_long = moved >= LONG_BYTES;
+  if (request->is_long) {
+    all.long_ones++;
+    begin_thread();
+    wake();
   }
   pthread_mutex_unlock(&requests_lock);
-  if (request->place >= 0) write_id(request, id);
+  write_id(request, id);
 }
 
 /* The place of an id, -1: there is none. */
 static int place_of(const struct buffer *id) {
   const float *given = id->data;
-  if (id->count < 2 || !(given[0] >= 1) || given[0] > (float)all.used || given[0] != (float)(int)given[0]) return -1;
+  if (!are_numbers(id) || !(given[0] >= 1) || given[0] > (float)all.used || given[0] != (float)(int)given[0]) return -1;
   int place = (int)given[0] - 1;
   return all.places[place] != NULL && (float)all.places[place]->generation == given[1] ? place : -1;
 }
 
 struct request *request_take(const struct call *call, const struct buffer *id, bool zero, ffi_error **error) {
-  *error = NULL;
+  *error = are_numbers(id) ? NULL : fail_numbers(call, id);
+  if (*error != NULL) return NULL;
   const float *given = id->data;
-  bool none = id->count >= 2 && given[0] == 0 && given[1] == 0;
+  bool none = given[0] == 0 && given[1] == 0;
   if (none && zero) return NULL;
   pthread_mutex_lock(&requests_lock);
   int place = place_of(id);
   struct request *found = place >= 0 ? all.places[place] : NULL;
   if (found != NULL) {
     all.places[place] = NULL;
-    all.unused[all.unused_count++] = place;
     all.in_flight--;
     all.long_ones -= found->is_long;
   }

@@ -32,7 +32,8 @@ struct receive {
   int64_t bytes;           /* a message of another size is left to the thread that waits for it */
   char *memory;            /* where it is received; NULL: memory is taken when it has come, */
   struct request *request; /* for this one, which may be NULL */
-  int code;                /* of MPI */
+  int code;                /* of MPI, */
+  const char *function;    /* by this function */
   intptr_t message, handle;
   _Alignas(16) char status[48]; /* an MPI_Status */
 };
@@ -54,8 +55,8 @@ struct request {
   struct block *block;
   char *data;           /* in flight; NULL: nothing */
   char *result;         /* in `data`; NULL: there is none, or it is a message */
-  int code;             /* the error of MPI while it was under way, */
-  const char *function; /* by this function */
+  int code;             /* the first error of MPI since it was begun, */
+  const char *function; /* of this function */
   int handle_count, receive_count;
   intptr_t *handles; /* MPI_Request */
   struct receive *receives;
@@ -63,9 +64,10 @@ struct request {
 
 extern pthread_mutex_t requests_lock;
 
-/* A request of a call that starts something, with room for `bytes` in flight, handles and receives. NULL: out of
- * memory. */
-struct request *request_new(const struct call *call, size_t bytes, int handles, int receives);
+/* Makes a request of a call that starts something, with room for `bytes` in flight, handles and receives; its numbers
+ * will be in `id`. NULL, or the error. */
+ffi_error *request_new(const struct call *call, const struct buffer *id, size_t bytes, int handles, int receives,
+                       struct request **request);
 
 /* Writes its numbers, from now on it can be waited for. `moved`: bytes that are under way. */
 void request_begin(struct request *request, const struct buffer *id, int64_t moved);
@@ -79,7 +81,7 @@ static inline int64_t request_number(const struct request *request) {
   return request->place < 0 ? 0 : ((int64_t)request->generation << 24) + request->place;
 }
 
-/* Gives back its memory. */
+/* Gives back its memory and its place. */
 void request_end(struct request *request);
 
 /* What is waited for first, in words; false: nothing. For reports. */

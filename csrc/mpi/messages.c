@@ -173,7 +173,10 @@ static inline ffi_error *receive_into(struct call *call, const struct buffer *ou
 
 ffi_error *receive_matched(struct call *call, const struct buffer *out, MPI_Message *message, MPI_Status *status) {
   struct span span = span_of(out->type, out->count);
-  TRY(call, span.code);
+  if (span.code != MPI_SUCCESS) {
+    discard(message, message_count(status, (MPI_Datatype)runtime.datatypes[FFI_DTYPE_U8]));
+    return call_fail_mpi(call, span.code);
+  }
   ffi_error *error = receive_into(call, out, &span, message, status, NULL);
   span_free(&span);
   return error;
@@ -284,10 +287,8 @@ static ffi_error *by_plan(struct call *c) {
   ffi_error *error = code == MPI_SUCCESS ? NULL : call_fail_mpi(c, code);
   /* All of them, so that none is left to the next call; but where this rank could not send, others may not have been
    * able to either, and nothing may come. */
-  for (int i = 0; i < plan->receive_count && code == MPI_SUCCESS; i++) {
-    ffi_error *failure = receive_planned(c, plan, &plan->receives[i], stage, label);
-    if (error == NULL) error = failure;
-  }
+  for (int i = 0; i < plan->receive_count && code == MPI_SUCCESS; i++)
+    error = call_first(c, error, receive_planned(c, plan, &plan->receives[i], stage, label));
   c->sending = false;
   for (int i = 0; i < begun; i++) {
     MPI_Status sent;

@@ -21,8 +21,8 @@ static int mark_freed(MPI_Comm comm, int key, void *value, void *extra) {
   (void)comm, (void)key, (void)extra;
   struct communicator *freed = value;
   transport_drain();
-  requests_forget(freed);
   atomic_store(&freed->freed, true);
+  requests_forget(freed);
   freed->next_freed = atomic_load(&runtime.freed);
   while (!atomic_compare_exchange_weak(&runtime.freed, &freed->next_freed, freed)) continue;
   return MPI_SUCCESS;

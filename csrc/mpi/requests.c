@@ -13,25 +13,18 @@ static inline MPI_Status *status_of(struct receive *receive) { return (MPI_Statu
 /* --- matching: under requests_lock --- */
 
 /* What users' messages cannot have, if they are received with any tag: those of plans and derivatives (_tags.py). */
-static inline bool is_of_users(int tag) { return tag < runtime.most_tag - runtime.most_tag / 2 - 2; }
+static inline bool is_of_users(int tag) { return tag < ((int64_t)runtime.most_tag + 1) / 2 - 2; }
+
+/* Whether a receive may have a message with this tag. Of a blocking one, which has no request, any tag may also be that
+ * of a derivative: the derivative of sendrecv receives so. */
+static bool takes(const struct receive *receive, int tag) {
+  if (receive->tag != ABI_ANY_TAG) return receive->tag == tag;
+  return receive->request == NULL || is_of_users(tag);
+}
 
 static bool fits(const struct receive *receive, const MPI_Status *status) {
   return (receive->source == ABI_ANY_SOURCE || receive->source == status->MPI_SOURCE) &&
-         (receive->tag == ABI_ANY_TAG ? is_of_users(status->MPI_TAG) : receive->tag == status->MPI_TAG);
-}
-
-/* Whether a message has come that this receive may have. Returns an MPI error code. */
-static int probe(const struct receive *receive, int *found, MPI_Message *message, MPI_Status *status) {
-  MPI_Comm comm = (MPI_Comm)receive->comm->handle;
-  int source = receive->source, tag = receive->tag;
-  if (tag == ABI_ANY_TAG) {
-    int code = mpi.Iprobe(source, tag, comm, found, status);
-    if (code != MPI_SUCCESS || !*found) return code;
-    *found = 0;
-    if (!is_of_users(status->MPI_TAG)) return code;
-    source = status->MPI_SOURCE, tag = status->MPI_TAG;
-  }
-  return mpi.Improbe(source, tag, comm, found, message, status);
+         takes(receive, status->MPI_TAG);
 }
 
 /* Gives a message to a receive: begins to receive it, unless a thread waits for it or must look at it first. */
@@ -47,42 +40,87 @@ static void hand(struct receive *receive, MPI_Message message, const MPI_Status 
     receive->request->block = block_take((size_t)bytes, &receive->memory);
   if (receive->memory == NULL) return;
   struct span span = span_of_bytes(bytes);
+  if (span.code != MPI_SUCCESS) return;
   MPI_Request request;
-  int code = span.code;
-  if (code == MPI_SUCCESS) code = mpi.Imrecv(receive->memory, span.count, span.type, &message, &request);
-  span_free(&span);
-  receive->code = code;
-  if (code == MPI_SUCCESS) receive->handle = (intptr_t)request;
+  receive->function = "MPI_Imrecv";
+  receive->code = mpi.Imrecv(receive->memory, span.count, span.type, &message, &request);
+  if (receive->code == MPI_SUCCESS) receive->handle = (intptr_t)request;
   receive->state = UNDER_WAY;
+  span_free(&span);
+}
+
+static bool overlap(const struct receive *a, const struct receive *b) {
+  return a->comm == b->comm && (a->source == b->source || a->source == ABI_ANY_SOURCE || b->source == ABI_ANY_SOURCE) &&
+         (a->tag == b->tag || a->tag == ABI_ANY_TAG || b->tag == ABI_ANY_TAG);
+}
+
+/* Whether what fits `a` also fits `b`. */
+static bool is_within(const struct receive *a, const struct receive *b) {
+  return (b->source == ABI_ANY_SOURCE || a->source == b->source) && (b->tag == ABI_ANY_TAG || a->tag == b->tag);
+}
+
+/* The first that a message fits: it has been expected for longest. */
+static struct receive *first_for(struct receive *receive, const MPI_Status *status) {
+  struct receive *to = receives_first;
+  while (to != receive && (to->comm != receive->comm || !fits(to, status))) to = to->next;
+  return to;
+}
+
+/* Whether a message may fit this receive and an earlier one, which then must have the first message that fits it: that
+ * may be another, which has come since the earlier one was tried. */
+static bool is_behind_others(const struct receive *receive) {
+  const struct receive *other = receives_first;
+  while (other != receive && (!overlap(other, receive) || is_within(other, receive))) other = other->next;
+  return other != receive;
+}
+
+static void fail_match(struct receive *receive, const char *function, int code) {
+  receive_forget(receive);
+  receive->code = code, receive->function = function, receive->state = MATCHED;
+}
+
+/* If a message has come that this receive may have: gives it, or one before it, to the first receive that it fits. */
+static bool match_one(struct receive *receive) {
+  MPI_Comm comm = (MPI_Comm)receive->comm->handle;
+  MPI_Message message;
+  MPI_Status status;
+  int found = 0, code, source = receive->source, tag = receive->tag;
+  if (tag == ABI_ANY_TAG || is_behind_others(receive)) {
+    code = mpi.Iprobe(source, tag, comm, &found, &status);
+    if (code != MPI_SUCCESS) fail_match(receive, "MPI_Iprobe", code);
+    if (code != MPI_SUCCESS || !found || !takes(receive, status.MPI_TAG)) return false;
+    struct receive *to = first_for(receive, &status);
+    if (to != receive && !is_within(to, receive)) return match_one(to);
+    source = status.MPI_SOURCE, tag = status.MPI_TAG;
+  }
+  code = mpi.Improbe(source, tag, comm, &found, &message, &status);
+  if (code != MPI_SUCCESS) fail_match(receive, "MPI_Improbe", code);
+  if (code != MPI_SUCCESS || !found) return false;
+  hand(first_for(receive, &status), message, &status);
+  return true;
 }
 
 void match_messages(const struct communicator *comm) {
   struct receive *next;
   for (struct receive *receive = receives_first; receive != NULL; receive = next) {
     next = receive->next;
-    while (receive->state == EXPECTED && (comm == NULL || receive->comm == comm)) {
-      MPI_Message message;
-      MPI_Status status;
-      int found = 0, code = probe(receive, &found, &message, &status);
-      if (code != MPI_SUCCESS) {
-        receive_forget(receive);
-        receive->code = code, receive->state = MATCHED;
-      }
-      if (code != MPI_SUCCESS || !found) break;
-      struct receive *to = receives_first; /* that has been expected for longest */
-      while (to != receive && (to->comm != receive->comm || !fits(to, &status))) to = to->next;
-      hand(to, message, &status);
-    }
+    if (comm != NULL && receive->comm != comm) continue;
+    while (receive->state == EXPECTED && match_one(receive)) continue;
   }
 }
 
-/* Whether it is still under way. An error is kept. */
+/* Keeps the first error. What has begun is completed all the same: MPI may be using its memory. */
+static void note(struct request *request, const char *function, int code) {
+  if (code != MPI_SUCCESS && request->code == MPI_SUCCESS) request->code = code, request->function = function;
+}
+
+/* Whether it is still under way. */
 static bool test(struct request *request, intptr_t *handle) {
   MPI_Request tested = (MPI_Request)*handle;
   MPI_Status ignored;
   int done = 1, code = mpi.Test(&tested, &done, &ignored);
   *handle = (intptr_t)tested;
-  if (code != MPI_SUCCESS && request->code == MPI_SUCCESS) request->code = code, request->function = "MPI_Test";
+  note(request, "MPI_Test", code);
   return code == MPI_SUCCESS && !done;
 }
 
@@ -123,34 +161,45 @@ ffi_error *match_after_all(struct call *call, int source, int tag, MPI_Message *
   receive_expect(&receive);
   pthread_mutex_unlock(&requests_lock);
   await_match(&receive);
-  if (receive.code != MPI_SUCCESS) return call_fail_in(call, "MPI_Improbe", receive.code);
+  if (receive.state == IDLE) return call_check(call); /* the communicator has been freed */
+  if (receive.code != MPI_SUCCESS) return call_fail_in(call, receive.function, receive.code);
   *message = (MPI_Message)receive.message;
   *status = *status_of(&receive);
   return NULL;
 }
 
 /* Until what has been begun is done. Messages that are expected meanwhile must not wait. */
-static ffi_error *complete(struct call *c, struct request *request, intptr_t *handle) {
+static void complete(struct request *request, intptr_t *handle) {
   while (atomic_load_explicit(&receives_expected, memory_order_relaxed) > 0 && test(request, handle)) {
     pthread_mutex_lock(&requests_lock);
     match_messages(NULL);
     pthread_mutex_unlock(&requests_lock);
     sched_yield();
   }
-  if (request->code != MPI_SUCCESS) return call_fail_in(c, request->function, request->code);
   MPI_Request waited = (MPI_Request)*handle;
   MPI_Status ignored;
-  TRY_MPI(c, Wait, &waited, &ignored);
-  return NULL;
+  note(request, "MPI_Wait", mpi.Wait(&waited, &ignored));
 }
 
-static ffi_error *complete_all(struct call *c, struct request *request) {
-  ffi_error *error = NULL;
-  for (int i = 0; i < request->handle_count; i++) {
-    ffi_error *failure = complete(c, request, &request->handles[i]);
-    if (error == NULL) error = failure;
-  }
-  return error;
+static void complete_all(struct request *request) {
+  for (int i = 0; i < request->handle_count; i++) complete(request, &request->handles[i]);
+}
+
+static ffi_error *fail_noted(struct call *c, const struct request *request) {
+  return request->code == MPI_SUCCESS ? NULL : call_fail_in(c, request->function, request->code);
+}
+
+/* Waits until the message of a receive has been received or is matched. False: it never will be; the error is noted,
+ * unless the communicator has been freed. */
+static bool complete_receive(struct request *request, struct receive *receive) {
+  await_match(receive);
+  note(request, receive->function, receive->code);
+  if (receive->state == UNDER_WAY && receive->code == MPI_SUCCESS) complete(request, &receive->handle);
+  return receive->state != IDLE && receive->code == MPI_SUCCESS;
+}
+
+static int64_t bytes_of(struct receive *receive) {
+  return message_count(status_of(receive), (MPI_Datatype)runtime.datatypes[FFI_DTYPE_U8]);
 }
 
 static ffi_error *fail_forgotten(const struct call *c) {
@@ -164,69 +213,87 @@ static ffi_error *finish_receive(struct call *c, struct request *request, const 
   MPI_Message message;
   MPI_Status status;
   pthread_mutex_lock(&requests_lock);
-  bool alone = receive->state == EXPECTED && atomic_load(&receives_expected) == 1;
+  bool alone = receive->state == EXPECTED && atomic_load(&receives_expected) == 1 && receive->tag != ABI_ANY_TAG;
   if (alone) receive_forget(receive);
   pthread_mutex_unlock(&requests_lock);
-  if (receive->state == IDLE && receive->source != ABI_PROC_NULL) return fail_forgotten(c);
-  if (alone || receive->state == IDLE) { /* nobody else looks for messages; or it comes from no rank */
+  if (receive->source == ABI_PROC_NULL) return call_zero(c, out->data, buffer_bytes(out));
+  if (alone) { /* nobody else looks for messages */
     TRY_MPI(c, Mprobe, receive->source, receive->tag, (MPI_Comm)c->comm->handle, &message, &status);
     return receive_matched(c, out, &message, &status);
   }
-  await_match(receive);
-  if (receive->code != MPI_SUCCESS)
-    return call_fail_in(c, receive->state == UNDER_WAY ? "MPI_Imrecv" : "MPI_Improbe", receive->code);
+  bool received = complete_receive(request, receive);
+  PASS(fail_noted(c, request));
+  if (!received) return fail_forgotten(c);
   if (receive->state == MATCHED) {
     message = (MPI_Message)receive->message;
     return receive_matched(c, out, &message, status_of(receive));
   }
-  PASS(complete(c, request, &receive->handle));
   c->from = status_of(receive)->MPI_SOURCE;
   c->from_tag = status_of(receive)->MPI_TAG;
   if (out->count > 0) memcpy(out->data, receive->memory, buffer_bytes(out));
   return NULL;
 }
 
-/* The messages of a plan: all of them, so that none is left to the next call. */
-static ffi_error *finish_planned(struct call *c, struct request *request, const struct plan *plan) {
-  ffi_error *error = NULL;
-  for (int i = 0; i < request->receive_count; i++) {
-    struct receive *receive = &request->receives[i];
-    const struct peer *peer = &plan->receives[i];
-    ffi_error *failure = NULL;
-    await_match(receive);
-    if (receive->state == IDLE) {
-      if (error == NULL) error = fail_forgotten(c);
-      continue;
-    }
-    uint64_t label = ~request->label;
-    int64_t bytes = message_count(status_of(receive), (MPI_Datatype)runtime.datatypes[FFI_DTYPE_U8]);
-    if (receive->code != MPI_SUCCESS) {
-      failure = call_fail_in(c, receive->state == UNDER_WAY ? "MPI_Imrecv" : "MPI_Improbe", receive->code);
-    } else if (receive->state == MATCHED && bytes == receive->bytes) {
-      MPI_Message message = (MPI_Message)receive->message;
-      struct span span = span_of_bytes(bytes);
-      int code = span.code;
-      if (code == MPI_SUCCESS) code = mpi.Mrecv(receive->memory, span.count, span.type, &message, status_of(receive));
-      span_free(&span);
-      if (code != MPI_SUCCESS) failure = call_fail_in(c, "MPI_Mrecv", code);
-    } else if (receive->state == MATCHED) {
-      MPI_Message message = (MPI_Message)receive->message;
-      discard(&message, bytes);
-    } else {
-      failure = complete(c, request, &receive->handle);
-    }
-    if (failure == NULL && bytes == receive->bytes) memcpy(&label, receive->memory, LABEL_BYTES);
-    if (failure == NULL && label != request->label) failure = fail_planned(c, peer, bytes);
-    if (error == NULL) error = failure;
-  }
-  return error;
+/* Receives what has been matched into the memory of its receive, or drops it if it is of another size. */
+static void take_planned(struct request *request, struct receive *receive, int64_t bytes) {
+  MPI_Message message = (MPI_Message)receive->message;
+  struct span span = span_of_bytes(bytes);
+  int code = span.code;
+  if (bytes != receive->bytes || code != MPI_SUCCESS)
+    discard(&message, bytes);
+  else
+    code = mpi.Mrecv(receive->memory, span.count, span.type, &message, status_of(receive));
+  span_free(&span);
+  note(request, "MPI_Mrecv", code);
 }
 
-/* The rest of the call is in the words of what has been started, errors above all. */
-static void take_over(struct call *c, const struct request *request) {
+/* The messages of a plan: all of them, so that none is left to the next call. */
+static ffi_error *finish_planned(struct call *c, struct request *request, const struct plan *plan) {
+  const struct peer *other = NULL; /* the first that has sent something else */
+  int64_t others_bytes = 0;
+  bool received = true;
+  for (int i = 0; i < request->receive_count; i++) {
+    struct receive *receive = &request->receives[i];
+    uint64_t label = ~request->label;
+    bool its = complete_receive(request, receive);
+    int64_t bytes = its ? bytes_of(receive) : 0;
+    received &= its;
+    if (its && receive->state == MATCHED) take_planned(request, receive, bytes);
+    if (its && bytes == receive->bytes) memcpy(&label, receive->memory, LABEL_BYTES);
+    if (its && label != request->label && other == NULL) other = &plan->receives[i], others_bytes = bytes;
+  }
+  PASS(fail_noted(c, request));
+  if (!received) return fail_forgotten(c);
+  return other != NULL ? fail_planned(c, other, others_bytes) : NULL;
+}
+
+/* Receives messages that nobody wants any more, so that they are not left to the next call. */
+static void drop_messages(struct request *request) {
+  for (int i = 0; i < request->receive_count; i++) {
+    struct receive *receive = &request->receives[i];
+    if (!complete_receive(request, receive) || receive->state != MATCHED) continue;
+    MPI_Message message = (MPI_Message)receive->message;
+    discard(&message, bytes_of(receive));
+  }
+}
+
+/* From here on the call is in the words of what has been started, errors above all; its own buffers are not. */
+struct own {
+  const struct operation *operation;
+  short buffer_count;
+};
+
+static struct own take_over(struct call *c, const struct request *request) {
+  struct own own = {c->operation, c->buffer_count};
   c->request = request_number(request);
   c->operation = request->operation;
+  c->buffer_count = 0;
   memcpy(c->attributes, request->attributes, sizeof c->attributes);
+  return own;
+}
+
+static void give_back(struct call *c, struct own own) {
+  c->operation = own.operation, c->buffer_count = own.buffer_count;
 }
 
 /* What comes out of a request. */
@@ -243,7 +310,10 @@ static ffi_error *finish_batch(struct call *c, struct request *request, const st
   int64_t rows = request->operation->row == ROW_ialltoall ? c->comm->size : 1;
   size_t width = buffer_bytes(&one) / (size_t)rows;
   one.data = malloc(buffer_bytes(&one) + 1);
-  if (one.data == NULL) return call_fail(c, FFI_INTERNAL, "no memory for %zu bytes", buffer_bytes(&one));
+  if (one.data == NULL) {
+    drop_messages(request);
+    return call_fail(c, FFI_INTERNAL, "no memory for %zu bytes", buffer_bytes(&one));
+  }
   ffi_error *error = finish(c, request, &one);
   for (int64_t i = 0; i < rows * batch && error == NULL; i++)
     memcpy((char *)out->data + (size_t)i * width, (char *)one.data + (size_t)(i / batch) * width, width);
@@ -253,22 +323,27 @@ static ffi_error *finish_batch(struct call *c, struct request *request, const st
 
 /* Waits for one request. `out`: NULL without a result. */
 static ffi_error *wait_for(struct call *c, struct request *request, const struct buffer *out, int64_t batch) {
-  const struct operation *own = c->operation;
   int64_t count = out != NULL ? out->count : 0;
-  bool same = (out != NULL ? out->type : NULL) == request->type, mapped = request->batch == 1 && batch > 1;
-  take_over(c, request);
-  ffi_error *error = complete_all(c, request);
+  bool planned = request->operation->row == ROW_exchange_start;
+  bool same = (out != NULL ? out->type : NULL) == request->type && !planned, mapped = request->batch == 1 && batch > 1;
+  struct own own = take_over(c, request);
+  complete_all(request);
+  ffi_error *error = fail_noted(c, request);
   if (error == NULL && same && out != NULL && mapped && count == batch * request->count)
     error = finish_batch(c, request, out, batch);
   else if (error == NULL && same && count == request->count)
     error = finish(c, request, out);
-  else if (error == NULL)
-    error = call_fail(c, FFI_UNIMPLEMENTED,
-                      "a result of %" PRId64 " elements, of an array of %" PRId64
-                      ": it has been started inside of some of the jax.vmap around the wait, and of others not",
-                      count, request->count);
+  else if (error == NULL) {
+    drop_messages(request);
+    error = planned
+                ? call_fail(c, FFI_INTERNAL, "it has a plan: reinstall jaxmpi")
+                : call_fail(c, FFI_UNIMPLEMENTED,
+                            "a result of %" PRId64 " elements, of an array of %" PRId64
+                            ": it has been started inside of some of the jax.vmap around the wait, and of others not",
+                            count, request->count);
+  }
   request_end(request);
-  c->operation = own;
+  give_back(c, own);
   return error;
 }
 
@@ -285,14 +360,15 @@ ffi_error *BODY(wait)(struct call *c) {
     struct request *request = request_take(c, id, a.zero != 0, &error);
     bool has_result = requests == 1     ? outs == 1
                       : request != NULL ? request->type != NULL
-                                        : (a.zero >> (i + 1) & 1) != 0;
+                                        : i < 62 && (a.zero >> (i + 1) & 1) != 0;
     const struct buffer *its = has_result && out < end ? out++ : NULL;
     if (request != NULL)
       error = wait_for(c, request, its, id->count / 2);
     else if (error == NULL && its != NULL)
       error = call_zero(c, its->data, buffer_bytes(its));
-    if (first == NULL) first = error;
-    if (i + 1 < requests) timeline_next(c, error != NULL);
+    bool failed = error != NULL;
+    first = call_first(c, first, error);
+    if (i + 1 < requests) timeline_next(c, failed);
   }
   return first;
 }
@@ -310,16 +386,17 @@ ffi_error *BODY(exchange_finish)(struct call *c) {
   memmove(first, first + 1, (size_t)(c->buffer_count - c->first[2]) * sizeof *first);
   arrays.first[2] = (short)(c->buffer_count - 1);
   error = plan_check(&arrays, plan);
+  if (error == NULL && request != NULL && request->operation->row != ROW_exchange_start)
+    error = call_fail(c, FFI_INTERNAL, "it has no plan: reinstall jaxmpi");
   if (error == NULL && request != NULL && request->attributes[attribute_of(request->operation, PLAN)] != a.plan)
     error = call_fail(c, FFI_UNIMPLEMENTED,
                       "the fields are not those that were started with: jax.vmap maps some of them on one side only");
+  if (request != NULL) complete_all(request);
+  if (request != NULL && error != NULL) drop_messages(request);
   if (request != NULL && error == NULL) {
-    const struct operation *own = c->operation;
-    take_over(c, request);
-    error = complete_all(c, request);
-    ffi_error *failure = finish_planned(c, request, plan);
-    if (error == NULL) error = failure;
-    c->operation = own;
+    struct own own = take_over(c, request);
+    error = finish_planned(c, request, plan);
+    give_back(c, own);
   }
   if (error == NULL) {
     plan_fill(&arrays, plan);
@@ -336,30 +413,29 @@ ffi_error *BODY(exchange_finish)(struct call *c) {
 
 /* --- starting --- */
 
-static ffi_error *fail_memory(const struct call *c, size_t bytes) {
-  return call_fail(c, FFI_INTERNAL, "no memory to keep %zu bytes in flight", bytes);
-}
-
-/* What has begun before an error may still use the memory of a request, which then stays. */
+/* The error of MPI for a request that could not be started as a whole. */
 static ffi_error *give_up(struct call *c, struct request *request, int code) {
-  if (request->handle_count == 0) request_end(request);
-  return call_fail_mpi(c, code);
+  ffi_error *error = call_fail_mpi(c, code);
+  complete_all(request);
+  request_end(request);
+  return error;
 }
 
-static ffi_error *begin(struct call *c, struct request *request, const struct buffer *id, int64_t moved) {
+/* From here on it can be waited for. */
+static ffi_error *begun(struct call *c, struct request *request, const struct buffer *id, int64_t moved) {
   request_begin(request, id, moved);
   c->request = request_number(request);
-  if (request->place >= 0) return NULL;
-  return call_fail(c, FFI_INTERNAL, "too many requests that have not been waited for, or no memory for one more");
+  return NULL;
 }
 
 /* A request with a copy of `in`, which becomes the result. */
-static struct request *with_copy(struct call *c, const struct buffer *in, size_t more, int handles) {
-  struct request *request = request_new(c, buffer_bytes(in) + more + 1, handles, 0);
-  if (request == NULL) return NULL;
+static ffi_error *with_copy(struct call *c, const struct buffer *id, const struct buffer *in, size_t more, int handles,
+                            struct request **made) {
+  PASS(request_new(c, id, buffer_bytes(in) + more + 1, handles, 0, made));
+  struct request *request = *made;
   if (in->count > 0) memcpy(request->data, in->data, buffer_bytes(in));
   request->type = in->type, request->count = in->count, request->result = request->data;
-  return request;
+  return NULL;
 }
 
 /* MPI_Request of the next handle. */
@@ -372,16 +448,16 @@ static int chunks_of(int64_t count) {
 ffi_error *BODY(hold)(struct call *c) {
   ARGUMENTS(hold, c);
   (void)a;
-  struct request *request = with_copy(c, b.in, 0, 0);
-  if (request == NULL) return fail_memory(c, buffer_bytes(b.in));
-  return begin(c, request, b.request, 0);
+  struct request *request;
+  PASS(with_copy(c, b.request, b.in, 0, 0, &request));
+  return begun(c, request, b.request, 0);
 }
 
 ffi_error *BODY(iallreduce)(struct call *c) {
   ARGUMENTS(iallreduce, c);
   BEGIN(c, Iallreduce, "with %" PRId64 " items and", b.in->count);
-  struct request *request = with_copy(c, b.in, 0, chunks_of(b.in->count));
-  if (request == NULL) return fail_memory(c, buffer_bytes(b.in));
+  struct request *request;
+  PASS(with_copy(c, b.request, b.in, 0, chunks_of(b.in->count), &request));
   FOR_CHUNKS(c, b.in->count, i, n) {
     MPI_Request made;
     void *data = request->data + (size_t)i * b.in->type->bytes;
@@ -389,7 +465,7 @@ ffi_error *BODY(iallreduce)(struct call *c) {
     if (code != MPI_SUCCESS) return give_up(c, request, code);
     NEXT(request, made);
   }
-  return begin(c, request, b.request, (int64_t)buffer_bytes(b.in));
+  return begun(c, request, b.request, (int64_t)buffer_bytes(b.in));
 }
 
 /* Of other ranks than root the result is zero. */
@@ -398,8 +474,8 @@ ffi_error *BODY(ireduce)(struct call *c) {
   BEGIN(c, Ireduce, "-> %d with %" PRId64 " items and", (int)a.root, b.in->count);
   bool root = c->comm->rank == a.root;
   size_t bytes = buffer_bytes(b.in);
-  struct request *request = with_copy(c, b.in, root ? 0 : bytes, chunks_of(b.in->count));
-  if (request == NULL) return fail_memory(c, bytes);
+  struct request *request;
+  PASS(with_copy(c, b.request, b.in, root ? 0 : bytes, chunks_of(b.in->count), &request));
   if (!root) memset(request->result = request->data + bytes, 0, bytes);
   FOR_CHUNKS(c, b.in->count, i, n) {
     MPI_Request made;
@@ -409,7 +485,7 @@ ffi_error *BODY(ireduce)(struct call *c) {
     if (code != MPI_SUCCESS) return give_up(c, request, code);
     NEXT(request, made);
   }
-  return begin(c, request, b.request, (int64_t)bytes);
+  return begun(c, request, b.request, (int64_t)bytes);
 }
 
 ffi_error *BODY(ialltoall)(struct call *c) {
@@ -417,8 +493,8 @@ ffi_error *BODY(ialltoall)(struct call *c) {
   (void)a;
   BEGIN(c, Ialltoall, "with %" PRId64 " items and", b.in->count);
   size_t bytes = buffer_bytes(b.in);
-  struct request *request = with_copy(c, b.in, bytes, 1);
-  if (request == NULL) return fail_memory(c, 2 * bytes);
+  struct request *request;
+  PASS(with_copy(c, b.request, b.in, bytes, 1, &request));
   request->result = request->data + bytes;
   struct span s = span_of(b.in->type, b.in->count / c->comm->size);
   MPI_Request made;
@@ -428,20 +504,20 @@ ffi_error *BODY(ialltoall)(struct call *c) {
   span_free(&s);
   if (code != MPI_SUCCESS) return give_up(c, request, code);
   NEXT(request, made);
-  return begin(c, request, b.request, (int64_t)bytes);
+  return begun(c, request, b.request, (int64_t)bytes);
 }
 
 ffi_error *BODY(ibarrier)(struct call *c) {
   ARGUMENTS(ibarrier, c);
   (void)a;
   BEGIN(c, Ibarrier, "with");
-  struct request *request = request_new(c, 0, 1, 0);
-  if (request == NULL) return fail_memory(c, 0);
+  struct request *request;
+  PASS(request_new(c, b.request, 0, 1, 0, &request));
   MPI_Request made;
   int code = mpi.Ibarrier(comm, &made);
   if (code != MPI_SUCCESS) return give_up(c, request, code);
   NEXT(request, made);
-  return begin(c, request, b.request, 0);
+  return begun(c, request, b.request, 0);
 }
 
 /* in: on root only */
@@ -450,11 +526,11 @@ ffi_error *BODY(ibcast)(struct call *c) {
   bool root = c->comm->rank == a.root;
   if (root) NEEDS(c, b.in);
   struct buffer data = {root ? b.in->data : NULL, a.count, datatype_find((int)a.dtype), READ};
-  if (data.type == NULL || a.count < 0 || (root && b.in->count != a.count))
+  if (data.type == NULL || a.count < 0 || (root && (b.in->count != a.count || b.in->type != data.type)))
     return call_fail(c, FFI_INTERNAL, "an array of another shape: reinstall jaxmpi");
   BEGIN(c, Ibcast, "from %d with %" PRId64 " items and", (int)a.root, a.count);
-  struct request *request = request_new(c, buffer_bytes(&data) + 1, 1, 0);
-  if (request == NULL) return fail_memory(c, buffer_bytes(&data));
+  struct request *request;
+  PASS(request_new(c, b.request, buffer_bytes(&data) + 1, 1, 0, &request));
   if (root && a.count > 0) memcpy(request->data, data.data, buffer_bytes(&data));
   request->type = data.type, request->count = a.count, request->result = request->data;
   struct span s = span_of(data.type, a.count);
@@ -464,7 +540,7 @@ ffi_error *BODY(ibcast)(struct call *c) {
   span_free(&s);
   if (code != MPI_SUCCESS) return give_up(c, request, code);
   NEXT(request, made);
-  return begin(c, request, b.request, (int64_t)buffer_bytes(&data));
+  return begun(c, request, b.request, (int64_t)buffer_bytes(&data));
 }
 
 ffi_error *BODY(isend)(struct call *c) {
@@ -472,8 +548,8 @@ ffi_error *BODY(isend)(struct call *c) {
   BEGIN(c, Isend, "-> %d with tag %d and", (int)a.dest, (int)a.tag);
   bool labelled = c->labelled && atomic_load_explicit(&runtime.labels, memory_order_relaxed);
   size_t front = labelled ? sizeof(struct label) : 0, bytes = front + buffer_bytes(b.in);
-  struct request *request = request_new(c, bytes + 1, 1, 0);
-  if (request == NULL) return fail_memory(c, bytes);
+  struct request *request;
+  PASS(request_new(c, b.request, bytes + 1, 1, 0, &request));
   if (labelled) {
     struct label label = label_of(c, b.in);
     memcpy(request->data, &label, sizeof label);
@@ -486,7 +562,7 @@ ffi_error *BODY(isend)(struct call *c) {
   span_free(&s);
   if (code != MPI_SUCCESS) return give_up(c, request, code);
   NEXT(request, made);
-  return begin(c, request, b.request, (int64_t)bytes);
+  return begun(c, request, b.request, (int64_t)bytes);
 }
 
 static ffi_error *need_threads(const struct call *c) {
@@ -513,14 +589,14 @@ ffi_error *BODY(irecv)(struct call *c) {
   PASS(need_threads(c));
   if (type == NULL || a.count < 0) return call_fail(c, FFI_INTERNAL, "an array of another dtype: reinstall jaxmpi");
   BEGIN(c, Irecv, "<- %d with tag %d and", (int)a.source, (int)a.tag);
-  struct request *request = request_new(c, 0, 0, 1);
-  if (request == NULL) return fail_memory(c, 0);
+  struct request *request;
+  PASS(request_new(c, b.request, 0, 0, 1, &request));
   int64_t bytes = a.count * (int64_t)type->bytes;
   request->type = type, request->count = a.count;
   expect(&request->receives[0], c->comm, (int)a.source, (int)a.tag, bytes);
   request->receives[0].request = request;
   expect_all(request);
-  return begin(c, request, b.request, bytes);
+  return begun(c, request, b.request, bytes);
 }
 
 /* The messages of a plan: those to send leave at once, the others are expected. */
@@ -531,8 +607,8 @@ ffi_error *BODY(exchange_start)(struct call *c) {
   BEGIN(c, Isend, "to %d ranks and from %d with", plan->send_count, plan->receive_count);
   PASS(plan_check_operands(c, plan));
   size_t bytes = (size_t)(plan->sent + plan->received);
-  struct request *request = request_new(c, bytes + 1, plan->send_count, plan->receive_count);
-  if (request == NULL) return fail_memory(c, bytes);
+  struct request *request;
+  PASS(request_new(c, b.request, bytes + 1, plan->send_count, plan->receive_count, &request));
   request->label = plan_label(c, plan, atomic_fetch_add(&c->comm->planned, 1) + 1);
   plan_compose(c, plan, request->data);
   for (int i = 0; i < plan->receive_count; i++) {
@@ -549,9 +625,11 @@ ffi_error *BODY(exchange_start)(struct call *c) {
     if (code == MPI_SUCCESS)
       code = mpi.Isend(request->data + peer->stage, span.count, span.type, peer->rank, plan->tag, comm, &made);
     span_free(&span);
+    c->sending = i > 0;
     if (code != MPI_SUCCESS) return give_up(c, request, code);
     NEXT(request, made);
   }
+  c->sending = false;
   expect_all(request);
-  return begin(c, request, b.request, (int64_t)bytes);
+  return begun(c, request, b.request, (int64_t)bytes);
 }

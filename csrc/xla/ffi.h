@@ -111,6 +111,12 @@ typedef struct ffi_error_create_args {
   enum ffi_error_code code;
 } ffi_error_create_args;
 
+typedef struct ffi_error_destroy_args {
+  size_t struct_size;
+  ffi_extension *extension;
+  ffi_error *error;
+} ffi_error_destroy_args;
+
 typedef struct ffi_stream_get_args {
   size_t struct_size;
   ffi_extension *extension;
@@ -126,7 +132,7 @@ typedef struct ffi_api {
   void *internal;
   ffi_error *(*error_create)(ffi_error_create_args *);
   void *error_get_message;
-  void *error_destroy;
+  void (*error_destroy)(ffi_error_destroy_args *);
   void *handler_register;
   ffi_error *(*stream_get)(ffi_stream_get_args *);
 } ffi_api;
@@ -157,6 +163,9 @@ static inline bool ffi_answer_metadata(ffi_frame *frame) {
 
 /* A new error with a copy of the text. */
 ffi_error *ffi_fail(const ffi_frame *frame, enum ffi_error_code code, const char *message);
+
+/* Frees an error that is not returned. */
+void ffi_drop(const ffi_frame *frame, ffi_error *error);
 
 /* The product of the dimensions: 1 for a scalar. */
 static inline int64_t ffi_count(const ffi_buffer *buffer) {

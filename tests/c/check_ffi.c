@@ -82,6 +82,11 @@ SAME_FIELD(ffi_error_create_args, extension, XLA_FFI_Error_Create_Args, extensio
 SAME_FIELD(ffi_error_create_args, message, XLA_FFI_Error_Create_Args, message);
 SAME_FIELD(ffi_error_create_args, code, XLA_FFI_Error_Create_Args, errc);
 SAME_SIZE(ffi_error_create_args, XLA_FFI_Error_Create_Args);
+
+SAME_FIELD(ffi_error_destroy_args, struct_size, XLA_FFI_Error_Destroy_Args, struct_size);
+SAME_FIELD(ffi_error_destroy_args, extension, XLA_FFI_Error_Destroy_Args, extension_start);
+SAME_FIELD(ffi_error_destroy_args, error, XLA_FFI_Error_Destroy_Args, error);
+SAME_SIZE(ffi_error_destroy_args, XLA_FFI_Error_Destroy_Args);
 SAME_VALUE(FFI_UNKNOWN, XLA_FFI_Error_Code_UNKNOWN);
 SAME_VALUE(FFI_INVALID_ARGUMENT, XLA_FFI_Error_Code_INVALID_ARGUMENT);
 SAME_VALUE(FFI_FAILED_PRECONDITION, XLA_FFI_Error_Code_FAILED_PRECONDITION);

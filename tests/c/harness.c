@@ -7,6 +7,8 @@
 #include <stdarg.h>
 #include <stdlib.h>
 
+#include "core/requests.h"
+
 struct fake_control *fake;
 void *fake_library;
 const struct abi *abi;
@@ -96,7 +98,13 @@ static ffi_error *stream_get(ffi_stream_get_args *args) {
   return NULL;
 }
 
-static const ffi_api api = {.struct_size = sizeof api, .error_create = error_create, .stream_get = stream_get};
+static void error_destroy(ffi_error_destroy_args *args) {
+  CHECK(args->struct_size == sizeof *args && args->extension == NULL);
+  error_free(args->error);
+}
+
+static const ffi_api api = {
+    .struct_size = sizeof api, .error_create = error_create, .error_destroy = error_destroy, .stream_get = stream_get};
 
 /* A list of buffers and a token. */
 static void list_make(ffi_buffers *list, struct arrays *arrays, const struct array given[], int count) {
@@ -274,6 +282,7 @@ static void run_one(const struct test *test) {
     CHECK_EQUAL(fake->live_matched, 0);
     CHECK_EQUAL(fake->queued, 0);
     CHECK_EQUAL(fake->live_operations, operations);
+    CHECK_EQUAL(requests_in_flight(), 0);
     fake->reset();
   }
   CHECK_EQUAL(live_errors(), 0);
