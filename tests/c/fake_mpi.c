@@ -55,18 +55,6 @@ int MPI_Allgather(const void *in, int n, MPI_Datatype t, void *out, int m, MPI_D
   return MPI_SUCCESS;
 }
 
-int MPI_Alltoall(const void *in, int n, MPI_Datatype t, void *out, int m, MPI_Datatype u, MPI_Comm handle) {
-  BEGIN(Alltoall);
-  TRY(fake_reads(call, in, n, t));
-  TRY(fake_writes(call, out, m, u));
-  TRY(check_apart(call));
-  if (call->in_bytes != call->out_bytes) return FAKE_ERR_COUNT;
-  for (int r = 0; r < comm->size; r++)
-    contribution((char *)out + r * call->out_bytes, (const char *)in + r * call->in_bytes, call->in_bytes,
-                 r - comm->rank);
-  return MPI_SUCCESS;
-}
-
 int MPI_Barrier(MPI_Comm handle) {
   BEGIN(Barrier);
   return MPI_SUCCESS;
@@ -253,123 +241,134 @@ int MPI_Send(const void *in, int n, MPI_Datatype t, int dest, int tag, MPI_Comm 
   return start_send(call, comm, in, n, t, dest, tag);
 }
 
-int MPI_Isend(const void *in, int n, MPI_Datatype t, int dest, int tag, MPI_Comm handle, MPI_Request *request) {
-  BEGIN(Isend);
-  TRY(start_send(call, comm, in, n, t, dest, tag));
-  *request = (MPI_Request)FAKE_HANDLE(KIND_REQUEST, 1);
-  fake_control.live_requests++;
-  return MPI_SUCCESS;
+/* What starts: done at once, and seen at the end. */
+static int started(int code, const struct fake_call *call, void *before, MPI_Request *request) {
+  if (code == MPI_SUCCESS) return fake_request(call, before, request);
+  free(before);
+  return code;
 }
 
-/* What starts a collective does it at once. */
-static int started(int code, MPI_Request *request) {
-  if (code != MPI_SUCCESS) return code;
-  *request = (MPI_Request)FAKE_HANDLE(KIND_REQUEST, 1);
-  fake_control.live_requests++;
-  return MPI_SUCCESS;
+static void *before_of(const void *out, int n, MPI_Datatype t, int parts) {
+  return fake_copy(out, fake_type(t) != NULL ? n * parts * fake_type(t)->bytes : 0);
+}
+
+int MPI_Isend(const void *in, int n, MPI_Datatype t, int dest, int tag, MPI_Comm handle, MPI_Request *request) {
+  BEGIN(Isend);
+  return started(start_send(call, comm, in, n, t, dest, tag), call, NULL, request);
 }
 
 int MPI_Iallreduce(const void *in, void *out, int n, MPI_Datatype t, MPI_Op op, MPI_Comm handle, MPI_Request *request) {
   BEGIN(Iallreduce);
-  return started(reduction(call, in, out, n, t, op, comm->size), request);
+  void *before = before_of(out, n, t, 1);
+  return started(reduction(call, in, out, n, t, op, comm->size), call, before, request);
 }
 
 int MPI_Ireduce(const void *in, void *out, int n, MPI_Datatype t, MPI_Op op, int root, MPI_Comm handle,
                 MPI_Request *request) {
   BEGIN(Ireduce);
   TRY(check_root(comm, call, root));
-  if (root == comm->rank) return started(reduction(call, in, out, n, t, op, comm->size), request);
+  void *before = root == comm->rank ? before_of(out, n, t, 1) : NULL;
+  if (root == comm->rank) return started(reduction(call, in, out, n, t, op, comm->size), call, before, request);
   call->op = (intptr_t)op;
   call->out = out;
   if (in == ABI_IN_PLACE) return FAKE_ERR_BUFFER;
-  return started(fake_reads(call, in, n, t), request);
+  return started(fake_reads(call, in, n, t), call, NULL, request);
+}
+
+static int exchange_blocks(struct fake_call *call, const struct comm *comm, const void *in, int n, MPI_Datatype t,
+                           void *out, int m, MPI_Datatype u) {
+  TRY(fake_reads(call, in, n, t));
+  TRY(fake_writes(call, out, m, u));
+  TRY(check_apart(call));
+  if (call->in_bytes != call->out_bytes) return FAKE_ERR_COUNT;
+  for (int r = 0; r < comm->size; r++)
+    contribution((char *)out + r * call->out_bytes, (const char *)in + r * call->in_bytes, call->in_bytes,
+                 r - comm->rank);
+  return MPI_SUCCESS;
+}
+
+int MPI_Alltoall(const void *in, int n, MPI_Datatype t, void *out, int m, MPI_Datatype u, MPI_Comm handle) {
+  BEGIN(Alltoall);
+  return exchange_blocks(call, comm, in, n, t, out, m, u);
 }
 
 int MPI_Ialltoall(const void *in, int n, MPI_Datatype t, void *out, int m, MPI_Datatype u, MPI_Comm handle,
                   MPI_Request *request) {
   BEGIN(Ialltoall);
-  TRY(fake_reads(call, in, n, t));
-  TRY(fake_writes(call, out, m, u));
-  if (call->in_bytes != call->out_bytes) return FAKE_ERR_COUNT;
-  for (int r = 0; r < comm->size; r++)
-    contribution((char *)out + r * call->out_bytes, (const char *)in + r * call->in_bytes, call->in_bytes,
-                 r - comm->rank);
-  return started(MPI_SUCCESS, request);
+  void *before = before_of(out, m, u, comm->size);
+  int code = exchange_blocks(call, comm, in, n, t, out, m, u);
+  call->in_bytes *= comm->size, call->out_bytes *= comm->size; /* of all blocks, while it is under way */
+  code = started(code, call, before, request);
+  call->in_bytes /= comm->size, call->out_bytes /= comm->size;
+  return code;
 }
 
 int MPI_Ibarrier(MPI_Comm handle, MPI_Request *request) {
   BEGIN(Ibarrier);
   (void)comm;
-  return started(MPI_SUCCESS, request);
+  return started(MPI_SUCCESS, call, NULL, request);
 }
 
 int MPI_Ibcast(void *data, int n, MPI_Datatype t, int root, MPI_Comm handle, MPI_Request *request) {
   BEGIN(Ibcast);
   TRY(check_root(comm, call, root));
   TRY(fake_reads(call, data, n, t));
-  if (root != comm->rank) from_root(data, call->in_bytes, root);
-  return started(MPI_SUCCESS, request);
+  if (root == comm->rank) return started(MPI_SUCCESS, call, NULL, request);
+  void *before = before_of(data, n, t, 1);
+  call->out = data, call->out_bytes = call->in_bytes;
+  from_root(data, call->in_bytes, root);
+  return started(MPI_SUCCESS, call, before, request);
 }
 
+/* An error that is injected into a test leaves the request as it is, one into a wait ends it. */
 int MPI_Test(MPI_Request *request, int *done, MPI_Status *status) {
   struct fake_call *call;
-  *done = 1;
-  if (*request == (MPI_Request)(intptr_t)0) return MPI_SUCCESS;
-  if (*request != (MPI_Request)FAKE_HANDLE(KIND_REQUEST, 1)) return FAKE_ERR_ARG;
-  *request = (MPI_Request)(intptr_t)0;
-  fake_control.live_requests--; /* also where the test fails */
   TRY(fake_begin("MPI_Test", &call));
   fake_set_status(status, fake_control.any_source, fake_control.any_tag, 0);
-  return MPI_SUCCESS;
+  return fake_end(request, true, done);
 }
 
 int MPI_Wait(MPI_Request *request, MPI_Status *status) {
   struct fake_call *call;
-  if (*request == (MPI_Request)(intptr_t)0) return MPI_SUCCESS; /* of a test that found it done */
-  if (*request != (MPI_Request)FAKE_HANDLE(KIND_REQUEST, 1)) return FAKE_ERR_ARG;
-  *request = (MPI_Request)(intptr_t)0;
-  fake_control.live_requests--; /* also where the wait fails */
-  TRY(fake_begin("MPI_Wait", &call));
+  int done, code = fake_begin("MPI_Wait", &call);
   fake_set_status(status, fake_control.any_source, fake_control.any_tag, 0);
-  return MPI_SUCCESS;
+  int end = fake_end(request, false, &done);
+  return code != MPI_SUCCESS ? code : end;
 }
 
 enum { NO_MESSAGE = 255 }; /* the place of the message that PROC_NULL sends */
 
+static int check_envelope(struct fake_call *call, const struct comm *comm, int source, int tag) {
+  call->peer = source, call->tag = tag;
+  if (source != fake_control.any_source && (source < 0 || source >= comm->size)) return FAKE_ERR_RANK;
+  return tag != fake_control.any_tag && tag < 0 ? FAKE_ERR_TAG : MPI_SUCCESS;
+}
+
 int MPI_Mprobe(int source, int tag, MPI_Comm handle, MPI_Message *message, MPI_Status *status) {
   BEGIN(Mprobe);
   int place = NO_MESSAGE;
-  call->peer = source, call->tag = tag;
-  fake_set_status(status, ABI_PROC_NULL, fake_control.any_tag, 0);
-  if (source != ABI_PROC_NULL) {
-    if (source != fake_control.any_source && (source < 0 || source >= comm->size)) return FAKE_ERR_RANK;
-    if (tag != fake_control.any_tag && tag < 0) return FAKE_ERR_TAG;
-    const struct message *found = fake_match(handle, source, tag, &place);
-    if (found == NULL) return FAKE_WOULD_WAIT;
-    fake_set_status(status, found->source, found->tag, found->bytes);
+  if (source == ABI_PROC_NULL) {
+    call->peer = source, call->tag = tag;
+    fake_set_status(status, ABI_PROC_NULL, fake_control.any_tag, 0);
+  } else {
+    TRY(check_envelope(call, comm, source, tag));
+    if (!fake_match(handle, source, tag, false, &place, status)) return FAKE_WOULD_WAIT;
   }
   *message = (MPI_Message)FAKE_HANDLE(KIND_MESSAGE, place);
   return MPI_SUCCESS;
 }
 
-/* The same without waiting. */
-static int look(struct fake_call *call, const struct comm *comm, int source, int tag, MPI_Comm handle, int *found,
-                int *place, MPI_Status *status) {
-  call->peer = source, call->tag = tag;
-  *found = 0;
-  if (source != fake_control.any_source && (source < 0 || source >= comm->size)) return FAKE_ERR_RANK;
-  if (tag != fake_control.any_tag && tag < 0) return FAKE_ERR_TAG;
-  const struct message *match = fake_match(handle, source, tag, place);
-  if (match == NULL) return MPI_SUCCESS;
-  *found = 1;
-  fake_set_status(status, match->source, match->tag, match->bytes);
-  return MPI_SUCCESS;
+static bool is_unheard(void) {
+  if (fake_control.unheard == 0) return false;
+  fake_control.unheard--;
+  return true;
 }
 
 int MPI_Improbe(int source, int tag, MPI_Comm handle, int *found, MPI_Message *message, MPI_Status *status) {
   BEGIN(Improbe);
-  int place;
-  TRY(look(call, comm, source, tag, handle, found, &place, status));
+  int place = 0;
+  TRY(check_envelope(call, comm, source, tag));
+  *found = !is_unheard() && fake_match(handle, source, tag, false, &place, status);
   if (*found) *message = (MPI_Message)FAKE_HANDLE(KIND_MESSAGE, place);
   return MPI_SUCCESS;
 }
@@ -377,20 +376,15 @@ int MPI_Improbe(int source, int tag, MPI_Comm handle, int *found, MPI_Message *m
 int MPI_Iprobe(int source, int tag, MPI_Comm handle, int *found, MPI_Status *status) {
   BEGIN(Iprobe);
   int place;
-  TRY(look(call, comm, source, tag, handle, found, &place, status));
-  if (*found) fake_unmatch(fake_message(place));
+  TRY(check_envelope(call, comm, source, tag));
+  *found = !is_unheard() && fake_match(handle, source, tag, true, &place, status);
   return MPI_SUCCESS;
 }
 
-int MPI_Imrecv(void *out, int n, MPI_Datatype t, MPI_Message *message, MPI_Request *request) {
-  MPI_Status ignored;
-  TRY(MPI_Mrecv(out, n, t, message, &ignored));
-  return started(MPI_SUCCESS, request);
-}
-
-int MPI_Mrecv(void *out, int n, MPI_Datatype t, MPI_Message *message, MPI_Status *status) {
-  struct fake_call *call;
-  int code = fake_begin("MPI_Mrecv", &call), place = (int)FAKE_PLACE(KIND_MESSAGE, *message);
+/* `code`: an error that is injected. The message is gone all the same. */
+static int receive(struct fake_call *call, int code, void *out, int n, MPI_Datatype t, MPI_Message *message,
+                   MPI_Status *status) {
+  int place = (int)FAKE_PLACE(KIND_MESSAGE, *message);
   struct message *found = fake_message(place);
   if (found == NULL && place != NO_MESSAGE) return FAKE_ERR_ARG;
   TRY(fake_writes(call, out, n, t));
@@ -400,8 +394,22 @@ int MPI_Mrecv(void *out, int n, MPI_Datatype t, MPI_Message *message, MPI_Status
   fake_set_status(status, found->source, found->tag, found->bytes);
   if (code == MPI_SUCCESS && found->data != NULL && found->bytes > 0) memcpy(out, found->data, (size_t)found->bytes);
   if (code == MPI_SUCCESS && found->bytes > call->out_bytes) code = FAKE_ERR_TRUNCATE;
-  fake_drop(found); /* also where the receive fails */
+  fake_drop(found);
   return code;
+}
+
+int MPI_Mrecv(void *out, int n, MPI_Datatype t, MPI_Message *message, MPI_Status *status) {
+  struct fake_call *call;
+  int code = fake_begin("MPI_Mrecv", &call);
+  return receive(call, code, out, n, t, message, status);
+}
+
+int MPI_Imrecv(void *out, int n, MPI_Datatype t, MPI_Message *message, MPI_Request *request) {
+  struct fake_call *call;
+  MPI_Status ignored;
+  int code = fake_begin("MPI_Imrecv", &call);
+  void *before = before_of(out, n, t, 1);
+  return started(receive(call, code, out, n, t, message, &ignored), call, before, request);
 }
 
 /* Bytes of the message in units of `unit`; ABI_UNDEFINED where they are no whole number. */

@@ -12,6 +12,8 @@
  *   reductions                    all ranks pass the same; a predefined operation adds to each byte the number of ranks
  *                                 that take part, one made by Op_create is called once for each further rank
  *   send                          to oneself: queued; to others: only recorded. `deliver` queues messages of others
+ *   what starts                   is done once a Wait, or a Test, ends it: then results appear where they were asked
+ *                                 for, and what is sent must still be where it was
  * It is strict where MPI libraries differ: operand and result must be different buffers, types must be committed and
  * free of holes, and a receive that truncates writes the whole message, as the worst libraries do. A call that would
  * wait for ever returns an error.
@@ -19,6 +21,7 @@
 #ifndef JAXMPI_FAKE_MPI_H
 #define JAXMPI_FAKE_MPI_H
 
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -44,17 +47,19 @@ struct fake_control {
 
   /* Since the last reset. */
   struct fake_call calls[FAKE_CALLS]; /* oldest first; further ones are only counted */
-  int call_count;
-  int live_types, live_operations, live_requests; /* made and not freed; operations are never reset */
-  int live_groups;
-  int live_matched; /* probed and not received */
-  int queued;       /* sent and not probed */
-  int most_inside;  /* most threads in MPI at one time, with linger_ms */
+  atomic_int call_count;
+  int live_types, live_operations, live_groups; /* made and not freed; operations are never reset */
+  atomic_int live_requests;
+  atomic_int live_matched; /* probed and not received */
+  atomic_int queued;       /* sent and not probed */
+  int most_inside;         /* most threads in MPI at one time, with linger_ms */
 
   /* Switches, off after a reset. */
   bool hollow; /* no buffer is touched, so that counts may be huge and pointers invalid */
   void (*others)(int rank, void *data);
-  int linger_ms; /* how long a call that communicates waits for a second thread to enter MPI */
+  int linger_ms;      /* how long a call that communicates waits for a second thread to enter MPI */
+  atomic_int slow;    /* calls of Test that find a request started from now on still under way */
+  atomic_int unheard; /* calls of Improbe and Iprobe from now on that find nothing yet */
 
   /* How the library describes itself; not reset. */
   const char *version;

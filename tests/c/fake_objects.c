@@ -6,7 +6,16 @@
 #include <string.h>
 #include <time.h>
 
-enum { COMMS = 64, ATTRIBUTES = 256, KEYVALS = 64, TYPES = 64, OPERATIONS = 64, MESSAGES = 16, GROUPS = 8 };
+enum {
+  COMMS = 64,
+  ATTRIBUTES = 256,
+  KEYVALS = 64,
+  TYPES = 64,
+  OPERATIONS = 64,
+  MESSAGES = 64,
+  REQUESTS = 256,
+  GROUPS = 8
+};
 
 /* Numbers that differ between the ABIs and that csrc/mpi/abi does not need; where the status keeps the size. */
 static const struct traits {
@@ -418,29 +427,36 @@ struct message *fake_message(int place) {
   return place >= 0 && place < MESSAGES && messages[place].state == MATCHED ? &messages[place] : NULL;
 }
 
-int fake_enqueue(intptr_t comm, int source, int tag, const void *data, int64_t bytes) {
+static int enqueue(struct message message) {
   static uint64_t order;
   int place = 0;
   while (place < MESSAGES && messages[place].state != GONE) place++;
   if (place == MESSAGES) return FAKE_ERR_FULL;
-  struct message message = {
-      .state = QUEUED, .comm = comm, .source = source, .tag = tag, .bytes = bytes, .order = order};
-  order++;
+  message.order = order++;
+  messages[place] = message;
+  fake_control.queued++;
+  return MPI_SUCCESS;
+}
+
+int fake_enqueue(intptr_t comm, int source, int tag, const void *data, int64_t bytes) {
+  struct message message = {.state = QUEUED, .comm = comm, .source = source, .tag = tag, .bytes = bytes};
   if (data != NULL && !fake_control.hollow) {
     message.data = malloc((size_t)bytes + 1);
     if (message.data == NULL) return FAKE_ERR_FULL;
     memcpy(message.data, data, (size_t)bytes);
   }
-  messages[place] = message;
-  fake_control.queued++;
-  return MPI_SUCCESS;
+  pthread_mutex_lock(&lock);
+  int code = enqueue(message);
+  pthread_mutex_unlock(&lock);
+  if (code != MPI_SUCCESS) free(message.data);
+  return code;
 }
 
 static void deliver(intptr_t comm, int source, int tag, const void *data, int64_t bytes) {
   fake_enqueue(comm, source, tag, data, bytes);
 }
 
-struct message *fake_match(MPI_Comm comm, int source, int tag, int *place) {
+static struct message *first_fitting(MPI_Comm comm, int source, int tag) {
   struct message *found = NULL;
   for (int i = 0; i < MESSAGES; i++) {
     struct message *message = &messages[i];
@@ -449,24 +465,98 @@ struct message *fake_match(MPI_Comm comm, int source, int tag, int *place) {
     if (tag != trait->any_tag && tag != message->tag) continue;
     if (found == NULL || message->order < found->order) found = message;
   }
-  if (found == NULL) return NULL;
-  *place = (int)(found - messages);
-  found->state = MATCHED;
-  fake_control.queued--;
-  fake_control.live_matched++;
   return found;
 }
 
-void fake_unmatch(struct message *matched) {
-  matched->state = QUEUED;
-  fake_control.queued++;
-  fake_control.live_matched--;
+bool fake_match(MPI_Comm comm, int source, int tag, bool look, int *place, MPI_Status *status) {
+  pthread_mutex_lock(&lock);
+  struct message *found = first_fitting(comm, source, tag);
+  if (found != NULL) {
+    *place = (int)(found - messages);
+    fake_set_status(status, found->source, found->tag, found->bytes);
+  }
+  if (found != NULL && !look) {
+    found->state = MATCHED;
+    fake_control.queued--;
+    fake_control.live_matched++;
+  }
+  pthread_mutex_unlock(&lock);
+  return found != NULL;
 }
 
 void fake_drop(struct message *matched) {
+  pthread_mutex_lock(&lock);
   free(matched->data);
   *matched = (struct message){.state = GONE};
   fake_control.live_matched--;
+  pthread_mutex_unlock(&lock);
+}
+
+/* --- requests --- */
+
+static struct started {
+  bool live;
+  int slow; /* how many tests find it under way */
+  const void *in;
+  void *out, *sent, *result; /* copies, NULL: none; of what is read, and of what will be written */
+  int64_t in_bytes, out_bytes;
+} requests[REQUESTS];
+
+void *fake_copy(const void *data, int64_t bytes) {
+  void *copy = data != NULL && data != ABI_IN_PLACE && bytes > 0 && !fake_control.hollow ? malloc((size_t)bytes) : NULL;
+  if (copy != NULL) memcpy(copy, data, (size_t)bytes);
+  return copy;
+}
+
+int fake_request(const struct fake_call *call, void *before, MPI_Request *request) {
+  struct started made = {.live = true, .slow = fake_control.slow, .in = call->in, .in_bytes = call->in_bytes};
+  if (before != NULL) {
+    made.out = call->out, made.out_bytes = call->out_bytes;
+    made.result = fake_copy(call->out, call->out_bytes);
+    memcpy(call->out, before, (size_t)call->out_bytes);
+    free(before);
+  }
+  if (call->in != call->out) made.sent = fake_copy(call->in, call->in_bytes);
+  int place = 0;
+  pthread_mutex_lock(&lock);
+  while (place < REQUESTS && requests[place].live) place++;
+  if (place < REQUESTS) requests[place] = made;
+  pthread_mutex_unlock(&lock);
+  if (place == REQUESTS) {
+    free(made.sent), free(made.result);
+    return FAKE_ERR_FULL;
+  }
+  fake_control.live_requests++;
+  *request = (MPI_Request)FAKE_HANDLE(KIND_REQUEST, place + 1);
+  return MPI_SUCCESS;
+}
+
+static void forget_request(struct started *request) {
+  free(request->sent), free(request->result);
+  *request = (struct started){.live = false};
+}
+
+int fake_end(MPI_Request *request, bool test, int *done) {
+  int code = MPI_SUCCESS;
+  *done = 1;
+  if (*request == (MPI_Request)(intptr_t)0) return MPI_SUCCESS; /* of a test that found it done */
+  intptr_t place = FAKE_PLACE(KIND_REQUEST, *request) - 1;
+  pthread_mutex_lock(&lock);
+  struct started *ended = place >= 0 && place < REQUESTS && requests[place].live ? &requests[place] : NULL;
+  if (ended == NULL) {
+    code = FAKE_ERR_ARG;
+  } else if (test && ended->slow > 0) {
+    ended->slow--;
+    *done = 0;
+  } else {
+    if (ended->sent != NULL && memcmp(ended->sent, ended->in, (size_t)ended->in_bytes) != 0) code = FAKE_ERR_BUFFER;
+    if (ended->result != NULL) memcpy(ended->out, ended->result, (size_t)ended->out_bytes);
+    forget_request(ended);
+    *request = (MPI_Request)(intptr_t)0;
+    fake_control.live_requests--;
+  }
+  pthread_mutex_unlock(&lock);
+  return code;
 }
 
 void fake_set_status(MPI_Status *status, int source, int tag, int64_t bytes) {
@@ -498,16 +588,20 @@ static void fail(const char *function, int nth, int code) {
 }
 
 static void reset(void) {
+  pthread_mutex_lock(&lock);
   for (int i = 0; i < MESSAGES; i++) {
     free(messages[i].data);
     messages[i] = (struct message){.state = GONE};
   }
+  for (int i = 0; i < REQUESTS; i++) forget_request(&requests[i]);
   for (int i = PREDEFINED; i < TYPES; i++) types[i].live = false;
   failure.function = NULL;
   memset(fake_control.calls, 0, sizeof fake_control.calls);
-  fake_control.call_count = fake_control.live_types = fake_control.live_requests = 0;
-  fake_control.live_matched = fake_control.queued = fake_control.most_inside = fake_control.linger_ms = 0;
+  fake_control.call_count = fake_control.live_requests = fake_control.live_matched = fake_control.queued = 0;
+  fake_control.live_types = fake_control.most_inside = fake_control.linger_ms = 0;
+  fake_control.slow = fake_control.unheard = 0;
   fake_control.hollow = false;
+  pthread_mutex_unlock(&lock);
 }
 
 struct fake_control fake_control = {

@@ -69,12 +69,22 @@ int fake_writes(struct fake_call *call, void *data, int count, MPI_Datatype type
 /* out = the reduction of `times` equal contributions. */
 int fake_reduce(MPI_Op handle, const void *in, void *out, int count, MPI_Datatype type, int times);
 
-/* Messages by place; `message_handle` is an index + 1 as a handle. */
+/* Messages by place. fake_match takes the first that fits, or with `look` only tells of it: false where there is none.
+ */
 int fake_enqueue(intptr_t comm, int source, int tag, const void *data, int64_t bytes);
-struct message *fake_match(MPI_Comm comm, int source, int tag, int *place);
+bool fake_match(MPI_Comm comm, int source, int tag, bool look, int *place, MPI_Status *status);
 struct message *fake_message(int place);
-void fake_unmatch(struct message *matched);
 void fake_drop(struct message *matched);
+
+/* A request, which reads what the call reads until it ends, and whose result, which `call` has written already, is only
+ * seen then: until then there is `before`, which is freed. NULL: it has no result. */
+int fake_request(const struct fake_call *call, void *before, MPI_Request *request);
+
+/* A copy of what is at `data`; NULL where it is not to be touched. */
+void *fake_copy(const void *data, int64_t bytes);
+
+/* Ends a request; with `test` not if it is to stay under way. Returns an error code. */
+int fake_end(MPI_Request *request, bool test, int *done);
 
 void fake_set_status(MPI_Status *status, int source, int tag, int64_t bytes);
 int64_t fake_status_bytes(const MPI_Status *status);

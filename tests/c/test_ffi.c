@@ -9,6 +9,7 @@ static const struct {
   const char *name;
   const char *attributes[MAX_ATTRIBUTES + 1];
 } expected[] = {
+    {"after", {"comm"}},
     {"allgather", {"comm", "derivative"}},
     {"allgatherv", {"comm", "derivative", "row"}},
     {"allreduce", {"comm", "derivative", "op"}},
@@ -19,9 +20,19 @@ static const struct {
     {"check", {"comm", "text"}},
     {"connect", {"comm", "group"}},
     {"exchange", {"comm", "derivative", "plan"}},
+    {"exchange_finish", {"comm", "plan", "zero"}},
+    {"exchange_start", {"comm", "derivative", "plan"}},
     {"exscan", {"comm", "derivative", "op"}},
     {"gather", {"comm", "derivative", "root"}},
     {"gatherv", {"comm", "derivative", "root", "row"}},
+    {"hold", {"comm"}},
+    {"iallreduce", {"comm", "derivative", "op"}},
+    {"ialltoall", {"comm", "derivative"}},
+    {"ibarrier", {"comm", "derivative"}},
+    {"ibcast", {"comm", "count", "derivative", "dtype", "root"}},
+    {"irecv", {"comm", "count", "dtype", "source", "tag"}},
+    {"ireduce", {"comm", "derivative", "op", "root"}},
+    {"isend", {"comm", "dest", "tag"}},
     {"neighbor_allgather", {"comm", "derivative", "plan"}},
     {"neighbor_alltoall", {"comm", "derivative", "plan"}},
     {"recv", {"comm", "source", "status", "tag"}},
@@ -33,6 +44,7 @@ static const struct {
     {"scatterv", {"comm", "derivative", "root", "row"}},
     {"send", {"comm", "dest", "tag"}},
     {"sendrecv", {"comm", "dest", "recvtag", "sendtag", "source", "status"}},
+    {"wait", {"comm", "zero"}},
     {"complete", {"comm", "dest", "request"}},
 };
 enum { OPERATIONS = sizeof expected / sizeof *expected };
@@ -246,6 +258,7 @@ static void a_freed_communicator_is_refused_by_all(void) {
   fake->reset();
   for (int i = 0; i < OPERATIONS; i++) {
     context("%s", expected[i].name);
+    if (i == ROW_after) continue; /* it uses none */
     FAILS(RUN(expected[i].name, ARRAY(F32, x, 3), ARRAY(F32, y, 3), COMM(comm), 0, 0, 0, 0, 0), FFI_FAILED_PRECONDITION,
           expected[i].name, "on rank 1 of 3", "the communicator has been freed", "live");
   }

@@ -7,6 +7,7 @@
 #include <stdlib.h>
 
 #include "core/plan.h"
+#include "core/requests.h"
 #include "core/timeline.h"
 #include "harness.h"
 
@@ -54,7 +55,7 @@ static const struct plan *any_plan(void) {
 static int64_t any_attribute(enum attribute kind, const struct communicator *comm) {
   static const char *const reductions[] = {"SUM", "PROD", "MAX", "MIN"};
   int64_t special[] = {fake->any_source, fake->any_tag, fake->proc_null, -1, INT64_MAX, INT64_MIN, INT32_MAX, 1 << 24};
-  if (once_in(30) && kind != DERIVATIVE && kind != NUMBER) return special[draw(8)];
+  if (once_in(30) && kind != DERIVATIVE && kind != NUMBER && kind != PLAIN) return special[draw(8)];
   switch (kind) {
     case RANK:
       return draw((uint32_t)comm->size + (once_in(10) ? 2 : 0));
@@ -66,6 +67,8 @@ static int64_t any_attribute(enum attribute kind, const struct communicator *com
       return reduction(reductions[draw(4)]);
     case NUMBER:
       return (int64_t)draw(6) - (once_in(5) ? 1 : 0);
+    case PLAIN:
+      return once_in(2) ? any_type() : (int64_t)draw(20) - (once_in(5) ? 1 : 0);
     case OBJECT_OR_0:
       return once_in(2) ? 0 : COMM(statuses);
     case PLAN:
@@ -127,6 +130,62 @@ static void make_rows(struct lists *lists, const struct operation *row, const st
     lists->out[lists->out_count++] = sound_array(dtype, width * (two ? sum[1] : to_all ? sum[0] : own));
 }
 
+static int64_t attribute(const struct operation *row, const int64_t attributes[], const char *name) {
+  for (int i = 0; i < row->attribute_count; i++)
+    if (strcmp(row->attributes[i].name, name) == 0) return attributes[i];
+  return -1;
+}
+
+/* The same of what starts an operation, or of a wait for what no number stands for. */
+static void make_request(struct lists *lists, const struct operation *row, const struct communicator *comm,
+                         int64_t attributes[]) {
+  bool starts = row->row != ROW_wait && row->row != ROW_exchange_finish;
+  bool passed = row->row != ROW_irecv && row->row != ROW_ibarrier && row->row != ROW_wait;
+  int64_t count = draw(MOST_ELEMENTS);
+  if (row->row == ROW_ialltoall) count *= comm->size;
+  if (row->row == ROW_exchange_start || row->row == ROW_exchange_finish) count = 3;
+  if (row->row == ROW_ibcast) {
+    passed = comm->rank == attribute(row, attributes, "root");
+    count = attribute(row, attributes, "count");
+    passed &= count >= 0;
+  }
+  if (passed) lists->in[lists->in_count++] = sound_array(any_type(), count);
+  struct array id = sound_array(F32, 2 * (once_in(3) ? draw(3) : 1));
+  if (!starts) lists->in[lists->in_count++] = id;
+  if (starts || once_in(2)) lists->out[lists->out_count++] = starts ? id : sound_array(any_type(), count);
+}
+
+/* Waits for what a frame has started: for what it is of, or in a few cases for something else. */
+static void settle(const struct operation *row, struct communicator *comm, struct lists *lists,
+                   const int64_t attributes[]) {
+  struct array in[2] = {lists->out[0]}, out[1] = {ARRAY(F32, pool, 3)};
+  int results = row->row != ROW_isend && row->row != ROW_ibarrier;
+  int64_t source = attribute(row, attributes, "source"), tag = attribute(row, attributes, "tag");
+  const char *wait = "wait";
+  if (row->row == ROW_irecv || row->row == ROW_ibcast)
+    out[0] = ARRAY((int)attribute(row, attributes, "dtype"), pool, attribute(row, attributes, "count"));
+  else if (results)
+    out[0] = lists->in[0];
+  if (row->row == ROW_irecv)
+    fake->deliver(comm->handle, source < 0 ? 0 : (int)source, tag < 0 ? 0 : (int)tag, pool, draw(MOST_ELEMENTS * 8));
+  if ((row->row == ROW_exchange_start) != once_in(20)) {
+    wait = "exchange_finish";
+    in[1] = in[0], in[0] = row->row == ROW_exchange_start ? lists->in[0] : out[0];
+  }
+  if (once_in(10)) out[0] = ARRAY(any_type(), pool, draw(MOST_ELEMENTS));
+  out[0].data = pool + POOL / 2;
+  static struct frame f;
+  frame_make_lists(
+      &f, wait, in, wait[0] == 'w' ? 1 : 2, out, once_in(20) ? 1 - results : results,
+      wait[0] == 'w' ? (const int64_t[]){COMM(comm), 0} : (const int64_t[]){COMM(comm), COMM(any_plan()), 0});
+  ffi_error *error = frame_call(&f, wait);
+  if (error != NULL) error_free(error);
+  if (requests_in_flight() == 0) return;
+  frame_make_lists(&f, "wait", &lists->out[0], 1, NULL, 0, (const int64_t[]){COMM(comm), 0});
+  error = frame_call(&f, "wait");
+  if (error != NULL) error_free(error);
+}
+
 static void make_any(struct lists *lists) {
   lists->in_count = (int)(once_in(10) ? draw(MAX_ARRAYS) : draw(4));
   lists->out_count = (int)(once_in(10) ? draw(MAX_ARRAYS) : draw(4));
@@ -169,9 +228,10 @@ static struct communicator *prepare(void) {
   runtime.serialize = once_in(2);
   atomic_store(&runtime.check, once_in(3));
   atomic_store(&runtime.labels, once_in(2));
-  static const char *const functions[] = {"MPI_Allreduce", "MPI_Mrecv", "MPI_Isend", "MPI_Wait", "MPI_Type_commit"};
+  static const char *const functions[] = {"MPI_Allreduce",   "MPI_Mrecv",      "MPI_Isend",   "MPI_Wait",
+                                          "MPI_Type_commit", "MPI_Iallreduce", "MPI_Improbe", "MPI_Test"};
   fake->others = once_in(2) ? alike : NULL;
-  if (once_in(10)) fake->fail(functions[draw(5)], 1 + (int)draw(2), 77);
+  if (once_in(10)) fake->fail(functions[draw(sizeof functions / sizeof *functions)], 1 + (int)draw(2), 77);
   for (int source = 0; source < size; source++)
     if (once_in(2)) fake->deliver(comm->handle, source, (int)draw(3), pool, draw(MOST_ELEMENTS * 8));
   return comm;
@@ -207,6 +267,8 @@ static bool one_frame(int number) {
   int number_at = attribute_of(row, NUMBER);
   if (sound && number_at >= 0)
     make_rows(&lists, row, comm, root_of(row, attributes), attributes[number_at]);
+  else if (sound && has_request(row))
+    make_request(&lists, row, comm, attributes);
   else if (sound)
     make_sound(&lists, row, comm, root_of(row, attributes));
   else
@@ -226,6 +288,8 @@ static bool one_frame(int number) {
     good = CHECK(strncmp(error->text, "jaxmpi.", 7) == 0);
     error_free(error);
   }
+  if (requests_in_flight() > 0) settle(row, comm, &lists, attributes);
+  good &= CHECK_EQUAL(requests_in_flight(), 0);
   good &= CHECK_EQUAL(fake->live_types + fake->live_requests, 0);
   bool unlocked = CHECK_EQUAL(pthread_mutex_trylock(&runtime.lock), 0);
   if (unlocked) pthread_mutex_unlock(&runtime.lock);
