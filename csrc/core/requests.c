@@ -19,7 +19,7 @@ struct block {
 };
 
 pthread_mutex_t requests_lock = PTHREAD_MUTEX_INITIALIZER;
-struct receive *receives_first;
+struct receive *receives_first, *kept_first;
 atomic_int receives_expected;
 
 /* All of it under the lock. */
@@ -242,30 +242,45 @@ int64_t requests_in_flight(void) {
 
 /* --- receives --- */
 
-void receive_expect(struct receive *receive) {
-  struct receive **last = &receives_first;
-  while (*last != NULL) last = &(*last)->next;
-  *last = receive;
+static void add(struct receive **list, struct receive *receive) {
+  while (*list != NULL) list = &(*list)->next;
+  *list = receive;
   receive->next = NULL;
-  receive->state = EXPECTED;
-  atomic_fetch_add(&receives_expected, 1);
   atomic_fetch_add(&receive->comm->expected, 1);
 }
 
-void receive_forget(struct receive *receive) {
-  struct receive **at = &receives_first;
-  while (*at != NULL && *at != receive) at = &(*at)->next;
-  if (*at == NULL) return;
-  *at = receive->next;
-  atomic_fetch_sub(&receives_expected, 1);
+/* Whether it was in the list. */
+static bool take_out(struct receive **list, struct receive *receive) {
+  while (*list != NULL && *list != receive) list = &(*list)->next;
+  if (*list == NULL) return false;
+  *list = receive->next;
   atomic_fetch_sub(&receive->comm->expected, 1);
+  return true;
 }
+
+void receive_expect(struct receive *receive) {
+  add(&receives_first, receive);
+  receive->state = EXPECTED;
+  atomic_fetch_add(&receives_expected, 1);
+}
+
+void receive_forget(struct receive *receive) {
+  if (take_out(&receives_first, receive)) atomic_fetch_sub(&receives_expected, 1);
+}
+
+void receive_keep(struct receive *kept) { add(&kept_first, kept); }
+
+void receive_unkeep(struct receive *kept) { take_out(&kept_first, kept); }
 
 void requests_forget(const struct communicator *comm) {
   pthread_mutex_lock(&requests_lock);
   for (struct receive *receive = receives_first, *next; receive != NULL; receive = next) {
     next = receive->next;
     if (receive->comm == comm || comm == runtime.self) receive_forget(receive), receive->state = IDLE;
+  }
+  for (struct receive *kept = kept_first, *next; kept != NULL; kept = next) {
+    next = kept->next;
+    if (kept->comm == comm || comm == runtime.self) receive_unkeep(kept), free(kept);
   }
   if (comm == runtime.self) all.ending = true;
   wake();

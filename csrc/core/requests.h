@@ -96,6 +96,12 @@ extern atomic_int receives_expected; /* of all communicators; each has its own n
 void receive_expect(struct receive *receive);
 void receive_forget(struct receive *receive);
 
+/* Messages that were found where one with any tag was looked for, before the receive that they are for has begun. They
+ * count as expected on their communicator, so that receives look among them first. Under the lock. */
+extern struct receive *kept_first;
+void receive_keep(struct receive *kept);
+void receive_unkeep(struct receive *kept);
+
 static inline bool waits_for_request(int row) { return row == ROW_wait || row == ROW_exchange_finish; }
 
 /* A blocking operation begins: messages that are expected must not wait for its end. */

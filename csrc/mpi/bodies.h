@@ -17,6 +17,7 @@
 #include "core/compare.h"
 #include "core/log.h"
 #include "core/plan.h"
+#include "core/requests.h"
 #include "mpi/mpi_table.h"
 
 /* The attributes and the buffers of an operation by name; for EACH the first buffer. */
@@ -152,6 +153,7 @@ static inline struct span span_of_bytes(int64_t bytes) { return span_of(datatype
 #define receive_matched ABI_LOCAL(receive_matched)
 #define fail_planned    ABI_LOCAL(fail_planned)
 #define match_after_all ABI_LOCAL(match_after_all)
+#define keep_message    ABI_LOCAL(keep_message)
 
 enum { NO_MEMORY = -1 };
 
@@ -168,12 +170,24 @@ ffi_error *fail_planned(const struct call *c, const struct peer *peer, int64_t b
 /* Waits for a message that no request expects, where some do. */
 ffi_error *match_after_all(struct call *call, int source, int tag, MPI_Message *message, MPI_Status *status);
 
-/* Waits for a message, and matches it. */
+/* The tag of the messages of plans: OF_PLANS in _tags.py. */
+static inline int plans_tag(void) { return runtime.most_tag - runtime.most_tag / 2 - 2; }
+
+/* Keeps a matched message for the receive that it is for, which has not begun. Under requests_lock. False: no memory.
+ */
+bool keep_message(struct communicator *comm, MPI_Message message, const MPI_Status *status);
+
+/* Waits for a message, and matches it. That of an exchange which another rank has started is not for any tag. */
 static inline ffi_error *match(struct call *call, int source, int tag, MPI_Message *message, MPI_Status *status) {
   if (atomic_load_explicit(&call->comm->expected, memory_order_relaxed) > 0)
     return match_after_all(call, source, tag, message, status);
   TRY_MPI(call, Mprobe, source, tag, (MPI_Comm)call->comm->handle, message, status);
-  return NULL;
+  if (tag != ABI_ANY_TAG || status->MPI_SOURCE == ABI_PROC_NULL || status->MPI_TAG != plans_tag()) return NULL;
+  pthread_mutex_lock(&requests_lock);
+  bool kept = keep_message(call->comm, *message, status);
+  pthread_mutex_unlock(&requests_lock);
+  return kept ? match_after_all(call, source, tag, message, status)
+              : call_fail(call, FFI_INTERNAL, "no memory to keep a message");
 }
 
 /* The body of an operation. */

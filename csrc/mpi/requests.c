@@ -12,14 +12,21 @@ static inline MPI_Status *status_of(struct receive *receive) { return (MPI_Statu
 
 /* --- matching: under requests_lock --- */
 
-/* What users' messages cannot have, if they are received with any tag: those of plans and derivatives (_tags.py). */
-static inline bool is_of_users(int tag) { return tag < ((int64_t)runtime.most_tag + 1) / 2 - 2; }
-
-/* Whether a receive may have a message with this tag. Of a blocking one, which has no request, any tag may also be that
- * of a derivative: the derivative of sendrecv receives so. */
+/* Whether a receive may have a message with this tag. With any tag those of plans never are for it; irecv, which may be
+ * matched much later than it is started, leaves those of derivatives alone, too (_tags.py). The derivative of sendrecv
+ * receives with any tag. */
 static bool takes(const struct receive *receive, int tag) {
   if (receive->tag != ABI_ANY_TAG) return receive->tag == tag;
-  return receive->request == NULL || is_of_users(tag);
+  return receive->request != NULL ? tag < plans_tag() : tag != plans_tag();
+}
+
+bool keep_message(struct communicator *comm, MPI_Message message, const MPI_Status *status) {
+  struct receive *kept = aligned_alloc(_Alignof(struct receive), sizeof *kept);
+  if (kept == NULL) return false;
+  *kept = (struct receive){.comm = comm, .message = (intptr_t)message};
+  *status_of(kept) = *status;
+  receive_keep(kept);
+  return true;
 }
 
 static bool fits(const struct receive *receive, const MPI_Status *status) {
@@ -79,16 +86,49 @@ static void fail_match(struct receive *receive, const char *function, int code) 
   receive->code = code, receive->function = function, receive->state = MATCHED;
 }
 
+/* Gives a message that was kept to a receive, if there is one for it. */
+static bool hand_kept(struct receive *receive) {
+  struct receive *kept = kept_first;
+  while (kept != NULL && (kept->comm != receive->comm || !fits(receive, status_of(kept)))) kept = kept->next;
+  if (kept == NULL) return false;
+  receive_unkeep(kept);
+  hand(receive, (MPI_Message)kept->message, status_of(kept));
+  free(kept);
+  return true;
+}
+
+/* Puts a message aside that is not for any tag: gives it to a receive that expects it, or keeps it for one. Returns an
+ * MPI error code. */
+static int set_aside(struct receive *receive, int source, int tag) {
+  MPI_Message message;
+  MPI_Status status;
+  int found = 0, code = mpi.Improbe(source, tag, (MPI_Comm)receive->comm->handle, &found, &message, &status);
+  if (code != MPI_SUCCESS || !found) return code;
+  struct receive *to = receives_first;
+  while (to != NULL && (to->comm != receive->comm || !fits(to, &status))) to = to->next;
+  if (to != NULL)
+    hand(to, message, &status);
+  else if (!keep_message(receive->comm, message, &status))
+    return NO_MEMORY;
+  return MPI_SUCCESS;
+}
+
 /* If a message has come that this receive may have: gives it, or one before it, to the first receive that it fits. */
 static bool match_one(struct receive *receive) {
   MPI_Comm comm = (MPI_Comm)receive->comm->handle;
   MPI_Message message;
   MPI_Status status;
   int found = 0, code, source = receive->source, tag = receive->tag;
+  if (hand_kept(receive)) return true;
   if (tag == ABI_ANY_TAG || is_behind_others(receive)) {
     code = mpi.Iprobe(source, tag, comm, &found, &status);
     if (code != MPI_SUCCESS) fail_match(receive, "MPI_Iprobe", code);
-    if (code != MPI_SUCCESS || !found || !takes(receive, status.MPI_TAG)) return false;
+    if (code != MPI_SUCCESS || !found) return false;
+    if (!takes(receive, status.MPI_TAG)) {
+      code = set_aside(receive, status.MPI_SOURCE, status.MPI_TAG);
+      if (code != MPI_SUCCESS) fail_match(receive, "MPI_Improbe", code);
+      return code == MPI_SUCCESS;
+    }
     struct receive *to = first_for(receive, &status);
     if (to != receive && !is_within(to, receive)) return match_one(to);
     source = status.MPI_SOURCE, tag = status.MPI_TAG;
@@ -213,7 +253,8 @@ static ffi_error *finish_receive(struct call *c, struct request *request, const 
   MPI_Message message;
   MPI_Status status;
   pthread_mutex_lock(&requests_lock);
-  bool alone = receive->state == EXPECTED && atomic_load(&receives_expected) == 1 && receive->tag != ABI_ANY_TAG;
+  bool others = atomic_load(&receives_expected) > 1 || atomic_load(&receive->comm->expected) > 1;
+  bool alone = receive->state == EXPECTED && receive->tag != ABI_ANY_TAG && !others;
   if (alone) receive_forget(receive);
   pthread_mutex_unlock(&requests_lock);
   if (receive->source == ABI_PROC_NULL) return call_zero(c, out->data, buffer_bytes(out));

@@ -13,7 +13,7 @@ from jaxmpi import _communicator, _ends
 from jaxmpi._operations import after as after_token
 from jaxmpi._order import Token
 from jaxmpi._primitive import Params, bind
-from jaxmpi._request_table import WIDTH, Started, started
+from jaxmpi._request_table import WIDTH, WITHOUT_RESULT, Started, started
 from jaxmpi._table import CHECK, LINE
 
 __all__ = ["Request", "iallreduce", "ialltoall", "ibarrier", "ibcast", "irecv", "isend", "wait", "waitall"]
@@ -23,7 +23,8 @@ class _Of:
     """What the arrays of a request mean: equal for requests that are waited for alike."""
 
     def __init__(self, comm: Any, parts: tuple[Started, ...], structure: Any, fields: Params | None = None) -> None:
-        self.comm, self.parts, self.structure, self.fields = comm, parts, structure, fields
+        self.comm, self.parts, self.fields = comm, parts, fields
+        self.structure = structure  # of the result; None: there is none
         self._key = (comm, parts, structure, tuple(sorted((fields or {}).items())))
 
     def __eq__(self, other: object) -> bool:
@@ -63,7 +64,7 @@ def _start(operation: str, params: Params, x: Any, check: Callable[..., Any], en
     leaves, _, structure = arguments.leaves(x, operation, "x", check)
     begun = [_begin(operation, params, leaf, ends) for leaf in leaves]
     parts = tuple(started(operation, params, leaf) for leaf in leaves)
-    return Request(begun, _Of(params["comm"], parts, structure))
+    return Request(begun, _Of(params["comm"], parts, None if operation in WITHOUT_RESULT else structure))
 
 
 def _begin(operation: str, params: Params, leaf: Any, ends: Sequence[Any]) -> Any:
@@ -133,7 +134,7 @@ def ibarrier(*, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, T
     resolved = _communicator.resolve(comm, "ibarrier")
     begun = bind("ibarrier", {"comm": resolved, "batch": ()})
     part = Started("ibarrier", (), (), np.dtype(np.int32))
-    return Request([begun], _Of(resolved, (part,), jax.tree.structure(0))), after_token(token)
+    return Request([begun], _Of(resolved, (part,), None)), after_token(token)
 
 
 def ibcast(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:
@@ -325,7 +326,7 @@ def _wait_for_all(requests: Sequence[Request]) -> list[Any]:
             *arrays, begun = request._arrays
             made = bind("exchange_finish", {"comm": of.comm, **of.fields}, *arrays, begun)
             values[i] = made if isinstance(made, list) else [made]
-        if of.fields is not None or not of.parts or any(part.has_result for part in of.parts):
+        if of.structure is not None:
             results[i] = jax.tree.unflatten(of.structure, values[i])
     return results
 
