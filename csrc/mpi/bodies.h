@@ -154,6 +154,7 @@ static inline struct span span_of_bytes(int64_t bytes) { return span_of(datatype
 #define fail_planned    ABI_LOCAL(fail_planned)
 #define match_after_all ABI_LOCAL(match_after_all)
 #define keep_message    ABI_LOCAL(keep_message)
+#define unpack_labelled ABI_LOCAL(unpack_labelled)
 
 enum { NO_MEMORY = -1 };
 
@@ -163,6 +164,10 @@ int discard(MPI_Message *message, int64_t bytes);
 
 /* Receives a matched message into `out`, which it must fit. */
 ffi_error *receive_matched(struct call *call, const struct buffer *out, MPI_Message *message, MPI_Status *status);
+
+/* Puts a message that has been received, perhaps with a label, into `out`, which it must fit. */
+ffi_error *unpack_labelled(struct call *call, const struct buffer *out, const char *data, int64_t bytes,
+                           MPI_Status *status);
 
 /* The error for a message of that many bytes which is not the one that a plan expects. */
 ffi_error *fail_planned(const struct call *c, const struct peer *peer, int64_t bytes);

@@ -142,6 +142,11 @@ static ffi_error *unpack(struct call *call, const struct buffer *out, const char
   return received(call, out, bytes / width, status, users);
 }
 
+ffi_error *unpack_labelled(struct call *call, const struct buffer *out, const char *data, int64_t bytes,
+                           MPI_Status *status) {
+  return unpack(call, out, data, bytes, status, NULL);
+}
+
 /* The same as `receive` of a message that may have a label. */
 static ffi_error *receive_labelled(struct call *call, const struct buffer *out, MPI_Message *message,
                                    MPI_Status *status, MPI_Status *users) {

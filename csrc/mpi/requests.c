@@ -10,6 +10,12 @@ _Static_assert(sizeof(MPI_Status) <= sizeof((struct receive *)0)->status, "a sta
 
 static inline MPI_Status *status_of(struct receive *receive) { return (MPI_Status *)(void *)receive->status; }
 
+/* Whether messages tell what they consist of: JAXMPI_CHECK. */
+static bool has_labels(void) {
+  return atomic_load_explicit(&runtime.check, memory_order_relaxed) &&
+         atomic_load_explicit(&runtime.labels, memory_order_relaxed);
+}
+
 /* --- matching: under requests_lock --- */
 
 /* Whether a receive may have a message with this tag. With any tag those of plans never are for it; irecv, which may be
@@ -41,8 +47,8 @@ static void hand(struct receive *receive, MPI_Message message, const MPI_Status 
   receive->message = (intptr_t)message;
   receive->state = MATCHED;
   int64_t bytes = message_count(status, (MPI_Datatype)runtime.datatypes[FFI_DTYPE_U8]);
-  bool labelled = receive->request != NULL && atomic_load_explicit(&runtime.labels, memory_order_relaxed);
-  if (receive->waited_for || labelled || bytes != receive->bytes) return;
+  bool labelled = receive->request != NULL && has_labels(); /* then it is looked at in the wait, whatever its size */
+  if (receive->waited_for || bytes < 0 || (bytes != receive->bytes && !labelled)) return;
   if (receive->memory == NULL && receive->request != NULL)
     receive->request->block = block_take((size_t)bytes, &receive->memory);
   if (receive->memory == NULL) return;
@@ -271,6 +277,7 @@ static ffi_error *finish_receive(struct call *c, struct request *request, const 
   }
   c->from = status_of(receive)->MPI_SOURCE;
   c->from_tag = status_of(receive)->MPI_TAG;
+  if (has_labels()) return unpack_labelled(c, out, receive->memory, bytes_of(receive), status_of(receive));
   if (out->count > 0) memcpy(out->data, receive->memory, buffer_bytes(out));
   return NULL;
 }
