@@ -2,6 +2,7 @@
 #include <dlfcn.h>
 #include <stdlib.h>
 
+#include "core/requests.h"
 #include "harness.h"
 
 /* The operations as XLA knows them, told here a second time. */
@@ -258,7 +259,7 @@ static void a_freed_communicator_is_refused_by_all(void) {
   fake->reset();
   for (int i = 0; i < OPERATIONS; i++) {
     context("%s", expected[i].name);
-    if (i == ROW_after) continue; /* it uses none */
+    if (i == ROW_after || waits_for_request(i)) continue; /* it uses none; what is in flight is completed */
     FAILS(RUN(expected[i].name, ARRAY(F32, x, 3), ARRAY(F32, y, 3), COMM(comm), 0, 0, 0, 0, 0), FFI_FAILED_PRECONDITION,
           expected[i].name, "on rank 1 of 3", "the communicator has been freed", "live");
   }
