@@ -7,9 +7,11 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-#include "devices/transport.h"
 #include "core/call.h"
 #include "core/compare.h"
+#include "core/plan.h"
+#include "core/requests.h"
+#include "devices/transport.h"
 #include "simulated.h"
 
 enum { ROOM = 1 << 16, STATUS_ROOM = 64 };
@@ -219,6 +221,145 @@ static void an_aware_library_gets_device_pointers(void) {
   struct operands o = {
       "allreduce", F64, 10, 10, {registered(comm), reduction_of(operation_handle("PROD"), REDUCER_USER)}, false};
   same_as_on_host(&o, comm); /* not predefined, as far as the core knows: copied */
+  finish();
+}
+
+/* --- requests --- */
+
+/* A frame with copies of these arrays on the device. */
+static ffi_error *run_there(const char *operation, const struct array in[], int in_count, const struct array out[],
+                            int out_count, const int64_t attributes[]) {
+  struct frame frame;
+  struct array arrays[8] = {NONE};
+  size_t bytes[8];
+  for (int i = 0; i < in_count + out_count; i++) {
+    arrays[i] = i < in_count ? in[i] : out[i - in_count];
+    bytes[i] = (size_t)arrays[i].dims[0] * datatype_find(arrays[i].dtype)->bytes;
+    void *there = driver->allocate(bytes[i]);
+    driver->write(there, arrays[i].data, bytes[i]);
+    arrays[i].data = there;
+  }
+  frame_make_lists(&frame, operation, arrays, in_count, arrays + in_count, out_count, attributes);
+  ffi_error *error = frame_call_in(space, &frame, operation);
+  memset(&frame, 0xaa, sizeof frame);
+  driver->synchronize(xla_stream);
+  for (int i = 0; i < in_count + out_count; i++) {
+    if (i >= in_count) driver->read(out[i - in_count].data, arrays[i].data, bytes[i]);
+    driver->release(arrays[i].data);
+  }
+  return error;
+}
+
+static ffi_error *start_there(const char *operation, struct array in, float *id, const int64_t attributes[]) {
+  return run_there(operation, &in, in.rank >= 0, &ARRAY(F32, id, 2), 1, attributes);
+}
+#define START_THERE(operation, in, id, ...) start_there(operation, in, id, (const int64_t[]){__VA_ARGS__})
+
+static ffi_error *wait_there(const struct communicator *comm, float ids[][2], int count, const struct array out[],
+                             int out_count) {
+  struct array in[4];
+  for (int i = 0; i < count; i++) in[i] = ARRAY(F32, ids[i], 2);
+  return run_there("wait", in, count, out, out_count, (const int64_t[]){registered(comm), 0});
+}
+
+/* MPI gets what is in flight, which is on the host. */
+static void check_on_host(void) {
+  for (int i = 0; i < fake->call_count; i++)
+    CHECK(driver->reach(fake->calls[i].in) == fake->calls[i].in &&
+          driver->reach(fake->calls[i].out) == fake->calls[i].out);
+}
+
+static void requests_of_operations(const struct communicator *comm) {
+  enum { COUNT_OF = 40 };
+  float ids[4][2];
+  int64_t c = registered(comm);
+  struct array operand = ARRAY(F32, source, COUNT_OF), result = ARRAY(F32, target, COUNT_OF);
+  fill(source, ROOM);
+  blank(target, ROOM);
+  fake->reset();
+  fake->slow = 2;
+  SUCCEEDS(START_THERE("irecv", NONE, ids[0], c, COUNT_OF, F32, comm->rank, 5));
+  SUCCEEDS(START_THERE("isend", operand, ids[1], c, comm->rank, 5));
+  SUCCEEDS(START_THERE("iallreduce", operand, ids[2], c, reduction("SUM")));
+  SUCCEEDS(START_THERE("ibarrier", NONE, ids[3], c));
+  CHECK_EQUAL(requests_in_flight(), 4);
+  fill(host_source, ROOM);
+  fill(source, 16); /* what was given does not matter any more */
+  struct array results[] = {result, ARRAY(F32, host_target, COUNT_OF)};
+  SUCCEEDS(wait_there(comm, ids, 4, results, 2));
+  CHECK_SAME(target, host_source, 4 * COUNT_OF);
+  for (int i = 0; i < 4 * COUNT_OF; i++) CHECK_EQUAL(host_target[i], (unsigned char)(host_source[i] + comm->size));
+  CHECK(is_blank(target, 4 * COUNT_OF, ROOM));
+  check_on_host();
+  CHECK_EQUAL(requests_in_flight() + fake->live_requests + fake->queued + fake->live_matched, 0);
+}
+
+/* The second and third of five go to the first two, of the same rank. */
+static const struct plan *plan_to_itself(int rank) {
+  static const struct plan *made[4];
+  struct numbers n = {.count = 0};
+  enum { BYTES = LABEL_BYTES + 16 };
+  PUT(&n, 4711, 3, 1, 0, 0, BYTES, BYTES, 1, 1, 1, 0, 1, 5, 5, rank, 0, BYTES, rank, BYTES, BYTES);
+  PUT(&n, 0, LABEL_BYTES, 8, 16, 0, 0, 0, 0, BYTES + LABEL_BYTES, 0, 16, 0, 0, 0);
+  if (made[rank] == NULL) made[rank] = plan_make(n.values, n.count);
+  return made[rank];
+}
+
+static void a_request_of_an_exchange(const struct communicator *comm) {
+  double given[] = {1, 2, 3, 4, 5}, got[] = {0, 0, 0, 0, 0}, right[] = {2, 3, 3, 4, 5};
+  float id[2];
+  int64_t c = registered(comm), plan = registered(plan_to_itself(comm->rank));
+  fake->reset();
+  SUCCEEDS(START_THERE("exchange_start", ARRAY(F64, given, 5), id, c, plan));
+  CHECK_EQUAL(requests_in_flight(), 1);
+  struct array in[] = {ARRAY(F64, given, 5), ARRAY(F32, id, 2)}, out = ARRAY(F64, got, 5);
+  SUCCEEDS(run_there("exchange_finish", in, 2, &out, 1, (const int64_t[]){c, plan, 0}));
+  CHECK_SAME(got, right, sizeof right);
+  check_on_host();
+  CHECK_EQUAL(requests_in_flight() + fake->live_requests + fake->queued + fake->live_matched, 0);
+}
+
+/* On all transports, also where MPI reaches the device, and also in chunks, which requests are never divided into. */
+static void requests_are_staged(void) {
+  FOR_EACH(const enum transport *, transport, transports)
+  for (int way = 0; way < 4; way++) {
+    on(*transport, way & 1);
+    set_chunks(way & 2 ? LEAST_CHUNK : 0);
+    for (int rank = 0; rank < 3; rank += 2) {
+      context("rank %d of %d, transport %s, way %d", rank, rank + 1, transport_names[*transport], way);
+      requests_of_operations(world(rank, rank + 1));
+      a_request_of_an_exchange(world(rank, rank + 1));
+    }
+  }
+  set_chunks(0);
+  finish();
+}
+
+/* Where nobody waits, a start that has failed has no numbers, and the wait tells why. */
+static void errors_of_requests_are_deferred(void) {
+  struct communicator *comm = world(0, 2);
+  float ids[1][2] = {{0, 0}};
+  static const enum transport deferring[] = {TRANSPORT_CALLBACK, TRANSPORT_THREAD};
+  FOR_EACH(const enum transport *, transport, deferring) {
+    context("transport %s", transport_names[*transport]);
+    on(*transport, false);
+    fake->reset();
+    fake->fail("MPI_Isend", 1, 13);
+    SUCCEEDS(START_THERE("isend", ARRAY(F32, source, 5), ids[0], registered(comm), 1, 5));
+    CHECK(ids[0][0] != ids[0][0] && ids[0][1] != ids[0][1]);
+    FAILS(wait_there(comm, ids, 1, NULL, 0), FFI_INTERNAL, "not done, because", "jaxmpi.isend", "MPI_Isend failed");
+    CHECK(wait_there(comm, ids, 1, NULL, 0) == NULL);
+    struct failure *failure = failure_take();
+    if (CHECK(failure != NULL)) CHECK(strstr(failure->text, "waited for already") != NULL);
+    free(failure);
+    SUCCEEDS(START_THERE("isend", ARRAY(F32, source, 5), ids[0], registered(comm), 1, 5));
+    fake->fail("MPI_Wait", 1, 13);
+    SUCCEEDS(wait_there(comm, ids, 1, NULL, 0));
+    failure = failure_take();
+    if (CHECK(failure != NULL)) CHECK(strstr(failure->text, "jaxmpi.isend on rank 0 of 2: MPI_Wait failed") != NULL);
+    free(failure);
+    CHECK_EQUAL(requests_in_flight() + fake->live_requests, 0);
+  }
   finish();
 }
 
@@ -872,6 +1013,8 @@ static const struct test tests[] = {
     TEST(chunks_are_joined),
     TEST(chunks_on_the_host),
     TEST(an_aware_library_gets_device_pointers),
+    TEST(requests_are_staged),
+    TEST(errors_of_requests_are_deferred),
     TEST(check_is_staged),
     TEST(errors_are_deferred),
     TEST(freed_before_its_turn),
