@@ -101,7 +101,7 @@ def _start_adjoint(what: Started, batch: tuple[int, ...], cotangent: Any, params
     name, adjoint = _adjoint(what.operation, given, params["comm"])
     if not what.has_result:
         return _begin(name, adjoint, batch, zero_cotangent(jax.ShapeDtypeStruct(what.shape, what.dtype)))
-    if what.operation == "iallreduce":
+    if what.operation == "iallreduce" and given["op"].name == "SUM":  # others are held: see _tangent_iallreduce
         if LINE in given:
             check_same([cotangent], of_cotangent(params), given[LINE])
         cotangent = bind("replicate", of_cotangent(params), cotangent)
