@@ -114,7 +114,7 @@ static inline void requests_before(const struct call *call) {
 /* The communicator is freed, or MPI finalized if it is COMM_SELF: its messages are no longer expected. */
 void requests_forget(const struct communicator *comm);
 
-/* Ends the thread, and names on stderr what was never waited for. */
+/* Ends the thread, and names on stderr what was never waited for; once. */
 void requests_finish(void);
 
 /* How many requests have not been waited for. */
