@@ -884,9 +884,13 @@ def test_never_waited_for(script):
     program = script(
         """
         from jaxmpi import _core
-        request = notoken.irecv(jnp.zeros(3), rank, tag=6)
-        kept = notoken.iallreduce(jnp.ones(2), MPI.SUM)
-        jax.block_until_ready(kept._arrays)
+
+        @jax.jit
+        def f(x):
+            request = notoken.irecv(x, rank, tag=6)
+            return request, notoken.iallreduce(x, MPI.SUM)
+
+        kept = jax.block_until_ready(f(jnp.ones(3)))
         notoken.wait(notoken.ibarrier())
         print("in flight", _core.requests_in_flight())
         """
@@ -894,7 +898,7 @@ def test_never_waited_for(script):
     done = launch(2, program)
     assert done.stdout.count("in flight 2") == 2
     for rank in (0, 1):
-        for what, line in (("irecv", 7), ("iallreduce", 8)):
+        for what, line in (("irecv", 11), ("iallreduce", 12)):
             told = [text for text in done.stderr.splitlines() if f"rank {rank} has never waited for {what}" in text]
             assert len(told) == 1, done.stderr
             assert f"program.py:{line}" in told[0], told
