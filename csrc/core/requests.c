@@ -31,7 +31,7 @@ static struct {
   struct request *spare; /* without handles and receives */
   struct block *blocks[SPARE_BLOCKS];
   int64_t in_flight, long_ones;
-  bool running, asked, ending, told;
+  bool running, asked, ending;
   pthread_t thread;
   pthread_cond_t wake;
 } all = {.wake = PTHREAD_COND_INITIALIZER};
