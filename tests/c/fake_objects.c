@@ -582,9 +582,11 @@ static void read_status(const void *status, int *source, int *tag, int64_t *byte
 }
 
 static void fail(const char *function, int nth, int code) {
+  pthread_mutex_lock(&lock);
   failure.function = function;
   failure.nth = nth;
   failure.code = code;
+  pthread_mutex_unlock(&lock);
 }
 
 static void reset(void) {

@@ -1219,6 +1219,8 @@ static void what_was_never_waited_for_is_named(void) {
 }
 
 static const struct test tests[] = {
+    TEST(each_error_is_told_and_leaves_nothing), /* before the thread begins, which would look for messages, too */
+    TEST(a_failing_search_is_told),
     TEST(iallreduce_reduces),
     TEST(ireduce_is_zero_elsewhere),
     TEST(ialltoall_exchanges),
@@ -1229,8 +1231,6 @@ static const struct test tests[] = {
     TEST(isend_to_nobody),
     TEST(irecv_receives),
     TEST(irecv_from_nobody_is_zero),
-    TEST(each_error_is_told_and_leaves_nothing), /* before the thread begins, which would look for messages, too */
-    TEST(a_failing_search_is_told),
     TEST(a_second_wait_is_an_error),
     TEST(zeros_are_nothing_where_that_is_allowed),
     TEST(garbage_is_no_request),
