@@ -433,6 +433,28 @@ static void a_blocking_receive_from_nobody_is_not_delayed(void) {
   all_is_done();
 }
 
+/* Another thread, which takes the message of a plan; then one of users comes. */
+static void *take_planned_soon(void *data) {
+  usleep(20000);
+  SUCCEEDS(RUN("recv", NONE, ARRAY(U8, data, 4), COMM(here()), 2, 0, TAGS));
+  fake->deliver(here()->handle, 2, 0, message + 8, 4);
+  return NULL;
+}
+
+static void any_tag_waits_for_users(void) {
+  unsigned char got[4];
+  pthread_t thread;
+  prepare();
+  fake->deliver(here()->handle, 2, TAGS, message, 4);
+  SUCCEEDS(start_receive(id, U8, 4, fake->any_source, fake->any_tag)); /* the only one */
+  if (pthread_create(&thread, NULL, take_planned_soon, got) != 0) abort();
+  SUCCEEDS(wait_on(here(), id, ARRAY(U8, out, 4)));
+  CHECK_SAME(out, message + 8, 4);
+  pthread_join(thread, NULL);
+  CHECK_SAME(got, message, 4);
+  all_is_done();
+}
+
 static void any_tag_is_one_of_users(void) {
   static const int others[] = {TAGS, TAGS + 1, OF_DERIVATIVES, MOST_TAG};
   for (int alone = 0; alone < 2; alone++)
@@ -1242,6 +1264,7 @@ static const struct test tests[] = {
     TEST(a_blocking_receive_comes_after_those_that_are_expected),
     TEST(a_blocking_receive_from_nobody_is_not_delayed),
     TEST(any_tag_is_one_of_users),
+    TEST(any_tag_waits_for_users),
     TEST(a_blocking_receive_takes_any_tag_of_a_derivative),
     TEST(a_message_of_another_size_is_refused),
     TEST(labels_go_along),
