@@ -18,6 +18,8 @@ NEW_JAX = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 7)
 
 SHAPES = [(), (1,), (3,), (2, 3), (0,), (0, 3), (5, 1, 2)]
 FEW_SHAPES = [(2, 3), (0,)]
+REPLICATED = ("allreduce", "iallreduce")
+"""Whose result is one array that all ranks have, with the same cotangent."""
 UFUNCS = {
     "SUM": np.add,
     "PROD": np.multiply,
@@ -158,6 +160,39 @@ def send_recv_at_run_time(comm):
     return lambda x: call(x, left, right, 5)
 
 
+# Started and waited for: all the tests of an operation are tests of it then.
+
+
+def _started_message(x, comm, root):
+    """Round the ring; one rank alone sends to itself."""
+    receive = notoken.irecv(x, _left(comm), tag=4, comm=comm)
+    send = notoken.isend(x, _right(comm), tag=4, comm=comm)
+    y, _ = notoken.waitall([receive, send])
+    return y
+
+
+_STARTED = [
+    Case("irecv", _started_message, lambda xs, rank, root: xs[rank - 1], messages=True),
+    Case(
+        "iallreduce",
+        lambda x, c, r: notoken.wait(notoken.iallreduce(x, MPI.SUM, comm=c)),
+        lambda xs, rank, root: _accumulate(xs, len(xs)),
+        moves=False,
+    ),
+    Case(
+        "ialltoall",
+        lambda x, c, r: notoken.wait(notoken.ialltoall(x, comm=c)),
+        lambda xs, rank, root: np.stack([x[rank] for x in xs]),
+        stacked=True,
+    ),
+    Case(
+        "ibcast",
+        lambda x, c, r: notoken.wait(notoken.ibcast(x, r, comm=c)),
+        lambda xs, rank, root: xs[root],
+        rooted=True,
+    ),
+]
+
 # Arrays divided by rows.
 
 CAPACITY = 3
@@ -292,6 +327,7 @@ _OF_COUNTS = [
 
 CASES = [
     *_OF_COUNTS,
+    *_STARTED,
     Case("allgather", lambda x, c, r: notoken.allgather(x, comm=c), lambda xs, rank, root: np.stack(xs)),
     Case(
         "allreduce",

@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 import jaxmpi
 from jaxmpi import notoken
-from table import CASES, NEW_JAX, upto
+from table import CASES, NEW_JAX, REPLICATED, upto
 
 needs_new_jax = pytest.mark.skipif(not NEW_JAX, reason="this JAX drops what has no result that is used")
 PAIRS = [case for case in CASES if NEW_JAX or not case.name.startswith("send_recv")]
@@ -75,7 +75,7 @@ TOLERANCE = {
 def test_dot_product(case, dtype, comm, rank, size):
     for root in case.roots(size):
         x = draw(case.shape((3, 2), rank, size, root), jnp.dtype(dtype), rank, 0)
-        replicated = case.name == "allreduce"
+        replicated = case.name in REPLICATED
         f = lambda x, root=root: case.call(x, comm, root)  # noqa: E731
         double = dtype in ("float64", "complex128")
         check(f, x, comm, TOLERANCE[dtype], double, replicated, compiled=dtype == "float64" and root == size - 1)
@@ -87,7 +87,7 @@ def test_dot_product(case, dtype, comm, rank, size):
 def test_scalars_and_nothing(case, shape, comm, rank, size):
     for root in case.roots(size):
         x = draw(case.shape(shape, rank, size, root), float, rank, 0)
-        check(lambda x, root=root: case.call(x, comm, root), x, comm, replicated=case.name == "allreduce")
+        check(lambda x, root=root: case.call(x, comm, root), x, comm, replicated=case.name in REPLICATED)
 
 
 # --- ranks that differ ----------------------------------------------------------------------------------------------
@@ -240,6 +240,7 @@ def test_messages_of_derivatives_have_tags_of_their_own(comm, rank, size):
 OPS = {"MAX": MPI.MAX, "MIN": MPI.MIN, "PROD": MPI.PROD, "SUM": MPI.SUM}
 REDUCTIONS = {
     "allreduce": lambda x, op, comm, root: notoken.allreduce(x, op, comm=comm),
+    "iallreduce": lambda x, op, comm, root: notoken.wait(notoken.iallreduce(x, op, comm=comm)),
     "reduce": lambda x, op, comm, root: notoken.reduce(x, op, root, comm=comm),
     "scan": lambda x, op, comm, root: notoken.scan(x, op, comm=comm),
 }
@@ -254,11 +255,11 @@ def test_reduction(name, op, comm, rank, size):
             return REDUCTIONS[name](x, OPS[op], comm, root)
 
         x = draw((4,), float, rank, 0)
-        check(f, x, comm, replicated=name == "allreduce")
+        check(f, x, comm, replicated=name in REPLICATED)
         if op == "PROD":  # one zero, and two zeros, among the factors
             zeros = jnp.asarray([rank != 0, rank != size - 1, rank not in (0, size - 1), 1.0])
-            check(f, x * zeros, comm, replicated=name == "allreduce")
-            check(f, draw((4,), complex, rank, 0), comm, replicated=name == "allreduce")
+            check(f, x * zeros, comm, replicated=name in REPLICATED)
+            check(f, draw((4,), complex, rank, 0), comm, replicated=name in REPLICATED)
 
 
 @pytest.mark.parametrize("op", ["MAX", "MIN"])
@@ -311,7 +312,7 @@ def test_second_derivative(case, comm, rank, size):
     def gradient(x):
         return jax.grad(lambda x: jnp.sum(jnp.sin(case.call(x, comm, root)) ** 2))(x)
 
-    if case.name == "allreduce":  # its gradient is no Jacobian of stacked vectors: against the sum over ranks itself
+    if case.name in REPLICATED:  # its gradient is no Jacobian of stacked vectors: against the sum over ranks itself
         xs = jnp.asarray(comm.allgather(np.asarray(x)))
 
         def local(xs):
@@ -443,7 +444,7 @@ def test_scan_of_50_steps(wrap, case, comm, rank, size):
 
         return lax.scan(wrap(step), 0.0, jnp.arange(50.0))[0]
 
-    check(f, x, comm, rtol=1e-10, replicated=case.name == "allreduce", compiled=True)
+    check(f, x, comm, rtol=1e-10, replicated=case.name in REPLICATED, compiled=True)
 
 
 @needs_new_jax
