@@ -41,6 +41,17 @@ assert_type(jaxmpi.scatter(x, 0, token=None), tuple[Any, Token])
 assert_type(jaxmpi.scatterv(x, None, root=0, rows=3), tuple[Any, Token])
 assert_type(jaxmpi.send(x, 1, tag=2), Token)
 assert_type(jaxmpi.sendrecv(x, x, 0, 1, sendtag=1, recvtag=2, status=MPI.Status()), tuple[Any, Token])
+assert_type(jaxmpi.iallreduce(x, MPI.SUM), tuple[Any, Token])
+assert_type(jaxmpi.ialltoall({"a": x}, comm=MPI.COMM_SELF), tuple[Any, Token])
+assert_type(jaxmpi.ibarrier(token=None), tuple[Any, Token])
+assert_type(jaxmpi.ibcast(x, root=0), tuple[Any, Token])
+assert_type(jaxmpi.irecv(x, 1, tag=2), tuple[Any, Token])
+assert_type(jaxmpi.isend(x, 1), tuple[Any, Token])
+assert_type(jaxmpi.wait(jaxmpi.isend(x, 1)[0], after=x), tuple[Any, Token])
+assert_type(jaxmpi.waitall([], token=None), tuple[Any, Token])
+jaxmpi.isend(x)  # error
+jaxmpi.iallreduce(x, "sum")  # error
+jaxmpi.wait()  # error
 assert_type(jaxmpi.invariant(x), Any)
 assert_type(jaxmpi.replicate(x), Any)
 assert_type(jaxmpi.has_cuda_support(), bool)
@@ -77,6 +88,18 @@ assert_type(notoken.scan(x, MPI.SUM), Any)
 assert_type(notoken.scatter(x, 0), Any)
 assert_type(notoken.scatterv(x, [3], 0), Any)
 assert_type(notoken.sendrecv(x, x, 0, 1, sendtag=1, recvtag=2), Any)
+assert_type(notoken.iallreduce(x, op=MPI.SUM), Any)
+assert_type(notoken.ialltoall(x), Any)
+assert_type(notoken.ibarrier(comm=MPI.COMM_SELF), Any)
+assert_type(notoken.ibcast(x, 0), Any)
+assert_type(notoken.irecv(x), Any)
+assert_type(notoken.isend(x, 1, tag=2), Any)
+assert_type(notoken.wait(notoken.isend(x, 1), after={"a": x}), Any)
+assert_type(notoken.waitall({"a": notoken.ibarrier()}), Any)
+notoken.ialltoall(x, MPI.COMM_SELF)  # error
+notoken.ibcast(x)  # error
+notoken.irecv()  # error
+notoken.wait(x, token=None)  # error
 assert_type(notoken.invariant(x), Any)
 assert_type(notoken.replicate(x), Any)
 assert_type(notoken.has_cuda_support(), bool)
