@@ -47,7 +47,12 @@ def arguments():
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which the run ends in any case")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2, help="of each rank, each with a communicator")
-    parser.add_argument("--programs", type=int, default=78, help="of each thread, from which its steps are drawn")
+    parser.add_argument(
+        "--programs",
+        type=int,
+        default=3 * len(soaking.OPERATIONS),
+        help="of each thread, from which its steps are drawn",
+    )
     parser.add_argument("--chunk", type=int, default=3000, help="elements beyond which arrays are sent in parts")
     parser.add_argument("--duplicate", type=int, default=500, help="steps after which a communicator is made and freed")
     parser.add_argument("--growth", type=float, default=24, help="MiB of memory by which a rank may have grown")

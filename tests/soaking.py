@@ -18,6 +18,7 @@ from jaxmpi import notoken
 from table import (
     CASES,
     NEW_JAX,
+    REPLICATED,
     UFUNCS,
     counts_of,
     dtype_of,
@@ -38,12 +39,13 @@ LOOPS = ("fori_loop", "scan", "while_loop")
 DERIVATIVES = ("vjp", "jvp")
 WAYS = ["eager", "jit", *LOOPS, *(DERIVATIVES if NEW_JAX else ())]
 CASE = {case.name: case for case in CASES}
-OTHERS = ["barrier", "exchange"]
+OPERATIONS = [*CASE, "barrier", "exchange"]
 BLOCK = 2
 """Of an exchange, on a periodic grid of one axis: elements of each rank, which has one of each neighbour besides."""
 REDUCING = {
     "allreduce": lambda x, op, comm, root: notoken.allreduce(x, op, comm=comm),
     "exscan": lambda x, op, comm, root: notoken.exscan(x, op, comm=comm),
+    "iallreduce": lambda x, op, comm, root: notoken.wait(notoken.iallreduce(x, op, comm=comm)),
     "reduce": lambda x, op, comm, root: notoken.reduce(x, op, root, comm=comm),
     "reduce_scatter": lambda x, op, comm, root: notoken.reduce_scatter(x, op, comm=comm),
     "reduce_scatter_counts": lambda x, op, comm, root: notoken.reduce_scatter(x, op, counts_of(comm.size), comm=comm),
@@ -87,7 +89,7 @@ class Program:
 
 def draw(generator, size, number):
     """A program; successive numbers go through all operations."""
-    case, way = [*CASE, *OTHERS][number % (len(CASE) + len(OTHERS))], generator.choice(WAYS)
+    case, way = OPERATIONS[number % len(OPERATIONS)], generator.choice(WAYS)
     wide = way not in ("eager", "jit")
     kinds = MOVED[:-1] if case in REDUCING else MOVED  # there are no reductions of float8
     dtype = generator.choice(WIDE[2:] if way in DERIVATIVES else WIDE if wide else kinds)
@@ -227,7 +229,7 @@ def adjoint(program, ws, xs, rank):
     An element gets the cotangents of all elements of results that it is in: where its number is, if this rank passes
     numbers and the others zeros.
     """
-    if program.case == "allreduce":
+    if program.case in REPLICATED:
         return ws[rank]
     numbers = [np.zeros(x.shape, np.int64) for x in xs]
     numbers[rank] += 1 + np.arange(xs[rank].size).reshape(xs[rank].shape)
