@@ -33,8 +33,10 @@ const struct datatype *datatype_find(int code) {
 }
 
 const char *derivative_name(int64_t derivative) {
-  /* In the order of _DERIVATIVES in python/jaxmpi/_primitive.py. */
-  static const char *const names[] = {"a value", "a tangent", "a cotangent", "a value in a further derivative"};
+  static const char *const names[] = {[OF_VALUE] = "a value",
+                                      [OF_TANGENT] = "a tangent",
+                                      [OF_COTANGENT] = "a cotangent",
+                                      [OF_FURTHER] = "a value in a further derivative"};
   return derivative >= 0 && derivative < (int64_t)(sizeof names / sizeof *names) ? names[derivative] : NULL;
 }
 

@@ -165,15 +165,19 @@ static inline bool role_is_of_host(enum role role) { return (role & 2) != 0; }
 
 enum divisibility { WHOLE, CHUNKS, GATHERS, SCATTERS, EXCHANGES }; /* see ops.def */
 
-/* What an attribute is: RANK and TAG are numbers that errors show, DERIVATIVE, NUMBER and PLAIN see ops.def, the others
- * the number of an object in the registry. */
-enum attribute { RANK, TAG, DERIVATIVE, NUMBER, PLAIN, OBJECT, OBJECT_OR_0, REDUCTION, PLAN };
+/* What an attribute is: RANK and TAG are numbers that errors show, DERIVATIVE, ADJOINT, NUMBER and PLAIN see ops.def,
+ * the others the number of an object in the registry. */
+enum attribute { RANK, TAG, DERIVATIVE, ADJOINT, NUMBER, PLAIN, OBJECT, OBJECT_OR_0, REDUCTION, PLAN };
 static inline bool attribute_is_object(enum attribute kind) { return kind >= OBJECT; }
 
 /* About what a RANK or TAG is, in a program, that is known at run time only. That of a derivative is TRACED plus the
  * first tag of derivatives, which is to be added to the tag, or plus 1 for a rank. */
 #define TRACED (-(INT64_C(1) << 40))
 static inline bool is_traced(int64_t attribute) { return attribute < TRACED / 2; }
+
+/* What a collective is of, by the numbers of _DERIVATIVES in python/jaxmpi/_primitive.py; from OF_COTANGENT on it may
+ * be of reverse mode. */
+enum derivative { OF_VALUE, OF_TANGENT, OF_COTANGENT, OF_FURTHER };
 
 /* In words, what a collective is of; NULL for a number that is none of an attribute DERIVATIVE. */
 const char *derivative_name(int64_t derivative);

@@ -3,6 +3,8 @@
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <time.h>
+#include <unistd.h>
 #ifdef __linux__
 #include <sys/prctl.h>
 #endif
@@ -10,7 +12,14 @@
 #include "core/failure.h"
 #include "core/lanes.h"
 
-enum { MOST_PLACES = (1 << 24) - 1, SPARE_BLOCKS = 8, NAMED = 10, PAUSE_NANOSECONDS = 20000 };
+enum {
+  MOST_PLACES = (1 << 24) - 1,
+  SPARE_BLOCKS = 8,
+  SPARE_BYTES = 1 << 29,
+  NAMED = 10,
+  PAUSE_NANOSECONDS = 20000,
+  PAUSES = 500 /* after a blocking operation has begun */
+};
 
 /* Fresh memory of the system's costs more than a copy into it, so some is kept. */
 struct block {
@@ -21,6 +30,7 @@ struct block {
 pthread_mutex_t requests_lock = PTHREAD_MUTEX_INITIALIZER;
 struct receive *receives_first, *kept_first;
 atomic_int receives_expected;
+long requests_patience = 2000000;
 
 /* All of it under the lock. */
 static struct {
@@ -30,8 +40,11 @@ static struct {
   int *unused, unused_count;
   struct request *spare; /* without handles and receives */
   struct block *blocks[SPARE_BLOCKS];
-  int64_t in_flight, long_ones;
-  bool running, asked, ending;
+  size_t spare_bytes; /* of the blocks */
+  int64_t in_flight, long_ones, begun;
+  bool running, asleep, ending;
+  int asked; /* pauses before it is calm again */
+  pid_t process;
   pthread_t thread;
   pthread_cond_t wake;
 } all = {.wake = PTHREAD_COND_INITIALIZER};
@@ -42,25 +55,27 @@ struct block *block_take(size_t bytes, char **data) {
   struct block *found = NULL;
   for (int i = 0; i < SPARE_BLOCKS && found == NULL; i++)
     if (all.blocks[i] != NULL && all.blocks[i]->bytes >= bytes && all.blocks[i]->bytes / 2 <= bytes)
-      found = all.blocks[i], all.blocks[i] = NULL;
+      found = all.blocks[i], all.blocks[i] = NULL, all.spare_bytes -= found->bytes;
   if (found == NULL && (found = aligned_alloc(64, (sizeof *found + bytes + 63) / 64 * 64)) != NULL)
     found->bytes = bytes;
   if (found != NULL) *data = found->data;
   return found;
 }
 
+/* Keeps it in the place of none or of the smallest one, unless they became too much. */
 static void block_give(struct block *block) {
   if (block == NULL) return;
   int least = 0;
-  for (int i = 0; i < SPARE_BLOCKS; i++) {
-    if (all.blocks[i] == NULL) {
-      all.blocks[i] = block;
-      return;
-    }
-    if (all.blocks[i]->bytes < all.blocks[least]->bytes) least = i;
+  for (int i = 0; i < SPARE_BLOCKS && all.blocks[least] != NULL; i++)
+    if (all.blocks[i] == NULL || all.blocks[i]->bytes < all.blocks[least]->bytes) least = i;
+  size_t left = all.spare_bytes - (all.blocks[least] != NULL ? all.blocks[least]->bytes : 0);
+  if (left + block->bytes > SPARE_BYTES) {
+    free(block);
+    return;
   }
   free(all.blocks[least]);
   all.blocks[least] = block;
+  all.spare_bytes = left + block->bytes;
 }
 
 static struct request *new_request(int handles, int receives) {
@@ -174,12 +189,15 @@ static void *progress(void *unused);
 static void begin_thread(void) {
   if (all.running || all.ending || runtime.serialize) return;
   all.running = thread_start(&all.thread, progress) == 0;
+  if (all.running) all.process = getpid();
 }
 
 void request_begin(struct request *request, const struct buffer *id, int64_t moved) {
   pthread_mutex_lock(&requests_lock);
   uint32_t generation = all.generations[request->place] % MOST_PLACES + 1;
   request->generation = all.generations[request->place] = generation;
+  request->serial = ++all.begun;
+  if (all.process == 0) all.process = getpid();
   all.places[request->place] = request;
   all.in_flight++;
   request->is_long = moved >= LONG_BYTES;
@@ -204,8 +222,14 @@ struct request *request_take(const struct call *call, const struct buffer *id, b
   *error = are_numbers(id) ? NULL : fail_numbers(call, id);
   if (*error != NULL) return NULL;
   const float *given = id->data;
+  for (int64_t i = 2; i < id->count && *error == NULL; i++)
+    if (given[i] != given[i % 2])
+      *error =
+          call_fail(call, FFI_UNIMPLEMENTED,
+                    "several requests where one is expected: jax.vmap maps the predicate of a jax.lax.cond or "
+                    "while_loop that returns it, and its branches have started one each. Wait inside of the branch");
   bool none = given[0] == 0 && given[1] == 0;
-  if (none && zero) return NULL;
+  if (*error != NULL || (none && zero)) return NULL;
   pthread_mutex_lock(&requests_lock);
   int place = place_of(id);
   struct request *found = place >= 0 ? all.places[place] : NULL;
@@ -222,6 +246,47 @@ struct request *request_take(const struct call *call, const struct buffer *id, b
                               "waited for once; where a function that waits is executed again (jax.checkpoint "
                               "executes one again for its derivative), start in it as well");
   return found;
+}
+
+static ffi_error *fail_order(const struct call *call) {
+  return call_fail(
+      call, FFI_FAILED_PRECONDITION,
+      "in reverse mode, operations that MPI cannot tell apart (messages with the same rank and tag, or one "
+      "collective or exchange several times) must be waited for in the order in which they were started, "
+      "or their gradients would be exchanged. Wait in that order, or give the messages tags of their own");
+}
+
+/* Whether it is the adjoint of an operation, or the value of one in a further derivative. */
+static bool is_adjoint(const struct request *request) {
+  int own = attribute_of(request->operation, ADJOINT), all_have = attribute_of(request->operation, DERIVATIVE);
+  return own >= 0 ? request->attributes[own] != 0 : all_have >= 0 && request->attributes[all_have] >= OF_COTANGENT;
+}
+
+ffi_error *request_check_order(const struct call *call, const struct request *request) {
+  if (!is_adjoint(request)) return NULL;
+  bool earlier = false;
+  pthread_mutex_lock(&requests_lock);
+  for (int i = 0; i < all.used && all.in_flight > 0 && !earlier; i++) {
+    const struct request *other = all.places[i];
+    earlier = other != NULL && other->operation == request->operation && other->serial < request->serial &&
+              memcmp(other->attributes, request->attributes, sizeof other->attributes) == 0;
+  }
+  pthread_mutex_unlock(&requests_lock);
+  return earlier ? fail_order(call) : NULL;
+}
+
+ffi_error *request_check_blocking(const struct call *call, int row, int64_t peer, int64_t tag) {
+  const struct operation *operation = &operation_table[row];
+  int at_peer = attribute_of(operation, RANK), at_tag = attribute_of(operation, TAG);
+  bool like = false;
+  pthread_mutex_lock(&requests_lock);
+  for (int i = 0; i < all.used && all.in_flight > 0 && !like; i++) {
+    const struct request *other = all.places[i];
+    like = other != NULL && other->operation == operation && other->comm == call->comm && is_adjoint(other) &&
+           other->attributes[at_peer] == peer && other->attributes[at_tag] == tag;
+  }
+  pthread_mutex_unlock(&requests_lock);
+  return like ? fail_order(call) : NULL;
 }
 
 bool request_words(const struct call *call, int64_t words[WORDS]) {
@@ -262,6 +327,8 @@ void receive_expect(struct receive *receive) {
   add(&receives_first, receive);
   receive->state = EXPECTED;
   atomic_fetch_add(&receives_expected, 1);
+  begin_thread();
+  if (all.asleep) wake();
 }
 
 void receive_forget(struct receive *receive) {
@@ -289,17 +356,34 @@ void requests_forget(const struct communicator *comm) {
 
 /* --- the thread --- */
 
+/* Until something is expected or long, or for `requests_patience` if something is. */
+static void rest(void) {
+  if (atomic_load(&receives_expected) == 0) {
+    all.asleep = true;
+    pthread_cond_wait(&all.wake, &requests_lock);
+    all.asleep = false;
+    return;
+  }
+  struct timespec until;
+  clock_gettime(CLOCK_REALTIME, &until);
+  until.tv_nsec += requests_patience % 1000000000L;
+  until.tv_sec += requests_patience / 1000000000L + until.tv_nsec / 1000000000L;
+  until.tv_nsec %= 1000000000L;
+  if (pthread_cond_timedwait(&all.wake, &requests_lock, &until) != 0) runtime.abi->match_receives(NULL);
+}
+
 static void *progress(void *unused) {
 #ifdef __linux__
   prctl(PR_SET_TIMERSLACK, 1000UL, 0UL, 0UL, 0UL); /* nanoseconds */
 #endif
   pthread_mutex_lock(&requests_lock);
   while (!all.ending) {
-    if (atomic_load(&receives_expected) == 0) all.asked = false;
-    if (all.long_ones == 0 && !all.asked) {
-      pthread_cond_wait(&all.wake, &requests_lock);
+    if (atomic_load(&receives_expected) == 0) all.asked = 0;
+    if (all.long_ones == 0 && all.asked == 0) {
+      rest();
       continue;
     }
+    if (all.asked > 0) all.asked--;
     runtime.abi->match_receives(NULL);
     for (int i = 0; i < all.used; i++)
       if (all.places[i] != NULL && all.places[i]->is_long) {
@@ -316,9 +400,8 @@ static void *progress(void *unused) {
 
 void requests_wake(void) {
   pthread_mutex_lock(&requests_lock);
-  all.asked = true;
-  begin_thread();
-  wake();
+  if (all.asked == 0) wake();
+  all.asked = PAUSES;
   pthread_mutex_unlock(&requests_lock);
 }
 
@@ -334,6 +417,7 @@ static void name(const struct request *request) {
 
 void requests_finish(void) {
   static atomic_bool told;
+  if (all.process != getpid()) return; /* a child of fork has neither the thread nor what was started */
   pthread_mutex_lock(&requests_lock);
   bool running = all.running;
   all.ending = true, all.running = false;

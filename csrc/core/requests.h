@@ -8,8 +8,10 @@
  * buffer that is too small is an error by the standard, after which a library may have written past its end. So the
  * order of receives is kept here: whoever finds a message gives it to the first receive that it fits.
  *
- * Who lets the library progress: the thread in a wait; else a thread of ours, which is asleep unless something long is
- * in flight or a blocking operation begins while messages are expected. It needs MPI_THREAD_MULTIPLE.
+ * Who lets the library progress: the thread in a wait; else a thread of ours, which looks for messages that are
+ * expected: often while something long is in flight and for a time after a blocking operation has begun, now and then
+ * else, since a sender may wait for any of them, or this rank elsewhere for that sender. Nothing expected and nothing
+ * long, it is asleep. It needs MPI_THREAD_MULTIPLE.
  *
  * Threads: any thread may call these functions. `requests_lock` is the lock of all that is declared here, of members
  * of a receive too; it may be taken while runtime.lock is held, not the other way round.
@@ -19,8 +21,11 @@
 
 #include "core/words.h"
 
-/* Bytes from which on the thread is woken: shorter messages are sent at once by all libraries. */
+/* Bytes from which on what is in flight is looked after often: shorter messages mostly leave at once. */
 enum { LONG_BYTES = 1 << 15 };
+
+/* Nanoseconds after which the thread looks for what is expected and short. Tests change it before a first request. */
+extern long requests_patience;
 
 /* A message that is to come. */
 struct receive {
@@ -44,6 +49,7 @@ struct request {
   struct request *next;
   int place;
   uint32_t generation;
+  int64_t serial;      /* in the order of all starts */
   bool is_long, usual; /* `usual`: of the size of nearly all */
   const struct operation *operation;
   struct communicator *comm;
@@ -81,6 +87,14 @@ static inline int64_t request_number(const struct request *request) {
   return request->place < 0 ? 0 : ((int64_t)request->generation << 24) + request->place;
 }
 
+/* In reverse mode the order of the waits, from the last to the first, is the order in which adjoints are started, by
+ * which they are matched among those that MPI cannot tell apart. So that all ranks have one order, it must be that of
+ * the starts: the error if one of its like was started earlier, and is not waited for yet; */
+ffi_error *request_check_order(const struct call *call, const struct request *request);
+
+/* or if there is one like an adjoint that blocks, which starts `row` in the words of one that does not. */
+ffi_error *request_check_blocking(const struct call *call, int row, int64_t peer, int64_t tag);
+
 /* Gives back its memory and its place. */
 void request_end(struct request *request);
 
@@ -108,7 +122,7 @@ static inline bool waits_for_request(int row) { return row == ROW_wait || row ==
 void requests_wake(void);
 static inline void requests_before(const struct call *call) {
   bool expected = atomic_load_explicit(&receives_expected, memory_order_relaxed) > 0;
-  if (expected && !has_request(call->operation)) requests_wake();
+  if (expected && (call->compared || !has_request(call->operation))) requests_wake();
 }
 
 /* The communicator is freed, or MPI finalized if it is COMM_SELF: its messages are no longer expected. */

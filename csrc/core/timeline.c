@@ -226,6 +226,7 @@ static void add_attribute(struct text *text, const struct event *event, int inde
     case DERIVATIVE:
       if (value != 0) add_string(text, name, derivative_name(value));
       break;
+    case ADJOINT:
     case NUMBER:
     case PLAIN:
     case OBJECT:

@@ -30,8 +30,12 @@ static inline void parcel_free(struct parcel *parcel) {
 }
 
 /* in: any shape */
+/* Tags from here on may be those of derivatives: _tags.py. */
+static bool may_be_of_derivative(int64_t tag) { return tag >= runtime.most_tag - runtime.most_tag / 2; }
+
 ffi_error *BODY(send)(struct call *c) {
   ARGUMENTS(send, c);
+  if (may_be_of_derivative(a.tag)) PASS(request_check_blocking(c, ROW_isend, a.dest, a.tag));
   BEGIN(c, Send, "-> %d with tag %d and", (int)a.dest, (int)a.tag);
   struct parcel in = parcel_of(c, b.in);
   int code = in.span.code;
@@ -198,6 +202,7 @@ static inline ffi_error *receive(struct call *call, const struct buffer *out, co
 /* out: the template's shape */
 ffi_error *BODY(recv)(struct call *c) {
   ARGUMENTS(recv, c);
+  if (may_be_of_derivative(a.tag)) PASS(request_check_blocking(c, ROW_irecv, a.source, a.tag));
   BEGIN(c, Recv, "<- %d with tag %d and", (int)a.source, (int)a.tag);
   struct span out = span_of(b.out->type, b.out->count);
   TRY(c, out.code);

@@ -148,6 +148,11 @@ static bool match_one(struct receive *receive) {
 
 void match_messages(const struct communicator *comm) {
   struct receive *next;
+  /* What was kept has come before what MPI has. */
+  for (struct receive *receive = kept_first != NULL ? receives_first : NULL; receive != NULL; receive = next) {
+    next = receive->next;
+    if (receive->state == EXPECTED) hand_kept(receive);
+  }
   for (struct receive *receive = receives_first; receive != NULL; receive = next) {
     next = receive->next;
     if (comm != NULL && receive->comm != comm) continue;
@@ -377,7 +382,9 @@ static ffi_error *wait_for(struct call *c, struct request *request, const struct
   struct own own = take_over(c, request);
   complete_all(request);
   ffi_error *error = fail_noted(c, request);
-  if (error == NULL && same && out != NULL && mapped && count == batch * request->count)
+  if (error == NULL && (error = request_check_order(c, request)) != NULL)
+    drop_messages(request);
+  else if (error == NULL && same && out != NULL && mapped && count == batch * request->count)
     error = finish_batch(c, request, out, batch);
   else if (error == NULL && same && count == request->count)
     error = finish(c, request, out);
@@ -440,6 +447,7 @@ ffi_error *BODY(exchange_finish)(struct call *c) {
     error = call_fail(c, FFI_UNIMPLEMENTED,
                       "the fields are not those that were started with: jax.vmap maps some of them on one side only");
   if (request != NULL) complete_all(request);
+  if (request != NULL && error == NULL) error = request_check_order(c, request);
   if (request != NULL && error != NULL) drop_messages(request);
   if (request != NULL && error == NULL) {
     struct own own = take_over(c, request);

@@ -234,7 +234,7 @@ static PyObject *operation_row(const struct operation *row) {
                                       [OBJECT] = "object",       [OBJECT_OR_0] = "object_or_0",
                                       [REDUCTION] = "reduction", [DERIVATIVE] = "derivative",
                                       [NUMBER] = "number",       [PLAN] = "plan",
-                                      [PLAIN] = "plain"};
+                                      [PLAIN] = "plain",         [ADJOINT] = "adjoint"};
   const char *names[MAX_ROLES + MAX_ATTRIBUTES], *of[MAX_ROLES + MAX_ATTRIBUTES];
   for (int i = 0; i < row->buffer_count; i++) {
     names[i] = row->buffers[i].name;

@@ -279,8 +279,10 @@ _DERIVATIVES = (None, TANGENT, COTANGENT, VALUE)  # by the core's numbers: see c
 
 def _attribute(name: str, kind: str, params: Params, dtype: Any) -> np.int64:
     """An attribute as a 64-bit integer, as the core reads it."""
-    value: Any = params.get(name) if kind == "derivative" else params[name]
+    value: Any = params.get(DERIVATIVE) if kind in ("adjoint", "derivative") else params[name]
     match kind:
+        case "adjoint":  # or, in a further derivative, perhaps the value of one
+            value = value in (COTANGENT, VALUE)
         case "derivative":
             value = _DERIVATIVES.index(value)
         case "reduction":

@@ -89,11 +89,12 @@ def _adjoint(operation: str, given: Params, comm: Any) -> tuple[str, Params]:
 
 
 def _transpose_wait(cotangents, operands, params):
-    given = iter(cotangents)
-    return [
-        _start_adjoint(what, request.shape[:-1], next(given) if what.has_result else None, params)
-        for what, request in zip(params["started"], operands, strict=True)
-    ]
+    # From the last to the first, as separate waits are transposed: this order is that of the other ranks.
+    given, started = list(cotangents), []
+    for what, request in zip(reversed(params["started"]), reversed(operands), strict=True):
+        cotangent = given.pop() if what.has_result else None
+        started.append(_start_adjoint(what, request.shape[:-1], cotangent, params))
+    return started[::-1]
 
 
 def _start_adjoint(what: Started, batch: tuple[int, ...], cotangent: Any, params: Params) -> Any:

@@ -73,8 +73,8 @@ struct frame {
   int64_t attributes[MAX_ATTRIBUTES];
 };
 
-/* Fills `frame` for an operation. The attributes are in the order of ops.def, without DERIVATIVE, which is taken from
- * the variable `derivative`: 0 at the start of each test. */
+/* Fills `frame` for an operation. The attributes are in the order of ops.def, without DERIVATIVE and ADJOINT, which are
+ * taken from the variable `derivative`: 0 at the start of each test. */
 extern int64_t derivative;
 void frame_make(struct frame *frame, const char *operation, struct array in, struct array out,
                 const int64_t attributes[]);

@@ -17,6 +17,7 @@ static float id[2], other[2];
 
 static void prepare(void) {
   fake->reset();
+  requests_patience = 100000000000000; /* the tests look for messages themselves */
   runtime.most_tag = MOST_TAG;
   fill(in, ROOM);
   fill(message, ROOM);
@@ -254,6 +255,73 @@ static void a_second_wait_is_an_error(void) {
   all_is_done();
 }
 
+/* Which of two alike may be waited for first: any, unless they are of reverse mode. */
+static void adjoints_are_waited_for_in_order(void) {
+  for (derivative = 0; derivative < 4; derivative++)
+    for (int alike = 0; alike < 2; alike++)
+      for (int kind = 0; kind < 3; kind++) {
+        bool refused = alike && derivative >= 2;
+        int result = kind != 0 ? 4 : -1;
+        context("derivative %d, alike %d, kind %d", (int)derivative, alike, kind);
+        prepare();
+        float *ids[] = {id, other};
+        for (int i = 0; i < 2; i++) {
+          int tag = OF_DERIVATIVES + (alike ? 0 : i), root = alike ? here()->rank : i;
+          if (kind == 0) SUCCEEDS(START("isend", ARRAY(U8, in, 4), ids[i], COMM(here()), 2, tag));
+          if (kind == 1) SUCCEEDS(start_receive(ids[i], U8, 4, 2, tag));
+          if (kind == 2) SUCCEEDS(START("ireduce", ARRAY(U8, in, 4), ids[i], COMM(here()), reduction("SUM"), root));
+          if (kind == 1) deliver(2, tag, 4);
+        }
+        struct array to = result > 0 ? ARRAY(U8, out, 4) : NONE;
+        ffi_error *error = wait_on(here(), other, to);
+        if (refused)
+          FAILS(error, FFI_FAILED_PRECONDITION, "in the order in which they were started");
+        else
+          SUCCEEDS(error);
+        SUCCEEDS(wait_on(here(), id, to));
+        all_is_done();
+      }
+  derivative = 0;
+}
+
+static void adjoints_that_block_are_in_order(void) {
+  for (derivative = 0; derivative < 4; derivative++)
+    for (int tag = OF_DERIVATIVES; tag < OF_DERIVATIVES + 2; tag++)
+      for (int receives = 0; receives < 2; receives++) {
+        bool refused = derivative >= 2 && tag == OF_DERIVATIVES;
+        context("derivative %d, tag %d, receives %d", (int)derivative, tag, receives);
+        prepare();
+        if (receives)
+          SUCCEEDS(start_receive(id, U8, 4, 2, OF_DERIVATIVES));
+        else
+          SUCCEEDS(START("isend", ARRAY(U8, in, 4), id, COMM(here()), 2, OF_DERIVATIVES));
+        if (receives) deliver(2, OF_DERIVATIVES, 4);
+        if (receives && !refused) deliver(2, tag, 4);
+        ffi_error *error = receives ? RUN("recv", NONE, ARRAY(U8, out, 4), COMM(here()), 2, 0, tag)
+                                    : RUN("send", ARRAY(U8, in, 4), NONE, COMM(here()), 2, tag);
+        if (refused)
+          FAILS(error, FFI_FAILED_PRECONDITION, "in the order in which they were started");
+        else
+          SUCCEEDS(error);
+        SUCCEEDS(wait_on(here(), id, receives ? ARRAY(U8, out, 4) : NONE));
+        all_is_done();
+      }
+  derivative = 0;
+}
+
+/* As by a jax.vmap of a predicate, both branches of which have started something. */
+static void requests_that_were_mixed_are_refused(void) {
+  prepare();
+  SUCCEEDS(START("hold", ARRAY(U8, in, 4), id, COMM(here())));
+  SUCCEEDS(START("hold", ARRAY(U8, in, 4), other, COMM(here())));
+  float both[4] = {id[0], id[1], other[0], other[1]}, half[4] = {id[0], id[1], 0, 0};
+  FAILS(RUN("wait", ARRAY(F32, both, 4), ARRAY(U8, out, 8), COMM(here()), 0), FFI_UNIMPLEMENTED, "several requests");
+  FAILS(RUN("wait", ARRAY(F32, half, 4), ARRAY(U8, out, 8), COMM(here()), 1), FFI_UNIMPLEMENTED, "several requests");
+  SUCCEEDS(wait_on(here(), id, ARRAY(U8, out, 4)));
+  SUCCEEDS(wait_on(here(), other, ARRAY(U8, out, 4)));
+  all_is_done();
+}
+
 static void zeros_are_nothing_where_that_is_allowed(void) {
   static float zeros[][2] = {{0, 0}, {-0.0f, 0}, {0, -0.0f}};
   prepare();
@@ -455,6 +523,25 @@ static void any_tag_waits_for_users(void) {
   all_is_done();
 }
 
+static void what_was_kept_comes_first(void) {
+  prepare();
+  SUCCEEDS(start_receive(id, U8, 4, 2, fake->any_tag)); /* which finds the others */
+  fake->deliver(here()->handle, 2, TAGS, message, 4);
+  look_for_messages();
+  CHECK_EQUAL(fake->queued, 0); /* it is kept */
+  fake->deliver(here()->handle, 2, TAGS, message + 4, 4);
+  for (int i = 0; i < 2; i++) {
+    SUCCEEDS(start_receive(other, U8, 4, 2, TAGS));
+    look_for_messages();
+    SUCCEEDS(wait_on(here(), other, ARRAY(U8, out, 4)));
+    CHECK_SAME(out, message + 4 * i, 4);
+  }
+  deliver(2, 5, 4);
+  SUCCEEDS(wait_on(here(), id, ARRAY(U8, out, 4)));
+  CHECK_SAME(out, message, 4);
+  all_is_done();
+}
+
 static void any_tag_is_one_of_users(void) {
   static const int others[] = {TAGS, TAGS + 1, OF_DERIVATIVES, MOST_TAG};
   for (int alone = 0; alone < 2; alone++)
@@ -532,7 +619,7 @@ static void a_message_of_another_size_is_refused(void) {
 }
 
 static void labels_go_along(void) {
-  int64_t sites[] = {COMM(here()), PLACE, 5};
+  int64_t sites[] = {0, COMM(here()), PLACE, 5};
   CHECK(words_add_site(ROW_isend, sites, F32, N, "a.py:3 (f)"));
   for (int when = THEN; when < WHENS; when++)
     for (const struct datatype *row = datatype_table; row->name != NULL; row++) {
@@ -923,8 +1010,21 @@ static void a_blocking_operation_does_not_keep_messages_waiting(void) {
   SUCCEEDS(start_receive(id, U8, 4, 2, 5));
   deliver(2, 5, 4);
   usleep(20000);
-  CHECK_EQUAL(fake->queued, 1); /* the thread is asleep */
+  CHECK_EQUAL(fake->queued, 1); /* the thread is at rest */
   SUCCEEDS(RUN("barrier", NONE, NONE, COMM(here())));
+  SOON(fake->queued == 0);
+  SUCCEEDS(wait_on(here(), id, ARRAY(U8, out, 4)));
+  CHECK_SAME(out, message, 4);
+  all_is_done();
+}
+
+static void what_is_short_is_looked_for_now_and_then(void) {
+  prepare();
+  requests_patience = 1000000;
+  SUCCEEDS(start_receive(id, U8, 4, 2, 5));
+  SUCCEEDS(RUN("barrier", NONE, NONE, COMM(here()))); /* so that it knows */
+  usleep(50000);
+  deliver(2, 5, 4);
   SOON(fake->queued == 0);
   SUCCEEDS(wait_on(here(), id, ARRAY(U8, out, 4)));
   CHECK_SAME(out, message, 4);
@@ -1218,7 +1318,7 @@ static void finish_caught(void) {
 static void what_was_never_waited_for_is_named(void) {
   enum { MANY = 13 };
   float ids[MANY][2];
-  int64_t site[] = {COMM(here()), 2, 9};
+  int64_t site[] = {0, COMM(here()), 2, 9};
   CHECK(words_add_site(ROW_isend, site, F32, N, "b.py:4 (g)"));
   prepare();
   runtime.rank = 7; /* in COMM_WORLD */
@@ -1254,6 +1354,9 @@ static const struct test tests[] = {
     TEST(irecv_receives),
     TEST(irecv_from_nobody_is_zero),
     TEST(a_second_wait_is_an_error),
+    TEST(adjoints_are_waited_for_in_order),
+    TEST(adjoints_that_block_are_in_order),
+    TEST(requests_that_were_mixed_are_refused),
     TEST(zeros_are_nothing_where_that_is_allowed),
     TEST(garbage_is_no_request),
     TEST(numbers_have_a_shape),
@@ -1264,6 +1367,7 @@ static const struct test tests[] = {
     TEST(a_blocking_receive_comes_after_those_that_are_expected),
     TEST(a_blocking_receive_from_nobody_is_not_delayed),
     TEST(any_tag_is_one_of_users),
+    TEST(what_was_kept_comes_first),
     TEST(any_tag_waits_for_users),
     TEST(a_blocking_receive_takes_any_tag_of_a_derivative),
     TEST(a_message_of_another_size_is_refused),
@@ -1277,6 +1381,7 @@ static const struct test tests[] = {
     TEST(an_error_of_a_wait_is_in_the_words_of_the_start),
     TEST(what_is_long_is_looked_after),
     TEST(a_blocking_operation_does_not_keep_messages_waiting),
+    TEST(what_is_short_is_looked_for_now_and_then),
     TEST(messages_are_not_expected_without_the_thread),
     TEST(a_communicator_is_freed),
     TEST(a_communicator_is_freed_during_a_wait),
