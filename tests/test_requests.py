@@ -923,3 +923,240 @@ def test_wrong_dtype_is_told(script):
     )
     done = launch(2, program, JAXMPI_CHECK="1")
     assert all(text in done.stdout for text in ("irecv", "int32", "next [0. 1. 2. 3.]")), done.stdout
+
+
+# --- the order of waits in derivatives ------------------------------------------------------------------------------
+
+
+def _alike(x, comm, wait):
+    """Two messages round the ring, with one tag, waited for as `wait` does."""
+    receives = [notoken.irecv(x, left(comm), tag=1, comm=comm) for _ in range(2)]
+    sends = [notoken.isend(v, right(comm), tag=1, comm=comm) for v in (x, x * x)]
+    a, b = wait(receives, sends)
+    return jnp.sum(jnp.cos(a) + jnp.arange(1.0, 4.0) * b)
+
+
+def _each_first(receives, sends):
+    ys = [notoken.wait(r) for r in receives]
+    notoken.waitall(sends)
+    return ys
+
+
+def _sends_first(receives, sends):
+    for send in sends:
+        notoken.wait(send)
+    return notoken.waitall(receives)
+
+
+@derivatives
+@pytest.mark.parametrize("way", ["each first", "sends first", "at once", "sends at once"])
+@pytest.mark.parametrize("transformation", ["grad", "hessian", "jvp"])
+def test_messages_alike_have_their_own_derivatives(way, transformation, comm, rank):
+    waits = {
+        "each first": _each_first,
+        "sends first": _sends_first,
+        "at once": lambda rs, ss: notoken.waitall([rs, ss])[0],
+        "sends at once": lambda rs, ss: notoken.waitall([ss, rs])[1],
+    }
+
+    def plain(x):
+        a, b = (blocking_shifted(v, comm, tag) for tag, v in ((1, x), (2, x * x)))
+        return jnp.sum(jnp.cos(a) + jnp.arange(1.0, 4.0) * b)
+
+    def transformed(f):
+        x, t = numbers((3,), rank), numbers((3,), rank, 1)
+        return jax.jvp(f, (x,), (t,)) if transformation == "jvp" else getattr(jax, transformation)(f)(x)
+
+    mine, expected = transformed(lambda x: _alike(x, comm, waits[way])), transformed(plain)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), mine, expected)
+
+
+@derivatives
+@pytest.mark.parametrize("leaves", [29, 30, 31, 45, 61, 75])
+def test_derivatives_of_many_leaves(leaves, comm, rank):
+    def f(xs):
+        ys, _ = notoken.waitall(
+            [notoken.irecv(xs, left(comm), tag=1, comm=comm), notoken.isend(xs, right(comm), tag=1, comm=comm)]
+        )
+        return sum(jnp.sum((i + 1) * jnp.sin(y)) for i, y in enumerate(ys))
+
+    xs = [numbers((2,), rank, i) for i in range(leaves)]
+    for i, gradient in enumerate(jax.jit(jax.grad(f))(xs)):  # round the ring and back
+        np.testing.assert_allclose(gradient, (i + 1) * np.cos(xs[i]), rtol=1e-12)
+
+
+@derivatives
+@pytest.mark.parametrize("wrap", ["jit", "cond", "checkpoint", "scan"])
+@pytest.mark.parametrize("operation", ["messages", "iallreduce", "exchange"])
+def test_waits_alone_are_differentiated(wrap, operation, comm, rank, size):
+    """Of what was started outside of what is differentiated, and does not depend on it."""
+    x, w = numbers((4,), rank), jnp.arange(1.0, 5.0)
+    grid = jaxmpi.Grid(size, 2 * size, periodic=True, comm=comm)  # of 4 elements, with the halo
+    if operation == "messages":
+        begun = [notoken.irecv(x, left(comm), tag=1, comm=comm), notoken.isend(x, right(comm), tag=1, comm=comm)]
+        wait, expected = (lambda q: notoken.waitall(q)[0]), blocking_shifted(x, comm)
+    elif operation == "iallreduce":
+        begun, wait, expected = (
+            notoken.iallreduce(x, MPI.SUM, comm=comm),
+            notoken.wait,
+            notoken.allreduce(x, MPI.SUM, comm=comm),
+        )
+    else:
+        begun, wait, expected = grid.start(x), grid.finish, grid.exchange(x)
+    wrapped = {
+        "jit": jax.jit,
+        "cond": lambda f: lambda q: lax.cond(jnp.asarray(True), f, f, q),
+        "checkpoint": lambda f: f,
+        "scan": lambda f: lambda q: lax.scan(lambda c, _: (c, f(q)), 0.0, None, length=1)[1][0],
+    }[wrap](wait)
+
+    def f(w):
+        return jnp.sum(w * wrapped(begun))
+
+    np.testing.assert_allclose(jax.grad(f)(w), expected, rtol=1e-6)
+    assert _core.requests_in_flight() == 0
+    again = jax.grad(lambda x: jnp.sum(jnp.sin(shifted(x, comm, 1))))(x)  # finds no message that was left
+    np.testing.assert_allclose(again, np.cos(x), rtol=1e-6)
+
+
+REFUSED = """
+    import sys
+    import jax, jax.numpy as jnp, numpy as np
+    from jax import lax
+    from mpi4py import MPI
+    from jaxmpi import notoken
+    jax.config.update("jax_enable_x64", True)
+    rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    left, right = (rank - 1) % size, (rank + 1) % size
+
+    def receives_turned(x):
+        a, b = notoken.irecv(x, left, tag=0), notoken.irecv(x, left, tag=0)
+        s, t = notoken.isend(x, right), notoken.isend(x * x, right)
+        y = notoken.wait(b), notoken.wait(a)
+        notoken.waitall([s, t])
+        return y[1] + 2 * y[0]
+
+    def sends_turned(x):
+        a, b = notoken.irecv(x, left, tag=0), notoken.irecv(x, left, tag=0)
+        s, t = notoken.isend(x, right), notoken.isend(x * x, right)
+        notoken.waitall([t, s])
+        y, z = notoken.waitall([a, b])
+        return y + 2 * z
+
+    def a_blocking_one_between(x):
+        a = notoken.irecv(x, left, tag=0)
+        s, t = notoken.isend(x, right), notoken.isend(x * x, right)
+        z = notoken.recv(x, left, tag=0)
+        y = notoken.wait(a)
+        notoken.waitall([s, t])
+        return y + 2 * z
+
+    def collectives_turned(x):
+        a, b = notoken.ibcast(x, 0), notoken.ibcast(x * x, 0)
+        z = notoken.wait(b)
+        return notoken.wait(a) + 2 * z
+
+    f = {function}
+    x = jnp.arange(1.0, 4.0) + rank
+    expected = np.asarray(f(x))
+    y, t = jax.jvp(f, (x,), (jnp.ones(3),))
+    np.testing.assert_array_equal(y, expected)
+    np.testing.assert_allclose(t, 1 + 4 * {moved})
+    try:
+        jax.block_until_ready(jax.grad(lambda x: jnp.sum(f(x)))(x))
+    except jax.errors.JaxRuntimeError as error:
+        assert "must be waited for in the order in which they were started" in str(error), error
+        print("refused", flush=True)
+    MPI.COMM_WORLD.Abort(0) if MPI.COMM_WORLD.Barrier() else None
+"""
+
+
+@derivatives
+@pytest.mark.launches
+@pytest.mark.parametrize(
+    "function", ["receives_turned", "sends_turned", "a_blocking_one_between", "collectives_turned"]
+)
+def test_other_orders_are_refused_in_reverse_mode(function, script):
+    moved = "jnp.arange(1.0, 4.0)" if function == "collectives_turned" else "(jnp.arange(1.0, 4.0) + left)"
+    program = script(REFUSED.replace("{function}", function).replace("{moved}", moved))
+    done = launch(2, program)
+    assert done.stdout.count("refused") >= 1, done.stdout + done.stderr
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize("loop", [False, True])
+def test_mapped_predicate(loop, script):
+    program = script(
+        f"""
+        import jax, jax.numpy as jnp
+        from jax import lax
+        from mpi4py import MPI
+        from jaxmpi import notoken
+
+        def start(x):
+            return notoken.iallreduce(x, MPI.SUM)
+
+        def branches(p, x):
+            return notoken.wait(lax.cond(p, start, lambda x: start(-x), x))
+
+        def loop(p, x):
+            first = start(x)
+            def step(c):
+                notoken.wait(c[0])
+                return start(2 * x), c[1] + 1
+            return notoken.wait(lax.while_loop(lambda c: c[1] < p, step, (first, jnp.zeros((), int)))[0])
+
+        try:
+            y = jax.vmap({"loop" if loop else "branches"})(jnp.array([1, 0]), jnp.ones(2))
+            print("given", y, flush=True)
+        except jax.errors.JaxRuntimeError as error:
+            print("refused:", error, flush=True)
+        """
+    )
+    done = launch(2, program)
+    assert "given" not in done.stdout
+    assert done.stdout.count("refused") == 2, done.stdout + done.stderr
+
+
+# --- ranks that wait elsewhere ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("elements", [1, 500, 2000, 4000])
+def test_this_rank_waits_elsewhere(elements, comm, rank):
+    """The sender may wait for the receive, and this rank, in a function that is not ours, for the sender."""
+    x = numbers((elements,), rank)
+    if rank == 0:
+        comm.Ssend(np.asarray(x), 1, 5)
+        jax.block_until_ready(notoken.send(x, 1, tag=6, comm=comm))
+        comm.Barrier()
+    elif rank == 1:
+        begun = [notoken.irecv(x, 0, tag=6, comm=comm)]
+        jax.effects_barrier()
+        got = np.empty(elements)
+        comm.Recv(got, 0, 5)
+        comm.Barrier()
+        np.testing.assert_array_equal(notoken.waitall(begun)[0], got)
+    else:
+        comm.Barrier()
+
+
+@pytest.mark.launches
+def test_starts_that_are_compared_let_messages_pass(script):
+    program = script(
+        """
+        import jax, jax.numpy as jnp
+        from mpi4py import MPI
+        from jaxmpi import notoken
+        rank, x = MPI.COMM_WORLD.rank, jnp.ones(4000)
+        if rank == 0:
+            notoken.send(x, 1)
+            q = notoken.iallreduce(x, MPI.SUM)
+        else:
+            r = notoken.irecv(x, 0)
+            q = notoken.iallreduce(x, MPI.SUM)
+            jax.block_until_ready(notoken.wait(r))
+        print("sum", notoken.wait(q)[0], flush=True)
+        """
+    )
+    assert launch(2, program, JAXMPI_CHECK="1").stdout.count("sum 2.0") == 2

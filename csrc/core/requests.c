@@ -263,13 +263,14 @@ static bool is_adjoint(const struct request *request) {
 }
 
 ffi_error *request_check_order(const struct call *call, const struct request *request) {
+  size_t bytes = (size_t)request->operation->attribute_count * sizeof *request->attributes;
   if (!is_adjoint(request)) return NULL;
   bool earlier = false;
   pthread_mutex_lock(&requests_lock);
   for (int i = 0; i < all.used && all.in_flight > 0 && !earlier; i++) {
     const struct request *other = all.places[i];
     earlier = other != NULL && other->operation == request->operation && other->serial < request->serial &&
-              memcmp(other->attributes, request->attributes, sizeof other->attributes) == 0;
+              memcmp(other->attributes, request->attributes, bytes) == 0;
   }
   pthread_mutex_unlock(&requests_lock);
   return earlier ? fail_order(call) : NULL;

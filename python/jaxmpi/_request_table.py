@@ -18,15 +18,14 @@ import numpy as np
 from mpi4py import MPI
 
 from jaxmpi import _jax, _native, _table, _tags
-from jaxmpi._derivatives.communication import DERIVATIVE, TANGENT, VALUE
+from jaxmpi._derivatives.communication import DERIVATIVE, REQUEST, TANGENT, VALUE
 from jaxmpi._derivatives.link import batched, link, linked_zeros
 from jaxmpi._derivatives.transposition import zero_cotangent
 from jaxmpi._primitive import PRIMITIVES, Params, Part, Row, bind, make_primitive
 from jaxmpi._table import LINE, SUMMING, check_names, check_same, of_cotangent, of_tangent, on_root
 
-WIDTH = 2
-"""Numbers of a request."""
-_NOTHING = np.zeros(WIDTH, np.float32)
+(WIDTH,), _NUMBERS = REQUEST
+_NOTHING = np.zeros(WIDTH, _NUMBERS)
 
 WITHOUT_RESULT = {"isend", "ibarrier"}
 _BATCH_AT = {"ialltoall": 1}
@@ -56,7 +55,7 @@ def started(operation: str, params: Params, x: Any) -> Started:
 
 
 def _request(avals: Sequence[Any], params: Params) -> list[Any]:
-    return [jax.ShapeDtypeStruct((*params["batch"], WIDTH), np.float32)]
+    return [jax.ShapeDtypeStruct((*params["batch"], WIDTH), _NUMBERS)]
 
 
 def _begin(operation: str, params: Params, batch: tuple[int, ...], *operands: Any) -> Any:
@@ -196,6 +195,7 @@ def _linear_places(params: Params, which: Sequence[int]) -> Params:
 
 
 def _start_of(arrays, which, batch, params, of, adjoint):
+    _table.refuse_opaque("Grid.start", arrays, which)
     more = _linear_places(params, which)
     return _begin("exchange_start", of(params, **more, adjoint=adjoint), batch, *(arrays[i] for i in which))
 
@@ -203,6 +203,7 @@ def _start_of(arrays, which, batch, params, of, adjoint):
 def _finish_of(arrays, which, request, params, of, adjoint):
     if not which:
         return [None] * len(arrays)
+    _table.refuse_opaque("Grid.finish", arrays, which)
     params = of(params, **_linear_places(params, which), adjoint=adjoint)
     fields = [arrays[i] for i in which]
     if request is not _NOTHING:  # whatever maps the request maps them, as where it was started

@@ -293,14 +293,19 @@ def plan(avals, params):
     return params["pattern"].plan(params["comm"].rank, types, params["places"], params["adjoint"])
 
 
-def _derivative_by_plan(name, arrays, which, params, of: Callable[..., Params], adjoint: bool):
-    """The linear part of the operation, of those of the arrays; in the place of others there is None."""
+def refuse_opaque(name: str, arrays: Sequence[Any], which: Sequence[int]) -> None:
+    """Raises an error if one of those arrays cannot be added."""
     for i in which:
         if DATATYPES[np.dtype(arrays[i].dtype).name].kind == "opaque":
             raise NotImplementedError(
                 f"{name} cannot be differentiated: it adds, and {arrays[i].dtype} cannot be added; convert to another "
                 "dtype first, such as float32."
             )
+
+
+def _derivative_by_plan(name, arrays, which, params, of: Callable[..., Params], adjoint: bool):
+    """The linear part of the operation, of those of the arrays; in the place of others there is None."""
+    refuse_opaque(name, arrays, which)
     pattern = params["pattern"]
     places = pattern.linear(tuple(params["places"][i] for i in which))
     params = of(params, pattern=pattern, places=places, adjoint=adjoint)

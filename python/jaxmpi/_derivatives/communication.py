@@ -35,9 +35,19 @@ TANGENT, COTANGENT, VALUE = "tangent", "cotangent", "value"
 
 CALLS = (primitives.closed_call_p, ad_checkpoint.remat_p, _jax.jit_p)
 
+REQUEST = (2,), np.dtype(np.float32)
+"""Shape and dtype of the numbers of a request: `_request_table`."""
+
 ZERO = np.zeros((), jax.dtypes.canonicalize_dtype(float))
 
 _PLAIN = (int, float, bool, str, type(None))
+
+
+def may_be_request(x: Any) -> bool:
+    """Whether these may be numbers of a request, or of a batch of them: with a tangent they have an adjoint."""
+    aval = jax.typeof(x)
+    return (aval.shape[-1:], aval.dtype) == REQUEST
+
 
 check: Callable[[], None]
 """Called before anything that communicates is differentiated; raises if that is not possible."""

@@ -20,7 +20,16 @@ except ImportError:  # before JAX 0.8
 
 from jaxmpi import _hidden, _jax, _jaxprs
 from jaxmpi._derivatives import communication
-from jaxmpi._derivatives.communication import DERIVATIVE, ZERO, Params, communicates, during, is_ours, refusal
+from jaxmpi._derivatives.communication import (
+    DERIVATIVE,
+    ZERO,
+    Params,
+    communicates,
+    during,
+    is_ours,
+    may_be_request,
+    refusal,
+)
 from jaxmpi._derivatives.link import link_primitive
 from jaxmpi._derivatives.remaking import depending, scan_with_carry, with_parameter, with_parameter_of_call
 from jaxmpi._derivatives.rules import derivative_communicates, rules_communicate
@@ -37,9 +46,15 @@ def _one(trace: Any, tracers: Sequence[Any], start: int = 0, stop: int | None = 
 
 
 def _one_of_first_order(trace: Any, tracers: Sequence[Any], params: Params, start: int = 0) -> list[int]:
-    """The same; but none if there are derivatives inside, whose values must depend on what is differentiated, too: then
-    a dummy operand is added, unless the loop has one already."""
-    return [] if _has_derivatives(params) and _widened.get() is not trace else _one(trace, tracers, start)
+    """The same; but no request, whose tangent would start its adjoint; and none if there are derivatives inside, whose
+    values must depend on what is differentiated, too, unless the loop has a dummy operand already. Where there is none,
+    a dummy operand is added."""
+    if _has_derivatives(params) and _widened.get() is not trace:
+        return []
+    which = _one(trace, tracers, start)
+    if which and not has_tangent(trace, [tracers[which[0]]]):
+        which = [i for i in _jax.inexact_among(tracers) if i >= start and not may_be_request(tracers[i])][:1]
+    return which
 
 
 _widened: contextvars.ContextVar[Any] = contextvars.ContextVar("widened", default=None)

@@ -20,6 +20,7 @@ from jaxmpi._derivatives.communication import (
     during,
     forget,
     is_error_of_ours,
+    may_be_request,
     refusal,
 )
 from jaxmpi._derivatives.traces import has_tangent, in_opened, link_operands, seeds_of
@@ -65,7 +66,7 @@ def differentiate_custom_vjp(own, trace, primitive, function, forward, backward,
         with during(cannot_be_traced, asked is None and not called):
             return call(tracers)
     _or_refuse(possible)
-    possible.sort(key=lambda i: not has_tangent(trace, [tracers[i]]))
+    possible.sort(key=lambda i: (not has_tangent(trace, [tracers[i]]), may_be_request(tracers[i])))
     for i in possible:
         with contextlib.suppress(private_ad.CustomVJPException, *([] if i == possible[-1] else [AssertionError])):
             return call(link_operands(trace, tracers, [i], "a function with jax.custom_vjp", False))
