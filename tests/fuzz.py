@@ -92,6 +92,9 @@ def worker(chosen):
     faulthandler.cancel_dump_traceback_later()
 
 
+ORDER = "must be waited for in the order in which they were started"
+"""In the error of a program that could have wrong gradients: at run time, where its job ends."""
+
 # --- the runner ------------------------------------------------------------------------------------------------------
 
 
@@ -163,7 +166,11 @@ def follow(process, errors, tally):
     if begun is None:
         sys.exit(f"no program was begun:\n{text}")
     if not ended:
-        tally.fail("hanging" if "Timeout (" in text else "crashed", *begun, summary(text))
+        seed, check = begun
+        if ORDER in text:
+            tally.end(seed, "refused", check, ORDER)
+        else:
+            tally.fail("hanging" if "Timeout (" in text else "crashed", seed, check, summary(text))
     return begun[0]
 
 

@@ -214,6 +214,8 @@ ffi_error *BODY(recv)(struct call *c) {
 /* in: any shape  out: the template's shape */
 ffi_error *BODY(sendrecv)(struct call *c) {
   ARGUMENTS(sendrecv, c);
+  if (may_be_of_derivative(a.sendtag)) PASS(request_check_blocking(c, ROW_isend, a.dest, a.sendtag));
+  if (may_be_of_derivative(a.recvtag)) PASS(request_check_blocking(c, ROW_irecv, a.source, a.recvtag));
   BEGIN(c, Sendrecv, "<- %d with tag %d -> %d with tag %d and", (int)a.source, (int)a.recvtag, (int)a.dest,
         (int)a.sendtag);
   struct parcel in = parcel_of(c, b.in);

@@ -102,6 +102,10 @@ class Comm:
         """What is the same for all that may take each other's place in a loop or a branch."""
         return replace(self, operand=0, also=min(self.also, 0), constant_on=(), also_constant_on=(), ties=False)
 
+    def alike(self):
+        """The same for all that MPI may not tell apart."""
+        return ("message", self.tag) if self.name in ("pair", "sendrecv") else (self.name, self.root)
+
 
 @dataclass(frozen=True)
 class Wait:
@@ -246,10 +250,15 @@ class _Generator:
 
     def wait(self, flying, known):
         """For something that is in flight, which it then is no longer."""
-        keys = self.random.sample(sorted(flying), min(len(flying), self.random.choice([1, 1, 1, 2])))
-        for key in keys:
-            del flying[key]
+        chosen = self.random.sample(sorted(flying), min(len(flying), self.random.choice([1, 1, 1, 2])))
+        keys = [self.first_like(flying, key) for key in chosen]
         return Wait(tuple(keys), self.one(known) if self.chance(0.3) else -1)
+
+    def first_like(self, flying, key):
+        """What is waited for first where this might be, as it must be in reverse mode; it is no longer in flight."""
+        first = min(k for k in flying if flying[k].alike() == flying[key].alike())
+        del flying[first]
+        return first
 
     def again(self, form, known):
         """Another start of the same form."""
@@ -301,7 +310,7 @@ class _Generator:
 
     def starting(self, comm):
         comm = replace(
-            comm, starts=True, long=self.chance(0.15), tag=self.random.choice([0, 2, 2, 5 if self.chance(0.2) else 3])
+            comm, starts=True, long=self.chance(0.15), tag=self.random.choice([1, 3, 3, 5 if self.chance(0.2) else 4])
         )
         if comm.name in ("pair", "sendrecv") and self.chance(0.3):
             # Where ranks wait at different places, the messages of derivatives are told apart by their tags alone.
