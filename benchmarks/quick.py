@@ -81,7 +81,7 @@ def compare():
     exchanges[requests] = build("exchange by requests", 4, 0.02, only=[loop_of_ours])[loop_of_ours]
     exchange = sample(exchanges, 25)
     by_numpy = "loop", "mpi4py"
-    counts = {nbytes: measure("alltoallv", nbytes, 15, 0.03, [*loops, by_numpy]) for nbytes in (4 << 10, 1 << 20)}
+    counts = {nbytes: measure("alltoallv", nbytes, 15, 0.03, [loop, floor, by_numpy]) for nbytes in (4 << 10, 1 << 20)}
     large = measure("allreduce", LARGE, 9, 0.25, [*loops, ("loop", "C, in place")])
     alone = sample(build_donated(LARGE, 10), 9)
     trees = {nbytes: sample(build_trees(LEAVES, nbytes, 0.02), 9) for nbytes in (4, 4096)}

@@ -43,6 +43,7 @@ static struct {
   size_t spare_bytes; /* of the blocks */
   int64_t in_flight, long_ones, begun;
   bool running, asleep, ending;
+  bool calm; /* nothing has been expected since the thread looked last */
   int asked; /* pauses before it is calm again */
   pid_t process;
   pthread_t thread;
@@ -329,7 +330,9 @@ void receive_expect(struct receive *receive) {
   receive->state = EXPECTED;
   atomic_fetch_add(&receives_expected, 1);
   begin_thread();
+  all.calm = false;
   if (all.asleep) wake();
+  all.asleep = false;
 }
 
 void receive_forget(struct receive *receive) {
@@ -357,14 +360,15 @@ void requests_forget(const struct communicator *comm) {
 
 /* --- the thread --- */
 
-/* Until something is expected or long, or for `requests_patience` if something is. */
+/* For `requests_patience`, or until something is expected or long, if nothing has been for so long. */
 static void rest(void) {
-  if (atomic_load(&receives_expected) == 0) {
+  if (all.calm) {
     all.asleep = true;
     pthread_cond_wait(&all.wake, &requests_lock);
     all.asleep = false;
     return;
   }
+  all.calm = atomic_load(&receives_expected) == 0;
   struct timespec until;
   clock_gettime(CLOCK_REALTIME, &until);
   until.tv_nsec += requests_patience % 1000000000L;

@@ -265,13 +265,18 @@ static ffi_error *finish_receive(struct call *c, struct request *request, const 
   MPI_Status status;
   pthread_mutex_lock(&requests_lock);
   bool others = atomic_load(&receives_expected) > 1 || atomic_load(&receive->comm->expected) > 1;
-  bool alone = receive->state == EXPECTED && receive->tag != ABI_ANY_TAG && !others;
+  bool alone = receive->state == EXPECTED && !others;
   if (alone) receive_forget(receive);
   pthread_mutex_unlock(&requests_lock);
   if (receive->source == ABI_PROC_NULL) return call_zero(c, out->data, buffer_bytes(out));
   if (alone) { /* nobody else looks for messages */
     TRY_MPI(c, Mprobe, receive->source, receive->tag, (MPI_Comm)c->comm->handle, &message, &status);
-    return receive_matched(c, out, &message, &status);
+    if (takes(receive, status.MPI_TAG)) return receive_matched(c, out, &message, &status);
+    pthread_mutex_lock(&requests_lock);
+    bool kept = keep_message(c->comm, message, &status);
+    if (kept) receive_expect(receive);
+    pthread_mutex_unlock(&requests_lock);
+    if (!kept) return call_fail(c, FFI_INTERNAL, "no memory to keep a message");
   }
   bool received = complete_receive(request, receive);
   PASS(fail_noted(c, request));
