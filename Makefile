@@ -175,8 +175,9 @@ test-device: $(BUILD)/.ready ## the suites on a simulated device, copied for MPI
 	$(FAKES) $(BIN)/python -m pytest $(CASES) tests/test_run_devices.py
 	for transport in callback aware; do \
 	  $(FAKES) JAXMPI_TEST_DEVICE=$$transport timeout $(LIMIT) $(BIN)/python -m pytest -n auto --color=no $(CASES) $(SHORT_DEVICE_TESTS) || exit; \
-	  $(FAKES) JAXMPI_TEST_DEVICE=$$transport $(RUN) -n 2 -m pytest --color=no $(CASES) $(DEVICE_TESTS) || exit; \
 	done
+	$(FAKES) JAXMPI_TEST_DEVICE=callback $(RUN) -n 2 -m pytest --color=no $(CASES) $(DEVICE_TESTS)
+	$(FAKES) JAXMPI_TEST_DEVICE=aware $(RUN) -n 2 -m pytest --color=no $(CASES) $(if $(CASES),$(SHORT_DEVICE_TESTS),$(DEVICE_TESTS))
 	$(FAKES) JAXMPI_TEST_DEVICE=callback $(RUN) -n 4 -m pytest --color=no $(CASES) $(call ON_DEVICE,device operations order)
 	for transport in thread wait; do \
 	  $(FAKES) JAXMPI_TEST_DEVICE=$$transport $(RUN) -n 2 -m pytest --color=no $(CASES) $(call ON_DEVICE,device operations) || exit; \

@@ -17,8 +17,8 @@ enum {
   SPARE_BLOCKS = 8,
   SPARE_BYTES = 1 << 29,
   NAMED = 10,
-  PAUSE_NANOSECONDS = 20000,
-  PAUSES = 500 /* after a blocking operation has begun */
+  PAUSE_NANOSECONDS = 200000,
+  PAUSES = 50 /* after a blocking operation has begun */
 };
 
 /* Fresh memory of the system's costs more than a copy into it, so some is kept. */
