@@ -619,7 +619,7 @@ static void a_message_of_another_size_is_refused(void) {
 }
 
 static void labels_go_along(void) {
-  int64_t sites[] = {0, COMM(here()), PLACE, 5};
+  int64_t sites[] = {COMM(here()), 0, PLACE, 5};
   CHECK(words_add_site(ROW_isend, sites, F32, N, "a.py:3 (f)"));
   for (int when = THEN; when < WHENS; when++)
     for (const struct datatype *row = datatype_table; row->name != NULL; row++) {
@@ -1318,7 +1318,7 @@ static void finish_caught(void) {
 static void what_was_never_waited_for_is_named(void) {
   enum { MANY = 13 };
   float ids[MANY][2];
-  int64_t site[] = {0, COMM(here()), 2, 9};
+  int64_t site[] = {COMM(here()), 0, 2, 9};
   CHECK(words_add_site(ROW_isend, site, F32, N, "b.py:4 (g)"));
   prepare();
   runtime.rank = 7; /* in COMM_WORLD */
