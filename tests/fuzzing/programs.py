@@ -251,12 +251,12 @@ class _Generator:
     def wait(self, flying, known):
         """For something that is in flight, which it then is no longer."""
         chosen = self.random.sample(sorted(flying), min(len(flying), self.random.choice([1, 1, 1, 2])))
-        keys = [self.first_like(flying, key) for key in chosen]
+        keys = [self.first_like(flying, form) for form in [flying[key] for key in chosen]]
         return Wait(tuple(keys), self.one(known) if self.chance(0.3) else -1)
 
-    def first_like(self, flying, key):
+    def first_like(self, flying, form):
         """What is waited for first where this might be, as it must be in reverse mode; it is no longer in flight."""
-        first = min(k for k in flying if flying[k].alike() == flying[key].alike())
+        first = min(k for k in flying if flying[k].alike() == form.alike())
         del flying[first]
         return first
 
