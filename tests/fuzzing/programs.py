@@ -104,7 +104,7 @@ class Comm:
 
     def alike(self):
         """The same for all that MPI may not tell apart."""
-        return ("message", self.tag) if self.name in ("pair", "sendrecv") else (self.name, self.root)
+        return ("message", self.tag) if self.name in ("pair", "sendrecv") else self.name
 
 
 @dataclass(frozen=True)
@@ -194,6 +194,7 @@ class _Generator:
             direction = "forward" if self.kinds[0] in FORWARD_ONLY else "reverse"
         self.direction = direction
         self.tags = 10
+        self.started = set()
 
     def program(self):
         body = self.body(INPUTS, depth=0, size=self.random.randint(2, 6))
@@ -312,10 +313,14 @@ class _Generator:
         comm = replace(
             comm, starts=True, long=self.chance(0.15), tag=self.random.choice([1, 3, 3, 5 if self.chance(0.2) else 4])
         )
-        if comm.name in ("pair", "sendrecv") and self.chance(0.3):
+        only = self.options.documented  # what is alike is waited for in the order of its starts: so nothing is
+        if comm.name in ("pair", "sendrecv") and self.chance(1 if only else 0.3):
             # Where ranks wait at different places, the messages of derivatives are told apart by their tags alone.
             self.tags += 1
             comm = replace(comm, tag=self.tags, blocking_on=self.ranks(1))
+        if only and comm.alike() in self.started:
+            comm = replace(comm, name="allreduce", op="SUM")  # whose adjoint communicates nothing
+        self.started.add(comm.alike())
         return comm
 
     def call(self, known, depth, kinds, flying):
@@ -366,6 +371,8 @@ class _Generator:
         fresh = [self.starting(comm).form() for comm in fresh]
         if stacks:  # waited for in any order, on all ranks alike
             fresh = [replace(form, blocking_on=()) for form in fresh]
+            if self.options.documented:
+                fresh = [replace(form, name="allreduce", op="SUM") for form in fresh]
         kept = [form for form in forms if self.chance(0.3)]
         return keys, forms, [*fresh, *kept], stacks
 
