@@ -228,7 +228,8 @@ def wait(request: Any, *, after: Any = None, token: Any = None) -> tuple[Any, To
     `after` names what is to be computed first, while the message is under way.
 
     Args:
-      request: a `Request`. Each is waited for once, on the rank that started it, in any order.
+      request: a `Request`. Each is waited for once, on the rank that started it, in any order; in reverse mode, in the
+        order of the starts where MPI cannot tell operations apart (messages with one rank and tag, for example).
       after: an array, or a pytree of such: computed before the wait begins.
       token: accepted, handed back, and not needed.
 
@@ -239,8 +240,8 @@ def wait(request: Any, *, after: Any = None, token: Any = None) -> tuple[Any, To
     Raises:
       TypeError: not a request. ValueError: a request that has left a `jax.vmap` in which it was started. Both while
         tracing.
-      jax.errors.JaxRuntimeError: at run time: it has been waited for already; a message does not fit, as in `recv`; an
-        error of MPI.
+      jax.errors.JaxRuntimeError: at run time: it has been waited for already; a message does not fit, as in `recv`; it
+        is of reverse mode and out of order; several requests in the place of one; an error of MPI.
     """
     return _wait_for([request], after, lambda results: results[0], "wait"), after_token(token)
 
