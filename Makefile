@@ -165,7 +165,8 @@ $(BUILD)/.ready: $(READY)
 test-c: $(BUILD)/.ready ## the C tests, against a fake MPI library and the real headers
 	$(HEADERS) $(MESON) test -C $(BUILD) --print-errorlogs --suite c
 
-# All suites on the two device transports that differ most; fewer suites on the other two.
+# All suites on the two device transports that differ most (with CASES=--brief the second has few on 2 ranks, too);
+# fewer suites on the other two.
 ON_DEVICE = $(patsubst %,tests/test_%.py,$(1))
 DEVICE_TESTS := $(call ON_DEVICE,device operations errors dtypes order jit transformations large grid neighbors bench counts ends)
 SHORT_DEVICE_TESTS := $(call ON_DEVICE,device operations errors dtypes order)

@@ -24,7 +24,7 @@
 /* Bytes from which on what is in flight is looked after often: shorter messages mostly leave at once. */
 enum { LONG_BYTES = 1 << 15 };
 
-/* Nanoseconds after which the thread looks for what is expected and short. Tests change it before a first request. */
+/* Nanoseconds after which the thread looks for what is expected and short. Tests change it. */
 extern long requests_patience;
 
 /* A message that is to come. */

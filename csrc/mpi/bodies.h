@@ -153,7 +153,7 @@ static inline struct span span_of_bytes(int64_t bytes) { return span_of(datatype
 #define receive_matched ABI_LOCAL(receive_matched)
 #define fail_planned    ABI_LOCAL(fail_planned)
 #define match_after_all ABI_LOCAL(match_after_all)
-#define keep_message    ABI_LOCAL(keep_message)
+#define keep_found      ABI_LOCAL(keep_found)
 #define unpack_labelled ABI_LOCAL(unpack_labelled)
 
 enum { NO_MEMORY = -1 };
@@ -178,9 +178,11 @@ ffi_error *match_after_all(struct call *call, int source, int tag, MPI_Message *
 /* The tag of the messages of plans: OF_PLANS in _tags.py. */
 static inline int plans_tag(void) { return runtime.most_tag - runtime.most_tag / 2 - 2; }
 
-/* Keeps a matched message for the receive that it is for, which has not begun. Under requests_lock. False: no memory.
- */
-bool keep_message(struct communicator *comm, MPI_Message message, const MPI_Status *status);
+/* Tags from here on may be those of derivatives: _FIRST there. */
+static inline int derivatives_tag(void) { return plans_tag() + 2; }
+
+/* Keeps a matched message for the receive that it is for, which has not begun. */
+ffi_error *keep_found(const struct call *call, MPI_Message message, const MPI_Status *status);
 
 /* Waits for a message, and matches it. That of an exchange which another rank has started is not for any tag. */
 static inline ffi_error *match(struct call *call, int source, int tag, MPI_Message *message, MPI_Status *status) {
@@ -188,11 +190,8 @@ static inline ffi_error *match(struct call *call, int source, int tag, MPI_Messa
     return match_after_all(call, source, tag, message, status);
   TRY_MPI(call, Mprobe, source, tag, (MPI_Comm)call->comm->handle, message, status);
   if (tag != ABI_ANY_TAG || status->MPI_SOURCE == ABI_PROC_NULL || status->MPI_TAG != plans_tag()) return NULL;
-  pthread_mutex_lock(&requests_lock);
-  bool kept = keep_message(call->comm, *message, status);
-  pthread_mutex_unlock(&requests_lock);
-  return kept ? match_after_all(call, source, tag, message, status)
-              : call_fail(call, FFI_INTERNAL, "no memory to keep a message");
+  PASS(keep_found(call, *message, status));
+  return match_after_all(call, source, tag, message, status);
 }
 
 /* The body of an operation. */

@@ -29,13 +29,15 @@ static inline void parcel_free(struct parcel *parcel) {
   free(parcel->copy);
 }
 
-/* in: any shape */
-/* Tags from here on may be those of derivatives: _tags.py. */
-static bool may_be_of_derivative(int64_t tag) { return tag >= runtime.most_tag - runtime.most_tag / 2; }
+/* An adjoint among those that have been started: `row` starts one like it. */
+static inline ffi_error *check_adjoint(const struct call *c, int row, int64_t peer, int64_t tag) {
+  return tag >= derivatives_tag() ? request_check_blocking(c, row, peer, tag) : NULL;
+}
 
+/* in: any shape */
 ffi_error *BODY(send)(struct call *c) {
   ARGUMENTS(send, c);
-  if (may_be_of_derivative(a.tag)) PASS(request_check_blocking(c, ROW_isend, a.dest, a.tag));
+  PASS(check_adjoint(c, ROW_isend, a.dest, a.tag));
   BEGIN(c, Send, "-> %d with tag %d and", (int)a.dest, (int)a.tag);
   struct parcel in = parcel_of(c, b.in);
   int code = in.span.code;
@@ -202,7 +204,7 @@ static inline ffi_error *receive(struct call *call, const struct buffer *out, co
 /* out: the template's shape */
 ffi_error *BODY(recv)(struct call *c) {
   ARGUMENTS(recv, c);
-  if (may_be_of_derivative(a.tag)) PASS(request_check_blocking(c, ROW_irecv, a.source, a.tag));
+  PASS(check_adjoint(c, ROW_irecv, a.source, a.tag));
   BEGIN(c, Recv, "<- %d with tag %d and", (int)a.source, (int)a.tag);
   struct span out = span_of(b.out->type, b.out->count);
   TRY(c, out.code);
@@ -214,8 +216,8 @@ ffi_error *BODY(recv)(struct call *c) {
 /* in: any shape  out: the template's shape */
 ffi_error *BODY(sendrecv)(struct call *c) {
   ARGUMENTS(sendrecv, c);
-  if (may_be_of_derivative(a.sendtag)) PASS(request_check_blocking(c, ROW_isend, a.dest, a.sendtag));
-  if (may_be_of_derivative(a.recvtag)) PASS(request_check_blocking(c, ROW_irecv, a.source, a.recvtag));
+  PASS(check_adjoint(c, ROW_isend, a.dest, a.sendtag));
+  PASS(check_adjoint(c, ROW_irecv, a.source, a.recvtag));
   BEGIN(c, Sendrecv, "<- %d with tag %d -> %d with tag %d and", (int)a.source, (int)a.recvtag, (int)a.dest,
         (int)a.sendtag);
   struct parcel in = parcel_of(c, b.in);

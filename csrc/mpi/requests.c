@@ -26,13 +26,21 @@ static bool takes(const struct receive *receive, int tag) {
   return receive->request != NULL ? tag < plans_tag() : tag != plans_tag();
 }
 
-bool keep_message(struct communicator *comm, MPI_Message message, const MPI_Status *status) {
+/* False: no memory. */
+static bool keep_message(struct communicator *comm, MPI_Message message, const MPI_Status *status) {
   struct receive *kept = aligned_alloc(_Alignof(struct receive), sizeof *kept);
   if (kept == NULL) return false;
   *kept = (struct receive){.comm = comm, .message = (intptr_t)message};
   *status_of(kept) = *status;
   receive_keep(kept);
   return true;
+}
+
+ffi_error *keep_found(const struct call *call, MPI_Message message, const MPI_Status *status) {
+  pthread_mutex_lock(&requests_lock);
+  bool kept = keep_message(call->comm, message, status);
+  pthread_mutex_unlock(&requests_lock);
+  return kept ? NULL : call_fail(call, FFI_INTERNAL, "no memory to keep a message");
 }
 
 static bool fits(const struct receive *receive, const MPI_Status *status) {
@@ -272,11 +280,10 @@ static ffi_error *finish_receive(struct call *c, struct request *request, const 
   if (alone) { /* nobody else looks for messages */
     TRY_MPI(c, Mprobe, receive->source, receive->tag, (MPI_Comm)c->comm->handle, &message, &status);
     if (takes(receive, status.MPI_TAG)) return receive_matched(c, out, &message, &status);
+    PASS(keep_found(c, message, &status));
     pthread_mutex_lock(&requests_lock);
-    bool kept = keep_message(c->comm, message, &status);
-    if (kept) receive_expect(receive);
+    receive_expect(receive);
     pthread_mutex_unlock(&requests_lock);
-    if (!kept) return call_fail(c, FFI_INTERNAL, "no memory to keep a message");
   }
   bool received = complete_receive(request, receive);
   PASS(fail_noted(c, request));

@@ -274,7 +274,7 @@ def make_primitive(row: Row) -> Operation:
     return primitive
 
 
-_DERIVATIVES = (None, TANGENT, COTANGENT, VALUE)  # by the core's numbers: see csrc/core/compare.c
+_DERIVATIVES = (None, TANGENT, COTANGENT, VALUE)  # by the core's numbers: see csrc/core/core.h
 
 
 def _attribute(name: str, kind: str, params: Params, dtype: Any) -> np.int64:

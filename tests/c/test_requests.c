@@ -261,7 +261,6 @@ static void adjoints_are_waited_for_in_order(void) {
     for (int alike = 0; alike < 2; alike++)
       for (int kind = 0; kind < 3; kind++) {
         bool refused = alike && derivative >= 2;
-        int result = kind != 0 ? 4 : -1;
         context("derivative %d, alike %d, kind %d", (int)derivative, alike, kind);
         prepare();
         float *ids[] = {id, other};
@@ -272,7 +271,7 @@ static void adjoints_are_waited_for_in_order(void) {
           if (kind == 2) SUCCEEDS(START("ireduce", ARRAY(U8, in, 4), ids[i], COMM(here()), reduction("SUM"), root));
           if (kind == 1) deliver(2, tag, 4);
         }
-        struct array to = result > 0 ? ARRAY(U8, out, 4) : NONE;
+        struct array to = kind != 0 ? ARRAY(U8, out, 4) : NONE;
         ffi_error *error = wait_on(here(), other, to);
         if (refused)
           FAILS(error, FFI_FAILED_PRECONDITION, "in the order in which they were started");

@@ -37,12 +37,15 @@ from jaxmpi._derivatives.traces import has_tangent, in_opened, link_operands, li
 from jaxmpi._order import EFFECT
 
 
-def _one(trace: Any, tracers: Sequence[Any], start: int = 0, stop: int | None = None) -> list[int]:
+def _one(
+    trace: Any, tracers: Sequence[Any], start: int = 0, stop: int | None = None, requests: bool = True
+) -> list[int]:
     """An operand to be linked, among those from `start` to `stop`: one with a tangent if possible; none if no operand
-    can have one."""
+    can have one. `requests`: also one that may be a request, without tangent."""
     possible = [i for i in range(start, len(tracers) if stop is None else stop) if _jax.inexact(tracers[i])]
     tangents = tangents_of(trace, tracers)
-    return [i for i in possible if type(tangents[i]) is not _jax.ad.Zero][:1] or possible[:1]
+    others = possible if requests else [i for i in possible if not may_be_request(tracers[i])]
+    return [i for i in possible if type(tangents[i]) is not _jax.ad.Zero][:1] or others[:1]
 
 
 def _one_of_first_order(trace: Any, tracers: Sequence[Any], params: Params, start: int = 0) -> list[int]:
@@ -51,10 +54,7 @@ def _one_of_first_order(trace: Any, tracers: Sequence[Any], params: Params, star
     a dummy operand is added."""
     if _has_derivatives(params) and _widened.get() is not trace:
         return []
-    which = _one(trace, tracers, start)
-    if which and not has_tangent(trace, [tracers[which[0]]]):
-        which = [i for i in _jax.inexact_among(tracers) if i >= start and not may_be_request(tracers[i])][:1]
-    return which
+    return _one(trace, tracers, start, requests=False)
 
 
 _widened: contextvars.ContextVar[Any] = contextvars.ContextVar("widened", default=None)
