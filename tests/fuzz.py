@@ -92,10 +92,10 @@ def worker(chosen):
     faulthandler.cancel_dump_traceback_later()
 
 
+# --- the runner ------------------------------------------------------------------------------------------------------
+
 ORDER = "must be waited for in the order in which they were started"
 """In the error of a program that could have wrong gradients: at run time, where its job ends."""
-
-# --- the runner ------------------------------------------------------------------------------------------------------
 
 
 class Tally:
