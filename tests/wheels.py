@@ -148,6 +148,10 @@ def try_row(row, python, wheel, folder):
         (folder / "mpich").mkdir()  # as the error says without it
         (folder / "mpich" / "libmpi.so.12").symlink_to(f"/usr/lib/{platform.machine()}-linux-gnu/libmpich.so.12")
         environment["LD_LIBRARY_PATH"] = str(folder / "mpich")
+    if row.mpiexec == "mpiexec.openmpi" and "mpich" in os.path.realpath(
+        f"/usr/lib/{platform.machine()}-linux-gnu/libmpi.so"
+    ):
+        environment["MPI4PY_MPIABI"] = "openmpi"  # as the error says without it
     info = run(folder / "bin/python", "-m", "jaxmpi.info", check=False, **environment)
     facts = {line[:16].strip(): line[17:] for line in info.splitlines()}
     (folder / "mean.py").write_text(program())

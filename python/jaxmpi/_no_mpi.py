@@ -71,6 +71,8 @@ def text(
                 "That is MPICH under Debian's name; give it the usual one: 'mkdir -p ~/mpich; ln -s "
                 f"{path} ~/mpich/libmpi.so.12; export LD_LIBRARY_PATH=~/mpich'."
             )
+        if "libmpi.so.40" in libraries:  # and yet not found: libmpi.so, which mpi4py opens first, is another one's
+            advice = f"For Open MPI: 'export MPI4PY_MPIABI=openmpi'. For MPICH: {advice}"
         return (
             f"{begin} It looks for {LOOKED_FOR}; installed here is {', '.join(libraries)}. {advice} "
             "'python -m mpi4py --mpi-lib-version' then shows that it is found."

@@ -11,6 +11,7 @@ import importlib.machinery
 import importlib.util
 import io
 import os
+import re
 import runpy
 import signal
 import stat
@@ -126,6 +127,8 @@ def _fail(error: BaseException, where: str = "") -> NoReturn:
         name = " in a process that a rank has forked"
     if isinstance(error, ModuleNotFoundError) and error.name in ("mpi4jax", "jpi"):
         more = f"jaxmpi.run: with jaxmpi in its place: --as {error.name}, before the program\n{more}"
+    if re.match("libmpi|cannot load MPI library", str(error)) and "mpi4py.MPI" not in sys.modules:
+        more = "jaxmpi.run: mpi4py finds no MPI library; what it looks for, and what to do: python -m jaxmpi.info\n"
     _tell(f"jaxmpi.run: uncaught exception{name}{where}:\n{''.join(lines)}{more}")
     _end(1)
 
