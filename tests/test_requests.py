@@ -1051,6 +1051,11 @@ REFUSED = """
         z = notoken.wait(b)
         return notoken.wait(a) + 2 * z
 
+    def different_collectives_turned(x):
+        a, b = notoken.ibcast(x, 0), notoken.ibcast(x * x, size - 1)
+        z = notoken.wait(b)
+        return notoken.wait(a) + 2 * z
+
     f = {function}
     x = jnp.arange(1.0, 4.0) + rank
     expected = np.asarray(f(x))
@@ -1069,11 +1074,17 @@ REFUSED = """
 @derivatives
 @pytest.mark.launches
 @pytest.mark.parametrize(
-    "function", ["receives_turned", "sends_turned", "a_blocking_one_between", "collectives_turned"]
+    ("function", "moved"),
+    [
+        ("receives_turned", "left"),
+        ("sends_turned", "left"),
+        ("a_blocking_one_between", "left"),
+        ("collectives_turned", "0"),
+        ("different_collectives_turned", "size - 1"),
+    ],
 )
-def test_other_orders_are_refused_in_reverse_mode(function, script):
-    moved = "jnp.arange(1.0, 4.0)" if function == "collectives_turned" else "(jnp.arange(1.0, 4.0) + left)"
-    program = script(REFUSED.replace("{function}", function).replace("{moved}", moved))
+def test_other_orders_are_refused_in_reverse_mode(function, moved, script):
+    program = script(REFUSED.replace("{function}", function).replace("{moved}", f"(jnp.arange(1.0, 4.0) + {moved})"))
     done = launch(2, program)
     assert done.stdout.count("refused") >= 1, done.stdout + done.stderr
 

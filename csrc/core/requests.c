@@ -252,8 +252,8 @@ struct request *request_take(const struct call *call, const struct buffer *id, b
 static ffi_error *fail_order(const struct call *call) {
   return call_fail(
       call, FFI_FAILED_PRECONDITION,
-      "in reverse mode, operations that MPI cannot tell apart (messages with the same rank and tag, or one "
-      "collective or exchange several times) must be waited for in the order in which they were started, "
+      "in reverse mode, operations that MPI cannot tell apart (messages with the same rank and tag, the collectives of "
+      "a communicator, or one exchange several times) must be waited for in the order in which they were started, "
       "or their gradients would be exchanged. Wait in that order, or give the messages tags of their own");
 }
 
@@ -263,15 +263,25 @@ static bool is_adjoint(const struct request *request) {
   return own >= 0 ? request->attributes[own] != 0 : all_have >= 0 && request->attributes[all_have] >= OF_COTANGENT;
 }
 
+/* MPI tells collectives apart by their order alone. */
+static bool is_collective(const struct operation *operation) {
+  return attribute_of(operation, DERIVATIVE) >= 0 && attribute_of(operation, PLAN) < 0;
+}
+
+/* Whether MPI may take one of two adjoints for the other. */
+static bool are_alike(const struct request *one, const struct request *other) {
+  size_t bytes = (size_t)one->operation->attribute_count * sizeof *one->attributes;
+  if (is_collective(one->operation)) return is_collective(other->operation) && other->comm == one->comm;
+  return other->operation == one->operation && memcmp(other->attributes, one->attributes, bytes) == 0;
+}
+
 ffi_error *request_check_order(const struct call *call, const struct request *request) {
-  size_t bytes = (size_t)request->operation->attribute_count * sizeof *request->attributes;
   if (!is_adjoint(request)) return NULL;
   bool earlier = false;
   pthread_mutex_lock(&requests_lock);
   for (int i = 0; i < all.used && all.in_flight > 0 && !earlier; i++) {
     const struct request *other = all.places[i];
-    earlier = other != NULL && other->operation == request->operation && other->serial < request->serial &&
-              memcmp(other->attributes, request->attributes, bytes) == 0;
+    earlier = other != NULL && other->serial < request->serial && is_adjoint(other) && are_alike(request, other);
   }
   pthread_mutex_unlock(&requests_lock);
   return earlier ? fail_order(call) : NULL;

@@ -255,12 +255,12 @@ static void a_second_wait_is_an_error(void) {
   all_is_done();
 }
 
-/* Which of two alike may be waited for first: any, unless they are of reverse mode. */
+/* Which of two messages alike, or collectives, may be waited for first: any, unless they are of reverse mode. */
 static void adjoints_are_waited_for_in_order(void) {
   for (derivative = 0; derivative < 4; derivative++)
     for (int alike = 0; alike < 2; alike++)
       for (int kind = 0; kind < 3; kind++) {
-        bool refused = alike && derivative >= 2;
+        bool refused = (alike || kind == 2) && derivative >= 2;
         context("derivative %d, alike %d, kind %d", (int)derivative, alike, kind);
         prepare();
         float *ids[] = {id, other};

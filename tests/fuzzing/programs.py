@@ -104,7 +104,9 @@ class Comm:
 
     def alike(self):
         """The same for all that MPI may not tell apart."""
-        return ("message", self.tag) if self.name in ("pair", "sendrecv") else self.name
+        if self.name in ("pair", "sendrecv"):
+            return ("message", self.tag)
+        return "exchange" if self.name == "exchange" else "collective"
 
 
 @dataclass(frozen=True)
