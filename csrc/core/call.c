@@ -24,7 +24,7 @@ ffi_error *call_check(const struct call *call) {
 }
 
 static inline ffi_error *body(struct call *call) {
-  struct watched *record = watch_begin(call);
+  struct watched *record = waits_for_request(call->operation->row) ? NULL : watch_begin(call);
   requests_before(call);
   if (runtime.serialize) pthread_mutex_lock(&runtime.lock);
   ffi_error *error = call->compared ? compare_ranks(call) : NULL;

@@ -15,6 +15,7 @@
 enum {
   MOST_PLACES = (1 << 24) - 1,
   SPARE_BLOCKS = 8,
+  SPARE_REQUESTS = 8,
   SPARE_BYTES = 1 << 29,
   NAMED = 10,
   PAUSE_NANOSECONDS = 200000,
@@ -38,7 +39,6 @@ static struct {
   int room, used;          /* of places */
   uint32_t *generations;   /* of the last request at each place */
   int *unused, unused_count;
-  struct request *spare; /* without handles and receives */
   struct block *blocks[SPARE_BLOCKS];
   size_t spare_bytes; /* of the blocks */
   int64_t in_flight, long_ones, begun;
@@ -50,9 +50,12 @@ static struct {
   pthread_cond_t wake;
 } all = {.wake = PTHREAD_COND_INITIALIZER};
 
+/* Usual requests with nothing in flight, which keep their places: taken and given without the lock. */
+static struct request *_Atomic spares[SPARE_REQUESTS];
+
 /* --- memory --- */
 
-struct block *block_take(size_t bytes, char **data) {
+static struct block *block_take(size_t bytes, char **data) {
   struct block *found = NULL;
   for (int i = 0; i < SPARE_BLOCKS && found == NULL; i++)
     if (all.blocks[i] != NULL && all.blocks[i]->bytes >= bytes && all.blocks[i]->bytes / 2 <= bytes)
@@ -79,13 +82,17 @@ static void block_give(struct block *block) {
   all.spare_bytes = left + block->bytes;
 }
 
-static struct request *new_request(int handles, int receives) {
-  bool usual = handles <= 1 && receives <= 1;
-  struct request *made = usual ? all.spare : NULL;
-  if (made != NULL) {
-    all.spare = made->next;
-    return made;
-  }
+bool request_room(struct request *request, size_t bytes, char **data) {
+  bool is_small = bytes <= sizeof request->small;
+  if (is_small)
+    *data = request->small;
+  else
+    request->block = block_take(bytes, data);
+  return is_small || request->block != NULL;
+}
+
+static struct request *allocate(bool usual, int handles, int receives) {
+  struct request *made;
   int many_handles = usual ? 1 : handles, many_receives = usual ? 1 : receives;
   size_t head = (sizeof *made + 63) / 64 * 64, receiving = (size_t)many_receives * sizeof *made->receives;
   made = aligned_alloc(64, (head + receiving + (size_t)many_handles * sizeof *made->handles + 63) / 64 * 64);
@@ -94,6 +101,25 @@ static struct request *new_request(int handles, int receives) {
   made->receives = (struct receive *)(void *)((char *)made + head);
   made->handles = (intptr_t *)(void *)((char *)made->receives + receiving);
   return made;
+}
+
+static struct request *spare_take(void) {
+  for (int i = 0; i < SPARE_REQUESTS; i++) {
+    struct request *found = atomic_load_explicit(&spares[i], memory_order_relaxed);
+    if (found != NULL && (found = atomic_exchange(&spares[i], NULL)) != NULL) return found;
+  }
+  return NULL;
+}
+
+/* False: enough are kept. */
+static bool spare_give(struct request *request) {
+  for (int i = 0; i < SPARE_REQUESTS; i++) {
+    struct request *none = NULL;
+    if (atomic_load_explicit(&spares[i], memory_order_relaxed) == NULL &&
+        atomic_compare_exchange_strong(&spares[i], &none, request))
+      return true;
+  }
+  return false;
 }
 
 /* --- numbers --- */
@@ -132,20 +158,42 @@ static ffi_error *fail_numbers(const struct call *call, const struct buffer *id)
   return call_fail(call, FFI_INTERNAL, "the numbers of a request have another shape: reinstall jaxmpi");
 }
 
+/* One with a place. `place`: -1 if there was none left. */
+static struct request *new_request(bool usual, int handles, int receives, int *place) {
+  struct request *made = allocate(usual, handles, receives);
+  pthread_mutex_lock(&requests_lock);
+  *place = made != NULL ? new_place() : 0;
+  pthread_mutex_unlock(&requests_lock);
+  if (made != NULL) made->place = *place;
+  if (*place >= 0) return made;
+  free(made);
+  return NULL;
+}
+
+static void free_request(struct request *request) {
+  pthread_mutex_lock(&requests_lock);
+  all.unused[all.unused_count++] = request->place;
+  pthread_mutex_unlock(&requests_lock);
+  free(request);
+}
+
 ffi_error *request_new(const struct call *call, const struct buffer *id, size_t bytes, int handles, int receives,
                        struct request **request) {
   if (!are_numbers(id)) return fail_numbers(call, id);
-  char *data = NULL;
-  pthread_mutex_lock(&requests_lock);
-  int place = new_place();
-  struct block *block = place >= 0 && bytes > 0 ? block_take(bytes, &data) : NULL;
-  struct request *made = place >= 0 && (block != NULL || bytes == 0) ? new_request(handles, receives) : NULL;
-  if (made == NULL) block_give(block);
-  if (made == NULL && place >= 0) all.unused[all.unused_count++] = place;
-  pthread_mutex_unlock(&requests_lock);
+  bool usual = handles <= 1 && receives <= 1;
+  int place = 0;
+  struct request *made = usual ? spare_take() : NULL;
+  if (made == NULL) made = new_request(usual, handles, receives, &place);
   if (place < 0) return call_fail(call, FFI_INTERNAL, "too many requests that have not been waited for");
-  if (made == NULL) return call_fail(call, FFI_INTERNAL, "no memory to keep %zu bytes in flight", bytes);
-  made->place = place;
+  if (made == NULL) return call_fail(call, FFI_INTERNAL, "no memory for a request");
+  made->block = NULL, made->data = bytes > 0 ? made->small : NULL;
+  if (bytes > sizeof made->small) {
+    pthread_mutex_lock(&requests_lock);
+    bool there = request_room(made, bytes, &made->data);
+    pthread_mutex_unlock(&requests_lock);
+    if (!there) free_request(made);
+    if (!there) return call_fail(call, FFI_INTERNAL, "no memory to keep %zu bytes in flight", bytes);
+  }
   made->batch = id->count / 2;
   made->operation = call->operation;
   made->comm = call->comm;
@@ -154,7 +202,6 @@ ffi_error *request_new(const struct call *call, const struct buffer *id, size_t 
   memset(made->words, 0, sizeof made->words);
   words_of(call, made->words);
   made->type = NULL, made->count = 0, made->label = 0;
-  made->block = block, made->data = data;
   made->result = NULL, made->code = 0, made->function = NULL;
   made->handle_count = 0; /* as many as have been begun */
   made->receive_count = receives;
@@ -164,16 +211,12 @@ ffi_error *request_new(const struct call *call, const struct buffer *id, size_t 
 }
 
 void request_end(struct request *request) {
-  pthread_mutex_lock(&requests_lock);
-  block_give(request->block);
-  all.unused[all.unused_count++] = request->place;
-  if (request->usual) {
-    request->next = all.spare;
-    all.spare = request;
-  } else {
-    free(request);
+  if (request->block != NULL) {
+    pthread_mutex_lock(&requests_lock);
+    block_give(request->block);
+    pthread_mutex_unlock(&requests_lock);
   }
-  pthread_mutex_unlock(&requests_lock);
+  if (!request->usual || !spare_give(request)) free_request(request);
 }
 
 static void write_id(const struct request *request, const struct buffer *id) {
@@ -201,6 +244,8 @@ void request_begin(struct request *request, const struct buffer *id, int64_t mov
   if (all.process == 0) all.process = getpid();
   all.places[request->place] = request;
   all.in_flight++;
+  for (int i = 0; i < request->receive_count; i++)
+    if (request->receives[i].source != runtime.abi->proc_null) receive_expect(&request->receives[i]);
   request->is_long = moved >= LONG_BYTES;
   if (request->is_long) {
     all.long_ones++;
@@ -301,15 +346,6 @@ ffi_error *request_check_blocking(const struct call *call, int row, int64_t peer
   return like ? fail_order(call) : NULL;
 }
 
-bool request_words(const struct call *call, int64_t words[WORDS]) {
-  const struct buffer *id = &call->buffers[call->first[call->operation->row == ROW_exchange_finish]];
-  pthread_mutex_lock(&requests_lock);
-  int place = place_of(id);
-  if (place >= 0) memcpy(words, all.places[place]->words, WORDS * sizeof *words);
-  pthread_mutex_unlock(&requests_lock);
-  return place >= 0;
-}
-
 int64_t requests_in_flight(void) {
   pthread_mutex_lock(&requests_lock);
   int64_t count = all.in_flight;
@@ -319,11 +355,16 @@ int64_t requests_in_flight(void) {
 
 /* --- receives --- */
 
+/* Changed under the lock alone, and read without it. */
+static void count(atomic_int *number, int more) {
+  atomic_store_explicit(number, atomic_load_explicit(number, memory_order_relaxed) + more, memory_order_release);
+}
+
 static void add(struct receive **list, struct receive *receive) {
   while (*list != NULL) list = &(*list)->next;
   *list = receive;
   receive->next = NULL;
-  atomic_fetch_add(&receive->comm->expected, 1);
+  count(&receive->comm->expected, 1);
 }
 
 /* Whether it was in the list. */
@@ -331,14 +372,14 @@ static bool take_out(struct receive **list, struct receive *receive) {
   while (*list != NULL && *list != receive) list = &(*list)->next;
   if (*list == NULL) return false;
   *list = receive->next;
-  atomic_fetch_sub(&receive->comm->expected, 1);
+  count(&receive->comm->expected, -1);
   return true;
 }
 
 void receive_expect(struct receive *receive) {
   add(&receives_first, receive);
   receive->state = EXPECTED;
-  atomic_fetch_add(&receives_expected, 1);
+  count(&receives_expected, 1);
   begin_thread();
   all.calm = false;
   if (all.asleep) wake();
@@ -346,7 +387,7 @@ void receive_expect(struct receive *receive) {
 }
 
 void receive_forget(struct receive *receive) {
-  if (take_out(&receives_first, receive)) atomic_fetch_sub(&receives_expected, 1);
+  if (take_out(&receives_first, receive)) count(&receives_expected, -1);
 }
 
 void receive_keep(struct receive *kept) { add(&kept_first, kept); }

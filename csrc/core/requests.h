@@ -46,7 +46,6 @@ struct receive {
 struct block; /* of memory */
 
 struct request {
-  struct request *next;
   int place;
   uint32_t generation;
   int64_t serial;      /* in the order of all starts */
@@ -59,13 +58,14 @@ struct request {
   int64_t batch;               /* the arrays of a batch that it is of, 1 without one */
   uint64_t label;              /* of a plan's messages */
   struct block *block;
-  char *data;           /* in flight; NULL: nothing */
+  char *data;           /* in flight; NULL: nothing. In the block, or in `small`, if it fits there */
   char *result;         /* in `data`; NULL: there is none, or it is a message */
   int code;             /* the first error of MPI since it was begun, */
   const char *function; /* of this function */
   int handle_count, receive_count;
   intptr_t *handles; /* MPI_Request */
   struct receive *receives;
+  _Alignas(64) char small[64];
 };
 
 extern pthread_mutex_t requests_lock;
@@ -75,7 +75,7 @@ extern pthread_mutex_t requests_lock;
 ffi_error *request_new(const struct call *call, const struct buffer *id, size_t bytes, int handles, int receives,
                        struct request **request);
 
-/* Writes its numbers, from now on it can be waited for. `moved`: bytes that are under way. */
+/* Writes its numbers, from now on it can be waited for and its receives are expected. `moved`: bytes under way. */
 void request_begin(struct request *request, const struct buffer *id, int64_t moved);
 
 /* Takes a request that a call waits for: nobody else can, from now on. NULL with `error` NULL: the numbers are zeros,
@@ -98,11 +98,8 @@ ffi_error *request_check_blocking(const struct call *call, int row, int64_t peer
 /* Gives back its memory and its place. */
 void request_end(struct request *request);
 
-/* What is waited for first, in words; false: nothing. For reports. */
-bool request_words(const struct call *call, int64_t words[WORDS]);
-
-/* Memory for `bytes`, at `data`. NULL: out of memory. Under the lock. */
-struct block *block_take(size_t bytes, char **data);
+/* Memory of the request for `bytes`, which has none yet, at `data`. False: out of memory. Under the lock. */
+bool request_room(struct request *request, size_t bytes, char **data);
 
 /* Receives in the order of their starts: adds, removes. Under the lock. */
 extern struct receive *receives_first;

@@ -10,7 +10,6 @@
 
 #include "core/job.h"
 #include "core/lanes.h"
-#include "core/requests.h"
 
 /* What a thread waits for. */
 struct watched {
@@ -57,17 +56,20 @@ static void put(struct watched *record, int word, int64_t value) {
   atomic_store_explicit(&record->words[word], value, memory_order_release); /* after the number became even */
 }
 
-struct watched *watch_begin(const struct call *call) {
+struct watched *watch_begin_words(const int64_t words[], int count) {
   if (!atomic_load_explicit(&watching, memory_order_relaxed)) return NULL;
   struct watched *record = own;
   if (record == NULL && (record = take()) == NULL) return NULL;
-  int64_t words[WORDS];
-  int count = WORDS;
-  if (!waits_for_request(call->operation->row) || !request_words(call, words)) count = words_of(call, words);
   for (int i = 0; i < count; i++) put(record, i, words[i]);
   uint64_t number = atomic_load_explicit(&record->number, memory_order_relaxed);
   atomic_store_explicit(&record->number, number + 1 + (number & 1), memory_order_release);
   return record;
+}
+
+struct watched *watch_begin(const struct call *call) {
+  int64_t words[WORDS];
+  if (!atomic_load_explicit(&watching, memory_order_relaxed)) return NULL;
+  return watch_begin_words(words, words_of(call, words));
 }
 
 void watch_end(struct watched *record) {

@@ -21,8 +21,10 @@ void watch_configure(double seconds, bool ends, void (*where)(char *text, size_t
 /* From now on nothing is reported. */
 void watch_stop(void);
 
-/* The calling thread's record, NULL if nothing is watched; to be given to watch_end. */
+/* The calling thread's record, NULL if nothing is watched; to be given to watch_end. What waits for requests begins
+ * with the words of each, in its body. */
 struct watched *watch_begin(const struct call *call);
+struct watched *watch_begin_words(const int64_t words[], int count);
 void watch_end(struct watched *record);
 
 #endif

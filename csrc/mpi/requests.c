@@ -4,6 +4,7 @@
 #include <sched.h>
 
 #include "core/timeline.h"
+#include "core/watch.h"
 #include "mpi/bodies.h"
 
 _Static_assert(sizeof(MPI_Status) <= sizeof((struct receive *)0)->status, "a status has its place in a receive");
@@ -57,9 +58,9 @@ static void hand(struct receive *receive, MPI_Message message, const MPI_Status 
   int64_t bytes = message_count(status, (MPI_Datatype)runtime.datatypes[FFI_DTYPE_U8]);
   bool labelled = receive->request != NULL && has_labels(); /* then it is looked at in the wait, whatever its size */
   if (receive->waited_for || bytes < 0 || (bytes != receive->bytes && !labelled)) return;
-  if (receive->memory == NULL && receive->request != NULL)
-    receive->request->block = block_take((size_t)bytes, &receive->memory);
-  if (receive->memory == NULL) return;
+  if (receive->memory == NULL &&
+      (receive->request == NULL || !request_room(receive->request, (size_t)bytes, &receive->memory)))
+    return;
   struct span span = span_of_bytes(bytes);
   if (span.code != MPI_SUCCESS) return;
   MPI_Request request;
@@ -392,6 +393,7 @@ static ffi_error *wait_for(struct call *c, struct request *request, const struct
   bool planned = request->operation->row == ROW_exchange_start;
   bool same = (out != NULL ? out->type : NULL) == request->type && !planned, mapped = request->batch == 1 && batch > 1;
   struct own own = take_over(c, request);
+  struct watched *record = watch_begin_words(request->words, WORDS);
   complete_all(request);
   ffi_error *error = fail_noted(c, request);
   if (error == NULL && (error = request_check_order(c, request)) != NULL)
@@ -409,6 +411,7 @@ static ffi_error *wait_for(struct call *c, struct request *request, const struct
                             ": it has been started inside of some of the jax.vmap around the wait, and of others not",
                             count, request->count);
   }
+  watch_end(record);
   request_end(request);
   give_back(c, own);
   return error;
@@ -440,6 +443,22 @@ ffi_error *BODY(wait)(struct call *c) {
   return first;
 }
 
+/* `error`: what is known to be wrong with it; then its messages are dropped. */
+static ffi_error *wait_for_planned(struct call *c, struct request *request, const struct plan *plan, ffi_error *error) {
+  struct watched *record = watch_begin_words(request->words, WORDS);
+  complete_all(request);
+  if (error == NULL) error = request_check_order(c, request);
+  if (error != NULL) {
+    drop_messages(request);
+  } else {
+    struct own own = take_over(c, request);
+    error = finish_planned(c, request, plan);
+    give_back(c, own);
+  }
+  watch_end(record);
+  return error;
+}
+
 ffi_error *BODY(exchange_finish)(struct call *c) {
   ARGUMENTS(exchange_finish, c);
   const struct plan *plan = object_of(a.plan);
@@ -458,14 +477,7 @@ ffi_error *BODY(exchange_finish)(struct call *c) {
   if (error == NULL && request != NULL && request->attributes[attribute_of(request->operation, PLAN)] != a.plan)
     error = call_fail(c, FFI_UNIMPLEMENTED,
                       "the fields are not those that were started with: jax.vmap maps some of them on one side only");
-  if (request != NULL) complete_all(request);
-  if (request != NULL && error == NULL) error = request_check_order(c, request);
-  if (request != NULL && error != NULL) drop_messages(request);
-  if (request != NULL && error == NULL) {
-    struct own own = take_over(c, request);
-    error = finish_planned(c, request, plan);
-    give_back(c, own);
-  }
+  if (request != NULL) error = wait_for_planned(c, request, plan, error);
   if (error == NULL) {
     plan_fill(&arrays, plan);
     char *stage = request != NULL ? request->data : calloc(1, (size_t)(plan->sent + plan->received) + 1);
@@ -644,13 +656,6 @@ static void expect(struct receive *receive, struct communicator *comm, int sourc
   *receive = (struct receive){.comm = comm, .source = source, .tag = tag, .bytes = bytes};
 }
 
-static void expect_all(struct request *request) {
-  pthread_mutex_lock(&requests_lock);
-  for (int i = 0; i < request->receive_count; i++)
-    if (request->receives[i].source != ABI_PROC_NULL) receive_expect(&request->receives[i]);
-  pthread_mutex_unlock(&requests_lock);
-}
-
 ffi_error *BODY(irecv)(struct call *c) {
   ARGUMENTS(irecv, c);
   const struct datatype *type = datatype_find((int)a.dtype);
@@ -663,7 +668,6 @@ ffi_error *BODY(irecv)(struct call *c) {
   request->type = type, request->count = a.count;
   expect(&request->receives[0], c->comm, (int)a.source, (int)a.tag, bytes);
   request->receives[0].request = request;
-  expect_all(request);
   return begun(c, request, b.request, bytes);
 }
 
@@ -698,6 +702,5 @@ ffi_error *BODY(exchange_start)(struct call *c) {
     NEXT(request, made);
   }
   c->sending = false;
-  expect_all(request);
   return begun(c, request, b.request, (int64_t)bytes);
 }
