@@ -454,6 +454,16 @@ def test_info():
     assert "problems         none found" in done.stdout
 
 
+def test_info_read_in_part():
+    """`python -m jaxmpi.info | head -n 1`"""
+    command = [sys.executable, "-m", "jaxmpi.info"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline().startswith("jaxmpi ")
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(100) == 0
+
+
 def test_info_sees_the_wrong_launcher():
     """Ranks announced by a launcher whose MPI is not the one in use."""
     done = subprocess.run(
