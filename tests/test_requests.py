@@ -906,6 +906,40 @@ def test_never_waited_for(script):
 
 
 @pytest.mark.launches
+@pytest.mark.parametrize("grid", [False, True])
+def test_reports_name_what_is_waited_for(grid, script):
+    """Of several requests the one that does not come, not the first."""
+    program = script(
+        f"""
+        import time
+
+        grid = jaxmpi.Grid((2,), (8,))
+        x = jnp.ones(4)
+
+        @jaxmpi.jit
+        def f(x):
+            sent = notoken.isend(x, 1 - rank, tag=4)
+            late = grid.start(grid.pad(x)) if {grid} else notoken.irecv(jnp.zeros(5), 1 - rank, tag=6)
+            return notoken.waitall([sent, late])
+
+        if rank == 0:
+            jax.block_until_ready(f(x))
+        else:
+            notoken.recv(x, 0, tag=4)
+            time.sleep(5)
+            if {grid}:
+                jax.block_until_ready(grid.exchange(grid.pad(x)))
+            else:
+                notoken.send(jnp.zeros(5), 0, tag=6)
+        """
+    )
+    done = launch(2, program, JAXMPI_TIMEOUT="1")
+    (told,) = [line for line in done.stderr.splitlines() if "rank 0 has been waiting" in line]
+    assert ("exchange_start of" if grid else "irecv of 5 float32, source 1, tag 6,") in told
+    assert "program.py:15 (f)" in told, told
+
+
+@pytest.mark.launches
 def test_wrong_dtype_is_told(script):
     program = script(
         """
