@@ -68,8 +68,8 @@ demo: $(VENV)/.built ## the shallow-water model on 2 ranks, with a picture and a
 
 # CASES=--brief: of tests that start jobs or are slow, two cases at most.
 CASES ?=
-# How jobs end, several hosts, long programs, benchmarks, the wheel: `make test-all` has them.
-NOT_EACH_TIME := $(patsubst %,--ignore=tests/test_%.py,faults injected sharded_jobs two_hosts run_devices device grid_examples grid_jobs sharded_examples benchmarks soak wheel)
+# How jobs end, several hosts, long programs, timelines, benchmarks, the wheel: `make test-all` has them.
+NOT_EACH_TIME := $(patsubst %,--ignore=tests/test_%.py,faults injected sharded_jobs two_hosts run_devices device grid_examples grid_jobs sharded_examples benchmarks soak timeline wheel)
 test: $(READY) $(VENV)/.lint ## what every change needs: the suite on 2 ranks, most tests that run on one rank alone, the C tests
 	timeout $(LIMIT) $(BIN)/python -m pytest -n $(WORKERS) --brief $(NOT_EACH_TIME) -m "(launches or alone) and not seldom"
 	$(RUN) -n 2 -m pytest --color=no --brief -m "not seldom"

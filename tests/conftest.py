@@ -100,7 +100,8 @@ def pytest_addoption(parser):
     parser.addoption(
         "--brief",
         action="store_true",
-        help="of a test that starts jobs or is slow, two cases at most: the first and the last; fewer random cases",
+        help="of a test that starts jobs or is slow, two cases at most: the first and the last; fewer random cases; "
+        "what hardly depends on the number of ranks on 2 ranks alone",
     )
 
 
@@ -124,15 +125,18 @@ def _left_out(item):
 def _shorten(config, items):
     """Of each test that starts jobs or is slow its first and its last case: they take most of the time of all tests.
 
-    A slow test may name a parameter, each value of which has a first and a last case.
+    A slow test may name a parameter, each value of which has a first and a last case. What hardly depends on the number
+    of ranks runs on two.
     """
-    cases = {}
+    cases, left_out = {}, set()
     for item in items:
+        if item.get_closest_marker("two_say_most") and SIZE != 2 and not item.get_closest_marker("alone"):
+            left_out.add(id(item))
         slow = item.get_closest_marker("slow")
         if (slow or item.get_closest_marker("launches")) and not _left_out(item):
             values = [str(item.callspec.params[name]) for name in slow.args] if slow else []
             cases.setdefault((item.nodeid.partition("[")[0], *values), []).append(item)
-    left_out = {id(item) for found in cases.values() for item in found[1:-1]}
+    left_out |= {id(item) for found in cases.values() for item in found[1:-1]}
     config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
     items[:] = [item for item in items if id(item) not in left_out]
 

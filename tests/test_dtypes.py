@@ -13,6 +13,8 @@ import jaxmpi
 from jaxmpi import notoken
 from table import CASES, NEW_JAX, UFUNCS, draw, dtype_of, upto
 
+pytestmark = pytest.mark.two_say_most
+
 INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 FLOATS = ["float16", "bfloat16", "float32", "float64"]
 COMPLEX = ["complex64", "complex128"]

@@ -14,6 +14,8 @@ import jaxmpi
 from jaxmpi import notoken
 from table import CASES, FEW_SHAPES, SHAPES, upto
 
+pytestmark = pytest.mark.two_say_most
+
 
 @pytest.mark.slow("case")
 @pytest.mark.parametrize("shape", upto(2, SHAPES, but=FEW_SHAPES), ids=str)

@@ -11,6 +11,8 @@ from mpi4py import MPI
 from jaxmpi import _communicator, _core, notoken
 from table import CASES, draw, dtype_of
 
+pytestmark = pytest.mark.two_say_most
+
 
 @pytest.fixture
 def limit():

@@ -509,6 +509,7 @@ def test_memory(script):
     assert max(grown) < 4, grown
 
 
+@pytest.mark.seldom
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_regression(ranks):
     """The same fit on any number of ranks."""
@@ -524,6 +525,7 @@ def test_example(name):
     launch(2, EXAMPLES / f"{name}.py", **AS_USERS_DO)
 
 
+@pytest.mark.seldom
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_examples_on_other_numbers_of_ranks(ranks, tmp_path):
     """One after the other in one job; what fails says its file."""
@@ -570,6 +572,7 @@ def test_shallow_water_with_overlap(ranks, tmp_path):
         np.testing.assert_allclose(states[1][name], states[0][name], atol=tolerance, rtol=0)
 
 
+@pytest.mark.seldom
 def test_shallow_water_pictures(tmp_path):
     pytest.importorskip("matplotlib")
     pytest.importorskip("tqdm")
@@ -684,6 +687,7 @@ _MAKE_AND_LOAD = """
 """
 
 
+@pytest.mark.seldom
 def test_programs_of_another_process(script, tmp_path):
     """An executable from a file finds the communicator and the reduction that it was compiled for, or says so."""
     program = script(_MAKE_AND_LOAD)
@@ -704,6 +708,7 @@ def test_programs_of_another_process(script, tmp_path):
             assert f"rank {rank}: {name} of rank {1 - rank}: ['refused', 'comm is'];" in lines
 
 
+@pytest.mark.seldom
 def test_programs_of_another_size(script, tmp_path):
     """The default communicator of two ranks is not that of one."""
     program = script("""
@@ -724,6 +729,7 @@ def test_programs_of_another_size(script, tmp_path):
     assert "allreduce: its comm is not known here" in launch(1, program, tmp_path / "program").stdout
 
 
+@pytest.mark.seldom
 @pytest.mark.skipif(not NEW_JAX, reason="the cache is switched off: _jax.distrust_cached_programs")
 def test_compilation_cache(script, tmp_path):
     """A second run finds the programs of the first, whatever it used first; not those on a split communicator."""

@@ -9,6 +9,8 @@ from mpi4py import MPI
 from jaxmpi import notoken
 from table import CASES, NEW_JAX
 
+pytestmark = pytest.mark.two_say_most
+
 
 @pytest.mark.slow("case")
 @pytest.mark.parametrize("axis", [0, 1, -1])
