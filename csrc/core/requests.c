@@ -264,6 +264,14 @@ static int place_of(const struct buffer *id) {
   return all.places[place] != NULL && (float)all.places[place]->generation == given[1] ? place : -1;
 }
 
+/* If nothing else is expected its thread may leave the matching of its one message to MPI. */
+static void leave_alone(struct request *request) {
+  struct receive *receive = request->receives;
+  if (request->receive_count != 1 || receive->request == NULL || receive->state != EXPECTED) return;
+  receive->alone = atomic_load(&receives_expected) == 1 && atomic_load(&receive->comm->expected) == 1;
+  if (receive->alone) receive_forget(receive);
+}
+
 struct request *request_take(const struct call *call, const struct buffer *id, bool zero, ffi_error **error) {
   *error = are_numbers(id) ? NULL : fail_numbers(call, id);
   if (*error != NULL) return NULL;
@@ -283,6 +291,7 @@ struct request *request_take(const struct call *call, const struct buffer *id, b
     all.places[place] = NULL;
     all.in_flight--;
     all.long_ones -= found->is_long;
+    leave_alone(found);
   }
   pthread_mutex_unlock(&requests_lock);
   if (found == NULL)

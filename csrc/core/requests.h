@@ -34,6 +34,7 @@ struct receive {
   int source, tag;
   enum { IDLE, EXPECTED, MATCHED, UNDER_WAY } state;
   bool waited_for;         /* its thread receives it, once it is matched */
+  bool alone;              /* taken out of the list, for nothing else was expected as the wait for it began */
   int64_t bytes;           /* a message of another size is left to the thread that waits for it */
   char *memory;            /* where it is received; NULL: memory is taken when it has come, */
   struct request *request; /* for this one, which may be NULL */

@@ -200,6 +200,8 @@ bool test_begun(struct request *request) {
 /* Until a receive is matched. */
 static void await_match(struct receive *receive) {
   pthread_mutex_lock(&requests_lock);
+  if (receive->alone) receive_expect(receive);
+  receive->alone = false;
   receive->waited_for = true;
   while (receive->state == EXPECTED) {
     match_messages(NULL);
@@ -272,19 +274,11 @@ static ffi_error *finish_receive(struct call *c, struct request *request, const 
   struct receive *receive = &request->receives[0];
   MPI_Message message;
   MPI_Status status;
-  pthread_mutex_lock(&requests_lock);
-  bool others = atomic_load(&receives_expected) > 1 || atomic_load(&receive->comm->expected) > 1;
-  bool alone = receive->state == EXPECTED && !others;
-  if (alone) receive_forget(receive);
-  pthread_mutex_unlock(&requests_lock);
   if (receive->source == ABI_PROC_NULL) return call_zero(c, out->data, buffer_bytes(out));
-  if (alone) { /* nobody else looks for messages */
+  if (receive->alone) { /* nobody else looks for messages */
     TRY_MPI(c, Mprobe, receive->source, receive->tag, (MPI_Comm)c->comm->handle, &message, &status);
     if (takes(receive, status.MPI_TAG)) return receive_matched(c, out, &message, &status);
     PASS(keep_found(c, message, &status));
-    pthread_mutex_lock(&requests_lock);
-    receive_expect(receive);
-    pthread_mutex_unlock(&requests_lock);
   }
   bool received = complete_receive(request, receive);
   PASS(fail_noted(c, request));
