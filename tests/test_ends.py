@@ -158,7 +158,7 @@ def test_any_source_has_no_derivative(rank, size):
     for way in ways:
         assert "so that the way back of a derivative is known" in raised(lambda way=way: way(MPI.ANY_SOURCE, 2))
         assert raised(lambda way=way: way((rank - 1) % size, 2)) == ""
-    assert "sendtag is -1" in raised(lambda: ways[1]((rank - 1) % size, MPI.ANY_TAG))
+    assert f"sendtag is {MPI.ANY_TAG}" in raised(lambda: ways[1]((rank - 1) % size, MPI.ANY_TAG))
 
 
 @pytest.mark.launches
