@@ -1123,6 +1123,70 @@ def test_other_orders_are_refused_in_reverse_mode(function, moved, script):
     assert done.stdout.count("refused") >= 1, done.stdout + done.stderr
 
 
+FORGOTTEN = """
+    left, right = (rank - 1) % size, (rank + 1) % size
+    grid = jaxmpi.Grid((size,), (4 * size,), periodic=True)
+
+    def send(x):
+        notoken.isend(x, right, tag=2)
+        return x * notoken.recv(x, left, tag=2)
+
+    def send_in_checkpoint(x):
+        jax.checkpoint(lambda x: (notoken.isend(x, right, tag=2), x)[1])(x)
+        return x * notoken.recv(x, left, tag=2)
+
+    def receive(x):
+        notoken.irecv(x, left, tag=2)
+        notoken.wait(notoken.isend(x, right, tag=2))
+        return x * x
+
+    def broadcast_on_root(x):
+        begun = notoken.ibcast(x, 0)
+        return x if rank == 0 else notoken.wait(begun)
+
+    def halo(x):
+        grid.start(grid.pad(x))
+        return x * x
+
+    def sum_of_all(x):
+        notoken.iallreduce(x, MPI.SUM)
+        return x * x
+
+    def loss(x):
+        return jnp.sum({function}(x))
+
+    x = jnp.arange(1.0, 5.0) + rank
+    ways = {"gradient": jax.grad(loss), "over": jax.hessian(loss), "twice": jax.jacrev(jax.grad(loss))}
+    differentiate = ways["{how}"]
+    try:
+        print("came", jax.block_until_ready(jaxmpi.jit(differentiate)(x)), flush=True)
+    except (ValueError, jax.errors.JaxRuntimeError) as error:
+        assert "waited for there: gradients would be wrong" in str(error), error
+        print("refused by", rank, flush=True)
+        raise
+"""
+
+
+@derivatives
+@pytest.mark.launches
+@pytest.mark.parametrize("how", ["gradient", "over", "twice"])
+@pytest.mark.parametrize("function", ["send", "send_in_checkpoint", "receive", "broadcast_on_root", "halo"])
+def test_what_is_not_waited_for_is_refused_in_reverse_mode(function, how, script):
+    """Other ranks communicate with its adjoint, which nobody would start."""
+    done = launch(2, script(FORGOTTEN.replace("{function}", function).replace("{how}", how)), check=False)
+    assert done.returncode != 0
+    assert "refused by" in done.stdout, done.stdout + done.stderr
+
+
+@derivatives
+@pytest.mark.launches
+def test_sum_that_is_not_waited_for_has_no_gradient(script):
+    """Whose adjoint no other rank takes part in."""
+    done = launch(2, script(FORGOTTEN.replace("{function}", "sum_of_all").replace("{how}", "gradient")))
+    assert "came [2. 4. 6. 8.]" in done.stdout
+    assert "came [ 4.  6.  8. 10.]" in done.stdout
+
+
 @pytest.mark.launches
 @pytest.mark.parametrize("loop", [False, True])
 def test_mapped_predicate(loop, script):

@@ -272,7 +272,17 @@ static void leave_alone(struct request *request) {
   if (receive->alone) receive_forget(receive);
 }
 
-struct request *request_take(const struct call *call, const struct buffer *id, bool zero, ffi_error **error) {
+static const char *why_none(bool none, int64_t zero) {
+  if (none && zero < 0)
+    return "on this rank an operation was started in a function that is differentiated, and is not waited for there: "
+           "gradients would be wrong. Wait for each request inside of that function";
+  return none ? "this is no request: its numbers are zeros"
+              : "this request has been waited for already, or is none of this process. Each request is "
+                "waited for once; where a function that waits is executed again (jax.checkpoint "
+                "executes one again for its derivative), start in it as well";
+}
+
+struct request *request_take(const struct call *call, const struct buffer *id, int64_t zero, ffi_error **error) {
   *error = are_numbers(id) ? NULL : fail_numbers(call, id);
   if (*error != NULL) return NULL;
   const float *given = id->data;
@@ -283,7 +293,7 @@ struct request *request_take(const struct call *call, const struct buffer *id, b
                     "several requests where one is expected: jax.vmap maps the predicate of a jax.lax.cond or "
                     "while_loop that returns it, and its branches have started one each. Wait inside of the branch");
   bool none = given[0] == 0 && given[1] == 0;
-  if (*error != NULL || (none && zero)) return NULL;
+  if (*error != NULL || (none && zero > 0)) return NULL;
   pthread_mutex_lock(&requests_lock);
   int place = place_of(id);
   struct request *found = place >= 0 ? all.places[place] : NULL;
@@ -294,12 +304,7 @@ struct request *request_take(const struct call *call, const struct buffer *id, b
     leave_alone(found);
   }
   pthread_mutex_unlock(&requests_lock);
-  if (found == NULL)
-    *error = call_fail(call, FFI_FAILED_PRECONDITION,
-                       none ? "this is no request: its numbers are zeros"
-                            : "this request has been waited for already, or is none of this process. Each request is "
-                              "waited for once; where a function that waits is executed again (jax.checkpoint "
-                              "executes one again for its derivative), start in it as well");
+  if (found == NULL) *error = call_fail(call, FFI_FAILED_PRECONDITION, "%s", why_none(none, zero));
   return found;
 }
 

@@ -80,8 +80,8 @@ ffi_error *request_new(const struct call *call, const struct buffer *id, size_t 
 void request_begin(struct request *request, const struct buffer *id, int64_t moved);
 
 /* Takes a request that a call waits for: nobody else can, from now on. NULL with `error` NULL: the numbers are zeros,
- * which `zero` allows. */
-struct request *request_take(const struct call *call, const struct buffer *id, bool zero, ffi_error **error);
+ * which `zero` allows, an attribute of the call: see ops.def. */
+struct request *request_take(const struct call *call, const struct buffer *id, int64_t zero, ffi_error **error);
 
 /* Which it is of all of this process, for the timeline; 0: it has not begun. */
 static inline int64_t request_number(const struct request *request) {

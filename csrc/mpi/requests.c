@@ -421,10 +421,10 @@ ffi_error *BODY(wait)(struct call *c) {
   for (int i = 0; i < requests; i++) {
     ffi_error *error;
     const struct buffer *id = &b.request[i];
-    struct request *request = request_take(c, id, a.zero != 0, &error);
+    struct request *request = request_take(c, id, a.zero, &error);
     bool has_result = requests == 1     ? outs == 1
                       : request != NULL ? request->type != NULL
-                                        : i < 62 && (a.zero >> (i + 1) & 1) != 0;
+                                        : a.zero > 0 && i < 62 && (a.zero >> (i + 1) & 1) != 0;
     const struct buffer *its = has_result && out < end ? out++ : NULL;
     if (request != NULL)
       error = wait_for(c, request, its, id->count / 2);
@@ -458,7 +458,7 @@ ffi_error *BODY(exchange_finish)(struct call *c) {
   const struct plan *plan = object_of(a.plan);
   BEGIN(c, Wait, "with");
   ffi_error *error;
-  struct request *request = request_take(c, b.request, a.zero != 0, &error);
+  struct request *request = request_take(c, b.request, a.zero, &error);
   if (error != NULL) return error;
   struct call arrays; /* as the plan knows them: operands, then results */
   call_copy(&arrays, c);

@@ -307,7 +307,8 @@ def _attributes(row: Row, params: Params, operands: Sequence[Any]) -> dict[str, 
         params = {**params, "count": math.prod(last.shape), "dtype": DATATYPES[np.dtype(last.dtype).name].code}
     if row.waits:
         results = sum(2 << i for i, what in enumerate(params.get("started", ())) if what.has_result)
-        params = {**params, "zero": 1 + results if DERIVATIVE in params else 0}
+        zero = -1 if params.get("needed") else 1 + results if DERIVATIVE in params else 0
+        params = {**params, "zero": zero}
     return {name: _attribute(name, kind, params, dtype) for name, kind in OPERATIONS[row.name].attributes}
 
 

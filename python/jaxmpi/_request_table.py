@@ -62,8 +62,19 @@ def _begin(operation: str, params: Params, batch: tuple[int, ...], *operands: An
     return bind(operation, {**params, "batch": batch}, *operands)
 
 
-def _wait(what: Started, params: Params, request: Any) -> Any:
-    return bind("wait", {**params, "started": (what,)}, request)
+NEEDED = "needed"
+"""The parameter of a wait whose request must not be of nothing: see `_wait_for_adjoint`."""
+
+
+def _wait_for_adjoint(name: str, adjoint: Params, template: Any, params: Params, request: Any) -> Any:
+    """What the transpose of a start waits for: the adjoint, which the transpose of its wait has started.
+
+    There is none if what was started is never waited for in what is differentiated. Other ranks communicate with it all
+    the same: so that is an error of this rank, unless the adjoint is held by this rank alone.
+    """
+    needed = {} if name == "hold" else {NEEDED: True}
+    what = started(name, adjoint, template)
+    return bind("wait", of_cotangent(params, started=(what,), **needed), request)
 
 
 # --- adjoints --------------------------------------------------------------------------------------------------------
@@ -113,10 +124,9 @@ def _transpose_start(operation: str):
         (template,) = operands
         name, adjoint = _adjoint(operation, params, params["comm"])
         if operation == "irecv":  # what was sent back; a template's values are not read
-            what = started(name, adjoint, template)
-            _wait(what, of_cotangent(params), cotangents[0])
+            _wait_for_adjoint(name, adjoint, template, params, cotangents[0])
             return [linked_zeros(cotangents, template)]
-        return [_wait(started(name, adjoint, template), of_cotangent(params), cotangents[0])]
+        return [_wait_for_adjoint(name, adjoint, template, params, cotangents[0])]
 
     return transpose
 
@@ -153,7 +163,8 @@ def _jvp_wait(primals, tangents, **params):
     ]
     tangents = [tangents[i] for i in which]
     chosen = tuple(params["started"][i] for i in which)
-    made = iter(primitive.bind(*tangents, **{**params, "started": chosen, DERIVATIVE: TANGENT}) if which else [])
+    tangent = of_tangent(params, started=chosen)
+    made = iter(primitive.bind(*tangents, **tangent) if which else [])
     of_results = [i for i, what in enumerate(params["started"]) if what.has_result]
     return results, [
         next(made) if i in which else _jax.zero_tangent(y) for i, y in zip(of_results, results, strict=True)
@@ -200,11 +211,11 @@ def _start_of(arrays, which, batch, params, of, adjoint):
     return _begin("exchange_start", of(params, **more, adjoint=adjoint), batch, *(arrays[i] for i in which))
 
 
-def _finish_of(arrays, which, request, params, of, adjoint):
+def _finish_of(arrays, which, request, params, of, adjoint, **more):
     if not which:
         return [None] * len(arrays)
     _table.refuse_opaque("Grid.finish", arrays, which)
-    params = of(params, **_linear_places(params, which), adjoint=adjoint)
+    params = of(params, **_linear_places(params, which), adjoint=adjoint, **more)
     fields = [arrays[i] for i in which]
     if request is not _NOTHING:  # whatever maps the request maps them, as where it was started
         fields = [link(x, [request], x) for x in fields]
@@ -221,7 +232,8 @@ def _tangent_exchange_start(primals, tangents, results, params):
 def _transpose_exchange_start(cotangents, templates, params):
     which = _jax.inexact_among(templates)
     zeros = [jnp.zeros(x.shape, x.dtype) for x in templates]
-    return _finish_of(zeros, which, cotangents[0], params, of_cotangent, not params["adjoint"])
+    needed = {NEEDED: True}  # as in `_wait_for_adjoint`
+    return _finish_of(zeros, which, cotangents[0], params, of_cotangent, not params["adjoint"], **needed)
 
 
 def _jvp_exchange_finish(primals, tangents, **params):
@@ -305,8 +317,31 @@ ROWS = (
     Row("wait", _waited, transpose=_transpose_wait, waits=True, many=True),
 )
 
+
+def _refuse_forgotten(name: str, transpose: Any) -> Any:
+    """The transpose of a start, which raises where it is seen while tracing that nothing waits for it.
+
+    A rank might wait for another one before it comes to `_wait_for_adjoint`, which sees the rest.
+    """
+
+    def checked(cotangents: Sequence[Any], *operands: Any, **params: Any) -> Any:
+        planned = name == "exchange_start"
+        if type(cotangents[0]) is _jax.ad.Zero and (planned or _adjoint(name, params, params["comm"])[0] != "hold"):
+            raise ValueError(
+                f"{'Grid.start' if planned else name}: it is started in a function that is differentiated, and not "
+                "waited for there: gradients would be wrong. Wait for each request inside of that function."
+            )
+        return transpose(cotangents, *operands, **params)
+
+    return checked
+
+
 for _row in ROWS:
-    make_primitive(_row)
+    _primitive = make_primitive(_row)
+    if _row.starts and _row.transpose is not None:
+        _jax.ad.primitive_transposes[_primitive] = _refuse_forgotten(
+            _row.name, _jax.ad.primitive_transposes[_primitive]
+        )
 _jax.ad.primitive_jvps[PRIMITIVES["wait"]] = _jvp_wait
 _jax.batching.fancy_primitive_batchers[PRIMITIVES["wait"]] = _batch_wait
 _jax.ad.primitive_jvps[PRIMITIVES["exchange_finish"]] = _jvp_exchange_finish
