@@ -305,3 +305,36 @@ def test_derivatives_of_other_reductions(function, name, comm, rank, size):
 def test_derivative_of_a_python_number(function, rank, size):
     gradient = jax.grad(lambda x: getattr(notoken, function)(x, MPI.MAX) * (rank > 0))(1.0 + rank)
     assert gradient.shape == ()
+
+
+TREES_WITHOUT_ROOM = {
+    "alltoallv": lambda tree, counts, room: notoken.alltoallv(tree, counts, rows=room(3 * counts.size)),
+    "allgatherv": lambda tree, counts, room: notoken.allgatherv(tree, jnp.sum(counts), rows=room(3 * counts.size**2)),
+    "gatherv": lambda tree, counts, room: notoken.gatherv(tree, jnp.sum(counts), 0, rows=room(3 * counts.size**2)),
+    "scatterv": lambda tree, counts, room: notoken.scatterv(tree, counts, 0, rows=room(3)),
+    "reduce_scatter": lambda tree, counts, room: notoken.reduce_scatter(
+        tree, MPI.SUM, counts=jnp.int32(3), rows=room(3)
+    ),
+}
+
+
+@pytest.mark.parametrize("short", [0, -1], ids=["first", "last"])
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit, jaxmpi.jit], ids=["eager", "jit", "jaxmpi"])
+@pytest.mark.parametrize("name", TREES_WITHOUT_ROOM)
+def test_one_rank_has_too_little_room_for_a_tree(name, jit, short, rank, size):
+    """It takes part in the communication of all arrays, so that the others get theirs, and what follows is right."""
+    short = range(size)[short]
+    x = jnp.arange(3.0 * size) + 100 * rank
+    tree = {"a": x, "b": -2 * x, "c": jnp.zeros((3 * size, 0)), "d": x.astype(jnp.int32)}
+    counts = jnp.full(size, 3)
+    call = TREES_WITHOUT_ROOM[name]
+    right, _ = call(tree, counts, lambda rows: rows)
+    short_here = rank == short and (name != "gatherv" or rank == 0)
+    f = jit(lambda tree: call(tree, counts, lambda rows: rows - short_here))
+    if short_here:
+        with pytest.raises(jax.errors.JaxRuntimeError, match="has room for"):
+            jax.block_until_ready(f(tree))
+    else:
+        jax.tree.map(np.testing.assert_array_equal, f(tree)[0], right)
+    y = notoken.alltoallv(jnp.full(size, 7.0 + rank), [1] * size, [1] * size)
+    np.testing.assert_array_equal(y, 7.0 + np.arange(size))

@@ -1,9 +1,11 @@
 """The public functions. They check their arguments and bind an operation of the table for each array."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from mpi4py import MPI
 
 from jaxmpi import _arguments as arguments
@@ -113,7 +115,13 @@ def _tell(counts: Any, rows: int, comm: Any, operation: str) -> jax.Array:
 
 
 def _by_counts(operation: str, params: Params, leaves: Any, structure: Any, *counts: Any) -> Any:
-    return jax.tree.unflatten(structure, [bind(operation, params, leaf, *counts) for leaf in leaves])
+    """Of counts at run time the last array, of those that have rows of something, tells whether there is room."""
+    last = max((i for i, leaf in enumerate(leaves) if math.prod(leaf.shape[1:]) > 0), default=0)
+    others = counts
+    if last > 0 and not isinstance(counts[0], np.ndarray):
+        others = tuple(map(by_counts.others_follow, counts))
+    made = [bind(operation, params, leaf, *(others if i < last else counts)) for i, leaf in enumerate(leaves)]
+    return jax.tree.unflatten(structure, made)
 
 
 def _join_rows(operation: str, params: Params, x: Any, counts: Any, rows: int | None) -> Any:
