@@ -499,6 +499,6 @@ void requests_finish(void) {
   for (int i = 0; i < all.used && named < NAMED; i++)
     if (all.places[i] != NULL) name(all.places[i]), named++;
   if (all.in_flight > named)
-    fprintf(stderr, "jaxmpi: rank %d has never waited for %" PRId64 " more requests\n", runtime.rank,
-            all.in_flight - named);
+    fprintf(stderr, "jaxmpi: rank %d has never waited for %" PRId64 " more request%s\n", runtime.rank,
+            all.in_flight - named, all.in_flight - named > 1 ? "s" : "");
 }

@@ -33,6 +33,11 @@ class _Of:
     def __hash__(self) -> int:
         return hash(self._key)
 
+    def __repr__(self) -> str:
+        """In JAX's errors about pytrees that differ, as of the branches of a cond."""
+        given = [f"{name}={value}" for part in self.parts[:1] for name, value in part.params if name != LINE]
+        return f"jaxmpi request: {', '.join([self.name, *given])}"
+
     @property
     def name(self) -> str:
         return "Grid.start" if self.fields is not None else self.parts[0].operation if self.parts else "nothing"

@@ -284,7 +284,7 @@ def _row_of_start(name: str, *, batch: int = 0, **more: Any) -> Row:
 
 def _refuse_ends(params: Params) -> str:
     if _tags.TRACED in (params.get("dest"), params.get("source"), params["tag"]):
-        return "of its rank or tag is known at run time only. Use send, recv or sendrecv, which are differentiated."
+        return "its rank or tag is known at run time only. Use send, recv or sendrecv, which are differentiated."
     return _table.refuse_half(params)
 
 
