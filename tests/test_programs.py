@@ -907,6 +907,7 @@ def test_check_of_messages(script):
         assert f"jaxmpi.sendrecv on rank {rank} of 2: the message from rank {1 - rank} with tag 0 " in done.stdout
 
 
+@pytest.mark.seldom
 def test_check_of_equal_collectives(script):
     """JAXMPI_CHECK=1 has nothing to say of ranks that do the same, and their results are what they are without."""
     program = script("""

@@ -905,6 +905,7 @@ def test_never_waited_for(script):
             assert f"program.py:{line}" in told[0], told
 
 
+@pytest.mark.seldom
 @pytest.mark.launches
 @pytest.mark.parametrize("grid", [False, True])
 def test_reports_name_what_is_waited_for(grid, script):
