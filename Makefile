@@ -162,13 +162,14 @@ $(BUILD)/.ready: $(READY)
 	$(MESON) setup $(BUILD) -Dwerror=true $(SANITIZE)
 	@touch $@
 
+# Many of them wait, rather than compute.
 test-c: $(BUILD)/.ready ## the C tests, against a fake MPI library and the real headers
-	$(HEADERS) $(MESON) test -C $(BUILD) --print-errorlogs --suite c
+	$(HEADERS) $(MESON) test -C $(BUILD) --num-processes $$((2 * $$(nproc))) --print-errorlogs --suite c
 
 # All suites on the two device transports that differ most (with CASES=--brief the second has few on 2 ranks, too);
 # fewer suites on the other two.
 ON_DEVICE = $(patsubst %,tests/test_%.py,$(1))
-DEVICE_TESTS := $(call ON_DEVICE,device operations errors dtypes order jit transformations large grid neighbors bench counts ends)
+DEVICE_TESTS := $(call ON_DEVICE,device operations errors dtypes order jit transformations large grid neighbors bench counts ends leaves)
 SHORT_DEVICE_TESTS := $(call ON_DEVICE,device operations errors dtypes order)
 FAKES = JAXMPI_FAKE_DRIVERS=$(abspath $(BUILD))/tests/device
 test-device: $(BUILD)/.ready ## the suites on a simulated device, copied for MPI and by an aware MPI, on 1, 2 and 4 ranks

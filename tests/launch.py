@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,9 @@ from jaxmpi import run
 _INHERITED = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDRA_", "MPI_LOCAL", "JAX_ENABLE_X64")
 
 LATE_SECONDS = 5
+
+# A job is told to end if the process that started it is killed, by the limit of a test above all.
+_UNTIL_THE_TEST_ENDS = ("setpriv", "--pdeathsig", "TERM") if shutil.which("setpriv") else ()
 
 
 def outside_of_a_job():
@@ -51,7 +55,7 @@ def launch(
         command = [run.find_mpiexec(), "-n", str(ranks), sys.executable, *map(str, program)]
     if ranks == 0:
         command = [sys.executable, *map(str, program)]
-    command = [*through, *command]
+    command = [*_UNTIL_THE_TEST_ENDS, *through, *command]
     job = f"JAXMPI_TEST_JOB={uuid.uuid4()}"
     clean.update([job.split("=")])
     try:

@@ -31,6 +31,7 @@ static inline ffi_error *body(struct call *call) {
   bool begun = error == NULL;
   if (begun) error = runtime.abi->bodies[call->operation->row](call);
   if (runtime.serialize) pthread_mutex_unlock(&runtime.lock);
+  error = call_done(call, error);
   watch_end(record);
   if (begun && call->logged) log_end(call, error != NULL);
   return error;

@@ -26,7 +26,7 @@
 #include "xla/ffi.h"
 
 /* Limits: XLA's type codes; attributes and buffer roles of an operation; buffers of one call. */
-enum { DTYPE_CODES = 40, MAX_ATTRIBUTES = 6, MAX_ROLES = 6, MAX_BUFFERS = 256 };
+enum { DTYPE_CODES = 40, MAX_ATTRIBUTES = 7, MAX_ROLES = 6, MAX_BUFFERS = 256 };
 /* Bytes: the smallest chunk that may be set; the smallest part of a chunk that belongs to one rank. */
 enum { LEAST_CHUNK = 4096, LEAST_COLUMN = 1 << 14 };
 /* Pieces of the shortest allreduce that is divided. */
@@ -165,9 +165,9 @@ static inline bool role_is_of_host(enum role role) { return (role & 2) != 0; }
 
 enum divisibility { WHOLE, CHUNKS, GATHERS, SCATTERS, EXCHANGES }; /* see ops.def */
 
-/* What an attribute is: RANK and TAG are numbers that errors show, DERIVATIVE, ADJOINT, NUMBER and PLAIN see ops.def,
- * the others the number of an object in the registry. */
-enum attribute { RANK, TAG, DERIVATIVE, ADJOINT, NUMBER, PLAIN, OBJECT, OBJECT_OR_0, REDUCTION, PLAN };
+/* What an attribute is: RANK and TAG are numbers that errors show, DERIVATIVE, ADJOINT, LEAF, NUMBER and PLAIN see
+ * ops.def, the others the number of an object in the registry. */
+enum attribute { RANK, TAG, DERIVATIVE, ADJOINT, LEAF, NUMBER, PLAIN, OBJECT, OBJECT_OR_0, REDUCTION, PLAN };
 static inline bool attribute_is_object(enum attribute kind) { return kind >= OBJECT; }
 
 /* About what a RANK or TAG is, in a program, that is known at run time only. That of a derivative is TRACED plus the

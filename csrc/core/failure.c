@@ -20,23 +20,123 @@ static ffi_error *defer(enum ffi_error_code code, const char *text) {
   return (ffi_error *)&deferred;
 }
 
-ffi_error *call_fail(const struct call *call, enum ffi_error_code code, const char *format, ...) {
-  char text[2048];
-  int length = snprintf(text, sizeof text, "jaxmpi.%s", call->operation->name);
+enum { TEXT = 2048 }; /* room for the text of an error */
+
+__attribute__((format(printf, 3, 0))) static void describe(const struct call *call, char text[TEXT], const char *format,
+                                                           va_list arguments) {
+  int length = snprintf(text, TEXT, "jaxmpi.%s", call->operation->name);
   if (call->comm != NULL)
-    length +=
-        snprintf(text + length, sizeof text - (size_t)length, " on rank %d of %d", call->comm->rank, call->comm->size);
-  length += snprintf(text + length, sizeof text - (size_t)length, ": ");
-  va_list arguments;
-  va_start(arguments, format);
-  vsnprintf(text + length, sizeof text - (size_t)length, format, arguments);
-  va_end(arguments);
+    length += snprintf(text + length, TEXT - (size_t)length, " on rank %d of %d", call->comm->rank, call->comm->size);
+  length += snprintf(text + length, TEXT - (size_t)length, ": ");
+  vsnprintf(text + length, TEXT - (size_t)length, format, arguments);
+}
+
+static ffi_error *fail(const struct call *call, enum ffi_error_code code, const char *text) {
   atomic_fetch_add(&runtime.failures, 1); /* makes linked calls check their link: link.c */
   if (atomic_load(&runtime.ends_on_error)) {
     fprintf(stderr, "%s. The job ends, as JAXMPI_ON_ERROR=abort says\n", text);
     job_end();
   }
   return call->frame != NULL ? ffi_fail(call->frame, code, text) : defer(code, text);
+}
+
+ffi_error *call_fail(const struct call *call, enum ffi_error_code code, const char *format, ...) {
+  char text[TEXT];
+  va_list arguments;
+  va_start(arguments, format);
+  describe(call, text, format, arguments);
+  va_end(arguments);
+  return fail(call, code, text);
+}
+
+/* Errors for which the last array of a pytree is to come. */
+static struct kept {
+  struct kept *next;
+  int row;
+  int64_t attributes[MAX_ATTRIBUTES]; /* see attributes_of_tree */
+  enum ffi_error_code code;
+  char text[];
+} *kept;
+static pthread_mutex_t lock_of_kept = PTHREAD_MUTEX_INITIALIZER;
+atomic_int failures_kept;
+
+/* The attributes that calls of one pytree have in common; 0 in the place of others. Returns the place. */
+static enum leaf attributes_of_tree(const struct call *call, int64_t attributes[MAX_ATTRIBUTES]) {
+  int64_t place = ALONE;
+  memset(attributes, 0, MAX_ATTRIBUTES * sizeof *attributes);
+  for (int i = 0; i < call->operation->attribute_count; i++) {
+    enum attribute kind = call->operation->attributes[i].kind;
+    if (kind == LEAF) place = call->attributes[i];
+    if (kind != LEAF && kind != NUMBER) attributes[i] = call->attributes[i];
+  }
+  return (enum leaf)place;
+}
+
+/* Where the error of a pytree is kept; NULL at that place if none is. Under lock_of_kept. */
+static struct kept **find_kept(int row, const int64_t attributes[MAX_ATTRIBUTES]) {
+  struct kept **at = &kept;
+  while (*at != NULL &&
+         ((*at)->row != row || memcmp((*at)->attributes, attributes, MAX_ATTRIBUTES * sizeof *attributes) != 0))
+    at = &(*at)->next;
+  return at;
+}
+
+/* False: no memory. */
+static bool keep(int row, const int64_t attributes[MAX_ATTRIBUTES], enum ffi_error_code code, const char *text) {
+  struct kept *new = malloc(sizeof *new + strlen(text) + 1);
+  if (new == NULL) return false;
+  *new = (struct kept){.row = row, .code = code};
+  memcpy(new->attributes, attributes, sizeof new->attributes);
+  memcpy(new->text, text, strlen(text) + 1);
+  pthread_mutex_lock(&lock_of_kept);
+  struct kept **at = find_kept(row, attributes);
+  if (*at == NULL) {
+    *at = new;
+    new = NULL;
+    atomic_fetch_add(&failures_kept, 1);
+  }
+  pthread_mutex_unlock(&lock_of_kept);
+  free(new); /* only the first error of a pytree is told */
+  return true;
+}
+
+/* The error that is kept of a pytree, which the caller then frees; NULL if there is none. */
+static struct kept *take_kept(int row, const int64_t attributes[MAX_ATTRIBUTES]) {
+  pthread_mutex_lock(&lock_of_kept);
+  struct kept **at = find_kept(row, attributes), *found = *at;
+  if (found != NULL) {
+    *at = found->next;
+    atomic_fetch_sub(&failures_kept, 1);
+  }
+  pthread_mutex_unlock(&lock_of_kept);
+  return found;
+}
+
+ffi_error *call_fail_dropped(const struct call *call, enum ffi_error_code code, const char *format, ...) {
+  char text[TEXT];
+  va_list arguments;
+  va_start(arguments, format);
+  describe(call, text, format, arguments);
+  va_end(arguments);
+  int64_t attributes[MAX_ATTRIBUTES];
+  int row = call->operation->row;
+  enum leaf place = attributes_of_tree(call, attributes);
+  bool follow = place == FIRST || place == MIDDLE;
+  if (follow && !atomic_load(&runtime.ends_on_error) && keep(row, attributes, code, text)) return NULL;
+  struct kept *first = place == LAST ? take_kept(row, attributes) : NULL;
+  ffi_error *error = first != NULL ? fail(call, first->code, first->text) : fail(call, code, text);
+  free(first);
+  return error;
+}
+
+ffi_error *call_fail_kept(const struct call *call, ffi_error *error) {
+  int64_t attributes[MAX_ATTRIBUTES];
+  enum leaf place = attributes_of_tree(call, attributes);
+  if (place == ALONE || (place != LAST && error == NULL)) return error;
+  struct kept *first = take_kept(call->operation->row, attributes);
+  if (first != NULL) error = call_first(call, fail(call, first->code, first->text), error);
+  free(first);
+  return error;
 }
 
 ffi_error *call_first(const struct call *call, ffi_error *first, ffi_error *second) {

@@ -3,7 +3,7 @@
  * Threads: the functions call_fail... are called by the thread that executes the call, be it XLA's, the driver's
  * callback thread or one of ours; any thread may call the functions at the end. No lock is needed, and runtime.lock may
  * be held. Each error counts in runtime.failures; if the call's frame is NULL it is deferred, and what is returned may
- * only be compared with NULL. */
+ * only be compared with NULL. Errors that are kept have a lock of their own. */
 #ifndef JAXMPI_FAILURE_H
 #define JAXMPI_FAILURE_H
 
@@ -13,6 +13,23 @@
 /* An error with a text by printf, after "jaxmpi.NAME on rank R of N: ". */
 __attribute__((format(printf, 3, 4))) ffi_error *call_fail(const struct call *call, enum ffi_error_code code,
                                                            const char *format, ...);
+
+/* The place of an array among those of a pytree, by the numbers of python/jaxmpi/_leaves.py. */
+enum leaf { ALONE, FIRST, MIDDLE, LAST };
+
+/* The same for what has been received and dropped, since there is no room for it. XLA executes nothing that follows an
+ * error: other ranks would wait for the rest of a pytree, or what they have sent of it would stay in the channel, for
+ * later receives. So, if more of it follows, the error is kept, and the result is NULL. */
+__attribute__((format(printf, 3, 4))) ffi_error *call_fail_dropped(const struct call *call, enum ffi_error_code code,
+                                                                   const char *format, ...);
+
+/* What a call returns: `error`; or, as that of the last array of a pytree, or one that fails, the error that was kept.
+ * Calls of one pytree have equal attributes, but for the place and the numbers that follow from the shapes. */
+extern atomic_int failures_kept;
+ffi_error *call_fail_kept(const struct call *call, ffi_error *error);
+static inline ffi_error *call_done(const struct call *call, ffi_error *error) {
+  return atomic_load_explicit(&failures_kept, memory_order_relaxed) == 0 ? error : call_fail_kept(call, error);
+}
 
 /* The first of two errors, of which each may be NULL; the other is freed. */
 ffi_error *call_first(const struct call *call, ffi_error *first, ffi_error *second);

@@ -227,6 +227,7 @@ static void add_attribute(struct text *text, const struct event *event, int inde
       if (value != 0) add_string(text, name, derivative_name(value));
       break;
     case ADJOINT:
+    case LEAF:
     case NUMBER:
     case PLAIN:
     case OBJECT:

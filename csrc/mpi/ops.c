@@ -192,14 +192,8 @@ struct parts {
 
 static inline int64_t row_count(const struct buffer *counts, int rank) { return ((const int32_t *)counts->data)[rank]; }
 
-/* Other arrays of a pytree follow with the same counts, which is told by one number more behind those. */
-static inline bool others_follow(const struct call *c, const struct buffer *counts) {
-  return counts->count == c->comm->size + 1;
-}
-
 static ffi_error *check_counts(const struct call *c, const struct buffer *counts) {
-  bool enough = counts->count == c->comm->size || others_follow(c, counts);
-  if (c->leaves == NULL && enough && counts->type->code == FFI_DTYPE_S32) return NULL;
+  if (c->leaves == NULL && counts->count == c->comm->size && counts->type->code == FFI_DTYPE_S32) return NULL;
   return call_fail(c, FFI_INTERNAL, "counts are not a 32-bit integer for each rank: reinstall jaxmpi");
 }
 
@@ -261,19 +255,19 @@ static ffi_error *landing_make(const struct call *c, const struct buffer *out, i
   return NULL;
 }
 
-/* After the calls of MPI, the last of which has returned `code`. The rest of the result is zero. That there is too
- * little room is told by the last array of a pytree: XLA would not execute the others, which all other ranks send. */
-static ffi_error *landed(struct call *c, const struct buffer *counts, const struct buffer *out, int64_t row,
-                         struct landing *landing, int code) {
+/* After the calls of MPI, the last of which has returned `code`. The rest of the result is zero. */
+static ffi_error *landed(struct call *c, const struct buffer *out, int64_t row, struct landing *landing, int code) {
   free(landing->own);
   TRY(c, code);
-  if (landing->elements > out->count && others_follow(c, counts)) return call_zero(c, out->data, buffer_bytes(out));
-  if (landing->elements > out->count)
-    return call_fail(c, FFI_INVALID_ARGUMENT,
-                     "rows sent to this rank: %" PRId64 "; its result has room for %" PRId64
-                     ", so nothing was written. Make room with a larger rows=",
-                     landing->elements / row, out->count / row);
   int64_t rest = out->count - landing->elements;
+  if (rest < 0) {
+    PASS(call_fail_dropped(c, FFI_INVALID_ARGUMENT,
+                           "rows sent to this rank: %" PRId64 "; its result has room for %" PRId64
+                           ", so nothing was written. Make room with a larger rows=",
+                           landing->elements / row, out->count / row));
+    buffer_spoil(c, out);
+    return NULL;
+  }
   return rest > 0 ? call_zero(c, buffer_at(out, landing->elements), (size_t)rest * out->type->bytes) : NULL;
 }
 
@@ -318,7 +312,7 @@ ffi_error *BODY(allgatherv)(struct call *c) {
     code = mpi.Allgatherv(b.in->data, parts.counts[c->comm->rank], parts.type, to.data, parts.counts, parts.offsets,
                           parts.type, comm);
   parts_free(&parts);
-  if (error == NULL) error = landed(c, b.counts, b.out, a.row, &to, code);
+  if (error == NULL) error = landed(c, b.out, a.row, &to, code);
   return error;
 }
 
@@ -368,7 +362,7 @@ ffi_error *BODY(alltoallv)(struct call *c) {
                          received.type, comm);
   parts_free(&sent);
   parts_free(&received);
-  if (error == NULL) error = landed(c, b.received, b.out, a.row, &to, code);
+  if (error == NULL) error = landed(c, b.out, a.row, &to, code);
   if (error != NULL) return error;
   if (sent.invalid >= 0) return fail_counts(c, c->comm->rank);
   return received.invalid >= 0 ? fail_counts(c, received.invalid) : NULL;
@@ -390,7 +384,7 @@ ffi_error *BODY(gatherv)(struct call *c) {
     code = mpi.Gatherv(b.in->data, parts.counts[c->comm->rank], parts.type, to.data, parts.counts, parts.offsets,
                        parts.type, (int)a.root, comm);
   parts_free(&parts);
-  if (error == NULL && root) return landed(c, b.counts, b.out, a.row, &to, code);
+  if (error == NULL && root) return landed(c, b.out, a.row, &to, code);
   if (error == NULL) TRY(c, code);
   return error;
 }
@@ -417,7 +411,7 @@ ffi_error *BODY(reduce_scatterv)(struct call *c) {
     code = mpi.Reduce_scatter(b.in->data, to.data, parts.counts, parts.type, handle_of(a.op), comm);
   }
   parts_free(&parts);
-  if (error == NULL) error = landed(c, b.counts, b.out, a.row, &to, code);
+  if (error == NULL) error = landed(c, b.out, a.row, &to, code);
   return error;
 }
 
@@ -438,7 +432,7 @@ ffi_error *BODY(scatterv)(struct call *c) {
     code = mpi.Scatterv(b.in->data, parts.counts, parts.offsets, parts.type, to.data, parts.counts[rank], parts.type,
                         (int)a.root, comm);
   parts_free(&parts);
-  if (error == NULL) error = landed(c, b.counts, b.out, a.row, &to, code);
+  if (error == NULL) error = landed(c, b.out, a.row, &to, code);
   return error;
 }
 

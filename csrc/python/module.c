@@ -230,11 +230,17 @@ static PyObject *operation_row(const struct operation *row) {
       [READ] = "read", [WRITE] = "write", [HOST_READ] = "host_read", [HOST_WRITE] = "host_write"};
   static const char *const lists[] = {
       [READ] = "read_each", [WRITE] = "write_each", [HOST_READ] = "host_read_each", [HOST_WRITE] = "host_write_each"};
-  static const char *const kinds[] = {[RANK] = "rank",           [TAG] = "tag",
-                                      [OBJECT] = "object",       [OBJECT_OR_0] = "object_or_0",
-                                      [REDUCTION] = "reduction", [DERIVATIVE] = "derivative",
-                                      [NUMBER] = "number",       [PLAN] = "plan",
-                                      [PLAIN] = "plain",         [ADJOINT] = "adjoint"};
+  static const char *const kinds[] = {[RANK] = "rank",
+                                      [TAG] = "tag",
+                                      [OBJECT] = "object",
+                                      [OBJECT_OR_0] = "object_or_0",
+                                      [REDUCTION] = "reduction",
+                                      [DERIVATIVE] = "derivative",
+                                      [NUMBER] = "number",
+                                      [PLAN] = "plan",
+                                      [PLAIN] = "plain",
+                                      [ADJOINT] = "adjoint",
+                                      [LEAF] = "leaf"};
   const char *names[MAX_ROLES + MAX_ATTRIBUTES], *of[MAX_ROLES + MAX_ATTRIBUTES];
   for (int i = 0; i < row->buffer_count; i++) {
     names[i] = row->buffers[i].name;

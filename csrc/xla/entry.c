@@ -96,7 +96,7 @@ const struct operation operation_table[] = {
  * All that an execution needs is inlined in the handler of each row, of which the compiler knows the number of
  * attributes and buffers and what they are for. That halves the instructions until MPI is called. */
 #define INLINED  static inline __attribute__((always_inline))
-#define UNROLLED _Pragma("GCC unroll 6")
+#define UNROLLED _Pragma("GCC unroll 7")
 
 /* What XLA passes must be what the Python side has lowered; otherwise two versions of the package are mixed. Checked
  * once, when XLA instantiates a program; its executions rely on it. */

@@ -125,9 +125,3 @@ def possible(counts: jax.Array, rows: int) -> jax.Array:
     total = jnp.sum(narrow, dtype=jnp.int32)  # which may wrap: unless it is about what it is in floating point
     fits = (total >= 0) & (total <= rows) & (jnp.sum(narrow.astype(jnp.float32)) < 2.0**32 - 2.0**30)
     return jnp.where(each & fits, narrow, -1)
-
-
-def others_follow(counts: jax.Array) -> jax.Array:
-    """The counts as the core reads them of an array behind which others come with the same counts: too little room is
-    not told there, since XLA would not execute what follows (`others_follow` in csrc/mpi/ops.c)."""
-    return jnp.append(counts, jnp.int32(0))

@@ -1,6 +1,5 @@
 """The public functions. They check their arguments and bind an operation of the table for each array."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +8,7 @@ import numpy as np
 from mpi4py import MPI
 
 from jaxmpi import _arguments as arguments
-from jaxmpi import _communicator, _devices, _ends, _jax, _neighbors
+from jaxmpi import _communicator, _devices, _ends, _jax, _leaves, _neighbors
 from jaxmpi import _counts as by_counts
 from jaxmpi._neighbors import Neighbors
 from jaxmpi._order import Token
@@ -61,21 +60,31 @@ def _each(operation: str, params: Params, x: Any, check: Leaf, *more: Any) -> An
     """Checks all leaves of `x`, then binds the operation for all of them."""
     if type(x) is _jax.ConcreteArray:  # as below, but faster
         return bind(operation, params, check(x, *more, operation, "x"))
+    leaves, structure = _checked(operation, x, check, *more)
+    return jax.tree.unflatten(structure, bind_all(operation, params, leaves))
+
+
+def _checked(operation: str, x: Any, check: Leaf, *more: Any) -> tuple[list[jax.Array], Any]:
+    """All leaves of `x`, and its structure."""
     leaves, structure = arguments.pytree(x, operation, "x")
     try:
-        leaves = [check(leaf, *more, operation, "x") for leaf in leaves]
+        return [check(leaf, *more, operation, "x") for leaf in leaves], structure
     except (TypeError, ValueError):
         arguments.leaves(x, operation, "x", lambda leaf, *names: check(leaf, *more, *names))  # again, to name the one
         raise
-    return jax.tree.unflatten(structure, bind_all(operation, params, leaves))
 
 
 def _message(operation: str, params: Params, ends: Any, x: Any, check: Leaf) -> Any:
     """The same for messages of the leaves, with the ranks and tags that are known at run time."""
-    if not ends:
+    if not ends and type(x) is _jax.ConcreteArray:  # as below, but faster
         return _each(operation, params, x, check)
-    leaves, _, structure = arguments.leaves(x, operation, "x", check)
-    results = [bind(operation, params, *((leaf, *ends) if operation == "send" else (*ends, leaf))) for leaf in leaves]
+    leaves, structure = _checked(operation, x, check)
+    sends = operation == "send"
+    places = _leaves.places([], leaves) if sends else _leaves.places(leaves, [])
+    results = [
+        bind(operation, {**params, **place}, *((leaf, *ends) if sends else (*ends, leaf)))
+        for leaf, place in zip(leaves, places, strict=True)
+    ]
     return jax.tree.unflatten(structure, results)
 
 
@@ -115,12 +124,9 @@ def _tell(counts: Any, rows: int, comm: Any, operation: str) -> jax.Array:
 
 
 def _by_counts(operation: str, params: Params, leaves: Any, structure: Any, *counts: Any) -> Any:
-    """Of counts at run time the last array, of those that have rows of something, tells whether there is room."""
-    last = max((i for i, leaf in enumerate(leaves) if math.prod(leaf.shape[1:]) > 0), default=0)
-    others = counts
-    if last > 0 and not isinstance(counts[0], np.ndarray):
-        others = tuple(map(by_counts.others_follow, counts))
-    made = [bind(operation, params, leaf, *(others if i < last else counts)) for i, leaf in enumerate(leaves)]
+    """Binds the operation for all leaves, with the same counts. At run time there may be too little room for them."""
+    places = [{}] * len(leaves) if isinstance(counts[0], np.ndarray) else _leaves.places(leaves, leaves)
+    made = [bind(operation, {**params, **place}, x, *counts) for x, place in zip(leaves, places, strict=True)]
     return jax.tree.unflatten(structure, made)
 
 
@@ -806,7 +812,10 @@ def sendrecv(
     values["source"] = arguments.one_message(values["source"], templates, "sendrecv")
     params, ends = _ends.split(values)
     params = {"comm": resolved, **params, "status": arguments.status(status, "sendrecv")}
-    results = [bind("sendrecv", params, x, *ends, y) for x, y in zip(sent, templates, strict=True)]
+    places = _leaves.places(templates, sent)
+    results = [
+        bind("sendrecv", {**params, **place}, x, *ends, y) for x, y, place in zip(sent, templates, places, strict=True)
+    ]
     result = results[0] if alone else jax.tree.unflatten(structure, results)
     return _with_status(result, params["status"], status), after(token)
 

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 import jaxmpi._core as _core
-from jaxmpi import _communicator, _jax, _places, _tags, _timeline
+from jaxmpi import _communicator, _jax, _leaves, _places, _tags, _timeline
 from jaxmpi._communicator import Communicator
 from jaxmpi._derivatives import communication
 from jaxmpi._derivatives.communication import COTANGENT, DERIVATIVE, TANGENT, VALUE, Operation
@@ -128,6 +128,9 @@ class Row:
         own = operands - self.templates
         return OPERATIONS[self.name].roles(False, own) + ["template"] * self.templates
 
+
+NEEDED = "needed"
+"""Parameter of a wait in reverse mode, whose request must not be of nothing (`_request_table`)."""
 
 PRIMITIVES: dict[str, Operation] = {}
 """The primitives made so far, by the names of their rows."""
@@ -279,12 +282,15 @@ _DERIVATIVES = (None, TANGENT, COTANGENT, VALUE)  # by the core's numbers: see c
 
 def _attribute(name: str, kind: str, params: Params, dtype: Any) -> np.int64:
     """An attribute as a 64-bit integer, as the core reads it."""
-    value: Any = params.get(DERIVATIVE) if kind in ("adjoint", "derivative") else params[name]
     match kind:
         case "adjoint":  # or, in a further derivative, perhaps the value of one
-            value = value in (COTANGENT, VALUE)
+            return np.int64(params.get(DERIVATIVE) in (COTANGENT, VALUE))
         case "derivative":
-            value = _DERIVATIVES.index(value)
+            return np.int64(_DERIVATIVES.index(params.get(DERIVATIVE)))
+        case "leaf":
+            return np.int64(_leaves.attribute(params))
+    value: Any = params[name]
+    match kind:
         case "reduction":
             value = value.number_for(DATATYPES[np.dtype(dtype).name])
         case "object" | "object_or_0" | "plan":
@@ -307,7 +313,7 @@ def _attributes(row: Row, params: Params, operands: Sequence[Any]) -> dict[str, 
         params = {**params, "count": math.prod(last.shape), "dtype": DATATYPES[np.dtype(last.dtype).name].code}
     if row.waits:
         results = sum(2 << i for i, what in enumerate(params.get("started", ())) if what.has_result)
-        zero = -1 if params.get("needed") else 1 + results if DERIVATIVE in params else 0
+        zero = -1 if params.get(NEEDED) else 1 + results if DERIVATIVE in params else 0
         params = {**params, "zero": zero}
     return {name: _attribute(name, kind, params, dtype) for name, kind in OPERATIONS[row.name].attributes}
 

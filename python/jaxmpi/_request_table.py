@@ -21,7 +21,7 @@ from jaxmpi import _jax, _native, _table, _tags
 from jaxmpi._derivatives.communication import DERIVATIVE, REQUEST, TANGENT, VALUE
 from jaxmpi._derivatives.link import batched, link, linked_zeros
 from jaxmpi._derivatives.transposition import zero_cotangent
-from jaxmpi._primitive import PRIMITIVES, Params, Part, Row, bind, make_primitive
+from jaxmpi._primitive import NEEDED, PRIMITIVES, Params, Part, Row, bind, make_primitive
 from jaxmpi._table import LINE, SUMMING, check_names, check_same, of_cotangent, of_tangent, on_root
 
 (WIDTH,), _NUMBERS = REQUEST
@@ -60,10 +60,6 @@ def _request(avals: Sequence[Any], params: Params) -> list[Any]:
 
 def _begin(operation: str, params: Params, batch: tuple[int, ...], *operands: Any) -> Any:
     return bind(operation, {**params, "batch": batch}, *operands)
-
-
-NEEDED = "needed"
-"""The parameter of a wait whose request must not be of nothing: see `_wait_for_adjoint`."""
 
 
 def _wait_for_adjoint(name: str, adjoint: Params, template: Any, params: Params, request: Any) -> Any:

@@ -17,7 +17,7 @@ import numpy as np
 from mpi4py import MPI
 
 from jaxmpi import _arguments as arguments
-from jaxmpi import _communicator, _ends, _jax, _tags
+from jaxmpi import _communicator, _ends, _jax, _leaves, _tags
 from jaxmpi._derivatives.communication import COTANGENT, DERIVATIVE, TANGENT
 from jaxmpi._derivatives.link import linked_zeros
 from jaxmpi._derivatives.transposition import zero_cotangent
@@ -240,7 +240,8 @@ def _transpose_send(cotangents, operands, params):
     template, *ends = operands
     ends = _ends.join(params, ends, "dest", "tag")
     back, ends = _ends.split({"source": ends["dest"], "tag": ends["tag"]})
-    return [bind("recv", of_cotangent(params, **back, status=None), *ends, zero_cotangent(template))]
+    reverse = of_cotangent(params, **back, **_leaves.reversed_(params), status=None)
+    return [bind("recv", reverse, *ends, zero_cotangent(template))]
 
 
 def _transpose_recv(cotangents, operands, params):
@@ -248,7 +249,7 @@ def _transpose_recv(cotangents, operands, params):
     ends = _ends.join(params, ends, "source", "tag")
     tag = 0 if params["tag"] == MPI.ANY_TAG else ends["tag"]  # which is only allowed with source PROC_NULL
     back, ends = _ends.split({"dest": ends["source"], "tag": tag})
-    bind("send", of_cotangent(params, **back), cotangents[0], *ends)
+    bind("send", of_cotangent(params, **back, **_leaves.reversed_(params)), cotangents[0], *ends)
     return [linked_zeros(cotangents, template)]
 
 
@@ -266,7 +267,7 @@ def _transpose_sendrecv(cotangents, operands, params):
             "recvtag": MPI.ANY_TAG if any_tag else ends["sendtag"],
         }
     )
-    reverse = of_cotangent(params, **back, status=None)
+    reverse = of_cotangent(params, **back, **_leaves.reversed_(params), status=None)
     return [bind("sendrecv", reverse, cotangents[0], *ends, jnp.zeros(template.shape, template.dtype))]
 
 
@@ -276,10 +277,10 @@ def _tangent_of_half_exchange(primals, tangents, params):
     ends = _ends.join(params, primals[1:-1], "dest", "recvtag", "sendtag", "source")
     if sends:
         given, ends = _ends.split({"dest": ends["dest"], "tag": ends["sendtag"]})
-        half = of_tangent(params, **given)
+        half = of_tangent(params, **given, **_leaves.kept(params))
     else:
         given, ends = _ends.split({"source": ends["source"], "tag": ends["recvtag"]})
-        half = of_tangent(params, **given, status=None)
+        half = of_tangent(params, **given, **_leaves.kept(params), status=None)
     if why_not := refuse_half(half):
         raise NotImplementedError(f"sendrecv of two kinds of dtypes cannot be differentiated: {why_not}")
     return bind("send", half, tangents[0], *ends) if sends else bind("recv", half, *ends, tangents[-1])
@@ -418,7 +419,7 @@ def _tangent_reduce(primals, tangents, results, params):
 def _tangent_reduce_scatter(primals, tangents, results, params):
     everywhere = of_tangent(params, op=params["op"])
     weight = _weight(primals[0], params, lambda: bind("allreduce", everywhere, primals[0]))
-    more = {"rows": params["rows"]} if "rows" in params else {}
+    more = {"rows": params["rows"], **_leaves.kept(params)} if "rows" in params else {}
     name = "reduce_scatterv" if more else "reduce_scatter"
     return [bind(name, of_tangent(params, **SUMMING, **more), weight * tangents[0], *primals[1:])]
 

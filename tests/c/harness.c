@@ -121,7 +121,7 @@ static void list_make(ffi_buffers *list, struct arrays *arrays, const struct arr
   }
 }
 
-int64_t derivative;
+int64_t derivative, leaf;
 
 static int row_of(const char *operation) {
   for (int i = 0; operation_table[i].name != NULL; i++)
@@ -144,6 +144,7 @@ void frame_make_lists(struct frame *f, const char *operation, const struct array
     enum attribute kind = row->attributes[i].kind;
     f->attributes[i] = kind == DERIVATIVE ? derivative
                        : kind == ADJOINT  ? derivative >= OF_COTANGENT
+                       : kind == LEAF     ? leaf
                                           : attributes[next++];
     f->spans[i] = (ffi_span){row->attributes[i].name, strlen(row->attributes[i].name)};
     f->names[i] = &f->spans[i];
@@ -251,6 +252,7 @@ static bool all(const void *data, size_t from, size_t to, unsigned char value) {
 bool is_blank(const void *data, size_t from, size_t to) { return all(data, from, to, 0xee); }
 
 bool is_zero(const void *data, size_t from, size_t to) { return all(data, from, to, 0); }
+bool is_spoilt(const void *data, size_t to) { return all(data, 0, to, 0xff); }
 
 /* --- the program --- */
 
@@ -276,7 +278,7 @@ static bool open_fake(const char *path) {
 static void run_one(const struct test *test) {
   int before = failures, operations = fake != NULL ? fake->live_operations : 0;
   where[0] = '\0';
-  derivative = 0;
+  derivative = leaf = 0;
   if (fake != NULL) fake->reset();
   test->run();
   if (fake != NULL) {

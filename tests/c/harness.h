@@ -73,9 +73,9 @@ struct frame {
   int64_t attributes[MAX_ATTRIBUTES];
 };
 
-/* Fills `frame` for an operation. The attributes are in the order of ops.def, without DERIVATIVE and ADJOINT, which are
- * taken from the variable `derivative`: 0 at the start of each test. */
-extern int64_t derivative;
+/* Fills `frame` for an operation. The attributes are in the order of ops.def, without DERIVATIVE, ADJOINT and LEAF,
+ * which are taken from the variables `derivative` and `leaf`: 0 at the start of each test. */
+extern int64_t derivative, leaf;
 void frame_make(struct frame *frame, const char *operation, struct array in, struct array out,
                 const int64_t attributes[]);
 ffi_error *frame_call(struct frame *frame, const char *operation);
@@ -116,11 +116,13 @@ int times_called(const char *function);
 /* Calls that reached another rank: all except queries and constructors of types. */
 int communications(void);
 
-/* Buffers: `fill` writes bytes that differ, `blank` 0xee; is_blank and is_zero test the bytes [from, to). */
+/* Buffers: `fill` writes bytes that differ, `blank` 0xee; is_blank and is_zero test the bytes [from, to),
+ * is_spoilt whether those before `to` are 0xff. */
 void fill(void *data, size_t bytes);
 void blank(void *data, size_t bytes);
 bool is_blank(const void *data, size_t from, size_t to);
 bool is_zero(const void *data, size_t from, size_t to);
+bool is_spoilt(const void *data, size_t to);
 
 /* Random numbers below `below`, by xorshift64*: the same in each run, from the state that a test sets. */
 extern uint64_t draw_state;

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 
 #include "core/compare.h"
+#include "core/failure.h"
 #include "harness.h"
 
 enum { ROOM = 2048, MOST = 4, CODE = 77 };
@@ -138,6 +139,46 @@ static void a_result_that_is_too_small_stays_as_it_was(void) {
   CHECK(met > 500);
 }
 
+/* Of a pytree the last array tells of the first for which there was no room, or one that cannot be communicated. */
+static void a_pytree_of_which_one_has_no_room_is_received(void) {
+  int met = 0;
+  for (size_t which = 0; which < sizeof names / sizeof *names; which++)
+    for (int turn = 0; turn < 300; turn++) {
+      draw_state = 77 + 300 * which + (uint64_t)turn;
+      draw_case(which);
+      if (!writes() || gotten() == 0 || c.row == 0) continue;
+      int64_t row = c.row;
+      char text[64];
+      snprintf(text, sizeof text, "rows sent to this rank: %lld", (long long)gotten());
+      c.out_rows = gotten() - 1;
+      leaf = FIRST;
+      SUCCEEDS(run_it());
+      size_t bytes = (size_t)c.out_rows * c.width;
+      CHECK(is_spoilt(out, bytes) && is_blank(out, bytes, ROOM));
+      c.out_rows = gotten();
+      c.row = 0, c.width = 0;
+      leaf = MIDDLE;
+      bool fails = once_in(3);
+      if (fails) fake->fail(functions[which], 1, 41);
+      ffi_error *error = run_it();
+      if (!fails) {
+        SUCCEEDS(error);
+        leaf = once_in(2) ? LAST : MIDDLE;
+        if (leaf == MIDDLE) SUCCEEDS(run_it());
+        leaf = LAST;
+        c.row = row; /* the numbers of elements may differ */
+        c.width = (size_t)row * datatype_find(c.dtype)->bytes;
+        error = run_it();
+      }
+      FAILS(error, FFI_INVALID_ARGUMENT, text, "larger rows=");
+      CHECK_EQUAL(atomic_load(&failures_kept), 0);
+      SUCCEEDS(run_it());
+      leaf = ALONE;
+      met++;
+    }
+  CHECK(met > 500);
+}
+
 /* -1 stands for what a rank cannot do. */
 static void impossible_counts_are_an_error_on_all_ranks(void) {
   for (size_t which = 0; which < sizeof names / sizeof *names; which++)
@@ -209,6 +250,7 @@ static void counts_are_compared_with_what_is_sent(void) {
 static const struct test tests[] = {
     TEST(parts_follow_each_other),
     TEST(a_result_that_is_too_small_stays_as_it_was),
+    TEST(a_pytree_of_which_one_has_no_room_is_received),
     TEST(impossible_counts_are_an_error_on_all_ranks),
     TEST(errors_of_mpi_leave_nothing_behind),
     TEST(counts_are_compared_with_what_is_sent),

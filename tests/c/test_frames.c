@@ -55,7 +55,8 @@ static const struct plan *any_plan(void) {
 static int64_t any_attribute(enum attribute kind, const struct communicator *comm) {
   static const char *const reductions[] = {"SUM", "PROD", "MAX", "MIN"};
   int64_t special[] = {fake->any_source, fake->any_tag, fake->proc_null, -1, INT64_MAX, INT64_MIN, INT32_MAX, 1 << 24};
-  if (once_in(30) && kind != DERIVATIVE && kind != ADJOINT && kind != NUMBER && kind != PLAIN) return special[draw(8)];
+  if (once_in(30) && kind != DERIVATIVE && kind != ADJOINT && kind != LEAF && kind != NUMBER && kind != PLAIN)
+    return special[draw(8)];
   switch (kind) {
     case RANK:
       return draw((uint32_t)comm->size + (once_in(10) ? 2 : 0));
@@ -65,6 +66,8 @@ static int64_t any_attribute(enum attribute kind, const struct communicator *com
       return draw(4);
     case ADJOINT:
       return draw(2);
+    case LEAF:
+      return draw(4);
     case REDUCTION:
       return reduction(reductions[draw(4)]);
     case NUMBER:

@@ -1,5 +1,6 @@
 /* recv and sendrecv: which message is received, its data, and what happens if it does not fit. */
 #include "core/compare.h"
+#include "core/failure.h"
 #include "core/words.h"
 #include "harness.h"
 
@@ -45,6 +46,14 @@ static ffi_error *receive(int dtype, int count, int source, int tag, void *wante
 
 static void deliver(int source, int tag, int64_t bytes) {
   fake->deliver(world(1, 4)->handle, source, tag, message, bytes);
+}
+
+/* The same for a message of a pytree. */
+static ffi_error *receive_leaf(enum leaf place, int count, int tag) {
+  leaf = place;
+  ffi_error *error = receive(F32, count, 2, tag, NULL);
+  leaf = ALONE;
+  return error;
 }
 
 /* --- what fits --- */
@@ -194,6 +203,40 @@ static void a_short_message_with_status_leaves_zeros(void) {
       check_status(2, 9, (int64_t)(8 * count));
       check_channel();
     }
+}
+
+static void the_last_of_a_pytree_tells_what_did_not_fit(void) {
+  for (int errors = 0; errors < 8; errors++)
+    FOR_LIMITS (limit) {
+      context("errors %d, at most %d in one call", errors, *limit);
+      prepare();
+      for (int i = 0; i < 3; i++) {
+        bool wrong = (errors >> i & 1) != 0, others = i < 2;
+        blank(out, ROOM);
+        deliver(2, 9, 4 * N + 4 * (i + 1) * wrong);
+        ffi_error *error = receive_leaf((enum leaf)(FIRST + i), N, 9);
+        char text[32];
+        snprintf(text, sizeof text, "has %d bytes", 4 * N + 4 * ((errors & 1) != 0 ? 1 : (errors & 2) != 0 ? 2 : 3));
+        if (others || errors == 0)
+          SUCCEEDS(error);
+        else
+          FAILS(error, FFI_INVALID_ARGUMENT, "jaxmpi.recv on rank 1 of 4", text, "dropped");
+        if (wrong) CHECK(others ? is_spoilt(out, 4 * N) : is_blank(out, 0, ROOM));
+        if (!wrong) CHECK_SAME(out, message, 4 * N);
+        check_channel(); /* what is alone has nothing to do with it */
+        deliver(2, 8, 4 * N);
+        SUCCEEDS(receive_leaf(LAST, N, 8)); /* nor has another pytree */
+      }
+      CHECK_EQUAL(atomic_load(&failures_kept), 0);
+    }
+}
+
+static void a_failure_of_mpi_is_told_at_once(void) {
+  prepare();
+  deliver(2, 9, 4 * N + 4);
+  fake->fail("MPI_Mrecv", 1, 77);
+  FAILS(receive_leaf(FIRST, N, 9), FFI_INTERNAL, "for 77");
+  CHECK_EQUAL(atomic_load(&failures_kept), 0);
 }
 
 static void half_an_element_is_refused_with_status_too(void) {
@@ -427,6 +470,8 @@ static const struct test tests[] = {
     TEST(a_message_for_an_empty_result_is_refused),
     TEST(a_short_message_is_refused_without_status),
     TEST(a_short_message_with_status_leaves_zeros),
+    TEST(the_last_of_a_pytree_tells_what_did_not_fit),
+    TEST(a_failure_of_mpi_is_told_at_once),
     TEST(half_an_element_is_refused_with_status_too),
     TEST(a_message_is_not_lost_by_an_error),
     TEST(sendrecv_sends_and_receives),
