@@ -585,6 +585,7 @@ def test_shallow_water_pictures(tmp_path):
         assert str(tmp_path / name) in out
 
 
+@pytest.mark.seldom
 def test_check_of_cotangents(script):
     """JAXMPI_CHECK=1: ranks whose cotangents of one allreduce differ say so, with its line; equal ones do not."""
     program = script("""
