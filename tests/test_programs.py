@@ -75,6 +75,7 @@ def test_clean_exit(script, last):
     assert done.stderr == ""
 
 
+@pytest.mark.seldom
 def test_idle_ranks(script):
     """Two ranks talk on the default communicator, the others never call anything."""
     done = launch(
@@ -89,6 +90,7 @@ def test_idle_ranks(script):
     assert "got [0. 1. 2.]" in done.stdout
 
 
+@pytest.mark.seldom
 def test_partial_import(script, tmp_path):
     """Only half of the ranks import the package: the import goes on, and a communicator of theirs works."""
     program = tmp_path / "half.py"
@@ -164,6 +166,7 @@ def test_arguments_and_modules(script, tmp_path):
     assert done.stdout.count("Hello, World!") == 2
 
 
+@pytest.mark.seldom
 def test_launcher_settings(script):
     """What the ranks find, and that the program is the first to import jax."""
     done = launch(2, script("import os; print(os.environ['OMP_NUM_THREADS'], os.environ['PJRT_NPROC'])"))
@@ -269,6 +272,7 @@ def test_little_shared_memory(monkeypatch, capsys):
     assert "has 8 MiB free, which may be too little for 3 ranks" in capsys.readouterr().err
 
 
+@pytest.mark.seldom
 def test_program_given_as_text():
     code = "import sys; from mpi4py import MPI; import jaxmpi; jaxmpi.barrier(); print(sys.argv, __name__)"
     done = launch(2, "-c", code, "a", "-b")
@@ -329,6 +333,7 @@ def test_advice_without_a_library(environment, libraries, packages, advice):
 READS = "from mpi4py import MPI; import jaxmpi, sys; print(MPI.COMM_WORLD.rank, len(sys.stdin.read()), flush=True)"
 
 
+@pytest.mark.seldom
 @pytest.mark.parametrize("kind", ["pipe", "file", "rest of a file", "empty", "closed", "loop"])
 def test_standard_input(kind, tmp_path):
     """All of it goes to rank 0; every rank sees its end; a program that reads none takes none."""
@@ -381,6 +386,7 @@ def test_launcher_refusals(tmp_path):
         assert message in done.stderr
 
 
+@pytest.mark.seldom
 @pytest.mark.parametrize("variable", ["JAXMPI_DEBUG", "MPI4JAX_DEBUG"])
 def test_debug_log(script, variable):
     """One line as an operation starts and one as it ends, from C."""
@@ -625,6 +631,7 @@ def test_check_of_cotangents(script):
     assert done.stdout.count("silent on 1") == 3
 
 
+@pytest.mark.seldom
 def test_check_of_invariant(script):
     """JAXMPI_CHECK=1: ranks whose values of one `invariant` differ say so, with its line; equal ones do not."""
     program = script("""
@@ -937,6 +944,7 @@ def test_check_of_equal_collectives(script):
     assert sorted(without.splitlines()) == sorted(checked.splitlines())
 
 
+@pytest.mark.seldom
 def test_check_on_one_rank_is_on_all(script):
     """What one rank's environment asks for all ranks do."""
     program = script("")
