@@ -11,7 +11,8 @@ from mpi4py import MPI
 
 import drawing
 import jaxmpi
-from jaxmpi import notoken
+from jaxmpi import _leaves, notoken
+from jaxmpi._derivatives.communication import COTANGENT, DERIVATIVE, TANGENT
 from launch import launch
 from table import draw
 
@@ -133,6 +134,25 @@ def test_gradients(rank, size, comm):
         np.testing.assert_array_equal(jax.grad(square)(x), 2 * x)
 
     drawing.on_all_ranks(comm, cases(size), check, 50)
+
+
+def test_places_of_derivatives():
+    """Of derivatives the last is the last that is received: of those of the same operation, in forward and reverse."""
+    x, n = jnp.ones(2), jnp.ones(2, int)
+    alone, first, middle, last = range(4)
+
+    def of(received, sent):
+        return list(zip(*(place[_leaves.LEAF] for place in _leaves.places(received, sent)), strict=True))
+
+    assert _leaves.places([x], [x]) == [{}]
+    assert of([n, x, x, n], []) == [(first, middle, middle, last), (alone, first, last, alone), (alone,) * 4]
+    assert of([], [x, n, x]) == [(first, middle, last), (alone,) * 3, (first, alone, last)]
+    assert of([x, n, x, x], [x, x, x, n]) == [(first, middle, middle, last), *[(first, alone, last, alone)] * 2]
+    (place,) = {_leaves.attribute({**p, DERIVATIVE: TANGENT}) for p in _leaves.places([x, n], [x, x])}
+    assert place == alone
+    backwards = [_leaves.reversed_(p) for p in _leaves.places([x, n, x], [x, x, x])]
+    assert [_leaves.attribute({**p, DERIVATIVE: COTANGENT}) for p in backwards] == [last, alone, first]
+    assert [_leaves.reversed_(p) for p in backwards] == _leaves.places([x, n, x], [x, x, x])
 
 
 @pytest.mark.launches

@@ -22,13 +22,17 @@ _ALONE, _FIRST, _MIDDLE, _LAST = range(4)  # as in csrc/core/failure.h
 
 
 def places(received: Sequence[Any], sent: Sequence[Any]) -> list[Params]:
-    """The parameter LEAF of each operation, by what it receives and what it sends; either may be empty."""
+    """The parameter LEAF of each operation, by what it receives and what it sends; either may be empty.
+
+    An exchange of which one side alone has derivatives has those of a single message, which is alone.
+    """
     count = max(len(received), len(sent))
     if count < 2:
         return [{}] * count
-    of = [_among([True] * count)] + [
-        _among([_jax.inexact(x) for x in given] or [False] * count) for given in (received, sent)
-    ]
+    sides = [[_jax.inexact(x) for x in side] for side in (received, sent)]
+    if all(sides):
+        sides = [[all(pair) for pair in zip(*sides, strict=True)]] * 2
+    of = [_among(side or [False] * count) for side in ([True] * count, *sides)]
     return [{LEAF: place} for place in zip(*of, strict=True)]
 
 
@@ -40,11 +44,6 @@ def _among(chosen: Sequence[bool]) -> list[int]:
             found[i] = _MIDDLE
         found[which[0]], found[which[-1]] = _FIRST, _LAST
     return found
-
-
-def kept(params: Params) -> Params:
-    """The parameter, where there is one, for a tangent."""
-    return {LEAF: params[LEAF]} if LEAF in params else {}
 
 
 def reversed_(params: Params) -> Params:

@@ -277,10 +277,10 @@ def _tangent_of_half_exchange(primals, tangents, params):
     ends = _ends.join(params, primals[1:-1], "dest", "recvtag", "sendtag", "source")
     if sends:
         given, ends = _ends.split({"dest": ends["dest"], "tag": ends["sendtag"]})
-        half = of_tangent(params, **given, **_leaves.kept(params))
+        half = of_tangent(params, **given)
     else:
         given, ends = _ends.split({"source": ends["source"], "tag": ends["recvtag"]})
-        half = of_tangent(params, **given, **_leaves.kept(params), status=None)
+        half = of_tangent(params, **given, status=None)
     if why_not := refuse_half(half):
         raise NotImplementedError(f"sendrecv of two kinds of dtypes cannot be differentiated: {why_not}")
     return bind("send", half, tangents[0], *ends) if sends else bind("recv", half, *ends, tangents[-1])
@@ -419,7 +419,7 @@ def _tangent_reduce(primals, tangents, results, params):
 def _tangent_reduce_scatter(primals, tangents, results, params):
     everywhere = of_tangent(params, op=params["op"])
     weight = _weight(primals[0], params, lambda: bind("allreduce", everywhere, primals[0]))
-    more = {"rows": params["rows"], **_leaves.kept(params)} if "rows" in params else {}
+    more = {name: params[name] for name in ("rows", _leaves.LEAF) if name in params}
     name = "reduce_scatterv" if more else "reduce_scatter"
     return [bind(name, of_tangent(params, **SUMMING, **more), weight * tangents[0], *primals[1:])]
 
