@@ -136,6 +136,46 @@ def test_gradients(rank, size, comm):
     drawing.on_all_ranks(comm, cases(size), check, 50)
 
 
+def exchange(rank, size, comm, x, wrong):
+    """Two arrays around the ring, of which one rank's first does not fit."""
+    before, after = (rank - 1) % size, (rank + 1) % size
+    short = jax.ShapeDtypeStruct((2,) if wrong and rank == size - 1 else x[0].shape, x[0].dtype)
+    second = jax.ShapeDtypeStruct(x[1].shape, x[1].dtype)
+    return notoken.sendrecv(x, (short, second), before, after, sendtag=1, recvtag=1, comm=comm)
+
+
+@pytest.mark.filterwarnings("ignore:jaxmpi. an earlier computation failed")
+def test_error_belongs_to_all_arrays(rank, size, comm):
+    """An eager call may return before the messages have come: then each array raises that is looked at."""
+    late = jax.jit(lambda a: jax.lax.fori_loop(0, 6, lambda i, a: jnp.tanh(a @ a), a)[0, :4])
+    a = jnp.ones((500, 500)) / 500
+    for look_at in (0, 1):
+        y = late(a)
+        x = (jnp.full(3, 5 + rank, jnp.int32) + (0 * y[0]).astype(jnp.int32), y)
+        if rank == size - 1:
+            with pytest.raises(jax.errors.JaxRuntimeError, match=r"3 elements of int32.*template"):
+                np.asarray(exchange(rank, size, comm, x, True)[look_at])
+        else:
+            result = exchange(rank, size, comm, x, True)
+            np.testing.assert_array_equal(result[0], np.full(3, 5 + (rank - 1) % size))
+        follows(rank, size, comm)
+
+
+@pytest.mark.filterwarnings("ignore:jaxmpi. an earlier computation failed")
+def test_checked_for_nan(rank, size, comm):
+    """What has not been received is NaN; that is not what is told."""
+    jax.config.update("jax_debug_nans", True)
+    try:
+        if rank == size - 1:
+            with pytest.raises(jax.errors.JaxRuntimeError, match=r"3 elements of float32.*template"):
+                jax.block_until_ready(exchange(rank, size, comm, (jnp.ones(3, jnp.float32), jnp.ones(4)), True))
+        else:
+            jax.block_until_ready(exchange(rank, size, comm, (jnp.ones(3, jnp.float32), jnp.ones(4)), True))
+        follows(rank, size, comm)
+    finally:
+        jax.config.update("jax_debug_nans", False)
+
+
 def test_places_of_derivatives():
     """Of derivatives the last is the last that is received: of those of the same operation, in forward and reverse."""
     x, n = jnp.ones(2), jnp.ones(2, int)

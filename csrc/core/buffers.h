@@ -9,11 +9,4 @@
 ffi_error *call_zero(const struct call *call, void *data, size_t bytes);
 ffi_error *call_move(const struct call *call, void *to, const void *from, size_t bytes);
 
-/* Sets all bits of what has not been received, though the call succeeds since a later one will tell (failure.h): NaN,
- * -1 or true, as where a device's call fails after it has returned. Nothing to do in device memory: there calls fail
- * before anyone sees their results. */
-static inline void buffer_spoil(const struct call *call, const struct buffer *buffer) {
-  if (call->memory->host && buffer->count > 0) memset(buffer->data, 0xff, buffer_bytes(buffer));
-}
-
 #endif

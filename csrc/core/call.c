@@ -29,6 +29,7 @@ static inline ffi_error *body(struct call *call) {
   if (runtime.serialize) pthread_mutex_lock(&runtime.lock);
   ffi_error *error = call->compared ? compare_ranks(call) : NULL;
   bool begun = error == NULL;
+  if (begun) call_begun(call);
   if (begun) error = runtime.abi->bodies[call->operation->row](call);
   if (runtime.serialize) pthread_mutex_unlock(&runtime.lock);
   error = call_done(call, error);

@@ -54,9 +54,8 @@ static struct kept {
   struct kept *next;
   int row;
   int64_t attributes[MAX_ATTRIBUTES]; /* see attributes_of_tree */
-  enum ffi_error_code code;
   char text[];
-} *kept;
+} *errors_kept;
 static pthread_mutex_t lock_of_kept = PTHREAD_MUTEX_INITIALIZER;
 atomic_int failures_kept;
 
@@ -74,7 +73,7 @@ static enum leaf attributes_of_tree(const struct call *call, int64_t attributes[
 
 /* Where the error of a pytree is kept; NULL at that place if none is. Under lock_of_kept. */
 static struct kept **find_kept(int row, const int64_t attributes[MAX_ATTRIBUTES]) {
-  struct kept **at = &kept;
+  struct kept **at = &errors_kept;
   while (*at != NULL &&
          ((*at)->row != row || memcmp((*at)->attributes, attributes, MAX_ATTRIBUTES * sizeof *attributes) != 0))
     at = &(*at)->next;
@@ -82,10 +81,10 @@ static struct kept **find_kept(int row, const int64_t attributes[MAX_ATTRIBUTES]
 }
 
 /* False: no memory. */
-static bool keep(int row, const int64_t attributes[MAX_ATTRIBUTES], enum ffi_error_code code, const char *text) {
+static bool keep(int row, const int64_t attributes[MAX_ATTRIBUTES], const char *text) {
   struct kept *new = malloc(sizeof *new + strlen(text) + 1);
   if (new == NULL) return false;
-  *new = (struct kept){.row = row, .code = code};
+  *new = (struct kept){.row = row};
   memcpy(new->attributes, attributes, sizeof new->attributes);
   memcpy(new->text, text, strlen(text) + 1);
   pthread_mutex_lock(&lock_of_kept);
@@ -112,31 +111,41 @@ static struct kept *take_kept(int row, const int64_t attributes[MAX_ATTRIBUTES])
   return found;
 }
 
-ffi_error *call_fail_dropped(const struct call *call, enum ffi_error_code code, const char *format, ...) {
+/* The same, as the error of the call; NULL if there is none. */
+static ffi_error *fail_kept(const struct call *call, const int64_t attributes[MAX_ATTRIBUTES]) {
+  struct kept *first = take_kept(call->operation->row, attributes);
+  ffi_error *error = first != NULL ? fail(call, FFI_INVALID_ARGUMENT, first->text) : NULL;
+  free(first);
+  return error;
+}
+
+ffi_error *call_fail_dropped(const struct call *call, const struct buffer *out, const char *format, ...) {
   char text[TEXT];
   va_list arguments;
   va_start(arguments, format);
   describe(call, text, format, arguments);
   va_end(arguments);
   int64_t attributes[MAX_ATTRIBUTES];
-  int row = call->operation->row;
   enum leaf place = attributes_of_tree(call, attributes);
   bool follow = place == FIRST || place == MIDDLE;
-  if (follow && !atomic_load(&runtime.ends_on_error) && keep(row, attributes, code, text)) return NULL;
-  struct kept *first = place == LAST ? take_kept(row, attributes) : NULL;
-  ffi_error *error = first != NULL ? fail(call, first->code, first->text) : fail(call, code, text);
-  free(first);
-  return error;
+  if (follow && !atomic_load(&runtime.ends_on_error) && keep(call->operation->row, attributes, text)) {
+    if (call->memory->host && out->count > 0) memset(out->data, 0xff, buffer_bytes(out));
+    return NULL;
+  }
+  ffi_error *error = place == LAST ? fail_kept(call, attributes) : NULL;
+  return error != NULL ? error : fail(call, FFI_INVALID_ARGUMENT, text);
 }
 
 ffi_error *call_fail_kept(const struct call *call, ffi_error *error) {
   int64_t attributes[MAX_ATTRIBUTES];
   enum leaf place = attributes_of_tree(call, attributes);
   if (place == ALONE || (place != LAST && error == NULL)) return error;
-  struct kept *first = take_kept(call->operation->row, attributes);
-  if (first != NULL) error = call_first(call, fail(call, first->code, first->text), error);
-  free(first);
-  return error;
+  return call_first(call, fail_kept(call, attributes), error);
+}
+
+void call_forget_kept(const struct call *call) {
+  int64_t attributes[MAX_ATTRIBUTES];
+  if (attributes_of_tree(call, attributes) == FIRST) free(take_kept(call->operation->row, attributes));
 }
 
 ffi_error *call_first(const struct call *call, ffi_error *first, ffi_error *second) {

@@ -19,14 +19,22 @@ enum leaf { ALONE, FIRST, MIDDLE, LAST };
 
 /* The same for what has been received and dropped, since there is no room for it. XLA executes nothing that follows an
  * error: other ranks would wait for the rest of a pytree, or what they have sent of it would stay in the channel, for
- * later receives. So, if more of it follows, the error is kept, and the result is NULL. */
-__attribute__((format(printf, 3, 4))) ffi_error *call_fail_dropped(const struct call *call, enum ffi_error_code code,
+ * later receives. So, if more of it follows, the error is kept, all bits of `out` are set (as where a device's call
+ * fails after it has returned), and the result is NULL. */
+__attribute__((format(printf, 3, 4))) ffi_error *call_fail_dropped(const struct call *call, const struct buffer *out,
                                                                    const char *format, ...);
 
 /* What a call returns: `error`; or, as that of the last array of a pytree, or one that fails, the error that was kept.
  * Calls of one pytree have equal attributes, but for the place and the numbers that follow from the shapes. */
 extern atomic_int failures_kept;
 ffi_error *call_fail_kept(const struct call *call, ffi_error *error);
+void call_forget_kept(const struct call *call);
+
+/* Before the body of a call. With the first array of a pytree begins what an error may be kept of: one of an earlier
+ * pytree, whose program has ended before its last array, has been told of otherwise. */
+static inline void call_begun(const struct call *call) {
+  if (atomic_load_explicit(&failures_kept, memory_order_relaxed) > 0) call_forget_kept(call);
+}
 static inline ffi_error *call_done(const struct call *call, ffi_error *error) {
   return atomic_load_explicit(&failures_kept, memory_order_relaxed) == 0 ? error : call_fail_kept(call, error);
 }

@@ -86,16 +86,16 @@ int discard(MPI_Message *message, int64_t bytes) {
 }
 
 /* The error for a message of `sent` bytes that does not fit the template; NULL if the last message of a pytree will
- * tell. `code`: of its removal from the channel; `by_status`: the user passes a status; `label`: NULL if
- * it has none. */
+ * tell. `code`: of its removal from the channel; `by_status`: the user passes a status; `label`: NULL if it has none.
+ */
 static ffi_error *misfit(const struct call *call, const struct buffer *out, int64_t sent, const MPI_Status *status,
                          int code, bool by_status, const struct label *label) {
   int64_t width = (int64_t)out->type->bytes, expected = out->count * width;
   bool longer = sent > expected;
   const char *what = sent < 0 ? "has a size that MPI cannot tell" : longer ? "would be truncated" : "is too short";
   const char *then = code == MPI_SUCCESS ? "dropped" : "left unreceived, for it could not be taken off the channel";
-  ffi_error *error = call_fail_dropped(
-      call, FFI_INVALID_ARGUMENT,
+  return call_fail_dropped(
+      call, out,
       "the message from rank %d with tag %d%s%.200s has %" PRId64 " bytes (%" PRId64
       " elements of %s), the template %" PRId64 " bytes (%" PRId64
       " elements): it %s, so it was %s. Receive with a template of the shape and dtype that is sent%s",
@@ -104,8 +104,6 @@ static ffi_error *misfit(const struct call *call, const struct buffer *out, int6
       longer || by_status || call->operation->row == ROW_irecv
           ? ""
           : ", or pass status= to accept shorter ones (the rest is then zero)");
-  if (error == NULL) buffer_spoil(call, out);
-  return error;
 }
 
 /* Drops a message that does not fit the template; returns the error. */
@@ -134,13 +132,12 @@ static ffi_error *unpack(struct call *call, const struct buffer *out, const char
   const struct datatype *sent = label != NULL ? datatype_find((int)label->dtype) : NULL;
   if (label != NULL) data += sizeof *label, bytes -= (int64_t)sizeof *label;
   if (sent != NULL && sent != out->type) {
-    PASS(call_fail_dropped(call, FFI_INVALID_ARGUMENT,
-                           "the message from rank %d with tag %d%s%.200s is of %" PRId64 " %s, the template of %" PRId64
-                           " %s, so it was dropped. Receive with a template of the shape and dtype that is sent",
-                           status->MPI_SOURCE, status->MPI_TAG, label->lines[0] != '\0' ? " " : "", label->lines,
-                           label->count, sent->name, out->count, out->type->name));
-    buffer_spoil(call, out);
-    return NULL;
+    return call_fail_dropped(call, out,
+                             "the message from rank %d with tag %d%s%.200s is of %" PRId64
+                             " %s, the template of %" PRId64
+                             " %s, so it was dropped. Receive with a template of the shape and dtype that is sent",
+                             status->MPI_SOURCE, status->MPI_TAG, label->lines[0] != '\0' ? " " : "", label->lines,
+                             label->count, sent->name, out->count, out->type->name);
   }
   if (bytes > room || bytes % width != 0 || (bytes < room && users == NULL))
     return misfit(call, out, bytes, status, MPI_SUCCESS, users != NULL, label);

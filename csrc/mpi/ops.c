@@ -261,12 +261,10 @@ static ffi_error *landed(struct call *c, const struct buffer *out, int64_t row, 
   TRY(c, code);
   int64_t rest = out->count - landing->elements;
   if (rest < 0) {
-    PASS(call_fail_dropped(c, FFI_INVALID_ARGUMENT,
-                           "rows sent to this rank: %" PRId64 "; its result has room for %" PRId64
-                           ", so nothing was written. Make room with a larger rows=",
-                           landing->elements / row, out->count / row));
-    buffer_spoil(c, out);
-    return NULL;
+    return call_fail_dropped(c, out,
+                             "rows sent to this rank: %" PRId64 "; its result has room for %" PRId64
+                             ", so nothing was written. Make room with a larger rows=",
+                             landing->elements / row, out->count / row);
   }
   return rest > 0 ? call_zero(c, buffer_at(out, landing->elements), (size_t)rest * out->type->bytes) : NULL;
 }

@@ -12,7 +12,7 @@ from jaxmpi import _communicator, _devices, _ends, _jax, _leaves, _neighbors
 from jaxmpi import _counts as by_counts
 from jaxmpi._neighbors import Neighbors
 from jaxmpi._order import Token
-from jaxmpi._primitive import Params, bind, bind_all, bind_by_plan
+from jaxmpi._primitive import Params, bind, bind_all, bind_by_plan, bind_each
 from jaxmpi._table import CHECK, LINE, check_same
 
 # The public names of `jaxmpi` and `jaxmpi.notoken`.
@@ -81,11 +81,8 @@ def _message(operation: str, params: Params, ends: Any, x: Any, check: Leaf) -> 
     leaves, structure = _checked(operation, x, check)
     sends = operation == "send"
     places = _leaves.places([], leaves) if sends else _leaves.places(leaves, [])
-    results = [
-        bind(operation, {**params, **place}, *((leaf, *ends) if sends else (*ends, leaf)))
-        for leaf, place in zip(leaves, places, strict=True)
-    ]
-    return jax.tree.unflatten(structure, results)
+    operands = [(leaf, *ends) if sends else (*ends, leaf) for leaf in leaves]
+    return jax.tree.unflatten(structure, bind_each(operation, params, places, operands))
 
 
 def _reducing(operation: str, comm: Any, x: Any, op: MPI.Op, **more: Any) -> Any:
@@ -126,8 +123,8 @@ def _tell(counts: Any, rows: int, comm: Any, operation: str) -> jax.Array:
 def _by_counts(operation: str, params: Params, leaves: Any, structure: Any, *counts: Any) -> Any:
     """Binds the operation for all leaves, with the same counts. At run time there may be too little room for them."""
     places = [{}] * len(leaves) if isinstance(counts[0], np.ndarray) else _leaves.places(leaves, leaves)
-    made = [bind(operation, {**params, **place}, x, *counts) for x, place in zip(leaves, places, strict=True)]
-    return jax.tree.unflatten(structure, made)
+    operands = [(leaf, *counts) for leaf in leaves]
+    return jax.tree.unflatten(structure, bind_each(operation, params, places, operands))
 
 
 def _join_rows(operation: str, params: Params, x: Any, counts: Any, rows: int | None) -> Any:
@@ -813,9 +810,8 @@ def sendrecv(
     params, ends = _ends.split(values)
     params = {"comm": resolved, **params, "status": arguments.status(status, "sendrecv")}
     places = _leaves.places(templates, sent)
-    results = [
-        bind("sendrecv", {**params, **place}, x, *ends, y) for x, y, place in zip(sent, templates, places, strict=True)
-    ]
+    operands = [(x, *ends, y) for x, y in zip(sent, templates, strict=True)]
+    results = bind_each("sendrecv", params, places, operands)
     result = results[0] if alone else jax.tree.unflatten(structure, results)
     return _with_status(result, params["status"], status), after(token)
 

@@ -160,6 +160,18 @@ def bind(name: str, params: Params, *operands: Any) -> Any:
     return results if len(results) > 1 else results[0] if results else None
 
 
+def bind_each(name: str, params: Params, places: Sequence[Params], operands: Sequence[Sequence[Any]]) -> list[Any]:
+    """Binds an operation for each leaf of a pytree, with the parameters of its place. Returns the result of each.
+
+    Outside of any trace they are one program: an error of one of them is an error of all their results.
+    """
+    if len(operands) < 2 or not _jax.trace_state_clean():
+        return [bind(name, {**params, **place}, *xs) for place, xs in zip(places, operands, strict=True)]
+    each = tuple(tuple(place.items()) for place in places)
+    results = _call(PRIMITIVES[name], {**_DEFAULTS[name], **params, _EACH: each}, [x for xs in operands for x in xs])
+    return results or [None] * len(places)
+
+
 _SMALL, _MOST_BYTES, _MOST_ARRAYS = 1 << 15, 1 << 22, 100
 """Arrays of at most that many bytes are communicated together: copying them costs less than an operation for each. And
 how many bytes and arrays at most."""
@@ -201,6 +213,9 @@ def bind_by_plan(name: str, params: Params, arrays: Sequence[Any]) -> list[Any]:
     return results
 
 
+_EACH = "each"
+"""Parameter of an eager program that binds an operation several times: the parameters in which those differ."""
+
 _TELLS_LINES = _communicator.CHECK or _timeline.ON
 """Whether the lines of eager calls are told to the core too, which takes some time."""
 
@@ -209,7 +224,18 @@ _TELLS_LINES = _communicator.CHECK or _timeline.ON
 def _add_site_of_eager_call(primitive: Operation, names: Any, values: Any, operands: Any, site: str) -> None:
     row = _ROWS[primitive.name.removeprefix("jaxmpi.")]
     if not row.silent:
-        _add_site(row, operands, dict(zip(names, values, strict=True)), site)
+        for params, its in _each_of(dict(zip(names, values, strict=True)), operands):
+            _add_site(row, its, params, site)
+
+
+def _each_of(params: Params, operands: Sequence[Any]) -> list[tuple[Params, Sequence[Any]]]:
+    """The parameters and operands of each operation of an eager program."""
+    if _EACH not in params:
+        return [(params, operands)]
+    common = {name: value for name, value in params.items() if name != _EACH}
+    places = params[_EACH]
+    width = len(operands) // len(places)
+    return [({**common, **dict(place)}, operands[i * width : (i + 1) * width]) for i, place in enumerate(places)]
 
 
 def _call(primitive: _jax.Primitive, params: Params, operands: Sequence[Any]) -> Any:
@@ -234,7 +260,7 @@ def _finds_programs_of(comm: Communicator) -> Callable[..., Any]:
     @functools.lru_cache(maxsize=4096)
     def find(primitive: _jax.Primitive, names: tuple[str, ...], *values: Any) -> Callable[..., Any]:
         params = dict(zip(names, values, strict=True))
-        return eager(lambda *args: primitive.bind(*args, **params))
+        return eager(lambda *args: [y for its, xs in _each_of(params, args) for y in primitive.bind(*xs, **its)])
 
     comm.programs = find
     return find

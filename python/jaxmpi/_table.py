@@ -420,7 +420,7 @@ def _tangent_reduce_scatter(primals, tangents, results, params):
     everywhere = of_tangent(params, op=params["op"])
     weight = _weight(primals[0], params, lambda: bind("allreduce", everywhere, primals[0]))
     more = {name: params[name] for name in ("rows", _leaves.LEAF) if name in params}
-    name = "reduce_scatterv" if more else "reduce_scatter"
+    name = "reduce_scatterv" if "rows" in params else "reduce_scatter"
     return [bind(name, of_tangent(params, **SUMMING, **more), weight * tangents[0], *primals[1:])]
 
 

@@ -231,6 +231,17 @@ static void the_last_of_a_pytree_tells_what_did_not_fit(void) {
     }
 }
 
+static void what_was_kept_ends_with_its_pytree(void) {
+  prepare();
+  deliver(2, 9, 4 * N + 4);
+  SUCCEEDS(receive_leaf(FIRST, N, 9)); /* and its program ends */
+  deliver(2, 9, 4 * N);
+  SUCCEEDS(receive_leaf(FIRST, N, 9));
+  deliver(2, 9, 4 * N);
+  SUCCEEDS(receive_leaf(LAST, N, 9));
+  CHECK_EQUAL(atomic_load(&failures_kept), 0);
+}
+
 static void a_failure_of_mpi_is_told_at_once(void) {
   prepare();
   deliver(2, 9, 4 * N + 4);
@@ -472,6 +483,7 @@ static const struct test tests[] = {
     TEST(a_short_message_with_status_leaves_zeros),
     TEST(the_last_of_a_pytree_tells_what_did_not_fit),
     TEST(a_failure_of_mpi_is_told_at_once),
+    TEST(what_was_kept_ends_with_its_pytree),
     TEST(half_an_element_is_refused_with_status_too),
     TEST(a_message_is_not_lost_by_an_error),
     TEST(sendrecv_sends_and_receives),
