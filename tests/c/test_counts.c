@@ -119,15 +119,21 @@ static void parts_follow_each_other(void) {
     }
 }
 
+/* Draws a case of which something comes to this rank, and leaves too little room for it. False: nothing comes. */
+static bool draw_without_room(size_t which, int turn) {
+  draw_state = 77 + 300 * which + (uint64_t)turn;
+  draw_case(which);
+  if (!writes() || gotten() == 0 || c.row == 0) return false;
+  c.out_rows = gotten() - 1;
+  return true;
+}
+
 /* Too little room on this rank: MPI is called as on the others, and nothing is written. */
 static void a_result_that_is_too_small_stays_as_it_was(void) {
   int met = 0;
   for (size_t which = 0; which < sizeof names / sizeof *names; which++)
     for (int turn = 0; turn < 300; turn++) {
-      draw_state = 77 + 300 * which + (uint64_t)turn;
-      draw_case(which);
-      if (!writes() || gotten() == 0 || c.row == 0) continue;
-      c.out_rows = gotten() - 1;
+      if (!draw_without_room(which, turn)) continue;
       char text[64];
       snprintf(text, sizeof text, "rows sent to this rank: %lld; its result has room for %lld", (long long)gotten(),
                (long long)c.out_rows);
@@ -144,13 +150,10 @@ static void a_pytree_of_which_one_has_no_room_is_received(void) {
   int met = 0;
   for (size_t which = 0; which < sizeof names / sizeof *names; which++)
     for (int turn = 0; turn < 300; turn++) {
-      draw_state = 77 + 300 * which + (uint64_t)turn;
-      draw_case(which);
-      if (!writes() || gotten() == 0 || c.row == 0) continue;
+      if (!draw_without_room(which, turn)) continue;
       int64_t row = c.row;
       char text[64];
       snprintf(text, sizeof text, "rows sent to this rank: %lld", (long long)gotten());
-      c.out_rows = gotten() - 1;
       leaf = FIRST;
       SUCCEEDS(run_it());
       size_t bytes = (size_t)c.out_rows * c.width;
