@@ -6,8 +6,8 @@ written with a rank's report; `ask`, with the number of a question; RANK.state, 
 program ends; RANK.aborts, as a rank ends the job. Those of other machines come by relay.py. Nothing here imports jax or
 mpi4py.
 
-An `mpiexec` that is still there long after a rank has ended the job is ended: Open MPI's may wait for ever if ranks on
-two machines abort at the same time.
+An `mpiexec` that is still there long after a rank has ended the job, or after all that it has started has ended, is
+ended: Open MPI's may wait for ever if ranks on two machines abort at the same time, or as it is told to end itself.
 """
 
 import contextlib
@@ -29,6 +29,7 @@ _PAUSE_SECONDS = 0.25
 _ANSWER_SECONDS = 2.5  # the watch looks once a second
 _LEAST_WAIT_SECONDS = 2.0  # what waits as long for a rank that has ended will wait for ever, most likely
 _END_SECONDS = 20.0  # what `mpiexec` has for ending a job that a rank has aborted
+_GONE_SECONDS = 60.0  # what it has for its own end once the ranks, or what has started them, are no more
 _KILL_SECONDS = 5.0
 
 
@@ -38,7 +39,8 @@ def start(ranks: int, several: bool = False) -> dict[str, str]:
     `several`: ranks may run on other machines.
     """
     try:
-        job = os.pidfd_open(os.getpid())
+        mpiexec = os.getpid()  # as it will be
+        job = os.pidfd_open(mpiexec)
         folder = tempfile.mkdtemp(prefix="jaxmpi-")
     except (OSError, AttributeError):  # no place for files, or no such function: the ranks report without it
         return {}
@@ -60,22 +62,31 @@ def start(ranks: int, several: bool = False) -> dict[str, str]:
         if listening is not None:
             more = (Path(folder), ranks, listening, secret)
             threading.Thread(target=relay.serve, args=more, daemon=True).start()
-        _watch(Path(folder), ranks, job)
+        _watch(Path(folder), ranks, job, mpiexec)
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
 
-def _watch(folder: Path, ranks: int, job: int) -> None:
+def _watch(folder: Path, ranks: int, job: int, mpiexec: int) -> None:
     told: set[str] = set()  # the files of ranks that have ended, once they have been the cause of a question
     last = ""
     question, ended_at, aborted_at, patience = 0, 0.0, 0.0, _LEAST_WAIT_SECONDS
+    started, gone = False, 0  # how many times nothing was left of what was started; while all are suspended none is
     while not select.select([job], [], [], _PAUSE_SECONDS)[0]:
+        left = _works(mpiexec)
+        started, gone = started or left, 0 if left or not started else gone + 1
+        if gone * _PAUSE_SECONDS > _GONE_SECONDS:
+            _end(job, f"what mpiexec has started ended {_GONE_SECONDS:.0f} s ago")
+            return
         files = set(os.listdir(folder))
         aborting = [int(name.partition(".")[0]) for name in files if name.endswith(".aborts")]
         if not aborting:
             aborted_at = time.monotonic()
         elif time.monotonic() - aborted_at > _END_SECONDS:
-            _end(job, sorted(aborting))
+            _end(
+                job,
+                f"rank{'s' if len(aborting) > 1 else ''} {_ranges(sorted(aborting))} failed {_END_SECONDS:.0f} s ago",
+            )
             return
         ended = {name for name in files if name.endswith(".ended")}
         reports = {name for name in files if name.endswith(".report")}
@@ -101,12 +112,29 @@ def _watch(folder: Path, ranks: int, job: int) -> None:
                 os.write(2, text.encode(errors="replace"))
 
 
-def _end(job: int, ranks: list[int]) -> None:
+def _state(pid: int) -> str:
+    """The letter of the system for what a process does; empty where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def _works(mpiexec: int) -> bool:
+    """Whether something runs that it has started, or it is suspended itself; False where the system does not tell."""
+    if _state(mpiexec) in ("T", "t"):
+        return True
+    children: set[int] = set()
+    for path in Path(f"/proc/{mpiexec}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            children.update(map(int, path.read_text().split()))
+    return any(_state(child) not in ("", "Z", "X") for child in children - {os.getpid()})
+
+
+def _end(job: int, why: str) -> None:
     """Ends `mpiexec`; its helpers, also those on other machines, end without it, and with them the ranks."""
-    who = f"rank{'s' if len(ranks) > 1 else ''} {_ranges(ranks)}"
-    text = f"jaxmpi.run: {who} failed {_END_SECONDS:.0f} s ago; mpiexec is still there, and is ended\n"
     with contextlib.suppress(OSError):
-        os.write(2, text.encode())
+        os.write(2, f"jaxmpi.run: {why}; mpiexec is still there, and is ended\n".encode())
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(OSError):
             signal.pidfd_send_signal(job, number)
