@@ -66,13 +66,13 @@ $(READY): $(VENV)/.built $(VENV)/.test
 demo: $(VENV)/.built ## the shallow-water model on 2 ranks, with a picture and an animation
 	$(RUN) -n 2 examples/shallow_water.py --save-animation --output-dir $(OUTPUT)
 
-# CASES=--brief: of tests that start jobs or are slow, two cases at most.
+# CASES=--brief: of tests that start jobs or are slow two cases at most, and nothing that is seldom needed.
 CASES ?=
 # How jobs end, several hosts, long programs, timelines, benchmarks, the wheel: `make test-all` has them.
 NOT_EACH_TIME := $(patsubst %,--ignore=tests/test_%.py,faults injected sharded_jobs two_hosts run_devices device grid_examples grid_jobs sharded_examples benchmarks soak timeline wheel)
 test: $(READY) $(VENV)/.lint ## what every change needs: the suite on 2 ranks, most tests that run on one rank alone, the C tests
-	timeout $(LIMIT) $(BIN)/python -m pytest -n $(WORKERS) --brief $(NOT_EACH_TIME) -m "(launches or alone) and not seldom"
-	$(RUN) -n 2 -m pytest --color=no --brief -m "not seldom"
+	timeout $(LIMIT) $(BIN)/python -m pytest -n $(WORKERS) --brief $(NOT_EACH_TIME) -m "launches or alone"
+	$(RUN) -n 2 -m pytest --color=no --brief
 	$(MAKE) test-c
 
 test-all: $(READY) $(VENV)/.lint ## all tests: 1, 2 and 4 ranks, optimized code dispatched synchronously, a simulated device, the C tests
@@ -133,12 +133,14 @@ test-tcp: $(READY) ## the suite on 2 ranks, and much of it on 4, which communica
 test-hosts: $(READY) ## a job on two hosts, which are network namespaces of this machine; needs root
 	timeout $(LIMIT) $(BIN)/python -m pytest --color=no tests/test_two_hosts.py
 
-# N random programs, with second derivatives if ORDER=2; `python tests/fuzz.py --help` lists more options.
+# N random programs, with second derivatives if ORDER=2; FORGOTTEN=0.4: in many of them ranks never wait for something;
+# `python tests/fuzz.py --help` lists more options.
 N ?= 100
 SEED ?= 0
 ORDER ?= 1
+FORGOTTEN ?= 0
 fuzz: $(READY) ## N random programs on RANKS ranks against a witness (default 100 and 2)
-	$(BIN)/python tests/fuzz.py --programs $(N) --ranks $(RANKS) --seed $(SEED) --order $(ORDER)
+	$(BIN)/python tests/fuzz.py --programs $(N) --ranks $(RANKS) --seed $(SEED) --order $(ORDER) --forgotten $(FORGOTTEN)
 
 faults: $(READY) ## N random programs in each of which a call of MPI fails, is late or never returns (default 100)
 	JAXMPI_TEST_FAULTS=$(N) timeout $(LIMIT) $(BIN)/python -m pytest -n auto --color=no tests/test_injected.py -k test_random

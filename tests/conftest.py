@@ -101,7 +101,7 @@ def pytest_addoption(parser):
         "--brief",
         action="store_true",
         help="of a test that starts jobs or is slow, two cases at most: the first and the last; fewer random cases; "
-        "what hardly depends on the number of ranks on 2 ranks alone",
+        "what hardly depends on the number of ranks on 2 ranks alone; nothing that is seldom needed",
     )
 
 
@@ -126,10 +126,13 @@ def _shorten(config, items):
     """Of each test that starts jobs or is slow its first and its last case: they take most of the time of all tests.
 
     A slow test may name a parameter, each value of which has a first and a last case. What hardly depends on the number
-    of ranks runs on two.
+    of ranks runs on two, and what is seldom needed not at all.
     """
     cases, left_out = {}, set()
     for item in items:
+        if item.get_closest_marker("seldom"):
+            left_out.add(id(item))
+            continue
         if item.get_closest_marker("two_say_most") and SIZE != 2 and not item.get_closest_marker("alone"):
             left_out.add(id(item))
         slow = item.get_closest_marker("slow")

@@ -37,6 +37,7 @@ def arguments():
     parser.add_argument("--none", action="store_true", help="no structure at all")
     parser.add_argument("--differ", type=float, default=0.25, help="how likely ranks differ in a statement")
     parser.add_argument("--started", type=float, default=0.5, help="how likely an operation is waited for later")
+    parser.add_argument("--forgotten", type=float, default=0, help="how likely ranks never wait for something")
     parser.add_argument("--used", action="store_true", help="every result is used on every rank, as JAX 0.6 needs")
     parser.add_argument("--documented", action="store_true", help="leave out what docs/autodiff.md excludes")
     parser.add_argument("--mode", help="only this transformation")
@@ -52,7 +53,7 @@ def arguments():
 
 def options(chosen):
     kinds = () if chosen.none else tuple(chosen.only or programs.KINDS)
-    return programs.Options(kinds, chosen.differ, chosen.used, chosen.documented, chosen.started)
+    return programs.Options(kinds, chosen.differ, chosen.used, chosen.documented, chosen.started, chosen.forgotten)
 
 
 # --- on each rank ----------------------------------------------------------------------------------------------------
@@ -68,7 +69,8 @@ def checks_of(program, chosen):
 
 
 def worker(chosen):
-    """Programs one after the other; rank 0 tells of each that begins and ends. The first that is wrong is the last."""
+    """Programs one after the other; rank 0 tells of each that begins and ends. The last is the first that is wrong, or
+    that leaves something in flight."""
     from mpi4py import MPI
 
     from fuzzing import checks
@@ -89,13 +91,15 @@ def worker(chosen):
             tell(f"@end {program.seed} {verdict} {check} | {why!r}", flush=True)
             if verdict == "wrong":
                 return
+        if programs.forgets(program.body):
+            return
     faulthandler.cancel_dump_traceback_later()
 
 
 # --- the runner ------------------------------------------------------------------------------------------------------
 
-ORDER = "must be waited for in the order in which they were started"
-"""In the error of a program that could have wrong gradients: at run time, where its job ends."""
+REFUSALS = ("must be waited for in the order in which they were started", "is not waited for there: gradients would")
+"""In the errors of programs that could have wrong gradients: at run time, where their jobs end."""
 
 
 class Tally:
@@ -134,17 +138,19 @@ def job(ranks, *worker_arguments):
 
 
 def end(process, errors):
-    """Makes sure that a job is over; what it has written to its errors."""
+    """Makes sure that a job is over; what it has written to its errors, and whether it had to be killed."""
+    killed = False
     try:
         process.wait(20)
     except subprocess.TimeoutExpired:
+        killed = True
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     errors.seek(0)
     text = errors.read()
     errors.close()
-    return text
+    return text, killed
 
 
 def follow(process, errors, tally):
@@ -162,15 +168,17 @@ def follow(process, errors, tally):
             check, _, why = rest.partition(" | ")
             tally.end(int(seed), verdict, check, eval(why))
             ended = True
-    text = end(process, errors)
+    text, killed = end(process, errors)
     if begun is None:
         sys.exit(f"no program was begun:\n{text}")
     if not ended:
         seed, check = begun
-        if ORDER in text:
-            tally.end(seed, "refused", check, ORDER)
+        if why := next((why for why in REFUSALS if why in text), None):
+            tally.end(seed, "refused", check, why)
         else:
             tally.fail("hanging" if "Timeout (" in text else "crashed", seed, check, summary(text))
+    elif killed:
+        tally.fail("hanging", *begun, "as its job ended")
     return begun[0]
 
 
@@ -184,7 +192,7 @@ def summary(text):
 
 def passed_on(chosen):
     """The options of the worker."""
-    names = ("order", "checks", "differ", "started", "mode", "route", "batch", "seconds")
+    names = ("order", "checks", "differ", "started", "forgotten", "mode", "route", "batch", "seconds")
     shown = [f"--{name}={getattr(chosen, name)}" for name in names if getattr(chosen, name) is not None]
     shown += [f"--file={chosen.file}"] if chosen.file else []
     shown += [f"--{name}" for name in ("none", "used", "documented") if getattr(chosen, name)]

@@ -120,6 +120,7 @@ def load(name):
     return module
 
 
+@pytest.mark.seldom
 @pytest.mark.launches
 def test_wrong_peers_are_shown(program, tmp_path):
     """Every mistake in every operation is found, nothing else is, and the run goes on."""
@@ -152,7 +153,7 @@ def test_wrong_peers_are_shown(program, tmp_path):
 
 
 @pytest.mark.launches
-@pytest.mark.parametrize("name", ["calls", "quick"])
+@pytest.mark.parametrize("name", ["calls", pytest.param("quick", marks=pytest.mark.seldom)])
 def test_wrong_jaxmpi_is_an_error(program, tmp_path, name):
     output = tmp_path / "calls.json"
     if name == "calls":

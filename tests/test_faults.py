@@ -139,6 +139,7 @@ def test_fault_while_others(what, tmp_path):
     assert told in done.stderr
 
 
+@pytest.mark.seldom
 def test_fault_of_one_of_eight(tmp_path):
     """In a compiled loop, in a thread, on a communicator of its own; the seven others are in that loop, too."""
     threads = """
@@ -214,6 +215,7 @@ def test_forked_process(does, tmp_path):
     assert told in done.stderr
 
 
+@pytest.mark.seldom
 def test_process_that_is_no_rank(tmp_path):
     """A process that a rank starts is a job of its own if it imports the package, and harms nobody."""
     start = """
@@ -229,6 +231,7 @@ def test_process_that_is_no_rank(tmp_path):
         assert done.stdout.count("sum 2.0") == 2
 
 
+@pytest.mark.seldom
 def test_processes_of_a_rank(tmp_path):
     """Those of multiprocessing, by each method: what they return and raise arrives, and they harm nobody."""
     pools = """
@@ -299,6 +302,7 @@ def test_what_waits_is_reported(way, tmp_path):
     assert "rank 0 has" not in done.stderr
 
 
+@pytest.mark.seldom
 def test_communicators_in_opposite_order(tmp_path):
     """No collective differs, so there is nothing to compare; each rank says where it waits, and the table has both."""
     does = """
@@ -321,6 +325,7 @@ def test_communicators_in_opposite_order(tmp_path):
         assert f"rank {rank}: waits in allreduce of 3 float32, op SUM, {waits}" in table
 
 
+@pytest.mark.seldom
 def test_what_comes_late_is_told(tmp_path):
     """A rank that is late ends nothing by default: one report, and another when it has come."""
     program = program_of(tmp_path, BEGIN, "if rank == 0: time.sleep(5)", "print('sum', add(x)[0]); time.sleep(1)")

@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import drawing
 from launch import launch
 from table import NEW_JAX
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-RANKS = (1, 2, 3, 4)
+RANKS = (1, 3) if drawing.brief else (1, 2, 3, 4)
 pytestmark = [
     pytest.mark.launches,
     pytest.mark.seconds(400),
@@ -64,7 +65,9 @@ def conduction(k):
     return matrix
 
 
-@pytest.mark.parametrize(("dimensions", "size", "ranks"), [(2, 11, RANKS), (3, 7, (4,))])
+@pytest.mark.parametrize(
+    ("dimensions", "size", "ranks"), [(2, 11, RANKS), pytest.param(3, 7, (4,), marks=pytest.mark.seldom)]
+)
 def test_poisson(tmp_path, dimensions, size, ranks):
     """u is the solution of a dense system; the gradient with respect to f is that of the same system."""
     arguments = ("--dimensions", str(dimensions), "--size", str(size))
@@ -101,7 +104,9 @@ def test_heat_inverse(tmp_path):
     assert losses[-1] < 0.8 * losses[0]
 
 
-@pytest.mark.parametrize(("dimensions", "size", "ranks"), [(2, 13, RANKS), (3, 7, (2, 3))])
+@pytest.mark.parametrize(
+    ("dimensions", "size", "ranks"), [(2, 13, RANKS), pytest.param(3, 7, (2, 3), marks=pytest.mark.seldom)]
+)
 def test_spectral(tmp_path, dimensions, size, ranks):
     """Against NumPy's transforms, which the example uses as a witness, and against another number of ranks."""
     arguments = ("--dimensions", str(dimensions), "--size", str(size), "--steps", "12")

@@ -40,6 +40,7 @@ def numbers(pattern, text, lines):
     return np.array(found, float)
 
 
+@pytest.mark.seldom
 def test_data_parallel():
     """Neither 50 images nor 1437 can be divided among all numbers of processes."""
     for package in ("optax", "sklearn"):

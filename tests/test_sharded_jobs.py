@@ -57,6 +57,7 @@ def said(done):
     return sorted(re.findall(r"\d of \d: [\d.]+;", done.stdout))
 
 
+@pytest.mark.seldom
 @pytest.mark.parametrize("collectives", ["mpi", "gloo"])
 def test_a_job_behind_a_proxy(job, collectives):
     """The processes find each other without a word, also if a proxy is set that cannot reach them."""
@@ -64,10 +65,12 @@ def test_a_job_behind_a_proxy(job, collectives):
     assert said(job(SAID, collectives=collectives, **proxy)) == EXPECTED
 
 
+@pytest.mark.seldom
 def test_initialize_may_be_called(job):
     assert said(job("jax.distributed.initialize()\n" + SAID)) == EXPECTED
 
 
+@pytest.mark.seldom
 def test_installed_under_a_plain_launcher(job):
     text = "import jaxmpi.collectives\njaxmpi.collectives.install()\n" + COMMON + SAID
     assert said(job(text, common=False, collectives="", plain=True)) == EXPECTED
@@ -94,7 +97,7 @@ def test_installed_too_late(job):
     assert "JAX has made its devices already" in done.stdout
 
 
-@pytest.mark.parametrize("missing", [0, 1])
+@pytest.mark.parametrize("missing", [pytest.param(0, marks=pytest.mark.seldom), 1])
 def test_a_rank_that_does_not_come_is_named(job, missing):
     text = f"""
     from mpi4py import MPI
@@ -110,6 +113,7 @@ def test_a_rank_that_does_not_come_is_named(job, missing):
     assert re.search(rf"rank {missing} (of 3 did not begin|has not begun) to use JAX", done.stderr)
 
 
+@pytest.mark.seldom
 def test_another_process_than_the_rank(job):
     text = """
     from mpi4py import MPI
@@ -161,6 +165,7 @@ def test_what_is_refused(job):
         assert "x.addressable_data(0)" in errors[name]
 
 
+@pytest.mark.seldom
 def test_several_devices_of_a_process(job):
     text = """
     try:
@@ -172,6 +177,7 @@ def test_several_devices_of_a_process(job):
     assert done.stdout.count("said: jaxmpi: a collective between 4 devices of 2 processes") == 2
 
 
+@pytest.mark.seldom
 def test_other_lengths_on_other_processes(job):
     """JAXMPI_CHECK compares JAX's collectives, too."""
     text = """
@@ -238,6 +244,7 @@ def test_what_waits_is_reported(job):
     assert re.search(r"rank 0.*allreduce of 1 float32, op SUM.*JAX's processes 0, 1", done.stderr), done.stderr
 
 
+@pytest.mark.seldom
 def test_a_program_that_was_not_looked_at(job):
     """If JAX no longer executes programs by way of what jaxmpi replaces, XLA gets no communicator, and says so."""
     text = """

@@ -112,7 +112,7 @@ def expected(seed, ranks):
     return counts, messages
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.seldom)])
 def test_random_programs_are_in_it(seed, tmp_path):
     """Each operation on each rank, and who talks to whom."""
     folder, _ = run_traced(tmp_path, 3, RANDOM.format(seed=seed))
@@ -192,6 +192,7 @@ jax.block_until_ready(finish(requests))
 """
 
 
+@pytest.mark.seldom
 def test_waiting_is_where_one_waits(tmp_path):
     """Of what has been started: in its wait, for the rank that has not started yet; never in the start."""
     folder, _ = run_traced(tmp_path, 2, STARTS)
@@ -251,6 +252,7 @@ with jax.profiler.trace(os.environ["PROFILE"] + str(rank)):
 """
 
 
+@pytest.mark.seldom
 def test_profiler_of_jax_names_operations(tmp_path):
     run_traced(tmp_path, 2, PROFILED, PROFILE=str(tmp_path / "profile"))
     for rank in (0, 1):
@@ -270,6 +272,7 @@ notoken.bcast((x[:4], x[:3]), 0)  # line of 7
 """
 
 
+@pytest.mark.seldom
 def test_lines_of_trees(tmp_path):
     """Of those whose leaves are one operation, the lines are known by the size of all together."""
     folder, _ = run_traced(tmp_path, 2, LINES)
@@ -316,6 +319,7 @@ os.wait()
 """
 
 
+@pytest.mark.seldom
 def test_other_processes_leave_it_alone(tmp_path):
     folder, _ = run_traced(tmp_path, 2, SUBPROCESS)
     assert [[event.name for event in rank.events] for rank in files.read(folder)] == [["barrier"]] * 2

@@ -73,6 +73,8 @@ class Distributed:
                     return self.seen(statement, self.communicate(statement, x), values)
                 flying[len(values)] = self.begin(statement, x)
                 return values[statement.operand]
+            case Wait() if self.rank in statement.forgotten_on:
+                return values[0]
             case Wait(keys, after):
                 of = values[after] if after >= 0 else None
                 results, of = self.finish([flying[key] for key in keys], of)

@@ -115,6 +115,8 @@ class Wait:
 
     starts: tuple[int, ...]
     after: int = -1
+    forgotten_on: Ranks = ()
+    """Who never waits for them."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,8 @@ class Options:
     """Nothing that docs/autodiff.md excludes."""
     started: float = 0.5
     """How likely it is that an operation that can be started is, and is waited for later."""
+    forgotten: float = 0.0
+    """How likely it is that some ranks never wait for one."""
 
 
 def generate(seed: int, size: int, options: Options = Options()) -> Program:
@@ -255,7 +259,8 @@ class _Generator:
         """For something that is in flight, which it then is no longer."""
         chosen = self.random.sample(sorted(flying), min(len(flying), self.random.choice([1, 1, 1, 2])))
         keys = [self.first_like(flying, form) for form in [flying[key] for key in chosen]]
-        return Wait(tuple(keys), self.one(known) if self.chance(0.3) else -1)
+        after = self.one(known) if self.chance(0.3) else -1
+        return Wait(tuple(keys), after, self.ranks(self.options.forgotten) if self.options.forgotten else ())
 
     def first_like(self, flying, form):
         """What is waited for first where this might be, as it must be in reverse mode; it is no longer in flight."""
@@ -440,6 +445,12 @@ def parameters(call):
     return 1 if call.kind in (*SOLVERS, *LINEAR_RULES) else len(call.operands) + len(call.closed)
 
 
+def forgets(body):
+    """Whether a rank does not wait for all that it starts."""
+    inner = [body for statement in body.statements for body in getattr(statement, "bodies", ())]
+    return any(getattr(statement, "forgotten_on", ()) for statement in body.statements) or any(map(forgets, inner))
+
+
 def sound(body):
     """Whether everything that is started is waited for once."""
     try:
@@ -500,7 +511,8 @@ def show(body, known=INPUTS, indent=""):
                 lines.append(f"{head}{statement.name}({', '.join([*operands, *more])})")
             case Wait():
                 after = f", after=v{statement.after}" if statement.after >= 0 else ""
-                lines.append(f"{head}wait({', '.join(f'r{key}' for key in statement.starts)}{after})")
+                forgotten = f", forgotten on {statement.forgotten_on}" if statement.forgotten_on else ""
+                lines.append(f"{head}wait({', '.join(f'r{key}' for key in statement.starts)}{after}{forgotten})")
             case Call():
                 more = _attributes(statement, ("kind", "operands", "bodies", "closed"))
                 names = [f"v{i}" for i in statement.operands] + [f"closed v{i}" for i in statement.closed]

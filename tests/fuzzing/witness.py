@@ -133,7 +133,8 @@ class Witness:
                 return values[statement.operand]
             case Wait(keys):
                 results = [self.seen(*flying[key], values) for key in keys]
-                return [vectors.together([ys[r] for ys in results]) for r in self.ranks]
+                never = statement.forgotten_on
+                return [values[0][r] if r in never else vectors.together([ys[r] for ys in results]) for r in self.ranks]
             case Call():
                 ys, returned = self.call(statement, values, flying, number)
                 flying |= {len(values) + RETURNED * i: its for i, its in enumerate(returned)}
