@@ -81,6 +81,7 @@ def test_dot_product(case, dtype, comm, rank, size):
         check(f, x, comm, TOLERANCE[dtype], double, replicated, compiled=dtype == "float64" and root == size - 1)
 
 
+@pytest.mark.two_say_most
 @pytest.mark.slow("case")
 @pytest.mark.parametrize("shape", [(), (0,), (2, 0)], ids=str)
 @pytest.mark.parametrize("case", FEWER, ids=str)
@@ -282,6 +283,7 @@ def test_extreme_that_is_no_number(rank):
     assert not np.isnan(gradient[1])
 
 
+@pytest.mark.two_say_most
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_reduction_keeps_its_dtype(name, dtype, comm, rank):
@@ -303,6 +305,7 @@ def test_no_derivative(comm):
 # --- higher order ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.two_say_most
 @pytest.mark.parametrize("case", FEWER, ids=str)
 def test_second_derivative(case, comm, rank, size):
     """Reverse over reverse and forward over reverse: the derivative of a gradient, by the same checks."""
@@ -327,6 +330,7 @@ def test_second_derivative(case, comm, rank, size):
     check(gradient, x, comm, rtol=1e-10)
 
 
+@pytest.mark.two_say_most
 @pytest.mark.parametrize("op", ["PROD", "MAX"])
 def test_second_derivative_of_reductions(op, comm, rank, size):
     x = draw((3,), float, rank, 0).at[0].multiply(rank != 0)
@@ -401,6 +405,7 @@ def test_jacobian_of_an_unused_result(comm, rank, size):
         np.testing.assert_allclose(jacobian, expected)
 
 
+@pytest.mark.two_say_most
 @needs_new_jax
 def test_mapped_derivatives_that_one_rank_does_not_need(comm, rank, size):
     """vmap of derivatives of a function whose result one rank does not use, and of one where it is a constant."""
@@ -447,6 +452,7 @@ def test_scan_of_50_steps(wrap, case, comm, rank, size):
     check(f, x, comm, rtol=1e-10, replicated=case.name in REPLICATED, compiled=True)
 
 
+@pytest.mark.two_say_most
 @needs_new_jax
 @pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.everything_saveable], ids=["default", "everything"])
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit, jaxmpi.jit], ids=["eager", "jax.jit", "jaxmpi.jit"])
@@ -744,6 +750,7 @@ def one_loss(y):
     return jnp.sum(jnp.sin(weights * y)) + jnp.sum(weights * y) ** 3
 
 
+@pytest.mark.two_say_most
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit, jaxmpi.jit], ids=["plain", "jit", "jaxmpi"])
 @pytest.mark.parametrize("name", ["allgather", "bcast"])
 def test_invariant(name, jit, comm, rank, size):

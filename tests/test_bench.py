@@ -46,6 +46,7 @@ def possible(size):
 # --- right data, and wrong data --------------------------------------------------------------------------------------
 
 
+@pytest.mark.two_say_most
 @pytest.mark.parametrize("how", ["loop", "call", "eager"])
 def test_all_operations(run, rank, size, how, tmp_path):
     names = possible(size)
@@ -70,6 +71,7 @@ def test_all_operations(run, rank, size, how, tmp_path):
             assert row["elements_checked"] > 2 * size * row["count"] / 4 / size
 
 
+@pytest.mark.two_say_most
 @pytest.mark.parametrize(
     ("dtype", "op"),
     [

@@ -63,6 +63,7 @@ def examples(page, comm=None):
     return list(sybil.Sybil([Program(), Output(comm), SkipParser()]).parse(page).examples())
 
 
+@pytest.mark.two_say_most
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_page(page, comm, monkeypatch):
     if not NEW_JAX:

@@ -337,6 +337,7 @@ def test_freed_communicator(jit, comm):
     again.Free()
 
 
+@pytest.mark.two_say_most
 def test_programs_of_freed_communicators_go(comm):
     """Each communicator has compiled programs of its own; nothing of them is left when the next one is used."""
     backend = jax.extend.backend.get_backend()

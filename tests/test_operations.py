@@ -13,6 +13,7 @@ from jaxmpi import notoken
 from table import CASES, SHAPES, draw
 
 
+@pytest.mark.two_say_most
 @pytest.mark.slow("case")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -41,6 +42,7 @@ def check_results(calls, shape, way, comm):
         np.testing.assert_array_equal(result, expected, err_msg=f"{case} {root}")
 
 
+@pytest.mark.two_say_most
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_input_is_kept(case, comm, rank, size):
     """In place or not, the caller's array is the caller's."""
@@ -51,6 +53,7 @@ def test_input_is_kept(case, comm, rank, size):
     np.testing.assert_array_equal(array, x)
 
 
+@pytest.mark.two_say_most
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_operand_used_again(case, comm, rank, size):
     """An operand that is used before and after must not be overwritten by a result in its place."""

@@ -119,6 +119,7 @@ DTYPES = ["bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64"
 DTYPES += ["bfloat16", "float16", "float32", "float64", "complex64", "complex128"]
 
 
+@pytest.mark.two_say_most
 @pytest.mark.parametrize("dtype", DTYPES)
 @every_way
 def test_dtypes(way, dtype, comm, rank):
@@ -138,6 +139,7 @@ def test_dtypes(way, dtype, comm, rank):
         ours(x, comm)
 
 
+@pytest.mark.two_say_most
 @pytest.mark.parametrize("shape", FEW_SHAPES)
 @every_way
 def test_trees(way, shape, comm, rank):
@@ -510,6 +512,7 @@ def test_communicators(comm, rank, size):
 # --- batches ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.two_say_most
 @every_way
 def test_batches(way, comm, rank):
     ours, theirs = WAYS[way]
@@ -592,6 +595,7 @@ def test_derivatives(way, transformation, comm, rank):
     same(transform(ours)(x), transform(theirs)(x), 1e-11)
 
 
+@pytest.mark.two_say_most
 @derivatives
 @pytest.mark.parametrize("constant", [0, -1])
 @every_way
@@ -1006,6 +1010,7 @@ def test_messages_alike_have_their_own_derivatives(way, transformation, comm, ra
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), mine, expected)
 
 
+@pytest.mark.two_say_most
 @derivatives
 @pytest.mark.parametrize("leaves", [29, 30, 31, 45, 61, 75])
 def test_derivatives_of_many_leaves(leaves, comm, rank):
