@@ -168,8 +168,8 @@ $(BUILD)/.ready: $(READY)
 test-c: $(BUILD)/.ready ## the C tests, against a fake MPI library and the real headers
 	$(HEADERS) $(MESON) test -C $(BUILD) --num-processes $$((2 * $$(nproc))) --print-errorlogs --suite c
 
-# All suites on the two device transports that differ most (with CASES=--brief the second has few on 2 ranks, too);
-# fewer suites on the other two.
+# All suites on the two device transports that differ most, fewer on the other two; with CASES=--brief all suites on one
+# transport and 2 ranks alone.
 ON_DEVICE = $(patsubst %,tests/test_%.py,$(1))
 DEVICE_TESTS := $(call ON_DEVICE,device operations errors dtypes order jit transformations large grid neighbors bench counts ends leaves)
 SHORT_DEVICE_TESTS := $(call ON_DEVICE,device operations errors dtypes order)
@@ -177,12 +177,12 @@ FAKES = JAXMPI_FAKE_DRIVERS=$(abspath $(BUILD))/tests/device
 test-device: $(BUILD)/.ready ## the suites on a simulated device, copied for MPI and by an aware MPI, on 1, 2 and 4 ranks
 	$(MESON) compile -C $(BUILD) device
 	$(FAKES) $(BIN)/python -m pytest $(CASES) tests/test_run_devices.py
-	for transport in callback aware; do \
+	for transport in $(if $(CASES),callback,callback aware); do \
 	  $(FAKES) JAXMPI_TEST_DEVICE=$$transport timeout $(LIMIT) $(BIN)/python -m pytest -n auto --color=no $(CASES) $(SHORT_DEVICE_TESTS) || exit; \
 	done
 	$(FAKES) JAXMPI_TEST_DEVICE=callback $(RUN) -n 2 -m pytest --color=no $(CASES) $(DEVICE_TESTS)
 	$(FAKES) JAXMPI_TEST_DEVICE=aware $(RUN) -n 2 -m pytest --color=no $(CASES) $(if $(CASES),$(SHORT_DEVICE_TESTS),$(DEVICE_TESTS))
-	$(FAKES) JAXMPI_TEST_DEVICE=callback $(RUN) -n 4 -m pytest --color=no $(CASES) $(call ON_DEVICE,device operations order)
+	$(FAKES) JAXMPI_TEST_DEVICE=callback $(RUN) -n 4 -m pytest --color=no $(CASES) $(call ON_DEVICE,device order $(if $(CASES),,operations))
 	for transport in thread wait; do \
 	  $(FAKES) JAXMPI_TEST_DEVICE=$$transport $(RUN) -n 2 -m pytest --color=no $(CASES) $(call ON_DEVICE,device operations) || exit; \
 	done
