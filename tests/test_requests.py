@@ -690,19 +690,89 @@ def test_large_derivatives(comm, rank):
     same(jax.grad(f)(x), jax.grad(g)(x), 1e-12)
 
 
-@pytest.mark.parametrize("name", ["isend", "irecv"])
-def test_traced_rank(name, comm, rank):
+TRACED = ("dest", "sendtag", "source", "recvtag")
+
+
+@derivatives
+@pytest.mark.parametrize("names", [("dest",), ("recvtag",), ("sendtag", "source"), TRACED], ids="-".join)
+@pytest.mark.parametrize("leaves", [1, 2])
+def test_traced_ends(names, leaves, comm, rank):
+    """What is known at run time only gives what is known while tracing gives, in derivatives of each kind as well."""
+    known = {"dest": right(comm), "sendtag": 1, "source": left(comm), "recvtag": 1}
+    given = {name: known[name] for name in names}
     x = numbers((3,), rank)
 
-    def f(x, to, source):
-        ends = {"isend": (to, left(comm)), "irecv": (right(comm), source)}[name]
-        send, receive = notoken.isend(x, ends[0], tag=1), notoken.irecv(x, ends[1], tag=1)
-        return notoken.waitall([send, receive])[1]
+    def f(x, ends):
+        ends = {**known, **ends}
+        tree = lambda x: [(k + 1) * x * x for k in range(leaves)]  # noqa: E731
+        receive = notoken.irecv(tree(x), ends["source"], tag=ends["recvtag"])
+        send = notoken.isend(tree(jnp.sin(x)), ends["dest"], tag=ends["sendtag"])
+        received = jax.jit(lambda requests: notoken.waitall(requests)[0])([receive, send])
+        return sum((k + 2) * y * x for k, y in enumerate(received))
 
-    same(jax.jit(f)(x, right(comm), left(comm)), numbers((3,), left(comm)))
-    if NEW_JAX:
-        with pytest.raises(NotImplementedError, match=f"{name} cannot be differentiated: .* known at run time only"):
-            jax.jit(jax.grad(lambda x, *ends: jnp.sum(f(x, *ends))))(x, right(comm), left(comm))
+    loss = lambda x, ends: jnp.sum(jnp.tanh(f(x, ends)) ** 2)  # noqa: E731
+    v = numbers((3,), rank, 1)
+    kinds = {
+        "value": lambda g: lambda x, ends: f(x, ends),
+        "jvp": lambda g: lambda x, ends: jax.jvp(lambda x: g(x, ends), (x,), (v,)),
+        "gradient": lambda g: lambda x, ends: jax.grad(g)(x, ends),
+        "forward over reverse": lambda g: lambda x, ends: jax.jvp(lambda x: jax.grad(g)(x, ends), (x,), (v,))[1],
+        "reverse over reverse": lambda g: lambda x, ends: jax.grad(lambda x: jnp.sum(jax.grad(g)(x, ends) ** 2))(x),
+        "batch": lambda g: lambda x, ends: jax.vmap(jax.grad(g), in_axes=(0, None))(jnp.stack([x, v, x + v]), ends),
+        "checkpoint": lambda g: lambda x, ends: jax.grad(jax.checkpoint(g))(x, ends),
+    }
+    for kind in kinds.values():
+        same(jax.jit(kind(loss))(x, given), kind(loss)(x, {}), 1e-13)
+
+
+@derivatives
+def test_traced_partners_of_a_loop(comm, rank, size):
+    """One program for all partners, whose requests are carried; the gradient is that of an allgather."""
+    x = numbers((2,), rank)
+
+    def both(x, k):
+        send = notoken.isend(x, (rank + k) % size, tag=k)
+        return notoken.irecv(x, (rank - k) % size, tag=k), send
+
+    def f(x):
+        def step(carry, k):
+            requests, total = carry
+            following = both(x * k, k + 1)
+            received, _ = notoken.waitall(requests)
+            return (following, total + jnp.sin(received) * k), None
+
+        (last, total), _ = jax.lax.scan(step, (both(x, jnp.int32(0)), jnp.zeros_like(x)), jnp.arange(size))
+        received, _ = notoken.waitall(last)
+        return jnp.sum(total * x) + jnp.sum(received**2)
+
+    def plain(xs):
+        """The sum of all ranks' results."""
+        total = 0.0
+        for r in range(size):
+            part = jnp.zeros(2)
+            for k in range(size):
+                part += jnp.sin(xs[(r - k) % size] * max(k - 1, 0) if k else xs[r]) * k
+            total += jnp.sum(part * xs[r]) + jnp.sum((xs[r] * (size - 1)) ** 2)
+        return total
+
+    every = jnp.stack([numbers((2,), r) for r in range(size)])
+    value, gradient = jax.jit(jax.value_and_grad(f))(x)
+    same(notoken.allreduce(value, MPI.SUM), plain(every), 1e-12)
+    same(gradient, jax.grad(plain)(every)[rank], 1e-12)
+
+
+@derivatives
+@pytest.mark.parametrize("tag", [(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) + 1) // 2, -7])
+def test_traced_tag_of_no_derivative(tag, comm, rank):
+    """Each rank alone: of a tag in the upper half the derivative has none, and a negative one is none."""
+
+    def f(x, tag):
+        request = notoken.irecv(x, rank, tag=tag)
+        notoken.wait(notoken.isend(x, rank, tag=tag))
+        return jnp.sum(notoken.wait(request))
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="tag"):
+        jax.jit(jax.grad(f))(numbers((3,), rank), tag).block_until_ready()
 
 
 # --- grids -----------------------------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def _start(operation: str, params: Params, x: Any, check: Callable[..., Any], en
     leaves, _, structure = arguments.leaves(x, operation, "x", check)
     begun = [_begin(operation, params, leaf, ends) for leaf in leaves]
     parts = tuple(started(operation, params, leaf) for leaf in leaves)
-    return Request(begun, _Of(params["comm"], parts, None if operation in WITHOUT_RESULT else structure))
+    return Request([*begun, *ends], _Of(params["comm"], parts, None if operation in WITHOUT_RESULT else structure))
 
 
 def _begin(operation: str, params: Params, leaf: Any, ends: Sequence[Any]) -> Any:
@@ -181,7 +181,7 @@ def irecv(
       x: a template: its shape and dtype are those of the message, its values are not read. A pytree receives one
         message per leaf, in order. May be (or hold) `jax.ShapeDtypeStruct`.
       source: rank that sends; or `MPI.ANY_SOURCE`; or `MPI.PROC_NULL`: nothing is received and the result is zero. A
-        pytree of several leaves needs a definite source. An integer, which may be traced (then without derivative).
+        pytree of several leaves needs a definite source. An integer, which may be traced.
       tag: tag of the message, or `MPI.ANY_TAG`, which does not match tags of the upper half of MPI's tags. An integer,
         which may be traced.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
@@ -206,8 +206,7 @@ def isend(x: Any, dest: int, *, tag: int = 0, comm: MPI.Comm | None = None, toke
 
     Args:
       x: array of any shape, or a pytree of such, which is one message per leaf, in order. It is copied.
-      dest: rank that receives; or `MPI.PROC_NULL`: nothing is sent. An integer, which may be traced (then without
-        derivative).
+      dest: rank that receives; or `MPI.PROC_NULL`: nothing is sent. An integer, which may be traced.
       tag: tag of the message. An integer, which may be traced.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
       token: accepted, handed back, and not needed.
@@ -293,7 +292,8 @@ def _check(request: Any, operation: str) -> None:
             f"{operation}: a Request is needed, as isend, irecv, iallreduce and Grid.start make it, got "
             f"{type(request).__name__}{several}."
         )
-    for x in request._arrays[-1:] if request._of.fields is not None else request._arrays:
+    of = request._of
+    for x in request._arrays[-1:] if of.fields is not None else request._arrays[: len(of.parts)]:
         shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
         if shape == (WIDTH,) and dtype == np.float32:
             continue
@@ -311,19 +311,22 @@ _MOST = 60
 
 def _wait_for_all(requests: Sequence[Request]) -> list[Any]:
     results: list[Any] = [None] * len(requests)
-    groups: dict[Any, list[tuple[int, Started, Any]]] = {}  # of each communicator: which request, and its arrays
+    # Of each communicator: which request, its part, the array and the ends of that.
+    groups: dict[Any, list[tuple[int, Started, Any, Sequence[Any]]]] = {}
     for i, request in enumerate(requests):
         of = request._of
         if of.fields is None:
-            groups.setdefault(of.comm, []).extend((i, *one) for one in zip(of.parts, request._arrays, strict=True))
+            begun, ends = request._arrays[: len(of.parts)], request._arrays[len(of.parts) :]
+            groups.setdefault(of.comm, []).extend((i, *one, ends) for one in zip(of.parts, begun, strict=True))
     values: list[list[Any]] = [[] for _ in requests]
     for comm, group in groups.items():
         for first in range(0, len(group), _MOST):
             some = group[first : first + _MOST]
-            params = {"comm": comm, "started": tuple(part for _, part, _ in some)}
-            made = bind("wait", params, *(begun for _, _, begun in some))
+            params = {"comm": comm, "started": tuple(part for _, part, _, _ in some)}
+            operands = [*(begun for _, _, begun, _ in some), *(end for _, _, _, ends in some for end in ends)]
+            made = bind("wait", params, *operands)
             given = iter(made if isinstance(made, list) else [made])
-            for i, part, _ in some:
+            for i, part, _, _ in some:
                 if part.has_result:
                     values[i].append(next(given))
     for i, request in enumerate(requests):

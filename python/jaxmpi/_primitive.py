@@ -58,7 +58,7 @@ class Row:
     """The operation takes any number of arrays, each as if it were alone: see `bind_all`. This is the type of the
     largest array that any rank has of it, from the type of the operand here."""
 
-    templates: int = 0
+    templates: Callable[[Params], int] = lambda params: 0
     """How many operands are templates, after those that the core has."""
 
     part: Callable[[Params], Part] = lambda params: Part()
@@ -97,7 +97,7 @@ class Row:
     of the batches (`_request_table`)."""
 
     waits: bool = False
-    """Its last operand is a request, whose tangent is one as well: it is linear in it, and never linked."""
+    """Operands are requests, whose tangents are such as well: it is linear in them, and they are never linked."""
 
     many: bool = False
     """It takes any number of operands, none of which belongs to another."""
@@ -121,12 +121,12 @@ class Row:
             return list(self.results(operands, params))
         return [result for operand in operands for result in self.results([operand], params)]
 
-    def roles(self, operands: int) -> list[str]:
+    def roles(self, operands: int, params: Params) -> list[str]:
         """The role of each of `operands` operands: `mpi`, `host` or `template`."""
         if self.silent:
             return ["mpi"] * operands
-        own = operands - self.templates
-        return OPERATIONS[self.name].roles(False, own) + ["template"] * self.templates
+        templates = self.templates(params)
+        return OPERATIONS[self.name].roles(False, operands - templates) + ["template"] * templates
 
 
 NEEDED = "needed"
@@ -150,7 +150,7 @@ def bind(name: str, params: Params, *operands: Any) -> Any:
         results = _call(primitive, params, operands)
     else:
         if params.get(DERIVATIVE) == TANGENT:  # a value that a JVP rule communicates, too
-            roles = _ROWS[name].roles(len(operands))
+            roles = _ROWS[name].roles(len(operands), params)
             first = next((i for i, role in enumerate(roles) if role != "host"), None)
             operands = tuple(
                 link(x, [], jax.typeof(x), always=True) if i == first or primitive.several else x
@@ -348,7 +348,7 @@ def _passed(
     row: Row, params: Params, operands: int, results: int
 ) -> tuple[Part, list[str], list[str], list[int], list[int]]:
     """This rank's part, the roles of operands and of results, and the indices of those that are passed to the core."""
-    part, roles = row.part(params), row.roles(operands)
+    part, roles = row.part(params), row.roles(operands, params)
     passed = [i for i, role in enumerate(roles) if role == "host" or (role == "mpi" and part.operands)]
     written = OPERATIONS[row.name].roles(True, results)
     filled = [i for i, role in enumerate(written) if role == "host" or part.results]
@@ -437,7 +437,7 @@ def _make_batching(row: Row, primitive: _jax.Primitive):
         if row.joined and None in axes:
             return _batch_each(batch, axis, operands, axes, params)
         at, result_at = row.batch(params)
-        roles = row.roles(len(operands))
+        roles = row.roles(len(operands), params)
         hosts = [at is not None for at, role in zip(axes, roles, strict=True) if role == "host"]
         if any(hosts) and "mpi" in roles:
             raise NotImplementedError(
@@ -482,7 +482,7 @@ def _linear_in(roles: Sequence[str], operands: Sequence[Any]) -> list[int]:
 def _make_jvp(row: Row, primitive: _jax.Primitive):
     def jvp(primals, tangents, **params):
         communication.check()  # even if the trace was not told of the operation
-        roles = row.roles(len(primals))
+        roles = row.roles(len(primals), params)
         inexact = [_jax.inexact(x) for x, role in zip(primals, roles, strict=True) if role != "host"]
         half = row.tangent_of_half is not None and any(inexact) and not all(inexact)
         linear = [] if half else _linear_in(roles, primals)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from mpi4py import MPI
 
-from jaxmpi import _jax, _native, _table, _tags
+from jaxmpi import _ends, _jax, _native, _table, _tags
 from jaxmpi._derivatives.communication import DERIVATIVE, REQUEST, TANGENT, VALUE
 from jaxmpi._derivatives.link import batched, link, linked_zeros
 from jaxmpi._derivatives.transposition import zero_cotangent
@@ -28,6 +28,8 @@ from jaxmpi._table import LINE, SUMMING, check_names, check_same, of_cotangent, 
 _NOTHING = np.zeros(WIDTH, _NUMBERS)
 
 WITHOUT_RESULT = {"isend", "ibarrier"}
+_HELD = {"hold", "iallreduce"}
+"""Whose adjoints communicate nothing where they start."""
 _BATCH_AT = {"ialltoall": 1}
 
 
@@ -43,6 +45,11 @@ class Started:
     @property
     def has_result(self) -> bool:
         return self.operation not in WITHOUT_RESULT
+
+    @property
+    def ends(self) -> int:
+        """How many ranks and tags it has that are known at run time only (`_ends`)."""
+        return sum(isinstance(value, int) and value == _tags.TRACED for _, value in self.params)
 
     def batched(self, size: int) -> "Started":
         at = _BATCH_AT.get(self.operation, 0)
@@ -62,7 +69,7 @@ def _begin(operation: str, params: Params, batch: tuple[int, ...], *operands: An
     return bind(operation, {**params, "batch": batch}, *operands)
 
 
-def _wait_for_adjoint(name: str, adjoint: Params, template: Any, params: Params, request: Any) -> Any:
+def _wait_for_adjoint(name: str, adjoint: Params, template: Any, params: Params, request: Any, *ends: Any) -> Any:
     """What the transpose of a start waits for: the adjoint, which the transpose of its wait has started.
 
     There is none if what was started is never waited for in what is differentiated. Other ranks communicate with it all
@@ -70,59 +77,74 @@ def _wait_for_adjoint(name: str, adjoint: Params, template: Any, params: Params,
     """
     needed = {} if name == "hold" else {NEEDED: True}
     what = started(name, adjoint, template)
-    return bind("wait", of_cotangent(params, started=(what,), **needed), request)
+    return bind("wait", of_cotangent(params, started=(what,), **needed), request, *ends)
 
 
 # --- adjoints --------------------------------------------------------------------------------------------------------
 
 
-def _adjoint(operation: str, given: Params, comm: Any) -> tuple[str, Params]:
-    """The adjoint of an operation that starts something: its name and parameters."""
+def _adjoint(operation: str, given: Params, comm: Any, ends: Sequence[Any]) -> tuple[str, Params, list[Any]]:
+    """The adjoint of an operation that starts something: its name, its parameters, and what of its ranks and tags is
+    known at run time, as of the operation itself."""
     params = of_cotangent({"comm": comm})
     match operation:
         case "isend":
-            return "irecv", {**params, "source": given["dest"], "tag": given["tag"]}
+            there = _ends.join(given, ends, "dest", "tag")
+            back, ends = _ends.split({"source": there["dest"], "tag": there["tag"]})
+            return "irecv", {**params, **back}, ends
         case "irecv":  # ANY_TAG is only allowed with source PROC_NULL
-            tag = 0 if given["tag"] == MPI.ANY_TAG else given["tag"]
-            return "isend", {**params, "dest": given["source"], "tag": tag}
+            there = _ends.join(given, ends, "source", "tag")
+            tag = 0 if given["tag"] == MPI.ANY_TAG else there["tag"]
+            back, ends = _ends.split({"dest": there["source"], "tag": tag})
+            return "isend", {**params, **back}, ends
         case "ibcast":
-            return "ireduce", {**params, **SUMMING, "root": given["root"]}
+            return "ireduce", {**params, **SUMMING, "root": given["root"]}, []
         case "ireduce":
-            return "ibcast", {**params, "root": given["root"]}
+            return "ibcast", {**params, "root": given["root"]}, []
         case "ialltoall":
-            return "ialltoall", params
-    return "hold", {"comm": comm}  # of an allreduce, whose cotangent is passed on, and of what is held
+            return "ialltoall", params, []
+    return "hold", {"comm": comm}, []  # of an allreduce, whose cotangent is passed on, and of what is held
+
+
+def _requests_and_ends(started: Sequence[Started], operands: Sequence[Any]) -> tuple[list[Any], list[list[Any]]]:
+    """Of the operands of a wait: the requests, and the ends of each that are known at run time."""
+    rest = iter(operands[len(started) :])
+    return list(operands[: len(started)]), [[next(rest) for _ in range(what.ends)] for what in started]
 
 
 def _transpose_wait(cotangents, operands, params):
     # From the last to the first, as separate waits are transposed: this order is that of the other ranks.
-    given, started = list(cotangents), []
-    for what, request in zip(reversed(params["started"]), reversed(operands), strict=True):
+    given, begun = list(cotangents), []
+    requests, ends = _requests_and_ends(params["started"], operands)
+    for what, request, its in zip(params["started"][::-1], requests[::-1], ends[::-1], strict=True):
         cotangent = given.pop() if what.has_result else None
-        started.append(_start_adjoint(what, request.shape[:-1], cotangent, params))
-    return started[::-1]
+        begun.append(_start_adjoint(what, request.shape[:-1], cotangent, params, its))
+    return [*begun[::-1], *[None] * (len(operands) - len(requests))]
 
 
-def _start_adjoint(what: Started, batch: tuple[int, ...], cotangent: Any, params: Params) -> Any:
+def _start_adjoint(what: Started, batch: tuple[int, ...], cotangent: Any, params: Params, ends: Sequence[Any]) -> Any:
     given = dict(what.params)
-    name, adjoint = _adjoint(what.operation, given, params["comm"])
+    name, adjoint, ends = _adjoint(what.operation, given, params["comm"], ends)
     if not what.has_result:
-        return _begin(name, adjoint, batch, zero_cotangent(jax.ShapeDtypeStruct(what.shape, what.dtype)))
+        template = zero_cotangent(jax.ShapeDtypeStruct(what.shape, what.dtype))
+        return _begin(name, adjoint, batch, *ends, template)
     if what.operation == "iallreduce" and given["op"].name == "SUM":  # others are held: see _tangent_iallreduce
         if LINE in given:
             check_same([cotangent], of_cotangent(params), given[LINE])
         cotangent = bind("replicate", of_cotangent(params), cotangent)
-    return _begin(name, adjoint, batch, cotangent)
+    return _begin(name, adjoint, batch, cotangent, *ends)
 
 
 def _transpose_start(operation: str):
     def transpose(cotangents, operands, params):
-        (template,) = operands
-        name, adjoint = _adjoint(operation, params, params["comm"])
-        if operation == "irecv":  # what was sent back; a template's values are not read
-            _wait_for_adjoint(name, adjoint, template, params, cotangents[0])
-            return [linked_zeros(cotangents, template)]
-        return [_wait_for_adjoint(name, adjoint, template, params, cotangents[0])]
+        if operation == "irecv":
+            *ends, template = operands
+        else:
+            template, *ends = operands
+        name, adjoint, ends = _adjoint(operation, params, params["comm"], ends)
+        result = _wait_for_adjoint(name, adjoint, template, params, cotangents[0], *ends)
+        # What was sent back has no result; a template's values are not read.
+        return [linked_zeros(cotangents, template) if operation == "irecv" else result]
 
     return transpose
 
@@ -152,12 +174,13 @@ def _jvp_wait(primals, tangents, **params):
     if DERIVATIVE in params:
         params = {**params, DERIVATIVE: VALUE}
     results = primitive.bind(*primals, **params)
+    requests, ends = _requests_and_ends(params["started"], primals)
     which = [
         i
-        for i, (t, what) in enumerate(zip(tangents, params["started"], strict=True))
+        for i, (t, what) in enumerate(zip(tangents[: len(requests)], params["started"], strict=True))
         if type(t) is not _jax.ad.Zero and _jax.inexact(what)
     ]
-    tangents = [tangents[i] for i in which]
+    tangents = [*(tangents[i] for i in which), *(end for i in which for end in ends[i])]
     chosen = tuple(params["started"][i] for i in which)
     tangent = of_tangent(params, started=chosen)
     made = iter(primitive.bind(*tangents, **tangent) if which else [])
@@ -168,11 +191,18 @@ def _jvp_wait(primals, tangents, **params):
 
 
 def _batch_wait(axis, operands, axes, **params):
-    requests = [x if at is None else batched(x, at, axis.size, 0) for x, at in zip(operands, axes, strict=True)]
+    requests, _ = _requests_and_ends(params["started"], operands)
+    ends, at_ends = operands[len(requests) :], axes[len(requests) :]
+    axes = axes[: len(requests)]
+    requests = [x if at is None else batched(x, at, axis.size, 0) for x, at in zip(requests, axes, strict=True)]
+    # The same for all: with others nothing would have been started.
+    ends = [
+        x if at is None else jax.lax.index_in_dim(x, 0, at, keepdims=False) for x, at in zip(ends, at_ends, strict=True)
+    ]
     mapped = tuple(
         what if at is None else what.batched(axis.size) for what, at in zip(params["started"], axes, strict=True)
     )
-    results = PRIMITIVES["wait"].bind(*requests, **{**params, "started": mapped})
+    results = PRIMITIVES["wait"].bind(*requests, *ends, **{**params, "started": mapped})
     result_axes = [
         None if at is None else _BATCH_AT.get(what.operation, 0)
         for what, at in zip(mapped, axes, strict=True)
@@ -278,12 +308,6 @@ def _row_of_start(name: str, *, batch: int = 0, **more: Any) -> Row:
     return Row(name, _request, starts=True, batch=lambda p: (batch, 0), transpose=_transpose_start(name), **more)
 
 
-def _refuse_ends(params: Params) -> str:
-    if _tags.TRACED in (params.get("dest"), params.get("source"), params["tag"]):
-        return "its rank or tag is known at run time only. Use send, recv or sendrecv, which are differentiated."
-    return _table.refuse_half(params)
-
-
 ROWS = (
     Row("after", lambda avals, p: [], transpose=lambda *_: []),
     Row(
@@ -307,10 +331,17 @@ ROWS = (
     _row_of_start("ialltoall", batch=1),
     Row("ibarrier", _request, starts=True),
     _row_of_start("ibcast", part=lambda p: Part(operands=on_root(p))),
-    _row_of_start("irecv", templates=1, refuse=_refuse_ends),
+    _row_of_start("irecv", templates=lambda p: 1, refuse=_table.refuse_half),
     _row_of_start("ireduce", refuse=_table.refuse_reduction),
-    _row_of_start("isend", refuse=_refuse_ends),
-    Row("wait", _waited, transpose=_transpose_wait, waits=True, many=True),
+    _row_of_start("isend", refuse=_table.refuse_half),
+    Row(
+        "wait",
+        _waited,
+        templates=lambda p: sum(what.ends for what in p["started"]),
+        transpose=_transpose_wait,
+        waits=True,
+        many=True,
+    ),
 )
 
 
@@ -322,7 +353,7 @@ def _refuse_forgotten(name: str, transpose: Any) -> Any:
 
     def checked(cotangents: Sequence[Any], *operands: Any, **params: Any) -> Any:
         planned = name == "exchange_start"
-        if type(cotangents[0]) is _jax.ad.Zero and (planned or _adjoint(name, params, params["comm"])[0] != "hold"):
+        if type(cotangents[0]) is _jax.ad.Zero and (planned or name not in _HELD):
             raise ValueError(
                 f"{'Grid.start' if planned else name}: it is started in a function that is differentiated, and not "
                 "waited for there: gradients would be wrong. Wait for each request inside of that function."

@@ -536,7 +536,7 @@ ROWS = (
     Row("invariant", _same, _largest, transpose=_transpose_invariant, silent=True),
     _row_by_plan("neighbor_allgather"),
     _row_by_plan("neighbor_alltoall"),
-    Row("recv", _same, templates=1, refuse=refuse_half, transpose=_transpose_recv),
+    Row("recv", _same, templates=lambda p: 1, refuse=refuse_half, transpose=_transpose_recv),
     Row(
         "reduce",
         _same,
@@ -581,7 +581,7 @@ ROWS = (
     Row(
         "sendrecv",
         _same,
-        templates=1,
+        templates=lambda p: 1,
         refuse=lambda p: _refuse_source(p, "sendtag", "recvtag"),
         tangent_of_half=_tangent_of_half_exchange,
         transpose=_transpose_sendrecv,

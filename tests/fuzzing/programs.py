@@ -317,9 +317,7 @@ class _Generator:
         return self.starting(comm)
 
     def starting(self, comm):
-        comm = replace(
-            comm, starts=True, long=self.chance(0.15), tag=self.random.choice([1, 3, 3, 5 if self.chance(0.2) else 4])
-        )
+        comm = replace(comm, starts=True, long=self.chance(0.15), tag=self.random.choice([1, 3, 4, 5]))
         only = self.options.documented  # what is alike is waited for in the order of its starts: so nothing is
         if comm.name in ("pair", "sendrecv") and self.chance(1 if only else 0.3):
             # Where ranks wait at different places, the messages of derivatives are told apart by their tags alone.
