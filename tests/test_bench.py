@@ -404,6 +404,7 @@ def test_exit_code_of_wrong_data(tmp_path):
     assert done.stdout.count("WRONG DATA") == 1
 
 
+@pytest.mark.seldom
 @pytest.mark.launches
 @pytest.mark.parametrize("plain", [False, True])
 def test_exit_code_of_bad_arguments(plain):
@@ -412,6 +413,7 @@ def test_exit_code_of_bad_arguments(plain):
     assert (done.stdout + done.stderr).count("no operation 'bcasst': did you mean bcast?") == 1
 
 
+@pytest.mark.seldom
 @pytest.mark.launches
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_interrupt(ranks):

@@ -162,6 +162,7 @@ def test_fault_of_one_of_eight(tmp_path):
     assert "not reached" not in done.stdout
 
 
+@pytest.mark.seldom
 @pytest.mark.parametrize("reader", ["late", "goes"])
 def test_full_pipe(reader, tmp_path):
     """A rank's output fills all pipes up to the reader's, as another rank fails: told as soon as there is room."""
@@ -179,6 +180,7 @@ def test_page_has_all_faults():
     }
 
 
+@pytest.mark.seldom
 def test_exception_after_finalize(tmp_path):
     """It is told, and not lost behind a message of MPI."""
     program = program_of(tmp_path, BEGIN, "MPI.Finalize()", "if rank == 1: raise KeyError('this')")
@@ -196,6 +198,7 @@ FORKED = {
 }
 
 
+@pytest.mark.seldom
 @pytest.mark.parametrize("does", FORKED)
 def test_forked_process(does, tmp_path):
     """What it does ends that process alone."""

@@ -87,6 +87,7 @@ LEAVES = [(), (0,), (1,), (3,), (2, 2), (0, 3), (700,), (5000,), (40, 300)]  # t
 DTYPES = [np.float32, np.int32, np.float16, np.int8, np.complex64]
 
 
+@pytest.mark.two_say_most
 @pytest.mark.parametrize(
     "seed",
     [0, 1, *(pytest.param(seed, marks=[pytest.mark.upto(2), pytest.mark.seldom]) for seed in range(2, 6))],

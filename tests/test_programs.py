@@ -355,6 +355,7 @@ def test_standard_input(kind, tmp_path):
     assert sorted(done.stdout.split("\n")) == ["", *lines], done.stderr
 
 
+@pytest.mark.seldom
 def test_suite_that_fails_on_one_rank(tmp_path):
     """With -x pytest tells it, and the rank that waits for the other one ends."""
     (tmp_path / "test_it.py").write_text(
@@ -850,6 +851,7 @@ def test_check_of_collectives(script):
                 assert "Nothing of it was sent" in line, (name, line)
 
 
+@pytest.mark.seldom
 @pytest.mark.parametrize("jit", ["jaxmpi.jit", "(lambda f: f)"])
 def test_check_names_lines(jit, script):
     """Of calls in compiled functions and of eager ones, on both ranks."""

@@ -18,7 +18,7 @@ from launch import launch
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 AS_USERS_DO = {"XLA_FLAGS": ""}  # without the suites' own, of tests/quick.py
 JOBS = [(3, "mpi"), (2, "gloo")]
-pytestmark = [pytest.mark.launches, pytest.mark.seconds(300)]
+pytestmark = [pytest.mark.launches, pytest.mark.seldom, pytest.mark.seconds(300)]
 
 
 def outputs(name, arguments):
@@ -40,7 +40,6 @@ def numbers(pattern, text, lines):
     return np.array(found, float)
 
 
-@pytest.mark.seldom
 def test_data_parallel():
     """Neither 50 images nor 1437 can be divided among all numbers of processes."""
     for package in ("optax", "sklearn"):
