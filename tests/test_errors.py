@@ -167,6 +167,23 @@ BAD = {
         NotImplementedError,
         r"send: jax.vmap maps an operand that says how to communicate",
     ),
+    "source mapped": (
+        lambda n: jax.vmap(lambda x, s: notoken.recv(x, s))(jnp.ones((2, 3)), jnp.arange(2)),
+        NotImplementedError,
+        r"recv: jax.vmap maps an operand that says how to communicate",
+    ),
+    "tag of irecv mapped": (
+        lambda n: jax.vmap(lambda t: notoken.irecv(X, 0, tag=t))(jnp.arange(2)),
+        NotImplementedError,
+        r"irecv: jax.vmap maps an operand that says how to communicate",
+    ),
+    "rank mapped by the predicate of a cond": (
+        lambda n: jax.vmap(lambda p: jax.lax.cond(p, lambda: notoken.recv(X, jnp.int32(0) + p), lambda: X))(
+            jnp.array([True, False])
+        ),
+        NotImplementedError,
+        r"recv: jax.vmap maps an operand .*the predicate or index as well",
+    ),
     "comm of the wrong type": (
         lambda n: notoken.allreduce(X, MPI.SUM, comm="world"),
         TypeError,

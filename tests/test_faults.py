@@ -375,10 +375,10 @@ def test_table_of_ranks(where, tmp_path):
 
 
 @pytest.mark.parametrize("stubborn", [False, True])
-@pytest.mark.parametrize("why", ["rank 1 failed", "what mpiexec has started ended"])
+@pytest.mark.parametrize("why", ["rank 1 failed", "mpiexec was told to end, and what it has started ended"])
 def test_mpiexec_that_does_not_end(why, stubborn, tmp_path, monkeypatch, capfd):
-    """It is ended, some time after a rank has said that it aborts the job, or after all that it has started has ended;
-    not before it has started something, nor while that runs or it is suspended itself."""
+    """It is ended, some time after a rank has said that it aborts the job, or after a signal and the end of all that it
+    has started; not before it has started something, nor while that runs or it is suspended itself."""
     monkeypatch.setattr(monitor, "_END_SECONDS", 1.0)
     monkeypatch.setattr(monitor, "_GONE_SECONDS", 1.0)
     monkeypatch.setattr(monitor, "_KILL_SECONDS", 1.0)
@@ -387,15 +387,16 @@ def test_mpiexec_that_does_not_end(why, stubborn, tmp_path, monkeypatch, capfd):
     stays = f"import signal, subprocess, time; {then}; print('ready', flush=True); {starts}\ntime.sleep(100)"
     with subprocess.Popen([sys.executable, "-c", stays], stdout=subprocess.PIPE) as process:
         process.stdout.readline()
-        job = os.pidfd_open(process.pid)
+        job, signals = os.pidfd_open(process.pid), []
         if starts:
             threading.Timer(2, process.send_signal, [signal.SIGSTOP]).start()
             threading.Timer(4, process.send_signal, [signal.SIGCONT]).start()
+            threading.Timer(6, signals.append, [signal.SIGTERM]).start()
         else:
             threading.Timer(0.5, (tmp_path / "1.aborts").touch).start()
         before = time.monotonic()
-        monitor._watch(tmp_path, 2, job, process.pid)
-        assert (4.9 if starts else 1.2) < time.monotonic() - before < 15
+        monitor._watch(tmp_path, 2, job, process.pid, signals)
+        assert (6.9 if starts else 1.2) < time.monotonic() - before < 15
         assert process.wait(5) == -(signal.SIGKILL if stubborn else signal.SIGTERM)
         os.close(job)
     assert f"jaxmpi.run: {why} 1 s ago; mpiexec is still there, and is ended" in capfd.readouterr().err

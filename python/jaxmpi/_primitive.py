@@ -439,10 +439,11 @@ def _make_batching(row: Row, primitive: _jax.Primitive):
         at, result_at = row.batch(params)
         roles = row.roles(len(operands), params)
         hosts = [at is not None for at, role in zip(axes, roles, strict=True) if role == "host"]
-        if any(hosts) and "mpi" in roles:
+        if any(hosts) and set(roles) != {"host"}:
             raise NotImplementedError(
                 f"{row.name}: jax.vmap maps an operand that says how to communicate, and that must be the same for all "
-                "of what is mapped. Pass it unmapped (in_axes=None)."
+                "of what is mapped. Pass it unmapped (in_axes=None); in a branch of a jax.lax.cond or switch, the "
+                "predicate or index as well."
             )
         operands = [
             x if role == "host" else batched(x, axis_of_x, axis.size, at)

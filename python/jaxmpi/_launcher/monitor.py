@@ -6,8 +6,10 @@ written with a rank's report; `ask`, with the number of a question; RANK.state, 
 program ends; RANK.aborts, as a rank ends the job. Those of other machines come by relay.py. Nothing here imports jax or
 mpi4py.
 
-An `mpiexec` that is still there long after a rank has ended the job, or after all that it has started has ended, is
-ended: Open MPI's may wait for ever if ranks on two machines abort at the same time, or as it is told to end itself.
+An `mpiexec` that is still there long after a rank has ended the job is ended, and so is one that was told to end by a
+signal and has nothing left of what it has started: Open MPI's may wait for ever if ranks on two machines abort at the
+same time, or if a signal comes as a rank fails. Without a signal it may rightly stay: it passes on what is written by
+processes that a rank has left behind.
 """
 
 import contextlib
@@ -29,7 +31,7 @@ _PAUSE_SECONDS = 0.25
 _ANSWER_SECONDS = 2.5  # the watch looks once a second
 _LEAST_WAIT_SECONDS = 2.0  # what waits as long for a rank that has ended will wait for ever, most likely
 _END_SECONDS = 20.0  # what `mpiexec` has for ending a job that a rank has aborted
-_GONE_SECONDS = 60.0  # what it has for its own end once the ranks, or what has started them, are no more
+_GONE_SECONDS = 20.0  # what it has for its own end after a signal, once what it has started is no more
 _KILL_SECONDS = 5.0
 
 
@@ -54,29 +56,31 @@ def start(ranks: int, several: bool = False) -> dict[str, str]:
             listening.close()
         return variables
     with contextlib.suppress(BaseException):
+        signals: list[int] = []  # those that came to all of the job, which this process ends with
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)  # it ends with the job
+            if signal.getsignal(number) != signal.SIG_IGN:  # which mpiexec ignores as well
+                signal.signal(number, lambda number, _: signals.append(number))
         null = os.open(os.devnull, os.O_RDWR)
         os.dup2(null, 0)
         os.dup2(null, 1)
         if listening is not None:
             more = (Path(folder), ranks, listening, secret)
             threading.Thread(target=relay.serve, args=more, daemon=True).start()
-        _watch(Path(folder), ranks, job, mpiexec)
+        _watch(Path(folder), ranks, job, mpiexec, signals)
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
 
-def _watch(folder: Path, ranks: int, job: int, mpiexec: int) -> None:
+def _watch(folder: Path, ranks: int, job: int, mpiexec: int, signals: list[int]) -> None:
     told: set[str] = set()  # the files of ranks that have ended, once they have been the cause of a question
     last = ""
     question, ended_at, aborted_at, patience = 0, 0.0, 0.0, _LEAST_WAIT_SECONDS
     started, gone = False, 0  # how many times nothing was left of what was started; while all are suspended none is
     while not select.select([job], [], [], _PAUSE_SECONDS)[0]:
         left = _works(mpiexec)
-        started, gone = started or left, 0 if left or not started else gone + 1
+        started, gone = started or left, 0 if left or not started or not signals else gone + 1
         if gone * _PAUSE_SECONDS > _GONE_SECONDS:
-            _end(job, f"what mpiexec has started ended {_GONE_SECONDS:.0f} s ago")
+            _end(job, f"mpiexec was told to end, and what it has started ended {_GONE_SECONDS:.0f} s ago")
             return
         files = set(os.listdir(folder))
         aborting = [int(name.partition(".")[0]) for name in files if name.endswith(".aborts")]
