@@ -3,6 +3,8 @@
 Each pattern would deadlock, or mix up messages, if two operations changed places or one were dropped.
 """
 
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ from jax import lax
 from mpi4py import MPI
 
 import jaxmpi
-from jaxmpi import notoken
+from jaxmpi import _order, notoken
 
 pair = pytest.mark.ranks(2)
 
@@ -237,3 +239,30 @@ def test_loops_in_calls_without_operands(outer, comm, rank, size):
         assert text.count(" while(") == 2, "two loops are stated"
     np.testing.assert_allclose(twice(jnp.ones(2)), 0.4 + np.cos(np.full(2, 0.4)), rtol=1e-6)
     np.testing.assert_array_equal(notoken.allreduce(jnp.full(1, rank), MPI.SUM, comm=comm), [size * (size - 1) / 2])
+
+
+def test_compiled_ahead(comm, rank, size):
+    """What `compile()` returns is called any number of times, in order with all else."""
+
+    @jax.jit
+    def scaled(x, factor):
+        moved = notoken.sendrecv(x, x, (rank - 1) % size, (rank + 1) % size, comm=comm)
+        return lax.fori_loop(0, 3, lambda i, x: notoken.allreduce(x, MPI.SUM, comm=comm) / size, factor * moved)
+
+    slow = jnp.ones((100, 100))
+    operands = jnp.arange(5.0) + rank, slow[0, 0]
+    compiled = scaled.lower(*operands).compile()
+    gradient = jax.jit(jax.grad(lambda *operands: scaled(*operands).sum())).lower(*operands).compile()
+    mean = np.arange(5) + (size - 1) / 2
+    for i in range(1, 5):
+        factor = jnp.sin(slow @ slow * i).max()  # under way when the program is called
+        result = compiled(operands[0], factor)
+        total = notoken.allreduce(jnp.full(5, i), MPI.SUM, comm=comm)  # of the same size
+        np.testing.assert_allclose(result, factor * mean, rtol=1e-6)
+        np.testing.assert_array_equal(total, np.full(5, i * size))
+        np.testing.assert_allclose(gradient(operands[0], factor), np.full(5, factor / size**3), rtol=1e-6)
+
+
+def test_effect_of_another_process():
+    """A program from a file has the order of the programs here, since it has their effect."""
+    assert pickle.loads(pickle.dumps(_order.EFFECT)) is _order.EFFECT

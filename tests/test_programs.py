@@ -687,6 +687,7 @@ _MAKE_AND_LOAD = """
         for whose in (rank, 1 - rank):
             compiled = deserialize_and_load(*pickle.loads((folder / f"{name}.{whose}").read_bytes()))
             try:
+                compiled(x)  # JAX would call it in another way from the second time on
                 got = [float(y) for y in compiled(x)]
             except Exception as error:
                 text = "compiled in another process" in str(error) and "compile it again here" in str(error)

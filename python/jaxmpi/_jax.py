@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax._src import config, core, effects, pjit, source_info_util
 from jax._src.array import ArrayImpl
-from jax._src.interpreters import partial_eval
+from jax._src.interpreters import partial_eval, pxla
 from jax._src.lib.mlir.dialects import hlo
 from jax._src.sharding_impls import UNSPECIFIED as UNSPECIFIED
 from jax.extend.core import Primitive as Primitive
@@ -121,6 +121,22 @@ def replace(owner: Any, name: str, parameters: str, instead: Function) -> None:
 
     call.jaxmpi_own = own  # type: ignore[attr-defined]
     setattr(owner, name, call)
+
+
+def pass_token_when_compiled(effect: Effect) -> None:
+    """Makes `f.lower(x).compile()` pass on the token of this effect in every call.
+
+    JAX uses its fast path from the second call on, and leaves the token out there. A version of JAX without the method
+    replaced here has another way of calling, and is left as it is.
+    """
+
+    def create_cpp_call(own: Function, executable: Any, *args: Any, **kwargs: Any) -> Any:
+        if effect in getattr(executable.unsafe_call, "ordered_effects", ()):
+            return None  # no fast path
+        return own(executable, *args, **kwargs)
+
+    if hasattr(pxla.MeshExecutable, "create_cpp_call"):
+        replace(pxla.MeshExecutable, "create_cpp_call", "", create_cpp_call)
 
 
 def devices_of(ctx: Any) -> int:

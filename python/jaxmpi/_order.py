@@ -33,10 +33,15 @@ class Communication(_jax.Effect):
 
     __str__ = __repr__
 
+    def __reduce__(self) -> str:
+        """There is one, also in what is serialized: JAX keeps the order of equal effects only."""
+        return "EFFECT"
+
 
 _jax.permit_effect(Communication)
 EFFECT = Communication()
 _jaxprs.lower_calls_inline(EFFECT)
+_jax.pass_token_when_compiled(EFFECT)
 
 IN_PLACE = "in_place"
 """Parameter of an operation: whether its results may alias its first operands. Its default is in the table; `jit` sets
