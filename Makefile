@@ -16,6 +16,9 @@ RUN := timeout $(LIMIT) $(BIN)/python -m jaxmpi.run
 C_SOURCES := $(wildcard csrc/*/* csrc/mpi/abi/*)
 SOURCES := $(C_SOURCES) $(wildcard python/jaxmpi/*.py* python/jaxmpi/*/*.py) meson.build pyproject.toml README.md
 
+# Tests start hundreds of Python processes: without stored bytecode each of them compiles all of JAX.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all test-ranks test-faults test-asan test-tcp test-hosts test-clients test-sharded starts fuzz soak faults errors test-device test-gpu test-c test-valgrind test-races bench bench-gpu bench-quick compat wheel wheel-test docs lint format clean
 
