@@ -1,5 +1,6 @@
 """What is installed: developers run the sources as they lie, users a wheel."""
 
+import compileall
 import importlib.util
 import os
 import re
@@ -32,6 +33,7 @@ print("sum", notoken.allreduce(jnp.float32(3), MPI.SUM, comm=MPI.COMM_SELF))
 def test_wheel_is_complete(tmp_path):
     if importlib.util.find_spec("mesonpy") is None:
         pytest.skip("meson-python is not installed, the wheel cannot be built")
+    assert compileall.compile_dir(ROOT / "python", quiet=1), "whose results do not belong into the wheel"
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     tools = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     command = [*build, "--wheel-dir", tmp_path, ROOT]
