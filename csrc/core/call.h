@@ -15,7 +15,7 @@
 /* Sets what is known only once the buffers are, except for how the call is divided. */
 static inline void call_settle(struct call *call) {
   call->compared = call->labelled = call->sending = false;
-  if (atomic_load_explicit(&runtime.check, memory_order_relaxed)) compare_decide(call);
+  if (atomic_load_explicit(&call->comm->to_compare, memory_order_relaxed) > 0) compare_decide(call);
   call->logged = atomic_load_explicit(&runtime.log, memory_order_relaxed);
 }
 

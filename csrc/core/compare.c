@@ -5,9 +5,11 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/agreement.h"
 #include "core/failure.h"
 #include "core/log.h"
 #include "core/plan.h"
+#include "core/requests.h"
 #include "core/words.h"
 
 /* Sets the elements and the type of this rank's share: of the buffers, read or written, that have the same size on all
@@ -33,11 +35,14 @@ static void find_share(struct call *call) {
   if (type != NULL) call->share_type = type;
 }
 
+static inline bool all_are_compared(void) { return atomic_load_explicit(&runtime.check, memory_order_relaxed); }
+
 void compare_decide(struct call *call) {
   bool collective = attribute_of(call->operation, DERIVATIVE) >= 0; /* which all of them have */
-  call->compared = call->comm->size > 1 && collective;
-  call->labelled = !collective && call->memory->host;
-  find_share(call);
+  bool all = all_are_compared();
+  call->compared = call->comm->size > 1 && collective && (all || plan_of(call) == NULL);
+  call->labelled = !collective && call->memory->host && all;
+  if (call->compared || call->labelled) find_share(call);
 }
 
 /* FNV-1a, by words. */
@@ -141,56 +146,142 @@ const struct label *label_find(const void *message, int64_t bytes) {
   return bytes >= (int64_t)sizeof *label && label->magic == LABEL_MAGIC ? label : NULL;
 }
 
-enum { LINES = 512 }; /* bytes of what a rank tells */
+enum { LINES = 512 };
 
-/* Lines of the programs of two ranks, or nothing, each with a blank in front. */
-struct lines {
-  char here[LINES + 1], there[LINES + 1];
+/* What a rank tells of a call that is another one on other ranks. */
+struct telling {
+  struct record record;
+  char lines[LINES]; /* of the program, with "called at " in front; empty: not known */
 };
 
-/* Every rank tells its lines to all others. Without memory, or if MPI fails, there are none. */
-static void exchange_lines(const struct call *call, int other, struct lines *lines) {
-  char mine[LINES] = "", (*all)[LINES] = calloc((size_t)call->comm->size, sizeof *all);
-  find_lines(call, mine, sizeof mine);
-  lines->here[0] = lines->there[0] = '\0';
-  if (mine[0] != '\0') snprintf(lines->here, sizeof lines->here, " %s", mine);
-  bool told = all != NULL && runtime.abi->exchange(call->comm, mine, all, sizeof mine) == 0;
-  if (told && strncmp(all[other], "called at ", 10) == 0) /* another version may tell something else */
-    snprintf(lines->there, sizeof lines->there, " %.*s", LINES - 1, all[other]);
-  free(all);
+/* What ranks compare of a record. A derivative and what it is of are the same to MPI, so they only differ to those who
+ * ask for all. */
+static struct record compared_of(const struct record *record) {
+  struct record compared = *record;
+  if (!all_are_compared()) compared.derivative = 0;
+  return compared;
 }
 
-/* All ranks come to the same verdict: an error on each of them, or on none. */
-static ffi_error *judge(const struct call *call, const struct record *mine, const struct record *all) {
+static bool are_same(const struct record *a, const struct record *b) {
+  struct record its = compared_of(a), others = compared_of(b);
+  return memcmp(&its, &others, sizeof its) == 0;
+}
+
+/* A hash of it and of all that has been compared before. */
+static int64_t hash_of(const struct record *record, int64_t history) {
+  struct record compared = compared_of(record);
+  int64_t words[QUESTION_WORDS];
+  _Static_assert(sizeof words == sizeof compared, "the words of a question are a record");
+  memcpy(words, &compared, sizeof words);
+  uint64_t hash = hash_add(HASH_START, history);
+  for (int i = 0; i < QUESTION_WORDS; i++) hash = hash_add(hash, words[i]);
+  return (int64_t)hash;
+}
+
+/* The commonest mistake with a scatter. */
+static const char *advice(const struct call *call, const struct record *mine, const struct record *other) {
+  int64_t parts = call->comm->size;
+  bool whole = mine->operation == ROW_scatter && other->operation == ROW_scatter && mine->root == other->root &&
+               (mine->count == other->count * parts || other->count == mine->count * parts);
+  return whole ? ". Root alone passes the whole array, the others a template of one part, such as x[0]" : "";
+}
+
+/* The error of a rank that knows what another one, `rank`, does in its place. */
+static ffi_error *fail_differing(const struct call *call, const struct telling *mine, const struct telling *other,
+                                 int rank) {
   char here[256], there[256 + 48], at[64] = "calls";
-  struct lines lines;
-  int other = 0;
-  while (other < call->comm->size && memcmp(&all[other], mine, sizeof *mine) == 0) other++;
-  if (other == call->comm->size) return NULL;
-  describe(mine, here, sizeof here);
-  describe(&all[other], there, sizeof here);
-  struct record resized = all[other];
-  resized.sizes = mine->sizes;
-  if (memcmp(&resized, mine, sizeof resized) == 0)
+  describe(&mine->record, here, sizeof here);
+  describe(&other->record, there, sizeof here);
+  struct record resized = other->record;
+  resized.sizes = mine->record.sizes;
+  if (are_same(&resized, &mine->record))
     strcat(there, plan_of(call) != NULL                        ? " of other shapes, dtypes or arguments"
                   : attribute_of(call->operation, NUMBER) >= 0 ? " with other counts"
                                                                : " of other sizes");
-  if (all[other].call != mine->call) snprintf(at, sizeof at, "is at call %" PRId64 ",", all[other].call);
-  exchange_lines(call, other, &lines);
+  if (other->record.call != mine->record.call) snprintf(at, sizeof at, "is at call %" PRId64 ",", other->record.call);
+  bool told = strncmp(other->lines, "called at ", 10) == 0; /* another version may tell something else */
   return call_fail(call, FFI_FAILED_PRECONDITION,
                    "the ranks differ: this is call %" PRId64
-                   " on this communicator: %s%s; rank %d %s %s%s. Nothing of it was sent",
-                   mine->call, here, lines.here, other, at, there, lines.there);
+                   " on this communicator: %s%s%s; rank %d %s %s%s%.*s. Nothing of it was sent%s",
+                   mine->record.call, here, mine->lines[0] != '\0' ? " " : "", mine->lines, rank, at, there,
+                   told ? " " : "", told ? LINES - 1 : 0, other->lines, advice(call, &mine->record, &other->record));
+}
+
+/* Of one that knows of a difference, and not of which. */
+static ffi_error *fail_unknown(const struct call *call, const struct record *mine) {
+  char here[256];
+  describe(mine, here, sizeof here);
+  return call_fail(call, FFI_FAILED_PRECONDITION,
+                   "the ranks differ: call %" PRId64 " on this communicator is here %s, and it or one before it is "
+                   "another one on another rank. JAXMPI_CHECK=1 compares before anything is sent, and says which",
+                   mine->call, here);
+}
+
+/* All ranks have come to this call, and know that they differ. */
+static ffi_error *judge(const struct call *call, const struct record *mine, double seconds) {
+  int size = call->comm->size, other = 0;
+  struct telling *told = calloc(1, sizeof *told), *all = calloc((size_t)size, sizeof *all);
+  bool *came = calloc((size_t)size, sizeof *came), over = true;
+  if (told != NULL && all != NULL && came != NULL) {
+    told->record = *mine;
+    find_lines(call, told->lines, sizeof told->lines);
+    over = agreement_gather(call->comm, told, all, came, sizeof *told, seconds);
+    while (other < size && (!came[other] || are_same(&all[other].record, mine))) other++;
+  }
+  ffi_error *error = came != NULL && came[other < size ? other : 0] && other < size
+                         ? fail_differing(call, told, &all[other], other)
+                         : fail_unknown(call, mine);
+  if (over) free(told);
+  free(all), free(came);
+  return error;
+}
+
+/* Seconds that a rank waits for the others before a collective; after it has waited in vain once; and for what has been
+ * started, in the wait for that. */
+double compare_patience = 10;
+enum { LESS_PATIENCE = 1 };
+/* Calls in a row in which it waits in vain before it compares no more. */
+enum { IN_VAIN = 3 };
+
+static double patience(const struct call *call) {
+  if (all_are_compared()) return -1;
+  if (has_request(call->operation)) return 0;
+  return call->comm->in_vain == 0 ? compare_patience : LESS_PATIENCE;
+}
+
+static void go_on_alone(struct communicator *comm) {
+  if (++comm->in_vain < IN_VAIN)
+    agreement_leave(comm);
+  else
+    agreement_stop(comm);
 }
 
 ffi_error *compare_ranks(struct call *call) {
-  struct record mine = record_of(call), *all = calloc((size_t)call->comm->size, sizeof *all);
-  if (all == NULL) return call_fail(call, FFI_INTERNAL, "no memory to compare what the ranks do");
-  call->function = "MPI_Allgather";
-  if (call->logged) log_begin(call, "to compare %s, call %" PRId64 ", and", call->operation->name, mine.call);
-  int code = runtime.abi->exchange(call->comm, &mine, all, sizeof mine);
-  if (call->logged) log_end(call, code != 0);
-  ffi_error *error = code != 0 ? call_fail_mpi(call, code) : judge(call, &mine, all);
-  free(all);
-  return error;
+  bool all = all_are_compared(), starts = has_request(call->operation);
+  struct communicator *comm = call->comm;
+  struct record mine = record_of(call), heard;
+  int64_t words[QUESTION_WORDS];
+  memcpy(words, &mine, sizeof words);
+  comm->history = hash_of(&mine, comm->history);
+  if (!agreement_ask(comm, comm->history, words)) return atomic_store(&comm->to_compare, 0), NULL;
+  if (!all) atomic_fetch_sub(&comm->to_compare, 1);
+  call->function = "MPI_Isend";
+  if (all && call->logged) log_begin(call, "to compare %s, call %" PRId64 ", and", call->operation->name, mine.call);
+  enum answer answer = agreement_hear(comm, patience(call), words);
+  if (all && call->logged) log_end(call, false);
+  if (answer == NO_ANSWER && !starts) go_on_alone(comm);
+  if (answer == SAME) comm->in_vain = 0;
+  if (answer != DIFFERENT) return NULL;
+  memcpy(&heard, words, sizeof heard);
+  comm->history = mine.call; /* from here on the same on all ranks again */
+  bool together = heard.call == mine.call && (all || !starts);
+  return together ? judge(call, &mine, all ? -1 : compare_patience) : fail_unknown(call, &heard);
+}
+
+ffi_error *compare_started(const struct call *call, struct communicator *comm) {
+  struct record heard;
+  int64_t words[QUESTION_WORDS];
+  if (all_are_compared() || agreement_hear(comm, LESS_PATIENCE, words) != DIFFERENT) return NULL;
+  memcpy(&heard, words, sizeof heard);
+  return fail_unknown(call, &heard);
 }

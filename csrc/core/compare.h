@@ -1,11 +1,17 @@
-/* JAXMPI_CHECK: before a collective the ranks of its communicator exchange what they are about to do.
+/* Before a collective the ranks of its communicator compare what they are about to do (JAXMPI_CHECK).
  *
  * If they differ they would deadlock or compute wrong numbers; so all of them get an error, and nothing is sent. A call
  * is compared once, before its first chunk, by the thread that calls MPI for it. Such a call always takes the transport
- * TRANSPORT_WAIT, so its error is raised by the call itself. A message tells its receiver what it consists of.
+ * TRANSPORT_WAIT, so its error is raised by the call itself.
  *
- * Threads: both functions run in the thread in which XLA called the handler, without the GIL. compare_decide needs no
- * lock; call_body calls compare_ranks, which calls MPI, with runtime.lock held where `serialize` is set. */
+ * With JAXMPI_CHECK=1 (runtime.check) that is so for all collectives, without end, and a message tells its receiver what
+ * it consists of. Otherwise for the first ones of a communicator (`to_compare`), and no right program may notice: what
+ * has a plan is left out, since its messages tell what they are; a start of something does not wait for the other ranks,
+ * whose answers come with the wait for it; and other calls wait for them compare_patience at most. A rank that has waited
+ * in vain several times compares no more on this communicator, as if the others were not of this library.
+ *
+ * Threads: the functions run in the thread in which XLA called the handler, without the GIL. compare_decide needs no
+ * lock; call_body calls the others, which call MPI, with runtime.lock held where `serialize` is set. */
 #ifndef JAXMPI_COMPARE_H
 #define JAXMPI_COMPARE_H
 
@@ -40,10 +46,15 @@ struct label label_of(const struct call *call, const struct buffer *buffer);
 /* The label of a message; NULL: it has none. */
 const struct label *label_find(const void *message, int64_t bytes);
 
-/* Sets `compared`, `labelled` and `share` of a call that is fully decoded. */
+/* Sets `compared`, `labelled` and, if either is set, `share` of a call that is fully decoded. */
 void compare_decide(struct call *call);
 
-/* NULL if all ranks make the same call; otherwise the error, on all of them. */
+/* NULL if all ranks make the same call, as far as this one has heard; otherwise the error, on all of them. */
 ffi_error *compare_ranks(struct call *call);
+
+/* The same for what has been started on this communicator, in the wait for it. */
+ffi_error *compare_started(const struct call *call, struct communicator *comm);
+
+extern double compare_patience; /* seconds; tests change it */
 
 #endif

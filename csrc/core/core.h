@@ -60,7 +60,11 @@ struct communicator {
   const char *_Atomic name; /* for reports; NULL: none */
   atomic_bool freed;
   struct communicator *next_freed; /* in runtime.freed */
-  atomic_uint_least64_t compared;  /* collectives compared so far, with JAXMPI_CHECK: compare.h */
+  atomic_int_least64_t to_compare; /* collectives that are still to be compared: compare.h */
+  atomic_uint_least64_t compared;  /* collectives compared so far */
+  int64_t history;                 /* a hash of them, */
+  int in_vain;                     /* and how many in a row have had no answer in time */
+  struct agreement *_Atomic agreement; /* agreement.h; NULL: its ranks cannot be asked */
   atomic_uint_least64_t planned;   /* calls with a plan so far: plan.h */
   atomic_int expected;             /* messages, by requests: requests.h */
 };
@@ -132,7 +136,10 @@ struct runtime {
   int64_t copy_bytes;       /* that a device copies in the time in which a copy begins; 0: boxes.c copies what it can */
   enum transport transport; /* for what is staged: everything if MPI is not aware */
   atomic_bool several_devices; /* a link may be committed to one of them: link.c */
-  atomic_bool check;           /* ranks compare their collectives (compare.h); the same on all ranks */
+  atomic_bool check;           /* ranks compare all their collectives (compare.h); the same on all ranks */
+  intptr_t channel;            /* a duplicate of COMM_WORLD for agreement.h; 0: none */
+  atomic_bool several_threads; /* of the program communicate */
+  struct agreement *_Atomic agreements;
   atomic_bool labels;          /* and no rank has arrays on devices: messages have labels */
   atomic_bool ends_on_error;   /* an operation that fails ends the job, rather than raise */
   atomic_bool log;             /* a line at the start and at the end of each operation */
@@ -305,8 +312,8 @@ static inline void *object_of(int64_t attribute) { return (void *)(intptr_t)attr
 
 struct request;
 
-/* What is compiled once for each ABI. With runtime.serialize the caller of a body, of `communicator` and of `exchange`
- * holds runtime.lock. */
+/* What is compiled once for each ABI. With runtime.serialize the caller of a body, of `communicator` and of what
+ * agreement.h needs holds runtime.lock. */
 struct abi {
   const char *name;
 
@@ -326,8 +333,11 @@ struct abi {
    * Returns an MPI error code. Called at import, under the GIL. */
   int (*own_operations)(const char *dtype, intptr_t handles[4]);
 
-  /* Gathers `bytes` from each rank on all ranks. Returns an MPI error code. Called by compare_ranks. */
-  int (*exchange)(const struct communicator *comm, const void *mine, void *all, size_t bytes);
+  /* For agreement.h, all of which return an MPI error code and do not wait: posts a message to, or from, a rank of
+   * COMM_WORLD on runtime.channel; tells whether it is through; takes a receive back. */
+  int (*post)(void *data, size_t bytes, bool sends, int rank, int tag, intptr_t *request);
+  int (*test)(intptr_t *request, bool *done);
+  int (*cancel)(intptr_t *request);
 
   /* Begins to send what a call of `send` passes, which must stay until the body of `wait` is done with the request.
    * Returns an MPI error code. */

@@ -3,6 +3,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "core/agreement.h"
 #include "core/requests.h"
 #include "devices/transport.h"
 
@@ -22,6 +23,7 @@ static int mark_freed(MPI_Comm comm, int key, void *value, void *extra) {
   struct communicator *freed = value;
   transport_drain();
   atomic_store(&freed->freed, true);
+  if (runtime.self != NULL && !atomic_load(&runtime.self->freed)) agreement_end(freed);
   requests_forget(freed);
   freed->next_freed = atomic_load(&runtime.freed);
   while (!atomic_compare_exchange_weak(&runtime.freed, &freed->next_freed, freed)) continue;
@@ -79,9 +81,32 @@ static int own_operations(const char *dtype, intptr_t handles[4]) {
   return MPI_SUCCESS;
 }
 
-static int exchange(const struct communicator *comm, const void *mine, void *all, size_t bytes) {
+/* --- see agreement.h --- */
+
+static int post(void *data, size_t bytes, bool sends, int rank, int tag, intptr_t *request) {
   MPI_Datatype type = (MPI_Datatype)runtime.datatypes[FFI_DTYPE_U8];
-  return mpi.Allgather(mine, (int)bytes, type, all, (int)bytes, type, (MPI_Comm)comm->handle);
+  MPI_Comm comm = (MPI_Comm)runtime.channel;
+  MPI_Request made;
+  int code = sends ? mpi.Isend(data, (int)bytes, type, rank, tag, comm, &made)
+                   : mpi.Irecv(data, (int)bytes, type, rank, tag, comm, &made);
+  *request = (intptr_t)made;
+  return code;
+}
+
+static int test(intptr_t *request, bool *done) {
+  MPI_Request tested = (MPI_Request)*request;
+  MPI_Status ignored;
+  int flag = 0, code = mpi.Test(&tested, &flag, &ignored);
+  *request = (intptr_t)tested;
+  *done = flag != 0;
+  return code;
+}
+
+static int cancel(intptr_t *request) {
+  MPI_Request cancelled = (MPI_Request)*request;
+  MPI_Status ignored;
+  int code = mpi.Cancel(&cancelled);
+  return code != MPI_SUCCESS ? code : mpi.Wait(&cancelled, &ignored);
 }
 
 static void abort_job(int status) { mpi.Abort((MPI_Comm)runtime.world->handle, status); }
@@ -100,7 +125,9 @@ const struct abi ABI_LOCAL(abi) = {
     .load = load,
     .communicator = communicator,
     .own_operations = own_operations,
-    .exchange = exchange,
+    .post = post,
+    .test = test,
+    .cancel = cancel,
     .start_send = post_send,
     .match_receives = match_messages,
     .test_request = test_begun,

@@ -348,7 +348,8 @@ ffi_error *BODY(alltoallv)(struct call *c) {
   BEGIN(c, Alltoallv, "with %" PRId64 " items and", b.in->count);
   struct parts sent, received;
   struct landing to = {NULL, NULL, 0};
-  if (c->compared) PASS(compare_counts(c, b.sent, b.received));
+  bool check = atomic_load_explicit(&runtime.check, memory_order_relaxed) && c->comm->size > 1;
+  if (check) PASS(compare_counts(c, b.sent, b.received));
   PASS(parts_make(c, b.sent, b.in->type, a.row, &sent));
   ffi_error *error = parts_make(c, b.received, b.in->type, a.row, &received);
   if (error != NULL) return parts_free(&sent), error;

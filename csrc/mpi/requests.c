@@ -390,6 +390,7 @@ static ffi_error *wait_for(struct call *c, struct request *request, const struct
   struct watched *record = watch_begin_words(request->words, WORDS);
   complete_all(request);
   ffi_error *error = fail_noted(c, request);
+  if (error == NULL) error = compare_started(c, request->comm);
   if (error == NULL && (error = request_check_order(c, request)) != NULL)
     drop_messages(request);
   else if (error == NULL && same && out != NULL && mapped && count == batch * request->count)

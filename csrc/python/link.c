@@ -116,6 +116,7 @@ static void raise_as_error(PyObject *self) {
 
 static PyObject *call(PyObject *self, PyObject *const *arguments, Py_ssize_t count, PyObject *names) {
   struct failure *failure = failure_of_thread();
+  if (!importer) atomic_store_explicit(&runtime.several_threads, true, memory_order_relaxed);
   if (failure != NULL) {
     PyErr_Format(part(self, ERROR), "not called, because an operation before it has failed: %s", failure->text);
     free(failure);

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/agreement.h"
 #include "core/failure.h"
 #include "core/plan.h"
 #include "core/requests.h"
@@ -441,6 +442,17 @@ static PyObject *without_gil(void (*function)(void)) {
   Py_RETURN_NONE;
 }
 
+PyDoc_STRVAR(finish_comparisons_doc, "finish_comparisons()\n\nNothing of what ranks ask each other is left under way.");
+static PyObject *finish_comparisons(PyObject *self, PyObject *unused) {
+  (void)self, (void)unused;
+  Py_BEGIN_ALLOW_THREADS;
+  if (runtime.serialize) pthread_mutex_lock(&runtime.lock);
+  agreement_finish();
+  if (runtime.serialize) pthread_mutex_unlock(&runtime.lock);
+  Py_END_ALLOW_THREADS;
+  Py_RETURN_NONE;
+}
+
 PyDoc_STRVAR(finish_requests_doc, "finish_requests()\n\nNames on stderr what was started and never waited for.");
 static PyObject *finish_requests(PyObject *self, PyObject *args) {
   (void)self, (void)args;
@@ -488,14 +500,43 @@ static PyObject *set_flag(PyObject *args, atomic_bool *flag) {
 }
 
 PyDoc_STRVAR(set_check_doc,
-             "set_check(on, labels)\n\n"
-             "Before a collective its ranks compare what they do, and messages have labels. The same on all ranks.");
+             "set_check(all, labels, channel)\n\n"
+             "The ranks compare all their collectives, and messages have labels. The same on all ranks. `channel`: the\n"
+             "handle of a duplicate of COMM_WORLD for that; 0: there is none.");
 static PyObject *set_check(PyObject *self, PyObject *args) {
   (void)self;
-  int on, labels;
-  if (!PyArg_ParseTuple(args, "pp", &on, &labels)) return NULL;
-  atomic_store(&runtime.check, on != 0);
+  int all, labels;
+  long long channel;
+  if (!PyArg_ParseTuple(args, "ppL", &all, &labels, &channel)) return NULL;
+  atomic_store(&runtime.check, all != 0);
   atomic_store(&runtime.labels, labels != 0);
+  runtime.channel = (intptr_t)channel;
+  Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(compare_doc,
+             "compare(comm, calls, name, ranks)\n\n"
+             "The ranks of this communicator compare so many of their next collectives. The same on all of them. `name`:\n"
+             "0, or a number that no other communicator has. `ranks`: in COMM_WORLD, 32-bit integers.");
+static PyObject *compare(PyObject *self, PyObject *args) {
+  (void)self;
+  long long number, calls, name;
+  const char *ranks;
+  Py_ssize_t bytes;
+  if (!PyArg_ParseTuple(args, "LLLy#", &number, &calls, &name, &ranks, &bytes)) return NULL;
+  struct communicator *comm = registry_at(number);
+  if (comm == NULL || bytes != (Py_ssize_t)sizeof(int) * comm->size)
+    return PyErr_Format(PyExc_ValueError, "no communicator of %zd ranks has the number %lld",
+                        bytes / (Py_ssize_t)sizeof(int), number);
+  if (!agreement_prepare(comm, name, (const int *)(const void *)ranks)) return PyErr_NoMemory();
+  atomic_store(&comm->to_compare, calls);
+  Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(set_several_threads_doc, "set_several_threads()\n\nMore than one thread of the program communicates.");
+static PyObject *set_several_threads(PyObject *self, PyObject *unused) {
+  (void)self, (void)unused;
+  atomic_store(&runtime.several_threads, true);
   Py_RETURN_NONE;
 }
 
@@ -672,11 +713,14 @@ static PyMethodDef methods[] = {
     {"watch", place_watch, METH_VARARGS, place_watch_doc},
     {"stop_watch", stop_watch, METH_NOARGS, stop_watch_doc},
     {"take_failure", take_failure, METH_NOARGS, take_failure_doc},
+    {"finish_comparisons", finish_comparisons, METH_NOARGS, finish_comparisons_doc},
     {"finish_requests", finish_requests, METH_NOARGS, finish_requests_doc},
     {"requests_in_flight", in_flight, METH_NOARGS, requests_in_flight_doc},
     {"finish_devices", finish_devices, METH_NOARGS, finish_devices_doc},
     {"configure", configure, METH_VARARGS, configure_doc},
     {"set_check", set_check, METH_VARARGS, set_check_doc},
+    {"compare", compare, METH_VARARGS, compare_doc},
+    {"set_several_threads", set_several_threads, METH_NOARGS, set_several_threads_doc},
     {"set_ends_on_error", set_ends_on_error, METH_VARARGS, set_ends_on_error_doc},
     {"set_log", set_log, METH_VARARGS, set_log_doc},
     {"set_several_devices", set_several_devices, METH_NOARGS, set_several_devices_doc},

@@ -1,5 +1,6 @@
 """Communicators as parameters of compiled programs, and the default one."""
 
+import math
 import threading
 import time
 import warnings
@@ -10,7 +11,7 @@ from mpi4py import MPI
 
 import jaxmpi._core as _core
 from jaxmpi import _jax, _timeline
-from jaxmpi._native import DEVICES, MEANING_OF_DEFAULT, flag, handle_of
+from jaxmpi._native import ALL, DEVICES, MEANING_OF_DEFAULT, compared, handle_of
 
 # How long an import waits for the imports of other ranks. After that the first use of the default communicator waits.
 _PATIENCE_SECONDS = 10.0
@@ -78,6 +79,7 @@ def resolve(comm: Any, operation: str) -> Communicator:
     if known is None:
         _forget_freed()
         _core.set_chunk(found[0], _default.chunk(ours=False))
+        _compare(found[0], comm)
         name = comm.Get_name()
         if name:
             _core.set_name(found[0], name)
@@ -91,6 +93,33 @@ _PIECE, _LEAST_SHARE = 8 << 20, 256 << 10
 must not get too short: libraries send such shares."""
 
 
+_THREAD = threading.get_ident()
+
+
+def _compare(number: int, comm: MPI.Comm) -> None:
+    """Lets the ranks of a communicator compare its first collectives, if they agreed to and are those of COMM_WORLD."""
+    if _default.calls == 0:
+        return
+    if threading.get_ident() != _THREAD:
+        _core.set_several_threads()
+    group, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
+    ranks = MPI.Group.Translate_ranks(group, None, world)
+    for used in (group, world):
+        used.Free()
+    if MPI.UNDEFINED not in ranks:
+        name = 2 if comm == MPI.COMM_WORLD else 1 if _default.is_it(comm) else 0
+        _core.compare(number, _default.calls, name, np.array(ranks, np.int32).tobytes())
+
+
+def _all_done(requests: list[MPI.Request], deadline: float) -> bool:
+    """Waits for requests until the deadline."""
+    while not (done := MPI.Request.Testall(requests)):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.0005)
+    return done
+
+
 class _Default:
     """The clone of COMM_WORLD that calls without `comm` use.
 
@@ -101,42 +130,45 @@ class _Default:
 
     def __init__(self) -> None:
         self._comm, cloning = MPI.COMM_WORLD.Idup()
+        self.channel, channelling = MPI.COMM_WORLD.Idup()
+        """For what ranks compare."""
         # The chunk size; whether it holds for all communicators or only for this one, all of whose ranks are known to
-        # use this package (see _devices); whether ranks compare their calls; whether any
-        # has arrays on devices.
-        check = flag("JAXMPI_CHECK")
-        self._settings = np.array([DEVICES.chunk, DEVICES.everywhere, check, len(DEVICES.communicated) > 1], np.int64)
+        # use this package (see _devices); whether ranks compare all their calls; whether any has arrays on devices;
+        # whether any compares none; how many are compared.
+        calls = compared()
+        check, none = calls == ALL, calls == 0
+        self._settings = np.array(
+            [DEVICES.chunk, DEVICES.everywhere, check, len(DEVICES.communicated) > 1, none, 0 if check else calls], np.int64
+        )
         agreeing = MPI.COMM_WORLD.Iallreduce(MPI.IN_PLACE, self._settings, MPI.MAX)
-        self._requests = [cloning, agreeing]
+        self._requests = [cloning, channelling, agreeing]
         self._resolved: Communicator | None = None
         self._lock = threading.Lock()
         deadline = time.monotonic() + _PATIENCE_SECONDS
-        while not (agreed := MPI.Request.Testall(self._requests)):
-            if time.monotonic() > deadline:
-                warnings.warn(
-                    "jaxmpi: not all ranks of COMM_WORLD have imported jaxmpi yet. Calls without comm= wait until "
-                    "they do; if they never will, pass a communicator of the ranks that do.",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-                break
-            time.sleep(0.0005)
+        if not (agreed := _all_done(self._requests, deadline)):
+            warnings.warn(
+                "jaxmpi: not all ranks of COMM_WORLD have imported jaxmpi yet. Calls without comm= wait until "
+                "they do; if they never will, pass a communicator of the ranks that do."
+                + (" The ranks do not compare their calls, as JAXMPI_CHECK=1 says." if check else ""),
+                RuntimeWarning,
+                stacklevel=2,
+            )
         self.agreed = agreed
         """Whether all ranks imported the package before this import ended."""
-        self.labels = agreed and not self._settings[3]
+        self._agreed_by_all = np.array([agreed], np.int64)
+        self._hearing = MPI.COMM_WORLD.Iallreduce(MPI.IN_PLACE, self._agreed_by_all, MPI.MIN)
+        # Those that have waited in vain have said so before, and the others are as far as this one.
+        together = agreed and _all_done([self._hearing], math.inf) and bool(self._agreed_by_all[0])
+        self.labels = together and not self._settings[3]
         """Whether messages may have labels: no rank has arrays on devices, whose messages have none."""
-        self.check = bool(self._settings[2]) if agreed else check
-        """Whether ranks compare their calls, as far as this import could learn. It never changes later: otherwise some
-        ranks of a communicator in use would compare, and others not."""
+        self.check = together and bool(self._settings[2])
+        """Whether ranks compare all their calls. The same on all ranks."""
+        self.calls = ALL if self.check else int(self._settings[5]) if together and not self._settings[4] else 0
+        """How many collectives of a communicator its ranks compare. The same on all ranks."""
 
     def get(self) -> Communicator:
         if self._resolved is None:
             resolved = resolve(self.mpi(), "the default communicator")
-            if bool(self._settings[2]) != self.check:
-                raise RuntimeError(
-                    "jaxmpi: JAXMPI_CHECK is set on some ranks and not on this one, which has learned of it too late: "
-                    "set it on all ranks."
-                )
             _core.set_chunk(resolved.number, self.chunk(ours=True))
             if not self._settings[3]:  # nothing is known of an MPI that reads the memory of devices
                 _core.set_piece(resolved.number, max(_PIECE, resolved.size * _LEAST_SHARE))
@@ -158,6 +190,9 @@ class _Default:
                 return 0
         return int(self._settings[0]) if ours or self._settings[1] else 0
 
+    def is_it(self, comm: MPI.Comm) -> bool:
+        return comm == self._comm
+
     def mpi(self) -> MPI.Comm:
         with self._lock:
             MPI.Request.Waitall(self._requests)
@@ -168,7 +203,7 @@ class _Default:
 
 _default = _Default()
 CHECK = _default.check
-_core.set_check(CHECK, _default.labels)
+_core.set_check(CHECK, _default.labels, handle_of(_default.channel) if _default.calls else 0)
 
 
 def default() -> Communicator:

@@ -125,6 +125,27 @@ def flag(variable: str) -> bool:
     raise ValueError(f"jaxmpi: {variable}={os.environ[variable]}: it is 1 or 0")
 
 
+ALL = 1 << 62
+"""How many collectives are compared with JAXMPI_CHECK=1."""
+_COMPARED = 1000
+"""How many of each communicator are compared by default."""
+
+
+def compared() -> int:
+    """How many collectives of each communicator its ranks compare, by this rank's environment."""
+    given = os.environ.get("JAXMPI_CHECK", "").strip().lower()
+    if given in ("", "auto"):
+        return _COMPARED
+    if given.isdecimal() and int(given) > 1:
+        return int(given)
+    try:
+        return ALL if flag("JAXMPI_CHECK") else 0
+    except ValueError as error:
+        raise ValueError(
+            f"jaxmpi: JAXMPI_CHECK={given}: it is auto, 1 (all calls are compared), 0 (none), or a number of collectives"
+        ) from error
+
+
 def _load() -> tuple[Library, dict[str, Datatype], _devices.Choice]:
     _check_state()
     _jax.distrust_cached_programs()
@@ -177,6 +198,7 @@ def finish() -> None:
         _chain.wait_for_all_threads()
         jax.effects_barrier()
     finally:
+        _core.finish_comparisons()
         _core.finish_requests()
         _core.finish_devices()
         _core.stop_watch()

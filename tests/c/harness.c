@@ -7,6 +7,7 @@
 #include <stdarg.h>
 #include <stdlib.h>
 
+#include "core/agreement.h"
 #include "core/requests.h"
 
 struct fake_control *fake;
@@ -218,6 +219,93 @@ struct communicator *world(int rank, int size) {
   return *found;
 }
 
+/* --- comparisons, in which the other ranks are played by what follows --- */
+
+enum { ROUND_BYTES = 5 * 8, MOST_POSTED = 256 };
+enum absence absence;
+int questions, tellings;
+static struct abi comparing;
+static void (*others_do)(int rank, void *record);
+static struct communicator *compared[8];
+static struct posted {
+  void *data;
+  size_t bytes;
+  int rank, tag;
+} receives[MOST_POSTED];
+static struct {
+  int64_t round[5];
+  char telling[1024];
+} last;
+
+static int post_to_others(void *data, size_t bytes, bool sends, int rank, int tag, intptr_t *request) {
+  *request = 0;
+  if (sends && bytes == ROUND_BYTES) {
+    int64_t before = last.round[1];
+    memcpy(last.round, data, bytes);
+    questions += last.round[1] != before;
+  } else if (sends) {
+    memcpy(last.telling, data, bytes);
+    tellings++;
+  }
+  while (!sends && receives[*request].data != NULL) ++*request;
+  if (!sends) receives[*request] = (struct posted){data, bytes, rank, tag};
+  *request = sends ? -1 : *request;
+  return 0;
+}
+
+/* What comes from a rank is what this one has sent last. */
+static int test_of_others(intptr_t *request, bool *done) {
+  *done = *request < 0 || absence != LATE_RANKS;
+  if (*request < 0 || !*done) return 0;
+  struct posted *receive = &receives[*request];
+  int64_t *round = receive->data;
+  memcpy(receive->data, receive->bytes == ROUND_BYTES ? (void *)last.round : last.telling, receive->bytes);
+  if (receive->bytes == ROUND_BYTES) {
+    round[2] = absence == LEFT_RANKS ? 1 : absence == STOPPED_RANKS ? 2 : round[2];
+    char record[256];
+    memset(record, 0, sizeof record);
+    if (others_do != NULL) others_do(receive->rank, record);
+    for (size_t i = 0; i < sizeof record; i++)
+      if (record[i] != 0) round[3] = INT64_MIN + 1;
+  } else if (others_do != NULL) {
+    others_do(receive->rank, receive->data);
+  }
+  receive->data = NULL;
+  return 0;
+}
+
+static int cancel_of_others(intptr_t *request) {
+  if (*request >= 0) receives[*request].data = NULL;
+  return 0;
+}
+
+void compare_on(struct communicator *comm, int64_t calls, void (*others)(int rank, void *record)) {
+  int ranks[8] = {0, 1, 2, 3, 4, 5, 6, 7}, place = 0;
+  if (atomic_load(&comm->agreement) != NULL) agreement_end(comm);
+  agreement_prepare(comm, comm->number, ranks); /* a new one: nothing of an earlier test is left */
+  comparing = *abi;
+  comparing.post = post_to_others, comparing.test = test_of_others, comparing.cancel = cancel_of_others;
+  runtime.abi = &comparing;
+  runtime.channel = 1;
+  if (runtime.most_tag == 0) runtime.most_tag = INT32_MAX;
+  atomic_store(&runtime.check, calls == INT64_MAX);
+  atomic_store(&comm->to_compare, calls);
+  comm->in_vain = 0;
+  others_do = others;
+  absence = HERE;
+  memset(&last, 0, sizeof last);
+  questions = tellings = 0;
+  while (place < 7 && compared[place] != NULL && compared[place] != comm) place++;
+  compared[place] = comm;
+}
+
+static void compare_off(void) {
+  for (size_t i = 0; i < sizeof compared / sizeof *compared; i++)
+    if (compared[i] != NULL) atomic_store(&compared[i]->to_compare, 0);
+  atomic_store(&runtime.check, false);
+  runtime.abi = abi;
+}
+
 const struct fake_call *called(const char *function, int nth) {
   static const struct fake_call none = {.name = ""};
   for (int i = 0; i < fake->call_count && i < FAKE_CALLS; i++)
@@ -281,6 +369,7 @@ static void run_one(const struct test *test) {
   derivative = leaf = 0;
   if (fake != NULL) fake->reset();
   test->run();
+  compare_off();
   if (fake != NULL) {
     CHECK_EQUAL(fake->live_groups + fake->live_types, 0);
     CHECK_EQUAL(fake->live_requests, 0);
@@ -294,7 +383,6 @@ static void run_one(const struct test *test) {
   runtime.max_count = INT_MAX;
   runtime.serialize = false;
   atomic_store(&runtime.log, false);
-  atomic_store(&runtime.check, false);
   atomic_store(&runtime.labels, false);
   printf("%s %s\n", failures == before ? "ok  " : "FAIL", test->name);
 }

@@ -116,6 +116,16 @@ int times_called(const char *function);
 /* Calls that reached another rank: all except queries and constructors of types. */
 int communications(void);
 
+/* From now on until the end of the test calls on this communicator are compared: all of them, or the next `calls`. The
+ * other ranks tell what this one does, as changed by `others`, of a `record` and of nothing else, if it is not NULL. */
+void compare_on(struct communicator *comm, int64_t calls, void (*others)(int rank, void *record));
+/* Others that do not come, those that have gone on without an answer, and those that compare no more; off again with
+ * HERE. */
+enum absence { HERE, LATE_RANKS, LEFT_RANKS, STOPPED_RANKS };
+extern enum absence absence;
+/* What this rank has asked, and what it has told others since compare_on. */
+extern int questions, tellings;
+
 /* Buffers: `fill` writes bytes that differ, `blank` 0xee; is_blank and is_zero test the bytes [from, to),
  * is_spoilt whether those before `to` are 0xff. */
 void fill(void *data, size_t bytes);

@@ -1,4 +1,5 @@
 /* JAXMPI_CHECK: what a rank tells the others before a collective, and that a difference stops all of them. */
+#include "core/agreement.h"
 #include "core/compare.h"
 #include "core/watch.h"
 
@@ -49,19 +50,22 @@ static ffi_error *run_case(size_t i) {
 
 /* --- the other ranks --- */
 
-static struct record mine; /* the last one that this rank has told */
+static struct record mine; /* the last one that this rank has told where they differ */
 static void alike(int rank, void *data) {
+  struct record told;
   (void)rank;
-  memcpy(&mine, data, sizeof mine);
+  memcpy(&told, data, sizeof told);
+  if (told.call != 0) mine = told; /* not only whether others change something */
 }
 
-/* Rank 2 alone tells something else in one of its numbers. */
+/* One rank alone tells something else in one of its numbers. */
 static size_t odd_at;
 static int64_t odd_by;
+static int odd_rank = 2;
 static void odd(int rank, void *data) {
   int64_t told;
   alike(rank, data);
-  if (rank != 2) return;
+  if (rank != odd_rank) return;
   memcpy(&told, (char *)data + odd_at, sizeof told);
   told += odd_by;
   memcpy((char *)data + odd_at, &told, sizeof told);
@@ -71,8 +75,7 @@ static void prepare(void (*others)(int, void *)) {
   fake->reset();
   fill(in, ROOM);
   blank(out, ROOM);
-  fake->others = others;
-  atomic_store(&runtime.check, true);
+  compare_on(world(PLACE, SIZE), INT64_MAX, others);
 }
 
 /* --- ranks that do the same --- */
@@ -81,48 +84,48 @@ static void what_is_alike_is_done(void) {
   for (size_t i = 0; i < CASES; i++) {
     context("%s, case %zu", cases[i].operation, i);
     prepare(alike);
-    atomic_store(&runtime.check, false);
+    atomic_store(&world(PLACE, SIZE)->to_compare, 0);
     SUCCEEDS(run_case(i));
-    CHECK_EQUAL(communications(), 1);
+    CHECK_EQUAL(questions, 0);
     memcpy(usual, out, ROOM);
     prepare(alike);
-    uint64_t before = atomic_load(&world(PLACE, SIZE)->compared);
     SUCCEEDS(run_case(i));
-    CHECK_EQUAL(communications(), 2);
-    const struct fake_call *call = called("MPI_Allgather", 0);
-    CHECK(call == &fake->calls[0]);
-    CHECK_EQUAL(call->comm, world(PLACE, SIZE)->handle);
-    CHECK_EQUAL(call->in_bytes, sizeof(struct record));
-    CHECK_EQUAL(times_called(cases[i].function), is(i, "allgather") ? 2 : 1);
+    CHECK_EQUAL(questions, 1);
+    CHECK_EQUAL(communications(), 1);
+    CHECK_EQUAL(times_called(cases[i].function), 1);
     CHECK_SAME(out, usual, ROOM);
-    if (is(i, "allgather")) continue; /* its own data went through `alike` last */
-    CHECK_EQUAL(mine.call, before + 1);
-    CHECK_EQUAL(mine.count, is(i, "alltoall") ? SIZE * N : is(i, "barrier") ? 0 : N);
-    CHECK_EQUAL(mine.dtype, is(i, "barrier") ? -1 : F32);
   }
 }
 
 /* A number for each communicator; each kind of value; what differs between ranks in any case is not told. */
 static void what_is_told(void) {
-  prepare(alike);
-  uint64_t before = atomic_load(&world(2, 4)->compared);
+  struct communicator *comm = world(2, 4), *other = world(PLACE, SIZE);
+  odd_at = offsetof(struct record, count), odd_by = 1;
+  odd_rank = 1;
+  prepare(odd);
+  compare_on(comm, INT64_MAX, odd);
+  uint64_t before = atomic_load(&comm->compared);
   for (derivative = 0; derivative < 4; derivative++) {
-    SUCCEEDS(RUN("barrier", NONE, NONE, COMM(world(2, 4))));
+    FAILS(RUN("barrier", NONE, NONE, COMM(comm)), FFI_FAILED_PRECONDITION, "");
     CHECK_EQUAL(mine.call, before + (uint64_t)derivative + 1);
     CHECK_EQUAL(mine.derivative, derivative);
-    SUCCEEDS(RUN("barrier", NONE, NONE, COMM(world(PLACE, SIZE))));
+    SUCCEEDS(RUN("barrier", NONE, NONE, COMM(other))); /* of which this is rank 1 */
   }
   derivative = 0;
   struct array one = ARRAY(F32, in, N), result = ARRAY(F32, out, N);
   static const char *const names[] = {"SUM", "PROD"};
   int64_t told[2];
   for (int i = 0; i < 2; i++) {
-    SUCCEEDS(RUN("allreduce", one, result, COMM(world(2, 4)), reduction(names[i])));
+    FAILS(RUN("allreduce", one, result, COMM(comm), reduction(names[i])), FFI_FAILED_PRECONDITION, "");
     told[i] = mine.reduction;
   }
   CHECK(told[0] == reduction("SUM") && told[1] == reduction("PROD"));
-  SUCCEEDS(RUN("allreduce", one, result, COMM(world(2, 4)), reduction_of(operation_handle("SUM"), REDUCER_USER)));
+  CHECK_EQUAL(mine.count, N);
+  CHECK_EQUAL(mine.dtype, F32);
+  FAILS(RUN("allreduce", one, result, COMM(comm), reduction_of(operation_handle("SUM"), REDUCER_USER)),
+        FFI_FAILED_PRECONDITION, "");
   CHECK_EQUAL(mine.reduction, USERS_REDUCTION);
+  odd_rank = 2;
 }
 
 static void messages_are_not_compared(void) {
@@ -133,8 +136,9 @@ static void messages_are_not_compared(void) {
   fake->deliver(world(PLACE, SIZE)->handle, 2, 9, in, 4 * N);
   SUCCEEDS(RUN("recv", NONE, ARRAY(F32, out, N), comm, 2, 0, 9));
   SUCCEEDS(RUN("check", ARRAY(BOOL, nothing, 1), NONE, comm, 0));
+  compare_on(world(0, 1), INT64_MAX, odd);
   SUCCEEDS(RUN("barrier", NONE, NONE, COMM(world(0, 1)))); /* a rank alone */
-  CHECK_EQUAL(times_called("MPI_Allgather"), 0);
+  CHECK_EQUAL(questions, 0);
 }
 
 /* A call in chunks is compared once, with all that it passes. */
@@ -145,15 +149,74 @@ static void chunks_are_compared_once(void) {
   comm->chunk = LEAST_CHUNK;
   prepare(alike);
   SUCCEEDS(RUN("allreduce", ARRAY(F32, large, COUNT), ARRAY(F32, result, COUNT), COMM(comm), reduction("SUM")));
-  CHECK_EQUAL(times_called("MPI_Allgather"), 1);
+  CHECK_EQUAL(questions, 1);
   CHECK_EQUAL(times_called("MPI_Allreduce"), 5);
-  CHECK_EQUAL(mine.count, COUNT);
   odd_at = offsetof(struct record, count), odd_by = 1;
   prepare(odd);
   FAILS(RUN("allreduce", ARRAY(F32, large, COUNT), ARRAY(F32, result, COUNT), COMM(comm), reduction("SUM")),
         FFI_FAILED_PRECONDITION, "of 5120 float32", "of 5121 float32");
-  CHECK_EQUAL(communications(), 2); /* the second tells lines */
+  CHECK_EQUAL(communications(), 0);
   comm->chunk = 0;
+}
+
+/* --- only the first calls --- */
+
+static void only_the_first_calls_are_compared(void) {
+  struct communicator *comm = world(PLACE, SIZE);
+  prepare(alike);
+  compare_on(comm, 3, alike);
+  for (int i = 0; i < 5; i++) SUCCEEDS(RUN("barrier", NONE, NONE, COMM(comm)));
+  CHECK_EQUAL(questions, 3);
+  CHECK_EQUAL(atomic_load(&comm->to_compare), 0);
+}
+
+/* To MPI what a collective is of makes no difference. */
+static void what_it_is_of_may_differ_then(void) {
+  struct communicator *comm = world(PLACE, SIZE);
+  int64_t first[2];
+  for (int i = 0; i < 2; i++) {
+    derivative = i;
+    prepare(alike);
+    compare_on(comm, 3, alike);
+    comm->history = 0, atomic_store(&comm->compared, 0);
+    SUCCEEDS(RUN("barrier", NONE, NONE, COMM(comm)));
+    first[i] = comm->history;
+  }
+  CHECK_EQUAL(first[0], first[1]);
+}
+
+/* Ranks that never ask cost patience, and nothing else. */
+static void ranks_that_do_not_ask_are_left(void) {
+  struct communicator *comm = world(PLACE, SIZE);
+  static const enum absence absences[] = {LATE_RANKS, LEFT_RANKS, STOPPED_RANKS};
+  double before = compare_patience;
+  compare_patience = 0.02;
+  for (size_t i = 0; i < 3; i++) {
+    context("absence %d", absences[i]);
+    prepare(odd);
+    compare_on(comm, 100, odd);
+    absence = absences[i];
+    comm->in_vain = absences[i] == LATE_RANKS ? 1 : 0; /* the second and the third in vain */
+    for (int call = 0; call < 4; call++) SUCCEEDS(RUN("barrier", NONE, NONE, COMM(comm)));
+    CHECK_EQUAL(communications(), 4);
+    bool stops = absences[i] != LEFT_RANKS;
+    CHECK_EQUAL(atomic_load(&comm->to_compare) == 0, stops);
+  }
+  compare_patience = before;
+}
+
+/* A difference that one call has not found is found by the next. */
+static void what_was_missed_is_found_later(void) {
+  struct communicator *comm = world(PLACE, SIZE);
+  prepare(alike);
+  compare_on(comm, 100, alike);
+  absence = LEFT_RANKS;
+  SUCCEEDS(RUN("barrier", NONE, NONE, COMM(comm)));
+  int64_t with = comm->history;
+  comm->history = 0;
+  absence = HERE;
+  SUCCEEDS(RUN("barrier", NONE, NONE, COMM(comm)));
+  CHECK(comm->history != with);
 }
 
 /* --- ranks that differ --- */
@@ -168,18 +231,17 @@ static void any_difference_is_an_error(void) {
         prepare(odd);
         FAILS(run_case(i), FFI_FAILED_PRECONDITION, "jaxmpi.", cases[i].operation,
               " on rank 1 of 3: the ranks differ: this is call ", cases[i].text, "; rank 2 ", "Nothing of it was sent");
-        CHECK_EQUAL(communications(), 2);
-        CHECK_EQUAL(times_called("MPI_Allgather"), 2);
+        CHECK_EQUAL(communications(), 0);
+        CHECK_EQUAL(questions, 1);
+        CHECK_EQUAL(tellings, SIZE);
         CHECK(is_blank(out, 0, ROOM));
       }
 }
 
 /* Rank 2 calls another reduction, from a line of its own. */
-static int exchanges;
 static void at_another_line(int rank, void *data) {
-  if (rank == 0) exchanges++;
-  if (exchanges == 1) odd(rank, data);
-  if (exchanges == 2) strcpy(data, rank == 2 ? "called at there.py:5 (g)" : "called at nowhere");
+  odd(rank, data);
+  if (mine.call != 0 && rank == 2) strcpy((char *)data + sizeof mine, "called at there.py:5 (g)");
 }
 
 /* Two arrays of 3 and 4 elements, which rank 2 has the other way round: what it tells has another hash. */
@@ -188,25 +250,22 @@ static void joined_arrays_are_compared(void) {
   int64_t attributes[] = {COMM(world(PLACE, SIZE)), reduction("SUM")};
   struct frame frame;
   frame_make_lists(&frame, "allreduce", arrays, 2, arrays + 2, 2, attributes);
-  prepare(alike);
-  SUCCEEDS(frame_call(&frame, "allreduce"));
-  CHECK_EQUAL(mine.count, 7);
-  CHECK_EQUAL(mine.arrays, 2);
-  CHECK(mine.sizes != 0);
   odd_at = offsetof(struct record, sizes), odd_by = 1;
   prepare(odd);
   FAILS(frame_call(&frame, "allreduce"), FFI_FAILED_PRECONDITION, "allreduce SUM of 7 float32 in 2 arrays (a value)",
         "; rank 2 calls allreduce SUM of 7 float32 in 2 arrays (a value) of other sizes");
+  CHECK_EQUAL(mine.count, 7);
+  CHECK_EQUAL(mine.arrays, 2);
   struct record first = mine;
   frame_make_lists(&frame, "allreduce", (struct array[]){arrays[1], arrays[0]}, 2, arrays + 2, 2, attributes);
-  prepare(alike);
-  frame_call(&frame, "allreduce");
+  prepare(odd);
+  FAILS(frame_call(&frame, "allreduce"), FFI_FAILED_PRECONDITION, "");
   CHECK(mine.sizes != first.sizes);
 }
 
 static void lines_are_told(void) {
   int64_t attributes[] = {COMM(world(PLACE, SIZE)), 0, reduction("SUM")};
-  odd_at = offsetof(struct record, count), odd_by = 1, exchanges = 0;
+  odd_at = offsetof(struct record, count), odd_by = 1, mine.call = 0;
   CHECK(words_add_site(ROW_allreduce, attributes, F32, N, "here.py:3 (f)"));
   prepare(at_another_line);
   FAILS(RUN("allreduce", ARRAY(F32, in, N), ARRAY(F32, out, N), attributes[0], attributes[2]), FFI_FAILED_PRECONDITION,
@@ -262,30 +321,32 @@ static void reductions_of_ours_are_named(void) {
         FFI_FAILED_PRECONDITION, ": allreduce SUM of 7 float16 (a value); rank 2 calls allreduce SUM of 8 float16");
 }
 
-static void comparing_can_fail(void) {
+static void locks_are_given_back(void) {
   runtime.serialize = true;
+  odd_at = 0, odd_by = 1;
   for (size_t i = 0; i < CASES; i++) {
     context("%s, case %zu", cases[i].operation, i);
-    for (int differ = 0; differ < 2; differ++) {
-      odd_at = 0, odd_by = 1;
-      prepare(odd);
-      if (!differ) fake->fail("MPI_Allgather", 1, 77);
-      if (differ)
-        FAILS(run_case(i), FFI_FAILED_PRECONDITION, "the ranks differ");
-      else
-        FAILS(run_case(i), FFI_INTERNAL, "MPI_Allgather failed: the fake's text for 77");
-      CHECK_EQUAL(communications(), 1 + differ);
-      if (CHECK_EQUAL(pthread_mutex_trylock(&runtime.lock), 0)) pthread_mutex_unlock(&runtime.lock);
-    }
+    prepare(odd);
+    FAILS(run_case(i), FFI_FAILED_PRECONDITION, "the ranks differ");
+    if (CHECK_EQUAL(pthread_mutex_trylock(&runtime.lock), 0)) pthread_mutex_unlock(&runtime.lock);
   }
 }
 
 static const struct test tests[] = {
-    TEST(what_is_alike_is_done),        TEST(what_is_told),
-    TEST(messages_are_not_compared),    TEST(chunks_are_compared_once),
-    TEST(any_difference_is_an_error),   TEST(lines_are_told),
-    TEST(joined_arrays_are_compared),   TEST(both_are_named),
-    TEST(reductions_of_ours_are_named), TEST(comparing_can_fail),
+    TEST(what_is_alike_is_done),
+    TEST(what_is_told),
+    TEST(messages_are_not_compared),
+    TEST(chunks_are_compared_once),
+    TEST(only_the_first_calls_are_compared),
+    TEST(what_it_is_of_may_differ_then),
+    TEST(ranks_that_do_not_ask_are_left),
+    TEST(what_was_missed_is_found_later),
+    TEST(any_difference_is_an_error),
+    TEST(lines_are_told),
+    TEST(joined_arrays_are_compared),
+    TEST(both_are_named),
+    TEST(reductions_of_ours_are_named),
+    TEST(locks_are_given_back),
 };
 
 MAIN(tests)

@@ -231,7 +231,8 @@ static struct communicator *prepare(void) {
   comm->chunk = once_in(3) ? LEAST_CHUNK : 0;
   runtime.max_count = once_in(4) ? 1 + draw(7) : 1 << 30;
   runtime.serialize = once_in(2);
-  atomic_store(&runtime.check, once_in(3));
+  int64_t compared = once_in(3) ? INT64_MAX : once_in(2) ? draw(3) : 0;
+  compare_on(comm, compared, NULL);
   atomic_store(&runtime.labels, once_in(2));
   static const char *const functions[] = {"MPI_Allreduce",   "MPI_Mrecv",      "MPI_Isend",   "MPI_Wait",
                                           "MPI_Type_commit", "MPI_Iallreduce", "MPI_Improbe", "MPI_Test"};

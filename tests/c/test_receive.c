@@ -394,7 +394,7 @@ static void send_to_itself(int dtype, int count, int tag) {
 
 static void prepare_labels(void) {
   prepare();
-  atomic_store(&runtime.check, true);
+  compare_on(world(1, 4), INT64_MAX, NULL);
   atomic_store(&runtime.labels, true);
 }
 
