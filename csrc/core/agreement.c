@@ -99,8 +99,7 @@ static void send(const struct communicator *comm, struct agreement *agreement, s
                  enum kind kind) {
   struct round *round = &question->rounds[k];
   if (round->out.number != 0) return;
-  round->out = (struct message){
-      agreement->name, question->number, kind, {question->least[0], question->least[1]}};
+  round->out = (struct message){agreement->name, question->number, kind, {question->least[0], question->least[1]}};
   round->sending = runtime.abi->post(&round->out, sizeof round->out, true, rank_at(comm, agreement, (int64_t)1 << k),
                                      agreement->tag + k, &round->send) == 0;
 }
@@ -160,9 +159,9 @@ bool agreement_ask(struct communicator *comm, int64_t number, const int64_t word
     memcpy(question->words, words, sizeof question->words);
     for (int k = 0; k < agreement->rounds; k++) {
       struct round *round = &question->rounds[k];
-      round->receiving = runtime.abi->post(&round->in, sizeof round->in, false,
-                                           rank_at(comm, agreement, -((int64_t)1 << k)), agreement->tag + k,
-                                           &round->receive) == 0;
+      round->receiving =
+          runtime.abi->post(&round->in, sizeof round->in, false, rank_at(comm, agreement, -((int64_t)1 << k)),
+                            agreement->tag + k, &round->receive) == 0;
     }
     send(comm, agreement, question, 0, ASKS);
   }
@@ -260,8 +259,7 @@ static void end(struct agreement *agreement) {
   pthread_mutex_lock(&agreement->lock);
   agreement->stopped = true;
   for (struct question *question = agreement->first; question != NULL; question = question->next) {
-    for (int k = 0; k < agreement->rounds; k++)
-      give_up(&question->rounds[k].receive, &question->rounds[k].receiving);
+    for (int k = 0; k < agreement->rounds; k++) give_up(&question->rounds[k].receive, &question->rounds[k].receiving);
     if (!question->answered) close_question(agreement, question);
   }
   drop_those_that_are_over(agreement);
@@ -291,7 +289,8 @@ bool agreement_gather(struct communicator *comm, const void *mine, void *all, bo
     struct round *round = &rounds[i];
     char *place = (char *)all + (size_t)i * bytes;
     round->receiving = runtime.abi->post(place, bytes, false, agreement->ranks[i], tag, &round->receive) == 0;
-    round->sending = runtime.abi->post((void *)(uintptr_t)mine, bytes, true, agreement->ranks[i], tag, &round->send) == 0;
+    round->sending =
+        runtime.abi->post((void *)(uintptr_t)mine, bytes, true, agreement->ranks[i], tag, &round->send) == 0;
   }
   double start = now();
   for (long looks = 0; waiting > 0; looks++) {

@@ -6,13 +6,13 @@
  * numbers, and of their complements, is found in rounds: in round k each rank tells the one 2^k ranks further what it
  * knows, so that after log2(size) rounds each knows of all.
  *
- * A rank that does not hear from the others in time says so in the remaining rounds, and goes on; then this question has
- * no answer on those to whom that comes. A number is best made of all that has been asked so far, so that the next
+ * A rank that does not hear from the others in time says so in the remaining rounds, and goes on; then this question
+ * has no answer on those to whom that comes. A number is best made of all that has been asked so far, so that the next
  * question finds a difference that this one has missed.
  *
  * A communicator must have the same name on all its ranks, without asking them. Those that come with the package have
- * one; any other is named by its ranks of COMM_WORLD and by how many of the same ranks had a question before. That is the
- * same on all ranks where one thread of the program communicates, so where several do, further ones ask nothing.
+ * one; any other is named by its ranks of COMM_WORLD and by how many of the same ranks had a question before. That is
+ * the same on all ranks where one thread of the program communicates, so where several do, further ones ask nothing.
  *
  * Threads: any thread, without the GIL; with runtime.lock held where `serialize` is set. The lock of an agreement is
  * taken for a moment at a time, and MPI is called under it. */

@@ -212,7 +212,8 @@ static ffi_error *fail_unknown(const struct call *call, const struct record *min
   char here[256];
   describe(mine, here, sizeof here);
   return call_fail(call, FFI_FAILED_PRECONDITION,
-                   "the ranks differ: call %" PRId64 " on this communicator is here %s, and it or one before it is "
+                   "the ranks differ: call %" PRId64
+                   " on this communicator is here %s, and it or one before it is "
                    "another one on another rank. JAXMPI_CHECK=1 compares before anything is sent, and says which",
                    mine->call, here);
 }

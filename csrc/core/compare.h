@@ -4,11 +4,11 @@
  * is compared once, before its first chunk, by the thread that calls MPI for it. Such a call always takes the transport
  * TRANSPORT_WAIT, so its error is raised by the call itself.
  *
- * With JAXMPI_CHECK=1 (runtime.check) that is so for all collectives, without end, and a message tells its receiver what
- * it consists of. Otherwise for the first ones of a communicator (`to_compare`), and no right program may notice: what
- * has a plan is left out, since its messages tell what they are; a start of something does not wait for the other ranks,
- * whose answers come with the wait for it; and other calls wait for them compare_patience at most. A rank that has waited
- * in vain several times compares no more on this communicator, as if the others were not of this library.
+ * With JAXMPI_CHECK=1 (runtime.check) that is so for all collectives, without end, and a message tells its receiver
+ * what it consists of. Otherwise for the first ones of a communicator (`to_compare`), and no right program may notice:
+ * what has a plan is left out, since its messages tell what they are; a start of something does not wait for the other
+ * ranks, whose answers come with the wait for it; and other calls wait for them compare_patience at most. A rank that
+ * has waited in vain several times compares no more on this communicator, as if the others were not of this library.
  *
  * Threads: the functions run in the thread in which XLA called the handler, without the GIL. compare_decide needs no
  * lock; call_body calls the others, which call MPI, with runtime.lock held where `serialize` is set. */

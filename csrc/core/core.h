@@ -59,14 +59,14 @@ struct communicator {
   int64_t piece; /* bytes of a piece of an allreduce that is at least PIECES times as long; 0: never. As `chunk` */
   const char *_Atomic name; /* for reports; NULL: none */
   atomic_bool freed;
-  struct communicator *next_freed; /* in runtime.freed */
-  atomic_int_least64_t to_compare; /* collectives that are still to be compared: compare.h */
-  atomic_uint_least64_t compared;  /* collectives compared so far */
-  int64_t history;                 /* a hash of them, */
-  int in_vain;                     /* and how many in a row have had no answer in time */
+  struct communicator *next_freed;     /* in runtime.freed */
+  atomic_int_least64_t to_compare;     /* collectives that are still to be compared: compare.h */
+  atomic_uint_least64_t compared;      /* collectives compared so far */
+  int64_t history;                     /* a hash of them, */
+  int in_vain;                         /* and how many in a row have had no answer in time */
   struct agreement *_Atomic agreement; /* agreement.h; NULL: its ranks cannot be asked */
-  atomic_uint_least64_t planned;   /* calls with a plan so far: plan.h */
-  atomic_int expected;             /* messages, by requests: requests.h */
+  atomic_uint_least64_t planned;       /* calls with a plan so far: plan.h */
+  atomic_int expected;                 /* messages, by requests: requests.h */
 };
 
 /* Which thread calls MPI for arrays of a device that are staged: copied through host memory. */

@@ -499,10 +499,11 @@ static PyObject *set_flag(PyObject *args, atomic_bool *flag) {
   Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(set_check_doc,
-             "set_check(all, labels, channel)\n\n"
-             "The ranks compare all their collectives, and messages have labels. The same on all ranks. `channel`: the\n"
-             "handle of a duplicate of COMM_WORLD for that; 0: there is none.");
+PyDoc_STRVAR(
+    set_check_doc,
+    "set_check(all, labels, channel)\n\n"
+    "The ranks compare all their collectives, and messages have labels. The same on all ranks. `channel`: the\n"
+    "handle of a duplicate of COMM_WORLD for that; 0: there is none.");
 static PyObject *set_check(PyObject *self, PyObject *args) {
   (void)self;
   int all, labels;
@@ -514,10 +515,11 @@ static PyObject *set_check(PyObject *self, PyObject *args) {
   Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(compare_doc,
-             "compare(comm, calls, name, ranks)\n\n"
-             "The ranks of this communicator compare so many of their next collectives. The same on all of them. `name`:\n"
-             "0, or a number that no other communicator has. `ranks`: in COMM_WORLD, 32-bit integers.");
+PyDoc_STRVAR(
+    compare_doc,
+    "compare(comm, calls, name, ranks)\n\n"
+    "The ranks of this communicator compare so many of their next collectives. The same on all of them. `name`:\n"
+    "0, or a number that no other communicator has. `ranks`: in COMM_WORLD, 32-bit integers.");
 static PyObject *compare(PyObject *self, PyObject *args) {
   (void)self;
   long long number, calls, name;

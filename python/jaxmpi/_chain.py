@@ -6,6 +6,7 @@ the second takes as an operand. csrc/python/link.c does the same here: the array
 """
 
 import contextlib
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -13,14 +14,81 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import config, core, dispatch
+from jax._src import api_util, checkify, config, core, dispatch
+from jax._src.lax.control_flow.loops import while_p
 
 import jaxmpi._core as _core
-from jaxmpi._jax import Effect
+from jaxmpi._jax import Effect, replace
 
 # The last link of each thread. JAX's own record is per thread, so no thread can see the links of others there.
 _of_threads: dict[int, Any] = {}
 _of_ended_threads: list[Any] = []
+
+
+REPEATED = (
+    "jaxmpi: a result is NaN or infinite, which jax_debug_nans or jax_debug_infs forbids. To find out which operation "
+    "made it JAX executes the function again, on this rank alone, so communication is not repeated. To see the operation "
+    "run the program with jax.disable_jit() on all ranks."
+)
+_repeating = threading.local()
+
+
+def _not_repeated() -> None:
+    """Raises where JAX executes on this rank again what has been executed on all."""
+    if getattr(_repeating, "on", False):
+        raise FloatingPointError(REPEATED)
+
+
+def guard_repetitions(effect: Effect) -> None:
+    """Makes JAX's second execution of a function, after a NaN, raise before it communicates.
+
+    Meanwhile this thread has no token for the effect, so that whatever communicates asks for a new one: eager operations
+    and functions compiled by `jit` here by _new_link, the others from JAX.
+    """
+    owner = api_util if hasattr(api_util, "maybe_recursive_nan_check") else dispatch  # the latter in JAX 0.6
+
+    def repeat(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        tokens = dispatch.runtime_tokens.current_tokens
+        token = tokens.pop(effect, None)
+        outer, _repeating.on = getattr(_repeating, "on", False), True
+        try:
+            return own(*args, **kwargs)
+        finally:
+            _repeating.on = outer
+            if token is not None:
+                tokens[effect] = token
+
+    def get_token_input(own: Callable[..., Any], tokens: Any, eff: Any, *args: Any) -> Any:
+        if eff is effect:
+            _not_repeated()
+        return own(tokens, eff, *args)
+
+    replace(owner, "maybe_recursive_nan_check", "", repeat)
+    replace(type(dispatch.runtime_tokens), "get_token_input", "", get_token_input)
+
+
+def refuse_communicating_conditions(effect: Effect) -> None:
+    """Makes `checkify` refuse a while_loop whose condition communicates, which it evaluates twice in each iteration."""
+    rules = checkify.error_checks
+    own = getattr(rules[while_p], "jaxmpi_own", rules[while_p])
+
+    def check(error: Any, enabled: Any, *args: Any, cond_jaxpr: Any, **params: Any) -> Any:
+        if effect in cond_jaxpr.effects:
+            raise NotImplementedError(
+                "jaxmpi: checkify evaluates the condition of a while_loop twice in each iteration, and this one "
+                "communicates. Compute it in the body, and carry the result to the condition."
+            )
+        return own(error, enabled, *args, cond_jaxpr=cond_jaxpr, **params)
+
+    check.jaxmpi_own = own  # type: ignore[attr-defined]
+    rules[while_p] = check
+
+
+def repeats_backward_pass() -> bool:
+    """Whether JAX is about to execute a backward pass again, since its compiled one has made a NaN."""
+    error = getattr(api_util, "InternalFloatingPointError", None)
+    handled = sys.exc_info()[0]
+    return error is not None and handled is not None and issubclass(handled, error)
 
 
 def _first_array() -> Any:
@@ -34,6 +102,7 @@ def _new_link(effect: Effect) -> Any:
     by the attribute `pending`, in which link.c keeps whether the computation can have failed since its call returned. A
     token of JAX's is waited for here: so a call of ours waits for an earlier one of plain `jax.jit`.
     """
+    _not_repeated()
     tokens, thread = dispatch.runtime_tokens.current_tokens, threading.get_ident()
     if effect in tokens:
         _failed(tokens[effect])

@@ -138,7 +138,8 @@ class _Default:
         calls = compared()
         check, none = calls == ALL, calls == 0
         self._settings = np.array(
-            [DEVICES.chunk, DEVICES.everywhere, check, len(DEVICES.communicated) > 1, none, 0 if check else calls], np.int64
+            [DEVICES.chunk, DEVICES.everywhere, check, len(DEVICES.communicated) > 1, none, 0 if check else calls],
+            np.int64,
         )
         agreeing = MPI.COMM_WORLD.Iallreduce(MPI.IN_PLACE, self._settings, MPI.MAX)
         self._requests = [cloning, channelling, agreeing]

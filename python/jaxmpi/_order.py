@@ -42,6 +42,8 @@ _jax.permit_effect(Communication)
 EFFECT = Communication()
 _jaxprs.lower_calls_inline(EFFECT)
 _jax.pass_token_when_compiled(EFFECT)
+_chain.guard_repetitions(EFFECT)
+_chain.refuse_communicating_conditions(EFFECT)
 
 IN_PLACE = "in_place"
 """Parameter of an operation: whether its results may alias its first operands. Its default is in the table; `jit` sets
@@ -94,10 +96,7 @@ def _region_lowering(ctx, link, *args, jaxpr):
 
 def _region_implementation(*args, **params):
     """Called if JAX repeats a compiled function operation by operation, to find out which of them made a NaN."""
-    raise FloatingPointError(
-        "jaxmpi.jit: a result is NaN or infinite, which jax_debug_nans or jax_debug_infs forbids. Communication is not "
-        "repeated on one rank to find out where; run the program with jax.disable_jit() on all ranks to see it."
-    )
+    raise FloatingPointError(_chain.REPEATED)
 
 
 _jax.define_primitive(_region, _region_abstract_eval, False, _region_implementation)

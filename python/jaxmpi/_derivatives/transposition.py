@@ -9,7 +9,7 @@ from jax._src import core
 from jax._src.interpreters import ad as private_ad
 from jax.extend.core import Literal, primitives
 
-from jaxmpi import _jax, _jaxprs
+from jaxmpi import _chain, _jax, _jaxprs
 from jaxmpi._derivatives.communication import CALLS, ZERO, during, is_error_of_ours
 from jaxmpi._derivatives.link import link, link_primitive
 from jaxmpi._derivatives.remaking import with_carry, with_output, with_results
@@ -43,6 +43,8 @@ def transpose(own: Callable[..., Any], jaxpr: Any, stack: Any, consts: Any, prim
     cotangent on one rank maps it on all."""
     if EFFECT not in jaxpr.effects:
         return own(jaxpr, stack, consts, primals, given, **more)
+    if _chain.repeats_backward_pass():
+        raise FloatingPointError(_chain.REPEATED)
     known = [x for x in given if type(x) is not _jax.ad.Zero and _jax.inexact(x)]
     zero = link(None, known, jax.typeof(ZERO), not _solving.get())
     arguments = zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *primals), strict=False)
