@@ -10,7 +10,7 @@ import re
 import sys
 from types import FrameType
 
-_UNPACKED = re.compile(r"(too many|not enough) values to unpack \(expected 2|iteration over a 0-d|Too many indices: 0-dim")
+_UNPACKED = re.compile(r"values to unpack \(expected 2|iteration over a 0-d|Too many indices: 0-dim")
 """What Python and JAX say of an array that is taken for a pair."""
 _PAIR = re.compile(r"\b(tuple|Token)\b")
 """What they say of a pair that is taken for an array."""
@@ -48,6 +48,8 @@ def _mentions(frame: FrameType) -> bool:
 
 def of_error(error: BaseException, replaced: list[str]) -> str:
     """Advice on an exception of a program for which the packages `replaced` are replaced; empty if there is none."""
+    if "--as " in str(error):
+        return ""
     if isinstance(error, ImportError):
         return _of_import(error, replaced)
     if not any(map(_mentions, _frames(error))):
@@ -66,8 +68,8 @@ def of_error(error: BaseException, replaced: list[str]) -> str:
 
 def _for_tokens() -> str:
     return (
-        "with --as mpi4jax functions return the result alone, as from 0.8 on, and there is no module of tokens; for a "
-        "program written for mpi4jax up to 0.7: --as mpi4jax-token"
+        "with --as mpi4jax functions return the result alone, and there is no experimental or notoken, as from 0.8 on; "
+        "for a program written for mpi4jax up to 0.7: --as mpi4jax-token"
     )
 
 
@@ -85,8 +87,9 @@ def _of_import(error: ImportError, replaced: list[str]) -> str:
         return ""
     option, other = package, ""
     if package == "mpi4jax":
-        verdicts = [reading.verdict for reading in map(_reading, _frames(error)) if reading.signs]
-        apis = {verdict.sign.api for verdict in verdicts if verdict is not None}
-        option = "mpi4jax-token" if apis == {"token"} else "mpi4jax"
-        other = "" if apis else " (mpi4jax-token if it is written for mpi4jax up to 0.7)"
+        verdicts = (reading.verdict for reading in map(_reading, _frames(error)) if reading.signs)
+        if (verdict := next(verdicts, None)) is not None:
+            option = _written_for().OPTIONS[verdict.sign.api]
+        else:
+            other = " (mpi4jax-token if it is written for mpi4jax up to 0.7)"
     return f"with jaxmpi in its place: --as {option}, before the program{other}"

@@ -31,6 +31,7 @@ _MODULES_OF_TOKENS = ("experimental", "notoken")
 """They exist up to 0.7 only."""
 
 _PACKAGE = "mpi4jax"
+_TOKEN = re.compile(r"token|(^|_)(tok|tk|tkn)\d*(_|$)", re.IGNORECASE)
 _SCOPES = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _KEEPING = ("partial", "jit", "vmap", "checkpoint", "remat")
 """Functions that return what their argument returns."""
@@ -67,6 +68,8 @@ class Reading:
     signs: tuple[Sign, ...] = ()
     asks: bool = False
     """It finds out which API there is, so its calls are for both."""
+    lines: frozenset[int] = frozenset()
+    """Where it calls functions of mpi4jax."""
 
     def sure_of(self, api: str) -> bool:
         return any(sign.sure and sign.api == api for sign in self.signs)
@@ -100,19 +103,21 @@ def complaint(sign: Sign, file: str) -> str:
 
 def is_token(name: str) -> bool:
     """Whether a name is one that programs give to tokens, or to what they do not need."""
-    return re.match("_|.*(tok|tk)", name, re.IGNORECASE) is not None
+    return name.startswith("_") or _TOKEN.search(name) is not None
 
 
 def read(source: str | bytes) -> Reading:
     """Reads a source text; one that is not Python's, or does not mention mpi4jax, says nothing."""
-    if (_PACKAGE if isinstance(source, str) else _PACKAGE.encode()) not in source:
+    if _PACKAGE.encode() not in (source.encode(errors="replace") if isinstance(source, str) else source):
         return Reading()
     try:
         tree = _Tree(ast.parse(source))
     except (SyntaxError, ValueError, RecursionError):
         return Reading()
     signs = sorted(set(tree.signs()), key=lambda sign: (sign.line, sign.text))
-    return Reading(tuple(signs), any(map(tree.asks, tree.nodes)))
+    calls = [node for node in tree.nodes if tree.call(node)]
+    lines = {line for call in calls for line in range(call.lineno, call.end_lineno + 1)}  # type: ignore[attr-defined]
+    return Reading(tuple(signs), any(map(tree.asks, tree.nodes)), frozenset(lines))
 
 
 def _dotted(node: ast.AST) -> str:
@@ -196,9 +201,10 @@ class _Tree:
 
     def _imports(self, node: ast.AST) -> bool:
         """`importlib.import_module("mpi4jax")` and the like."""
-        if not isinstance(node, ast.Call) or not isinstance(node.args and node.args[0], ast.Constant):
+        if not isinstance(node, ast.Call):
             return False
-        return node.args[0].value == _PACKAGE and _dotted(node.func).endswith(("import_module", "importorskip"))
+        named = [argument.value for argument in node.args[:1] if isinstance(argument, ast.Constant)]
+        return named == [_PACKAGE] and _dotted(node.func).endswith(("import_module", "importorskip"))
 
     def _meaning(self, node: ast.AST) -> str:
         if not isinstance(node, ast.Name):
@@ -248,8 +254,8 @@ class _Tree:
             named = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Attribute) and self._meaning(node.value) == _PACKAGE:
             named = [f"{_PACKAGE}.{node.attr}"]
-        parts = [name.split(".") for name in named]
-        return next((f"{_PACKAGE}.{p[1]}" for p in parts if p[0] == _PACKAGE and p[1:] and p[1] in _MODULES_OF_TOKENS), "")
+        of_tokens = [f"{_PACKAGE}.{module}" for module in _MODULES_OF_TOKENS]
+        return next((m for name in named for m in of_tokens if f"{name}.".startswith(f"{m}.")), "")
 
     def _guarded(self, node: ast.AST) -> bool:
         """Inside a `try` that handles exceptions."""

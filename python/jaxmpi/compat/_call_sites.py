@@ -21,7 +21,8 @@ class CallSites:
         self.api = api
         self._on = written_for.checks(os.environ)
         self._errors: dict[str, str] = {}
-        """For each file with calls what is wrong with it; empty if nothing is."""
+        """For each file with calls what is wrong with it; empty if nothing is. It does not concern a call that the text
+        does not show: the function may be another one."""
         self._pairs: dict[tuple[int, int], tuple[CodeType, bool]] = {}
         """The calls whose results were arrays of two rows, by code and place in it: whether it unpacks them, wrongly or
         not. The code is kept, so that its number stays its own."""
@@ -31,7 +32,7 @@ class CallSites:
         file = frame.f_code.co_filename
         if file not in self._errors:
             self._errors[file] = self._error(frame) if self._on else ""
-        if text := self._errors[file]:
+        if (text := self._errors[file]) and frame.f_lineno in _read(frame).lines:
             raise RuntimeError(text)
 
     def after(self, frame: FrameType, name: str, result: Any) -> None:

@@ -27,6 +27,7 @@ _FUNCTIONS = (
 )
 _SUPPORT = ("has_cuda_support", "has_sycl_support")
 
+
 def _unpacking(function: Callable[..., Any], api: str, sites: CallSites | None = None) -> Callable[..., Any]:
     """`function` for arguments that may be wrapped. With API "notoken" it refuses the argument `token`.
 

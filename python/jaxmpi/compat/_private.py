@@ -114,7 +114,7 @@ def modules(functions: Names, support: Names) -> dict[str, Names]:
     log = _Log()
     logging = {"set_logging": log.set_logging, "get_logging": log.get_logging}
     comm = {"get_default_comm": _communicator.default_mpi}
-    utils = {f.__name__: f for f in (HashableMPIType, wrap_as_hashable, unpack_hashable)}
+    utils: Names = {f.__name__: f for f in (HashableMPIType, wrap_as_hashable, unpack_hashable)}
     utils |= {"to_mpi_handle": handle_of, "ordered_effect": EFFECT, **comm, **support}
     ensure = {"ensure_cuda_ext": _needs(cuda, "CUDA"), "ensure_xpu_ext": _needs(sycl, "SYCL")}
     bridges = {"": {**logging, "HAS_GPU_EXT": cuda, "HAS_CUDA_EXT": cuda, "HAS_XPU_EXT": sycl}}
