@@ -247,6 +247,7 @@ def test_rows_that_are_taken_for_a_result_and_a_token(stand_in, rank, size, tmp_
         "def f(x):\n    y, _ = mpi4jax.allgather(x)\n    return y",
         "def g(function, x):\n    y, tok = function(x)\n    return y\n"
         "def f(x):\n    return g(lambda x: mpi4jax.allgather(x), x)",
+        "def g(x):\n    return mpi4jax.allgather(x)\ndef f(x):\n    g(x)\n    y, _ = {'g': g}['g'](x)\n    return y",
         "def f(x):\n    f, o = {'g': functools.partial(mpi4jax.allgather)}['g'], type('o', (), {})\n"
         "    y, o.token = f(x)\n    return y",
     )
@@ -494,6 +495,8 @@ def test_looking_before_importing(program):
         "from mpi4py import MPI\nMPI.Init_thread()\natexit.register(MPI.Finalize)\n"
         "import mpi4jax\nimportlib.reload(mpi4jax)\ndel sys.modules['mpi4jax']\nimport mpi4jax\n"
         "print('version', mpi4jax.__version__)\n"
+        "from importlib.metadata import distributions\n"
+        "assert [d.version for d in distributions(name='mpi4jax')] == [mpi4jax.__version__]\n"
         "class State: pass\natexit.register(lambda: print('pickled', len(pickle.dumps(State())) > 0))\n"
     )
     done = launch(1, "--as", "mpi4jax", program)

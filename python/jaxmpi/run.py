@@ -256,7 +256,9 @@ def check_calls(given: list[str], kind: str | None, program: str) -> None:
         text, option = written_for.complaint(verdict.sign, source.file), written_for.OPTIONS[verdict.sign.api]
         if verdict.certain:
             sys.exit(f"jaxmpi.run: {text}. Run it by --as {option}; {written_for.SWITCH}=0 runs it as it is")
-        doubts.append(f"jaxmpi.run: {text}. If the program is written for the former: --as {option}")
+        doubts.append(
+            f"jaxmpi.run: {text}. Run it by --as {option} if it is written for the former; else see that line"
+        )
     print(*doubts, sep="\n", end="\n" if doubts else "", file=sys.stderr)
 
 

@@ -7,7 +7,7 @@ are installed, what `install_as_mpi4jax` is called for, and calls through functi
 import linecache
 import os
 import warnings
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 from jaxmpi._launcher import written_for
@@ -23,9 +23,6 @@ class CallSites:
         self._errors: dict[str, str] = {}
         """For each file with calls what is wrong with it; empty if nothing is. It does not concern a call that the text
         does not show: the function may be another one."""
-        self._pairs: dict[tuple[int, int], tuple[CodeType, bool]] = {}
-        """The calls whose results were arrays of two rows, by code and place in it: whether it unpacks them, wrongly or
-        not. The code is kept, so that its number stays its own."""
 
     def before(self, frame: FrameType) -> None:
         """Called before a function that `frame` calls. Raises RuntimeError if its file is written for the other API."""
@@ -42,13 +39,7 @@ class CallSites:
         """
         if not self._on or self.api != "notoken" or getattr(result, "shape", ())[:1] != (2,):
             return
-        code, place = frame.f_code, frame.f_lasti
-        seen, known = self._pairs.get((id(code), place), (None, False))
-        if seen is code and not known:
-            return
-        pair = _frames.pair_of(frame)
-        self._pairs[id(code), place] = code, pair is not None
-        if pair is not None:
+        if (pair := _frames.pair_of(frame)) is not None:
             self._judge(*pair, name)
 
     def _error(self, frame: FrameType) -> str:

@@ -1,12 +1,14 @@
 """What the caller of a function does with what it gets, by the bytecode that follows the call."""
 
 import dis
-from types import FrameType
+from types import CodeType, FrameType
 
+RETURNED = "returned"
+Use = list[str] | str | None
+"""What is done with a value: it is unpacked into two names, it is returned, or something else."""
 
-def _following(frame: FrameType) -> list[dis.Instruction]:
-    """The instructions after the one that a frame is executing."""
-    return [i for i in dis.get_instructions(frame.f_code) if i.offset > frame.f_lasti and i.opname != "NOP"]
+_uses: dict[tuple[int, int], tuple[CodeType, Use]] = {}
+"""By code and place in it. The code is kept, so that its number stays its own."""
 
 
 def imports_name(frame: FrameType) -> bool:
@@ -21,12 +23,25 @@ def pair_of(frame: FrameType) -> tuple[FrameType, list[str]] | None:
     """
     caller: FrameType | None = frame
     while caller is not None:
-        after = _following(caller)
-        if not after or after[0].opname != "RETURN_VALUE":
-            break
+        use = _use(caller)
+        if use != RETURNED:
+            return (caller, use) if isinstance(use, list) else None
         caller = caller.f_back
-    if caller is None or not after or (after[0].opname, after[0].argval) != ("UNPACK_SEQUENCE", 2):
-        return None
+    return None
+
+
+def _use(frame: FrameType) -> Use:
+    place = id(frame.f_code), frame.f_lasti
+    if place not in _uses:
+        _uses[place] = frame.f_code, _read(frame)
+    return _uses[place][1]
+
+
+def _read(frame: FrameType) -> Use:
+    """What the instructions after the one that a frame is executing do with its value."""
+    after = [i for i in dis.get_instructions(frame.f_code) if i.offset > frame.f_lasti and i.opname != "NOP"]
+    if not after or (after[0].opname, after[0].argval) != ("UNPACK_SEQUENCE", 2):
+        return RETURNED if after and after[0].opname == "RETURN_VALUE" else None
     names: list[str] = []
     for instruction in after[1:]:
         if instruction.opname == "STORE_SUBSCR":
@@ -36,4 +51,4 @@ def pair_of(frame: FrameType) -> tuple[FrameType, list[str]] | None:
             names += stored[: instruction.opname.count("STORE_")]
         if len(names) >= 2:
             break
-    return caller, [*names, "", ""][:2]
+    return [*names, "", ""][:2]

@@ -44,12 +44,12 @@ def _unpacking(function: Callable[..., Any], api: str, sites: CallSites | None =
                 "token=token)'. For a program that uses tokens: --as mpi4jax-token, or "
                 "jaxmpi.compat.install_as_mpi4jax(api='token')."
             )
-        frame = sys._getframe(1)
-        if sites is not None:
-            sites.before(frame)
+        caller = sys._getframe().f_back if sites is not None else None
+        if sites is not None and caller is not None:
+            sites.before(caller)
         result = function(*map(unpack_hashable, args), **{key: unpack_hashable(x) for key, x in kwargs.items()})
-        if sites is not None:
-            sites.after(frame, name, result)
+        if sites is not None and caller is not None:
+            sites.after(caller, name, result)
         return result
 
     call.__module__ = "mpi4jax"
