@@ -21,11 +21,7 @@ from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from jaxmpi._launcher import monitor, sharded, stdin
-
-STAND_INS = ("mpi4jax", "mpi4jax-token", "jpi")
-"""The packages that jaxmpi can replace: the names in compat/_install.py, which is not imported here."""
-
+from jaxmpi._launcher import monitor, sharded, sources, stand_ins, stdin, written_for
 
 PASSED = ("JAX", "XLA_", "PJRT_", "OMP_", "PYTHON", "MPI4", "UCX_", "FI_")
 """What the names of variables begin with that ranks on other machines get as well."""
@@ -190,7 +186,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         dest="stand_in",
         action="append",
         default=[],
-        choices=STAND_INS,
+        choices=tuple(stand_ins.STAND_INS),
         metavar="PACKAGE",
         help="run a program that imports this package unchanged, with jaxmpi in its place: mpi4jax (as from 0.8 on), "
         "mpi4jax-token (up to 0.7), jpi",
@@ -244,6 +240,28 @@ def check_syntax(kind: str | None, program: str) -> None:
         sys.exit("".join(traceback.format_exception_only(type(error), error)).rstrip())
 
 
+def check_calls(given: list[str], kind: str | None, program: str) -> None:
+    """Ends this process if the program is written for the other API of mpi4jax; says so if it only looks like it.
+
+    It would compute something else, or fail on all ranks: see written_for.py.
+    """
+    api = next((stand_ins.STAND_INS[name].api for name in given if name.startswith("mpi4jax")), None)
+    if api is None or not written_for.checks(os.environ):
+        return
+    doubts = []
+    for source in sources.of_program(kind, program):
+        verdict = written_for.read(source.text).verdict
+        if verdict is None or verdict.sign.api == api:
+            continue
+        text, option = written_for.complaint(verdict.sign, source.file), written_for.OPTIONS[verdict.sign.api]
+        if verdict.certain:
+            sys.exit(f"jaxmpi.run: {text}. Run it by --as {option}; {written_for.SWITCH}=0 runs it as it is")
+        doubts.append(
+            f"jaxmpi.run: {text}. Run it by --as {option} if it is written for the former; else see that line"
+        )
+    print(*doubts, sep="\n", end="\n" if doubts else "", file=sys.stderr)
+
+
 def main(arguments: list[str] | None = None) -> None:
     options = parse(sys.argv[1:] if arguments is None else arguments)
     mpiexec = options.mpiexec or find_mpiexec()
@@ -254,6 +272,7 @@ def main(arguments: list[str] | None = None) -> None:
 
         sys.exit(f"jaxmpi.run: no mpiexec found: {_no_mpi.how_to_install(_no_mpi.packages())}")
     check_syntax(options.kind, options.program)
+    check_calls(options.stand_in, options.kind, options.program)
     check_scheduler(os.environ, options.ranks, options.mpiexec_args is not None)
     share = physical_cores() // (options.ranks_per_node or options.ranks)
     variables = settings(share, os.environ)
@@ -267,9 +286,9 @@ def main(arguments: list[str] | None = None) -> None:
         placed = placed + exports(kind, placed, {*os.environ, *variables})
     program = [options.program] if options.kind is None else [options.kind, options.program]
     # By path, not as a module: the program must be the first to import jax and mpi4py, so that it can configure them.
-    stand_ins = [word for name in options.stand_in for word in ("--as", name)]
+    replaced = [word for name in options.stand_in for word in ("--as", name)]
     collectives = ["--collectives", options.collectives] if options.collectives else []
-    chosen = ["--devices", options.devices, *collectives, *stand_ins, *program, *options.arguments]
+    chosen = ["--devices", options.devices, *collectives, *replaced, *program, *options.arguments]
     child = [sys.executable, str(Path(__file__).with_name("_launcher") / "child.py"), *chosen]
     command = [mpiexec, "-n", str(options.ranks), *placed, *child]
     if options.dry_run:

@@ -6,7 +6,6 @@ Without this a rank that raises waits for the others in MPI_Finalize, and they w
 import builtins
 import contextlib
 import fcntl
-import importlib.abc
 import importlib.machinery
 import importlib.util
 import io
@@ -125,8 +124,10 @@ def _fail(error: BaseException, where: str = "") -> NoReturn:
             more = _untold()
     if os.getpid() != _process:
         name = " in a process that a rank has forked"
-    if isinstance(error, ModuleNotFoundError) and error.name in ("mpi4jax", "jpi"):
-        more = f"jaxmpi.run: with jaxmpi in its place: --as {error.name}, before the program\n{more}"
+    with contextlib.suppress(Exception):
+        _beside("written_for")
+        if advice := _beside("advice").of_error(error, _replaced):
+            more = f"jaxmpi.run: {advice}\n{more}"
     if re.match("libmpi|cannot load MPI library", str(error)) and "mpi4py.MPI" not in sys.modules:
         more = "jaxmpi.run: mpi4py finds no MPI library; what it looks for, and what to do: python -m jaxmpi.info\n"
     _tell(f"jaxmpi.run: uncaught exception{name}{where}:\n{''.join(lines)}{more}")
@@ -192,29 +193,10 @@ class _Interrupts:
                 _end(128 + signal.SIGINT)
 
 
-class _StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Replaces a package by jaxmpi only when the program imports it, which can thus configure mpi4py before."""
-
-    def __init__(self, name: str):
-        self.name, self.package = name, name.partition("-")[0]
-
-    def find_spec(self, fullname, path=None, target=None):
-        if fullname == self.package:
-            return importlib.machinery.ModuleSpec(fullname, self, origin="jaxmpi.compat", is_package=True)
-        return None
-
-    def create_module(self, spec):
-        from jaxmpi.compat._install import INSTALLERS
-
-        INSTALLERS[self.name]()
-        return sys.modules[self.package]
-
-    def exec_module(self, module):
-        pass
-
-
 def _beside(name: str):
     """A module beside this file, without an import of the package."""
+    if (found := sys.modules.get(f"jaxmpi._launcher.{name}")) is not None:
+        return found
     file = os.path.join(os.path.dirname(__file__), f"{name}.py")
     spec = importlib.util.spec_from_file_location(f"jaxmpi._launcher.{name}", file)
     assert spec is not None
@@ -241,7 +223,18 @@ def _ready_jax(devices: str, collectives: str) -> None:
             sharded.taken()
             sharded.prepare(collectives)
 
-    sys.meta_path.insert(0, placement.AtImport(before, after))
+    sys.meta_path.insert(0, _beside("at_import").AtImport("jax", after, before))
+
+
+def _replace(name: str) -> None:
+    """Puts jaxmpi in the place of another package when the program imports it."""
+    finder = _beside("stand_ins").Finder(name)
+    sys.meta_path[:0] = [finder, _beside("at_import").AtImport("pkg_resources", finder.add_to)]
+    _replaced.append(name)
+
+
+_replaced: list[str] = []
+"""What the launcher was given as --as."""
 
 
 def _find_folder() -> None:
@@ -277,7 +270,7 @@ def _run(arguments: list[str]) -> None:
     while arguments[0] in ("--as", *chosen):
         option, value, *arguments = arguments
         if option == "--as":
-            sys.meta_path.insert(0, _StandIn(value))
+            _replace(value)
         else:
             chosen[option] = value
     _ready_jax(*chosen.values())

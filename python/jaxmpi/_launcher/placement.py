@@ -4,15 +4,13 @@ Loaded by path on each rank before the program runs, so nothing here imports jax
 script it prints the devices that its process sees.
 """
 
-import importlib.abc
 import importlib.util
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 
 LAUNCHERS = (
     ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -142,33 +140,6 @@ def take(config, may_assign: bool = True) -> None:
     for platform in PLACED:
         if value := os.environ.get(f"JAX_{platform}_VISIBLE_DEVICES"):
             config.update(f"jax_{platform.lower()}_visible_devices", value)
-
-
-class AtImport(importlib.abc.MetaPathFinder):
-    """Does something right before and right after the program first imports jax.
-
-    So the variables that the program sets before, and what it sets in `jax.config` afterwards, are respected.
-    """
-
-    def __init__(self, before: Callable[[], None], after: Callable[[ModuleType], None]):
-        self.before, self.after = before, after
-
-    def find_spec(self, fullname, path=None, target=None):
-        if fullname != "jax":
-            return None
-        others = sys.meta_path[sys.meta_path.index(self) + 1 :]
-        specs = (finder.find_spec(fullname, path, target) for finder in others)
-        spec = next((spec for spec in specs if spec is not None), None)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def execute_between(module):
-                self.before()
-                execute(module)
-                self.after(module)
-
-            spec.loader.exec_module = execute_between
-        return spec
 
 
 if __name__ == "__main__":

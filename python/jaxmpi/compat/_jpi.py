@@ -115,5 +115,6 @@ def modules() -> dict[str, dict[str, Any]]:
         "jpi": {**functions, "gen_token": gen_token},
         **{f"jpi.{name}": {name: function} for name, function in functions.items()},
         "jpi.comm": {"Comm": MPI.Comm, "get_default_comm": _communicator.default_mpi},
+        "jpi.op": {"Op": MPI.Op},
         "jpi.token": {"Token": Token, "gen_token": gen_token},
     }

@@ -1,13 +1,15 @@
 """The public names of mpi4jax, in its two APIs."""
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
-from mpi4py import MPI
-
 import jaxmpi
 from jaxmpi import notoken
+from jaxmpi.compat import _private
+from jaxmpi.compat._call_sites import CallSites
+from jaxmpi.compat._private import unpack_hashable
 
 _FUNCTIONS = (
     "allgather",
@@ -25,48 +27,30 @@ _FUNCTIONS = (
 )
 _SUPPORT = ("has_cuda_support", "has_sycl_support")
 
-# The newest releases with these APIs, for programs that look at the version.
-_VERSIONS = {"notoken": "0.9.1", "token": "0.7.2"}
 
+def _unpacking(function: Callable[..., Any], api: str, sites: CallSites | None = None) -> Callable[..., Any]:
+    """`function` for arguments that may be wrapped. With API "notoken" it refuses the argument `token`.
 
-class HashableMPIType:
-    """An object of mpi4py as a static argument of a compiled function: compared and hashed by its handle."""
-
-    def __init__(self, wrapped: Any):
-        self.wrapped = wrapped
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, HashableMPIType) and self.wrapped == other.wrapped
-
-    def __hash__(self) -> int:
-        return hash((type(self.wrapped), MPI._handleof(self.wrapped)))
-
-    def __repr__(self) -> str:
-        return f"HashableMPIType({self.wrapped!r})"
-
-
-def wrap_as_hashable(x: Any) -> HashableMPIType:
-    return x if isinstance(x, HashableMPIType) else HashableMPIType(x)
-
-
-def unpack_hashable(x: Any) -> Any:
-    return x.wrapped if isinstance(x, HashableMPIType) else x
-
-
-def _unpacking(function: Callable[..., Any], tokens: bool = True) -> Callable[..., Any]:
-    """`function` for arguments that may be wrapped. Without `tokens` it refuses the argument `token`."""
+    With `sites` it refuses to be called where a program is written for the other API.
+    """
     name = function.__name__
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not tokens and "token" in kwargs:
+        if api == "notoken" and "token" in kwargs:
             raise RuntimeError(
                 f"{name}: from mpi4jax 0.8 on there are no tokens; order is kept without. Drop the argument and take "
                 f"the result alone: 'y = mpi4jax.{name}(...)' instead of 'y, token = mpi4jax.{name}(..., "
                 "token=token)'. For a program that uses tokens: --as mpi4jax-token, or "
                 "jaxmpi.compat.install_as_mpi4jax(api='token')."
             )
-        return function(*map(unpack_hashable, args), **{key: unpack_hashable(x) for key, x in kwargs.items()})
+        caller = sys._getframe().f_back if sites is not None else None
+        if sites is not None and caller is not None:
+            sites.before(caller)
+        result = function(*map(unpack_hashable, args), **{key: unpack_hashable(x) for key, x in kwargs.items()})
+        if sites is not None and caller is not None:
+            sites.after(caller, name, result)
+        return result
 
     call.__module__ = "mpi4jax"
     return call
@@ -77,20 +61,28 @@ def _auto_tokenize(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def modules(api: str) -> dict[str, dict[str, Any]]:
+def _instead(name: str) -> str:
+    """What there is instead of names that some release has."""
+    if name in ("experimental", "notoken"):
+        return "mpi4jax has had it up to 0.7: --as mpi4jax-token, or jaxmpi.compat.install_as_mpi4jax(api='token')."
+    if name.lower() in _FUNCTIONS:
+        return f"Its functions have had names in lower case since 0.3: {name.lower()}."
+    return f"It has {', '.join([*_FUNCTIONS, *_SUPPORT])}."
+
+
+def modules(api: str, version: str) -> dict[str, dict[str, Any]]:
     support = {name: getattr(jaxmpi, name) for name in _SUPPORT}
-    version = {"__version__": _VERSIONS[api]}
-    without = {name: _unpacking(getattr(notoken, name), tokens=False) for name in _FUNCTIONS}
-    # Not public, but mpi4jax has no other way to pass a communicator as a static argument.
-    utils = {f.__name__: f for f in (HashableMPIType, unpack_hashable, wrap_as_hashable)}
-    private = {"mpi4jax._src": {}, "mpi4jax._src.utils": {**utils, **support}}
+    rest = {**support, "__version__": version, "__getattr__": _private.absent("mpi4jax", _instead)}
+    sites = CallSites(api)
     if api == "notoken":
-        return {"mpi4jax": {**without, **support, **version}, **private}
-    functions = {name: _unpacking(getattr(jaxmpi, name)) for name in _FUNCTIONS}
+        functions = {name: _unpacking(getattr(notoken, name), api, sites) for name in _FUNCTIONS}
+        return {"mpi4jax": {**functions, **rest}, **_private.modules(functions, support)}
+    functions = {name: _unpacking(getattr(jaxmpi, name), api, sites) for name in _FUNCTIONS}
+    without = {name: _unpacking(getattr(notoken, name), "notoken") for name in _FUNCTIONS}
     return {
-        "mpi4jax": {**functions, **support, **version},
+        "mpi4jax": {**functions, **rest},
         "mpi4jax.notoken": without,
         "mpi4jax.experimental": {"auto_tokenize": _auto_tokenize},
         "mpi4jax.experimental.notoken": without,
-        **private,
+        **_private.modules(functions, support),
     }

@@ -1,0 +1,86 @@
+"""The packages in whose place jaxmpi can be: their APIs and versions, and what finds them.
+
+Loaded by path on each rank before the program runs, so nothing here imports jax, mpi4py or this package.
+"""
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """A package that can be replaced. The version is the newest one with this API, for programs that look at it."""
+
+    package: str
+    api: str
+    version: str
+
+
+STAND_INS = {
+    "mpi4jax": StandIn("mpi4jax", "notoken", "0.9.1"),
+    "mpi4jax-token": StandIn("mpi4jax", "token", "0.7.2"),
+    "jpi": StandIn("jpi", "token", "0.1.0"),
+}
+"""By the names that `python -m jaxmpi.run --as` takes."""
+
+
+class _Distribution(metadata.Distribution):
+    """What `importlib.metadata` says of a package that is replaced: name and version, and no files."""
+
+    def __init__(self, replaced: StandIn):
+        package = replaced.package
+        head = f"Metadata-Version: 2.1\nName: {package}\nVersion: {replaced.version}\n"
+        texts = {"METADATA": f"{head}Summary: jaxmpi in the place of {package}\n", "top_level.txt": f"{package}\n"}
+        self._texts = {**texts, "INSTALLER": "jaxmpi.compat\n"}
+
+    def read_text(self, filename: Any) -> str | None:
+        return self._texts.get(str(filename))
+
+    def locate_file(self, path: Any) -> Any:
+        return Path(__file__).parents[2] / path
+
+    @property
+    def files(self) -> list[metadata.PackagePath]:
+        return []
+
+
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Replaces a package by jaxmpi only when the program imports it, which can thus configure mpi4py before.
+
+    Its metadata are found from the beginning on.
+    """
+
+    def __init__(self, name: str):
+        self.name, self.replaced = name, STAND_INS[name]
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname == self.replaced.package:
+            return importlib.machinery.ModuleSpec(fullname, self, origin="jaxmpi.compat", is_package=True)
+        return None
+
+    def create_module(self, spec):
+        from jaxmpi.compat._install import INSTALLERS
+
+        INSTALLERS[self.name]()
+        return sys.modules[self.replaced.package]
+
+    def exec_module(self, module):
+        pass
+
+    def find_distributions(self, context: Any = None) -> Iterator[metadata.Distribution]:
+        """For importlib.metadata; not if the distributions of certain folders are asked for."""
+        context = context or metadata.DistributionFinder.Context()
+        if (context.name or self.replaced.package).lower() == self.replaced.package and "path" not in vars(context):
+            yield _Distribution(self.replaced)
+
+    def add_to(self, pkg_resources: ModuleType) -> None:
+        """For programs that ask pkg_resources, which looks into folders only."""
+        made = {"project_name": self.replaced.package, "version": self.replaced.version}
+        pkg_resources.working_set.add(pkg_resources.Distribution(**made))

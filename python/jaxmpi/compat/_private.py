@@ -1,0 +1,140 @@
+"""What public programs import from mpi4jax's private modules, `mpi4jax._src`, where jaxmpi has something of the kind.
+
+The rest belongs to how mpi4jax is made. Asking for it is an error that says what there is instead.
+"""
+
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from mpi4py import MPI
+
+import jaxmpi._core as _core
+from jaxmpi import _communicator
+from jaxmpi._native import flag, handle_of
+from jaxmpi._order import EFFECT
+from jaxmpi.compat import _frames
+
+Names = dict[str, Any]
+
+
+class HashableMPIType:
+    """An object of mpi4py as a static argument of a compiled function: compared and hashed by its handle."""
+
+    def __init__(self, wrapped: Any):
+        self.wrapped = wrapped
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HashableMPIType) and self.wrapped == other.wrapped
+
+    def __hash__(self) -> int:
+        return hash((type(self.wrapped), MPI._handleof(self.wrapped)))
+
+    def __repr__(self) -> str:
+        return f"HashableMPIType({self.wrapped!r})"
+
+
+def wrap_as_hashable(x: Any) -> HashableMPIType:
+    return x if isinstance(x, HashableMPIType) else HashableMPIType(x)
+
+
+def unpack_hashable(x: Any) -> Any:
+    return x.wrapped if isinstance(x, HashableMPIType) else x
+
+
+def flush(platform: str | None = None) -> None:
+    """Waits for the communication of compiled functions."""
+    jax.effects_barrier()
+
+
+def versiontuple(text: str) -> tuple[int, ...]:
+    """The first three numbers of a version."""
+    numbers = re.match(r"[\d.]*", text)
+    assert numbers is not None
+    return tuple(int(number) for number in numbers[0].split(".") if number)[:3]
+
+
+class _Log:
+    """The debug log, which MPI4JAX_DEBUG switches on at the start."""
+
+    def __init__(self) -> None:
+        self.on = flag("JAXMPI_DEBUG") or flag("MPI4JAX_DEBUG")
+
+    def set_logging(self, enable: bool) -> None:
+        self.on = bool(enable)
+        _core.set_log(self.on)
+
+    def get_logging(self) -> bool:
+        return self.on
+
+
+_INSTEAD = {
+    "": "All public functions are in mpi4jax itself.",
+    "collective_ops": "Call the function: it has batching and derivatives of all orders. A primitive of your own keeps "
+    "its place among the calls if it carries the effect mpi4jax._src.utils.ordered_effect.",
+    "comm": "Without comm= the functions use get_default_comm().",
+    "decorators": "The memory of devices is detected; `python -m jaxmpi.info` shows it, and MPI4JAX_USE_CUDA_MPI or "
+    "JAXMPI_DEVICE_MPI switches it.",
+    "flush": "Nothing has to be flushed at the end.",
+    "jax_compat": "Names of JAX are in jax itself.",
+    "utils": "Communicators and reductions are passed as they are, static arguments as wrap_as_hashable(comm).",
+    "validation": "The functions check their arguments.",
+    "xla_bridge": "The calls of MPI are in jaxmpi's core, which `python -m jaxmpi.info` describes.",
+}
+"""What there is instead of other names of these modules."""
+
+
+def absent(module: str, instead: Callable[[str], str]) -> Callable[[str], Any]:
+    """A module's `__getattr__`, which says what there is instead of a name that it does not have."""
+
+    def __getattr__(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        text = f"{module} has no {name!r}: jaxmpi is in its place here. {instead(name)}"
+        if _frames.imports_name(sys._getframe(1)):  # Python would replace the text of an AttributeError
+            raise ImportError(text, name=module)
+        raise AttributeError(text, name=name, obj=sys.modules.get(module))
+
+    return __getattr__
+
+
+def _needs(present: bool, platform: str) -> Callable[[], None]:
+    def ensure() -> None:
+        if not present:
+            raise ImportError(f"jaxmpi finds no {platform} driver: `python -m jaxmpi.info` shows what it looks for.")
+
+    return ensure
+
+
+def modules(functions: Names, support: Names) -> dict[str, Names]:
+    """`mpi4jax._src` and what is in it, of any release."""
+    cuda, sycl = support["has_cuda_support"](), support["has_sycl_support"]()
+    log = _Log()
+    logging = {"set_logging": log.set_logging, "get_logging": log.get_logging}
+    comm = {"get_default_comm": _communicator.default_mpi}
+    utils: Names = {f.__name__: f for f in (HashableMPIType, wrap_as_hashable, unpack_hashable)}
+    utils |= {"to_mpi_handle": handle_of, "ordered_effect": EFFECT, **comm, **support}
+    ensure = {"ensure_cuda_ext": _needs(cuda, "CUDA"), "ensure_xpu_ext": _needs(sycl, "SYCL")}
+    bridges = {"": {**logging, "HAS_GPU_EXT": cuda, "HAS_CUDA_EXT": cuda, "HAS_XPU_EXT": sycl}}
+    bridges |= {".mpi_xla_bridge": logging, ".mpi_xla_bridge_cpu": logging}
+    bridges |= {".mpi_xla_bridge_cuda": {}, ".mpi_xla_bridge_gpu": {}} if cuda else {}
+    found: dict[str, Names] = {
+        "": {**functions, **support},
+        "collective_ops": {},
+        **{f"collective_ops.{name}": {name: function} for name, function in functions.items()},
+        "comm": comm,
+        "decorators": {**ensure, "ensure_gpu_ext": ensure["ensure_cuda_ext"]},
+        "flush": {"flush": flush},
+        "jax_compat": {"versiontuple": versiontuple},
+        "utils": utils,
+        "validation": {},
+        **{f"xla_bridge{name}": names for name, names in bridges.items()},
+    }
+    named = {f"mpi4jax._src.{name}".rstrip("."): names for name, names in found.items()}
+    instead = [_INSTEAD[name.partition(".")[0]] for name in found]
+    return {
+        module: {**names, "__getattr__": absent(module, lambda _, text=text: text)}  # type: ignore[misc]
+        for (module, names), text in zip(named.items(), instead, strict=True)
+    }
