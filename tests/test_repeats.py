@@ -3,7 +3,6 @@ repeats a function whose result is NaN, and with `checkify` the condition of a l
 
 import contextlib
 
-import drawing
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 from jax.experimental import checkify
 from mpi4py import MPI
 
+import drawing
 import jaxmpi
 from jaxmpi import notoken
 
@@ -133,7 +133,7 @@ def _check_program(case):
 
 
 def test_random_programs(comm):
-    """A NaN made by one rank at a random place: all ranks stay in step, and a result that comes is that of plain code."""
+    """A NaN made by one rank at a random place: all ranks stay in step, and what comes is as from plain code."""
     drawing.on_all_ranks(comm, _CASES, _check_program, 16)
 
 

@@ -27,8 +27,8 @@ _of_ended_threads: list[Any] = []
 
 REPEATED = (
     "jaxmpi: a result is NaN or infinite, which jax_debug_nans or jax_debug_infs forbids. To find out which operation "
-    "made it JAX executes the function again, on this rank alone, so communication is not repeated. To see the operation "
-    "run the program with jax.disable_jit() on all ranks."
+    "made it JAX executes the function again, on this rank alone, so communication is not repeated. To see the "
+    "operation run the program with jax.disable_jit() on all ranks."
 )
 _repeating = threading.local()
 
@@ -42,8 +42,8 @@ def _not_repeated() -> None:
 def guard_repetitions(effect: Effect) -> None:
     """Makes JAX's second execution of a function, after a NaN, raise before it communicates.
 
-    Meanwhile this thread has no token for the effect, so that whatever communicates asks for a new one: eager operations
-    and functions compiled by `jit` here by _new_link, the others from JAX.
+    Meanwhile this thread has no token for the effect, so that whatever communicates asks for a new one: eager
+    operations and functions compiled by `jit` here by _new_link, the others from JAX.
     """
     owner = api_util if hasattr(api_util, "maybe_recursive_nan_check") else dispatch  # the latter in JAX 0.6
 

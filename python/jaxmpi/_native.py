@@ -142,7 +142,7 @@ def compared() -> int:
         return ALL if flag("JAXMPI_CHECK") else 0
     except ValueError as error:
         raise ValueError(
-            f"jaxmpi: JAXMPI_CHECK={given}: it is auto, 1 (all calls are compared), 0 (none), or a number of collectives"
+            f"jaxmpi: JAXMPI_CHECK={given}: it is auto, 1 (all calls are compared), 0 (none), or a number of calls"
         ) from error
 
 
