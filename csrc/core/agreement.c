@@ -218,7 +218,7 @@ static enum answer look(struct communicator *comm, struct agreement *agreement, 
 
 enum answer agreement_hear(struct communicator *comm, double seconds, int64_t words[QUESTION_WORDS]) {
   struct agreement *agreement = atomic_load(&comm->agreement);
-  if (agreement == NULL || atomic_load_explicit(&agreement->unanswered, memory_order_relaxed) == 0) return SAME;
+  if (!agreement_is_open(comm)) return SAME;
   double begin = now();
   for (long looks = 0;; looks++) {
     enum answer answer = SAME;
@@ -232,6 +232,11 @@ enum answer agreement_hear(struct communicator *comm, double seconds, int64_t wo
     if (answer != NO_ANSWER) return answer;
     if (!go_on(seconds, begin, looks)) return NO_ANSWER;
   }
+}
+
+bool agreement_is_open(const struct communicator *comm) {
+  const struct agreement *agreement = atomic_load_explicit(&comm->agreement, memory_order_relaxed);
+  return agreement != NULL && atomic_load_explicit(&agreement->unanswered, memory_order_relaxed) > 0;
 }
 
 void agreement_leave(struct communicator *comm) {

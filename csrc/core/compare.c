@@ -274,15 +274,16 @@ ffi_error *compare_ranks(struct call *call) {
   if (answer == SAME) comm->in_vain = 0;
   if (answer != DIFFERENT) return NULL;
   memcpy(&heard, words, sizeof heard);
-  comm->history = mine.call; /* from here on the same on all ranks again */
+  comm->history = heard.call; /* from here on the same on all ranks again */
   bool together = heard.call == mine.call && (all || !starts);
   return together ? judge(call, &mine, all ? -1 : compare_patience) : fail_unknown(call, &heard);
 }
 
-ffi_error *compare_started(const struct call *call, struct communicator *comm) {
+ffi_error *compare_started(const struct call *call, struct communicator *comm, bool waits) {
   struct record heard;
   int64_t words[QUESTION_WORDS];
-  if (all_are_compared() || agreement_hear(comm, LESS_PATIENCE, words) != DIFFERENT) return NULL;
+  if (all_are_compared() || agreement_hear(comm, waits ? LESS_PATIENCE : 0, words) != DIFFERENT) return NULL;
   memcpy(&heard, words, sizeof heard);
+  comm->history = heard.call;
   return fail_unknown(call, &heard);
 }

@@ -7,6 +7,8 @@
 #include "core/watch.h"
 #include "mpi/bodies.h"
 
+#include "core/agreement.h"
+
 _Static_assert(sizeof(MPI_Status) <= sizeof((struct receive *)0)->status, "a status has its place in a receive");
 
 static inline MPI_Status *status_of(struct receive *receive) { return (MPI_Status *)(void *)receive->status; }
@@ -381,6 +383,17 @@ static ffi_error *finish_batch(struct call *c, struct request *request, const st
   return error;
 }
 
+/* What ranks have started differently may never be done: the error, if that is heard meanwhile. */
+static ffi_error *compare_while_under_way(struct call *c, struct request *request) {
+  ffi_error *error = NULL;
+  for (int i = 0; i < request->handle_count && error == NULL; i++)
+    while (error == NULL && agreement_is_open(request->comm) && test(request, &request->handles[i])) {
+      error = compare_started(c, request->comm, false);
+      sched_yield();
+    }
+  return error;
+}
+
 /* Waits for one request. `out`: NULL without a result. */
 static ffi_error *wait_for(struct call *c, struct request *request, const struct buffer *out, int64_t batch) {
   int64_t count = out != NULL ? out->count : 0;
@@ -388,9 +401,10 @@ static ffi_error *wait_for(struct call *c, struct request *request, const struct
   bool same = (out != NULL ? out->type : NULL) == request->type && !planned, mapped = request->batch == 1 && batch > 1;
   struct own own = take_over(c, request);
   struct watched *record = watch_begin_words(request->words, WORDS);
+  ffi_error *error = compare_while_under_way(c, request);
+  if (error != NULL) return watch_end(record), give_back(c, own), error; /* MPI still has its memory */
   complete_all(request);
-  ffi_error *error = fail_noted(c, request);
-  if (error == NULL) error = compare_started(c, request->comm);
+  if ((error = compare_started(c, request->comm, true)) == NULL) error = fail_noted(c, request);
   if (error == NULL && (error = request_check_order(c, request)) != NULL)
     drop_messages(request);
   else if (error == NULL && same && out != NULL && mapped && count == batch * request->count)
