@@ -126,6 +126,20 @@ def test_collectives_of_mpi4py(script):
     assert "Error" not in done.stderr, done.stderr
 
 
+def test_memory_that_nobody_wrote_is_an_error(script):
+    """Without the comparison: MPI lets a rank expect more of a scatter than it gets, and says nothing."""
+    program = script("""
+        whole = jnp.arange(4.0 * size).reshape(size, 4)
+        try:
+            print(notoken.scatter(whole, 0), flush=True)
+        except Exception as error:
+            print(str(error).replace(chr(10), " "), flush=True)
+    """)
+    done = launch(2, program, JAXMPI_CHECK="0")
+    assert "[0. 1. 2. 3.]" in done.stdout
+    assert "jaxmpi.scatter on rank 1 of 2: rank 0 has passed fewer than the 8 float32" in done.stdout
+
+
 def test_a_setting_that_is_none(script):
     done = launch(2, script(""), JAXMPI_CHECK="sometimes", check=False)
     assert "JAXMPI_CHECK=sometimes: it is auto, 1 (all calls are compared), 0 (none), or a number" in done.stderr

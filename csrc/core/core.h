@@ -122,6 +122,7 @@ struct runtime {
   bool known[DTYPE_CODES];
   int most_tag;               /* the highest tag of a message */
   int64_t max_count;          /* elements that one MPI call may be given; INT_MAX except in tests */
+  bool unmarked;              /* the ends of what MPI fills are not marked (mpi/ops.c); only in tests */
   struct communicator *self;  /* COMM_SELF: freed as MPI_Finalize begins; NULL before configuration */
   struct communicator *world; /* COMM_WORLD; NULL before configuration */
   int rank;                   /* in COMM_WORLD, for the log */

@@ -16,6 +16,40 @@ static inline const void *chunk_of(const struct buffer *in, const struct buffer 
   return in->data == out->data ? ABI_IN_PLACE : buffer_at(in, first);
 }
 
+/* A rank that passes less than others expect leaves the end of its part as it was, and MPI need not notice. So the end
+ * of each part, of which there are `parts`, is marked before the call, with a number that no data is likely to have. */
+static const uint64_t MARK = UINT64_C(0xd3b7c5915ae2f04b);
+
+static inline bool has_marks(const struct call *c, const struct buffer *out, int parts) {
+  return c->memory->host && !runtime.unmarked && buffer_bytes(out) >= (size_t)parts * sizeof MARK;
+}
+
+static inline char *mark_of(const struct buffer *out, int parts, int part) {
+  size_t bytes = buffer_bytes(out) / (size_t)parts;
+  return (char *)out->data + (size_t)(part + 1) * bytes - sizeof MARK;
+}
+
+static inline void mark_parts(const struct call *c, const struct buffer *out, int parts) {
+  if (!has_marks(c, out, parts)) return;
+  for (int i = 0; i < parts; i++) memcpy(mark_of(out, parts, i), &MARK, sizeof MARK);
+}
+
+/* The error for a part whose mark is still there. `from`: the rank that it comes from, if it is the first part. */
+static inline ffi_error *check_marks(const struct call *c, const struct buffer *out, int parts, int from) {
+  if (!has_marks(c, out, parts)) return NULL;
+  for (int i = 0; i < parts; i++)
+    if (memcmp(mark_of(out, parts, i), &MARK, sizeof MARK) == 0)
+      return call_fail(c, FFI_FAILED_PRECONDITION,
+                       "rank %d has passed fewer than the %" PRId64
+                       " %s that this rank expects of it%s. "
+                       "JAXMPI_CHECK=1 compares before anything is sent, and says what each rank does",
+                       from + i, out->count / parts, out->type->name,
+                       c->operation->divisibility == SCATTERS
+                           ? ": root alone passes the whole array, the others a template of one part, such as x[0]"
+                           : "");
+  return NULL;
+}
+
 ffi_error *BODY(after)(struct call *c) {
   (void)c;
   return NULL;
@@ -26,8 +60,9 @@ ffi_error *BODY(allgather)(struct call *c) {
   ARGUMENTS(allgather, c);
   BEGIN(c, Allgather, "with %" PRId64 " items and", b.in->count);
   struct span s = span_of(b.in->type, b.in->count);
+  mark_parts(c, b.out, c->comm->size);
   TRY_SPAN(c, s, mpi.Allgather(b.in->data, s.count, s.type, b.out->data, s.count, s.type, comm));
-  return NULL;
+  return check_marks(c, b.out, c->comm->size, 0);
 }
 
 /* in, out: (*shape), may be aliased */
@@ -46,8 +81,9 @@ ffi_error *BODY(alltoall)(struct call *c) {
   ARGUMENTS(alltoall, c);
   BEGIN(c, Alltoall, "with %" PRId64 " items and", b.in->count);
   struct span s = span_of(b.in->type, b.in->count / c->comm->size);
+  mark_parts(c, b.out, c->comm->size);
   TRY_SPAN(c, s, mpi.Alltoall(b.in->data, s.count, s.type, b.out->data, s.count, s.type, comm));
-  return NULL;
+  return check_marks(c, b.out, c->comm->size, 0);
 }
 
 ffi_error *BODY(barrier)(struct call *c) {
@@ -67,8 +103,9 @@ ffi_error *BODY(bcast)(struct call *c) {
   if (root && b.out->count > 0 && b.out->data != b.in->data)
     PASS(call_move(c, b.out->data, b.in->data, buffer_bytes(b.in)));
   struct span s = span_of(data->type, data->count);
+  if (!root) mark_parts(c, b.out, 1);
   TRY_SPAN(c, s, mpi.Bcast(data->data, s.count, s.type, (int)a.root, comm));
-  return NULL;
+  return root ? NULL : check_marks(c, b.out, 1, (int)a.root);
 }
 
 /* found: truth values. If one is true, the error has the text `text`. Communicates nothing. */
@@ -115,8 +152,9 @@ ffi_error *BODY(gather)(struct call *c) {
   if (c->comm->rank == a.root) NEEDS(c, b.out);
   BEGIN(c, Gather, "-> %d with %" PRId64 " items and", (int)a.root, b.in->count);
   struct span s = span_of(b.in->type, b.in->count);
+  if (c->comm->rank == a.root) mark_parts(c, b.out, c->comm->size);
   TRY_SPAN(c, s, mpi.Gather(b.in->data, s.count, s.type, b.out->data, s.count, s.type, (int)a.root, comm));
-  return NULL;
+  return c->comm->rank == a.root ? check_marks(c, b.out, c->comm->size, 0) : NULL;
 }
 
 /* in: (*shape)  out, on root only: (*shape), may be aliased */
@@ -174,8 +212,9 @@ ffi_error *BODY(scatter)(struct call *c) {
   if (c->comm->rank == a.root) NEEDS(c, b.in);
   BEGIN(c, Scatter, "from %d with %" PRId64 " items and", (int)a.root, b.out->count);
   struct span s = span_of(b.out->type, b.out->count);
+  mark_parts(c, b.out, 1);
   TRY_SPAN(c, s, mpi.Scatter(b.in->data, s.count, s.type, b.out->data, s.count, s.type, (int)a.root, comm));
-  return NULL;
+  return check_marks(c, b.out, 1, (int)a.root);
 }
 
 /* --- arrays divided along their first axis by counts of rows --- */

@@ -381,7 +381,7 @@ static void run_one(const struct test *test) {
   }
   CHECK_EQUAL(live_errors(), 0);
   runtime.max_count = INT_MAX;
-  runtime.serialize = false;
+  runtime.serialize = runtime.unmarked = false;
   atomic_store(&runtime.log, false);
   atomic_store(&runtime.labels, false);
   printf("%s %s\n", failures == before ? "ok  " : "FAIL", test->name);

@@ -112,6 +112,7 @@ static const int64_t counts[] = {INT_MAX - 1ll,     INT_MAX,        INT_MAX + 1l
 
 static void start_hollow(void) {
   fake->reset();
+  runtime.unmarked = true;
   fake->hollow = true;
 }
 

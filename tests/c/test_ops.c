@@ -356,6 +356,32 @@ static void nothing_is_communicated_too(void) {
   CHECK_EQUAL(communications(), 10);
 }
 
+/* Of a rank that has passed too little the end of its part does not come; nor does anything of it, here. */
+static void what_nobody_has_written_is_an_error(void) {
+  enum { COUNT = 7 };
+  struct array one = ARRAY(F32, in, COUNT), all = MATRIX(F32, in, 3, COUNT);
+  struct array result = ARRAY(F32, out, COUNT), results = MATRIX(F32, out, 3, COUNT);
+  int64_t comm = COMM(world(1, 3));
+  for (int hollow = 0; hollow < 2; hollow++) {
+    prepare();
+    fake->hollow = hollow != 0;
+    ffi_error *errors[] = {RUN("allgather", one, results, comm), RUN("alltoall", all, results, comm),
+                           RUN("gather", one, results, comm, 1), RUN("bcast", NONE, result, comm, 2),
+                           RUN("scatter", NONE, result, comm, 2)};
+    for (size_t i = 0; i < sizeof errors / sizeof *errors; i++) {
+      context("operation %zu, %s", i, hollow ? "nothing comes" : "all comes");
+      if (hollow)
+        FAILS(errors[i], FFI_FAILED_PRECONDITION, i < 3 ? "rank 0 has passed" : "rank 2 has passed",
+              "fewer than the 7 float32");
+      else
+        SUCCEEDS(errors[i]);
+    }
+    fake->hollow = true;
+    SUCCEEDS(RUN("bcast", ARRAY(F32, in, COUNT), NONE, comm, 1)); /* on root nothing is received */
+    SUCCEEDS(RUN("bcast", NONE, ARRAY(F32, out, 1), comm, 2));    /* too short for a mark */
+  }
+}
+
 static const struct test tests[] = {
     TEST(allgather_stacks),
     TEST(alltoall_exchanges),
@@ -374,6 +400,7 @@ static const struct test tests[] = {
     TEST(ends_are_read_at_run_time),
     TEST(a_scalar_is_one_element),
     TEST(nothing_is_communicated_too),
+    TEST(what_nobody_has_written_is_an_error),
 };
 
 MAIN(tests)

@@ -48,7 +48,7 @@ void driver_fails(const char *what, const char *operation, ffi_error *(*call)(vo
       transport_finish();
       driver->reset();
       fake->reset();
-      fake->hollow = runtime.aware;
+      fake->hollow = runtime.unmarked = runtime.aware;
       driver->fail(*function, nth, FAKE_LAUNCH_FAILURE);
       ffi_error *error = call(data);
       bool reached = driver->calls(*function) >= nth;
