@@ -3,9 +3,11 @@
 import itertools
 import random
 
+import numpy as np
 import pytest
 
 from jaxmpi._replica_groups import Unreadable, collectives, groups_in
+from launch import launch
 
 pytestmark = pytest.mark.alone
 
@@ -337,3 +339,45 @@ def test_unknown_collectives_are_found():
         line = f"  %x = f32[4]{{0}} {opcode}(%p)" + (f", {attribute}" if attribute else "")
         ((found, _),) = collectives(f"{HEADER}, replica_count=4\n{line}\n", 4)
         assert (found.opcode, found.groups) == (opcode, [(0, 1, 2, 3)])
+
+
+@pytest.mark.launches
+def test_groups_of_a_program_of_xla():
+    """Read from what XLA has written for programs of 8 devices of one process."""
+    done = launch(1, "-m", "test_replica_groups", JAX_NUM_CPU_DEVICES="8", XLA_FLAGS="", PYTHONPATH="tests")
+    assert done.stdout.count("alike;") == 11
+
+
+def _compare():
+    """For meshes and axes: the groups in XLA's text are those that the mesh says, in its order."""
+    import jax
+    from jax import lax
+    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    from jaxmpi import _jax
+    from jaxmpi._sharded import groups_of
+
+    for sizes in ((8,), (2, 4), (4, 2), (2, 2, 2)):
+        names = "abc"[: len(sizes)]
+        mesh = Mesh(np.array(jax.devices()).reshape(sizes), tuple(names))
+        numbers = np.arange(8).reshape(sizes)
+        for axis in (*names, names) if len(sizes) > 1 else names:
+            over = [names.index(name) for name in axis]
+            rest = [i for i in range(len(sizes)) if i not in over]
+            expected = numbers.transpose(*rest, *over).reshape(-1, int(np.prod([sizes[i] for i in over])))
+            spec = P(tuple(names))
+            unchecked = {"check_vma" if hasattr(jax, "shard_map") else "check_rep": False}
+
+            def total(x, axis=axis):
+                return lax.psum(x, tuple(axis))
+
+            body = _jax.shard_map(total, mesh=mesh, in_specs=spec, out_specs=spec, **unchecked)
+            x = jax.device_put(np.arange(16.0), NamedSharding(mesh, spec))
+            text = jax.jit(body).lower(x).compile().as_text()
+            assert groups_of(text, 8) == sorted(map(tuple, expected.tolist())), (sizes, axis, text)
+            print("alike;")
+
+
+if __name__ == "__main__":
+    _compare()

@@ -196,12 +196,12 @@ _ADVICE = "use --collectives gloo, or jaxmpi's own functions outside of the shar
 
 def _check(name: str, shapes: str, line: str) -> None:
     """Raises for what XLA, or its use of MPI, cannot do."""
+    where = ((match := re.search(r'op_name="([^"]*)"', line)) and f" ({match[1]})") or ""
     if name not in _BY_MPI:
-        raise NotImplementedError(f"jaxmpi: XLA has no {name} by MPI: {_ADVICE}")
+        raise NotImplementedError(f"jaxmpi: XLA has no {name} by MPI{where}: {_ADVICE}")
     for kind, sizes in _SHAPE.findall(shapes):
         count = math.prod(int(n) for n in sizes.split(",") if n)
         of_bytes = name in _OF_BYTES
-        where = ((match := re.search(r'op_name="([^"]*)"', line)) and f" ({match[1]})") or ""
         if not of_bytes and kind not in _TYPES:
             raise TypeError(
                 f"jaxmpi: XLA's {name} by MPI has no {kind}{where}: convert to another dtype before it, or {_ADVICE}"
@@ -232,8 +232,8 @@ def groups_of(program: str, devices: int) -> list[tuple[int, ...]]:
             found.update(collective.groups)
     except _replica_groups.Unreadable as error:
         raise NotImplementedError(
-            f"jaxmpi: JAX {jax.__version__} says in a way that jaxmpi cannot read which devices communicate: {error}: "
-            f"{_ADVICE}"
+            f"jaxmpi: JAX {jax.__version__} writes which devices communicate in a way that jaxmpi cannot read "
+            f"({error}): {_ADVICE}"
         ) from None
     return sorted(found)
 
