@@ -20,7 +20,7 @@ SOURCES := $(C_SOURCES) $(wildcard python/jaxmpi/*.py* python/jaxmpi/*/*.py) mes
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-ranks test-faults test-asan test-tcp test-hosts test-clients test-sharded starts fuzz soak faults errors test-device test-gpu test-c test-valgrind test-races bench bench-gpu bench-quick compat wheel wheel-test docs lint format clean
+.PHONY: help setup demo test test-all test-ranks test-faults test-asan test-tcp test-hosts test-clients test-sharded test-layouts starts fuzz soak faults errors test-device test-gpu test-c test-valgrind test-races bench bench-gpu bench-quick compat wheel wheel-test docs lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -99,8 +99,15 @@ test-clients: $(READY) $(VENV)/.clients ## programs of optax, diffrax, equinox, 
 SHARDED := $(RUN) --collectives
 PROCESSES ?= 1 2 3 4
 test-sharded: $(READY) ## JAX's own sharded programs over MPI, on 1 to 4 ranks, and on 2 over gloo
-	for n in $(PROCESSES); do $(SHARDED) mpi -n $$n -m pytest --color=no $(CASES) tests/test_sharded.py || exit; done
+	for n in $(PROCESSES); do \
+	  $(SHARDED) mpi -n $$n -m pytest --color=no $(CASES) tests/test_sharded.py tests/test_sharded_layouts.py || exit; done
 	$(SHARDED) gloo -n 2 -m pytest --color=no $(CASES) tests/test_sharded.py
+
+# Some hours of processor time.
+LAYOUTS ?= 4 6 8
+test-layouts: $(READY) ## JAX's changes of layout over MPI, all of 1 to 3 axes, on 4, 6 and 8 ranks
+	for n in $(LAYOUTS); do \
+	  JAXMPI_TEST_LAYOUTS=all $(SHARDED) mpi -n $$n -m pytest --color=no tests/test_sharded_layouts.py || exit; done
 
 # JOBS of RANKS ranks, two at once.
 JOBS ?= 1000

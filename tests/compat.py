@@ -88,7 +88,16 @@ def check(row, folder):
     )
     python("-c", compare, *(folder / f"{ranks}.npz" for ranks in (1, 2, 4)))
     suites = [python("-m", "jaxmpi.run", "-n", 2, "-m", "pytest", "--color=no", "-q")]
-    sharded = ("--collectives", "mpi", "-m", "pytest", "--color=no", "-q", "tests/test_sharded.py")
+    sharded = (
+        "--collectives",
+        "mpi",
+        "-m",
+        "pytest",
+        "--color=no",
+        "-q",
+        "tests/test_sharded.py",
+        "tests/test_sharded_layouts.py",
+    )
     suites += [python("-m", "jaxmpi.run", "-n", ranks, *sharded) for ranks in (2, 3)]
     alone = ("tests/test_jax_contract.py", *(["tests/test_programs.py"] if row.jax == "newest" else []))
     suites.append(python("-m", "pytest", "--color=no", "-q", "-n", "auto", *alone))

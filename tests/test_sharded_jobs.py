@@ -5,7 +5,6 @@ import signal
 import textwrap
 import time
 
-import numpy as np
 import pytest
 
 from launch import launch
@@ -258,27 +257,15 @@ def test_a_program_that_was_not_looked_at(job):
     assert "jaxmpi has no communicator for this program" in done.stderr
 
 
-# --- how groups are read from a program: on one rank alone ---
+# --- what is refused of a program's text: on one rank alone ---
 
 
-def test_notations_of_groups():
-    from jaxmpi._sharded import groups_in
+TEXT = """HloModule jit_f, replica_count=2
 
-    assert groups_in("{}", 3) == [(0, 1, 2)]
-    assert groups_in("{{0,2},{1,3}}", 4) == [(0, 2), (1, 3)]
-    assert groups_in("{{3,1},{0,2}}", 4) == [(3, 1), (0, 2)]
-    assert groups_in("[2,2]<=[4]", 4) == [(0, 1), (2, 3)]
-    assert groups_in("[2,2]<=[2,2]T(1,0)", 4) == [(0, 2), (1, 3)]
-    assert groups_in("[4,3]<=[2,3,2]T(0,2,1)", 12) == [(0, 2, 4), (1, 3, 5), (6, 8, 10), (7, 9, 11)]
-    assert groups_in("mesh['a'=4] {'a'}", 4) == [(0, 1, 2, 3)]
-    assert groups_in("mesh['a'=2,'b'=3] {'b'}", 6) == [(0, 1, 2), (3, 4, 5)]
-    assert groups_in("mesh['a'=2,'b'=3] {'a'}", 6) == [(0, 3), (1, 4), (2, 5)]
-    for unknown in ("mesh['a'=4] {'a':(1)2}", "[2,2]<=[4]S", "somewhat"):
-        with pytest.raises(NotImplementedError, match="cannot read: use --collectives gloo"):
-            groups_in(unknown, 4)
-
-
-LINE = '%x.1 = {} {}(%y), channel_id=1, {}, metadata={{op_name="jit(f)/here"}}'
+ENTRY %main {{
+  ROOT %x.1 = {} {}(%y), {}, metadata={{op_name="jit(f)/here"}}
+}}
+"""
 
 
 @pytest.mark.parametrize(
@@ -293,57 +280,34 @@ LINE = '%x.1 = {} {}(%y), channel_id=1, {}, metadata={{op_name="jit(f)/here"}}'
         ("f32[536870912]{0}", "collective-permute", "more than 2147483647 bytes"),
         ("(c128[134217728]{0})", "all-to-all", "more than 2147483647 bytes"),
         ("pred[]", "all-reduce", None),
+        ("f32[7]{0}", "collective-broadcast", "XLA has no collective-broadcast by MPI"),
+        ("f32[7]{0}", "all-to-none", "XLA has no all-to-none by MPI"),
     ],
 )
 def test_what_xla_cannot_pass_to_mpi(shape, name, error):
     from jaxmpi._sharded import groups_of
 
     groups = "source_target_pairs={{0,1}}" if name == "collective-permute" else "replica_groups={{0,1}}"
-    text = LINE.format(shape, name, groups)
+    text = TEXT.format(shape, name, groups)
     if error is None:
         assert groups_of(text, 2) == [(0, 1)]
         return
-    with pytest.raises((TypeError, ValueError), match=error) as raised:
+    with pytest.raises((TypeError, ValueError, NotImplementedError), match=error) as raised:
         groups_of(text, 2)
     assert "(jit(f)/here)" in str(raised.value)
 
 
-def test_groups_of_a_program_of_xla():
-    """Read from what XLA has written for programs of 8 devices of one process."""
-    done = launch(1, "-m", "test_sharded_jobs", JAX_NUM_CPU_DEVICES="8", XLA_FLAGS="", PYTHONPATH="tests")
-    assert done.stdout.count("alike;") == 11
-
-
-def _compare():
-    """For meshes and axes: the groups in XLA's text are those that the mesh says, in its order."""
-    import jax
-    from jax import lax
-    from jax.sharding import Mesh, NamedSharding
-    from jax.sharding import PartitionSpec as P
-
-    from jaxmpi import _jax
+def test_groups_that_cannot_be_read():
     from jaxmpi._sharded import groups_of
 
-    for sizes in ((8,), (2, 4), (4, 2), (2, 2, 2)):
-        names = "abc"[: len(sizes)]
-        mesh = Mesh(np.array(jax.devices()).reshape(sizes), tuple(names))
-        numbers = np.arange(8).reshape(sizes)
-        for axis in (*names, names) if len(sizes) > 1 else names:
-            over = [names.index(name) for name in axis]
-            rest = [i for i in range(len(sizes)) if i not in over]
-            expected = numbers.transpose(*rest, *over).reshape(-1, int(np.prod([sizes[i] for i in over])))
-            spec = P(tuple(names))
-            unchecked = {"check_vma" if hasattr(jax, "shard_map") else "check_rep": False}
-
-            def total(x, axis=axis):
-                return lax.psum(x, tuple(axis))
-
-            body = _jax.shard_map(total, mesh=mesh, in_specs=spec, out_specs=spec, **unchecked)
-            x = jax.device_put(np.arange(16.0), NamedSharding(mesh, spec))
-            text = jax.jit(body).lower(x).compile().as_text()
-            assert groups_of(text, 8) == sorted(map(tuple, expected.tolist())), (sizes, axis, text)
-            print("alike;")
-
-
-if __name__ == "__main__":
-    _compare()
+    for groups, said in (
+        ("mesh['a'=2] {'a'}|{'b'}", "instead of an attribute"),
+        ("{{0},{0}}", "do not have each of 2 ids once"),
+        ("mesh['it's'=2] {'it's'}", "instead of"),
+    ):
+        text = TEXT.format("f32[]", "all-reduce", f"replica_groups={groups}")
+        with pytest.raises(NotImplementedError, match=r"cannot read \(.*\): use --collectives gloo") as raised:
+            groups_of(text, 2)
+        assert said in str(raised.value)
+    with pytest.raises(NotImplementedError, match="2 devices instead of 3"):
+        groups_of(TEXT.format("f32[]", "all-reduce", "replica_groups={}"), 3)

@@ -31,7 +31,7 @@ from jax._src.interpreters import pxla
 from mpi4py import MPI
 
 import jaxmpi._core as _core
-from jaxmpi import _arguments, _jax, _native, _places
+from jaxmpi import _arguments, _jax, _native, _places, _replica_groups
 from jaxmpi._communicator import resolve
 from jaxmpi._launcher import sharded
 from jaxmpi.collectives import why_not_mpi
@@ -184,13 +184,9 @@ def _not_by_a_proxy(host: str) -> dict[str, str]:
 
 # --- what a program communicates -------------------------------------------------------------------------------------
 
-_COLLECTIVE = re.compile(
-    r"= (?P<shapes>[^=]*?) (?P<name>all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all"
-    r"|collective-permute|collective-broadcast)(?:-start)?\((?P<rest>.*)"
-)
-_GROUPS = re.compile(r"replica_groups=(?P<groups>.*?)(?:, [a-z_]+=|$)")
 _SHAPE = re.compile(r"([a-z]+[0-9]*[a-z0-9]*)\[([0-9,]*)\]")
 _MOST = 2**31 - 1
+_BY_MPI = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _OF_BYTES = ("all-to-all", "collective-permute")
 """Collectives that XLA does by messages of bytes."""
 _TYPES = {"pred", *(f"{kind}{bits}" for kind in "su" for bits in (8, 16, 32, 64)), "f32", "f64", "c64", "c128"}
@@ -198,47 +194,14 @@ _TYPES = {"pred", *(f"{kind}{bits}" for kind in "su" for bits in (8, 16, 32, 64)
 _ADVICE = "use --collectives gloo, or jaxmpi's own functions outside of the sharded program (docs/sharded.md)"
 
 
-def _listed(text: str) -> list[tuple[int, ...]]:
-    return [tuple(map(int, group.split(","))) for group in re.findall(r"\{([0-9, ]+)\}", text)]
-
-
-def _rows(sizes: list[int], order: list[int], shape: list[int]) -> list[tuple[int, ...]]:
-    """The numbers from 0 on as an array of these sizes, with its axes in this order, as rows."""
-    array = np.arange(math.prod(sizes)).reshape(sizes).transpose(order).reshape(shape)
-    return [tuple(map(int, row)) for row in array]
-
-
-def groups_in(text: str, devices: int) -> list[tuple[int, ...]]:
-    """The groups that XLA writes behind `replica_groups=`, as positions among so many devices.
-
-    Raises NotImplementedError for a notation that is not known.
-    """
-    if text == "{}":
-        return [tuple(range(devices))]
-    if re.fullmatch(r"\{\{[0-9, {}]*\}\}", text):
-        return _listed(text)
-    if match := re.fullmatch(r"\[([0-9,]+)\]<=\[([0-9,]+)\](?:T\(([0-9,]+)\))?", text):
-        shape, sizes = ([int(n) for n in match[i].split(",")] for i in (1, 2))
-        order = [int(n) for n in match[3].split(",")] if match[3] else list(range(len(sizes)))
-        return _rows(sizes, order, shape)
-    if match := re.fullmatch(r"mesh\[((?:'\w+'=[0-9]+,? ?)+)\] ?\{((?:'\w+',? ?)*)\}", text):
-        axes = re.findall(r"'(\w+)'=([0-9]+)", match[1])
-        names, sizes = [name for name, _ in axes], [int(size) for _, size in axes]
-        over = [names.index(name) for name in re.findall(r"'(\w+)'", match[2])]
-        rest = [i for i in range(len(names)) if i not in over]
-        return _rows(sizes, rest + over, [-1, math.prod(sizes[i] for i in over)])
-    raise NotImplementedError(
-        f"jaxmpi: JAX {jax.__version__} writes the groups of a collective as {text}, which jaxmpi cannot read: "
-        f"{_ADVICE}"
-    )
-
-
 def _check(name: str, shapes: str, line: str) -> None:
     """Raises for what XLA, or its use of MPI, cannot do."""
+    where = ((match := re.search(r'op_name="([^"]*)"', line)) and f" ({match[1]})") or ""
+    if name not in _BY_MPI:
+        raise NotImplementedError(f"jaxmpi: XLA has no {name} by MPI{where}: {_ADVICE}")
     for kind, sizes in _SHAPE.findall(shapes):
         count = math.prod(int(n) for n in sizes.split(",") if n)
         of_bytes = name in _OF_BYTES
-        where = ((match := re.search(r'op_name="([^"]*)"', line)) and f" ({match[1]})") or ""
         if not of_bytes and kind not in _TYPES:
             raise TypeError(
                 f"jaxmpi: XLA's {name} by MPI has no {kind}{where}: convert to another dtype before it, or {_ADVICE}"
@@ -259,20 +222,19 @@ def groups_of(program: str, devices: int) -> list[tuple[int, ...]]:
       program: the text of an HLO module after optimization.
 
     Raises:
-      TypeError, ValueError, NotImplementedError: XLA cannot do one of its collectives by MPI.
+      TypeError, ValueError, NotImplementedError: XLA cannot do one of its collectives by MPI, or writes it in a way
+        that is not known here.
     """
     found: set[tuple[int, ...]] = set()
-    for line in program.splitlines():
-        if match := _COLLECTIVE.search(line):
-            name = match["name"]
-            _check(name, match["shapes"], line)
-            if name in ("ragged-all-to-all", "collective-broadcast"):
-                raise NotImplementedError(f"jaxmpi: XLA has no {name} by MPI: {_ADVICE}")
-            groups = _GROUPS.search(match["rest"])
-            if name == "collective-permute":
-                found.add(tuple(range(devices)))
-            else:
-                found.update(groups_in(groups["groups"] if groups else "{}", devices))
+    try:
+        for collective, line in _replica_groups.collectives(program, devices):
+            _check(collective.opcode, collective.shapes, line)
+            found.update(collective.groups)
+    except _replica_groups.Unreadable as error:
+        raise NotImplementedError(
+            f"jaxmpi: JAX {jax.__version__} writes which devices communicate in a way that jaxmpi cannot read "
+            f"({error}): {_ADVICE}"
+        ) from None
     return sorted(found)
 
 
