@@ -1,20 +1,22 @@
 """Changes of `replicate` and `invariant` in a program, to be tried: does one of them make its gradient right?
 
-A change is made in all places of one line of the user's program, as an editor would make it, or of an operation in those
-that were called by one other line.
+A change is made in all places of one line of the user's program, as an editor would make it, or in those that were
+called by one line, at any distance, or in those that were called by the same lines all the way.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
+from jax.extend.core import Literal
 
 from jaxmpi import _jaxprs
 from jaxmpi._primitive import bind_all
 from jaxmpi._testing.together import Ranks
-from jaxmpi._testing.walking import BARE, MEETING, OPERATIONS, Lines, Place, Walk
+from jaxmpi._testing.walking import BARE, MEETING, OPERATIONS, Kinds, Lines, Place, Position, Walk, constants
 
 ARGUMENTS = "arguments"
 """A change beside those of `walking`: variables pass through `replicate` before all else."""
@@ -36,8 +38,8 @@ class Program:
 
     def __init__(self, traced: Any, invariant: Sequence[bool], ranks: Ranks) -> None:
         self._jaxpr, self._invariant, self._ranks = _jaxprs.without_objects(traced), invariant, ranks
-        self._constants = _same_constants(self._jaxpr, ranks)
-        walk = Walk(self._constants, ranks.communicator)
+        self._kinds = Kinds(_varying(self._jaxpr, ranks))
+        walk = Walk(self._kinds, ranks.communicator)
         jax.make_jaxpr(lambda *xs: walk(self._jaxpr, xs, invariant, [None] * len(xs)))(*traced.in_avals)
         self._places = walk.places
         self._told = ranks.tell(list(walk.places.values()))
@@ -45,11 +47,11 @@ class Program:
     def changed(self, changes: Sequence[Change]) -> Callable[..., list[Any]]:
         """The function with these changes."""
         operations = [key for key, place in self._places.items() if place.operation]
-        chosen = set()
+        chosen: set[tuple[str, Position]] = set()
         for change in changes:
             if change.kind in (BARE, MEETING):
-                lines = ((key, place.lines[:1]) for key, place in self._places.items() if key[0] == change.kind)
-                chosen.update(key for key, its in lines if its == change.lines)
+                places = [(key, place) for key, place in self._places.items() if key[0] == change.kind]
+                chosen.update(key for key, place in places if change.lines in _groups(place.lines))
             elif change.kind != ARGUMENTS:
                 chosen.update(operations[i] for i in change.which)
         replicated = sorted({i for change in changes if change.kind == ARGUMENTS for i in change.which})
@@ -59,7 +61,7 @@ class Program:
             for i in replicated:
                 bare[i], invariant[i] = values[i], False
                 (given[i],) = bind_all("replicate", {"comm": self._ranks.communicator}, [values[i]])
-            return Walk(self._constants, self._ranks.communicator, chosen)(self._jaxpr, given, invariant, bare)
+            return Walk(self._kinds, self._ranks.communicator, chosen)(self._jaxpr, given, invariant, bare)
 
         return function
 
@@ -73,7 +75,7 @@ class Program:
             return []
         groups: dict[tuple[str, Lines], list[int]] = {}
         for i, place in enumerate(first):
-            for lines in dict.fromkeys((place.lines[:1], place.lines)):
+            for lines in _groups(place.lines):
                 groups.setdefault((place.operation, lines), []).append(i)
         made: dict[tuple[int, ...], Change] = {}
         for (operation, lines), which in groups.items():
@@ -82,8 +84,7 @@ class Program:
 
     def bare(self) -> list[Change]:
         """Changes of lines that compute from replicated values alone, on any rank; they communicate nothing more."""
-        places = itertools.chain.from_iterable(self._told)
-        return _of_lines(BARE, places)
+        return _of_lines(BARE, [*itertools.chain.from_iterable(self._told)])
 
     def meetings(self) -> list[Change]:
         """Changes of lines where invariant values meet varying ones. None if the ranks' programs differ: each must
@@ -95,27 +96,34 @@ class Program:
         return _of_lines(MEETING, self._told[0]) if alike.count(alike[0]) == len(alike) else []
 
 
-def _of_lines(kind: str, places: Any) -> list[Change]:
-    lines = dict.fromkeys(place.lines[:1] for place in places if place.change == kind)
-    return [Change(kind, lines=its) for its in lines]
+def _groups(lines: Lines) -> list[Lines]:
+    """The groups of places in which one is that is reached by these lines, each by the lines that name it."""
+    return list(dict.fromkeys((lines[:1], lines, *((line,) for line in lines[1:]))))
 
 
-def _same_constants(jaxpr: Any, ranks: Ranks) -> set[int]:
-    """The identities of the constants that are the same on all ranks."""
-    constants = list(_constants(jaxpr))
-    if len(set(ranks.tell(len(constants)))) > 1:
-        return set()
-    return {id(x) for x in constants if ranks.difference(x) is None}
+def _of_lines(kind: str, places: Sequence[Place]) -> list[Change]:
+    groups: dict[Lines, list[int]] = {}
+    for i, place in enumerate(places):
+        for lines in _groups(place.lines) if place.change == kind else ():
+            groups.setdefault(lines, []).append(i)
+    made: dict[tuple[int, ...], Change] = {}
+    for lines, which in groups.items():
+        made.setdefault(tuple(which), Change(kind, lines=lines))
+    return list(made.values())
 
 
-def _constants(jaxpr: Any) -> Iterator[Any]:
-    """Of a jaxpr and those inside of it."""
-    yield from getattr(jaxpr, "consts", ())
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        for value in equation.params.values():
-            for inner in value if isinstance(value, tuple) else (value,):
-                if hasattr(inner, "eqns") or hasattr(getattr(inner, "jaxpr", None), "eqns"):
-                    yield from _constants(inner)
+def _varying(jaxpr: Any, ranks: Ranks) -> set[int]:
+    """The identities of the constants and literals that are not the same on all ranks."""
+    found = list(constants(jaxpr))
+    if len(set(ranks.tell(len(found)))) > 1:
+        return {id(x) for x in found if not isinstance(x, Literal)}
+    literals = ranks.tell([np.asarray(x.val).item() if isinstance(x, Literal) else None for x in found])
+    ours = zip(found, *literals, strict=True)
+    return {
+        id(x)
+        for x, *values in ours
+        if (len(set(map(repr, values))) > 1 if isinstance(x, Literal) else ranks.difference(x) is not None)
+    }
 
 
 _MOST = 64

@@ -56,12 +56,12 @@ def evaluated(problem: Problem, ranks: Ranks) -> Point:
         raise ValueError("check_grads: f must return arrays of the same names on all ranks, in pytrees of one form.")
     for leaf, y in zip(leaves, values, strict=True):
         if not all(ranks.tell(bool(np.all(np.isfinite(y))))):
-            raise AssertionError(f"check_grads: {leaf.name} of f is not finite, so it has no derivative here.")
+            raise AssertionError(f"check_grads: the {leaf.name} of f is not finite, so f has no derivative here.")
         if leaf.invariant and (difference := ranks.difference(y)) is not None:
             raise AssertionError(
-                f"check_grads: {leaf.name} of f is not the same on all ranks: {difference}. A loss must be one number: "
-                "what each rank computes from its own data becomes that of all data by jaxmpi.allreduce(loss, MPI.SUM)."
-                " If each rank shall have a result of its own, say so by invariant_out=False."
+                f"check_grads: the {leaf.name} of f is not the same on all ranks: {difference}.\n"
+                "A loss must be one number: what each rank computes from its own data becomes that of all data by\n"
+                "jaxmpi.allreduce(loss, MPI.SUM). If each rank shall have a result of its own: invariant_out=False."
             )
     return Point(problem, ranks, leaves, values)
 
@@ -91,9 +91,9 @@ class Check:
         for name, derivative in zip(self._names, self._derivatives, strict=True):
             if not self._tolerance.same(derivative.of_ranks, derivative.size + derivative.error):
                 raise AssertionError(
-                    f"check_grads: f returns the same on all ranks here, but with {name} it changes differently: its "
-                    f"derivative in a random direction is {verdict.of_ranks(derivative.of_ranks)}. So it is not one "
-                    "function of all ranks, but each rank's own: make it one, as by jaxmpi.allreduce(loss, MPI.SUM)."
+                    "check_grads: f has the same result on all ranks here, but not the same derivative. In a random "
+                    f"direction of {name}\nit is {verdict.of_ranks(derivative.of_ranks)}. So each rank has a function "
+                    "of its own: make one of them,\nfor example by jaxmpi.allreduce(loss, MPI.SUM)."
                 )
 
     def forward(self) -> None:
@@ -105,16 +105,11 @@ class Check:
         each = zip(self._names, self._derivatives, map(self._by_differences, range(len(self._names))), strict=True)
         wrong = [(name, d.value, e) for name, d, e in each if not self._tolerance.close(d.value, e, d.size)]
         wrong = wrong or [("all arguments together", value, together)]
-        told = [f"  {name}: forward mode {number(d)}, differences {number(e.value)}" for name, d, e in wrong]
+        told = [f"  {name}: forward mode {number(d)}, differences {e.value:.3g}" for name, d, e in wrong]
         kink = next((e for _, _, e in wrong if e.left != e.right), None)
-        why = (
-            f"f has a kink here: its derivative is {number(kink.left)} before and {number(kink.right)} behind it. So this "
-            "is inconclusive: check it at other arguments."
-            if kink
-            else "No replicate or invariant would change that, but a rule of f's own (jax.custom_jvp, "
-            "jax.lax.stop_gradient), a jump, or differences that are too coarse: try eps, or jax_enable_x64."
-        )
-        raise AssertionError("\n".join([f"check_grads: forward mode is not what differences are. {_WHAT}", *told, why]))
+        why = _ELSEWHERE.format(number(kink.left), number(kink.right)) if kink else _NOT_BY_REPLICATE
+        told = [f"check_grads: forward mode does not agree with differences. {_WHAT}", *told[:_MOST_TOLD], why]
+        raise AssertionError("\n".join(told))
 
     def reverse(self, traced: Any) -> None:
         """Reverse mode has the same derivatives. `traced` is the function as a jaxpr, which is changed if not, to find
@@ -130,6 +125,8 @@ class Check:
 
     def gradient(self, gradient: Callable[..., Any]) -> None:
         """A gradient that the user computes has the same derivatives."""
+        if not self._point.single:
+            raise ValueError("check_grads: with gradient, f must return one real number, the same on all ranks.")
         self._compare(self._point.given(gradient), "gradient")
 
     def _compare(self, arrays: Sequence[Any], name: str, program: Callable[[], Program] | None = None) -> None:
@@ -142,7 +139,7 @@ class Check:
         for i in wrong:
             figures = [f"{name} {verdict.of_ranks(gradients[i].values)}"]
             figures += [f"forward mode {number(self._derivatives[i].value)}"] if self._by_forward else []
-            figures += [f"differences {number(self._by_differences(i).value)}"] if i in wrong[:_MOST_TOLD] else []
+            figures += [f"differences {self._by_differences(i).value:.3g}"] if i in wrong[:_MOST_TOLD] else []
             told.append(f"  {self._names[i]}: {'; '.join(figures)}")
             relation = verdict.relation(gradients[i], self._derivatives[i], self._point.ranks.size, self._tolerance)
             told += [f"    {relation}"] if relation else []
@@ -160,8 +157,8 @@ class Check:
         for name, d in zip(self._names, self._derivatives, strict=True):
             if not 6 * d.error <= max(abs(d.value), largest / 100):
                 raise AssertionError(
-                    f"check_grads: inconclusive. The derivative in a random direction of {name} is {number(d.value)} by "
-                    f"differences, and may be off by {number(3 * d.error)}: try eps, jax_enable_x64, or forward mode."
+                    f"check_grads: inconclusive. In a random direction of {name} differences are {number(d.value)}, "
+                    f"and may be off by\n{number(3 * d.error)}: try eps, jax_enable_x64, or forward mode."
                 )
 
     def _repairs(self, program: Program, wrong: Sequence[int]) -> list[list[Change]]:
@@ -174,9 +171,17 @@ class Check:
             made = point.backward(changed)
         if any(point.ranks.tell(made is None)):
             return False
-        return not self._wrong(point.gradients(made))
+        return made is not None and not self._wrong(point.gradients(made))
 
 
 _WHAT = "Derivatives in a random direction of each argument:"
+_ELSEWHERE = (
+    "f has a kink here, with the derivatives {} and {} on its two sides. So this is inconclusive:\n"
+    "check it at other arguments."
+)
+_NOT_BY_REPLICATE = (
+    "That is not a matter of replicate and invariant, which change reverse mode alone. A derivative may be wrong\n"
+    "(jax.custom_jvp, jax.lax.stop_gradient), f may jump, or differences are too coarse: try eps, or jax_enable_x64."
+)
 _MOST_TOLD = 8
-"""For how many variables differences are computed to be told."""
+"""Of how many variables differences are told."""

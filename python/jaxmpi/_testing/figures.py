@@ -95,6 +95,8 @@ class Weights:
     def __init__(self, leaves: Sequence[Leaf], values: Sequence[np.ndarray], rank: int) -> None:
         self._leaves = leaves
         single = len(values) == 1 and leaves[0].invariant and values[0].shape == () and np.isrealobj(values[0])
+        self.single = single
+        """There is one real number, whose weight is 1."""
         keys = [(3, i) if leaf.invariant else (4, i, rank) for i, leaf in enumerate(leaves)]
         drawn = [np.ones(()) if single else _random(key, y) for key, y in zip(keys, values, strict=True)]
         self.values = [w.astype(y.dtype) for w, y in zip(drawn, values, strict=True)]
@@ -119,6 +121,11 @@ class Point:
         self.precision = Precision.of([x.dtype for x in (*self._values, *values)])
         self.at = self._combine(ranks.tell(self._weights.sums(values)))
 
+    @property
+    def single(self) -> bool:
+        """Whether the function is one real number."""
+        return self._weights.single
+
     def _draw(self) -> list[np.ndarray]:
         """A random direction of the size of the values for each variable; of invariant ones the same on all ranks."""
         squares = [(np.sum(np.abs(x).astype(np.float64) ** 2), x.size) for x in self._values]
@@ -130,7 +137,7 @@ class Point:
             directions.append((size * _random(key, x)).astype(x.dtype))
         return directions
 
-    def _combine(self, sums: Sequence[np.ndarray]) -> Derivative:
+    def _combine(self, sums: Any) -> Derivative:
         """What the sums of all ranks make."""
         (invariant, invariant_squares), (varying, varying_squares) = np.moveaxis(np.asarray(sums), 0, -1)
         size = math.sqrt(invariant_squares[0] + varying_squares.sum())

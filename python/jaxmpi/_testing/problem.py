@@ -67,7 +67,9 @@ class Problem:
         """The results that are differentiated, of all that f has returned: what they are, and their values."""
         kinds = _of_leaves(self._invariant_out, result)
         paths, _ = jax.tree_util.tree_flatten_with_path(result)
-        every = [(Leaf("the result" + jax.tree_util.keystr(path), kind), y) for kind, (path, y) in zip(kinds, paths)]
+        every = [
+            (Leaf("result" + jax.tree_util.keystr(path), kind), y) for kind, (path, y) in zip(kinds, paths, strict=True)
+        ]
         found = [(leaf, np.asarray(y)) for leaf, y in every if _jax.inexact(y)]
         if not found:
             raise ValueError("check_grads: f returns no array of floating-point or complex numbers.")
@@ -98,9 +100,9 @@ class Problem:
         for name, x in self.shared:
             if (difference := ranks.difference(x)) is not None:
                 raise ValueError(
-                    f"check_grads: {name} is invariant, so it must be the same on all ranks, but it is {difference}. "
+                    f"check_grads: {name} is invariant, so it must be the same on all ranks, but it is {difference}.\n"
                     "Let all ranks begin with the same, for example what jaxmpi.bcast sends from rank 0; or, if each "
-                    "rank has its own, leave it out of invariant."
+                    "rank has its own,\nleave it out of invariant."
                 )
 
 

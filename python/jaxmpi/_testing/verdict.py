@@ -62,22 +62,22 @@ _OWN, _ALIKE = "since each rank uses it with its own data", "since all ranks com
 
 
 def advice(change: Change, names: Sequence[str]) -> str:
-    """What to do to a program so that it is changed in this way."""
-    place = change.lines[0] if change.lines else "an unknown line"
-    if len(change.lines) > 1:
-        place += f", called at {change.lines[1]}"
+    """Where to change a program in this way, and what to do there."""
+    place = ", called at ".join(change.lines[:2]) or "an unknown line"
+    of_operation = f"{change.operation} at {place}"
     match change.kind:
         case changes.ARGUMENTS:
-            return f"pass {', '.join(names[i] for i in change.which)} through jaxmpi.replicate first, {_OWN}"
+            listed = ", ".join(names[i] for i in change.which)
+            return f"{listed}: pass {'it' if len(change.which) == 1 else 'each'} through jaxmpi.replicate first, {_OWN}"
         case walking.REPLICATED:
-            return f"pass the result of {change.operation}, {place}, through jaxmpi.replicate, {_OWN}"
+            return f"{of_operation}:\n    pass its result through jaxmpi.replicate, {_OWN}"
         case walking.INVARIANT:
-            return f"pass the result of {change.operation}, {place}, through jaxmpi.invariant, {_ALIKE}"
+            return f"{of_operation}:\n    pass its result through jaxmpi.invariant, {_ALIKE}"
         case walking.LEFT_OUT:
-            return f"leave out {change.operation}, {place}, {_ALIKE if change.operation == 'replicate' else _OWN}"
+            return f"{of_operation}:\n    leave it out, {_ALIKE if change.operation == 'replicate' else _OWN}"
         case walking.BARE:
-            return f"at {place} use what has not been passed through jaxmpi.replicate, {_ALIKE}"
-    return f"at {place} pass what all ranks have through jaxmpi.replicate, {_OWN}"
+            return f"{place}:\n    use what has not been passed through jaxmpi.replicate, {_ALIKE}"
+    return f"{place}:\n    pass what is the same on all ranks through jaxmpi.replicate, {_OWN}"
 
 
 def explained(repairs: Sequence[Sequence[Change]], names: Sequence[str]) -> list[str]:
@@ -85,6 +85,6 @@ def explained(repairs: Sequence[Sequence[Change]], names: Sequence[str]) -> list
     if not repairs:
         return ["No change of one or two replicate or invariant in it makes the gradient right."]
     together = len(repairs[0]) > 1
-    what = "These changes together make" if together else "Each of these changes makes" if repairs[1:] else "This makes"
+    what = "These changes together make" if together else "Each of these makes" if repairs[1:] else "This makes"
     listed = repairs[0] if together else [change for (change,) in repairs]
     return [f"{what} it right, as was tried:", *(f"  {advice(change, names)}" for change in listed)]

@@ -64,11 +64,11 @@ class _Value:
 
 
 class Walk:
-    """One evaluation. `constants` are the identities of constants that are the same on all ranks; on `comm` values are
-    replicated where they meet varying ones; `changed` are the places that are changed, by change and position."""
+    """One evaluation. On `comm` values are replicated where they meet varying ones; `changed` are the places that are
+    changed, by change and position."""
 
-    def __init__(self, constants: Container[int], comm: Any, changed: Container[tuple[str, Position]] = ()) -> None:
-        self._constants, self._comm, self._changed = constants, comm, changed
+    def __init__(self, kinds: "Kinds", comm: Any, changed: Container[tuple[str, Position]] = ()) -> None:
+        self._kinds, self._comm, self._changed = kinds, comm, changed
         self.places: dict[tuple[str, Position], Place] = {}
 
     def __call__(self, jaxpr: Any, values: Sequence[Any], invariant: Sequence[bool], bare: Sequence[Any]) -> list[Any]:
@@ -81,11 +81,13 @@ class Walk:
 
     def _evaluate(self, jaxpr: Any, values: Iterable[_Value], at: Position, called: Lines) -> list[_Value]:
         inner = getattr(jaxpr, "jaxpr", jaxpr)
-        constants = [_Value(x, id(x) in self._constants) for x in getattr(jaxpr, "consts", ())]
+        constants = [_Value(x, self._kinds.same(x)) for x in getattr(jaxpr, "consts", ())]
         known = dict(zip((*inner.constvars, *inner.invars), (*constants, *values), strict=True))
 
         def read(x: Any) -> _Value:
-            return _Value(x.val, True, x.val) if isinstance(x, Literal) else known[x]
+            if not isinstance(x, Literal):
+                return known[x]
+            return _Value(x.val, True, x.val) if self._kinds.same(x) else _Value(x.val, False)
 
         for i, equation in enumerate(inner.eqns):
             lines = (*_places.lines_of_traceback(equation.source_info.traceback), *called)
@@ -99,7 +101,7 @@ class Walk:
     ) -> Iterable[_Value]:
         primitive, params = equation.primitive, equation.params
         if EFFECT not in equation.effects:
-            met = self._meet(operands, any(not x.invariant for x in operands), at, lines)
+            met = self._meet(operands, [all(x.invariant for x in operands)] * len(operands), at, lines)
             return self._local(compute, met, at, lines)
         if is_ours(primitive):
             return self._operation(primitive.name.removeprefix("jaxmpi."), params, compute, operands, at, lines)
@@ -111,12 +113,16 @@ class Walk:
             return self._cond(params, operands, at, lines)
         return [_Value(y, False) for y in compute(*(x.value for x in operands))]
 
-    def _meet(self, operands: list[_Value], together: bool, at: Position, lines: Lines) -> list[_Value]:
-        """Operands, of which the invariant ones may be replicated if they are used `together` with varying ones."""
-        which = [i for i, x in enumerate(operands) if x.invariant and not x.neutral and _jax.inexact(x.value)]
+    def _meet(self, operands: Sequence[_Value], kinds: Sequence[bool], at: Position, lines: Lines) -> list[_Value]:
+        """Values that are used as invariant, or not, as `kinds` says: those that become varying may be replicated."""
+        which = [
+            i
+            for i, (x, kind) in enumerate(zip(operands, kinds, strict=True))
+            if x.invariant and not kind and not x.neutral and _jax.inexact(x.value)
+        ]
         shapes = tuple((operands[i].value.shape, operands[i].value.dtype) for i in which)
-        if not (which and together and self._found(MEETING, at, "", lines, shapes)):
-            return operands
+        if not (which and self._found(MEETING, at, "", lines, shapes)):
+            return list(operands)
         replicated = bind_all("replicate", {"comm": self._comm}, [operands[i].value for i in which])
         met = list(operands)
         for i, y in zip(which, replicated, strict=True):
@@ -148,7 +154,7 @@ class Walk:
         lines: Lines,
     ) -> Iterator[_Value]:
         if name not in ("replicate", "invariant"):
-            operands = self._meet(operands, True, at, lines)
+            operands = self._meet(operands, [False] * len(operands), at, lines)
         values = [x.value for x in operands]
         change = OPERATIONS.get(name) if DERIVATIVE not in params and _jax.inexact_among(values) else None
         changed = change is not None and self._found(change, at, name, lines)
@@ -158,39 +164,44 @@ class Walk:
         if changed:
             more = "replicate" if change == REPLICATED else "invariant"
             results = bind_all(more, {"comm": params["comm"]}, results)
-        invariant = changed and change == INVARIANT or not changed and name in _MAKING_INVARIANT
+        invariant = change == INVARIANT if changed else name in _MAKING_INVARIANT
         bare = values if name == "replicate" else [None] * len(results)
         return map(_Value, results, [invariant] * len(results), bare)
 
     def _scan(self, params: Any, operands: list[_Value], at: Position, lines: Lines) -> Iterator[_Value]:
         constants, carried = _jaxprs.parts_of_scan(params)
-        values = [x.value for x in operands]
-        kinds = _kinds_in_scan(params, [x.invariant for x in operands])
-        results = _kinds(params["jaxpr"], kinds)
+        kinds = self._kinds.in_scan(params, [x.invariant for x in operands])
+        results = [*kinds[constants : constants + carried], *self._kinds.results(params["jaxpr"], kinds)[carried:]]
+        values = [x.value for x in self._meet(operands, kinds, at, lines)]
 
         def step(carry: Any, x: Any) -> Any:
             inside = map(_Value, (*carry, *x), kinds[constants:])
             made = self._evaluate(params["jaxpr"], (*operands[:constants], *inside), at, lines)
+            made = self._meet(made, results, (*at, -1), lines)
             return [y.value for y in made[:carried]], [y.value for y in made[carried:]]
 
         options = {name: params[name] for name in ("length", "reverse", "unroll")}
-        carry, ys = jax.lax.scan(step, values[constants : constants + carried], values[constants + carried :], **options)
+        carry, ys = jax.lax.scan(
+            step, values[constants : constants + carried], values[constants + carried :], **options
+        )
         return map(_Value, (*carry, *ys), results)
 
     def _cond(self, params: Any, operands: list[_Value], at: Position, lines: Lines) -> Iterator[_Value]:
         index, *given = operands
         bare = [None if x.neutral else x.bare for x in given]
+        kinds = self._kinds.of_cond(params, [x.invariant for x in operands])
 
         def branch(which: int) -> Callable[..., Any]:
             def call(*values: Any) -> list[Any]:
                 inside = map(_Value, values, (x.invariant for x in given), bare)
-                return [y.value for y in self._evaluate(params["branches"][which], inside, (*at, which), lines)]
+                made = self._evaluate(params["branches"][which], inside, (*at, which), lines)
+                return [y.value for y in self._meet(made, kinds, (*at, which, -1), lines)]
 
             return call
 
         branches = [branch(which) for which in range(len(params["branches"]))]
         results = jax.lax.switch(index.value, branches, *(x.value for x in given))
-        return map(_Value, results, _kinds_of_cond(params, [x.invariant for x in operands]))
+        return map(_Value, results, kinds)
 
 
 def _computes(jaxpr: Any, equation: Any) -> Callable[..., Any]:
@@ -205,42 +216,66 @@ def _computes(jaxpr: Any, equation: Any) -> Callable[..., Any]:
 # --- which values are invariant --------------------------------------------------------------------------------------
 
 
-def _kinds(jaxpr: Any, given: Sequence[bool]) -> list[bool]:
-    """Whether the results of a jaxpr are invariant, from whether its arguments are. Constants are not."""
-    inner = getattr(jaxpr, "jaxpr", jaxpr)
-    known = {**dict.fromkeys(inner.constvars, False), **dict(zip(inner.invars, given, strict=True))}
-    for equation in inner.eqns:
-        operands = [known.get(x, True) if not isinstance(x, Literal) else True for x in equation.invars]
-        known.update(zip(equation.outvars, _kinds_of(equation, operands), strict=True))
-    return [isinstance(x, Literal) or known[x] for x in inner.outvars]
+class Kinds:
+    """Whether values of a jaxpr are invariant. `varying` are the identities of its constants and literals that are not
+    the same on all ranks."""
+
+    def __init__(self, varying: Container[int]) -> None:
+        self._varying = varying
+
+    def same(self, constant: Any) -> bool:
+        return id(constant) not in self._varying
+
+    def results(self, jaxpr: Any, given: Sequence[bool]) -> list[bool]:
+        """Of the results, from those of the arguments."""
+        inner = getattr(jaxpr, "jaxpr", jaxpr)
+        constants = map(self.same, getattr(jaxpr, "consts", ()))
+        known = dict(zip((*inner.constvars, *inner.invars), (*constants, *given), strict=True))
+
+        def read(x: Any) -> bool:
+            return self.same(x) if isinstance(x, Literal) else known[x]
+
+        for equation in inner.eqns:
+            results = self._of_equation(equation, [read(x) for x in equation.invars])
+            known.update(zip(equation.outvars, results, strict=True))
+        return [read(x) for x in inner.outvars]
+
+    def _of_equation(self, equation: Any, operands: Sequence[bool]) -> list[bool]:
+        primitive, params, count = equation.primitive, equation.params, len(equation.outvars)
+        if EFFECT not in equation.effects:
+            return [all(operands)] * count
+        if is_ours(primitive):
+            return [primitive.name.removeprefix("jaxmpi.") in _MAKING_INVARIANT] * count
+        if primitive in CALLS:
+            return self.results(_jaxprs.called(params), operands)
+        if primitive is primitives.scan_p:
+            return self.results(params["jaxpr"], self.in_scan(params, operands))
+        if primitive is primitives.cond_p:
+            return self.of_cond(params, operands)
+        return [False] * count
+
+    def in_scan(self, params: Any, operands: Sequence[bool]) -> list[bool]:
+        """Of the arguments of a scan's body: what is carried is invariant if it is so after every step."""
+        constants, carried = _jaxprs.parts_of_scan(params)
+        kinds: list[bool] = list(operands)
+        before: list[bool] = []
+        while kinds != before:
+            before, results = list(kinds), self.results(params["jaxpr"], kinds)
+            for i in range(carried):
+                kinds[constants + i] = kinds[constants + i] and results[i]
+        return kinds
+
+    def of_cond(self, params: Any, operands: Sequence[bool]) -> list[bool]:
+        each = [self.results(branch, operands[1:]) for branch in params["branches"]]
+        return [operands[0] and all(kinds) for kinds in zip(*each, strict=True)]
 
 
-def _kinds_of(equation: Any, operands: Sequence[bool]) -> list[bool]:
-    primitive, params, count = equation.primitive, equation.params, len(equation.outvars)
-    if EFFECT not in equation.effects:
-        return [all(operands)] * count
-    if is_ours(primitive):
-        return [primitive.name.removeprefix("jaxmpi.") in _MAKING_INVARIANT] * count
-    if primitive in CALLS:
-        return _kinds(_jaxprs.called(params), operands)
-    if primitive is primitives.scan_p:
-        return _kinds(params["jaxpr"], _kinds_in_scan(params, operands))
-    if primitive is primitives.cond_p:
-        return _kinds_of_cond(params, operands)
-    return [False] * count
-
-
-def _kinds_in_scan(params: Any, operands: Sequence[bool]) -> list[bool]:
-    """Of the arguments of a scan's body: what is carried is invariant if it is so after every step."""
-    constants, carried = _jaxprs.parts_of_scan(params)
-    kinds, before = list(operands), None
-    while kinds != before:
-        before, results = list(kinds), _kinds(params["jaxpr"], kinds)
-        for i in range(carried):
-            kinds[constants + i] = kinds[constants + i] and results[i]
-    return kinds
-
-
-def _kinds_of_cond(params: Any, operands: Sequence[bool]) -> list[bool]:
-    each = [_kinds(branch, operands[1:]) for branch in params["branches"]]
-    return [operands[0] and all(kinds) for kinds in zip(*each, strict=True)]
+def constants(jaxpr: Any) -> Iterator[Any]:
+    """The constants and the literals of a jaxpr and of those inside of it."""
+    yield from getattr(jaxpr, "consts", ())
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield from (x for x in equation.invars if isinstance(x, Literal))
+        for value in equation.params.values():
+            for inner in value if isinstance(value, tuple) else (value,):
+                if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
+                    yield from constants(inner)
