@@ -126,12 +126,14 @@ RIGHT = {
 }
 
 
+@pytest.mark.two_say_most
 @pytest.mark.parametrize("name", RIGHT)
 def test_right(name):
     f, args, invariant = RIGHT[name]
     check_grads(f, args, invariant=invariant)
 
 
+@pytest.mark.two_say_most
 def test_right_in_other_ways(comm):
     """Results of each rank's own, second derivatives, gradients of the user's, one mode, another communicator."""
     check_grads(neighbours, (W, X), invariant="w", invariant_out=False)
@@ -151,6 +153,7 @@ def test_right_in_other_ways(comm):
     halves.Free()
 
 
+@pytest.mark.two_say_most
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 def test_donated_arguments():
     """What f may overwrite is a copy."""
@@ -283,6 +286,7 @@ def advice_in(text, *functions):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.two_say_most
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda function: function.__name__)
 def test_mistake(mistake):
     """It is found, what is said of the figures is true, and the mistake is among what makes the gradient right."""
@@ -398,6 +402,7 @@ WRONG = {
 }  # fmt: skip
 
 
+@pytest.mark.two_say_most
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_arguments(name):
     kind, text, args, options = WRONG[name]
