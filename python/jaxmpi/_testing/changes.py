@@ -1,12 +1,13 @@
 """Changes of `replicate` and `invariant` in a program, to be tried: does one of them make its gradient right?
 
 A change is made in all places of one line of the user's program, as an editor would make it, or in those that were
-called by one line, at any distance, or in those that were called by the same lines all the way.
+called by one line, at any distance, or in those that were called by the same lines all the way; of operations also in
+one of these.
 """
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -31,6 +32,8 @@ class Change:
     lines: Lines = ()
     which: tuple[int, ...] = ()
     """The numbers of the operations in the program, or of the variables."""
+    number: str = ""
+    """Which one it is of several operations in one line."""
 
 
 class Program:
@@ -80,6 +83,9 @@ class Program:
         made: dict[tuple[int, ...], Change] = {}
         for (operation, lines), which in groups.items():
             made.setdefault(tuple(which), Change(OPERATIONS[operation], operation, lines, tuple(which)))
+        for change in [change for change in made.values() if len({first[i].lines for i in change.which}) == 1]:
+            for n, i in enumerate(change.which, 1):
+                made.setdefault((i,), replace(change, which=(i,), number=f"the {n}. of {len(change.which)} there"))
         return list(made.values())
 
     def bare(self) -> list[Change]:

@@ -197,6 +197,8 @@ class Point:
 
 _RATIO, _STEPS = 4, 4
 """Each step of differences is shorter by this ratio than the one before."""
+SHORTER = _RATIO**_STEPS
+"""By this a second series of steps is shorter, if the first one does not agree."""
 
 
 def _extrapolated(

@@ -64,7 +64,7 @@ _OWN, _ALIKE = "since each rank uses it with its own data", "since all ranks com
 def advice(change: Change, names: Sequence[str]) -> str:
     """Where to change a program in this way, and what to do there."""
     place = ", called at ".join(change.lines[:2]) or "an unknown line"
-    of_operation = f"{change.operation} at {place}"
+    of_operation = f"{change.operation} at {place}" + (f", {change.number}" if change.number else "")
     match change.kind:
         case changes.ARGUMENTS:
             listed = ", ".join(names[i] for i in change.which)
