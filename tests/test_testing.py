@@ -19,6 +19,7 @@ import jaxmpi
 from jaxmpi import notoken
 from jaxmpi._testing import changes, checking
 from jaxmpi.testing import check_grads
+from launch import launch
 from table import NEW_JAX
 
 pytestmark = pytest.mark.skipif(not NEW_JAX, reason="this JAX has no derivatives of communication")
@@ -191,6 +192,12 @@ def missing_behind_mean(w, x):
     return mean(jnp.tanh(x @ jaxmpi.replicate(w)) ** 2)
 
 
+def missing_where_ranks_differ(w, x):
+    x = jnp.sin(x) if RANK == 0 else x
+    x = x - mean(x)  # here
+    return mean(jnp.tanh(x @ jaxmpi.replicate(w)) ** 2)
+
+
 def missing_in_a_use(w, x):
     middle = mean(x)
     return regression(w, x - middle, Y) + jnp.sum(middle**2)  # here
@@ -256,6 +263,7 @@ MISTAKES = {
     missing_at_argument: ({"w": PART}, "w: pass it through jaxmpi.replicate first"),
     missing_in_one_of_two: ({"b": PART}, "b: pass it through jaxmpi.replicate first"),
     missing_behind_mean: ({"x": ""}, f"allreduce at mean, called at here: {REPLICATE}"),
+    missing_where_ranks_differ: ({"x": ""}, f"allreduce at mean, called at here: {REPLICATE}"),
     missing_in_a_use: ({"x": ""}, ALL_HAVE),
     missing_in_a_loop: (None, ALL_HAVE),
     missing_in_a_branch: ({"x": ""}, f"allreduce at mean, called at here: {REPLICATE}"),
@@ -305,6 +313,23 @@ def test_two_mistakes():
     text = told(two_mistakes, (draw(4),))
     assert "These changes together make it right" in text
     assert advice_in(text, two_mistakes) == [f"allreduce at {mark}: {REPLICATE}" for mark in ("largest", "whole")]
+
+
+@pytest.mark.launches
+@pytest.mark.seldom
+def test_with_comparison_of_cotangents(script):
+    """JAXMPI_CHECK=1 would raise on one rank alone."""
+    program = script("""
+        from jaxmpi.testing import check_grads
+        def mean(x):
+            return notoken.allreduce(jnp.mean(x), MPI.SUM) / size
+        try:
+            check_grads(jaxmpi.jit(lambda x: mean(jnp.sin(x - mean(x)))), (jnp.arange(3.0) ** (rank + 1),))
+        except AssertionError as error:
+            print(error, flush=True)
+    """)
+    said = launch(2, program, JAXMPI_CHECK="1").stdout
+    assert said.count("pass its result through jaxmpi.replicate") == 2, said
 
 
 def test_figures():

@@ -35,8 +35,8 @@ def check_grads(
     gradient right, and the error says which were tried with success, with the lines of the program.
 
     Args:
-      f: a function of arrays and pytrees, jitted or not, called as `f(*args)`. It may communicate. It is called about a
-        dozen times, and differentiated once for each array in forward mode and once in reverse mode.
+      f: a function of arrays and pytrees, jitted or not, called as `f(*args)`. It is called about a dozen times, and
+        differentiated once in reverse mode and once for each array in forward mode.
       args: a tuple of its arguments. The derivatives are with respect to all their floating-point and complex arrays;
         others are constants.
       invariant: positions or names of the arguments that are the same on all ranks, such as parameters of a model. Each
@@ -52,9 +52,9 @@ def check_grads(
       atol: what derivatives may be apart: ten times the rounding of the largest if it is None, and that of the result.
       rtol: the same, relative to the derivative: 1e-7 for float64, 1e-3 for float32, 0.03 for float16, 0.1 for
         bfloat16, by the least precise array among arguments and results.
-      eps: the first step of differences, relative to the size of an array; three shorter ones follow, and the limit is
-        extrapolated. Differences are believed no further than they agree with each other. 0.01 for float64, 0.05 for
-        float32, 0.25 for shorter dtypes if it is None.
+      eps: the longest of several steps of differences, relative to the size of an array. The limit is extrapolated, and
+        believed no further than the steps agree. 0.01 for float64, 0.05 for float32, 0.25 for shorter dtypes if it is
+        None.
 
     Returns:
       Nothing.
