@@ -234,6 +234,11 @@ def too_many_in_jit(w, x):
     return regression(w, x, Y) + jnp.sum(scale**2)
 
 
+def too_many_in_one_line(w, x):
+    middle = jaxmpi.replicate(mean(x - jaxmpi.replicate(mean(x**2))))  # here
+    return regression(w, x, Y) + jnp.sum(middle**2)
+
+
 def missing_invariant(w, x):
     features = notoken.allgather(x @ jaxmpi.replicate(w))  # here
     return jnp.mean(jnp.tanh(features) ** 2)
@@ -270,6 +275,7 @@ MISTAKES = {
     too_many_at_a_penalty: ({"w": ""}, "here: use what has not been passed through jaxmpi.replicate"),
     too_many_at_the_loss: ({"w": TIMES, "x": TIMES}, "replicate at here: leave it out"),
     too_many_in_jit: ({"w": ""}, "replicate at here: leave it out"),
+    too_many_in_one_line: ({"x": ""}, "replicate at here, number 2 of 2: leave it out"),
     missing_invariant: ({"w": TIMES, "x": TIMES}, f"allgather at here: {INVARIANT}"),
     missing_invariant_of_bcast: ({"x": ""}, f"bcast at here: {INVARIANT}"),
     too_many_invariants: ({"x": ""}, "invariant at here: leave it out"),

@@ -85,7 +85,7 @@ class Program:
             made.setdefault(tuple(which), Change(OPERATIONS[operation], operation, lines, tuple(which)))
         for change in [change for change in made.values() if len({first[i].lines for i in change.which}) == 1]:
             for n, i in enumerate(change.which, 1):
-                made.setdefault((i,), replace(change, which=(i,), number=f"the {n}. of {len(change.which)} there"))
+                made.setdefault((i,), replace(change, which=(i,), number=f"number {n} of {len(change.which)}"))
         return list(made.values())
 
     def bare(self) -> list[Change]:
@@ -150,7 +150,7 @@ def repairs(program: Program, wrong: Sequence[int], repaired: Callable[[Sequence
     for pair in itertools.islice(itertools.combinations(simple, 2), _MOST):
         if repaired(pair):
             return [list(pair)]
-    if not repaired(meetings):
+    if not meetings or not repaired(meetings):
         return []
     needed = list(meetings)
     for change in meetings:

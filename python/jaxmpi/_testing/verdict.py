@@ -25,10 +25,6 @@ class Tolerance:
     def same(self, values: Sequence[float], size: float = 0.0) -> bool:
         return max(values) - min(values) <= self.atol + self.rtol * max(size, *map(abs, values))
 
-    def says_nothing(self, derivative: Derivative) -> bool:
-        """Whether differences are too far off to tell a derivative from half of it."""
-        return not 6 * derivative.error <= self.atol + abs(derivative.value)
-
 
 def of_ranks(values: Sequence[float], most: int = 4) -> str:
     """A number of each rank."""
@@ -74,7 +70,8 @@ def advice(change: Change, names: Sequence[str]) -> str:
         case walking.INVARIANT:
             return f"{of_operation}:\n    pass its result through jaxmpi.invariant, {_ALIKE}"
         case walking.LEFT_OUT:
-            return f"{of_operation}:\n    leave it out, {_ALIKE if change.operation == 'replicate' else _OWN}"
+            why = _ALIKE if change.operation == "replicate" else "since cotangents are not to be divided there"
+            return f"{of_operation}:\n    leave it out, {why}"
         case walking.BARE:
             return f"{place}:\n    use what has not been passed through jaxmpi.replicate, {_ALIKE}"
     return f"{place}:\n    pass what is the same on all ranks through jaxmpi.replicate, {_OWN}"
@@ -83,7 +80,7 @@ def advice(change: Change, names: Sequence[str]) -> str:
 def explained(repairs: Sequence[Sequence[Change]], names: Sequence[str]) -> list[str]:
     """The changes that make a gradient right: either one of several, or some together."""
     if not repairs:
-        return ["No change of one or two replicate or invariant in it makes the gradient right."]
+        return ["No change of replicate and invariant that was tried, one or two at a time, makes it right."]
     together = len(repairs[0]) > 1
     what = "These changes together make" if together else "Each of these makes" if repairs[1:] else "This makes"
     listed = repairs[0] if together else [change for (change,) in repairs]
