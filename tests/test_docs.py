@@ -1,12 +1,14 @@
 """The programs in README and docs/ run as they are printed, on any number of ranks, and print on two what is shown.
 
 The blocks of a page marked `python` are executed in their order, in one namespace. A block marked `text` that follows
-one is what both of two ranks print, in any order of lines. `<!--- skip: next "reason" -->` leaves a block out.
+one is what both of two ranks print, in any order of lines; where the block prints a line of itself, it is shown as
+that of `program.py`. `<!--- skip: next "reason" -->` leaves a block out.
 """
 
 import contextlib
 import io
 import os
+import re
 import tempfile
 import unittest
 from pathlib import Path
@@ -37,7 +39,15 @@ class Program(CodeBlockParser):
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             PythonEvaluator()(example)
-        example.namespace[SHOWN] = printed.getvalue()
+        example.namespace[SHOWN] = _as_program(printed.getvalue(), example)
+
+
+def _as_program(printed, example):
+    """What the block would have printed as a program of its own: lines of the page are those of `program.py`."""
+    before = example.line + example.parsed.line_offset
+    return re.sub(
+        rf"{re.escape(str(example.path))}:(\d+)", lambda found: f"program.py:{int(found[1]) - before}", printed
+    )
 
 
 class Output(CodeBlockParser):

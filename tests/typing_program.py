@@ -11,6 +11,7 @@ from typing_extensions import assert_type
 
 import jaxmpi
 from jaxmpi import Token, notoken
+from jaxmpi.testing import check_grads
 
 x = jnp.ones(3)
 
@@ -131,6 +132,15 @@ notoken.sendrecv(x, x, 0, 1, tag=1)  # error
 notoken.invariant()  # error
 notoken.allreduce(x, MPI.SUM, token=None)  # error
 notoken.allreduced(x)  # error
+
+# Tests of gradients.
+
+check_grads(lambda w, x: w * x, (x, x), invariant=("w", -1), invariant_out=(True, False), comm=MPI.COMM_SELF)
+check_grads(jnp.sin, [x], invariant=0, gradient=jax.grad(jnp.sin), modes=("rev",), atol=0.1, rtol=1e-3, eps=0.1)
+check_grads(jnp.sin)  # error
+check_grads(jnp.sin, (x,), 1)  # error
+check_grads(jnp.sin, (x,), invariant=0.5)  # error
+check_grads(jnp.sin, (x,), order=1)  # error
 
 # Compiled functions: the parameters and the result of the function, with options and without.
 

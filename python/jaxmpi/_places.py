@@ -1,5 +1,6 @@
 """Lines of the user's program."""
 
+import itertools
 import os
 import sys
 import threading
@@ -15,6 +16,9 @@ PACKAGES = (
 
 _OF_EAGER_CALLS = ("_primitive.py", "_call")
 """The function through which eager calls get their program, which serves all calls alike."""
+
+_TESTING = os.path.join(os.path.dirname(__file__), "testing.py")
+"""What calls functions of the user's to test them."""
 
 
 def here() -> str:
@@ -34,3 +38,11 @@ def of_traceback(traceback: Any) -> str | None:
         if (os.path.basename(frame.file_name), frame.function_name) == _OF_EAGER_CALLS:
             return None
     return None
+
+
+def lines_of_traceback(traceback: Any) -> tuple[str, ...]:
+    """The lines of the user's program in a traceback of JAX's, the innermost first, as far as what `jaxmpi.testing`
+    has called."""
+    frames = itertools.takewhile(lambda frame: frame.file_name != _TESTING, getattr(traceback, "frames", ()))
+    lines = (f"{f.file_name}:{f.line_num} ({f.function_name})" for f in frames if not f.file_name.startswith(PACKAGES))
+    return tuple(lines)

@@ -1,0 +1,160 @@
+"""Changes of `replicate` and `invariant` in a program, to be tried: does one of them make its gradient right?
+
+A change is made in all places of one line of the user's program, as an editor would make it, or in those that were
+called by one line, at any distance, or in those that were called by the same lines all the way; of operations also in
+one of these.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Literal
+
+from jaxmpi import _jaxprs
+from jaxmpi._primitive import bind_all
+from jaxmpi._testing.together import Ranks
+from jaxmpi._testing.walking import BARE, MEETING, OPERATIONS, Kinds, Lines, Place, Position, Walk, constants
+
+ARGUMENTS = "arguments"
+"""A change beside those of `walking`: variables pass through `replicate` before all else."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change that all ranks make."""
+
+    kind: str
+    operation: str = ""
+    lines: Lines = ()
+    which: tuple[int, ...] = ()
+    """The numbers of the operations in the program, or of the variables."""
+    number: str = ""
+    """Which one it is of several operations in one line."""
+
+
+class Program:
+    """A traced function that communicates. `invariant` says which of its arguments are."""
+
+    def __init__(self, traced: Any, invariant: Sequence[bool], ranks: Ranks) -> None:
+        self._jaxpr, self._invariant, self._ranks = _jaxprs.without_objects(traced), invariant, ranks
+        self._kinds = Kinds(_varying(self._jaxpr, ranks))
+        walk = Walk(self._kinds, ranks.communicator)
+        jax.make_jaxpr(lambda *xs: walk(self._jaxpr, xs, invariant, [None] * len(xs)))(*traced.in_avals)
+        self._places = walk.places
+        self._told = ranks.tell(list(walk.places.values()))
+
+    def changed(self, changes: Sequence[Change]) -> Callable[..., list[Any]]:
+        """The function with these changes."""
+        operations = [key for key, place in self._places.items() if place.operation]
+        chosen: set[tuple[str, Position]] = set()
+        for change in changes:
+            if change.kind in (BARE, MEETING):
+                places = [(key, place) for key, place in self._places.items() if key[0] == change.kind]
+                chosen.update(key for key, place in places if change.lines in _groups(place.lines))
+            elif change.kind != ARGUMENTS:
+                chosen.update(operations[i] for i in change.which)
+        replicated = sorted({i for change in changes if change.kind == ARGUMENTS for i in change.which})
+
+        def function(*values: Any) -> list[Any]:
+            given, invariant, bare = list(values), list(self._invariant), [None] * len(values)
+            for i in replicated:
+                bare[i], invariant[i] = values[i], False
+                (given[i],) = bind_all("replicate", {"comm": self._ranks.communicator}, [values[i]])
+            return Walk(self._kinds, self._ranks.communicator, chosen)(self._jaxpr, given, invariant, bare)
+
+        return function
+
+    def arguments(self, wrong: Sequence[int]) -> list[Change]:
+        return [Change(ARGUMENTS, which=tuple(wrong))] if wrong else []
+
+    def operations(self) -> list[Change]:
+        """Changes of operations; none if those of the ranks differ."""
+        first, *others = [[place for place in places if place.operation] for places in self._told]
+        if any([place.operation for place in other] != [place.operation for place in first] for other in others):
+            return []
+        groups: dict[tuple[str, Lines], list[int]] = {}
+        for i, place in enumerate(first):
+            for lines in _groups(place.lines):
+                groups.setdefault((place.operation, lines), []).append(i)
+        made: dict[tuple[int, ...], Change] = {}
+        for (operation, lines), which in groups.items():
+            made.setdefault(tuple(which), Change(OPERATIONS[operation], operation, lines, tuple(which)))
+        for change in [change for change in made.values() if len({first[i].lines for i in change.which}) == 1]:
+            for n, i in enumerate(change.which, 1):
+                made.setdefault((i,), replace(change, which=(i,), number=f"number {n} of {len(change.which)}"))
+        return list(made.values())
+
+    def bare(self) -> list[Change]:
+        """Changes of lines that compute from replicated values alone, on any rank; they communicate nothing more."""
+        return _of_lines(BARE, [*itertools.chain.from_iterable(self._told)])
+
+    def meetings(self) -> list[Change]:
+        """Changes of lines where invariant values meet varying ones. None if the ranks' programs differ: each must
+        replicate the same values in the same order."""
+        alike = [
+            [(place.change, place.lines[:1], place.shapes) for place in places if place.change != BARE]
+            for places in self._told
+        ]
+        return _of_lines(MEETING, self._told[0]) if alike.count(alike[0]) == len(alike) else []
+
+
+def _groups(lines: Lines) -> list[Lines]:
+    """The groups of places in which one is that is reached by these lines, each by the lines that name it."""
+    return list(dict.fromkeys((lines[:1], lines, *((line,) for line in lines[1:]))))
+
+
+def _of_lines(kind: str, places: Sequence[Place]) -> list[Change]:
+    groups: dict[Lines, list[int]] = {}
+    for i, place in enumerate(places):
+        for lines in _groups(place.lines) if place.change == kind else ():
+            groups.setdefault(lines, []).append(i)
+    made: dict[tuple[int, ...], Change] = {}
+    for lines, which in groups.items():
+        made.setdefault(tuple(which), Change(kind, lines=lines))
+    return list(made.values())
+
+
+def _varying(jaxpr: Any, ranks: Ranks) -> set[int]:
+    """The identities of the constants and literals that are not the same on all ranks."""
+    found = list(constants(jaxpr))
+    if len(set(ranks.tell(len(found)))) > 1:
+        return {id(x) for x in found if not isinstance(x, Literal)}
+    literals = ranks.tell([np.asarray(x.val).item() if isinstance(x, Literal) else None for x in found])
+    ours = zip(found, *literals, strict=True)
+    return {
+        id(x)
+        for x, *values in ours
+        if (len(set(map(repr, values))) > 1 if isinstance(x, Literal) else ranks.difference(x) is not None)
+    }
+
+
+_MOST = 64
+"""How many changes are tried, and how many pairs of them."""
+
+
+def repairs(program: Program, wrong: Sequence[int], repaired: Callable[[Sequence[Change]], bool]) -> list[list[Change]]:
+    """The changes after which a gradient is `repaired`: several that do it alone, or else some that do it together.
+
+    `wrong` are the invariant variables for which it is wrong.
+    """
+    simple = [*program.arguments(wrong), *program.operations(), *program.bare()][:_MOST]
+    if found := [[change] for change in simple if repaired([change])]:
+        return found
+    meetings = program.meetings()[:_MOST]
+    if found := [[change] for change in meetings if repaired([change])]:
+        return found
+    for pair in itertools.islice(itertools.combinations(simple, 2), _MOST):
+        if repaired(pair):
+            return [list(pair)]
+    if not meetings or not repaired(meetings):
+        return []
+    needed = list(meetings)
+    for change in meetings:
+        fewer = [other for other in needed if other != change]
+        if repaired(fewer):
+            needed = fewer
+    return [needed]

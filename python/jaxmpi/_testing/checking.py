@@ -1,0 +1,193 @@
+"""The steps of a check. What they find wrong they raise as an AssertionError, on all ranks alike."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmpi._communicator import CHECK
+from jaxmpi._testing import verdict
+from jaxmpi._testing.changes import Change, Program, repairs
+from jaxmpi._testing.figures import SHORTER, Derivative, Gradient, Point
+from jaxmpi._testing.problem import Problem
+from jaxmpi._testing.together import Ranks, number
+from jaxmpi._testing.verdict import Tolerance
+
+_NEEDS_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerBoolConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+
+def traced(problem: Problem, ranks: Ranks, forward: bool, reverse: bool) -> Any:
+    """The function as a jaxpr; None if it cannot be traced, since what it does depends on values.
+
+    Nothing is sent. So what a rank refuses while tracing, of the derivatives that are wanted too, is an error of all
+    ranks before any of them waits for it.
+    """
+
+    def trace() -> Any:
+        def derivatives(*values: Any) -> Any:
+            tangents = jax.jvp(problem.function, values, values)[1] if forward else []
+            results, pull = jax.vjp(problem.function, *values) if reverse else ([], lambda _: [])
+            return tangents, pull(results)
+
+        try:
+            jax.make_jaxpr(derivatives)(*problem.values)
+            return jax.make_jaxpr(problem.function)(*problem.values)
+        except _NEEDS_VALUES:
+            return None
+
+    made = ranks.together("differentiate f", trace)
+    return None if any(ranks.tell(made is None)) else made
+
+
+def evaluated(problem: Problem, ranks: Ranks) -> Point:
+    """The function at its arguments, where derivatives are taken."""
+    result = ranks.together("call f", lambda: jax.block_until_ready(problem.call(*problem.values)))
+    leaves, values = ranks.together("take the result of f", lambda: problem.results(result))
+    names = ranks.tell([leaf.name for leaf in leaves])
+    if names.count(names[0]) < ranks.size:
+        raise ValueError("check_grads: f must return arrays of the same names on all ranks, in pytrees of one form.")
+    for leaf, y in zip(leaves, values, strict=True):
+        if not all(ranks.tell(bool(np.all(np.isfinite(y))))):
+            raise AssertionError(f"check_grads: the {leaf.name} of f is not finite, so f has no derivative here.")
+        if leaf.invariant and (difference := ranks.difference(y)) is not None:
+            raise AssertionError(
+                f"check_grads: the {leaf.name} of f is not the same on all ranks: {difference}.\n"
+                "A loss must be one number: what each rank computes from its own data becomes that of all data by\n"
+                "jaxmpi.allreduce(loss, MPI.SUM). If each rank shall have a result of its own: invariant_out=False."
+            )
+    return Point(problem, ranks, leaves, values)
+
+
+class Check:
+    """Whether derivatives of a function at a point agree."""
+
+    def __init__(self, point: Point, forward: bool, rtol: float | None, atol: float | None, eps: float | None) -> None:
+        self._point, self._by_forward, precision = point, forward, point.precision
+        self._names = [leaf.name for leaf in point.problem.variables]
+        longest = precision.step if eps is None else eps
+        self._steps = longest, longest / SHORTER
+        self._differences: dict[int, Derivative] = {}
+        self._derivatives = point.forward() if forward else [*map(self._by_differences, range(len(self._names)))]
+        if atol is None:
+            largest = max(max(d.size, abs(d.value)) for d in self._derivatives)
+            atol = precision.eps * (10 * largest + point.at.size)
+        self._tolerance = Tolerance(precision.rtol if rtol is None else rtol, atol)
+
+    def _by_differences(self, which: int) -> Derivative:
+        """Along the direction of one variable."""
+        if which not in self._differences:
+            self._differences[which] = self._best_differences([which])
+        return self._differences[which]
+
+    def _best_differences(self, which: Sequence[int]) -> Derivative:
+        """By the longer steps, or by shorter ones, if these agree better."""
+        return min((self._point.differences(which, step) for step in self._steps), key=lambda found: found.error)
+
+    def one_function(self) -> None:
+        """All ranks have the same derivatives of what is invariant."""
+        for name, derivative in zip(self._names, self._derivatives, strict=True):
+            if not self._tolerance.same(derivative.of_ranks, derivative.size + derivative.error):
+                raise AssertionError(
+                    "check_grads: f has the same result on all ranks here, but not the same derivative. In a random "
+                    f"direction of {name}\nit is {verdict.of_ranks(derivative.of_ranks)}. So each rank has a function "
+                    "of its own: make one of them,\nfor example by jaxmpi.allreduce(loss, MPI.SUM)."
+                )
+
+    def forward(self) -> None:
+        """Forward mode agrees with differences, along all directions together."""
+        value, size = (sum(getattr(d, name) for d in self._derivatives) for name in ("value", "size"))
+        for step in self._steps:
+            together = self._point.differences(range(len(self._names)), step)
+            if self._tolerance.close(value, together, size):
+                return
+        each = zip(self._names, self._derivatives, map(self._by_differences, range(len(self._names))), strict=True)
+        wrong = [(name, d.value, e) for name, d, e in each if not self._tolerance.close(d.value, e, d.size)]
+        wrong = wrong or [("all arguments together", value, together)]
+        told = [f"  {name}: forward mode {number(d)}, differences {e.value:.3g}" for name, d, e in wrong]
+        kink = next((e for _, _, e in wrong if e.left != e.right), None)
+        why = _ELSEWHERE.format(number(kink.left), number(kink.right)) if kink else _NOT_BY_REPLICATE
+        told = [f"check_grads: forward mode does not agree with differences. {_WHAT}", *told[:_MOST_TOLD], why]
+        raise AssertionError("\n".join(told))
+
+    def reverse(self, traced: Any) -> None:
+        """Reverse mode has the same derivatives. `traced` is the function as a jaxpr, which is changed if not, to find
+        out why; or None."""
+        point, function = self._point, self._point.problem.function
+        if traced is None or point.ranks.size == 1:
+            self._compare(point.reverse(function), "reverse mode")
+            return
+        make = functools.partial(Program, traced, [leaf.invariant for leaf in point.problem.variables], point.ranks)
+        if CHECK:  # whose comparison of cotangents would raise on some ranks alone
+            function = make().changed(())
+        self._compare(point.reverse(function), "reverse mode", make)
+
+    def gradient(self, gradient: Callable[..., Any]) -> None:
+        """A gradient that the user computes has the same derivatives."""
+        if not self._point.single:
+            raise ValueError("check_grads: with gradient, f must return one real number, the same on all ranks.")
+        self._compare(self._point.given(gradient), "gradient")
+
+    def _compare(self, arrays: Sequence[Any], name: str, program: Callable[[], Program] | None = None) -> None:
+        gradients = self._point.gradients(arrays)
+        wrong = self._wrong(gradients)
+        if not wrong:
+            self._conclusive()
+            return
+        told = []
+        for i in wrong:
+            figures = [f"{name} {verdict.of_ranks(gradients[i].values)}"]
+            figures += [f"forward mode {number(self._derivatives[i].value)}"] if self._by_forward else []
+            figures += [f"differences {self._by_differences(i).value:.3g}"] if i in wrong[:_MOST_TOLD] else []
+            told.append(f"  {self._names[i]}: {'; '.join(figures)}")
+            relation = verdict.relation(gradients[i], self._derivatives[i], self._point.ranks.size, self._tolerance)
+            told += [f"    {relation}"] if relation else []
+        if program is not None:
+            told += verdict.explained(self._repairs(program(), wrong), self._names)
+        raise AssertionError("\n".join([f"check_grads: the gradient is wrong. {_WHAT}", *told]))
+
+    def _wrong(self, gradients: Sequence[Gradient]) -> list[int]:
+        pairs = zip(gradients, self._derivatives, strict=True)
+        return [i for i, pair in enumerate(pairs) if not self._tolerance.right(*pair)]
+
+    def _conclusive(self) -> None:
+        """Differences, where they are all there is, are precise enough to have found a gradient wrong."""
+        largest = max(abs(d.value) for d in self._derivatives)
+        for name, d in zip(self._names, self._derivatives, strict=True):
+            if not 6 * d.error <= max(abs(d.value), largest / 100):
+                raise AssertionError(
+                    f"check_grads: inconclusive. In a random direction of {name} differences are {number(d.value)}, "
+                    f"and may be off by\n{number(3 * d.error)}: try eps, jax_enable_x64, or forward mode."
+                )
+
+    def _repairs(self, program: Program, wrong: Sequence[int]) -> list[list[Change]]:
+        invariant = [i for i in wrong if self._point.problem.variables[i].invariant]
+        return repairs(program, invariant, lambda changes: self._is_repaired(program.changed(changes)))
+
+    def _is_repaired(self, changed: Callable[..., Any]) -> bool:
+        point, made = self._point, None
+        with contextlib.suppress(TypeError, ValueError, NotImplementedError):  # the changed program has no gradient
+            made = point.backward(changed)
+        if any(point.ranks.tell(made is None)):
+            return False
+        return made is not None and not self._wrong(point.gradients(made))
+
+
+_WHAT = "Derivatives in a random direction of each argument:"
+_ELSEWHERE = (
+    "f has a kink here, with the derivatives {} and {} on its two sides. So this is inconclusive:\n"
+    "check it at other arguments."
+)
+_NOT_BY_REPLICATE = (
+    "That is not a matter of replicate and invariant, which change reverse mode alone. A derivative may be wrong\n"
+    "(jax.custom_jvp, jax.lax.stop_gradient), f may jump, or differences are too coarse: try eps, or jax_enable_x64."
+)
+_MOST_TOLD = 8
+"""Of how many variables differences are told."""
