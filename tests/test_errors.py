@@ -221,9 +221,9 @@ BAD = {
         r"bcast: x has dtype int4, which cannot be communicated; use x.astype",
     ),
     "a random key": (
-        lambda n: notoken.bcast(jax.random.key(0), 0),
+        lambda n: notoken.allreduce(jax.random.key(0), MPI.SUM),
         TypeError,
-        r"bcast: x has dtype key<fry>, .*jax.random.key_data",
+        r"allreduce: x has dtype key<fry>, of random keys, which are moved, not reduced.*jax.random.key_data",
     ),
     "strings": (
         lambda n: notoken.allgather("abc"),

@@ -13,7 +13,7 @@ import numpy as np
 from mpi4py import MPI
 
 import jaxmpi._core as _core
-from jaxmpi import _ends, _jax, _places, _tags
+from jaxmpi import _ends, _jax, _keys, _places, _tags
 from jaxmpi._communicator import Communicator
 from jaxmpi._native import DATATYPES, OWN_OPERATIONS, Datatype, handle_of
 
@@ -133,16 +133,21 @@ def datatype(dtype: Any, operation: str, argument: str) -> Datatype:
     """The row of a dtype. Raises TypeError if it cannot be communicated."""
     row = _row(dtype)
     if isinstance(row, str):
-        hint = "jax.random.key_data(key) and wrap_key_data" if row.startswith("key<") else f"{argument}.astype(...)"
         raise TypeError(
-            f"{operation}: {argument} has dtype {row}, which cannot be communicated; use {hint}. "
+            f"{operation}: {argument} has dtype {row}, which cannot be communicated; use {argument}.astype(...). "
             f"Possible: {', '.join(DATATYPES)}."
         )
     return row
 
 
+def _check_movable(x: Any, operation: str, argument: str) -> None:
+    """Raises TypeError for an array, or a type, that cannot be communicated."""
+    if not _keys.is_key(x):
+        datatype(x.dtype, operation, argument)
+
+
 def _as_array(x: Any, operation: str, argument: str) -> jax.Array:
-    if type(x) is _jax.ConcreteArray:
+    if type(x) is _jax.ConcreteArray or (isinstance(x, jax.Array) and not _jax.is_tracer(x)):
         if (devices := _jax.devices_of_array(x)) > 1:
             raise NotImplementedError(f"{operation}: {argument} is {_jax.spread(devices)}")
         return x
@@ -165,14 +170,14 @@ def _as_array(x: Any, operation: str, argument: str) -> jax.Array:
 def array(x: Any, operation: str, argument: str) -> jax.Array:
     """One leaf of an input as a JAX array."""
     x = _as_array(x, operation, argument)
-    datatype(x.dtype, operation, argument)
+    _check_movable(x, operation, argument)
     return x
 
 
 def template(x: Any, operation: str, argument: str) -> jax.Array:
     """One leaf of a template, of which only shape, dtype and batching are used."""
     if isinstance(x, jax.ShapeDtypeStruct):
-        datatype(x.dtype, operation, argument)
+        _check_movable(x, operation, argument)
         return jnp.zeros(x.shape, x.dtype)
     return array(x, operation, argument)
 
@@ -279,6 +284,11 @@ def leaves(x: Any, operation: str, argument: str, check: Any = array) -> tuple[l
 def reducible(x: Any, op: Reduction, operation: str, argument: str) -> jax.Array:
     """One leaf of an input to a reduction. Raises TypeError if MPI has no such reduction for its dtype."""
     x = _as_array(x, operation, argument)
+    if _keys.is_key(x):
+        raise TypeError(
+            f"{operation}: {argument} has dtype {x.dtype}, of random keys, which are moved, not reduced. To reduce the "
+            "words that they are made of, pass jax.random.key_data(key)."
+        )
     row = datatype(x.dtype, operation, argument)
     possible = REDUCTIONS[row.kind]
     if op.name in possible or op.name not in _PREDEFINED:
