@@ -9,7 +9,7 @@ from mpi4py import MPI
 import jaxmpi
 from jaxmpi import notoken
 from launch import launch
-from table import CASES, draw, upto
+from table import CASES, NEW_JAX, draw, upto
 
 pytestmark = pytest.mark.two_say_most
 
@@ -78,8 +78,11 @@ def test_under_vmap_scan_and_grad(case, comm, rank, size):
         total, moved = jax.lax.scan(step, x, jnp.stack([own, own]))
         return total**2, moved
 
-    gradient, moved = jax.jit(jax.grad(loss, has_aux=True))(1.0)
-    assert gradient == 6.0
+    if NEW_JAX:
+        gradient, moved = jax.jit(jax.grad(loss, has_aux=True))(1.0)
+        assert gradient == 6.0
+    else:
+        _, moved = jax.jit(loss)(1.0)
     for result in moved:
         for entry in range(3):
             check(case, result[entry], [words[entry] for words in batch], kind, rank)

@@ -77,6 +77,7 @@ class Request:
 jax.tree_util.register_pytree_node(
     Request, lambda request: (request._arrays, request._of), lambda of, arrays: Request(arrays, of)
 )
+arguments.never_an_array(Request, "wait for it first, and pass what jaxmpi.wait(request) gives.")
 
 
 def _start(operation: str, params: Params, x: Any, check: Callable[..., Any], ends: Sequence[Any] = ()) -> Request:
