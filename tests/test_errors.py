@@ -221,9 +221,14 @@ BAD = {
         r"bcast: x has dtype int4, which cannot be communicated; use x.astype",
     ),
     "a random key": (
-        lambda n: notoken.bcast(jax.random.key(0), 0),
+        lambda n: notoken.allreduce(jax.random.key(0), MPI.SUM),
         TypeError,
-        r"bcast: x has dtype key<fry>, .*jax.random.key_data",
+        r"allreduce: x has dtype key<fry>, of random keys, which are moved, not reduced.*jax.random.key_data",
+    ),
+    "the buffer of mpi4py": (
+        lambda n: notoken.allreduce([X, 3, MPI.DOUBLE], MPI.SUM),
+        TypeError,
+        r"allreduce: x\[2\] is .*Datatype .* is no array: in the place of mpi4py's \[x, count, datatype\] pass x alone",
     ),
     "strings": (
         lambda n: notoken.allgather("abc"),
@@ -401,8 +406,38 @@ def test_freed_reduction(jit, comm, size):
     largest.Free()
 
 
+def _in_grid(name):
+    return lambda x: getattr(jaxmpi.Grid((0,), (MPI.COMM_WORLD.size,)), name)(x)
+
+
+def _with_neighbors(call):
+    def with_communicator(x):
+        ring = MPI.COMM_WORLD.Create_cart([MPI.COMM_WORLD.size])
+        try:
+            return call(x, comm=ring)
+        finally:
+            ring.Free()
+
+    return with_communicator
+
+
 NOTHING = {
     "allgather": notoken.allgather,
+    "allgatherv": lambda x: notoken.allgatherv(x, jnp.int32(0), rows=0),
+    "alltoallv": lambda x: notoken.alltoallv(x, [0] * MPI.COMM_WORLD.size, [0] * MPI.COMM_WORLD.size),
+    "exscan": lambda x: notoken.exscan(x, MPI.SUM),
+    "gatherv": lambda x: notoken.gatherv(x, [0] * MPI.COMM_WORLD.size, 0),
+    "reduce_scatter": lambda x: notoken.reduce_scatter(x, MPI.SUM),
+    "reduce_scatter_counts": lambda x: notoken.reduce_scatter(x, MPI.SUM, [0] * MPI.COMM_WORLD.size),
+    "scatterv": lambda x: notoken.scatterv(x, [0] * MPI.COMM_WORLD.size, 0),
+    "iallreduce": lambda x: notoken.iallreduce(x, MPI.SUM),
+    "ialltoall": notoken.ialltoall,
+    "ibcast": lambda x: notoken.ibcast(x, 0),
+    "irecv": lambda x: notoken.irecv(x, 0),
+    "isend": lambda x: notoken.isend(x, 0),
+    "neighbor_allgather": _with_neighbors(notoken.neighbor_allgather),
+    "neighbor_alltoall": _with_neighbors(notoken.neighbor_alltoall),
+    **{f"Grid.{name}": _in_grid(name) for name in ("exchange", "start", "pad", "scatter", "gather")},
     "allreduce": lambda x: notoken.allreduce(x, MPI.SUM),
     "alltoall": notoken.alltoall,
     "bcast": lambda x: notoken.bcast(x, 0),
@@ -426,6 +461,59 @@ def test_none_is_no_array(name):
         NOTHING[name](None)
     with pytest.raises(TypeError, match=r" is None, which has no array"):
         jax.jit(lambda: NOTHING[name](None))()
+
+
+NO_ARRAYS = {
+    "IN_PLACE": (MPI.IN_PLACE, "is MPI.IN_PLACE, which is no array: pass the array itself"),
+    "BOTTOM": ((MPI.BOTTOM, X), "is MPI.BOTTOM, which is no array: pass the array itself"),
+    "a datatype": (MPI.DOUBLE, "Datatype .* is no array: .* pass x alone"),
+    "a token": (jaxmpi.Token(), r"is Token\(\), which has no array"),
+    "a derivative of integers": (np.zeros(2, jax.dtypes.float0), "has dtype float0: .* Leave it out"),
+}
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("what", NO_ARRAYS)
+def test_no_arrays(what, jitted):
+    """What is surely a mistake, though `jnp.asarray` or a tree makes an array of it, or none."""
+    given, message = NO_ARRAYS[what]
+    for call in NOTHING.values():
+        with pytest.raises(TypeError, match=message):
+            (jax.jit(lambda call=call: call(given)) if jitted else lambda call=call: call(given))()
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_a_request_is_no_array(name):
+    """The wait is missing: what is in a request would be sent as numbers."""
+    request = notoken.iallreduce(X, MPI.SUM)
+    with pytest.raises(TypeError, match=r"Request\(iallreduce\), which is no array: wait for it first"):
+        NOTHING[name](request)
+    with pytest.raises(TypeError, match=r"Request\(iallreduce\), which is no array: wait for it first"):
+        jax.jit(lambda request: NOTHING[name]({"a": request}))(request)
+    notoken.wait(request)
+
+
+@pytest.mark.parametrize(
+    ("argument", "call"),
+    [
+        ("root", lambda x: notoken.bcast(X, x)),
+        ("dest", lambda x: notoken.send(X, x)),
+        ("source", lambda x: notoken.recv(X, x)),
+        ("tag", lambda x: notoken.isend(X, 0, tag=x)),
+        ("counts", lambda x: notoken.allgatherv(X, x)),
+        ("rows", lambda x: notoken.allgatherv(X, jnp.int32(3), rows=x)),
+        ("sendcounts", lambda x: notoken.alltoallv(X, x, rows=3)),
+        ("processes", jaxmpi.Grid),
+        ("shape", lambda x: jaxmpi.Grid((0,), x)),
+        ("op", lambda x: notoken.allreduce(X, x)),
+        ("comm", lambda x: notoken.allreduce(X, MPI.SUM, comm=x)),
+        ("status", lambda x: notoken.recv(X, 0, status=x)),
+    ],
+)
+def test_constants_in_other_arguments(argument, call):
+    for constant in (MPI.IN_PLACE, MPI.BOTTOM):
+        with pytest.raises(TypeError, match=rf"{argument} must .* got (MPI\.)?(IN_PLACE|BOTTOM)"):
+            call(constant)
 
 
 def test_leaves_may_be_none(size):

@@ -13,9 +13,10 @@ import numpy as np
 from mpi4py import MPI
 
 import jaxmpi._core as _core
-from jaxmpi import _ends, _jax, _places, _tags
+from jaxmpi import _ends, _jax, _keys, _places, _tags
 from jaxmpi._communicator import Communicator
 from jaxmpi._native import DATATYPES, OWN_OPERATIONS, Datatype, handle_of
+from jaxmpi._order import Token
 
 _ARITHMETIC = ("SUM", "PROD", "MAX", "MIN")
 _LOGICAL = ("LAND", "LOR", "LXOR")
@@ -125,6 +126,8 @@ def status(value: Any, operation: str) -> Status | None:
 @functools.cache
 def _row(dtype: Any) -> Datatype | str:
     """The row of a dtype, or the dtype's name if it has no row."""
+    if dtype == jax.dtypes.float0:
+        return "float0"
     name = str(dtype) if jnp.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype).name
     return DATATYPES.get(name, name)
 
@@ -132,22 +135,55 @@ def _row(dtype: Any) -> Datatype | str:
 def datatype(dtype: Any, operation: str, argument: str) -> Datatype:
     """The row of a dtype. Raises TypeError if it cannot be communicated."""
     row = _row(dtype)
-    if isinstance(row, str):
-        hint = "jax.random.key_data(key) and wrap_key_data" if row.startswith("key<") else f"{argument}.astype(...)"
+    if row == "float0":
         raise TypeError(
-            f"{operation}: {argument} has dtype {row}, which cannot be communicated; use {hint}. "
+            f"{operation}: {argument} has dtype float0: it is the derivative of integers, which JAX makes an array of "
+            "nothing. Leave it out."
+        )
+    if isinstance(row, str):
+        raise TypeError(
+            f"{operation}: {argument} has dtype {row}, which cannot be communicated; use {argument}.astype(...). "
             f"Possible: {', '.join(DATATYPES)}."
         )
     return row
 
 
+def _check_movable(x: Any, operation: str, argument: str) -> None:
+    """Raises TypeError for an array, or a type, that cannot be communicated."""
+    if not _keys.is_key(x):
+        datatype(x.dtype, operation, argument)
+
+
+_IN_PLACE = (
+    "pass the array itself. Results are new arrays, which share memory with their operands where nothing else needs "
+    "these."
+)
+_NO_ARRAYS = {
+    type(MPI.IN_PLACE): _IN_PLACE,
+    type(MPI.BOTTOM): _IN_PLACE,
+    MPI.Datatype: "in the place of mpi4py's [x, count, datatype] pass x alone, which knows its size and dtype.",
+}
+
+
+def never_an_array(kind: type, advice: str) -> None:
+    """From now on an object of this type is an error in the place of an array, also if `jnp.asarray` would make one of
+    it, or if it is a pytree. The error gives the advice."""
+    _NO_ARRAYS[kind] = advice
+
+
+def _is_no_array(x: Any) -> bool:
+    return type(x) in _NO_ARRAYS
+
+
 def _as_array(x: Any, operation: str, argument: str) -> jax.Array:
-    if type(x) is _jax.ConcreteArray:
+    if type(x) is _jax.ConcreteArray or (isinstance(x, jax.Array) and not _jax.is_tracer(x)):
         if (devices := _jax.devices_of_array(x)) > 1:
             raise NotImplementedError(f"{operation}: {argument} is {_jax.spread(devices)}")
         return x
     if isinstance(x, jax.Array):
         return x
+    if (advice := _NO_ARRAYS.get(type(x))) is not None:
+        raise TypeError(f"{operation}: {argument} is {_name_of(x)}, which is no array: {advice}")
     try:
         return jnp.asarray(x)
     except OverflowError as error:
@@ -162,17 +198,23 @@ def _as_array(x: Any, operation: str, argument: str) -> jax.Array:
         ) from error
 
 
+def _name_of(x: Any) -> str:
+    """mpi4py's constants by their names: those of some versions are integers, and look like them."""
+    constants = {"MPI.IN_PLACE": MPI.IN_PLACE, "MPI.BOTTOM": MPI.BOTTOM}
+    return next((name for name, value in constants.items() if value is x), repr(x))
+
+
 def array(x: Any, operation: str, argument: str) -> jax.Array:
     """One leaf of an input as a JAX array."""
     x = _as_array(x, operation, argument)
-    datatype(x.dtype, operation, argument)
+    _check_movable(x, operation, argument)
     return x
 
 
 def template(x: Any, operation: str, argument: str) -> jax.Array:
     """One leaf of a template, of which only shape, dtype and batching are used."""
     if isinstance(x, jax.ShapeDtypeStruct):
-        datatype(x.dtype, operation, argument)
+        _check_movable(x, operation, argument)
         return jnp.zeros(x.shape, x.dtype)
     return array(x, operation, argument)
 
@@ -198,11 +240,14 @@ def integer(value: Any, operation: str, argument: str) -> int:
             "Mark it static (jax.jit(..., static_argnums=...)), or take it from the enclosing scope."
         )
     try:
-        return operator.index(value)
+        if not _is_no_array(value):
+            return operator.index(value)
     except TypeError:
-        raise TypeError(
-            f"{operation}: {argument} must be a Python or NumPy integer, got {value!r} of type {type(value).__name__}."
-        ) from None
+        pass
+    raise TypeError(
+        f"{operation}: {argument} must be a Python or NumPy integer, got {_name_of(value)} of type "
+        f"{type(value).__name__}."
+    )
 
 
 def rank(value: Any, comm: Communicator, operation: str, argument: str, also: tuple[int, ...] = ()) -> int:
@@ -259,19 +304,19 @@ def reduction(op: Any, operation: str) -> Reduction:
 
 
 def pytree(x: Any, operation: str, argument: str) -> tuple[list[Any], Any]:
-    """The leaves of an argument, and their structure. Raises TypeError for None, which has no leaves."""
-    if x is None:
+    """The leaves of an argument, and their structure. Raises TypeError for None and tokens, which have no leaves."""
+    if x is None or isinstance(x, Token):
         raise TypeError(
-            f"{operation}: {argument} is None, which has no array: nothing would be communicated, and other ranks may "
+            f"{operation}: {argument} is {x}, which has no array: nothing would be communicated, and other ranks may "
             "wait for it. Pass an array, or a pytree of arrays."
         )
-    return jax.tree.flatten(x)
+    return jax.tree.flatten(x, is_leaf=_is_no_array)
 
 
 def leaves(x: Any, operation: str, argument: str, check: Any = array) -> tuple[list[Any], list[str], Any]:
     """The leaves as `check(leaf, operation, name)` returns them, their names, and their structure."""
     pytree(x, operation, argument)
-    paths, structure = jax.tree_util.tree_flatten_with_path(x)
+    paths, structure = jax.tree_util.tree_flatten_with_path(x, is_leaf=_is_no_array)
     names = [f"{argument}{jax.tree_util.keystr(path)}" for path, _ in paths]
     return [check(leaf, operation, name) for (_, leaf), name in zip(paths, names, strict=True)], names, structure
 
@@ -279,6 +324,11 @@ def leaves(x: Any, operation: str, argument: str, check: Any = array) -> tuple[l
 def reducible(x: Any, op: Reduction, operation: str, argument: str) -> jax.Array:
     """One leaf of an input to a reduction. Raises TypeError if MPI has no such reduction for its dtype."""
     x = _as_array(x, operation, argument)
+    if _keys.is_key(x):
+        raise TypeError(
+            f"{operation}: {argument} has dtype {x.dtype}, of random keys, which are moved, not reduced. To reduce the "
+            "words that they are made of, pass jax.random.key_data(key)."
+        )
     row = datatype(x.dtype, operation, argument)
     possible = REDUCTIONS[row.kind]
     if op.name in possible or op.name not in _PREDEFINED:

@@ -11,7 +11,7 @@ import numpy as np
 from mpi4py import MPI
 
 from jaxmpi import _arguments as arguments
-from jaxmpi import _communicator, _halos, notoken
+from jaxmpi import _communicator, _halos, _keys, notoken
 from jaxmpi import _grid_arguments as given
 from jaxmpi._halos import Halo, Layout, Rules
 from jaxmpi._nonblocking import Request, is_of_grid, start_exchange, wait
@@ -266,7 +266,7 @@ class Grid:
             for x, name in zip(arrays, names, strict=True)
         ]
         return jax.tree.unflatten(
-            structure, [jnp.pad(x, cut.pads(widths)) for x, cut in zip(arrays, cuts, strict=True)]
+            structure, [_keys.pad(x, cut.pads(widths)) for x, cut in zip(arrays, cuts, strict=True)]
         )
 
     # --- whole arrays ----------------------------------------------------------------------------------------------
@@ -323,7 +323,7 @@ class Grid:
             parts = notoken.scatter(stacks, root, comm=self._mpi)
             blocks = [cut.cropped(self, part, self._comm.rank) for cut, part in zip(cuts, parts, strict=True)]
         if any(map(any, halo.widths)):
-            padded = [jnp.pad(block, cut.pads(halo.widths)) for cut, block in zip(cuts, blocks, strict=True)]
+            padded = [_keys.pad(block, cut.pads(halo.widths)) for cut, block in zip(cuts, blocks, strict=True)]
             return self.exchange(jax.tree.unflatten(structure, padded), width, axes=axes, boundary=boundary)
         return jax.tree.unflatten(structure, blocks)
 
@@ -478,7 +478,7 @@ class _Cut:
 
     def padded(self, grid: Grid, block: Any) -> Any:
         """A block in the shape that contains every block."""
-        return jnp.pad(block, [(0, whole - size) for whole, size in zip(self.largest(grid), block.shape, strict=True)])
+        return _keys.pad(block, [(0, whole - size) for whole, size in zip(self.largest(grid), block.shape, strict=True)])
 
     def cropped(self, grid: Grid, x: Any, rank: int) -> Any:
         """The block of a rank in the shape that contains every block."""

@@ -12,7 +12,7 @@ import numpy as np
 from mpi4py import MPI
 
 from jaxmpi import _arguments as arguments
-from jaxmpi import _jax
+from jaxmpi import _jax, _keys
 from jaxmpi._halos import RULES, Number, Rule, Rules, Widths
 
 _MOST_AXES = 6
@@ -22,18 +22,20 @@ _MOST_AXES = 6
 def check_numbers(x: Any, name: str, rules: Rules) -> None:
     """Raises ValueError for a boundary that the field's dtype cannot hold."""
     for rule in itertools.chain(*rules):
-        if not isinstance(rule, Number):
-            continue
-        with np.errstate(all="ignore"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about what is looked for here
-            number = np.asarray(rule.value)
-            held = number.astype(x.dtype).astype(number.dtype)
-        if jnp.issubdtype(x.dtype, jnp.complexfloating) or (_jax.inexact(x) and number.dtype.kind != "c"):
-            fits = bool(np.isfinite(held) or not np.isfinite(number))
-        else:
-            fits = bool(held == number)
-        if not fits:
+        if isinstance(rule, Number) and not _holds(x, rule.value):
             raise ValueError(f"exchange: boundary is {rule.text}, which {name} of {x.dtype} cannot hold.")
+
+
+def _holds(x: Any, value: Any) -> bool:
+    if _keys.is_key(x):
+        return False
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about what is looked for here
+        number = np.asarray(value)
+        held = number.astype(x.dtype).astype(number.dtype)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating) or (_jax.inexact(x) and number.dtype.kind != "c"):
+        return bool(np.isfinite(held) or not np.isfinite(number))
+    return bool(held == number)
 
 
 def reach(rule: Any, width: int) -> int:

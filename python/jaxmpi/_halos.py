@@ -114,6 +114,11 @@ class Halo:
             (axes, tuple((_linear(low), _linear(high)) for low, high in rules), name) for axes, rules, name in places
         )
 
+    def behind(self, place: "Place", axes: int) -> "Place":
+        """The place of a field that has that many axes more, behind all of its own."""
+        chosen, rules, name = place
+        return tuple(axis - axes for axis in chosen), rules, name
+
     def directions(self) -> Iterator[tuple[int, ...]]:
         for direction in itertools.product((-1, 0, 1), repeat=len(self.widths)):
             if any(direction) and (self.corners or sum(map(abs, direction)) == 1):

@@ -160,7 +160,8 @@ def spread(devices: int) -> str:
     )
 
 
-def devices_of_array(x: ArrayImpl) -> int:
+def devices_of_array(x: Any) -> int:
+    """Over how many devices an array is spread that is not traced."""
     sharding = x.sharding
     return 1 if type(sharding) is jax.sharding.SingleDeviceSharding else sharding.num_devices
 

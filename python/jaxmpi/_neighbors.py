@@ -34,6 +34,9 @@ class Neighbors:
     def linear(self, places: Any) -> Any:
         return places
 
+    def behind(self, place: Any, axes: int) -> Any:
+        return place
+
     def batch(self, adjoint: bool) -> tuple[int, int]:
         given, received = int(self.own_blocks), 1
         return (received, given) if adjoint else (given, received)

@@ -4,15 +4,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from mpi4py import MPI
 
 from jaxmpi import _arguments as arguments
-from jaxmpi import _communicator, _ends
+from jaxmpi import _communicator, _ends, _keys
 from jaxmpi._operations import after as after_token
 from jaxmpi._order import Token
-from jaxmpi._primitive import Params, bind
+from jaxmpi._primitive import Params, bind, compare_keys, of_words
 from jaxmpi._request_table import WIDTH, WITHOUT_RESULT, Started, started
 from jaxmpi._table import CHECK, LINE
 
@@ -22,10 +21,18 @@ __all__ = ["Request", "iallreduce", "ialltoall", "ibarrier", "ibcast", "irecv", 
 class _Of:
     """What the arrays of a request mean: equal for requests that are waited for alike."""
 
-    def __init__(self, comm: Any, parts: tuple[Started, ...], structure: Any, fields: Params | None = None) -> None:
+    def __init__(
+        self,
+        comm: Any,
+        parts: tuple[Started, ...],
+        structure: Any = None,
+        types: tuple[Any, ...] = (),
+        fields: Params | None = None,
+    ) -> None:
         self.comm, self.parts, self.fields = comm, parts, fields
         self.structure = structure  # of the result; None: there is none
-        self._key = (comm, parts, structure, tuple(sorted((fields or {}).items())))
+        self._types = types  # of the result's leaves, by which words become keys again
+        self._key = (comm, parts, structure, types, tuple(sorted((fields or {}).items())))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Of) and self._key == other._key
@@ -37,6 +44,13 @@ class _Of:
         """In JAX's errors about pytrees that differ, as of the branches of a cond."""
         given = [f"{name}={value}" for part in self.parts[:1] for name, value in part.params if name != LINE]
         return f"jaxmpi request: {', '.join([self.name, *given])}"
+
+    def result(self, values: Sequence[Any]) -> Any:
+        """What `wait` gives, of the arrays that have come."""
+        if self.structure is None:
+            return None
+        leaves = [_keys.like(y, x) for y, x in zip(values, self._types, strict=True)]
+        return jax.tree.unflatten(self.structure, leaves)
 
     @property
     def name(self) -> str:
@@ -63,13 +77,17 @@ class Request:
 jax.tree_util.register_pytree_node(
     Request, lambda request: (request._arrays, request._of), lambda of, arrays: Request(arrays, of)
 )
+arguments.never_an_array(Request, "wait for it first, and pass what jaxmpi.wait(request) gives.")
 
 
 def _start(operation: str, params: Params, x: Any, check: Callable[..., Any], ends: Sequence[Any] = ()) -> Request:
     leaves, _, structure = arguments.leaves(x, operation, "x", check)
-    begun = [_begin(operation, params, leaf, ends) for leaf in leaves]
-    parts = tuple(started(operation, params, leaf) for leaf in leaves)
-    return Request([*begun, *ends], _Of(params["comm"], parts, None if operation in WITHOUT_RESULT else structure))
+    compare_keys(operation, params, leaves)
+    words = list(map(_keys.words, leaves))
+    begun = [_begin(operation, params, x, ends) for x in words]
+    parts = tuple(started(operation, params, x) for x in words)
+    of_result = () if operation in WITHOUT_RESULT else (structure, _keys.types(leaves))
+    return Request([*begun, *ends], _Of(params["comm"], parts, *of_result))
 
 
 def _begin(operation: str, params: Params, leaf: Any, ends: Sequence[Any]) -> Any:
@@ -139,7 +157,7 @@ def ibarrier(*, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, T
     resolved = _communicator.resolve(comm, "ibarrier")
     begun = bind("ibarrier", {"comm": resolved, "batch": ()})
     part = Started("ibarrier", (), (), np.dtype(np.int32))
-    return Request([begun], _Of(resolved, (part,), None)), after_token(token)
+    return Request([begun], _Of(resolved, (part,))), after_token(token)
 
 
 def ibcast(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:
@@ -280,8 +298,7 @@ def _wait_for(requests: Sequence[Any], after: Any, unflatten: Callable[..., Any]
 
 def _compute_first(comm: Any, values: Any) -> None:
     """Lets what comes after this in the order of communication begin once the values have been computed."""
-    leaves = [x for x in jax.tree.leaves(values) if isinstance(x, jax.Array)]
-    if arrays := [x for x in leaves if not jnp.issubdtype(x.dtype, jax.dtypes.extended)]:
+    if arrays := [_keys.words(x) for x in jax.tree.leaves(values) if isinstance(x, jax.Array)]:
         bind("after", {"comm": comm}, *arrays)
 
 
@@ -335,15 +352,17 @@ def _wait_for_all(requests: Sequence[Request]) -> list[Any]:
             *arrays, begun = request._arrays
             made = bind("exchange_finish", {"comm": of.comm, **of.fields}, *arrays, begun)
             values[i] = made if isinstance(made, list) else [made]
-        if of.structure is not None:
-            results[i] = jax.tree.unflatten(of.structure, values[i])
+        results[i] = of.result(values[i])
     return results
 
 
 def start_exchange(comm: Any, fields: Params, arrays: Sequence[Any], structure: Any) -> Request:
     """The exchange of a grid, with the parameters of `exchange`."""
+    compare_keys("exchange", {"comm": comm}, arrays)
+    types = _keys.types(arrays)
+    fields, arrays = of_words(fields, arrays)
     begun = bind("exchange_start", {"comm": comm, **fields, "batch": ()}, *arrays)
-    return Request([*arrays, begun], _Of(comm, (), structure, fields))
+    return Request([*arrays, begun], _Of(comm, (), structure, types, fields))
 
 
 def is_of_grid(request: Any) -> bool:

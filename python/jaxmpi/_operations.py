@@ -423,7 +423,7 @@ def invariant(x: Any, *, comm: MPI.Comm | None = None) -> Any:
             "a value given to invariant differs from that of rank 0, though it must be the same on all ranks: "
             "gradients would be wrong. The invariant is at"
         )
-        check_same([arguments.array(leaf, "invariant", "x") for leaf in jax.tree.leaves(x)], params, text)
+        check_same(arguments.leaves(x, "invariant", "x")[0], params, text)
     return _each("invariant", params, x, arguments.array)
 
 

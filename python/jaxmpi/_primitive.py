@@ -19,9 +19,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from mpi4py import MPI
 
 import jaxmpi._core as _core
-from jaxmpi import _communicator, _jax, _leaves, _places, _tags, _timeline
+from jaxmpi import _arguments as arguments
+from jaxmpi import _communicator, _jax, _keys, _leaves, _places, _tags, _timeline
 from jaxmpi._communicator import Communicator
 from jaxmpi._derivatives import communication
 from jaxmpi._derivatives.communication import COTANGENT, DERIVATIVE, TANGENT, VALUE, Operation
@@ -165,6 +167,11 @@ def bind_each(name: str, params: Params, places: Sequence[Params], operands: Seq
 
     Outside of any trace they are one program: an error of one of them is an error of all their results.
     """
+    if _keys.among(x for xs in operands for x in xs):
+        types = [_types_of(name, params, xs) for xs in operands]
+        compare_keys(name, params, [x for xs in operands for x in xs])
+        words = bind_each(name, params, places, [list(map(_keys.words, xs)) for xs in operands])
+        return [_keys.like(y, its[0].dtype) if its else None for y, its in zip(words, types, strict=True)]
     if len(operands) < 2 or not _jax.trace_state_clean():
         return [bind(name, {**params, **place}, *xs) for place, xs in zip(places, operands, strict=True)]
     each = tuple(tuple(place.items()) for place in places)
@@ -181,6 +188,11 @@ def bind_all(name: str, params: Params, arrays: Sequence[Any]) -> list[Any]:
     """Binds an operation for each of the arrays; one for several small ones of the same dtype. All ranks pass arrays of
     the same sizes and dtypes, so they come to the same groups. Returns the results, in the order of the arrays."""
     row = _ROWS[name]
+    if _keys.among(arrays):
+        types = _types_of(name, params, arrays)
+        compare_keys(name, params, arrays)
+        words = bind_all(name, params, list(map(_keys.words, arrays)))
+        return [_keys.like(y, its.dtype) for y, its in zip(words, types, strict=True)]
     if len(arrays) == 1 or row.largest is None:
         return [bind(name, params, x) for x in arrays]
     groups: list[list[int]] = []
@@ -205,12 +217,48 @@ def bind_all(name: str, params: Params, arrays: Sequence[Any]) -> list[Any]:
 
 def bind_by_plan(name: str, params: Params, arrays: Sequence[Any]) -> list[Any]:
     """Binds an operation that has a plan; more than once for very many arrays."""
+    if _keys.among(arrays):
+        types = _types_of(name, params, arrays)
+        compare_keys(name, params, arrays)
+        words = bind_by_plan(name, *of_words(params, arrays))
+        return [_keys.like(y, its.dtype) for y, its in zip(words, types, strict=True)]
     results: list[Any] = []
     for first in range(0, len(arrays), _MOST_ARRAYS):
         chosen = slice(first, first + _MOST_ARRAYS)
         made = bind(name, {**params, "places": params["places"][chosen]}, *arrays[chosen])
         results += made if isinstance(made, list) else [made]
     return results
+
+
+def _types_of(name: str, params: Params, operands: Sequence[Any]) -> list[Any]:
+    """The types of the results; of those of keys the types as the user sees them."""
+    return _ROWS[name].types(list(map(jax.typeof, operands)), params)
+
+
+def of_words(params: Params, arrays: Sequence[Any]) -> tuple[Params, list[Any]]:
+    """The parameters and the operands of an operation by a plan, of the words of keys among the arrays."""
+    more = map(_keys.axes, arrays)
+    places = tuple(params["pattern"].behind(place, n) for place, n in zip(params["places"], more, strict=True))
+    return {**params, "places": places}, list(map(_keys.words, arrays))
+
+
+_MESSAGES = ("recv", "send", "sendrecv", "irecv", "isend")
+
+
+def compare_keys(name: str, params: Params, arrays: Sequence[Any]) -> None:
+    """With JAXMPI_CHECK, raises an error on all ranks if the implementations of their keys differ, whose words may be
+    as many. What a message is of is not known to its receiver."""
+    if not (_communicator.CHECK and _keys.among(arrays)) or name in _MESSAGES:
+        return
+    own = _keys.signature(arrays)
+    least, most = ~own, own
+    comm = {"comm": params["comm"]}
+    found = bind("allreduce", {**comm, "op": arguments.reduction(MPI.MAX, name)}, np.array([least, most], np.uint32))
+    text = arguments.with_calling_line(
+        f"the keys that {name} is called with are not of the same implementations (jax.random.key_impl) on all ranks; "
+        f"here they are {', '.join(str(x.dtype) for x in arrays if _keys.is_key(x))}. The call is at"
+    )
+    bind("check", {**comm, "text": text}, found[0] != ~found[1])
 
 
 _EACH = "each"
