@@ -251,17 +251,18 @@ static PyObject *operation_row(const struct operation *row) {
     names[i] = row->attributes[i].name;
     of[i] = kinds[row->attributes[i].kind];
   }
-  return buffers != NULL ? Py_BuildValue("(NN)", buffers, pairs(row->attribute_count, names, of)) : NULL;
+  return buffers != NULL ? Py_BuildValue("(NNs)", buffers, pairs(row->attribute_count, names, of), row->name) : NULL;
 }
 
-PyDoc_STRVAR(operations_doc,
-             "operations() -> {name: ([(buffer, role)], [(attribute, kind)])}, the rows of ops.def\n\n"
-             "Roles: read, write, host_read, host_write; of a list with _each behind.");
+PyDoc_STRVAR(
+    operations_doc,
+    "operations() -> {name: ([(buffer, role)], [(attribute, kind)], shown)}, the rows of ops.def\n\n"
+    "Roles: read, write, host_read, host_write; of a list with _each behind. `shown`: the name that users know.");
 static PyObject *operations(PyObject *self, PyObject *args) {
   (void)self, (void)args;
   PyObject *result = PyDict_New();
-  for (const struct operation *row = operation_table; result != NULL && row->name != NULL; row++)
-    if (put(result, row->name, operation_row(row)) < 0) Py_CLEAR(result);
+  for (const struct operation *row = operation_table; result != NULL && row->id != NULL; row++)
+    if (put(result, row->id, operation_row(row)) < 0) Py_CLEAR(result);
   return result;
 }
 
@@ -270,7 +271,7 @@ static PyObject *handlers_of(const struct memory *memory) {
   for (int i = 0; result != NULL && i < OPERATION_COUNT; i++) {
     void *pointer;
     memcpy(&pointer, &memory->handlers[i], sizeof pointer);
-    if (put(result, operation_table[i].name, PyCapsule_New(pointer, "xla._CUSTOM_CALL_TARGET", NULL)) < 0)
+    if (put(result, operation_table[i].id, PyCapsule_New(pointer, "xla._CUSTOM_CALL_TARGET", NULL)) < 0)
       Py_CLEAR(result);
   }
   return result;
@@ -412,8 +413,8 @@ static PyObject *add_site(PyObject *self, PyObject *args) {
   long long count;
   int64_t attributes[MAX_ATTRIBUTES];
   if (!PyArg_ParseTuple(args, "sO!iLs", &name, &PyTuple_Type, &given, &type, &count, &text)) return NULL;
-  while (operation_table[row].name != NULL && strcmp(operation_table[row].name, name) != 0) row++;
-  if (operation_table[row].name == NULL || PyTuple_Size(given) != operation_table[row].attribute_count)
+  while (operation_table[row].id != NULL && strcmp(operation_table[row].id, name) != 0) row++;
+  if (operation_table[row].id == NULL || PyTuple_Size(given) != operation_table[row].attribute_count)
     return PyErr_Format(PyExc_ValueError, "no operation is called %s with so many attributes", name);
   for (int i = 0; i < operation_table[row].attribute_count; i++)
     attributes[i] = PyLong_AsLongLong(PyTuple_GetItem(given, i));

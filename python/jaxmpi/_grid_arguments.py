@@ -19,7 +19,7 @@ _MOST_AXES = 6
 """Of a grid: a halo has up to three to the power of this number of regions."""
 
 
-def check_numbers(x: Any, name: str, rules: Rules) -> None:
+def check_numbers(x: Any, operation: str, name: str, rules: Rules) -> None:
     """Raises ValueError for a boundary that the field's dtype cannot hold."""
     for rule in itertools.chain(*rules):
         if not isinstance(rule, Number):
@@ -33,7 +33,7 @@ def check_numbers(x: Any, name: str, rules: Rules) -> None:
         else:
             fits = bool(held == number)
         if not fits:
-            raise ValueError(f"exchange: boundary is {rule.text}, which {name} of {x.dtype} cannot hold.")
+            raise ValueError(f"{operation}: boundary is {rule.text}, which {name} of {x.dtype} cannot hold.")
 
 
 def reach(rule: Any, width: int) -> int:

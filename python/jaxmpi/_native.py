@@ -37,10 +37,12 @@ Pairs = list[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Operation:
-    """A row of ops.def: names of buffers with their roles, names of attributes with their kinds."""
+    """A row of ops.def: names of buffers with their roles, names of attributes with their kinds; the name that users
+    know."""
 
     buffers: Pairs
     attributes: Pairs
+    shown: str
 
     def roles(self, written: bool, count: int) -> list[str]:
         """The roles of `count` operands or results: `mpi` or `host`, by who uses them."""

@@ -816,7 +816,7 @@ static void another_exchange_is_an_error(void) {
       deliver_planned(2, number - (wrong == 2), MESSAGE + (wrong == 3 ? 4 : 0));
       if (when == LATE) fake->unheard = 3;
       if (when == FOUND) look_for_messages();
-      FAILS(finish_exchange(id, the_plan(), A, 0), FFI_FAILED_PRECONDITION, "jaxmpi.exchange_start",
+      FAILS(finish_exchange(id, the_plan(), A, 0), FFI_FAILED_PRECONDITION, "jaxmpi.Grid.start",
             wrong < 2 ? "rank 0 has sent something else" : "rank 2 has sent something else");
       CHECK_EQUAL(fake->queued, 0);
       for (int i = 0; i < A; i++) CHECK(a_out[i] == -1);
@@ -853,6 +853,12 @@ static const char *const kinds[] = {"iallreduce", "ireduce", "ialltoall", "ibarr
                                     "isend",      "irecv",   "recv",      "exchange"};
 enum { KINDS = sizeof kinds / sizeof *kinds };
 
+/* What its errors call it. */
+static const char *shown(const char *kind) {
+  if (strcmp(kind, "ireduce") == 0) return "ibcast"; /* of which it is the adjoint */
+  return strcmp(kind, "exchange") == 0 ? "Grid.start" : strcmp(kind, "recv") == 0 ? "irecv" : kind;
+}
+
 static ffi_error *start_kind(int kind) {
   int64_t comm = COMM(here());
   struct array given = ARRAY(F32, in, A);
@@ -888,8 +894,8 @@ static bool fail_once(int kind, const char *function, int nth, int when, bool al
   if (started) error = finish_kind(kind);
   if (error != NULL) {
     found = true;
-    FAILS(error, FFI_INTERNAL, "jaxmpi.", kinds[kind][0] == 'r' ? "irecv" : kinds[kind], "on rank 1 of 4",
-          "the fake's text for 77", of_type ? "" : function);
+    FAILS(error, FFI_INTERNAL, "jaxmpi.", shown(kinds[kind]), "on rank 1 of 4", "the fake's text for 77",
+          of_type ? "" : function);
   }
   fake->fail("none", 1, CODE);
   deliver(0, 1, 4);
@@ -1034,7 +1040,7 @@ static void messages_are_not_expected_without_the_thread(void) {
   prepare_plan();
   runtime.serialize = true;
   FAILS(start_receive(id, U8, 4, 2, 5), FFI_UNIMPLEMENTED, "jaxmpi.irecv", "MPI_THREAD_MULTIPLE", "Nothing was sent");
-  FAILS(start_exchange(id), FFI_UNIMPLEMENTED, "jaxmpi.exchange_start", "MPI_THREAD_MULTIPLE");
+  FAILS(start_exchange(id), FFI_UNIMPLEMENTED, "jaxmpi.Grid.start", "MPI_THREAD_MULTIPLE");
   CHECK_EQUAL(communications(), 0);
   CHECK_EQUAL(atomic_load(&here()->planned), number - 1);
   fake->slow = 2;
