@@ -983,6 +983,33 @@ def test_never_waited_for(script):
             assert f"program.py:{line}" in told[0], told
 
 
+@pytest.mark.launches
+@pytest.mark.parametrize(
+    "late", [0.5, pytest.param(8, marks=pytest.mark.seldom), pytest.param(-8, marks=pytest.mark.seldom)]
+)
+def test_reduction_in_python_that_is_never_waited_for(late, script):
+    """It is completed while Python is there: called later mpi4py would end the job. Negative: rank 1 never starts it."""
+    program = script(
+        f"""
+        import time
+        import numpy as np
+
+        def add(x, y, _):
+            np.frombuffer(y, np.float32)[:] += np.frombuffer(x, np.float32)
+            print("called", flush=True)
+
+        op = MPI.Op.Create(add, commute=True)
+        time.sleep(abs({late}) * rank)
+        if rank == 0 or {late} > 0:
+            notoken.iallreduce(jnp.ones(3, jnp.float32), op)
+        """
+    )
+    done = launch(2, program)
+    assert ("called" in done.stdout) == (late > 0)
+    assert done.stderr.count("has never waited for iallreduce of 3 float32, op user-defined") == 1 + (late > 0)
+    assert "ABORT" not in done.stderr
+
+
 @pytest.mark.seldom
 @pytest.mark.launches
 @pytest.mark.parametrize("grid", [False, True])

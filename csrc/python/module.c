@@ -442,10 +442,16 @@ static PyObject *without_gil(void (*function)(void)) {
   Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(finish_requests_doc, "finish_requests()\n\nNames on stderr what was started and never waited for.");
+PyDoc_STRVAR(finish_requests_doc,
+             "finish_requests() -> n\n\n"
+             "Names on stderr what was started and never waited for, and completes reductions in Python, for some "
+             "seconds. Returns how many of these are still under way.");
 static PyObject *finish_requests(PyObject *self, PyObject *args) {
   (void)self, (void)args;
-  return without_gil(requests_finish);
+  PyThreadState *state = PyEval_SaveThread();
+  int64_t under_way = requests_finish();
+  PyEval_RestoreThread(state);
+  return PyLong_FromLongLong(under_way);
 }
 
 PyDoc_STRVAR(requests_in_flight_doc,
