@@ -12,6 +12,7 @@ from mpi4py import MPI
 import jaxmpi
 import simulated
 from jaxmpi import notoken
+from jaxmpi._native import OPERATIONS
 from jaxmpi._primitive import eager_programs
 from jaxmpi._table import check_names
 from table import NEW_JAX
@@ -580,6 +581,15 @@ def test_names_differ_fails_loudly():
     check_names({"bcast"}, {"bcast"})
     with pytest.raises(ImportError, match=r"scan.*Reinstall"):
         check_names({"bcast"}, {"bcast", "scan"})
+
+
+@pytest.mark.alone
+def test_operations_are_named_as_users_know_them():
+    """In errors, reports and timelines; what is no public function is named by several words."""
+    functions = {name for name in jaxmpi.__all__ if callable(getattr(jaxmpi, name))}
+    functions |= {f"Grid.{name}" for name in vars(jaxmpi.Grid) if not name.startswith("_")}
+    for name, operation in OPERATIONS.items():
+        assert operation.shown in functions or " " in operation.shown, name
 
 
 def test_supports():

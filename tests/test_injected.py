@@ -129,7 +129,8 @@ def said(operation, function):
     """The operation that fails, and how its error begins after the rank."""
     if operation == "send" and function in OF_MESSAGES:
         operation = "recv"
-    return operation, f"{function} failed: {TEXT}"
+    shown = {"exchange": "Grid.exchange", "reduce_scatterv": "reduce_scatter"}
+    return shown.get(operation, operation), f"{function} failed: {TEXT}"
 
 
 def program_of(tmp_path, *parts):

@@ -968,15 +968,46 @@ def test_never_waited_for(script):
         kept = jax.block_until_ready(f(jnp.ones(3)))
         notoken.wait(notoken.ibarrier())
         print("in flight", _core.requests_in_flight())
+        grid = jaxmpi.Grid((size,), (4 * size,), periodic=True)
+        grid.start(grid.pad(jnp.ones(4)))
+        notoken.isend([jnp.ones(3), jnp.ones(4)], rank, tag=6)
         """
     )
     done = launch(2, program)
     assert done.stdout.count("in flight 2") == 2
     for rank in (0, 1):
-        for what, line in (("irecv", 11), ("iallreduce", 12)):
+        started = (("irecv", 11), ("iallreduce", 12), ("Grid.start of 6", 18), ("isend of 3", 19), ("isend of 4", 19))
+        for what, line in started:
             told = [text for text in done.stderr.splitlines() if f"rank {rank} has never waited for {what}" in text]
             assert len(told) == 1, done.stderr
             assert f"program.py:{line}" in told[0], told
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize(
+    "late", [0.5, pytest.param(8, marks=pytest.mark.seldom), pytest.param(-8, marks=pytest.mark.seldom)]
+)
+def test_reduction_in_python_that_is_never_waited_for(late, script):
+    """It is completed while Python is there: called later mpi4py would end the job. Negative: rank 1 never starts it."""
+    program = script(
+        f"""
+        import time
+        import numpy as np
+
+        def add(x, y, _):
+            np.frombuffer(y, np.float32)[:] += np.frombuffer(x, np.float32)
+            print("called", flush=True)
+
+        op = MPI.Op.Create(add, commute=True)
+        time.sleep(abs({late}) * rank)
+        if rank == 0 or {late} > 0:
+            notoken.iallreduce(jnp.ones(3, jnp.float32), op)
+        """
+    )
+    done = launch(2, program)
+    assert ("called" in done.stdout) == (late > 0)
+    assert done.stderr.count("has never waited for iallreduce of 3 float32, op user-defined") == 1 + (late > 0)
+    assert "ABORT" not in done.stderr
 
 
 @pytest.mark.seldom
@@ -1010,7 +1041,7 @@ def test_reports_name_what_is_waited_for(grid, script):
     )
     done = launch(2, program, JAXMPI_TIMEOUT="1")
     (told,) = [line for line in done.stderr.splitlines() if "rank 0 has been waiting" in line]
-    assert ("exchange_start of" if grid else "irecv of 5 float32, source 1, tag 6,") in told
+    assert ("in Grid.start of" if grid else "irecv of 5 float32, source 1, tag 6,") in told
     assert "program.py:15 (f)" in told, told
 
 

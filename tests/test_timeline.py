@@ -103,7 +103,7 @@ def expected(seed, ranks):
                 for name in ("iallreduce", "ibcast"):
                     counts[rank].update({name: times, f"wait for {name}": times})
             elif kind == "start grad":
-                for name in ("ibcast", "ireduce of cotangents"):
+                for name in ("ibcast", "ibcast of cotangents"):
                     counts[rank].update({name: times, f"wait for {name}": times})
         if kind == "message":
             counts[0]["send"] += times
@@ -221,7 +221,7 @@ def test_waiting_is_where_one_waits(tmp_path):
     command = [sys.executable, "-m", "jaxmpi.trace", str(folder)]
     told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     assert re.search(r"wait for iallreduce +3 .*program.py:\d+ \(", told)
-    assert re.search(r"\n +exchange_finish +2 ", told)
+    assert re.search(r"\n +Grid.finish +2 ", told)
     assert re.search(r"\n +0 -> 1 +3 +72 B .* - +-\n", told)
     merged = json.loads((folder / "timeline.json").read_text())
     assert sum(event["name"] == "in flight" for event in merged) == 2 * 2 * (3 * 4 + 2)

@@ -192,7 +192,8 @@ const char *derivative_name(int64_t derivative);
 
 /* A row of ops.def. */
 struct operation {
-  const char *name;
+  const char *id;   /* its name there, for handlers and in Python, */
+  const char *name; /* and the one that users know */
   int row;
   enum divisibility divisibility;
   int buffer_count, attribute_count;
@@ -214,7 +215,7 @@ struct operation {
     enum attribute kind;
   } attributes[MAX_ATTRIBUTES];
 };
-extern const struct operation operation_table[]; /* ends with a NULL name */
+extern const struct operation operation_table[]; /* ends with a NULL id */
 
 /* Index of the last attribute of this kind; -1: there is none. */
 static inline int attribute_of(const struct operation *operation, enum attribute kind) {

@@ -24,7 +24,8 @@ enum { TEXT = 2048 }; /* room for the text of an error */
 
 __attribute__((format(printf, 3, 0))) static void describe(const struct call *call, char text[TEXT], const char *format,
                                                            va_list arguments) {
-  int length = snprintf(text, TEXT, "jaxmpi.%s", call->operation->name);
+  const char *name = call->operation->name;
+  int length = snprintf(text, TEXT, "jaxmpi%s%s", strchr(name, ' ') == NULL ? "." : ", ", name);
   if (call->comm != NULL)
     length += snprintf(text + length, TEXT - (size_t)length, " on rank %d of %d", call->comm->rank, call->comm->size);
   length += snprintf(text + length, TEXT - (size_t)length, ": ");

@@ -19,7 +19,8 @@ enum {
   SPARE_BYTES = 1 << 29,
   NAMED = 10,
   PAUSE_NANOSECONDS = 200000,
-  PAUSES = 50 /* after a blocking operation has begun */
+  PAUSES = 50, /* after a blocking operation has begun */
+  MILLISECONDS_AT_END = 5000
 };
 
 /* Fresh memory of the system's costs more than a copy into it, so some is kept. */
@@ -485,20 +486,49 @@ static void name(const struct request *request) {
   fprintf(stderr, "%s\n", text.characters);
 }
 
-void requests_finish(void) {
-  static atomic_bool told;
-  if (all.process != getpid()) return; /* a child of fork has neither the thread nor what was started */
+/* Whether MPI calls a function of the user's for it. */
+static bool is_by_user(const struct request *request) {
+  int op = attribute_of(request->operation, REDUCTION);
+  return op >= 0 && ((const struct reduction *)object_of(request->attributes[op]))->by == REDUCER_USER;
+}
+
+/* How many of them are under way. */
+static int64_t by_users_under_way(void) {
+  int64_t count = 0;
+  if (runtime.self != NULL && atomic_load(&runtime.self->freed)) return 0; /* MPI has been finalized */
+  if (runtime.serialize) pthread_mutex_lock(&runtime.lock);
   pthread_mutex_lock(&requests_lock);
-  bool running = all.running;
-  all.ending = true, all.running = false;
-  wake();
+  for (int i = 0; i < all.used; i++)
+    if (all.places[i] != NULL && is_by_user(all.places[i])) count += runtime.abi->test_request(all.places[i]);
   pthread_mutex_unlock(&requests_lock);
-  if (running) pthread_join(all.thread, NULL);
-  if (atomic_exchange(&told, true)) return;
+  if (runtime.serialize) pthread_mutex_unlock(&runtime.lock);
+  return count;
+}
+
+static void name_all(void) {
   int64_t named = 0;
   for (int i = 0; i < all.used && named < NAMED; i++)
     if (all.places[i] != NULL) name(all.places[i]), named++;
   if (all.in_flight > named)
     fprintf(stderr, "jaxmpi: rank %d has never waited for %" PRId64 " more request%s\n", runtime.rank,
             all.in_flight - named, all.in_flight - named > 1 ? "s" : "");
+}
+
+int64_t requests_finish(void) {
+  static atomic_bool told;
+  if (all.process != getpid()) return 0; /* a child of fork has neither the thread nor what was started */
+  pthread_mutex_lock(&requests_lock);
+  bool running = all.running;
+  all.ending = true, all.running = false;
+  wake();
+  pthread_mutex_unlock(&requests_lock);
+  if (running) pthread_join(all.thread, NULL);
+  bool again = atomic_exchange(&told, true);
+  if (!again) name_all();
+  int64_t under_way = by_users_under_way();
+  for (int i = 0; !again && under_way > 0 && i < MILLISECONDS_AT_END; i++) {
+    nanosleep(&(struct timespec){0, 1000000}, NULL);
+    under_way = by_users_under_way();
+  }
+  return under_way;
 }

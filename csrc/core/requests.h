@@ -126,8 +126,10 @@ static inline void requests_before(const struct call *call) {
 /* The communicator is freed, or MPI finalized if it is COMM_SELF: its messages are no longer expected. */
 void requests_forget(const struct communicator *comm);
 
-/* Ends the thread, and names on stderr what was never waited for; once. */
-void requests_finish(void);
+/* Ends the thread, and names on stderr what was never waited for; once. Reductions by functions of the user's are then
+ * completed, for which all ranks have 5 seconds: MPI may call such a function as long as they are under way, and once
+ * Python has ended mpi4py ends the job instead. Returns how many are still under way. */
+int64_t requests_finish(void);
 
 /* How many requests have not been waited for. */
 int64_t requests_in_flight(void);

@@ -245,6 +245,7 @@ static void add_arguments(struct text *text, const struct event *event, bool com
   if (type == NULL) type = array_not_passed(operation, &event->words[FIRST_ATTRIBUTE], &count);
   struct text lines = {0, ""};
   text_add(text, ",\"args\":{\"comm\":%" PRId64, words_comm(event->words)->number);
+  if (strcmp(operation->id, operation->name) != 0) add_string(text, "operation", operation->id);
   for (int i = 0; i < operation->attribute_count; i++) add_attribute(text, event, i);
   if (complete && event->request > 0) text_add(text, ",\"request\":%" PRId64, event->request);
   if (complete && event->from >= 0) text_add(text, ",\"from\":%d,\"from_tag\":%d", event->from, event->tag);

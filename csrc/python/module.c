@@ -252,17 +252,18 @@ static PyObject *operation_row(const struct operation *row) {
     names[i] = row->attributes[i].name;
     of[i] = kinds[row->attributes[i].kind];
   }
-  return buffers != NULL ? Py_BuildValue("(NN)", buffers, pairs(row->attribute_count, names, of)) : NULL;
+  return buffers != NULL ? Py_BuildValue("(NNs)", buffers, pairs(row->attribute_count, names, of), row->name) : NULL;
 }
 
-PyDoc_STRVAR(operations_doc,
-             "operations() -> {name: ([(buffer, role)], [(attribute, kind)])}, the rows of ops.def\n\n"
-             "Roles: read, write, host_read, host_write; of a list with _each behind.");
+PyDoc_STRVAR(
+    operations_doc,
+    "operations() -> {name: ([(buffer, role)], [(attribute, kind)], shown)}, the rows of ops.def\n\n"
+    "Roles: read, write, host_read, host_write; of a list with _each behind. `shown`: the name that users know.");
 static PyObject *operations(PyObject *self, PyObject *args) {
   (void)self, (void)args;
   PyObject *result = PyDict_New();
-  for (const struct operation *row = operation_table; result != NULL && row->name != NULL; row++)
-    if (put(result, row->name, operation_row(row)) < 0) Py_CLEAR(result);
+  for (const struct operation *row = operation_table; result != NULL && row->id != NULL; row++)
+    if (put(result, row->id, operation_row(row)) < 0) Py_CLEAR(result);
   return result;
 }
 
@@ -271,7 +272,7 @@ static PyObject *handlers_of(const struct memory *memory) {
   for (int i = 0; result != NULL && i < OPERATION_COUNT; i++) {
     void *pointer;
     memcpy(&pointer, &memory->handlers[i], sizeof pointer);
-    if (put(result, operation_table[i].name, PyCapsule_New(pointer, "xla._CUSTOM_CALL_TARGET", NULL)) < 0)
+    if (put(result, operation_table[i].id, PyCapsule_New(pointer, "xla._CUSTOM_CALL_TARGET", NULL)) < 0)
       Py_CLEAR(result);
   }
   return result;
@@ -413,8 +414,8 @@ static PyObject *add_site(PyObject *self, PyObject *args) {
   long long count;
   int64_t attributes[MAX_ATTRIBUTES];
   if (!PyArg_ParseTuple(args, "sO!iLs", &name, &PyTuple_Type, &given, &type, &count, &text)) return NULL;
-  while (operation_table[row].name != NULL && strcmp(operation_table[row].name, name) != 0) row++;
-  if (operation_table[row].name == NULL || PyTuple_Size(given) != operation_table[row].attribute_count)
+  while (operation_table[row].id != NULL && strcmp(operation_table[row].id, name) != 0) row++;
+  if (operation_table[row].id == NULL || PyTuple_Size(given) != operation_table[row].attribute_count)
     return PyErr_Format(PyExc_ValueError, "no operation is called %s with so many attributes", name);
   for (int i = 0; i < operation_table[row].attribute_count; i++)
     attributes[i] = PyLong_AsLongLong(PyTuple_GetItem(given, i));
@@ -453,10 +454,16 @@ static PyObject *finish_comparisons(PyObject *self, PyObject *unused) {
   Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(finish_requests_doc, "finish_requests()\n\nNames on stderr what was started and never waited for.");
+PyDoc_STRVAR(finish_requests_doc,
+             "finish_requests() -> n\n\n"
+             "Names on stderr what was started and never waited for, and completes reductions in Python, for some "
+             "seconds. Returns how many of these are still under way.");
 static PyObject *finish_requests(PyObject *self, PyObject *args) {
   (void)self, (void)args;
-  return without_gil(requests_finish);
+  PyThreadState *state = PyEval_SaveThread();
+  int64_t under_way = requests_finish();
+  PyEval_RestoreThread(state);
+  return PyLong_FromLongLong(under_way);
 }
 
 PyDoc_STRVAR(requests_in_flight_doc,

@@ -63,9 +63,13 @@ enum {
 #define EACH(role, name)   {#name, role, true, false},
 #define JOINED(role, name) {#name, role, true, true},
 #define PARTLY(role, name) {#name, role, true, true},
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Woverride-init"
 const struct operation operation_table[] = {
+#define SHOWN(operation, shown) [ROW_##operation].name = shown,
 #define OPERATION(name, divisibility, buffers, attributes)                                                       \
   {#name,                                                                                                        \
+   #name,                                                                                                        \
    ROW_##name,                                                                                                   \
    divisibility,                                                                                                 \
    COUNT(ROLES_##name, READ) + COUNT(ROLES_##name, WRITE) + COUNT(ROLES_##name, HOST_READ) +                     \
@@ -77,7 +81,8 @@ const struct operation operation_table[] = {
    {attributes}},
 #include "core/ops.def"
 #undef OPERATION
-    {.name = NULL}};
+    [OPERATION_COUNT] = {.id = NULL}};
+#pragma GCC diagnostic pop
 #undef A
 #undef B
 #undef EACH

@@ -195,14 +195,14 @@ class Grid:
             the ranks passed other fields or arguments, or called in another order. With `JAXMPI_CHECK=1` on all ranks,
             before anything is sent.
         """
-        arrays, structure, params = self._exchange("exchange", fields, width, axes, corners, boundary)
+        arrays, structure, params = self._exchange("Grid.exchange", fields, width, axes, corners, boundary)
         return jax.tree.unflatten(structure, bind_by_plan("exchange", {"comm": self._comm, **params}, arrays))
 
     def _exchange(
         self, operation: str, fields: Any, width: Width, axes: Sequence[int] | None, corners: bool, boundary: Any
     ) -> tuple[list[Any], Any, Params]:
         """The arrays of an exchange, their structure, and its parameters."""
-        self._need_shape(operation)
+        self._need_shape(operation.removeprefix("Grid."))
         arrays, names, structure = arguments.leaves(fields, operation, "fields")
         if not isinstance(corners, bool | np.bool_):
             raise TypeError(f"{operation}: corners must be True or False, and not traced, got {corners!r}.")
@@ -211,8 +211,8 @@ class Grid:
         places = []
         for x, name, its in zip(arrays, names, rules, strict=True):
             at = self._axes_of(x, operation, name, axes)
-            self._check_field(x, name, at, halo)
-            given.check_numbers(x, name, its)
+            self._check_field(x, operation, name, at, halo)
+            given.check_numbers(x, operation, name, its)
             places.append((at, its, name))
         return arrays, structure, {"pattern": halo, "places": tuple(places), "adjoint": False}
 
@@ -428,14 +428,14 @@ class Grid:
             raise ValueError(f"{function}: axes is {axes}: an axis is named twice.")
         return found
 
-    def _check_field(self, x: Any, name: str, axes: tuple[int, ...], halo: Halo) -> None:
+    def _check_field(self, x: Any, operation: str, name: str, axes: tuple[int, ...], halo: Halo) -> None:
         sizes = [x.shape[axis] for axis in axes]
         expected = [size + sum(widths) for size, widths in zip(self.local_shape, halo.widths, strict=True)]
         if any(size - right not in (0, 1) for size, right in zip(sizes, expected, strict=True)):
             raise ValueError(
-                f"exchange: {name} has {tuple(sizes)} cells along the axes of the grid, and the block of this process "
-                f"with its halo {tuple(expected)} (block {self.local_shape}, widths {halo.widths}), or one more along "
-                "an axis where it is staggered. Pass the block with its halo, for example from "
+                f"{operation}: {name} has {tuple(sizes)} cells along the axes of the grid, and the block of this "
+                f"process with its halo {tuple(expected)} (block {self.local_shape}, widths {halo.widths}), or one "
+                "more along an axis where it is staggered. Pass the block with its halo, for example from "
                 "grid.scatter(x, width=...) or grid.pad(block, width). In width=(a, b) a is for the first axis and b "
                 "for the second; for (before, behind) along each axis it is [(a, b)] * 2."
             )

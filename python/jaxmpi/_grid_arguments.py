@@ -19,11 +19,11 @@ _MOST_AXES = 6
 """Of a grid: a halo has up to three to the power of this number of regions."""
 
 
-def check_numbers(x: Any, name: str, rules: Rules) -> None:
+def check_numbers(x: Any, operation: str, name: str, rules: Rules) -> None:
     """Raises ValueError for a boundary that the field's dtype cannot hold."""
     for rule in itertools.chain(*rules):
         if isinstance(rule, Number) and not _holds(x, rule.value):
-            raise ValueError(f"exchange: boundary is {rule.text}, which {name} of {x.dtype} cannot hold.")
+            raise ValueError(f"{operation}: boundary is {rule.text}, which {name} of {x.dtype} cannot hold.")
 
 
 def _holds(x: Any, value: Any) -> bool:

@@ -13,6 +13,7 @@ import jaxmpi._core as _core
 from jaxmpi import _chain, _jax, _places
 
 try:
+    import mpi4py
     from mpi4py import MPI
 
     from jaxmpi import _devices, _timeline
@@ -37,10 +38,12 @@ Pairs = list[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Operation:
-    """A row of ops.def: names of buffers with their roles, names of attributes with their kinds."""
+    """A row of ops.def: names of buffers with their roles, names of attributes with their kinds; the name that users
+    know."""
 
     buffers: Pairs
     attributes: Pairs
+    shown: str
 
     def roles(self, written: bool, count: int) -> list[str]:
         """The roles of `count` operands or results: `mpi` or `host`, by who uses them."""
@@ -187,13 +190,24 @@ OWN_OPERATIONS: dict[str, dict[str, int]] = {name: _core.own_operations(name) fo
 """The reductions of each dtype that are ours and not MPI's: their numbers."""
 
 
-@atexit.register
-def finish() -> None:
-    """Waits for running computations, so that no message to a peer is lost when MPI is finalized.
+def _finalizes() -> bool:
+    """Whether mpi4py finalizes MPI, once Python has ended."""
+    return bool(mpi4py.rc.initialize if mpi4py.rc.finalize is None else mpi4py.rc.finalize) and not MPI.Is_finalized()
 
-    Runs before JAX releases its backends (exit handlers run last in, first out) and before mpi4py finalizes MPI. Raises
-    RuntimeError if the failure of an operation has not been reported yet.
-    """
+
+@atexit.register
+def _at_exit() -> None:
+    """Runs before JAX releases its backends (exit handlers run last in, first out) and before MPI is finalized."""
+    try:
+        finish()
+    finally:
+        if _finalizes() and _core.finish_requests() > 0:
+            MPI.Finalize()  # other ranks are late, and MPI calls functions of Python for them
+
+
+def finish() -> None:
+    """Waits for running computations, so that no message to a peer is lost when MPI is finalized. Raises RuntimeError
+    if the failure of an operation has not been reported yet."""
     try:
         _chain.wait_for_all_threads()
         jax.effects_barrier()

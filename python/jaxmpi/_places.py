@@ -21,12 +21,22 @@ _TESTING = os.path.join(os.path.dirname(__file__), "testing.py")
 """What calls functions of the user's to test them."""
 
 
+def frame() -> Any:
+    """The frame of the user's program that is being executed: it called the package or JAX, or is its own."""
+    found: Any = sys._getframe(1)
+    while found.f_back is not None and found.f_code.co_filename.startswith(PACKAGES):
+        found = found.f_back
+    return found
+
+
+def of_frame(at: Any) -> str:
+    """Its line."""
+    return f"{at.f_code.co_filename}:{at.f_lineno} ({at.f_code.co_name})"
+
+
 def here() -> str:
-    """The line of the user's program that is being executed: it called the package or JAX, or is its own."""
-    frame: Any = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGES):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
+    """The line of the user's program that is being executed."""
+    return of_frame(frame())
 
 
 def of_traceback(traceback: Any) -> str | None:

@@ -108,6 +108,11 @@ class Row:
     """The identity; only its transpose does something. The core has no such operation."""
 
     @property
+    def shown(self) -> str:
+        """The name that users know."""
+        return self.name if self.silent else OPERATIONS[self.name].shown
+
+    @property
     def joined(self) -> bool:
         """Whether it takes any number of arrays, of one dtype."""
         return self.largest is not None
@@ -265,15 +270,27 @@ _EACH = "each"
 """Parameter of an eager program that binds an operation several times: the parameters in which those differ."""
 
 _TELLS_LINES = _communicator.CHECK or _timeline.ON
-"""Whether the lines of eager calls are told to the core too, which takes some time."""
+"""Whether the lines of all eager calls are told to the core, which takes some time; else those that start something
+are, by which it is named if nobody waits for it."""
+
+_TOLD: set[Any] = set()
+_MOST_TOLD = 4096
 
 
-@functools.lru_cache(maxsize=4096)
-def _add_site_of_eager_call(primitive: Operation, names: Any, values: Any, operands: Any, site: str) -> None:
+def _tell_line(primitive: Operation, params: Params, operands: Sequence[Any], program: Any) -> None:
+    """Tells the line of an eager call, once of each program and shapes."""
+    frame = _places.frame()
+    code = frame.f_code
+    call = (program, code.co_filename, code.co_firstlineno, frame.f_lasti, *((x.shape, x.dtype) for x in operands))
+    if call in _TOLD:
+        return
+    if len(_TOLD) == _MOST_TOLD:
+        _TOLD.clear()
+    _TOLD.add(call)
     row = _ROWS[primitive.name.removeprefix("jaxmpi.")]
     if not row.silent:
-        for params, its in _each_of(dict(zip(names, values, strict=True)), operands):
-            _add_site(row, its, params, site)
+        for its, xs in _each_of(params, tuple(map(jax.typeof, operands))):
+            _add_site(row, xs, its, _places.of_frame(frame))
 
 
 def _each_of(params: Params, operands: Sequence[Any]) -> list[tuple[Params, Sequence[Any]]]:
@@ -286,15 +303,13 @@ def _each_of(params: Params, operands: Sequence[Any]) -> list[tuple[Params, Sequ
     return [({**common, **dict(place)}, operands[i * width : (i + 1) * width]) for i, place in enumerate(places)]
 
 
-def _call(primitive: _jax.Primitive, params: Params, operands: Sequence[Any]) -> Any:
+def _call(primitive: Operation, params: Params, operands: Sequence[Any]) -> Any:
     """Calls the compiled program of an operation, also with `jax.disable_jit`."""
-    if _TELLS_LINES:
-        _add_site_of_eager_call(
-            primitive, tuple(params), tuple(params.values()), tuple(map(jax.typeof, operands)), _places.here()
-        )
     comm = params["comm"]
     find = comm.programs or _finds_programs_of(comm)
     program = find(primitive, tuple(params), *params.values())
+    if primitive.starts or _TELLS_LINES:
+        _tell_line(primitive, params, operands, program)
     if not _jax.jit_disabled.value:
         return program(*operands)
     with jax.disable_jit(False):
@@ -324,7 +339,7 @@ def eager_programs() -> int:
 
 def make_primitive(row: Row) -> Operation:
     """Makes the primitive of a row, which `bind` finds by its name. It always has a list of results."""
-    primitive = Operation(f"jaxmpi.{row.name}")
+    primitive = Operation(row.name, row.shown)
 
     def abstract_eval(*avals, **params):
         return [_jax.ShapedArray(tuple(x.shape), x.dtype) for x in row.types(avals, params)], {EFFECT}
@@ -430,7 +445,7 @@ def make_lowering(row: Row, target: str = "jaxmpi_{}"):
 
     def lower(ctx, *operands, **params):
         if (devices := _jax.devices_of(ctx)) > 1:
-            raise NotImplementedError(f"{row.name}: the computation is {_jax.spread(devices)}")
+            raise NotImplementedError(f"{row.shown}: the computation is {_jax.spread(devices)}")
         part, roles, written, passed, filled = _passed(row, params, len(operands), len(ctx.avals_out))
         aliases = None
         in_place = part.in_place and params[IN_PLACE] and len(operands) == 1
@@ -460,7 +475,7 @@ def _make_refusal(row: Row):
         platforms = ctx.module_context.platforms
         reasons = [why for name, why in DEVICES.drivers.items() if name.lower() in platforms and why is not None]
         raise NotImplementedError(
-            f"{row.name}: arrays on {', '.join(platforms)} cannot be communicated"
+            f"{row.shown}: arrays on {', '.join(platforms)} cannot be communicated"
             f"{''.join(f': {why}' for why in reasons)}. Move them to the CPU with "
             "jax.device_put(x, jax.devices('cpu')[0]), or set JAX_PLATFORMS=cpu"
         )
@@ -489,8 +504,8 @@ def _make_batching(row: Row, primitive: _jax.Primitive):
         hosts = [at is not None for at, role in zip(axes, roles, strict=True) if role == "host"]
         if any(hosts) and set(roles) != {"host"}:
             raise NotImplementedError(
-                f"{row.name}: jax.vmap maps an operand that says how to communicate, and that must be the same for all "
-                "of what is mapped. Pass it unmapped (in_axes=None); in a branch of a jax.lax.cond or switch, the "
+                f"{row.shown}: jax.vmap maps an operand that says how to communicate, and that must be the same for "
+                "all of what is mapped. Pass it unmapped (in_axes=None); in a branch of a jax.lax.cond or switch, the "
                 "predicate or index as well."
             )
         operands = [
@@ -507,7 +522,7 @@ def _make_batching(row: Row, primitive: _jax.Primitive):
 
 def _of_batch(row: Row, axis: Any, params: Params) -> Params:
     if axis.size == 0:
-        raise NotImplementedError(f"{row.name}: a batch of nothing cannot be started, since no request would be left.")
+        raise NotImplementedError(f"{row.shown}: a batch of nothing cannot be started, since no request would be left.")
     return {**params, "batch": (axis.size, *params["batch"])}
 
 
@@ -536,7 +551,7 @@ def _make_jvp(row: Row, primitive: _jax.Primitive):
         half = row.tangent_of_half is not None and any(inexact) and not all(inexact)
         linear = [] if half else _linear_in(roles, primals)
         if linear and (why_not := row.refuse(params)):
-            raise NotImplementedError(f"{row.name} cannot be differentiated: {why_not}")
+            raise NotImplementedError(f"{row.shown} cannot be differentiated: {why_not}")
         if DERIVATIVE in params:
             params = {**params, DERIVATIVE: VALUE}
         results = primitive.bind(*primals, **params)

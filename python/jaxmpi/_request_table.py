@@ -232,7 +232,7 @@ def _linear_places(params: Params, which: Sequence[int]) -> Params:
 
 
 def _start_of(arrays, which, batch, params, of, adjoint):
-    _table.refuse_opaque("Grid.start", arrays, which)
+    _table.refuse_opaque("exchange_start", arrays, which)
     more = _linear_places(params, which)
     return _begin("exchange_start", of(params, **more, adjoint=adjoint), batch, *(arrays[i] for i in which))
 
@@ -240,7 +240,7 @@ def _start_of(arrays, which, batch, params, of, adjoint):
 def _finish_of(arrays, which, request, params, of, adjoint, **more):
     if not which:
         return [None] * len(arrays)
-    _table.refuse_opaque("Grid.finish", arrays, which)
+    _table.refuse_opaque("exchange_finish", arrays, which)
     params = of(params, **_linear_places(params, which), adjoint=adjoint, **more)
     fields = [arrays[i] for i in which]
     if request is not _NOTHING:  # whatever maps the request maps them, as where it was started

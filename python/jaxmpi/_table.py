@@ -21,7 +21,7 @@ from jaxmpi import _communicator, _ends, _jax, _leaves, _tags
 from jaxmpi._derivatives.communication import COTANGENT, DERIVATIVE, TANGENT
 from jaxmpi._derivatives.link import linked_zeros
 from jaxmpi._derivatives.transposition import zero_cotangent
-from jaxmpi._native import DATATYPES
+from jaxmpi._native import DATATYPES, OPERATIONS
 from jaxmpi._order import IN_PLACE
 from jaxmpi._primitive import PRIMITIVES, Params, Part, Row, bind, bind_all, make_primitive
 
@@ -299,8 +299,8 @@ def refuse_opaque(name: str, arrays: Sequence[Any], which: Sequence[int]) -> Non
     for i in which:
         if DATATYPES[np.dtype(arrays[i].dtype).name].kind == "opaque":
             raise NotImplementedError(
-                f"{name} cannot be differentiated: it adds, and {arrays[i].dtype} cannot be added; convert to another "
-                "dtype first, such as float32."
+                f"{OPERATIONS[name].shown} cannot be differentiated: it adds, and {arrays[i].dtype} cannot be added; "
+                "convert to another dtype first, such as float32."
             )
 
 

@@ -125,8 +125,8 @@ static void list_make(ffi_buffers *list, struct arrays *arrays, const struct arr
 int64_t derivative, leaf;
 
 static int row_of(const char *operation) {
-  for (int i = 0; operation_table[i].name != NULL; i++)
-    if (strcmp(operation_table[i].name, operation) == 0) return i;
+  for (int i = 0; operation_table[i].id != NULL; i++)
+    if (strcmp(operation_table[i].id, operation) == 0) return i;
   printf("no operation '%s'\n", operation);
   exit(1);
 }

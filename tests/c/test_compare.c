@@ -275,7 +275,7 @@ static void lines_are_told(void) {
 
 static int64_t row_of(const char *operation) {
   int64_t row = 0;
-  while (strcmp(operation_table[row].name, operation) != 0) row++;
+  while (strcmp(operation_table[row].id, operation) != 0) row++;
   return row;
 }
 

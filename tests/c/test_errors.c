@@ -177,7 +177,7 @@ static void a_difference_is_an_error_that_quotes_the_text(void) {
       SUCCEEDS(RUN("check", ARRAY(BOOL, differs, N), NONE, COMM(comm), number));
     else
       FAILS(RUN("check", ARRAY(BOOL, differs, N), NONE, COMM(comm), number), FFI_FAILED_PRECONDITION,
-            "jaxmpi.check on rank 1 of 3: they differ, at model.py:7 (100% of loss)");
+            "jaxmpi, comparison by JAXMPI_CHECK on rank 1 of 3: they differ, at model.py:7 (100% of loss)");
   }
   SUCCEEDS(RUN("check", ARRAY(BOOL, NULL, 0), NONE, COMM(comm), number));
   CHECK_EQUAL(communications(), 0);

@@ -54,13 +54,13 @@ static void operations_are_those_of_the_list(void) {
   for (int i = 0; i < OPERATIONS; i++) {
     const struct operation *row = &operation_table[i];
     context("%s", expected[i].name);
-    if (!CHECK(row->name != NULL && strcmp(row->name, expected[i].name) == 0)) return;
+    if (!CHECK(row->id != NULL && strcmp(row->id, expected[i].name) == 0)) return;
     for (int k = 0; k < row->attribute_count; k++)
       CHECK(expected[i].attributes[k] != NULL && strcmp(row->attributes[k].name, expected[i].attributes[k]) == 0);
     CHECK(expected[i].attributes[row->attribute_count] == NULL);
     CHECK(memory_host.handlers[i] != NULL);
   }
-  CHECK(operation_table[OPERATIONS].name == NULL);
+  CHECK(operation_table[OPERATIONS].id == NULL);
 }
 
 static void metadata_query_is_answered(void) {
@@ -261,7 +261,7 @@ static void a_freed_communicator_is_refused_by_all(void) {
     context("%s", expected[i].name);
     if (i == ROW_after || waits_for_request(i)) continue; /* it uses none; what is in flight is completed */
     FAILS(RUN(expected[i].name, ARRAY(F32, x, 3), ARRAY(F32, y, 3), COMM(comm), 0, 0, 0, 0, 0), FFI_FAILED_PRECONDITION,
-          expected[i].name, "on rank 1 of 3", "the communicator has been freed", "live");
+          operation_table[i].name, "on rank 1 of 3", "the communicator has been freed", "live");
   }
   CHECK_EQUAL(fake->call_count, 0);
 }

@@ -142,7 +142,8 @@ static void another_message_is_an_error(void) {
     prepare();
     deliver(0, others[i].signature, number + (uint64_t)(int64_t)others[i].number, NULL, others[i].bytes);
     deliver(2, SIGNATURE, number, two, GOT_2);
-    FAILS(exchange_of(plan, a_out, b_out), FFI_FAILED_PRECONDITION, "exchange", "rank 0 has sent something else");
+    FAILS(exchange_of(plan, a_out, b_out), FFI_FAILED_PRECONDITION, "jaxmpi.Grid.exchange",
+          "rank 0 has sent something else");
     for (int k = 18; k < A; k++) CHECK(a_out[k] == (float)(k + 1)); /* nothing of it has arrived anywhere */
     CHECK_EQUAL(fake->queued, 0);
     prepare(); /* the next call is right again */
@@ -158,7 +159,7 @@ static void a_failure_of_mpi_leaves_nothing_behind(void) {
     prepare();
     deliver_all();
     fake->fail(*function, 1, 16);
-    FAILS(exchange_of(plan, a_out, b_out), FFI_INTERNAL, "exchange", *function);
+    FAILS(exchange_of(plan, a_out, b_out), FFI_INTERNAL, "jaxmpi.Grid.exchange", *function);
     fake->reset();
   }
 }

@@ -816,7 +816,7 @@ static void another_exchange_is_an_error(void) {
       deliver_planned(2, number - (wrong == 2), MESSAGE + (wrong == 3 ? 4 : 0));
       if (when == LATE) fake->unheard = 3;
       if (when == FOUND) look_for_messages();
-      FAILS(finish_exchange(id, the_plan(), A, 0), FFI_FAILED_PRECONDITION, "jaxmpi.exchange_start",
+      FAILS(finish_exchange(id, the_plan(), A, 0), FFI_FAILED_PRECONDITION, "jaxmpi.Grid.start",
             wrong < 2 ? "rank 0 has sent something else" : "rank 2 has sent something else");
       CHECK_EQUAL(fake->queued, 0);
       for (int i = 0; i < A; i++) CHECK(a_out[i] == -1);
@@ -853,6 +853,12 @@ static const char *const kinds[] = {"iallreduce", "ireduce", "ialltoall", "ibarr
                                     "isend",      "irecv",   "recv",      "exchange"};
 enum { KINDS = sizeof kinds / sizeof *kinds };
 
+/* What its errors call it. */
+static const char *shown(const char *kind) {
+  if (strcmp(kind, "ireduce") == 0) return "ibcast"; /* of which it is the adjoint */
+  return strcmp(kind, "exchange") == 0 ? "Grid.start" : strcmp(kind, "recv") == 0 ? "irecv" : kind;
+}
+
 static ffi_error *start_kind(int kind) {
   int64_t comm = COMM(here());
   struct array given = ARRAY(F32, in, A);
@@ -888,8 +894,8 @@ static bool fail_once(int kind, const char *function, int nth, int when, bool al
   if (started) error = finish_kind(kind);
   if (error != NULL) {
     found = true;
-    FAILS(error, FFI_INTERNAL, "jaxmpi.", kinds[kind][0] == 'r' ? "irecv" : kinds[kind], "on rank 1 of 4",
-          "the fake's text for 77", of_type ? "" : function);
+    FAILS(error, FFI_INTERNAL, "jaxmpi.", shown(kinds[kind]), "on rank 1 of 4", "the fake's text for 77",
+          of_type ? "" : function);
   }
   fake->fail("none", 1, CODE);
   deliver(0, 1, 4);
@@ -1034,7 +1040,7 @@ static void messages_are_not_expected_without_the_thread(void) {
   prepare_plan();
   runtime.serialize = true;
   FAILS(start_receive(id, U8, 4, 2, 5), FFI_UNIMPLEMENTED, "jaxmpi.irecv", "MPI_THREAD_MULTIPLE", "Nothing was sent");
-  FAILS(start_exchange(id), FFI_UNIMPLEMENTED, "jaxmpi.exchange_start", "MPI_THREAD_MULTIPLE");
+  FAILS(start_exchange(id), FFI_UNIMPLEMENTED, "jaxmpi.Grid.start", "MPI_THREAD_MULTIPLE");
   CHECK_EQUAL(communications(), 0);
   CHECK_EQUAL(atomic_load(&here()->planned), number - 1);
   fake->slow = 2;
@@ -1298,12 +1304,12 @@ static void random_sequences_are_as_in_the_model(void) {
 
 static char text[8192]; /* what requests_finish says */
 
-static void finish_caught(void) {
+static int64_t finish_caught(void) {
   FILE *caught = tmpfile();
   int usual = dup(STDERR_FILENO);
   fflush(stderr);
   if (caught == NULL || usual < 0 || dup2(fileno(caught), STDERR_FILENO) < 0) abort();
-  requests_finish();
+  int64_t under_way = requests_finish();
   fflush(stderr);
   dup2(usual, STDERR_FILENO);
   close(usual);
@@ -1311,12 +1317,21 @@ static void finish_caught(void) {
   text[fread(text, 1, sizeof text - 1, caught)] = '\0';
   fclose(caught);
   context("%s", text);
+  return under_way;
+}
+
+/* Starts a reduction by a function of the user's, which `tests` calls of MPI_Test find under way. */
+static void start_users(float number[2], int tests) {
+  int64_t op = reduction_of(fake->operation("SUM"), REDUCER_USER);
+  fake->slow = tests;
+  SUCCEEDS(START("iallreduce", ARRAY(F32, in, N), number, COMM(here()), op));
+  fake->slow = 0;
 }
 
 /* The last test: the thread has ended then, and it is told once. */
 static void what_was_never_waited_for_is_named(void) {
   enum { MANY = 13 };
-  float ids[MANY][2];
+  float ids[MANY][2], by_user[2];
   int64_t site[] = {COMM(here()), 0, 2, 9};
   CHECK(words_add_site(ROW_isend, site, F32, N, "b.py:4 (g)"));
   prepare();
@@ -1325,16 +1340,20 @@ static void what_was_never_waited_for_is_named(void) {
   for (int i = 0; i < 2; i++) SUCCEEDS(wait_on(here(), ids[i], ARRAY(F32, out, N)));
   SUCCEEDS(START("isend", ARRAY(F32, in, N), ids[0], COMM(here()), 2, 9)); /* in the places of these two */
   SUCCEEDS(start_receive(ids[1], F32, 5, 2, 5));
-  finish_caught();
+  start_users(by_user, 5);
+  CHECK_EQUAL(finish_caught(), 0); /* it has waited for that */
   CHECK(strstr(text, "jaxmpi: rank 7 has never waited for isend of 7 float32, dest 2, tag 9") != NULL);
   CHECK(strstr(text, ", called at b.py:4 (g)\n") != NULL);
   CHECK(strstr(text, "jaxmpi: rank 7 has never waited for irecv of 5 float32, source 2, tag 5") != NULL);
-  CHECK(strstr(text, "jaxmpi: rank 7 has never waited for 3 more requests\n") != NULL);
+  CHECK(strstr(text, "jaxmpi: rank 7 has never waited for 4 more requests\n") != NULL);
   deliver(2, 5, 20);
   SUCCEEDS(wait_on(here(), ids[0], NONE));
   SUCCEEDS(wait_on(here(), ids[1], ARRAY(F32, out, 5)));
-  finish_caught();
+  SUCCEEDS(wait_on(here(), by_user, ARRAY(F32, out, N)));
+  start_users(by_user, 1 << 30);
+  CHECK_EQUAL(finish_caught(), 1); /* the second time it does not */
   CHECK_EQUAL(text[0], '\0');
+  SUCCEEDS(wait_on(here(), by_user, ARRAY(F32, out, N)));
   for (int i = 2; i < MANY; i++) SUCCEEDS(wait_on(here(), ids[i], ARRAY(F32, out, N)));
   all_is_done();
 }

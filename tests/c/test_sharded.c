@@ -148,7 +148,7 @@ static void connecting_may_fail(void) {
     fake->fail(*function, 1, 77);
     CHECK(connect(ranks, SIZE) == NULL);
     CHECK_EQUAL(fake->live_groups, 0);
-    SAYS("jaxmpi.connect on rank 1 of 4");
+    SAYS("jaxmpi, setup of JAX's collectives on rank 1 of 4");
   }
   static const int without[] = {0, 2};
   prepare();

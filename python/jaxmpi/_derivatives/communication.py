@@ -77,7 +77,7 @@ cannot_be_traced: contextvars.ContextVar[bool] = contextvars.ContextVar("cannot_
 """Whether operations are refused, since the function around them may not be differentiated."""
 
 
-_names: set[str] = set()
+_names: set[str] = set()  # of operations, as users know them
 
 
 class Operation(_jax.Primitive):
@@ -85,9 +85,11 @@ class Operation(_jax.Primitive):
 
     multiple_results = True
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        _names.add(name)
+    def __init__(self, name: str, shown: str = "") -> None:
+        """`shown`: the name that users know, where that is another."""
+        super().__init__(f"jaxmpi.{name}")
+        self.shown = f"jaxmpi.{shown or name}"
+        _names.add(shown or name)
         self.traced: Callable[[Any, Params], None] | None = None  # called with operands and parameters
         self.several = False  # takes any number of arrays
         self.starts = False  # something that is waited for: its result is a request
@@ -102,7 +104,7 @@ class Operation(_jax.Primitive):
     def bind_with_trace(self, trace, args, *more):
         if type(trace).__name__ == "JetTrace" and any(map(_jax.inexact, args)):
             raise NotImplementedError(
-                f"{self.name}: jax.experimental.jet has no rule for communication. Nested jax.jvp gives the same "
+                f"{self.shown}: jax.experimental.jet has no rule for communication. Nested jax.jvp gives the same "
                 "derivatives, on all ranks alike."
             )
         if cannot_be_traced.get():
@@ -141,4 +143,4 @@ def refusal(what: str) -> NotImplementedError:
 
 def is_error_of_ours(error: BaseException) -> bool:
     """Whether an operation or a hook of this package has raised an error."""
-    return str(error).startswith(("jaxmpi", *(f"{name.removeprefix('jaxmpi.')} " for name in _names)))
+    return str(error).startswith(("jaxmpi", *(f"{name} " for name in _names)))

@@ -214,6 +214,6 @@ class _Dependence:
     def _refuse_constant(equation: Any, given: Sequence[bool]) -> None:
         if not any(given) and any(_jax.inexact(x.aval) for x in equation.invars):
             raise NotImplementedError(
-                f"{equation.primitive.name} cannot be transposed (by jax.linear_transpose or custom_linear_solve): its "
-                "operand is a constant on this rank. Let it depend on the function's argument, 0 * x for example."
+                f"{equation.primitive.shown} cannot be transposed (by jax.linear_transpose or custom_linear_solve): "
+                "its operand is a constant on this rank. Let it depend on the function's argument, 0 * x for example."
             )

@@ -36,6 +36,8 @@ class Event:
     """For how much of it other ranks had not come yet: see `matching`."""
     other_end: "Event | None" = field(default=None, repr=False)
     """Of what starts an operation, where that is waited for; of a wait, what it waits for."""
+    shown: str = ""
+    """The name that users know, where that is another."""
 
     @property
     def seconds(self) -> float:
@@ -49,13 +51,17 @@ class Event:
         return max(self.arguments.get("sent", 0), self.arguments.get("received", 0))
 
     @property
+    def title(self) -> str:
+        return self.shown or self.name
+
+    @property
     def label(self) -> str:
         """Its name, and whether it is of tangents or cotangents; of a wait, what it waits for."""
         if self.name == "wait" and self.other_end is not None:
             return f"wait for {self.other_end.label}"
         its = self.other_end if self.name == "exchange_finish" and self.other_end is not None else self
         derivative = str(its.arguments.get("derivative", ""))
-        return f"{self.name} of {derivative.split()[-1]}s" if derivative else self.name
+        return f"{self.title} of {derivative.split()[-1]}s" if derivative else self.title
 
 
 @dataclass
@@ -115,7 +121,16 @@ def _read(path: Path) -> Rank:
             _add_fact(rank, line["name"], line["args"])
             continue
         begin = float(line["ts"])
-        event = Event(rank.rank, line["tid"], line["name"], begin, begin + line.get("dur", 0.0), line["args"])
+        shown, arguments = line["name"], line["args"]
+        event = Event(
+            rank.rank,
+            line["tid"],
+            arguments.pop("operation", shown),
+            begin,
+            begin + line.get("dur", 0.0),
+            arguments,
+            shown=shown,
+        )
         last = max(last, event.end)
         if line["ph"] == "B":
             begun[event.track] = event

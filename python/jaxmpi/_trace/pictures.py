@@ -55,7 +55,7 @@ def timeline(path: Path, ranks: Sequence[Rank]) -> None:
 
     span = max(event.end for rank in ranks for event in rank.events)
     edges = np.linspace(0.0, max(span, 1.0), _BINS + 1)
-    names = sorted({event.name for rank in ranks for event in rank.events})
+    names = sorted({event.title for rank in ranks for event in rank.events})
     colours = {
         name: np.array(colormaps["tab10" if len(names) <= 10 else "tab20"](i)[:3]) for i, name in enumerate(names)
     }
@@ -65,7 +65,7 @@ def timeline(path: Path, ranks: Sequence[Rank]) -> None:
         free = 1 - _by_track(rank.events, edges, False)
         image[row] -= (np.minimum(_in_flight(rank.events, edges), free) * (1 - _GREY))[:, None]
         for name in names:
-            events = [event for event in rank.events if event.name == name]
+            events = [event for event in rank.events if event.title == name]
             busy, waiting = _by_track(events, edges, False), _by_track(events, edges, True)
             strength = (busy - waiting) + 0.4 * waiting
             image[row] -= strength[:, None] * (1 - colours[name])
