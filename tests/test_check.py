@@ -5,6 +5,7 @@ The comparison with JAXMPI_CHECK=1 is in test_programs.py, each number of a reco
 import re
 
 import pytest
+
 from launch import launch
 
 pytestmark = pytest.mark.launches
@@ -55,8 +56,8 @@ def test_mistakes_raise_on_all_ranks(mpi_comm, script):
 
 
 def test_right_programs_go_on(script):
-    """Ranks that reach one operation as a value and as a tangent; one that starts before what another waits for; threads
-    with communicators of their own in any order; freed communicators; and more calls than are compared."""
+    """Ranks that reach one operation as a value and as a tangent; one that starts before what another waits for;
+    threads with communicators of their own in any order; freed communicators; and more calls than are compared."""
     program = script("""
         import concurrent.futures, time
         @jax.custom_jvp

@@ -272,5 +272,5 @@ def test_implementations_are_compared(script):
         f"rank {rank}, {name}" for rank in range(2) for name in ("allgather", "ibcast", "scatterv")
     ]
     for line in lines:
-        assert "keys that" in line and "not of the same implementations" in line and "program.py:" in line, line
+        assert all(part in line for part in ("keys that", "not of the same implementations", "program.py:")), line
         assert ("here they are key<rbg>" if "rank 0" in line else "here they are key<urbg>") in line

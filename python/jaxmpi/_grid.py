@@ -478,7 +478,9 @@ class _Cut:
 
     def padded(self, grid: Grid, block: Any) -> Any:
         """A block in the shape that contains every block."""
-        return _keys.pad(block, [(0, whole - size) for whole, size in zip(self.largest(grid), block.shape, strict=True)])
+        return _keys.pad(
+            block, [(0, whole - size) for whole, size in zip(self.largest(grid), block.shape, strict=True)]
+        )
 
     def cropped(self, grid: Grid, x: Any, rank: int) -> Any:
         """The block of a rank in the shape that contains every block."""
