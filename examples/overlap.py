@@ -123,23 +123,23 @@ def own_events(rank: int) -> list[dict]:
     while time.monotonic() < until:
         events = [json.loads(line.removesuffix(",")) for line in path.read_text().splitlines()[1:] if line != "]"]
         if any(event["name"] == "barrier" for event in events):
-            return [event for event in events if event["name"].startswith("exchange")]
+            return [event for event in events if event["name"].startswith("Grid.")]
         time.sleep(0.1)
     sys.exit(f"{path} is not complete: does another job use the folder?")
 
 
 def last_steps(events: list[dict]) -> tuple[list[dict], list[dict]]:
     """SHOWN steps without overlap, and with it, and the first operation of the next."""
-    plain = [event for event in events if event["name"] == "exchange"]
-    overlapped = [event for event in events if event["name"] != "exchange"]
+    plain = [event for event in events if event["name"] == "Grid.exchange"]
+    overlapped = [event for event in events if event["name"] != "Grid.exchange"]
     return plain[-SHOWN - 1 :], overlapped[-2 * SHOWN - 2 : -1]
 
 
 def spans(events: list[dict]) -> list[tuple[str, float, float]]:
     """What a process does, when, and for how long, in milliseconds: its operations, and what is between them."""
     found = []
-    between = {"exchange": "whole block", "exchange_start": "interior", "exchange_finish": "rim"}
-    names = {"exchange": "exchange", "exchange_start": "start", "exchange_finish": "wait"}
+    between = {"Grid.exchange": "whole block", "Grid.start": "interior", "Grid.finish": "rim"}
+    names = {"Grid.exchange": "exchange", "Grid.start": "start", "Grid.finish": "wait"}
     for event, following in itertools.pairwise(events):
         end = event["ts"] + event["dur"]
         found.append((names[event["name"]], event["ts"] / 1e3, event["dur"] / 1e3))

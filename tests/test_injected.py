@@ -24,6 +24,12 @@ CODE = MPI.ERR_OTHER
 TEXT = MPI.Get_error_string(CODE)
 
 
+@pytest.fixture(autouse=True)
+def _compared_only_if_asked_for(monkeypatch):
+    """So that the calls of MPI that are counted are those of the operations."""
+    monkeypatch.setenv("JAXMPI_CHECK", "0")
+
+
 @pytest.fixture(scope="session")
 def library(tmp_path_factory):
     """The file to be preloaded, for the MPI library of this process."""
@@ -219,7 +225,7 @@ CAUGHT_BY_NOBODY = {
         "allgather",
     ),
     "the comparison of ranks": (
-        "MPI_Allgather:2",
+        "MPI_Isend:2",
         'ways["loop"](calls["alltoall"])(x).block_until_ready()',
         "alltoall",
     ),
@@ -235,7 +241,7 @@ def test_caught_by_nobody(way, library, tmp_path):
     check = {"JAXMPI_CHECK": "1"} if way == "the comparison of ranks" else {}
     done = launch(2, program, check=False, timeout=SECONDS, LD_PRELOAD=str(library), **check)
     assert done.returncode != 0
-    function = "MPI_Allgather" if check else call.partition(":")[0]
+    function = call.partition(":")[0]
     assert f"jaxmpi.{operation} on rank 1 of 2: {function} failed: {TEXT}" in done.stderr
     assert "jaxmpi.run: uncaught exception on rank 1" in done.stderr
     assert "not reached" not in done.stdout
@@ -293,7 +299,7 @@ def test_late(call, library, tmp_path):
 HANGING = {
     "eager": ("MPI_Gather:1:hang@1", 'calls["gather"](x).block_until_ready()'),
     "a loop in jax.jit": ("MPI_Scatter:2:hang@1", 'ways["loop in jax.jit"](calls["scatter"])(x).block_until_ready()'),
-    "the comparison of ranks": ("MPI_Allgather:2:hang@1", 'ways["loop"](calls["scan"])(x).block_until_ready()'),
+    "the comparison of ranks": ("MPI_Isend:2:hang@1", 'ways["loop"](calls["scan"])(x).block_until_ready()'),
     "no abort": (f"MPI_Wait:1:hang@1 MPI_Abort:1:fail={CODE}@1", 'calls["sendrecv"](x).block_until_ready()'),
 }
 
@@ -311,7 +317,7 @@ def test_hanging(way, library, tmp_path):
     done = launch(2, program, check=False, timeout=SECONDS, plain=way != "eager", **limits)
     assert done.returncode != 0
     operation = rules[4:].partition(":")[0].lower()
-    operation = {"wait": "sendrecv", "allgather": "scan"}.get(operation, operation)
+    operation = {"wait": "sendrecv", "isend": "scan"}.get(operation, operation)
     # In a comparison rank 0 waits as well, and may tell so and end the job first.
     ranks = "[01]" if way == "the comparison of ranks" else "1"
     assert re.search(f"jaxmpi: rank {ranks} has been waiting for", done.stderr)

@@ -36,6 +36,7 @@ struct agreement {
   struct question *first; /* in their order */
   atomic_int unanswered;
   bool begun, stopped;
+  int code;          /* the first error of MPI */
   int size, ranks[]; /* of COMM_WORLD */
 };
 
@@ -94,14 +95,21 @@ static int rank_at(const struct communicator *comm, const struct agreement *agre
   return agreement->ranks[(comm->rank + distance + comm->size) % comm->size];
 }
 
-/* In round `k`, if it has not been sent. Errors of MPI are seen where a message does not come. */
+/* Whether a message is on its way, by an error code of MPI. */
+static bool is_posted(struct agreement *agreement, int code) {
+  if (agreement->code == 0) agreement->code = code;
+  return code == 0;
+}
+
+/* In round `k`, if it has not been sent. */
 static void send(const struct communicator *comm, struct agreement *agreement, struct question *question, int k,
                  enum kind kind) {
   struct round *round = &question->rounds[k];
   if (round->out.number != 0) return;
   round->out = (struct message){agreement->name, question->number, kind, {question->least[0], question->least[1]}};
-  round->sending = runtime.abi->post(&round->out, sizeof round->out, true, rank_at(comm, agreement, (int64_t)1 << k),
-                                     agreement->tag + k, &round->send) == 0;
+  int code = runtime.abi->post(&round->out, sizeof round->out, true, rank_at(comm, agreement, (int64_t)1 << k),
+                               agreement->tag + k, &round->send);
+  round->sending = is_posted(agreement, code);
 }
 
 static bool is_done(intptr_t *request, bool *under_way) {
@@ -149,26 +157,6 @@ static struct question *question_new(struct agreement *agreement, int64_t number
   return *last = question;
 }
 
-bool agreement_ask(struct communicator *comm, int64_t number, const int64_t words[QUESTION_WORDS]) {
-  struct agreement *agreement = atomic_load(&comm->agreement);
-  if (agreement == NULL) return false;
-  pthread_mutex_lock(&agreement->lock);
-  struct question *question = NULL;
-  drop_those_that_are_over(agreement);
-  if (begin(agreement) && !agreement->stopped && (question = question_new(agreement, number)) != NULL) {
-    memcpy(question->words, words, sizeof question->words);
-    for (int k = 0; k < agreement->rounds; k++) {
-      struct round *round = &question->rounds[k];
-      round->receiving =
-          runtime.abi->post(&round->in, sizeof round->in, false, rank_at(comm, agreement, -((int64_t)1 << k)),
-                            agreement->tag + k, &round->receive) == 0;
-    }
-    send(comm, agreement, question, 0, ASKS);
-  }
-  pthread_mutex_unlock(&agreement->lock);
-  return question != NULL;
-}
-
 /* Tells the rest of the ranks to which this one tells something. */
 static void tell_the_rest(const struct communicator *comm, struct agreement *agreement, struct question *question,
                           enum kind kind) {
@@ -191,6 +179,28 @@ static void stop(struct communicator *comm, struct agreement *agreement) {
   if (last == NULL) return;
   tell_the_rest(comm, agreement, last, STOPS);
   close_question(agreement, last);
+}
+
+bool agreement_ask(struct communicator *comm, int64_t number, const int64_t words[QUESTION_WORDS]) {
+  struct agreement *agreement = atomic_load(&comm->agreement);
+  if (agreement == NULL) return false;
+  pthread_mutex_lock(&agreement->lock);
+  struct question *question = NULL;
+  drop_those_that_are_over(agreement);
+  if (begin(agreement) && !agreement->stopped && (question = question_new(agreement, number)) != NULL) {
+    memcpy(question->words, words, sizeof question->words);
+    for (int k = 0; k < agreement->rounds; k++) {
+      struct round *round = &question->rounds[k];
+      int code = runtime.abi->post(&round->in, sizeof round->in, false, rank_at(comm, agreement, -((int64_t)1 << k)),
+                                   agreement->tag + k, &round->receive);
+      round->receiving = is_posted(agreement, code);
+    }
+    send(comm, agreement, question, 0, ASKS);
+    if (agreement->code != 0) stop(comm, agreement);
+  }
+  bool asked = question != NULL && agreement->code == 0;
+  pthread_mutex_unlock(&agreement->lock);
+  return asked;
 }
 
 /* What has come in a round. False: a rank has stopped asking, or asks something else under this name. */
@@ -239,6 +249,11 @@ bool agreement_is_open(const struct communicator *comm) {
   return agreement != NULL && atomic_load_explicit(&agreement->unanswered, memory_order_relaxed) > 0;
 }
 
+int agreement_code(const struct communicator *comm) {
+  const struct agreement *agreement = atomic_load(&comm->agreement);
+  return agreement != NULL ? agreement->code : 0;
+}
+
 void agreement_leave(struct communicator *comm) {
   struct agreement *agreement = atomic_load(&comm->agreement);
   pthread_mutex_lock(&agreement->lock);
@@ -278,6 +293,7 @@ void agreement_end(struct communicator *comm) {
 }
 
 void agreement_finish(void) {
+  if (runtime.self != NULL && atomic_load(&runtime.self->freed)) return; /* MPI has been finalized */
   for (struct agreement *agreement = atomic_load(&runtime.agreements); agreement != NULL; agreement = agreement->next)
     end(agreement);
 }

@@ -36,6 +36,9 @@ bool agreement_ask(struct communicator *comm, int64_t number, const int64_t word
  * rank has stopped asking, and this one has, too. */
 enum answer agreement_hear(struct communicator *comm, double seconds, int64_t words[QUESTION_WORDS]);
 
+/* The first error of MPI, after which it asks nothing; 0: none. */
+int agreement_code(const struct communicator *comm);
+
 /* Whether some have not been heard. */
 bool agreement_is_open(const struct communicator *comm);
 

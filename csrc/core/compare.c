@@ -264,9 +264,13 @@ ffi_error *compare_ranks(struct call *call) {
   int64_t words[QUESTION_WORDS];
   memcpy(words, &mine, sizeof words);
   comm->history = hash_of(&mine, comm->history);
-  if (!agreement_ask(comm, comm->history, words)) return atomic_store(&comm->to_compare, 0), NULL;
-  if (!all) atomic_fetch_sub(&comm->to_compare, 1);
   call->function = "MPI_Isend";
+  if (!agreement_ask(comm, comm->history, words)) {
+    atomic_store(&comm->to_compare, 0);
+    int code = all ? agreement_code(comm) : 0;
+    return code != 0 ? call_fail_mpi(call, code) : NULL;
+  }
+  if (!all) atomic_fetch_sub(&comm->to_compare, 1);
   if (all && call->logged) log_begin(call, "to compare %s, call %" PRId64 ", and", call->operation->name, mine.call);
   enum answer answer = agreement_hear(comm, patience(call), words);
   if (all && call->logged) log_end(call, false);

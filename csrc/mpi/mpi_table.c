@@ -22,6 +22,7 @@ static int mark_freed(MPI_Comm comm, int key, void *value, void *extra) {
   (void)comm, (void)key, (void)extra;
   struct communicator *freed = value;
   transport_drain();
+  if (freed == runtime.self) agreement_finish();
   atomic_store(&freed->freed, true);
   if (runtime.self != NULL && !atomic_load(&runtime.self->freed)) agreement_end(freed);
   requests_forget(freed);
