@@ -30,16 +30,17 @@ _VERSIONS = {"notoken": "0.9.1", "token": "0.7.2"}
 
 
 class HashableMPIType:
-    """An object of mpi4py as a static argument of a compiled function: compared and hashed by its handle."""
+    """An object of mpi4py as a static argument of a compiled function: compared and hashed as by `jaxmpi.static`."""
 
     def __init__(self, wrapped: Any):
         self.wrapped = wrapped
+        self._static = jaxmpi.static(wrapped)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, HashableMPIType) and self.wrapped == other.wrapped
+        return isinstance(other, HashableMPIType) and self._static == other._static
 
     def __hash__(self) -> int:
-        return hash((type(self.wrapped), MPI._handleof(self.wrapped)))
+        return hash(self._static)
 
     def __repr__(self) -> str:
         return f"HashableMPIType({self.wrapped!r})"
