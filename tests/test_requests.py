@@ -988,7 +988,7 @@ def test_never_waited_for(script):
     "late", [0.5, pytest.param(8, marks=pytest.mark.seldom), pytest.param(-8, marks=pytest.mark.seldom)]
 )
 def test_reduction_in_python_that_is_never_waited_for(late, script):
-    """It is completed while Python is there: called later mpi4py would end the job. Negative: rank 1 never starts it."""
+    """It is completed while Python is there: later mpi4py would end the job. Negative: rank 1 never starts it."""
     program = script(
         f"""
         import time
