@@ -75,15 +75,20 @@ bool agreement_prepare(struct communicator *comm, int64_t name, const int *ranks
   return true;
 }
 
-/* Before the first question. False: there is no name that is certain to be the same on all ranks. */
-static bool begin(struct agreement *agreement) {
+/* Communicators of the same ranks, in the same order, that had a question before. */
+static int64_t alike_before(const struct agreement *agreement) {
   int64_t before = 0;
-  if (agreement->begun || agreement->stopped) return agreement->begun;
-  agreement->begun = true;
-  if (agreement->name == 0 && atomic_load(&runtime.several_threads)) return agreement->begun = false;
   for (struct agreement *other = atomic_load(&runtime.agreements); other != NULL; other = other->next)
     before += other != agreement && other->begun && other->group == agreement->group && other->size == agreement->size;
-  if (agreement->name == 0) agreement->name = mix(mix(agreement->group, agreement->size), before + 1);
+  return before;
+}
+
+/* Before the first question. False: there is no name that is certain to be the same on all ranks. */
+static bool begin(struct agreement *agreement) {
+  if (agreement->begun || agreement->stopped) return agreement->begun;
+  if (agreement->name == 0 && atomic_load(&runtime.several_threads)) return false;
+  if (agreement->name == 0) agreement->name = mix(mix(agreement->group, agreement->size), alike_before(agreement) + 1);
+  agreement->begun = true;
   int blocks = (runtime.most_tag < 1 << 30 ? runtime.most_tag : 1 << 30) / TAGS;
   agreement->tag = TAGS * (int)((uint64_t)agreement->name % (uint64_t)blocks);
   return true;
