@@ -13,7 +13,7 @@ import numpy as np
 from mpi4py import MPI
 
 import jaxmpi._core as _core
-from jaxmpi import _ends, _jax, _keys, _places, _tags
+from jaxmpi import _ends, _jax, _keys, _places, _static, _tags
 from jaxmpi._communicator import Communicator
 from jaxmpi._native import DATATYPES, OWN_OPERATIONS, Datatype, handle_of
 from jaxmpi._order import Token
@@ -49,6 +49,10 @@ class Reduction:
     number: int | None = None
     op: MPI.Op | None = field(default=None, compare=False)
     """The user's own, kept since compiled programs look there whether it has been freed."""
+
+    def alive(self) -> bool:
+        """Whether it has not been freed."""
+        return self.op is None or self.op != MPI.OP_NULL
 
     def number_for(self, datatype: Datatype) -> int:
         """The core's number of the reduction for elements of this type."""
@@ -162,6 +166,7 @@ _NO_ARRAYS = {
     type(MPI.IN_PLACE): _IN_PLACE,
     type(MPI.BOTTOM): _IN_PLACE,
     MPI.Datatype: "in the place of mpi4py's [x, count, datatype] pass x alone, which knows its size and dtype.",
+    **dict.fromkeys(_static.CLASSES, "pass it as comm= or op=."),
 }
 
 
@@ -294,6 +299,10 @@ def reduction(op: Any, operation: str) -> Reduction:
         )
     if op == MPI.OP_NULL:
         raise ValueError(f"{operation}: op is MPI.OP_NULL: it has been freed. Pass a live operation.")
+    if isinstance(op, _static.Static):  # whose handle MPI may have given to another one
+        if not op.lifetime.alive():
+            raise ValueError(f"{operation}: op is {op!r}, which has been freed. Pass a live operation.")
+        return op.lifetime
     handle = handle_of(op)
     known = _reductions.get(handle)
     if known is None or (known.op is not None and known.op != op):  # freed: MPI has given its handle to another one

@@ -10,7 +10,7 @@ import numpy as np
 from mpi4py import MPI
 
 import jaxmpi._core as _core
-from jaxmpi import _jax, _timeline
+from jaxmpi import _jax, _static, _timeline
 from jaxmpi._native import ALL, DEVICES, MEANING_OF_DEFAULT, compared, handle_of
 
 # How long an import waits for the imports of other ranks. After that the first use of the default communicator waits.
@@ -35,6 +35,11 @@ class Communicator:
 
     def __repr__(self) -> str:
         return f"Communicator(rank {self.rank} of {self.size})"
+
+    def alive(self) -> bool:
+        """Whether it has not been freed."""
+        _forget_freed()
+        return _known.get(self.number) is self
 
 
 _known: dict[int, Communicator] = {}
@@ -70,6 +75,10 @@ def resolve(comm: Any, operation: str) -> Communicator:
             f"{operation}: comm is MPI.COMM_NULL: it has been freed, or this rank is not part of it. Pass a live "
             "communicator, and only on its own ranks."
         )
+    if isinstance(comm, _static.Static):  # whose handle MPI may have given to another one
+        if not comm.lifetime.alive():
+            raise ValueError(f"{operation}: comm is {comm!r}, which has been freed. Pass a live communicator.")
+        return comm.lifetime
     found = _core.communicator(handle_of(comm))
     if found is None:
         raise ValueError(

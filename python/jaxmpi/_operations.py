@@ -1,14 +1,14 @@
 """The public functions. They check their arguments and bind an operation of the table for each array."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from mpi4py import MPI
 
 from jaxmpi import _arguments as arguments
-from jaxmpi import _communicator, _devices, _ends, _jax, _leaves, _neighbors
+from jaxmpi import _communicator, _devices, _ends, _jax, _leaves, _neighbors, _static
 from jaxmpi import _counts as by_counts
 from jaxmpi._neighbors import Neighbors
 from jaxmpi._order import Token
@@ -42,7 +42,10 @@ __all__ = [
     "scatterv",
     "send",
     "sendrecv",
+    "static",
 ]
+
+CommOrOp = TypeVar("CommOrOp", bound=MPI.Comm | MPI.Op)
 
 Leaf = Callable[..., jax.Array]
 """Checks one leaf and converts it to an array: (leaf, *more, operation, argument) -> array."""
@@ -814,6 +817,37 @@ def sendrecv(
     results = bind_each("sendrecv", params, places, operands)
     result = results[0] if alone else jax.tree.unflatten(structure, results)
     return _with_status(result, params["status"], status), after(token)
+
+
+def static(x: CommOrOp) -> CommOrOp:
+    """A communicator or a reduction that may be an argument of compiled functions; mpi4py's own have no hash.
+
+    The result is one of mpi4py's objects as well, with the same handle, and is taken wherever those are. Besides, it
+    may be a static argument of `jax.jit` (`static_argnums`, `static_argnames`), static data of a pytree, or part of any
+    other argument, where it is a pytree without leaves. Two of them are equal as long as they are of the same
+    communicator, so that a function is compiled once for each; one that has been freed equals none that comes later,
+    even if MPI gives that the same handle.
+
+    Args:
+      x: an intra-communicator or an operation of mpi4py, such as `MPI.COMM_WORLD` or `MPI.SUM`. It is not duplicated:
+        `Free()` of either frees both.
+
+    Returns:
+      The static one. Nothing is communicated; other ranks need not call it.
+
+    Raises:
+      TypeError: `x` is neither. ValueError: it has been freed, or is an inter-communicator.
+    """
+    if isinstance(x, MPI.Op):
+        lifetime: Any = arguments.reduction(x, "static")
+    elif isinstance(x, MPI.Comm):
+        lifetime = _communicator.resolve(x, "static")
+    else:
+        raise TypeError(
+            f"static: a communicator or an operation of mpi4py is needed, such as MPI.COMM_WORLD or MPI.SUM, got {x!r} "
+            f"of type {type(x).__name__}."
+        )
+    return x if isinstance(x, _static.Static) else _static.of(x, lifetime)
 
 
 def _with_status(result: Any, written: arguments.Status | None, users: MPI.Status | None) -> Any:

@@ -8,6 +8,7 @@ from jaxmpi._operations import has_rocm_support as has_rocm_support
 from jaxmpi._operations import has_sycl_support as has_sycl_support
 from jaxmpi._operations import invariant as invariant
 from jaxmpi._operations import replicate as replicate
+from jaxmpi._operations import static as static
 
 def allgather(x: Any, *, comm: MPI.Comm | None = None) -> Any: ...
 def allgatherv(x: Any, counts: Any, *, rows: int | None = None, comm: MPI.Comm | None = None) -> Any: ...
