@@ -152,6 +152,14 @@ def test_static_communicator(stand_in, comm, size):
     for wrapped in (HashableMPIType(comm), wrap_as_hashable(comm)):
         np.testing.assert_array_equal(f(jnp.ones(2), wrapped), np.full(2, float(size)))
     assert f._cache_size() == 1
+    part = comm.Dup()
+    first = wrap_as_hashable(part)
+    np.testing.assert_array_equal(f(jnp.ones(2), first), np.full(2, float(size)))
+    part.Free()
+    again = comm.Dup()  # perhaps with the same handle
+    np.testing.assert_array_equal(f(jnp.ones(2), wrap_as_hashable(again)), np.full(2, float(size)))
+    jax.effects_barrier()
+    again.Free()
 
 
 def test_imported_before(stand_in, monkeypatch):

@@ -41,6 +41,7 @@ if _module_to_run() not in ("jaxmpi.run", "jaxmpi.info", "jaxmpi.trace"):
     from jaxmpi._order import Token, jit
 
     _sharded_programs.taken()
+    _sharded_programs.register()
 
     __all__ = ["Grid", "Token", "compat", "jit", "notoken"]
     __all__ += _operations.__all__ + _nonblocking.__all__

@@ -31,9 +31,9 @@ from jax._src.interpreters import pxla
 from mpi4py import MPI
 
 import jaxmpi._core as _core
-from jaxmpi import _arguments, _jax, _native, _places, _replica_groups
+from jaxmpi import _arguments, _devices, _jax, _native, _places, _replica_groups
 from jaxmpi._communicator import resolve
-from jaxmpi._launcher import sharded
+from jaxmpi._launcher import placement, sharded
 from jaxmpi.collectives import why_not_mpi
 
 _WORLD = MPI.COMM_WORLD
@@ -47,6 +47,19 @@ _PATIENCE_SECONDS = 300
 def world() -> tuple[int, int]:
     """This process and the number of processes."""
     return _WORLD.rank, _WORLD.size
+
+
+def local_device() -> int | None:
+    """The accelerator of this process, by JAX's numbers, as the launcher would choose; None if nothing is to be chosen:
+    the launcher or the program has, there are not several, or this process's number on its machine is not known."""
+    place = placement.local_rank(os.environ)
+    if placement.decided or place is None:
+        return None
+    for platform in placement.PLACED:
+        chosen = getattr(jax.config, f"jax_{platform.lower()}_visible_devices", "all")
+        if chosen == "all" and (count := _devices.count(platform)) > 1:
+            return place[0] % count
+    return None
 
 
 def start() -> None:

@@ -26,6 +26,9 @@ inside their job inherits their variables."""
 
 PLACED = ("CUDA", "ROCM")
 """The platforms whose devices are handed out."""
+decided = False
+"""Whether the launcher has left this rank what devices it has."""
+
 _NARROWED = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 _FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
@@ -135,6 +138,8 @@ def device_counts() -> dict[str, int]:
 
 def take(config, may_assign: bool = True) -> None:
     """Chooses, and passes the choice to JAX's `config`: JAX does not read these variables itself."""
+    global decided
+    decided = True
     if may_assign and local_rank(os.environ) is not None and undecided(os.environ):
         os.environ.update(assign(device_counts(), os.environ))
     for platform in PLACED:

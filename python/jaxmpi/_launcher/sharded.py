@@ -25,6 +25,8 @@ LIBRARY = "MPITRAMPOLINE_LIB"
 PREEMPTION = "JAX_ENABLE_PREEMPTION_SERVICE"
 """The variable of a service of JAX that takes SIGTERM, by which launchers end jobs: off if it is not set."""
 
+_NAME_OF_CLUSTER = "jaxmpi"
+
 state: dict[str, str] = {}
 """`offered`: the library that jaxlib was given; `refused`: why it was given none; `kind`: what JAX was readied for."""
 
@@ -78,7 +80,7 @@ def prepare(kind: str) -> None:
     before it makes devices.
     """
     import jax
-    from jax._src import clusters, xla_bridge
+    from jax._src import xla_bridge
 
     jax.config.update("jax_cpu_collectives_implementation", kind)
     if PREEMPTION not in os.environ and hasattr(jax.config, PREEMPTION.lower()):
@@ -103,31 +105,57 @@ def prepare(kind: str) -> None:
     backends.jaxmpi_own = own  # type: ignore[attr-defined]
     xla_bridge.backends = backends
 
-    class Cluster(clusters.ClusterEnv):  # what `jax.distributed.initialize()` asks
-        name = "jaxmpi"
+    register()
+
+
+def register() -> None:
+    """Lets `jax.distributed.initialize()` find out about this job, under any launcher. After jax is imported.
+
+    JAX asks MPI only if it is told to (`cluster_detection_method="mpi4py"`), knows no variables of MPICH, and none that
+    Open MPI has set since its version 5.
+    """
+    from jax._src import clusters
+
+    types = clusters.ClusterEnv._cluster_types
+    if any(kind.name == _NAME_OF_CLUSTER for kind in types):
+        return
+
+    class Cluster(clusters.ClusterEnv):
+        name = _NAME_OF_CLUSTER
+        met = False
+        """Whether this call of `initialize` has left it to us to find the other processes."""
 
         @classmethod
         def is_env_present(cls) -> bool:
-            return True
+            cls.met = False
+            others = (kind for kind in types if kind is not cls and not getattr(kind, "opt_in_only_method", False))
+            return "kind" in state or _sharded().world()[1] > 1 or not any(kind.is_env_present() for kind in others)
 
         @classmethod
         def get_coordinator_address(cls, timeout_secs: int | None = None, *_: Any, **__: Any) -> str:
-            return _sharded().meet(timeout_secs)
+            address = _sharded().meet(timeout_secs)
+            cls.met = True
+            return address
 
         @classmethod
-        def get_process_count(cls) -> int:
-            return _sharded().world()[1]
+        def get_process_count(cls) -> int | None:
+            return cls._of_world(1)
 
         @classmethod
-        def get_process_id(cls) -> int:
-            return _sharded().world()[0]
+        def get_process_id(cls) -> int | None:
+            return cls._of_world(0)
 
         @classmethod
-        def get_local_process_id(cls) -> None:
-            return None  # which devices a process has, the launcher has decided
+        def _of_world(cls, which: int) -> int | None:
+            world = _sharded().world()
+            # Alone, with a coordinator of the program's choice: others may have been started without MPI.
+            return world[which] if cls.met or world[1] > 1 or "kind" in state else None
 
-    types = clusters.ClusterEnv._cluster_types
-    types.insert(0, types.pop(types.index(Cluster)))  # before those that find a launcher's or a scheduler's variables
+        @classmethod
+        def get_local_process_id(cls) -> int | None:
+            return _sharded().local_device() if cls.met else None
+
+    types.insert(0, types.pop(types.index(Cluster)))  # before those that find a scheduler's variables
 
 
 def _sharded() -> Any:

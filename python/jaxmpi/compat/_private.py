@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from mpi4py import MPI
 
+import jaxmpi
 import jaxmpi._core as _core
 from jaxmpi import _communicator
 from jaxmpi._native import flag, handle_of
@@ -21,16 +21,17 @@ Names = dict[str, Any]
 
 
 class HashableMPIType:
-    """An object of mpi4py as a static argument of a compiled function: compared and hashed by its handle."""
+    """An object of mpi4py as a static argument of a compiled function: compared and hashed as by `jaxmpi.static`."""
 
     def __init__(self, wrapped: Any):
         self.wrapped = wrapped
+        self._static = jaxmpi.static(wrapped)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, HashableMPIType) and self.wrapped == other.wrapped
+        return isinstance(other, HashableMPIType) and self._static == other._static
 
     def __hash__(self) -> int:
-        return hash((type(self.wrapped), MPI._handleof(self.wrapped)))
+        return hash(self._static)
 
     def __repr__(self) -> str:
         return f"HashableMPIType({self.wrapped!r})"
