@@ -69,6 +69,60 @@ def test_initialize_may_be_called(job):
     assert said(job("jax.distributed.initialize()\n" + SAID)) == EXPECTED
 
 
+FOUND = """
+import numpy as np
+from mpi4py import MPI
+from jaxmpi import notoken
+
+rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+"""
+FOUND_AND_SUMMED = """
+assert (jax.process_index(), jax.process_count(), len(jax.devices())) == (rank, size, size)
+mesh = Mesh(np.array(jax.devices()), "x")
+whole = jax.make_array_from_callback((size,), NamedSharding(mesh, P("x")), lambda i: np.arange(1.0, 1 + size)[i])
+sharded = int(jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, P()))(whole))
+print(f"{rank}: {sharded}, {notoken.allreduce(float(rank + 1), MPI.SUM)};")
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_initialize_without_arguments_under_a_plain_launcher(job, ranks):
+    """Once jaxmpi is imported JAX finds the processes of the job, under a launcher of any MPI."""
+    text = FOUND + "jax.distributed.initialize()\n" + FOUND_AND_SUMMED
+    done = job(text, ranks=ranks, collectives="", plain=True)
+    total = sum(range(1, ranks + 1))
+    assert sorted(re.findall(r".*;", done.stdout)) == [f"{rank}: {total}, {float(total)};" for rank in range(ranks)]
+
+
+@pytest.mark.seldom
+def test_initialize_with_some_arguments_under_a_plain_launcher(job):
+    """What the program says is kept, the rest is found."""
+    start = 'jax.distributed.initialize(f"127.0.0.1:{MPI.COMM_WORLD.bcast(20000 + os.getpid() % 20000)}")\n'
+    done = job(FOUND + start + FOUND_AND_SUMMED, collectives="", plain=True)
+    assert sorted(re.findall(r".*;", done.stdout)) == ["0: 3, 3.0;", "1: 3, 3.0;"]
+
+
+@pytest.mark.seldom
+def test_initialize_alone_with_a_process_beside_it(job):
+    """Processes that no launcher of MPI has started are told by the program, as without jaxmpi."""
+    text = """
+    import socket, subprocess
+    other, process = None, 1
+    if len(sys.argv) == 1:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            sys.argv.append(str(free.getsockname()[1]))
+        other, process = subprocess.Popen([sys.executable, *sys.argv]), 0
+    import jaxmpi
+    jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 2, process)
+    print(f"{jax.process_index()} of {jax.process_count()}, {total()};", flush=True)
+    jax.distributed.shutdown()
+    sys.exit(other and other.wait())
+    """
+    done = job(text, ranks=0, collectives="")
+    assert sorted(re.findall(r".*;", done.stdout)) == ["0 of 2, 2.0;", "1 of 2, 2.0;"]
+
+
 @pytest.mark.seldom
 def test_installed_under_a_plain_launcher(job):
     text = "import jaxmpi.collectives\njaxmpi.collectives.install()\n" + COMMON + SAID

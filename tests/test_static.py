@@ -29,9 +29,7 @@ def test_every_operation(comm, rank, size):
     def call(arrays, comm):
         return [case.call(x, comm, 0) for case, x in zip(CASES, arrays, strict=True)]
 
-    for case, xs, result in zip(
-        CASES, inputs, call([xs[rank] for xs in inputs], jaxmpi.static(comm)), strict=True
-    ):
+    for case, xs, result in zip(CASES, inputs, call([xs[rank] for xs in inputs], jaxmpi.static(comm)), strict=True):
         np.testing.assert_array_equal(result, case.expected(xs, rank, 0), err_msg=str(case))
 
 
@@ -181,7 +179,7 @@ def test_it_is_one_of_mpi4py(comm, rank, size):
     given = jaxmpi.static(comm)
     assert given == comm
     assert comm == given
-    assert not given != comm
+    assert (given != comm) is False
     assert given not in (MPI.COMM_SELF, MPI.COMM_NULL, None, 3)
     assert isinstance(given, MPI.Intracomm)
     assert (given.rank, given.size, given.allreduce(1)) == (rank, size, size)
@@ -214,7 +212,7 @@ def test_refused(comm, rank, size):
         with pytest.raises(TypeError, match="static: a communicator or an operation of mpi4py is needed"):
             jaxmpi.static(bad)
     for null in (MPI.COMM_NULL, MPI.OP_NULL):
-        with pytest.raises(ValueError, match="static: .* it has been freed"):
+        with pytest.raises(ValueError, match=r"static: .* it has been freed"):
             jaxmpi.static(null)
     with pytest.raises(TypeError, match=r"bcast: x is jaxmpi.static\(.*, which is no array: pass it as comm="):
         notoken.bcast(jaxmpi.static(comm), 0)

@@ -114,9 +114,12 @@ def register() -> None:
     JAX asks MPI only if it is told to (`cluster_detection_method="mpi4py"`), knows no variables of MPICH, and none that
     Open MPI has set since its version 5.
     """
-    from jax._src import clusters
+    try:
+        from jax._src import clusters
 
-    types = clusters.ClusterEnv._cluster_types
+        types = clusters.ClusterEnv._cluster_types
+    except (ImportError, AttributeError):
+        return  # a JAX that finds its processes in another way, which the program then chooses
     if any(kind.name == _NAME_OF_CLUSTER for kind in types):
         return
 

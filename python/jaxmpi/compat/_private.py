@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from mpi4py import MPI
 
 import jaxmpi
 import jaxmpi._core as _core
@@ -25,7 +26,7 @@ class HashableMPIType:
 
     def __init__(self, wrapped: Any):
         self.wrapped = wrapped
-        self._static = jaxmpi.static(wrapped)
+        self._static = jaxmpi.static(wrapped) if isinstance(wrapped, MPI.Comm | MPI.Op) else id(wrapped)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, HashableMPIType) and self._static == other._static
