@@ -71,7 +71,7 @@ for _class in CLASSES:
 
 def of(x: MPI.Comm | MPI.Op, lifetime: Any) -> Any:
     """A static one with this lifetime, of the class that `x` has in mpi4py."""
-    kind = next((made for made in CLASSES if isinstance(x, made.__mro__[2])), _Intracomm)
+    kind: Any = next((made for made in CLASSES if isinstance(x, made.__mro__[2])), _Intracomm)
     made = kind(x)
     made.lifetime, made.original = lifetime, x
     return made

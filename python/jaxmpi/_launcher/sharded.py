@@ -141,15 +141,15 @@ def register() -> None:
             return address
 
         @classmethod
-        def get_process_count(cls) -> int | None:
+        def get_process_count(cls) -> Any:
             return cls._of_world(1)
 
         @classmethod
-        def get_process_id(cls) -> int | None:
+        def get_process_id(cls) -> Any:
             return cls._of_world(0)
 
         @classmethod
-        def _of_world(cls, which: int) -> int | None:
+        def _of_world(cls, which: int) -> Any:
             world = _sharded().world()
             # Alone, with a coordinator of the program's choice: others may have been started without MPI.
             return world[which] if cls.met or world[1] > 1 or "kind" in state else None
