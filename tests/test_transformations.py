@@ -128,3 +128,28 @@ def test_python_numbers_and_mixed_dtypes(rank, size):
     integer = jax.ShapeDtypeStruct((), jnp.int64)
     f = jax.grad(lambda p: p + 0 * notoken.sendrecv(p, integer, MPI.PROC_NULL, MPI.PROC_NULL))
     assert f(jnp.float64(3)) == 1
+
+
+@pytest.mark.parametrize("what", ["operation", "JAX's print"])
+def test_search_for_leaked_tracers(what, size):
+    """JAX's search finds its own list of ordered effects where it divides a scan, with or without us: docs say so."""
+
+    def scanned(x):
+        def step(carry, _):
+            if what == "operation":
+                return jnp.sin(notoken.allreduce(carry, MPI.SUM)), None
+            jax.debug.print("{}", carry, ordered=True)
+            return jnp.sin(carry * size), None
+
+        return jax.lax.scan(step, x, None, length=3)[0]
+
+    x = np.float32(0.3)
+    expected = x
+    for _ in range(3):
+        expected = np.sin(expected * size)
+    with jax.check_tracer_leaks():
+        np.testing.assert_allclose(jax.jit(scanned)(x), expected, rtol=1e-5)
+        np.testing.assert_allclose(jax.jit(lambda x: jax.jvp(scanned, (x,), (x,)))(x)[0], expected, rtol=1e-5)
+        jax.effects_barrier()
+        with pytest.raises(Exception, match="Leaked trace JaxprTrace"):
+            jax.grad(scanned)(x)
