@@ -305,6 +305,41 @@ def test_what_waits_is_reported(way, tmp_path):
     assert "rank 0 has" not in done.stderr
 
 
+IMPORTED_IN_A_THREAD = """
+    import threading, time
+    imported = []
+    def load():
+        import jaxmpi
+        imported.append(jaxmpi.notoken)
+    thread = threading.Thread(target=load)
+    thread.start()
+    thread.join()
+    for _ in range(50):  # the memory of that thread's state is used again
+        thread = threading.Thread(target=time.sleep, args=(0.001,))
+        thread.start()
+        thread.join()
+    import numpy as np
+    from mpi4py import MPI
+    if MPI.COMM_WORLD.rank == 0:
+        HOLDS
+    print("sum", imported[0].allreduce(np.float32(1), MPI.SUM))
+"""
+
+
+@pytest.mark.parametrize(
+    "holds",
+    ["time.sleep(5)", "import ctypes; ctypes.PyDLL(None).sleep(5)"],
+    ids=["without the GIL", "with the GIL"],
+)
+def test_imported_in_a_thread_that_has_ended(holds, tmp_path):
+    """The line is that of the main thread, which is there; also if it keeps the GIL in a call that does not return."""
+    program = program_of(tmp_path, textwrap.dedent(IMPORTED_IN_A_THREAD).replace("HOLDS", holds))
+    line = 1 + program.read_text().splitlines().index(f"    {holds}")
+    done = launch(2, program, timeout=SECONDS, JAXMPI_TIMEOUT="1")
+    assert done.stdout.count("sum 2.0") == 2
+    assert f"rank 0: is in no operation; Python is at {program}:{line} (<module>)" in done.stderr
+
+
 @pytest.mark.seldom
 def test_communicators_in_opposite_order(tmp_path):
     """No collective differs, so there is nothing to compare; each rank says where it waits, and the table has both."""

@@ -23,11 +23,12 @@ struct watched {
   bool reported;
 };
 
-enum { SECONDS_FOR_THE_LAUNCHER = 5 };
+enum { SECONDS_FOR_THE_LAUNCHER = 5, MOST_STEPS_TO_STOP = 100 };
 
 static struct lanes lanes;
 static _Thread_local struct watched *own;
 static atomic_bool watching;
+static atomic_bool looking;          /* the watch's thread, now */
 static _Atomic double limit;         /* in seconds; the watch doubles it with each report */
 static _Atomic double pause_seconds; /* between two looks */
 static atomic_int waiting;           /* operations that have been reported and are not done, as far as was seen */
@@ -183,9 +184,11 @@ static void *watch(void *unused) {
   double tick = atomic_load(&pause_seconds);
   struct timespec pause = {(time_t)tick, (long)(1e9 * (tick - floor(tick)))};
   while (nanosleep(&pause, NULL) == 0 || errno == EINTR) {
+    atomic_store(&looking, true);
     for (struct watched *record = first_record(); record != NULL; record = next_record(record))
       if (atomic_load(&watching)) look_at(record);
     if (atomic_load(&watching)) answer();
+    atomic_store(&looking, false);
   }
   return unused;
 }
@@ -212,4 +215,6 @@ void watch_stop(void) {
     nanosleep(&(struct timespec){(time_t)seconds, (long)(1e9 * (seconds - floor(seconds)))}, NULL);
   }
   atomic_store(&watching, false);
+  for (int i = 0; atomic_load(&looking) && i < MOST_STEPS_TO_STOP; i++) /* what it asks of Python must still be there */
+    nanosleep(&(struct timespec){0, 10000000}, NULL);
 }

@@ -18,7 +18,7 @@
  * each report), whether the job is then ended, and what writes where the program is (may be NULL). */
 void watch_configure(double seconds, bool ends, void (*where)(char *text, size_t size));
 
-/* From now on nothing is reported. */
+/* From now on nothing is reported, and `where` is not called. Without the GIL. */
 void watch_stop(void);
 
 /* The calling thread's record, NULL if nothing is watched; to be given to watch_end. What waits for requests begins

@@ -607,7 +607,9 @@ static PyObject *set_several_devices(PyObject *self, PyObject *args) {
 PyDoc_STRVAR(stop_watch_doc, "stop_watch()\n\nFrom now on no operation is reported, however long it waits.");
 static PyObject *stop_watch(PyObject *self, PyObject *args) {
   (void)self, (void)args;
+  Py_BEGIN_ALLOW_THREADS;
   watch_stop();
+  Py_END_ALLOW_THREADS;
   Py_RETURN_NONE;
 }
 

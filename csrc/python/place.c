@@ -1,11 +1,15 @@
 /* Where the Python program is, found by the watch's thread, which cannot wait for the GIL: whoever holds it may be what
- * hangs. First the interpreter is asked to tell, between two of its steps. If it does not within a moment, the main
- * thread is in a call that does not return, so its frames do not change, and are read as the faulthandler reads them.
+ * hangs. So another thread of ours waits for it, and asks Python. If it has no answer within a moment, someone holds
+ * the GIL in a call that does not return; meanwhile no frame and no state of a thread can end, since that needs the
+ * GIL, and the frames of Python's main thread are read as the faulthandler reads them. That thread's state is there as
+ * long as Python is; those of other threads may be gone at any time, the one that imported the package too.
  */
 #define _GNU_SOURCE
 #include "python/place.h"
 
 #include <dlfcn.h>
+#include <pthread.h>
+#include <semaphore.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -14,37 +18,44 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "core/lanes.h"
 #include "core/watch.h"
 
 enum { PLACE_SIZE = 512, DUMP_SIZE = 1 << 14, STEPS = 20, MOST_PACKAGES = 8, STEP_NANOSECONDS = 10000000 };
 
 static PyObject *ask;                     /* Python's function that tells */
 static char *own_packages[MOST_PACKAGES]; /* prefixes of files that are not the program's; NULL at the end */
-static PyThreadState *main_thread;
+static _Atomic(PyThreadState *) main_thread;
 static char told[PLACE_SIZE];
 static atomic_int state; /* 0: idle, 1: asked, 2: told */
+static sem_t questions;
 
-/* Called by the interpreter in the main thread, with the GIL. */
-static int tell(void *unused) {
+/* Called by the interpreter in its main thread, soon after it was asked to. */
+static int note_main_thread(void *unused) {
   (void)unused;
-  PyObject *type, *value, *trace;
-  PyErr_Fetch(&type, &value, &trace);
-  PyObject *text = PyObject_CallNoArgs(ask), *bytes = text != NULL ? PyUnicode_AsUTF8String(text) : NULL;
-  const char *characters = bytes != NULL ? PyBytes_AsString(bytes) : NULL;
-  snprintf(told, sizeof told, "%s", characters != NULL ? characters : "");
-  Py_XDECREF(bytes);
-  Py_XDECREF(text);
-  PyErr_Restore(type, value, trace);
-  atomic_store(&state, 2);
+  atomic_store(&main_thread, PyThreadState_Get());
   return 0;
+}
+
+static void *tell(void *unused) {
+  for (;;) {
+    if (sem_wait(&questions) != 0) continue;
+    PyGILState_STATE own = PyGILState_Ensure(); /* while Python ends, this ends the thread */
+    PyObject *text = PyObject_CallNoArgs(ask), *bytes = text != NULL ? PyUnicode_AsUTF8String(text) : NULL;
+    const char *characters = bytes != NULL ? PyBytes_AsString(bytes) : NULL;
+    snprintf(told, sizeof told, "%s", characters != NULL ? characters : "");
+    Py_XDECREF(bytes);
+    Py_XDECREF(text);
+    PyErr_Clear();
+    PyGILState_Release(own);
+    atomic_store(&state, 2);
+  }
+  return unused;
 }
 
 static bool asked(char *text, size_t size) {
   if (atomic_exchange(&state, 1) == 1) return false; /* it still has not answered */
-  if (Py_AddPendingCall(tell, NULL) != 0) {
-    atomic_store(&state, 0);
-    return false;
-  }
+  sem_post(&questions);
   for (int i = 0; i < STEPS; i++) {
     nanosleep(&(struct timespec){0, STEP_NANOSECONDS}, NULL);
     if (atomic_load(&state) != 2) continue;
@@ -78,9 +89,10 @@ static void read_frames(char *text, size_t size) {
   void (*dump)(int, PyThreadState *), *symbol = dlsym(RTLD_DEFAULT, "_Py_DumpTraceback");
   int file = nameless_file();
   static char lines[DUMP_SIZE];
-  if (symbol != NULL && file >= 0) {
+  PyThreadState *of_main = atomic_load(&main_thread);
+  if (symbol != NULL && file >= 0 && of_main != NULL) {
     memcpy(&dump, &symbol, sizeof symbol);
-    dump(file, main_thread);
+    dump(file, of_main);
     ssize_t length = pread(file, lines, sizeof lines - 1, 0);
     lines[length > 0 ? length : 0] = '\0';
     char *rest = lines;
@@ -103,7 +115,8 @@ static void place(char *text, size_t size) {
 const char place_watch_doc[] =
     "watch(seconds, ends, where, packages)\n\n"
     "From now on an operation that waits longer is reported, and with `ends` the job ends. `where` returns the "
-    "line of the program; files whose names begin with one of `packages`, at most 8, are not the program's.";
+    "line of the program, and is called in another thread; files whose names begin with one of `packages`, at most 8, "
+    "are not the program's.";
 PyObject *place_watch(PyObject *self, PyObject *args) {
   (void)self;
   double seconds;
@@ -118,7 +131,12 @@ PyObject *place_watch(PyObject *self, PyObject *args) {
     Py_XDECREF(bytes);
     if (own_packages[i] == NULL) return PyErr_Occurred() ? NULL : PyErr_NoMemory();
   }
-  main_thread = PyThreadState_Get();
+  if (seconds > 0) {
+    pthread_t thread;
+    if (sem_init(&questions, 0, 0) != 0 || thread_start(&thread, tell) != 0) return PyErr_NoMemory();
+    pthread_detach(thread);
+    Py_AddPendingCall(note_main_thread, NULL);
+  }
   watch_configure(seconds, ends != 0, place);
   Py_RETURN_NONE;
 }

@@ -164,7 +164,7 @@ def _load() -> tuple[Library, dict[str, Datatype], _devices.Choice]:
     _core.configure(MPI.COMM_WORLD.Get_rank(), MPI.Query_thread() < MPI.THREAD_MULTIPLE, of_self[0], of_world[0])
     _core.set_ends_on_error(_aborts("JAXMPI_ON_ERROR", "raise"))
     _timeline.begin(library.version)
-    _core.watch(*_watch_settings(), _places.here, _places.PACKAGES)
+    _core.watch(*_watch_settings(), _places.of_main_thread, _places.PACKAGES)
     _core.set_most_tag(cast(int, MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)))
     datatypes = {}
     for name, (code, itemsize, mpi_name, kind) in _core.datatypes().items():

@@ -23,7 +23,11 @@ _TESTING = os.path.join(os.path.dirname(__file__), "testing.py")
 
 def frame() -> Any:
     """The frame of the user's program that is being executed: it called the package or JAX, or is its own."""
-    found: Any = sys._getframe(1)
+    return _of_program(sys._getframe(1))
+
+
+def _of_program(found: Any) -> Any:
+    """The innermost frame of the user's program, from this one on outwards."""
     while found.f_back is not None and found.f_code.co_filename.startswith(PACKAGES):
         found = found.f_back
     return found
@@ -37,6 +41,12 @@ def of_frame(at: Any) -> str:
 def here() -> str:
     """The line of the user's program that is being executed."""
     return of_frame(frame())
+
+
+def of_main_thread() -> str:
+    """The line of the user's program that Python's main thread is executing; empty if that has ended."""
+    found = sys._current_frames().get(threading.main_thread().ident or 0)
+    return of_frame(_of_program(found)) if found is not None else ""
 
 
 def of_traceback(traceback: Any) -> str | None:
