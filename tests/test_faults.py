@@ -258,6 +258,46 @@ def test_processes_of_a_rank(tmp_path):
     assert done.stdout.count("sum 2.0") == 2
 
 
+IN_A_CHILD = {
+    "eager": "add(x)",
+    "eager, not compiled before": "notoken.bcast(x, 0)",
+    "jit": "jitted(x)",
+    "jaxmpi.jit": "ordered(x)",
+    "start": "notoken.isend(x, 1 - rank)",
+    "wait": "notoken.wait(received)",
+    "alone": "notoken.allreduce(x, MPI.SUM, comm=MPI.COMM_SELF)",
+    "grid": "jaxmpi.Grid((size,)).exchange(x)",
+}
+
+
+def test_operations_in_a_child_of_fork(tmp_path):
+    """None communicates in its parent's place, and none waits for threads that the child does not have."""
+    does = f"""
+    import jaxmpi
+    size = MPI.COMM_WORLD.size
+    jitted, ordered = (way(lambda x: notoken.allreduce(x, MPI.SUM)) for way in (jax.jit, jaxmpi.jit))
+    for call in (add, jitted, ordered):
+        jax.block_until_ready(call(x))
+    received, sent = notoken.irecv(x, 1 - rank), notoken.isend(x + rank, 1 - rank)
+    MPI.COMM_WORLD.Barrier()
+    if rank == 1 and (child := os.fork()) == 0:
+        for name, call in {IN_A_CHILD!r}.items():
+            try:
+                jax.block_until_ready(eval(call))
+            except RuntimeError as error:
+                print(f"child: {{name}}:", "was forked by a rank and is none itself" in str(error), flush=True)
+        os._exit(0)
+    if rank == 1:
+        os.waitpid(child, 0)
+    print("sum", float(add(x)[0]), float(notoken.waitall([received, sent])[0][0]) - rank)
+    """
+    program = program_of(tmp_path, BEGIN, textwrap.dedent(does))
+    done = launch(2, program, timeout=SECONDS)
+    for name in IN_A_CHILD:
+        assert f"child: {name}: True" in done.stdout, done.stdout
+    assert sorted(line for line in done.stdout.splitlines() if "sum" in line) == ["sum 2.0 0.0", "sum 2.0 2.0"]
+
+
 WAITING = {
     "eager": ("add(x)", ""),
     "eager message": (

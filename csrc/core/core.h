@@ -120,10 +120,12 @@ struct runtime {
   const struct abi *abi;           /* the copy for the loaded library; NULL before loading */
   intptr_t datatypes[DTYPE_CODES]; /* MPI handle by XLA's code; valid where `known` */
   bool known[DTYPE_CODES];
-  int most_tag;               /* the highest tag of a message */
-  int64_t max_count;          /* elements that one MPI call may be given; INT_MAX except in tests */
-  bool unmarked;              /* the ends of what MPI fills are not marked (mpi/ops.c); only in tests */
-  struct communicator *self;  /* COMM_SELF: freed as MPI_Finalize begins; NULL before configuration */
+  int most_tag;      /* the highest tag of a message */
+  int64_t max_count; /* elements that one MPI call may be given; INT_MAX except in tests */
+  bool unmarked;     /* the ends of what MPI fills are not marked (mpi/ops.c); only in tests */
+  struct communicator
+      *self;         /* COMM_SELF: freed as MPI_Finalize begins, or in a child of fork; NULL before configuration */
+  const char *ended; /* why nothing can be communicated once `self` has been freed */
   struct communicator *world; /* COMM_WORLD; NULL before configuration */
   int rank;                   /* in COMM_WORLD, for the log */
   bool serialize;             /* MPI_THREAD_SERIALIZED: one MPI call at a time, under `lock` */

@@ -149,7 +149,7 @@ static PyObject *communicator(PyObject *self, PyObject *args) {
   struct communicator *found;
   if (!PyArg_ParseTuple(args, "n|s", &handle, &meaning) || !loaded()) return NULL;
   if (runtime.self != NULL && atomic_load(&runtime.self->freed))
-    return PyErr_Format(PyExc_RuntimeError, "MPI has been finalized");
+    return PyErr_Format(PyExc_RuntimeError, "jaxmpi: %s", runtime.ended);
   if (runtime.serialize) { /* the thread that holds the lock may need the GIL, for a reduction written in Python */
     PyThreadState *state = PyEval_SaveThread();
     pthread_mutex_lock(&runtime.lock);
@@ -483,6 +483,14 @@ static PyObject *finish_devices(PyObject *self, PyObject *args) {
   return without_gil(transport_finish);
 }
 
+/* A child of fork has its parent's memory, connections of MPI included, and would communicate in its place. */
+static void leave_job(void) {
+  runtime.ended =
+      "this process was forked by a rank and is none itself: let the rank communicate, or start processes "
+      "by multiprocessing's \"spawn\"";
+  if (runtime.self != NULL) atomic_store(&runtime.self->freed, true);
+}
+
 PyDoc_STRVAR(configure_doc,
              "configure(rank, serialize, self, world)\n\n"
              "Rank in COMM_WORLD; whether MPI allows one call at a time; the numbers of COMM_SELF and COMM_WORLD.");
@@ -495,6 +503,8 @@ static PyObject *configure(PyObject *self, PyObject *args) {
   importer = true;
   runtime.serialize = serialize != 0;
   runtime.self = registry_at(of_self);
+  runtime.ended = "MPI has been finalized";
+  if (pthread_atfork(NULL, NULL, leave_job) != 0) return PyErr_NoMemory();
   runtime.world = registry_at(of_world);
   Py_RETURN_NONE;
 }

@@ -1,6 +1,7 @@
 """Communicators as parameters of compiled programs, and the default one."""
 
 import math
+import os
 import threading
 import time
 import warnings
@@ -210,8 +211,26 @@ class _Default:
                 _core.communicator(handle_of(self._comm), MEANING_OF_DEFAULT)
             return self._comm
 
+    def forget(self) -> None:
+        """The next call asks the core again."""
+        self._lock = threading.Lock()
+        self._resolved = None
+
+
+def _in_child_of_fork() -> None:
+    """All calls ask the core again, which refuses them: JAX must not compile them, since its threads are not there."""
+    _default.forget()
+    for comm in _known.values():
+        comm.programs = None
+
+
+def refuse_in_child_of_fork() -> None:
+    """Raises RuntimeError if this process has been forked by a rank, or if MPI has been finalized."""
+    _core.communicator(handle_of(MPI.COMM_SELF))
+
 
 _default = _Default()
+os.register_at_fork(after_in_child=_in_child_of_fork)
 CHECK = _default.check
 _core.set_check(CHECK, _default.labels, handle_of(_default.channel) if _default.calls else 0)
 

@@ -319,6 +319,7 @@ def _call(primitive: Operation, params: Params, operands: Sequence[Any]) -> Any:
 def _finds_programs_of(comm: Communicator) -> Callable[..., Any]:
     """The compiled programs of eager calls on a communicator: one per set of parameters; JAX handles shapes and dtypes.
     4096 at most are kept."""
+    _communicator.refuse_in_child_of_fork()
 
     @functools.lru_cache(maxsize=4096)
     def find(primitive: _jax.Primitive, names: tuple[str, ...], *values: Any) -> Callable[..., Any]:
