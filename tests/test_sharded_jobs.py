@@ -69,6 +69,27 @@ def test_initialize_may_be_called(job):
     assert said(job("jax.distributed.initialize()\n" + SAID)) == EXPECTED
 
 
+@pytest.mark.parametrize("how", ["mpi", "gloo", "plain launcher"])
+def test_coordinator_listens_where_it_is_needed(how, job):
+    """JAX's coordinator asks nobody who he is: other machines must not reach it where all ranks are on one."""
+    listens = """
+    import jaxmpi, pathlib
+    from jax._src import distributed
+    PLAIN
+    jax.devices()
+    if jax.process_index() == 0:
+        port = f"{int(distributed.global_state.coordinator_address.rpartition(':')[2]):04X}"
+        rows = [row.split() for kind in ("tcp", "tcp6") for row in pathlib.Path("/proc/net", kind).open()]
+        for row in rows:
+            if row[1].endswith(f":{port}") and row[3] == "0A":  # listens
+                print("listens at", row[1].partition(":")[0][-8:], end=";")
+    """
+    plain = how == "plain launcher"
+    text = listens.replace("PLAIN", "jax.distributed.initialize()" if plain else "")
+    done = job(text, collectives="" if plain else how, plain=plain)
+    assert done.stdout == "listens at 0100007F;"  # 127.0.0.1
+
+
 FOUND = """
 import numpy as np
 from mpi4py import MPI

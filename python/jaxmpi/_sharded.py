@@ -68,6 +68,8 @@ def start() -> None:
         raise RuntimeError(f"jaxmpi: --collectives mpi: {reason}")
     if _WORLD.size > 1 and distributed.global_state.client is None:
         jax.distributed.initialize()
+    if os.environ.get(_BINDS, "").endswith(f":{_kept[0].getsockname()[1]}" if _kept else " "):
+        del os.environ[_BINDS]  # it is not meant for processes that this one starts
     if distributed.global_state.client is None:
         return
     if sharded.PREEMPTION not in os.environ and threading.current_thread() is threading.main_thread():
@@ -118,8 +120,11 @@ def _lead(end: float) -> dict[str, Any]:
     answer: dict[str, Any] = {"missing": missing}
     if not missing:
         own = socket.gethostname()
-        host = _reached_by([rank for rank in others if hosts[rank] != own], end)
-        answer = {"address": f"{host}:{_port()}", "environment": _not_by_a_proxy(host)}
+        host, is_address = _reached_by([rank for rank in others if hosts[rank] != own], end)
+        address = f"{host}:{_port(host if is_address else '')}"
+        answer = {"address": address, "environment": _not_by_a_proxy(host)}
+        if is_address:  # XLA's service asks nobody who he is, and takes what it does not understand for a reason to end
+            os.environ.setdefault(_BINDS, address)
     for rank in came:
         _WORLD.send(json.dumps(answer), rank, _tag())
     return answer
@@ -139,10 +144,11 @@ def _wait_for(ranks: Any, end: float) -> list[int]:
     return came
 
 
-def _reached_by(ranks: list[int], end: float) -> str:
-    """An address of this machine that these ranks of other machines can connect to."""
+def _reached_by(ranks: list[int], end: float) -> tuple[str, bool]:
+    """An address of this machine that these ranks of other machines can connect to, and whether it is one: if none is
+    known, its name."""
     if not ranks:
-        return "127.0.0.1"
+        return "127.0.0.1", True
     with socket.create_server(("", 0)) as listening:
         question = {"addresses": _addresses(), "port": listening.getsockname()[1]}
         for rank in ranks:
@@ -150,7 +156,7 @@ def _reached_by(ranks: list[int], end: float) -> str:
         _wait_for(ranks, end)
         answers = [_WORLD.recv(source=rank, tag=_tag()) for rank in ranks]
     common = [host for host in question["addresses"] if all(host in answer for answer in answers)]
-    return common[0] if common else socket.gethostname()
+    return (common[0], True) if common else (socket.gethostname(), False)
 
 
 def _is_reached(host: str, port: int) -> bool:
@@ -172,17 +178,21 @@ def _addresses() -> list[str]:
     return [host for host in dict.fromkeys(found) if not host.startswith("127.")]
 
 
+_BINDS = "JAX_COORDINATOR_BIND_ADDRESS"
+"""JAX's variable of the address at which its coordinator listens: all of the machine's, if it is not set."""
+
 _SIOCGIFADDR = 0x8915  # of Linux: the address of an interface
 _kept: list[socket.socket] = []
 """Keeps the coordinator's port from others until it is in use."""
 
 
-def _port() -> int:
+def _port(host: str) -> int:
+    """A port of this address, or of all."""
     if port := os.environ.get("JAX_COORDINATOR_PORT"):
         return int(port)
     kept = socket.socket()
     kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as XLA's server does, which so can share it
-    kept.bind(("", 0))
+    kept.bind((host, 0))
     _kept.append(kept)
     return kept.getsockname()[1]
 
