@@ -198,7 +198,8 @@ ffi_error *request_new(const struct call *call, const struct buffer *id, size_t 
   made->batch = id->count / 2;
   made->operation = call->operation;
   made->comm = call->comm;
-  made->is_long = false;
+  made->is_long = made->held = made->in_vain = made->left = false;
+  made->run = ffi_run(call->frame);
   memcpy(made->attributes, call->attributes, sizeof made->attributes);
   memset(made->words, 0, sizeof made->words);
   words_of(call, made->words);
@@ -262,7 +263,27 @@ static int place_of(const struct buffer *id) {
   const float *given = id->data;
   if (!are_numbers(id) || !(given[0] >= 1) || given[0] > (float)all.used || given[0] != (float)(int)given[0]) return -1;
   int place = (int)given[0] - 1;
-  return all.places[place] != NULL && (float)all.places[place]->generation == given[1] ? place : -1;
+  const struct request *there = all.places[place];
+  return there != NULL && !there->held && !there->left && (float)there->generation == given[1] ? place : -1;
+}
+
+/* Messages that were left to others are expected again. */
+static void expect_again(struct request *request) {
+  for (int i = 0; i < request->receive_count; i++)
+    if (request->receives[i].state == SET_ASIDE) {
+      request->receives[i].state = IDLE;
+      if (!atomic_load(&request->comm->freed)) receive_expect(&request->receives[i]);
+    }
+}
+
+/* Its wait has ended with an error: messages that have not come are left to others. */
+static void leave(struct request *request) {
+  request->in_vain = true;
+  for (int i = 0; i < request->receive_count; i++)
+    if (request->receives[i].state == EXPECTED && request->receives[i].request != NULL) {
+      receive_forget(&request->receives[i]);
+      request->receives[i].state = SET_ASIDE;
+    }
 }
 
 /* If nothing else is expected its thread may leave the matching of its one message to MPI. */
@@ -302,11 +323,99 @@ struct request *request_take(const struct call *call, const struct buffer *id, i
     all.places[place] = NULL;
     all.in_flight--;
     all.long_ones -= found->is_long;
+    expect_again(found);
     leave_alone(found);
   }
   pthread_mutex_unlock(&requests_lock);
   if (found == NULL) *error = call_fail(call, FFI_FAILED_PRECONDITION, "%s", why_none(none, zero));
   return found;
+}
+
+struct request *request_hold(const struct buffer *id) {
+  pthread_mutex_lock(&requests_lock);
+  int place = place_of(id);
+  struct request *found = place >= 0 ? all.places[place] : NULL;
+  if (found != NULL) {
+    found->held = true, found->was_long = found->is_long;
+    all.long_ones -= found->is_long;
+    found->is_long = false;
+    expect_again(found);
+  }
+  pthread_mutex_unlock(&requests_lock);
+  return found;
+}
+
+void request_release(struct request *request, bool in_vain) {
+  pthread_mutex_lock(&requests_lock);
+  request->held = false, request->is_long = request->was_long;
+  all.long_ones += request->is_long;
+  if (in_vain) leave(request);
+  if (request->is_long) wake();
+  pthread_mutex_unlock(&requests_lock);
+}
+
+void requests_abandon(int64_t run) {
+  if (run == 0 || atomic_load_explicit(&receives_expected, memory_order_relaxed) == 0) return;
+  pthread_mutex_lock(&requests_lock);
+  for (int i = 0; i < all.used; i++)
+    if (all.places[i] != NULL && all.places[i]->run == run && !all.places[i]->held) leave(all.places[i]);
+  pthread_mutex_unlock(&requests_lock);
+}
+
+/* Whether it is a request to receive whose message has come. */
+static bool has_received(const struct request *request, int64_t run) {
+  if (request == NULL || request->run != run || request->operation->row != ROW_irecv) return false;
+  return request->receives[0].state == MATCHED || request->receives[0].state == UNDER_WAY;
+}
+
+int64_t requests_received(int64_t run) {
+  int64_t count = 0;
+  pthread_mutex_lock(&requests_lock);
+  for (int i = 0; i < all.used; i++) count += has_received(all.places[i], run);
+  pthread_mutex_unlock(&requests_lock);
+  return count;
+}
+
+bool request_is_behind(const struct request *request) {
+  const struct receive *receive = &request->receives[0], *other;
+  const struct abi *abi = runtime.abi;
+  bool behind = false;
+  pthread_mutex_lock(&requests_lock);
+  for (int i = 0; i < all.used && !behind; i++)
+    if (has_received(all.places[i], request->run) && all.places[i] != request) {
+      other = &all.places[i]->receives[0];
+      behind = other->comm == receive->comm &&
+               (other->source == receive->source || other->source == abi->any_source ||
+                receive->source == abi->any_source) &&
+               (other->tag == receive->tag || other->tag == abi->any_tag || receive->tag == abi->any_tag);
+    }
+  pthread_mutex_unlock(&requests_lock);
+  return behind;
+}
+
+/* Ends the requests of messages that have left since. */
+static void end_those_that_left(void) {
+  struct request *done = NULL;
+  do {
+    if (done != NULL) request_end(done);
+    done = NULL;
+    pthread_mutex_lock(&requests_lock);
+    for (int i = 0; i < all.used && done == NULL; i++)
+      if (all.places[i] != NULL && all.places[i]->left && !runtime.abi->test_request(all.places[i])) {
+        done = all.places[i];
+        all.places[i] = NULL;
+        all.in_flight--;
+        all.long_ones -= done->is_long;
+      }
+    pthread_mutex_unlock(&requests_lock);
+  } while (done != NULL);
+}
+
+void request_leave(struct request *request, int64_t bytes) {
+  float numbers[2];
+  end_those_that_left();
+  request->left = true;
+  request_begin(request, &(struct buffer){numbers, 2, datatype_find(FFI_DTYPE_F32), HOST_WRITE}, bytes);
 }
 
 static ffi_error *fail_order(const struct call *call) {
@@ -480,7 +589,10 @@ void requests_wake(void) {
 
 static void name(const struct request *request) {
   struct text text = {0, ""};
-  text_add(&text, "jaxmpi: rank %d has never waited for ", runtime.rank);
+  const char *what = request->left      ? "nobody has received the message of"
+                     : request->in_vain ? "has not waited to the end for"
+                                        : "has never waited for";
+  text_add(&text, "jaxmpi: rank %d%s%s ", runtime.rank, request->left ? ": " : " ", what);
   words_tell(&text, request->words);
   words_lines(&text, ", called at ", request->words);
   fprintf(stderr, "%s\n", text.characters);
@@ -492,26 +604,35 @@ static bool is_by_user(const struct request *request) {
   return op >= 0 && ((const struct reduction *)object_of(request->attributes[op]))->by == REDUCER_USER;
 }
 
+/* Whether MPI has been finalized. */
+static bool is_over(void) { return runtime.self != NULL && atomic_load(&runtime.self->freed); }
+
 /* How many of them are under way. */
 static int64_t by_users_under_way(void) {
   int64_t count = 0;
-  if (runtime.self != NULL && atomic_load(&runtime.self->freed)) return 0; /* MPI has been finalized */
+  if (is_over()) return 0;
   if (runtime.serialize) pthread_mutex_lock(&runtime.lock);
   pthread_mutex_lock(&requests_lock);
   for (int i = 0; i < all.used; i++)
-    if (all.places[i] != NULL && is_by_user(all.places[i])) count += runtime.abi->test_request(all.places[i]);
+    if (all.places[i] != NULL && !all.places[i]->held && is_by_user(all.places[i]))
+      count += runtime.abi->test_request(all.places[i]);
   pthread_mutex_unlock(&requests_lock);
   if (runtime.serialize) pthread_mutex_unlock(&runtime.lock);
   return count;
 }
 
+/* Whether something of it is in flight: not if its only message is left to others. */
+static bool is_in_flight(const struct request *request) {
+  return request != NULL && (request->operation->row != ROW_irecv || request->receives[0].state != SET_ASIDE);
+}
+
 static void name_all(void) {
-  int64_t named = 0;
-  for (int i = 0; i < all.used && named < NAMED; i++)
-    if (all.places[i] != NULL) name(all.places[i]), named++;
-  if (all.in_flight > named)
-    fprintf(stderr, "jaxmpi: rank %d has never waited for %" PRId64 " more request%s\n", runtime.rank,
-            all.in_flight - named, all.in_flight - named > 1 ? "s" : "");
+  int64_t count = 0;
+  for (int i = 0; i < all.used; i++)
+    if (is_in_flight(all.places[i]) && ++count <= NAMED) name(all.places[i]);
+  if (count > NAMED)
+    fprintf(stderr, "jaxmpi: rank %d has never waited for %" PRId64 " more request%s\n", runtime.rank, count - NAMED,
+            count > NAMED + 1 ? "s" : "");
 }
 
 int64_t requests_finish(void) {
@@ -524,6 +645,7 @@ int64_t requests_finish(void) {
   pthread_mutex_unlock(&requests_lock);
   if (running) pthread_join(all.thread, NULL);
   bool again = atomic_exchange(&told, true);
+  if (!again && !is_over()) end_those_that_left();
   if (!again) name_all();
   int64_t under_way = by_users_under_way();
   for (int i = 0; !again && under_way > 0 && i < MILLISECONDS_AT_END; i++) {

@@ -32,8 +32,8 @@ struct receive {
   struct receive *next; /* in the order of their starts, while it is expected */
   struct communicator *comm;
   int source, tag;
-  enum { IDLE, EXPECTED, MATCHED, UNDER_WAY } state;
-  bool waited_for;         /* its thread receives it, once it is matched */
+  enum { IDLE, EXPECTED, MATCHED, UNDER_WAY, SET_ASIDE } state; /* SET_ASIDE: expected again in the next wait */
+  bool waited_for;                                              /* its thread receives it, once it is matched */
   bool alone;              /* taken out of the list, for nothing else was expected as the wait for it began */
   int64_t bytes;           /* a message of another size is left to the thread that waits for it */
   char *memory;            /* where it is received; NULL: memory is taken when it has come, */
@@ -51,6 +51,10 @@ struct request {
   uint32_t generation;
   int64_t serial;      /* in the order of all starts */
   bool is_long, usual; /* `usual`: of the size of nearly all */
+  bool held, was_long; /* a thread waits for it, and may give it back; it was long before that */
+  bool in_vain;        /* an error has ended its wait, or come before that */
+  bool left;           /* a message of a sendrecv that has ended so: nobody waits for it any more */
+  int64_t run;         /* of the program that has begun it: ffi_run */
   const struct operation *operation;
   struct communicator *comm;
   int64_t attributes[MAX_ATTRIBUTES], words[WORDS];
@@ -87,6 +91,23 @@ struct request *request_take(const struct call *call, const struct buffer *id, i
 static inline int64_t request_number(const struct request *request) {
   return request->place < 0 ? 0 : ((int64_t)request->generation << 24) + request->place;
 }
+
+/* The same for a wait that may end before it is done: it is in flight all the while, but nobody else can take it. NULL:
+ * there is none. `in_vain`: its wait is over; of a receive, whose message has not come, the next one may have it. */
+struct request *request_hold(const struct buffer *id);
+void request_release(struct request *request, bool in_vain);
+
+/* An error has ended a run: nobody can wait for what it has begun. So its messages, if they have not come, are left to
+ * later receives. */
+void requests_abandon(int64_t run);
+
+/* Of the requests to receive that a run has begun: how many have got their message; and whether one has that might also
+ * have had the message of this one. */
+int64_t requests_received(int64_t run);
+bool request_is_behind(const struct request *request);
+
+/* A message that nobody waits for is under way: remembers the request until it has left. */
+void request_leave(struct request *request, int64_t bytes);
 
 /* In reverse mode the order of the waits, from the last to the first, is the order in which adjoints are started, by
  * which they are matched among those that MPI cannot tell apart. So that all ranks have one order, it must be that of
