@@ -18,7 +18,10 @@ static const char *const of_device = "its array is on a device, whose stream goe
                          *const of_pytree_sent = "the other arrays of its pytree would not be sent any more",
                          *const of_function =
                              "it was started in the same compiled function, after whose error nobody could "
-                             "wait for it";
+                             "wait for it",
+                         *const of_lost =
+                             "the same compiled function has received other messages, which would be lost with its "
+                             "results";
 
 static double now(void) {
   struct timespec time;
@@ -42,6 +45,44 @@ static int64_t attribute_named(const struct call *call, const char *name, int64_
   return otherwise;
 }
 
+/* --- what runs have done --- */
+
+/* Each with what it has done, in the place that its number gives; of two in one place the later one is remembered. XLA
+ * gives the numbers of a program one after another, so that they are far apart which are in one place. */
+static struct {
+  _Atomic int64_t run; /* 0: none */
+  _Atomic int done;
+} runs[1 << 16];
+enum { NOTHING, COMMUNICATED, RECEIVED };
+
+static inline size_t place_of_run(int64_t run) { return (uint64_t)run % (sizeof runs / sizeof *runs); }
+
+static int done_by(int64_t run) {
+  size_t at = place_of_run(run);
+  return atomic_load(&runs[at].run) == run ? atomic_load(&runs[at].done) : NOTHING;
+}
+
+/* What would be lost if a call were the last of its run to succeed. */
+static int done_in(const struct call *call) {
+  int nobody = runtime.abi->proc_null, row = call->operation->row;
+  if (row == ROW_wait) return call->first[2] > call->first[1] ? RECEIVED : NOTHING;
+  if (row == ROW_exchange_finish) return RECEIVED;
+  if ((row == ROW_recv || row == ROW_sendrecv) && attribute_named(call, "source", nobody) != nobody) return RECEIVED;
+  if (row == ROW_recv) return NOTHING;
+  return row == ROW_irecv || row == ROW_hold || row == ROW_after || row == ROW_check ? NOTHING : COMMUNICATED;
+}
+
+void deadline_note_done(const struct call *call) {
+  int64_t run = ffi_run(call->frame);
+  int done = done_in(call), before = done_by(run);
+  size_t at = place_of_run(run);
+  if (run == 0 || done <= before) return;
+  atomic_store(&runs[at].run, run);
+  atomic_store(&runs[at].done, done);
+}
+
+/* --- what may end with an error --- */
+
 static bool is_of_derivative(const struct operation *operation, const int64_t attributes[]) {
   for (int i = 0; i < operation->attribute_count; i++) {
     enum attribute kind = operation->attributes[i].kind;
@@ -53,16 +94,16 @@ static bool is_of_derivative(const struct operation *operation, const int64_t at
 
 static const char *refused(const struct call *call, int64_t run) {
   if (!call->memory->host || call->frame == NULL) return of_device;
-  return run == 0 ? of_jax : NULL;
+  if (run == 0) return of_jax;
+  return done_by(run) == RECEIVED ? of_lost : NULL;
 }
 
 static const char *refused_receive(const struct call *call) {
-  const char *why = refused(call, ffi_run(call->frame));
   int64_t place = call->attributes[attribute_of(call->operation, LEAF)];
-  if (why != NULL) return why;
   if (is_of_derivative(call->operation, call->attributes)) return of_derivative;
+  if (place == MIDDLE || place == LAST) return of_pytree;
   if (place == FIRST && call->operation->row == ROW_sendrecv) return of_pytree_sent;
-  return place == MIDDLE || place == LAST ? of_pytree : NULL;
+  return refused(call, ffi_run(call->frame));
 }
 
 double deadline_of_receive(const struct call *call) {
@@ -73,10 +114,15 @@ double deadline_of_receive(const struct call *call) {
 }
 
 const char *deadline_refused(const struct call *call, const struct request *request, int64_t run) {
-  const char *why = refused(call, run);
-  if (why != NULL) return why;
   if (is_of_derivative(request->operation, request->attributes)) return of_derivative;
-  return request->run == run && request->operation->row != ROW_irecv ? of_function : NULL;
+  bool of_run = run != 0 && request->run == run;
+  return of_run && request->operation->row != ROW_irecv ? of_function : refused(call, run);
+}
+
+bool deadline_give_up(int64_t run) {
+  bool may = requests_give_up(run);
+  if (!may) watch_cannot_raise(of_lost);
+  return may;
 }
 
 /* --- errors --- */
@@ -104,16 +150,15 @@ static void add_time(struct text *text, const int64_t words[WORDS]) {
   words_lines(text, ", called at ", words);
 }
 
-static void add_lost(struct text *text, int64_t lost) {
-  if (lost > 0)
-    text_add(text, ". %" PRId64 " other message%s that this function has received %s lost with its results", lost,
-             lost > 1 ? "s" : "", lost > 1 ? "are" : "is");
+static void add_done(struct text *text, const struct call *call) {
+  if (done_by(ffi_run(call->frame)) == COMMUNICATED)
+    text_add(text, ". This function has communicated before, and would do that again if it were called again");
 }
 
 static const char *const advice =
     ". What other ranks do instead is told with JAXMPI_TIMEOUT_ACTION=report; a longer JAXMPI_TIMEOUT waits longer";
 
-ffi_error *deadline_fail(const struct call *call, int64_t lost) {
+ffi_error *deadline_fail(const struct call *call) {
   struct text text = {0, ""};
   int64_t words[WORDS] = {0};
   words_of(call, words);
@@ -126,11 +171,11 @@ ffi_error *deadline_fail(const struct call *call, int64_t lost) {
              attribute_named(call, "dest", 0), attribute_named(call, "sendtag", 0));
   else
     text_add(&text, ". A message that comes later can be received, by the same call for example");
-  add_lost(&text, lost);
+  add_done(&text, call);
   return call_fail(call, FFI_DEADLINE_EXCEEDED, "%s%s", text.characters, advice);
 }
 
-ffi_error *deadline_fail_request(const struct call *call, const struct request *request, bool kept, int64_t lost) {
+ffi_error *deadline_fail_request(const struct call *call, const struct request *request) {
   struct text text = {0, ""};
   bool receives = request->operation->row == ROW_irecv;
   if (receives)
@@ -138,11 +183,10 @@ ffi_error *deadline_fail_request(const struct call *call, const struct request *
   else
     text_add(&text, "it is not done");
   add_time(&text, request->words);
-  if (kept)
-    text_add(&text, ". The request is as it was: wait for it again%s",
-             receives ? ", or receive the message by recv" : "");
+  if (request->run != ffi_run(call->frame))
+    text_add(&text, ". The request is as it was: wait for it again");
   else
     text_add(&text, ". A message that comes later can be received, by the same function for example");
-  add_lost(&text, lost);
+  add_done(&text, call);
   return call_fail(call, FFI_DEADLINE_EXCEEDED, "%s%s", text.characters, advice);
 }

@@ -3,10 +3,13 @@
  * That is so of a message that has not been matched: it stays in the channel, for the next receive with its rank and
  * tag. And of a request that the program still has: it can be waited for again. MPI has no way to take back what has
  * been sent, a collective, or a message that has begun to arrive; nothing could be received later of what belongs to a
- * derivative, or to a pytree of which a part has come. All these are reported, with the reason, and go on.
+ * derivative, or to a pytree of which a part has come. Nor may a message be lost that the same run has received: if the
+ * program repeated it, the next message would be taken for that one. All these are reported, with the reason, and go
+ * on.
  *
  * Threads: deadline_configure is called under the GIL, before the first call, or by a test between two. Any thread may
- * call the rest. No lock is needed, but by deadline_fail... what failure.h says. */
+ * call the rest. No lock is needed, but requests_lock by deadline_give_up, and by deadline_fail... what failure.h says.
+ */
 #ifndef JAXMPI_DEADLINE_H
 #define JAXMPI_DEADLINE_H
 
@@ -28,9 +31,15 @@ double deadline_of_receive(const struct call *call);
 /* Why the wait for a request, by a call of this run, must not end with an error; NULL: it may. */
 const char *deadline_refused(const struct call *call, const struct request *request, int64_t run);
 
-/* The error of a receive whose time is over; of a wait for a request, in whose words the call is. `lost`: messages that
- * requests of the same run have received, which nobody can wait for any more. */
-ffi_error *deadline_fail(const struct call *call, int64_t lost);
-ffi_error *deadline_fail_request(const struct call *call, const struct request *request, bool kept, int64_t lost);
+/* The time is over: whether an error may end this run, whose receives are then expected no more. False: one has got its
+ * message, which is told to the watch. */
+bool deadline_give_up(int64_t run);
+
+/* The error of a receive whose time is over; of a wait for a request, in whose words the call is. */
+ffi_error *deadline_fail(const struct call *call);
+ffi_error *deadline_fail_request(const struct call *call, const struct request *request);
+
+/* A call has succeeded: what it has done is remembered of its run. */
+void deadline_note_done(const struct call *call);
 
 #endif

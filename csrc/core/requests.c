@@ -43,6 +43,7 @@ static struct {
   struct block *blocks[SPARE_BLOCKS];
   size_t spare_bytes; /* of the blocks */
   int64_t in_flight, long_ones, begun;
+  atomic_int left; /* messages of which nobody waits for the request */
   bool running, asleep, ending;
   bool calm; /* nothing has been expected since the thread looked last */
   int asked; /* pauses before it is calm again */
@@ -267,25 +268,6 @@ static int place_of(const struct buffer *id) {
   return there != NULL && !there->held && !there->left && (float)there->generation == given[1] ? place : -1;
 }
 
-/* Messages that were left to others are expected again. */
-static void expect_again(struct request *request) {
-  for (int i = 0; i < request->receive_count; i++)
-    if (request->receives[i].state == SET_ASIDE) {
-      request->receives[i].state = IDLE;
-      if (!atomic_load(&request->comm->freed)) receive_expect(&request->receives[i]);
-    }
-}
-
-/* Its wait has ended with an error: messages that have not come are left to others. */
-static void leave(struct request *request) {
-  request->in_vain = true;
-  for (int i = 0; i < request->receive_count; i++)
-    if (request->receives[i].state == EXPECTED && request->receives[i].request != NULL) {
-      receive_forget(&request->receives[i]);
-      request->receives[i].state = SET_ASIDE;
-    }
-}
-
 /* If nothing else is expected its thread may leave the matching of its one message to MPI. */
 static void leave_alone(struct request *request) {
   struct receive *receive = request->receives;
@@ -323,7 +305,6 @@ struct request *request_take(const struct call *call, const struct buffer *id, i
     all.places[place] = NULL;
     all.in_flight--;
     all.long_ones -= found->is_long;
-    expect_again(found);
     leave_alone(found);
   }
   pthread_mutex_unlock(&requests_lock);
@@ -339,7 +320,6 @@ struct request *request_hold(const struct buffer *id) {
     found->held = true, found->was_long = found->is_long;
     all.long_ones -= found->is_long;
     found->is_long = false;
-    expect_again(found);
   }
   pthread_mutex_unlock(&requests_lock);
   return found;
@@ -349,73 +329,83 @@ void request_release(struct request *request, bool in_vain) {
   pthread_mutex_lock(&requests_lock);
   request->held = false, request->is_long = request->was_long;
   all.long_ones += request->is_long;
-  if (in_vain) leave(request);
+  request->in_vain |= in_vain;
   if (request->is_long) wake();
   pthread_mutex_unlock(&requests_lock);
 }
 
-void requests_abandon(int64_t run) {
-  if (run == 0 || atomic_load_explicit(&receives_expected, memory_order_relaxed) == 0) return;
-  pthread_mutex_lock(&requests_lock);
+static bool receives_in(const struct request *request, int64_t run) {
+  return request != NULL && request->run == run && request->operation->row == ROW_irecv;
+}
+
+static bool has_received(const struct receive *receive) {
+  return receive->state == MATCHED || receive->state == UNDER_WAY;
+}
+
+static void expect_no_more(struct receive *receive) {
+  if (receive->state != EXPECTED) return;
+  receive_forget(receive);
+  receive->state = IDLE;
+}
+
+bool requests_give_up(int64_t run) {
   for (int i = 0; i < all.used; i++)
-    if (all.places[i] != NULL && all.places[i]->run == run && !all.places[i]->held) leave(all.places[i]);
-  pthread_mutex_unlock(&requests_lock);
+    if (receives_in(all.places[i], run) && has_received(&all.places[i]->receives[0])) return false;
+  for (int i = 0; i < all.used; i++)
+    if (receives_in(all.places[i], run)) expect_no_more(&all.places[i]->receives[0]);
+  return true;
 }
 
-/* Whether it is a request to receive whose message has come. */
-static bool has_received(const struct request *request, int64_t run) {
-  if (request == NULL || request->run != run || request->operation->row != ROW_irecv) return false;
-  return request->receives[0].state == MATCHED || request->receives[0].state == UNDER_WAY;
+/* Ends the requests that `ends` chooses, which is called under the lock. */
+static void end_those(bool (*ends)(struct request *request, int64_t run), int64_t run) {
+  int at = 0;
+  struct request *done;
+  do {
+    done = NULL;
+    pthread_mutex_lock(&requests_lock);
+    for (; at < all.used && done == NULL; at++)
+      if (all.places[at] != NULL && ends(all.places[at], run)) {
+        done = all.places[at];
+        all.places[at] = NULL;
+        all.in_flight--;
+        all.long_ones -= done->is_long;
+        all.left -= done->left;
+      }
+    pthread_mutex_unlock(&requests_lock);
+    if (done != NULL) request_end(done);
+  } while (done != NULL);
 }
 
-int64_t requests_received(int64_t run) {
-  int64_t count = 0;
-  pthread_mutex_lock(&requests_lock);
-  for (int i = 0; i < all.used; i++) count += has_received(all.places[i], run);
-  pthread_mutex_unlock(&requests_lock);
-  return count;
+/* What nobody can wait for: a receive is ended, the rest is named at the end. */
+static bool is_abandoned(struct request *request, int64_t run) {
+  if (request->run != run || request->held || request->left) return false;
+  request->in_vain = true;
+  if (!receives_in(request, run)) return false;
+  expect_no_more(&request->receives[0]);
+  return request->receives[0].state == IDLE;
 }
 
-bool request_is_behind(const struct request *request) {
-  const struct receive *receive = &request->receives[0], *other;
-  const struct abi *abi = runtime.abi;
-  bool behind = false;
-  pthread_mutex_lock(&requests_lock);
-  for (int i = 0; i < all.used && !behind; i++)
-    if (has_received(all.places[i], request->run) && all.places[i] != request) {
-      other = &all.places[i]->receives[0];
-      behind = other->comm == receive->comm &&
-               (other->source == receive->source || other->source == abi->any_source ||
-                receive->source == abi->any_source) &&
-               (other->tag == receive->tag || other->tag == abi->any_tag || receive->tag == abi->any_tag);
-    }
-  pthread_mutex_unlock(&requests_lock);
-  return behind;
+void requests_abandon(int64_t run) {
+  if (run != 0) end_those(is_abandoned, run);
+}
+
+static bool has_left(struct request *request, int64_t run) {
+  (void)run;
+  return request->left && !runtime.abi->test_request(request);
 }
 
 /* Ends the requests of messages that have left since. */
 static void end_those_that_left(void) {
-  struct request *done = NULL;
-  do {
-    if (done != NULL) request_end(done);
-    done = NULL;
-    pthread_mutex_lock(&requests_lock);
-    for (int i = 0; i < all.used && done == NULL; i++)
-      if (all.places[i] != NULL && all.places[i]->left && !runtime.abi->test_request(all.places[i])) {
-        done = all.places[i];
-        all.places[i] = NULL;
-        all.in_flight--;
-        all.long_ones -= done->is_long;
-      }
-    pthread_mutex_unlock(&requests_lock);
-  } while (done != NULL);
+  if (atomic_load(&all.left) > 0) end_those(has_left, 0);
 }
 
 void request_leave(struct request *request, int64_t bytes) {
   float numbers[2];
   end_those_that_left();
   request->left = true;
-  request_begin(request, &(struct buffer){numbers, 2, datatype_find(FFI_DTYPE_F32), HOST_WRITE}, bytes);
+  atomic_fetch_add(&all.left, 1);
+  request_begin(request, &(struct buffer){numbers, 2, datatype_find(FFI_DTYPE_F32), HOST_WRITE},
+                bytes < LONG_BYTES ? LONG_BYTES : bytes);
 }
 
 static ffi_error *fail_order(const struct call *call) {
@@ -571,6 +561,7 @@ static void *progress(void *unused) {
         all.long_ones -= !all.places[i]->is_long;
       }
     pthread_mutex_unlock(&requests_lock);
+    end_those_that_left();
     nanosleep(&(struct timespec){0, PAUSE_NANOSECONDS}, NULL);
     pthread_mutex_lock(&requests_lock);
   }
@@ -621,18 +612,13 @@ static int64_t by_users_under_way(void) {
   return count;
 }
 
-/* Whether something of it is in flight: not if its only message is left to others. */
-static bool is_in_flight(const struct request *request) {
-  return request != NULL && (request->operation->row != ROW_irecv || request->receives[0].state != SET_ASIDE);
-}
-
 static void name_all(void) {
-  int64_t count = 0;
-  for (int i = 0; i < all.used; i++)
-    if (is_in_flight(all.places[i]) && ++count <= NAMED) name(all.places[i]);
-  if (count > NAMED)
-    fprintf(stderr, "jaxmpi: rank %d has never waited for %" PRId64 " more request%s\n", runtime.rank, count - NAMED,
-            count > NAMED + 1 ? "s" : "");
+  int64_t named = 0;
+  for (int i = 0; i < all.used && named < NAMED; i++)
+    if (all.places[i] != NULL) name(all.places[i]), named++;
+  if (all.in_flight > named)
+    fprintf(stderr, "jaxmpi: rank %d has never waited for %" PRId64 " more request%s\n", runtime.rank,
+            all.in_flight - named, all.in_flight - named > 1 ? "s" : "");
 }
 
 int64_t requests_finish(void) {
@@ -645,7 +631,9 @@ int64_t requests_finish(void) {
   pthread_mutex_unlock(&requests_lock);
   if (running) pthread_join(all.thread, NULL);
   bool again = atomic_exchange(&told, true);
+  if (!again && runtime.serialize) pthread_mutex_lock(&runtime.lock);
   if (!again && !is_over()) end_those_that_left();
+  if (!again && runtime.serialize) pthread_mutex_unlock(&runtime.lock);
   if (!again) name_all();
   int64_t under_way = by_users_under_way();
   for (int i = 0; !again && under_way > 0 && i < MILLISECONDS_AT_END; i++) {

@@ -32,8 +32,8 @@ struct receive {
   struct receive *next; /* in the order of their starts, while it is expected */
   struct communicator *comm;
   int source, tag;
-  enum { IDLE, EXPECTED, MATCHED, UNDER_WAY, SET_ASIDE } state; /* SET_ASIDE: expected again in the next wait */
-  bool waited_for;                                              /* its thread receives it, once it is matched */
+  enum { IDLE, EXPECTED, MATCHED, UNDER_WAY } state;
+  bool waited_for;         /* its thread receives it, once it is matched */
   bool alone;              /* taken out of the list, for nothing else was expected as the wait for it began */
   int64_t bytes;           /* a message of another size is left to the thread that waits for it */
   char *memory;            /* where it is received; NULL: memory is taken when it has come, */
@@ -93,20 +93,18 @@ static inline int64_t request_number(const struct request *request) {
 }
 
 /* The same for a wait that may end before it is done: it is in flight all the while, but nobody else can take it. NULL:
- * there is none. `in_vain`: its wait is over; of a receive, whose message has not come, the next one may have it. */
+ * there is none. `in_vain`: its wait is over, and it is as it was. */
 struct request *request_hold(const struct buffer *id);
 void request_release(struct request *request, bool in_vain);
 
-/* An error has ended a run: nobody can wait for what it has begun. So its messages, if they have not come, are left to
- * later receives. */
+/* An error will end a run, after which nobody can wait for what it has begun: its requests to receive expect nothing
+ * any more. False: one has got its message, and nothing has changed. Under the lock. */
+bool requests_give_up(int64_t run);
+
+/* The error has ended it: those requests are ended, too. A message that has come is lost. */
 void requests_abandon(int64_t run);
 
-/* Of the requests to receive that a run has begun: how many have got their message; and whether one has that might also
- * have had the message of this one. */
-int64_t requests_received(int64_t run);
-bool request_is_behind(const struct request *request);
-
-/* A message that nobody waits for is under way: remembers the request until it has left. */
+/* A message that nobody waits for is under way: the thread ends the request once it has left. */
 void request_leave(struct request *request, int64_t bytes);
 
 /* In reverse mode the order of the waits, from the last to the first, is the order in which adjoints are started, by

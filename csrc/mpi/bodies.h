@@ -158,6 +158,7 @@ static inline struct span span_of_bytes(int64_t bytes) { return span_of(datatype
 #define await_match     ABI_LOCAL(await_match)
 #define request_done    ABI_LOCAL(request_done)
 #define wait_in_time    ABI_LOCAL(wait_in_time)
+#define take_over       ABI_LOCAL(take_over)
 #define keep_found      ABI_LOCAL(keep_found)
 #define unpack_labelled ABI_LOCAL(unpack_labelled)
 
@@ -184,8 +185,9 @@ ffi_error *match_after_all(struct call *call, int source, int tag, MPI_Message *
 ffi_error *match_in_time(struct call *call, int source, int tag, double deadline, MPI_Message *message,
                          MPI_Status *status, bool *late);
 
-/* Until a receive is matched, or the deadline (0: for ever) is over, after which it is not expected any more: false. */
-bool await_match(struct receive *receive, double deadline);
+/* Until a receive is matched. False: the deadline (0: none) is over, and it is not expected any more, nor is what else
+ * the run expects. */
+bool await_match(struct receive *receive, double deadline, int64_t run);
 
 /* Whether what a request has begun is done, and its messages have come. It lets MPI progress. */
 bool request_done(struct request *request);
@@ -193,6 +195,16 @@ bool request_done(struct request *request);
 /* Waits for all of these numbers' requests until a deadline. NULL: they are done, or there is another reason to go on,
  * and they can be waited for without one. */
 ffi_error *wait_in_time(struct call *call, const struct buffer *ids, int count);
+
+/* From here on a call is in the words of what has been started, errors above all; its own buffers are not. */
+struct own {
+  const struct operation *operation;
+  short buffer_count;
+};
+struct own take_over(struct call *call, const struct request *request);
+static inline void give_back(struct call *call, struct own own) {
+  call->operation = own.operation, call->buffer_count = own.buffer_count;
+}
 
 /* Keeps a matched message for the receive that it is for, which has not begun. */
 ffi_error *keep_found(const struct call *call, MPI_Message message, const MPI_Status *status);

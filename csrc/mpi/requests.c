@@ -214,7 +214,7 @@ bool request_done(struct request *request) {
 
 /* --- waiting --- */
 
-bool await_match(struct receive *receive, double deadline) {
+bool await_match(struct receive *receive, double deadline, int64_t run) {
   bool late = false;
   pthread_mutex_lock(&requests_lock);
   if (receive->alone) receive_expect(receive);
@@ -223,7 +223,10 @@ bool await_match(struct receive *receive, double deadline) {
   while (receive->state == EXPECTED) {
     match_messages(NULL);
     if (receive->state != EXPECTED) break;
-    late = deadline > 0 && deadline_is_over(deadline);
+    if (deadline > 0 && deadline_is_over(deadline)) {
+      late = deadline_give_up(run);
+      deadline = 0;
+    }
     if (late) receive_forget(receive), receive->state = IDLE;
     pthread_mutex_unlock(&requests_lock);
     sched_yield();
@@ -249,8 +252,8 @@ ffi_error *match_in_time(struct call *call, int source, int tag, double deadline
   pthread_mutex_lock(&requests_lock);
   receive_expect(&receive);
   pthread_mutex_unlock(&requests_lock);
-  *late = !await_match(&receive, deadline);
-  if (*late) return deadline_fail(call, requests_received(ffi_run(call->frame)));
+  *late = !await_match(&receive, deadline, deadline > 0 ? ffi_run(call->frame) : 0);
+  if (*late) return deadline_fail(call);
   if (receive.state == IDLE) return call_check(call); /* the communicator has been freed */
   if (receive.code != MPI_SUCCESS) return call_fail_in(call, receive.function, receive.code);
   *message = (MPI_Message)receive.message;
@@ -282,7 +285,7 @@ static ffi_error *fail_noted(struct call *c, const struct request *request) {
 /* Waits until the message of a receive has been received or is matched. False: it never will be; the error is noted,
  * unless the communicator has been freed. */
 static bool complete_receive(struct request *request, struct receive *receive) {
-  await_match(receive, 0);
+  await_match(receive, 0, 0);
   note(request, receive->function, receive->code);
   if (receive->state == UNDER_WAY && receive->code == MPI_SUCCESS) complete(request, &receive->handle);
   return receive->state != IDLE && receive->code == MPI_SUCCESS;
@@ -365,23 +368,13 @@ static void drop_messages(struct request *request) {
   }
 }
 
-/* From here on the call is in the words of what has been started, errors above all; its own buffers are not. */
-struct own {
-  const struct operation *operation;
-  short buffer_count;
-};
-
-static struct own take_over(struct call *c, const struct request *request) {
+struct own take_over(struct call *c, const struct request *request) {
   struct own own = {c->operation, c->buffer_count};
   c->request = request_number(request);
   c->operation = request->operation;
   c->buffer_count = 0;
   memcpy(c->attributes, request->attributes, sizeof c->attributes);
   return own;
-}
-
-static void give_back(struct call *c, struct own own) {
-  c->operation = own.operation, c->buffer_count = own.buffer_count;
 }
 
 /* What comes out of a request. */

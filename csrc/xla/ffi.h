@@ -178,7 +178,8 @@ ffi_error *ffi_fail(const ffi_frame *frame, enum ffi_error_code code, const char
 /* Frees an error that is not returned. */
 void ffi_drop(const ffi_frame *frame, ffi_error *error);
 
-/* Which execution of a program it is of, of all in this process; 0: not known, or none of XLA's. */
+/* Which execution of a program it is of; 0: not known, or none of XLA's. Different for those that are under way at one
+ * time: XLA adds one to a hash of the program each time, so that numbers come again in long jobs. */
 int64_t ffi_run(const ffi_frame *frame);
 
 /* The product of the dimensions: 1 for a scalar. */

@@ -15,6 +15,7 @@
 enum { PLACE = 1, SIZE = 4, N = 7, MOST_TAG = 127, OF_DERIVATIVES = 64, MORE = 300000 };
 static const double LIMIT = 0.02;
 
+static int64_t base; /* the runs of a test have numbers from here on */
 static float in[N], out[N], message[N];
 static float id[2], other[2];
 
@@ -25,7 +26,8 @@ static void prepare(void) {
   requests_patience = 100000000000000; /* the tests look for messages themselves */
   runtime.most_tag = MOST_TAG;
   deadline_configure(LIMIT);
-  run_number = 1;
+  base += 100;
+  run_number = base + 1;
   for (int i = 0; i < N; i++) in[i] = (float)i, message[i] = (float)(10 + i), out[i] = -1;
 }
 
@@ -89,6 +91,7 @@ static void a_message_that_comes_later_is_received(void) {
   FOR_EACH (const int *, source, sources)
     FOR_EACH (const int *, tag, tags) {
       context("source %d, tag %d", *source, *tag);
+      run_number++;
       double begin = now();
       FAILS(receive(*source, *tag), FFI_DEADLINE_EXCEEDED, "jaxmpi.recv on rank 1 of 4: no message from ",
             *source == 2 ? "rank 2 with " : "any rank with ", *tag == 5 ? "tag 5 has come" : "any tag has come",
@@ -134,12 +137,12 @@ static void a_wait_can_be_repeated(void) {
     fake->slow = 1 << 30;
     SUCCEEDS(start(*kind, id, 5));
     fake->slow = 0;
-    run_number = 2; /* another program waits */
+    run_number = base + 2; /* another program waits */
     for (int i = 0; i < 2; i++) {
       FAILS(wait_on(id, !sends), FFI_DEADLINE_EXCEEDED, *kind,
             "on rank 1 of 4: ", receives ? "no message from rank 2 with tag 5" : "it is not done", "wait for it again");
       CHECK_EQUAL(requests_in_flight(), 1);
-      CHECK_EQUAL(atomic_load(&receives_expected), 0);
+      CHECK_EQUAL(atomic_load(&receives_expected), receives);
     }
     if (receives)
       deliver(2, 5);
@@ -152,17 +155,20 @@ static void a_wait_can_be_repeated(void) {
   }
 }
 
-/* A request whose message another receive has got meanwhile expects the next one. */
-static void a_message_may_go_to_a_later_receive(void) {
+/* A request that can be waited for again gets the message that is for it, not one that has been started later. */
+static void the_order_of_receives_stays(void) {
   prepare();
   SUCCEEDS(start("irecv", id, 5));
-  run_number = 2;
-  FAILS(wait_on(id, true), FFI_DEADLINE_EXCEEDED, "or receive the message by recv");
+  SUCCEEDS(start("irecv", other, 5));
+  run_number = base + 2;
+  FAILS(wait_on(id, true), FFI_DEADLINE_EXCEEDED, "wait for it again");
   deliver(2, 5);
-  SUCCEEDS(receive(2, 5));
+  FAILS(wait_on(other, true), FFI_DEADLINE_EXCEEDED, "no message");
+  for (int i = 0; i < N; i++) message[i] += 100;
+  deliver(2, 5);
+  SUCCEEDS(wait_on(other, true));
   CHECK(has_come());
-  FAILS(wait_on(id, true), FFI_DEADLINE_EXCEEDED, "no message");
-  deliver(2, 5);
+  for (int i = 0; i < N; i++) message[i] -= 100;
   SUCCEEDS(wait_on(id, true));
   CHECK(has_come());
   all_is_done();
@@ -172,7 +178,7 @@ static void requests_that_are_done_are_kept(void) {
   prepare();
   SUCCEEDS(start("irecv", id, 5));
   SUCCEEDS(start("irecv", other, 6));
-  run_number = 2;
+  run_number = base + 2;
   deliver(2, 5);
   FAILS(wait_for_both(), FFI_DEADLINE_EXCEEDED, "jaxmpi.irecv", "with tag 6");
   CHECK_EQUAL(requests_in_flight(), 2);
@@ -191,17 +197,15 @@ static void of_one_program_messages_are_left_to_others(void) {
   SUCCEEDS(start("irecv", other, 6));
   FAILS(wait_on(id, true), FFI_DEADLINE_EXCEEDED, "jaxmpi.irecv", "with tag 5", "comes later can be received");
   CHECK_EQUAL(atomic_load(&receives_expected), 0);
-  run_number = 2;
+  run_number = base + 2;
   deliver(2, 5);
   deliver(2, 6);
   for (int tag = 5; tag < 7; tag++) {
     SUCCEEDS(receive(2, tag));
     CHECK(has_come());
   }
-  deliver(2, 5);
-  deliver(2, 6);
-  SUCCEEDS(wait_on(id, true)); /* and yet it could */
-  SUCCEEDS(wait_on(other, true));
+  FAILS(wait_on(id, true), FFI_FAILED_PRECONDITION, "waited for already");
+  FAILS(wait_on(other, true), FFI_FAILED_PRECONDITION, "waited for already");
   all_is_done();
 }
 
@@ -210,9 +214,9 @@ static void after_any_error_messages_are_left_to_others(void) {
   prepare();
   deadline_configure(0);
   SUCCEEDS(start("irecv", id, 5));
-  run_number = 2;
+  run_number = base + 2;
   SUCCEEDS(start("irecv", other, 6));
-  run_number = 1;
+  run_number = base + 1;
   fake->deliver(here()->handle, 2, 7, message, 4);
   FAILS(receive(2, 7), FFI_INVALID_ARGUMENT, "too short");
   CHECK_EQUAL(atomic_load(&receives_expected), 1); /* of the other program */
@@ -220,29 +224,36 @@ static void after_any_error_messages_are_left_to_others(void) {
   SUCCEEDS(receive(2, 5));
   CHECK(has_come());
   deliver(2, 6);
-  deliver(2, 5);
   SUCCEEDS(wait_on(other, true));
-  SUCCEEDS(wait_on(id, true));
+  FAILS(wait_on(id, true), FFI_FAILED_PRECONDITION, "waited for already");
   all_is_done();
 }
 
-static void what_is_lost_is_told(void) {
+static ffi_error *do_send(void) { return RUN("send", ARRAY(F32, in, N), NONE, COMM(here()), 2, 5); }
+
+static ffi_error *do_reduce(void) {
+  return RUN("allreduce", ARRAY(F32, in, N), ARRAY(F32, out, N), COMM(here()), reduction("SUM"));
+}
+
+/* A program that is repeated would communicate again. */
+static void what_is_done_is_told(void) {
   prepare();
-  SUCCEEDS(start("irecv", id, 6));
-  deliver(2, 6);
-  pthread_mutex_lock(&requests_lock);
-  abi->match_receives(NULL);
-  pthread_mutex_unlock(&requests_lock);
-  FAILS(receive(2, 5), FFI_DEADLINE_EXCEEDED, "1 other message that this function has received is lost");
-  SUCCEEDS(wait_on(id, true));
-  CHECK(has_come());
-  all_is_done();
+  static const char said[] = "This function has communicated before, and would do that again";
+  for (int how = 0; how < 3; how++) {
+    run_number = base + 11 + how;
+    if (how == 0) SUCCEEDS(receive(fake->proc_null, 5));
+    if (how == 1) SUCCEEDS(do_reduce());
+    if (how == 2) SUCCEEDS(do_send());
+    ffi_error *error = receive(2, 5);
+    CHECK(error != NULL && (strstr(error->text, said) != NULL) == (how > 0));
+    error_free(error);
+  }
 }
 
 /* Its own message stays in memory of the library until it has left, which is looked at now and then. */
 static void sendrecv_leaves_its_message(void) {
   prepare();
-  fake->slow = 3;
+  fake->slow = 1000;
   FAILS(exchange(2, 5), FFI_DEADLINE_EXCEEDED, "jaxmpi.sendrecv on rank 1 of 4: no message from rank 2 with tag 5",
         "What it sends to rank 2 with tag 5 is under way", "send nothing again");
   CHECK_EQUAL(fake->live_requests, 1);
@@ -254,13 +265,11 @@ static void sendrecv_leaves_its_message(void) {
   deliver(2, 5);
   SUCCEEDS(receive(2, 5));
   CHECK(has_come());
-  FAILS(exchange(2, 5), FFI_DEADLINE_EXCEEDED,
-        "send nothing again"); /* the first has not left, this one does at once */
-  CHECK_EQUAL(requests_in_flight(), 2);
-  FAILS(exchange(2, 5), FFI_DEADLINE_EXCEEDED, "send nothing again");
-  CHECK_EQUAL(requests_in_flight(), 2);
-  CHECK(requests_finish() == 0);
+  run_number = base + 2;
+  FAILS(exchange(2, 5), FFI_DEADLINE_EXCEEDED, "send nothing again"); /* this one leaves at once */
+  for (int i = 0; i < 10000 && requests_in_flight() > 0; i++) usleep(1000);
   all_is_done();
+  CHECK(requests_finish() == 0);
 }
 
 static void errors_of_sendrecv_leave_nothing(void) {
@@ -305,10 +314,6 @@ static void check_refused(ffi_error *(*call)(void), const char *why) {
 static int tag_of_message;
 static ffi_error *do_receive(void) { return receive(2, tag_of_message); }
 static ffi_error *do_exchange(void) { return exchange(2, tag_of_message); }
-static ffi_error *do_send(void) { return RUN("send", ARRAY(F32, in, N), NONE, COMM(here()), 2, 5); }
-static ffi_error *do_reduce(void) {
-  return RUN("allreduce", ARRAY(F32, in, N), ARRAY(F32, out, N), COMM(here()), reduction("SUM"));
-}
 static ffi_error *do_wait(void) { return wait_on(id, true); }
 static ffi_error *do_wait_for_message(void) { return wait_on(id, false); }
 
@@ -330,7 +335,7 @@ static void calls_are_refused(void) {
   };
   for (size_t i = 0; i < sizeof refused / sizeof *refused; i++) {
     prepare();
-    tag_of_message = refused[i].tag, leaf = refused[i].leaf, run_number = refused[i].run;
+    tag_of_message = refused[i].tag, leaf = refused[i].leaf, run_number = refused[i].run == 0 ? 0 : base + 1;
     if (refused[i].call == do_receive || refused[i].call == do_exchange) deliver(2, tag_of_message);
     fake->linger_ms = 200;
     check_refused(refused[i].call, refused[i].why);
@@ -358,20 +363,44 @@ static void waits_are_refused(void) {
   check_wait("irecv", OF_COTANGENT, do_wait, "it belongs to a derivative");
 }
 
-/* The program that would be repeated would take the second message for the first. */
-static void a_second_message_is_refused(void) {
+/* The program that would be repeated would take the next message for one that has been received. */
+static void what_would_be_lost_is_refused(void) {
+  static const char why[] = "the same compiled function has received other messages, which would be lost";
+  for (int how = 0; how < 5; how++) {
+    prepare();
+    context("%d", how);
+    run_number = base + 20 + how;
+    if (how < 2) SUCCEEDS(start("irecv", other, how == 0 ? 5 : 6));
+    SUCCEEDS(start("irecv", id, 5));
+    if (how < 2) deliver(2, how == 0 ? 5 : 6);
+    pthread_mutex_lock(&requests_lock);
+    abi->match_receives(NULL);
+    pthread_mutex_unlock(&requests_lock);
+    if (how == 2 || how == 3) deliver(3, 7);
+    if (how == 2) SUCCEEDS(receive(3, 7));
+    if (how == 3) SUCCEEDS(exchange(3, 7));
+    if (how == 4) SUCCEEDS(start("iallreduce", other, 0));
+    if (how == 4) SUCCEEDS(wait_on(other, true));
+    fake->unheard = MORE;
+    deliver(2, 5);
+    check_refused(do_wait, why);
+    CHECK(has_come());
+    if (how < 2) SUCCEEDS(wait_on(other, true));
+    all_is_done();
+  }
+}
+
+static void of_another_run_nothing_is_lost(void) {
   prepare();
-  SUCCEEDS(start("irecv", other, 5));
-  SUCCEEDS(start("irecv", id, 5));
-  deliver(2, 5);
-  pthread_mutex_lock(&requests_lock);
-  abi->match_receives(NULL);
-  pthread_mutex_unlock(&requests_lock);
-  fake->unheard = MORE;
-  deliver(2, 5);
-  check_refused(do_wait, "an earlier message with its rank and tag has been received in the same compiled function");
-  SUCCEEDS(wait_on(other, true));
-  all_is_done();
+  run_number = base + 30;
+  deliver(3, 7);
+  SUCCEEDS(receive(3, 7));
+  run_number = base + 31;
+  FAILS(receive(2, 5), FFI_DEADLINE_EXCEEDED, "no message");
+  run_number = base + 30 + (1 << 16); /* has the place of the first one */
+  FAILS(receive(2, 5), FFI_DEADLINE_EXCEEDED, "no message");
+  run_number = -(base + 30);
+  FAILS(receive(2, 5), FFI_DEADLINE_EXCEEDED, "no message");
 }
 
 static const struct test tests[] = {
@@ -379,15 +408,16 @@ static const struct test tests[] = {
     TEST(a_message_in_time_is_received),
     TEST(the_line_is_told),
     TEST(a_wait_can_be_repeated),
-    TEST(a_message_may_go_to_a_later_receive),
+    TEST(the_order_of_receives_stays),
     TEST(requests_that_are_done_are_kept),
     TEST(of_one_program_messages_are_left_to_others),
     TEST(after_any_error_messages_are_left_to_others),
-    TEST(what_is_lost_is_told),
+    TEST(what_is_done_is_told),
     TEST(errors_of_sendrecv_leave_nothing),
     TEST(calls_are_refused),
     TEST(waits_are_refused),
-    TEST(a_second_message_is_refused),
+    TEST(what_would_be_lost_is_refused),
+    TEST(of_another_run_nothing_is_lost),
     TEST(sendrecv_leaves_its_message), /* the last: it ends what looks after requests */
 };
 
