@@ -423,7 +423,8 @@ static ffi_error *wait_for(struct call *c, struct request *request, const struct
   ffi_error *error = compare_while_under_way(c, request);
   if (error != NULL) return watch_end(record), give_back(c, own), error; /* MPI still has its memory */
   complete_all(request);
-  if ((error = compare_started(c, request->comm, true)) == NULL) error = fail_noted(c, request);
+  bool compared = attribute_of(request->operation, DERIVATIVE) >= 0;
+  if ((error = compare_started(c, request->comm, compared)) == NULL) error = fail_noted(c, request);
   if (error == NULL && (error = request_check_order(c, request)) != NULL)
     drop_messages(request);
   else if (error == NULL && same && out != NULL && mapped && count == batch * request->count)
