@@ -1010,6 +1010,31 @@ def test_reduction_in_python_that_is_never_waited_for(late, script):
     assert "ABORT" not in done.stderr
 
 
+@pytest.mark.launches
+def test_messages_wait_for_no_collective(script):
+    """That one is started on this rank only, and compared when the others start it, does not hold up messages."""
+    program = script(
+        """
+        import time
+        x = jnp.arange(3.0)
+        MPI.COMM_WORLD.Barrier()
+        if rank == 0:
+            sums = notoken.iallreduce(x, MPI.SUM)
+            begin = time.monotonic()
+            for _ in range(10):
+                notoken.wait(notoken.irecv(x, 1, tag=2)).block_until_ready()
+            assert time.monotonic() - begin < 4
+            notoken.wait(sums)
+        else:
+            for _ in range(10):
+                notoken.send(x, 0, tag=2)
+            time.sleep(12)
+            notoken.wait(notoken.iallreduce(x, MPI.SUM))
+        """
+    )
+    launch(2, program)
+
+
 @pytest.mark.seldom
 @pytest.mark.launches
 @pytest.mark.parametrize("grid", [False, True])

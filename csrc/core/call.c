@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "core/compare.h"
+#include "core/deadline.h"
 #include "core/log.h"
 #include "core/requests.h"
 #include "core/timeline.h"
@@ -33,6 +34,7 @@ static inline ffi_error *body(struct call *call) {
   if (begun) error = runtime.abi->bodies[call->operation->row](call);
   if (runtime.serialize) pthread_mutex_unlock(&runtime.lock);
   error = call_done(call, error);
+  if (deadlines_on() && begun && error == NULL) deadline_note_done(call);
   watch_end(record);
   if (begun && call->logged) log_end(call, error != NULL);
   return error;

@@ -18,6 +18,11 @@
 
 #include "core/core.h"
 
+/* The tag of the messages of plans: OF_PLANS in _tags.py. Tags from the other one on may be those of derivatives:
+ * _FIRST there. */
+static inline int plans_tag(void) { return runtime.most_tag - runtime.most_tag / 2 - 2; }
+static inline int derivatives_tag(void) { return plans_tag() + 2; }
+
 enum { MAX_BOX_AXES = 8 };
 
 /* Equal parts of an array, `run` contiguous bytes each, which lie `stride` bytes apart along each axis: 0 or negative

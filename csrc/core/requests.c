@@ -43,6 +43,7 @@ static struct {
   struct block *blocks[SPARE_BLOCKS];
   size_t spare_bytes; /* of the blocks */
   int64_t in_flight, long_ones, begun;
+  atomic_int left; /* messages of which nobody waits for the request */
   bool running, asleep, ending;
   bool calm; /* nothing has been expected since the thread looked last */
   int asked; /* pauses before it is calm again */
@@ -198,7 +199,8 @@ ffi_error *request_new(const struct call *call, const struct buffer *id, size_t 
   made->batch = id->count / 2;
   made->operation = call->operation;
   made->comm = call->comm;
-  made->is_long = false;
+  made->is_long = made->held = made->in_vain = made->left = false;
+  made->run = ffi_run(call->frame);
   memcpy(made->attributes, call->attributes, sizeof made->attributes);
   memset(made->words, 0, sizeof made->words);
   words_of(call, made->words);
@@ -262,7 +264,8 @@ static int place_of(const struct buffer *id) {
   const float *given = id->data;
   if (!are_numbers(id) || !(given[0] >= 1) || given[0] > (float)all.used || given[0] != (float)(int)given[0]) return -1;
   int place = (int)given[0] - 1;
-  return all.places[place] != NULL && (float)all.places[place]->generation == given[1] ? place : -1;
+  const struct request *there = all.places[place];
+  return there != NULL && !there->held && !there->left && (float)there->generation == given[1] ? place : -1;
 }
 
 /* If nothing else is expected its thread may leave the matching of its one message to MPI. */
@@ -307,6 +310,102 @@ struct request *request_take(const struct call *call, const struct buffer *id, i
   pthread_mutex_unlock(&requests_lock);
   if (found == NULL) *error = call_fail(call, FFI_FAILED_PRECONDITION, "%s", why_none(none, zero));
   return found;
+}
+
+struct request *request_hold(const struct buffer *id) {
+  pthread_mutex_lock(&requests_lock);
+  int place = place_of(id);
+  struct request *found = place >= 0 ? all.places[place] : NULL;
+  if (found != NULL) {
+    found->held = true, found->was_long = found->is_long;
+    all.long_ones -= found->is_long;
+    found->is_long = false;
+  }
+  pthread_mutex_unlock(&requests_lock);
+  return found;
+}
+
+void request_release(struct request *request, bool in_vain) {
+  pthread_mutex_lock(&requests_lock);
+  request->held = false, request->is_long = request->was_long;
+  all.long_ones += request->is_long;
+  request->in_vain |= in_vain;
+  if (request->is_long) wake();
+  pthread_mutex_unlock(&requests_lock);
+}
+
+static bool receives_in(const struct request *request, int64_t run) {
+  return request != NULL && request->run == run && request->operation->row == ROW_irecv;
+}
+
+static bool has_received(const struct receive *receive) {
+  return receive->state == MATCHED || receive->state == UNDER_WAY;
+}
+
+static void expect_no_more(struct receive *receive) {
+  if (receive->state != EXPECTED) return;
+  receive_forget(receive);
+  receive->state = IDLE;
+}
+
+bool requests_give_up(int64_t run) {
+  for (int i = 0; i < all.used; i++)
+    if (receives_in(all.places[i], run) && has_received(&all.places[i]->receives[0])) return false;
+  for (int i = 0; i < all.used; i++)
+    if (receives_in(all.places[i], run)) expect_no_more(&all.places[i]->receives[0]);
+  return true;
+}
+
+/* Ends the requests that `ends` chooses, which is called under the lock. */
+static void end_those(bool (*ends)(struct request *request, int64_t run), int64_t run) {
+  int at = 0;
+  struct request *done;
+  do {
+    done = NULL;
+    pthread_mutex_lock(&requests_lock);
+    for (; at < all.used && done == NULL; at++)
+      if (all.places[at] != NULL && ends(all.places[at], run)) {
+        done = all.places[at];
+        all.places[at] = NULL;
+        all.in_flight--;
+        all.long_ones -= done->is_long;
+        all.left -= done->left;
+      }
+    pthread_mutex_unlock(&requests_lock);
+    if (done != NULL) request_end(done);
+  } while (done != NULL);
+}
+
+/* What nobody can wait for: a receive is ended, the rest is named at the end. */
+static bool is_abandoned(struct request *request, int64_t run) {
+  if (request->run != run || request->held || request->left) return false;
+  request->in_vain = true;
+  if (!receives_in(request, run)) return false;
+  expect_no_more(&request->receives[0]);
+  return request->receives[0].state == IDLE;
+}
+
+void requests_abandon(int64_t run) {
+  if (run != 0) end_those(is_abandoned, run);
+}
+
+static bool has_left(struct request *request, int64_t run) {
+  (void)run;
+  return request->left && !runtime.abi->test_request(request);
+}
+
+/* Ends the requests of messages that have left since. */
+static void end_those_that_left(void) {
+  if (atomic_load(&all.left) > 0) end_those(has_left, 0);
+}
+
+void request_leave(struct request *request, int64_t bytes) {
+  float numbers[2];
+  end_those_that_left();
+  request->left = true;
+  atomic_fetch_add(&all.left, 1);
+  request_begin(request, &(struct buffer){numbers, 2, datatype_find(FFI_DTYPE_F32), HOST_WRITE},
+                bytes < LONG_BYTES ? LONG_BYTES : bytes);
 }
 
 static ffi_error *fail_order(const struct call *call) {
@@ -462,6 +561,7 @@ static void *progress(void *unused) {
         all.long_ones -= !all.places[i]->is_long;
       }
     pthread_mutex_unlock(&requests_lock);
+    end_those_that_left();
     nanosleep(&(struct timespec){0, PAUSE_NANOSECONDS}, NULL);
     pthread_mutex_lock(&requests_lock);
   }
@@ -480,7 +580,10 @@ void requests_wake(void) {
 
 static void name(const struct request *request) {
   struct text text = {0, ""};
-  text_add(&text, "jaxmpi: rank %d has never waited for ", runtime.rank);
+  const char *what = request->left      ? "nobody has received the message of"
+                     : request->in_vain ? "has not waited to the end for"
+                                        : "has never waited for";
+  text_add(&text, "jaxmpi: rank %d%s%s ", runtime.rank, request->left ? ": " : " ", what);
   words_tell(&text, request->words);
   words_lines(&text, ", called at ", request->words);
   fprintf(stderr, "%s\n", text.characters);
@@ -492,14 +595,18 @@ static bool is_by_user(const struct request *request) {
   return op >= 0 && ((const struct reduction *)object_of(request->attributes[op]))->by == REDUCER_USER;
 }
 
+/* Whether MPI has been finalized. */
+static bool is_over(void) { return runtime.self != NULL && atomic_load(&runtime.self->freed); }
+
 /* How many of them are under way. */
 static int64_t by_users_under_way(void) {
   int64_t count = 0;
-  if (runtime.self != NULL && atomic_load(&runtime.self->freed)) return 0; /* MPI has been finalized */
+  if (is_over()) return 0;
   if (runtime.serialize) pthread_mutex_lock(&runtime.lock);
   pthread_mutex_lock(&requests_lock);
   for (int i = 0; i < all.used; i++)
-    if (all.places[i] != NULL && is_by_user(all.places[i])) count += runtime.abi->test_request(all.places[i]);
+    if (all.places[i] != NULL && !all.places[i]->held && is_by_user(all.places[i]))
+      count += runtime.abi->test_request(all.places[i]);
   pthread_mutex_unlock(&requests_lock);
   if (runtime.serialize) pthread_mutex_unlock(&runtime.lock);
   return count;
@@ -524,6 +631,9 @@ int64_t requests_finish(void) {
   pthread_mutex_unlock(&requests_lock);
   if (running) pthread_join(all.thread, NULL);
   bool again = atomic_exchange(&told, true);
+  if (!again && runtime.serialize) pthread_mutex_lock(&runtime.lock);
+  if (!again && !is_over()) end_those_that_left();
+  if (!again && runtime.serialize) pthread_mutex_unlock(&runtime.lock);
   if (!again) name_all();
   int64_t under_way = by_users_under_way();
   for (int i = 0; !again && under_way > 0 && i < MILLISECONDS_AT_END; i++) {

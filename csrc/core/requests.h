@@ -51,6 +51,10 @@ struct request {
   uint32_t generation;
   int64_t serial;      /* in the order of all starts */
   bool is_long, usual; /* `usual`: of the size of nearly all */
+  bool held, was_long; /* a thread waits for it, and may give it back; it was long before that */
+  bool in_vain;        /* an error has ended its wait, or come before that */
+  bool left;           /* a message of a sendrecv that has ended so: nobody waits for it any more */
+  int64_t run;         /* of the program that has begun it: ffi_run */
   const struct operation *operation;
   struct communicator *comm;
   int64_t attributes[MAX_ATTRIBUTES], words[WORDS];
@@ -87,6 +91,21 @@ struct request *request_take(const struct call *call, const struct buffer *id, i
 static inline int64_t request_number(const struct request *request) {
   return request->place < 0 ? 0 : ((int64_t)request->generation << 24) + request->place;
 }
+
+/* The same for a wait that may end before it is done: it is in flight all the while, but nobody else can take it. NULL:
+ * there is none. `in_vain`: its wait is over, and it is as it was. */
+struct request *request_hold(const struct buffer *id);
+void request_release(struct request *request, bool in_vain);
+
+/* An error will end a run, after which nobody can wait for what it has begun: its requests to receive expect nothing
+ * any more. False: one has got its message, and nothing has changed. Under the lock. */
+bool requests_give_up(int64_t run);
+
+/* The error has ended it: those requests are ended, too. A message that has come is lost. */
+void requests_abandon(int64_t run);
+
+/* A message that nobody waits for is under way: the thread ends the request once it has left. */
+void request_leave(struct request *request, int64_t bytes);
 
 /* In reverse mode the order of the waits, from the last to the first, is the order in which adjoints are started, by
  * which they are matched among those that MPI cannot tell apart. So that all ranks have one order, it must be that of

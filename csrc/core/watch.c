@@ -17,6 +17,8 @@ struct watched {
   atomic_uint_least64_t number; /* odd in an operation; grows by one as it begins and as it ends */
   _Atomic int64_t words[WORDS]; /* written while `number` is even */
   atomic_uint_least64_t first;  /* what the thread that has it found there */
+  _Atomic(const char *) why;    /* the operation cannot raise; for this number */
+  atomic_uint_least64_t why_of;
   /* The watch's own: */
   uint64_t seen; /* the number that it saw last, */
   double since;  /* first at this time; */
@@ -32,7 +34,7 @@ static atomic_bool looking;          /* the watch's thread, now */
 static _Atomic double limit;         /* in seconds; the watch doubles it with each report */
 static _Atomic double pause_seconds; /* between two looks */
 static atomic_int waiting;           /* operations that have been reported and are not done, as far as was seen */
-static atomic_bool ends_job;
+static _Atomic enum action action;
 static void (*_Atomic program_is_at)(char *text, size_t size);
 
 static struct watched *first_record(void) { return (struct watched *)(void *)atomic_load(&lanes.all); }
@@ -77,6 +79,13 @@ void watch_end(struct watched *record) {
   if (record == NULL) return;
   uint64_t number = atomic_load_explicit(&record->number, memory_order_relaxed);
   atomic_store_explicit(&record->number, number + (number & 1), memory_order_release);
+}
+
+void watch_cannot_raise(const char *why) {
+  struct watched *record = own;
+  if (record == NULL) return;
+  atomic_store(&record->why, why);
+  atomic_store(&record->why_of, atomic_load(&record->number));
 }
 
 /* --- what the watch does ----------------------------------------------------------------------------------------- */
@@ -135,6 +144,20 @@ static void answer(void) {
   job_tell("state", text.characters, text.length);
 }
 
+/* Why an operation has not ended with an error. */
+static const char *why_not_raised(const struct watched *record, const int64_t words[WORDS]) {
+  const struct operation *operation = &operation_table[words[ROW]];
+  const char *why = atomic_load(&record->why);
+  if (why != NULL && atomic_load(&record->why_of) == record->seen) return why;
+  if (words[ROW] == ROW_recv || words[ROW] == ROW_irecv)
+    return "its message has begun to arrive, and MPI cannot take that back";
+  if (words[ROW] == ROW_sendrecv) return "one of its messages is under way, which MPI cannot take back";
+  if (attribute_of(operation, PLAN) >= 0) return "what it has sent to other ranks cannot be taken back";
+  if (attribute_of(operation, TAG) >= 0 || words[ROW] == ROW_complete)
+    return "MPI cannot take back a message that it has begun to send";
+  return "MPI cannot take back what all ranks take part in: some may be done with it";
+}
+
 static void report(const struct watched *record, double seconds) {
   int64_t words[WORDS];
   if (!read_words(record, words)) return;
@@ -146,7 +169,9 @@ static void report(const struct watched *record, double seconds) {
            comm_name(comm), count_of(record));
   words_lines(&text, "; called at ", words);
   add_place(&text, "; ");
-  if (ends_job) text_add(&text, ". The job ends, as JAXMPI_TIMEOUT_ACTION=abort says");
+  if (action == ABORT) text_add(&text, ". The job ends, as JAXMPI_TIMEOUT_ACTION=abort says");
+  if (action == RAISE)
+    text_add(&text, ". It goes on, though JAXMPI_TIMEOUT_ACTION is raise: %s", why_not_raised(record, words));
   say(&text);
   job_tell("report", text.characters, text.length);
 }
@@ -171,7 +196,7 @@ static void look_at(struct watched *record) {
     atomic_fetch_add(&waiting, 1);
     report(record, seconds);
     atomic_store(&limit, 2 * atomic_load(&limit)); /* a program that often waits as long is not told for ever */
-    if (!ends_job) return;
+    if (action != ABORT) return;
     for (int i = 0; job_has_folder() && i < SECONDS_FOR_THE_LAUNCHER * 10; i++) {
       nanosleep(&(struct timespec){0, 100000000}, NULL);
       answer();
@@ -193,12 +218,12 @@ static void *watch(void *unused) {
   return unused;
 }
 
-void watch_configure(double seconds, bool ends, void (*where)(char *text, size_t size)) {
+void watch_configure(double seconds, enum action wanted, void (*where)(char *text, size_t size)) {
   static bool running;
   pthread_t thread;
   if (seconds <= 0) return;
   atomic_store(&limit, seconds);
-  atomic_store(&ends_job, ends);
+  atomic_store(&action, wanted);
   atomic_store(&program_is_at, where);
   job_begin();
   if (!running) atomic_store(&pause_seconds, fmin(1, seconds / 8));

@@ -15,6 +15,7 @@
 #include "core/buffers.h"
 #include "core/call.h"
 #include "core/compare.h"
+#include "core/deadline.h"
 #include "core/log.h"
 #include "core/plan.h"
 #include "core/requests.h"
@@ -153,6 +154,11 @@ static inline struct span span_of_bytes(int64_t bytes) { return span_of(datatype
 #define receive_matched ABI_LOCAL(receive_matched)
 #define fail_planned    ABI_LOCAL(fail_planned)
 #define match_after_all ABI_LOCAL(match_after_all)
+#define match_in_time   ABI_LOCAL(match_in_time)
+#define await_match     ABI_LOCAL(await_match)
+#define request_done    ABI_LOCAL(request_done)
+#define wait_in_time    ABI_LOCAL(wait_in_time)
+#define take_over       ABI_LOCAL(take_over)
 #define keep_found      ABI_LOCAL(keep_found)
 #define unpack_labelled ABI_LOCAL(unpack_labelled)
 
@@ -175,11 +181,30 @@ ffi_error *fail_planned(const struct call *c, const struct peer *peer, int64_t b
 /* Waits for a message that no request expects, where some do. */
 ffi_error *match_after_all(struct call *call, int source, int tag, MPI_Message *message, MPI_Status *status);
 
-/* The tag of the messages of plans: OF_PLANS in _tags.py. */
-static inline int plans_tag(void) { return runtime.most_tag - runtime.most_tag / 2 - 2; }
+/* The same until a deadline; `late`: that is over, and the message stays in the channel. */
+ffi_error *match_in_time(struct call *call, int source, int tag, double deadline, MPI_Message *message,
+                         MPI_Status *status, bool *late);
 
-/* Tags from here on may be those of derivatives: _FIRST there. */
-static inline int derivatives_tag(void) { return plans_tag() + 2; }
+/* Until a receive is matched. False: the deadline (0: none) is over, and it is not expected any more, nor is what else
+ * the run expects. */
+bool await_match(struct receive *receive, double deadline, int64_t run);
+
+/* Whether what a request has begun is done, and its messages have come. It lets MPI progress. */
+bool request_done(struct request *request);
+
+/* Waits for all of these numbers' requests until a deadline. NULL: they are done, or there is another reason to go on,
+ * and they can be waited for without one. */
+ffi_error *wait_in_time(struct call *call, const struct buffer *ids, int count);
+
+/* From here on a call is in the words of what has been started, errors above all; its own buffers are not. */
+struct own {
+  const struct operation *operation;
+  short buffer_count;
+};
+struct own take_over(struct call *call, const struct request *request);
+static inline void give_back(struct call *call, struct own own) {
+  call->operation = own.operation, call->buffer_count = own.buffer_count;
+}
 
 /* Keeps a matched message for the receive that it is for, which has not begun. */
 ffi_error *keep_found(const struct call *call, MPI_Message message, const MPI_Status *status);

@@ -194,11 +194,15 @@ ffi_error *receive_matched(struct call *call, const struct buffer *out, MPI_Mess
   return error;
 }
 
+/* `deadline`: 0, or until when the message is to be matched; `late`: that is over. */
 static inline ffi_error *receive(struct call *call, const struct buffer *out, const struct span *span, int source,
-                                 int tag, MPI_Status *users) {
+                                 int tag, MPI_Status *users, double deadline, bool *late) {
   MPI_Message message;
   MPI_Status status;
-  PASS(match(call, source, tag, &message, &status));
+  if (deadline > 0)
+    PASS(match_in_time(call, source, tag, deadline, &message, &status, late));
+  else
+    PASS(match(call, source, tag, &message, &status));
   return receive_into(call, out, span, &message, &status, users);
 }
 
@@ -209,9 +213,45 @@ ffi_error *BODY(recv)(struct call *c) {
   BEGIN(c, Recv, "<- %d with tag %d and", (int)a.source, (int)a.tag);
   struct span out = span_of(b.out->type, b.out->count);
   TRY(c, out.code);
-  ffi_error *error = receive(c, b.out, &out, (int)a.source, (int)a.tag, object_of(a.status));
+  bool late;
+  double deadline = deadlines_on() ? deadline_of_receive(c) : 0;
+  ffi_error *error = receive(c, b.out, &out, (int)a.source, (int)a.tag, object_of(a.status), deadline, &late);
   span_free(&out);
   return error;
+}
+
+/* What sendrecv does until a deadline. Its own message is sent from memory of a request, and may be under way for
+ * longer than the call. */
+static __attribute__((noinline)) ffi_error *sendrecv_in_time(struct call *c, double deadline) {
+  ARGUMENTS(sendrecv, c);
+  float numbers[2];
+  const struct buffer id = {numbers, 2, datatype_find(FFI_DTYPE_F32), HOST_WRITE};
+  struct parcel in = parcel_of(c, b.in);
+  struct span out = span_of(b.out->type, b.out->count);
+  size_t bytes = buffer_bytes(b.in) + (in.copy != NULL ? sizeof *in.copy : 0);
+  struct request *request = NULL;
+  MPI_Request made;
+  MPI_Status sent;
+  bool late = false;
+  ffi_error *error = request_new(c, &id, bytes + 1, 1, 0, &request);
+  int code = in.span.code != MPI_SUCCESS ? in.span.code : out.code;
+  if (error == NULL && bytes > 0) memcpy(request->data, in.data, bytes);
+  c->function = "MPI_Isend";
+  if (error == NULL && code == MPI_SUCCESS)
+    code = mpi.Isend(request->data, in.span.count, in.span.type, (int)a.dest, (int)a.sendtag, comm, &made);
+  bool sending = c->sending = error == NULL && code == MPI_SUCCESS;
+  if (sending) {
+    request->handles[request->handle_count++] = (intptr_t)made;
+    error = receive(c, b.out, &out, (int)a.source, (int)a.recvtag, object_of(a.status), deadline, &late);
+  }
+  c->sending = false;
+  if (late) request_leave(request, (int64_t)bytes);
+  if (sending && !late) code = mpi.Wait(&made, &sent);
+  if (request != NULL && !late) request_end(request);
+  parcel_free(&in);
+  span_free(&out);
+  if (sending) c->function = "MPI_Wait";
+  return error != NULL || code == MPI_SUCCESS ? error : call_fail_mpi(c, code);
 }
 
 /* in: any shape  out: the template's shape */
@@ -221,6 +261,8 @@ ffi_error *BODY(sendrecv)(struct call *c) {
   PASS(check_adjoint(c, ROW_irecv, a.source, a.recvtag));
   BEGIN(c, Sendrecv, "<- %d with tag %d -> %d with tag %d and", (int)a.source, (int)a.recvtag, (int)a.dest,
         (int)a.sendtag);
+  double deadline = deadlines_on() ? deadline_of_receive(c) : 0;
+  if (deadline > 0) return sendrecv_in_time(c, deadline);
   struct parcel in = parcel_of(c, b.in);
   struct span out = span_of(b.out->type, b.out->count);
   MPI_Request request;
@@ -232,7 +274,8 @@ ffi_error *BODY(sendrecv)(struct call *c) {
   }
   if (code == MPI_SUCCESS) {
     c->sending = true;
-    error = receive(c, b.out, &out, (int)a.source, (int)a.recvtag, object_of(a.status));
+    bool late;
+    error = receive(c, b.out, &out, (int)a.source, (int)a.recvtag, object_of(a.status), 0, &late);
     MPI_Status sent; /* completed after an error too, so that this rank's message arrives */
     c->sending = false;
     code = mpi.Wait(&request, &sent);

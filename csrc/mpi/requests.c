@@ -197,10 +197,25 @@ bool test_begun(struct request *request) {
   return under_way;
 }
 
+bool request_done(struct request *request) {
+  bool under_way = false;
+  for (int i = 0; i < request->handle_count; i++) under_way |= test(request, &request->handles[i]);
+  pthread_mutex_lock(&requests_lock);
+  match_messages(NULL);
+  for (int i = 0; i < request->receive_count; i++) under_way |= request->receives[i].state == EXPECTED;
+  pthread_mutex_unlock(&requests_lock);
+  for (int i = 0; i < request->receive_count; i++) {
+    struct receive *receive = &request->receives[i];
+    bool begun = receive->state == UNDER_WAY && receive->code == MPI_SUCCESS;
+    under_way |= begun && test(request, &receive->handle);
+  }
+  return !under_way;
+}
+
 /* --- waiting --- */
 
-/* Until a receive is matched. */
-static void await_match(struct receive *receive) {
+bool await_match(struct receive *receive, double deadline, int64_t run) {
+  bool late = false;
   pthread_mutex_lock(&requests_lock);
   if (receive->alone) receive_expect(receive);
   receive->alone = false;
@@ -208,14 +223,27 @@ static void await_match(struct receive *receive) {
   while (receive->state == EXPECTED) {
     match_messages(NULL);
     if (receive->state != EXPECTED) break;
+    if (deadline > 0 && deadline_is_over(deadline)) {
+      late = deadline_give_up(run);
+      deadline = 0;
+    }
+    if (late) receive_forget(receive), receive->state = IDLE;
     pthread_mutex_unlock(&requests_lock);
     sched_yield();
     pthread_mutex_lock(&requests_lock);
   }
   pthread_mutex_unlock(&requests_lock);
+  return !late;
 }
 
 ffi_error *match_after_all(struct call *call, int source, int tag, MPI_Message *message, MPI_Status *status) {
+  bool late;
+  return match_in_time(call, source, tag, 0, message, status, &late);
+}
+
+ffi_error *match_in_time(struct call *call, int source, int tag, double deadline, MPI_Message *message,
+                         MPI_Status *status, bool *late) {
+  *late = false;
   struct receive receive = {.comm = call->comm, .source = source, .tag = tag, .waited_for = true};
   if (source == ABI_PROC_NULL) {
     TRY_MPI(call, Mprobe, source, tag, (MPI_Comm)call->comm->handle, message, status);
@@ -224,7 +252,8 @@ ffi_error *match_after_all(struct call *call, int source, int tag, MPI_Message *
   pthread_mutex_lock(&requests_lock);
   receive_expect(&receive);
   pthread_mutex_unlock(&requests_lock);
-  await_match(&receive);
+  *late = !await_match(&receive, deadline, deadline > 0 ? ffi_run(call->frame) : 0);
+  if (*late) return deadline_fail(call);
   if (receive.state == IDLE) return call_check(call); /* the communicator has been freed */
   if (receive.code != MPI_SUCCESS) return call_fail_in(call, receive.function, receive.code);
   *message = (MPI_Message)receive.message;
@@ -256,7 +285,7 @@ static ffi_error *fail_noted(struct call *c, const struct request *request) {
 /* Waits until the message of a receive has been received or is matched. False: it never will be; the error is noted,
  * unless the communicator has been freed. */
 static bool complete_receive(struct request *request, struct receive *receive) {
-  await_match(receive);
+  await_match(receive, 0, 0);
   note(request, receive->function, receive->code);
   if (receive->state == UNDER_WAY && receive->code == MPI_SUCCESS) complete(request, &receive->handle);
   return receive->state != IDLE && receive->code == MPI_SUCCESS;
@@ -339,23 +368,13 @@ static void drop_messages(struct request *request) {
   }
 }
 
-/* From here on the call is in the words of what has been started, errors above all; its own buffers are not. */
-struct own {
-  const struct operation *operation;
-  short buffer_count;
-};
-
-static struct own take_over(struct call *c, const struct request *request) {
+struct own take_over(struct call *c, const struct request *request) {
   struct own own = {c->operation, c->buffer_count};
   c->request = request_number(request);
   c->operation = request->operation;
   c->buffer_count = 0;
   memcpy(c->attributes, request->attributes, sizeof c->attributes);
   return own;
-}
-
-static void give_back(struct call *c, struct own own) {
-  c->operation = own.operation, c->buffer_count = own.buffer_count;
 }
 
 /* What comes out of a request. */
@@ -404,7 +423,8 @@ static ffi_error *wait_for(struct call *c, struct request *request, const struct
   ffi_error *error = compare_while_under_way(c, request);
   if (error != NULL) return watch_end(record), give_back(c, own), error; /* MPI still has its memory */
   complete_all(request);
-  if ((error = compare_started(c, request->comm, true)) == NULL) error = fail_noted(c, request);
+  bool compared = attribute_of(request->operation, DERIVATIVE) >= 0;
+  if ((error = compare_started(c, request->comm, compared)) == NULL) error = fail_noted(c, request);
   if (error == NULL && (error = request_check_order(c, request)) != NULL)
     drop_messages(request);
   else if (error == NULL && same && out != NULL && mapped && count == batch * request->count)
@@ -431,6 +451,7 @@ ffi_error *BODY(wait)(struct call *c) {
   ARGUMENTS(wait, c);
   BEGIN(c, Wait, "with");
   int requests = c->first[1], outs = c->first[2] - c->first[1];
+  if (deadlines_on()) PASS(wait_in_time(c, b.request, requests));
   const struct buffer *out = b.out, *end = b.out + outs;
   ffi_error *first = NULL;
   for (int i = 0; i < requests; i++) {
@@ -472,6 +493,7 @@ ffi_error *BODY(exchange_finish)(struct call *c) {
   ARGUMENTS(exchange_finish, c);
   const struct plan *plan = object_of(a.plan);
   BEGIN(c, Wait, "with");
+  if (deadlines_on()) PASS(wait_in_time(c, b.request, 1));
   ffi_error *error;
   struct request *request = request_take(c, b.request, a.zero, &error);
   if (error != NULL) return error;

@@ -18,6 +18,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "core/deadline.h"
 #include "core/lanes.h"
 #include "core/watch.h"
 
@@ -113,16 +114,16 @@ static void place(char *text, size_t size) {
 }
 
 const char place_watch_doc[] =
-    "watch(seconds, ends, where, packages)\n\n"
-    "From now on an operation that waits longer is reported, and with `ends` the job ends. `where` returns the "
-    "line of the program, and is called in another thread; files whose names begin with one of `packages`, at most 8, "
-    "are not the program's.";
+    "watch(seconds, action, where, packages)\n\n"
+    "From now on an operation that waits longer is reported, and with `action` 1 the job ends; with 2 it raises an "
+    "error instead, if it can. `where` returns the line of the program, and is called in another thread; files whose "
+    "names begin with one of `packages`, at most 8, are not the program's.";
 PyObject *place_watch(PyObject *self, PyObject *args) {
   (void)self;
   double seconds;
-  int ends;
+  int action;
   PyObject *where, *packages;
-  if (!PyArg_ParseTuple(args, "dpOO!", &seconds, &ends, &where, &PyTuple_Type, &packages)) return NULL;
+  if (!PyArg_ParseTuple(args, "diOO!", &seconds, &action, &where, &PyTuple_Type, &packages)) return NULL;
   Py_INCREF(where);
   ask = where;
   for (int i = 0; i < MOST_PACKAGES && i < PyTuple_Size(packages); i++) {
@@ -137,6 +138,7 @@ PyObject *place_watch(PyObject *self, PyObject *args) {
     pthread_detach(thread);
     Py_AddPendingCall(note_main_thread, NULL);
   }
-  watch_configure(seconds, ends != 0, place);
+  deadline_configure(action == RAISE ? seconds : 0);
+  watch_configure(seconds, (enum action)action, place);
   Py_RETURN_NONE;
 }

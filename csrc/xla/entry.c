@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "core/call.h"
+#include "core/requests.h"
 #include "devices/transport.h"
 
 /* --- the operations: here, so that what is below is compiled for each row --- */
@@ -288,7 +289,15 @@ INLINED ffi_error *run(ffi_frame *frame, int row, const struct memory *memory) {
   return memory->host ? call_chunks(&call) : transport_run(&call);
 }
 
-#define OPERATION(name, divisibility, buffers, attributes) \
-  ffi_error *entry_##name(ffi_frame *frame, const struct memory *memory) { return run(frame, ROW_##name, memory); }
+static __attribute__((noinline)) ffi_error *failed(const ffi_frame *frame, ffi_error *error) {
+  if (frame->stage == FFI_STAGE_EXECUTE) requests_abandon(ffi_run(frame));
+  return error;
+}
+
+#define OPERATION(name, divisibility, buffers, attributes)                 \
+  ffi_error *entry_##name(ffi_frame *frame, const struct memory *memory) { \
+    ffi_error *error = run(frame, ROW_##name, memory);                     \
+    return error == NULL ? NULL : failed(frame, error);                    \
+  }
 #include "core/ops.def"
 #undef OPERATION

@@ -24,6 +24,7 @@ enum ffi_attribute_type { FFI_ATTRIBUTE_SCALAR = 3 };
 enum ffi_error_code {
   FFI_UNKNOWN = 2,
   FFI_INVALID_ARGUMENT = 3,
+  FFI_DEADLINE_EXCEEDED = 4,
   FFI_FAILED_PRECONDITION = 9,
   FFI_UNIMPLEMENTED = 12,
   FFI_INTERNAL = 13
@@ -124,7 +125,15 @@ typedef struct ffi_stream_get_args {
   void *stream; /* out */
 } ffi_stream_get_args;
 
-/* The beginning of the runtime's function table, up to the last function used here. */
+typedef struct ffi_run_args {
+  size_t struct_size;
+  ffi_extension *extension;
+  void *context;
+  int64_t run; /* out */
+} ffi_run_args;
+
+/* The beginning of the runtime's function table, up to the last function used here. That is later than 0.1, so it may
+ * be missing: see `struct_size`. */
 typedef struct ffi_api {
   size_t struct_size;
   ffi_extension *extension;
@@ -135,6 +144,8 @@ typedef struct ffi_api {
   void (*error_destroy)(ffi_error_destroy_args *);
   void *handler_register;
   ffi_error *(*stream_get)(ffi_stream_get_args *);
+  void *others[11];
+  ffi_error *(*run_get)(ffi_run_args *);
 } ffi_api;
 
 typedef struct ffi_frame {
@@ -166,6 +177,10 @@ ffi_error *ffi_fail(const ffi_frame *frame, enum ffi_error_code code, const char
 
 /* Frees an error that is not returned. */
 void ffi_drop(const ffi_frame *frame, ffi_error *error);
+
+/* Which execution of a program it is of; 0: not known, or none of XLA's. Different for those that are under way at one
+ * time: XLA adds one to a hash of the program each time, so that numbers come again in long jobs. */
+int64_t ffi_run(const ffi_frame *frame);
 
 /* The product of the dimensions: 1 for a scalar. */
 static inline int64_t ffi_count(const ffi_buffer *buffer) {

@@ -93,13 +93,29 @@ def _meaning(comm: str, library: Library) -> str:
     return f"{comm}, rank {world.rank} of {world.size}, {library.abi}, tags to {world.Get_attr(MPI.TAG_UB)}"
 
 
+_ACTIONS = ("report", "abort", "raise")
+"""In the order of csrc/core/watch.h."""
+
 _OF_THE_RANK_ALONE = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_FD", "PMI_PORT", "JAXMPI_JOB_FOLDER", "JAXMPI_TRACE")
 """Variables by which a launcher knows a rank. A process that the program starts would take itself for that rank as
 it initializes MPI, and end or hang both; without them it is a job of one rank."""
 
 
-def _watch_settings() -> tuple[float, bool]:
-    """After how many seconds an operation that waits is reported (0: never), and whether the job is then ended."""
+def _choice(variable: str, *possible: str) -> str:
+    """What a variable of the environment chooses; the first, where it is not set."""
+    given = os.environ.get(variable, "") or possible[0]
+    if given not in possible:
+        *others, last = (f"'{name}'" for name in possible)
+        raise ValueError(f"jaxmpi: {variable}={given}: it is {', '.join(others)} or {last}")
+    return given
+
+
+ACTION = _choice("JAXMPI_TIMEOUT_ACTION", *_ACTIONS)
+"""What happens to an operation that waits for long."""
+
+
+def _watched_seconds() -> float:
+    """After how many seconds an operation that waits is reported; 0: never."""
     given = os.environ.get("JAXMPI_TIMEOUT", "") or "30"
     try:
         seconds = float(given)
@@ -107,15 +123,7 @@ def _watch_settings() -> tuple[float, bool]:
         seconds = -1
     if not 0 <= seconds < math.inf:
         raise ValueError(f"jaxmpi: JAXMPI_TIMEOUT={given}: a number of seconds is needed, or 0 for no reports")
-    return seconds, _aborts("JAXMPI_TIMEOUT_ACTION", "report")
-
-
-def _aborts(variable: str, otherwise: str) -> bool:
-    """Whether the job is ended in the case that the variable is about."""
-    action = os.environ.get(variable, "") or otherwise
-    if action not in (otherwise, "abort"):
-        raise ValueError(f"jaxmpi: {variable}={action}: it is '{otherwise}' or 'abort'")
-    return action == "abort"
+    return seconds
 
 
 def flag(variable: str) -> bool:
@@ -162,9 +170,9 @@ def _load() -> tuple[Library, dict[str, Datatype], _devices.Choice]:
     assert of_world is not None
     _core.reserve(_meaning("default", library))
     _core.configure(MPI.COMM_WORLD.Get_rank(), MPI.Query_thread() < MPI.THREAD_MULTIPLE, of_self[0], of_world[0])
-    _core.set_ends_on_error(_aborts("JAXMPI_ON_ERROR", "raise"))
+    _core.set_ends_on_error(_choice("JAXMPI_ON_ERROR", "raise", "abort") == "abort")
     _timeline.begin(library.version)
-    _core.watch(*_watch_settings(), _places.of_main_thread, _places.PACKAGES)
+    _core.watch(_watched_seconds(), _ACTIONS.index(ACTION), _places.of_main_thread, _places.PACKAGES)
     _core.set_most_tag(cast(int, MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)))
     datatypes = {}
     for name, (code, itemsize, mpi_name, kind) in _core.datatypes().items():

@@ -29,7 +29,7 @@ from jaxmpi._derivatives import communication
 from jaxmpi._derivatives.communication import COTANGENT, DERIVATIVE, TANGENT, VALUE, Operation
 from jaxmpi._derivatives.link import batched, link, linked_zeros
 from jaxmpi._derivatives.transposition import zero_cotangent
-from jaxmpi._native import DATATYPES, DEVICES, OPERATIONS
+from jaxmpi._native import ACTION, DATATYPES, DEVICES, OPERATIONS
 from jaxmpi._order import EFFECT, IN_PLACE, eager
 
 Params = dict[str, Any]
@@ -269,7 +269,7 @@ def compare_keys(name: str, params: Params, arrays: Sequence[Any]) -> None:
 _EACH = "each"
 """Parameter of an eager program that binds an operation several times: the parameters in which those differ."""
 
-_TELLS_LINES = _communicator.CHECK or _timeline.ON
+_TELLS_LINES = _communicator.CHECK or _timeline.ON or ACTION == "raise"
 """Whether the lines of all eager calls are told to the core, which takes some time; else those that start something
 are, by which it is named if nobody waits for it."""
 

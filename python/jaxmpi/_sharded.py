@@ -133,7 +133,7 @@ def _lead(end: float) -> dict[str, Any]:
 def _wait_for(ranks: Any, end: float) -> list[int]:
     """Those of the ranks from which a message has come, all of them or at the `end`."""
     came: list[int] = []
-    report = time.monotonic() + (_native._watch_settings()[0] or math.inf)
+    report = time.monotonic() + (_native._watched_seconds() or math.inf)
     while len(came) < len(ranks) and time.monotonic() < end:
         came += [rank for rank in ranks if rank not in came and _WORLD.iprobe(source=rank, tag=_tag())]
         if len(came) < len(ranks) and time.monotonic() > report:

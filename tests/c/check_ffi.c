@@ -89,6 +89,7 @@ SAME_FIELD(ffi_error_destroy_args, error, XLA_FFI_Error_Destroy_Args, error);
 SAME_SIZE(ffi_error_destroy_args, XLA_FFI_Error_Destroy_Args);
 SAME_VALUE(FFI_UNKNOWN, XLA_FFI_Error_Code_UNKNOWN);
 SAME_VALUE(FFI_INVALID_ARGUMENT, XLA_FFI_Error_Code_INVALID_ARGUMENT);
+SAME_VALUE(FFI_DEADLINE_EXCEEDED, XLA_FFI_Error_Code_DEADLINE_EXCEEDED);
 SAME_VALUE(FFI_FAILED_PRECONDITION, XLA_FFI_Error_Code_FAILED_PRECONDITION);
 SAME_VALUE(FFI_UNIMPLEMENTED, XLA_FFI_Error_Code_UNIMPLEMENTED);
 SAME_VALUE(FFI_INTERNAL, XLA_FFI_Error_Code_INTERNAL);
@@ -107,6 +108,13 @@ SAME_FIELD(ffi_api, error_create, XLA_FFI_Api, XLA_FFI_Error_Create);
 SAME_FIELD(ffi_api, error_destroy, XLA_FFI_Api, XLA_FFI_Error_Destroy);
 SAME_FIELD(ffi_api, handler_register, XLA_FFI_Api, XLA_FFI_Handler_Register);
 SAME_FIELD(ffi_api, stream_get, XLA_FFI_Api, XLA_FFI_Stream_Get);
+SAME_FIELD(ffi_api, run_get, XLA_FFI_Api, XLA_FFI_RunId_Get);
+
+SAME_FIELD(ffi_run_args, struct_size, XLA_FFI_RunId_Get_Args, struct_size);
+SAME_FIELD(ffi_run_args, extension, XLA_FFI_RunId_Get_Args, extension_start);
+SAME_FIELD(ffi_run_args, context, XLA_FFI_RunId_Get_Args, ctx);
+SAME_FIELD(ffi_run_args, run, XLA_FFI_RunId_Get_Args, run_id);
+SAME_SIZE(ffi_run_args, XLA_FFI_RunId_Get_Args);
 
 SAME_FIELD(ffi_frame, struct_size, XLA_FFI_CallFrame, struct_size);
 SAME_FIELD(ffi_frame, extension, XLA_FFI_CallFrame, extension_start);

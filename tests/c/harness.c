@@ -104,8 +104,18 @@ static void error_destroy(ffi_error_destroy_args *args) {
   error_free(args->error);
 }
 
-static const ffi_api api = {
-    .struct_size = sizeof api, .error_create = error_create, .error_destroy = error_destroy, .stream_get = stream_get};
+int64_t run_number;
+static ffi_error *run_get(ffi_run_args *args) {
+  CHECK(args->struct_size == sizeof *args && args->extension == NULL);
+  args->run = run_number;
+  return NULL;
+}
+
+static const ffi_api api = {.struct_size = sizeof api,
+                            .error_create = error_create,
+                            .error_destroy = error_destroy,
+                            .stream_get = stream_get,
+                            .run_get = run_get};
 
 /* A list of buffers and a token. */
 static void list_make(ffi_buffers *list, struct arrays *arrays, const struct array given[], int count) {

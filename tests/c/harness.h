@@ -80,6 +80,9 @@ void frame_make(struct frame *frame, const char *operation, struct array in, str
                 const int64_t attributes[]);
 ffi_error *frame_call(struct frame *frame, const char *operation);
 
+/* Which execution of a program frames are of, for ffi_run; 0, as it is unless a test sets it: not known. */
+extern int64_t run_number;
+
 /* The same for any number of arrays. */
 void frame_make_lists(struct frame *frame, const char *operation, const struct array in[], int in_count,
                       const struct array out[], int out_count, const int64_t attributes[]);
