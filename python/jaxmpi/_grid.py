@@ -311,12 +311,8 @@ class Grid:
         if root is None:
             blocks = [cut.of(self, array, self._comm.rank) for cut, array in zip(cuts, arrays, strict=True)]
         else:
-            ranks = range(self._comm.size)
             if owned:
-                stacks: Any = [
-                    jnp.stack([cut.padded(self, cut.of(self, array, rank)) for rank in ranks])
-                    for cut, array in zip(cuts, arrays, strict=True)
-                ]
+                stacks: Any = [cut.divided(self, array) for cut, array in zip(cuts, arrays, strict=True)]
             else:
                 # A block of the template, which is mapped where that is.
                 stacks = [cut.padded(self, cut.of(self, array, 0)) for cut, array in zip(cuts, arrays, strict=True)]
@@ -494,17 +490,71 @@ class _Cut:
             pads[axis] = pair
         return pads
 
+    def divided(self, grid: Grid, x: Any) -> Any:
+        """The blocks of all ranks, each in the shape that contains every block."""
+        count, sizes = len(self.axes), self._sizes(grid)
+        # In the place of each axis of the grid two: the block along it, and the cells of that.
+        for place in sorted(sizes, reverse=True):
+            x = _divided(x, place, *sizes[place])
+        places = self._places_of_blocks()
+        x = jnp.moveaxis(x, places, range(count))
+        return x.reshape(math.prod(grid.processes), *x.shape[count:])
+
     def joined(self, grid: Grid, parts: Any) -> Any:
         """The global array from all blocks, in the shape that contains every block."""
-        dims, layout = grid.processes, grid._layout
-        pieces: list[Any] = []
-        for rank in range(math.prod(dims)):
-            at = layout.coordinates(rank)
-            last = [extra * (i + 1 == number) for extra, i, number in zip(self.staggered, at, dims, strict=True)]
-            sizes = [size for _, size in grid._extents(rank, last)]
-            pieces.append(parts[rank][tuple(slice(size) for size in self._with(sizes))])
-        for axis in range(len(dims) - 1, -1, -1):
-            number = dims[axis]
-            groups = [pieces[first : first + number] for first in range(0, len(pieces), number)]
-            pieces = [jnp.concatenate(group, axis=self.axes[axis]) for group in groups]
-        return pieces[0]
+        count, sizes = len(self.axes), self._sizes(grid)
+        x = parts.reshape(*grid.processes, *parts.shape[1:])
+        x = jnp.moveaxis(x, range(count), self._places_of_blocks())
+        for place in sorted(sizes):
+            x = _joined(x, place, *sizes[place])
+        return x
+
+    def _sizes(self, grid: Grid) -> dict[int, tuple[tuple[int, ...], int]]:
+        """The sizes of the blocks along each axis, by its place, and whether it is staggered."""
+        return dict(zip(self._places(), zip(grid._layout.blocks, self.staggered, strict=True), strict=True))
+
+    def _places(self) -> list[int]:
+        """The axes of the grid, from the front."""
+        return [axis % len(self.shape) for axis in self.axes]
+
+    def _places_of_blocks(self) -> list[int]:
+        """Where the axes of blocks are, if each stands before the axis of its cells."""
+        places = self._places()
+        return [place + sum(other < place for other in places) for place in places]
+
+
+def _runs(sizes: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Blocks of one size that follow each other: the first, how many, their size."""
+    starts = [i for i, size in enumerate(sizes) if i == 0 or size != sizes[i - 1]]
+    return [(i, end - i, sizes[i]) for i, end in zip(starts, [*starts[1:], len(sizes)], strict=True)]
+
+
+def _slice(x: Any, axis: int, start: int, stop: int, step: int = 1) -> Any:
+    return x[(slice(None),) * axis + (slice(start, stop, step),)]
+
+
+def _divided(x: Any, axis: int, sizes: Sequence[int], staggered: int) -> Any:
+    """An axis as two: blocks of these sizes, each longer by one if `staggered`, and their cells, zeros behind them."""
+    most, start, runs = max(sizes) + staggered, 0, []
+    for _, count, size in _runs(sizes):
+        end, shape = start + count * size, list(x.shape)
+        shape[axis : axis + 1] = [count, size]
+        run = _slice(x, axis, start, end).reshape(shape)
+        if staggered:  # the first cell behind each block
+            shape[axis + 1] = 1
+            behind = _slice(x, axis, start + size, end + 1, max(size, 1))
+            run = jnp.concatenate([run, jnp.broadcast_to(jnp.expand_dims(behind, axis + 1), shape)], axis + 1)
+        pads = [(0, 0)] * run.ndim
+        pads[axis + 1] = (0, most - run.shape[axis + 1])
+        runs.append(_keys.pad(run, pads))
+        start = end
+    return jnp.concatenate(runs, axis)
+
+
+def _joined(x: Any, axis: int, sizes: Sequence[int], staggered: int) -> Any:
+    """The inverse: of two axes one. Of a point that two blocks have in common the second one's is taken."""
+    runs = []
+    for first, count, size in _runs([*sizes[:-1], sizes[-1] + staggered]):
+        run = _slice(_slice(x, axis, first, first + count), axis + 1, 0, size)
+        runs.append(run.reshape(*x.shape[:axis], count * size, *x.shape[axis + 2 :]))
+    return jnp.concatenate(runs, axis)
