@@ -9,6 +9,7 @@ import math
 import os
 import re
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from mpi4py import MPI
 
 import drawing
 import jaxmpi
-from jaxmpi import notoken
+from jaxmpi import _grid, _grid_arguments, _halos, notoken
 from table import NEW_JAX, draw, dtype_of
 
 EXAMPLES = int(os.environ.get("JAXMPI_TEST_GRIDS", "16"))
@@ -620,3 +621,59 @@ def test_a_freed_communicator(comm, size):
     part.Free()
     with pytest.raises(jax.errors.JaxRuntimeError, match="has been freed"):
         jax.block_until_ready(f(jnp.ones(10)))
+
+
+def layout_of(processes, shape):
+    """What cuts use of a grid, of any number of processes."""
+    grid = SimpleNamespace(_layout=_halos.Layout(_grid_arguments.blocks(shape, processes), (False,) * len(processes)))
+    grid.processes = processes
+    grid._extents = lambda rank, staggered: _grid.Grid._extents(grid, rank, staggered)
+    return grid
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("seed", range(4))
+def test_blocks_of_any_number_of_processes(seed):
+    """Random grids, blocks and axes: what root sends is each rank's block, and what it receives is the array again."""
+    random = np.random.default_rng(seed)
+    for _ in range(25):
+        count = random.integers(1, 4)
+        processes = tuple(map(int, random.integers(1, 5, count)))
+        sizes = [
+            tuple(map(int, random.integers(1, 4, n))) if random.random() < 0.5 else int(random.integers(n, 3 * n + 1))
+            for n in processes
+        ]
+        grid = layout_of(processes, sizes)
+        ndim = int(count + random.integers(0, 3))
+        axes = tuple(int(axis) - ndim for axis in random.permutation(ndim)[:count])
+        staggered = tuple(map(int, random.integers(0, 2, count)))
+        shape = list(map(int, random.integers(1, 4, ndim)))
+        for axis, blocks, extra in zip(axes, grid._layout.blocks, staggered, strict=True):
+            shape[axis] = sum(blocks) + extra
+        cut = _grid._Cut(tuple(shape), axes, staggered)
+        x = random.normal(size=shape).astype(np.float32)
+        divided = np.array(cut.divided(grid, jnp.asarray(x)))
+        expected = np.zeros_like(divided)
+        for rank, at in enumerate(np.ndindex(*processes)):
+            block, to = [slice(None)] * ndim, [slice(n) for n in shape]
+            for axis, i, blocks, extra in zip(axes, at, grid._layout.blocks, staggered, strict=True):
+                block[axis] = slice(sum(blocks[:i]), sum(blocks[: i + 1]) + extra)
+                to[axis] = slice(blocks[i] + extra)
+            expected[rank][tuple(to)] = x[tuple(block)]
+        np.testing.assert_array_equal(divided, expected)
+        for rank, at in enumerate(np.ndindex(*processes)):  # the second one's of common points, nothing behind a block
+            for axis, i, blocks, extra in zip(axes, at, grid._layout.blocks, staggered, strict=True):
+                kept = blocks[i] + (extra if i + 1 == len(blocks) else 0)
+                divided[(rank, *(slice(None),) * (axis % ndim), slice(kept, None))] = np.nan
+        np.testing.assert_array_equal(cut.joined(grid, jnp.asarray(divided)), x)
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("function", ["divided", "joined"])
+def test_programs_do_not_grow_with_the_processes(function):
+    def equations(side):
+        grid, cut = layout_of((side, side), (509, 509)), _grid._Cut((509, 509), (-2, -1), (0, 1))
+        x = jnp.zeros((side**2, *cut.largest(grid)) if function == "joined" else cut.shape)
+        return len(jax.make_jaxpr(lambda x: getattr(cut, function)(grid, x))(x).eqns)
+
+    assert equations(100) <= equations(3) + 4
