@@ -134,7 +134,8 @@ static void answer(void) {
   job_tell("state", text.characters, text.length);
 }
 
-static void report(const struct watched *record, double seconds) {
+/* Tells it on stderr and to the launcher. `said`: the text. */
+static void report(const struct watched *record, double seconds, struct text *said) {
   int64_t words[WORDS];
   if (!read_words(record, words)) return;
   struct text text = {0, ""};
@@ -148,6 +149,7 @@ static void report(const struct watched *record, double seconds) {
   if (ends_job) text_add(&text, ". The job ends, as JAXMPI_TIMEOUT_ACTION=abort says");
   say(&text);
   job_tell("report", text.characters, text.length);
+  *said = text;
 }
 
 /* Reports an operation once, and then that it is done after all. */
@@ -168,14 +170,15 @@ static void look_at(struct watched *record) {
   } else if (number % 2 == 1 && !record->reported && seconds >= limit) {
     record->reported = true;
     atomic_fetch_add(&waiting, 1);
-    report(record, seconds);
+    struct text said = {0, "an operation waits"};
+    report(record, seconds, &said);
     atomic_store(&limit, 2 * atomic_load(&limit)); /* a program that often waits as long is not told for ever */
     if (!ends_job) return;
     for (int i = 0; job_has_folder() && i < SECONDS_FOR_THE_LAUNCHER * 10; i++) {
       nanosleep(&(struct timespec){0, 100000000}, NULL);
       answer();
     }
-    job_end();
+    job_end(said.characters);
   }
 }
 
