@@ -304,7 +304,7 @@ def _end(code: int, job: Job, signals: _Signals, passing: output.Output) -> int:
         code = 1
         words += (
             f"jaxmpi.run: mpiexec ended with status 0, but {_ranks(missing)} began and never told of an end: lost with "
-            "a machine, or ended by an exit that is not Python's. The status is 1\n"
+            "a machine, ended because others were, or by an exit that is not Python's. The status is 1\n"
         )
     output.write(("\n" if words and passing.within_a_line else "").encode() + words.encode(errors="replace"))
     return code if code >= 0 else 128 - code
