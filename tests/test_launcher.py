@@ -264,7 +264,7 @@ def test_filter_leaves_out_each_text_once(size):
         for rank, code in aborting:
             found.expect(rank, code)
         parts = [found.take(data[i : i + size]) for i in range(0, len(data), size)]
-        return b"".join(parts) + found.flush()
+        return b"".join(parts) + found.end()
 
     noise = bytes(range(256)) * 5 + b"-" * 200 + b"\n" + b"-" * 74 + b"\nMPI_ABORT was invoked\n---"
     ours = block(1, 3)
@@ -274,6 +274,9 @@ def test_filter_leaves_out_each_text_once(size):
     assert passed(noise + ours + noise, (1, 4)) == noise + ours[: ours.index(b"-\nprterun") - 73] + noise
     assert passed(noise + ours + noise, (2, 3)) == noise + ours + noise
     assert passed(ours + b"x" + ours, (1, 3)) == b"x" + ours
+    assert passed(ours + b"\0", (1, 3)) == b""
+    assert passed(b"\0\0x\0" + ours + b"\0\0x\0\0", (1, 3)) == b"\0\0x\0\0\0x\0"
+    assert passed(b"\0") == b"\0"
     assert passed(ours[:first], (1, 3)) == ours[ours.index(b"-\nprterun") - 73 : first]
 
 
@@ -350,6 +353,7 @@ def test_the_error_is_the_last_that_is_told(verbose, tmp_path):
     done = launch(2, *options, program, check=False, **environment)
     assert done.returncode == 1
     last = done.stderr.replace("\0", "").rstrip().rpartition("\n")[2]  # Open MPI's last byte is a 0
+    assert verbose or "\0" not in done.stderr
     if not is_openmpi():  # its line comes from the rank itself
         assert last == "jaxmpi.run: rank 1 ended the job with code 1: KeyError: 'this'"
     elif verbose:

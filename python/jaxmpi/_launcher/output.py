@@ -57,7 +57,7 @@ class Filter:
 
     def __init__(self) -> None:
         self._blocks: list[_Block] = []  # those that may come
-        self._line, self._held = b"", list[bytes]()
+        self._line, self._held, self._left_out = b"", list[bytes](), False
 
     def expect(self, rank: int, code: int) -> None:
         """The rank has told that it ends the job, with this code."""
@@ -72,24 +72,37 @@ class Filter:
         held, self._line, self._held = b"".join(self._held) + self._line, b"", []
         return held
 
+    def end(self) -> bytes:
+        """What is held back at the end of all: if it is the byte 0 that ends what Open MPI says, this is left out."""
+        held = self.flush()
+        return held.removesuffix(b"\0") if self._left_out else held
+
     def take(self, data: bytes) -> bytes:
-        if not self._blocks and not self.holds:
+        if not self._blocks and not self.holds and not self._left_out:
             return data
         *lines, rest = (self._line + data).split(b"\n")
         self._line = b""
         passed = [self._take_line(line + b"\n") for line in lines]
-        if rest and (self._held or (self._blocks and not rest.strip(b"-"))):
-            self._line = rest
-        else:
-            passed.append(rest)
+        passed.append(rest[: self._ready(rest)])
+        self._line = rest[self._ready(rest) :]
+        if len(self._line) > _MOST_BYTES:  # no line of theirs
+            passed.append(self.flush())
         return b"".join(passed)
+
+    def _ready(self, rest: bytes) -> int:
+        """How many bytes of a line that may go on are no beginning of a text that is left out."""
+        if self._held:
+            return 0
+        if self._left_out and rest.endswith(b"\0"):
+            return len(rest) - 1
+        return len(rest.rstrip(b"-")) if self._blocks else len(rest)
 
     def _take_line(self, line: bytes) -> bytes:
         if self._held:
             held = [*self._held[1:], line]
             fits = [b for b in self._blocks if all(map(re.Pattern.fullmatch, b.lines, held))]
             if any(len(block.lines) == len(held) for block in fits):
-                self._held = []
+                self._held, self._left_out = [], True
                 self._blocks.remove(fits[0])
                 return b""
             if fits:
@@ -170,7 +183,7 @@ class Output(threading.Thread):
                 self._write(self._said.pop(0))
             if data == b"" or (self._ends and time.monotonic() - self._quiet_since > _WAIT_SECONDS):
                 break
-        self._write(self._filter.flush())
+        self._write(self._filter.end())
         if data == b"":
             while not self._ends:  # it has closed its stderr, and has not ended
                 os.read(self._wakes, _MOST_BYTES)
