@@ -357,4 +357,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    if sys.stdout is not None:  # which may be closed
+        sys.stdout.flush()
+    os._exit(status)  # the interpreter's own end would take longer than the launcher after mpiexec

@@ -44,7 +44,8 @@ def watch(folder: Path, ranks: int, job: int, mpiexec: int, signals: list[int], 
 def _watch(folder: Path, ranks: int, job: int, mpiexec: int, signals: list[int], say: Callable[[str], None]) -> None:
     told: set[str] = set()  # the files of ranks that have ended, once they have been the cause of a question
     last = ""
-    question, ended_at, aborted_at, patience = 0, 0.0, 0.0, _LEAST_WAIT_SECONDS
+    question, patience = 0, _LEAST_WAIT_SECONDS
+    ended_at = aborted_at = time.monotonic()
     started, gone = False, 0  # how many times nothing was left of what was started; while all are suspended none is
     while not select.select([job], [], [], _PAUSE_SECONDS)[0]:
         left = _works(mpiexec)
