@@ -133,8 +133,9 @@ def _fail(error: BaseException, where: str = "") -> NoReturn:
         _beside("written_for")
         if advice := _beside("advice").of_error(error, _replaced):
             more = f"jaxmpi.run: {advice}\n{more}"
-    if re.match("libmpi|cannot load MPI library", str(error)) and "mpi4py.MPI" not in sys.modules:
-        more = "jaxmpi.run: mpi4py finds no MPI library; what it looks for, and what to do: python -m jaxmpi.info\n"
+    with contextlib.suppress(Exception):
+        if re.match("libmpi|cannot load MPI library", str(error)) and "mpi4py.MPI" not in sys.modules:
+            more = "jaxmpi.run: mpi4py finds no MPI library; what it looks for, and what to do: python -m jaxmpi.info\n"
     text = f"jaxmpi.run: uncaught exception{name}{where}:\n{''.join(lines)}{more}"
     _tell(text)
     _end(1, _last_line(text))
