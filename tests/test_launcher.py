@@ -131,7 +131,7 @@ def test_main_returns_the_status(tmp_path):
     mpiexec = written(tmp_path, FAKE + "sys.exit(7)", "mpiexec")
     mpiexec.chmod(0o755)
     program = f"""
-        import os, signal, threading
+        import os, signal, threading, time
         from jaxmpi import run
         words = ["-n", "1", "--mpiexec", {str(mpiexec)!r}, "-c", "pass"]
         before = signal.getsignal(signal.SIGINT)
@@ -139,8 +139,10 @@ def test_main_returns_the_status(tmp_path):
         thread = threading.Thread(target=lambda: found.append(run.main(words)))
         thread.start(); thread.join()
         files = sorted(os.listdir("/proc/self/fd"))
-        run.main(words)
+        run.main(["--mpiexec-args=", *words])
+        time.sleep(0.5)
         print(found, signal.getsignal(signal.SIGINT) is before, files == sorted(os.listdir("/proc/self/fd")))
+        print(threading.active_count())
     """
     done = subprocess.run(
         [sys.executable, written(tmp_path, program)],
@@ -150,7 +152,7 @@ def test_main_returns_the_status(tmp_path):
         timeout=60,
         check=False,
     )
-    assert done.stdout == "[7, 7] True True\n", done.stderr
+    assert done.stdout == "[7, 7] True True\n1\n", done.stderr
 
 
 # --- signals ------------------------------------------------------------------------------------------------------

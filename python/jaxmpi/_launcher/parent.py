@@ -10,6 +10,7 @@ import os
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 import threading
@@ -85,9 +86,12 @@ class Job:
         self._remove()
         for file in self.alive or ():
             os.close(file)
-        for listening in (self.input, self.server and self.server[0]):
-            if listening is not None:
-                listening.close()
+        if self.server is not None:
+            with contextlib.suppress(OSError):
+                self.server[0].shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for connections
+            self.server[0].close()
+        if self.input is not None:
+            self.input.close()
         self.alive = self.input = self.server = None
 
     def told(self, kind: str) -> dict[int, str]:

@@ -108,8 +108,8 @@ def listen() -> tuple[socket.socket, str, str]:
 
 
 def serve(folder: Path, ranks: int, listening: socket.socket, secret: str) -> None:
-    """Takes connections, for ever; the process ends with its main thread."""
-    while True:
+    """Takes connections, until the job has ended and the socket is closed."""
+    while listening.fileno() >= 0:
         try:
             connection, _ = listening.accept()
             threading.Thread(target=_serve_one, args=(folder, ranks, connection, secret), daemon=True).start()
@@ -122,7 +122,7 @@ def _serve_one(folder: Path, ranks: int, connection: socket.socket, secret: str)
     with contextlib.suppress(OSError, ValueError, TypeError), connection:
         lines = _Lines(connection)
         _shake_hands(lines, secret, "launcher", "machine")
-        while True:
+        while folder.is_dir():  # until the job has ended
             question = _read(folder / "ask")
             if question != asked or time.monotonic() - beat > _BEAT_SECONDS:
                 lines.send(json.dumps(question))
