@@ -72,7 +72,7 @@ demo: $(VENV)/.built ## the shallow-water model on 2 ranks, with a picture and a
 # CASES=--brief: of tests that start jobs or are slow two cases at most, and nothing that is seldom needed.
 CASES ?=
 # How jobs end, several hosts, long programs, timelines, benchmarks, the wheel: `make test-all` has them.
-NOT_EACH_TIME := $(patsubst %,--ignore=tests/test_%.py,faults injected sharded_jobs two_hosts run_devices device grid_examples grid_jobs sharded_examples benchmarks soak timeline wheel)
+NOT_EACH_TIME := $(patsubst %,--ignore=tests/test_%.py,faults launcher injected sharded_jobs two_hosts run_devices device grid_examples grid_jobs sharded_examples benchmarks soak timeline wheel)
 test: $(READY) $(VENV)/.lint ## what every change needs: the suite on 2 ranks, most tests that run on one rank alone, the C tests
 	timeout $(LIMIT) $(BIN)/python -m pytest -n $(WORKERS) --brief $(NOT_EACH_TIME) -m "launches or alone"
 	$(RUN) -n 2 -m pytest --color=no --brief
@@ -120,7 +120,7 @@ test-ranks: $(READY) ## the suite on RANKS ranks alone (default 2); TESTS="error
 	$(RUN) -n $(RANKS) -m pytest --color=no $(CASES) $(patsubst %,tests/test_%.py,$(TESTS))
 
 test-faults: $(READY) ## how jobs end: the tests of faults, with their times
-	timeout $(LIMIT) $(BIN)/python -m pytest -n $(WORKERS) $(CASES) --color=no --durations=0 --durations-min=1 tests/test_faults.py tests/test_injected.py
+	timeout $(LIMIT) $(BIN)/python -m pytest -n $(WORKERS) $(CASES) --color=no --durations=0 --durations-min=1 tests/test_faults.py tests/test_launcher.py tests/test_injected.py
 
 # The core itself under AddressSanitizer and UBSan, in the place of the usual one; Python and XLA are not.
 ASAN := -Db_sanitize=address,undefined -Db_lundef=false

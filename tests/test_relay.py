@@ -7,10 +7,12 @@ import time
 
 import pytest
 
-from jaxmpi._launcher import relay
+from jaxmpi._launcher import lifeline, relay
 
 pytestmark = pytest.mark.alone
-PATH = f"import sys; sys.path.insert(0, {os.path.dirname(relay.__file__)!r}); import relay\n"  # not the package
+PATH = (
+    f"import sys; sys.path.insert(0, {os.path.dirname(relay.__file__)!r}); import lifeline, relay\n"  # not the package
+)
 LAUNCHER = f"""
 {PATH}
 from pathlib import Path
@@ -18,7 +20,7 @@ listening, secret, address = relay.listen()
 print("127.0.0.1", *address.split()[-2:], flush=True)
 relay.serve(Path(sys.argv[1]), 2, listening, secret)
 """
-RANK = PATH + "print(relay.folder_here(*sys.argv[1:]))"
+RANK = PATH + "print(relay.folder_here(*sys.argv[1:], lifeline.hold))"
 
 
 @pytest.fixture
@@ -87,6 +89,6 @@ def test_no_connection(wrong, launcher, tmp_path):
 def test_folder_of_another_user_is_not_used(tmp_path, monkeypatch):
     monkeypatch.setattr(relay.tempfile, "gettempdir", lambda: str(tmp_path))
     (tmp_path / "jaxmpi-job").mkdir()
-    assert relay.folder_here(str(tmp_path), "") == str(tmp_path)
+    assert relay.folder_here(str(tmp_path), "", lifeline.hold) == str(tmp_path)
     monkeypatch.setattr(relay.os, "geteuid", lambda: -1)
-    assert relay.folder_here("/nowhere/jaxmpi-job", "") == "/nowhere/jaxmpi-job"
+    assert relay.folder_here("/nowhere/jaxmpi-job", "", lifeline.hold) == "/nowhere/jaxmpi-job"

@@ -1,12 +1,19 @@
 """A job on two hosts, started as docs/running.md says, by an agent that enters them: see two_hosts.py."""
 
+import contextlib
+import os
+import re
+import signal
 import subprocess
+import sys
 import textwrap
+import time
+from pathlib import Path
 
 import pytest
 
 from jaxmpi import run
-from launch import launch
+from launch import launch, outside_of_a_job
 from two_hosts import NAMES, two_hosts
 
 pytestmark = [pytest.mark.launches, pytest.mark.seconds(120)]
@@ -41,12 +48,12 @@ def job(hosts, tmp_path):
         hosts.file.write_text("".join(f"{name}:2\n" for name in NAMES))
         options = f"-f {hosts.file} -launcher ssh -launcher-exec {hosts.agent}"
 
-    def run_program(rest, *more, begin=BEGIN, **environment):
+    def run_program(rest, *more, begin=BEGIN, start=launch, **environment):
         program = tmp_path / "program.py"
         program.write_text(begin + textwrap.dedent(rest))
         words = ("--ranks-per-node", "2", *more, f"--mpiexec-args={options}", program)
         environment = {"TMPDIR": str(hosts.tmp), **environment}
-        return launch(4, *words, timeout=60, check=False, through=hosts.enter(NAMES[0]), **environment)
+        return start(4, *words, timeout=60, check=False, through=hosts.enter(NAMES[0]), **environment)
 
     return run_program
 
@@ -111,3 +118,75 @@ def test_what_waits_is_reported(job, late):
     others = ", ".join(str(rank) for rank in range(4) if rank != late)
     assert f"ranks {others}: wait in allreduce of 50000 float32, op SUM, on the default communicator;" in table
     assert f"rank {late}: is in no operation; Python is at" in table
+
+
+def begin_job(ranks, *words, through, timeout, check, **environment):
+    """Starts a job that says it is ready, in a session of its own; its process and its environment."""
+    environment = {
+        **outside_of_a_job(),
+        "JAX_PLATFORMS": "cpu",
+        "JAXMPI_TEST_JOB": f"{time.monotonic_ns()}",
+        **environment,
+    }
+    command = [*through, sys.executable, "-m", "jaxmpi.run", "-n", str(ranks), *map(str, words)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+    seen = 0
+    while seen < ranks and (line := process.stdout.readline()):
+        seen += line.startswith("ready")
+    return process, environment["JAXMPI_TEST_JOB"]
+
+
+def of_host(hosts, name):
+    """The processes of a host, but that which keeps it."""
+    keeper = (hosts.folder / f"{name}.process").read_text()
+    namespace = os.readlink(f"/proc/{keeper}/ns/uts")
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.readlink(process / "ns" / "uts") == namespace and process.name != keeper:
+                yield int(process.name)
+
+
+def until(condition, seconds):
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.05)
+    return condition()
+
+
+BUSY = """
+print("ready", flush=True)
+while True: pass
+"""
+
+
+def test_launcher_is_killed(job, hosts):
+    """No rank lives some seconds later, on either host, and no process of ours or of mpiexec's."""
+    process, _ = job(BUSY, start=begin_job)
+    assert len(list(of_host(hosts, NAMES[1]))) >= 4
+    process.kill()
+    try:
+        assert until(lambda: not any(list(of_host(hosts, name)) for name in NAMES), 10)
+    finally:
+        for name in NAMES:
+            for left in of_host(hosts, name):
+                os.kill(left, signal.SIGKILL)
+        process.communicate(timeout=20)
+
+
+def test_machine_is_lost(job, hosts):
+    """All of its processes end at once; whatever mpiexec's status is, the launcher's is an error, and says so."""
+    process, _ = job(BUSY, start=begin_job)
+    for lost in list(of_host(hosts, NAMES[1])):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(lost, signal.SIGKILL)
+    try:
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode != 0
+        if run.flavour(run.find_mpiexec()) == "openmpi":  # MPICH's mpiexec says it by its own status
+            told = "^jaxmpi.run: mpiexec ended with status 0, but ranks (0 to 3|2, 3) began and never"
+            assert re.search(told, errors, re.MULTILINE), errors
+        assert until(lambda: not any(list(of_host(hosts, name)) for name in NAMES), 10)
+    finally:
+        process.kill()
+        process.communicate()

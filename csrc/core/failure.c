@@ -36,7 +36,7 @@ static ffi_error *fail(const struct call *call, enum ffi_error_code code, const 
   atomic_fetch_add(&runtime.failures, 1); /* makes linked calls check their link: link.c */
   if (atomic_load(&runtime.ends_on_error)) {
     fprintf(stderr, "%s. The job ends, as JAXMPI_ON_ERROR=abort says\n", text);
-    job_end();
+    job_end(text);
   }
   return call->frame != NULL ? ffi_fail(call->frame, code, text) : defer(code, text);
 }

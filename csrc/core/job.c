@@ -10,6 +10,8 @@
 
 #include "core/core.h"
 
+enum { FAILED = 1 }; /* the code of a job that ends here */
+
 static const char *folder; /* NULL: none */
 
 void job_begin(void) {
@@ -51,9 +53,24 @@ static void wait_for_launcher(void) {
   nanosleep(&(struct timespec){0, 300000000}, NULL);
 }
 
-void job_end(void) {
+/* A machine that does not see the launcher's folder has one of its own, whose files are taken away to the launcher. It
+ * is to know why the job ends before mpiexec says something about that. */
+static void wait_for_relay(void) {
+  char path[512];
+  snprintf(path, sizeof path, "%s/relayed", folder);
+  if (access(path, F_OK) != 0) return;
+  snprintf(path, sizeof path, "%s/%d.aborts", folder, runtime.rank);
+  for (int i = 0; i < 100 && access(path, F_OK) == 0; i++) nanosleep(&(struct timespec){0, 10000000}, NULL);
+}
+
+void job_end(const char *reason) {
+  char text[2048];
   wait_for_launcher();
-  job_tell("aborts", "", 0);
-  runtime.abi->abort(1);
-  _exit(1); /* MPI has been finalized */
+  if (folder != NULL) {
+    int length = snprintf(text, sizeof text, "%d\n%s", FAILED, reason);
+    job_tell("aborts", text, (size_t)length < sizeof text ? (size_t)length : sizeof text - 1);
+    wait_for_relay();
+  }
+  runtime.abi->abort(FAILED);
+  _exit(FAILED); /* MPI has been finalized */
 }

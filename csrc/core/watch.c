@@ -158,7 +158,8 @@ static const char *why_not_raised(const struct watched *record, const int64_t wo
   return "MPI cannot take back what all ranks take part in: some may be done with it";
 }
 
-static void report(const struct watched *record, double seconds) {
+/* Tells it on stderr and to the launcher. `said`: the text. */
+static void report(const struct watched *record, double seconds, struct text *said) {
   int64_t words[WORDS];
   if (!read_words(record, words)) return;
   struct text text = {0, ""};
@@ -174,6 +175,7 @@ static void report(const struct watched *record, double seconds) {
     text_add(&text, ". It goes on, though JAXMPI_TIMEOUT_ACTION is raise: %s", why_not_raised(record, words));
   say(&text);
   job_tell("report", text.characters, text.length);
+  *said = text;
 }
 
 /* Reports an operation once, and then that it is done after all. */
@@ -194,14 +196,15 @@ static void look_at(struct watched *record) {
   } else if (number % 2 == 1 && !record->reported && seconds >= limit) {
     record->reported = true;
     atomic_fetch_add(&waiting, 1);
-    report(record, seconds);
+    struct text said = {0, "an operation waits"};
+    report(record, seconds, &said);
     atomic_store(&limit, 2 * atomic_load(&limit)); /* a program that often waits as long is not told for ever */
     if (action != ABORT) return;
     for (int i = 0; job_has_folder() && i < SECONDS_FOR_THE_LAUNCHER * 10; i++) {
       nanosleep(&(struct timespec){0, 100000000}, NULL);
       answer();
     }
-    job_end();
+    job_end(said.characters);
   }
 }
 

@@ -398,6 +398,8 @@ static PyObject *set_name(PyObject *self, PyObject *args) {
   if (comm == NULL) return NULL;
   char *copy = strdup(name); /* never freed: the watch may be reading */
   if (copy == NULL) return PyErr_NoMemory();
+  for (char *c = copy; *c != '\0'; c++) /* a report is one line, and the launcher reads it so */
+    if ((unsigned char)*c < ' ' || *c == 127) *c = ' ';
   atomic_store(&comm->name, copy);
   Py_RETURN_NONE;
 }

@@ -14,6 +14,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import traceback
 import warnings
 import zipfile
@@ -21,10 +22,12 @@ from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from jaxmpi._launcher import monitor, sharded, sources, stand_ins, stdin, written_for
+from jaxmpi._launcher import parent, sharded, sources, stand_ins, written_for
 
 PASSED = ("JAX", "XLA_", "PJRT_", "OMP_", "PYTHON", "MPI4", "UCX_", "FI_")
 """What the names of variables begin with that ranks on other machines get as well."""
+
+VERBOSE = "JAXMPI_VERBOSE"
 
 
 def version_of(package: str) -> str:
@@ -204,6 +207,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "each: its collectives by this MPI, or by gloo",
     )
     parser.add_argument(
+        "--verbose",
+        action="store_true",
+        help=f"show all that mpiexec says as a rank ends the job; also by {VERBOSE}=1",
+    )
+    parser.add_argument(
         "--dry-run", action="store_true", help="print the command, with the variables that it sets, and do not run it"
     )
     parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show program's version number and exit")
@@ -262,7 +270,51 @@ def check_calls(given: list[str], kind: str | None, program: str) -> None:
     print(*doubts, sep="\n", end="\n" if doubts else "", file=sys.stderr)
 
 
-def main(arguments: list[str] | None = None) -> None:
+def home(present: Mapping[str, str]) -> dict[str, str]:
+    """The variable, which Open MPI needs, where a service or a container has left it out."""
+    if present.get("HOME"):
+        return {}
+    found = os.path.expanduser("~")  # by the list of users
+    return {"HOME": found if os.path.isabs(found) else tempfile.gettempdir()}
+
+
+def warn_of_no_room(present: Mapping[str, str]) -> None:
+    """Open MPI ends with pages of its own where it cannot make its files."""
+    name = next((name for name in ("TMPDIR", "TEMP", "TMP") if present.get(name)), None)
+    folder = present[name] if name is not None else "/tmp"
+    if not os.path.isdir(folder):
+        return  # it makes it
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(4096))
+    except OSError as error:
+        print(
+            f"jaxmpi.run: {f'{name}={folder}' if name else folder}: {error.strerror}: Open MPI needs a place for its "
+            "files, and fails without. Set TMPDIR to a folder with room",
+            file=sys.stderr,
+        )
+
+
+def command(
+    options: argparse.Namespace, mpiexec: str, kind: str, share: int, variables: Mapping[str, str]
+) -> list[str]:
+    """mpiexec with its options, and what it runs on each rank."""
+    placed = options.mpiexec_args
+    if placed is None:
+        placed = placement(kind, share, sorted(variables))
+    else:
+        placed = placed + exports(kind, placed, {*os.environ, *variables})
+    program = [options.program] if options.kind is None else [options.kind, options.program]
+    # By path, not as a module: the program must be the first to import jax and mpi4py, so that it can configure them.
+    replaced = [word for name in options.stand_in for word in ("--as", name)]
+    collectives = ["--collectives", options.collectives] if options.collectives else []
+    chosen = ["--devices", options.devices, *collectives, *replaced, *program, *options.arguments]
+    child = [sys.executable, str(Path(__file__).with_name("_launcher") / "child.py"), *chosen]
+    return [mpiexec, "-n", str(options.ranks), *placed, *child]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the job, and returns its exit status. From the main thread it passes signals on to mpiexec meanwhile."""
     options = parse(sys.argv[1:] if arguments is None else arguments)
     mpiexec = options.mpiexec or find_mpiexec()
     if mpiexec is not None and shutil.which(mpiexec) is None:
@@ -274,32 +326,38 @@ def main(arguments: list[str] | None = None) -> None:
     check_syntax(options.kind, options.program)
     check_calls(options.stand_in, options.kind, options.program)
     check_scheduler(os.environ, options.ranks, options.mpiexec_args is not None)
+    kind = flavour(mpiexec)
     share = physical_cores() // (options.ranks_per_node or options.ranks)
     variables = settings(share, os.environ)
-    if not options.dry_run:
-        variables.update(stdin.keep(here=options.mpiexec_args is None))
-        variables.update(monitor.start(options.ranks, several=options.mpiexec_args is not None))
-    kind, placed = flavour(mpiexec), options.mpiexec_args
-    if placed is None:
-        placed = placement(kind, share, sorted(variables))
-    else:
-        placed = placed + exports(kind, placed, {*os.environ, *variables})
-    program = [options.program] if options.kind is None else [options.kind, options.program]
-    # By path, not as a module: the program must be the first to import jax and mpi4py, so that it can configure them.
-    replaced = [word for name in options.stand_in for word in ("--as", name)]
-    collectives = ["--collectives", options.collectives] if options.collectives else []
-    chosen = ["--devices", options.devices, *collectives, *replaced, *program, *options.arguments]
-    child = [sys.executable, str(Path(__file__).with_name("_launcher") / "child.py"), *chosen]
-    command = [mpiexec, "-n", str(options.ranks), *placed, *child]
     if options.dry_run:
-        print(shlex.join(["env", *(f"{name}={value}" for name, value in sorted(variables.items())), *command]))
-        return
+        print(
+            shlex.join(
+                [
+                    "env",
+                    *(f"{n}={v}" for n, v in sorted(variables.items())),
+                    *command(options, mpiexec, kind, share, variables),
+                ]
+            )
+        )
+        return 0
+    several = options.mpiexec_args is not None
     environment = dict(os.environ)
-    if options.mpiexec_args is None:
+    if not several:
         environment = without_scheduler(environment)
         warn_of_little_memory(options.ranks)
-    os.execve(shutil.which(mpiexec) or mpiexec, command, {**environment, **variables})
+    if kind == "openmpi":
+        variables.update(home(environment))
+        warn_of_no_room(environment)
+    job = parent.Job.prepare(options.ranks, several)
+    variables.update(job.variables)
+    verbose = options.verbose or environment.get(VERBOSE, "") not in ("", "0")
+    words = command(options, mpiexec, kind, share, variables)
+    environment = {name: value for name, value in environment.items() if name not in parent.NAMES}  # of a job around it
+    return parent.run([shutil.which(mpiexec) or mpiexec, *words[1:]], {**environment, **variables}, job, verbose)
 
 
 if __name__ == "__main__":
-    main()
+    status = main()
+    if sys.stdout is not None:  # which may be closed
+        sys.stdout.flush()
+    os._exit(status)  # the interpreter's own end would take longer than the launcher after mpiexec

@@ -1,1 +1,1 @@
-"""What `python -m jaxmpi.run` runs on each rank before the program. It does not use the operations."""
+"""What `python -m jaxmpi.run` does beside mpiexec, and on each rank before the program. It uses no operations."""

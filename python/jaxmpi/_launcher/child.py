@@ -6,6 +6,7 @@ Without this a rank that raises waits for the others in MPI_Finalize, and they w
 import builtins
 import contextlib
 import fcntl
+import functools
 import importlib.machinery
 import importlib.util
 import io
@@ -21,6 +22,7 @@ import time
 import traceback
 import types
 import zipfile
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 
@@ -88,14 +90,17 @@ def _unread(pipe: int) -> int:
     return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
-def _end(code: int) -> NoReturn:
-    """Ends all ranks if MPI is running, else this one. Whatever fails on the way does not keep it from ending."""
+def _end(code: int, reason: str) -> NoReturn:
+    """Ends all ranks if MPI is running, else this one. Whatever fails on the way does not keep it from ending.
+
+    The launcher is told the reason: the last line of what this rank has written of it, if it has."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
     if os.getpid() == _process:
         _wait_for_launcher()
-        _say("aborts")
+        _say("aborts", f"{code}\n{reason}")
+        _wait_for_relay("aborts")
         with contextlib.suppress(Exception):
             if (mpi := _mpi_if_running()) is not None:
                 mpi.COMM_WORLD.Abort(code)
@@ -128,10 +133,16 @@ def _fail(error: BaseException, where: str = "") -> NoReturn:
         _beside("written_for")
         if advice := _beside("advice").of_error(error, _replaced):
             more = f"jaxmpi.run: {advice}\n{more}"
-    if re.match("libmpi|cannot load MPI library", str(error)) and "mpi4py.MPI" not in sys.modules:
-        more = "jaxmpi.run: mpi4py finds no MPI library; what it looks for, and what to do: python -m jaxmpi.info\n"
-    _tell(f"jaxmpi.run: uncaught exception{name}{where}:\n{''.join(lines)}{more}")
-    _end(1)
+    with contextlib.suppress(Exception):
+        if re.match("libmpi|cannot load MPI library", str(error)) and "mpi4py.MPI" not in sys.modules:
+            more = "jaxmpi.run: mpi4py finds no MPI library; what it looks for, and what to do: python -m jaxmpi.info\n"
+    text = f"jaxmpi.run: uncaught exception{name}{where}:\n{''.join(lines)}{more}"
+    _tell(text)
+    _end(1, _last_line(text))
+
+
+def _last_line(text: str) -> str:
+    return text.rstrip().rpartition("\n")[2]
 
 
 def _fail_in_thread(args: threading.ExceptHookArgs) -> None:
@@ -147,14 +158,32 @@ def _exit_at_once(status: int) -> NoReturn:
     if os.getpid() == _process:
         with contextlib.suppress(Exception):
             if (mpi := _mpi_if_running()) is not None:
-                rank = mpi.COMM_WORLD.rank
-                _tell(f"jaxmpi.run: rank {rank} calls os._exit({status}) without MPI.Finalize(): the job ends\n")
-                _end(_status(status) or 1)
+                text = f"rank {mpi.COMM_WORLD.rank} calls os._exit({status}) without MPI.Finalize(): the job ends"
+                _tell(f"jaxmpi.run: {text}\n")
+                _end(_status(status) or 1, f"jaxmpi.run: {text}")
+            _say("ended")
     _exit(status)
 
 
 # Its name where it is found, so that it is pickled as before: a program may pass it to a process.
 _exit_at_once.__module__, _exit_at_once.__name__, _exit_at_once.__qualname__ = "os", "_exit", "_exit"
+
+
+def _executes(execute: Callable[..., Any]) -> Callable[..., Any]:
+    """os.execv, by which the program may go on as another one, whose end nobody tells: the launcher asks for none."""
+
+    @functools.wraps(execute)
+    def execute_another(*arguments: Any) -> Any:
+        if os.getpid() == _process:
+            _say("began", "it goes on as another program")
+            _wait_for_relay("began")
+        try:
+            return execute(*arguments)
+        finally:
+            if os.getpid() == _process:
+                _say("began")
+
+    return execute_another
 
 
 def _status(code: object) -> int:
@@ -189,8 +218,9 @@ class _Interrupts:
                 continue
             time.sleep(_GRACE_SECONDS)
             if not self.seen:
-                _tell("jaxmpi.run: interrupted in a compiled computation or another call: the job ends\n")
-                _end(128 + signal.SIGINT)
+                text = "jaxmpi.run: interrupted in a compiled computation or another call: the job ends"
+                _tell(f"{text}\n")
+                _end(128 + signal.SIGINT, text)
 
 
 def _beside(name: str):
@@ -243,7 +273,8 @@ def _find_folder() -> None:
     address = os.environ.pop("JAXMPI_JOB_ADDRESS", None)
     if _folder is not None and address is not None and not os.path.isdir(_folder):
         with contextlib.suppress(Exception):
-            os.environ["JAXMPI_JOB_FOLDER"] = _folder = _beside("relay").folder_here(_folder, address)
+            hold = _beside("lifeline").hold
+            os.environ["JAXMPI_JOB_FOLDER"] = _folder = _beside("relay").folder_here(_folder, address, hold)
 
 
 def _run_as_main(program: str) -> None:
@@ -299,21 +330,43 @@ def _run(arguments: list[str]) -> None:
 def _finish() -> None:
     """Waits for running computations: their errors belong to the program."""
     if os.getpid() != _process:
-        _end(0)  # not by way of MPI_Finalize, which is the rank's
+        _end(0, "")  # not by way of MPI_Finalize, which is the rank's
     native = sys.modules.get("jaxmpi._native")
     if native is not None:
         native.finish()
     _say("ended")
+    _wait_for_relay("ended")
 
 
-def _say(kind: str) -> None:
-    """To the launcher: this rank has `ended`, for which others may wait, or `aborts` the job."""
+def _number() -> int | str | None:
+    """Of this rank, as MPI or the launcher tells it."""
     with contextlib.suppress(Exception):
-        mpi = _mpi_if_running()
-        rank = mpi.COMM_WORLD.rank if mpi is not None else _rank if kind == "aborts" else None
-        if rank is not None and _folder is not None:
-            with open(os.path.join(_folder, f"{rank}.{kind}"), "w"):
-                pass
+        if (mpi := _mpi_if_running()) is not None:
+            return mpi.COMM_WORLD.rank
+    return _rank
+
+
+def _file(kind: str) -> str | None:
+    return os.path.join(_folder, f"{number}.{kind}") if _folder and (number := _number()) is not None else None
+
+
+def _say(kind: str, content: str = "") -> None:
+    """To the launcher: this rank's program has `began`, has `ended`, for which others may wait, or `aborts` the job."""
+    with contextlib.suppress(Exception):
+        if (path := _file(kind)) is not None:
+            with open(f"{path}.draft", "w", errors="replace") as file:
+                file.write(content)
+            os.rename(f"{path}.draft", path)
+
+
+def _wait_for_relay(kind: str) -> None:
+    """Until the launcher has been told, on a machine whose files are taken away to it: what is to end the process of
+    relay.py, and what MPI then says, come by another way."""
+    end = time.monotonic() + 1
+    with contextlib.suppress(Exception):
+        if (path := _file(kind)) is not None and os.path.exists(os.path.join(os.path.dirname(path), "relayed")):
+            while os.path.exists(path) and time.monotonic() < end:
+                time.sleep(0.01)
 
 
 def _untold() -> str:
@@ -325,7 +378,10 @@ def _untold() -> str:
 
 def main() -> None:
     _find_folder()
-    _beside("stdin").take(_rank)
+    if _folder is not None:
+        _beside("lifeline").tie(_folder)
+        _say("began")
+    _beside("stdin").take(_rank, _folder)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # The ranks share the output: each line is written at once and whole.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
@@ -333,6 +389,7 @@ def main() -> None:
         _Interrupts()
     threading.excepthook = _fail_in_thread
     os._exit = _exit_at_once
+    os.execv, os.execve = _executes(os.execv), _executes(os.execve)
     try:
         _run(sys.argv[1:])
     except SystemExit as stop:
@@ -340,8 +397,9 @@ def main() -> None:
             raise
         if not isinstance(stop.code, int):
             _tell(f"{stop.code}\n")
-        _tell(_untold())
-        _end(_status(stop.code))
+        _tell(untold := _untold())
+        text = untold or (f"sys.exit({stop.code})" if isinstance(stop.code, int) else str(stop.code))
+        _end(_status(stop.code), _last_line(text))
     except BaseException as error:
         _fail(error)
 

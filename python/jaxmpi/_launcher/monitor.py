@@ -1,10 +1,10 @@
 """What the launcher tells of a job in which ranks wait: one table of all ranks.
 
-A process beside `mpiexec`, which asks the ranks as soon as one of them reports that it waits for long, or has ended
-while others have not. They answer in the job's folder, by the thread of csrc/core/watch.c. Files there: RANK.report,
-written with a rank's report; `ask`, with the number of a question; RANK.state, a rank's answer; RANK.ended, as a rank's
-program ends; RANK.aborts, as a rank ends the job. Those of other machines come by relay.py. Nothing here imports jax or
-mpi4py.
+A thread of the launcher asks the ranks as soon as one of them reports that it waits for long, or has ended while others
+have not. They answer in the job's folder, by the thread of csrc/core/watch.c. Files there: RANK.began, as a rank's
+program begins; RANK.report, written with a rank's report; `ask`, with the number of a question; RANK.state, a rank's
+answer; RANK.ended, as a rank's program ends; RANK.aborts, as a rank ends the job, with the code and the reason. Those
+of other machines come by relay.py. Nothing here imports jax or mpi4py.
 
 An `mpiexec` that is still there long after a rank has ended the job is ended, and so is one that was told to end by a
 signal and has nothing left of what it has started: Open MPI's may wait for ever if ranks on two machines abort at the
@@ -15,11 +15,9 @@ processes that a rank has left behind.
 import contextlib
 import os
 import select
-import shutil
 import signal
-import tempfile
-import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from jaxmpi._launcher import relay
@@ -35,52 +33,25 @@ _GONE_SECONDS = 20.0  # what it has for its own end after a signal, once what it
 _KILL_SECONDS = 5.0
 
 
-def start(ranks: int, several: bool = False) -> dict[str, str]:
-    """Starts the process, which lives as long as this one. Returns the variables for the ranks.
-
-    `several`: ranks may run on other machines.
-    """
+def watch(folder: Path, ranks: int, job: int, mpiexec: int, signals: list[int], say: Callable[[str], None]) -> None:
+    """Until `mpiexec`, of which `job` is a file, has ended. `signals`: those that have told the job to end."""
     try:
-        mpiexec = os.getpid()  # as it will be
-        job = os.pidfd_open(mpiexec)
-        folder = tempfile.mkdtemp(prefix="jaxmpi-")
-    except (OSError, AttributeError):  # no place for files, or no such function: the ranks report without it
-        return {}
-    variables, listening, secret = {FOLDER: folder}, None, ""
-    if several:
-        with contextlib.suppress(OSError):
-            listening, secret, variables[relay.ADDRESS] = relay.listen()
-    if os.fork() != 0:
-        os.close(job)
-        if listening is not None:
-            listening.close()
-        return variables
-    with contextlib.suppress(BaseException):
-        signals: list[int] = []  # those that came to all of the job, which this process ends with
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:  # which mpiexec ignores as well
-                signal.signal(number, lambda number, _: signals.append(number))
-        null = os.open(os.devnull, os.O_RDWR)
-        os.dup2(null, 0)
-        os.dup2(null, 1)
-        if listening is not None:
-            more = (Path(folder), ranks, listening, secret)
-            threading.Thread(target=relay.serve, args=more, daemon=True).start()
-        _watch(Path(folder), ranks, job, mpiexec, signals)
-    shutil.rmtree(folder, ignore_errors=True)
-    os._exit(0)
+        _watch(folder, ranks, job, mpiexec, signals, say)
+    except Exception as error:  # the folder may be on a disk that is full, or be removed
+        say(f"jaxmpi.run: what ranks wait for is not told any more: {type(error).__name__}: {error}\n")
 
 
-def _watch(folder: Path, ranks: int, job: int, mpiexec: int, signals: list[int]) -> None:
+def _watch(folder: Path, ranks: int, job: int, mpiexec: int, signals: list[int], say: Callable[[str], None]) -> None:
     told: set[str] = set()  # the files of ranks that have ended, once they have been the cause of a question
     last = ""
-    question, ended_at, aborted_at, patience = 0, 0.0, 0.0, _LEAST_WAIT_SECONDS
+    question, patience = 0, _LEAST_WAIT_SECONDS
+    ended_at = aborted_at = time.monotonic()
     started, gone = False, 0  # how many times nothing was left of what was started; while all are suspended none is
     while not select.select([job], [], [], _PAUSE_SECONDS)[0]:
         left = _works(mpiexec)
         started, gone = started or left, 0 if left or not started or not signals else gone + 1
         if gone * _PAUSE_SECONDS > _GONE_SECONDS:
-            _end(job, f"mpiexec was told to end, and what it has started ended {_GONE_SECONDS:.0f} s ago")
+            _end(job, say, f"mpiexec was told to end, and what it has started ended {_GONE_SECONDS:.0f} s ago")
             return
         files = set(os.listdir(folder))
         aborting = [int(name.partition(".")[0]) for name in files if name.endswith(".aborts")]
@@ -89,7 +60,8 @@ def _watch(folder: Path, ranks: int, job: int, mpiexec: int, signals: list[int])
         elif time.monotonic() - aborted_at > _END_SECONDS:
             _end(
                 job,
-                f"rank{'s' if len(aborting) > 1 else ''} {_ranges(sorted(aborting))} failed {_END_SECONDS:.0f} s ago",
+                say,
+                f"rank{'s' if len(aborting) > 1 else ''} {ranges(sorted(aborting))} failed {_END_SECONDS:.0f} s ago",
             )
             return
         ended = {name for name in files if name.endswith(".ended")}
@@ -112,8 +84,7 @@ def _watch(folder: Path, ranks: int, job: int, mpiexec: int, signals: list[int])
         text, lines = _text(table)
         if lines != last and (reports or waiting):
             last = lines
-            with contextlib.suppress(OSError):
-                os.write(2, text.encode(errors="replace"))
+            say(text)
 
 
 def _state(pid: int) -> str:
@@ -132,13 +103,12 @@ def _works(mpiexec: int) -> bool:
     for path in Path(f"/proc/{mpiexec}/task").glob("*/children"):
         with contextlib.suppress(OSError):
             children.update(map(int, path.read_text().split()))
-    return any(_state(child) not in ("", "Z", "X") for child in children - {os.getpid()})
+    return any(_state(child) not in ("", "Z", "X") for child in children)
 
 
-def _end(job: int, why: str) -> None:
+def _end(job: int, say: Callable[[str], None], why: str) -> None:
     """Ends `mpiexec`; its helpers, also those on other machines, end without it, and with them the ranks."""
-    with contextlib.suppress(OSError):
-        os.write(2, f"jaxmpi.run: {why}; mpiexec is still there, and is ended\n".encode())
+    say(f"jaxmpi.run: {why}; mpiexec is still there, and is ended\n")
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(OSError):
             signal.pidfd_send_signal(job, number)
@@ -158,7 +128,7 @@ def _ask(folder: Path, ranks: int, question: int, job: int) -> dict[int, tuple[s
             if (folder / f"{rank}.ended").exists():
                 table[rank] = ("ended",)
             elif (answer := folder / f"{rank}.state").exists():
-                table[rank] = tuple(answer.read_text(errors="replace").split("\n"))
+                table[rank] = tuple(answer.read_text(errors="replace").split("\n", 3))
     return {rank: table.get(rank, ()) for rank in range(ranks)}
 
 
@@ -184,7 +154,7 @@ def _text(table: dict[int, tuple[str, ...]]) -> tuple[str, str]:
     text, timeless = "jaxmpi.run: what the ranks do:\n", ""
     for line, ranks in lines.items():
         many = len(ranks) > 1
-        who = f"rank{'s' if many else ''} {_ranges(ranks)}"
+        who = f"rank{'s' if many else ''} {ranges(ranks)}"
         since = f", {longest[line]:.3g} s so far" if line in longest else ""
         if many:
             line = line.replace("has ", "have ", 1).replace("waits", "wait", 1).replace("is in", "are in", 1)
@@ -194,7 +164,7 @@ def _text(table: dict[int, tuple[str, ...]]) -> tuple[str, str]:
     return text, timeless
 
 
-def _ranges(ranks: list[int]) -> str:
+def ranges(ranks: list[int]) -> str:
     """Numbers in words: 0 to 3, 5."""
     parts: list[list[int]] = []
     for rank in ranks:

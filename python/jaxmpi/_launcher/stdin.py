@@ -1,46 +1,82 @@
 """Standard input goes from the launcher to rank 0 by the kernel alone, not by mpiexec; other ranks have an empty one.
 
 Passed on by Open MPI 5 it would never end, and a long one come in part twice; under MPICH that of the other ranks would
-never end; and in a loop of a shell mpiexec takes the input that is meant for the loop. What rank 0 gets from a terminal
-is left to mpiexec, and so it is if ranks may be on other machines.
+never end; and in a loop of a shell mpiexec takes the input that is meant for the loop. Rank 0 gets the launcher's own
+descriptor, by a socket in the job's folder: opened again by a path it would be refused where it belongs to another
+user, as under sudo, and a file be read from its beginning. What rank 0 gets from a terminal is left to mpiexec, and so
+it is if ranks may be on other machines.
 Nothing here imports jax, mpi4py or the package: child.py loads this file by its path.
 """
 
 import contextlib
 import os
-import stat
-from pathlib import Path
+import sys
+from typing import Any
 
 VARIABLE = "JAXMPI_INPUT"
+"""The variable for the ranks: `socket`, or empty if mpiexec passes the input on."""
+
+_NAME = "input"
+_SECONDS = 60.0
 
 
-def keep(here: bool) -> dict[str, str]:
-    """In the launcher: the variable for the ranks. `here`: all are on this machine.
+def offer(folder: str | None, here: bool) -> tuple[str, Any]:
+    """In the launcher: the variable's value, and the socket that listens. `here`: all ranks are on this machine."""
+    if os.isatty(0) or not here or folder is None:
+        return "", None
+    import socket
 
-    A pipe or a file is kept by mpiexec, which takes the place of this process and gets an empty input instead.
-    """
-    null = os.open(os.devnull, os.O_RDONLY)
+    listening = None
     try:
-        kind = os.fstat(0).st_mode
-        kept = os.dup(0) if stat.S_ISFIFO(kind) or stat.S_ISREG(kind) else null
-        if not here or os.isatty(0) or stat.S_ISSOCK(kind) or not os.path.exists(f"/proc/self/fd/{kept}"):
-            return {VARIABLE: ""}
-    except OSError:  # it is closed
-        kept = null
-    os.dup2(null, 0)
-    os.set_inheritable(kept, True)
-    return {VARIABLE: f"/proc/{os.getpid()}/fd/{kept}"}
+        listening = socket.socket(socket.AF_UNIX)
+        with _short(folder) as path:
+            listening.bind(path)
+        listening.listen()
+        return "socket", listening
+    except OSError:  # a place that has no sockets
+        if listening is not None:
+            listening.close()
+        return "", None
 
 
-def take(rank: str | None) -> None:
-    """In a rank, before it reads anything: rank 0 gets the launcher's input, from where that has been read to."""
-    path = os.environ.pop(VARIABLE, None)
-    if path is None or rank is None or (rank == "0" and not path):
-        return
+def give(listening: Any) -> None:
+    """In the launcher, to who has connected: only its own user can, by the folder's mode."""
+    import socket
+
     with contextlib.suppress(OSError):
-        file = os.open(path if rank == "0" else os.devnull, os.O_RDONLY)
-        if stat.S_ISREG(os.fstat(file).st_mode):
-            _, position, *_ = Path(path.replace("/fd/", "/fdinfo/")).read_text().split()  # the first line is `pos: 123`
-            os.lseek(file, int(position), os.SEEK_SET)
-        os.dup2(file, 0)
+        connection, _ = listening.accept()
+        with connection:
+            socket.send_fds(connection, [b"0"], [0])
+
+
+def take(rank: str | None, folder: str | None) -> None:
+    """In a rank, before it reads anything."""
+    value = os.environ.pop(VARIABLE, None)
+    if value is None or rank is None or (rank == "0" and not value):
+        return
+    file = os.open(os.devnull, os.O_RDONLY)
+    if rank == "0" and folder is not None:
+        import socket
+
+        try:
+            with socket.socket(socket.AF_UNIX) as connection, _short(folder) as path:
+                connection.settimeout(_SECONDS)
+                connection.connect(path)
+                os.close(file)
+                file = socket.recv_fds(connection, 1, 1)[1][0]
+        except (OSError, IndexError) as error:
+            print(f"jaxmpi.run: standard input is empty, for the launcher gives none: {error}", file=sys.stderr)
+            file = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(file, 0)
+    if file != 0:
+        os.close(file)
+
+
+@contextlib.contextmanager
+def _short(folder: str):
+    """The socket's path by way of a descriptor: a path of more than some hundred characters cannot be an address."""
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{file}/{_NAME}"
+    finally:
         os.close(file)

@@ -1,0 +1,59 @@
+"""No rank outlives its launcher, whatever ends that, and whatever the rank does then.
+
+The job's folder has a FIFO, whose writing end the launcher alone keeps open. Each rank opens the reading end, and asks
+the kernel to end it by SIGKILL as the last writer goes. This takes no thread and no lock, so it works in compiled code,
+in a sleep, and where the interpreter is held. It names no process by a number that another may have got since, and
+unlike PR_SET_PDEATHSIG it does not depend on a thread: a launcher may start ranks from one that ends before them. On
+another machine the process of relay.py keeps the writing end.
+
+Nothing here imports jax, mpi4py or the package: child.py loads this file by its path.
+"""
+
+import contextlib
+import fcntl
+import os
+import signal
+from typing import Any
+
+_NAME = "alive"
+_MACHINE = "machine"
+"""A file with what two processes have in common that run under one kernel, which alone connects the ends of a FIFO."""
+
+
+def hold(folder: str) -> tuple[int, int]:
+    """Makes the FIFO: its reading and its writing end. OSError: it cannot be made here."""
+    with open(os.path.join(folder, _MACHINE), "w") as file:
+        file.write(_machine())
+    path = os.path.join(folder, _NAME)
+    os.mkfifo(path, 0o600)
+    reads = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a writer alone would wait for a reader
+    try:
+        return reads, os.open(path, os.O_WRONLY)
+    except OSError:
+        os.close(reads)
+        raise
+
+
+def tie(folder: str) -> None:
+    """Ends this process as the last writer goes, and at once if it has gone."""
+    with contextlib.suppress(OSError, AttributeError):
+        known: Any = fcntl  # some systems have no such signals
+        file = os.open(os.path.join(folder, _NAME), os.O_RDONLY | os.O_NONBLOCK)  # until the process ends
+        fcntl.fcntl(file, known.F_SETOWN, os.getpid())
+        fcntl.fcntl(file, known.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_ASYNC)
+        with contextlib.suppress(BlockingIOError):  # there is a writer, which has written nothing
+            if not os.read(file, 1) and _is_here(folder):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _is_here(folder: str) -> bool:
+    """Whether the folder is of this machine, and not one that several see."""
+    with open(os.path.join(folder, _MACHINE)) as file:
+        return file.read() == _machine() != ""
+
+
+def _machine() -> str:
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip()
+    return ""

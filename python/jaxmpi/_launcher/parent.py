@@ -1,0 +1,349 @@
+"""The launcher as the parent of mpiexec: from its start to the status with which the launcher ends.
+
+It passes signals on, and mpiexec's stderr (output.py); it watches the job's folder (monitor.py), hands out standard
+input (stdin.py), and says what an exit status alone would not: of ranks that have begun and never told of their end,
+and which rank has ended the job. What remains if it is killed: lifeline.py in each rank, guard.py beside mpiexec.
+"""
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxmpi._launcher import guard, lifeline, monitor, output, relay, stdin
+
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_PASSED = (*_ENDING, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP, signal.SIGCONT, signal.SIGWINCH)
+_WITNESS_SECONDS = 0.2
+"""How long the witness may be late."""
+_SAME_SECONDS = 1.0
+"""A signal comes once to the group and once to the launcher if it is sent by `timeout`: mpiexec is to get one."""
+_POLL_SECONDS = 0.05
+_LATE_SECONDS = 3.0
+"""For what ranks on other machines have told: it may come after the end of mpiexec."""
+_STOP_SECONDS = 2.0
+
+
+NAMES = (monitor.FOLDER, relay.ADDRESS, stdin.VARIABLE)
+"""The variables for the ranks."""
+
+
+@dataclass
+class Job:
+    """What is made for a job before mpiexec starts."""
+
+    ranks: int
+    several: bool
+    """Whether ranks may run on other machines."""
+    folder: str | None = None
+    variables: dict[str, str] = field(default_factory=dict)
+    """For the ranks."""
+    alive: tuple[int, int] | None = None
+    input: Any = None
+    server: tuple[Any, str] | None = None
+
+    @classmethod
+    def prepare(cls, ranks: int, several: bool) -> "Job":
+        job = cls(ranks, several)
+        for file in (0, 1, 2):  # what is opened next would take the number of one that is closed
+            if not _is_open(file):
+                os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+        try:
+            job.folder = tempfile.mkdtemp(prefix="jaxmpi-")
+            job.alive = lifeline.hold(job.folder)
+        except OSError as error:  # the ranks report without it
+            job._remove()
+            text = (
+                f"jaxmpi.run: the job has no folder for its files ({error}): what its ranks wait for is not told in "
+                "one table, and ranks may go on if this launcher is killed. Set TMPDIR to a folder with room\n"
+            )
+            output.write(text.encode(errors="replace"))
+        if job.folder is not None:
+            job.variables[monitor.FOLDER] = job.folder
+            if several:
+                with contextlib.suppress(OSError):
+                    listening, secret, job.variables[relay.ADDRESS] = relay.listen()
+                    job.server = (listening, secret)
+        job.variables[stdin.VARIABLE], job.input = stdin.offer(job.folder, here=not several)
+        return job
+
+    def _remove(self) -> None:
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder = None
+
+    def end(self) -> None:
+        self._remove()
+        for file in self.alive or ():
+            os.close(file)
+        if self.server is not None:
+            with contextlib.suppress(OSError):
+                self.server[0].shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for connections
+            self.server[0].close()
+        if self.input is not None:
+            self.input.close()
+        self.alive = self.input = self.server = None
+
+    def told(self, kind: str) -> dict[int, str]:
+        """The ranks that have left a file of a kind, in the order in which they did, and what is in it."""
+        found = []
+        with contextlib.suppress(OSError):
+            for name in os.listdir(self.folder) if self.folder is not None else ():
+                if name.endswith(f".{kind}"):
+                    file = Path(str(self.folder), name)
+                    found.append(
+                        (file.stat().st_mtime_ns, int(name.partition(".")[0]), file.read_text(errors="replace"))
+                    )
+        return {rank: text for _, rank, text in sorted(found)}
+
+    def aborting(self) -> dict[int, tuple[int, str]]:
+        """The ranks that end the job, with the code and the reason."""
+        found = {}
+        for rank, text in self.told("aborts").items():
+            code, _, reason = text.partition("\n")
+            found[rank] = (int(code) if code.isdecimal() else 1, reason.strip())
+        return found
+
+
+def _is_open(file: int) -> bool:
+    try:
+        os.fstat(file)
+        return True
+    except OSError:
+        return False
+
+
+class _Signals:
+    """Those that come to this process, and may have come to its whole group: they go to mpiexec once.
+
+    Only in the main thread, where Python has signals; elsewhere they are the program's own.
+    """
+
+    def __init__(self) -> None:
+        self.reads, self.witnessed, self.witnesses, self.ending = -1, -1, -1, list[int]()
+        self._before: dict[int, Any] = {}
+        self._group: dict[int, float] = {}  # when a signal came to the group
+        self._waiting: dict[int, float] = {}  # until when one of our own waits for its witness
+        self._stop = -_STOP_SECONDS
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self.reads, self._writes = os.pipe()
+        self.witnessed, self.witnesses = os.pipe()
+        for file in (self.reads, self._writes, self.witnessed, self.witnesses):
+            os.set_blocking(file, False)
+        self._before_file = signal.set_wakeup_fd(self._writes, warn_on_full_buffer=False)
+        # A SIGCHLD that is ignored would take the status of mpiexec with it.
+        for number in (*_PASSED, signal.SIGCHLD):
+            before = signal.getsignal(number)
+            if number == signal.SIGCHLD or (before is not None and before != signal.SIG_IGN):
+                self._before[number] = before
+                signal.signal(number, lambda *_: None)
+
+    def end(self) -> None:
+        if self.reads < 0:
+            return
+        signal.set_wakeup_fd(self._before_file)
+        for number, before in self._before.items():
+            if before is not None:
+                signal.signal(number, before)
+        for file in (self.reads, self._writes, self.witnessed, self.witnesses):
+            os.close(file)
+
+    def files(self) -> list[int]:
+        return [file for file in (self.reads, self.witnessed) if file >= 0]
+
+    def pause(self) -> float | None:
+        return max(0.0, min(self._waiting.values()) - time.monotonic()) if self._waiting else None
+
+    def take(self, process: subprocess.Popen, witness: bool) -> None:
+        now = time.monotonic()
+        for number in _bytes_in(self.witnessed):
+            self._group[number] = now
+            self._waiting.pop(number, None)
+        for number in _bytes_in(self.reads):
+            if number == signal.SIGCHLD:
+                self._stop_with(process)
+                continue
+            if number not in self._before:
+                continue
+            if number in _ENDING:
+                self.ending.append(number)
+            if number == signal.SIGTSTP:
+                self._stop = now
+            if now - self._group.get(number, -_SAME_SECONDS) >= _SAME_SECONDS:
+                self._waiting.setdefault(number, now + (_WITNESS_SECONDS if witness else 0.0))
+        for number in [number for number, end in self._waiting.items() if end <= now]:
+            del self._waiting[number]
+            with contextlib.suppress(OSError):
+                process.send_signal(number)
+                if number == signal.SIGTSTP:
+                    self._stop = time.monotonic()
+
+    def _stop_with(self, process: subprocess.Popen) -> None:
+        """After Ctrl-Z mpiexec has stopped, if it does so at all: the shell waits for this process to do the same."""
+        with contextlib.suppress(ChildProcessError, AttributeError):
+            stopped = os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG)
+            if stopped is not None and time.monotonic() - self._stop < _STOP_SECONDS:
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _bytes_in(file: int) -> bytes:
+    with contextlib.suppress(BlockingIOError):
+        return os.read(file, 4096) if file >= 0 else b""
+    return b""
+
+
+def run(command: list[str], environment: Mapping[str, str], job: Job, verbose: bool) -> int:
+    """The status of the job: that of mpiexec, 128 and more if a signal has ended it, and not 0 if ranks are missing."""
+    signals = _Signals()
+    try:
+        return _run(command, environment, job, verbose, signals)
+    finally:
+        job.end()
+        signals.end()
+
+
+def _run(command: list[str], environment: Mapping[str, str], job: Job, verbose: bool, signals: _Signals) -> int:
+    pipe, errors = os.pipe()
+    empty = None if job.variables[stdin.VARIABLE] == "" else subprocess.DEVNULL
+    try:
+        # What this process has open and hands on, as a shell's <(...), is handed on; signals that are ignored stay so.
+        process = subprocess.Popen(
+            command, env=environment, stdin=empty, stderr=errors, close_fds=False, restore_signals=False
+        )
+    except OSError as error:
+        os.close(pipe)
+        output.write(f"jaxmpi.run: {command[0]} cannot be started: {error}\n".encode())
+        return 126
+    finally:
+        os.close(errors)
+    ends, beside = None, None
+    with contextlib.suppress(OSError, AttributeError):  # a system that has none
+        ends = os.pidfd_open(process.pid)
+    if job.alive is not None and job.folder is not None:  # before there are threads
+        beside = guard.start(job.alive[0], ends, job.folder, signals.witnesses, _PASSED)
+    codes = None if verbose else lambda: {rank: code for rank, (code, _) in job.aborting().items()}
+    passing = output.Output(pipe, codes)
+    passing.start()
+    watching = _watch(job, ends, process, signals, passing)
+    try:
+        _wait(process, ends, job, signals, beside is not None)
+        if process.returncode == 0:
+            _wait_for_late(job)
+        if watching is not None:
+            watching.join(_STOP_SECONDS)
+        return _end(process.returncode, job, signals, passing)
+    finally:
+        passing.close()
+        if beside is not None:
+            with contextlib.suppress(OSError):
+                os.kill(beside, signal.SIGKILL)
+                os.waitpid(beside, 0)
+        if ends is not None:
+            os.close(ends)
+
+
+def _watch(
+    job: Job, ends: int | None, process: subprocess.Popen, signals: _Signals, passing: output.Output
+) -> threading.Thread | None:
+    """What is done beside: a thread that watches the folder, and one for the relays of other machines."""
+    if job.folder is None or ends is None:
+        return None
+    if job.server is not None:
+        served = (Path(job.folder), job.ranks, *job.server)
+        threading.Thread(target=relay.serve, args=served, daemon=True).start()
+    watched = (Path(job.folder), job.ranks, ends, process.pid, signals.ending, passing.say)
+    watching = threading.Thread(target=monitor.watch, args=watched, daemon=True)
+    watching.start()
+    return watching
+
+
+def _wait(process: subprocess.Popen, ends: int | None, job: Job, signals: _Signals, witness: bool) -> None:
+    files = signals.files() + [file for file in (ends, job.input) if file is not None]
+    while process.poll() is None:
+        pause = signals.pause()
+        if ends is None:
+            pause = min(_POLL_SECONDS, _POLL_SECONDS if pause is None else pause)
+        ready = select.select(files, [], [], pause)[0]
+        signals.take(process, witness)
+        if job.input in ready:
+            stdin.give(job.input)
+
+
+def _missing(job: Job) -> list[int]:
+    """The ranks that have begun and have told of no end, and will not do it as another program."""
+    began = {rank for rank, text in job.told("began").items() if text == ""}
+    return sorted(began - set(job.told("ended")) - set(job.told("aborts")))
+
+
+def _wait_for_late(job: Job) -> None:
+    end = time.monotonic() + _LATE_SECONDS
+    while job.server is not None and _missing(job) and time.monotonic() < end:
+        time.sleep(_POLL_SECONDS)
+
+
+def _end(code: int, job: Job, signals: _Signals, passing: output.Output) -> int:
+    """The last words, and the status."""
+    missing, aborting = _missing(job), job.aborting()
+    if not _passed_on(passing, signals):
+        return 128 + signals.ending[-1]
+    words = ""
+    if code < 0 and -code not in signals.ending:
+        words += f"jaxmpi.run: mpiexec was ended by signal {-code} ({_name(-code)})\n"
+    if aborting and not any(_says(passing.last_line(), reason) for _, reason in aborting.values()):
+        words += _who_ended(aborting)
+    if code == 0 and aborting:
+        code = next(iter(aborting.values()))[0] or 1
+    elif code == 0 and missing:
+        code = 1
+        words += (
+            f"jaxmpi.run: mpiexec ended with status 0, but {_ranks(missing)} began and never told of an end: lost with "
+            "a machine, ended because others were, or by an exit that is not Python's. The status is 1\n"
+        )
+    output.write(("\n" if words and passing.within_a_line else "").encode() + words.encode(errors="replace"))
+    return code if code >= 0 else 128 - code
+
+
+def _passed_on(passing: output.Output, signals: _Signals) -> bool:
+    """Whether all that mpiexec has written is passed on. A reader may never take it: then a signal ends the waiting."""
+    passing.finish()
+    seen = len(signals.ending)
+    while True:
+        ready = select.select([passing.done, *signals.files()], [], [])[0]
+        if passing.done in ready:
+            return True
+        signals.ending += [number for number in _bytes_in(signals.reads) if number in _ENDING]
+        _bytes_in(signals.witnessed)
+        if len(signals.ending) > seen:
+            return False
+
+
+def _says(line: str, reason: str) -> bool:
+    return reason != "" and line.startswith(reason)
+
+
+def _who_ended(aborting: dict[int, tuple[int, str]]) -> str:
+    (rank, (code, reason)), *others = aborting.items()
+    also = f" ({_ranks(sorted(rank for rank, _ in others))} too)" if others else ""
+    return f"jaxmpi.run: rank {rank}{also} ended the job with code {code}{': ' if reason else ''}{reason}\n"
+
+
+def _ranks(numbers: list[int]) -> str:
+    return f"rank{'s' if len(numbers) > 1 else ''} {monitor.ranges(numbers)}"
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "of no name"
