@@ -25,7 +25,7 @@ struct watched {
   bool reported;
 };
 
-enum { SECONDS_FOR_THE_LAUNCHER = 5, MOST_STEPS_TO_STOP = 100 };
+enum { SECONDS_FOR_THE_LAUNCHER = 5, MOST_STEPS_TO_STOP = 100, MOST_SPEAKERS = 16 };
 
 static struct lanes lanes;
 static _Thread_local struct watched *own;
@@ -90,7 +90,13 @@ void watch_cannot_raise(const char *why) {
 
 /* --- what the watch does ----------------------------------------------------------------------------------------- */
 
+/* Among many ranks a report is for the launcher, which makes one table of all: stderr would have a line of each. */
+static bool is_for_launcher_alone(void) {
+  return job_has_folder() && action != RAISE && runtime.world != NULL && runtime.world->size > MOST_SPEAKERS;
+}
+
 static void say(struct text *text) {
+  if (is_for_launcher_alone()) return;
   text_add(text, "\n");
   const char *rest = text->characters, *end = rest + text->length;
   while (rest < end) {
@@ -178,6 +184,12 @@ static void report(const struct watched *record, double seconds, struct text *sa
   *said = text;
 }
 
+/* What may raise has this time for it, after which it would be reported. */
+static double pause_to_raise(const struct watched *record) {
+  bool refused = atomic_load(&record->why) != NULL && atomic_load(&record->why_of) == record->seen;
+  return action == RAISE && !refused ? fmin(1, fmax(0.1, limit)) : 0;
+}
+
 /* Reports an operation once, and then that it is done after all. */
 static void look_at(struct watched *record) {
   uint64_t number = atomic_load_explicit(&record->number, memory_order_acquire);
@@ -193,7 +205,7 @@ static void look_at(struct watched *record) {
     record->seen = number;
     record->since = time;
     record->reported = false;
-  } else if (number % 2 == 1 && !record->reported && seconds >= limit) {
+  } else if (number % 2 == 1 && !record->reported && seconds >= limit + pause_to_raise(record)) {
     record->reported = true;
     atomic_fetch_add(&waiting, 1);
     struct text said = {0, "an operation waits"};
@@ -229,11 +241,14 @@ void watch_configure(double seconds, enum action wanted, void (*where)(char *tex
   atomic_store(&action, wanted);
   atomic_store(&program_is_at, where);
   job_begin();
-  if (!running) atomic_store(&pause_seconds, fmin(1, seconds / 8));
-  atomic_store(&watching, true);
-  if (running) return;
+  if (running) {
+    atomic_store(&watching, true);
+    return;
+  }
+  atomic_store(&pause_seconds, fmin(1, seconds / 8));
+  if (!lanes_begin(&lanes, sizeof(struct watched))) return; /* nobody takes a record before this */
   running = true;
-  if (!lanes_begin(&lanes, sizeof(struct watched))) return;
+  atomic_store(&watching, true);
   if (thread_start(&thread, watch) == 0) pthread_detach(thread);
 }
 

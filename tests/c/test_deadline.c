@@ -337,7 +337,7 @@ static void calls_are_refused(void) {
     prepare();
     tag_of_message = refused[i].tag, leaf = refused[i].leaf, run_number = refused[i].run == 0 ? 0 : base + 1;
     if (refused[i].call == do_receive || refused[i].call == do_exchange) deliver(2, tag_of_message);
-    fake->linger_ms = 200;
+    fake->linger_ms = 400;
     check_refused(refused[i].call, refused[i].why);
     if (refused[i].call == do_receive || refused[i].call == do_exchange) CHECK(has_come());
     all_is_done();

@@ -174,10 +174,34 @@ static void threads_count_for_themselves(void) {
   }
 }
 
+/* Two jobs, of 16 and 17 ranks, that have a launcher. */
+static void among_many_ranks_the_launcher_tells(void) {
+  char folder[] = "/tmp/jaxmpi-test-XXXXXX", file[64];
+  struct communicator *before = runtime.world;
+  if (mkdtemp(folder) == NULL || setenv("JAXMPI_JOB_FOLDER", folder, 1) != 0) abort();
+  for (int size = 16; size <= 17; size++) {
+    runtime.world = world(PLACE, size);
+    start();
+    WAITING("barrier", NONE, NONE, COMM(world(PLACE, size)));
+    CHECK_EQUAL(said("waiting for"), size == 16);
+    CHECK_EQUAL(said("is done"), size == 16);
+    snprintf(file, sizeof file, "%s/7.report", folder);
+    CHECK_EQUAL(unlink(file), 0);
+  }
+  runtime.world = before;
+  CHECK_EQUAL(rmdir(folder), 0);
+}
+
 static const struct test tests[] = {
-    TEST(what_waits_is_reported_once),        TEST(attributes_are_named),          TEST(lines_of_the_program_are_named),
-    TEST(what_does_not_wait_is_not_reported), TEST(a_failure_ends_the_wait),       TEST(reports_get_rarer),
-    TEST(threads_count_for_themselves),       TEST(nothing_is_said_after_the_end),
+    TEST(what_waits_is_reported_once),
+    TEST(attributes_are_named),
+    TEST(lines_of_the_program_are_named),
+    TEST(what_does_not_wait_is_not_reported),
+    TEST(a_failure_ends_the_wait),
+    TEST(reports_get_rarer),
+    TEST(threads_count_for_themselves),
+    TEST(nothing_is_said_after_the_end),
+    TEST(among_many_ranks_the_launcher_tells),
 };
 
 MAIN(tests)
