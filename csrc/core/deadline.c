@@ -11,7 +11,7 @@ atomic_bool deadlines;
 static _Atomic double limit; /* in seconds */
 
 static const char *const of_device = "its array is on a device, whose stream goes on after an error",
-                         *const of_jax = "it is a part of a collective of JAX's own",
+                         *const of_no_run = "XLA does not tell to which run of a function it belongs",
                          *const of_derivative =
                              "it belongs to a derivative, other messages of which have been exchanged",
                          *const of_pytree = "other arrays of its pytree have been received already",
@@ -94,7 +94,7 @@ static bool is_of_derivative(const struct operation *operation, const int64_t at
 
 static const char *refused(const struct call *call, int64_t run) {
   if (!call->memory->host || call->frame == NULL) return of_device;
-  if (run == 0) return of_jax;
+  if (run == 0) return of_no_run;
   return done_by(run) == RECEIVED ? of_lost : NULL;
 }
 

@@ -329,7 +329,7 @@ static void calls_are_refused(void) {
       {"other arrays of its pytree have been received already", do_receive, 5, MIDDLE, 1},
       {"other arrays of its pytree have been received already", do_exchange, 5, LAST, 1},
       {"the other arrays of its pytree would not be sent any more", do_exchange, 5, FIRST, 1},
-      {"it is a part of a collective of JAX's own", do_receive, 5, ALONE, 0},
+      {"XLA does not tell to which run of a function it belongs", do_receive, 5, ALONE, 0},
       {"MPI cannot take back a message that it has begun to send", do_send, 5, ALONE, 1},
       {"MPI cannot take back what all ranks take part in", do_reduce, 5, ALONE, 1},
   };
