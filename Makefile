@@ -215,7 +215,8 @@ test-valgrind: $(BUILD)-valgrind/.ready ## the C tests under valgrind
 
 errors: $(READY) ## the times in docs/errors.md, with this MPI beside those measured before with another
 	@mkdir -p .build && rm -f .build/faults-$(MPI).jsonl
-	JAXMPI_FAULT_TIMES=$(abspath .build/faults-$(MPI).jsonl) $(BIN)/python -m pytest --color=no tests/test_faults.py -k test_fault_of_one_rank
+	JAXMPI_FAULT_TIMES=$(abspath .build/faults-$(MPI).jsonl) $(BIN)/python -m pytest --color=no tests/test_faults.py tests/test_launcher.py \
+	  -k "test_fault_of_one_rank or test_launcher_is_killed or test_mpiexec_ended"
 	$(BIN)/python tests/errors_page.py $$(ls .build/faults-*.jsonl)
 
 test-races: $(BUILD)-races/.ready ## the C tests with ThreadSanitizer

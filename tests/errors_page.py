@@ -1,6 +1,6 @@
 """Writes the table of docs/errors.md: python tests/errors_page.py FILE..., each with the times of one MPI library.
 
-`make errors` makes such a file with the tests of test_faults.py, and calls this program.
+`make errors` makes such a file with tests of test_faults.py and test_launcher.py, and calls this program.
 """
 
 import json
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "errors.md"
-HEAD = "| what one of two ranks does | what is told | "
+HEAD = "| what one of two ranks does, or what happens to its launcher | what is told | "
 TIMES = "JAXMPI_FAULT_TIMES"
 """The variable that names the file."""
 

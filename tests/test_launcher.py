@@ -13,8 +13,6 @@ import threading
 import time
 from pathlib import Path
 
-import pytest
-
 from jaxmpi import run
 from jaxmpi._launcher import output
 from launch import _end_what_is_left, _processes, launch, outside_of_a_job
@@ -111,7 +109,10 @@ def test_mpiexec_ended_by_a_signal(number, tmp_path, job):
     mpiexec = written(tmp_path, FAKE + f"rank(0); time.sleep(1); os.kill(os.getpid(), {int(number)})", "mpiexec")
     mpiexec.chmod(0o755)
     command = [*COMMAND, "-n", "1", "--mpiexec", mpiexec, "-c", "import time; time.sleep(100)"]
+    begin = time.monotonic()
     done = subprocess.run(command, stderr=subprocess.PIPE, env=job, timeout=60, check=False, text=True)
+    told = f"jaxmpi.run: mpiexec was ended by signal {int(number)}"
+    errors_page.note(f"mpiexec is ended by {number.name}", told, time.monotonic() - begin - 1)
     assert done.returncode == 128 + number
     assert done.stderr == f"jaxmpi.run: mpiexec was ended by signal {int(number)} ({number.name})\n"
 
@@ -436,6 +437,7 @@ def test_launcher_is_killed(within, group, tmp_path, job):
         assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
         time.sleep(1)
         assert len(processes(job)) >= 4
+        begin = time.monotonic()
         if group:
             os.killpg(process.pid, signal.SIGKILL)
         else:
@@ -443,6 +445,8 @@ def test_launcher_is_killed(within, group, tmp_path, job):
         assert until(
             lambda: not any(str(program) in line and "child.py" in line for line in processes(job).values()), 3
         )
+        if not group:
+            errors_page.note(f"the launcher is killed, ranks are in {within}", "", time.monotonic() - begin)
         assert until(lambda: not processes(job), 8), processes(job)
     if not group:  # else the process that removes it is killed as well
         assert until(lambda: not list(folder.glob("jaxmpi-*")), 3)
