@@ -13,6 +13,9 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
+
+import errors_page
 from jaxmpi import run
 from jaxmpi._launcher import output
 from launch import _end_what_is_left, _processes, launch, outside_of_a_job
