@@ -4,12 +4,14 @@ import gzip
 import json
 import random
 import re
+import resource
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from mpi4py import MPI
 
 from jaxmpi._trace import clocks, files, matching, pictures, report
 from launch import launch
@@ -116,8 +118,9 @@ def expected(seed, ranks):
 def test_random_programs_are_in_it(seed, tmp_path):
     """Each operation on each rank, and who talks to whom."""
     folder, _ = run_traced(tmp_path, 3, RANDOM.format(seed=seed))
-    for path in folder.glob("*.json"):
-        json.loads(path.read_text())
+    told = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+    lists = [fact["args"]["ranks"] for facts in told for fact in facts if "ranks" in fact["args"]]
+    assert [sorted(ranks for ranks in lists if len(ranks) > 1)] == [[[0, 2]]]  # once, not once for each of its ranks
     ranks = files.read(folder)
     counts, messages = expected(seed, 3)
     assert [Counter(event.label for event in rank.events) for rank in ranks] == counts
@@ -137,6 +140,7 @@ def test_random_programs_are_in_it(seed, tmp_path):
         assert all(re.search(r"program.py:\d+ \(", event.arguments["line"]) for event in rank.events)
         comms = {event.arguments["comm"] for event in rank.events}
         assert {rank.communicators[comm].name for comm in comms} == {"the default communicator", "half"}
+        assert {rank.communicators[comm].ranks for comm in comms} == {(0, 1, 2), (1,) if rank.rank == 1 else (0, 2)}
         assert {event.nbytes for event in rank.events} == {24, 72}
 
 
@@ -330,10 +334,15 @@ def test_other_processes_leave_it_alone(tmp_path):
     [
         ({"JAXMPI_TRACE": "/dev/null/folder"}, "JAXMPI_TRACE=/dev/null/folder: no timeline can be written there"),
         ({"JAXMPI_TRACE_MEGABYTES": "many"}, "JAXMPI_TRACE_MEGABYTES=many: a whole number above 0 is needed"),
+        ({"JAXMPI_TRACE": "open"}, "open: no timeline can be written there: everyone may replace files in it"),
     ],
-    ids=["folder", "limit"],
+    ids=["folder", "limit", "open to all"],
 )
 def test_bad_settings(variable, told, tmp_path):
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    if variable.get("JAXMPI_TRACE") == "open":
+        variable = {"JAXMPI_TRACE": str(tmp_path / "open")}
     path = tmp_path / "program.py"
     path.write_text("import jaxmpi")
     done = launch(1, path, check=False, **{"JAXMPI_TRACE": str(tmp_path), **variable})
@@ -341,7 +350,7 @@ def test_bad_settings(variable, told, tmp_path):
     assert told in done.stderr
 
 
-@pytest.mark.parametrize("content", [{}, {"00000.json": "[\n"}, {"00000.json": "[\nnothing\n"}], ids=str)
+@pytest.mark.parametrize("content", [{}, {"a.00000.json": "[\n"}, {"a.00000.json": "[\nnothing\n"}], ids=str)
 def test_bad_folders(content, tmp_path):
     for name, text in content.items():
         (tmp_path / name).write_text(text)
@@ -350,6 +359,229 @@ def test_bad_folders(content, tmp_path):
     assert done.returncode == 1
     assert done.stderr.startswith("jaxmpi.trace: ")
     assert "Traceback" not in done.stderr
+
+
+def report_of(folder, *options, **more):
+    command = [sys.executable, "-m", "jaxmpi.trace", str(folder), *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **more)
+
+
+BARRIERS = "for _ in range({}): notoken.barrier()"
+
+
+def test_jobs_in_one_folder(tmp_path):
+    """At once, one after the other, of fewer ranks, and of one process that no launcher has started."""
+    sizes, folder = {5: 2, 6: 1, 7: 3, 8: 2, 9: 0}, tmp_path / "trace"
+
+    def job(barriers):
+        (tmp_path / str(barriers)).mkdir()
+        path = tmp_path / str(barriers) / "program.py"
+        path.write_text(BEGIN + BARRIERS.format(barriers))
+        launch(sizes[barriers], path, JAXMPI_TRACE=str(folder))
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(job, [5, 6]))
+    for barriers in (7, 8, 9):
+        job(barriers)
+    found = {}
+    for one in files.jobs(folder):
+        ranks = files.read(folder, one.name)
+        (barriers,) = {len(rank.events) for rank in ranks}
+        assert f"{barriers}/program.py" in one.program
+        assert [rank.rank for rank in ranks] == list(range(one.size))
+        assert matching.match(ranks).unmatched == 0
+        found[barriers] = one
+    assert {barriers: one.size for barriers, one in found.items()} == sizes | {9: 1}
+    refused = report_of(folder)
+    assert refused.returncode == 1
+    assert not refused.stdout
+    assert "5 jobs have written into" in refused.stderr
+    for barriers, one in found.items():
+        assert re.search(rf"\n  {one.name}  ({one.size}) of \1 ranks?  .*{barriers}/program.py", refused.stderr)
+    told = report_of(folder, "--job", found[7].name, "--no-pictures")
+    assert told.returncode == 0
+    assert told.stdout.startswith("3 ranks, ")
+    assert "; 5 names begin with 2" in report_of(folder, "--job", "2").stderr
+    assert "; no names begin with x" in report_of(folder, "--job", "x").stderr
+
+
+SPAWNS = """
+from jaxmpi import notoken
+parent = MPI.Comm.Get_parent()
+if parent == MPI.COMM_NULL:
+    parent = MPI.COMM_SELF.Spawn(sys.executable, [sys.argv[0]], 1)
+    notoken.barrier()
+notoken.barrier(); jax.effects_barrier()
+parent.Disconnect()
+"""
+
+
+@pytest.mark.seldom
+@pytest.mark.skipif(
+    "Open MPI" not in MPI.Get_library_version(), reason="the mpiexec of MPICH 5 fails in MPI_Comm_spawn"
+)
+def test_spawned_processes_are_a_job(tmp_path):
+    path, folder = tmp_path / "program.py", tmp_path / "trace"
+    path.write_text(BEGIN + SPAWNS)
+    launch(1, "--mpiexec-args=--bind-to none --oversubscribe", path, JAXMPI_TRACE=str(folder))
+    ranks = [files.read(folder, job.name) for job in files.jobs(folder)]
+    assert sorted(len(rank.events) for job in ranks for rank in job) == [1, 2]
+
+
+ABSENT = """
+import os, sys
+from mpi4py import MPI
+if MPI.COMM_WORLD.rank < 2:
+    import warnings; warnings.simplefilter("ignore")
+    from jaxmpi import notoken
+    comm = MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.group.Incl([0, 1]))
+    notoken.barrier(comm=comm)
+    import jax; jax.effects_barrier()
+    MPI.COMM_WORLD.send(0, 2) if MPI.COMM_WORLD.rank == 0 else None
+else:
+    MPI.COMM_WORLD.recv()
+sys.stdout.flush(); MPI.COMM_WORLD.Abort(3)
+"""
+
+
+@pytest.mark.seldom
+def test_job_of_which_a_rank_never_comes(tmp_path):
+    """Its ranks do not agree, but have been launched together."""
+    path = tmp_path / "program.py"
+    path.write_text(ABSENT)
+    launch(3, path, check=False, JAXMPI_TRACE=str(tmp_path))
+    (job,) = files.jobs(tmp_path)
+    assert (job.size, list(job.paths)) == (3, [0, 1])
+
+
+LONG_NAMES = r"""
+name = "/long \"name\" \\ \n é/" + "a" * {} + ".py"
+half = world.Dup()
+half.Set_name('half "\n\\')
+exec(compile("def f(x): return notoken.allreduce(x, MPI.SUM, comm=half)", name, "exec"))
+f(x); jax.jit(f)(x).block_until_ready()
+"""
+
+
+def test_long_names(tmp_path):
+    folder, _ = run_traced(tmp_path, 1, LONG_NAMES.format(3000))
+    (path,) = folder.glob("*.json")
+    json.loads(path.read_text())
+    (rank,) = files.read(folder)
+    assert [event.name for event in rank.events] == ["allreduce"] * 2
+    for event in rank.events:
+        assert re.fullmatch(r'/long "name" \\ \n é/a{3000}\.py:1 \(f\)', event.arguments["line"])
+    told = report_of(folder, "--no-pictures", env={"PATH": "/bin", "PYTHONIOENCODING": "ascii"})
+    assert told.returncode == 0
+    assert re.search(r'\n *allreduce +2 .* /long "name" \\ \\n \\xe9/a{3000}\.py:1 \(f\)\n', told.stdout)
+
+
+def no_space():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("way", ["full", "a folder is there", "no folder"])
+def test_table_without_files(way, tmp_path):
+    make_file(tmp_path, 0, 1)
+    more = {"preexec_fn": no_space} if way == "full" else {}
+    options = ["--output", "/dev/null/folder"] if way == "no folder" else []
+    if way == "a folder is there":
+        (tmp_path / "timeline.json").mkdir()
+    else:
+        (tmp_path / "timeline.json").write_text("old")
+    there = sorted(path.name for path in tmp_path.iterdir())
+    told = report_of(tmp_path, "--no-pictures", *options, **more)
+    assert told.returncode == 1
+    assert re.search(r"\n +barrier +1 .*a.py:3 \(f\)\n", told.stdout)
+    assert "Written" not in told.stdout
+    assert re.match(r"jaxmpi.trace: /.*/timeline.json cannot be written: .*--output names another folder", told.stderr)
+    assert "Traceback" not in told.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == there
+    assert way == "a folder is there" or (tmp_path / "timeline.json").read_text() == "old"
+
+
+@pytest.mark.alone
+def test_files_are_written_elsewhere(tmp_path):
+    """And not through a link that someone has put there."""
+    make_file(tmp_path / "trace", 0, 1)
+    (tmp_path / "output").mkdir()
+    (tmp_path / "mine").write_text("old")
+    (tmp_path / "output/timeline.json").symlink_to(tmp_path / "mine")
+    told = report_of(tmp_path / "trace", "--no-pictures", "--output", str(tmp_path / "output"))
+    assert told.returncode == 0
+    assert len(list((tmp_path / "trace").iterdir())) == 1
+    assert (tmp_path / "mine").read_text() == "old"
+    assert len(json.loads((tmp_path / "output/timeline.json").read_text())) == 3
+
+
+# --- files that are made up ------------------------------------------------------------------------------------------
+
+
+def make_file(folder, rank, size, job="j", launched="l", realtime=0, facts=(), name=None, events=1):
+    """A rank's timeline."""
+    folder.mkdir(exist_ok=True)
+    header = {"job": job, "launched": launched, "rank": rank, "size": size, "host": "a", "program": ["a.py"]}
+    header |= {"clock": "a", "monotonic": 0, "realtime": realtime, "versions": []}
+    place = {"pid": rank, "tid": 1}
+    lines = [("jaxmpi", "M", header), ("jaxmpi_communicator", "M", {"number": 1, "name": "c"}), *facts]
+    lines += [("barrier", "X", {"comm": 1, "line": "a.py:3 (f)"})] * events + [("jaxmpi_end", "M", {"lost": 0})]
+    written = [
+        json.dumps(
+            {"name": name, "ph": phase, "args": arguments, **place, **({"ts": 1.0, "dur": 2.0} if phase == "X" else {})}
+        )
+        for name, phase, arguments in lines
+    ]
+    path = folder / f"{name or job or f'own{rank}'}.{rank:05d}.json"
+    path.write_text("[\n" + ",\n".join(written) + "\n]\n")
+
+
+@pytest.mark.alone
+def test_ranks_that_do_not_know_their_job(tmp_path):
+    """Some are told later, some are known by those that were launched with them."""
+    make_file(tmp_path, 0, 3, job="j")
+    make_file(tmp_path, 1, 3, job=None, launched="elsewhere", facts=[("jaxmpi_job", "M", {"job": "j"})])
+    make_file(tmp_path, 2, 3, job=None)
+    make_file(tmp_path, 0, 2, job=None, launched="k", name="other0")
+    make_file(tmp_path, 1, 2, job=None, launched="k", name="other1")
+    assert [(job.name, job.size, list(job.paths)) for job in files.jobs(tmp_path)] == [
+        ("j", 3, [0, 1, 2]),
+        ("other0", 2, [0, 1]),
+    ]
+    assert matching.match(files.read(tmp_path, "j")).unmatched == 0
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("other", [{"rank": 0}, {"size": 3}, {"realtime": 1e9}], ids=str)
+def test_jobs_are_not_mixed(other, tmp_path):
+    make_file(tmp_path, 0, 2, job=None, name="first")
+    make_file(tmp_path, **{"rank": 1, "size": 2, "job": None, "name": "second", **other})
+    with pytest.raises(ValueError, match="cannot be told apart"):
+        files.read(tmp_path)
+
+
+@pytest.mark.alone
+def test_ranks_of_communicators_are_listed_once(tmp_path):
+    """Where the file that lists them is missing nothing is known of who waited, and what is missing is said."""
+    comm = {"number": 1, "name": "half", "members": "h"}
+    for rank in (1, 2):
+        listed = {"ranks": [1, 2]} if rank == 1 else {}
+        make_file(tmp_path, rank, 3, facts=[("jaxmpi_communicator", "M", comm | listed)])
+    make_file(tmp_path, 0, 3, events=0)
+    ranks = files.read(tmp_path)
+    assert [rank.communicators[1].ranks for rank in ranks] == [(0, 1, 2), (1, 2), (1, 2)]
+    assert [len(one.events) for one in matching.match(ranks).collectives] == [2]
+    (tmp_path / "j.00001.json").unlink()
+    assert matching.match(files.read(tmp_path)).unmatched == 1
+
+
+@pytest.mark.alone
+def test_lines_that_cannot_be_read_are_told(tmp_path):
+    make_file(tmp_path, 0, 1)
+    path = tmp_path / "j.00000.json"
+    path.write_text(path.read_text().replace('"jaxmpi_end"', '"jaxmpi_end') + '{"name": "bar')
+    ranks = files.read(tmp_path)
+    assert "1 lines of the timeline of rank 0 cannot be read" in report.caveats(ranks, matching.match(ranks), 0.0)
 
 
 # --- clocks, on timelines that are made up ---------------------------------------------------------------------------
@@ -464,14 +696,3 @@ def test_clocks_that_nothing_connects():
     assert clocks.align(ranks, matched) == float("inf")
     assert max(event.begin for rank in ranks for event in rank.events) < 1e8
     assert "by their time of day alone" in "\n".join(report.caveats(ranks, matched, float("inf")))
-
-
-@pytest.mark.alone
-def test_jobs_are_not_mixed(tmp_path):
-    for rank, size in ((0, 1), (1, 2)):
-        header = {"rank": rank, "size": size, "host": "a", "clock": "a", "monotonic": 0, "realtime": 0}
-        (tmp_path / f"{rank:05d}.json").write_text(
-            "[\n" + json.dumps({"name": "jaxmpi", "ph": "M", "pid": rank, "args": header}) + ",\n"
-        )
-    with pytest.raises(ValueError, match="of another job"):
-        files.read(Path(tmp_path))

@@ -26,6 +26,7 @@ void *lanes_take(struct lanes *lanes) {
   if (lane == NULL) {
     if ((lane = calloc(1, lanes->bytes)) == NULL) return NULL;
     atomic_init(&lane->taken, true);
+    lane->number = 1 + atomic_fetch_add(&lanes->count, 1);
     lane->next = atomic_load(&lanes->all);
     while (!atomic_compare_exchange_weak(&lanes->all, &lane->next, lane)) continue;
   }

@@ -14,11 +14,13 @@
 /* The first member of such a record. */
 struct lane {
   atomic_bool taken;
+  int number; /* from 1, in the order in which they were made */
   struct lane *next;
 };
 
 struct lanes {
-  struct lane *_Atomic all;
+  struct lane *_Atomic all; /* the last to be made comes first */
+  atomic_int count;
   size_t bytes; /* of a record */
   pthread_key_t at_exit;
 };

@@ -1,14 +1,15 @@
 #include "core/timeline.h"
 
 #include <errno.h>
-#include <fcntl.h>
 #include <inttypes.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <unistd.h>
 
 #include "core/lanes.h"
 #include "core/plan.h"
+#include "core/private.h"
 #include "core/words.h"
 
 /* An operation. The writer may read it once `block.count` is beyond it; all before `end`, once `begin` is not 0. */
@@ -149,6 +150,13 @@ void timeline_end(const struct call *call, bool failed) {
 
 /* --- what the writer does ---------------------------------------------------------------------------------------- */
 
+/* Of any length: it holds names that the program gives. */
+struct line {
+  size_t length, room;
+  char *characters;
+  bool cut; /* there was no memory for all of it */
+};
+
 static struct {
   int file;
   int64_t room; /* bytes that the file may still grow by */
@@ -159,7 +167,8 @@ static struct {
   bool closing;
   atomic_bool broken;
   size_t length;
-  char text[1 << 16];
+  char text[1 << 16]; /* lines that are not in the file yet */
+  struct line line;   /* the next one */
 } writer = {.file = -1, .lock = PTHREAD_MUTEX_INITIALIZER};
 
 /* Whole lines at once: notes may come between. Returns an error number; 0. */
@@ -178,53 +187,103 @@ static int put(const char *text, size_t length) {
   return 0;
 }
 
-static void flush(void) {
-  int error = put(writer.text, writer.length);
+static void put_or_say(const char *text, size_t length) {
+  int error = put(text, length);
   if (error != 0 && atomic_exchange(&timeline_on, false))
     fprintf(stderr, "jaxmpi: rank %d cannot write its timeline any more: %s\n", runtime.rank, strerror(error));
+}
+
+static void flush(void) {
+  put_or_say(writer.text, writer.length);
   writer.length = 0;
 }
 
-static void put_line(const struct text *line) {
-  if ((writer.room -= (int64_t)line->length) < 0) {
+static void put_line(const struct line *line) {
+  if (line->cut || (writer.room -= (int64_t)line->length) < 0) {
     atomic_store(&full, true);
     atomic_fetch_add(&lost, 1);
     return;
   }
   if (writer.length + line->length > sizeof writer.text) flush();
+  if (line->length > sizeof writer.text) {
+    put_or_say(line->characters, line->length);
+    return;
+  }
   memcpy(writer.text + writer.length, line->characters, line->length);
   writer.length += line->length;
 }
 
-/* A string of JSON, which may hold any bytes of a file's name. */
-static void add_string(struct text *text, const char *name, const char *string) {
-  text_add(text, ",\"%s\":\"", name);
+/* Whether so many characters and a zero fit after those that are there. */
+static bool make_room(struct line *line, size_t length) {
+  if (line->length + length < line->room) return true;
+  size_t room = 2 * (line->length + length) + 1024;
+  char *characters = line->cut ? NULL : realloc(line->characters, room);
+  if (characters == NULL) return line->cut = true, false;
+  line->characters = characters;
+  line->room = room;
+  return true;
+}
+
+__attribute__((format(printf, 2, 3))) static void add(struct line *line, const char *format, ...) {
+  va_list arguments, again;
+  va_start(arguments, format);
+  va_copy(again, arguments);
+  int length = vsnprintf(NULL, 0, format, arguments);
+  if (length >= 0 && make_room(line, (size_t)length)) {
+    vsnprintf(line->characters + line->length, line->room - line->length, format, again);
+    line->length += (size_t)length;
+  }
+  va_end(again);
+  va_end(arguments);
+}
+
+/* What stands in a string of JSON, and may be any bytes of a file's name. */
+static void add_characters(struct line *line, const char *string) {
   while (*string != '\0') {
     size_t plain = 0;
     while ((unsigned char)string[plain] >= 0x20 && string[plain] != '"' && string[plain] != '\\') plain++;
-    text_add(text, "%.*s", (int)plain, string);
+    if (make_room(line, plain)) {
+      memcpy(line->characters + line->length, string, plain);
+      line->length += plain;
+    }
     string += plain;
     if (*string == '\0') break;
-    text_add(text, (unsigned char)*string < 0x20 ? "\\u%04x" : "\\%c", *string);
+    add(line, (unsigned char)*string < 0x20 ? "\\u%04x" : "\\%c", *string);
     string++;
   }
-  text_add(text, "\"");
 }
 
-static void add_attribute(struct text *text, const struct event *event, int index) {
+static void add_string(struct line *line, const char *name, const char *string) {
+  add(line, ",\"%s\":\"", name);
+  add_characters(line, string);
+  add(line, "\"");
+}
+
+static void add_sites(struct line *line, const int64_t words[WORDS]) {
+  const char *texts[MOST_SITES];
+  int found = words_sites(words, texts), more = found - MOST_SITES;
+  for (int i = 0; i < found && i < MOST_SITES; i++) {
+    add(line, i == 0 ? ",\"line\":\"" : " or ");
+    add_characters(line, texts[i]);
+  }
+  if (more > 0) add(line, " or %d more line%s", more, more > 1 ? "s" : "");
+  if (found > 0) add(line, "\"");
+}
+
+static void add_attribute(struct line *line, const struct event *event, int index) {
   const struct operation *operation = &operation_table[event->words[ROW]];
   int64_t value = event->words[FIRST_ATTRIBUTE + index];
   const char *name = operation->attributes[index].name;
   switch (operation->attributes[index].kind) {
     case RANK:
     case TAG:
-      text_add(text, ",\"%s\":%" PRId64, name, value);
+      add(line, ",\"%s\":%" PRId64, name, value);
       break;
     case REDUCTION:
-      add_string(text, name, ((const struct reduction *)object_of(value))->name);
+      add_string(line, name, ((const struct reduction *)object_of(value))->name);
       break;
     case DERIVATIVE:
-      if (value != 0) add_string(text, name, derivative_name(value));
+      if (value != 0) add_string(line, name, derivative_name(value));
       break;
     case ADJOINT:
     case LEAF:
@@ -237,42 +296,42 @@ static void add_attribute(struct text *text, const struct event *event, int inde
   }
 }
 
-static void add_arguments(struct text *text, const struct event *event, bool complete) {
+static void add_arguments(struct line *line, const struct event *event, bool complete) {
   const struct operation *operation = &operation_table[event->words[ROW]];
   bool of_many = event->words[ROW] == ROW_wait;
   const struct datatype *type = event->words[TYPE] >= 0 && !of_many ? datatype_find((int)event->words[TYPE]) : NULL;
   int64_t count = event->words[COUNT];
   if (type == NULL) type = array_not_passed(operation, &event->words[FIRST_ATTRIBUTE], &count);
-  struct text lines = {0, ""};
-  text_add(text, ",\"args\":{\"comm\":%" PRId64, words_comm(event->words)->number);
-  if (strcmp(operation->id, operation->name) != 0) add_string(text, "operation", operation->id);
-  for (int i = 0; i < operation->attribute_count; i++) add_attribute(text, event, i);
-  if (complete && event->request > 0) text_add(text, ",\"request\":%" PRId64, event->request);
-  if (complete && event->from >= 0) text_add(text, ",\"from\":%d,\"from_tag\":%d", event->from, event->tag);
-  if (type != NULL) text_add(text, ",\"count\":%" PRId64 ",\"dtype\":\"%s\"", count, type->name);
-  if (event->sent > 0) text_add(text, ",\"sent\":%" PRId64, event->sent);
-  if (event->received > 0) text_add(text, ",\"received\":%" PRId64, event->received);
-  if (complete && event->failed) text_add(text, ",\"failed\":true");
-  words_lines(&lines, "", event->words);
-  if (lines.length > 0) add_string(text, "line", lines.characters);
-  text_add(text, "}");
+  add(line, ",\"args\":{\"comm\":%" PRId64, words_comm(event->words)->number);
+  if (strcmp(operation->id, operation->name) != 0) add_string(line, "operation", operation->id);
+  for (int i = 0; i < operation->attribute_count; i++) add_attribute(line, event, i);
+  if (complete && event->request > 0) add(line, ",\"request\":%" PRId64, event->request);
+  if (complete && event->from >= 0) add(line, ",\"from\":%d,\"from_tag\":%d", event->from, event->tag);
+  if (type != NULL) add(line, ",\"count\":%" PRId64 ",\"dtype\":\"%s\"", count, type->name);
+  if (event->sent > 0) add(line, ",\"sent\":%" PRId64, event->sent);
+  if (event->received > 0) add(line, ",\"received\":%" PRId64, event->received);
+  if (complete && event->failed) add(line, ",\"failed\":true");
+  add_sites(line, event->words);
+  add(line, "}");
 }
 
 /* One line. Phases: B, its beginning, for one that takes long; then E, its end; otherwise X, both. */
 static void put_event(const struct event *event, int track, char phase) {
-  struct text text = {0, ""};
+  struct line *line = &writer.line;
   int64_t begin = atomic_load_explicit(&event->begin, memory_order_acquire), at = phase == 'E' ? event->end : begin;
-  text_add(&text, "{\"name\":\"%s\",\"ph\":\"%c\",\"pid\":%d,\"tid\":%d,\"ts\":%" PRId64 ".%03d",
-           operation_table[event->words[ROW]].name, phase, runtime.rank, track, at / 1000, (int)(at % 1000));
+  line->length = 0, line->cut = false;
+  add(line, "{\"name\":\"%s\",\"ph\":\"%c\",\"pid\":%d,\"tid\":%d,\"ts\":%" PRId64 ".%03d",
+      operation_table[event->words[ROW]].name, phase, runtime.rank, track, at / 1000, (int)(at % 1000));
   int64_t duration = phase == 'X' ? event->end - begin : 0;
-  if (phase == 'X') text_add(&text, ",\"dur\":%" PRId64 ".%03d", duration / 1000, (int)(duration % 1000));
-  add_arguments(&text, event, phase != 'B');
-  text_add(&text, "},\n");
-  put_line(&text);
+  if (phase == 'X') add(line, ",\"dur\":%" PRId64 ".%03d", duration / 1000, (int)(duration % 1000));
+  add_arguments(line, event, phase != 'B');
+  add(line, "},\n");
+  put_line(line);
 }
 
 /* Writes what is complete, and the beginning of what takes long: the last word of a process that is killed in it. */
-static void write_track(struct track *track, int number, int64_t time) {
+static void write_track(struct track *track, int64_t time) {
+  int number = track->lane.number; /* the first to come has the lowest */
   if (track->written == NULL) track->written = atomic_load_explicit(&track->first, memory_order_acquire);
   while (track->written != NULL) {
     struct block *block = track->written;
@@ -295,11 +354,9 @@ static void write_track(struct track *track, int number, int64_t time) {
 }
 
 static void write_all(void) {
-  int number = 1;
   int64_t time = now();
-  for (struct lane *lane = atomic_load(&lanes.all); lane != NULL; lane = lane->next) number++;
   for (struct lane *lane = atomic_load(&lanes.all); lane != NULL; lane = lane->next)
-    write_track((struct track *)(void *)lane, --number, time); /* the first to come has the lowest number */
+    write_track((struct track *)(void *)lane, time);
   flush();
 }
 
@@ -318,27 +375,40 @@ static void *write_until_closed(void *unused) {
   return unused;
 }
 
-int timeline_open(const char *path, int64_t limit) {
+/* A new file. Returns an error number; 0. */
+static int create(const char *path, const char *name, const char **reason) {
+  int folder = private_folder(path, reason);
+  if (folder < 0) return errno;
+  writer.file = private_create(folder, name, 0644);
+  int error = writer.file < 0 ? errno : 0;
+  close(folder);
+  *reason = strerror(error);
+  return error;
+}
+
+int timeline_open(const char *folder, const char *name, int64_t limit, const char **reason) {
   static bool begun;
+  *reason = strerror(EAGAIN);
   if (!begun && !lanes_begin(&lanes, sizeof(struct track))) return EAGAIN;
   begun = true;
-  writer.file = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_APPEND | O_CLOEXEC, 0644);
-  if (writer.file < 0) return errno;
+  int error = create(folder, name, reason);
+  if (error != 0) return error;
   writer.room = limit;
   writer.process = getpid();
   writer.closing = false;
   atomic_store(&lost, 0);
   atomic_store(&full, false);
   writer.broken = false;
-  int error = put("[\n", 2);
-  if (error != 0) {
-    close(writer.file);
-    writer.file = -1;
-    return error;
+  error = put("[\n", 2);
+  if (error == 0) {
+    atomic_store(&timeline_on, true);
+    error = thread_start(&writer.thread, write_until_closed);
   }
-  atomic_store(&timeline_on, true);
-  error = thread_start(&writer.thread, write_until_closed);
-  if (error != 0) atomic_store(&timeline_on, false);
+  *reason = strerror(error);
+  if (error == 0) return 0;
+  atomic_store(&timeline_on, false);
+  close(writer.file);
+  writer.file = -1;
   return error;
 }
 

@@ -13,8 +13,9 @@
 
 #include "core/core.h"
 
-/* From now on operations are recorded, in a new file of at most `limit` bytes. An error number of the system's; 0. */
-int timeline_open(const char *path, int64_t limit);
+/* From now on operations are recorded, in a new file of at most `limit` bytes: private_create. An error number of the
+ * system's, with a text that is never freed; 0. */
+int timeline_open(const char *folder, const char *name, int64_t limit, const char **reason);
 
 /* Writes a line into the file: an event, with the comma and the line's end. */
 void timeline_note(const char *line);

@@ -15,7 +15,7 @@ struct site {
   char text[];
 };
 
-enum { BUCKETS = 256, MOST_SITES = 3 };
+enum { BUCKETS = 256 };
 
 static struct site *_Atomic sites[BUCKETS];
 
@@ -119,12 +119,18 @@ bool words_add_site(int row, const int64_t attributes[], int type, int64_t count
   return true;
 }
 
-void words_lines(struct text *text, const char *before, const int64_t words[WORDS]) {
+int words_sites(const int64_t words[WORDS], const char *texts[MOST_SITES]) {
   int found = 0;
   int least = words_comm(words)->chunk > 0 ? 0 : 1; /* calls in chunks have other counts */
   for (int exact = 1; exact >= least && found == 0; exact--)
     for (struct site *site = atomic_load(&sites[bucket_of(words)]); site != NULL; site = site->next)
-      if (alike(site->words, words, exact) && found++ < MOST_SITES)
-        text_add(text, "%s%s", found == 1 ? before : " or ", site->text);
-  if (found > MOST_SITES) text_add(text, " or %d more line%s", found - MOST_SITES, found > MOST_SITES + 1 ? "s" : "");
+      if (alike(site->words, words, exact) && found++ < MOST_SITES) texts[found - 1] = site->text;
+  return found;
+}
+
+void words_lines(struct text *text, const char *before, const int64_t words[WORDS]) {
+  const char *texts[MOST_SITES];
+  int found = words_sites(words, texts), more = found - MOST_SITES;
+  for (int i = 0; i < found && i < MOST_SITES; i++) text_add(text, "%s%s", i == 0 ? before : " or ", texts[i]);
+  if (more > 0) text_add(text, " or %d more line%s", more, more > 1 ? "s" : "");
 }

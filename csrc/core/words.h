@@ -39,7 +39,13 @@ __attribute__((format(printf, 2, 3))) void text_add(struct text *text, const cha
 /* "bcast of 5 float32, root 2" */
 void words_tell(struct text *text, const int64_t words[WORDS]);
 
-/* The lines of the program that make such calls, with `before` in front; nothing if none is known. */
+enum { MOST_SITES = 3 };
+
+/* The lines of the program that make such calls, MOST_SITES of them at most, in texts that are never freed. Returns how
+ * many there are, which may be more. */
+int words_sites(const int64_t words[WORDS], const char *texts[MOST_SITES]);
+
+/* The same as one text, with `before` in front; nothing if none is known. */
 void words_lines(struct text *text, const char *before, const int64_t words[WORDS]);
 
 /* Names a line of the program that makes calls like this one: of this operation, with these attributes (numbers of

@@ -626,19 +626,22 @@ static PyObject *stop_watch(PyObject *self, PyObject *args) {
 }
 
 PyDoc_STRVAR(open_timeline_doc,
-             "open_timeline(path, limit)\n\n"
+             "open_timeline(folder, name, limit)\n\n"
              "From now on operations are recorded in this new file, of at most `limit` bytes. OSError: it cannot be "
-             "written.");
+             "written, or others could replace it.");
 static PyObject *open_timeline(PyObject *self, PyObject *args) {
   (void)self;
-  PyObject *path;
+  PyObject *folder;
+  const char *name, *reason;
   long long limit;
-  if (!PyArg_ParseTuple(args, "O&L", PyUnicode_FSConverter, &path, &limit)) return NULL;
-  errno = timeline_open(PyBytes_AsString(path), limit);
-  if (errno != 0) PyErr_SetFromErrnoWithFilename(PyExc_OSError, PyBytes_AsString(path));
-  Py_DECREF(path);
-  if (PyErr_Occurred()) return NULL;
-  Py_RETURN_NONE;
+  if (!PyArg_ParseTuple(args, "O&sL", PyUnicode_FSConverter, &folder, &name, &limit)) return NULL;
+  int error = timeline_open(PyBytes_AsString(folder), name, limit, &reason);
+  Py_DECREF(folder);
+  if (error == 0) Py_RETURN_NONE;
+  PyObject *values = Py_BuildValue("(is)", error, reason);
+  if (values != NULL) PyErr_SetObject(PyExc_OSError, values);
+  Py_XDECREF(values);
+  return NULL;
 }
 
 PyDoc_STRVAR(note_in_timeline_doc, "note_in_timeline(line)\n\nWrites a line into the timeline's file.");

@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 import jaxmpi._core as _core
 from jaxmpi import _jax, _static, _timeline
-from jaxmpi._native import ALL, DEVICES, MEANING_OF_DEFAULT, compared, handle_of
+from jaxmpi._native import ALL, DEVICES, LIBRARY, MEANING_OF_DEFAULT, compared, handle_of
 
 # How long an import waits for the imports of other ranks. After that the first use of the default communicator waits.
 _PATIENCE_SECONDS = 10.0
@@ -144,11 +144,15 @@ class _Default:
         """For what ranks compare."""
         # The chunk size; whether it holds for all communicators or only for this one, all of whose ranks are known to
         # use this package (see _devices); whether ranks compare all their calls; whether any has arrays on devices;
-        # whether any compares none; how many are compared.
+        # whether any compares none; how many are compared; and from rank 0 a number for the job.
         calls = compared()
         check, none = calls == ALL, calls == 0
         self._settings = np.array(
-            [DEVICES.chunk, DEVICES.everywhere, check, len(DEVICES.communicated) > 1, none, 0 if check else calls],
+            [
+                *(DEVICES.chunk, DEVICES.everywhere, check, len(DEVICES.communicated) > 1, none),
+                0 if check else calls,
+                _timeline.new_job() if MPI.COMM_WORLD.rank == 0 else 0,
+            ],
             np.int64,
         )
         agreeing = MPI.COMM_WORLD.Iallreduce(MPI.IN_PLACE, self._settings, MPI.MAX)
@@ -201,6 +205,12 @@ class _Default:
                 return 0
         return int(self._settings[0]) if ours or self._settings[1] else 0
 
+    def job(self) -> int | None:
+        """A number that all ranks of this job have, and no other job; None: not all of them have been heard yet."""
+        with self._lock:
+            known = not MPI.Is_finalized() and MPI.Request.Testall(self._requests)
+        return int(self._settings[6]) if known else None
+
     def is_it(self, comm: MPI.Comm) -> bool:
         return comm == self._comm
 
@@ -231,6 +241,7 @@ def refuse_in_child_of_fork() -> None:
 
 _default = _Default()
 os.register_at_fork(after_in_child=_in_child_of_fork)
+_timeline.begin(LIBRARY.version, _default.job)
 CHECK = _default.check
 _core.set_check(CHECK, _default.labels, handle_of(_default.channel) if _default.calls else 0)
 

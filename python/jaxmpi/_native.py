@@ -171,7 +171,6 @@ def _load() -> tuple[Library, dict[str, Datatype], _devices.Choice]:
     _core.reserve(_meaning("default", library))
     _core.configure(MPI.COMM_WORLD.Get_rank(), MPI.Query_thread() < MPI.THREAD_MULTIPLE, of_self[0], of_world[0])
     _core.set_ends_on_error(_choice("JAXMPI_ON_ERROR", "raise", "abort") == "abort")
-    _timeline.begin(library.version)
     _core.watch(_watched_seconds(), _ACTIONS.index(ACTION), _places.of_main_thread, _places.PACKAGES)
     _core.set_most_tag(cast(int, MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)))
     datatypes = {}
@@ -224,6 +223,6 @@ def finish() -> None:
         _core.finish_requests()
         _core.finish_devices()
         _core.stop_watch()
-        _core.close_timeline()
+        _timeline.end()
         if (failure := _core.take_failure()) is not None:
             raise RuntimeError(f"an operation has failed: {failure}")

@@ -2,17 +2,23 @@
 
 The file is an array of events, in the format of Chrome and Perfetto, one in a line: of the operations by
 csrc/core/timeline.c; here of the rank and of its communicators. `python -m jaxmpi.trace` reads it.
+
+Several jobs may write into one folder. A file is named after its job, and never one that was there before.
 """
 
+import hashlib
 import json
 import os
+import secrets
 import socket
 import sys
 import time
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from mpi4py import MPI
 
 import jaxmpi._core as _core
@@ -30,8 +36,7 @@ def _limit() -> int:
     return int(given) * 1_000_000
 
 
-def _note(name: str, arguments: dict[str, Any]) -> None:
-    _core.note_in_timeline(json.dumps({"name": name, "ph": "M", "pid": MPI.COMM_WORLD.rank, "args": arguments}) + ",\n")
+_LIMIT = _limit() if ON else 0
 
 
 def _clock() -> str:
@@ -40,29 +45,83 @@ def _clock() -> str:
     return boot.read_text().strip() if boot.exists() else socket.gethostname()
 
 
-def begin(library: str) -> None:
-    """Opens the file, if one is asked for. Raises OSError if it cannot be written."""
+_LAUNCHED = (
+    os.environ.get("PMIX_NAMESPACE") or os.environ.get("JAXMPI_JOB_FOLDER") or f"child of {os.getppid()} of {_clock()}"
+)
+"""What ranks of one job have in common without asking each other, those on one machine at least: for the files of jobs
+of which some ranks never import the package, or that end before they have."""
+
+_job: Callable[[], int | None] | None = None
+"""Finds out which job this is, until the file tells."""
+
+
+def _note(name: str, arguments: dict[str, Any]) -> None:
+    _core.note_in_timeline(json.dumps({"name": name, "ph": "M", "pid": MPI.COMM_WORLD.rank, "args": arguments}) + ",\n")
+
+
+def new_job() -> int:
+    """A number for a job, which no other one has: the time in seconds, and random bits."""
+    return int(time.time()) << 30 | secrets.randbits(30)
+
+
+def _name(job: int) -> str:
+    """20261231-235959-0123abcd: the time in UTC, and the random bits."""
+    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(job >> 30))}-{job & ((1 << 30) - 1):08x}"
+
+
+def begin(library: str, job: Callable[[], int | None]) -> None:
+    """Opens the file, if one is asked for. `job` returns a number that all ranks have, by `new_job`, or None as long as
+    that is not known. Raises OSError if the file cannot be written."""
+    global _job
     if not ON:
         return
-    world = MPI.COMM_WORLD
+    world, agreed = MPI.COMM_WORLD, job()
+    name = None if agreed is None else _name(agreed)
     try:
         Path(_FOLDER).mkdir(parents=True, exist_ok=True)
-        _core.open_timeline(str(Path(_FOLDER) / f"{world.rank:05d}.json"), _limit())
+        _core.open_timeline(_FOLDER, f"{name or _name(new_job())}.{world.rank:05d}.json", _LIMIT)
     except OSError as error:
-        raise OSError(f"jaxmpi: JAXMPI_TRACE={_FOLDER}: no timeline can be written there: {error}") from None
+        raise OSError(
+            f"jaxmpi: JAXMPI_TRACE={_FOLDER}: no timeline can be written there: {error.strerror or error}. Name a "
+            "folder of your own; it is made if it is not there"
+        ) from None
     _note("process_name", {"name": f"rank {world.rank} on {socket.gethostname()}"})
+    of_job = {"job": name, "launched": _LAUNCHED}
     of_rank = {"rank": world.rank, "size": world.size, "host": socket.gethostname(), "program": sys.argv}
     of_clock = {"clock": _clock(), "monotonic": time.monotonic_ns() / 1000, "realtime": time.time_ns() / 1000}
-    _note("jaxmpi", {**of_rank, **of_clock, "versions": [version("jaxmpi"), version("jax"), library]})
+    versions = [version("jaxmpi"), version("jax"), library]
+    _note("jaxmpi", {**of_job, **of_rank, **of_clock, "versions": versions})
+    _job = job if name is None else None
+
+
+def _tell_job() -> None:
+    """Of a rank that imported the package long before others."""
+    global _job
+    if _job is not None and (agreed := _job()) is not None:
+        _note("jaxmpi_job", {"job": _name(agreed)})
+        _job = None
 
 
 def communicator(number: int, comm: MPI.Comm, name: str) -> None:
-    """Tells which ranks of COMM_WORLD a communicator has; null for all of them, in order."""
+    """Tells which ranks of COMM_WORLD a communicator has; nothing: all, in order. Its first rank lists them, the
+    others tell a hash of the list: together all lists would be as long as the square of the job."""
     if not ON:
         return
+    _tell_job()
     group, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
-    ranks = group.Translate_ranks(list(range(group.Get_size())), world)
+    ranks = np.array(MPI.Group.Translate_ranks(group, None, world), "<i4")
+    told: dict[str, Any] = {"number": number, "name": name}
+    if not np.array_equal(ranks, np.arange(MPI.COMM_WORLD.size)):
+        told["members"] = hashlib.sha256(ranks.tobytes()).hexdigest()[:16]
+        if group.Get_rank() == 0:
+            told["ranks"] = ranks.tolist()
     group.Free()
     world.Free()
-    everybody = list(ranks) == list(range(MPI.COMM_WORLD.size))
-    _note("jaxmpi_communicator", {"number": number, "name": name, "ranks": None if everybody else list(ranks)})
+    _note("jaxmpi_communicator", told)
+
+
+def end() -> None:
+    """Writes the rest, and ends the file, if there is one."""
+    if ON:
+        _tell_job()
+    _core.close_timeline()

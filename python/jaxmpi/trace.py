@@ -6,11 +6,16 @@ ranks, for ui.perfetto.dev, and the pictures `timeline.png` and `messages.png`. 
 """
 
 import argparse
+import contextlib
 import importlib.util
+import io
+import os
+import secrets
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
 from jaxmpi._trace import clocks, files, matching, pictures, report
 
@@ -34,33 +39,70 @@ def _tables(ranks: list[files.Rank], matched: matching.Matched, top: int) -> Ite
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m jaxmpi.trace", description="Where the time of a job went.")
     parser.add_argument("folder", type=Path, help="what JAXMPI_TRACE was in the run")
+    parser.add_argument(
+        "--job", default="", metavar="NAME", help="of several in the folder: its name, or how it begins"
+    )
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="where files are written (default: the folder)")
     parser.add_argument("--top", type=int, default=15, metavar="N", help="rows of a table, at most (default: 15)")
     parser.add_argument("--no-pictures", action="store_true", help="tables only")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head`
     try:
-        ranks = files.read(options.folder)
+        ranks = files.read(options.folder, options.job)
     except (ValueError, OSError) as error:
         sys.exit(f"jaxmpi.trace: {error}")
     if not any(rank.events for rank in ranks):
         sys.exit(f"jaxmpi.trace: no operation was executed in the job of {options.folder}")
     matched = matching.match(ranks)
     tables = list(_tables(ranks, matched, options.top))
-    written = _write(options, ranks, matched)  # before anything is printed, to `head` perhaps
-    print("\n".join([*tables, "", *written]))
+    notes, problems = _write(options, ranks, matched)  # before anything is printed, to `head` perhaps
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may hold anything
+    print("\n".join([*tables, "", *notes]), flush=True)
+    if problems:
+        sys.exit("\n".join(f"jaxmpi.trace: {problem}" for problem in problems))
 
 
-def _write(options: argparse.Namespace, ranks: list[files.Rank], matched: matching.Matched) -> list[str]:
-    notes = []
-    written = [options.folder / "timeline.json"]
-    report.merge(written[0], ranks, matched)
-    if not options.no_pictures and importlib.util.find_spec("matplotlib") is not None:
-        written += [options.folder / "timeline.png", options.folder / "messages.png"]
-        pictures.timeline(written[1], ranks)
-        pictures.matrix(written[2], ranks, matched.messages)
-    elif not options.no_pictures:
-        notes.append("No pictures: they need matplotlib (pip install matplotlib).")
-    return [*notes, f"Written: {', '.join(map(str, written))}"]
+def _write(
+    options: argparse.Namespace, ranks: list[files.Rank], matched: matching.Matched
+) -> tuple[list[str], list[str]]:
+    """What the user is told of the files, and what could not be written."""
+    notes, problems, written = [], [], []
+    folder = options.output or options.folder
+    to_write: dict[str, Callable[[IO[bytes]], None]] = {
+        "timeline.json": lambda file: report.merge(file, ranks, matched),
+        "timeline.png": lambda file: pictures.timeline(file, ranks),
+        "messages.png": lambda file: pictures.matrix(file, ranks, matched.messages),
+    }
+    if options.no_pictures or importlib.util.find_spec("matplotlib") is None:
+        to_write = {"timeline.json": to_write["timeline.json"]}
+        if not options.no_pictures:
+            notes.append("No pictures: they need matplotlib (pip install matplotlib).")
+    for name, write in to_write.items():
+        path = folder / name
+        try:
+            with _whole(path) as file:
+                write(file)
+            written.append(str(path))
+        except OSError as error:
+            problems.append(f"{path} cannot be written: {error.strerror or error} (--output names another folder)")
+    if written:
+        notes.append(f"Written: {', '.join(written)}")
+    return notes, problems
+
+
+@contextlib.contextmanager
+def _whole(path: Path) -> Iterator[IO[bytes]]:
+    """A file that takes the place of the one that is there once all of it is written. No link is followed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "wb") as file:
+        try:
+            yield file
+            file.flush()
+            draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

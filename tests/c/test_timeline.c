@@ -4,7 +4,9 @@
 
 #include <errno.h>
 #include <regex.h>
+#include <signal.h>
 #include <stdlib.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include "core/words.h"
@@ -12,17 +14,25 @@
 
 enum { PLACE = 1, SIZE = 3, N = 5, MANY = 2000 };
 static float in[SIZE * N], out[SIZE * N];
-static char path[] = "/tmp/jaxmpi-timeline-XXXXXX";
-static char *text; /* of the file, once it is closed */
+static char folder[] = "/tmp/jaxmpi-timeline-XXXXXX";
+static char name[32], path[sizeof folder + sizeof name]; /* of the newest file */
+static char *text;                                       /* of the file, once it is closed */
+
+static void remove_folder(void) { rmdir(folder); }
 
 static void begin(int64_t limit) {
-  if (strchr(path, 'X') != NULL) close(mkstemp(path));
+  static int files;
+  const char *reason = "";
+  if (files == 0 && mkdtemp(folder) == NULL) abort();
+  if (files == 0) atexit(remove_folder);
+  snprintf(name, sizeof name, "%d.json", ++files);
+  snprintf(path, sizeof path, "%s/%s", folder, name);
   runtime.rank = 7;
-  CHECK_EQUAL(timeline_open(path, limit), 0);
+  CHECK_EQUAL(timeline_open(folder, name, limit, &reason), 0);
 }
 
 static void read_file(void) {
-  static char memory[1 << 21];
+  static char memory[1 << 22];
   FILE *file = fopen(path, "r");
   memory[file != NULL ? fread(memory, 1, sizeof memory - 1, file) : 0] = '\0';
   if (file != NULL) fclose(file);
@@ -32,6 +42,7 @@ static void read_file(void) {
 static void end(void) {
   timeline_close();
   read_file();
+  remove(path);
   context("a timeline '%.3000s'", text);
 }
 
@@ -142,17 +153,114 @@ static void a_file_has_a_limit(void) {
   CHECK(has("\"lost\":19[0-9][0-9],\"limit\":true"));
 }
 
+/* As a full disk does, a limit of the system's stops files from growing. */
 static void a_full_disk_ends_it(void) {
-  runtime.rank = 7;
-  CHECK_EQUAL(timeline_open("/dev/full", 1 << 20), ENOSPC);
+  const char *reason = "";
+  struct rlimit usual, none;
+  getrlimit(RLIMIT_FSIZE, &usual);
+  none = usual;
+  none.rlim_cur = 0;
+  signal(SIGXFSZ, SIG_IGN);
+  setrlimit(RLIMIT_FSIZE, &none);
+  int error = timeline_open(folder, "full.json", 1 << 20, &reason);
+  setrlimit(RLIMIT_FSIZE, &usual);
+  signal(SIGXFSZ, SIG_DFL);
+  CHECK_EQUAL(error, EFBIG);
+  CHECK(strcmp(reason, strerror(EFBIG)) == 0);
   CHECK(!atomic_load(&timeline_on));
   SUCCEEDS(RUN("barrier", NONE, NONE, COMM(world(PLACE, SIZE))));
-  CHECK_EQUAL(timeline_open("/no/such/folder/file", 1 << 20), ENOENT);
+  CHECK_EQUAL(timeline_open("/no/such/folder", "file", 1 << 20, &reason), ENOENT);
+  snprintf(path, sizeof path, "%s/full.json", folder);
+  remove(path);
+}
+
+static void a_file_that_is_there_stays(void) {
+  const char *reason = "";
+  begin(1 << 20);
+  timeline_close();
+  read_file();
+  size_t length = strlen(text);
+  CHECK_EQUAL(timeline_open(folder, name, 1 << 20, &reason), EEXIST);
+  CHECK(strcmp(reason, strerror(EEXIST)) == 0);
+  timeline_close();
+  read_file();
+  CHECK_EQUAL(strlen(text), length);
+  remove(path);
+}
+
+/* A name of any length, with any bytes, stands in a line that is whole. */
+static void names_may_be_long(void) {
+  static char site[3][70000];
+  struct communicator *comm = world(PLACE, SIZE);
+  int64_t number = COMM(comm), root[] = {number, 0, 2};
+  for (int i = 0; i < 3; i++) {
+    size_t length = i == 0 ? 4000 : sizeof site[i] - 100;
+    for (size_t at = 0; at < length; at++) site[i][at] = "a\n\"\\\xc3\xa9"[(at + (size_t)i) % 6];
+    snprintf(site[i] + length, 100, "/c.py:%d (f)", 10 + i);
+    CHECK(words_add_site(ROW_bcast, root, F32, 3, site[i]));
+  }
+  begin(1 << 22);
+  SUCCEEDS(RUN("bcast", NONE, ARRAY(F32, out, 3), number, 2));
+  SUCCEEDS(RUN("barrier", NONE, NONE, number));
+  end();
+  const char *first = strstr(text, "/c.py:12 (f) or "), *second = strstr(text, "/c.py:11 (f) or ");
+  CHECK(first != NULL && second > first && strstr(second, "/c.py:10 (f)\"}},\n{\"name\":\"barrier\"") != NULL);
+  CHECK_EQUAL(lines_of("\\u000a"), 4000 / 6 + 2 * (sizeof site[0] - 100) / 6 + 1);
+  CHECK(strlen(text) > 144000);
+}
+
+enum { THREADS = 1000 };
+static pthread_mutex_t all_there = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t go_on = PTHREAD_COND_INITIALIZER;
+static int sent_once;
+static struct sending {
+  int64_t comm;
+  int tag;
+} sends[THREADS];
+
+static void *send_twice(void *given) {
+  const struct sending *send = given;
+  ffi_error *error = RUN("send", ARRAY(F32, in, N), NONE, send->comm, 2, send->tag);
+  pthread_mutex_lock(&all_there); /* none has the place of another */
+  if (++sent_once == THREADS) pthread_cond_broadcast(&go_on);
+  while (sent_once < THREADS) pthread_cond_wait(&go_on, &all_there);
+  pthread_mutex_unlock(&all_there);
+  return error != NULL ? error : RUN("send", ARRAY(F32, in, N), NONE, send->comm, 2, send->tag);
+}
+
+/* All that a thread does is on one track, and on that nothing else, however many threads come while the file is being
+ * written. */
+static void tracks_keep_their_numbers(void) {
+  static pthread_t threads[THREADS];
+  static int track_of[THREADS], tag_of[4 * THREADS];
+  int64_t comm = COMM(world(PLACE, SIZE));
+  void *error;
+  begin(1 << 22);
+  for (int i = 0; i < THREADS; i++) {
+    sends[i] = (struct sending){comm, i + 1};
+    if (pthread_create(&threads[i], NULL, send_twice, &sends[i]) != 0) abort();
+  }
+  for (int i = 0; i < THREADS; i++) pthread_join(threads[i], &error), SUCCEEDS(error);
+  end();
+  int events = 0, tag, track, highest = 0;
+  for (char *at = text; (at = strstr(at, "{\"name\":\"send\"")) != NULL; at++) {
+    const char *place = strstr(at, "\"tid\":"), *given = strstr(at, "\"tag\":");
+    CHECK(sscanf(place, "\"tid\":%d", &track) == 1 && sscanf(given, "\"tag\":%d", &tag) == 1);
+    if (!CHECK(track > 0 && track < 4 * THREADS && tag > 0 && tag <= THREADS)) return;
+    events += strncmp(strstr(at, "\"ph\":"), "\"ph\":\"B\"", 8) != 0;
+    CHECK(track_of[tag - 1] == 0 || track_of[tag - 1] == track);
+    CHECK(tag_of[track] == 0 || tag_of[track] == tag);
+    track_of[tag - 1] = track, tag_of[track] = tag;
+    if (track > highest) highest = track;
+  }
+  CHECK_EQUAL(events, 2 * THREADS);
+  CHECK(highest < THREADS + 10);
 }
 
 static const struct test tests[] = {
-    TEST(operations_are_written),   TEST(nothing_is_written_unasked), TEST(threads_have_tracks),
-    TEST(what_takes_long_is_begun), TEST(a_file_has_a_limit),         TEST(a_full_disk_ends_it),
+    TEST(operations_are_written),     TEST(nothing_is_written_unasked), TEST(threads_have_tracks),
+    TEST(what_takes_long_is_begun),   TEST(a_file_has_a_limit),         TEST(a_full_disk_ends_it),
+    TEST(a_file_that_is_there_stays), TEST(names_may_be_long),          TEST(tracks_keep_their_numbers),
 };
 
 MAIN(tests)

@@ -1,10 +1,12 @@
 """The timelines of the ranks as they were written: see _timeline.py and csrc/core/timeline.c."""
 
-import contextlib
 import json
+import re
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +73,13 @@ class Communicator:
     """In the order of the communicator: their ranks in COMM_WORLD."""
     place: int = 0
     """Which it was on this rank of those with this name and these ranks."""
+    members: str = ""
+    """A hash of the ranks; nothing: they are all."""
 
     @property
     def key(self) -> tuple[Any, ...]:
         """The same on all its ranks, and of no other communicator, if all use those that are alike in one order."""
-        return self.name, self.ranks, self.place
+        return self.name, self.members, self.place
 
 
 @dataclass
@@ -92,33 +96,114 @@ class Rank:
     communicators: dict[int, Communicator] = field(default_factory=dict)
     lost: int | None = None
     """Operations that were left out; None: the process was killed before it could tell."""
+    unreadable: int = 0
+    """Lines, but for the last one of a process that was killed."""
 
 
-def read(folder: Path) -> list[Rank]:
-    """The ranks' files, in their order. Raises ValueError if they are not those of one job."""
-    paths = sorted(folder.glob("[0-9]" * 5 + ".json"))
+@dataclass
+class Job:
+    """The files of a job in a folder, by their ranks."""
+
+    name: str
+    size: int
+    program: str
+    paths: dict[int, Path] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.name}  {len(self.paths)} of {self.size} rank{'s' * (self.size > 1)}  {self.program}"
+
+
+_NAME = re.compile(r"(.+)\.\d{5,}\.json")
+"""Of a file: the job's, or one that the rank has given itself; and the rank."""
+
+
+def jobs(folder: Path) -> list[Job]:
+    """The jobs whose files are in a folder, by their names. Ranks that do not know their job, since not all
+    of it were heard, are of one job if they were launched together. Raises ValueError if there are none, or if such
+    ranks cannot be told apart."""
+    paths = [path for path in sorted(folder.iterdir()) if _NAME.fullmatch(path.name) and path.is_file()]
     if not paths:
         raise ValueError(f"no timelines in {folder}: run the program with JAXMPI_TRACE={folder}")
-    ranks = [_read(path) for path in paths]
-    size, begin = ranks[0].size, max(rank.realtime for rank in ranks if rank.rank < ranks[0].size)
-    for rank, path in zip(ranks, paths, strict=True):
-        if rank.size != size or begin - rank.realtime > 6e8:
-            raise ValueError(f"{path} is of another job than {paths[0]}: use an empty folder for each job")
+    headers = {path: header for path in paths if (header := _header(path)) is not None}
+    if not headers:
+        raise ValueError(f"{paths[0]} is no timeline of jaxmpi, or its process was killed at once")
+    together: dict[str, set[str]] = defaultdict(set)
+    for header in headers.values():
+        if header["job"] is not None:
+            together[header["launched"]].add(header["job"])
+    found: dict[str, dict[Path, dict[str, Any]]] = defaultdict(dict)
+    for path, header in headers.items():
+        known = together[header["launched"]]
+        job = next(iter(known)) if header["job"] is None and len(known) == 1 else header["job"]
+        found[job or header["launched"]][path] = header
+    return sorted((_job(members) for members in found.values()), key=lambda job: job.name)
+
+
+def _job(headers: dict[Path, dict[str, Any]]) -> Job:
+    (first, header), *_ = headers.items()
+    agreed = {other["job"] for other in headers.values()} - {None}
+    name = next(iter(agreed), None) or first.name.split(".")[0]
+    job = Job(name, header["size"], " ".join(header["program"]))
+    begin = max(other["realtime"] for other in headers.values())
+    for path, other in headers.items():
+        late = not agreed and begin - other["realtime"] > 6e8
+        if other["size"] != job.size or other["rank"] in job.paths or late:
+            raise ValueError(
+                f"{path} and {first} cannot be told apart, and may be of different jobs: not all ranks of these have "
+                "imported jaxmpi. Move the files of one job into a folder of their own"
+            )
+        job.paths[other["rank"]] = path
+    job.paths = dict(sorted(job.paths.items()))
+    return job
+
+
+def _header(path: Path) -> dict[str, Any] | None:
+    """Who wrote a file; None: it does not say, since the process was killed."""
+    with path.open(errors="replace") as file:
+        facts = (fact for line in islice(file, 5) if (fact := _decoded(line)) is not None)
+        header: dict[str, Any] | None = next((fact["args"] for fact in facts if fact["name"] == "jaxmpi"), None)
+        if header is not None and header["job"] is None:
+            later = (_decoded(line) for line in file if '"jaxmpi_job"' in line)
+            header["job"] = next((fact["args"]["job"] for fact in later if fact is not None), None)
+    return header
+
+
+def read(folder: Path, name: str = "") -> list[Rank]:
+    """The ranks of the job whose name begins so, in their order. Raises ValueError if that is not one job."""
+    there = jobs(folder)
+    chosen = [job for job in there if job.name.startswith(name)]
+    if len(chosen) != 1:
+        rows = "".join(f"\n  {job}" for job in there)
+        plural = "jobs have" if len(there) > 1 else "job has"
+        wrong = f"; {len(chosen) or 'no'} names begin with {name}" if name else ""
+        raise ValueError(f"{len(there)} {plural} written into {folder}, choose one by --job NAME{wrong}:{rows}")
+    ranks = [_read(path) for path in chosen[0].paths.values()]
+    _find_members(ranks)
     return ranks
 
 
+def _find_members(ranks: list[Rank]) -> None:
+    """Of communicators whose ranks another file lists. Those of which the first rank has no file are forgotten."""
+    listed = {"": tuple(range(ranks[0].size))}
+    for rank in ranks:
+        listed.update({comm.members: comm.ranks for comm in rank.communicators.values() if comm.ranks})
+    for rank in ranks:
+        rank.communicators = {n: comm for n, comm in rank.communicators.items() if comm.members in listed}
+        for comm in rank.communicators.values():
+            comm.ranks = listed[comm.members]
+
+
 def _read(path: Path) -> Rank:
-    lines = _lines(path)
-    header = next((line["args"] for line in lines if line["name"] == "jaxmpi"), None)
-    if header is None:
-        raise ValueError(f"{path} is no timeline of jaxmpi, or its process was killed at once")
+    header = _header(path)
+    assert header is not None, path
     names = ("rank", "size", "host", "clock", "monotonic", "realtime")
     rank = Rank(**{name: header[name] for name in names})
+    places: Counter[tuple[str, str]] = Counter()
     begun: dict[int, Event] = {}
     last = 0.0
-    for line in lines:
+    for line in _lines(path, rank):
         if line["ph"] == "M":
-            _add_fact(rank, line["name"], line["args"])
+            _add_fact(rank, line["name"], line["args"], places)
             continue
         begin = float(line["ts"])
         shown, arguments = line["name"], line["args"]
@@ -158,25 +243,39 @@ def _join_ends(rank: Rank) -> None:
             event.other_end.other_end = event
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
+def _decoded(line: str) -> dict[str, Any] | None:
+    """None: it is no event."""
+    try:
+        fact = _DECODER.decode(line.strip().removesuffix(","))
+    except ValueError:
+        return None
+    return fact if isinstance(fact, dict) and {"name", "ph", "args"} <= fact.keys() else None
+
+
+def _lines(path: Path, rank: Rank) -> Iterator[dict[str, Any]]:
     """Without lines that are cut off: the last one of a process that was killed."""
     with path.open(errors="replace") as file:
         for line in file:
             if line.strip() in ("[", "]", ""):
                 continue
-            with contextlib.suppress(ValueError):
-                yield _DECODER.decode(line.rstrip().removesuffix(","))
+            fact = _decoded(line)
+            if fact is not None:
+                yield fact
+            elif line.endswith("\n"):
+                rank.unreadable += 1
 
 
-def _add_fact(rank: Rank, name: str, given: dict[str, Any]) -> None:
+def _add_fact(rank: Rank, name: str, given: dict[str, Any], places: Counter[tuple[str, str]]) -> None:
+    """`places`: how many communicators there are with a name and these members."""
     if name == "jaxmpi_end":
         rank.lost = given["lost"]
     if name != "jaxmpi_communicator":
         return
-    ranks = tuple(given["ranks"]) if given["ranks"] is not None else tuple(range(rank.size))
-    number, name = given["number"], given["name"]
-    others = [other for known, other in rank.communicators.items() if known != number]
-    if number in rank.communicators and rank.communicators[number].name == name:
-        return  # two threads have told it
-    place = sum((other.name, other.ranks) == (name, ranks) for other in others)
-    rank.communicators[number] = Communicator(name, ranks, place)
+    number, key = given["number"], (given["name"], given.get("members", ""))
+    before = rank.communicators.get(number)
+    if before is not None:
+        if before.name == given["name"]:
+            return  # two threads have told it
+        places[before.name, before.members] -= 1
+    rank.communicators[number] = Communicator(key[0], tuple(given.get("ranks", ())), places[key], key[1])
+    places[key] += 1

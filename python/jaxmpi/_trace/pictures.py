@@ -2,8 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -46,7 +45,7 @@ def _in_flight(events: Sequence[Event], edges: Any) -> Any:
     return _busy(merged, edges)
 
 
-def timeline(path: Path, ranks: Sequence[Rank]) -> None:
+def timeline(file: IO[bytes], ranks: Sequence[Rank]) -> None:
     """One row per rank: white where it is in no operation, or grey if one is in flight; paler where it waits for
     another rank."""
     from matplotlib import colormaps
@@ -79,10 +78,10 @@ def timeline(path: Path, ranks: Sequence[Rank]) -> None:
         axes.set_yticks(range(len(ranks)), [str(rank.rank) for rank in ranks])
     patches = [Patch(color=tuple(colours[name]), label=name) for name in names]
     figure.legend(handles=patches, loc="outside lower center", ncols=min(len(names), 8))
-    figure.savefig(path, dpi=120)
+    figure.savefig(file, format="png", dpi=120)
 
 
-def matrix(path: Path, ranks: Sequence[Rank], messages: Sequence[Message]) -> None:
+def matrix(file: IO[bytes], ranks: Sequence[Rank], messages: Sequence[Message]) -> None:
     """Bytes of messages from each rank to each other."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -98,4 +97,4 @@ def matrix(path: Path, ranks: Sequence[Rank], messages: Sequence[Message]) -> No
     axes.set(xlabel="receiving rank", ylabel="sending rank", title="messages")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True))
-    figure.savefig(path, dpi=120)
+    figure.savefig(file, format="png", dpi=120)

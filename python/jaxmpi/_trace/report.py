@@ -4,7 +4,7 @@ import json
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from typing import IO
 
 from jaxmpi._trace.files import WAITS, Event, Rank
 from jaxmpi._trace.matching import Matched, Message
@@ -22,6 +22,11 @@ def _size(value: float) -> str:
         if value >= factor:
             return f"{value / factor:.3g} {unit}"
     return f"{value:.3g} B"
+
+
+def _printable(text: str) -> str:
+    """In one line."""
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
 
 def _percent(part: float, whole: float) -> str:
@@ -61,7 +66,7 @@ def by_line(ranks: Sequence[Rank], span: float, most: int) -> Iterator[str]:
                 f"{_seconds(min(waits.values()))} to {_seconds(max(waits.values()))}",
                 _size(moved / len(events)),
                 _seconds(statistics.median(event.seconds for event in events)),
-                line,
+                _printable(line),
             ]
         )
     head = ["operation", "calls", "time", "of all", "waiting", "of it", "on the ranks", "bytes", "median", "line"]
@@ -110,11 +115,13 @@ def caveats(ranks: Sequence[Rank], matched: Matched, uncertainty: float) -> Iter
     for rank in ranks:
         if rank.lost:
             yield f"rank {rank.rank} left out {rank.lost} operations: its file was full, or the disk too slow"
+        if rank.unreadable:
+            yield f"{rank.unreadable} lines of the timeline of rank {rank.rank} cannot be read"
         if rank.lost is None:
             yield f"rank {rank.rank} was killed, or is still running: its last 0.1 s may be missing"
         for event in rank.events:
             if not event.complete:
-                line = event.arguments.get("line", "an unknown line")
+                line = _printable(event.arguments.get("line", "an unknown line"))
                 yield f"rank {rank.rank} never came back from {event.label}, called at {line}"
     if matched.unmatched:
         yield f"{matched.unmatched} operations could not be put together with those of other ranks: no waiting is known"
@@ -124,32 +131,35 @@ def caveats(ranks: Sequence[Rank], matched: Matched, uncertainty: float) -> Iter
         yield f"the clocks of different machines were compared {how}"
 
 
-def merge(path: Path, ranks: Sequence[Rank], matched: Matched) -> None:
+def merge(file: IO[bytes], ranks: Sequence[Rank], matched: Matched) -> None:
     """Writes all ranks' events into one file for Perfetto (ui.perfetto.dev), with arrows for messages, and from what
     starts an operation to its wait."""
-    with path.open("w") as file:
-        file.write("[\n")
-        for rank in ranks:
-            name = {"name": f"rank {rank.rank} on {rank.host}"}
-            file.write(json.dumps({"name": "process_name", "ph": "M", "pid": rank.rank, "args": name}) + ",\n")
-            for event in rank.events:
-                file.write(json.dumps(_merged(event)) + ",\n")
-        for number, message in enumerate(matched.messages):
-            arrow = {"name": "message", "cat": "message", "id": number}
-            file.writelines(_arrow(arrow, message.sent, message.sent.begin, message.received, message.received.end))
-        events = (event for rank in ranks for event in rank.events)
-        ends = ((event.other_end, event) for event in events if event.name in WAITS)
-        for number, (start, wait) in enumerate(ends):
-            arrow = {"name": "in flight", "cat": "in flight", "id": number}
-            if start is not None:
-                file.writelines(_arrow(arrow, start, start.begin, wait, wait.begin))
-        file.write('{"name": "jaxmpi", "ph": "M", "pid": 0, "args": {}}\n]\n')
+    file.write(b"[\n")
+    for rank in ranks:
+        name = {"name": f"rank {rank.rank} on {rank.host}"}
+        file.write(_line({"name": "process_name", "ph": "M", "pid": rank.rank, "args": name}))
+        for event in rank.events:
+            file.write(_line(_merged(event)))
+    for number, message in enumerate(matched.messages):
+        arrow = {"name": "message", "cat": "message", "id": number}
+        file.writelines(_arrow(arrow, message.sent, message.sent.begin, message.received, message.received.end))
+    events = (event for rank in ranks for event in rank.events)
+    ends = ((event.other_end, event) for event in events if event.name in WAITS)
+    for number, (start, wait) in enumerate(ends):
+        arrow = {"name": "in flight", "cat": "in flight", "id": number}
+        if start is not None:
+            file.writelines(_arrow(arrow, start, start.begin, wait, wait.begin))
+    file.write(b'{"name": "jaxmpi", "ph": "M", "pid": 0, "args": {}}\n]\n')
 
 
-def _arrow(arrow: dict[str, object], begin: Event, at: float, end: Event, until: float) -> Iterator[str]:
+def _line(event: dict[str, object]) -> bytes:
+    return (json.dumps(event) + ",\n").encode()
+
+
+def _arrow(arrow: dict[str, object], begin: Event, at: float, end: Event, until: float) -> Iterator[bytes]:
     for phase, event, time in (({"ph": "s"}, begin, at), ({"ph": "f", "bp": "e"}, end, until)):
         place = {"pid": event.rank, "tid": event.track, "ts": round(time, 3)}
-        yield json.dumps({**arrow, **phase, **place}) + ",\n"
+        yield _line({**arrow, **phase, **place})
 
 
 def _merged(event: Event) -> dict[str, object]:
