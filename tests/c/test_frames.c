@@ -5,6 +5,7 @@
  * of buffers, of any types and sizes, in memory that is large enough for all, and attributes of any values; of those
  * that are objects, numbers of objects of their kind or of none. */
 #include <stdlib.h>
+#include <unistd.h>
 
 #include "core/plan.h"
 #include "core/requests.h"
@@ -316,9 +317,15 @@ static void run_frames(uint64_t seed) {
 static void no_frame_crashes(void) { run_frames(1); }
 
 static void nor_with_a_timeline(void) {
-  CHECK_EQUAL(timeline_open("/dev/null", 1 << 20), 0);
+  char folder[] = "/tmp/jaxmpi-test-XXXXXX", file[64];
+  const char *reason;
+  if (mkdtemp(folder) == NULL) abort();
+  CHECK_EQUAL(timeline_open(folder, "frames.json", 1 << 20, &reason), 0);
   run_frames(2);
   timeline_close();
+  snprintf(file, sizeof file, "%s/frames.json", folder);
+  CHECK_EQUAL(unlink(file), 0);
+  CHECK_EQUAL(rmdir(folder), 0);
 }
 
 static const struct test tests[] = {TEST(no_frame_crashes), TEST(nor_with_a_timeline)};
