@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -41,14 +42,14 @@ def hosts(tmp_path_factory):
 @pytest.fixture
 def job(hosts, tmp_path):
     """Runs a program on 4 ranks, ranks 0 and 1 on the first host, 2 and 3 on the second."""
-    if run.flavour(run.find_mpiexec()) == "openmpi":
-        hosts.file.write_text("".join(f"{name} slots=2\n" for name in NAMES))
-        options = f"--hostfile {hosts.file} --mca plm_rsh_agent {hosts.agent}"
-    else:
-        hosts.file.write_text("".join(f"{name}:2\n" for name in NAMES))
-        options = f"-f {hosts.file} -launcher ssh -launcher-exec {hosts.agent}"
 
     def run_program(rest, *more, begin=BEGIN, start=launch, **environment):
+        if run.flavour(run.find_mpiexec()) == "openmpi":
+            hosts.file.write_text("".join(f"{name} slots=2\n" for name in NAMES))
+            options = f"--hostfile {hosts.file} --mca plm_rsh_agent {hosts.agent}"
+        else:
+            hosts.file.write_text("".join(f"{name}:2\n" for name in NAMES))
+            options = f"-f {hosts.file} -launcher ssh -launcher-exec {hosts.agent}"
         program = tmp_path / "program.py"
         program.write_text(begin + textwrap.dedent(rest))
         words = ("--ranks-per-node", "2", *more, f"--mpiexec-args={options}", program)
@@ -118,6 +119,47 @@ def test_what_waits_is_reported(job, late):
     others = ", ".join(str(rank) for rank in range(4) if rank != late)
     assert f"ranks {others}: wait in allreduce of 50000 float32, op SUM, on the default communicator;" in table
     assert f"rank {late}: is in no operation; Python is at" in table
+
+
+@pytest.mark.skipif(not shutil.which("setpriv"), reason="another user needs setpriv")
+def test_another_user_makes_the_folder_on_the_second(job, hosts, tmp_path):
+    """The job is as it is without: its ranks answer, and no file of ours is written."""
+    victim = hosts.folder / "victim"
+    victim.write_text("ours")
+    victim.chmod(0o600)
+    plant = """
+        chmod 1777 "$1"
+        exec setpriv --reuid 1234 --regid 1234 --clear-groups sh -ec '
+            mkdir "$1/$2" || exit 0  # it is here
+            chmod 777 "$1/$2"
+            for kind in began report state aborts; do
+                ln -s "$3" "$1/$2/2.$kind"; ln -s "$3" "$1/$2/2.$kind.draft"
+            done
+            ln -s "$3" "$1/$2/machine"; ln -s "$3" "$1/$2/relayed"' - "$@"
+    """
+    script = tmp_path / "plant"
+    script.write_text(textwrap.dedent(plant))
+    # Between the launcher's folder and its ranks: what starts the second host's.
+    agent = hosts.folder / "planting"
+    agent.write_text(
+        f"""#!/bin/sh
+name=$({" ".join(map(str, hosts.enter(NAMES[0])))} sh -c 'cd {hosts.tmp}; echo jaxmpi-*')
+{" ".join(map(str, hosts.enter(NAMES[1])))} sh -e {script} {hosts.tmp} "$name" {victim} || exit
+exec {hosts.agent} "$@"
+"""
+    )
+    agent.chmod(0o755)
+    usual, hosts.agent = hosts.agent, agent
+    try:
+        done = job(f"print(rank, *sorted(os.listdir({str(hosts.tmp)!r})), flush=True)\n"
+                   "if rank == 1: time.sleep(1000)\nnotoken.allreduce(x, MPI.SUM).block_until_ready()",
+                   JAXMPI_TIMEOUT="2", JAXMPI_TIMEOUT_ACTION="abort")  # fmt: skip
+    finally:
+        hosts.agent = usual
+    assert re.search("^2 .*jaxmpi-[^ ]+ .*jaxmpi-", done.stdout, re.MULTILINE), done.stdout + done.stderr
+    table = done.stderr.partition("jaxmpi.run: what the ranks do:")[2]
+    assert "ranks 0, 2, 3: wait in allreduce of 50000 float32" in table, done.stderr
+    assert victim.read_text() == "ours"
 
 
 def begin_job(ranks, *words, through, timeout, check, **environment):

@@ -1,0 +1,190 @@
+/* Files that nobody else can have put there: which folders are refused, and that nothing there is overwritten. */
+#define _GNU_SOURCE
+#include "core/private.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "harness.h"
+
+static char path[] = "/tmp/jaxmpi-private-XXXXXX";
+
+static int opened(mode_t mode, const char **reason) {
+  static bool made;
+  *reason = NULL;
+  if (!made && mkdtemp(path) == NULL) abort();
+  made = true;
+  CHECK_EQUAL(chmod(path, mode), 0);
+  return private_folder(path, reason);
+}
+
+/* The folder as it is usual. */
+static int usual(void) {
+  const char *reason;
+  int folder = opened(0700, &reason);
+  CHECK(folder >= 0);
+  return folder;
+}
+
+static void folders_of_others_are_refused(void) {
+  const char *reason;
+  static const mode_t modes[] = {0700, 0755, 0775, 01777};
+  FOR_EACH (const mode_t *, mode, modes) {
+    int folder = opened(*mode, &reason);
+    CHECK(folder >= 0 && reason == NULL);
+    CHECK((fcntl(folder, F_GETFD) & FD_CLOEXEC) != 0);
+    close(folder);
+  }
+  CHECK_EQUAL(opened(0777, &reason), -1);
+  CHECK_EQUAL(errno, EPERM);
+  CHECK(strstr(reason, "everyone may replace files in it") != NULL);
+  if (geteuid() == 0) {
+    CHECK_EQUAL(chown(path, 12345, 0), 0);
+    CHECK_EQUAL(opened(0755, &reason), -1);
+    CHECK_EQUAL(errno, EPERM);
+    CHECK(strstr(reason, "belongs to another user") != NULL);
+    CHECK_EQUAL(chown(path, 0, 0), 0);
+  }
+  int root = private_folder("/", &reason);
+  CHECK(root >= 0);
+  close(root);
+}
+
+static void no_folders(void) {
+  const char *reason = "";
+  CHECK_EQUAL(private_folder("/no/such/folder", &reason), -1);
+  CHECK_EQUAL(errno, ENOENT);
+  CHECK(strcmp(reason, strerror(ENOENT)) == 0);
+  CHECK_EQUAL(private_folder("/dev/null", &reason), -1);
+  CHECK_EQUAL(errno, ENOTDIR);
+}
+
+static void files_are_new(void) {
+  int folder = usual();
+  const mode_t mask = umask(022);
+  int file = private_create(folder, "file", 0666);
+  umask(mask);
+  struct stat status;
+  CHECK(file >= 0 && fstat(file, &status) == 0);
+  CHECK_EQUAL(status.st_mode & 07777, 0644);
+  CHECK((fcntl(file, F_GETFD) & FD_CLOEXEC) != 0);
+  CHECK_EQUAL(write(file, "first", 5), 5);
+  close(file);
+  CHECK_EQUAL(private_create(folder, "file", 0600), -1);
+  CHECK_EQUAL(errno, EEXIST);
+  CHECK(fstatat(folder, "file", &status, 0) == 0 && status.st_size == 5);
+  CHECK_EQUAL(unlinkat(folder, "file", 0), 0);
+  close(folder);
+}
+
+static void links_are_not_followed(void) {
+  int folder = usual();
+  static const char *const targets[] = {"nowhere", "/dev/null", "."};
+  FOR_EACH (const char *const *, target, targets) {
+    CHECK_EQUAL(symlinkat(*target, folder, "link"), 0);
+    CHECK_EQUAL(private_create(folder, "link", 0600), -1);
+    CHECK_EQUAL(errno, EEXIST);
+    CHECK_EQUAL(unlinkat(folder, "link", 0), 0);
+  }
+  CHECK_EQUAL(faccessat(folder, "nowhere", F_OK, 0), -1);
+  close(folder);
+}
+
+static void own_folders_are_of_no_use_to_others(void) {
+  static char link_path[sizeof path + 5];
+  const char *reason;
+  close(usual());
+  int folder = private_own_folder(path, &reason);
+  CHECK(folder >= 0 && reason == NULL);
+  close(folder);
+  snprintf(link_path, sizeof link_path, "%s-link", path);
+  CHECK_EQUAL(symlink(path, link_path), 0);
+  CHECK_EQUAL(private_own_folder(link_path, &reason), -1);
+  CHECK(errno == ENOTDIR || errno == ELOOP);
+  CHECK_EQUAL(unlink(link_path), 0);
+  static const mode_t modes[] = {0750, 0701, 0720, 01777};
+  FOR_EACH (const mode_t *, mode, modes) {
+    CHECK_EQUAL(chmod(path, *mode), 0);
+    CHECK_EQUAL(private_own_folder(path, &reason), -1);
+    CHECK_EQUAL(errno, EPERM);
+    CHECK(strstr(reason, "other users may use it") != NULL);
+  }
+  CHECK_EQUAL(chmod(path, 0700), 0);
+  if (geteuid() != 0) return;
+  CHECK_EQUAL(chown(path, 12345, 0), 0);
+  CHECK_EQUAL(private_own_folder(path, &reason), -1);
+  CHECK(strstr(reason, "belongs to another user") != NULL);
+  CHECK_EQUAL(chown(path, 0, 0), 0);
+}
+
+static void only_own_files_are_read(void) {
+  char read_text[8] = "";
+  int folder = usual(), file = private_create(folder, "file", 0600);
+  CHECK_EQUAL(write(file, "text", 4), 4);
+  close(file);
+  file = private_open(folder, "file");
+  CHECK(file >= 0 && read(file, read_text, sizeof read_text) == 4 && strcmp(read_text, "text") == 0);
+  close(file);
+  CHECK_EQUAL(symlinkat("file", folder, "link"), 0);
+  CHECK_EQUAL(private_open(folder, "link"), -1);
+  CHECK_EQUAL(errno, ELOOP);
+  CHECK_EQUAL(mkfifoat(folder, "fifo", 0600), 0);
+  CHECK_EQUAL(private_open(folder, "fifo"), -1);
+  CHECK_EQUAL(errno, EPERM);
+  if (geteuid() == 0) {
+    CHECK_EQUAL(fchownat(folder, "file", 12345, 0, 0), 0);
+    CHECK_EQUAL(private_open(folder, "file"), -1);
+    CHECK_EQUAL(errno, EPERM);
+  }
+  static const char *const names[] = {"file", "link", "fifo"};
+  FOR_EACH (const char *const *, name, names) CHECK_EQUAL(unlinkat(folder, *name, 0), 0);
+  close(folder);
+}
+
+static void names_are_of_files_alone(void) {
+  int folder = usual();
+  static const char *const names[] = {"", "../file", "/tmp/file", "a/b"};
+  FOR_EACH (const char *const *, name, names) {
+    CHECK_EQUAL(private_create(folder, *name, 0600), -1);
+    CHECK_EQUAL(errno, EINVAL);
+    CHECK_EQUAL(private_open(folder, *name), -1);
+    CHECK_EQUAL(errno, EINVAL);
+  }
+  CHECK_EQUAL(private_create(folder, "..", 0600), -1);
+  close(folder);
+}
+
+/* No path is cut, and the folder is the one that was opened, wherever its path leads now. */
+static void paths_may_be_long(void) {
+  static char long_path[3000], moved[sizeof path + 6];
+  const char *reason = "";
+  close(usual());
+  size_t length = (size_t)snprintf(long_path, sizeof long_path, "%s", path);
+  while (length < sizeof long_path - 3) length += (size_t)snprintf(long_path + length, 3, "/.");
+  int folder = private_folder(long_path, &reason);
+  CHECK(folder >= 0);
+  snprintf(moved, sizeof moved, "%s-moved", path);
+  CHECK_EQUAL(rename(path, moved), 0);
+  CHECK_EQUAL(symlink("/tmp", path), 0);
+  close(private_create(folder, "file", 0600));
+  CHECK_EQUAL(faccessat(folder, "file", F_OK, 0), 0);
+  CHECK_EQUAL(unlinkat(folder, "file", 0), 0);
+  close(folder);
+  CHECK(unlink(path) == 0 && rmdir(moved) == 0);
+}
+
+static const struct test tests[] = {
+    TEST(folders_of_others_are_refused),
+    TEST(no_folders),
+    TEST(files_are_new),
+    TEST(links_are_not_followed),
+    TEST(own_folders_are_of_no_use_to_others),
+    TEST(only_own_files_are_read),
+    TEST(names_are_of_files_alone),
+    TEST(paths_may_be_long),
+};
+
+MAIN(tests)
