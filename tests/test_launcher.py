@@ -492,10 +492,11 @@ def test_long_tmpdir(length, tmp_path):
     program = written(
         tmp_path,
         """
-        import os, time, jax.numpy as jnp
+        import os, time
+        folder = os.environ["JAXMPI_JOB_FOLDER"]
+        import jax.numpy as jnp
         from mpi4py import MPI
         from jaxmpi import notoken
-        folder = os.environ["JAXMPI_JOB_FOLDER"]
         cut = f"{folder}/{MPI.COMM_WORLD.rank}.report.draft"[:511]
         if MPI.COMM_WORLD.rank == 0:
             if not os.path.isdir(cut): open(cut, "w").write("ours")

@@ -127,6 +127,9 @@ def test_another_user_makes_the_folder_on_the_second(job, hosts, tmp_path):
     victim = hosts.folder / "victim"
     victim.write_text("ours")
     victim.chmod(0o600)
+    for folder in (hosts.folder, *hosts.folder.parents[:3]):  # pytest's own are of no use to others
+        if folder.stat().st_uid == os.geteuid() and not folder.stat().st_mode & 0o001:
+            folder.chmod(folder.stat().st_mode | 0o011)
     plant = """
         chmod 1777 "$1"
         exec setpriv --reuid 1234 --regid 1234 --clear-groups sh -ec '
@@ -151,12 +154,18 @@ exec {hosts.agent} "$@"
     agent.chmod(0o755)
     usual, hosts.agent = hosts.agent, agent
     try:
-        done = job(f"print(rank, *sorted(os.listdir({str(hosts.tmp)!r})), flush=True)\n"
+        done = job("print(rank, 'in', folder, flush=True)\n"
                    "if rank == 1: time.sleep(1000)\nnotoken.allreduce(x, MPI.SUM).block_until_ready()",
+                   begin=f"import os\nfolder = os.environ['JAXMPI_JOB_FOLDER']\n{BEGIN}",
                    JAXMPI_TIMEOUT="2", JAXMPI_TIMEOUT_ACTION="abort")  # fmt: skip
     finally:
         hosts.agent = usual
-    assert re.search("^2 .*jaxmpi-[^ ]+ .*jaxmpi-", done.stdout, re.MULTILINE), done.stdout + done.stderr
+    folders = dict(re.findall("^([0-3]) in (.*)$", done.stdout, re.MULTILINE))
+    assert folders["0"] == folders["1"], done.stderr
+    assert folders["2"] == folders["3"] != folders["0"]
+    assert folders["0"].startswith(str(hosts.tmp))
+    look = [*hosts.enter(NAMES[1]), "stat", "--format=%u %A", folders["0"]]
+    assert subprocess.run(look, capture_output=True, text=True, check=True).stdout == "1234 drwxrwxrwx\n"
     table = done.stderr.partition("jaxmpi.run: what the ranks do:")[2]
     assert "ranks 0, 2, 3: wait in allreduce of 50000 float32" in table, done.stderr
     assert victim.read_text() == "ours"
@@ -226,7 +235,7 @@ def test_machine_is_lost(job, hosts):
         _, errors = process.communicate(timeout=60)
         assert process.returncode != 0
         if run.flavour(run.find_mpiexec()) == "openmpi":  # MPICH's mpiexec says it by its own status
-            told = "^jaxmpi.run: mpiexec ended with status 0, but ranks (0 to 3|2, 3) began and never"
+            told = "^\0?jaxmpi.run: mpiexec ended with status 0, but ranks (0 to 3|2, 3) began and never"
             assert re.search(told, errors, re.MULTILINE), errors
         assert until(lambda: not any(list(of_host(hosts, name)) for name in NAMES), 10)
     finally:
