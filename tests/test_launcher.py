@@ -488,6 +488,43 @@ def test_what_a_rank_leaves_behind_stays(tmp_path):
 READS = "from mpi4py import MPI; import sys; print(MPI.COMM_WORLD.rank, len(sys.stdin.read()), flush=True)"
 
 
+@pytest.mark.parametrize("length", [520, 3000])
+def test_long_tmpdir(length, tmp_path):
+    """No path is cut: what waits is told, and a file whose path is the first 511 characters of one of ours stays."""
+    folder = tmp_path
+    while len(str(folder)) < length - 202:
+        folder = folder / ("x" * 150)
+    folder = folder / ("x" * (length - len(str(folder)) - 1))
+    folder.mkdir(parents=True)
+    program = written(
+        tmp_path,
+        """
+        import os, time
+        folder = os.environ["JAXMPI_JOB_FOLDER"]
+        import jax.numpy as jnp
+        from mpi4py import MPI
+        from jaxmpi import notoken
+        cut = f"{folder}/{MPI.COMM_WORLD.rank}.report.draft"[:511]
+        if MPI.COMM_WORLD.rank == 0:
+            if not os.path.isdir(cut): open(cut, "w").write("ours")
+            notoken.allreduce(jnp.ones(3), MPI.SUM).block_until_ready()
+        time.sleep(100)
+        """,
+    )
+    short = {
+        "OMPI_MCA_orte_tmpdir_base": "/tmp",
+        "PRTE_MCA_prte_tmpdir_base": "/tmp",
+        "PMIX_MCA_ptl_base_tmpdir": "/tmp",
+    }
+    limits = {"JAXMPI_TIMEOUT": "2", "JAXMPI_TIMEOUT_ACTION": "abort"}
+    done = launch(2, program, check=False, timeout=60, TMPDIR=str(folder), **short, **limits)
+    assert re.search(r"  rank 0: waits in allreduce of 3 float32, op SUM, .*so far\n", done.stderr), done.stderr
+    assert "rank 1: is in no operation" in done.stderr
+    assert not list(folder.glob("jaxmpi-*"))
+    left = [path for path in tmp_path.rglob("*") if path.is_file() and path != program]
+    assert all(path.read_text() == "ours" for path in left)
+
+
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="another user's input needs root")
 @pytest.mark.parametrize("kind", ["pipe", "file"])
 def test_input_of_another_user(kind, tmp_path):

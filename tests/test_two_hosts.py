@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -41,14 +42,14 @@ def hosts(tmp_path_factory):
 @pytest.fixture
 def job(hosts, tmp_path):
     """Runs a program on 4 ranks, ranks 0 and 1 on the first host, 2 and 3 on the second."""
-    if run.flavour(run.find_mpiexec()) == "openmpi":
-        hosts.file.write_text("".join(f"{name} slots=2\n" for name in NAMES))
-        options = f"--hostfile {hosts.file} --mca plm_rsh_agent {hosts.agent}"
-    else:
-        hosts.file.write_text("".join(f"{name}:2\n" for name in NAMES))
-        options = f"-f {hosts.file} -launcher ssh -launcher-exec {hosts.agent}"
 
     def run_program(rest, *more, begin=BEGIN, start=launch, **environment):
+        if run.flavour(run.find_mpiexec()) == "openmpi":
+            hosts.file.write_text("".join(f"{name} slots=2\n" for name in NAMES))
+            options = f"--hostfile {hosts.file} --mca plm_rsh_agent {hosts.agent}"
+        else:
+            hosts.file.write_text("".join(f"{name}:2\n" for name in NAMES))
+            options = f"-f {hosts.file} -launcher ssh -launcher-exec {hosts.agent}"
         program = tmp_path / "program.py"
         program.write_text(begin + textwrap.dedent(rest))
         words = ("--ranks-per-node", "2", *more, f"--mpiexec-args={options}", program)
@@ -120,6 +121,56 @@ def test_what_waits_is_reported(job, late):
     assert f"rank {late}: is in no operation; Python is at" in table
 
 
+@pytest.mark.skipif(not shutil.which("setpriv"), reason="another user needs setpriv")
+def test_another_user_makes_the_folder_on_the_second(job, hosts, tmp_path):
+    """The job is as it is without: its ranks answer, and no file of ours is written."""
+    victim = hosts.folder / "victim"
+    victim.write_text("ours")
+    victim.chmod(0o600)
+    for folder in (hosts.folder, *hosts.folder.parents[:3]):  # pytest's own are of no use to others
+        if folder.stat().st_uid == os.geteuid() and not folder.stat().st_mode & 0o001:
+            folder.chmod(folder.stat().st_mode | 0o011)
+    plant = """
+        chmod 1777 "$1"
+        exec setpriv --reuid 1234 --regid 1234 --clear-groups sh -ec '
+            mkdir "$1/$2" || exit 0  # it is here
+            chmod 777 "$1/$2"
+            for kind in began report state aborts; do
+                ln -s "$3" "$1/$2/2.$kind"; ln -s "$3" "$1/$2/2.$kind.draft"
+            done
+            ln -s "$3" "$1/$2/machine"; ln -s "$3" "$1/$2/relayed"' - "$@"
+    """
+    script = tmp_path / "plant"
+    script.write_text(textwrap.dedent(plant))
+    # Between the launcher's folder and its ranks: what starts the second host's.
+    agent = hosts.folder / "planting"
+    agent.write_text(
+        f"""#!/bin/sh
+name=$({" ".join(map(str, hosts.enter(NAMES[0])))} sh -c 'cd {hosts.tmp}; echo jaxmpi-*')
+{" ".join(map(str, hosts.enter(NAMES[1])))} sh -e {script} {hosts.tmp} "$name" {victim} || exit
+exec {hosts.agent} "$@"
+"""
+    )
+    agent.chmod(0o755)
+    usual, hosts.agent = hosts.agent, agent
+    try:
+        done = job("print(rank, 'in', folder, flush=True)\n"
+                   "if rank == 1: time.sleep(1000)\nnotoken.allreduce(x, MPI.SUM).block_until_ready()",
+                   begin=f"import os\nfolder = os.environ['JAXMPI_JOB_FOLDER']\n{BEGIN}",
+                   JAXMPI_TIMEOUT="2", JAXMPI_TIMEOUT_ACTION="abort")  # fmt: skip
+    finally:
+        hosts.agent = usual
+    folders = dict(re.findall("^([0-3]) in (.*)$", done.stdout, re.MULTILINE))
+    assert folders["0"] == folders["1"], done.stderr
+    assert folders["2"] == folders["3"] != folders["0"]
+    assert folders["0"].startswith(str(hosts.tmp))
+    look = [*hosts.enter(NAMES[1]), "stat", "--format=%u %A", folders["0"]]
+    assert subprocess.run(look, capture_output=True, text=True, check=True).stdout == "1234 drwxrwxrwx\n"
+    table = done.stderr.partition("jaxmpi.run: what the ranks do:")[2]
+    assert "ranks 0, 2, 3: wait in allreduce of 50000 float32" in table, done.stderr
+    assert victim.read_text() == "ours"
+
+
 def begin_job(ranks, *words, through, timeout, check, **environment):
     """Starts a job that says it is ready, in a session of its own; its process and its environment."""
     environment = {
@@ -184,7 +235,7 @@ def test_machine_is_lost(job, hosts):
         _, errors = process.communicate(timeout=60)
         assert process.returncode != 0
         if run.flavour(run.find_mpiexec()) == "openmpi":  # MPICH's mpiexec says it by its own status
-            told = "^jaxmpi.run: mpiexec ended with status 0, but ranks (0 to 3|2, 3) began and never"
+            told = "^\0?jaxmpi.run: mpiexec ended with status 0, but ranks (0 to 3|2, 3) began and never"
             assert re.search(told, errors, re.MULTILINE), errors
         assert until(lambda: not any(list(of_host(hosts, name)) for name in NAMES), 10)
     finally:

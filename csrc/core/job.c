@@ -1,14 +1,17 @@
 #include "core/job.h"
 
 #include <fcntl.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
 #include "core/core.h"
+#include "core/private.h"
 
 enum { FAILED = 1 }; /* the code of a job that ends here */
 
@@ -20,24 +23,40 @@ void job_begin(void) {
 
 bool job_has_folder(void) { return folder != NULL; }
 
+/* Its descriptor, or -1. It is not kept: a program may close it, and get its number for something else. */
+static int opened(void) {
+  const char *reason;
+  return folder != NULL ? private_own_folder(folder, &reason) : -1;
+}
+
+enum { NAME = 64 };
+
+static void name_of(char name[NAME], const char *kind, const char *end) {
+  snprintf(name, NAME, "%d.%s%s", runtime.rank, kind, end);
+}
+
 void job_tell(const char *kind, const char *content, size_t length) {
-  char path[512], draft[512];
-  if (folder == NULL) return;
-  snprintf(path, sizeof path, "%s/%d.%s", folder, runtime.rank, kind);
-  snprintf(draft, sizeof draft, "%s/%d.%s.draft", folder, runtime.rank, kind);
-  int file = open(draft, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
-  if (file < 0) return;
-  bool whole = write(file, content, length) == (ssize_t)length;
-  close(file);
-  if (whole) rename(draft, path);
+  char name[NAME], draft[NAME];
+  int in = opened();
+  if (in < 0) return;
+  name_of(name, kind, "");
+  name_of(draft, kind, ".draft");
+  unlinkat(in, draft, 0); /* of a write that has failed */
+  int file = private_create(in, draft, 0600);
+  if (file >= 0) {
+    bool whole = write(file, content, length) == (ssize_t)length;
+    close(file);
+    if (whole) renameat(in, draft, in, name);
+  }
+  close(in);
 }
 
 void job_question(char *text, size_t size) {
-  char path[512];
   *text = '\0';
-  if (folder == NULL) return;
-  snprintf(path, sizeof path, "%s/ask", folder);
-  int file = open(path, O_RDONLY | O_CLOEXEC);
+  int in = opened();
+  if (in < 0) return;
+  int file = private_open(in, "ask");
+  close(in);
   if (file < 0) return;
   ssize_t length = read(file, text, size - 1);
   close(file);
@@ -53,14 +72,21 @@ static void wait_for_launcher(void) {
   nanosleep(&(struct timespec){0, 300000000}, NULL);
 }
 
+static bool is_there(int in, const char *name) {
+  struct stat status;
+  return fstatat(in, name, &status, AT_SYMLINK_NOFOLLOW) == 0;
+}
+
 /* A machine that does not see the launcher's folder has one of its own, whose files are taken away to the launcher. It
  * is to know why the job ends before mpiexec says something about that. */
 static void wait_for_relay(void) {
-  char path[512];
-  snprintf(path, sizeof path, "%s/relayed", folder);
-  if (access(path, F_OK) != 0) return;
-  snprintf(path, sizeof path, "%s/%d.aborts", folder, runtime.rank);
-  for (int i = 0; i < 100 && access(path, F_OK) == 0; i++) nanosleep(&(struct timespec){0, 10000000}, NULL);
+  char name[NAME];
+  int in = opened();
+  if (in < 0) return;
+  name_of(name, "aborts", "");
+  for (int i = 0; i < 100 && is_there(in, "relayed") && is_there(in, name); i++)
+    nanosleep(&(struct timespec){0, 10000000}, NULL);
+  close(in);
 }
 
 void job_end(const char *reason) {

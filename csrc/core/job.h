@@ -17,7 +17,7 @@ void job_begin(void);
 /* Whether the launcher has named a folder. */
 bool job_has_folder(void);
 
-/* Leaves a file RANK.kind, or nothing where it cannot be written: a folder of another machine. */
+/* Leaves a file RANK.kind, or nothing where it cannot be written, or the folder is not certainly this user's alone. */
 void job_tell(const char *kind, const char *content, size_t length);
 
 /* What the launcher's question file holds, in a text of `size`; empty if there is none. */

@@ -275,7 +275,7 @@ def home(present: Mapping[str, str]) -> dict[str, str]:
     if present.get("HOME"):
         return {}
     found = os.path.expanduser("~")  # by the list of users
-    return {"HOME": found if os.path.isabs(found) else tempfile.gettempdir()}
+    return {"HOME": found if os.path.isabs(found) else "/"}
 
 
 def warn_of_no_room(present: Mapping[str, str]) -> None:

@@ -93,11 +93,64 @@ static void links_are_not_followed(void) {
   close(folder);
 }
 
+static void own_folders_are_of_no_use_to_others(void) {
+  static char link_path[sizeof path + 5];
+  const char *reason;
+  close(usual());
+  int folder = private_own_folder(path, &reason);
+  CHECK(folder >= 0 && reason == NULL);
+  close(folder);
+  snprintf(link_path, sizeof link_path, "%s-link", path);
+  CHECK_EQUAL(symlink(path, link_path), 0);
+  CHECK_EQUAL(private_own_folder(link_path, &reason), -1);
+  CHECK(errno == ENOTDIR || errno == ELOOP);
+  CHECK_EQUAL(unlink(link_path), 0);
+  static const mode_t modes[] = {0750, 0701, 0720, 01777};
+  FOR_EACH (const mode_t *, mode, modes) {
+    CHECK_EQUAL(chmod(path, *mode), 0);
+    CHECK_EQUAL(private_own_folder(path, &reason), -1);
+    CHECK_EQUAL(errno, EPERM);
+    CHECK(strstr(reason, "other users may use it") != NULL);
+  }
+  CHECK_EQUAL(chmod(path, 0700), 0);
+  if (geteuid() != 0) return;
+  CHECK_EQUAL(chown(path, 12345, 0), 0);
+  CHECK_EQUAL(private_own_folder(path, &reason), -1);
+  CHECK(strstr(reason, "belongs to another user") != NULL);
+  CHECK_EQUAL(chown(path, 0, 0), 0);
+}
+
+static void only_own_files_are_read(void) {
+  char read_text[8] = "";
+  int folder = usual(), file = private_create(folder, "file", 0600);
+  CHECK_EQUAL(write(file, "text", 4), 4);
+  close(file);
+  file = private_open(folder, "file");
+  CHECK(file >= 0 && read(file, read_text, sizeof read_text) == 4 && strcmp(read_text, "text") == 0);
+  close(file);
+  CHECK_EQUAL(symlinkat("file", folder, "link"), 0);
+  CHECK_EQUAL(private_open(folder, "link"), -1);
+  CHECK_EQUAL(errno, ELOOP);
+  CHECK_EQUAL(mkfifoat(folder, "fifo", 0600), 0);
+  CHECK_EQUAL(private_open(folder, "fifo"), -1);
+  CHECK_EQUAL(errno, EPERM);
+  if (geteuid() == 0) {
+    CHECK_EQUAL(fchownat(folder, "file", 12345, 0, 0), 0);
+    CHECK_EQUAL(private_open(folder, "file"), -1);
+    CHECK_EQUAL(errno, EPERM);
+  }
+  static const char *const names[] = {"file", "link", "fifo"};
+  FOR_EACH (const char *const *, name, names) CHECK_EQUAL(unlinkat(folder, *name, 0), 0);
+  close(folder);
+}
+
 static void names_are_of_files_alone(void) {
   int folder = usual();
   static const char *const names[] = {"", "../file", "/tmp/file", "a/b"};
   FOR_EACH (const char *const *, name, names) {
     CHECK_EQUAL(private_create(folder, *name, 0600), -1);
+    CHECK_EQUAL(errno, EINVAL);
+    CHECK_EQUAL(private_open(folder, *name), -1);
     CHECK_EQUAL(errno, EINVAL);
   }
   CHECK_EQUAL(private_create(folder, "..", 0600), -1);
@@ -124,8 +177,14 @@ static void paths_may_be_long(void) {
 }
 
 static const struct test tests[] = {
-    TEST(folders_of_others_are_refused), TEST(no_folders),        TEST(files_are_new), TEST(links_are_not_followed),
-    TEST(names_are_of_files_alone),      TEST(paths_may_be_long),
+    TEST(folders_of_others_are_refused),
+    TEST(no_folders),
+    TEST(files_are_new),
+    TEST(links_are_not_followed),
+    TEST(own_folders_are_of_no_use_to_others),
+    TEST(only_own_files_are_read),
+    TEST(names_are_of_files_alone),
+    TEST(paths_may_be_long),
 };
 
 MAIN(tests)

@@ -267,14 +267,37 @@ _replaced: list[str] = []
 """What the launcher was given as --as."""
 
 
-def _find_folder() -> None:
-    """On a machine that does not see the launcher's folder: another one."""
+def _find_folder() -> Any:
+    """The job's folder, on a machine that does not see the launcher's another one. None: there is none."""
     global _folder
     address = os.environ.pop("JAXMPI_JOB_ADDRESS", None)
-    if _folder is not None and address is not None and not os.path.isdir(_folder):
-        with contextlib.suppress(Exception):
-            hold = _beside("lifeline").hold
-            os.environ["JAXMPI_JOB_FOLDER"] = _folder = _beside("relay").folder_here(_folder, address, hold)
+    if _folder is None:
+        return None
+    try:
+        _beside("private")
+        if address is not None:
+            _folder = _beside("relay").folder_here(_folder, address, _beside("lifeline").hold)
+        os.environ["JAXMPI_JOB_FOLDER"] = _folder
+        return _opened()
+    except Exception as error:  # the rank runs without it
+        del os.environ["JAXMPI_JOB_FOLDER"]
+        _folder = None
+        if _first_of_machine():
+            _tell(
+                f"jaxmpi.run: {os.uname().nodename} has no folder for what its ranks tell the launcher ({error}): "
+                "they do not answer, and may go on if it is killed. Set TMPDIR to a folder with room\n"
+            )
+        return None
+
+
+def _opened() -> Any:
+    """The job's folder, if it is certainly ours: see private.py."""
+    return _beside("private").Folder(_folder)
+
+
+def _first_of_machine() -> bool:
+    names = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK")
+    return next((os.environ[name] for name in names if name in os.environ), "0") == "0"
 
 
 def _run_as_main(program: str) -> None:
@@ -346,17 +369,12 @@ def _number() -> int | str | None:
     return _rank
 
 
-def _file(kind: str) -> str | None:
-    return os.path.join(_folder, f"{number}.{kind}") if _folder and (number := _number()) is not None else None
-
-
 def _say(kind: str, content: str = "") -> None:
     """To the launcher: this rank's program has `began`, has `ended`, for which others may wait, or `aborts` the job."""
     with contextlib.suppress(Exception):
-        if (path := _file(kind)) is not None:
-            with open(f"{path}.draft", "w", errors="replace") as file:
-                file.write(content)
-            os.rename(f"{path}.draft", path)
+        if _folder is not None and (number := _number()) is not None:
+            with _opened() as folder:
+                folder.write(f"{number}.{kind}", content)
 
 
 def _wait_for_relay(kind: str) -> None:
@@ -364,8 +382,10 @@ def _wait_for_relay(kind: str) -> None:
     relay.py, and what MPI then says, come by another way."""
     end = time.monotonic() + 1
     with contextlib.suppress(Exception):
-        if (path := _file(kind)) is not None and os.path.exists(os.path.join(os.path.dirname(path), "relayed")):
-            while os.path.exists(path) and time.monotonic() < end:
+        if _folder is None or (number := _number()) is None:
+            return
+        with _opened() as folder:
+            while folder.exists("relayed") and folder.exists(f"{number}.{kind}") and time.monotonic() < end:
                 time.sleep(0.01)
 
 
@@ -377,11 +397,13 @@ def _untold() -> str:
 
 
 def main() -> None:
-    _find_folder()
-    if _folder is not None:
-        _beside("lifeline").tie(_folder)
+    folder = _find_folder()
+    if folder is not None:
+        _beside("lifeline").tie(folder)
         _say("began")
-    _beside("stdin").take(_rank, _folder)
+    _beside("stdin").take(_rank, folder)
+    if folder is not None:
+        folder.close()
     if isinstance(sys.stdout, io.TextIOWrapper):
         # The ranks share the output: each line is written at once and whole.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)

@@ -8,10 +8,11 @@ it would make Open MPI's mpiexec leave at once, and not wait for its ranks.
 import contextlib
 import os
 import select
-import shutil
 import signal
 import warnings
 from collections.abc import Iterable
+
+from jaxmpi._launcher import private
 
 _KILL_SECONDS = 5.0
 
@@ -60,4 +61,4 @@ def _guard(alive: int, job: int | None, folder: str, witnesses: int, signals: se
                 signal.pidfd_send_signal(job, number)
             if select.select([job], [], [], _KILL_SECONDS)[0]:
                 break
-    shutil.rmtree(folder, ignore_errors=True)
+    private.remove(folder)

@@ -13,6 +13,7 @@ import contextlib
 import fcntl
 import os
 import signal
+import stat
 from typing import Any
 
 _NAME = "alive"
@@ -20,25 +21,23 @@ _MACHINE = "machine"
 """A file with what two processes have in common that run under one kernel, which alone connects the ends of a FIFO."""
 
 
-def hold(folder: str) -> tuple[int, int]:
-    """Makes the FIFO: its reading and its writing end. OSError: it cannot be made here."""
-    with open(os.path.join(folder, _MACHINE), "w") as file:
-        file.write(_machine())
-    path = os.path.join(folder, _NAME)
-    os.mkfifo(path, 0o600)
-    reads = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a writer alone would wait for a reader
+def hold(folder: Any) -> tuple[int, int]:
+    """Makes the FIFO in a folder of private.py's: its reading and its writing end. OSError: it cannot be made here."""
+    folder.write(_MACHINE, _machine())
+    os.mkfifo(_NAME, 0o600, dir_fd=folder.descriptor)
+    reads = folder.open(_NAME, stat.S_IFIFO)  # a writer alone would wait for a reader
     try:
-        return reads, os.open(path, os.O_WRONLY)
+        return reads, os.open(_NAME, os.O_WRONLY | os.O_NOFOLLOW, dir_fd=folder.descriptor)
     except OSError:
         os.close(reads)
         raise
 
 
-def tie(folder: str) -> None:
+def tie(folder: Any) -> None:
     """Ends this process as the last writer goes, and at once if it has gone."""
     with contextlib.suppress(OSError, AttributeError):
         known: Any = fcntl  # some systems have no such signals
-        file = os.open(os.path.join(folder, _NAME), os.O_RDONLY | os.O_NONBLOCK)  # until the process ends
+        file = folder.open(_NAME, stat.S_IFIFO)  # until the process ends
         fcntl.fcntl(file, known.F_SETOWN, os.getpid())
         fcntl.fcntl(file, known.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_ASYNC)
@@ -47,10 +46,9 @@ def tie(folder: str) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _is_here(folder: str) -> bool:
+def _is_here(folder: Any) -> bool:
     """Whether the folder is of this machine, and not one that several see."""
-    with open(os.path.join(folder, _MACHINE)) as file:
-        return file.read() == _machine() != ""
+    return folder.read(_MACHINE) == _machine() != ""
 
 
 def _machine() -> str:

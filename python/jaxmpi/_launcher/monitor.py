@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxmpi._launcher import relay
+from jaxmpi._launcher import private, relay
 
 FOLDER = "JAXMPI_JOB_FOLDER"
 """The variable that names the folder to the ranks."""
@@ -33,39 +33,43 @@ _GONE_SECONDS = 20.0  # what it has for its own end after a signal, once what it
 _KILL_SECONDS = 5.0
 
 
-def watch(folder: Path, ranks: int, job: int, mpiexec: int, signals: list[int], say: Callable[[str], None]) -> None:
+def watch(
+    path: str | os.PathLike, ranks: int, job: int, mpiexec: int, signals: list[int], say: Callable[[str], None]
+) -> None:
     """Until `mpiexec`, of which `job` is a file, has ended. `signals`: those that have told the job to end."""
     try:
-        _watch(folder, ranks, job, mpiexec, signals, say)
+        with private.Folder(path) as folder:
+            _watch(folder, ranks, job, mpiexec, signals, say)
     except Exception as error:  # the folder may be on a disk that is full, or be removed
         say(f"jaxmpi.run: what ranks wait for is not told any more: {type(error).__name__}: {error}\n")
 
 
-def _watch(folder: Path, ranks: int, job: int, mpiexec: int, signals: list[int], say: Callable[[str], None]) -> None:
+def _watch(
+    folder: private.Folder, ranks: int, job: int, mpiexec: int, signals: list[int], say: Callable[[str], None]
+) -> None:
     told: set[str] = set()  # the files of ranks that have ended, once they have been the cause of a question
     last = ""
     question, patience = 0, _LEAST_WAIT_SECONDS
     ended_at = aborted_at = time.monotonic()
     started, gone = False, 0  # how many times nothing was left of what was started; while all are suspended none is
     while not select.select([job], [], [], _PAUSE_SECONDS)[0]:
-        left = _works(mpiexec)
+        left = _works(mpiexec) if signals or not started else True
         started, gone = started or left, 0 if left or not started or not signals else gone + 1
         if gone * _PAUSE_SECONDS > _GONE_SECONDS:
             _end(job, say, f"mpiexec was told to end, and what it has started ended {_GONE_SECONDS:.0f} s ago")
             return
-        files = set(os.listdir(folder))
-        aborting = [int(name.partition(".")[0]) for name in files if name.endswith(".aborts")]
+        files = folder.names()
+        aborting = sorted(relay.of_kind(files, "aborts").values())
         if not aborting:
             aborted_at = time.monotonic()
         elif time.monotonic() - aborted_at > _END_SECONDS:
             _end(
                 job,
                 say,
-                f"rank{'s' if len(aborting) > 1 else ''} {ranges(sorted(aborting))} failed {_END_SECONDS:.0f} s ago",
+                f"rank{'s' if len(aborting) > 1 else ''} {ranges(aborting)} failed {_END_SECONDS:.0f} s ago",
             )
             return
-        ended = {name for name in files if name.endswith(".ended")}
-        reports = {name for name in files if name.endswith(".report")}
+        ended, reports = set(relay.of_kind(files, "ended")), relay.of_kind(files, "report")
         if not ended - told or len(ended) == ranks:
             ended_at = time.monotonic()
         late = time.monotonic() - ended_at > patience
@@ -79,8 +83,8 @@ def _watch(folder: Path, ranks: int, job: int, mpiexec: int, signals: list[int],
             told, patience = told | ended, _LEAST_WAIT_SECONDS
         else:  # some may wait later
             patience *= 2
-        for report in folder.glob("*.report"):
-            report.unlink()
+        for report in relay.of_kind(folder.names(), "report"):
+            folder.remove(report)
         text, lines = _text(table)
         if lines != last and (reports or waiting):
             last = lines
@@ -116,19 +120,19 @@ def _end(job: int, say: Callable[[str], None], why: str) -> None:
             return
 
 
-def _ask(folder: Path, ranks: int, question: int, job: int) -> dict[int, tuple[str, ...]]:
+def _ask(folder: private.Folder, ranks: int, question: int, job: int) -> dict[int, tuple[str, ...]]:
     """The states of all ranks: of one that has not ended its answer, empty if it gives none."""
-    for rank in range(ranks):
-        (folder / f"{rank}.state").unlink(missing_ok=True)
-    relay.write(folder, "ask", str(question))
+    for answer in relay.of_kind(folder.names(), "state"):
+        folder.remove(answer)
+    folder.write("ask", str(question))
     end = time.monotonic() + _ANSWER_SECONDS
     table: dict[int, tuple[str, ...]] = {}
     while len(table) < ranks and time.monotonic() < end and not select.select([job], [], [], 0.05)[0]:
-        for rank in range(ranks):
-            if (folder / f"{rank}.ended").exists():
-                table[rank] = ("ended",)
-            elif (answer := folder / f"{rank}.state").exists():
-                table[rank] = tuple(answer.read_text(errors="replace").split("\n", 3))
+        files = folder.names()
+        for name, rank in relay.of_kind(files, "state").items():
+            if rank not in table:
+                table[rank] = tuple(folder.read(name).split("\n", 3))
+        table |= {rank: ("ended",) for rank in relay.of_kind(files, "ended").values()}
     return {rank: table.get(rank, ()) for rank in range(ranks)}
 
 

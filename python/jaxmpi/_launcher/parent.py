@@ -8,19 +8,16 @@ and which rank has ended the job. What remains if it is killed: lifeline.py in e
 import contextlib
 import os
 import select
-import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from jaxmpi._launcher import guard, lifeline, monitor, output, relay, stdin
+from jaxmpi._launcher import guard, lifeline, monitor, output, private, relay, stdin
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PASSED = (*_ENDING, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP, signal.SIGCONT, signal.SIGWINCH)
@@ -58,9 +55,11 @@ class Job:
         for file in (0, 1, 2):  # what is opened next would take the number of one that is closed
             if not _is_open(file):
                 os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+        files = None
         try:
-            job.folder = tempfile.mkdtemp(prefix="jaxmpi-")
-            job.alive = lifeline.hold(job.folder)
+            files = private.make("jaxmpi-")
+            job.folder = files.path
+            job.alive = lifeline.hold(files)
         except OSError as error:  # the ranks report without it
             job._remove()
             text = (
@@ -74,12 +73,16 @@ class Job:
                 with contextlib.suppress(OSError):
                     listening, secret, job.variables[relay.ADDRESS] = relay.listen()
                     job.server = (listening, secret)
-        job.variables[stdin.VARIABLE], job.input = stdin.offer(job.folder, here=not several)
+        job.variables[stdin.VARIABLE], job.input = stdin.offer(
+            files if job.folder is not None else None, here=not several
+        )
+        if files is not None:
+            files.close()
         return job
 
     def _remove(self) -> None:
         if self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            private.remove(self.folder)
         self.folder = None
 
     def end(self) -> None:
@@ -97,14 +100,21 @@ class Job:
     def told(self, kind: str) -> dict[int, str]:
         """The ranks that have left a file of a kind, in the order in which they did, and what is in it."""
         found = []
-        with contextlib.suppress(OSError):
-            for name in os.listdir(self.folder) if self.folder is not None else ():
-                if name.endswith(f".{kind}"):
-                    file = Path(str(self.folder), name)
-                    found.append(
-                        (file.stat().st_mtime_ns, int(name.partition(".")[0]), file.read_text(errors="replace"))
-                    )
+        with contextlib.suppress(OSError), private.Folder(str(self.folder)) as folder:
+            for name, rank in relay.of_kind(folder.names(), kind).items():
+                found.append((folder.changed_at(name), rank, folder.read(name)))
         return {rank: text for _, rank, text in sorted(found)}
+
+    def missing(self) -> list[int]:
+        """The ranks that have begun and have told of no end, and will not do it as another program."""
+        found = []
+        with contextlib.suppress(OSError), private.Folder(str(self.folder)) as folder:
+            names = folder.names()
+            ends = {*relay.of_kind(names, "ended").values(), *relay.of_kind(names, "aborts").values()}
+            for name, rank in relay.of_kind(names, "began").items():
+                if rank not in ends and folder.read(name) == "":
+                    found.append(rank)
+        return sorted(found)
 
     def aborting(self) -> dict[int, tuple[int, str]]:
         """The ranks that end the job, with the code and the reason."""
@@ -260,9 +270,9 @@ def _watch(
     if job.folder is None or ends is None:
         return None
     if job.server is not None:
-        served = (Path(job.folder), job.ranks, *job.server)
+        served = (job.folder, job.ranks, *job.server)
         threading.Thread(target=relay.serve, args=served, daemon=True).start()
-    watched = (Path(job.folder), job.ranks, ends, process.pid, signals.ending, passing.say)
+    watched = (job.folder, job.ranks, ends, process.pid, signals.ending, passing.say)
     watching = threading.Thread(target=monitor.watch, args=watched, daemon=True)
     watching.start()
     return watching
@@ -280,21 +290,15 @@ def _wait(process: subprocess.Popen, ends: int | None, job: Job, signals: _Signa
             stdin.give(job.input)
 
 
-def _missing(job: Job) -> list[int]:
-    """The ranks that have begun and have told of no end, and will not do it as another program."""
-    began = {rank for rank, text in job.told("began").items() if text == ""}
-    return sorted(began - set(job.told("ended")) - set(job.told("aborts")))
-
-
 def _wait_for_late(job: Job) -> None:
     end = time.monotonic() + _LATE_SECONDS
-    while job.server is not None and _missing(job) and time.monotonic() < end:
+    while job.server is not None and job.missing() and time.monotonic() < end:
         time.sleep(_POLL_SECONDS)
 
 
 def _end(code: int, job: Job, signals: _Signals, passing: output.Output) -> int:
     """The last words, and the status."""
-    missing, aborting = _missing(job), job.aborting()
+    missing, aborting = job.missing(), job.aborting()
     if not _passed_on(passing, signals):
         return 128 + signals.ending[-1]
     words = ""

@@ -5,24 +5,33 @@ to the launcher, passes on what ranks write (RANK.report, RANK.state, RANK.ended
 (`ask`). The ranks there end with the process, as those beside the launcher end with it (lifeline.py): it ends as the
 launcher does, and if it cannot tell, because there is no connection, it stays until the ranks have ended. Both ends
 show by a keyed hash that they know the secret of the job; nothing that is received is executed, and only files of these
-names are written. Where there is no connection the launcher does not hear of those ranks. Nothing here imports jax,
-mpi4py or this package.
+names are written. Where there is no connection the launcher does not hear of those ranks.
+
+All ranks of a machine find its folder by the job's secret. So nobody else can make it beforehand, not even a user of
+both machines, who sees the name of the launcher's. Something of that name that is not ours is not used (private.py).
+Nothing here imports jax, mpi4py or this package; whoever loads this file by its path has loaded private.py before.
 """
 
 import contextlib
 import hmac
+import importlib
 import json
 import os
 import re
 import secrets
 import select
-import shutil
+import selectors
 import socket
+import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxmpi._launcher import private
+else:
+    private = sys.modules.get("jaxmpi._launcher.private") or importlib.import_module("jaxmpi._launcher.private")
 
 ADDRESS = "JAXMPI_JOB_ADDRESS"
 """The variable with the launcher's addresses, its port and the secret."""
@@ -34,31 +43,51 @@ _MOST_BYTES = 16384  # of a line
 _NAMES = re.compile(r"([0-9]{1,9})\.(began|report|state|ended|aborts)")
 
 
+def of_kind(names: Iterable[str], kind: str) -> dict[str, int]:
+    """The files of ranks of a kind, and their ranks."""
+    end = f".{kind}"
+    found = (name for name in names if name.endswith(end))
+    return {name: int(name[: -len(end)]) for name in found if _NAMES.fullmatch(name)}
+
+
 class _Lines:
     """Lines through a socket. OSError: the other end is gone, or says nothing for long, or too much."""
 
     def __init__(self, connection: socket.socket):
         self.connection, self._lines, self._rest, self._heard = connection, list[str](), b"", time.monotonic()
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
         connection.settimeout(_BEAT_SECONDS)
 
     def send(self, text: str) -> None:
         self.connection.sendall(text.encode() + b"\n")
 
-    def _wait(self, seconds: float) -> None:
-        if select.select([self.connection], [], [], seconds)[0]:
-            if not (more := self.connection.recv(_MOST_BYTES)):
-                raise ConnectionResetError("closed")
-            *lines, self._rest = (self._rest + more).split(b"\n")
-            self._lines += [line.decode(errors="replace") for line in lines]
-            self._heard = time.monotonic()
+    def take(self) -> None:
+        """What has come."""
+        if not (more := self.connection.recv(_MOST_BYTES)):
+            raise ConnectionResetError("closed")
+        *lines, self._rest = (self._rest + more).split(b"\n")
+        self._lines += [line.decode(errors="replace") for line in lines]
+        self._heard = time.monotonic()
+
+    def check(self) -> None:
         if time.monotonic() - self._heard > _SILENT_SECONDS or len(self._rest) > _MOST_BYTES:
             raise OSError("silent, or too long a line")
+
+    def come(self) -> list[str]:
+        """The lines that have been taken."""
+        lines, self._lines = self._lines, []
+        return lines
+
+    def _wait(self, seconds: float) -> None:
+        if self._poll.poll(1000 * seconds):
+            self.take()
+        self.check()
 
     def received(self) -> list[str]:
         """The lines that have come, or come within a moment."""
         self._wait(_PAUSE_SECONDS)
-        lines, self._lines = self._lines, []
-        return lines
+        return self.come()
 
     def next(self) -> str:
         """One line, for which it waits as long as for a beat."""
@@ -72,25 +101,14 @@ def _proof(secret: str, side: str, number: str) -> str:
     return hmac.new(secret.encode(), f"{side} {number}".encode(), "sha256").hexdigest()
 
 
-def _shake_hands(lines: _Lines, secret: str, mine: str, theirs: str) -> None:
-    """Each end sends a number, and the hash of that of the other end."""
-    number = secrets.token_hex(16)
-    lines.send(number)
-    lines.send(_proof(secret, mine, lines.next()))
-    if not hmac.compare_digest(lines.next().encode(), _proof(secret, theirs, number).encode()):
+def _check(proof: str, secret: str, side: str, number: str) -> None:
+    if not hmac.compare_digest(proof.encode(), _proof(secret, side, number).encode()):
         raise OSError("another job")
 
 
-def write(folder: Path, name: str, text: str) -> None:
-    """A file at once and whole."""
-    draft = folder / f"{name}.{threading.get_ident()}.draft"
-    draft.write_text(text)
-    draft.rename(folder / name)
-
-
-def _read(file: Path) -> str:
+def _read(folder: "private.Folder", name: str) -> str:
     with contextlib.suppress(OSError):
-        return file.read_text(errors="replace")[: _MOST_BYTES // 4]
+        return folder.read(name, _MOST_BYTES // 4)
     return ""
 
 
@@ -99,7 +117,7 @@ def _read(file: Path) -> str:
 
 def listen() -> tuple[socket.socket, str, str]:
     """A socket that listens, the secret, and the value of the variable for the ranks."""
-    listening, secret = socket.create_server(("", 0)), secrets.token_hex(16)
+    listening, secret = socket.create_server(("", 0), backlog=socket.SOMAXCONN), secrets.token_hex(16)
     addresses = [socket.gethostname()]
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # sends nothing, and tells the address of the way out
@@ -107,30 +125,82 @@ def listen() -> tuple[socket.socket, str, str]:
     return listening, secret, " ".join([*addresses, str(listening.getsockname()[1]), secret])
 
 
-def serve(folder: Path, ranks: int, listening: socket.socket, secret: str) -> None:
-    """Takes connections, until the job has ended and the socket is closed."""
-    while listening.fileno() >= 0:
-        try:
-            connection, _ = listening.accept()
-            threading.Thread(target=_serve_one, args=(folder, ranks, connection, secret), daemon=True).start()
-        except (OSError, RuntimeError):  # too many at once, or one that has gone
-            time.sleep(_PAUSE_SECONDS)
+class _Machine:
+    """A connection, which must show that it knows the secret before anything it says is taken."""
+
+    def __init__(self, connection: socket.socket, secret: str):
+        self.lines, self._secret = _Lines(connection), secret
+        connection.setblocking(False)  # what does not take the few bytes that it is sent is given up
+        self._number, self._begun, self._heard = secrets.token_hex(16), time.monotonic(), 0
+        self._asked, self._beat = "", 0.0
+        self.lines.send(self._number)
+
+    def _knows(self, line: str) -> bool:
+        """Each end sends a number, and the hash of that of the other end."""
+        self._heard += 1
+        if self._heard == 1:
+            self.lines.send(_proof(self._secret, "launcher", line))
+        elif self._heard == 2:
+            _check(line, self._secret, "machine", self._number)
+        return self._heard > 2
+
+    def take(self, folder: "private.Folder", ranks: int) -> None:
+        self.lines.take()
+        for line in filter(self._knows, self.lines.come()):
+            name, content = json.loads(line) or ("", "")
+            if (match := _NAMES.fullmatch(name)) and int(match[1]) < ranks:
+                folder.write(f"{int(match[1])}.{match[2]}", str(content))
+
+    def ask(self, question: str) -> None:
+        now = time.monotonic()
+        self.lines.check()
+        if self._heard < 2:
+            if now - self._begun > 2 * _BEAT_SECONDS:
+                raise OSError("nobody of this job")
+        elif question != self._asked or now - self._beat > _BEAT_SECONDS:
+            self.lines.send(json.dumps(question))
+            self._asked, self._beat = question, now
 
 
-def _serve_one(folder: Path, ranks: int, connection: socket.socket, secret: str) -> None:
-    asked, beat = "", 0.0
-    with contextlib.suppress(OSError, ValueError, TypeError), connection:
-        lines = _Lines(connection)
-        _shake_hands(lines, secret, "launcher", "machine")
-        while folder.is_dir():  # until the job has ended
-            question = _read(folder / "ask")
-            if question != asked or time.monotonic() - beat > _BEAT_SECONDS:
-                lines.send(json.dumps(question))
-                asked, beat = question, time.monotonic()
-            for text in lines.received():
-                name, content = json.loads(text) or ("", "")
-                if (match := _NAMES.fullmatch(name)) and int(match[1]) < ranks:
-                    write(folder, f"{int(match[1])}.{match[2]}", str(content))
+def serve(path: str | os.PathLike, ranks: int, listening: socket.socket, secret: str) -> None:
+    """Takes connections, until the job has ended and the socket is closed. One thread for all machines."""
+    with private.Folder(path) as folder, selectors.DefaultSelector() as selector:
+        listening.setblocking(False)
+        selector.register(listening, selectors.EVENT_READ)
+        looked = 0.0
+
+        def drop(connection: Any) -> None:
+            selector.unregister(connection)
+            connection.close()
+
+        def accept() -> None:
+            try:
+                connection, _ = listening.accept()
+                selector.register(connection, selectors.EVENT_READ, _Machine(connection, secret))
+            except BlockingIOError:  # it has gone
+                pass
+            except OSError:  # too many at once
+                time.sleep(_PAUSE_SECONDS)
+
+        while listening.fileno() >= 0:
+            for key, _ in selector.select(_PAUSE_SECONDS):
+                if key.data is None:
+                    accept()
+                    continue
+                try:
+                    key.data.take(folder, ranks)
+                except (OSError, ValueError, TypeError):
+                    drop(key.fileobj)
+            if time.monotonic() - looked < _PAUSE_SECONDS:
+                continue
+            looked, question = time.monotonic(), _read(folder, "ask")
+            for key in [key for key in selector.get_map().values() if key.data is not None]:
+                try:
+                    key.data.ask(question)
+                except OSError:
+                    drop(key.fileobj)
+        for key in [key for key in selector.get_map().values() if key.data is not None]:
+            drop(key.fileobj)
 
 
 # --- another machine's end ---------------------------------------------------------------------------------------
@@ -140,28 +210,33 @@ RELAYED = "relayed"
 """A file in a folder whose files are taken away to the launcher."""
 
 
-def folder_here(folder: str, address: str, hold: Callable[[str], tuple[int, int]]) -> str:
-    """The folder for this rank: `folder`, or where that does not exist one of this machine, whose files are relayed.
+def folder_here(path: str, address: str, hold: Callable[[Any], tuple[int, int]]) -> str:
+    """The folder for this rank: `path`, or where that is not ours one of this machine, whose files are relayed.
 
-    `hold`: lifeline.py's, for the ranks of this machine.
+    `hold`: lifeline.py's, for the ranks of this machine. OSError: there is no folder that is certainly ours.
     """
-    if os.path.isdir(folder):
-        return folder
-    here = os.path.join(tempfile.gettempdir(), os.path.basename(folder))
+    with contextlib.suppress(OSError), private.Folder(path):
+        return path
+    name = _proof(address.rpartition(" ")[2], "folder", os.path.basename(path))[:16]
+    here = os.path.join(tempfile.gettempdir(), f"jaxmpi-{name}")
     if not os.path.lexists(here):
-        with contextlib.suppress(OSError):  # another rank was first, or there is no place for files
+        try:
             _make(here, address, hold)
-    return here if os.path.isdir(here) and os.lstat(here).st_uid == os.geteuid() else folder
+        except OSError:
+            if not os.path.lexists(here):  # else another rank was first
+                raise
+    with private.Folder(here):
+        return here
 
 
-def _make(here: str, address: str, hold: Callable[[str], tuple[int, int]]) -> None:
+def _make(here: str, address: str, hold: Callable[[Any], tuple[int, int]]) -> None:
     """The folder, which has all that ranks look for as soon as it is there, and its process."""
-    draft = tempfile.mkdtemp(prefix="jaxmpi-draft-")
+    draft = private.make("jaxmpi-draft-")
     alive: tuple[int, ...] = ()
     try:
         alive = hold(draft)
-        Path(draft, RELAYED).touch()
-        os.rename(draft, here)
+        draft.write(RELAYED, "")
+        os.rename(draft.path, here)
         if (child := os.fork()) == 0:
             with contextlib.suppress(BaseException):
                 if os.fork() == 0:  # no child of the program, which may wait for its own
@@ -169,12 +244,13 @@ def _make(here: str, address: str, hold: Callable[[str], tuple[int, int]]) -> No
             os._exit(0)
         os.waitpid(child, 0)
     finally:
+        draft.close()
         for file in alive:
             os.close(file)
-        shutil.rmtree(draft, ignore_errors=True)
+        private.remove(draft.path)
 
 
-def _begin(folder: str, address: str, alive: int) -> None:
+def _begin(path: str, address: str, alive: int) -> None:
     """The process of a machine. It keeps nothing open of the rank's, whose launcher would wait for that."""
     os.setsid()
     null = os.open(os.devnull, os.O_RDWR)
@@ -186,12 +262,12 @@ def _begin(folder: str, address: str, alive: int) -> None:
                 os.close(file)
     os.chdir("/")
     gone = False
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception), private.Folder(path) as folder:
         *hosts, port, secret = address.split()
-        gone = _relay(Path(folder), hosts, int(port), secret, alive)
+        gone = _relay(folder, hosts, int(port), secret, alive)
     while not gone and _has_ranks(alive):
         time.sleep(1)
-    shutil.rmtree(folder, ignore_errors=True)
+    private.remove(path)
 
 
 def _has_ranks(alive: int) -> bool:
@@ -201,7 +277,7 @@ def _has_ranks(alive: int) -> bool:
     return not poll.poll(0)  # else an error: no reader
 
 
-def _relay(folder: Path, hosts: list[str], port: int, secret: str, alive: int) -> bool:
+def _relay(folder: "private.Folder", hosts: list[str], port: int, secret: str, alive: int) -> bool:
     """Whether it has had a connection, and now the launcher has gone. One that is silent, or slow, is tried again."""
     reached = False
     while not reached or _has_ranks(alive):
@@ -210,7 +286,7 @@ def _relay(folder: Path, hosts: list[str], port: int, secret: str, alive: int) -
             try:
                 with socket.create_connection((host, port), timeout=_BEAT_SECONDS) as connection:
                     lines = _Lines(connection)
-                    _shake_hands(lines, secret, "machine", "launcher")
+                    _show(lines, secret)
                     reached, refused, hosts = True, False, [host]
                     _talk(lines, folder)
             except ConnectionRefusedError:
@@ -223,17 +299,25 @@ def _relay(folder: Path, hosts: list[str], port: int, secret: str, alive: int) -
     return False
 
 
-def _talk(lines: _Lines, folder: Path) -> None:
+def _show(lines: _Lines, secret: str) -> None:
+    """Each end sends a number, and the hash of that of the other end."""
+    number = secrets.token_hex(16)
+    lines.send(number)
+    lines.send(_proof(secret, "machine", lines.next()))
+    _check(lines.next(), secret, "launcher", number)
+
+
+def _talk(lines: _Lines, folder: "private.Folder") -> None:
     told, beat = "", 0.0
     while True:
         for text in lines.received():
             question = str(json.loads(text))
             if question != told:
-                write(folder, "ask", question)
+                folder.write("ask", question)
                 told = question
         if time.monotonic() - beat > _BEAT_SECONDS:
             lines.send(json.dumps(None))
             beat = time.monotonic()
-        for file in (file for file in folder.iterdir() if _NAMES.fullmatch(file.name)):
-            lines.send(json.dumps([file.name, _read(file)]))
-            file.unlink()
+        for name in filter(_NAMES.fullmatch, folder.names()):
+            lines.send(json.dumps([name, _read(folder, name)]))
+            folder.remove(name)

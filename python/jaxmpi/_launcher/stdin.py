@@ -20,8 +20,10 @@ _NAME = "input"
 _SECONDS = 60.0
 
 
-def offer(folder: str | None, here: bool) -> tuple[str, Any]:
-    """In the launcher: the variable's value, and the socket that listens. `here`: all ranks are on this machine."""
+def offer(folder: Any, here: bool) -> tuple[str, Any]:
+    """In the launcher: the variable's value, and the socket that listens, in a folder of private.py's or None.
+
+    `here`: all ranks are on this machine."""
     if os.isatty(0) or not here or folder is None:
         return "", None
     import socket
@@ -29,8 +31,7 @@ def offer(folder: str | None, here: bool) -> tuple[str, Any]:
     listening = None
     try:
         listening = socket.socket(socket.AF_UNIX)
-        with _short(folder) as path:
-            listening.bind(path)
+        listening.bind(_path(folder))
         listening.listen()
         return "socket", listening
     except OSError:  # a place that has no sockets
@@ -49,7 +50,7 @@ def give(listening: Any) -> None:
             socket.send_fds(connection, [b"0"], [0])
 
 
-def take(rank: str | None, folder: str | None) -> None:
+def take(rank: str | None, folder: Any) -> None:
     """In a rank, before it reads anything."""
     value = os.environ.pop(VARIABLE, None)
     if value is None or rank is None or (rank == "0" and not value):
@@ -59,9 +60,9 @@ def take(rank: str | None, folder: str | None) -> None:
         import socket
 
         try:
-            with socket.socket(socket.AF_UNIX) as connection, _short(folder) as path:
+            with socket.socket(socket.AF_UNIX) as connection:
                 connection.settimeout(_SECONDS)
-                connection.connect(path)
+                connection.connect(_path(folder))
                 os.close(file)
                 file = socket.recv_fds(connection, 1, 1)[1][0]
         except (OSError, IndexError) as error:
@@ -72,11 +73,6 @@ def take(rank: str | None, folder: str | None) -> None:
         os.close(file)
 
 
-@contextlib.contextmanager
-def _short(folder: str):
-    """The socket's path by way of a descriptor: a path of more than some hundred characters cannot be an address."""
-    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        yield f"/proc/self/fd/{file}/{_NAME}"
-    finally:
-        os.close(file)
+def _path(folder: Any) -> str:
+    """The socket's, by way of a descriptor: a path of more than some hundred characters cannot be an address."""
+    return f"/proc/self/fd/{folder.descriptor}/{_NAME}"

@@ -1,0 +1,155 @@
+/* What a rank leaves in the job's folder, and that others cannot lead it elsewhere. */
+#define _GNU_SOURCE
+#include "core/job.h"
+
+#include <fcntl.h>
+#include <stdlib.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "harness.h"
+
+/* The folder's path is long: PARTS folders of this many characters, one in the other. */
+enum { PARTS = 15, PART = 200, LONGEST = PARTS * (PART + 1) + 64 };
+
+static char base[] = "/tmp/jaxmpi-job-XXXXXX", path[LONGEST], text[64];
+static int in = -1; /* the folder */
+
+static void start(void) {
+  if (in >= 0) return;
+  runtime.rank = 7;
+  if (mkdtemp(base) == NULL) abort();
+  int length = snprintf(path, sizeof path, "%s", base);
+  for (int part = 0; part < PARTS; part++) {
+    length += snprintf(path + length, sizeof path - (size_t)length, "/%0*d", PART, part);
+    if (mkdir(path, 0700) != 0) abort();
+  }
+  if ((in = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC)) < 0) abort();
+  CHECK(!job_has_folder());
+  setenv("JAXMPI_JOB_FOLDER", path, 1);
+  job_begin();
+  unsetenv("JAXMPI_JOB_FOLDER");
+  CHECK(job_has_folder());
+}
+
+/* What is in a file of the folder; "none" if there is none. */
+static const char *content(const char *name) {
+  int file = openat(in, name, O_RDONLY | O_NOFOLLOW);
+  if (file < 0) return "none";
+  ssize_t length = read(file, text, sizeof text - 1);
+  close(file);
+  text[length > 0 ? length : 0] = '\0';
+  return text;
+}
+
+static void leave(int folder, const char *name, const char *what) {
+  int file = openat(folder, name, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+  CHECK_EQUAL(write(file, what, strlen(what)), (ssize_t)strlen(what));
+  close(file);
+}
+
+static const char *asked(void) {
+  static char question[16];
+  job_question(question, sizeof question);
+  return question;
+}
+
+static void files_are_left_and_questions_read(void) {
+  start();
+  job_tell("state", "first", 5);
+  CHECK(strcmp(content("7.state"), "first") == 0);
+  job_tell("state", "next", 4);
+  CHECK(strcmp(content("7.state"), "next") == 0);
+  CHECK(strcmp(content("7.state.draft"), "none") == 0);
+  CHECK(strcmp(asked(), "") == 0);
+  leave(in, "ask", "42");
+  CHECK(strcmp(asked(), "42") == 0);
+}
+
+/* Cut to 511 characters the path names a file in one of the folders around it. */
+static void paths_are_not_cut(void) {
+  static char cut[512];
+  start();
+  memcpy(cut, path, sizeof cut - 1);
+  leave(AT_FDCWD, cut, "ours");
+  job_tell("state", "long", 4);
+  CHECK(strcmp(content("7.state"), "long") == 0);
+  int file = open(cut, O_RDONLY);
+  CHECK_EQUAL(read(file, text, sizeof text), 4);
+  CHECK(strncmp(text, "ours", 4) == 0);
+  close(file);
+  CHECK_EQUAL(unlink(cut), 0);
+}
+
+static void links_are_not_followed(void) {
+  start();
+  leave(in, "victim", "ours");
+  unlinkat(in, "ask", 0);
+  static const char *const names[] = {"7.report", "7.report.draft", "ask"};
+  FOR_EACH (const char *const *, name, names) CHECK_EQUAL(symlinkat("victim", in, *name), 0);
+  job_tell("report", "told", 4);
+  CHECK(strcmp(content("7.report"), "told") == 0);
+  CHECK(strcmp(asked(), "") == 0);
+  CHECK(strcmp(content("victim"), "ours") == 0);
+  unlinkat(in, "ask", 0);
+}
+
+static void folders_of_others_are_not_used(void) {
+  start();
+  leave(in, "ask", "43");
+  unlinkat(in, "7.state", 0);
+  CHECK_EQUAL(chmod(path, 0777), 0);
+  job_tell("state", "told", 4);
+  CHECK(strcmp(content("7.state"), "none") == 0);
+  CHECK(strcmp(asked(), "") == 0);
+  CHECK_EQUAL(chmod(path, 0700), 0);
+  if (geteuid() == 0) {
+    CHECK_EQUAL(chown(path, 12345, 0), 0);
+    job_tell("state", "told", 4);
+    CHECK(strcmp(content("7.state"), "none") == 0);
+    CHECK(strcmp(asked(), "") == 0);
+    CHECK_EQUAL(chown(path, 0, 0), 0);
+  }
+  CHECK(strcmp(asked(), "43") == 0);
+}
+
+static void a_link_in_the_place_of_the_folder_is_not_followed(void) {
+  static char moved[LONGEST + 6];
+  start();
+  unlinkat(in, "7.state", 0);
+  snprintf(moved, sizeof moved, "%.*s-moved", (int)strlen(path) - 6, path);
+  CHECK_EQUAL(rename(path, moved), 0);
+  CHECK_EQUAL(symlink(moved, path), 0);
+  job_tell("state", "told", 4);
+  CHECK(strcmp(content("7.state"), "none") == 0);
+  CHECK(strcmp(asked(), "") == 0);
+  CHECK(unlink(path) == 0 && rename(moved, path) == 0);
+  job_tell("state", "told", 4);
+  CHECK(strcmp(content("7.state"), "told") == 0);
+}
+
+/* The last one: takes all away. */
+static void nothing_happens_without_the_folder(void) {
+  start();
+  static const char *const names[] = {"7.state", "7.report", "ask", "victim"};
+  FOR_EACH (const char *const *, name, names) unlinkat(in, *name, 0);
+  for (int part = 0; part < PARTS; part++) {
+    CHECK_EQUAL(rmdir(path), 0);
+    path[strlen(path) - PART - 1] = '\0';
+  }
+  CHECK_EQUAL(rmdir(base), 0);
+  job_tell("state", "told", 4);
+  CHECK(strcmp(asked(), "") == 0);
+  close(in);
+}
+
+static const struct test tests[] = {
+    TEST(files_are_left_and_questions_read),
+    TEST(paths_are_not_cut),
+    TEST(links_are_not_followed),
+    TEST(folders_of_others_are_not_used),
+    TEST(a_link_in_the_place_of_the_folder_is_not_followed),
+    TEST(nothing_happens_without_the_folder),
+};
+
+MAIN(tests)
