@@ -127,6 +127,39 @@ def test_collectives_of_mpi4py(script):
     assert "Error" not in done.stderr, done.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.seldom), pytest.param(2, marks=pytest.mark.seldom)])
+def test_collectives_of_mpi4py_in_turns(seed, script):
+    """Each rank makes its part of each call by jaxmpi or by mpi4py: their calls are not numbered alike, and no error."""
+    program = script(f"""
+        import numpy as np, random
+        draw = random.Random({seed})
+        comm = MPI.COMM_WORLD.Dup()
+        for _ in range(12):
+            kind = draw.choice(["allreduce", "allgather", "alltoall"])
+            by_mpi4py = [draw.random() < 0.4 for _ in range(size)][rank]
+            x = np.full((size, 2), rank + 1, np.float32)
+            if kind == "allreduce":
+                y = np.zeros_like(x)
+                comm.Allreduce(x, y) if by_mpi4py else None
+                y = y if by_mpi4py else notoken.allreduce(x, MPI.SUM, comm=comm)
+                expected = np.full_like(x, size * (size + 1) // 2)
+            else:
+                call, mine = (notoken.allgather, x[0]) if kind == "allgather" else (notoken.alltoall, x)
+                y = np.zeros_like(x)
+                if by_mpi4py:
+                    comm.Allgather(mine, y) if kind == "allgather" else comm.Alltoall(mine, y)
+                else:
+                    y = call(mine, comm=comm)
+                expected = np.repeat(np.arange(1, size + 1, dtype=np.float32)[:, None], 2, 1)
+            assert (np.asarray(y) == expected).all(), kind
+        print("right", flush=True)
+    """)
+    done = launch(3, program, timeout=150)
+    assert done.stdout.count("right") == 3, done.stderr
+    assert "Error" not in done.stderr, done.stderr
+
+
 def test_memory_that_nobody_wrote_is_an_error(script):
     """Without the comparison: MPI lets a rank expect more of a scatter than it gets, and says nothing."""
     program = script("""

@@ -179,32 +179,45 @@ static int64_t hash_of(const struct record *record, int64_t history) {
 }
 
 /* The commonest mistake with a scatter. */
-static const char *advice(const struct call *call, const struct record *mine, const struct record *other) {
-  int64_t parts = call->comm->size;
+static const char *advice(const struct communicator *comm, const struct record *mine, const struct record *other) {
+  int64_t parts = comm->size;
   bool whole = mine->operation == ROW_scatter && other->operation == ROW_scatter && mine->root == other->root &&
                (mine->count == other->count * parts || other->count == mine->count * parts);
   return whole ? ". Root alone passes the whole array, the others a template of one part, such as x[0]" : "";
 }
 
-/* The error of a rank that knows what another one, `rank`, does in its place. */
-static ffi_error *fail_differing(const struct call *call, const struct telling *mine, const struct telling *other,
-                                 int rank) {
+/* Seconds that a rank waits for the others before a collective; after it has waited in vain once; and for what has been
+ * started, in the wait for that. */
+double compare_patience = 10;
+enum { LESS_PATIENCE = 1 };
+
+/* A communicator that the program has made may be used by another library, too. */
+static const char *advice_on_others(const struct communicator *comm) {
+  bool ours = comm->name != NULL && strcmp(atomic_load(&comm->name), "the default communicator") == 0;
+  return ours || all_are_compared() ? "" : ". Where ranks call it by another library, as mpi4py: JAXMPI_CHECK=0";
+}
+
+/* The error of a rank that knows what another one, `rank`, does in its place. `now`: it is the call itself. */
+static ffi_error *fail_differing(const struct call *call, struct communicator *comm, const struct telling *mine,
+                                 const struct telling *other, int rank, bool now) {
+  const struct operation *row = &operation_table[mine->record.operation];
   char here[256], there[256 + 48], at[64] = "calls";
   describe(&mine->record, here, sizeof here);
   describe(&other->record, there, sizeof here);
   struct record resized = other->record;
   resized.sizes = mine->record.sizes;
   if (are_same(&resized, &mine->record))
-    strcat(there, plan_of(call) != NULL                        ? " of other shapes, dtypes or arguments"
-                  : attribute_of(call->operation, NUMBER) >= 0 ? " with other counts"
-                                                               : " of other sizes");
+    strcat(there, attribute_of(row, PLAN) >= 0     ? " of other shapes, dtypes or arguments"
+                  : attribute_of(row, NUMBER) >= 0 ? " with other counts"
+                                                   : " of other sizes");
   if (other->record.call != mine->record.call) snprintf(at, sizeof at, "is at call %" PRId64 ",", other->record.call);
   bool told = strncmp(other->lines, "called at ", 10) == 0; /* another version may tell something else */
   return call_fail(call, FFI_FAILED_PRECONDITION,
-                   "the ranks differ: this is call %" PRId64
-                   " on this communicator: %s%s%s; rank %d %s %s%s%.*s. Nothing of it was sent%s",
-                   mine->record.call, here, mine->lines[0] != '\0' ? " " : "", mine->lines, rank, at, there,
-                   told ? " " : "", told ? LINES - 1 : 0, other->lines, advice(call, &mine->record, &other->record));
+                   "the ranks differ: %s call %" PRId64 " on this communicator: %s%s%s; rank %d %s %s%s%.*s%s%s%s",
+                   now ? "this is" : "before this,", mine->record.call, here, mine->lines[0] != '\0' ? " " : "",
+                   mine->lines, rank, at, there, told ? " " : "", told ? LINES - 1 : 0, other->lines,
+                   now ? ". Nothing of it was sent" : "", advice(comm, &mine->record, &other->record),
+                   advice_on_others(comm));
 }
 
 /* Of one that knows of a difference, and not of which. */
@@ -214,33 +227,43 @@ static ffi_error *fail_unknown(const struct call *call, const struct record *min
   return call_fail(call, FFI_FAILED_PRECONDITION,
                    "the ranks differ: call %" PRId64
                    " on this communicator is here %s, and it or one before it is "
-                   "another one on another rank. JAXMPI_CHECK=1 compares before anything is sent, and says which",
+                   "another one on another rank",
                    mine->call, here);
 }
 
-/* All ranks have come to this call, and know that they differ. */
-static ffi_error *judge(const struct call *call, const struct record *mine, double seconds) {
-  int size = call->comm->size, other = 0;
+/* Whether another rank has told of the same question. What has come may be of an earlier one, that of a rank which has
+ * waited here in vain, or from another version. */
+static bool has_told(const struct telling *all, const bool *came, int rank, const struct record *mine) {
+  return came[rank] && (all_are_compared() || all[rank].record.call == mine->call);
+}
+
+/* The ranks have asked about `mine` and know that they differ: its error. By default NULL unless all of them are here:
+ * who has gone on without an answer has waited for ranks that take part in it by another library, or that were late;
+ * then this rank asks nothing any more. `now`: it is the call itself, and not one before it. */
+static ffi_error *judge(const struct call *call, struct communicator *comm, const struct record *mine, bool now) {
+  int size = comm->size, other = size, missing = 0;
   struct telling *told = calloc(1, sizeof *told), *all = calloc((size_t)size, sizeof *all);
-  bool *came = calloc((size_t)size, sizeof *came), over = true;
-  if (told != NULL && all != NULL && came != NULL) {
+  bool *came = calloc((size_t)size, sizeof *came), over = true, heard = told != NULL && all != NULL && came != NULL;
+  ffi_error *error = NULL;
+  if (heard) {
     told->record = *mine;
-    find_lines(call, told->lines, sizeof told->lines);
-    over = agreement_gather(call->comm, told, all, came, sizeof *told, seconds);
-    while (other < size && (!came[other] || are_same(&all[other].record, mine))) other++;
+    if (now) find_lines(call, told->lines, sizeof told->lines);
+    over = agreement_gather(comm, told, all, came, sizeof *told, all_are_compared() ? -1 : compare_patience / 2);
+    for (int rank = size - 1; rank >= 0; rank--)
+      if (!has_told(all, came, rank, mine))
+        missing++;
+      else if (!are_same(&all[rank].record, mine))
+        other = rank;
   }
-  ffi_error *error = came != NULL && came[other < size ? other : 0] && other < size
-                         ? fail_differing(call, told, &all[other], other)
-                         : fail_unknown(call, mine);
+  if (heard && missing > 0 && !all_are_compared())
+    agreement_stop(comm);
+  else
+    error = other < size ? fail_differing(call, comm, told, &all[other], other, now) : fail_unknown(call, mine);
   if (over) free(told);
   free(all), free(came);
   return error;
 }
 
-/* Seconds that a rank waits for the others before a collective; after it has waited in vain once; and for what has been
- * started, in the wait for that. */
-double compare_patience = 10;
-enum { LESS_PATIENCE = 1 };
 /* Calls in a row in which it waits in vain before it compares no more. */
 enum { IN_VAIN = 3 };
 
@@ -279,8 +302,7 @@ ffi_error *compare_ranks(struct call *call) {
   if (answer != DIFFERENT) return NULL;
   memcpy(&heard, words, sizeof heard);
   comm->history = heard.call; /* from here on the same on all ranks again */
-  bool together = heard.call == mine.call && (all || !starts);
-  return together ? judge(call, &mine, all ? -1 : compare_patience) : fail_unknown(call, &heard);
+  return judge(call, comm, &heard, heard.call == mine.call && !starts);
 }
 
 ffi_error *compare_started(const struct call *call, struct communicator *comm, bool waits) {
@@ -289,5 +311,5 @@ ffi_error *compare_started(const struct call *call, struct communicator *comm, b
   if (all_are_compared() || agreement_hear(comm, waits ? LESS_PATIENCE : 0, words) != DIFFERENT) return NULL;
   memcpy(&heard, words, sizeof heard);
   comm->history = heard.call;
-  return fail_unknown(call, &heard);
+  return judge(call, comm, &heard, false);
 }
