@@ -128,9 +128,9 @@ def test_collectives_of_mpi4py(script):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.seldom), pytest.param(2, marks=pytest.mark.seldom)])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.seldom) for seed in (1, 2))])
 def test_collectives_of_mpi4py_in_turns(seed, script):
-    """Each rank makes its part of each call by jaxmpi or by mpi4py: their calls are not numbered alike, and no error."""
+    """Each rank makes its part of each call by jaxmpi or by mpi4py: calls are not numbered alike, and no error."""
     program = script(f"""
         import numpy as np, random
         draw = random.Random({seed})

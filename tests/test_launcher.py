@@ -191,7 +191,7 @@ def test_signals_come_once(to, tmp_path):
             if to in ("group", "both"):
                 os.killpg(process.pid, number)
         assert process.stdout.read() == "[1, 2, 10, 12, 15, 28]\n"
-        assert process.wait(10) == 9
+        assert process.wait(10) - 128 in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 
 
 def stopped(pid):
@@ -224,7 +224,7 @@ def test_suspended_and_resumed(to, tmp_path):
         time.sleep(0.5)
         send(launcher, signal.SIGTERM)
         assert process.stdout.read() == "[15, 18]\n"
-        assert process.wait(10) == 9
+        assert process.wait(10) == 128 + signal.SIGTERM
 
 
 def test_ctrl_c_of_a_terminal(tmp_path, job):
@@ -371,6 +371,24 @@ def test_the_error_is_the_last_that_is_told(verbose, tmp_path):
         assert last == "KeyError: 'this'"
         assert "MPI_ABORT" not in done.stderr
         assert "prterun" not in done.stderr
+
+
+def test_group_of_exceptions(tmp_path):
+    """The last line that Python writes of it is a rule."""
+    if sys.version_info < (3, 11):
+        pytest.skip("Python 3.11 brought them")
+    program = written(tmp_path, FAILS.format("raise ExceptionGroup('several', [KeyError(1), ValueError('x' * 5000)])"))
+    done = launch(2, program, check=False)
+    assert done.stderr.rstrip().rpartition("\n")[2].endswith("code 1: ExceptionGroup: several (2 sub-exceptions)")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_told(number, tmp_path):
+    """Open MPI's mpiexec says nothing, and ends with 1."""
+    program = written(tmp_path, "from mpi4py import MPI\nprint('ready', flush=True)\nimport time\ntime.sleep(1000)")
+    done = launch(2, program, check=False, interrupt_at="ready", by=number)
+    assert done.returncode == 128 + number or "KeyboardInterrupt" in done.stderr
+    assert f"jaxmpi.run: ended by {number.name}" in done.stderr or "KeyboardInterrupt" in done.stderr
 
 
 def test_status_without_a_word(tmp_path):

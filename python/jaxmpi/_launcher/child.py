@@ -90,6 +90,9 @@ def _unread(pipe: int) -> int:
     return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
+_MOST_OF_REASON = 1000
+
+
 def _end(code: int, reason: str) -> NoReturn:
     """Ends all ranks if MPI is running, else this one. Whatever fails on the way does not keep it from ending.
 
@@ -138,11 +141,19 @@ def _fail(error: BaseException, where: str = "") -> NoReturn:
             more = "jaxmpi.run: mpi4py finds no MPI library; what it looks for, and what to do: python -m jaxmpi.info\n"
     text = f"jaxmpi.run: uncaught exception{name}{where}:\n{''.join(lines)}{more}"
     _tell(text)
-    _end(1, _last_line(text))
+    _end(1, _last_line(more or _said_by(error) or text))
+
+
+def _said_by(error: BaseException) -> str:
+    """Of a group of exceptions its own line: the last one that is written of it is a rule."""
+    with contextlib.suppress(Exception):
+        if hasattr(error, "exceptions"):
+            return f"{type(error).__name__}: {error}".partition("\n")[0]
+    return ""
 
 
 def _last_line(text: str) -> str:
-    return text.rstrip().rpartition("\n")[2]
+    return text.rstrip().rpartition("\n")[2][:_MOST_OF_REASON]
 
 
 def _fail_in_thread(args: threading.ExceptHookArgs) -> None:

@@ -204,6 +204,7 @@ class _Signals:
         with contextlib.suppress(ChildProcessError, AttributeError):
             stopped = os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG)
             if stopped is not None and time.monotonic() - self._stop < _STOP_SECONDS:
+                self._waiting.pop(signal.SIGTSTP, None)  # it has come there, however late its witness is
                 os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -306,6 +307,9 @@ def _end(code: int, job: Job, signals: _Signals, passing: output.Output) -> int:
         words += f"jaxmpi.run: mpiexec was ended by signal {-code} ({_name(-code)})\n"
     if aborting and not any(_says(passing.last_line(), reason) for _, reason in aborting.values()):
         words += _who_ended(aborting)
+    if code != 0 and signals.ending and not aborting:
+        words += f"jaxmpi.run: ended by {_name(signals.ending[-1])}\n"
+        code = -signals.ending[-1]
     if code == 0 and aborting:
         code = next(iter(aborting.values()))[0] or 1
     elif code == 0 and missing:
