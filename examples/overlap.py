@@ -118,7 +118,8 @@ def timed(run: Step, u: jax.Array, comm) -> tuple[float, jax.Array]:
 
 def own_events(rank: int) -> list[dict]:
     """The operations of this process up to a barrier, from its file, which is written every tenth of a second."""
-    path = options.output_dir / TIMELINE / f"{rank:05d}.json"
+    folder = options.output_dir / TIMELINE
+    path = max(folder.glob(f"*.{rank:05d}.json"))  # that of the newest job, whose name begins with its time
     until = time.monotonic() + 20
     while time.monotonic() < until:
         events = [json.loads(line.removesuffix(",")) for line in path.read_text().splitlines()[1:] if line != "]"]

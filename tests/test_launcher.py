@@ -227,6 +227,7 @@ def test_suspended_and_resumed(to, tmp_path):
         assert process.wait(10) == 128 + signal.SIGTERM
 
 
+@pytest.mark.filterwarnings("ignore")  # of JAX about the fork
 def test_ctrl_c_of_a_terminal(tmp_path, job):
     """It ends a real job, in order."""
     program = written(tmp_path, "from mpi4py import MPI\nimport time\nprint('ready', flush=True)\ntime.sleep(100)")

@@ -481,6 +481,7 @@ def no_space():
 
 
 @pytest.mark.alone
+@pytest.mark.filterwarnings("ignore")  # of JAX about the fork of subprocess
 @pytest.mark.parametrize("way", ["full", "a folder is there", "no folder"])
 def test_table_without_files(way, tmp_path):
     make_file(tmp_path, 0, 1)

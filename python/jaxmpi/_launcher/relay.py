@@ -222,6 +222,7 @@ def folder_here(path: str, address: str, hold: Callable[[Any], tuple[int, int]])
     if not os.path.lexists(here):
         try:
             _make(here, address, hold)
+            return here  # its process may end at once, and removes it
         except OSError:
             if not os.path.lexists(here):  # else another rank was first
                 raise
