@@ -40,17 +40,11 @@ struct agreement {
   int size, ranks[]; /* of COMM_WORLD */
 };
 
-static double now(void) {
-  struct timespec time;
-  clock_gettime(CLOCK_MONOTONIC, &time);
-  return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
-}
-
 /* Between two looks whether something has come. `looks`: how many there were. False: it is time to stop. */
 enum { LOOKS_AT_ONCE = 50, LOOKS_PER_TIME = 16 };
 static bool go_on(double seconds, double begin, long looks) {
   if (looks >= LOOKS_AT_ONCE) sched_yield();
-  return seconds < 0 || looks % LOOKS_PER_TIME != 0 || now() - begin < seconds;
+  return seconds < 0 || looks % LOOKS_PER_TIME != 0 || seconds_now() - begin < seconds;
 }
 
 /* --- the names of communicators --- */
@@ -234,7 +228,7 @@ static enum answer look(struct communicator *comm, struct agreement *agreement, 
 enum answer agreement_hear(struct communicator *comm, double seconds, int64_t words[QUESTION_WORDS]) {
   struct agreement *agreement = atomic_load(&comm->agreement);
   if (!agreement_is_open(comm)) return SAME;
-  double begin = now();
+  double begin = seconds_now();
   for (long looks = 0;; looks++) {
     enum answer answer = SAME;
     pthread_mutex_lock(&agreement->lock);
@@ -298,7 +292,7 @@ void agreement_end(struct communicator *comm) {
 }
 
 void agreement_finish(void) {
-  if (runtime.self != NULL && atomic_load(&runtime.self->freed)) return; /* MPI has been finalized */
+  if (runtime_has_ended()) return;
   for (struct agreement *agreement = atomic_load(&runtime.agreements); agreement != NULL; agreement = agreement->next)
     end(agreement);
 }
@@ -318,7 +312,7 @@ bool agreement_gather(struct communicator *comm, const void *mine, void *all, bo
     round->sending =
         runtime.abi->post((void *)(uintptr_t)mine, bytes, true, agreement->ranks[i], tag, &round->send) == 0;
   }
-  double start = now();
+  double start = seconds_now();
   for (long looks = 0; waiting > 0; looks++) {
     waiting = 0;
     for (int i = 0; i < size; i++)

@@ -13,8 +13,7 @@
 #include "core/watch.h"
 
 ffi_error *call_check(const struct call *call) {
-  if (runtime.self != NULL && atomic_load_explicit(&runtime.self->freed, memory_order_relaxed))
-    return call_fail(call, FFI_FAILED_PRECONDITION, "%s; nothing was sent", runtime.ended);
+  if (runtime_has_ended()) return call_fail(call, FFI_FAILED_PRECONDITION, "%s; nothing was sent", runtime.ended);
   if (call->comm == NULL) return call_fail_unknown(call, "comm");
   /* What is in flight on a communicator is completed even if that has been freed. */
   if (atomic_load_explicit(&call->comm->freed, memory_order_relaxed) && !waits_for_request(call->operation->row))

@@ -123,9 +123,9 @@ struct runtime {
   int most_tag;      /* the highest tag of a message */
   int64_t max_count; /* elements that one MPI call may be given; INT_MAX except in tests */
   bool unmarked;     /* the ends of what MPI fills are not marked (mpi/ops.c); only in tests */
-  struct communicator
-      *self;         /* COMM_SELF: freed as MPI_Finalize begins, or in a child of fork; NULL before configuration */
-  const char *ended; /* why nothing can be communicated once `self` has been freed */
+  /* COMM_SELF: freed as MPI_Finalize begins, or in a child of fork; NULL before configuration. */
+  struct communicator *self;
+  const char *ended;          /* why nothing can be communicated once `self` has been freed */
   struct communicator *world; /* COMM_WORLD; NULL before configuration */
   int rank;                   /* in COMM_WORLD, for the log */
   bool serialize;             /* MPI_THREAD_SERIALIZED: one MPI call at a time, under `lock` */
@@ -149,6 +149,18 @@ struct runtime {
   atomic_uint_least64_t calls; /* numbers the logged calls */
 };
 extern struct runtime runtime;
+
+/* Seconds of a clock that is never set. */
+static inline double seconds_now(void) {
+  struct timespec time;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
+}
+
+/* Whether MPI has been finalized, or this is a child of fork: why is `runtime.ended`. */
+static inline bool runtime_has_ended(void) {
+  return runtime.self != NULL && atomic_load_explicit(&runtime.self->freed, memory_order_relaxed);
+}
 
 /* Whether this thread imported the package: see transport.h. */
 extern _Thread_local bool importer;

@@ -23,20 +23,14 @@ static const char *const of_device = "its array is on a device, whose stream goe
                              "the same compiled function has received other messages, which would be lost with its "
                              "results";
 
-static double now(void) {
-  struct timespec time;
-  clock_gettime(CLOCK_MONOTONIC, &time);
-  return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
-}
-
 void deadline_configure(double seconds) {
   atomic_store(&limit, seconds);
   atomic_store(&deadlines, seconds > 0);
 }
 
-double deadline_begin(void) { return now() + atomic_load(&limit); }
+double deadline_begin(void) { return seconds_now() + atomic_load(&limit); }
 
-bool deadline_is_over(double deadline) { return now() >= deadline; }
+bool deadline_is_over(double deadline) { return seconds_now() >= deadline; }
 
 /* An attribute by its name; `otherwise` if there is none. */
 static int64_t attribute_named(const struct call *call, const char *name, int64_t otherwise) {

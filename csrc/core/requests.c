@@ -595,13 +595,10 @@ static bool is_by_user(const struct request *request) {
   return op >= 0 && ((const struct reduction *)object_of(request->attributes[op]))->by == REDUCER_USER;
 }
 
-/* Whether MPI has been finalized. */
-static bool is_over(void) { return runtime.self != NULL && atomic_load(&runtime.self->freed); }
-
 /* How many of them are under way. */
 static int64_t by_users_under_way(void) {
   int64_t count = 0;
-  if (is_over()) return 0;
+  if (runtime_has_ended()) return 0;
   if (runtime.serialize) pthread_mutex_lock(&runtime.lock);
   pthread_mutex_lock(&requests_lock);
   for (int i = 0; i < all.used; i++)
@@ -632,7 +629,7 @@ int64_t requests_finish(void) {
   if (running) pthread_join(all.thread, NULL);
   bool again = atomic_exchange(&told, true);
   if (!again && runtime.serialize) pthread_mutex_lock(&runtime.lock);
-  if (!again && !is_over()) end_those_that_left();
+  if (!again && !runtime_has_ended()) end_those_that_left();
   if (!again && runtime.serialize) pthread_mutex_unlock(&runtime.lock);
   if (!again) name_all();
   int64_t under_way = by_users_under_way();

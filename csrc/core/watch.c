@@ -40,12 +40,6 @@ static void (*_Atomic program_is_at)(char *text, size_t size);
 static struct watched *first_record(void) { return (struct watched *)(void *)atomic_load(&lanes.all); }
 static struct watched *next_record(struct watched *record) { return (struct watched *)(void *)record->lane.next; }
 
-static double now(void) {
-  struct timespec time;
-  clock_gettime(CLOCK_MONOTONIC, &time);
-  return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
-}
-
 /* --- what threads that communicate do -------------------------------------------------------------------------- */
 
 static struct watched *take(void) {
@@ -137,7 +131,7 @@ static void answer(void) {
   for (struct watched *record = first_record(); record != NULL; record = next_record(record))
     if (record->seen % 2 == 1 && (longest == NULL || record->since < longest->since)) longest = record;
   if (longest != NULL && read_words(longest, words)) {
-    text_add(&text, "%.3g\n", now() - longest->since);
+    text_add(&text, "%.3g\n", seconds_now() - longest->since);
     words_tell(&text, words);
     text_add(&text, "\n%s\n", comm_name(words_comm(words)));
     size_t before = text.length;
@@ -150,11 +144,16 @@ static void answer(void) {
   job_tell("state", text.characters, text.length);
 }
 
+/* Why the operation that was seen last cannot raise, by itself; NULL: it has not said so. */
+static const char *why_refused(const struct watched *record) {
+  return atomic_load(&record->why_of) == record->seen ? atomic_load(&record->why) : NULL;
+}
+
 /* Why an operation has not ended with an error. */
 static const char *why_not_raised(const struct watched *record, const int64_t words[WORDS]) {
   const struct operation *operation = &operation_table[words[ROW]];
-  const char *why = atomic_load(&record->why);
-  if (why != NULL && atomic_load(&record->why_of) == record->seen) return why;
+  const char *why = why_refused(record);
+  if (why != NULL) return why;
   if (words[ROW] == ROW_recv || words[ROW] == ROW_irecv)
     return "its message has begun to arrive, and MPI cannot take that back";
   if (words[ROW] == ROW_sendrecv) return "one of its messages is under way, which MPI cannot take back";
@@ -186,14 +185,13 @@ static void report(const struct watched *record, double seconds, struct text *sa
 
 /* What may raise has this time for it, after which it would be reported. */
 static double pause_to_raise(const struct watched *record) {
-  bool refused = atomic_load(&record->why) != NULL && atomic_load(&record->why_of) == record->seen;
-  return action == RAISE && !refused ? fmin(1, fmax(0.1, limit)) : 0;
+  return action == RAISE && why_refused(record) == NULL ? fmin(1, fmax(0.1, limit)) : 0;
 }
 
 /* Reports an operation once, and then that it is done after all. */
 static void look_at(struct watched *record) {
   uint64_t number = atomic_load_explicit(&record->number, memory_order_acquire);
-  double time = now(), seconds = time - record->since;
+  double time = seconds_now(), seconds = time - record->since;
   if (number != record->seen) {
     if (record->reported) {
       struct text text = {0, ""};

@@ -148,8 +148,7 @@ static PyObject *communicator(PyObject *self, PyObject *args) {
   const char *meaning = NULL;
   struct communicator *found;
   if (!PyArg_ParseTuple(args, "n|s", &handle, &meaning) || !loaded()) return NULL;
-  if (runtime.self != NULL && atomic_load(&runtime.self->freed))
-    return PyErr_Format(PyExc_RuntimeError, "jaxmpi: %s", runtime.ended);
+  if (runtime_has_ended()) return PyErr_Format(PyExc_RuntimeError, "jaxmpi: %s", runtime.ended);
   if (runtime.serialize) { /* the thread that holds the lock may need the GIL, for a reduction written in Python */
     PyThreadState *state = PyEval_SaveThread();
     pthread_mutex_lock(&runtime.lock);

@@ -293,7 +293,7 @@ def _find_folder() -> Any:
     except Exception as error:  # the rank runs without it
         del os.environ["JAXMPI_JOB_FOLDER"]
         _folder = None
-        if _first_of_machine():
+        if not (_beside("placement").local_rank(os.environ) or [0])[0]:  # one of those on this machine
             _tell(
                 f"jaxmpi.run: {os.uname().nodename} has no folder for what its ranks tell the launcher ({error}): "
                 "they do not answer, and may go on if it is killed. Set TMPDIR to a folder with room\n"
@@ -304,11 +304,6 @@ def _find_folder() -> Any:
 def _opened() -> Any:
     """The job's folder, if it is certainly ours: see private.py."""
     return _beside("private").Folder(_folder)
-
-
-def _first_of_machine() -> bool:
-    names = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK")
-    return next((os.environ[name] for name in names if name in os.environ), "0") == "0"
 
 
 def _run_as_main(program: str) -> None:
