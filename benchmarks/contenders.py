@@ -631,9 +631,9 @@ KINDS = ("loop", "jit", "eager")
 
 def _allreduce_out_of_place() -> Callable[[jax.Array], jax.Array]:
     """What jaxmpi.allreduce would be if its result never took the operand's place."""
-    from jaxmpi._arguments import reduction
-    from jaxmpi._communicator import resolve
-    from jaxmpi._operations import bind
+    from jaxmpi._mpi.communicators import resolve
+    from jaxmpi._operations.operations import bind
+    from jaxmpi._primitive.arguments import reduction
 
     params = {"comm": resolve(COMM, "allreduce"), "op": reduction(MPI.SUM, "allreduce"), "in_place": False}
     return lambda x: bind("allreduce", params, x)

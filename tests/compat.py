@@ -102,9 +102,9 @@ def check(row, folder):
     alone = ("tests/test_jax_contract.py", *(["tests/test_programs.py"] if row.jax == "newest" else []))
     suites.append(python("-m", "pytest", "--color=no", "-q", "-n", "auto", *alone))
     passed = [line for output in suites for line in output.splitlines() if " passed" in line]
-    tried = python("-c", "from jaxmpi import _jax; print(_jax.NEWEST_TRIED)").strip()
+    tried = python("-c", "from jaxmpi._jax import internals; print(internals.NEWEST_TRIED)").strip()
     if row.jax == "newest" and facts["JAX"].split(",")[0] != tried:
-        passed.append(f"NEWEST_TRIED in _launcher/sharded.py is {tried}")
+        passed.append(f"NEWEST_TRIED in _launcher/before_jax.py is {tried}")
     return f"JAX {facts['JAX'].split(',')[0]}, {facts['ABI copy'].split()[0]}: {' and '.join(passed)}"
 
 

@@ -45,10 +45,13 @@ class Device:
         import jax
         from jax.interpreters import mlir
 
-        from jaxmpi import _core, _native, _primitive, _request_table, _table
+        from jaxmpi import _core
+        from jaxmpi._mpi import library
+        from jaxmpi._operations import request_table, table
+        from jaxmpi._primitive import primitive
 
-        assert _native.DEVICES.aware == (TRANSPORT == "aware"), _native.DEVICES
-        assert TRANSPORT in (_native.DEVICES.transport, "aware"), _native.DEVICES
+        assert library.DEVICES.aware == (TRANSPORT == "aware"), library.DEVICES
+        assert TRANSPORT in (library.DEVICES.transport, "aware"), library.DEVICES
         folder = Path(os.environ["JAXMPI_FAKE_DRIVERS"])
         self._bridge = ctypes.CDLL(str(folder / "libbridge.so"))
         self._bridge.bridge_handler.restype = ctypes.c_void_p
@@ -65,10 +68,10 @@ class Device:
             bridge = jax.ffi.pycapsule(ctypes.c_void_p(self._bridge.bridge_handler(operation)))
             stages = {"instantiate": bridge, "execute": bridge}
             jax.ffi.register_ffi_target(f"simulated_{name}", stages, platform="cpu")
-        for row in (*_table.ROWS, *_request_table.ROWS):
+        for row in (*table.ROWS, *request_table.ROWS):
             if not row.silent:
-                lowering = _primitive.make_lowering(row, "simulated_{}")
-                mlir.register_lowering(_primitive.PRIMITIVES[row.name], lowering, platform="cpu")
+                lowering = primitive.make_lowering(row, "simulated_{}")
+                mlir.register_lowering(primitive.PRIMITIVES[row.name], lowering, platform="cpu")
 
     def failing(self, function: str, call: Callable[[], object]) -> str:
         """What is said of a call in which the driver's function runs out of memory; nothing where it is not called."""
@@ -90,7 +93,7 @@ class Device:
 
     def end(self) -> None:
         """Raises AssertionError if the core has kept something of the driver's."""
-        from jaxmpi import _native
+        from jaxmpi._mpi import library
 
-        _native.finish()
+        library.finish()
         assert self._bridge.bridge_live() == 0

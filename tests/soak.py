@@ -35,7 +35,9 @@ import numpy as np
 from mpi4py import MPI
 
 import soaking
-from jaxmpi import _communicator, _core, _primitive
+from jaxmpi import _core
+from jaxmpi._mpi import communicators
+from jaxmpi._primitive import primitive
 
 ROUND = 64
 """Steps of a thread after which the ranks agree on whether to go on."""
@@ -183,8 +185,8 @@ def measure():
         "MiB": round(memory, 1),
         "threads": len(os.listdir("/proc/self/task")),
         "files": len(os.listdir("/proc/self/fd")),
-        "communicators": len(_communicator.known()),
-        "eager programs": _primitive.eager_programs(),
+        "communicators": len(communicators.known()),
+        "eager programs": primitive.eager_programs(),
     }
 
 

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmpi import _table, bench
+from jaxmpi import bench
 from jaxmpi import run as launcher
 from jaxmpi._bench import data, operations, options, report, timing
 from jaxmpi._bench.operations import OPERATIONS, Place
+from jaxmpi._operations import table
 from launch import launch
 from table import CASES, UFUNCS
 
@@ -205,7 +206,7 @@ def test_reductions_are_exact(op, dtype):
 @pytest.mark.alone
 def test_table_has_each_operation():
     used = {name for row in OPERATIONS.values() for name in row.uses}
-    assert used == {row.name for row in _table.ROWS if not row.silent} - {"check"}
+    assert used == {row.name for row in table.ROWS if not row.silent} - {"check"}
     assert set(operations.USUAL) <= set(OPERATIONS)
 
 

@@ -14,7 +14,8 @@ import pytest
 from mpi4py import MPI
 
 import simulated
-from jaxmpi import _devices, notoken
+from jaxmpi import notoken
+from jaxmpi._mpi import devices
 from launch import launch
 from table import CASES
 
@@ -45,8 +46,8 @@ def test_detected(monkeypatch, platform, version, answers, environment, expected
     def ask(name, kind=None):
         return answers.get(name if kind is None else (name, kind))
 
-    monkeypatch.setattr(_devices._core, "ask_mpi", ask)
-    answer, text = _devices.detected(platform, version, environment)
+    monkeypatch.setattr(devices._core, "ask_mpi", ask)
+    answer, text = devices.detected(platform, version, environment)
     assert answer is expected
     assert said in text
 
@@ -67,7 +68,7 @@ def test_detected(monkeypatch, platform, version, answers, environment, expected
     ],
 )
 def test_switch(environment, expected):
-    assert _devices._switch(environment, ["CUDA"])[0] is expected
+    assert devices._switch(environment, ["CUDA"])[0] is expected
 
 
 @pytest.mark.parametrize(
@@ -84,15 +85,15 @@ def test_switch(environment, expected):
 def test_road(environment, aware, inspects, expected):
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         expected = "wait"
-    assert _devices._transport(environment, aware, inspects)[0] == expected
+    assert devices._transport(environment, aware, inspects)[0] == expected
 
 
 @pytest.mark.parametrize(
     ("drivers", "aware", "environment", "platforms", "expected"),
     [
-        (["CUDA"], False, {}, None, _devices.CHUNK),
-        (["CUDA"], False, {}, "cuda,cpu", _devices.CHUNK),
-        (["CUDA"], False, {}, "gpu", _devices.CHUNK),
+        (["CUDA"], False, {}, None, devices.CHUNK),
+        (["CUDA"], False, {}, "cuda,cpu", devices.CHUNK),
+        (["CUDA"], False, {}, "gpu", devices.CHUNK),
         (["CUDA"], False, {}, "cpu", 0),
         (["CUDA"], False, {}, "rocm", 0),
         (["CUDA"], True, {}, None, 0),
@@ -103,9 +104,9 @@ def test_road(environment, aware, inspects, expected):
 )
 def test_chunk(monkeypatch, drivers, aware, environment, platforms, expected):
     found = {name: None if name in drivers else "no driver" for name in ("CUDA", "ROCM")}
-    monkeypatch.setattr(_devices._core, "drivers", lambda: found)
-    monkeypatch.setattr(_devices, "detected", lambda *args: (aware, ""))
-    choice = _devices.choose(environment, platforms)
+    monkeypatch.setattr(devices._core, "drivers", lambda: found)
+    monkeypatch.setattr(devices, "detected", lambda *args: (aware, ""))
+    choice = devices.choose(environment, platforms)
     assert choice.chunk == expected
     assert choice.everywhere == bool(environment)
 
@@ -113,11 +114,11 @@ def test_chunk(monkeypatch, drivers, aware, environment, platforms, expected):
 @pytest.mark.parametrize(
     ("name", "value", "read"),
     [
-        ("JAXMPI_DEVICE_MPI", "maybe", lambda e: _devices._switch(e, [])),
-        ("MPI4JAX_USE_CUDA_MPI", "2", lambda e: _devices._switch(e, [])),
-        ("JAXMPI_DEVICE_TRANSPORT", "short", lambda e: _devices._transport(e, False, False)),
-        *(("JAXMPI_DEVICE_CHUNK", value, lambda e: _devices._chunk(e, 0)) for value in ("100", "4 MiB", "²", "9" * 30)),
-        *(("JAXMPI_DEVICE_COPY", value, _devices._copy_bytes) for value in ("-1", "64 KiB", "²")),
+        ("JAXMPI_DEVICE_MPI", "maybe", lambda e: devices._switch(e, [])),
+        ("MPI4JAX_USE_CUDA_MPI", "2", lambda e: devices._switch(e, [])),
+        ("JAXMPI_DEVICE_TRANSPORT", "short", lambda e: devices._transport(e, False, False)),
+        *(("JAXMPI_DEVICE_CHUNK", value, lambda e: devices._chunk(e, 0)) for value in ("100", "4 MiB", "²", "9" * 30)),
+        *(("JAXMPI_DEVICE_COPY", value, devices._copy_bytes) for value in ("-1", "64 KiB", "²")),
     ],
 )
 def test_wrong_values(name, value, read):
@@ -268,7 +269,7 @@ def test_forced(tmp_path, value):
     """One warning in the job where device pointers are forced on a library that is not known to take them."""
     path = tmp_path / "forced.py"
     head = "import os\nos.environ['JAX_PLATFORMS'] = 'cuda,cpu'\n"
-    path.write_text(f"{head}import jaxmpi\nprint('aware', jaxmpi._native.DEVICES.aware, flush=True)\n")
+    path.write_text(f"{head}import jaxmpi\nprint('aware', jaxmpi._mpi.library.DEVICES.aware, flush=True)\n")
     clean = {name: "" for name in ("LD_PRELOAD", "JAXMPI_DEVICE_TRANSPORT") if name in os.environ}
     done = launch(2, path, JAXMPI_DEVICE_MPI=value, **clean)
     assert done.stdout.count(f"aware {value == 'on'}") == 2
@@ -299,6 +300,6 @@ def test_lowering(comm):
 @pytest.mark.skipif(bool(simulated.TRANSPORT), reason="there is a driver")
 def test_lowering_without_driver(comm):
     f = jax.jit(lambda x: notoken.allreduce(x, MPI.SUM, comm=comm))
-    if _devices.count("CUDA") == 0:
+    if devices.count("CUDA") == 0:
         with pytest.raises(NotImplementedError, match=r"libcuda\.so\.1.*JAX_PLATFORMS=cpu"):
             f.trace(jnp.ones(3)).lower(lowering_platforms=("cuda",))

@@ -12,9 +12,9 @@ from mpi4py import MPI
 import jaxmpi
 import simulated
 from jaxmpi import notoken
-from jaxmpi._native import OPERATIONS
-from jaxmpi._primitive import eager_programs
-from jaxmpi._table import check_names
+from jaxmpi._mpi.library import OPERATIONS
+from jaxmpi._operations.table import check_names
+from jaxmpi._primitive.primitive import eager_programs
 from table import NEW_JAX
 
 X = jnp.ones(3)

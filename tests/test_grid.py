@@ -21,7 +21,10 @@ from mpi4py import MPI
 
 import drawing
 import jaxmpi
-from jaxmpi import _grid, _grid_arguments, _halos, notoken
+from jaxmpi import notoken
+from jaxmpi._grid import arguments as grid_arguments
+from jaxmpi._grid import grid as grids
+from jaxmpi._grid import halos as cells
 from table import NEW_JAX, draw, dtype_of
 
 EXAMPLES = int(os.environ.get("JAXMPI_TEST_GRIDS", "16"))
@@ -625,9 +628,9 @@ def test_a_freed_communicator(comm, size):
 
 def layout_of(processes, shape):
     """What cuts use of a grid, of any number of processes."""
-    grid = SimpleNamespace(_layout=_halos.Layout(_grid_arguments.blocks(shape, processes), (False,) * len(processes)))
+    grid = SimpleNamespace(_layout=cells.Layout(grid_arguments.blocks(shape, processes), (False,) * len(processes)))
     grid.processes = processes
-    grid._extents = lambda rank, staggered: _grid.Grid._extents(grid, rank, staggered)
+    grid._extents = lambda rank, staggered: grids.Grid._extents(grid, rank, staggered)
     return grid
 
 
@@ -650,7 +653,7 @@ def test_blocks_of_any_number_of_processes(seed):
         shape = list(map(int, random.integers(1, 4, ndim)))
         for axis, blocks, extra in zip(axes, grid._layout.blocks, staggered, strict=True):
             shape[axis] = sum(blocks) + extra
-        cut = _grid._Cut(tuple(shape), axes, staggered)
+        cut = grids._Cut(tuple(shape), axes, staggered)
         x = random.normal(size=shape).astype(np.float32)
         divided = np.array(cut.divided(grid, jnp.asarray(x)))
         expected = np.zeros_like(divided)
@@ -672,7 +675,7 @@ def test_blocks_of_any_number_of_processes(seed):
 @pytest.mark.parametrize("function", ["divided", "joined"])
 def test_programs_do_not_grow_with_the_processes(function):
     def equations(side):
-        grid, cut = layout_of((side, side), (1009, 1009)), _grid._Cut((1009, 1010), (-2, -1), (0, 1))
+        grid, cut = layout_of((side, side), (1009, 1009)), grids._Cut((1009, 1010), (-2, -1), (0, 1))
         x = jnp.zeros((side**2, *cut.largest(grid)) if function == "joined" else cut.shape)
         return len(jax.make_jaxpr(lambda x: getattr(cut, function)(grid, x))(x).eqns)
 

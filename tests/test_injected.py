@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from mpi4py import MPI
 
-from jaxmpi import _native
+from jaxmpi._mpi import library as bound
 from launch import launch
 
 pytestmark = [pytest.mark.launches, pytest.mark.seconds(120)]
@@ -33,10 +33,10 @@ def _compared_only_if_asked_for(monkeypatch):
 @pytest.fixture(scope="session")
 def library(tmp_path_factory):
     """The file to be preloaded, for the MPI library of this process."""
-    mpi = Path(_native.LIBRARY.path)
+    mpi = Path(bound.LIBRARY.path)
     made = tmp_path_factory.mktemp("inject") / "inject.so"
     options = ["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden", "-shared", "-fPIC"]
-    options += [f"-I{ROOT / 'csrc'}", f'-DABI_HEADER="mpi/abi/{_native.LIBRARY.abi}.h"']
+    options += [f"-I{ROOT / 'csrc'}", f'-DABI_HEADER="mpi/abi/{bound.LIBRARY.abi}.h"']
     source = ROOT / "tests" / "inject" / "inject.c"
     linked = [str(mpi), f"-Wl,-rpath,{mpi.parent}"]
     subprocess.run([os.environ.get("CC", "cc"), *options, str(source), "-o", str(made), *linked], check=True)

@@ -18,22 +18,23 @@ from jax._src.interpreters import partial_eval
 from jax.extend.core import primitives
 from mpi4py import MPI
 
-from jaxmpi import _contract, _jax, notoken
-from jaxmpi._derivatives import hooks, opening
+from jaxmpi import _contract, notoken
+from jaxmpi._derivatives import higher_order, hooks
+from jaxmpi._jax import internals
 
 pytestmark = pytest.mark.alone
-needs_derivatives = pytest.mark.skipif(not _jax.KEEPS_EFFECTS, reason="no derivatives with this JAX")
-TRIED = f"JAX 0.6.0 to {_jax.NEWEST_TRIED}"
-HOOKS = hooks.HOOKS if _jax.KEEPS_EFFECTS else hooks._REFUSALS
+needs_derivatives = pytest.mark.skipif(not internals.KEEPS_EFFECTS, reason="no derivatives with this JAX")
+TRIED = f"JAX 0.6.0 to {internals.NEWEST_TRIED}"
+HOOKS = hooks.HOOKS if internals.KEEPS_EFFECTS else hooks._REFUSALS
 REPORT = (partial_eval, "_cached_abstract_eval", "", lambda own, *args, **params: own(*args, **params))
-FUNCTIONS = [*HOOKS, REPORT] if _jax.KEEPS_EFFECTS else HOOKS
+FUNCTIONS = [*HOOKS, REPORT] if internals.KEEPS_EFFECTS else HOOKS
 RULES = {
     "scan in a checkpoint": (partial_eval.partial_eval_jaxpr_custom_rules, primitives.scan_p),
     "checkpoint that is not used": (partial_eval.dce_rules, ad_checkpoint.remat_p),
 }
 
 REPORTS = {"custom_vjp backwards": private_ad.custom_lin_p}
-if opening._OBJECTS:
+if higher_order._OBJECTS:
     REPORTS["custom_root"] = hooks.hijax.call_hi_primitive_linearized_p
 
 
@@ -49,7 +50,7 @@ def broken():
     """What the check finds, without a derivative."""
     _contract._state["checking"] = True
     try:
-        with _jax.no_trace(), jax.disable_jit(False):
+        with internals.no_trace(), jax.disable_jit(False):
             return _contract.broken()
     finally:
         _contract._state["checking"] = False
@@ -114,7 +115,7 @@ def test_function_that_is_missing(hook, monkeypatch):
     for x in owners:
         monkeypatch.delattr(x, name)
     with pytest.raises(ImportError, match=f"there is no .*{name} in JAX|{name} of JAX .* takes") as error:
-        _jax.replace(owner, name, parameters, instead)
+        internals.replace(owner, name, parameters, instead)
     assert TRIED in str(error.value)
     assert name not in vars(owner)
 
@@ -129,7 +130,7 @@ def test_method_that_is_only_inherited(hook, monkeypatch, unchecked, myself):
     monkeypatch.setattr(owner, name, call)  # which is put back, whatever comes
     delattr(owner, name)
     try:
-        _jax.replace(owner, name, parameters, instead)
+        internals.replace(owner, name, parameters, instead)
     except ImportError:
         return
     assert broken() is not None
@@ -150,7 +151,7 @@ def test_function_that_takes_something_else(hook, kind, monkeypatch):
     exec(f"def other({', '.join(changed)}): raise AssertionError", scope)
     monkeypatch.setattr(owner, name, scope["other"])
     with pytest.raises(ImportError, match=f"{name} of JAX .* takes") as error:
-        _jax.replace(owner, name, parameters, instead)
+        internals.replace(owner, name, parameters, instead)
     assert TRIED in str(error.value)
     assert getattr(owner, name) is scope["other"]
 
@@ -163,19 +164,19 @@ def test_package_that_is_imported_once_more(hook, monkeypatch):
     if not hasattr(before, "jaxmpi_own"):
         pytest.skip("not replaced with this JAX")
     monkeypatch.setattr(owner, name, before)
-    _jax.replace(owner, name, parameters, instead)
+    internals.replace(owner, name, parameters, instead)
     assert getattr(owner, name) is not before
     assert getattr(owner, name).jaxmpi_own is before.jaxmpi_own
 
 
 def test_numbers_of_versions():
     ordered = ["0.6.0", "0.10.2", "0.12.0", "0.12.0.1", "0.12.1.dev20260101+g12345", "0.13.0", "1.0"]
-    assert sorted(reversed(ordered), key=_jax.numbers) == ordered
-    assert _jax.numbers("0.12.1.dev20260101+g12345") == (0, 12, 1)
+    assert sorted(reversed(ordered), key=internals.numbers) == ordered
+    assert internals.numbers("0.12.1.dev20260101+g12345") == (0, 12, 1)
 
 
 @pytest.mark.launches
-@pytest.mark.parametrize(("version", "count"), [(_jax.NEWEST_TRIED, 0), ("99.0.1", 1)])
+@pytest.mark.parametrize(("version", "count"), [(internals.NEWEST_TRIED, 0), ("99.0.1", 1)])
 def test_newer_version_is_one_warning(version, count):
     code = (
         "import warnings, jax\n"
@@ -194,7 +195,9 @@ def test_newer_version_is_one_warning(version, count):
     lines = done.stdout.splitlines()
     assert len(lines) == count, done.stdout
     for line in lines:
-        assert line.startswith(f"RuntimeWarning jaxmpi was tried on JAX up to {_jax.NEWEST_TRIED}, this is {version}")
+        assert line.startswith(
+            f"RuntimeWarning jaxmpi was tried on JAX up to {internals.NEWEST_TRIED}, this is {version}"
+        )
 
 
 # --- before the first derivative -------------------------------------------------------------------------------------
@@ -229,7 +232,7 @@ def test_abstract_evaluation_that_is_not_called(monkeypatch, unchecked, myself):
 def test_rule_that_is_not_called(which, monkeypatch, unchecked, myself):
     rules, primitive = RULES[which]
     monkeypatch.setitem(rules, primitive, rules[primitive].jaxmpi_own)
-    if rules is partial_eval.dce_rules and _jax.numbers(jax.__version__) >= (0, 12):
+    if rules is partial_eval.dce_rules and internals.numbers(jax.__version__) >= (0, 12):
         assert broken() is None  # there JAX keeps such checkpoints by itself
         return
     assert broken() is not None
@@ -344,7 +347,7 @@ def test_function_without_communication_is_not_held_up(monkeypatch, unchecked):
 # --- JAX 0.6 ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(_jax.KEEPS_EFFECTS, reason="this JAX has derivatives")
+@pytest.mark.skipif(internals.KEEPS_EFFECTS, reason="this JAX has derivatives")
 @pytest.mark.parametrize("derivative", DERIVATIVES)
 def test_derivatives_are_refused(derivative, myself):
     with pytest.raises(NotImplementedError, match=r"need JAX 0\.7 or newer"):

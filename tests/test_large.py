@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from jaxmpi import _communicator, _core, notoken
+from jaxmpi import _core, notoken
+from jaxmpi._mpi import communicators
 from table import CASES, draw, dtype_of
 
 pytestmark = pytest.mark.two_say_most
@@ -43,9 +44,9 @@ def test_chunks(case, n, dtype, limit, comm, rank, size):
 @pytest.fixture
 def piece(comm):
     """Sets the length of the pieces of an allreduce on the default communicator."""
-    number = _communicator.default().number
+    number = communicators.default().number
     yield lambda nbytes: _core.set_piece(number, nbytes)
-    _core.set_piece(number, max(_communicator._PIECE, comm.size * _communicator._LEAST_SHARE))
+    _core.set_piece(number, max(communicators._PIECE, comm.size * communicators._LEAST_SHARE))
 
 
 @pytest.mark.slow("dtype")

@@ -13,7 +13,8 @@ from jax import lax
 from mpi4py import MPI
 
 import jaxmpi
-from jaxmpi import _order, notoken
+from jaxmpi import notoken
+from jaxmpi._primitive import order
 
 pair = pytest.mark.ranks(2)
 
@@ -265,4 +266,4 @@ def test_compiled_ahead(comm, rank, size):
 
 def test_effect_of_another_process():
     """A program from a file has the order of the programs here, since it has their effect."""
-    assert pickle.loads(pickle.dumps(_order.EFFECT)) is _order.EFFECT
+    assert pickle.loads(pickle.dumps(order.EFFECT)) is order.EFFECT

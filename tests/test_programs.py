@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from jaxmpi import _no_mpi, run
+from jaxmpi import run
+from jaxmpi._mpi import absent
 from launch import launch, outside_of_a_job
 from table import NEW_JAX
 
@@ -101,7 +102,7 @@ def test_partial_import(script, tmp_path):
             half = world.Split(world.rank % 2)
             if world.rank % 2:
                 import jax.numpy as jnp
-                import jaxmpi._communicator
+                import jaxmpi._mpi.communicators
                 from jaxmpi import notoken
                 print(f"sum {notoken.allreduce(jnp.ones(2), MPI.SUM, comm=half)};", flush=True)
             world.Barrier()
@@ -325,7 +326,7 @@ def test_no_mpi_library():
     ],
 )
 def test_advice_without_a_library(environment, libraries, packages, advice):
-    said = _no_mpi.text(RuntimeError("cannot load MPI library"), environment, libraries, packages)
+    said = absent.text(RuntimeError("cannot load MPI library"), environment, libraries, packages)
     assert said.startswith("jaxmpi: no MPI library found: mpi4py says 'cannot load MPI library'.")
     assert advice in said
 

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from jaxmpi._replica_groups import Unreadable, collectives, groups_in
+from jaxmpi._sharded.replica_groups import Unreadable, collectives, groups_in
 from launch import launch
 
 pytestmark = pytest.mark.alone
@@ -355,8 +355,8 @@ def _compare():
     from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    from jaxmpi import _jax
-    from jaxmpi._sharded import groups_of
+    from jaxmpi._jax import internals
+    from jaxmpi._sharded.programs import groups_of
 
     for sizes in ((8,), (2, 4), (4, 2), (2, 2, 2)):
         names = "abc"[: len(sizes)]
@@ -372,7 +372,7 @@ def _compare():
             def total(x, axis=axis):
                 return lax.psum(x, tuple(axis))
 
-            body = _jax.shard_map(total, mesh=mesh, in_specs=spec, out_specs=spec, **unchecked)
+            body = internals.shard_map(total, mesh=mesh, in_specs=spec, out_specs=spec, **unchecked)
             x = jax.device_put(np.arange(16.0), NamedSharding(mesh, spec))
             text = jax.jit(body).lower(x).compile().as_text()
             assert groups_of(text, 8) == sorted(map(tuple, expected.tolist())), (sizes, axis, text)

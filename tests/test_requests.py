@@ -14,7 +14,8 @@ from mpi4py import MPI
 
 import drawing
 import jaxmpi
-from jaxmpi import _communicator, _core, notoken
+from jaxmpi import _core, notoken
+from jaxmpi._mpi import communicators
 from launch import launch
 from table import FEW_SHAPES, NEW_JAX, SHAPES, draw, raised
 
@@ -363,7 +364,7 @@ def test_any_tag_beside_others(comm, rank):
 
 @pytest.mark.parametrize("how", ["recv", "irecv", "sendrecv"])
 @pytest.mark.parametrize("length", [4, 18])
-@pytest.mark.skipif(_communicator.CHECK, reason="ranks that are compared wait for each other in a start")
+@pytest.mark.skipif(communicators.CHECK, reason="ranks that are compared wait for each other in a start")
 @pytest.mark.ranks(2)
 def test_any_tag_after_the_start_of_an_exchange(how, length, comm, rank, size):
     """A message with any tag is not that of an exchange that only the sender has started, though both are as long."""

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxmpi import run
-from jaxmpi._launcher import placement
+from jaxmpi._launcher import accelerators
 from launch import launch
 
 pytestmark = pytest.mark.launches
@@ -48,7 +48,7 @@ def cuda(device, fraction=None):
     ],
 )
 def test_launchers(environment, place):
-    assert placement.local_rank(environment) == place
+    assert accelerators.local_rank(environment) == place
 
 
 @pytest.mark.parametrize(
@@ -90,29 +90,29 @@ def test_launchers(environment, place):
     ],
 )
 def test_choice(counts, environment, chosen):
-    assert placement.assign(counts, environment) == chosen
+    assert accelerators.assign(counts, environment) == chosen
 
 
 def test_drivers_are_asked_only_for_a_choice(monkeypatch):
     asked = []
-    monkeypatch.setattr(placement, "device_counts", lambda: asked.append("asked") or {"CUDA": 4})
+    monkeypatch.setattr(accelerators, "device_counts", lambda: asked.append("asked") or {"CUDA": 4})
     for environment, times, options in [
         ({}, 0, {}),
         (ranked(1, 2, JAX_PLATFORMS="cpu"), 0, {}),
         (ranked(1, 2, JAX_CUDA_VISIBLE_DEVICES="3", JAX_ROCM_VISIBLE_DEVICES="2"), 0, {"cuda": "3", "rocm": "2"}),
         (ranked(1, 2), 1, {"cuda": "1"}),
     ]:
-        monkeypatch.setattr(placement.os, "environ", dict(environment))
+        monkeypatch.setattr(accelerators.os, "environ", dict(environment))
         asked.clear()
         config = {}
-        placement.take(SimpleNamespace(update=config.__setitem__))
+        accelerators.take(SimpleNamespace(update=config.__setitem__))
         assert len(asked) == times
         assert config == {f"jax_{name}_visible_devices": value for name, value in options.items()}
 
 
 def test_no_driver_no_counts(monkeypatch):
-    monkeypatch.setattr(placement.sys, "executable", "/nowhere/python")
-    assert placement.device_counts() == {}
+    monkeypatch.setattr(accelerators.sys, "executable", "/nowhere/python")
+    assert accelerators.device_counts() == {}
 
 
 def test_switch(tmp_path):

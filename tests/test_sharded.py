@@ -18,10 +18,11 @@ from jax.sharding import PartitionSpec as P
 from mpi4py import MPI
 
 import jaxmpi
-from jaxmpi import _jax, _sharded
-from jaxmpi._launcher import sharded
+from jaxmpi._jax import internals
+from jaxmpi._launcher import before_jax
+from jaxmpi._sharded import programs
 
-KIND = sharded.state.get("kind")
+KIND = before_jax.state.get("kind")
 pytestmark = pytest.mark.skipif(KIND is None, reason="needs --collectives: make test-sharded")
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 DTYPES = ["bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))]
@@ -70,7 +71,7 @@ def over(mesh, body, spec=PARTS, out=PARTS):
     unchecked = {
         "check_vma" if hasattr(jax, "shard_map") else "check_rep": False
     }  # JAX cannot tell some of the replicated
-    return jax.jit(_jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=out, **unchecked))
+    return jax.jit(internals.shard_map(body, mesh=mesh, in_specs=spec, out_specs=out, **unchecked))
 
 
 def test_every_process_is_a_rank():
@@ -200,7 +201,7 @@ def test_gradients():
     def whole(w, x):
         return jnp.sum(jnp.sin(x @ w[:, None]) ** 2)
 
-    mapped = _jax.shard_map(loss, mesh=line(), in_specs=(P(), P("p")), out_specs=P())
+    mapped = internals.shard_map(loss, mesh=line(), in_specs=(P(), P("p")), out_specs=P())
     w, x = place(weights, line(), P()), place(blocks, line(), P("p"))
     with jax.default_device(jax.local_devices()[0]):
         expected = jax.grad(whole)(jnp.asarray(weights), jnp.asarray(blocks))
@@ -373,7 +374,7 @@ def test_settings_of_the_program(setting):
     mesh = Mesh(np.array(jax.devices()).reshape(1, SIZE), ("a", "b"))
     whole = np.arange(2.0 * SIZE, dtype=np.float32).reshape(2, SIZE)
     x = place(whole, mesh, P(None, "b"))
-    _sharded._made.clear()  # once more: XLA keeps those that it has
+    programs._made.clear()  # once more: XLA keeps those that it has
     with SETTINGS[setting](mesh):
         found = over(mesh, lambda x: lax.psum(x, "b"), P(None, "b"), P())(x)
     check(found, whole.sum(1, keepdims=True))

@@ -15,12 +15,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from mpi4py import MPI
 
-from jaxmpi._launcher import sharded
+from jaxmpi._launcher import before_jax
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 ALL = os.environ.get("JAXMPI_TEST_LAYOUTS") == "all"
 pytestmark = [
-    pytest.mark.skipif(sharded.state.get("kind") != "mpi", reason="needs --collectives mpi: make test-sharded"),
+    pytest.mark.skipif(before_jax.state.get("kind") != "mpi", reason="needs --collectives mpi: make test-sharded"),
     pytest.mark.ranks(2),
     pytest.mark.seconds(3600 if ALL else 120),
 ]

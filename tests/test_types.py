@@ -14,7 +14,7 @@ import pytest
 
 import jaxmpi
 from jaxmpi import notoken
-from jaxmpi._types import JitOptions, Jitted
+from jaxmpi._primitive.types import JitOptions, Jitted
 
 pytestmark = pytest.mark.alone
 PROGRAM = Path(__file__).with_name("typing_program.py")

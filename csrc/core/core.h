@@ -197,7 +197,7 @@ static inline bool attribute_is_object(enum attribute kind) { return kind >= OBJ
 #define TRACED (-(INT64_C(1) << 40))
 static inline bool is_traced(int64_t attribute) { return attribute < TRACED / 2; }
 
-/* What a collective is of, by the numbers of _DERIVATIVES in python/jaxmpi/_primitive.py; from OF_COTANGENT on it may
+/* What a collective is of, by the numbers of _DERIVATIVES in python/jaxmpi/_primitive/primitive.py; from OF_COTANGENT on it may
  * be of reverse mode. */
 enum derivative { OF_VALUE, OF_TANGENT, OF_COTANGENT, OF_FURTHER };
 

@@ -14,7 +14,7 @@
 __attribute__((format(printf, 3, 4))) ffi_error *call_fail(const struct call *call, enum ffi_error_code code,
                                                            const char *format, ...);
 
-/* The place of an array among those of a pytree, by the numbers of python/jaxmpi/_leaves.py. */
+/* The place of an array among those of a pytree, by the numbers of python/jaxmpi/_primitive/primitive.pytrees.py. */
 enum leaf { ALONE, FIRST, MIDDLE, LAST };
 
 /* The same for what has been received and dropped, since there is no room for it. XLA executes nothing that follows an

@@ -1,4 +1,4 @@
-/* Plans: which parts of the arrays of a call travel in which messages. Made once, by python/jaxmpi/_plans.py, and kept
+/* Plans: which parts of the arrays of a call travel in which messages. Made once, by python/jaxmpi/_mpi/plans.py, and kept
  * in the registry.
  *
  * A plan describes a linear map between the arrays of all ranks, of which this rank's results are its operands (or
@@ -18,7 +18,7 @@
 
 #include "core/core.h"
 
-/* The tag of the messages of plans: OF_PLANS in _tags.py. Tags from the other one on may be those of derivatives:
+/* The tag of the messages of plans: OF_PLANS in _mpi/tags.py. Tags from the other one on may be those of derivatives:
  * _FIRST there. */
 static inline int plans_tag(void) { return runtime.most_tag - runtime.most_tag / 2 - 2; }
 static inline int derivatives_tag(void) { return plans_tag() + 2; }

@@ -22,7 +22,7 @@ static bool has_labels(void) {
 /* --- matching: under requests_lock --- */
 
 /* Whether a receive may have a message with this tag. With any tag those of plans never are for it; irecv, which may be
- * matched much later than it is started, leaves those of derivatives alone, too (_tags.py). The derivative of sendrecv
+ * matched much later than it is started, leaves those of derivatives alone, too (_mpi/tags.py). The derivative of sendrecv
  * receives with any tag. */
 static bool takes(const struct receive *receive, int tag) {
   if (receive->tag != ABI_ANY_TAG) return receive->tag == tag;

@@ -1,5 +1,5 @@
 /* Calls of compiled code in program order. The link is an empty array that one computation returns and the next one
- * takes as an operand; this file passes it from call to call. It is in C because every call runs it. _chain.py says
+ * takes as an operand; this file passes it from call to call. It is in C because every call runs it. _jax/runtime_token.py says
  * what the link means and names the attributes of JAX's objects.
  *
  * Functions that return PyObject * return a new reference, or NULL with an exception set. */

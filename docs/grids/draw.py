@@ -11,8 +11,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-from jaxmpi._halos import Field, Halo, Layout, Number, _regions
-from jaxmpi._plans import Box
+from jaxmpi._grid.halos import Field, Halo, Layout, Number, _regions
+from jaxmpi._mpi.plans import Box
 
 COLOURS = ["#4c78a8", "#f58518", "#54a24b", "#b279a2"]
 LEFT_ALONE = "#dddddd"

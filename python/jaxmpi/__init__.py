@@ -23,25 +23,25 @@ def _module_to_run() -> str:
 # `python -m jaxmpi.run` starts the processes that use MPI and must not be one of them; `python -m jaxmpi.info` reports
 # why the package cannot be loaded; `python -m jaxmpi.trace` reads files. For these nothing is imported here.
 if _module_to_run() not in ("jaxmpi.run", "jaxmpi.info", "jaxmpi.trace"):
-    from jaxmpi._launcher import sharded as _sharded_programs
+    from jaxmpi._launcher import before_jax as _before_jax
 
-    _sharded_programs.offer()  # before jax is imported
+    _before_jax.offer()  # before jax is imported
 
     # isort: split
-    from jaxmpi import _native as _native  # first: its errors say what is wrong with mpi4py
+    from jaxmpi._mpi import library as _library  # noqa: F401 (first: its errors say what is wrong with mpi4py)
 
     # isort: split
     from jaxmpi import _contract as _contract
-    from jaxmpi import _nonblocking as _nonblocking
-    from jaxmpi import _operations as _operations
     from jaxmpi import compat, notoken
-    from jaxmpi._grid import Grid
-    from jaxmpi._nonblocking import *  # noqa: F403 (it has __all__)
-    from jaxmpi._operations import *  # noqa: F403
-    from jaxmpi._order import Token, jit
+    from jaxmpi._grid.grid import Grid
+    from jaxmpi._operations import nonblocking as _nonblocking
+    from jaxmpi._operations import operations as _public
+    from jaxmpi._operations.nonblocking import *  # noqa: F403 (it has __all__)
+    from jaxmpi._operations.operations import *  # noqa: F403
+    from jaxmpi._primitive.order import Token, jit
 
-    _sharded_programs.taken()
-    _sharded_programs.register()
+    _before_jax.taken()
+    _before_jax.register()
 
     __all__ = ["Grid", "Token", "compat", "jit", "notoken"]
-    __all__ += _operations.__all__ + _nonblocking.__all__
+    __all__ += _public.__all__ + _nonblocking.__all__

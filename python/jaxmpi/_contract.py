@@ -15,9 +15,11 @@ import jax.numpy as jnp
 from jax import lax
 from mpi4py import MPI
 
-from jaxmpi import _jax, _jaxprs, notoken
-from jaxmpi._derivatives import communication, hooks
-from jaxmpi._order import EFFECT
+from jaxmpi import notoken
+from jaxmpi._derivatives import hooks
+from jaxmpi._jax import internals, jaxprs
+from jaxmpi._primitive import communication
+from jaxmpi._primitive.order import EFFECT
 
 Operations = list[tuple[str, str, str]]
 """The operations of a computation, in order: the primitive around it (`scan`, `cond`, ... or empty), its name, and what
@@ -44,7 +46,7 @@ def _operations(jaxpr: Any, inside: str) -> Iterator[tuple[str, str, str]]:
             yield inside, equation.primitive.name[7:], equation.params.get(communication.DERIVATIVE, "")
             continue
         within = inside if equation.primitive in communication.CALLS else equation.primitive.name
-        for inner in _jaxprs.inner_jaxprs(equation.params):
+        for inner in jaxprs.inner_jaxprs(equation.params):
             yield from _operations(inner, within)
 
 
@@ -154,7 +156,7 @@ def _dropped() -> Any:
     """A primitive that communicates and whose own rule drops it, which must be refused."""
     from jax._src.interpreters import partial_eval
 
-    primitive = _jax.Primitive("jaxmpi.dropped")
+    primitive = internals.Primitive("jaxmpi.dropped")
     primitive.def_effectful_abstract_eval(lambda x: (x, {EFFECT}))
     partial_eval.dce_rules[primitive] = lambda *_: ([False], None)
     try:
@@ -174,11 +176,11 @@ def _newer_checkpoint() -> Any:
 
 def _hidden() -> Any:
     """A primitive like those of other libraries, whose abstract evaluation does not report the effect inside."""
-    primitive = _jax.Primitive("jaxmpi.forgetful")
+    primitive = internals.Primitive("jaxmpi.forgetful")
 
     def evaluate(x):
         result = jax.eval_shape(lambda x: _bcast(x), x)
-        return _jax.ShapedArray(result.shape, result.dtype)
+        return internals.ShapedArray(result.shape, result.dtype)
 
     primitive.def_abstract_eval(evaluate)
     (equation,) = jax.make_jaxpr(primitive.bind)(1.0).eqns
@@ -336,10 +338,10 @@ def broken() -> str | None:
 def _whatever_is_around() -> Iterator[None]:
     """A context in which computations are traced independently of where the first derivative is taken."""
     with (
-        _jax.no_trace(),
-        _jax.without_constant_folding(),
+        internals.no_trace(),
+        internals.without_constant_folding(),
         jax.disable_jit(False),
-        _jax.without_leak_checks(),
+        internals.without_leak_checks(),
         jax.transfer_guard("allow"),
     ):
         yield
@@ -357,7 +359,7 @@ def check() -> None:
     if _state["broken"] is not None:
         raise NotImplementedError(
             f"jaxmpi: derivatives of communication are refused: JAX {jax.__version__} does not keep to what they rely "
-            f"on: {_state['broken']}. {_jax.ADVICE}"
+            f"on: {_state['broken']}. {internals.ADVICE}"
         )
 
 

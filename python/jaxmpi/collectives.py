@@ -8,21 +8,10 @@ Under `python -m jaxmpi.run --collectives mpi` nothing has to be imported. Under
 before it imports jax. See docs/sharded.md.
 """
 
-from jaxmpi._launcher import sharded as _sharded
+from jaxmpi._launcher import before_jax as _before_jax
+from jaxmpi._launcher.before_jax import why_not_mpi
 
 __all__ = ["install", "why_not_mpi"]
-
-
-def why_not_mpi() -> str:
-    """Why JAX cannot communicate by MPI in this process; empty if it can."""
-    if "refused" in _sharded.state:
-        return _sharded.state["refused"] + ": use a newer jaxmpi, or --collectives gloo"
-    if "offered" not in _sharded.state:
-        return (
-            "jax was imported before jaxmpi, or MPITRAMPOLINE_LIB names another library: import jaxmpi first, or start "
-            "with 'python -m jaxmpi.run --collectives mpi'"
-        )
-    return ""
 
 
 def install(kind: str = "mpi") -> None:
@@ -40,12 +29,14 @@ def install(kind: str = "mpi") -> None:
     """
     import jax
 
-    if kind not in _sharded.KINDS:
-        raise ValueError(f"jaxmpi.collectives.install: kind must be one of {', '.join(_sharded.KINDS)}, got {kind!r}")
-    if _sharded.state.get("kind") != kind and jax._src.xla_bridge.backends_are_initialized():
+    if kind not in _before_jax.KINDS:
+        raise ValueError(
+            f"jaxmpi.collectives.install: kind must be one of {', '.join(_before_jax.KINDS)}, got {kind!r}"
+        )
+    if _before_jax.state.get("kind") != kind and jax._src.xla_bridge.backends_are_initialized():
         raise RuntimeError(
             "jaxmpi.collectives.install: JAX has made its devices already (an array, jax.devices()): call it before"
         )
     if kind == "mpi" and (reason := why_not_mpi()):
         raise RuntimeError(f"jaxmpi.collectives.install: {reason}")
-    _sharded.prepare(kind)
+    _before_jax.prepare(kind)

@@ -5,8 +5,9 @@ import platform
 import sys
 from collections.abc import Iterator
 
-from jaxmpi import _no_mpi, run
-from jaxmpi._launcher import sharded
+from jaxmpi import run
+from jaxmpi._launcher import before_jax
+from jaxmpi._mpi import absent
 
 # The number of ranks, as launchers set it. If it is above 1 and MPI says 1, the launcher belongs to another MPI.
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS")
@@ -18,9 +19,11 @@ def facts() -> Iterator[tuple[str, str]]:
     yield "Python", f"{platform.python_version()} ({sys.executable})"
     yield "JAX", f"{run.version_of('jax')}, jaxlib {run.version_of('jaxlib')}"
     yield "mpi4py", run.version_of("mpi4py")
-    sharded.offer()
-    from jaxmpi import _core, _native, _primitive
-    from jaxmpi._native import MPI
+    before_jax.offer()
+    from jaxmpi import _core
+    from jaxmpi._mpi import library
+    from jaxmpi._mpi.library import MPI
+    from jaxmpi._primitive import primitive
 
     levels = {
         MPI.THREAD_SINGLE: "single",
@@ -28,9 +31,9 @@ def facts() -> Iterator[tuple[str, str]]:
         MPI.THREAD_SERIALIZED: "serialized",
         MPI.THREAD_MULTIPLE: "multiple",
     }
-    yield "MPI", " ".join(_native.LIBRARY.version.split())
-    yield "MPI library", _native.LIBRARY.path
-    yield "ABI copy", f"{_native.LIBRARY.abi} (in {_core.__file__})"
+    yield "MPI", " ".join(library.LIBRARY.version.split())
+    yield "MPI library", library.LIBRARY.path
+    yield "ABI copy", f"{library.LIBRARY.abi} (in {_core.__file__})"
     yield "thread level", levels[MPI.Query_thread()]
     yield "rank", f"{MPI.COMM_WORLD.rank} of {MPI.COMM_WORLD.size} on {MPI.Get_processor_name()}"
     yield "mpiexec", run.find_mpiexec() or "none"
@@ -38,7 +41,7 @@ def facts() -> Iterator[tuple[str, str]]:
     import jax
 
     yield "devices", ", ".join(str(device) for device in jax.devices())
-    choice = _native.DEVICES
+    choice = library.DEVICES
     yield "communicates on", ", ".join(choice.communicated)
     for name, number in _core.device_counts().items():
         yield f"{name} devices", str(number)
@@ -57,9 +60,9 @@ def facts() -> Iterator[tuple[str, str]]:
     possible = f"--collectives gloo; not mpi: {reason}" if reason else "--collectives mpi or gloo"
     yield (
         "sharded programs",
-        f"by {sharded.state['kind']}" if "kind" in sharded.state else f"not asked for ({possible})",
+        f"by {before_jax.state['kind']}" if "kind" in before_jax.state else f"not asked for ({possible})",
     )
-    yield "eager programs", f"{_primitive.eager_programs()} kept, 4096 at most for each communicator"
+    yield "eager programs", f"{primitive.eager_programs()} kept, 4096 at most for each communicator"
 
 
 def problems() -> Iterator[str]:
@@ -67,7 +70,7 @@ def problems() -> Iterator[str]:
     import jax
     from mpi4py import MPI
 
-    from jaxmpi import _native
+    from jaxmpi._mpi import library
 
     size = MPI.COMM_WORLD.size
     told = {name: os.environ[name] for name in _SIZES if os.environ.get(name, "1") not in ("", "1")}
@@ -82,9 +85,9 @@ def problems() -> Iterator[str]:
             "runs. Leave mpi4py.rc.thread_level at 'multiple'."
         )
     if run.find_mpiexec() is None:
-        yield f"no mpiexec found in this environment or on PATH: {_no_mpi.how_to_install(_no_mpi.packages())}."
-    elif len(packages := _no_mpi.packages()) > 1:
-        yield f"{_no_mpi.how_to_install(packages)}."
+        yield f"no mpiexec found in this environment or on PATH: {absent.how_to_install(absent.packages())}."
+    elif len(packages := absent.packages()) > 1:
+        yield f"{absent.how_to_install(packages)}."
     node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
     threads = int(os.environ.get("PJRT_NPROC") or len(run.usable_cpus()))
     if threads > 1 and node.size > 1 and threads * node.size > (os.cpu_count() or 1):
@@ -95,7 +98,7 @@ def problems() -> Iterator[str]:
     node.Free()
     platforms = {device.platform for device in jax.devices()} | {jax.default_backend()}
     aliases = {"gpu": {"cuda", "rocm"}}
-    if not any(aliases.get(name, {name}).intersection(_native.DEVICES.communicated) for name in platforms):
+    if not any(aliases.get(name, {name}).intersection(library.DEVICES.communicated) for name in platforms):
         backend = jax.default_backend()
         yield f"the default backend is {backend}, whose arrays cannot be communicated; set JAX_PLATFORMS=cpu."
 

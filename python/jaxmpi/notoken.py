@@ -9,8 +9,8 @@ import re
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from jaxmpi import _nonblocking, _operations
-from jaxmpi._order import Token
+from jaxmpi._operations import nonblocking, operations
+from jaxmpi._primitive.order import Token
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -39,9 +39,9 @@ def _without_token(function: Function) -> Function:
     return cast(Function, call)
 
 
-__all__ = [*_operations.__all__, *_nonblocking.__all__]
+__all__ = [*operations.__all__, *nonblocking.__all__]
 
 for _name in __all__:
-    _function = getattr(_operations, _name, None) or getattr(_nonblocking, _name)
+    _function = getattr(operations, _name, None) or getattr(nonblocking, _name)
     _takes_one = "token" in inspect.signature(_function).parameters
     globals()[_name] = _without_token(_function) if _takes_one else _function

@@ -2,13 +2,13 @@ from typing import Any
 
 from mpi4py import MPI
 
-from jaxmpi._nonblocking import Request as Request
-from jaxmpi._operations import has_cuda_support as has_cuda_support
-from jaxmpi._operations import has_rocm_support as has_rocm_support
-from jaxmpi._operations import has_sycl_support as has_sycl_support
-from jaxmpi._operations import invariant as invariant
-from jaxmpi._operations import replicate as replicate
-from jaxmpi._operations import static as static
+from jaxmpi._operations.nonblocking import Request as Request
+from jaxmpi._operations.operations import has_cuda_support as has_cuda_support
+from jaxmpi._operations.operations import has_rocm_support as has_rocm_support
+from jaxmpi._operations.operations import has_sycl_support as has_sycl_support
+from jaxmpi._operations.operations import invariant as invariant
+from jaxmpi._operations.operations import replicate as replicate
+from jaxmpi._operations.operations import static as static
 
 def allgather(x: Any, *, comm: MPI.Comm | None = None) -> Any: ...
 def allgatherv(x: Any, counts: Any, *, rows: int | None = None, comm: MPI.Comm | None = None) -> Any: ...

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from jaxmpi._launcher import parent, sharded, sources, stand_ins, written_for
+from jaxmpi._launcher import before_jax, parent, sources, stand_ins, written_for
 
 PASSED = ("JAX", "XLA_", "PJRT_", "OMP_", "PYTHON", "MPI4", "UCX_", "FI_")
 """What the names of variables begin with that ranks on other machines get as well."""
@@ -202,7 +202,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--collectives",
-        choices=sharded.KINDS,
+        choices=before_jax.KINDS,
         help="run a program of JAX's own sharded arrays (shard_map, NamedSharding) over all ranks, one CPU device "
         "each: its collectives by this MPI, or by gloo",
     )
@@ -320,9 +320,9 @@ def main(arguments: list[str] | None = None) -> int:
     if mpiexec is not None and shutil.which(mpiexec) is None:
         sys.exit(f"jaxmpi.run: --mpiexec: {mpiexec} is no program on PATH")
     if mpiexec is None:
-        from jaxmpi import _no_mpi
+        from jaxmpi._mpi import absent
 
-        sys.exit(f"jaxmpi.run: no mpiexec found: {_no_mpi.how_to_install(_no_mpi.packages())}")
+        sys.exit(f"jaxmpi.run: no mpiexec found: {absent.how_to_install(absent.packages())}")
     check_syntax(options.kind, options.program)
     check_calls(options.stand_in, options.kind, options.program)
     check_scheduler(os.environ, options.ranks, options.mpiexec_args is not None)

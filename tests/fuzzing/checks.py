@@ -20,7 +20,8 @@ import jaxmpi
 from fuzzing.distributed import Deaf, Distributed
 from fuzzing.programs import INPUTS, LENGTH, OPERATIONS, forgets
 from fuzzing.witness import Witness
-from jaxmpi import _core, _jaxprs, notoken
+from jaxmpi import _core, notoken
+from jaxmpi._jax import jaxprs
 
 BATCH = 2
 TOLERANCE = 1e-9
@@ -311,7 +312,7 @@ def collectives(jaxpr):
                 size = f"of {math.prod(equation.invars[0].aval.shape[1:])}"
             yield f"{name} {equation.params.get('derivative', '')} {size}"
             continue
-        for inner in _jaxprs.inner_jaxprs(equation.params):
+        for inner in jaxprs.inner_jaxprs(equation.params):
             yield from collectives(inner)
 
 
@@ -319,7 +320,7 @@ def names(jaxpr):
     """Of the primitives of a jaxpr and of those inside."""
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield equation.primitive.name
-        for inner in _jaxprs.inner_jaxprs(equation.params):
+        for inner in jaxprs.inner_jaxprs(equation.params):
             yield from names(inner)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from mpi4py import MPI
 
 from jaxmpi import notoken
-from jaxmpi._grid import Grid
+from jaxmpi._grid.grid import Grid
 
 REDUCTIONS = {"sum": MPI.SUM, "prod": MPI.PROD, "max": MPI.MAX, "min": MPI.MIN}
 WINDOW = 64

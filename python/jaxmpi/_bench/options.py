@@ -14,11 +14,11 @@ import jax
 import numpy as np
 from mpi4py import MPI
 
-from jaxmpi import _arguments as arguments
 from jaxmpi._bench import operations, timing
 from jaxmpi._bench.data import Numbers
 from jaxmpi._bench.operations import Operation, Place
-from jaxmpi._native import DATATYPES
+from jaxmpi._mpi.library import DATATYPES
+from jaxmpi._primitive import arguments
 
 COMM = MPI.COMM_WORLD
 

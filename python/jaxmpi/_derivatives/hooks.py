@@ -15,9 +15,10 @@ try:
 except ImportError:  # before JAX 0.8
     hijax = None  # type: ignore[assignment]
 
-from jaxmpi import _hidden, _jax
-from jaxmpi._derivatives import communication
-from jaxmpi._derivatives.division import (
+from jaxmpi._derivatives import unreported
+from jaxmpi._derivatives.custom_rules import differentiate_custom_jvp, differentiate_custom_vjp, pullback_communicates
+from jaxmpi._derivatives.higher_order import bind_checkpoint, differentiate, refuse_old
+from jaxmpi._derivatives.partial_evaluation import (
     begin_argument,
     begin_to_divide,
     divide,
@@ -29,11 +30,11 @@ from jaxmpi._derivatives.division import (
     leave_custom,
     round_what_is_real,
 )
-from jaxmpi._derivatives.opening import bind_checkpoint, differentiate, refuse_old
-from jaxmpi._derivatives.rules import differentiate_custom_jvp, differentiate_custom_vjp, pullback_communicates
-from jaxmpi._derivatives.traces import remember
+from jaxmpi._derivatives.seeds import remember
 from jaxmpi._derivatives.transposition import transpose, transpose_matrix
-from jaxmpi._order import EFFECT
+from jaxmpi._jax import internals
+from jaxmpi._primitive import communication
+from jaxmpi._primitive.order import EFFECT
 
 HAS_NEWER_CHECKPOINT = "jaxpr" in getattr(getattr(ad_checkpoint, "RematTraced", None), "__annotations__", ())
 
@@ -41,18 +42,18 @@ HAS_NEWER_CHECKPOINT = "jaxpr" in getattr(getattr(ad_checkpoint, "RematTraced", 
 def install(check: Callable[[], None]) -> None:
     """Installs the hooks. `check` is called before anything that communicates is differentiated, and may raise."""
     communication.check = check
-    for hook in HOOKS if _jax.KEEPS_EFFECTS else _REFUSALS:
-        _jax.replace(*hook)
-    if not _jax.KEEPS_EFFECTS:
+    for hook in HOOKS if internals.KEEPS_EFFECTS else _REFUSALS:
+        internals.replace(*hook)
+    if not internals.KEEPS_EFFECTS:
         return
-    _hidden.report()
-    _hidden.report_of(private_ad.custom_lin_p, pullback_communicates)
+    unreported.report()
+    unreported.report_of(private_ad.custom_lin_p, pullback_communicates)
     if hasattr(hijax, "call_hi_primitive_linearized_p"):
-        _hidden.report_of(hijax.call_hi_primitive_linearized_p, lambda _, params: EFFECT in params["_prim"].effects)
+        unreported.report_of(hijax.call_hi_primitive_linearized_p, lambda _, params: EFFECT in params["_prim"].effects)
     _replace_rule(partial_eval.partial_eval_jaxpr_custom_rules, primitives.scan_p, divide_checkpointed_scan)
     _replace_rule(partial_eval.dce_rules, ad_checkpoint.remat_p, keep_checkpoint)
     if hasattr(ad_checkpoint, "_insert_reduce_precision"):  # without it JAX refuses complex numbers by a TypeError
-        _jax.replace(ad_checkpoint, "_insert_reduce_precision", "", round_what_is_real)
+        internals.replace(ad_checkpoint, "_insert_reduce_precision", "", round_what_is_real)
 
 
 def _replace_rule(rules: dict[Any, Any], primitive: Any, instead: Callable[..., Any]) -> None:

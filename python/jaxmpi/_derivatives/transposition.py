@@ -1,6 +1,5 @@
 """Transposition: every cotangent depends on all cotangents that a transposition was started with."""
 
-import contextvars
 from collections.abc import Callable
 from typing import Any
 
@@ -9,29 +8,18 @@ from jax._src import core
 from jax._src.interpreters import ad as private_ad
 from jax.extend.core import Literal, primitives
 
-from jaxmpi import _chain, _jax, _jaxprs
-from jaxmpi._derivatives.communication import CALLS, ZERO, during, is_error_of_ours
-from jaxmpi._derivatives.link import link, link_primitive
-from jaxmpi._derivatives.remaking import with_carry, with_output, with_results
-from jaxmpi._order import EFFECT
-
-_cotangents: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("cotangents", default=())
-"""A number that depends on all cotangents with which the current transposition was started; empty outside of one."""
-
-_solving: contextvars.ContextVar[bool] = contextvars.ContextVar("solving", default=False)
-"""Whether the matrix of a linear solve is being transposed, which is a value rather than a derivative."""
-
-
-def zero_cotangent(like: Any) -> Any:
-    """Zeros as a missing cotangent, which depend on what the transposition was started with: see `transpose`."""
-    return link(None, _cotangents.get(), like, not _solving.get())
+from jaxmpi._derivatives.rewrites import with_carry, with_output, with_results
+from jaxmpi._jax import internals, jaxprs, runtime_token
+from jaxmpi._jax.dependence import cotangents, link, link_primitive, solving
+from jaxmpi._primitive.communication import CALLS, ZERO, during, is_error_of_ours
+from jaxmpi._primitive.order import EFFECT
 
 
 def transpose_matrix(own: Callable[..., Any], *args: Any) -> Callable[..., Any]:
     transposed = own(*args)
 
     def call(x):
-        with during(_solving, True):
+        with during(solving, True):
             return transposed(x)
 
     return call
@@ -43,15 +31,15 @@ def transpose(own: Callable[..., Any], jaxpr: Any, stack: Any, consts: Any, prim
     cotangent on one rank maps it on all."""
     if EFFECT not in jaxpr.effects:
         return own(jaxpr, stack, consts, primals, given, **more)
-    if _chain.repeats_backward_pass():
-        raise FloatingPointError(_chain.REPEATED)
-    known = [x for x in given if type(x) is not _jax.ad.Zero and _jax.inexact(x)]
-    zero = link(None, known, jax.typeof(ZERO), not _solving.get())
+    if runtime_token.repeats_backward_pass():
+        raise FloatingPointError(runtime_token.REPEATED)
+    known = [x for x in given if type(x) is not internals.ad.Zero and internals.inexact(x)]
+    zero = link(None, known, jax.typeof(ZERO), not solving.get())
     arguments = zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *primals), strict=False)
     linear = {x for x, value in arguments if isinstance(value, _LINEAR)}
     linked = _with_link_of_all(jaxpr, linear)
     try:
-        with during(_cotangents, (zero,)):
+        with during(cotangents, (zero,)):
             return own(linked, stack, consts, primals, [*given, zero], **more)
     except (AssertionError, NotImplementedError, RuntimeError) as error:
         of_execution = isinstance(error, jax.errors.JaxRuntimeError)
@@ -80,7 +68,7 @@ def _with_link_of_all(jaxpr: Any, linear: set[Any]) -> Any:
     linear = set(linear)
     equations, communicated = [], []
     for equation in jaxpr.eqns:
-        if linear.isdisjoint(_jaxprs.variables(equation.invars)):
+        if linear.isdisjoint(jaxprs.variables(equation.invars)):
             equations.append(equation)
             continue
         replacements = [equation]
@@ -88,7 +76,7 @@ def _with_link_of_all(jaxpr: Any, linear: set[Any]) -> Any:
             outvars = [core.Var(x.aval) if isinstance(x, core.DropVar) else x for x in equation.outvars]
             replacements = _with_result(equation.replace(outvars=outvars), linear)
             if not getattr(equation.primitive, "starts", False):  # the cotangent of a request is linked in its wait
-                communicated += [x for e in replacements for x in e.outvars if _jax.inexact(x.aval)]
+                communicated += [x for e in replacements for x in e.outvars if internals.inexact(x.aval)]
         linear.update(x for e in replacements for x in e.outvars)
         equations += replacements
     result = core.Var(jax.typeof(ZERO))
@@ -101,10 +89,12 @@ def _with_result(equation: Any, linear: set[Any]) -> list[Any]:
     """The equations for a nested call, branch or loop. If it has no differentiable result it also returns one of the
     values in which it is linear."""
     possible = [
-        i for i, x in enumerate(equation.invars) if not isinstance(x, Literal) and x in linear and _jax.inexact(x.aval)
+        i
+        for i, x in enumerate(equation.invars)
+        if not isinstance(x, Literal) and x in linear and internals.inexact(x.aval)
     ]
     params = equation.params
-    if any(_jax.inexact(x.aval) for x in equation.outvars) or not possible:
+    if any(internals.inexact(x.aval) for x in equation.outvars) or not possible:
         return [equation]
     which = possible[0]
     if equation.primitive is primitives.scan_p:
@@ -113,7 +103,7 @@ def _with_result(equation: Any, linear: set[Any]) -> list[Any]:
         name = "jaxpr" if "jaxpr" in params else "call_jaxpr"
         changed = {name: with_output(params[name], which)}
         if "out_shardings" in params:
-            changed["out_shardings"] = (*params["out_shardings"], _jax.UNSPECIFIED)
+            changed["out_shardings"] = (*params["out_shardings"], internals.UNSPECIFIED)
             changed["out_layouts"] = (*params["out_layouts"], None)
     elif equation.primitive is primitives.cond_p:
         changed = {"branches": tuple(with_output(branch, which - 1) for branch in params["branches"])}

@@ -251,15 +251,15 @@ def _beside(name: str):
 def _ready_jax(devices: str, collectives: str) -> None:
     """As the program imports jax: this rank takes a device, the user's choice or its own; and what carries JAX's
     collectives, if anything is to."""
-    placement = _beside("placement")
-    sharded: Any = _beside("sharded") if collectives else None
+    accelerators = _beside("accelerators")
+    sharded: Any = _beside("before_jax") if collectives else None
 
     def before() -> None:
         if collectives == "mpi":
-            sharded.offer(placement.core_file())
+            sharded.offer(accelerators.core_file())
 
     def after(jax: types.ModuleType) -> None:
-        placement.take(jax.config, devices == "rank")
+        accelerators.take(jax.config, devices == "rank")
         if collectives:
             sharded.taken()
             sharded.prepare(collectives)
@@ -293,7 +293,7 @@ def _find_folder() -> Any:
     except Exception as error:  # the rank runs without it
         del os.environ["JAXMPI_JOB_FOLDER"]
         _folder = None
-        if not (_beside("placement").local_rank(os.environ) or [0])[0]:  # one of those on this machine
+        if not (_beside("accelerators").local_rank(os.environ) or [0])[0]:  # one of those on this machine
             _tell(
                 f"jaxmpi.run: {os.uname().nodename} has no folder for what its ranks tell the launcher ({error}): "
                 "they do not answer, and may go on if it is killed. Set TMPDIR to a folder with room\n"
@@ -360,7 +360,7 @@ def _finish() -> None:
     """Waits for running computations: their errors belong to the program."""
     if os.getpid() != _process:
         _end(0, "")  # not by way of MPI_Finalize, which is the rank's
-    native = sys.modules.get("jaxmpi._native")
+    native = sys.modules.get("jaxmpi._mpi.library")
     if native is not None:
         native.finish()
     _say("ended")

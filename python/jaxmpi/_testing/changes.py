@@ -14,8 +14,8 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
-from jaxmpi import _jaxprs
-from jaxmpi._primitive import bind_all
+from jaxmpi._jax import jaxprs
+from jaxmpi._primitive.primitive import bind_all
 from jaxmpi._testing.together import Ranks
 from jaxmpi._testing.walking import BARE, MEETING, OPERATIONS, Kinds, Lines, Place, Position, Walk, constants
 
@@ -40,7 +40,7 @@ class Program:
     """A traced function that communicates. `invariant` says which of its arguments are."""
 
     def __init__(self, traced: Any, invariant: Sequence[bool], ranks: Ranks) -> None:
-        self._jaxpr, self._invariant, self._ranks = _jaxprs.without_objects(traced), invariant, ranks
+        self._jaxpr, self._invariant, self._ranks = jaxprs.without_objects(traced), invariant, ranks
         self._kinds = Kinds(_varying(self._jaxpr, ranks))
         walk = Walk(self._kinds, ranks.communicator)
         jax.make_jaxpr(lambda *xs: walk(self._jaxpr, xs, invariant, [None] * len(xs)))(*traced.in_avals)

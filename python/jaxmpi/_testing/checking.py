@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmpi._communicator import CHECK
+from jaxmpi._mpi.communicators import CHECK
 from jaxmpi._testing import verdict
 from jaxmpi._testing.changes import Change, Program, repairs
 from jaxmpi._testing.figures import SHORTER, Derivative, Gradient, Point

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmpi import _arguments, _jax
+from jaxmpi._jax import internals
+from jaxmpi._primitive import arguments
 from jaxmpi._testing.together import Ranks
 
 
@@ -35,7 +36,7 @@ class Problem:
         self._leaves = [leaf for _, leaf in paths]
         self._which = [i for i, leaf in enumerate(self._leaves) if _is_variable(leaf)]
         for i in self._which:
-            self._leaves[i] = _arguments.array(self._leaves[i], "check_grads", named[i].name)
+            self._leaves[i] = arguments.array(self._leaves[i], "check_grads", named[i].name)
         if not self._which:
             raise ValueError("check_grads: args have no array of floating-point or complex numbers on this rank.")
         self._f, self._invariant_out = f, invariant_out
@@ -61,7 +62,7 @@ class Problem:
 
     def function(self, *values: Any) -> list[Any]:
         """Those of its results that are differentiated."""
-        return [y for y in jax.tree.leaves(self.call(*values)) if _jax.inexact(y)]
+        return [y for y in jax.tree.leaves(self.call(*values)) if internals.inexact(y)]
 
     def results(self, result: Any) -> tuple[list[Leaf], list[np.ndarray]]:
         """The results that are differentiated, of all that f has returned: what they are, and their values."""
@@ -70,7 +71,7 @@ class Problem:
         every = [
             (Leaf("result" + jax.tree_util.keystr(path), kind), y) for kind, (path, y) in zip(kinds, paths, strict=True)
         ]
-        found = [(leaf, np.asarray(y)) for leaf, y in every if _jax.inexact(y)]
+        found = [(leaf, np.asarray(y)) for leaf, y in every if internals.inexact(y)]
         if not found:
             raise ValueError("check_grads: f returns no array of floating-point or complex numbers.")
         return [leaf for leaf, _ in found], [y for _, y in found]
@@ -108,14 +109,14 @@ class Problem:
 
 def _copy(leaf: Any) -> Any:
     """A new array, since a function may donate its arguments."""
-    if not isinstance(leaf, jax.Array) or _jax.is_tracer(leaf):
+    if not isinstance(leaf, jax.Array) or internals.is_tracer(leaf):
         return leaf
-    with _jax.no_trace():
+    with internals.no_trace():
         return leaf.copy()
 
 
 def _is_variable(leaf: Any) -> bool:
-    return not isinstance(leaf, jax.ShapeDtypeStruct) and _jax.inexact(leaf)
+    return not isinstance(leaf, jax.ShapeDtypeStruct) and internals.inexact(leaf)
 
 
 def _names(f: Callable[..., Any], count: int) -> list[str]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from mpi4py import MPI
 
-from jaxmpi import _communicator
+from jaxmpi._mpi import communicators
 
 T = TypeVar("T")
 
@@ -17,9 +17,9 @@ class Ranks:
     """The ranks of a communicator, which do everything together: an error of one of them is an error of all."""
 
     def __init__(self, comm: MPI.Comm | None, operation: str) -> None:
-        self.communicator = _communicator.resolve(comm, operation)
+        self.communicator = communicators.resolve(comm, operation)
         self.rank, self.size = self.communicator.rank, self.communicator.size
-        self._comm: Any = _communicator.default_mpi() if comm is None else comm
+        self._comm: Any = communicators.default_mpi() if comm is None else comm
         self._operation = operation
 
     def tell(self, value: Any) -> list[Any]:

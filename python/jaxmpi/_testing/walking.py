@@ -11,11 +11,12 @@ from typing import Any
 import jax
 from jax.extend.core import Literal, primitives
 
-from jaxmpi import _jax, _jaxprs, _places
-from jaxmpi._derivatives.communication import CALLS, DERIVATIVE, is_ours
-from jaxmpi._order import EFFECT
-from jaxmpi._primitive import bind_all
-from jaxmpi._table import LINE
+from jaxmpi._jax import internals, jaxprs
+from jaxmpi._mpi import call_sites
+from jaxmpi._operations.table import LINE
+from jaxmpi._primitive.communication import CALLS, DERIVATIVE, is_ours
+from jaxmpi._primitive.order import EFFECT
+from jaxmpi._primitive.primitive import bind_all
 
 Position = tuple[int, ...]
 """Of an equation: its index in the program, then that in the jaxpr inside of it, and so on."""
@@ -90,7 +91,7 @@ class Walk:
             return _Value(x.val, True, x.val) if self._kinds.same(x) else _Value(x.val, False)
 
         for i, equation in enumerate(inner.eqns):
-            lines = (*_places.lines_of_traceback(equation.source_info.traceback), *called)
+            lines = (*call_sites.lines_of_traceback(equation.source_info.traceback), *called)
             compute = _computes(inner, equation)
             results = self._equation(equation, compute, [read(x) for x in equation.invars], (*at, i), lines)
             known.update(zip(equation.outvars, results, strict=True))
@@ -106,7 +107,7 @@ class Walk:
         if is_ours(primitive):
             return self._operation(primitive.name.removeprefix("jaxmpi."), params, compute, operands, at, lines)
         if primitive in CALLS:
-            return self._evaluate(_jaxprs.called(params), operands, at, lines)
+            return self._evaluate(jaxprs.called(params), operands, at, lines)
         if primitive is primitives.scan_p:
             return self._scan(params, operands, at, lines)
         if primitive is primitives.cond_p:
@@ -118,7 +119,7 @@ class Walk:
         which = [
             i
             for i, (x, kind) in enumerate(zip(operands, kinds, strict=True))
-            if x.invariant and not kind and not x.neutral and _jax.inexact(x.value)
+            if x.invariant and not kind and not x.neutral and internals.inexact(x.value)
         ]
         shapes = tuple((operands[i].value.shape, operands[i].value.dtype) for i in which)
         if not (which and self._found(MEETING, at, "", lines, shapes)):
@@ -156,7 +157,7 @@ class Walk:
         if name not in ("replicate", "invariant"):
             operands = self._meet(operands, [False] * len(operands), at, lines)
         values = [x.value for x in operands]
-        change = OPERATIONS.get(name) if DERIVATIVE not in params and _jax.inexact_among(values) else None
+        change = OPERATIONS.get(name) if DERIVATIVE not in params and internals.inexact_among(values) else None
         changed = change is not None and self._found(change, at, name, lines)
         if changed and change == LEFT_OUT:
             return iter(operands)
@@ -169,7 +170,7 @@ class Walk:
         return map(_Value, results, [invariant] * len(results), bare)
 
     def _scan(self, params: Any, operands: list[_Value], at: Position, lines: Lines) -> Iterator[_Value]:
-        constants, carried = _jaxprs.parts_of_scan(params)
+        constants, carried = jaxprs.parts_of_scan(params)
         kinds = self._kinds.in_scan(params, [x.invariant for x in operands])
         results = [*kinds[constants : constants + carried], *self._kinds.results(params["jaxpr"], kinds)[carried:]]
         values = [x.value for x in self._meet(operands, kinds, at, lines)]
@@ -209,8 +210,8 @@ def _computes(jaxpr: Any, equation: Any) -> Callable[..., Any]:
     if LINE in equation.params:
         params = {name: value for name, value in equation.params.items() if name != LINE}
         equation = equation.replace(params=params)
-    alone = _jaxprs.alone(jaxpr, equation)
-    return lambda *operands: _jaxprs.evaluate(alone, *operands)
+    alone = jaxprs.alone(jaxpr, equation)
+    return lambda *operands: jaxprs.evaluate(alone, *operands)
 
 
 # --- which values are invariant --------------------------------------------------------------------------------------
@@ -247,7 +248,7 @@ class Kinds:
         if is_ours(primitive):
             return [primitive.name.removeprefix("jaxmpi.") in _MAKING_INVARIANT] * count
         if primitive in CALLS:
-            return self.results(_jaxprs.called(params), operands)
+            return self.results(jaxprs.called(params), operands)
         if primitive is primitives.scan_p:
             return self.results(params["jaxpr"], self.in_scan(params, operands))
         if primitive is primitives.cond_p:
@@ -256,7 +257,7 @@ class Kinds:
 
     def in_scan(self, params: Any, operands: Sequence[bool]) -> list[bool]:
         """Of the arguments of a scan's body: what is carried is invariant if it is so after every step."""
-        constants, carried = _jaxprs.parts_of_scan(params)
+        constants, carried = jaxprs.parts_of_scan(params)
         kinds: list[bool] = list(operands)
         before: list[bool] = []
         while kinds != before:

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from jax import Array
 from mpi4py import MPI
 
-from jaxmpi import _arguments as arguments
-from jaxmpi import _communicator, notoken
-from jaxmpi._primitive import linked_zeros
+from jaxmpi import notoken
+from jaxmpi._mpi import communicators
+from jaxmpi._primitive import arguments
+from jaxmpi._primitive.primitive import linked_zeros
 
 Token = Array
 
@@ -30,7 +31,7 @@ def allreduce(x: Any, token: Token, op: MPI.Op, comm: MPI.Comm | None = None) ->
 
 def allgather(x: Any, token: Token, comm: MPI.Comm | None = None) -> tuple[Array, Token]:
     """The arrays of all ranks, `(size, *x.shape)`, and the token. The gradient: the cotangent at this rank."""
-    rank = _communicator.resolve(comm, "allgather").rank
+    rank = communicators.resolve(comm, "allgather").rank
 
     @jax.custom_jvp
     def gathered(x):
@@ -46,7 +47,7 @@ def allgather(x: Any, token: Token, comm: MPI.Comm | None = None) -> tuple[Array
 
 def bcast(x: Any, token: Token, root: int, comm: MPI.Comm | None = None) -> tuple[Array, Token]:
     """Root's array on all ranks, and the token. The gradient is root's own cotangent; zero elsewhere."""
-    on_root = _communicator.resolve(comm, "bcast").rank == arguments.integer(root, "bcast", "root")
+    on_root = communicators.resolve(comm, "bcast").rank == arguments.integer(root, "bcast", "root")
 
     @jax.custom_jvp
     def sent(x):
@@ -65,7 +66,7 @@ def scatter(x: Any, token: Token, root: int, comm: MPI.Comm | None = None) -> tu
     `x` has the whole shape `(size * n, ...)` on all ranks; the result has shape `(n, ...)`, or `(...)` where n is 1.
     """
     x = arguments.array(x, "scatter", "x")
-    resolved = _communicator.resolve(comm, "scatter")
+    resolved = communicators.resolve(comm, "scatter")
     if x.ndim == 0 or x.shape[0] % resolved.size:
         raise ValueError(
             f"scatter: the first axis of x must be divisible by the number of ranks, {resolved.size}; got shape "
@@ -80,7 +81,7 @@ def scatter(x: Any, token: Token, root: int, comm: MPI.Comm | None = None) -> tu
 def gather(x: Any, token: Token, root: int, comm: MPI.Comm | None = None) -> tuple[Array, Token]:
     """The arrays of all ranks, `(size, *x.shape)`, on root, elsewhere zeros of that shape; and the token."""
     x = arguments.array(x, "gather", "x")
-    resolved = _communicator.resolve(comm, "gather")
+    resolved = communicators.resolve(comm, "gather")
     y = notoken.gather(x, root, comm=comm)
     if resolved.rank != root:  # zeros that depend on y: JAX 0.6 drops an operation whose result is not used
         y = linked_zeros([y], jax.ShapeDtypeStruct((resolved.size, *x.shape), x.dtype))
@@ -114,7 +115,7 @@ def modules() -> dict[str, dict[str, Any]]:
     return {
         "jpi": {**functions, "gen_token": gen_token},
         **{f"jpi.{name}": {name: function} for name, function in functions.items()},
-        "jpi.comm": {"Comm": MPI.Comm, "get_default_comm": _communicator.default_mpi},
+        "jpi.comm": {"Comm": MPI.Comm, "get_default_comm": communicators.default_mpi},
         "jpi.op": {"Op": MPI.Op},
         "jpi.token": {"Token": Token, "gen_token": gen_token},
     }

@@ -13,9 +13,9 @@ from mpi4py import MPI
 
 import jaxmpi
 import jaxmpi._core as _core
-from jaxmpi import _communicator
-from jaxmpi._native import flag, handle_of
-from jaxmpi._order import EFFECT
+from jaxmpi._mpi import communicators
+from jaxmpi._mpi.library import flag, handle_of
+from jaxmpi._primitive.order import EFFECT
 from jaxmpi.compat import _frames
 
 Names = dict[str, Any]
@@ -115,7 +115,7 @@ def modules(functions: Names, support: Names) -> dict[str, Names]:
     cuda, sycl = support["has_cuda_support"](), support["has_sycl_support"]()
     log = _Log()
     logging = {"set_logging": log.set_logging, "get_logging": log.get_logging}
-    comm = {"get_default_comm": _communicator.default_mpi}
+    comm = {"get_default_comm": communicators.default_mpi}
     utils: Names = {f.__name__: f for f in (HashableMPIType, wrap_as_hashable, unpack_hashable)}
     utils |= {"to_mpi_handle": handle_of, "ordered_effect": EFFECT, **comm, **support}
     ensure = {"ensure_cuda_ext": _needs(cuda, "CUDA"), "ensure_xpu_ext": _needs(sycl, "SYCL")}

@@ -1,0 +1,221 @@
+"""Functions with derivative rules: `jax.custom_jvp` and `jax.custom_vjp`."""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import core
+from jax._src.interpreters import ad as private_ad
+from jax.extend.core import primitives
+
+from jaxmpi._derivatives.seeds import has_tangent, in_opened, link_operands, seeds_of
+from jaxmpi._jax import internals, jaxprs
+from jaxmpi._primitive import communication
+from jaxmpi._primitive.communication import (
+    Params,
+    cannot_be_traced,
+    communicates_when_called,
+    during,
+    forget,
+    is_error_of_ours,
+    may_be_request,
+    refusal,
+)
+from jaxmpi._primitive.order import EFFECT
+
+
+def differentiate_custom_jvp(own, trace, primitive, function, rule, tracers, *more, **options):
+    """All operands get tangents: the rule may communicate each of them, including zeros that JAX has made.
+
+    If all of them have tangents already the rule is not traced to ask whether it communicates: JAX calls it anyway.
+    """
+
+    def asks(avals):
+        return communicates_when_called(function, avals) or _rule_communicates(rule, avals)
+
+    seeds_of(trace)  # closes the list: values made from here on are not seeds
+    possible = internals.inexact_among(tracers)
+    without = not possible or not all(has_tangent(trace, [tracers[i]]) for i in possible)
+    asked = _asked(trace, tracers, function, rule, asks) if without or in_opened.get() else False
+    if asked:
+        tracers = link_operands(trace, tracers, _or_refuse(possible), "a function with jax.custom_jvp", False)
+    with during(cannot_be_traced, asked is None and without):
+        return own(trace, primitive, function, rule, tracers, *more, **options)
+
+
+def differentiate_custom_vjp(own, trace, primitive, function, forward, backward, tracers, *more, **options):
+    """Gives one operand a tangent, so that the rules are called. Closed-over values are operands that may have none."""
+
+    def call(tracers):
+        return own(trace, primitive, function, forward, backward, tracers, *more, **options)
+
+    def asks(avals):
+        out_trees = options["out_trees"] if "out_trees" in options else more[0]
+        return communicates_when_called(function, avals) or (
+            not called and _backward_communicates(forward, backward, avals, out_trees)
+        )
+
+    seeds_of(trace)  # closes the list: values made from here on are not seeds
+    possible = internals.inexact_among(tracers)
+    called = has_tangent(trace, tracers)
+    asked = False if called and not in_opened.get() else _asked(trace, tracers, function, backward, asks, called)
+    if not asked:
+        with during(cannot_be_traced, asked is None and not called):
+            return call(tracers)
+    _or_refuse(possible)
+    possible.sort(key=lambda i: (not has_tangent(trace, [tracers[i]]), may_be_request(tracers[i])))
+    for i in possible:
+        with contextlib.suppress(private_ad.CustomVJPException, *([] if i == possible[-1] else [AssertionError])):
+            return call(link_operands(trace, tracers, [i], "a function with jax.custom_vjp", False))
+    raise refusal("a function with jax.custom_vjp that has closed-over values alone")
+
+
+def _asked(
+    trace: Any, tracers: Sequence[Any], function: Any, rule: Any, asks: Callable[[list[Any]], bool], *of: bool
+) -> bool | None:
+    """Whether a function or its rule communicates; None if tracing them fails."""
+    avals = [jax.typeof(x) for x in tracers]
+    answers, key = _answers_for(function, rule, [*of, *avals])
+    if (asked := answers.get(key)) is None:
+        with core.set_current_trace(trace.parent_trace):
+            try:
+                asked = answers[key] = asks(avals)
+            except Exception as error:
+                if isinstance(error, NotImplementedError) and is_error_of_ours(error):
+                    raise
+    if asked:
+        communication.check()
+    return asked
+
+
+def _answers_for(function: Any, rule: Any, operands: Sequence[Any]) -> tuple[dict[Any, bool], Any]:
+    """The cached answers for a function and its rule, and the key for these operands; an empty cache if the answer may
+    depend on more than the operands and their structure."""
+    structure = [x for _, params in function.transforms for x in params]
+    if all(type(x) is jax.tree_util.PyTreeDef for x in structure):
+        with contextlib.suppress(TypeError):  # no weak references to these functions
+            answers = _answers.setdefault(rule.f, weakref.WeakKeyDictionary()).setdefault(function.f, {})
+            return answers, (*structure, *operands)
+    return {}, None
+
+
+_answers: "weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, dict[Any, bool]]]"
+
+_answers = weakref.WeakKeyDictionary()
+
+
+def _or_refuse(possible: list[int]) -> list[int]:
+    if not possible:
+        raise NotImplementedError(
+            "jaxmpi: a function with jax.custom_jvp or jax.custom_vjp communicates and has no floating-point argument, "
+            "so its rule is not called in a derivative. Give it one."
+        )
+    return possible
+
+
+def _rule_communicates(rule: Any, avals: Sequence[Any]) -> bool:
+    """Whether the rule of a `jax.custom_jvp` function communicates."""
+
+    def with_tangents(*xs):
+        return *xs, *(x if internals.inexact(x) else np.zeros(x.shape, jax.dtypes.float0) for x in xs)
+
+    return communicates_when_called(rule, avals, with_tangents)
+
+
+def _backward_communicates(forward: Any, backward: Any, avals: Sequence[Any], out_trees: Callable[[], Any]) -> bool:
+    """Whether the rules of a `jax.custom_vjp` function communicate."""
+    try:
+        traced, results = jax.make_jaxpr(
+            lambda *xs: forward.call_wrapped(*[y for x in xs for y in (x, False)]), return_shape=True
+        )(*avals)
+        if EFFECT in traced.effects:
+            return True
+        _, residual_tree, *forwards = out_trees()
+        sources = forwards[0] if forwards else [None] * residual_tree.num_leaves
+        count = sum(source is None for source in sources)
+        made, outs = iter(results[:count]), results[count:]
+        residuals = [next(made) if source is None else avals[source] for source in sources]
+        return communicates_when_called(backward, [*residuals, *outs])
+    finally:
+        forget(forward)
+
+
+def pullback_communicates(avals: Sequence[Any], params: Params) -> bool:
+    """Whether the primitive for the derivative of a `jax.custom_vjp` function communicates when it is transposed.
+
+    If so it gets the effect, and is transposed even if nothing depends on it. A rule that looks at values counts as
+    communicating.
+    """
+    try:
+        may = communicates_when_called(params["bwd"], [*avals[: params["num_res"]], *params["out_avals"]])
+    except _LOOKS_AT_VALUES:
+        return True
+    except Exception:  # raised again where the rule is called
+        return False
+    if may:
+        communication.check()
+    return may
+
+
+_LOOKS_AT_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+
+def rules_communicate(around: Any, jaxpr: Any) -> bool:
+    """Whether a computation, which does not communicate, calls a function with a derivative rule that does.
+
+    `around`: the trace outside the one that differentiates, or any other that may be used to trace the rule.
+    """
+    return any(rule_communicates(around, jaxpr, i) for i in range(len(jaxpr.eqns)))
+
+
+def rule_communicates(around: Any, jaxpr: Any, which: int) -> bool:
+    """The same for one equation of a jaxpr."""
+    known, equation = _with_rules.setdefault(jaxpr, {}), jaxpr.eqns[which]
+    if which not in known:
+        if equation.primitive in (primitives.custom_jvp_call_p, primitives.custom_vjp_call_p):
+            known[which] = _rule_of_equation_communicates(around, jaxpr, equation)
+        else:
+            known[which] = derivative_communicates(around, equation.params)
+    return known[which]
+
+
+def derivative_communicates(around: Any, params: Params) -> bool:
+    """The same for the computations inside an equation with these parameters."""
+    return any(rules_communicate(around, inner) for inner in jaxprs.inner_jaxprs(params))
+
+
+_with_rules: "weakref.WeakKeyDictionary[Any, dict[int, bool]]" = weakref.WeakKeyDictionary()
+"""For jaxprs, by the position of an equation."""
+
+
+def _rule_of_equation_communicates(around: Any, jaxpr: Any, equation: Any) -> bool:
+    alone = jaxprs.alone(jaxpr, equation)
+    which = internals.inexact_among(x.aval for x in alone.invars)
+
+    def differentiated(*xs):
+        def f(*varied):
+            replaced = dict(zip(which, varied, strict=True))
+            results = jaxprs.evaluate(alone, *(replaced.get(i, x) for i, x in enumerate(xs)))
+            return [y for y in results if internals.inexact(y)]
+
+        varied = [xs[i] for i in which]
+        if equation.primitive is primitives.custom_jvp_call_p:
+            jax.jvp(f, varied, varied)
+        else:
+            results, pullback = jax.vjp(f, *varied)
+            pullback(results)
+
+    if not which:
+        return False
+    with core.set_current_trace(around):
+        try:
+            return EFFECT in jax.make_jaxpr(differentiated)(*(x.aval for x in alone.invars)).effects
+        except Exception:  # raised again where the function is called
+            return False

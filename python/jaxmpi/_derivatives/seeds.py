@@ -1,0 +1,105 @@
+"""Traces that differentiate: what communicates in them depends on all values that they were started with, the seeds."""
+
+import contextvars
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+from jax._src import core
+from jax._src.interpreters import ad as private_ad
+
+from jaxmpi._jax import internals
+from jaxmpi._jax.dependence import link
+from jaxmpi._primitive.communication import ZERO
+
+_TRACERS = {private_ad.JVPTrace: private_ad.JVPTracer, private_ad.LinearizeTrace: private_ad.LinearizeTracer}
+
+_seeds: "weakref.WeakKeyDictionary[Any, list[Any] | tuple[Any, ...]]" = weakref.WeakKeyDictionary()
+"""The seeds of a trace: the values with which it was started, each with its tangent. Once `seeds_of` has made a tuple
+of them no more are added."""
+
+
+def remember(own: Callable[..., None], tracer: Any, trace: Any, primal: Any, tangent: Any) -> None:
+    own(tracer, trace, primal, tangent)
+    known = _seeds.get(trace)
+    if known is None:
+        known = _seeds[trace] = []
+    if type(known) is list and type(tangent) is not internals.ad.Zero and internals.inexact(tangent):
+        known.append((primal, tangent))
+
+
+def seeds_of(trace: Any) -> tuple[Any, ...]:
+    seeds = _seeds.get(trace, ())
+    if type(seeds) is not tuple:
+        seeds = _seeds[trace] = tuple(seeds)
+    return seeds
+
+
+def _together(trace: Any, of_tangents: bool, always: bool = False) -> list[Any]:
+    """What depends on all values of the seeds, or on all their tangents: one number, so that what is linked to it takes
+    no operand for each of them. Made in the trace that is current."""
+    seeds = [seed[of_tangents] for seed in seeds_of(trace)]
+    if len(seeds) < 2:
+        return seeds
+    known = _numbers.setdefault(trace, {})
+    if (of_tangents, always) not in known:
+        known[of_tangents, always] = link(None, seeds, jax.typeof(ZERO), always)
+    return [known[of_tangents, always]]
+
+
+_numbers: "weakref.WeakKeyDictionary[Any, dict[tuple[bool, bool], Any]]" = weakref.WeakKeyDictionary()
+
+
+def tangents_of(trace: Any, tracers: Sequence[Any]) -> list[Any]:
+    return [trace.to_primal_tangent_pair(x)[1] for x in tracers]
+
+
+def has_tangent(trace: Any, tracers: Sequence[Any]) -> bool:
+    """Whether one of them has a tangent."""
+    return any(type(tangent) is not internals.ad.Zero for tangent in tangents_of(trace, tracers))
+
+
+def link_operands(trace: Any, tracers: Sequence[Any], which: Iterable[int], why: str, always: bool = True) -> list[Any]:
+    """The operands; those in `which` get tangents that are linear in all seeds of `trace`.
+
+    `always`: any `vmap` outside maps these. On another rank they may depend on what it maps, even if not here.
+    """
+    tracers = list(tracers)
+    seeds = seeds_of(trace)
+    for i in which:
+        primal, tangent = trace.to_primal_tangent_pair(tracers[i])
+        own = None if type(tangent) is internals.ad.Zero else tangent
+        if own is None and not seeds:
+            raise NotImplementedError(
+                f"{why} communicates in a function that is differentiated with respect to nothing on this rank: an "
+                "empty pytree, or integers alone. All ranks take part in a derivative: give each a floating-point "
+                "argument to differentiate with respect to. The function of a custom_root is one, too: let it close "
+                "over a floating-point array that is made outside of it."
+            )
+        with core.set_current_trace(getattr(trace, "tangent_trace", trace.parent_trace)):
+            tangent = link(own, _together(trace, True, always), jax.typeof(primal), always)
+        tracers[i] = _TRACERS[type(trace)](trace, primal, tangent)
+    return tracers
+
+
+in_opened: contextvars.ContextVar[bool] = contextvars.ContextVar("opening", default=False)
+"""Whether JAX is differentiating the inside of a primitive that it opens."""
+
+
+def link_value(trace: Any, tracer: Any) -> Any:
+    """`tracer` with its value linked to the seeds. A `vmap` that maps the values of the seeds maps it, and so does any
+    other `vmap` that does not map their tangents: on another rank the value may depend on what it maps.
+
+    A `vmap` over tangents alone, as in `jax.jacfwd`, expects a value that is not mapped. Inside of primitives that JAX
+    opens the tangents do not tell, since they are linked and always mapped; there the values depend on those outside.
+    """
+    primal, tangent = trace.to_primal_tangent_pair(tracer)
+    with core.set_current_trace(trace.parent_trace):
+        like = jax.typeof(primal)
+        if type(trace) is private_ad.LinearizeTrace:
+            primal = link(primal, [], like, True)
+        else:
+            unless = [] if in_opened.get() else _together(trace, True)
+            primal = link(primal, _together(trace, False), like, not in_opened.get(), unless)
+    return primal if type(tangent) is internals.ad.Zero else _TRACERS[type(trace)](trace, primal, tangent)

@@ -1,0 +1,163 @@
+"""Checks the arguments of grids, before anything is sent. Errors name function, argument, value and what to try."""
+
+import itertools
+import math
+import numbers
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from mpi4py import MPI
+
+from jaxmpi._grid.halos import RULES, Number, Rule, Rules, Widths
+from jaxmpi._jax import internals
+from jaxmpi._primitive import arguments, keys
+
+_MOST_AXES = 6
+"""Of a grid: a halo has up to three to the power of this number of regions."""
+
+
+def check_numbers(x: Any, operation: str, name: str, rules: Rules) -> None:
+    """Raises ValueError for a boundary that the field's dtype cannot hold."""
+    for rule in itertools.chain(*rules):
+        if isinstance(rule, Number) and not _holds(x, rule.value):
+            raise ValueError(f"{operation}: boundary is {rule.text}, which {name} of {x.dtype} cannot hold.")
+
+
+def _holds(x: Any, value: Any) -> bool:
+    if keys.is_key(x):
+        return False
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about what is looked for here
+        number = np.asarray(value)
+        held = number.astype(x.dtype).astype(number.dtype)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating) or (internals.inexact(x) and number.dtype.kind != "c"):
+        return bool(np.isfinite(held) or not np.isfinite(number))
+    return bool(held == number)
+
+
+def reach(rule: Any, width: int) -> int:
+    """How many cells of a block its halo at a wall is made of."""
+    if width == 0 or rule not in RULES:
+        return 0
+    return {"edge": 1, "symmetric": width, "reflect": width + 1}[rule]
+
+
+def static(value: Any, what: str) -> Any:
+    if internals.is_tracer(value):
+        raise TypeError(f"Grid: {what} is traced: it must be known while tracing, like a shape.")
+    return value
+
+
+def integer(value: Any, what: str) -> int:
+    return arguments.integer(value, "Grid", what)
+
+
+def is_listed(values: Any) -> bool:
+    """Whether it is a sequence of values, and not one."""
+    return isinstance(values, list | tuple | range) or (isinstance(values, np.ndarray) and values.ndim > 0)
+
+
+def integers(values: Any, what: str) -> list[int]:
+    if isinstance(values, MPI.Comm):
+        raise TypeError(f"Grid: {what} must be integers, got {values!r}: pass a communicator as comm=.")
+    if is_listed(values):
+        return [integer(value, what) for value in values]
+    return [integer(values, what)]
+
+
+def fill_in(processes: list[int], size: int) -> tuple[int, ...]:
+    """With numbers in the place of zeros."""
+    if len(processes) > _MOST_AXES:
+        raise ValueError(f"Grid: {len(processes)} axes; more than {_MOST_AXES} are not possible.")
+    fixed = math.prod(number for number in processes if number)
+    if not processes or min(processes) < 0 or size % fixed or (0 not in processes and fixed != size):
+        raise ValueError(
+            f"Grid: {tuple(processes)} processes, and the communicator has {size} ranks: their product must be that "
+            "number. 0 along an axis is chosen: jaxmpi.Grid((0, 0))."
+        )
+    return tuple(MPI.Compute_dims(size, processes))
+
+
+def blocks(shape: Any, dims: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """The cells of each process along each axis."""
+    if shape is None:
+        return tuple((0,) * number for number in dims)
+    sizes = list(shape) if is_listed(shape) else [shape]
+    if len(sizes) != len(dims):
+        raise ValueError(f"Grid: shape is {shape}: the grid has {len(dims)} axes, pass a size for each of them.")
+    blocks = []
+    for size, number in zip(sizes, dims, strict=True):
+        if is_listed(size):
+            parts = tuple(integers(size, "shape"))
+            if len(parts) != number:
+                raise ValueError(f"Grid: {len(parts)} blocks {parts} along an axis of {number} processes.")
+        else:
+            whole = integer(size, "shape")
+            parts = tuple(whole // number + (i < whole % number) for i in range(number))
+        if min(parts) < 0:
+            raise ValueError(f"Grid: shape is {shape}: no size may be negative.")
+        blocks.append(parts)
+    return tuple(blocks)
+
+
+def truths(values: Any, dimensions: int) -> tuple[bool, ...]:
+    listed = list(values) if is_listed(values) else [values] * dimensions
+    if len(listed) != dimensions or not all(isinstance(value, bool | np.bool_) or value in (0, 1) for value in listed):
+        raise ValueError(f"Grid: periodic is {values!r}: pass True or False, or one of them for each axis of the grid.")
+    return tuple(map(bool, listed))
+
+
+def is_of_all(boundary: Any) -> bool:
+    """Whether it is one rule, or those of axes and sides, and not a tree with a boundary for each field."""
+    if isinstance(boundary, list | tuple):
+        return not hasattr(boundary, "_fields")
+    return boundary is None or jax.tree_util.all_leaves([boundary])
+
+
+def widths(width: Any, dimensions: int, function: str) -> Widths:
+    listed = list(width) if is_listed(width) else [width] * dimensions
+    if len(listed) != dimensions:
+        raise ValueError(
+            f"{function}: width is {width}: the grid has {dimensions} axes, pass one number or one for each."
+        )
+    widths = []
+    for entry in listed:
+        pair = integers(entry, "width")
+        pair = pair * 2 if not is_listed(entry) else pair
+        if len(pair) != 2 or min(pair) < 0:
+            raise ValueError(
+                f"{function}: width is {width}: pass for each axis a number of cells (0 or more), or (before, behind)."
+            )
+        widths.append((pair[0], pair[1]))
+    return tuple(widths)
+
+
+def rules(boundary: Any, dimensions: int, function: str) -> Rules:
+    listed = list(boundary) if isinstance(boundary, list | tuple) else [boundary] * dimensions
+    if len(listed) != dimensions:
+        raise ValueError(f"{function}: boundary is {boundary!r}: pass one rule, or one for each of {dimensions} axes.")
+    rules = []
+    for entry in listed:
+        pair = list(entry) if isinstance(entry, list | tuple) else [entry, entry]
+        if len(pair) != 2:
+            raise ValueError(f"{function}: boundary is {boundary!r}: for each axis a rule, or a pair (before, behind).")
+        rules.append((rule(pair[0], function), rule(pair[1], function)))
+    return tuple(rules)
+
+
+def rule(value: Any, function: str) -> Rule:
+    static(value, "boundary")
+    if value is None or (isinstance(value, str) and value in RULES):
+        return value
+    if isinstance(value, numbers.Number | np.generic) or (hasattr(value, "shape") and value.shape == ()):
+        number = np.asarray(value)
+        if number.dtype.kind in "biufc":
+            return Number(repr(number.item()), number.item())
+        if jnp.issubdtype(number.dtype, jnp.floating):  # of ml_dtypes
+            return Number(repr(float(number)), float(number))
+    raise ValueError(
+        f"{function}: boundary has the rule {value!r}: possible are None, a number, {', '.join(map(repr, RULES))}."
+    )

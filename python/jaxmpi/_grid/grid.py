@@ -1,0 +1,560 @@
+"""Grids of processes: blocks of global arrays, and the exchange of their halos."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from mpi4py import MPI
+
+from jaxmpi import notoken
+from jaxmpi._grid import arguments as given
+from jaxmpi._grid import halos
+from jaxmpi._grid.halos import Halo, Layout, Rules
+from jaxmpi._mpi import communicators
+from jaxmpi._operations.nonblocking import Request, is_of_grid, start_exchange, wait
+from jaxmpi._primitive import arguments, keys
+from jaxmpi._primitive.primitive import Params, bind_by_plan
+
+_MOST_ARRAYS = 100
+
+Width = int | Sequence[int | Sequence[int]]
+
+
+class Grid:
+    """Processes in a Cartesian grid, each with a block of global arrays.
+
+    Args:
+      processes: how many along each axis, such as `(2, 3)`; 0 is chosen, as by MPI_Dims_create. Their product is the
+        number of ranks of the communicator. Rank 0 is at (0, 0), rank 1 at (0, 1): the last axis varies fastest, as in
+        MPI_Cart_create. None: those of `comm`, a Cartesian communicator.
+      shape: cells of the global arrays along each axis. A process has a contiguous block of them; if an axis cannot be
+        divided evenly, its first processes have one cell more. For blocks of other sizes an axis may be a sequence with
+        a size for each of its processes. None: blocks and exchanges are not possible, neighbours are.
+      periodic: whether the last process along an axis is next to the first: one truth value, or one for each axis. With
+        a Cartesian communicator None means its own periods.
+      comm: an intra-communicator; a clone of COMM_WORLD where it is None. All of its ranks make the same grid; whether
+        they do is not communicated here, but by each exchange.
+
+    Raises:
+      ValueError, TypeError: the processes are not those of the communicator, or an argument is of the wrong type or
+        length. On this rank; nothing is sent.
+    """
+
+    def __init__(
+        self,
+        processes: int | Sequence[int] | None = None,
+        shape: int | Sequence[int | Sequence[int]] | None = None,
+        *,
+        periodic: bool | Sequence[bool] | None = None,
+        comm: MPI.Comm | None = None,
+    ):
+        self._comm = communicators.resolve(comm, "Grid")
+        self._mpi = communicators.default_mpi() if comm is None else comm
+        if comm is not None and comm.Get_topology() == MPI.CART:
+            its_dims, its_periods = comm.Get_topo()[:2]  # type: ignore[attr-defined]
+            processes = its_dims if processes is None else processes
+            if tuple(given.integers(processes, "processes")) != tuple(its_dims):
+                raise ValueError(
+                    f"Grid: processes is {processes}, and comm is a Cartesian communicator of {tuple(its_dims)}: leave "
+                    "processes out, or pass another communicator."
+                )
+            periodic = [bool(period) for period in its_periods] if periodic is None else periodic
+        if processes is None:
+            raise ValueError(
+                "Grid: pass the numbers of processes, such as (2, 2), or a Cartesian communicator as comm."
+            )
+        dims = given.fill_in(given.integers(processes, "processes"), self._comm.size)
+        periods = given.truths(False if periodic is None else periodic, len(dims))
+        self._layout = Layout(given.blocks(shape, dims), periods)
+        self._has_shape = shape is not None
+
+    def __repr__(self) -> str:
+        cells = f", shape {self.global_shape}" if self._has_shape else ""
+        return f"Grid({self.processes}{cells}, periodic {self.periodic}, coordinates {self.coordinates})"
+
+    # --- what it is ------------------------------------------------------------------------------------------------
+
+    @property
+    def comm(self) -> MPI.Comm:
+        """The communicator."""
+        return self._mpi
+
+    @property
+    def processes(self) -> tuple[int, ...]:
+        """How many along each axis."""
+        return self._layout.dims
+
+    @property
+    def periodic(self) -> tuple[bool, ...]:
+        """For each axis whether its last process is next to its first."""
+        return self._layout.periodic
+
+    @property
+    def coordinates(self) -> tuple[int, ...]:
+        """Of this process, from 0 on."""
+        return self._layout.coordinates(self._comm.rank)
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        """Cells of global arrays."""
+        self._need_shape("global_shape")
+        return tuple(map(sum, self._layout.blocks))
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Cells of this process's block, without halo."""
+        self._need_shape("local_shape")
+        return self._layout.block(self._comm.rank)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Where this process's block lies in global arrays."""
+        return self.slices_of(self._comm.rank)
+
+    def slices_of(self, rank: int) -> tuple[slice, ...]:
+        """Where the block of a rank lies in global arrays."""
+        self._need_shape("slices")
+        rank = arguments.rank(rank, self._comm, "Grid", "rank")
+        return tuple(slice(start, start + size) for start, size in self._extents(rank, (0,) * len(self.processes)))
+
+    def neighbor(self, axis: int, distance: int = 1) -> int:
+        """The rank `distance` processes further along an axis; `MPI.PROC_NULL` beyond a wall."""
+        there = list(self.coordinates)
+        axis, distance = given.integer(axis, "axis"), given.integer(distance, "distance")
+        if not -len(there) <= axis < len(there):
+            raise ValueError(f"Grid: there is no axis {axis} in a grid of {len(there)}.")
+        axis %= len(there)
+        there[axis] += distance
+        if self.periodic[axis]:
+            there[axis] %= self.processes[axis]
+        return self._layout.rank(there) if 0 <= there[axis] < self.processes[axis] else MPI.PROC_NULL
+
+    def is_wall(self, axis: int, side: int) -> bool:
+        """Whether this process is at a wall: at the beginning of an axis (`side` -1), or at its end (1)."""
+        if side not in (-1, 1):
+            raise ValueError(f"Grid: side is {side!r}: pass -1 for the beginning of the axis, or 1 for its end.")
+        return self.neighbor(axis, side) == MPI.PROC_NULL
+
+    def _need_shape(self, what: str) -> None:
+        if not self._has_shape:
+            raise ValueError(
+                f"Grid: {what} needs the shape of global arrays: jaxmpi.Grid({self.processes}, shape=(...), ...)."
+            )
+
+    def _extents(self, rank: int, staggered: Sequence[int]) -> list[tuple[int, int]]:
+        """Start and size of a block along each axis."""
+        at, blocks = self._layout.coordinates(rank), self._layout.blocks
+        return [(sum(b[:i]), b[i] + extra) for b, i, extra in zip(blocks, at, staggered, strict=True)]
+
+    # --- the exchange ----------------------------------------------------------------------------------------------
+
+    def exchange(
+        self,
+        fields: Any,
+        width: Width = 1,
+        *,
+        axes: Sequence[int] | None = None,
+        corners: bool = True,
+        boundary: Any = None,
+    ) -> Any:
+        """Fills the halos of fields with the cells of the neighbours: one operation, and one message to each neighbour.
+
+        A field is this process's block of a global array with its halo around it: of shape `local_shape`, plus the
+        widths along each axis. It may be longer by one along an axis, like the points between cells and at both ends of
+        a staggered grid: then its last point is the first of the next process, both of which compute it, and the halo
+        goes on behind it.
+
+        All ranks of the grid call it. The map is linear (but for a boundary that is a number): its transpose adds each
+        cell of the halo to the cell that it was copied from, and clears it, by one operation as well. Under `jax.vmap`
+        a batch travels in the same messages.
+
+        Args:
+          fields: an array of any dtype that can be communicated, or a pytree of such, of any dtypes and shapes.
+          width: of the halo, in cells, static: one number; or for each axis of the grid a number, or a pair (before the
+            block, behind it). 0: no halo there. Unlike in `numpy.pad`, (1, 2) is 1 along the first axis and 2 along the
+            second; [(1, 2), (1, 2)] is 1 before and 2 behind along both.
+          axes: which axes of the arrays are those of the grid, in its order; the last ones where it is None. Others,
+            such as components or levels, belong to each cell.
+          corners: whether the halo has corners (and edges in 3-D), which come from diagonal neighbours; otherwise they
+            are left as they are.
+          boundary: what the halo at a wall becomes. None: it is left as it is, and what lies there is exchanged along
+            the other axes. A number, "edge", "reflect" or "symmetric": the rules of `numpy.pad`. Or for each axis of
+            the grid one of these, or a pair of them (before, behind). Or a dict (or NamedTuple) like that of the fields
+            with a boundary for each, such as `{"h": "edge", "v": 0}`; a list or a tuple always is of the grid's axes.
+
+        Returns:
+          The fields with their halos filled, of the same structure, shapes and dtypes; blocks are not changed.
+
+        Raises:
+          ValueError: a field does not fit the grid, or a block is smaller than a halo that is copied from it, which all
+            ranks find. TypeError: an argument is of the wrong type, or traced. Both while tracing, before anything is
+            sent.
+          jax.errors.JaxRuntimeError: at run time, on each rank that receives something that is not of the same call:
+            the ranks passed other fields or arguments, or called in another order. With `JAXMPI_CHECK=1` on all ranks,
+            before anything is sent.
+        """
+        arrays, structure, params = self._exchange("Grid.exchange", fields, width, axes, corners, boundary)
+        return jax.tree.unflatten(structure, bind_by_plan("exchange", {"comm": self._comm, **params}, arrays))
+
+    def _exchange(
+        self, operation: str, fields: Any, width: Width, axes: Sequence[int] | None, corners: bool, boundary: Any
+    ) -> tuple[list[Any], Any, Params]:
+        """The arrays of an exchange, their structure, and its parameters."""
+        self._need_shape(operation.removeprefix("Grid."))
+        arrays, names, structure = arguments.leaves(fields, operation, "fields")
+        if not isinstance(corners, bool | np.bool_):
+            raise TypeError(f"{operation}: corners must be True or False, and not traced, got {corners!r}.")
+        halo = Halo(self._layout, given.widths(width, len(self.processes), operation), bool(corners))
+        rules = self._rules_of(fields, len(arrays), halo, boundary, operation)
+        places = []
+        for x, name, its in zip(arrays, names, rules, strict=True):
+            at = self._axes_of(x, operation, name, axes)
+            self._check_field(x, operation, name, at, halo)
+            given.check_numbers(x, operation, name, its)
+            places.append((at, its, name))
+        return arrays, structure, {"pattern": halo, "places": tuple(places), "adjoint": False}
+
+    def start(
+        self,
+        fields: Any,
+        width: Width = 1,
+        *,
+        axes: Sequence[int] | None = None,
+        corners: bool = True,
+        boundary: Any = None,
+    ) -> Request:
+        """Starts an exchange: what the neighbours need is on its way while other cells are computed.
+
+        Args: those of `exchange`. 100 arrays at most.
+
+        Returns:
+          A `Request`, for `finish`. It holds the fields too, so it is a pytree with their arrays.
+
+        Raises: what `exchange` raises while tracing; its errors at run time are raised by `finish`.
+        """
+        arrays, structure, params = self._exchange("Grid.start", fields, width, axes, corners, boundary)
+        if len(arrays) > _MOST_ARRAYS:
+            raise ValueError(f"Grid.start: {len(arrays)} arrays; at most {_MOST_ARRAYS} are exchanged by one start.")
+        return start_exchange(self._comm, params, arrays, structure)
+
+    def finish(self, request: Request, *, after: Any = None) -> Any:
+        """Waits for an exchange that `start` has started.
+
+        Args:
+          request: what `start` returned; waited for once.
+          after: an array, or a pytree of such: computed before the wait begins (`jaxmpi.wait`).
+
+        Returns:
+          The fields with their halos filled, as `exchange` returns them; with `after` `(fields, after)`.
+
+        Raises:
+          TypeError: not a request of a grid.
+          jax.errors.JaxRuntimeError: at run time, what `exchange` raises; or it has been waited for already.
+        """
+        if not is_of_grid(request):
+            raise TypeError(f"Grid.finish: what Grid.start has returned is needed, got {request!r:.80}.")
+        return wait(request, after=after)[0]
+
+    def pad(self, blocks: Any, width: Width = 1, *, axes: Sequence[int] | None = None) -> Any:
+        """Blocks with halos of zeros around them, to be filled by `exchange`; a pytree of arrays, as there."""
+        arrays, names, structure = arguments.leaves(blocks, "Grid.pad", "blocks")
+        widths = given.widths(width, len(self.processes), "Grid.pad")
+        cuts = [
+            _Cut(tuple(x.shape), self._axes_of(x, "Grid.pad", name, axes), (0,) * len(widths))
+            for x, name in zip(arrays, names, strict=True)
+        ]
+        return jax.tree.unflatten(
+            structure, [keys.pad(x, cut.pads(widths)) for x, cut in zip(arrays, cuts, strict=True)]
+        )
+
+    # --- whole arrays ----------------------------------------------------------------------------------------------
+
+    def scatter(
+        self,
+        x: Any,
+        root: int | None = 0,
+        *,
+        width: Width = 0,
+        axes: Sequence[int] | None = None,
+        boundary: Any = None,
+    ) -> Any:
+        """This process's blocks of global arrays, with halos if `width` is given.
+
+        Args:
+          x: on root an array of shape `global_shape` along the axes of the grid, or longer by one where it is
+            staggered; on other ranks a template of that shape, whose values are not read, such as a
+            `jax.ShapeDtypeStruct`. Or pytrees of such. With root None all ranks have the array.
+          root: rank that sends, static. None: each rank takes its block from its own array, and nothing is sent unless
+            `width` is given.
+          width, axes, boundary: as in `exchange`, by which the halos are filled; without a rule they are zero at walls.
+
+        Returns:
+          The blocks, of the same structure and dtypes.
+
+        Raises:
+          ValueError, TypeError: as in `exchange`, and if an array has not the global shape; while tracing.
+        """
+        self._need_shape("scatter")
+        root = None if root is None else arguments.rank(root, self._comm, "Grid.scatter", "root")
+        owned = root is None or root == self._comm.rank
+        arrays, names, structure = arguments.leaves(
+            x, "Grid.scatter", "x", arguments.array if owned else arguments.template
+        )
+        cuts = [
+            self._cut(array.shape, axes, self.global_shape, "Grid.scatter", name)
+            for array, name in zip(arrays, names, strict=True)
+        ]
+        halo = Halo(self._layout, given.widths(width, len(self.processes), "Grid.scatter"), True)
+        self._rules_of(x, len(arrays), halo, boundary, "Grid.scatter")
+        if root is None:
+            blocks = [cut.of(self, array, self._comm.rank) for cut, array in zip(cuts, arrays, strict=True)]
+        else:
+            if owned:
+                stacks: Any = [cut.divided(self, array) for cut, array in zip(cuts, arrays, strict=True)]
+            else:
+                # A block of the template, which is mapped where that is.
+                stacks = [cut.padded(self, cut.of(self, array, 0)) for cut, array in zip(cuts, arrays, strict=True)]
+            parts = notoken.scatter(stacks, root, comm=self._mpi)
+            blocks = [cut.cropped(self, part, self._comm.rank) for cut, part in zip(cuts, parts, strict=True)]
+        if any(map(any, halo.widths)):
+            padded = [keys.pad(block, cut.pads(halo.widths)) for cut, block in zip(cuts, blocks, strict=True)]
+            return self.exchange(jax.tree.unflatten(structure, padded), width, axes=axes, boundary=boundary)
+        return jax.tree.unflatten(structure, blocks)
+
+    def gather(self, blocks: Any, root: int | None = 0, *, width: Width = 0, axes: Sequence[int] | None = None) -> Any:
+        """Global arrays from the blocks of all processes: the inverse of `scatter`.
+
+        Args:
+          blocks: this process's block, of shape `local_shape` plus the widths along the axes of the grid, or longer by
+            one where it is staggered; or a pytree of such. Of the points that two processes have in common the second
+            one's is taken.
+          root: rank that receives, static; None: all ranks.
+          width, axes: as in `exchange`; halos are left out.
+
+        Returns:
+          On root arrays of shape `global_shape` along the axes of the grid (plus one where they are staggered); on
+          other ranks `blocks` itself.
+
+        Raises:
+          ValueError, TypeError: as in `exchange`; while tracing.
+        """
+        self._need_shape("gather")
+        root = None if root is None else arguments.rank(root, self._comm, "Grid.gather", "root")
+        arrays, names, structure = arguments.leaves(blocks, "Grid.gather", "blocks")
+        widths = given.widths(width, len(self.processes), "Grid.gather")
+        expected = [size + sum(pair) for size, pair in zip(self.local_shape, widths, strict=True)]
+        cuts = [
+            self._cut(array.shape, axes, expected, "Grid.gather", name)
+            for array, name in zip(arrays, names, strict=True)
+        ]
+        stacks = [cut.padded(self, cut.inner(array, widths)) for cut, array in zip(cuts, arrays, strict=True)]
+        if root is None:
+            stacked = notoken.allgather(stacks, comm=self._mpi)
+        else:
+            stacked = notoken.gather(stacks, root, comm=self._mpi)
+            if root != self._comm.rank:
+                return jax.tree.unflatten(structure, arrays)
+        return jax.tree.unflatten(
+            structure, [cut.joined(self, parts) for cut, parts in zip(cuts, stacked, strict=True)]
+        )
+
+    def _cut(self, shape: Sequence[int], axes: Any, expected: Sequence[int], function: str, name: str) -> "_Cut":
+        places = self._axes_of(jax.ShapeDtypeStruct(tuple(shape), np.float32), function, name, axes)
+        extra = [shape[place] - size for place, size in zip(places, expected, strict=True)]
+        if any(more not in (0, 1) for more in extra):
+            raise ValueError(
+                f"{function}: {name} has {tuple(shape[place] for place in places)} cells along the axes of the grid, "
+                f"where it needs {tuple(expected)}, or one more along an axis where it is staggered."
+            )
+        return _Cut(tuple(shape), places, tuple(extra))
+
+    def _rules_of(self, fields: Any, count: int, halo: Halo, boundary: Any, function: str) -> list[Rules]:
+        """The rules of each field, with which no block is smaller than what its halo is made of."""
+        dimensions = len(self.processes)
+        if given.is_of_all(boundary):
+            rules = [given.rules(boundary, dimensions, function)] * count
+        else:
+            try:
+                each = jax.tree.map(
+                    lambda its, part: [its] * len(jax.tree.leaves(part)), boundary, fields, is_leaf=given.is_of_all
+                )
+            except ValueError as error:
+                raise ValueError(
+                    f"{function}: boundary has not the structure of the fields. Pass one for all fields, or a tree "
+                    f"like that of the fields with one for each: {error}"
+                ) from error
+            listed = jax.tree.leaves(each, is_leaf=lambda x: type(x) is list)
+            rules = [given.rules(its, dimensions, function) for part in listed for its in part]
+        for its in {*rules} or {given.rules(None, dimensions, function)}:
+            self._check_blocks(halo, its, function)
+        return rules
+
+    def _check_blocks(self, halo: Halo, rules: Rules, function: str) -> None:
+        for axis, (blocks, (low, high), sides) in enumerate(zip(self._layout.blocks, halo.widths, rules, strict=True)):
+            for at, size in enumerate(blocks):
+                # What the neighbours copy from a block, and what is copied within it at a wall.
+                first, last = (self._layout.is_wall(axis, at, side) for side in (-1, 1))
+                needed = max(0 if last else low, 0 if first else high)
+                needed = max(
+                    needed, given.reach(sides[0], low) if first else 0, given.reach(sides[1], high) if last else 0
+                )
+                if size < needed:
+                    raise ValueError(
+                        f"{function}: a block of {size} cells along axis {axis} (process {at} of {len(blocks)} there) "
+                        f"is smaller than the halo that is copied from it, {needed}: use fewer processes along this "
+                        "axis, larger arrays, or a narrower halo."
+                    )
+
+    def _axes_of(self, x: Any, function: str, name: str, axes: Sequence[int] | None) -> tuple[int, ...]:
+        """The grid's axes in an array, from the end, so that an axis in front does not change them."""
+        dimensions = len(self.processes)
+        chosen = range(-dimensions, 0) if axes is None else given.integers(axes, "axes")
+        if len(chosen) != dimensions:
+            raise ValueError(f"{function}: axes is {axes}: the grid has {dimensions} axes, pass one for each of them.")
+        for axis in chosen:
+            if not -x.ndim <= axis < x.ndim:
+                raise ValueError(
+                    f"{function}: {name} has shape {x.shape}, and no axis {axis}: the grid has {dimensions} axes, and "
+                    "axes= says which of the array's they are."
+                )
+        found = tuple(axis if axis < 0 else axis - x.ndim for axis in chosen)
+        if len(set(found)) != dimensions:
+            raise ValueError(f"{function}: axes is {axes}: an axis is named twice.")
+        return found
+
+    def _check_field(self, x: Any, operation: str, name: str, axes: tuple[int, ...], halo: Halo) -> None:
+        sizes = [x.shape[axis] for axis in axes]
+        expected = [size + sum(widths) for size, widths in zip(self.local_shape, halo.widths, strict=True)]
+        if any(size - right not in (0, 1) for size, right in zip(sizes, expected, strict=True)):
+            raise ValueError(
+                f"{operation}: {name} has {tuple(sizes)} cells along the axes of the grid, and the block of this "
+                f"process with its halo {tuple(expected)} (block {self.local_shape}, widths {halo.widths}), or one "
+                "more along an axis where it is staggered. Pass the block with its halo, for example from "
+                "grid.scatter(x, width=...) or grid.pad(block, width). In width=(a, b) a is for the first axis and b "
+                "for the second; for (before, behind) along each axis it is [(a, b)] * 2."
+            )
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """How arrays of one shape are cut into blocks: their axes that are the grid's, from the end, and whether they are
+    longer by one along each of them."""
+
+    shape: tuple[int, ...]
+    axes: tuple[int, ...]
+    staggered: tuple[int, ...]
+
+    def _with(self, sizes: Sequence[int]) -> list[int]:
+        """The shape with other sizes along the axes of the grid."""
+        shape = list(self.shape)
+        for axis, size in zip(self.axes, sizes, strict=True):
+            shape[axis] = size
+        return shape
+
+    def largest(self, grid: Grid) -> tuple[int, ...]:
+        """The shape that contains every block."""
+        blocks = zip(grid._layout.blocks, self.staggered, strict=True)
+        return tuple(self._with([max(sizes) + extra for sizes, extra in blocks]))
+
+    def of(self, grid: Grid, x: Any, rank: int) -> Any:
+        """The block of a rank."""
+        index = [slice(None)] * len(self.shape)
+        for axis, (start, size) in zip(self.axes, grid._extents(rank, self.staggered), strict=True):
+            index[axis] = slice(start, start + size)
+        return x[tuple(index)]
+
+    def inner(self, x: Any, widths: halos.Widths) -> Any:
+        """A block without its halo."""
+        index = [slice(None)] * len(self.shape)
+        for axis, (low, high) in zip(self.axes, widths, strict=True):
+            index[axis] = slice(low, x.shape[axis] - high)
+        return x[tuple(index)]
+
+    def padded(self, grid: Grid, block: Any) -> Any:
+        """A block in the shape that contains every block."""
+        return keys.pad(block, [(0, whole - size) for whole, size in zip(self.largest(grid), block.shape, strict=True)])
+
+    def cropped(self, grid: Grid, x: Any, rank: int) -> Any:
+        """The block of a rank in the shape that contains every block."""
+        sizes = [size for _, size in grid._extents(rank, self.staggered)]
+        return x[tuple(slice(size) for size in self._with(sizes))]
+
+    def pads(self, widths: halos.Widths) -> list[tuple[int, int]]:
+        """Of `jnp.pad`, for a halo around a block."""
+        pads = [(0, 0)] * len(self.shape)
+        for axis, pair in zip(self.axes, widths, strict=True):
+            pads[axis] = pair
+        return pads
+
+    def divided(self, grid: Grid, x: Any) -> Any:
+        """The blocks of all ranks, each in the shape that contains every block."""
+        count, sizes = len(self.axes), self._sizes(grid)
+        # In the place of each axis of the grid two: the block along it, and the cells of that.
+        for place in sorted(sizes, reverse=True):
+            x = _divided(x, place, *sizes[place])
+        places = self._places_of_blocks()
+        x = jnp.moveaxis(x, places, range(count))
+        return x.reshape(math.prod(grid.processes), *x.shape[count:])
+
+    def joined(self, grid: Grid, parts: Any) -> Any:
+        """The global array from all blocks, in the shape that contains every block."""
+        count, sizes = len(self.axes), self._sizes(grid)
+        x = parts.reshape(*grid.processes, *parts.shape[1:])
+        x = jnp.moveaxis(x, range(count), self._places_of_blocks())
+        for place in sorted(sizes):
+            x = _joined(x, place, *sizes[place])
+        return x
+
+    def _sizes(self, grid: Grid) -> dict[int, tuple[tuple[int, ...], int]]:
+        """The sizes of the blocks along each axis, by its place, and whether it is staggered."""
+        return dict(zip(self._places(), zip(grid._layout.blocks, self.staggered, strict=True), strict=True))
+
+    def _places(self) -> list[int]:
+        """The axes of the grid, from the front."""
+        return [axis % len(self.shape) for axis in self.axes]
+
+    def _places_of_blocks(self) -> list[int]:
+        """Where the axes of blocks are, if each stands before the axis of its cells."""
+        places = self._places()
+        return [place + sum(other < place for other in places) for place in places]
+
+
+def _runs(sizes: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Blocks of one size that follow each other: the first, how many, their size."""
+    starts = [i for i, size in enumerate(sizes) if i == 0 or size != sizes[i - 1]]
+    return [(i, end - i, sizes[i]) for i, end in zip(starts, [*starts[1:], len(sizes)], strict=True)]
+
+
+def _slice(x: Any, axis: int, start: int, stop: int, step: int = 1) -> Any:
+    return x[(slice(None),) * axis + (slice(start, stop, step),)]
+
+
+def _divided(x: Any, axis: int, sizes: Sequence[int], staggered: int) -> Any:
+    """An axis as two: blocks of these sizes, each longer by one if `staggered`, and their cells, zeros behind them."""
+    most, start, runs = max(sizes) + staggered, 0, []
+    for _, count, size in _runs(sizes):
+        end, shape = start + count * size, list(x.shape)
+        shape[axis : axis + 1] = [count, size]
+        run = _slice(x, axis, start, end).reshape(shape)
+        if staggered:  # the first cell behind each block
+            shape[axis + 1] = 1
+            behind = _slice(x, axis, start + size, end + 1, max(size, 1))
+            run = jnp.concatenate([run, jnp.broadcast_to(jnp.expand_dims(behind, axis + 1), shape)], axis + 1)
+        pads = [(0, 0)] * run.ndim
+        pads[axis + 1] = (0, most - run.shape[axis + 1])
+        runs.append(keys.pad(run, pads))
+        start = end
+    return jnp.concatenate(runs, axis)
+
+
+def _joined(x: Any, axis: int, sizes: Sequence[int], staggered: int) -> Any:
+    """The inverse: of two axes one. Of a point that two blocks have in common the second one's is taken."""
+    runs = []
+    for first, count, size in _runs([*sizes[:-1], sizes[-1] + staggered]):
+        run = _slice(_slice(x, axis, first, first + count), axis + 1, 0, size)
+        runs.append(run.reshape(*x.shape[:axis], count * size, *x.shape[axis + 2 :]))
+    return jnp.concatenate(runs, axis)

@@ -1,0 +1,245 @@
+"""Halos: where the cells around a block come from.
+
+A field on a grid of processes is one global array, of which each process holds a block and, around it, its halo: copies
+of cells of its neighbours. Along an axis, `low` cells of the halo lie before the block and `high` behind it. Where the
+grid ends, at a wall, the halo holds cells of the process itself, which the others' halos copy like the rest.
+
+The halo consists of regions, one for each direction: a number -1, 0 or 1 for each axis, not all of them 0. Each region
+is a copy of a region of one process, with an index that runs along each axis by itself:
+
+    in direction 0       over the block, from index `low` on, and the halo at a wall that is left as it is
+    -1, a neighbour      over its last `low` cells; a staggered field has its last point in common with this process
+    +1, a neighbour      over its first `high` cells, likewise without the common point
+    a wall with a rule   edge: the last cell before the wall; symmetric: the cells before the wall, backwards; reflect:
+                         the same without the last one; a number: not copied but filled
+
+So no region depends on another, and all are exchanged at once. These are the rules of numpy.pad, applied to the global
+array axis by axis.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxmpi._mpi import plans
+from jaxmpi._mpi.plans import Box, Fill, Move, Plan
+
+Widths = tuple[tuple[int, int], ...]
+"""Of the halo, along each axis of the grid: before the block and behind it."""
+
+RULES = ("edge", "reflect", "symmetric")
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number as a rule. Numbers are equal if they look alike: so NaN equals itself, and 0.0 is not -0.0."""
+
+    text: str
+    value: Any = dataclasses.field(compare=False)
+
+
+Rule = str | Number | None
+"""What the halo at a wall is filled by: a number, one of RULES, or nothing."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A grid of processes, of which the last axis varies fastest, and the cells of each along each axis."""
+
+    blocks: tuple[tuple[int, ...], ...]
+    periodic: tuple[bool, ...]
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        return tuple(map(len, self.blocks))
+
+    def coordinates(self, rank: int) -> tuple[int, ...]:
+        return tuple(map(int, np.unravel_index(rank, self.dims)))
+
+    def rank(self, coordinates: Sequence[int]) -> int:
+        return int(np.ravel_multi_index(tuple(coordinates), self.dims))
+
+    def block(self, rank: int) -> tuple[int, ...]:
+        """The cells of a process along each axis."""
+        return tuple(sizes[at] for sizes, at in zip(self.blocks, self.coordinates(rank), strict=True))
+
+    def is_wall(self, axis: int, at: int, side: int) -> bool:
+        return not self.periodic[axis] and not 0 <= at + side < len(self.blocks[axis])
+
+    def neighbor(self, rank: int, direction: Sequence[int]) -> int:
+        """The process in a direction; along an axis with a wall there, the same."""
+        there = list(self.coordinates(rank))
+        for axis, side in enumerate(direction):
+            if not self.is_wall(axis, there[axis], side):
+                there[axis] = (there[axis] + side) % len(self.blocks[axis])
+        return self.rank(there)
+
+
+Rules = tuple[tuple[Rule, Rule], ...]
+"""Of a field, along each axis of the grid: before its blocks and behind them."""
+Place = tuple[tuple[int, ...], Rules, str]
+"""The axes of a field that are the grid's, from the end, in the grid's order; its rules; its name."""
+
+
+def _linear(rule: Rule) -> Rule:
+    return Number("0", 0) if isinstance(rule, Number) else rule
+
+
+@dataclass(frozen=True)
+class Halo:
+    """What an exchange does; the same on all ranks."""
+
+    layout: Layout
+    widths: Widths
+    corners: bool
+
+    aliases = True
+
+    def plan(self, rank: int, avals: tuple[Any, ...], places: tuple[Place, ...], adjoint: bool) -> Plan:
+        return _plan(self, rank, avals, places, adjoint)
+
+    def results(self, avals: Sequence[Any], adjoint: bool) -> Sequence[Any]:
+        return avals
+
+    def batch(self, adjoint: bool) -> tuple[int, int]:
+        return 0, 0
+
+    def linear(self, places: Sequence["Place"]) -> tuple["Place", ...]:
+        """For the linear part of an exchange: with zero in the place of numbers."""
+        return tuple(
+            (axes, tuple((_linear(low), _linear(high)) for low, high in rules), name) for axes, rules, name in places
+        )
+
+    def behind(self, place: "Place", axes: int) -> "Place":
+        """The place of a field that has that many axes more, behind all of its own."""
+        chosen, rules, name = place
+        return tuple(axis - axes for axis in chosen), rules, name
+
+    def directions(self) -> Iterator[tuple[int, ...]]:
+        for direction in itertools.product((-1, 0, 1), repeat=len(self.widths)):
+            if any(direction) and (self.corners or sum(map(abs, direction)) == 1):
+                yield direction
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field, the same on all ranks: its axes that are the grid's, in the grid's order, the sizes of the others,
+    whether it is longer by one along each of the former, its dtype, what becomes of its halo at walls, and its name."""
+
+    axes: tuple[int, ...]
+    others: tuple[int, ...]
+    staggered: tuple[bool, ...]
+    dtype: Any
+    rules: Rules
+    name: str = ""
+
+    def shape(self, halo: Halo, rank: int) -> list[int]:
+        """Of its block with its halo."""
+        sizes = list(self.others)
+        block = halo.layout.block(rank)
+        for axis in sorted(self.axes):
+            at = self.axes.index(axis)
+            sizes.insert(axis, block[at] + self.staggered[at] + sum(halo.widths[at]))
+        return sizes
+
+
+def describe(halo: Halo, rank: int, aval: Any, place: Place) -> Field:
+    """A field from its shape on this rank, which has been checked."""
+    axes, rules, name = place
+    places = tuple(axis % len(aval.shape) for axis in axes)
+    others = tuple(size for axis, size in enumerate(aval.shape) if axis not in places)
+    block = halo.layout.block(rank)
+    staggered = tuple(aval.shape[place] - sum(halo.widths[at]) - block[at] == 1 for at, place in enumerate(places))
+    return Field(places, others, staggered, np.dtype(aval.dtype), rules, name)
+
+
+def _is_left(halo: Halo, field: Field, axis: int, at: int, side: int) -> bool:
+    """Whether there is a wall at which the halo is left as it is."""
+    return halo.layout.is_wall(axis, at, side) and field.rules[axis][side > 0] is None
+
+
+def _along(halo: Halo, field: Field, axis: int, at: int, side: int, sizes: tuple[int, int]) -> tuple[Any, Any]:
+    """Along one axis, for the process `at` it: the region's start and count, and start and step of its origin; None if
+    that is a number. `sizes` are those of the block and of the neighbour's."""
+    extra = int(field.staggered[axis])
+    low, high = halo.widths[axis]
+    here, there = sizes
+    size = here + extra
+    if side == 0:
+        # With corners, a halo that is left as it is is copied like cells of the block.
+        before, behind = (halo.corners and _is_left(halo, field, axis, at, side) for side in (-1, 1))
+        start, end = 0 if before else low, low + size + (high if behind else 0)
+        return (start, end - start), (start, 1)
+    start, count = (0, low) if side < 0 else (low + size, high)
+    if not halo.layout.is_wall(axis, at, side):
+        return (start, count), (there if side < 0 else low + extra, 1)
+    rule = field.rules[axis][side > 0]
+    last = low if side < 0 else low + size - 1
+    if rule == "edge":
+        return (start, count), (last, 0)
+    if rule in ("reflect", "symmetric"):
+        # The cell beside the wall outside copies `last`, or with reflect the one before it.
+        nearest = last - side * (rule == "reflect")
+        return (start, count), (nearest if side > 0 else nearest + count - 1, -1)
+    return (start, count), None
+
+
+def _regions(halo: Halo, rank: int, field: Field) -> Iterator[tuple[tuple[int, ...], int, Box, Any]]:
+    """For each region of a rank's halo its direction, the rank that it comes from, and the boxes that are written and
+    read, or the number by which it is filled."""
+    at = halo.layout.coordinates(rank)
+    shape = field.shape(halo, rank)
+    for direction in halo.directions():
+        if any(side != 0 and _is_left(halo, field, axis, at[axis], side) for axis, side in enumerate(direction)):
+            continue
+        source = halo.layout.neighbor(rank, direction)
+        here, there = halo.layout.block(rank), halo.layout.block(source)
+        written = Box((0,) * len(shape), tuple(shape), (1,) * len(shape))
+        read, number = written, None  # of several numbers the last axis's is taken, as by numpy.pad
+        for axis, side in enumerate(direction):
+            place = field.axes[axis]
+            sizes = here[axis], there[axis]
+            region, origin = _along(halo, field, axis, at[axis], side, sizes)
+            written = _set(written, place, region[0], region[1], 1)
+            if origin is None:
+                number = field.rules[axis][side > 0]
+            else:
+                read = _set(read, place, origin[0], region[1], origin[1])
+        yield direction, source, written, read if number is None else number
+
+
+def _set(box: Box, axis: int, start: int, count: int, step: int) -> Box:
+    def replace(values: tuple[int, ...], value: int) -> tuple[int, ...]:
+        return (*values[:axis], value, *values[axis + 1 :])
+
+    return Box(replace(box.starts, start), replace(box.counts, count), replace(box.steps, step))
+
+
+@plans.cached
+def _plan(halo: Halo, rank: int, avals: tuple[Any, ...], places: tuple[Place, ...], adjoint: bool) -> Plan:
+    """The plan of an exchange, or of its adjoint, which adds the halo to where it comes from, and clears it."""
+    fields = [describe(halo, rank, aval, place) for aval, place in zip(avals, places, strict=True)]
+    moves: list[Move] = []
+    fills: list[Fill] = []
+    around = {halo.layout.neighbor(rank, direction) for direction in halo.directions()}
+    for other in sorted({rank, *around}):
+        for leaf, field in enumerate(fields):
+            for key, source, written, read in _regions(halo, other, field):
+                if isinstance(read, Box):
+                    if rank in (source, other):
+                        moves.append(Move(key, leaf, source, read, other, written))
+                    filled = adjoint and other == rank
+                    value = 0
+                else:
+                    filled, value = other == rank, 0 if adjoint else read.value
+                if filled:
+                    fills.append(Fill(leaf, written, value))
+    if adjoint:
+        moves = [move.reverse() for move in moves]
+    return plans.make(
+        rank, avals, moves, fills, adds=adjoint, signature=plans.signature("exchange", halo, fields, adjoint)
+    )

@@ -1,0 +1,240 @@
+"""The private names of JAX that the package uses, except those for jaxprs (jaxprs.py), for the order of calls
+(runtime_token.py) and for differentiation (_derivatives).
+
+Tested with JAX 0.6.0 to `NEWEST_TRIED`. If a version moves one of these names, only this file has to change.
+"""
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+from jax._src import ad_checkpoint, config, core, effects, pjit, source_info_util
+from jax._src.array import ArrayImpl
+from jax._src.interpreters import partial_eval, pxla
+from jax._src.lib.mlir.dialects import hlo
+from jax._src.sharding_impls import UNSPECIFIED as UNSPECIFIED
+from jax.extend.core import Primitive as Primitive
+from jax.extend.core import primitives
+from jax.ffi import ffi_lowering as ffi_lowering
+from jax.interpreters import ad as ad
+from jax.interpreters import batching as batching
+from jax.interpreters import mlir as mlir
+
+from jaxmpi._launcher.before_jax import NEWEST_TRIED, numbers
+
+Function = Callable[..., Any]
+Effect = effects.Effect
+ShapedArray = core.ShapedArray
+Tracer = core.Tracer
+abstract_token = core.abstract_token
+DynamicJaxprTrace = partial_eval.DynamicJaxprTrace
+remat_p = ad_checkpoint.remat_p
+
+ADVICE = f"This version of jaxmpi was tried on JAX 0.6.0 to {NEWEST_TRIED}: use one of these, or a newer jaxmpi."
+
+KEEPS_EFFECTS = hasattr(effects, "partial_eval_kept_effects")
+"""Whether an operation stays in a derivative if it has no result or its result is not used. Not in JAX 0.6."""
+
+shard_map: Function
+if hasattr(jax, "shard_map"):
+    shard_map = jax.shard_map
+else:  # JAX 0.6.0
+    from jax.experimental import shard_map as _experimental
+
+    shard_map = _experimental.shard_map
+
+jit_p = getattr(primitives, "jit_p", None) or getattr(pjit, "pjit_p")  # noqa: B009 (the name in JAX 0.6)
+
+# The permissions that an ordered effect needs in transformations and control flow.
+_PERMISSIONS = (
+    effects.lowerable_effects,
+    effects.ordered_effects,
+    effects.control_flow_allowed_effects,
+    effects.custom_derivatives_allowed_effects,
+    effects.remat_allowed_effects,
+    effects.shardable_ordered_effects,  # so that an error of ours says why it cannot be lowered for several devices
+    *([effects.partial_eval_kept_effects] if KEEPS_EFFECTS else []),
+)
+
+
+if numbers(jax.__version__) > numbers(NEWEST_TRIED):
+    warnings.warn(
+        f"jaxmpi was tried on JAX up to {NEWEST_TRIED}, this is {jax.__version__}. What derivatives rely on is checked "
+        "before the first one.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def permit_effect(kind: type) -> None:
+    """Permits effects of this class to order computations, in control flow, custom derivatives and checkpoints too."""
+    for permission in _PERMISSIONS:
+        permission.add_type(kind)
+
+
+def define_primitive(
+    primitive: Primitive, abstract_eval: Callable[..., Any], effectful: bool, implementation: Callable[..., Any]
+) -> None:
+    """Gives a primitive its abstract evaluation and its eager implementation."""
+    if effectful:
+        primitive.def_effectful_abstract_eval(abstract_eval)
+    else:
+        primitive.def_abstract_eval(abstract_eval)
+    primitive.def_impl(implementation)
+
+
+def traceback() -> Any:
+    """The traceback of the operation that is being traced: of the original one, if JAX evaluates it once more."""
+    return source_info_util.current().traceback
+
+
+def keep(primitive: Primitive) -> None:
+    """Makes dead code elimination keep a primitive that has no effect."""
+    partial_eval.dce_rules[primitive] = lambda *args: ([True] * len(args[-1].invars), args[-1])
+
+
+def replace(owner: Any, name: str, parameters: str, instead: Function) -> None:
+    """Replaces a function `own(...)` of JAX by `instead(own, ...)`.
+
+    Args:
+      owner: a class or module of JAX.
+      name: the function's name in it.
+      parameters: the names of its parameters, in order, as in the versions tested; several lists are joined by " or ".
+        Empty: not checked.
+
+    Raises:
+      ImportError: there is no such function, or its parameters differ.
+    """
+    own = getattr(owner, name, None)
+    own = getattr(own, "jaxmpi_own", own)  # if the package is imported again
+    where = f"{getattr(owner, '__qualname__', owner.__name__)}.{name}"
+    if own is None:
+        raise ImportError(f"jaxmpi: there is no {where} in JAX {jax.__version__}. {ADVICE}")
+    found = " ".join(inspect.signature(own).parameters) if parameters else ""
+    if found not in parameters.split(" or "):
+        raise ImportError(f"jaxmpi: {where} of JAX {jax.__version__} takes ({found}), not ({parameters}). {ADVICE}")
+
+    @functools.wraps(own)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return instead(own, *args, **kwargs)
+
+    call.jaxmpi_own = own  # type: ignore[attr-defined]
+    setattr(owner, name, call)
+
+
+def pass_token_when_compiled(effect: Effect) -> None:
+    """Makes `f.lower(x).compile()` pass on the token of this effect in every call.
+
+    JAX uses its fast path from the second call on, and leaves the token out there. A version of JAX without the method
+    replaced here has another way of calling, and is left as it is.
+    """
+
+    def create_cpp_call(own: Function, executable: Any, *args: Any, **kwargs: Any) -> Any:
+        if effect in getattr(executable.unsafe_call, "ordered_effects", ()):
+            return None  # no fast path
+        return own(executable, *args, **kwargs)
+
+    if hasattr(pxla.MeshExecutable, "create_cpp_call"):
+        replace(pxla.MeshExecutable, "create_cpp_call", "", create_cpp_call)
+
+
+def devices_of(ctx: Any) -> int:
+    """The number of devices for which a computation is lowered."""
+    context = ctx.module_context.axis_context
+    mesh = getattr(context, "mesh", None)
+    return mesh.size if mesh is not None else getattr(context, "num_devices", 1)
+
+
+def spread(devices: int) -> str:
+    """What is wrong with a computation, or an array, of several devices, and what to do."""
+    if jax.process_count() == 1:
+        return (
+            f"spread over {devices} devices of this process, and a rank communicates from one. Gather its operands on "
+            "one device with jax.device_put(x, jax.devices()[0]), or start a rank for each device."
+        )
+    return (
+        f"spread over {devices} devices of several processes. A rank communicates what it has itself: outside of "
+        "shard_map and of programs of sharded arrays, pass its part, x.addressable_data(0). Inside of them use JAX's "
+        "own collectives, as jax.lax.psum (docs/sharded.md)."
+    )
+
+
+def devices_of_array(x: Any) -> int:
+    """Over how many devices an array is spread that is not traced."""
+    sharding = x.sharding
+    return 1 if type(sharding) is jax.sharding.SingleDeviceSharding else sharding.num_devices
+
+
+def no_trace() -> Any:
+    """A context in which computations are executed or traced as if outside of all traces."""
+    return core.set_current_trace(core.eval_trace)
+
+
+def on_mesh(mesh: jax.sharding.Mesh) -> Any:
+    """A context in which this is the current mesh, whatever is set around it."""
+    name, owner = ("set_mesh", jax) if hasattr(jax, "set_mesh") else ("use_mesh", jax.sharding)  # JAX 0.6
+    return getattr(owner, name)(mesh)
+
+
+def current_source() -> Any:
+    return source_info_util.current()
+
+
+jit_disabled = config.disable_jit
+"""Whether `jax.disable_jit` holds: its `value`."""
+
+
+def platforms() -> str | None:
+    """JAX's setting of JAX_PLATFORMS: names separated by commas, empty, or None."""
+    return config.jax_platforms.value
+
+
+trace_state_clean = core.trace_state_clean
+jaxpr_as_fun = core.jaxpr_as_fun
+ConcreteArray = ArrayImpl
+create_token = hlo.create_token
+
+
+def zero_tangent(x: Any) -> Any:
+    """A symbolic zero as the tangent of `x`."""
+    return ad.Zero(ShapedArray(x.shape, x.dtype).to_tangent_aval())
+
+
+def inexact(x: Any) -> bool:
+    """Whether `x`, a value or its type, has a dtype that can be differentiated: floating-point or complex."""
+    dtype = getattr(x if hasattr(x, "dtype") else jax.typeof(x), "dtype", None)
+    return dtype is not None and jax.numpy.issubdtype(dtype, jax.numpy.inexact)
+
+
+def inexact_among(xs: Iterable[Any]) -> list[int]:
+    """The indices of those that can be differentiated."""
+    return [i for i, x in enumerate(xs) if inexact(x)]
+
+
+def without_constant_folding() -> Any:
+    """A context in which operations are staged even if all operands are known, whatever is set around it."""
+    return config.eager_constant_folding(False)
+
+
+def without_leak_checks() -> Any:
+    """A context in which `jax.checking_leaks` is off."""
+    return config.check_tracer_leaks(False)
+
+
+def is_tracer(x: Any) -> bool:
+    return isinstance(x, Tracer)
+
+
+def distrust_cached_programs() -> None:
+    """With JAX 0.6: from now on no program is taken from JAX's compilation cache, nor written to it.
+
+    There a loop that communicates returned zeros when it came from the cache: with 0.6.0, not with 0.7 or newer.
+    """
+    if not KEEPS_EFFECTS:
+        from jax.experimental.compilation_cache import compilation_cache
+
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()  # it may have been looked up before

@@ -1,0 +1,112 @@
+"""Jaxprs: what is inside them, and how they are evaluated."""
+
+import functools
+from collections.abc import Container, Iterable, Iterator
+from typing import Any
+
+import jax
+from jax._src import core
+from jax._src.interpreters import mlir as private_mlir
+from jax._src.interpreters import partial_eval
+from jax._src.sharding_impls import UnspecifiedValue
+from jax.extend.core import Literal, primitives
+
+from jaxmpi._jax import internals
+
+
+def called(params: dict[str, Any]) -> Any:
+    """The jaxpr of a nested call with these parameters."""
+    return params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
+
+
+def inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
+    """The jaxprs inside an equation with these parameters, without their constants."""
+    for value in params.values():
+        for inner in value if isinstance(value, tuple) else (value,):
+            jaxpr = getattr(inner, "jaxpr", inner)
+            if hasattr(jaxpr, "eqns"):
+                yield jaxpr
+
+
+def alone(jaxpr: Any, equation: Any) -> Any:
+    """A jaxpr of one equation of `jaxpr`, with all its operands as arguments."""
+    operands = [core.Var(jax.typeof(x.val)) if isinstance(x, Literal) else core.Var(x.aval) for x in equation.invars]
+    results = [core.Var(x.aval) for x in equation.outvars]
+    equation = equation.replace(invars=operands, outvars=results)
+    names = jaxpr.debug_info._replace(arg_names=("",) * len(operands), result_paths=("",) * len(results))
+    return jaxpr.replace(
+        constvars=[], invars=operands, outvars=results, eqns=[equation], debug_info=names, effects=equation.effects
+    )
+
+
+def evaluate(jaxpr: Any, *args: Any) -> list[Any]:
+    """The results of a jaxpr, closed or not, in the current trace."""
+    return core.eval_jaxpr(getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ()), *args)
+
+
+def without_objects(closed: Any) -> Any:
+    """The same computation, with those primitives lowered that newer versions of JAX represent by objects."""
+    high = getattr(closed, "is_high", False) or getattr(getattr(closed, "jaxpr", None), "is_high", False)
+    if not high:
+        return closed
+    lower: Any = getattr(partial_eval, "lower_jaxpr2", partial_eval.lower_jaxpr)
+    return lower(closed)
+
+
+def variables(atoms: Iterable[Any]) -> list[Any]:
+    """The atoms of a jaxpr that are not literals."""
+    return [atom for atom in atoms if not isinstance(atom, Literal)]
+
+
+def body(equation: Any, needed: Container[Any]) -> tuple[str, Any, list[bool]] | None:
+    """The computation inside a loop or a nested call: its parameter's name, itself, which of its arguments are kept.
+
+    Kept are the operands that every step of a loop uses, and the operands of a call that are `needed` after it, or
+    literals; the carried values and rows of a loop are not. None for any other equation.
+    """
+    params = equation.params
+    match equation.primitive.name:
+        case "scan":
+            name, keep = "jaxpr", [True] * parts_of_scan(params)[0]
+        case "while":
+            name, keep = "body_jaxpr", [True] * params["body_nconsts"]
+        case "pjit" | "jit":  # the older name, the newer one
+            name, keep = "jaxpr", [isinstance(x, Literal) or x in needed for x in equation.invars]
+        case _:
+            return None
+    inner = params[name]
+    return name, inner, keep + [False] * (len(inner.jaxpr.invars) - len(keep))
+
+
+def parts_of_scan(params: dict[str, Any]) -> tuple[int, int]:
+    """How many of a scan's first operands are constants, and how many after them are carried."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    constants, carried, _ = params["ft_in"].unpack()  # from 0.12 on: a tree of constants, carried values and rows
+    return len(list(constants)), len(list(carried))
+
+
+def lower_calls_inline(effect: internals.Effect) -> None:
+    """Makes nested calls with the effect be lowered inline.
+
+    In jaxlib 0.12, XLA may execute a loop twice, or crash, if a function with an ordered effect and without array
+    operands is called inside another (`tests/test_order.py`). XLA would inline the calls anyway.
+    """
+    for primitive in (
+        internals.jit_p,
+        primitives.call_p,
+        primitives.closed_call_p,
+        getattr(core, "eval_jaxpr_p", None),
+    ):
+        if primitive is not None:
+            entry = private_mlir._lowerings[primitive]
+            own: Any = getattr(entry, "rule", entry)  # the rule itself in JAX 0.6
+            internals.mlir.register_lowering(primitive, functools.partial(_lower_call, own, effect))
+
+
+def _lower_call(own: Any, effect: internals.Effect, ctx: Any, *args: Any, **params: Any) -> Any:
+    inner = called(params)
+    placed = (*params.get("in_shardings", ()), *params.get("out_shardings", ()))
+    if effect not in inner.effects or not all(isinstance(x, UnspecifiedValue) for x in placed):
+        return own(ctx, *args, **params)
+    return internals.mlir.lower_fun(functools.partial(evaluate, inner), multiple_results=True)(ctx, *args)

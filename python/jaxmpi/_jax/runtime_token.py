@@ -1,0 +1,190 @@
+"""The order of calls of compiled code: the link that one computation passes to the next.
+
+Between two computations with an ordered effect JAX passes an empty array, one per thread, which the first returns and
+the second takes as an operand. csrc/python/link.c does the same here: the array is the link. A later call of plain
+`jax.jit` takes the same array as its operand.
+"""
+
+import contextlib
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import api_util, checkify, config, core, dispatch
+from jax._src.lax.control_flow.loops import while_p
+
+import jaxmpi._core as _core
+from jaxmpi._jax.internals import Effect, replace
+
+# The last link of each thread. JAX's own record is per thread, so no thread can see the links of others there.
+_of_threads: dict[int, Any] = {}
+_of_ended_threads: list[Any] = []
+
+
+REPEATED = (
+    "jaxmpi: a result is NaN or infinite, which jax_debug_nans or jax_debug_infs forbids. To find out which operation "
+    "made it JAX executes the function again, on this rank alone, so communication is not repeated. To see the "
+    "operation run the program with jax.disable_jit() on all ranks."
+)
+_repeating = threading.local()
+
+
+def _not_repeated() -> None:
+    """Raises where JAX executes on this rank again what has been executed on all."""
+    if getattr(_repeating, "on", False):
+        raise FloatingPointError(REPEATED)
+
+
+def guard_repetitions(effect: Effect) -> None:
+    """Makes JAX's second execution of a function, after a NaN, raise before it communicates.
+
+    Meanwhile this thread has no token for the effect, so that whatever communicates asks for a new one: eager
+    operations and functions compiled by `jit` here by _new_link, the others from JAX.
+    """
+    owner = api_util if hasattr(api_util, "maybe_recursive_nan_check") else dispatch  # the latter in JAX 0.6
+
+    def repeat(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        tokens = dispatch.runtime_tokens.current_tokens
+        token = tokens.pop(effect, None)
+        outer, _repeating.on = getattr(_repeating, "on", False), True
+        try:
+            return own(*args, **kwargs)
+        finally:
+            _repeating.on = outer
+            if token is not None:
+                tokens[effect] = token
+
+    def get_token_input(own: Callable[..., Any], tokens: Any, eff: Any, *args: Any) -> Any:
+        if eff is effect:
+            _not_repeated()
+        return own(tokens, eff, *args)
+
+    replace(owner, "maybe_recursive_nan_check", "", repeat)
+    replace(type(dispatch.runtime_tokens), "get_token_input", "", get_token_input)
+
+
+def refuse_communicating_conditions(effect: Effect) -> None:
+    """Makes `checkify` refuse a while_loop whose condition communicates, which it evaluates twice in each iteration."""
+    rules = checkify.error_checks
+    own = getattr(rules[while_p], "jaxmpi_own", rules[while_p])
+
+    def check(error: Any, enabled: Any, *args: Any, cond_jaxpr: Any, **params: Any) -> Any:
+        if effect in cond_jaxpr.effects:
+            raise NotImplementedError(
+                "jaxmpi: checkify evaluates the condition of a while_loop twice in each iteration, and this one "
+                "communicates. Compute it in the body, and carry the result to the condition."
+            )
+        return own(error, enabled, *args, cond_jaxpr=cond_jaxpr, **params)
+
+    check.jaxmpi_own = own  # type: ignore[attr-defined]
+    rules[while_p] = check
+
+
+def repeats_backward_pass() -> bool:
+    """Whether JAX is about to execute a backward pass again, since its compiled one has made a NaN."""
+    error = getattr(api_util, "InternalFloatingPointError", None)
+    handled = sys.exc_info()[0]
+    return error is not None and handled is not None and issubclass(handled, error)
+
+
+def _first_array() -> Any:
+    return jax.device_put(np.zeros(0, np.bool_))
+
+
+def _new_link(effect: Effect) -> Any:
+    """Makes a runtime token for this thread whose array can be an operand of compiled code.
+
+    A token that JAX makes holds an array too, but in some versions with the layout of an XLA token. So ours are marked,
+    by the attribute `pending`, in which link.c keeps whether the computation can have failed since its call returned. A
+    token of JAX's is waited for here: so a call of ours waits for an earlier one of plain `jax.jit`.
+    """
+    _not_repeated()
+    tokens, thread = dispatch.runtime_tokens.current_tokens, threading.get_ident()
+    if effect in tokens:
+        _failed(tokens[effect])
+    if _several_devices():
+        _core.set_several_devices()
+    link: Any = core.Token(_first_array())
+    link.pending = None
+    if thread in _of_threads:  # this thread's earlier link, or that of an ended thread with the same number
+        before = [*_of_ended_threads, _of_threads[thread]]
+        _of_ended_threads[:] = [token for token in before if not token._buf.is_ready()]
+    _of_threads[thread] = tokens[effect] = link
+    return link
+
+
+def _several_devices() -> bool:
+    return jax.local_device_count() > 1 or jax.default_backend() != "cpu"
+
+
+def _heal(token: Any, failed: bool) -> None:
+    """Replaces the link of a token if its computation has failed or if it is committed to one of several devices.
+
+    `failed`: an operation has failed since the computation was called, perhaps in another computation. Then this one is
+    waited for, since JAX marks the results of a failed computation one after the other. A link gets committed to a
+    device if the operands of its computation were; it would commit the next computation to the same device. It too is
+    waited for before it is replaced.
+    """
+    bound = _several_devices() and token._buf._committed and not _only_device(token._buf)
+    if (failed or bound or token._buf.is_ready()) and (_failed(token) or bound):
+        token._buf = _first_array()
+
+
+def _only_device(array: Any) -> bool:
+    """Whether an array is on the only device of the default backend, where JAX would put it anyway."""
+    devices = jax.local_devices()
+    return len(devices) == 1 and array.devices() == set(devices)
+
+
+def _failed(token: Any) -> bool:
+    """Waits for the computation of a token and returns whether it failed, with a warning; its results raise the error.
+
+    JAX would make the next computation fail too, without executing it, while the other ranks wait for it.
+    """
+    try:
+        token.block_until_ready()
+    except jax.errors.JaxRuntimeError as error:
+        warnings.warn(f"jaxmpi: an earlier computation failed: {error}", RuntimeWarning, stacklevel=4)
+        # For each device JAX keeps another token, of the last computation there, which would raise at every barrier.
+        of_devices = dispatch.runtime_tokens.output_runtime_tokens
+        for device, of_device in list(of_devices.items()):
+            try:
+                of_device.block_until_ready()
+            except jax.errors.JaxRuntimeError:
+                del of_devices[device]
+        return True
+    return False
+
+
+def linked(
+    effect: Effect, compute: Callable[..., Any], otherwise: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    """`compute(link, *args, **kwargs) -> (link, result)` as a function of the arguments, in the order of an effect.
+
+    The module's docstring says what the link is. `otherwise`, if given, is called instead inside a trace and with
+    `jax.disable_jit`.
+    """
+    names = ("current_tokens", "_buf", "pending", "is_ready", "_committed")
+    error = jax.errors.JaxRuntimeError
+    run = _core.linker(compute, dispatch.runtime_tokens, effect, lambda: _new_link(effect), _heal, error, names)
+    if otherwise is None:
+        return run
+    clean, disabled = core.trace_state_clean, config.disable_jit
+
+    def call(*args, **kwargs):
+        if not clean() or disabled.value:
+            return otherwise(*args, **kwargs)
+        return run(*args, **kwargs)
+
+    return call
+
+
+def wait_for_all_threads() -> None:
+    """Waits for the linked computations of all threads. Their results raise their errors, not this function."""
+    for token in [*_of_ended_threads, *_of_threads.values()]:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            token.block_until_ready()

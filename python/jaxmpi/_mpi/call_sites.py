@@ -1,0 +1,75 @@
+"""Lines of the user's program."""
+
+import itertools
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+PACKAGES = (
+    *(os.path.dirname(file) + os.sep for file in (os.path.dirname(__file__), jax.__file__)),
+    threading.__file__,
+)
+"""The beginnings of the names of files that are not the user's."""
+
+_eager_calls = ("", "")
+"""File and name of the function through which eager calls get their program, which serves all calls alike."""
+
+_TESTING = os.path.join(os.path.dirname(os.path.dirname(__file__)), "testing.py")
+"""What calls functions of the user's to test them."""
+
+
+def makes_eager_calls(function: Callable[..., Any]) -> None:
+    """Names the function through which all eager calls pass: a traceback with it has no line of a call in a trace."""
+    global _eager_calls
+    _eager_calls = (function.__code__.co_filename, function.__name__)
+
+
+def frame() -> Any:
+    """The frame of the user's program that is being executed: it called the package or JAX, or is its own."""
+    return _of_program(sys._getframe(1))
+
+
+def _of_program(found: Any) -> Any:
+    """The innermost frame of the user's program, from this one on outwards."""
+    while found.f_back is not None and found.f_code.co_filename.startswith(PACKAGES):
+        found = found.f_back
+    return found
+
+
+def of_frame(at: Any) -> str:
+    """Its line."""
+    return f"{at.f_code.co_filename}:{at.f_lineno} ({at.f_code.co_name})"
+
+
+def here() -> str:
+    """The line of the user's program that is being executed."""
+    return of_frame(frame())
+
+
+def of_main_thread() -> str:
+    """The line of the user's program that Python's main thread is executing; empty if that has ended."""
+    found = sys._current_frames().get(threading.main_thread().ident or 0)
+    return of_frame(_of_program(found)) if found is not None else ""
+
+
+def of_traceback(traceback: Any) -> str | None:
+    """The line of the user's program in a traceback of JAX's, the innermost call first; None if there is none, or if
+    the call was eager."""
+    for frame in getattr(traceback, "frames", ()):
+        if not frame.file_name.startswith(PACKAGES):
+            return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
+        if (frame.file_name, frame.function_name) == _eager_calls:
+            return None
+    return None
+
+
+def lines_of_traceback(traceback: Any) -> tuple[str, ...]:
+    """The lines of the user's program in a traceback of JAX's, the innermost first, as far as what `jaxmpi.testing`
+    has called."""
+    frames = itertools.takewhile(lambda frame: frame.file_name != _TESTING, getattr(traceback, "frames", ()))
+    lines = (f"{f.file_name}:{f.line_num} ({f.function_name})" for f in frames if not f.file_name.startswith(PACKAGES))
+    return tuple(lines)

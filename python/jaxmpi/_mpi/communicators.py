@@ -1,0 +1,266 @@
+"""Communicators as parameters of compiled programs, and the default one."""
+
+import math
+import os
+import threading
+import time
+import warnings
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+import jaxmpi._core as _core
+from jaxmpi._jax import internals
+from jaxmpi._mpi import static, timeline
+from jaxmpi._mpi.library import ALL, DEVICES, LIBRARY, MEANING_OF_DEFAULT, compared, handle_of
+
+# How long an import waits for the imports of other ranks. After that the first use of the default communicator waits.
+_PATIENCE_SECONDS = 10.0
+
+
+class Communicator:
+    """An intra-communicator with its rank and size, compared by identity.
+
+    There is one object per communicator and lifetime. The core keeps its number as an attribute of the MPI
+    communicator, so a recycled handle never finds the rank and size of its predecessor, and a program compiled for a
+    freed communicator raises when it is called. The numbers of COMM_WORLD, its clone and COMM_SELF are the same in
+    every run; other processes do not know the numbers of other communicators.
+    """
+
+    __slots__ = ("number", "programs", "rank", "size")
+
+    def __init__(self, number: int, rank: int, size: int):
+        self.number, self.rank, self.size = number, rank, size
+        self.programs: Any = None
+        """Finds the compiled programs of eager calls; they go when the communicator is freed."""
+
+    def __repr__(self) -> str:
+        return f"Communicator(rank {self.rank} of {self.size})"
+
+    def alive(self) -> bool:
+        """Whether it has not been freed."""
+        _forget_freed()
+        return _known.get(self.number) is self
+
+
+_known: dict[int, Communicator] = {}
+"""By their numbers, until they are freed and the next one is made."""
+
+
+def _forget_freed() -> None:
+    """Drops what is kept for communicators that have been freed: no call finds it any more."""
+    for number in _core.take_freed():
+        if (freed := _known.pop(number, None)) is not None:
+            freed.programs = None
+
+
+def known() -> list[Communicator]:
+    return list(_known.values())
+
+
+def resolve(comm: Any, operation: str) -> Communicator:
+    """The communicator of a call.
+
+    Raises TypeError if `comm` is not an mpi4py communicator, ValueError if it is null, freed or an inter-communicator.
+    """
+    if comm is None:
+        return default()
+    if not isinstance(comm, MPI.Comm):
+        hint = (
+            " It is traced: take it from the enclosing scope instead of passing it."
+            if internals.is_tracer(comm)
+            else ""
+        )
+        raise TypeError(
+            f"{operation}: comm must be an mpi4py communicator such as MPI.COMM_WORLD, got {comm!r} of type "
+            f"{type(comm).__name__}.{hint}"
+        )
+    if comm == MPI.COMM_NULL:
+        raise ValueError(
+            f"{operation}: comm is MPI.COMM_NULL: it has been freed, or this rank is not part of it. Pass a live "
+            "communicator, and only on its own ranks."
+        )
+    if isinstance(comm, static.Static):  # whose handle MPI may have given to another one
+        if not comm.lifetime.alive():
+            raise ValueError(f"{operation}: comm is {comm!r}, which has been freed. Pass a live communicator.")
+        return comm.lifetime
+    found = _core.communicator(handle_of(comm))
+    if found is None:
+        raise ValueError(
+            f"{operation}: comm is an inter-communicator, which is not supported. Merge it first: comm.Merge()."
+        )
+    known = _known.get(found[0])
+    if known is None:
+        _forget_freed()
+        _core.set_chunk(found[0], _default.chunk(ours=False))
+        _compare(found[0], comm)
+        name = comm.Get_name()
+        if name:
+            _core.set_name(found[0], name)
+        timeline.communicator(found[0], comm, name)
+        known = _known.setdefault(found[0], Communicator(*found))
+    return known
+
+
+_PIECE, _LEAST_SHARE = 8 << 20, 256 << 10
+"""Bytes of a piece of a long allreduce (`most_at_a_time` in csrc/mpi/ops.c), and of each rank's share of a piece, which
+must not get too short: libraries send such shares."""
+
+
+_THREAD = threading.get_ident()
+
+
+def _compare(number: int, comm: MPI.Comm) -> None:
+    """Lets the ranks of a communicator compare its first collectives, if they agreed to and are those of COMM_WORLD."""
+    if _default.calls == 0:
+        return
+    if threading.get_ident() != _THREAD:
+        _core.set_several_threads()
+    group, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
+    ranks = MPI.Group.Translate_ranks(group, None, world)
+    for used in (group, world):
+        used.Free()
+    if MPI.UNDEFINED not in ranks:
+        name = 2 if comm == MPI.COMM_WORLD else 1 if _default.is_it(comm) else 0
+        _core.compare(number, _default.calls, name, np.array(ranks, np.int32).tobytes())
+
+
+def _all_done(requests: list[MPI.Request], deadline: float) -> bool:
+    """Waits for requests until the deadline."""
+    while not (done := MPI.Request.Testall(requests)):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.0005)
+    return done
+
+
+class _Default:
+    """The clone of COMM_WORLD that calls without `comm` use.
+
+    Cloning needs all ranks, so it begins at the import of the package, which all ranks do, and not at the first call,
+    which may be a message between two of them. It does not block for ever: if some ranks never import the package, the
+    import continues after _PATIENCE_SECONDS, and only a call that needs the default communicator waits.
+    """
+
+    def __init__(self) -> None:
+        self._comm, cloning = MPI.COMM_WORLD.Idup()
+        self.channel, channelling = MPI.COMM_WORLD.Idup()
+        """For what ranks compare."""
+        # The chunk size; whether it holds for all communicators or only for this one, all of whose ranks are known to
+        # use this package (see devices.py); whether ranks compare all their calls; whether any has arrays on devices;
+        # whether any compares none; how many are compared; and from rank 0 a number for the job.
+        calls = compared()
+        check, none = calls == ALL, calls == 0
+        self._settings = np.array(
+            [
+                *(DEVICES.chunk, DEVICES.everywhere, check, len(DEVICES.communicated) > 1, none),
+                0 if check else calls,
+                timeline.new_job() if MPI.COMM_WORLD.rank == 0 else 0,
+            ],
+            np.int64,
+        )
+        agreeing = MPI.COMM_WORLD.Iallreduce(MPI.IN_PLACE, self._settings, MPI.MAX)
+        self._requests = [cloning, channelling, agreeing]
+        self._resolved: Communicator | None = None
+        self._lock = threading.Lock()
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        if not (agreed := _all_done(self._requests, deadline)):
+            warnings.warn(
+                "jaxmpi: not all ranks of COMM_WORLD have imported jaxmpi yet. Calls without comm= wait until "
+                "they do; if they never will, pass a communicator of the ranks that do."
+                + (" The ranks do not compare their calls, as JAXMPI_CHECK=1 says." if check else ""),
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self.agreed = agreed
+        """Whether all ranks imported the package before this import ended."""
+        self._agreed_by_all = np.array([agreed], np.int64)
+        self._hearing = MPI.COMM_WORLD.Iallreduce(MPI.IN_PLACE, self._agreed_by_all, MPI.MIN)
+        # Those that have waited in vain have said so before, and the others are as far as this one.
+        together = agreed and _all_done([self._hearing], math.inf) and bool(self._agreed_by_all[0])
+        self.labels = together and not self._settings[3]
+        """Whether messages may have labels: no rank has arrays on devices, whose messages have none."""
+        self.check = together and bool(self._settings[2])
+        """Whether ranks compare all their calls. The same on all ranks."""
+        self.calls = ALL if self.check else int(self._settings[5]) if together and not self._settings[4] else 0
+        """How many collectives of a communicator its ranks compare. The same on all ranks."""
+
+    def get(self) -> Communicator:
+        if self._resolved is None:
+            resolved = resolve(self.mpi(), "the default communicator")
+            _core.set_chunk(resolved.number, self.chunk(ours=True))
+            if not self._settings[3]:  # nothing is known of an MPI that reads the memory of devices
+                _core.set_piece(resolved.number, max(_PIECE, resolved.size * _LEAST_SHARE))
+            _core.set_name(resolved.number, "the default communicator")
+            timeline.communicator(resolved.number, self._comm, "the default communicator")
+            self._resolved = resolved
+        return self._resolved
+
+    def chunk(self, ours: bool) -> int:
+        """The agreed chunk size, on our communicator or on another one.
+
+        Waits for the agreement, except for other communicators if this rank names no size: their ranks may never import
+        the package.
+        """
+        with self._lock:
+            if ours or DEVICES.everywhere:
+                MPI.Request.Waitall(self._requests)
+            elif not MPI.Request.Testall(self._requests):
+                return 0
+        return int(self._settings[0]) if ours or self._settings[1] else 0
+
+    def job(self) -> int | None:
+        """A number that all ranks of this job have, and no other job; None: not all of them have been heard yet."""
+        with self._lock:
+            known = not MPI.Is_finalized() and MPI.Request.Testall(self._requests)
+        return int(self._settings[6]) if known else None
+
+    def is_it(self, comm: MPI.Comm) -> bool:
+        return comm == self._comm
+
+    def mpi(self) -> MPI.Comm:
+        with self._lock:
+            MPI.Request.Waitall(self._requests)
+            if self._resolved is None:
+                _core.communicator(handle_of(self._comm), MEANING_OF_DEFAULT)
+            return self._comm
+
+    def forget(self) -> None:
+        """The next call asks the core again."""
+        self._lock = threading.Lock()
+        self._resolved = None
+
+
+def _in_child_of_fork() -> None:
+    """All calls ask the core again, which refuses them: JAX must not compile them, since its threads are not there."""
+    _default.forget()
+    for comm in _known.values():
+        comm.programs = None
+
+
+def refuse_in_child_of_fork() -> None:
+    """Raises RuntimeError if this process has been forked by a rank, or if MPI has been finalized."""
+    _core.communicator(handle_of(MPI.COMM_SELF))
+
+
+_default = _Default()
+os.register_at_fork(after_in_child=_in_child_of_fork)
+timeline.begin(LIBRARY.version, _default.job)
+CHECK = _default.check
+_core.set_check(CHECK, _default.labels, handle_of(_default.channel) if _default.calls else 0)
+
+
+def default() -> Communicator:
+    """The communicator of calls without `comm`: one clone of COMM_WORLD."""
+    return _default.get()
+
+
+def default_mpi() -> MPI.Comm:
+    """That clone as an mpi4py communicator."""
+    return _default.mpi()
+
+
+if _default.agreed:  # a program of an earlier run may use these before this run traces anything
+    for _comm in (None, MPI.COMM_WORLD, MPI.COMM_SELF):
+        resolve(_comm, "import")

@@ -1,0 +1,174 @@
+"""Which transport takes arrays from a device's memory to MPI. Decided once, at import, from what is detected.
+
+Only a driver's library is loaded, if it is installed: no SDK. No device is opened before JAX opens it.
+"""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mpi4py import MPI
+
+import jaxmpi._core as _core
+from jaxmpi._launcher.accelerators import allows
+
+_MPICH_KINDS = {"CUDA": 0, "SYCL": 1, "ROCM": 2}  # MPIX_GPU_SUPPORT_CUDA, _ZE, _HIP
+
+_TRUE, _FALSE = ("1", "on", "true", "yes"), ("0", "off", "false", "no")
+
+CHUNK = 4 << 20
+COPY_BYTES = 1 << 16
+"""Bytes of a chunk, for operations in chunks on the default communicator: see docs/gpu.md."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How arrays of devices reach MPI."""
+
+    drivers: Mapping[str, str | None]
+    """For each platform: None, or why its arrays cannot be communicated."""
+    aware: bool
+    """MPI is given the device's pointers."""
+    transport: str
+    """For staged arrays: callback, thread or wait, as in csrc/core/core.h. With an aware MPI some are still staged."""
+    because: str
+    """What was detected, and the reason for the choice."""
+    chunk: int = 0
+    """The chunk size that this rank asks for, in bytes; 0: it does not need chunks."""
+    everywhere: bool = False
+    """It asks for chunks on all communicators: the user has set their size."""
+    copy_bytes: int = COPY_BYTES
+    """Bytes that a device copies in the time in which a copy begins: whether parts of arrays are copied, or all."""
+
+    @property
+    def platforms(self) -> list[str]:
+        """The device platforms whose arrays can be communicated, by XLA's names."""
+        return [platform for platform, why_not in self.drivers.items() if why_not is None]
+
+    @property
+    def communicated(self) -> list[str]:
+        """The CPU and `platforms`, by JAX's names, which are lower case."""
+        return ["cpu", *(platform.lower() for platform in self.platforms)]
+
+
+def detected(platform: str, version: str, environment: Mapping[str, str]) -> tuple[bool, str]:
+    """Whether the MPI library can access the memory of a platform's devices, and what tells so."""
+    name = platform.lower()
+    if "CRAY MPICH" in version:
+        value = environment.get("MPICH_GPU_SUPPORT_ENABLED", "0")
+        return value == "1", f"MPICH_GPU_SUPPORT_ENABLED is {value}"
+    if "MVAPICH" in version:
+        names = [f"{prefix}_USE_{platform}" for prefix in ("MVP", "MV2")]
+        on = [variable for variable in names if environment.get(variable) == "1"]
+        return bool(on), f"{on[0]} is 1" if on else f"neither {names[0]} nor {names[1]} is 1"
+    if version.startswith("Intel(R) MPI"):
+        value = environment.get("I_MPI_OFFLOAD", "0")
+        return platform == "SYCL" and value not in ("", "0"), f"I_MPI_OFFLOAD is {value}"
+    if (answer := _core.ask_mpi("MPIX_GPU_query_support", _MPICH_KINDS[platform])) is not None:
+        if answer and environment.get("MPIR_CVAR_ENABLE_GPU", "1") == "0":
+            return False, "MPIR_CVAR_ENABLE_GPU is 0"
+        return answer, f"MPIX_GPU_query_support says {'yes' if answer else 'no'} to {name}"
+    function = f"MPIX_Query_{name}_support"
+    if (answer := _core.ask_mpi(function)) is not None:
+        return answer, f"{function} says {'yes' if answer else 'no'}"
+    info = MPI.COMM_WORLD.Get_info()
+    kinds = info.Get("mpi_memory_alloc_kinds") or ""
+    info.Free()
+    if kinds:
+        found = any(kind.strip().partition(":")[0] == name for kind in kinds.split(","))
+        return found, f"mpi_memory_alloc_kinds is {kinds}"
+    return False, "the library has no way to ask for it"
+
+
+def _switch(environment: Mapping[str, str], platforms: list[str]) -> tuple[bool | None, str]:
+    """The user's choice (on, off, or None) and the variable that makes it."""
+    variables = {
+        "JAXMPI_DEVICE_MPI": True,
+        "MPI4JAX_USE_CUDA_MPI": "CUDA" in platforms,
+        "MPI4JAX_USE_SYCL_MPI": "SYCL" in platforms,
+    }
+    for name, applies in variables.items():
+        value = environment.get(name, "").strip().lower()
+        if not value or value == "auto":
+            continue
+        if value not in _TRUE + _FALSE:
+            raise ValueError(f"jaxmpi: {name} is '{environment[name]}': set it to auto, on or off, or leave it out")
+        if applies:
+            return value in _TRUE, f"{name}={environment[name]}"
+    return None, ""
+
+
+def _transport(environment: Mapping[str, str], aware: bool, inspects: bool) -> tuple[str, str]:
+    """Which thread calls MPI for staged arrays, and why."""
+    wish = environment.get("JAXMPI_DEVICE_TRANSPORT", "auto").strip().lower() or "auto"
+    if wish not in ("auto", "callback", "thread", "wait"):
+        raise ValueError(f"jaxmpi: JAXMPI_DEVICE_TRANSPORT is '{wish}': set it to auto, callback, thread or wait")
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        return "wait", "MPI is below MPI_THREAD_MULTIPLE"
+    if wish != "auto":
+        return wish, f"JAXMPI_DEVICE_TRANSPORT={wish}"
+    if inspects or aware:
+        # `thread` could deadlock: the stream waits for MPI, another thread may wait for the stream inside the driver,
+        # and MPI's call of the driver may wait for that thread.
+        return "wait", "the MPI library may call the driver"
+    return "callback", "the MPI library does not call the driver"
+
+
+def _bytes(environment: Mapping[str, str], variable: str, least: int) -> int | None:
+    """A number of bytes, at least so many or 0; None if the user has set none."""
+    given = environment.get(variable, "").strip()
+    if not given:
+        return None
+    size = int(given) if given.isascii() and given.isdigit() and len(given) < 16 else -1
+    if size < least and size != 0:
+        allowed = f"at least {least} (bytes), or to 0" if least > 0 else "a number of bytes"
+        raise ValueError(f"jaxmpi: {variable} is '{given}': set it to {allowed}")
+    return size
+
+
+def _chunk(environment: Mapping[str, str], default: int) -> tuple[int, bool]:
+    """The chunk size, and whether the user has set it."""
+    size = _bytes(environment, "JAXMPI_DEVICE_CHUNK", 4096)
+    return (default, False) if size is None else (size, True)
+
+
+def _copy_bytes(environment: Mapping[str, str]) -> int:
+    size = _bytes(environment, "JAXMPI_DEVICE_COPY", 0)
+    return COPY_BYTES if size is None else size
+
+
+def choose(environment: Mapping[str, str], jax_platforms: str | None) -> Choice:
+    """Loads the installed drivers and decides. `jax_platforms`: the platforms that JAX may use; None: all.
+
+    Raises ValueError for an invalid value of a variable. Warns, once per job, if the user makes an MPI library take
+    device pointers that is not known to accept them.
+    """
+    # If a driver has been loaded before, by the MPI library or otherwise, MPI may query it about every pointer.
+    inspects = _core.driver_loaded()
+    drivers = _core.drivers()
+    platforms = [platform for platform, why_not in drivers.items() if why_not is None]
+    forced, variable = _switch(environment, platforms)
+    version = MPI.Get_library_version()
+    found = {platform: detected(platform, version, environment) for platform in platforms}
+    able = bool(platforms) and all(answer for answer, _ in found.values())
+    said = "; ".join(text for _, text in found.values())
+    aware = able if forced is None else forced and bool(platforms)
+    transport, why = _transport(environment, aware, inspects or any(answer for answer, _ in found.values()))
+    used = any(allows(jax_platforms or "", platform) for platform in platforms)
+    if aware and not able and used and MPI.COMM_WORLD.rank == 0:
+        warnings.warn(
+            f"jaxmpi: {variable} hands the memory of devices to an MPI library that is not known to reach it ({said}): "
+            "the program will crash if it does not. Leave the variable out to have the arrays copied.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    sizes = (*_chunk(environment, CHUNK if used and not aware else 0), _copy_bytes(environment))
+    if not platforms:
+        return Choice(drivers, False, transport, "no driver", *sizes)
+    because = f"{said}{f', but {variable}' if forced is not None and forced != able else ''}; {why}"
+    return Choice(drivers, aware, transport, because, *sizes)
+
+
+def count(platform: str) -> int:
+    """The number of devices of a platform that this process may use."""
+    return int(_core.device_counts().get(platform, 0))

@@ -1,0 +1,196 @@
+"""Plans: which parts of the arrays of a call travel in which messages (csrc/core/plan.h).
+
+A plan is made of moves: a box of an array of one rank is to become, or is to be added to, a box of an array of another
+rank, or of the same. A rank states the moves that it takes part in, each of them under a key by which both of its ranks
+sort them; all moves from one rank to another are one message.
+"""
+
+import functools
+import hashlib
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import jaxmpi._core as _core
+from jaxmpi._mpi import tags
+
+_LABEL_BYTES, _ALIGNMENT, _MOST_AXES = 8, 8, 8
+
+
+@dataclass(frozen=True)
+class Box:
+    """Elements of an array: along each axis `counts` of them, from `starts` on, `steps` apart (0: always the same)."""
+
+    starts: tuple[int, ...]
+    counts: tuple[int, ...]
+    steps: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.counts)
+
+
+@dataclass(frozen=True)
+class Move:
+    """From a box to a box, of as many elements; both of this leaf of the arrays."""
+
+    key: tuple[int, ...]
+    leaf: int
+    source: int
+    read: Box
+    dest: int
+    written: Box
+
+    def reverse(self) -> "Move":
+        return Move(self.key, self.leaf, self.dest, self.written, self.source, self.read)
+
+
+@dataclass(frozen=True)
+class Fill:
+    """A box whose elements are replaced by a number."""
+
+    leaf: int
+    written: Box
+    value: Any = 0
+
+
+class Plan:
+    """A plan as a parameter of compiled programs."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, words: Sequence[int]):
+        data = b"".join((word % (1 << 64)).to_bytes(8, sys.byteorder) for word in words)
+        meaning = f"plan {hashlib.sha256(data).hexdigest()}"
+        if meaning not in _numbers:
+            _numbers[meaning] = _core.plan(data, meaning)
+        self.number = _numbers[meaning]
+
+
+_numbers: dict[str, int] = {}
+"""Of all plans made so far, by their meanings: the core keeps them for ever."""
+
+
+def signature(*facts: Any) -> int:
+    """A number for what all ranks must agree on, from its representation."""
+    return int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:8], "little")
+
+
+def _strides(shape: Sequence[int], itemsize: int) -> list[int]:
+    """Bytes from an element to the next along each axis."""
+    return [itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+
+
+def _words_of_box(leaf: int, stage: int, box: Box, aval: Any, value: bytes = b"") -> list[int]:
+    """Axes that continue each other are one, and the innermost is a run of bytes if it can be."""
+    run = np.dtype(aval.dtype).itemsize
+    strides = _strides(aval.shape, run)
+    first = sum(start * stride for start, stride in zip(box.starts, strides, strict=True))
+    axes: list[tuple[int, int]] = []  # count and stride, the innermost first
+    for count, step, stride in zip(box.counts[::-1], box.steps[::-1], strides[::-1], strict=True):
+        if count == 1:
+            continue
+        if not axes and step * stride == run:
+            run *= count
+        elif axes and step * stride == axes[-1][0] * axes[-1][1]:
+            axes[-1] = (axes[-1][0] * count, axes[-1][1])
+        else:
+            axes.append((count, step * stride))
+    if len(axes) > _MOST_AXES:
+        raise NotImplementedError(f"an array of {len(aval.shape)} axes, more than {_MOST_AXES} of which are cut")
+    pattern = value * (16 // len(value)) if value else bytes(16)
+    words = [leaf, stage, first, run, *(int.from_bytes(pattern[i : i + 8], "little") for i in (0, 8)), len(axes)]
+    for count, stride in axes[::-1]:
+        words += [count, stride]
+    return words
+
+
+def _aligned(number: int) -> int:
+    return -(-number // _ALIGNMENT) * _ALIGNMENT
+
+
+class _Messages:
+    """The messages of one direction: to each rank, or from each, one."""
+
+    def __init__(self, begin: int):
+        self.end = begin
+        self.words: list[int] = []
+        self.places: dict[int, int] = {}
+        """Where a move is in the stage, by its index among all moves."""
+        self.ranks = 0
+
+    def add(self, rank: int, moves: Iterable[tuple[int, Move, int]]) -> None:
+        """A message with moves: the number of each, itself and its bytes."""
+        begin, at = self.end, self.end + _LABEL_BYTES
+        for index, _, size in moves:
+            self.places[index] = at
+            at = _aligned(at + size)
+        self.words += [rank, begin, at - begin]
+        self.end, self.ranks = at, self.ranks + 1
+
+
+def make(
+    rank: int,
+    avals: Sequence[Any],
+    moves: Sequence[Move],
+    fills: Sequence[Fill] = (),
+    *,
+    results: Sequence[Any] | None = None,
+    adds: bool = False,
+    zeroed: bool = False,
+    signature: int = 0,
+) -> Plan:
+    """The plan of this rank.
+
+    Args:
+      avals: shapes and dtypes of the operands; of the results where `results` is None.
+      moves: those from this rank or to it, also both.
+      fills: what is filled before anything is received.
+      adds: what is moved is added to what is there.
+      zeroed: results begin as zeros; else as the operands, whose shapes they then have.
+      signature: of what all ranks must agree on.
+    """
+    results = avals if results is None else results
+    moves = sorted((m for m in moves if m.read.size > 0), key=lambda m: (m.key, m.leaf))
+    sizes = [m.read.size * np.dtype(avals[m.leaf].dtype).itemsize for m in moves]
+    numbered = list(zip(range(len(moves)), moves, sizes, strict=True))
+
+    def between(mine: str, other: str, messages: _Messages, own: bool) -> None:
+        of_rank: dict[int, list[Any]] = {}
+        for entry in numbered:
+            if getattr(entry[1], mine) == rank and (getattr(entry[1], other) == rank) == own:
+                of_rank.setdefault(getattr(entry[1], other), []).append(entry)
+        for peer in sorted(of_rank, key=lambda peer: (peer - rank) % (1 << 31)):
+            messages.add(peer, of_rank[peer])
+
+    sends, own = _Messages(0), _Messages(0)
+    between("source", "dest", sends, own=False)
+    own.end = sends.end
+    between("source", "dest", own, own=True)
+    receives = _Messages(own.end)
+    between("dest", "source", receives, own=False)
+    packed = {**sends.places, **own.places}
+    unpacked = {**receives.places, **own.places}
+    boxes: list[int] = []
+    for index, at in sorted(packed.items()):
+        boxes += _words_of_box(moves[index].leaf, at, moves[index].read, avals[moves[index].leaf])
+    fills = [fill for fill in fills if fill.written.size > 0]
+    for fill in fills:
+        aval = results[fill.leaf]
+        value = np.asarray(fill.value).astype(aval.dtype).tobytes()
+        boxes += _words_of_box(fill.leaf, 0, fill.written, aval, value)
+    for index, at in sorted(unpacked.items()):
+        boxes += _words_of_box(moves[index].leaf, at, moves[index].written, results[moves[index].leaf])
+    counts = [sends.ranks, receives.ranks, len(packed), len(fills), len(unpacked)]
+    elements = [math.prod(aval.shape) for aval in (*avals, *results)]
+    stage = [own.end, receives.end - own.end]
+    head = [signature, tags.OF_PLANS, len(avals), adds, zeroed, *stage, *counts]
+    return Plan([int(word) for word in (*head, *elements, *sends.words, *receives.words, *boxes)])
+
+
+cached = functools.lru_cache(maxsize=4096)
+"""For functions that make plans."""

@@ -1,0 +1,37 @@
+"""The tags of messages: derivatives have their own, so that their messages never match those of the function itself.
+
+The upper half of MPI's tags belongs to derivatives, one for each tag in the lower half: the tangents and cotangents of
+a message with tag t have tag t + half.
+"""
+
+from typing import Any
+
+from mpi4py import MPI
+
+LIMIT: int = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)  # type: ignore[assignment]
+"""The highest tag."""
+
+_FIRST = (LIMIT + 1) // 2
+
+TRACED = -(1 << 40)
+"""A rank or tag that is known at run time, as a parameter (csrc/core/core.h); tags of derivatives count from there."""
+
+OF_RULES = _FIRST - 1
+"""The tag of exchanges that only a derivative makes: the highest one that users may use with derivatives."""
+
+OF_PLANS = OF_RULES - 1
+"""The tag of the messages of plans (plans.py), which tell of what they are themselves."""
+
+
+def sent(tag: int, derivative: bool) -> int:
+    """The tag with which a message is sent, by `derivative` or not; ANY_TAG is unchanged."""
+    return tag + _FIRST if derivative and (tag >= 0 or tag == TRACED) else tag
+
+
+def refusal(params: dict[str, Any], *names: str) -> str:
+    """Why messages with these parameters have no derivative; empty if they may have one."""
+    for name in names:
+        if params[name] >= _FIRST:
+            limit = f"{name} must be below {_FIRST} here, got {params[name]}."
+            return f"the messages of derivatives have tags of their own, so {limit}"
+    return ""

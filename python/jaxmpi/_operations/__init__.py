@@ -1,0 +1,1 @@
+"""The operations: their mathematics, and the functions that users call."""

@@ -1,0 +1,123 @@
+"""Neighbour collectives: what a process exchanges with its neighbours in a communicator's topology.
+
+The neighbours are those of the standard: of a Cartesian communicator the processes before and behind this one along
+each axis in turn; of a graph those in the order in which they were given. A block that is sent backwards along an axis
+arrives in the place of the neighbour behind, also where both neighbours are the same process. Of several edges from one
+process to another the first is that which both name first.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from mpi4py import MPI
+
+from jaxmpi._mpi import plans
+from jaxmpi._mpi.plans import Box, Move, Plan
+
+Edges = tuple[tuple[int, int], ...]
+"""For each neighbour its rank, which may be PROC_NULL, and a number by which both ends sort the edges between them."""
+
+
+@dataclass(frozen=True)
+class Neighbors:
+    """The pattern of a neighbour collective on one rank."""
+
+    sources: Edges
+    destinations: Edges
+    own_blocks: bool
+    """Each destination gets a block of its own; otherwise all get the same."""
+    aliases = False
+
+    def linear(self, places: Any) -> Any:
+        return places
+
+    def behind(self, place: Any, axes: int) -> Any:
+        return place
+
+    def batch(self, adjoint: bool) -> tuple[int, int]:
+        given, received = int(self.own_blocks), 1
+        return (received, given) if adjoint else (given, received)
+
+    def results(self, avals: Sequence[Any], adjoint: bool) -> list[Any]:
+        edges = self.destinations if adjoint else self.sources
+        stacked = self.own_blocks or not adjoint
+        return [
+            jax.ShapeDtypeStruct((*((len(edges),) if stacked else ()), *self.block(x, adjoint)), x.dtype) for x in avals
+        ]
+
+    def block(self, aval: Any, adjoint: bool) -> tuple[int, ...]:
+        """The shape of what travels along one edge."""
+        return aval.shape[1:] if self.own_blocks or adjoint else aval.shape
+
+    def plan(self, rank: int, avals: tuple[Any, ...], places: Any, adjoint: bool) -> Plan:
+        return _plan(self, rank, avals, adjoint)
+
+
+@plans.cached
+def _plan(pattern: Neighbors, rank: int, avals: tuple[Any, ...], adjoint: bool) -> Plan:
+    results = pattern.results(avals, adjoint)
+    moves: list[Move] = []
+    for leaf, aval in enumerate(avals):
+        block = pattern.block(aval, adjoint)
+
+        def box(at: int | None, block: tuple[int, ...] = block) -> Box:
+            if at is None:
+                return Box((0,) * len(block), block, (1,) * len(block))
+            return Box((at, *(0,) * len(block)), (1, *block), (1,) * (len(block) + 1))
+
+        # The boxes as the exchange itself has them; an adjoint goes from the second to the first.
+        own = [box(at if pattern.own_blocks else None) for at in range(len(pattern.destinations))]
+        slots = [box(at) for at in range(len(pattern.sources))]
+        to_itself = {key: own[at] for at, (peer, key) in enumerate(pattern.destinations) if peer == rank}
+        for at, (peer, key) in enumerate(pattern.destinations):
+            if peer not in (rank, MPI.PROC_NULL):  # where it is put there is the other rank's affair
+                moves.append(Move((key,), leaf, rank, own[at], peer, own[at]))
+        for at, (peer, key) in enumerate(pattern.sources):
+            if peer != MPI.PROC_NULL:
+                moves.append(Move((key,), leaf, peer, to_itself.get(key, slots[at]), rank, slots[at]))
+    if adjoint:
+        moves = [move.reverse() for move in moves]
+    facts = [(pattern.block(x, adjoint), np.dtype(x.dtype).name) for x in avals]
+    signature = plans.signature("neighbors", pattern.own_blocks, facts, adjoint)
+    return plans.make(
+        rank, avals, moves, results=results, adds=adjoint and not pattern.own_blocks, zeroed=True, signature=signature
+    )
+
+
+def of(comm: Any, operation: str) -> tuple[Edges, Edges]:
+    """Sources and destinations. Raises ValueError for a communicator without neighbours."""
+    kind = MPI.UNDEFINED if comm is None else comm.Get_topology()
+    if kind == MPI.CART:
+        return _of_cartesian(MPI.Cartcomm(comm))
+    if kind == MPI.DIST_GRAPH:
+        sources, destinations, _ = MPI.Distgraphcomm(comm).Get_dist_neighbors()
+        return _numbered(sources), _numbered(destinations)
+    if kind == MPI.GRAPH:
+        graph = MPI.Graphcomm(comm)
+        neighbors = _numbered(graph.Get_neighbors(graph.Get_rank()))
+        return neighbors, neighbors
+    raise ValueError(
+        f"{operation}: comm has no neighbours: pass a communicator made by Create_cart, Create_dist_graph_adjacent, "
+        "Create_dist_graph or Create_graph."
+    )
+
+
+def _of_cartesian(comm: MPI.Cartcomm) -> tuple[Edges, Edges]:
+    sources, destinations = [], []
+    for axis in range(comm.ndim):
+        before, behind = comm.Shift(axis, 1)
+        destinations += [(before, 2 * axis), (behind, 2 * axis + 1)]
+        sources += [(before, 2 * axis + 1), (behind, 2 * axis)]  # by which way it was sent
+    return tuple(sources), tuple(destinations)
+
+
+def _numbered(ranks: Sequence[int]) -> Edges:
+    met: dict[int, int] = {}
+    edges = []
+    for rank in ranks:
+        met[rank] = met.get(rank, -1) + 1
+        edges.append((int(rank), met[rank]))
+    return tuple(edges)

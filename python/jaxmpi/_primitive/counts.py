@@ -1,0 +1,127 @@
+"""Arrays that are divided among the ranks along their first axis, by counts of rows: checks of arguments.
+
+Counts are known while tracing, those of all ranks, as integers; or they are arrays, known at run time. Then ranks tell
+each other their counts first. A rank whose counts are impossible tells -1 instead: so all ranks make the same calls of
+MPI, and each of those concerned raises (`struct parts` in csrc/mpi/ops.c).
+"""
+
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmpi._primitive import arguments
+
+MOST = 2**31 - 1
+"""Rows of an array, which MPI counts by an int."""
+
+
+def of_all(counts: Any, size: int, operation: str, argument: str) -> tuple[int, ...] | None:
+    """A count for each rank, known while tracing; None if they are to be known at run time."""
+    if counts is None or isinstance(counts, jax.Array) or _is_scalar(counts):
+        return None
+    try:
+        known = tuple(map(operator.index, counts))
+    except TypeError:
+        raise TypeError(
+            f"{operation}: {argument} must be a sequence of integers, one for each rank, got {counts!r}. Counts that "
+            "are known at run time are JAX arrays of integers."
+        ) from None
+    if len(known) != size:
+        raise ValueError(
+            f"{operation}: {argument} must have a count of rows for each of the {size} ranks, got {len(known)}."
+        )
+    if min(known) < 0 or sum(known) > MOST:
+        raise ValueError(f"{operation}: {argument} must not be negative, nor more than {MOST} in all; got {counts!r}.")
+    return known
+
+
+def _is_scalar(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return value.ndim == 0
+    return not hasattr(value, "__len__")
+
+
+@functools.lru_cache(maxsize=1024)
+def operand(counts: tuple[int, ...]) -> np.ndarray:
+    """Counts as the core reads them."""
+    return np.asarray(counts, np.int32)
+
+
+def rows_of(leaves: Sequence[Any], names: Sequence[str], operation: str) -> int:
+    """The length of the first axis, which all leaves have in common."""
+    for leaf, name in zip(leaves, names, strict=True):
+        if leaf.ndim == 0:
+            raise ValueError(
+                f"{operation}: {name} is a scalar, and the first axis is what is divided among the ranks. Reshape it."
+            )
+        if leaf.shape[0] != leaves[0].shape[0]:
+            raise ValueError(
+                f"{operation}: {name} has {leaf.shape[0]} rows and {names[0]} {leaves[0].shape[0]}: the counts are of "
+                "the first axis of each array, so these must be as long. Make a call for each array."
+            )
+        if leaf.shape[0] > MOST:
+            raise ValueError(f"{operation}: {name} has {leaf.shape[0]} rows, and MPI counts {MOST}: make rows longer.")
+    return leaves[0].shape[0] if leaves else 0
+
+
+def most(leaves: Sequence[Any], rows: int) -> int:
+    """How many rows may be counted: of no array any number."""
+    return rows if leaves else MOST
+
+
+def match(have: int, expected: int, what: str, operation: str, names: Sequence[str]) -> None:
+    """Raises ValueError if an array has not as many rows as the counts say."""
+    if names and have != expected:
+        raise ValueError(f"{operation}: {names[0]} has {have} rows, and {what} {expected}.")
+
+
+def room(rows: Any, default: int | None, operation: str) -> int:
+    """The rows of a result whose counts are known at run time."""
+    if rows is None:
+        if default is None:
+            raise ValueError(f"{operation}: pass rows=, for how many rows the result has room.")
+        rows = default
+    rows = arguments.integer(rows, operation, "rows")
+    if not 0 <= rows <= MOST:
+        raise ValueError(f"{operation}: rows must be between 0 and {MOST}; got {rows}.")
+    return rows
+
+
+def no_room(rows: Any, operation: str) -> None:
+    """Raises ValueError for an argument that says nothing where counts are known while tracing."""
+    if rows is not None:
+        raise ValueError(f"{operation}: rows= is for counts that are JAX arrays; here the counts say it. Leave it out.")
+
+
+def numbers(counts: Any, shape: tuple[int, ...], operation: str, argument: str) -> jax.Array:
+    """Counts that are known at run time, as an array of that shape."""
+    if not isinstance(counts, jax.Array):
+        if shape:
+            raise TypeError(f"{operation}: {argument} must be an array of integers of shape {shape}, got {counts!r}.")
+        counts = arguments.integer(counts, operation, argument)
+        if not -MOST <= counts <= MOST:
+            raise ValueError(f"{operation}: {argument} is {counts}, and MPI counts {MOST} rows.")
+    counts = jnp.asarray(counts)
+    if not jnp.issubdtype(counts.dtype, jnp.integer):
+        raise TypeError(f"{operation}: {argument} must be integers, got dtype {counts.dtype}.")
+    if counts.shape != shape:
+        wanted = f"of shape {shape}, a count for each rank" if shape else "a scalar, the count of this rank"
+        known = "" if shape else " Counts of all ranks, known while tracing, are a sequence or a NumPy array."
+        raise ValueError(f"{operation}: {argument} must be {wanted}; got shape {counts.shape}.{known}")
+    return counts
+
+
+def possible(counts: jax.Array, rows: int) -> jax.Array:
+    """The counts as the core reads them; -1 if one of them is negative or all of them are more than those rows."""
+    if counts.dtype.itemsize < 4:
+        counts = counts.astype(jnp.int32)
+    each = jnp.all((counts >= 0) & (counts <= rows))
+    narrow = counts.astype(jnp.int32)
+    total = jnp.sum(narrow, dtype=jnp.int32)  # which may wrap: unless it is about what it is in floating point
+    fits = (total >= 0) & (total <= rows) & (jnp.sum(narrow.astype(jnp.float32)) < 2.0**32 - 2.0**30)
+    return jnp.where(each & fits, narrow, -1)

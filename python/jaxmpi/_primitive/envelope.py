@@ -1,0 +1,50 @@
+"""The ends of a message: ranks and tags, each an integer while tracing, or a traced one that is known at run time.
+
+A traced one is TRACED among the parameters; its value is one more operand, in the order of the names, which the core
+reads on the host (`ends` in csrc/core/ops.def).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmpi._jax import internals
+from jaxmpi._mpi.tags import TRACED
+
+_MOST = 2**31 - 1
+ANY_OF_SEVERAL, TOO_LARGE = -(2**31), -(2**31) + 1
+"""What the core takes for no rank and no tag: in the place of ANY_SOURCE for messages that must have one source, and of
+what 32 bits do not hold."""
+
+
+def at_run_time(value: Any, operation: str, argument: str) -> jax.Array | None:
+    """A rank or tag that is traced, as the core reads it; None if it is not."""
+    if not internals.is_tracer(value):
+        return None
+    if value.shape != () or not jnp.issubdtype(value.dtype, jnp.integer):
+        raise TypeError(
+            f"{operation}: {argument} must be an integer, got a traced value of dtype {value.dtype} and shape "
+            f"{value.shape}."
+        )
+    if value.dtype.itemsize < 4 or value.dtype == jnp.int32:  # anything but a step of its own in the program
+        return value.astype(jnp.int32)
+    holds = value <= jnp.asarray(_MOST, value.dtype)
+    if jnp.issubdtype(value.dtype, jnp.signedinteger):
+        holds &= value > jnp.asarray(TOO_LARGE, value.dtype)
+    return jnp.where(holds, value.astype(jnp.int32), jnp.int32(TOO_LARGE))
+
+
+def split(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[jax.Array]]:
+    """The parameters, and the operands of those that are known at run time."""
+    traced = [values[name] for name in sorted(values) if not isinstance(values[name], int)]
+    params = {name: value if isinstance(value, int) else TRACED for name, value in values.items()}
+    return params, traced
+
+
+def join(params: Mapping[str, Any], operands: Any, *names: str) -> dict[str, Any]:
+    """The ends with these names, from the parameters and the operands."""
+    values = {name: params[name] for name in names}
+    traced = [name for name in sorted(names) if values[name] == TRACED]
+    return {**values, **{name: operands[i] for i, name in enumerate(traced)}}

@@ -1,0 +1,242 @@
+"""Program order: one ordered effect for all operations, tokens (not needed), and `jit`, which avoids the effect's cost.
+
+XLA keeps computations with the same ordered effect in program order, in all control flow, and drops none of them. The
+token that the public functions take and return is only for programs that thread one through: a pytree without leaves,
+so that it costs nothing and may still cross `jit`, `scan` and `cond`.
+
+A computation with an ordered effect does not use JAX's fast path for calling compiled code; a call costs twenty times
+as much. `jit` here discharges the effect: the function becomes one primitive without effect, the region, whose lowering
+creates a token of its own. The link to earlier and later calls is the array that JAX itself would pass on.
+"""
+
+import functools
+import inspect
+import operator
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, overload
+
+import jax
+
+from jaxmpi._jax import internals, jaxprs, runtime_token
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from jaxmpi._primitive.types import JitOptions, Jitted, P, R
+
+
+class Communication(internals.Effect):
+    """The effect of talking to other ranks."""
+
+    def __repr__(self) -> str:
+        return "MPI communication"
+
+    __str__ = __repr__
+
+    def __reduce__(self) -> str:
+        """There is one, also in what is serialized: JAX keeps the order of equal effects only."""
+        return "EFFECT"
+
+
+internals.permit_effect(Communication)
+EFFECT = Communication()
+jaxprs.lower_calls_inline(EFFECT)
+internals.pass_token_when_compiled(EFFECT)
+runtime_token.guard_repetitions(EFFECT)
+runtime_token.refuse_communicating_conditions(EFFECT)
+
+IN_PLACE = "in_place"
+"""Parameter of an operation: whether its results may alias its first operands. Its default is in the table; `jit` sets
+it where it can tell what is needed afterwards."""
+
+
+class Token:
+    """Stands for "after everything before". Has no leaves; all tokens are equal.
+
+    Any token is accepted as input: this one, None, a JAX token, an array. It is returned as it is, and None as a
+    `Token`. Order does not depend on it.
+    """
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "Token()"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Token)
+
+    def __hash__(self) -> int:
+        return hash(Token)
+
+
+jax.tree_util.register_pytree_node(Token, lambda token: ((), None), lambda _, leaves: Token())
+
+
+# --- the region --------------------------------------------------------------------------------------------------
+
+_region = internals.Primitive("jaxmpi.region")
+_region.multiple_results = True
+
+
+def _region_abstract_eval(link, *args, jaxpr):
+    return [internals.ShapedArray(link.shape, link.dtype), *jaxpr.out_avals]
+
+
+def _region_lowering(ctx, link, *args, jaxpr):
+    inner = ctx.replace(
+        avals_in=list(ctx.avals_in[1:]),
+        avals_out=list(ctx.avals_out[1:]),
+        tokens_in=internals.mlir.TokenSet({EFFECT: internals.create_token()}),
+    )
+    with internals.without_constant_folding():
+        results = internals.mlir.lower_fun(internals.jaxpr_as_fun(jaxpr), multiple_results=True)(inner, *args)
+    # The link need not depend on the operations: results of an execution are ready only when all of it is done.
+    return [link, *results]
+
+
+def _region_implementation(*args, **params):
+    """Called if JAX repeats a compiled function operation by operation, to find out which of them made a NaN."""
+    raise FloatingPointError(runtime_token.REPEATED)
+
+
+internals.define_primitive(_region, _region_abstract_eval, False, _region_implementation)
+internals.mlir.register_lowering(_region, _region_lowering)
+internals.keep(_region)
+
+
+# If a result aliases an operand that is needed afterwards, XLA copies the operand first. From about this size on (the
+# copy no longer fits in a cache) that is slower than a result in new memory.
+_COPY_BYTES = 8 << 20
+
+
+def _in_place(closed: Any, kept: Iterable[bool]) -> Any:
+    """The same computation, with the parameter IN_PLACE set by what is needed after each operation.
+
+    An operation works in place if nothing needs the operand afterwards; otherwise only if it is small and IN_PLACE was
+    set. Needed are operands of later equations, results of the jaxpr, constants, and the arguments that are `kept`. The
+    bodies of loops and nested calls are treated in the same way.
+    """
+    jaxpr = closed.jaxpr
+    needed = {*jaxpr.constvars, *jaxprs.variables(jaxpr.outvars)}
+    needed.update(variable for variable, keep in zip(jaxpr.invars, kept, strict=True) if keep)
+    equations = []
+    for equation in reversed(jaxpr.eqns):
+        operands = jaxprs.variables(equation.invars)
+        params = {}
+        if IN_PLACE in equation.params and operands:
+            replaced = operands[: len(equation.outvars)]
+            small = sum(x.aval.size * x.aval.dtype.itemsize for x in replaced) < _COPY_BYTES
+            free = not any(x in needed for x in replaced)
+            alone = len(equation.outvars) <= 1  # arrays that are communicated together are copied anyway
+            params = {IN_PLACE: alone and (free or (small and equation.params[IN_PLACE]))}
+        elif EFFECT in equation.effects and (body := jaxprs.body(equation, needed)) is not None:
+            name, inner, inner_kept = body
+            params = {name: _in_place(inner, inner_kept)}
+        equations.append(equation.replace(params={**equation.params, **params}) if params else equation)
+        needed.update(operands)
+    return closed.replace(jaxpr=jaxpr.replace(eqns=equations[::-1]))
+
+
+def _discharge(function: Callable[..., Any], donated: bool) -> Callable[..., Any]:
+    """`function` with the link as an additional first argument and first result, and without the effect."""
+
+    def discharged(link, /, *args, **kwargs):
+        leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=lambda x: x is None)
+        traced = [i for i, leaf in enumerate(leaves) if internals.is_tracer(leaf)]
+
+        def of_traced(*values):
+            filled = list(leaves)
+            for i, value in zip(traced, values, strict=True):
+                filled[i] = value
+            args, kwargs = jax.tree.unflatten(structure, filled)
+            return function(*args, **kwargs)
+
+        operands = [leaves[i] for i in traced]
+        jaxpr, shape = jax.make_jaxpr(of_traced, return_shape=True)(*operands)
+        jaxpr = jaxprs.without_objects(jaxpr)
+        if jaxpr.effects == {EFFECT}:
+            link, *results = _region.bind(link, *operands, jaxpr=_in_place(jaxpr, [not donated] * len(operands)))
+        else:  # nothing to discharge, or other effects, which JAX must see
+            results = internals.jaxpr_as_fun(jaxpr)(*operands)
+        return link, jax.tree.unflatten(jax.tree.structure(shape), results)
+
+    try:
+        signature = inspect.signature(function)
+        first = inspect.Parameter("_link", inspect.Parameter.POSITIONAL_ONLY)
+        discharged.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[first, *signature.parameters.values()]
+        )
+    except (TypeError, ValueError):  # some builtins have no signature
+        pass
+    discharged.__name__ = discharged.__qualname__ = getattr(function, "__name__", "function")
+    return discharged
+
+
+def _behind_link(argnums: Any) -> Any:
+    """Argument numbers, shifted by the link, which comes first."""
+    if argnums is None:
+        return None
+    if not hasattr(argnums, "__index__"):
+        return tuple(_behind_link(i) for i in argnums)
+    return operator.index(argnums) + (argnums >= 0)
+
+
+def _discharged_jit(function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    shifted = {name: _behind_link(value) if name.endswith("_argnums") else value for name, value in options.items()}
+    donated = any(options.get(name) not in (None, ()) for name in ("donate_argnums", "donate_argnames"))
+    return jax.jit(_discharge(function, donated), **shifted)
+
+
+def eager(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` of arrays, compiled, for calls outside of any trace and of `jax.disable_jit`."""
+
+    def staged(*args):
+        with internals.without_constant_folding():
+            return function(*args)
+
+    return runtime_token.linked(EFFECT, _discharged_jit(staged, {}))
+
+
+# Options about the placement of operands or results: their trees would need an entry for the link.
+_PLAIN = ("in_shardings", "out_shardings", "device", "backend", "abstracted_axes")
+
+
+@overload
+def jit(function: "Callable[P, R]", /, **options: "Unpack[JitOptions]") -> "Jitted[P, R]": ...
+@overload
+def jit(**options: "Unpack[JitOptions]") -> "Callable[[Callable[P, R]], Jitted[P, R]]": ...
+def jit(function: Callable[..., Any] | None = None, /, **options: Any) -> Callable[..., Any]:
+    """`jax.jit` for functions that communicate: the same meaning, at the cost of a call without communication.
+
+    Order relative to calls of `jax.jit` and eager operations is kept, in both directions. Under another transformation,
+    with `jax.disable_jit`, and with options that place operands or results (`in_shardings` and the like) it is
+    `jax.jit`.
+
+    Args:
+      function: the function to compile; left out in a decorator with options.
+      **options: those of `jax.jit`: `static_argnums`, `static_argnames`, `donate_argnums`, `donate_argnames`,
+        `keep_unused`, `inline`, `compiler_options`, ...
+
+    Returns:
+      The compiled function, with the methods `lower`, `trace`, `eval_shape` and `clear_cache` of `jax.jit`. Type
+      checkers see the parameters and the result of `function`.
+
+    Raises:
+      Exception: what `jax.jit` and the function raise; an error at run time when the program waits for the result.
+    """
+    if function is None:
+        return functools.partial(jit, **options)
+    plain = jax.jit(function, **options)
+    if any(options.get(name) is not None for name in _PLAIN):
+        return plain
+    compiled = _discharged_jit(function, options)
+    call = functools.wraps(function)(runtime_token.linked(EFFECT, compiled, plain))
+
+    def clear_cache() -> None:
+        for cached in (plain, compiled):
+            getattr(cached, "clear_cache")()  # noqa: B009 (JAX does not declare it)
+
+    for name in ("lower", "trace", "eval_shape"):
+        setattr(call, name, getattr(plain, name))
+    call.clear_cache = clear_cache  # type: ignore[attr-defined]
+    return call

@@ -1,0 +1,1 @@
+"""JAX's own sharded programs over MPI: how processes meet, which of them communicate, their communicators."""
