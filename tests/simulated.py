@@ -93,7 +93,7 @@ class Device:
 
     def end(self) -> None:
         """Raises AssertionError if the core has kept something of the driver's."""
-        from jaxmpi._mpi import library
+        from jaxmpi import _start
 
-        library.finish()
+        _start.finish()
         assert self._bridge.bridge_live() == 0

@@ -16,6 +16,7 @@ from mpi4py import MPI
 import simulated
 from jaxmpi import notoken
 from jaxmpi._mpi import devices
+from jaxmpi._mpi.settings import Settings
 from launch import launch
 from table import CASES
 
@@ -68,7 +69,7 @@ def test_detected(monkeypatch, platform, version, answers, environment, expected
     ],
 )
 def test_switch(environment, expected):
-    assert devices._switch(environment, ["CUDA"])[0] is expected
+    assert devices._switch(Settings.from_environment(environment), ["CUDA"])[0] is expected
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,8 @@ def test_switch(environment, expected):
 def test_road(environment, aware, inspects, expected):
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         expected = "wait"
-    assert devices._transport(environment, aware, inspects)[0] == expected
+    wish = Settings.from_environment(environment).device_transport
+    assert devices._transport(wish, aware, inspects)[0] == expected
 
 
 @pytest.mark.parametrize(
@@ -106,24 +108,24 @@ def test_chunk(monkeypatch, drivers, aware, environment, platforms, expected):
     found = {name: None if name in drivers else "no driver" for name in ("CUDA", "ROCM")}
     monkeypatch.setattr(devices._core, "drivers", lambda: found)
     monkeypatch.setattr(devices, "detected", lambda *args: (aware, ""))
-    choice = devices.choose(environment, platforms)
+    choice = devices.choose(Settings.from_environment(environment), environment, platforms)
     assert choice.chunk == expected
     assert choice.everywhere == bool(environment)
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "read"),
+    ("name", "value"),
     [
-        ("JAXMPI_DEVICE_MPI", "maybe", lambda e: devices._switch(e, [])),
-        ("MPI4JAX_USE_CUDA_MPI", "2", lambda e: devices._switch(e, [])),
-        ("JAXMPI_DEVICE_TRANSPORT", "short", lambda e: devices._transport(e, False, False)),
-        *(("JAXMPI_DEVICE_CHUNK", value, lambda e: devices._chunk(e, 0)) for value in ("100", "4 MiB", "²", "9" * 30)),
-        *(("JAXMPI_DEVICE_COPY", value, devices._copy_bytes) for value in ("-1", "64 KiB", "²")),
+        ("JAXMPI_DEVICE_MPI", "maybe"),
+        ("MPI4JAX_USE_CUDA_MPI", "2"),
+        ("JAXMPI_DEVICE_TRANSPORT", "short"),
+        *(("JAXMPI_DEVICE_CHUNK", value) for value in ("100", "4 MiB", "²", "9" * 30)),
+        *(("JAXMPI_DEVICE_COPY", value) for value in ("-1", "64 KiB", "²")),
     ],
 )
-def test_wrong_values(name, value, read):
-    with pytest.raises(ValueError, match=f"{name} is '{value}'"):
-        read({name: value})
+def test_wrong_values(name, value):
+    with pytest.raises(ValueError, match=f"{name}={value}: it is "):
+        Settings.from_environment({name: value})
 
 
 # --- on the simulated device, whose chunks have 4096 bytes ---------------------------------------------------------

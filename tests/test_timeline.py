@@ -333,7 +333,7 @@ def test_other_processes_leave_it_alone(tmp_path):
     ("variable", "told"),
     [
         ({"JAXMPI_TRACE": "/dev/null/folder"}, "JAXMPI_TRACE=/dev/null/folder: no timeline can be written there"),
-        ({"JAXMPI_TRACE_MEGABYTES": "many"}, "JAXMPI_TRACE_MEGABYTES=many: a whole number above 0 is needed"),
+        ({"JAXMPI_TRACE_MEGABYTES": "many"}, "JAXMPI_TRACE_MEGABYTES=many: it is a whole number above 0"),
         ({"JAXMPI_TRACE": "open"}, "open: no timeline can be written there: everyone may replace files in it"),
     ],
     ids=["folder", "limit", "open to all"],

@@ -23,15 +23,11 @@ def _module_to_run() -> str:
 # `python -m jaxmpi.run` starts the processes that use MPI and must not be one of them; `python -m jaxmpi.info` reports
 # why the package cannot be loaded; `python -m jaxmpi.trace` reads files. For these nothing is imported here.
 if _module_to_run() not in ("jaxmpi.run", "jaxmpi.info", "jaxmpi.trace"):
-    from jaxmpi._launcher import before_jax as _before_jax
+    from jaxmpi import _start
 
-    _before_jax.offer()  # before jax is imported
-
-    # isort: split
-    from jaxmpi._mpi import library as _library  # noqa: F401 (first: its errors say what is wrong with mpi4py)
+    _start.start()
 
     # isort: split
-    from jaxmpi import _contract as _contract
     from jaxmpi import compat, notoken
     from jaxmpi._grid.grid import Grid
     from jaxmpi._operations import nonblocking as _nonblocking
@@ -39,9 +35,6 @@ if _module_to_run() not in ("jaxmpi.run", "jaxmpi.info", "jaxmpi.trace"):
     from jaxmpi._operations.nonblocking import *  # noqa: F403 (it has __all__)
     from jaxmpi._operations.operations import *  # noqa: F403
     from jaxmpi._primitive.order import Token, jit
-
-    _before_jax.taken()
-    _before_jax.register()
 
     __all__ = ["Grid", "Token", "compat", "jit", "notoken"]
     __all__ += _public.__all__ + _nonblocking.__all__

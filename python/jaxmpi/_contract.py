@@ -363,4 +363,6 @@ def check() -> None:
         )
 
 
-hooks.install(check)
+def install() -> None:
+    """Installs the hooks into JAX's differentiation, which call `check` before the first derivative."""
+    hooks.install(check)

@@ -5,7 +5,7 @@ import platform
 import sys
 from collections.abc import Iterator
 
-from jaxmpi import run
+from jaxmpi import _start, run
 from jaxmpi._launcher import before_jax
 from jaxmpi._mpi import absent
 
@@ -19,7 +19,7 @@ def facts() -> Iterator[tuple[str, str]]:
     yield "Python", f"{platform.python_version()} ({sys.executable})"
     yield "JAX", f"{run.version_of('jax')}, jaxlib {run.version_of('jaxlib')}"
     yield "mpi4py", run.version_of("mpi4py")
-    before_jax.offer()
+    _start.start()
     from jaxmpi import _core
     from jaxmpi._mpi import library
     from jaxmpi._mpi.library import MPI

@@ -360,9 +360,9 @@ def _finish() -> None:
     """Waits for running computations: their errors belong to the program."""
     if os.getpid() != _process:
         _end(0, "")  # not by way of MPI_Finalize, which is the rank's
-    native = sys.modules.get("jaxmpi._mpi.library")
-    if native is not None:
-        native.finish()
+    package = sys.modules.get("jaxmpi._start")
+    if package is not None:
+        package.finish()
     _say("ended")
     _wait_for_relay("ended")
 

@@ -1,7 +1,6 @@
 """Communicators as parameters of compiled programs, and the default one."""
 
 import math
-import os
 import threading
 import time
 import warnings
@@ -13,7 +12,8 @@ from mpi4py import MPI
 import jaxmpi._core as _core
 from jaxmpi._jax import internals
 from jaxmpi._mpi import static, timeline
-from jaxmpi._mpi.library import ALL, DEVICES, LIBRARY, MEANING_OF_DEFAULT, compared, handle_of
+from jaxmpi._mpi.library import DEVICES, handle_of, meaning
+from jaxmpi._mpi.settings import ALL, SETTINGS
 
 # How long an import waits for the imports of other ranks. After that the first use of the default communicator waits.
 _PATIENCE_SECONDS = 10.0
@@ -150,7 +150,7 @@ class _Default:
         # The chunk size; whether it holds for all communicators or only for this one, all of whose ranks are known to
         # use this package (see devices.py); whether ranks compare all their calls; whether any has arrays on devices;
         # whether any compares none; how many are compared; and from rank 0 a number for the job.
-        calls = compared()
+        calls = SETTINGS.compared
         check, none = calls == ALL, calls == 0
         self._settings = np.array(
             [
@@ -223,7 +223,7 @@ class _Default:
         with self._lock:
             MPI.Request.Waitall(self._requests)
             if self._resolved is None:
-                _core.communicator(handle_of(self._comm), MEANING_OF_DEFAULT)
+                _core.communicator(handle_of(self._comm), meaning("default"))
             return self._comm
 
     def forget(self) -> None:
@@ -232,7 +232,7 @@ class _Default:
         self._resolved = None
 
 
-def _in_child_of_fork() -> None:
+def in_child_of_fork() -> None:
     """All calls ask the core again, which refuses them: JAX must not compile them, since its threads are not there."""
     _default.forget()
     for comm in _known.values():
@@ -244,11 +244,30 @@ def refuse_in_child_of_fork() -> None:
     _core.communicator(handle_of(MPI.COMM_SELF))
 
 
-_default = _Default()
-os.register_at_fork(after_in_child=_in_child_of_fork)
-timeline.begin(LIBRARY.version, _default.job)
-CHECK = _default.check
-_core.set_check(CHECK, _default.labels, handle_of(_default.channel) if _default.calls else 0)
+_default: _Default
+CHECK: bool
+"""Whether ranks compare all their calls (JAXMPI_CHECK=1), on all ranks alike. Known once they have agreed."""
+
+
+def agree() -> None:
+    """Agrees on settings with the other ranks, and begins to clone COMM_WORLD: called by all of them, at import."""
+    global _default, CHECK
+    _default = _Default()
+    CHECK = _default.check
+    _core.set_check(CHECK, _default.labels, handle_of(_default.channel) if _default.calls else 0)
+
+
+def know() -> None:
+    """Registers the communicators that every run has: a program of an earlier run may use them before this run traces
+    anything. Not if ranks have not agreed yet."""
+    if _default.agreed:
+        for comm in (None, MPI.COMM_WORLD, MPI.COMM_SELF):
+            resolve(comm, "import")
+
+
+def job() -> int | None:
+    """A number that all ranks of this job have, and no other job; None: not all of them have been heard yet."""
+    return _default.job()
 
 
 def default() -> Communicator:
@@ -259,8 +278,3 @@ def default() -> Communicator:
 def default_mpi() -> MPI.Comm:
     """That clone as an mpi4py communicator."""
     return _default.mpi()
-
-
-if _default.agreed:  # a program of an earlier run may use these before this run traces anything
-    for _comm in (None, MPI.COMM_WORLD, MPI.COMM_SELF):
-        resolve(_comm, "import")

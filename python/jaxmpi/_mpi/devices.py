@@ -11,14 +11,14 @@ from mpi4py import MPI
 
 import jaxmpi._core as _core
 from jaxmpi._launcher.accelerators import allows
+from jaxmpi._mpi.settings import Settings
 
 _MPICH_KINDS = {"CUDA": 0, "SYCL": 1, "ROCM": 2}  # MPIX_GPU_SUPPORT_CUDA, _ZE, _HIP
 
-_TRUE, _FALSE = ("1", "on", "true", "yes"), ("0", "off", "false", "no")
-
 CHUNK = 4 << 20
-COPY_BYTES = 1 << 16
 """Bytes of a chunk, for operations in chunks on the default communicator: see docs/gpu.md."""
+COPY_BYTES = 1 << 16
+"""Bytes that a device copies in the time in which a copy begins, where nobody has measured them."""
 
 
 @dataclass(frozen=True)
@@ -80,29 +80,17 @@ def detected(platform: str, version: str, environment: Mapping[str, str]) -> tup
     return False, "the library has no way to ask for it"
 
 
-def _switch(environment: Mapping[str, str], platforms: list[str]) -> tuple[bool | None, str]:
+def _switch(settings: Settings, platforms: list[str]) -> tuple[bool | None, str]:
     """The user's choice (on, off, or None) and the variable that makes it."""
-    variables = {
-        "JAXMPI_DEVICE_MPI": True,
-        "MPI4JAX_USE_CUDA_MPI": "CUDA" in platforms,
-        "MPI4JAX_USE_SYCL_MPI": "SYCL" in platforms,
-    }
-    for name, applies in variables.items():
-        value = environment.get(name, "").strip().lower()
-        if not value or value == "auto":
-            continue
-        if value not in _TRUE + _FALSE:
-            raise ValueError(f"jaxmpi: {name} is '{environment[name]}': set it to auto, on or off, or leave it out")
-        if applies:
-            return value in _TRUE, f"{name}={environment[name]}"
+    applies = {"MPI4JAX_USE_CUDA_MPI": "CUDA" in platforms, "MPI4JAX_USE_SYCL_MPI": "SYCL" in platforms}
+    for name, value in settings.device_mpi.items():
+        if applies.get(name, True):
+            return value == "on", f"{name}={value}"
     return None, ""
 
 
-def _transport(environment: Mapping[str, str], aware: bool, inspects: bool) -> tuple[str, str]:
+def _transport(wish: str, aware: bool, inspects: bool) -> tuple[str, str]:
     """Which thread calls MPI for staged arrays, and why."""
-    wish = environment.get("JAXMPI_DEVICE_TRANSPORT", "auto").strip().lower() or "auto"
-    if wish not in ("auto", "callback", "thread", "wait"):
-        raise ValueError(f"jaxmpi: JAXMPI_DEVICE_TRANSPORT is '{wish}': set it to auto, callback, thread or wait")
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         return "wait", "MPI is below MPI_THREAD_MULTIPLE"
     if wish != "auto":
@@ -114,46 +102,26 @@ def _transport(environment: Mapping[str, str], aware: bool, inspects: bool) -> t
     return "callback", "the MPI library does not call the driver"
 
 
-def _bytes(environment: Mapping[str, str], variable: str, least: int) -> int | None:
-    """A number of bytes, at least so many or 0; None if the user has set none."""
-    given = environment.get(variable, "").strip()
-    if not given:
-        return None
-    size = int(given) if given.isascii() and given.isdigit() and len(given) < 16 else -1
-    if size < least and size != 0:
-        allowed = f"at least {least} (bytes), or to 0" if least > 0 else "a number of bytes"
-        raise ValueError(f"jaxmpi: {variable} is '{given}': set it to {allowed}")
-    return size
+def choose(settings: Settings, environment: Mapping[str, str], jax_platforms: str | None) -> Choice:
+    """Loads the installed drivers and decides.
 
+    `environment`: for the variables of MPI libraries. `jax_platforms`: the platforms that JAX may use; None: all.
 
-def _chunk(environment: Mapping[str, str], default: int) -> tuple[int, bool]:
-    """The chunk size, and whether the user has set it."""
-    size = _bytes(environment, "JAXMPI_DEVICE_CHUNK", 4096)
-    return (default, False) if size is None else (size, True)
-
-
-def _copy_bytes(environment: Mapping[str, str]) -> int:
-    size = _bytes(environment, "JAXMPI_DEVICE_COPY", 0)
-    return COPY_BYTES if size is None else size
-
-
-def choose(environment: Mapping[str, str], jax_platforms: str | None) -> Choice:
-    """Loads the installed drivers and decides. `jax_platforms`: the platforms that JAX may use; None: all.
-
-    Raises ValueError for an invalid value of a variable. Warns, once per job, if the user makes an MPI library take
+    Warns, once per job, if the user makes an MPI library take
     device pointers that is not known to accept them.
     """
     # If a driver has been loaded before, by the MPI library or otherwise, MPI may query it about every pointer.
     inspects = _core.driver_loaded()
     drivers = _core.drivers()
     platforms = [platform for platform, why_not in drivers.items() if why_not is None]
-    forced, variable = _switch(environment, platforms)
+    forced, variable = _switch(settings, platforms)
     version = MPI.Get_library_version()
     found = {platform: detected(platform, version, environment) for platform in platforms}
     able = bool(platforms) and all(answer for answer, _ in found.values())
     said = "; ".join(text for _, text in found.values())
     aware = able if forced is None else forced and bool(platforms)
-    transport, why = _transport(environment, aware, inspects or any(answer for answer, _ in found.values()))
+    called = inspects or any(answer for answer, _ in found.values())
+    transport, why = _transport(settings.device_transport, aware, called)
     used = any(allows(jax_platforms or "", platform) for platform in platforms)
     if aware and not able and used and MPI.COMM_WORLD.rank == 0:
         warnings.warn(
@@ -162,7 +130,9 @@ def choose(environment: Mapping[str, str], jax_platforms: str | None) -> Choice:
             RuntimeWarning,
             stacklevel=2,
         )
-    sizes = (*_chunk(environment, CHUNK if used and not aware else 0), _copy_bytes(environment))
+    wish, copy = settings.device_chunk, settings.device_copy
+    chunk = wish if wish is not None else CHUNK if used and not aware else 0
+    sizes = (chunk, wish is not None, COPY_BYTES if copy is None else copy)
     if not platforms:
         return Choice(drivers, False, transport, "no driver", *sizes)
     because = f"{said}{f', but {variable}' if forced is not None and forced != able else ''}; {why}"

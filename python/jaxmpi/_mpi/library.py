@@ -1,7 +1,5 @@
-"""Binds the C core to the MPI library that mpi4py has loaded, and registers the handlers with XLA. Once, at import."""
+"""The C core, bound to the MPI library that mpi4py has loaded, with its handlers registered with XLA."""
 
-import atexit
-import math
 import os
 import secrets
 from dataclasses import dataclass
@@ -12,12 +10,13 @@ import jax
 import jaxmpi._core as _core
 from jaxmpi._jax import internals, runtime_token
 from jaxmpi._mpi import call_sites
+from jaxmpi._mpi.settings import ACTIONS, SETTINGS, hide_from_children
 
 try:
     import mpi4py
     from mpi4py import MPI
 
-    from jaxmpi._mpi import devices, timeline
+    from jaxmpi._mpi import devices
 except (ImportError, RuntimeError) as error:
     from jaxmpi._mpi import absent
 
@@ -84,146 +83,84 @@ def _check_state() -> None:
         )
 
 
-def _meaning(comm: str, library: Library) -> str:
+LIBRARY: Library
+"""Bound by `bind`, like DEVICES."""
+DEVICES: devices.Choice
+DATATYPES: dict[str, Datatype] = {
+    name: Datatype(name, code, itemsize, kind) for name, (code, itemsize, _, kind) in _core.datatypes().items()
+}
+OPERATIONS: dict[str, Operation] = {name: Operation(*row) for name, row in _core.operations().items()}
+OF_SHARDED_PROGRAMS = {"connect", "complete"}
+"""Operations that only JAX's own sharded programs use, by way of csrc/sharded/."""
+OWN_OPERATIONS: dict[str, dict[str, int]] = {}
+"""The reductions of each dtype that are ours and not MPI's: their numbers. Filled by `bind`."""
+
+
+def meaning(comm: str) -> str:
     """The meaning, for the core's registry, of a communicator that every run has.
 
     It includes the rank, since a program is compiled for one, and the library, since programs contain its numbers for
     ranks and tags.
     """
     world = MPI.COMM_WORLD
-    return f"{comm}, rank {world.rank} of {world.size}, {library.abi}, tags to {world.Get_attr(MPI.TAG_UB)}"
+    return f"{comm}, rank {world.rank} of {world.size}, {LIBRARY.abi}, tags to {world.Get_attr(MPI.TAG_UB)}"
 
 
-_ACTIONS = ("report", "abort", "raise")
-"""In the order of csrc/core/watch.h."""
+def bind() -> None:
+    """Binds the core to the MPI library and to XLA, and lets the watch begin. Once in a process, before any operation.
 
-_OF_THE_RANK_ALONE = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_FD", "PMI_PORT", "JAXMPI_JOB_FOLDER", "JAXMPI_TRACE")
-"""Variables by which a launcher knows a rank. A process that the program starts would take itself for that rank as
-it initializes MPI, and end or hang both; without them it is a job of one rank."""
-
-
-def _choice(variable: str, *possible: str) -> str:
-    """What a variable of the environment chooses; the first, where it is not set."""
-    given = os.environ.get(variable, "") or possible[0]
-    if given not in possible:
-        *others, last = (f"'{name}'" for name in possible)
-        raise ValueError(f"jaxmpi: {variable}={given}: it is {', '.join(others)} or {last}")
-    return given
-
-
-ACTION = _choice("JAXMPI_TIMEOUT_ACTION", *_ACTIONS)
-"""What happens to an operation that waits for long."""
-
-
-def _watched_seconds() -> float:
-    """After how many seconds an operation that waits is reported; 0: never."""
-    given = os.environ.get("JAXMPI_TIMEOUT", "") or "30"
-    try:
-        seconds = float(given)
-    except ValueError:
-        seconds = -1
-    if not 0 <= seconds < math.inf:
-        raise ValueError(f"jaxmpi: JAXMPI_TIMEOUT={given}: a number of seconds is needed, or 0 for no reports")
-    return seconds
-
-
-def flag(variable: str) -> bool:
-    """Whether a variable of the environment switches something on."""
-    given = os.environ.get(variable, "").strip().lower()
-    if given in ("", "0", "off", "false", "no"):
-        return False
-    if given in ("1", "on", "true", "yes"):
-        return True
-    raise ValueError(f"jaxmpi: {variable}={os.environ[variable]}: it is 1 or 0")
-
-
-ALL = 1 << 62
-"""How many collectives are compared with JAXMPI_CHECK=1."""
-_COMPARED = 1000
-"""How many of each communicator are compared by default."""
-
-
-def compared() -> int:
-    """How many collectives of each communicator its ranks compare, by this rank's environment."""
-    given = os.environ.get("JAXMPI_CHECK", "").strip().lower()
-    if given in ("", "auto"):
-        return _COMPARED
-    if given.isdecimal() and int(given) > 1:
-        return int(given)
-    try:
-        return ALL if flag("JAXMPI_CHECK") else 0
-    except ValueError as error:
-        raise ValueError(
-            f"jaxmpi: JAXMPI_CHECK={given}: it is auto, 1 (all calls are compared), 0 (none), or a number of calls"
-        ) from error
-
-
-def _load() -> tuple[Library, dict[str, Datatype], devices.Choice]:
+    Raises RuntimeError if MPI is in a state in which the package cannot be used, or if the core does not fit to it.
+    """
+    global LIBRARY, DEVICES
     _check_state()
     internals.distrust_cached_programs()
-    library = Library(*_core.load(MPI.__file__, secrets.randbits(64)))
-    choice = devices.choose(os.environ, internals.platforms())
-    _core.set_devices(choice.aware, choice.transport, choice.copy_bytes)
+    LIBRARY = Library(*_core.load(MPI.__file__, secrets.randbits(64)))
+    DEVICES = devices.choose(SETTINGS, os.environ, internals.platforms())
+    _core.set_devices(DEVICES.aware, DEVICES.transport, DEVICES.copy_bytes)
     # In the same order in every run, so that a cached program finds them under their numbers.
-    of_self = _core.communicator(handle_of(MPI.COMM_SELF), _meaning("COMM_SELF", library))
+    of_self = _core.communicator(handle_of(MPI.COMM_SELF), meaning("COMM_SELF"))
     assert of_self is not None
-    of_world = _core.communicator(handle_of(MPI.COMM_WORLD), _meaning("COMM_WORLD", library))
+    of_world = _core.communicator(handle_of(MPI.COMM_WORLD), meaning("COMM_WORLD"))
     assert of_world is not None
-    _core.reserve(_meaning("default", library))
+    _core.reserve(meaning("default"))
     _core.configure(MPI.COMM_WORLD.Get_rank(), MPI.Query_thread() < MPI.THREAD_MULTIPLE, of_self[0], of_world[0])
-    _core.set_ends_on_error(_choice("JAXMPI_ON_ERROR", "raise", "abort") == "abort")
-    _core.watch(_watched_seconds(), _ACTIONS.index(ACTION), call_sites.of_main_thread, call_sites.PACKAGES)
+    _core.set_ends_on_error(SETTINGS.error_ends_job)
+    action = ACTIONS.index(SETTINGS.timeout_action)
+    _core.watch(SETTINGS.timeout, action, call_sites.of_main_thread, call_sites.PACKAGES)
     _core.set_most_tag(cast(int, MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)))
-    datatypes = {}
-    for name, (code, itemsize, mpi_name, kind) in _core.datatypes().items():
+    for name, (code, _, mpi_name, _) in _core.datatypes().items():
         _core.set_datatype(code, handle_of(getattr(MPI, mpi_name)))
-        datatypes[name] = Datatype(name, code, itemsize, kind)
+        OWN_OPERATIONS[name] = _core.own_operations(name)
     for platform, handlers in _core.handlers().items():
         for name, capsule in handlers.items():
             stages = {"instantiate": capsule, "execute": capsule}
             jax.ffi.register_ffi_target(f"jaxmpi_{name}", stages, platform=platform)
-    for name in _OF_THE_RANK_ALONE:
-        os.environ.pop(name, None)
-    _core.set_log(any([flag("JAXMPI_DEBUG"), flag("MPI4JAX_DEBUG")]))
-    return library, datatypes, choice
+    hide_from_children(os.environ)
+    _core.set_log(SETTINGS.log)
 
 
-LIBRARY, DATATYPES, DEVICES = _load()
-OPERATIONS: dict[str, Operation] = {name: Operation(*row) for name, row in _core.operations().items()}
-OF_SHARDED_PROGRAMS = {"connect", "complete"}
-"""Operations that only JAX's own sharded programs use, by way of csrc/sharded/."""
-MEANING_OF_DEFAULT = _meaning("default", LIBRARY)
-"""The meaning of the clone of COMM_WORLD, whose number is reserved."""
-OWN_OPERATIONS: dict[str, dict[str, int]] = {name: _core.own_operations(name) for name in DATATYPES}
-"""The reductions of each dtype that are ours and not MPI's: their numbers."""
+def wait_for_computations() -> None:
+    """Waits for running computations of all threads."""
+    runtime_token.wait_for_all_threads()
+    jax.effects_barrier()
 
 
-def _finalizes() -> bool:
-    """Whether mpi4py finalizes MPI, once Python has ended."""
-    return bool(mpi4py.rc.initialize if mpi4py.rc.finalize is None else mpi4py.rc.finalize) and not MPI.Is_finalized()
+def release() -> None:
+    """Ends what the core does beside the program."""
+    _core.finish_comparisons()
+    _core.finish_requests()
+    _core.finish_devices()
+    _core.stop_watch()
 
 
-@atexit.register
-def _at_exit() -> None:
-    """Runs before JAX releases its backends (exit handlers run last in, first out) and before MPI is finalized."""
-    try:
-        finish()
-    finally:
-        if _finalizes() and _core.finish_requests() > 0:
-            MPI.Finalize()  # other ranks are late, and MPI calls functions of Python for them
+def raise_failure() -> None:
+    """Raises RuntimeError if the failure of an operation has not been reported yet."""
+    if (failure := _core.take_failure()) is not None:
+        raise RuntimeError(f"an operation has failed: {failure}")
 
 
-def finish() -> None:
-    """Waits for running computations, so that no message to a peer is lost when MPI is finalized. Raises RuntimeError
-    if the failure of an operation has not been reported yet."""
-    try:
-        runtime_token.wait_for_all_threads()
-        jax.effects_barrier()
-    finally:
-        _core.finish_comparisons()
-        _core.finish_requests()
-        _core.finish_devices()
-        _core.stop_watch()
-        timeline.end()
-        if (failure := _core.take_failure()) is not None:
-            raise RuntimeError(f"an operation has failed: {failure}")
+def finalize_if_others_are_late() -> None:
+    """Finalizes MPI while Python lives, where MPI calls functions of Python for ranks that are late."""
+    by_mpi4py = mpi4py.rc.initialize if mpi4py.rc.finalize is None else mpi4py.rc.finalize
+    if by_mpi4py and not MPI.Is_finalized() and _core.finish_requests() > 0:
+        MPI.Finalize()

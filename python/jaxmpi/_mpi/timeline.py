@@ -22,21 +22,10 @@ import numpy as np
 from mpi4py import MPI
 
 import jaxmpi._core as _core
+from jaxmpi._mpi.settings import SETTINGS
 
-_FOLDER = os.environ.get("JAXMPI_TRACE", "")
-ON = _FOLDER != ""
+ON = SETTINGS.trace != ""
 """Whether this rank writes a timeline."""
-
-
-def _limit() -> int:
-    """The most bytes of a rank's file."""
-    given = os.environ.get("JAXMPI_TRACE_MEGABYTES", "") or "200"
-    if not given.isdecimal() or int(given) == 0:
-        raise ValueError(f"jaxmpi: JAXMPI_TRACE_MEGABYTES={given}: a whole number above 0 is needed")
-    return int(given) * 1_000_000
-
-
-_LIMIT = _limit() if ON else 0
 
 
 def _clock() -> str:
@@ -45,9 +34,7 @@ def _clock() -> str:
     return boot.read_text().strip() if boot.exists() else socket.gethostname()
 
 
-_LAUNCHED = (
-    os.environ.get("PMIX_NAMESPACE") or os.environ.get("JAXMPI_JOB_FOLDER") or f"child of {os.getppid()} of {_clock()}"
-)
+_LAUNCHED = SETTINGS.launched or f"child of {os.getppid()} of {_clock()}"
 """What ranks of one job have in common without asking each other, those on one machine at least: for the files of jobs
 of which some ranks never import the package, or that end before they have."""
 
@@ -78,12 +65,12 @@ def begin(library: str, job: Callable[[], int | None]) -> None:
     world, agreed = MPI.COMM_WORLD, job()
     name = None if agreed is None else _name(agreed)
     try:
-        Path(_FOLDER).mkdir(parents=True, exist_ok=True)
-        _core.open_timeline(_FOLDER, f"{name or _name(new_job())}.{world.rank:05d}.json", _LIMIT)
+        Path(SETTINGS.trace).mkdir(parents=True, exist_ok=True)
+        _core.open_timeline(SETTINGS.trace, f"{name or _name(new_job())}.{world.rank:05d}.json", SETTINGS.trace_bytes)
     except OSError as error:
         raise OSError(
-            f"jaxmpi: JAXMPI_TRACE={_FOLDER}: no timeline can be written there: {error.strerror or error}. Name a "
-            "folder of your own; it is made if it is not there"
+            f"jaxmpi: JAXMPI_TRACE={SETTINGS.trace}: no timeline can be written there: {error.strerror or error}. "
+            "Name a folder of your own; it is made if it is not there"
         ) from None
     _note("process_name", {"name": f"rank {world.rank} on {socket.gethostname()}"})
     of_job = {"job": name, "launched": _LAUNCHED}

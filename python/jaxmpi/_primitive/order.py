@@ -38,12 +38,17 @@ class Communication(internals.Effect):
         return "EFFECT"
 
 
-internals.permit_effect(Communication)
 EFFECT = Communication()
-jaxprs.lower_calls_inline(EFFECT)
-internals.pass_token_when_compiled(EFFECT)
-runtime_token.guard_repetitions(EFFECT)
-runtime_token.refuse_communicating_conditions(EFFECT)
+
+
+def install() -> None:
+    """Makes JAX keep what communicates in program order, in all that it does with it."""
+    internals.permit_effect(Communication)
+    jaxprs.lower_calls_inline(EFFECT)
+    internals.pass_token_when_compiled(EFFECT)
+    runtime_token.guard_repetitions(EFFECT)
+    runtime_token.refuse_communicating_conditions(EFFECT)
+
 
 IN_PLACE = "in_place"
 """Parameter of an operation: whether its results may alias its first operands. Its default is in the table; `jit` sets

@@ -26,7 +26,8 @@ from jaxmpi._jax import internals
 from jaxmpi._jax.dependence import batched, link, linked_zeros, zero_cotangent
 from jaxmpi._mpi import call_sites, communicators, tags, timeline
 from jaxmpi._mpi.communicators import Communicator
-from jaxmpi._mpi.library import ACTION, DATATYPES, DEVICES, OPERATIONS
+from jaxmpi._mpi.library import DATATYPES, DEVICES, OPERATIONS
+from jaxmpi._mpi.settings import SETTINGS
 from jaxmpi._primitive import arguments, communication, keys, pytrees
 from jaxmpi._primitive.communication import COTANGENT, DERIVATIVE, TANGENT, VALUE, Operation
 from jaxmpi._primitive.order import EFFECT, IN_PLACE, eager
@@ -268,7 +269,7 @@ def compare_keys(name: str, params: Params, arrays: Sequence[Any]) -> None:
 _EACH = "each"
 """Parameter of an eager program that binds an operation several times: the parameters in which those differ."""
 
-_TELLS_LINES = communicators.CHECK or timeline.ON or ACTION == "raise"
+_TELLS_LINES = communicators.CHECK or timeline.ON or SETTINGS.timeout_action == "raise"
 """Whether the lines of all eager calls are told to the core, which takes some time; else those that start something
 are, by which it is named if nobody waits for it."""
 

@@ -36,6 +36,7 @@ from jaxmpi._launcher import accelerators, before_jax
 from jaxmpi._mpi import call_sites, library
 from jaxmpi._mpi import devices as transports
 from jaxmpi._mpi.communicators import resolve
+from jaxmpi._mpi.settings import SETTINGS
 from jaxmpi._primitive import arguments
 from jaxmpi._sharded import replica_groups
 
@@ -136,7 +137,7 @@ def _lead(end: float) -> dict[str, Any]:
 def _wait_for(ranks: Any, end: float) -> list[int]:
     """Those of the ranks from which a message has come, all of them or at the `end`."""
     came: list[int] = []
-    report = time.monotonic() + (library._watched_seconds() or math.inf)
+    report = time.monotonic() + (SETTINGS.timeout or math.inf)
     while len(came) < len(ranks) and time.monotonic() < end:
         came += [rank for rank in ranks if rank not in came and _WORLD.iprobe(source=rank, tag=_tag())]
         if len(came) < len(ranks) and time.monotonic() > report:

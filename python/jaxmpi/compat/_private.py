@@ -14,7 +14,8 @@ from mpi4py import MPI
 import jaxmpi
 import jaxmpi._core as _core
 from jaxmpi._mpi import communicators
-from jaxmpi._mpi.library import flag, handle_of
+from jaxmpi._mpi.library import handle_of
+from jaxmpi._mpi.settings import SETTINGS
 from jaxmpi._primitive.order import EFFECT
 from jaxmpi.compat import _frames
 
@@ -62,7 +63,7 @@ class _Log:
     """The debug log, which MPI4JAX_DEBUG switches on at the start."""
 
     def __init__(self) -> None:
-        self.on = flag("JAXMPI_DEBUG") or flag("MPI4JAX_DEBUG")
+        self.on = SETTINGS.log
 
     def set_logging(self, enable: bool) -> None:
         self.on = bool(enable)

@@ -1,0 +1,59 @@
+"""What the import of the package does, in order, and what the end of the program does.
+
+All ranks import the package: what they agree on is agreed on here. The modules that `start` imports use what the lines
+before them have made.
+"""
+
+import atexit
+import os
+
+from jaxmpi._launcher import before_jax
+
+
+def start() -> None:
+    """Readies JAX and the C core. Raises ImportError, RuntimeError or ValueError, which say what to do."""
+    before_jax.offer()  # jaxlib finds the core as it looks for MPI: before jax is imported
+
+    from jaxmpi._mpi import library
+
+    library.bind()  # the core to MPI and XLA; the watch begins
+
+    from jaxmpi._mpi import communicators, timeline
+    from jaxmpi._primitive import order
+
+    order.install()  # JAX keeps what communicates in program order
+    communicators.agree()  # on settings, with the other ranks; the default communicator
+    timeline.begin(library.LIBRARY.version, communicators.job)
+    communicators.know()  # those that every run has
+
+    from jaxmpi import _contract
+    from jaxmpi._operations import nonblocking, operations  # noqa: F401 (makes the primitives)
+
+    _contract.install()  # the hooks of derivatives
+    before_jax.taken()
+    before_jax.register()  # for jax.distributed.initialize()
+    os.register_at_fork(after_in_child=communicators.in_child_of_fork)
+    atexit.register(_end)
+
+
+def finish() -> None:
+    """Waits for running computations, so that no message to a peer is lost when MPI is finalized. Raises RuntimeError
+    if the failure of an operation has not been reported yet."""
+    from jaxmpi._mpi import library, timeline
+
+    try:
+        library.wait_for_computations()
+    finally:
+        library.release()
+        timeline.end()
+        library.raise_failure()
+
+
+def _end() -> None:
+    """Runs before JAX releases its backends (exit handlers run last in, first out) and before MPI is finalized."""
+    from jaxmpi._mpi import library
+
+    try:
+        finish()
+    finally:
+        library.finalize_if_others_are_late()
