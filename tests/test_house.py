@@ -14,7 +14,7 @@ LAYERS = ("_launcher", "_jax", "_mpi", "_primitive", ("_derivatives", "_operatio
 """The packages in python/jaxmpi/, from the ground; the modules and packages that are not named stand on top of them."""
 
 UPWARD = {
-    ("_launcher.before_jax", "_sharded.programs"): "called by JAX as it makes its devices, when all of this is there",
+    ("_launcher.before_jax", "_sharded.meeting"): "called by JAX as it makes its devices, when all of this is there",
     ("_launcher.stand_ins", "compat._install"): "called as the program imports mpi4jax or JPI",
     ("_grid.grid", "notoken"): "calls operations, whose functions without tokens are made there",
 }
@@ -26,7 +26,8 @@ JAX_IS_KNOWN_TO = ("_jax.", "_derivatives.")
 NAMES_OF_JAX = {
     "_contract": "looks for the names that the hooks replace",
     "_launcher.before_jax": "runs before the package can be imported",
-    "_sharded.programs": "JAX's distributed runtime and its compiled programs",
+    "_sharded.communicators": "JAX's compiled programs",
+    "_sharded.meeting": "JAX's distributed runtime",
     "collectives": "asks whether JAX has made its devices, before the package's own modules may be imported",
 }
 """The other modules with private names of JAX, with the reason for each."""

@@ -356,7 +356,7 @@ def _compare():
     from jax.sharding import PartitionSpec as P
 
     from jaxmpi._jax import internals
-    from jaxmpi._sharded.programs import groups_of
+    from jaxmpi._sharded.hlo import groups_of
 
     for sizes in ((8,), (2, 4), (4, 2), (2, 2, 2)):
         names = "abc"[: len(sizes)]

@@ -20,7 +20,7 @@ from mpi4py import MPI
 import jaxmpi
 from jaxmpi._jax import internals
 from jaxmpi._launcher import before_jax
-from jaxmpi._sharded import programs
+from jaxmpi._sharded import communicators
 
 KIND = before_jax.state.get("kind")
 pytestmark = pytest.mark.skipif(KIND is None, reason="needs --collectives: make test-sharded")
@@ -374,7 +374,7 @@ def test_settings_of_the_program(setting):
     mesh = Mesh(np.array(jax.devices()).reshape(1, SIZE), ("a", "b"))
     whole = np.arange(2.0 * SIZE, dtype=np.float32).reshape(2, SIZE)
     x = place(whole, mesh, P(None, "b"))
-    programs._made.clear()  # once more: XLA keeps those that it has
+    communicators._made.clear()  # once more: XLA keeps those that it has
     with SETTINGS[setting](mesh):
         found = over(mesh, lambda x: lax.psum(x, "b"), P(None, "b"), P())(x)
     check(found, whole.sum(1, keepdims=True))

@@ -360,7 +360,7 @@ ENTRY %main {{
     ],
 )
 def test_what_xla_cannot_pass_to_mpi(shape, name, error):
-    from jaxmpi._sharded.programs import groups_of
+    from jaxmpi._sharded.hlo import groups_of
 
     groups = "source_target_pairs={{0,1}}" if name == "collective-permute" else "replica_groups={{0,1}}"
     text = TEXT.format(shape, name, groups)
@@ -373,7 +373,7 @@ def test_what_xla_cannot_pass_to_mpi(shape, name, error):
 
 
 def test_groups_that_cannot_be_read():
-    from jaxmpi._sharded.programs import groups_of
+    from jaxmpi._sharded.hlo import groups_of
 
     for groups, said in (
         ("mesh['a'=2] {'a'}|{'b'}", "instead of an attribute"),

@@ -174,6 +174,6 @@ def register() -> None:
 
 
 def _sharded() -> Any:
-    from jaxmpi._sharded import programs
+    from jaxmpi._sharded import meeting
 
-    return programs
+    return meeting

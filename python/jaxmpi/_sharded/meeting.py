@@ -1,0 +1,191 @@
+"""How the processes of JAX's sharded programs meet: each learns the address of JAX's coordinator."""
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from typing import Any
+
+import jax
+from jax._src import distributed
+from mpi4py import MPI
+
+from jaxmpi._launcher import accelerators, before_jax
+from jaxmpi._mpi import devices as transports
+from jaxmpi._mpi.settings import SETTINGS
+from jaxmpi._sharded import communicators
+
+_WORLD = MPI.COMM_WORLD
+
+_PATIENCE_SECONDS = 300
+"""As long as JAX itself waits for its processes."""
+
+
+def world() -> tuple[int, int]:
+    """This process and the number of processes."""
+    return _WORLD.rank, _WORLD.size
+
+
+def local_device() -> int | None:
+    """The accelerator of this process, by JAX's numbers, as the launcher would choose; None if nothing is to be chosen:
+    the launcher or the program has, there are not several, or this process's number on its machine is not known."""
+    place = accelerators.local_rank(os.environ)
+    if accelerators.decided or place is None:
+        return None
+    for platform in accelerators.PLACED:
+        chosen = getattr(jax.config, f"jax_{platform.lower()}_visible_devices", "all")
+        if chosen == "all" and (count := transports.count(platform)) > 1:
+            return place[0] % count
+    return None
+
+
+def start() -> None:
+    """Starts jax.distributed, unless the program has, or is alone. All ranks; before JAX makes devices."""
+    if before_jax.state["kind"] == "mpi" and (reason := before_jax.why_not_mpi()):
+        raise RuntimeError(f"jaxmpi: --collectives mpi: {reason}")
+    if before_jax.state["kind"] == "mpi":
+        communicators.install()
+    if _WORLD.size > 1 and distributed.global_state.client is None:
+        jax.distributed.initialize()
+    if os.environ.get(_BINDS, "").endswith(f":{_kept[0].getsockname()[1]}" if _kept else " "):
+        del os.environ[_BINDS]  # it is not meant for processes that this one starts
+    if distributed.global_state.client is None:
+        return
+    if before_jax.PREEMPTION not in os.environ and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))  # XLA has replaced it (JAX 0.6)
+    found = (distributed.global_state.process_id, distributed.global_state.num_processes)
+    if found != world():
+        raise RuntimeError(
+            f"jaxmpi: jax.distributed.initialize was told process {found[0]} of {found[1]}, but this is rank "
+            f"{_WORLD.rank} of {_WORLD.size}: call it without arguments, or not at all"
+        )
+
+
+def meet(seconds: float | None = None) -> str:
+    """The address of JAX's coordinator, once all ranks have come here. Raises RuntimeError that names who has not."""
+    end = time.monotonic() + (seconds or _PATIENCE_SECONDS)
+    answer = _lead(end) if _WORLD.rank == 0 else _follow(end + 5)
+    if missing := answer.get("missing"):
+        which = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+        raise RuntimeError(
+            f"jaxmpi: {which} of {_WORLD.size} did not begin to use JAX while the others waited to start "
+            "jax.distributed: all ranks must import jax and make an array, or call jax.distributed.initialize()"
+        )
+    os.environ.update(answer["environment"])
+    return answer["address"]
+
+
+def _tag() -> int:
+    return _WORLD.Get_attr(MPI.TAG_UB)  # type: ignore[return-value]
+
+
+def _follow(end: float) -> dict[str, Any]:
+    """Another rank tells rank 0 its host, answers at which of its addresses it reaches rank 0, and is told the rest."""
+    _WORLD.send(socket.gethostname(), 0, _tag())
+    while True:
+        if not _wait_for([0], end):
+            raise RuntimeError("jaxmpi: rank 0 has not begun to use JAX, and this rank waits for it to start its own")
+        answer = json.loads(_WORLD.recv(source=0, tag=_tag()))
+        if "addresses" not in answer:
+            return answer
+        _WORLD.send([host for host in answer["addresses"] if _is_reached(host, answer["port"])], 0, _tag())
+
+
+def _lead(end: float) -> dict[str, Any]:
+    others = range(1, _WORLD.size)
+    came = _wait_for(others, end)
+    hosts = {rank: _WORLD.recv(source=rank, tag=_tag()) for rank in came}
+    missing = [rank for rank in others if rank not in came]
+    answer: dict[str, Any] = {"missing": missing}
+    if not missing:
+        own = socket.gethostname()
+        host, is_address = _reached_by([rank for rank in others if hosts[rank] != own], end)
+        address = f"{host}:{_port(host if is_address else '')}"
+        answer = {"address": address, "environment": _not_by_a_proxy(host)}
+        if is_address:  # XLA's service asks nobody who he is, and takes what it does not understand for a reason to end
+            os.environ.setdefault(_BINDS, address)
+    for rank in came:
+        _WORLD.send(json.dumps(answer), rank, _tag())
+    return answer
+
+
+def _wait_for(ranks: Any, end: float) -> list[int]:
+    """Those of the ranks from which a message has come, all of them or at the `end`."""
+    came: list[int] = []
+    report = time.monotonic() + (SETTINGS.timeout or math.inf)
+    while len(came) < len(ranks) and time.monotonic() < end:
+        came += [rank for rank in ranks if rank not in came and _WORLD.iprobe(source=rank, tag=_tag())]
+        if len(came) < len(ranks) and time.monotonic() > report:
+            waited = ", ".join(str(rank) for rank in ranks if rank not in came)
+            print(f"jaxmpi: rank {_WORLD.rank} waits for rank {waited} to start jax.distributed", file=sys.stderr)
+            report = math.inf
+        time.sleep(0.001)
+    return came
+
+
+def _reached_by(ranks: list[int], end: float) -> tuple[str, bool]:
+    """An address of this machine that these ranks of other machines can connect to, and whether it is one: if none is
+    known, its name."""
+    if not ranks:
+        return "127.0.0.1", True
+    with socket.create_server(("", 0)) as listening:
+        question = {"addresses": _addresses(), "port": listening.getsockname()[1]}
+        for rank in ranks:
+            _WORLD.send(json.dumps(question), rank, _tag())
+        _wait_for(ranks, end)
+        answers = [_WORLD.recv(source=rank, tag=_tag()) for rank in ranks]
+    common = [host for host in question["addresses"] if all(host in answer for answer in answers)]
+    return (common[0], True) if common else (socket.gethostname(), False)
+
+
+def _is_reached(host: str, port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=3):
+        return True
+    return False
+
+
+def _addresses() -> list[str]:
+    """This machine's addresses for others: that of its name, those of its interfaces."""
+    found: list[str] = []
+    with contextlib.suppress(OSError):
+        found.append(socket.gethostbyname(socket.gethostname()))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has none
+                request = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                found.append(socket.inet_ntoa(request[20:24]))
+    return [host for host in dict.fromkeys(found) if not host.startswith("127.")]
+
+
+_BINDS = "JAX_COORDINATOR_BIND_ADDRESS"
+"""JAX's variable of the address at which its coordinator listens: all of the machine's, if it is not set."""
+
+_SIOCGIFADDR = 0x8915  # of Linux: the address of an interface
+_kept: list[socket.socket] = []
+"""Keeps the coordinator's port from others until it is in use."""
+
+
+def _port(host: str) -> int:
+    """A port of this address, or of all."""
+    if port := os.environ.get("JAX_COORDINATOR_PORT"):
+        return int(port)
+    kept = socket.socket()
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as XLA's server does, which so can share it
+    kept.bind((host, 0))
+    _kept.append(kept)
+    return kept.getsockname()[1]
+
+
+def _not_by_a_proxy(host: str) -> dict[str, str]:
+    """Variables with which processes connect to the host themselves."""
+    if not any(os.environ.get(name) for name in ("grpc_proxy", "https_proxy", "http_proxy")):
+        return {}
+    direct = os.environ.get("no_grpc_proxy")  # noqa: SIM112 (its name)
+    return {"no_grpc_proxy": f"{direct},{host}" if direct else host}
