@@ -14,9 +14,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import drawing
-import quick
-import simulated
+from support import drawing, quick, simulated
 
 simulated.begin()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
