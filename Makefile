@@ -74,7 +74,7 @@ CASES ?=
 # How jobs end, several hosts, long programs, timelines, benchmarks, the wheel: `make test-all` has them.
 NOT_EACH_TIME := $(patsubst %,--ignore-glob=tests/*/test_%.py,faults launcher injected sharded_jobs two_hosts run_devices device grid_examples grid_jobs sharded_examples benchmarks soak timeline wheel)
 test: $(READY) $(VENV)/.lint ## what every change needs: the suite on 2 ranks, most tests that run on one rank alone, the C tests
-	timeout $(LIMIT) $(BIN)/python -m pytest -n $(WORKERS) --brief $(NOT_EACH_TIME) -m "launches or alone"
+	timeout $(LIMIT) $(BIN)/python -m pytest -n $(WORKERS) --brief $(NOT_EACH_TIME) -m "launches or one_rank"
 	$(RUN) -n 2 -m pytest --color=no --brief
 	$(MAKE) test-c
 

@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 import jaxmpi
 from jaxmpi import notoken
-from support.table import CASES, NEW_JAX, REPLICATED, upto
+from support.table import CASES, NEW_JAX, REPLICATED, max_ranks
 
 needs_new_jax = pytest.mark.skipif(not NEW_JAX, reason="this JAX drops what has no result that is used")
 PAIRS = [case for case in CASES if NEW_JAX or not case.name.startswith("send_recv")]
@@ -70,7 +70,7 @@ TOLERANCE = {
 
 
 @pytest.mark.slow("case")
-@pytest.mark.parametrize("dtype", upto(2, TOLERANCE, but=["float64", "complex64", "bfloat16"]))
+@pytest.mark.parametrize("dtype", max_ranks(2, TOLERANCE, but=["float64", "complex64", "bfloat16"]))
 @pytest.mark.parametrize("case", PAIRS, ids=str)
 def test_dot_product(case, dtype, comm, rank, size):
     for root in case.roots(size):
@@ -81,7 +81,7 @@ def test_dot_product(case, dtype, comm, rank, size):
         check(f, x, comm, TOLERANCE[dtype], double, replicated, compiled=dtype == "float64" and root == size - 1)
 
 
-@pytest.mark.two_say_most
+@pytest.mark.two_ranks_suffice
 @pytest.mark.slow("case")
 @pytest.mark.parametrize("shape", [(), (0,), (2, 0)], ids=str)
 @pytest.mark.parametrize("case", FEWER, ids=str)
@@ -283,7 +283,7 @@ def test_extreme_that_is_no_number(rank):
     assert not np.isnan(gradient[1])
 
 
-@pytest.mark.two_say_most
+@pytest.mark.two_ranks_suffice
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_reduction_keeps_its_dtype(name, dtype, comm, rank):
@@ -305,7 +305,7 @@ def test_no_derivative(comm):
 # --- higher order ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.two_say_most
+@pytest.mark.two_ranks_suffice
 @pytest.mark.parametrize("case", FEWER, ids=str)
 def test_second_derivative(case, comm, rank, size):
     """Reverse over reverse and forward over reverse: the derivative of a gradient, by the same checks."""
@@ -330,7 +330,7 @@ def test_second_derivative(case, comm, rank, size):
     check(gradient, x, comm, rtol=1e-10)
 
 
-@pytest.mark.two_say_most
+@pytest.mark.two_ranks_suffice
 @pytest.mark.parametrize("op", ["PROD", "MAX"])
 def test_second_derivative_of_reductions(op, comm, rank, size):
     x = draw((3,), float, rank, 0).at[0].multiply(rank != 0)
@@ -405,7 +405,7 @@ def test_jacobian_of_an_unused_result(comm, rank, size):
         np.testing.assert_allclose(jacobian, expected)
 
 
-@pytest.mark.two_say_most
+@pytest.mark.two_ranks_suffice
 @needs_new_jax
 def test_mapped_derivatives_that_one_rank_does_not_need(comm, rank, size):
     """vmap of derivatives of a function whose result one rank does not use, and of one where it is a constant."""
@@ -437,7 +437,7 @@ def test_mapped_derivatives_that_one_rank_does_not_need(comm, rank, size):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", FEWER, ids=str)
 @pytest.mark.parametrize(
-    "wrap", upto(2, [lambda f: f, jax.checkpoint], but=[jax.checkpoint]), ids=["plain", "checkpoint"]
+    "wrap", max_ranks(2, [lambda f: f, jax.checkpoint], but=[jax.checkpoint]), ids=["plain", "checkpoint"]
 )
 def test_scan_of_50_steps(wrap, case, comm, rank, size):
     root = 0
@@ -452,7 +452,7 @@ def test_scan_of_50_steps(wrap, case, comm, rank, size):
     check(f, x, comm, rtol=1e-10, replicated=case.name in REPLICATED, compiled=True)
 
 
-@pytest.mark.two_say_most
+@pytest.mark.two_ranks_suffice
 @needs_new_jax
 @pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.everything_saveable], ids=["default", "everything"])
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit, jaxmpi.jit], ids=["eager", "jax.jit", "jaxmpi.jit"])
@@ -750,7 +750,7 @@ def one_loss(y):
     return jnp.sum(jnp.sin(weights * y)) + jnp.sum(weights * y) ** 3
 
 
-@pytest.mark.two_say_most
+@pytest.mark.two_ranks_suffice
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit, jaxmpi.jit], ids=["plain", "jit", "jaxmpi"])
 @pytest.mark.parametrize("name", ["allgather", "bcast"])
 def test_invariant(name, jit, comm, rank, size):
@@ -789,7 +789,7 @@ def test_invariant_makes_a_sum_an_allreduce(comm, rank, size):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("shape", upto(2, [(), (3,), (0,), (2, 0)], but=[(3,)]), ids=str)
+@pytest.mark.parametrize("shape", max_ranks(2, [(), (3,), (0,), (2, 0)], but=[(3,)]), ids=str)
 def test_invariant_of_dtypes_and_shapes(shape, dtype, comm, rank, size):
     """The identity in forward mode, and each transpose's transpose; a transpose divides."""
     dtype = jnp.dtype(dtype)

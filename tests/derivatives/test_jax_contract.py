@@ -22,7 +22,7 @@ from jaxmpi import _contract, notoken
 from jaxmpi._derivatives import higher_order, hooks
 from jaxmpi._jax import internals
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.one_rank
 needs_derivatives = pytest.mark.skipif(not internals.KEEPS_EFFECTS, reason="no derivatives with this JAX")
 TRIED = f"JAX 0.6.0 to {internals.NEWEST_TRIED}"
 HOOKS = hooks.HOOKS if internals.KEEPS_EFFECTS else hooks._REFUSALS

@@ -70,7 +70,7 @@ def test_checkpoint_without_a_differentiable_result(sender, jit, comm, rank):
     np.testing.assert_array_equal(gradient, [21, 21] if rank == 0 else [0, 0])
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 @JITS
 def test_second_derivative_of_checkpoints(jit, comm, rank, size):
     """Operations whose operand is constant on one rank, and the messages that come after them."""
@@ -175,7 +175,7 @@ def test_linear_solve_whose_matrix_depends_on_one_rank_alone(jit, comm, rank, si
     check(jit(f), draw((2,), float, rank, 0), comm, rtol=1e-9)
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "cond"])
 def test_solve_that_is_mapped_by_something_else(inside, comm, rank, size):
     """A value is mapped where it depends on what is mapped, though transposing its matrix communicates."""
@@ -191,7 +191,7 @@ def test_solve_that_is_mapped_by_something_else(inside, comm, rank, size):
     np.testing.assert_allclose(jax.vmap(lambda t: jax.jvp(f, (x, 1.0), (x, t))[0])(ts), expected - 2 * ts[:, None] + 2)
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_gradients_of_examples_that_one_rank_has(symmetric, comm, rank, size):
     """What maps a derivative need not be what it is taken of: here the data, of which the last rank has some."""
@@ -223,7 +223,7 @@ DERIVATIVES = {
 }
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 @pytest.mark.parametrize("constant", [False, True], ids=["", "constant"])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "checkpoint"])
 @pytest.mark.parametrize("derivative", DERIVATIVES)
@@ -608,7 +608,7 @@ JACOBIANS = {
 }
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 @pytest.mark.parametrize("place", ["plain", "jit", "checkpoint"])
 @pytest.mark.parametrize("name", JACOBIANS)
 def test_jacobian_of_a_linear_solve_with_a_template_that_is_constant(name, place, rank, size):

@@ -9,7 +9,7 @@ from mpi4py import MPI
 from jaxmpi import notoken
 from support.table import CASES, NEW_JAX
 
-pytestmark = pytest.mark.two_say_most
+pytestmark = pytest.mark.two_ranks_suffice
 
 
 @pytest.mark.slow("case")

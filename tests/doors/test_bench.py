@@ -47,7 +47,7 @@ def possible(size):
 # --- right data, and wrong data --------------------------------------------------------------------------------------
 
 
-@pytest.mark.two_say_most
+@pytest.mark.two_ranks_suffice
 @pytest.mark.parametrize("how", ["loop", "call", "eager"])
 def test_all_operations(run, rank, size, how, tmp_path):
     names = possible(size)
@@ -72,7 +72,7 @@ def test_all_operations(run, rank, size, how, tmp_path):
             assert row["elements_checked"] > 2 * size * row["count"] / 4 / size
 
 
-@pytest.mark.two_say_most
+@pytest.mark.two_ranks_suffice
 @pytest.mark.parametrize(
     ("dtype", "op"),
     [
@@ -153,7 +153,7 @@ def after(its, run, turns):
     return x
 
 
-@pytest.mark.alone
+@pytest.mark.one_rank
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in OPERATIONS and c.rows is None], ids=str)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 9])
 @pytest.mark.parametrize("turns", [1, 2, 7, 40])
@@ -179,7 +179,7 @@ def test_witness(case, ranks, turns):
         assert its.wrong(result, 3, turns, changed=True)[1] == result.size - 1
 
 
-@pytest.mark.alone
+@pytest.mark.one_rank
 @pytest.mark.parametrize("op", ["sum", "prod", "max", "min"])
 @pytest.mark.parametrize("dtype", ["float32", "int8", "float16", "bfloat16", "complex64", "uint32"])
 def test_reductions_are_exact(op, dtype):
@@ -203,14 +203,14 @@ def test_reductions_are_exact(op, dtype):
 # --- the figures -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.alone
+@pytest.mark.one_rank
 def test_table_has_each_operation():
     used = {name for row in OPERATIONS.values() for name in row.uses}
     assert used == {row.name for row in table.ROWS if not row.silent} - {"check"}
     assert set(operations.USUAL) <= set(OPERATIONS)
 
 
-@pytest.mark.alone
+@pytest.mark.one_rank
 @pytest.mark.parametrize(
     ("name", "ranks", "bus"),
     [  # of 8 GB in 2 s; the factors of nccl-tests
@@ -247,7 +247,7 @@ def test_bandwidth(name, ranks, bus):
     assert (figures["microseconds_min"], figures["microseconds_max"]) == (1e6, 5e6)
 
 
-@pytest.mark.alone
+@pytest.mark.one_rank
 @pytest.mark.parametrize(("ranks", "cells"), [(1, 0), (2, 12 + 12), (4, 4 * 10 + 4), (6, 44)])
 def test_bandwidth_of_halos(ranks, cells):
     """Of blocks of 10 x 10 cells: those of the halo that come from others."""
@@ -258,7 +258,7 @@ def test_bandwidth_of_halos(ranks, cells):
     assert np.count_nonzero(ranks_of_cells) == cells
 
 
-@pytest.mark.alone
+@pytest.mark.one_rank
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [
@@ -278,7 +278,7 @@ def test_names_of_other_tools(theirs, ours):
     assert report.heading(theirs, OPERATIONS[ours], "").startswith(f"{ours} ({theirs})")
 
 
-@pytest.mark.alone
+@pytest.mark.one_rank
 @pytest.mark.parametrize(
     ("text", "nbytes"),
     [("8", 8), ("1K", 1024), ("1KiB", 1024), ("1.5 KiB", 1536), ("4M", 4 << 20), ("2GiB", 2 << 30), ("7B", 7)],
@@ -358,14 +358,14 @@ def test_ranks_that_differ(run, rank):
         assert "1 ['bcast'" in err
 
 
-@pytest.mark.alone
+@pytest.mark.one_rank
 def test_needs_two_ranks(run):
     code, _, error = run("osu_latency")
     assert code == 2
     assert "osu_latency needs 2 ranks" in error
 
 
-@pytest.mark.alone
+@pytest.mark.one_rank
 def test_what_cannot_be_exact():
     with pytest.raises(ValueError, match="the sum over 300 ranks of numbers that differ is not exact in bfloat16"):
         data.Numbers.of(np.dtype(jnp.bfloat16), "sum", 300)
@@ -405,7 +405,7 @@ def test_exit_code_of_wrong_data(tmp_path):
     assert done.stdout.count("WRONG DATA") == 1
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 @pytest.mark.launches
 @pytest.mark.parametrize("plain", [False, True])
 def test_exit_code_of_bad_arguments(plain):
@@ -414,7 +414,7 @@ def test_exit_code_of_bad_arguments(plain):
     assert (done.stdout + done.stderr).count("no operation 'bcasst': did you mean bcast?") == 1
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 @pytest.mark.launches
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_interrupt(ranks):

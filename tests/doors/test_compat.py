@@ -210,7 +210,7 @@ TEXTS = {
 }
 
 
-@pytest.mark.alone
+@pytest.mark.one_rank
 @pytest.mark.parametrize("text", TEXTS)
 def test_what_a_program_is_written_for(text):
     """The expected answers are what mpi4jax's documentation says of its releases."""
@@ -218,7 +218,7 @@ def test_what_a_program_is_written_for(text):
     assert (verdict and (verdict.sign.api, verdict.certain)) == TEXTS[text], verdict
 
 
-@pytest.mark.alone
+@pytest.mark.one_rank
 def test_what_is_read_of_a_program(tmp_path):
     texts = {
         "main.py": "import a, json, later\n",
@@ -246,7 +246,7 @@ def function(folder, text, imports="import functools, mpi4jax"):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.upto(2)
+@pytest.mark.max_ranks(2)
 def test_rows_that_are_taken_for_a_result_and_a_token(stand_in, rank, size, tmp_path, monkeypatch):
     """Also through functions that are passed on, and of which the text does not show what they are."""
     stand_in("mpi4jax")
@@ -293,7 +293,7 @@ def test_calls_for_the_other_api(stand_in, tmp_path, name):
 # --- what programs find out -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.alone
+@pytest.mark.one_rank
 @pytest.mark.parametrize("name", ["mpi4jax", "mpi4jax-token", "jpi"])
 def test_metadata(stand_in, name):
     package = stand_in(name).__name__
@@ -539,7 +539,7 @@ def test_programs_for_the_other_api(program):
     assert re.search("to unpack.*\njaxmpi.run: if that is a result of mpi4jax.*--as mpi4jax-token$", done.stderr, re.M)
 
 
-@pytest.mark.alone
+@pytest.mark.one_rank
 @pytest.mark.parametrize(
     ("text", "replaced", "told"),
     [

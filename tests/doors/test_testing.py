@@ -126,14 +126,14 @@ RIGHT = {
 }
 
 
-@pytest.mark.two_say_most
+@pytest.mark.two_ranks_suffice
 @pytest.mark.parametrize("name", RIGHT)
 def test_right(name):
     f, args, invariant = RIGHT[name]
     check_grads(f, args, invariant=invariant)
 
 
-@pytest.mark.two_say_most
+@pytest.mark.two_ranks_suffice
 def test_right_in_other_ways(comm):
     """Results of each rank's own, second derivatives, gradients of the user's, one mode, another communicator."""
     check_grads(neighbours, (W, X), invariant="w", invariant_out=False)
@@ -153,7 +153,7 @@ def test_right_in_other_ways(comm):
     halves.Free()
 
 
-@pytest.mark.two_say_most
+@pytest.mark.two_ranks_suffice
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 def test_donated_arguments():
     """What f may overwrite is a copy."""
@@ -299,7 +299,7 @@ def advice_in(text, *functions):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.two_say_most
+@pytest.mark.two_ranks_suffice
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda function: function.__name__)
 def test_mistake(mistake):
     """It is found, what is said of the figures is true, and the mistake is among what makes the gradient right."""
@@ -321,7 +321,7 @@ def test_two_mistakes():
 
 
 @pytest.mark.launches
-@pytest.mark.seldom
+@pytest.mark.nightly
 def test_with_comparison_of_cotangents(script):
     """JAXMPI_CHECK=1 would raise on one rank alone."""
     program = script("""
@@ -432,7 +432,7 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.two_say_most
+@pytest.mark.two_ranks_suffice
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_arguments(name):
     kind, text, args, options = WRONG[name]
@@ -492,7 +492,7 @@ def gradient_of(f, args):
     return jax.grad(f, argnums=tuple(range(len(args))))(*args)
 
 
-@pytest.mark.two_say_most
+@pytest.mark.two_ranks_suffice
 def test_random_programs(comm, rank, size):
     """Right ones pass, and are right by the witness."""
 
@@ -507,7 +507,7 @@ def test_random_programs(comm, rank, size):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.two_say_most
+@pytest.mark.two_ranks_suffice
 @pytest.mark.seconds(400)
 def test_random_mistakes(comm, rank, size, monkeypatch):
     """A mistake that makes a gradient wrong, by the witness, is found. The explanation names its line, and what it says
@@ -590,7 +590,7 @@ def of_spectral():
     return loss, (draw(module.parts(size)[RANK], size),), {}
 
 
-@pytest.mark.two_say_most
+@pytest.mark.two_ranks_suffice
 @pytest.mark.parametrize(
     "make", [of_regression, of_global_sum, of_scatter_grad, of_heat_inverse, of_poisson, of_spectral]
 )

@@ -114,7 +114,7 @@ def expected(seed, ranks):
     return counts, messages
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.seldom)])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_random_programs_are_in_it(seed, tmp_path):
     """Each operation on each rank, and who talks to whom."""
     folder, _ = run_traced(tmp_path, 3, RANDOM.format(seed=seed))
@@ -196,7 +196,7 @@ jax.block_until_ready(finish(requests))
 """
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 def test_waiting_is_where_one_waits(tmp_path):
     """Of what has been started: in its wait, for the rank that has not started yet; never in the start."""
     folder, _ = run_traced(tmp_path, 2, STARTS)
@@ -256,7 +256,7 @@ with jax.profiler.trace(os.environ["PROFILE"] + str(rank)):
 """
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 def test_profiler_of_jax_names_operations(tmp_path):
     run_traced(tmp_path, 2, PROFILED, PROFILE=str(tmp_path / "profile"))
     for rank in (0, 1):
@@ -276,7 +276,7 @@ notoken.bcast((x[:4], x[:3]), 0)  # line of 7
 """
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 def test_lines_of_trees(tmp_path):
     """Of those whose leaves are one operation, the lines are known by the size of all together."""
     folder, _ = run_traced(tmp_path, 2, LINES)
@@ -323,7 +323,7 @@ os.wait()
 """
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 def test_other_processes_leave_it_alone(tmp_path):
     folder, _ = run_traced(tmp_path, 2, SUBPROCESS)
     assert [[event.name for event in rank.events] for rank in files.read(folder)] == [["barrier"]] * 2
@@ -416,7 +416,7 @@ parent.Disconnect()
 """
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 @pytest.mark.skipif(
     "Open MPI" not in MPI.Get_library_version(), reason="the mpiexec of MPICH 5 fails in MPI_Comm_spawn"
 )
@@ -444,7 +444,7 @@ sys.stdout.flush(); MPI.COMM_WORLD.Abort(3)
 """
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 def test_job_of_which_a_rank_never_comes(tmp_path):
     """Its ranks do not agree, but have been launched together."""
     path = tmp_path / "program.py"
@@ -480,7 +480,7 @@ def no_space():
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 
 
-@pytest.mark.alone
+@pytest.mark.one_rank
 @pytest.mark.filterwarnings("ignore")  # of JAX about the fork of subprocess
 @pytest.mark.parametrize("way", ["full", "a folder is there", "no folder"])
 def test_table_without_files(way, tmp_path):
@@ -502,7 +502,7 @@ def test_table_without_files(way, tmp_path):
     assert way == "a folder is there" or (tmp_path / "timeline.json").read_text() == "old"
 
 
-@pytest.mark.alone
+@pytest.mark.one_rank
 def test_files_are_written_elsewhere(tmp_path):
     """And not through a link that someone has put there."""
     make_file(tmp_path / "trace", 0, 1)
@@ -537,7 +537,7 @@ def make_file(folder, rank, size, job="j", launched="l", realtime=0, facts=(), n
     path.write_text("[\n" + ",\n".join(written) + "\n]\n")
 
 
-@pytest.mark.alone
+@pytest.mark.one_rank
 def test_ranks_that_do_not_know_their_job(tmp_path):
     """Some are told later, some are known by those that were launched with them."""
     make_file(tmp_path, 0, 3, job="j")
@@ -552,7 +552,7 @@ def test_ranks_that_do_not_know_their_job(tmp_path):
     assert matching.match(files.read(tmp_path, "j")).unmatched == 0
 
 
-@pytest.mark.alone
+@pytest.mark.one_rank
 @pytest.mark.parametrize("other", [{"rank": 0}, {"size": 3}, {"realtime": 1e9}], ids=str)
 def test_jobs_are_not_mixed(other, tmp_path):
     make_file(tmp_path, 0, 2, job=None, name="first")
@@ -561,7 +561,7 @@ def test_jobs_are_not_mixed(other, tmp_path):
         files.read(tmp_path)
 
 
-@pytest.mark.alone
+@pytest.mark.one_rank
 def test_ranks_of_communicators_are_listed_once(tmp_path):
     """Where the file that lists them is missing nothing is known of who waited, and what is missing is said."""
     comm = {"number": 1, "name": "half", "members": "h"}
@@ -576,7 +576,7 @@ def test_ranks_of_communicators_are_listed_once(tmp_path):
     assert matching.match(files.read(tmp_path)).unmatched == 1
 
 
-@pytest.mark.alone
+@pytest.mark.one_rank
 def test_lines_that_cannot_be_read_are_told(tmp_path):
     make_file(tmp_path, 0, 1)
     path = tmp_path / "j.00000.json"
@@ -623,7 +623,7 @@ def made_up(seed, shift, drift):
 
 
 @pytest.mark.parametrize(("shift", "drift"), [(0.0, 0.0), (3e9, 0.0), (-7e8, 2e-7)])
-@pytest.mark.alone
+@pytest.mark.one_rank
 def test_clocks_of_machines(shift, drift):
     ranks, truth = made_up(3, shift, drift)
     matched = matching.match(ranks)
@@ -637,7 +637,7 @@ def test_clocks_of_machines(shift, drift):
     assert re.search(r"the clocks of different machines were compared to [\d.]+ us, by their operations", notes)
 
 
-@pytest.mark.alone
+@pytest.mark.one_rank
 def test_who_sends_and_goes_on_does_not_wait():
     """A message that is on its way when its receiver comes late; and one whose sender is held up until then."""
     for end, waited in ((3.0, 0.0), (902.0, 900.0)):
@@ -655,7 +655,7 @@ def test_who_sends_and_goes_on_does_not_wait():
         assert caused.get((0, 1), 0.0) == waited
 
 
-@pytest.mark.alone
+@pytest.mark.one_rank
 @pytest.mark.parametrize("order", [(7, 8), (8, 7)], ids=["in order", "reversed"])
 def test_messages_are_in_the_order_of_starts(order):
     """Not in that of the waits. And who sends by isend is held up in its wait, if anywhere."""
@@ -686,7 +686,7 @@ def test_messages_are_in_the_order_of_starts(order):
     assert [event.waited for event in ranks[0].events if event.name == "wait"] == [80.0, 0.0]
 
 
-@pytest.mark.alone
+@pytest.mark.one_rank
 def test_clocks_that_nothing_connects():
     ranks, _ = made_up(3, 5e8, 0.0)
     for rank in ranks:

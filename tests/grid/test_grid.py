@@ -634,7 +634,7 @@ def layout_of(processes, shape):
     return grid
 
 
-@pytest.mark.alone
+@pytest.mark.one_rank
 @pytest.mark.parametrize("seed", range(4))
 def test_blocks_of_any_number_of_processes(seed):
     """Random grids, blocks and axes: what root sends is each rank's block, and what it receives is the array again."""
@@ -671,7 +671,7 @@ def test_blocks_of_any_number_of_processes(seed):
         np.testing.assert_array_equal(cut.joined(grid, jnp.asarray(divided)), x)
 
 
-@pytest.mark.alone
+@pytest.mark.one_rank
 @pytest.mark.parametrize("function", ["divided", "joined"])
 def test_programs_do_not_grow_with_the_processes(function):
     def equations(side):

@@ -66,7 +66,7 @@ def conduction(k):
 
 
 @pytest.mark.parametrize(
-    ("dimensions", "size", "ranks"), [(2, 11, RANKS), pytest.param(3, 7, (4,), marks=pytest.mark.seldom)]
+    ("dimensions", "size", "ranks"), [(2, 11, RANKS), pytest.param(3, 7, (4,), marks=pytest.mark.nightly)]
 )
 def test_poisson(tmp_path, dimensions, size, ranks):
     """u is the solution of a dense system; the gradient with respect to f is that of the same system."""
@@ -105,7 +105,7 @@ def test_heat_inverse(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("dimensions", "size", "ranks"), [(2, 13, RANKS), pytest.param(3, 7, (2, 3), marks=pytest.mark.seldom)]
+    ("dimensions", "size", "ranks"), [(2, 13, RANKS), pytest.param(3, 7, (2, 3), marks=pytest.mark.nightly)]
 )
 def test_spectral(tmp_path, dimensions, size, ranks):
     """Against NumPy's transforms, which the example uses as a witness, and against another number of ranks."""

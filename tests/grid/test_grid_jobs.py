@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.launches, pytest.mark.seconds(400)]
 HERE = Path(__file__).resolve().parent
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 def test_eight_ranks():
     """Random geometries on 1 to 8 ranks."""
     out = launch(

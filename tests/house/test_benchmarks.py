@@ -120,7 +120,7 @@ def load(name):
     return module
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 @pytest.mark.launches
 def test_wrong_peers_are_shown(program, tmp_path):
     """Every mistake in every operation is found, nothing else is, and the run goes on."""
@@ -153,7 +153,7 @@ def test_wrong_peers_are_shown(program, tmp_path):
 
 
 @pytest.mark.launches
-@pytest.mark.parametrize("name", ["calls", pytest.param("quick", marks=pytest.mark.seldom)])
+@pytest.mark.parametrize("name", ["calls", pytest.param("quick", marks=pytest.mark.nightly)])
 def test_wrong_jaxmpi_is_an_error(program, tmp_path, name):
     output = tmp_path / "calls.json"
     if name == "calls":
@@ -172,7 +172,7 @@ def test_wrong_jaxmpi_is_an_error(program, tmp_path, name):
     assert "WRONG DATA: jaxmpi, " in done.stdout
 
 
-@pytest.mark.alone
+@pytest.mark.one_rank
 @pytest.mark.parametrize(
     ("operation", "nbytes", "ranks", "algorithm", "bus"),
     [
@@ -194,7 +194,7 @@ def test_bandwidth(operation, nbytes, ranks, algorithm, bus):
     assert bandwidth.busbw(operation, nbytes, ranks, 2.0) == pytest.approx(bus)
 
 
-@pytest.mark.alone
+@pytest.mark.one_rank
 def test_tables_and_plots(tmp_path, capsys):
     """What was wrong is named, bandwidth stands beside it; files without either are read as well."""
     report = load("report")

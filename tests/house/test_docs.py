@@ -73,7 +73,7 @@ def examples(page, comm=None):
     return list(sybil.Sybil([Program(), Output(comm), SkipParser()]).parse(page).examples())
 
 
-@pytest.mark.two_say_most
+@pytest.mark.two_ranks_suffice
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_page(page, comm, monkeypatch):
     if not NEW_JAX:
@@ -90,7 +90,7 @@ def test_page(page, comm, monkeypatch):
     jax.effects_barrier()
 
 
-@pytest.mark.alone
+@pytest.mark.one_rank
 def test_programs_are_found():
     """On the pages that are there for their programs, with their outputs."""
 
@@ -105,7 +105,7 @@ def test_programs_are_found():
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.upto(2)
+@pytest.mark.max_ranks(2)
 @pytest.mark.parametrize("shown", ["rank 0\nrank 1", "rank 1\nrank 0\n", "rank 0", "rank 0\nrank 1\nrank 1"])
 def test_wrong_output_is_found(shown, comm, tmp_path):
     page = tmp_path / "page.md"

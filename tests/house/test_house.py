@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.one_rank
 ROOT = Path(__file__).resolve().parents[2]
 
 LAYERS = ("_launcher", "_jax", "_mpi", "_primitive", ("_derivatives", "_operations", "_sharded"), "_grid")

@@ -28,7 +28,7 @@ print("sum", notoken.allreduce(jnp.float32(3), MPI.SUM, comm=MPI.COMM_SELF))
 """
 
 
-@pytest.mark.alone
+@pytest.mark.one_rank
 @pytest.mark.seconds(300)
 def test_wheel_is_complete(tmp_path):
     if importlib.util.find_spec("mesonpy") is None:
@@ -55,7 +55,7 @@ def test_wheel_is_complete(tmp_path):
     assert done.stdout.startswith("sum 3.0"), done.stdout + done.stderr
 
 
-@pytest.mark.alone
+@pytest.mark.one_rank
 def test_editable_install_without_its_tools(tmp_path):
     """In an environment that pip removes after the build: refused, as the next import would fail."""
     if (mesonpy := importlib.util.find_spec("mesonpy")) is None:
@@ -68,7 +68,7 @@ def test_editable_install_without_its_tools(tmp_path):
     assert "'pip install --no-build-isolation --editable .'" in done.stderr
 
 
-@pytest.mark.alone
+@pytest.mark.one_rank
 @pytest.mark.parametrize("url", ["", "https://forge.example/us/jaxmpi"])
 def test_description_has_no_dead_links(url):
     """A package index shows the README, but has no files beside it."""

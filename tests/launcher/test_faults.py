@@ -139,7 +139,7 @@ def test_fault_while_others(what, tmp_path):
     assert told in done.stderr
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 def test_fault_of_one_of_eight(tmp_path):
     """In a compiled loop, in a thread, on a communicator of its own; the seven others are in that loop, too."""
     threads = """
@@ -162,7 +162,7 @@ def test_fault_of_one_of_eight(tmp_path):
     assert "not reached" not in done.stdout
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 @pytest.mark.parametrize("reader", ["late", "goes"])
 def test_full_pipe(reader, tmp_path):
     """A rank's output fills all pipes up to the reader's, as another rank fails: told as soon as there is room."""
@@ -181,7 +181,7 @@ def test_page_has_all_faults():
     }
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 def test_exception_after_finalize(tmp_path):
     """It is told, and not lost behind a message of MPI."""
     program = program_of(tmp_path, BEGIN, "MPI.Finalize()", "if rank == 1: raise KeyError('this')")
@@ -199,7 +199,7 @@ FORKED = {
 }
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 @pytest.mark.parametrize("does", FORKED)
 def test_forked_process(does, tmp_path):
     """What it does ends that process alone."""
@@ -219,7 +219,7 @@ def test_forked_process(does, tmp_path):
     assert told in done.stderr
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 def test_process_that_is_no_rank(tmp_path):
     """A process that a rank starts is a job of its own if it imports the package, and harms nobody."""
     start = """
@@ -235,7 +235,7 @@ def test_process_that_is_no_rank(tmp_path):
         assert done.stdout.count("sum 2.0") == 2
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 def test_processes_of_a_rank(tmp_path):
     """Those of multiprocessing, by each method: what they return and raise arrives, and they harm nobody."""
     pools = """
@@ -381,7 +381,7 @@ def test_imported_in_a_thread_that_has_ended(holds, tmp_path):
     assert f"rank 0: is in no operation; Python is at {program}:{line} (<module>)" in done.stderr
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 def test_communicators_in_opposite_order(tmp_path):
     """No collective differs, so there is nothing to compare; each rank says where it waits, and the table has both."""
     does = """
@@ -404,7 +404,7 @@ def test_communicators_in_opposite_order(tmp_path):
         assert f"rank {rank}: waits in allreduce of 3 float32, op SUM, {waits}" in table
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 def test_what_comes_late_is_told(tmp_path):
     """A rank that is late ends nothing by default: one report, and another when it has come."""
     program = program_of(tmp_path, BEGIN, "if rank == 0: time.sleep(5)", "print('sum', add(x)[0]); time.sleep(1)")

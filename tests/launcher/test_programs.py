@@ -76,7 +76,7 @@ def test_clean_exit(script, last):
     assert done.stderr == ""
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 def test_idle_ranks(script):
     """Two ranks talk on the default communicator, the others never call anything."""
     done = launch(
@@ -91,7 +91,7 @@ def test_idle_ranks(script):
     assert "got [0. 1. 2.]" in done.stdout
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 def test_partial_import(script, tmp_path):
     """Only half of the ranks import the package: the import goes on, and a communicator of theirs works."""
     program = tmp_path / "half.py"
@@ -167,7 +167,7 @@ def test_arguments_and_modules(script, tmp_path):
     assert done.stdout.count("Hello, World!") == 2
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 def test_launcher_settings(script):
     """What the ranks find, and that the program is the first to import jax."""
     done = launch(2, script("import os; print(os.environ['OMP_NUM_THREADS'], os.environ['PJRT_NPROC'])"))
@@ -273,7 +273,7 @@ def test_little_shared_memory(monkeypatch, capsys):
     assert "has 8 MiB free, which may be too little for 3 ranks" in capsys.readouterr().err
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 def test_program_given_as_text():
     code = "import sys; from mpi4py import MPI; import jaxmpi; jaxmpi.barrier(); print(sys.argv, __name__)"
     done = launch(2, "-c", code, "a", "-b")
@@ -334,7 +334,7 @@ def test_advice_without_a_library(environment, libraries, packages, advice):
 READS = "from mpi4py import MPI; import jaxmpi, sys; print(MPI.COMM_WORLD.rank, len(sys.stdin.read()), flush=True)"
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["pipe", "file", "rest of a file", "empty", "closed", "loop"])
 def test_standard_input(kind, tmp_path):
     """All of it goes to rank 0; every rank sees its end; a program that reads none takes none."""
@@ -356,7 +356,7 @@ def test_standard_input(kind, tmp_path):
     assert sorted(done.stdout.split("\n")) == ["", *lines], done.stderr
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 def test_suite_that_fails_on_one_rank(tmp_path):
     """With -x pytest tells it, and the rank that waits for the other one ends."""
     (tmp_path / "test_it.py").write_text(
@@ -388,7 +388,7 @@ def test_launcher_refusals(tmp_path):
         assert message in done.stderr
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 @pytest.mark.parametrize("variable", ["JAXMPI_DEBUG", "MPI4JAX_DEBUG"])
 def test_debug_log(script, variable):
     """One line as an operation starts and one as it ends, from C."""
@@ -486,7 +486,7 @@ def test_info_sees_the_wrong_launcher():
     assert "mpiexec belongs to another MPI" in done.stdout
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 def test_memory(script):
     """A hundred thousand operations, in loops, jitted and eager, with a status too, leave the memory as it was."""
     program = script("""
@@ -517,7 +517,7 @@ def test_memory(script):
     assert max(grown) < 4, grown
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_regression(ranks):
     """The same fit on any number of ranks."""
@@ -533,7 +533,7 @@ def test_example(name):
     launch(2, EXAMPLES / f"{name}.py", **AS_USERS_DO)
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_examples_on_other_numbers_of_ranks(ranks, tmp_path):
     """One after the other in one job; what fails says its file."""
@@ -545,7 +545,7 @@ def test_examples_on_other_numbers_of_ranks(ranks, tmp_path):
         assert out.count("41.0") >= 4
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 def test_shallow_water_on_any_number_of_ranks(tmp_path):
     """The model's result does not depend on how many ranks computed it."""
     states = {}
@@ -564,7 +564,7 @@ def test_shallow_water_on_any_number_of_ranks(tmp_path):
             np.testing.assert_allclose(state[name], reference[name], atol=tolerance, rtol=0)
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 def test_shallow_water_with_overlap(ranks, tmp_path):
     """The same numbers, to rounding, whether the rim is computed with the rest or later."""
@@ -580,7 +580,7 @@ def test_shallow_water_with_overlap(ranks, tmp_path):
         np.testing.assert_allclose(states[1][name], states[0][name], atol=tolerance, rtol=0)
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 def test_shallow_water_pictures(tmp_path):
     pytest.importorskip("matplotlib")
     pytest.importorskip("tqdm")
@@ -593,7 +593,7 @@ def test_shallow_water_pictures(tmp_path):
         assert str(tmp_path / name) in out
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 def test_check_of_cotangents(script):
     """JAXMPI_CHECK=1: ranks whose cotangents of one allreduce differ say so, with its line; equal ones do not."""
     program = script("""
@@ -633,7 +633,7 @@ def test_check_of_cotangents(script):
     assert done.stdout.count("silent on 1") == 3
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 def test_check_of_invariant(script):
     """JAXMPI_CHECK=1: ranks whose values of one `invariant` differ say so, with its line; equal ones do not."""
     program = script("""
@@ -698,7 +698,7 @@ _MAKE_AND_LOAD = """
 """
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 def test_programs_of_another_process(script, tmp_path):
     """An executable from a file finds the communicator and the reduction that it was compiled for, or says so."""
     program = script(_MAKE_AND_LOAD)
@@ -719,7 +719,7 @@ def test_programs_of_another_process(script, tmp_path):
             assert f"rank {rank}: {name} of rank {1 - rank}: ['refused', 'comm is'];" in lines
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 def test_programs_of_another_size(script, tmp_path):
     """The default communicator of two ranks is not that of one."""
     program = script("""
@@ -740,7 +740,7 @@ def test_programs_of_another_size(script, tmp_path):
     assert "allreduce: its comm is not known here" in launch(1, program, tmp_path / "program").stdout
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 @pytest.mark.skipif(not NEW_JAX, reason="the cache is switched off: _jax.distrust_cached_programs")
 def test_compilation_cache(script, tmp_path):
     """A second run finds the programs of the first, whatever it used first; not those on a split communicator."""
@@ -853,7 +853,7 @@ def test_check_of_collectives(script):
                 assert "Nothing of it was sent" in line, (name, line)
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 @pytest.mark.parametrize("jit", ["jaxmpi.jit", "(lambda f: f)"])
 def test_check_names_lines(jit, script):
     """Of calls in compiled functions and of eager ones, on both ranks."""
@@ -919,7 +919,7 @@ def test_check_of_messages(script):
         assert f"jaxmpi.sendrecv on rank {rank} of 2: the message from rank {1 - rank} with tag 0 " in done.stdout
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 def test_check_of_equal_collectives(script):
     """JAXMPI_CHECK=1 has nothing to say of ranks that do the same, and their results are what they are without."""
     program = script("""
@@ -948,7 +948,7 @@ def test_check_of_equal_collectives(script):
     assert sorted(without.splitlines()) == sorted(checked.splitlines())
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 def test_check_on_one_rank_is_on_all(script):
     """What one rank's environment asks for all ranks do."""
     program = script("")

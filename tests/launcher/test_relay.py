@@ -15,7 +15,7 @@ import pytest
 
 from jaxmpi._launcher import lifeline, private, relay
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.one_rank
 PATH = (
     f"import sys; sys.path.insert(0, {os.path.dirname(relay.__file__)!r})\n"  # not the package
     "import private; sys.modules['jaxmpi._launcher.private'] = private; import lifeline, relay\n"

@@ -59,7 +59,7 @@ def job(hosts, tmp_path):
     return run_program
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 def test_variables_and_folder(job, tmp_path, monkeypatch):
     """They are the same on both hosts, though the agent passes neither."""
     monkeypatch.chdir(tmp_path)
@@ -79,7 +79,7 @@ def test_variables_and_folder(job, tmp_path, monkeypatch):
         assert f"{rank} {tmp_path} 17 1 --xla_cpu_enable_fast_math=false 3 1\n" in done.stdout
 
 
-@pytest.mark.parametrize("collectives", ["mpi", pytest.param("gloo", marks=pytest.mark.seldom)])
+@pytest.mark.parametrize("collectives", ["mpi", pytest.param("gloo", marks=pytest.mark.nightly)])
 def test_sharded_program(job, collectives):
     """JAX's coordinator is found from the other host, whose names none can resolve."""
     done = job(
@@ -99,7 +99,7 @@ def test_sharded_program(job, collectives):
         assert f"{rank} on {NAMES[rank // 2]} sum 6.0\n" in done.stdout
 
 
-@pytest.mark.parametrize("fails", [0, pytest.param(3, marks=pytest.mark.seldom)])
+@pytest.mark.parametrize("fails", [0, pytest.param(3, marks=pytest.mark.nightly)])
 def test_exception_ends_the_job_on_both(job, fails):
     done = job(f"if rank == {fails}: raise KeyError('this')\nnotoken.allreduce(x, MPI.SUM)\nprint('not reached')")
     assert done.returncode != 0
@@ -108,7 +108,7 @@ def test_exception_ends_the_job_on_both(job, fails):
     assert "not reached" not in done.stdout
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 @pytest.mark.parametrize("late", [1, 2])
 def test_what_waits_is_reported(job, late):
     done = job(f"if rank == {late}: time.sleep(1000)\nnotoken.allreduce(x, MPI.SUM).block_until_ready()",

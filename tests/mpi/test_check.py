@@ -128,7 +128,7 @@ def test_collectives_of_mpi4py(script):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.seldom) for seed in (1, 2))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (1, 2))])
 def test_collectives_of_mpi4py_in_turns(seed, script):
     """Each rank makes its part of each call by jaxmpi or by mpi4py: calls are not numbered alike, and no error."""
     program = script(f"""

@@ -325,7 +325,7 @@ def test_hanging(way, library, tmp_path):
     assert "not reached" not in done.stdout
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 def test_both_fail_to_receive(library, tmp_path):
     """Each then waits until the other has its message, which is never; so the error is told before."""
     does = f"""
@@ -340,7 +340,7 @@ def test_both_fail_to_receive(library, tmp_path):
     assert "has been waiting for" in done.stderr
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 def test_hanging_is_interrupted(library, tmp_path):
     """Ctrl-C ends what never returns, with the GIL or without it."""
     body = """

@@ -12,7 +12,7 @@ from jaxmpi import _core, notoken
 from jaxmpi._mpi import communicators
 from support.table import CASES, draw, dtype_of
 
-pytestmark = pytest.mark.two_say_most
+pytestmark = pytest.mark.two_ranks_suffice
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault(fault):
     options, told = FAULTS[fault]

@@ -15,7 +15,7 @@ import jaxmpi
 from jaxmpi import notoken
 from support.table import CASES
 
-pytestmark = pytest.mark.two_say_most
+pytestmark = pytest.mark.two_ranks_suffice
 
 X = jnp.ones(3)
 BOTH = pytest.mark.parametrize("jit", [jax.jit, jaxmpi.jit], ids=["jax.jit", "jaxmpi.jit"])

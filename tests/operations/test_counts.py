@@ -277,7 +277,7 @@ def test_exscan_of_rank_0(rank, size):
                 assert y == x, name
 
 
-@pytest.mark.two_say_most
+@pytest.mark.two_ranks_suffice
 @pytest.mark.skipif(not NEW_JAX, reason="this JAX has no derivatives of communication")
 @pytest.mark.parametrize("name", ["PROD", "MAX", "MIN"])
 @pytest.mark.parametrize("function", ["exscan", "reduce_scatter"])
@@ -301,7 +301,7 @@ def test_derivatives_of_other_reductions(function, name, comm, rank, size):
     np.testing.assert_allclose(jax.grad(of_this)(jnp.asarray(xs[rank])), jax.grad(of_all)(xs)[rank], atol=1e-12)
 
 
-@pytest.mark.two_say_most
+@pytest.mark.two_ranks_suffice
 @pytest.mark.skipif(not NEW_JAX, reason="this JAX has no derivatives of communication")
 @pytest.mark.parametrize("function", ["scan", "exscan"])
 def test_derivative_of_a_python_number(function, rank, size):

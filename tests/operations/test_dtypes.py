@@ -11,9 +11,9 @@ from mpi4py import MPI
 
 import jaxmpi
 from jaxmpi import notoken
-from support.table import CASES, NEW_JAX, UFUNCS, draw, dtype_of, upto
+from support.table import CASES, NEW_JAX, UFUNCS, draw, dtype_of, max_ranks
 
-pytestmark = pytest.mark.two_say_most
+pytestmark = pytest.mark.two_ranks_suffice
 
 INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 FLOATS = ["float16", "bfloat16", "float32", "float64"]
@@ -25,7 +25,7 @@ EXACT = ["SUM", "PROD", "MAX", "MIN"]
 KINDS = ["bool", "int32", "float32", "complex64", "float16", "bfloat16", "float8_e5m2"]
 
 
-@pytest.mark.parametrize("dtype", upto(2, ["bool", *INTEGERS, *FLOATS, *COMPLEX, *FLOAT8], but=KINDS))
+@pytest.mark.parametrize("dtype", max_ranks(2, ["bool", *INTEGERS, *FLOATS, *COMPLEX, *FLOAT8], but=KINDS))
 def test_moves(dtype, comm):
     """All operations in one program, as most of the time goes into compiling."""
     check_moves(dtype, jax.jit, comm)
@@ -60,7 +60,8 @@ POSSIBLE = (
 
 
 @pytest.mark.parametrize(
-    ("dtype", "op"), [pytest.param(*pair, marks=[] if pair[0] in KINDS else pytest.mark.upto(2)) for pair in POSSIBLE]
+    ("dtype", "op"),
+    [pytest.param(*pair, marks=[] if pair[0] in KINDS else pytest.mark.max_ranks(2)) for pair in POSSIBLE],
 )
 def test_reduces(dtype, op, comm, rank, size):
     inputs = [draw((9,), dtype_of(dtype), r) for r in range(size)]

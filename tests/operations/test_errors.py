@@ -360,7 +360,7 @@ def test_freed_communicator(jit, comm):
     again.Free()
 
 
-@pytest.mark.two_say_most
+@pytest.mark.two_ranks_suffice
 def test_programs_of_freed_communicators_go(comm):
     """Each communicator has compiled programs of its own; nothing of them is left when the next one is used."""
     backend = jax.extend.backend.get_backend()
@@ -583,7 +583,7 @@ def test_names_differ_fails_loudly():
         check_names({"bcast"}, {"bcast", "scan"})
 
 
-@pytest.mark.alone
+@pytest.mark.one_rank
 def test_operations_are_named_as_users_know_them():
     """In errors, reports and timelines; what is no public function is named by several words."""
     functions = {name for name in jaxmpi.__all__ if callable(getattr(jaxmpi, name))}

@@ -9,9 +9,9 @@ from mpi4py import MPI
 import jaxmpi
 from jaxmpi import notoken
 from support.launch import launch
-from support.table import CASES, NEW_JAX, draw, upto
+from support.table import CASES, NEW_JAX, draw, max_ranks
 
-pytestmark = pytest.mark.two_say_most
+pytestmark = pytest.mark.two_ranks_suffice
 
 MOVING = [case for case in CASES if case.moves]
 KINDS = ["threefry2x32", "rbg", "unsafe_rbg"]
@@ -52,7 +52,7 @@ def all_at_once(way, comm, kind, shape):
 
 
 @pytest.mark.parametrize("shape", [(), (2, 3), (0,)], ids=str)
-@pytest.mark.parametrize("kind", upto(2, KINDS, but=["rbg"]))
+@pytest.mark.parametrize("kind", max_ranks(2, KINDS, but=["rbg"]))
 def test_moves(kind, shape, comm):
     all_at_once(jax.jit, comm, kind, shape)
 

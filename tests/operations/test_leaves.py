@@ -104,7 +104,7 @@ def test_values(rank, size, comm):
     drawing.on_all_ranks(comm, cases(size), check, 100)
 
 
-@pytest.mark.two_say_most
+@pytest.mark.two_ranks_suffice
 def test_gradients(rank, size, comm):
     """Templates of one rank are longer: it accepts what comes, but its cotangents do not fit where they belong."""
 

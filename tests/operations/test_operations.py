@@ -13,7 +13,7 @@ from jaxmpi import notoken
 from support.table import CASES, SHAPES, draw
 
 
-@pytest.mark.two_say_most
+@pytest.mark.two_ranks_suffice
 @pytest.mark.slow("case")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -42,7 +42,7 @@ def check_results(calls, shape, way, comm):
         np.testing.assert_array_equal(result, expected, err_msg=f"{case} {root}")
 
 
-@pytest.mark.two_say_most
+@pytest.mark.two_ranks_suffice
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_input_is_kept(case, comm, rank, size):
     """In place or not, the caller's array is the caller's."""
@@ -53,7 +53,7 @@ def test_input_is_kept(case, comm, rank, size):
     np.testing.assert_array_equal(array, x)
 
 
-@pytest.mark.two_say_most
+@pytest.mark.two_ranks_suffice
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_operand_used_again(case, comm, rank, size):
     """An operand that is used before and after must not be overwritten by a result in its place."""
@@ -87,10 +87,10 @@ LEAVES = [(), (0,), (1,), (3,), (2, 2), (0, 3), (700,), (5000,), (40, 300)]  # t
 DTYPES = [np.float32, np.int32, np.float16, np.int8, np.complex64]
 
 
-@pytest.mark.two_say_most
+@pytest.mark.two_ranks_suffice
 @pytest.mark.parametrize(
     "seed",
-    [0, 1, *(pytest.param(seed, marks=[pytest.mark.upto(2), pytest.mark.seldom]) for seed in range(2, 6))],
+    [0, 1, *(pytest.param(seed, marks=[pytest.mark.max_ranks(2), pytest.mark.nightly]) for seed in range(2, 6))],
 )
 @pytest.mark.parametrize("case", [case for case in CASES if not case.messages], ids=str)
 def test_random_pytrees(case, seed, comm, rank, size):

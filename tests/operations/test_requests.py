@@ -120,7 +120,7 @@ DTYPES = ["bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64"
 DTYPES += ["bfloat16", "float16", "float32", "float64", "complex64", "complex128"]
 
 
-@pytest.mark.two_say_most
+@pytest.mark.two_ranks_suffice
 @pytest.mark.parametrize("dtype", DTYPES)
 @every_way
 def test_dtypes(way, dtype, comm, rank):
@@ -140,7 +140,7 @@ def test_dtypes(way, dtype, comm, rank):
         ours(x, comm)
 
 
-@pytest.mark.two_say_most
+@pytest.mark.two_ranks_suffice
 @pytest.mark.parametrize("shape", FEW_SHAPES)
 @every_way
 def test_trees(way, shape, comm, rank):
@@ -513,7 +513,7 @@ def test_communicators(comm, rank, size):
 # --- batches ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.two_say_most
+@pytest.mark.two_ranks_suffice
 @every_way
 def test_batches(way, comm, rank):
     ours, theirs = WAYS[way]
@@ -596,7 +596,7 @@ def test_derivatives(way, transformation, comm, rank):
     same(transform(ours)(x), transform(theirs)(x), 1e-11)
 
 
-@pytest.mark.two_say_most
+@pytest.mark.two_ranks_suffice
 @derivatives
 @pytest.mark.parametrize("constant", [0, -1])
 @every_way
@@ -986,7 +986,7 @@ def test_never_waited_for(script):
 
 @pytest.mark.launches
 @pytest.mark.parametrize(
-    "late", [0.5, pytest.param(8, marks=pytest.mark.seldom), pytest.param(-8, marks=pytest.mark.seldom)]
+    "late", [0.5, pytest.param(8, marks=pytest.mark.nightly), pytest.param(-8, marks=pytest.mark.nightly)]
 )
 def test_reduction_in_python_that_is_never_waited_for(late, script):
     """It is completed while Python is there: later mpi4py would end the job. Negative: rank 1 never starts it."""
@@ -1036,7 +1036,7 @@ def test_messages_wait_for_no_collective(script):
     launch(2, program)
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 @pytest.mark.launches
 @pytest.mark.parametrize("grid", [False, True])
 def test_reports_name_what_is_waited_for(grid, script):
@@ -1137,7 +1137,7 @@ def test_messages_alike_have_their_own_derivatives(way, transformation, comm, ra
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), mine, expected)
 
 
-@pytest.mark.two_say_most
+@pytest.mark.two_ranks_suffice
 @derivatives
 @pytest.mark.parametrize("leaves", [29, 30, 31, 45, 61, 75])
 def test_derivatives_of_many_leaves(leaves, comm, rank):

@@ -12,13 +12,13 @@ from mpi4py import MPI
 
 import jaxmpi
 from jaxmpi import notoken
-from support.table import CASES, FEW_SHAPES, SHAPES, upto
+from support.table import CASES, FEW_SHAPES, SHAPES, max_ranks
 
-pytestmark = pytest.mark.two_say_most
+pytestmark = pytest.mark.two_ranks_suffice
 
 
 @pytest.mark.slow("case")
-@pytest.mark.parametrize("shape", upto(2, SHAPES, but=FEW_SHAPES), ids=str)
+@pytest.mark.parametrize("shape", max_ranks(2, SHAPES, but=FEW_SHAPES), ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_result(case, shape, comm, rank, size):
     for root in case.roots(size):

@@ -48,7 +48,7 @@ print("said;")
 """
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 @pytest.mark.launches
 def test_operand_on_two_devices(tmp_path):
     """Refused before anything is sent, and without XLA's dump of its stack; one device, whichever, is fine."""

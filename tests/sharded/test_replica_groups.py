@@ -10,7 +10,7 @@ import pytest
 from jaxmpi._sharded.replica_groups import Unreadable, collectives, groups_in
 from support.launch import launch
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.one_rank
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def said(done):
     return sorted(re.findall(r"\d of \d: [\d.]+;", done.stdout))
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 @pytest.mark.parametrize("collectives", ["mpi", "gloo"])
 def test_a_job_behind_a_proxy(job, collectives):
     """The processes find each other without a word, also if a proxy is set that cannot reach them."""
@@ -64,7 +64,7 @@ def test_a_job_behind_a_proxy(job, collectives):
     assert said(job(SAID, collectives=collectives, **proxy)) == EXPECTED
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 def test_initialize_may_be_called(job):
     assert said(job("jax.distributed.initialize()\n" + SAID)) == EXPECTED
 
@@ -115,7 +115,7 @@ def test_initialize_without_arguments_under_a_plain_launcher(job, ranks):
     assert sorted(re.findall(r".*;", done.stdout)) == [f"{rank}: {total}, {float(total)};" for rank in range(ranks)]
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 def test_initialize_with_some_arguments_under_a_plain_launcher(job):
     """What the program says is kept, the rest is found."""
     start = 'jax.distributed.initialize(f"127.0.0.1:{MPI.COMM_WORLD.bcast(20000 + os.getpid() % 20000)}")\n'
@@ -123,7 +123,7 @@ def test_initialize_with_some_arguments_under_a_plain_launcher(job):
     assert sorted(re.findall(r".*;", done.stdout)) == ["0: 3, 3.0;", "1: 3, 3.0;"]
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 def test_initialize_alone_with_a_process_beside_it(job):
     """Processes that no launcher of MPI has started are told by the program, as without jaxmpi."""
     text = """
@@ -144,7 +144,7 @@ def test_initialize_alone_with_a_process_beside_it(job):
     assert sorted(re.findall(r".*;", done.stdout)) == ["0 of 2, 2.0;", "1 of 2, 2.0;"]
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 def test_installed_under_a_plain_launcher(job):
     text = "import jaxmpi.collectives\njaxmpi.collectives.install()\n" + COMMON + SAID
     assert said(job(text, common=False, collectives="", plain=True)) == EXPECTED
@@ -171,7 +171,7 @@ def test_installed_too_late(job):
     assert "JAX has made its devices already" in done.stdout
 
 
-@pytest.mark.parametrize("missing", [pytest.param(0, marks=pytest.mark.seldom), 1])
+@pytest.mark.parametrize("missing", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_a_rank_that_does_not_come_is_named(job, missing):
     text = f"""
     from mpi4py import MPI
@@ -187,7 +187,7 @@ def test_a_rank_that_does_not_come_is_named(job, missing):
     assert re.search(rf"rank {missing} (of 3 did not begin|has not begun) to use JAX", done.stderr)
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 def test_another_process_than_the_rank(job):
     text = """
     from mpi4py import MPI
@@ -239,7 +239,7 @@ def test_what_is_refused(job):
         assert "x.addressable_data(0)" in errors[name]
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 def test_several_devices_of_a_process(job):
     text = """
     try:
@@ -251,7 +251,7 @@ def test_several_devices_of_a_process(job):
     assert done.stdout.count("said: jaxmpi: a collective between 4 devices of 2 processes") == 2
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 def test_other_lengths_on_other_processes(job):
     """JAXMPI_CHECK compares JAX's collectives, too."""
     text = """
@@ -318,7 +318,7 @@ def test_what_waits_is_reported(job):
     assert re.search(r"rank 0.*allreduce of 1 float32, op SUM.*JAX's processes 0, 1", done.stderr), done.stderr
 
 
-@pytest.mark.seldom
+@pytest.mark.nightly
 def test_a_program_that_was_not_looked_at(job):
     """If JAX no longer executes programs by way of what jaxmpi replaces, XLA gets no communicator, and says so."""
     text = """

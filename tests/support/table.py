@@ -39,9 +39,9 @@ def dtype_of(name):
     return np.dtype(getattr(ml_dtypes, name)) if hasattr(ml_dtypes, name) else np.dtype(name)
 
 
-def upto(n, values, but):
+def max_ranks(n, values, but):
     """Parameters of a test, of which more than n ranks are another case for those in `but` alone."""
-    return [pytest.param(value, marks=[] if value in but else pytest.mark.upto(n)) for value in values]
+    return [pytest.param(value, marks=[] if value in but else pytest.mark.max_ranks(n)) for value in values]
 
 
 def draw(shape, dtype, rank, seed=0):
