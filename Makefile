@@ -72,9 +72,9 @@ demo: $(VENV)/.built ## the shallow-water model on 2 ranks, with a picture and a
 # CASES=--brief: of tests that start jobs or are slow two cases at most, and nothing that is seldom needed.
 CASES ?=
 # How jobs end, several hosts, long programs, timelines, benchmarks, the wheel: `make test-all` has them.
-NOT_EACH_TIME := $(patsubst %,--ignore=tests/test_%.py,faults launcher injected sharded_jobs two_hosts run_devices device grid_examples grid_jobs sharded_examples benchmarks soak timeline wheel)
+NOT_EACH_TIME := $(patsubst %,--ignore-glob=tests/*/test_%.py,faults launcher injected sharded_jobs two_hosts run_devices device grid_examples grid_jobs sharded_examples benchmarks soak timeline wheel)
 test: $(READY) $(VENV)/.lint ## what every change needs: the suite on 2 ranks, most tests that run on one rank alone, the C tests
-	timeout $(LIMIT) $(BIN)/python -m pytest -n $(WORKERS) --brief $(NOT_EACH_TIME) -m "launches or alone"
+	timeout $(LIMIT) $(BIN)/python -m pytest -n $(WORKERS) --brief $(NOT_EACH_TIME) -m "launches or one_rank"
 	$(RUN) -n 2 -m pytest --color=no --brief
 	$(MAKE) test-c
 
@@ -83,7 +83,7 @@ test-all: $(READY) $(VENV)/.lint ## all tests: 1, 2 and 4 ranks, optimized code 
 	$(RUN) -n 2 -m pytest --color=no $(CASES)
 	$(RUN) -n 4 -m pytest --color=no $(CASES)
 	JAXMPI_TEST_SYNCHRONOUS=1 JAXMPI_TEST_OPTIMIZED=1 $(RUN) -n 2 -m pytest --color=no $(CASES) \
-	  tests/test_order.py tests/test_jit.py
+	  tests/primitive/test_order.py tests/primitive/test_jit.py
 	$(MAKE) test-clients
 	$(MAKE) test-sharded
 	$(MAKE) test-device
@@ -94,33 +94,33 @@ $(VENV)/.clients: $(VENV)/.installed
 	@touch $@
 
 test-clients: $(READY) $(VENV)/.clients ## programs of optax, diffrax, equinox, lineax and JAX's solvers that communicate, on 2 ranks
-	JAXMPI_TEST_CLIENTS=1 $(RUN) -n 2 -m pytest --color=no tests/test_clients.py
+	JAXMPI_TEST_CLIENTS=1 $(RUN) -n 2 -m pytest --color=no tests/derivatives/test_clients.py
 
 SHARDED := $(RUN) --collectives
 PROCESSES ?= 1 2 3 4
 test-sharded: $(READY) ## JAX's own sharded programs over MPI, on 1 to 4 ranks, and on 2 over gloo
 	for n in $(PROCESSES); do \
-	  $(SHARDED) mpi -n $$n -m pytest --color=no $(CASES) tests/test_sharded.py tests/test_sharded_layouts.py || exit; done
-	$(SHARDED) gloo -n 2 -m pytest --color=no $(CASES) tests/test_sharded.py
+	  $(SHARDED) mpi -n $$n -m pytest --color=no $(CASES) tests/sharded/test_sharded.py tests/sharded/test_sharded_layouts.py || exit; done
+	$(SHARDED) gloo -n 2 -m pytest --color=no $(CASES) tests/sharded/test_sharded.py
 
 # LAYOUTS: numbers of ranks. On 4 it takes ten minutes, on more of them longer.
 LAYOUTS ?= 4
 test-layouts: $(READY) ## JAX's changes of layout over MPI, on all meshes of 1 to 3 axes, on LAYOUTS ranks (4)
 	for n in $(LAYOUTS); do \
-	  JAXMPI_TEST_LAYOUTS=all $(SHARDED) mpi -n $$n -m pytest --color=no tests/test_sharded_layouts.py || exit; done
+	  JAXMPI_TEST_LAYOUTS=all $(SHARDED) mpi -n $$n -m pytest --color=no tests/sharded/test_sharded_layouts.py || exit; done
 
 # JOBS of RANKS ranks, two at once.
 JOBS ?= 1000
 starts: $(READY) ## starts a small job of sharded arrays 1,000 times
-	$(BIN)/python tests/starts.py --jobs $(JOBS) --ranks $(RANKS) --beside 2
+	$(BIN)/python tests/programs/starts.py --jobs $(JOBS) --ranks $(RANKS) --beside 2
 
 RANKS ?= 2
 TESTS ?=
 test-ranks: $(READY) ## the suite on RANKS ranks alone (default 2); TESTS="errors jit" chooses files of it
-	$(RUN) -n $(RANKS) -m pytest --color=no $(CASES) $(patsubst %,tests/test_%.py,$(TESTS))
+	$(RUN) -n $(RANKS) -m pytest --color=no $(CASES) $(wildcard $(patsubst %,tests/*/test_%.py,$(TESTS)))
 
 test-faults: $(READY) ## how jobs end: the tests of faults, with their times
-	timeout $(LIMIT) $(BIN)/python -m pytest -n $(WORKERS) $(CASES) --color=no --durations=0 --durations-min=1 tests/test_faults.py tests/test_launcher.py tests/test_injected.py
+	timeout $(LIMIT) $(BIN)/python -m pytest -n $(WORKERS) $(CASES) --color=no --durations=0 --durations-min=1 tests/launcher/test_faults.py tests/launcher/test_launcher.py tests/mpi/test_injected.py
 
 # The core itself under AddressSanitizer and UBSan, in the place of the usual one; Python and XLA are not.
 ASAN := -Db_sanitize=address,undefined -Db_lundef=false
@@ -135,30 +135,30 @@ test-asan: $(READY) ## the suite on 2 ranks with the core under AddressSanitizer
 # Over TCP alone: variables by which the MPI libraries leave out shared memory.
 BY_TCP_openmpi := OMPI_MCA_pml=ob1 OMPI_MCA_btl=self,tcp
 BY_TCP_mpich := MPIR_CVAR_NOLOCAL=1 MPIR_CVAR_CH4_NETMOD=ucx UCX_TLS=self,tcp
-TCP_TESTS := $(patsubst %,tests/test_%.py,tcp operations errors order jit adjoint)
+TCP_TESTS := $(wildcard $(patsubst %,tests/*/test_%.py,tcp operations errors order jit adjoint))
 test-tcp: $(READY) ## the suite on 2 ranks, and much of it on 4, which communicate by TCP and not by shared memory
 	JAXMPI_TEST_TCP=1 $(BY_TCP_$(MPI)) $(RUN) -n 2 -m pytest --color=no
 	JAXMPI_TEST_TCP=1 $(BY_TCP_$(MPI)) $(RUN) -n 4 -m pytest --color=no $(TCP_TESTS)
 
 test-hosts: $(READY) ## a job on two hosts, which are network namespaces of this machine; needs root
-	timeout $(LIMIT) $(BIN)/python -m pytest --color=no tests/test_two_hosts.py
+	timeout $(LIMIT) $(BIN)/python -m pytest --color=no tests/launcher/test_two_hosts.py
 
 # N random programs, with second derivatives if ORDER=2; FORGOTTEN=0.4: in many of them ranks never wait for something;
-# `python tests/fuzz.py --help` lists more options.
+# `python tests/programs/fuzz.py --help` lists more options.
 N ?= 100
 SEED ?= 0
 ORDER ?= 1
 FORGOTTEN ?= 0
 fuzz: $(READY) ## N random programs on RANKS ranks against a witness (default 100 and 2)
-	$(BIN)/python tests/fuzz.py --programs $(N) --ranks $(RANKS) --seed $(SEED) --order $(ORDER) --forgotten $(FORGOTTEN)
+	$(BIN)/python tests/programs/fuzz.py --programs $(N) --ranks $(RANKS) --seed $(SEED) --order $(ORDER) --forgotten $(FORGOTTEN)
 
 faults: $(READY) ## N random programs in each of which a call of MPI fails, is late or never returns (default 100)
-	JAXMPI_TEST_FAULTS=$(N) timeout $(LIMIT) $(BIN)/python -m pytest -n auto --color=no tests/test_injected.py -k test_random
+	JAXMPI_TEST_FAULTS=$(N) timeout $(LIMIT) $(BIN)/python -m pytest -n auto --color=no tests/mpi/test_injected.py -k test_random
 
-# OPERATIONS on each of 4 ranks, by two threads; `python tests/soak.py --help` lists more options.
+# OPERATIONS on each of 4 ranks, by two threads; `python tests/programs/soak.py --help` lists more options.
 OPERATIONS ?= 250000
 soak: $(READY) ## a million mixed operations on 4 ranks, each result checked, memory and files watched; ten minutes
-	$(RUN) -n 4 tests/soak.py --operations $(OPERATIONS) --seed $(SEED)
+	$(RUN) -n 4 tests/programs/soak.py --operations $(OPERATIONS) --seed $(SEED)
 
 # The C tests run under AddressSanitizer and UBSan if the compiler has them.
 SANITIZE = $(shell echo 'int main(void){return 0;}' | $${CC:-cc} -fsanitize=address,undefined -x c - -o /dev/null 2>/dev/null \
@@ -180,13 +180,13 @@ test-c: $(BUILD)/.ready ## the C tests, against a fake MPI library and the real 
 
 # All suites on the two device transports that differ most, fewer on the other two; with CASES=--brief all suites on one
 # transport and 2 ranks alone.
-ON_DEVICE = $(patsubst %,tests/test_%.py,$(1))
+ON_DEVICE = $(wildcard $(patsubst %,tests/*/test_%.py,$(1)))
 DEVICE_TESTS := $(call ON_DEVICE,device operations errors dtypes order jit transformations large grid neighbors bench counts ends leaves)
 SHORT_DEVICE_TESTS := $(call ON_DEVICE,device operations errors dtypes order)
 FAKES = JAXMPI_FAKE_DRIVERS=$(abspath $(BUILD))/tests/device
 test-device: $(BUILD)/.ready ## the suites on a simulated device, copied for MPI and by an aware MPI, on 1, 2 and 4 ranks
 	$(MESON) compile -C $(BUILD) device
-	$(FAKES) $(BIN)/python -m pytest $(CASES) tests/test_run_devices.py
+	$(FAKES) $(BIN)/python -m pytest $(CASES) tests/launcher/test_run_devices.py
 	for transport in $(if $(CASES),callback,callback aware); do \
 	  $(FAKES) JAXMPI_TEST_DEVICE=$$transport timeout $(LIMIT) $(BIN)/python -m pytest -n auto --color=no $(CASES) $(SHORT_DEVICE_TESTS) || exit; \
 	done
@@ -202,7 +202,7 @@ GPU ?= cuda
 test-gpu: $(READY) ## the suites on this machine's GPU, on 1, 2 and 4 ranks (GPU=rocm: with JAX's plugin for it in .venv)
 	$(if $(filter cuda,$(GPU)),$(BIN)/python -m pip install --quiet --disable-pip-version-check "jax[cuda12]")
 	for n in 1 2 4; do \
-	  JAX_PLATFORMS=$(GPU),cpu $(RUN) -n $$n -m pytest --color=no $(DEVICE_TESTS) tests/test_adjoint.py tests/test_gpu.py || exit; done
+	  JAX_PLATFORMS=$(GPU),cpu $(RUN) -n $$n -m pytest --color=no $(DEVICE_TESTS) tests/derivatives/test_adjoint.py tests/mpi/test_gpu.py || exit; done
 
 $(BUILD)-valgrind/.ready $(BUILD)-races/.ready: $(READY)
 	@rm -rf $(@D)
@@ -215,9 +215,9 @@ test-valgrind: $(BUILD)-valgrind/.ready ## the C tests under valgrind
 
 errors: $(READY) ## the times in docs/errors.md, with this MPI beside those measured before with another
 	@mkdir -p .build && rm -f .build/faults-$(MPI).jsonl
-	JAXMPI_FAULT_TIMES=$(abspath .build/faults-$(MPI).jsonl) $(BIN)/python -m pytest --color=no tests/test_faults.py tests/test_launcher.py \
+	JAXMPI_FAULT_TIMES=$(abspath .build/faults-$(MPI).jsonl) $(BIN)/python -m pytest --color=no tests/launcher/test_faults.py tests/launcher/test_launcher.py \
 	  -k "test_fault_of_one_rank or test_launcher_is_killed or test_mpiexec_ended"
-	$(BIN)/python tests/errors_page.py $$(ls .build/faults-*.jsonl)
+	$(BIN)/python tests/programs/errors_page.py $$(ls .build/faults-*.jsonl)
 
 test-races: $(BUILD)-races/.ready ## the C tests with ThreadSanitizer
 	$(MESON) test -C $(BUILD)-races --print-errorlogs --suite c --timeout-multiplier 10
@@ -281,15 +281,15 @@ bench-quick: $(BENCH)/.installed $(BENCH)/libshallow_water.so ## the figures tha
 	@TF_CPP_MIN_LOG_LEVEL=3 $(BENCH_RUN) $(SEA) --c $(BENCH)/libshallow_water.so --days 0.5 --quick
 
 compat: ## one built file on every MPI and several versions of JAX and Python
-	$(PYTHON) tests/compat.py
+	$(PYTHON) tests/programs/compat.py
 
 # URL: of the repository on a forge. Without it the description of the files has no links.
 URL ?=
 wheel: ## the files of a release, in dist/: an sdist, and one wheel for every MPI, JAX and Python, checked
-	$(PYTHON) tests/wheels.py build --url "$(URL)"
+	$(PYTHON) tests/programs/wheels.py build --url "$(URL)"
 
 wheel-test: ## what a user of that wheel gets, with each MPI, where nothing is compiled: a table
-	$(PYTHON) tests/wheels.py test
+	$(PYTHON) tests/programs/wheels.py test
 
 $(VENV)/.lint: $(VENV)/.installed
 	$(PIP) "jaxmpi[lint]"

@@ -14,9 +14,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import drawing
-import quick
-import simulated
+from support import drawing, quick, simulated
 
 simulated.begin()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -110,14 +108,14 @@ def _left_out(item):
     marker = item.get_closest_marker("ranks")
     if marker and marker.args[0] > SIZE:
         return f"needs {marker.args[0]} ranks"
-    marker = item.get_closest_marker("upto")
+    marker = item.get_closest_marker("max_ranks")
     if marker and marker.args[0] < SIZE:
         return f"says all it can on {marker.args[0]} ranks"
     if item.get_closest_marker("gpu") and jax.default_backend() == "cpu":
         return "needs a GPU: make test-gpu"
     if item.get_closest_marker("launches") and SIZE > 1:
         return "launches processes of its own, runs on one rank"
-    if item.get_closest_marker("alone") and SIZE > 1:
+    if item.get_closest_marker("one_rank") and SIZE > 1:
         return "has nothing to do with other ranks, runs on one"
     return ""
 
@@ -130,10 +128,10 @@ def _shorten(config, items):
     """
     cases, left_out = {}, set()
     for item in items:
-        if item.get_closest_marker("seldom"):
+        if item.get_closest_marker("nightly"):
             left_out.add(id(item))
             continue
-        if item.get_closest_marker("two_say_most") and SIZE != 2 and not item.get_closest_marker("alone"):
+        if item.get_closest_marker("two_ranks_suffice") and SIZE != 2 and not item.get_closest_marker("one_rank"):
             left_out.add(id(item))
         slow = item.get_closest_marker("slow")
         if (slow or item.get_closest_marker("launches")) and not _left_out(item):

@@ -10,7 +10,7 @@
  *
  * JAXMPI_INJECT has the rules as a process begins. `inject` replaces them, and the counts begin anew.
  *
- * Compiled for one ABI of MPI, as the core is, with the MPI library to be linked with: tests/test_injected.py. The
+ * Compiled for one ABI of MPI, as the core is, with the MPI library to be linked with: tests/mpi/test_injected.py. The
  * functions are those of mpi.def. Threads: any thread may call MPI; `inject` is for a time when none does. */
 #define _GNU_SOURCE
 #include <dlfcn.h>

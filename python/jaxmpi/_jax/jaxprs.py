@@ -90,7 +90,7 @@ def lower_calls_inline(effect: internals.Effect) -> None:
     """Makes nested calls with the effect be lowered inline.
 
     In jaxlib 0.12, XLA may execute a loop twice, or crash, if a function with an ordered effect and without array
-    operands is called inside another (`tests/test_order.py`). XLA would inline the calls anyway.
+    operands is called inside another (`tests/primitive/test_order.py`). XLA would inline the calls anyway.
     """
     for primitive in (
         internals.jit_p,

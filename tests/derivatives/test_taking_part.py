@@ -1,0 +1,747 @@
+"""All ranks take part in a derivative: whatever JAX opens, on whichever rank it depends on nothing.
+
+Each function here is one on all ranks, with an operand, a result or a whole nested function that depends on nothing on
+some of them. Adjoints by the dot-product test and tangents by finite differences, as in test_adjoint; a message that a
+derivative has left over would be received by the next operation, so each test ends with one of known values.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax._src.lax.control_flow import solves
+from mpi4py import MPI
+from test_adjoint import between_ranks, check, draw, needs_new_jax
+
+import jaxmpi
+from jaxmpi import notoken
+
+few = pytest.mark.skipif(MPI.COMM_WORLD.size > 3, reason="takes too long on more ranks than cores")
+pytestmark = [needs_new_jax, pytest.mark.ranks(2), pytest.mark.slow, few]
+JITS = pytest.mark.parametrize("jit", [lambda f: f, jax.jit, jaxmpi.jit], ids=["plain", "jit", "jaxmpi"])
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_over(comm, rank, size):
+    yield
+    np.testing.assert_array_equal(notoken.bcast(jnp.full(2, 5.0 + rank), 0), [5, 5])
+    left = notoken.sendrecv(jnp.full(2, float(rank)), jnp.zeros(2), (rank - 1) % size, (rank + 1) % size)
+    np.testing.assert_array_equal(left, [(rank - 1) % size] * 2)
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def send_alone(x):
+    notoken.send(x, 1, tag=2)
+
+
+def send_and_count(x):
+    notoken.send(x, 1, tag=2)
+    return jnp.argmax(x)
+
+
+def send_and_stop(x):
+    notoken.send(x, 1, tag=2)
+    return lax.stop_gradient(x)
+
+
+@pytest.mark.parametrize(
+    "sender",
+    [send_alone, send_and_count, send_and_stop, jax.jit(send_alone), lambda x: jax.jit(send_and_count)(x)],
+    ids=["nothing", "integer", "stopped", "jit", "jit-integer"],
+)
+@JITS
+def test_checkpoint_without_a_differentiable_result(sender, jit, comm, rank):
+    def f(x):
+        if rank == 0:
+            jax.checkpoint(sender)(x * 3)
+            return 0.0 * jnp.sum(x)
+        if rank == 1:
+            return jnp.sum(7 * notoken.recv(jnp.zeros(2), 0, tag=2))
+        return 0.0 * jnp.sum(x)
+
+    x = draw((2,), float, rank, 0)
+    check(f, x, comm)
+    gradient = jit(jax.grad(f))(x)
+    np.testing.assert_array_equal(gradient, [21, 21] if rank == 0 else [0, 0])
+
+
+@pytest.mark.nightly
+@JITS
+def test_second_derivative_of_checkpoints(jit, comm, rank, size):
+    """Operations whose operand is constant on one rank, and the messages that come after them."""
+    for operation in between_ranks(rank, size):
+
+        @jax.checkpoint
+        def body(x, operation=operation):
+            return jnp.sin(operation(x if rank == 0 else jnp.ones((size, 2))))
+
+        def loss(x, body=body):
+            return jnp.sum(body(x) ** 2) + jnp.sum(x**3)
+
+        def twice(x, loss=loss):
+            return jnp.sum(jax.grad(loss)(x) ** 2)
+
+        def plain(x, operation=operation):
+            inner = lambda x: jnp.sum(jnp.sin(operation(x if rank == 0 else jnp.ones((size, 2)))) ** 2)  # noqa: E731
+            return jnp.sum(jax.grad(lambda x: inner(x) + jnp.sum(x**3))(x) ** 2)
+
+        x = draw((size, 2), float, rank, 0)
+        np.testing.assert_allclose(jit(jax.grad(twice))(x), jax.grad(plain)(x), rtol=1e-10, atol=1e-12)
+        check(jax.grad(loss), x, comm, rtol=1e-10)
+
+
+POLICIES = {
+    name: getattr(jax.checkpoint_policies, name)
+    for name in ("nothing_saveable", "everything_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable")
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_checkpoint_around_loops_of_checkpoints(policy, comm, rank, size):
+    """What a step communicates is constant on one rank, in a jitted checkpoint and in a loop of its own."""
+    remember = functools.partial(jax.checkpoint, policy=POLICIES[policy])
+
+    @jax.jit
+    @jax.checkpoint
+    def inner(c):
+        total = notoken.reduce(jnp.cos(c), MPI.PROD, 0)
+        return jnp.sin(total + notoken.bcast(c if rank == 0 else jnp.ones(2), 0))
+
+    def step(c, _):
+        def more(_, c):
+            everyone = notoken.allgather(jnp.ones(2) if rank == 0 else c)
+            return c + 0.1 * jnp.sum(everyone, axis=0)
+
+        return lax.fori_loop(0, 2, more, inner(c)), None
+
+    @remember
+    def f(x):
+        return lax.scan(step, x, None, length=2)[0]
+
+    x = draw((2,), float, rank, 0)
+    check(f, x, comm, compiled=True)
+
+
+# --- functions with derivatives of their own -------------------------------------------------------------------------
+
+
+def solve_spread(b, w):
+    """Solves 2 u + w * (what the rank before has of u) / 2 + (rank 0's u) / 10 = b by Richardson's iterations."""
+    rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+
+    def matvec(u):
+        ring = notoken.sendrecv(u, u, (rank - 1) % size, (rank + 1) % size)
+        return 2 * u + w * ring / 2 + 0.1 * notoken.bcast(u, 0)
+
+    def solve(matvec, b):
+        return lax.fori_loop(0, 60, lambda i, u: u + (b - matvec(u)) / 2, b)
+
+    return lax.custom_linear_solve(matvec, b, solve, transpose_solve=solve)
+
+
+@pytest.mark.parametrize("constant", ["side", "matrix", "both"])
+@JITS
+def test_linear_solve_of_constants(jit, constant, comm, rank, size):
+    """A right-hand side, or a matrix, or both, that are constants on rank 0 alone."""
+
+    def f(x):
+        b = jnp.ones(2) if rank == 0 and constant != "matrix" else x
+        w = jnp.full(2, 0.5) if rank == 0 and constant != "side" else jnp.cos(x)
+        return jnp.sin(solve_spread(b, w)) + x
+
+    x = draw((2,), float, rank, 0)
+    check(jit(f), x, comm, rtol=1e-9, compiled=jit is jax.jit)
+
+
+@JITS
+def test_linear_solve_whose_matrix_depends_on_one_rank_alone(jit, comm, rank, size):
+    """Rank 0's matrix has a value inside, the others' none at all."""
+
+    def f(x):
+        def matvec(u):
+            weighted = u * jnp.cos(x) if rank == 0 else u
+            return 2 * u + 0.3 * notoken.bcast(weighted, 0)
+
+        def solve(matvec, b):
+            return lax.fori_loop(0, 60, lambda i, u: u + (b - matvec(u)) / 2, b)
+
+        return lax.custom_linear_solve(matvec, x, solve, transpose_solve=solve)
+
+    check(jit(f), draw((2,), float, rank, 0), comm, rtol=1e-9)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "cond"])
+def test_solve_that_is_mapped_by_something_else(inside, comm, rank, size):
+    """A value is mapped where it depends on what is mapped, though transposing its matrix communicates."""
+
+    def f(x, t):
+        solve = lambda x, t: (solve_spread(x, jnp.cos(x)), t * 2)  # noqa: E731
+        y, t = lax.cond(x[0] < 9, solve, lambda x, t: (x, t), x, t) if inside else solve(x, t)
+        return notoken.allreduce(y if rank == 0 else jnp.ones(2), MPI.SUM) + t
+
+    x, ts = draw((2,), float, rank, 0), draw((3,), float, rank, 1)
+    expected = jnp.stack([f(x, t) for t in ts])
+    np.testing.assert_allclose(jax.vmap(lambda t: f(x, t))(ts), expected, rtol=1e-12)
+    np.testing.assert_allclose(jax.vmap(lambda t: jax.jvp(f, (x, 1.0), (x, t))[0])(ts), expected - 2 * ts[:, None] + 2)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_gradients_of_examples_that_one_rank_has(symmetric, comm, rank, size):
+    """What maps a derivative need not be what it is taken of: here the data, of which the last rank has some."""
+
+    def solve(matvec, b):
+        return lax.fori_loop(0, 60, lambda i, u: u + (b - matvec(u)) / 2, b)
+
+    def matvec(u):
+        return 2 * u + 0.3 * notoken.allreduce(jaxmpi.replicate(u), MPI.SUM) / size
+
+    def loss(w, example):
+        u = lax.custom_linear_solve(matvec, notoken.bcast(w, 0), solve, transpose_solve=solve, symmetric=symmetric)
+        return jnp.sum(jnp.sin(u) * example) if rank == size - 1 else jnp.sum(u)
+
+    w, examples = draw((2,), float, rank, 0), draw((3,), float, rank, 1)
+    for derivative in (jax.grad(loss), lambda w, example: jax.jvp(jax.grad(loss), (w, example), (w, 1.0))[1]):
+        expected = jnp.stack([derivative(w, example) for example in examples])
+        np.testing.assert_allclose(jax.vmap(derivative, in_axes=(None, 0))(w, examples), expected, rtol=1e-9)
+
+
+DERIVATIVES = {
+    "jj": lambda f, w: jax.jvp(lambda w: jax.jvp(f, (w,), (2 * w,))[1], (w,), (jnp.cos(w),))[1],
+    "gj": lambda f, w: jax.grad(lambda w: jnp.sum(jax.jvp(f, (w,), (2 * w,))[1]))(w),
+    "jg": lambda f, w: jax.jvp(jax.grad(lambda w: jnp.sum(f(w))), (w,), (2 * w,))[1],
+    "gg": lambda f, w: jax.grad(lambda w: jnp.sum(jax.grad(lambda w: jnp.sum(f(w)))(w) ** 2))(w),
+    "hessian": lambda f, w: jax.hessian(lambda w: jnp.sum(f(w)))(w),
+    "jacfwd-jacfwd": lambda f, w: jax.jacfwd(jax.jacfwd(f))(w),
+    "jacrev-jacfwd": lambda f, w: jax.jacrev(jax.jacfwd(f))(w),
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("constant", [False, True], ids=["", "constant"])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "checkpoint"])
+@pytest.mark.parametrize("derivative", DERIVATIVES)
+def test_second_derivatives_that_are_mapped_on_one_rank_alone(derivative, wrap, constant, comm, rank, size):
+    """What is mapped is data, by which a tangent or a cotangent is multiplied on rank 0 alone."""
+
+    def f(w, data):
+        operand = jnp.sin(w) * data if rank == 0 else w**2 + data
+        y = notoken.allreduce(operand, MPI.SUM) + notoken.bcast(operand, 0)
+        y = jnp.tanh(y) * (data if rank == 0 else 1)
+        return data * jnp.ones(2) if constant and rank == size - 1 else y
+
+    def second(w, data):
+        return DERIVATIVES[derivative](wrap(lambda w: f(w, data)), w)
+
+    w, data = draw((2,), float, rank, 0), draw((3,), float, rank, 1)
+    expected = jnp.stack([second(w, row) for row in data])
+    np.testing.assert_allclose(jax.vmap(second, in_axes=(None, 0))(w, data), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_second_derivative_of_a_checkpoint_that_prevents_cse_of_some_operands(comm, rank, size):
+    try:
+        remember = jax.checkpoint(lambda a, b: notoken.bcast(jnp.sin(a) * b, 0), prevent_cse=(True, False))
+        remember(jnp.ones(2), jnp.ones(2))
+    except (AssertionError, TypeError, ValueError):
+        pytest.skip("this JAX prevents all or none")
+    squares = lambda f: lambda x: jax.grad(lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(f(x, x)))(x) ** 2))(x)  # noqa: E731
+    x = draw((2,), float, rank, 0)
+    expected = squares(lambda a, b: notoken.bcast(jnp.sin(a) * b, 0))(x)
+    np.testing.assert_allclose(squares(remember)(x), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("function", [lambda y, x: y * x, lambda y, x: jnp.sin(y) * x, lambda y, x: x / y])
+def test_transposed_product_with_what_was_communicated(function):
+    f = lambda x: function(notoken.bcast(jnp.ones(2), 0), x)  # noqa: E731
+    with pytest.raises(NotImplementedError, match="compute that outside of it"):
+        jax.linear_transpose(f, jnp.ones(2))(jnp.ones(2))
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["forward", "reverse"])
+@JITS
+def test_root_of_constants(jit, transposed, comm, rank, size):
+    """u + tanh(u's neighbour) / 4 = x, where x is a constant on rank 0."""
+
+    def root(x):
+        def equation(u):
+            ring = notoken.sendrecv(u, u, (rank - 1) % size, (rank + 1) % size)
+            return u + jnp.tanh(ring) / 4 - x
+
+        def solve(f, u):
+            return lax.fori_loop(0, 60, lambda i, u: u - f(u), u)
+
+        def tangent_solve(g, y):
+            once = lambda g, y: lax.fori_loop(0, 60, lambda i, u: u - (g(u) - y), y)  # noqa: E731
+            return lax.custom_linear_solve(g, y, once, transpose_solve=once) if transposed else once(g, y)
+
+        return lax.custom_root(equation, jnp.zeros(2), solve, tangent_solve)
+
+    def f(x):
+        return root(jnp.ones(2) if rank == 0 else x) * x
+
+    if transposed and hasattr(solves, "_RootLinearMap"):
+        with pytest.raises(NotImplementedError, match="cannot be transposed"):
+            jax.vjp(jit(f), jnp.ones(2))
+        return
+    if transposed:
+        check(jit(f), draw((2,), float, rank, 0), comm, rtol=1e-9)
+        return
+    v = draw((2,), float, rank, 1)
+    x = draw((2,), float, rank, 0)
+    _, tangent = jit(lambda x, v: jax.jvp(f, (x,), (v,)))(x, v)
+    difference = (f(x + 1e-6 * v) - f(x - 1e-6 * v)) / 2e-6
+    np.testing.assert_allclose(tangent, difference, rtol=1e-6, atol=1e-8)
+
+
+@jax.custom_jvp
+def cubed(x):
+    return notoken.bcast(x, 0) ** 3
+
+
+@cubed.defjvp
+def _cubed_jvp(primals, tangents):
+    return cubed(*primals), 3 * notoken.bcast(primals[0], 0) ** 2 * notoken.bcast(tangents[0], 0)
+
+
+@jax.custom_jvp
+def of_two(x, y):
+    rank = MPI.COMM_WORLD.rank
+    product = notoken.scan(y if rank == 0 else x, MPI.PROD)
+    notoken.gather(x, 0)
+    return jnp.sin(product) * x + notoken.allgather(jnp.ones(2) if rank == 1 else y)[0]
+
+
+@of_two.defjvp
+def _of_two_jvp(primals, tangents):
+    return jax.jvp(of_two.fun, primals, tangents)
+
+
+@jax.custom_jvp
+def by_hand(x, y):
+    return notoken.bcast(x, 0) + notoken.scan(y, MPI.SUM)
+
+
+@by_hand.defjvp
+def _by_hand_jvp(primals, tangents):
+    return by_hand(*primals), notoken.bcast(tangents[0], 0) + notoken.scan(tangents[1], MPI.SUM)
+
+
+@jax.custom_vjp
+def turned(x):
+    rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    return notoken.sendrecv(x, x, (rank - 1) % size, (rank + 1) % size)
+
+
+def _turned_back(_, ct):
+    rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    return (notoken.sendrecv(ct, ct, (rank + 1) % size, (rank - 1) % size),)
+
+
+turned.defvjp(lambda x: (turned(x), None), _turned_back)
+
+
+@jax.custom_vjp
+def added_backwards(x):
+    return x
+
+
+added_backwards.defvjp(lambda x: (x, None), lambda _, ct: (notoken.allreduce(ct, MPI.SUM),))
+
+
+@jax.custom_vjp
+def cubes_added(x):
+    return notoken.allreduce(x**3, MPI.SUM)
+
+
+cubes_added.defvjp(lambda x: (cubes_added(x), x), lambda x, ct: (3 * x**2 * notoken.allreduce(ct, MPI.SUM),))
+
+PLACES = {
+    "plain": lambda f: f,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "scan": lambda f: lambda x: lax.scan(lambda c, _: (f(c), None), x, None, length=2)[0],
+    "cond": lambda f: lambda x: lax.cond(x[0] ** 2 > -1, f, lambda x: x, x),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("function", [cubed, lambda x: of_two(x, 0.5 * x), lambda x: by_hand(x, x)],
+                         ids=["rule", "jvp", "by_hand"])  # fmt: skip
+def test_custom_jvp(function, place, comm, rank):
+    """Called with what depends on something, and with a constant on one rank."""
+    x = draw((2,), float, rank, 0)
+    check(PLACES[place](function), x, comm, rtol=1e-10)
+    check(PLACES[place](lambda x: function(jnp.full(2, 0.7) if rank == 0 else x) * x), x, comm, rtol=1e-10)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_custom_jvp_of_two_operands_of_which_one_is_constant(place, comm, rank):
+    x = draw((2,), float, rank, 0)
+    half = jnp.full(2, 0.5)
+    for function in (of_two, by_hand):
+
+        def f(x, function=function):
+            return function(*((x, half) if rank == 0 else (half, x)))
+
+        check(PLACES[place](f), x, comm, rtol=1e-10)
+
+
+@jax.custom_jvp
+def added_forwards(x):
+    return x
+
+
+@added_forwards.defjvp
+def _added_forwards_jvp(primals, tangents):
+    return primals[0], notoken.allreduce(tangents[0], MPI.SUM)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_custom_jvp_of_a_constant_whose_rule_alone_communicates(place, rank, size):
+    x, t = draw((2,), float, rank, 0), draw((2,), float, rank, 1)
+    function = PLACES[place](added_forwards)
+
+    def f(x):
+        return function(jnp.full(2, 0.7) if rank == 0 else x)
+
+    ts = [0 * t, *(draw((2,), float, r, 1) for r in range(1, size))]
+    for _ in range(2 if place == "scan" else 1):
+        ts = [sum(ts)] * size
+    np.testing.assert_allclose(jax.jvp(f, (x,), (t,))[1], ts[0], rtol=1e-12)
+
+
+@jax.custom_jvp
+def without_derivative(x):
+    return jnp.round(x)
+
+
+@without_derivative.defjvp
+def _without_derivative_jvp(primals, tangents):
+    return jnp.round(primals[0]), jnp.zeros_like(tangents[0])
+
+
+@pytest.mark.parametrize("function", [lambda x: of_two(x, x), lambda x: by_hand(x, x), cubes_added],
+                         ids=["jvp", "by_hand", "vjp"])  # fmt: skip
+def test_rule_of_what_has_zeros_for_a_tangent(function, comm, rank):
+    """JAX knows such a tangent for an array, which depends on nothing that is differentiated."""
+    x = draw((2,), float, rank, 0)
+
+    def f(x):
+        return function(without_derivative(x) if rank == 0 else x) * x
+
+    if function is cubes_added:
+        w = draw((2,), float, rank, 1)
+        ys, pullback = jax.vjp(f, x)
+        total = sum(comm.allgather(np.asarray(w * x)))
+        np.testing.assert_allclose(pullback(w)[0], w * ys / x + (0 if rank == 0 else 3 * x**2 * total), rtol=1e-12)
+    else:
+        check(f, x, comm, rtol=1e-10)
+
+
+@pytest.mark.parametrize("function", [lambda x: of_two(x, x), lambda x: by_hand(x, x), cubes_added],
+                         ids=["jvp", "by_hand", "vjp"])  # fmt: skip
+def test_rule_in_a_loop_that_does_not_use_what_it_is_given(function, rank, size):
+    """The linear part of the loop does not depend on that operand either; on other ranks, on the same."""
+    x = draw((2,), float, rank, 0)
+
+    def f(x):
+        other = jnp.full(2, 0.7) if rank == 0 else 0.7 * x
+
+        def step(carry, row):
+            lax.scan(lambda c, _: (c, jnp.sin(other)), row, None, length=2)
+            return function(carry), row
+
+        return lax.scan(step, other, jnp.stack([other, other]))[0] + x
+
+    loss = lambda x: jnp.sum(f(x))  # noqa: E731
+    gradient = jax.grad(loss)(x)
+    step = 1e-6
+    for i in range(2):
+        for r in range(size):
+            h = jnp.zeros(2).at[i].set(step if r == rank else 0.0)
+            slope = sum(MPI.COMM_WORLD.allgather(float(loss(x + h) - loss(x - h)))) / (2 * step)
+            if r == rank:
+                np.testing.assert_allclose(gradient[i], slope, rtol=1e-6)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("function", [added_backwards, turned])
+def test_custom_vjp_of_a_constant(function, place, comm, rank, size):
+    """The rule backwards communicates, also where the function is called with a constant."""
+    x = draw((2,), float, rank, 0)
+    w = draw((2,), float, rank, 1)
+    wrap = PLACES[place]
+    steps = 2 if place == "scan" else 1
+
+    def f(x):
+        return wrap(function)(jnp.full(2, 0.7) if rank == 0 else x) * 2
+
+    def g(x):  # where no operand tells what is differentiated
+        return wrap(lambda _: function(jnp.full(2, 0.7) if rank == 0 else x))(jnp.ones(2, int)) * 2
+
+    if place in ("plain", "jit", "checkpoint"):
+        np.testing.assert_array_equal(jax.grad(lambda x: w @ f(x))(x), jax.grad(lambda x: w @ g(x))(x))
+    (got,) = jax.vjp(f, x)[1](w)
+    ws = [2 * draw((2,), float, r, 1) for r in range(size)]
+    for _ in range(steps):
+        ws = [ws[(r + 1) % size] for r in range(size)] if function is turned else [sum(ws)] * size
+    np.testing.assert_allclose(got, 0 * x if rank == 0 else ws[rank], rtol=1e-12)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("function", [added_backwards, turned])
+def test_custom_vjp_that_one_rank_does_not_use(function, place, inside, comm, rank, size):
+    """The rule backwards communicates, also where nothing depends on the function."""
+    x, w = draw((2,), float, rank, 0), draw((2,), float, rank, 1)
+
+    def of_rank(x, y):
+        return 3 * x if rank == 0 else 2 * y
+
+    wrap = PLACES[place]
+    f = wrap(lambda x: of_rank(x, function(x))) if inside else lambda x: of_rank(x, wrap(function)(x))
+    (got,) = jax.vjp(f, x)[1](w)
+
+    def backwards(ws):
+        return [ws[(r + 1) % size] for r in range(size)] if function is turned else [sum(ws)] * size
+
+    def around(ws):
+        return [3 * w if r == 0 else 0 * w for r, w in enumerate(ws)]
+
+    def into(ws):
+        return [0 * w if r == 0 else 2 * w for r, w in enumerate(ws)]
+
+    ws = [draw((2,), float, r, 1) for r in range(size)]
+    steps = range(2 if place == "scan" else 1)
+    if inside:
+        for _ in steps:
+            ws = [a + b for a, b in zip(around(ws), backwards(into(ws)), strict=True)]
+        np.testing.assert_allclose(got, ws[rank], rtol=1e-12)
+    else:
+        used = into(ws)
+        for _ in steps:
+            used = backwards(used)
+        np.testing.assert_allclose(got, around(ws)[rank] + used[rank], rtol=1e-12)
+
+
+@pytest.mark.parametrize("place", [place for place in PLACES if place != "scan"])
+def test_second_derivative_of_custom_vjp_that_one_rank_does_not_use(place, rank, size):
+    x = draw((2,), float, rank, 0)
+
+    def loss(x):
+        y = PLACES[place](cubes_added)(x)
+        return jnp.sum(x) + (0.0 if rank == 0 else jnp.sum(y))
+
+    got = jax.grad(lambda x: jnp.sum(jax.grad(loss)(x) ** 2))(x)
+    n = size - 1
+    np.testing.assert_allclose(got, 2 * (1 + 3 * x**2 * n) * 6 * x * n, rtol=1e-12)
+
+
+@jax.custom_jvp
+def scanned_forwards(x):
+    return x
+
+
+scanned_forwards.defjvp(lambda primals, tangents: (scanned_forwards(*primals), notoken.scan(tangents[0], MPI.SUM)))
+
+SECOND = {
+    "forward over reverse": lambda f, x, v: jax.jvp(jax.grad(f), (x,), (v,))[1],
+    "reverse over reverse": lambda f, x, v: jax.grad(lambda x: jnp.vdot(jax.grad(f)(x), v))(x),
+    "reverse over forward": lambda f, x, v: jax.grad(lambda x: jax.jvp(f, (x,), (v,))[1])(x),
+}
+
+
+@pytest.mark.parametrize("second", SECOND)
+@pytest.mark.parametrize("place", [place for place in PLACES if place != "scan"])
+@JITS
+def test_second_derivative_of_custom_jvp_that_one_rank_does_not_use(jit, place, second, rank, size):
+    """JAX leaves the function itself, which does not communicate, out of the first derivative there."""
+    xs, vs = ([draw((2,), float, r, i) for r in range(size)] for i in range(2))
+
+    def loss(x):
+        @PLACES[place]
+        def f(x):
+            y = scanned_forwards(x)
+            return jnp.sin(x if rank == 0 else y)
+
+        return jnp.sum(f(x))
+
+    summed = np.tril(np.ones((size, size)))  # row r: what rank r's sum contains
+    summed = np.where(np.arange(size)[:, None] == 0, np.eye(size), summed)
+    got = jit(lambda x, v: SECOND[second](loss, x, v))(xs[rank], vs[rank])
+    expected = summed.T @ (-np.sin(xs) * (summed @ np.array(vs)))
+    np.testing.assert_allclose(got, expected[rank], rtol=1e-12)
+
+
+def test_custom_vjp_that_looks_at_values_and_that_one_rank_does_not_use(rank, size):
+    """Such a rule cannot be traced, so it is not known whether it communicates."""
+
+    @jax.custom_vjp
+    def f(x):
+        return x
+
+    f.defvjp(lambda x: (x, None), lambda _, ct: (notoken.allreduce(ct if float(ct) > -1 else -ct, MPI.SUM),))
+    gradient = jax.grad(lambda x: (f(x), x)[int(rank == 0)])(2.0)
+    assert gradient == (size if rank == 0 else size - 1)
+
+
+def _mapped(derivative, xs):
+    """One derivative for each direction, which all ranks take: of shape (direction, rank, 2)."""
+    return jax.vmap(lambda direction: derivative(jnp.broadcast_to(direction, xs.shape)))(jnp.eye(2))
+
+
+JACOBIANS = {
+    "jacfwd": (jax.jacfwd, lambda f, xs: _mapped(lambda e: jax.jvp(f, (xs,), (e,))[1], xs).transpose(1, 2, 0)),
+    "jacrev": (jax.jacrev, lambda f, xs: _mapped(lambda e: jax.vjp(f, xs)[1](e)[0], xs).transpose(1, 0, 2)),
+    "hessian": (
+        lambda f: jax.hessian(lambda x: jnp.sum(f(x) ** 3)),
+        lambda f, xs: _mapped(
+            lambda e: jax.jvp(jax.grad(lambda xs: jnp.sum(f(xs) ** 3)), (xs,), (e,))[1], xs
+        ).transpose(1, 2, 0),
+    ),
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("place", ["plain", "jit", "checkpoint"])
+@pytest.mark.parametrize("name", JACOBIANS)
+def test_jacobian_of_a_linear_solve_with_a_template_that_is_constant(name, place, rank, size):
+    """The solves for derivatives are mapped, and all ranks map what the matrix communicates."""
+
+    def solve(matvec, b):
+        return lax.fori_loop(0, 60, lambda _, u: u + (b - matvec(u)) / 2, b)
+
+    def f(x):
+        def matvec(u):
+            return 2 * u + 0.1 * PLACES[place](lambda u: notoken.bcast(u if rank == 0 else jnp.zeros(2), 0))(u)
+
+        return lax.custom_linear_solve(matvec, jnp.sin(x), solve, transpose_solve=solve)
+
+    def of_all(xs):
+        first = jnp.sin(xs[:1]) / 2.1
+        return jnp.concatenate([first, (jnp.sin(xs[1:]) - 0.1 * first) / 2])
+
+    derivative, witness = JACOBIANS[name]
+    xs = jnp.stack([draw((2,), float, r, 0) for r in range(size)])
+    np.testing.assert_allclose(derivative(f)(xs[rank]), witness(of_all, xs)[rank], atol=1e-9)
+
+
+def test_derivative_in_a_loop_that_ends_for_each_row(comm):
+    """`vmap` makes its condition one for each row; the derivative inside is differentiated again."""
+
+    def f(x, times=lambda y: notoken.bcast(y, 0)):
+        def step(state):
+            return state[0] + 1, jax.jvp(lambda y: times(jnp.sin(y) * x), (state[1],), (1.0,))[1]
+
+        return lax.while_loop(lambda state: state[0] < 3 + 0 * state[1], step, (0.0, x))[1]
+
+    xs = jnp.asarray([0.3, 0.5])
+    second = [jax.vmap(lambda x, g=g: jax.jvp(g, (x,), (1.0,))[1])(xs) for g in (f, lambda x: f(x, lambda y: y))]
+    np.testing.assert_allclose(*second, rtol=1e-12)
+    of_batch = jax.jvp(jax.vmap(f), (xs,), (jnp.ones(2),))[1]
+    np.testing.assert_allclose(of_batch, second[1], rtol=1e-12)
+
+
+def test_custom_vmap_is_refused(rank):
+    """On each rank by itself, before anything is sent; its value is fine."""
+
+    @jax.custom_batching.custom_vmap
+    def f(x):
+        return notoken.bcast(x, 0) ** 2
+
+    @f.def_vmap
+    def _rule(axis_size, in_batched, x):
+        return notoken.bcast(x, 0) ** 2, in_batched[0]
+
+    np.testing.assert_array_equal(jax.vmap(f)(jnp.full((3, 2), 2.0 + rank)), np.full((3, 2), 4.0))
+    if rank == 0:
+        for g in (f, jax.jit(f), lambda x: x * f(jnp.ones(2))):
+            with pytest.raises(NotImplementedError, match="custom_vmap"):
+                jax.jvp(g, (jnp.ones(2),), (jnp.ones(2),))
+
+
+# --- operands of other kinds -----------------------------------------------------------------------------------------
+
+
+@JITS
+def test_exchange_of_two_dtypes(jit, comm, rank, size):
+    """Rank 0 sends floating-point numbers and receives integers."""
+    if rank > 1:
+        return
+    other = 1 - rank
+    counts = jnp.arange(3)
+
+    def f(x):
+        if rank == 0:
+            got = notoken.sendrecv(3 * x, counts, other, other, sendtag=1, recvtag=2)
+            return x * got
+        got = notoken.sendrecv(counts, x, other, other, sendtag=2, recvtag=1)
+        return 7 * got * x
+
+    pair = comm.Create_group(comm.group.Incl([0, 1]))
+    x = draw((3,), float, rank, 0)
+    check(jit(f), x, pair)
+    if jit is jax.jit:
+        gradient = jax.grad(lambda x: jnp.sum(f(x)))(x)
+        np.testing.assert_allclose(gradient, jnp.arange(3) + 21 * draw((3,), float, 1, 0) if rank == 0
+                                   else 21 * draw((3,), float, 0, 0))  # fmt: skip
+    pair.Free()
+
+
+LOOPS = {
+    "scan": lambda f: lambda k: lax.scan(lambda c, _: (c + 1, f(k)), k, None, length=2)[1].sum(),
+    "cond": lambda f: lambda k: lax.cond(k > 0, lambda k: f(k), lambda k: 0.0 * f(k), k),
+    "while": lambda f: lambda k: lax.while_loop(lambda s: s < k + 2, lambda s: s + (f(k) > -9).astype(s.dtype), k),
+    "jit": lambda f: jax.jit(f),
+    "checkpoint": lambda f: jax.checkpoint(f),
+}
+
+
+@pytest.mark.parametrize("place", LOOPS)
+def test_no_floating_point_operand(place, comm, rank):
+    """What rank 0 sends is received in a function of an integer alone."""
+
+    def f(x):
+        template = jnp.zeros(())
+
+        def get(k):
+            return notoken.bcast(x[0] ** 2 if rank == 0 else template, 0) * k
+
+        def loop_of_others(k):
+            return notoken.bcast(template, 0) * k
+
+        y = LOOPS[place](get if rank == 0 else loop_of_others)(jnp.int32(1))
+        return jnp.sum(y) * x
+
+    x = draw((2,), float, rank, 0)
+    if place == "while":
+        v = draw((2,), float, rank, 1)
+        _, tangent = jax.jvp(f, (x,), (v,))
+        np.testing.assert_allclose(tangent, (f(x + 1e-6 * v) - f(x - 1e-6 * v)) / 2e-6, rtol=1e-6, atol=1e-8)
+        return
+    check(f, x, comm)
+
+
+def test_differentiated_with_respect_to_nothing(rank):
+    """On one rank alone here: it knows by itself, before anything is sent."""
+    if rank == 0:
+        with pytest.raises(NotImplementedError, match="with respect to nothing"):
+            jax.jvp(lambda _: notoken.bcast(jnp.ones(2), 0), ({},), ({},))
+
+
+def test_frozen_heap(comm, rank, size):
+    """Nothing depends on what the garbage collector knows."""
+    import gc
+
+    gc.freeze()
+    try:
+        x = draw((2,), float, rank, 0)
+        check(lambda x: notoken.bcast(x if rank == 0 else jnp.ones(2), 0) * x, x, comm)
+    finally:
+        gc.unfreeze()

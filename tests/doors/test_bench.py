@@ -1,0 +1,428 @@
+"""`python -m jaxmpi.bench`: right data, mistakes that it must find, its arguments and figures."""
+
+import dataclasses
+import json
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmpi import bench
+from jaxmpi import run as launcher
+from jaxmpi._bench import data, operations, options, report, timing
+from jaxmpi._bench.operations import OPERATIONS, Place
+from jaxmpi._operations import table
+from support.launch import launch
+from support.table import CASES, UFUNCS
+
+SHORT = ("--rounds", "2", "-n", "3", "-w", "1")
+
+
+@pytest.fixture
+def run(capsys, rank):
+    """Runs it in this process; returns the exit code and what rank 0 has printed: the others print nothing."""
+
+    def call(*arguments):
+        try:
+            code = bench.main([str(argument) for argument in arguments])
+        except SystemExit as stop:
+            code = stop.code
+        told = capsys.readouterr()
+        assert rank == 0 or (told.out, told.err) == ("", "")
+        return code, told.out, told.err
+
+    return call
+
+
+def rows_of(out, dtype="float32"):
+    """The numbers in the tables."""
+    return [line.split() for line in out.splitlines() if f" {dtype} " in line and line.split()[0].isdecimal()]
+
+
+def possible(size):
+    return [name for name, row in OPERATIONS.items() if row.least <= size]
+
+
+# --- right data, and wrong data --------------------------------------------------------------------------------------
+
+
+@pytest.mark.two_ranks_suffice
+@pytest.mark.parametrize("how", ["loop", "call", "eager"])
+def test_all_operations(run, rank, size, how, tmp_path):
+    names = possible(size)
+    code, out, _ = run(*names, "--bytes", 1000, "--how", how, *SHORT, "--json", tmp_path / "figures.json")
+    assert code == 0
+    if rank > 0:
+        return
+    assert len(rows_of(out)) == len(names)
+    written = json.loads((tmp_path / "figures.json").read_text())
+    assert (written["ranks"], written["how"], written["dtype"], written["device"]) == (size, how, "float32", "cpu")
+    assert [row["operation"] for row in written["rows"]] == names
+    for row in written["rows"]:
+        moves = row["operation"] != "barrier"
+        assert row["wrong"] == (0 if moves else None)
+        assert row["bytes"] == 4 * row["count"]
+        assert 850 < row["bytes"] <= 1000 or not moves
+        assert 0 < row["microseconds_min"] <= row["microseconds_median"] <= row["microseconds_max"]
+        assert len(row["microseconds_by_round"]) == 2
+        bandwidth = row["algorithm_bandwidth_gigabytes_per_second"]
+        if moves:
+            assert bandwidth == pytest.approx(row["bytes"] / row["microseconds_median"] / 1e3)
+            assert row["elements_checked"] > 2 * size * row["count"] / 4 / size
+
+
+@pytest.mark.two_ranks_suffice
+@pytest.mark.parametrize(
+    ("dtype", "op"),
+    [
+        ("bfloat16", "sum"),
+        ("float16", "prod"),
+        ("int8", "max"),
+        ("complex64", "sum"),
+        ("int64", "min"),
+        ("bool", "max"),
+    ],
+)
+def test_dtypes(run, rank, dtype, op):
+    code, out, _ = run("scan", "sendrecv", "--dtype", dtype, "--op", op, "--bytes", 4096, *SHORT)
+    assert code == 0
+    assert rank > 0 or [row[-1] for row in rows_of(out, dtype)] == ["0", "0"]
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e8m0fnu"])
+def test_dtypes_that_are_only_moved(run, rank, dtype):
+    code, out, _ = run("alltoall", "--dtype", dtype, "--bytes", 4096, *SHORT)
+    assert code == 0
+    assert rank > 0 or [row[-1] for row in rows_of(out, dtype)] == ["0"]
+
+
+def _adds(place, x, right):
+    y = right(place, x)
+    return y.reshape(-1).at[2].add(1).reshape(y.shape) if place.rank == place.size - 1 else y
+
+
+def _rolls(place, x, right):
+    return jnp.roll(right(place, x), 1, axis=-1)
+
+
+@pytest.mark.parametrize(
+    ("name", "mistake", "how"),
+    [
+        ("allreduce", _adds, "loop"),
+        ("alltoall", _adds, "call"),
+        ("alltoall", _rolls, "loop"),
+        ("bcast", _adds, "loop"),
+        ("bcast", _rolls, "eager"),
+        ("gather", _adds, "loop"),
+        ("gather", _rolls, "call"),
+        ("grid_exchange", _adds, "call"),
+        ("grid_exchange", _rolls, "loop"),
+    ],
+)
+def test_mistakes_are_found(run, rank, monkeypatch, name, mistake, how):
+    row = OPERATIONS[name]
+    wrong = dataclasses.replace(row, call=lambda place, x: mistake(place, x, row.call))
+    monkeypatch.setitem(operations.OPERATIONS, name, wrong)
+    code, out, _ = run(name, "--bytes", 1600, "--how", how, *SHORT)
+    assert code == 1
+    assert rank > 0 or int(rows_of(out)[0][-1]) > 0
+    assert rank > 0 or "WRONG DATA" in out
+
+
+def test_no_check_no_mistakes(run, rank, monkeypatch):
+    row = OPERATIONS["bcast"]
+    monkeypatch.setitem(operations.OPERATIONS, "bcast", dataclasses.replace(row, call=lambda _, x: x + 1))
+    code, out, _ = run("bcast", "--bytes", 64, "--no-check", *SHORT)
+    assert code == 0
+    assert rank > 0 or rows_of(out)[0][-1] == "-"
+
+
+def witness(name, rank, ranks, elements, dtype="float32", op="sum"):
+    place = Place(rank, ranks, elements, op)
+    return data.Witness(
+        OPERATIONS[name], place, data.Numbers.of(np.dtype(dtype), op if OPERATIONS[name].reduced(place) else "", ranks)
+    )
+
+
+def after(its, run, turns):
+    """The operand of the last one of so many turns, and the elements that it has been changed at."""
+    x = its.operand(run)
+    for where, what in list(zip(its.changed(turns), its.changes(run, turns), strict=True))[: turns - 1]:
+        x[tuple(slice(start, start + size) for start, size in zip(where, what.shape, strict=True))] = what
+    return x
+
+
+@pytest.mark.one_rank
+@pytest.mark.parametrize("case", [c for c in CASES if c.name in OPERATIONS and c.rows is None], ids=str)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 9])
+@pytest.mark.parametrize("turns", [1, 2, 7, 40])
+def test_witness(case, ranks, turns):
+    """The data of each rank is what the suites' table says of all operands, and one wrong element is one."""
+    each = [witness(case.name, rank, ranks, 10) for rank in range(ranks)]
+    xs = [after(its, 3, turns) for its in each]
+    assert ranks == 1 or not np.array_equal(xs[0].reshape(-1)[:10], xs[1].reshape(-1)[:10])
+    assert not np.array_equal(xs[0], each[0].operand(4))
+    for rank, its in enumerate(each):
+        result = np.array(case.expected(xs, rank, 0))
+        if case.name == "exscan" and rank == 0:  # where the benchmark hands its operand on
+            result = np.array(xs[0])
+        assert its.wrong(result, 3, turns) == (0, result.size)
+        # The element that is kept in the last turn is in the result.
+        at = tuple(its.watched(turns, result.shape)[-1])
+        kept = np.full(turns, result[at])
+        others = its.wrong_kept(kept, 3, turns, result.shape)
+        kept[-1] += 1
+        assert its.wrong_kept(kept, 3, turns, result.shape) == others + 1
+        result[at] += 1
+        assert its.wrong(result, 3, turns) == (1, result.size)
+        assert its.wrong(result, 3, turns, changed=True)[1] == result.size - 1
+
+
+@pytest.mark.one_rank
+@pytest.mark.parametrize("op", ["sum", "prod", "max", "min"])
+@pytest.mark.parametrize("dtype", ["float32", "int8", "float16", "bfloat16", "complex64", "uint32"])
+def test_reductions_are_exact(op, dtype):
+    """In any order, and in the dtype itself; all ranks count."""
+    if dtype == "complex64" and op in ("max", "min"):
+        pytest.skip("complex numbers have no order")
+    ufunc = UFUNCS[op.upper()]
+    each = [witness("allreduce", rank, 5, 300, dtype, op) for rank in range(5)]
+    xs = [its.operand(1) for its in each]
+    assert len({x.tobytes() for x in xs}) == 5
+    for order in (xs, xs[::-1]):
+        total = order[0]
+        for x in order[1:]:
+            total = ufunc(total, x)
+        assert each[2].wrong(total.astype(xs[0].dtype), 1, 1) == (0, 300)
+    for less in range(5):
+        total = ufunc.reduce([x for rank, x in enumerate(xs) if rank != less]).astype(xs[0].dtype)
+        assert each[2].wrong(total, 1, 1)[0] > 0
+
+
+# --- the figures -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.one_rank
+def test_table_has_each_operation():
+    used = {name for row in OPERATIONS.values() for name in row.uses}
+    assert used == {row.name for row in table.ROWS if not row.silent} - {"check"}
+    assert set(operations.USUAL) <= set(OPERATIONS)
+
+
+@pytest.mark.one_rank
+@pytest.mark.parametrize(
+    ("name", "ranks", "bus"),
+    [  # of 8 GB in 2 s; the factors of nccl-tests
+        ("all_reduce_perf", 2, 4.0),
+        ("all_reduce_perf", 4, 6.0),
+        ("all_reduce_perf", 8, 7.0),
+        ("all_gather_perf", 4, 3.0),
+        ("alltoall_perf", 4, 3.0),
+        ("gather_perf", 4, 3.0),
+        ("scatter_perf", 8, 3.5),
+        ("reduce_scatter_perf", 4, 3.0),
+        ("osu_alltoallv", 4, 3.0),
+        ("broadcast_perf", 4, 4.0),
+        ("reduce_perf", 4, 4.0),
+        ("sendrecv_perf", 4, 4.0),
+        ("scan", 4, 4.0),
+        ("osu_latency", 4, 4.0),
+        ("osu_bw", 2, 4.0),
+        ("neighbor_alltoall", 4, 4.0),
+        ("neighbor_alltoall", 2, 2.0),  # two of the four neighbours are the rank itself
+        ("all_reduce_perf", 1, 0.0),
+        ("broadcast_perf", 1, 0.0),
+        ("alltoall_perf", 1, 0.0),
+    ],
+)
+def test_bandwidth(name, ranks, bus):
+    row = operations.named(name)
+    place = Place(0, ranks, 2_000_000_000 // row.parts(ranks))
+    point = timing.Point(row, place, 1, [1.0, 2.0, 5.0], 0, 1)
+    figures = report.row_of(point, "float32", 4)
+    assert figures["bytes"] == 8_000_000_000
+    assert figures["algorithm_bandwidth_gigabytes_per_second"] == pytest.approx(4.0)
+    assert figures["bus_bandwidth_gigabytes_per_second"] == pytest.approx(bus)
+    assert (figures["microseconds_min"], figures["microseconds_max"]) == (1e6, 5e6)
+
+
+@pytest.mark.one_rank
+@pytest.mark.parametrize(("ranks", "cells"), [(1, 0), (2, 12 + 12), (4, 4 * 10 + 4), (6, 44)])
+def test_bandwidth_of_halos(ranks, cells):
+    """Of blocks of 10 x 10 cells: those of the halo that come from others."""
+    place = Place(0, ranks, 12 * 12)
+    point = timing.Point(OPERATIONS["grid_exchange"], place, 1, [1e-6], 0, 1)
+    assert report.bus_factor(point) * 144 == pytest.approx(cells)
+    ranks_of_cells, _ = operations._around(place, np.arange(144))
+    assert np.count_nonzero(ranks_of_cells) == cells
+
+
+@pytest.mark.one_rank
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("osu_latency", "pingpong"),
+        ("osu_bw", "send"),
+        ("osu_bibw", "sendrecv"),
+        *((f"osu_{name}", name) for name in ("allreduce", "bcast", "allgather", "alltoall", "gather", "scatter")),
+        *((f"osu_{name}", name) for name in ("reduce", "scan", "barrier", "neighbor_allgather")),
+        ("all_reduce_perf", "allreduce"),
+        ("all_gather_perf", "allgather"),
+        ("broadcast_perf", "bcast"),
+        *((f"{name}_perf", name) for name in ("reduce", "alltoall", "gather", "scatter", "sendrecv")),
+    ],
+)
+def test_names_of_other_tools(theirs, ours):
+    assert operations.named(theirs) is OPERATIONS[ours]
+    assert report.heading(theirs, OPERATIONS[ours], "").startswith(f"{ours} ({theirs})")
+
+
+@pytest.mark.one_rank
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("8", 8), ("1K", 1024), ("1KiB", 1024), ("1.5 KiB", 1536), ("4M", 4 << 20), ("2GiB", 2 << 30), ("7B", 7)],
+)
+def test_sizes(text, nbytes):
+    assert options.size(text) == nbytes
+
+
+def test_rounding_is_said(run, rank, size):
+    code, out, _ = run("alltoall", "-b", 1, "-e", 100, "-f", 10, "--dtype", "int16", *SHORT)
+    assert code == 0
+    if rank == 0:
+        made = list(dict.fromkeys(max(1, nbytes // 2 // size) * 2 * size for nbytes in (1, 10, 100)))
+        assert [int(row[0]) for row in rows_of(out, "int16")] == made
+        assert f"sizes are rounded: 1 to {2 * size}" in out
+
+
+def test_plot(run, rank, tmp_path):
+    pytest.importorskip("matplotlib")
+    code, out, _ = run("bcast", "barrier", "--bytes", 8, 80, *SHORT, "--plot", tmp_path / "figures.png")
+    assert code == 0
+    if rank == 0:
+        assert (tmp_path / "figures.png").stat().st_size > 5000
+        assert f"Written: {tmp_path / 'figures.png'}" in out
+
+
+def test_list(run, rank):
+    code, out, _ = run("--list")
+    assert code == 0
+    if rank == 0:
+        assert all(re.search(rf"\b{name}\b", out) for name in operations.all_names())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["alreduce"], "no operation 'alreduce': did you mean allreduce?"),
+        (["alltoallw_perf"], "no operation 'alltoallw_perf'"),
+        (["--bytes", "8", "bcast"], "'bcast' is no size"),
+        (["--bytes", "1KB"], "'1KB' is no size: write bytes, or as in 64KiB"),
+        (["--bytes", "0"], "less than a byte"),
+        (["--bytes", "8", "-b", "4"], "--bytes names the sizes"),
+        (["-b", "1K", "-e", "8"], "--min-bytes is 1KiB, and --max-bytes 8, which is less"),
+        (["-f", "1"], "'1' is no factor above 1"),
+        (["--bytes", "8G", "--dtype", "int8"], "more than 2147483647 elements"),
+        (["--dtype", "float23"], "no dtype 'float23': did you mean float32?"),
+        (["allreduce", "--dtype", "bool"], "allreduce: MPI.SUM is not defined for bool: pass --op max or min"),
+        (["osu_scan", "--dtype", "float8_e5m2"], "osu_scan: MPI.SUM is not defined for float8_e5m2: pass another"),
+        (["--op", "mean"], "invalid choice: 'mean'"),
+        (["--device", "gpu", "bcast"], "--device gpu: "),
+        (["--iterations", "0"], "'0' is no number from 1 to 1000000"),
+        (["--seconds", "0"], "'0' is no number of seconds"),
+        (["--seconds", "1", "-n", "3"], "not allowed with argument"),
+        (["--json", "/nowhere/figures.json"], "--json: /nowhere/figures.json cannot be written"),
+        (["--plot", "figures.nothing"], "error: --plot"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_arguments(run, rank, arguments, told):
+    """Told once, before anything is measured, and all ranks end."""
+    if "gpu" in arguments and bench.jax.default_backend() != "cpu":
+        pytest.skip("there is one")
+    code, out, error = run(*arguments)
+    assert code == 2
+    assert out == ""
+    assert rank > 0 or error.count(told) == 1
+    assert rank > 0 or "Traceback" not in error
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_differ(run, rank):
+    """Each would wait in another operation."""
+    code, _, err = run("allreduce" if rank == 0 else "bcast", "--bytes", 8, *SHORT)
+    assert code == 2
+    if rank == 0:
+        assert "the ranks were given different arguments: 0 ['allreduce'" in err
+        assert "1 ['bcast'" in err
+
+
+@pytest.mark.one_rank
+def test_needs_two_ranks(run):
+    code, _, error = run("osu_latency")
+    assert code == 2
+    assert "osu_latency needs 2 ranks" in error
+
+
+@pytest.mark.one_rank
+def test_what_cannot_be_exact():
+    with pytest.raises(ValueError, match="the sum over 300 ranks of numbers that differ is not exact in bfloat16"):
+        data.Numbers.of(np.dtype(jnp.bfloat16), "sum", 300)
+    assert data.Numbers.of(np.dtype(jnp.bfloat16), "max", 300).levels == 256
+
+
+# --- as users start it -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.launches
+def test_as_a_program():
+    done = launch(2, "-m", "jaxmpi.bench", "osu_allreduce", "osu_bw", "--bytes", 8, 100, "--seconds", 0.01)
+    assert "\nallreduce (osu_allreduce): bytes of the array\n" in done.stdout
+    assert "\nosu_bw: OSU's sends do not block" in done.stdout
+    assert [row[0] for row in rows_of(done.stdout)] == ["8", "100"] * 2
+    assert [row[-1] for row in rows_of(done.stdout)] == ["0"] * 4
+    assert "2 ranks on 1 host" in done.stdout
+
+
+WRONG = """
+import dataclasses, sys
+from jaxmpi import bench
+from jaxmpi._bench import operations
+row = operations.OPERATIONS["sendrecv"]
+operations.OPERATIONS["sendrecv"] = dataclasses.replace(row, call=lambda place, x: x)
+sys.exit(bench.main(["sendrecv", "--bytes", "400", "--rounds", "3", "-n", "5"]))
+"""
+
+
+@pytest.mark.launches
+def test_exit_code_of_wrong_data(tmp_path):
+    path = tmp_path / "program.py"
+    path.write_text(WRONG)
+    done = launch(2, path, check=False)
+    assert done.returncode == 1
+    assert int(rows_of(done.stdout)[0][-1]) > 500  # of 100 elements on each of two ranks, in three rounds
+    assert done.stdout.count("WRONG DATA") == 1
+
+
+@pytest.mark.nightly
+@pytest.mark.launches
+@pytest.mark.parametrize("plain", [False, True])
+def test_exit_code_of_bad_arguments(plain):
+    done = launch(2, "-m", "jaxmpi.bench", "bcasst", check=False, plain=plain)
+    assert done.returncode == 2
+    assert (done.stdout + done.stderr).count("no operation 'bcasst': did you mean bcast?") == 1
+
+
+@pytest.mark.nightly
+@pytest.mark.launches
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_interrupt(ranks):
+    """Said in one line. Open MPI's launcher ends its ranks without a word, with an exit code of its own."""
+    done = launch(ranks, "-m", "jaxmpi.bench", "allreduce", "--seconds", 2, check=False, interrupt_at="of the array")
+    if ranks > 0 and launcher.flavour(launcher.find_mpiexec()) == "openmpi":
+        assert done.returncode != 0
+        return
+    assert done.returncode == 130
+    assert done.stderr.count("jaxmpi.bench: interrupted\n") == 1
+    assert "Traceback" not in done.stderr

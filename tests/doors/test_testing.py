@@ -1,0 +1,600 @@
+"""`jaxmpi.testing.check_grads`: right programs pass, wrong ones are found, and what it says of them is true."""
+
+import importlib.util
+import inspect
+import re
+from functools import partial
+from pathlib import Path
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import jaxmpi
+from jaxmpi import notoken
+from jaxmpi._testing import changes, checking
+from jaxmpi.testing import check_grads
+from support import drawing, gradients
+from support.launch import launch
+from support.table import NEW_JAX
+
+pytestmark = pytest.mark.skipif(not NEW_JAX, reason="this JAX has no derivatives of communication")
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+
+
+def draw(*shape, dtype=float, rank=RANK):
+    numbers = np.random.default_rng([7, rank, *shape]).normal(size=shape)
+    return jnp.asarray(numbers + 1j * numbers[::-1] if jnp.issubdtype(dtype, jnp.complexfloating) else numbers, dtype)
+
+
+def total(x):
+    return notoken.allreduce(jnp.sum(x), MPI.SUM)
+
+
+W, X, Y = draw(3, rank=0), draw(4, 3), draw(4)
+
+
+def error(w, x, y):
+    """A local loss."""
+    return jnp.mean((jnp.tanh(x @ w) - y) ** 2)
+
+
+def regression(w, x, y):
+    return total(error(jaxmpi.replicate(w), x, y)) / SIZE
+
+
+# --- right programs --------------------------------------------------------------------------------------------------
+
+
+def tree(state, data):
+    model, n = state
+    own = jaxmpi.replicate(model)
+    output = own["layers"][0] @ data["x"].T + own["shift"]
+    return total(output**2) / n + jnp.sum(model["shift"] ** 2), {"n": n}
+
+
+def in_a_loop(w, x):
+    def step(w, _):
+        return w - 0.1 * jax.grad(lambda w: total((x @ jaxmpi.replicate(w)) ** 2))(w), None
+
+    return jnp.sum(jax.lax.scan(step, w, None, length=3)[0] ** 2)
+
+
+def by_value(w, x):
+    return total(jaxmpi.replicate(w) * jnp.sum(x)) if w[0] > -100 else w
+
+
+def neighbours(w, x):
+    """Results of each rank's own."""
+    left = notoken.sendrecv(x, x, (RANK - 1) % SIZE, (RANK + 1) % SIZE)
+    return x * left @ jaxmpi.replicate(w), notoken.scan(x, MPI.SUM)
+
+
+def scattered(numbers, w):
+    """Only root's numbers count: other ranks have templates."""
+    part = notoken.scatter(numbers, 0)
+    return total(jnp.sin(part) * jaxmpi.replicate(w)[0])
+
+
+@jax.custom_vjp
+def square(x):
+    return x**2
+
+
+square.defvjp(lambda x: (x**2, x), lambda x, ct: (2 * x * ct,))
+
+
+def of_keys(key, n, w, x):
+    return regression(w * n, x, Y) + 0 * jax.random.normal(key)
+
+
+def softmax(z, target):
+    largest = jaxmpi.replicate(notoken.allreduce(jnp.max(z), MPI.MAX))
+    return total(-target * (z - largest - jnp.log(jaxmpi.replicate(total(jnp.exp(z - largest))))))
+
+
+HALF = partial(jnp.asarray, dtype=jnp.bfloat16)
+TREE = ({"layers": [draw(2, 3, rank=0)], "shift": jnp.ones((2, 1))}, 5)
+RIGHT = {
+    "regression": (regression, (W, X, Y), "w"),
+    "jax.jit": (jax.jit(regression), (W, X, Y), 0),
+    "jaxmpi.jit": (jaxmpi.jit(regression), (W, X, Y), (0,)),
+    "float32": (regression, tuple(a.astype(jnp.float32) for a in (W, X, Y)), "w"),
+    "bfloat16": (regression, (HALF(W), HALF(X), HALF(Y)), "w"),
+    "complex": (
+        lambda w, x: total(jnp.abs(jaxmpi.replicate(w) * x) ** 2 + jnp.real(x * jnp.exp(x))),
+        (draw(3, dtype=complex, rank=0), draw(3, dtype=complex)),
+        "w",
+    ),
+    "pytrees": (tree, (TREE, {"x": X}), "state"),
+    "numbers": (lambda w, x: total(jaxmpi.replicate(w) * x), (0.5, 1.0 + RANK), "w"),
+    "positions": (lambda *a: regression(a[2], a[0], a[1]), (X, Y, W), -1),
+    "a loop of gradients": (in_a_loop, (W, X), "w"),
+    "by value": (by_value, (W, X), "w"),
+    "scattered": (scattered, (draw(SIZE, 3) if RANK == 0 else draw(3), W), "w"),
+    "keys and integers": (of_keys, (jax.random.key(3), 2, W, X), ("key", "n", "w")),
+    "softmax": (softmax, (draw(4), jnp.eye(4)[1] * (RANK == SIZE - 1)), ()),
+    "kinks nearby": (lambda w, x: total(jax.nn.relu(x @ jaxmpi.replicate(w))), (W, X), "w"),
+    "no derivative": (lambda w, x: total(x**2) + 0 * jnp.sum(w), (W, X), "w"),
+    "cancelling": (lambda b, x: total(jax.nn.softmax(x + jaxmpi.replicate(b)[0])), (W, X), "b"),
+    "a tiny scale": (lambda k, x: total(jnp.sqrt(1e5 * jaxmpi.replicate(k)) * x[0]), (1e-6 * jnp.exp(W), X), "k"),
+    "an empty array": (lambda w, e, x: regression(w, x, Y) + jnp.sum(e), (W, jnp.zeros((0, 2)), X), (0, 1)),
+}
+
+
+@pytest.mark.two_ranks_suffice
+@pytest.mark.parametrize("name", RIGHT)
+def test_right(name):
+    f, args, invariant = RIGHT[name]
+    check_grads(f, args, invariant=invariant)
+
+
+@pytest.mark.two_ranks_suffice
+def test_right_in_other_ways(comm):
+    """Results of each rank's own, second derivatives, gradients of the user's, one mode, another communicator."""
+    check_grads(neighbours, (W, X), invariant="w", invariant_out=False)
+    gradient = jax.grad(regression, argnums=(0, 1))
+    check_grads(gradient, (W, X, Y), invariant="w", invariant_out=(True, False))
+    by_hand = lambda w: (total_of_gradients(w),)  # noqa: E731
+    total_of_gradients = lambda w: notoken.allreduce(jax.grad(error)(w, X, Y), MPI.SUM) / SIZE  # noqa: E731
+    check_grads(lambda w: regression(w, X, Y), (W,), invariant=0, gradient=by_hand)
+    check_grads(lambda x: total(square(x)), (X,), modes=("rev",))
+    until = lambda x: jax.lax.while_loop(lambda x: total(x) < 100, lambda x: x + x**2, jnp.abs(x))  # noqa: E731
+    check_grads(until, (X,), modes=("fwd",), invariant_out=False)
+    halves = comm.Split(RANK % 2, RANK)
+    on_half = lambda w, x: notoken.allreduce(  # noqa: E731
+        jnp.sum(x @ jaxmpi.replicate(w, comm=halves)) ** 2, MPI.SUM, comm=halves
+    )
+    check_grads(on_half, (W + RANK % 2, X), invariant="w", comm=halves)
+    halves.Free()
+
+
+@pytest.mark.two_ranks_suffice
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+def test_donated_arguments():
+    """What f may overwrite is a copy."""
+    w, x, y = (jnp.copy(a) for a in (W, X, Y))
+    check_grads(jaxmpi.jit(regression, donate_argnums=(0, 1, 2)), (w, x, y), invariant="w")
+    assert not any(a.is_deleted() for a in (w, x, y))
+
+
+# --- mistakes --------------------------------------------------------------------------------------------------------
+
+
+def told(*args, **kwargs):
+    """What check_grads raises, which is the same on all ranks."""
+    with pytest.raises(AssertionError) as caught:
+        check_grads(*args, **kwargs)
+    text = str(caught.value)
+    assert MPI.COMM_WORLD.allgather(text).count(text) == SIZE
+    return text
+
+
+def mean(x):
+    return notoken.allreduce(jnp.mean(x, axis=0), MPI.SUM) / SIZE  # mean
+
+
+def missing_at_argument(w, x):
+    return total(error(w, x, Y)) / SIZE
+
+
+def missing_in_one_of_two(w, b, x):
+    return total(error(jaxmpi.replicate(w) + b, x, Y)) / SIZE
+
+
+def missing_behind_mean(w, x):
+    x = x - mean(x)  # here
+    return mean(jnp.tanh(x @ jaxmpi.replicate(w)) ** 2)
+
+
+def missing_where_ranks_differ(w, x):
+    x = jnp.sin(x) if RANK == 0 else x
+    x = x - mean(x)  # here
+    return mean(jnp.tanh(x @ jaxmpi.replicate(w)) ** 2)
+
+
+def missing_in_a_use(w, x):
+    middle = mean(x)
+    return regression(w, x - middle, Y) + jnp.sum(middle**2)  # here
+
+
+def missing_in_a_loop(w, x):
+    def step(w, _):
+        gradient = jnp.tanh(x.T @ (x @ w))  # here
+        return w - 0.1 * notoken.allreduce(gradient, MPI.SUM), None
+
+    return jnp.sum(jax.lax.scan(step, w, None, length=2)[0])
+
+
+def missing_in_a_branch(w, x):
+    def often(w):
+        middle = mean(x)  # here
+        return mean((x - middle) ** 2 @ jaxmpi.replicate(w))
+
+    return jax.lax.cond(w[0] > -100, often, jnp.sum, w)
+
+
+def too_many_at_a_penalty(w, x):
+    w = jaxmpi.replicate(w)
+    return total(error(w, x, Y)) / SIZE + 0.1 * jnp.sum(w**2)  # here
+
+
+def too_many_at_the_loss(w, x):
+    return jaxmpi.replicate(regression(w, x, Y))  # here
+
+
+@jaxmpi.jit
+def too_many_in_jit(w, x):
+    scale = jaxmpi.replicate(w)  # here
+    return regression(w, x, Y) + jnp.sum(scale**2)
+
+
+def too_many_in_one_line(w, x):
+    middle = jaxmpi.replicate(mean(x - jaxmpi.replicate(mean(x**2))))  # here
+    return regression(w, x, Y) + jnp.sum(middle**2)
+
+
+def missing_invariant(w, x):
+    features = notoken.allgather(x @ jaxmpi.replicate(w))  # here
+    return jnp.mean(jnp.tanh(features) ** 2)
+
+
+def missing_invariant_of_bcast(w, x):
+    first = notoken.bcast(x, 0)  # here
+    return regression(w, x, Y) + jnp.sum(first**2)
+
+
+def too_many_invariants(w, x):
+    middle = jaxmpi.invariant(mean(x))  # here
+    return regression(w, x, Y) + jnp.sum(middle**2)
+
+
+def two_mistakes(z):
+    largest = notoken.allreduce(jnp.max(z), MPI.MAX)  # largest
+    whole = notoken.allreduce(jnp.sum(jnp.exp(z - largest)), MPI.SUM)  # whole
+    return total(-jnp.eye(4)[1] * (RANK == SIZE - 1) * (z - largest - jnp.log(whole)))
+
+
+PART = "each rank has a part of the derivative: their sum is right"
+TIMES = f"{SIZE} times the derivative, as many times as there are ranks"
+REPLICATE, INVARIANT = (f"pass its result through jaxmpi.{name}" for name in ("replicate", "invariant"))
+ALL_HAVE = "here: pass what is the same on all ranks through jaxmpi.replicate"
+MISTAKES = {
+    missing_at_argument: ({"w": PART}, "w: pass it through jaxmpi.replicate first"),
+    missing_in_one_of_two: ({"b": PART}, "b: pass it through jaxmpi.replicate first"),
+    missing_behind_mean: ({"x": ""}, f"allreduce at mean, called at here: {REPLICATE}"),
+    missing_where_ranks_differ: ({"x": ""}, f"allreduce at mean, called at here: {REPLICATE}"),
+    missing_in_a_use: ({"x": ""}, ALL_HAVE),
+    missing_in_a_loop: (None, ALL_HAVE),
+    missing_in_a_branch: ({"x": ""}, f"allreduce at mean, called at here: {REPLICATE}"),
+    too_many_at_a_penalty: ({"w": ""}, "here: use what has not been passed through jaxmpi.replicate"),
+    too_many_at_the_loss: ({"w": TIMES, "x": TIMES}, "replicate at here: leave it out"),
+    too_many_in_jit: ({"w": ""}, "replicate at here: leave it out"),
+    too_many_in_one_line: ({"x": ""}, "replicate at here, number 2 of 2: leave it out"),
+    missing_invariant: ({"w": TIMES, "x": TIMES}, f"allgather at here: {INVARIANT}"),
+    missing_invariant_of_bcast: ({"x": ""}, f"bcast at here: {INVARIANT}"),
+    too_many_invariants: ({"x": ""}, "invariant at here: leave it out"),
+}
+"""How the gradient of each wrong argument is related to the derivative, if in a simple way, and what mends it."""
+ARGUMENTS = {"w": W, "b": -W, "x": X}
+
+
+def marked(function):
+    """The lines of a function that end with a mark, as explanations name them, by marks."""
+    source, first = inspect.getsourcelines(inspect.unwrap(function))
+    marks = [re.search(r"# (\w+)$", line.rstrip()) for line in source]
+    return {f"{__file__}:{first + i}": mark[1] for i, mark in enumerate(marks) if mark}
+
+
+def advice_in(text, *functions):
+    """The changes that a text names, without their reasons, with marks in the place of lines."""
+    said = re.sub(", since .*$", "", text.partition("right, as was tried:\n")[2], flags=re.M).replace(":\n    ", ": ")
+    for line, mark in {line: mark for function in functions for line, mark in marked(function).items()}.items():
+        said = re.sub(rf"{re.escape(line)} \(.*?\)", mark, said)
+    return said.strip().split("\n  ")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.two_ranks_suffice
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda function: function.__name__)
+def test_mistake(mistake):
+    """It is found, what is said of the figures is true, and the mistake is among what makes the gradient right."""
+    relations, advice = MISTAKES[mistake]
+    names = inspect.signature(mistake).parameters
+    text = told(mistake, tuple(ARGUMENTS[name] for name in names), invariant=[name for name in names if name in "wb"])
+    if relations is not None:
+        assert dict(re.findall(r"^  (\w+): reverse mode .*(?:\n    (.*))?$", text, re.M)) == relations
+    assert advice in advice_in(text, mistake, mean), text
+    assert len(advice_in(text)) <= 3, text
+
+
+@pytest.mark.ranks(2)
+def test_two_mistakes():
+    """Which no one change mends."""
+    text = told(two_mistakes, (draw(4),))
+    assert "These changes together make it right" in text
+    assert advice_in(text, two_mistakes) == [f"allreduce at {mark}: {REPLICATE}" for mark in ("largest", "whole")]
+
+
+@pytest.mark.launches
+@pytest.mark.nightly
+def test_with_comparison_of_cotangents(script):
+    """JAXMPI_CHECK=1 would raise on one rank alone."""
+    program = script("""
+        from jaxmpi.testing import check_grads
+        def mean(x):
+            return notoken.allreduce(jnp.mean(x), MPI.SUM) / size
+        try:
+            check_grads(jaxmpi.jit(lambda x: mean(jnp.sin(x - mean(x)))), (jnp.arange(3.0) ** (rank + 1),))
+        except AssertionError as error:
+            print(error, flush=True)
+    """)
+    said = launch(2, program, JAXMPI_CHECK="1").stdout
+    assert said.count("pass its result through jaxmpi.replicate") == 2, said
+
+
+def test_figures():
+    """They are those of the witness, in the direction of 1 for a single number; on one rank there is no advice."""
+    w = 0.5
+
+    @jax.custom_jvp
+    def half(x):
+        return x**2
+
+    half.defjvp(lambda x, t: (x[0] ** 2, x[0] * t[0]))
+    text = told(lambda w: half(w) + 0 * total(w), (w,), invariant=0)
+    forward, differences = map(float, re.search(r"w: forward mode (.*), differences (.*)$", text, re.M).groups())
+    np.testing.assert_allclose(differences, 2 * forward, rtol=1e-2)
+    wrong = lambda x: (2 * jax.grad(lambda x: total(x**2))(x),)  # noqa: E731
+    text = told(lambda x: total(x**2), (X,), gradient=wrong)
+    given, forward = map(float, re.search(r"x: gradient (.*); forward mode (.*); ", text).groups())
+    np.testing.assert_allclose(given, 2 * forward, rtol=1e-2)
+    assert ("2 times the derivative" in text) == (SIZE == 2)
+    assert "as was tried" not in text
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("scale", "relation"),
+    [
+        (lambda g: g, PART),
+        (lambda g: SIZE * g, "the ranks differ, and their mean is right"),
+        (lambda g: (1 + RANK) * g, "the ranks differ, and should have the same"),
+        (lambda g: notoken.allreduce(SIZE * g, MPI.SUM), TIMES),
+        (lambda g: notoken.allreduce(g, MPI.SUM) / SIZE, f"the derivative divided by {SIZE}, the number of ranks"),
+    ],
+)
+def test_relations(scale, relation):
+    """Of gradients that are computed by hand to the derivative."""
+    gradient = lambda w: (scale(jax.grad(error)(w, X, Y) / SIZE),)  # noqa: E731
+    text = told(lambda w: regression(w, X, Y), (W,), invariant=0, gradient=gradient)
+    assert text.endswith(f"\n    {relation}")
+
+
+# --- what else it refuses --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+def test_local_loss():
+    text = told(error, (W, X, Y), invariant="w")
+    assert re.search("the result of f is not the same on all ranks: .* on rank 0, .* on rank 1", text)
+    assert "jaxmpi.allreduce(loss, MPI.SUM)" in text
+    x = X - jnp.mean(X)
+    text = told(lambda x: jnp.sum(x) - jax.lax.stop_gradient(jnp.sum(x)), (x,))
+    assert "the same result on all ranks here, but not the same derivative" in text
+
+
+def test_forward_mode_is_compared_with_differences():
+    text = told(lambda w, x: regression(jax.lax.stop_gradient(w), x, Y), (W, X), invariant="w")
+    assert re.search(r"forward mode does not agree.*\n  w: forward mode 0, differences .*\nThat is not a matter", text)
+    text = told(lambda x: total(jax.nn.relu(x)), (0 * X,))
+    assert re.search(r"f has a kink here, with the derivatives -.* and .* on its two sides", text)
+
+
+def test_inconclusive():
+    """Where differences are all there is, and rounding hides the derivative."""
+    f = lambda x: 1e5 + total(square(x))  # noqa: E731
+    check_grads(f, (X,), modes=("rev",))
+    text = told(f, (X.astype(jnp.float32),), modes=("rev",))
+    assert "inconclusive. In a random direction of x differences are" in text
+
+
+def test_not_finite():
+    assert "the result of f is not finite" in told(lambda x: total(jnp.log(0 * x)), (X,))
+    text = told(lambda x: {"loss": total(x), "more": total(x / (RANK - SIZE + 1))}, (X,), invariant_out=False)
+    assert "the result['more'] of f is not finite" in text
+
+
+WRONG = {
+    "args": (TypeError, "must be a tuple of the arguments", (lambda x: total(x), X), {}),
+    "nothing": (ValueError, "no array of floating-point or complex", (lambda x: total(x), (3,)), {}),
+    "name": (ValueError, "names of arguments, w, x, y; got 'v'", (regression, (W, X, Y)), {"invariant": ["v"]}),
+    "position": (ValueError, "w, x, y; got 3", (regression, (W, X, Y)), {"invariant": 3}),
+    "modes": (ValueError, "'fwd' and 'rev', got 'fwd'", (regression, (W, X, Y)), {"modes": "fwd"}),
+    "prefix": (
+        ValueError, "a prefix of what f returns; got [True, False]",
+        (regression, (W, X, Y)), {"invariant": "w", "invariant_out": [True, False]},
+    ),
+    "result": (ValueError, "f returns no array", (lambda x: x.astype(int), (X,)), {"modes": ("fwd",)}),
+    "gradient": (
+        TypeError, "gradient must return a tuple",
+        (regression, (W, X, Y)), {"invariant": "w", "gradient": jax.grad(regression)},
+    ),
+    "gradient of several": (
+        ValueError, "f must return one real number",
+        (lambda x: notoken.allreduce(x, MPI.SUM), (X,)), {"gradient": lambda x: (x,)},
+    ),
+    "comm": (TypeError, "comm must be an mpi4py communicator", (regression, (W, X, Y)), {"comm": 1}),
+}  # fmt: skip
+
+
+@pytest.mark.two_ranks_suffice
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments(name):
+    kind, text, args, options = WRONG[name]
+    with pytest.raises(kind, match=re.escape(text)):
+        check_grads(*args, **options)
+
+
+@pytest.mark.ranks(2)
+def test_arguments_that_do_not_match():
+    """On all ranks, before anything of f is called."""
+    with pytest.raises(
+        ValueError, match=r"state\['a'\] is invariant, .* is 0 on rank 0, 1 on rank 1, index 1, 0|at index 1, 0"
+    ):
+        check_grads(lambda state, x: 1 / 0, ({"a": jnp.zeros((2, 1)).at[1].set(RANK > 0)}, X), invariant="state")
+    with pytest.raises(ValueError, match=r"float64 of shape .* on rank 0, float64 of shape .* on rank 1"):
+        check_grads(lambda w, x: 1 / 0, (jnp.ones(2 + (RANK == 1)), X), invariant=0)
+    with pytest.raises(
+        ValueError, match=r"arrays of the same names among args.* rank 0 has x\[0\], and rank 1 x\[0\], x\[1\]"
+    ):
+        check_grads(lambda x: 1 / 0, ([X] * (1 + (RANK == 1)),))
+    with pytest.raises(ValueError, match="arrays of the same names on all ranks"):
+        check_grads(lambda x: [total(x)] * (1 + RANK), (X,))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("when", ["value", "derivative"])
+def test_error_on_one_rank(when):
+    """While tracing it is an error of all ranks: none waits."""
+
+    def f(x):
+        if when == "derivative" and RANK == 0:
+            notoken.send(x, 1)
+        if RANK == 1:
+            if when == "value":
+                raise OSError("no such file")
+            x = notoken.recv(x, 0, tag=MPI.ANY_TAG)
+        return total(x)
+
+    kind, text = (
+        (OSError, "no such file") if when == "value" else (NotImplementedError, "recv cannot be differentiated")
+    )
+    with pytest.raises(kind if RANK == 1 else RuntimeError, match=text) as caught:
+        check_grads(f, (X,))
+    if RANK != 1:
+        assert f"rank 1 could not differentiate f. It raised {kind.__name__}: {text}" in str(caught.value)
+
+
+# --- random programs -------------------------------------------------------------------------------------------------
+
+
+def same(comm, gradient, expected):
+    close = all(np.allclose(a, b, rtol=1e-6, atol=1e-9) for a, b in zip(gradient, expected, strict=True))
+    return all(comm.allgather(close))
+
+
+def gradient_of(f, args):
+    return jax.grad(f, argnums=tuple(range(len(args))))(*args)
+
+
+@pytest.mark.two_ranks_suffice
+def test_random_programs(comm, rank, size):
+    """Right ones pass, and are right by the witness."""
+
+    def check(seed):
+        program = gradients.generate(seed)
+        args, _ = gradients.arguments(seed, rank, size)
+        f = program.function(comm)
+        assert same(comm, gradient_of(f, args), gradients.expected(program, seed, rank, size)), str(program)
+        check_grads(f, args, invariant=gradients.INVARIANT)
+
+    drawing.on_all_ranks(comm, st.integers(0, 1 << 32), check, 40)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.two_ranks_suffice
+@pytest.mark.seconds(400)
+def test_random_mistakes(comm, rank, size, monkeypatch):
+    """A mistake that makes a gradient wrong, by the witness, is found. The explanation names its line, and what it says
+    makes the gradient right, by the witness, at other arguments as well. A mistake that does no harm is no alarm."""
+    explained = []
+    monkeypatch.setattr(checking, "repairs", lambda program, *more: explain(program, changes.repairs(program, *more)))
+
+    def explain(program, found):
+        explained.append((program, found))
+        return found
+
+    def check(drawn):
+        seed, which = drawn
+        right = gradients.generate(seed)
+        word, line, program = (possible := list(gradients.mistakes(right)))[which % len(possible)]
+        args, others = (gradients.arguments(seed, rank, size, which)[0] for which in (0, 1))
+        f = program.function(comm)
+        if same(comm, gradient_of(f, args), gradients.expected(right, seed, rank, size)):
+            check_grads(f, args, invariant=gradients.INVARIANT)
+            return
+        told(f, args, invariant=gradients.INVARIANT)
+        changeable, found = explained.pop()
+        named = {line for some in found for change in some for line in change.lines}
+        inside = right.statements[line].text.startswith("loop") and any(gradients.__file__ in its for its in named)
+        assert right.line(line) in named or inside, f"{word}\n{program}\n{found}"
+        for some in found:
+            _, pull = jax.vjp(changeable.changed(some), *others)
+            gradient = pull([jnp.ones(())])
+            assert same(comm, gradient, gradients.expected(right, seed, rank, size, 1)), f"{word}\n{program}\n{some}"
+
+    drawing.on_all_ranks(comm, st.tuples(st.integers(0, 1 << 32), st.integers(0, 1 << 10)), check, 40)
+
+
+# --- the examples ----------------------------------------------------------------------------------------------------
+
+
+def example(name):
+    for package in ("optax", "tqdm"):
+        pytest.importorskip(package)
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def of_regression():
+    parameters = {"slope": jnp.float64(1.2), "shift": jnp.float64(-0.3)}
+    x = jnp.linspace(-2, 2, 24)[RANK::SIZE]
+    return example("regression").loss, (parameters, x, jnp.tanh(1.5 * x - 0.4)), {"invariant": "parameters"}
+
+
+def of_global_sum():
+    return example("global_sum").global_sum_of_squares, (X,), {}
+
+
+def of_scatter_grad():
+    return example("scatter_grad").weighted_sum, (jnp.arange(8.0),), {}
+
+
+def of_heat_inverse():
+    module = example("heat_inverse")
+    grid = jaxmpi.Grid((0, 0), (7, 7))
+    data, sensors = module.experiment(grid)
+    loss = jaxmpi.jit(lambda g: module.loss_of(g, data, sensors, grid))
+    return loss, (0.1 * draw(*grid.local_shape),), {}
+
+
+def of_poisson():
+    module = example("poisson_cg")
+    grid = jaxmpi.Grid((0, 0), (7, 7))
+    f, k, wanted = module.make_body(grid)
+    loss = jaxmpi.jit(lambda f, k: module.misfit(f, k, wanted, grid, lambda *_: None)[0])
+    return loss, (f, k), {"rtol": 1e-6}
+
+
+def of_spectral():
+    module = example("spectral")
+    size = 6
+    loss = jaxmpi.jit(lambda start: module.final_energy(start, steps=3, size=size))
+    return loss, (draw(module.parts(size)[RANK], size),), {}
+
+
+@pytest.mark.two_ranks_suffice
+@pytest.mark.parametrize(
+    "make", [of_regression, of_global_sum, of_scatter_grad, of_heat_inverse, of_poisson, of_spectral]
+)
+def test_example(make):
+    """The losses of the examples have the gradients with which these work."""
+    f, args, options = make()
+    check_grads(f, args, **options)

@@ -1,0 +1,699 @@
+"""The timeline of a job: JAXMPI_TRACE, and what `python -m jaxmpi.trace` makes of it."""
+
+import gzip
+import json
+import random
+import re
+import resource
+import subprocess
+import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from mpi4py import MPI
+
+from jaxmpi._trace import clocks, files, matching, pictures, report
+from support.launch import launch
+
+pytestmark = pytest.mark.launches
+
+BEGIN = """
+import os, sys, time
+import jax, jax.numpy as jnp
+from mpi4py import MPI
+from jaxmpi import notoken
+world = MPI.COMM_WORLD
+rank, size = world.rank, world.size
+x = jnp.arange(6.0)
+"""
+
+RANDOM = """
+import random
+half = world.Split(rank % 2)
+half.Set_name("half")
+draw = random.Random({seed})
+def right(x): return notoken.sendrecv(x, x, source=(rank - 1) % size, dest=(rank + 1) % size, sendtag=3)
+def reversed_order(x):
+    if rank == 0: notoken.send(x, size - 1, tag=5)
+    return notoken.recv(x, 0, tag=5) if rank == size - 1 else x
+def in_flight(x):
+    a, b = (notoken.irecv(x, (rank - 1) % size, tag=4) for _ in range(2))
+    c, d = notoken.isend(x, (rank + 1) % size, tag=4), notoken.isend(x + 1, (rank + 1) % size, tag=4)
+    second = notoken.wait(b)
+    (first, _, _), _ = notoken.waitall([a, c, d], after=jnp.sin(x))
+    return second - first
+def started(x):
+    total, root = notoken.iallreduce(x, MPI.SUM), notoken.ibcast(x, size - 1)
+    return notoken.wait(root) + notoken.wait(total) / size
+KINDS = {{
+    "in flight": in_flight,
+    "started": started,
+    "start grad": lambda x: jax.grad(lambda x: notoken.wait(notoken.ibcast(x, 0)).sum())(x),
+    "allreduce": lambda x: notoken.allreduce(x, MPI.SUM) / size,
+    "half": lambda x: notoken.allreduce(x, MPI.MAX, comm=half),
+    "bcast": lambda x: notoken.bcast(x, 1),
+    "alltoall": lambda x: notoken.alltoall(jnp.stack([x] * size))[0],
+    "right": right,
+    "message": reversed_order,
+    "grad": lambda x: jax.grad(lambda x: notoken.bcast(x, 0).sum())(x),
+}}
+for _ in range(60):
+    kind, way, times = draw.choice(sorted(KINDS)), draw.choice(["eager", "jit", "loop"]), draw.randrange(1, 5)
+    f = KINDS[kind]
+    if way == "eager":
+        for _ in range(times): x = f(x)
+    elif way == "jit":
+        g = jax.jit(f)
+        for _ in range(times): x = g(x)
+    else:
+        x = jax.jit(lambda x: jax.lax.fori_loop(0, times, lambda i, x: f(x), x))(x)
+"""
+
+
+def run_traced(tmp_path, ranks, program, **options):
+    folder = tmp_path / "trace"
+    path = tmp_path / "program.py"
+    path.write_text(BEGIN + program)
+    done = launch(ranks, path, JAXMPI_TRACE=str(folder), **options)
+    return folder, done
+
+
+def expected(seed, ranks):
+    """How often each rank executes each operation of RANDOM, by the same draws; (per rank), and the messages."""
+    draw = random.Random(seed)
+    counts, messages = [Counter() for _ in range(ranks)], Counter()
+    kinds = {"allreduce", "half", "bcast", "alltoall", "right", "message", "grad", "in flight", "started", "start grad"}
+    for _ in range(60):
+        kind, _, times = draw.choice(sorted(kinds)), draw.choice(["eager", "jit", "loop"]), draw.randrange(1, 5)
+        for rank in range(ranks):
+            if kind in ("allreduce", "bcast", "alltoall"):
+                counts[rank][kind] += times
+            elif kind == "half":
+                counts[rank]["allreduce"] += times
+            elif kind == "right":
+                counts[rank]["sendrecv"] += times
+                messages[rank, (rank + 1) % ranks] += times
+            elif kind == "grad":
+                counts[rank]["bcast"] += times
+                counts[rank]["reduce of cotangents"] += times
+            elif kind == "in flight":
+                messages[rank, (rank + 1) % ranks] += 2 * times
+                for name in ("isend", "irecv", "wait for isend", "wait for irecv"):
+                    counts[rank][name] += 2 * times
+            elif kind == "started":
+                for name in ("iallreduce", "ibcast"):
+                    counts[rank].update({name: times, f"wait for {name}": times})
+            elif kind == "start grad":
+                for name in ("ibcast", "ibcast of cotangents"):
+                    counts[rank].update({name: times, f"wait for {name}": times})
+        if kind == "message":
+            counts[0]["send"] += times
+            counts[ranks - 1]["recv"] += times
+            messages[0, ranks - 1] += times
+    return counts, messages
+
+
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_random_programs_are_in_it(seed, tmp_path):
+    """Each operation on each rank, and who talks to whom."""
+    folder, _ = run_traced(tmp_path, 3, RANDOM.format(seed=seed))
+    told = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+    lists = [fact["args"]["ranks"] for facts in told for fact in facts if "ranks" in fact["args"]]
+    assert [sorted(ranks for ranks in lists if len(ranks) > 1)] == [[[0, 2]]]  # once, not once for each of its ranks
+    ranks = files.read(folder)
+    counts, messages = expected(seed, 3)
+    assert [Counter(event.label for event in rank.events) for rank in ranks] == counts
+    assert all(rank.lost == 0 for rank in ranks)
+    matched = matching.match(ranks)
+    assert matched.unmatched == 0
+    assert Counter((m.sent.rank, m.received.rank) for m in matched.messages) == messages
+    assert sum(len(one.events) for one in matched.collectives) == sum(
+        count
+        for each in counts
+        for name, count in each.items()
+        if name not in matching.MESSAGES and not name.startswith("wait")
+    )
+    for one in matched.all:  # the clock is one
+        assert all(late.end >= early.begin for late, early in one.needs())
+    for rank in ranks:
+        assert all(re.search(r"program.py:\d+ \(", event.arguments["line"]) for event in rank.events)
+        comms = {event.arguments["comm"] for event in rank.events}
+        assert {rank.communicators[comm].name for comm in comms} == {"the default communicator", "half"}
+        assert {rank.communicators[comm].ranks for comm in comms} == {(0, 1, 2), (1,) if rank.rank == 1 else (0, 2)}
+        assert {event.nbytes for event in rank.events} == {24, 72}
+
+
+SLEEPS = """
+f = jax.jit(lambda x: notoken.allreduce(x, MPI.SUM))
+f(x).block_until_ready(); world.Barrier()
+for _ in range(3):
+    if rank == 1: time.sleep(0.3)
+    f(x).block_until_ready()
+if rank == 0:
+    time.sleep(0.4)
+    notoken.send(x, 1)
+elif rank == 1:
+    notoken.recv(x, 0).block_until_ready()
+"""
+
+
+def test_waiting_is_for_whom_one_waits(tmp_path):
+    folder, _ = run_traced(tmp_path, 2, SLEEPS)
+    ranks = files.read(folder)
+    matched = matching.match(ranks)
+    assert clocks.align(ranks, matched) == 0
+    caused = matching.add_waiting(matched)
+    waits = [event.waited / 1e6 for event in ranks[0].events if event.name == "allreduce"]
+    assert all(wait > 0.2 for wait in waits[1:])  # of rank 0 for rank 1, which sleeps
+    assert caused[0, 1] / 1e6 == pytest.approx(sum(waits), abs=0.3)
+    assert caused[1, 0] / 1e6 > 0.3  # rank 1 for rank 0, in recv
+    received = next(event for event in ranks[1].events if event.name == "recv")
+    assert 0.3 <= received.waited / 1e6 <= received.seconds
+
+
+STARTS = """
+import jaxmpi
+@jax.jit
+def start(x):
+    return notoken.iallreduce(x, MPI.SUM), notoken.ibcast(x, 1), notoken.isend(x, 1 - rank), notoken.irecv(x, 1 - rank)
+@jax.jit
+def finish(requests):
+    return [notoken.wait(request) for request in requests]
+grid = jaxmpi.Grid((size,), (6 * size,), periodic=True)
+g, h = jax.jit(lambda u: grid.start(u)), jax.jit(lambda q: grid.finish(q))
+def whole(): jax.block_until_ready([finish(start(x)), h(g(jnp.ones(8)))])
+whole(); world.Barrier()
+notoken.barrier(); jax.effects_barrier()
+if rank == 1: time.sleep(0.3)
+whole(); world.Barrier()
+if rank == 0:
+    requests = jax.block_until_ready(start(x)); time.sleep(0.3)  # it is in flight, and waits for nobody
+if rank == 1:
+    time.sleep(0.2)
+    requests = jax.block_until_ready(start(x))
+jax.block_until_ready(finish(requests))
+"""
+
+
+@pytest.mark.nightly
+def test_waiting_is_where_one_waits(tmp_path):
+    """Of what has been started: in its wait, for the rank that has not started yet; never in the start."""
+    folder, _ = run_traced(tmp_path, 2, STARTS)
+    ranks = files.read(folder)
+    matched = matching.match(ranks)
+    assert matched.unmatched == 0
+    clocks.align(ranks, matched)
+    caused = matching.add_waiting(matched)
+    for rank in ranks:
+        for event in rank.events:
+            if event.name in files.WAITS:
+                assert event.other_end.other_end is event
+                assert event.other_end.end <= event.begin
+            elif event.name != "barrier":
+                assert event.waited < 1e5, event
+    after = next(event.end for event in ranks[0].events if event.name == "barrier")
+    waits = [event for event in ranks[0].events if event.name == "wait" and event.begin > after]
+    assert [event.label.split()[-1] for event in waits] == ["iallreduce", "ibcast", "isend", "irecv"] * 2
+    assert 2e5 < waits[0].waited <= waits[0].end - waits[0].begin  # for rank 1, which sleeps; the others are done then
+    assert all(event.waited < 1e5 for event in waits[4:])  # all had come when rank 0 began to wait
+    assert caused[0, 1] > 2e5
+    assert {event.nbytes for event in waits} == {24}
+    assert all(message.on_the_way is None for message in matched.messages)
+    pictured = pictures._in_flight(ranks[0].events, [waits[4].begin - 1e5, waits[4].begin])
+    assert pictured == pytest.approx([1])
+    command = [sys.executable, "-m", "jaxmpi.trace", str(folder)]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert re.search(r"wait for iallreduce +3 .*program.py:\d+ \(", told)
+    assert re.search(r"\n +Grid.finish +2 ", told)
+    assert re.search(r"\n +0 -> 1 +3 +72 B .* - +-\n", told)
+    merged = json.loads((folder / "timeline.json").read_text())
+    assert sum(event["name"] == "in flight" for event in merged) == 2 * 2 * (3 * 4 + 2)
+
+
+def test_report(tmp_path):
+    folder, _ = run_traced(tmp_path, 2, SLEEPS)
+    command = [sys.executable, "-m", "jaxmpi.trace", str(folder)]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert re.search(r"allreduce +4 .*program.py:10 \(<lambda>\)\n", told)
+    assert re.search(r"\n +0 -> 1 +1 +24 B", told)
+    assert "Note" not in told
+    merged = json.loads((folder / "timeline.json").read_text())
+    assert Counter(event["ph"] for event in merged)["X"] == 4 + 4 + 2
+    assert min(event["ts"] for event in merged if event["ph"] == "X") == 0
+    if "No pictures" not in told:
+        assert (folder / "timeline.png").stat().st_size > 5000
+        assert (folder / "messages.png").stat().st_size > 5000
+    again = subprocess.run([*command, "--no-pictures"], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "timeline.png" not in again
+
+
+PROFILED = """
+f = jax.jit(lambda x: notoken.sendrecv(notoken.allreduce(x, MPI.SUM), x, 1 - rank, 1 - rank))
+f(x).block_until_ready()
+with jax.profiler.trace(os.environ["PROFILE"] + str(rank)):
+    f(x).block_until_ready()
+"""
+
+
+@pytest.mark.nightly
+def test_profiler_of_jax_names_operations(tmp_path):
+    run_traced(tmp_path, 2, PROFILED, PROFILE=str(tmp_path / "profile"))
+    for rank in (0, 1):
+        (path,) = (tmp_path / f"profile{rank}").rglob("*.trace.json.gz")
+        names = {event.get("name", "") for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]}
+        for operation in ("allreduce", "sendrecv"):
+            assert any(name.startswith(f"jaxmpi_{operation}") for name in names), names
+
+
+LINES = """
+right = jax.jit(lambda: notoken.allreduce(jnp.zeros(8), MPI.SUM))  # line of 8
+single = jax.jit(lambda: notoken.allreduce(x[:4], MPI.SUM))  # line of 4
+trees = jax.jit(lambda: notoken.allreduce([x[:4], x[:3], x[:2]], MPI.SUM))  # line of 9
+for f in (right, single, trees): jax.block_until_ready(f())
+notoken.allreduce([x[:4], x[:1]], MPI.SUM)  # line of 5
+notoken.bcast((x[:4], x[:3]), 0)  # line of 7
+"""
+
+
+@pytest.mark.nightly
+def test_lines_of_trees(tmp_path):
+    """Of those whose leaves are one operation, the lines are known by the size of all together."""
+    folder, _ = run_traced(tmp_path, 2, LINES)
+    lines = (tmp_path / "program.py").read_text().splitlines()
+    for rank in files.read(folder):
+        assert len(rank.events) == 5
+        for event in rank.events:
+            number = 1 + next(i for i, line in enumerate(lines) if f"line of {event.arguments['count']}" in line)
+            assert f"program.py:{number} (" in event.arguments["line"]
+            assert " or " not in event.arguments["line"]
+
+
+KILLED = """
+f = jax.jit(lambda x: notoken.allreduce(x, MPI.SUM))
+for _ in range(100): f(x)
+if rank == 1:
+    time.sleep(2)
+    os.kill(os.getpid(), 9)
+f(x)
+f(x).block_until_ready()
+"""
+
+
+def test_killed_job_has_a_timeline(tmp_path):
+    """Also of the operation in which a rank waited as the job ended."""
+    folder, done = run_traced(tmp_path, 2, KILLED, check=False)
+    assert done.returncode != 0
+    ranks = files.read(folder)
+    assert [len(rank.events) for rank in ranks] == [101, 100]
+    assert [event.complete for event in ranks[0].events] == [True] * 100 + [False]
+    matched = matching.match(ranks)
+    notes = "\n".join(report.caveats(ranks, matched, clocks.align(ranks, matched)))
+    assert "rank 0 never came back from allreduce, called at" in notes
+    assert "rank 1 was killed" in notes
+
+
+SUBPROCESS = """
+import subprocess
+notoken.barrier()
+code = "import jaxmpi; from jaxmpi import notoken; notoken.barrier(); notoken.barrier()"
+subprocess.run([sys.executable, "-c", code], check=True)
+if os.fork() == 0: sys.exit(0)
+os.wait()
+"""
+
+
+@pytest.mark.nightly
+def test_other_processes_leave_it_alone(tmp_path):
+    folder, _ = run_traced(tmp_path, 2, SUBPROCESS)
+    assert [[event.name for event in rank.events] for rank in files.read(folder)] == [["barrier"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("variable", "told"),
+    [
+        ({"JAXMPI_TRACE": "/dev/null/folder"}, "JAXMPI_TRACE=/dev/null/folder: no timeline can be written there"),
+        ({"JAXMPI_TRACE_MEGABYTES": "many"}, "JAXMPI_TRACE_MEGABYTES=many: it is a whole number above 0"),
+        ({"JAXMPI_TRACE": "open"}, "open: no timeline can be written there: everyone may replace files in it"),
+    ],
+    ids=["folder", "limit", "open to all"],
+)
+def test_bad_settings(variable, told, tmp_path):
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    if variable.get("JAXMPI_TRACE") == "open":
+        variable = {"JAXMPI_TRACE": str(tmp_path / "open")}
+    path = tmp_path / "program.py"
+    path.write_text("import jaxmpi")
+    done = launch(1, path, check=False, **{"JAXMPI_TRACE": str(tmp_path), **variable})
+    assert done.returncode != 0
+    assert told in done.stderr
+
+
+@pytest.mark.parametrize("content", [{}, {"a.00000.json": "[\n"}, {"a.00000.json": "[\nnothing\n"}], ids=str)
+def test_bad_folders(content, tmp_path):
+    for name, text in content.items():
+        (tmp_path / name).write_text(text)
+    command = [sys.executable, "-m", "jaxmpi.trace", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("jaxmpi.trace: ")
+    assert "Traceback" not in done.stderr
+
+
+def report_of(folder, *options, **more):
+    command = [sys.executable, "-m", "jaxmpi.trace", str(folder), *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **more)
+
+
+BARRIERS = "for _ in range({}): notoken.barrier()"
+
+
+def test_jobs_in_one_folder(tmp_path):
+    """At once, one after the other, of fewer ranks, and of one process that no launcher has started."""
+    sizes, folder = {5: 2, 6: 1, 7: 3, 8: 2, 9: 0}, tmp_path / "trace"
+
+    def job(barriers):
+        (tmp_path / str(barriers)).mkdir()
+        path = tmp_path / str(barriers) / "program.py"
+        path.write_text(BEGIN + BARRIERS.format(barriers))
+        launch(sizes[barriers], path, JAXMPI_TRACE=str(folder))
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(job, [5, 6]))
+    for barriers in (7, 8, 9):
+        job(barriers)
+    found = {}
+    for one in files.jobs(folder):
+        ranks = files.read(folder, one.name)
+        (barriers,) = {len(rank.events) for rank in ranks}
+        assert f"{barriers}/program.py" in one.program
+        assert [rank.rank for rank in ranks] == list(range(one.size))
+        assert matching.match(ranks).unmatched == 0
+        found[barriers] = one
+    assert {barriers: one.size for barriers, one in found.items()} == sizes | {9: 1}
+    refused = report_of(folder)
+    assert refused.returncode == 1
+    assert not refused.stdout
+    assert "5 jobs have written into" in refused.stderr
+    for barriers, one in found.items():
+        assert re.search(rf"\n  {one.name}  ({one.size}) of \1 ranks?  .*{barriers}/program.py", refused.stderr)
+    told = report_of(folder, "--job", found[7].name, "--no-pictures")
+    assert told.returncode == 0
+    assert told.stdout.startswith("3 ranks, ")
+    assert "; 5 names begin with 2" in report_of(folder, "--job", "2").stderr
+    assert "; no names begin with x" in report_of(folder, "--job", "x").stderr
+
+
+SPAWNS = """
+from jaxmpi import notoken
+parent = MPI.Comm.Get_parent()
+if parent == MPI.COMM_NULL:
+    parent = MPI.COMM_SELF.Spawn(sys.executable, [sys.argv[0]], 1)
+    notoken.barrier()
+notoken.barrier(); jax.effects_barrier()
+parent.Disconnect()
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(
+    "Open MPI" not in MPI.Get_library_version(), reason="the mpiexec of MPICH 5 fails in MPI_Comm_spawn"
+)
+def test_spawned_processes_are_a_job(tmp_path):
+    path, folder = tmp_path / "program.py", tmp_path / "trace"
+    path.write_text(BEGIN + SPAWNS)
+    launch(1, "--mpiexec-args=--bind-to none --oversubscribe", path, JAXMPI_TRACE=str(folder))
+    ranks = [files.read(folder, job.name) for job in files.jobs(folder)]
+    assert sorted(len(rank.events) for job in ranks for rank in job) == [1, 2]
+
+
+ABSENT = """
+import os, sys
+from mpi4py import MPI
+if MPI.COMM_WORLD.rank < 2:
+    import warnings; warnings.simplefilter("ignore")
+    from jaxmpi import notoken
+    comm = MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.group.Incl([0, 1]))
+    notoken.barrier(comm=comm)
+    import jax; jax.effects_barrier()
+    MPI.COMM_WORLD.send(0, 2) if MPI.COMM_WORLD.rank == 0 else None
+else:
+    MPI.COMM_WORLD.recv()
+sys.stdout.flush(); MPI.COMM_WORLD.Abort(3)
+"""
+
+
+@pytest.mark.nightly
+def test_job_of_which_a_rank_never_comes(tmp_path):
+    """Its ranks do not agree, but have been launched together."""
+    path = tmp_path / "program.py"
+    path.write_text(ABSENT)
+    launch(3, path, check=False, JAXMPI_TRACE=str(tmp_path))
+    (job,) = files.jobs(tmp_path)
+    assert (job.size, list(job.paths)) == (3, [0, 1])
+
+
+LONG_NAMES = r"""
+name = "/long \"name\" \\ \n é/" + "a" * {} + ".py"
+half = world.Dup()
+half.Set_name('half "\n\\')
+exec(compile("def f(x): return notoken.allreduce(x, MPI.SUM, comm=half)", name, "exec"))
+f(x); jax.jit(f)(x).block_until_ready()
+"""
+
+
+def test_long_names(tmp_path):
+    folder, _ = run_traced(tmp_path, 1, LONG_NAMES.format(3000))
+    (path,) = folder.glob("*.json")
+    json.loads(path.read_text())
+    (rank,) = files.read(folder)
+    assert [event.name for event in rank.events] == ["allreduce"] * 2
+    for event in rank.events:
+        assert re.fullmatch(r'/long "name" \\ \n é/a{3000}\.py:1 \(f\)', event.arguments["line"])
+    told = report_of(folder, "--no-pictures", env={"PATH": "/bin", "PYTHONIOENCODING": "ascii"})
+    assert told.returncode == 0
+    assert re.search(r'\n *allreduce +2 .* /long "name" \\ \\n \\xe9/a{3000}\.py:1 \(f\)\n', told.stdout)
+
+
+def no_space():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+
+
+@pytest.mark.one_rank
+@pytest.mark.filterwarnings("ignore")  # of JAX about the fork of subprocess
+@pytest.mark.parametrize("way", ["full", "a folder is there", "no folder"])
+def test_table_without_files(way, tmp_path):
+    make_file(tmp_path, 0, 1)
+    more = {"preexec_fn": no_space} if way == "full" else {}
+    options = ["--output", "/dev/null/folder"] if way == "no folder" else []
+    if way == "a folder is there":
+        (tmp_path / "timeline.json").mkdir()
+    else:
+        (tmp_path / "timeline.json").write_text("old")
+    there = sorted(path.name for path in tmp_path.iterdir())
+    told = report_of(tmp_path, "--no-pictures", *options, **more)
+    assert told.returncode == 1
+    assert re.search(r"\n +barrier +1 .*a.py:3 \(f\)\n", told.stdout)
+    assert "Written" not in told.stdout
+    assert re.match(r"jaxmpi.trace: /.*/timeline.json cannot be written: .*--output names another folder", told.stderr)
+    assert "Traceback" not in told.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == there
+    assert way == "a folder is there" or (tmp_path / "timeline.json").read_text() == "old"
+
+
+@pytest.mark.one_rank
+def test_files_are_written_elsewhere(tmp_path):
+    """And not through a link that someone has put there."""
+    make_file(tmp_path / "trace", 0, 1)
+    (tmp_path / "output").mkdir()
+    (tmp_path / "mine").write_text("old")
+    (tmp_path / "output/timeline.json").symlink_to(tmp_path / "mine")
+    told = report_of(tmp_path / "trace", "--no-pictures", "--output", str(tmp_path / "output"))
+    assert told.returncode == 0
+    assert len(list((tmp_path / "trace").iterdir())) == 1
+    assert (tmp_path / "mine").read_text() == "old"
+    assert len(json.loads((tmp_path / "output/timeline.json").read_text())) == 3
+
+
+# --- files that are made up ------------------------------------------------------------------------------------------
+
+
+def make_file(folder, rank, size, job="j", launched="l", realtime=0, facts=(), name=None, events=1):
+    """A rank's timeline."""
+    folder.mkdir(exist_ok=True)
+    header = {"job": job, "launched": launched, "rank": rank, "size": size, "host": "a", "program": ["a.py"]}
+    header |= {"clock": "a", "monotonic": 0, "realtime": realtime, "versions": []}
+    place = {"pid": rank, "tid": 1}
+    lines = [("jaxmpi", "M", header), ("jaxmpi_communicator", "M", {"number": 1, "name": "c"}), *facts]
+    lines += [("barrier", "X", {"comm": 1, "line": "a.py:3 (f)"})] * events + [("jaxmpi_end", "M", {"lost": 0})]
+    written = [
+        json.dumps(
+            {"name": name, "ph": phase, "args": arguments, **place, **({"ts": 1.0, "dur": 2.0} if phase == "X" else {})}
+        )
+        for name, phase, arguments in lines
+    ]
+    path = folder / f"{name or job or f'own{rank}'}.{rank:05d}.json"
+    path.write_text("[\n" + ",\n".join(written) + "\n]\n")
+
+
+@pytest.mark.one_rank
+def test_ranks_that_do_not_know_their_job(tmp_path):
+    """Some are told later, some are known by those that were launched with them."""
+    make_file(tmp_path, 0, 3, job="j")
+    make_file(tmp_path, 1, 3, job=None, launched="elsewhere", facts=[("jaxmpi_job", "M", {"job": "j"})])
+    make_file(tmp_path, 2, 3, job=None)
+    make_file(tmp_path, 0, 2, job=None, launched="k", name="other0")
+    make_file(tmp_path, 1, 2, job=None, launched="k", name="other1")
+    assert [(job.name, job.size, list(job.paths)) for job in files.jobs(tmp_path)] == [
+        ("j", 3, [0, 1, 2]),
+        ("other0", 2, [0, 1]),
+    ]
+    assert matching.match(files.read(tmp_path, "j")).unmatched == 0
+
+
+@pytest.mark.one_rank
+@pytest.mark.parametrize("other", [{"rank": 0}, {"size": 3}, {"realtime": 1e9}], ids=str)
+def test_jobs_are_not_mixed(other, tmp_path):
+    make_file(tmp_path, 0, 2, job=None, name="first")
+    make_file(tmp_path, **{"rank": 1, "size": 2, "job": None, "name": "second", **other})
+    with pytest.raises(ValueError, match="cannot be told apart"):
+        files.read(tmp_path)
+
+
+@pytest.mark.one_rank
+def test_ranks_of_communicators_are_listed_once(tmp_path):
+    """Where the file that lists them is missing nothing is known of who waited, and what is missing is said."""
+    comm = {"number": 1, "name": "half", "members": "h"}
+    for rank in (1, 2):
+        listed = {"ranks": [1, 2]} if rank == 1 else {}
+        make_file(tmp_path, rank, 3, facts=[("jaxmpi_communicator", "M", comm | listed)])
+    make_file(tmp_path, 0, 3, events=0)
+    ranks = files.read(tmp_path)
+    assert [rank.communicators[1].ranks for rank in ranks] == [(0, 1, 2), (1, 2), (1, 2)]
+    assert [len(one.events) for one in matching.match(ranks).collectives] == [2]
+    (tmp_path / "j.00001.json").unlink()
+    assert matching.match(files.read(tmp_path)).unmatched == 1
+
+
+@pytest.mark.one_rank
+def test_lines_that_cannot_be_read_are_told(tmp_path):
+    make_file(tmp_path, 0, 1)
+    path = tmp_path / "j.00000.json"
+    path.write_text(path.read_text().replace('"jaxmpi_end"', '"jaxmpi_end') + '{"name": "bar')
+    ranks = files.read(tmp_path)
+    assert "1 lines of the timeline of rank 0 cannot be read" in report.caveats(ranks, matching.match(ranks), 0.0)
+
+
+# --- clocks, on timelines that are made up ---------------------------------------------------------------------------
+
+
+def made_up(seed, shift, drift):
+    """Four ranks on two machines, whose second clock is `shift` microseconds ahead and runs faster by `drift`; the true
+    times of their events."""
+    draw = random.Random(seed)
+    ranks, truth = [], {}
+    for rank in range(4):
+        machine = f"m{rank // 2}"
+        made = files.Rank(rank, 4, machine, machine, 0.0, 0.0, lost=0)
+        made.communicators[1] = files.Communicator("", (0, 1, 2, 3))
+        ranks.append(made)
+    free = [0.0] * 4
+
+    def add(rank, name, begin, end, **arguments):
+        event = files.Event(rank, 1, name, begin, end, {"comm": 1, **arguments})
+        truth[id(event)] = (begin, end)
+        if rank >= 2:
+            event.begin, event.end = (time * (1 + drift) + shift for time in (begin, end))
+        ranks[rank].events.append(event)
+        free[rank] = end
+
+    for _ in range(2000):
+        begins = [time + draw.expovariate(1 / 2e4) for time in free]
+        if draw.random() < 0.5:
+            done = max(begins) + draw.uniform(5, 30)
+            for rank in range(4):
+                add(rank, "allreduce", begins[rank], done + draw.uniform(0, 5), sent=4, received=4)
+        else:
+            a, b = draw.sample(range(4), 2)
+            add(a, "send", begins[a], begins[a] + 2, dest=b, tag=0, sent=4)
+            arrived = max(begins[a] + draw.uniform(5, 30), begins[b]) + 1
+            add(b, "recv", begins[b], arrived, source=a, tag=0, received=4, **{"from": a, "from_tag": 0})
+    return ranks, truth
+
+
+@pytest.mark.parametrize(("shift", "drift"), [(0.0, 0.0), (3e9, 0.0), (-7e8, 2e-7)])
+@pytest.mark.one_rank
+def test_clocks_of_machines(shift, drift):
+    ranks, truth = made_up(3, shift, drift)
+    matched = matching.match(ranks)
+    assert matched.unmatched == 0
+    uncertainty = clocks.align(ranks, matched)
+    first = min(begin for begin, _ in truth.values())
+    errors = [abs(event.begin - (truth[id(event)][0] - first)) for rank in ranks for event in rank.events]
+    assert max(errors) <= uncertainty + 2
+    assert 0 < uncertainty < 40
+    notes = "\n".join(report.caveats(ranks, matched, uncertainty))
+    assert re.search(r"the clocks of different machines were compared to [\d.]+ us, by their operations", notes)
+
+
+@pytest.mark.one_rank
+def test_who_sends_and_goes_on_does_not_wait():
+    """A message that is on its way when its receiver comes late; and one whose sender is held up until then."""
+    for end, waited in ((3.0, 0.0), (902.0, 900.0)):
+        ranks = [files.Rank(rank, 2, "m", "m", 0.0, 0.0, lost=0) for rank in (0, 1)]
+        for rank in ranks:
+            rank.communicators[1] = files.Communicator("", (0, 1))
+        ranks[0].events.append(files.Event(0, 1, "send", 0.0, end, {"comm": 1, "dest": 1, "tag": 0, "sent": 4}))
+        received = {"comm": 1, "source": 0, "tag": 0, "received": 4, "from": 0, "from_tag": 0}
+        ranks[1].events.append(files.Event(1, 1, "recv", 900.0, 903.0, received))
+        matched = matching.match(ranks)
+        caused = matching.add_waiting(matched)
+        assert len(matched.messages) == 1
+        assert ranks[0].events[0].waited == waited
+        assert ranks[1].events[0].waited == 0
+        assert caused.get((0, 1), 0.0) == waited
+
+
+@pytest.mark.one_rank
+@pytest.mark.parametrize("order", [(7, 8), (8, 7)], ids=["in order", "reversed"])
+def test_messages_are_in_the_order_of_starts(order):
+    """Not in that of the waits. And who sends by isend is held up in its wait, if anywhere."""
+    ranks = [files.Rank(rank, 2, "m", "m", 0.0, 0.0, lost=0) for rank in (0, 1)]
+
+    def add(rank, name, begin, end, request, **more):
+        event = files.Event(rank, 1, name, begin, end, {"comm": 1, "request": request, **more})
+        ranks[rank].events.append(event)
+
+    for rank in ranks:
+        rank.communicators[1] = files.Communicator("", (0, 1))
+    for i, request in enumerate((1, 2)):
+        add(0, "isend", 10.0 * i, 10.0 * i + 1, request, dest=1, tag=0, sent=4 + i)
+        add(1, "irecv", 100.0 + i, 100.5 + i, request + 6, source=0, tag=0, received=4 + i)
+    add(0, "wait", 20.0, 130.0, 1)
+    add(0, "wait", 130.0, 131.0, 2)
+    for i, request in enumerate(order):
+        add(1, "wait", 200.0 + i, 200.5 + i, request, **{"from": 0, "from_tag": 0})
+    for rank in ranks:
+        files._join_ends(rank)
+    matched = matching.match(ranks)
+    assert matched.unmatched == 0
+    assert [message.nbytes for message in matched.messages] == [4, 5]
+    assert [message.received.arguments["request"] for message in matched.messages] == [7, 8]
+    assert [message.received.nbytes for message in matched.messages] == [4, 5]
+    caused = matching.add_waiting(matched)
+    assert caused == {(0, 1): 80.0, (1, 0): 0.0}
+    assert [event.waited for event in ranks[0].events if event.name == "wait"] == [80.0, 0.0]
+
+
+@pytest.mark.one_rank
+def test_clocks_that_nothing_connects():
+    ranks, _ = made_up(3, 5e8, 0.0)
+    for rank in ranks:
+        rank.events = [event for event in rank.events if event.name == "send"][:1]
+        rank.realtime = 1e15
+        rank.monotonic = 5e8 if rank.rank >= 2 else 0.0
+    matched = matching.match(ranks)
+    assert clocks.align(ranks, matched) == float("inf")
+    assert max(event.begin for rank in ranks for event in rank.events) < 1e8
+    assert "by their time of day alone" in "\n".join(report.caveats(ranks, matched, float("inf")))

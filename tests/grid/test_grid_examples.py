@@ -1,0 +1,143 @@
+"""The examples of divided fields: any number of ranks, with parts that are not equal, gives what one alone does."""
+
+import itertools
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from support import drawing
+from support.launch import launch
+from support.table import NEW_JAX
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+RANKS = (1, 3) if drawing.brief else (1, 2, 3, 4)
+pytestmark = [
+    pytest.mark.launches,
+    pytest.mark.seconds(400),
+    pytest.mark.skipif(not NEW_JAX, reason="this JAX has no derivatives of communication"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _packages():
+    for package in ("matplotlib", "optax", "tqdm"):
+        pytest.importorskip(package)
+
+
+def run(folder, name, ranks, *arguments):
+    """What the example prints and saves; its picture is where it says."""
+    file = folder / "state.npz"
+    program = EXAMPLES / f"{name}.py"
+    arguments = (*arguments, "--output-dir", folder, "--save-state", file)
+    out = launch(ranks, program, *arguments, timeout=200).stdout
+    picture = Path(re.search(r"^Picture: (.*)$", out, re.M)[1])
+    assert picture.parent == folder
+    assert picture.stat().st_size > 10_000
+    picture.unlink()
+    with np.load(file) as data:
+        return out, dict(data)
+
+
+def assert_same(states, tolerance):
+    """The fields of all states, but for rounding relative to the largest value of each."""
+    reference, *others = states
+    for state, name in itertools.product(others, reference):
+        size = np.abs(reference[name]).max()
+        np.testing.assert_allclose(state[name], reference[name], rtol=0, atol=tolerance * size, err_msg=name)
+
+
+def conduction(k):
+    """The matrix of -div(k grad u) in the unit square or cube with u = 0 at its walls, from the flows of heat one by
+    one. Between two cells is the mean of their resistances 1/k, between a cell and a wall half of its own."""
+    n, numbers = len(k), np.arange(k.size).reshape(k.shape)
+    matrix = np.zeros((k.size, k.size))
+    for cell in np.ndindex(k.shape):
+        for axis, side in itertools.product(range(k.ndim), (-1, 1)):
+            other = tuple(at + side * (i == axis) for i, at in enumerate(cell))
+            if 0 <= other[axis] < n:
+                flow = n**2 / ((1 / k[cell] + 1 / k[other]) / 2)
+                matrix[numbers[cell], numbers[other]] -= flow
+            else:
+                flow = n**2 / (1 / k[cell] / 2)
+            matrix[numbers[cell], numbers[cell]] += flow
+    return matrix
+
+
+@pytest.mark.parametrize(
+    ("dimensions", "size", "ranks"), [(2, 11, RANKS), pytest.param(3, 7, (4,), marks=pytest.mark.nightly)]
+)
+def test_poisson(tmp_path, dimensions, size, ranks):
+    """u is the solution of a dense system; the gradient with respect to f is that of the same system."""
+    arguments = ("--dimensions", str(dimensions), "--size", str(size))
+    outs, states = zip(*(run(tmp_path, "poisson_cg", n, *arguments) for n in ranks), strict=True)
+    for n, out in zip(ranks, outs, strict=True):
+        assert f"{n} processes, misfit " in out
+        errors = re.findall(r"^Gradient with respect to (.): relative error (\S+)$", out, re.M)
+        assert [name for name, _ in errors] == ["f", "k"]
+        assert all(float(error) < 1e-6 for _, error in errors), errors
+    assert_same(states, 1e-10)
+
+    state, shape = states[0], (size,) * dimensions
+    assert state["u"].shape == state["k"].shape == shape
+    assert np.ptp(state["k"]) > 1
+    places = np.meshgrid(*[(np.arange(size) + 0.5) / size] * dimensions, indexing="ij")
+    f, wanted = 24 * (1 - places[0]), np.prod(np.sin(np.pi * np.asarray(places)), axis=0)
+    matrix = conduction(state["k"])
+    u = np.linalg.solve(matrix, f.ravel())
+    by_f = np.linalg.solve(matrix, u - wanted.ravel()) / u.size
+    np.testing.assert_allclose(state["u"].ravel(), u, rtol=1e-9)
+    np.testing.assert_allclose(state["gradient_f"].ravel(), by_f, rtol=0, atol=1e-9 * np.abs(by_f).max())
+
+
+def test_heat_inverse(tmp_path):
+    arguments = ("--size", "13", "--iterations", "8")
+    outs, states = zip(*(run(tmp_path, "heat_inverse", n, *arguments) for n in RANKS), strict=True)
+    for n, out in zip(RANKS, outs, strict=True):
+        assert f"{n} processes, loss " in out
+        before, after = map(float, re.search(r"Relative error of k: (\S+) before, (\S+) after", out).groups())
+        assert after < before
+    assert_same(states, 1e-9)
+    losses = states[0]["losses"]
+    assert losses.shape == (8,)
+    assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize(
+    ("dimensions", "size", "ranks"), [(2, 13, RANKS), pytest.param(3, 7, (2, 3), marks=pytest.mark.nightly)]
+)
+def test_spectral(tmp_path, dimensions, size, ranks):
+    """Against NumPy's transforms, which the example uses as a witness, and against another number of ranks."""
+    arguments = ("--dimensions", str(dimensions), "--size", str(size), "--steps", "12")
+    outs, states = zip(*(run(tmp_path, "spectral", n, *arguments) for n in ranks), strict=True)
+    for n, out in zip(ranks, outs, strict=True):
+        assert f"{n} processes, final energy " in out
+        errors = re.findall(
+            r"^(Transform|Final state|Gradient).*: .* error (\S+)$|^Gradient: relative error (\S+)$", out, re.M
+        )
+        found = {name or "Gradient": float(error or last) for name, error, last in errors}
+        assert found.keys() == {"Transform", "Final state", "Gradient"}
+        assert found["Transform"] < 1e-13
+        assert found["Final state"] < 1e-12
+        assert found["Gradient"] < 1e-5
+    assert_same(states, 1e-11)
+    assert np.ptp(states[0]["end"]) > 0.2
+    assert np.abs(states[0]["gradient"]).max() > 0
+
+
+def test_overlap(tmp_path):
+    """With and without overlap, on any number of ranks; heat is neither made nor lost."""
+    arguments = ("--size", "99", "103", "--steps", "5", "--turns", "3", "--save")
+    outs, states = zip(*(run(tmp_path, "overlap", n, *arguments) for n in RANKS), strict=True)
+    for out in outs:
+        assert re.search(r"^without overlap: +[0-9.]+ ms per step\nwith overlap: +[0-9.]+ ms per step\n", out), out
+        assert "The numbers are identical.\n" in out
+    assert_same(states, 1e-12)
+    u = states[0]["u"]
+    assert u.shape == (99, 103)
+    assert 0.1 < np.ptp(u) < 1
+    y, x = np.mgrid[:99, :103] / np.reshape((99, 103), (2, 1, 1))
+    disks = ((0.2, 0.3, 0.1), (0.5, 0.5, 0.2), (0.8, 0.1, 0.05), (0.7, 0.8, 0.1))
+    heat = sum(((y - cy) ** 2 + (x - cx) ** 2 < radius**2).sum() for cy, cx, radius in disks)
+    np.testing.assert_allclose(u.sum(dtype=np.float64), heat, rtol=1e-5)

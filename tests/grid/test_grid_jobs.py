@@ -1,0 +1,60 @@
+"""Grids in jobs of their own: on many ranks, compared before anything is sent, in programs of JAX's cache."""
+
+from pathlib import Path
+
+import pytest
+
+from support.launch import launch
+from support.table import NEW_JAX
+
+pytestmark = [pytest.mark.launches, pytest.mark.seconds(400)]
+HERE = Path(__file__).resolve().parent
+
+
+@pytest.mark.nightly
+def test_eight_ranks():
+    """Random geometries on 1 to 8 ranks."""
+    out = launch(
+        8, "-m", "pytest", "-q", HERE / "test_grid.py", "-k", "random", JAXMPI_TEST_GRIDS="8", timeout=380
+    ).stdout
+    assert "4 passed" in out
+
+
+def test_ranks_that_differ_are_told_before_anything_is_sent(script):
+    program = script("""
+        grid = jaxmpi.Grid(size, 4 * size + 1, periodic=True)  # blocks of unequal sizes are no difference
+        x = jnp.ones(grid.local_shape[0] + 2)
+        print("right", grid.exchange(x).sum() > 0, flush=True)
+        for what in (lambda: grid.exchange(x.astype(jnp.bfloat16)), lambda: grid.exchange([x, x])):
+            try:
+                jax.block_until_ready(what() if rank else grid.exchange(x))
+            except jax.errors.JaxRuntimeError as error:
+                print("differ", "the ranks differ" in str(error) and "program.py" in str(error)
+                      and "Nothing of it was sent" in str(error), flush=True)
+            MPI.COMM_WORLD.Barrier()
+    """)
+    out = launch(3, program, JAXMPI_CHECK="1").stdout
+    assert out.count("right True") == 3
+    assert out.count("differ True") == 6
+
+
+@pytest.mark.skipif(not NEW_JAX, reason="the cache is switched off: _jax.distrust_cached_programs")
+def test_a_later_run_finds_the_program_in_the_cache(script, tmp_path):
+    """The number of a plan is the same in each run that makes the same plans in the same order; else another."""
+    program = script("""
+        import os
+        import numpy as np
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        for width in map(int, os.environ["WIDTHS"]):
+            grid = jaxmpi.Grid(size, 4 * size, periodic=True)
+            x = jnp.arange(4.0 + 2 * width) + 100 * rank
+            y = np.asarray(jax.jit(lambda x: 2 * grid.exchange(x, width))(x))
+            left, right = 100 * ((rank - 1) % size), 100 * ((rank + 1) % size)
+            low, high = 4 + np.arange(width), width + np.arange(width)
+            print("right", bool((y[:width] == 2 * (left + low)).all() and (y[width + 4:] == 2 * (right + high)).all()))
+    """)
+    settings = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"), "JAX_ENABLE_COMPILATION_CACHE": "1"}
+    for widths in ("123", "123", "321", "2"):
+        out = launch(2, program, WIDTHS=widths, **settings).stdout
+        assert out.count("right True") == 2 * len(widths)

@@ -1,0 +1,116 @@
+"""The programs in README and docs/ run as they are printed, on any number of ranks, and print on two what is shown.
+
+The blocks of a page marked `python` are executed in their order, in one namespace. A block marked `text` that follows
+one is what both of two ranks print, in any order of lines; where the block prints a line of itself, it is shown as
+that of `program.py`. `<!--- skip: next "reason" -->` leaves a block out.
+"""
+
+import contextlib
+import io
+import os
+import re
+import tempfile
+import unittest
+from pathlib import Path
+from unittest import mock
+
+import jax
+import pytest
+
+sybil = pytest.importorskip("sybil")
+from sybil.evaluators.python import PythonEvaluator  # noqa: E402
+from sybil.parsers.markdown import CodeBlockParser, SkipParser  # noqa: E402
+
+from support.table import NEW_JAX  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SHOWN = "what the ranks print in an example: set by the test"
+
+pytestmark = pytest.mark.seconds(300)
+
+
+class Program(CodeBlockParser):
+    """Executes a block, and keeps what it prints."""
+
+    language = "python"
+
+    def evaluate(self, example):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            PythonEvaluator()(example)
+        example.namespace[SHOWN] = _as_program(printed.getvalue(), example)
+
+
+def _as_program(printed, example):
+    """What the block would have printed as a program of its own: lines of the page are those of `program.py`."""
+    before = example.line + example.parsed.line_offset
+    return re.sub(
+        rf"{re.escape(str(example.path))}:(\d+)", lambda found: f"program.py:{int(found[1]) - before}", printed
+    )
+
+
+class Output(CodeBlockParser):
+    """Compares the block with what the ranks have printed since the last one."""
+
+    language = "text"
+
+    def __init__(self, comm):
+        super().__init__()
+        self.comm = comm
+
+    def evaluate(self, example):
+        if SHOWN not in example.namespace:
+            return
+        printed = self.comm.allgather(example.namespace.pop(SHOWN))
+        if len(printed) == 2:
+            lines = [sorted(text.strip().splitlines()) for text in ("\n".join(printed), example.parsed)]
+            lines = [[line.rstrip() for line in some if line.strip()] for some in lines]
+            assert lines[0] == lines[1], f"{example.path}:{example.line}: printed {lines[0]}, shown {lines[1]}"
+
+
+def examples(page, comm=None):
+    return list(sybil.Sybil([Program(), Output(comm), SkipParser()]).parse(page).examples())
+
+
+@pytest.mark.two_ranks_suffice
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_page(page, comm, monkeypatch):
+    if not NEW_JAX:
+        pytest.skip("derivatives are on most pages")
+    with mock.patch.dict(os.environ), jax.enable_x64(False), tempfile.TemporaryDirectory() as folder:
+        monkeypatch.chdir(folder)
+        for example in examples(page, comm):
+            comm.Barrier()
+            try:
+                example.evaluate()
+            except unittest.SkipTest:  # this block alone
+                example.namespace.pop(SHOWN, None)
+        monkeypatch.undo()
+    jax.effects_barrier()
+
+
+@pytest.mark.one_rank
+def test_programs_are_found():
+    """On the pages that are there for their programs, with their outputs."""
+
+    def count(page, kind):
+        evaluators = [example.region.evaluator for example in examples(page)]
+        return sum(isinstance(getattr(evaluator, "__self__", None), kind) for evaluator in evaluators)
+
+    programs, outputs = ({page.stem: count(page, kind) for page in PAGES} for kind in (Program, Output))
+    assert programs["README"] >= 1
+    assert programs["tutorial"] >= outputs["tutorial"] >= 5
+    assert programs["debugging"] >= outputs["debugging"] >= 5
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.max_ranks(2)
+@pytest.mark.parametrize("shown", ["rank 0\nrank 1", "rank 1\nrank 0\n", "rank 0", "rank 0\nrank 1\nrank 1"])
+def test_wrong_output_is_found(shown, comm, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"```python\nprint('rank', {comm.rank})\n```\n\n```text\n{shown}\n```\n")
+    right = sorted(shown.split()) == ["0", "1", "rank", "rank"]
+    with contextlib.nullcontext() if right else pytest.raises(AssertionError):
+        for example in examples(page, comm):
+            example.evaluate()

@@ -1,0 +1,129 @@
+"""The structure of the sources: layers, each of which uses only those below it, and no circles."""
+
+import ast
+import re
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.one_rank
+ROOT = Path(__file__).resolve().parents[2]
+
+LAYERS = ("_launcher", "_jax", "_mpi", "_primitive", ("_derivatives", "_operations", "_sharded"), "_grid")
+"""The packages in python/jaxmpi/, from the ground; the modules and packages that are not named stand on top of them."""
+
+UPWARD = {
+    ("_launcher.before_jax", "_sharded.meeting"): "called by JAX as it makes its devices, when all of this is there",
+    ("_launcher.stand_ins", "compat._install"): "called as the program imports mpi4jax or JPI",
+    ("_grid.grid", "notoken"): "calls operations, whose functions without tokens are made there",
+}
+"""Imports of what stands higher, with the reason for each: what runs on a rank before the package can be imported."""
+
+JAX_IS_KNOWN_TO = ("_jax.", "_derivatives.")
+"""Where private names of JAX may stand."""
+
+NAMES_OF_JAX = {
+    "_contract": "looks for the names that the hooks replace",
+    "_launcher.before_jax": "runs before the package can be imported",
+    "_sharded.communicators": "JAX's compiled programs",
+    "_sharded.meeting": "JAX's distributed runtime",
+    "collectives": "asks whether JAX has made its devices, before the package's own modules may be imported",
+}
+"""The other modules with private names of JAX, with the reason for each."""
+
+
+def _sources():
+    """name -> tree, of each module of the package."""
+    folder = ROOT / "python" / "jaxmpi"
+    for path in folder.rglob("*.py"):
+        yield ".".join(path.relative_to(folder).with_suffix("").parts), ast.parse(path.read_text())
+
+
+def _imported(name, tree, names):
+    """The modules of the package that a module imports anywhere: inside of functions, `try` and conditions as well."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}: relative imports are not read by these tests"
+            found = [f"{node.module}.{alias.name}" for alias in node.names] + [str(node.module)]
+        elif isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names]
+        else:
+            continue
+        inner = [module.removeprefix("jaxmpi.") for module in found]
+        # The more special name comes first: of `from a import b`, where b is a module, it is a.b.
+        yield from (
+            [module for module in inner if module in names][:1]
+            if isinstance(node, ast.ImportFrom)
+            else [module for module in inner if module in names]
+        )
+
+
+def imports():
+    sources = dict(_sources())
+    for name, tree in sources.items():
+        yield name, {other for other in _imported(name, tree, sources) if (name, other) not in UPWARD} - {name}
+
+
+def includes():
+    """For each pair of a C source and its header the other headers that they include."""
+    folder = ROOT / "csrc"
+    graph = {}
+    for path in (*folder.rglob("*.c"), *folder.rglob("*.h")):
+        found = re.findall(r'^#include "([^"]+)\.h"', path.read_text(), re.MULTILINE)
+        graph.setdefault(str(path.relative_to(folder).with_suffix("")), set()).update(found)
+    for name, found in graph.items():
+        yield name, found - {name}
+
+
+@pytest.mark.parametrize("graph", [imports, includes])
+def test_no_circles(graph):
+    edges = dict(graph())
+    assert len(edges) > 15
+    assert sum(map(len, edges.values())) > len(edges)
+    list(TopologicalSorter(edges).static_order())  # raises CycleError, which names one
+
+
+def _layer(name):
+    """The number of the layer on which a module of the package stands."""
+    package = name.partition(".")[0]
+    for number, layer in enumerate(LAYERS):
+        if package == layer or (isinstance(layer, tuple) and package in layer):
+            return number
+    return len(LAYERS)
+
+
+def test_layers():
+    """No module imports one that stands higher, and none from another package of its own layer."""
+    wrong = []
+    for name, others in imports():
+        for other in others:
+            beside = _layer(name) == _layer(other) < len(LAYERS) and name.partition(".")[0] != other.partition(".")[0]
+            if _layer(other) > _layer(name) or beside:
+                wrong.append(f"{name} imports {other}")
+    assert not wrong
+    assert all(name in dict(_sources()) for pair in UPWARD for name in pair)
+
+
+def test_private_names_of_jax():
+    """They stand where they are looked for when a version of JAX has moved one."""
+    uses = set()
+    for name, tree in _sources():
+        for node in ast.walk(tree):
+            module = getattr(node, "module", None) if isinstance(node, ast.ImportFrom) else None
+            named = [module, *(a.name for a in node.names)] if isinstance(node, ast.ImportFrom | ast.Import) else []
+            attribute = isinstance(node, ast.Attribute) and node.attr == "_src"
+            if attribute or any(str(found).startswith("jax._src") for found in named):
+                uses.add(name)
+    assert {name for name in uses if not name.startswith(JAX_IS_KNOWN_TO)} == set(NAMES_OF_JAX)
+
+
+def test_one_version():
+    """Of what pip, Meson and those who cite it read."""
+    places = {
+        "pyproject.toml": '^version = "(.+)"',
+        "meson.build": "^  version: '(.+)',",
+        "CITATION.cff": "^version: (.+)",
+    }
+    found = {re.search(text, (ROOT / name).read_text(), re.MULTILINE).group(1) for name, text in places.items()}
+    assert len(found) == 1, found

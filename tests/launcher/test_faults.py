@@ -1,0 +1,578 @@
+"""Faults of programs, one rank's each: the job ends, says why, and leaves nothing running."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+
+from jaxmpi._launcher import monitor
+from programs import errors_page
+from support.launch import launch
+
+pytestmark = [pytest.mark.launches, pytest.mark.seconds(120)]
+
+SECONDS = 60
+"""Within which a job with a fault has ended; most do in 3."""
+
+BEGIN = textwrap.dedent("""
+    import os, subprocess, sys, threading, time
+    import jax, jax.numpy as jnp
+    from mpi4py import MPI
+    from jaxmpi import notoken
+    rank = MPI.COMM_WORLD.rank
+    x = jnp.ones(3)
+    add = jax.jit(lambda x: notoken.allreduce(x, MPI.SUM))
+    for_ever = jax.jit(lambda x: jax.lax.while_loop(lambda v: v[0] > -1, lambda v: abs(jnp.sin(v)), x))
+    halved_for_ever = jax.jit(
+        lambda x: jax.lax.while_loop(lambda v: v[0] > -1, lambda v: abs(notoken.allreduce(v, MPI.SUM)) / 2, x)
+    )
+    MPI.COMM_WORLD.Barrier()  # a rank that starts late is none that waits for long
+    add(x).block_until_ready()
+    print("rank", rank, "begins")
+""")
+
+WAIT = """
+add(x).block_until_ready()
+print("not reached")
+"""
+
+
+def program_of(tmp_path, *parts):
+    program = tmp_path / "program.py"
+    program.write_text("\n".join(parts))
+    return program
+
+
+SOON = "threading.Timer(0.5, os.kill, (os.getpid(), {})).start(); "
+"""Sends a signal to this rank when it is where the next statement takes it."""
+
+CAUGHT_BY_NOBODY = {
+    "exception": ("raise KeyError('this')", "KeyError: 'this'"),
+    "exception in jit": ("jax.jit(lambda x: 1 / 0)(x)", "ZeroDivisionError"),
+    "exception in a callback": (
+        "jax.block_until_ready(jax.pure_callback(lambda x: 1 / 0, x, x))",
+        "ZeroDivisionError",
+    ),
+    "exception whose text raises": (
+        "class Odd(Exception):\n    def __str__(self): raise ValueError\nraise Odd",
+        "uncaught exception on rank 1",
+    ),
+    "exception after stdout is closed": ("sys.stdout.close(); raise KeyError('this')", "KeyError: 'this'"),
+    "exception without stdout": ("sys.stdout = None; raise KeyError('this')", "KeyError: 'this'"),
+    "exception after 1 is closed": ("print('x', end=''); os.close(1); raise KeyError('this')", "KeyError: 'this'"),
+    "exception without stderr": ("sys.stderr = None; raise KeyError('this')", "KeyError: 'this'"),
+    "exception after stderr is closed": ("sys.stderr.close(); raise KeyError('this')", "KeyError: 'this'"),
+    "exception after 2 is closed": ("os.close(2); raise KeyError('this')", ""),
+    "exception in a thread": (
+        "t = threading.Thread(target=lambda: 1 / 0, name='worker'); t.start(); time.sleep(99)",
+        "on rank 1 in thread worker",
+    ),
+    "interrupt": ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+    "exit with a text": ("sys.exit('no input')", "no input"),
+    "exit with 3": ("sys.exit(3)", ""),
+    "exit with 256": ("sys.exit(256)", ""),
+    "exit with more than an int": ("sys.exit(1 << 40)", ""),
+    "exit at once with 0": ("os._exit(0)", "rank 1 calls os._exit(0) without MPI.Finalize()"),
+    "exit at once with 7": ("os._exit(7)", "rank 1 calls os._exit(7) without MPI.Finalize()"),
+    "exception in a callback of a loop": (
+        "def fails(i, x):\n    if i == 1: raise ZeroDivisionError\n    return x\n"
+        "body = lambda i, x: jax.pure_callback(fails, x, i, x)\n"
+        "jax.jit(lambda x: jax.lax.fori_loop(0, 3, body, x))(x).block_until_ready()",
+        "ZeroDivisionError",
+    ),
+    "message too long": (
+        "jax.jit(lambda x: (notoken.send(jnp.ones(5), 1), notoken.recv(x, 1))[1])(x).block_until_ready()",
+        "jaxmpi.recv on rank 1 of 2: the message from rank 1",
+    ),
+    "killed": ("os.kill(os.getpid(), 9)", ""),
+    "killed in an operation": (SOON.format(9) + "notoken.recv(x, 0)", ""),
+    "killed in a compiled loop": (SOON.format(9) + "for_ever(x).block_until_ready()", ""),
+    "terminated": ("os.kill(os.getpid(), 15)", ""),
+    "terminated in a compiled loop": (SOON.format(15) + "for_ever(x).block_until_ready()", ""),
+    "hung up": ("import signal; signal.signal(1, signal.SIG_DFL); os.kill(os.getpid(), 1)", ""),
+    "segmentation fault": ("import ctypes; ctypes.string_at(0)", ""),
+}
+"""What rank 1 does while rank 0 waits for it, and what is to be told."""
+
+
+@pytest.mark.parametrize("fault", CAUGHT_BY_NOBODY)
+def test_fault_of_one_rank(fault, tmp_path):
+    does, told = CAUGHT_BY_NOBODY[fault]
+    program = program_of(tmp_path, BEGIN, "if rank == 1:", textwrap.indent(does, "    "), WAIT)
+    begin = time.monotonic()
+    done = launch(2, program, check=False, timeout=SECONDS)
+    errors_page.note(fault, told, time.monotonic() - begin)
+    assert done.returncode != 0
+    assert told in done.stderr
+    assert "rank 1 begins" in done.stdout
+    assert "not reached" not in done.stdout
+
+
+WHILE_OTHERS = {
+    "compute in Python": ("while True: sum(range(100))", SOON.format(9) + "time.sleep(99)", ""),
+    "compute in XLA": (
+        "for_ever(x).block_until_ready()",
+        "time.sleep(0.5); raise KeyError('this')",
+        "KeyError: 'this'",
+    ),
+    "communicate in a loop": ("halved_for_ever(x).block_until_ready()", SOON.format(9) + "halved_for_ever(x)", ""),
+    "never end": (
+        "threading.Thread(target=time.sleep, args=(1000,)).start()",
+        "time.sleep(0.5); sys.exit('no input')",
+        "no input",
+    ),
+}
+"""What ranks 0 and 2 do, what rank 1 does, and what is to be told."""
+
+
+@pytest.mark.parametrize("what", WHILE_OTHERS)
+def test_fault_while_others(what, tmp_path):
+    """The others wait for nobody: they are ended nevertheless."""
+    others, does, told = WHILE_OTHERS[what]
+    done = launch(3, program_of(tmp_path, BEGIN, f"if rank == 1:\n    {does}\n{others}"), check=False, timeout=SECONDS)
+    assert done.returncode != 0
+    assert told in done.stderr
+
+
+@pytest.mark.nightly
+def test_fault_of_one_of_eight(tmp_path):
+    """In a compiled loop, in a thread, on a communicator of its own; the seven others are in that loop, too."""
+    threads = """
+        comms = [MPI.COMM_WORLD.Dup() for _ in range(3)]
+        def work(i):
+            f = jax.jit(lambda x: jax.lax.fori_loop(0, 3, lambda _, x: notoken.allreduce(x, MPI.MAX, comm=comms[i]), x))
+            for k in range(1000):
+                f(x).block_until_ready()
+                if rank == 5 and i == 1 and k == 3: raise KeyError('this')
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
+        threads = [threading.Thread(target=work, args=(i,), name=f"worker {i}") for i in range(3)]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+    """
+    program = program_of(tmp_path, BEGIN, textwrap.dedent(threads), WAIT)
+    done = launch(8, program, check=False, timeout=SECONDS)
+    assert done.returncode != 0
+    assert "uncaught exception on rank 5 in thread worker 1" in done.stderr
+    assert "KeyError: 'this'" in done.stderr
+    assert "not reached" not in done.stdout
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("reader", ["late", "goes"])
+def test_full_pipe(reader, tmp_path):
+    """A rank's output fills all pipes up to the reader's, as another rank fails: told as soon as there is room."""
+    flood = "if rank == 0:\n    while True: print('x' * 1000)\ntime.sleep(1)\nprint(end='y')\nraise KeyError('this')"
+    done = launch(2, program_of(tmp_path, BEGIN, flood), check=False, timeout=SECONDS, reader=reader)
+    assert done.returncode != 0
+    if reader == "late":
+        assert "KeyError: 'this'" in done.stderr
+
+
+def test_page_has_all_faults():
+    rows = errors_page.rows(errors_page.PAGE.read_text())
+    of_launcher = ("the launcher is", "mpiexec is")  # those of test_launcher.py
+    assert {case: told.strip("`") for case, (told, *_) in rows.items() if not case.startswith(of_launcher)} == {
+        case: told for case, (_, told) in CAUGHT_BY_NOBODY.items()
+    }
+
+
+@pytest.mark.nightly
+def test_exception_after_finalize(tmp_path):
+    """It is told, and not lost behind a message of MPI."""
+    program = program_of(tmp_path, BEGIN, "MPI.Finalize()", "if rank == 1: raise KeyError('this')")
+    done = launch(2, program, check=False, timeout=SECONDS)
+    assert done.returncode != 0
+    assert "KeyError: 'this'" in done.stderr
+    assert "MPI_ABORT" not in done.stderr
+
+
+FORKED = {
+    "ends": ("pass", 0, ""),
+    "raises": ("raise KeyError('this')", 1, "in a process that a rank has forked"),
+    "exits": ("sys.exit(5)", 5, ""),
+    "exits at once": ("os._exit(6)", 6, ""),
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("does", FORKED)
+def test_forked_process(does, tmp_path):
+    """What it does ends that process alone."""
+    what, status, told = FORKED[does]
+    fork = f"""
+    if rank == 1:
+        child = os.fork()
+        if child == 0:
+            {what}
+            sys.exit()
+        print("status", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    print("sum", float(add(x)[0]))
+    """
+    done = launch(2, program_of(tmp_path, BEGIN, textwrap.dedent(fork)), timeout=SECONDS)
+    assert f"status {status}\n" in done.stdout
+    assert done.stdout.count("sum 2.0") == 2
+    assert told in done.stderr
+
+
+@pytest.mark.nightly
+def test_process_that_is_no_rank(tmp_path):
+    """A process that a rank starts is a job of its own if it imports the package, and harms nobody."""
+    start = """
+        import jaxmpi
+        child = "import jaxmpi; from mpi4py import MPI; print('child', MPI.COMM_WORLD.size)"
+        if rank == 1:
+            print(subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, timeout=40).stdout)
+        print(f"sum {add(x)[0]}\\n", end="", flush=True)  # at once: plain mpiexec mixes parts of lines
+    """
+    for plain in (False, True):
+        done = launch(2, program_of(tmp_path, BEGIN, textwrap.dedent(start)), timeout=SECONDS, plain=plain)
+        assert "child 1" in done.stdout
+        assert done.stdout.count("sum 2.0") == 2
+
+
+@pytest.mark.nightly
+def test_processes_of_a_rank(tmp_path):
+    """Those of multiprocessing, by each method: what they return and raise arrives, and they harm nobody."""
+    pools = """
+        from concurrent.futures import ProcessPoolExecutor
+        from concurrent.futures.process import BrokenProcessPool
+        import multiprocessing, warnings
+        if rank == 1:
+            warnings.simplefilter("ignore")  # JAX about forks
+            for method in ("spawn", "forkserver", "fork"):
+                with ProcessPoolExecutor(1, multiprocessing.get_context(method)) as pool:
+                    print("square", pool.submit(pow, 7, 2).result())
+                    try: pool.submit(int, "no").result()
+                    except ValueError: print("raised")
+                    try: pool.submit(os._exit, 3).result()
+                    except BrokenProcessPool: print("broken")
+        print("sum", add(x)[0])
+    """
+    guarded = "if __name__ == '__main__':\n" + textwrap.indent(BEGIN + textwrap.dedent(pools), "    ")
+    done = launch(2, program_of(tmp_path, guarded), timeout=SECONDS)
+    assert [done.stdout.count(word) for word in ("square 49", "raised", "broken")] == [3, 3, 3]
+    assert done.stdout.count("sum 2.0") == 2
+
+
+IN_A_CHILD = {
+    "eager": "add(x)",
+    "eager, not compiled before": "notoken.bcast(x, 0)",
+    "jit": "jitted(x)",
+    "jaxmpi.jit": "ordered(x)",
+    "start": "notoken.isend(x, 1 - rank)",
+    "wait": "notoken.wait(received)",
+    "alone": "notoken.allreduce(x, MPI.SUM, comm=MPI.COMM_SELF)",
+    "grid": "jaxmpi.Grid((size,)).exchange(x)",
+}
+
+
+def test_operations_in_a_child_of_fork(tmp_path):
+    """None communicates in its parent's place, and none waits for threads that the child does not have."""
+    does = f"""
+    import jaxmpi
+    size = MPI.COMM_WORLD.size
+    jitted, ordered = (way(lambda x: notoken.allreduce(x, MPI.SUM)) for way in (jax.jit, jaxmpi.jit))
+    for call in (add, jitted, ordered):
+        jax.block_until_ready(call(x))
+    received, sent = notoken.irecv(x, 1 - rank), notoken.isend(x + rank, 1 - rank)
+    MPI.COMM_WORLD.Barrier()
+    if rank == 1 and (child := os.fork()) == 0:
+        for name, call in {IN_A_CHILD!r}.items():
+            try:
+                jax.block_until_ready(eval(call))
+            except RuntimeError as error:
+                print(f"child: {{name}}:", "was forked by a rank and is none itself" in str(error), flush=True)
+        os._exit(0)
+    if rank == 1:
+        os.waitpid(child, 0)
+    print("sum", float(add(x)[0]), float(notoken.waitall([received, sent])[0][0]) - rank)
+    """
+    program = program_of(tmp_path, BEGIN, textwrap.dedent(does))
+    done = launch(2, program, timeout=SECONDS)
+    for name in IN_A_CHILD:
+        assert f"child: {name}: True" in done.stdout, done.stdout
+    assert sorted(line for line in done.stdout.splitlines() if "sum" in line) == ["sum 2.0 0.0", "sum 2.0 2.0"]
+
+
+WAITING = {
+    "eager": ("add(x)", ""),
+    "eager message": (
+        "notoken.recv(x, 0, tag=7)",
+        "in recv of 3 float32, source 0, tag 7, as rank 1 of 2 on the default",
+    ),
+    "jit": ("jax.block_until_ready(again(x))", "called at {program}:{line} (again)"),
+    "jaxmpi.jit": ("jax.block_until_ready(jaxmpi.jit(again)(x))", "called at {program}:{line} (again)"),
+    "loop": ("jax.block_until_ready(jax.lax.fori_loop(0, 3, lambda i, x: again(x), x))", "called at {program}:{line}"),
+    "derivative": (
+        "def f(x): return (again(x) ** 3).sum()\nhere(f(x))\njax.block_until_ready(jax.jit(jax.grad(f))(x))",
+        "called at {program}:{line} (again)",
+    ),
+    "thread": (
+        "t = threading.Thread(target=lambda: add(x).block_until_ready()); t.start(); t.join()",
+        "Python is at {program}",
+    ),
+    "named communicator": ("notoken.allreduce(x, MPI.SUM, comm=named)", "as rank 1 of 2 on halo"),
+}
+"""What rank 1 does while rank 0 sleeps, and what is to be told of it besides the operation."""
+
+
+@pytest.mark.parametrize("way", WAITING)
+def test_what_waits_is_reported(way, tmp_path):
+    """And ends the job if that is asked for; with plain mpiexec, too."""
+    does, told = WAITING[way]
+    functions = """
+        import jaxmpi
+        named = MPI.COMM_WORLD.Dup()
+        named.Set_name("halo")
+        @jax.jit
+        def again(x):
+            return notoken.allreduce(x, MPI.SUM)  # this line
+        def here(y):
+            y.block_until_ready()
+    """
+    both = "if rank == 0 and 'here(' in sys.argv[1]: again(x).block_until_ready()\nif rank == 0: time.sleep(1000)"
+    program = program_of(tmp_path, BEGIN, textwrap.dedent(functions), both, does)
+    line = 1 + program.read_text().splitlines().index("    return notoken.allreduce(x, MPI.SUM)  # this line")
+    limits = {"JAXMPI_TIMEOUT": "1.5", "JAXMPI_TIMEOUT_ACTION": "abort"}
+    done = launch(2, program, does, check=False, timeout=SECONDS, plain=way == "jit", **limits)
+    assert done.returncode != 0
+    assert "jaxmpi: rank 1 has been waiting for" in done.stderr
+    assert told.format(program=program, line=line) in done.stderr
+    assert "rank 0 has" not in done.stderr
+
+
+IMPORTED_IN_A_THREAD = """
+    import threading, time
+    imported = []
+    def load():
+        import jaxmpi
+        imported.append(jaxmpi.notoken)
+    thread = threading.Thread(target=load)
+    thread.start()
+    thread.join()
+    for _ in range(50):  # the memory of that thread's state is used again
+        thread = threading.Thread(target=time.sleep, args=(0.001,))
+        thread.start()
+        thread.join()
+    import numpy as np
+    from mpi4py import MPI
+    if MPI.COMM_WORLD.rank == 0:
+        HOLDS
+    print("sum", imported[0].allreduce(np.float32(1), MPI.SUM))
+"""
+
+
+@pytest.mark.parametrize(
+    "holds",
+    ["time.sleep(5)", "import ctypes; ctypes.PyDLL(None).sleep(5)"],
+    ids=["without the GIL", "with the GIL"],
+)
+def test_imported_in_a_thread_that_has_ended(holds, tmp_path):
+    """The line is that of the main thread, which is there; also if it keeps the GIL in a call that does not return."""
+    program = program_of(tmp_path, textwrap.dedent(IMPORTED_IN_A_THREAD).replace("HOLDS", holds))
+    line = 1 + program.read_text().splitlines().index(f"    {holds}")
+    done = launch(2, program, timeout=SECONDS, JAXMPI_TIMEOUT="1")
+    assert done.stdout.count("sum 2.0") == 2
+    assert f"rank 0: is in no operation; Python is at {program}:{line} (<module>)" in done.stderr
+
+
+@pytest.mark.nightly
+def test_communicators_in_opposite_order(tmp_path):
+    """No collective differs, so there is nothing to compare; each rank says where it waits, and the table has both."""
+    does = """
+        named = MPI.COMM_WORLD.Dup()
+        named.Set_name("halo")
+        def total(x): return notoken.allreduce(x, MPI.SUM)  # rank 0
+        def halo(x): return notoken.allreduce(x, MPI.SUM, comm=named)  # rank 1
+        MPI.COMM_WORLD.Barrier()
+        jax.block_until_ready(jax.jit(lambda x: total(halo(x)) if rank else halo(total(x)))(x))
+    """
+    program = program_of(tmp_path, BEGIN, textwrap.dedent(does))
+    lines = program.read_text().splitlines()
+    limits = {"JAXMPI_TIMEOUT": "1.5", "JAXMPI_TIMEOUT_ACTION": "abort", "JAXMPI_CHECK": "1"}
+    done = launch(2, program, check=False, timeout=SECONDS, **limits)
+    assert done.returncode != 0
+    table = done.stderr.partition("jaxmpi.run: what the ranks do:")[2]
+    for rank, (comm, function) in enumerate([("the default communicator", "total"), ("halo", "halo")]):
+        number = 1 + next(i for i, line in enumerate(lines) if line.endswith(f"# rank {rank}"))
+        waits = f"on {comm}; called at {program}:{number} ({function})"
+        assert f"rank {rank}: waits in allreduce of 3 float32, op SUM, {waits}" in table
+
+
+@pytest.mark.nightly
+def test_what_comes_late_is_told(tmp_path):
+    """A rank that is late ends nothing by default: one report, and another when it has come."""
+    program = program_of(tmp_path, BEGIN, "if rank == 0: time.sleep(5)", "print('sum', add(x)[0]); time.sleep(1)")
+    done = launch(2, program, timeout=SECONDS, JAXMPI_TIMEOUT="2")
+    assert done.stdout.count("sum 2.0") == 2
+    assert done.stderr.count("jaxmpi: rank 1 has been waiting for ") == 1
+    assert done.stderr.count("jaxmpi: rank 1 is done with operation") == 1
+    assert launch(2, program, timeout=SECONDS, JAXMPI_TIMEOUT="0").stderr == ""
+
+
+ELSEWHERE = {
+    "late": ("time.sleep(1000)", "rank 1: is in no operation; Python is at {program}:{line} (<module>)"),
+    "in another operation": (
+        "notoken.recv(x, 0)",
+        "rank 1: waits in recv of 3 float32, source 0, any tag, on the default",
+    ),
+    "ended": ("sys.exit()", "rank 1: has ended"),
+}
+"""What rank 1 does while ranks 0 and 2 wait in a collective, and what the launcher's table says of it."""
+
+
+@pytest.mark.parametrize("where", ELSEWHERE)
+def test_table_of_ranks(where, tmp_path):
+    """The launcher says of all ranks what they do, and leaves no file."""
+    does, told = ELSEWHERE[where]
+    program = program_of(tmp_path, BEGIN, f"if rank == 1: {does}", WAIT)
+    line = program.read_text().splitlines().index(f"if rank == 1: {does}") + 1
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    seconds = "20" if where == "ended" else "2"
+    limits = {"JAXMPI_TIMEOUT": seconds, "JAXMPI_TIMEOUT_ACTION": "abort", "TMPDIR": str(folder)}
+    done = launch(3, program, check=False, timeout=SECONDS, **limits)
+    assert done.returncode != 0
+    assert done.stderr.count("jaxmpi.run: what the ranks do:") >= 1, done.stderr
+    table = done.stderr.partition("jaxmpi.run: what the ranks do:")[2]
+    assert told.format(program=program, line=line) in table, done.stderr
+    assert "ranks 0, 2: wait in allreduce of 3 float32, op SUM, on the default communicator; called at" in table
+    if where == "ended":  # at once, not after the timeout
+        assert done.stderr.index("what the ranks do") < done.stderr.index("has been waiting")
+    end = time.monotonic() + 10  # the launcher's process for the table ends after it
+    while list(folder.glob("jaxmpi-*")) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not list(folder.glob("jaxmpi-*"))
+
+
+@pytest.mark.parametrize("stubborn", [False, True])
+@pytest.mark.parametrize("why", ["rank 1 failed", "mpiexec was told to end, and what it has started ended"])
+def test_mpiexec_that_does_not_end(why, stubborn, tmp_path, monkeypatch):
+    """It is ended, some time after a rank has said that it aborts the job, or after a signal and the end of all that it
+    has started; not before it has started something, nor while that runs or it is suspended itself."""
+    monkeypatch.setattr(monitor, "_END_SECONDS", 1.0)
+    monkeypatch.setattr(monitor, "_GONE_SECONDS", 1.0)
+    monkeypatch.setattr(monitor, "_KILL_SECONDS", 1.0)
+    then = f"signal.signal(signal.SIGTERM, signal.SIG_{'IGN' if stubborn else 'DFL'})"
+    starts = "time.sleep(1.5); subprocess.Popen(['sleep', '1'])" if "started" in why else ""
+    stays = f"import signal, subprocess, time; {then}; print('ready', flush=True); {starts}\ntime.sleep(100)"
+    with subprocess.Popen([sys.executable, "-c", stays], stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        job, signals, said = os.pidfd_open(process.pid), [], []
+        if starts:
+            threading.Timer(2, process.send_signal, [signal.SIGSTOP]).start()
+            threading.Timer(4, process.send_signal, [signal.SIGCONT]).start()
+            threading.Timer(6, signals.append, [signal.SIGTERM]).start()
+        else:
+            threading.Timer(0.5, (tmp_path / "1.aborts").touch).start()
+        before = time.monotonic()
+        monitor.watch(tmp_path, 2, job, process.pid, signals, said.append)
+        assert (6.9 if starts else 1.2) < time.monotonic() - before < 15
+        assert process.wait(5) == -(signal.SIGKILL if stubborn else signal.SIGTERM)
+        os.close(job)
+    assert said == [f"jaxmpi.run: {why} 1 s ago; mpiexec is still there, and is ended\n"]
+
+
+@pytest.mark.parametrize(
+    ("does", "code", "told"),
+    [
+        ("raise KeyError('early')", 1, "uncaught exception on rank 1:\n"),
+        ("sys.exit(3)", 3, ""),
+    ],
+    ids=["raise", "exit"],
+)
+def test_failure_before_mpi(does, code, told, tmp_path):
+    """The other ranks wait in MPI_Init, of which MPICH's mpiexec does not know by itself."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        f"import os, sys\nif (os.environ.get('PMIX_RANK') or os.environ['PMI_RANK']) == '1': {does}\n"
+        "from mpi4py import MPI\nprint('not reached')\n"
+    )
+    begin = time.monotonic()
+    done = launch(2, program, check=False, timeout=SECONDS)
+    assert done.returncode == code
+    assert time.monotonic() - begin < 15
+    assert told in done.stderr
+    assert "not reached" not in done.stdout
+
+
+def test_ranges_of_ranks():
+    assert monitor.ranges([0]) == "0"
+    assert monitor.ranges([0, 1]) == "0, 1"
+    assert monitor.ranges([0, 1, 2, 3, 5, 7, 8]) == "0 to 3, 5, 7, 8"
+
+
+WRONG = {
+    "JAXMPI_TIMEOUT": ("soon", "-1", "inf"),
+    "JAXMPI_TIMEOUT_ACTION": ("stop",),
+    "JAXMPI_ON_ERROR": ("report",),
+    "JAXMPI_CHECK": ("maybe",),
+    "JAXMPI_DEBUG": ("2",),
+}
+
+
+@pytest.mark.parametrize("wrong", [{name: value} for name, values in WRONG.items() for value in values], ids=str)
+def test_wrong_settings(wrong, tmp_path):
+    done = launch(1, program_of(tmp_path, "import jaxmpi"), check=False, timeout=SECONDS, **wrong)
+    assert done.returncode != 0
+    assert "ValueError: jaxmpi: {}={}: ".format(*next(iter(wrong.items()))) in done.stderr
+
+
+@pytest.mark.parametrize("way", ["jax.jit", "jaxmpi.jit", "eager"])
+def test_error_of_an_operation_ends_the_job_if_that_is_asked_for(way, tmp_path):
+    """Also under plain mpiexec, where an exception alone would leave the other ranks waiting."""
+    fails = f"""
+        import jaxmpi
+        receive = lambda x: notoken.recv(x, 0)
+        if rank == 0: notoken.send(jnp.ones(5), 1)
+        else: jax.block_until_ready({"receive" if way == "eager" else f"{way}(receive)"}(x))
+    """
+    program = program_of(tmp_path, BEGIN, textwrap.dedent(fails), WAIT)
+    done = launch(2, program, check=False, timeout=SECONDS, plain=True, JAXMPI_ON_ERROR="abort")
+    assert done.returncode != 0
+    assert "jaxmpi.recv on rank 1 of 2: the message from rank 0" in done.stderr
+    assert "The job ends, as JAXMPI_ON_ERROR=abort says" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "not reached" not in done.stdout
+
+
+READY = """
+add(x)
+print("ready", flush=True)
+"""
+
+INTERRUPTED = {
+    "Python": "while True: time.sleep(0.01)",
+    "a compiled loop": "jax.block_until_ready(halved_for_ever(x))",
+    "an operation": "add(x) if rank == 1 else time.sleep(1000)",
+    "an operation on both": "notoken.recv(x, rank)",
+    "an operation of another thread": "t = threading.Thread(target=lambda: notoken.recv(x, rank)); t.start(); t.join()",
+}
+
+
+@pytest.mark.parametrize(
+    ("within", "asynchronous"),
+    [*((within, True) for within in INTERRUPTED), ("a compiled loop", False), ("an operation on both", False)],
+)
+def test_interrupt(within, asynchronous, tmp_path):
+    """Ctrl-C ends a job, whatever its ranks do. A computation that is dispatched synchronously lets no Python run."""
+    dispatch = f"import jax; jax.config.update('jax_cpu_enable_async_dispatch', {asynchronous})"
+    program = program_of(tmp_path, dispatch, BEGIN, READY, INTERRUPTED[within])
+    begin = time.monotonic()
+    done = launch(2, program, check=False, timeout=SECONDS, interrupt_at="ready")
+    assert done.returncode != 0
+    assert time.monotonic() - begin < 30
+
+
+@pytest.mark.parametrize(("by", "within"), [("TERM", "a compiled loop"), ("TERM", "an operation"), ("HUP", "Python")])
+def test_launcher_is_ended(by, within, tmp_path):
+    """And with it all ranks, whatever they do."""
+    program = program_of(tmp_path, BEGIN, READY, INTERRUPTED[within])
+    number = getattr(signal, f"SIG{by}")
+    done = launch(2, program, check=False, timeout=SECONDS, interrupt_at="ready", by=number)
+    assert done.returncode != 0

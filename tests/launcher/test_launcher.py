@@ -1,0 +1,662 @@
+"""The launcher as the parent of mpiexec: its status, signals, what it passes on and leaves out, and its own end."""
+
+import contextlib
+import os
+import pty
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxmpi import run
+from jaxmpi._launcher import output
+from programs import errors_page
+from support.launch import _end_what_is_left, _processes, launch, outside_of_a_job
+
+pytestmark = [pytest.mark.launches, pytest.mark.seconds(120)]
+
+COMMAND = [sys.executable, "-m", "jaxmpi.run"]
+
+
+@pytest.fixture
+def job():
+    """The environment of a job, of which nothing may be left."""
+    mark = f"JAXMPI_TEST_JOB={time.monotonic_ns()}-{os.getpid()}"
+    yield outside_of_a_job() | {"JAX_PLATFORMS": "cpu"} | dict([mark.split("=")])
+    assert not _end_what_is_left(mark)
+
+
+def processes(environment):
+    return _processes(f"JAXMPI_TEST_JOB={environment['JAXMPI_TEST_JOB']}")
+
+
+def until(condition, seconds=20):
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return condition()
+
+
+def written(tmp_path, text, name="program.py"):
+    program = tmp_path / name
+    program.write_text(textwrap.dedent(text))
+    return program
+
+
+FAKE = """\
+#!/usr/bin/env python3
+import os, signal, subprocess, sys, time
+if "--version" in sys.argv: sys.exit(print("fake"))
+words = sys.argv[3:]
+def rank(number, **more): return subprocess.Popen(words, env={**os.environ, "PMI_RANK": str(number)}, **more)
+"""
+
+
+def fake(tmp_path, text, ranks=2, program="pass", **options):
+    """The launcher with an mpiexec of our own, in which `rank(0)` starts a rank."""
+    mpiexec = written(tmp_path, FAKE + textwrap.dedent(text), "mpiexec")
+    mpiexec.chmod(0o755)
+    command = [*COMMAND, "-n", str(ranks), "--mpiexec", mpiexec, "-c", program]
+    return subprocess.run(command, capture_output=True, timeout=60, check=False, env=outside_of_a_job(), **options)
+
+
+# --- the status ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", [0, 3, 213])
+def test_status_of_mpiexec(code, tmp_path):
+    done = fake(tmp_path, f"for r in (0, 1): rank(r).wait()\nsys.exit({code})")
+    assert (done.returncode, done.stderr) == (code, b"")
+
+
+def test_ranks_that_are_lost(tmp_path):
+    """With a machine, of which mpiexec says nothing."""
+    done = fake(
+        tmp_path,
+        "for r in range(4):\n    rank(r).wait()",
+        4,
+        "import os\nif os.environ['PMI_RANK'] in '13': os.kill(os.getpid(), 9)",
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith(b"jaxmpi.run: mpiexec ended with status 0, but ranks 1, 3 began and never told of an")
+    assert done.stderr.count(b"\n") == 1
+
+
+@pytest.mark.parametrize(
+    "end",
+    ["pass", "import sys; sys.exit(0)", "import os; os._exit(0)", "import os; os.execvp('true', ['true'])"],
+)
+def test_ranks_that_end_without_mpi(end, tmp_path):
+    done = fake(tmp_path, "for r in (0, 1): rank(r).wait()", 2, end)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_rank_that_fails_though_mpiexec_says_nothing(tmp_path):
+    done = fake(
+        tmp_path, "for r in (0, 1): rank(r).wait()", 2, "import os, sys; sys.exit(int(os.environ['PMI_RANK']) * 5)"
+    )
+    assert done.returncode == 5
+    assert done.stderr == b"jaxmpi.run: rank 1 ended the job with code 5: sys.exit(5)\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_mpiexec_ended_by_a_signal(number, tmp_path, job):
+    """A rank that it leaves behind ends as well."""
+    mpiexec = written(tmp_path, FAKE + f"rank(0); time.sleep(1); os.kill(os.getpid(), {int(number)})", "mpiexec")
+    mpiexec.chmod(0o755)
+    command = [*COMMAND, "-n", "1", "--mpiexec", mpiexec, "-c", "import time; time.sleep(100)"]
+    begin = time.monotonic()
+    done = subprocess.run(command, stderr=subprocess.PIPE, env=job, timeout=60, check=False, text=True)
+    told = f"jaxmpi.run: mpiexec was ended by signal {int(number)}"
+    errors_page.note(f"mpiexec is ended by {number.name}", told, time.monotonic() - begin - 1)
+    assert done.returncode == 128 + number
+    assert done.stderr == f"jaxmpi.run: mpiexec was ended by signal {int(number)} ({number.name})\n"
+
+
+def test_sigchld_is_ignored_by_who_starts_it(tmp_path):
+    ignored = (
+        "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    mpiexec = written(tmp_path, FAKE + "sys.exit(7)", "mpiexec")
+    mpiexec.chmod(0o755)
+    command = [sys.executable, "-c", ignored, *COMMAND, "-n", "1", "--mpiexec", mpiexec, "-c", "pass"]
+    assert subprocess.run(command, env=outside_of_a_job(), timeout=60, check=False).returncode == 7
+
+
+def test_main_returns_the_status(tmp_path):
+    """Also in a thread, and the program goes on, with its own signals."""
+    mpiexec = written(tmp_path, FAKE + "sys.exit(7)", "mpiexec")
+    mpiexec.chmod(0o755)
+    program = f"""
+        import os, signal, threading, time
+        from jaxmpi import run
+        words = ["-n", "1", "--mpiexec", {str(mpiexec)!r}, "-c", "pass"]
+        before = signal.getsignal(signal.SIGINT)
+        found = [run.main(words)]
+        thread = threading.Thread(target=lambda: found.append(run.main(words)))
+        thread.start(); thread.join()
+        files = sorted(os.listdir("/proc/self/fd"))
+        run.main(["--mpiexec-args=", *words])
+        time.sleep(0.5)
+        print(found, signal.getsignal(signal.SIGINT) is before, files == sorted(os.listdir("/proc/self/fd")))
+        print(threading.active_count())
+    """
+    done = subprocess.run(
+        [sys.executable, written(tmp_path, program)],
+        capture_output=True,
+        text=True,
+        env=outside_of_a_job(),
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout == "[7, 7] True True\n1\n", done.stderr
+
+
+# --- signals ------------------------------------------------------------------------------------------------------
+
+COUNTS = """
+seen = []
+for n in (1, 2, 10, 12, 15, 18, 28): signal.signal(n, lambda n, _: seen.append(n))
+signal.signal(20, signal.SIG_DFL)
+print("ready", flush=True)
+end = time.monotonic() + 5
+while time.monotonic() < end and 15 not in seen: time.sleep(0.02)
+time.sleep(1.5)
+print(sorted(seen), flush=True)
+sys.exit(9)
+"""
+
+
+@pytest.mark.parametrize("to", ["launcher", "group", "both"])
+def test_signals_come_once(to, tmp_path):
+    """To mpiexec, whether they were for the launcher alone, as by `kill`, for its group, as Ctrl-C is, or for both, as
+    those of `timeout` are."""
+    mpiexec = written(tmp_path, FAKE + COUNTS, "mpiexec")
+    mpiexec.chmod(0o755)
+    command = [*COMMAND, "-n", "1", "--mpiexec", mpiexec, "-c", "pass"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, env=outside_of_a_job(), start_new_session=True, text=True
+    ) as process:
+        assert process.stdout.readline() == "ready\n"
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH, signal.SIGTERM):
+            if to in ("launcher", "both"):
+                process.send_signal(number)
+            if to in ("group", "both"):
+                os.killpg(process.pid, number)
+        assert process.stdout.read() == "[1, 2, 10, 12, 15, 28]\n"
+        assert process.wait(10) - 128 in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
+
+
+def stopped(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+@pytest.mark.parametrize("to", ["launcher", "group"])
+def test_suspended_and_resumed(to, tmp_path):
+    """As by Ctrl-Z and `fg`: the launcher stops with mpiexec, so that the shell knows."""
+    mpiexec = written(tmp_path, FAKE + COUNTS, "mpiexec")
+    mpiexec.chmod(0o755)
+    command = [*COMMAND, "-n", "1", "--mpiexec", mpiexec, "-c", "pass"]
+    # In a session of its own, but not as its first process, whose group has no parent in it, and is not stopped.
+    session = ["setsid", "--wait", sys.executable, "-c"]
+    outer = (
+        "import os, subprocess, sys; p = subprocess.Popen(sys.argv[1:], preexec_fn=os.setpgrp); "
+        "print(p.pid, flush=True); sys.exit(p.wait())"
+    )
+    with subprocess.Popen(
+        [*session, outer, *command], stdout=subprocess.PIPE, env=outside_of_a_job(), text=True
+    ) as process:
+        launcher = int(process.stdout.readline())
+        assert process.stdout.readline() == "ready\n"
+        send = os.kill if to == "launcher" else os.killpg
+        send(launcher, signal.SIGTSTP)
+        assert until(lambda: stopped(launcher), 5)
+        time.sleep(0.5)
+        send(launcher, signal.SIGCONT)
+        assert until(lambda: not stopped(launcher), 5)
+        time.sleep(0.5)
+        send(launcher, signal.SIGTERM)
+        assert process.stdout.read() == "[15, 18]\n"
+        assert process.wait(10) == 128 + signal.SIGTERM
+
+
+@pytest.mark.filterwarnings("ignore")  # of JAX about the fork
+def test_ctrl_c_of_a_terminal(tmp_path, job):
+    """It ends a real job, in order."""
+    program = written(tmp_path, "from mpi4py import MPI\nimport time\nprint('ready', flush=True)\ntime.sleep(100)")
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execve(COMMAND[0], [*COMMAND, "-n", "2", str(program)], job)
+    seen = b""
+    while seen.count(b"ready") < 2:
+        seen += os.read(terminal, 1000)
+    os.write(terminal, b"\x03")
+    with contextlib.suppress(OSError):
+        while more := os.read(terminal, 1000):
+            seen += more
+    _, status = os.waitpid(pid, 0)
+    assert status != 0
+    assert b"within 5 seconds" not in seen  # of Open MPI's, for a second one
+    assert b"force abort" not in seen.partition(b"Press Ctrl-C again to force abort")[2]
+
+
+# --- what is passed on --------------------------------------------------------------------------------------------
+
+
+def block(rank, code, host="node"):
+    rule = "-" * 74 + "\n"
+    return (
+        f"{rule}MPI_ABORT was invoked on rank {rank} in communicator MPI_COMM_WORLD\n  Proc: [[12345,1],{rank}]\n"
+        f"  Errorcode: {code}\n\nNOTE: invoking MPI_ABORT causes Open MPI to kill all MPI processes.\n"
+        "You may or may not see output from other processes, depending on\nexactly when Open MPI kills them.\n"
+        f"{rule}{rule}prterun has exited due to process rank {rank} with PID 0 on node {host} calling\n"
+        '"abort". This may have caused other processes in the application to be\n'
+        f"terminated by signals sent by prterun (as reported here).\n{rule}"
+    ).encode()
+
+
+@pytest.mark.parametrize("size", [1, 7, 100, 100_000])
+def test_filter_leaves_out_each_text_once(size):
+    """However they are cut, with what ranks write in between, and no other byte."""
+
+    def passed(data, *aborting):
+        found = output.Filter()
+        for rank, code in aborting:
+            found.expect(rank, code)
+        parts = [found.take(data[i : i + size]) for i in range(0, len(data), size)]
+        return b"".join(parts) + found.end()
+
+    noise = bytes(range(256)) * 5 + b"-" * 200 + b"\n" + b"-" * 74 + b"\nMPI_ABORT was invoked\n---"
+    ours = block(1, 3)
+    first = len(ours) // 2 + 40
+    assert passed(noise + ours + noise) == noise + ours + noise
+    assert passed(noise + ours + noise, (1, 3)) == noise + noise
+    assert passed(noise + ours + noise, (1, 4)) == noise + ours[: ours.index(b"-\nprterun") - 73] + noise
+    assert passed(noise + ours + noise, (2, 3)) == noise + ours + noise
+    assert passed(ours + b"x" + ours, (1, 3)) == b"x" + ours
+    assert passed(ours + b"\0", (1, 3)) == b""
+    assert passed(b"\0\0x\0" + ours + b"\0\0x\0\0", (1, 3)) == b"\0\0x\0\0\0x\0"
+    assert passed(b"\0") == b"\0"
+    assert passed(ours[:first], (1, 3)) == ours[ours.index(b"-\nprterun") - 73 : first]
+
+
+DATA = "bytes(range(256)) * 40960"
+"""10 MB, of all bytes."""
+
+
+def test_all_bytes_pass(tmp_path):
+    done = fake(tmp_path, f"sys.stderr.buffer.write({DATA} + b'no end of a line')", 1)
+    assert done.stderr == eval(DATA) + b"no end of a line"
+
+
+def test_nothing_waits_in_the_launcher(tmp_path):
+    """A part of a line comes at once."""
+    mpiexec = written(tmp_path, FAKE + "os.write(2, b'part'); time.sleep(3); os.write(2, b' of a line\\n')", "mpiexec")
+    mpiexec.chmod(0o755)
+    command = [*COMMAND, "-n", "1", "--mpiexec", mpiexec, "-c", "pass"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, env=outside_of_a_job()) as process:
+        assert os.read(process.stderr.fileno(), 100) == b"part"
+        assert process.poll() is None
+        assert process.stderr.read() == b" of a line\n"
+
+
+@pytest.mark.parametrize("where", ["closed", "a disk that is full", "a reader that goes"])
+def test_stderr_that_takes_nothing(where, tmp_path):
+    """The job goes on, and ends as it does."""
+    mpiexec = written(
+        tmp_path, FAKE + f"sys.stderr.buffer.write({DATA}); rank(0).wait(); print('done'); sys.exit(4)", "mpiexec"
+    )
+    mpiexec.chmod(0o755)
+    words = f"{sys.executable} -m jaxmpi.run -n 1 --mpiexec {mpiexec} -c pass"
+    shell = {
+        "closed": f"{words} 2>&-",
+        "a disk that is full": f"{words} 2>/dev/full",
+        "a reader that goes": f"{words} 2> >(head -c 10 >/dev/null)",
+    }[where]
+    done = subprocess.run(
+        ["bash", "-c", shell], stdout=subprocess.PIPE, env=outside_of_a_job(), timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (4, b"done\n")
+
+
+def test_what_holds_stderr_open_is_not_waited_for(tmp_path):
+    """As ssh may, of which a process stays."""
+    begin = time.monotonic()
+    mpiexec = written(tmp_path, FAKE + "subprocess.Popen(['sleep', '20'], stdout=subprocess.DEVNULL)", "mpiexec")
+    mpiexec.chmod(0o755)
+    command = [*COMMAND, "-n", "1", "--mpiexec", mpiexec, "-c", "pass"]
+    with open(tmp_path / "errors", "w") as errors:
+        assert subprocess.run(command, env=outside_of_a_job(), timeout=60, check=False, stderr=errors).returncode == 0
+    assert time.monotonic() - begin < 10
+
+
+FAILS = """
+import os, sys, time
+from mpi4py import MPI
+rank = MPI.COMM_WORLD.rank
+MPI.COMM_WORLD.Barrier()
+if rank == 1:
+    {}
+time.sleep(100)
+"""
+
+
+def is_openmpi():
+    return run.flavour(run.find_mpiexec()) == "openmpi"
+
+
+@pytest.mark.parametrize("verbose", ["", "variable", "option"])
+def test_the_error_is_the_last_that_is_told(verbose, tmp_path):
+    program = written(tmp_path, FAILS.format("raise KeyError('this')"))
+    environment = {"JAXMPI_VERBOSE": "1"} if verbose == "variable" else {}
+    options = ["--verbose"] if verbose == "option" else []
+    done = launch(2, *options, program, check=False, **environment)
+    assert done.returncode == 1
+    last = done.stderr.replace("\0", "").rstrip().rpartition("\n")[2]  # Open MPI's last byte is a 0
+    assert verbose or "\0" not in done.stderr
+    if not is_openmpi():  # its line comes from the rank itself, and may be lost with it
+        told = "jaxmpi.run: rank 1 ended the job with code 1: KeyError: 'this'"
+        assert last == (told if "Abort(1)" in done.stderr else "KeyError: 'this'")
+    elif verbose:
+        assert "MPI_ABORT was invoked on rank 1" in done.stderr
+        assert "prterun has exited due to process rank 1" in done.stderr
+        assert last == "jaxmpi.run: rank 1 ended the job with code 1: KeyError: 'this'"
+    else:
+        assert last == "KeyError: 'this'"
+        assert "MPI_ABORT" not in done.stderr
+        assert "prterun" not in done.stderr
+
+
+def test_group_of_exceptions(tmp_path):
+    """The last line that Python writes of it is a rule."""
+    if sys.version_info < (3, 11):
+        pytest.skip("Python 3.11 brought them")
+    program = written(tmp_path, FAILS.format("raise ExceptionGroup('several', [KeyError(1), ValueError('x' * 5000)])"))
+    done = launch(2, program, check=False)
+    assert done.stderr.rstrip().rpartition("\n")[2].endswith("code 1: ExceptionGroup: several (2 sub-exceptions)")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_told(number, tmp_path):
+    """Open MPI's mpiexec says nothing, and ends with 1."""
+    program = written(tmp_path, "from mpi4py import MPI\nprint('ready', flush=True)\nimport time\ntime.sleep(1000)")
+    done = launch(2, program, check=False, interrupt_at="ready", by=number)
+    assert done.returncode == 128 + number or "KeyboardInterrupt" in done.stderr
+    assert f"jaxmpi.run: ended by {number.name}" in done.stderr or "KeyboardInterrupt" in done.stderr
+
+
+def test_status_without_a_word(tmp_path):
+    """A rank that says nothing itself: the launcher tells who it was."""
+    done = launch(2, written(tmp_path, FAILS.format("sys.exit(3)")), check=False)
+    assert done.returncode == 3
+    assert done.stderr.endswith("jaxmpi.run: rank 1 ended the job with code 3: sys.exit(3)\n")
+    assert "MPI_ABORT was" not in done.stderr
+
+
+def test_own_text_of_a_rank_stays(tmp_path):
+    """The same that Open MPI says, part of a line, all bytes, and much of it."""
+    (tmp_path / "text").write_bytes(block(1, 1, os.uname().nodename))
+    writes = (
+        f"text = open({str(tmp_path / 'text')!r}, 'rb').read(); os.write(2, text + {DATA} + b'end\\n' + text + b'part')"
+    )
+    program = written(tmp_path, FAILS.format(f"{writes}; raise KeyError('this')"))
+    command = [*COMMAND, "-n", "2", program]
+    done = subprocess.run(command, capture_output=True, env=outside_of_a_job(), timeout=100, check=False)
+    assert done.returncode == 1
+    assert done.stderr.count(b"MPI_ABORT was invoked on rank 1") == 2
+    assert done.stderr.count(b"prterun has exited due to process rank 1") == 2
+    assert eval(DATA) + b"end\n" in done.stderr
+    assert b"part" in done.stderr.rpartition(b"as reported here")[2]
+
+
+def test_abort_of_the_program_itself_is_told_by_mpi(tmp_path):
+    """The launcher knows nothing of it, and leaves nothing out."""
+    done = launch(2, written(tmp_path, FAILS.format("MPI.COMM_WORLD.Abort(6)")), check=False)
+    assert done.returncode == 6
+    assert "MPI_ABORT was invoked on rank 1" in done.stderr if is_openmpi() else "Abort(6)" in done.stderr
+
+
+def test_all_ranks_fail(tmp_path):
+    program = written(tmp_path, FAILS.format("pass\nraise KeyError('this')"))
+    done = launch(3, program, check=False)
+    assert done.returncode == 1
+    assert "KeyError: 'this'" in done.stderr
+    assert "MPI_ABORT was" not in done.stderr
+
+
+# --- the end of the launcher --------------------------------------------------------------------------------------
+
+BUSY = {
+    "Python": "while True: pass",
+    "XLA": "import jax, jax.numpy as jnp\nloop = lambda x: jax.lax.while_loop(lambda v: v[0] > -1, abs, x)\n"
+    "jax.jit(loop)(jnp.ones(3)).block_until_ready()",
+    "sleep": "time.sleep(1000)",
+    "a call that holds the interpreter": "import ctypes; ctypes.PyDLL(None).sleep(1000)",
+    "an operation": "import jax.numpy as jnp\nfrom jaxmpi import notoken\n"
+    "notoken.recv(jnp.ones(3), rank).block_until_ready()",
+}
+
+
+@pytest.mark.parametrize("within", BUSY)
+@pytest.mark.parametrize("group", [False, True], ids=["launcher", "group"])
+def test_launcher_is_killed(within, group, tmp_path, job):
+    """No process of the job lives some seconds later, whatever it does, and no file is left."""
+    begin = "import sys, time\nfrom mpi4py import MPI\nrank = MPI.COMM_WORLD.rank\nprint('ready', flush=True)\n"
+    program = written(tmp_path, begin + BUSY[within])
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    command = [*COMMAND, "-n", "2", program]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, env={**job, "TMPDIR": str(folder)}, start_new_session=True, text=True
+    ) as process:
+        assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+        time.sleep(1)
+        assert len(processes(job)) >= 4
+        begin = time.monotonic()
+        if group:
+            os.killpg(process.pid, signal.SIGKILL)
+        else:
+            process.kill()
+        assert until(
+            lambda: not any(str(program) in line and "child.py" in line for line in processes(job).values()), 3
+        )
+        if not group:
+            errors_page.note(f"the launcher is killed, ranks are in {within}", "", time.monotonic() - begin)
+        assert until(lambda: not processes(job), 8), processes(job)
+    if not group:  # else the process that removes it is killed as well
+        assert until(lambda: not list(folder.glob("jaxmpi-*")), 3)
+
+
+def test_limit_of_subprocess_run(tmp_path, job):
+    program = written(tmp_path, "from mpi4py import MPI\nimport time\ntime.sleep(1000)")
+    begin = time.monotonic()
+    with pytest.raises(subprocess.TimeoutExpired):
+        subprocess.run([*COMMAND, "-n", "2", program], env=job, capture_output=True, timeout=5, check=False)
+    assert time.monotonic() - begin < 12
+    assert until(lambda: not processes(job), 5)
+
+
+def test_launcher_is_killed_at_once(tmp_path, job):
+    """Before a rank has begun."""
+    for wait in (0.1, 0.3, 0.5, 0.7):
+        with subprocess.Popen([*COMMAND, "-n", "2", "-c", "import time; time.sleep(1000)"], env=job) as process:
+            time.sleep(wait)
+            process.kill()
+        assert until(lambda: not processes(job), 10), wait
+
+
+def test_what_a_rank_leaves_behind_stays(tmp_path):
+    """A process that it has started is no rank, and outlives the job if it wants to."""
+    stays = tmp_path / "stays"
+    child = f"import time, pathlib; time.sleep(4); pathlib.Path({str(stays)!r}).touch()"
+    files = "start_new_session=True, stdin=-3, stdout=-3, stderr=-3"
+    program = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}], {files})"
+    subprocess.run([*COMMAND, "-n", "1", "-c", program], env=outside_of_a_job(), timeout=60, check=True)
+    assert until(stays.exists, 10) or not is_openmpi()
+
+
+# --- input, places, names -----------------------------------------------------------------------------------------
+
+READS = "from mpi4py import MPI; import sys; print(MPI.COMM_WORLD.rank, len(sys.stdin.read()), flush=True)"
+
+
+@pytest.mark.parametrize("length", [520, 3000])
+def test_long_tmpdir(length, tmp_path):
+    """No path is cut: what waits is told, and a file whose path is the first 511 characters of one of ours stays."""
+    folder = tmp_path
+    while len(str(folder)) < length - 202:
+        folder = folder / ("x" * 150)
+    folder = folder / ("x" * (length - len(str(folder)) - 1))
+    folder.mkdir(parents=True)
+    program = written(
+        tmp_path,
+        """
+        import os, time
+        folder = os.environ["JAXMPI_JOB_FOLDER"]
+        import jax.numpy as jnp
+        from mpi4py import MPI
+        from jaxmpi import notoken
+        cut = f"{folder}/{MPI.COMM_WORLD.rank}.report.draft"[:511]
+        if MPI.COMM_WORLD.rank == 0:
+            if not os.path.isdir(cut): open(cut, "w").write("ours")
+            notoken.allreduce(jnp.ones(3), MPI.SUM).block_until_ready()
+        time.sleep(100)
+        """,
+    )
+    short = {
+        "OMPI_MCA_orte_tmpdir_base": "/tmp",
+        "PRTE_MCA_prte_tmpdir_base": "/tmp",
+        "PMIX_MCA_ptl_base_tmpdir": "/tmp",
+    }
+    limits = {"JAXMPI_TIMEOUT": "2", "JAXMPI_TIMEOUT_ACTION": "abort"}
+    done = launch(2, program, check=False, timeout=60, TMPDIR=str(folder), **short, **limits)
+    assert re.search(r"  rank 0: waits in allreduce of 3 float32, op SUM, .*so far\n", done.stderr), done.stderr
+    assert "rank 1: is in no operation" in done.stderr
+    assert not list(folder.glob("jaxmpi-*"))
+    left = [path for path in tmp_path.rglob("*") if path.is_file() and path != program]
+    assert all(path.read_text() == "ours" for path in left)
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="another user's input needs root")
+@pytest.mark.parametrize("kind", ["pipe", "file"])
+def test_input_of_another_user(kind, tmp_path):
+    """As under sudo: it cannot be opened again by a path, the descriptor is enough."""
+    capabilities = "-dac_override,-dac_read_search"  # by which root may open what is another's
+    command = ["setpriv", "--bounding-set", capabilities, *COMMAND, "-n", "2", "-c", READS]
+    if kind == "file":
+        (tmp_path / "input").write_text("x" * 30_000)
+        given = os.open(tmp_path / "input", os.O_RDONLY)
+    else:
+        given, writes = os.pipe()
+        os.write(writes, b"x" * 30_000)
+        os.close(writes)
+    os.fchown(given, 65534, 65534)
+    os.fchmod(given, 0o600)
+    check = [*command[:3], sys.executable, "-c", "open('/dev/fd/0')"]
+    assert subprocess.run(check, stdin=given, capture_output=True, timeout=60, check=False).returncode != 0
+    done = subprocess.run(command, stdin=given, env=outside_of_a_job(), capture_output=True, timeout=60, check=False)
+    os.close(given)
+    assert sorted(done.stdout.splitlines()) == [b"0 30000", b"1 0"], done.stderr
+
+
+def test_input_that_is_a_socket(tmp_path):
+    """As under inetd, and of programs that start others so."""
+    import socket
+
+    mine, theirs = socket.socketpair()
+    command = [*COMMAND, "-n", "2", "-c", READS]
+    with subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, env=outside_of_a_job(), text=True) as process:
+        theirs.close()
+        mine.sendall(b"x" * 1000)
+        mine.close()
+        assert sorted(process.communicate(timeout=60)[0].splitlines()) == ["0 1000", "1 0"]
+
+
+def test_long_path_of_the_folder(tmp_path):
+    """Longer than the address of a socket may be."""
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    short = {
+        "OMPI_MCA_orte_tmpdir_base": "/tmp",
+        "PRTE_MCA_prte_tmpdir_base": "/tmp",
+        "PMIX_MCA_ptl_base_tmpdir": "/tmp",
+    }
+    environment = {**outside_of_a_job(), **short, "TMPDIR": str(folder)}
+    command = [*COMMAND, "-n", "2", "-c", READS]
+    done = subprocess.run(
+        command, input="abc", env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert sorted(done.stdout.splitlines()) == ["0 3", "1 0"], done.stderr
+
+
+def test_no_home():
+    environment = outside_of_a_job()
+    environment.pop("HOME", None)
+    command = [*COMMAND, "-n", "1", "-c", "from mpi4py import MPI; print(MPI.COMM_WORLD.size)"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+
+
+def test_no_place_for_files():
+    """It is said before Open MPI says it by pages; MPICH needs none."""
+    environment = {**outside_of_a_job(), "TMPDIR": "/proc"}
+    command = [*COMMAND, "-n", "1", "-c", "from mpi4py import MPI; print(MPI.COMM_WORLD.size)"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    if is_openmpi():
+        assert done.returncode != 0
+        assert done.stderr.startswith("jaxmpi.run: TMPDIR=/proc: ")
+        assert "Set TMPDIR to a folder with room" in done.stderr.splitlines()[0]
+    else:
+        assert (done.returncode, done.stdout) == (0, "1\n")
+
+
+def test_no_process_for_the_guard(tmp_path, monkeypatch):
+    """The job runs without."""
+    from jaxmpi._launcher import guard
+
+    def fails():
+        raise BlockingIOError
+
+    monkeypatch.setattr(guard.os, "fork", fails)
+    assert guard.start(0, None, str(tmp_path), -1, [signal.SIGUSR1]) is None
+
+
+def test_name_of_a_communicator_in_lines(tmp_path):
+    """The table has it in one."""
+    program = written(
+        tmp_path,
+        """
+        import time, jax.numpy as jnp
+        from mpi4py import MPI
+        from jaxmpi import notoken
+        comm = MPI.COMM_WORLD.Dup()
+        comm.Set_name("two\\nlines")
+        if comm.rank == 0: notoken.allreduce(jnp.ones(3), MPI.SUM, comm=comm).block_until_ready()
+        time.sleep(100)
+        """,
+    )
+    limits = {"JAXMPI_TIMEOUT": "2", "JAXMPI_TIMEOUT_ACTION": "abort"}
+    done = launch(2, program, check=False, timeout=60, **limits)
+    assert re.search(r"  rank 0: waits in allreduce of 3 float32, op SUM, on two lines; .*so far\n", done.stderr)
+
+
+def test_watch_that_fails_says_so(tmp_path):
+    from jaxmpi._launcher import monitor
+
+    said = []
+    with subprocess.Popen(["sleep", "100"]) as process:
+        file = os.pidfd_open(process.pid)
+        thread = threading.Thread(target=monitor.watch, args=(tmp_path / "no", 2, file, process.pid, [], said.append))
+        thread.start()
+        thread.join(10)
+        assert not thread.is_alive()
+        process.kill()
+        os.close(file)
+    assert said[0].startswith("jaxmpi.run: what ranks wait for is not told any more: FileNotFoundError")

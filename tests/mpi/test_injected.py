@@ -1,0 +1,431 @@
+"""MPI functions that fail, are late or never return, at a chosen call on a chosen rank: by tests/inject/inject.c."""
+
+import os
+import random
+import re
+import subprocess
+import textwrap
+from pathlib import Path
+
+import pytest
+from mpi4py import MPI
+
+from jaxmpi._mpi import library as bound
+from support.launch import launch
+
+pytestmark = [pytest.mark.launches, pytest.mark.seconds(120)]
+
+SECONDS = 60
+"""Within which a job with a fault has ended; most do in 3."""
+RANDOM = range(int(os.environ.get("JAXMPI_TEST_FAULTS", "4")))
+"""The seeds of the random programs."""
+ROOT = Path(__file__).resolve().parents[2]
+CODE = MPI.ERR_OTHER
+TEXT = MPI.Get_error_string(CODE)
+
+
+@pytest.fixture(autouse=True)
+def _compared_only_if_asked_for(monkeypatch):
+    """So that the calls of MPI that are counted are those of the operations."""
+    monkeypatch.setenv("JAXMPI_CHECK", "0")
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory):
+    """The file to be preloaded, for the MPI library of this process."""
+    mpi = Path(bound.LIBRARY.path)
+    made = tmp_path_factory.mktemp("inject") / "inject.so"
+    options = ["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden", "-shared", "-fPIC"]
+    options += [f"-I{ROOT / 'csrc'}", f'-DABI_HEADER="mpi/abi/{bound.LIBRARY.abi}.h"']
+    source = ROOT / "tests" / "inject" / "inject.c"
+    linked = [str(mpi), f"-Wl,-rpath,{mpi.parent}"]
+    subprocess.run([os.environ.get("CC", "cc"), *options, str(source), "-o", str(made), *linked], check=True)
+    return made
+
+
+BEGIN = """
+import ctypes, os, sys, threading, time, warnings
+import jax, jax.numpy as jnp
+from mpi4py import MPI
+import jaxmpi
+from jaxmpi import notoken
+
+comm = MPI.COMM_WORLD
+rank, size = comm.rank, comm.size
+x = jnp.arange(1.0, 4.0)
+grid = jaxmpi.Grid((size,), (size,), periodic=True)
+table = lambda x: jnp.stack([x] * size)
+inject = lambda rules: ctypes.CDLL(os.environ["LD_PRELOAD"]).inject(rules.encode())
+
+def barrier(x):
+    notoken.barrier()
+    return x
+
+def to_itself(x):
+    notoken.send(x, rank, tag=5)
+    return notoken.recv(x, rank, tag=5)
+
+calls = {
+    "allgather": lambda x: notoken.allgather(x).mean(0),
+    "allgatherv": lambda x: notoken.allgatherv(x, [3] * size).reshape(size, 3).mean(0),
+    "allreduce": lambda x: notoken.allreduce(x, MPI.SUM) / size,
+    "alltoall": lambda x: notoken.alltoall(table(x)).mean(0),
+    "alltoallv": lambda x: notoken.alltoallv(table(x).reshape(-1), [3] * size, [3] * size).reshape(size, 3).mean(0),
+    "barrier": barrier,
+    "bcast": lambda x: notoken.bcast(x, size - 1),
+    "exchange": lambda x: grid.exchange(x),
+    "gather": lambda x: x + notoken.gather(x, 0).sum() / 100,
+    "exscan": lambda x: notoken.exscan(x, MPI.SUM) + 1,
+    "iallreduce": lambda x: notoken.wait(notoken.iallreduce(x, MPI.SUM)) / size,
+    "ialltoall": lambda x: notoken.wait(notoken.ialltoall(table(x))).mean(0),
+    "ibarrier": lambda x: notoken.wait(notoken.ibarrier(), after=x)[1],
+    "ibcast": lambda x: notoken.wait(notoken.ibcast(x, size - 1)),
+    "gatherv": lambda x: x + notoken.gatherv(x, [3] * size, 0).sum() / 100,
+    "reduce_scatter": lambda x: notoken.reduce_scatter(table(x), MPI.SUM) / size,
+    "reduce_scatterv": lambda x: notoken.reduce_scatter(table(x).reshape(-1), MPI.SUM, [3] * size) / size,
+    "scatterv": lambda x: notoken.scatterv(table(x).reshape(-1) if rank == 0 else x, [3] * size, 0),
+    "reduce": lambda x: notoken.reduce(x, MPI.SUM, 0) / 2,
+    "scan": lambda x: notoken.scan(x, MPI.SUM) / size,
+    "scatter": lambda x: notoken.scatter(table(x) if rank == 0 else x, 0),
+    "send": to_itself,
+    "sendrecv": lambda x: notoken.sendrecv(x, x, (rank + 1) % size, (rank - 1) % size),
+}
+ways = {
+    "eager": lambda f: f,
+    "jax.jit": jax.jit,
+    "jaxmpi.jit": jaxmpi.jit,
+    "loop": lambda f: jaxmpi.jit(lambda x: jax.lax.fori_loop(0, 3, lambda i, x: f(x), x)),
+    "loop in jax.jit": lambda f: jax.jit(lambda x: jax.lax.fori_loop(0, 3, lambda i, x: f(x), x)),
+}
+add = jax.jit(calls["allreduce"])
+comm.Barrier()  # a rank that starts late is none that waits for long
+add(x).block_until_ready()
+"""
+
+OF_MESSAGES = ("MPI_Mprobe", "MPI_Get_count", "MPI_Mrecv")
+MADE = {
+    "allgather": ("MPI_Allgather",),
+    "allgatherv": ("MPI_Allgatherv",),
+    "allreduce": ("MPI_Allreduce",),
+    "alltoall": ("MPI_Alltoall",),
+    "alltoallv": ("MPI_Alltoallv",),
+    "barrier": ("MPI_Barrier",),
+    "bcast": ("MPI_Bcast",),
+    "exchange": ("MPI_Isend", *(OF_PLANS := ("MPI_Mprobe", "MPI_Mrecv")), "MPI_Wait"),
+    "exscan": ("MPI_Exscan",),
+    "gather": ("MPI_Gather",),
+    "iallreduce": ("MPI_Iallreduce",),
+    "ialltoall": ("MPI_Ialltoall",),
+    "ibarrier": ("MPI_Ibarrier",),
+    "ibcast": ("MPI_Ibcast",),
+    "gatherv": ("MPI_Gatherv",),
+    "reduce": ("MPI_Reduce",),
+    "reduce_scatter": ("MPI_Reduce_scatter_block",),
+    "reduce_scatterv": ("MPI_Reduce_scatter",),
+    "scatterv": ("MPI_Scatterv",),
+    "scan": ("MPI_Scan",),
+    "scatter": ("MPI_Scatter",),
+    "send": ("MPI_Send", *OF_MESSAGES),
+    "sendrecv": ("MPI_Isend", *OF_MESSAGES, "MPI_Wait"),
+}
+"""The calls of MPI that an entry of `calls` in the program makes."""
+
+
+def said(operation, function):
+    """The operation that fails, and how its error begins after the rank."""
+    if operation == "send" and function in OF_MESSAGES:
+        operation = "recv"
+    shown = {"exchange": "Grid.exchange", "reduce_scatterv": "reduce_scatter"}
+    return shown.get(operation, operation), f"{function} failed: {TEXT}"
+
+
+def program_of(tmp_path, *parts):
+    program = tmp_path / "program.py"
+    program.write_text("\n".join((BEGIN, *map(textwrap.dedent, parts))))
+    return program
+
+
+@pytest.mark.parametrize("fault", [f"fail={CODE}", f"fail-after={CODE}@1"])
+def test_caught(fault, library, tmp_path):
+    """Every function that operations call, every way to call them. Then the next operations are right on all ranks.
+
+    Nothing is called on any rank, or all is done, but one rank is told that it failed.
+    """
+    cases = [(name, function, *said(name, function)) for name, functions in MADE.items() for function in functions]
+    # The rank that fails takes no message off the channel.
+    lost = [case for case in cases if fault.startswith("fail=") and case[1] in OF_MESSAGES]
+    lost += [case for case in cases if case[0] == "exchange" and case not in lost]
+    call = 2 if fault.startswith("fail=") else 3  # of 3, so that no rank goes on alone
+    body = f"""
+    fails, in_loop = {fault.startswith("fail=")} or rank == 1, {call}
+    lost = {lost!r}
+    for tag, (name, function, operation, told) in enumerate({cases!r}):
+        for way, transformed in ways.items():
+            if (name, function, operation, told) in lost:  # so no later case may take it for its own
+                again = jaxmpi.Grid((size,), (size,), periodic=True, comm=comm.Dup())
+                f = lambda x, tag=1000 * len(way) + tag, again=again: (
+                    again.exchange(x) if name == "exchange"
+                    else notoken.sendrecv(x, x, rank, rank, sendtag=tag, recvtag=tag) if name == "sendrecv"
+                    else (notoken.send(x, rank, tag=tag), notoken.recv(x, rank, tag=tag))[1]
+                )
+            else:
+                f = calls[name]
+            inject(f"{{function}}:{{in_loop if 'loop' in way else 1}}:{fault}")
+            error = ""
+            try:
+                jax.block_until_ready(transformed(f)(x))
+            except jax.errors.JaxRuntimeError as raised:
+                error = str(raised)
+            inject("")
+            expected = f"jaxmpi.{{operation}} on rank {{rank}} of {{size}}: {{told}}" if fails else ""
+            assert expected in error and bool(expected) == bool(error), (name, function, way, error)
+            comm.Barrier()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", RuntimeWarning)  # of the computation that failed
+                assert jnp.all(notoken.allreduce(x * rank, MPI.SUM) == x * (size * (size - 1) // 2))
+            assert jnp.all(jaxmpi.jit(calls["allreduce"])(x) == x)
+    inject("MPI_Allreduce:1:fail={CODE} MPI_Error_string:1:fail={CODE}")
+    try:
+        jax.block_until_ready(jaxmpi.jit(calls["allreduce"])(x))
+    except jax.errors.JaxRuntimeError as raised:
+        assert "MPI_Allreduce failed: MPI error code {CODE}" in str(raised), raised
+    else:
+        assert False
+    print("all caught")
+    """
+    done = launch(2, program_of(tmp_path, body), timeout=SECONDS, LD_PRELOAD=str(library))
+    assert done.stdout.count("all caught") == 2
+
+
+WAIT = """
+if rank != 1:
+    jax.block_until_ready(notoken.recv(x, 1, tag=99))
+print("not reached")
+"""
+
+CAUGHT_BY_NOBODY = {
+    "eager": ("MPI_Reduce:1", 'calls["reduce"](x).block_until_ready()', "reduce"),
+    "jax.jit": ("MPI_Mrecv:1", 'jax.jit(calls["sendrecv"])(x).block_until_ready()', "sendrecv"),
+    "a loop": ("MPI_Bcast:3", 'ways["loop"](calls["bcast"])(x).block_until_ready()', "bcast"),
+    "a loop in jax.jit": ("MPI_Scan:2", 'ways["loop in jax.jit"](calls["scan"])(x).block_until_ready()', "scan"),
+    "a derivative": (
+        "MPI_Reduce:1",
+        'jax.jit(jax.grad(lambda x: (calls["bcast"](x) ** 3).sum()))(x).block_until_ready()',
+        "reduce",
+    ),
+    "a result that is not used": (
+        "MPI_Allreduce:1",
+        "y = jax.jit(lambda x: add(jax.lax.fori_loop(0, 20000, lambda i, v: jnp.sin(v), jnp.ones(9999)) + x[0]))(x)\n"
+        "if rank == 1: sys.exit()",
+        "allreduce",
+    ),
+    "a thread": (
+        "MPI_Allgather:1",
+        't = threading.Thread(target=lambda: calls["allgather"](x).block_until_ready()); t.start(); t.join()',
+        "allgather",
+    ),
+    "the comparison of ranks": (
+        "MPI_Isend:2",
+        'ways["loop"](calls["alltoall"])(x).block_until_ready()',
+        "alltoall",
+    ),
+}
+"""The call that fails on rank 1, in what, and the operation that is to be told."""
+
+
+@pytest.mark.parametrize("way", CAUGHT_BY_NOBODY)
+def test_caught_by_nobody(way, library, tmp_path):
+    """The job ends with the traceback of the rank where MPI failed."""
+    call, does, operation = CAUGHT_BY_NOBODY[way]
+    program = program_of(tmp_path, f'inject("{call}:fail={CODE}@1")', does, WAIT)
+    check = {"JAXMPI_CHECK": "1"} if way == "the comparison of ranks" else {}
+    done = launch(2, program, check=False, timeout=SECONDS, LD_PRELOAD=str(library), **check)
+    assert done.returncode != 0
+    function = call.partition(":")[0]
+    assert f"jaxmpi.{operation} on rank 1 of 2: {function} failed: {TEXT}" in done.stderr
+    assert "jaxmpi.run: uncaught exception on rank 1" in done.stderr
+    assert "not reached" not in done.stdout
+
+
+@pytest.mark.parametrize("check", ["0", "1"])
+def test_error_ends_the_job_if_that_is_asked_for(check, library, tmp_path):
+    """At once, also under plain mpiexec, and though the program would catch it; also where the ranks are compared."""
+    body = f"""
+    inject("MPI_Allgather:2:fail={CODE}@1")
+    try:
+        ways["loop"](calls["allgather"])(x).block_until_ready()
+    except Exception:
+        print("not reached")
+    """
+    limits = {"JAXMPI_ON_ERROR": "abort", "JAXMPI_CHECK": check, "LD_PRELOAD": str(library)}
+    done = launch(2, program_of(tmp_path, body, WAIT), check=False, timeout=SECONDS, plain=True, **limits)
+    assert done.returncode != 0
+    assert f"jaxmpi.allgather on rank 1 of 2: MPI_Allgather failed: {TEXT}" in done.stderr
+    assert "The job ends, as JAXMPI_ON_ERROR=abort says" in done.stderr
+    assert "not reached" not in done.stdout
+
+
+LATE = {
+    "MPI_Allreduce:2": ('ways["loop"](calls["allreduce"])(x)', "x", "allreduce of 3 float32, op SUM"),
+    "MPI_Mprobe:1": ('calls["sendrecv"](x)', "x", "sendrecv of 3 float32"),
+}
+
+
+@pytest.mark.parametrize("call", LATE)
+def test_late(call, library, tmp_path):
+    """Nothing is lost: one report of what waits, another when it has come, and the results are right."""
+    does, result, told = LATE[call]
+    body = f"""
+    inject("{call}:delay=3.5@1")
+    assert jnp.all({does} == {result})
+    assert jnp.all(notoken.allreduce(x, MPI.SUM) == size * x)
+    time.sleep(1)
+    print("right")
+    """
+    done = launch(
+        2,
+        program_of(tmp_path, body),
+        timeout=SECONDS,
+        LD_PRELOAD=str(library),
+        JAXMPI_TIMEOUT="1.5",
+        JAX_ENABLE_X64="0",
+    )
+    assert done.stdout.count("right") == 2
+    assert done.stderr.count("jaxmpi: rank 1 has been waiting for ") == 1
+    assert f" s in {told}" in done.stderr
+    assert done.stderr.count("jaxmpi: rank 1 is done with operation") == 1
+
+
+HANGING = {
+    "eager": ("MPI_Gather:1:hang@1", 'calls["gather"](x).block_until_ready()'),
+    "a loop in jax.jit": ("MPI_Scatter:2:hang@1", 'ways["loop in jax.jit"](calls["scatter"])(x).block_until_ready()'),
+    "the comparison of ranks": ("MPI_Isend:2:hang@1", 'ways["loop"](calls["scan"])(x).block_until_ready()'),
+    "no abort": (f"MPI_Wait:1:hang@1 MPI_Abort:1:fail={CODE}@1", 'calls["sendrecv"](x).block_until_ready()'),
+}
+
+
+@pytest.mark.parametrize("way", HANGING)
+def test_hanging(way, library, tmp_path):
+    """What never returns is reported, and ends the job if that is asked for, even if MPI_Abort fails."""
+    rules, does = HANGING[way]
+    limits = {"JAXMPI_TIMEOUT": "1.5", "JAXMPI_TIMEOUT_ACTION": "abort", "LD_PRELOAD": str(library)}
+    limits["JAXMPI_CHECK"] = "1" if way == "the comparison of ranks" else "0"
+    # Rank 0 must not be reported, or it might end the job first.
+    rest = f"if rank != 1: time.sleep({SECONDS})\nprint('not reached')"
+    program = program_of(tmp_path, f'inject("{rules}")', does, rest)
+    # Without the launcher nothing waits for its table.
+    done = launch(2, program, check=False, timeout=SECONDS, plain=way != "eager", **limits)
+    assert done.returncode != 0
+    operation = rules[4:].partition(":")[0].lower()
+    operation = {"wait": "sendrecv", "isend": "scan"}.get(operation, operation)
+    # In a comparison rank 0 waits as well, and may tell so and end the job first.
+    ranks = "[01]" if way == "the comparison of ranks" else "1"
+    assert re.search(f"jaxmpi: rank {ranks} has been waiting for", done.stderr)
+    assert f" s in {operation} of 3 float" in done.stderr
+    assert "not reached" not in done.stdout
+
+
+@pytest.mark.nightly
+def test_both_fail_to_receive(library, tmp_path):
+    """Each then waits until the other has its message, which is never; so the error is told before."""
+    does = f"""
+    inject("MPI_Mprobe:1:fail={CODE}")
+    calls["sendrecv"](jnp.ones(1 << 20)).block_until_ready()
+    """
+    limits = {"JAXMPI_TIMEOUT": "1.5", "JAXMPI_TIMEOUT_ACTION": "abort", "LD_PRELOAD": str(library)}
+    done = launch(2, program_of(tmp_path, does, WAIT), check=False, timeout=SECONDS, plain=True, **limits)
+    assert done.returncode != 0
+    told = f"MPI_Mprobe failed: {TEXT}. This rank waits until its own message is received"
+    assert any(f"jaxmpi.sendrecv on rank {rank} of 2: {told}" in done.stderr for rank in (0, 1))
+    assert "has been waiting for" in done.stderr
+
+
+@pytest.mark.nightly
+def test_hanging_is_interrupted(library, tmp_path):
+    """Ctrl-C ends what never returns, with the GIL or without it."""
+    body = """
+    inject("MPI_Allreduce:2:hang@1")
+    print("ready", flush=True)
+    ways["loop"](calls["allreduce"])(x).block_until_ready()
+    """
+    program = program_of(tmp_path, body)
+    settings = {"LD_PRELOAD": str(library), "JAX_CPU_ENABLE_ASYNC_DISPATCH": "false"}
+    done = launch(2, program, check=False, timeout=SECONDS, interrupt_at="ready", **settings)
+    assert done.returncode != 0
+
+
+IMPORTING = {
+    "MPI_Comm_create_keyval": "has no working MPI_Comm_create_keyval",
+    "MPI_Comm_set_attr": f"RuntimeError: MPI refused: {TEXT}",
+}
+
+
+@pytest.mark.parametrize("function", IMPORTING)
+def test_import_fails(function, library, tmp_path):
+    """On one rank: it says why, and the others do not wait."""
+    program = tmp_path / "program.py"
+    program.write_text("import jaxmpi\nfrom mpi4py import MPI\nMPI.COMM_WORLD.Barrier()\nprint('not reached')")
+    rules = f"{function}:1:fail={CODE}@1"
+    done = launch(2, program, check=False, timeout=SECONDS, LD_PRELOAD=str(library), JAXMPI_INJECT=rules)
+    assert done.returncode != 0
+    assert IMPORTING[function] in done.stderr
+    assert "not reached" not in done.stdout
+
+
+# --- random programs ------------------------------------------------------------------------------------------------
+
+REPEATS = {"eager": 1, "jax.jit": 1, "jaxmpi.jit": 1, "loop": 3, "loop in jax.jit": 3}
+
+
+def random_case(seed):
+    """Steps (way, operations), ranks, and a rule: a call of the steps that fails, is late or hangs on one rank."""
+    draw = random.Random(seed)
+    ranks = draw.choice((2, 2, 3))
+    steps = [(draw.choice(list(REPEATS)), draw.choices(list(MADE), k=draw.randint(1, 4))) for _ in range(5)]
+    made = [
+        (operation, function)
+        for way, operations in steps
+        for _ in range(REPEATS[way])
+        for operation in operations
+        for function in MADE[operation]
+    ]
+    at = draw.randrange(len(made))
+    operation, function = made[at]
+    call = 1 + sum(other == function for _, other in made[:at])
+    fault = draw.choice((f"fail={CODE}", f"fail={CODE}", f"fail-after={CODE}", "delay=0.5", "hang"))
+    return steps, ranks, operation, function, call, fault, draw.randrange(ranks)
+
+
+@pytest.mark.parametrize("seed", RANDOM)
+def test_random(seed, library, tmp_path):
+    """Mixed operations, of which one call fails: the job ends and says where, or its result is what it is without."""
+    steps, ranks, operation, function, call, fault, rank = random_case(seed)
+    body = f"""
+    def one_after_the_other(names):
+        def f(x):
+            for name in names:
+                x = calls[name](x)
+            return x
+        return f
+    steps = [ways[way](one_after_the_other(names)) for way, names in {steps!r}]
+    def work(x):
+        for step in steps:
+            x = step(x)
+        return jax.block_until_ready(x)
+    expected = work(x)
+    inject("{function}:{call}:{fault}@{rank}")
+    result = work(x)
+    comm.Barrier()
+    assert jnp.all(result == expected)
+    print("right")
+    """
+    program = program_of(tmp_path, body)
+    limits = {"JAXMPI_TIMEOUT": "3", "JAXMPI_TIMEOUT_ACTION": "abort"} if fault == "hang" else {}
+    done = launch(ranks, program, check=False, timeout=SECONDS, LD_PRELOAD=str(library), **limits)
+    assert done.stdout.count("right") == (ranks if fault.startswith("delay") else 0), (done, random_case(seed))
+    if fault == "hang":
+        assert f"jaxmpi: rank {rank} has been waiting for" in done.stderr, done.stderr
+    elif fault.startswith("fail"):
+        operation, told = said(operation, function)
+        assert f"jaxmpi.{operation} on rank {rank} of {ranks}: {told}" in done.stderr, done.stderr
+    assert (done.returncode == 0) == fault.startswith("delay")

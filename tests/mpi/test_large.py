@@ -1,0 +1,106 @@
+"""Counts beyond what an int holds: lowering the limit drives the same code at any size; one test moves gigabytes."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from jaxmpi import _core, notoken
+from jaxmpi._mpi import communicators
+from support.table import CASES, draw, dtype_of
+
+pytestmark = pytest.mark.two_ranks_suffice
+
+
+@pytest.fixture
+def limit():
+    previous = []
+
+    def lower(n):
+        previous.append(_core.set_max_count(n))
+
+    yield lower
+    if previous:
+        _core.set_max_count(previous[0])
+
+
+@pytest.mark.slow("case")
+@pytest.mark.parametrize("dtype", ["uint8", "float64", "complex128", "bfloat16"])
+@pytest.mark.parametrize("n", [1, 2, 7])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_chunks(case, n, dtype, limit, comm, rank, size):
+    """Every operation with at most n elements a call: several chunks and a rest."""
+    kind = jnp.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+    limit(n)
+    for root in case.roots(size):
+        inputs = case.inputs((5, 3), kind, size, root)
+        result = case.call(jnp.asarray(inputs[rank]), comm, root)
+        np.testing.assert_array_equal(np.asarray(result), case.expected(inputs, rank, root))
+
+
+@pytest.fixture
+def piece(comm):
+    """Sets the length of the pieces of an allreduce on the default communicator."""
+    number = communicators.default().number
+    yield lambda nbytes: _core.set_piece(number, nbytes)
+    _core.set_piece(number, max(communicators._PIECE, comm.size * communicators._LEAST_SHARE))
+
+
+@pytest.mark.slow("dtype")
+@pytest.mark.parametrize("dtype", ["uint8", "float64", "complex128", "bfloat16"])
+@pytest.mark.parametrize("count", [0, 7, 8, 9, 31, 32, 33, 1000])
+def test_pieces(count, dtype, piece, comm, rank, size):
+    """A long allreduce in pieces, in place or not, is that of the whole."""
+    kind = dtype_of(dtype)
+    nbytes = max(16, 8 * kind.itemsize)
+    xs = [draw((count,), kind, r) for r in range(size)]
+    expected = np.sum(np.stack(xs), axis=0, dtype=kind)
+    piece(nbytes)
+    for donated in ((), (0,)):
+        call = jax.jit(lambda x: notoken.allreduce(x, MPI.SUM), donate_argnums=donated)
+        np.testing.assert_array_equal(np.asarray(call(jnp.asarray(xs[rank]))), expected)
+
+
+@pytest.mark.ranks(2)
+def test_chunks_that_do_not_fit(limit, rank):
+    """Truncation and short messages keep both sizes beyond the limit."""
+    limit(4)
+    if rank == 0:
+        notoken.send(jnp.ones(30), 1)
+        notoken.send(jnp.ones(11), 1)
+        notoken.send(jnp.ones(11), 1)
+    elif rank == 1:
+        with pytest.raises(Exception, match=r"has 240 bytes.*template 160 bytes"):
+            notoken.recv(jnp.zeros(20), 0).block_until_ready()
+        with pytest.raises(Exception, match=r"has 88 bytes.*template 160 bytes"):
+            notoken.recv(jnp.zeros(20), 0).block_until_ready()
+        got = notoken.recv(jnp.zeros(20), 0, status=MPI.Status())
+        np.testing.assert_array_equal(got, [1.0] * 11 + [0.0] * 9)
+
+
+@pytest.mark.large
+@pytest.mark.ranks(2)
+@pytest.mark.seconds(400)
+@pytest.mark.skipif("JAXMPI_TEST_LARGE" not in os.environ, reason="set JAXMPI_TEST_LARGE=1: needs 16 GiB of memory")
+@pytest.mark.parametrize("name", ["sendrecv", "allreduce", "bcast"])
+def test_more_than_two_gigabytes(name, rank, size):
+    """2^31 + 5 bytes, the last of them checked."""
+    count = 2**31 + 5
+    if rank > 1:
+        notoken.allreduce(1, MPI.SUM)
+        return
+    pair = MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.group.Incl([0, 1]))
+    x = jnp.zeros(count, jnp.uint8).at[-3:].set(jnp.uint8(rank + 1))
+    if name == "sendrecv":
+        y, expected = notoken.sendrecv(x, x, 1 - rank, 1 - rank, comm=pair), 2 - rank
+    elif name == "allreduce":
+        y, expected = notoken.allreduce(x, MPI.SUM, comm=pair), 3
+    else:
+        y, expected = notoken.bcast(x, 1, comm=pair), 2
+    assert y.shape == (count,)
+    np.testing.assert_array_equal(y[-4:], [0, expected, expected, expected])
+    assert int(y[:: 2**20].sum()) == 0
+    notoken.allreduce(1, MPI.SUM)

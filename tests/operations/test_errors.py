@@ -1,0 +1,598 @@
+"""Bad input gets an exception that names operation, argument and value, and nothing is sent: the ranks go on."""
+
+import gc
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import jaxmpi
+from jaxmpi import notoken
+from jaxmpi._mpi.library import OPERATIONS
+from jaxmpi._operations.table import check_names
+from jaxmpi._primitive.primitive import eager_programs
+from support import simulated
+from support.table import NEW_JAX
+
+X = jnp.ones(3)
+F4 = getattr(jnp, "float4_e2m1fn", None)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_was_sent(size, rank):
+    """After an error all ranks can still talk to each other."""
+    yield
+    right, left = (rank + 1) % size, (rank - 1) % size
+    assert notoken.sendrecv(jnp.float32(rank), jnp.float32(0), left, right) == left
+    assert notoken.allreduce(1, MPI.SUM) == size
+
+
+BAD = {
+    "alltoall, first axis": (
+        lambda n: notoken.alltoall(jnp.ones((n + 1, 2))),
+        ValueError,
+        r"alltoall: the first axis of x must be the number of ranks, (\d+), .* got shape \(\d+, 2\)",
+    ),
+    "alltoall, scalar": (lambda n: notoken.alltoall(1.0), ValueError, r"alltoall: .* got shape \(\)"),
+    "reduce_scatter, first axis": (
+        lambda n: notoken.reduce_scatter(jnp.ones((n + 1, 2)), MPI.SUM),
+        ValueError,
+        r"reduce_scatter: the first axis of x must be the number of ranks",
+    ),
+    "reduce_scatter, op": (
+        lambda n: notoken.reduce_scatter(jnp.ones((n, 2)), MPI.LAND),
+        TypeError,
+        r"reduce_scatter: op MPI.LAND is not defined",
+    ),
+    "reduce_scatter, sum of counts": (
+        lambda n: notoken.reduce_scatter(jnp.ones((n + 1, 2)), MPI.SUM, [1] * n),
+        ValueError,
+        r"reduce_scatter: x has \d+ rows, and the sum of counts is \d+",
+    ),
+    "exscan, op": (lambda n: notoken.exscan(X, MPI.BOR), TypeError, r"exscan: op MPI.BOR is not defined"),
+    "counts too few": (
+        lambda n: notoken.allgatherv(X, [3] * (n + 1)),
+        ValueError,
+        r"allgatherv: counts must have a count of rows for each of the \d+ ranks, got \d+",
+    ),
+    "counts negative": (lambda n: notoken.allgatherv(X, [-1] * n), ValueError, r"counts must not be negative"),
+    "counts of another length": (
+        lambda n: notoken.allgatherv(X, [2] * n),
+        ValueError,
+        r"allgatherv: x has 3 rows, and counts say that this rank has 2",
+    ),
+    "counts of floats": (lambda n: notoken.gatherv(X, [3.0] * n, 0), TypeError, r"gatherv: counts must be a sequence"),
+    "counts of text": (lambda n: notoken.gatherv(X, "3" * n, 0), TypeError, r"gatherv: counts must be a sequence"),
+    "count a float": (lambda n: notoken.gatherv(X, 3.0, 0), TypeError, r"gatherv: counts must be a Python or NumPy"),
+    "count an array of floats": (
+        lambda n: notoken.allgatherv(X, jnp.float32(1)),
+        TypeError,
+        r"allgatherv: counts must be integers, got dtype float32",
+    ),
+    "count a vector": (
+        lambda n: notoken.allgatherv(X, jnp.ones(n, int)),
+        ValueError,
+        r"allgatherv: counts must be a scalar, the count of this rank; got shape \(\d+,\)",
+    ),
+    "count None": (lambda n: notoken.allgatherv(X, None), TypeError, r"allgatherv: counts must be a Python"),
+    "counts traced, one by one": (
+        lambda n: jax.jit(lambda k: notoken.allgatherv(X, [k] * n))(3),
+        TypeError,
+        r"allgatherv: counts must be a sequence of integers.*Counts that are known at run time",
+    ),
+    "counts of a scalar": (
+        lambda n: notoken.allgatherv(jnp.ones(()), [1] * n),
+        ValueError,
+        r"allgatherv: x is a scalar, and the first axis is what is divided",
+    ),
+    "counts of leaves of other lengths": (
+        lambda n: notoken.allgatherv({"a": X, "b": jnp.ones(2)}, [3] * n),
+        ValueError,
+        r"allgatherv: x\['b'\] has 2 rows and x\['a'\] 3",
+    ),
+    "rows of static counts": (
+        lambda n: notoken.allgatherv(X, [3] * n, rows=9),
+        ValueError,
+        r"allgatherv: rows= is for counts that are JAX arrays",
+    ),
+    "rows negative": (
+        lambda n: notoken.allgatherv(X, jnp.int32(3), rows=-1),
+        ValueError,
+        r"allgatherv: rows must be between 0 and \d+; got -1",
+    ),
+    "rows traced": (
+        lambda n: jax.jit(lambda rows: notoken.allgatherv(X, jnp.int32(3), rows=rows))(3),
+        TypeError,
+        r"allgatherv: rows must be known when the function is compiled",
+    ),
+    "alltoallv without rows": (
+        lambda n: notoken.alltoallv(X, jnp.zeros(n, int)),
+        ValueError,
+        r"alltoallv: pass rows=",
+    ),
+    "alltoallv, counts of two kinds": (
+        lambda n: notoken.alltoallv(X, jnp.zeros(n, int), [0] * n),
+        TypeError,
+        r"alltoallv: sendcounts and recvcounts must both be sequences",
+    ),
+    "alltoallv, shape of counts": (
+        lambda n: notoken.alltoallv(X, jnp.zeros((n, 1), int), rows=3),
+        ValueError,
+        r"alltoallv: sendcounts must be of shape \(\d+,\), a count for each rank; got shape \(\d+, 1\)",
+    ),
+    "scatterv, sum of counts": (
+        lambda n: notoken.scatterv(jnp.ones(7 * n), [2] * n, 0),
+        ValueError,
+        r"scatterv: x has \d+ rows, and (the sum of counts is|counts say that this rank gets) \d+",
+    ),
+    "counts mapped": (
+        lambda n: jax.vmap(lambda k: notoken.allgatherv(X, k)[0])(jnp.arange(2)),
+        NotImplementedError,
+        r"allgatherv: jax.vmap maps an operand that says how to communicate",
+    ),
+    "root too large": (lambda n: notoken.bcast(X, n), ValueError, r"bcast: root must be a rank .* got \d+"),
+    "root negative": (lambda n: notoken.gather(X, -5), ValueError, r"gather: root .* got -5"),
+    "root PROC_NULL": (lambda n: notoken.reduce(X, MPI.SUM, MPI.PROC_NULL), ValueError, r"reduce: root"),
+    "root a float": (lambda n: notoken.scatter(X, 0.0), TypeError, r"scatter: root .* got 0.0 of type float"),
+    "root None": (lambda n: notoken.bcast(X, None), TypeError, r"bcast: root .* got None"),
+    "root traced": (
+        lambda n: jax.jit(lambda x, r: notoken.bcast(x, r))(X, 0),
+        TypeError,
+        r"bcast: root must be known when the function is compiled.*static_argnums",
+    ),
+    "dest too large": (lambda n: notoken.send(X, n), ValueError, r"send: dest .* or MPI.PROC_NULL; got \d+"),
+    "dest ANY_SOURCE": (lambda n: notoken.send(X, MPI.ANY_SOURCE), ValueError, r"send: dest"),
+    "source too large": (
+        lambda n: notoken.recv(X, n),
+        ValueError,
+        r"recv: source .* or MPI.PROC_NULL or MPI.ANY_SOURCE; got \d+",
+    ),
+    "sendrecv dest": (lambda n: notoken.sendrecv(X, X, 0, n), ValueError, r"sendrecv: dest"),
+    "tag negative": (lambda n: notoken.send(X, 0, tag=-7), ValueError, r"send: tag must be between 0 and \d+; got -7"),
+    "tag too large": (lambda n: notoken.recv(X, 0, tag=2**40), ValueError, r"recv: tag .* or MPI.ANY_TAG; got"),
+    "tag traced, of another dtype": (
+        lambda n: jax.jit(lambda t: notoken.send(X, 0, tag=t))(1.0),
+        TypeError,
+        r"send: tag must be an integer, got a traced value of dtype float",
+    ),
+    "dest traced, of another shape": (
+        lambda n: jax.jit(lambda d: notoken.send(X, d))(jnp.arange(2)),
+        TypeError,
+        r"send: dest must be an integer, got a traced value of dtype int\d+ and shape \(2,\)",
+    ),
+    "dest mapped": (
+        lambda n: jax.vmap(lambda d: notoken.send(X, d))(jnp.arange(2)),
+        NotImplementedError,
+        r"send: jax.vmap maps an operand that says how to communicate",
+    ),
+    "source mapped": (
+        lambda n: jax.vmap(lambda x, s: notoken.recv(x, s))(jnp.ones((2, 3)), jnp.arange(2)),
+        NotImplementedError,
+        r"recv: jax.vmap maps an operand that says how to communicate",
+    ),
+    "tag of irecv mapped": (
+        lambda n: jax.vmap(lambda t: notoken.irecv(X, 0, tag=t))(jnp.arange(2)),
+        NotImplementedError,
+        r"irecv: jax.vmap maps an operand that says how to communicate",
+    ),
+    "rank mapped by the predicate of a cond": (
+        lambda n: jax.vmap(lambda p: jax.lax.cond(p, lambda: notoken.recv(X, jnp.int32(0) + p), lambda: X))(
+            jnp.array([True, False])
+        ),
+        NotImplementedError,
+        r"recv: jax.vmap maps an operand .*the predicate or index as well",
+    ),
+    "comm of the wrong type": (
+        lambda n: notoken.allreduce(X, MPI.SUM, comm="world"),
+        TypeError,
+        r"allreduce: comm must be an mpi4py communicator .* got 'world' of type str",
+    ),
+    "comm null": (lambda n: notoken.barrier(comm=MPI.COMM_NULL), ValueError, r"barrier: comm is MPI.COMM_NULL"),
+    "comm traced": (
+        lambda n: jax.jit(lambda c: notoken.allgather(X, comm=c))(1),
+        TypeError,
+        r"allgather: comm .* traced",
+    ),
+    "op of the wrong type": (lambda n: notoken.allreduce(X, "sum"), TypeError, r"allreduce: op .* got 'sum'"),
+    "op and x exchanged": (lambda n: notoken.allreduce(MPI.SUM, X), TypeError, r"allreduce: op must be"),
+    "op null": (lambda n: notoken.scan(X, MPI.OP_NULL), ValueError, r"scan: op is MPI.OP_NULL"),
+    "op not for floats": (
+        lambda n: notoken.allreduce(X, MPI.BAND),
+        TypeError,
+        r"allreduce: op MPI.BAND is not defined for dtype float\d+; possible: MPI.SUM",
+    ),
+    "op not for complex": (
+        lambda n: notoken.reduce(X + 1j, MPI.MAX, 0),
+        TypeError,
+        r"reduce: op MPI.MAX is not defined for dtype complex\d+; possible: MPI.SUM, MPI.PROD",
+    ),
+    "op not for bool": (lambda n: notoken.scan(X > 0, MPI.SUM), TypeError, r"scan: op MPI.SUM .* bool.*To count"),
+    "op not for float8": (
+        lambda n: notoken.allreduce(X.astype(jnp.float8_e5m2), MPI.SUM),
+        TypeError,
+        r"float8_e5m2; it can be moved, not reduced",
+    ),
+    "op for pairs": (lambda n: notoken.allreduce(X, MPI.MAXLOC), TypeError, r"op MPI.MAXLOC is not defined"),
+    "dtype int4": (
+        lambda n: notoken.bcast(jnp.ones(3, jnp.int4), 0),
+        TypeError,
+        r"bcast: x has dtype int4, which cannot be communicated; use x.astype",
+    ),
+    "a random key": (
+        lambda n: notoken.allreduce(jax.random.key(0), MPI.SUM),
+        TypeError,
+        r"allreduce: x has dtype key<fry>, of random keys, which are moved, not reduced.*jax.random.key_data",
+    ),
+    "the buffer of mpi4py": (
+        lambda n: notoken.allreduce([X, 3, MPI.DOUBLE], MPI.SUM),
+        TypeError,
+        r"allreduce: x\[2\] is .*Datatype .* is no array: in the place of mpi4py's \[x, count, datatype\] pass x alone",
+    ),
+    "strings": (
+        lambda n: notoken.allgather("abc"),
+        TypeError,
+        r"allgather: x must hold JAX arrays, numbers.*got 'abc'",
+    ),
+    "an object": (lambda n: notoken.send(object(), 0), TypeError, r"send: x must hold JAX arrays, numbers"),
+    "a number that does not fit": (
+        lambda n: notoken.send(2**70, 0),
+        TypeError,
+        r"does not fit in JAX's default integer",
+    ),
+    "another byte order": (
+        lambda n: notoken.send(np.arange(3, dtype=">f4"), 0),
+        TypeError,
+        r"x must hold JAX arrays.*JAX says",
+    ),
+    "a bad leaf": (
+        lambda n: notoken.allreduce({"a": X, "b": "no"}, MPI.SUM),
+        TypeError,
+        r"allreduce: x\['b'\] .* got 'no'",
+    ),
+    "status": (lambda n: notoken.recv(X, 0, status=3), TypeError, r"recv: status must be an MPI.Status"),
+    "any source, pytree": (lambda n: notoken.recv((X, X)), ValueError, r"recv: a pytree of 2 arrays .*ANY_SOURCE"),
+    "sendrecv, leaves": (
+        lambda n: notoken.sendrecv((X, X), X, 0, 0),
+        ValueError,
+        r"sendrecv: sendbuf has 2 arrays and recvbuf 1",
+    ),
+    "token to notoken": (lambda n: notoken.bcast(X, 0, token=None), TypeError, r"takes no token"),
+}
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name, jitted, size):
+    call, kind, message = BAD[name]
+    with pytest.raises(kind, match=message):
+        (jax.jit(lambda: call(size)) if jitted else lambda: call(size))()
+
+
+def test_scatter_on_root(rank, size):
+    if rank == 0:
+        with pytest.raises(ValueError, match=r"scatter: the first axis of x must be the number of ranks"):
+            notoken.scatter(jnp.ones((size + 1, 2)), 0)
+
+
+def nothing_on_its_way(comm):
+    """No message waits for this rank on `comm`, now that all ranks have sent what they send."""
+    jax.effects_barrier()
+    comm.Barrier()
+    return not comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+
+
+def test_bad_leaf_is_named(size):
+    tree = {"a": X, "b": [jnp.ones((size, 2)), jnp.ones((size + 1, 2))]}
+    with pytest.raises(ValueError, match=r"alltoall: the first axis of x\['b'\]\[1\] must be"):
+        notoken.alltoall({**tree, "a": jnp.ones(size)})
+    with pytest.raises(TypeError, match=r"allreduce: op MPI.SUM is not defined for dtype bool of x\['b'\]\[0\];"):
+        notoken.allreduce({**tree, "b": [X > 0, X]}, MPI.SUM)
+
+
+def test_bad_leaf_sends_nothing(comm, rank, size):
+    """The first leaf is good: it must not be sent before the second is found to be bad."""
+    part = comm.Dup()
+    with pytest.raises(TypeError):
+        notoken.send((X, "no"), (rank + 1) % size, comm=part)
+    assert nothing_on_its_way(part)
+    part.Free()
+
+
+@pytest.mark.skipif(not NEW_JAX, reason="this JAX has no derivatives of communication")
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+def test_refused_derivative_sends_nothing(jitted, comm, rank, size):
+    """What cannot be differentiated says so before it communicates."""
+    part = comm.Dup()
+    own = MPI.Op.Create(lambda a, b, t: None, commute=True)
+    right = (rank + 1) % size
+
+    def high_tag(x):
+        notoken.send(x, right, tag=MPI.COMM_WORLD.Get_attr(MPI.TAG_UB), comm=part)
+        return jnp.sum(x)
+
+    refused = {
+        "ANY_TAG" if NEW_JAX else "JAX 0.7": lambda x: jnp.sum(notoken.recv(x, right, comm=part)),
+        "ANY_SOURCE": lambda x: jnp.sum(notoken.sendrecv(x, x, MPI.ANY_SOURCE, right, comm=part)),
+        "tag must be below" if NEW_JAX else "or sendrecv": high_tag,
+        "user-defined": lambda x: jnp.sum(notoken.allreduce(x, own, comm=part)),
+    }
+    for why, f in refused.items():
+        gradient = jax.jit(jax.grad(f)) if jitted else jax.grad(f)
+        with pytest.raises(NotImplementedError, match=f"cannot be differentiated: .*{why}"):
+            gradient(X)
+    assert nothing_on_its_way(part)
+    part.Free()
+    own.Free()
+
+
+def test_intercommunicator(comm, rank, size):
+    if size < 2:
+        pytest.skip("needs 2 ranks")
+    half = comm.Split(rank % 2, rank)
+    inter = half.Create_intercomm(0, comm, 1 - rank % 2)
+    with pytest.raises(ValueError, match=r"allreduce: comm is an inter-communicator.*Merge"):
+        notoken.allreduce(X, MPI.SUM, comm=inter)
+    inter.Free()
+    half.Free()
+
+
+@pytest.mark.parametrize("jit", [jax.jit, jaxmpi.jit], ids=["jax.jit", "jaxmpi.jit"])
+def test_freed_communicator(jit, comm):
+    """Freed before tracing: ValueError. Freed after compiling: an error at run time, and nothing is sent."""
+    part = comm.Dup()
+    compiled = jit(lambda x: notoken.allreduce(x, MPI.SUM, comm=part))
+    jax.block_until_ready(compiled(X))
+    handle = part
+    part.Free()
+    with pytest.raises(ValueError, match=r"allreduce: comm is MPI.COMM_NULL"):
+        notoken.allreduce(X, MPI.SUM, comm=handle)
+    for _ in range(2):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"has been freed since this function was compiled"):
+            jax.block_until_ready(compiled(X))
+    again = comm.Dup()  # with the handle that has just become free
+    np.testing.assert_array_equal(notoken.allreduce(X, MPI.SUM, comm=again), comm.size * np.ones(3))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"has been freed since this function was compiled"):
+        jax.block_until_ready(compiled(X))
+    jax.effects_barrier()
+    again.Free()
+
+
+@pytest.mark.two_ranks_suffice
+def test_programs_of_freed_communicators_go(comm):
+    """Each communicator has compiled programs of its own; nothing of them is left when the next one is used."""
+    backend = jax.extend.backend.get_backend()
+
+    def use():
+        part = comm.Dup()
+        for value in (X, jnp.arange(4)):
+            np.testing.assert_array_equal(notoken.allreduce(value, MPI.SUM, comm=part), comm.size * value)
+        notoken.barrier(comm=part)
+        part.Free()
+        gc.collect()
+        return eager_programs(), len(backend.live_executables())
+
+    for _ in range(3):
+        before = use()
+    assert use() == use() == before
+
+
+def combined(values):
+    def combine(a, b, datatype):
+        mine, result = (np.frombuffer(x, np.float64) for x in (a, b))
+        result[:] = values(mine, result)
+
+    return MPI.Op.Create(combine, commute=True)
+
+
+@pytest.mark.parametrize("jit", [jax.jit, jaxmpi.jit], ids=["jax.jit", "jaxmpi.jit"])
+def test_freed_reduction(jit, comm, size):
+    """As for a communicator; and a new operation with its handle is not taken for it."""
+    add = combined(lambda a, b: a + b)
+    compiled = jit(lambda x: notoken.allreduce(x, add, comm=comm))
+    np.testing.assert_array_equal(compiled(X), size * np.ones(3))
+    np.testing.assert_array_equal(notoken.allreduce(X, add), size * np.ones(3))
+    add.Free()
+    with pytest.raises(ValueError, match=r"allreduce: op is MPI.OP_NULL"):
+        notoken.allreduce(X, add)
+    largest = combined(np.maximum)
+    for _ in range(2):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"has been freed since this function was compiled"):
+            jax.block_until_ready(compiled(X))
+        np.testing.assert_array_equal(notoken.allreduce(X, largest), np.ones(3))
+        np.testing.assert_array_equal(jit(lambda x: notoken.allreduce(x, largest))(X), np.ones(3))
+    jax.effects_barrier()
+    largest.Free()
+
+
+def _in_grid(name):
+    return lambda x: getattr(jaxmpi.Grid((0,), (MPI.COMM_WORLD.size,)), name)(x)
+
+
+def _with_neighbors(call):
+    def with_communicator(x):
+        ring = MPI.COMM_WORLD.Create_cart([MPI.COMM_WORLD.size])
+        try:
+            return call(x, comm=ring)
+        finally:
+            ring.Free()
+
+    return with_communicator
+
+
+NOTHING = {
+    "allgather": notoken.allgather,
+    "allgatherv": lambda x: notoken.allgatherv(x, jnp.int32(0), rows=0),
+    "alltoallv": lambda x: notoken.alltoallv(x, [0] * MPI.COMM_WORLD.size, [0] * MPI.COMM_WORLD.size),
+    "exscan": lambda x: notoken.exscan(x, MPI.SUM),
+    "gatherv": lambda x: notoken.gatherv(x, [0] * MPI.COMM_WORLD.size, 0),
+    "reduce_scatter": lambda x: notoken.reduce_scatter(x, MPI.SUM),
+    "reduce_scatter_counts": lambda x: notoken.reduce_scatter(x, MPI.SUM, [0] * MPI.COMM_WORLD.size),
+    "scatterv": lambda x: notoken.scatterv(x, [0] * MPI.COMM_WORLD.size, 0),
+    "iallreduce": lambda x: notoken.iallreduce(x, MPI.SUM),
+    "ialltoall": notoken.ialltoall,
+    "ibcast": lambda x: notoken.ibcast(x, 0),
+    "irecv": lambda x: notoken.irecv(x, 0),
+    "isend": lambda x: notoken.isend(x, 0),
+    "neighbor_allgather": _with_neighbors(notoken.neighbor_allgather),
+    "neighbor_alltoall": _with_neighbors(notoken.neighbor_alltoall),
+    **{f"Grid.{name}": _in_grid(name) for name in ("exchange", "start", "pad", "scatter", "gather")},
+    "allreduce": lambda x: notoken.allreduce(x, MPI.SUM),
+    "alltoall": notoken.alltoall,
+    "bcast": lambda x: notoken.bcast(x, 0),
+    "gather": lambda x: notoken.gather(x, 0),
+    "recv": lambda x: notoken.recv(x, 0),
+    "reduce": lambda x: notoken.reduce(x, MPI.SUM, 0),
+    "scan": lambda x: notoken.scan(x, MPI.SUM),
+    "scatter": lambda x: notoken.scatter(x, 0),
+    "send": lambda x: notoken.send(x, 0),
+    "sendbuf": lambda x: notoken.sendrecv(x, X, 0, 0),
+    "recvbuf": lambda x: notoken.sendrecv(X, x, 0, 0),
+    "replicate": jaxmpi.replicate,
+    "invariant": jaxmpi.invariant,
+}
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_none_is_no_array(name):
+    """A function that forgot to return sends nothing, and another rank would wait for it. Leaves may be None."""
+    with pytest.raises(TypeError, match=r" is None, which has no array"):
+        NOTHING[name](None)
+    with pytest.raises(TypeError, match=r" is None, which has no array"):
+        jax.jit(lambda: NOTHING[name](None))()
+
+
+NO_ARRAYS = {
+    "IN_PLACE": (MPI.IN_PLACE, "is MPI.IN_PLACE, which is no array: pass the array itself"),
+    "BOTTOM": ((MPI.BOTTOM, X), "is MPI.BOTTOM, which is no array: pass the array itself"),
+    "a datatype": (MPI.DOUBLE, "Datatype .* is no array: .* pass x alone"),
+    "a token": (jaxmpi.Token(), r"is Token\(\), which has no array"),
+    "a derivative of integers": (np.zeros(2, jax.dtypes.float0), "has dtype float0: .* Leave it out"),
+}
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("what", NO_ARRAYS)
+def test_no_arrays(what, jitted):
+    """What is surely a mistake, though `jnp.asarray` or a tree makes an array of it, or none."""
+    given, message = NO_ARRAYS[what]
+    for call in NOTHING.values():
+        with pytest.raises(TypeError, match=message):
+            (jax.jit(lambda call=call: call(given)) if jitted else lambda call=call: call(given))()
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_a_request_is_no_array(name):
+    """The wait is missing: what is in a request would be sent as numbers."""
+    request = notoken.iallreduce(X, MPI.SUM)
+    with pytest.raises(TypeError, match=r"Request\(iallreduce\), which is no array: wait for it first"):
+        NOTHING[name](request)
+    with pytest.raises(TypeError, match=r"Request\(iallreduce\), which is no array: wait for it first"):
+        jax.jit(lambda request: NOTHING[name]({"a": request}))(request)
+    notoken.wait(request)
+
+
+@pytest.mark.parametrize(
+    ("argument", "call"),
+    [
+        ("root", lambda x: notoken.bcast(X, x)),
+        ("dest", lambda x: notoken.send(X, x)),
+        ("source", lambda x: notoken.recv(X, x)),
+        ("tag", lambda x: notoken.isend(X, 0, tag=x)),
+        ("counts", lambda x: notoken.allgatherv(X, x)),
+        ("rows", lambda x: notoken.allgatherv(X, jnp.int32(3), rows=x)),
+        ("sendcounts", lambda x: notoken.alltoallv(X, x, rows=3)),
+        ("processes", jaxmpi.Grid),
+        ("shape", lambda x: jaxmpi.Grid((0,), x)),
+        ("op", lambda x: notoken.allreduce(X, x)),
+        ("comm", lambda x: notoken.allreduce(X, MPI.SUM, comm=x)),
+        ("status", lambda x: notoken.recv(X, 0, status=x)),
+    ],
+)
+def test_constants_in_other_arguments(argument, call):
+    for constant in (MPI.IN_PLACE, MPI.BOTTOM):
+        with pytest.raises(TypeError, match=rf"{argument} must .* got (MPI\.)?(IN_PLACE|BOTTOM)"):
+            call(constant)
+
+
+def test_leaves_may_be_none(size):
+    result = notoken.allreduce({"a": None, "b": X}, MPI.SUM)
+    assert result["a"] is None
+    np.testing.assert_array_equal(result["b"], size * np.ones(3))
+    assert notoken.allreduce({}, MPI.SUM) == {}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["now", "later"])
+@pytest.mark.parametrize("count", [6, 2_000_000])
+def test_truncation(count, asynchronous, rank):
+    """A message longer than the template is an exception on the receiver, with both sizes. The next one arrives."""
+
+    @jax.jit
+    def receive(x):
+        y = notoken.recv(x, 0, tag=1)
+        if asynchronous:  # enough to compute that the call returns before the message is looked at
+            z = jax.lax.fori_loop(0, 30, lambda i, v: jnp.sin(v @ v) / 100, jnp.full((150, 150), x[0]))
+            y = notoken.recv(y + 0 * z[0, 0], 0, tag=2)
+        return y
+
+    half = count // 2
+    if rank == 0:
+        notoken.send(jnp.arange(float(half if asynchronous else count)), 1, tag=1)
+        if asynchronous:
+            notoken.send(jnp.arange(float(count)), 1, tag=2)
+        notoken.send(jnp.arange(3.0), 1, tag=3)
+    elif rank == 1:
+        with pytest.raises(Exception, match=rf"jaxmpi.recv on rank 1 of .*{count * 8} bytes.*{half * 8} bytes.*trunc"):
+            jax.block_until_ready(receive(jnp.zeros(half)))
+        y = notoken.recv(jnp.zeros(3), 0, tag=3)
+        np.testing.assert_array_equal(y, np.arange(3.0))
+
+
+@pytest.mark.ranks(2)
+def test_short_message(rank):
+    if rank == 0:
+        notoken.send(jnp.ones(2), 1)
+    elif rank == 1:
+        with pytest.raises(Exception, match=r"16 bytes \(2 elements of float64\), the template 32 bytes.*status="):
+            jax.block_until_ready(notoken.recv(jnp.zeros(4), 0))
+
+
+@pytest.mark.ranks(2)
+def test_longer_than_template_in_sendrecv(rank):
+    """The rank whose template is too small raises; the other gets its message."""
+    if rank < 2:
+        mine = jnp.arange(100_000.0) if rank == 0 else jnp.arange(10.0)
+
+        def exchange():
+            return jax.block_until_ready(notoken.sendrecv(mine, jnp.zeros(10), 1 - rank, 1 - rank))
+
+        if rank == 1:
+            with pytest.raises(Exception, match=r"sendrecv on rank 1.*truncated"):
+                exchange()
+        else:
+            np.testing.assert_array_equal(exchange(), np.arange(10.0))
+
+
+def test_names_differ_fails_loudly():
+    """A core and a table of two versions are noticed at import."""
+    check_names({"bcast"}, {"bcast"})
+    with pytest.raises(ImportError, match=r"scan.*Reinstall"):
+        check_names({"bcast"}, {"bcast", "scan"})
+
+
+@pytest.mark.one_rank
+def test_operations_are_named_as_users_know_them():
+    """In errors, reports and timelines; what is no public function is named by several words."""
+    functions = {name for name in jaxmpi.__all__ if callable(getattr(jaxmpi, name))}
+    functions |= {f"Grid.{name}" for name in vars(jaxmpi.Grid) if not name.startswith("_")}
+    for name, operation in OPERATIONS.items():
+        assert operation.shown in functions or " " in operation.shown, name
+
+
+def test_supports():
+    assert jaxmpi.has_cuda_support() is bool(simulated.TRANSPORT)
+    assert jaxmpi.has_rocm_support() is bool(simulated.TRANSPORT)
+    assert jaxmpi.has_sycl_support() is False

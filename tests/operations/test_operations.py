@@ -1,0 +1,326 @@
+"""Every operation against NumPy: eager, jitted, shapes, pytrees, tokens, communicators."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import jaxmpi
+from jaxmpi import notoken
+from support.table import CASES, SHAPES, draw
+
+
+@pytest.mark.two_ranks_suffice
+@pytest.mark.slow("case")
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_eager_result(case, shape, comm, size):
+    check_results([(case, root) for root in case.roots(size)], shape, lambda f: f, comm)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_jitted_result(shape, comm, size):
+    """All operations, with each root, in one program: most of the time goes into compiling."""
+    check_results([(case, root) for case in CASES for root in case.roots(size)], shape, jax.jit, comm)
+
+
+def check_results(calls, shape, way, comm):
+    rank, size = comm.rank, comm.size
+    inputs = [comm.allgather(case.inputs(shape, np.float32, size, root)[rank]) for case, root in calls]
+
+    def call(xs):
+        return [case.call(x, comm, root) for (case, root), x in zip(calls, xs, strict=True)]
+
+    results = way(call)([jnp.asarray(xs[rank]) for xs in inputs])
+    for (case, root), xs, result in zip(calls, inputs, results, strict=True):
+        expected = case.expected(xs, rank, root)
+        assert result.shape == expected.shape, (case, root)
+        assert result.dtype == expected.dtype, (case, root)
+        np.testing.assert_array_equal(result, expected, err_msg=f"{case} {root}")
+
+
+@pytest.mark.two_ranks_suffice
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_input_is_kept(case, comm, rank, size):
+    """In place or not, the caller's array is the caller's."""
+    x = case.inputs((4,), np.float32, size, 0)[rank]
+    array = jnp.asarray(x.copy())
+    jax.block_until_ready(jax.jit(lambda v: case.call(v, comm, 0))(array))
+    jax.block_until_ready(case.call(array, comm, 0))
+    np.testing.assert_array_equal(array, x)
+
+
+@pytest.mark.two_ranks_suffice
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_operand_used_again(case, comm, rank, size):
+    """An operand that is used before and after must not be overwritten by a result in its place."""
+    inputs = case.inputs((6,), np.float32, size, 0)
+
+    @jax.jit
+    def f(x):
+        y = x * 2
+        z = case.call(y, comm, 0)
+        return y + 1, z
+
+    y, z = f(jnp.asarray(inputs[rank]))
+    np.testing.assert_array_equal(y, inputs[rank] * 2 + 1)
+    np.testing.assert_array_equal(z, case.expected([x * 2 for x in inputs], rank, 0))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_pytree(case, comm, rank, size):
+    """Leaves travel in the order of the tree; None is no leaf."""
+    first, second = case.inputs((2,), np.float32, size, 0, 1), case.inputs((3, 1), np.int32, size, 0, 2)
+    tree = {"a": jnp.asarray(first[rank]), "b": (jnp.asarray(second[rank]), None)}
+    if case.messages:
+        pytest.skip("their tests below")
+    result = case.call(tree, comm, 0)
+    assert jax.tree.structure(result) == jax.tree.structure(tree)
+    np.testing.assert_array_equal(result["a"], case.expected(first, rank, 0))
+    np.testing.assert_array_equal(result["b"][0], case.expected(second, rank, 0))
+
+
+LEAVES = [(), (0,), (1,), (3,), (2, 2), (0, 3), (700,), (5000,), (40, 300)]  # the last is not small in any dtype
+DTYPES = [np.float32, np.int32, np.float16, np.int8, np.complex64]
+
+
+@pytest.mark.two_ranks_suffice
+@pytest.mark.parametrize(
+    "seed",
+    [0, 1, *(pytest.param(seed, marks=[pytest.mark.max_ranks(2), pytest.mark.nightly]) for seed in range(2, 6))],
+)
+@pytest.mark.parametrize("case", [case for case in CASES if not case.messages], ids=str)
+def test_random_pytrees(case, seed, comm, rank, size):
+    """Leaves of several shapes and dtypes, some of which are communicated together, in any order."""
+    generator = np.random.default_rng(seed)
+    root = int(generator.integers(size)) if case.rooted else 0
+    count = 230 if seed == 0 else int(generator.integers(2, 30))  # 230: more than one operation takes
+    shapes = [LEAVES[generator.integers(5 if seed == 0 else len(LEAVES))] for _ in range(count)]
+    dtypes = [DTYPES[generator.integers(1 if seed == 0 else len(DTYPES))] for _ in range(count)]
+    draws = [
+        case.inputs(shape, dtype, size, root, i) for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
+    ]
+    tree = [jnp.asarray(xs[rank]) for xs in draws]
+    way = [lambda f: f, jax.jit, jaxmpi.jit][seed % 3]
+    results = way(lambda tree: case.call(tree, comm, root))(tree)
+    for i, (xs, x, result) in enumerate(zip(draws, tree, results, strict=True)):
+        expected = case.expected(xs, rank, root)
+        assert (result.shape, result.dtype) == (expected.shape, expected.dtype)
+        np.testing.assert_array_equal(result, expected, err_msg=f"leaf {i} of {shapes} {dtypes}")
+        np.testing.assert_array_equal(x, xs[rank])
+
+
+@pytest.mark.parametrize("name", ["allgather", "allreduce", "alltoall", "bcast", "gather", "reduce", "scan", "scatter"])
+def test_small_leaves_are_one_operation(name, comm, size):
+    case = next(case for case in CASES if case.name == name)
+    tree = [jnp.asarray(case.inputs((3,), np.float32, size, 0)[comm.rank])] * 100
+    equations = jax.make_jaxpr(lambda tree: case.call(tree, comm, 0))(tree).eqns
+    assert [equation.primitive.name for equation in equations].count(f"jaxmpi.{name}") == 1
+
+
+def test_pytree_of_which_some_leaves_are_mapped(comm, rank, size):
+    """What is not mapped is communicated once."""
+    tree = {"a": jnp.ones(3) * rank, "b": jnp.arange(6.0).reshape(2, 3), "c": jnp.float32(rank)}
+    axes = {"a": None, "b": 0, "c": None}
+    result = jax.vmap(lambda tree: notoken.allreduce(tree, MPI.SUM), in_axes=(axes,), out_axes=axes)(tree)
+    total = sum(range(size))
+    np.testing.assert_array_equal(result["a"], np.full(3, total))
+    np.testing.assert_array_equal(result["b"], size * np.arange(6.0).reshape(2, 3))
+    assert result["c"] == total
+
+
+def test_pytree_sendrecv(comm, rank, size):
+    left, right = (rank - 1) % size, (rank + 1) % size
+    sent = {"a": jnp.full(3, rank), "b": [jnp.full((2, 2), 10.0 * rank)]}
+    template = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), sent)
+    result = notoken.sendrecv(sent, template, left, right)
+    np.testing.assert_array_equal(result["a"], np.full(3, left))
+    np.testing.assert_array_equal(result["b"][0], np.full((2, 2), 10.0 * left))
+
+
+@pytest.mark.ranks(2)
+def test_pytree_send_recv(rank):
+    if rank == 0:
+        notoken.send((jnp.arange(3), jnp.float32(7)), 1, tag=4)
+    elif rank == 1:
+        a, b = notoken.recv((jnp.zeros(3, int), jnp.float32(0)), 0)
+        np.testing.assert_array_equal(a, np.arange(3))
+        assert b == 7
+
+
+def test_barrier(comm, rank, size):
+    """Nobody leaves before the last one has come; the ranks are on one machine and share its clock."""
+    if rank == size - 1:
+        MPI.COMM_WORLD.Barrier()
+        start = time.monotonic()
+        while time.monotonic() - start < 0.1:
+            pass
+        arrived = time.monotonic()
+    else:
+        MPI.COMM_WORLD.Barrier()
+        arrived = 0.0
+    token = jaxmpi.barrier(comm=comm)
+    jax.effects_barrier()
+    left = time.monotonic()
+    assert token == jaxmpi.Token()
+    assert jax.tree.leaves(token) == []
+    assert left >= max(comm.allgather(arrived)) - 1e-3
+    assert jax.jit(lambda: jaxmpi.barrier())() == jaxmpi.Token()
+
+
+def test_tokens(size):
+    """A token is returned beside the result, any token is accepted and handed back, and it crosses jit and loops."""
+    x = jnp.ones(2)
+    for token in (None, jaxmpi.Token(), jax.lax.create_token(), jnp.zeros(0), object()):
+        y, returned = jaxmpi.allreduce(x, MPI.SUM, token=token)
+        assert returned is token or (token is None and isinstance(returned, jaxmpi.Token))
+        np.testing.assert_array_equal(y, size * np.ones(2))
+
+    @jax.jit
+    def f(x, token):
+        def body(carry, _):
+            x, token = carry
+            x, token = jaxmpi.allreduce(x, MPI.SUM, token=token)
+            token = jaxmpi.barrier(token=token)
+            return (x, token), None
+
+        return jax.lax.scan(body, (x, token), None, length=3)[0]
+
+    for token in (jaxmpi.Token(), jnp.zeros(1)):
+        y, returned = f(x, token)
+        np.testing.assert_array_equal(y, size**3 * np.ones(2))
+        assert returned == token
+
+
+def test_notoken_takes_no_token():
+    for name in ("allgather", "allreduce", "sendrecv", "recv", "barrier"):
+        with pytest.raises(TypeError, match="takes no token"):
+            getattr(notoken, name)(token=None)
+    assert notoken.barrier() is None
+
+
+def test_sub_communicators(comm, rank, size):
+    """Split by parity: ranks, sizes and roots are those of the communicator."""
+    part = comm.Split(rank % 2, rank)
+    peers = [r for r in range(size) if r % 2 == rank % 2]
+    for case in CASES:
+        for root in case.roots(part.size):
+            inputs = case.inputs((3,), np.float32, part.size, root)
+            result = case.call(jnp.asarray(inputs[part.rank]), part, root)
+            np.testing.assert_array_equal(result, case.expected(inputs, part.rank, root))
+    np.testing.assert_array_equal(notoken.allgather(jnp.int32(rank), comm=part), peers)
+    jax.effects_barrier()
+    part.Free()
+
+
+def test_communicators_in_turn(comm, size):
+    """Handles that MPI recycles must not find the shapes of their predecessors."""
+    for turn in range(12):
+        colour = 0 if turn % 2 else comm.rank
+        part = comm.Split(colour, comm.rank)
+        assert notoken.allgather(jnp.ones(2), comm=part).shape == (part.size, 2)
+        assert part.size == (size if turn % 2 else 1)
+        jax.effects_barrier()
+        part.Free()
+
+
+def test_self(rank):
+    for case in CASES:
+        inputs = case.inputs((3,), np.float32, 1, 0)
+        result = case.call(jnp.asarray(inputs[0]) + rank, MPI.COMM_SELF, 0)
+        np.testing.assert_array_equal(result, case.expected([inputs[0] + np.float32(rank)], 0, 0))
+
+
+def test_default_is_a_clone(comm, rank, size):
+    """Messages of the user's own on COMM_WORLD do not meet ours."""
+    request = comm.irecv(source=(rank - 1) % size, tag=0)
+    received = notoken.sendrecv(jnp.full(1, rank), jnp.zeros(1, int), (rank - 1) % size, (rank + 1) % size)
+    assert received[0] == (rank - 1) % size
+    comm.send("mine", dest=(rank + 1) % size, tag=0)
+    assert request.wait() == "mine"
+
+
+def test_numpy_scalars_and_numbers(size, rank):
+    assert notoken.allreduce(3, MPI.SUM) == 3 * size
+    assert notoken.allreduce(2.5, MPI.SUM) == 2.5 * size
+    assert notoken.allreduce(True, MPI.LAND)
+    np.testing.assert_array_equal(notoken.allreduce(np.arange(3), MPI.SUM), size * np.arange(3))
+    root = np.int16(size - 1)
+    np.testing.assert_array_equal(notoken.bcast(np.full(2, rank), root), np.full(2, size - 1))
+    assert notoken.allreduce([1, 2.0], MPI.SUM) == [size, 2.0 * size]
+
+
+def test_templates_are_not_read(rank, size):
+    """NaN in a template changes nothing, a ShapeDtypeStruct is enough."""
+    data = jnp.arange(3.0)
+    for template in (jnp.full(3, jnp.nan), jax.ShapeDtypeStruct((3,), data.dtype)):
+        np.testing.assert_array_equal(notoken.bcast(data if rank == 0 else template, 0), np.arange(3.0))
+        stacked = jnp.tile(data, (size, 1))
+        np.testing.assert_array_equal(notoken.scatter(stacked if rank == 0 else template, 0), np.arange(3.0))
+        received = notoken.sendrecv(data + rank, template, (rank - 1) % size, (rank + 1) % size)
+        np.testing.assert_array_equal(received, np.arange(3.0) + (rank - 1) % size)
+
+
+def test_proc_null():
+    x = jnp.ones(3)
+    notoken.send(x, MPI.PROC_NULL)
+    np.testing.assert_array_equal(notoken.recv(x, MPI.PROC_NULL), np.zeros(3))
+    np.testing.assert_array_equal(notoken.sendrecv(x, x, MPI.PROC_NULL, MPI.PROC_NULL), np.zeros(3))
+
+
+@pytest.mark.ranks(2)
+def test_status(rank):
+    """Source, tag and count of what came; a message shorter than the template leaves zeros behind it."""
+    if rank == 1:
+        notoken.send(jnp.arange(1.0, 3.0), 0, tag=17)
+    if rank == 0:
+        status = MPI.Status()
+        y = notoken.recv(jnp.full(4, 9.0), MPI.ANY_SOURCE, status=status)
+        assert (status.source, status.tag) == (1, 17)
+        assert status.Get_count(MPI.DOUBLE) == 2
+        np.testing.assert_array_equal(y, [1, 2, 0, 0])
+
+
+def test_status_sendrecv(rank, size):
+    status = MPI.Status()
+    f = jax.jit(lambda x: notoken.sendrecv(x, x, (rank - 1) % size, (rank + 1) % size, sendtag=rank, status=status))
+    for _ in range(3):
+        jax.block_until_ready(f(jnp.ones(5)))
+        assert (status.source, status.tag) == ((rank - 1) % size, (rank - 1) % size)
+        assert status.Get_count(MPI.DOUBLE) == 5
+
+
+@pytest.mark.ranks(2)
+def test_any_source(rank, size):
+    if rank == 0:
+        got = sorted(float(notoken.recv(jnp.zeros(()))) for _ in range(size - 1))
+        assert got == [float(r) for r in range(1, size)]
+    else:
+        notoken.send(jnp.float64(rank), 0)
+
+
+@pytest.mark.ranks(2)
+def test_different_shapes(rank):
+    """The two messages of a sendrecv may differ in shape and dtype."""
+    if rank < 2:
+        mine = jnp.arange(6.0).reshape(2, 3) if rank == 0 else jnp.arange(4, dtype=jnp.int32)
+        other = jnp.zeros(4, jnp.int32) if rank == 0 else jnp.zeros((2, 3))
+        got = notoken.sendrecv(mine, other, 1 - rank, 1 - rank)
+        expected = np.arange(4) if rank == 0 else np.arange(6.0).reshape(2, 3)
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_donation(size, rank):
+    """A donated operand gives its memory to the result, and the result is right."""
+    f = jax.jit(lambda x: notoken.allreduce(x, MPI.SUM), donate_argnums=0)
+    x = jnp.arange(1000.0) + rank
+    np.testing.assert_array_equal(f(x), size * np.arange(1000.0) + size * (size - 1) / 2)
+    assert x.is_deleted()
+
+
+def test_draw_differs():
+    """The inputs of two ranks are different, or nothing here would prove anything."""
+    assert not np.array_equal(draw((8,), np.float32, 0), draw((8,), np.float32, 1))

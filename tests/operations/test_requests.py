@@ -1,0 +1,1393 @@
+"""Nonblocking operations: starts and waits against the blocking operations, or NumPy on gathered data."""
+
+import functools
+import random
+import re
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from mpi4py import MPI
+
+import jaxmpi
+from jaxmpi import _core, notoken
+from jaxmpi._mpi import communicators
+from support import drawing
+from support.launch import launch
+from support.table import FEW_SHAPES, NEW_JAX, SHAPES, draw, raised
+
+pytestmark = pytest.mark.skipif(MPI.Query_thread() < MPI.THREAD_MULTIPLE, reason="irecv needs MPI_THREAD_MULTIPLE")
+derivatives = pytest.mark.skipif(not NEW_JAX, reason="this JAX has no derivatives of communication")
+LARGE = 1 << 19
+"""Elements of a float64 array that no library sends before the receiver is ready: 4 MiB."""
+
+
+@pytest.fixture(autouse=True)
+def _nothing_in_flight():
+    yield
+    jax.effects_barrier()
+    assert _core.requests_in_flight() == 0
+
+
+def left(comm):
+    return (comm.rank - 1) % comm.size
+
+
+def right(comm):
+    return (comm.rank + 1) % comm.size
+
+
+def shifted(x, comm, tag=3, **after):
+    """Round the ring, by two requests."""
+    receive = notoken.irecv(x, left(comm), tag=tag, comm=comm)
+    send = notoken.isend(x, right(comm), tag=tag, comm=comm)
+    if after:
+        (y, _), after = notoken.waitall([receive, send], **after)
+        return y, after
+    return notoken.waitall([receive, send])[0]
+
+
+def blocking_shifted(x, comm, tag=3):
+    return notoken.sendrecv(x, x, left(comm), right(comm), sendtag=tag, recvtag=tag, comm=comm)
+
+
+def numbers(shape, rank, seed=0):
+    return jnp.asarray(np.random.default_rng([seed, rank]).normal(size=shape))
+
+
+WAYS = {
+    "message": (shifted, blocking_shifted),
+    "iallreduce": (
+        lambda x, c: notoken.wait(notoken.iallreduce(x, MPI.SUM, comm=c)),
+        lambda x, c: notoken.allreduce(x, MPI.SUM, comm=c),
+    ),
+    "iallreduce of maxima": (
+        lambda x, c: notoken.wait(notoken.iallreduce(x, MPI.MAX, comm=c)),
+        lambda x, c: notoken.allreduce(x, MPI.MAX, comm=c),
+    ),
+    "iallreduce of products": (
+        lambda x, c: notoken.wait(notoken.iallreduce(x, MPI.PROD, comm=c)),
+        lambda x, c: notoken.allreduce(x, MPI.PROD, comm=c),
+    ),
+    "ibcast": (
+        lambda x, c: notoken.wait(notoken.ibcast(x, c.size - 1, comm=c)),
+        lambda x, c: notoken.bcast(x, c.size - 1, comm=c),
+    ),
+    "ialltoall": (
+        lambda x, c: notoken.wait(notoken.ialltoall(jax.tree.map(lambda x: _stack(x, c), x), comm=c)),
+        lambda x, c: notoken.alltoall(jax.tree.map(lambda x: _stack(x, c), x), comm=c),
+    ),
+}
+
+
+def _stack(x, comm):
+    return jnp.stack([x * (i + 1) for i in range(comm.size)])
+
+
+every_way = pytest.mark.parametrize("way", WAYS)
+
+
+def same(ours, theirs, tolerance=0.0):
+    for got, wanted in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype)
+        np.testing.assert_allclose(
+            np.asarray(got, np.complex128), np.asarray(wanted, np.complex128), rtol=tolerance, atol=tolerance
+        )
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_against_numpy(shape, comm, rank, size):
+    xs = [draw(shape, np.dtype("float64"), r) for r in range(size)]
+    x = jnp.asarray(xs[rank])
+    np.testing.assert_array_equal(shifted(x, comm), xs[rank - 1])
+    np.testing.assert_array_equal(notoken.wait(notoken.iallreduce(x, MPI.SUM)), sum(xs))
+    for root in range(size):
+        np.testing.assert_array_equal(notoken.wait(notoken.ibcast(x, root)), xs[root])
+    stacks = [np.stack([other * (i + 1) for i in range(size)]) for other in xs]
+    np.testing.assert_array_equal(
+        notoken.wait(notoken.ialltoall(jnp.asarray(stacks[rank]))), np.stack([stack[rank] for stack in stacks])
+    )
+    assert notoken.wait(notoken.ibarrier()) is None
+
+
+DTYPES = ["bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
+DTYPES += ["bfloat16", "float16", "float32", "float64", "complex64", "complex128"]
+
+
+@pytest.mark.two_ranks_suffice
+@pytest.mark.parametrize("dtype", DTYPES)
+@every_way
+def test_dtypes(way, dtype, comm, rank):
+    ours, theirs = WAYS[way]
+    x = jnp.asarray(draw((2, 3), np.dtype("int64"), rank)).astype(dtype)
+    if way == "ialltoall" and dtype == "bool":
+        x = x.astype("int8")
+    refused = ""
+    try:
+        wanted = theirs(x, comm)
+    except TypeError as error:  # a reduction that is not defined for them
+        refused = str(error)
+    if not refused:
+        same(ours(x, comm), wanted)
+        return
+    with pytest.raises(TypeError, match=re.escape("i" + refused)):
+        ours(x, comm)
+
+
+@pytest.mark.two_ranks_suffice
+@pytest.mark.parametrize("shape", FEW_SHAPES)
+@every_way
+def test_trees(way, shape, comm, rank):
+    ours, theirs = WAYS[way]
+    x = {"a": numbers(shape, rank), "b": [numbers((), rank), jnp.int32(rank)], "none": None}
+    same(jax.jit(lambda x: ours(x, comm))(x), theirs(x, comm), 1e-15)
+
+
+def test_empty_tree(comm):
+    assert notoken.wait(notoken.iallreduce([], MPI.SUM)) == []
+    assert notoken.wait(notoken.isend([], right(comm))) is None
+    assert notoken.waitall([]) == []
+
+
+@pytest.mark.parametrize("jit", [jax.jit, jaxmpi.jit])
+@every_way
+def test_started_in_one_function_and_waited_for_in_another(way, jit, comm, rank):
+    x = numbers((3,), rank)
+    starts = {
+        "message": lambda x: (notoken.irecv(x, left(comm), tag=1), notoken.isend(x, right(comm), tag=1)),
+        "ibcast": lambda x: [notoken.ibcast(x, comm.size - 1)],
+        "ialltoall": lambda x: {"a": notoken.ialltoall(_stack(x, comm))},
+        "iallreduce": lambda x: notoken.iallreduce(x, MPI.SUM),
+        "iallreduce of maxima": lambda x: notoken.iallreduce(x, MPI.MAX),
+        "iallreduce of products": lambda x: notoken.iallreduce(x, MPI.PROD),
+    }
+    flying = jit(starts[way])(x)
+    y = jnp.sin(x)
+    got, after = jit(lambda requests, y: notoken.waitall(requests, after=y))(flying, y)
+    got = [leaf for leaf in jax.tree.leaves(got) if leaf is not None]
+    same(got, [WAYS[way][1](x, comm)])
+    same(after, y)
+
+
+def test_repr(comm, rank):
+    request = notoken.iallreduce(jnp.ones(2), MPI.SUM)
+    assert repr(request) == "Request(iallreduce)"
+    jax.jit(notoken.wait)(request)
+
+
+def test_carried_by_scan(comm, rank, size):
+    """The message of a step travels while the one before is used."""
+
+    @jax.jit
+    def f(x):
+        def start(x):
+            return notoken.irecv(x, left(comm), tag=1), notoken.isend(x, right(comm), tag=1)
+
+        def step(carry, i):
+            y, _ = notoken.waitall(carry[1])
+            return (y + i, start(y + i)), y
+
+        (_, requests), ys = lax.scan(step, (x, start(x)), jnp.arange(4.0))
+        return notoken.waitall(requests)[0], ys
+
+    x = numbers((3,), rank)
+    last, ys = f(x)
+    own = [numbers((3,), (rank - 1 - i) % size) + sum(range(i)) for i in range(5)]
+    same(ys, jnp.stack(own[:4]), 1e-14)
+    same(last, own[4], 1e-14)
+
+
+def test_carried_by_loops(comm, rank, size):
+    start = lambda x: notoken.iallreduce(x, MPI.MAX)  # noqa: E731
+    step = lambda i, request: start(notoken.wait(request) + i)  # noqa: E731
+    x = numbers((3,), rank)
+    top = np.max([numbers((3,), r) for r in range(size)], axis=0)
+    got = jax.jit(lambda x: notoken.wait(lax.fori_loop(0, 4, step, start(x))))(x)
+    np.testing.assert_allclose(got, top + 6)
+
+    def loop(x):
+        return lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, step(c[0], c[1])), (0, start(x)))[1]
+
+    np.testing.assert_allclose(notoken.wait(jax.jit(loop)(x)), top + 3)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_branches(first, comm, rank):
+    x = numbers((3,), rank)
+
+    @jax.jit
+    def f(x, first):
+        request = lax.cond(
+            first, lambda x: notoken.iallreduce(x, MPI.SUM), lambda x: notoken.iallreduce(2 * x, MPI.SUM), x
+        )
+        return lax.cond(first, lambda r: notoken.wait(r), lambda r: notoken.wait(r) + 1, request)
+
+    total = notoken.allreduce(x, MPI.SUM)
+    same(f(x, first), total if first else 2 * total + 1, 1e-14)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_stacked_by_scan(reverse, comm, rank, size):
+    """Requests as results of each step, waited for in another order."""
+    x = numbers((3,), rank)
+
+    @jax.jit
+    def f(x):
+        start = lambda i: (notoken.irecv(x, left(comm), tag=1), notoken.isend(i * x, right(comm), tag=1))  # noqa: E731
+        _, stacked = lax.scan(lambda c, i: (c, start(i)), 0, jnp.arange(1.0, 4.0), reverse=reverse)
+        each = [jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in (2, 0, 1)]
+        return [notoken.waitall(requests)[0] for requests in each]
+
+    before = numbers((3,), (rank - 1) % size)
+    same(f(x), [3 * before, before, 2 * before], 1e-15)
+
+
+def test_one_envelope(comm, rank, size):
+    """Receives are matched in the order of their starts, whatever the order of the waits."""
+    receives = [notoken.irecv(jnp.zeros(2), left(comm), tag=4) for _ in range(5)]
+    sends = [notoken.isend(jnp.full(2, 10.0 * rank + i), right(comm), tag=4) for i in range(5)]
+    for i in (3, 0, 4, 2, 1):
+        np.testing.assert_array_equal(notoken.wait(receives[i]), 10.0 * left(comm) + i)
+        notoken.wait(sends[4 - i])
+
+
+def _random_order(size):
+    kinds = st.sampled_from(["message", "iallreduce", "ibcast", "ialltoall", "barrier", "exchange", "blocking"])
+    shapes = st.sampled_from([(0,), (1,), (5,), (5000,), (60000,)])
+    steps = st.tuples(kinds, shapes, st.integers(0, 2), st.booleans())
+    return st.tuples(st.lists(steps, min_size=1, max_size=10), st.integers(0, 1 << 30), st.booleans())
+
+
+def test_random_order(comm, rank, size):
+    """Starts, blocking operations and waits in random order, with tags alike; one function, or call by call."""
+    grid = jaxmpi.Grid(size, 3 * size, periodic=True)
+
+    def check(case):
+        steps, seed, jitted = case
+
+        def starts(xs):
+            for (kind, _, tag, _), x in zip(steps, xs, strict=True):
+                match kind:
+                    case "message":
+                        receive = notoken.irecv(x, left(comm), tag=tag)
+                        yield [receive, notoken.isend(x, right(comm), tag=tag)], lambda y: y[0]
+                    case "iallreduce":
+                        yield notoken.iallreduce(x, MPI.SUM), lambda y: y
+                    case "ibcast":
+                        yield notoken.ibcast(x, tag % size), lambda y: y
+                    case "ialltoall":
+                        yield notoken.ialltoall(_stack(x, comm)), lambda y: y
+                    case "barrier":
+                        yield notoken.ibarrier(), lambda y, x=x: x
+                    case "exchange":
+                        block = jnp.broadcast_to(x.sum() + jnp.arange(5.0), (2, 5))
+                        yield grid.start(block), lambda y: y
+                    case "blocking":
+                        here = [blocking_shifted(x, comm, tag), notoken.allreduce(x, MPI.SUM)]
+                        yield [], lambda y, here=here: here
+
+        def f(xs):
+            results, flying, generator = {}, [], random.Random(seed)
+            for i, started in enumerate(starts(xs)):
+                flying.append((i, *started))
+                while flying and generator.random() < 0.4:
+                    at, requests, pick = flying.pop(generator.randrange(len(flying)))
+                    results[at] = pick(notoken.waitall(requests))
+            generator.shuffle(flying)
+            for at, requests, pick in flying:
+                results[at] = pick(notoken.waitall(requests))
+            return [results[i] for i in range(len(steps))]
+
+        def expected(step, xs):
+            kind, _, tag, _ = step
+            match kind:
+                case "message":
+                    return xs[rank - 1]
+                case "iallreduce":
+                    return sum(xs)
+                case "ibcast":
+                    return xs[tag % size]
+                case "ialltoall":
+                    return np.stack([x * (rank + 1) for x in xs])
+                case "barrier":
+                    return xs[rank]
+                case "exchange":
+                    sums = [x.sum() for x in xs]
+                    after = sums[(rank + 1) % size]
+                    row = sums[rank] + np.arange(5.0)
+                    row[0], row[-1] = sums[rank - 1] + 3, after + 1
+                    return np.stack([row, row])
+                case "blocking":
+                    return [xs[rank - 1], sum(xs)]
+
+        inputs = [[draw(step[1], np.dtype("float64"), r, i) for i, step in enumerate(steps)] for r in range(size)]
+        results = (jax.jit(f) if jitted else f)([jnp.asarray(x) for x in inputs[rank]])
+        for i, (step, result) in enumerate(zip(steps, results, strict=True)):
+            same(result, expected(step, [inputs[r][i] for r in range(size)]))
+        assert _core.requests_in_flight() == 0
+
+    drawing.on_all_ranks(comm, _random_order(size), check, 40)
+
+
+# --- any source, any tag ---------------------------------------------------------------------------------------------
+
+
+def test_any_source(comm, rank, size):
+    """Each rank gets one message of every rank, from anybody."""
+    receives = [notoken.irecv(jnp.zeros(1)) for _ in range(size)]
+    sends = [notoken.isend(jnp.full(1, float(rank)), r, tag=rank) for r in range(size)]
+    got = sorted(float(notoken.wait(request)[0]) for request in receives)
+    notoken.waitall(sends)
+    assert got == list(range(size))
+
+
+def test_any_tag_beside_others(comm, rank):
+    """Those with any tag leave the messages of exchanges and derivatives alone, whether they come before or after."""
+    grid = jaxmpi.Grid(comm.size, 3 * comm.size, periodic=True)
+    x = jnp.arange(5.0) + 10 * rank
+    flying = grid.start(x)
+    y = notoken.sendrecv(x, x, left(comm), right(comm))
+    receive = notoken.irecv(x, left(comm))
+    again = grid.start(x + 1)
+    send = notoken.isend(x, right(comm), tag=6)
+    same(y, jnp.arange(5.0) + 10 * left(comm))
+    same(notoken.waitall([receive, send])[0], jnp.arange(5.0) + 10 * left(comm))
+    same(grid.finish(again), grid.exchange(x + 1))
+    same(grid.finish(flying), grid.exchange(x))
+
+
+@pytest.mark.parametrize("how", ["recv", "irecv", "sendrecv"])
+@pytest.mark.parametrize("length", [4, 18])
+@pytest.mark.skipif(communicators.CHECK, reason="ranks that are compared wait for each other in a start")
+@pytest.mark.ranks(2)
+def test_any_tag_after_the_start_of_an_exchange(how, length, comm, rank, size):
+    """A message with any tag is not that of an exchange that only the sender has started, though both are as long."""
+    grid = jaxmpi.Grid(size, 3 * size)
+    u, x = jnp.zeros((2, 5)) + rank, jnp.arange(float(length))
+    wanted = grid.exchange(u)
+    if rank == 0:
+        flying = grid.start(u)
+        notoken.send(x, 1, tag=5)
+        comm.barrier()
+    else:
+        comm.barrier()
+        if rank == 1:
+            template = jnp.zeros(length)
+            match how:
+                case "recv":
+                    y = notoken.recv(template, 0)
+                case "irecv":
+                    y = notoken.wait(notoken.irecv(template, 0))
+                case "sendrecv":
+                    y = notoken.sendrecv(template, template, 0, MPI.PROC_NULL)
+            same(y, x)
+        flying = grid.start(u)
+    same(grid.finish(flying), wanted)
+
+
+@derivatives
+def test_any_tag_in_a_derivative_beside_others(comm, rank):
+    """The tangent's message of a sendrecv with any tag, while others are expected."""
+
+    def f(x, start=True):
+        if not start:
+            return blocking_shifted(x, comm) + blocking_shifted(x, comm)
+        receive = notoken.irecv(x, left(comm), tag=7)
+        y = notoken.sendrecv(x, x, left(comm), right(comm))
+        return notoken.waitall([receive, notoken.isend(x, right(comm), tag=7)])[0] + y
+
+    x = numbers((3,), rank)
+    same(jax.jvp(f, (x,), (x,)), jax.jvp(lambda x: f(x, False), (x,), (x,)), 1e-15)
+    same(jax.vjp(f, x)[1](x), jax.vjp(lambda x: f(x, False), x)[1](x), 1e-15)
+
+
+# --- progress --------------------------------------------------------------------------------------------------------
+
+
+def test_send_is_waited_for_first(comm, rank):
+    x = jnp.full(LARGE, float(rank))
+    receive, send = notoken.irecv(x, left(comm)), notoken.isend(x, right(comm), tag=2)
+    notoken.wait(send)
+    same(notoken.wait(receive), jnp.full(LARGE, float(left(comm))))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("jitted", [False, True])
+def test_blocking_operations_while_a_message_is_expected(jitted, comm, rank, size):
+    """The sender blocks until its large message is received, the receiver where the sender comes later."""
+    x = jnp.full(LARGE, 1.0 + rank)
+
+    def receiver(x):
+        request = notoken.irecv(x, 0, tag=2)
+        total = notoken.allreduce(x[:1], MPI.SUM)
+        small = notoken.recv(x[:2], 0, tag=2)
+        notoken.send(x[:2], 0, tag=2)
+        return notoken.wait(request), total, small
+
+    def sender(x):
+        notoken.send(x, 1, tag=2)
+        total = notoken.allreduce(x[:1], MPI.SUM)
+        notoken.send(x[:2], 1, tag=2)
+        return x, total, notoken.recv(x[:2], 1, tag=2)
+
+    others = lambda x: (x, notoken.allreduce(x[:1], MPI.SUM), x[:2])  # noqa: E731
+    f = [sender, receiver, others, others][rank]
+    large, total, small = (jax.jit(f) if jitted else f)(x)
+    same(total, jnp.full(1, float(sum(range(1, size + 1)))))
+    same(large, jnp.full(LARGE, 1.0) if rank < 2 else x)
+    if rank < 2:
+        same(small, jnp.full(2, 2.0 - rank))
+
+
+def test_many_large_ones(comm, rank, size):
+    receives = [notoken.irecv(jnp.zeros(LARGE), r, tag=r) for r in range(size)]
+    receives += [notoken.irecv(jnp.zeros(LARGE), r, tag=9) for r in range(size)]
+    sends = [notoken.isend(jnp.full(LARGE, 9.0 + rank), r, tag=9) for r in range(size)]
+    sends += [notoken.isend(jnp.full(LARGE, 1.0 + rank), r, tag=rank) for r in range(size)]
+    total = notoken.iallreduce(jnp.full(LARGE, 1.0), MPI.SUM)
+    notoken.barrier()
+    notoken.waitall(sends[::-1])
+    same(notoken.wait(total), jnp.full(LARGE, float(size)))
+    for r in range(size):
+        same(notoken.wait(receives[size + r]), jnp.full(LARGE, 9.0 + r))
+        same(notoken.wait(receives[r]), jnp.full(LARGE, 1.0 + r))
+
+
+def test_operand_is_copied(comm, rank):
+    """Donated memory is used again while the message is under way."""
+
+    @functools.partial(jaxmpi.jit, donate_argnums=0)
+    def f(x):
+        receive, send = notoken.irecv(x, left(comm), tag=1), notoken.isend(x, right(comm), tag=1)
+        total = notoken.iallreduce(x, MPI.SUM)
+        y = x * 0 - 1
+        (got, _, total), y = notoken.waitall([receive, send, total], after=y)
+        return got, total, y
+
+    got, total, y = f(jnp.full(LARGE, float(rank)))
+    same(got, jnp.full(LARGE, float(left(comm))))
+    same(total, jnp.full(LARGE, float(sum(range(comm.size)))))
+    same(y, jnp.full(LARGE, -1.0))
+
+
+def test_two_threads(two_threads):
+    """The arrays are there before a call, so that all is done in the calling threads: docs/running.md, threads."""
+
+    def work(part, number):
+        for i in range(20):
+            x = jax.block_until_ready(jnp.asarray(np.full(1000, 1.0 + part.rank + 100 * number + i)))
+            flying = jax.block_until_ready(
+                [notoken.irecv(x, left(part), tag=1, comm=part), notoken.isend(x, right(part), tag=1, comm=part)]
+            )
+            total = jax.block_until_ready(notoken.iallreduce(x, MPI.SUM, comm=part))
+            notoken.barrier(comm=part)
+            sums = part.size * (1.0 + 100 * number + i) + sum(range(part.size))
+            np.testing.assert_array_equal(notoken.wait(total), sums)
+            np.testing.assert_array_equal(notoken.waitall(flying)[0], 1.0 + left(part) + 100 * number + i)
+
+    two_threads(work)
+
+
+def test_communicators(comm, rank, size):
+    """The same tags on several communicators; one is freed and another takes its place."""
+    for _ in range(3):
+        other, half = comm.Dup(), comm.Split(rank % 2)
+        x = jnp.full(2, float(rank))
+        flying = [(c, notoken.irecv(x, left(c), tag=1, comm=c)) for c in (comm, other, half)]
+        sends = [notoken.isend(x + 100 * i, right(c), tag=1, comm=c) for i, (c, _) in enumerate(flying)]
+        got = [notoken.wait(request) for _, request in flying[::-1]][::-1]
+        notoken.waitall(sends)
+        np.testing.assert_array_equal(got[0], float(left(comm)))
+        np.testing.assert_array_equal(got[1], 100.0 + left(comm))
+        np.testing.assert_array_equal(got[2], 200.0 + 2 * left(half) + rank % 2)
+        other.Free()
+        half.Free()
+
+
+# --- batches ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.two_ranks_suffice
+@every_way
+def test_batches(way, comm, rank):
+    ours, theirs = WAYS[way]
+    x = numbers((4, 2, 3), rank)
+    once = jax.vmap(lambda x: ours(x, comm))
+    same(once(x), jax.vmap(lambda x: theirs(x, comm))(x), 1e-14)
+    same(jax.vmap(once)(x[None]), jax.vmap(jax.vmap(lambda x: theirs(x, comm)))(x[None]), 1e-14)
+    same(
+        jax.jit(jax.vmap(lambda x: ours(x, comm), in_axes=1, out_axes=2))(x),
+        jax.vmap(lambda x: theirs(x, comm), in_axes=1, out_axes=2)(x),
+        1e-14,
+    )
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_batches_wait_for_what_was_started_outside(nested, comm, rank):
+    x, ys = numbers((3,), rank), numbers((4, 3), 9)
+    for start, blocking in (
+        (lambda x: notoken.iallreduce(x, MPI.SUM), lambda x: notoken.allreduce(x, MPI.SUM)),
+        (lambda x: notoken.ialltoall(_stack(x, comm)), lambda x: notoken.alltoall(_stack(x, comm))),
+        (lambda x: notoken.ibcast(x, 0), lambda x: notoken.bcast(x, 0)),
+    ):
+        request = start(x)
+
+        def once(y, request=request):
+            return jnp.sum(y) + notoken.wait(request)
+
+        def twice(y, once=once):
+            return jax.vmap(lambda i: once(i * y))(jnp.arange(2.0))[1]
+
+        wanted = blocking(x)
+        same(jax.vmap(twice if nested else once)(ys), jnp.stack([jnp.sum(y) + wanted for y in ys]), 1e-14)
+
+
+def test_requests_of_a_batch_leave_together(comm, rank):
+    x = numbers((4, 3), rank)
+    flying = jax.vmap(lambda x: notoken.ialltoall(_stack(x, comm)))(x)
+    with pytest.raises(ValueError, match=r"has left the jax\.vmap"):
+        notoken.wait(flying)
+    same(jax.vmap(notoken.wait)(flying), jax.vmap(lambda x: notoken.alltoall(_stack(x, comm)))(x))
+
+
+# --- derivatives -----------------------------------------------------------------------------------------------------
+
+
+def _losses(way, comm, rank):
+    ours, theirs = WAYS[way]
+
+    def loss(operation):
+        def f(x):
+            y = operation(jnp.sin(x), comm)
+            return jnp.sum(jnp.cos(y) * (rank + 1.0)) + jnp.sum(operation(x * x, comm) ** 2)
+
+        return f
+
+    return loss(ours), loss(theirs)
+
+
+TRANSFORMATIONS = {
+    "jvp": lambda f: lambda x: jax.jvp(f, (x,), (jnp.cos(x),)),
+    "grad": jax.grad,
+    "hessian": jax.hessian,
+    "jacrev": lambda f: jax.jacrev(jax.grad(f)),
+    "jacfwd": lambda f: jax.jacfwd(f),
+    "forward over forward": lambda f: lambda x: jax.jvp(lambda x: jax.jvp(f, (x,), (x,))[1], (x,), (x,)),
+    "batch of grad": lambda f: lambda x: jax.vmap(jax.grad(f))(jnp.stack([x, 2 * x, x + 1])),
+    "jit of grad": lambda f: jaxmpi.jit(jax.value_and_grad(f)),
+    "checkpoint": lambda f: jax.grad(jax.checkpoint(f)),
+    "linearize": lambda f: lambda x: jax.linearize(f, x)[1](x),
+}
+
+
+@derivatives
+@pytest.mark.parametrize("transformation", TRANSFORMATIONS)
+@every_way
+def test_derivatives(way, transformation, comm, rank):
+    ours, theirs = _losses(way, comm, rank)
+    transform = TRANSFORMATIONS[transformation]
+    x = numbers((3,), rank)
+    same(transform(ours)(x), transform(theirs)(x), 1e-11)
+
+
+@pytest.mark.two_ranks_suffice
+@derivatives
+@pytest.mark.parametrize("constant", [0, -1])
+@every_way
+def test_constant_on_a_rank(way, constant, comm, rank, size):
+    """On one rank nothing depends on what is differentiated, on the others it does."""
+    x, fixed = numbers((3,), rank), numbers((3,), 50)
+
+    def f(operation):
+        return lambda x: jnp.sum(operation(fixed if rank == constant % size else x * x, comm) * x)
+
+    ours, theirs = (f(operation) for operation in WAYS[way])
+    same(jax.grad(ours)(x), jax.grad(theirs)(x), 1e-13)
+    same(jax.jvp(ours, (x,), (x,)), jax.jvp(theirs, (x,), (x,)), 1e-13)
+    same(jax.hessian(ours)(x), jax.hessian(theirs)(x), 1e-12)
+
+
+@derivatives
+@pytest.mark.parametrize("batch", [(), (2,)])
+@every_way
+def test_adjoint(way, batch, comm, rank, size):
+    """The dot-product test: the sum of <w, J v> on all ranks is that of <J* w, v>."""
+    if "of" in way:
+        pytest.skip("is not linear")
+    ours, _ = WAYS[way]
+    f = lambda x: ours(x, comm)  # noqa: E731
+    f = jax.vmap(f) if batch else f
+    x, v = numbers((*batch, 3), rank), numbers((*batch, 3), rank, 1)
+    y, pull = jax.vjp(f, x)
+    w = numbers(y.shape, 0 if way == "iallreduce" else rank, 2)
+    (back,) = pull(w)
+    forward = jax.jvp(f, (x,), (v,))[1]
+    if way == "iallreduce":  # the result is one, whose cotangent all ranks have
+        same(back, w)
+        return
+    dots = [comm.allreduce(float(jnp.vdot(a, b))) for a, b in ((w, forward), (back, v))]
+    np.testing.assert_allclose(*dots, rtol=1e-12)
+
+
+@derivatives
+@pytest.mark.parametrize("transformation", ["jvp", "grad", "hessian", "batch of grad"])
+def test_derivatives_of_carries(transformation, comm, rank):
+    """The carry of a scan holds requests."""
+
+    def loss(nonblocking):
+        def start(x):
+            return [notoken.irecv(x, left(comm), tag=1), notoken.isend(x, right(comm), tag=1)]
+
+        def step(carry, i):
+            x, requests = carry
+            y = notoken.waitall(requests)[0]
+            x = jnp.sin(y) * i + x
+            return (x, start(x)), jnp.sum(y)
+
+        def f(x):
+            if not nonblocking:
+
+                def plain(x, i):
+                    y = blocking_shifted(x, comm)
+                    return jnp.sin(y) * i + x, jnp.sum(y)
+
+                x, ys = lax.scan(plain, x, jnp.arange(1.0, 4.0))
+                return jnp.sum(blocking_shifted(x, comm) ** 2) + jnp.sum(ys)
+            (x, requests), ys = lax.scan(step, (x, start(x)), jnp.arange(1.0, 4.0))
+            return jnp.sum(notoken.waitall(requests)[0] ** 2) + jnp.sum(ys)
+
+        return f
+
+    transform = TRANSFORMATIONS[transformation]
+    x = numbers((3,), rank)
+    same(jax.jit(transform(loss(True)))(x), jax.jit(transform(loss(False)))(x), 1e-11)
+
+
+@derivatives
+def test_derivatives_across_jit_and_branches(comm, rank):
+    x = numbers((3,), rank)
+    start, wait = jax.jit(lambda x: notoken.iallreduce(jnp.sin(x), MPI.PROD)), jax.jit(notoken.wait)
+
+    def f(x, first):
+        request = lax.cond(first, start, lambda x: notoken.iallreduce(jnp.sin(2 * x), MPI.PROD), x)
+        return jnp.sum(wait(request) * x)
+
+    for first, factor in ((True, 1), (False, 2)):
+        g = lambda x, k=factor: jnp.sum(notoken.allreduce(jnp.sin(k * x), MPI.PROD) * x)  # noqa: E731
+        same(jax.grad(f)(x, first), jax.grad(g)(x), 1e-13)
+        same(jax.hessian(f)(x, first), jax.hessian(g)(x), 1e-12)
+
+
+@derivatives
+def test_large_derivatives(comm, rank):
+    x = numbers((LARGE // 4,), rank)
+    f, g = (lambda x, way=way: jnp.sum(way(x * x, comm) * x) for way in WAYS["message"])
+    same(jax.grad(f)(x), jax.grad(g)(x), 1e-12)
+
+
+TRACED = ("dest", "sendtag", "source", "recvtag")
+
+
+@derivatives
+@pytest.mark.parametrize("names", [("dest",), ("recvtag",), ("sendtag", "source"), TRACED], ids="-".join)
+@pytest.mark.parametrize("leaves", [1, 2])
+def test_traced_ends(names, leaves, comm, rank):
+    """What is known at run time only gives what is known while tracing gives, in derivatives of each kind as well."""
+    known = {"dest": right(comm), "sendtag": 1, "source": left(comm), "recvtag": 1}
+    given = {name: known[name] for name in names}
+    x = numbers((3,), rank)
+
+    def f(x, ends):
+        ends = {**known, **ends}
+        tree = lambda x: [(k + 1) * x * x for k in range(leaves)]  # noqa: E731
+        receive = notoken.irecv(tree(x), ends["source"], tag=ends["recvtag"])
+        send = notoken.isend(tree(jnp.sin(x)), ends["dest"], tag=ends["sendtag"])
+        received = jax.jit(lambda requests: notoken.waitall(requests)[0])([receive, send])
+        return sum((k + 2) * y * x for k, y in enumerate(received))
+
+    loss = lambda x, ends: jnp.sum(jnp.tanh(f(x, ends)) ** 2)  # noqa: E731
+    v = numbers((3,), rank, 1)
+    kinds = {
+        "value": lambda g: lambda x, ends: f(x, ends),
+        "jvp": lambda g: lambda x, ends: jax.jvp(lambda x: g(x, ends), (x,), (v,)),
+        "gradient": lambda g: lambda x, ends: jax.grad(g)(x, ends),
+        "forward over reverse": lambda g: lambda x, ends: jax.jvp(lambda x: jax.grad(g)(x, ends), (x,), (v,))[1],
+        "reverse over reverse": lambda g: lambda x, ends: jax.grad(lambda x: jnp.sum(jax.grad(g)(x, ends) ** 2))(x),
+        "batch": lambda g: lambda x, ends: jax.vmap(jax.grad(g), in_axes=(0, None))(jnp.stack([x, v, x + v]), ends),
+        "checkpoint": lambda g: lambda x, ends: jax.grad(jax.checkpoint(g))(x, ends),
+    }
+    for kind in kinds.values():
+        same(jax.jit(kind(loss))(x, given), kind(loss)(x, {}), 1e-13)
+
+
+@derivatives
+def test_traced_partners_of_a_loop(comm, rank, size):
+    """One program for all partners, whose requests are carried; the gradient is that of an allgather."""
+    x = numbers((2,), rank)
+
+    def both(x, k):
+        send = notoken.isend(x, (rank + k) % size, tag=k)
+        return notoken.irecv(x, (rank - k) % size, tag=k), send
+
+    def f(x):
+        def step(carry, k):
+            requests, total = carry
+            following = both(x * k, k + 1)
+            received, _ = notoken.waitall(requests)
+            return (following, total + jnp.sin(received) * k), None
+
+        (last, total), _ = jax.lax.scan(step, (both(x, jnp.int32(0)), jnp.zeros_like(x)), jnp.arange(size))
+        received, _ = notoken.waitall(last)
+        return jnp.sum(total * x) + jnp.sum(received**2)
+
+    def plain(xs):
+        """The sum of all ranks' results."""
+        total = 0.0
+        for r in range(size):
+            part = jnp.zeros(2)
+            for k in range(size):
+                part += jnp.sin(xs[(r - k) % size] * max(k - 1, 0) if k else xs[r]) * k
+            total += jnp.sum(part * xs[r]) + jnp.sum((xs[r] * (size - 1)) ** 2)
+        return total
+
+    every = jnp.stack([numbers((2,), r) for r in range(size)])
+    value, gradient = jax.jit(jax.value_and_grad(f))(x)
+    same(notoken.allreduce(value, MPI.SUM), plain(every), 1e-12)
+    same(gradient, jax.grad(plain)(every)[rank], 1e-12)
+
+
+@derivatives
+@pytest.mark.parametrize("tag", [(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) + 1) // 2, -7])
+def test_traced_tag_of_no_derivative(tag, comm, rank):
+    """Each rank alone: of a tag in the upper half the derivative has none, and a negative one is none."""
+
+    def f(x, tag):
+        request = notoken.irecv(x, rank, tag=tag)
+        notoken.wait(notoken.isend(x, rank, tag=tag))
+        return jnp.sum(notoken.wait(request))
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="tag"):
+        jax.jit(jax.grad(f))(numbers((3,), rank), tag).block_until_ready()
+
+
+# --- grids -----------------------------------------------------------------------------------------------------------
+
+
+def _grids(size):
+    def factors(n, k):
+        if k == 1:
+            return [(n,)]
+        return [(f, *rest) for f in range(1, n + 1) if n % f == 0 for rest in factors(n // f, k - 1)]
+
+    @st.composite
+    def case(draw_):
+        dimensions = draw_(st.integers(1, 3))
+        processes = draw_(st.sampled_from(factors(size, dimensions)))
+        shape = tuple(p * draw_(st.integers(3, 4)) for p in processes)
+        periodic = tuple(draw_(st.booleans()) for _ in processes)
+        width = draw_(
+            st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), min_size=dimensions, max_size=dimensions)
+        )
+        boundary = draw_(st.sampled_from([None, "reflect", "symmetric", "edge"]))
+        return processes, shape, periodic, width, boundary, draw_(st.integers(0, 99))
+
+    return case()
+
+
+def test_grids(comm, rank, size):
+    def check(case):
+        processes, shape, periodic, width, boundary, seed = case
+        grid = jaxmpi.Grid(processes, shape, periodic=periodic)
+        padded = [n + low + high for n, (low, high) in zip(grid.local_shape, width, strict=True)]
+        u = {
+            "a": numbers(padded, rank, seed),
+            "b": jnp.asarray(draw((2, *padded), np.dtype("int32"), rank, seed)),
+            "c": numbers(padded, rank, seed + 1).astype(jnp.complex64),
+        }
+        more = {} if boundary is None else {"boundary": boundary}
+
+        def f(u):
+            request = grid.start(u, width, **more)
+            return grid.finish(request, after=jnp.sin(u["a"]))
+
+        try:
+            wanted = grid.exchange(u, width, **more)
+        except (ValueError, TypeError) as error:
+            with pytest.raises(type(error)):
+                f(u)
+            return
+        got, y = (jax.jit(f) if seed % 2 else f)(u)
+        same(got, wanted)
+        same(y, jnp.sin(u["a"]))
+        if not NEW_JAX:
+            return
+        a, v, w = (numbers(padded, rank, seed + i) for i in (2, 3, 4))
+        ours = lambda a: f({**u, "a": a})[0]["a"]  # noqa: E731
+        theirs = lambda a: grid.exchange({**u, "a": a}, width, **more)["a"]  # noqa: E731
+        same(jax.jvp(ours, (a,), (v,)), jax.jvp(theirs, (a,), (v,)), 1e-13)
+        same(jax.vjp(ours, a)[1](w), jax.vjp(theirs, a)[1](w), 1e-13)
+        forward, (back,) = jax.jvp(ours, (a,), (v,))[1], jax.vjp(ours, a)[1](w)
+        dots = [comm.allreduce(float(jnp.vdot(*pair))) for pair in ((w, forward), (back, v))]
+        np.testing.assert_allclose(*dots, rtol=1e-9, atol=1e-9)
+
+    drawing.on_all_ranks(comm, _grids(size), check, 12)
+
+
+@derivatives
+def test_several_exchanges_in_flight(comm, rank, size):
+    grid = jaxmpi.Grid(size, 3 * size, periodic=True)
+    x = numbers((5,), rank)
+
+    def f(x):
+        first = grid.start(x)
+        second = grid.start((2 * x, x * x))
+        between = grid.exchange(3 * x)
+        (a, b), c = grid.finish(second), grid.finish(first)
+        return jnp.sum(a * b * c * between)
+
+    def g(x):
+        a, b = grid.exchange((2 * x, x * x))
+        return jnp.sum(a * b * grid.exchange(x) * grid.exchange(3 * x))
+
+    for transform in (lambda f: f, jax.grad, jax.hessian):
+        same(transform(f)(x), transform(g)(x), 1e-12)
+
+
+# --- after -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit])
+def test_after(jit, comm, rank):
+    x = numbers((3,), rank)
+    for given in (x, {"a": x, "b": [np.arange(3), 2.5, None]}, np.ones(2), 3, jax.random.key(0), ()):
+        f = lambda x, given=given: notoken.wait(notoken.iallreduce(x, MPI.SUM), after=given)  # noqa: E731
+        y, back = jit(f)(x)
+        same(y, notoken.allreduce(x, MPI.SUM), 1e-15)
+        assert jax.tree.structure(back) == jax.tree.structure(given)
+        assert all(jnp.all(a == b) for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(given), strict=True))
+
+
+@derivatives
+def test_after_has_a_derivative(comm, rank):
+    x = numbers((3,), rank)
+
+    def f(x):
+        y, z = notoken.wait(notoken.iallreduce(x, MPI.SUM), after=jnp.sin(x))
+        return jnp.sum(y * y) + jnp.sum(z * z)
+
+    g = lambda x: jnp.sum(notoken.allreduce(x, MPI.SUM) ** 2) + jnp.sum(jnp.sin(x) ** 2)  # noqa: E731
+    same(jax.hessian(f)(x), jax.hessian(g)(x), 1e-13)
+
+
+def test_tokens(comm, rank):
+    token = jaxmpi.barrier()
+    request, token = jaxmpi.irecv(jnp.zeros(2), left(comm), tag=1, token=token)
+    other, token = jaxmpi.isend(jnp.ones(2), right(comm), tag=1, token=token)
+    (y, nothing), token = jaxmpi.waitall([request, other], token=token)
+    assert nothing is None
+    request, token = jaxmpi.ibarrier(token=token)
+    nothing, token = jaxmpi.wait(request, token=token)
+    assert nothing is None
+    same(y, jnp.ones(2))
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+def test_waited_for_twice(comm, rank):
+    request = notoken.iallreduce(jnp.ones(2), MPI.SUM)
+    notoken.wait(request)
+    assert "has been waited for already" in raised(lambda: notoken.wait(request))
+    assert "has been waited for already" in raised(lambda: jax.jit(notoken.wait)(request))
+
+
+def test_no_request(comm, rank):
+    request = notoken.iallreduce(jnp.ones(2), MPI.SUM)
+    with pytest.raises(TypeError, match=r"wait: a Request is needed, .* got list; several are waited for by waitall"):
+        notoken.wait([request])
+    with pytest.raises(TypeError, match=r"waitall: a Request is needed, .* got int"):
+        notoken.waitall([request, 3])
+    with pytest.raises(TypeError, match=r"wait: a Request is needed, .* got \w*Array"):
+        notoken.wait(jnp.ones(2))
+    zeros = jax.tree.map(jnp.zeros_like, request)
+    assert "its numbers are zeros" in raised(lambda: notoken.wait(zeros))
+    with pytest.raises(TypeError, match="this is not what a start has returned"):
+        notoken.wait(jax.tree.map(lambda x: x.astype(int), request))
+    notoken.wait(request)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize("length", [3, 5])
+def test_message_that_does_not_fit(length, early, beside, comm, rank):
+    """It is dropped, and the next one is intact. `early`: it has come before the wait; `beside`: more is expected."""
+    if rank == 0:
+        request = notoken.isend(jnp.arange(float(length)), 1, tag=1)
+        notoken.send(jnp.arange(4.0), 1, tag=1)
+        notoken.send(jnp.arange(2.0), 1, tag=2)
+        notoken.wait(request)
+        comm.barrier()
+        return
+    if rank > 1:
+        comm.barrier()
+        return
+    receive = notoken.irecv(jnp.zeros(4), 0, tag=1)
+    other = notoken.irecv(jnp.zeros(2), 0, tag=2) if beside else None
+    if early:
+        comm.barrier()
+        notoken.barrier(comm=MPI.COMM_SELF)
+    why = raised(lambda: notoken.wait(receive))
+    assert ("longer" if length > 4 else "shorter") in why or f"{length}" in why
+    assert "irecv" in why
+    same(notoken.recv(jnp.zeros(4), 0, tag=1), jnp.arange(4.0))
+    if beside:
+        same(notoken.wait(other), jnp.arange(2.0))
+    else:
+        same(notoken.recv(jnp.zeros(2), 0, tag=2), jnp.arange(2.0))
+    if not early:
+        comm.barrier()
+
+
+@pytest.mark.launches
+def test_never_waited_for(script):
+    program = script(
+        """
+        from jaxmpi import _core
+
+        @jax.jit
+        def f(x):
+            request = notoken.irecv(x, rank, tag=6)
+            return request, notoken.iallreduce(x, MPI.SUM)
+
+        kept = jax.block_until_ready(f(jnp.ones(3)))
+        notoken.wait(notoken.ibarrier())
+        print("in flight", _core.requests_in_flight())
+        grid = jaxmpi.Grid((size,), (4 * size,), periodic=True)
+        grid.start(grid.pad(jnp.ones(4)))
+        notoken.isend([jnp.ones(3), jnp.ones(4)], rank, tag=6)
+        """
+    )
+    done = launch(2, program)
+    assert done.stdout.count("in flight 2") == 2
+    for rank in (0, 1):
+        started = (("irecv", 11), ("iallreduce", 12), ("Grid.start of 6", 18), ("isend of 3", 19), ("isend of 4", 19))
+        for what, line in started:
+            told = [text for text in done.stderr.splitlines() if f"rank {rank} has never waited for {what}" in text]
+            assert len(told) == 1, done.stderr
+            assert f"program.py:{line}" in told[0], told
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize(
+    "late", [0.5, pytest.param(8, marks=pytest.mark.nightly), pytest.param(-8, marks=pytest.mark.nightly)]
+)
+def test_reduction_in_python_that_is_never_waited_for(late, script):
+    """It is completed while Python is there: later mpi4py would end the job. Negative: rank 1 never starts it."""
+    program = script(
+        f"""
+        import time
+        import numpy as np
+
+        def add(x, y, _):
+            np.frombuffer(y, np.float32)[:] += np.frombuffer(x, np.float32)
+            print("called", flush=True)
+
+        op = MPI.Op.Create(add, commute=True)
+        time.sleep(abs({late}) * rank)
+        if rank == 0 or {late} > 0:
+            notoken.iallreduce(jnp.ones(3, jnp.float32), op)
+        """
+    )
+    done = launch(2, program)
+    assert ("called" in done.stdout) == (late > 0)
+    assert done.stderr.count("has never waited for iallreduce of 3 float32, op user-defined") == 1 + (late > 0)
+    assert "ABORT" not in done.stderr
+
+
+@pytest.mark.launches
+def test_messages_wait_for_no_collective(script):
+    """That one is started on this rank only, and compared when the others start it, does not hold up messages."""
+    program = script(
+        """
+        import time
+        x = jnp.arange(3.0)
+        MPI.COMM_WORLD.Barrier()
+        if rank == 0:
+            sums = notoken.iallreduce(x, MPI.SUM)
+            begin = time.monotonic()
+            for _ in range(10):
+                notoken.wait(notoken.irecv(x, 1, tag=2)).block_until_ready()
+            assert time.monotonic() - begin < 4
+            notoken.wait(sums)
+        else:
+            for _ in range(10):
+                notoken.send(x, 0, tag=2)
+            time.sleep(12)
+            notoken.wait(notoken.iallreduce(x, MPI.SUM))
+        """
+    )
+    launch(2, program)
+
+
+@pytest.mark.nightly
+@pytest.mark.launches
+@pytest.mark.parametrize("grid", [False, True])
+def test_reports_name_what_is_waited_for(grid, script):
+    """Of several requests the one that does not come, not the first."""
+    program = script(
+        f"""
+        import time
+
+        grid = jaxmpi.Grid((2,), (8,))
+        x = jnp.ones(4)
+
+        @jaxmpi.jit
+        def f(x):
+            sent = notoken.isend(x, 1 - rank, tag=4)
+            late = grid.start(grid.pad(x)) if {grid} else notoken.irecv(jnp.zeros(5), 1 - rank, tag=6)
+            return notoken.waitall([sent, late])
+
+        if rank == 0:
+            jax.block_until_ready(f(x))
+        else:
+            notoken.recv(x, 0, tag=4)
+            time.sleep(5)
+            if {grid}:
+                jax.block_until_ready(grid.exchange(grid.pad(x)))
+            else:
+                notoken.send(jnp.zeros(5), 0, tag=6)
+        """
+    )
+    done = launch(2, program, JAXMPI_TIMEOUT="1")
+    (told,) = [line for line in done.stderr.splitlines() if "rank 0 has been waiting" in line]
+    assert ("in Grid.start of" if grid else "irecv of 5 float32, source 1, tag 6,") in told
+    assert "program.py:15 (f)" in told, told
+
+
+@pytest.mark.launches
+def test_wrong_dtype_is_told(script):
+    program = script(
+        """
+        if rank == 0:
+            notoken.send(jnp.arange(4, dtype=jnp.int32), 1, tag=1)
+            notoken.send(jnp.arange(4, dtype=jnp.float32), 1, tag=1)
+        else:
+            request = notoken.irecv(jnp.zeros(4, jnp.float32), 0, tag=1)
+            try:
+                jax.block_until_ready(notoken.wait(request))
+            except jax.errors.JaxRuntimeError as error:
+                print("error:", error)
+            print("next", notoken.recv(jnp.zeros(4, jnp.float32), 0, tag=1))
+        """
+    )
+    done = launch(2, program, JAXMPI_CHECK="1")
+    assert all(text in done.stdout for text in ("irecv", "int32", "next [0. 1. 2. 3.]")), done.stdout
+
+
+# --- the order of waits in derivatives ------------------------------------------------------------------------------
+
+
+def _alike(x, comm, wait):
+    """Two messages round the ring, with one tag, waited for as `wait` does."""
+    receives = [notoken.irecv(x, left(comm), tag=1, comm=comm) for _ in range(2)]
+    sends = [notoken.isend(v, right(comm), tag=1, comm=comm) for v in (x, x * x)]
+    a, b = wait(receives, sends)
+    return jnp.sum(jnp.cos(a) + jnp.arange(1.0, 4.0) * b)
+
+
+def _each_first(receives, sends):
+    ys = [notoken.wait(r) for r in receives]
+    notoken.waitall(sends)
+    return ys
+
+
+def _sends_first(receives, sends):
+    for send in sends:
+        notoken.wait(send)
+    return notoken.waitall(receives)
+
+
+@derivatives
+@pytest.mark.parametrize("way", ["each first", "sends first", "at once", "sends at once"])
+@pytest.mark.parametrize("transformation", ["grad", "hessian", "jvp"])
+def test_messages_alike_have_their_own_derivatives(way, transformation, comm, rank):
+    waits = {
+        "each first": _each_first,
+        "sends first": _sends_first,
+        "at once": lambda rs, ss: notoken.waitall([rs, ss])[0],
+        "sends at once": lambda rs, ss: notoken.waitall([ss, rs])[1],
+    }
+
+    def plain(x):
+        a, b = (blocking_shifted(v, comm, tag) for tag, v in ((1, x), (2, x * x)))
+        return jnp.sum(jnp.cos(a) + jnp.arange(1.0, 4.0) * b)
+
+    def transformed(f):
+        x, t = numbers((3,), rank), numbers((3,), rank, 1)
+        return jax.jvp(f, (x,), (t,)) if transformation == "jvp" else getattr(jax, transformation)(f)(x)
+
+    mine, expected = transformed(lambda x: _alike(x, comm, waits[way])), transformed(plain)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), mine, expected)
+
+
+@pytest.mark.two_ranks_suffice
+@derivatives
+@pytest.mark.parametrize("leaves", [29, 30, 31, 45, 61, 75])
+def test_derivatives_of_many_leaves(leaves, comm, rank):
+    def f(xs):
+        ys, _ = notoken.waitall(
+            [notoken.irecv(xs, left(comm), tag=1, comm=comm), notoken.isend(xs, right(comm), tag=1, comm=comm)]
+        )
+        return sum(jnp.sum((i + 1) * jnp.sin(y)) for i, y in enumerate(ys))
+
+    xs = [numbers((2,), rank, i) for i in range(leaves)]
+    for i, gradient in enumerate(jax.jit(jax.grad(f))(xs)):  # round the ring and back
+        np.testing.assert_allclose(gradient, (i + 1) * np.cos(xs[i]), rtol=1e-12)
+
+
+@derivatives
+@pytest.mark.parametrize("wrap", ["jit", "cond", "checkpoint", "scan"])
+@pytest.mark.parametrize("operation", ["messages", "iallreduce", "exchange"])
+def test_waits_alone_are_differentiated(wrap, operation, comm, rank, size):
+    """Of what was started outside of what is differentiated, and does not depend on it."""
+    x, w = numbers((4,), rank), jnp.arange(1.0, 5.0)
+    grid = jaxmpi.Grid(size, 2 * size, periodic=True, comm=comm)  # of 4 elements, with the halo
+    if operation == "messages":
+        begun = [notoken.irecv(x, left(comm), tag=1, comm=comm), notoken.isend(x, right(comm), tag=1, comm=comm)]
+        wait, expected = (lambda q: notoken.waitall(q)[0]), blocking_shifted(x, comm)
+    elif operation == "iallreduce":
+        begun, wait, expected = (
+            notoken.iallreduce(x, MPI.SUM, comm=comm),
+            notoken.wait,
+            notoken.allreduce(x, MPI.SUM, comm=comm),
+        )
+    else:
+        begun, wait, expected = grid.start(x), grid.finish, grid.exchange(x)
+    wrapped = {
+        "jit": jax.jit,
+        "cond": lambda f: lambda q: lax.cond(jnp.asarray(True), f, f, q),
+        "checkpoint": jax.checkpoint,
+        "scan": lambda f: lambda q: lax.scan(lambda c, _: (c, f(q)), 0.0, None, length=1)[1][0],
+    }[wrap](wait)
+
+    def f(w):
+        return jnp.sum(w * wrapped(begun))
+
+    np.testing.assert_allclose(jax.grad(f)(w), expected, rtol=1e-6)
+    assert _core.requests_in_flight() == 0
+    again = jax.grad(lambda x: jnp.sum(jnp.sin(shifted(x, comm, 1))))(x)  # finds no message that was left
+    np.testing.assert_allclose(again, np.cos(x), rtol=1e-6)
+
+
+REFUSED = """
+    import numpy as np
+    jax.config.update("jax_enable_x64", True)
+    left, right = (rank - 1) % size, (rank + 1) % size
+
+    def receives_turned(x):
+        a, b = notoken.irecv(x, left, tag=0), notoken.irecv(x, left, tag=0)
+        s, t = notoken.isend(x, right), notoken.isend(x * x, right)
+        y = notoken.wait(b), notoken.wait(a)
+        notoken.waitall([s, t])
+        return y[1] + 2 * y[0]
+
+    def sends_turned(x):
+        a, b = notoken.irecv(x, left, tag=0), notoken.irecv(x, left, tag=0)
+        s, t = notoken.isend(x, right), notoken.isend(x * x, right)
+        notoken.waitall([t, s])
+        y, z = notoken.waitall([a, b])
+        return y + 2 * z
+
+    def a_blocking_one_between(x):
+        a = notoken.irecv(x, left, tag=0)
+        s, t = notoken.isend(x, right), notoken.isend(x * x, right)
+        z = notoken.recv(x, left, tag=0)
+        y = notoken.wait(a)
+        notoken.waitall([s, t])
+        return y + 2 * z
+
+    def collectives_turned(x):
+        a, b = notoken.ibcast(x, 0), notoken.ibcast(x * x, 0)
+        z = notoken.wait(b)
+        return notoken.wait(a) + 2 * z
+
+    def different_collectives_turned(x):
+        a, b = notoken.ibcast(x, 0), notoken.ibcast(x * x, size - 1)
+        z = notoken.wait(b)
+        return notoken.wait(a) + 2 * z
+
+    f = {function}
+    x = jnp.arange(1.0, 4.0) + rank
+    expected = np.asarray(f(x))
+    y, t = jax.jvp(f, (x,), (jnp.ones(3),))
+    np.testing.assert_array_equal(y, expected)
+    np.testing.assert_allclose(t, 1 + 4 * {moved})
+    try:
+        jax.block_until_ready(jax.grad(lambda x: jnp.sum(f(x)))(x))
+    except jax.errors.JaxRuntimeError as error:
+        assert "must be waited for in the order in which they were started" in str(error), error
+        print("refused", flush=True)
+    MPI.COMM_WORLD.Barrier()
+"""
+
+
+@derivatives
+@pytest.mark.launches
+@pytest.mark.parametrize(
+    ("function", "moved"),
+    [
+        ("receives_turned", "left"),
+        ("sends_turned", "left"),
+        ("a_blocking_one_between", "left"),
+        ("collectives_turned", "0"),
+        ("different_collectives_turned", "size - 1"),
+    ],
+)
+def test_other_orders_are_refused_in_reverse_mode(function, moved, script):
+    program = script(REFUSED.replace("{function}", function).replace("{moved}", f"(jnp.arange(1.0, 4.0) + {moved})"))
+    done = launch(2, program)
+    assert done.stdout.count("refused") >= 1, done.stdout + done.stderr
+
+
+FORGOTTEN = """
+    left, right = (rank - 1) % size, (rank + 1) % size
+    grid = jaxmpi.Grid((size,), (4 * size,), periodic=True)
+
+    def send(x):
+        notoken.isend(x, right, tag=2)
+        return x * notoken.recv(x, left, tag=2)
+
+    def send_in_checkpoint(x):
+        jax.checkpoint(lambda x: (notoken.isend(x, right, tag=2), x)[1])(x)
+        return x * notoken.recv(x, left, tag=2)
+
+    def receive(x):
+        notoken.irecv(x, left, tag=2)
+        notoken.wait(notoken.isend(x, right, tag=2))
+        return x * x
+
+    def broadcast_on_root(x):
+        begun = notoken.ibcast(x, 0)
+        return x if rank == 0 else notoken.wait(begun)
+
+    def halo(x):
+        grid.start(grid.pad(x))
+        return x * x
+
+    def sum_of_all(x):
+        notoken.iallreduce(x, MPI.SUM)
+        return x * x
+
+    def loss(x):
+        return jnp.sum({function}(x))
+
+    x = jnp.arange(1.0, 5.0) + rank
+    ways = {"gradient": jax.grad(loss), "over": jax.hessian(loss), "twice": jax.jacrev(jax.grad(loss))}
+    differentiate = ways["{how}"]
+    try:
+        print("came", jax.block_until_ready(jaxmpi.jit(differentiate)(x)), flush=True)
+    except (ValueError, jax.errors.JaxRuntimeError) as error:
+        assert "waited for there: gradients would be wrong" in str(error), error
+        print("refused by", rank, flush=True)
+        raise
+"""
+
+
+@derivatives
+@pytest.mark.launches
+@pytest.mark.parametrize("how", ["gradient", "over", "twice"])
+@pytest.mark.parametrize("function", ["send", "send_in_checkpoint", "receive", "broadcast_on_root", "halo"])
+def test_what_is_not_waited_for_is_refused_in_reverse_mode(function, how, script):
+    """Other ranks communicate with its adjoint, which nobody would start."""
+    done = launch(2, script(FORGOTTEN.replace("{function}", function).replace("{how}", how)), check=False)
+    assert done.returncode != 0
+    assert "refused by" in done.stdout, done.stdout + done.stderr
+
+
+@derivatives
+@pytest.mark.launches
+def test_sum_that_is_not_waited_for_has_no_gradient(script):
+    """Whose adjoint no other rank takes part in."""
+    done = launch(2, script(FORGOTTEN.replace("{function}", "sum_of_all").replace("{how}", "gradient")))
+    assert "came [2. 4. 6. 8.]" in done.stdout
+    assert "came [ 4.  6.  8. 10.]" in done.stdout
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize("loop", [False, True])
+def test_mapped_predicate(loop, script):
+    program = script(
+        f"""
+        from jax import lax
+
+        def start(x):
+            return notoken.iallreduce(x, MPI.SUM)
+
+        def branches(p, x):
+            return notoken.wait(lax.cond(p, start, lambda x: start(-x), x))
+
+        def loop(p, x):
+            first = start(x)
+            def step(c):
+                notoken.wait(c[0])
+                return start(2 * x), c[1] + 1
+            return notoken.wait(lax.while_loop(lambda c: c[1] < p, step, (first, jnp.zeros((), int)))[0])
+
+        try:
+            y = jax.vmap({"loop" if loop else "branches"})(jnp.array([1, 0]), jnp.ones(2))
+            print("given", y, flush=True)
+        except jax.errors.JaxRuntimeError as error:
+            print("refused:", error, flush=True)
+        """
+    )
+    done = launch(2, program)
+    assert "given" not in done.stdout
+    assert done.stdout.count("refused") == 2, done.stdout + done.stderr
+
+
+# --- ranks that wait elsewhere ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("elements", [1, 500, 2000, 4000])
+def test_this_rank_waits_elsewhere(elements, comm, rank):
+    """The sender may wait for the receive, and this rank, in a function that is not ours, for the sender."""
+    x = numbers((elements,), rank)
+    if rank == 0:
+        comm.Ssend(np.asarray(x), 1, 5)
+        jax.block_until_ready(notoken.send(x, 1, tag=6, comm=comm))
+        comm.Barrier()
+    elif rank == 1:
+        begun = [notoken.irecv(x, 0, tag=6, comm=comm)]
+        jax.effects_barrier()
+        got = np.empty(elements)
+        comm.Recv(got, 0, 5)
+        comm.Barrier()
+        np.testing.assert_array_equal(notoken.waitall(begun)[0], got)
+    else:
+        comm.Barrier()
+
+
+@pytest.mark.launches
+def test_starts_that_are_compared_let_messages_pass(script):
+    program = script(
+        """
+        x = jnp.ones(4000)
+        if rank == 0:
+            notoken.send(x, 1)
+            q = notoken.iallreduce(x, MPI.SUM)
+        else:
+            r = notoken.irecv(x, 0)
+            q = notoken.iallreduce(x, MPI.SUM)
+            jax.block_until_ready(notoken.wait(r))
+        print("sum", notoken.wait(q)[0], flush=True)
+        """
+    )
+    assert launch(2, program, JAXMPI_CHECK="1").stdout.count("sum 2.0") == 2

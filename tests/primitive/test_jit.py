@@ -1,0 +1,363 @@
+"""jaxmpi.jit: the meaning of jax.jit, the same order, and mixtures of jax.jit, jaxmpi.jit and eager calls."""
+
+import time
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from mpi4py import MPI
+
+import jaxmpi
+from jaxmpi import notoken
+from support.table import CASES, FEW_SHAPES, SHAPES, max_ranks
+
+pytestmark = pytest.mark.two_ranks_suffice
+
+
+@pytest.mark.slow("case")
+@pytest.mark.parametrize("shape", max_ranks(2, SHAPES, but=FEW_SHAPES), ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_result(case, shape, comm, rank, size):
+    for root in case.roots(size):
+        inputs = comm.allgather(case.inputs(shape, np.float32, size, root)[rank])
+        result = jaxmpi.jit(lambda x, root=root: case.call(x, comm, root))(jnp.asarray(inputs[rank]))
+        expected = case.expected(inputs, rank, root)
+        assert result.shape == expected.shape
+        np.testing.assert_array_equal(result, expected)
+
+
+def test_control_flow(size):
+    def model(x):
+        x = lax.fori_loop(0, 3, lambda i, v: notoken.allreduce(v, MPI.MAX) + 1, notoken.allreduce(x, MPI.SUM))
+        x = lax.while_loop(lambda v: notoken.allreduce(v[0], MPI.MAX) < 100, lambda v: v * 2, x)
+        x = lax.scan(lambda v, k: (notoken.allreduce(v, MPI.MIN) + k, v[0]), x, jnp.arange(4.0))[0]
+        return lax.cond(x[0] > 0, lambda v: notoken.allreduce(v, MPI.SUM), lambda v: v, jax.jit(jnp.sin)(x) + 2)
+
+    x = jnp.arange(4.0)
+    np.testing.assert_array_equal(jaxmpi.jit(model)(x), jax.jit(model)(x))
+
+
+def test_arguments(rank, size):
+    """Static and donated arguments by position and by name, keywords, defaults, pytrees, closures."""
+    traced = []
+
+    @jaxmpi.jit(static_argnames=("times", "name"), donate_argnums=0)
+    def f(x, tree, times, scale=2.0, *, name="a"):
+        traced.append((times, name))
+        for _ in range(times):
+            x = notoken.allreduce(x, MPI.SUM)
+        return {"x": x * scale, name: (tree["u"] + 1, None)}
+
+    def call(**more):
+        return f(jnp.ones(3), {"u": jnp.arange(2)}, **more)
+
+    result = call(times=2)
+    np.testing.assert_array_equal(result["x"], np.full(3, 2.0 * size**2))
+    np.testing.assert_array_equal(result["a"][0], [1, 2])
+    assert result["a"][1] is None
+    np.testing.assert_array_equal(call(times=1, scale=3.0)["x"], np.full(3, 3.0 * size))
+    assert "b" in call(times=1, name="b")
+    np.testing.assert_array_equal(f(jnp.ones(3), {"u": jnp.arange(2)}, 1, 5.0)["x"], np.full(3, 5.0 * size))
+    x = jnp.ones(3)
+    f(x, {"u": jnp.arange(2)}, 1)
+    assert x.is_deleted()
+    before = len(traced)
+    call(times=2)
+    assert len(traced) == before, "a call like an earlier one is not traced again"
+
+    captured = jnp.arange(3.0) + rank
+    g = jaxmpi.jit(lambda n, x: notoken.allreduce(x * n + captured, MPI.SUM), static_argnums=0)
+    total = size * np.arange(3.0) + size * (size - 1) / 2
+    np.testing.assert_array_equal(g(3, jnp.ones(3)), total + 3 * size)
+    with pytest.raises(TypeError):
+        g()
+
+
+def test_decorator():
+    @jaxmpi.jit
+    def plain(x):
+        """Its words."""
+        return notoken.allreduce(x, MPI.MAX)
+
+    assert plain.__name__ == "plain"
+    assert plain.__doc__ == "Its words."
+    assert plain(jnp.float32(3)) == 3
+    assert "_allreduce" in plain.lower(jnp.float32(3)).as_text()
+
+    class Model:
+        scale = 2
+
+        @jaxmpi.jit
+        def run(x):
+            return notoken.allreduce(x, MPI.MAX)
+
+        @jaxmpi.jit(static_argnums=0)
+        def method(self, x):
+            return notoken.allreduce(x * self.scale, MPI.MAX)
+
+    assert Model.run(jnp.float32(3)) == 3
+    assert Model().method(jnp.float32(3)) == 6
+
+
+def test_without_communication():
+    f = jaxmpi.jit(lambda x, y: (x + y, x))
+    a, b = f(jnp.ones(2), 1)
+    np.testing.assert_array_equal(a, [2, 2])
+    np.testing.assert_array_equal(b, [1, 1])
+    assert jaxmpi.jit(lambda: None)() is None
+
+
+def test_no_result(rank, size):
+    """A function that returns nothing still communicates."""
+    right, left = (rank + 1) % size, (rank - 1) % size
+    if size > 1:
+        send = jaxmpi.jit(lambda x: notoken.send(x, right, tag=9))
+        assert send(jnp.full(3, rank)) is None
+        np.testing.assert_array_equal(notoken.recv(jnp.zeros(3, int), left, tag=9), np.full(3, left))
+    assert jaxmpi.jit(lambda x: jaxmpi.barrier())(jnp.ones(1)) == jaxmpi.Token()
+
+
+def test_transformed(size):
+    """Under another transformation it is jax.jit."""
+    total = jaxmpi.jit(lambda x: notoken.allreduce(x, MPI.SUM))
+    x = jnp.arange(3.0)
+    np.testing.assert_array_equal(jax.grad(lambda v: jnp.sum(total(v) ** 2))(x), 2 * size * np.arange(3.0))
+    np.testing.assert_array_equal(jax.vmap(total)(jnp.ones((2, 3))), np.full((2, 3), float(size)))
+    np.testing.assert_array_equal(jax.jit(lambda v: total(v) + 1)(x), size * np.arange(3.0) + 1)
+    np.testing.assert_array_equal(jaxmpi.jit(jax.grad(lambda v: jnp.sum(total(v))))(x), np.ones(3))
+    np.testing.assert_array_equal(jaxmpi.jit(lambda v: total(total(v)))(x), size**2 * np.arange(3.0))
+    with jax.disable_jit():
+        np.testing.assert_array_equal(total(x), size * np.arange(3.0))
+        np.testing.assert_array_equal(notoken.allreduce(x, MPI.SUM), size * np.arange(3.0))
+
+
+def test_other_effects(size):
+    """Effects besides communication keep their meaning."""
+    seen = []
+
+    @jaxmpi.jit
+    def f(x):
+        y = notoken.allreduce(x, MPI.SUM)
+        jax.debug.callback(lambda v: seen.append(float(v)), y[0], ordered=True)
+        return notoken.allreduce(y, MPI.MAX)
+
+    for i in range(3):
+        assert f(jnp.full(2, float(i)))[0] == i * size
+    jax.effects_barrier()
+    assert seen == [0.0, size, 2.0 * size]
+
+
+def slow(x):
+    y = lax.fori_loop(0, 20, lambda i, v: jnp.sin(v @ v) / 200, jnp.ones((200, 200)) * x)
+    return notoken.allreduce(x + 0 * y[0, 0], MPI.SUM)
+
+
+def test_mixture(rank, size):
+    """jax.jit, jaxmpi.jit and eager calls in turn, some of them still computing when the next is dispatched."""
+    left, right = (rank - 1) % size, (rank + 1) % size
+    ways = [jax.jit, jaxmpi.jit, lambda f: f]
+    slowly = [way(slow) for way in ways]
+    ring = [way(lambda x: notoken.sendrecv(x, x, left, right)) for way in ways]
+    gather = [way(notoken.allgather) for way in ways]
+    results = []
+    for i in range(40):
+        a, b, c = (i * 7) % 3, (i * 5 + 1) % 3, (i * 11 + i // 3) % 3
+        x = jnp.float64(i + rank)
+        results.append((slowly[a](jnp.float64(i)), ring[b](x), gather[c](x)))
+    for i, (a, b, c) in enumerate(results):
+        assert a == i * size
+        assert b == i + left
+        np.testing.assert_array_equal(c, i + np.arange(size))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("ways", [(jaxmpi.jit, jax.jit), (jax.jit, jaxmpi.jit), (jaxmpi.jit, jaxmpi.jit)])
+def test_blocking_pair(ways, rank):
+    """A send in one call, the receive in the next, of either kind: large enough to need its receiver."""
+    first, second = ways
+    x = jnp.full(50_000, float(rank))
+    if rank < 2:
+        send, receive = (lambda v: notoken.send(v, 1 - rank)), (lambda v: notoken.recv(v, 1 - rank))
+        for _ in range(5):
+            if rank == 0:
+                first(send)(x)
+                y = second(receive)(x)
+            else:
+                y = first(receive)(x)
+                second(send)(x)
+            assert y[0] == 1 - rank
+
+
+def test_two_threads(two_threads, rank, size):
+    """Two threads on two communicators, all kinds of calls in turn."""
+
+    def work(part, seed):
+        left, right = (rank - 1) % size, (rank + 1) % size
+        ways = [jaxmpi.jit, jax.jit, lambda f: f]
+        calls = [way(lambda x: notoken.sendrecv(x, x, left, right, comm=part)) for way in ways]
+        for i in range(60):
+            y = calls[i % 3](jnp.full(3, 1000.0 * seed + 10 * i + rank))
+            z = calls[(i + 1) % 3](y)
+            assert y[0] == 1000.0 * seed + 10 * i + left
+            assert z[0] == 1000.0 * seed + 10 * i + (rank - 2) % size
+
+    two_threads(work)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("after", [jaxmpi.jit, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize("way", [jaxmpi.jit, jax.jit])
+def test_error_is_not_kept(way, after, rank, size):
+    """A computation that fails after it was dispatched raises where its result is waited for. What comes next is
+    executed, so that the other ranks need not wait, and warns."""
+    heavy = jax.jit(lambda x: jnp.linalg.matrix_power(jnp.full((700, 700), x[0]) / 700, 9)[0, :3] * 0 + x)
+    total = after(lambda x: notoken.allreduce(x, MPI.SUM))
+    if rank == 0:
+        notoken.send(jnp.ones(10), 1)
+    if rank == 1:
+        dispatched = []
+
+        def fail():
+            dispatched.append(way(lambda x: notoken.recv(x, 0))(heavy(jnp.ones(3))))
+            jax.block_until_ready(dispatched)
+
+        with pytest.raises(Exception, match="would be truncated"):
+            fail()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert total(1) == size
+        if dispatched:  # and failed later
+            assert "an earlier computation failed" in str(caught[0].message)
+    else:
+        assert total(1) == size
+    assert total(1) == size
+
+
+def test_eager_is_compiled_once(comm, size):
+    """Operations with equal parameters share one compiled program, whichever objects say so."""
+    from jaxmpi._primitive.primitive import eager_programs
+
+    before = eager_programs()
+    for tag in (1, 1, np.int32(1)):
+        for _ in range(3):
+            notoken.sendrecv(jnp.ones(3), jnp.ones(3), comm.rank, comm.rank, sendtag=tag, recvtag=tag)
+    assert eager_programs() == before + 1
+
+
+def test_compile_time_eval(rank, size):
+    """Operations on known values are communicated at once, also while something else is traced."""
+
+    def total():
+        jaxmpi.barrier()
+        return notoken.allreduce(jnp.arange(3.0), MPI.SUM)
+
+    with jax.ensure_compile_time_eval():
+        np.testing.assert_array_equal(total(), size * np.arange(3.0))
+
+    @jax.jit
+    def f(x):
+        with jax.ensure_compile_time_eval():
+            known = total()
+        return x + known
+
+    np.testing.assert_array_equal(f(jnp.ones(3)), size * np.arange(3.0) + 1)
+
+
+def test_debug_nans(size):
+    """JAX repeats what has made a NaN, operation by operation; communication is not repeated, the error is the same."""
+    f = jaxmpi.jit(lambda x: notoken.allreduce(x / x, MPI.SUM))
+    jax.config.update("jax_debug_nans", True)
+    try:
+        with pytest.raises(FloatingPointError):
+            f(jnp.zeros(3)).block_until_ready()
+    finally:
+        jax.config.update("jax_debug_nans", False)
+    np.testing.assert_array_equal(f(jnp.ones(3)), np.full(3, float(size)))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("way", [jaxmpi.jit, jax.jit])
+def test_barrier_after_error(way, rank, size):
+    """An error that was caught does not come back at every `jax.effects_barrier`."""
+    if rank == 0:
+        notoken.send(jnp.ones(10), 1)
+    if rank == 1:
+        with pytest.raises(Exception, match="would be truncated"):
+            jax.block_until_ready(way(lambda x: notoken.recv(x, 0))(jnp.ones(3)))
+    time.sleep(0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert notoken.allreduce(1, MPI.SUM) == size
+    jax.effects_barrier()
+    assert notoken.allreduce(1, MPI.SUM) == size
+
+
+@pytest.mark.parametrize("threshold", [1, 1 << 60], ids=["large", "small"])
+def test_in_place(threshold, monkeypatch, rank, size):
+    """Results take the place of operands that nobody needs, and only those: an operand is never overwritten."""
+    from jaxmpi._primitive import order
+
+    monkeypatch.setattr(order, "_COPY_BYTES", threshold)
+    total = size * (size + 1) / 2
+
+    def sum_of(x):
+        return notoken.allreduce(x, MPI.SUM)
+
+    def in_place(function, **options):
+        text = order._discharged_jit(function, options).lower(np.zeros(0, bool), jnp.ones(3)).as_text()
+        return "output_operand_alias" in text
+
+    constant = jnp.full(3, rank + 1.0)
+    functions = {
+        "argument": (sum_of, lambda x: total, False),
+        "intermediate": (lambda x: sum_of(2 * x), lambda x: 2 * total, True),
+        "used later": (lambda x: sum_of(y := 2 * x) + y, lambda x: 2 * total + 2 * x, False),
+        "returned": (lambda x: (y := 2 * x, sum_of(y))[0], lambda x: 2 * x, False),
+        "constant": (lambda x: sum_of(constant) + x, lambda x: total + x, False),
+        "loop": (lambda x: lax.fori_loop(0, 2, lambda i, v: sum_of(v), x), lambda x: size * total, True),
+    }
+    for name, (function, expected, spare) in functions.items():
+        x = jnp.full(3, rank + 1.0)
+        np.testing.assert_array_equal(jaxmpi.jit(function)(x), np.full(3, expected(rank + 1.0)), err_msg=name)
+        np.testing.assert_array_equal(x, np.full(3, rank + 1.0), err_msg=name)
+        assert in_place(function) == (spare or threshold > 1), name
+    assert in_place(sum_of, donate_argnums=0)
+    x = jnp.full(3, rank + 1.0)
+    np.testing.assert_array_equal(jaxmpi.jit(sum_of, donate_argnums=0)(x), np.full(3, total))
+    assert x.is_deleted()
+    x = jnp.full(3, rank + 1.0)
+    for operation, expected in (("allreduce", total), ("scan", (rank + 1) * (rank + 2) / 2)):
+        np.testing.assert_array_equal(getattr(notoken, operation)(x, MPI.SUM), np.full(3, expected))
+    np.testing.assert_array_equal(notoken.reduce(x, MPI.SUM, 0), np.full(3, total if rank == 0 else rank + 1.0))
+    np.testing.assert_array_equal(x, np.full(3, rank + 1.0))
+
+
+def test_bcast_in_place(rank):
+    """Root's array is handed through where nobody needs it afterwards, and only there."""
+    from jaxmpi._primitive import order
+
+    def of_root(x):
+        return notoken.bcast(x, 0)
+
+    functions = {
+        "argument": (of_root, lambda x: x, False),
+        "intermediate": (lambda x: of_root(2 * x), lambda x: 2 * x, True),
+        "used later": (lambda x: of_root(y := 2 * x) * 3 + 0 * y, lambda x: 6 * x, False),
+        "loop": (lambda x: lax.fori_loop(0, 3, lambda i, v: of_root(v) * 2, x), lambda x: 8 * x, True),
+        "while": (lambda x: lax.while_loop(lambda v: v[0] < 100, lambda v: of_root(v) * 2, of_root(x)), None, True),
+        "kept by the loop": (lambda x: lax.fori_loop(0, 3, lambda i, v: v + of_root(x), x), None, False),
+        "call": (lambda x: jax.jit(lambda v: of_root(v) + 1)(x * 2), lambda x: 2 * x + 1, True),
+        "kept by the call": (lambda x: jax.jit(lambda v: of_root(v) + 1)(y := x * 2) + 0 * y, None, False),
+    }
+    for name, (function, expected, spare) in functions.items():
+        x = jnp.full(3, rank + 1.0)
+        result = jaxmpi.jit(function)(x)
+        np.testing.assert_array_equal(x, np.full(3, rank + 1.0), err_msg=name)
+        np.testing.assert_array_equal(result, jax.jit(function)(x), err_msg=name)
+        if expected is not None:
+            np.testing.assert_array_equal(result, np.full(3, expected(1.0)), err_msg=name)
+        text = order._discharged_jit(function, {}).lower(np.zeros(0, bool), x).as_text()
+        assert ("output_operand_alias" in text) == (spare and rank == 0), name

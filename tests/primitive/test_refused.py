@@ -1,0 +1,58 @@
+"""What JAX can do and operations cannot is refused with a reason."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from mpi4py import MPI
+
+import jaxmpi
+from jaxmpi import notoken
+from support.launch import launch
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit, jaxmpi.jit], ids=["plain", "jax", "jaxmpi"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_jet(jit):
+    """On every rank, also where its operand is a constant; integers have no derivatives and pass."""
+    jet = pytest.importorskip("jax.experimental.jet").jet
+    f = jit(lambda x: jnp.sin(notoken.allreduce(x, MPI.SUM)))
+    with pytest.raises(NotImplementedError, match=r"allreduce.*jet.*jax\.jvp"):
+        jet(f, (1.0,), ((1.0, 0.0),))
+    g = jit(lambda x: x * notoken.allreduce(jnp.arange(2), MPI.SUM)[1])
+    value, _ = jet(g, (1.0,), ((1.0, 0.0),))
+    assert float(value) == pytest.approx(MPI.COMM_WORLD.size)
+
+
+PROGRAM = """
+import jax, jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from mpi4py import MPI
+import jaxmpi
+from jaxmpi import notoken
+
+mesh = Mesh(jax.devices(), "i")
+f = lambda x: notoken.allreduce(x, MPI.SUM)
+for spec in (PartitionSpec("i"), PartitionSpec()):
+    x = jax.device_put(jnp.arange(4.0), NamedSharding(mesh, spec))
+    for call in (f, jaxmpi.jit(f), jax.jit(f), jax.grad(lambda x: jnp.sum(f(x)))):
+        try:
+            call(x)
+            raise SystemExit("not refused")
+        except NotImplementedError as error:
+            assert "allreduce" in str(error) and "2 devices" in str(error), error
+for device in jax.devices():
+    x = jax.device_put(jnp.arange(4.0), device)
+    assert f(x).devices() == {device}
+    assert (jaxmpi.jit(f)(x) == x * MPI.COMM_WORLD.size).all()
+print("said;")
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.launches
+def test_operand_on_two_devices(tmp_path):
+    """Refused before anything is sent, and without XLA's dump of its stack; one device, whichever, is fine."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    done = launch(2, tmp_path / "program.py", JAX_NUM_CPU_DEVICES="2", XLA_FLAGS="")
+    assert done.stdout.count("said;") == 2
+    assert "stack trace" not in done.stderr

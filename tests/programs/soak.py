@@ -1,0 +1,259 @@
+"""A long mixed run, each result of which is checked: python -m jaxmpi.run -n 4 tests/programs/soak.py.
+
+Each rank has some Python threads, each with a communicator of its own. A thread executes steps in an order that is
+drawn from a seed, the same on all ranks: an operation, eagerly, compiled, in a loop or in a derivative, on data that
+every rank can compute for all ranks. So NumPy says what is right, and nothing is communicated for that.
+
+Counted are the calls of operations that a rank executes: in a loop one for each iteration, `send` and `recv` each, a
+pytree once. What derivatives communicate in addition, and what mpi4py communicates, is not counted.
+
+Memory, threads, files and communicators of each rank are measured after a warm-up, in which each program is compiled,
+and at the end. The exit status is 1 if a result was wrong, a message is left over, the ranks have not done the same, or
+something has grown.
+"""
+
+import argparse
+import contextlib
+import faulthandler
+import gc
+import os
+import random
+import sys
+import threading
+import time
+import zlib
+from collections import Counter
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # of what the tests share
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_ENABLE_X64", "1")
+# There are more threads than cores, so those that wait make room for others (Open MPI).
+os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+
+import jax
+import numpy as np
+from mpi4py import MPI
+
+from jaxmpi import _core
+from jaxmpi._mpi import communicators
+from jaxmpi._primitive import primitive
+from support import soaking
+
+ROUND = 64
+"""Steps of a thread after which the ranks agree on whether to go on."""
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--operations", type=int, default=250_000, help="on each rank, by all its threads")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which the run ends in any case")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=2, help="of each rank, each with a communicator")
+    parser.add_argument(
+        "--programs",
+        type=int,
+        default=3 * len(soaking.OPERATIONS),
+        help="of each thread, from which its steps are drawn",
+    )
+    parser.add_argument("--chunk", type=int, default=3000, help="elements beyond which arrays are sent in parts")
+    parser.add_argument("--duplicate", type=int, default=500, help="steps after which a communicator is made and freed")
+    parser.add_argument("--growth", type=float, default=24, help="MiB of memory by which a rank may have grown")
+    parser.add_argument("--hang", type=float, default=120, help="seconds without a step after which the job is ended")
+    parser.add_argument("--wrong-at", type=int, help="make a result wrong at this step, to see that it is noticed")
+    parser.add_argument("--leak", type=int, default=0, help="bytes to be lost in each step, to see that it is noticed")
+    return parser.parse_args()
+
+
+class Worker:
+    """A thread's part: the same steps on all ranks of its communicator."""
+
+    def __init__(self, number, comm, chosen):
+        self.comm, self.chosen = comm, chosen
+        self.generator = random.Random(f"{chosen.seed} {number}")
+        self.programs = [soaking.draw(self.generator, comm.size, i) for i in range(chosen.programs)]
+        self.functions = {}
+        self.faulty = chosen.wrong_at is not None and number == 0 and comm.rank == comm.size - 1
+        self.steps, self.operations, self.checksum = 0, 0, 0
+        self.counts, self.wrong, self.lost = Counter(), [], []
+
+    def warm_up(self):
+        for program in self.programs:
+            self.execute(program)
+        for _ in range(5):
+            self.duplicate()
+
+    def run(self, operations, deadline):
+        """Steps until so many operations are done, or the time is over: the ranks agree on that."""
+        while self.operations < operations:
+            if self.steps % ROUND == 0:
+                jax.effects_barrier()  # our own barriers are over before MPI is called
+                if self.comm.bcast(time.monotonic() > deadline):
+                    return
+            if self.steps % self.chosen.duplicate == 0:
+                self.duplicate()
+            self.execute(self.generator.choice(self.programs))
+
+    def duplicate(self):
+        """Operations on a communicator that is then freed."""
+        comm = self.comm.Dup()
+        for way, compiler in (("eager", "no jit"), ("jit", "jaxmpi.jit")):
+            program = soaking.Program("allreduce", way, compiler, (((3,), "float64"),), "SUM", 0, 1)
+            self.execute(program, comm)
+        jax.effects_barrier()
+        comm.Free()
+
+    def execute(self, program, other=None):
+        """One step, on the thread's communicator or on another one, which does not live long."""
+        self.steps += 1
+        comm, step = other or self.comm, self.steps
+        ranks = range(comm.size)
+        xs, more = [soaking.values(program, step, r, comm.size) for r in ranks], None
+        if program.way == "jvp":
+            more = [soaking.values(program, step + 7, r, comm.size) for r in ranks]
+        if program.way == "vjp":
+            more = soaking.cotangents(program, xs, step)
+        right = soaking.witness(program, xs, more, comm.rank)
+        function = self.functions.get(program) if other is None else None
+        if function is None:
+            function = soaking.build(program, comm, right)
+            if other is None:
+                self.functions[program] = function
+        operands = [soaking.packed(program, arguments[comm.rank]) for arguments in (xs, more) if arguments]
+        got = [np.array(leaf) for leaf in jax.tree.leaves(function(*operands))]
+        self.check(program, got, right)
+        for x in xs:
+            self.checksum = zlib.crc32(x[0].tobytes(), self.checksum)
+
+    def check(self, program, got, right):
+        if self.faulty and self.steps >= self.chosen.wrong_at and got[0].size:
+            got[0].flat[-1] = ~got[0].flat[-1] if got[0].dtype == bool else got[0].flat[-1] + 1
+            self.faulty = False
+        if why := soaking.difference(program, got, right):
+            self.wrong.append(why)
+            if len(self.wrong) <= 5:
+                name = threading.current_thread().name
+                print(f"WRONG: step {self.steps} of {name}, {program}: {why}", file=sys.stderr, flush=True)
+        self.operations += program.calls
+        self.counts[program.case, program.way, program.compiler] += program.calls
+        if self.chosen.leak:
+            self.lost.append(b"x" * self.chosen.leak)
+
+
+class Progress:
+    """Shows what rank 0 has done: by tqdm if that is installed, else in lines."""
+
+    def __init__(self, chosen):
+        self.total, self.shown, self.bar = chosen.operations, time.monotonic(), None
+        with contextlib.suppress(ImportError):
+            from tqdm import tqdm
+
+            interval = 0.5 if sys.stderr.isatty() else 30
+            self.bar = tqdm(total=self.total, unit=" operations", mininterval=interval, maxinterval=interval)
+
+    def show(self, operations, last=False):
+        if self.bar is not None:
+            self.bar.update(operations - self.bar.n)
+            if last:
+                self.bar.close()
+        elif last or time.monotonic() > self.shown + 30:
+            self.shown = time.monotonic()
+            print(f"{operations} of {self.total} operations", file=sys.stderr, flush=True)
+
+
+def in_threads(workers, work, hang, progress=None):
+    """Calls `work` for each worker in a thread of its own, and ends the job if nothing is done for so long."""
+    threads = [threading.Thread(target=work, args=(worker,), name=f"thread {i}") for i, worker in enumerate(workers)]
+    for thread in threads:
+        thread.start()
+    seen = -1
+    while any(thread.is_alive() for thread in threads):
+        if (steps := sum(worker.steps for worker in workers)) != seen:
+            seen = steps
+            faulthandler.dump_traceback_later(hang, exit=True)
+        if progress is not None:
+            progress.show(sum(worker.operations for worker in workers))
+        threads[-1].join(0.5)
+        time.sleep(0.01)
+    faulthandler.cancel_dump_traceback_later()
+
+
+def measure():
+    """What must not grow, on this rank."""
+    gc.collect()
+    memory = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / 2**20
+    return {
+        "MiB": round(memory, 1),
+        "threads": len(os.listdir("/proc/self/task")),
+        "files": len(os.listdir("/proc/self/fd")),
+        "communicators": len(communicators.known()),
+        "eager programs": primitive.eager_programs(),
+    }
+
+
+def problems(workers, before, after, chosen):
+    """What is wrong on this rank, or between the ranks, in words."""
+    yield from (f"{worker.wrong[0]} (and {len(worker.wrong)} such)" for worker in workers if worker.wrong)
+    for i, worker in enumerate(workers):
+        done = (worker.steps, worker.operations, worker.checksum)
+        if any(other != done for other in worker.comm.allgather(done)):
+            yield f"thread {i}: the ranks have not done the same: steps, operations and checksum are {done} here"
+        if worker.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG):
+            yield f"thread {i}: a message has not been received"
+    if after["MiB"] > before["MiB"] + chosen.growth:
+        yield f"memory has grown by {after['MiB'] - before['MiB']:.1f} MiB"
+    yield from (
+        f"{name}: {after[name]} after {before[name]}" for name in list(before)[1:] if after[name] > before[name]
+    )
+
+
+def counted(workers, part):
+    """How many operations were executed, by a part of what they are counted by."""
+    counts = Counter()
+    for worker in workers:
+        for key, count in worker.counts.items():
+            counts[key[part]] += count
+    return ", ".join(f"{key} {count}" for key, count in sorted(counts.items()))
+
+
+def table(workers, seconds, measured):
+    world = MPI.COMM_WORLD
+    operations, steps = (sum(getattr(worker, name) for worker in workers) for name in ("operations", "steps"))
+    version = MPI.Get_library_version().split(",")[0].split("\n")[0]
+    print(f"\n{version}, JAX {jax.__version__}: {world.size} ranks, {len(workers)} threads each, {seconds:.0f} s")
+    print(f"operations of each rank: {operations}, in {steps} checked steps; of all ranks: {world.size * operations}")
+    for part, title in enumerate(("by operation", "by surroundings", "by compiler")):
+        print(f"  {title}: {counted(workers, part)}")
+    names = list(measured[0][0])
+    print("rank, after the warm-up -> at the end: " + ", ".join(names))
+    for rank, (before, after) in enumerate(measured):
+        print(f"  {rank}: " + ", ".join(f"{before[name]} -> {after[name]}" for name in names))
+
+
+def main():
+    chosen, world, begun = arguments(), MPI.COMM_WORLD, time.monotonic()
+    _core.set_max_count(chosen.chunk)
+    # Threads that communicate must not wait for each other's computations (docs/running.md, "Threads").
+    jax.config.update("jax_cpu_enable_async_dispatch", chosen.threads == 1)
+    # The ranks of every other communicator are in reverse order, so that ranks in them are not those of the world.
+    comms = [world.Split(0, -world.rank if i % 2 else world.rank) for i in range(chosen.threads)]
+    workers = [Worker(i, comm, chosen) for i, comm in enumerate(comms)]
+    progress = Progress(chosen) if world.rank == 0 else None
+    in_threads(workers, Worker.warm_up, chosen.hang)
+    before = measure()
+    each = chosen.operations // chosen.threads
+    in_threads(workers, lambda worker: worker.run(each, begun + chosen.seconds), chosen.hang, progress)
+    after = measure()
+    if progress is not None:
+        progress.show(sum(worker.operations for worker in workers), last=True)
+    found = world.gather(list(problems(workers, before, after, chosen)))
+    measured = world.gather((before, after))
+    if world.rank == 0:
+        table(workers, time.monotonic() - begun, measured)
+        print(*(f"rank {rank}: {problem}" for rank, some in enumerate(found) for problem in some), sep="\n")
+        print("FAILED" if any(found) else "all results are right, and nothing has grown", flush=True)
+    return world.bcast(found and int(any(found)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,403 @@
+"""JAX's own collectives over MPI, against NumPy: `make test-sharded`.
+
+Every process knows the whole array, from a seed, and compares its part of the result with NumPy's.
+"""
+
+import functools
+import math
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from mpi4py import MPI
+
+import jaxmpi
+from jaxmpi._jax import internals
+from jaxmpi._launcher import before_jax
+from jaxmpi._sharded import communicators
+
+KIND = before_jax.state.get("kind")
+pytestmark = pytest.mark.skipif(KIND is None, reason="needs --collectives: make test-sharded")
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+DTYPES = ["bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))]
+DTYPES += ["float32", "float64", "complex64", "complex128"]
+BY_MPI = KIND == "mpi"
+
+
+def values(shape, dtype, seed=0):
+    """Small whole numbers, so that sums of all dtypes are exact."""
+    rng = np.random.default_rng(seed)
+    numbers = rng.integers(0, 5, shape)
+    if np.issubdtype(dtype, np.complexfloating):
+        return (numbers + 1j * rng.integers(0, 5, shape)).astype(dtype)
+    return (numbers > 2) if dtype == "bool" else numbers.astype(dtype)
+
+
+def place(array, mesh, spec):
+    """A global array: each process passes its part."""
+    sharding = NamedSharding(mesh, spec)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
+def check(found, expected, exact=True):
+    """This process's parts of a global array are those of NumPy's."""
+    assert found.shape == expected.shape
+    assert found.dtype == expected.dtype
+    for shard in found.addressable_shards:
+        part = np.asarray(shard.data)
+        if exact:
+            np.testing.assert_array_equal(part, expected[shard.index])
+        else:
+            np.testing.assert_allclose(part, expected[shard.index], rtol=2e-5, atol=2e-5)
+
+
+@functools.cache
+def line(processes=None):
+    """A mesh of one axis, p, over all processes or these."""
+    devices = jax.devices() if processes is None else [jax.devices()[i] for i in processes]
+    return Mesh(np.array(devices), ("p",))
+
+
+PARTS = P("p")
+
+
+def over(mesh, body, spec=PARTS, out=PARTS):
+    unchecked = {
+        "check_vma" if hasattr(jax, "shard_map") else "check_rep": False
+    }  # JAX cannot tell some of the replicated
+    return jax.jit(internals.shard_map(body, mesh=mesh, in_specs=spec, out_specs=out, **unchecked))
+
+
+def test_every_process_is_a_rank():
+    assert (jax.process_index(), jax.process_count()) == (RANK, SIZE)
+    assert [device.process_index for device in jax.devices()] == list(range(SIZE))
+
+
+# For each: the body, and by NumPy what each process gets of the blocks (process, *shape) of all.
+PERMUTATIONS = {
+    "around": lambda n: [(i, (i + 1) % n) for i in range(n)],
+    "back": lambda n: [(i, (i - 1) % n) for i in range(n)],
+    "partial": lambda n: [(i, i + 1) for i in range(n - 1)],
+    "mirrored": lambda n: [(i, n - 1 - i) for i in range(n)],
+    "none": lambda n: [],
+}
+
+
+def permuted(pairs, blocks):
+    result = np.zeros_like(blocks)
+    for source, target in pairs:
+        result[target] = blocks[source]
+    return result
+
+
+def transposed(blocks):
+    """Block j of process i goes to process j, as its block i."""
+    n = len(blocks)
+    return blocks.reshape(n, n, -1, *blocks.shape[2:]).swapaxes(0, 1).reshape(blocks.shape)
+
+
+def of_all(function):
+    return lambda blocks: np.stack([function(blocks)] * len(blocks))
+
+
+OPERATIONS = {
+    "psum": (lambda x: lax.psum(x, "p"), of_all(lambda b: b.sum(0, dtype=b.dtype))),
+    "pmax": (lambda x: lax.pmax(x, "p"), of_all(lambda b: b.max(0))),
+    "pmin": (lambda x: lax.pmin(x, "p"), of_all(lambda b: b.min(0))),
+    "pmean": (lambda x: lax.pmean(x, "p"), of_all(lambda b: b.mean(0))),
+    "all_gather": (lambda x: lax.all_gather(x, "p"), of_all(lambda b: b)),
+    "all_gather_tiled": (lambda x: lax.all_gather(x, "p", tiled=True), of_all(lambda b: b.reshape(-1, *b.shape[2:]))),
+    "all_to_all": (lambda x: lax.all_to_all(x, "p", 0, 0, tiled=True), transposed),
+    "psum_scatter": (
+        lambda x: lax.psum_scatter(x, "p", tiled=True),
+        lambda b: b.sum(0, dtype=b.dtype).reshape(len(b), -1, *b.shape[2:]),
+    ),
+    **{
+        f"ppermute_{name}": (
+            lambda x, pairs=pairs: lax.ppermute(x, "p", pairs(SIZE)),
+            lambda b, pairs=pairs: permuted(pairs(len(b)), b),
+        )
+        for name, pairs in PERMUTATIONS.items()
+    },
+}
+ARITHMETIC = ("psum", "pmean", "psum_scatter")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_collectives_by_numpy(operation, dtype):
+    if dtype == "bool" and operation in ARITHMETIC:
+        pytest.skip("JAX has no sum of truth values")
+    if "complex" in dtype and operation in ("pmax", "pmin"):
+        pytest.skip("complex numbers have no order")
+    body, witness = OPERATIONS[operation]
+    blocks = values((SIZE, 2 * SIZE, 3), dtype, seed=len(operation))
+    x = place(blocks.reshape(-1, 3), line(), P("p"))
+    found = over(line(), body)(x)
+    results = witness(blocks)
+    expected = results.reshape(-1, *results.shape[2:])
+    check(found, expected.astype(found.dtype), exact=operation != "pmean")
+
+
+@pytest.mark.parametrize("shape", [(0,), (1,), (1, 0, 3), (100_003,), (3, 5, 7)])
+def test_odd_shapes(shape):
+    blocks = values((SIZE, *shape), "float32", seed=7)
+    rows = (SIZE * shape[0], *shape[1:])
+    x = place(blocks.reshape(rows), line(), P("p"))
+    check(over(line(), lambda x: lax.psum(x, "p"), out=P())(x), blocks.sum(0))
+    rotated = over(line(), lambda x: lax.ppermute(x, "p", PERMUTATIONS["around"](SIZE)))(x)
+    check(rotated, np.roll(blocks, 1, axis=0).reshape(rows))
+
+
+def test_scalars_and_trees():
+    x = place(np.arange(SIZE, dtype=np.float32), line(), P("p"))
+    tree = over(line(), lambda x: lax.psum({"a": x[0], "b": (x, 2 * x)}, "p"), out=P())(x)
+    total = SIZE * (SIZE - 1) / 2
+    assert float(tree["a"]) == float(tree["b"][0][0]) == total
+    assert float(tree["b"][1][0]) == 2 * total
+
+
+@pytest.mark.parametrize("of", range(SIZE))
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_nan(of, dtype):
+    """As JAX has it in one process, NaN wins; and all processes have the same."""
+    for count in (1, 5):
+        blocks = values((SIZE, count), dtype, 3) + 1
+        blocks[of, 0] = np.nan
+        x = place(blocks.reshape(-1), line(), P("p"))
+        found = over(line(), lambda x: (lax.pmax(x, "p"), lax.pmin(x, "p"), lax.psum(x, "p")), out=P())(x)
+        if BY_MPI:  # gloo loses it
+            for result, witness in zip(found, (blocks.max(0), blocks.min(0), blocks.sum(0)), strict=True):
+                np.testing.assert_array_equal(np.asarray(result.addressable_data(0)), witness)
+
+
+SPECS = [P(), P("p"), P(None, "p")]
+
+
+@pytest.mark.parametrize("left", SPECS, ids=str)
+@pytest.mark.parametrize("right", SPECS, ids=str)
+@pytest.mark.parametrize("out", SPECS, ids=str)
+def test_products_of_sharded_matrices(left, right, out):
+    n = 2 * SIZE
+    a, b = values((n, 3 * SIZE), "float32", 1), values((3 * SIZE, n), "float32", 2)
+    product = jax.jit(jnp.matmul, out_shardings=NamedSharding(line(), out))
+    check(product(place(a, line(), left), place(b, line(), right)), a @ b)
+
+
+def test_gradients():
+    blocks = np.random.default_rng(3).normal(size=(SIZE, 4)).astype(np.float32)
+    weights = np.linspace(-1, 1, 4, dtype=np.float32)
+
+    def loss(w, x):
+        part = jnp.sin(x @ w[:, None])
+        return lax.psum(jnp.sum(part**2), "p")
+
+    def whole(w, x):
+        return jnp.sum(jnp.sin(x @ w[:, None]) ** 2)
+
+    mapped = internals.shard_map(loss, mesh=line(), in_specs=(P(), P("p")), out_specs=P())
+    w, x = place(weights, line(), P()), place(blocks, line(), P("p"))
+    with jax.default_device(jax.local_devices()[0]):
+        expected = jax.grad(whole)(jnp.asarray(weights), jnp.asarray(blocks))
+    check(jax.jit(jax.grad(mapped))(w, x), np.asarray(expected), exact=False)
+    check(jax.jit(jax.grad(whole))(w, x), np.asarray(expected), exact=False)
+
+
+def grids():
+    return [(a, SIZE // a) for a in range(1, SIZE + 1) if SIZE % a == 0]
+
+
+@pytest.mark.parametrize("grid", grids(), ids=str)
+def test_two_axes(grid):
+    mesh = Mesh(np.array(jax.devices()).reshape(grid), ("a", "b"))
+    blocks = values((*grid, 4), "int32", 5)
+    x = place(blocks.reshape(grid[0], -1), mesh, P("a", "b"))
+
+    def body(x):
+        return lax.psum(x, "a"), lax.psum(x, "b"), lax.psum(x, ("a", "b")), lax.all_gather(x, "b", axis=1, tiled=True)
+
+    by_a, by_b, by_both, rows = over(mesh, body, P("a", "b"), (P(None, "b"), P("a"), P(), P("a")))(x)
+    check(by_a, blocks.sum(0, dtype=np.int32).reshape(1, -1))
+    check(by_b, blocks.sum(1, dtype=np.int32))
+    check(by_both, blocks.sum((0, 1), dtype=np.int32)[None])
+    check(rows, blocks.reshape(grid[0], -1))
+
+
+def orders():
+    """Meshes of some of the processes, in any order; all processes have the same list."""
+    rng = random.Random(11)
+    chosen = {tuple(rng.sample(range(SIZE), rng.randint(1, SIZE))) for _ in range(8)}
+    return sorted(chosen, key=lambda processes: (rng.random(), processes))
+
+
+@pytest.mark.parametrize("processes", orders(), ids=str)
+def test_meshes_of_some_processes(processes):
+    """The others go on at once: nobody waits for them."""
+    if RANK not in processes:
+        return
+    mesh = line(processes)
+    n = len(processes)
+    blocks = values((n, 3), "float64", n)
+    x = place(blocks.reshape(-1), mesh, P("p"))
+    check(over(mesh, lambda x: lax.psum(x, "p"), out=P())(x), blocks.sum(0))
+    gathered = over(mesh, lambda x: lax.all_gather(x, "p", tiled=True), out=P())(x)
+    check(gathered, blocks.reshape(-1))
+    rotated = over(mesh, lambda x: lax.ppermute(x, "p", PERMUTATIONS["around"](n)))(x)
+    check(rotated, np.roll(blocks, 1, axis=0).reshape(-1))
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.max_ranks(3)
+def test_a_program_of_some_then_of_all_then_of_others():
+    for processes in ([0, 1], [0, 1, 2], [1, 2], [2, 0], [1, 0], [0, 2, 1]):
+        if RANK in processes:
+            x = place(np.arange(len(processes), dtype=np.float32) + 1, line(tuple(processes)), P("p"))
+            found = over(line(tuple(processes)), lambda x: lax.psum(x, "p"), out=P())(x)
+            assert float(found.addressable_data(0)[0]) == sum(range(1, len(processes) + 1))
+
+
+# --- random programs ---
+
+
+def random_steps(rng, axes, length):
+    kinds = ["psum", "pmax", "around", "gather", "transpose", "scatter", "local"]
+    return [(rng.choice(kinds), rng.choice(axes), rng.randint(1, 3)) for _ in range(length)]
+
+
+def by_jax(steps, sizes):
+    """Of a block (m, m), m a multiple of all sizes: values modulo a prime, so that integers stay small."""
+
+    def body(x):
+        for kind, axis, number in steps:
+            n = math.prod(sizes[name] for name in axis)
+            if kind == "psum":
+                x = lax.psum(x, axis) % 97
+            elif kind == "pmax":
+                x = lax.pmax(x * number % 97, axis)
+            elif kind == "around":
+                x = lax.ppermute(x, axis, [(i, (i + number) % n) for i in range(n)])
+            elif kind == "gather":
+                x = lax.all_gather(x, axis, axis=0, tiled=True)[::n]
+            elif kind == "transpose":
+                x = lax.all_to_all(x, axis, 0, 1, tiled=True).reshape(x.shape)
+            elif kind == "scatter":
+                x = jnp.tile(lax.psum_scatter(x, axis, tiled=True), (n, 1)) % 97
+            else:
+                x = (x * number + jnp.arange(x.size, dtype=x.dtype).reshape(x.shape)) % 97
+        return x
+
+    return body
+
+
+def by_numpy(steps, sizes, blocks):
+    """The same on the blocks of all processes, (*mesh, m, m)."""
+    names = list(sizes)
+    for kind, axis, number in steps:
+        over_axes = [names.index(name) for name in axis]
+        rest = [i for i in range(len(names)) if i not in over_axes]
+        order = rest + over_axes
+        back = np.argsort([*order, len(names), len(names) + 1])
+        n = math.prod(sizes[name] for name in axis)
+        lined = blocks.transpose(*order, -2, -1)
+        shape = lined.shape
+        lined = lined.reshape(-1, n, *blocks.shape[-2:])  # (rest, n, m, m)
+        m = blocks.shape[-1]
+        if kind == "psum":
+            new = np.repeat(lined.sum(1, keepdims=True), n, 1) % 97
+        elif kind == "pmax":
+            new = np.repeat((lined * number % 97).max(1, keepdims=True), n, 1)
+        elif kind == "around":
+            new = np.roll(lined, number, 1)
+        elif kind == "gather":
+            new = np.repeat(lined.reshape(-1, 1, n * m, m)[:, :, ::n], n, 1)
+        elif kind == "transpose":
+            parts = lined.reshape(-1, n, n, m // n, m)  # from, to
+            new = parts.swapaxes(1, 2)  # to, from
+            new = np.concatenate([new[:, :, i] for i in range(n)], -1).reshape(-1, n, m, m)
+        elif kind == "scatter":
+            total = lined.sum(1).reshape(-1, n, m // n, m)
+            new = np.tile(total, (1, 1, n, 1)) % 97
+        else:
+            new = (lined * number + np.arange(m * m).reshape(m, m)) % 97
+        blocks = new.reshape(shape).transpose(back)
+    return blocks
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_programs(seed):
+    rng = random.Random(seed)
+    grid = rng.choice(grids())
+    sizes = dict(zip(("a", "b"), grid, strict=True))
+    mesh = Mesh(np.array(rng.sample(jax.devices(), SIZE)).reshape(grid), ("a", "b"))
+    steps = random_steps(rng, [("a",), ("b",), ("a", "b"), ("b", "a")], 6)
+    m = SIZE
+    blocks = np.random.default_rng(seed).integers(0, 97, (*grid, m, m)).astype(np.int32)
+    whole = blocks.transpose(0, 2, 1, 3).reshape(grid[0] * m, grid[1] * m)
+    found = over(mesh, by_jax(steps, sizes), P("a", "b"), P("a", "b"))(place(whole, mesh, P("a", "b")))
+    result = by_numpy(steps, sizes, blocks.astype(np.int64)).astype(np.int32)
+    check(found, result.transpose(0, 2, 1, 3).reshape(whole.shape))
+
+
+# --- what JAX's own utilities do ---
+
+
+# JAX 0.7 calls there what it has deprecated itself.
+@pytest.mark.filterwarnings("ignore:jax.interpreters.xla.canonicalize_dtype:DeprecationWarning")
+def test_multihost_utils():
+    x = np.arange(3) + RANK
+    gathered = multihost_utils.process_allgather(x)
+    np.testing.assert_array_equal(np.asarray(gathered).reshape(SIZE, 3), np.arange(3) + np.arange(SIZE)[:, None])
+    np.testing.assert_array_equal(multihost_utils.broadcast_one_to_all(x), np.arange(3))
+    multihost_utils.sync_global_devices("here")
+    multihost_utils.assert_equal(np.ones(2), "differ")
+
+
+SETTINGS = {
+    "jax.set_mesh": lambda mesh: jax.set_mesh(mesh),
+    "transfer_guard": lambda mesh: jax.transfer_guard("disallow"),
+    "disable_jit": lambda mesh: jax.disable_jit(),
+    "checking_leaks": lambda mesh: jax.checking_leaks(),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_settings_of_the_program(setting):
+    """A communicator is made whatever the program has set."""
+    if setting == "jax.set_mesh" and not hasattr(jax, "set_mesh"):
+        pytest.skip("this JAX has no jax.set_mesh")
+    mesh = Mesh(np.array(jax.devices()).reshape(1, SIZE), ("a", "b"))
+    whole = np.arange(2.0 * SIZE, dtype=np.float32).reshape(2, SIZE)
+    x = place(whole, mesh, P(None, "b"))
+    communicators._made.clear()  # once more: XLA keeps those that it has
+    with SETTINGS[setting](mesh):
+        found = over(mesh, lambda x: lax.psum(x, "b"), P(None, "b"), P())(x)
+    check(found, whole.sum(1, keepdims=True))
+
+
+# --- both kinds in one program ---
+
+
+def test_both_kinds():
+    mesh = line()
+    total = over(mesh, lambda x: lax.psum(x, "p"), out=P())
+
+    @jaxmpi.jit
+    def messages(x):
+        return jaxmpi.notoken.allreduce(x, MPI.SUM), jaxmpi.notoken.allgather(x)
+
+    for i in range(20):
+        x = np.full(2, RANK + i, np.float32)
+        whole = np.concatenate([np.full(2, r + i, np.float32) for r in range(SIZE)])
+        first = total(place(whole, mesh, P("p")))
+        second, third = messages(jnp.asarray(x))
+        expected = sum(r + i for r in range(SIZE))
+        again = total(place(np.repeat(np.asarray(second)[:1], SIZE), mesh, P("p")))
+        assert float(first.addressable_data(0)[0]) == float(second[0]) == expected
+        assert float(again.addressable_data(0)[0]) == expected * SIZE
+        assert np.asarray(third)[:, 0].tolist() == [r + i for r in range(SIZE)]

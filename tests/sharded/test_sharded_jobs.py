@@ -1,0 +1,388 @@
+"""How jobs of sharded programs begin, what they refuse, and how they end."""
+
+import re
+import signal
+import textwrap
+import time
+
+import pytest
+
+from support.launch import launch
+
+pytestmark = pytest.mark.launches
+
+COMMON = """
+import os, sys, time
+import jax, jax.numpy as jnp, numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+def place(array, mesh):
+    return jax.make_array_from_callback(array.shape, NamedSharding(mesh, P("p")), lambda index: array[index])
+
+def over(mesh, body):
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("p"), out_specs=P("p")))
+
+def line():
+    return Mesh(np.array(jax.devices()), ("p",))
+
+def total(value=1.0, dtype=np.float32):
+    mesh = line()
+    x = place(np.full(mesh.size, value, dtype), mesh)
+    return float(over(mesh, lambda x: lax.psum(x, "p"))(x).addressable_data(0)[0])
+"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Runs a program behind COMMON, or without it, as a job of sharded programs."""
+
+    def run(text, *options, ranks=2, common=True, collectives="mpi", **settings):
+        program = tmp_path / "program.py"
+        program.write_text((COMMON if common else "") + textwrap.dedent(text))
+        chosen = ["--collectives", collectives] if collectives else []
+        return launch(ranks, *chosen, *options, program, **settings)
+
+    return run
+
+
+SAID = """
+print(f"{jax.process_index()} of {jax.process_count()}: {total()};")
+"""
+EXPECTED = ["0 of 2: 2.0;", "1 of 2: 2.0;"]
+
+
+def said(done):
+    return sorted(re.findall(r"\d of \d: [\d.]+;", done.stdout))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("collectives", ["mpi", "gloo"])
+def test_a_job_behind_a_proxy(job, collectives):
+    """The processes find each other without a word, also if a proxy is set that cannot reach them."""
+    proxy = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
+    assert said(job(SAID, collectives=collectives, **proxy)) == EXPECTED
+
+
+@pytest.mark.nightly
+def test_initialize_may_be_called(job):
+    assert said(job("jax.distributed.initialize()\n" + SAID)) == EXPECTED
+
+
+@pytest.mark.parametrize("how", ["mpi", "gloo", "plain launcher"])
+def test_coordinator_listens_where_it_is_needed(how, job):
+    """JAX's coordinator asks nobody who he is: other machines must not reach it where all ranks are on one."""
+    listens = """
+    import jaxmpi, pathlib
+    from jax._src import distributed
+    PLAIN
+    jax.devices()
+    if jax.process_index() == 0:
+        port = f"{int(distributed.global_state.coordinator_address.rpartition(':')[2]):04X}"
+        rows = [row.split() for kind in ("tcp", "tcp6") for row in pathlib.Path("/proc/net", kind).open()]
+        for row in rows:
+            if row[1].endswith(f":{port}") and row[3] == "0A":  # listens
+                print("listens at", row[1].partition(":")[0][-8:], end=";")
+    """
+    plain = how == "plain launcher"
+    text = listens.replace("PLAIN", "jax.distributed.initialize()" if plain else "")
+    done = job(text, collectives="" if plain else how, plain=plain)
+    assert done.stdout == "listens at 0100007F;"  # 127.0.0.1
+
+
+FOUND = """
+import numpy as np
+from mpi4py import MPI
+from jaxmpi import notoken
+
+rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+"""
+FOUND_AND_SUMMED = """
+assert (jax.process_index(), jax.process_count(), len(jax.devices())) == (rank, size, size)
+mesh = Mesh(np.array(jax.devices()), "x")
+whole = jax.make_array_from_callback((size,), NamedSharding(mesh, P("x")), lambda i: np.arange(1.0, 1 + size)[i])
+sharded = int(jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, P()))(whole))
+print(f"{rank}: {sharded}, {notoken.allreduce(float(rank + 1), MPI.SUM)};")
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_initialize_without_arguments_under_a_plain_launcher(job, ranks):
+    """Once jaxmpi is imported JAX finds the processes of the job, under a launcher of any MPI."""
+    text = FOUND + "jax.distributed.initialize()\n" + FOUND_AND_SUMMED
+    done = job(text, ranks=ranks, collectives="", plain=True)
+    total = sum(range(1, ranks + 1))
+    assert sorted(re.findall(r".*;", done.stdout)) == [f"{rank}: {total}, {float(total)};" for rank in range(ranks)]
+
+
+@pytest.mark.nightly
+def test_initialize_with_some_arguments_under_a_plain_launcher(job):
+    """What the program says is kept, the rest is found."""
+    start = 'jax.distributed.initialize(f"127.0.0.1:{MPI.COMM_WORLD.bcast(20000 + os.getpid() % 20000)}")\n'
+    done = job(FOUND + start + FOUND_AND_SUMMED, collectives="", plain=True)
+    assert sorted(re.findall(r".*;", done.stdout)) == ["0: 3, 3.0;", "1: 3, 3.0;"]
+
+
+@pytest.mark.nightly
+def test_initialize_alone_with_a_process_beside_it(job):
+    """Processes that no launcher of MPI has started are told by the program, as without jaxmpi."""
+    text = """
+    import socket, subprocess
+    other, process = None, 1
+    if len(sys.argv) == 1:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            sys.argv.append(str(free.getsockname()[1]))
+        other, process = subprocess.Popen([sys.executable, *sys.argv]), 0
+    import jaxmpi
+    jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 2, process)
+    print(f"{jax.process_index()} of {jax.process_count()}, {total()};", flush=True)
+    jax.distributed.shutdown()
+    sys.exit(other and other.wait())
+    """
+    done = job(text, ranks=0, collectives="")
+    assert sorted(re.findall(r".*;", done.stdout)) == ["0 of 2, 2.0;", "1 of 2, 2.0;"]
+
+
+@pytest.mark.nightly
+def test_installed_under_a_plain_launcher(job):
+    text = "import jaxmpi.collectives\njaxmpi.collectives.install()\n" + COMMON + SAID
+    assert said(job(text, common=False, collectives="", plain=True)) == EXPECTED
+
+
+def test_installed_too_late(job):
+    text = """
+    import jax
+    import jaxmpi.collectives
+    for kind in ("mpi", "smoke"):
+        try:
+            jaxmpi.collectives.install(kind)
+        except (RuntimeError, ValueError) as error:
+            print(f"{type(error).__name__}: {error};")
+    jax.devices()
+    try:
+        jaxmpi.collectives.install("gloo")
+    except RuntimeError as error:
+        print(error)
+    """
+    done = job(text, ranks=1, common=False, collectives="")
+    assert "RuntimeError: jaxmpi.collectives.install: jax was imported before jaxmpi" in done.stdout
+    assert "ValueError: jaxmpi.collectives.install: kind must be one of mpi, gloo, got 'smoke'" in done.stdout
+    assert "JAX has made its devices already" in done.stdout
+
+
+@pytest.mark.parametrize("missing", [pytest.param(0, marks=pytest.mark.nightly), 1])
+def test_a_rank_that_does_not_come_is_named(job, missing):
+    text = f"""
+    from mpi4py import MPI
+    if MPI.COMM_WORLD.rank == {missing}:
+        time.sleep(100)
+    jax.distributed.initialize(initialization_timeout=3)
+    """
+    began = time.monotonic()
+    done = job(text, ranks=3, check=False, JAXMPI_TIMEOUT="1")
+    assert done.returncode != 0
+    assert time.monotonic() - began < 90
+    assert f"waits for rank {missing} to start jax.distributed" in done.stderr
+    assert re.search(rf"rank {missing} (of 3 did not begin|has not begun) to use JAX", done.stderr)
+
+
+@pytest.mark.nightly
+def test_another_process_than_the_rank(job):
+    text = """
+    from mpi4py import MPI
+    rank = MPI.COMM_WORLD.rank
+    address = MPI.COMM_WORLD.bcast(f"127.0.0.1:{20000 + os.getpid() % 20000}")
+    jax.distributed.initialize(address, 2, 1 - rank)
+    jax.devices()
+    """
+    done = job(text, check=False)
+    assert done.returncode != 0
+    assert re.search(r"was told process \d of 2, but this is rank \d of 2", done.stderr)
+
+
+REFUSED = """
+def refused(call, *args):
+    try:
+        jax.block_until_ready(call(*args))
+    except Exception as error:
+        return f"{type(error).__name__}: {error};"
+    return "not refused;"
+
+import jaxmpi
+from mpi4py import MPI
+mesh = line()
+x = place(np.ones(2 * mesh.size, np.float32), mesh)
+add = lambda x: jaxmpi.notoken.allreduce(x, MPI.SUM)
+cases = {
+    "half": (over(mesh, lambda x: lax.psum(x, "p")), x.astype(np.float16)),
+    "global": (add, x),
+    "global in jit": (jax.jit(add), x),
+    "shard_map": (over(mesh, add), x),
+    "send": (lambda x: jaxmpi.notoken.send(x, 1 - jax.process_index()), x),
+}
+for name, case in cases.items():
+    said = refused(*case)
+    if jax.process_index() == 0:
+        print(f"{name}: {said}")
+assert total() == mesh.size
+"""
+
+
+def test_what_is_refused(job):
+    """With an error of ours, before anything is sent: the next operation works."""
+    done = job(REFUSED)
+    errors = dict(re.findall(r"^([\w ]+): (.*;)$", done.stdout, re.MULTILINE))
+    assert re.match(r"TypeError: jaxmpi: XLA's all-reduce by MPI has no f16 .*--collectives gloo", errors["half"])
+    for name in ("global", "global in jit", "shard_map", "send"):
+        assert errors[name].startswith("NotImplementedError: "), errors[name]
+        assert "x.addressable_data(0)" in errors[name]
+
+
+@pytest.mark.nightly
+def test_several_devices_of_a_process(job):
+    text = """
+    try:
+        total()
+    except NotImplementedError as error:
+        print(f"said: {error};")
+    """
+    done = job(text, JAX_NUM_CPU_DEVICES="2", XLA_FLAGS="")
+    assert done.stdout.count("said: jaxmpi: a collective between 4 devices of 2 processes") == 2
+
+
+@pytest.mark.nightly
+def test_other_lengths_on_other_processes(job):
+    """JAXMPI_CHECK compares JAX's collectives, too."""
+    text = """
+    mesh = line()
+    total()
+    n = 3 + jax.process_index()
+    x = place(np.ones(n * 2, np.float32), mesh)
+    over(mesh, lambda x: lax.psum(x, "p"))(x).block_until_ready()
+    """
+    done = job(text, check=False, JAXMPI_CHECK="1")
+    assert done.returncode != 0
+    assert re.search(r"allreduce on rank \d of 2: .*(3 float32|4 float32)", done.stderr), done.stderr
+
+
+@pytest.mark.parametrize("how", ["os.kill(os.getpid(), 9)", "os._exit(0)", "raise ValueError('gone')"])
+def test_a_process_that_goes_while_others_wait(job, how):
+    text = f"""
+    total()
+    if jax.process_index() == 1:
+        {how}
+    total(2.0)
+    print("not reached;")
+    """
+    began = time.monotonic()
+    done = job(text, check=False)
+    assert done.returncode != 0
+    assert time.monotonic() - began < 40
+    assert "not reached;" not in done.stdout
+    if "raise" in how:
+        assert "ValueError: gone" in done.stderr
+
+
+def test_sigterm_of_the_launcher(job):
+    """JAX's preemption service would take the signal by which launchers end ranks."""
+    text = """
+    total()
+    print("ready;", flush=True)
+    time.sleep(30)
+    print("not reached;")
+    """
+    began = time.monotonic()
+    done = job(text, check=False, interrupt_at="ready;", by=signal.SIGTERM)
+    assert done.returncode != 0
+    assert time.monotonic() - began < 28
+    assert "not reached;" not in done.stdout
+
+
+def test_what_waits_is_reported(job):
+    """In a collective, and before it, as the communicator is made."""
+    text = """
+    from mpi4py import MPI
+    jax.devices()
+    for _ in range(2):
+        if jax.process_index() == 1:
+            time.sleep(4)
+        total()
+    print("done;")
+    """
+    done = job(text, JAXMPI_TIMEOUT="1")
+    assert done.stdout.count("done;") == 2
+    assert re.search(r"rank 0.*setup of JAX's collectives", done.stderr), done.stderr
+    assert "; \n" not in done.stderr
+    assert "; ," not in done.stderr
+    assert re.search(r"rank 0.*allreduce of 1 float32, op SUM.*JAX's processes 0, 1", done.stderr), done.stderr
+
+
+@pytest.mark.nightly
+def test_a_program_that_was_not_looked_at(job):
+    """If JAX no longer executes programs by way of what jaxmpi replaces, XLA gets no communicator, and says so."""
+    text = """
+    jax.devices()
+    from jaxmpi import _sharded
+    _sharded._ready = lambda execute: None
+    total()
+    """
+    done = job(text, check=False)
+    assert done.returncode != 0
+    assert "jaxmpi has no communicator for this program" in done.stderr
+
+
+# --- what is refused of a program's text: on one rank alone ---
+
+
+TEXT = """HloModule jit_f, replica_count=2
+
+ENTRY %main {{
+  ROOT %x.1 = {} {}(%y), {}, metadata={{op_name="jit(f)/here"}}
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("shape", "name", "error"),
+    [
+        ("f32[2147483647]{0}", "all-reduce", None),
+        ("f32[2147483648]{0}", "all-reduce", "more than 2147483647 elements"),
+        ("(f32[3]{0}, f32[65536,65536]{1,0})", "all-reduce", "more than 2147483647 elements"),
+        ("bf16[7]{0}", "all-reduce", "has no bf16"),
+        ("f8e4m3fn[7]{0}", "all-gather", "has no f8e4m3fn"),
+        ("f8e4m3fn[2147483647]{0}", "collective-permute", None),
+        ("f32[536870912]{0}", "collective-permute", "more than 2147483647 bytes"),
+        ("(c128[134217728]{0})", "all-to-all", "more than 2147483647 bytes"),
+        ("pred[]", "all-reduce", None),
+        ("f32[7]{0}", "collective-broadcast", "XLA has no collective-broadcast by MPI"),
+        ("f32[7]{0}", "all-to-none", "XLA has no all-to-none by MPI"),
+    ],
+)
+def test_what_xla_cannot_pass_to_mpi(shape, name, error):
+    from jaxmpi._sharded.hlo import groups_of
+
+    groups = "source_target_pairs={{0,1}}" if name == "collective-permute" else "replica_groups={{0,1}}"
+    text = TEXT.format(shape, name, groups)
+    if error is None:
+        assert groups_of(text, 2) == [(0, 1)]
+        return
+    with pytest.raises((TypeError, ValueError, NotImplementedError), match=error) as raised:
+        groups_of(text, 2)
+    assert "(jit(f)/here)" in str(raised.value)
+
+
+def test_groups_that_cannot_be_read():
+    from jaxmpi._sharded.hlo import groups_of
+
+    for groups, said in (
+        ("mesh['a'=2] {'a'}|{'b'}", "instead of an attribute"),
+        ("{{0},{0}}", "do not have each of 2 ids once"),
+        ("mesh['it's'=2] {'it's'}", "instead of"),
+    ):
+        text = TEXT.format("f32[]", "all-reduce", f"replica_groups={groups}")
+        with pytest.raises(NotImplementedError, match=r"cannot read \(.*\): use --collectives gloo") as raised:
+            groups_of(text, 2)
+        assert said in str(raised.value)
+    with pytest.raises(NotImplementedError, match="2 devices instead of 3"):
+        groups_of(TEXT.format("f32[]", "all-reduce", "replica_groups={}"), 3)
