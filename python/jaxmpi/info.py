@@ -54,7 +54,7 @@ def facts() -> Iterator[tuple[str, str]]:
             "handed to MPI as it is" if choice.aware else f"copied for MPI, transport: {choice.transport}",
         )
         yield "because", choice.because
-    from jaxmpi.collectives import why_not_mpi
+    from jaxmpi.sharded import why_not_mpi
 
     reason = why_not_mpi()
     possible = f"--collectives gloo; not mpi: {reason}" if reason else "--collectives mpi or gloo"

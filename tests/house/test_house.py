@@ -28,7 +28,7 @@ NAMES_OF_JAX = {
     "_launcher.before_jax": "runs before the package can be imported",
     "_sharded.communicators": "JAX's compiled programs",
     "_sharded.meeting": "JAX's distributed runtime",
-    "collectives": "asks whether JAX has made its devices, before the package's own modules may be imported",
+    "sharded": "asks whether JAX has made its devices, before the package's own modules may be imported",
 }
 """The other modules with private names of JAX, with the reason for each."""
 

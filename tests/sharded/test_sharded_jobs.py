@@ -146,6 +146,7 @@ def test_initialize_alone_with_a_process_beside_it(job):
 
 @pytest.mark.nightly
 def test_installed_under_a_plain_launcher(job):
+    # By the older name; the tests below use the newer one.
     text = "import jaxmpi.collectives\njaxmpi.collectives.install()\n" + COMMON + SAID
     assert said(job(text, common=False, collectives="", plain=True)) == EXPECTED
 
@@ -153,21 +154,21 @@ def test_installed_under_a_plain_launcher(job):
 def test_installed_too_late(job):
     text = """
     import jax
-    import jaxmpi.collectives
+    import jaxmpi.sharded
     for kind in ("mpi", "smoke"):
         try:
-            jaxmpi.collectives.install(kind)
+            jaxmpi.sharded.install(kind)
         except (RuntimeError, ValueError) as error:
             print(f"{type(error).__name__}: {error};")
     jax.devices()
     try:
-        jaxmpi.collectives.install("gloo")
+        jaxmpi.sharded.install("gloo")
     except RuntimeError as error:
         print(error)
     """
     done = job(text, ranks=1, common=False, collectives="")
-    assert "RuntimeError: jaxmpi.collectives.install: jax was imported before jaxmpi" in done.stdout
-    assert "ValueError: jaxmpi.collectives.install: kind must be one of mpi, gloo, got 'smoke'" in done.stdout
+    assert "RuntimeError: jaxmpi.sharded.install: jax was imported before jaxmpi" in done.stdout
+    assert "ValueError: jaxmpi.sharded.install: kind must be one of mpi, gloo, got 'smoke'" in done.stdout
     assert "JAX has made its devices already" in done.stdout
 
 
