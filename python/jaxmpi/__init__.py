@@ -30,11 +30,86 @@ if _module_to_run() not in ("jaxmpi.run", "jaxmpi.info", "jaxmpi.trace"):
     # isort: split
     from jaxmpi import compat, notoken
     from jaxmpi._grid.grid import Grid
-    from jaxmpi._operations import nonblocking as _nonblocking
-    from jaxmpi._operations import operations as _public
-    from jaxmpi._operations.nonblocking import *  # noqa: F403 (it has __all__)
-    from jaxmpi._operations.operations import *  # noqa: F403
+    from jaxmpi._operations.nonblocking import Request
+    from jaxmpi._operations.operations import (
+        has_cuda_support,
+        has_rocm_support,
+        has_sycl_support,
+        invariant,
+        replicate,
+        static,
+    )
     from jaxmpi._primitive.order import Token, jit
+    from jaxmpi._tokens import (
+        allgather,
+        allgatherv,
+        allreduce,
+        alltoall,
+        alltoallv,
+        barrier,
+        bcast,
+        exscan,
+        gather,
+        gatherv,
+        iallreduce,
+        ialltoall,
+        ibarrier,
+        ibcast,
+        irecv,
+        isend,
+        neighbor_allgather,
+        neighbor_alltoall,
+        recv,
+        reduce,
+        reduce_scatter,
+        scan,
+        scatter,
+        scatterv,
+        send,
+        sendrecv,
+        wait,
+        waitall,
+    )
 
-    __all__ = ["Grid", "Token", "compat", "jit", "notoken"]
-    __all__ += _public.__all__ + _nonblocking.__all__
+    __all__ = [
+        "Grid",
+        "Request",
+        "Token",
+        "allgather",
+        "allgatherv",
+        "allreduce",
+        "alltoall",
+        "alltoallv",
+        "barrier",
+        "bcast",
+        "compat",
+        "exscan",
+        "gather",
+        "gatherv",
+        "has_cuda_support",
+        "has_rocm_support",
+        "has_sycl_support",
+        "iallreduce",
+        "ialltoall",
+        "ibarrier",
+        "ibcast",
+        "invariant",
+        "irecv",
+        "isend",
+        "jit",
+        "neighbor_allgather",
+        "neighbor_alltoall",
+        "notoken",
+        "recv",
+        "reduce",
+        "reduce_scatter",
+        "replicate",
+        "scan",
+        "scatter",
+        "scatterv",
+        "send",
+        "sendrecv",
+        "static",
+        "wait",
+        "waitall",
+    ]

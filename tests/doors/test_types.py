@@ -61,23 +61,37 @@ def test_program(checker):
     assert not wrong + missed, f"reported though right: {wrong}, not reported: {missed}"
 
 
-def test_notoken_signatures():
-    """Those of the operations less the token, at run time and in the stub."""
+def test_signatures():
+    """Those with tokens are those without and the token, at run time and in the stub."""
     stub: dict[str, Any] = {}
-    exec(Path(notoken.__file__).with_suffix(".pyi").read_text(), stub)
+    exec(Path(jaxmpi.__file__).with_name("_tokens.pyi").read_text(), stub)
     functions = [name for name in notoken.__all__ if not inspect.isclass(getattr(notoken, name))]
-    assert sorted(name for name in stub if inspect.isfunction(stub[name])) == sorted(functions)
-    assert stub["Request"] is notoken.Request is jaxmpi.Request
     assert set(jaxmpi.__all__) - set(notoken.__all__) == {"Grid", "Token", "compat", "jit", "notoken"}
-    for name in functions:
+    assert all(name in vars(jaxmpi) for name in jaxmpi.__all__)
+    with_token = [name for name in functions if getattr(notoken, name) is not getattr(jaxmpi, name)]
+    assert sorted(name for name in stub if inspect.isfunction(stub[name])) == sorted(with_token)
+    assert len(with_token) == 28
+    for name in with_token:
+        plain = inspect.signature(getattr(notoken, name))
         expected = inspect.signature(getattr(jaxmpi, name))
-        if "token" in expected.parameters:
-            parameters = [p for p in expected.parameters.values() if p.name != "token"]
-            result = None if expected.return_annotation is jaxmpi.Token else Any
-            expected = expected.replace(parameters=parameters, return_annotation=result)
-        assert inspect.signature(getattr(notoken, name)) == expected, name
         assert inspect.signature(stub[name]) == expected, name
-        assert inspect.get_annotations(getattr(notoken, name)) == inspect.get_annotations(stub[name]), name
+        assert inspect.get_annotations(getattr(jaxmpi, name)) == inspect.get_annotations(stub[name]), name
+        (token,) = set(expected.parameters) - set(plain.parameters)
+        assert token == "token"
+        parameters = [p for p in expected.parameters.values() if p.name != token]
+        result = None if expected.return_annotation is jaxmpi.Token else Any
+        assert expected.replace(parameters=parameters, return_annotation=result) == plain, name
+
+
+def test_docstrings():
+    """Those with tokens say so in their own places, and those without do not."""
+    for name in notoken.__all__:
+        plain, given = (inspect.getdoc(getattr(module, name)) for module in (notoken, jaxmpi))
+        assert "token" not in plain, name
+        if getattr(notoken, name) is not getattr(jaxmpi, name):
+            arguments, result = given.partition("Args:\n")[2].split("\n\n")[:2]
+            assert arguments.endswith("  token: accepted, handed back, and not needed."), name
+            assert result.startswith(("Returns:\n  A token.", "Returns:\n  `(result, token)`: ")), name
 
 
 def test_jit_options():

@@ -16,7 +16,6 @@ LAYERS = ("_launcher", "_jax", "_mpi", "_primitive", ("_derivatives", "_operatio
 UPWARD = {
     ("_launcher.before_jax", "_sharded.meeting"): "called by JAX as it makes its devices, when all of this is there",
     ("_launcher.stand_ins", "compat._install"): "called as the program imports mpi4jax or JPI",
-    ("_grid.grid", "notoken"): "calls operations, whose functions without tokens are made there",
 }
 """Imports of what stands higher, with the reason for each: what runs on a rank before the package can be imported."""
 

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from mpi4py import MPI
 
-from jaxmpi import notoken
 from jaxmpi._grid import arguments as given
 from jaxmpi._grid import halos
 from jaxmpi._grid.halos import Halo, Layout, Rules
 from jaxmpi._mpi import communicators
+from jaxmpi._operations import operations
 from jaxmpi._operations.nonblocking import Request, is_of_grid, start_exchange, wait
 from jaxmpi._primitive import arguments, keys
 from jaxmpi._primitive.primitive import Params, bind_by_plan
@@ -257,7 +257,7 @@ class Grid:
         """
         if not is_of_grid(request):
             raise TypeError(f"Grid.finish: what Grid.start has returned is needed, got {request!r:.80}.")
-        return wait(request, after=after)[0]
+        return wait(request, after=after)
 
     def pad(self, blocks: Any, width: Width = 1, *, axes: Sequence[int] | None = None) -> Any:
         """Blocks with halos of zeros around them, to be filled by `exchange`; a pytree of arrays, as there."""
@@ -318,7 +318,7 @@ class Grid:
             else:
                 # A block of the template, which is mapped where that is.
                 stacks = [cut.padded(self, cut.of(self, array, 0)) for cut, array in zip(cuts, arrays, strict=True)]
-            parts = notoken.scatter(stacks, root, comm=self._mpi)
+            parts = operations.scatter(stacks, root, comm=self._mpi)
             blocks = [cut.cropped(self, part, self._comm.rank) for cut, part in zip(cuts, parts, strict=True)]
         if any(map(any, halo.widths)):
             padded = [keys.pad(block, cut.pads(halo.widths)) for cut, block in zip(cuts, blocks, strict=True)]
@@ -353,9 +353,9 @@ class Grid:
         ]
         stacks = [cut.padded(self, cut.inner(array, widths)) for cut, array in zip(cuts, arrays, strict=True)]
         if root is None:
-            stacked = notoken.allgather(stacks, comm=self._mpi)
+            stacked = operations.allgather(stacks, comm=self._mpi)
         else:
-            stacked = notoken.gather(stacks, root, comm=self._mpi)
+            stacked = operations.gather(stacks, root, comm=self._mpi)
             if root != self._comm.rank:
                 return jax.tree.unflatten(structure, arrays)
         return jax.tree.unflatten(

@@ -8,14 +8,10 @@ import numpy as np
 from mpi4py import MPI
 
 from jaxmpi._mpi import communicators
-from jaxmpi._operations.operations import after as after_token
 from jaxmpi._operations.request_table import WIDTH, WITHOUT_RESULT, Started, started
 from jaxmpi._operations.table import CHECK, LINE
 from jaxmpi._primitive import arguments, envelope, keys
-from jaxmpi._primitive.order import Token
 from jaxmpi._primitive.primitive import Params, bind, compare_keys, of_words
-
-__all__ = ["Request", "iallreduce", "ialltoall", "ibarrier", "ibcast", "irecv", "isend", "wait", "waitall"]
 
 
 class _Of:
@@ -95,7 +91,7 @@ def _begin(operation: str, params: Params, leaf: Any, ends: Sequence[Any]) -> An
     return bind(operation, {**params, "batch": ()}, *operands)
 
 
-def iallreduce(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:
+def iallreduce(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None) -> Any:
     """Starts to reduce the arrays of all ranks; all ranks get the result from `wait` (MPI_Iallreduce).
 
     Args:
@@ -103,10 +99,9 @@ def iallreduce(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None, token: Any =
         happens to `x` afterwards matters.
       op: a predefined operation that is defined for the dtype, or a user-made `MPI.Op`.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
-      token: accepted, handed back, and not needed.
 
     Returns:
-      `(request, token)`: `wait(request)` gives what `allreduce` would. It can be differentiated like that; derivatives
+      A `Request`: `wait(request)` gives what `allreduce` would. It can be differentiated like that; derivatives
       of PROD, MAX and MIN are communicated where the operation starts.
 
     Raises:
@@ -122,45 +117,43 @@ def iallreduce(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None, token: Any =
             "parameters of a model, through jaxmpi.replicate first. The iallreduce is at"
         )
     check = lambda leaf, *names: arguments.reducible(leaf, reduction, *names)  # noqa: E731
-    return _start("iallreduce", params, x, check), after_token(token)
+    return _start("iallreduce", params, x, check)
 
 
-def ialltoall(x: Any, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:
+def ialltoall(x: Any, *, comm: MPI.Comm | None = None) -> Any:
     """Starts to send entry `i` of the first axis to rank i (MPI_Ialltoall).
 
     Args:
       x: array of shape `(size, ...)`, or a pytree of such; the same shape and dtype on all ranks. It is copied.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
-      token: accepted, handed back, and not needed.
 
     Returns:
-      `(request, token)`: `wait(request)` gives what `alltoall` would.
+      A `Request`: `wait(request)` gives what `alltoall` would.
 
     Raises:
       ValueError, TypeError: as `alltoall`; while tracing, before anything is sent; other ranks then wait.
     """
     resolved = communicators.resolve(comm, "ialltoall")
     check = lambda leaf, *names: arguments.stacked(leaf, resolved.size, *names)  # noqa: E731
-    return _start("ialltoall", {"comm": resolved}, x, check), after_token(token)
+    return _start("ialltoall", {"comm": resolved}, x, check)
 
 
-def ibarrier(*, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:
+def ibarrier(*, comm: MPI.Comm | None = None) -> Any:
     """Tells that this rank has reached a barrier; `wait` waits until all ranks have (MPI_Ibarrier).
 
     Args:
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
-      token: accepted, handed back, and not needed.
 
     Returns:
-      `(request, token)`: `wait(request)` gives None.
+      A `Request`: `wait(request)` gives None.
     """
     resolved = communicators.resolve(comm, "ibarrier")
     begun = bind("ibarrier", {"comm": resolved, "batch": ()})
     part = Started("ibarrier", (), (), np.dtype(np.int32))
-    return Request([begun], _Of(resolved, (part,))), after_token(token)
+    return Request([begun], _Of(resolved, (part,)))
 
 
-def ibcast(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:
+def ibcast(x: Any, root: int, *, comm: MPI.Comm | None = None) -> Any:
     """Starts to send root's array to all ranks (MPI_Ibcast).
 
     Args:
@@ -168,10 +161,9 @@ def ibcast(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = None
         read. Or pytrees of such. A template may be a `jax.ShapeDtypeStruct`.
       root: rank that sends, static.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
-      token: accepted, handed back, and not needed.
 
     Returns:
-      `(request, token)`: `wait(request)` gives root's array on all ranks.
+      A `Request`: `wait(request)` gives root's array on all ranks.
 
     Raises:
       ValueError, TypeError: as `bcast`; while tracing, before anything is sent; other ranks then wait.
@@ -179,7 +171,7 @@ def ibcast(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = None
     resolved = communicators.resolve(comm, "ibcast")
     root = arguments.rank(root, resolved, "ibcast", "root")
     check = arguments.array if resolved.rank == root else arguments.template
-    return _start("ibcast", {"comm": resolved, "root": root}, x, check), after_token(token)
+    return _start("ibcast", {"comm": resolved, "root": root}, x, check)
 
 
 def irecv(
@@ -188,8 +180,7 @@ def irecv(
     *,
     tag: int = MPI.ANY_TAG,
     comm: MPI.Comm | None = None,
-    token: Any = None,
-) -> tuple[Any, Token]:
+) -> Any:
     """Starts to receive a message (MPI_Irecv).
 
     Messages are received in the order in which the receives are started, those of `recv` among them. Needs
@@ -203,10 +194,9 @@ def irecv(
       tag: tag of the message, or `MPI.ANY_TAG`, which does not match tags of the upper half of MPI's tags. An integer,
         which may be traced.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
-      token: accepted, handed back, and not needed.
 
     Returns:
-      `(request, token)`: `wait(request)` gives the message, with the shape and dtype of the template.
+      A `Request`: `wait(request)` gives the message, with the shape and dtype of the template.
 
     Raises:
       ValueError, TypeError: while tracing, before anything is received.
@@ -216,10 +206,10 @@ def irecv(
     resolved = communicators.resolve(comm, "irecv")
     given = arguments.one_message(arguments.source(source, resolved, "irecv"), x, "irecv")
     params, ends = envelope.split({"source": given, "tag": arguments.tag(tag, "irecv", "tag", (MPI.ANY_TAG,))})
-    return _start("irecv", {"comm": resolved, **params}, x, arguments.template, ends), after_token(token)
+    return _start("irecv", {"comm": resolved, **params}, x, arguments.template, ends)
 
 
-def isend(x: Any, dest: int, *, tag: int = 0, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:
+def isend(x: Any, dest: int, *, tag: int = 0, comm: MPI.Comm | None = None) -> Any:
     """Starts to send a message (MPI_Isend).
 
     Args:
@@ -227,10 +217,9 @@ def isend(x: Any, dest: int, *, tag: int = 0, comm: MPI.Comm | None = None, toke
       dest: rank that receives; or `MPI.PROC_NULL`: nothing is sent. An integer, which may be traced.
       tag: tag of the message. An integer, which may be traced.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
-      token: accepted, handed back, and not needed.
 
     Returns:
-      `(request, token)`: `wait(request)` gives None, once the message has left this rank.
+      A `Request`: `wait(request)` gives None, once the message has left this rank.
 
     Raises:
       ValueError, TypeError: while tracing, before anything is sent; the receiver then waits.
@@ -240,10 +229,10 @@ def isend(x: Any, dest: int, *, tag: int = 0, comm: MPI.Comm | None = None, toke
     params, ends = envelope.split(
         {"dest": arguments.dest(dest, resolved, "isend"), "tag": arguments.tag(tag, "isend", "tag")}
     )
-    return _start("isend", {"comm": resolved, **params}, x, arguments.array, ends), after_token(token)
+    return _start("isend", {"comm": resolved, **params}, x, arguments.array, ends)
 
 
-def wait(request: Any, *, after: Any = None, token: Any = None) -> tuple[Any, Token]:
+def wait(request: Any, *, after: Any = None) -> Any:
     """Waits until an operation that has been started is done (MPI_Wait).
 
     XLA may compute what is between a start and a wait before the start or behind the wait, where nothing overlaps. So
@@ -253,11 +242,10 @@ def wait(request: Any, *, after: Any = None, token: Any = None) -> tuple[Any, To
       request: a `Request`. Each is waited for once, on the rank that started it, in any order; in reverse mode, in the
         order of the starts where MPI cannot tell operations apart (messages with one rank and tag, for example).
       after: an array, or a pytree of such: computed before the wait begins.
-      token: accepted, handed back, and not needed.
 
     Returns:
-      `(result, token)`: what the blocking operation gives; None of `isend` and `ibarrier`. With `after`
-      `((result, after), token)`, with `after` as it was passed.
+      What the blocking operation gives; None of `isend` and `ibarrier`. With `after` a
+      pair `(result, after)`, with `after` as it was passed.
 
     Raises:
       TypeError: not a request. ValueError: a request that has left a `jax.vmap` in which it was started. Both while
@@ -265,26 +253,25 @@ def wait(request: Any, *, after: Any = None, token: Any = None) -> tuple[Any, To
       jax.errors.JaxRuntimeError: at run time: it has been waited for already; a message does not fit, as in `recv`; it
         is of reverse mode and out of order; several requests in the place of one; an error of MPI.
     """
-    return _wait_for([request], after, lambda results: results[0], "wait"), after_token(token)
+    return _wait_for([request], after, lambda results: results[0], "wait")
 
 
-def waitall(requests: Any, *, after: Any = None, token: Any = None) -> tuple[Any, Token]:
+def waitall(requests: Any, *, after: Any = None) -> Any:
     """Waits for several requests (MPI_Waitall).
 
     Args:
       requests: a pytree of requests, such as a list.
       after: an array, or a pytree of such: computed before the wait begins, as in `wait`.
-      token: accepted, handed back, and not needed.
 
     Returns:
-      `(results, token)`: in the place of each request its result. With `after` `((results, after), token)`.
+      In the place of each request its result. With `after` a pair `(results, after)`.
 
     Raises:
       As `wait`.
     """
     flat, structure = jax.tree.flatten(requests, is_leaf=lambda x: isinstance(x, Request))
     unflatten = lambda results: jax.tree.unflatten(structure, results)  # noqa: E731
-    return _wait_for(flat, after, unflatten, "waitall"), after_token(token)
+    return _wait_for(flat, after, unflatten, "waitall")
 
 
 def _wait_for(requests: Sequence[Any], after: Any, unflatten: Callable[..., Any], operation: str) -> Any:

@@ -15,51 +15,12 @@ from jaxmpi._operations.neighbors import Neighbors
 from jaxmpi._operations.table import CHECK, LINE, check_same
 from jaxmpi._primitive import arguments, envelope, pytrees
 from jaxmpi._primitive import counts as by_counts
-from jaxmpi._primitive.order import Token
 from jaxmpi._primitive.primitive import Params, bind, bind_all, bind_by_plan, bind_each
-
-# The public names of `jaxmpi` and `jaxmpi.notoken`.
-__all__ = [
-    "allgather",
-    "allgatherv",
-    "allreduce",
-    "alltoall",
-    "alltoallv",
-    "barrier",
-    "bcast",
-    "exscan",
-    "gather",
-    "gatherv",
-    "has_cuda_support",
-    "has_rocm_support",
-    "has_sycl_support",
-    "invariant",
-    "neighbor_allgather",
-    "neighbor_alltoall",
-    "recv",
-    "reduce",
-    "reduce_scatter",
-    "replicate",
-    "scan",
-    "scatter",
-    "scatterv",
-    "send",
-    "sendrecv",
-    "static",
-]
 
 CommOrOp = TypeVar("CommOrOp", bound=MPI.Comm | MPI.Op)
 
 Leaf = Callable[..., jax.Array]
 """Checks one leaf and converts it to an array: (leaf, *more, operation, argument) -> array."""
-
-
-_TOKEN = Token()
-
-
-def after(token: Any) -> Any:
-    """The token to return: the one that was given, so that it may be carried by a loop, or a `Token` for None."""
-    return _TOKEN if token is None else token
 
 
 def _each(operation: str, params: Params, x: Any, check: Leaf, *more: Any) -> Any:
@@ -103,21 +64,20 @@ def _reducing(operation: str, comm: Any, x: Any, op: MPI.Op, **more: Any) -> Any
     return _each(operation, params, x, arguments.reducible, reduction)
 
 
-def allgather(x: Any, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:
+def allgather(x: Any, *, comm: MPI.Comm | None = None) -> Any:
     """Stacks the arrays of all ranks, on all ranks (MPI_Allgather).
 
     Args:
       x: array of any shape, or a pytree of such; the same shape and dtype on all ranks.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
-      token: accepted, handed back, and not needed.
 
     Returns:
-      `(result, token)`: the result has shape `(size, *x.shape)`, entry `i` is rank i's array.
+      The result has shape `(size, *x.shape)`, entry `i` is rank i's array.
 
     Raises:
       TypeError, ValueError: while tracing, before anything is sent; other ranks then wait.
     """
-    return _each("allgather", {"comm": communicators.resolve(comm, "allgather")}, x, arguments.array), after(token)
+    return _each("allgather", {"comm": communicators.resolve(comm, "allgather")}, x, arguments.array)
 
 
 def _tell(counts: Any, rows: int, comm: Any, operation: str) -> jax.Array:
@@ -149,9 +109,7 @@ def _join_rows(operation: str, params: Params, x: Any, counts: Any, rows: int | 
     return _by_counts(operation, params, leaves, structure, told), told
 
 
-def allgatherv(
-    x: Any, counts: Any, *, rows: int | None = None, comm: MPI.Comm | None = None, token: Any = None
-) -> tuple[Any, Token]:
+def allgatherv(x: Any, counts: Any, *, rows: int | None = None, comm: MPI.Comm | None = None) -> Any:
     """Puts the arrays of all ranks one behind the other, on all ranks (MPI_Allgatherv).
 
     They are joined along their first axis, whose length may differ from rank to rank; the others are the same.
@@ -162,11 +120,10 @@ def allgatherv(
         all ranks; this rank's is the `n` of `x`. Known at run time: that of this rank, a scalar, at most `n`.
       rows: of counts at run time, for how many rows the result has room; the number of ranks times `n` if it is None.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
-      token: accepted, handed back, and not needed.
 
     Returns:
-      `(result, token)`: the rows of rank 0, then those of rank 1 and so on, of shape `(sum(counts), ...)`. With a count
-      at run time `((result, counts), token)`: the result has shape `(rows, ...)` and ends with zeros, and `counts` are
+      The rows of rank 0, then those of rank 1 and so on, of shape `(sum(counts), ...)`. With a count
+      at run time a pair `(rows, counts)`: the rows have shape `(rows, ...)` and end with zeros, and `counts` are
       those of all ranks, of shape `(size,)` and dtype int32.
 
     Raises:
@@ -176,10 +133,10 @@ def allgatherv(
       more rows than there is room for, on each rank where that is so.
     """
     resolved = communicators.resolve(comm, "allgatherv")
-    return _join_rows("allgatherv", {"comm": resolved}, x, counts, rows), after(token)
+    return _join_rows("allgatherv", {"comm": resolved}, x, counts, rows)
 
 
-def allreduce(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:
+def allreduce(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None) -> Any:
     """Reduces the arrays of all ranks element by element; all ranks get the result (MPI_Allreduce).
 
     Args:
@@ -187,36 +144,34 @@ def allreduce(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None, token: Any = 
       op: a predefined operation that is defined for the dtype, or a user-made `MPI.Op`, which must live as long as
         functions that were compiled with it are called.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
-      token: accepted, handed back, and not needed.
 
     Returns:
-      `(result, token)`: the result has the shape and dtype of `x`. For `MPI.SUM`, `PROD`, `MAX` and `MIN` it can be
+      The result has the shape and dtype of `x`. For `MPI.SUM`, `PROD`, `MAX` and `MIN` it can be
       differentiated: the result counts as one replicated value, so with SUM each rank gets its cotangent unchanged.
 
     Raises:
       TypeError: `op` is not defined for the dtype, or an argument is of the wrong type. ValueError: a freed `comm` or
       `op`. Both while tracing, before anything is sent; other ranks then wait.
     """
-    return _reducing("allreduce", communicators.resolve(comm, "allreduce"), x, op), after(token)
+    return _reducing("allreduce", communicators.resolve(comm, "allreduce"), x, op)
 
 
-def alltoall(x: Any, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:
+def alltoall(x: Any, *, comm: MPI.Comm | None = None) -> Any:
     """Sends entry `i` of the first axis to rank i (MPI_Alltoall).
 
     Args:
       x: array of shape `(size, ...)`, or a pytree of such; the same shape and dtype on all ranks.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
-      token: accepted, handed back, and not needed.
 
     Returns:
-      `(result, token)`: same shape; entry `i` of the result comes from rank i.
+      Same shape; entry `i` of the result comes from rank i.
 
     Raises:
       ValueError: the first axis is not the number of ranks. TypeError: an argument is of the wrong type. Both while
       tracing, before anything is sent; other ranks then wait.
     """
     resolved = communicators.resolve(comm, "alltoall")
-    return _each("alltoall", {"comm": resolved}, x, arguments.stacked, resolved.size), after(token)
+    return _each("alltoall", {"comm": resolved}, x, arguments.stacked, resolved.size)
 
 
 def alltoallv(
@@ -226,8 +181,7 @@ def alltoallv(
     *,
     rows: int | None = None,
     comm: MPI.Comm | None = None,
-    token: Any = None,
-) -> tuple[Any, Token]:
+) -> Any:
     """Sends to each rank its own number of rows, and puts those received one behind the other (MPI_Alltoallv).
 
     Args:
@@ -239,11 +193,10 @@ def alltoallv(
         run time, and `rows` is needed.
       rows: of counts at run time, for how many rows the result has room.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
-      token: accepted, handed back, and not needed.
 
     Returns:
-      `(result, token)`: the rows from rank 0, then those from rank 1 and so on, of shape `(sum(recvcounts), ...)`. With
-      counts at run time `((result, recvcounts), token)`: the result has shape `(rows, ...)` and ends with zeros, and
+      The rows from rank 0, then those from rank 1 and so on, of shape `(sum(recvcounts), ...)`. With
+      counts at run time a pair `(rows, recvcounts)`: the rows have shape `(rows, ...)` and end with zeros, and
       `recvcounts` has shape `(size,)` and dtype int32.
 
     Raises:
@@ -267,19 +220,17 @@ def alltoallv(
             )
         by_counts.match(own, sum(sent), "the sum of sendcounts is", "alltoallv", names)
         params: Params = {"comm": resolved, "rows": sum(received)}
-        return _by_counts(
-            "alltoallv", params, leaves, structure, by_counts.operand(sent), by_counts.operand(received)
-        ), after(token)
+        return _by_counts("alltoallv", params, leaves, structure, by_counts.operand(sent), by_counts.operand(received))
     params = {"comm": resolved, "rows": by_counts.room(rows, None, "alltoallv")}
     counts = by_counts.numbers(
         sendcounts if sent is None else jax.numpy.asarray(sent), (resolved.size,), "alltoallv", "sendcounts"
     )
     mine = by_counts.possible(counts, by_counts.most(leaves, own))
     theirs = bind("alltoall", {"comm": resolved}, mine)
-    return (_by_counts("alltoallv", params, leaves, structure, mine, theirs), theirs), after(token)
+    return (_by_counts("alltoallv", params, leaves, structure, mine, theirs), theirs)
 
 
-def barrier(*, comm: MPI.Comm | None = None, token: Any = None) -> Token:
+def barrier(*, comm: MPI.Comm | None = None) -> None:
     """Waits until all ranks have reached the barrier (MPI_Barrier).
 
     It orders communication, not Python: inside and outside `jit` the call may return before the barrier has completed.
@@ -287,16 +238,11 @@ def barrier(*, comm: MPI.Comm | None = None, token: Any = None) -> Token:
 
     Args:
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
-      token: accepted, handed back, and not needed.
-
-    Returns:
-      A token.
     """
     bind("barrier", {"comm": communicators.resolve(comm, "barrier")})
-    return after(token)
 
 
-def bcast(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:
+def bcast(x: Any, root: int, *, comm: MPI.Comm | None = None) -> Any:
     """Sends root's array to all ranks (MPI_Bcast).
 
     Args:
@@ -304,10 +250,9 @@ def bcast(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = None)
         of such. A template may be a `jax.ShapeDtypeStruct`.
       root: rank that sends, static.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
-      token: accepted, handed back, and not needed.
 
     Returns:
-      `(result, token)`: root's array on all ranks.
+      Root's array on all ranks.
 
     Raises:
       ValueError: `root` is not a rank. TypeError: a static argument is traced, or an argument is of the wrong type.
@@ -316,20 +261,19 @@ def bcast(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = None)
     resolved = communicators.resolve(comm, "bcast")
     root = arguments.rank(root, resolved, "bcast", "root")
     check = arguments.array if resolved.rank == root else arguments.template
-    return _each("bcast", {"comm": resolved, "root": root}, x, check), after(token)
+    return _each("bcast", {"comm": resolved, "root": root}, x, check)
 
 
-def exscan(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:
+def exscan(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None) -> Any:
     """Exclusive prefix reduction: rank i gets the reduction over ranks 0 to i - 1 (MPI_Exscan).
 
     Args:
       x: array of any shape, or a pytree of such; the same shape and dtype on all ranks.
       op: a predefined operation that is defined for the dtype, or a user-made `MPI.Op`.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
-      token: accepted, handed back, and not needed.
 
     Returns:
-      `(result, token)`: same shape and dtype as `x`. Rank 0, whose result the standard leaves undefined, gets what
+      Same shape and dtype as `x`. Rank 0, whose result the standard leaves undefined, gets what
       changes nothing: 0 of SUM, 1 of PROD, the least value of MAX and so on; zeros of a user-made `op`.
 
     Raises:
@@ -341,20 +285,19 @@ def exscan(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None, token: Any = Non
     if resolved.rank == 0:  # where the core makes zeros
         reduction = arguments.reduction(op, "exscan")
         result = jax.tree.map(lambda zeros: zeros + arguments.identity(reduction, zeros.dtype), result)
-    return result, after(token)
+    return result
 
 
-def gather(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:
+def gather(x: Any, root: int, *, comm: MPI.Comm | None = None) -> Any:
     """Stacks the arrays of all ranks, on root (MPI_Gather).
 
     Args:
       x: array of any shape, or a pytree of such; the same shape and dtype on all ranks.
       root: rank that receives, static.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
-      token: accepted, handed back, and not needed.
 
     Returns:
-      `(result, token)`: on root of shape `(size, *x.shape)`, entry `i` from rank i; on other ranks `x` itself.
+      On root of shape `(size, *x.shape)`, entry `i` from rank i; on other ranks `x` itself.
 
     Raises:
       ValueError: `root` is not a rank. TypeError: a static argument is traced, or an argument is of the wrong type.
@@ -362,12 +305,10 @@ def gather(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = None
     """
     resolved = communicators.resolve(comm, "gather")
     root = arguments.rank(root, resolved, "gather", "root")
-    return _each("gather", {"comm": resolved, "root": root}, x, arguments.array), after(token)
+    return _each("gather", {"comm": resolved, "root": root}, x, arguments.array)
 
 
-def gatherv(
-    x: Any, counts: Any, root: int, *, rows: int | None = None, comm: MPI.Comm | None = None, token: Any = None
-) -> tuple[Any, Token]:
+def gatherv(x: Any, counts: Any, root: int, *, rows: int | None = None, comm: MPI.Comm | None = None) -> Any:
     """Puts the arrays of all ranks one behind the other, on root (MPI_Gatherv).
 
     They are joined along their first axis, whose length may differ from rank to rank; the others are the same.
@@ -380,12 +321,11 @@ def gatherv(
       rows: of counts at run time, for how many rows root's result has room; the number of ranks times `n` if it is
         None. Other ranks do not use it.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
-      token: accepted, handed back, and not needed.
 
     Returns:
-      `(result, token)`: on root the rows of rank 0, then those of rank 1 and so on, of shape `(sum(counts), ...)`; on
-      other ranks `x` itself. With a count at run time `((result, counts), token)`: root's result has shape
-      `(rows, ...)` and ends with zeros; `counts`, on all ranks, are those of all ranks, of shape `(size,)` and dtype
+      On root the rows of rank 0, then those of rank 1 and so on, of shape `(sum(counts), ...)`; on
+      other ranks `x` itself. With a count at run time a pair `(rows, counts)`: root's rows have shape
+      `(rows, ...)` and end with zeros; `counts`, on all ranks, are those of all ranks, of shape `(size,)` and dtype
       int32.
 
     Raises:
@@ -396,7 +336,7 @@ def gatherv(
     """
     resolved = communicators.resolve(comm, "gatherv")
     root = arguments.rank(root, resolved, "gatherv", "root")
-    return _join_rows("gatherv", {"comm": resolved, "root": root}, x, counts, rows), after(token)
+    return _join_rows("gatherv", {"comm": resolved, "root": root}, x, counts, rows)
 
 
 def invariant(x: Any, *, comm: MPI.Comm | None = None) -> Any:
@@ -452,7 +392,7 @@ def _with_neighbors(operation: str, x: Any, comm: MPI.Comm | None, own_blocks: b
     return jax.tree.unflatten(structure, bind_by_plan(operation, params, leaves))
 
 
-def neighbor_allgather(x: Any, *, comm: MPI.Comm, token: Any = None) -> tuple[Any, Token]:
+def neighbor_allgather(x: Any, *, comm: MPI.Comm) -> Any:
     """Sends an array to all neighbours, and stacks theirs (MPI_Neighbor_allgather).
 
     The neighbours are those of the communicator's topology, in the order of the MPI standard: of a Cartesian
@@ -462,10 +402,9 @@ def neighbor_allgather(x: Any, *, comm: MPI.Comm, token: Any = None) -> tuple[An
     Args:
       x: array of any shape, or a pytree of such; the same shapes and dtypes on all ranks.
       comm: a communicator made by `Create_cart`, `Create_dist_graph_adjacent`, `Create_dist_graph` or `Create_graph`.
-      token: accepted, handed back, and not needed.
 
     Returns:
-      `(result, token)`: of shape `(number of sources, *x.shape)`; zero where there is no neighbour (MPI.PROC_NULL),
+      Of shape `(number of sources, *x.shape)`; zero where there is no neighbour (MPI.PROC_NULL),
       beyond the end of an axis that is not periodic.
 
     Raises:
@@ -473,10 +412,10 @@ def neighbor_allgather(x: Any, *, comm: MPI.Comm, token: Any = None) -> tuple[An
       anything is sent.
       jax.errors.JaxRuntimeError: at run time, on a rank that receives something that is not of the same call.
     """
-    return _with_neighbors("neighbor_allgather", x, comm, own_blocks=False), after(token)
+    return _with_neighbors("neighbor_allgather", x, comm, own_blocks=False)
 
 
-def neighbor_alltoall(x: Any, *, comm: MPI.Comm, token: Any = None) -> tuple[Any, Token]:
+def neighbor_alltoall(x: Any, *, comm: MPI.Comm) -> Any:
     """Sends a block to each neighbour, and stacks those received (MPI_Neighbor_alltoall).
 
     The neighbours are those of `neighbor_allgather`. Where a rank is a neighbour twice, as in a periodic axis of two,
@@ -486,17 +425,16 @@ def neighbor_alltoall(x: Any, *, comm: MPI.Comm, token: Any = None) -> tuple[Any
       x: array of shape `(number of destinations, ...)`, or a pytree of such; blocks have the same shapes and dtypes on
         all ranks.
       comm: a communicator made by `Create_cart`, `Create_dist_graph_adjacent`, `Create_dist_graph` or `Create_graph`.
-      token: accepted, handed back, and not needed.
 
     Returns:
-      `(result, token)`: of shape `(number of sources, ...)`; zero where there is no neighbour (MPI.PROC_NULL).
+      Of shape `(number of sources, ...)`; zero where there is no neighbour (MPI.PROC_NULL).
 
     Raises:
       ValueError, TypeError: `comm` has no neighbours, `x` has not a block for each destination, or an argument is of
       the wrong type; while tracing, before anything is sent.
       jax.errors.JaxRuntimeError: at run time, on a rank that receives something that is not of the same call.
     """
-    return _with_neighbors("neighbor_alltoall", x, comm, own_blocks=True), after(token)
+    return _with_neighbors("neighbor_alltoall", x, comm, own_blocks=True)
 
 
 def recv(
@@ -506,8 +444,7 @@ def recv(
     tag: int = MPI.ANY_TAG,
     comm: MPI.Comm | None = None,
     status: MPI.Status | None = None,
-    token: Any = None,
-) -> tuple[Any, Token]:
+) -> Any:
     """Receives a message (MPI_Recv).
 
     Args:
@@ -520,10 +457,9 @@ def recv(
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
       status: filled as the message arrives; of a pytree's messages it is that of the last. Inside `jit` it must not be
         read before the result is ready.
-      token: accepted, handed back, and not needed.
 
     Returns:
-      `(result, token)`: the message, with the shape and dtype of the template.
+      The message, with the shape and dtype of the template.
 
     Raises:
       ValueError, TypeError: while tracing, before anything is received.
@@ -535,10 +471,10 @@ def recv(
     params, ends = envelope.split({"source": given, "tag": arguments.tag(tag, "recv", "tag", (MPI.ANY_TAG,))})
     params = {"comm": resolved, **params, "status": arguments.status(status, "recv")}
     result = _message("recv", params, ends, x, arguments.template)
-    return _with_status(result, params["status"], status), after(token)
+    return _with_status(result, params["status"], status)
 
 
-def reduce(x: Any, op: MPI.Op, root: int, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:
+def reduce(x: Any, op: MPI.Op, root: int, *, comm: MPI.Comm | None = None) -> Any:
     """Reduces the arrays of all ranks element by element; root gets the result (MPI_Reduce).
 
     Args:
@@ -546,10 +482,9 @@ def reduce(x: Any, op: MPI.Op, root: int, *, comm: MPI.Comm | None = None, token
       op: a predefined operation that is defined for the dtype, or a user-made `MPI.Op`.
       root: rank that receives, static.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
-      token: accepted, handed back, and not needed.
 
     Returns:
-      `(result, token)`: the reduction on root; on other ranks `x` itself.
+      The reduction on root; on other ranks `x` itself.
 
     Raises:
       ValueError: `root` is not a rank. TypeError: `op` is not defined for the dtype, a static argument is traced, or an
@@ -557,7 +492,7 @@ def reduce(x: Any, op: MPI.Op, root: int, *, comm: MPI.Comm | None = None, token
     """
     resolved = communicators.resolve(comm, "reduce")
     root = arguments.rank(root, resolved, "reduce", "root")
-    return _reducing("reduce", resolved, x, op, root=root), after(token)
+    return _reducing("reduce", resolved, x, op, root=root)
 
 
 def reduce_scatter(
@@ -567,8 +502,7 @@ def reduce_scatter(
     *,
     rows: int | None = None,
     comm: MPI.Comm | None = None,
-    token: Any = None,
-) -> tuple[Any, Token]:
+) -> Any:
     """Reduces the arrays of all ranks element by element; each rank gets a part (MPI_Reduce_scatter_block).
 
     Args:
@@ -580,11 +514,10 @@ def reduce_scatter(
         `n`. Known at run time: that of this rank, a scalar; the sum over all ranks is at most `n`.
       rows: of counts at run time, for how many rows the result has room; `n` if it is None.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
-      token: accepted, handed back, and not needed.
 
     Returns:
-      `(result, token)`: this rank's part, of shape `(...)`; with `counts` of shape `(counts[rank], ...)`. With a count
-      at run time `((result, counts), token)`: the result has shape `(rows, ...)` and ends with zeros, and `counts` are
+      This rank's part, of shape `(...)`; with `counts` of shape `(counts[rank], ...)`. With a count
+      at run time a pair `(rows, counts)`: the rows have shape `(rows, ...)` and end with zeros, and `counts` are
       those of all ranks, of shape `(size,)` and dtype int32.
 
     Raises:
@@ -598,7 +531,7 @@ def reduce_scatter(
     params: Params = {"comm": resolved, "op": reduction}
     if counts is None:
         by_counts.no_room(rows, "reduce_scatter")
-        return _each("reduce_scatter", params, x, arguments.stacked_reducible, resolved.size, reduction), after(token)
+        return _each("reduce_scatter", params, x, arguments.stacked_reducible, resolved.size, reduction)
     leaves, names, structure = arguments.leaves(
         x, "reduce_scatter", "x", lambda leaf, *names: arguments.reducible(leaf, reduction, *names)
     )
@@ -608,11 +541,11 @@ def reduce_scatter(
         by_counts.no_room(rows, "reduce_scatter")
         by_counts.match(whole, sum(known), "the sum of counts is", "reduce_scatter", names)
         params["rows"] = known[resolved.rank]
-        return _by_counts("reduce_scatterv", params, leaves, structure, by_counts.operand(known)), after(token)
+        return _by_counts("reduce_scatterv", params, leaves, structure, by_counts.operand(known))
     most = by_counts.most(leaves, whole)
     told = by_counts.possible(_tell(counts, most, resolved, "reduce_scatter"), most)
     params["rows"] = by_counts.room(rows, whole, "reduce_scatter")
-    return (_by_counts("reduce_scatterv", params, leaves, structure, told), told), after(token)
+    return (_by_counts("reduce_scatterv", params, leaves, structure, told), told)
 
 
 def replicate(x: Any, *, comm: MPI.Comm | None = None) -> Any:
@@ -636,26 +569,25 @@ def replicate(x: Any, *, comm: MPI.Comm | None = None) -> Any:
     return _each("replicate", {"comm": communicators.resolve(comm, "replicate")}, x, arguments.array)
 
 
-def scan(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:
+def scan(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None) -> Any:
     """Inclusive prefix reduction: rank i gets the reduction over ranks 0 to i (MPI_Scan).
 
     Args:
       x: array of any shape, or a pytree of such; the same shape and dtype on all ranks.
       op: a predefined operation that is defined for the dtype, or a user-made `MPI.Op`.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
-      token: accepted, handed back, and not needed.
 
     Returns:
-      `(result, token)`: same shape and dtype as `x`.
+      Same shape and dtype as `x`.
 
     Raises:
       TypeError: `op` is not defined for the dtype, or an argument is of the wrong type; while tracing, before anything
       is sent; other ranks then wait.
     """
-    return _reducing("scan", communicators.resolve(comm, "scan"), x, op), after(token)
+    return _reducing("scan", communicators.resolve(comm, "scan"), x, op)
 
 
-def scatter(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]:
+def scatter(x: Any, root: int, *, comm: MPI.Comm | None = None) -> Any:
     """Sends entry `i` of root's first axis to rank i (MPI_Scatter).
 
     Args:
@@ -663,10 +595,9 @@ def scatter(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = Non
         Or pytrees of such. A template may be a `jax.ShapeDtypeStruct`.
       root: rank that sends, static.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
-      token: accepted, handed back, and not needed.
 
     Returns:
-      `(result, token)`: this rank's entry, of shape `(...)`.
+      This rank's entry, of shape `(...)`.
 
     Raises:
       ValueError: `root` is not a rank, or the first axis on root is not the number of ranks. TypeError: a static
@@ -677,13 +608,11 @@ def scatter(x: Any, root: int, *, comm: MPI.Comm | None = None, token: Any = Non
     root = arguments.rank(root, resolved, "scatter", "root")
     params = {"comm": resolved, "root": root}
     if resolved.rank == root:
-        return _each("scatter", params, x, arguments.stacked, resolved.size), after(token)
-    return _each("scatter", params, x, arguments.template), after(token)
+        return _each("scatter", params, x, arguments.stacked, resolved.size)
+    return _each("scatter", params, x, arguments.template)
 
 
-def scatterv(
-    x: Any, counts: Any, root: int, *, rows: int | None = None, comm: MPI.Comm | None = None, token: Any = None
-) -> tuple[Any, Token]:
+def scatterv(x: Any, counts: Any, root: int, *, rows: int | None = None, comm: MPI.Comm | None = None) -> Any:
     """Sends to each rank its own number of rows of root's array (MPI_Scatterv).
 
     Args:
@@ -697,11 +626,10 @@ def scatterv(
       rows: of counts at run time, for how many rows the result has room; `n` on root and `m` on other ranks if it is
         None.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
-      token: accepted, handed back, and not needed.
 
     Returns:
-      `(result, token)`: this rank's rows, of shape `(counts[rank], ...)`. With counts at run time
-      `((result, counts), token)`: the result has shape `(rows, ...)` and ends with zeros, and `counts` are root's, of
+      This rank's rows, of shape `(counts[rank], ...)`. With counts at run time
+      a pair `(rows, counts)`: the rows have shape `(rows, ...)` and end with zeros, and `counts` are root's, of
       shape `(size,)` and dtype int32.
 
     Raises:
@@ -721,17 +649,17 @@ def scatterv(
         what = "the sum of counts is" if mine else "counts say that this rank gets"
         by_counts.match(own, sum(known) if mine else known[resolved.rank], what, "scatterv", names)
         params: Params = {"comm": resolved, "root": root, "rows": known[resolved.rank]}
-        return _by_counts("scatterv", params, leaves, structure, by_counts.operand(known)), after(token)
+        return _by_counts("scatterv", params, leaves, structure, by_counts.operand(known))
     params = {"comm": resolved, "root": root, "rows": by_counts.room(rows, own, "scatterv")}
     given = jax.numpy.zeros(resolved.size, jax.numpy.int32)
     if mine:
         given = by_counts.numbers(counts, given.shape, "scatterv", "counts")
         given = by_counts.possible(given, by_counts.most(leaves, own))
     told = bind("bcast", {"comm": resolved, "root": root}, given)
-    return (_by_counts("scatterv", params, leaves, structure, told), told), after(token)
+    return (_by_counts("scatterv", params, leaves, structure, told), told)
 
 
-def send(x: Any, dest: int, *, tag: int = 0, comm: MPI.Comm | None = None, token: Any = None) -> Token:
+def send(x: Any, dest: int, *, tag: int = 0, comm: MPI.Comm | None = None) -> None:
     """Sends a message (MPI_Send).
 
     Args:
@@ -739,10 +667,6 @@ def send(x: Any, dest: int, *, tag: int = 0, comm: MPI.Comm | None = None, token
       dest: rank that receives; or `MPI.PROC_NULL`: nothing is sent. An integer, which may be traced.
       tag: tag of the message. An integer, which may be traced.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
-      token: accepted, handed back, and not needed.
-
-    Returns:
-      A token. The message is sent in any case.
 
     Raises:
       ValueError, TypeError: while tracing, before anything is sent; the receiver then waits.
@@ -753,7 +677,6 @@ def send(x: Any, dest: int, *, tag: int = 0, comm: MPI.Comm | None = None, token
         {"dest": arguments.dest(dest, resolved, "send"), "tag": arguments.tag(tag, "send", "tag")}
     )
     _message("send", {"comm": resolved, **params}, ends, x, arguments.array)
-    return after(token)
 
 
 def sendrecv(
@@ -766,8 +689,7 @@ def sendrecv(
     recvtag: int = MPI.ANY_TAG,
     comm: MPI.Comm | None = None,
     status: MPI.Status | None = None,
-    token: Any = None,
-) -> tuple[Any, Token]:
+) -> Any:
     """Sends one message and receives another, without deadlock (MPI_Sendrecv).
 
     Args:
@@ -783,10 +705,9 @@ def sendrecv(
       comm: an intra-communicator; a clone of COMM_WORLD where it is None.
       status: filled as the message arrives; of a pytree's messages it is that of the last. Inside `jit` it must not be
         read before the result is ready.
-      token: accepted, handed back, and not needed.
 
     Returns:
-      `(result, token)`: the message received, with the structure, shape and dtype of `recvbuf`. It can be
+      The message received, with the structure, shape and dtype of `recvbuf`. It can be
       differentiated with respect to `sendbuf`: cotangents travel back, with source and dest, and the tags, exchanged.
 
     Raises:
@@ -819,7 +740,7 @@ def sendrecv(
     operands = [(x, *ends, y) for x, y in zip(sent, templates, strict=True)]
     results = bind_each("sendrecv", params, places, operands)
     result = results[0] if alone else jax.tree.unflatten(structure, results)
-    return _with_status(result, params["status"], status), after(token)
+    return _with_status(result, params["status"], status)
 
 
 def static(x: CommOrOp) -> CommOrOp:

@@ -1,0 +1,87 @@
+"""The operations in the form with tokens, which programs for mpi4jax up to 0.7 use: each takes a token and returns one.
+
+Order needs none of them: a token is handed back as it was given, so that a loop may carry it.
+"""
+
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+from jaxmpi._operations import nonblocking, operations
+from jaxmpi._primitive.order import Token
+
+_TOKEN = Token()
+
+
+def with_token(function: Callable[..., Any]) -> Any:
+    """The form with tokens of an operation: it takes a `token` too, and returns `(result, token)`, or the token alone
+    where the operation has no result. Type checkers take the signatures from _tokens.pyi."""
+    signature = inspect.signature(function)
+    has_result = signature.return_annotation is not None
+
+    if has_result:
+
+        @functools.wraps(function)
+        def call(*args: Any, token: Any = None, **kwargs: Any) -> Any:
+            return function(*args, **kwargs), _TOKEN if token is None else token
+
+    else:
+
+        @functools.wraps(function)
+        def call(*args: Any, token: Any = None, **kwargs: Any) -> Any:
+            function(*args, **kwargs)
+            return _TOKEN if token is None else token
+
+    parameters = [
+        *signature.parameters.values(),
+        inspect.Parameter("token", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Any),
+    ]
+    result = tuple[Any, Token] if has_result else Token
+    call.__signature__ = signature.replace(parameters=parameters, return_annotation=result)  # type: ignore[attr-defined]
+    call.__annotations__ = {**{p.name: p.annotation for p in parameters}, "return": result}
+    call.__doc__ = _documented(inspect.cleandoc(function.__doc__ or ""))
+    call.__module__ = "jaxmpi"
+    del call.__wrapped__  # type: ignore[attr-defined]  # which takes no token
+    return call
+
+
+def _documented(text: str) -> str:
+    """The docstring with the token among the arguments and the results."""
+    before, arguments, after = re.split(r"(?<=Args:\n)(.*?(?=\n\n|$))", text, maxsplit=1, flags=re.DOTALL)
+    arguments += "\n  token: accepted, handed back, and not needed."
+    if "Returns:\n" not in after:
+        return f"{before}{arguments}\n\nReturns:\n  A token.{after}"
+    start, result = after.split("Returns:\n  ")
+    return f"{before}{arguments}{start}Returns:\n  `(result, token)`: {result[0].lower()}{result[1:]}"
+
+
+allgather = with_token(operations.allgather)
+allgatherv = with_token(operations.allgatherv)
+allreduce = with_token(operations.allreduce)
+alltoall = with_token(operations.alltoall)
+alltoallv = with_token(operations.alltoallv)
+barrier = with_token(operations.barrier)
+bcast = with_token(operations.bcast)
+exscan = with_token(operations.exscan)
+gather = with_token(operations.gather)
+gatherv = with_token(operations.gatherv)
+iallreduce = with_token(nonblocking.iallreduce)
+ialltoall = with_token(nonblocking.ialltoall)
+ibarrier = with_token(nonblocking.ibarrier)
+ibcast = with_token(nonblocking.ibcast)
+irecv = with_token(nonblocking.irecv)
+isend = with_token(nonblocking.isend)
+neighbor_allgather = with_token(operations.neighbor_allgather)
+neighbor_alltoall = with_token(operations.neighbor_alltoall)
+recv = with_token(operations.recv)
+reduce = with_token(operations.reduce)
+reduce_scatter = with_token(operations.reduce_scatter)
+scan = with_token(operations.scan)
+scatter = with_token(operations.scatter)
+scatterv = with_token(operations.scatterv)
+send = with_token(operations.send)
+sendrecv = with_token(operations.sendrecv)
+wait = with_token(nonblocking.wait)
+waitall = with_token(nonblocking.waitall)
