@@ -361,6 +361,7 @@ static ffi_error *by_plan(struct call *c) {
 ffi_error *BODY(exchange)(struct call *c) { return by_plan(c); }
 ffi_error *BODY(neighbor_allgather)(struct call *c) { return by_plan(c); }
 ffi_error *BODY(neighbor_alltoall)(struct call *c) { return by_plan(c); }
+ffi_error *BODY(redistribute)(struct call *c) { return by_plan(c); }
 
 int post_send(const struct call *call, intptr_t *request) {
   ARGUMENTS(send, (struct call *)(uintptr_t)call);

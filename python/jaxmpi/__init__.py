@@ -30,6 +30,7 @@ if _module_to_run() not in ("jaxmpi.run", "jaxmpi.info", "jaxmpi.trace"):
     # isort: split
     from jaxmpi import compat, notoken
     from jaxmpi._grid.grid import Grid
+    from jaxmpi._grid.redistribute import iredistribute, redistribute
     from jaxmpi._operations.nonblocking import Request
     from jaxmpi._operations.operations import (
         has_cuda_support,
@@ -95,12 +96,14 @@ if _module_to_run() not in ("jaxmpi.run", "jaxmpi.info", "jaxmpi.trace"):
         "ibcast",
         "invariant",
         "irecv",
+        "iredistribute",
         "isend",
         "jit",
         "neighbor_allgather",
         "neighbor_alltoall",
         "notoken",
         "recv",
+        "redistribute",
         "reduce",
         "reduce_scatter",
         "replicate",

@@ -37,6 +37,7 @@ static const struct {
     {"neighbor_allgather", {"comm", "derivative", "plan"}},
     {"neighbor_alltoall", {"comm", "derivative", "plan"}},
     {"recv", {"comm", "leaf", "source", "status", "tag"}},
+    {"redistribute", {"comm", "derivative", "plan"}},
     {"reduce", {"comm", "derivative", "op", "root"}},
     {"reduce_scatter", {"comm", "derivative", "op"}},
     {"reduce_scatterv", {"comm", "derivative", "leaf", "op", "row"}},

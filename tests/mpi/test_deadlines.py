@@ -196,10 +196,10 @@ TURNS = {
     "tangent": (
         "it belongs to a derivative",
         """
-        from jaxmpi import _tags
+        from jaxmpi._mpi import tags
         begin = lambda: notoken.send(x, 0, tag=4)
         call = lambda: same(jax.jvp(lambda x: notoken.recv(x, 1, tag=4), (x,), (x,))[1], 2 * x)
-        second = lambda: notoken.send(2 * x, 0, tag=_tags.sent(4, True))
+        second = lambda: notoken.send(2 * x, 0, tag=tags.sent(4, True))
         """,
     ),
     "gradient": (

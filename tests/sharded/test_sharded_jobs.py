@@ -324,8 +324,8 @@ def test_a_program_that_was_not_looked_at(job):
     """If JAX no longer executes programs by way of what jaxmpi replaces, XLA gets no communicator, and says so."""
     text = """
     jax.devices()
-    from jaxmpi import _sharded
-    _sharded._ready = lambda execute: None
+    from jaxmpi._sharded import communicators
+    communicators._ready = lambda execute: None
     total()
     """
     done = job(text, check=False)

@@ -12,6 +12,7 @@ from mpi4py import MPI
 
 from jaxmpi._grid import arguments as given
 from jaxmpi._grid import halos
+from jaxmpi._grid.divisions import best_division
 from jaxmpi._grid.halos import Halo, Layout, Rules
 from jaxmpi._mpi import communicators
 from jaxmpi._operations import operations
@@ -124,10 +125,7 @@ class Grid:
     def neighbor(self, axis: int, distance: int = 1) -> int:
         """The rank `distance` processes further along an axis; `MPI.PROC_NULL` beyond a wall."""
         there = list(self.coordinates)
-        axis, distance = given.integer(axis, "axis"), given.integer(distance, "distance")
-        if not -len(there) <= axis < len(there):
-            raise ValueError(f"Grid: there is no axis {axis} in a grid of {len(there)}.")
-        axis %= len(there)
+        axis, distance = self._axis(axis), given.integer(distance, "distance")
         there[axis] += distance
         if self.periodic[axis]:
             there[axis] %= self.processes[axis]
@@ -149,6 +147,59 @@ class Grid:
         """Start and size of a block along each axis."""
         at, blocks = self._layout.coordinates(rank), self._layout.blocks
         return [(sum(b[:i]), b[i] + extra) for b, i, extra in zip(blocks, at, staggered, strict=True)]
+
+    def _same_ranks(self, other: "Grid") -> bool:
+        """Whether the communicator of another grid has the same ranks in the same order. Nothing is communicated."""
+        if self._comm is other._comm:
+            return True
+        return MPI.Comm.Compare(self._mpi, other._mpi) in (MPI.IDENT, MPI.CONGRUENT)
+
+    def pencil(self, axis: int) -> "Grid":
+        """The grid over the same ranks in which an axis is whole: each process has all cells along it.
+
+        The processes along this axis are moved to the others, in the way that makes the largest block smallest; of
+        several such ways in the one with the fewest messages between the two grids, then in the one that leaves most
+        axes as they are, then as evenly as can be, and rather along the first axes than along the last.
+        `jaxmpi.redistribute` moves data between the two grids.
+
+        Args:
+          axis: an axis of the grid.
+
+        Returns:
+          A `Grid` of the same global shape, periodicity and communicator. Axes whose processes stay as many keep their
+          blocks; others are divided as evenly as can be. An axis that is whole already: this grid.
+
+        Raises:
+          ValueError: there is no such axis, or the grid has one axis alone and several processes.
+        """
+        self._need_shape("pencil")
+        axis = self._axis(axis)
+        if self.processes[axis] == 1:
+            return self
+        if len(self.processes) == 1:
+            raise ValueError(
+                f"Grid.pencil: a grid of one axis with {self.processes[0]} processes: where that axis is whole there "
+                "is no other one to divide. Use a grid of two axes or more."
+            )
+        dims = best_division(self.global_shape, self.processes, axis)
+        shape = [
+            blocks if len(blocks) == number else size
+            for blocks, number, size in zip(self._layout.blocks, dims, self.global_shape, strict=True)
+        ]
+        return self._like(dims, shape)
+
+    def _like(self, processes: Sequence[int], shape: Sequence[int | Sequence[int]]) -> "Grid":
+        """A grid over the same ranks with other processes or another shape."""
+        made = object.__new__(Grid)
+        made._comm, made._mpi, made._has_shape = self._comm, self._mpi, True
+        made._layout = Layout(given.blocks(shape, tuple(processes)), self.periodic)
+        return made
+
+    def _axis(self, axis: int) -> int:
+        found = given.integer(axis, "axis")
+        if not -len(self.processes) <= found < len(self.processes):
+            raise ValueError(f"Grid: there is no axis {found} in a grid of {len(self.processes)}.")
+        return found % len(self.processes)
 
     # --- the exchange ----------------------------------------------------------------------------------------------
 

@@ -259,7 +259,9 @@ def _tangent_exchange_start(primals, tangents, results, params):
 
 def _transpose_exchange_start(cotangents, templates, params):
     which = internals.inexact_among(templates)
-    zeros = [jnp.zeros(x.shape, x.dtype) for x in templates]
+    # Its fields are those of the adjoint, which begin as zeros.
+    fields = params["pattern"].results(templates, params["places"], params["adjoint"])
+    zeros = [jnp.zeros(x.shape, x.dtype) for x in fields]
     needed = {NEEDED: True}  # as in `_wait_for_adjoint`
     return _finish_of(zeros, which, cotangents[0], params, of_cotangent, not params["adjoint"], **needed)
 
@@ -314,7 +316,7 @@ ROWS = (
     Row("after", lambda avals, p: [], transpose=lambda *_: []),
     Row(
         "exchange_finish",
-        lambda avals, p: p["pattern"].results(avals[:-1], p["adjoint"]),
+        lambda avals, p: p["pattern"].results(avals[:-1], p["places"], p["adjoint"]),
         plan=_plan_of_finish,
         transpose=_transpose_exchange_finish,
         waits=True,

@@ -326,7 +326,7 @@ def _row_by_plan(name: str) -> Row:
 
     return Row(
         name,
-        lambda avals, p: p["pattern"].results(avals, p["adjoint"]),
+        lambda avals, p: p["pattern"].results(avals, p["places"], p["adjoint"]),
         plan=plan,
         batch=lambda p: p["pattern"].batch(p["adjoint"]),
         tangent=lambda p: tangent,
@@ -536,6 +536,7 @@ ROWS = (
     Row("invariant", _same, _largest, transpose=_transpose_invariant, silent=True),
     _row_by_plan("neighbor_allgather"),
     _row_by_plan("neighbor_alltoall"),
+    _row_by_plan("redistribute"),
     Row("recv", _same, templates=lambda p: 1, refuse=refuse_half, transpose=_transpose_recv),
     Row(
         "reduce",

@@ -1,0 +1,174 @@
+"""Redistribution: blocks of one division of a global array become blocks of another one.
+
+Both divisions are grids over the same ranks. Each cell of the global array goes from the rank in whose block it is to
+the rank in whose block it is to be; blocks are boxes, so what one rank has for another is a box too, and both know it
+from the two divisions. A rank sends one message to each rank whose block its own meets, and to no other.
+
+A staggered field has one point more along an axis, and blocks that meet there have it in common. The block behind the
+point sends it, except for the last point of the axis, and each block that contains it receives it.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmpi._grid.halos import Layout, Widths
+from jaxmpi._mpi import plans
+from jaxmpi._mpi.plans import Box, Move, Plan
+
+Interval = tuple[int, int]
+"""Start and end of cells along one axis of the global array."""
+
+Place = tuple[tuple[int, ...], tuple[bool, ...]]
+"""The axes of a field that are the grids', from the end, in the grids' order; along which of them it is staggered."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """A layout of blocks, and the halos around them in the arrays."""
+
+    layout: Layout
+    widths: Widths
+
+    def owned(self, axis: int, at: int, staggered: bool) -> Interval:
+        """The cells along an axis that the processes `at` it have to give."""
+        start, end = self.contained(axis, at, False)
+        last = at == len(self.layout.blocks[axis]) - 1
+        return start, end + (staggered and last)
+
+    def contained(self, axis: int, at: int, staggered: bool) -> Interval:
+        """The cells along an axis in the blocks of the processes `at` it."""
+        sizes = self.layout.blocks[axis]
+        start = sum(sizes[:at])
+        return start, start + sizes[at] + staggered
+
+    def shape(self, rank: int, shape: Sequence[int], place: Place) -> tuple[int, ...]:
+        """The shape of a rank's array, from that of any rank's."""
+        sizes = list(shape)
+        for axis, extra, size, pair in zip(*place, self.layout.block(rank), self.widths, strict=True):
+            sizes[axis] = size + extra + sum(pair)
+        return tuple(sizes)
+
+
+@dataclass(frozen=True)
+class Redistribution:
+    """The pattern of a redistribution on one rank."""
+
+    rank: int
+    source: Division
+    target: Division
+    aliases = False
+
+    def linear(self, places: tuple[Place, ...]) -> tuple[Place, ...]:
+        return places
+
+    def behind(self, place: Place, axes: int) -> Place:
+        """The place of a field that has that many axes more, behind all of its own."""
+        chosen, staggered = place
+        return tuple(axis - axes for axis in chosen), staggered
+
+    def batch(self, adjoint: bool) -> tuple[int, int]:
+        return 0, 0
+
+    def results(self, avals: Sequence[Any], places: tuple[Place, ...], adjoint: bool) -> list[Any]:
+        there = self.source if adjoint else self.target
+        return [
+            jax.ShapeDtypeStruct(there.shape(self.rank, x.shape, place), x.dtype)
+            for x, place in zip(avals, places, strict=True)
+        ]
+
+    def plan(self, rank: int, avals: tuple[Any, ...], places: tuple[Place, ...], adjoint: bool) -> Plan:
+        return _plan(self, avals, places, adjoint)
+
+
+def best_division(shape: Sequence[int], processes: Sequence[int], whole: int) -> tuple[int, ...]:
+    """Numbers of processes, one along the axis `whole`, by the rule of `Grid.pencil`."""
+
+    def cost(dims: Sequence[int]) -> tuple[int, int, int, int, tuple[int, ...]]:
+        largest = math.prod(-(-size // number) for size, number in zip(shape, dims, strict=True))
+        messages = math.prod(-(-new // old) for new, old in zip(dims, processes, strict=True))
+        changed = sum(new != old for new, old in zip(dims, processes, strict=True))
+        # Of several the one that cuts the last axis least: rows along it are contiguous in memory.
+        return largest, messages, changed, max(dims), tuple(dims[::-1])
+
+    return min(_factorizations(math.prod(processes), len(shape), whole), key=cost)
+
+
+def _factorizations(number: int, axes: int, whole: int) -> Iterator[tuple[int, ...]]:
+    """All numbers of processes along the axes whose product is this one, with one along the axis `whole`."""
+    if axes == 0:
+        if number == 1:
+            yield ()
+        return
+    for first in [1] if whole == 0 else [n for n in range(1, number + 1) if number % n == 0]:
+        for rest in _factorizations(number // first, axes - 1, whole - 1):
+            yield (first, *rest)
+
+
+def _meeting(mine: Interval, theirs: Sequence[Interval]) -> list[tuple[int, Interval]]:
+    """The intervals that have cells in common with this one: the number of each, and those cells."""
+    common = ((at, (max(mine[0], start), min(mine[1], end))) for at, (start, end) in enumerate(theirs))
+    return [(at, (start, end)) for at, (start, end) in common if start < end]
+
+
+def _boxes(
+    here: Sequence[Interval], there: Sequence[Sequence[Interval]], layout: Layout
+) -> Iterator[tuple[int, tuple[Interval, ...]]]:
+    """The ranks of a layout whose boxes meet the box `here`, and the cells that they have in common with it; `there`
+    are the intervals of the layout along each axis."""
+    for chosen in itertools.product(*map(_meeting, here, there)):
+        yield layout.rank([at for at, _ in chosen]), tuple(common for _, common in chosen)
+
+
+def _box(cells: Sequence[Interval], division: Division, rank: int, shape: Sequence[int], axes: Sequence[int]) -> Box:
+    """Cells of the global array, in the array of a rank."""
+    starts, counts = [0] * len(shape), list(shape)
+    at = division.layout.coordinates(rank)
+    for axis, (place, (start, end)) in enumerate(zip(axes, cells, strict=True)):
+        origin = division.contained(axis, at[axis], False)[0]
+        starts[place], counts[place] = start - origin + division.widths[axis][0], end - start
+    return Box(tuple(starts), tuple(counts), (1,) * len(shape))
+
+
+@plans.cached
+def _plan(pattern: Redistribution, avals: tuple[Any, ...], places: tuple[Place, ...], adjoint: bool) -> Plan:
+    rank, source, target = pattern.rank, pattern.source, pattern.target
+    moves: list[Move] = []
+    facts = []
+    for leaf, (aval, place) in enumerate(zip(avals, places, strict=True)):
+        axes, staggered = place
+        count = range(len(axes))
+        owned = [[source.owned(i, at, staggered[i]) for at in range(len(source.layout.blocks[i]))] for i in count]
+        wanted = [[target.contained(i, at, staggered[i]) for at in range(len(target.layout.blocks[i]))] for i in count]
+        # The arrays of other ranks have other shapes, but only what is of this rank is looked at in a move.
+        shapes = [division.shape(rank, aval.shape, place) for division in (source, target)]
+        of_source = [owned[i][at] for i, at in enumerate(source.layout.coordinates(rank))]
+        of_target = [wanted[i][at] for i, at in enumerate(target.layout.coordinates(rank))]
+        for other, cells in _boxes(of_source, wanted, target.layout):
+            read = _box(cells, source, rank, shapes[0], axes)
+            written = _box(cells, target, rank, shapes[1], axes) if other == rank else read
+            moves.append(Move((0,), leaf, rank, read, other, written))
+        for other, cells in _boxes(of_target, owned, source.layout):
+            if other != rank:
+                written = _box(cells, target, rank, shapes[1], axes)
+                moves.append(Move((0,), leaf, other, written, rank, written))
+        rest = tuple(size for i, size in enumerate(aval.shape) if i - len(aval.shape) not in axes)
+        facts.append((tuple(axis % len(aval.shape) for axis in axes), rest, staggered, np.dtype(aval.dtype).name))
+    adds = adjoint and any(map(any, (staggered for _, staggered in places)))
+    if adjoint:
+        moves = [move.reverse() for move in moves]
+    divisions = [(division.layout.blocks, division.widths) for division in (source, target)]
+    return plans.make(
+        rank,
+        avals,
+        moves,
+        results=pattern.results(avals, places, adjoint),
+        adds=adds,
+        zeroed=True,
+        signature=plans.signature("redistribute", divisions, facts, adjoint),
+    )

@@ -1,0 +1,340 @@
+"""Redistribution between random divisions, against slices of the global array by NumPy.
+
+hypothesis draws two divisions of the same array among some ranks; data are small integers, so that sums are exact.
+"""
+
+import itertools
+import math
+import os
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from mpi4py import MPI
+
+import jaxmpi
+from jaxmpi._grid.divisions import best_division
+from support import drawing
+from support.table import NEW_JAX, draw, dtype_of
+
+EXAMPLES = int(os.environ.get("JAXMPI_TEST_GRIDS", "16"))
+DTYPES = ["float32", "float64", "int32", "bool", "complex64", "bfloat16", "complex128", "uint8", "float8_e5m2"]
+SUMMED = ["float32", "float64", "complex64", "complex128", "bfloat16", "float16"]
+WAYS = {"eager": lambda f: f, "jit": jaxmpi.jit, "jax.jit": jax.jit}
+derivatives = pytest.mark.skipif(not NEW_JAX, reason="this JAX has no derivatives of communication")
+
+
+@dataclass(frozen=True)
+class Field:
+    dtype: str
+    staggered: tuple[bool, ...]
+    others: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    blocks: tuple[tuple[tuple[int, ...], ...], ...]
+    """Of source and target, along each axis the cells of each process."""
+    widths: tuple[tuple[tuple[int, int], ...], ...]
+    trailing: bool
+    """The axes that are not the grids' come last."""
+    fields: tuple[Field, ...]
+    way: str
+    starts: bool
+    """Started and waited for."""
+    seed: int
+
+    @property
+    def ranks(self):
+        return math.prod(map(len, self.blocks[0]))
+
+    @property
+    def axes(self):
+        return tuple(range(len(self.blocks[0]))) if self.trailing else None
+
+    def grids(self, comm):
+        return [jaxmpi.Grid(tuple(map(len, blocks)), blocks, comm=comm) for blocks in self.blocks]
+
+    def whole(self, field, seed):
+        sizes = [sum(blocks) + extra for blocks, extra in zip(self.blocks[0], field.staggered, strict=True)]
+        shape = (*sizes, *field.others) if self.trailing else (*field.others, *sizes)
+        return draw(shape, dtype_of(field.dtype), seed, self.seed)
+
+    def block(self, which, field, at, whole, halo):
+        """The block of the process `at` these coordinates, cut from the global array, in a halo of one value."""
+        index, pads = [], []
+        for axis, blocks in enumerate(self.blocks[which]):
+            start = sum(blocks[: at[axis]])
+            index.append(slice(start, start + blocks[at[axis]] + field.staggered[axis]))
+            pads.append(self.widths[which][axis])
+        rest, none = (Ellipsis,), [(0, 0)] * len(field.others)
+        cut = whole[(*index, *rest) if self.trailing else (*rest, *index)]
+        padded = np.full([n + sum(p) for n, p in zip(cut.shape, [*pads, *none] if self.trailing else [*none, *pads],
+                                                     strict=True)], halo, cut.dtype)  # fmt: skip
+        inner = [slice(low, low + n) for n, (low, _) in zip(cut.shape, [*pads, *none] if self.trailing
+                                                            else [*none, *pads], strict=True)]  # fmt: skip
+        padded[tuple(inner)] = cut
+        return padded
+
+    def call(self, grids, fields, back=False):
+        source, target = grids[::-1] if back else grids
+        widths = self.widths[::-1] if back else self.widths
+        more = {"axes": self.axes, "source_width": widths[0], "target_width": widths[1]}
+        if self.starts:
+            return jaxmpi.notoken.wait(jaxmpi.iredistribute(fields, source, target, **more))
+        return jaxmpi.redistribute(fields, source, target, **more)
+
+
+def divided(draw, number, total):
+    """Sizes of so many blocks, of which some may be empty, with this sum."""
+    ends = sorted(draw(st.lists(st.integers(0, total), min_size=number - 1, max_size=number - 1)))
+    return tuple(b - a for a, b in itertools.pairwise([0, *ends, total]))
+
+
+@st.composite
+def cases(draw, size, dtypes=DTYPES, staggered=True):
+    ranks = draw(st.integers(1, size))
+    dimensions = draw(st.integers(1, 4 if ranks > 1 else 2))
+    shape = [draw(st.integers(0 if dimensions > 1 else 1, 7)) for _ in range(dimensions)]
+    blocks, widths = [], []
+    for _ in range(2):
+        left, dims = ranks, []
+        for _ in range(dimensions - 1):
+            dims.append(draw(st.sampled_from([n for n in range(1, left + 1) if left % n == 0])))
+            left //= dims[-1]
+        dims = draw(st.permutations([*dims, left]))
+        blocks.append(tuple(divided(draw, number, total) for number, total in zip(dims, shape, strict=True)))
+        narrow = st.tuples(st.integers(0, 2), st.integers(0, 2))
+        none = draw(st.booleans())
+        widths.append(tuple((0, 0) if none else draw(narrow) for _ in shape))
+    field = st.builds(
+        Field,
+        st.sampled_from(dtypes),
+        st.tuples(*[st.booleans() if staggered and draw(st.booleans()) else st.just(False)] * dimensions),
+        st.lists(st.integers(0, 3), max_size=2).map(tuple),
+    )
+    return Case(
+        tuple(blocks),
+        tuple(widths),
+        draw(st.booleans()),
+        tuple(draw(st.lists(field, min_size=1, max_size=4))),
+        draw(st.sampled_from(list(WAYS))),
+        draw(st.booleans()),
+        draw(st.integers(0, 1000)),
+    )
+
+
+def given_and_expected(case, grids, seed):
+    source, target = grids
+    given, right = [], []
+    for i, field in enumerate(case.fields):
+        whole = case.whole(field, 10 * seed + i)
+        given.append(case.block(0, field, source.coordinates, whole, 1))
+        right.append(case.block(1, field, target.coordinates, whole, 0))
+    return given, right
+
+
+def equal(found, right, about):
+    assert found.dtype == right.dtype, about
+    np.testing.assert_array_equal(np.asarray(found), right, err_msg=str(about))
+
+
+def check_values(case, grids):
+    given, right = given_and_expected(case, grids, 0)
+    arrays = list(map(jnp.asarray, given))
+    results = WAYS[case.way](lambda fields: case.call(grids, fields))(arrays)
+    for found, expected, operand, before in zip(results, right, arrays, given, strict=True):
+        equal(found, expected, case)
+        equal(operand, before, case)
+    cleared = [np.asarray(case.block(0, field, grids[0].coordinates, case.whole(field, i), 0))
+               for i, field in enumerate(case.fields)]  # fmt: skip
+    for again, expected in zip(case.call(grids, results, back=True), cleared, strict=True):
+        equal(again, expected, case)
+
+
+def total(comm, xs, ys):
+    wide = lambda x: np.asarray(x).astype(np.complex128)  # noqa: E731
+    return comm.allreduce(complex(sum(np.sum(wide(x) * wide(y)) for x, y in zip(xs, ys, strict=True))))
+
+
+def check_derivatives(case, grids):
+    comm = grids[0].comm
+    primals, _ = given_and_expected(case, grids, 0)
+    tangents, of_tangents = given_and_expected(case, grids, 1)
+    _, cotangents = given_and_expected(case, grids, 2)
+    call = lambda fields: case.call(grids, fields)  # noqa: E731
+    _, forward = jax.jvp(call, (list(map(jnp.asarray, primals)),), (list(map(jnp.asarray, tangents)),))
+    for found, expected in zip(forward, of_tangents, strict=True):
+        equal(found, expected, case)
+    pullback = jax.vjp(call, list(map(jnp.asarray, primals)))[1]
+    (backward,) = pullback(list(map(jnp.asarray, cotangents)))
+    assert total(comm, forward, cotangents) == total(comm, tangents, backward), case
+    (again,) = jax.vjp(lambda cts: pullback(cts)[0], list(map(jnp.asarray, cotangents)))[1](
+        list(map(jnp.asarray, tangents))
+    )
+    for found, expected in zip(again, of_tangents, strict=True):
+        equal(found, expected, case)
+
+
+def check_batches(case, grids):
+    """A batch of some of the fields, along any axis, against one after the other."""
+    stacks, ins, where = [], [], []
+    for i, field in enumerate(case.fields):
+        mapped = i == 0 or case.seed % (i + 2) == 0
+        blocks = [case.block(0, field, grids[0].coordinates, case.whole(field, 2 * i + j * mapped), 1) for j in (0, 1)]
+        axis = case.seed % (blocks[0].ndim + 1)
+        stacks.append(blocks)
+        ins.append(jnp.stack(blocks, axis=axis) if mapped else jnp.asarray(blocks[0]))
+        where.append(axis if mapped else None)
+    outs = jax.vmap(lambda *fields: case.call(grids, list(fields)), tuple(where))(*ins)
+    for j in (0, 1):
+        alone = case.call(grids, [jnp.asarray(stack[j]) for stack in stacks])
+        for out, one in zip(outs, alone, strict=True):
+            equal(out[j], np.asarray(one), case)
+
+
+def run_cases(comm, strategy, check, examples):
+    def together(case):
+        part = comm.Split(0 if comm.rank < case.ranks else MPI.UNDEFINED)
+        try:
+            if comm.rank < case.ranks:
+                check(case, case.grids(part))
+        finally:
+            if comm.rank < case.ranks:
+                part.Free()
+
+    drawing.on_all_ranks(comm, strategy, together, examples)
+
+
+@pytest.mark.seconds(600)
+def test_random_divisions(comm, size):
+    run_cases(comm, cases(size), check_values, 2 * EXAMPLES)
+
+
+@derivatives
+@pytest.mark.seconds(600)
+def test_random_derivatives(comm, size):
+    run_cases(comm, cases(size, SUMMED), check_derivatives, EXAMPLES // 2)
+
+
+@pytest.mark.seconds(600)
+def test_random_batches(comm, size):
+    run_cases(comm, cases(size), check_batches, EXAMPLES // 2)
+
+
+def test_in_loops(comm, rank, size):
+    rows, columns = (jaxmpi.Grid(dims, (5, 7)) for dims in ((size, 1), (1, size)))
+    whole = np.arange(35.0).reshape(5, 7)
+
+    @jaxmpi.jit
+    def turned(x):
+        def step(_, x):
+            return 2 * jaxmpi.redistribute(jaxmpi.redistribute(x, rows, columns) + 1, columns, rows)
+
+        return jax.lax.fori_loop(0, 3, step, x)
+
+    np.testing.assert_array_equal(turned(jnp.asarray(whole[rows.slices])), (8 * whole + 14)[rows.slices])
+
+
+def test_typed_keys(comm, size):
+    rows, columns = (jaxmpi.Grid(dims, (4, 6)) for dims in ((size, 1), (1, size)))
+    keys = jax.random.split(jax.random.key(3), (4, 6))
+    found = jaxmpi.redistribute(keys[rows.slices], rows, columns)
+    np.testing.assert_array_equal(jax.random.key_data(found), jax.random.key_data(keys)[columns.slices])
+
+
+@pytest.mark.one_rank
+@pytest.mark.parametrize(
+    ("shape", "processes", "whole", "expected"),
+    [
+        ((64, 64, 64), (4, 1, 1), 0, (1, 4, 1)),
+        ((64, 64, 64), (1, 2, 3), 1, (2, 1, 3)),
+        ((64, 64, 64), (2, 1, 3), 2, (2, 3, 1)),
+        ((64, 2, 64), (4, 1, 1), 0, (1, 1, 4)),
+        ((64, 2, 2), (4, 1, 1), 0, (1, 2, 2)),
+        ((8, 8), (3, 1), 0, (1, 3)),
+        ((8, 8), (1, 3), 0, (1, 3)),
+    ],
+)
+def test_processes_of_pencils(shape, processes, whole, expected):
+    assert best_division(shape, processes, whole) == expected
+
+
+def test_pencils(comm, rank, size):
+    grid = jaxmpi.Grid((0, 0, 1), (6, 5, 4))
+    for axis in (0, 1, 2, -1):
+        pencil = grid.pencil(axis)
+        assert pencil.processes[axis] == 1
+        assert pencil.local_shape[axis] == grid.global_shape[axis]
+        assert pencil.global_shape == grid.global_shape
+        whole = np.arange(120.0).reshape(6, 5, 4)
+        found = jaxmpi.redistribute(jnp.asarray(whole[grid.slices]), grid, pencil)
+        np.testing.assert_array_equal(found, whole[pencil.slices])
+    assert grid.pencil(2) is grid
+    uneven = jaxmpi.Grid((1, size), (4, [1] * (size - 1) + [9]))
+    assert uneven.pencil(0) is uneven
+
+
+def grids(size):
+    return jaxmpi.Grid((size, 1), (4, 6)), jaxmpi.Grid((1, size), (4, 6))
+
+
+BAD = [
+    (lambda s, t, x: jaxmpi.redistribute(x, s, (1, 2)), TypeError, "target must be a jaxmpi.Grid, got"),
+    (lambda s, t, x: jaxmpi.redistribute(x, 3, t), TypeError, "source must be a jaxmpi.Grid, got"),
+    (lambda s, t, x: jaxmpi.redistribute(x, s, jaxmpi.Grid(t.processes)), ValueError, "needs the shape of global"),
+    (lambda s, t, x: jaxmpi.redistribute(x, s, jaxmpi.Grid(t.processes, (4, 7))), ValueError, "divide the same arrays"),
+    (lambda s, t, x: jaxmpi.redistribute(x, s, jaxmpi.Grid(s.comm.size, 24)), ValueError, "divide the same arrays"),
+    (lambda s, t, x: jaxmpi.redistribute(x[:, :-1], s, t), ValueError, "cells along the axes of the grid"),
+    (lambda s, t, x: jaxmpi.redistribute(x, s, t, source_width=1), ValueError, "cells along the axes of the grid"),
+    (lambda s, t, x: jaxmpi.redistribute(x, s, t, axes=(0,)), ValueError, "pass one for each of them"),
+    (lambda s, t, x: jaxmpi.redistribute(x, s, t, axes=(0, 0)), ValueError, "an axis is named twice"),
+    (lambda s, t, x: jaxmpi.redistribute(x, s, t, target_width=-1), ValueError, "0 or more"),
+    (lambda s, t, x: jaxmpi.redistribute("text", s, t), TypeError, "must hold JAX arrays"),
+    (lambda s, t, x: jaxmpi.iredistribute([x] * 101, s, t), ValueError, "at most 100"),
+    (lambda s, t, x: s.pencil(2), ValueError, "no axis 2"),
+    (lambda s, t, x: s.pencil("x"), TypeError, "axis must be a Python or NumPy integer"),
+    (lambda s, t, x: jaxmpi.Grid(s.comm.size).pencil(0), ValueError, "needs the shape"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "words"), BAD)
+def test_bad_calls(call, error, words, comm, size):
+    source, target = grids(size)
+    with pytest.raises(error, match=words):
+        call(source, target, jnp.ones(source.local_shape))
+
+
+@pytest.mark.ranks(2)
+def test_other_ranks(comm, rank, size):
+    source, _ = grids(size)
+    opposite = comm.Split(0, -rank)
+    target = jaxmpi.Grid((1, size), (4, 6), comm=opposite)
+    with pytest.raises(ValueError, match="of other ranks, or of the same in another order"):
+        jaxmpi.redistribute(jnp.ones(source.local_shape), source, target)
+    opposite.Free()
+    with pytest.raises(ValueError, match="where that axis is whole there is no other one"):
+        jaxmpi.Grid(size, 8).pencil(0)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_differ_get_an_error(comm, rank, size):
+    part = comm.Split(rank // 2)
+    if part.size == 2:
+        source, target = (jaxmpi.Grid(dims, (4, 6), comm=part) for dims in ((2, 1), (1, 2)))
+        other = jaxmpi.Grid((1, 2), (4, [2, 4]), comm=part)
+        x = jnp.arange(12.0).reshape(2, 6)
+        for call in (
+            lambda: jaxmpi.redistribute(x.astype("float32"), source, target),
+            lambda: jaxmpi.redistribute((x, x), source, target),
+            lambda: jaxmpi.redistribute(x, source, other),
+            lambda: jaxmpi.redistribute(x, source, target, target_width=1),
+        ):
+            with pytest.raises(jax.errors.JaxRuntimeError, match=r"has sent something else|the ranks differ"):
+                jax.block_until_ready(call() if part.rank else jaxmpi.redistribute(x, source, target))
+            right = jaxmpi.redistribute(x + 12 * part.rank, source, target)
+            np.testing.assert_array_equal(right, np.arange(24.0).reshape(4, 6)[target.slices])
+    part.Free()
