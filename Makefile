@@ -69,7 +69,7 @@ $(READY): $(VENV)/.built $(VENV)/.test
 demo: $(VENV)/.built ## the shallow-water model on 2 ranks, with a picture and an animation
 	$(RUN) -n 2 examples/shallow_water.py --save-animation --output-dir $(OUTPUT)
 
-# CASES=--brief: of tests that start jobs or are slow two cases at most, and nothing that is seldom needed.
+# CASES=--brief: of tests that start jobs or are slow two cases at most, and nothing that is left to the night.
 CASES ?=
 # How jobs end, several hosts, long programs, timelines, benchmarks, the wheel: `make test-all` has them.
 NOT_EACH_TIME := $(patsubst %,--ignore-glob=tests/*/test_%.py,faults launcher injected sharded_jobs two_hosts run_devices device grid_examples grid_jobs sharded_examples benchmarks soak timeline wheel)

@@ -99,7 +99,7 @@ def pytest_addoption(parser):
         "--brief",
         action="store_true",
         help="of a test that starts jobs or is slow, two cases at most: the first and the last; fewer random cases; "
-        "what hardly depends on the number of ranks on 2 ranks alone; nothing that is seldom needed",
+        "what hardly depends on the number of ranks on 2 ranks alone; nothing that is left to the night",
     )
 
 
@@ -124,7 +124,7 @@ def _shorten(config, items):
     """Of each test that starts jobs or is slow its first and its last case: they take most of the time of all tests.
 
     A slow test may name a parameter, each value of which has a first and a last case. What hardly depends on the number
-    of ranks runs on two, and what is seldom needed not at all.
+    of ranks runs on two, and what is left to the night not at all.
     """
     cases, left_out = {}, set()
     for item in items:

@@ -1,8 +1,9 @@
 """All ranks take part in a derivative: whatever JAX opens, on whichever rank it depends on nothing.
 
 Each function here is one on all ranks, with an operand, a result or a whole nested function that depends on nothing on
-some of them. Adjoints by the dot-product test and tangents by finite differences, as in test_adjoint; a message that a
-derivative has left over would be received by the next operation, so each test ends with one of known values.
+some of them. Adjoints by the dot-product test, tangents by finite differences, as support/derivatives.py has them; a
+message that a derivative has left over would be received by the next operation, so each test ends with one of known
+values.
 """
 
 import functools
@@ -14,10 +15,10 @@ import pytest
 from jax import lax
 from jax._src.lax.control_flow import solves
 from mpi4py import MPI
-from test_adjoint import between_ranks, check, draw, needs_new_jax
 
 import jaxmpi
 from jaxmpi import notoken
+from support.derivatives import between_ranks, check, draw, needs_new_jax
 
 few = pytest.mark.skipif(MPI.COMM_WORLD.size > 3, reason="takes too long on more ranks than cores")
 pytestmark = [needs_new_jax, pytest.mark.ranks(2), pytest.mark.slow, few]
