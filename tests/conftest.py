@@ -1,10 +1,10 @@
 """The same suite on any number of ranks: `pytest`, or `python -m jaxmpi.run -n N -m pytest`.
 
 Every rank runs every test. Rank 0 reports; another rank writes to a buffer that is shown if one of its tests fails.
-A test that takes too long prints all stacks and ends the job, so a deadlock fails instead of hanging.
+A test that takes too long prints all stacks and ends the job and what it has started (support/limits.py), so a deadlock
+fails instead of hanging.
 """
 
-import faulthandler
 import io
 import os
 import sys
@@ -14,7 +14,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from support import drawing, quick, simulated
+from support import drawing, limits, quick, simulated
 
 simulated.begin()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -32,11 +32,12 @@ from mpi4py import MPI  # noqa: E402
 if os.environ.get("JAXMPI_TEST_SYNCHRONOUS"):  # JAX reads no variable for that
     jax.config.update("jax_cpu_enable_async_dispatch", False)
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-if SIZE > 1:  # in one folder the ranks would remove each other's old files at the same time
+if SIZE == 1:  # otherwise the launcher ends all ranks
+    limits.begin()
+else:  # in one folder the ranks would remove each other's old files at the same time
     own = Path(tempfile.gettempdir()) / f"jaxmpi-tests-of-rank-{RANK}"
     own.mkdir(exist_ok=True)
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(own))
-SECONDS = float(os.environ.get("JAXMPI_TEST_SECONDS", "120"))
 _hidden = io.StringIO()
 _device = simulated.Device() if simulated.TRANSPORT else None
 
@@ -51,9 +52,9 @@ def pytest_configure(config):
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
     marker = item.get_closest_marker("seconds")
-    faulthandler.dump_traceback_later(marker.args[0] if marker else SECONDS, exit=True, file=sys.__stderr__)
+    limits.start(marker.args[0] if marker else limits.SECONDS)
     result = yield
-    faulthandler.cancel_dump_traceback_later()
+    limits.stop()
     return result
 
 
