@@ -29,6 +29,8 @@ import jax  # noqa: E402 (what is set above counts from here on)
 import pytest  # noqa: E402
 from mpi4py import MPI  # noqa: E402
 
+from support import selection  # noqa: E402
+
 if os.environ.get("JAXMPI_TEST_SYNCHRONOUS"):  # JAX reads no variable for that
     jax.config.update("jax_cpu_enable_async_dispatch", False)
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
@@ -104,50 +106,12 @@ def pytest_addoption(parser):
     )
 
 
-def _left_out(item):
-    """Why a test says nothing on so many ranks; empty if it does."""
-    marker = item.get_closest_marker("ranks")
-    if marker and marker.args[0] > SIZE:
-        return f"needs {marker.args[0]} ranks"
-    marker = item.get_closest_marker("max_ranks")
-    if marker and marker.args[0] < SIZE:
-        return f"says all it can on {marker.args[0]} ranks"
-    if item.get_closest_marker("gpu") and jax.default_backend() == "cpu":
-        return "needs a GPU: make test-gpu"
-    if item.get_closest_marker("launches") and SIZE > 1:
-        return "launches processes of its own, runs on one rank"
-    if item.get_closest_marker("one_rank") and SIZE > 1:
-        return "has nothing to do with other ranks, runs on one"
-    return ""
-
-
-def _shorten(config, items):
-    """Of each test that starts jobs or is slow its first and its last case: they take most of the time of all tests.
-
-    A slow test may name a parameter, each value of which has a first and a last case. What hardly depends on the number
-    of ranks runs on two, and what is left to the night not at all.
-    """
-    cases, left_out = {}, set()
-    for item in items:
-        if item.get_closest_marker("nightly"):
-            left_out.add(id(item))
-            continue
-        if item.get_closest_marker("two_ranks_suffice") and SIZE != 2 and not item.get_closest_marker("one_rank"):
-            left_out.add(id(item))
-        slow = item.get_closest_marker("slow")
-        if (slow or item.get_closest_marker("launches")) and not _left_out(item):
-            values = [str(item.callspec.params[name]) for name in slow.args] if slow else []
-            cases.setdefault((item.nodeid.partition("[")[0], *values), []).append(item)
-    left_out |= {id(item) for found in cases.values() for item in found[1:-1]}
-    config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
-    items[:] = [item for item in items if id(item) not in left_out]
-
-
 def pytest_collection_modifyitems(config, items):
     if config.getoption("brief"):
-        _shorten(config, items)
+        items[:], others = selection.shortened(items, SIZE)
+        config.hook.pytest_deselected(items=others)
     for item in items:
-        if why := _left_out(item):
+        if why := selection.left_out(item, SIZE):
             item.add_marker(pytest.mark.skip(reason=why))
 
 
