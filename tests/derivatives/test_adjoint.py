@@ -197,7 +197,7 @@ REDUCTIONS = {
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("name", REDUCTIONS)
-def test_reduction(name, op, comm, rank, size):
+def test_derivatives_of_reductions(name, op, comm, rank, size):
     for root in range(size) if name == "reduce" else [0]:
 
         def f(x, root=root):
@@ -491,7 +491,7 @@ def test_cond_and_while(comm, rank, size):
     np.testing.assert_allclose(tangent, (loop(x + 1e-6 * v) - loop(x - 1e-6 * v)) / 2e-6, rtol=1e-6, atol=1e-8)
 
 
-def test_custom_rules(comm, rank, size):
+def test_custom_rules_that_communicate(comm, rank, size):
     """custom_vjp and custom_jvp functions that communicate, and linearize."""
 
     @jax.custom_vjp

@@ -374,7 +374,7 @@ PLACES = {
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("function", [cubed, lambda x: of_two(x, 0.5 * x), lambda x: by_hand(x, x)],
                          ids=["rule", "jvp", "by_hand"])  # fmt: skip
-def test_custom_jvp(function, place, comm, rank):
+def test_custom_jvp_of_an_operand_and_of_a_constant_on_one_rank(function, place, comm, rank):
     """Called with what depends on something, and with a constant on one rank."""
     x = draw((2,), float, rank, 0)
     check(PLACES[place](function), x, comm, rtol=1e-10)
@@ -736,7 +736,7 @@ def test_differentiated_with_respect_to_nothing(rank):
             jax.jvp(lambda _: notoken.bcast(jnp.ones(2), 0), ({},), ({},))
 
 
-def test_frozen_heap(comm, rank, size):
+def test_heap_that_the_garbage_collector_has_frozen(comm, rank, size):
     """Nothing depends on what the garbage collector knows."""
     import gc
 
