@@ -25,7 +25,7 @@ def shortened(items, size):
 
     Of each test that starts jobs or is slow it runs the first and the last case: these take most of the time of all
     tests. A slow test may name a parameter, each value of which has a first and a last case. What hardly depends on the
-    number of ranks runs on two, and what is left to the night not at all.
+    number of ranks runs on two, a slow test not on one if it can have more, and what is left to the night not at all.
     """
     cases, others = {}, set()
     for item in items:
@@ -35,6 +35,8 @@ def shortened(items, size):
         if item.get_closest_marker("two_ranks_suffice") and size != 2 and not item.get_closest_marker("one_rank"):
             others.add(id(item))
         slow = item.get_closest_marker("slow")
+        if slow and size == 1 and not item.get_closest_marker("launches") and not item.get_closest_marker("one_rank"):
+            others.add(id(item))
         if (slow or item.get_closest_marker("launches")) and not left_out(item, size):
             values = [str(item.callspec.params[name]) for name in slow.args] if slow else []
             cases.setdefault((item.nodeid.partition("[")[0], *values), []).append(item)
