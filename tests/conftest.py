@@ -1,10 +1,10 @@
 """The same suite on any number of ranks: `pytest`, or `python -m jaxmpi.run -n N -m pytest`.
 
 Every rank runs every test. Rank 0 reports; another rank writes to a buffer that is shown if one of its tests fails.
-A test that takes too long prints all stacks and ends the job, so a deadlock fails instead of hanging.
+A test that takes too long prints all stacks and ends the job and what it has started (support/limits.py), so a deadlock
+fails instead of hanging.
 """
 
-import faulthandler
 import io
 import os
 import sys
@@ -14,7 +14,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from support import drawing, quick, simulated
+from support import drawing, limits, quick, simulated
 
 simulated.begin()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -29,14 +29,17 @@ import jax  # noqa: E402 (what is set above counts from here on)
 import pytest  # noqa: E402
 from mpi4py import MPI  # noqa: E402
 
+from support import selection  # noqa: E402
+
 if os.environ.get("JAXMPI_TEST_SYNCHRONOUS"):  # JAX reads no variable for that
     jax.config.update("jax_cpu_enable_async_dispatch", False)
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-if SIZE > 1:  # in one folder the ranks would remove each other's old files at the same time
+if SIZE == 1:  # otherwise the launcher ends all ranks
+    limits.begin()
+else:  # in one folder the ranks would remove each other's old files at the same time
     own = Path(tempfile.gettempdir()) / f"jaxmpi-tests-of-rank-{RANK}"
     own.mkdir(exist_ok=True)
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(own))
-SECONDS = float(os.environ.get("JAXMPI_TEST_SECONDS", "120"))
 _hidden = io.StringIO()
 _device = simulated.Device() if simulated.TRANSPORT else None
 
@@ -51,9 +54,9 @@ def pytest_configure(config):
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
     marker = item.get_closest_marker("seconds")
-    faulthandler.dump_traceback_later(marker.args[0] if marker else SECONDS, exit=True, file=sys.__stderr__)
+    limits.start(marker.args[0] if marker else limits.SECONDS)
     result = yield
-    faulthandler.cancel_dump_traceback_later()
+    limits.stop()
     return result
 
 
@@ -99,54 +102,16 @@ def pytest_addoption(parser):
         "--brief",
         action="store_true",
         help="of a test that starts jobs or is slow, two cases at most: the first and the last; fewer random cases; "
-        "what hardly depends on the number of ranks on 2 ranks alone; nothing that is seldom needed",
+        "what hardly depends on the number of ranks on 2 ranks alone; nothing that is left to the night",
     )
-
-
-def _left_out(item):
-    """Why a test says nothing on so many ranks; empty if it does."""
-    marker = item.get_closest_marker("ranks")
-    if marker and marker.args[0] > SIZE:
-        return f"needs {marker.args[0]} ranks"
-    marker = item.get_closest_marker("max_ranks")
-    if marker and marker.args[0] < SIZE:
-        return f"says all it can on {marker.args[0]} ranks"
-    if item.get_closest_marker("gpu") and jax.default_backend() == "cpu":
-        return "needs a GPU: make test-gpu"
-    if item.get_closest_marker("launches") and SIZE > 1:
-        return "launches processes of its own, runs on one rank"
-    if item.get_closest_marker("one_rank") and SIZE > 1:
-        return "has nothing to do with other ranks, runs on one"
-    return ""
-
-
-def _shorten(config, items):
-    """Of each test that starts jobs or is slow its first and its last case: they take most of the time of all tests.
-
-    A slow test may name a parameter, each value of which has a first and a last case. What hardly depends on the number
-    of ranks runs on two, and what is seldom needed not at all.
-    """
-    cases, left_out = {}, set()
-    for item in items:
-        if item.get_closest_marker("nightly"):
-            left_out.add(id(item))
-            continue
-        if item.get_closest_marker("two_ranks_suffice") and SIZE != 2 and not item.get_closest_marker("one_rank"):
-            left_out.add(id(item))
-        slow = item.get_closest_marker("slow")
-        if (slow or item.get_closest_marker("launches")) and not _left_out(item):
-            values = [str(item.callspec.params[name]) for name in slow.args] if slow else []
-            cases.setdefault((item.nodeid.partition("[")[0], *values), []).append(item)
-    left_out |= {id(item) for found in cases.values() for item in found[1:-1]}
-    config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
-    items[:] = [item for item in items if id(item) not in left_out]
 
 
 def pytest_collection_modifyitems(config, items):
     if config.getoption("brief"):
-        _shorten(config, items)
+        items[:], others = selection.shortened(items, SIZE)
+        config.hook.pytest_deselected(items=others)
     for item in items:
-        if why := _left_out(item):
+        if why := selection.left_out(item, SIZE):
             item.add_marker(pytest.mark.skip(reason=why))
 
 

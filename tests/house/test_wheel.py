@@ -1,6 +1,8 @@
 """What is installed: developers run the sources as they lie, users a wheel."""
 
+import base64
 import compileall
+import hashlib
 import importlib.util
 import os
 import re
@@ -28,6 +30,25 @@ print("sum", notoken.allreduce(jnp.float32(3), MPI.SUM, comm=MPI.COMM_SELF))
 """
 
 
+def check_tag(wheel):
+    """It is for the oldest Python whose limited API is used, also inside; RECORD has what is in it."""
+    (limited,) = re.findall(r"limited_api: '3\.(\d+)'", (ROOT / "meson.build").read_text())
+    assert f'requires-python = ">=3.{limited}"' in (ROOT / "pyproject.toml").read_text()
+    name, version, *tag = wheel.stem.split("-")
+    assert tag[:2] == [f"cp3{limited}", "abi3"], f"built by Python {sys.version}"
+    with zipfile.ZipFile(wheel) as archive:
+        folder = f"{name}-{version}.dist-info"
+        assert f"Tag: {'-'.join(tag)}" in archive.read(f"{folder}/WHEEL").decode().splitlines()
+        lines = archive.read(f"{folder}/RECORD").decode().splitlines()
+        recorded = {path: (digest, size) for path, digest, size in (line.rsplit(",", 2) for line in lines)}
+        assert recorded.pop(f"{folder}/RECORD") == ("", "")
+        assert set(recorded) == set(archive.namelist()) - {f"{folder}/RECORD"}
+        for path, (digest, size) in recorded.items():
+            data = archive.read(path)
+            found = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode().rstrip("=")
+            assert (digest, size) == (f"sha256={found}", str(len(data))), path
+
+
 @pytest.mark.one_rank
 @pytest.mark.seconds(300)
 def test_wheel_is_complete(tmp_path):
@@ -40,6 +61,7 @@ def test_wheel_is_complete(tmp_path):
     done = subprocess.run(command, env=tools, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = tmp_path.glob("*.whl")
+    check_tag(wheel)
     sources = {
         str(path.relative_to(ROOT / "python"))
         for path in (ROOT / "python").rglob("*")

@@ -18,7 +18,8 @@ import pytest
 from jaxmpi import run
 from jaxmpi._launcher import output
 from programs import errors_page
-from support.launch import _end_what_is_left, _processes, launch, outside_of_a_job
+from support import limits
+from support.launch import _end_what_is_left, launch, outside_of_a_job
 
 pytestmark = [pytest.mark.launches, pytest.mark.seconds(120)]
 
@@ -34,7 +35,7 @@ def job():
 
 
 def processes(environment):
-    return _processes(f"JAXMPI_TEST_JOB={environment['JAXMPI_TEST_JOB']}")
+    return limits.processes(f"JAXMPI_TEST_JOB={environment['JAXMPI_TEST_JOB']}")
 
 
 def until(condition, seconds=20):

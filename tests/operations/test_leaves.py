@@ -198,7 +198,7 @@ def test_places_of_derivatives():
 
 
 @pytest.mark.launches
-def test_dtypes(script):
+def test_dtypes_that_do_not_fit(script):
     """With JAXMPI_CHECK=1 messages of another dtype do not fit either; of several errors the first is raised."""
     launch(
         2,

@@ -227,7 +227,7 @@ def test_communicators_in_turn(comm, size):
         part.Free()
 
 
-def test_self(rank):
+def test_comm_self(rank):
     for case in CASES:
         inputs = case.inputs((3,), np.float32, 1, 0)
         result = case.call(jnp.asarray(inputs[0]) + rank, MPI.COMM_SELF, 0)

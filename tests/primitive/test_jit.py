@@ -20,7 +20,7 @@ pytestmark = pytest.mark.two_ranks_suffice
 @pytest.mark.slow("case")
 @pytest.mark.parametrize("shape", max_ranks(2, SHAPES, but=FEW_SHAPES), ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_result(case, shape, comm, rank, size):
+def test_same_result_as_numpy(case, shape, comm, rank, size):
     for root in case.roots(size):
         inputs = comm.allgather(case.inputs(shape, np.float32, size, root)[rank])
         result = jaxmpi.jit(lambda x, root=root: case.call(x, comm, root))(jnp.asarray(inputs[rank]))
@@ -155,7 +155,7 @@ def slow(x):
     return notoken.allreduce(x + 0 * y[0, 0], MPI.SUM)
 
 
-def test_mixture(rank, size):
+def test_jit_and_eager_calls_in_turn(rank, size):
     """jax.jit, jaxmpi.jit and eager calls in turn, some of them still computing when the next is dispatched."""
     left, right = (rank - 1) % size, (rank + 1) % size
     ways = [jax.jit, jaxmpi.jit, lambda f: f]

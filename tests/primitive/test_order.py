@@ -41,7 +41,7 @@ N = 50_000  # 400 kB: no MPI sends that without a receiver
 @pair
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpoint"])
 @pytest.mark.parametrize("where", ["straight", "nested jit", "scan", "while", "fori", "cond"])
-def test_pair(where, checkpointed, rank):
+def test_pair_of_ranks_in_control_flow(where, checkpointed, rank):
     def step(x):
         return swap(x, rank) + 1
 

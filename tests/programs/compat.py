@@ -56,7 +56,16 @@ def install(row, python, wheel, folder):
     run(python, "-m", "venv", "--clear", folder)
     jax = "jax" if row.jax == "newest" else f"jax=={row.jax}"
     standard = row.mpi == "mpich-abi"
-    run(folder / "bin/pip", "install", "--quiet", jax, "mpich" if standard else row.mpi, "pytest", "pytest-xdist")
+    run(
+        folder / "bin/pip",
+        "install",
+        "--quiet",
+        jax,
+        "mpich" if standard else row.mpi,
+        "pytest",
+        "pytest-xdist",
+        "hypothesis",
+    )
     options = ["--no-binary", "mpi4py", "--no-cache-dir"] if standard else []
     run(folder / "bin/pip", "install", "--quiet", *options, "mpi4py", MPICC=folder / "bin/mpicc_abi")
     run(folder / "bin/pip", "install", "--quiet", "--no-deps", wheel)

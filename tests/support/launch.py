@@ -8,9 +8,9 @@ import subprocess
 import sys
 import time
 import uuid
-from pathlib import Path
 
 from jaxmpi import run
+from support import limits
 
 # What an MPI library leaves in the environment of its process; a child must not take itself for a part of that job.
 _INHERITED = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDRA_", "MPI_LOCAL", "JAX_ENABLE_X64")
@@ -46,7 +46,8 @@ def launch(
     `reader`: who reads the program's output does so "late", or "goes" after the first line.
     `through`: the words before the command, which run it elsewhere.
 
-    A job that is not done in time, or leaves processes behind, is an error; none of them is left running.
+    A job that is not done in `timeout` seconds, or in the time that the test has, is an error; so is one that leaves
+    processes behind. None of them is left running.
     """
     clean = outside_of_a_job() | {"JAX_PLATFORMS": "cpu", **environment}
     command = [sys.executable, "-m", "jaxmpi.run", "-n", str(ranks), *map(str, program)]
@@ -59,7 +60,7 @@ def launch(
     job = f"JAXMPI_TEST_JOB={uuid.uuid4()}"
     clean.update([job.split("=")])
     try:
-        done = _run(command, clean, timeout, interrupt_at, by, reader)
+        done = _run(command, clean, limits.within(timeout), interrupt_at, by, reader)
     finally:
         left = _end_what_is_left(job)
     assert not left, f"{command} has left processes running: {left}"
@@ -94,20 +95,10 @@ def _run(command, environment, timeout, interrupt_at, by, reader):
 def _end_what_is_left(job):
     """Ends the processes of a job that are left some seconds after it; returns their command lines."""
     for _ in range(50):
-        if not (left := _processes(job)):
+        if not (left := limits.processes(job)):
             return []
         time.sleep(0.1)
     for process in left:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
     return list(left.values())
-
-
-def _processes(job):
-    """The processes with this variable in their environment."""
-    found = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if job.encode() in (process / "environ").read_bytes().split(b"\0"):
-                found[int(process.name)] = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-    return found

@@ -1,0 +1,208 @@
+"""Which suites run where: on how many ranks, over which transport, on which device. `make` calls this file.
+
+    python tests/suites.py all --brief
+    python tests/suites.py ranks errors jit --ranks 3
+
+A plan is a function that yields commands. Each is printed as one could type it, has a time limit, and the first that
+fails is the last. This file needs the standard library alone; what it starts needs the environment that it runs in.
+"""
+
+import argparse
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+TESTS = Path(__file__).resolve().parent
+
+NOT_EACH_TIME = (
+    "faults launcher injected sharded_jobs two_hosts run_devices device grid_examples grid_jobs sharded_examples "
+    "benchmarks soak timeline wheel"
+)
+"""How jobs end, several hosts, long programs, timelines, benchmarks, the wheel: `make test` leaves them out."""
+OF_FAULTS = "faults launcher injected"
+ON_DEVICES = "device operations errors dtypes order jit transformations large grid neighbors bench counts ends leaves"
+ON_EVERY_TRANSPORT = "device operations errors dtypes order"
+OVER_TCP = "tcp operations errors order jit adjoint"
+BY_TCP = {
+    "openmpi": {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,tcp"},
+    "mpich": {"MPIR_CVAR_NOLOCAL": "1", "MPIR_CVAR_CH4_NETMOD": "ucx", "UCX_TLS": "self,tcp"},
+}
+"""Variables by which the MPI libraries leave out shared memory."""
+
+
+class Command(NamedTuple):
+    words: list[str]
+    environment: dict[str, str]
+
+
+def path(suite: str) -> str:
+    """The file of a suite, which is named without folder, `test_` and `.py`."""
+    found = [str(file.relative_to(TESTS.parent)) for file in TESTS.glob(f"*/test_{suite}.py")]
+    if len(found) != 1:
+        raise SystemExit(f"there is no suite {suite}: tests/*/test_{suite}.py")
+    return found[0]
+
+
+def pytest(suites: str, options, *more: str, ranks: int = 0, collectives: str = "", **environment: str) -> Command:
+    """pytest on `suites` (none: all), by the launcher on `ranks` ranks or, on none, in several processes at once.
+
+    `collectives` carries JAX's own sharded programs.
+    """
+    words = [sys.executable]
+    if ranks:
+        words += ["-m", "jaxmpi.run", *(["--collectives", collectives] if collectives else []), "-n", str(ranks)]
+    words += ["-m", "pytest", "--color=no", *([] if ranks else ["-n", options.workers])]
+    words += [*(["--brief"] if options.brief else []), *more, *map(path, suites.split())]
+    return Command(words, environment)
+
+
+def each_time(options) -> Iterator[Command]:
+    options.brief = True
+    left_out = [f"--ignore={path(suite)}" for suite in NOT_EACH_TIME.split()]
+    yield pytest("", options, *left_out, "-m", "launches or one_rank")
+    yield pytest("", options, ranks=2)
+
+
+def everywhere(options) -> Iterator[Command]:
+    yield pytest("", options)
+    for ranks in (2, 4):
+        yield pytest("", options, ranks=ranks)
+    # Optimized code that is dispatched synchronously.
+    other = {"JAXMPI_TEST_SYNCHRONOUS": "1", "JAXMPI_TEST_OPTIMIZED": "1"}
+    yield pytest("order jit", options, ranks=2, **other)
+
+
+def on_ranks(options) -> Iterator[Command]:
+    for ranks in options.ranks:
+        yield pytest(options.suites, options, ranks=ranks)
+
+
+def faults(options) -> Iterator[Command]:
+    yield pytest(OF_FAULTS, options, "--durations=0", "--durations-min=1")
+
+
+def fault_times(options) -> Iterator[Command]:
+    """Those that write the times of docs/errors.md, one after the other."""
+    options.workers = "0"
+    yield pytest(
+        "faults launcher", options, "-k", "test_fault_of_one_rank or test_launcher_is_killed or test_mpiexec_ended"
+    )
+
+
+def random_faults(options) -> Iterator[Command]:
+    yield pytest("injected", options, "-k", "test_random", JAXMPI_TEST_FAULTS=str(options.count))
+
+
+def clients(options) -> Iterator[Command]:
+    options.brief = False
+    yield pytest("clients", options, ranks=2, JAXMPI_TEST_CLIENTS="1")
+
+
+def sharded(options) -> Iterator[Command]:
+    for ranks in options.ranks:
+        yield pytest("sharded sharded_layouts", options, ranks=ranks, collectives="mpi")
+    yield pytest("sharded", options, ranks=2, collectives="gloo")
+
+
+def layouts(options) -> Iterator[Command]:
+    for ranks in options.ranks:
+        yield pytest("sharded_layouts", options, ranks=ranks, collectives="mpi", JAXMPI_TEST_LAYOUTS="all")
+
+
+def over_tcp(options) -> Iterator[Command]:
+    variables = {"JAXMPI_TEST_TCP": "1", **BY_TCP[options.mpi]}
+    yield pytest("", options, ranks=2, **variables)
+    yield pytest(OVER_TCP, options, ranks=4, **variables)
+
+
+def hosts(options) -> Iterator[Command]:
+    options.workers = "0"
+    yield pytest("two_hosts", options)
+
+
+def device(options) -> Iterator[Command]:
+    """All suites on the two transports that differ most, fewer on the other two.
+
+    With `--brief` all suites are run on one transport and 2 ranks alone.
+    """
+
+    def on(transport: str, suites: str, ranks: int = 0) -> Command:
+        simulated = {"JAXMPI_TEST_DEVICE": transport} if transport else {}
+        return pytest(suites, options, ranks=ranks, JAXMPI_FAKE_DRIVERS=options.fakes, **simulated)
+
+    brief = options.brief
+    yield on("", "run_devices")
+    for transport in ("callback",) if brief else ("callback", "aware"):
+        yield on(transport, ON_EVERY_TRANSPORT)
+    yield on("callback", ON_DEVICES, 2)
+    yield on("aware", ON_EVERY_TRANSPORT if brief else ON_DEVICES, 2)
+    yield on("callback", "device order" if brief else "device order operations", 4)
+    for transport in ("thread", "wait"):
+        yield on(transport, "device operations", 2)
+
+
+def gpu(options) -> Iterator[Command]:
+    for ranks in (1, 2, 4):
+        yield pytest(f"{ON_DEVICES} adjoint gpu", options, ranks=ranks, JAX_PLATFORMS=f"{options.gpu},cpu")
+
+
+PLANS = {
+    "each-time": each_time,
+    "all": everywhere,
+    "ranks": on_ranks,
+    "faults": faults,
+    "fault-times": fault_times,
+    "random-faults": random_faults,
+    "clients": clients,
+    "sharded": sharded,
+    "layouts": layouts,
+    "tcp": over_tcp,
+    "hosts": hosts,
+    "device": device,
+    "gpu": gpu,
+}
+
+
+def run(command: Command, limit: int) -> int:
+    """The exit status of a command. It gets SIGTERM at its limit, or with this process, and a minute to end."""
+    words = ["timeout", "--kill-after=60", str(limit), *command.words]
+    with subprocess.Popen(words, env={**os.environ, **command.environment}) as process:
+        try:
+            return process.wait()
+        except BaseException:
+            process.terminate()
+            raise
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("plan", choices=PLANS)
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help="by name: errors is tests/*/test_errors.py")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="numbers of ranks, one after the other")
+    parser.add_argument("--brief", action="store_true", help="as pytest's option of tests/conftest.py")
+    parser.add_argument("--workers", default="auto", help="how many processes of one rank at once")
+    parser.add_argument("--limit", type=int, default=1800, metavar="SECONDS", help="of each command")
+    parser.add_argument("--mpi", choices=BY_TCP, default="openmpi", help="of this environment")
+    parser.add_argument("--fakes", default="", metavar="FOLDER", help="of the simulated devices' drivers")
+    parser.add_argument("--gpu", default="cuda", help="JAX's name of the platform")
+    parser.add_argument("--count", type=int, default=100, help="how many random programs")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands alone")
+    options = parser.parse_args()
+    options.suites = " ".join(options.suites)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    for command in PLANS[options.plan](options):
+        variables = [f"{name}={shlex.quote(value)}" for name, value in command.environment.items()]
+        print(*variables, shlex.join([os.path.relpath(command.words[0]), *command.words[1:]]), flush=True)
+        if not options.dry_run and (status := run(command, options.limit)) != 0:
+            print(f"not done after {options.limit} s" if status == 124 else f"exit status {status}", flush=True)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
