@@ -4,6 +4,7 @@ import contextlib
 import os
 import pty
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -157,6 +158,44 @@ def test_main_returns_the_status(tmp_path):
         check=False,
     )
     assert done.stdout == "[7, 7] True True\n1\n", done.stderr
+
+
+MANY = 1100
+"""Descriptors that are open already: more than `select` takes."""
+
+
+def room_for(files):
+    """As a program that raises its limit; the tests' own is put back."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if before[1] != resource.RLIM_INFINITY and before[1] < files:
+        pytest.skip("the system permits too few files")
+    return before
+
+
+@pytest.mark.parametrize("way", ["its caller has many files", "it inherits many files"])
+def test_more_descriptors_than_select_takes(way, tmp_path):
+    """The status, standard input, stderr, a signal, and what is told of ranks are what they are."""
+    hard = room_for(4000)[1]
+    mpiexec = written(tmp_path, FAKE + "for r in (0, 1): rank(r).wait()\nsys.exit(7)", "mpiexec")
+    mpiexec.chmod(0o755)
+    reads = "import os, sys; rank = os.environ['PMI_RANK']; print(rank, len(sys.stdin.read())); sys.stderr.write('err')"
+    words = ["-n", "2", "--mpiexec", str(mpiexec), "-c", reads]
+    program = f"""
+        import os, resource, signal, subprocess, sys
+        resource.setrlimit(resource.RLIMIT_NOFILE, (4000, {hard}))
+        files = [os.open("/dev/null", os.O_RDONLY) for _ in range({MANY})]
+        if {way.startswith("it")}:
+            for file in files: os.set_inheritable(file, True)
+            sys.exit(subprocess.run([{", ".join(map(repr, COMMAND))}, *{words!r}], close_fds=False).returncode)
+        from jaxmpi import run
+        sys.exit(run.main({words!r}))
+    """
+    command = [sys.executable, written(tmp_path, program)]
+    done = subprocess.run(
+        command, input="abc", capture_output=True, text=True, timeout=60, check=False, env=outside_of_a_job()
+    )
+    assert (done.returncode, done.stderr) == (7, "errerr")
+    assert sorted(done.stdout.splitlines()) == ["0 3", "1 0"]
 
 
 # --- signals ------------------------------------------------------------------------------------------------------

@@ -14,13 +14,13 @@ processes that a rank has left behind.
 
 import contextlib
 import os
-import select
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from jaxmpi._launcher import private, relay
+from jaxmpi._launcher.ready import ready
 
 FOLDER = "JAXMPI_JOB_FOLDER"
 """The variable that names the folder to the ranks."""
@@ -52,7 +52,7 @@ def _watch(
     question, patience = 0, _LEAST_WAIT_SECONDS
     ended_at = aborted_at = time.monotonic()
     started, gone = False, 0  # how many times nothing was left of what was started; while all are suspended none is
-    while not select.select([job], [], [], _PAUSE_SECONDS)[0]:
+    while not ready([job], _PAUSE_SECONDS):
         left = _works(mpiexec) if signals or not started else True
         started, gone = started or left, 0 if left or not started or not signals else gone + 1
         if gone * _PAUSE_SECONDS > _GONE_SECONDS:
@@ -116,7 +116,7 @@ def _end(job: int, say: Callable[[str], None], why: str) -> None:
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(OSError):
             signal.pidfd_send_signal(job, number)
-        if select.select([job], [], [], _KILL_SECONDS)[0]:
+        if ready([job], _KILL_SECONDS):
             return
 
 
@@ -127,7 +127,7 @@ def _ask(folder: private.Folder, ranks: int, question: int, job: int) -> dict[in
     folder.write("ask", str(question))
     end = time.monotonic() + _ANSWER_SECONDS
     table: dict[int, tuple[str, ...]] = {}
-    while len(table) < ranks and time.monotonic() < end and not select.select([job], [], [], 0.05)[0]:
+    while len(table) < ranks and time.monotonic() < end and not ready([job], 0.05):
         files = folder.names()
         for name, rank in relay.of_kind(files, "state").items():
             if rank not in table:

@@ -7,7 +7,6 @@ and which rank has ended the job. What remains if it is killed: lifeline.py in e
 
 import contextlib
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -18,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxmpi._launcher import guard, lifeline, monitor, output, private, relay, stdin
+from jaxmpi._launcher.ready import ready
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PASSED = (*_ENDING, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP, signal.SIGCONT, signal.SIGWINCH)
@@ -280,14 +280,16 @@ def _watch(
 
 
 def _wait(process: subprocess.Popen, ends: int | None, job: Job, signals: _Signals, witness: bool) -> None:
-    files = signals.files() + [file for file in (ends, job.input) if file is not None]
+    files = signals.files() + ([ends] if ends is not None else [])
+    asks = job.input.fileno() if job.input is not None else -1
+    files += [asks] if asks >= 0 else []
     while process.poll() is None:
         pause = signals.pause()
         if ends is None:
             pause = min(_POLL_SECONDS, _POLL_SECONDS if pause is None else pause)
-        ready = select.select(files, [], [], pause)[0]
+        found = ready(files, pause)
         signals.take(process, witness)
-        if job.input in ready:
+        if asks in found:
             stdin.give(job.input)
 
 
@@ -327,8 +329,7 @@ def _passed_on(passing: output.Output, signals: _Signals) -> bool:
     passing.finish()
     seen = len(signals.ending)
     while True:
-        ready = select.select([passing.done, *signals.files()], [], [])[0]
-        if passing.done in ready:
+        if passing.done in ready([passing.done, *signals.files()]):
             return True
         signals.ending += [number for number in _bytes_in(signals.reads) if number in _ENDING]
         _bytes_in(signals.witnessed)
