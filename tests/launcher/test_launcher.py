@@ -699,3 +699,37 @@ def test_watch_that_fails_says_so(tmp_path):
         process.kill()
         os.close(file)
     assert said[0].startswith("jaxmpi.run: what ranks wait for is not told any more: FileNotFoundError")
+
+
+LOOKS = """
+import ctypes, os, struct, time
+folder = os.environ["JAXMPI_JOB_FOLDER"].encode()
+import jax.numpy as jnp
+from mpi4py import MPI
+from jaxmpi import notoken
+rank, libc = MPI.COMM_WORLD.rank, ctypes.CDLL(None)
+notoken.barrier()
+notoken.allreduce(jnp.ones(3), MPI.SUM).block_until_ready()
+time.sleep(2)
+if rank == 0:
+    IN_OPEN = 0x20
+    watch = libc.inotify_init1(os.O_NONBLOCK)
+    assert libc.inotify_add_watch(watch, folder, IN_OPEN) > 0
+    time.sleep(4)
+    count = at = 0
+    try:
+        events = os.read(watch, 1 << 20)
+    except BlockingIOError:  # there are none
+        events = b""
+    while at < len(events):
+        at += 16 + struct.unpack_from("iIII", events, at)[3]
+        count += 1
+    print("opened", count, "times", flush=True)
+MPI.COMM_WORLD.Barrier()
+"""
+
+
+def test_nothing_is_opened_while_nobody_is_asked(tmp_path):
+    """A disk that many machines share is left alone by the ranks, which look each second whether they are asked."""
+    done = launch(2, written(tmp_path, LOOKS), JAXMPI_TIMEOUT="8")
+    assert done.stdout == "opened 0 times\n"

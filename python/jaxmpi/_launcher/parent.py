@@ -7,6 +7,7 @@ and which rank has ended the job. What remains if it is killed: lifeline.py in e
 
 import contextlib
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -214,6 +215,35 @@ def _bytes_in(file: int) -> bytes:
     return b""
 
 
+class _Limit:
+    """How many files this process may open: all that the system permits, while it has a connection to each machine.
+
+    It is raised after mpiexec has started, for that and the ranks inherit it; jobs of several threads share it.
+    """
+
+    _lock, _raised, _before = threading.Lock(), 0, (0, 0)
+
+    @classmethod
+    def lift(cls) -> None:
+        with cls._lock:
+            cls._raised += 1
+            if cls._raised == 1:
+                cls._before = resource.getrlimit(resource.RLIMIT_NOFILE)
+                cls._set(cls._before[1])
+
+    @classmethod
+    def restore(cls) -> None:
+        with cls._lock:
+            cls._raised -= 1
+            if cls._raised == 0:
+                cls._set(cls._before[0])
+
+    @classmethod
+    def _set(cls, most: int) -> None:
+        with contextlib.suppress(OSError, ValueError):  # a system that has no such number
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, cls._before[1]))
+
+
 def run(command: list[str], environment: Mapping[str, str], job: Job, verbose: bool) -> int:
     """The status of the job: that of mpiexec, 128 and more if a signal has ended it, and not 0 if ranks are missing."""
     signals = _Signals()
@@ -243,6 +273,8 @@ def _run(command: list[str], environment: Mapping[str, str], job: Job, verbose: 
         ends = os.pidfd_open(process.pid)
     if job.alive is not None and job.folder is not None:  # before there are threads
         beside = guard.start(job.alive[0], ends, job.folder, signals.witnesses, _PASSED)
+    if several := job.server is not None:
+        _Limit.lift()
     codes = None if verbose else lambda: {rank: code for rank, (code, _) in job.aborting().items()}
     passing = output.Output(pipe, codes)
     passing.start()
@@ -262,6 +294,8 @@ def _run(command: list[str], environment: Mapping[str, str], job: Job, verbose: 
                 os.waitpid(beside, 0)
         if ends is not None:
             os.close(ends)
+        if several:
+            _Limit.restore()
 
 
 def _watch(
@@ -271,7 +305,7 @@ def _watch(
     if job.folder is None or ends is None:
         return None
     if job.server is not None:
-        served = (job.folder, job.ranks, *job.server)
+        served = (job.folder, job.ranks, *job.server, passing.say)
         threading.Thread(target=relay.serve, args=served, daemon=True).start()
     watched = (job.folder, job.ranks, ends, process.pid, signals.ending, passing.say)
     watching = threading.Thread(target=monitor.watch, args=watched, daemon=True)
