@@ -19,7 +19,7 @@ import pytest
 from jaxmpi import run
 from jaxmpi._launcher import output
 from programs import errors_page
-from support.launch import _end_what_is_left, _processes, launch, outside_of_a_job
+from support.launch import _end_what_is_left, _processes, launch, outside_of_a_job, started
 
 pytestmark = [pytest.mark.launches, pytest.mark.seconds(120)]
 
@@ -66,6 +66,15 @@ def fake(tmp_path, text, ranks=2, program="pass", **options):
     mpiexec.chmod(0o755)
     command = [*COMMAND, "-n", str(ranks), "--mpiexec", mpiexec, "-c", program]
     return subprocess.run(command, capture_output=True, timeout=60, check=False, env=outside_of_a_job(), **options)
+
+
+def test_no_test_waits_for_ever():
+    """Who reads what a process writes, or waits for it, does so until its limit."""
+    begin = time.monotonic()
+    with started(["sleep", "100"], 1, stdout=subprocess.PIPE) as process:
+        assert process.stdout.read() == b""
+        assert process.wait() == -signal.SIGKILL
+    assert time.monotonic() - begin < 20
 
 
 # --- the status ---------------------------------------------------------------------------------------------------
@@ -220,9 +229,7 @@ def test_signals_come_once(to, tmp_path):
     mpiexec = written(tmp_path, FAKE + COUNTS, "mpiexec")
     mpiexec.chmod(0o755)
     command = [*COMMAND, "-n", "1", "--mpiexec", mpiexec, "-c", "pass"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, env=outside_of_a_job(), start_new_session=True, text=True
-    ) as process:
+    with started(command, stdout=subprocess.PIPE, env=outside_of_a_job(), start_new_session=True, text=True) as process:
         assert process.stdout.readline() == "ready\n"
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH, signal.SIGTERM):
             if to in ("launcher", "both"):
@@ -249,9 +256,7 @@ def test_suspended_and_resumed(to, tmp_path):
         "import os, subprocess, sys; p = subprocess.Popen(sys.argv[1:], preexec_fn=os.setpgrp); "
         "print(p.pid, flush=True); sys.exit(p.wait())"
     )
-    with subprocess.Popen(
-        [*session, outer, *command], stdout=subprocess.PIPE, env=outside_of_a_job(), text=True
-    ) as process:
+    with started([*session, outer, *command], stdout=subprocess.PIPE, env=outside_of_a_job(), text=True) as process:
         launcher = int(process.stdout.readline())
         assert process.stdout.readline() == "ready\n"
         send = os.kill if to == "launcher" else os.killpg
@@ -340,7 +345,7 @@ def test_nothing_waits_in_the_launcher(tmp_path):
     mpiexec = written(tmp_path, FAKE + "os.write(2, b'part'); time.sleep(3); os.write(2, b' of a line\\n')", "mpiexec")
     mpiexec.chmod(0o755)
     command = [*COMMAND, "-n", "1", "--mpiexec", mpiexec, "-c", "pass"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, env=outside_of_a_job()) as process:
+    with started(command, stderr=subprocess.PIPE, env=outside_of_a_job()) as process:
         assert os.read(process.stderr.fileno(), 100) == b"part"
         assert process.poll() is None
         assert process.stderr.read() == b" of a line\n"
@@ -492,7 +497,7 @@ def test_launcher_is_killed(within, group, tmp_path, job):
     folder = tmp_path / "folder"
     folder.mkdir()
     command = [*COMMAND, "-n", "2", program]
-    with subprocess.Popen(
+    with started(
         command, stdout=subprocess.PIPE, env={**job, "TMPDIR": str(folder)}, start_new_session=True, text=True
     ) as process:
         assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
@@ -525,7 +530,7 @@ def test_limit_of_subprocess_run(tmp_path, job):
 def test_launcher_is_killed_at_once(tmp_path, job):
     """Before a rank has begun."""
     for wait in (0.1, 0.3, 0.5, 0.7):
-        with subprocess.Popen([*COMMAND, "-n", "2", "-c", "import time; time.sleep(1000)"], env=job) as process:
+        with started([*COMMAND, "-n", "2", "-c", "import time; time.sleep(1000)"], env=job) as process:
             time.sleep(wait)
             process.kill()
         assert until(lambda: not processes(job), 10), wait
@@ -611,7 +616,7 @@ def test_input_that_is_a_socket(tmp_path):
 
     mine, theirs = socket.socketpair()
     command = [*COMMAND, "-n", "2", "-c", READS]
-    with subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, env=outside_of_a_job(), text=True) as process:
+    with started(command, stdin=theirs, stdout=subprocess.PIPE, env=outside_of_a_job(), text=True) as process:
         theirs.close()
         mine.sendall(b"x" * 1000)
         mine.close()
@@ -690,7 +695,7 @@ def test_watch_that_fails_says_so(tmp_path):
     from jaxmpi._launcher import monitor
 
     said = []
-    with subprocess.Popen(["sleep", "100"]) as process:
+    with started(["sleep", "100"]) as process:
         file = os.pidfd_open(process.pid)
         thread = threading.Thread(target=monitor.watch, args=(tmp_path / "no", 2, file, process.pid, [], said.append))
         thread.start()

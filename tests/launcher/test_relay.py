@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from launch import started
 
 from jaxmpi._launcher import lifeline, private, relay
 
@@ -39,7 +40,7 @@ def launcher(tmp_path):
     folder = tmp_path / "launcher" / "jaxmpi-job"
     folder.mkdir(parents=True)
     folder.chmod(0o700)
-    with subprocess.Popen([sys.executable, "-c", LAUNCHER, folder], stdout=subprocess.PIPE, text=True) as process:
+    with started([sys.executable, "-c", LAUNCHER, folder], stdout=subprocess.PIPE, text=True) as process:
         yield process, folder, process.stdout.readline().strip()
         process.kill()
 
@@ -163,7 +164,7 @@ def test_more_machines_than_files_may_be_open(hard, launcher, tmp_path):
     program = f"import resource\n{limits}\n{LAUNCHER}"
     with contextlib.ExitStack() as stack:
         process = stack.enter_context(
-            subprocess.Popen([sys.executable, "-c", program, folder], stdout=subprocess.PIPE, text=True)
+            started([sys.executable, "-c", program, folder], stdout=subprocess.PIPE, text=True)
         )
         stack.callback(process.kill)
         host, port, secret = process.stdout.readline().split()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from jaxmpi import run
-from support.launch import launch, outside_of_a_job
+from support.launch import begin, launch, outside_of_a_job
 from support.two_hosts import NAMES, two_hosts
 
 pytestmark = [pytest.mark.launches, pytest.mark.seconds(120)]
@@ -205,7 +205,7 @@ def begin_job(ranks, *words, through, timeout, check, **environment):
     }
     command = [*through, sys.executable, "-m", "jaxmpi.run", "-n", str(ranks), *map(str, words)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+    process = begin(command, timeout, env=environment, start_new_session=True, **pipes)
     seen = 0
     while seen < ranks and (line := process.stdout.readline()):
         seen += line.startswith("ready")
