@@ -419,7 +419,7 @@ parent.Disconnect()
 @pytest.mark.nightly
 @pytest.mark.skipif(
     "Open MPI" not in MPI.Get_library_version(),
-    reason="MPICH 5 spawns nothing where mpiexec has bound the ranks, as the launcher asks: 'duplicate setting: binding'",
+    reason="MPICH 5 spawns nothing where mpiexec binds ranks, as the launcher asks: 'duplicate setting: binding'",
 )
 def test_spawned_processes_are_a_job(tmp_path):
     path, folder = tmp_path / "program.py", tmp_path / "trace"

@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 
 import pytest
-from launch import started
 
 from jaxmpi._launcher import lifeline, private, relay
+from support.launch import started
 
 pytestmark = pytest.mark.one_rank
 PATH = (
