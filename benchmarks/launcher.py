@@ -81,7 +81,11 @@ def measure(ranks: int, state: str, machines: int, seconds: float) -> tuple[floa
         if state == "machines":
             listening, secret, address = relay.listen()
             # The watch stays out of it: it would ask those that report.
-            threading.Thread(target=relay.serve, args=(folder, ranks, listening, secret), daemon=True).start()
+            threading.Thread(
+                target=relay.serve,
+                args=(folder, ranks, listening, secret, lambda text: print(text, end="")),
+                daemon=True,
+            ).start()
             reads, writes = os.pipe()
             if (beside := os.fork()) == 0:
                 os.write(writes, str(connect(address, ranks, machines, seconds + 3)).encode())

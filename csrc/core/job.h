@@ -20,7 +20,7 @@ bool job_has_folder(void);
 /* Leaves a file RANK.kind, or nothing where it cannot be written, or the folder is not certainly this user's alone. */
 void job_tell(const char *kind, const char *content, size_t length);
 
-/* What the launcher's question file holds, in a text of `size`; empty if there is none. */
+/* What the launcher's question file holds, in a text of `size`; empty if it asks nothing now. One thread alone. */
 void job_question(char *text, size_t size);
 
 /* Ends the job by MPI_Abort with code 1, and this process in any case. The launcher is told the reason, in one line. */

@@ -14,6 +14,7 @@ enum { PARTS = 15, PART = 200, LONGEST = PARTS * (PART + 1) + 64 };
 
 static char base[] = "/tmp/jaxmpi-job-XXXXXX", path[LONGEST], text[64];
 static int in = -1; /* the folder */
+static int bell;    /* in which the launcher rings */
 
 static void start(void) {
   if (in >= 0) return;
@@ -25,6 +26,7 @@ static void start(void) {
     if (mkdir(path, 0700) != 0) abort();
   }
   if ((in = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC)) < 0) abort();
+  if (mkfifoat(in, "bell", 0600) != 0 || (bell = openat(in, "bell", O_RDWR | O_NONBLOCK | O_CLOEXEC)) < 0) abort();
   CHECK(!job_has_folder());
   setenv("JAXMPI_JOB_FOLDER", path, 1);
   job_begin();
@@ -54,6 +56,8 @@ static const char *asked(void) {
   return question;
 }
 
+static void ring(void) { CHECK_EQUAL(write(bell, "?", 1), 1); }
+
 static void files_are_left_and_questions_read(void) {
   start();
   job_tell("state", "first", 5);
@@ -63,6 +67,24 @@ static void files_are_left_and_questions_read(void) {
   CHECK(strcmp(content("7.state.draft"), "none") == 0);
   CHECK(strcmp(asked(), "") == 0);
   leave(in, "ask", "42");
+  CHECK(strcmp(asked(), "") == 0);
+  ring();
+  CHECK(strcmp(asked(), "42") == 0);
+  CHECK(strcmp(asked(), "42") == 0); /* nobody takes it */
+}
+
+/* The number of the descriptor that is kept may be another file's. */
+static void the_program_closes_what_is_ours(void) {
+  start();
+  struct stat ours, found;
+  leave(in, "ask", "42");
+  ring();
+  CHECK(strcmp(asked(), "42") == 0);
+  CHECK_EQUAL(fstat(bell, &ours), 0);
+  for (int file = 3; file < 100; file++) {
+    if (file == bell || fstat(file, &found) != 0 || found.st_ino != ours.st_ino) continue;
+    CHECK(dup2(open("/dev/null", O_RDONLY | O_CLOEXEC), file) == file);
+  }
   CHECK(strcmp(asked(), "42") == 0);
 }
 
@@ -83,6 +105,7 @@ static void paths_are_not_cut(void) {
 
 static void links_are_not_followed(void) {
   start();
+  ring();
   leave(in, "victim", "ours");
   unlinkat(in, "ask", 0);
   static const char *const names[] = {"7.report", "7.report.draft", "ask"};
@@ -96,6 +119,7 @@ static void links_are_not_followed(void) {
 
 static void folders_of_others_are_not_used(void) {
   start();
+  ring();
   leave(in, "ask", "43");
   unlinkat(in, "7.state", 0);
   CHECK_EQUAL(chmod(path, 0777), 0);
@@ -131,7 +155,7 @@ static void a_link_in_the_place_of_the_folder_is_not_followed(void) {
 /* The last one: takes all away. */
 static void nothing_happens_without_the_folder(void) {
   start();
-  static const char *const names[] = {"7.state", "7.report", "ask", "victim"};
+  static const char *const names[] = {"7.state", "7.report", "ask", "victim", "bell"};
   FOR_EACH (const char *const *, name, names) unlinkat(in, *name, 0);
   for (int part = 0; part < PARTS; part++) {
     CHECK_EQUAL(rmdir(path), 0);
@@ -145,6 +169,7 @@ static void nothing_happens_without_the_folder(void) {
 
 static const struct test tests[] = {
     TEST(files_are_left_and_questions_read),
+    TEST(the_program_closes_what_is_ours),
     TEST(paths_are_not_cut),
     TEST(links_are_not_followed),
     TEST(folders_of_others_are_not_used),

@@ -4,6 +4,7 @@ import contextlib
 import os
 import pty
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from jaxmpi import run
 from jaxmpi._launcher import output
 from programs import errors_page
 from support import limits
-from support.launch import _end_what_is_left, launch, outside_of_a_job
+from support.launch import _end_what_is_left, launch, outside_of_a_job, started
 
 pytestmark = [pytest.mark.launches, pytest.mark.seconds(120)]
 
@@ -66,6 +67,15 @@ def fake(tmp_path, text, ranks=2, program="pass", **options):
     mpiexec.chmod(0o755)
     command = [*COMMAND, "-n", str(ranks), "--mpiexec", mpiexec, "-c", program]
     return subprocess.run(command, capture_output=True, timeout=60, check=False, env=outside_of_a_job(), **options)
+
+
+def test_no_test_waits_for_ever():
+    """Who reads what a process writes, or waits for it, does so until its limit."""
+    begin = time.monotonic()
+    with started(["sleep", "100"], 1, stdout=subprocess.PIPE) as process:
+        assert process.stdout.read() == b""
+        assert process.wait() == -signal.SIGKILL
+    assert time.monotonic() - begin < 20
 
 
 # --- the status ---------------------------------------------------------------------------------------------------
@@ -160,6 +170,44 @@ def test_main_returns_the_status(tmp_path):
     assert done.stdout == "[7, 7] True True\n1\n", done.stderr
 
 
+MANY = 1100
+"""Descriptors that are open already: more than `select` takes."""
+
+
+def room_for(files):
+    """As a program that raises its limit; the tests' own is put back."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if before[1] != resource.RLIM_INFINITY and before[1] < files:
+        pytest.skip("the system permits too few files")
+    return before
+
+
+@pytest.mark.parametrize("way", ["its caller has many files", "it inherits many files"])
+def test_more_descriptors_than_select_takes(way, tmp_path):
+    """The status, standard input, stderr, a signal, and what is told of ranks are what they are."""
+    hard = room_for(4000)[1]
+    mpiexec = written(tmp_path, FAKE + "for r in (0, 1): rank(r).wait()\nsys.exit(7)", "mpiexec")
+    mpiexec.chmod(0o755)
+    reads = "import os, sys; rank = os.environ['PMI_RANK']; print(rank, len(sys.stdin.read())); sys.stderr.write('err')"
+    words = ["-n", "2", "--mpiexec", str(mpiexec), "-c", reads]
+    program = f"""
+        import os, resource, signal, subprocess, sys
+        resource.setrlimit(resource.RLIMIT_NOFILE, (4000, {hard}))
+        files = [os.open("/dev/null", os.O_RDONLY) for _ in range({MANY})]
+        if {way.startswith("it")}:
+            for file in files: os.set_inheritable(file, True)
+            sys.exit(subprocess.run([{", ".join(map(repr, COMMAND))}, *{words!r}], close_fds=False).returncode)
+        from jaxmpi import run
+        sys.exit(run.main({words!r}))
+    """
+    command = [sys.executable, written(tmp_path, program)]
+    done = subprocess.run(
+        command, input="abc", capture_output=True, text=True, timeout=60, check=False, env=outside_of_a_job()
+    )
+    assert (done.returncode, done.stderr) == (7, "errerr")
+    assert sorted(done.stdout.splitlines()) == ["0 3", "1 0"]
+
+
 # --- signals ------------------------------------------------------------------------------------------------------
 
 COUNTS = """
@@ -182,9 +230,7 @@ def test_signals_come_once(to, tmp_path):
     mpiexec = written(tmp_path, FAKE + COUNTS, "mpiexec")
     mpiexec.chmod(0o755)
     command = [*COMMAND, "-n", "1", "--mpiexec", mpiexec, "-c", "pass"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, env=outside_of_a_job(), start_new_session=True, text=True
-    ) as process:
+    with started(command, stdout=subprocess.PIPE, env=outside_of_a_job(), start_new_session=True, text=True) as process:
         assert process.stdout.readline() == "ready\n"
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH, signal.SIGTERM):
             if to in ("launcher", "both"):
@@ -211,9 +257,7 @@ def test_suspended_and_resumed(to, tmp_path):
         "import os, subprocess, sys; p = subprocess.Popen(sys.argv[1:], preexec_fn=os.setpgrp); "
         "print(p.pid, flush=True); sys.exit(p.wait())"
     )
-    with subprocess.Popen(
-        [*session, outer, *command], stdout=subprocess.PIPE, env=outside_of_a_job(), text=True
-    ) as process:
+    with started([*session, outer, *command], stdout=subprocess.PIPE, env=outside_of_a_job(), text=True) as process:
         launcher = int(process.stdout.readline())
         assert process.stdout.readline() == "ready\n"
         send = os.kill if to == "launcher" else os.killpg
@@ -302,7 +346,7 @@ def test_nothing_waits_in_the_launcher(tmp_path):
     mpiexec = written(tmp_path, FAKE + "os.write(2, b'part'); time.sleep(3); os.write(2, b' of a line\\n')", "mpiexec")
     mpiexec.chmod(0o755)
     command = [*COMMAND, "-n", "1", "--mpiexec", mpiexec, "-c", "pass"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, env=outside_of_a_job()) as process:
+    with started(command, stderr=subprocess.PIPE, env=outside_of_a_job()) as process:
         assert os.read(process.stderr.fileno(), 100) == b"part"
         assert process.poll() is None
         assert process.stderr.read() == b" of a line\n"
@@ -454,7 +498,7 @@ def test_launcher_is_killed(within, group, tmp_path, job):
     folder = tmp_path / "folder"
     folder.mkdir()
     command = [*COMMAND, "-n", "2", program]
-    with subprocess.Popen(
+    with started(
         command, stdout=subprocess.PIPE, env={**job, "TMPDIR": str(folder)}, start_new_session=True, text=True
     ) as process:
         assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
@@ -487,7 +531,7 @@ def test_limit_of_subprocess_run(tmp_path, job):
 def test_launcher_is_killed_at_once(tmp_path, job):
     """Before a rank has begun."""
     for wait in (0.1, 0.3, 0.5, 0.7):
-        with subprocess.Popen([*COMMAND, "-n", "2", "-c", "import time; time.sleep(1000)"], env=job) as process:
+        with started([*COMMAND, "-n", "2", "-c", "import time; time.sleep(1000)"], env=job) as process:
             time.sleep(wait)
             process.kill()
         assert until(lambda: not processes(job), 10), wait
@@ -573,7 +617,7 @@ def test_input_that_is_a_socket(tmp_path):
 
     mine, theirs = socket.socketpair()
     command = [*COMMAND, "-n", "2", "-c", READS]
-    with subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, env=outside_of_a_job(), text=True) as process:
+    with started(command, stdin=theirs, stdout=subprocess.PIPE, env=outside_of_a_job(), text=True) as process:
         theirs.close()
         mine.sendall(b"x" * 1000)
         mine.close()
@@ -652,7 +696,7 @@ def test_watch_that_fails_says_so(tmp_path):
     from jaxmpi._launcher import monitor
 
     said = []
-    with subprocess.Popen(["sleep", "100"]) as process:
+    with started(["sleep", "100"]) as process:
         file = os.pidfd_open(process.pid)
         thread = threading.Thread(target=monitor.watch, args=(tmp_path / "no", 2, file, process.pid, [], said.append))
         thread.start()
@@ -661,3 +705,37 @@ def test_watch_that_fails_says_so(tmp_path):
         process.kill()
         os.close(file)
     assert said[0].startswith("jaxmpi.run: what ranks wait for is not told any more: FileNotFoundError")
+
+
+LOOKS = """
+import ctypes, os, struct, time
+folder = os.environ["JAXMPI_JOB_FOLDER"].encode()
+import jax.numpy as jnp
+from mpi4py import MPI
+from jaxmpi import notoken
+rank, libc = MPI.COMM_WORLD.rank, ctypes.CDLL(None)
+notoken.barrier()
+notoken.allreduce(jnp.ones(3), MPI.SUM).block_until_ready()
+time.sleep(2)
+if rank == 0:
+    IN_OPEN = 0x20
+    watch = libc.inotify_init1(os.O_NONBLOCK)
+    assert libc.inotify_add_watch(watch, folder, IN_OPEN) > 0
+    time.sleep(4)
+    count = at = 0
+    try:
+        events = os.read(watch, 1 << 20)
+    except BlockingIOError:  # there are none
+        events = b""
+    while at < len(events):
+        at += 16 + struct.unpack_from("iIII", events, at)[3]
+        count += 1
+    print("opened", count, "times", flush=True)
+MPI.COMM_WORLD.Barrier()
+"""
+
+
+def test_nothing_is_opened_while_nobody_is_asked(tmp_path):
+    """A disk that many machines share is left alone by the ranks, which look each second whether they are asked."""
+    done = launch(2, written(tmp_path, LOOKS), JAXMPI_TIMEOUT="8")
+    assert done.stdout == "opened 0 times\n"

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import resource
 import shutil
 import socket
@@ -14,20 +15,23 @@ from pathlib import Path
 import pytest
 
 from jaxmpi._launcher import lifeline, private, relay
+from support.launch import started
 
 pytestmark = pytest.mark.one_rank
 PATH = (
     f"import sys; sys.path.insert(0, {os.path.dirname(relay.__file__)!r})\n"  # not the package
-    "import private; sys.modules['jaxmpi._launcher.private'] = private; import lifeline, relay\n"
+    "import private, lifeline\n"
+    "sys.modules.update({'jaxmpi._launcher.private': private, 'jaxmpi._launcher.lifeline': lifeline})\n"
+    "import relay\n"
 )
 LAUNCHER = f"""
 {PATH}
 from pathlib import Path
 listening, secret, address = relay.listen()
 print("127.0.0.1", *address.split()[-2:], flush=True)
-relay.serve(Path(sys.argv[1]), 2, listening, secret)
+relay.serve(Path(sys.argv[1]), 2, listening, secret, lambda text: print(text, end="", flush=True))
 """
-RANK = PATH + "print(relay.folder_here(*sys.argv[1:], lifeline.hold))"
+RANK = PATH + "print(relay.folder_here(*sys.argv[1:]))"
 
 
 @pytest.fixture
@@ -36,7 +40,7 @@ def launcher(tmp_path):
     folder = tmp_path / "launcher" / "jaxmpi-job"
     folder.mkdir(parents=True)
     folder.chmod(0o700)
-    with subprocess.Popen([sys.executable, "-c", LAUNCHER, folder], stdout=subprocess.PIPE, text=True) as process:
+    with started([sys.executable, "-c", LAUNCHER, folder], stdout=subprocess.PIPE, text=True) as process:
         yield process, folder, process.stdout.readline().strip()
         process.kill()
 
@@ -98,14 +102,15 @@ def test_path_that_is_no_folder_of_ours(tmp_path, monkeypatch):
     """Of the launcher's name: there is another one, under a name that follows from the secret."""
     monkeypatch.setattr(relay.tempfile, "gettempdir", lambda: str(tmp_path / "none"))
     (tmp_path / "ours").mkdir(mode=0o700)
+    (tmp_path / "ours" / "machine").write_text(lifeline.machine())
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o770)
     (tmp_path / "link").symlink_to(tmp_path / "ours")
     (tmp_path / "file").touch()
-    assert relay.folder_here(str(tmp_path / "ours"), "", lifeline.hold) == str(tmp_path / "ours")
+    assert relay.folder_here(str(tmp_path / "ours"), "") == str(tmp_path / "ours")
     for name in ("open", "link", "file", "nothing"):
         with pytest.raises(FileNotFoundError, match="none"):  # where the other one would be
-            relay.folder_here(str(tmp_path / name), "", lifeline.hold)
+            relay.folder_here(str(tmp_path / name), "")
 
 
 @pytest.mark.parametrize("refused", ["too long a line", "not lines of ours", "a reader that never reads"])
@@ -144,6 +149,75 @@ def test_more_descriptors_than_select_takes(launcher, tmp_path):
         resource.setrlimit(resource.RLIMIT_NOFILE, limit)
 
 
+@pytest.mark.parametrize("hard", [False, True], ids=["the soft limit", "the hard limit"])
+def test_more_machines_than_files_may_be_open(hard, launcher, tmp_path):
+    """A small limit is lifted as far as the system permits; then those who are connected are served, and it is said."""
+    process, folder, _ = launcher
+    process.kill()
+    if hard:
+        limits = "resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))"
+    else:
+        limits = (
+            "resource.setrlimit(resource.RLIMIT_NOFILE, (60, 4000)); "
+            "from jaxmpi._launcher.parent import _Limit; _Limit.lift()"
+        )
+    program = f"import resource\n{limits}\n{LAUNCHER}"
+    with contextlib.ExitStack() as stack:
+        process = stack.enter_context(
+            started([sys.executable, "-c", program, folder], stdout=subprocess.PIPE, text=True)
+        )
+        stack.callback(process.kill)
+        host, port, secret = process.stdout.readline().split()
+        here, _ = begin(tmp_path, f"{host} {port} {secret}")
+        assert until((here / "machine").exists)
+        time.sleep(1)  # until it is connected
+        for _ in range(100):
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=20))
+        (here / "0.state").write_text("0.5\ncall\ncomm\nplace")
+        assert until((folder / "0.state").exists)
+        if hard:
+            told = process.stdout.readline()
+            assert re.fullmatch(r"jaxmpi.run: \d+ machines are connected, and no more can be, .* 60 files.*\n", told)
+            assert told.endswith("Raise the limit: ulimit -n\n")
+        else:
+            assert len(os.listdir(f"/proc/{process.pid}/fd")) > 100
+
+
+def test_limit_of_open_files_is_put_back():
+    """As the last of several jobs ends; what is started before, and after, inherits that of the program."""
+    from jaxmpi._launcher.parent import _Limit
+
+    _, hard = before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (500, hard))
+        _Limit.lift()
+        _Limit.lift()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+        _Limit.restore()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+        _Limit.restore()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (500, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_machines_that_see_one_folder(tmp_path, monkeypatch):
+    """Another machine's is not used, though it can be: nothing tells its ranks there that they are asked, and none of
+    them ends with the launcher. They have one in the memory of their own."""
+    folder, memory = tmp_path / "jaxmpi-job", tmp_path / "memory"
+    memory.mkdir()
+    folder.mkdir(mode=0o700)
+    monkeypatch.setattr(relay, "_MEMORY", str(memory))
+    monkeypatch.setattr(relay, "_make", lambda here, address: os.mkdir(here, 0o700))
+    (folder / "machine").write_text(lifeline.machine())
+    assert relay.folder_here(str(folder), "") == str(folder)
+    (folder / "machine").write_text("another")
+    here = relay.folder_here(str(folder), "")
+    assert os.path.dirname(here) == str(memory)
+    monkeypatch.setattr(lifeline, "machine", lambda: "a third")
+    assert relay.folder_here(str(folder), "") not in (here, str(folder))
+
+
 # --- another user -------------------------------------------------------------------------------------------------
 
 as_root = pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="another user needs root")
@@ -162,7 +236,7 @@ if [ "$what" = "folder with links" ]; then
   for kind in began report state ended aborts; do
     for end in "" .draft; do ln -s "$victim" "$path/0.$kind$end"; done
   done
-  for name in ask machine relayed alive input; do ln -s "$victim" "$path/$name"; done
+  for name in ask machine relayed alive bell input; do ln -s "$victim" "$path/$name"; done
 fi
 """
 PLANTED = ["file", "link to a folder", "link to nowhere", "folder", "folder with links"]
@@ -200,7 +274,7 @@ def untouched(path, victim, planted):
 
 
 def name_here():
-    return f"jaxmpi-{relay._proof(SECRET, 'folder', 'jaxmpi-job')[:16]}"
+    return f"jaxmpi-{relay._proof(SECRET, 'folder', f'jaxmpi-job {lifeline.machine()}')[:16]}"
 
 
 def run_rank(folder, address, tmp, program="pass"):
@@ -229,7 +303,7 @@ def test_another_user_makes_the_launchers_name_on_a_second_machine(what, shared)
     planted = plant(what, path, victim)
     done = run_rank(path, f"127.0.0.1 1 {SECRET}", tmp, SHOW)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines() == [str(tmp / name_here()), "0.began alive machine relayed"]
+    assert done.stdout.splitlines() == [str(tmp / name_here()), "0.began alive bell machine relayed"]
     untouched(path, victim, planted)
     assert until(lambda: not (tmp / name_here()).exists())
     untouched(path, victim, planted)

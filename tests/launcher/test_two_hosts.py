@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from jaxmpi import run
-from support.launch import launch, outside_of_a_job
+from support.launch import begin, launch, outside_of_a_job
 from support.two_hosts import NAMES, two_hosts
 
 pytestmark = [pytest.mark.launches, pytest.mark.seconds(120)]
@@ -171,6 +171,30 @@ exec {hosts.agent} "$@"
     assert victim.read_text() == "ours"
 
 
+def test_hosts_that_see_one_folder(job, hosts, tmp_path):
+    """As of a cluster with one disk: the ranks of the second host are heard, and end with the launcher."""
+    shared = hosts.folder / "shared"
+    shared.mkdir(exist_ok=True)
+    (tmp_path / "boot_id").write_text("another-kernel")  # the hosts have one, by which machines are told apart
+    known = "/proc/sys/kernel/random/boot_id"
+    subprocess.run([*hosts.enter(NAMES[1]), "mount", "--bind", tmp_path / "boot_id", known], check=True)
+    try:
+        done = job("print(rank, 'in', folder, flush=True)\n"
+                   "if rank == 1: time.sleep(1000)\nnotoken.allreduce(x, MPI.SUM).block_until_ready()",
+                   begin=f"import os\nfolder = os.environ['JAXMPI_JOB_FOLDER']\n{BEGIN}",
+                   TMPDIR=str(shared), JAXMPI_TIMEOUT="2", JAXMPI_TIMEOUT_ACTION="abort")  # fmt: skip
+    finally:
+        subprocess.run([*hosts.enter(NAMES[1]), "umount", known], check=True)
+    folders = dict(re.findall("^([0-3]) in (.*)$", done.stdout, re.MULTILINE))
+    assert folders["0"] == folders["1"], done.stderr
+    assert folders["2"] == folders["3"]
+    assert folders["0"].startswith(str(shared))
+    assert folders["2"].startswith("/dev/shm/")
+    table = done.stderr.partition("jaxmpi.run: what the ranks do:")[2]
+    assert "ranks 0, 2, 3: wait in allreduce of 50000 float32" in table, done.stderr
+    assert not list(shared.glob("jaxmpi-*"))
+
+
 def begin_job(ranks, *words, through, timeout, check, **environment):
     """Starts a job that says it is ready, in a session of its own; its process and its environment."""
     environment = {
@@ -181,7 +205,7 @@ def begin_job(ranks, *words, through, timeout, check, **environment):
     }
     command = [*through, sys.executable, "-m", "jaxmpi.run", "-n", str(ranks), *map(str, words)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+    process = begin(command, timeout, env=environment, start_new_session=True, **pipes)
     seen = 0
     while seen < ranks and (line := process.stdout.readline()):
         seen += line.startswith("ready")

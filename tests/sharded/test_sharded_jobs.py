@@ -2,6 +2,7 @@
 
 import re
 import signal
+import socket
 import textwrap
 import time
 
@@ -88,6 +89,25 @@ def test_coordinator_listens_where_it_is_needed(how, job):
     text = listens.replace("PLAIN", "jax.distributed.initialize()" if plain else "")
     done = job(text, collectives="" if plain else how, plain=plain)
     assert done.stdout == "listens at 0100007F;"  # 127.0.0.1
+
+
+@pytest.mark.parametrize("how", ["mpi", "plain launcher"])
+@pytest.mark.parametrize("given", ["nothing", "the port", "the port and the address"])
+def test_address_is_not_meant_for_other_processes(how, given, job):
+    """What JAX is told of its coordinator's address is gone when that listens; what the user has said stays."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        free = str(listening.getsockname()[1])
+    plain = how == "plain launcher"
+    text = f"""
+    import jaxmpi
+    if {plain}: jax.distributed.initialize()
+    jax.devices()
+    if jax.process_index() == 0: print(os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"), end=";")
+    """
+    settings = {"JAX_COORDINATOR_PORT": free} if "port" in given else {}
+    settings |= {"JAX_COORDINATOR_BIND_ADDRESS": f"127.0.0.1:{free}"} if "address" in given else {}
+    done = job(text, collectives="" if plain else how, plain=plain, **settings)
+    assert done.stdout == f"{settings.get('JAX_COORDINATOR_BIND_ADDRESS')};"
 
 
 FOUND = """

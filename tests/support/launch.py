@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 
@@ -19,6 +20,27 @@ LATE_SECONDS = 5
 
 # A job is told to end if the process that started it is killed, by the limit of a test above all.
 _UNTIL_THE_TEST_ENDS = ("setpriv", "--pdeathsig", "TERM") if shutil.which("setpriv") else ()
+
+
+def begin(command, seconds, **options):
+    """A process that is killed after so many seconds, or with the process that tests: whoever waits for it, or reads
+    what it writes, does so no longer."""
+    process = subprocess.Popen([*_UNTIL_THE_TEST_ENDS, *map(str, command)], **options)
+    limit = threading.Timer(seconds, process.kill)
+    limit.daemon = True
+    limit.start()
+    return process
+
+
+@contextlib.contextmanager
+def started(command, seconds=60, **options):
+    """Likewise, for as long as a block lasts: it is waited for, or killed if the block raises."""
+    with begin(command, seconds, **options) as process:
+        try:
+            yield process
+        except BaseException:
+            process.kill()
+            raise
 
 
 def outside_of_a_job():
@@ -56,7 +78,7 @@ def launch(
         command = [run.find_mpiexec(), "-n", str(ranks), sys.executable, *map(str, program)]
     if ranks == 0:
         command = [sys.executable, *map(str, program)]
-    command = [*_UNTIL_THE_TEST_ENDS, *through, *command]
+    command = [*through, *command]
     job = f"JAXMPI_TEST_JOB={uuid.uuid4()}"
     clean.update([job.split("=")])
     try:
@@ -71,24 +93,20 @@ def launch(
 
 def _run(command, environment, timeout, interrupt_at, by, reader):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=environment, start_new_session=True, **pipes) as process:
-        try:
-            seen = ""
-            if interrupt_at is not None:
-                while interrupt_at not in seen and (line := process.stdout.readline()):
-                    seen += line
-                time.sleep(1)  # until all ranks are where they are to be interrupted
-                process.send_signal(by)
-            if reader == "late":
-                time.sleep(LATE_SECONDS)
-            if reader == "goes":
-                seen = process.stdout.readline()
-                process.stdout.close()
-                process.stdout = None
-            output, errors = process.communicate(timeout=timeout)
-        except BaseException:
-            process.kill()
-            raise
+    with started(command, timeout + LATE_SECONDS, env=environment, start_new_session=True, **pipes) as process:
+        seen = ""
+        if interrupt_at is not None:
+            while interrupt_at not in seen and (line := process.stdout.readline()):
+                seen += line
+            time.sleep(1)  # until all ranks are where they are to be interrupted
+            process.send_signal(by)
+        if reader == "late":
+            time.sleep(LATE_SECONDS)
+        if reader == "goes":
+            seen = process.stdout.readline()
+            process.stdout.close()
+            process.stdout = None
+        output, errors = process.communicate(timeout=timeout)
     return subprocess.CompletedProcess(command, process.returncode, seen + (output or ""), errors)
 
 

@@ -4,6 +4,7 @@ What must be done before jax is imported (`offer`) and right after it (`prepare`
 the program runs, so nothing here imports mpi4py or this package before JAX makes its devices.
 """
 
+import functools
 import mmap
 import os
 import re
@@ -127,9 +128,9 @@ def register() -> None:
     Open MPI has set since its version 5.
     """
     try:
-        from jax._src import clusters
+        from jax._src import clusters, distributed
 
-        types = clusters.ClusterEnv._cluster_types
+        types, initialize = clusters.ClusterEnv._cluster_types, distributed.State.initialize
     except (ImportError, AttributeError):
         return  # a JAX that finds its processes in another way, which the program then chooses
     if any(kind.name == _NAME_OF_CLUSTER for kind in types):
@@ -171,6 +172,16 @@ def register() -> None:
             return _sharded().local_device() if cls.met else None
 
     types.insert(0, types.pop(types.index(Cluster)))  # before those that find a scheduler's variables
+
+    @functools.wraps(initialize)
+    def initialize_here(*arguments: Any, **options: Any) -> None:
+        try:
+            initialize(*arguments, **options)
+        finally:
+            if Cluster.met:
+                _sharded().forget_address()
+
+    distributed.State.initialize = initialize_here  # type: ignore[method-assign]
 
 
 def _sharded() -> Any:

@@ -286,8 +286,9 @@ def _find_folder() -> Any:
         return None
     try:
         _beside("private")
+        _beside("lifeline")
         if address is not None:
-            _folder = _beside("relay").folder_here(_folder, address, _beside("lifeline").hold)
+            _folder = _beside("relay").folder_here(_folder, address)
         os.environ["JAXMPI_JOB_FOLDER"] = _folder
         return _opened()
     except Exception as error:  # the rank runs without it

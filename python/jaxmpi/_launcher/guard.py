@@ -7,12 +7,12 @@ it would make Open MPI's mpiexec leave at once, and not wait for its ranks.
 
 import contextlib
 import os
-import select
 import signal
 import warnings
 from collections.abc import Iterable
 
 from jaxmpi._launcher import private
+from jaxmpi._launcher.ready import ready
 
 _KILL_SECONDS = 5.0
 
@@ -53,12 +53,12 @@ def _guard(alive: int, job: int | None, folder: str, witnesses: int, signals: se
             with contextlib.suppress(OSError):
                 os.close(file)
     os.chdir("/")
-    select.select([alive], [], [])
+    ready([alive])
     if job is not None:
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(job, signal.SIGCONT)
                 signal.pidfd_send_signal(job, number)
-            if select.select([job], [], [], _KILL_SECONDS)[0]:
+            if ready([job], _KILL_SECONDS):
                 break
     private.remove(folder)

@@ -2,9 +2,10 @@
 
 A thread of the launcher asks the ranks as soon as one of them reports that it waits for long, or has ended while others
 have not. They answer in the job's folder, by the thread of csrc/core/watch.c. Files there: RANK.began, as a rank's
-program begins; RANK.report, written with a rank's report; `ask`, with the number of a question; RANK.state, a rank's
-answer; RANK.ended, as a rank's program ends; RANK.aborts, as a rank ends the job, with the code and the reason. Those
-of other machines come by relay.py. Nothing here imports jax or mpi4py.
+program begins; RANK.report, written with a rank's report; `ask`, with the number of a question, at which ranks look
+while the bell of lifeline.py rings; RANK.state, a rank's answer; RANK.ended, as a rank's program ends; RANK.aborts, as
+a rank ends the job, with the code and the reason. Those of other machines come by relay.py. Nothing here imports jax or
+mpi4py.
 
 An `mpiexec` that is still there long after a rank has ended the job is ended, and so is one that was told to end by a
 signal and has nothing left of what it has started: Open MPI's may wait for ever if ranks on two machines abort at the
@@ -14,13 +15,13 @@ processes that a rank has left behind.
 
 import contextlib
 import os
-import select
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxmpi._launcher import private, relay
+from jaxmpi._launcher import lifeline, private, relay
+from jaxmpi._launcher.ready import ready
 
 FOLDER = "JAXMPI_JOB_FOLDER"
 """The variable that names the folder to the ranks."""
@@ -38,21 +39,27 @@ def watch(
 ) -> None:
     """Until `mpiexec`, of which `job` is a file, has ended. `signals`: those that have told the job to end."""
     try:
-        with private.Folder(path) as folder:
-            _watch(folder, ranks, job, mpiexec, signals, say)
+        with private.Folder(path) as folder, contextlib.closing(lifeline.Bell(folder)) as bell:
+            _watch(folder, bell, ranks, job, mpiexec, signals, say)
     except Exception as error:  # the folder may be on a disk that is full, or be removed
         say(f"jaxmpi.run: what ranks wait for is not told any more: {type(error).__name__}: {error}\n")
 
 
 def _watch(
-    folder: private.Folder, ranks: int, job: int, mpiexec: int, signals: list[int], say: Callable[[str], None]
+    folder: private.Folder,
+    bell: lifeline.Bell,
+    ranks: int,
+    job: int,
+    mpiexec: int,
+    signals: list[int],
+    say: Callable[[str], None],
 ) -> None:
     told: set[str] = set()  # the files of ranks that have ended, once they have been the cause of a question
     last = ""
     question, patience = 0, _LEAST_WAIT_SECONDS
     ended_at = aborted_at = time.monotonic()
     started, gone = False, 0  # how many times nothing was left of what was started; while all are suspended none is
-    while not select.select([job], [], [], _PAUSE_SECONDS)[0]:
+    while not ready([job], _PAUSE_SECONDS):
         left = _works(mpiexec) if signals or not started else True
         started, gone = started or left, 0 if left or not started or not signals else gone + 1
         if gone * _PAUSE_SECONDS > _GONE_SECONDS:
@@ -77,7 +84,7 @@ def _watch(
             continue
         time.sleep(_PAUSE_SECONDS)  # ranks that wait for the same reason report at about the same time
         question += 1
-        table = _ask(folder, ranks, question, job)
+        table = _ask(folder, bell, ranks, question, job)
         waiting = any(_waits(state) for state in table.values())
         if reports or waiting:
             told, patience = told | ended, _LEAST_WAIT_SECONDS
@@ -116,23 +123,27 @@ def _end(job: int, say: Callable[[str], None], why: str) -> None:
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(OSError):
             signal.pidfd_send_signal(job, number)
-        if select.select([job], [], [], _KILL_SECONDS)[0]:
+        if ready([job], _KILL_SECONDS):
             return
 
 
-def _ask(folder: private.Folder, ranks: int, question: int, job: int) -> dict[int, tuple[str, ...]]:
+def _ask(
+    folder: private.Folder, bell: lifeline.Bell, ranks: int, question: int, job: int
+) -> dict[int, tuple[str, ...]]:
     """The states of all ranks: of one that has not ended its answer, empty if it gives none."""
     for answer in relay.of_kind(folder.names(), "state"):
         folder.remove(answer)
     folder.write("ask", str(question))
+    bell.ring()
     end = time.monotonic() + _ANSWER_SECONDS
     table: dict[int, tuple[str, ...]] = {}
-    while len(table) < ranks and time.monotonic() < end and not select.select([job], [], [], 0.05)[0]:
+    while len(table) < ranks and time.monotonic() < end and not ready([job], 0.05):
         files = folder.names()
         for name, rank in relay.of_kind(files, "state").items():
             if rank not in table:
                 table[rank] = tuple(folder.read(name).split("\n", 3))
         table |= {rank: ("ended",) for rank in relay.of_kind(files, "ended").values()}
+    bell.hush()
     return {rank: table.get(rank, ()) for rank in range(ranks)}
 
 

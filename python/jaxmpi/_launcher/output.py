@@ -8,10 +8,11 @@ and each is left out once, so what a rank writes itself stays, were it the same.
 import contextlib
 import os
 import re
-import select
 import threading
 import time
 from collections.abc import Callable
+
+from jaxmpi._launcher.ready import ready, wait_to_write
 
 _MOST_BYTES = 65536
 _WAIT_SECONDS = 0.2
@@ -169,15 +170,15 @@ class Output(threading.Thread):
     def _pass_on(self) -> None:
         while True:
             short = self._filter.holds or self._ends
-            ready = select.select([self._pipe, self._wakes], [], [], _WAIT_SECONDS if short else None)[0]
-            if self._wakes in ready:
+            found = ready([self._pipe, self._wakes], _WAIT_SECONDS if short else None)
+            if self._wakes in found:
                 os.read(self._wakes, _MOST_BYTES)
-            data = os.read(self._pipe, _MOST_BYTES) if self._pipe in ready else None
+            data = os.read(self._pipe, _MOST_BYTES) if self._pipe in found else None
             if data:
                 self._expect()
                 self._write(self._filter.take(data))
                 self._quiet_since = time.monotonic()
-            elif not ready:
+            elif not found:
                 self._write(self._filter.flush())
             while self._said and not self._filter.holds:
                 self._write(self._said.pop(0))
@@ -211,6 +212,6 @@ def write(data: bytes) -> None:
         try:
             rest = rest[os.write(2, rest) :]
         except BlockingIOError:  # another process has made it so
-            select.select([], [2], [])
+            wait_to_write(2)
         except OSError:
             return

@@ -7,7 +7,7 @@ and which rank has ended the job. What remains if it is killed: lifeline.py in e
 
 import contextlib
 import os
-import select
+import resource
 import signal
 import socket
 import subprocess
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxmpi._launcher import guard, lifeline, monitor, output, private, relay, stdin
+from jaxmpi._launcher.ready import ready
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PASSED = (*_ENDING, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP, signal.SIGCONT, signal.SIGWINCH)
@@ -214,6 +215,35 @@ def _bytes_in(file: int) -> bytes:
     return b""
 
 
+class _Limit:
+    """How many files this process may open: all that the system permits, while it has a connection to each machine.
+
+    It is raised after mpiexec has started, for that and the ranks inherit it; jobs of several threads share it.
+    """
+
+    _lock, _raised, _before = threading.Lock(), 0, (0, 0)
+
+    @classmethod
+    def lift(cls) -> None:
+        with cls._lock:
+            cls._raised += 1
+            if cls._raised == 1:
+                cls._before = resource.getrlimit(resource.RLIMIT_NOFILE)
+                cls._set(cls._before[1])
+
+    @classmethod
+    def restore(cls) -> None:
+        with cls._lock:
+            cls._raised -= 1
+            if cls._raised == 0:
+                cls._set(cls._before[0])
+
+    @classmethod
+    def _set(cls, most: int) -> None:
+        with contextlib.suppress(OSError, ValueError):  # a system that has no such number
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, cls._before[1]))
+
+
 def run(command: list[str], environment: Mapping[str, str], job: Job, verbose: bool) -> int:
     """The status of the job: that of mpiexec, 128 and more if a signal has ended it, and not 0 if ranks are missing."""
     signals = _Signals()
@@ -243,6 +273,8 @@ def _run(command: list[str], environment: Mapping[str, str], job: Job, verbose: 
         ends = os.pidfd_open(process.pid)
     if job.alive is not None and job.folder is not None:  # before there are threads
         beside = guard.start(job.alive[0], ends, job.folder, signals.witnesses, _PASSED)
+    if several := job.server is not None:
+        _Limit.lift()
     codes = None if verbose else lambda: {rank: code for rank, (code, _) in job.aborting().items()}
     passing = output.Output(pipe, codes)
     passing.start()
@@ -262,6 +294,8 @@ def _run(command: list[str], environment: Mapping[str, str], job: Job, verbose: 
                 os.waitpid(beside, 0)
         if ends is not None:
             os.close(ends)
+        if several:
+            _Limit.restore()
 
 
 def _watch(
@@ -271,7 +305,7 @@ def _watch(
     if job.folder is None or ends is None:
         return None
     if job.server is not None:
-        served = (job.folder, job.ranks, *job.server)
+        served = (job.folder, job.ranks, *job.server, passing.say)
         threading.Thread(target=relay.serve, args=served, daemon=True).start()
     watched = (job.folder, job.ranks, ends, process.pid, signals.ending, passing.say)
     watching = threading.Thread(target=monitor.watch, args=watched, daemon=True)
@@ -280,14 +314,16 @@ def _watch(
 
 
 def _wait(process: subprocess.Popen, ends: int | None, job: Job, signals: _Signals, witness: bool) -> None:
-    files = signals.files() + [file for file in (ends, job.input) if file is not None]
+    files = signals.files() + ([ends] if ends is not None else [])
+    asks = job.input.fileno() if job.input is not None else -1
+    files += [asks] if asks >= 0 else []
     while process.poll() is None:
         pause = signals.pause()
         if ends is None:
             pause = min(_POLL_SECONDS, _POLL_SECONDS if pause is None else pause)
-        ready = select.select(files, [], [], pause)[0]
+        found = ready(files, pause)
         signals.take(process, witness)
-        if job.input in ready:
+        if asks in found:
             stdin.give(job.input)
 
 
@@ -327,8 +363,7 @@ def _passed_on(passing: output.Output, signals: _Signals) -> bool:
     passing.finish()
     seen = len(signals.ending)
     while True:
-        ready = select.select([passing.done, *signals.files()], [], [])[0]
-        if passing.done in ready:
+        if passing.done in ready([passing.done, *signals.files()]):
             return True
         signals.ending += [number for number in _bytes_in(signals.reads) if number in _ENDING]
         _bytes_in(signals.witnessed)

@@ -88,9 +88,9 @@ def _fault(folder: os.stat_result) -> str:
     return ""
 
 
-def make(prefix: str) -> Folder:
-    """A new one in the folder for temporary files, under a name that nobody can guess."""
-    path = tempfile.mkdtemp(prefix=prefix)
+def make(prefix: str, within: str | None = None) -> Folder:
+    """A new one in a folder, or in that for temporary files, under a name that nobody can guess."""
+    path = tempfile.mkdtemp(prefix=prefix, dir=within)
     try:
         return Folder(path)
     except OSError:  # a disk that knows no users

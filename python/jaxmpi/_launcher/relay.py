@@ -1,15 +1,17 @@
 """Brings the files of a job's folder from other machines to the launcher: see monitor.py.
 
-On each machine that does not see the launcher's folder, the first rank makes one and starts a process, which connects
-to the launcher, passes on what ranks write (RANK.report, RANK.state, RANK.ended), and writes the launcher's questions
-(`ask`). The ranks there end with the process, as those beside the launcher end with it (lifeline.py): it ends as the
-launcher does, and if it cannot tell, because there is no connection, it stays until the ranks have ended. Both ends
-show by a keyed hash that they know the secret of the job; nothing that is received is executed, and only files of these
-names are written. Where there is no connection the launcher does not hear of those ranks.
+On each machine but the launcher's the first rank makes a folder and starts a process, which connects to the launcher,
+passes on what ranks write (RANK.report, RANK.state, RANK.ended), and writes the launcher's questions (`ask`). So it is
+where the machines see one folder, too: the ranks then leave the disk that they share alone. The ranks there end with
+the process, as those beside the launcher end with it (lifeline.py): it ends as the launcher does, and if it cannot
+tell, because there is no connection, it stays until the ranks have ended. Both ends show by a keyed hash that they know
+the secret of the job; nothing that is received is executed, and only files of these names are written. Where there is
+no connection the launcher does not hear of those ranks.
 
 All ranks of a machine find its folder by the job's secret. So nobody else can make it beforehand, not even a user of
 both machines, who sees the name of the launcher's. Something of that name that is not ours is not used (private.py).
-Nothing here imports jax, mpi4py or this package; whoever loads this file by its path has loaded private.py before.
+Nothing here imports jax, mpi4py or this package; whoever loads this file by its path has loaded private.py and
+lifeline.py before.
 """
 
 import contextlib
@@ -18,6 +20,7 @@ import importlib
 import json
 import os
 import re
+import resource
 import secrets
 import select
 import selectors
@@ -29,16 +32,21 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxmpi._launcher import private
+    from jaxmpi._launcher import lifeline, private
 else:
-    private = sys.modules.get("jaxmpi._launcher.private") or importlib.import_module("jaxmpi._launcher.private")
+    private, lifeline = (
+        sys.modules.get(name) or importlib.import_module(name)
+        for name in ("jaxmpi._launcher.private", "jaxmpi._launcher.lifeline")
+    )
 
 ADDRESS = "JAXMPI_JOB_ADDRESS"
 """The variable with the launcher's addresses, its port and the secret."""
 
 _PAUSE_SECONDS = 0.1
+_KEPT_FILES = 32
 _BEAT_SECONDS = 5.0
 _SILENT_SECONDS = 60.0  # after which the other end is taken for gone
+_RING_SECONDS = 4.0  # in which each rank looks
 _MOST_BYTES = 16384  # of a line
 _NAMES = re.compile(r"([0-9]{1,9})\.(began|report|state|ended|aborts)")
 
@@ -162,25 +170,44 @@ class _Machine:
             self._asked, self._beat = question, now
 
 
-def serve(path: str | os.PathLike, ranks: int, listening: socket.socket, secret: str) -> None:
+def _most_machines() -> int:
+    """As many as this process may have files open, but some that the launcher needs itself."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd")) - _KEPT_FILES
+
+
+def serve(
+    path: str | os.PathLike, ranks: int, listening: socket.socket, secret: str, say: Callable[[str], None]
+) -> None:
     """Takes connections, until the job has ended and the socket is closed. One thread for all machines."""
     with private.Folder(path) as folder, selectors.DefaultSelector() as selector:
         listening.setblocking(False)
         selector.register(listening, selectors.EVENT_READ)
-        looked = 0.0
+        looked, most, said = 0.0, _most_machines(), False
 
         def drop(connection: Any) -> None:
             selector.unregister(connection)
             connection.close()
 
         def accept() -> None:
+            nonlocal said
             try:
                 connection, _ = listening.accept()
-                selector.register(connection, selectors.EVENT_READ, _Machine(connection, secret))
+                if (machines := len(selector.get_map()) - 1) < most:
+                    selector.register(connection, selectors.EVENT_READ, _Machine(connection, secret))
+                    return
+                connection.close()
             except BlockingIOError:  # it has gone
-                pass
-            except OSError:  # too many at once
+                return
+            except OSError:  # the program that has called the launcher has opened more files
+                machines = len(selector.get_map()) - 1
                 time.sleep(_PAUSE_SECONDS)
+            if not said:
+                said = True
+                limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+                say(
+                    f"jaxmpi.run: {machines} machines are connected, and no more can be, for this process may open "
+                    f"{limit} files: what ranks on the others wait for is not told. Raise the limit: ulimit -n\n"
+                )
 
         while listening.fileno() >= 0:
             for key, _ in selector.select(_PAUSE_SECONDS):
@@ -210,18 +237,23 @@ RELAYED = "relayed"
 """A file in a folder whose files are taken away to the launcher."""
 
 
-def folder_here(path: str, address: str, hold: Callable[[Any], tuple[int, int]]) -> str:
-    """The folder for this rank: `path`, or where that is not ours one of this machine, whose files are relayed.
+_MEMORY = "/dev/shm"
 
-    `hold`: lifeline.py's, for the ranks of this machine. OSError: there is no folder that is certainly ours.
+
+def folder_here(path: str, address: str) -> str:
+    """The folder for this rank: `path`, or where that is not ours, or another machine's, one of this machine, whose
+    files are relayed. OSError: there is no folder that is certainly ours.
     """
-    with contextlib.suppress(OSError), private.Folder(path):
-        return path
-    name = _proof(address.rpartition(" ")[2], "folder", os.path.basename(path))[:16]
-    here = os.path.join(tempfile.gettempdir(), f"jaxmpi-{name}")
+    within = tempfile.gettempdir()
+    with contextlib.suppress(OSError), private.Folder(path) as folder:
+        if lifeline.is_here(folder):
+            return path
+        within = _MEMORY if os.access(_MEMORY, os.W_OK) else within
+    name = _proof(address.rpartition(" ")[2], "folder", f"{os.path.basename(path)} {lifeline.machine()}")[:16]
+    here = os.path.join(within, f"jaxmpi-{name}")
     if not os.path.lexists(here):
         try:
-            _make(here, address, hold)
+            _make(here, address)
             return here  # its process may end at once, and removes it
         except OSError:
             if not os.path.lexists(here):  # else another rank was first
@@ -230,12 +262,12 @@ def folder_here(path: str, address: str, hold: Callable[[Any], tuple[int, int]])
         return here
 
 
-def _make(here: str, address: str, hold: Callable[[Any], tuple[int, int]]) -> None:
+def _make(here: str, address: str) -> None:
     """The folder, which has all that ranks look for as soon as it is there, and its process."""
-    draft = private.make("jaxmpi-draft-")
+    draft = private.make("jaxmpi-draft-", os.path.dirname(here))
     alive: tuple[int, ...] = ()
     try:
-        alive = hold(draft)
+        alive = lifeline.hold(draft)
         draft.write(RELAYED, "")
         os.rename(draft.path, here)
         if (child := os.fork()) == 0:
@@ -289,7 +321,8 @@ def _relay(folder: "private.Folder", hosts: list[str], port: int, secret: str, a
                     lines = _Lines(connection)
                     _show(lines, secret)
                     reached, refused, hosts = True, False, [host]
-                    _talk(lines, folder)
+                    with contextlib.closing(lifeline.Bell(folder)) as bell:
+                        _talk(lines, folder, bell)
             except ConnectionRefusedError:
                 refused = True
             except OSError:
@@ -308,14 +341,17 @@ def _show(lines: _Lines, secret: str) -> None:
     _check(lines.next(), secret, "launcher", number)
 
 
-def _talk(lines: _Lines, folder: "private.Folder") -> None:
-    told, beat = "", 0.0
+def _talk(lines: _Lines, folder: "private.Folder", bell: "lifeline.Bell") -> None:
+    told, beat, rung = "", 0.0, 0.0
     while True:
+        if time.monotonic() - rung > _RING_SECONDS:
+            bell.hush()
         for text in lines.received():
             question = str(json.loads(text))
             if question != told:
                 folder.write("ask", question)
-                told = question
+                bell.ring()
+                told, rung = question, time.monotonic()
         if time.monotonic() - beat > _BEAT_SECONDS:
             lines.send(json.dumps(None))
             beat = time.monotonic()

@@ -54,8 +54,6 @@ def start() -> None:
         communicators.install()
     if _WORLD.size > 1 and distributed.global_state.client is None:
         jax.distributed.initialize()
-    if os.environ.get(_BINDS, "").endswith(f":{_kept[0].getsockname()[1]}" if _kept else " "):
-        del os.environ[_BINDS]  # it is not meant for processes that this one starts
     if distributed.global_state.client is None:
         return
     if before_jax.PREEMPTION not in os.environ and threading.current_thread() is threading.main_thread():
@@ -80,6 +78,12 @@ def meet(seconds: float | None = None) -> str:
         )
     os.environ.update(answer["environment"])
     return answer["address"]
+
+
+def forget_address() -> None:
+    """JAX's coordinator listens: its address is not meant for processes that this one starts."""
+    if _chosen and os.environ.get(_BINDS) == _chosen.pop():
+        del os.environ[_BINDS]
 
 
 def _tag() -> int:
@@ -109,8 +113,10 @@ def _lead(end: float) -> dict[str, Any]:
         host, is_address = _reached_by([rank for rank in others if hosts[rank] != own], end)
         address = f"{host}:{_port(host if is_address else '')}"
         answer = {"address": address, "environment": _not_by_a_proxy(host)}
-        if is_address:  # XLA's service asks nobody who he is, and takes what it does not understand for a reason to end
-            os.environ.setdefault(_BINDS, address)
+        if is_address and _BINDS not in os.environ:
+            # XLA's service asks nobody who he is, and takes what it does not understand for a reason to end.
+            os.environ[_BINDS] = address
+            _chosen.append(address)
     for rank in came:
         _WORLD.send(json.dumps(answer), rank, _tag())
     return answer
@@ -166,6 +172,9 @@ def _addresses() -> list[str]:
 
 _BINDS = "JAX_COORDINATOR_BIND_ADDRESS"
 """JAX's variable of the address at which its coordinator listens: all of the machine's, if it is not set."""
+
+_chosen: list[str] = []
+"""The address in that variable, while it is there by our choice."""
 
 _SIOCGIFADDR = 0x8915  # of Linux: the address of an interface
 _kept: list[socket.socket] = []
