@@ -22,8 +22,8 @@
 #include <string.h>
 #include <time.h>
 
-#include "devices/memory.h"
-#include "xla/ffi.h"
+#include "base/memory.h"
+#include "base/ffi.h"
 
 /* Limits: XLA's type codes; attributes and buffer roles of an operation; buffers of one call. */
 enum { DTYPE_CODES = 40, MAX_ATTRIBUTES = 7, MAX_ROLES = 6, MAX_BUFFERS = 256 };
@@ -66,7 +66,7 @@ struct communicator {
   int in_vain;                         /* and how many in a row have had no answer in time */
   struct agreement *_Atomic agreement; /* agreement.h; NULL: its ranks cannot be asked */
   atomic_uint_least64_t planned;       /* calls with a plan so far: plan.h */
-  atomic_int expected;                 /* messages, by requests: requests.h */
+  atomic_int queued;                   /* posted receives and unexpected messages: requests/queue.h */
 };
 
 /* Which thread calls MPI for arrays of a device that are staged: copied through host memory. */
@@ -122,7 +122,7 @@ struct runtime {
   bool known[DTYPE_CODES];
   int most_tag;      /* the highest tag of a message */
   int64_t max_count; /* elements that one MPI call may be given; INT_MAX except in tests */
-  bool unmarked;     /* the ends of what MPI fills are not marked (mpi/ops.c); only in tests */
+  bool unmarked;     /* the ends of what MPI fills are not marked (mpi/collectives.c); only in tests */
   /* COMM_SELF: freed as MPI_Finalize begins, or in a child of fork; NULL before configuration. */
   struct communicator *self;
   const char *ended;          /* why nothing can be communicated once `self` has been freed */
@@ -143,10 +143,11 @@ struct runtime {
   intptr_t channel;            /* a duplicate of COMM_WORLD for agreement.h; 0: none */
   atomic_bool several_threads; /* of the program communicate */
   struct agreement *_Atomic agreements;
-  atomic_bool labels;          /* and no rank has arrays on devices: messages have labels */
-  atomic_bool ends_on_error;   /* an operation that fails ends the job, rather than raise */
-  atomic_bool log;             /* a line at the start and at the end of each operation */
-  atomic_uint_least64_t calls; /* numbers the logged calls */
+  atomic_bool labels;                /* and no rank has arrays on devices: messages have labels */
+  atomic_bool ends_on_error;         /* an operation that fails ends the job, rather than raise: */
+  void (*abort)(const char *reason); /* with a reason in one line; job_end */
+  atomic_bool log;                   /* a line at the start and at the end of each operation */
+  atomic_uint_least64_t calls;       /* numbers the logged calls */
 };
 extern struct runtime runtime;
 
@@ -197,8 +198,8 @@ static inline bool attribute_is_object(enum attribute kind) { return kind >= OBJ
 #define TRACED (-(INT64_C(1) << 40))
 static inline bool is_traced(int64_t attribute) { return attribute < TRACED / 2; }
 
-/* What a collective is of, by the numbers of _DERIVATIVES in python/jaxmpi/_primitive/primitive.py; from OF_COTANGENT on it may
- * be of reverse mode. */
+/* What a collective is of, by the numbers of _DERIVATIVES in python/jaxmpi/_primitive/primitive.py; from OF_COTANGENT
+ * on it may be of reverse mode. */
 enum derivative { OF_VALUE, OF_TANGENT, OF_COTANGENT, OF_FURTHER };
 
 /* In words, what a collective is of; NULL for a number that is none of an attribute DERIVATIVE. */
@@ -250,6 +251,9 @@ enum {
 #undef OPERATION
   OPERATION_COUNT
 };
+
+/* Whether an operation waits for what has been started. */
+static inline bool waits_for_request(int row) { return row == ROW_wait || row == ROW_exchange_finish; }
 
 /* What this rank passes to an operation or receives from it. Whoever uses the buffer by its role (MPI or the core) can
  * dereference `data`, in whichever memory it lies. `data`, `count` and `type` are zero where this rank passes no such
@@ -327,6 +331,8 @@ static inline const struct buffer *leaves_of(const struct call *call, int buffer
 static inline void *object_of(int64_t attribute) { return (void *)(intptr_t)attribute; }
 
 struct request;
+struct receive;
+struct message_found;
 
 /* What is compiled once for each ABI. With runtime.serialize the caller of a body, of `communicator` and of what
  * agreement.h needs holds runtime.lock. */
@@ -359,9 +365,14 @@ struct abi {
    * Returns an MPI error code. */
   int (*start_send)(const struct call *call, intptr_t *request);
 
-  /* Tries whether messages have come that requests expect, on one communicator or, with NULL, on all; and whether what
-   * a request has begun is still under way. Under requests_lock; neither waits. */
-  void (*match_receives)(const struct communicator *comm);
+  /* For requests/queue.h, under its lock. Looks whether a message has come (`probe`), and matches it (`match`); both
+   * return an MPI error code and do not wait. Begins to receive a message that has been matched, unless a thread waits
+   * for it or must look at it first. */
+  int (*probe)(const struct communicator *comm, int source, int tag, bool *there, struct message_found *found);
+  int (*match)(const struct communicator *comm, int source, int tag, bool *there, struct message_found *found);
+  void (*receive)(struct receive *receive);
+
+  /* Whether what a request has begun is still under way. Does not wait; under the lock of requests/table.h. */
   bool (*test_request)(struct request *request);
 
   /* Ends the job. Any thread. */

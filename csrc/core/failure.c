@@ -6,8 +6,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/job.h"
-
 /* Keeps an error for the next operation, unless one is kept already. The result may only be compared with NULL. */
 static ffi_error *defer(enum ffi_error_code code, const char *text) {
   static char deferred;
@@ -36,7 +34,7 @@ static ffi_error *fail(const struct call *call, enum ffi_error_code code, const 
   atomic_fetch_add(&runtime.failures, 1); /* makes linked calls check their link: link.c */
   if (atomic_load(&runtime.ends_on_error)) {
     fprintf(stderr, "%s. The job ends, as JAXMPI_ON_ERROR=abort says\n", text);
-    job_end(text);
+    runtime.abort(text);
   }
   return call->frame != NULL ? ffi_fail(call->frame, code, text) : defer(code, text);
 }

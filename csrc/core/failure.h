@@ -8,7 +8,7 @@
 #define JAXMPI_FAILURE_H
 
 #include "core/core.h"
-#include "devices/memory.h"
+#include "base/memory.h"
 
 /* An error with a text by printf, after "jaxmpi.NAME on rank R of N: ". */
 __attribute__((format(printf, 3, 4))) ffi_error *call_fail(const struct call *call, enum ffi_error_code code,

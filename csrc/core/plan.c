@@ -7,7 +7,7 @@
 
 #include "core/buffers.h"
 #include "core/failure.h"
-#include "core/half.h"
+#include "base/float16.h"
 
 /* --- from numbers to a plan ---
  *

@@ -1,5 +1,5 @@
-/* Plans: which parts of the arrays of a call travel in which messages. Made once, by python/jaxmpi/_mpi/plans.py, and kept
- * in the registry.
+/* Plans: which parts of the arrays of a call travel in which messages. Made once, by python/jaxmpi/_mpi/plans.py, and
+ * kept in the registry.
  *
  * A plan describes a linear map between the arrays of all ranks, of which this rank's results are its operands (or
  * zero), except in some boxes, which are filled with a constant, and in others, which receive boxes of other ranks:

@@ -3,8 +3,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/call.h"
+#include "core/failure.h"
 #include "devices/boxes.h"
+#include "devices/spaces.h"
+#include "execute/body.h"
+#include "execute/chunks.h"
 
 enum { SLOTS = 4, ALIGNMENT = 256, LEAST = 1 << 16, OUTGROWN = 48 };
 

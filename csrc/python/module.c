@@ -6,15 +6,17 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/agreement.h"
+#include "execute/agreement.h"
 #include "core/failure.h"
+#include "core/job.h"
 #include "core/plan.h"
-#include "core/requests.h"
-#include "core/timeline.h"
-#include "core/watch.h"
+#include "requests/table.h"
+#include "observe/timeline.h"
+#include "observe/watchdog.h"
+#include "devices/spaces.h"
 #include "devices/transport.h"
-#include "python/link.h"
-#include "python/place.h"
+#include "python/runtime_token.h"
+#include "python/call_site.h"
 #include "sharded/sharded.h"
 
 /* Steals `value`. -1 with an exception set: it is NULL or cannot be stored. */
@@ -270,7 +272,7 @@ static PyObject *handlers_of(const struct memory *memory) {
   PyObject *result = PyDict_New();
   for (int i = 0; result != NULL && i < OPERATION_COUNT; i++) {
     void *pointer;
-    memcpy(&pointer, &memory->handlers[i], sizeof pointer);
+    memcpy(&pointer, &memory_handlers(memory)[i], sizeof pointer);
     if (put(result, operation_table[i].id, PyCapsule_New(pointer, "xla._CUSTOM_CALL_TARGET", NULL)) < 0)
       Py_CLEAR(result);
   }
@@ -505,6 +507,7 @@ static PyObject *configure(PyObject *self, PyObject *args) {
   runtime.serialize = serialize != 0;
   runtime.self = registry_at(of_self);
   runtime.ended = "MPI has been finalized";
+  runtime.abort = job_end;
   if (pthread_atfork(NULL, NULL, leave_job) != 0) return PyErr_NoMemory();
   runtime.world = registry_at(of_world);
   Py_RETURN_NONE;

@@ -4,7 +4,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/call.h"
+#include "core/failure.h"
+#include "devices/spaces.h"
+#include "execute/body.h"
 
 /* --- errors ------------------------------------------------------------------------------------------------------ */
 

@@ -7,8 +7,8 @@
 #include <stdarg.h>
 #include <stdlib.h>
 
-#include "core/agreement.h"
-#include "core/requests.h"
+#include "execute/agreement.h"
+#include "requests/table.h"
 
 struct fake_control *fake;
 void *fake_library;
@@ -175,7 +175,7 @@ ffi_error *frame_call(struct frame *frame, const char *operation) {
 }
 
 ffi_error *frame_call_in(const struct memory *memory, struct frame *frame, const char *operation) {
-  return memory->handlers[row_of(operation)](&frame->frame);
+  return memory_handlers(memory)[row_of(operation)](&frame->frame);
 }
 
 ffi_error *run(const char *operation, struct array in, struct array out, const int64_t attributes[]) {

@@ -10,6 +10,7 @@
 #include <string.h>
 
 #include "core/core.h"
+#include "devices/spaces.h"
 #include "fake_mpi.h"
 
 /* Failures are printed and counted; the test goes on. */

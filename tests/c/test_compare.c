@@ -1,7 +1,7 @@
 /* JAXMPI_CHECK: what a rank tells the others before a collective, and that a difference stops all of them. */
-#include "core/agreement.h"
-#include "core/compare.h"
-#include "core/watch.h"
+#include "execute/agreement.h"
+#include "execute/compare.h"
+#include "observe/watchdog.h"
 
 #include "harness.h"
 

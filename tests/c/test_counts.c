@@ -3,7 +3,7 @@
 #include <limits.h>
 #include <stdlib.h>
 
-#include "core/compare.h"
+#include "execute/compare.h"
 #include "core/failure.h"
 #include "harness.h"
 

@@ -1,15 +1,16 @@
 /* JAXMPI_TIMEOUT_ACTION=raise: which waits end with an error, and that nothing is lost by it. */
 #define _GNU_SOURCE
-#include "core/deadline.h"
 
 #include <stdlib.h>
 #include <time.h>
 #include <unistd.h>
 
-#include "core/compare.h"
 #include "core/failure.h"
-#include "core/watch.h"
+#include "execute/compare.h"
+#include "execute/deadline.h"
 #include "harness.h"
+#include "observe/watchdog.h"
+#include "requests/progress.h"
 
 /* MORE: calls of Improbe, more than the limit has room for. */
 enum { PLACE = 1, SIZE = 4, N = 7, MOST_TAG = 127, OF_DERIVATIVES = 64, MORE = 300000 };
@@ -23,7 +24,7 @@ static struct communicator *here(void) { return world(PLACE, SIZE); }
 
 static void prepare(void) {
   fake->reset();
-  requests_patience = 100000000000000; /* the tests look for messages themselves */
+  progress_patience = 100000000000000; /* the tests look for messages themselves */
   runtime.most_tag = MOST_TAG;
   deadline_configure(LIMIT);
   base += 100;
@@ -75,8 +76,8 @@ static bool nothing_has_come(void) {
 
 static bool all_is_done(void) {
   return CHECK_EQUAL(fake->live_requests, 0) && CHECK_EQUAL(fake->live_matched, 0) && CHECK_EQUAL(fake->queued, 0) &&
-         CHECK_EQUAL(requests_in_flight(), 0) && CHECK_EQUAL(atomic_load(&receives_expected), 0) &&
-         CHECK_EQUAL(atomic_load(&here()->expected), 0);
+         CHECK_EQUAL(requests_in_flight(), 0) && CHECK_EQUAL(queue_posted(), 0) &&
+         CHECK_EQUAL(atomic_load(&here()->queued), 0);
 }
 
 static double now(void) {
@@ -142,7 +143,7 @@ static void a_wait_can_be_repeated(void) {
       FAILS(wait_on(id, !sends), FFI_DEADLINE_EXCEEDED, *kind,
             "on rank 1 of 4: ", receives ? "no message from rank 2 with tag 5" : "it is not done", "wait for it again");
       CHECK_EQUAL(requests_in_flight(), 1);
-      CHECK_EQUAL(atomic_load(&receives_expected), receives);
+      CHECK_EQUAL(queue_posted(), receives);
     }
     if (receives)
       deliver(2, 5);
@@ -196,7 +197,7 @@ static void of_one_program_messages_are_left_to_others(void) {
   SUCCEEDS(start("irecv", id, 5));
   SUCCEEDS(start("irecv", other, 6));
   FAILS(wait_on(id, true), FFI_DEADLINE_EXCEEDED, "jaxmpi.irecv", "with tag 5", "comes later can be received");
-  CHECK_EQUAL(atomic_load(&receives_expected), 0);
+  CHECK_EQUAL(queue_posted(), 0);
   run_number = base + 2;
   deliver(2, 5);
   deliver(2, 6);
@@ -219,7 +220,7 @@ static void after_any_error_messages_are_left_to_others(void) {
   run_number = base + 1;
   fake->deliver(here()->handle, 2, 7, message, 4);
   FAILS(receive(2, 7), FFI_INVALID_ARGUMENT, "too short");
-  CHECK_EQUAL(atomic_load(&receives_expected), 1); /* of the other program */
+  CHECK_EQUAL(queue_posted(), 1); /* of the other program */
   deliver(2, 5);
   SUCCEEDS(receive(2, 5));
   CHECK(has_come());
@@ -373,9 +374,7 @@ static void what_would_be_lost_is_refused(void) {
     if (how < 2) SUCCEEDS(start("irecv", other, how == 0 ? 5 : 6));
     SUCCEEDS(start("irecv", id, 5));
     if (how < 2) deliver(2, how == 0 ? 5 : 6);
-    pthread_mutex_lock(&requests_lock);
-    abi->match_receives(NULL);
-    pthread_mutex_unlock(&requests_lock);
+    queue_match(NULL, NULL, 0);
     if (how == 2 || how == 3) deliver(3, 7);
     if (how == 2) SUCCEEDS(receive(3, 7));
     if (how == 3) SUCCEEDS(exchange(3, 7));

@@ -8,8 +8,8 @@
 #include <unistd.h>
 
 #include "core/plan.h"
-#include "core/requests.h"
-#include "core/timeline.h"
+#include "requests/table.h"
+#include "observe/timeline.h"
 #include "harness.h"
 
 enum { FRAMES = 20000, MOST_ELEMENTS = 40, MOST_SIZE = 4, POOL = 1 << 16 };

@@ -3,7 +3,7 @@
  * The reference describes a format by two numbers and decodes with ldexp. It finds the value nearest to a number by
  * bisection in the sorted list of all values, so it shares nothing with the bit operations under test.
  */
-#include "core/half.h"
+#include "base/float16.h"
 
 #include <math.h>
 

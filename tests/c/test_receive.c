@@ -1,7 +1,7 @@
 /* recv and sendrecv: which message is received, its data, and what happens if it does not fit. */
-#include "core/compare.h"
+#include "execute/compare.h"
 #include "core/failure.h"
-#include "core/words.h"
+#include "observe/summary.h"
 #include "harness.h"
 
 enum { ROOM = 256, N = 7 };

@@ -1,6 +1,6 @@
 /* The timeline: what is written of operations, and when some cannot be. */
 #define _GNU_SOURCE
-#include "core/timeline.h"
+#include "observe/timeline.h"
 
 #include <errno.h>
 #include <regex.h>
@@ -9,7 +9,7 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
-#include "core/words.h"
+#include "observe/summary.h"
 #include "harness.h"
 
 enum { PLACE = 1, SIZE = 3, N = 5, MANY = 2000 };

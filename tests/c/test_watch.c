@@ -1,6 +1,6 @@
 /* The watch: what is reported of a call that waits, and what is not. */
 #define _GNU_SOURCE
-#include "core/watch.h"
+#include "observe/watchdog.h"
 
 #include <regex.h>
 #include <stdlib.h>
