@@ -6,6 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/abi.h"
+
 /* Keeps an error for the next operation, unless one is kept already. The result may only be compared with NULL. */
 static ffi_error *defer(enum ffi_error_code code, const char *text) {
   static char deferred;
@@ -60,12 +62,12 @@ atomic_int failures_kept;
 
 /* The attributes that calls of one pytree have in common; 0 in the place of others. Returns the place. */
 static enum leaf attributes_of_tree(const struct call *call, int64_t attributes[MAX_ATTRIBUTES]) {
-  int64_t place = ALONE;
+  int64_t place = LEAF_ALONE;
   memset(attributes, 0, MAX_ATTRIBUTES * sizeof *attributes);
   for (int i = 0; i < call->operation->attribute_count; i++) {
     enum attribute kind = call->operation->attributes[i].kind;
-    if (kind == LEAF) place = call->attributes[i];
-    if (kind != LEAF && kind != NUMBER) attributes[i] = call->attributes[i];
+    if (kind == KIND_LEAF) place = call->attributes[i];
+    if (kind != KIND_LEAF && kind != KIND_NUMBER) attributes[i] = call->attributes[i];
   }
   return (enum leaf)place;
 }
@@ -126,25 +128,25 @@ ffi_error *call_fail_dropped(const struct call *call, const struct buffer *out, 
   va_end(arguments);
   int64_t attributes[MAX_ATTRIBUTES];
   enum leaf place = attributes_of_tree(call, attributes);
-  bool follow = place == FIRST || place == MIDDLE;
+  bool follow = place == LEAF_FIRST || place == LEAF_MIDDLE;
   if (follow && !atomic_load(&runtime.ends_on_error) && keep(call->operation->row, attributes, text)) {
     if (call->memory->host && out->count > 0) memset(out->data, 0xff, buffer_bytes(out));
     return NULL;
   }
-  ffi_error *error = place == LAST ? fail_kept(call, attributes) : NULL;
+  ffi_error *error = place == LEAF_LAST ? fail_kept(call, attributes) : NULL;
   return error != NULL ? error : fail(call, FFI_INVALID_ARGUMENT, text);
 }
 
 ffi_error *call_fail_kept(const struct call *call, ffi_error *error) {
   int64_t attributes[MAX_ATTRIBUTES];
   enum leaf place = attributes_of_tree(call, attributes);
-  if (place == ALONE || (place != LAST && error == NULL)) return error;
+  if (place == LEAF_ALONE || (place != LEAF_LAST && error == NULL)) return error;
   return call_first(call, fail_kept(call, attributes), error);
 }
 
 void call_forget_kept(const struct call *call) {
   int64_t attributes[MAX_ATTRIBUTES];
-  if (attributes_of_tree(call, attributes) == FIRST) free(take_kept(call->operation->row, attributes));
+  if (attributes_of_tree(call, attributes) == LEAF_FIRST) free(take_kept(call->operation->row, attributes));
 }
 
 ffi_error *call_first(const struct call *call, ffi_error *first, ffi_error *second) {
@@ -175,7 +177,7 @@ ffi_error *call_fail_mpi(const struct call *call, int code) {
   int length = 0;
   runtime.abi->error_text(code, reason);
   for (int i = 0; i < call->operation->attribute_count; i++)
-    if (call->operation->attributes[i].kind == RANK || call->operation->attributes[i].kind == TAG)
+    if (call->operation->attributes[i].kind == KIND_RANK || call->operation->attributes[i].kind == KIND_TAG)
       length = append(given, sizeof given, length, "; %s %" PRId64, call->operation->attributes[i].name,
                       call->attributes[i]);
   for (int i = 0; i < call->operation->buffer_count; i++)

@@ -7,15 +7,13 @@
 #ifndef JAXMPI_FAILURE_H
 #define JAXMPI_FAILURE_H
 
-#include "core/core.h"
 #include "base/memory.h"
+#include "core/call.h"
+#include "core/runtime.h"
 
 /* An error with a text by printf, after "jaxmpi.NAME on rank R of N: ". */
 __attribute__((format(printf, 3, 4))) ffi_error *call_fail(const struct call *call, enum ffi_error_code code,
                                                            const char *format, ...);
-
-/* The place of an array among those of a pytree, by the numbers of python/jaxmpi/_primitive/primitive.pytrees.py. */
-enum leaf { ALONE, FIRST, MIDDLE, LAST };
 
 /* The same for what has been received and dropped, since there is no room for it. XLA executes nothing that follows an
  * error: other ranks would wait for the rest of a pytree, or what they have sent of it would stay in the channel, for

@@ -10,7 +10,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "core/core.h"
+#include "core/abi.h"
 #include "core/private.h"
 
 enum { FAILED = 1 }; /* the code of a job that ends here */

@@ -90,7 +90,7 @@ struct plan *plan_make(const int64_t *numbers, size_t count) {
 }
 
 const struct plan *plan_of(const struct call *call) {
-  int i = attribute_of(call->operation, PLAN);
+  int i = attribute_of(call->operation, KIND_PLAN);
   return i >= 0 ? object_of(call->attributes[i]) : NULL;
 }
 
@@ -236,7 +236,7 @@ ffi_error *plan_begin(const struct call *call, const struct plan *plan) {
 
 uint64_t plan_label(const struct call *call, const struct plan *plan, uint64_t number) {
   uint64_t hash = plan->signature + number * UINT64_C(0x9e3779b97f4a7c15);
-  hash ^= (uint64_t)call->attributes[attribute_of(call->operation, DERIVATIVE)] * UINT64_C(0xd1342543de82ef95);
+  hash ^= (uint64_t)call->attributes[attribute_of(call->operation, KIND_DERIVATIVE)] * UINT64_C(0xd1342543de82ef95);
   hash = (hash ^ hash >> 30) * UINT64_C(0xbf58476d1ce4e5b9); /* the finalizer of splitmix64 */
   hash = (hash ^ hash >> 27) * UINT64_C(0x94d049bb133111eb);
   return hash ^ hash >> 31;

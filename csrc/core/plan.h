@@ -16,7 +16,8 @@
 #ifndef JAXMPI_PLAN_H
 #define JAXMPI_PLAN_H
 
-#include "core/core.h"
+#include "core/call.h"
+#include "core/runtime.h"
 
 /* The tag of the messages of plans: OF_PLANS in _mpi/tags.py. Tags from the other one on may be those of derivatives:
  * _FIRST there. */

@@ -1,11 +1,13 @@
 /* NVIDIA's devices, through the driver's library, which is on every machine with such a device. Building needs no SDK,
  * running does not need CUDA's runtime library. */
-#include "devices/spaces.h"
 
 #include <stdint.h>
 
-#include "core/core.h"
+#include "base/memory.h"
+#include "base/symbols.h"
+#include "core/runtime.h"
 #include "devices/cuda_types.h"
+#include "devices/spaces.h"
 #include "devices/transport.h"
 
 /* Flags: streams that do not wait for the default stream, events without timing, memory pinned for all contexts. */

@@ -1,9 +1,10 @@
 /* AMD's devices, through HIP's library, which is part of every ROCm installation. Building needs no SDK. */
-#include "devices/spaces.h"
 
 #include <stdint.h>
 
-#include "core/core.h"
+#include "base/memory.h"
+#include "base/symbols.h"
+#include "devices/spaces.h"
 #include "devices/transport.h"
 
 typedef int hipError_t;

@@ -265,7 +265,7 @@ static ffi_error *give_job(const struct call *call, const struct call *part, boo
 /* A user's reduction may need the GIL, which another thread may hold while it waits for the stream in the driver. If
  * ranks compare their calls, no chunk may be enqueued before they have agreed. */
 static enum transport transport_of(const struct call *call) {
-  return importer && call->reducer != REDUCER_USER && !call->compared ? runtime.transport : TRANSPORT_WAIT;
+  return importer && call->reducer != REDUCER_USER && !call->comparison.due ? runtime.transport : TRANSPORT_WAIT;
 }
 
 /* Whether an aware MPI can do the call on device memory: not if a function reduces that reads host memory, and not if
@@ -310,7 +310,7 @@ static void chunk_make(const struct stage *stage, int64_t number, struct chunk *
   call_copy(&chunk->call, &chunk->device);
   struct call *call = &chunk->call;
   char *slot = stage->state->staging + stage->front + (size_t)(number % SLOTS) * stage->room * stage->divided;
-  call->compared = call->compared && number == 0;
+  call->comparison.due = call->comparison.due && number == 0;
   if (!stage->aware) call->memory = &memory_host;
   if (stage->boxed != NULL) call->messages = slot;
   for (int i = 0; i < call->buffer_count; i++)
@@ -408,9 +408,9 @@ static size_t aligned(size_t bytes) { return (bytes + ALIGNMENT - 1) / ALIGNMENT
 /* Buffer `written` is the nth WRITE buffer: the index of the nth READ buffer if that has the same size, else -1. */
 static int partner_of(const struct call *call, int written) {
   int number = 0;
-  for (int i = 0; i < written; i++) number += call->buffers[i].role == WRITE;
+  for (int i = 0; i < written; i++) number += call->buffers[i].role == ROLE_WRITE;
   for (int i = 0; i < call->buffer_count; i++)
-    if (call->buffers[i].role == READ && number-- == 0)
+    if (call->buffers[i].role == ROLE_READ && number-- == 0)
       return buffer_bytes(&call->buffers[i]) == buffer_bytes(&call->buffers[written]) ? i : -1;
   return -1;
 }
@@ -421,14 +421,14 @@ static void lay_out(struct stage *stage) {
   struct call first; /* the largest chunk */
   call_copy(&first, stage->call);
   if (stage->divided) call_cut(&first, 0);
-  bool in_place = stage->call->operation->divisibility == CHUNKS;
+  bool in_place = stage->call->operation->divisibility == DIVIDE_CHUNKS;
   stage->front = 0;
   stage->room = stage->boxed != NULL ? boxes_room(stage->boxed) : 0;
   for (int i = 0; i < first.buffer_count; i++) {
     const struct buffer *buffer = &first.buffers[i];
     stage->offsets[i] = 0;
     if (!is_staged(stage, buffer)) continue;
-    int partner = in_place && buffer->role == WRITE ? partner_of(&first, i) : -1;
+    int partner = in_place && buffer->role == ROLE_WRITE ? partner_of(&first, i) : -1;
     size_t *end = role_is_of_host(buffer->role) ? &stage->front : &stage->room;
     stage->offsets[i] = partner < 0 ? aligned(*end) : stage->offsets[partner];
     if (partner < 0) *end = stage->offsets[i] + buffer_bytes(buffer);

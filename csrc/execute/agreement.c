@@ -3,6 +3,8 @@
 #include <sched.h>
 #include <stdlib.h>
 
+#include "core/abi.h"
+
 enum { MOST_ROUNDS = 31, OF_COMPARISON = MOST_ROUNDS, TAGS = MOST_ROUNDS + 1 };
 enum kind { ASKS, LEAVES, STOPS };
 

@@ -19,7 +19,7 @@
 #ifndef JAXMPI_AGREEMENT_H
 #define JAXMPI_AGREEMENT_H
 
-#include "core/core.h"
+#include "core/runtime.h"
 
 enum { QUESTION_WORDS = 9 };
 enum answer { SAME, DIFFERENT, NO_ANSWER, NEVER };

@@ -27,7 +27,7 @@ static inline ffi_error *body(struct call *call) {
   struct watched *record = waits_for_request(call->operation->row) ? NULL : watch_begin(call);
   progress_before(call);
   if (runtime.serialize) pthread_mutex_lock(&runtime.lock);
-  ffi_error *error = call->compared ? compare_ranks(call) : NULL;
+  ffi_error *error = call->comparison.due ? compare_ranks(call) : NULL;
   bool begun = error == NULL;
   if (begun) call_begun(call);
   if (begun) error = runtime.abi->bodies[call->operation->row](call);
@@ -35,29 +35,24 @@ static inline ffi_error *body(struct call *call) {
   error = call_done(call, error);
   if (deadlines_on() && begun && error == NULL) deadline_note_done(call);
   watch_end(record);
-  if (begun && call->logged) log_end(call, error != NULL);
+  if (begun && call->log.on) log_end(call, error != NULL);
   return error;
 }
 
 static __attribute__((noinline)) ffi_error *body_recorded(struct call *call) {
-  call->from = -1, call->request = 0;
+  call->timeline.from = -1, call->timeline.request = 0;
   bool recorded = timeline_begin(call);
   ffi_error *error = body(call);
   if (recorded) timeline_end(call, error != NULL);
   return error;
 }
 
-/* What Python passes in the place of MPI.ANY_SOURCE where the messages must have one source, and of a number that 32
- * bits do not hold. */
-#define ANY_OF_SEVERAL INT32_MIN
-#define TOO_LARGE      (INT32_MIN + 1)
-
 /* The error for a number that is no rank or no tag. `first`: as in find_end. `any`: whether it may be any. */
 static ffi_error *fail_end(const struct call *call, int index, int64_t value, int64_t first, bool any) {
   const char *name = call->operation->attributes[index].name;
   char given[32] = "more than 32 bits hold";
   if (value != TOO_LARGE) snprintf(given, sizeof given, "%" PRId64, value);
-  if (call->operation->attributes[index].kind == TAG)
+  if (call->operation->attributes[index].kind == KIND_TAG)
     return call_fail(call, FFI_INVALID_ARGUMENT, "%s is %s, and must be between 0 and %" PRId64 "%s; nothing was sent",
                      name, given, runtime.most_tag - first,
                      first > 0 ? " in a derivative (on whose way back sendtag and recvtag are exchanged)" : "");
@@ -77,7 +72,7 @@ static ffi_error *find_end(struct call *call, int index, int64_t value) {
   const struct abi *abi = runtime.abi;
   int row = call->operation->row;
   int64_t *attribute = &call->attributes[index], first = *attribute - TRACED; /* 0, or what a derivative adds */
-  if (call->operation->attributes[index].kind == RANK) {
+  if (call->operation->attributes[index].kind == KIND_RANK) {
     bool any = strcmp(name, "source") == 0 && first == 0;
     *attribute = value;
     if ((value >= 0 && value < call->comm->size) || value == abi->proc_null || (any && value == abi->any_source))
@@ -95,10 +90,10 @@ static ffi_error *find_end(struct call *call, int index, int64_t value) {
 static __attribute__((noinline)) ffi_error *find_ends(struct call *call) {
   const struct buffer *next = &call->buffers[call->first[call->operation->buffer_count - 1]];
   const struct buffer *end = &call->buffers[call->buffer_count];
-  call->ends = false;
+  call->reads_envelope = false;
   for (int i = 0; i < call->operation->attribute_count; i++) {
     enum attribute kind = call->operation->attributes[i].kind;
-    if ((kind != RANK && kind != TAG) || !is_traced(call->attributes[i])) continue;
+    if ((kind != KIND_RANK && kind != KIND_TAG) || !is_traced(call->attributes[i])) continue;
     if (next == end || next->count != 1 || next->type->code != FFI_DTYPE_S32)
       return call_fail(call, FFI_INTERNAL, "a rank or tag is not passed: reinstall jaxmpi");
     ffi_error *error = find_end(call, i, *(const int32_t *)(next++)->data);
@@ -108,7 +103,7 @@ static __attribute__((noinline)) ffi_error *find_ends(struct call *call) {
 }
 
 ffi_error *call_body(struct call *call) {
-  ffi_error *error = call->ends ? find_ends(call) : NULL;
+  ffi_error *error = call->reads_envelope ? find_ends(call) : NULL;
   if (error != NULL) return error;
   return atomic_load_explicit(&timeline_on, memory_order_relaxed) ? body_recorded(call) : body(call);
 }

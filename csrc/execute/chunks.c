@@ -6,6 +6,9 @@
 #include "core/failure.h"
 #include "execute/body.h"
 
+/* Bytes of the smallest part of a chunk that belongs to one rank. */
+enum { LEAST_COLUMN = 1 << 14 };
+
 /* The columns of MPI's buffers and the bytes of an element. False: these differ between the buffers, or there is no
  * such buffer, and the call is not divided. */
 static bool columns_of(const struct call *call, int64_t *columns, size_t *element) {
@@ -26,10 +29,10 @@ void call_divide(struct call *call) {
   int size = call->comm->size;
   int64_t limit = call->comm->chunk, columns;
   size_t element;
-  call->division = (struct division){.rows_read = how == SCATTERS || how == EXCHANGES ? size : 1,
-                                     .rows_written = how == GATHERS || how == EXCHANGES ? size : 1};
-  if (limit == 0 || how == WHOLE || call->leaves != NULL || !columns_of(call, &columns, &element)) return;
-  if (how != CHUNKS) { /* a chunk has a part for each rank; a part is a message, which must not get too short */
+  call->division = (struct division){.rows_read = how == DIVIDE_SCATTERS || how == DIVIDE_EXCHANGES ? size : 1,
+                                     .rows_written = how == DIVIDE_GATHERS || how == DIVIDE_EXCHANGES ? size : 1};
+  if (limit == 0 || how == DIVIDE_WHOLE || call->leaves != NULL || !columns_of(call, &columns, &element)) return;
+  if (how != DIVIDE_CHUNKS) { /* a chunk has a part for each rank; a part is a message, which must not get too short */
     int64_t least = limit < LEAST_COLUMN ? limit : LEAST_COLUMN;
     limit = limit / size > least ? limit / size : least;
   }
@@ -146,7 +149,7 @@ ffi_error *call_leaves(struct call *call) {
   size_t bytes[2] = {0, 0}; /* in the order of the buffers: first those that are read */
   for (int i = 0; i < call->buffer_count; i++)
     bytes[role_is_written(call->buffers[i].role)] += buffer_bytes(&call->buffers[i]);
-  bool in_place = call->operation->divisibility == CHUNKS && bytes[0] == bytes[1];
+  bool in_place = call->operation->divisibility == DIVIDE_CHUNKS && bytes[0] == bytes[1];
   struct scratch *scratch = scratch_take(bytes[0] + bytes[1]);
   if (scratch == NULL) return call_fail(call, FFI_INTERNAL, "no memory to join %zu bytes", bytes[0] + bytes[1]);
   for (int i = 0; i < call->buffer_count; i++) {
@@ -169,7 +172,7 @@ ffi_error *call_chunks(struct call *call) {
   ffi_error *error = NULL;
   for (int64_t first = 0; first < call->division.columns && error == NULL; first += call->division.chunk) {
     error = chunk_run(call, first, scratch != NULL ? scratch->data : NULL);
-    call->compared = false;
+    call->comparison.due = false;
   }
   if (scratch != NULL) scratch_give(scratch);
   return error;

@@ -5,7 +5,8 @@
 #ifndef JAXMPI_CHUNKS_H
 #define JAXMPI_CHUNKS_H
 
-#include "core/core.h"
+#include "core/call.h"
+#include "core/runtime.h"
 
 /* Sets the division of a call, once its buffers are known. */
 void call_divide(struct call *call);

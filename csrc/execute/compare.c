@@ -15,9 +15,9 @@
 /* Sets the elements and the type of this rank's share: of the buffers, read or written, that have the same size on all
  * ranks. */
 static void find_share(struct call *call) {
-  call->share = 0, call->share_type = NULL, call->share_written = false;
+  call->comparison.share = 0, call->comparison.type = NULL, call->comparison.written = false;
   if (plan_of(call) != NULL) return; /* of arrays of other sizes on other ranks */
-  int row = attribute_of(call->operation, NUMBER);
+  int row = attribute_of(call->operation, KIND_NUMBER);
   int64_t counts[2] = {0, 0};
   const struct datatype *types[2] = {NULL, NULL};
   for (int i = 0; i < call->buffer_count; i++) {
@@ -27,22 +27,22 @@ static void find_share(struct call *call) {
     counts[written] += buffer->count;
     if (types[written] == NULL) types[written] = buffer->type;
   }
-  bool written = call->operation->divisibility == SCATTERS || types[0] == NULL;
-  call->share_type = types[written];
-  call->share = row >= 0 ? call->attributes[row] : counts[written]; /* of arrays divided by rows, a row */
-  call->share_written = written;
-  const struct datatype *type = array_not_passed(call->operation, call->attributes, &call->share);
-  if (type != NULL) call->share_type = type;
+  bool written = call->operation->divisibility == DIVIDE_SCATTERS || types[0] == NULL;
+  call->comparison.type = types[written];
+  call->comparison.share = row >= 0 ? call->attributes[row] : counts[written]; /* of arrays divided by rows, a row */
+  call->comparison.written = written;
+  const struct datatype *type = array_not_passed(call->operation, call->attributes, &call->comparison.share);
+  if (type != NULL) call->comparison.type = type;
 }
 
 static inline bool all_are_compared(void) { return atomic_load_explicit(&runtime.check, memory_order_relaxed); }
 
 void compare_decide(struct call *call) {
-  bool collective = attribute_of(call->operation, DERIVATIVE) >= 0; /* which all of them have */
+  bool collective = attribute_of(call->operation, KIND_DERIVATIVE) >= 0; /* which all of them have */
   bool all = all_are_compared();
-  call->compared = call->comm->size > 1 && collective && (all || plan_of(call) == NULL);
+  call->comparison.due = call->comm->size > 1 && collective && (all || plan_of(call) == NULL);
   call->labelled = !collective && call->memory->host && has_labels();
-  if (call->compared || call->labelled) find_share(call);
+  if (call->comparison.due || call->labelled) find_share(call);
 }
 
 /* FNV-1a, by words. */
@@ -54,7 +54,7 @@ static void record_arrays(const struct call *call, struct record *record) {
   for (int i = 0; i < call->buffer_count; i++) {
     int count;
     const struct buffer *leaf = leaves_of(call, i, &count);
-    if (role_is_written(call->buffers[i].role) != call->share_written) continue;
+    if (role_is_written(call->buffers[i].role) != call->comparison.written) continue;
     uint64_t hash = HASH_START;
     for (int k = 0; k < count; k++) hash = hash_add(hash, leaf[k].count);
     record->arrays = count;
@@ -66,7 +66,7 @@ static void record_arrays(const struct call *call, struct record *record) {
 static int64_t hash_of_counts(const struct call *call) {
   const struct buffer *counts = NULL;
   for (int i = 0; i < call->buffer_count; i++) {
-    if (call->buffers[i].role != HOST_READ) continue;
+    if (call->buffers[i].role != ROLE_HOST_READ) continue;
     if (counts != NULL) return 0; /* those sent and those received are each rank's own */
     counts = &call->buffers[i];
   }
@@ -78,22 +78,22 @@ static int64_t hash_of_counts(const struct call *call) {
 
 static struct record record_of(struct call *call) {
   const struct operation *operation = call->operation;
-  const struct datatype *type = call->share_type;
+  const struct datatype *type = call->comparison.type;
   struct record record = {.call = (int64_t)atomic_fetch_add(&call->comm->compared, 1) + 1,
                           .operation = operation->row,
-                          .derivative = call->attributes[attribute_of(operation, DERIVATIVE)],
+                          .derivative = call->attributes[attribute_of(operation, KIND_DERIVATIVE)],
                           .root = -1,
                           .dtype = type != NULL ? type->code : -1,
-                          .count = call->share};
+                          .count = call->comparison.share};
   if (call->leaves != NULL) record_arrays(call, &record);
   if (plan_of(call) != NULL) {
     record.arrays = plan_of(call)->arrays;
     record.sizes = (int64_t)plan_of(call)->signature;
   }
-  if (attribute_of(operation, NUMBER) >= 0) record.sizes = hash_of_counts(call);
+  if (attribute_of(operation, KIND_NUMBER) >= 0) record.sizes = hash_of_counts(call);
   for (int i = 0; i < operation->attribute_count; i++) {
-    if (operation->attributes[i].kind == RANK) record.root = call->attributes[i];
-    if (operation->attributes[i].kind != REDUCTION) continue;
+    if (operation->attributes[i].kind == KIND_RANK) record.root = call->attributes[i];
+    if (operation->attributes[i].kind != KIND_REDUCTION) continue;
     const struct reduction *reduction = object_of(call->attributes[i]);
     record.reduction = reduction->by == REDUCER_USER ? USERS_REDUCTION : reduction->number;
   }
@@ -116,9 +116,9 @@ static void describe(const struct record *record, char *text, size_t size) {
   if (reduction != NULL) ADD(" %.*s", (int)strcspn(reduction->name, " "), reduction->name); /* "SUM of float16" */
   if (record->root >= 0)
     ADD(" %s root %" PRId64,
-        row->divisibility == GATHERS || row->row == ROW_gatherv || record->reduction != 0 ? "to" : "from",
+        row->divisibility == DIVIDE_GATHERS || row->row == ROW_gatherv || record->reduction != 0 ? "to" : "from",
         record->root);
-  bool rows = attribute_of(row, NUMBER) >= 0;
+  bool rows = attribute_of(row, KIND_NUMBER) >= 0;
   if (type != NULL) ADD(" of %s%" PRId64 " %s", rows ? "rows of " : "", record->count, type->name);
   if (record->arrays > 0) ADD(" in %" PRId64 " array%s", record->arrays, record->arrays > 1 ? "s" : "");
   if ((type != NULL || record->arrays > 0) && derivative_name(record->derivative) != NULL)
@@ -207,9 +207,9 @@ static ffi_error *fail_differing(const struct call *call, struct communicator *c
   struct record resized = other->record;
   resized.sizes = mine->record.sizes;
   if (are_same(&resized, &mine->record))
-    strcat(there, attribute_of(row, PLAN) >= 0     ? " of other shapes, dtypes or arguments"
-                  : attribute_of(row, NUMBER) >= 0 ? " with other counts"
-                                                   : " of other sizes");
+    strcat(there, attribute_of(row, KIND_PLAN) >= 0     ? " of other shapes, dtypes or arguments"
+                  : attribute_of(row, KIND_NUMBER) >= 0 ? " with other counts"
+                                                        : " of other sizes");
   if (other->record.call != mine->record.call) snprintf(at, sizeof at, "is at call %" PRId64 ",", other->record.call);
   bool told = strncmp(other->lines, "called at ", 10) == 0; /* another version may tell something else */
   return call_fail(call, FFI_FAILED_PRECONDITION,
@@ -294,9 +294,9 @@ ffi_error *compare_ranks(struct call *call) {
     return code != 0 ? call_fail_mpi(call, code) : NULL;
   }
   if (!all) atomic_fetch_sub(&comm->to_compare, 1);
-  if (all && call->logged) log_begin(call, "to compare %s, call %" PRId64 ", and", call->operation->name, mine.call);
+  if (all && call->log.on) log_begin(call, "to compare %s, call %" PRId64 ", and", call->operation->name, mine.call);
   enum answer answer = agreement_hear(comm, patience(call), words);
-  if (all && call->logged) log_end(call, false);
+  if (all && call->log.on) log_end(call, false);
   if (answer == NO_ANSWER && !starts) go_on_alone(comm);
   if (answer == SAME) comm->in_vain = 0;
   if (answer != DIFFERENT) return NULL;

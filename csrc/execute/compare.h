@@ -15,7 +15,8 @@
 #ifndef JAXMPI_COMPARE_H
 #define JAXMPI_COMPARE_H
 
-#include "core/core.h"
+#include "core/call.h"
+#include "core/runtime.h"
 
 /* What a rank sends: integers of one size, so that there is no padding. The layout is the same on all ranks. */
 struct record {

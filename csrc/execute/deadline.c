@@ -80,8 +80,8 @@ void deadline_note_done(const struct call *call) {
 static bool is_of_derivative(const struct operation *operation, const int64_t attributes[]) {
   for (int i = 0; i < operation->attribute_count; i++) {
     enum attribute kind = operation->attributes[i].kind;
-    bool differs = (kind == DERIVATIVE || kind == ADJOINT) && attributes[i] != 0;
-    if (differs || (kind == TAG && attributes[i] >= derivatives_tag())) return true;
+    bool differs = (kind == KIND_DERIVATIVE || kind == KIND_ADJOINT) && attributes[i] != 0;
+    if (differs || (kind == KIND_TAG && attributes[i] >= derivatives_tag())) return true;
   }
   return false;
 }
@@ -93,10 +93,10 @@ static const char *refused(const struct call *call, int64_t run) {
 }
 
 static const char *refused_receive(const struct call *call) {
-  int64_t place = call->attributes[attribute_of(call->operation, LEAF)];
+  int64_t place = call->attributes[attribute_of(call->operation, KIND_LEAF)];
   if (is_of_derivative(call->operation, call->attributes)) return of_derivative;
-  if (place == MIDDLE || place == LAST) return of_pytree;
-  if (place == FIRST && call->operation->row == ROW_sendrecv) return of_pytree_sent;
+  if (place == LEAF_MIDDLE || place == LEAF_LAST) return of_pytree;
+  if (place == LEAF_FIRST && call->operation->row == ROW_sendrecv) return of_pytree_sent;
   return refused(call, ffi_run(call->frame));
 }
 

@@ -9,94 +9,9 @@
 #include "execute/chunks.h"
 #include "requests/table.h"
 
-/* --- the operations: here, so that what is below is compiled for each row --- */
-
-#define A(kind, name) int64_t name;
-#define OPERATION(name, divisibility, buffers, attributes) \
-  struct name##_attributes {                               \
-    attributes                                             \
-  };
-#include "core/ops.def"
-#undef OPERATION
-#undef A
-
-/* Of each role four bits: the number of buffers, and above it whether there is a list. */
-#define B(role, name)      +(1 << 4 * (role))
-#define EACH(role, name)   +(8 << 4 * (role))
-#define JOINED(role, name) EACH(role, name)
-#define PARTLY(role, name) EACH(role, name)
-enum {
-#define OPERATION(name, divisibility, buffers, attributes) ROLES_##name = 0 buffers,
-#include "core/ops.def"
-#undef OPERATION
-};
-#undef B
-#undef EACH
-#undef JOINED
-#undef PARTLY
-
-/* Of each role two bits: whether the list is joined, and whether some ranks do not pass it. */
-#define B(role, name)
-#define EACH(role, name)
-#define JOINED(role, name) +(1 << 2 * (role))
-#define PARTLY(role, name) +(3 << 2 * (role))
-enum {
-#define OPERATION(name, divisibility, buffers, attributes) LISTS_##name = 0 buffers,
-#include "core/ops.def"
-#undef OPERATION
-};
-#undef B
-#undef EACH
-#undef JOINED
-#undef PARTLY
-#define FIXED(roles, role)     ((roles) >> 4 * (role) & 7)
-#define LIST(roles, role)      (((roles) >> 4 * (role) & 8) != 0)
-#define IS_JOINED(lists, role) (((lists) >> 2 * (role) & 1) != 0)
-#define IS_PARTLY(lists, role) (((lists) >> 2 * (role) & 2) != 0)
-#define OF_HOST(roles, lists, mpi, host) \
-  (LIST(roles, host) || !(IS_PARTLY(lists, mpi) || COUNT(roles, mpi) == 0) ? -1 : FIXED(roles, host))
-#define LISTED(roles, lists, mpi, host)                                                                             \
-  {FIXED(roles, mpi) + FIXED(roles, host), OF_HOST(roles, lists, mpi, host), LIST(roles, mpi) || LIST(roles, host), \
-   IS_JOINED(lists, mpi)}
-#define COUNT(roles, role) (FIXED(roles, role) + LIST(roles, role))
-
-#define A(kind, name)      {#name, kind},
-#define B(role, name)      {#name, role, false, false},
-#define EACH(role, name)   {#name, role, true, false},
-#define JOINED(role, name) {#name, role, true, true},
-#define PARTLY(role, name) {#name, role, true, true},
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Woverride-init"
-const struct operation operation_table[] = {
-#define SHOWN(operation, shown) [ROW_##operation].name = shown,
-#define OPERATION(name, divisibility, buffers, attributes)                                                       \
-  {#name,                                                                                                        \
-   #name,                                                                                                        \
-   ROW_##name,                                                                                                   \
-   divisibility,                                                                                                 \
-   COUNT(ROLES_##name, READ) + COUNT(ROLES_##name, WRITE) + COUNT(ROLES_##name, HOST_READ) +                     \
-       COUNT(ROLES_##name, HOST_WRITE),                                                                          \
-   (int)(sizeof(struct name##_attributes) / sizeof(int64_t)),                                                    \
-   (int)(offsetof(struct name##_attributes, comm) / sizeof(int64_t)),                                            \
-   {LISTED(ROLES_##name, LISTS_##name, READ, HOST_READ), LISTED(ROLES_##name, LISTS_##name, WRITE, HOST_WRITE)}, \
-   {buffers},                                                                                                    \
-   {attributes}},
-#include "core/ops.def"
-#undef OPERATION
-    [OPERATION_COUNT] = {.id = NULL}};
-#pragma GCC diagnostic pop
-#undef A
-#undef B
-#undef EACH
-#undef JOINED
-#undef PARTLY
-#undef FIXED
-#undef LIST
-#undef IS_JOINED
-#undef IS_PARTLY
-#undef OF_HOST
-#undef LISTED
-#undef COUNT
+/* The rows of ops.def once more, here: what is below is compiled for each row, with all that is in it as constants. */
+#define OPERATION_ROWS static const struct operation rows[]
+#include "core/operation_rows.def"
 
 /* --- from a frame to a call ---
  *
@@ -145,11 +60,11 @@ INLINED ffi_error *find_objects(struct call *call, const struct operation *opera
     int64_t *attribute = &call->attributes[i];
     enum attribute kind = operation->attributes[i].kind;
     if (i == operation->comm || !attribute_is_object(kind)) continue;
-    if (kind == OBJECT_OR_0 && *attribute == 0) continue;
+    if (kind == KIND_OBJECT_OR_0 && *attribute == 0) continue;
     void *object = registry_at(*attribute);
     if (object == NULL) return call_fail_unknown(call, operation->attributes[i].name);
     *attribute = (int64_t)(intptr_t)object;
-    if (kind != REDUCTION) continue;
+    if (kind != KIND_REDUCTION) continue;
     const struct reduction *reduction = object;
     call->reducer = reduction->by;
     if (reduction_is_freed(reduction))
@@ -240,7 +155,7 @@ INLINED ffi_error *decode_buffers(struct call *call, const struct operation *ope
 
 INLINED bool has_ends(const struct call *call, const struct operation *operation) {
   bool message = false;
-  UNROLLED for (int i = 0; i < operation->attribute_count; i++) message |= operation->attributes[i].kind == TAG;
+  UNROLLED for (int i = 0; i < operation->attribute_count; i++) message |= operation->attributes[i].kind == KIND_TAG;
   return message && call->first[operation->buffer_count - 1] < call->buffer_count;
 }
 
@@ -267,7 +182,8 @@ INLINED ffi_error *run(ffi_frame *frame, int row, const struct memory *memory) {
   if (ffi_answer_metadata(frame)) return NULL;
   struct call call; /* zeroing all of it would take as long as the rest of the call */
   call.frame = frame;
-  const struct operation *operation = call.operation = &operation_table[row];
+  const struct operation *operation = &rows[row];
+  call.operation = &operation_table[row];
   call.comm = NULL;
   call.memory = memory;
   call.stream = NULL;
@@ -282,7 +198,7 @@ INLINED ffi_error *run(ffi_frame *frame, int row, const struct memory *memory) {
   if ((error = find_communicator(&call, operation)) != NULL || (error = find_objects(&call, operation)) != NULL)
     return error;
   if ((error = call_deferred(&call)) != NULL || (error = decode_buffers(&call, operation)) != NULL) return error;
-  call.ends = has_ends(&call, operation);
+  call.reads_envelope = has_ends(&call, operation);
   if (is_joined(operation) && call.buffer_count > operation->buffer_count) return run_joined(&call);
   call_settle(&call);
   if (memory->host && call.comm->chunk == 0) return call_body(&call); /* as nearly always */

@@ -5,7 +5,7 @@
 #ifndef JAXMPI_ENTRY_H
 #define JAXMPI_ENTRY_H
 
-#include "core/core.h"
+#include "base/memory.h"
 
 /* The handler of each operation, for buffers in `memory`. It serves two stages: instantiation, once per program, which
  * checks the attributes, and execution. */

@@ -24,22 +24,17 @@
 #include "mpi/mpi_table.h"
 #include "observe/log.h"
 
-/* The attributes and the buffers of an operation by name; for EACH the first buffer. */
-#define A(kind, name)      int64_t name;
+/* The buffers of an operation by name; for EACH the first one. */
 #define B(role, name)      struct buffer *name;
 #define EACH(role, name)   struct buffer *name;
 #define JOINED(role, name) struct buffer *name;
 #define PARTLY(role, name) struct buffer *name;
 #define OPERATION(name, divisibility, buffers, attributes) \
-  struct name##_attributes {                               \
-    attributes                                             \
-  };                                                       \
   struct name##_buffers {                                  \
     buffers                                                \
   };
 #include "core/ops.def"
 #undef OPERATION
-#undef A
 #undef B
 #undef EACH
 #undef JOINED
@@ -60,7 +55,7 @@ static inline void find_buffers(struct call *c, struct buffer **buffers, size_t 
 /* Names the MPI function for errors and the log; the other arguments are the text of the log. */
 #define BEGIN(call, name, ...)     \
   (call)->function = "MPI_" #name; \
-  if ((call)->logged) log_begin(call, __VA_ARGS__)
+  if ((call)->log.on) log_begin(call, __VA_ARGS__)
 
 #define TRY(call, expression)                                    \
   do {                                                           \

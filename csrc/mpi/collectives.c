@@ -44,7 +44,7 @@ static inline ffi_error *check_marks(const struct call *c, const struct buffer *
                        " %s that this rank expects of it%s. "
                        "JAXMPI_CHECK=1 compares before anything is sent, and says what each rank does",
                        from + i, out->count / parts, out->type->name,
-                       c->operation->divisibility == SCATTERS
+                       c->operation->divisibility == DIVIDE_SCATTERS
                            ? ": root alone passes the whole array, the others a template of one part, such as x[0]"
                            : "");
   return NULL;

@@ -2,6 +2,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "base/symbols.h"
+#include "core/abi.h"
 #include "devices/transport.h"
 #include "execute/agreement.h"
 #include "mpi/complete.h"

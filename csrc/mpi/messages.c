@@ -79,7 +79,7 @@ ffi_error *BODY(recv)(struct call *c) {
 static __attribute__((noinline)) ffi_error *sendrecv_in_time(struct call *c, double deadline) {
   ARGUMENTS(sendrecv, c);
   float numbers[2];
-  const struct buffer id = {numbers, 2, datatype_find(FFI_DTYPE_F32), HOST_WRITE};
+  const struct buffer id = {numbers, 2, datatype_find(FFI_DTYPE_F32), ROLE_HOST_WRITE};
   struct parcel in = parcel_of(c, b.in);
   struct span out = span_of(b.out->type, b.out->count);
   size_t bytes = buffer_bytes(b.in) + (in.copy != NULL ? sizeof *in.copy : 0);

@@ -9,7 +9,8 @@
 #ifndef JAXMPI_MPI_TABLE_H
 #define JAXMPI_MPI_TABLE_H
 
-#include "core/core.h"
+#include "core/runtime.h"
+
 #include ABI_HEADER
 
 typedef int MPI_Comm_copy_attr_function(MPI_Comm, int, void *, void *, void *, int *);

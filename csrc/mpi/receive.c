@@ -113,8 +113,8 @@ static ffi_error *receive_labelled(struct call *call, const struct buffer *out, 
 ffi_error *receive_into(struct call *call, const struct buffer *out, const struct span *span, MPI_Message *message,
                         MPI_Status *status, MPI_Status *users) {
   int units = 0;
-  call->from = status->MPI_SOURCE;
-  call->from_tag = status->MPI_TAG;
+  call->timeline.from = status->MPI_SOURCE;
+  call->timeline.tag = status->MPI_TAG;
   TRY_MPI(call, Get_count, status, span->type, &units);
   bool nobody = status->MPI_SOURCE == ABI_PROC_NULL, fits = units == span->count || nobody;
   if (call->labelled && !nobody) return receive_labelled(call, out, message, status, users);

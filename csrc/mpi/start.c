@@ -12,7 +12,7 @@ static ffi_error *fail_start(struct call *c, struct request *request, int code) 
 /* From here on it can be waited for. `moved`: bytes under way. */
 static ffi_error *begin_request(struct call *c, struct request *request, const struct buffer *id, int64_t moved) {
   request_begin(request, id, moved);
-  c->request = request_number(request);
+  c->timeline.request = request_number(request);
   return NULL;
 }
 
@@ -119,7 +119,7 @@ ffi_error *BODY(ibcast)(struct call *c) {
   ARGUMENTS(ibcast, c);
   bool root = c->comm->rank == a.root;
   if (root) NEEDS(c, b.in);
-  struct buffer data = {root ? b.in->data : NULL, a.count, datatype_find((int)a.dtype), READ};
+  struct buffer data = {root ? b.in->data : NULL, a.count, datatype_find((int)a.dtype), ROLE_READ};
   if (data.type == NULL || a.count < 0 || (root && (b.in->count != a.count || b.in->type != data.type)))
     return call_fail(c, FFI_INTERNAL, "an array of another shape: reinstall jaxmpi");
   BEGIN(c, Ibcast, "from %d with %" PRId64 " items and", (int)a.root, a.count);

@@ -36,8 +36,8 @@ static ffi_error *finish_receive(struct call *c, struct request *request, const 
     message = (MPI_Message)receive->found.handle;
     return receive_matched(c, out, &message, status_of(receive));
   }
-  c->from = status_of(receive)->MPI_SOURCE;
-  c->from_tag = status_of(receive)->MPI_TAG;
+  c->timeline.from = status_of(receive)->MPI_SOURCE;
+  c->timeline.tag = status_of(receive)->MPI_TAG;
   if (has_labels()) return receive_from_memory(c, out, receive->memory, bytes_of(receive), status_of(receive));
   if (out->count > 0) memcpy(out->data, receive->memory, buffer_bytes(out));
   return NULL;
@@ -96,7 +96,7 @@ static ffi_error *finish(struct call *c, struct request *request, const struct b
 /* What comes out of a request that no batch maps, for a wait that a batch maps: the same result for each of the batch.
  */
 static ffi_error *finish_batch(struct call *c, struct request *request, const struct buffer *out, int64_t batch) {
-  struct buffer one = {NULL, request->count, request->type, WRITE};
+  struct buffer one = {NULL, request->count, request->type, ROLE_WRITE};
   int64_t rows = request->operation->row == ROW_ialltoall ? c->comm->size : 1;
   size_t width = buffer_bytes(&one) / (size_t)rows;
   one.data = malloc(buffer_bytes(&one) + 1);
@@ -132,7 +132,7 @@ static ffi_error *wait_for(struct call *c, struct request *request, const struct
   ffi_error *error = compare_while_under_way(c, request);
   if (error != NULL) return watch_end(record), call_speak_again(c, own), error; /* MPI still has its memory */
   complete_handles(request);
-  bool compared = attribute_of(request->operation, DERIVATIVE) >= 0;
+  bool compared = attribute_of(request->operation, KIND_DERIVATIVE) >= 0;
   if ((error = compare_started(c, request->comm, compared)) == NULL) error = fail_noted(c, request);
   if (error == NULL && (error = request_check_order(c, request)) != NULL)
     drop_messages(request);
@@ -214,7 +214,7 @@ ffi_error *BODY(exchange_finish)(struct call *c) {
   error = plan_check(&arrays, plan);
   if (error == NULL && request != NULL && request->operation->row != ROW_exchange_start)
     error = call_fail(c, FFI_INTERNAL, "it has no plan: reinstall jaxmpi");
-  if (error == NULL && request != NULL && request->attributes[attribute_of(request->operation, PLAN)] != a.plan)
+  if (error == NULL && request != NULL && request->attributes[attribute_of(request->operation, KIND_PLAN)] != a.plan)
     error = call_fail(c, FFI_UNIMPLEMENTED,
                       "the fields are not those that were started with: jax.vmap maps some of them on one side only");
   if (request != NULL) error = wait_for_planned(c, request, plan, error);

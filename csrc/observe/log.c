@@ -10,15 +10,16 @@ void log_begin(struct call *call, const char *format, ...) {
   va_start(arguments, format);
   vsnprintf(text, sizeof text, format, arguments);
   va_end(arguments);
-  call->number = atomic_fetch_add(&runtime.calls, 1) + 1;
-  fprintf(stderr, "r%d | %s %s token %012" PRIx64 "\n", runtime.rank, call->function, text, call->number);
-  clock_gettime(CLOCK_MONOTONIC, &call->start);
+  call->log.number = atomic_fetch_add(&runtime.calls, 1) + 1;
+  fprintf(stderr, "r%d | %s %s token %012" PRIx64 "\n", runtime.rank, call->function, text, call->log.number);
+  clock_gettime(CLOCK_MONOTONIC, &call->log.start);
 }
 
 void log_end(const struct call *call, bool failed) {
   struct timespec now;
   clock_gettime(CLOCK_MONOTONIC, &now);
-  double seconds = (double)(now.tv_sec - call->start.tv_sec) + 1e-9 * (double)(now.tv_nsec - call->start.tv_nsec);
+  double seconds =
+      (double)(now.tv_sec - call->log.start.tv_sec) + 1e-9 * (double)(now.tv_nsec - call->log.start.tv_nsec);
   fprintf(stderr, "r%d | %s %s after %.2e s, token %012" PRIx64 "\n", runtime.rank, call->function,
-          failed ? "failed" : "done", seconds, call->number);
+          failed ? "failed" : "done", seconds, call->log.number);
 }

@@ -5,7 +5,8 @@
 #ifndef JAXMPI_LOG_H
 #define JAXMPI_LOG_H
 
-#include "core/core.h"
+#include "core/call.h"
+#include "core/runtime.h"
 
 /* `format` gives peers, tags and sizes; the word "token" and the call's number follow it. Numbers the call. */
 __attribute__((format(printf, 2, 3))) void log_begin(struct call *call, const char *format, ...);

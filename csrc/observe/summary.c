@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/abi.h"
 #include "core/failure.h"
 
 /* A line of the program, and the calls that it makes. Never freed. */
@@ -31,7 +32,7 @@ void text_add(struct text *text, const char *format, ...) {
 const struct datatype *array_not_passed(const struct operation *operation, const int64_t attributes[], int64_t *count) {
   const struct datatype *type = NULL;
   for (int i = 0; i < operation->attribute_count; i++) {
-    if (operation->attributes[i].kind != PLAIN) continue;
+    if (operation->attributes[i].kind != KIND_PLAIN) continue;
     if (strcmp(operation->attributes[i].name, "count") == 0) *count = attributes[i];
     if (strcmp(operation->attributes[i].name, "dtype") == 0) type = datatype_find((int)attributes[i]);
   }
@@ -49,9 +50,9 @@ const char *comm_name(const struct communicator *comm) {
 
 static void add_number(struct text *text, enum attribute kind, const char *name, int64_t number) {
   const struct abi *abi = runtime.abi;
-  if (kind == RANK && number == abi->any_source)
+  if (kind == KIND_RANK && number == abi->any_source)
     text_add(text, ", %s any rank", name);
-  else if (kind == TAG && number == abi->any_tag)
+  else if (kind == KIND_TAG && number == abi->any_tag)
     text_add(text, ", any %s", name);
   else
     text_add(text, ", %s %" PRId64, name, number);
@@ -67,11 +68,11 @@ void words_tell(struct text *text, const int64_t words[WORDS]) {
   for (int i = 0; i < operation->attribute_count; i++) {
     int64_t value = words[FIRST_ATTRIBUTE + i];
     const char *name = operation->attributes[i].name;
-    if (operation->attributes[i].kind == RANK || operation->attributes[i].kind == TAG)
+    if (operation->attributes[i].kind == KIND_RANK || operation->attributes[i].kind == KIND_TAG)
       add_number(text, operation->attributes[i].kind, name, value);
-    else if (operation->attributes[i].kind == DERIVATIVE && value != 0)
+    else if (operation->attributes[i].kind == KIND_DERIVATIVE && value != 0)
       text_add(text, " (%s)", derivative_name(value));
-    else if (operation->attributes[i].kind == REDUCTION)
+    else if (operation->attributes[i].kind == KIND_REDUCTION)
       text_add(text, ", %s %s", name, ((const struct reduction *)object_of(value))->name);
   }
 }
@@ -79,7 +80,7 @@ void words_tell(struct text *text, const int64_t words[WORDS]) {
 static bool may_be_traced(const int64_t words[WORDS], int i) {
   if (i < FIRST_ATTRIBUTE) return false;
   enum attribute kind = operation_table[words[ROW]].attributes[i - FIRST_ATTRIBUTE].kind;
-  return i - FIRST_ATTRIBUTE < operation_table[words[ROW]].attribute_count && (kind == RANK || kind == TAG);
+  return i - FIRST_ATTRIBUTE < operation_table[words[ROW]].attribute_count && (kind == KIND_RANK || kind == KIND_TAG);
 }
 
 /* Calls in chunks have other counts than their sites, and ranks and tags may be TRACED there; so these are found

@@ -6,7 +6,7 @@
 #ifndef JAXMPI_SUMMARY_H
 #define JAXMPI_SUMMARY_H
 
-#include "core/core.h"
+#include "core/call.h"
 
 /* Of an attribute that is an object: its address. */
 enum { ROW, TYPE, COUNT, FIRST_ATTRIBUTE, WORDS = FIRST_ATTRIBUTE + MAX_ATTRIBUTES };

@@ -115,9 +115,9 @@ static void end_event(struct track *track, const struct call *call, bool failed)
   struct block *block = track->filled;
   event->end = now();
   event->failed = failed;
-  event->request = call->request;
-  event->from = call->from;
-  event->tag = call->from_tag;
+  event->request = call->timeline.request;
+  event->from = call->timeline.from;
+  event->tag = call->timeline.tag;
   atomic_store_explicit(&block->count, atomic_load_explicit(&block->count, memory_order_relaxed) + 1,
                         memory_order_release);
 }
@@ -139,7 +139,7 @@ void timeline_next(struct call *call, bool failed) {
   int64_t words[WORDS];
   memcpy(words, own->event->words, sizeof words); /* those of the call may be what it waits for by now */
   end_event(own, call, failed);
-  call->from = -1, call->request = 0;
+  call->timeline.from = -1, call->timeline.request = 0;
   begin_event(own, call, words, WORDS);
 }
 
@@ -275,23 +275,23 @@ static void add_attribute(struct line *line, const struct event *event, int inde
   int64_t value = event->words[FIRST_ATTRIBUTE + index];
   const char *name = operation->attributes[index].name;
   switch (operation->attributes[index].kind) {
-    case RANK:
-    case TAG:
+    case KIND_RANK:
+    case KIND_TAG:
       add(line, ",\"%s\":%" PRId64, name, value);
       break;
-    case REDUCTION:
+    case KIND_REDUCTION:
       add_string(line, name, ((const struct reduction *)object_of(value))->name);
       break;
-    case DERIVATIVE:
+    case KIND_DERIVATIVE:
       if (value != 0) add_string(line, name, derivative_name(value));
       break;
-    case ADJOINT:
-    case LEAF:
-    case NUMBER:
-    case PLAIN:
-    case OBJECT:
-    case OBJECT_OR_0:
-    case PLAN:
+    case KIND_ADJOINT:
+    case KIND_LEAF:
+    case KIND_NUMBER:
+    case KIND_PLAIN:
+    case KIND_OBJECT:
+    case KIND_OBJECT_OR_0:
+    case KIND_PLAN:
       break;
   }
 }

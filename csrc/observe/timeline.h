@@ -11,7 +11,7 @@
 #ifndef JAXMPI_TIMELINE_H
 #define JAXMPI_TIMELINE_H
 
-#include "core/core.h"
+#include "core/call.h"
 
 /* From now on operations are recorded, in a new file of at most `limit` bytes: private_create. An error number of the
  * system's, with a text that is never freed; 0. */

@@ -8,8 +8,9 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-#include "core/job.h"
 #include "base/threads.h"
+#include "core/job.h"
+#include "core/runtime.h"
 
 /* What a thread waits for. */
 struct watched {
@@ -157,8 +158,8 @@ static const char *why_not_raised(const struct watched *record, const int64_t wo
   if (words[ROW] == ROW_recv || words[ROW] == ROW_irecv)
     return "its message has begun to arrive, and MPI cannot take that back";
   if (words[ROW] == ROW_sendrecv) return "one of its messages is under way, which MPI cannot take back";
-  if (attribute_of(operation, PLAN) >= 0) return "what it has sent to other ranks cannot be taken back";
-  if (attribute_of(operation, TAG) >= 0 || words[ROW] == ROW_complete)
+  if (attribute_of(operation, KIND_PLAN) >= 0) return "what it has sent to other ranks cannot be taken back";
+  if (attribute_of(operation, KIND_TAG) >= 0 || words[ROW] == ROW_complete)
     return "MPI cannot take back a message that it has begun to send";
   return "MPI cannot take back what all ranks take part in: some may be done with it";
 }

@@ -6,17 +6,18 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "execute/agreement.h"
+#include "core/abi.h"
 #include "core/failure.h"
 #include "core/job.h"
 #include "core/plan.h"
-#include "requests/table.h"
-#include "observe/timeline.h"
-#include "observe/watchdog.h"
 #include "devices/spaces.h"
 #include "devices/transport.h"
-#include "python/runtime_token.h"
+#include "execute/agreement.h"
+#include "observe/timeline.h"
+#include "observe/watchdog.h"
 #include "python/call_site.h"
+#include "python/runtime_token.h"
+#include "requests/table.h"
 #include "sharded/sharded.h"
 
 /* Steals `value`. -1 with an exception set: it is NULL or cannot be stored. */
@@ -229,20 +230,22 @@ static PyObject *pairs(int count, const char *const names[], const char *const k
 
 static PyObject *operation_row(const struct operation *row) {
   static const char *const roles[] = {
-      [READ] = "read", [WRITE] = "write", [HOST_READ] = "host_read", [HOST_WRITE] = "host_write"};
-  static const char *const lists[] = {
-      [READ] = "read_each", [WRITE] = "write_each", [HOST_READ] = "host_read_each", [HOST_WRITE] = "host_write_each"};
-  static const char *const kinds[] = {[RANK] = "rank",
-                                      [TAG] = "tag",
-                                      [OBJECT] = "object",
-                                      [OBJECT_OR_0] = "object_or_0",
-                                      [REDUCTION] = "reduction",
-                                      [DERIVATIVE] = "derivative",
-                                      [NUMBER] = "number",
-                                      [PLAN] = "plan",
-                                      [PLAIN] = "plain",
-                                      [ADJOINT] = "adjoint",
-                                      [LEAF] = "leaf"};
+      [ROLE_READ] = "read", [ROLE_WRITE] = "write", [ROLE_HOST_READ] = "host_read", [ROLE_HOST_WRITE] = "host_write"};
+  static const char *const lists[] = {[ROLE_READ] = "read_each",
+                                      [ROLE_WRITE] = "write_each",
+                                      [ROLE_HOST_READ] = "host_read_each",
+                                      [ROLE_HOST_WRITE] = "host_write_each"};
+  static const char *const kinds[] = {[KIND_RANK] = "rank",
+                                      [KIND_TAG] = "tag",
+                                      [KIND_OBJECT] = "object",
+                                      [KIND_OBJECT_OR_0] = "object_or_0",
+                                      [KIND_REDUCTION] = "reduction",
+                                      [KIND_DERIVATIVE] = "derivative",
+                                      [KIND_NUMBER] = "number",
+                                      [KIND_PLAN] = "plan",
+                                      [KIND_PLAIN] = "plain",
+                                      [KIND_ADJOINT] = "adjoint",
+                                      [KIND_LEAF] = "leaf"};
   const char *names[MAX_ROLES + MAX_ATTRIBUTES], *of[MAX_ROLES + MAX_ATTRIBUTES];
   for (int i = 0; i < row->buffer_count; i++) {
     names[i] = row->buffers[i].name;

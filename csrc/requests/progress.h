@@ -21,7 +21,7 @@ void progress_long(int more, progress_work *work);
 /* A blocking operation begins: messages that are posted must not wait for its end. */
 void progress_hurry(void);
 static inline void progress_before(const struct call *call) {
-  if (queue_posted() > 0 && (call->compared || !has_request(call->operation))) progress_hurry();
+  if (queue_posted() > 0 && (call->comparison.due || !has_request(call->operation))) progress_hurry();
 }
 
 /* From now on the thread does not look again. */

@@ -13,6 +13,7 @@
 #ifndef JAXMPI_QUEUE_H
 #define JAXMPI_QUEUE_H
 
+#include "core/abi.h"
 #include "core/plan.h"
 
 /* A message that MPI has matched; by a mere probe without `handle`. */

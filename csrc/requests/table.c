@@ -323,7 +323,7 @@ void request_leave(struct request *request, int64_t bytes) {
   end_those_that_left();
   request->left = true;
   atomic_fetch_add(&all.left, 1);
-  request_begin(request, &(struct buffer){numbers, 2, datatype_find(FFI_DTYPE_F32), HOST_WRITE},
+  request_begin(request, &(struct buffer){numbers, 2, datatype_find(FFI_DTYPE_F32), ROLE_HOST_WRITE},
                 bytes < LONG_BYTES ? LONG_BYTES : bytes);
 }
 
@@ -337,13 +337,15 @@ static ffi_error *fail_order(const struct call *call) {
 
 /* Whether it is the adjoint of an operation, or the value of one in a further derivative. */
 static bool is_adjoint(const struct request *request) {
-  int own = attribute_of(request->operation, ADJOINT), all_have = attribute_of(request->operation, DERIVATIVE);
-  return own >= 0 ? request->attributes[own] != 0 : all_have >= 0 && request->attributes[all_have] >= OF_COTANGENT;
+  int own = attribute_of(request->operation, KIND_ADJOINT),
+      all_have = attribute_of(request->operation, KIND_DERIVATIVE);
+  return own >= 0 ? request->attributes[own] != 0
+                  : all_have >= 0 && request->attributes[all_have] >= DERIVATIVE_COTANGENT;
 }
 
 /* MPI tells collectives apart by their order alone. */
 static bool is_collective(const struct operation *operation) {
-  return attribute_of(operation, DERIVATIVE) >= 0 && attribute_of(operation, PLAN) < 0;
+  return attribute_of(operation, KIND_DERIVATIVE) >= 0 && attribute_of(operation, KIND_PLAN) < 0;
 }
 
 /* Whether MPI may take one of two adjoints for the other. */
@@ -367,7 +369,7 @@ ffi_error *request_check_order(const struct call *call, const struct request *re
 
 ffi_error *request_check_blocking(const struct call *call, int row, int64_t peer, int64_t tag) {
   const struct operation *operation = &operation_table[row];
-  int at_peer = attribute_of(operation, RANK), at_tag = attribute_of(operation, TAG);
+  int at_peer = attribute_of(operation, KIND_RANK), at_tag = attribute_of(operation, KIND_TAG);
   bool like = false;
   pthread_mutex_lock(&all.lock);
   for (int i = 0; i < all.used && all.in_flight > 0 && !like; i++) {
@@ -418,7 +420,7 @@ static void name(const struct request *request) {
 
 /* Whether MPI calls a function of the user's for it. */
 static bool is_by_user(const struct request *request) {
-  int op = attribute_of(request->operation, REDUCTION);
+  int op = attribute_of(request->operation, KIND_REDUCTION);
   return op >= 0 && ((const struct reduction *)object_of(request->attributes[op]))->by == REDUCER_USER;
 }
 

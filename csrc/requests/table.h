@@ -93,7 +93,7 @@ struct own_words {
 };
 static inline struct own_words call_speak_for(struct call *call, const struct request *request) {
   struct own_words own = {call->operation, call->buffer_count};
-  call->request = request_number(request);
+  call->timeline.request = request_number(request);
   call->operation = request->operation;
   call->buffer_count = 0;
   memcpy(call->attributes, request->attributes, sizeof call->attributes);

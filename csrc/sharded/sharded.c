@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/abi.h"
 #include "core/failure.h"
 #include "devices/spaces.h"
 #include "execute/body.h"

@@ -12,7 +12,7 @@
 #ifndef JAXMPI_SHARDED_H
 #define JAXMPI_SHARDED_H
 
-#include "core/core.h"
+#include "core/runtime.h"
 
 /* Makes the communicator of these ranks of COMM_WORLD, in this order; all of them call it, and nobody else. */
 ffi_error *sharded_connect(struct group *group);

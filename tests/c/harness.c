@@ -153,10 +153,10 @@ void frame_make_lists(struct frame *f, const char *operation, const struct array
   list_make(&f->frame.results, &f->results, out, out_count);
   for (int i = 0, next = 0; i < row->attribute_count; i++) {
     enum attribute kind = row->attributes[i].kind;
-    f->attributes[i] = kind == DERIVATIVE ? derivative
-                       : kind == ADJOINT  ? derivative >= OF_COTANGENT
-                       : kind == LEAF     ? leaf
-                                          : attributes[next++];
+    f->attributes[i] = kind == KIND_DERIVATIVE ? derivative
+                       : kind == KIND_ADJOINT  ? derivative >= DERIVATIVE_COTANGENT
+                       : kind == KIND_LEAF     ? leaf
+                                               : attributes[next++];
     f->spans[i] = (ffi_span){row->attributes[i].name, strlen(row->attributes[i].name)};
     f->names[i] = &f->spans[i];
     f->scalars[i] = (ffi_scalar){FFI_DTYPE_S64, &f->attributes[i]};

@@ -9,7 +9,8 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "core/core.h"
+#include "base/memory.h"
+#include "core/abi.h"
 #include "devices/spaces.h"
 #include "fake_mpi.h"
 

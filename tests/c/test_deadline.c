@@ -325,14 +325,14 @@ static void calls_are_refused(void) {
     int tag;
     int64_t leaf, run;
   } refused[] = {
-      {"it belongs to a derivative", do_receive, OF_DERIVATIVES, ALONE, 1},
-      {"it belongs to a derivative", do_exchange, OF_DERIVATIVES, ALONE, 1},
-      {"other arrays of its pytree have been received already", do_receive, 5, MIDDLE, 1},
-      {"other arrays of its pytree have been received already", do_exchange, 5, LAST, 1},
-      {"the other arrays of its pytree would not be sent any more", do_exchange, 5, FIRST, 1},
-      {"XLA does not tell to which run of a function it belongs", do_receive, 5, ALONE, 0},
-      {"MPI cannot take back a message that it has begun to send", do_send, 5, ALONE, 1},
-      {"MPI cannot take back what all ranks take part in", do_reduce, 5, ALONE, 1},
+      {"it belongs to a derivative", do_receive, OF_DERIVATIVES, LEAF_ALONE, 1},
+      {"it belongs to a derivative", do_exchange, OF_DERIVATIVES, LEAF_ALONE, 1},
+      {"other arrays of its pytree have been received already", do_receive, 5, LEAF_MIDDLE, 1},
+      {"other arrays of its pytree have been received already", do_exchange, 5, LEAF_LAST, 1},
+      {"the other arrays of its pytree would not be sent any more", do_exchange, 5, LEAF_FIRST, 1},
+      {"XLA does not tell to which run of a function it belongs", do_receive, 5, LEAF_ALONE, 0},
+      {"MPI cannot take back a message that it has begun to send", do_send, 5, LEAF_ALONE, 1},
+      {"MPI cannot take back what all ranks take part in", do_reduce, 5, LEAF_ALONE, 1},
   };
   for (size_t i = 0; i < sizeof refused / sizeof *refused; i++) {
     prepare();
@@ -361,7 +361,7 @@ static void check_wait(const char *kind, int64_t of, ffi_error *(*wait)(void), c
 static void waits_are_refused(void) {
   check_wait("isend", 0, do_wait_for_message, "it was started in the same compiled function");
   check_wait("iallreduce", 0, do_wait, "it was started in the same compiled function");
-  check_wait("irecv", OF_COTANGENT, do_wait, "it belongs to a derivative");
+  check_wait("irecv", DERIVATIVE_COTANGENT, do_wait, "it belongs to a derivative");
 }
 
 /* The program that would be repeated would take the next message for one that has been received. */
