@@ -12,24 +12,27 @@ int thread_start(pthread_t *thread, void *(*work)(void *unused)) {
   return error;
 }
 
-static void give_back(void *lane) { atomic_store_explicit(&((struct lane *)lane)->taken, false, memory_order_release); }
-
-bool lanes_begin(struct lanes *lanes, size_t bytes) {
-  lanes->bytes = bytes;
-  return pthread_key_create(&lanes->at_exit, give_back) == 0;
+static void give_back(void *record) {
+  atomic_store_explicit(&((struct thread_record *)record)->taken, false, memory_order_release);
 }
 
-void *lanes_take(struct lanes *lanes) {
-  struct lane *lane = atomic_load(&lanes->all);
+bool thread_records_begin(struct thread_records *records, size_t bytes) {
+  records->bytes = bytes;
+  return pthread_key_create(&records->at_exit, give_back) == 0;
+}
+
+void *thread_record_take(struct thread_records *records) {
+  struct thread_record *record = atomic_load(&records->all);
   bool no = false;
-  while (lane != NULL && !atomic_compare_exchange_strong(&lane->taken, &no, true)) lane = lane->next, no = false;
-  if (lane == NULL) {
-    if ((lane = calloc(1, lanes->bytes)) == NULL) return NULL;
-    atomic_init(&lane->taken, true);
-    lane->number = 1 + atomic_fetch_add(&lanes->count, 1);
-    lane->next = atomic_load(&lanes->all);
-    while (!atomic_compare_exchange_weak(&lanes->all, &lane->next, lane)) continue;
+  while (record != NULL && !atomic_compare_exchange_strong(&record->taken, &no, true))
+    record = record->next, no = false;
+  if (record == NULL) {
+    if ((record = calloc(1, records->bytes)) == NULL) return NULL;
+    atomic_init(&record->taken, true);
+    record->number = 1 + atomic_fetch_add(&records->count, 1);
+    record->next = atomic_load(&records->all);
+    while (!atomic_compare_exchange_weak(&records->all, &record->next, record)) continue;
   }
-  pthread_setspecific(lanes->at_exit, lane);
-  return lane;
+  pthread_setspecific(records->at_exit, record);
+  return record;
 }

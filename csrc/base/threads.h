@@ -1,7 +1,7 @@
 /* Threads: how those of ours begin, and records of all. Each thread that asks has one of its own until it ends; then
  * another thread gets it. Records are never freed, so a thread of ours may go through all of them without a lock.
  *
- * Threads: lanes_begin is called before lanes_take. Any thread may call the rest.
+ * Threads: thread_records_begin is called before thread_record_take. Any thread may call the rest.
  */
 #ifndef JAXMPI_THREADS_H
 #define JAXMPI_THREADS_H
@@ -12,14 +12,14 @@
 #include <stddef.h>
 
 /* The first member of such a record. */
-struct lane {
+struct thread_record {
   atomic_bool taken;
   int number; /* from 1, in the order in which they were made */
-  struct lane *next;
+  struct thread_record *next;
 };
 
-struct lanes {
-  struct lane *_Atomic all; /* the last to be made comes first */
+struct thread_records {
+  struct thread_record *_Atomic all; /* the last to be made comes first */
   atomic_int count;
   size_t bytes; /* of a record */
   pthread_key_t at_exit;
@@ -28,9 +28,9 @@ struct lanes {
 /* Starts a thread of ours, without signals, which are for the program's threads. An error number; 0. */
 int thread_start(pthread_t *thread, void *(*work)(void *unused));
 
-bool lanes_begin(struct lanes *lanes, size_t bytes);
+bool thread_records_begin(struct thread_records *records, size_t bytes);
 
 /* The calling thread's record, to be kept by it: zeros, or as the thread before left it; NULL: no memory. */
-void *lanes_take(struct lanes *lanes);
+void *thread_record_take(struct thread_records *records);
 
 #endif

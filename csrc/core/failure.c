@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/text.h"
 #include "core/abi.h"
 
 /* Keeps an error for the next operation, unless one is kept already. The result may only be compared with NULL. */
@@ -20,16 +21,15 @@ static ffi_error *defer(enum ffi_error_code code, const char *text) {
   return (ffi_error *)&deferred;
 }
 
-enum { TEXT = 2048 }; /* room for the text of an error */
-
-__attribute__((format(printf, 3, 0))) static void describe(const struct call *call, char text[TEXT], const char *format,
-                                                           va_list arguments) {
+/* The text of an error, with what it is of in front. */
+__attribute__((format(printf, 3, 0))) static void describe_error(const struct call *call, char array[TEXT_BYTES],
+                                                                 const char *format, va_list arguments) {
+  struct text text = text_in(array, TEXT_BYTES);
   const char *name = call->operation->name;
-  int length = snprintf(text, TEXT, "jaxmpi%s%s", strchr(name, ' ') == NULL ? "." : ", ", name);
-  if (call->comm != NULL)
-    length += snprintf(text + length, TEXT - (size_t)length, " on rank %d of %d", call->comm->rank, call->comm->size);
-  length += snprintf(text + length, TEXT - (size_t)length, ": ");
-  vsnprintf(text + length, TEXT - (size_t)length, format, arguments);
+  text_add(&text, "jaxmpi%s%s", strchr(name, ' ') == NULL ? "." : ", ", name);
+  if (call->comm != NULL) text_add(&text, " on rank %d of %d", call->comm->rank, call->comm->size);
+  text_add(&text, ": ");
+  text_add_arguments(&text, format, arguments);
 }
 
 static ffi_error *fail(const struct call *call, enum ffi_error_code code, const char *text) {
@@ -42,10 +42,10 @@ static ffi_error *fail(const struct call *call, enum ffi_error_code code, const 
 }
 
 ffi_error *call_fail(const struct call *call, enum ffi_error_code code, const char *format, ...) {
-  char text[TEXT];
+  char text[TEXT_BYTES];
   va_list arguments;
   va_start(arguments, format);
-  describe(call, text, format, arguments);
+  describe_error(call, text, format, arguments);
   va_end(arguments);
   return fail(call, code, text);
 }
@@ -121,10 +121,10 @@ static ffi_error *fail_kept(const struct call *call, const int64_t attributes[MA
 }
 
 ffi_error *call_fail_dropped(const struct call *call, const struct buffer *out, const char *format, ...) {
-  char text[TEXT];
+  char text[TEXT_BYTES];
   va_list arguments;
   va_start(arguments, format);
-  describe(call, text, format, arguments);
+  describe_error(call, text, format, arguments);
   va_end(arguments);
   int64_t attributes[MAX_ATTRIBUTES];
   enum leaf place = attributes_of_tree(call, attributes);
@@ -162,33 +162,22 @@ ffi_error *call_fail_driver(const struct call *call, const struct memory *memory
                    text != NULL ? text : "the driver has no text for it");
 }
 
-/* Appends to a text of `length` characters. Returns the new length, which is less than `size`: the rest is cut off. */
-__attribute__((format(printf, 4, 5))) static int append(char *text, size_t size, int length, const char *format, ...) {
-  va_list arguments;
-  va_start(arguments, format);
-  int added = vsnprintf(text + length, size - (size_t)length, format, arguments);
-  va_end(arguments);
-  int room = (int)size - 1 - length;
-  return length + (added < room ? added : room);
-}
-
 ffi_error *call_fail_mpi(const struct call *call, int code) {
-  char reason[1024] = "", given[256] = "";
-  int length = 0;
+  char reason[1024] = "", array[256];
+  struct text given = text_in(array, sizeof array);
   runtime.abi->error_text(code, reason);
   for (int i = 0; i < call->operation->attribute_count; i++)
     if (call->operation->attributes[i].kind == KIND_RANK || call->operation->attributes[i].kind == KIND_TAG)
-      length = append(given, sizeof given, length, "; %s %" PRId64, call->operation->attributes[i].name,
-                      call->attributes[i]);
+      text_add(&given, "; %s %" PRId64, call->operation->attributes[i].name, call->attributes[i]);
   for (int i = 0; i < call->operation->buffer_count; i++)
     for (int k = call->first[i]; k < call->first[i + 1] && call->buffer_count > 0; k++)
       if (call->buffers[k].type != NULL)
-        length = append(given, sizeof given, length, "; %s %" PRId64 " of %s", call->operation->buffers[i].name,
-                        call->buffers[k].count, call->buffers[k].type->name);
+        text_add(&given, "; %s %" PRId64 " of %s", call->operation->buffers[i].name, call->buffers[k].count,
+                 call->buffers[k].type->name);
   if (call->sending) /* told at once: if all ranks fail alike, nobody receives it */
     fprintf(stderr, "jaxmpi.%s on rank %d of %d: %s failed: %s. This rank waits until its own message is received\n",
             call->operation->name, call->comm->rank, call->comm->size, call->function, reason);
-  return call_fail(call, FFI_INTERNAL, "%s failed: %s%s", call->function, reason, given);
+  return call_fail(call, FFI_INTERNAL, "%s failed: %s%s", call->function, reason, given.characters);
 }
 
 ffi_error *call_fail_unknown(const struct call *call, const char *attribute) {

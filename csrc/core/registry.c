@@ -3,6 +3,8 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 
+#include "base/hash.h"
+
 struct entry {
   int64_t number;
   void *_Atomic object; /* NULL: reserved */
@@ -15,11 +17,10 @@ static int64_t process_key;
 
 static inline struct entry *entry_at(int64_t place) { return &blocks[(place - 1) / BLOCK][(place - 1) % BLOCK]; }
 
-/* FNV-1a, folded. */
 static int64_t key_of(const char *meaning) {
-  uint64_t hash = 0xcbf29ce484222325u;
-  for (; *meaning != '\0'; meaning++) hash = (hash ^ (unsigned char)*meaning) * 0x100000001b3u;
-  return (int64_t)((hash ^ hash >> KEY_BITS) & ((1ull << KEY_BITS) - 1));
+  uint64_t hash = HASH_START;
+  for (; *meaning != '\0'; meaning++) hash = hash_add(hash, (unsigned char)*meaning);
+  return (int64_t)(hash_fold(hash, KEY_BITS) & ((1ull << KEY_BITS) - 1));
 }
 
 void registry_begin(uint64_t key) { process_key = (int64_t)(key & ((1ull << KEY_BITS) - 1)); }

@@ -3,10 +3,11 @@
 #include <sched.h>
 #include <stdlib.h>
 
+#include "base/hash.h"
 #include "core/abi.h"
 
 enum { MOST_ROUNDS = 31, OF_COMPARISON = MOST_ROUNDS, TAGS = MOST_ROUNDS + 1 };
-enum kind { ASKS, LEAVES, STOPS };
+enum kind { MESSAGE_ASKS, MESSAGE_LEAVES, MESSAGE_STOPS };
 
 struct message {
   int64_t name, number; /* of the communicator, of the question */
@@ -51,11 +52,6 @@ static bool go_on(double seconds, double begin, long looks) {
 
 /* --- the names of communicators --- */
 
-static int64_t mix(int64_t hash, int64_t word) {
-  uint64_t mixed = ((uint64_t)hash ^ (uint64_t)word) * UINT64_C(0x9e3779b97f4a7c15);
-  return (int64_t)(mixed ^ mixed >> 32);
-}
-
 bool agreement_prepare(struct communicator *comm, int64_t name, const int *ranks) {
   struct agreement *agreement = calloc(1, sizeof *agreement + (size_t)comm->size * sizeof *ranks);
   if (agreement == NULL) return false;
@@ -63,7 +59,9 @@ bool agreement_prepare(struct communicator *comm, int64_t name, const int *ranks
   agreement->size = comm->size;
   agreement->name = name;
   memcpy(agreement->ranks, ranks, (size_t)comm->size * sizeof *ranks);
-  for (int i = 0; i < comm->size; i++) agreement->group = mix(agreement->group, ranks[i] + 1);
+  uint64_t group = HASH_START;
+  for (int i = 0; i < comm->size; i++) group = hash_add(group, ranks[i]);
+  agreement->group = (int64_t)group;
   while (((int64_t)1 << agreement->rounds) < comm->size) agreement->rounds++;
   agreement->next = atomic_load(&runtime.agreements);
   atomic_store(&comm->agreement, agreement);
@@ -83,7 +81,10 @@ static int64_t alike_before(const struct agreement *agreement) {
 static bool begin(struct agreement *agreement) {
   if (agreement->begun || agreement->stopped) return agreement->begun;
   if (agreement->name == 0 && atomic_load(&runtime.several_threads)) return false;
-  if (agreement->name == 0) agreement->name = mix(mix(agreement->group, agreement->size), alike_before(agreement) + 1);
+  if (agreement->name == 0) {
+    uint64_t hash = hash_add((uint64_t)agreement->group, agreement->size);
+    agreement->name = (int64_t)hash_fold(hash_add(hash, alike_before(agreement)), 32);
+  }
   agreement->begun = true;
   int blocks = (runtime.most_tag < 1 << 30 ? runtime.most_tag : 1 << 30) / TAGS;
   agreement->tag = TAGS * (int)((uint64_t)agreement->name % (uint64_t)blocks);
@@ -173,12 +174,12 @@ static void leave(const struct communicator *comm, struct agreement *agreement, 
 }
 
 static void stop(struct communicator *comm, struct agreement *agreement) {
-  leave(comm, agreement, STOPS);
+  leave(comm, agreement, MESSAGE_STOPS);
   atomic_store(&comm->to_compare, 0);
   struct question *last = agreement->begun && !agreement->stopped ? question_new(agreement, 0) : NULL;
   agreement->stopped = true;
   if (last == NULL) return;
-  tell_the_rest(comm, agreement, last, STOPS);
+  tell_the_rest(comm, agreement, last, MESSAGE_STOPS);
   close_question(agreement, last);
 }
 
@@ -196,7 +197,7 @@ bool agreement_ask(struct communicator *comm, int64_t number, const int64_t word
                                    agreement->tag + k, &round->receive);
       round->receiving = is_posted(agreement, code);
     }
-    send(comm, agreement, question, 0, ASKS);
+    send(comm, agreement, question, 0, MESSAGE_ASKS);
     if (agreement->code != 0) stop(comm, agreement);
   }
   bool asked = question != NULL && agreement->code == 0;
@@ -206,8 +207,9 @@ bool agreement_ask(struct communicator *comm, int64_t number, const int64_t word
 
 /* What has come in a round. False: a rank has stopped asking, or asks something else under this name. */
 static bool take(const struct agreement *agreement, struct question *question, const struct message *message) {
-  if (message->name != agreement->name || message->number != question->number || message->kind == STOPS) return false;
-  question->unknown |= message->kind != ASKS;
+  if (message->name != agreement->name || message->number != question->number || message->kind == MESSAGE_STOPS)
+    return false;
+  question->unknown |= message->kind != MESSAGE_ASKS;
   for (int i = 0; i < 2; i++)
     if (message->least[i] < question->least[i]) question->least[i] = message->least[i];
   return true;
@@ -217,32 +219,38 @@ static bool take(const struct agreement *agreement, struct question *question, c
 static enum answer look(struct communicator *comm, struct agreement *agreement, struct question *question) {
   while (question->known < agreement->rounds) {
     struct round *round = &question->rounds[question->known];
-    if (!is_done(&round->receive, &round->receiving)) return NO_ANSWER;
-    if (!take(agreement, question, &round->in)) return stop(comm, agreement), NEVER;
+    if (!is_done(&round->receive, &round->receiving)) return ANSWER_NONE;
+    if (!take(agreement, question, &round->in)) return stop(comm, agreement), ANSWER_NEVER;
     if (++question->known < agreement->rounds)
-      send(comm, agreement, question, question->known, question->unknown ? LEAVES : ASKS);
+      send(comm, agreement, question, question->known, question->unknown ? MESSAGE_LEAVES : MESSAGE_ASKS);
   }
   close_question(agreement, question);
   bool same = question->least[0] == ~question->least[1];
-  return same || question->unknown ? SAME : DIFFERENT;
+  return same || question->unknown ? ANSWER_SAME : ANSWER_DIFFERENT;
 }
 
 enum answer agreement_hear(struct communicator *comm, double seconds, int64_t words[QUESTION_WORDS]) {
   struct agreement *agreement = atomic_load(&comm->agreement);
-  if (!agreement_is_open(comm)) return SAME;
+  if (!agreement_is_open(comm)) return ANSWER_SAME;
   double begin = seconds_now();
   for (long looks = 0;; looks++) {
-    enum answer answer = SAME;
+    enum answer answer = ANSWER_SAME;
     pthread_mutex_lock(&agreement->lock);
-    for (struct question *question = agreement->first; question != NULL && answer == SAME; question = question->next) {
+    for (struct question *question = agreement->first; question != NULL && answer == ANSWER_SAME;
+         question = question->next) {
       if (question->answered) continue;
       answer = look(comm, agreement, question);
       memcpy(words, question->words, sizeof question->words);
     }
     pthread_mutex_unlock(&agreement->lock);
-    if (answer != NO_ANSWER) return answer;
-    if (!go_on(seconds, begin, looks)) return NO_ANSWER;
+    if (answer != ANSWER_NONE) return answer;
+    if (!go_on(seconds, begin, looks)) return ANSWER_NONE;
   }
+}
+
+bool agreement_is_of_default(const struct communicator *comm) {
+  const struct agreement *agreement = atomic_load(&comm->agreement);
+  return agreement != NULL && agreement->name == NAME_OF_DEFAULT;
 }
 
 bool agreement_is_open(const struct communicator *comm) {
@@ -258,7 +266,7 @@ int agreement_code(const struct communicator *comm) {
 void agreement_leave(struct communicator *comm) {
   struct agreement *agreement = atomic_load(&comm->agreement);
   pthread_mutex_lock(&agreement->lock);
-  leave(comm, agreement, LEAVES);
+  leave(comm, agreement, MESSAGE_LEAVES);
   pthread_mutex_unlock(&agreement->lock);
 }
 

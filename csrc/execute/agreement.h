@@ -22,7 +22,10 @@
 #include "core/runtime.h"
 
 enum { QUESTION_WORDS = 9 };
-enum answer { SAME, DIFFERENT, NO_ANSWER, NEVER };
+enum answer { ANSWER_SAME, ANSWER_DIFFERENT, ANSWER_NONE, ANSWER_NEVER };
+
+/* The names of the default communicator and of COMM_WORLD. */
+enum { NAME_OF_DEFAULT = 1, NAME_OF_WORLD = 2 };
 
 /* The ranks of a communicator, by which its ranks can ask each other; `name`: 0, or the same on all of them and on no
  * other communicator. Called once, under the GIL. False: out of memory. */
@@ -31,13 +34,16 @@ bool agreement_prepare(struct communicator *comm, int64_t name, const int *ranks
 /* False: it cannot be asked here. `words` are for whoever hears the answer. */
 bool agreement_ask(struct communicator *comm, int64_t number, const int64_t words[QUESTION_WORDS]);
 
-/* Waits for the answers to all that has been asked, `seconds` at most; negative: without end. SAME: to all of them.
- * DIFFERENT: to the one that `words` then are of; later ones are still to be heard. NO_ANSWER: not in time. NEVER: a
- * rank has stopped asking, and this one has, too. */
+/* Waits for the answers to all that has been asked, `seconds` at most; negative: without end. ANSWER_SAME: to all of
+ * them. ANSWER_DIFFERENT: to the one that `words` then are of; later ones are still to be heard. ANSWER_NONE: not in
+ * time. ANSWER_NEVER: a rank has stopped asking, and this one has, too. */
 enum answer agreement_hear(struct communicator *comm, double seconds, int64_t words[QUESTION_WORDS]);
 
 /* The first error of MPI, after which it asks nothing; 0: none. */
 int agreement_code(const struct communicator *comm);
+
+/* Whether it is the default communicator, of which nobody but this package knows. */
+bool agreement_is_of_default(const struct communicator *comm);
 
 /* Whether some have not been heard. */
 bool agreement_is_open(const struct communicator *comm);
@@ -48,7 +54,7 @@ void agreement_leave(struct communicator *comm);
 /* Asks nothing on this communicator from now on, and says so to the others. */
 void agreement_stop(struct communicator *comm);
 
-/* After the answer DIFFERENT, on all ranks: what each rank tells, `bytes` of it, and from whom it has come within
+/* After ANSWER_DIFFERENT, on all ranks: what each rank tells, `bytes` of it, and from whom it has come within
  * `seconds`. False: `mine` is still in use by MPI. */
 bool agreement_gather(struct communicator *comm, const void *mine, void *all, bool *came, size_t bytes, double seconds);
 

@@ -24,7 +24,7 @@ ffi_error *call_check(const struct call *call) {
 }
 
 static inline ffi_error *body(struct call *call) {
-  struct watched *record = waits_for_request(call->operation->row) ? NULL : watch_begin(call);
+  struct watched *record = waits_for_request(call->operation->row) ? NULL : watchdog_begin(call);
   progress_before(call);
   if (runtime.serialize) pthread_mutex_lock(&runtime.lock);
   ffi_error *error = call->comparison.due ? compare_ranks(call) : NULL;
@@ -34,7 +34,7 @@ static inline ffi_error *body(struct call *call) {
   if (runtime.serialize) pthread_mutex_unlock(&runtime.lock);
   error = call_done(call, error);
   if (deadlines_on() && begun && error == NULL) deadline_note_done(call);
-  watch_end(record);
+  watchdog_end(record);
   if (begun && call->log.on) log_end(call, error != NULL);
   return error;
 }

@@ -5,12 +5,14 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "execute/agreement.h"
+#include "base/hash.h"
+#include "base/text.h"
 #include "core/failure.h"
-#include "observe/log.h"
 #include "core/plan.h"
-#include "requests/table.h"
+#include "execute/agreement.h"
+#include "observe/log.h"
 #include "observe/summary.h"
+#include "requests/table.h"
 
 /* Sets the elements and the type of this rank's share: of the buffers, read or written, that have the same size on all
  * ranks. */
@@ -44,10 +46,6 @@ void compare_decide(struct call *call) {
   call->labelled = !collective && call->memory->host && has_labels();
   if (call->comparison.due || call->labelled) find_share(call);
 }
-
-/* FNV-1a, by words. */
-#define HASH_START UINT64_C(0xcbf29ce484222325)
-static uint64_t hash_add(uint64_t hash, int64_t word) { return (hash ^ (uint64_t)word) * UINT64_C(0x100000001b3); }
 
 /* The arrays of a joined call, and a hash of the sizes of their shares. */
 static void record_arrays(const struct call *call, struct record *record) {
@@ -101,38 +99,35 @@ static struct record record_of(struct call *call) {
 }
 
 /* A record in words. It may come from a rank with another version of the package, so its values are not trusted. */
-static void describe(const struct record *record, char *text, size_t size) {
+static void describe_record(const struct record *record, struct text *text) {
   const struct datatype *type = datatype_find((int)record->dtype);
   const struct reduction *reduction = registry_at(record->reduction);
-  size_t length;
   if (record->operation < 0 || record->operation >= OPERATION_COUNT) {
-    snprintf(text, size, "an unknown operation");
+    text_add(text, "an unknown operation");
     return;
   }
   const struct operation *row = &operation_table[record->operation];
-  snprintf(text, size, "%s", row->name);
-#define ADD(...) length = strlen(text), snprintf(text + length, size - length, __VA_ARGS__)
-  if (record->reduction == USERS_REDUCTION) ADD(" by a reduction of the user's");
-  if (reduction != NULL) ADD(" %.*s", (int)strcspn(reduction->name, " "), reduction->name); /* "SUM of float16" */
+  text_add(text, "%s", row->name);
+  if (record->reduction == USERS_REDUCTION) text_add(text, " by a reduction of the user's");
+  if (reduction != NULL)
+    text_add(text, " %.*s", (int)strcspn(reduction->name, " "), reduction->name); /* "SUM of float16" */
   if (record->root >= 0)
-    ADD(" %s root %" PRId64,
-        row->divisibility == DIVIDE_GATHERS || row->row == ROW_gatherv || record->reduction != 0 ? "to" : "from",
-        record->root);
+    text_add(text, " %s root %" PRId64,
+             row->divisibility == DIVIDE_GATHERS || row->row == ROW_gatherv || record->reduction != 0 ? "to" : "from",
+             record->root);
   bool rows = attribute_of(row, KIND_NUMBER) >= 0;
-  if (type != NULL) ADD(" of %s%" PRId64 " %s", rows ? "rows of " : "", record->count, type->name);
-  if (record->arrays > 0) ADD(" in %" PRId64 " array%s", record->arrays, record->arrays > 1 ? "s" : "");
+  if (type != NULL) text_add(text, " of %s%" PRId64 " %s", rows ? "rows of " : "", record->count, type->name);
+  if (record->arrays > 0) text_add(text, " in %" PRId64 " array%s", record->arrays, record->arrays > 1 ? "s" : "");
   if ((type != NULL || record->arrays > 0) && derivative_name(record->derivative) != NULL)
-    ADD(" (%s)", derivative_name(record->derivative));
-#undef ADD
+    text_add(text, " (%s)", derivative_name(record->derivative));
 }
 
 /* The lines of the program that make such calls. */
 static void find_lines(const struct call *call, char *lines, size_t size) {
-  struct text text = {0, ""};
-  int64_t words[WORDS] = {0};
-  words_of(call, words);
-  words_lines(&text, "called at ", words);
-  snprintf(lines, size, "%s", text.characters);
+  struct text text = text_in(lines, size);
+  int64_t summary[SUMMARY_WORDS] = {0};
+  summarize(call, summary);
+  summary_add_call_sites(&text, "called at ", summary);
 }
 
 struct label label_of(const struct call *call, const struct buffer *buffer) {
@@ -193,8 +188,9 @@ enum { LESS_PATIENCE = 1 };
 
 /* A communicator that the program has made may be used by another library, too. */
 static const char *advice_on_others(const struct communicator *comm) {
-  bool ours = comm->name != NULL && strcmp(atomic_load(&comm->name), "the default communicator") == 0;
-  return ours || all_are_compared() ? "" : ". Where ranks call it by another library, as mpi4py: JAXMPI_CHECK=0";
+  return agreement_is_of_default(comm) || all_are_compared()
+             ? ""
+             : ". Where ranks call it by another library, as mpi4py: JAXMPI_CHECK=0";
 }
 
 /* The error of a rank that knows what another one, `rank`, does in its place. `now`: it is the call itself. */
@@ -202,14 +198,16 @@ static ffi_error *fail_differing(const struct call *call, struct communicator *c
                                  const struct telling *other, int rank, bool now) {
   const struct operation *row = &operation_table[mine->record.operation];
   char here[256], there[256 + 48], at[64] = "calls";
-  describe(&mine->record, here, sizeof here);
-  describe(&other->record, there, sizeof here);
+  struct text of_this = text_in(here, sizeof here), of_other = text_in(there, sizeof there);
+  describe_record(&mine->record, &of_this);
+  describe_record(&other->record, &of_other);
   struct record resized = other->record;
   resized.sizes = mine->record.sizes;
   if (are_same(&resized, &mine->record))
-    strcat(there, attribute_of(row, KIND_PLAN) >= 0     ? " of other shapes, dtypes or arguments"
-                  : attribute_of(row, KIND_NUMBER) >= 0 ? " with other counts"
-                                                        : " of other sizes");
+    text_add(&of_other, "%s",
+             attribute_of(row, KIND_PLAN) >= 0     ? " of other shapes, dtypes or arguments"
+             : attribute_of(row, KIND_NUMBER) >= 0 ? " with other counts"
+                                                   : " of other sizes");
   if (other->record.call != mine->record.call) snprintf(at, sizeof at, "is at call %" PRId64 ",", other->record.call);
   bool told = strncmp(other->lines, "called at ", 10) == 0; /* another version may tell something else */
   return call_fail(call, FFI_FAILED_PRECONDITION,
@@ -223,7 +221,8 @@ static ffi_error *fail_differing(const struct call *call, struct communicator *c
 /* Of one that knows of a difference, and not of which. */
 static ffi_error *fail_unknown(const struct call *call, const struct record *mine) {
   char here[256];
-  describe(mine, here, sizeof here);
+  struct text text = text_in(here, sizeof here);
+  describe_record(mine, &text);
   return call_fail(call, FFI_FAILED_PRECONDITION,
                    "the ranks differ: call %" PRId64
                    " on this communicator is here %s, and it or one before it is "
@@ -297,9 +296,9 @@ ffi_error *compare_ranks(struct call *call) {
   if (all && call->log.on) log_begin(call, "to compare %s, call %" PRId64 ", and", call->operation->name, mine.call);
   enum answer answer = agreement_hear(comm, patience(call), words);
   if (all && call->log.on) log_end(call, false);
-  if (answer == NO_ANSWER && !starts) go_on_alone(comm);
-  if (answer == SAME) comm->in_vain = 0;
-  if (answer != DIFFERENT) return NULL;
+  if (answer == ANSWER_NONE && !starts) go_on_alone(comm);
+  if (answer == ANSWER_SAME) comm->in_vain = 0;
+  if (answer != ANSWER_DIFFERENT) return NULL;
   memcpy(&heard, words, sizeof heard);
   comm->history = heard.call; /* from here on the same on all ranks again */
   return judge(call, comm, &heard, heard.call == mine.call && !starts);
@@ -308,7 +307,7 @@ ffi_error *compare_ranks(struct call *call) {
 ffi_error *compare_started(const struct call *call, struct communicator *comm, bool waits) {
   struct record heard;
   int64_t words[QUESTION_WORDS];
-  if (all_are_compared() || agreement_hear(comm, waits ? LESS_PATIENCE : 0, words) != DIFFERENT) return NULL;
+  if (all_are_compared() || agreement_hear(comm, waits ? LESS_PATIENCE : 0, words) != ANSWER_DIFFERENT) return NULL;
   memcpy(&heard, words, sizeof heard);
   comm->history = heard.call;
   return judge(call, comm, &heard, false);

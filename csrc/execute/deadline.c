@@ -103,7 +103,7 @@ static const char *refused_receive(const struct call *call) {
 double deadline_of_receive(const struct call *call) {
   const char *why = refused_receive(call);
   if (why == NULL) return deadline_begin();
-  watch_cannot_raise(why);
+  watchdog_cannot_raise(why);
   return 0;
 }
 
@@ -115,7 +115,7 @@ const char *deadline_refused(const struct call *call, const struct request *requ
 
 bool deadline_give_up(int64_t run, struct receive *own) {
   bool may = requests_give_up(run, own);
-  if (!may) watch_cannot_raise(of_lost);
+  if (!may) watchdog_cannot_raise(of_lost);
   return may;
 }
 
@@ -139,9 +139,9 @@ static void add_message(struct text *text, const struct call *call) {
   text_add(text, " has come");
 }
 
-static void add_time(struct text *text, const int64_t words[WORDS]) {
+static void add_time(struct text *text, const int64_t summary[SUMMARY_WORDS]) {
   text_add(text, " within %.3g s (JAXMPI_TIMEOUT)", atomic_load(&limit));
-  words_lines(text, ", called at ", words);
+  summary_add_call_sites(text, ", called at ", summary);
 }
 
 static void add_done(struct text *text, const struct call *call) {
@@ -153,11 +153,12 @@ static const char *const advice =
     ". What other ranks do instead is told with JAXMPI_TIMEOUT_ACTION=report; a longer JAXMPI_TIMEOUT waits longer";
 
 ffi_error *deadline_fail(const struct call *call) {
-  struct text text = {0, ""};
-  int64_t words[WORDS] = {0};
-  words_of(call, words);
+  char characters[TEXT_BYTES];
+  struct text text = text_in(characters, sizeof characters);
+  int64_t summary[SUMMARY_WORDS] = {0};
+  summarize(call, summary);
   add_message(&text, call);
-  add_time(&text, words);
+  add_time(&text, summary);
   if (call->operation->row == ROW_sendrecv)
     text_add(&text,
              ". What it sends to rank %" PRId64 " with tag %" PRId64
@@ -170,13 +171,14 @@ ffi_error *deadline_fail(const struct call *call) {
 }
 
 ffi_error *deadline_fail_request(const struct call *call, const struct request *request) {
-  struct text text = {0, ""};
+  char characters[TEXT_BYTES];
+  struct text text = text_in(characters, sizeof characters);
   bool receives = request->operation->row == ROW_irecv;
   if (receives)
     add_message(&text, call);
   else
     text_add(&text, "it is not done");
-  add_time(&text, request->words);
+  add_time(&text, request->summary);
   if (request->run != ffi_run(call->frame))
     text_add(&text, ". The request is as it was: wait for it again");
   else

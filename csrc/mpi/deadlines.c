@@ -8,12 +8,12 @@
 
 /* Until a request is done: NULL; or the error, of the deadline or of ranks that have started something else. */
 static ffi_error *await_request(struct call *c, struct request *request, int64_t run, double deadline) {
-  struct watched *record = watch_begin_words(request->words, WORDS);
+  struct watched *record = watchdog_begin_summary(request->summary, SUMMARY_WORDS);
   const char *why = deadline_refused(c, request, run);
   bool may = why == NULL;
   ffi_error *error = NULL;
   struct own_words own = call_speak_for(c, request);
-  watch_cannot_raise(why);
+  watchdog_cannot_raise(why);
   while (error == NULL && !is_request_done(request)) {
     if (agreement_is_open(request->comm)) error = compare_started(c, request->comm, false);
     if (error == NULL && may && deadline_is_over(deadline)) {
@@ -23,7 +23,7 @@ static ffi_error *await_request(struct call *c, struct request *request, int64_t
     if (error == NULL) sched_yield();
   }
   call_speak_again(c, own);
-  watch_end(record);
+  watchdog_end(record);
   return error;
 }
 

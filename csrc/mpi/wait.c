@@ -128,9 +128,9 @@ static ffi_error *wait_for(struct call *c, struct request *request, const struct
   bool planned = request->operation->row == ROW_exchange_start;
   bool same = (out != NULL ? out->type : NULL) == request->type && !planned, mapped = request->batch == 1 && batch > 1;
   struct own_words own = call_speak_for(c, request);
-  struct watched *record = watch_begin_words(request->words, WORDS);
+  struct watched *record = watchdog_begin_summary(request->summary, SUMMARY_WORDS);
   ffi_error *error = compare_while_under_way(c, request);
-  if (error != NULL) return watch_end(record), call_speak_again(c, own), error; /* MPI still has its memory */
+  if (error != NULL) return watchdog_end(record), call_speak_again(c, own), error; /* MPI still has its memory */
   complete_handles(request);
   bool compared = attribute_of(request->operation, KIND_DERIVATIVE) >= 0;
   if ((error = compare_started(c, request->comm, compared)) == NULL) error = fail_noted(c, request);
@@ -149,7 +149,7 @@ static ffi_error *wait_for(struct call *c, struct request *request, const struct
                             ": it has been started inside of some of the jax.vmap around the wait, and of others not",
                             count, request->count);
   }
-  watch_end(record);
+  watchdog_end(record);
   request_end(request);
   call_speak_again(c, own);
   return error;
@@ -184,7 +184,7 @@ ffi_error *BODY(wait)(struct call *c) {
 
 /* `error`: what is known to be wrong with it; then its messages are dropped. */
 static ffi_error *wait_for_planned(struct call *c, struct request *request, const struct plan *plan, ffi_error *error) {
-  struct watched *record = watch_begin_words(request->words, WORDS);
+  struct watched *record = watchdog_begin_summary(request->summary, SUMMARY_WORDS);
   complete_handles(request);
   if (error == NULL) error = request_check_order(c, request);
   if (error != NULL) {
@@ -194,7 +194,7 @@ static ffi_error *wait_for_planned(struct call *c, struct request *request, cons
     error = finish_planned(c, request, plan);
     call_speak_again(c, own);
   }
-  watch_end(record);
+  watchdog_end(record);
   return error;
 }
 

@@ -14,7 +14,7 @@
 
 /* An operation. The writer may read it once `block.count` is beyond it; all before `end`, once `begin` is not 0. */
 struct event {
-  int64_t words[WORDS];
+  int64_t summary[SUMMARY_WORDS];
   int64_t sent, received; /* bytes that this rank passes to the operation, and takes from it */
   _Atomic int64_t begin;  /* nanoseconds of the monotonic clock */
   int64_t end;
@@ -33,7 +33,7 @@ struct block {
 
 /* The events of a thread. */
 struct track {
-  struct lane lane;
+  struct thread_record thread;
   struct block *_Atomic first;
   struct block *filled;      /* the thread's own, as are */
   const struct call *inside; /* which it is; one inside it, of a reduction in Python, is not recorded */
@@ -44,7 +44,7 @@ struct track {
 };
 
 atomic_bool timeline_on;
-static struct lanes lanes;
+static struct thread_records records;
 static _Thread_local struct track *own;
 static atomic_int blocks;
 static atomic_uint_least64_t lost;
@@ -96,7 +96,7 @@ static void add_bytes(struct event *event, const struct call *call) {
   }
 }
 
-static void begin_event(struct track *track, const struct call *call, const int64_t words[], int count) {
+static void begin_event(struct track *track, const struct call *call, const int64_t summary[], int count) {
   struct event *event = atomic_load_explicit(&full, memory_order_relaxed) ? NULL : next_event(track);
   track->event = event;
   if (event == NULL) {
@@ -104,7 +104,7 @@ static void begin_event(struct track *track, const struct call *call, const int6
     atomic_fetch_add(&lost, 1);
     return;
   }
-  memcpy(event->words, words, (size_t)count * sizeof *words);
+  memcpy(event->summary, summary, (size_t)count * sizeof *summary);
   add_bytes(event, call);
   atomic_store_explicit(&event->begin, now(), memory_order_release);
 }
@@ -125,22 +125,22 @@ static void end_event(struct track *track, const struct call *call, bool failed)
 bool timeline_begin(const struct call *call) {
   if (call->operation->row == ROW_check) return false; /* communicates nothing */
   struct track *track = own;
-  if (track == NULL && (track = own = lanes_take(&lanes)) == NULL) return false;
+  if (track == NULL && (track = own = thread_record_take(&records)) == NULL) return false;
   if (track->inside != NULL) return false;
-  int64_t words[WORDS];
-  int count = words_of(call, words);
+  int64_t summary[SUMMARY_WORDS];
+  int count = summarize(call, summary);
   track->inside = call;
-  begin_event(track, call, words, count);
+  begin_event(track, call, summary, count);
   return true;
 }
 
 void timeline_next(struct call *call, bool failed) {
   if (own == NULL || own->inside != call || own->event == NULL) return;
-  int64_t words[WORDS];
-  memcpy(words, own->event->words, sizeof words); /* those of the call may be what it waits for by now */
+  int64_t summary[SUMMARY_WORDS];
+  memcpy(summary, own->event->summary, sizeof summary); /* those of the call may be what it waits for by now */
   end_event(own, call, failed);
   call->timeline.from = -1, call->timeline.request = 0;
-  begin_event(own, call, words, WORDS);
+  begin_event(own, call, summary, SUMMARY_WORDS);
 }
 
 void timeline_end(const struct call *call, bool failed) {
@@ -149,13 +149,6 @@ void timeline_end(const struct call *call, bool failed) {
 }
 
 /* --- what the writer does ---------------------------------------------------------------------------------------- */
-
-/* Of any length: it holds names that the program gives. */
-struct line {
-  size_t length, room;
-  char *characters;
-  bool cut; /* there was no memory for all of it */
-};
 
 static struct {
   int file;
@@ -168,8 +161,8 @@ static struct {
   atomic_bool broken;
   size_t length;
   char text[1 << 16]; /* lines that are not in the file yet */
-  struct line line;   /* the next one */
-} writer = {.file = -1, .lock = PTHREAD_MUTEX_INITIALIZER};
+  struct text line;   /* the next one, of any length: it holds names that the program gives */
+} writer = {.line = {.grows = true}, .file = -1, .lock = PTHREAD_MUTEX_INITIALIZER};
 
 /* Whole lines at once: notes may come between. Returns an error number; 0. */
 static int put(const char *text, size_t length) {
@@ -198,7 +191,7 @@ static void flush(void) {
   writer.length = 0;
 }
 
-static void put_line(const struct line *line) {
+static void put_line(const struct text *line) {
   if (line->cut || (writer.room -= (int64_t)line->length) < 0) {
     atomic_store(&full, true);
     atomic_fetch_add(&lost, 1);
@@ -213,71 +206,44 @@ static void put_line(const struct line *line) {
   writer.length += line->length;
 }
 
-/* Whether so many characters and a zero fit after those that are there. */
-static bool make_room(struct line *line, size_t length) {
-  if (line->length + length < line->room) return true;
-  size_t room = 2 * (line->length + length) + 1024;
-  char *characters = line->cut ? NULL : realloc(line->characters, room);
-  if (characters == NULL) return line->cut = true, false;
-  line->characters = characters;
-  line->room = room;
-  return true;
-}
-
-__attribute__((format(printf, 2, 3))) static void add(struct line *line, const char *format, ...) {
-  va_list arguments, again;
-  va_start(arguments, format);
-  va_copy(again, arguments);
-  int length = vsnprintf(NULL, 0, format, arguments);
-  if (length >= 0 && make_room(line, (size_t)length)) {
-    vsnprintf(line->characters + line->length, line->room - line->length, format, again);
-    line->length += (size_t)length;
-  }
-  va_end(again);
-  va_end(arguments);
-}
-
 /* What stands in a string of JSON, and may be any bytes of a file's name. */
-static void add_characters(struct line *line, const char *string) {
+static void add_json(struct text *line, const char *string) {
   while (*string != '\0') {
     size_t plain = 0;
     while ((unsigned char)string[plain] >= 0x20 && string[plain] != '"' && string[plain] != '\\') plain++;
-    if (make_room(line, plain)) {
-      memcpy(line->characters + line->length, string, plain);
-      line->length += plain;
-    }
+    text_add_characters(line, string, plain);
     string += plain;
     if (*string == '\0') break;
-    add(line, (unsigned char)*string < 0x20 ? "\\u%04x" : "\\%c", *string);
+    text_add(line, (unsigned char)*string < 0x20 ? "\\u%04x" : "\\%c", *string);
     string++;
   }
 }
 
-static void add_string(struct line *line, const char *name, const char *string) {
-  add(line, ",\"%s\":\"", name);
-  add_characters(line, string);
-  add(line, "\"");
+static void add_string(struct text *line, const char *name, const char *string) {
+  text_add(line, ",\"%s\":\"", name);
+  add_json(line, string);
+  text_add(line, "\"");
 }
 
-static void add_sites(struct line *line, const int64_t words[WORDS]) {
-  const char *texts[MOST_SITES];
-  int found = words_sites(words, texts), more = found - MOST_SITES;
-  for (int i = 0; i < found && i < MOST_SITES; i++) {
-    add(line, i == 0 ? ",\"line\":\"" : " or ");
-    add_characters(line, texts[i]);
+static void add_sites(struct text *line, const int64_t summary[SUMMARY_WORDS]) {
+  const char *texts[MOST_CALL_SITES];
+  int found = call_sites_of(summary, texts), more = found - MOST_CALL_SITES;
+  for (int i = 0; i < found && i < MOST_CALL_SITES; i++) {
+    text_add(line, i == 0 ? ",\"line\":\"" : " or ");
+    add_json(line, texts[i]);
   }
-  if (more > 0) add(line, " or %d more line%s", more, more > 1 ? "s" : "");
-  if (found > 0) add(line, "\"");
+  if (more > 0) text_add(line, " or %d more line%s", more, more > 1 ? "s" : "");
+  if (found > 0) text_add(line, "\"");
 }
 
-static void add_attribute(struct line *line, const struct event *event, int index) {
-  const struct operation *operation = &operation_table[event->words[ROW]];
-  int64_t value = event->words[FIRST_ATTRIBUTE + index];
+static void add_attribute(struct text *line, const struct event *event, int index) {
+  const struct operation *operation = &operation_table[event->summary[SUMMARY_ROW]];
+  int64_t value = event->summary[SUMMARY_ATTRIBUTES + index];
   const char *name = operation->attributes[index].name;
   switch (operation->attributes[index].kind) {
     case KIND_RANK:
     case KIND_TAG:
-      add(line, ",\"%s\":%" PRId64, name, value);
+      text_add(line, ",\"%s\":%" PRId64, name, value);
       break;
     case KIND_REDUCTION:
       add_string(line, name, ((const struct reduction *)object_of(value))->name);
@@ -296,42 +262,43 @@ static void add_attribute(struct line *line, const struct event *event, int inde
   }
 }
 
-static void add_arguments(struct line *line, const struct event *event, bool complete) {
-  const struct operation *operation = &operation_table[event->words[ROW]];
-  bool of_many = event->words[ROW] == ROW_wait;
-  const struct datatype *type = event->words[TYPE] >= 0 && !of_many ? datatype_find((int)event->words[TYPE]) : NULL;
-  int64_t count = event->words[COUNT];
-  if (type == NULL) type = array_not_passed(operation, &event->words[FIRST_ATTRIBUTE], &count);
-  add(line, ",\"args\":{\"comm\":%" PRId64, words_comm(event->words)->number);
+static void add_arguments(struct text *line, const struct event *event, bool complete) {
+  const struct operation *operation = &operation_table[event->summary[SUMMARY_ROW]];
+  bool of_many = event->summary[SUMMARY_ROW] == ROW_wait;
+  const struct datatype *type =
+      event->summary[SUMMARY_TYPE] >= 0 && !of_many ? datatype_find((int)event->summary[SUMMARY_TYPE]) : NULL;
+  int64_t count = event->summary[SUMMARY_COUNT];
+  if (type == NULL) type = array_not_passed(operation, &event->summary[SUMMARY_ATTRIBUTES], &count);
+  text_add(line, ",\"args\":{\"comm\":%" PRId64, summary_comm(event->summary)->number);
   if (strcmp(operation->id, operation->name) != 0) add_string(line, "operation", operation->id);
   for (int i = 0; i < operation->attribute_count; i++) add_attribute(line, event, i);
-  if (complete && event->request > 0) add(line, ",\"request\":%" PRId64, event->request);
-  if (complete && event->from >= 0) add(line, ",\"from\":%d,\"from_tag\":%d", event->from, event->tag);
-  if (type != NULL) add(line, ",\"count\":%" PRId64 ",\"dtype\":\"%s\"", count, type->name);
-  if (event->sent > 0) add(line, ",\"sent\":%" PRId64, event->sent);
-  if (event->received > 0) add(line, ",\"received\":%" PRId64, event->received);
-  if (complete && event->failed) add(line, ",\"failed\":true");
-  add_sites(line, event->words);
-  add(line, "}");
+  if (complete && event->request > 0) text_add(line, ",\"request\":%" PRId64, event->request);
+  if (complete && event->from >= 0) text_add(line, ",\"from\":%d,\"from_tag\":%d", event->from, event->tag);
+  if (type != NULL) text_add(line, ",\"count\":%" PRId64 ",\"dtype\":\"%s\"", count, type->name);
+  if (event->sent > 0) text_add(line, ",\"sent\":%" PRId64, event->sent);
+  if (event->received > 0) text_add(line, ",\"received\":%" PRId64, event->received);
+  if (complete && event->failed) text_add(line, ",\"failed\":true");
+  add_sites(line, event->summary);
+  text_add(line, "}");
 }
 
 /* One line. Phases: B, its beginning, for one that takes long; then E, its end; otherwise X, both. */
 static void put_event(const struct event *event, int track, char phase) {
-  struct line *line = &writer.line;
+  struct text *line = &writer.line;
   int64_t begin = atomic_load_explicit(&event->begin, memory_order_acquire), at = phase == 'E' ? event->end : begin;
-  line->length = 0, line->cut = false;
-  add(line, "{\"name\":\"%s\",\"ph\":\"%c\",\"pid\":%d,\"tid\":%d,\"ts\":%" PRId64 ".%03d",
-      operation_table[event->words[ROW]].name, phase, runtime.rank, track, at / 1000, (int)(at % 1000));
+  text_clear(line);
+  text_add(line, "{\"name\":\"%s\",\"ph\":\"%c\",\"pid\":%d,\"tid\":%d,\"ts\":%" PRId64 ".%03d",
+           operation_table[event->summary[SUMMARY_ROW]].name, phase, runtime.rank, track, at / 1000, (int)(at % 1000));
   int64_t duration = phase == 'X' ? event->end - begin : 0;
-  if (phase == 'X') add(line, ",\"dur\":%" PRId64 ".%03d", duration / 1000, (int)(duration % 1000));
+  if (phase == 'X') text_add(line, ",\"dur\":%" PRId64 ".%03d", duration / 1000, (int)(duration % 1000));
   add_arguments(line, event, phase != 'B');
-  add(line, "},\n");
+  text_add(line, "},\n");
   put_line(line);
 }
 
 /* Writes what is complete, and the beginning of what takes long: the last word of a process that is killed in it. */
 static void write_track(struct track *track, int64_t time) {
-  int number = track->lane.number; /* the first to come has the lowest */
+  int number = track->thread.number; /* the first to come has the lowest */
   if (track->written == NULL) track->written = atomic_load_explicit(&track->first, memory_order_acquire);
   while (track->written != NULL) {
     struct block *block = track->written;
@@ -355,8 +322,8 @@ static void write_track(struct track *track, int64_t time) {
 
 static void write_all(void) {
   int64_t time = now();
-  for (struct lane *lane = atomic_load(&lanes.all); lane != NULL; lane = lane->next)
-    write_track((struct track *)(void *)lane, time);
+  for (struct thread_record *record = atomic_load(&records.all); record != NULL; record = record->next)
+    write_track((struct track *)(void *)record, time);
   flush();
 }
 
@@ -389,7 +356,7 @@ static int create(const char *path, const char *name, const char **reason) {
 int timeline_open(const char *folder, const char *name, int64_t limit, const char **reason) {
   static bool begun;
   *reason = strerror(EAGAIN);
-  if (!begun && !lanes_begin(&lanes, sizeof(struct track))) return EAGAIN;
+  if (!begun && !thread_records_begin(&records, sizeof(struct track))) return EAGAIN;
   begun = true;
   int error = create(folder, name, reason);
   if (error != 0) return error;

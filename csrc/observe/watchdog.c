@@ -14,11 +14,11 @@
 
 /* What a thread waits for. */
 struct watched {
-  struct lane lane;
-  atomic_uint_least64_t number; /* odd in an operation; grows by one as it begins and as it ends */
-  _Atomic int64_t words[WORDS]; /* written while `number` is even */
-  atomic_uint_least64_t first;  /* what the thread that has it found there */
-  _Atomic(const char *) why;    /* the operation cannot raise; for this number */
+  struct thread_record thread;
+  atomic_uint_least64_t number;           /* odd in an operation; grows by one as it begins and as it ends */
+  _Atomic int64_t summary[SUMMARY_WORDS]; /* written while `number` is even */
+  atomic_uint_least64_t first;            /* what the thread that has it found there */
+  _Atomic(const char *) why;              /* the operation cannot raise; for this number */
   atomic_uint_least64_t why_of;
   /* The watch's own: */
   uint64_t seen; /* the number that it saw last, */
@@ -28,7 +28,7 @@ struct watched {
 
 enum { SECONDS_FOR_THE_LAUNCHER = 5, MOST_STEPS_TO_STOP = 100, MOST_SPEAKERS = 16 };
 
-static struct lanes lanes;
+static struct thread_records records;
 static _Thread_local struct watched *own;
 static atomic_bool watching;
 static atomic_bool looking;          /* the watch's thread, now */
@@ -38,45 +38,45 @@ static atomic_int waiting;           /* operations that have been reported and a
 static _Atomic enum action action;
 static void (*_Atomic program_is_at)(char *text, size_t size);
 
-static struct watched *first_record(void) { return (struct watched *)(void *)atomic_load(&lanes.all); }
-static struct watched *next_record(struct watched *record) { return (struct watched *)(void *)record->lane.next; }
+static struct watched *first_record(void) { return (struct watched *)(void *)atomic_load(&records.all); }
+static struct watched *next_record(struct watched *record) { return (struct watched *)(void *)record->thread.next; }
 
 /* --- what threads that communicate do -------------------------------------------------------------------------- */
 
 static struct watched *take(void) {
-  struct watched *record = lanes_take(&lanes);
+  struct watched *record = thread_record_take(&records);
   if (record == NULL) return NULL;
   atomic_store(&record->first, atomic_load(&record->number));
   return own = record;
 }
 
 static void put(struct watched *record, int word, int64_t value) {
-  atomic_store_explicit(&record->words[word], value, memory_order_release); /* after the number became even */
+  atomic_store_explicit(&record->summary[word], value, memory_order_release); /* after the number became even */
 }
 
-struct watched *watch_begin_words(const int64_t words[], int count) {
+struct watched *watchdog_begin_summary(const int64_t summary[], int count) {
   if (!atomic_load_explicit(&watching, memory_order_relaxed)) return NULL;
   struct watched *record = own;
   if (record == NULL && (record = take()) == NULL) return NULL;
-  for (int i = 0; i < count; i++) put(record, i, words[i]);
+  for (int i = 0; i < count; i++) put(record, i, summary[i]);
   uint64_t number = atomic_load_explicit(&record->number, memory_order_relaxed);
   atomic_store_explicit(&record->number, number + 1 + (number & 1), memory_order_release);
   return record;
 }
 
-struct watched *watch_begin(const struct call *call) {
-  int64_t words[WORDS];
+struct watched *watchdog_begin(const struct call *call) {
+  int64_t summary[SUMMARY_WORDS];
   if (!atomic_load_explicit(&watching, memory_order_relaxed)) return NULL;
-  return watch_begin_words(words, words_of(call, words));
+  return watchdog_begin_summary(summary, summarize(call, summary));
 }
 
-void watch_end(struct watched *record) {
+void watchdog_end(struct watched *record) {
   if (record == NULL) return;
   uint64_t number = atomic_load_explicit(&record->number, memory_order_relaxed);
   atomic_store_explicit(&record->number, number + (number & 1), memory_order_release);
 }
 
-void watch_cannot_raise(const char *why) {
+void watchdog_cannot_raise(const char *why) {
   struct watched *record = own;
   if (record == NULL) return;
   atomic_store(&record->why, why);
@@ -87,7 +87,7 @@ void watch_cannot_raise(const char *why) {
 
 /* Among many ranks a report is for the launcher, which makes one table of all: stderr would have a line of each. */
 static bool is_for_launcher_alone(void) {
-  return job_has_folder() && action != RAISE && runtime.world != NULL && runtime.world->size > MOST_SPEAKERS;
+  return job_has_folder() && action != ACTION_RAISE && runtime.world != NULL && runtime.world->size > MOST_SPEAKERS;
 }
 
 static void say(struct text *text) {
@@ -105,10 +105,11 @@ static void say(struct text *text) {
 static uint64_t count_of(const struct watched *record) { return (record->seen - atomic_load(&record->first)) / 2 + 1; }
 
 /* Copies the words of the operation that was seen last. False: it has just ended. */
-static bool read_words(const struct watched *record, int64_t words[WORDS]) {
-  for (int i = 0; i < WORDS; i++) words[i] = atomic_load_explicit(&record->words[i], memory_order_acquire);
+static bool read_words(const struct watched *record, int64_t summary[SUMMARY_WORDS]) {
+  for (int i = 0; i < SUMMARY_WORDS; i++) summary[i] = atomic_load_explicit(&record->summary[i], memory_order_acquire);
   if (atomic_load_explicit(&record->number, memory_order_relaxed) != record->seen) return false;
-  for (int i = operation_table[words[ROW]].attribute_count; i < MAX_ATTRIBUTES; i++) words[FIRST_ATTRIBUTE + i] = 0;
+  for (int i = operation_table[summary[SUMMARY_ROW]].attribute_count; i < MAX_ATTRIBUTES; i++)
+    summary[SUMMARY_ATTRIBUTES + i] = 0;
   return true;
 }
 
@@ -126,17 +127,18 @@ static void answer(void) {
   job_question(asked, sizeof asked);
   if (*asked == '\0' || strcmp(asked, answered) == 0) return;
   memcpy(answered, asked, sizeof answered);
-  struct text text = {0, ""};
-  int64_t words[WORDS];
+  char characters[TEXT_BYTES];
+  struct text text = text_in(characters, sizeof characters);
+  int64_t summary[SUMMARY_WORDS];
   const struct watched *longest = NULL;
   for (struct watched *record = first_record(); record != NULL; record = next_record(record))
     if (record->seen % 2 == 1 && (longest == NULL || record->since < longest->since)) longest = record;
-  if (longest != NULL && read_words(longest, words)) {
+  if (longest != NULL && read_words(longest, summary)) {
     text_add(&text, "%.3g\n", seconds_now() - longest->since);
-    words_tell(&text, words);
-    text_add(&text, "\n%s\n", comm_name(words_comm(words)));
+    summary_describe(&text, summary);
+    text_add(&text, "\n%s\n", comm_name(summary_comm(summary)));
     size_t before = text.length;
-    words_lines(&text, "called at ", words);
+    summary_add_call_sites(&text, "called at ", summary);
     add_place(&text, text.length > before ? "; " : "");
   } else {
     text_add(&text, "-1\n\n\n");
@@ -151,42 +153,43 @@ static const char *why_refused(const struct watched *record) {
 }
 
 /* Why an operation has not ended with an error. */
-static const char *why_not_raised(const struct watched *record, const int64_t words[WORDS]) {
-  const struct operation *operation = &operation_table[words[ROW]];
+static const char *why_not_raised(const struct watched *record, const int64_t summary[SUMMARY_WORDS]) {
+  const struct operation *operation = &operation_table[summary[SUMMARY_ROW]];
   const char *why = why_refused(record);
   if (why != NULL) return why;
-  if (words[ROW] == ROW_recv || words[ROW] == ROW_irecv)
+  if (summary[SUMMARY_ROW] == ROW_recv || summary[SUMMARY_ROW] == ROW_irecv)
     return "its message has begun to arrive, and MPI cannot take that back";
-  if (words[ROW] == ROW_sendrecv) return "one of its messages is under way, which MPI cannot take back";
+  if (summary[SUMMARY_ROW] == ROW_sendrecv) return "one of its messages is under way, which MPI cannot take back";
   if (attribute_of(operation, KIND_PLAN) >= 0) return "what it has sent to other ranks cannot be taken back";
-  if (attribute_of(operation, KIND_TAG) >= 0 || words[ROW] == ROW_complete)
+  if (attribute_of(operation, KIND_TAG) >= 0 || summary[SUMMARY_ROW] == ROW_complete)
     return "MPI cannot take back a message that it has begun to send";
   return "MPI cannot take back what all ranks take part in: some may be done with it";
 }
 
 /* Tells it on stderr and to the launcher. `said`: the text. */
 static void report(const struct watched *record, double seconds, struct text *said) {
-  int64_t words[WORDS];
-  if (!read_words(record, words)) return;
-  struct text text = {0, ""};
-  const struct communicator *comm = words_comm(words);
+  int64_t summary[SUMMARY_WORDS];
+  if (!read_words(record, summary)) return;
+  char characters[TEXT_BYTES];
+  struct text text = text_in(characters, sizeof characters);
+  const struct communicator *comm = summary_comm(summary);
   text_add(&text, "jaxmpi: rank %d has been waiting for %.3g s in ", runtime.rank, seconds);
-  words_tell(&text, words);
+  summary_describe(&text, summary);
   text_add(&text, ", as rank %d of %d on %s (operation %" PRIu64 " of its thread)", comm->rank, comm->size,
            comm_name(comm), count_of(record));
-  words_lines(&text, "; called at ", words);
+  summary_add_call_sites(&text, "; called at ", summary);
   add_place(&text, "; ");
-  if (action == ABORT) text_add(&text, ". The job ends, as JAXMPI_TIMEOUT_ACTION=abort says");
-  if (action == RAISE)
-    text_add(&text, ". It goes on, though JAXMPI_TIMEOUT_ACTION is raise: %s", why_not_raised(record, words));
+  if (action == ACTION_ABORT) text_add(&text, ". The job ends, as JAXMPI_TIMEOUT_ACTION=abort says");
+  if (action == ACTION_RAISE)
+    text_add(&text, ". It goes on, though JAXMPI_TIMEOUT_ACTION is raise: %s", why_not_raised(record, summary));
   say(&text);
   job_tell("report", text.characters, text.length);
-  *said = text;
+  text_add(said, "%s", text.characters);
 }
 
 /* What may raise has this time for it, after which it would be reported. */
 static double pause_to_raise(const struct watched *record) {
-  return action == RAISE && why_refused(record) == NULL ? fmin(1, fmax(0.1, limit)) : 0;
+  return action == ACTION_RAISE && why_refused(record) == NULL ? fmin(1, fmax(0.1, limit)) : 0;
 }
 
 /* Reports an operation once, and then that it is done after all. */
@@ -195,7 +198,8 @@ static void look_at(struct watched *record) {
   double time = seconds_now(), seconds = time - record->since;
   if (number != record->seen) {
     if (record->reported) {
-      struct text text = {0, ""};
+      char characters[TEXT_BYTES];
+      struct text text = text_in(characters, sizeof characters);
       text_add(&text, "jaxmpi: rank %d is done with operation %" PRIu64 " after %.3g s", runtime.rank, count_of(record),
                seconds);
       say(&text);
@@ -207,15 +211,16 @@ static void look_at(struct watched *record) {
   } else if (number % 2 == 1 && !record->reported && seconds >= limit + pause_to_raise(record)) {
     record->reported = true;
     atomic_fetch_add(&waiting, 1);
-    struct text said = {0, "an operation waits"};
+    char characters[TEXT_BYTES];
+    struct text said = text_in(characters, sizeof characters);
     report(record, seconds, &said);
     atomic_store(&limit, 2 * atomic_load(&limit)); /* a program that often waits as long is not told for ever */
-    if (action != ABORT) return;
+    if (action != ACTION_ABORT) return;
     for (int i = 0; job_has_folder() && i < SECONDS_FOR_THE_LAUNCHER * 10; i++) {
       nanosleep(&(struct timespec){0, 100000000}, NULL);
       answer();
     }
-    job_end(said.characters);
+    job_end(said.length > 0 ? said.characters : "an operation waits");
   }
 }
 
@@ -232,7 +237,7 @@ static void *watch(void *unused) {
   return unused;
 }
 
-void watch_configure(double seconds, enum action wanted, void (*where)(char *text, size_t size)) {
+void watchdog_configure(double seconds, enum action wanted, void (*where)(char *text, size_t size)) {
   static bool running;
   pthread_t thread;
   if (seconds <= 0) return;
@@ -245,13 +250,13 @@ void watch_configure(double seconds, enum action wanted, void (*where)(char *tex
     return;
   }
   atomic_store(&pause_seconds, fmin(1, seconds / 8));
-  if (!lanes_begin(&lanes, sizeof(struct watched))) return; /* nobody takes a record before this */
+  if (!thread_records_begin(&records, sizeof(struct watched))) return; /* nobody takes a record before this */
   running = true;
   atomic_store(&watching, true);
   if (thread_start(&thread, watch) == 0) pthread_detach(thread);
 }
 
-void watch_stop(void) {
+void watchdog_stop(void) {
   if (atomic_load(&waiting) > 0) { /* the watch looks once more: whoever was reported may be done */
     double seconds = atomic_load(&pause_seconds) + 0.02;
     nanosleep(&(struct timespec){(time_t)seconds, (long)(1e9 * (seconds - floor(seconds)))}, NULL);

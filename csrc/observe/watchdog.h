@@ -16,22 +16,22 @@
 
 /* What happens to an operation that waits for long: it is reported; it ends the job; it raises an error if it can
  * (deadline.h), and is reported if not. */
-enum action { REPORT, ABORT, RAISE };
+enum action { ACTION_REPORT, ACTION_ABORT, ACTION_RAISE };
 
 /* Before the first call, or by a test between two: after how many seconds an operation is reported (twice as many after
  * each report), what then happens, and what writes where the program is (may be NULL). */
-void watch_configure(double seconds, enum action action, void (*where)(char *text, size_t size));
+void watchdog_configure(double seconds, enum action action, void (*where)(char *text, size_t size));
 
 /* From now on nothing is reported, and `where` is not called. Without the GIL. */
-void watch_stop(void);
+void watchdog_stop(void);
 
 /* The calling thread's record, NULL if nothing is watched; to be given to watch_end. What waits for requests begins
  * with the words of each, in its body. */
-struct watched *watch_begin(const struct call *call);
-struct watched *watch_begin_words(const int64_t words[], int count);
-void watch_end(struct watched *record);
+struct watched *watchdog_begin(const struct call *call);
+struct watched *watchdog_begin_summary(const int64_t summary[], int count);
+void watchdog_end(struct watched *record);
 
 /* Why the operation that this thread is in cannot end with an error, for its report; NULL: it can. Until that ends. */
-void watch_cannot_raise(const char *why);
+void watchdog_cannot_raise(const char *why);
 
 #endif

@@ -113,12 +113,12 @@ static void place(char *text, size_t size) {
   if (!asked(text, size)) read_frames(text, size);
 }
 
-const char place_watch_doc[] =
+const char call_site_watch_doc[] =
     "watch(seconds, action, where, packages)\n\n"
     "From now on an operation that waits longer is reported, and with `action` 1 the job ends; with 2 it raises an "
     "error instead, if it can. `where` returns the line of the program, and is called in another thread; files whose "
     "names begin with one of `packages`, at most 8, are not the program's.";
-PyObject *place_watch(PyObject *self, PyObject *args) {
+PyObject *call_site_watch(PyObject *self, PyObject *args) {
   (void)self;
   double seconds;
   int action;
@@ -138,7 +138,7 @@ PyObject *place_watch(PyObject *self, PyObject *args) {
     pthread_detach(thread);
     Py_AddPendingCall(note_main_thread, NULL);
   }
-  deadline_configure(action == RAISE ? seconds : 0);
-  watch_configure(seconds, (enum action)action, place);
+  deadline_configure(action == ACTION_RAISE ? seconds : 0);
+  watchdog_configure(seconds, (enum action)action, place);
   Py_RETURN_NONE;
 }

@@ -7,7 +7,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-extern const char place_watch_doc[];
-PyObject *place_watch(PyObject *self, PyObject *args);
+extern const char call_site_watch_doc[];
+PyObject *call_site_watch(PyObject *self, PyObject *args);
 
 #endif

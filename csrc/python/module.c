@@ -426,7 +426,7 @@ static PyObject *add_site(PyObject *self, PyObject *args) {
   for (int i = 0; i < operation_table[row].attribute_count; i++)
     attributes[i] = PyLong_AsLongLong(PyTuple_GetItem(given, i));
   if (PyErr_Occurred()) return NULL;
-  if (!words_add_site(row, attributes, type, count, text)) return PyErr_NoMemory();
+  if (!call_site_add(row, attributes, type, count, text)) return PyErr_NoMemory();
   Py_RETURN_NONE;
 }
 
@@ -625,7 +625,7 @@ PyDoc_STRVAR(stop_watch_doc, "stop_watch()\n\nFrom now on no operation is report
 static PyObject *stop_watch(PyObject *self, PyObject *args) {
   (void)self, (void)args;
   Py_BEGIN_ALLOW_THREADS;
-  watch_stop();
+  watchdog_stop();
   Py_END_ALLOW_THREADS;
   Py_RETURN_NONE;
 }
@@ -741,7 +741,7 @@ static PyMethodDef methods[] = {
     {"set_chunk", set_chunk, METH_VARARGS, set_chunk_doc},
     {"set_name", set_name, METH_VARARGS, set_name_doc},
     {"add_site", add_site, METH_VARARGS, add_site_doc},
-    {"watch", place_watch, METH_VARARGS, place_watch_doc},
+    {"watch", call_site_watch, METH_VARARGS, call_site_watch_doc},
     {"stop_watch", stop_watch, METH_NOARGS, stop_watch_doc},
     {"take_failure", take_failure, METH_NOARGS, take_failure_doc},
     {"finish_comparisons", finish_comparisons, METH_NOARGS, finish_comparisons_doc},
@@ -758,7 +758,7 @@ static PyMethodDef methods[] = {
     {"open_timeline", open_timeline, METH_VARARGS, open_timeline_doc},
     {"note_in_timeline", note_in_timeline, METH_VARARGS, note_in_timeline_doc},
     {"close_timeline", close_timeline, METH_NOARGS, close_timeline_doc},
-    {"linker", link_make, METH_VARARGS, link_doc},
+    {"linker", runtime_token_linker, METH_VARARGS, runtime_token_linker_doc},
     {"set_reductions", set_reductions, METH_VARARGS, set_reductions_doc},
     {"group", group, METH_VARARGS, group_doc},
     {"connect", connect_group, METH_VARARGS, connect_doc},

@@ -139,10 +139,10 @@ static PyObject *call(PyObject *self, PyObject *const *arguments, Py_ssize_t cou
   return result;
 }
 
-const char link_doc[] =
+const char runtime_token_linker_doc[] =
     "linker(compute, tokens, effect, renew, heal, error, names) -> function of (*args, **kwargs)\n\n"
     "Calls compute(link, *args, **kwargs) -> (link, result) in the order of the effect; returns the result.";
-PyObject *link_make(PyObject *module, PyObject *args) {
+PyObject *runtime_token_linker(PyObject *module, PyObject *args) {
   static PyMethodDef method = {"linked", (PyCFunction)(void (*)(void))call, METH_FASTCALL | METH_KEYWORDS, NULL};
   (void)module;
   PyObject *names = PyTuple_Size(args) == PARTS ? PyTuple_GetItem(args, NAMES) : NULL;

@@ -8,9 +8,9 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-extern const char link_doc[];
+extern const char runtime_token_linker_doc[];
 
 /* linker(compute, tokens, effect, renew, heal, names) -> function of (*args, **kwargs) */
-PyObject *link_make(PyObject *module, PyObject *args);
+PyObject *runtime_token_linker(PyObject *module, PyObject *args);
 
 #endif

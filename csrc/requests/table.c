@@ -146,8 +146,8 @@ ffi_error *request_new(const struct call *call, const struct buffer *id, size_t 
   made->is_long = made->held = made->in_vain = made->left = false;
   made->run = ffi_run(call->frame);
   memcpy(made->attributes, call->attributes, sizeof made->attributes);
-  memset(made->words, 0, sizeof made->words);
-  words_of(call, made->words);
+  memset(made->summary, 0, sizeof made->summary);
+  summarize(call, made->summary);
   made->type = NULL, made->count = 0, made->label = 0;
   made->result = NULL, made->code = 0, made->function = NULL;
   made->handle_count = 0; /* as many as have been begun */
@@ -408,13 +408,14 @@ void requests_forget(const struct communicator *comm) {
 /* --- the end --- */
 
 static void name(const struct request *request) {
-  struct text text = {0, ""};
+  char characters[TEXT_BYTES];
+  struct text text = text_in(characters, sizeof characters);
   const char *what = request->left      ? "nobody has received the message of"
                      : request->in_vain ? "has not waited to the end for"
                                         : "has never waited for";
   text_add(&text, "jaxmpi: rank %d%s%s ", runtime.rank, request->left ? ": " : " ", what);
-  words_tell(&text, request->words);
-  words_lines(&text, ", called at ", request->words);
+  summary_describe(&text, request->summary);
+  summary_add_call_sites(&text, ", called at ", request->summary);
   fprintf(stderr, "%s\n", text.characters);
 }
 

@@ -29,7 +29,7 @@ struct request {
   int64_t run;         /* of the program that has begun it: ffi_run */
   const struct operation *operation;
   struct communicator *comm;
-  int64_t attributes[MAX_ATTRIBUTES], words[WORDS];
+  int64_t attributes[MAX_ATTRIBUTES], summary[SUMMARY_WORDS];
   const struct datatype *type; /* of the result, */
   int64_t count;               /* and its elements */
   int64_t batch;               /* the arrays of a batch that it is of, 1 without one */

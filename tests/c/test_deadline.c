@@ -125,7 +125,7 @@ static void a_message_in_time_is_received(void) {
 static void the_line_is_told(void) {
   prepare();
   int64_t site[] = {COMM(here()), 0, 2, 0, 9};
-  CHECK(words_add_site(ROW_recv, site, F32, N, "a.py:3 (f)"));
+  CHECK(call_site_add(ROW_recv, site, F32, N, "a.py:3 (f)"));
   FAILS(receive(2, 9), FFI_DEADLINE_EXCEEDED, ", called at a.py:3 (f). A message");
 }
 
@@ -296,10 +296,10 @@ static void check_refused(ffi_error *(*call)(void), const char *why) {
   int usual = dup(STDERR_FILENO);
   FILE *caught = tmpfile();
   if (caught == NULL || usual < 0 || dup2(fileno(caught), STDERR_FILENO) < 0) abort();
-  watch_configure(LIMIT, RAISE, NULL);
+  watchdog_configure(LIMIT, ACTION_RAISE, NULL);
   ffi_error *error = call();
   usleep(100000); /* for the watch to see that it is done */
-  watch_stop();
+  watchdog_stop();
   dup2(usual, STDERR_FILENO);
   close(usual);
   rewind(caught);

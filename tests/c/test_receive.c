@@ -422,7 +422,7 @@ static void a_labelled_message_arrives(void) {
 
 static void another_dtype_is_told(void) {
   int64_t sites[] = {COMM(world(1, 4)), ITSELF, 5}; /* comm, dest, tag */
-  CHECK(words_add_site(ROW_send, sites, F32, N, "a.py:3 (f)"));
+  CHECK(call_site_add(ROW_send, sites, F32, N, "a.py:3 (f)"));
   for (int with = 0; with < 2; with++) {
     prepare_labels();
     send_to_itself(F32, N, 9);

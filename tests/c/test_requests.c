@@ -616,7 +616,7 @@ static void a_message_of_another_size_is_refused(void) {
 
 static void labels_go_along(void) {
   int64_t sites[] = {COMM(here()), 0, PLACE, 5};
-  CHECK(words_add_site(ROW_isend, sites, F32, N, "a.py:3 (f)"));
+  CHECK(call_site_add(ROW_isend, sites, F32, N, "a.py:3 (f)"));
   for (int when = THEN; when < WHENS; when++)
     for (const struct datatype *row = datatype_table; row->name != NULL; row++) {
       prepare();
@@ -1330,7 +1330,7 @@ static void what_was_never_waited_for_is_named(void) {
   enum { MANY = 13 };
   float ids[MANY][2], by_user[2];
   int64_t site[] = {COMM(here()), 0, 2, 9};
-  CHECK(words_add_site(ROW_isend, site, F32, N, "b.py:4 (g)"));
+  CHECK(call_site_add(ROW_isend, site, F32, N, "b.py:4 (g)"));
   prepare();
   runtime.rank = 7; /* in COMM_WORLD */
   for (int i = 0; i < MANY; i++) SUCCEEDS(START("hold", ARRAY(F32, in, N), ids[i], COMM(here())));
