@@ -7,6 +7,9 @@
 #include <stdint.h>
 #include <string.h>
 
+/* Arrays that Python passes in one call at most: fewer than MAX_BUFFERS, for operands and results together. */
+enum { MOST_ARRAYS = 100 };
+
 /* Limits: XLA's type codes; attributes and buffer roles of an operation; buffers of one call. */
 enum { DTYPE_CODES = 40, MAX_ATTRIBUTES = 7, MAX_ROLES = 6, MAX_BUFFERS = 256 };
 

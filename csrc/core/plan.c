@@ -11,39 +11,38 @@
 
 /* --- from numbers to a plan ---
  *
- * In this order: signature, tag, arrays, adds, zeroed, sent, received; the numbers of sends, receives, packs, fills and
- * unpacks; for each array the elements of the operand, then of each result; for each send and receive its rank, offset
- * and bytes; for each box leaf, stage, first, run, two numbers with the bytes of the value, axes, and for each axis its
- * count and stride. */
+ * In this order: those of PLAN_HEADER; for each array the elements of the operand, then of each result; for each send
+ * and receive its rank, offset and bytes; for each box leaf, stage, first, run, two numbers with the bytes of the
+ * value, axes, and for each axis its count and stride. */
 
 struct reader {
   const int64_t *next, *end;
 };
 
-static int64_t take(struct reader *reader) { return reader->next < reader->end ? *reader->next++ : 0; }
+static int64_t take_number(struct reader *reader) { return reader->next < reader->end ? *reader->next++ : 0; }
 
 static void take_peers(struct reader *reader, struct peer *peers, int count) {
   for (int i = 0; i < count; i++) {
-    peers[i].rank = (int)take(reader);
-    peers[i].stage = take(reader);
-    peers[i].bytes = take(reader);
+    peers[i].rank = (int)take_number(reader);
+    peers[i].stage = take_number(reader);
+    peers[i].bytes = take_number(reader);
   }
 }
 
 static bool take_boxes(struct reader *reader, struct box *boxes, int count) {
   for (int i = 0; i < count; i++) {
     struct box *box = &boxes[i];
-    box->leaf = (int)take(reader);
-    box->stage = take(reader);
-    box->first = take(reader);
-    box->run = take(reader);
-    int64_t value[2] = {take(reader), take(reader)};
+    box->leaf = (int)take_number(reader);
+    box->stage = take_number(reader);
+    box->first = take_number(reader);
+    box->run = take_number(reader);
+    int64_t value[2] = {take_number(reader), take_number(reader)};
     memcpy(box->value, value, sizeof value);
-    box->axes = (int)take(reader);
+    box->axes = (int)take_number(reader);
     if (box->axes < 0 || box->axes > MAX_BOX_AXES) return false;
     for (int axis = 0; axis < box->axes; axis++) {
-      box->counts[axis] = take(reader);
-      box->strides[axis] = take(reader);
+      box->counts[axis] = take_number(reader);
+      box->strides[axis] = take_number(reader);
     }
   }
   return true;
@@ -53,18 +52,9 @@ struct plan *plan_make(const int64_t *numbers, size_t count) {
   struct reader reader = {numbers, numbers + count};
   struct plan *plan = calloc(1, sizeof *plan);
   if (plan == NULL) return NULL;
-  plan->signature = (uint64_t)take(&reader);
-  plan->tag = (int)take(&reader);
-  plan->arrays = (int)take(&reader);
-  plan->adds = take(&reader) != 0;
-  plan->zeroed = take(&reader) != 0;
-  plan->sent = take(&reader);
-  plan->received = take(&reader);
-  plan->send_count = (int)take(&reader);
-  plan->receive_count = (int)take(&reader);
-  plan->pack_count = (int)take(&reader);
-  plan->fill_count = (int)take(&reader);
-  plan->unpack_count = (int)take(&reader);
+#define SET(name) plan->name = (__typeof__(plan->name))take_number(&reader);
+  PLAN_HEADER(SET)
+#undef SET
   size_t peers = (size_t)plan->send_count + (size_t)plan->receive_count;
   size_t boxes = (size_t)plan->pack_count + (size_t)plan->fill_count + (size_t)plan->unpack_count;
   size_t arrays = 2 * (size_t)plan->arrays;
@@ -77,7 +67,7 @@ struct plan *plan_make(const int64_t *numbers, size_t count) {
     plan->receives = plan->sends + plan->send_count;
     plan->fills = plan->packs + plan->pack_count;
     plan->unpacks = plan->fills + plan->fill_count;
-    for (size_t i = 0; i < arrays; i++) elements[i] = take(&reader);
+    for (size_t i = 0; i < arrays; i++) elements[i] = take_number(&reader);
     take_peers(&reader, plan->sends, (int)peers);
     whole = take_boxes(&reader, plan->packs, (int)boxes) && reader.next == reader.end;
   }

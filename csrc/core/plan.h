@@ -42,6 +42,21 @@ struct peer {
   int64_t stage, bytes; /* of the message, with its label */
 };
 
+/* The numbers with which the description of a plan begins, in this order: see plan_make. */
+#define PLAN_HEADER(NUMBER) \
+  NUMBER(signature)         \
+  NUMBER(tag)               \
+  NUMBER(arrays)            \
+  NUMBER(adds)              \
+  NUMBER(zeroed)            \
+  NUMBER(sent)              \
+  NUMBER(received)          \
+  NUMBER(send_count)        \
+  NUMBER(receive_count)     \
+  NUMBER(pack_count)        \
+  NUMBER(fill_count)        \
+  NUMBER(unpack_count)
+
 struct plan {
   uint64_t signature; /* the same on all ranks that make the same call */
   int tag, arrays;
