@@ -88,8 +88,9 @@ def test_layers_of_c():
         return next(i for i, layer in enumerate(C_LAYERS) if folder in _names(layer))
 
     assert {path.name for path in CSRC.iterdir()} == {name for layer in C_LAYERS for name in _names(layer)}
-    wrong = [f"{name} includes {other}" for name, others in includes() for other in others if layer(other) > layer(name)]
-    assert not wrong
+    assert not [
+        f"{name} includes {other}" for name, others in includes() for other in others if layer(other) > layer(name)
+    ]
 
 
 def _names(layer):

@@ -95,7 +95,7 @@ def _meaning(comm: str, library: Library) -> str:
 
 
 _ACTIONS = ("report", "abort", "raise")
-"""In the order of csrc/core/watch.h."""
+"""In the order of csrc/observe/watchdog.h."""
 
 _OF_THE_RANK_ALONE = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_FD", "PMI_PORT", "JAXMPI_JOB_FOLDER", "JAXMPI_TRACE")
 """Variables by which a launcher knows a rank. A process that the program starts would take itself for that rank as
@@ -163,17 +163,22 @@ def _load() -> tuple[Library, dict[str, Datatype], devices.Choice]:
     internals.distrust_cached_programs()
     library = Library(*_core.load(MPI.__file__, secrets.randbits(64)))
     choice = devices.choose(os.environ, internals.platforms())
-    _core.set_devices(choice.aware, choice.transport, choice.copy_bytes)
+    _core.configure(aware=choice.aware, transport=choice.transport, copy_bytes=choice.copy_bytes)
     # In the same order in every run, so that a cached program finds them under their numbers.
     of_self = _core.communicator(handle_of(MPI.COMM_SELF), _meaning("COMM_SELF", library))
     assert of_self is not None
     of_world = _core.communicator(handle_of(MPI.COMM_WORLD), _meaning("COMM_WORLD", library))
     assert of_world is not None
     _core.reserve(_meaning("default", library))
-    _core.configure(MPI.COMM_WORLD.Get_rank(), MPI.Query_thread() < MPI.THREAD_MULTIPLE, of_self[0], of_world[0])
-    _core.set_ends_on_error(_choice("JAXMPI_ON_ERROR", "raise", "abort") == "abort")
+    _core.configure(
+        rank=MPI.COMM_WORLD.Get_rank(),
+        serialize=MPI.Query_thread() < MPI.THREAD_MULTIPLE,
+        self=of_self[0],
+        world=of_world[0],
+        most_tag=cast(int, MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)),
+        ends_on_error=_choice("JAXMPI_ON_ERROR", "raise", "abort") == "abort",
+    )
     _core.watch(_watched_seconds(), _ACTIONS.index(ACTION), call_sites.of_main_thread, call_sites.PACKAGES)
-    _core.set_most_tag(cast(int, MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)))
     datatypes = {}
     for name, (code, itemsize, mpi_name, kind) in _core.datatypes().items():
         _core.set_datatype(code, handle_of(getattr(MPI, mpi_name)))
@@ -184,11 +189,13 @@ def _load() -> tuple[Library, dict[str, Datatype], devices.Choice]:
             jax.ffi.register_ffi_target(f"jaxmpi_{name}", stages, platform=platform)
     for name in _OF_THE_RANK_ALONE:
         os.environ.pop(name, None)
-    _core.set_log(any([flag("JAXMPI_DEBUG"), flag("MPI4JAX_DEBUG")]))
+    _core.configure(log=any([flag("JAXMPI_DEBUG"), flag("MPI4JAX_DEBUG")]))
     return library, datatypes, choice
 
 
 LIBRARY, DATATYPES, DEVICES = _load()
+CONSTANTS = _core.constants()
+"""What C and Python must know alike."""
 OPERATIONS: dict[str, Operation] = {name: Operation(*row) for name, row in _core.operations().items()}
 OF_SHARDED_PROGRAMS = {"connect", "complete"}
 """Operations that only JAX's own sharded programs use, by way of csrc/sharded/."""
