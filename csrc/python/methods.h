@@ -11,6 +11,5 @@ extern PyMethodDef tables_methods[];
 extern PyMethodDef library_methods[];
 extern PyMethodDef observe_methods[];
 extern PyMethodDef sharded_methods[];
-extern PyMethodDef former_methods[];
 
 #endif

@@ -11,7 +11,7 @@ static PyMethodDef of_calls[] = {
 
 static int add_functions(PyObject *module) {
   PyMethodDef *const topics[] = {library_methods, tables_methods,  settings_methods, objects_methods,
-                                 observe_methods, sharded_methods, former_methods,   of_calls};
+                                 observe_methods, sharded_methods, of_calls};
   int code = 0;
   for (size_t i = 0; i < sizeof topics / sizeof *topics && code == 0; i++)
     code = PyModule_AddFunctions(module, topics[i]);

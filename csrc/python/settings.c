@@ -179,16 +179,6 @@ PyDoc_STRVAR(configure_doc,
              "operation, or by a test between two.");
 static PyObject *configure(PyObject *self, PyObject *args, PyObject *keywords) {
   (void)self;
-  int rank, serialize;
-  long long of_self, of_world;
-  if (PyTuple_Size(args) == 4) { /* as it was called before */
-    if (!PyArg_ParseTuple(args, "ipLL", &rank, &serialize, &of_self, &of_world)) return NULL;
-    runtime.rank = rank;
-    runtime.serialize = serialize != 0;
-    runtime.self = registry_at(of_self);
-    runtime.world = registry_at(of_world);
-    Py_RETURN_NONE;
-  }
   if (!PyArg_ParseTuple(args, "")) return NULL;
   return apply_settings(of_process, &runtime, keywords);
 }
