@@ -12,7 +12,7 @@ static inline uint64_t hash_add(uint64_t hash, int64_t word) {
   return (hash ^ (uint64_t)word) * UINT64_C(0x100000001b3);
 }
 
-/* The same number of less than 64 bits for a hash, whose lowest bits alone depend on little of the words. */
+/* Mixes the bits above `bits` into those below, which alone depend on the low bits of the words only. */
 static inline uint64_t hash_fold(uint64_t hash, int bits) { return hash ^ hash >> bits; }
 
 #endif

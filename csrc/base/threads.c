@@ -12,13 +12,13 @@ int thread_start(pthread_t *thread, void *(*work)(void *unused)) {
   return error;
 }
 
-static void give_back(void *record) {
+static void give_record_back(void *record) {
   atomic_store_explicit(&((struct thread_record *)record)->taken, false, memory_order_release);
 }
 
 bool thread_records_begin(struct thread_records *records, size_t bytes) {
   records->bytes = bytes;
-  return pthread_key_create(&records->at_exit, give_back) == 0;
+  return pthread_key_create(&records->at_exit, give_record_back) == 0;
 }
 
 void *thread_record_take(struct thread_records *records) {

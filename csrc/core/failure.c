@@ -10,7 +10,7 @@
 #include "core/abi.h"
 
 /* Keeps an error for the next operation, unless one is kept already. The result may only be compared with NULL. */
-static ffi_error *defer(enum ffi_error_code code, const char *text) {
+static ffi_error *defer_error(enum ffi_error_code code, const char *text) {
   static char deferred;
   struct failure *none = NULL, *failure = malloc(sizeof *failure + strlen(text) + 1);
   if (failure != NULL) {
@@ -32,13 +32,13 @@ __attribute__((format(printf, 3, 0))) static void describe_error(const struct ca
   text_add_arguments(&text, format, arguments);
 }
 
-static ffi_error *fail(const struct call *call, enum ffi_error_code code, const char *text) {
-  atomic_fetch_add(&runtime.failures, 1); /* makes linked calls check their link: link.c */
+static ffi_error *fail_with(const struct call *call, enum ffi_error_code code, const char *text) {
+  atomic_fetch_add(&runtime.failures, 1); /* makes linked calls check their link: python/runtime_token.c */
   if (atomic_load(&runtime.ends_on_error)) {
     fprintf(stderr, "%s. The job ends, as JAXMPI_ON_ERROR=abort says\n", text);
     runtime.abort(text);
   }
-  return call->frame != NULL ? ffi_fail(call->frame, code, text) : defer(code, text);
+  return call->frame != NULL ? ffi_fail(call->frame, code, text) : defer_error(code, text);
 }
 
 ffi_error *call_fail(const struct call *call, enum ffi_error_code code, const char *format, ...) {
@@ -47,7 +47,7 @@ ffi_error *call_fail(const struct call *call, enum ffi_error_code code, const ch
   va_start(arguments, format);
   describe_error(call, text, format, arguments);
   va_end(arguments);
-  return fail(call, code, text);
+  return fail_with(call, code, text);
 }
 
 /* Errors for which the last array of a pytree is to come. */
@@ -82,7 +82,7 @@ static struct kept **find_kept(int row, const int64_t attributes[MAX_ATTRIBUTES]
 }
 
 /* False: no memory. */
-static bool keep(int row, const int64_t attributes[MAX_ATTRIBUTES], const char *text) {
+static bool keep_error(int row, const int64_t attributes[MAX_ATTRIBUTES], const char *text) {
   struct kept *new = malloc(sizeof *new + strlen(text) + 1);
   if (new == NULL) return false;
   *new = (struct kept){.row = row};
@@ -112,10 +112,10 @@ static struct kept *take_kept(int row, const int64_t attributes[MAX_ATTRIBUTES])
   return found;
 }
 
-/* The same, as the error of the call; NULL if there is none. */
+/* The kept error of a pytree as the error of this call; NULL if none is kept. */
 static ffi_error *fail_kept(const struct call *call, const int64_t attributes[MAX_ATTRIBUTES]) {
   struct kept *first = take_kept(call->operation->row, attributes);
-  ffi_error *error = first != NULL ? fail(call, FFI_INVALID_ARGUMENT, first->text) : NULL;
+  ffi_error *error = first != NULL ? fail_with(call, FFI_INVALID_ARGUMENT, first->text) : NULL;
   free(first);
   return error;
 }
@@ -129,12 +129,12 @@ ffi_error *call_fail_dropped(const struct call *call, const struct buffer *out, 
   int64_t attributes[MAX_ATTRIBUTES];
   enum leaf place = attributes_of_tree(call, attributes);
   bool follow = place == LEAF_FIRST || place == LEAF_MIDDLE;
-  if (follow && !atomic_load(&runtime.ends_on_error) && keep(call->operation->row, attributes, text)) {
+  if (follow && !atomic_load(&runtime.ends_on_error) && keep_error(call->operation->row, attributes, text)) {
     if (call->memory->host && out->count > 0) memset(out->data, 0xff, buffer_bytes(out));
     return NULL;
   }
   ffi_error *error = place == LEAF_LAST ? fail_kept(call, attributes) : NULL;
-  return error != NULL ? error : fail(call, FFI_INVALID_ARGUMENT, text);
+  return error != NULL ? error : fail_with(call, FFI_INVALID_ARGUMENT, text);
 }
 
 ffi_error *call_fail_kept(const struct call *call, ffi_error *error) {

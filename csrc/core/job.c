@@ -24,7 +24,7 @@ void job_begin(void) {
 bool job_has_folder(void) { return folder != NULL; }
 
 /* Its descriptor, or -1. It is not kept: a program may close it, and get its number for something else. */
-static int opened(void) {
+static int open_folder(void) {
   const char *reason;
   return folder != NULL ? private_own_folder(folder, &reason) : -1;
 }
@@ -37,7 +37,7 @@ static void name_of(char name[NAME], const char *kind, const char *end) {
 
 void job_tell(const char *kind, const char *content, size_t length) {
   char name[NAME], draft[NAME];
-  int in = opened();
+  int in = open_folder();
   if (in < 0) return;
   name_of(name, kind, "");
   name_of(draft, kind, ".draft");
@@ -53,7 +53,7 @@ void job_tell(const char *kind, const char *content, size_t length) {
 
 void job_question(char *text, size_t size) {
   *text = '\0';
-  int in = opened();
+  int in = open_folder();
   if (in < 0) return;
   int file = private_open(in, "ask");
   close(in);
@@ -81,7 +81,7 @@ static bool is_there(int in, const char *name) {
  * is to know why the job ends before mpiexec says something about that. */
 static void wait_for_relay(void) {
   char name[NAME];
-  int in = opened();
+  int in = open_folder();
   if (in < 0) return;
   name_of(name, "aborts", "");
   for (int i = 0; i < 100 && is_there(in, "relayed") && is_there(in, name); i++)

@@ -90,7 +90,7 @@ const struct plan *plan_of(const struct call *call) {
  * each other. */
 typedef void row_function(const struct box *box, char *array, int64_t stride, int64_t count, char *message);
 
-static void walk(row_function *function, const struct box *box, int axis, char *array, char **message) {
+static void walk_axis(row_function *function, const struct box *box, int axis, char *array, char **message) {
   if (axis + 1 >= box->axes) {
     int64_t count = box->axes > 0 ? box->counts[axis] : 1, stride = box->axes > 0 ? box->strides[axis] : 0;
     function(box, array, stride, count, *message);
@@ -98,12 +98,12 @@ static void walk(row_function *function, const struct box *box, int axis, char *
     return;
   }
   for (int64_t i = 0; i < box->counts[axis]; i++)
-    walk(function, box, axis + 1, array + i * box->strides[axis], message);
+    walk_axis(function, box, axis + 1, array + i * box->strides[axis], message);
 }
 
 static void walk_box(row_function *function, const struct box *box, void *array, const char *message) {
   char *at = (char *)(uintptr_t)message;
-  walk(function, box, 0, (char *)array + box->first, &at);
+  walk_axis(function, box, 0, (char *)array + box->first, &at);
 }
 
 /* Copies of a size that is known to the compiler are single instructions. */
@@ -119,7 +119,7 @@ static void walk_box(row_function *function, const struct box *box, void *array,
       COPY(run)             \
   }
 
-static void gather(const struct box *box, char *array, int64_t stride, int64_t count, char *message) {
+static void gather_row(const struct box *box, char *array, int64_t stride, int64_t count, char *message) {
 #define COPY(size)                                                                                      \
   for (int64_t i = 0; i < count; i++) memcpy(message + i * (size), array + i * stride, (size_t)(size)); \
   break;
@@ -128,7 +128,7 @@ static void gather(const struct box *box, char *array, int64_t stride, int64_t c
 #undef COPY
 }
 
-static void scatter(const struct box *box, char *array, int64_t stride, int64_t count, char *message) {
+static void scatter_row(const struct box *box, char *array, int64_t stride, int64_t count, char *message) {
 #define COPY(size)                                                                                      \
   for (int64_t i = 0; i < count; i++) memcpy(array + i * stride, message + i * (size), (size_t)(size)); \
   break;
@@ -138,7 +138,7 @@ static void scatter(const struct box *box, char *array, int64_t stride, int64_t 
 }
 
 /* Without a message. */
-static void fill(const struct box *box, char *array, int64_t stride, int64_t count, char *message) {
+static void fill_row(const struct box *box, char *array, int64_t stride, int64_t count, char *message) {
   const int64_t width = sizeof box->value, run = box->run;
   (void)message;
   for (int64_t i = 0; i < count; i++) {
@@ -234,13 +234,13 @@ uint64_t plan_label(const struct call *call, const struct plan *plan, uint64_t n
 
 void plan_compose(const struct call *call, const struct plan *plan, char *stage) {
   for (int i = 0; i < plan->pack_count; i++)
-    walk_box(gather, &plan->packs[i], plan_operand(call, plan->packs[i].leaf)->data, stage + plan->packs[i].stage);
+    walk_box(gather_row, &plan->packs[i], plan_operand(call, plan->packs[i].leaf)->data, stage + plan->packs[i].stage);
 }
 
 void plan_fill(const struct call *call, const struct plan *plan) {
   plan_begin(call, plan); /* on the host it cannot fail */
   for (int i = 0; i < plan->fill_count; i++)
-    walk_box(fill, &plan->fills[i], plan_result(call, plan->fills[i].leaf)->data, NULL);
+    walk_box(fill_row, &plan->fills[i], plan_result(call, plan->fills[i].leaf)->data, NULL);
 }
 
 void plan_pack(const struct call *call, const struct plan *plan, char *stage) {
@@ -252,7 +252,7 @@ void plan_unpack(const struct call *call, const struct plan *plan, const char *s
   for (int i = 0; i < plan->unpack_count; i++) {
     const struct box *box = &plan->unpacks[i];
     const struct buffer *array = plan_result(call, box->leaf);
-    walk_box(plan->adds ? adder_of(array->type) : scatter, box, array->data, stage + box->stage);
+    walk_box(plan->adds ? adder_of(array->type) : scatter_row, box, array->data, stage + box->stage);
   }
 }
 
@@ -272,7 +272,7 @@ static struct box without_gaps(const struct box *box) {
 
 void box_fill(const struct box *box, char *whole) {
   struct box all = without_gaps(box);
-  fill(&all, whole, 0, 1, NULL);
+  fill_row(&all, whole, 0, 1, NULL);
 }
 
 void box_add(const struct box *box, const struct datatype *type, char *whole, const char *message) {

@@ -90,7 +90,7 @@ static inline const struct buffer *plan_result(const struct call *call, int leaf
 /* NULL, or the error: the arrays of the call are not those of the plan. */
 ffi_error *plan_check(const struct call *call, const struct plan *plan);
 
-/* The same for a call that has operands only. */
+/* As plan_check, for a call that has operands only. */
 ffi_error *plan_check_operands(const struct call *call, const struct plan *plan);
 
 /* Lets the results begin as the operands, or as zero; in whichever memory they lie, so that it can fail. */
@@ -102,13 +102,13 @@ void plan_compose(const struct call *call, const struct plan *plan, char *stage)
 /* Sets the results of `call` except for what is received. */
 void plan_fill(const struct call *call, const struct plan *plan);
 
-/* Both. */
+/* plan_compose and plan_fill. */
 void plan_pack(const struct call *call, const struct plan *plan, char *stage);
 
 /* Distributes what has been received. */
 void plan_unpack(const struct call *call, const struct plan *plan, const char *stage);
 
-/* The same for a box of an array that is at hand without its gaps, as in a message: fills it; adds a message to it,
+/* A box of an array that is at hand without its gaps, as in a message: its bytes; fills it; adds a message to it,
  * for a type that plan_check allows. */
 int64_t box_bytes(const struct box *box);
 void box_fill(const struct box *box, char *whole);

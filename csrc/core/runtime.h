@@ -49,7 +49,8 @@ struct runtime {
   int rank;                   /* in COMM_WORLD, for the log */
   bool serialize;             /* MPI_THREAD_SERIALIZED: one MPI call at a time, under `lock` */
   pthread_mutex_t lock;
-  atomic_long failures; /* operations that have failed so far: a call during which this grows checks its link: link.c */
+  atomic_long failures; /* operations that have failed so far: a call during which this grows checks its link:
+                           runtime_token.c */
   struct communicator *_Atomic freed;           /* those that have been freed since Python asked */
   struct failure *_Atomic deferred;             /* the first error not yet reported */
   struct reduction *reductions[DTYPE_CODES][4]; /* SUM, PROD, MAX, MIN: for JAX's sharded programs; NULL: none */
@@ -57,7 +58,7 @@ struct runtime {
   bool aware;                                   /* MPI accepts device pointers */
   int64_t copy_bytes;       /* that a device copies in the time in which a copy begins; 0: boxes.c copies what it can */
   enum transport transport; /* for what is staged: everything if MPI is not aware */
-  atomic_bool several_devices; /* a link may be committed to one of them: link.c */
+  atomic_bool several_devices; /* a link may be committed to one of them: runtime_token.c */
   atomic_bool check;           /* ranks compare all their collectives (compare.h); the same on all ranks */
   intptr_t channel;            /* a duplicate of COMM_WORLD for agreement.h; 0: none */
   atomic_bool several_threads; /* of the program communicate */

@@ -41,7 +41,7 @@ bool memory_loaded(const struct memory *memory) {
   return library != NULL;
 }
 
-static const char *load(const struct memory *memory) {
+static const char *load_driver(const struct memory *memory) {
   enum { ROOM = 128 };
   /* A copy that this process has loaded comes first: a second one would not know its streams. */
   void *library = find_library(memory, RTLD_LAZY | RTLD_NOLOAD);
@@ -58,7 +58,7 @@ const char *memory_open(const struct memory *memory) {
     const char *why_not;
   } spaces[sizeof memory_spaces / sizeof *memory_spaces];
   size_t i = number_of(memory);
-  if (!spaces[i].tried && !memory->host) spaces[i].why_not = load(memory);
+  if (!spaces[i].tried && !memory->host) spaces[i].why_not = load_driver(memory);
   spaces[i].tried = true;
   return spaces[i].why_not;
 }

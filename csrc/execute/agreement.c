@@ -78,7 +78,7 @@ static int64_t alike_before(const struct agreement *agreement) {
 }
 
 /* Before the first question. False: there is no name that is certain to be the same on all ranks. */
-static bool begin(struct agreement *agreement) {
+static bool begin_asking(struct agreement *agreement) {
   if (agreement->begun || agreement->stopped) return agreement->begun;
   if (agreement->name == 0 && atomic_load(&runtime.several_threads)) return false;
   if (agreement->name == 0) {
@@ -104,8 +104,8 @@ static bool is_posted(struct agreement *agreement, int code) {
 }
 
 /* In round `k`, if it has not been sent. */
-static void send(const struct communicator *comm, struct agreement *agreement, struct question *question, int k,
-                 enum kind kind) {
+static void send_round(const struct communicator *comm, struct agreement *agreement, struct question *question, int k,
+                       enum kind kind) {
   struct round *round = &question->rounds[k];
   if (round->out.number != 0) return;
   round->out = (struct message){agreement->name, question->number, kind, {question->least[0], question->least[1]}};
@@ -162,10 +162,10 @@ static struct question *question_new(struct agreement *agreement, int64_t number
 /* Tells the rest of the ranks to which this one tells something. */
 static void tell_the_rest(const struct communicator *comm, struct agreement *agreement, struct question *question,
                           enum kind kind) {
-  for (int k = 0; k < agreement->rounds; k++) send(comm, agreement, question, k, kind);
+  for (int k = 0; k < agreement->rounds; k++) send_round(comm, agreement, question, k, kind);
 }
 
-static void leave(const struct communicator *comm, struct agreement *agreement, enum kind kind) {
+static void leave_questions(const struct communicator *comm, struct agreement *agreement, enum kind kind) {
   for (struct question *question = agreement->first; question != NULL; question = question->next) {
     if (question->answered) continue;
     tell_the_rest(comm, agreement, question, kind);
@@ -173,8 +173,8 @@ static void leave(const struct communicator *comm, struct agreement *agreement, 
   }
 }
 
-static void stop(struct communicator *comm, struct agreement *agreement) {
-  leave(comm, agreement, MESSAGE_STOPS);
+static void stop_asking(struct communicator *comm, struct agreement *agreement) {
+  leave_questions(comm, agreement, MESSAGE_STOPS);
   atomic_store(&comm->to_compare, 0);
   struct question *last = agreement->begun && !agreement->stopped ? question_new(agreement, 0) : NULL;
   agreement->stopped = true;
@@ -189,7 +189,7 @@ bool agreement_ask(struct communicator *comm, int64_t number, const int64_t word
   pthread_mutex_lock(&agreement->lock);
   struct question *question = NULL;
   drop_those_that_are_over(agreement);
-  if (begin(agreement) && !agreement->stopped && (question = question_new(agreement, number)) != NULL) {
+  if (begin_asking(agreement) && !agreement->stopped && (question = question_new(agreement, number)) != NULL) {
     memcpy(question->words, words, sizeof question->words);
     for (int k = 0; k < agreement->rounds; k++) {
       struct round *round = &question->rounds[k];
@@ -197,8 +197,8 @@ bool agreement_ask(struct communicator *comm, int64_t number, const int64_t word
                                    agreement->tag + k, &round->receive);
       round->receiving = is_posted(agreement, code);
     }
-    send(comm, agreement, question, 0, MESSAGE_ASKS);
-    if (agreement->code != 0) stop(comm, agreement);
+    send_round(comm, agreement, question, 0, MESSAGE_ASKS);
+    if (agreement->code != 0) stop_asking(comm, agreement);
   }
   bool asked = question != NULL && agreement->code == 0;
   pthread_mutex_unlock(&agreement->lock);
@@ -206,7 +206,7 @@ bool agreement_ask(struct communicator *comm, int64_t number, const int64_t word
 }
 
 /* What has come in a round. False: a rank has stopped asking, or asks something else under this name. */
-static bool take(const struct agreement *agreement, struct question *question, const struct message *message) {
+static bool take_answer(const struct agreement *agreement, struct question *question, const struct message *message) {
   if (message->name != agreement->name || message->number != question->number || message->kind == MESSAGE_STOPS)
     return false;
   question->unknown |= message->kind != MESSAGE_ASKS;
@@ -216,13 +216,13 @@ static bool take(const struct agreement *agreement, struct question *question, c
 }
 
 /* The answer to a question. */
-static enum answer look(struct communicator *comm, struct agreement *agreement, struct question *question) {
+static enum answer look_for_answer(struct communicator *comm, struct agreement *agreement, struct question *question) {
   while (question->known < agreement->rounds) {
     struct round *round = &question->rounds[question->known];
     if (!is_done(&round->receive, &round->receiving)) return ANSWER_NONE;
-    if (!take(agreement, question, &round->in)) return stop(comm, agreement), ANSWER_NEVER;
+    if (!take_answer(agreement, question, &round->in)) return stop_asking(comm, agreement), ANSWER_NEVER;
     if (++question->known < agreement->rounds)
-      send(comm, agreement, question, question->known, question->unknown ? MESSAGE_LEAVES : MESSAGE_ASKS);
+      send_round(comm, agreement, question, question->known, question->unknown ? MESSAGE_LEAVES : MESSAGE_ASKS);
   }
   close_question(agreement, question);
   bool same = question->least[0] == ~question->least[1];
@@ -239,7 +239,7 @@ enum answer agreement_hear(struct communicator *comm, double seconds, int64_t wo
     for (struct question *question = agreement->first; question != NULL && answer == ANSWER_SAME;
          question = question->next) {
       if (question->answered) continue;
-      answer = look(comm, agreement, question);
+      answer = look_for_answer(comm, agreement, question);
       memcpy(words, question->words, sizeof question->words);
     }
     pthread_mutex_unlock(&agreement->lock);
@@ -266,7 +266,7 @@ int agreement_code(const struct communicator *comm) {
 void agreement_leave(struct communicator *comm) {
   struct agreement *agreement = atomic_load(&comm->agreement);
   pthread_mutex_lock(&agreement->lock);
-  leave(comm, agreement, MESSAGE_LEAVES);
+  leave_questions(comm, agreement, MESSAGE_LEAVES);
   pthread_mutex_unlock(&agreement->lock);
 }
 
@@ -275,7 +275,7 @@ void agreement_stop(struct communicator *comm) {
   atomic_store(&comm->to_compare, 0);
   if (agreement == NULL) return;
   pthread_mutex_lock(&agreement->lock);
-  stop(comm, agreement);
+  stop_asking(comm, agreement);
   pthread_mutex_unlock(&agreement->lock);
 }
 
@@ -284,7 +284,7 @@ static void give_up(intptr_t *request, bool *under_way) {
   *under_way = false;
 }
 
-static void end(struct agreement *agreement) {
+static void end_questions(struct agreement *agreement) {
   pthread_mutex_lock(&agreement->lock);
   agreement->stopped = true;
   for (struct question *question = agreement->first; question != NULL; question = question->next) {
@@ -298,13 +298,13 @@ static void end(struct agreement *agreement) {
 void agreement_end(struct communicator *comm) {
   struct agreement *agreement = atomic_load(&comm->agreement);
   atomic_store(&comm->to_compare, 0);
-  if (agreement != NULL) end(agreement);
+  if (agreement != NULL) end_questions(agreement);
 }
 
 void agreement_finish(void) {
   if (runtime_has_ended()) return;
   for (struct agreement *agreement = atomic_load(&runtime.agreements); agreement != NULL; agreement = agreement->next)
-    end(agreement);
+    end_questions(agreement);
 }
 
 /* --- what each rank tells --- */

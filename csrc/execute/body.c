@@ -23,7 +23,7 @@ ffi_error *call_check(const struct call *call) {
   return NULL;
 }
 
-static inline ffi_error *body(struct call *call) {
+static inline ffi_error *run_body(struct call *call) {
   struct watched *record = waits_for_request(call->operation->row) ? NULL : watchdog_begin(call);
   progress_before(call);
   if (runtime.serialize) pthread_mutex_lock(&runtime.lock);
@@ -42,7 +42,7 @@ static inline ffi_error *body(struct call *call) {
 static __attribute__((noinline)) ffi_error *body_recorded(struct call *call) {
   call->timeline.from = -1, call->timeline.request = 0;
   bool recorded = timeline_begin(call);
-  ffi_error *error = body(call);
+  ffi_error *error = run_body(call);
   if (recorded) timeline_end(call, error != NULL);
   return error;
 }
@@ -105,5 +105,5 @@ static __attribute__((noinline)) ffi_error *find_ends(struct call *call) {
 ffi_error *call_body(struct call *call) {
   ffi_error *error = call->reads_envelope ? find_ends(call) : NULL;
   if (error != NULL) return error;
-  return atomic_load_explicit(&timeline_on, memory_order_relaxed) ? body_recorded(call) : body(call);
+  return atomic_load_explicit(&timeline_on, memory_order_relaxed) ? body_recorded(call) : run_body(call);
 }

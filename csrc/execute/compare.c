@@ -174,7 +174,8 @@ static int64_t hash_of(const struct record *record, int64_t history) {
 }
 
 /* The commonest mistake with a scatter. */
-static const char *advice(const struct communicator *comm, const struct record *mine, const struct record *other) {
+static const char *advice_on_scatter(const struct communicator *comm, const struct record *mine,
+                                     const struct record *other) {
   int64_t parts = comm->size;
   bool whole = mine->operation == ROW_scatter && other->operation == ROW_scatter && mine->root == other->root &&
                (mine->count == other->count * parts || other->count == mine->count * parts);
@@ -214,7 +215,7 @@ static ffi_error *fail_differing(const struct call *call, struct communicator *c
                    "the ranks differ: %s call %" PRId64 " on this communicator: %s%s%s; rank %d %s %s%s%.*s%s%s%s",
                    now ? "this is" : "before this,", mine->record.call, here, mine->lines[0] != '\0' ? " " : "",
                    mine->lines, rank, at, there, told ? " " : "", told ? LINES - 1 : 0, other->lines,
-                   now ? ". Nothing of it was sent" : "", advice(comm, &mine->record, &other->record),
+                   now ? ". Nothing of it was sent" : "", advice_on_scatter(comm, &mine->record, &other->record),
                    advice_on_others(comm));
 }
 
@@ -239,7 +240,8 @@ static bool has_told(const struct telling *all, const bool *came, int rank, cons
 /* The ranks have asked about `mine` and know that they differ: its error. By default NULL unless all of them are here:
  * who has gone on without an answer has waited for ranks that take part in it by another library, or that were late;
  * then this rank asks nothing any more. `now`: it is the call itself, and not one before it. */
-static ffi_error *judge(const struct call *call, struct communicator *comm, const struct record *mine, bool now) {
+static ffi_error *judge_difference(const struct call *call, struct communicator *comm, const struct record *mine,
+                                   bool now) {
   int size = comm->size, other = size, missing = 0;
   struct telling *told = calloc(1, sizeof *told), *all = calloc((size_t)size, sizeof *all);
   bool *came = calloc((size_t)size, sizeof *came), over = true, heard = told != NULL && all != NULL && came != NULL;
@@ -266,7 +268,7 @@ static ffi_error *judge(const struct call *call, struct communicator *comm, cons
 /* Calls in a row in which it waits in vain before it compares no more. */
 enum { IN_VAIN = 3 };
 
-static double patience(const struct call *call) {
+static double patience_of(const struct call *call) {
   if (all_are_compared()) return -1;
   if (has_request(call->operation)) return 0;
   return call->comm->in_vain == 0 ? compare_patience : LESS_PATIENCE;
@@ -294,14 +296,14 @@ ffi_error *compare_ranks(struct call *call) {
   }
   if (!all) atomic_fetch_sub(&comm->to_compare, 1);
   if (all && call->log.on) log_begin(call, "to compare %s, call %" PRId64 ", and", call->operation->name, mine.call);
-  enum answer answer = agreement_hear(comm, patience(call), words);
+  enum answer answer = agreement_hear(comm, patience_of(call), words);
   if (all && call->log.on) log_end(call, false);
   if (answer == ANSWER_NONE && !starts) go_on_alone(comm);
   if (answer == ANSWER_SAME) comm->in_vain = 0;
   if (answer != ANSWER_DIFFERENT) return NULL;
   memcpy(&heard, words, sizeof heard);
   comm->history = heard.call; /* from here on the same on all ranks again */
-  return judge(call, comm, &heard, heard.call == mine.call && !starts);
+  return judge_difference(call, comm, &heard, heard.call == mine.call && !starts);
 }
 
 ffi_error *compare_started(const struct call *call, struct communicator *comm, bool waits) {
@@ -310,5 +312,5 @@ ffi_error *compare_started(const struct call *call, struct communicator *comm, b
   if (all_are_compared() || agreement_hear(comm, waits ? LESS_PATIENCE : 0, words) != ANSWER_DIFFERENT) return NULL;
   memcpy(&heard, words, sizeof heard);
   comm->history = heard.call;
-  return judge(call, comm, &heard, false);
+  return judge_difference(call, comm, &heard, false);
 }

@@ -53,7 +53,8 @@ void compare_decide(struct call *call);
 /* NULL if all ranks make the same call, as far as this one has heard; otherwise the error, on all of them. */
 ffi_error *compare_ranks(struct call *call);
 
-/* The same for what has been started on this communicator, in the wait for it. `waits`: some time for the answer. */
+/* Hears whether the ranks have started the same on this communicator, in the wait for it: the error if not. `waits`:
+ * some time for the answer. */
 ffi_error *compare_started(const struct call *call, struct communicator *comm, bool waits);
 
 extern double compare_patience; /* seconds; tests change it */

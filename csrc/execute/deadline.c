@@ -86,7 +86,7 @@ static bool is_of_derivative(const struct operation *operation, const int64_t at
   return false;
 }
 
-static const char *refused(const struct call *call, int64_t run) {
+static const char *why_refused(const struct call *call, int64_t run) {
   if (!call->memory->host || call->frame == NULL) return of_device;
   if (run == 0) return of_no_run;
   return done_by(run) == RECEIVED ? of_lost : NULL;
@@ -97,7 +97,7 @@ static const char *refused_receive(const struct call *call) {
   if (is_of_derivative(call->operation, call->attributes)) return of_derivative;
   if (place == LEAF_MIDDLE || place == LEAF_LAST) return of_pytree;
   if (place == LEAF_FIRST && call->operation->row == ROW_sendrecv) return of_pytree_sent;
-  return refused(call, ffi_run(call->frame));
+  return why_refused(call, ffi_run(call->frame));
 }
 
 double deadline_of_receive(const struct call *call) {
@@ -110,7 +110,7 @@ double deadline_of_receive(const struct call *call) {
 const char *deadline_refused(const struct call *call, const struct request *request, int64_t run) {
   if (is_of_derivative(request->operation, request->attributes)) return of_derivative;
   bool of_run = run != 0 && request->run == run;
-  return of_run && request->operation->row != ROW_irecv ? of_function : refused(call, run);
+  return of_run && request->operation->row != ROW_irecv ? of_function : why_refused(call, run);
 }
 
 bool deadline_give_up(int64_t run, struct receive *own) {

@@ -25,7 +25,7 @@ static inline bool deadlines_on(void) { return atomic_load_explicit(&deadlines, 
 double deadline_begin(void);
 bool deadline_is_over(double deadline);
 
-/* The same for a receive. 0: none, because of what is told to the watch. */
+/* The time at which the wait of a receive ends; 0: never, for the reason that is told to the watchdog. */
 double deadline_of_receive(const struct call *call);
 
 /* Why the wait for a request, by a call of this run, must not end with an error; NULL: it may. */

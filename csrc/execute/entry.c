@@ -178,7 +178,7 @@ static __attribute__((noinline)) ffi_error *run_joined(const struct call *leaves
   return call.memory->run(&call);
 }
 
-INLINED ffi_error *run(ffi_frame *frame, int row, const struct memory *memory) {
+INLINED ffi_error *run_operation(ffi_frame *frame, int row, const struct memory *memory) {
   if (ffi_answer_metadata(frame)) return NULL;
   struct call call; /* zeroing all of it would take as long as the rest of the call */
   call.frame = frame;
@@ -206,15 +206,15 @@ INLINED ffi_error *run(ffi_frame *frame, int row, const struct memory *memory) {
   return memory->run(&call);
 }
 
-static __attribute__((noinline)) ffi_error *failed(const ffi_frame *frame, ffi_error *error) {
+static __attribute__((noinline)) ffi_error *abandon_failed(const ffi_frame *frame, ffi_error *error) {
   if (frame->stage == FFI_STAGE_EXECUTE) requests_abandon(ffi_run(frame));
   return error;
 }
 
 #define OPERATION(name, divisibility, buffers, attributes)                 \
   ffi_error *entry_##name(ffi_frame *frame, const struct memory *memory) { \
-    ffi_error *error = run(frame, ROW_##name, memory);                     \
-    return error == NULL ? NULL : failed(frame, error);                    \
+    ffi_error *error = run_operation(frame, ROW_##name, memory);           \
+    return error == NULL ? NULL : abandon_failed(frame, error);            \
   }
 #include "core/ops.def"
 #undef OPERATION

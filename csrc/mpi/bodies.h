@@ -68,7 +68,7 @@ static inline ffi_error *call_fail_in(struct call *call, const char *function, i
   return call_fail_mpi(call, code);
 }
 
-/* The same for one call of MPI, whose function the error then names. */
+/* TRY for one call of MPI, whose function the error then names. */
 #define TRY_MPI(call, name, ...)         \
   do {                                   \
     int code_ = mpi.name(__VA_ARGS__);   \

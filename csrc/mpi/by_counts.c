@@ -79,7 +79,8 @@ static ffi_error *landing_make(const struct call *c, const struct buffer *out, i
 }
 
 /* After the calls of MPI, the last of which has returned `code`. The rest of the result is zero. */
-static ffi_error *landed(struct call *c, const struct buffer *out, int64_t row, struct landing *landing, int code) {
+static ffi_error *landing_end(struct call *c, const struct buffer *out, int64_t row, struct landing *landing,
+                              int code) {
   free(landing->own);
   TRY(c, code);
   int64_t rest = out->count - landing->elements;
@@ -133,7 +134,7 @@ ffi_error *BODY(allgatherv)(struct call *c) {
     code = mpi.Allgatherv(b.in->data, parts.counts[c->comm->rank], parts.type, to.data, parts.counts, parts.offsets,
                           parts.type, comm);
   parts_free(&parts);
-  if (error == NULL) error = landed(c, b.out, a.row, &to, code);
+  if (error == NULL) error = landing_end(c, b.out, a.row, &to, code);
   return error;
 }
 
@@ -184,7 +185,7 @@ ffi_error *BODY(alltoallv)(struct call *c) {
                          received.type, comm);
   parts_free(&sent);
   parts_free(&received);
-  if (error == NULL) error = landed(c, b.out, a.row, &to, code);
+  if (error == NULL) error = landing_end(c, b.out, a.row, &to, code);
   if (error != NULL) return error;
   if (sent.invalid >= 0) return fail_counts(c, c->comm->rank);
   return received.invalid >= 0 ? fail_counts(c, received.invalid) : NULL;
@@ -206,7 +207,7 @@ ffi_error *BODY(gatherv)(struct call *c) {
     code = mpi.Gatherv(b.in->data, parts.counts[c->comm->rank], parts.type, to.data, parts.counts, parts.offsets,
                        parts.type, (int)a.root, comm);
   parts_free(&parts);
-  if (error == NULL && root) return landed(c, b.out, a.row, &to, code);
+  if (error == NULL && root) return landing_end(c, b.out, a.row, &to, code);
   if (error == NULL) TRY(c, code);
   return error;
 }
@@ -233,7 +234,7 @@ ffi_error *BODY(reduce_scatterv)(struct call *c) {
     code = mpi.Reduce_scatter(b.in->data, to.data, parts.counts, parts.type, handle_of(a.op), comm);
   }
   parts_free(&parts);
-  if (error == NULL) error = landed(c, b.out, a.row, &to, code);
+  if (error == NULL) error = landing_end(c, b.out, a.row, &to, code);
   return error;
 }
 
@@ -254,6 +255,6 @@ ffi_error *BODY(scatterv)(struct call *c) {
     code = mpi.Scatterv(b.in->data, parts.counts, parts.offsets, parts.type, to.data, parts.counts[rank], parts.type,
                         (int)a.root, comm);
   parts_free(&parts);
-  if (error == NULL) error = landed(c, b.out, a.row, &to, code);
+  if (error == NULL) error = landing_end(c, b.out, a.row, &to, code);
   return error;
 }

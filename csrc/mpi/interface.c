@@ -33,7 +33,7 @@ static int mark_freed(MPI_Comm comm, int key, void *value, void *extra) {
   return MPI_SUCCESS;
 }
 
-static const char *load(void *library) {
+static const char *load_table(void *library) {
   static const struct symbol symbols[] = {
 #define REQUIRED(name, parameters) {"MPI_" #name, offsetof(struct mpi_table, name), true},
 #define OPTIONAL(name, parameters) {"MPI_" #name, offsetof(struct mpi_table, name), false},
@@ -86,7 +86,7 @@ static int own_operations(const char *dtype, intptr_t handles[4]) {
 
 /* --- see agreement.h --- */
 
-static int post(void *data, size_t bytes, bool sends, int rank, int tag, intptr_t *request) {
+static int post_message(void *data, size_t bytes, bool sends, int rank, int tag, intptr_t *request) {
   MPI_Datatype type = bytes_type();
   MPI_Comm comm = (MPI_Comm)runtime.channel;
   MPI_Request made;
@@ -96,7 +96,7 @@ static int post(void *data, size_t bytes, bool sends, int rank, int tag, intptr_
   return code;
 }
 
-static int test(intptr_t *request, bool *done) {
+static int test_message(intptr_t *request, bool *done) {
   MPI_Request tested = (MPI_Request)*request;
   MPI_Status ignored;
   int flag = 0, code = mpi.Test(&tested, &flag, &ignored);
@@ -105,7 +105,7 @@ static int test(intptr_t *request, bool *done) {
   return code;
 }
 
-static int cancel(intptr_t *request) {
+static int cancel_message(intptr_t *request) {
   MPI_Request cancelled = (MPI_Request)*request;
   MPI_Status ignored;
   int code = mpi.Cancel(&cancelled);
@@ -132,12 +132,12 @@ static ffi_error *(*const bodies[])(struct call *) = {
 const struct abi ABI_LOCAL(abi) = {
     .name = ABI_STRING(ABI_NAME),
     .bodies = bodies,
-    .load = load,
+    .load = load_table,
     .communicator = communicator,
     .own_operations = own_operations,
-    .post = post,
-    .test = test,
-    .cancel = cancel,
+    .post = post_message,
+    .test = test_message,
+    .cancel = cancel_message,
     .start_send = post_send,
     .probe = probe_message,
     .match = match_message,

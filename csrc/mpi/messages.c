@@ -74,38 +74,21 @@ ffi_error *BODY(recv)(struct call *c) {
   return error;
 }
 
-/* What sendrecv does until a deadline. Its own message is sent from memory of a request, and may be under way for
- * longer than the call. */
-static __attribute__((noinline)) ffi_error *sendrecv_in_time(struct call *c, double deadline) {
-  ARGUMENTS(sendrecv, c);
+/* Copies what is sent until a deadline into memory of a request: it may be under way for longer than the call. */
+static __attribute__((noinline)) ffi_error *copy_to_request(struct call *c, const struct buffer *in,
+                                                            const struct parcel *parcel, struct request **request) {
   float numbers[2];
   const struct buffer id = {numbers, 2, datatype_find(FFI_DTYPE_F32), ROLE_HOST_WRITE};
-  struct parcel in = parcel_of(c, b.in);
-  struct span out = span_of(b.out->type, b.out->count);
-  size_t bytes = buffer_bytes(b.in) + (in.copy != NULL ? sizeof *in.copy : 0);
-  struct request *request = NULL;
-  MPI_Request made;
-  MPI_Status sent;
-  bool late = false;
-  ffi_error *error = request_new(c, &id, bytes + 1, 1, 0, &request);
-  int code = in.span.code != MPI_SUCCESS ? in.span.code : out.code;
-  if (error == NULL && bytes > 0) memcpy(request->data, in.data, bytes);
-  c->function = "MPI_Isend";
-  if (error == NULL && code == MPI_SUCCESS)
-    code = mpi.Isend(request->data, in.span.count, in.span.type, (int)a.dest, (int)a.sendtag, comm, &made);
-  bool sending = c->sending = error == NULL && code == MPI_SUCCESS;
-  if (sending) {
-    request->handles[request->handle_count++] = (intptr_t)made;
-    error = match_and_receive(c, b.out, &out, (int)a.source, (int)a.recvtag, object_of(a.status), deadline, &late);
-  }
-  c->sending = false;
-  if (late) request_leave(request, (int64_t)bytes);
-  if (sending && !late) code = mpi.Wait(&made, &sent);
-  if (request != NULL && !late) request_end(request);
-  parcel_free(&in);
-  span_free(&out);
-  if (sending) c->function = "MPI_Wait";
-  return error != NULL || code == MPI_SUCCESS ? error : call_fail_mpi(c, code);
+  size_t bytes = buffer_bytes(in) + (parcel->copy != NULL ? sizeof *parcel->copy : 0);
+  PASS(request_new(c, &id, bytes + 1, 1, 0, request));
+  if (bytes > 0) memcpy((*request)->data, parcel->data, bytes);
+  return NULL;
+}
+
+/* Leaves to the library's thread what this rank has sent. */
+static void leave_to_thread(struct request *request, MPI_Request sent, int64_t bytes) {
+  request->handles[request->handle_count++] = (intptr_t)sent;
+  request_leave(request, bytes);
 }
 
 /* in: any shape  out: the template's shape */
@@ -116,25 +99,30 @@ ffi_error *BODY(sendrecv)(struct call *c) {
   BEGIN(c, Sendrecv, "<- %d with tag %d -> %d with tag %d and", (int)a.source, (int)a.recvtag, (int)a.dest,
         (int)a.sendtag);
   double deadline = deadlines_on() ? deadline_of_receive(c) : 0;
-  if (deadline > 0) return sendrecv_in_time(c, deadline);
   struct parcel in = parcel_of(c, b.in);
   struct span out = span_of(b.out->type, b.out->count);
-  MPI_Request request;
-  ffi_error *error = NULL;
+  struct request *request = NULL; /* only with a deadline */
+  MPI_Request sent;
+  bool late = false;
   int code = in.span.code != MPI_SUCCESS ? in.span.code : out.code;
-  if (code == MPI_SUCCESS) {
+  ffi_error *error = deadline > 0 ? copy_to_request(c, b.in, &in, &request) : NULL;
+  if (error == NULL && code == MPI_SUCCESS) {
     c->function = "MPI_Isend";
-    code = mpi.Isend(in.data, in.span.count, in.span.type, (int)a.dest, (int)a.sendtag, comm, &request);
+    code = mpi.Isend(request != NULL ? request->data : in.data, in.span.count, in.span.type, (int)a.dest,
+                     (int)a.sendtag, comm, &sent);
   }
-  if (code == MPI_SUCCESS) {
+  if (error == NULL && code == MPI_SUCCESS) {
     c->sending = true;
-    bool late;
-    error = match_and_receive(c, b.out, &out, (int)a.source, (int)a.recvtag, object_of(a.status), 0, &late);
-    MPI_Status sent; /* completed after an error too, so that this rank's message arrives */
+    error = match_and_receive(c, b.out, &out, (int)a.source, (int)a.recvtag, object_of(a.status), deadline, &late);
     c->sending = false;
-    code = mpi.Wait(&request, &sent);
+    MPI_Status ignored; /* completed after an error too, so that this rank's message arrives */
+    if (late)
+      leave_to_thread(request, sent, (int64_t)buffer_bytes(b.in));
+    else
+      code = mpi.Wait(&sent, &ignored);
     c->function = code == MPI_SUCCESS ? "MPI_Sendrecv" : "MPI_Wait";
   }
+  if (request != NULL && !late) request_end(request);
   parcel_free(&in);
   span_free(&out);
   return error != NULL || code == MPI_SUCCESS ? error : call_fail_mpi(c, code);

@@ -59,8 +59,8 @@ static ffi_error *reject(struct call *call, const struct buffer *out, MPI_Messag
 }
 
 /* What remains once a message of `count` elements is in the template. */
-static inline ffi_error *received(struct call *call, const struct buffer *out, int64_t count, const MPI_Status *status,
-                                  MPI_Status *users) {
+static inline ffi_error *finish_template(struct call *call, const struct buffer *out, int64_t count,
+                                         const MPI_Status *status, MPI_Status *users) {
   if (users != NULL) *users = *status;
   if (count < out->count) /* a short message, or none (MPI_PROC_NULL): the rest is zero */
     return call_zero(call, buffer_at(out, count), (size_t)(out->count - count) * out->type->bytes);
@@ -89,7 +89,7 @@ static ffi_error *unpack(struct call *call, const struct buffer *out, const char
     TRY_MPI(call, Status_set_elements_x, status, bytes_type(), (MPI_Count)bytes);
   else if (users != NULL && bytes <= INT_MAX)
     TRY_MPI(call, Status_set_elements, status, bytes_type(), (int)bytes);
-  return received(call, out, bytes / width, status, users);
+  return finish_template(call, out, bytes / width, status, users);
 }
 
 ffi_error *receive_from_memory(struct call *call, const struct buffer *out, const char *data, int64_t bytes,
@@ -97,7 +97,7 @@ ffi_error *receive_from_memory(struct call *call, const struct buffer *out, cons
   return unpack(call, out, data, bytes, status, NULL);
 }
 
-/* The same as `receive` of a message that may have a label. */
+/* receive_into for a message that may have a label. */
 static ffi_error *receive_labelled(struct call *call, const struct buffer *out, MPI_Message *message,
                                    MPI_Status *status, MPI_Status *users) {
   int64_t bytes = message_bytes(status);
@@ -122,7 +122,7 @@ ffi_error *receive_into(struct call *call, const struct buffer *out, const struc
   if (!fits && (users == NULL || count < 0 || count > out->count))
     return reject(call, out, message, status, users != NULL);
   TRY_MPI(call, Mrecv, out->data, span->count, span->type, message, status);
-  return received(call, out, count, status, users);
+  return finish_template(call, out, count, status, users);
 }
 
 ffi_error *receive_matched(struct call *call, const struct buffer *out, MPI_Message *message, MPI_Status *status) {

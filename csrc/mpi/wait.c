@@ -87,7 +87,7 @@ static void drop_messages(struct request *request) {
 }
 
 /* What comes out of a request. */
-static ffi_error *finish(struct call *c, struct request *request, const struct buffer *out) {
+static ffi_error *finish_request(struct call *c, struct request *request, const struct buffer *out) {
   if (request->receive_count > 0) return finish_receive(c, request, out);
   if (request->result != NULL && out->count > 0) memcpy(out->data, request->result, buffer_bytes(out));
   return NULL;
@@ -104,7 +104,7 @@ static ffi_error *finish_batch(struct call *c, struct request *request, const st
     drop_messages(request);
     return call_fail(c, FFI_INTERNAL, "no memory for %zu bytes", buffer_bytes(&one));
   }
-  ffi_error *error = finish(c, request, &one);
+  ffi_error *error = finish_request(c, request, &one);
   for (int64_t i = 0; i < rows * batch && error == NULL; i++)
     memcpy((char *)out->data + (size_t)i * width, (char *)one.data + (size_t)(i / batch) * width, width);
   free(one.data);
@@ -139,7 +139,7 @@ static ffi_error *wait_for(struct call *c, struct request *request, const struct
   else if (error == NULL && same && out != NULL && mapped && count == batch * request->count)
     error = finish_batch(c, request, out, batch);
   else if (error == NULL && same && count == request->count)
-    error = finish(c, request, out);
+    error = finish_request(c, request, out);
   else if (error == NULL) {
     drop_messages(request);
     error = planned

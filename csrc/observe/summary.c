@@ -86,7 +86,7 @@ static size_t bucket_of(const int64_t summary[SUMMARY_WORDS]) {
 }
 
 /* Whether the site makes such calls. */
-static bool alike(const int64_t *site, const int64_t *summary, bool in_count_too) {
+static bool site_makes(const int64_t *site, const int64_t *summary, bool in_count_too) {
   for (int i = 0; i < SUMMARY_WORDS; i++)
     if (site[i] != summary[i] && (i != SUMMARY_COUNT || in_count_too) &&
         !(may_be_traced(summary, i) && is_traced(site[i])))
@@ -103,7 +103,7 @@ bool call_site_add(int row, const int64_t attributes[], int type, int64_t count,
   }
   struct call_site *_Atomic *bucket = &sites[bucket_of(summary)];
   for (struct call_site *site = atomic_load(bucket); site != NULL; site = site->next)
-    if (alike(site->summary, summary, true) && strcmp(site->text, text) == 0) return true;
+    if (site_makes(site->summary, summary, true) && strcmp(site->text, text) == 0) return true;
   struct call_site *made = malloc(sizeof *made + strlen(text) + 1);
   if (made == NULL) return false;
   memcpy(made->summary, summary, sizeof summary);
@@ -118,7 +118,7 @@ int call_sites_of(const int64_t summary[SUMMARY_WORDS], const char *texts[MOST_C
   int least = summary_comm(summary)->chunk > 0 ? 0 : 1; /* calls in chunks have other counts */
   for (int exact = 1; exact >= least && found == 0; exact--)
     for (struct call_site *site = atomic_load(&sites[bucket_of(summary)]); site != NULL; site = site->next)
-      if (alike(site->summary, summary, exact) && found++ < MOST_CALL_SITES) texts[found - 1] = site->text;
+      if (site_makes(site->summary, summary, exact) && found++ < MOST_CALL_SITES) texts[found - 1] = site->text;
   return found;
 }
 

@@ -34,13 +34,15 @@ struct block {
 /* The events of a thread. */
 struct track {
   struct thread_record thread;
-  struct block *_Atomic first;
-  struct block *filled;      /* the thread's own, as are */
-  const struct call *inside; /* which it is; one inside it, of a reduction in Python, is not recorded */
+  struct block *_Atomic first; /* set by the thread, read by the writer */
+  /* Used by the thread alone: */
+  struct block *filled;      /* the last block */
+  const struct call *inside; /* the call that is being recorded. One inside it, of a reduction in Python, is not */
   struct event *event;       /* of that call; NULL: left out */
-  struct block *written;     /* the writer's own, as are */
-  int done;                  /* its events that have been written, and */
-  bool begun;                /* whether the beginning of the next has */
+  /* Used by the writer alone: */
+  struct block *written; /* the block that it is at */
+  int done;              /* events of this block that have been written */
+  bool begun;            /* the beginning of the next event has been written */
 };
 
 atomic_bool timeline_on;
@@ -50,7 +52,7 @@ static atomic_int blocks;
 static atomic_uint_least64_t lost;
 static atomic_bool full; /* after the first that was left out all are: what is there has no gaps */
 
-static int64_t now(void) {
+static int64_t nanoseconds_now(void) {
   struct timespec time;
   clock_gettime(CLOCK_MONOTONIC, &time);
   return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
@@ -106,14 +108,14 @@ static void begin_event(struct track *track, const struct call *call, const int6
   }
   memcpy(event->summary, summary, (size_t)count * sizeof *summary);
   add_bytes(event, call);
-  atomic_store_explicit(&event->begin, now(), memory_order_release);
+  atomic_store_explicit(&event->begin, nanoseconds_now(), memory_order_release);
 }
 
 static void end_event(struct track *track, const struct call *call, bool failed) {
   struct event *event = track->event;
   if (event == NULL) return;
   struct block *block = track->filled;
-  event->end = now();
+  event->end = nanoseconds_now();
   event->failed = failed;
   event->request = call->timeline.request;
   event->from = call->timeline.from;
@@ -165,7 +167,7 @@ static struct {
 } writer = {.line = {.grows = true}, .file = -1, .lock = PTHREAD_MUTEX_INITIALIZER};
 
 /* Whole lines at once: notes may come between. Returns an error number; 0. */
-static int put(const char *text, size_t length) {
+static int put_in_file(const char *text, size_t length) {
   while (length > 0) {
     if (writer.broken) return EIO;
     ssize_t written = write(writer.file, text, length);
@@ -181,12 +183,12 @@ static int put(const char *text, size_t length) {
 }
 
 static void put_or_say(const char *text, size_t length) {
-  int error = put(text, length);
+  int error = put_in_file(text, length);
   if (error != 0 && atomic_exchange(&timeline_on, false))
     fprintf(stderr, "jaxmpi: rank %d cannot write its timeline any more: %s\n", runtime.rank, strerror(error));
 }
 
-static void flush(void) {
+static void flush_lines(void) {
   put_or_say(writer.text, writer.length);
   writer.length = 0;
 }
@@ -197,7 +199,7 @@ static void put_line(const struct text *line) {
     atomic_fetch_add(&lost, 1);
     return;
   }
-  if (writer.length + line->length > sizeof writer.text) flush();
+  if (writer.length + line->length > sizeof writer.text) flush_lines();
   if (line->length > sizeof writer.text) {
     put_or_say(line->characters, line->length);
     return;
@@ -321,10 +323,10 @@ static void write_track(struct track *track, int64_t time) {
 }
 
 static void write_all(void) {
-  int64_t time = now();
+  int64_t time = nanoseconds_now();
   for (struct thread_record *record = atomic_load(&records.all); record != NULL; record = record->next)
     write_track((struct track *)(void *)record, time);
-  flush();
+  flush_lines();
 }
 
 static void *write_until_closed(void *unused) {
@@ -343,7 +345,7 @@ static void *write_until_closed(void *unused) {
 }
 
 /* A new file. Returns an error number; 0. */
-static int create(const char *path, const char *name, const char **reason) {
+static int create_file(const char *path, const char *name, const char **reason) {
   int folder = private_folder(path, reason);
   if (folder < 0) return errno;
   writer.file = private_create(folder, name, 0644);
@@ -358,7 +360,7 @@ int timeline_open(const char *folder, const char *name, int64_t limit, const cha
   *reason = strerror(EAGAIN);
   if (!begun && !thread_records_begin(&records, sizeof(struct track))) return EAGAIN;
   begun = true;
-  int error = create(folder, name, reason);
+  int error = create_file(folder, name, reason);
   if (error != 0) return error;
   writer.room = limit;
   writer.process = getpid();
@@ -366,7 +368,7 @@ int timeline_open(const char *folder, const char *name, int64_t limit, const cha
   atomic_store(&lost, 0);
   atomic_store(&full, false);
   writer.broken = false;
-  error = put("[\n", 2);
+  error = put_in_file("[\n", 2);
   if (error == 0) {
     atomic_store(&timeline_on, true);
     error = thread_start(&writer.thread, write_until_closed);
@@ -380,7 +382,7 @@ int timeline_open(const char *folder, const char *name, int64_t limit, const cha
 }
 
 void timeline_note(const char *line) {
-  if (writer.file >= 0 && getpid() == writer.process) put(line, strlen(line));
+  if (writer.file >= 0 && getpid() == writer.process) put_in_file(line, strlen(line));
 }
 
 void timeline_close(void) {
@@ -396,7 +398,7 @@ void timeline_close(void) {
   snprintf(end, sizeof end,
            "{\"name\":\"jaxmpi_end\",\"ph\":\"M\",\"pid\":%d,\"args\":{\"lost\":%" PRIu64 ",\"limit\":%s}}\n]\n",
            runtime.rank, (uint64_t)atomic_load(&lost), writer.room < 0 ? "true" : "false");
-  put(end, strlen(end));
+  put_in_file(end, strlen(end));
   close(writer.file);
   writer.file = -1;
 }

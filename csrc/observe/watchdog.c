@@ -43,22 +43,22 @@ static struct watched *next_record(struct watched *record) { return (struct watc
 
 /* --- what threads that communicate do -------------------------------------------------------------------------- */
 
-static struct watched *take(void) {
+static struct watched *take_record(void) {
   struct watched *record = thread_record_take(&records);
   if (record == NULL) return NULL;
   atomic_store(&record->first, atomic_load(&record->number));
   return own = record;
 }
 
-static void put(struct watched *record, int word, int64_t value) {
+static void put_word(struct watched *record, int word, int64_t value) {
   atomic_store_explicit(&record->summary[word], value, memory_order_release); /* after the number became even */
 }
 
 struct watched *watchdog_begin_summary(const int64_t summary[], int count) {
   if (!atomic_load_explicit(&watching, memory_order_relaxed)) return NULL;
   struct watched *record = own;
-  if (record == NULL && (record = take()) == NULL) return NULL;
-  for (int i = 0; i < count; i++) put(record, i, summary[i]);
+  if (record == NULL && (record = take_record()) == NULL) return NULL;
+  for (int i = 0; i < count; i++) put_word(record, i, summary[i]);
   uint64_t number = atomic_load_explicit(&record->number, memory_order_relaxed);
   atomic_store_explicit(&record->number, number + 1 + (number & 1), memory_order_release);
   return record;
@@ -90,7 +90,7 @@ static bool is_for_launcher_alone(void) {
   return job_has_folder() && action != ACTION_RAISE && runtime.world != NULL && runtime.world->size > MOST_SPEAKERS;
 }
 
-static void say(struct text *text) {
+static void say_report(struct text *text) {
   if (is_for_launcher_alone()) return;
   text_add(text, "\n");
   const char *rest = text->characters, *end = rest + text->length;
@@ -121,7 +121,7 @@ static void add_place(struct text *text, const char *before) {
 }
 
 /* Answers the launcher. Four fields in lines: seconds (-1: in no operation), the call, the communicator, the places. */
-static void answer(void) {
+static void answer_launcher(void) {
   static char answered[32];
   char asked[sizeof answered];
   job_question(asked, sizeof asked);
@@ -167,7 +167,7 @@ static const char *why_not_raised(const struct watched *record, const int64_t su
 }
 
 /* Tells it on stderr and to the launcher. `said`: the text. */
-static void report(const struct watched *record, double seconds, struct text *said) {
+static void report_wait(const struct watched *record, double seconds, struct text *said) {
   int64_t summary[SUMMARY_WORDS];
   if (!read_words(record, summary)) return;
   char characters[TEXT_BYTES];
@@ -182,7 +182,7 @@ static void report(const struct watched *record, double seconds, struct text *sa
   if (action == ACTION_ABORT) text_add(&text, ". The job ends, as JAXMPI_TIMEOUT_ACTION=abort says");
   if (action == ACTION_RAISE)
     text_add(&text, ". It goes on, though JAXMPI_TIMEOUT_ACTION is raise: %s", why_not_raised(record, summary));
-  say(&text);
+  say_report(&text);
   job_tell("report", text.characters, text.length);
   text_add(said, "%s", text.characters);
 }
@@ -202,7 +202,7 @@ static void look_at(struct watched *record) {
       struct text text = text_in(characters, sizeof characters);
       text_add(&text, "jaxmpi: rank %d is done with operation %" PRIu64 " after %.3g s", runtime.rank, count_of(record),
                seconds);
-      say(&text);
+      say_report(&text);
       atomic_fetch_sub(&waiting, 1);
     }
     record->seen = number;
@@ -213,25 +213,25 @@ static void look_at(struct watched *record) {
     atomic_fetch_add(&waiting, 1);
     char characters[TEXT_BYTES];
     struct text said = text_in(characters, sizeof characters);
-    report(record, seconds, &said);
+    report_wait(record, seconds, &said);
     atomic_store(&limit, 2 * atomic_load(&limit)); /* a program that often waits as long is not told for ever */
     if (action != ACTION_ABORT) return;
     for (int i = 0; job_has_folder() && i < SECONDS_FOR_THE_LAUNCHER * 10; i++) {
       nanosleep(&(struct timespec){0, 100000000}, NULL);
-      answer();
+      answer_launcher();
     }
     job_end(said.length > 0 ? said.characters : "an operation waits");
   }
 }
 
-static void *watch(void *unused) {
+static void *run_watchdog(void *unused) {
   double tick = atomic_load(&pause_seconds);
   struct timespec pause = {(time_t)tick, (long)(1e9 * (tick - floor(tick)))};
   while (nanosleep(&pause, NULL) == 0 || errno == EINTR) {
     atomic_store(&looking, true);
     for (struct watched *record = first_record(); record != NULL; record = next_record(record))
       if (atomic_load(&watching)) look_at(record);
-    if (atomic_load(&watching)) answer();
+    if (atomic_load(&watching)) answer_launcher();
     atomic_store(&looking, false);
   }
   return unused;
@@ -253,7 +253,7 @@ void watchdog_configure(double seconds, enum action wanted, void (*where)(char *
   if (!thread_records_begin(&records, sizeof(struct watched))) return; /* nobody takes a record before this */
   running = true;
   atomic_store(&watching, true);
-  if (thread_start(&thread, watch) == 0) pthread_detach(thread);
+  if (thread_start(&thread, run_watchdog) == 0) pthread_detach(thread);
 }
 
 void watchdog_stop(void) {

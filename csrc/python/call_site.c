@@ -38,7 +38,7 @@ static int note_main_thread(void *unused) {
   return 0;
 }
 
-static void *tell(void *unused) {
+static void *answer_questions(void *unused) {
   for (;;) {
     if (sem_wait(&questions) != 0) continue;
     PyGILState_STATE own = PyGILState_Ensure(); /* while Python ends, this ends the thread */
@@ -54,7 +54,7 @@ static void *tell(void *unused) {
   return unused;
 }
 
-static bool asked(char *text, size_t size) {
+static bool ask_python(char *text, size_t size) {
   if (atomic_exchange(&state, 1) == 1) return false; /* it still has not answered */
   sem_post(&questions);
   for (int i = 0; i < STEPS; i++) {
@@ -109,8 +109,8 @@ static void read_frames(char *text, size_t size) {
   if (file >= 0) close(file);
 }
 
-static void place(char *text, size_t size) {
-  if (!asked(text, size)) read_frames(text, size);
+static void find_call_site(char *text, size_t size) {
+  if (!ask_python(text, size)) read_frames(text, size);
 }
 
 const char call_site_watch_doc[] =
@@ -134,11 +134,11 @@ PyObject *call_site_watch(PyObject *self, PyObject *args) {
   }
   if (seconds > 0) {
     pthread_t thread;
-    if (sem_init(&questions, 0, 0) != 0 || thread_start(&thread, tell) != 0) return PyErr_NoMemory();
+    if (sem_init(&questions, 0, 0) != 0 || thread_start(&thread, answer_questions) != 0) return PyErr_NoMemory();
     pthread_detach(thread);
     Py_AddPendingCall(note_main_thread, NULL);
   }
   deadline_configure(action == ACTION_RAISE ? seconds : 0);
-  watchdog_configure(seconds, (enum action)action, place);
+  watchdog_configure(seconds, (enum action)action, find_call_site);
   Py_RETURN_NONE;
 }

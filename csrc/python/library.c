@@ -24,7 +24,7 @@ PyDoc_STRVAR(
     "load(path, key) -> (abi, version, library)\n\n"
     "Binds the MPI library that the shared object at `path` has loaded. `key`: a random number, the key of this "
     "process in the registry.");
-static PyObject *load(PyObject *self, PyObject *args) {
+static PyObject *load_library(PyObject *self, PyObject *args) {
   (void)self;
   const char *path;
   unsigned long long key;
@@ -141,7 +141,7 @@ static PyObject *driver_loaded(PyObject *self, PyObject *args) {
 }
 
 PyMethodDef library_methods[] = {
-    {"load", load, METH_VARARGS, load_doc},
+    {"load", load_library, METH_VARARGS, load_doc},
     {"ask_mpi", ask_mpi, METH_VARARGS, ask_mpi_doc},
     {"handlers", handlers, METH_NOARGS, handlers_doc},
     {"drivers", drivers, METH_NOARGS, drivers_doc},

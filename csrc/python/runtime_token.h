@@ -1,4 +1,4 @@
-/* Calls of compiled code in program order, for Python: what link.c adds to the module.
+/* Calls of compiled code in program order, for Python: what runtime_token.c adds to the module.
  *
  * Threads: link_make and the function that it makes are called by any Python thread, under the GIL; they take no lock.
  * A deferred error is raised in the thread that imported the package. */

@@ -60,7 +60,7 @@ void progress_hurry(void) {
 
 /* For `progress_patience`, or until something is posted or long, if nothing has been for so long. Whether it is time to
  * look for what is posted. */
-static bool rest(void) {
+static bool rest_a_while(void) {
   if (state.calm) {
     state.asleep = true;
     pthread_cond_wait(&state.wake, &state.lock);
@@ -77,7 +77,7 @@ static bool rest(void) {
 }
 
 /* Looks, without the lock. `often`: at what is long as well, after which there is a pause. */
-static void look(bool often) {
+static void look_at_all(bool often) {
   pthread_mutex_unlock(&state.lock);
   queue_match(NULL, NULL, 0);
   if (often) {
@@ -96,7 +96,7 @@ static void *run_progress(void *unused) {
     if (queue_posted() == 0) state.pauses = 0;
     bool often = state.long_ones > 0 || state.pauses > 0;
     if (state.pauses > 0) state.pauses--;
-    if ((often || rest()) && !state.ending) look(often);
+    if ((often || rest_a_while()) && !state.ending) look_at_all(often);
   }
   pthread_mutex_unlock(&state.lock);
   return unused;

@@ -9,7 +9,7 @@
 
 #include "requests/queue.h"
 
-/* What the thread calls as it looks, besides the queue. The same function for all. */
+/* What the thread calls as it looks, besides the queue: all pass one function. */
 typedef void progress_work(void);
 
 /* A receive has been posted: the thread begins, if it does not run yet. */

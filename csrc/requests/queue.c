@@ -61,12 +61,12 @@ static void remove_unexpected(struct unexpected *message) {
 
 /* --- which message is for which receive --- */
 
-static bool fits(const struct receive *receive, const struct message_found *found) {
+static bool receive_fits(const struct receive *receive, const struct message_found *found) {
   return (receive->source == runtime.abi->any_source || receive->source == found->source) &&
          receive_accepts(receive, found->tag);
 }
 
-static bool overlap(const struct receive *a, const struct receive *b) {
+static bool receives_overlap(const struct receive *a, const struct receive *b) {
   int any_source = runtime.abi->any_source, any_tag = runtime.abi->any_tag;
   return a->comm == b->comm && (a->source == b->source || a->source == any_source || b->source == any_source) &&
          (a->tag == b->tag || a->tag == any_tag || b->tag == any_tag);
@@ -82,7 +82,7 @@ static bool is_within(const struct receive *a, const struct receive *b) {
 static struct receive *first_for(const struct communicator *comm, const struct message_found *found,
                                  struct receive *last) {
   struct receive *to = first_posted;
-  while (to != last && (to->comm != comm || !fits(to, found))) to = to->next;
+  while (to != last && (to->comm != comm || !receive_fits(to, found))) to = to->next;
   return to;
 }
 
@@ -90,11 +90,11 @@ static struct receive *first_for(const struct communicator *comm, const struct m
  * may be another, which has come since the earlier one was tried. */
 static bool is_behind_others(const struct receive *receive) {
   const struct receive *other = first_posted;
-  while (other != receive && (!overlap(other, receive) || is_within(other, receive))) other = other->next;
+  while (other != receive && (!receives_overlap(other, receive) || is_within(other, receive))) other = other->next;
   return other != receive;
 }
 
-static void deliver(struct receive *receive, const struct message_found *found) {
+static void deliver_message(struct receive *receive, const struct message_found *found) {
   remove_receive(receive);
   receive->found = *found;
   receive->state = RECEIVE_MATCHED;
@@ -104,10 +104,10 @@ static void deliver(struct receive *receive, const struct message_found *found) 
 /* Delivers an unexpected message to a receive, if there is one for it. */
 static bool deliver_unexpected(struct receive *receive) {
   struct unexpected *message = first_unexpected;
-  while (message != NULL && (message->comm != receive->comm || !fits(receive, &message->found)))
+  while (message != NULL && (message->comm != receive->comm || !receive_fits(receive, &message->found)))
     message = message->next;
   if (message == NULL) return false;
-  deliver(receive, &message->found);
+  deliver_message(receive, &message->found);
   remove_unexpected(message);
   return true;
 }
@@ -121,7 +121,7 @@ static int match_for_others(struct communicator *comm, int source, int tag) {
   if (code != 0 || !there) return code;
   struct receive *to = first_for(comm, &found, NULL);
   if (to != NULL)
-    deliver(to, &found);
+    deliver_message(to, &found);
   else if (!append_unexpected(comm, &found))
     return NO_MEMORY;
   return 0;
@@ -154,7 +154,7 @@ static bool match_posted(struct receive *receive) {
   }
   code = runtime.abi->match(receive->comm, source, tag, &there, &found);
   if (code != 0) return fail_match(receive, "MPI_Improbe", code);
-  if (there) deliver(first_for(receive->comm, &found, receive), &found);
+  if (there) deliver_message(first_for(receive->comm, &found, receive), &found);
   return there;
 }
 

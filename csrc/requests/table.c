@@ -73,7 +73,7 @@ static bool spare_give(struct request *request) {
 
 /* --- numbers --- */
 
-static bool grow(void) {
+static bool grow_table(void) {
   int room = all.room > 0 ? 2 * all.room : 64;
   if (room > MOST_PLACES) return false;
   struct request **places = realloc(all.places, (size_t)room * sizeof *places);
@@ -89,7 +89,7 @@ static bool grow(void) {
 
 static int new_place(void) {
   if (all.unused_count > 0) return all.unused[--all.unused_count];
-  if (all.used == all.room && !grow()) return -1;
+  if (all.used == all.room && !grow_table()) return -1;
   all.places[all.used] = NULL;
   all.generations[all.used] = 0;
   return all.used++;
@@ -407,7 +407,7 @@ void requests_forget(const struct communicator *comm) {
 
 /* --- the end --- */
 
-static void name(const struct request *request) {
+static void name_request(const struct request *request) {
   char characters[TEXT_BYTES];
   struct text text = text_in(characters, sizeof characters);
   const char *what = request->left      ? "nobody has received the message of"
@@ -442,7 +442,7 @@ static int64_t by_users_under_way(void) {
 static void name_all(void) {
   int64_t named = 0;
   for (int i = 0; i < all.used && named < MOST_NAMED; i++)
-    if (all.places[i] != NULL) name(all.places[i]), named++;
+    if (all.places[i] != NULL) name_request(all.places[i]), named++;
   if (all.in_flight > named)
     fprintf(stderr, "jaxmpi: rank %d has never waited for %" PRId64 " more request%s\n", runtime.rank,
             all.in_flight - named, all.in_flight - named > 1 ? "s" : "");

@@ -19,26 +19,28 @@ enum { LONG_BYTES = 1 << 15 };
 struct block; /* of memory */
 
 struct request {
-  int place;
-  uint32_t generation;
-  int64_t serial;      /* in the order of all starts */
-  bool is_long, usual; /* `usual`: of the size of nearly all */
-  bool held, was_long; /* a thread waits for it, and may give it back; it was long before that */
-  bool in_vain;        /* an error has ended its wait, or come before that */
-  bool left;           /* a message of a sendrecv that has ended so: nobody waits for it any more */
-  int64_t run;         /* of the program that has begun it: ffi_run */
+  int place;           /* in the table */
+  uint32_t generation; /* of the requests at this place */
+  int64_t serial;      /* number in the order of all starts */
+  bool is_long;        /* the thread looks after it */
+  bool usual;          /* it has one handle and one receive at most, as nearly all have */
+  bool held;           /* a thread waits for it, and may give it back */
+  bool was_long;       /* before it was held */
+  bool in_vain;        /* an error has ended its wait, or has come before that */
+  bool left;           /* a message of a sendrecv that has ended by its deadline: nobody waits for it any more */
+  int64_t run;         /* the execution of a program that has begun it: ffi_run */
   const struct operation *operation;
   struct communicator *comm;
   int64_t attributes[MAX_ATTRIBUTES], summary[SUMMARY_WORDS];
-  const struct datatype *type; /* of the result, */
-  int64_t count;               /* and its elements */
-  int64_t batch;               /* the arrays of a batch that it is of, 1 without one */
+  const struct datatype *type; /* of the result */
+  int64_t count;               /* elements of the result */
+  int64_t batch;               /* arrays of the batch that it belongs to, 1 without one */
   uint64_t label;              /* of a plan's messages */
-  struct block *block;
-  char *data;           /* in flight; NULL: nothing. In the block, or in `small`, if it fits there */
-  char *result;         /* in `data`; NULL: there is none, or it is a message */
-  int code;             /* the first error of MPI since it was begun, */
-  const char *function; /* of this function */
+  struct block *block;         /* of memory, if `small` is not enough */
+  char *data;                  /* what is in flight, in `block` or `small`; NULL: nothing */
+  char *result;                /* in `data`; NULL: there is none, or it is a message */
+  int code;                    /* the first error of MPI since it was begun */
+  const char *function;        /* the function that has returned `code` */
   int handle_count, receive_count;
   intptr_t *handles; /* MPI_Request */
   struct receive *receives;
@@ -57,13 +59,13 @@ void request_begin(struct request *request, const struct buffer *id, int64_t mov
  * which `zero` allows, an attribute of the call: see ops.def. */
 struct request *request_take(const struct call *call, const struct buffer *id, int64_t zero, ffi_error **error);
 
-/* Which it is of all of this process, for the timeline; 0: it has not begun. */
+/* A number unique in this process, for the timeline; 0: it has not begun. */
 static inline int64_t request_number(const struct request *request) {
   return request->place < 0 ? 0 : ((int64_t)request->generation << 24) + request->place;
 }
 
-/* The same for a wait that may end before it is done: it is in flight all the while, but nobody else can take it. NULL:
- * there is none. `in_vain`: its wait is over, and it is as it was. */
+/* Holds a request for a wait that may end before the request is done: it stays in flight, but nobody else can take it.
+ * NULL: there is none. request_release lets others take it again; `in_vain`: an error has ended the wait. */
 struct request *request_hold(const struct buffer *id);
 void request_release(struct request *request, bool in_vain);
 
@@ -78,15 +80,17 @@ void requests_abandon(int64_t run);
 /* A message that nobody waits for is under way: the thread ends the request once it has left. */
 void request_leave(struct request *request, int64_t bytes);
 
-/* In reverse mode the order of the waits, from the last to the first, is the order in which adjoints are started, by
- * which they are matched among those that MPI cannot tell apart. So that all ranks have one order, it must be that of
- * the starts: the error if one of its like was started earlier, and is not waited for yet; */
+/* Adjoints that MPI cannot tell apart are matched in the order in which they are started: in reverse mode that of the
+ * waits, from the last to the first. The error if a request that is like this one was started earlier, and has not been
+ * waited for yet. */
 ffi_error *request_check_order(const struct call *call, const struct request *request);
 
-/* or if there is one like an adjoint that blocks, which starts `row` in the words of one that does not. */
+/* A blocking adjoint is matched among those that have been started, too. The error if one is in flight that `row`
+ * starts, the operation which does not block, with this peer and tag. */
 ffi_error *request_check_blocking(const struct call *call, int row, int64_t peer, int64_t tag);
 
-/* From here on a call is in the words of what has been started, errors above all; its own buffers are not. */
+/* From here on a call speaks for the request that it waits for: errors name the operation that was started, and show
+ * none of the buffers of the wait. */
 struct own_words {
   const struct operation *operation;
   short buffer_count;
