@@ -3,7 +3,7 @@
 #ifndef JAXMPI_BUFFERS_H
 #define JAXMPI_BUFFERS_H
 
-#include "core/core.h"
+#include "core/call.h"
 
 /* Fill with zeros, and copy between two buffers of the call. */
 ffi_error *call_zero(const struct call *call, void *data, size_t bytes);

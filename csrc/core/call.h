@@ -1,56 +1,92 @@
-/* Executing a call: how it is divided, its chunks, its body.
- *
- * Threads: the thread in which XLA called the handler, or the one in which a device's transport calls MPI (the driver's
- * callback thread or one of ours), without the GIL. call_body, and call_chunks by it, take runtime.lock where MPI
- * allows one call at a time: the caller must not hold it, but may hold the lock of a stream state. The other functions
- * need no lock. */
+/* A call of an operation, with the buffers that it has on this rank. Threads: a call belongs to the thread that
+ * executes it, and moves with it; the functions are pure. */
 #ifndef JAXMPI_CALL_H
 #define JAXMPI_CALL_H
 
-#include "core/compare.h"
-#include "core/core.h"
-#include "core/failure.h"
-#include "devices/memory.h"
+#include <time.h>
 
-/* Sets what is known only once the buffers are, except for how the call is divided. */
-static inline void call_settle(struct call *call) {
-  call->compared = call->labelled = call->sending = false;
-  if (atomic_load_explicit(&call->comm->to_compare, memory_order_relaxed) > 0) compare_decide(call);
-  call->logged = atomic_load_explicit(&runtime.log, memory_order_relaxed);
-}
+#include "base/ffi.h"
+#include "base/memory.h"
+#include "core/objects.h"
+#include "core/operation.h"
 
-/* Makes the MPI calls of a call whose buffers MPI can access: undivided, or chunk by chunk. */
-ffi_error *call_body(struct call *call);
-ffi_error *call_chunks(struct call *call);
-
-/* Makes a call with one buffer, still without data, in the place of each list. NULL, or the error. */
-ffi_error *call_join(const struct call *leaves, struct call *call);
-
-/* Makes the MPI call for buffers in host memory that are joined. */
-ffi_error *call_leaves(struct call *call);
-
-/* Sets the division of a call, once its buffers are known. */
-void call_divide(struct call *call);
-
-/* The rows of a buffer as a matrix; 1 for a buffer that the core uses, which is not divided. */
-static inline int call_rows(const struct call *call, const struct buffer *buffer) {
-  if (role_is_of_host(buffer->role)) return 1;
-  return role_is_written(buffer->role) ? call->division.rows_written : call->division.rows_read;
-}
-
-/* Reduces MPI's buffers to the chunk that begins at column `first`: `data` points to that column in the first row,
- * `count` is the number of elements in all rows. */
-void call_cut(struct call *call, int64_t first);
-
-/* Memory for a call. One piece is kept for the next: fresh memory of the system's costs more than what it is for. */
-struct scratch {
-  size_t bytes;
-  _Alignas(max_align_t) char data[];
+/* What this rank passes to an operation or receives from it. Whoever uses the buffer by its role (MPI or the core) can
+ * dereference `data`, in whichever memory it lies. `data`, `count` and `type` are zero where this rank passes no such
+ * buffer. */
+struct buffer {
+  void *data;
+  int64_t count;
+  const struct datatype *type;
+  enum role role;
 };
-struct scratch *scratch_take(size_t bytes); /* NULL: out of memory */
-void scratch_give(struct scratch *scratch);
 
-/* NULL if the communicator can be used; otherwise the error. */
-ffi_error *call_check(const struct call *call);
+/* The element at `index`. An empty buffer may be at NULL, to which C forbids adding even 0. */
+static inline void *buffer_at(const struct buffer *buffer, int64_t index) {
+  return index == 0 ? buffer->data : (char *)buffer->data + (size_t)index * buffer->type->bytes;
+}
+
+static inline size_t buffer_bytes(const struct buffer *buffer) {
+  return buffer->count == 0 ? 0 : (size_t)buffer->count * buffer->type->bytes;
+}
+
+/* How a call is divided into MPI calls. Each of MPI's buffers is a matrix with one row, or with one row per rank; a
+ * chunk is a range of columns, the same in all of MPI's buffers. */
+struct division {
+  int64_t columns, chunk;      /* in all, and per chunk; chunk >= columns: a single chunk */
+  int rows_read, rows_written; /* of buffers of these roles */
+};
+static inline bool division_is_one(const struct division *division) { return division->columns <= division->chunk; }
+
+/* One call of an operation, from the frame to the body. Copied by call_copy, since most of `buffers` is unused. */
+struct call {
+  const ffi_frame *frame; /* NULL after the handler has returned: an error is then deferred */
+  const struct operation *operation;
+  struct communicator *comm;
+  const struct memory *memory; /* that MPI's buffers lie in */
+  void *stream;                /* XLA's; NULL for the host */
+  char *messages;              /* of a plan: where the transport composes them and takes them apart; NULL otherwise */
+  const struct call *leaves;   /* of a call with joined buffers: as XLA made it; NULL otherwise */
+  const char *function;        /* MPI function, for errors and the log */
+  struct division division;
+  enum reducer reducer; /* REDUCER_MPI if the operation is not a reduction */
+  bool labelled;        /* if a message: what it consists of goes along */
+  bool sending;         /* a message of this rank's is under way, which must be received before the call returns */
+  bool reads_envelope;  /* ranks and tags are still to be read from the last buffers */
+  struct {
+    bool due;                    /* with the calls of other ranks, before anything is sent: execute/compare.h */
+    bool written;                /* the share is what this rank receives */
+    int64_t share;               /* elements of this rank's share, over all chunks */
+    const struct datatype *type; /* of the share */
+  } comparison;
+  struct {
+    bool on;
+    uint64_t number;
+    struct timespec start;
+  } log;
+  struct {
+    int from, tag;   /* sender and tag of the message that was received; `from` is -1 without one */
+    int64_t request; /* that was started or waited for; 0 without one */
+  } timeline;
+  int64_t attributes[MAX_ATTRIBUTES]; /* the number of an object is replaced by its address: see object_of */
+  /* Row i of the operation's buffers has buffers[first[i]] to buffers[first[i + 1] - 1]. */
+  short first[MAX_ROLES + 1];
+  short buffer_count;
+  struct buffer buffers[MAX_BUFFERS];
+};
+
+/* Copies the part of a call that is in use. */
+static inline void call_copy(struct call *to, const struct call *from) {
+  memcpy(to, from, offsetof(struct call, buffers) + (size_t)from->buffer_count * sizeof *from->buffers);
+}
+
+/* The leaves of a joined buffer. */
+static inline const struct buffer *leaves_of(const struct call *call, int buffer, int *count) {
+  const struct call *leaves = call->leaves;
+  *count = leaves->first[buffer + 1] - leaves->first[buffer];
+  return &leaves->buffers[leaves->first[buffer]];
+}
+
+/* The object that an attribute refers to; NULL if none. */
+static inline void *object_of(int64_t attribute) { return (void *)(intptr_t)attribute; }
 
 #endif

@@ -6,10 +6,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/job.h"
+#include "base/text.h"
+#include "core/abi.h"
 
 /* Keeps an error for the next operation, unless one is kept already. The result may only be compared with NULL. */
-static ffi_error *defer(enum ffi_error_code code, const char *text) {
+static ffi_error *defer_error(enum ffi_error_code code, const char *text) {
   static char deferred;
   struct failure *none = NULL, *failure = malloc(sizeof *failure + strlen(text) + 1);
   if (failure != NULL) {
@@ -20,34 +21,33 @@ static ffi_error *defer(enum ffi_error_code code, const char *text) {
   return (ffi_error *)&deferred;
 }
 
-enum { TEXT = 2048 }; /* room for the text of an error */
-
-__attribute__((format(printf, 3, 0))) static void describe(const struct call *call, char text[TEXT], const char *format,
-                                                           va_list arguments) {
+/* The text of an error, with what it is of in front. */
+__attribute__((format(printf, 3, 0))) static void describe_error(const struct call *call, char array[TEXT_BYTES],
+                                                                 const char *format, va_list arguments) {
+  struct text text = text_in(array, TEXT_BYTES);
   const char *name = call->operation->name;
-  int length = snprintf(text, TEXT, "jaxmpi%s%s", strchr(name, ' ') == NULL ? "." : ", ", name);
-  if (call->comm != NULL)
-    length += snprintf(text + length, TEXT - (size_t)length, " on rank %d of %d", call->comm->rank, call->comm->size);
-  length += snprintf(text + length, TEXT - (size_t)length, ": ");
-  vsnprintf(text + length, TEXT - (size_t)length, format, arguments);
+  text_add(&text, "jaxmpi%s%s", strchr(name, ' ') == NULL ? "." : ", ", name);
+  if (call->comm != NULL) text_add(&text, " on rank %d of %d", call->comm->rank, call->comm->size);
+  text_add(&text, ": ");
+  text_add_arguments(&text, format, arguments);
 }
 
-static ffi_error *fail(const struct call *call, enum ffi_error_code code, const char *text) {
-  atomic_fetch_add(&runtime.failures, 1); /* makes linked calls check their link: link.c */
+static ffi_error *fail_with(const struct call *call, enum ffi_error_code code, const char *text) {
+  atomic_fetch_add(&runtime.failures, 1); /* makes linked calls check their link: python/runtime_token.c */
   if (atomic_load(&runtime.ends_on_error)) {
     fprintf(stderr, "%s. The job ends, as JAXMPI_ON_ERROR=abort says\n", text);
-    job_end(text);
+    runtime.abort(text);
   }
-  return call->frame != NULL ? ffi_fail(call->frame, code, text) : defer(code, text);
+  return call->frame != NULL ? ffi_fail(call->frame, code, text) : defer_error(code, text);
 }
 
 ffi_error *call_fail(const struct call *call, enum ffi_error_code code, const char *format, ...) {
-  char text[TEXT];
+  char text[TEXT_BYTES];
   va_list arguments;
   va_start(arguments, format);
-  describe(call, text, format, arguments);
+  describe_error(call, text, format, arguments);
   va_end(arguments);
-  return fail(call, code, text);
+  return fail_with(call, code, text);
 }
 
 /* Errors for which the last array of a pytree is to come. */
@@ -62,12 +62,12 @@ atomic_int failures_kept;
 
 /* The attributes that calls of one pytree have in common; 0 in the place of others. Returns the place. */
 static enum leaf attributes_of_tree(const struct call *call, int64_t attributes[MAX_ATTRIBUTES]) {
-  int64_t place = ALONE;
+  int64_t place = LEAF_ALONE;
   memset(attributes, 0, MAX_ATTRIBUTES * sizeof *attributes);
   for (int i = 0; i < call->operation->attribute_count; i++) {
     enum attribute kind = call->operation->attributes[i].kind;
-    if (kind == LEAF) place = call->attributes[i];
-    if (kind != LEAF && kind != NUMBER) attributes[i] = call->attributes[i];
+    if (kind == KIND_LEAF) place = call->attributes[i];
+    if (kind != KIND_LEAF && kind != KIND_NUMBER) attributes[i] = call->attributes[i];
   }
   return (enum leaf)place;
 }
@@ -82,7 +82,7 @@ static struct kept **find_kept(int row, const int64_t attributes[MAX_ATTRIBUTES]
 }
 
 /* False: no memory. */
-static bool keep(int row, const int64_t attributes[MAX_ATTRIBUTES], const char *text) {
+static bool keep_error(int row, const int64_t attributes[MAX_ATTRIBUTES], const char *text) {
   struct kept *new = malloc(sizeof *new + strlen(text) + 1);
   if (new == NULL) return false;
   *new = (struct kept){.row = row};
@@ -112,41 +112,41 @@ static struct kept *take_kept(int row, const int64_t attributes[MAX_ATTRIBUTES])
   return found;
 }
 
-/* The same, as the error of the call; NULL if there is none. */
+/* The kept error of a pytree as the error of this call; NULL if none is kept. */
 static ffi_error *fail_kept(const struct call *call, const int64_t attributes[MAX_ATTRIBUTES]) {
   struct kept *first = take_kept(call->operation->row, attributes);
-  ffi_error *error = first != NULL ? fail(call, FFI_INVALID_ARGUMENT, first->text) : NULL;
+  ffi_error *error = first != NULL ? fail_with(call, FFI_INVALID_ARGUMENT, first->text) : NULL;
   free(first);
   return error;
 }
 
 ffi_error *call_fail_dropped(const struct call *call, const struct buffer *out, const char *format, ...) {
-  char text[TEXT];
+  char text[TEXT_BYTES];
   va_list arguments;
   va_start(arguments, format);
-  describe(call, text, format, arguments);
+  describe_error(call, text, format, arguments);
   va_end(arguments);
   int64_t attributes[MAX_ATTRIBUTES];
   enum leaf place = attributes_of_tree(call, attributes);
-  bool follow = place == FIRST || place == MIDDLE;
-  if (follow && !atomic_load(&runtime.ends_on_error) && keep(call->operation->row, attributes, text)) {
+  bool follow = place == LEAF_FIRST || place == LEAF_MIDDLE;
+  if (follow && !atomic_load(&runtime.ends_on_error) && keep_error(call->operation->row, attributes, text)) {
     if (call->memory->host && out->count > 0) memset(out->data, 0xff, buffer_bytes(out));
     return NULL;
   }
-  ffi_error *error = place == LAST ? fail_kept(call, attributes) : NULL;
-  return error != NULL ? error : fail(call, FFI_INVALID_ARGUMENT, text);
+  ffi_error *error = place == LEAF_LAST ? fail_kept(call, attributes) : NULL;
+  return error != NULL ? error : fail_with(call, FFI_INVALID_ARGUMENT, text);
 }
 
 ffi_error *call_fail_kept(const struct call *call, ffi_error *error) {
   int64_t attributes[MAX_ATTRIBUTES];
   enum leaf place = attributes_of_tree(call, attributes);
-  if (place == ALONE || (place != LAST && error == NULL)) return error;
+  if (place == LEAF_ALONE || (place != LEAF_LAST && error == NULL)) return error;
   return call_first(call, fail_kept(call, attributes), error);
 }
 
 void call_forget_kept(const struct call *call) {
   int64_t attributes[MAX_ATTRIBUTES];
-  if (attributes_of_tree(call, attributes) == FIRST) free(take_kept(call->operation->row, attributes));
+  if (attributes_of_tree(call, attributes) == LEAF_FIRST) free(take_kept(call->operation->row, attributes));
 }
 
 ffi_error *call_first(const struct call *call, ffi_error *first, ffi_error *second) {
@@ -162,33 +162,22 @@ ffi_error *call_fail_driver(const struct call *call, const struct memory *memory
                    text != NULL ? text : "the driver has no text for it");
 }
 
-/* Appends to a text of `length` characters. Returns the new length, which is less than `size`: the rest is cut off. */
-__attribute__((format(printf, 4, 5))) static int append(char *text, size_t size, int length, const char *format, ...) {
-  va_list arguments;
-  va_start(arguments, format);
-  int added = vsnprintf(text + length, size - (size_t)length, format, arguments);
-  va_end(arguments);
-  int room = (int)size - 1 - length;
-  return length + (added < room ? added : room);
-}
-
 ffi_error *call_fail_mpi(const struct call *call, int code) {
-  char reason[1024] = "", given[256] = "";
-  int length = 0;
+  char reason[1024] = "", array[256];
+  struct text given = text_in(array, sizeof array);
   runtime.abi->error_text(code, reason);
   for (int i = 0; i < call->operation->attribute_count; i++)
-    if (call->operation->attributes[i].kind == RANK || call->operation->attributes[i].kind == TAG)
-      length = append(given, sizeof given, length, "; %s %" PRId64, call->operation->attributes[i].name,
-                      call->attributes[i]);
+    if (call->operation->attributes[i].kind == KIND_RANK || call->operation->attributes[i].kind == KIND_TAG)
+      text_add(&given, "; %s %" PRId64, call->operation->attributes[i].name, call->attributes[i]);
   for (int i = 0; i < call->operation->buffer_count; i++)
     for (int k = call->first[i]; k < call->first[i + 1] && call->buffer_count > 0; k++)
       if (call->buffers[k].type != NULL)
-        length = append(given, sizeof given, length, "; %s %" PRId64 " of %s", call->operation->buffers[i].name,
-                        call->buffers[k].count, call->buffers[k].type->name);
+        text_add(&given, "; %s %" PRId64 " of %s", call->operation->buffers[i].name, call->buffers[k].count,
+                 call->buffers[k].type->name);
   if (call->sending) /* told at once: if all ranks fail alike, nobody receives it */
     fprintf(stderr, "jaxmpi.%s on rank %d of %d: %s failed: %s. This rank waits until its own message is received\n",
             call->operation->name, call->comm->rank, call->comm->size, call->function, reason);
-  return call_fail(call, FFI_INTERNAL, "%s failed: %s%s", call->function, reason, given);
+  return call_fail(call, FFI_INTERNAL, "%s failed: %s%s", call->function, reason, given.characters);
 }
 
 ffi_error *call_fail_unknown(const struct call *call, const char *attribute) {

@@ -7,20 +7,18 @@
 #ifndef JAXMPI_FAILURE_H
 #define JAXMPI_FAILURE_H
 
-#include "core/core.h"
-#include "devices/memory.h"
+#include "base/memory.h"
+#include "core/call.h"
+#include "core/runtime.h"
 
 /* An error with a text by printf, after "jaxmpi.NAME on rank R of N: ". */
 __attribute__((format(printf, 3, 4))) ffi_error *call_fail(const struct call *call, enum ffi_error_code code,
                                                            const char *format, ...);
 
-/* The place of an array among those of a pytree, by the numbers of python/jaxmpi/_primitive/primitive.pytrees.py. */
-enum leaf { ALONE, FIRST, MIDDLE, LAST };
-
-/* The same for what has been received and dropped, since there is no room for it. XLA executes nothing that follows an
- * error: other ranks would wait for the rest of a pytree, or what they have sent of it would stay in the channel, for
- * later receives. So, if more of it follows, the error is kept, all bits of `out` are set (as where a device's call
- * fails after it has returned), and the result is NULL. */
+/* An error, as by call_fail, for a message that has been received and dropped, since there is no room for it. XLA
+ * executes nothing that follows an error: other ranks would wait for the rest of a pytree, or what they have sent of it
+ * would stay in the channel, for later receives. So, if more of it follows, the error is kept, all bits of `out` are
+ * set (as where a device's call fails after it has returned), and the result is NULL. */
 __attribute__((format(printf, 3, 4))) ffi_error *call_fail_dropped(const struct call *call, const struct buffer *out,
                                                                    const char *format, ...);
 
@@ -30,8 +28,7 @@ extern atomic_int failures_kept;
 ffi_error *call_fail_kept(const struct call *call, ffi_error *error);
 void call_forget_kept(const struct call *call);
 
-/* Before the body of a call. With the first array of a pytree begins what an error may be kept of: one of an earlier
- * pytree, whose program has ended before its last array, has been told of otherwise. */
+/* Before the body of a call. The first leaf discards an error kept for an earlier pytree whose last leaf never ran. */
 static inline void call_begun(const struct call *call) {
   if (atomic_load_explicit(&failures_kept, memory_order_relaxed) > 0) call_forget_kept(call);
 }
@@ -59,7 +56,8 @@ ffi_error *call_fail_mpi(const struct call *call, int code);
 /* Takes the deferred error, which the caller then frees; NULL if there is none. */
 static inline struct failure *failure_take(void) { return atomic_exchange(&runtime.deferred, NULL); }
 
-/* The same for an operation of this thread: only the thread that imported the package defers errors. */
+/* Takes the deferred error for an operation of this thread: NULL in all threads but the one that imported the package,
+ * which alone defers errors. */
 static inline struct failure *failure_of_thread(void) {
   bool deferred = atomic_load_explicit(&runtime.deferred, memory_order_relaxed) != NULL;
   return deferred && importer ? failure_take() : NULL;

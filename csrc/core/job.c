@@ -11,7 +11,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "core/core.h"
+#include "core/abi.h"
 #include "core/private.h"
 
 enum { FAILED = 1 }; /* the code of a job that ends here */
@@ -25,7 +25,7 @@ void job_begin(void) {
 bool job_has_folder(void) { return folder != NULL; }
 
 /* Its descriptor, or -1. It is not kept: a program may close it, and get its number for something else. */
-static int opened(void) {
+static int open_folder(void) {
   const char *reason;
   return folder != NULL ? private_own_folder(folder, &reason) : -1;
 }
@@ -38,7 +38,7 @@ static void name_of(char name[NAME], const char *kind, const char *end) {
 
 void job_tell(const char *kind, const char *content, size_t length) {
   char name[NAME], draft[NAME];
-  int in = opened();
+  int in = open_folder();
   if (in < 0) return;
   name_of(name, kind, "");
   name_of(draft, kind, ".draft");
@@ -61,7 +61,7 @@ static bool bell_rings(void) {
   static struct stat ours;
   struct stat found;
   if (bell < 0 || fstat(bell, &found) != 0 || found.st_dev != ours.st_dev || found.st_ino != ours.st_ino) {
-    int in = tries++ < TRIES ? opened() : -1;
+    int in = tries++ < TRIES ? open_folder() : -1;
     bell = in >= 0 ? openat(in, "bell", O_RDONLY | O_NONBLOCK | O_NOFOLLOW | O_CLOEXEC) : -1;
     if (in >= 0) close(in);
     if (bell < 0) return false;
@@ -78,7 +78,7 @@ static bool bell_rings(void) {
 void job_question(char *text, size_t size) {
   *text = '\0';
   if (!bell_rings()) return;
-  int in = opened();
+  int in = open_folder();
   if (in < 0) return;
   int file = private_open(in, "ask");
   close(in);
@@ -106,7 +106,7 @@ static bool is_there(int in, const char *name) {
  * is to know why the job ends before mpiexec says something about that. */
 static void wait_for_relay(void) {
   char name[NAME];
-  int in = opened();
+  int in = open_folder();
   if (in < 0) return;
   name_of(name, "aborts", "");
   for (int i = 0; i < 100 && is_there(in, "relayed") && is_there(in, name); i++)

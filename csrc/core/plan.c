@@ -7,43 +7,42 @@
 
 #include "core/buffers.h"
 #include "core/failure.h"
-#include "core/half.h"
+#include "base/float16.h"
 
 /* --- from numbers to a plan ---
  *
- * In this order: signature, tag, arrays, adds, zeroed, sent, received; the numbers of sends, receives, packs, fills and
- * unpacks; for each array the elements of the operand, then of each result; for each send and receive its rank, offset
- * and bytes; for each box leaf, stage, first, run, two numbers with the bytes of the value, axes, and for each axis its
- * count and stride. */
+ * In this order: those of PLAN_HEADER; for each array the elements of the operand, then of each result; for each send
+ * and receive its rank, offset and bytes; for each box leaf, stage, first, run, two numbers with the bytes of the
+ * value, axes, and for each axis its count and stride. */
 
 struct reader {
   const int64_t *next, *end;
 };
 
-static int64_t take(struct reader *reader) { return reader->next < reader->end ? *reader->next++ : 0; }
+static int64_t take_number(struct reader *reader) { return reader->next < reader->end ? *reader->next++ : 0; }
 
 static void take_peers(struct reader *reader, struct peer *peers, int count) {
   for (int i = 0; i < count; i++) {
-    peers[i].rank = (int)take(reader);
-    peers[i].stage = take(reader);
-    peers[i].bytes = take(reader);
+    peers[i].rank = (int)take_number(reader);
+    peers[i].stage = take_number(reader);
+    peers[i].bytes = take_number(reader);
   }
 }
 
 static bool take_boxes(struct reader *reader, struct box *boxes, int count) {
   for (int i = 0; i < count; i++) {
     struct box *box = &boxes[i];
-    box->leaf = (int)take(reader);
-    box->stage = take(reader);
-    box->first = take(reader);
-    box->run = take(reader);
-    int64_t value[2] = {take(reader), take(reader)};
+    box->leaf = (int)take_number(reader);
+    box->stage = take_number(reader);
+    box->first = take_number(reader);
+    box->run = take_number(reader);
+    int64_t value[2] = {take_number(reader), take_number(reader)};
     memcpy(box->value, value, sizeof value);
-    box->axes = (int)take(reader);
+    box->axes = (int)take_number(reader);
     if (box->axes < 0 || box->axes > MAX_BOX_AXES) return false;
     for (int axis = 0; axis < box->axes; axis++) {
-      box->counts[axis] = take(reader);
-      box->strides[axis] = take(reader);
+      box->counts[axis] = take_number(reader);
+      box->strides[axis] = take_number(reader);
     }
   }
   return true;
@@ -53,18 +52,9 @@ struct plan *plan_make(const int64_t *numbers, size_t count) {
   struct reader reader = {numbers, numbers + count};
   struct plan *plan = calloc(1, sizeof *plan);
   if (plan == NULL) return NULL;
-  plan->signature = (uint64_t)take(&reader);
-  plan->tag = (int)take(&reader);
-  plan->arrays = (int)take(&reader);
-  plan->adds = take(&reader) != 0;
-  plan->zeroed = take(&reader) != 0;
-  plan->sent = take(&reader);
-  plan->received = take(&reader);
-  plan->send_count = (int)take(&reader);
-  plan->receive_count = (int)take(&reader);
-  plan->pack_count = (int)take(&reader);
-  plan->fill_count = (int)take(&reader);
-  plan->unpack_count = (int)take(&reader);
+#define SET(name) plan->name = (__typeof__(plan->name))take_number(&reader);
+  PLAN_HEADER(SET)
+#undef SET
   size_t peers = (size_t)plan->send_count + (size_t)plan->receive_count;
   size_t boxes = (size_t)plan->pack_count + (size_t)plan->fill_count + (size_t)plan->unpack_count;
   size_t arrays = 2 * (size_t)plan->arrays;
@@ -77,7 +67,7 @@ struct plan *plan_make(const int64_t *numbers, size_t count) {
     plan->receives = plan->sends + plan->send_count;
     plan->fills = plan->packs + plan->pack_count;
     plan->unpacks = plan->fills + plan->fill_count;
-    for (size_t i = 0; i < arrays; i++) elements[i] = take(&reader);
+    for (size_t i = 0; i < arrays; i++) elements[i] = take_number(&reader);
     take_peers(&reader, plan->sends, (int)peers);
     whole = take_boxes(&reader, plan->packs, (int)boxes) && reader.next == reader.end;
   }
@@ -90,7 +80,7 @@ struct plan *plan_make(const int64_t *numbers, size_t count) {
 }
 
 const struct plan *plan_of(const struct call *call) {
-  int i = attribute_of(call->operation, PLAN);
+  int i = attribute_of(call->operation, KIND_PLAN);
   return i >= 0 ? object_of(call->attributes[i]) : NULL;
 }
 
@@ -100,7 +90,7 @@ const struct plan *plan_of(const struct call *call) {
  * each other. */
 typedef void row_function(const struct box *box, char *array, int64_t stride, int64_t count, char *message);
 
-static void walk(row_function *function, const struct box *box, int axis, char *array, char **message) {
+static void walk_axis(row_function *function, const struct box *box, int axis, char *array, char **message) {
   if (axis + 1 >= box->axes) {
     int64_t count = box->axes > 0 ? box->counts[axis] : 1, stride = box->axes > 0 ? box->strides[axis] : 0;
     function(box, array, stride, count, *message);
@@ -108,12 +98,12 @@ static void walk(row_function *function, const struct box *box, int axis, char *
     return;
   }
   for (int64_t i = 0; i < box->counts[axis]; i++)
-    walk(function, box, axis + 1, array + i * box->strides[axis], message);
+    walk_axis(function, box, axis + 1, array + i * box->strides[axis], message);
 }
 
 static void walk_box(row_function *function, const struct box *box, void *array, const char *message) {
   char *at = (char *)(uintptr_t)message;
-  walk(function, box, 0, (char *)array + box->first, &at);
+  walk_axis(function, box, 0, (char *)array + box->first, &at);
 }
 
 /* Copies of a size that is known to the compiler are single instructions. */
@@ -129,7 +119,7 @@ static void walk_box(row_function *function, const struct box *box, void *array,
       COPY(run)             \
   }
 
-static void gather(const struct box *box, char *array, int64_t stride, int64_t count, char *message) {
+static void gather_row(const struct box *box, char *array, int64_t stride, int64_t count, char *message) {
 #define COPY(size)                                                                                      \
   for (int64_t i = 0; i < count; i++) memcpy(message + i * (size), array + i * stride, (size_t)(size)); \
   break;
@@ -138,7 +128,7 @@ static void gather(const struct box *box, char *array, int64_t stride, int64_t c
 #undef COPY
 }
 
-static void scatter(const struct box *box, char *array, int64_t stride, int64_t count, char *message) {
+static void scatter_row(const struct box *box, char *array, int64_t stride, int64_t count, char *message) {
 #define COPY(size)                                                                                      \
   for (int64_t i = 0; i < count; i++) memcpy(array + i * stride, message + i * (size), (size_t)(size)); \
   break;
@@ -148,7 +138,7 @@ static void scatter(const struct box *box, char *array, int64_t stride, int64_t 
 }
 
 /* Without a message. */
-static void fill(const struct box *box, char *array, int64_t stride, int64_t count, char *message) {
+static void fill_row(const struct box *box, char *array, int64_t stride, int64_t count, char *message) {
   const int64_t width = sizeof box->value, run = box->run;
   (void)message;
   for (int64_t i = 0; i < count; i++) {
@@ -236,7 +226,7 @@ ffi_error *plan_begin(const struct call *call, const struct plan *plan) {
 
 uint64_t plan_label(const struct call *call, const struct plan *plan, uint64_t number) {
   uint64_t hash = plan->signature + number * UINT64_C(0x9e3779b97f4a7c15);
-  hash ^= (uint64_t)call->attributes[attribute_of(call->operation, DERIVATIVE)] * UINT64_C(0xd1342543de82ef95);
+  hash ^= (uint64_t)call->attributes[attribute_of(call->operation, KIND_DERIVATIVE)] * UINT64_C(0xd1342543de82ef95);
   hash = (hash ^ hash >> 30) * UINT64_C(0xbf58476d1ce4e5b9); /* the finalizer of splitmix64 */
   hash = (hash ^ hash >> 27) * UINT64_C(0x94d049bb133111eb);
   return hash ^ hash >> 31;
@@ -244,13 +234,13 @@ uint64_t plan_label(const struct call *call, const struct plan *plan, uint64_t n
 
 void plan_compose(const struct call *call, const struct plan *plan, char *stage) {
   for (int i = 0; i < plan->pack_count; i++)
-    walk_box(gather, &plan->packs[i], plan_operand(call, plan->packs[i].leaf)->data, stage + plan->packs[i].stage);
+    walk_box(gather_row, &plan->packs[i], plan_operand(call, plan->packs[i].leaf)->data, stage + plan->packs[i].stage);
 }
 
 void plan_fill(const struct call *call, const struct plan *plan) {
   plan_begin(call, plan); /* on the host it cannot fail */
   for (int i = 0; i < plan->fill_count; i++)
-    walk_box(fill, &plan->fills[i], plan_result(call, plan->fills[i].leaf)->data, NULL);
+    walk_box(fill_row, &plan->fills[i], plan_result(call, plan->fills[i].leaf)->data, NULL);
 }
 
 void plan_pack(const struct call *call, const struct plan *plan, char *stage) {
@@ -262,7 +252,7 @@ void plan_unpack(const struct call *call, const struct plan *plan, const char *s
   for (int i = 0; i < plan->unpack_count; i++) {
     const struct box *box = &plan->unpacks[i];
     const struct buffer *array = plan_result(call, box->leaf);
-    walk_box(plan->adds ? adder_of(array->type) : scatter, box, array->data, stage + box->stage);
+    walk_box(plan->adds ? adder_of(array->type) : scatter_row, box, array->data, stage + box->stage);
   }
 }
 
@@ -282,7 +272,7 @@ static struct box without_gaps(const struct box *box) {
 
 void box_fill(const struct box *box, char *whole) {
   struct box all = without_gaps(box);
-  fill(&all, whole, 0, 1, NULL);
+  fill_row(&all, whole, 0, 1, NULL);
 }
 
 void box_add(const struct box *box, const struct datatype *type, char *whole, const char *message) {

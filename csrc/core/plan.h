@@ -1,5 +1,5 @@
-/* Plans: which parts of the arrays of a call travel in which messages. Made once, by python/jaxmpi/_mpi/plans.py, and kept
- * in the registry.
+/* Plans: which parts of the arrays of a call travel in which messages. Made once, by python/jaxmpi/_mpi/plans.py, and
+ * kept in the registry.
  *
  * A plan describes a linear map between the arrays of all ranks, of which this rank's results are its operands (or
  * zero), except in some boxes, which are filled with a constant, and in others, which receive boxes of other ranks:
@@ -16,7 +16,8 @@
 #ifndef JAXMPI_PLAN_H
 #define JAXMPI_PLAN_H
 
-#include "core/core.h"
+#include "core/call.h"
+#include "core/runtime.h"
 
 /* The tag of the messages of plans: OF_PLANS in _mpi/tags.py. Tags from the other one on may be those of derivatives:
  * _FIRST there. */
@@ -40,6 +41,21 @@ struct peer {
   int rank;
   int64_t stage, bytes; /* of the message, with its label */
 };
+
+/* The numbers with which the description of a plan begins, in this order: see plan_make. */
+#define PLAN_HEADER(NUMBER) \
+  NUMBER(signature)         \
+  NUMBER(tag)               \
+  NUMBER(arrays)            \
+  NUMBER(adds)              \
+  NUMBER(zeroed)            \
+  NUMBER(sent)              \
+  NUMBER(received)          \
+  NUMBER(send_count)        \
+  NUMBER(receive_count)     \
+  NUMBER(pack_count)        \
+  NUMBER(fill_count)        \
+  NUMBER(unpack_count)
 
 struct plan {
   uint64_t signature; /* the same on all ranks that make the same call */
@@ -74,7 +90,7 @@ static inline const struct buffer *plan_result(const struct call *call, int leaf
 /* NULL, or the error: the arrays of the call are not those of the plan. */
 ffi_error *plan_check(const struct call *call, const struct plan *plan);
 
-/* The same for a call that has operands only. */
+/* As plan_check, for a call that has operands only. */
 ffi_error *plan_check_operands(const struct call *call, const struct plan *plan);
 
 /* Lets the results begin as the operands, or as zero; in whichever memory they lie, so that it can fail. */
@@ -86,13 +102,13 @@ void plan_compose(const struct call *call, const struct plan *plan, char *stage)
 /* Sets the results of `call` except for what is received. */
 void plan_fill(const struct call *call, const struct plan *plan);
 
-/* Both. */
+/* plan_compose and plan_fill. */
 void plan_pack(const struct call *call, const struct plan *plan, char *stage);
 
 /* Distributes what has been received. */
 void plan_unpack(const struct call *call, const struct plan *plan, const char *stage);
 
-/* The same for a box of an array that is at hand without its gaps, as in a message: fills it; adds a message to it,
+/* A box of an array that is at hand without its gaps, as in a message: its bytes; fills it; adds a message to it,
  * for a type that plan_check allows. */
 int64_t box_bytes(const struct box *box);
 void box_fill(const struct box *box, char *whole);

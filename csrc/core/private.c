@@ -22,7 +22,7 @@ static const char *fault_of_own(const struct stat *folder) {
   return NULL;
 }
 
-static int opened(const char *path, int flags, const char *(*fault)(const struct stat *), const char **reason) {
+static int open_checked(const char *path, int flags, const char *(*fault)(const struct stat *), const char **reason) {
   struct stat status;
   int folder = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC | flags);
   if (folder < 0 || fstat(folder, &status) != 0) {
@@ -38,9 +38,11 @@ static int opened(const char *path, int flags, const char *(*fault)(const struct
   return -1;
 }
 
-int private_folder(const char *path, const char **reason) { return opened(path, 0, fault_of, reason); }
+int private_folder(const char *path, const char **reason) { return open_checked(path, 0, fault_of, reason); }
 
-int private_own_folder(const char *path, const char **reason) { return opened(path, O_NOFOLLOW, fault_of_own, reason); }
+int private_own_folder(const char *path, const char **reason) {
+  return open_checked(path, O_NOFOLLOW, fault_of_own, reason);
+}
 
 static bool is_name(const char *name) {
   if (*name != '\0' && strchr(name, '/') == NULL) return true;

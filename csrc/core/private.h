@@ -17,8 +17,8 @@
  * "it belongs to another user". */
 int private_folder(const char *path, const char **reason);
 
-/* Likewise, of a folder that is this user's alone: nobody else may read or write in it, and the last part of its path
- * is no link. */
+/* The descriptor, or -1, of a folder that is this user's alone: nobody else may read or write in it, and the last part
+ * of its path is no link. */
 int private_own_folder(const char *path, const char **reason);
 
 /* The descriptor of a new file in it, to be written at its end. `name` is of the file alone. -1: errno; EEXIST where

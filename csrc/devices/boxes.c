@@ -84,13 +84,13 @@ bool boxes_serve(const struct call *call, const struct plan *plan) {
 
 /* --- a call --- */
 
-static size_t aligned(int64_t bytes) { return ((size_t)bytes + 15) / 16 * 16; }
+static size_t align_up(int64_t bytes) { return ((size_t)bytes + 15) / 16 * 16; }
 
-static size_t stage_bytes(const struct plan *plan) { return aligned(plan->sent + plan->received); }
+static size_t stage_bytes(const struct plan *plan) { return align_up(plan->sent + plan->received); }
 
 static size_t filled_bytes(const struct plan *plan) {
   size_t bytes = 0;
-  for (int i = 0; i < plan->fill_count; i++) bytes += aligned(box_bytes(&plan->fills[i]));
+  for (int i = 0; i < plan->fill_count; i++) bytes += align_up(box_bytes(&plan->fills[i]));
   return bytes;
 }
 
@@ -125,12 +125,12 @@ static void fill_all(void *data) {
   char *to = task->to;
   for (int i = 0; i < task->plan->fill_count; i++) {
     box_fill(&task->plan->fills[i], to);
-    to += aligned(box_bytes(&task->plan->fills[i]));
+    to += align_up(box_bytes(&task->plan->fills[i]));
   }
   free(task);
 }
 
-static void add(void *data) {
+static void add_box(void *data) {
   struct task *task = data;
   box_add(task->box, task->type, task->to, task->from);
   free(task);
@@ -153,7 +153,7 @@ static ffi_error *fill_boxes(const struct call *call, const struct plan *plan, c
   for (int i = 0; i < plan->fill_count; i++) {
     const struct box *box = &plan->fills[i];
     TRY_DRIVER(call, copy_box(call, box, true, from, plan_result(call, box->leaf)->data));
-    from += aligned(box_bytes(box));
+    from += align_up(box_bytes(box));
   }
   return NULL;
 }
@@ -168,7 +168,7 @@ ffi_error *boxes_up(const struct call *call, const struct plan *plan, char *room
     char *from = room + box->stage;
     if (plan->adds) {
       TRY_DRIVER(call, copy_box(call, box, false, sum, array->data));
-      error = enqueue(call, add, (struct task){.box = box, .type = array->type, .to = sum, .from = from});
+      error = enqueue(call, add_box, (struct task){.box = box, .type = array->type, .to = sum, .from = from});
       if (error != NULL) return error;
     }
     TRY_DRIVER(call, copy_box(call, box, true, plan->adds ? sum : from, array->data));

@@ -1,11 +1,14 @@
 /* NVIDIA's devices, through the driver's library, which is on every machine with such a device. Building needs no SDK,
  * running does not need CUDA's runtime library. */
-#include "devices/memory.h"
 
 #include <stdint.h>
 
-#include "core/core.h"
+#include "base/memory.h"
+#include "base/symbols.h"
+#include "core/runtime.h"
 #include "devices/cuda_types.h"
+#include "devices/spaces.h"
+#include "devices/transport.h"
 
 /* Flags: streams that do not wait for the default stream, events without timing, memory pinned for all contexts. */
 enum { STREAM_NON_BLOCKING = 1, EVENT_DISABLE_TIMING = 2, MEMHOSTALLOC_PORTABLE = 1 };
@@ -110,13 +113,13 @@ static void text(int code, const char **name, const char **said) {
 }
 
 #define SPACE cuda
-#include "xla/handlers.h"
+#include "execute/handlers.h"
 
 const struct memory memory_cuda = {
     .platform = "CUDA",
     .libraries = (const char *const[]){"libcuda.so.1", NULL},
     .absent = "there is no libcuda.so.1: no NVIDIA driver is installed",
     .load = load,
-    .handlers = handlers,
+    .run = transport_run,
     MEMORY_FUNCTIONS,
 };

@@ -1,9 +1,11 @@
 /* AMD's devices, through HIP's library, which is part of every ROCm installation. Building needs no SDK. */
-#include "devices/memory.h"
 
 #include <stdint.h>
 
-#include "core/core.h"
+#include "base/memory.h"
+#include "base/symbols.h"
+#include "devices/spaces.h"
+#include "devices/transport.h"
 
 typedef int hipError_t;
 typedef int hipDevice_t;
@@ -107,7 +109,7 @@ static void text(int code, const char **name, const char **said) {
 
 /* ROCm's folder is seldom on the loader's path (JAX's plugin finds it by itself): so it is the last name below. */
 #define SPACE rocm
-#include "xla/handlers.h"
+#include "execute/handlers.h"
 
 const struct memory memory_rocm = {
     .platform = "ROCM",
@@ -115,6 +117,6 @@ const struct memory memory_rocm = {
                                        "/opt/rocm/lib/libamdhip64.so", NULL},
     .absent = "there is no libamdhip64.so: ROCm is not installed, or not where the loader looks",
     .load = load,
-    .handlers = handlers,
+    .run = transport_run,
     MEMORY_FUNCTIONS,
 };

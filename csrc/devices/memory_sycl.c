@@ -7,13 +7,12 @@
  * (sycl::get_native). A C++ file with twenty functions, built where the compiler is available, could fill the structure
  * below; nothing else would have to change.
  */
-#include "devices/memory.h"
+#include "devices/spaces.h"
 
 #define SPACE sycl
-#include "xla/handlers.h"
+#include "execute/handlers.h"
 
 const struct memory memory_sycl = {
     .platform = "SYCL",
-    .handlers = handlers,
     .absent = "not supported: XLA's stream for Intel's devices is a C++ object, which this build cannot use",
 };

@@ -3,8 +3,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/call.h"
+#include "core/failure.h"
 #include "devices/boxes.h"
+#include "devices/spaces.h"
+#include "execute/body.h"
+#include "execute/chunks.h"
 
 enum { SLOTS = 4, ALIGNMENT = 256, LEAST = 1 << 16, OUTGROWN = 48 };
 
@@ -203,12 +206,12 @@ static void job_run(struct job *job) {
 }
 
 /* Host function: calls MPI in the driver's callback thread. */
-static void callback(void *data) {
+static void run_job_in_callback(void *data) {
   job_run(data);
   job_free(data);
 }
 
-static void *work(void *unused) {
+static void *run_jobs(void *unused) {
   (void)unused;
   pthread_mutex_lock(&jobs.lock);
   for (;;) {
@@ -241,7 +244,7 @@ static bool start_thread(void) {
   pthread_mutex_lock(&jobs.lock);
   if (!jobs.running) {
     pthread_t thread;
-    jobs.running = pthread_create(&thread, NULL, work, NULL) == 0 && pthread_detach(thread) == 0;
+    jobs.running = pthread_create(&thread, NULL, run_jobs, NULL) == 0 && pthread_detach(thread) == 0;
   }
   bool running = jobs.running;
   pthread_mutex_unlock(&jobs.lock);
@@ -251,7 +254,7 @@ static bool start_thread(void) {
 static ffi_error *give_job(const struct call *call, const struct call *part, bool thread, void *stream) {
   struct job *job = !thread || start_thread() ? job_new(part) : NULL;
   if (job == NULL) return call_fail(call, FFI_INTERNAL, "no memory or no thread for a call of MPI");
-  int code = call->memory->call(stream, thread ? hand_over : callback, job);
+  int code = call->memory->call(stream, thread ? hand_over : run_job_in_callback, job);
   if (code == 0) return NULL;
   job_free(job);
   return call_fail_driver(call, call->memory, code);
@@ -262,7 +265,7 @@ static ffi_error *give_job(const struct call *call, const struct call *part, boo
 /* A user's reduction may need the GIL, which another thread may hold while it waits for the stream in the driver. If
  * ranks compare their calls, no chunk may be enqueued before they have agreed. */
 static enum transport transport_of(const struct call *call) {
-  return importer && call->reducer != REDUCER_USER && !call->compared ? runtime.transport : TRANSPORT_WAIT;
+  return importer && call->reducer != REDUCER_USER && !call->comparison.due ? runtime.transport : TRANSPORT_WAIT;
 }
 
 /* Whether an aware MPI can do the call on device memory: not if a function reduces that reads host memory, and not if
@@ -307,7 +310,7 @@ static void chunk_make(const struct stage *stage, int64_t number, struct chunk *
   call_copy(&chunk->call, &chunk->device);
   struct call *call = &chunk->call;
   char *slot = stage->state->staging + stage->front + (size_t)(number % SLOTS) * stage->room * stage->divided;
-  call->compared = call->compared && number == 0;
+  call->comparison.due = call->comparison.due && number == 0;
   if (!stage->aware) call->memory = &memory_host;
   if (stage->boxed != NULL) call->messages = slot;
   for (int i = 0; i < call->buffer_count; i++)
@@ -317,14 +320,14 @@ static void chunk_make(const struct stage *stage, int64_t number, struct chunk *
 }
 
 /* Copies a buffer of a chunk down to the host, or up to the device. */
-static int copy(const struct stage *stage, bool up, const struct buffer *host, const struct buffer *device) {
+static int copy_buffer(const struct stage *stage, bool up, const struct buffer *host, const struct buffer *device) {
   size_t count = stage->divided ? (size_t)call_rows(stage->call, host) : 1, width = buffer_bytes(host) / count;
   size_t pitch = count > 1 ? (size_t)stage->call->division.columns * host->type->bytes : width;
   return memory_copy_rows(stage->call->memory, up, host->data, device->data,
                           (struct rows){width, count, width, (ptrdiff_t)pitch}, up ? stage->up : stage->down);
 }
 
-/* The same for a buffer that is joined, leaf by leaf. */
+/* Copies a buffer that is joined down to the host, or up to the device, leaf by leaf. */
 static int copy_leaves(const struct stage *stage, bool up, int buffer, const struct buffer *host) {
   int count, rows = call_rows(stage->call, host), code = 0;
   const struct buffer *leaf = leaves_of(stage->call, buffer, &count);
@@ -351,20 +354,20 @@ static ffi_error *copy_all(const struct stage *stage, bool up, int64_t number, c
     if (stage->call->leaves != NULL)
       TRY_DRIVER(stage->call, copy_leaves(stage, up, i, host));
     else
-      TRY_DRIVER(stage->call, copy(stage, up, host, &chunk->device.buffers[i]));
+      TRY_DRIVER(stage->call, copy_buffer(stage, up, host, &chunk->device.buffers[i]));
   }
   return NULL;
 }
 
 /* Makes later work of the stream `after` wait for the work enqueued on the stream `before` so far. */
-static int order(const struct stage *stage, void *before, void *event, void *after) {
+static int order_streams(const struct stage *stage, void *before, void *event, void *after) {
   const struct memory *memory = stage->call->memory;
   if (before == after) return 0;
   int code = memory->event_record(event, before);
   return code != 0 ? code : memory->stream_wait(after, event);
 }
 
-static ffi_error *fetch(const struct stage *stage, int64_t number) {
+static ffi_error *fetch_chunk(const struct stage *stage, int64_t number) {
   struct chunk chunk;
   chunk_make(stage, number, &chunk);
   void **events = events_of(stage, number);
@@ -372,11 +375,11 @@ static ffi_error *fetch(const struct stage *stage, int64_t number) {
   ffi_error *error = copy_all(stage, false, number, &chunk);
   if (error == NULL && stage->boxed != NULL) error = boxes_down(stage->call, stage->boxed, chunk.call.messages);
   if (error != NULL) return error;
-  TRY_DRIVER(stage->call, order(stage, stage->down, events[FETCHED], stage->through));
+  TRY_DRIVER(stage->call, order_streams(stage, stage->down, events[FETCHED], stage->through));
   return NULL;
 }
 
-static ffi_error *pass(const struct stage *stage, int64_t number) {
+static ffi_error *pass_chunk(const struct stage *stage, int64_t number) {
   const struct memory *memory = stage->call->memory;
   struct chunk chunk;
   chunk_make(stage, number, &chunk);
@@ -388,11 +391,11 @@ static ffi_error *pass(const struct stage *stage, int64_t number) {
   return stage->aware ? call_chunks(&chunk.call) : call_body(&chunk.call);
 }
 
-static ffi_error *store(const struct stage *stage, int64_t number) {
+static ffi_error *store_chunk(const struct stage *stage, int64_t number) {
   struct chunk chunk;
   chunk_make(stage, number, &chunk);
   void **events = events_of(stage, number);
-  TRY_DRIVER(stage->call, order(stage, stage->through, events[PASSED], stage->up));
+  TRY_DRIVER(stage->call, order_streams(stage, stage->through, events[PASSED], stage->up));
   ffi_error *error = copy_all(stage, true, number, &chunk);
   if (error == NULL && stage->boxed != NULL) error = boxes_up(stage->call, stage->boxed, chunk.call.messages);
   if (error != NULL) return error;
@@ -400,14 +403,14 @@ static ffi_error *store(const struct stage *stage, int64_t number) {
   return NULL;
 }
 
-static size_t aligned(size_t bytes) { return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT; }
+static size_t align_up(size_t bytes) { return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT; }
 
 /* Buffer `written` is the nth WRITE buffer: the index of the nth READ buffer if that has the same size, else -1. */
 static int partner_of(const struct call *call, int written) {
   int number = 0;
-  for (int i = 0; i < written; i++) number += call->buffers[i].role == WRITE;
+  for (int i = 0; i < written; i++) number += call->buffers[i].role == ROLE_WRITE;
   for (int i = 0; i < call->buffer_count; i++)
-    if (call->buffers[i].role == READ && number-- == 0)
+    if (call->buffers[i].role == ROLE_READ && number-- == 0)
       return buffer_bytes(&call->buffers[i]) == buffer_bytes(&call->buffers[written]) ? i : -1;
   return -1;
 }
@@ -418,23 +421,23 @@ static void lay_out(struct stage *stage) {
   struct call first; /* the largest chunk */
   call_copy(&first, stage->call);
   if (stage->divided) call_cut(&first, 0);
-  bool in_place = stage->call->operation->divisibility == CHUNKS;
+  bool in_place = stage->call->operation->divisibility == DIVIDE_CHUNKS;
   stage->front = 0;
   stage->room = stage->boxed != NULL ? boxes_room(stage->boxed) : 0;
   for (int i = 0; i < first.buffer_count; i++) {
     const struct buffer *buffer = &first.buffers[i];
     stage->offsets[i] = 0;
     if (!is_staged(stage, buffer)) continue;
-    int partner = in_place && buffer->role == WRITE ? partner_of(&first, i) : -1;
+    int partner = in_place && buffer->role == ROLE_WRITE ? partner_of(&first, i) : -1;
     size_t *end = role_is_of_host(buffer->role) ? &stage->front : &stage->room;
-    stage->offsets[i] = partner < 0 ? aligned(*end) : stage->offsets[partner];
+    stage->offsets[i] = partner < 0 ? align_up(*end) : stage->offsets[partner];
     if (partner < 0) *end = stage->offsets[i] + buffer_bytes(buffer);
   }
-  stage->front = aligned(stage->front);
-  if (stage->divided) stage->room = aligned(stage->room);
+  stage->front = align_up(stage->front);
+  if (stage->divided) stage->room = align_up(stage->room);
 }
 
-static ffi_error *prepare(struct stage *stage, struct stream_state *state, const struct call *call) {
+static ffi_error *prepare_stage(struct stage *stage, struct stream_state *state, const struct call *call) {
   stage->call = call;
   stage->state = state;
   stage->aware = runtime.aware && within_reach(call);
@@ -460,12 +463,12 @@ static ffi_error *prepare(struct stage *stage, struct stream_state *state, const
 
 static ffi_error *run_chunks(const struct stage *stage) {
   const struct call *call = stage->call;
-  TRY_DRIVER(call, order(stage, call->stream, stage->state->done, stage->down));
-  ffi_error *error = fetch(stage, 0);
+  TRY_DRIVER(call, order_streams(stage, call->stream, stage->state->done, stage->down));
+  ffi_error *error = fetch_chunk(stage, 0);
   for (int64_t i = 0; i < stage->chunks && error == NULL; i++) {
-    if (i + 1 < stage->chunks) error = fetch(stage, i + 1); /* copied while this thread is in MPI */
-    if (error == NULL) error = pass(stage, i);
-    if (error == NULL) error = store(stage, i);
+    if (i + 1 < stage->chunks) error = fetch_chunk(stage, i + 1); /* copied while this thread is in MPI */
+    if (error == NULL) error = pass_chunk(stage, i);
+    if (error == NULL) error = store_chunk(stage, i);
   }
   if (error != NULL) return error;
   if (stage->divided)
@@ -475,9 +478,9 @@ static ffi_error *run_chunks(const struct stage *stage) {
   return NULL;
 }
 
-static ffi_error *run(struct stream_state *state, const struct call *call) {
+static ffi_error *run_in_state(struct stream_state *state, const struct call *call) {
   struct stage stage;
-  ffi_error *error = prepare(&stage, state, call);
+  ffi_error *error = prepare_stage(&stage, state, call);
   if (error != NULL) return error;
   error = run_chunks(&stage);
   if (error != NULL) state_drain(state); /* after the return XLA may reuse the buffers */
@@ -498,7 +501,7 @@ ffi_error *transport_run(struct call *call) {
   if (code != 0) {
     error = code == -1 ? call_fail(call, FFI_INTERNAL, "no memory") : call_fail_driver(call, memory, code);
   } else {
-    error = run(state, call);
+    error = run_in_state(state, call);
     state_leave(state);
   }
   code = memory->leave(previous);

@@ -29,7 +29,8 @@
 #ifndef JAXMPI_TRANSPORT_H
 #define JAXMPI_TRANSPORT_H
 
-#include "core/core.h"
+#include "core/call.h"
+#include "core/runtime.h"
 
 /* Executes a call whose buffers lie in a device's memory. */
 ffi_error *transport_run(struct call *call);

@@ -1,9 +1,11 @@
 /* What the bodies of the operations share: how a body gets its buffers and attributes, and makes a call of MPI.
  *
- * Included only by the sources with bodies, which are compiled once per ABI. A body gets its buffers and attributes by
- * their names in ops.def; which buffers there are depends on this rank's part in the operation. If operand and result
- * have equal pointers, XLA has aliased them.
- */
+ * Included only by the sources with bodies and what serves them, which are compiled once per ABI. A body gets its
+ * buffers and attributes by their names in ops.def; which buffers there are depends on this rank's part in the
+ * operation. If operand and result have equal pointers, XLA has aliased them.
+ *
+ * Threads: bodies are called by the thread that the transport chooses for MPI calls, without the GIL, with runtime.lock
+ * held where `serialize` is set. */
 #ifndef JAXMPI_BODIES_H
 #define JAXMPI_BODIES_H
 
@@ -13,30 +15,26 @@
 #include <string.h>
 
 #include "core/buffers.h"
-#include "core/call.h"
-#include "core/compare.h"
-#include "core/deadline.h"
-#include "core/log.h"
+#include "core/failure.h"
 #include "core/plan.h"
-#include "core/requests.h"
+#include "execute/body.h"
+#include "execute/chunks.h"
+#include "execute/compare.h"
+#include "execute/deadline.h"
 #include "mpi/mpi_table.h"
+#include "observe/log.h"
 
-/* The attributes and the buffers of an operation by name; for EACH the first buffer. */
-#define A(kind, name)      int64_t name;
+/* The buffers of an operation by name; for EACH the first one. */
 #define B(role, name)      struct buffer *name;
 #define EACH(role, name)   struct buffer *name;
 #define JOINED(role, name) struct buffer *name;
 #define PARTLY(role, name) struct buffer *name;
 #define OPERATION(name, divisibility, buffers, attributes) \
-  struct name##_attributes {                               \
-    attributes                                             \
-  };                                                       \
   struct name##_buffers {                                  \
     buffers                                                \
   };
 #include "core/ops.def"
 #undef OPERATION
-#undef A
 #undef B
 #undef EACH
 #undef JOINED
@@ -52,12 +50,12 @@ static inline void find_buffers(struct call *c, struct buffer **buffers, size_t 
   struct operation##_buffers b;                                                \
   memcpy(&a, (call)->attributes, sizeof a);                                    \
   find_buffers(call, (struct buffer **)(void *)&b, sizeof b / sizeof(void *)); \
-  __attribute__((unused)) MPI_Comm comm = (MPI_Comm)(call)->comm->handle
+  __attribute__((unused)) MPI_Comm comm = handle_of_comm((call)->comm)
 
 /* Names the MPI function for errors and the log; the other arguments are the text of the log. */
 #define BEGIN(call, name, ...)     \
   (call)->function = "MPI_" #name; \
-  if ((call)->logged) log_begin(call, __VA_ARGS__)
+  if ((call)->log.on) log_begin(call, __VA_ARGS__)
 
 #define TRY(call, expression)                                    \
   do {                                                           \
@@ -70,7 +68,7 @@ static inline ffi_error *call_fail_in(struct call *call, const char *function, i
   return call_fail_mpi(call, code);
 }
 
-/* The same for one call of MPI, whose function the error then names. */
+/* TRY for one call of MPI, whose function the error then names. */
 #define TRY_MPI(call, name, ...)         \
   do {                                   \
     int code_ = mpi.name(__VA_ARGS__);   \
@@ -91,6 +89,10 @@ static inline ffi_error *call_fail_in(struct call *call, const char *function, i
   if ((buffer)->type == NULL)                                                                         \
   return call_fail(call, FFI_INTERNAL, "an array that rank %d needs is not passed: reinstall jaxmpi", \
                    (call)->comm->rank)
+
+static inline MPI_Comm handle_of_comm(const struct communicator *comm) { return (MPI_Comm)comm->handle; }
+
+static inline MPI_Datatype bytes_type(void) { return (MPI_Datatype)runtime.datatypes[FFI_DTYPE_U8]; }
 
 static inline MPI_Datatype element(const struct datatype *type) { return (MPI_Datatype)runtime.datatypes[type->code]; }
 
@@ -147,79 +149,7 @@ static inline void span_free(struct span *span) {
 
 static inline struct span span_of_bytes(int64_t bytes) { return span_of(datatype_find(FFI_DTYPE_U8), bytes); }
 
-/* --- messages --- */
-
-#define message_count   ABI_LOCAL(message_count)
-#define discard         ABI_LOCAL(discard)
-#define receive_matched ABI_LOCAL(receive_matched)
-#define fail_planned    ABI_LOCAL(fail_planned)
-#define match_after_all ABI_LOCAL(match_after_all)
-#define match_in_time   ABI_LOCAL(match_in_time)
-#define await_match     ABI_LOCAL(await_match)
-#define request_done    ABI_LOCAL(request_done)
-#define wait_in_time    ABI_LOCAL(wait_in_time)
-#define take_over       ABI_LOCAL(take_over)
-#define keep_found      ABI_LOCAL(keep_found)
-#define unpack_labelled ABI_LOCAL(unpack_labelled)
-
-enum { NO_MEMORY = -1 };
-
-/* See messages.c. */
-int64_t message_count(const MPI_Status *status, MPI_Datatype type);
-int discard(MPI_Message *message, int64_t bytes);
-
-/* Receives a matched message into `out`, which it must fit. */
-ffi_error *receive_matched(struct call *call, const struct buffer *out, MPI_Message *message, MPI_Status *status);
-
-/* Puts a message that has been received, perhaps with a label, into `out`, which it must fit. */
-ffi_error *unpack_labelled(struct call *call, const struct buffer *out, const char *data, int64_t bytes,
-                           MPI_Status *status);
-
-/* The error for a message of that many bytes which is not the one that a plan expects. */
-ffi_error *fail_planned(const struct call *c, const struct peer *peer, int64_t bytes);
-
-/* Waits for a message that no request expects, where some do. */
-ffi_error *match_after_all(struct call *call, int source, int tag, MPI_Message *message, MPI_Status *status);
-
-/* The same until a deadline; `late`: that is over, and the message stays in the channel. */
-ffi_error *match_in_time(struct call *call, int source, int tag, double deadline, MPI_Message *message,
-                         MPI_Status *status, bool *late);
-
-/* Until a receive is matched. False: the deadline (0: none) is over, and it is not expected any more, nor is what else
- * the run expects. */
-bool await_match(struct receive *receive, double deadline, int64_t run);
-
-/* Whether what a request has begun is done, and its messages have come. It lets MPI progress. */
-bool request_done(struct request *request);
-
-/* Waits for all of these numbers' requests until a deadline. NULL: they are done, or there is another reason to go on,
- * and they can be waited for without one. */
-ffi_error *wait_in_time(struct call *call, const struct buffer *ids, int count);
-
-/* From here on a call is in the words of what has been started, errors above all; its own buffers are not. */
-struct own {
-  const struct operation *operation;
-  short buffer_count;
-};
-struct own take_over(struct call *call, const struct request *request);
-static inline void give_back(struct call *call, struct own own) {
-  call->operation = own.operation, call->buffer_count = own.buffer_count;
-}
-
-/* Keeps a matched message for the receive that it is for, which has not begun. */
-ffi_error *keep_found(const struct call *call, MPI_Message message, const MPI_Status *status);
-
-/* Waits for a message, and matches it. That of an exchange which another rank has started is not for any tag. */
-static inline ffi_error *match(struct call *call, int source, int tag, MPI_Message *message, MPI_Status *status) {
-  if (atomic_load_explicit(&call->comm->expected, memory_order_relaxed) > 0)
-    return match_after_all(call, source, tag, message, status);
-  TRY_MPI(call, Mprobe, source, tag, (MPI_Comm)call->comm->handle, message, status);
-  if (tag != ABI_ANY_TAG || status->MPI_SOURCE == ABI_PROC_NULL || status->MPI_TAG != plans_tag()) return NULL;
-  PASS(keep_found(call, *message, status));
-  return match_after_all(call, source, tag, message, status);
-}
-
-/* The body of an operation. */
+/* The body of an operation, each defined in one of the sources that include this. */
 #define BODY(operation)                                    ABI_JOIN(body_##operation, ABI_NAME)
 #define OPERATION(name, divisibility, buffers, attributes) ffi_error *BODY(name)(struct call * c);
 #include "core/ops.def"

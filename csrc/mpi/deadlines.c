@@ -1,38 +1,29 @@
-/* Waiting for requests until a deadline: see core/deadline.h. Compiled once per ABI. */
-#include "core/deadline.h"
+#include "mpi/deadlines.h"
 
 #include <sched.h>
 
-#include "core/agreement.h"
-#include "core/watch.h"
-#include "mpi/bodies.h"
-
-/* Whether an error may be raised, once the deadline is over. */
-static bool give_up(int64_t run) {
-  pthread_mutex_lock(&requests_lock);
-  bool may = deadline_give_up(run);
-  pthread_mutex_unlock(&requests_lock);
-  return may;
-}
+#include "execute/agreement.h"
+#include "mpi/complete.h"
+#include "observe/watchdog.h"
 
 /* Until a request is done: NULL; or the error, of the deadline or of ranks that have started something else. */
 static ffi_error *await_request(struct call *c, struct request *request, int64_t run, double deadline) {
-  struct watched *record = watch_begin_words(request->words, WORDS);
+  struct watched *record = watchdog_begin_summary(request->summary, SUMMARY_WORDS);
   const char *why = deadline_refused(c, request, run);
   bool may = why == NULL;
   ffi_error *error = NULL;
-  struct own own = take_over(c, request);
-  watch_cannot_raise(why);
-  while (error == NULL && !request_done(request)) {
+  struct own_words own = call_speak_for(c, request);
+  watchdog_cannot_raise(why);
+  while (error == NULL && !is_request_done(request)) {
     if (agreement_is_open(request->comm)) error = compare_started(c, request->comm, false);
     if (error == NULL && may && deadline_is_over(deadline)) {
-      may = give_up(run);
+      may = deadline_give_up(run, NULL);
       if (may) error = deadline_fail_request(c, request);
     }
     if (error == NULL) sched_yield();
   }
-  give_back(c, own);
-  watch_end(record);
+  call_speak_again(c, own);
+  watchdog_end(record);
   return error;
 }
 

@@ -2,8 +2,9 @@
  * and rounded once); and sums of 8- and 16-bit integers, modulo a power of two as in NumPy: those of Open MPI, in the
  * vector instructions of x86, end at the greatest number, but for the elements that are left over. And MAX and MIN of
  * float32 and float64, in which NaN wins as in NumPy: in those of MPI libraries it gets lost at some places. */
-#include "core/half.h"
-#include "mpi/mpi_table.h"
+#include "mpi/own.h"
+
+#include "base/float16.h"
 
 #define ADD(a, b)      ((a) + (b))
 #define MULTIPLY(a, b) ((a) * (b))

@@ -4,7 +4,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/call.h"
+#include "core/abi.h"
+#include "core/failure.h"
+#include "devices/spaces.h"
+#include "execute/body.h"
 
 /* --- errors ------------------------------------------------------------------------------------------------------ */
 
@@ -18,15 +21,15 @@ ffi_error *sharded_fail(const char *text) {
 
 const char *sharded_error(void) { return error; }
 
-static ffi_error *keep(ffi_error_create_args *args) { return sharded_fail(args->message); }
+static ffi_error *keep_error(ffi_error_create_args *args) { return sharded_fail(args->message); }
 
-static const ffi_api api = {.struct_size = sizeof api, .error_create = keep};
+static const ffi_api api = {.struct_size = sizeof api, .error_create = keep_error};
 static const ffi_frame frame = {.struct_size = sizeof frame, .api = &api};
 
 /* --- calls ------------------------------------------------------------------------------------------------------- */
 
 /* What is not set here is set by the functions below: attributes, and buffers in the order of ops.def. */
-static void begin(struct call *call, int row, struct communicator *comm) {
+static void begin_call(struct call *call, int row, struct communicator *comm) {
   memset(call, 0, offsetof(struct call, buffers));
   call->frame = &frame;
   call->operation = &operation_table[row];
@@ -36,21 +39,21 @@ static void begin(struct call *call, int row, struct communicator *comm) {
   call->attributes[call->operation->comm] = (int64_t)(intptr_t)comm;
 }
 
-static void pass(struct call *call, void *data, int64_t count, int type) {
+static void pass_buffer(struct call *call, void *data, int64_t count, int type) {
   int i = call->buffer_count++;
   call->buffers[i] = (struct buffer){data, count, datatype_find(type), call->operation->buffers[i].role};
   call->first[i] = (short)i;
   call->first[i + 1] = call->buffer_count;
 }
 
-static void set(struct call *call, const char *name, int64_t value) {
+static void set_attribute(struct call *call, const char *name, int64_t value) {
   int i = 0;
   while (strcmp(call->operation->attributes[i].name, name) != 0) i++;
   call->attributes[i] = value;
 }
 
 /* XLA's number of elements may not have fitted an int. */
-static ffi_error *check(const struct call *call) {
+static ffi_error *check_count(const struct call *call) {
   for (int i = 0; i < call->buffer_count; i++)
     if (call->buffers[i].type == NULL)
       return call_fail(call, FFI_UNIMPLEMENTED, "XLA passes a datatype that jaxmpi does not have for it");
@@ -62,8 +65,8 @@ static ffi_error *check(const struct call *call) {
   return call_check(call);
 }
 
-static ffi_error *run(struct call *call) {
-  ffi_error *failure = check(call);
+static ffi_error *run_call(struct call *call) {
+  ffi_error *failure = check_count(call);
   if (failure != NULL) return failure;
   call_settle(call);
   return call_body(call);
@@ -72,39 +75,39 @@ static ffi_error *run(struct call *call) {
 ffi_error *sharded_allreduce(const void *in, void *out, int count, int type, struct reduction *reduction,
                              struct communicator *comm) {
   struct call call;
-  begin(&call, ROW_allreduce, comm);
-  pass(&call, (void *)(uintptr_t)in, count, type);
-  pass(&call, out, count, type);
-  set(&call, "op", (int64_t)(intptr_t)reduction);
-  return run(&call);
+  begin_call(&call, ROW_allreduce, comm);
+  pass_buffer(&call, (void *)(uintptr_t)in, count, type);
+  pass_buffer(&call, out, count, type);
+  set_attribute(&call, "op", (int64_t)(intptr_t)reduction);
+  return run_call(&call);
 }
 
 ffi_error *sharded_allgather(const void *in, int count, int type, void *out, struct communicator *comm) {
   struct call call;
-  begin(&call, ROW_allgather, comm);
-  pass(&call, (void *)(uintptr_t)in, count, type);
-  pass(&call, out, (int64_t)count * comm->size, type);
-  return run(&call);
+  begin_call(&call, ROW_allgather, comm);
+  pass_buffer(&call, (void *)(uintptr_t)in, count, type);
+  pass_buffer(&call, out, (int64_t)count * comm->size, type);
+  return run_call(&call);
 }
 
 ffi_error *sharded_reduce_scatter(const void *in, void *out, int count, int type, struct reduction *reduction,
                                   struct communicator *comm) {
   struct call call;
-  begin(&call, ROW_reduce_scatter, comm);
-  pass(&call, (void *)(uintptr_t)in, (int64_t)count * comm->size, type);
-  pass(&call, out, count, type);
-  set(&call, "op", (int64_t)(intptr_t)reduction);
-  return run(&call);
+  begin_call(&call, ROW_reduce_scatter, comm);
+  pass_buffer(&call, (void *)(uintptr_t)in, (int64_t)count * comm->size, type);
+  pass_buffer(&call, out, count, type);
+  set_attribute(&call, "op", (int64_t)(intptr_t)reduction);
+  return run_call(&call);
 }
 
 ffi_error *sharded_exchange(const void *in, int bytes, int to, void *out, int from, struct communicator *comm) {
   struct call call;
-  begin(&call, ROW_sendrecv, comm);
-  pass(&call, (void *)(uintptr_t)in, bytes, FFI_DTYPE_U8);
-  pass(&call, out, bytes, FFI_DTYPE_U8);
-  set(&call, "dest", to);
-  set(&call, "source", from);
-  return run(&call);
+  begin_call(&call, ROW_sendrecv, comm);
+  pass_buffer(&call, (void *)(uintptr_t)in, bytes, FFI_DTYPE_U8);
+  pass_buffer(&call, out, bytes, FFI_DTYPE_U8);
+  set_attribute(&call, "dest", to);
+  set_attribute(&call, "source", from);
+  return run_call(&call);
 }
 
 /* --- messages ---------------------------------------------------------------------------------------------------- */
@@ -125,10 +128,10 @@ static struct message *message_of(const struct call *call) {
 
 ffi_error *sharded_send(const void *in, int bytes, int to, struct communicator *comm, struct message **message) {
   struct call call;
-  begin(&call, ROW_send, comm);
-  pass(&call, (void *)(uintptr_t)in, bytes, FFI_DTYPE_U8);
-  set(&call, "dest", to);
-  ffi_error *failure = check(&call);
+  begin_call(&call, ROW_send, comm);
+  pass_buffer(&call, (void *)(uintptr_t)in, bytes, FFI_DTYPE_U8);
+  set_attribute(&call, "dest", to);
+  ffi_error *failure = check_count(&call);
   if (failure != NULL) return failure;
   if ((*message = message_of(&call)) == NULL) return call_fail(&call, FFI_INTERNAL, "no memory for a message");
   if (runtime.serialize) pthread_mutex_lock(&runtime.lock);
@@ -146,10 +149,10 @@ ffi_error *sharded_send(const void *in, int bytes, int to, struct communicator *
  * where it is a call like any other. */
 ffi_error *sharded_receive(void *out, int bytes, int from, struct communicator *comm, struct message **message) {
   struct call call;
-  begin(&call, ROW_recv, comm);
-  pass(&call, out, bytes, FFI_DTYPE_U8);
-  set(&call, "source", from);
-  ffi_error *failure = check(&call);
+  begin_call(&call, ROW_recv, comm);
+  pass_buffer(&call, out, bytes, FFI_DTYPE_U8);
+  set_attribute(&call, "source", from);
+  ffi_error *failure = check_count(&call);
   if (failure != NULL) return failure;
   *message = message_of(&call);
   return *message != NULL ? NULL : call_fail(&call, FFI_INTERNAL, "no memory for a message");
@@ -159,12 +162,12 @@ ffi_error *sharded_wait(struct message *message) {
   ffi_error *failure;
   if (message->sent) {
     struct call wait;
-    begin(&wait, ROW_complete, message->call.comm);
-    set(&wait, "dest", message->call.attributes[1]);
-    set(&wait, "request", (int64_t)(intptr_t)&message->request);
-    failure = run(&wait);
+    begin_call(&wait, ROW_complete, message->call.comm);
+    set_attribute(&wait, "dest", message->call.attributes[1]);
+    set_attribute(&wait, "request", (int64_t)(intptr_t)&message->request);
+    failure = run_call(&wait);
   } else {
-    failure = run(&message->call);
+    failure = run_call(&message->call);
   }
   free(message);
   return failure;
@@ -176,9 +179,9 @@ static struct communicator *_Atomic expected, *_Atomic alone;
 
 ffi_error *sharded_connect(struct group *group) {
   struct call call;
-  begin(&call, ROW_connect, runtime.world);
-  set(&call, "group", (int64_t)(intptr_t)group);
-  return run(&call);
+  begin_call(&call, ROW_connect, runtime.world);
+  set_attribute(&call, "group", (int64_t)(intptr_t)group);
+  return run_call(&call);
 }
 
 void sharded_expect(struct communicator *comm) {

@@ -12,13 +12,13 @@
 #ifndef JAXMPI_SHARDED_H
 #define JAXMPI_SHARDED_H
 
-#include "core/core.h"
+#include "core/runtime.h"
 
 /* Makes the communicator of these ranks of COMM_WORLD, in this order; all of them call it, and nobody else. */
 ffi_error *sharded_connect(struct group *group);
 
-/* The communicator that XLA will ask for next; NULL: none. One of this rank alone is for the next time that none of
- * several is expected: XLA asks for it in programs of several processes only. */
+/* The communicator that XLA will ask for next; NULL: none. One of this rank alone waits until XLA asks while none of
+ * several ranks is expected, since XLA asks for it in programs of several processes only. */
 void sharded_expect(struct communicator *comm);
 
 /* The communicator that XLA asks for, of which it takes itself for rank `rank`; NULL if another was expected. */

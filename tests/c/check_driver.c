@@ -25,7 +25,7 @@
 
 #include DRIVER_HEADER
 
-#include "devices/memory.h"
+#include "base/memory.h"
 
 #ifdef DRIVER_HIP
 #define FUNCTION(name, suffix, parameters) hipError_t(*const check_##name) parameters = name##suffix;

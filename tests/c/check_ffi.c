@@ -1,11 +1,12 @@
-/* Compares csrc/xla/ffi.h and csrc/core/dtype.def with the header of the installed jaxlib: compiles only if they agree.
+/* Compares csrc/base/ffi.h and csrc/core/dtype.def with the header of the installed jaxlib: compiles only if they
+ * agree.
  *
  * Names differ between releases of jaxlib, but fields do not move. Only names that jaxlib 0.6, 0.10 and 0.12 have are
  * used; the type of an extension is taken from a structure that contains one.
  */
 #include <xla/ffi/api/c_api.h>
 
-#include "xla/ffi.h"
+#include "base/ffi.h"
 
 #define SAME_SIZE(our, their) _Static_assert(sizeof(our) == sizeof(their), "size of " #our)
 #define SAME_FIELD(our, our_field, their, their_field)                                                        \

@@ -7,8 +7,8 @@
 #include <stdarg.h>
 #include <stdlib.h>
 
-#include "core/agreement.h"
-#include "core/requests.h"
+#include "execute/agreement.h"
+#include "requests/table.h"
 
 struct fake_control *fake;
 void *fake_library;
@@ -153,10 +153,10 @@ void frame_make_lists(struct frame *f, const char *operation, const struct array
   list_make(&f->frame.results, &f->results, out, out_count);
   for (int i = 0, next = 0; i < row->attribute_count; i++) {
     enum attribute kind = row->attributes[i].kind;
-    f->attributes[i] = kind == DERIVATIVE ? derivative
-                       : kind == ADJOINT  ? derivative >= OF_COTANGENT
-                       : kind == LEAF     ? leaf
-                                          : attributes[next++];
+    f->attributes[i] = kind == KIND_DERIVATIVE ? derivative
+                       : kind == KIND_ADJOINT  ? derivative >= DERIVATIVE_COTANGENT
+                       : kind == KIND_LEAF     ? leaf
+                                               : attributes[next++];
     f->spans[i] = (ffi_span){row->attributes[i].name, strlen(row->attributes[i].name)};
     f->names[i] = &f->spans[i];
     f->scalars[i] = (ffi_scalar){FFI_DTYPE_S64, &f->attributes[i]};
@@ -175,7 +175,7 @@ ffi_error *frame_call(struct frame *frame, const char *operation) {
 }
 
 ffi_error *frame_call_in(const struct memory *memory, struct frame *frame, const char *operation) {
-  return memory->handlers[row_of(operation)](&frame->frame);
+  return memory_handlers(memory)[row_of(operation)](&frame->frame);
 }
 
 ffi_error *run(const char *operation, struct array in, struct array out, const int64_t attributes[]) {

@@ -9,7 +9,9 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "core/core.h"
+#include "base/memory.h"
+#include "core/abi.h"
+#include "devices/spaces.h"
 #include "fake_mpi.h"
 
 /* Failures are printed and counted; the test goes on. */

@@ -1,7 +1,7 @@
 /* JAXMPI_CHECK: what a rank tells the others before a collective, and that a difference stops all of them. */
-#include "core/agreement.h"
-#include "core/compare.h"
-#include "core/watch.h"
+#include "execute/agreement.h"
+#include "execute/compare.h"
+#include "observe/watchdog.h"
 
 #include "harness.h"
 
@@ -266,7 +266,7 @@ static void joined_arrays_are_compared(void) {
 static void lines_are_told(void) {
   int64_t attributes[] = {COMM(world(PLACE, SIZE)), 0, reduction("SUM")};
   odd_at = offsetof(struct record, count), odd_by = 1, mine.call = 0;
-  CHECK(words_add_site(ROW_allreduce, attributes, F32, N, "here.py:3 (f)"));
+  CHECK(call_site_add(ROW_allreduce, attributes, F32, N, "here.py:3 (f)"));
   prepare(at_another_line);
   FAILS(RUN("allreduce", ARRAY(F32, in, N), ARRAY(F32, out, N), attributes[0], attributes[2]), FFI_FAILED_PRECONDITION,
         "allreduce SUM of 7 float32 (a value) called at here.py:3 (f); rank 2 calls allreduce SUM of 8 float32 (a "

@@ -3,7 +3,7 @@
 #include <limits.h>
 #include <stdlib.h>
 
-#include "core/compare.h"
+#include "execute/compare.h"
 #include "core/failure.h"
 #include "harness.h"
 
@@ -154,21 +154,21 @@ static void a_pytree_of_which_one_has_no_room_is_received(void) {
       int64_t row = c.row;
       char text[64];
       snprintf(text, sizeof text, "rows sent to this rank: %lld", (long long)gotten());
-      leaf = FIRST;
+      leaf = LEAF_FIRST;
       SUCCEEDS(run_it());
       size_t bytes = (size_t)c.out_rows * c.width;
       CHECK(is_spoilt(out, bytes) && is_blank(out, bytes, ROOM));
       c.out_rows = gotten();
       c.row = 0, c.width = 0;
-      leaf = MIDDLE;
+      leaf = LEAF_MIDDLE;
       bool fails = once_in(3);
       if (fails) fake->fail(functions[which], 1, 41);
       ffi_error *error = run_it();
       if (!fails) {
         SUCCEEDS(error);
-        leaf = once_in(2) ? LAST : MIDDLE;
-        if (leaf == MIDDLE) SUCCEEDS(run_it());
-        leaf = LAST;
+        leaf = once_in(2) ? LEAF_LAST : LEAF_MIDDLE;
+        if (leaf == LEAF_MIDDLE) SUCCEEDS(run_it());
+        leaf = LEAF_LAST;
         c.row = row; /* the numbers of elements may differ */
         c.width = (size_t)row * datatype_find(c.dtype)->bytes;
         error = run_it();
@@ -176,7 +176,7 @@ static void a_pytree_of_which_one_has_no_room_is_received(void) {
       FAILS(error, FFI_INVALID_ARGUMENT, text, "larger rows=");
       CHECK_EQUAL(atomic_load(&failures_kept), 0);
       SUCCEEDS(run_it());
-      leaf = ALONE;
+      leaf = LEAF_ALONE;
       met++;
     }
   CHECK(met > 500);

@@ -1,15 +1,16 @@
 /* JAXMPI_TIMEOUT_ACTION=raise: which waits end with an error, and that nothing is lost by it. */
 #define _GNU_SOURCE
-#include "core/deadline.h"
 
 #include <stdlib.h>
 #include <time.h>
 #include <unistd.h>
 
-#include "core/compare.h"
 #include "core/failure.h"
-#include "core/watch.h"
+#include "execute/compare.h"
+#include "execute/deadline.h"
 #include "harness.h"
+#include "observe/watchdog.h"
+#include "requests/progress.h"
 
 /* MORE: calls of Improbe, more than the limit has room for. */
 enum { PLACE = 1, SIZE = 4, N = 7, MOST_TAG = 127, OF_DERIVATIVES = 64, MORE = 300000 };
@@ -23,7 +24,7 @@ static struct communicator *here(void) { return world(PLACE, SIZE); }
 
 static void prepare(void) {
   fake->reset();
-  requests_patience = 100000000000000; /* the tests look for messages themselves */
+  progress_patience = 100000000000000; /* the tests look for messages themselves */
   runtime.most_tag = MOST_TAG;
   deadline_configure(LIMIT);
   base += 100;
@@ -75,8 +76,8 @@ static bool nothing_has_come(void) {
 
 static bool all_is_done(void) {
   return CHECK_EQUAL(fake->live_requests, 0) && CHECK_EQUAL(fake->live_matched, 0) && CHECK_EQUAL(fake->queued, 0) &&
-         CHECK_EQUAL(requests_in_flight(), 0) && CHECK_EQUAL(atomic_load(&receives_expected), 0) &&
-         CHECK_EQUAL(atomic_load(&here()->expected), 0);
+         CHECK_EQUAL(requests_in_flight(), 0) && CHECK_EQUAL(queue_posted(), 0) &&
+         CHECK_EQUAL(atomic_load(&here()->queued), 0);
 }
 
 static double now(void) {
@@ -124,7 +125,7 @@ static void a_message_in_time_is_received(void) {
 static void the_line_is_told(void) {
   prepare();
   int64_t site[] = {COMM(here()), 0, 2, 0, 9};
-  CHECK(words_add_site(ROW_recv, site, F32, N, "a.py:3 (f)"));
+  CHECK(call_site_add(ROW_recv, site, F32, N, "a.py:3 (f)"));
   FAILS(receive(2, 9), FFI_DEADLINE_EXCEEDED, ", called at a.py:3 (f). A message");
 }
 
@@ -142,7 +143,7 @@ static void a_wait_can_be_repeated(void) {
       FAILS(wait_on(id, !sends), FFI_DEADLINE_EXCEEDED, *kind,
             "on rank 1 of 4: ", receives ? "no message from rank 2 with tag 5" : "it is not done", "wait for it again");
       CHECK_EQUAL(requests_in_flight(), 1);
-      CHECK_EQUAL(atomic_load(&receives_expected), receives);
+      CHECK_EQUAL(queue_posted(), receives);
     }
     if (receives)
       deliver(2, 5);
@@ -196,7 +197,7 @@ static void of_one_program_messages_are_left_to_others(void) {
   SUCCEEDS(start("irecv", id, 5));
   SUCCEEDS(start("irecv", other, 6));
   FAILS(wait_on(id, true), FFI_DEADLINE_EXCEEDED, "jaxmpi.irecv", "with tag 5", "comes later can be received");
-  CHECK_EQUAL(atomic_load(&receives_expected), 0);
+  CHECK_EQUAL(queue_posted(), 0);
   run_number = base + 2;
   deliver(2, 5);
   deliver(2, 6);
@@ -219,7 +220,7 @@ static void after_any_error_messages_are_left_to_others(void) {
   run_number = base + 1;
   fake->deliver(here()->handle, 2, 7, message, 4);
   FAILS(receive(2, 7), FFI_INVALID_ARGUMENT, "too short");
-  CHECK_EQUAL(atomic_load(&receives_expected), 1); /* of the other program */
+  CHECK_EQUAL(queue_posted(), 1); /* of the other program */
   deliver(2, 5);
   SUCCEEDS(receive(2, 5));
   CHECK(has_come());
@@ -295,10 +296,10 @@ static void check_refused(ffi_error *(*call)(void), const char *why) {
   int usual = dup(STDERR_FILENO);
   FILE *caught = tmpfile();
   if (caught == NULL || usual < 0 || dup2(fileno(caught), STDERR_FILENO) < 0) abort();
-  watch_configure(LIMIT, RAISE, NULL);
+  watchdog_configure(LIMIT, ACTION_RAISE, NULL);
   ffi_error *error = call();
   usleep(100000); /* for the watch to see that it is done */
-  watch_stop();
+  watchdog_stop();
   dup2(usual, STDERR_FILENO);
   close(usual);
   rewind(caught);
@@ -324,14 +325,14 @@ static void calls_are_refused(void) {
     int tag;
     int64_t leaf, run;
   } refused[] = {
-      {"it belongs to a derivative", do_receive, OF_DERIVATIVES, ALONE, 1},
-      {"it belongs to a derivative", do_exchange, OF_DERIVATIVES, ALONE, 1},
-      {"other arrays of its pytree have been received already", do_receive, 5, MIDDLE, 1},
-      {"other arrays of its pytree have been received already", do_exchange, 5, LAST, 1},
-      {"the other arrays of its pytree would not be sent any more", do_exchange, 5, FIRST, 1},
-      {"XLA does not tell to which run of a function it belongs", do_receive, 5, ALONE, 0},
-      {"MPI cannot take back a message that it has begun to send", do_send, 5, ALONE, 1},
-      {"MPI cannot take back what all ranks take part in", do_reduce, 5, ALONE, 1},
+      {"it belongs to a derivative", do_receive, OF_DERIVATIVES, LEAF_ALONE, 1},
+      {"it belongs to a derivative", do_exchange, OF_DERIVATIVES, LEAF_ALONE, 1},
+      {"other arrays of its pytree have been received already", do_receive, 5, LEAF_MIDDLE, 1},
+      {"other arrays of its pytree have been received already", do_exchange, 5, LEAF_LAST, 1},
+      {"the other arrays of its pytree would not be sent any more", do_exchange, 5, LEAF_FIRST, 1},
+      {"XLA does not tell to which run of a function it belongs", do_receive, 5, LEAF_ALONE, 0},
+      {"MPI cannot take back a message that it has begun to send", do_send, 5, LEAF_ALONE, 1},
+      {"MPI cannot take back what all ranks take part in", do_reduce, 5, LEAF_ALONE, 1},
   };
   for (size_t i = 0; i < sizeof refused / sizeof *refused; i++) {
     prepare();
@@ -360,7 +361,7 @@ static void check_wait(const char *kind, int64_t of, ffi_error *(*wait)(void), c
 static void waits_are_refused(void) {
   check_wait("isend", 0, do_wait_for_message, "it was started in the same compiled function");
   check_wait("iallreduce", 0, do_wait, "it was started in the same compiled function");
-  check_wait("irecv", OF_COTANGENT, do_wait, "it belongs to a derivative");
+  check_wait("irecv", DERIVATIVE_COTANGENT, do_wait, "it belongs to a derivative");
 }
 
 /* The program that would be repeated would take the next message for one that has been received. */
@@ -373,9 +374,7 @@ static void what_would_be_lost_is_refused(void) {
     if (how < 2) SUCCEEDS(start("irecv", other, how == 0 ? 5 : 6));
     SUCCEEDS(start("irecv", id, 5));
     if (how < 2) deliver(2, how == 0 ? 5 : 6);
-    pthread_mutex_lock(&requests_lock);
-    abi->match_receives(NULL);
-    pthread_mutex_unlock(&requests_lock);
+    queue_match(NULL, NULL, 0);
     if (how == 2 || how == 3) deliver(3, 7);
     if (how == 2) SUCCEEDS(receive(3, 7));
     if (how == 3) SUCCEEDS(exchange(3, 7));

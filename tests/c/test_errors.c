@@ -243,6 +243,22 @@ static void a_meaning_is_a_number(void) {
   CHECK_EQUAL(kept >> PLACE_BITS, 0x22f0ededf1); /* in each run, for ever */
 }
 
+static char told[256];
+static void note_reason(const char *reason) { snprintf(told, sizeof told, "%s", reason); }
+
+/* JAXMPI_ON_ERROR=abort: the job ends with the text of the error as its reason. */
+static void an_error_ends_the_job(void) {
+  static const char start[] = "jaxmpi.barrier on rank 1 of 3: MPI_Barrier failed";
+  void (*before)(const char *) = runtime.abort;
+  runtime.abort = note_reason;
+  atomic_store(&runtime.ends_on_error, true);
+  fake->fail("MPI_Barrier", 1, CODE);
+  FAILS(RUN("barrier", NONE, NONE, COMM(world(PLACE, SIZE))), FFI_INTERNAL, start);
+  atomic_store(&runtime.ends_on_error, false);
+  runtime.abort = before;
+  CHECK(strncmp(told, start, strlen(start)) == 0);
+}
+
 static const struct test tests[] = {
     TEST(an_object_of_another_process_is_refused),
     TEST(an_unknown_number_is_refused),
@@ -255,6 +271,7 @@ static const struct test tests[] = {
     TEST(refusing_a_message_can_fail),
     TEST(mpi_judges_the_arguments),
     TEST(the_lock_is_released_after_an_error),
+    TEST(an_error_ends_the_job),
     TEST(a_text_longer_than_the_room_is_cut),
 };
 

@@ -2,7 +2,7 @@
 #include <dlfcn.h>
 #include <stdlib.h>
 
-#include "core/requests.h"
+#include "requests/table.h"
 #include "harness.h"
 
 /* The operations as XLA knows them, told here a second time. */
@@ -59,7 +59,7 @@ static void operations_are_those_of_the_list(void) {
     for (int k = 0; k < row->attribute_count; k++)
       CHECK(expected[i].attributes[k] != NULL && strcmp(row->attributes[k].name, expected[i].attributes[k]) == 0);
     CHECK(expected[i].attributes[row->attribute_count] == NULL);
-    CHECK(memory_host.handlers[i] != NULL);
+    CHECK(memory_handlers(&memory_host)[i] != NULL);
   }
   CHECK(operation_table[OPERATIONS].id == NULL);
 }
@@ -70,7 +70,7 @@ static void metadata_query_is_answered(void) {
     ffi_metadata_extension extension = {{sizeof extension, FFI_EXTENSION_METADATA, NULL}, &metadata};
     ffi_frame frame = {.struct_size = sizeof frame, .extension = &extension.base, .stage = FFI_STAGE_EXECUTE};
     context("%s", expected[i].name);
-    SUCCEEDS(memory_host.handlers[i](&frame));
+    SUCCEEDS(memory_handlers(&memory_host)[i](&frame));
     CHECK_EQUAL(metadata.version.major, 0);
     CHECK_EQUAL(metadata.version.minor, 1);
     CHECK_EQUAL(metadata.traits, 0);
@@ -98,7 +98,7 @@ static void only_execution_communicates(void) {
       /* No attribute or buffer may be looked at: they need not be there. */
       ffi_frame frame = {.struct_size = sizeof frame, .stage = *stage};
       context("%s in stage %d", expected[i].name, (int)*stage);
-      SUCCEEDS(memory_host.handlers[i](&frame));
+      SUCCEEDS(memory_handlers(&memory_host)[i](&frame));
     }
   CHECK_EQUAL(fake->call_count, 0);
 }

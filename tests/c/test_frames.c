@@ -8,8 +8,8 @@
 #include <unistd.h>
 
 #include "core/plan.h"
-#include "core/requests.h"
-#include "core/timeline.h"
+#include "requests/table.h"
+#include "observe/timeline.h"
 #include "harness.h"
 
 enum { FRAMES = 20000, MOST_ELEMENTS = 40, MOST_SIZE = 4, POOL = 1 << 16 };
@@ -56,30 +56,31 @@ static const struct plan *any_plan(void) {
 static int64_t any_attribute(enum attribute kind, const struct communicator *comm) {
   static const char *const reductions[] = {"SUM", "PROD", "MAX", "MIN"};
   int64_t special[] = {fake->any_source, fake->any_tag, fake->proc_null, -1, INT64_MAX, INT64_MIN, INT32_MAX, 1 << 24};
-  if (once_in(30) && kind != DERIVATIVE && kind != ADJOINT && kind != LEAF && kind != NUMBER && kind != PLAIN)
+  if (once_in(30) && kind != KIND_DERIVATIVE && kind != KIND_ADJOINT && kind != KIND_LEAF && kind != KIND_NUMBER &&
+      kind != KIND_PLAIN)
     return special[draw(8)];
   switch (kind) {
-    case RANK:
+    case KIND_RANK:
       return draw((uint32_t)comm->size + (once_in(10) ? 2 : 0));
-    case TAG:
+    case KIND_TAG:
       return draw(3);
-    case DERIVATIVE:
+    case KIND_DERIVATIVE:
       return draw(4);
-    case ADJOINT:
+    case KIND_ADJOINT:
       return draw(2);
-    case LEAF:
+    case KIND_LEAF:
       return draw(4);
-    case REDUCTION:
+    case KIND_REDUCTION:
       return reduction(reductions[draw(4)]);
-    case NUMBER:
+    case KIND_NUMBER:
       return (int64_t)draw(6) - (once_in(5) ? 1 : 0);
-    case PLAIN:
+    case KIND_PLAIN:
       return once_in(2) ? any_type() : (int64_t)draw(20) - (once_in(5) ? 1 : 0);
-    case OBJECT_OR_0:
+    case KIND_OBJECT_OR_0:
       return once_in(2) ? 0 : COMM(statuses);
-    case PLAN:
+    case KIND_PLAN:
       return COMM(any_plan());
-    case OBJECT:
+    case KIND_OBJECT:
       break;
   }
   return COMM(comm);
@@ -88,7 +89,7 @@ static int64_t any_attribute(enum attribute kind, const struct communicator *com
 /* How many elements a buffer of an operation has on a rank where the largest part of one rank has `count`. */
 static int64_t elements(const struct operation *row, bool written, int64_t count, int size) {
   enum divisibility how = row->divisibility;
-  bool all = how == EXCHANGES || (how == GATHERS && written) || (how == SCATTERS && !written);
+  bool all = how == DIVIDE_EXCHANGES || (how == DIVIDE_GATHERS && written) || (how == DIVIDE_SCATTERS && !written);
   return all ? count * size : count;
 }
 
@@ -246,7 +247,7 @@ static struct communicator *prepare(void) {
 
 static int64_t root_of(const struct operation *row, const int64_t attributes[]) {
   for (int i = 0; i < row->attribute_count; i++)
-    if (row->attributes[i].kind == RANK) return attributes[i];
+    if (row->attributes[i].kind == KIND_RANK) return attributes[i];
   return -1;
 }
 
@@ -271,7 +272,7 @@ static bool one_frame(int number) {
   for (int i = 0; i < row->attribute_count; i++) attributes[i] = any_attribute(row->attributes[i].kind, comm);
   attributes[row->comm] = sound || !once_in(30) ? COMM(comm) : attributes[row->comm];
   lists.in_count = lists.out_count = 0;
-  int number_at = attribute_of(row, NUMBER);
+  int number_at = attribute_of(row, KIND_NUMBER);
   if (sound && number_at >= 0)
     make_rows(&lists, row, comm, root_of(row, attributes), attributes[number_at]);
   else if (sound && has_request(row))

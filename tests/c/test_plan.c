@@ -4,7 +4,7 @@
 #include <complex.h>
 #include <stdlib.h>
 
-#include "core/half.h"
+#include "base/float16.h"
 #include "harness.h"
 
 /* Rank 1 of 3 has two arrays: `a` of 4 x 6 floats and `b` of 5 doubles. It sends to 2 and receives from 0 and 2. */

@@ -1,7 +1,7 @@
 /* recv and sendrecv: which message is received, its data, and what happens if it does not fit. */
-#include "core/compare.h"
+#include "execute/compare.h"
 #include "core/failure.h"
-#include "core/words.h"
+#include "observe/summary.h"
 #include "harness.h"
 
 enum { ROOM = 256, N = 7 };
@@ -52,7 +52,7 @@ static void deliver(int source, int tag, int64_t bytes) {
 static ffi_error *receive_leaf(enum leaf place, int count, int tag) {
   leaf = place;
   ffi_error *error = receive(F32, count, 2, tag, NULL);
-  leaf = ALONE;
+  leaf = LEAF_ALONE;
   return error;
 }
 
@@ -214,7 +214,7 @@ static void the_last_of_a_pytree_tells_what_did_not_fit(void) {
         bool wrong = (errors >> i & 1) != 0, others = i < 2;
         blank(out, ROOM);
         deliver(2, 9, 4 * N + 4 * (i + 1) * wrong);
-        ffi_error *error = receive_leaf((enum leaf)(FIRST + i), N, 9);
+        ffi_error *error = receive_leaf((enum leaf)(LEAF_FIRST + i), N, 9);
         char text[32];
         snprintf(text, sizeof text, "has %d bytes", 4 * N + 4 * ((errors & 1) != 0 ? 1 : (errors & 2) != 0 ? 2 : 3));
         if (others || errors == 0)
@@ -225,7 +225,7 @@ static void the_last_of_a_pytree_tells_what_did_not_fit(void) {
         if (!wrong) CHECK_SAME(out, message, 4 * N);
         check_channel(); /* what is alone has nothing to do with it */
         deliver(2, 8, 4 * N);
-        SUCCEEDS(receive_leaf(LAST, N, 8)); /* nor has another pytree */
+        SUCCEEDS(receive_leaf(LEAF_LAST, N, 8)); /* nor has another pytree */
       }
       CHECK_EQUAL(atomic_load(&failures_kept), 0);
     }
@@ -234,11 +234,11 @@ static void the_last_of_a_pytree_tells_what_did_not_fit(void) {
 static void what_was_kept_ends_with_its_pytree(void) {
   prepare();
   deliver(2, 9, 4 * N + 4);
-  SUCCEEDS(receive_leaf(FIRST, N, 9)); /* and its program ends */
+  SUCCEEDS(receive_leaf(LEAF_FIRST, N, 9)); /* and its program ends */
   deliver(2, 9, 4 * N);
-  SUCCEEDS(receive_leaf(FIRST, N, 9));
+  SUCCEEDS(receive_leaf(LEAF_FIRST, N, 9));
   deliver(2, 9, 4 * N);
-  SUCCEEDS(receive_leaf(LAST, N, 9));
+  SUCCEEDS(receive_leaf(LEAF_LAST, N, 9));
   CHECK_EQUAL(atomic_load(&failures_kept), 0);
 }
 
@@ -246,7 +246,7 @@ static void a_failure_of_mpi_is_told_at_once(void) {
   prepare();
   deliver(2, 9, 4 * N + 4);
   fake->fail("MPI_Mrecv", 1, 77);
-  FAILS(receive_leaf(FIRST, N, 9), FFI_INTERNAL, "for 77");
+  FAILS(receive_leaf(LEAF_FIRST, N, 9), FFI_INTERNAL, "for 77");
   CHECK_EQUAL(atomic_load(&failures_kept), 0);
 }
 
@@ -422,7 +422,7 @@ static void a_labelled_message_arrives(void) {
 
 static void another_dtype_is_told(void) {
   int64_t sites[] = {COMM(world(1, 4)), ITSELF, 5}; /* comm, dest, tag */
-  CHECK(words_add_site(ROW_send, sites, F32, N, "a.py:3 (f)"));
+  CHECK(call_site_add(ROW_send, sites, F32, N, "a.py:3 (f)"));
   for (int with = 0; with < 2; with++) {
     prepare_labels();
     send_to_itself(F32, N, 9);

@@ -1,14 +1,15 @@
 /* Requests: what starts, what waits for it, and what happens meanwhile. */
 #define _GNU_SOURCE
-#include "core/requests.h"
 
 #include <math.h>
 #include <stdlib.h>
 #include <unistd.h>
 
-#include "core/compare.h"
 #include "core/plan.h"
+#include "execute/compare.h"
 #include "harness.h"
+#include "requests/progress.h"
+#include "requests/table.h"
 
 /* Tags below TAGS are those of users; with the limit MOST_TAG the next is that of plans. */
 enum { PLACE = 1, SIZE = 4, N = 7, ROOM = 1024, CODE = 77, MOST_TAG = 127, TAGS = 62, OF_DERIVATIVES = 64 };
@@ -17,7 +18,7 @@ static float id[2], other[2];
 
 static void prepare(void) {
   fake->reset();
-  requests_patience = 100000000000000; /* the tests look for messages themselves */
+  progress_patience = 100000000000000; /* the tests look for messages themselves */
   runtime.most_tag = MOST_TAG;
   fill(in, ROOM);
   fill(message, ROOM);
@@ -40,17 +41,13 @@ static ffi_error *start_receive(float *numbers, int dtype, int count, int source
 static void deliver(int source, int tag, int64_t bytes) { fake->deliver(here()->handle, source, tag, message, bytes); }
 
 /* As another wait would, or the thread. */
-static void look_for_messages(void) {
-  pthread_mutex_lock(&requests_lock);
-  abi->match_receives(NULL);
-  pthread_mutex_unlock(&requests_lock);
-}
+static void look_for_messages(void) { queue_match(NULL, NULL, 0); }
 
 /* Nothing is left in MPI, and nothing in flight. */
 static bool all_is_done(void) {
   return CHECK_EQUAL(fake->live_requests, 0) && CHECK_EQUAL(fake->live_matched, 0) &&
-         CHECK_EQUAL(fake->live_types, 0) && CHECK_EQUAL(requests_in_flight(), 0) &&
-         CHECK_EQUAL(atomic_load(&receives_expected), 0) && CHECK_EQUAL(atomic_load(&here()->expected), 0);
+         CHECK_EQUAL(fake->live_types, 0) && CHECK_EQUAL(requests_in_flight(), 0) && CHECK_EQUAL(queue_posted(), 0) &&
+         CHECK_EQUAL(atomic_load(&here()->queued), 0);
 }
 
 /* --- each operation --- */
@@ -70,7 +67,7 @@ static ffi_error *start_of(const char *operation, const struct share *s, int ele
   ffi_error *error = run(operation, ARRAY(s->dtype, given, elements), ARRAY(F32, id, 2), attributes);
   blank(given, bytes);
   free(given);
-  CHECK_EQUAL(requests_in_flight(), atomic_load(&receives_expected) + (error == NULL));
+  CHECK_EQUAL(requests_in_flight(), queue_posted() + (error == NULL));
   CHECK(is_blank(out, 0, ROOM));
   return error;
 }
@@ -229,7 +226,7 @@ static void irecv_receives(void) { for_all(irecv_case); }
 static void irecv_from_nobody_is_zero(void) {
   prepare();
   SUCCEEDS(start_receive(id, F32, N, fake->proc_null, 3));
-  CHECK_EQUAL(atomic_load(&receives_expected), 0);
+  CHECK_EQUAL(queue_posted(), 0);
   SUCCEEDS(wait_on(here(), id, ARRAY(F32, out, N)));
   CHECK(is_zero(out, 0, 4 * N) && is_blank(out, 4 * N, ROOM));
   all_is_done();
@@ -619,7 +616,7 @@ static void a_message_of_another_size_is_refused(void) {
 
 static void labels_go_along(void) {
   int64_t sites[] = {COMM(here()), 0, PLACE, 5};
-  CHECK(words_add_site(ROW_isend, sites, F32, N, "a.py:3 (f)"));
+  CHECK(call_site_add(ROW_isend, sites, F32, N, "a.py:3 (f)"));
   for (int when = THEN; when < WHENS; when++)
     for (const struct datatype *row = datatype_table; row->name != NULL; row++) {
       prepare();
@@ -1025,7 +1022,7 @@ static void a_blocking_operation_does_not_keep_messages_waiting(void) {
 
 static void what_is_short_is_looked_for_now_and_then(void) {
   prepare();
-  requests_patience = 1000000;
+  progress_patience = 1000000;
   SUCCEEDS(start_receive(id, U8, 4, 2, 5));
   SUCCEEDS(RUN("barrier", NONE, NONE, COMM(here()))); /* so that it knows */
   usleep(50000);
@@ -1077,7 +1074,7 @@ static void a_communicator_is_freed(void) {
   fake->deliver(comm->handle, 2, 5, message, 4);
   look_for_messages();
   fake->comm_free(comm->handle);
-  CHECK_EQUAL(atomic_load(&receives_expected), 0);
+  CHECK_EQUAL(queue_posted(), 0);
   FAILS(START("isend", ARRAY(U8, in, 4), (float[2]){0}, COMM(comm), 2, 5), FFI_FAILED_PRECONDITION, "has been freed");
   FAILS(wait_on(comm, id, ARRAY(U8, out, 4)), FFI_FAILED_PRECONDITION, "jaxmpi.irecv", "freed before the message had");
   SUCCEEDS(wait_on(comm, come, ARRAY(U8, out, 4)));
@@ -1333,7 +1330,7 @@ static void what_was_never_waited_for_is_named(void) {
   enum { MANY = 13 };
   float ids[MANY][2], by_user[2];
   int64_t site[] = {COMM(here()), 0, 2, 9};
-  CHECK(words_add_site(ROW_isend, site, F32, N, "b.py:4 (g)"));
+  CHECK(call_site_add(ROW_isend, site, F32, N, "b.py:4 (g)"));
   prepare();
   runtime.rank = 7; /* in COMM_WORLD */
   for (int i = 0; i < MANY; i++) SUCCEEDS(START("hold", ARRAY(F32, in, N), ids[i], COMM(here())));

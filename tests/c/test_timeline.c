@@ -1,6 +1,6 @@
 /* The timeline: what is written of operations, and when some cannot be. */
 #define _GNU_SOURCE
-#include "core/timeline.h"
+#include "observe/timeline.h"
 
 #include <errno.h>
 #include <regex.h>
@@ -9,7 +9,7 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
-#include "core/words.h"
+#include "observe/summary.h"
 #include "harness.h"
 
 enum { PLACE = 1, SIZE = 3, N = 5, MANY = 2000 };
@@ -66,7 +66,7 @@ static int lines_of(const char *name) {
 static void operations_are_written(void) {
   struct communicator *comm = world(PLACE, SIZE);
   int64_t number = COMM(comm), sites[] = {number, 0, 2};
-  CHECK(words_add_site(ROW_bcast, sites, F32, N, "a \"b\" \\ c.py:3 (f)"));
+  CHECK(call_site_add(ROW_bcast, sites, F32, N, "a \"b\" \\ c.py:3 (f)"));
   begin(1 << 20);
   SUCCEEDS(RUN("allreduce", ARRAY(F32, in, N), ARRAY(F32, out, N), number, reduction("SUM")));
   SUCCEEDS(RUN("bcast", NONE, ARRAY(F32, out, N), number, 2));
@@ -197,7 +197,7 @@ static void names_may_be_long(void) {
     size_t length = i == 0 ? 4000 : sizeof site[i] - 100;
     for (size_t at = 0; at < length; at++) site[i][at] = "a\n\"\\\xc3\xa9"[(at + (size_t)i) % 6];
     snprintf(site[i] + length, 100, "/c.py:%d (f)", 10 + i);
-    CHECK(words_add_site(ROW_bcast, root, F32, 3, site[i]));
+    CHECK(call_site_add(ROW_bcast, root, F32, 3, site[i]));
   }
   begin(1 << 22);
   SUCCEEDS(RUN("bcast", NONE, ARRAY(F32, out, 3), number, 2));

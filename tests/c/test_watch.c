@@ -1,6 +1,6 @@
 /* The watch: what is reported of a call that waits, and what is not. */
 #define _GNU_SOURCE
-#include "core/watch.h"
+#include "observe/watchdog.h"
 
 #include <regex.h>
 #include <stdlib.h>
@@ -56,7 +56,7 @@ static bool said(const char *pattern) {
 
 static void start(void) {
   if (runtime.rank != 7) runtime.rank = 7; /* in COMM_WORLD, not in the communicator; the watch reads it */
-  watch_configure(LIMIT, false, place);
+  watchdog_configure(LIMIT, false, place);
 }
 
 static void what_waits_is_reported_once(void) {
@@ -97,9 +97,9 @@ static void lines_of_the_program_are_named(void) {
   struct communicator *comm = world(PLACE, SIZE);
   int64_t attributes[] = {COMM(comm), 0, 2}; /* comm, derivative, root */
   int row = ROW_bcast;
-  CHECK(words_add_site(row, attributes, F32, N, "a.py:1 (f)"));
-  CHECK(words_add_site(row, attributes, F32, N, "a.py:1 (f)"));
-  CHECK(words_add_site(row, attributes, F32, 2 * N, "b.py:2 (g)"));
+  CHECK(call_site_add(row, attributes, F32, N, "a.py:1 (f)"));
+  CHECK(call_site_add(row, attributes, F32, N, "a.py:1 (f)"));
+  CHECK(call_site_add(row, attributes, F32, 2 * N, "b.py:2 (g)"));
   start();
   WAITING("bcast", NONE, ARRAY(F32, out, N), COMM(comm), 2);
   CHECK(said("; called at a.py:1 [(]f[)]; Python"));
@@ -120,7 +120,7 @@ static void lines_of_the_program_are_named(void) {
   for (int i = 0; i < 5; i++) {
     char line[16];
     snprintf(line, sizeof line, "c.py:%d", i);
-    CHECK(words_add_site(row, attributes, F32, 4, line));
+    CHECK(call_site_add(row, attributes, F32, 4, line));
   }
   start();
   WAITING("bcast", NONE, ARRAY(F32, out, 4), COMM(comm), 2);
@@ -158,7 +158,7 @@ static void reports_get_rarer(void) {
 
 static void nothing_is_said_after_the_end(void) {
   start();
-  watch_stop();
+  watchdog_stop();
   WAITING("barrier", NONE, NONE, COMM(world(PLACE, SIZE)));
   CHECK_EQUAL(text[0], '\0');
 }

@@ -19,7 +19,7 @@
 #include <string.h>
 
 #include "fake_driver.h"
-#include "xla/ffi.h"
+#include "base/ffi.h"
 
 #define EXPORT __attribute__((visibility("default")))
 

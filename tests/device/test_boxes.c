@@ -9,7 +9,7 @@
 #include "devices/transport.h"
 #include "simulated.h"
 
-enum { PLAN_TAG = 77, MOST_ARRAYS = 3, MOST_AXES = 3, MOST_MOVES = 6, PLANS = 300, ROOM = 4096 };
+enum { PLAN_TAG = 77, ARRAYS_AT_MOST = 3, MOST_AXES = 3, MOST_MOVES = 6, PLANS = 300, ROOM = 4096 };
 static const int64_t ALWAYS = 0, NEVER = 1ll << 40; /* of runtime.copy_bytes */
 
 /* --- plans --- */
@@ -94,13 +94,13 @@ static const struct plan *draw_plan(const struct shape *shapes, int arrays, bool
 /* The arrays of a call: on the host, or copied to the device and back. */
 struct set {
   int arrays;
-  struct shape shapes[MOST_ARRAYS];
-  bool aliased[MOST_ARRAYS];
-  double in[MOST_ARRAYS][ROOM], out[MOST_ARRAYS][ROOM];
+  struct shape shapes[ARRAYS_AT_MOST];
+  bool aliased[ARRAYS_AT_MOST];
+  double in[ARRAYS_AT_MOST][ROOM], out[ARRAYS_AT_MOST][ROOM];
 };
 
 static void begin(struct set *set) {
-  for (int i = 0; i < MOST_ARRAYS; i++)
+  for (int i = 0; i < ARRAYS_AT_MOST; i++)
     for (int k = 0; k < ROOM; k++) {
       if (set->shapes[i].dtype == F32) {
         for (int half = 0; half < 2; half++) ((float *)set->in[i])[2 * k + half] = (float)(1 + i + 3 * k + half);
@@ -112,7 +112,7 @@ static void begin(struct set *set) {
 }
 
 static ffi_error *call_in(const struct memory *memory, struct set *set, const struct plan *plan) {
-  struct array in[MOST_ARRAYS], out[MOST_ARRAYS];
+  struct array in[ARRAYS_AT_MOST], out[ARRAYS_AT_MOST];
   struct frame frame;
   for (int i = 0; i < set->arrays; i++) {
     int64_t elements = elements_of(&set->shapes[i]);
@@ -142,8 +142,8 @@ static ffi_error *call_in(const struct memory *memory, struct set *set, const st
 
 static void draw_set(struct set *set) {
   static const int dtypes[] = {F32, F64, F64};
-  set->arrays = 1 + (int)draw(MOST_ARRAYS);
-  for (int i = 0; i < MOST_ARRAYS; i++) {
+  set->arrays = 1 + (int)draw(ARRAYS_AT_MOST);
+  for (int i = 0; i < ARRAYS_AT_MOST; i++) {
     struct shape *shape = &set->shapes[i];
     shape->dtype = dtypes[draw(3)];
     shape->bytes = shape->dtype == F32 ? 4 : 8;

@@ -5,8 +5,9 @@
  */
 #include <stdlib.h>
 
-#include "core/call.h"
+#include "core/failure.h"
 #include "devices/transport.h"
+#include "execute/body.h"
 #include "simulated.h"
 
 enum { MOST = 24, FACTOR = 7, CHUNK = 4096 };

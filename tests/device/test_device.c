@@ -7,11 +7,12 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-#include "core/call.h"
-#include "core/compare.h"
+#include "core/failure.h"
 #include "core/plan.h"
-#include "core/requests.h"
 #include "devices/transport.h"
+#include "execute/body.h"
+#include "execute/compare.h"
+#include "requests/table.h"
 #include "simulated.h"
 
 enum { ROOM = 1 << 16, STATUS_ROOM = 64 };

@@ -64,15 +64,56 @@ def imports():
         yield name, {other for other in _imported(name, tree, sources) if (name, other) not in UPWARD} - {name}
 
 
+CSRC = ROOT / "csrc"
+
+C_LAYERS = ("base", "core", "observe", "requests", "execute", ("devices", "mpi", "sharded"), "python")
+"""The folders of csrc/, from the ground."""
+
+
 def includes():
-    """For each pair of a C source and its header the other headers that they include."""
-    folder = ROOT / "csrc"
+    """For each pair of a C source and its header the other headers and lists that they include, without the ending."""
     graph = {}
-    for path in (*folder.rglob("*.c"), *folder.rglob("*.h")):
-        found = re.findall(r'^#include "([^"]+)\.h"', path.read_text(), re.MULTILINE)
-        graph.setdefault(str(path.relative_to(folder).with_suffix("")), set()).update(found)
+    for path in (*CSRC.rglob("*.c"), *CSRC.rglob("*.h")):
+        found = re.findall(r'^ *# *include "([^"]+)\.(?:h|def)"', path.read_text(), re.MULTILINE)
+        graph.setdefault(str(path.relative_to(CSRC).with_suffix("")), set()).update(found)
     for name, found in graph.items():
         yield name, found - {name}
+
+
+def test_layers_of_c():
+    """No file includes one that stands higher."""
+
+    def layer(name):
+        folder = name.partition("/")[0]
+        return next(i for i, layer in enumerate(C_LAYERS) if folder in _names(layer))
+
+    assert {path.name for path in CSRC.iterdir()} == {name for layer in C_LAYERS for name in _names(layer)}
+    assert not [
+        f"{name} includes {other}" for name, others in includes() for other in others if layer(other) > layer(name)
+    ]
+
+
+def _names(layer):
+    return layer if isinstance(layer, tuple) else (layer,)
+
+
+def test_header_of_each_source():
+    """A function that a header of the C core declares is defined there, or in the source of this name. So no circle of
+    calls is hidden behind a header that declares what several sources define."""
+    declared, defined = {}, {}
+    for path in CSRC.rglob("*.[ch]"):
+        name = str(path.relative_to(CSRC).with_suffix(""))
+        text = re.sub(r"__attribute__\(\(.*?\)\)\)? ?", "", path.read_text())
+        # Functions begin at the beginning of a line, and so do their types.
+        for match in re.finditer(r"^(?!static|#| |typedef)[\w *]*?\b(\w+)\((?:[^;{}]*?)\)( \{|;)", text, re.MULTILINE):
+            (defined if match[2] == " {" else declared).setdefault(match[1], set()).add(name)
+    elsewhere = {
+        function: (names, defined[function])
+        for function, names in declared.items()
+        if function in defined and not defined[function] <= names
+    }
+    assert len(declared) > 100
+    assert not elsewhere
 
 
 @pytest.mark.parametrize("graph", [imports, includes])

@@ -20,11 +20,11 @@ def limit():
     previous = []
 
     def lower(n):
-        previous.append(_core.set_max_count(n))
+        previous.append(_core.configure(max_count=n)["max_count"])
 
     yield lower
     if previous:
-        _core.set_max_count(previous[0])
+        _core.configure(max_count=previous[0])
 
 
 @pytest.mark.slow("case")
@@ -45,8 +45,8 @@ def test_chunks(case, n, dtype, limit, comm, rank, size):
 def piece(comm):
     """Sets the length of the pieces of an allreduce on the default communicator."""
     number = communicators.default().number
-    yield lambda nbytes: _core.set_piece(number, nbytes)
-    _core.set_piece(number, max(communicators._PIECE, comm.size * communicators._LEAST_SHARE))
+    yield lambda nbytes: _core.configure_communicator(number, piece=nbytes)
+    _core.configure_communicator(number, piece=max(communicators._PIECE, comm.size * communicators._LEAST_SHARE))
 
 
 @pytest.mark.slow("dtype")

@@ -232,7 +232,7 @@ def table(workers, seconds, measured):
 
 def main():
     chosen, world, begun = arguments(), MPI.COMM_WORLD, time.monotonic()
-    _core.set_max_count(chosen.chunk)
+    _core.configure(max_count=chosen.chunk)
     # Threads that communicate must not wait for each other's computations (docs/running.md, "Threads").
     jax.config.update("jax_cpu_enable_async_dispatch", chosen.threads == 1)
     # The ranks of every other communicator are in reverse order, so that ranks in them are not those of the world.

@@ -1,8 +1,8 @@
 """The order of calls of compiled code: the link that one computation passes to the next.
 
 Between two computations with an ordered effect JAX passes an empty array, one per thread, which the first returns and
-the second takes as an operand. csrc/python/link.c does the same here: the array is the link. A later call of plain
-`jax.jit` takes the same array as its operand.
+the second takes as an operand. csrc/python/runtime_token.c does the same here: the array is the link. A later call of
+plain `jax.jit` takes the same array as its operand.
 """
 
 import contextlib
@@ -99,15 +99,15 @@ def _new_link(effect: Effect) -> Any:
     """Makes a runtime token for this thread whose array can be an operand of compiled code.
 
     A token that JAX makes holds an array too, but in some versions with the layout of an XLA token. So ours are marked,
-    by the attribute `pending`, in which link.c keeps whether the computation can have failed since its call returned. A
-    token of JAX's is waited for here: so a call of ours waits for an earlier one of plain `jax.jit`.
+    by the attribute `pending`, in which runtime_token.c keeps whether the computation can have failed since its call
+    returned. A token of JAX's is waited for here: so a call of ours waits for an earlier one of plain `jax.jit`.
     """
     _not_repeated()
     tokens, thread = dispatch.runtime_tokens.current_tokens, threading.get_ident()
     if effect in tokens:
         _failed(tokens[effect])
     if _several_devices():
-        _core.set_several_devices()
+        _core.configure(several_devices=True)
     link: Any = core.Token(_first_array())
     link.pending = None
     if thread in _of_threads:  # this thread's earlier link, or that of an ended thread with the same number

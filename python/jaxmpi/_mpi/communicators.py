@@ -12,7 +12,7 @@ from mpi4py import MPI
 import jaxmpi._core as _core
 from jaxmpi._jax import internals
 from jaxmpi._mpi import static, timeline
-from jaxmpi._mpi.library import DEVICES, handle_of, meaning
+from jaxmpi._mpi.library import CONSTANTS, DEVICES, handle_of, meaning
 from jaxmpi._mpi.settings import ALL, SETTINGS
 
 # How long an import waits for the imports of other ranks. After that the first use of the default communicator waits.
@@ -93,19 +93,19 @@ def resolve(comm: Any, operation: str) -> Communicator:
     known = _known.get(found[0])
     if known is None:
         _forget_freed()
-        _core.set_chunk(found[0], _default.chunk(ours=False))
+        _core.configure_communicator(found[0], chunk=_default.chunk(ours=False))
         _compare(found[0], comm)
         name = comm.Get_name()
         if name:
-            _core.set_name(found[0], name)
+            _core.configure_communicator(found[0], name=name)
         timeline.communicator(found[0], comm, name)
         known = _known.setdefault(found[0], Communicator(*found))
     return known
 
 
 _PIECE, _LEAST_SHARE = 8 << 20, 256 << 10
-"""Bytes of a piece of a long allreduce (`most_at_a_time` in csrc/mpi/ops.c), and of each rank's share of a piece, which
-must not get too short: libraries send such shares."""
+"""Bytes of a piece of a long allreduce (`most_at_a_time` in csrc/mpi/collectives.c), and of each rank's share of a
+piece, which must not get too short: libraries send such shares."""
 
 
 _THREAD = threading.get_ident()
@@ -116,13 +116,14 @@ def _compare(number: int, comm: MPI.Comm) -> None:
     if _default.calls == 0:
         return
     if threading.get_ident() != _THREAD:
-        _core.set_several_threads()
+        _core.configure(several_threads=True)
     group, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
     ranks = MPI.Group.Translate_ranks(group, None, world)
     for used in (group, world):
         used.Free()
     if MPI.UNDEFINED not in ranks:
-        name = 2 if comm == MPI.COMM_WORLD else 1 if _default.is_it(comm) else 0
+        of_default, of_world = CONSTANTS["NAME_OF_DEFAULT"], CONSTANTS["NAME_OF_WORLD"]
+        name = of_world if comm == MPI.COMM_WORLD else of_default if _default.is_it(comm) else 0
         _core.compare(number, _default.calls, name, np.array(ranks, np.int32).tobytes())
 
 
@@ -189,10 +190,10 @@ class _Default:
     def get(self) -> Communicator:
         if self._resolved is None:
             resolved = resolve(self.mpi(), "the default communicator")
-            _core.set_chunk(resolved.number, self.chunk(ours=True))
+            _core.configure_communicator(resolved.number, chunk=self.chunk(ours=True), name="the default communicator")
             if not self._settings[3]:  # nothing is known of an MPI that reads the memory of devices
-                _core.set_piece(resolved.number, max(_PIECE, resolved.size * _LEAST_SHARE))
-            _core.set_name(resolved.number, "the default communicator")
+                piece = max(_PIECE, resolved.size * _LEAST_SHARE)
+                _core.configure_communicator(resolved.number, piece=piece)
             timeline.communicator(resolved.number, self._comm, "the default communicator")
             self._resolved = resolved
         return self._resolved
@@ -254,7 +255,8 @@ def agree() -> None:
     global _default, CHECK
     _default = _Default()
     CHECK = _default.check
-    _core.set_check(CHECK, _default.labels, handle_of(_default.channel) if _default.calls else 0)
+    channel = handle_of(_default.channel) if _default.calls else 0
+    _core.configure(check=CHECK, labels=_default.labels, channel=channel)
 
 
 def know() -> None:

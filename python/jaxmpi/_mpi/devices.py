@@ -30,7 +30,7 @@ class Choice:
     aware: bool
     """MPI is given the device's pointers."""
     transport: str
-    """For staged arrays: callback, thread or wait, as in csrc/core/core.h. With an aware MPI some are still staged."""
+    """For staged arrays: callback, thread or wait (csrc/core/runtime.h). With an aware MPI some are still staged."""
     because: str
     """What was detected, and the reason for the choice."""
     chunk: int = 0

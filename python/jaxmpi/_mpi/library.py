@@ -89,6 +89,8 @@ DEVICES: devices.Choice
 DATATYPES: dict[str, Datatype] = {
     name: Datatype(name, code, itemsize, kind) for name, (code, itemsize, _, kind) in _core.datatypes().items()
 }
+CONSTANTS = _core.constants()
+"""What C and Python must know alike."""
 OPERATIONS: dict[str, Operation] = {name: Operation(*row) for name, row in _core.operations().items()}
 OF_SHARDED_PROGRAMS = {"connect", "complete"}
 """Operations that only JAX's own sharded programs use, by way of csrc/sharded/."""
@@ -116,18 +118,23 @@ def bind() -> None:
     internals.distrust_cached_programs()
     LIBRARY = Library(*_core.load(MPI.__file__, secrets.randbits(64)))
     DEVICES = devices.choose(SETTINGS, os.environ, internals.platforms())
-    _core.set_devices(DEVICES.aware, DEVICES.transport, DEVICES.copy_bytes)
+    _core.configure(aware=DEVICES.aware, transport=DEVICES.transport, copy_bytes=DEVICES.copy_bytes)
     # In the same order in every run, so that a cached program finds them under their numbers.
     of_self = _core.communicator(handle_of(MPI.COMM_SELF), meaning("COMM_SELF"))
     assert of_self is not None
     of_world = _core.communicator(handle_of(MPI.COMM_WORLD), meaning("COMM_WORLD"))
     assert of_world is not None
     _core.reserve(meaning("default"))
-    _core.configure(MPI.COMM_WORLD.Get_rank(), MPI.Query_thread() < MPI.THREAD_MULTIPLE, of_self[0], of_world[0])
-    _core.set_ends_on_error(SETTINGS.error_ends_job)
+    _core.configure(
+        rank=MPI.COMM_WORLD.Get_rank(),
+        serialize=MPI.Query_thread() < MPI.THREAD_MULTIPLE,
+        self=of_self[0],
+        world=of_world[0],
+        most_tag=cast(int, MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)),
+        ends_on_error=SETTINGS.error_ends_job,
+    )
     action = ACTIONS.index(SETTINGS.timeout_action)
     _core.watch(SETTINGS.timeout, action, call_sites.of_main_thread, call_sites.PACKAGES)
-    _core.set_most_tag(cast(int, MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)))
     for name, (code, _, mpi_name, _) in _core.datatypes().items():
         _core.set_datatype(code, handle_of(getattr(MPI, mpi_name)))
         OWN_OPERATIONS[name] = _core.own_operations(name)
@@ -136,7 +143,7 @@ def bind() -> None:
             stages = {"instantiate": capsule, "execute": capsule}
             jax.ffi.register_ffi_target(f"jaxmpi_{name}", stages, platform=platform)
     hide_from_children(os.environ)
-    _core.set_log(SETTINGS.log)
+    _core.configure(log=SETTINGS.log)
 
 
 def wait_for_computations() -> None:

@@ -17,8 +17,10 @@ import numpy as np
 
 import jaxmpi._core as _core
 from jaxmpi._mpi import tags
+from jaxmpi._mpi.library import CONSTANTS
 
-_LABEL_BYTES, _ALIGNMENT, _MOST_AXES = 8, 8, 8
+_ALIGNMENT = 8
+_LABEL_BYTES, _MOST_AXES = CONSTANTS["LABEL_BYTES"], CONSTANTS["MAX_BOX_AXES"]
 
 
 @dataclass(frozen=True)
@@ -185,10 +187,22 @@ def make(
         boxes += _words_of_box(fill.leaf, 0, fill.written, aval, value)
     for index, at in sorted(unpacked.items()):
         boxes += _words_of_box(moves[index].leaf, at, moves[index].written, results[moves[index].leaf])
-    counts = [sends.ranks, receives.ranks, len(packed), len(fills), len(unpacked)]
     elements = [math.prod(aval.shape) for aval in (*avals, *results)]
-    stage = [own.end, receives.end - own.end]
-    head = [signature, tags.OF_PLANS, len(avals), adds, zeroed, *stage, *counts]
+    header = {
+        "signature": signature,
+        "tag": tags.OF_PLANS,
+        "arrays": len(avals),
+        "adds": adds,
+        "zeroed": zeroed,
+        "sent": own.end,
+        "received": receives.end - own.end,
+        "send_count": sends.ranks,
+        "receive_count": receives.ranks,
+        "pack_count": len(packed),
+        "fill_count": len(fills),
+        "unpack_count": len(unpacked),
+    }
+    head = [header[name] for name in CONSTANTS["PLAN_HEADER"]]
     return Plan([int(word) for word in (*head, *elements, *sends.words, *receives.words, *boxes)])
 
 

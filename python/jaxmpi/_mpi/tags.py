@@ -8,18 +8,20 @@ from typing import Any
 
 from mpi4py import MPI
 
+from jaxmpi._mpi.library import CONSTANTS
+
 LIMIT: int = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)  # type: ignore[assignment]
 """The highest tag."""
 
-_FIRST = (LIMIT + 1) // 2
+_FIRST: int = CONSTANTS["FIRST_TAG_OF_DERIVATIVES"]
 
-TRACED = -(1 << 40)
-"""A rank or tag that is known at run time, as a parameter (csrc/core/core.h); tags of derivatives count from there."""
+TRACED: int = CONSTANTS["TRACED"]
+"""A rank or tag that is known at run time, as a parameter; tags of derivatives count from there."""
 
 OF_RULES = _FIRST - 1
 """The tag of exchanges that only a derivative makes: the highest one that users may use with derivatives."""
 
-OF_PLANS = OF_RULES - 1
+OF_PLANS: int = CONSTANTS["TAG_OF_PLANS"]
 """The tag of the messages of plans (plans.py), which tell of what they are themselves."""
 
 

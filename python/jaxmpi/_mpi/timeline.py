@@ -1,7 +1,7 @@
 """This rank's timeline, JAXMPI_TRACE: its file, and what is needed to put it beside those of other ranks.
 
 The file is an array of events, in the format of Chrome and Perfetto, one in a line: of the operations by
-csrc/core/timeline.c; here of the rank and of its communicators. `python -m jaxmpi.trace` reads it.
+csrc/observe/timeline.c; here of the rank and of its communicators. `python -m jaxmpi.trace` reads it.
 
 Several jobs may write into one folder. A file is named after its job, and never one that was there before.
 """

@@ -1,4 +1,4 @@
-"""The operation table, of what starts an operation and of what waits for it (csrc/core/requests.h).
+"""The operation table, of what starts an operation and of what waits for it (csrc/requests/table.h).
 
 A request is an array of two numbers, by which the core knows it. To what differentiates it is an array like any other:
 its tangent is the request of the tangent's operation, its cotangent that of the cotangent's. So the transpose of a wait

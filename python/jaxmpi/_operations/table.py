@@ -4,8 +4,8 @@ Stack the arrays of all ranks into one long vector: then an operation is a map o
 is the same operation on the tangents, and its transpose is the adjoint map. The adjoints are operations of this table
 again, so there are derivatives of any order. The one exception is `allreduce` of a sum: see `_transpose_allreduce`.
 
-An operation has a row in csrc/core/ops.def, a body in csrc/mpi/ops.c, a row here, a public function in _operations.py,
-and a row in tests/support/table.py.
+An operation has a row in csrc/core/ops.def, a body in csrc/mpi/collectives.c, a row here, a public function in
+_operations.py, and a row in tests/support/table.py.
 """
 
 from collections.abc import Callable, Sequence

@@ -2,7 +2,7 @@
 
 Counts are known while tracing, those of all ranks, as integers; or they are arrays, known at run time. Then ranks tell
 each other their counts first. A rank whose counts are impossible tells -1 instead: so all ranks make the same calls of
-MPI, and each of those concerned raises (`struct parts` in csrc/mpi/ops.c).
+MPI, and each of those concerned raises (`struct parts` in csrc/mpi/by_counts.c).
 """
 
 import functools

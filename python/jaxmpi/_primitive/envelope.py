@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxmpi._jax import internals
+from jaxmpi._mpi.library import CONSTANTS
 from jaxmpi._mpi.tags import TRACED
 
 _MOST = 2**31 - 1
-ANY_OF_SEVERAL, TOO_LARGE = -(2**31), -(2**31) + 1
+ANY_OF_SEVERAL: int = CONSTANTS["ANY_OF_SEVERAL"]
+TOO_LARGE: int = CONSTANTS["TOO_LARGE"]
 """What the core takes for no rank and no tag: in the place of ANY_SOURCE for messages that must have one source, and of
 what 32 bits do not hold."""
 

@@ -370,7 +370,7 @@ def make_primitive(row: Row) -> Operation:
     return primitive
 
 
-_DERIVATIVES = (None, TANGENT, COTANGENT, VALUE)  # by the core's numbers: see csrc/core/core.h
+_DERIVATIVES = (None, TANGENT, COTANGENT, VALUE)  # by the core's numbers: see csrc/core/operation.h
 
 
 def _attribute(name: str, kind: str, params: Params, dtype: Any) -> np.int64:

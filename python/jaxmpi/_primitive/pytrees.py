@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxmpi._jax import internals
+from jaxmpi._mpi.library import CONSTANTS
 from jaxmpi._primitive.communication import DERIVATIVE
 
 Params = dict[str, Any]
@@ -18,7 +19,7 @@ LEAF = "leaf"
 those whose cotangents are received, in the order of the leaves. The last two are exchanged, and the order reversed, in
 an operation for cotangents."""
 
-_ALONE, _FIRST, _MIDDLE, _LAST = range(4)  # as in csrc/core/failure.h
+_ALONE, _FIRST, _MIDDLE, _LAST = map(CONSTANTS["LEAVES"].index, ("alone", "first", "middle", "last"))
 
 
 def places(received: Sequence[Any], sent: Sequence[Any]) -> list[Params]:

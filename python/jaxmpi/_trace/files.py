@@ -1,4 +1,4 @@
-"""The timelines of the ranks as they were written: see _mpi/timeline.py and csrc/core/timeline.c."""
+"""The timelines of the ranks as they were written: see _mpi/timeline.py and csrc/observe/timeline.c."""
 
 import json
 import re

@@ -67,7 +67,7 @@ class _Log:
 
     def set_logging(self, enable: bool) -> None:
         self.on = bool(enable)
-        _core.set_log(self.on)
+        _core.configure(log=self.on)
 
     def get_logging(self) -> bool:
         return self.on

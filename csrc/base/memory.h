@@ -1,0 +1,93 @@
+/* Memory spaces: where XLA's buffers lie, and the driver's functions for them.
+ *
+ * A body in mpi/collectives.c uses pointers that MPI accepts and knows nothing of devices: transport.c provides such
+ * pointers by the functions of a memory space. A space is a row in spaces.def and a file that defines one structure.
+ * Its functions return 0 or the driver's error code; after an error `memory_failed` names the driver's function.
+ *
+ * A stream is XLA's or made here; a stream executes its work in the order in which it was enqueued. A context is what a
+ * thread must enter before it uses the streams, events and memory of a device.
+ *
+ * Threads: any thread may call the functions of a space, inside a context where one is needed; they take no lock of
+ * ours.
+ */
+#ifndef JAXMPI_MEMORY_H
+#define JAXMPI_MEMORY_H
+
+#include <stdbool.h>
+#include <stddef.h>
+
+#include "base/ffi.h"
+
+/* Rows of `width` bytes, which begin that many bytes apart on the host and on the device. */
+struct rows {
+  size_t width, count, on_host;
+  ptrdiff_t on_device;
+};
+/* A driver copies rows at once that do not overlap and are no more than MAX_PITCH bytes apart. */
+enum { MAX_PITCH = 0x7fffffff };
+static inline bool rows_at_once(const struct rows *rows) {
+  return rows->count == 1 || (rows->on_device >= (ptrdiff_t)rows->width && rows->on_device <= MAX_PITCH &&
+                              rows->on_host >= rows->width && rows->on_host <= MAX_PITCH);
+}
+
+struct call;
+
+struct memory {
+  const char *platform; /* XLA's name for it */
+  bool host;            /* host code can access it: the members after `run` are NULL */
+
+  /* Executes a call whose buffers lie in this memory and are known: in chunks, and in whichever thread may call MPI. */
+  ffi_error *(*run)(struct call *call);
+
+  /* The possible names of the driver's library, ending with NULL, and the text of the error if none is found. `load`
+   * looks up the functions in it: NULL, or the name of a missing one. */
+  const char *const *libraries;
+  const char *absent;
+  const char *(*load)(void *library);
+  int (*count)(int *devices); /* devices that this process may use */
+
+  int (*context)(void *stream, void **context); /* of a stream of XLA's */
+  int (*enter)(void *context, void **previous);
+  int (*leave)(void *previous);
+
+  int (*pin)(void **host, size_t bytes); /* allocates pinned host memory */
+  int (*unpin)(void *host);
+
+  /* Enqueued on the stream. For copy_down and copy_up `host` is pinned, and rows_at_once holds. */
+  int (*copy_down)(void *host, const void *device, struct rows rows, void *stream);
+  int (*copy_up)(void *device, const void *host, struct rows rows, void *stream);
+  int (*copy)(void *to, const void *from, size_t bytes, void *stream);
+  int (*zero)(void *device, size_t bytes, void *stream);
+  int (*call)(void *stream, void (*function)(void *), void *data); /* host function: it must not call the driver */
+
+  int (*stream_make)(void **stream);
+  int (*stream_free)(void *stream);
+  int (*stream_synchronize)(void *stream);       /* waits until all its work is done */
+  int (*stream_wait)(void *stream, void *event); /* later work of the stream waits for the event, if recorded */
+  int (*event_make)(void **event);
+  int (*event_free)(void *event);
+  int (*event_record)(void *event, void *stream); /* marks the work enqueued so far */
+  int (*event_synchronize)(void *event);          /* waits until that work is done */
+
+  void (*text)(int code, const char **name, const char **text); /* of an error code; NULL if unknown */
+};
+
+/* Initializes the members from static functions of the same names. */
+#define MEMORY_FUNCTIONS                                                                                            \
+  .count = count, .context = context, .enter = enter, .leave = leave, .pin = pin, .unpin = unpin,                   \
+  .copy_down = copy_down, .copy_up = copy_up, .copy = copy, .zero = zero, .call = call, .stream_make = stream_make, \
+  .stream_free = stream_free, .stream_synchronize = stream_synchronize, .stream_wait = stream_wait,                 \
+  .event_make = event_make, .event_free = event_free, .event_record = event_record,                                 \
+  .event_synchronize = event_synchronize, .text = text
+
+/* Enqueues copies of rows, whatever their distance: up to the device, or down to the host. */
+int memory_copy_rows(const struct memory *memory, bool up, void *host, void *device, struct rows rows, void *stream);
+
+/* The driver's function that failed last in this thread, as recorded by memory_checked. */
+extern _Thread_local const char *memory_failed;
+static inline int memory_checked(const char *function, int code) {
+  if (code != 0) memory_failed = function;
+  return code;
+}
+
+#endif

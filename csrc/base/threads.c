@@ -1,0 +1,38 @@
+#include "base/threads.h"
+
+#include <signal.h>
+#include <stdlib.h>
+
+int thread_start(pthread_t *thread, void *(*work)(void *unused)) {
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  int error = pthread_create(thread, NULL, work, NULL);
+  pthread_sigmask(SIG_SETMASK, &before, NULL);
+  return error;
+}
+
+static void give_record_back(void *record) {
+  atomic_store_explicit(&((struct thread_record *)record)->taken, false, memory_order_release);
+}
+
+bool thread_records_begin(struct thread_records *records, size_t bytes) {
+  records->bytes = bytes;
+  return pthread_key_create(&records->at_exit, give_record_back) == 0;
+}
+
+void *thread_record_take(struct thread_records *records) {
+  struct thread_record *record = atomic_load(&records->all);
+  bool no = false;
+  while (record != NULL && !atomic_compare_exchange_strong(&record->taken, &no, true))
+    record = record->next, no = false;
+  if (record == NULL) {
+    if ((record = calloc(1, records->bytes)) == NULL) return NULL;
+    atomic_init(&record->taken, true);
+    record->number = 1 + atomic_fetch_add(&records->count, 1);
+    record->next = atomic_load(&records->all);
+    while (!atomic_compare_exchange_weak(&records->all, &record->next, record)) continue;
+  }
+  pthread_setspecific(records->at_exit, record);
+  return record;
+}

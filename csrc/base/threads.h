@@ -1,0 +1,36 @@
+/* Threads: how those of ours begin, and records of all. Each thread that asks has one of its own until it ends; then
+ * another thread gets it. Records are never freed, so a thread of ours may go through all of them without a lock.
+ *
+ * Threads: thread_records_begin is called before thread_record_take. Any thread may call the rest.
+ */
+#ifndef JAXMPI_THREADS_H
+#define JAXMPI_THREADS_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+
+/* The first member of such a record. */
+struct thread_record {
+  atomic_bool taken;
+  int number; /* from 1, in the order in which they were made */
+  struct thread_record *next;
+};
+
+struct thread_records {
+  struct thread_record *_Atomic all; /* the last to be made comes first */
+  atomic_int count;
+  size_t bytes; /* of a record */
+  pthread_key_t at_exit;
+};
+
+/* Starts a thread of ours, without signals, which are for the program's threads. An error number; 0. */
+int thread_start(pthread_t *thread, void *(*work)(void *unused));
+
+bool thread_records_begin(struct thread_records *records, size_t bytes);
+
+/* The calling thread's record, to be kept by it: zeros, or as the thread before left it; NULL: no memory. */
+void *thread_record_take(struct thread_records *records);
+
+#endif

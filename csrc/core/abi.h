@@ -1,0 +1,71 @@
+/* What the core knows of an MPI library: the functions that are compiled once for each ABI.
+ *
+ * Threads: abi_find is called under the GIL; who calls the members of struct abi is said with each. With
+ * runtime.serialize the caller of those that call MPI needs runtime.lock, as said there. */
+#ifndef JAXMPI_ABI_H
+#define JAXMPI_ABI_H
+
+#include "core/call.h"
+#include "core/runtime.h"
+
+struct request;
+struct receive;
+struct message_found;
+
+/* What is compiled once for each ABI. With runtime.serialize the caller of a body, of `communicator` and of what
+ * agreement.h needs holds runtime.lock. */
+struct abi {
+  const char *name;
+
+  /* The bodies of the operations, in the order of ops.def, which call MPI: NULL or the error. Called by the thread that
+   * the transport chooses for MPI calls, without the GIL. */
+  ffi_error *(*const *bodies)(struct call *call);
+
+  /* Fills the function table from `library` (from dlopen). NULL, or the name of a missing function. Called once, at
+   * import. */
+  const char *(*load)(void *library);
+
+  /* Finds or makes the struct for a communicator: NULL for an inter-communicator. A new struct gets a number with this
+   * meaning, which may be NULL. Returns an MPI error code. Called under the GIL. */
+  int (*communicator)(intptr_t handle, const char *meaning, struct communicator **result);
+
+  /* Makes the reductions of a dtype that are ours: `handles` in the order SUM, PROD, MAX, MIN, 0 where MPI's is used.
+   * Returns an MPI error code. Called at import, under the GIL. */
+  int (*own_operations)(const char *dtype, intptr_t handles[4]);
+
+  /* For agreement.h, all of which return an MPI error code and do not wait: posts a message to, or from, a rank of
+   * COMM_WORLD on runtime.channel; tells whether it is through; takes a receive back. */
+  int (*post)(void *data, size_t bytes, bool sends, int rank, int tag, intptr_t *request);
+  int (*test)(intptr_t *request, bool *done);
+  int (*cancel)(intptr_t *request);
+
+  /* Begins to send what a call of `send` passes, which must stay until the body of `wait` is done with the request.
+   * Returns an MPI error code. */
+  int (*start_send)(const struct call *call, intptr_t *request);
+
+  /* For requests/queue.h, under its lock. Looks whether a message has come (`probe`), and matches it (`match`); both
+   * return an MPI error code and do not wait. Begins to receive a message that has been matched, unless a thread waits
+   * for it or must look at it first. */
+  int (*probe)(const struct communicator *comm, int source, int tag, bool *there, struct message_found *found);
+  int (*match)(const struct communicator *comm, int source, int tag, bool *there, struct message_found *found);
+  void (*receive)(struct receive *receive);
+
+  /* Whether what a request has begun is still under way. Does not wait; under the lock of requests/table.h. */
+  bool (*test_request)(struct request *request);
+
+  /* Ends the job. Any thread. */
+  void (*abort)(int status);
+
+  /* The numbers for any rank, any tag and no rank. */
+  int any_source, any_tag, proc_null;
+
+  /* The library's text for an error code; `text` has room for 1024 bytes. Any thread. */
+  void (*error_text)(int code, char *text);
+};
+extern const struct abi abi_openmpi, abi_mpich, abi_mpiabi;
+
+/* The ABI of the MPI library behind `library`, by the ABI version and the description that the library returns; NULL if
+ * unknown. `version` receives the description, cut to `size`. */
+const struct abi *abi_find(void *library, char *version, size_t size);
+
+#endif

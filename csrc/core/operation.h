@@ -1,0 +1,136 @@
+/* The tables: a row of ops.def, and a row of dtype.def. Threads: constants and pure functions, for any thread. */
+#ifndef JAXMPI_OPERATION_H
+#define JAXMPI_OPERATION_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+/* Arrays that Python passes in one call at most: fewer than MAX_BUFFERS, for operands and results together. */
+enum { MOST_ARRAYS = 100 };
+
+/* Limits: XLA's type codes; attributes and buffer roles of an operation; buffers of one call. */
+enum { DTYPE_CODES = 40, MAX_ATTRIBUTES = 7, MAX_ROLES = 6, MAX_BUFFERS = 256 };
+
+/* A row of dtype.def. */
+struct datatype {
+  int code;
+  const char *name;
+  size_t bytes;
+  const char *mpi;
+  const char *kind;
+};
+extern const struct datatype datatype_table[]; /* ends with a NULL name */
+
+/* The row with this code, NULL if there is none. */
+const struct datatype *datatype_find(int code);
+
+/* What a buffer is for. ROLE_READ and ROLE_WRITE: MPI gets a pointer to it, in whichever memory it lies. ROLE_HOST_READ
+ * and ROLE_HOST_WRITE: the core itself reads or writes it, always on the host: truth values to check, or numbers that a
+ * call passes as an array. */
+enum role { ROLE_READ, ROLE_WRITE, ROLE_HOST_READ, ROLE_HOST_WRITE };
+static inline bool role_is_written(enum role role) { return (role & 1) != 0; }
+static inline bool role_is_of_host(enum role role) { return (role & 2) != 0; }
+
+/* How a call may be divided: see ops.def. */
+enum divisibility { DIVIDE_WHOLE, DIVIDE_CHUNKS, DIVIDE_GATHERS, DIVIDE_SCATTERS, DIVIDE_EXCHANGES };
+
+/* What an attribute is. KIND_RANK and KIND_TAG are numbers that errors show; for KIND_DERIVATIVE to KIND_PLAIN see
+ * ops.def; from KIND_OBJECT on an attribute is the number of an object in the registry. */
+enum attribute {
+  KIND_RANK,
+  KIND_TAG,
+  KIND_DERIVATIVE,
+  KIND_ADJOINT,
+  KIND_LEAF,
+  KIND_NUMBER,
+  KIND_PLAIN,
+  KIND_OBJECT,
+  KIND_OBJECT_OR_0,
+  KIND_REDUCTION,
+  KIND_PLAN
+};
+static inline bool attribute_is_object(enum attribute kind) { return kind >= KIND_OBJECT; }
+
+/* The attribute of a rank or tag that is known at run time only. In a derivative it is TRACED plus the first tag of
+ * derivatives, which is to be added to the tag; for a rank it is TRACED plus 1. */
+#define TRACED (-(INT64_C(1) << 40))
+static inline bool is_traced(int64_t attribute) { return attribute < TRACED / 2; }
+
+/* What Python passes in the place of MPI.ANY_SOURCE where the messages must have one source, and in the place of a
+ * number that 32 bits do not hold. */
+#define ANY_OF_SEVERAL INT32_MIN
+#define TOO_LARGE      (INT32_MIN + 1)
+
+/* What a collective is applied to: values of a function, or of its derivatives. From DERIVATIVE_COTANGENT on it may be
+ * of reverse mode. */
+enum derivative { DERIVATIVE_VALUE, DERIVATIVE_TANGENT, DERIVATIVE_COTANGENT, DERIVATIVE_FURTHER };
+
+/* The words for an enum derivative, such as "a tangent"; NULL for another number. */
+const char *derivative_name(int64_t derivative);
+
+/* The position of an array among those of a pytree, each of which has a call of its own. */
+enum leaf { LEAF_ALONE, LEAF_FIRST, LEAF_MIDDLE, LEAF_LAST };
+
+/* A row of ops.def. */
+struct operation {
+  const char *id;   /* its name in ops.def, for handlers and in Python */
+  const char *name; /* the name that users know */
+  int row;
+  enum divisibility divisibility;
+  int buffer_count, attribute_count;
+  int comm; /* index of this attribute */
+  struct {
+    short fixed;   /* the number of buffers that are not in a list: read ([0]) or written ([1]) */
+    short of_host; /* host buffers passed by a rank that passes no MPI buffer; -1 if every rank passes MPI buffers */
+    bool list;     /* there is an EACH, JOINED or PARTLY */
+    bool joined;   /* that is a JOINED or PARTLY, which has at least one buffer */
+  } passed[2];
+  struct {
+    const char *name;
+    enum role role;
+    bool each;   /* any number of buffers, one after the other */
+    bool joined; /* the body gets them as one buffer */
+  } buffers[MAX_ROLES];
+  struct {
+    const char *name;
+    enum attribute kind;
+  } attributes[MAX_ATTRIBUTES];
+};
+extern const struct operation operation_table[]; /* ends with a NULL id */
+
+/* Index of the last attribute of this kind; -1: there is none. */
+static inline int attribute_of(const struct operation *operation, enum attribute kind) {
+  int i = operation->attribute_count - 1;
+  while (i >= 0 && operation->attributes[i].kind != kind) i--;
+  return i;
+}
+/* Whether it starts something, or waits for that: requests.h. */
+static inline bool has_request(const struct operation *operation) {
+  for (int i = 0; i < operation->buffer_count; i++)
+    if (strcmp(operation->buffers[i].name, "request") == 0) return true;
+  return false;
+}
+
+enum {
+#define OPERATION(name, divisibility, buffers, attributes) ROW_##name,
+#include "core/ops.def"
+#undef OPERATION
+  OPERATION_COUNT
+};
+
+/* Whether an operation waits for what has been started. */
+static inline bool waits_for_request(int row) { return row == ROW_wait || row == ROW_exchange_finish; }
+
+/* The attributes of an operation by name, in the order in which XLA passes them. */
+#define A(kind, name) int64_t name;
+#define OPERATION(name, divisibility, buffers, attributes) \
+  struct name##_attributes {                               \
+    attributes                                             \
+  };
+#include "core/ops.def"
+#undef OPERATION
+#undef A
+
+#endif

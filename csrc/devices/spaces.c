@@ -1,0 +1,64 @@
+#include "devices/spaces.h"
+
+#include <dlfcn.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+const struct memory *const memory_spaces[] = {
+#define SPACE(name) &memory_##name,
+#include "devices/spaces.def"
+#undef SPACE
+    NULL};
+
+#define SPACE(name) extern ffi_handler *const handlers_##name[];
+#include "devices/spaces.def"
+#undef SPACE
+
+static ffi_handler *const *const handlers[] = {
+#define SPACE(name) handlers_##name,
+#include "devices/spaces.def"
+#undef SPACE
+};
+
+static size_t number_of(const struct memory *memory) {
+  size_t i = 0;
+  while (memory_spaces[i] != memory) i++;
+  return i;
+}
+
+ffi_handler *const *memory_handlers(const struct memory *memory) { return handlers[number_of(memory)]; }
+
+static void *find_library(const struct memory *memory, int mode) {
+  void *library = NULL;
+  for (const char *const *name = memory->libraries; library == NULL && name != NULL && *name != NULL; name++)
+    library = dlopen(*name, mode);
+  return library;
+}
+
+bool memory_loaded(const struct memory *memory) {
+  void *library = find_library(memory, RTLD_LAZY | RTLD_NOLOAD);
+  if (library != NULL) dlclose(library);
+  return library != NULL;
+}
+
+static const char *load_driver(const struct memory *memory) {
+  enum { ROOM = 128 };
+  /* A copy that this process has loaded comes first: a second one would not know its streams. */
+  void *library = find_library(memory, RTLD_LAZY | RTLD_NOLOAD);
+  if (library == NULL && (library = find_library(memory, RTLD_LAZY)) == NULL) return memory->absent;
+  const char *missing = memory->load(library);
+  char *text = missing != NULL ? malloc(ROOM) : NULL; /* never freed; one per driver at most */
+  if (text != NULL) snprintf(text, ROOM, "the driver has no %s: install a newer one", missing);
+  return text != NULL ? text : missing;
+}
+
+const char *memory_open(const struct memory *memory) {
+  static struct {
+    bool tried;
+    const char *why_not;
+  } spaces[sizeof memory_spaces / sizeof *memory_spaces];
+  size_t i = number_of(memory);
+  if (!spaces[i].tried && !memory->host) spaces[i].why_not = load_driver(memory);
+  spaces[i].tried = true;
+  return spaces[i].why_not;
+}

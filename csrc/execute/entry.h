@@ -1,0 +1,17 @@
+/* From XLA's frame to an operation and back.
+ *
+ * Threads: called by XLA, in the thread that called the program or in one of XLA's, by several at the same time;
+ * without the GIL and with no lock of ours held. It takes the locks of call.h and, on a device, of transport.h. */
+#ifndef JAXMPI_ENTRY_H
+#define JAXMPI_ENTRY_H
+
+#include "base/memory.h"
+
+/* The handler of each operation, for buffers in `memory`. It serves two stages: instantiation, once per program, which
+ * checks the attributes, and execution. */
+#define OPERATION(name, divisibility, buffers, attributes) \
+  ffi_error *entry_##name(ffi_frame *frame, const struct memory *memory);
+#include "core/ops.def"
+#undef OPERATION
+
+#endif

@@ -1,0 +1,151 @@
+/* What the core sees of an ABI: struct abi. Compiled once per ABI. */
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "base/symbols.h"
+#include "core/abi.h"
+#include "devices/transport.h"
+#include "execute/agreement.h"
+#include "mpi/complete.h"
+#include "mpi/messages.h"
+#include "mpi/own.h"
+
+static int keyval; /* attribute of a communicator: its struct communicator */
+
+/* A duplicate is another communicator and gets its own struct. */
+static int do_not_copy(MPI_Comm comm, int key, void *extra, void *value, void *copy, int *flag) {
+  (void)comm, (void)key, (void)extra, (void)value, (void)copy;
+  *flag = 0;
+  return MPI_SUCCESS;
+}
+
+/* Called by MPI as the communicator is freed. Operations left to streams may use it: they come first. */
+static int mark_freed(MPI_Comm comm, int key, void *value, void *extra) {
+  (void)comm, (void)key, (void)extra;
+  struct communicator *freed = value;
+  transport_drain();
+  if (freed == runtime.self) agreement_finish();
+  atomic_store(&freed->freed, true);
+  if (runtime.self != NULL && !atomic_load(&runtime.self->freed)) agreement_end(freed);
+  requests_forget(freed);
+  freed->next_freed = atomic_load(&runtime.freed);
+  while (!atomic_compare_exchange_weak(&runtime.freed, &freed->next_freed, freed)) continue;
+  return MPI_SUCCESS;
+}
+
+static const char *load_table(void *library) {
+  static const struct symbol symbols[] = {
+#define REQUIRED(name, parameters) {"MPI_" #name, offsetof(struct mpi_table, name), true},
+#define OPTIONAL(name, parameters) {"MPI_" #name, offsetof(struct mpi_table, name), false},
+#include "mpi/mpi.def"
+#undef REQUIRED
+#undef OPTIONAL
+      {NULL, 0, false}};
+  const char *missing = symbols_load(library, symbols, &mpi);
+  if (missing != NULL) return missing;
+  if (mpi.Comm_create_keyval(do_not_copy, mark_freed, &keyval, NULL) != MPI_SUCCESS) return "MPI_Comm_create_keyval";
+  return NULL;
+}
+
+static int communicator(intptr_t handle, const char *meaning, struct communicator **result) {
+  MPI_Comm comm = (MPI_Comm)handle;
+  int code, found = 0, inter = 0;
+  *result = NULL;
+  if ((code = mpi.Comm_get_attr(comm, keyval, result, &found)) != MPI_SUCCESS || found) return code;
+  if ((code = mpi.Comm_test_inter(comm, &inter)) != MPI_SUCCESS || inter) return code;
+  struct communicator *made = calloc(1, sizeof *made);
+  if (made == NULL) return -1;
+  made->handle = handle;
+  if ((code = mpi.Comm_rank(comm, &made->rank)) != MPI_SUCCESS ||
+      (code = mpi.Comm_size(comm, &made->size)) != MPI_SUCCESS ||
+      (code = (made->number = registry_add(made, meaning)) != 0 ? MPI_SUCCESS : -1) != MPI_SUCCESS ||
+      (code = mpi.Comm_set_attr(comm, keyval, made)) != MPI_SUCCESS) {
+    if (made->number == 0) free(made); /* the registry never drops an object */
+    return code;
+  }
+  *result = made;
+  return MPI_SUCCESS;
+}
+
+static int own_operations(const char *dtype, intptr_t handles[4]) {
+  MPI_Op made[4];
+  const struct own_reductions *own = own_reductions;
+  memset(handles, 0, 4 * sizeof *handles);
+  while (own->dtype != NULL && strcmp(own->dtype, dtype) != 0) own++;
+  for (int i = 0; i < 4 && own->dtype != NULL; i++) {
+    int code = own->functions[i] != NULL ? mpi.Op_create(own->functions[i], 1, &made[i]) : MPI_SUCCESS;
+    if (code != MPI_SUCCESS) {
+      while (i-- > 0)
+        if (own->functions[i] != NULL) mpi.Op_free(&made[i]);
+      return code;
+    }
+    if (own->functions[i] != NULL) handles[i] = (intptr_t)made[i];
+  }
+  return MPI_SUCCESS;
+}
+
+/* --- see agreement.h --- */
+
+static int post_message(void *data, size_t bytes, bool sends, int rank, int tag, intptr_t *request) {
+  MPI_Datatype type = bytes_type();
+  MPI_Comm comm = (MPI_Comm)runtime.channel;
+  MPI_Request made;
+  int code = sends ? mpi.Isend(data, (int)bytes, type, rank, tag, comm, &made)
+                   : mpi.Irecv(data, (int)bytes, type, rank, tag, comm, &made);
+  *request = (intptr_t)made;
+  return code;
+}
+
+static int test_message(intptr_t *request, bool *done) {
+  MPI_Request tested = (MPI_Request)*request;
+  MPI_Status ignored;
+  int flag = 0, code = mpi.Test(&tested, &flag, &ignored);
+  *request = (intptr_t)tested;
+  *done = flag != 0;
+  return code;
+}
+
+static int cancel_message(intptr_t *request) {
+  MPI_Request cancelled = (MPI_Request)*request;
+  MPI_Status ignored;
+  int code = mpi.Cancel(&cancelled);
+  return code != MPI_SUCCESS ? code : mpi.Wait(&cancelled, &ignored);
+}
+
+static void abort_job(int status) { mpi.Abort(handle_of_comm(runtime.world), status); }
+
+static void error_text(int code, char *text) {
+  int length = 0;
+  if (mpi.Error_string(code, text, &length) != MPI_SUCCESS) snprintf(text, 64, "MPI error code %d", code);
+}
+
+/* In the order of ops.def. */
+static ffi_error *(*const bodies[])(struct call *) = {
+#define OPERATION(name, divisibility, buffers, attributes) BODY(name),
+#include "core/ops.def"
+#undef OPERATION
+};
+
+#define ABI_STRING2(name) #name
+#define ABI_STRING(name)  ABI_STRING2(name)
+
+const struct abi ABI_LOCAL(abi) = {
+    .name = ABI_STRING(ABI_NAME),
+    .bodies = bodies,
+    .load = load_table,
+    .communicator = communicator,
+    .own_operations = own_operations,
+    .post = post_message,
+    .test = test_message,
+    .cancel = cancel_message,
+    .start_send = post_send,
+    .probe = probe_message,
+    .match = match_message,
+    .receive = receive_message,
+    .test_request = test_begun,
+    .abort = abort_job,
+    .any_source = ABI_ANY_SOURCE,
+    .any_tag = ABI_ANY_TAG,
+    .proc_null = ABI_PROC_NULL,
+    .error_text = error_text,
+};

@@ -1,0 +1,89 @@
+#include "mpi/match.h"
+
+#include <sched.h>
+
+#include "execute/body.h"
+#include "requests/table.h"
+
+_Static_assert(sizeof(MPI_Status) <= sizeof((struct message_found *)0)->status, "a status has its place");
+
+static void set_found(struct message_found *found, intptr_t message, const MPI_Status *status) {
+  *found = (struct message_found){.source = status->MPI_SOURCE, .tag = status->MPI_TAG, .handle = message};
+  memcpy(found->status, status, sizeof *status);
+}
+
+int probe_message(const struct communicator *comm, int source, int tag, bool *there, struct message_found *found) {
+  MPI_Status status;
+  int flag = 0, code = mpi.Iprobe(source, tag, handle_of_comm(comm), &flag, &status);
+  *there = code == MPI_SUCCESS && flag;
+  if (*there) set_found(found, 0, &status);
+  return code;
+}
+
+int match_message(const struct communicator *comm, int source, int tag, bool *there, struct message_found *found) {
+  MPI_Message message;
+  MPI_Status status;
+  int flag = 0, code = mpi.Improbe(source, tag, handle_of_comm(comm), &flag, &message, &status);
+  *there = code == MPI_SUCCESS && flag;
+  if (*there) set_found(found, (intptr_t)message, &status);
+  return code;
+}
+
+void receive_message(struct receive *receive) {
+  int64_t bytes = message_bytes(status_of(receive));
+  bool labelled = receive->request != NULL && has_labels(); /* then it is looked at in the wait, whatever its size */
+  if (receive->waited_for || bytes < 0 || (bytes != receive->bytes && !labelled)) return;
+  if (receive->memory == NULL &&
+      (receive->request == NULL || !request_room(receive->request, (size_t)bytes, &receive->memory)))
+    return;
+  struct span span = span_of_bytes(bytes);
+  if (span.code != MPI_SUCCESS) return;
+  MPI_Message message = (MPI_Message)receive->found.handle;
+  MPI_Request request;
+  receive->function = "MPI_Imrecv";
+  receive->code = mpi.Imrecv(receive->memory, span.count, span.type, &message, &request);
+  if (receive->code == MPI_SUCCESS) receive->handle = (intptr_t)request;
+  receive->state = RECEIVE_UNDER_WAY;
+  span_free(&span);
+}
+
+ffi_error *keep_message(const struct call *call, MPI_Message message, const MPI_Status *status) {
+  struct message_found found;
+  set_found(&found, (intptr_t)message, status);
+  return queue_keep(call->comm, &found) ? NULL : call_fail(call, FFI_INTERNAL, "no memory to keep a message");
+}
+
+bool await_match(struct receive *receive, double deadline, int64_t run) {
+  receive->chain = NULL;
+  while (queue_match(NULL, receive, 1)) {
+    if (deadline > 0 && deadline_is_over(deadline)) {
+      if (deadline_give_up(run, receive)) return false;
+      deadline = 0;
+    }
+    sched_yield();
+  }
+  return true;
+}
+
+ffi_error *match_posted(struct call *call, int source, int tag, MPI_Message *message, MPI_Status *status) {
+  bool late;
+  return match_in_time(call, source, tag, 0, message, status, &late);
+}
+
+ffi_error *match_in_time(struct call *call, int source, int tag, double deadline, MPI_Message *message,
+                         MPI_Status *status, bool *late) {
+  *late = false;
+  struct receive receive = {.comm = call->comm, .source = source, .tag = tag, .waited_for = true};
+  if (source == ABI_PROC_NULL) {
+    TRY_MPI(call, Mprobe, source, tag, handle_of_comm(call->comm), message, status);
+    return NULL;
+  }
+  request_post(&receive);
+  *late = !await_match(&receive, deadline, deadline > 0 ? ffi_run(call->frame) : 0);
+  if (*late) return deadline_fail(call);
+  if (receive.state == RECEIVE_IDLE) return call_check(call); /* the communicator has been freed */
+  if (receive.code != MPI_SUCCESS) return call_fail_in(call, receive.function, receive.code);
+  *message = (MPI_Message)receive.found.handle;
+  *status = *status_of(&receive);
+  return NULL;
+}

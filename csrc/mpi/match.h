@@ -1,0 +1,51 @@
+/* Matching messages: for the queue of receives, and for a thread that waits for one.
+ *
+ * Threads: those that call bodies. probe_message, match_message and receive_message are called under the queue's lock,
+ * by any thread that may call MPI; the others take that lock themselves. */
+#ifndef JAXMPI_MATCH_H
+#define JAXMPI_MATCH_H
+
+#include "execute/deadline.h"
+#include "mpi/receive.h"
+#include "requests/queue.h"
+
+#define probe_message   ABI_LOCAL(probe_message)
+#define match_message   ABI_LOCAL(match_message)
+#define receive_message ABI_LOCAL(receive_message)
+#define match_posted    ABI_LOCAL(match_posted)
+#define match_in_time   ABI_LOCAL(match_in_time)
+#define await_match     ABI_LOCAL(await_match)
+#define keep_message    ABI_LOCAL(keep_message)
+
+/* See struct abi. */
+int probe_message(const struct communicator *comm, int source, int tag, bool *there, struct message_found *found);
+int match_message(const struct communicator *comm, int source, int tag, bool *there, struct message_found *found);
+void receive_message(struct receive *receive);
+
+static inline MPI_Status *status_of(struct receive *receive) { return (MPI_Status *)(void *)receive->found.status; }
+
+/* Matches a message for a blocking receive, behind the receives that are posted. */
+ffi_error *match_posted(struct call *call, int source, int tag, MPI_Message *message, MPI_Status *status);
+
+/* As match_posted, until a deadline; `late`: that is over, and the message stays in the channel. */
+ffi_error *match_in_time(struct call *call, int source, int tag, double deadline, MPI_Message *message,
+                         MPI_Status *status, bool *late);
+
+/* Waits until a receive is matched. False: the deadline (0: none) is over, and neither this receive nor another one of
+ * the run is posted any more. */
+bool await_match(struct receive *receive, double deadline, int64_t run);
+
+/* Keeps a message that has been matched for the receive that it is for, which has not begun. */
+ffi_error *keep_message(const struct call *call, MPI_Message message, const MPI_Status *status);
+
+/* Waits for a message, and matches it. The message of an exchange that another rank has started is not for any tag. */
+static inline ffi_error *match(struct call *call, int source, int tag, MPI_Message *message, MPI_Status *status) {
+  if (atomic_load_explicit(&call->comm->queued, memory_order_relaxed) > 0)
+    return match_posted(call, source, tag, message, status);
+  TRY_MPI(call, Mprobe, source, tag, handle_of_comm(call->comm), message, status);
+  if (tag != ABI_ANY_TAG || status->MPI_SOURCE == ABI_PROC_NULL || status->MPI_TAG != plans_tag()) return NULL;
+  PASS(keep_message(call, *message, status));
+  return match_posted(call, source, tag, message, status);
+}
+
+#endif

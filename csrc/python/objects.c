@@ -1,0 +1,161 @@
+/* The objects that compiled programs refer to by number. Called under the GIL. */
+#include "python/helpers.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/plan.h"
+#include "core/registry.h"
+#include "execute/agreement.h"
+#include "python/methods.h"
+
+/* Adds a reduction to the registry; its number. */
+static PyObject *reduction_number(intptr_t handle, enum reducer by, const char *name, const void *users, int width) {
+  struct reduction *made = reduction_add(handle, by, name);
+  if (made != NULL) made->users = users, made->width = width;
+  return made != NULL ? PyLong_FromLongLong(made->number) : PyErr_NoMemory();
+}
+
+PyDoc_STRVAR(own_operations_doc, "own_operations(dtype) -> {name: number}, the reductions of this dtype that are ours");
+static PyObject *own_operations(PyObject *self, PyObject *args) {
+  (void)self;
+  const char *dtype;
+  intptr_t handles[4];
+  if (!PyArg_ParseTuple(args, "s", &dtype) || !is_loaded()) return NULL;
+  int code = runtime.abi->own_operations(dtype, handles);
+  if (code != 0) return raise_mpi_error(code);
+  static const char *const names[] = {"SUM", "PROD", "MAX", "MIN"};
+  PyObject *result = PyDict_New();
+  for (int i = 0; result != NULL && i < 4; i++) {
+    char name[64];
+    snprintf(name, sizeof name, "%s of %s", names[i], dtype);
+    if (handles[i] != 0 && dict_put(result, names[i], reduction_number(handles[i], REDUCER_OURS, name, NULL, 0)) < 0)
+      Py_CLEAR(result);
+  }
+  return result;
+}
+
+PyDoc_STRVAR(
+    reduction_doc,
+    "reduction(handle, name[, address, width]) -> number\n\n"
+    "Of an operation of MPI's, the same in each run, or of a user's own: then with the address and the bytes of "
+    "the handle in the user's object, which must stay for ever.");
+static PyObject *reduction(PyObject *self, PyObject *args) {
+  (void)self;
+  Py_ssize_t handle, address = 0;
+  const char *name;
+  int width = 0;
+  if (!PyArg_ParseTuple(args, "ns|ni", &handle, &name, &address, &width)) return NULL;
+  return reduction_number((intptr_t)handle, address != 0 ? REDUCER_USER : REDUCER_MPI, name, (const void *)address,
+                          width);
+}
+
+PyDoc_STRVAR(
+    communicator_doc,
+    "communicator(handle[, meaning]) -> (number, rank, size), or None for an inter-communicator\n\n"
+    "The communicator's own and lasting number; a recycled handle has another. `meaning` is what tells it from "
+    "all others in each run.");
+static PyObject *communicator(PyObject *self, PyObject *args) {
+  (void)self;
+  Py_ssize_t handle;
+  const char *meaning = NULL;
+  struct communicator *found;
+  if (!PyArg_ParseTuple(args, "n|s", &handle, &meaning) || !is_loaded()) return NULL;
+  if (runtime_has_ended()) return PyErr_Format(PyExc_RuntimeError, "jaxmpi: %s", runtime.ended);
+  if (runtime.serialize) { /* the thread that holds the lock may need the GIL, for a reduction written in Python */
+    PyThreadState *state = PyEval_SaveThread();
+    pthread_mutex_lock(&runtime.lock);
+    PyEval_RestoreThread(state);
+  }
+  int code = runtime.abi->communicator((intptr_t)handle, meaning, &found);
+  if (runtime.serialize) pthread_mutex_unlock(&runtime.lock);
+  if (code != 0) return raise_mpi_error(code);
+  if (found == NULL) Py_RETURN_NONE;
+  return Py_BuildValue("(Lii)", (long long)found->number, found->rank, found->size);
+}
+
+PyDoc_STRVAR(take_freed_doc,
+             "take_freed() -> the numbers of the communicators that have been freed since the last call");
+static PyObject *take_freed(PyObject *self, PyObject *args) {
+  (void)self, (void)args;
+  PyObject *numbers = PyList_New(0);
+  struct communicator *comm = atomic_exchange(&runtime.freed, NULL);
+  for (; numbers != NULL && comm != NULL; comm = comm->next_freed) {
+    PyObject *number = PyLong_FromLongLong(comm->number);
+    if (number == NULL || PyList_Append(numbers, number) < 0) Py_CLEAR(numbers);
+    Py_XDECREF(number);
+  }
+  return numbers;
+}
+
+PyDoc_STRVAR(register_doc,
+             "register(address) -> number\n\nWhat is there, an MPI_Status or a text, must stay for ever.");
+static PyObject *register_object(PyObject *self, PyObject *args) {
+  (void)self;
+  Py_ssize_t address;
+  if (!PyArg_ParseTuple(args, "n", &address)) return NULL;
+  int64_t number = registry_add((void *)address, NULL);
+  return number != 0 ? PyLong_FromLongLong(number) : PyErr_NoMemory();
+}
+
+PyDoc_STRVAR(
+    plan_doc,
+    "plan(numbers, meaning) -> number\n\n"
+    "Makes the plan that these bytes describe, 64-bit integers in the order of plan.c; the meaning tells it from "
+    "all others.");
+static PyObject *make_plan(PyObject *self, PyObject *args) {
+  (void)self;
+  const char *bytes, *meaning;
+  Py_ssize_t size;
+  if (!PyArg_ParseTuple(args, "y#s", &bytes, &size, &meaning)) return NULL;
+  int64_t *numbers = malloc((size_t)size + 1), number = 0;
+  if (numbers == NULL) return PyErr_NoMemory();
+  memcpy(numbers, bytes, (size_t)size);
+  struct plan *plan = plan_make(numbers, (size_t)size / sizeof *numbers);
+  free(numbers);
+  if (plan == NULL) return PyErr_Format(PyExc_ValueError, "these numbers describe no plan, or there is no memory");
+  if ((number = registry_add(plan, meaning)) == 0) return PyErr_NoMemory();
+  return PyLong_FromLongLong(number);
+}
+
+PyDoc_STRVAR(reserve_doc, "reserve(meaning)\n\nKeeps a number for the communicator with this meaning.");
+static PyObject *reserve(PyObject *self, PyObject *args) {
+  (void)self;
+  const char *meaning;
+  if (!PyArg_ParseTuple(args, "s", &meaning)) return NULL;
+  if (registry_reserve(meaning) == 0) return PyErr_NoMemory();
+  Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(
+    compare_doc,
+    "compare(comm, calls, name, ranks)\n\n"
+    "The ranks of this communicator compare so many of their next collectives. The same on all of them. `name`:\n"
+    "0, or a number that no other communicator has. `ranks`: in COMM_WORLD, 32-bit integers.");
+static PyObject *compare(PyObject *self, PyObject *args) {
+  (void)self;
+  long long number, calls, name;
+  const char *ranks;
+  Py_ssize_t bytes;
+  if (!PyArg_ParseTuple(args, "LLLy#", &number, &calls, &name, &ranks, &bytes)) return NULL;
+  struct communicator *comm = registry_at(number);
+  if (comm == NULL || bytes != (Py_ssize_t)sizeof(int) * comm->size)
+    return PyErr_Format(PyExc_ValueError, "no communicator of %zd ranks has the number %lld",
+                        bytes / (Py_ssize_t)sizeof(int), number);
+  if (!agreement_prepare(comm, name, (const int *)(const void *)ranks)) return PyErr_NoMemory();
+  atomic_store(&comm->to_compare, calls);
+  Py_RETURN_NONE;
+}
+
+PyMethodDef objects_methods[] = {
+    {"own_operations", own_operations, METH_VARARGS, own_operations_doc},
+    {"reduction", reduction, METH_VARARGS, reduction_doc},
+    {"communicator", communicator, METH_VARARGS, communicator_doc},
+    {"take_freed", take_freed, METH_NOARGS, take_freed_doc},
+    {"register", register_object, METH_VARARGS, register_doc},
+    {"plan", make_plan, METH_VARARGS, plan_doc},
+    {"reserve", reserve, METH_VARARGS, reserve_doc},
+    {"compare", compare, METH_VARARGS, compare_doc},
+    {NULL, NULL, 0, NULL},
+};

@@ -1,0 +1,145 @@
+/* What reports and timelines tell, and what is done at the end of a program. Called under the GIL. */
+#include "python/helpers.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/failure.h"
+#include "devices/transport.h"
+#include "execute/agreement.h"
+#include "observe/summary.h"
+#include "observe/timeline.h"
+#include "observe/watchdog.h"
+#include "python/methods.h"
+#include "requests/table.h"
+
+PyDoc_STRVAR(add_site_doc,
+             "add_site(operation, attributes, type, count, text)\n\n"
+             "The text names a line of the program that makes calls like this: `attributes` as in compiled programs, "
+             "the code and the number of elements of its first array, -1 and 0 without one.");
+static PyObject *add_site(PyObject *self, PyObject *args) {
+  (void)self;
+  const char *name, *text;
+  PyObject *given;
+  int type, row = 0;
+  long long count;
+  int64_t attributes[MAX_ATTRIBUTES];
+  if (!PyArg_ParseTuple(args, "sO!iLs", &name, &PyTuple_Type, &given, &type, &count, &text)) return NULL;
+  while (operation_table[row].id != NULL && strcmp(operation_table[row].id, name) != 0) row++;
+  if (operation_table[row].id == NULL || PyTuple_Size(given) != operation_table[row].attribute_count)
+    return PyErr_Format(PyExc_ValueError, "no operation is called %s with so many attributes", name);
+  for (int i = 0; i < operation_table[row].attribute_count; i++)
+    attributes[i] = PyLong_AsLongLong(PyTuple_GetItem(given, i));
+  if (PyErr_Occurred()) return NULL;
+  if (!call_site_add(row, attributes, type, count, text)) return PyErr_NoMemory();
+  Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(stop_watch_doc, "stop_watch()\n\nFrom now on no operation is reported, however long it waits.");
+static PyObject *stop_watch(PyObject *self, PyObject *args) {
+  (void)self, (void)args;
+  Py_BEGIN_ALLOW_THREADS;
+  watchdog_stop();
+  Py_END_ALLOW_THREADS;
+  Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(take_failure_doc,
+             "take_failure() -> str or None\n\n"
+             "The error of an operation that was done after its call had returned, if nobody has been told of it.");
+static PyObject *take_failure(PyObject *self, PyObject *args) {
+  (void)self, (void)args;
+  struct failure *failure = failure_take();
+  if (failure == NULL) Py_RETURN_NONE;
+  PyObject *text = PyUnicode_DecodeUTF8(failure->text, (Py_ssize_t)strlen(failure->text), "replace");
+  free(failure);
+  return text;
+}
+
+PyDoc_STRVAR(finish_comparisons_doc, "finish_comparisons()\n\nNothing of what ranks ask each other is left under way.");
+static PyObject *finish_comparisons(PyObject *self, PyObject *unused) {
+  (void)self, (void)unused;
+  Py_BEGIN_ALLOW_THREADS;
+  if (runtime.serialize) pthread_mutex_lock(&runtime.lock);
+  agreement_finish();
+  if (runtime.serialize) pthread_mutex_unlock(&runtime.lock);
+  Py_END_ALLOW_THREADS;
+  Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(finish_requests_doc,
+             "finish_requests() -> n\n\n"
+             "Names on stderr what was started and never waited for, and completes reductions in Python, for some "
+             "seconds. Returns how many of these are still under way.");
+static PyObject *finish_requests(PyObject *self, PyObject *args) {
+  (void)self, (void)args;
+  PyThreadState *state = PyEval_SaveThread();
+  int64_t under_way = requests_finish();
+  PyEval_RestoreThread(state);
+  return PyLong_FromLongLong(under_way);
+}
+
+PyDoc_STRVAR(requests_in_flight_doc,
+             "requests_in_flight() -> n\n\nHow many operations have been started and not waited for.");
+static PyObject *in_flight(PyObject *self, PyObject *args) {
+  (void)self, (void)args;
+  PyThreadState *state = PyEval_SaveThread(); /* a reduction in Python may need the GIL to get on */
+  int64_t count = requests_in_flight();
+  PyEval_RestoreThread(state);
+  return PyLong_FromLongLong(count);
+}
+
+PyDoc_STRVAR(finish_devices_doc,
+             "finish_devices()\n\nWaits for what is under way on devices and gives back what was taken of them.");
+static PyObject *finish_devices(PyObject *self, PyObject *args) {
+  (void)self, (void)args;
+  return without_gil(transport_finish);
+}
+
+PyDoc_STRVAR(open_timeline_doc,
+             "open_timeline(folder, name, limit)\n\n"
+             "From now on operations are recorded in this new file, of at most `limit` bytes. OSError: it cannot be "
+             "written, or others could replace it.");
+static PyObject *open_timeline(PyObject *self, PyObject *args) {
+  (void)self;
+  PyObject *folder;
+  const char *name, *reason;
+  long long limit;
+  if (!PyArg_ParseTuple(args, "O&sL", PyUnicode_FSConverter, &folder, &name, &limit)) return NULL;
+  int error = timeline_open(PyBytes_AsString(folder), name, limit, &reason);
+  Py_DECREF(folder);
+  if (error == 0) Py_RETURN_NONE;
+  PyObject *values = Py_BuildValue("(is)", error, reason);
+  if (values != NULL) PyErr_SetObject(PyExc_OSError, values);
+  Py_XDECREF(values);
+  return NULL;
+}
+
+PyDoc_STRVAR(note_in_timeline_doc, "note_in_timeline(line)\n\nWrites a line into the timeline's file.");
+static PyObject *note_in_timeline(PyObject *self, PyObject *args) {
+  (void)self;
+  const char *line;
+  if (!PyArg_ParseTuple(args, "s", &line)) return NULL;
+  timeline_note(line);
+  Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(close_timeline_doc, "close_timeline()\n\nWrites the rest of the timeline, if there is one.");
+static PyObject *close_timeline(PyObject *self, PyObject *args) {
+  (void)self, (void)args;
+  return without_gil(timeline_close);
+}
+
+PyMethodDef observe_methods[] = {
+    {"add_site", add_site, METH_VARARGS, add_site_doc},
+    {"stop_watch", stop_watch, METH_NOARGS, stop_watch_doc},
+    {"take_failure", take_failure, METH_NOARGS, take_failure_doc},
+    {"finish_comparisons", finish_comparisons, METH_NOARGS, finish_comparisons_doc},
+    {"finish_requests", finish_requests, METH_NOARGS, finish_requests_doc},
+    {"requests_in_flight", in_flight, METH_NOARGS, requests_in_flight_doc},
+    {"finish_devices", finish_devices, METH_NOARGS, finish_devices_doc},
+    {"open_timeline", open_timeline, METH_VARARGS, open_timeline_doc},
+    {"note_in_timeline", note_in_timeline, METH_VARARGS, note_in_timeline_doc},
+    {"close_timeline", close_timeline, METH_NOARGS, close_timeline_doc},
+    {NULL, NULL, 0, NULL},
+};

@@ -1,0 +1,16 @@
+/* Calls of compiled code in program order, for Python: what runtime_token.c adds to the module.
+ *
+ * Threads: link_make and the function that it makes are called by any Python thread, under the GIL; they take no lock.
+ * A deferred error is raised in the thread that imported the package. */
+#ifndef JAXMPI_RUNTIME_TOKEN_H
+#define JAXMPI_RUNTIME_TOKEN_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+extern const char runtime_token_linker_doc[];
+
+/* linker(compute, tokens, effect, renew, heal, names) -> function of (*args, **kwargs) */
+PyObject *runtime_token_linker(PyObject *module, PyObject *args);
+
+#endif

@@ -1,0 +1,204 @@
+/* Settings: those of the process, and those of a communicator. Called under the GIL. */
+#include "python/helpers.h"
+
+#include <limits.h>
+#include <stddef.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/registry.h"
+#include "python/methods.h"
+
+/* How a setting is stored, and what may be given for it. */
+enum setting_kind {
+  SETTING_BOOL,        /* bool */
+  SETTING_ATOMIC_BOOL, /* atomic_bool */
+  SETTING_INT,         /* int */
+  SETTING_INT64,       /* int64_t */
+  SETTING_COUNT,       /* int64_t, at least 1 and no more than an int holds */
+  SETTING_BYTES,       /* int64_t: 0, or at least `least` */
+  SETTING_HANDLE,      /* intptr_t, an MPI handle */
+  SETTING_OBJECT,      /* the object with a number in the registry */
+  SETTING_TRANSPORT,   /* the name of a transport */
+  SETTING_TEXT         /* const char *_Atomic, a copy that stays for ever */
+};
+
+struct setting {
+  const char *name; /* NULL at the end of a table */
+  size_t offset;    /* of the member */
+  enum setting_kind kind;
+  int64_t least;
+};
+
+#define OF(type, name, kind) {#name, offsetof(struct type, name), SETTING_##kind, 0}
+static const struct setting of_process[] = {
+    OF(runtime, rank, INT),                    /* in COMM_WORLD */
+    OF(runtime, serialize, BOOL),              /* MPI allows one call at a time */
+    OF(runtime, self, OBJECT),                 /* COMM_SELF */
+    OF(runtime, world, OBJECT),                /* COMM_WORLD */
+    OF(runtime, most_tag, INT),                /* the highest tag of a message */
+    OF(runtime, max_count, COUNT),             /* elements that one MPI call may be given; a test lowers it */
+    OF(runtime, aware, BOOL),                  /* MPI reaches the memory of devices */
+    OF(runtime, transport, TRANSPORT),         /* for what it does not reach */
+    OF(runtime, copy_bytes, INT64),            /* that a device copies in the time in which a copy begins */
+    OF(runtime, several_devices, ATOMIC_BOOL), /* a link that is bound to a device is looked at */
+    OF(runtime, several_threads, ATOMIC_BOOL), /* more than one thread of the program communicates */
+    OF(runtime, check, ATOMIC_BOOL),           /* the ranks compare all their collectives; the same on all ranks */
+    OF(runtime, labels, ATOMIC_BOOL),          /* messages have labels; the same on all ranks */
+    OF(runtime, channel, HANDLE),              /* a duplicate of COMM_WORLD for comparisons; 0: there is none */
+    OF(runtime, ends_on_error, ATOMIC_BOOL),   /* an operation that fails ends the job, rather than raise */
+    OF(runtime, log, ATOMIC_BOOL),             /* a line on stderr as an operation starts and one as it ends */
+    {NULL, 0, SETTING_BOOL, 0},
+};
+#undef OF
+
+static const struct setting of_communicator[] = {
+    {"chunk", offsetof(struct communicator, chunk), SETTING_BYTES, LEAST_CHUNK},
+    {"piece", offsetof(struct communicator, piece), SETTING_BYTES, 16}, /* an element */
+    {"name", offsetof(struct communicator, name), SETTING_TEXT, 0},
+    {NULL, 0, SETTING_BOOL, 0},
+};
+
+static const char *const transports[] = {
+    [TRANSPORT_CALLBACK] = "callback", [TRANSPORT_THREAD] = "thread", [TRANSPORT_WAIT] = "wait", NULL};
+
+/* The value of a setting as it is. */
+static PyObject *setting_get(const struct setting *setting, const void *member) {
+  switch (setting->kind) {
+    case SETTING_BOOL:
+      return PyBool_FromLong(*(const bool *)member);
+    case SETTING_ATOMIC_BOOL:
+      return PyBool_FromLong(atomic_load((const atomic_bool *)member));
+    case SETTING_INT:
+      return PyLong_FromLong(*(const int *)member);
+    case SETTING_INT64:
+    case SETTING_COUNT:
+    case SETTING_BYTES:
+      return PyLong_FromLongLong(*(const int64_t *)member);
+    case SETTING_HANDLE:
+      return PyLong_FromSsize_t(*(const intptr_t *)member);
+    case SETTING_TRANSPORT:
+      return PyUnicode_FromString(transports[*(const enum transport *)member]);
+    case SETTING_OBJECT:
+    case SETTING_TEXT:
+      break;
+  }
+  Py_RETURN_NONE;
+}
+
+static int fail_value(const struct setting *setting, const char *why) {
+  if (!PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "%s: %s", setting->name, why);
+  return -1;
+}
+
+static int set_integer(const struct setting *setting, void *member, long long value) {
+  switch (setting->kind) {
+    case SETTING_INT:
+      *(int *)member = (int)value;
+      break;
+    case SETTING_COUNT:
+      if (value < 1 || value > INT_MAX) return fail_value(setting, "at least 1, and no more than an int holds");
+      *(int64_t *)member = value;
+      break;
+    case SETTING_BYTES:
+      if (value != 0 && value < setting->least) {
+        PyErr_Format(PyExc_ValueError, "%s: at least %lld bytes, or 0", setting->name, (long long)setting->least);
+        return -1;
+      }
+      *(int64_t *)member = value;
+      break;
+    case SETTING_HANDLE:
+      *(intptr_t *)member = (intptr_t)value;
+      break;
+    case SETTING_OBJECT:
+      if ((*(void **)member = registry_at(value)) == NULL) return fail_value(setting, "no object has this number");
+      break;
+    default:
+      *(int64_t *)member = value;
+  }
+  return 0;
+}
+
+static int set_text(const struct setting *setting, void *member, const char *text) {
+  if (setting->kind == SETTING_TRANSPORT) {
+    int number = 0;
+    while (transports[number] != NULL && strcmp(transports[number], text) != 0) number++;
+    if (transports[number] == NULL) return fail_value(setting, "no transport has this name");
+    *(enum transport *)member = (enum transport)number;
+    return 0;
+  }
+  char *copy = strdup(text); /* never freed: the watchdog may be reading the one before */
+  if (copy == NULL) return PyErr_NoMemory(), -1;
+  for (char *c = copy; *c != '\0'; c++) /* a report is one line, and the launcher reads it so */
+    if ((unsigned char)*c < ' ' || *c == 127) *c = ' ';
+  atomic_store((const char *_Atomic *)member, copy);
+  return 0;
+}
+
+/* 0; -1 with an exception set. */
+static int setting_set(const struct setting *setting, void *member, PyObject *value) {
+  if (setting->kind == SETTING_BOOL || setting->kind == SETTING_ATOMIC_BOOL) {
+    int on = PyObject_IsTrue(value);
+    if (on < 0) return -1;
+    if (setting->kind == SETTING_BOOL)
+      *(bool *)member = on != 0;
+    else
+      atomic_store((atomic_bool *)member, on != 0);
+    return 0;
+  }
+  if (setting->kind == SETTING_TRANSPORT || setting->kind == SETTING_TEXT) {
+    PyObject *bytes = PyUnicode_AsUTF8String(value);
+    int code = bytes != NULL ? set_text(setting, member, PyBytes_AsString(bytes)) : -1;
+    Py_XDECREF(bytes);
+    return code;
+  }
+  long long number = PyLong_AsLongLong(value);
+  if (number == -1 && PyErr_Occurred()) return -1;
+  return set_integer(setting, member, number);
+}
+
+/* Sets what the keywords name; the values that were there before. */
+static PyObject *apply_settings(const struct setting *table, void *of, PyObject *keywords) {
+  PyObject *before = PyDict_New(), *key, *value;
+  Py_ssize_t at = 0;
+  while (before != NULL && keywords != NULL && PyDict_Next(keywords, &at, &key, &value)) {
+    const struct setting *setting = table;
+    while (setting->name != NULL && PyUnicode_CompareWithASCIIString(key, setting->name) != 0) setting++;
+    if (setting->name == NULL) PyErr_Format(PyExc_TypeError, "no setting is called %U", key);
+    void *member = (char *)of + setting->offset;
+    if (setting->name == NULL || dict_put(before, setting->name, setting_get(setting, member)) < 0 ||
+        setting_set(setting, member, value) < 0)
+      Py_CLEAR(before);
+  }
+  return before;
+}
+
+PyDoc_STRVAR(configure_doc,
+             "configure(**settings) -> {name: the value before}\n\n"
+             "Settings of the process: see csrc/python/settings.c. Those that are not atomic are set before the first "
+             "operation, or by a test between two.");
+static PyObject *configure(PyObject *self, PyObject *args, PyObject *keywords) {
+  (void)self;
+  if (!PyArg_ParseTuple(args, "")) return NULL;
+  return apply_settings(of_process, &runtime, keywords);
+}
+
+PyDoc_STRVAR(
+    configure_communicator_doc,
+    "configure_communicator(number, **settings) -> {name: the value before}\n\n"
+    "`chunk`: what may go in chunks goes in chunks of so many bytes, 0: in one; `piece`: bytes of a piece of a "
+    "long allreduce, 0: never divided. Both must be the same on all its ranks. `name`: for reports.");
+static PyObject *configure_communicator(PyObject *self, PyObject *args, PyObject *keywords) {
+  (void)self;
+  long long number;
+  if (!PyArg_ParseTuple(args, "L", &number)) return NULL;
+  struct communicator *comm = communicator_at(number);
+  return comm != NULL ? apply_settings(of_communicator, comm, keywords) : NULL;
+}
+
+#define KEYWORDS(function) (PyCFunction)(void (*)(void)) function, METH_VARARGS | METH_KEYWORDS
+PyMethodDef settings_methods[] = {
+    {"configure", KEYWORDS(configure), configure_doc},
+    {"configure_communicator", KEYWORDS(configure_communicator), configure_communicator_doc},
+    {NULL, NULL, 0, NULL},
+};

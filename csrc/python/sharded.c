@@ -1,0 +1,72 @@
+/* What JAX's sharded programs need. Called under the GIL. */
+#include "python/helpers.h"
+
+#include <stdlib.h>
+
+#include "core/runtime.h"
+#include "python/methods.h"
+#include "sharded/sharded.h"
+
+PyDoc_STRVAR(set_reductions_doc,
+             "set_reductions(code, sum, prod, max, min)\n\n"
+             "The numbers of the reductions that JAX's sharded programs use for a type.");
+static PyObject *set_reductions(PyObject *self, PyObject *args) {
+  (void)self;
+  int code;
+  long long numbers[4];
+  if (!PyArg_ParseTuple(args, "iLLLL", &code, &numbers[0], &numbers[1], &numbers[2], &numbers[3])) return NULL;
+  if (datatype_find(code) == NULL) return PyErr_Format(PyExc_ValueError, "no row of dtype.def has the code %d", code);
+  for (int i = 0; i < 4; i++) runtime.reductions[code][i] = registry_at(numbers[i]);
+  Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(group_doc, "group(ranks) -> number\n\nOf COMM_WORLD, a tuple.");
+static PyObject *group(PyObject *self, PyObject *args) {
+  (void)self;
+  PyObject *ranks;
+  if (!PyArg_ParseTuple(args, "O!", &PyTuple_Type, &ranks)) return NULL;
+  Py_ssize_t size = PyTuple_Size(ranks);
+  struct group *made = malloc(sizeof *made + (size_t)size * sizeof *made->ranks); /* in the registry for ever */
+  if (made == NULL) return PyErr_NoMemory();
+  made->size = (int)size;
+  for (Py_ssize_t i = 0; i < size; i++) made->ranks[i] = (int)PyLong_AsLong(PyTuple_GetItem(ranks, i));
+  int64_t number = PyErr_Occurred() ? 0 : registry_add(made, NULL);
+  if (number == 0) free(made);
+  if (number == 0 && !PyErr_Occurred()) return PyErr_NoMemory();
+  return number != 0 ? PyLong_FromLongLong(number) : NULL;
+}
+
+PyDoc_STRVAR(connect_doc,
+             "connect(group) -> handle\n\n"
+             "Makes the communicator of a group, together with its other ranks. RuntimeError: MPI has refused it.");
+static PyObject *connect_group(PyObject *self, PyObject *args) {
+  (void)self;
+  long long number;
+  if (!PyArg_ParseTuple(args, "L", &number)) return NULL;
+  struct group *found = registry_at(number);
+  if (found == NULL) return PyErr_Format(PyExc_ValueError, "no group has the number %lld", number);
+  PyThreadState *state = PyEval_SaveThread();
+  const ffi_error *error = sharded_connect(found);
+  PyEval_RestoreThread(state);
+  if (error != NULL) return PyErr_Format(PyExc_RuntimeError, "%s", sharded_error());
+  return PyLong_FromSsize_t(found->handle);
+}
+
+PyDoc_STRVAR(expect_doc, "expect(number)\n\nThe communicator for which XLA asks next; 0: none.");
+static PyObject *expect(PyObject *self, PyObject *args) {
+  (void)self;
+  long long number;
+  if (!PyArg_ParseTuple(args, "L", &number)) return NULL;
+  struct communicator *comm = number != 0 ? communicator_at(number) : NULL;
+  if (number != 0 && comm == NULL) return NULL;
+  sharded_expect(comm);
+  Py_RETURN_NONE;
+}
+
+PyMethodDef sharded_methods[] = {
+    {"set_reductions", set_reductions, METH_VARARGS, set_reductions_doc},
+    {"group", group, METH_VARARGS, group_doc},
+    {"connect", connect_group, METH_VARARGS, connect_doc},
+    {"expect", expect, METH_VARARGS, expect_doc},
+    {NULL, NULL, 0, NULL},
+};

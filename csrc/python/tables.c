@@ -1,0 +1,146 @@
+/* The tables of operations and types, and the constants that C and Python share. Called under the GIL. */
+#include "python/helpers.h"
+
+#include "core/plan.h"
+#include "execute/agreement.h"
+#include "python/methods.h"
+
+PyDoc_STRVAR(datatypes_doc, "datatypes() -> {name: (code, bytes, mpi name, kind)}, the rows of dtype.def");
+static PyObject *datatypes(PyObject *self, PyObject *args) {
+  (void)self, (void)args;
+  PyObject *result = PyDict_New();
+  for (const struct datatype *row = datatype_table; result != NULL && row->name != NULL; row++)
+    if (dict_put(result, row->name, Py_BuildValue("(inss)", row->code, (Py_ssize_t)row->bytes, row->mpi, row->kind)) <
+        0)
+      Py_CLEAR(result);
+  return result;
+}
+
+PyDoc_STRVAR(set_datatype_doc, "set_datatype(code, handle)\n\nThe MPI datatype for XLA's type `code`.");
+static PyObject *set_datatype(PyObject *self, PyObject *args) {
+  (void)self;
+  int code;
+  Py_ssize_t handle;
+  if (!PyArg_ParseTuple(args, "in", &code, &handle)) return NULL;
+  if (datatype_find(code) == NULL) return PyErr_Format(PyExc_ValueError, "no row of dtype.def has the code %d", code);
+  runtime.datatypes[code] = (intptr_t)handle;
+  runtime.known[code] = true;
+  Py_RETURN_NONE;
+}
+
+/* A list of pairs (name, kind). */
+static PyObject *pairs(int count, const char *const names[], const char *const kinds[]) {
+  PyObject *list = PyList_New(0);
+  for (int i = 0; list != NULL && i < count; i++) {
+    PyObject *pair = Py_BuildValue("(ss)", names[i], kinds[i]);
+    if (pair == NULL || PyList_Append(list, pair) < 0) Py_CLEAR(list);
+    Py_XDECREF(pair);
+  }
+  return list;
+}
+
+static PyObject *operation_row(const struct operation *row) {
+  static const char *const roles[] = {
+      [ROLE_READ] = "read", [ROLE_WRITE] = "write", [ROLE_HOST_READ] = "host_read", [ROLE_HOST_WRITE] = "host_write"};
+  static const char *const lists[] = {[ROLE_READ] = "read_each",
+                                      [ROLE_WRITE] = "write_each",
+                                      [ROLE_HOST_READ] = "host_read_each",
+                                      [ROLE_HOST_WRITE] = "host_write_each"};
+  static const char *const kinds[] = {[KIND_RANK] = "rank",
+                                      [KIND_TAG] = "tag",
+                                      [KIND_OBJECT] = "object",
+                                      [KIND_OBJECT_OR_0] = "object_or_0",
+                                      [KIND_REDUCTION] = "reduction",
+                                      [KIND_DERIVATIVE] = "derivative",
+                                      [KIND_NUMBER] = "number",
+                                      [KIND_PLAN] = "plan",
+                                      [KIND_PLAIN] = "plain",
+                                      [KIND_ADJOINT] = "adjoint",
+                                      [KIND_LEAF] = "leaf"};
+  const char *names[MAX_ROLES + MAX_ATTRIBUTES], *of[MAX_ROLES + MAX_ATTRIBUTES];
+  for (int i = 0; i < row->buffer_count; i++) {
+    names[i] = row->buffers[i].name;
+    of[i] = (row->buffers[i].each ? lists : roles)[row->buffers[i].role];
+  }
+  PyObject *buffers = pairs(row->buffer_count, names, of);
+  for (int i = 0; i < row->attribute_count; i++) {
+    names[i] = row->attributes[i].name;
+    of[i] = kinds[row->attributes[i].kind];
+  }
+  return buffers != NULL ? Py_BuildValue("(NNs)", buffers, pairs(row->attribute_count, names, of), row->name) : NULL;
+}
+
+PyDoc_STRVAR(
+    operations_doc,
+    "operations() -> {name: ([(buffer, role)], [(attribute, kind)], shown)}, the rows of ops.def\n\n"
+    "Roles: read, write, host_read, host_write; of a list with _each behind. `shown`: the name that users know.");
+static PyObject *operations(PyObject *self, PyObject *args) {
+  (void)self, (void)args;
+  PyObject *result = PyDict_New();
+  for (const struct operation *row = operation_table; result != NULL && row->id != NULL; row++)
+    if (dict_put(result, row->id, operation_row(row)) < 0) Py_CLEAR(result);
+  return result;
+}
+
+static const char *const derivatives[] = {"value", "tangent", "cotangent", "further", NULL};
+static const char *const leaves[] = {"alone", "first", "middle", "last", NULL};
+static const char *const actions[] = {"report", "abort", "raise", NULL};
+static const char *const plan_header[] = {
+#define NAME(name) #name,
+    PLAN_HEADER(NAME)
+#undef NAME
+        NULL};
+
+static PyObject *names_tuple(const char *const names[]) {
+  Py_ssize_t count = 0;
+  while (names[count] != NULL) count++;
+  PyObject *tuple = PyTuple_New(count);
+  for (Py_ssize_t i = 0; tuple != NULL && i < count; i++) {
+    PyObject *name = PyUnicode_FromString(names[i]);
+    if (name == NULL || PyTuple_SetItem(tuple, i, name) < 0) Py_CLEAR(tuple); /* the item is stolen */
+  }
+  return tuple;
+}
+
+PyDoc_STRVAR(
+    constants_doc,
+    "constants() -> {name: number or tuple of names}\n\n"
+    "What C and Python must know alike. A tuple has the names of the numbers from 0 on; PLAN_HEADER those of the "
+    "numbers with which a plan begins. After configure(most_tag=).");
+static PyObject *constants(PyObject *self, PyObject *args) {
+  (void)self, (void)args;
+  static const struct {
+    const char *name;
+    int64_t value;
+  } numbers[] = {
+      {"TRACED", TRACED},
+      {"ANY_OF_SEVERAL", ANY_OF_SEVERAL},
+      {"TOO_LARGE", TOO_LARGE},
+      {"LABEL_BYTES", LABEL_BYTES},
+      {"MAX_BOX_AXES", MAX_BOX_AXES},
+      {"MOST_ARRAYS", MOST_ARRAYS},
+      {"NAME_OF_DEFAULT", NAME_OF_DEFAULT},
+      {"NAME_OF_WORLD", NAME_OF_WORLD},
+  };
+  static const struct {
+    const char *name;
+    const char *const *names;
+  } lists[] = {{"DERIVATIVES", derivatives}, {"LEAVES", leaves}, {"ACTIONS", actions}, {"PLAN_HEADER", plan_header}};
+  PyObject *result = PyDict_New();
+  for (size_t i = 0; result != NULL && i < sizeof numbers / sizeof *numbers; i++)
+    if (dict_put(result, numbers[i].name, PyLong_FromLongLong(numbers[i].value)) < 0) Py_CLEAR(result);
+  for (size_t i = 0; result != NULL && i < sizeof lists / sizeof *lists; i++)
+    if (dict_put(result, lists[i].name, names_tuple(lists[i].names)) < 0) Py_CLEAR(result);
+  if (result != NULL && (dict_put(result, "TAG_OF_PLANS", PyLong_FromLong(plans_tag())) < 0 ||
+                         dict_put(result, "FIRST_TAG_OF_DERIVATIVES", PyLong_FromLong(derivatives_tag())) < 0))
+    Py_CLEAR(result);
+  return result;
+}
+
+PyMethodDef tables_methods[] = {
+    {"datatypes", datatypes, METH_NOARGS, datatypes_doc},
+    {"set_datatype", set_datatype, METH_VARARGS, set_datatype_doc},
+    {"operations", operations, METH_NOARGS, operations_doc},
+    {"constants", constants, METH_NOARGS, constants_doc},
+    {NULL, NULL, 0, NULL},
+};

@@ -1,0 +1,251 @@
+#include "requests/queue.h"
+
+#include <stdlib.h>
+
+struct unexpected {
+  struct unexpected *next;
+  struct communicator *comm;
+  struct message_found found;
+};
+
+atomic_int queue_posted_count;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static struct receive *first_posted;
+static struct unexpected *first_unexpected;
+
+enum { NO_MEMORY = -1 }; /* beside MPI's error codes */
+
+/* --- the queues: under the lock --- */
+
+/* Changed under the lock alone, and read without it. */
+static void count_more(atomic_int *number, int more) {
+  atomic_store_explicit(number, atomic_load_explicit(number, memory_order_relaxed) + more, memory_order_release);
+}
+
+static void append_receive(struct receive *receive) {
+  struct receive **at = &first_posted;
+  while (*at != NULL) at = &(*at)->next;
+  *at = receive;
+  receive->next = NULL;
+  receive->state = RECEIVE_POSTED;
+  count_more(&receive->comm->queued, 1);
+  count_more(&queue_posted_count, 1);
+}
+
+static void remove_receive(struct receive *receive) {
+  struct receive **at = &first_posted;
+  while (*at != NULL && *at != receive) at = &(*at)->next;
+  if (*at == NULL) return;
+  *at = receive->next;
+  count_more(&receive->comm->queued, -1);
+  count_more(&queue_posted_count, -1);
+}
+
+static bool append_unexpected(struct communicator *comm, const struct message_found *found) {
+  struct unexpected *made = aligned_alloc(_Alignof(struct unexpected), sizeof *made), **at = &first_unexpected;
+  if (made == NULL) return false;
+  *made = (struct unexpected){.comm = comm, .found = *found};
+  while (*at != NULL) at = &(*at)->next;
+  *at = made;
+  count_more(&comm->queued, 1);
+  return true;
+}
+
+static void remove_unexpected(struct unexpected *message) {
+  struct unexpected **at = &first_unexpected;
+  while (*at != message) at = &(*at)->next;
+  *at = message->next;
+  count_more(&message->comm->queued, -1);
+  free(message);
+}
+
+/* --- which message is for which receive --- */
+
+static bool receive_fits(const struct receive *receive, const struct message_found *found) {
+  return (receive->source == runtime.abi->any_source || receive->source == found->source) &&
+         receive_accepts(receive, found->tag);
+}
+
+static bool receives_overlap(const struct receive *a, const struct receive *b) {
+  int any_source = runtime.abi->any_source, any_tag = runtime.abi->any_tag;
+  return a->comm == b->comm && (a->source == b->source || a->source == any_source || b->source == any_source) &&
+         (a->tag == b->tag || a->tag == any_tag || b->tag == any_tag);
+}
+
+/* Whether what fits `a` also fits `b`. */
+static bool is_within(const struct receive *a, const struct receive *b) {
+  return (b->source == runtime.abi->any_source || a->source == b->source) &&
+         (b->tag == runtime.abi->any_tag || a->tag == b->tag);
+}
+
+/* The first posted receive of the communicator that a message fits, before `last`; otherwise `last`. */
+static struct receive *first_for(const struct communicator *comm, const struct message_found *found,
+                                 struct receive *last) {
+  struct receive *to = first_posted;
+  while (to != last && (to->comm != comm || !receive_fits(to, found))) to = to->next;
+  return to;
+}
+
+/* Whether a message may fit this receive and an earlier one, which then must have the first message that fits it: that
+ * may be another, which has come since the earlier one was tried. */
+static bool is_behind_others(const struct receive *receive) {
+  const struct receive *other = first_posted;
+  while (other != receive && (!receives_overlap(other, receive) || is_within(other, receive))) other = other->next;
+  return other != receive;
+}
+
+static void deliver_message(struct receive *receive, const struct message_found *found) {
+  remove_receive(receive);
+  receive->found = *found;
+  receive->state = RECEIVE_MATCHED;
+  runtime.abi->receive(receive);
+}
+
+/* Delivers an unexpected message to a receive, if there is one for it. */
+static bool deliver_unexpected(struct receive *receive) {
+  struct unexpected *message = first_unexpected;
+  while (message != NULL && (message->comm != receive->comm || !receive_fits(receive, &message->found)))
+    message = message->next;
+  if (message == NULL) return false;
+  deliver_message(receive, &message->found);
+  remove_unexpected(message);
+  return true;
+}
+
+/* Matches a message that is not for a receive with any tag which has found it: delivers it to the receive that it is
+ * for, or keeps it. Returns an MPI error code, or NO_MEMORY. */
+static int match_for_others(struct communicator *comm, int source, int tag) {
+  struct message_found found;
+  bool there = false;
+  int code = runtime.abi->match(comm, source, tag, &there, &found);
+  if (code != 0 || !there) return code;
+  struct receive *to = first_for(comm, &found, NULL);
+  if (to != NULL)
+    deliver_message(to, &found);
+  else if (!append_unexpected(comm, &found))
+    return NO_MEMORY;
+  return 0;
+}
+
+static bool fail_match(struct receive *receive, const char *function, int code) {
+  remove_receive(receive);
+  receive->code = code, receive->function = function, receive->state = RECEIVE_MATCHED;
+  return false;
+}
+
+/* If a message has come that this receive may have: delivers it, or one before it, to the first receive that it fits.
+ */
+static bool match_posted(struct receive *receive) {
+  struct message_found found;
+  bool there = false;
+  int code, source = receive->source, tag = receive->tag;
+  if (deliver_unexpected(receive)) return true;
+  if (tag == runtime.abi->any_tag || is_behind_others(receive)) {
+    code = runtime.abi->probe(receive->comm, source, tag, &there, &found);
+    if (code != 0) return fail_match(receive, "MPI_Iprobe", code);
+    if (!there) return false;
+    if (!receive_accepts(receive, found.tag)) {
+      code = match_for_others(receive->comm, found.source, found.tag);
+      return code == 0 || fail_match(receive, "MPI_Improbe", code);
+    }
+    struct receive *to = first_for(receive->comm, &found, receive);
+    if (to != receive && !is_within(to, receive)) return match_posted(to);
+    source = found.source, tag = found.tag;
+  }
+  code = runtime.abi->match(receive->comm, source, tag, &there, &found);
+  if (code != 0) return fail_match(receive, "MPI_Improbe", code);
+  if (there) deliver_message(first_for(receive->comm, &found, receive), &found);
+  return there;
+}
+
+static void match_all(const struct communicator *comm) {
+  struct receive *next;
+  /* Unexpected messages have come before those that MPI has. */
+  for (struct receive *receive = first_unexpected != NULL ? first_posted : NULL; receive != NULL; receive = next) {
+    next = receive->next;
+    if (receive->state == RECEIVE_POSTED) deliver_unexpected(receive);
+  }
+  for (struct receive *receive = first_posted; receive != NULL; receive = next) {
+    next = receive->next;
+    if (comm != NULL && receive->comm != comm) continue;
+    while (receive->state == RECEIVE_POSTED && match_posted(receive)) continue;
+  }
+}
+
+/* --- for all threads --- */
+
+static bool any_posted(const struct receive receives[], int count) {
+  bool posted = false;
+  for (int i = 0; i < count; i++) posted |= receives[i].state == RECEIVE_POSTED;
+  return posted;
+}
+
+void queue_post(struct receive *receive) {
+  pthread_mutex_lock(&lock);
+  append_receive(receive);
+  pthread_mutex_unlock(&lock);
+}
+
+bool queue_withdraw(struct receive *chain) {
+  bool matched = false;
+  pthread_mutex_lock(&lock);
+  for (const struct receive *receive = chain; receive != NULL; receive = receive->chain)
+    matched |= receive->state == RECEIVE_MATCHED || receive->state == RECEIVE_UNDER_WAY;
+  for (struct receive *receive = chain; receive != NULL && !matched; receive = receive->chain) {
+    if (receive->state != RECEIVE_POSTED) continue;
+    remove_receive(receive);
+    receive->state = RECEIVE_IDLE;
+  }
+  pthread_mutex_unlock(&lock);
+  return !matched;
+}
+
+bool queue_withdraw_alone(struct receive *receive) {
+  pthread_mutex_lock(&lock);
+  bool alone = receive->state == RECEIVE_POSTED && atomic_load(&queue_posted_count) == 1 &&
+               atomic_load(&receive->comm->queued) == 1;
+  if (alone) remove_receive(receive);
+  pthread_mutex_unlock(&lock);
+  return alone;
+}
+
+bool queue_match(const struct communicator *comm, const struct receive receives[], int count) {
+  pthread_mutex_lock(&lock);
+  match_all(comm);
+  bool posted = any_posted(receives, count);
+  pthread_mutex_unlock(&lock);
+  return posted;
+}
+
+void queue_await(struct receive *receive) {
+  pthread_mutex_lock(&lock);
+  receive->waited_for = true;
+  pthread_mutex_unlock(&lock);
+}
+
+bool queue_has(const struct receive receives[], int count) {
+  pthread_mutex_lock(&lock);
+  bool posted = any_posted(receives, count);
+  pthread_mutex_unlock(&lock);
+  return posted;
+}
+
+bool queue_keep(struct communicator *comm, const struct message_found *found) {
+  pthread_mutex_lock(&lock);
+  bool kept = append_unexpected(comm, found);
+  pthread_mutex_unlock(&lock);
+  return kept;
+}
+
+void queue_forget(const struct communicator *comm) {
+  pthread_mutex_lock(&lock);
+  for (struct receive *receive = first_posted, *next; receive != NULL; receive = next) {
+    next = receive->next;
+    if (receive->comm == comm || comm == runtime.self) remove_receive(receive), receive->state = RECEIVE_IDLE;
+  }
+  for (struct unexpected *message = first_unexpected, *next; message != NULL; message = next) {
+    next = message->next;
+    if (message->comm == comm || comm == runtime.self) remove_unexpected(message);
+  }
+  pthread_mutex_unlock(&lock);
+}

@@ -1,0 +1,467 @@
+#include "requests/table.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "core/failure.h"
+#include "requests/memory.h"
+#include "requests/progress.h"
+
+enum { MOST_PLACES = (1 << 24) - 1, SPARE_REQUESTS = 8, MOST_NAMED = 10, MILLISECONDS_AT_END = 5000 };
+
+/* All of it under the lock. */
+static struct {
+  pthread_mutex_t lock;
+  struct request **places; /* NULL: nothing in flight there */
+  int room, used;          /* of places */
+  uint32_t *generations;   /* of the last request at each place */
+  int *unused, unused_count;
+  int64_t in_flight, begun;
+  atomic_int left; /* messages of which nobody waits for the request */
+  pid_t process;
+} all = {.lock = PTHREAD_MUTEX_INITIALIZER};
+
+/* Usual requests with nothing in flight, which keep their places: taken and given without the lock. */
+static struct request *_Atomic spares[SPARE_REQUESTS];
+
+static void look_at_requests(void);
+
+/* --- memory --- */
+
+bool request_room(struct request *request, size_t bytes, char **data) {
+  bool is_small = bytes <= sizeof request->small;
+  if (is_small)
+    *data = request->small;
+  else
+    request->block = block_take(bytes, data);
+  return is_small || request->block != NULL;
+}
+
+static struct request *allocate(bool usual, int handles, int receives) {
+  struct request *made;
+  int many_handles = usual ? 1 : handles, many_receives = usual ? 1 : receives;
+  size_t head = (sizeof *made + 63) / 64 * 64, receiving = (size_t)many_receives * sizeof *made->receives;
+  made = aligned_alloc(64, (head + receiving + (size_t)many_handles * sizeof *made->handles + 63) / 64 * 64);
+  if (made == NULL) return NULL;
+  made->usual = usual;
+  made->receives = (struct receive *)(void *)((char *)made + head);
+  made->handles = (intptr_t *)(void *)((char *)made->receives + receiving);
+  return made;
+}
+
+static struct request *spare_take(void) {
+  for (int i = 0; i < SPARE_REQUESTS; i++) {
+    struct request *found = atomic_load_explicit(&spares[i], memory_order_relaxed);
+    if (found != NULL && (found = atomic_exchange(&spares[i], NULL)) != NULL) return found;
+  }
+  return NULL;
+}
+
+/* False: enough are kept. */
+static bool spare_give(struct request *request) {
+  for (int i = 0; i < SPARE_REQUESTS; i++) {
+    struct request *none = NULL;
+    if (atomic_load_explicit(&spares[i], memory_order_relaxed) == NULL &&
+        atomic_compare_exchange_strong(&spares[i], &none, request))
+      return true;
+  }
+  return false;
+}
+
+/* --- numbers --- */
+
+static bool grow_table(void) {
+  int room = all.room > 0 ? 2 * all.room : 64;
+  if (room > MOST_PLACES) return false;
+  struct request **places = realloc(all.places, (size_t)room * sizeof *places);
+  if (places != NULL) all.places = places;
+  uint32_t *generations = realloc(all.generations, (size_t)room * sizeof *generations);
+  if (generations != NULL) all.generations = generations;
+  int *unused = realloc(all.unused, (size_t)room * sizeof *unused);
+  if (unused != NULL) all.unused = unused;
+  if (places == NULL || generations == NULL || unused == NULL) return false;
+  all.room = room;
+  return true;
+}
+
+static int new_place(void) {
+  if (all.unused_count > 0) return all.unused[--all.unused_count];
+  if (all.used == all.room && !grow_table()) return -1;
+  all.places[all.used] = NULL;
+  all.generations[all.used] = 0;
+  return all.used++;
+}
+
+/* The numbers are pairs of float32: one, or one for each array of a batch. */
+static bool are_numbers(const struct buffer *id) {
+  return id->type != NULL && id->type->code == FFI_DTYPE_F32 && id->count >= 2 && id->count % 2 == 0;
+}
+
+static ffi_error *fail_numbers(const struct call *call, const struct buffer *id) {
+  if (id->count == 0)
+    return call_fail(call, FFI_UNIMPLEMENTED,
+                     "a request of no arrays at all: jax.vmap maps it over an axis of length 0");
+  return call_fail(call, FFI_INTERNAL, "the numbers of a request have another shape: reinstall jaxmpi");
+}
+
+/* One with a place. `place`: -1 if there was none left. */
+static struct request *new_request(bool usual, int handles, int receives, int *place) {
+  struct request *made = allocate(usual, handles, receives);
+  pthread_mutex_lock(&all.lock);
+  *place = made != NULL ? new_place() : 0;
+  pthread_mutex_unlock(&all.lock);
+  if (made != NULL) made->place = *place;
+  if (*place >= 0) return made;
+  free(made);
+  return NULL;
+}
+
+static void free_request(struct request *request) {
+  pthread_mutex_lock(&all.lock);
+  all.unused[all.unused_count++] = request->place;
+  pthread_mutex_unlock(&all.lock);
+  free(request);
+}
+
+ffi_error *request_new(const struct call *call, const struct buffer *id, size_t bytes, int handles, int receives,
+                       struct request **request) {
+  if (!are_numbers(id)) return fail_numbers(call, id);
+  bool usual = handles <= 1 && receives <= 1;
+  int place = 0;
+  struct request *made = usual ? spare_take() : NULL;
+  if (made == NULL) made = new_request(usual, handles, receives, &place);
+  if (place < 0) return call_fail(call, FFI_INTERNAL, "too many requests that have not been waited for");
+  if (made == NULL) return call_fail(call, FFI_INTERNAL, "no memory for a request");
+  made->block = NULL, made->data = bytes > 0 ? made->small : NULL;
+  if (bytes > sizeof made->small && !request_room(made, bytes, &made->data)) {
+    free_request(made);
+    return call_fail(call, FFI_INTERNAL, "no memory to keep %zu bytes in flight", bytes);
+  }
+  made->batch = id->count / 2;
+  made->operation = call->operation;
+  made->comm = call->comm;
+  made->is_long = made->held = made->in_vain = made->left = false;
+  made->run = ffi_run(call->frame);
+  memcpy(made->attributes, call->attributes, sizeof made->attributes);
+  memset(made->summary, 0, sizeof made->summary);
+  summarize(call, made->summary);
+  made->type = NULL, made->count = 0, made->label = 0;
+  made->result = NULL, made->code = 0, made->function = NULL;
+  made->handle_count = 0; /* as many as have been begun */
+  made->receive_count = receives;
+  memset(made->receives, 0, (size_t)receives * sizeof *made->receives);
+  *request = made;
+  return NULL;
+}
+
+void request_end(struct request *request) {
+  block_give(request->block);
+  if (!request->usual || !spare_give(request)) free_request(request);
+}
+
+static void write_id(const struct request *request, const struct buffer *id) {
+  float *to = id->data;
+  for (int64_t i = 0; i + 1 < id->count; i += 2) {
+    to[i] = (float)(request->place + 1);
+    to[i + 1] = (float)request->generation;
+  }
+}
+
+void request_post(struct receive *receive) {
+  queue_post(receive);
+  progress_posted(look_at_requests);
+}
+
+void request_begin(struct request *request, const struct buffer *id, int64_t moved) {
+  pthread_mutex_lock(&all.lock);
+  uint32_t generation = all.generations[request->place] % MOST_PLACES + 1;
+  request->generation = all.generations[request->place] = generation;
+  request->serial = ++all.begun;
+  if (all.process == 0) all.process = getpid();
+  all.places[request->place] = request;
+  all.in_flight++;
+  for (int i = 0; i < request->receive_count; i++)
+    if (request->receives[i].source != runtime.abi->proc_null) request_post(&request->receives[i]);
+  request->is_long = moved >= LONG_BYTES;
+  if (request->is_long) progress_long(1, look_at_requests);
+  pthread_mutex_unlock(&all.lock);
+  write_id(request, id);
+}
+
+/* The place of an id, -1: there is none. */
+static int place_of(const struct buffer *id) {
+  const float *given = id->data;
+  if (!are_numbers(id) || !(given[0] >= 1) || given[0] > (float)all.used || given[0] != (float)(int)given[0]) return -1;
+  int place = (int)given[0] - 1;
+  const struct request *there = all.places[place];
+  return there != NULL && !there->held && !there->left && (float)there->generation == given[1] ? place : -1;
+}
+
+static const char *why_none(bool none, int64_t zero) {
+  if (none && zero < 0)
+    return "on this rank an operation was started in a function that is differentiated, and is not waited for there: "
+           "gradients would be wrong. Wait for each request inside of that function";
+  return none ? "this is no request: its numbers are zeros"
+              : "this request has been waited for already, or is none of this process. Each request is "
+                "waited for once; where a function that waits is executed again (jax.checkpoint "
+                "executes one again for its derivative), start in it as well";
+}
+
+struct request *request_take(const struct call *call, const struct buffer *id, int64_t zero, ffi_error **error) {
+  *error = are_numbers(id) ? NULL : fail_numbers(call, id);
+  if (*error != NULL) return NULL;
+  const float *given = id->data;
+  for (int64_t i = 2; i < id->count && *error == NULL; i++)
+    if (given[i] != given[i % 2])
+      *error =
+          call_fail(call, FFI_UNIMPLEMENTED,
+                    "several requests where one is expected: jax.vmap maps the predicate of a jax.lax.cond or "
+                    "while_loop that returns it, and its branches have started one each. Wait inside of the branch");
+  bool none = given[0] == 0 && given[1] == 0;
+  if (*error != NULL || (none && zero > 0)) return NULL;
+  pthread_mutex_lock(&all.lock);
+  int place = place_of(id);
+  struct request *found = place >= 0 ? all.places[place] : NULL;
+  if (found != NULL) {
+    all.places[place] = NULL;
+    all.in_flight--;
+    progress_long(-found->is_long, look_at_requests);
+    if (found->receive_count == 1 && found->receives[0].request != NULL)
+      found->receives[0].exclusive = queue_withdraw_alone(&found->receives[0]);
+  }
+  pthread_mutex_unlock(&all.lock);
+  if (found == NULL) *error = call_fail(call, FFI_FAILED_PRECONDITION, "%s", why_none(none, zero));
+  return found;
+}
+
+struct request *request_hold(const struct buffer *id) {
+  pthread_mutex_lock(&all.lock);
+  int place = place_of(id);
+  struct request *found = place >= 0 ? all.places[place] : NULL;
+  if (found != NULL) {
+    found->held = true, found->was_long = found->is_long;
+    progress_long(-found->is_long, look_at_requests);
+    found->is_long = false;
+  }
+  pthread_mutex_unlock(&all.lock);
+  return found;
+}
+
+void request_release(struct request *request, bool in_vain) {
+  pthread_mutex_lock(&all.lock);
+  request->held = false, request->is_long = request->was_long;
+  progress_long(request->is_long, look_at_requests);
+  request->in_vain |= in_vain;
+  pthread_mutex_unlock(&all.lock);
+}
+
+static bool receives_in(const struct request *request, int64_t run) {
+  return request != NULL && request->run == run && request->operation->row == ROW_irecv;
+}
+
+bool requests_give_up(int64_t run, struct receive *own) {
+  struct receive *chain = own;
+  pthread_mutex_lock(&all.lock);
+  for (int i = 0; i < all.used; i++)
+    if (receives_in(all.places[i], run)) {
+      all.places[i]->receives[0].chain = chain;
+      chain = &all.places[i]->receives[0];
+    }
+  bool all_idle = queue_withdraw(chain);
+  pthread_mutex_unlock(&all.lock);
+  return all_idle;
+}
+
+/* Ends the requests that `ends` chooses, which is called under the lock. */
+static void end_those(bool (*ends)(struct request *request, int64_t run), int64_t run) {
+  int at = 0;
+  struct request *done;
+  do {
+    done = NULL;
+    pthread_mutex_lock(&all.lock);
+    for (; at < all.used && done == NULL; at++)
+      if (all.places[at] != NULL && ends(all.places[at], run)) {
+        done = all.places[at];
+        all.places[at] = NULL;
+        all.in_flight--;
+        progress_long(-done->is_long, look_at_requests);
+        all.left -= done->left;
+      }
+    pthread_mutex_unlock(&all.lock);
+    if (done != NULL) request_end(done);
+  } while (done != NULL);
+}
+
+/* What nobody can wait for: a receive is ended, the rest is named at the end. */
+static bool is_abandoned(struct request *request, int64_t run) {
+  if (request->run != run || request->held || request->left) return false;
+  request->in_vain = true;
+  if (!receives_in(request, run)) return false;
+  request->receives[0].chain = NULL;
+  return queue_withdraw(&request->receives[0]);
+}
+
+void requests_abandon(int64_t run) {
+  if (run != 0) end_those(is_abandoned, run);
+}
+
+static bool has_left(struct request *request, int64_t run) {
+  (void)run;
+  return request->left && !runtime.abi->test_request(request);
+}
+
+/* Ends the requests of messages that have left since. */
+static void end_those_that_left(void) {
+  if (atomic_load(&all.left) > 0) end_those(has_left, 0);
+}
+
+void request_leave(struct request *request, int64_t bytes) {
+  float numbers[2];
+  end_those_that_left();
+  request->left = true;
+  atomic_fetch_add(&all.left, 1);
+  request_begin(request, &(struct buffer){numbers, 2, datatype_find(FFI_DTYPE_F32), ROLE_HOST_WRITE},
+                bytes < LONG_BYTES ? LONG_BYTES : bytes);
+}
+
+static ffi_error *fail_order(const struct call *call) {
+  return call_fail(
+      call, FFI_FAILED_PRECONDITION,
+      "in reverse mode, operations that MPI cannot tell apart (messages with the same rank and tag, the collectives of "
+      "a communicator, or one exchange several times) must be waited for in the order in which they were started, "
+      "or their gradients would be exchanged. Wait in that order, or give the messages tags of their own");
+}
+
+/* Whether it is the adjoint of an operation, or the value of one in a further derivative. */
+static bool is_adjoint(const struct request *request) {
+  int own = attribute_of(request->operation, KIND_ADJOINT),
+      all_have = attribute_of(request->operation, KIND_DERIVATIVE);
+  return own >= 0 ? request->attributes[own] != 0
+                  : all_have >= 0 && request->attributes[all_have] >= DERIVATIVE_COTANGENT;
+}
+
+/* MPI tells collectives apart by their order alone. */
+static bool is_collective(const struct operation *operation) {
+  return attribute_of(operation, KIND_DERIVATIVE) >= 0 && attribute_of(operation, KIND_PLAN) < 0;
+}
+
+/* Whether MPI may take one of two adjoints for the other. */
+static bool are_alike(const struct request *one, const struct request *other) {
+  size_t bytes = (size_t)one->operation->attribute_count * sizeof *one->attributes;
+  if (is_collective(one->operation)) return is_collective(other->operation) && other->comm == one->comm;
+  return other->operation == one->operation && memcmp(other->attributes, one->attributes, bytes) == 0;
+}
+
+ffi_error *request_check_order(const struct call *call, const struct request *request) {
+  if (!is_adjoint(request)) return NULL;
+  bool earlier = false;
+  pthread_mutex_lock(&all.lock);
+  for (int i = 0; i < all.used && all.in_flight > 0 && !earlier; i++) {
+    const struct request *other = all.places[i];
+    earlier = other != NULL && other->serial < request->serial && is_adjoint(other) && are_alike(request, other);
+  }
+  pthread_mutex_unlock(&all.lock);
+  return earlier ? fail_order(call) : NULL;
+}
+
+ffi_error *request_check_blocking(const struct call *call, int row, int64_t peer, int64_t tag) {
+  const struct operation *operation = &operation_table[row];
+  int at_peer = attribute_of(operation, KIND_RANK), at_tag = attribute_of(operation, KIND_TAG);
+  bool like = false;
+  pthread_mutex_lock(&all.lock);
+  for (int i = 0; i < all.used && all.in_flight > 0 && !like; i++) {
+    const struct request *other = all.places[i];
+    like = other != NULL && other->operation == operation && other->comm == call->comm && is_adjoint(other) &&
+           other->attributes[at_peer] == peer && other->attributes[at_tag] == tag;
+  }
+  pthread_mutex_unlock(&all.lock);
+  return like ? fail_order(call) : NULL;
+}
+
+int64_t requests_in_flight(void) {
+  pthread_mutex_lock(&all.lock);
+  int64_t count = all.in_flight;
+  pthread_mutex_unlock(&all.lock);
+  return count;
+}
+
+/* What the thread looks at. */
+static void look_at_requests(void) {
+  pthread_mutex_lock(&all.lock);
+  for (int i = 0; i < all.used; i++)
+    if (all.places[i] != NULL && all.places[i]->is_long) {
+      all.places[i]->is_long = runtime.abi->test_request(all.places[i]);
+      if (!all.places[i]->is_long) progress_long(-1, look_at_requests);
+    }
+  pthread_mutex_unlock(&all.lock);
+  end_those_that_left();
+}
+
+void requests_forget(const struct communicator *comm) {
+  queue_forget(comm);
+  if (comm == runtime.self) progress_end();
+}
+
+/* --- the end --- */
+
+static void name_request(const struct request *request) {
+  char characters[TEXT_BYTES];
+  struct text text = text_in(characters, sizeof characters);
+  const char *what = request->left      ? "nobody has received the message of"
+                     : request->in_vain ? "has not waited to the end for"
+                                        : "has never waited for";
+  text_add(&text, "jaxmpi: rank %d%s%s ", runtime.rank, request->left ? ": " : " ", what);
+  summary_describe(&text, request->summary);
+  summary_add_call_sites(&text, ", called at ", request->summary);
+  fprintf(stderr, "%s\n", text.characters);
+}
+
+/* Whether MPI calls a function of the user's for it. */
+static bool is_by_user(const struct request *request) {
+  int op = attribute_of(request->operation, KIND_REDUCTION);
+  return op >= 0 && ((const struct reduction *)object_of(request->attributes[op]))->by == REDUCER_USER;
+}
+
+/* How many of them are under way. */
+static int64_t by_users_under_way(void) {
+  int64_t count = 0;
+  if (runtime_has_ended()) return 0;
+  if (runtime.serialize) pthread_mutex_lock(&runtime.lock);
+  pthread_mutex_lock(&all.lock);
+  for (int i = 0; i < all.used; i++)
+    if (all.places[i] != NULL && !all.places[i]->held && is_by_user(all.places[i]))
+      count += runtime.abi->test_request(all.places[i]);
+  pthread_mutex_unlock(&all.lock);
+  if (runtime.serialize) pthread_mutex_unlock(&runtime.lock);
+  return count;
+}
+
+static void name_all(void) {
+  int64_t named = 0;
+  for (int i = 0; i < all.used && named < MOST_NAMED; i++)
+    if (all.places[i] != NULL) name_request(all.places[i]), named++;
+  if (all.in_flight > named)
+    fprintf(stderr, "jaxmpi: rank %d has never waited for %" PRId64 " more request%s\n", runtime.rank,
+            all.in_flight - named, all.in_flight - named > 1 ? "s" : "");
+}
+
+int64_t requests_finish(void) {
+  static atomic_bool told;
+  if (all.process != getpid()) return 0; /* a child of fork has neither the thread nor what was started */
+  progress_end();
+  progress_join();
+  bool again = atomic_exchange(&told, true);
+  if (!again && runtime.serialize) pthread_mutex_lock(&runtime.lock);
+  if (!again && !runtime_has_ended()) end_those_that_left();
+  if (!again && runtime.serialize) pthread_mutex_unlock(&runtime.lock);
+  if (!again) name_all();
+  int64_t under_way = by_users_under_way();
+  for (int i = 0; !again && under_way > 0 && i < MILLISECONDS_AT_END; i++) {
+    nanosleep(&(struct timespec){0, 1000000}, NULL);
+    under_way = by_users_under_way();
+  }
+  return under_way;
+}
