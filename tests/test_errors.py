@@ -14,7 +14,7 @@ import simulated
 from jaxmpi import notoken
 from jaxmpi._mpi.library import OPERATIONS
 from jaxmpi._operations.table import check_names
-from jaxmpi._primitive.primitive import eager_programs
+from jaxmpi._primitive.operation import eager_programs
 from table import NEW_JAX
 
 X = jnp.ones(3)
