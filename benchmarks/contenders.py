@@ -632,11 +632,12 @@ KINDS = ("loop", "jit", "eager")
 def _allreduce_out_of_place() -> Callable[[jax.Array], jax.Array]:
     """What jaxmpi.allreduce would be if its result never took the operand's place."""
     from jaxmpi._mpi.communicators import resolve
-    from jaxmpi._operations.operations import bind
+    from jaxmpi._operations.reductions import allreduce_p
     from jaxmpi._primitive.arguments import reduction
+    from jaxmpi._primitive.params import Reducing
 
-    params = {"comm": resolve(COMM, "allreduce"), "op": reduction(MPI.SUM, "allreduce"), "in_place": False}
-    return lambda x: bind("allreduce", params, x)
+    params = Reducing(resolve(COMM, "allreduce"), reduction(MPI.SUM, "allreduce"), in_place=False)
+    return lambda x: allreduce_p.apply(params, x)[0]
 
 
 def build_donated(nbytes: int, calls: int) -> dict[tuple[str, str], Measure]:

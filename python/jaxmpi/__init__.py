@@ -31,16 +31,10 @@ if _module_to_run() not in ("jaxmpi.run", "jaxmpi.info", "jaxmpi.trace"):
     from jaxmpi import compat, notoken
     from jaxmpi._grid.grid import Grid
     from jaxmpi._grid.redistribute import iredistribute, redistribute
-    from jaxmpi._operations.nonblocking import Request
-    from jaxmpi._operations.operations import (
-        has_cuda_support,
-        has_rocm_support,
-        has_sycl_support,
-        invariant,
-        replicate,
-        static,
-    )
-    from jaxmpi._primitive.order import Token, jit
+    from jaxmpi._operations.replication import invariant, replicate
+    from jaxmpi._operations.requests import Request
+    from jaxmpi._operations.support import has_cuda_support, has_rocm_support, has_sycl_support, static
+    from jaxmpi._primitive.jit import Token, jit
     from jaxmpi._tokens import (
         allgather,
         allgatherv,

@@ -18,8 +18,9 @@ from mpi4py import MPI
 from jaxmpi import notoken
 from jaxmpi._derivatives import hooks
 from jaxmpi._jax import internals, jaxprs
-from jaxmpi._primitive import communication
-from jaxmpi._primitive.order import EFFECT
+from jaxmpi._primitive import effect
+from jaxmpi._primitive.effect import EFFECT, Refusal
+from jaxmpi._primitive.operation import is_ours
 
 Operations = list[tuple[str, str, str]]
 """The operations of a computation, in order: the primitive around it (`scan`, `cond`, ... or empty), its name, and what
@@ -42,10 +43,10 @@ def operations(jaxpr: Any, inside: str = "") -> Operations:
 
 def _operations(jaxpr: Any, inside: str) -> Iterator[tuple[str, str, str]]:
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        if type(equation.primitive) is communication.Operation:
-            yield inside, equation.primitive.name[7:], equation.params.get(communication.DERIVATIVE, "")
+        if is_ours(equation.primitive):
+            yield inside, equation.primitive.core_name, equation.params["call"].derivative or ""
             continue
-        within = inside if equation.primitive in communication.CALLS else equation.primitive.name
+        within = inside if equation.primitive in effect.CALLS else equation.primitive.name
         for inner in jaxprs.inner_jaxprs(equation.params):
             yield from _operations(inner, within)
 
@@ -357,7 +358,7 @@ def check() -> None:
         finally:
             _state.update(checking=False, checked=True)
     if _state["broken"] is not None:
-        raise NotImplementedError(
+        raise Refusal(
             f"jaxmpi: derivatives of communication are refused: JAX {jax.__version__} does not keep to what they rely "
             f"on: {_state['broken']}. {internals.ADVICE}"
         )

@@ -19,15 +19,15 @@ def start() -> None:
     library.bind()  # the core to MPI and XLA; the watch begins
 
     from jaxmpi._mpi import communicators, timeline
-    from jaxmpi._primitive import order
+    from jaxmpi._primitive import effect
 
-    order.install()  # JAX keeps what communicates in program order
+    effect.install()  # JAX keeps what communicates in program order
     communicators.agree()  # on settings, with the other ranks; the default communicator
     timeline.begin(library.LIBRARY.version, communicators.job)
     communicators.know()  # those that every run has
 
     from jaxmpi import _contract
-    from jaxmpi._operations import nonblocking, operations  # noqa: F401 (makes the primitives)
+    from jaxmpi._operations import table  # noqa: F401 (all operations: compares them with those of the core)
 
     _contract.install()  # the hooks of derivatives
     before_jax.taken()

@@ -1,6 +1,7 @@
 """The operations in the form with tokens, which programs for mpi4jax up to 0.7 use: each takes a token and returns one.
 
-Order needs none of them: a token is handed back as it was given, so that a loop may carry it.
+Order needs none of them: a token is handed back as it was given, so that a loop may carry it. The names, with their
+signatures, are in _tokens.pyi.
 """
 
 import functools
@@ -9,15 +10,15 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from jaxmpi._operations import nonblocking, operations
-from jaxmpi._primitive.order import Token
+from jaxmpi import notoken
+from jaxmpi._primitive.jit import Token
 
 _TOKEN = Token()
 
 
 def with_token(function: Callable[..., Any]) -> Any:
     """The form with tokens of an operation: it takes a `token` too, and returns `(result, token)`, or the token alone
-    where the operation has no result. Type checkers take the signatures from _tokens.pyi."""
+    where the operation has no result."""
     signature = inspect.signature(function)
     has_result = signature.return_annotation is not None
 
@@ -41,7 +42,7 @@ def with_token(function: Callable[..., Any]) -> Any:
     result = tuple[Any, Token] if has_result else Token
     call.__signature__ = signature.replace(parameters=parameters, return_annotation=result)  # type: ignore[attr-defined]
     call.__annotations__ = {**{p.name: p.annotation for p in parameters}, "return": result}
-    call.__doc__ = _documented(inspect.cleandoc(function.__doc__ or ""))
+    call.__doc__ = function.__doc__ and _documented(inspect.cleandoc(function.__doc__))  # None with `python -OO`
     call.__module__ = "jaxmpi"
     del call.__wrapped__  # type: ignore[attr-defined]  # which takes no token
     return call
@@ -57,31 +58,6 @@ def _documented(text: str) -> str:
     return f"{before}{arguments}{start}Returns:\n  `(result, token)`: {result[0].lower()}{result[1:]}"
 
 
-allgather = with_token(operations.allgather)
-allgatherv = with_token(operations.allgatherv)
-allreduce = with_token(operations.allreduce)
-alltoall = with_token(operations.alltoall)
-alltoallv = with_token(operations.alltoallv)
-barrier = with_token(operations.barrier)
-bcast = with_token(operations.bcast)
-exscan = with_token(operations.exscan)
-gather = with_token(operations.gather)
-gatherv = with_token(operations.gatherv)
-iallreduce = with_token(nonblocking.iallreduce)
-ialltoall = with_token(nonblocking.ialltoall)
-ibarrier = with_token(nonblocking.ibarrier)
-ibcast = with_token(nonblocking.ibcast)
-irecv = with_token(nonblocking.irecv)
-isend = with_token(nonblocking.isend)
-neighbor_allgather = with_token(operations.neighbor_allgather)
-neighbor_alltoall = with_token(operations.neighbor_alltoall)
-recv = with_token(operations.recv)
-reduce = with_token(operations.reduce)
-reduce_scatter = with_token(operations.reduce_scatter)
-scan = with_token(operations.scan)
-scatter = with_token(operations.scatter)
-scatterv = with_token(operations.scatterv)
-send = with_token(operations.send)
-sendrecv = with_token(operations.sendrecv)
-wait = with_token(nonblocking.wait)
-waitall = with_token(nonblocking.waitall)
+for _name in notoken.__all__:
+    if (_function := getattr(getattr(notoken, _name), "__wrapped__", None)) is not None:
+        globals()[_name] = with_token(_function)

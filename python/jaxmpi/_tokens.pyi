@@ -2,7 +2,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from jaxmpi._primitive.order import Token
+from jaxmpi._primitive.jit import Token
 
 def allgather(x: Any, *, comm: MPI.Comm | None = None, token: Any = None) -> tuple[Any, Token]: ...
 def allgatherv(

@@ -23,7 +23,7 @@ def facts() -> Iterator[tuple[str, str]]:
     from jaxmpi import _core
     from jaxmpi._mpi import library
     from jaxmpi._mpi.library import MPI
-    from jaxmpi._primitive import primitive
+    from jaxmpi._primitive import operation
 
     levels = {
         MPI.THREAD_SINGLE: "single",
@@ -62,7 +62,7 @@ def facts() -> Iterator[tuple[str, str]]:
         "sharded programs",
         f"by {before_jax.state['kind']}" if "kind" in before_jax.state else f"not asked for ({possible})",
     )
-    yield "eager programs", f"{primitive.eager_programs()} kept, 4096 at most for each communicator"
+    yield "eager programs", f"{operation.eager_programs()} kept, 4096 at most for each communicator"
 
 
 def problems() -> Iterator[str]:

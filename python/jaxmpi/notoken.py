@@ -7,7 +7,17 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from jaxmpi._operations import nonblocking, operations
+from jaxmpi._operations import (
+    by_counts,
+    collectives,
+    messages,
+    neighbors,
+    nonblocking,
+    reductions,
+    replication,
+    requests,
+    support,
+)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -25,41 +35,41 @@ def _without_token(function: Function) -> Function:
     return cast(Function, call)
 
 
-allgather = _without_token(operations.allgather)
-allgatherv = _without_token(operations.allgatherv)
-allreduce = _without_token(operations.allreduce)
-alltoall = _without_token(operations.alltoall)
-alltoallv = _without_token(operations.alltoallv)
-barrier = _without_token(operations.barrier)
-bcast = _without_token(operations.bcast)
-exscan = _without_token(operations.exscan)
-gather = _without_token(operations.gather)
-gatherv = _without_token(operations.gatherv)
-has_cuda_support = operations.has_cuda_support
-has_rocm_support = operations.has_rocm_support
-has_sycl_support = operations.has_sycl_support
-invariant = operations.invariant
-neighbor_allgather = _without_token(operations.neighbor_allgather)
-neighbor_alltoall = _without_token(operations.neighbor_alltoall)
-recv = _without_token(operations.recv)
-reduce = _without_token(operations.reduce)
-reduce_scatter = _without_token(operations.reduce_scatter)
-replicate = operations.replicate
-scan = _without_token(operations.scan)
-scatter = _without_token(operations.scatter)
-scatterv = _without_token(operations.scatterv)
-send = _without_token(operations.send)
-sendrecv = _without_token(operations.sendrecv)
-static = operations.static
-Request = nonblocking.Request
+allgather = _without_token(collectives.allgather)
+allgatherv = _without_token(by_counts.allgatherv)
+allreduce = _without_token(reductions.allreduce)
+alltoall = _without_token(collectives.alltoall)
+alltoallv = _without_token(by_counts.alltoallv)
+barrier = _without_token(collectives.barrier)
+bcast = _without_token(collectives.bcast)
+exscan = _without_token(reductions.exscan)
+gather = _without_token(collectives.gather)
+gatherv = _without_token(by_counts.gatherv)
+has_cuda_support = support.has_cuda_support
+has_rocm_support = support.has_rocm_support
+has_sycl_support = support.has_sycl_support
+invariant = replication.invariant
+neighbor_allgather = _without_token(neighbors.neighbor_allgather)
+neighbor_alltoall = _without_token(neighbors.neighbor_alltoall)
+recv = _without_token(messages.recv)
+reduce = _without_token(reductions.reduce)
+reduce_scatter = _without_token(by_counts.reduce_scatter)
+replicate = replication.replicate
+scan = _without_token(reductions.scan)
+scatter = _without_token(collectives.scatter)
+scatterv = _without_token(by_counts.scatterv)
+send = _without_token(messages.send)
+sendrecv = _without_token(messages.sendrecv)
+static = support.static
+Request = requests.Request
 iallreduce = _without_token(nonblocking.iallreduce)
 ialltoall = _without_token(nonblocking.ialltoall)
 ibarrier = _without_token(nonblocking.ibarrier)
 ibcast = _without_token(nonblocking.ibcast)
 irecv = _without_token(nonblocking.irecv)
 isend = _without_token(nonblocking.isend)
-wait = _without_token(nonblocking.wait)
-waitall = _without_token(nonblocking.waitall)
+wait = _without_token(requests.wait)
+waitall = _without_token(requests.waitall)
 
 __all__ = [
     "Request",

@@ -114,6 +114,13 @@ def test_docstrings():
             assert result.startswith(("Returns:\n  A token.", "Returns:\n  `(result, token)`: ")), name
 
 
+def test_without_docstrings():
+    """As of `python -OO`."""
+    program = "import jaxmpi; print(jaxmpi.barrier(), jaxmpi.barrier.__doc__)"
+    done = subprocess.run([sys.executable, "-OO", "-c", program], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("Token() None\n", 0), done.stderr
+
+
 def test_jit_options():
     assert set(inspect.signature(jax.jit).parameters) - {"fun"} <= set(JitOptions.__annotations__)
 

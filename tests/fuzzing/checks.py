@@ -308,9 +308,10 @@ def collectives(jaxpr):
             # Of the operand and the result one is a stack for all ranks in some operations, on some ranks.
             outvars = [] if equation.primitive.starts else equation.outvars  # requests
             size = min((x.aval.size for x in (*equation.invars, *outvars)), default=0)
-            if "rows" in equation.params:  # of which each rank has its own number
+            call = equation.params["call"]
+            if hasattr(call, "rows"):  # of which each rank has its own number
                 size = f"of {math.prod(equation.invars[0].aval.shape[1:])}"
-            yield f"{name} {equation.params.get('derivative', '')} {size}"
+            yield f"{name} {call.derivative or ''} {size}"
             continue
         for inner in jaxprs.inner_jaxprs(equation.params):
             yield from collectives(inner)

@@ -13,7 +13,7 @@ import jaxmpi
 from jaxmpi import notoken
 from jaxmpi._mpi.library import OPERATIONS
 from jaxmpi._operations.table import check_names
-from jaxmpi._primitive.primitive import eager_programs
+from jaxmpi._primitive.operation import eager_programs
 from support import simulated
 from support.table import NEW_JAX
 

@@ -12,7 +12,6 @@ from mpi4py import MPI
 import jaxmpi
 from jaxmpi import notoken
 from jaxmpi._primitive import pytrees
-from jaxmpi._primitive.communication import COTANGENT, DERIVATIVE, TANGENT
 from support import drawing
 from support.launch import launch
 from support.table import draw
@@ -184,17 +183,17 @@ def test_places_of_derivatives():
     alone, first, middle, last = range(4)
 
     def of(received, sent):
-        return list(zip(*(place[pytrees.LEAF] for place in pytrees.places(received, sent)), strict=True))
+        return list(zip(*pytrees.places(received, sent), strict=True))
 
-    assert pytrees.places([x], [x]) == [{}]
+    assert pytrees.places([x], [x]) == [None]
     assert of([n, x, x, n], []) == [(first, middle, middle, last), (alone, first, last, alone), (alone,) * 4]
     assert of([], [x, n, x]) == [(first, middle, last), (alone,) * 3, (first, alone, last)]
     assert of([x, n, x, x], [x, x, x, n]) == [(first, middle, middle, last), *[(first, alone, last, alone)] * 2]
-    (place,) = {pytrees.attribute({**p, DERIVATIVE: TANGENT}) for p in pytrees.places([x, n], [x, x])}
+    (place,) = {pytrees.attribute(p, True) for p in pytrees.places([x, n], [x, x])}
     assert place == alone
-    backwards = [pytrees.reversed_(p) for p in pytrees.places([x, n, x], [x, x, x])]
-    assert [pytrees.attribute({**p, DERIVATIVE: COTANGENT}) for p in backwards] == [last, alone, first]
-    assert [pytrees.reversed_(p) for p in backwards] == pytrees.places([x, n, x], [x, x, x])
+    backwards = [pytrees.reverse(p) for p in pytrees.places([x, n, x], [x, x, x])]
+    assert [pytrees.attribute(p, True) for p in backwards] == [last, alone, first]
+    assert [pytrees.reverse(p) for p in backwards] == pytrees.places([x, n, x], [x, x, x])
 
 
 @pytest.mark.launches

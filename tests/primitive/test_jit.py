@@ -238,7 +238,7 @@ def test_error_is_not_kept(way, after, rank, size):
 
 def test_eager_is_compiled_once(comm, size):
     """Operations with equal parameters share one compiled program, whichever objects say so."""
-    from jaxmpi._primitive.primitive import eager_programs
+    from jaxmpi._primitive.operation import eager_programs
 
     before = eager_programs()
     for tag in (1, 1, np.int32(1)):
@@ -298,16 +298,16 @@ def test_barrier_after_error(way, rank, size):
 @pytest.mark.parametrize("threshold", [1, 1 << 60], ids=["large", "small"])
 def test_in_place(threshold, monkeypatch, rank, size):
     """Results take the place of operands that nobody needs, and only those: an operand is never overwritten."""
-    from jaxmpi._primitive import order
+    from jaxmpi._primitive import jit
 
-    monkeypatch.setattr(order, "_COPY_BYTES", threshold)
+    monkeypatch.setattr(jit, "_COPY_BYTES", threshold)
     total = size * (size + 1) / 2
 
     def sum_of(x):
         return notoken.allreduce(x, MPI.SUM)
 
     def in_place(function, **options):
-        text = order._discharged_jit(function, options).lower(np.zeros(0, bool), jnp.ones(3)).as_text()
+        text = jit._discharged_jit(function, options).lower(np.zeros(0, bool), jnp.ones(3)).as_text()
         return "output_operand_alias" in text
 
     constant = jnp.full(3, rank + 1.0)
@@ -337,7 +337,7 @@ def test_in_place(threshold, monkeypatch, rank, size):
 
 def test_bcast_in_place(rank):
     """Root's array is handed through where nobody needs it afterwards, and only there."""
-    from jaxmpi._primitive import order
+    from jaxmpi._primitive import jit
 
     def of_root(x):
         return notoken.bcast(x, 0)
@@ -359,5 +359,5 @@ def test_bcast_in_place(rank):
         np.testing.assert_array_equal(result, jax.jit(function)(x), err_msg=name)
         if expected is not None:
             np.testing.assert_array_equal(result, np.full(3, expected(1.0)), err_msg=name)
-        text = order._discharged_jit(function, {}).lower(np.zeros(0, bool), x).as_text()
+        text = jit._discharged_jit(function, {}).lower(np.zeros(0, bool), x).as_text()
         assert ("output_operand_alias" in text) == (spare and rank == 0), name

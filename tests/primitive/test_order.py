@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 import jaxmpi
 from jaxmpi import notoken
-from jaxmpi._primitive import order
+from jaxmpi._primitive.effect import EFFECT
 
 pair = pytest.mark.ranks(2)
 
@@ -266,4 +266,4 @@ def test_compiled_ahead(comm, rank, size):
 
 def test_effect_of_another_process():
     """A program from a file has the order of the programs here, since it has their effect."""
-    assert pickle.loads(pickle.dumps(order.EFFECT)) is order.EFFECT
+    assert pickle.loads(pickle.dumps(EFFECT)) is EFFECT

@@ -37,7 +37,7 @@ from mpi4py import MPI
 
 from jaxmpi import _core
 from jaxmpi._mpi import communicators
-from jaxmpi._primitive import primitive
+from jaxmpi._primitive import operation
 from support import soaking
 
 ROUND = 64
@@ -187,7 +187,7 @@ def measure():
         "threads": len(os.listdir("/proc/self/task")),
         "files": len(os.listdir("/proc/self/fd")),
         "communicators": len(communicators.known()),
-        "eager programs": primitive.eager_programs(),
+        "eager programs": operation.eager_programs(),
     }
 
 

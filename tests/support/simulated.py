@@ -43,12 +43,10 @@ class Device:
 
     def __init__(self, deferring: bool = False) -> None:
         import jax
-        from jax.interpreters import mlir
 
         from jaxmpi import _core
         from jaxmpi._mpi import library
-        from jaxmpi._operations import request_table, table
-        from jaxmpi._primitive import primitive
+        from jaxmpi._operations.table import OPERATIONS
 
         assert library.DEVICES.aware == (TRANSPORT == "aware"), library.DEVICES
         assert TRANSPORT in (library.DEVICES.transport, "aware"), library.DEVICES
@@ -68,10 +66,8 @@ class Device:
             bridge = jax.ffi.pycapsule(ctypes.c_void_p(self._bridge.bridge_handler(operation)))
             stages = {"instantiate": bridge, "execute": bridge}
             jax.ffi.register_ffi_target(f"simulated_{name}", stages, platform="cpu")
-        for row in (*table.ROWS, *request_table.ROWS):
-            if not row.silent:
-                lowering = primitive.make_lowering(row, "simulated_{}")
-                mlir.register_lowering(primitive.PRIMITIVES[row.name], lowering, platform="cpu")
+        for operation in OPERATIONS:
+            operation.lower_to("simulated_{}", ("cpu",))
 
     def failing(self, function: str, call: Callable[[], object]) -> str:
         """What is said of a call in which the driver's function runs out of memory; nothing where it is not called."""

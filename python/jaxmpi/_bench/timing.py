@@ -28,7 +28,7 @@ from mpi4py import MPI
 from jaxmpi import notoken
 from jaxmpi._bench.data import Numbers, Witness
 from jaxmpi._bench.operations import NOBODY, Operation, Place
-from jaxmpi._primitive.order import jit
+from jaxmpi._primitive.jit import jit
 
 COMM = MPI.COMM_WORLD
 HOW = ("loop", "call", "eager")

@@ -13,18 +13,18 @@ from jax.extend.core import primitives
 
 from jaxmpi._derivatives.seeds import has_tangent, in_opened, link_operands, seeds_of
 from jaxmpi._jax import internals, jaxprs
-from jaxmpi._primitive import communication
-from jaxmpi._primitive.communication import (
-    Params,
+from jaxmpi._primitive import effect
+from jaxmpi._primitive.effect import (
+    EFFECT,
+    JaxParams,
+    Refusal,
     cannot_be_traced,
     communicates_when_called,
     during,
     forget,
-    is_error_of_ours,
     may_be_request,
     refusal,
 )
-from jaxmpi._primitive.order import EFFECT
 
 
 def differentiate_custom_jvp(own, trace, primitive, function, rule, tracers, *more, **options):
@@ -84,10 +84,10 @@ def _asked(
             try:
                 asked = answers[key] = asks(avals)
             except Exception as error:
-                if isinstance(error, NotImplementedError) and is_error_of_ours(error):
+                if isinstance(error, Refusal):
                     raise
     if asked:
-        communication.check()
+        effect.check()
     return asked
 
 
@@ -109,7 +109,7 @@ _answers = weakref.WeakKeyDictionary()
 
 def _or_refuse(possible: list[int]) -> list[int]:
     if not possible:
-        raise NotImplementedError(
+        raise Refusal(
             "jaxmpi: a function with jax.custom_jvp or jax.custom_vjp communicates and has no floating-point argument, "
             "so its rule is not called in a derivative. Give it one."
         )
@@ -143,7 +143,7 @@ def _backward_communicates(forward: Any, backward: Any, avals: Sequence[Any], ou
         forget(forward)
 
 
-def pullback_communicates(avals: Sequence[Any], params: Params) -> bool:
+def pullback_communicates(avals: Sequence[Any], params: JaxParams) -> bool:
     """Whether the primitive for the derivative of a `jax.custom_vjp` function communicates when it is transposed.
 
     If so it gets the effect, and is transposed even if nothing depends on it. A rule that looks at values counts as
@@ -156,7 +156,7 @@ def pullback_communicates(avals: Sequence[Any], params: Params) -> bool:
     except Exception:  # raised again where the rule is called
         return False
     if may:
-        communication.check()
+        effect.check()
     return may
 
 
@@ -186,7 +186,7 @@ def rule_communicates(around: Any, jaxpr: Any, which: int) -> bool:
     return known[which]
 
 
-def derivative_communicates(around: Any, params: Params) -> bool:
+def derivative_communicates(around: Any, params: JaxParams) -> bool:
     """The same for the computations inside an equation with these parameters."""
     return any(rules_communicate(around, inner) for inner in jaxprs.inner_jaxprs(params))
 

@@ -24,18 +24,18 @@ from jaxmpi._derivatives.rewrites import depending, scan_with_carry, with_parame
 from jaxmpi._derivatives.seeds import has_tangent, in_opened, link_operands, link_value, seeds_of, tangents_of
 from jaxmpi._jax import internals, jaxprs
 from jaxmpi._jax.dependence import link_primitive
-from jaxmpi._primitive import communication
-from jaxmpi._primitive.communication import (
-    DERIVATIVE,
+from jaxmpi._primitive import effect
+from jaxmpi._primitive.effect import (
+    EFFECT,
     ZERO,
-    Params,
+    JaxParams,
+    Refusal,
     communicates,
     during,
-    is_ours,
     may_be_request,
     refusal,
 )
-from jaxmpi._primitive.order import EFFECT
+from jaxmpi._primitive.operation import in_derivative, is_ours
 
 
 def _one(
@@ -49,7 +49,7 @@ def _one(
     return [i for i in possible if type(tangents[i]) is not internals.ad.Zero][:1] or others[:1]
 
 
-def _one_of_first_order(trace: Any, tracers: Sequence[Any], params: Params, start: int = 0) -> list[int]:
+def _one_of_first_order(trace: Any, tracers: Sequence[Any], params: JaxParams, start: int = 0) -> list[int]:
     """The same; but no request, whose tangent would start its adjoint; and none if there are derivatives inside, whose
     values must depend on what is differentiated, too, unless the loop has a dummy operand already. Where there is none,
     a dummy operand is added."""
@@ -62,14 +62,14 @@ _widened: contextvars.ContextVar[Any] = contextvars.ContextVar("widened", defaul
 """The trace for which a loop is made again with a dummy operand."""
 
 
-def _has_derivatives(params: Params) -> bool:
+def _has_derivatives(params: JaxParams) -> bool:
     """Whether a computation inside contains derivatives of communication."""
     for inner in jaxprs.inner_jaxprs(params):
         for equation in inner.eqns:
             more = equation.params
             if equation.primitive is link_primitive and more["always"]:
                 return True
-            if DERIVATIVE in more or (communicates(more) and _has_derivatives(more)):
+            if in_derivative(equation) or (communicates(more) and _has_derivatives(more)):
                 return True
     return False
 
@@ -174,17 +174,19 @@ _OPENED: dict[Any, Callable[..., Any]] = {
 _OBJECTS = {getattr(solves, name) for name in ("CustomRoot", "_RootLinearMap") if hasattr(solves, name)}
 
 
-def _differentiate_link(own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence[Any], params: Params):
+def _differentiate_link(own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence[Any], params: JaxParams):
     """A derivative that is differentiated again is a value: see `link_value`."""
     tracers = tracers[: len(tracers) - params["unless"]]
     params = {**params, "always": has_tangent(trace, tracers), "unless": 0}
     return link_value(trace, own(trace, primitive, tracers, params))
 
 
-def differentiate(own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence[Any], params: Params) -> Any:
+def differentiate(
+    own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence[Any], params: JaxParams
+) -> Any:
     seeds_of(trace)
     if is_ours(primitive):
-        communication.check()
+        effect.check()
         tracers = link_operands(trace, tracers, primitive.linked(tracers), primitive.name)
         return own(trace, primitive, tracers, params)
     if primitive is link_primitive and params["always"]:
@@ -194,10 +196,10 @@ def differentiate(own: Callable[..., Any], trace: Any, primitive: Any, tracers: 
             has_tangent(trace, tracers) or not derivative_communicates(trace.parent_trace, params)
         ):
             return own(trace, primitive, tracers, params)
-        communication.check()
+        effect.check()
         return _OPENED[primitive](functools.partial(_open, own), trace, primitive, tracers, params)
     if communicates(params) or unreported.communicates(primitive, tracers, params):
-        communication.check()
+        effect.check()
         if (possible := unreported.differentiated_operands(primitive, params)) is None:
             raise refusal(primitive.name)
         which = [i for i in possible if internals.inexact(tracers[i])]
@@ -205,9 +207,9 @@ def differentiate(own: Callable[..., Any], trace: Any, primitive: Any, tracers: 
     return own(trace, primitive, tracers, params)
 
 
-def refuse_old(own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence[Any], params: Params) -> Any:
+def refuse_old(own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence[Any], params: JaxParams) -> Any:
     if is_ours(primitive) or communicates(params):
-        raise NotImplementedError(
+        raise Refusal(
             f"jaxmpi: derivatives of communication need JAX 0.7 or newer, this is {jax.__version__}: it leaves out of "
             "a derivative what nothing on this rank depends on, though other ranks may."
         )

@@ -33,15 +33,15 @@ from jaxmpi._derivatives.partial_evaluation import (
 from jaxmpi._derivatives.seeds import remember
 from jaxmpi._derivatives.transposition import transpose, transpose_matrix
 from jaxmpi._jax import internals
-from jaxmpi._primitive import communication
-from jaxmpi._primitive.order import EFFECT
+from jaxmpi._primitive import effect
+from jaxmpi._primitive.effect import EFFECT
 
 HAS_NEWER_CHECKPOINT = "jaxpr" in getattr(getattr(ad_checkpoint, "RematTraced", None), "__annotations__", ())
 
 
 def install(check: Callable[[], None]) -> None:
     """Installs the hooks. `check` is called before anything that communicates is differentiated, and may raise."""
-    communication.check = check
+    effect.check = check
     for hook in HOOKS if internals.KEEPS_EFFECTS else _REFUSALS:
         internals.replace(*hook)
     if not internals.KEEPS_EFFECTS:

@@ -16,16 +16,17 @@ from jaxmpi._derivatives.custom_rules import rule_communicates
 from jaxmpi._derivatives.rewrites import with_results_of, without_results
 from jaxmpi._jax import internals, jaxprs
 from jaxmpi._jax.dependence import link
-from jaxmpi._primitive.communication import (
+from jaxmpi._primitive.effect import (
     CALLS,
-    Params,
+    EFFECT,
+    JaxParams,
+    Refusal,
     communicates,
     communicates_when_called,
     during,
-    is_ours,
     refusal,
 )
-from jaxmpi._primitive.order import EFFECT
+from jaxmpi._primitive.operation import is_ours
 
 
 def keep(own: Callable[..., Any], trace: Any, tracers: Any, results: Any, primitive: Any, params: Any, *more: Any):
@@ -115,7 +116,7 @@ def begin_argument(own: Callable[..., Any], trace: Any, value: Any) -> Any:
     return tracer
 
 
-def leave(own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence[Any], params: Params) -> Any:
+def leave(own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence[Any], params: JaxParams) -> Any:
     if not hasattr(trace, _PURPOSE) or not (
         is_ours(primitive) or communicates(params) or unreported.communicates(primitive, tracers, params)
     ):
@@ -147,7 +148,7 @@ def leave_custom(own: Callable[..., Any], trace: Any, primitive: Any, function: 
     return own(trace, primitive, function, *more, **options)
 
 
-def _stage(trace: Any, primitive: Any, tracers: Sequence[Any], params: Params) -> list[Any]:
+def _stage(trace: Any, primitive: Any, tracers: Sequence[Any], params: JaxParams) -> list[Any]:
     """Puts an equation into the unknown part, which is executed later, even if its operands are known."""
     if tracers:
         return trace.default_process_primitive(primitive, [trace.instantiate_const(x) for x in tracers], params)
@@ -183,7 +184,7 @@ class _Dependence:
         return [not isinstance(x, Literal) and depends.get(x, False) for x in inner.outvars]
 
     @classmethod
-    def of_equation(cls, primitive: Any, params: Params, given: Sequence[bool]) -> list[bool]:
+    def of_equation(cls, primitive: Any, params: JaxParams, given: Sequence[bool]) -> list[bool]:
         given = list(given)
         if primitive in CALLS:
             return cls.of_jaxpr(jaxprs.called(params), given)
@@ -196,7 +197,7 @@ class _Dependence:
         if primitive is primitives.while_p:
             return cls._of_loop(params["body_jaxpr"], given[params["cond_nconsts"] :], params["body_nconsts"], None)
         name = "jax.lax.custom_root" if "Root" in type(params.get("_prim")).__name__ else primitive.name
-        raise NotImplementedError(
+        raise Refusal(
             f"jaxmpi: what communicates in {name} cannot be transposed (by a reverse derivative, jax.linear_transpose, "
             "or custom_linear_solve without symmetric=True). Communicate outside of it, or use jax.jvp."
         )
@@ -214,7 +215,7 @@ class _Dependence:
     @staticmethod
     def _refuse_constant(equation: Any, given: Sequence[bool]) -> None:
         if not any(given) and any(internals.inexact(x.aval) for x in equation.invars):
-            raise NotImplementedError(
+            raise Refusal(
                 f"{equation.primitive.shown} cannot be transposed (by jax.linear_transpose or custom_linear_solve): "
                 "its operand is a constant on this rank. Let it depend on the function's argument, 0 * x for example."
             )

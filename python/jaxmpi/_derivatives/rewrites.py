@@ -11,11 +11,11 @@ from jax.extend.core import Literal, primitives
 
 from jaxmpi._jax import internals, jaxprs
 from jaxmpi._jax.dependence import link
-from jaxmpi._primitive.communication import ZERO, Params, is_ours
-from jaxmpi._primitive.order import EFFECT
+from jaxmpi._primitive.effect import EFFECT, ZERO, JaxParams
+from jaxmpi._primitive.operation import is_ours
 
 
-def with_parameter_of_call(params: Params) -> Params:
+def with_parameter_of_call(params: JaxParams) -> JaxParams:
     name = "jaxpr" if "jaxpr" in params else "call_jaxpr"
     more = {"donated_invars": False, "in_shardings": internals.UNSPECIFIED, "in_layouts": None}
     more["prevent_cse"] = False  # of a checkpoint, which may have one per operand
@@ -41,7 +41,7 @@ def with_parameter(jaxpr: Any) -> Any:
 _widened_jaxprs: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
 
 
-def scan_with_carry(params: Params, more: Any, operands: Sequence[Any]) -> list[Any]:
+def scan_with_carry(params: JaxParams, more: Any, operands: Sequence[Any]) -> list[Any]:
     """A scan with these parameters that carries one more number. Returns that number and the scan's results."""
     constants, carried = jaxprs.parts_of_scan(params)
     consts, init, xs = (

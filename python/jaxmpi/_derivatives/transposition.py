@@ -11,8 +11,7 @@ from jax.extend.core import Literal, primitives
 from jaxmpi._derivatives.rewrites import with_carry, with_output, with_results
 from jaxmpi._jax import internals, jaxprs, runtime_token
 from jaxmpi._jax.dependence import cotangents, link, link_primitive, solving
-from jaxmpi._primitive.communication import CALLS, ZERO, during, is_error_of_ours
-from jaxmpi._primitive.order import EFFECT
+from jaxmpi._primitive.effect import CALLS, EFFECT, ZERO, Refusal, during
 
 
 def transpose_matrix(own: Callable[..., Any], *args: Any) -> Callable[..., Any]:
@@ -43,9 +42,9 @@ def transpose(own: Callable[..., Any], jaxpr: Any, stack: Any, consts: Any, prim
             return own(linked, stack, consts, primals, [*given, zero], **more)
     except (AssertionError, NotImplementedError, RuntimeError) as error:
         of_execution = isinstance(error, jax.errors.JaxRuntimeError)
-        if of_execution or is_error_of_ours(error) or not any(map(_is_linked_constant, jaxpr.eqns)):
+        if of_execution or isinstance(error, Refusal) or not any(map(_is_linked_constant, jaxpr.eqns)):
             raise
-        raise NotImplementedError(
+        raise Refusal(
             "jaxmpi: a function that communicates cannot be transposed (by jax.linear_transpose, custom_linear_solve, "
             "custom_root). If it multiplies or divides by the result of an operation on constants, compute that "
             "outside of it: operands of operations count as depending on the argument, as on other ranks they may."

@@ -18,7 +18,7 @@ import jax
 from jax._src.interpreters import partial_eval
 
 from jaxmpi._jax import internals
-from jaxmpi._primitive.order import EFFECT
+from jaxmpi._primitive.effect import EFFECT
 
 _hiding: set[Any] = set()
 """Primitives found to evaluate functions that communicate without reporting the effect."""

@@ -15,12 +15,12 @@ from jaxmpi._grid import halos
 from jaxmpi._grid.divisions import best_division
 from jaxmpi._grid.halos import Halo, Layout, Rules
 from jaxmpi._mpi import communicators
-from jaxmpi._operations import operations
-from jaxmpi._operations.nonblocking import Request, is_of_grid, start_exchange, wait
+from jaxmpi._operations import collectives
+from jaxmpi._operations.common import MOST_ARRAYS
+from jaxmpi._operations.exchanges import exchange_p, is_of_grid, start_exchange
+from jaxmpi._operations.requests import Request, wait
 from jaxmpi._primitive import arguments, keys
-from jaxmpi._primitive.primitive import Params, bind_by_plan
-
-_MOST_ARRAYS = 100
+from jaxmpi._primitive.params import Planned
 
 Width = int | Sequence[int | Sequence[int]]
 
@@ -96,7 +96,7 @@ class Grid:
 
     @property
     def coordinates(self) -> tuple[int, ...]:
-        """Of this process, from 0 on."""
+        """The coordinates of this process, from 0 on."""
         return self._layout.coordinates(self._comm.rank)
 
     @property
@@ -249,11 +249,11 @@ class Grid:
             before anything is sent.
         """
         arrays, structure, params = self._exchange("Grid.exchange", fields, width, axes, corners, boundary)
-        return jax.tree.unflatten(structure, bind_by_plan("exchange", {"comm": self._comm, **params}, arrays))
+        return jax.tree.unflatten(structure, exchange_p.apply_to_all(params, arrays))
 
     def _exchange(
         self, operation: str, fields: Any, width: Width, axes: Sequence[int] | None, corners: bool, boundary: Any
-    ) -> tuple[list[Any], Any, Params]:
+    ) -> tuple[list[Any], Any, Planned]:
         """The arrays of an exchange, their structure, and its parameters."""
         self._need_shape(operation.removeprefix("Grid."))
         arrays, names, structure = arguments.leaves(fields, operation, "fields")
@@ -267,7 +267,7 @@ class Grid:
             self._check_field(x, operation, name, at, halo)
             given.check_numbers(x, operation, name, its)
             places.append((at, its, name))
-        return arrays, structure, {"pattern": halo, "places": tuple(places), "adjoint": False}
+        return arrays, structure, Planned(self._comm, halo, tuple(places), False)
 
     def start(
         self,
@@ -288,9 +288,9 @@ class Grid:
         Raises: what `exchange` raises while tracing; its errors at run time are raised by `finish`.
         """
         arrays, structure, params = self._exchange("Grid.start", fields, width, axes, corners, boundary)
-        if len(arrays) > _MOST_ARRAYS:
-            raise ValueError(f"Grid.start: {len(arrays)} arrays; at most {_MOST_ARRAYS} are exchanged by one start.")
-        return start_exchange(self._comm, params, arrays, structure)
+        if len(arrays) > MOST_ARRAYS:
+            raise ValueError(f"Grid.start: {len(arrays)} arrays; at most {MOST_ARRAYS} are exchanged by one start.")
+        return start_exchange(params, arrays, structure)
 
     def finish(self, request: Request, *, after: Any = None) -> Any:
         """Waits for an exchange that `start` has started.
@@ -369,7 +369,7 @@ class Grid:
             else:
                 # A block of the template, which is mapped where that is.
                 stacks = [cut.padded(self, cut.of(self, array, 0)) for cut, array in zip(cuts, arrays, strict=True)]
-            parts = operations.scatter(stacks, root, comm=self._mpi)
+            parts = collectives.scatter(stacks, root, comm=self._mpi)
             blocks = [cut.cropped(self, part, self._comm.rank) for cut, part in zip(cuts, parts, strict=True)]
         if any(map(any, halo.widths)):
             padded = [keys.pad(block, cut.pads(halo.widths)) for cut, block in zip(cuts, blocks, strict=True)]
@@ -404,9 +404,9 @@ class Grid:
         ]
         stacks = [cut.padded(self, cut.inner(array, widths)) for cut, array in zip(cuts, arrays, strict=True)]
         if root is None:
-            stacked = operations.allgather(stacks, comm=self._mpi)
+            stacked = collectives.allgather(stacks, comm=self._mpi)
         else:
-            stacked = operations.gather(stacks, root, comm=self._mpi)
+            stacked = collectives.gather(stacks, root, comm=self._mpi)
             if root != self._comm.rank:
                 return jax.tree.unflatten(structure, arrays)
         return jax.tree.unflatten(
@@ -535,7 +535,7 @@ class _Cut:
         return x[tuple(slice(size) for size in self._with(sizes))]
 
     def pads(self, widths: halos.Widths) -> list[tuple[int, int]]:
-        """Of `jnp.pad`, for a halo around a block."""
+        """The argument of `jnp.pad` for a halo around a block."""
         pads = [(0, 0)] * len(self.shape)
         for axis, pair in zip(self.axes, widths, strict=True):
             pads[axis] = pair

@@ -29,7 +29,7 @@ from jaxmpi._mpi import plans
 from jaxmpi._mpi.plans import Box, Fill, Move, Plan
 
 Widths = tuple[tuple[int, int], ...]
-"""Of the halo, along each axis of the grid: before the block and behind it."""
+"""The widths of the halo along each axis of the grid: before the block and behind it."""
 
 RULES = ("edge", "reflect", "symmetric")
 
@@ -80,7 +80,7 @@ class Layout:
 
 
 Rules = tuple[tuple[Rule, Rule], ...]
-"""Of a field, along each axis of the grid: before its blocks and behind them."""
+"""The rules of a field along each axis of the grid: before its blocks and behind them."""
 Place = tuple[tuple[int, ...], Rules, str]
 """The axes of a field that are the grid's, from the end, in the grid's order; its rules; its name."""
 
@@ -138,7 +138,7 @@ class Field:
     name: str = ""
 
     def shape(self, halo: Halo, rank: int) -> list[int]:
-        """Of its block with its halo."""
+        """The shape of a rank's block with its halo."""
         sizes = list(self.others)
         block = halo.layout.block(rank)
         for axis in sorted(self.axes):

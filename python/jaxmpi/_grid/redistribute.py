@@ -8,9 +8,10 @@ import jax
 from jaxmpi._grid import arguments as given
 from jaxmpi._grid.divisions import Division, Redistribution
 from jaxmpi._grid.grid import Grid, Width
-from jaxmpi._operations.nonblocking import Request, start_exchange
+from jaxmpi._operations.exchanges import redistribute_p, start_exchange
+from jaxmpi._operations.requests import Request
 from jaxmpi._primitive import arguments
-from jaxmpi._primitive.primitive import Params, bind_by_plan
+from jaxmpi._primitive.params import Planned
 
 _MOST_ARRAYS = 100
 
@@ -57,8 +58,7 @@ def redistribute(
         anything is sent.
     """
     arrays, structure, params = _checked("redistribute", fields, source, target, axes, source_width, target_width)
-    results = bind_by_plan("redistribute", {"comm": source._comm, **params}, arrays)
-    return jax.tree.unflatten(structure, results)
+    return jax.tree.unflatten(structure, redistribute_p.apply_to_all(params, arrays))
 
 
 def iredistribute(
@@ -83,7 +83,7 @@ def iredistribute(
     arrays, structure, params = _checked("iredistribute", fields, source, target, axes, source_width, target_width)
     if len(arrays) > _MOST_ARRAYS:
         raise ValueError(f"iredistribute: {len(arrays)} arrays; at most {_MOST_ARRAYS} are sent by one start.")
-    return start_exchange(source._comm, params, arrays, structure)
+    return start_exchange(params, arrays, structure)
 
 
 def _checked(
@@ -94,7 +94,7 @@ def _checked(
     axes: Sequence[int] | None,
     source_width: Width,
     target_width: Width,
-) -> tuple[list[Any], Any, Params]:
+) -> tuple[list[Any], Any, Planned]:
     """The arrays of a redistribution, their structure, and its parameters."""
     check_grids(operation, source, target)
     arrays, names, structure = arguments.leaves(fields, operation, "fields")
@@ -115,7 +115,7 @@ def _checked(
             )
         places.append((at, tuple(map(bool, extra))))
     pattern = Redistribution(source._comm.rank, *divisions)
-    return arrays, structure, {"pattern": pattern, "places": tuple(places), "adjoint": False}
+    return arrays, structure, Planned(source._comm, pattern, tuple(places), False)
 
 
 def check_grids(operation: str, source: Grid, target: Grid) -> None:

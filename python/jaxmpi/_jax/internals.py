@@ -35,6 +35,12 @@ remat_p = ad_checkpoint.remat_p
 
 ADVICE = f"This version of jaxmpi was tried on JAX 0.6.0 to {NEWEST_TRIED}: use one of these, or a newer jaxmpi."
 
+
+class Refusal(NotImplementedError):
+    """What this package cannot do, or does not do since a derivative would be wrong. Everything of the package that is
+    called while JAX differentiates raises it, so that it is told from errors of JAX."""
+
+
 KEEPS_EFFECTS = hasattr(effects, "partial_eval_kept_effects")
 """Whether an operation stays in a derivative if it has no result or its result is not used. Not in JAX 0.6."""
 

@@ -18,7 +18,7 @@ from jax._src import api_util, checkify, config, core, dispatch
 from jax._src.lax.control_flow.loops import while_p
 
 import jaxmpi._core as _core
-from jaxmpi._jax.internals import Effect, replace
+from jaxmpi._jax.internals import Effect, Refusal, replace
 
 # The last link of each thread. JAX's own record is per thread, so no thread can see the links of others there.
 _of_threads: dict[int, Any] = {}
@@ -74,7 +74,7 @@ def refuse_communicating_conditions(effect: Effect) -> None:
 
     def check(error: Any, enabled: Any, *args: Any, cond_jaxpr: Any, **params: Any) -> Any:
         if effect in cond_jaxpr.effects:
-            raise NotImplementedError(
+            raise Refusal(
                 "jaxmpi: checkify evaluates the condition of a while_loop twice in each iteration, and this one "
                 "communicates. Compute it in the body, and carry the result to the condition."
             )

@@ -36,5 +36,5 @@ class AtImport(importlib.abc.MetaPathFinder):
                 execute(module)
                 self.after(module)
 
-            spec.loader.exec_module = execute_between
+            spec.loader.exec_module = execute_between  # type: ignore[method-assign]
         return spec

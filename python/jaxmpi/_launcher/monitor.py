@@ -4,8 +4,8 @@ A thread of the launcher asks the ranks as soon as one of them reports that it w
 have not. They answer in the job's folder, by the thread of csrc/observe/watchdog.c. Files there: RANK.began, as a
 rank's program begins; RANK.report, written with a rank's report; `ask`, with the number of a question, at which ranks
 look while the bell of lifeline.py rings; RANK.state, a rank's answer; RANK.ended, as a rank's program ends;
-RANK.aborts, as a rank ends the job, with the code and the reason. Those of other machines come by relay.py. Nothing here
-imports jax or mpi4py.
+RANK.aborts, as a rank ends the job, with the code and the reason. Those of other machines come by relay.py. Nothing
+here imports jax or mpi4py.
 
 An `mpiexec` that is still there long after a rank has ended the job is ended, and so is one that was told to end by a
 signal and has nothing left of what it has started: Open MPI's may wait for ever if ranks on two machines abort at the

@@ -14,8 +14,11 @@ import jax
 import numpy as np
 from mpi4py import MPI
 
-from jaxmpi._mpi import plans
+from jaxmpi._mpi import communicators, plans
 from jaxmpi._mpi.plans import Box, Move, Plan
+from jaxmpi._operations.by_plan import ByPlan
+from jaxmpi._primitive import arguments
+from jaxmpi._primitive.params import Planned
 
 Edges = tuple[tuple[int, int], ...]
 """For each neighbour its rank, which may be PROC_NULL, and a number by which both ends sort the edges between them."""
@@ -121,3 +124,70 @@ def _numbered(ranks: Sequence[int]) -> Edges:
         met[rank] = met.get(rank, -1) + 1
         edges.append((int(rank), met[rank]))
     return tuple(edges)
+
+
+class NeighborCollective(ByPlan):
+    """Between neighbours in a communicator's topology."""
+
+    def apply_to_neighbors(self, x: Any, comm: MPI.Comm | None, own_blocks: bool) -> Any:
+        resolved = communicators.resolve(comm, self.shown)
+        sources, destinations = of(comm, self.shown)
+        leaves, names, structure = arguments.leaves(x, self.shown, "x")
+        for leaf, name in zip(leaves, names, strict=True) if own_blocks else ():
+            if leaf.ndim == 0 or leaf.shape[0] != len(destinations):
+                raise ValueError(
+                    f"{self.shown}: {name} has shape {leaf.shape}, and its first axis must have a block for each of "
+                    f"the {len(destinations)} destinations of this rank."
+                )
+        pattern = Neighbors(sources, destinations, own_blocks)
+        params = Planned(resolved, pattern, ((),) * len(leaves), False)
+        return jax.tree.unflatten(structure, self.apply_to_all(params, leaves))
+
+
+neighbor_allgather_p = NeighborCollective("neighbor_allgather")
+neighbor_alltoall_p = NeighborCollective("neighbor_alltoall")
+
+
+def neighbor_allgather(x: Any, *, comm: MPI.Comm) -> Any:
+    """Sends an array to all neighbours, and stacks theirs (MPI_Neighbor_allgather).
+
+    The neighbours are those of the communicator's topology, in the order of the MPI standard: of a Cartesian
+    communicator the ranks before and behind this one along each axis; of a graph its sources, and its destinations, as
+    they were given. All arrays of a pytree travel in one message to each neighbour.
+
+    Args:
+      x: array of any shape, or a pytree of such; the same shapes and dtypes on all ranks.
+      comm: a communicator made by `Create_cart`, `Create_dist_graph_adjacent`, `Create_dist_graph` or `Create_graph`.
+
+    Returns:
+      Of shape `(number of sources, *x.shape)`; zero where there is no neighbour (MPI.PROC_NULL),
+      beyond the end of an axis that is not periodic.
+
+    Raises:
+      ValueError, TypeError: `comm` has no neighbours, or an argument is of the wrong type; while tracing, before
+      anything is sent.
+      jax.errors.JaxRuntimeError: at run time, on a rank that receives something that is not of the same call.
+    """
+    return neighbor_allgather_p.apply_to_neighbors(x, comm, own_blocks=False)
+
+
+def neighbor_alltoall(x: Any, *, comm: MPI.Comm) -> Any:
+    """Sends a block to each neighbour, and stacks those received (MPI_Neighbor_alltoall).
+
+    The neighbours are those of `neighbor_allgather`. Where a rank is a neighbour twice, as in a periodic axis of two,
+    what it has sent backwards arrives in the place of the neighbour behind, and the other way round.
+
+    Args:
+      x: array of shape `(number of destinations, ...)`, or a pytree of such; blocks have the same shapes and dtypes on
+        all ranks.
+      comm: a communicator made by `Create_cart`, `Create_dist_graph_adjacent`, `Create_dist_graph` or `Create_graph`.
+
+    Returns:
+      Of shape `(number of sources, ...)`; zero where there is no neighbour (MPI.PROC_NULL).
+
+    Raises:
+      ValueError, TypeError: `comm` has no neighbours, `x` has not a block for each destination, or an argument is of
+      the wrong type; while tracing, before anything is sent.
+      jax.errors.JaxRuntimeError: at run time, on a rank that receives something that is not of the same call.
+    """
+    return neighbor_alltoall_p.apply_to_neighbors(x, comm, own_blocks=True)

@@ -1,94 +1,74 @@
-"""The public functions that start an operation, and those that wait for it."""
+"""Operations that are started, and waited for later."""
 
-from collections.abc import Callable, Sequence
+import dataclasses
 from typing import Any
 
-import jax
 import numpy as np
 from mpi4py import MPI
 
+from jaxmpi._jax.dependence import linked_zeros
 from jaxmpi._mpi import communicators
-from jaxmpi._operations.request_table import WIDTH, WITHOUT_RESULT, Started, started
-from jaxmpi._operations.table import CHECK, LINE
+from jaxmpi._operations.collectives import check_same
+from jaxmpi._operations.common import CHECK, SUM, Arrays, Leaf, common, differing_cotangents
+from jaxmpi._operations.messages import Message, back_of_recv, back_of_send, refuse_recv, refuse_send
+from jaxmpi._operations.reductions import allreduce_p, refuse_reduction
+from jaxmpi._operations.replication import replicate_p
+from jaxmpi._operations.requests import Awaited, Request, Start, Started, hold_p
 from jaxmpi._primitive import arguments, envelope, keys
-from jaxmpi._primitive.primitive import Params, bind, compare_keys, of_words
-
-
-class _Of:
-    """What the arrays of a request mean: equal for requests that are waited for alike."""
-
-    def __init__(
-        self,
-        comm: Any,
-        parts: tuple[Started, ...],
-        structure: Any = None,
-        types: tuple[Any, ...] = (),
-        fields: Params | None = None,
-    ) -> None:
-        self.comm, self.parts, self.fields = comm, parts, fields
-        self.structure = structure  # of the result; None: there is none
-        self._types = types  # of the result's leaves, by which words become keys again
-        self._key = (comm, parts, structure, types, tuple(sorted((fields or {}).items())))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Of) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __repr__(self) -> str:
-        """In JAX's errors about pytrees that differ, as of the branches of a cond."""
-        given = [f"{name}={value}" for part in self.parts[:1] for name, value in part.params if name != LINE]
-        return f"jaxmpi request: {', '.join([self.name, *given])}"
-
-    def result(self, values: Sequence[Any]) -> Any:
-        """What `wait` gives, of the arrays that have come."""
-        if self.structure is None:
-            return None
-        leaves = [keys.like(y, x) for y, x in zip(values, self._types, strict=True)]
-        return jax.tree.unflatten(self.structure, leaves)
-
-    @property
-    def name(self) -> str:
-        return "Grid.start" if self.fields is not None else self.parts[0].operation if self.parts else "nothing"
-
-
-class Request:
-    """An operation that has been started and is to be waited for, once, by `wait` or `waitall`.
-
-    A pytree of arrays: it may be an argument or a result of a jitted function, the carry of a loop, or the result of a
-    branch. What is in it has no meaning to a program. `jaxmpi.isend` and the other functions whose names begin with i
-    make it, and `jaxmpi.Grid.start`.
-    """
-
-    __slots__ = ("_arrays", "_of")
-
-    def __init__(self, arrays: Sequence[Any], of: _Of) -> None:
-        self._arrays, self._of = tuple(arrays), of
-
-    def __repr__(self) -> str:
-        return f"Request({self._of.name})"
-
-
-jax.tree_util.register_pytree_node(
-    Request, lambda request: (request._arrays, request._of), lambda of, arrays: Request(arrays, of)
+from jaxmpi._primitive.lowering import Part
+from jaxmpi._primitive.params import (
+    COTANGENT,
+    TANGENT,
+    VALUE,
+    Common,
+    Receiving,
+    Reducing,
+    ReducingTo,
+    Rooted,
+    Sending,
 )
-arguments.never_an_array(Request, "wait for it first, and pass what jaxmpi.wait(request) gives.")
 
 
-def _start(operation: str, params: Params, x: Any, check: Callable[..., Any], ends: Sequence[Any] = ()) -> Request:
-    leaves, _, structure = arguments.leaves(x, operation, "x", check)
-    compare_keys(operation, params, leaves)
+def _start(operation: Start[Any], params: Common, x: Any, check: Leaf, ends: Arrays = ()) -> Request:
+    """Checks all leaves of `x`, and starts the operation on each of them."""
+    leaves, _, structure = arguments.leaves(x, operation.core_name, "x", check)
+    operation.compare_keys(params, leaves)
     words = list(map(keys.words, leaves))
-    begun = [_begin(operation, params, x, ends) for x in words]
-    parts = tuple(started(operation, params, x) for x in words)
-    of_result = () if operation in WITHOUT_RESULT else (structure, keys.types(leaves))
-    return Request([*begun, *ends], _Of(params["comm"], parts, *of_result))
+    begun = [operation.begin(params, (), x, ends) for x in words]
+    parts = tuple(operation.started(params, x) for x in words)
+    of_result = (structure, keys.types(leaves)) if operation.has_result else ()
+    return Request([*begun, *ends], Awaited(params.comm, parts, *of_result))
 
 
-def _begin(operation: str, params: Params, leaf: Any, ends: Sequence[Any]) -> Any:
-    operands = (*ends, leaf) if operation == "irecv" else (leaf, *ends)
-    return bind(operation, {**params, "batch": ()}, *operands)
+class Iallreduce(Start[Reducing]):
+    """As `allreduce`; the weights of the tangents are communicated where the operation starts, so that what the wait of
+    a tangent gives is held. So is the cotangent of the operand."""
+
+    held = True
+
+    def refuse(self, params: Reducing) -> str:
+        return refuse_reduction(params.op)
+
+    def tangent(self, primals: Arrays, tangents: Arrays, results: Arrays, params: Reducing) -> list[Any]:
+        if params.op.name == "SUM":
+            return super().tangent(primals, tangents, results, params)
+        blocking = dataclasses.replace(params, batch=(), derivative=VALUE)
+        (value,) = allreduce_p.apply(blocking, primals[0])
+        tangent = allreduce_p.tangent_of_one(primals[0], tangents[0], value, blocking)
+        return [hold_p.begin(Common(params.comm, derivative=TANGENT), params.batch, tangent)]
+
+    def back(self, params: Reducing, ends: Arrays) -> tuple[Start[Any], Common, Arrays]:
+        return hold_p, Common(params.comm), []
+
+    def cotangent(self, cotangent: Any, params: Reducing, batch_of: Common) -> Any:
+        if params.op.name != "SUM":  # which is held: see `tangent`
+            return cotangent
+        if params.line is not None:
+            check_same([cotangent], COTANGENT, params.comm, params.line)
+        return replicate_p.apply(Common(params.comm, derivative=COTANGENT), cotangent)[0]
+
+
+iallreduce_p = Iallreduce("iallreduce")
 
 
 def iallreduce(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None) -> Any:
@@ -107,17 +87,24 @@ def iallreduce(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None) -> Any:
     Raises:
       TypeError, ValueError: as `allreduce`; while tracing, before anything is sent; other ranks then wait.
     """
-    resolved = communicators.resolve(comm, "iallreduce")
     reduction = arguments.reduction(op, "iallreduce")
-    params: Params = {"comm": resolved, "op": reduction}
+    params = Reducing(communicators.resolve(comm, "iallreduce"), reduction)
     if CHECK:
-        params[LINE] = arguments.with_calling_line(
-            "the cotangent of an iallreduce differs from that of rank 0, though what is computed from its result must "
-            "be the same on all ranks: gradients would be wrong. Pass what the ranks use differently, such as the "
-            "parameters of a model, through jaxmpi.replicate first. The iallreduce is at"
-        )
+        params = dataclasses.replace(params, line=differing_cotangents("iallreduce"))
     check = lambda leaf, *names: arguments.reducible(leaf, reduction, *names)  # noqa: E731
-    return _start("iallreduce", params, x, check)
+    return _start(iallreduce_p, params, x, check)
+
+
+class Ialltoall(Start[Common]):
+    """Its own adjoint."""
+
+    batch_axis = 1
+
+    def back(self, params: Common, ends: Arrays) -> tuple[Start[Any], Common, Arrays]:
+        return self, Common(params.comm, derivative=COTANGENT), []
+
+
+ialltoall_p = Ialltoall("ialltoall")
 
 
 def ialltoall(x: Any, *, comm: MPI.Comm | None = None) -> Any:
@@ -135,7 +122,14 @@ def ialltoall(x: Any, *, comm: MPI.Comm | None = None) -> Any:
     """
     resolved = communicators.resolve(comm, "ialltoall")
     check = lambda leaf, *names: arguments.stacked(leaf, resolved.size, *names)  # noqa: E731
-    return _start("ialltoall", {"comm": resolved}, x, check)
+    return _start(ialltoall_p, common(resolved), x, check)
+
+
+class Ibarrier(Start[Common]):
+    has_result = False
+
+
+ibarrier_p = Ibarrier("ibarrier")
 
 
 def ibarrier(*, comm: MPI.Comm | None = None) -> Any:
@@ -147,10 +141,35 @@ def ibarrier(*, comm: MPI.Comm | None = None) -> Any:
     Returns:
       A `Request`: `wait(request)` gives None.
     """
-    resolved = communicators.resolve(comm, "ibarrier")
-    begun = bind("ibarrier", {"comm": resolved, "batch": ()})
-    part = Started("ibarrier", (), (), np.dtype(np.int32))
-    return Request([begun], _Of(resolved, (part,)))
+    params = common(communicators.resolve(comm, "ibarrier"))
+    part = Started(ibarrier_p, params, (), np.dtype(np.int32))
+    return Request(ibarrier_p.apply(params), Awaited(params.comm, (part,)))
+
+
+class Ibcast(Start[Rooted]):
+    """The adjoint is `ireduce` of a sum."""
+
+    def part(self, params: Rooted) -> Part:
+        return Part(operands=params.on_root)
+
+    def back(self, params: Rooted, ends: Arrays) -> tuple[Start[Any], Common, Arrays]:
+        return ireduce_p, ReducingTo(params.comm, SUM, params.root, derivative=COTANGENT), []
+
+
+ibcast_p = Ibcast("ibcast")
+
+
+class Ireduce(Start[ReducingTo]):
+    """The adjoint of `ibcast`."""
+
+    def refuse(self, params: ReducingTo) -> str:
+        return refuse_reduction(params.op)
+
+    def back(self, params: ReducingTo, ends: Arrays) -> tuple[Start[Any], Common, Arrays]:
+        return ibcast_p, Rooted(params.comm, params.root, derivative=COTANGENT), []
+
+
+ireduce_p = Ireduce("ireduce")
 
 
 def ibcast(x: Any, root: int, *, comm: MPI.Comm | None = None) -> Any:
@@ -171,7 +190,32 @@ def ibcast(x: Any, root: int, *, comm: MPI.Comm | None = None) -> Any:
     resolved = communicators.resolve(comm, "ibcast")
     root = arguments.rank(root, resolved, "ibcast", "root")
     check = arguments.array if resolved.rank == root else arguments.template
-    return _start("ibcast", {"comm": resolved, "root": root}, x, check)
+    return _start(ibcast_p, Rooted(resolved, root), x, check)
+
+
+class Irecv(Message[Receiving], Start[Receiving]):
+    """The adjoint is `isend`; ranks and tags that are known at run time stand before the template."""
+
+    def templates(self, params: Receiving) -> int:
+        return 1
+
+    def refuse(self, params: Receiving) -> str:
+        return refuse_recv(params)
+
+    def order(self, leaf: Any, ends: Arrays) -> list[Any]:
+        return [*ends, leaf]
+
+    def back(self, params: Receiving, ends: Arrays) -> tuple[Start[Any], Common, Arrays]:
+        given, ends = back_of_recv(params, ends)
+        return isend_p, Sending(params.comm, **given, derivative=COTANGENT), ends
+
+    def transpose(self, cotangents: Arrays, operands: Arrays, params: Receiving) -> list[Any]:
+        *ends, template = operands
+        self.wait_for_adjoint(params, template, cotangents[0], ends)
+        return [linked_zeros(cotangents, template)]  # its values are not read
+
+
+irecv_p = Irecv("irecv")
 
 
 def irecv(
@@ -204,9 +248,25 @@ def irecv(
         longer or shorter than the template, which is then dropped.
     """
     resolved = communicators.resolve(comm, "irecv")
-    given = arguments.one_message(arguments.source(source, resolved, "irecv"), x, "irecv")
-    params, ends = envelope.split({"source": given, "tag": arguments.tag(tag, "irecv", "tag", (MPI.ANY_TAG,))})
-    return _start("irecv", {"comm": resolved, **params}, x, arguments.template, ends)
+    sender = arguments.one_message(arguments.source(source, resolved, "irecv"), x, "irecv")
+    given, ends = envelope.split({"source": sender, "tag": arguments.tag(tag, "irecv", "tag", (MPI.ANY_TAG,))})
+    return _start(irecv_p, Receiving(resolved, **given), x, arguments.template, ends)
+
+
+class Isend(Message[Sending], Start[Sending]):
+    """The adjoint is `irecv`."""
+
+    has_result = False
+
+    def refuse(self, params: Sending) -> str:
+        return refuse_send(params)
+
+    def back(self, params: Sending, ends: Arrays) -> tuple[Start[Any], Common, Arrays]:
+        given, ends = back_of_send(params, ends)
+        return irecv_p, Receiving(params.comm, **given, derivative=COTANGENT), ends
+
+
+isend_p = Isend("isend")
 
 
 def isend(x: Any, dest: int, *, tag: int = 0, comm: MPI.Comm | None = None) -> Any:
@@ -226,131 +286,7 @@ def isend(x: Any, dest: int, *, tag: int = 0, comm: MPI.Comm | None = None) -> A
       jax.errors.JaxRuntimeError: at run time, if a traced `dest` is no rank, or a traced `tag` no tag; nothing is sent.
     """
     resolved = communicators.resolve(comm, "isend")
-    params, ends = envelope.split(
+    given, ends = envelope.split(
         {"dest": arguments.dest(dest, resolved, "isend"), "tag": arguments.tag(tag, "isend", "tag")}
     )
-    return _start("isend", {"comm": resolved, **params}, x, arguments.array, ends)
-
-
-def wait(request: Any, *, after: Any = None) -> Any:
-    """Waits until an operation that has been started is done (MPI_Wait).
-
-    XLA may compute what is between a start and a wait before the start or behind the wait, where nothing overlaps. So
-    `after` names what is to be computed first, while the message is under way.
-
-    Args:
-      request: a `Request`. Each is waited for once, on the rank that started it, in any order; in reverse mode, in the
-        order of the starts where MPI cannot tell operations apart (messages with one rank and tag, for example).
-      after: an array, or a pytree of such: computed before the wait begins.
-
-    Returns:
-      What the blocking operation gives; None of `isend` and `ibarrier`. With `after` a
-      pair `(result, after)`, with `after` as it was passed.
-
-    Raises:
-      TypeError: not a request. ValueError: a request that has left a `jax.vmap` in which it was started. Both while
-        tracing.
-      jax.errors.JaxRuntimeError: at run time: it has been waited for already; a message does not fit, as in `recv`; it
-        is of reverse mode and out of order; several requests in the place of one; an error of MPI.
-    """
-    return _wait_for([request], after, lambda results: results[0], "wait")
-
-
-def waitall(requests: Any, *, after: Any = None) -> Any:
-    """Waits for several requests (MPI_Waitall).
-
-    Args:
-      requests: a pytree of requests, such as a list.
-      after: an array, or a pytree of such: computed before the wait begins, as in `wait`.
-
-    Returns:
-      In the place of each request its result. With `after` a pair `(results, after)`.
-
-    Raises:
-      As `wait`.
-    """
-    flat, structure = jax.tree.flatten(requests, is_leaf=lambda x: isinstance(x, Request))
-    unflatten = lambda results: jax.tree.unflatten(structure, results)  # noqa: E731
-    return _wait_for(flat, after, unflatten, "waitall")
-
-
-def _wait_for(requests: Sequence[Any], after: Any, unflatten: Callable[..., Any], operation: str) -> Any:
-    for request in requests:
-        _check(request, operation)
-    if requests and after is not None:
-        _compute_first(requests[0]._of.comm, after)
-    result = unflatten(_wait_for_all(requests))
-    return result if after is None else (result, after)
-
-
-def _compute_first(comm: Any, values: Any) -> None:
-    """Lets what comes after this in the order of communication begin once the values have been computed."""
-    if arrays := [keys.words(x) for x in jax.tree.leaves(values) if isinstance(x, jax.Array)]:
-        bind("after", {"comm": comm}, *arrays)
-
-
-def _check(request: Any, operation: str) -> None:
-    if not isinstance(request, Request):
-        several = "; several are waited for by waitall" if isinstance(request, list | tuple) else ""
-        raise TypeError(
-            f"{operation}: a Request is needed, as isend, irecv, iallreduce and Grid.start make it, got "
-            f"{type(request).__name__}{several}."
-        )
-    of = request._of
-    for x in request._arrays[-1:] if of.fields is not None else request._arrays[: len(of.parts)]:
-        shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
-        if shape == (WIDTH,) and dtype == np.float32:
-            continue
-        if dtype == np.float32 and shape and shape[-1] == WIDTH:
-            raise ValueError(
-                f"{operation}: this request is one of several: it has left the jax.vmap or jax.lax.scan in which it "
-                "was started. Wait inside, or map the wait as well."
-            )
-        raise TypeError(f"{operation}: this is not what a start has returned: an array of {dtype} and shape {shape}.")
-
-
-_MOST = 60
-"""Requests that one operation waits for."""
-
-
-def _wait_for_all(requests: Sequence[Request]) -> list[Any]:
-    results: list[Any] = [None] * len(requests)
-    # Of each communicator: which request, its part, the array and the ends of that.
-    groups: dict[Any, list[tuple[int, Started, Any, Sequence[Any]]]] = {}
-    for i, request in enumerate(requests):
-        of = request._of
-        if of.fields is None:
-            begun, ends = request._arrays[: len(of.parts)], request._arrays[len(of.parts) :]
-            groups.setdefault(of.comm, []).extend((i, *one, ends) for one in zip(of.parts, begun, strict=True))
-    values: list[list[Any]] = [[] for _ in requests]
-    for comm, group in groups.items():
-        for first in range(0, len(group), _MOST):
-            some = group[first : first + _MOST]
-            params = {"comm": comm, "started": tuple(part for _, part, _, _ in some)}
-            operands = [*(begun for _, _, begun, _ in some), *(end for _, _, _, ends in some for end in ends)]
-            made = bind("wait", params, *operands)
-            given = iter(made if isinstance(made, list) else [made])
-            for i, part, _, _ in some:
-                if part.has_result:
-                    values[i].append(next(given))
-    for i, request in enumerate(requests):
-        of = request._of
-        if of.fields is not None:
-            *arrays, begun = request._arrays
-            made = bind("exchange_finish", {"comm": of.comm, **of.fields}, *arrays, begun)
-            values[i] = made if isinstance(made, list) else [made]
-        results[i] = of.result(values[i])
-    return results
-
-
-def start_exchange(comm: Any, fields: Params, arrays: Sequence[Any], structure: Any) -> Request:
-    """The exchange of a grid, with the parameters of `exchange`."""
-    compare_keys("exchange", {"comm": comm}, arrays)
-    types = keys.types(arrays)
-    fields, arrays = of_words(fields, arrays)
-    begun = bind("exchange_start", {"comm": comm, **fields, "batch": ()}, *arrays)
-    return Request([*arrays, begun], _Of(comm, (), structure, types, fields))
-
-
-def is_of_grid(request: Any) -> bool:
-    return isinstance(request, Request) and request._of.fields is not None
+    return _start(isend_p, Sending(resolved, **given), x, arguments.array, ends)

@@ -18,7 +18,8 @@ from jaxmpi._mpi import call_sites, static, tags
 from jaxmpi._mpi.communicators import Communicator
 from jaxmpi._mpi.library import DATATYPES, OWN_OPERATIONS, Datatype, handle_of
 from jaxmpi._primitive import envelope, keys
-from jaxmpi._primitive.order import Token
+from jaxmpi._primitive.effect import Refusal
+from jaxmpi._primitive.jit import Token
 
 _ARITHMETIC = ("SUM", "PROD", "MAX", "MIN")
 _LOGICAL = ("LAND", "LOR", "LXOR")
@@ -49,7 +50,7 @@ class Reduction:
 
     name: str
     number: int | None = None
-    op: MPI.Op | None = field(default=None, compare=False)
+    op: MPI.Op | None = field(default=None, compare=False, repr=False)
     """The user's own, kept since compiled programs look there whether it has been freed."""
 
     def alive(self) -> bool:
@@ -185,7 +186,7 @@ def _is_no_array(x: Any) -> bool:
 def _as_array(x: Any, operation: str, argument: str) -> jax.Array:
     if type(x) is internals.ConcreteArray or (isinstance(x, jax.Array) and not internals.is_tracer(x)):
         if (devices := internals.devices_of_array(x)) > 1:
-            raise NotImplementedError(f"{operation}: {argument} is {internals.spread(devices)}")
+            raise Refusal(f"{operation}: {argument} is {internals.spread(devices)}")
         return x
     if isinstance(x, jax.Array):
         return x

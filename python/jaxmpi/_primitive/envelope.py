@@ -45,8 +45,8 @@ def split(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[jax.Array]]:
     return params, traced
 
 
-def join(params: Mapping[str, Any], operands: Any, *names: str) -> dict[str, Any]:
+def join(params: Any, operands: Any, *names: str) -> dict[str, Any]:
     """The ends with these names, from the parameters and the operands."""
-    values = {name: params[name] for name in names}
+    values = {name: getattr(params, name) for name in names}
     traced = [name for name in sorted(names) if values[name] == TRACED]
     return {**values, **{name: operands[i] for i, name in enumerate(traced)}}

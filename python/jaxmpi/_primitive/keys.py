@@ -1,7 +1,7 @@
 """Typed random keys (`jax.random.key`): MPI moves the words that they are made of, on an axis more, the last one.
 
 What checks arguments sees keys, whose shape has no such axis; what binds operations turns them into words, and the
-words that come back into keys (`_primitive.primitive`).
+words that come back into keys (`_primitive.operation`).
 """
 
 import functools

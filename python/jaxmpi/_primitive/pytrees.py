@@ -6,35 +6,44 @@ and the core drops what there is no room for and keeps the error until the last 
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxmpi._jax import internals
 from jaxmpi._mpi.library import CONSTANTS
-from jaxmpi._primitive.communication import DERIVATIVE
-
-Params = dict[str, Any]
-
-LEAF = "leaf"
-"""Parameter of an operation on a leaf: its place among the leaves, among those whose tangents are received, and among
-those whose cotangents are received, in the order of the leaves. The last two are exchanged, and the order reversed, in
-an operation for cotangents."""
 
 _ALONE, _FIRST, _MIDDLE, _LAST = map(CONSTANTS["LEAVES"].index, ("alone", "first", "middle", "last"))
 
 
-def places(received: Sequence[Any], sent: Sequence[Any]) -> list[Params]:
-    """The parameter LEAF of each operation, by what it receives and what it sends; either may be empty.
+class Leaf(NamedTuple):
+    """The place of an operation on a leaf, in the order of the leaves."""
+
+    value: int
+    """Among all leaves."""
+    tangent: int
+    """Among those whose tangents are received."""
+    cotangent: int
+    """Among those whose cotangents are received."""
+
+    def reverse(self) -> "Leaf":
+        """For a cotangent: the order is reversed, and tangents of cotangents are received where cotangents of values
+        are."""
+        other = {_FIRST: _LAST, _LAST: _FIRST}
+        return Leaf(self.value, other.get(self.cotangent, self.cotangent), other.get(self.tangent, self.tangent))
+
+
+def places(received: Sequence[Any], sent: Sequence[Any]) -> list[Leaf | None]:
+    """The place of each operation, by what it receives and what it sends; either may be empty.
 
     An exchange of which one side alone has derivatives has those of a single message, which is alone.
     """
     count = max(len(received), len(sent))
     if count < 2:
-        return [{}] * count
+        return [None] * count
     sides = [[internals.inexact(x) for x in side] for side in (received, sent)]
     if all(sides):
         sides = [[all(pair) for pair in zip(*sides, strict=True)]] * 2
     of = [_among(side or [False] * count) for side in ([True] * count, *sides)]
-    return [{LEAF: place} for place in zip(*of, strict=True)]
+    return [Leaf(*place) for place in zip(*of, strict=True)]
 
 
 def _among(chosen: Sequence[bool]) -> list[int]:
@@ -47,16 +56,12 @@ def _among(chosen: Sequence[bool]) -> list[int]:
     return found
 
 
-def reversed_(params: Params) -> Params:
-    """The parameter, where there is one, for a cotangent."""
-    if LEAF not in params:
-        return {}
-    value, tangent, cotangent = params[LEAF]
-    other = {_FIRST: _LAST, _LAST: _FIRST}
-    return {LEAF: (value, other.get(cotangent, cotangent), other.get(tangent, tangent))}
+def reverse(leaf: Leaf | None) -> Leaf | None:
+    return None if leaf is None else leaf.reverse()
 
 
-def attribute(params: Params) -> int:
+def attribute(leaf: Leaf | None, in_derivative: bool) -> int:
     """The place, as the core reads it."""
-    value, derivative, _ = params.get(LEAF, (_ALONE,) * 3)
-    return derivative if DERIVATIVE in params else value
+    if leaf is None:
+        return _ALONE
+    return leaf.tangent if in_derivative else leaf.value

@@ -15,9 +15,10 @@ import numpy as np
 from jax.extend.core import Literal
 
 from jaxmpi._jax import jaxprs
-from jaxmpi._primitive.primitive import bind_all
+from jaxmpi._operations.replication import replicate_p
+from jaxmpi._primitive.params import Common
 from jaxmpi._testing.together import Ranks
-from jaxmpi._testing.walking import BARE, MEETING, OPERATIONS, Kinds, Lines, Place, Position, Walk, constants
+from jaxmpi._testing.walking import BARE, MEETING, Kinds, Lines, Place, Position, Walk, constants
 
 ARGUMENTS = "arguments"
 """A change beside those of `walking`: variables pass through `replicate` before all else."""
@@ -63,7 +64,7 @@ class Program:
             given, invariant, bare = list(values), list(self._invariant), [None] * len(values)
             for i in replicated:
                 bare[i], invariant[i] = values[i], False
-                (given[i],) = bind_all("replicate", {"comm": self._ranks.communicator}, [values[i]])
+                (given[i],) = replicate_p.apply(Common(self._ranks.communicator), values[i])
             return Walk(self._kinds, self._ranks.communicator, chosen)(self._jaxpr, given, invariant, bare)
 
         return function
@@ -82,7 +83,7 @@ class Program:
                 groups.setdefault((place.operation, lines), []).append(i)
         made: dict[tuple[int, ...], Change] = {}
         for (operation, lines), which in groups.items():
-            made.setdefault(tuple(which), Change(OPERATIONS[operation], operation, lines, tuple(which)))
+            made.setdefault(tuple(which), Change(first[which[0]].change, operation, lines, tuple(which)))
         for change in [change for change in made.values() if len({first[i].lines for i in change.which}) == 1]:
             for n, i in enumerate(change.which, 1):
                 made.setdefault((i,), replace(change, which=(i,), number=f"number {n} of {len(change.which)}"))

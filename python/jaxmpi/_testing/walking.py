@@ -4,6 +4,7 @@ Of each value it is known whether it is invariant, by how it is made. And what i
 as a penalty on parameters is, is computed a second time from what was not replicated: that is its `bare` value.
 """
 
+import dataclasses
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +14,13 @@ from jax.extend.core import Literal, primitives
 
 from jaxmpi._jax import internals, jaxprs
 from jaxmpi._mpi import call_sites
-from jaxmpi._operations.table import LINE
-from jaxmpi._primitive.communication import CALLS, DERIVATIVE, is_ours
-from jaxmpi._primitive.order import EFFECT
-from jaxmpi._primitive.primitive import bind_all
+from jaxmpi._operations.by_counts import allgatherv_p
+from jaxmpi._operations.collectives import allgather_p, bcast_p
+from jaxmpi._operations.reductions import allreduce_p
+from jaxmpi._operations.replication import invariant_p, replicate_p
+from jaxmpi._primitive.effect import CALLS, EFFECT
+from jaxmpi._primitive.operation import Operation, is_ours
+from jaxmpi._primitive.params import Common
 
 Position = tuple[int, ...]
 """Of an equation: its index in the program, then that in the jaxpr inside of it, and so on."""
@@ -28,17 +32,17 @@ REPLICATED, INVARIANT, LEFT_OUT, BARE, MEETING = "replicated", "invariant", "lef
 is left out. BARE: a computation uses what was not replicated. MEETING: invariant values pass through `replicate` where
 they are used together with varying ones, or are communicated."""
 
-OPERATIONS = {
-    "allreduce": REPLICATED,
-    "allgather": INVARIANT,
-    "allgatherv": INVARIANT,
-    "bcast": INVARIANT,
-    "replicate": LEFT_OUT,
-    "invariant": LEFT_OUT,
+OPERATIONS: dict[Operation[Any], str] = {
+    allreduce_p: REPLICATED,
+    allgather_p: INVARIANT,
+    allgatherv_p: INVARIANT,
+    bcast_p: INVARIANT,
+    replicate_p: LEFT_OUT,
+    invariant_p: LEFT_OUT,
 }
-"""The operations that can be changed."""
+"""The operations that can be changed, with the change."""
 
-_MAKING_INVARIANT = ("allreduce", "invariant")
+_MAKING_INVARIANT = (allreduce_p, invariant_p)
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,7 @@ class Walk:
             met = self._meet(operands, [all(x.invariant for x in operands)] * len(operands), at, lines)
             return self._local(compute, met, at, lines)
         if is_ours(primitive):
-            return self._operation(primitive.name.removeprefix("jaxmpi."), params, compute, operands, at, lines)
+            return self._operation(primitive, params["call"], compute, operands, at, lines)
         if primitive in CALLS:
             return self._evaluate(jaxprs.called(params), operands, at, lines)
         if primitive is primitives.scan_p:
@@ -124,7 +128,7 @@ class Walk:
         shapes = tuple((operands[i].value.shape, operands[i].value.dtype) for i in which)
         if not (which and self._found(MEETING, at, "", lines, shapes)):
             return list(operands)
-        replicated = bind_all("replicate", {"comm": self._comm}, [operands[i].value for i in which])
+        replicated = replicate_p.apply_to_all(Common(self._comm), [operands[i].value for i in which])
         met = list(operands)
         for i, y in zip(which, replicated, strict=True):
             met[i] = _Value(y, False, operands[i].value)
@@ -147,26 +151,27 @@ class Walk:
 
     def _operation(
         self,
-        name: str,
-        params: Any,
+        operation: Operation[Any],
+        params: Common,
         compute: Callable[..., Any],
         operands: list[_Value],
         at: Position,
         lines: Lines,
     ) -> Iterator[_Value]:
-        if name not in ("replicate", "invariant"):
+        if operation not in (replicate_p, invariant_p):
             operands = self._meet(operands, [False] * len(operands), at, lines)
         values = [x.value for x in operands]
-        change = OPERATIONS.get(name) if DERIVATIVE not in params and internals.inexact_among(values) else None
-        changed = change is not None and self._found(change, at, name, lines)
+        value = params.derivative is None and internals.inexact_among(values)
+        change = OPERATIONS.get(operation) if value else None
+        changed = change is not None and self._found(change, at, operation.core_name, lines)
         if changed and change == LEFT_OUT:
             return iter(operands)
         results = compute(*values)
         if changed:
-            more = "replicate" if change == REPLICATED else "invariant"
-            results = bind_all(more, {"comm": params["comm"]}, results)
-        invariant = change == INVARIANT if changed else name in _MAKING_INVARIANT
-        bare = values if name == "replicate" else [None] * len(results)
+            more = replicate_p if change == REPLICATED else invariant_p
+            results = more.apply_to_all(Common(params.comm), results)
+        invariant = change == INVARIANT if changed else operation in _MAKING_INVARIANT
+        bare = values if operation is replicate_p else [None] * len(results)
         return map(_Value, results, [invariant] * len(results), bare)
 
     def _scan(self, params: Any, operands: list[_Value], at: Position, lines: Lines) -> Iterator[_Value]:
@@ -207,9 +212,8 @@ class Walk:
 
 def _computes(jaxpr: Any, equation: Any) -> Callable[..., Any]:
     """What computes an equation, an allreduce without the comparison of cotangents, which may be wrong here."""
-    if LINE in equation.params:
-        params = {name: value for name, value in equation.params.items() if name != LINE}
-        equation = equation.replace(params=params)
+    if equation.primitive is allreduce_p:
+        equation = equation.replace(params={"call": dataclasses.replace(equation.params["call"], line=None)})
     alone = jaxprs.alone(jaxpr, equation)
     return lambda *operands: jaxprs.evaluate(alone, *operands)
 
@@ -246,7 +250,7 @@ class Kinds:
         if EFFECT not in equation.effects:
             return [all(operands)] * count
         if is_ours(primitive):
-            return [primitive.name.removeprefix("jaxmpi.") in _MAKING_INVARIANT] * count
+            return [primitive in _MAKING_INVARIANT] * count
         if primitive in CALLS:
             return self.results(jaxprs.called(params), operands)
         if primitive is primitives.scan_p:

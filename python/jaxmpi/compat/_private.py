@@ -16,7 +16,7 @@ import jaxmpi._core as _core
 from jaxmpi._mpi import communicators
 from jaxmpi._mpi.library import handle_of
 from jaxmpi._mpi.settings import SETTINGS
-from jaxmpi._primitive.order import EFFECT
+from jaxmpi._primitive.effect import EFFECT
 from jaxmpi.compat import _frames
 
 Names = dict[str, Any]

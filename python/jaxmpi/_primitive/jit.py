@@ -1,14 +1,14 @@
-"""Program order: one ordered effect for all operations, tokens (not needed), and `jit`, which avoids the effect's cost.
+"""Tokens, which are not needed, and `jit`, which avoids the cost of the effect.
 
-XLA keeps computations with the same ordered effect in program order, in all control flow, and drops none of them. The
-token that the public functions take and return is only for programs that thread one through: a pytree without leaves,
-so that it costs nothing and may still cross `jit`, `scan` and `cond`.
+The token that the public functions take and return is only for programs that thread one through: a pytree without
+leaves, so that it costs nothing and may still cross `jit`, `scan` and `cond`.
 
 A computation with an ordered effect does not use JAX's fast path for calling compiled code; a call costs twenty times
 as much. `jit` here discharges the effect: the function becomes one primitive without effect, the region, whose lowering
 creates a token of its own. The link to earlier and later calls is the array that JAX itself would pass on.
 """
 
+import dataclasses
 import functools
 import inspect
 import operator
@@ -18,41 +18,12 @@ from typing import TYPE_CHECKING, Any, overload
 import jax
 
 from jaxmpi._jax import internals, jaxprs, runtime_token
+from jaxmpi._primitive.effect import EFFECT
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from jaxmpi._primitive.types import JitOptions, Jitted, P, R
-
-
-class Communication(internals.Effect):
-    """The effect of talking to other ranks."""
-
-    def __repr__(self) -> str:
-        return "MPI communication"
-
-    __str__ = __repr__
-
-    def __reduce__(self) -> str:
-        """There is one, also in what is serialized: JAX keeps the order of equal effects only."""
-        return "EFFECT"
-
-
-EFFECT = Communication()
-
-
-def install() -> None:
-    """Makes JAX keep what communicates in program order, in all that it does with it."""
-    internals.permit_effect(Communication)
-    jaxprs.lower_calls_inline(EFFECT)
-    internals.pass_token_when_compiled(EFFECT)
-    runtime_token.guard_repetitions(EFFECT)
-    runtime_token.refuse_communicating_conditions(EFFECT)
-
-
-IN_PLACE = "in_place"
-"""Parameter of an operation: whether its results may alias its first operands. Its default is in the table; `jit` sets
-it where it can tell what is needed afterwards."""
 
 
 class Token:
@@ -83,11 +54,11 @@ _region = internals.Primitive("jaxmpi.region")
 _region.multiple_results = True
 
 
-def _region_abstract_eval(link, *args, jaxpr):
+def _region_abstract_eval(link: Any, *args: Any, jaxpr: Any) -> list[Any]:
     return [internals.ShapedArray(link.shape, link.dtype), *jaxpr.out_avals]
 
 
-def _region_lowering(ctx, link, *args, jaxpr):
+def _region_lowering(ctx: Any, link: Any, *args: Any, jaxpr: Any) -> list[Any]:
     inner = ctx.replace(
         avals_in=list(ctx.avals_in[1:]),
         avals_out=list(ctx.avals_out[1:]),
@@ -99,7 +70,7 @@ def _region_lowering(ctx, link, *args, jaxpr):
     return [link, *results]
 
 
-def _region_implementation(*args, **params):
+def _region_implementation(*args: Any, **params: Any) -> Any:
     """Called if JAX repeats a compiled function operation by operation, to find out which of them made a NaN."""
     raise FloatingPointError(runtime_token.REPEATED)
 
@@ -115,11 +86,11 @@ _COPY_BYTES = 8 << 20
 
 
 def _in_place(closed: Any, kept: Iterable[bool]) -> Any:
-    """The same computation, with the parameter IN_PLACE set by what is needed after each operation.
+    """The computation with `in_place` of each operation set by what is needed after it (`_primitive.params`).
 
-    An operation works in place if nothing needs the operand afterwards; otherwise only if it is small and IN_PLACE was
-    set. Needed are operands of later equations, results of the jaxpr, constants, and the arguments that are `kept`. The
-    bodies of loops and nested calls are treated in the same way.
+    An operation works in place if nothing needs the operand afterwards; otherwise only if it is small and `in_place`
+    was set. Needed are operands of later equations, results of the jaxpr, constants, and the arguments that are `kept`.
+    The bodies of loops and nested calls are treated in the same way.
     """
     jaxpr = closed.jaxpr
     needed = {*jaxpr.constvars, *jaxprs.variables(jaxpr.outvars)}
@@ -127,13 +98,15 @@ def _in_place(closed: Any, kept: Iterable[bool]) -> Any:
     equations = []
     for equation in reversed(jaxpr.eqns):
         operands = jaxprs.variables(equation.invars)
-        params = {}
-        if IN_PLACE in equation.params and operands:
+        params: dict[str, Any] = {}
+        if getattr(equation.primitive, "works_in_place", False) and operands:
             replaced = operands[: len(equation.outvars)]
             small = sum(x.aval.size * x.aval.dtype.itemsize for x in replaced) < _COPY_BYTES
             free = not any(x in needed for x in replaced)
             alone = len(equation.outvars) <= 1  # arrays that are communicated together are copied anyway
-            params = {IN_PLACE: alone and (free or (small and equation.params[IN_PLACE]))}
+            call = equation.params["call"]
+            in_place = alone and (free or (small and call.in_place))
+            params = {"call": dataclasses.replace(call, in_place=in_place)}
         elif EFFECT in equation.effects and (body := jaxprs.body(equation, needed)) is not None:
             name, inner, inner_kept = body
             params = {name: _in_place(inner, inner_kept)}
@@ -145,11 +118,11 @@ def _in_place(closed: Any, kept: Iterable[bool]) -> Any:
 def _discharge(function: Callable[..., Any], donated: bool) -> Callable[..., Any]:
     """`function` with the link as an additional first argument and first result, and without the effect."""
 
-    def discharged(link, /, *args, **kwargs):
+    def discharged(link: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=lambda x: x is None)
         traced = [i for i, leaf in enumerate(leaves) if internals.is_tracer(leaf)]
 
-        def of_traced(*values):
+        def of_traced(*values: Any) -> Any:
             filled = list(leaves)
             for i, value in zip(traced, values, strict=True):
                 filled[i] = value
@@ -195,7 +168,7 @@ def _discharged_jit(function: Callable[..., Any], options: dict[str, Any]) -> Ca
 def eager(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` of arrays, compiled, for calls outside of any trace and of `jax.disable_jit`."""
 
-    def staged(*args):
+    def staged(*args: Any) -> Any:
         with internals.without_constant_folding():
             return function(*args)
 

@@ -1,0 +1,375 @@
+"""Collectives of arrays that are divided among the ranks along their first axis, by counts of rows.
+
+The counts are operands for the core; a batch is an axis behind the first. The cotangent has as many rows as the
+operand.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from mpi4py import MPI
+
+from jaxmpi._jax.dependence import linked_zeros
+from jaxmpi._mpi import communicators
+from jaxmpi._operations.collectives import allgather_p, alltoall_p, bcast_p
+from jaxmpi._operations.common import SUM, Arrays, common, typed
+from jaxmpi._operations.reductions import (
+    reduce_scatter_p,
+    reduced_everywhere,
+    reducing,
+    refuse_reduction,
+    weight_of,
+)
+from jaxmpi._primitive import arguments, pytrees
+from jaxmpi._primitive import counts as by_counts
+from jaxmpi._primitive.lowering import Part
+from jaxmpi._primitive.operation import Operation
+from jaxmpi._primitive.params import COTANGENT, TANGENT, Divided, Rooted, kept
+
+_divided, _rooted = kept(Divided), kept(Rooted)
+
+
+class ByCounts(Operation[Divided]):
+    """The first operand is divided; the others are counts."""
+
+    def results(self, avals: Arrays, params: Divided) -> list[Any]:
+        return [typed((params.rows, *avals[0].shape[1:]), avals[0].dtype)]
+
+    def batch_at(self, params: Divided) -> tuple[int, int]:
+        return 1, 1
+
+    def numbers(self, avals: Arrays, params: Divided) -> dict[str, Any]:
+        return {"row": math.prod(avals[0].shape[1:])}  # the elements of each
+
+    def transpose(self, cotangents: Arrays, operands: Arrays, params: Divided) -> list[Any]:
+        template, *counts = operands
+        back = Divided(params.comm, template.shape[0], root=params.root, derivative=COTANGENT)
+        return [self.transpose_one(cotangents[0], template, counts, back)]
+
+    def transpose_one(self, cotangent: Any, template: Any, counts: Arrays, back: Divided) -> Any:
+        """The cotangent of the operand, by the adjoint with the parameters `back`."""
+        return self.adjoint.apply(back, cotangent, *counts)[0]
+
+    def apply_to_tree(self, params: Divided, leaves: Arrays, structure: Any, *counts: Any) -> Any:
+        """Applies the operation to all leaves, with the same counts. At run time there may be too little room."""
+        known = isinstance(counts[0], np.ndarray)
+        places = [None] * len(leaves) if known else pytrees.places(leaves, leaves)
+        each = [params if leaf is None else dataclasses.replace(params, leaf=leaf) for leaf in places]
+        results = self.apply_to_leaves(each, [(leaf, *counts) for leaf in leaves])
+        return jax.tree.unflatten(structure, results)
+
+
+def _tell(counts: Any, rows: int, comm: communicators.Communicator, operation: str) -> jax.Array:
+    """The counts of all ranks, each of which knows its own at run time."""
+    own = by_counts.possible(by_counts.numbers(counts, (), operation, "counts"), rows)
+    return allgather_p.apply(common(comm), own)[0]
+
+
+class Allgatherv(ByCounts):
+    """The adjoint is `reduce_scatterv` of a sum."""
+
+    def transpose_one(self, cotangent: Any, template: Any, counts: Arrays, back: Divided) -> Any:
+        return self.adjoint.apply(dataclasses.replace(back, op=SUM), cotangent, *counts)[0]
+
+
+allgatherv_p = Allgatherv("allgatherv")
+
+
+def _join_rows(
+    operation: ByCounts, comm: communicators.Communicator, root: int | None, x: Any, counts: Any, rows: int | None
+) -> Any:
+    """The rows of all ranks one behind the other; with a count at run time the counts of all ranks, too."""
+    name = operation.shown
+    leaves, names, structure = arguments.leaves(x, name, "x")
+    own = by_counts.rows_of(leaves, names, name)
+    known = by_counts.of_all(counts, comm.size, name, "counts")
+    if known is not None:
+        by_counts.no_room(rows, name)
+        by_counts.match(own, known[comm.rank], "counts say that this rank has", name, names)
+        params = _divided(comm, sum(known), root=root)
+        return operation.apply_to_tree(params, leaves, structure, by_counts.operand(known))
+    told = _tell(counts, by_counts.most(leaves, own), comm, name)
+    params = _divided(comm, by_counts.room(rows, comm.size * own, name), root=root)
+    return operation.apply_to_tree(params, leaves, structure, told), told
+
+
+def allgatherv(x: Any, counts: Any, *, rows: int | None = None, comm: MPI.Comm | None = None) -> Any:
+    """Puts the arrays of all ranks one behind the other, on all ranks (MPI_Allgatherv).
+
+    They are joined along their first axis, whose length may differ from rank to rank; the others are the same.
+
+    Args:
+      x: array of shape `(n, ...)`, or a pytree of such, all of the same `n`.
+      counts: how many rows of `x` count. Known while tracing: those of all ranks, a sequence of integers, the same on
+        all ranks; this rank's is the `n` of `x`. Known at run time: that of this rank, a scalar, at most `n`.
+      rows: of counts at run time, for how many rows the result has room; the number of ranks times `n` if it is None.
+      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
+
+    Returns:
+      The rows of rank 0, then those of rank 1 and so on, of shape `(sum(counts), ...)`. With a count
+      at run time a pair `(rows, counts)`: the rows have shape `(rows, ...)` and end with zeros, and `counts` are
+      those of all ranks, of shape `(size,)` and dtype int32.
+
+    Raises:
+      ValueError, TypeError: counts that do not fit `x`, or an argument of the wrong type; while tracing, before
+      anything is sent; other ranks then wait.
+      jax.errors.JaxRuntimeError: at run time: a rank's count is negative or more than its `n`, on all ranks; there are
+      more rows than there is room for, on each rank where that is so.
+    """
+    return _join_rows(allgatherv_p, communicators.resolve(comm, "allgatherv"), None, x, counts, rows)
+
+
+class ReduceScatterv(ByCounts):
+    """The adjoint of a sum is `allgatherv`."""
+
+    def refuse(self, params: Divided) -> str:
+        return refuse_reduction(_op(params))
+
+    def tangent(self, primals: Arrays, tangents: Arrays, results: Arrays, params: Divided) -> list[Any]:
+        op = _op(params)
+        if op.name == "SUM":
+            return super().tangent(primals, tangents, results, params)
+        x, *counts = primals
+        weight = weight_of(x, op, params, lambda: reduced_everywhere(x, op, params))
+        return self.apply(dataclasses.replace(params, op=SUM, derivative=TANGENT), weight * tangents[0], *counts)
+
+
+def _op(params: Divided) -> arguments.Reduction:
+    assert params.op is not None
+    return params.op
+
+
+reduce_scatterv_p = ReduceScatterv("reduce_scatterv", adjoint=allgatherv_p)
+
+
+def reduce_scatter(
+    x: Any,
+    op: MPI.Op,
+    counts: Any = None,
+    *,
+    rows: int | None = None,
+    comm: MPI.Comm | None = None,
+) -> Any:
+    """Reduces the arrays of all ranks element by element; each rank gets a part (MPI_Reduce_scatter_block).
+
+    Args:
+      x: array of shape `(size, ...)`, or a pytree of such; the same shape and dtype on all ranks. With `counts` of
+        shape `(n, ...)`, all of the same `n`.
+      op: a predefined operation that is defined for the dtype, or a user-made `MPI.Op`.
+      counts: None: rank i gets entry `i`. Otherwise how many rows of the reduction each rank gets, those of rank 0
+        first (MPI_Reduce_scatter). Known while tracing: a sequence of integers, the same on all ranks, whose sum is
+        `n`. Known at run time: that of this rank, a scalar; the sum over all ranks is at most `n`.
+      rows: of counts at run time, for how many rows the result has room; `n` if it is None.
+      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
+
+    Returns:
+      This rank's part, of shape `(...)`; with `counts` of shape `(counts[rank], ...)`. With a count
+      at run time a pair `(rows, counts)`: the rows have shape `(rows, ...)` and end with zeros, and `counts` are
+      those of all ranks, of shape `(size,)` and dtype int32.
+
+    Raises:
+      ValueError: the first axis is not what is divided. TypeError: `op` is not defined for the dtype, or an argument is
+      of the wrong type. Both while tracing, before anything is sent; other ranks then wait.
+      jax.errors.JaxRuntimeError: at run time: a rank's count is negative, or all of them are more than `n`, on all
+      ranks; there are more rows than there is room for, on each rank where that is so.
+    """
+    resolved = communicators.resolve(comm, "reduce_scatter")
+    reduction = arguments.reduction(op, "reduce_scatter")
+    if counts is None:
+        by_counts.no_room(rows, "reduce_scatter")
+        params = reducing(resolved, reduction)
+        return reduce_scatter_p.apply_to_tree(params, x, arguments.stacked_reducible, resolved.size, reduction)
+    leaves, names, structure = arguments.leaves(
+        x, "reduce_scatter", "x", lambda leaf, *names: arguments.reducible(leaf, reduction, *names)
+    )
+    whole = by_counts.rows_of(leaves, names, "reduce_scatter")
+    known = by_counts.of_all(counts, resolved.size, "reduce_scatter", "counts")
+    if known is not None:
+        by_counts.no_room(rows, "reduce_scatter")
+        by_counts.match(whole, sum(known), "the sum of counts is", "reduce_scatter", names)
+        divided = _divided(resolved, known[resolved.rank], op=reduction)
+        return reduce_scatterv_p.apply_to_tree(divided, leaves, structure, by_counts.operand(known))
+    most = by_counts.most(leaves, whole)
+    told = by_counts.possible(_tell(counts, most, resolved, "reduce_scatter"), most)
+    divided = _divided(resolved, by_counts.room(rows, whole, "reduce_scatter"), op=reduction)
+    return reduce_scatterv_p.apply_to_tree(divided, leaves, structure, told), told
+
+
+class Alltoallv(ByCounts):
+    """Its own adjoint, with the counts exchanged."""
+
+    def transpose_one(self, cotangent: Any, template: Any, counts: Arrays, back: Divided) -> Any:
+        sent, received = counts
+        return self.apply(back, cotangent, received, sent)[0]
+
+
+alltoallv_p = Alltoallv("alltoallv")
+
+
+def alltoallv(
+    x: Any,
+    sendcounts: Any,
+    recvcounts: Any = None,
+    *,
+    rows: int | None = None,
+    comm: MPI.Comm | None = None,
+) -> Any:
+    """Sends to each rank its own number of rows, and puts those received one behind the other (MPI_Alltoallv).
+
+    Args:
+      x: array of shape `(n, ...)`: first the rows for rank 0, then those for rank 1 and so on. Or a pytree of such, all
+        of the same `n`.
+      sendcounts: how many rows each rank gets. Known while tracing: a sequence of integers, whose sum is `n`. Known at
+        run time: an array of integers of shape `(size,)`, whose sum is at most `n`.
+      recvcounts: how many rows each rank sends to this one: a sequence of integers. None: the ranks tell each other at
+        run time, and `rows` is needed.
+      rows: of counts at run time, for how many rows the result has room.
+      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
+
+    Returns:
+      The rows from rank 0, then those from rank 1 and so on, of shape `(sum(recvcounts), ...)`. With
+      counts at run time a pair `(rows, recvcounts)`: the rows have shape `(rows, ...)` and end with zeros, and
+      `recvcounts` has shape `(size,)` and dtype int32.
+
+    Raises:
+      ValueError, TypeError: counts that do not fit `x`, or an argument of the wrong type; while tracing, before
+      anything is sent; other ranks then wait. Whether `recvcounts` is what the others send is only compared with
+      `JAXMPI_CHECK=1`.
+      jax.errors.JaxRuntimeError: at run time: a rank's counts are negative or more than its `n`, on all ranks; there
+      are more rows than there is room for, on each rank where that is so.
+    """
+    resolved = communicators.resolve(comm, "alltoallv")
+    leaves, names, structure = arguments.leaves(x, "alltoallv", "x")
+    own = by_counts.rows_of(leaves, names, "alltoallv")
+    sent = by_counts.of_all(sendcounts, resolved.size, "alltoallv", "sendcounts")
+    if recvcounts is not None:
+        by_counts.no_room(rows, "alltoallv")
+        received = by_counts.of_all(recvcounts, resolved.size, "alltoallv", "recvcounts")
+        if sent is None or received is None:
+            raise TypeError(
+                "alltoallv: sendcounts and recvcounts must both be sequences of integers, one for each rank; where "
+                "counts are known at run time, leave recvcounts out: the ranks tell each other, and rows= makes room."
+            )
+        by_counts.match(own, sum(sent), "the sum of sendcounts is", "alltoallv", names)
+        params = _divided(resolved, sum(received))
+        given = by_counts.operand(sent), by_counts.operand(received)
+        return alltoallv_p.apply_to_tree(params, leaves, structure, *given)
+    params = _divided(resolved, by_counts.room(rows, None, "alltoallv"))
+    counts = by_counts.numbers(
+        sendcounts if sent is None else jax.numpy.asarray(sent), (resolved.size,), "alltoallv", "sendcounts"
+    )
+    mine = by_counts.possible(counts, by_counts.most(leaves, own))
+    (theirs,) = alltoall_p.apply(common(resolved), mine)
+    return alltoallv_p.apply_to_tree(params, leaves, structure, mine, theirs), theirs
+
+
+class Gatherv(ByCounts):
+    """Root has the rows of all operands; on any other rank the result is its operand. The adjoint is `scatterv`."""
+
+    def results(self, avals: Arrays, params: Divided) -> list[Any]:
+        return super().results(avals, params) if params.on_root else [avals[0]]
+
+    def part(self, params: Divided) -> Part:
+        return Part(results=params.on_root)
+
+    def transpose_one(self, cotangent: Any, template: Any, counts: Arrays, back: Divided) -> Any:
+        part = super().transpose_one(cotangent, template, counts, back)
+        return part if back.on_root else part + cotangent
+
+
+gatherv_p = Gatherv("gatherv")
+
+
+def gatherv(x: Any, counts: Any, root: int, *, rows: int | None = None, comm: MPI.Comm | None = None) -> Any:
+    """Puts the arrays of all ranks one behind the other, on root (MPI_Gatherv).
+
+    They are joined along their first axis, whose length may differ from rank to rank; the others are the same.
+
+    Args:
+      x: array of shape `(n, ...)`, or a pytree of such, all of the same `n`.
+      counts: how many rows of `x` count. Known while tracing: those of all ranks, a sequence of integers, the same on
+        all ranks; this rank's is the `n` of `x`. Known at run time: that of this rank, a scalar, at most `n`.
+      root: rank that receives, static.
+      rows: of counts at run time, for how many rows root's result has room; the number of ranks times `n` if it is
+        None. Other ranks do not use it.
+      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
+
+    Returns:
+      On root the rows of rank 0, then those of rank 1 and so on, of shape `(sum(counts), ...)`; on
+      other ranks `x` itself. With a count at run time a pair `(rows, counts)`: root's rows have shape
+      `(rows, ...)` and end with zeros; `counts`, on all ranks, are those of all ranks, of shape `(size,)` and dtype
+      int32.
+
+    Raises:
+      ValueError, TypeError: counts that do not fit `x`, or an argument of the wrong type; while tracing, before
+      anything is sent; other ranks then wait.
+      jax.errors.JaxRuntimeError: at run time: a rank's count is negative or more than its `n`, on all ranks; there are
+      more rows than there is room for, on root.
+    """
+    resolved = communicators.resolve(comm, "gatherv")
+    root = arguments.rank(root, resolved, "gatherv", "root")
+    return _join_rows(gatherv_p, resolved, root, x, counts, rows)
+
+
+class Scatterv(ByCounts):
+    """Other ranks than root have templates, which are not read. The adjoint is `gatherv`."""
+
+    def part(self, params: Divided) -> Part:
+        return Part(operands=params.on_root)
+
+    def transpose_one(self, cotangent: Any, template: Any, counts: Arrays, back: Divided) -> Any:
+        gathered = super().transpose_one(cotangent, template, counts, back)
+        return gathered if back.on_root else linked_zeros([gathered], template)
+
+
+scatterv_p = Scatterv("scatterv", adjoint=gatherv_p)
+
+
+def scatterv(x: Any, counts: Any, root: int, *, rows: int | None = None, comm: MPI.Comm | None = None) -> Any:
+    """Sends to each rank its own number of rows of root's array (MPI_Scatterv).
+
+    Args:
+      x: on root an array of shape `(n, ...)`: first the rows for rank 0, then those for rank 1 and so on. On other
+        ranks a template of shape `(m, ...)`, whose values are not read, and may be a `jax.ShapeDtypeStruct`. Or pytrees
+        of such, all of the same `n` or `m`.
+      counts: how many rows each rank gets. Known while tracing: a sequence of integers, the same on all ranks, whose
+        sum is `n`; on other ranks this rank's is `m`. Known at run time: on root an array of integers of shape
+        `(size,)`, whose sum is at most `n`; on other ranks such an array, which is not read, or None.
+      root: rank that sends, static.
+      rows: of counts at run time, for how many rows the result has room; `n` on root and `m` on other ranks if it is
+        None.
+      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
+
+    Returns:
+      This rank's rows, of shape `(counts[rank], ...)`. With counts at run time
+      a pair `(rows, counts)`: the rows have shape `(rows, ...)` and end with zeros, and `counts` are root's, of
+      shape `(size,)` and dtype int32.
+
+    Raises:
+      ValueError, TypeError: counts that do not fit `x`, or an argument of the wrong type; while tracing, before
+      anything is sent; other ranks then wait.
+      jax.errors.JaxRuntimeError: at run time: root's counts are negative or more than its `n`, on all ranks; there are
+      more rows than there is room for, on each rank where that is so.
+    """
+    resolved = communicators.resolve(comm, "scatterv")
+    root = arguments.rank(root, resolved, "scatterv", "root")
+    mine = resolved.rank == root
+    leaves, names, structure = arguments.leaves(x, "scatterv", "x", arguments.array if mine else arguments.template)
+    own = by_counts.rows_of(leaves, names, "scatterv")
+    known = by_counts.of_all(counts, resolved.size, "scatterv", "counts")
+    if known is not None:
+        by_counts.no_room(rows, "scatterv")
+        what = "the sum of counts is" if mine else "counts say that this rank gets"
+        by_counts.match(own, sum(known) if mine else known[resolved.rank], what, "scatterv", names)
+        params = _divided(resolved, known[resolved.rank], root=root)
+        return scatterv_p.apply_to_tree(params, leaves, structure, by_counts.operand(known))
+    params = _divided(resolved, by_counts.room(rows, own, "scatterv"), root=root)
+    given = jax.numpy.zeros(resolved.size, jax.numpy.int32)
+    if mine:
+        given = by_counts.numbers(counts, given.shape, "scatterv", "counts")
+        given = by_counts.possible(given, by_counts.most(leaves, own))
+    (told,) = bcast_p.apply(_rooted(resolved, root), given)
+    return scatterv_p.apply_to_tree(params, leaves, structure, told), told

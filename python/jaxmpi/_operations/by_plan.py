@@ -1,0 +1,95 @@
+"""Operations by a plan: any number of arrays of any dtypes in one call, with a result for each.
+
+The derivative is of those arrays that have one.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from jaxmpi._jax import internals
+from jaxmpi._jax.dependence import batched
+from jaxmpi._mpi.plans import Plan
+from jaxmpi._operations.common import MOST_ARRAYS, Arrays, is_opaque, typed
+from jaxmpi._primitive import keys
+from jaxmpi._primitive.effect import Refusal
+from jaxmpi._primitive.operation import Operation
+from jaxmpi._primitive.params import COTANGENT, TANGENT, Planned
+
+
+def of_words(params: Planned, arrays: Arrays) -> tuple[Planned, list[Any]]:
+    """The parameters and the operands, of the words of keys among the arrays."""
+    more = map(keys.axes, arrays)
+    places = tuple(params.pattern.behind(place, n) for place, n in zip(params.places, more, strict=True))
+    return dataclasses.replace(params, places=places), list(map(keys.words, arrays))
+
+
+def plan(avals: Arrays, params: Planned) -> Plan:
+    types = tuple(typed(x.shape, x.dtype) for x in avals)
+    return params.pattern.plan(params.comm.rank, types, params.places, params.adjoint)
+
+
+class ByPlan(Operation[Planned]):
+    several = True
+
+    def results(self, avals: Arrays, params: Planned) -> Sequence[Any]:
+        return params.pattern.results(avals, params.places, params.adjoint)
+
+    def aliases(self, operands: int, params: Planned) -> bool:
+        return params.pattern.aliases
+
+    def numbers(self, avals: Arrays, params: Planned) -> dict[str, Any]:
+        return {"plan": plan(avals, params)}
+
+    def apply_to_all(self, params: Planned, arrays: Arrays) -> list[Any]:
+        """Applies the operation to the arrays; more than once for very many."""
+        if keys.among(arrays):
+            types = self.types(arrays, params)
+            self.compare_keys(params, arrays)
+            words = self.apply_to_all(*of_words(params, arrays))
+            return [keys.like(y, its.dtype) for y, its in zip(words, types, strict=True)]
+        results: list[Any] = []
+        for first in range(0, len(arrays), MOST_ARRAYS):
+            chosen = slice(first, first + MOST_ARRAYS)
+            results += self.apply(dataclasses.replace(params, places=params.places[chosen]), *arrays[chosen])
+        return results
+
+    def batch(self, axis: Any, operands: Arrays, axes: Arrays, params: Planned) -> tuple[list[Any], list[Any]]:
+        """A batch is one axis more, of those arrays that have one."""
+        result_at = params.pattern.batch(params.adjoint)[1]
+        operands = self.batch_fields(axis, operands, axes, params)
+        return self.bind(*operands, call=params), [None if at is None else result_at for at in axes]
+
+    def batch_fields(self, axis: Any, operands: Arrays, axes: Arrays, params: Planned) -> list[Any]:
+        place, _ = params.pattern.batch(params.adjoint)
+        return [x if at is None else batched(x, at, axis.size, place) for x, at in zip(operands, axes, strict=True)]
+
+    def of_some(self, params: Planned, which: Sequence[int], arrays: Arrays, derivative: str, adjoint: bool) -> Planned:
+        """The parameters of the linear part of the operation, for some of the arrays."""
+        for i in which:
+            if is_opaque(arrays[i]):
+                raise Refusal(
+                    f"{self.shown} cannot be differentiated: it adds, and {arrays[i].dtype} cannot be added; convert "
+                    "to another dtype first, such as float32."
+                )
+        places = params.pattern.linear(tuple(params.places[i] for i in which))
+        return Planned(params.comm, params.pattern, places, adjoint, derivative=derivative)
+
+    def tangent(self, primals: Arrays, tangents: Arrays, results: Arrays, params: Planned) -> list[Any]:
+        which = [i for i, t in enumerate(tangents) if t is not None]
+        return self._linear_part(tangents, which, self.of_some(params, which, tangents, TANGENT, params.adjoint))
+
+    def transpose(self, cotangents: Arrays, operands: Arrays, params: Planned) -> list[Any]:
+        which = internals.inexact_among(operands)
+        back = self.of_some(params, which, cotangents, COTANGENT, not params.adjoint)
+        return self._linear_part(cotangents, which, back)
+
+    def _linear_part(self, arrays: Arrays, which: Sequence[int], params: Planned) -> list[Any]:
+        """The operation of those of the arrays; in the place of others there is None."""
+        return spread(self.bind(*(arrays[i] for i in which), call=params), which, len(arrays))
+
+
+def spread(made: Arrays, which: Sequence[int], count: int) -> list[Any]:
+    """Values at those positions of a list, and None at the others."""
+    given = dict(zip(which, made, strict=True))
+    return [given.get(i) for i in range(count)]

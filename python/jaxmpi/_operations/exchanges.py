@@ -1,0 +1,148 @@
+"""Exchanges of a grid's halos by plans, in one call or in two.
+
+An exchange is K u + B m: what is left of the fields u, with the boundaries, and what has come, m = P u of all ranks.
+The start is P, the finish is linear in the fields and in the request, which stands for m. The adjoint of each is one
+of the adjoint exchange.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmpi._jax import internals
+from jaxmpi._jax.dependence import batched, link, linked_zeros
+from jaxmpi._operations.by_plan import ByPlan, of_words, plan, spread
+from jaxmpi._operations.common import Arrays
+from jaxmpi._operations.requests import NOTHING, Awaited, Request, Starting, request_of_nothing
+from jaxmpi._primitive import keys
+from jaxmpi._primitive.params import COTANGENT, TANGENT, Planned
+
+exchange_p = ByPlan("exchange")
+redistribute_p = ByPlan("redistribute")
+
+
+class ExchangeStart(Starting[Planned], ByPlan):
+    """Sends what the neighbours need."""
+
+    def batch(self, axis: Any, operands: Arrays, axes: Arrays, params: Planned) -> tuple[list[Any], list[Any]]:
+        operands = self.batch_fields(axis, operands, axes, params)
+        return self.bind(*operands, call=self.of_batch(axis, params)), [0]
+
+    def start(
+        self, arrays: Arrays, which: Sequence[int], params: Planned, batch: tuple[int, ...], of: str, adjoint: bool
+    ) -> Any:
+        """The request of the linear part, of those of the arrays."""
+        given = dataclasses.replace(self.of_some(params, which, arrays, of, adjoint), batch=batch)
+        return self.apply(given, *(arrays[i] for i in which))[0]
+
+    def tangent(self, primals: Arrays, tangents: Arrays, results: Arrays, params: Planned) -> list[Any]:
+        which = [i for i, t in enumerate(tangents) if t is not None]
+        return [self.start(tangents, which, params, params.batch, TANGENT, params.adjoint)]
+
+    def transpose(self, cotangents: Arrays, operands: Arrays, params: Planned) -> list[Any]:
+        which = internals.inexact_among(operands)
+        # Its fields are those of the adjoint, which begin as zeros.
+        fields = params.pattern.results(operands, params.places, params.adjoint)
+        zeros = [jnp.zeros(x.shape, x.dtype) for x in fields]
+        needed = True  # as in `requests.Start.transpose`
+        return exchange_finish_p.finish(zeros, which, cotangents[0], params, COTANGENT, not params.adjoint, needed)
+
+
+exchange_start_p = ExchangeStart("exchange_start")
+
+
+class ExchangeFinish(ByPlan):
+    """Fills the halos of the fields with what the request stands for, its last operand."""
+
+    waits = True
+
+    def results(self, avals: Arrays, params: Planned) -> Sequence[Any]:
+        return params.pattern.results(avals[:-1], params.places, params.adjoint)
+
+    def numbers(self, avals: Arrays, params: Planned) -> dict[str, Any]:
+        return {"plan": plan(avals[:-1], params), "zero": request_of_nothing(params, 0)}
+
+    def finish(
+        self,
+        arrays: Arrays,
+        which: Sequence[int],
+        request: Any,
+        params: Planned,
+        of: str,
+        adjoint: bool,
+        needed: bool = False,
+    ) -> list[Any]:
+        """The linear part, of those of the arrays."""
+        if not which:
+            return [None] * len(arrays)
+        params = dataclasses.replace(self.of_some(params, which, arrays, of, adjoint), needed=needed)
+        fields = [arrays[i] for i in which]
+        if request is not NOTHING:  # whatever maps the request maps them, as where it was started
+            fields = [link(x, [request], x) for x in fields]
+        return spread(self.bind(*fields, request, call=params), which, len(arrays))
+
+    def jvp(self, primals: Arrays, tangents: Arrays, params: Planned) -> tuple[list[Any], list[Any]]:
+        params = params.in_derivative()
+        results = self.bind(*primals, call=params)
+        which = internals.inexact_among(primals[:-1])
+        known = [t for t in tangents if type(t) is not internals.ad.Zero]
+        if not which or not known:
+            return results, [internals.zero_tangent(y) for y in results]
+        given = [linked_zeros(known, t.aval) if type(t) is internals.ad.Zero else t for t in tangents[:-1]]
+        request = NOTHING if type(tangents[-1]) is internals.ad.Zero else tangents[-1]
+        made = self.finish(given, which, request, params, TANGENT, params.adjoint)
+        return results, [internals.zero_tangent(y) if t is None else t for t, y in zip(made, results, strict=True)]
+
+    def transpose(self, cotangents: Arrays, operands: Arrays, params: Planned) -> list[Any]:
+        *fields, request = operands
+        which = list(range(len(fields)))
+        adjoint = not params.adjoint
+        back: list[Any] = [None] * len(fields)
+        begun = None
+        if isinstance(request, jax.ShapeDtypeStruct):
+            begun = exchange_start_p.start(cotangents, which, params, request.shape[:-1], COTANGENT, adjoint)
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in fields):
+            back = self.finish(cotangents, which, NOTHING, params, COTANGENT, adjoint)
+        return [*back, begun]
+
+    def batch(self, axis: Any, operands: Arrays, axes: Arrays, params: Planned) -> tuple[list[Any], list[Any]]:
+        *fields, request = operands
+        *at_fields, at = axes
+        fields = self.batch_fields(axis, fields, at_fields, params)
+        if at is not None:
+            request = batched(request, at, axis.size, 0)
+        result_at = params.pattern.batch(params.adjoint)[1]
+        return self.bind(*fields, request, call=params), [None if its is None else result_at for its in at_fields]
+
+
+exchange_finish_p = ExchangeFinish("exchange_finish")
+
+
+class AwaitedExchange(Awaited):
+    """A request of a grid: its arrays are the fields, and the request itself. `fields` are the parameters."""
+
+    @property
+    def name(self) -> str:
+        return "Grid.start"
+
+    def requests(self, arrays: Arrays) -> Arrays:
+        return arrays[-1:]
+
+    def finish(self, arrays: Arrays) -> list[Any]:
+        return exchange_finish_p.apply(self.fields, *arrays)
+
+
+def start_exchange(params: Planned, arrays: Arrays, structure: Any) -> Request:
+    """Starts the exchange of a grid, with the parameters of `exchange`."""
+    exchange_p.compare_keys(params, arrays)
+    types = keys.types(arrays)
+    params, arrays = of_words(params, arrays)
+    begun = exchange_start_p.apply(params, *arrays)
+    return Request([*arrays, *begun], AwaitedExchange(params.comm, (), structure, types, params))
+
+
+def is_of_grid(request: Any) -> bool:
+    return isinstance(request, Request) and isinstance(request._of, AwaitedExchange)

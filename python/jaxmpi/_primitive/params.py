@@ -1,0 +1,230 @@
+"""The parameters of operations: a frozen dataclass for each family.
+
+To JAX they are one parameter, `call`. Equal ones are one key of the compiled programs of eager calls, so each keeps its
+hash. What a dataclass does not say follows from the operands.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+from jaxmpi._mpi.communicators import Communicator
+from jaxmpi._mpi.plans import Plan
+from jaxmpi._primitive.arguments import Reduction, Status, Text
+from jaxmpi._primitive.pytrees import Leaf
+
+TANGENT, COTANGENT, VALUE = "tangent", "cotangent", "value"
+"""What an operation in a derivative communicates. VALUE: a tangent or cotangent whose operation is differentiated
+again, and then counts as a value. The messages of derivatives have tags of their own, so that they never match those of
+the function itself: see `_mpi.tags`."""
+
+Self = TypeVar("Self", bound="Common")
+A = ParamSpec("A")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Common:
+    """What all operations have."""
+
+    comm: Communicator
+    derivative: str | None = field(default=None, kw_only=True)
+    """TANGENT, COTANGENT or VALUE; None in the function itself."""
+    batch: tuple[int, ...] = field(default=(), kw_only=True)
+    """The sizes of the batches that `jax.vmap` has made of what is started; empty for all else."""
+    _key: tuple[Any, ...] = field(init=False, compare=False)
+    _hash: int = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        kind: Any = type(self)
+        key = tuple(getattr(self, its.name) for its in _fields(kind))
+        object.__setattr__(self, "_key", key)
+        object.__setattr__(self, "_hash", hash((kind.__name__, key)))
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, Common)
+            and type(self) is type(other)
+            and self._hash == other._hash
+            and self._key == other._key
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join([repr(self.comm), *self.facts()])})"
+
+    def values(self) -> tuple[Any, ...]:
+        return self._key
+
+    def facts(self) -> list[str]:
+        """`name=value` of all but the communicator, where that is not the default."""
+        kind: Any = type(self)
+        given = [(its, getattr(self, its.name)) for its in _fields(kind)[1:]]
+        return [f"{its.name}={value!r}" for its, value in given if its.repr and value != its.default]
+
+    def in_derivative(self: Self) -> Self:
+        """For the operation itself where it is differentiated."""
+        return self if self.derivative in (None, VALUE) else dataclasses.replace(self, derivative=VALUE)
+
+    def linear(self: Self) -> Self:
+        """For the operation on tangents."""
+        return dataclasses.replace(self, derivative=TANGENT)
+
+
+@functools.cache
+def _fields(kind: Any) -> "list[dataclasses.Field[Any]]":
+    own = [its for its in dataclasses.fields(kind) if its.compare]
+    return sorted(own, key=lambda its: its.kw_only is True)
+
+
+def kept(kind: Callable[A, T]) -> Callable[A, T]:
+    """The constructor of parameters, for eager calls: equal ones are one object, which is found by them faster than it
+    is made."""
+    cached: Any = functools.lru_cache(maxsize=4096)(kind)
+    return cached
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Rooted(Common):
+    """A collective with a root."""
+
+    root: int
+    in_place: bool = field(default=False, kw_only=True)
+    """Whether results may alias the first operands, where the operation can work in place. `jit` sets it where it can
+    tell what is needed afterwards."""
+
+    @property
+    def on_root(self) -> bool:
+        return self.comm.rank == self.root
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Reducing(Common):
+    """A reduction."""
+
+    op: Reduction
+    in_place: bool = field(default=True, kw_only=True)
+    """As in `Rooted`."""
+    line: Text | None = field(default=None, kw_only=True, repr=False)
+    """With JAXMPI_CHECK an allreduce has the text of the error if the cotangents of ranks differ, with the line of the
+    user's program that called it."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ReducingTo(Reducing):
+    """A reduction whose result one rank gets."""
+
+    root: int
+
+    @property
+    def on_root(self) -> bool:
+        return self.comm.rank == self.root
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Divided(Common):
+    """A collective of an array that is divided among the ranks along its first axis."""
+
+    rows: int
+    """How many the result has."""
+    root: int | None = field(default=None, kw_only=True)
+    op: Reduction | None = field(default=None, kw_only=True)
+    leaf: Leaf | None = field(default=None, kw_only=True)
+
+    @property
+    def on_root(self) -> bool:
+        return self.comm.rank == self.root
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Sending(Common):
+    """A message that is sent. Ranks and tags that are known at run time only are TRACED: `envelope`."""
+
+    dest: int
+    tag: int
+    leaf: Leaf | None = field(default=None, kw_only=True)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Receiving(Common):
+    """A message that is received."""
+
+    source: int
+    tag: int
+    status: Status | None = field(default=None, kw_only=True)
+    leaf: Leaf | None = field(default=None, kw_only=True)
+
+    def linear(self) -> "Receiving":
+        return dataclasses.replace(self, derivative=TANGENT, status=None)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Exchanging(Common):
+    """A message that is sent and one that is received."""
+
+    source: int
+    dest: int
+    sendtag: int
+    recvtag: int
+    status: Status | None = field(default=None, kw_only=True)
+    leaf: Leaf | None = field(default=None, kw_only=True)
+
+    def linear(self) -> "Exchanging":
+        return dataclasses.replace(self, derivative=TANGENT, status=None)
+
+
+class Pattern(Protocol):
+    """What travels where in an operation by a plan, of any number of arrays: `Neighbors`, `Halo`, `Redistribution`.
+
+    It is hashable, and the same on all ranks except for its numbers of ranks."""
+
+    @property
+    def aliases(self) -> bool:
+        """Whether results take the place of the operands."""
+
+    def plan(self, rank: int, avals: tuple[Any, ...], places: tuple[Any, ...], adjoint: bool) -> Plan:
+        """The plan of a rank. `places` has what the pattern needs to know of each array."""
+
+    def results(self, avals: Sequence[Any], places: tuple[Any, ...], adjoint: bool) -> Sequence[Any]:
+        """The types of the results from those of the operands."""
+
+    def batch(self, adjoint: bool) -> tuple[int, int]:
+        """The position of the batch axis in operands, and in results."""
+
+    def linear(self, places: tuple[Any, ...]) -> tuple[Any, ...]:
+        """`places` for the linear part of the operation."""
+
+    def behind(self, place: Any, axes: int) -> Any:
+        """A place for an array that has that many more axes, behind its own."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Planned(Common):
+    """An operation by a plan (`_mpi.plans`)."""
+
+    pattern: Pattern
+    places: tuple[Any, ...]
+    adjoint: bool
+    needed: bool = field(default=False, kw_only=True)
+    """As in `Waiting`."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Waiting(Common):
+    """A wait."""
+
+    started: tuple[Any, ...]
+    """What the requests are of: `_operations.requests.Started`."""
+    needed: bool = field(default=False, kw_only=True)
+    """In reverse mode: the request must not be of nothing."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Comparing(Common):
+    """What raises an error if ranks have found that they differ."""
+
+    text: Text
