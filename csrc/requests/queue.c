@@ -230,7 +230,7 @@ bool queue_has(const struct receive receives[], int count) {
   return posted;
 }
 
-bool queue_keep(struct communicator *comm, const struct message_found *found) {
+bool queue_add_unexpected(struct communicator *comm, const struct message_found *found) {
   pthread_mutex_lock(&lock);
   bool kept = append_unexpected(comm, found);
   pthread_mutex_unlock(&lock);
