@@ -175,7 +175,7 @@ static __attribute__((noinline)) ffi_error *run_joined(const struct call *leaves
   if (error != NULL) return error;
   call_settle(&call);
   call_divide(&call);
-  return call.memory->run(&call);
+  return call.memory->run(&call); /* cppcheck-suppress returnDanglingLifetime ; no error points to the call */
 }
 
 INLINED ffi_error *run_operation(ffi_frame *frame, int row, const struct memory *memory) {
@@ -203,7 +203,7 @@ INLINED ffi_error *run_operation(ffi_frame *frame, int row, const struct memory 
   call_settle(&call);
   if (memory->host && call.comm->chunk == 0) return call_body(&call); /* as nearly always */
   call_divide(&call);
-  return memory->run(&call);
+  return memory->run(&call); /* cppcheck-suppress returnDanglingLifetime ; no error points to the call */
 }
 
 static __attribute__((noinline)) ffi_error *abandon_failed(const ffi_frame *frame, ffi_error *error) {
