@@ -12,6 +12,9 @@ struct request;
 struct receive;
 struct message_found;
 
+/* Beside MPI's error codes: out of memory. */
+enum { CODE_NO_MEMORY = -1 };
+
 /* What is compiled once for each ABI. With runtime.serialize the caller of a body, of `communicator` and of what
  * agreement.h needs holds runtime.lock. */
 struct abi {

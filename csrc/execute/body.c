@@ -47,8 +47,9 @@ static __attribute__((noinline)) ffi_error *body_recorded(struct call *call) {
   return error;
 }
 
-/* The error for a number that is no rank or no tag. `first`: as in find_end. `any`: whether it may be any. */
-static ffi_error *fail_end(const struct call *call, int index, int64_t value, int64_t first, bool any) {
+/* The error for a number that is not a valid rank or tag. `first`: as in read_traced. `any`: MPI.ANY_SOURCE is valid,
+ * too. */
+static ffi_error *fail_envelope(const struct call *call, int index, int64_t value, int64_t first, bool any) {
   const char *name = call->operation->attributes[index].name;
   char given[32] = "more than 32 bits hold";
   if (value != TOO_LARGE) snprintf(given, sizeof given, "%" PRId64, value);
@@ -67,7 +68,7 @@ static ffi_error *fail_end(const struct call *call, int index, int64_t value, in
 }
 
 /* Replaces a rank or tag that is TRACED by its value. */
-static ffi_error *find_end(struct call *call, int index, int64_t value) {
+static ffi_error *read_traced(struct call *call, int index, int64_t value) {
   const char *name = call->operation->attributes[index].name;
   const struct abi *abi = runtime.abi;
   int row = call->operation->row;
@@ -77,17 +78,17 @@ static ffi_error *find_end(struct call *call, int index, int64_t value) {
     *attribute = value;
     if ((value >= 0 && value < call->comm->size) || value == abi->proc_null || (any && value == abi->any_source))
       return NULL;
-    return fail_end(call, index, value, first, any);
+    return fail_envelope(call, index, value, first, any);
   }
   /* In a derivative the message is to be the one that belongs to that of the function. */
   bool receives = (row == ROW_recv || row == ROW_irecv) && first == 0;
   bool any = value == abi->any_tag && (receives || strcmp(name, "recvtag") == 0);
   *attribute = any ? value : value + first;
   if (any || (value >= 0 && value + first <= runtime.most_tag)) return NULL;
-  return fail_end(call, index, value, first, any);
+  return fail_envelope(call, index, value, first, any);
 }
 
-static __attribute__((noinline)) ffi_error *find_ends(struct call *call) {
+static __attribute__((noinline)) ffi_error *read_envelope(struct call *call) {
   const struct buffer *next = &call->buffers[call->first[call->operation->buffer_count - 1]];
   const struct buffer *end = &call->buffers[call->buffer_count];
   call->reads_envelope = false;
@@ -96,14 +97,14 @@ static __attribute__((noinline)) ffi_error *find_ends(struct call *call) {
     if ((kind != KIND_RANK && kind != KIND_TAG) || !is_traced(call->attributes[i])) continue;
     if (next == end || next->count != 1 || next->type->code != FFI_DTYPE_S32)
       return call_fail(call, FFI_INTERNAL, "a rank or tag is not passed: reinstall jaxmpi");
-    ffi_error *error = find_end(call, i, *(const int32_t *)(next++)->data);
+    ffi_error *error = read_traced(call, i, *(const int32_t *)(next++)->data);
     if (error != NULL) return error;
   }
   return NULL;
 }
 
 ffi_error *call_body(struct call *call) {
-  ffi_error *error = call->reads_envelope ? find_ends(call) : NULL;
+  ffi_error *error = call->reads_envelope ? read_envelope(call) : NULL;
   if (error != NULL) return error;
   return atomic_load_explicit(&timeline_on, memory_order_relaxed) ? body_recorded(call) : run_body(call);
 }

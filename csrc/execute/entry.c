@@ -153,7 +153,7 @@ INLINED ffi_error *decode_buffers(struct call *call, const struct operation *ope
   return decode_roles(call, operation, directions, true);
 }
 
-INLINED bool has_ends(const struct call *call, const struct operation *operation) {
+INLINED bool has_traced(const struct call *call, const struct operation *operation) {
   bool message = false;
   UNROLLED for (int i = 0; i < operation->attribute_count; i++) message |= operation->attributes[i].kind == KIND_TAG;
   return message && call->first[operation->buffer_count - 1] < call->buffer_count;
@@ -175,7 +175,7 @@ static __attribute__((noinline)) ffi_error *run_joined(const struct call *leaves
   if (error != NULL) return error;
   call_settle(&call);
   call_divide(&call);
-  return call.memory->run(&call);
+  return call.memory->run(&call); /* cppcheck-suppress returnDanglingLifetime ; no error points to the call */
 }
 
 INLINED ffi_error *run_operation(ffi_frame *frame, int row, const struct memory *memory) {
@@ -198,12 +198,12 @@ INLINED ffi_error *run_operation(ffi_frame *frame, int row, const struct memory 
   if ((error = find_communicator(&call, operation)) != NULL || (error = find_objects(&call, operation)) != NULL)
     return error;
   if ((error = call_deferred(&call)) != NULL || (error = decode_buffers(&call, operation)) != NULL) return error;
-  call.reads_envelope = has_ends(&call, operation);
+  call.reads_envelope = has_traced(&call, operation);
   if (is_joined(operation) && call.buffer_count > operation->buffer_count) return run_joined(&call);
   call_settle(&call);
   if (memory->host && call.comm->chunk == 0) return call_body(&call); /* as nearly always */
   call_divide(&call);
-  return memory->run(&call);
+  return memory->run(&call); /* cppcheck-suppress returnDanglingLifetime ; no error points to the call */
 }
 
 static __attribute__((noinline)) ffi_error *abandon_failed(const ffi_frame *frame, ffi_error *error) {

@@ -54,11 +54,11 @@ static int communicator(intptr_t handle, const char *meaning, struct communicato
   if ((code = mpi.Comm_get_attr(comm, keyval, result, &found)) != MPI_SUCCESS || found) return code;
   if ((code = mpi.Comm_test_inter(comm, &inter)) != MPI_SUCCESS || inter) return code;
   struct communicator *made = calloc(1, sizeof *made);
-  if (made == NULL) return -1;
+  if (made == NULL) return CODE_NO_MEMORY;
   made->handle = handle;
   if ((code = mpi.Comm_rank(comm, &made->rank)) != MPI_SUCCESS ||
       (code = mpi.Comm_size(comm, &made->size)) != MPI_SUCCESS ||
-      (code = (made->number = registry_add(made, meaning)) != 0 ? MPI_SUCCESS : -1) != MPI_SUCCESS ||
+      (code = (made->number = registry_add(made, meaning)) != 0 ? MPI_SUCCESS : CODE_NO_MEMORY) != MPI_SUCCESS ||
       (code = mpi.Comm_set_attr(comm, keyval, made)) != MPI_SUCCESS) {
     if (made->number == 0) free(made); /* the registry never drops an object */
     return code;

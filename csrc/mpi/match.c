@@ -47,10 +47,10 @@ void receive_message(struct receive *receive) {
   span_free(&span);
 }
 
-ffi_error *keep_message(const struct call *call, MPI_Message message, const MPI_Status *status) {
+ffi_error *add_unexpected(const struct call *call, MPI_Message message, const MPI_Status *status) {
   struct message_found found;
   set_found(&found, (intptr_t)message, status);
-  return queue_keep(call->comm, &found) ? NULL : call_fail(call, FFI_INTERNAL, "no memory to keep a message");
+  return queue_add_unexpected(call->comm, &found) ? NULL : call_fail(call, FFI_INTERNAL, "no memory to keep a message");
 }
 
 bool await_match(struct receive *receive, double deadline, int64_t run) {

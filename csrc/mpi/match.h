@@ -15,7 +15,7 @@
 #define match_posted    ABI_LOCAL(match_posted)
 #define match_in_time   ABI_LOCAL(match_in_time)
 #define await_match     ABI_LOCAL(await_match)
-#define keep_message    ABI_LOCAL(keep_message)
+#define add_unexpected  ABI_LOCAL(add_unexpected)
 
 /* See struct abi. */
 int probe_message(const struct communicator *comm, int source, int tag, bool *there, struct message_found *found);
@@ -36,7 +36,7 @@ ffi_error *match_in_time(struct call *call, int source, int tag, double deadline
 bool await_match(struct receive *receive, double deadline, int64_t run);
 
 /* Keeps a message that has been matched for the receive that it is for, which has not begun. */
-ffi_error *keep_message(const struct call *call, MPI_Message message, const MPI_Status *status);
+ffi_error *add_unexpected(const struct call *call, MPI_Message message, const MPI_Status *status);
 
 /* Waits for a message, and matches it. The message of an exchange that another rank has started is not for any tag. */
 static inline ffi_error *match(struct call *call, int source, int tag, MPI_Message *message, MPI_Status *status) {
@@ -44,7 +44,7 @@ static inline ffi_error *match(struct call *call, int source, int tag, MPI_Messa
     return match_posted(call, source, tag, message, status);
   TRY_MPI(call, Mprobe, source, tag, handle_of_comm(call->comm), message, status);
   if (tag != ABI_ANY_TAG || status->MPI_SOURCE == ABI_PROC_NULL || status->MPI_TAG != plans_tag()) return NULL;
-  PASS(keep_message(call, *message, status));
+  PASS(add_unexpected(call, *message, status));
   return match_posted(call, source, tag, message, status);
 }
 

@@ -143,7 +143,7 @@ static ffi_error *receive_planned(struct call *c, const struct plan *plan, const
   } else {
     code = message_discard(&message, bytes);
   }
-  if (code == NO_MEMORY) return call_fail(c, FFI_INTERNAL, "no memory for a message of %" PRId64 " bytes", bytes);
+  if (code == CODE_NO_MEMORY) return call_fail(c, FFI_INTERNAL, "no memory for a message of %" PRId64 " bytes", bytes);
   if (code != MPI_SUCCESS) return call_fail_in(c, "MPI_Mrecv", code);
   return label == expected ? NULL : fail_planned(c, peer, bytes);
 }

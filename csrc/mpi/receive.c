@@ -21,7 +21,7 @@ int receive_bytes(MPI_Message *message, void *data, int64_t bytes, MPI_Status *s
 
 int message_discard(MPI_Message *message, int64_t bytes) {
   void *scratch = bytes > 0 ? malloc((size_t)bytes) : NULL;
-  if (bytes < 0 || (bytes > 0 && scratch == NULL)) return NO_MEMORY;
+  if (bytes < 0 || (bytes > 0 && scratch == NULL)) return CODE_NO_MEMORY;
   MPI_Status ignored;
   int code = receive_bytes(message, scratch, bytes, &ignored);
   free(scratch);
@@ -54,7 +54,7 @@ static ffi_error *reject(struct call *call, const struct buffer *out, MPI_Messag
                          bool by_status) {
   int64_t sent = message_bytes(status);
   int code = message_discard(message, sent);
-  if (code != MPI_SUCCESS && code != NO_MEMORY) return call_fail_in(call, "MPI_Mrecv", code);
+  if (code != MPI_SUCCESS && code != CODE_NO_MEMORY) return call_fail_in(call, "MPI_Mrecv", code);
   return misfit(call, out, sent, status, code, by_status, NULL);
 }
 

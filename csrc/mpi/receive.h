@@ -18,8 +18,6 @@
 #define receive_from_memory ABI_LOCAL(receive_from_memory)
 #define fail_planned        ABI_LOCAL(fail_planned)
 
-enum { NO_MEMORY = -1 }; /* beside MPI's error codes */
-
 /* Size of a matched message in elements of `type`; -1 if it is not a whole number of elements or not known. */
 int64_t message_count(const MPI_Status *status, MPI_Datatype type);
 static inline int64_t message_bytes(const MPI_Status *status) { return message_count(status, bytes_type()); }
@@ -27,8 +25,8 @@ static inline int64_t message_bytes(const MPI_Status *status) { return message_c
 /* Receives a matched message as bytes. Returns an MPI error code. */
 int receive_bytes(MPI_Message *message, void *data, int64_t bytes, MPI_Status *status);
 
-/* Receives a matched message of that many bytes and drops it. Returns an MPI error code, or NO_MEMORY: then the message
- * stays matched and is never received. */
+/* Receives a matched message of that many bytes and drops it. Returns an MPI error code, or CODE_NO_MEMORY: then the
+ * message stays matched and is never received. */
 int message_discard(MPI_Message *message, int64_t bytes);
 
 /* Receives a matched message into `out`, as described by `span`; fills the user's status unless that is NULL. */

@@ -27,7 +27,7 @@ static ffi_error *finish_receive(struct call *c, struct request *request, const 
   if (receive->exclusive) { /* nobody else looks for messages */
     TRY_MPI(c, Mprobe, receive->source, receive->tag, handle_of_comm(c->comm), &message, &status);
     if (receive_accepts(receive, status.MPI_TAG)) return receive_matched(c, out, &message, &status);
-    PASS(keep_message(c, message, &status));
+    PASS(add_unexpected(c, message, &status));
   }
   bool received = complete_receive(request, receive);
   PASS(fail_noted(c, request));

@@ -20,7 +20,7 @@ struct watched {
   atomic_uint_least64_t first;            /* what the thread that has it found there */
   _Atomic(const char *) why;              /* the operation cannot raise; for this number */
   atomic_uint_least64_t why_of;
-  /* The watch's own: */
+  /* The watchdog's own: */
   uint64_t seen; /* the number that it saw last, */
   double since;  /* first at this time; */
   bool reported;
@@ -31,8 +31,8 @@ enum { SECONDS_FOR_THE_LAUNCHER = 5, MOST_STEPS_TO_STOP = 100, MOST_SPEAKERS = 1
 static struct thread_records records;
 static _Thread_local struct watched *own;
 static atomic_bool watching;
-static atomic_bool looking;          /* the watch's thread, now */
-static _Atomic double limit;         /* in seconds; the watch doubles it with each report */
+static atomic_bool looking;          /* the watchdog's thread, now */
+static _Atomic double limit;         /* in seconds; the watchdog doubles it with each report */
 static _Atomic double pause_seconds; /* between two looks */
 static atomic_int waiting;           /* operations that have been reported and are not done, as far as was seen */
 static _Atomic enum action action;
@@ -83,7 +83,8 @@ void watchdog_cannot_raise(const char *why) {
   atomic_store(&record->why_of, atomic_load(&record->number));
 }
 
-/* --- what the watch does ----------------------------------------------------------------------------------------- */
+/* --- what the watchdog does -----------------------------------------------------------------------------------------
+ */
 
 /* Among many ranks a report is for the launcher, which makes one table of all: stderr would have a line of each. */
 static bool is_for_launcher_alone(void) {
@@ -257,7 +258,7 @@ void watchdog_configure(double seconds, enum action wanted, void (*where)(char *
 }
 
 void watchdog_stop(void) {
-  if (atomic_load(&waiting) > 0) { /* the watch looks once more: whoever was reported may be done */
+  if (atomic_load(&waiting) > 0) { /* the watchdog looks once more: whoever was reported may be done */
     double seconds = atomic_load(&pause_seconds) + 0.02;
     nanosleep(&(struct timespec){(time_t)seconds, (long)(1e9 * (seconds - floor(seconds)))}, NULL);
   }

@@ -1,13 +1,13 @@
-/* The watch: a thread of ours that reports an operation which has been waiting in MPI for long.
+/* The watchdog: a thread of ours that reports an operation which has been waiting in MPI for long.
  *
- * Each thread that calls MPI has a record, which it fills as an operation begins. The watch reads the records without
- * locks; an operation costs a few stores, and reads no clock: it has waited since the watch saw it first.
+ * Each thread that calls MPI has a record, which it fills as an operation begins. The watchdog reads the records
+ * without locks; an operation costs a few stores, and reads no clock: it has waited since the watchdog saw it first.
  *
  * It tells the launcher that it has reported something, and answers what the launcher asks (with a number that is
  * another one for each question): core/job.h.
  *
- * Threads: watch_configure is called under the GIL. watch_begin and watch_end are called by the
- * thread that calls MPI for a call, one pair after the other. The watch's own thread takes no lock and needs no GIL.
+ * Threads: watchdog_configure is called under the GIL. watchdog_begin and watchdog_end are called by the
+ * thread that calls MPI for a call, one pair after the other. The watchdog's own thread takes no lock and needs no GIL.
  */
 #ifndef JAXMPI_WATCHDOG_H
 #define JAXMPI_WATCHDOG_H
@@ -25,7 +25,7 @@ void watchdog_configure(double seconds, enum action action, void (*where)(char *
 /* From now on nothing is reported, and `where` is not called. Without the GIL. */
 void watchdog_stop(void);
 
-/* The calling thread's record, NULL if nothing is watched; to be given to watch_end. What waits for requests begins
+/* The calling thread's record, NULL if nothing is watched; to be given to watchdog_end. What waits for requests begins
  * with the words of each, in its body. */
 struct watched *watchdog_begin(const struct call *call);
 struct watched *watchdog_begin_summary(const int64_t summary[], int count);

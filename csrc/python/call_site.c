@@ -1,8 +1,8 @@
-/* Where the Python program is, found by the watch's thread, which cannot wait for the GIL: whoever holds it may be what
- * hangs. So another thread of ours waits for it, and asks Python. If it has no answer within a moment, someone holds
- * the GIL in a call that does not return; meanwhile no frame and no state of a thread can end, since that needs the
- * GIL, and the frames of Python's main thread are read as the faulthandler reads them. That thread's state is there as
- * long as Python is; those of other threads may be gone at any time, the one that imported the package too.
+/* Where the Python program is, found by the watchdog's thread, which cannot wait for the GIL: whoever holds it may be
+ * what hangs. So another thread of ours waits for it, and asks Python. If it has no answer within a moment, someone
+ * holds the GIL in a call that does not return; meanwhile no frame and no state of a thread can end, since that needs
+ * the GIL, and the frames of Python's main thread are read as the faulthandler reads them. That thread's state is there
+ * as long as Python is; those of other threads may be gone at any time, the one that imported the package too.
  */
 #define _GNU_SOURCE
 #include "python/call_site.h"

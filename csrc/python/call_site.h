@@ -1,4 +1,4 @@
-/* Where the Python program is, for a report of the watch: what place.c adds to the module.
+/* Where the Python program is, for a report of the watchdog: what call_site.c adds to the module.
  *
  * Threads: place_watch is called by the main thread as it imports the package, under the GIL. */
 #ifndef JAXMPI_CALL_SITE_H

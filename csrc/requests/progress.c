@@ -9,7 +9,7 @@
 
 enum { PAUSE_NANOSECONDS = 200000, PAUSES = 50 /* after a blocking operation has begun */ };
 
-long progress_patience = 2000000;
+atomic_long progress_patience = 2000000;
 
 /* All of it under the lock. */
 static struct {
@@ -70,8 +70,9 @@ static bool rest_a_while(void) {
   state.calm = queue_posted() == 0;
   struct timespec until;
   clock_gettime(CLOCK_REALTIME, &until);
-  until.tv_nsec += progress_patience % 1000000000L;
-  until.tv_sec += progress_patience / 1000000000L + until.tv_nsec / 1000000000L;
+  long patience = atomic_load(&progress_patience);
+  until.tv_nsec += patience % 1000000000L;
+  until.tv_sec += patience / 1000000000L + until.tv_nsec / 1000000000L;
   until.tv_nsec %= 1000000000L;
   return pthread_cond_timedwait(&state.wake, &state.lock, &until) != 0;
 }

@@ -31,6 +31,6 @@ void progress_end(void);
 void progress_join(void);
 
 /* Nanoseconds after which the thread looks for what is posted and short. Tests change it. */
-extern long progress_patience;
+extern atomic_long progress_patience;
 
 #endif

@@ -13,8 +13,6 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct receive *first_posted;
 static struct unexpected *first_unexpected;
 
-enum { NO_MEMORY = -1 }; /* beside MPI's error codes */
-
 /* --- the queues: under the lock --- */
 
 /* Changed under the lock alone, and read without it. */
@@ -113,7 +111,7 @@ static bool deliver_unexpected(struct receive *receive) {
 }
 
 /* Matches a message that is not for a receive with any tag which has found it: delivers it to the receive that it is
- * for, or keeps it. Returns an MPI error code, or NO_MEMORY. */
+ * for, or keeps it. Returns an MPI error code, or CODE_NO_MEMORY. */
 static int match_for_others(struct communicator *comm, int source, int tag) {
   struct message_found found;
   bool there = false;
@@ -123,7 +121,7 @@ static int match_for_others(struct communicator *comm, int source, int tag) {
   if (to != NULL)
     deliver_message(to, &found);
   else if (!append_unexpected(comm, &found))
-    return NO_MEMORY;
+    return CODE_NO_MEMORY;
   return 0;
 }
 
@@ -230,7 +228,7 @@ bool queue_has(const struct receive receives[], int count) {
   return posted;
 }
 
-bool queue_keep(struct communicator *comm, const struct message_found *found) {
+bool queue_add_unexpected(struct communicator *comm, const struct message_found *found) {
   pthread_mutex_lock(&lock);
   bool kept = append_unexpected(comm, found);
   pthread_mutex_unlock(&lock);

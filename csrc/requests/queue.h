@@ -78,7 +78,7 @@ void queue_await(struct receive *receive);
 bool queue_has(const struct receive receives[], int count);
 
 /* Keeps an unexpected message. False: no memory. */
-bool queue_keep(struct communicator *comm, const struct message_found *found);
+bool queue_add_unexpected(struct communicator *comm, const struct message_found *found);
 
 /* Drops all receives and messages of a communicator that has been freed; of all, if that is COMM_SELF. */
 void queue_forget(const struct communicator *comm);

@@ -20,8 +20,8 @@ static struct {
   uint32_t *generations;   /* of the last request at each place */
   int *unused, unused_count;
   int64_t in_flight, begun;
-  atomic_int left; /* messages of which nobody waits for the request */
-  pid_t process;
+  atomic_int left;       /* messages of which nobody waits for the request */
+  _Atomic pid_t process; /* that has begun any; 0: none */
 } all = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
 /* Usual requests with nothing in flight, which keep their places: taken and given without the lock. */
@@ -170,7 +170,13 @@ static void write_id(const struct request *request, const struct buffer *id) {
   }
 }
 
+/* A child of fork has neither the thread nor what was started. */
+static void note_process(void) {
+  if (atomic_load_explicit(&all.process, memory_order_relaxed) == 0) atomic_store(&all.process, getpid());
+}
+
 void request_post(struct receive *receive) {
+  note_process();
   queue_post(receive);
   progress_posted(look_at_requests);
 }
@@ -180,7 +186,7 @@ void request_begin(struct request *request, const struct buffer *id, int64_t mov
   uint32_t generation = all.generations[request->place] % MOST_PLACES + 1;
   request->generation = all.generations[request->place] = generation;
   request->serial = ++all.begun;
-  if (all.process == 0) all.process = getpid();
+  note_process();
   all.places[request->place] = request;
   all.in_flight++;
   for (int i = 0; i < request->receive_count; i++)
@@ -450,7 +456,7 @@ static void name_all(void) {
 
 int64_t requests_finish(void) {
   static atomic_bool told;
-  if (all.process != getpid()) return 0; /* a child of fork has neither the thread nor what was started */
+  if (atomic_load(&all.process) != getpid()) return 0;
   progress_end();
   progress_join();
   bool again = atomic_exchange(&told, true);

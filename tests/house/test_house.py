@@ -81,7 +81,7 @@ def includes():
 
 
 def test_layers_of_c():
-    """No file includes one that stands higher."""
+    """No file includes one that stands higher, and the folders of one layer include each other in no circle."""
 
     def layer(name):
         folder = name.partition("/")[0]
@@ -91,6 +91,10 @@ def test_layers_of_c():
     assert not [
         f"{name} includes {other}" for name, others in includes() for other in others if layer(other) > layer(name)
     ]
+    folders = {}
+    for name, others in includes():
+        folders.setdefault(name.partition("/")[0], set()).update(other.partition("/")[0] for other in others)
+    list(TopologicalSorter({name: others - {name} for name, others in folders.items()}).static_order())
 
 
 def _names(layer):
