@@ -11,7 +11,7 @@ from jax._src import core
 from jax._src.interpreters import ad as private_ad
 from jax.extend.core import primitives
 
-from jaxmpi._derivatives.seeds import has_tangent, in_opened, link_operands, seeds_of
+from jaxmpi._derivatives.seeds import has_tangent, in_opened, make_operands_depend, seeds_of
 from jaxmpi._jax import internals, jaxprs
 from jaxmpi._primitive import communication
 from jaxmpi._primitive.communication import (
@@ -41,7 +41,7 @@ def differentiate_custom_jvp(own, trace, primitive, function, rule, tracers, *mo
     without = not possible or not all(has_tangent(trace, [tracers[i]]) for i in possible)
     asked = _asked(trace, tracers, function, rule, asks) if without or in_opened.get() else False
     if asked:
-        tracers = link_operands(trace, tracers, _or_refuse(possible), "a function with jax.custom_jvp", False)
+        tracers = make_operands_depend(trace, tracers, _or_refuse(possible), "a function with jax.custom_jvp", False)
     with during(cannot_be_traced, asked is None and without):
         return own(trace, primitive, function, rule, tracers, *more, **options)
 
@@ -69,7 +69,7 @@ def differentiate_custom_vjp(own, trace, primitive, function, forward, backward,
     possible.sort(key=lambda i: (not has_tangent(trace, [tracers[i]]), may_be_request(tracers[i])))
     for i in possible:
         with contextlib.suppress(private_ad.CustomVJPException, *([] if i == possible[-1] else [AssertionError])):
-            return call(link_operands(trace, tracers, [i], "a function with jax.custom_vjp", False))
+            return call(make_operands_depend(trace, tracers, [i], "a function with jax.custom_vjp", False))
     raise refusal("a function with jax.custom_vjp that has closed-over values alone")
 
 

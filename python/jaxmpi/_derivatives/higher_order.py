@@ -21,9 +21,16 @@ except ImportError:  # before JAX 0.8
 from jaxmpi._derivatives import unreported
 from jaxmpi._derivatives.custom_rules import derivative_communicates, rules_communicate
 from jaxmpi._derivatives.rewrites import depending, scan_with_carry, with_parameter, with_parameter_of_call
-from jaxmpi._derivatives.seeds import has_tangent, in_opened, link_operands, link_value, seeds_of, tangents_of
+from jaxmpi._derivatives.seeds import (
+    has_tangent,
+    in_opened,
+    make_operands_depend,
+    make_value_depend,
+    seeds_of,
+    tangents_of,
+)
 from jaxmpi._jax import internals, jaxprs
-from jaxmpi._jax.dependence import link_primitive
+from jaxmpi._jax.dependence import depends_on_p
 from jaxmpi._primitive import communication
 from jaxmpi._primitive.communication import (
     DERIVATIVE,
@@ -41,8 +48,8 @@ from jaxmpi._primitive.order import EFFECT
 def _one(
     trace: Any, tracers: Sequence[Any], start: int = 0, stop: int | None = None, requests: bool = True
 ) -> list[int]:
-    """An operand to be linked, among those from `start` to `stop`: one with a tangent if possible; none if no operand
-    can have one. `requests`: also one that may be a request, without tangent."""
+    """An operand that is made to depend on the seeds, among those from `start` to `stop`: one with a tangent if
+    possible; none if no operand can have one. `requests`: also one that may be a request, without tangent."""
     possible = [i for i in range(start, len(tracers) if stop is None else stop) if internals.inexact(tracers[i])]
     tangents = tangents_of(trace, tracers)
     others = possible if requests else [i for i in possible if not may_be_request(tracers[i])]
@@ -67,7 +74,7 @@ def _has_derivatives(params: Params) -> bool:
     for inner in jaxprs.inner_jaxprs(params):
         for equation in inner.eqns:
             more = equation.params
-            if equation.primitive is link_primitive and more["always"]:
+            if equation.primitive is depends_on_p and more["always"]:
                 return True
             if DERIVATIVE in more or (communicates(more) and _has_derivatives(more)):
                 return True
@@ -76,8 +83,8 @@ def _has_derivatives(params: Params) -> bool:
 
 def _dummy(trace: Any) -> Any:
     """A number without meaning that, like its tangent, depends on what is differentiated."""
-    (tracer,) = link_operands(trace, [ZERO], [0], "what")
-    return link_value(trace, tracer)
+    (tracer,) = make_operands_depend(trace, [ZERO], [0], "what")
+    return make_value_depend(trace, tracer)
 
 
 def _open(own: Callable[..., Any], *args: Any) -> Any:
@@ -87,20 +94,20 @@ def _open(own: Callable[..., Any], *args: Any) -> Any:
 
 def _open_call(own, trace, primitive, tracers, params):
     if which := _one_of_first_order(trace, tracers, params):
-        return own(trace, primitive, link_operands(trace, tracers, which, primitive.name), params)
+        return own(trace, primitive, make_operands_depend(trace, tracers, which, primitive.name), params)
     return own(trace, primitive, [_dummy(trace), *tracers], with_parameter_of_call(params))
 
 
 def _open_scan(own, trace, primitive, tracers, params):
     if which := _one_of_first_order(trace, tracers, params):
-        return own(trace, primitive, link_operands(trace, tracers, which, "scan"), params)
+        return own(trace, primitive, make_operands_depend(trace, tracers, which, "scan"), params)
     with during(_widened, trace), core.set_current_trace(trace):
         return scan_with_carry(params, _dummy(trace), tracers)[1:]
 
 
 def _open_cond(own, trace, primitive, tracers, params):
     if which := _one_of_first_order(trace, tracers, params, 1):
-        return own(trace, primitive, link_operands(trace, tracers, which, "cond"), params)
+        return own(trace, primitive, make_operands_depend(trace, tracers, which, "cond"), params)
     branches = tuple(map(with_parameter, params["branches"]))
     return own(trace, primitive, [tracers[0], _dummy(trace), *tracers[1:]], {**params, "branches": branches})
 
@@ -108,13 +115,13 @@ def _open_cond(own, trace, primitive, tracers, params):
 def _open_while(own, trace, primitive, tracers, params):
     tests, steps = params["cond_nconsts"], params["body_nconsts"]
     if which := _one_of_first_order(trace, tracers, params, tests):
-        return own(trace, primitive, link_operands(trace, tracers, which, "while_loop"), params)
+        return own(trace, primitive, make_operands_depend(trace, tracers, which, "while_loop"), params)
     body = {"body_jaxpr": with_parameter(params["body_jaxpr"]), "body_nconsts": steps + 1}
     return own(trace, primitive, [*tracers[:tests], _dummy(trace), *tracers[tests:]], {**params, **body})
 
 
 def _open_linear_solve(own, trace, primitive, tracers, params):
-    """A linear solve: operands of its matrix and its right-hand side are linked.
+    """A linear solve: operands of its matrix and its right-hand side depend on the seeds.
 
     The derivative of a matrix that communicates is communication, even if the matrix depends on nothing here. A `vmap`
     of the derivative maps its solve, and with it what the matrix communicates: see `depending`.
@@ -133,7 +140,7 @@ def _open_linear_solve(own, trace, primitive, tracers, params):
             tracers, which = [_dummy(trace), *tracers], [i + 1 for i in which]
         which = _one(trace, tracers, 0, lengths.matvec) + which
     params = {**params, "const_lengths": lengths, "jaxprs": parts}
-    return own(trace, primitive, link_operands(trace, tracers, which, "custom_linear_solve"), params)
+    return own(trace, primitive, make_operands_depend(trace, tracers, which, "custom_linear_solve"), params)
 
 
 def _open_custom_vmap(own, trace, primitive, tracers, params):
@@ -142,12 +149,12 @@ def _open_custom_vmap(own, trace, primitive, tracers, params):
 
 
 def _open_object(own, trace, primitive, tracers, params):
-    """A primitive represented by an object, since JAX 0.9. All operands of a root are linked, since its derivative
-    depends on which of them have tangents."""
+    """A primitive represented by an object, since JAX 0.9. All operands of a root get tangents, since its
+    derivative depends on which of them have some."""
     which = internals.inexact_among(tracers)
     if type(params["_prim"]) not in _OBJECTS or not which:
         raise refusal(type(params["_prim"]).__name__)
-    return own(trace, primitive, link_operands(trace, tracers, which, type(params["_prim"]).__name__), params)
+    return own(trace, primitive, make_operands_depend(trace, tracers, which, type(params["_prim"]).__name__), params)
 
 
 def bind_checkpoint(own: Callable[..., Any], traced: Any, *args: Any) -> Any:
@@ -174,21 +181,23 @@ _OPENED: dict[Any, Callable[..., Any]] = {
 _OBJECTS = {getattr(solves, name) for name in ("CustomRoot", "_RootLinearMap") if hasattr(solves, name)}
 
 
-def _differentiate_link(own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence[Any], params: Params):
-    """A derivative that is differentiated again is a value: see `link_value`."""
+def _differentiate_dependence(
+    own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence[Any], params: Params
+):
+    """A derivative that is differentiated again is a value: see `make_value_depend`."""
     tracers = tracers[: len(tracers) - params["unless"]]
     params = {**params, "always": has_tangent(trace, tracers), "unless": 0}
-    return link_value(trace, own(trace, primitive, tracers, params))
+    return make_value_depend(trace, own(trace, primitive, tracers, params))
 
 
 def differentiate(own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence[Any], params: Params) -> Any:
     seeds_of(trace)
     if is_ours(primitive):
         communication.check()
-        tracers = link_operands(trace, tracers, primitive.linked(tracers), primitive.name)
+        tracers = make_operands_depend(trace, tracers, primitive.linked(tracers), primitive.name)
         return own(trace, primitive, tracers, params)
-    if primitive is link_primitive and params["always"]:
-        return _differentiate_link(own, trace, primitive, tracers, params)
+    if primitive is depends_on_p and params["always"]:
+        return _differentiate_dependence(own, trace, primitive, tracers, params)
     if primitive in _OPENED:
         if not communicates(params) and (
             has_tangent(trace, tracers) or not derivative_communicates(trace.parent_trace, params)
@@ -201,7 +210,7 @@ def differentiate(own: Callable[..., Any], trace: Any, primitive: Any, tracers: 
         if (possible := unreported.differentiated_operands(primitive, params)) is None:
             raise refusal(primitive.name)
         which = [i for i in possible if internals.inexact(tracers[i])]
-        return own(trace, primitive, link_operands(trace, tracers, which, primitive.name), params)
+        return own(trace, primitive, make_operands_depend(trace, tracers, which, primitive.name), params)
     return own(trace, primitive, tracers, params)
 
 

@@ -15,7 +15,7 @@ from jaxmpi._derivatives import unreported
 from jaxmpi._derivatives.custom_rules import rule_communicates
 from jaxmpi._derivatives.rewrites import with_results_of, without_results
 from jaxmpi._jax import internals, jaxprs
-from jaxmpi._jax.dependence import link
+from jaxmpi._jax.dependence import depends_on
 from jaxmpi._primitive.communication import (
     CALLS,
     Params,
@@ -132,7 +132,7 @@ def leave(own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence
         if possible and inputs and all(tracers[i].is_known() for i in possible):
             with core.set_current_trace(trace):
                 for i in primitive.linked(tracers):
-                    tracers[i] = link(tracers[i], inputs, tracers[i].aval)
+                    tracers[i] = depends_on(tracers[i], inputs)
     else:
         _Dependence.of_equation(primitive, params, [not x.is_known() for x in tracers])
     return own(trace, primitive, tracers, params)

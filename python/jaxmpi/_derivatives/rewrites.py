@@ -10,7 +10,7 @@ from jax._src import ad_checkpoint, core
 from jax.extend.core import Literal, primitives
 
 from jaxmpi._jax import internals, jaxprs
-from jaxmpi._jax.dependence import link
+from jaxmpi._jax.dependence import depends_on
 from jaxmpi._primitive.communication import ZERO, Params, is_ours
 from jaxmpi._primitive.order import EFFECT
 
@@ -51,9 +51,9 @@ def scan_with_carry(params: Params, more: Any, operands: Sequence[Any]) -> list[
     )
 
     def step(carry, x):
-        # JAX orders constants by first use and turns a carried value that no step changes into a constant. Links on all
-        # of them keep order and number.
-        changed, *same = [link(value, [], jax.typeof(value)) for value in (carry[0], *consts)]
+        # JAX orders constants by first use and turns a carried value that no step changes into a constant. `depends_on`
+        # without inputs, of all of them, keeps order and number.
+        changed, *same = [depends_on(value, []) for value in (carry[0], *consts)]
         result = jaxprs.evaluate(params["jaxpr"], *same, *carry[1:], *x)
         return [changed, *result[:carried]], result[carried:]
 
@@ -66,7 +66,7 @@ def with_carry(equation: Any, which: int) -> list[Any]:
     """The equations of a scan that carries one more number, which is linear in the operand `which`."""
 
     def scan(*operands):
-        more = link(None, [operands[which]], jax.typeof(ZERO))
+        more = depends_on(None, [operands[which]], like=ZERO)
         return scan_with_carry(equation.params, more, operands)
 
     with internals.without_constant_folding():
@@ -144,7 +144,7 @@ def depending(closed: Any, constants: int) -> Any:
 
         def evaluate(*args):
             seeds = [x for x in args[constants:] if internals.inexact(x)]
-            return _evaluate_linked(closed, args, [link(None, seeds, jax.typeof(ZERO))] if len(seeds) > 1 else seeds)
+            return _evaluate_depending(closed, args, [depends_on(None, seeds, like=ZERO)] if len(seeds) > 1 else seeds)
 
         with internals.no_trace(), internals.without_constant_folding():
             made[constants] = jax.make_jaxpr(evaluate)(*closed.in_avals)
@@ -154,10 +154,10 @@ def depending(closed: Any, constants: int) -> Any:
 _depending_jaxprs: "weakref.WeakKeyDictionary[Any, dict[int, Any]]" = weakref.WeakKeyDictionary()
 
 
-def _evaluate_linked(closed: Any, args: Sequence[Any], seeds: Sequence[Any]) -> list[Any]:
+def _evaluate_depending(closed: Any, args: Sequence[Any], seeds: Sequence[Any]) -> list[Any]:
     """The results of a jaxpr with each operation, also inside calls, branches and loops, given an operand that depends
     on the seeds."""
-    again = functools.partial(_evaluate_linked, seeds=seeds)
+    again = functools.partial(_evaluate_depending, seeds=seeds)
     jaxpr = getattr(closed, "jaxpr", closed)
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*getattr(closed, "consts", ()), *args), strict=True))
     read = lambda atoms: [x.val if isinstance(x, Literal) else values[x] for x in atoms]  # noqa: E731
@@ -167,7 +167,7 @@ def _evaluate_linked(closed: Any, args: Sequence[Any], seeds: Sequence[Any]) -> 
             results = _REMADE[primitive](again, params, operands)
         else:
             for i in primitive.linked(operands) if is_ours(primitive) else ():
-                operands[i] = link(operands[i], seeds, jax.typeof(operands[i]))
+                operands[i] = depends_on(operands[i], seeds)
             results = jaxprs.evaluate(jaxprs.alone(jaxpr, equation), *operands)
         values.update(zip(equation.outvars, results, strict=True))
     return read(jaxpr.outvars)
@@ -197,7 +197,7 @@ def _remake_while(again, params, operands):
 
     def remade(closed):
         avals = [*map(jax.typeof, seeds), *closed.in_avals]
-        return jax.make_jaxpr(lambda *xs: _evaluate_linked(closed, xs[len(seeds) :], xs[: len(seeds)]))(*avals)
+        return jax.make_jaxpr(lambda *xs: _evaluate_depending(closed, xs[len(seeds) :], xs[: len(seeds)]))(*avals)
 
     changed = {"cond_jaxpr": remade(params["cond_jaxpr"]), "cond_nconsts": tests + len(seeds)}
     changed |= {"body_jaxpr": remade(params["body_jaxpr"]), "body_nconsts": steps + len(seeds)}

@@ -10,7 +10,7 @@ from jax._src import core
 from jax._src.interpreters import ad as private_ad
 
 from jaxmpi._jax import internals
-from jaxmpi._jax.dependence import link
+from jaxmpi._jax.dependence import depends_on
 from jaxmpi._primitive.communication import ZERO
 
 _TRACERS = {private_ad.JVPTrace: private_ad.JVPTracer, private_ad.LinearizeTrace: private_ad.LinearizeTracer}
@@ -37,14 +37,14 @@ def seeds_of(trace: Any) -> tuple[Any, ...]:
 
 
 def _together(trace: Any, of_tangents: bool, always: bool = False) -> list[Any]:
-    """What depends on all values of the seeds, or on all their tangents: one number, so that what is linked to it takes
+    """What depends on all values of the seeds, or on all their tangents: one number, so that what depends on it takes
     no operand for each of them. Made in the trace that is current."""
     seeds = [seed[of_tangents] for seed in seeds_of(trace)]
     if len(seeds) < 2:
         return seeds
     known = _numbers.setdefault(trace, {})
     if (of_tangents, always) not in known:
-        known[of_tangents, always] = link(None, seeds, jax.typeof(ZERO), always)
+        known[of_tangents, always] = depends_on(None, seeds, like=ZERO, always=always)
     return [known[of_tangents, always]]
 
 
@@ -60,7 +60,9 @@ def has_tangent(trace: Any, tracers: Sequence[Any]) -> bool:
     return any(type(tangent) is not internals.ad.Zero for tangent in tangents_of(trace, tracers))
 
 
-def link_operands(trace: Any, tracers: Sequence[Any], which: Iterable[int], why: str, always: bool = True) -> list[Any]:
+def make_operands_depend(
+    trace: Any, tracers: Sequence[Any], which: Iterable[int], why: str, always: bool = True
+) -> list[Any]:
     """The operands; those in `which` get tangents that are linear in all seeds of `trace`.
 
     `always`: any `vmap` outside maps these. On another rank they may depend on what it maps, even if not here.
@@ -78,7 +80,7 @@ def link_operands(trace: Any, tracers: Sequence[Any], which: Iterable[int], why:
                 "over a floating-point array that is made outside of it."
             )
         with core.set_current_trace(getattr(trace, "tangent_trace", trace.parent_trace)):
-            tangent = link(own, _together(trace, True, always), jax.typeof(primal), always)
+            tangent = depends_on(own, _together(trace, True, always), like=jax.typeof(primal), always=always)
         tracers[i] = _TRACERS[type(trace)](trace, primal, tangent)
     return tracers
 
@@ -87,19 +89,19 @@ in_opened: contextvars.ContextVar[bool] = contextvars.ContextVar("opening", defa
 """Whether JAX is differentiating the inside of a primitive that it opens."""
 
 
-def link_value(trace: Any, tracer: Any) -> Any:
-    """`tracer` with its value linked to the seeds. A `vmap` that maps the values of the seeds maps it, and so does any
-    other `vmap` that does not map their tangents: on another rank the value may depend on what it maps.
+def make_value_depend(trace: Any, tracer: Any) -> Any:
+    """`tracer` with a value that depends on the seeds. A `vmap` that maps the values of the seeds maps it, and so does
+    any other `vmap` that does not map their tangents: on another rank the value may depend on what it maps.
 
     A `vmap` over tangents alone, as in `jax.jacfwd`, expects a value that is not mapped. Inside of primitives that JAX
-    opens the tangents do not tell, since they are linked and always mapped; there the values depend on those outside.
+    opens the tangents do not tell, since they depend on all seeds and are always mapped; there the values depend on
+    those outside.
     """
     primal, tangent = trace.to_primal_tangent_pair(tracer)
     with core.set_current_trace(trace.parent_trace):
-        like = jax.typeof(primal)
         if type(trace) is private_ad.LinearizeTrace:
-            primal = link(primal, [], like, True)
+            primal = depends_on(primal, [], always=True)
         else:
             unless = [] if in_opened.get() else _together(trace, True)
-            primal = link(primal, _together(trace, False), like, not in_opened.get(), unless)
+            primal = depends_on(primal, _together(trace, False), always=not in_opened.get(), unless=unless)
     return primal if type(tangent) is internals.ad.Zero else _TRACERS[type(trace)](trace, primal, tangent)

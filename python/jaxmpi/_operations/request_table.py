@@ -18,7 +18,7 @@ import numpy as np
 from mpi4py import MPI
 
 from jaxmpi._jax import internals
-from jaxmpi._jax.dependence import batched, link, linked_zeros, zero_cotangent
+from jaxmpi._jax.dependence import batched, depends_on, linked_zeros, zero_cotangent
 from jaxmpi._mpi import library, tags
 from jaxmpi._operations import table
 from jaxmpi._operations.table import LINE, SUMMING, check_names, check_same, of_cotangent, of_tangent, on_root
@@ -246,7 +246,7 @@ def _finish_of(arrays, which, request, params, of, adjoint, **more):
     params = of(params, **_linear_places(params, which), adjoint=adjoint, **more)
     fields = [arrays[i] for i in which]
     if request is not _NOTHING:  # whatever maps the request maps them, as where it was started
-        fields = [link(x, [request], x) for x in fields]
+        fields = [depends_on(x, [request]) for x in fields]
     made = PRIMITIVES["exchange_finish"].bind(*fields, request, **params)
     given = dict(zip(which, made, strict=True))
     return [given.get(i) for i in range(len(arrays))]

@@ -23,7 +23,7 @@ from mpi4py import MPI
 
 import jaxmpi._core as _core
 from jaxmpi._jax import internals
-from jaxmpi._jax.dependence import batched, link, linked_zeros, zero_cotangent
+from jaxmpi._jax.dependence import batched, depends_on, linked_zeros, zero_cotangent
 from jaxmpi._mpi import call_sites, communicators, tags, timeline
 from jaxmpi._mpi.communicators import Communicator
 from jaxmpi._mpi.library import DATATYPES, DEVICES, OPERATIONS
@@ -160,8 +160,7 @@ def bind(name: str, params: Params, *operands: Any) -> Any:
             roles = _ROWS[name].roles(len(operands), params)
             first = next((i for i, role in enumerate(roles) if role != "host"), None)
             operands = tuple(
-                link(x, [], jax.typeof(x), always=True) if i == first or primitive.several else x
-                for i, x in enumerate(operands)
+                depends_on(x, [], always=True) if i == first or primitive.several else x for i, x in enumerate(operands)
             )
         results = primitive.bind(*operands, **params)
     return results if len(results) > 1 else results[0] if results else None

@@ -12,9 +12,9 @@ from jax import Array
 from mpi4py import MPI
 
 from jaxmpi import notoken
+from jaxmpi._jax.dependence import linked_zeros
 from jaxmpi._mpi import communicators
 from jaxmpi._primitive import arguments
-from jaxmpi._primitive.primitive import linked_zeros
 
 Token = Array
 
