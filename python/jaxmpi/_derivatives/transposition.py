@@ -53,7 +53,8 @@ def transpose(own: Callable[..., Any], jaxpr: Any, stack: Any, consts: Any, prim
 
 
 def _makes_constant_depend(equation: Any) -> bool:
-    """Whether an equation makes a constant depend on the argument of a function that is transposed: `leave`."""
+    """Whether an equation makes a constant depend on the argument of a function that is transposed, as
+    `partially_evaluate` does."""
     params = equation.params
     return equation.primitive is depends_on_p and params["has_value"] and not params["always"] and not params["unless"]
 
