@@ -41,7 +41,7 @@ def operations(jaxpr: Any, inside: str = "") -> Operations:
 
 
 def _operations(jaxpr: Any, inside: str) -> Iterator[tuple[str, str, str]]:
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+    for equation in jaxprs.open_jaxpr(jaxpr).eqns:
         if type(equation.primitive) is communication.Operation:
             yield inside, equation.primitive.name[7:], equation.params.get(communication.DERIVATIVE, "")
             continue
@@ -86,7 +86,7 @@ def _unused(f: Callable[[], Any]) -> Any:
     from jax._src.interpreters import partial_eval
 
     closed: Any = jax.make_jaxpr(lambda x: (f(), x)[1])(1.0)
-    return partial_eval.dce_jaxpr(getattr(closed, "jaxpr", closed), [True])[0]
+    return partial_eval.dce_jaxpr(jaxprs.open_jaxpr(closed), [True])[0]
 
 
 def _custom_jvp(x: Any) -> Any:

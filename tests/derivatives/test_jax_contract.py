@@ -35,7 +35,7 @@ RULES = {
 
 REPORTS = {"custom_vjp backwards": private_ad.custom_lin_p}
 if higher_order._OBJECTS:
-    REPORTS["custom_root"] = hooks.hijax.call_hi_primitive_linearized_p
+    REPORTS["custom_root"] = internals.hijax.call_hi_primitive_linearized_p
 
 
 def name_of(hook):

@@ -196,7 +196,7 @@ _with_rules: "weakref.WeakKeyDictionary[Any, dict[int, bool]]" = weakref.WeakKey
 
 
 def _rule_of_equation_communicates(around: Any, jaxpr: Any, equation: Any) -> bool:
-    alone = jaxprs.alone(jaxpr, equation)
+    alone = jaxprs.of_equation(jaxpr, equation)
     which = internals.inexact_among(x.aval for x in alone.invars)
 
     def differentiated(*xs):

@@ -13,11 +13,6 @@ from jax._src import ad_checkpoint, core, custom_batching
 from jax._src.lax.control_flow import solves
 from jax.extend.core import primitives
 
-try:
-    from jax._src import hijax
-except ImportError:  # before JAX 0.8
-    hijax = None  # type: ignore[assignment]
-
 from jaxmpi._derivatives import unreported
 from jaxmpi._derivatives.custom_rules import derivative_communicates, rules_communicate
 from jaxmpi._derivatives.rewrites import depending, scan_with_carry, with_parameter, with_parameter_of_call
@@ -159,7 +154,7 @@ def _open_object(own, trace, primitive, tracers, params):
 
 def bind_checkpoint(own: Callable[..., Any], traced: Any, *args: Any) -> Any:
     """If the newer kind of checkpoint or its derivative communicates, binds the older kind, which carries effects."""
-    jaxpr = getattr(traced.jaxpr, "jaxpr", traced.jaxpr)
+    jaxpr = jaxprs.open_jaxpr(traced.jaxpr)
     if EFFECT not in jaxpr.effects and not rules_communicate(core.trace_ctx.trace, jaxpr):
         return own(traced, *args)
     cse = getattr(traced, "prevent_cse", True)
@@ -175,7 +170,7 @@ _OPENED: dict[Any, Callable[..., Any]] = {
     primitives.while_p: _open_while,
     custom_batching.custom_vmap_p: _open_custom_vmap,
     internals.jit_p: _open_call,
-    **({hijax.call_hi_primitive_p: _open_object} if hasattr(hijax, "call_hi_primitive_p") else {}),
+    **({internals.hijax.call_hi_primitive_p: _open_object} if hasattr(internals.hijax, "call_hi_primitive_p") else {}),
 }
 
 _OBJECTS = {getattr(solves, name) for name in ("CustomRoot", "_RootLinearMap") if hasattr(solves, name)}

@@ -10,11 +10,6 @@ from jax._src.interpreters import partial_eval
 from jax._src.lax.control_flow import solves
 from jax.extend.core import primitives
 
-try:
-    from jax._src import hijax
-except ImportError:  # before JAX 0.8
-    hijax = None  # type: ignore[assignment]
-
 from jaxmpi._derivatives import unreported
 from jaxmpi._derivatives.custom_rules import differentiate_custom_jvp, differentiate_custom_vjp, pullback_communicates
 from jaxmpi._derivatives.higher_order import bind_checkpoint, differentiate, refuse_old
@@ -48,8 +43,10 @@ def install(check: Callable[[], None]) -> None:
         return
     unreported.report()
     unreported.report_of(private_ad.custom_lin_p, pullback_communicates)
-    if hasattr(hijax, "call_hi_primitive_linearized_p"):
-        unreported.report_of(hijax.call_hi_primitive_linearized_p, lambda _, params: EFFECT in params["_prim"].effects)
+    if hasattr(internals.hijax, "call_hi_primitive_linearized_p"):
+        unreported.report_of(
+            internals.hijax.call_hi_primitive_linearized_p, lambda _, params: EFFECT in params["_prim"].effects
+        )
     _replace_rule(partial_eval.partial_eval_jaxpr_custom_rules, primitives.scan_p, partially_evaluate_checkpointed_scan)
     _replace_rule(partial_eval.dce_rules, ad_checkpoint.remat_p, keep_checkpoint)
     if hasattr(ad_checkpoint, "_insert_reduce_precision"):  # without it JAX refuses complex numbers by a TypeError

@@ -184,7 +184,7 @@ class _Dependence:
 
     @classmethod
     def of_jaxpr(cls, jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
-        inner = getattr(jaxpr, "jaxpr", jaxpr)
+        inner = jaxprs.open_jaxpr(jaxpr)
         depends = dict(zip(inner.invars, inputs, strict=True))
         for equation in inner.eqns:
             depend = [not isinstance(x, Literal) and depends.get(x, False) for x in equation.invars]

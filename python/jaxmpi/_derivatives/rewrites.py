@@ -16,7 +16,7 @@ from jaxmpi._primitive.order import EFFECT
 
 
 def with_parameter_of_call(params: Params) -> Params:
-    name = "jaxpr" if "jaxpr" in params else "call_jaxpr"
+    name = jaxprs.called_name(params)
     more = {"donated_invars": False, "in_shardings": internals.UNSPECIFIED, "in_layouts": None}
     more["prevent_cse"] = False  # of a checkpoint, which may have one per operand
     more = {key: (value, *params[key]) for key, value in more.items() if isinstance(params.get(key), tuple)}
@@ -28,8 +28,8 @@ def with_parameter(jaxpr: Any) -> Any:
     code by the identity of jaxprs."""
     if (known := _widened_jaxprs.get(jaxpr)) is not None:
         return known
-    if hasattr(jaxpr, "jaxpr") and jaxpr.jaxpr is not jaxpr:
-        wider = jaxpr.replace(jaxpr=with_parameter(jaxpr.jaxpr))
+    if jaxprs.open_jaxpr(jaxpr) is not jaxpr:
+        wider = jaxprs.change_open(jaxpr, with_parameter)
     else:
         names = jaxpr.debug_info.arg_names
         names = jaxpr.debug_info._replace(arg_names=None if names is None else ("", *names))
@@ -72,7 +72,7 @@ def with_carry(equation: Any, which: int) -> list[Any]:
     with internals.without_constant_folding():
         structs = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in equation.invars]
         closed = jax.make_jaxpr(scan)(*structs)
-    jaxpr = getattr(closed, "jaxpr", closed)
+    jaxpr = jaxprs.open_jaxpr(closed)
     known = dict(zip(jaxpr.invars, equation.invars, strict=True))
     known.update(zip(jaxpr.outvars[1:], equation.outvars, strict=True))
     rename = lambda xs: [x if isinstance(x, Literal) else known.get(x, x) for x in xs]  # noqa: E731
@@ -106,9 +106,7 @@ def _in_order(values: Sequence[Any], order: Sequence[int]) -> list[Any]:
 
 def with_output(jaxpr: Any, which: int) -> Any:
     """A jaxpr that also returns one of its arguments."""
-    if hasattr(jaxpr, "jaxpr") and jaxpr.jaxpr is not jaxpr:
-        return jaxpr.replace(jaxpr=with_output(jaxpr.jaxpr, which))
-    return with_results(jaxpr, [jaxpr.invars[which]])
+    return jaxprs.change_open(jaxpr, lambda jaxpr: with_results(jaxpr, [jaxpr.invars[which]]))
 
 
 def with_results(jaxpr: Any, more: Sequence[Any]) -> Any:
@@ -158,8 +156,8 @@ def _evaluate_depending(closed: Any, args: Sequence[Any], seeds: Sequence[Any]) 
     """The results of a jaxpr with each operation, also inside calls, branches and loops, given an operand that depends
     on the seeds."""
     again = functools.partial(_evaluate_depending, seeds=seeds)
-    jaxpr = getattr(closed, "jaxpr", closed)
-    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*getattr(closed, "consts", ()), *args), strict=True))
+    jaxpr = jaxprs.open_jaxpr(closed)
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*jaxprs.constants(closed), *args), strict=True))
     read = lambda atoms: [x.val if isinstance(x, Literal) else values[x] for x in atoms]  # noqa: E731
     for equation in jaxpr.eqns:
         primitive, params, operands = equation.primitive, equation.params, read(equation.invars)
@@ -168,7 +166,7 @@ def _evaluate_depending(closed: Any, args: Sequence[Any], seeds: Sequence[Any]) 
         else:
             for i in primitive.linked(operands) if is_ours(primitive) else ():
                 operands[i] = depends_on(operands[i], seeds)
-            results = jaxprs.evaluate(jaxprs.alone(jaxpr, equation), *operands)
+            results = jaxprs.evaluate(jaxprs.of_equation(jaxpr, equation), *operands)
         values.update(zip(equation.outvars, results, strict=True))
     return read(jaxpr.outvars)
 

@@ -101,7 +101,7 @@ def _with_result(equation: Any, linear: set[Any]) -> list[Any]:
     if equation.primitive is primitives.scan_p:
         return with_carry(equation, which)
     if equation.primitive in CALLS:
-        name = "jaxpr" if "jaxpr" in params else "call_jaxpr"
+        name = jaxprs.called_name(params)
         changed = {name: with_output(params[name], which)}
         if "out_shardings" in params:
             changed["out_shardings"] = (*params["out_shardings"], internals.UNSPECIFIED)

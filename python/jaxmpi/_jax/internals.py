@@ -23,6 +23,11 @@ from jax.interpreters import ad as ad
 from jax.interpreters import batching as batching
 from jax.interpreters import mlir as mlir
 
+try:
+    from jax._src import hijax as hijax
+except ImportError:  # before JAX 0.8
+    hijax = None  # type: ignore[assignment]
+
 from jaxmpi._launcher.before_jax import NEWEST_TRIED, numbers
 
 Function = Callable[..., Any]

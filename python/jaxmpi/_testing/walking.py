@@ -81,8 +81,8 @@ class Walk:
         return (change, at) in self._changed
 
     def _evaluate(self, jaxpr: Any, values: Iterable[_Value], at: Position, called: Lines) -> list[_Value]:
-        inner = getattr(jaxpr, "jaxpr", jaxpr)
-        constants = [_Value(x, self._kinds.same(x)) for x in getattr(jaxpr, "consts", ())]
+        inner = jaxprs.open_jaxpr(jaxpr)
+        constants = [_Value(x, self._kinds.same(x)) for x in jaxprs.constants(jaxpr)]
         known = dict(zip((*inner.constvars, *inner.invars), (*constants, *values), strict=True))
 
         def read(x: Any) -> _Value:
@@ -210,7 +210,7 @@ def _computes(jaxpr: Any, equation: Any) -> Callable[..., Any]:
     if LINE in equation.params:
         params = {name: value for name, value in equation.params.items() if name != LINE}
         equation = equation.replace(params=params)
-    alone = jaxprs.alone(jaxpr, equation)
+    alone = jaxprs.of_equation(jaxpr, equation)
     return lambda *operands: jaxprs.evaluate(alone, *operands)
 
 
@@ -229,8 +229,8 @@ class Kinds:
 
     def results(self, jaxpr: Any, given: Sequence[bool]) -> list[bool]:
         """Of the results, from those of the arguments."""
-        inner = getattr(jaxpr, "jaxpr", jaxpr)
-        constants = map(self.same, getattr(jaxpr, "consts", ()))
+        inner = jaxprs.open_jaxpr(jaxpr)
+        constants = map(self.same, jaxprs.constants(jaxpr))
         known = dict(zip((*inner.constvars, *inner.invars), (*constants, *given), strict=True))
 
         def read(x: Any) -> bool:
@@ -273,10 +273,10 @@ class Kinds:
 
 def constants(jaxpr: Any) -> Iterator[Any]:
     """The constants and the literals of a jaxpr and of those inside of it."""
-    yield from getattr(jaxpr, "consts", ())
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+    yield from jaxprs.constants(jaxpr)
+    for equation in jaxprs.open_jaxpr(jaxpr).eqns:
         yield from (x for x in equation.invars if isinstance(x, Literal))
         for value in equation.params.values():
             for inner in value if isinstance(value, tuple) else (value,):
-                if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
+                if hasattr(jaxprs.open_jaxpr(inner), "eqns"):
                     yield from constants(inner)
