@@ -25,7 +25,7 @@ from jaxmpi._derivatives.partial_evaluation import (
     start_partial_evaluation,
     trace_to_jaxpr,
 )
-from jaxmpi._derivatives.seeds import remember
+from jaxmpi._derivatives.seeds import record_seed
 from jaxmpi._derivatives.transposition import transpose, transpose_matrix
 from jaxmpi._jax import internals
 from jaxmpi._primitive import communication
@@ -41,10 +41,10 @@ def install(check: Callable[[], None]) -> None:
         internals.replace(*hook)
     if not internals.KEEPS_EFFECTS:
         return
-    unreported.report()
-    unreported.report_of(private_ad.custom_lin_p, pullback_communicates)
+    unreported.report_effects()
+    unreported.report_effect_of(private_ad.custom_lin_p, pullback_communicates)
     if hasattr(internals.hijax, "call_hi_primitive_linearized_p"):
-        unreported.report_of(
+        unreported.report_effect_of(
             internals.hijax.call_hi_primitive_linearized_p, lambda _, params: EFFECT in params["_prim"].effects
         )
     _replace_rule(partial_eval.partial_eval_jaxpr_custom_rules, primitives.scan_p, partially_evaluate_checkpointed_scan)
@@ -76,8 +76,8 @@ HOOKS: tuple[tuple[Any, str, str, Callable[..., Any]], ...]
 """Functions of JAX, the names of their parameters, and what replaces them."""
 
 HOOKS = (
-    (private_ad.JVPTracer, "__init__", "self trace primal tangent", remember),
-    (private_ad.LinearizeTracer, "__init__", "self trace primal tangent", remember),
+    (private_ad.JVPTracer, "__init__", "self trace primal tangent", record_seed),
+    (private_ad.LinearizeTracer, "__init__", "self trace primal tangent", record_seed),
     (_JVP, "process_primitive", _PRIMITIVE, differentiate),
     (_LINEARIZE, "process_primitive", _PRIMITIVE, differentiate),
     (_JVP, "process_custom_jvp_call", _CUSTOM_JVP, differentiate_custom_jvp),

@@ -1,4 +1,4 @@
-"""Jaxprs made again with an additional parameter, result or dependence."""
+"""Jaxpr rewrites: jaxprs with an additional parameter, result or dependence."""
 
 import functools
 import weakref
@@ -24,9 +24,9 @@ def with_parameter_of_call(params: Params) -> Params:
 
 
 def with_parameter(jaxpr: Any) -> Any:
-    """A jaxpr with one more parameter, the first, which is not used. Cached by the jaxpr, since JAX caches compiled
-    code by the identity of jaxprs."""
-    if (known := _widened_jaxprs.get(jaxpr)) is not None:
+    """A jaxpr with one more parameter, the first, which is not used. It is cached by the original one, since JAX caches
+    compiled code by the identity of jaxprs."""
+    if (known := _jaxprs_with_parameter.get(jaxpr)) is not None:
         return known
     if jaxprs.open_jaxpr(jaxpr) is not jaxpr:
         wider = jaxprs.change_open(jaxpr, with_parameter)
@@ -34,11 +34,11 @@ def with_parameter(jaxpr: Any) -> Any:
         names = jaxpr.debug_info.arg_names
         names = jaxpr.debug_info._replace(arg_names=None if names is None else ("", *names))
         wider = jaxpr.replace(invars=[core.Var(jax.typeof(ZERO)), *jaxpr.invars], debug_info=names)
-    _widened_jaxprs[jaxpr] = wider
+    _jaxprs_with_parameter[jaxpr] = wider
     return wider
 
 
-_widened_jaxprs: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
+_jaxprs_with_parameter: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
 
 
 def scan_with_carry(params: Params, more: Any, operands: Sequence[Any]) -> list[Any]:
@@ -53,8 +53,8 @@ def scan_with_carry(params: Params, more: Any, operands: Sequence[Any]) -> list[
     def step(carry, x):
         # JAX orders constants by first use and turns a carried value that no step changes into a constant. `depends_on`
         # without inputs, of all of them, keeps order and number.
-        changed, *same = [depends_on(value, []) for value in (carry[0], *consts)]
-        result = jaxprs.evaluate(params["jaxpr"], *same, *carry[1:], *x)
+        changed, *constant = [depends_on(value, []) for value in (carry[0], *consts)]
+        result = jaxprs.evaluate(params["jaxpr"], *constant, *carry[1:], *x)
         return [changed, *result[:carried]], result[carried:]
 
     options = {name: params[name] for name in ("length", "reverse", "unroll")}
@@ -81,7 +81,7 @@ def with_carry(equation: Any, which: int) -> list[Any]:
 
 
 def _as_linear_as(made: Any, equation: Any) -> Any:
-    """A scan made again, with one more carried value, that says of its operands what `equation` says: which of them
+    """A rewritten scan, with one more carried value, that says of its operands what `equation` says: which of them
     are linear, and with known constants before linear ones. JAX up to 0.9 transposes no other."""
     if "linear" not in made.params:
         return made
@@ -132,12 +132,12 @@ def _returning(jaxpr: Any, results: Sequence[Any]) -> Any:
     return jaxpr.replace(outvars=[*results], debug_info=jaxpr.debug_info._replace(result_paths=("",) * len(results)))
 
 
-def depending(closed: Any, constants: int) -> Any:
-    """The same computation, in which everything communicated depends on the arguments after the first `constants`.
-    Cached by the computation, since JAX caches compiled code by the identity of jaxprs."""
+def that_depends_on_arguments(closed: Any, constants: int) -> Any:
+    """A closed jaxpr in which everything communicated depends on the arguments after the first `constants`. It is
+    cached by the original one, since JAX caches compiled code by the identity of jaxprs."""
     if closed is None or EFFECT not in closed.effects:
         return closed
-    made = _depending_jaxprs.setdefault(closed, {})
+    made = _jaxprs_that_depend.setdefault(closed, {})
     if constants not in made:
 
         def evaluate(*args):
@@ -149,20 +149,20 @@ def depending(closed: Any, constants: int) -> Any:
     return made[constants]
 
 
-_depending_jaxprs: "weakref.WeakKeyDictionary[Any, dict[int, Any]]" = weakref.WeakKeyDictionary()
+_jaxprs_that_depend: "weakref.WeakKeyDictionary[Any, dict[int, Any]]" = weakref.WeakKeyDictionary()
 
 
 def _evaluate_depending(closed: Any, args: Sequence[Any], seeds: Sequence[Any]) -> list[Any]:
     """The results of a jaxpr with each operation, also inside calls, branches and loops, given an operand that depends
     on the seeds."""
-    again = functools.partial(_evaluate_depending, seeds=seeds)
+    evaluate = functools.partial(_evaluate_depending, seeds=seeds)
     jaxpr = jaxprs.open_jaxpr(closed)
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*jaxprs.constants(closed), *args), strict=True))
     read = lambda atoms: [x.val if isinstance(x, Literal) else values[x] for x in atoms]  # noqa: E731
     for equation in jaxpr.eqns:
         primitive, params, operands = equation.primitive, equation.params, read(equation.invars)
-        if EFFECT in equation.effects and primitive in _REMADE:
-            results = _REMADE[primitive](again, params, operands)
+        if EFFECT in equation.effects and primitive in _REWRITES:
+            results = _REWRITES[primitive](evaluate, params, operands)
         else:
             for i in primitive.linked(operands) if is_ours(primitive) else ():
                 operands[i] = depends_on(operands[i], seeds)
@@ -171,47 +171,52 @@ def _evaluate_depending(closed: Any, args: Sequence[Any], seeds: Sequence[Any]) 
     return read(jaxpr.outvars)
 
 
-def _remake_checkpoint(again, params, operands):
+def _rewrite_checkpoint(evaluate, params, operands):
     inner, options = params["jaxpr"], {name: params[name] for name in ("policy", "prevent_cse")}
-    return jax.checkpoint(lambda *xs: again(inner, xs), **options)(*operands)
+    return jax.checkpoint(lambda *xs: evaluate(inner, xs), **options)(*operands)
 
 
-def _remake_scan(again, params, operands):
+def _rewrite_scan(evaluate, params, operands):
     constants, carried = jaxprs.parts_of_scan(params)
-    same, init, rows = operands[:constants], operands[constants : constants + carried], operands[constants + carried :]
+    consts, init, rows = (
+        operands[:constants],
+        operands[constants : constants + carried],
+        operands[constants + carried :],
+    )
 
     def step(carry, row):
-        results = again(params["jaxpr"], [*same, *carry, *row])
+        results = evaluate(params["jaxpr"], [*consts, *carry, *row])
         return results[:carried], results[carried:]
 
     carry, ys = jax.lax.scan(step, init, rows, **{name: params[name] for name in ("length", "reverse", "unroll")})
     return [*carry, *ys]
 
 
-def _remake_while(again, params, operands):
-    """Binds the primitive: `vmap` makes loops with a batched predicate, which `jax.lax.while_loop` refuses."""
-    seeds = again.keywords["seeds"]
+def _rewrite_while(evaluate, params, operands):
+    """Binds the rewritten primitive: `vmap` makes loops with a batched predicate, which `jax.lax.while_loop`
+    refuses."""
+    seeds = evaluate.keywords["seeds"]
     tests, steps = params["cond_nconsts"], params["body_nconsts"]
 
-    def remade(closed):
+    def rewritten(closed):
         avals = [*map(jax.typeof, seeds), *closed.in_avals]
         return jax.make_jaxpr(lambda *xs: _evaluate_depending(closed, xs[len(seeds) :], xs[: len(seeds)]))(*avals)
 
-    changed = {"cond_jaxpr": remade(params["cond_jaxpr"]), "cond_nconsts": tests + len(seeds)}
-    changed |= {"body_jaxpr": remade(params["body_jaxpr"]), "body_nconsts": steps + len(seeds)}
+    changed = {"cond_jaxpr": rewritten(params["cond_jaxpr"]), "cond_nconsts": tests + len(seeds)}
+    changed |= {"body_jaxpr": rewritten(params["body_jaxpr"]), "body_nconsts": steps + len(seeds)}
     return primitives.while_p.bind(*seeds, *operands[:tests], *seeds, *operands[tests:], **{**params, **changed})
 
 
-def _remake_cond(again, params, operands):
-    branches = [lambda *xs, branch=branch: again(branch, xs) for branch in params["branches"]]
+def _rewrite_cond(evaluate, params, operands):
+    branches = [lambda *xs, branch=branch: evaluate(branch, xs) for branch in params["branches"]]
     return jax.lax.switch(operands[0], branches, *operands[1:])
 
 
-_REMADE: dict[Any, Callable[..., list[Any]]] = {
-    ad_checkpoint.remat_p: _remake_checkpoint,
-    primitives.closed_call_p: lambda again, params, operands: again(jaxprs.called(params), operands),
-    internals.jit_p: lambda again, params, operands: again(jaxprs.called(params), operands),
-    primitives.scan_p: _remake_scan,
-    primitives.while_p: _remake_while,
-    primitives.cond_p: _remake_cond,
+_REWRITES: dict[Any, Callable[..., list[Any]]] = {
+    ad_checkpoint.remat_p: _rewrite_checkpoint,
+    primitives.closed_call_p: lambda evaluate, params, operands: evaluate(jaxprs.called(params), operands),
+    internals.jit_p: lambda evaluate, params, operands: evaluate(jaxprs.called(params), operands),
+    primitives.scan_p: _rewrite_scan,
+    primitives.while_p: _rewrite_while,
+    primitives.cond_p: _rewrite_cond,
 }

@@ -25,22 +25,24 @@ def transpose_matrix(own: Callable[..., Any], *args: Any) -> Callable[..., Any]:
     return call
 
 
-def transpose(own: Callable[..., Any], jaxpr: Any, stack: Any, consts: Any, primals: Any, given: Any, **more: Any):
-    """The dual of what a differentiating trace does. There each operand depends on all inputs; here an additional
-    result depends on all results of operations, so that all their cotangents depend on its cotangent. So what maps a
-    cotangent on one rank maps it on all."""
+def transpose(own: Callable[..., Any], jaxpr: Any, stack: Any, consts: Any, primals: Any, cts: Any, **more: Any):
+    """Transposes a computation with one more result, the dual of what a trace that differentiates does.
+
+    There each operand depends on all inputs; here the additional result depends on all results of operations, so that
+    all their cotangents depend on its cotangent. So what maps a cotangent on one rank maps it on all.
+    """
     if EFFECT not in jaxpr.effects:
-        return own(jaxpr, stack, consts, primals, given, **more)
+        return own(jaxpr, stack, consts, primals, cts, **more)
     if runtime_token.repeats_backward_pass():
         raise FloatingPointError(runtime_token.REPEATED)
-    known = [x for x in given if type(x) is not internals.ad.Zero and internals.inexact(x)]
+    known = [x for x in cts if type(x) is not internals.ad.Zero and internals.inexact(x)]
     zero = depends_on(None, known, like=ZERO, always=not solving.get())
     arguments = zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *primals), strict=False)
     linear = {x for x, value in arguments if isinstance(value, _LINEAR)}
     jaxpr = _with_result_of_all(jaxpr, linear)
     try:
         with during(cotangents, (zero,)):
-            return own(jaxpr, stack, consts, primals, [*given, zero], **more)
+            return own(jaxpr, stack, consts, primals, [*cts, zero], **more)
     except (AssertionError, NotImplementedError, RuntimeError) as error:
         of_execution = isinstance(error, jax.errors.JaxRuntimeError)
         if of_execution or is_error_of_ours(error) or not any(map(_makes_constant_depend, jaxpr.eqns)):
@@ -64,8 +66,8 @@ _LINEAR = tuple(getattr(private_ad, name) for name in ("UndefinedPrimal", "GradA
 
 
 def _with_result_of_all(jaxpr: Any, linear: set[Any]) -> Any:
-    """The same computation with one more result, which is linear in the results of everything that communicates.
-    `linear`: the arguments in which the computation is linear."""
+    """A jaxpr with one more result, which is linear in the results of everything that communicates. `linear` are the
+    arguments in which the computation is linear."""
     linear = set(linear)
     equations, communicated = [], []
     for equation in jaxpr.eqns:
