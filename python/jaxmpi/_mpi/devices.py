@@ -1,4 +1,4 @@
-"""Which transport takes arrays from a device's memory to MPI. Decided once, at import, from what is detected.
+"""The choice of the transport that takes arrays from a device's memory to MPI: once, at import, from what is detected.
 
 Only a driver's library is loaded, if it is installed: no SDK. No device is opened before JAX opens it.
 """
@@ -90,7 +90,7 @@ def _switch(settings: Settings, platforms: list[str]) -> tuple[bool | None, str]
 
 
 def _transport(wish: str, aware: bool, inspects: bool) -> tuple[str, str]:
-    """Which thread calls MPI for staged arrays, and why."""
+    """The way in which MPI is called for staged arrays, and the reason for it."""
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         return "wait", "MPI is below MPI_THREAD_MULTIPLE"
     if wish != "auto":

@@ -72,7 +72,7 @@ class Plan:
 
 
 _numbers: dict[str, int] = {}
-"""Of all plans made so far, by their meanings: the core keeps them for ever."""
+"""The numbers of all plans made so far, by their meanings: the core keeps plans for ever."""
 
 
 def signature(*facts: Any) -> int:

@@ -36,13 +36,13 @@ def world() -> tuple[int, int]:
 def local_device() -> int | None:
     """The accelerator of this process, by JAX's numbers, as the launcher would choose; None if nothing is to be chosen:
     the launcher or the program has, there are not several, or this process's number on its machine is not known."""
-    place = accelerators.local_rank(os.environ)
-    if accelerators.decided or place is None:
+    local = accelerators.local_rank(os.environ)
+    if accelerators.decided or local is None:
         return None
     for platform in accelerators.PLACED:
         chosen = getattr(jax.config, f"jax_{platform.lower()}_visible_devices", "all")
         if chosen == "all" and (count := transports.count(platform)) > 1:
-            return place[0] % count
+            return local[0] % count
     return None
 
 

@@ -240,11 +240,11 @@ class Collective:
     """An instruction by which devices communicate."""
 
     opcode: str
-    """Without -start."""
+    """The instruction's opcode without -start."""
     shapes: str
-    """Of its results, as text."""
+    """The shapes of its results, as text."""
     groups: list[Group]
-    """Of positions among the program's devices, each in the order of its communicator."""
+    """Groups of positions among the program's devices, each in the order of its communicator."""
 
 
 _COMMUNICATES = r"\b(?:(?:all-|reduce-scatter|collective-)[a-z-]*\(|(?:replica_groups|source_target_pairs)=)"

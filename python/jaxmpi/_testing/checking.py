@@ -190,4 +190,4 @@ _NOT_BY_REPLICATE = (
     "(jax.custom_jvp, jax.lax.stop_gradient), f may jump, or differences are too coarse: try eps, or jax_enable_x64."
 )
 _MOST_TOLD = 8
-"""Of how many variables differences are told."""
+"""The largest number of variables whose differences are told."""

@@ -48,15 +48,15 @@ class Precision:
 
 @dataclass(frozen=True)
 class Derivative:
-    """Along one direction, the same on all ranks."""
+    """A derivative along one direction, with the same figures on all ranks."""
 
     value: float
     size: float
-    """Of the terms whose sum it is, root of the sum of squares: what errors are relative to."""
+    """The root of the sum of the squares of its terms: errors are relative to this."""
     error: float = 0.0
-    """How far it may be off, as far as it tells itself."""
+    """An estimate of its error, from itself."""
     of_ranks: tuple[float, ...] = ()
-    """What each rank has of the part that must be the same on all."""
+    """The part that must be the same on all ranks, as each rank has it."""
     left: float = 0.0
     right: float = 0.0
     """The derivatives on either side, where these differ."""
@@ -102,7 +102,7 @@ class Weights:
         self.values = [w.astype(y.dtype) for w, y in zip(drawn, values, strict=True)]
 
     def sums(self, results: Sequence[Any]) -> np.ndarray:
-        """Of this rank: the sums of invariant and of varying results, each with that of the squares of its terms."""
+        """This rank's sums of invariant and of varying results, each with the sum of the squares of its terms."""
         sums = np.zeros((2, 2))
         for leaf, w, y in zip(self._leaves, self.values, results, strict=True):
             terms = _terms(w, y)
@@ -159,7 +159,7 @@ class Point:
         return jax.block_until_ready(list(pull([jnp.asarray(w) for w in self._weights.values])))
 
     def reverse(self, function: Function) -> list[Any]:
-        """The same, on all ranks or on none."""
+        """The gradient in reverse mode, taken on all ranks or on none."""
         return self.ranks.together("differentiate f in reverse mode", lambda: self.backward(function))
 
     def given(self, gradient: Callable[..., Any]) -> list[Any]:

@@ -19,7 +19,7 @@ from jaxmpi._primitive.order import EFFECT
 from jaxmpi._primitive.primitive import bind_all
 
 Position = tuple[int, ...]
-"""Of an equation: its index in the program, then that in the jaxpr inside of it, and so on."""
+"""The position of an equation: its index in the program, then that in the jaxpr inside of it, and so on."""
 Lines = tuple[str, ...]
 """A line of the user's program, the line that called it, and so on."""
 
@@ -42,14 +42,14 @@ _MAKING_INVARIANT = ("allreduce", "invariant")
 
 
 @dataclass(frozen=True)
-class Place:
+class Site:
     """Where a program can be changed."""
 
     change: str
     operation: str
     lines: Lines
     shapes: tuple[Any, ...] = ()
-    """Of the values that would be replicated."""
+    """The shapes of the values that would be replicated."""
 
 
 @dataclass(frozen=True)
@@ -65,19 +65,19 @@ class _Value:
 
 
 class Walk:
-    """One evaluation. On `comm` values are replicated where they meet varying ones; `changed` are the places that are
+    """One evaluation. On `comm` values are replicated where they meet varying ones; `changed` are the sites that are
     changed, by change and position."""
 
     def __init__(self, kinds: "Kinds", comm: Any, changed: Container[tuple[str, Position]] = ()) -> None:
         self._kinds, self._comm, self._changed = kinds, comm, changed
-        self.places: dict[tuple[str, Position], Place] = {}
+        self.sites: dict[tuple[str, Position], Site] = {}
 
     def __call__(self, jaxpr: Any, values: Sequence[Any], invariant: Sequence[bool], bare: Sequence[Any]) -> list[Any]:
         return [y.value for y in self._evaluate(jaxpr, map(_Value, values, invariant, bare), (), ())]
 
     def _found(self, change: str, at: Position, operation: str, lines: Lines, shapes: tuple[Any, ...] = ()) -> bool:
-        """Remembers a place. Whether it is changed."""
-        self.places[change, at] = Place(change, operation, lines, shapes)
+        """Remembers a site. Returns whether it is changed."""
+        self.sites[change, at] = Site(change, operation, lines, shapes)
         return (change, at) in self._changed
 
     def _evaluate(self, jaxpr: Any, values: Iterable[_Value], at: Position, called: Lines) -> list[_Value]:
@@ -228,7 +228,7 @@ class Kinds:
         return id(constant) not in self._varying
 
     def results(self, jaxpr: Any, given: Sequence[bool]) -> list[bool]:
-        """Of the results, from those of the arguments."""
+        """Whether each result is invariant, if those arguments are that are `given`."""
         inner = jaxprs.open_jaxpr(jaxpr)
         constants = map(self.same, jaxprs.constants(jaxpr))
         known = dict(zip((*inner.constvars, *inner.invars), (*constants, *given), strict=True))
@@ -256,7 +256,7 @@ class Kinds:
         return [False] * count
 
     def in_scan(self, params: Any, operands: Sequence[bool]) -> list[bool]:
-        """Of the arguments of a scan's body: what is carried is invariant if it is so after every step."""
+        """Whether each argument of a scan's body is invariant: what is carried is so if it is after every step."""
         constants, carried = jaxprs.parts_of_scan(params)
         kinds: list[bool] = list(operands)
         before: list[bool] = []
