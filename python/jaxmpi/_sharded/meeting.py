@@ -48,9 +48,9 @@ def local_device() -> int | None:
 
 def start() -> None:
     """Starts jax.distributed, unless the program has, or is alone. All ranks; before JAX makes devices."""
-    if before_jax.state["kind"] == "mpi" and (reason := before_jax.why_not_mpi()):
+    if before_jax.state.kind == "mpi" and (reason := before_jax.why_not_mpi()):
         raise RuntimeError(f"jaxmpi: --collectives mpi: {reason}")
-    if before_jax.state["kind"] == "mpi":
+    if before_jax.state.kind == "mpi":
         communicators.install()
     if _WORLD.size > 1 and distributed.global_state.client is None:
         jax.distributed.initialize()
@@ -117,7 +117,7 @@ def _lead(end: float) -> dict[str, Any]:
 
 
 def _wait_for(ranks: Any, end: float) -> list[int]:
-    """Those of the ranks from which a message has come, all of them or at the `end`."""
+    """The numbers of the ranks from which a message has come, all of them or at the `end`."""
     came: list[int] = []
     report = time.monotonic() + (SETTINGS.timeout or math.inf)
     while len(came) < len(ranks) and time.monotonic() < end:
