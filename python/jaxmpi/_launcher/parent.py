@@ -134,7 +134,7 @@ def _is_open(file: int) -> bool:
 
 
 class _Signals:
-    """Those that come to this process, and may have come to its whole group: they go to mpiexec once.
+    """Passes signals on to mpiexec, once each, since they may have come to its whole group as well.
 
     Only in the main thread, where Python has signals; elsewhere they are the program's own.
     """
