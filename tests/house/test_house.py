@@ -118,9 +118,8 @@ def test_private_names_of_jax():
     assert {name for name in uses if not name.startswith(JAX_IS_KNOWN_TO)} == set(NAMES_OF_JAX)
 
 
-FRAGMENTS = re.compile(
-    r"(The same|Of|Which|Both|Whose|That|Its|Those|So|And|Also|Otherwise)\b|.*\bthat (is|are) none\b"
-)
+_FIRST = "The same|Of|Which|Both|Whose|That|Its|Those|So|And|Also|Otherwise|In|For|By|Until|From|Along"
+FRAGMENTS = re.compile(rf"({_FIRST})\b|.*\bthat (is|are) none\b")
 """What a docstring that cannot be read alone begins with, or has: it runs on from the one before, or lacks a noun."""
 
 NOT_READ = ("_primitive.", "_operations.")
@@ -145,7 +144,14 @@ def test_docstrings_can_be_read_alone():
 
 
 def test_fragments_are_found():
-    for text in ("Of this process.", "Its line.", "The same for a scan.", "Which rank sends.", "A rank that is none."):
+    for text in (
+        "Of this process.",
+        "Its line.",
+        "The same for a scan.",
+        "Which rank sends.",
+        "In bytes.",
+        "A rank that is none.",
+    ):
         assert FRAGMENTS.match(text), text
     for text in ("The rank of this process.", "Often called.", "Nothing; None if there are none"):
         assert not FRAGMENTS.match(text), text

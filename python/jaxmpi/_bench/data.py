@@ -61,7 +61,7 @@ class Numbers:
 
     @classmethod
     def of(cls, dtype: np.dtype, reduction: str, ranks: int) -> "Numbers":
-        """For operands of so many ranks, to be reduced so; for "" they are only moved.
+        """Numbers for operands of so many ranks, to be reduced so; for "" they are only moved.
 
         Raises ValueError if they cannot differ and be exact.
         """

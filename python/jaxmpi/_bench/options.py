@@ -242,7 +242,7 @@ def _device_problems(options: argparse.Namespace) -> Iterator[str]:
 
 
 def _file_problems(options: argparse.Namespace) -> Iterator[str]:
-    """On rank 0, which writes them, before anything is measured."""
+    """What is wrong with the files, on rank 0, which writes them, before anything is measured."""
     for option, path in (("--json", options.json), ("--plot", options.plot)):
         if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
             yield f"{option}: {path} cannot be written"

@@ -157,7 +157,7 @@ def _eager(witness: Witness) -> Run:
     operation, case = witness.operation, witness.case
 
     def run(number, turns, check):
-        # The last turn's operand is that of this run; the other one is that of a run that is none.
+        # The last turn's operand is that of this run; the other one has that of no run.
         operands = [jnp.array(witness.operand(which)) for which in (number, number + (1 << 31))]
         jax.block_until_ready(operands)
 

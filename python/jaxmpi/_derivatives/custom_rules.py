@@ -196,7 +196,7 @@ def derivative_communicates(around: Any, params: Params) -> bool:
 
 
 _with_rules: "weakref.WeakKeyDictionary[Any, dict[int, bool]]" = weakref.WeakKeyDictionary()
-"""For each jaxpr, by the position of an equation, whether a rule that it calls communicates."""
+"""Whether an equation of a jaxpr, by its position, calls a rule that communicates."""
 
 
 def _rule_of_equation_communicates(around: Any, jaxpr: Any, equation: Any) -> bool:

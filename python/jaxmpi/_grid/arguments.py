@@ -69,7 +69,7 @@ def integers(values: Any, what: str) -> list[int]:
 
 
 def fill_in(processes: list[int], size: int) -> tuple[int, ...]:
-    """With numbers in the place of zeros."""
+    """The numbers of processes along the axes, with numbers in the place of zeros."""
     if len(processes) > _MOST_AXES:
         raise ValueError(f"Grid: {len(processes)} axes; more than {_MOST_AXES} are not possible.")
     fixed = math.prod(number for number in processes if number)

@@ -90,7 +90,7 @@ class Grid:
 
     @property
     def periodic(self) -> tuple[bool, ...]:
-        """For each axis whether its last process is next to its first."""
+        """Whether the last process along each axis is next to the first."""
         return self._layout.periodic
 
     @property

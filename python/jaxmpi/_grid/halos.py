@@ -109,7 +109,7 @@ class Halo:
         return 0, 0
 
     def linear(self, places: Sequence["Spec"]) -> tuple["Spec", ...]:
-        """For the linear part of an exchange: with zero in the place of numbers."""
+        """The specs of the fields for the linear part of an exchange: with zero in the place of numbers."""
         return tuple(
             (axes, tuple((_linear(low), _linear(high)) for low, high in rules), name) for axes, rules, name in places
         )
@@ -163,8 +163,8 @@ def _is_left(halo: Halo, field: Field, axis: int, at: int, side: int) -> bool:
 
 
 def _along(halo: Halo, field: Field, axis: int, at: int, side: int, sizes: tuple[int, int]) -> tuple[Any, Any]:
-    """Along one axis, for the process `at` it: the region's start and count, and start and step of its origin; None if
-    that is a number. `sizes` are those of the block and of the neighbour's."""
+    """The extent of a region along one axis, for the process `at` it: the region's start and count, and start and step
+    of its origin; None if that is a number. `sizes` are those of the block and of the neighbour's."""
     extra = int(field.staggered[axis])
     low, high = halo.widths[axis]
     here, there = sizes
@@ -189,8 +189,8 @@ def _along(halo: Halo, field: Field, axis: int, at: int, side: int, sizes: tuple
 
 
 def _regions(halo: Halo, rank: int, field: Field) -> Iterator[tuple[tuple[int, ...], int, Box, Any]]:
-    """For each region of a rank's halo its direction, the rank that it comes from, and the boxes that are written and
-    read, or the number by which it is filled."""
+    """The regions of a rank's halo: for each its direction, the rank that it comes from, and the boxes that are written
+    and read, or the number by which it is filled."""
     at = halo.layout.coordinates(rank)
     shape = field.shape(halo, rank)
     for direction in halo.directions():

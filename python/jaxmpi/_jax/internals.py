@@ -234,7 +234,7 @@ def is_tracer(x: Any) -> bool:
 
 
 def distrust_cached_programs() -> None:
-    """With JAX 0.6: from now on no program is taken from JAX's compilation cache, nor written to it.
+    """Turns off JAX's compilation cache with JAX 0.6: no program is taken from it or written to it from now on.
 
     There a loop that communicates returned zeros when it came from the cache: with 0.6.0, not with 0.7 or newer.
     """

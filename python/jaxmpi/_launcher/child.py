@@ -51,7 +51,7 @@ _process = os.getpid()
 """The rank's process, which alone may end the job: not one that the program forks."""
 
 _rank = next((os.environ[n] for n in ("PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK") if n in os.environ), None)
-"""As the launchers of the MPI libraries tell it, before MPI is initialized."""
+"""The number of this rank, as the launchers of the MPI libraries tell it before MPI is initialized."""
 
 _GRACE_SECONDS = 1.0
 
@@ -250,8 +250,8 @@ def _beside(name: str):
 
 
 def _ready_jax(devices: str, collectives: str) -> None:
-    """As the program imports jax: this rank takes a device, the user's choice or its own; and what carries JAX's
-    collectives, if anything is to."""
+    """Readies JAX as the program imports it: this rank takes a device, the user's choice or its own, and what carries
+    JAX's collectives, if anything is to, is chosen."""
     accelerators = _beside("accelerators")
     sharded: Any = _beside("before_jax") if collectives else None
 
@@ -386,8 +386,8 @@ def _say(kind: str, content: str = "") -> None:
 
 
 def _wait_for_relay(kind: str) -> None:
-    """Until the launcher has been told, on a machine whose files are taken away to it: what is to end the process of
-    relay.py, and what MPI then says, come by another way."""
+    """Waits until the launcher has been told, on a machine whose files are taken away to it: what is to end the process
+    of relay.py, and what MPI then says, come by another way."""
     end = time.monotonic() + 1
     with contextlib.suppress(Exception):
         if _folder is None or (number := _number()) is None:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 LOOKED_FOR = "libmpi.so, libmpi.so.12 (MPICH) and libmpi.so.40 (Open MPI)"
-"""By mpi4py's packages that fit every MPI (mpi4py/_mpiabi.py); Debian's mpi4py is bound to one library."""
+"""The files that mpi4py's packages for every MPI look for (mpi4py/_mpiabi.py); Debian's mpi4py is bound to one
+library."""
 
 _OTHER_NAMES = ("mpich", "mpi_cray", "mvapich", "mpi_abi", "mpi")
 """Under which a system may have it: Debian's MPICH is libmpich.so.12."""

@@ -26,11 +26,12 @@ class Choice:
     """How arrays of devices reach MPI."""
 
     drivers: Mapping[str, str | None]
-    """For each platform: None, or why its arrays cannot be communicated."""
+    """The platforms, each with None or the reason why its arrays cannot be communicated."""
     aware: bool
     """MPI is given the device's pointers."""
     transport: str
-    """For staged arrays: callback, thread or wait, as in csrc/core/core.h. With an aware MPI some are still staged."""
+    """The way in which MPI is called for staged arrays: callback, thread or wait, as in csrc/core/core.h. With an aware
+    MPI some are still staged."""
     because: str
     """What was detected, and the reason for the choice."""
     chunk: int = 0

@@ -36,7 +36,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Move:
-    """From a box to a box, of as many elements; both of this leaf of the arrays."""
+    """A copy from a box to a box with as many elements, both of this leaf of the arrays."""
 
     key: tuple[int, ...]
     leaf: int
@@ -193,4 +193,4 @@ def make(
 
 
 cached = functools.lru_cache(maxsize=4096)
-"""For functions that make plans."""
+"""The cache of functions that make plans."""

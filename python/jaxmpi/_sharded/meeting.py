@@ -25,7 +25,7 @@ from jaxmpi._sharded import communicators
 _WORLD = MPI.COMM_WORLD
 
 _PATIENCE_SECONDS = 300
-"""As long as JAX itself waits for its processes."""
+"""The time to wait for other processes: as long as JAX itself waits for its own."""
 
 
 def world() -> tuple[int, int]:

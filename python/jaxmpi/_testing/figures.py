@@ -198,7 +198,7 @@ class Point:
 _RATIO, _STEPS = 4, 4
 """Each step of differences is shorter by this ratio than the one before."""
 SHORTER = _RATIO**_STEPS
-"""By this a second series of steps is shorter, if the first one does not agree."""
+"""The factor by which a second series of steps is shorter, if the first one does not agree."""
 
 
 def _extrapolated(
@@ -229,8 +229,8 @@ def _extrapolated(
 def _with_sides(
     found: Derivative, steps: Sequence[float], sides: Sequence[Sequence[Derivative]], at: Derivative, rounding: float
 ) -> Derivative:
-    """With the derivatives on either side, if they differ: their distance shrinks like the step where there is a second
-    derivative, and hardly at a kink."""
+    """The derivative with those on either side, if they differ: their distance shrinks like the step where there is a
+    second derivative, and hardly at a kink."""
     of_sides = [((at.value - a.value) / h, (b.value - at.value) / h) for h, (a, b) in zip(steps, sides, strict=True)]
     before, last = (abs(right - left) for left, right in of_sides[-2:])
     left, right = of_sides[-1]

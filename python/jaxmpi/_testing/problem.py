@@ -150,7 +150,7 @@ def _positions(invariant: Any, names: Sequence[str]) -> set[int]:
 
 
 def _of_leaves(prefix: Any, tree: Any) -> list[bool]:
-    """For each leaf of `tree` what a prefix of it says."""
+    """A truth value for each leaf of `tree`, as a prefix of it says."""
     try:
         whole = jax.tree.map(lambda one, part: jax.tree.map(lambda _: bool(one), part), prefix, tree)
     except ValueError as error:

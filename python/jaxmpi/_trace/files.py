@@ -254,7 +254,7 @@ def _decoded(line: str) -> dict[str, Any] | None:
 
 
 def _lines(path: Path, rank: Rank) -> Iterator[dict[str, Any]]:
-    """Without lines that are cut off: the last one of a process that was killed."""
+    """The events of a file, without lines that are cut off: the last one of a process that was killed."""
     with path.open(errors="replace") as file:
         for line in file:
             if line.strip() in ("[", "]", ""):

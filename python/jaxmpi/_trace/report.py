@@ -25,7 +25,7 @@ def _size(value: float) -> str:
 
 
 def _printable(text: str) -> str:
-    """In one line."""
+    """A text in one line, without what cannot be printed."""
     return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
 
