@@ -16,7 +16,7 @@ The other figures: `latency` is the time of one call in microseconds, and of one
 way there and back, as osu_latency has it. A gigabyte is 10^9 bytes. A barrier moves nothing and has no bandwidth.
 """
 
-from jaxmpi._bench.operations import OPERATIONS, Operation, Place
+from jaxmpi._bench.operations import OPERATIONS, Case, Operation
 
 _OTHER_NAMES = {"exchange": "sendrecv"}
 
@@ -35,4 +35,4 @@ def algbw(operation: str, nbytes: int, ranks: int, seconds: float) -> float | No
 def busbw(operation: str, nbytes: int, ranks: int, seconds: float) -> float | None:
     """GB/s, as `algbw`."""
     row, speed = _row(operation), algbw(operation, nbytes, ranks, seconds)
-    return None if row is None or speed is None else speed * row.factor(Place(0, ranks, 1))
+    return None if row is None or speed is None else speed * row.factor(Case(0, ranks, 1))

@@ -6,6 +6,7 @@ refused. A function of JAX that is missing or has other parameters is an error a
 """
 
 import contextlib
+import enum
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +43,7 @@ def operations(jaxpr: Any, inside: str = "") -> Operations:
 
 
 def _operations(jaxpr: Any, inside: str) -> Iterator[tuple[str, str, str]]:
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+    for equation in jaxprs.open_jaxpr(jaxpr).eqns:
         if is_ours(equation.primitive):
             yield inside, equation.primitive.core_name, equation.params["call"].derivative or ""
             continue
@@ -87,7 +88,7 @@ def _unused(f: Callable[[], Any]) -> Any:
     from jax._src.interpreters import partial_eval
 
     closed: Any = jax.make_jaxpr(lambda x: (f(), x)[1])(1.0)
-    return partial_eval.dce_jaxpr(getattr(closed, "jaxpr", closed), [True])[0]
+    return partial_eval.dce_jaxpr(jaxprs.open_jaxpr(closed), [True])[0]
 
 
 def _custom_jvp(x: Any) -> Any:
@@ -196,7 +197,11 @@ ASSUMPTIONS = (
         lambda: _reverse(lambda x: x * _bcast()),
         [("", "bcast", ""), ("", "reduce", "cotangent")],
     ),
-    Assumption("the same in forward mode", lambda: _forward(lambda x: x * _bcast()), _VALUE_THEN_TANGENT),
+    Assumption(
+        "a trace in forward mode is told of each primitive, too",
+        lambda: _forward(lambda x: x * _bcast()),
+        _VALUE_THEN_TANGENT,
+    ),
     Assumption(
         "nested calls of constants are differentiated",
         lambda: _forward(lambda x: x * jax.jit(lambda: _bcast())()),
@@ -223,7 +228,7 @@ ASSUMPTIONS = (
         [("scan", "recv", ""), ("scan", "send", "cotangent")],
     ),
     Assumption(
-        "the same in a checkpoint",
+        "what a scan receives in a checkpoint is received in each of its steps, in its derivative too",
         lambda: _reverse(jax.checkpoint(lambda x: _repeat(lambda c: c + _recv(), x))),
         [("scan", "recv", ""), ("scan", "send", "cotangent")],
     ),
@@ -233,12 +238,12 @@ ASSUMPTIONS = (
         [("", "send", ""), ("", "recv", "cotangent")],
     ),
     Assumption(
-        "so does one without operands and results, where what nothing depends on is left out",
+        "a checkpoint without operands and results stays where what nothing depends on is left out",
         lambda: _unused(lambda: jax.checkpoint(lambda: _value_ignored(1.0))()),
         [("", "send", "")],
     ),
     Assumption(
-        "so do branches",
+        "branches without a differentiable result in a checkpoint stay in a derivative",
         lambda: _reverse(lambda x: x + jax.checkpoint(lambda x: lax.cond(x > 0, _value_ignored, lambda x: 0, x))(x)),
         [("cond", "send", ""), ("cond", "recv", "cotangent")],
     ),
@@ -248,7 +253,7 @@ ASSUMPTIONS = (
         [("custom_jvp_call", "bcast", ""), ("", "bcast", "")],
     ),
     Assumption(
-        "the same in reverse mode",
+        "the rule of a custom_jvp function is called for constants in reverse mode",
         lambda: _reverse(_custom_jvp),
         [("custom_jvp_call", "bcast", ""), ("", "reduce", "cotangent")],
     ),
@@ -258,17 +263,17 @@ ASSUMPTIONS = (
         [("custom_vjp_call", "bcast", ""), ("", "bcast", "")],
     ),
     Assumption(
-        "so are they in a scan in a checkpoint",
+        "the rules of a custom_vjp function in a scan in a checkpoint are called for constants",
         lambda: _reverse(jax.checkpoint(lambda x: _repeat(_custom_vjp, x))),
         [("scan", "bcast", ""), ("scan", "bcast", "")],
     ),
     Assumption(
-        "its rule backwards stays in a derivative where nothing uses the function",
+        "the backward rule of a custom_vjp function stays in a derivative where nothing uses the function",
         lambda: _reverse(_custom_vjp_ignored),
         [("", "bcast", "")],
     ),
     Assumption(
-        "a linear solve of constants is differentiated, and its matrix",
+        "a linear solve of constants is differentiated, and so is its matrix",
         lambda: _forward(lambda x: x * _solve(1.0)),
         [*_SOLVE, *_VALUE_THEN_TANGENT, *_SOLVE],
     ),
@@ -278,12 +283,12 @@ ASSUMPTIONS = (
         [("", "send", "cotangent")],
     ),
     Assumption(
-        "also in a custom_jvp function of constants",
+        "where a function is transposed, what communicates in a custom_jvp function of constants is transposed with it",
         lambda: _transposed(_received_by_custom_jvp),
         [("", "send", "cotangent")],
     ),
     Assumption(
-        "also in a custom_vjp function of constants",
+        "where a function is transposed, what communicates in a custom_vjp function of constants is transposed with it",
         lambda: _transposed(_received_by_custom_vjp),
         [("", "send", "cotangent")],
     ),
@@ -320,7 +325,26 @@ ASSUMPTIONS = (
 
 # --- before the first derivative -------------------------------------------------------------------------------------
 
-_state: dict[str, Any] = {"checking": False, "broken": None, "checked": False}
+
+class Progress(enum.Enum):
+    """How far the assumptions have been tested."""
+
+    UNTESTED = enum.auto()
+    TESTING = enum.auto()
+    """Derivatives are taken for the test, and are allowed."""
+    TESTED = enum.auto()
+
+
+@dataclass
+class State:
+    """What is known of the assumptions."""
+
+    progress: Progress = Progress.UNTESTED
+    broken: str | None = None
+    """The first assumption that does not hold."""
+
+
+_state = State()
 
 
 def broken() -> str | None:
@@ -350,17 +374,17 @@ def _whatever_is_around() -> Iterator[None]:
 
 def check() -> None:
     """Raises NotImplementedError if this JAX breaks an assumption. They are tested once."""
-    if not _state["checked"] and not _state["checking"]:
-        _state["checking"] = True
+    if _state.progress is Progress.UNTESTED:
+        _state.progress = Progress.TESTING
         try:
             with _whatever_is_around():
-                _state["broken"] = broken()
+                _state.broken = broken()
         finally:
-            _state.update(checking=False, checked=True)
-    if _state["broken"] is not None:
+            _state.progress = Progress.TESTED
+    if _state.broken is not None:
         raise Refusal(
             f"jaxmpi: derivatives of communication are refused: JAX {jax.__version__} does not keep to what they rely "
-            f"on: {_state['broken']}. {internals.ADVICE}"
+            f"on: {_state.broken}. {internals.ADVICE}"
         )
 
 

@@ -78,10 +78,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         header = _header(given, plan)
         _tell(_show(header))
         for asked, operation in given.rows:
-            places, remark = options.places(operation, given)
+            cases, remark = options.cases(operation, given)
             _tell(f"\n{report.heading(asked, operation, remark)}")
-            for place in places:
-                row = report.row_of(timing.measure(operation, place, dtype, plan), given.dtype, dtype.itemsize)
+            for case in cases:
+                row = report.row_of(timing.measure(operation, case, dtype, plan), given.dtype, dtype.itemsize)
                 rows.append({"asked_for": asked, **row})
                 _tell(report.line_of(row))
     failed = COMM.bcast(_write(given, header, rows) if COMM.rank == 0 else None)

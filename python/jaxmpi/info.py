@@ -60,7 +60,7 @@ def facts() -> Iterator[tuple[str, str]]:
     possible = f"--collectives gloo; not mpi: {reason}" if reason else "--collectives mpi or gloo"
     yield (
         "sharded programs",
-        f"by {before_jax.state['kind']}" if "kind" in before_jax.state else f"not asked for ({possible})",
+        f"by {before_jax.state.kind}" if before_jax.state.kind is not None else f"not asked for ({possible})",
     )
     yield "eager programs", f"{operation.eager_programs()} kept, 4096 at most for each communicator"
 

@@ -31,7 +31,7 @@ VERBOSE = "JAXMPI_VERBOSE"
 
 
 def version_of(package: str) -> str:
-    """Of an installed package, in words."""
+    """The version of an installed package, or that it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -145,7 +145,8 @@ def check_scheduler(present: Mapping[str, str], ranks: int, placed: bool) -> Non
 
 
 SHARED_BYTES = 4 << 20
-"""Of shared memory for each rank: about what Open MPI takes. MPICH takes less, and ends with a bus error without it."""
+"""The shared memory that each rank needs: about what Open MPI takes. MPICH takes less, and without it ends with a bus
+error."""
 
 
 def warn_of_little_memory(ranks: int, folder: str = "/dev/shm") -> None:

@@ -31,7 +31,7 @@ def install(kind: str = "mpi") -> None:
 
     if kind not in _before_jax.KINDS:
         raise ValueError(f"jaxmpi.sharded.install: kind must be one of {', '.join(_before_jax.KINDS)}, got {kind!r}")
-    if _before_jax.state.get("kind") != kind and jax._src.xla_bridge.backends_are_initialized():
+    if _before_jax.state.kind != kind and jax._src.xla_bridge.backends_are_initialized():
         raise RuntimeError(
             "jaxmpi.sharded.install: JAX has made its devices already (an array, jax.devices()): call it before"
         )

@@ -35,7 +35,7 @@ RULES = {
 
 REPORTS = {"custom_vjp backwards": private_ad.custom_lin_p}
 if higher_order._OBJECTS:
-    REPORTS["custom_root"] = hooks.hijax.call_hi_primitive_linearized_p
+    REPORTS["custom_root"] = internals.hijax.call_hi_primitive_linearized_p
 
 
 def name_of(hook):
@@ -48,19 +48,18 @@ each_function = pytest.mark.parametrize("hook", FUNCTIONS, ids=map(name_of, FUNC
 
 def broken():
     """What the check finds, without a derivative."""
-    _contract._state["checking"] = True
+    progress, _contract._state.progress = _contract._state.progress, _contract.Progress.TESTING
     try:
         with internals.no_trace(), jax.disable_jit(False):
             return _contract.broken()
     finally:
-        _contract._state["checking"] = False
+        _contract._state.progress = progress
 
 
 @pytest.fixture
 def unchecked(monkeypatch):
     """As in a process that has not taken a derivative yet."""
-    for name, value in {"checking": False, "broken": None, "checked": False}.items():
-        monkeypatch.setitem(_contract._state, name, value)
+    monkeypatch.setattr(_contract, "_state", _contract.State())
     return _contract._state
 
 
@@ -217,7 +216,7 @@ def test_function_that_is_not_called(hook, monkeypatch, unchecked, myself):
     monkeypatch.setattr(owner, name, getattr(owner, name).jaxmpi_own)
     assert broken() is not None
     assert_refused(myself)
-    assert "expected" in unchecked["broken"]
+    assert "expected" in unchecked.broken
 
 
 @needs_derivatives
@@ -315,7 +314,7 @@ def test_checked_once_and_in_whatever(first, monkeypatch, unchecked, myself):
     calls = counted(monkeypatch)
     for times in range(2):
         assert FIRST[first](lambda x: of_square(x, myself), jnp.array(3.0)) == 6, times
-        assert unchecked == {"checking": False, "broken": None, "checked": True}
+        assert unchecked == _contract.State(_contract.Progress.TESTED)
         assert len(calls) == 1
 
 
@@ -341,7 +340,7 @@ def test_function_without_communication_is_not_held_up(monkeypatch, unchecked):
     calls = counted(monkeypatch)
     assert jax.jit(jax.grad(lambda x: x**3))(2.0) == 12
     assert not calls
-    assert not unchecked["checked"]
+    assert unchecked.progress is _contract.Progress.UNTESTED
 
 
 # --- JAX 0.6 ---------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""All ranks take part in a derivative: whatever JAX opens, on whichever rank it depends on nothing.
+"""All ranks take part in a derivative: whatever JAX looks into, on whichever rank it depends on nothing.
 
 Each function here is one on all ranks, with an operand, a result or a whole nested function that depends on nothing on
 some of them. Adjoints by the dot-product test, tangents by finite differences, as support/derivatives.py has them; a

@@ -11,7 +11,7 @@ import pytest
 from jaxmpi import bench
 from jaxmpi import run as launcher
 from jaxmpi._bench import data, operations, options, report, timing
-from jaxmpi._bench.operations import OPERATIONS, Place
+from jaxmpi._bench.operations import OPERATIONS, Case
 from jaxmpi._operations import table
 from support.launch import launch
 from support.table import CASES, UFUNCS
@@ -97,13 +97,13 @@ def test_dtypes_that_are_only_moved(run, rank, dtype):
     assert rank > 0 or [row[-1] for row in rows_of(out, dtype)] == ["0"]
 
 
-def _adds(place, x, right):
-    y = right(place, x)
-    return y.reshape(-1).at[2].add(1).reshape(y.shape) if place.rank == place.size - 1 else y
+def _adds(case, x, right):
+    y = right(case, x)
+    return y.reshape(-1).at[2].add(1).reshape(y.shape) if case.rank == case.size - 1 else y
 
 
-def _rolls(place, x, right):
-    return jnp.roll(right(place, x), 1, axis=-1)
+def _rolls(case, x, right):
+    return jnp.roll(right(case, x), 1, axis=-1)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def _rolls(place, x, right):
 )
 def test_mistakes_are_found(run, rank, monkeypatch, name, mistake, how):
     row = OPERATIONS[name]
-    wrong = dataclasses.replace(row, call=lambda place, x: mistake(place, x, row.call))
+    wrong = dataclasses.replace(row, call=lambda case, x: mistake(case, x, row.call))
     monkeypatch.setitem(operations.OPERATIONS, name, wrong)
     code, out, _ = run(name, "--bytes", 1600, "--how", how, *SHORT)
     assert code == 1
@@ -139,9 +139,9 @@ def test_no_check_no_mistakes(run, rank, monkeypatch):
 
 
 def witness(name, rank, ranks, elements, dtype="float32", op="sum"):
-    place = Place(rank, ranks, elements, op)
+    case = Case(rank, ranks, elements, op)
     return data.Witness(
-        OPERATIONS[name], place, data.Numbers.of(np.dtype(dtype), op if OPERATIONS[name].reduced(place) else "", ranks)
+        OPERATIONS[name], case, data.Numbers.of(np.dtype(dtype), op if OPERATIONS[name].reduced(case) else "", ranks)
     )
 
 
@@ -238,8 +238,8 @@ def test_table_has_each_operation():
 )
 def test_bandwidth(name, ranks, bus):
     row = operations.named(name)
-    place = Place(0, ranks, 2_000_000_000 // row.parts(ranks))
-    point = timing.Point(row, place, 1, [1.0, 2.0, 5.0], 0, 1)
+    case = Case(0, ranks, 2_000_000_000 // row.parts(ranks))
+    point = timing.Point(row, case, 1, [1.0, 2.0, 5.0], 0, 1)
     figures = report.row_of(point, "float32", 4)
     assert figures["bytes"] == 8_000_000_000
     assert figures["algorithm_bandwidth_gigabytes_per_second"] == pytest.approx(4.0)
@@ -251,10 +251,10 @@ def test_bandwidth(name, ranks, bus):
 @pytest.mark.parametrize(("ranks", "cells"), [(1, 0), (2, 12 + 12), (4, 4 * 10 + 4), (6, 44)])
 def test_bandwidth_of_halos(ranks, cells):
     """Of blocks of 10 x 10 cells: those of the halo that come from others."""
-    place = Place(0, ranks, 12 * 12)
-    point = timing.Point(OPERATIONS["grid_exchange"], place, 1, [1e-6], 0, 1)
+    case = Case(0, ranks, 12 * 12)
+    point = timing.Point(OPERATIONS["grid_exchange"], case, 1, [1e-6], 0, 1)
     assert report.bus_factor(point) * 144 == pytest.approx(cells)
-    ranks_of_cells, _ = operations._around(place, np.arange(144))
+    ranks_of_cells, _ = operations._around(case, np.arange(144))
     assert np.count_nonzero(ranks_of_cells) == cells
 
 
@@ -390,7 +390,7 @@ import dataclasses, sys
 from jaxmpi import bench
 from jaxmpi._bench import operations
 row = operations.OPERATIONS["sendrecv"]
-operations.OPERATIONS["sendrecv"] = dataclasses.replace(row, call=lambda place, x: x)
+operations.OPERATIONS["sendrecv"] = dataclasses.replace(row, call=lambda case, x: x)
 sys.exit(bench.main(["sendrecv", "--bytes", "400", "--rounds", "3", "-n", "5"]))
 """
 

@@ -295,7 +295,7 @@ class Judge:
         return "right", ""
 
 
-SILENT = ("invariant", "link", "recv", "replicate", "send", "sendrecv", "varying")
+SILENT = ("depends_on", "invariant", "recv", "replicate", "send", "sendrecv", "varying")
 SILENT += ("after", "exchange_finish", "hold", "irecv", "isend", "wait")
 """What is no collective operation."""
 

@@ -162,8 +162,75 @@ def test_private_names_of_jax():
     assert {name for name in uses if not name.startswith(JAX_IS_KNOWN_TO)} == set(NAMES_OF_JAX)
 
 
+_FIRST = "The same|Of|Which|Both|Whose|That|Its|Those|So|And|Also|Otherwise|In|For|By|Until|From|Along"
+FRAGMENTS = re.compile(rf"({_FIRST})\b|.*\bthat (is|are) none\b")
+"""What a docstring that cannot be read alone begins with, or has: it runs on from the one before, or lacks a noun."""
+
+NOT_READ = ("_primitive.", "_operations.", "_launcher.lifeline", "_launcher.ready")
+"""The packages and modules whose docstrings are not yet written so; to be emptied."""
+
+
+def _docstrings(tree):
+    """Each string that stands alone in a module: of a function, a class, an attribute or a constant."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, node.value.value
+
+
+def test_docstrings_can_be_read_alone():
+    wrong = [
+        f"{name}, line {line}: {text[:60]}"
+        for name, tree in _sources()
+        for line, text in _docstrings(tree)
+        if not name.startswith(NOT_READ) and FRAGMENTS.match(text)
+    ]
+    assert not wrong
+
+
+def test_fragments_are_found():
+    for text in (
+        "Of this process.",
+        "Its line.",
+        "The same for a scan.",
+        "Which rank sends.",
+        "In bytes.",
+        "A rank that is none.",
+    ):
+        assert FRAGMENTS.match(text), text
+    for text in ("The rank of this process.", "Often called.", "Nothing; None if there are none"):
+        assert not FRAGMENTS.match(text), text
+
+
+GLOSSARY = ROOT / "docs" / "glossary.md"
+MOST_TERMS = 45
+RENAMED_LATER = {"deliver", "kept error", "posted receive", "thread record", "unexpected message", "watchdog"}
+"""Terms of the page that do not occur in the sources yet; to be emptied."""
+
+
+def _terms():
+    """term -> definition, of the page of private terms."""
+    return dict(re.findall(r"^\*\*(.+?)\*\*: (.+(?:\n(?!\n|\*\*).+)*)", GLOSSARY.read_text(), re.MULTILINE))
+
+
+def test_glossary():
+    """It is short, defines each term once, and all its terms occur in the sources."""
+    names = re.findall(r"^\*\*(.+?)\*\*: ", GLOSSARY.read_text(), re.MULTILINE)
+    assert len(names) == len(set(names)) == len(_terms())
+    assert 20 < len(names) <= MOST_TERMS
+    folders = (ROOT / "python" / "jaxmpi", ROOT / "csrc")
+    files = [path for folder in folders for path in folder.rglob("*") if path.suffix in {".py", ".c", ".h", ".def"}]
+    sources = " ".join(re.sub(r"[\s*#]+", " ", path.read_text()) for path in files)
+    missing = [name for name in names if not re.search(rf"\b{re.escape(name)}", sources, re.IGNORECASE)]
+    assert set(missing) <= RENAMED_LATER
+
+
+def test_glossary_is_found():
+    assert "docs/glossary.md" in (ROOT / "CONTRIBUTING.md").read_text()
+    assert "glossary.md" in (ROOT / "docs" / "index.md").read_text()
+
+
 def test_one_version():
-    """Of what pip, Meson and those who cite it read."""
+    """What pip, Meson and those who cite it read is one version."""
     places = {
         "pyproject.toml": '^version = "(.+)"',
         "meson.build": "^  version: '(.+)',",

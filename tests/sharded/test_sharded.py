@@ -22,7 +22,7 @@ from jaxmpi._jax import internals
 from jaxmpi._launcher import before_jax
 from jaxmpi._sharded import communicators
 
-KIND = before_jax.state.get("kind")
+KIND = before_jax.state.kind
 pytestmark = pytest.mark.skipif(KIND is None, reason="needs --collectives: make test-sharded")
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 DTYPES = ["bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))]

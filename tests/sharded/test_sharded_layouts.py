@@ -20,7 +20,7 @@ from jaxmpi._launcher import before_jax
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 ALL = os.environ.get("JAXMPI_TEST_LAYOUTS") == "all"
 pytestmark = [
-    pytest.mark.skipif(before_jax.state.get("kind") != "mpi", reason="needs --collectives mpi: make test-sharded"),
+    pytest.mark.skipif(before_jax.state.kind != "mpi", reason="needs --collectives mpi: make test-sharded"),
     pytest.mark.ranks(2),
     pytest.mark.seconds(3600 if ALL else 120),
 ]

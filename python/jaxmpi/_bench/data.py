@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmpi._bench.operations import Operation, Place
+from jaxmpi._bench.operations import Case, Operation
 
 _BLOCK = 1 << 16
 """Elements that are made or compared at a time, so that they stay in a cache."""
@@ -61,7 +61,7 @@ class Numbers:
 
     @classmethod
     def of(cls, dtype: np.dtype, reduction: str, ranks: int) -> "Numbers":
-        """For operands of so many ranks, to be reduced so; for "" they are only moved.
+        """Numbers for operands of so many ranks, to be reduced so; for "" they are only moved.
 
         Raises ValueError if they cannot differ and be exact.
         """
@@ -106,44 +106,42 @@ class Witness:
     """This rank's data of an operation, and what must become of it."""
 
     operation: Operation
-    place: Place
+    case: Case
     numbers: Numbers
 
     def operand(self, run: int) -> np.ndarray:
-        shape = self.operation.shape(self.place)
+        shape = self.operation.shape(self.case)
         x = np.empty(shape, self.numbers.dtype)
-        rank = self._group(self.place.rank)
+        rank = self._group(self.case.rank)
         for index in _blocks(x.size):
             x.reshape(-1)[index[0] : index[-1] + 1] = self.numbers.encode(self.numbers.draw(run, rank, index, 0))
         return x
 
     def _columns(self, turns: np.ndarray) -> np.ndarray:
         """The element of each part that is changed before each of these turns."""
-        first, _, count = self.operation.changed(self.place)
+        first, _, count = self.operation.changed(self.case)
         return first + turns % count
 
     def _watched(self, turns: np.ndarray, size: int) -> np.ndarray:
         """The element of the result, which has so many, that is kept in each of these turns."""
-        elements = self.place.elements
-        _, first, count = self.operation.changed(self.place)
+        elements = self.case.elements
+        _, first, count = self.operation.changed(self.case)
         return turns % (size // elements) * elements + first + turns % count
 
     def changed(self, turns: int) -> np.ndarray:
         """Where in the operand the changes after each turn begin."""
-        columns, shape = self._columns(np.arange(turns) + 1), self.operation.shape(self.place)
+        columns, shape = self._columns(np.arange(turns) + 1), self.operation.shape(self.case)
         index = (
-            [np.zeros_like(columns), columns]
-            if self.operation.stacked(self.place)
-            else np.unravel_index(columns, shape)
+            [np.zeros_like(columns), columns] if self.operation.stacked(self.case) else np.unravel_index(columns, shape)
         )
         return np.stack(index, axis=1).astype(np.uint32)
 
     def changes(self, run: int, turns: int) -> np.ndarray:
         """What is written there."""
-        parts, turn = self.operation.stacked(self.place), np.arange(turns)[:, None] + 1
-        index = np.arange(max(1, parts)) * self.place.elements + self._columns(turn)
-        made = self.numbers.encode(self.numbers.draw(run, self._group(self.place.rank), index, turn))
-        ones = (1,) * (len(self.operation.shape(self.place)) - 1)
+        parts, turn = self.operation.stacked(self.case), np.arange(turns)[:, None] + 1
+        index = np.arange(max(1, parts)) * self.case.elements + self._columns(turn)
+        made = self.numbers.encode(self.numbers.draw(run, self._group(self.case.rank), index, turn))
+        ones = (1,) * (len(self.operation.shape(self.case)) - 1)
         return made.reshape(turns, -1, *ones)
 
     def watched(self, turns: int, shape: Sequence[int]) -> np.ndarray:
@@ -162,7 +160,7 @@ class Witness:
         been `changed` since then."""
         found = np.asarray(result).reshape(-1)
         before = np.arange(1, turns)
-        last = np.zeros(self.place.elements, np.uint32)
+        last = np.zeros(self.case.elements, np.uint32)
         last[self._columns(before)] = before  # of several turns the last one counts
         but = self._columns(np.array([turns])) if changed else np.array([], int)
         wrong = 0
@@ -172,23 +170,23 @@ class Witness:
         return wrong, found.size - but.size
 
     def _when(self, last: np.ndarray) -> Callable[[Any], Any]:
-        return lambda index: last[index % self.place.elements]
+        return lambda index: last[index % self.case.elements]
 
     def _group(self, ranks: Any) -> Any:
-        return ranks % _GROUPS if self.operation.reduces(self.place.size) else ranks
+        return ranks % _GROUPS if self.operation.reduces(self.case.size) else ranks
 
     def _expected(self, run: int, index: np.ndarray, when: Callable[[Any], Any]) -> np.ndarray:
         """Elements of the result. `when`: the index of an element of an operand -> in which turn it was changed."""
-        place, numbers = self.place, self.numbers
-        reduced = Counter(self._group(rank) for rank in self.operation.reduced(place))
-        ranks, index = self.operation.origin(place, index)
+        case, numbers = self.case, self.numbers
+        reduced = Counter(self._group(rank) for rank in self.operation.reduced(case))
+        ranks, index = self.operation.origin(case, index)
         if not reduced:
             return numbers.encode(numbers.draw(run, self._group(ranks), index, when(index)))
         drawn = {group: numbers.draw(run, group, index, when(index)) for group in reduced}
-        if place.reduction in ("sum", "prod"):
+        if case.reduction in ("sum", "prod"):
             total = np.zeros(index.shape, np.int64)
             for group, count in reduced.items():
                 total += count * drawn[group].astype(np.int64)
             return numbers.encode(total)
-        choose = np.maximum if place.reduction == "max" else np.minimum
+        choose = np.maximum if case.reduction == "max" else np.minimum
         return numbers.encode(choose.reduce(list(drawn.values())))

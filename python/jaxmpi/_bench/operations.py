@@ -27,7 +27,7 @@ WINDOW = 64
 
 
 @dataclass(frozen=True)
-class Place:
+class Case:
     """A rank, and the elements of its operand: of its only part, or of each of them."""
 
     rank: int
@@ -47,11 +47,11 @@ Origin = tuple[Any, Any]
 """Ranks, and the indices of elements in their operands."""
 
 
-def _own(place: Place, index: Any) -> Origin:
-    return place.rank, index
+def _own(case: Case, index: Any) -> Origin:
+    return case.rank, index
 
 
-def _no_part(place: Place) -> int:
+def _no_part(case: Case) -> int:
     return 0
 
 
@@ -71,54 +71,54 @@ def _divided(count: int, parts: int) -> int:
     return max(1, count // parts)
 
 
-def _everywhere(place: Place) -> tuple[int, int, int]:
-    return 0, 0, place.elements
+def _everywhere(case: Case) -> tuple[int, int, int]:
+    return 0, 0, case.elements
 
 
 @dataclass(frozen=True)
 class Operation:
-    """A row."""
+    """A row of the table."""
 
     name: str
     uses: tuple[str, ...]
-    """Its operations in the library's own table."""
+    """The names of the operations that it calls, as in the library's table."""
 
-    call: Callable[[Place, jax.Array], jax.Array]
+    call: Callable[[Case, jax.Array], jax.Array]
     """The operation: operand -> result."""
 
     size: str
-    """What S is the size of; nothing where no data is moved."""
+    """The array whose size is S; empty where no data is moved."""
 
-    factor: Callable[[Place], float]
+    factor: Callable[[Case], float]
     """Bus bandwidth over algorithm bandwidth, for two ranks and more."""
 
     names: Mapping[str, str] = field(default_factory=dict)
     """What other tools call it, each with a remark where their figures mean something else."""
 
-    origin: Callable[[Place, Any], Origin] = _own
+    origin: Callable[[Case, Any], Origin] = _own
     """Where elements of this rank's result come from, by their index."""
 
-    reduced: Callable[[Place], Sequence[int]] = lambda place: ()
+    reduced: Callable[[Case], Sequence[int]] = lambda case: ()
     """The ranks whose operands are reduced on this one, element by element, of an index that `origin` says; where there
     are none, it says all."""
 
     parts: Callable[[int], int] = _one
     """ranks -> the parts that S consists of."""
 
-    stacked: Callable[[Place], int] = _no_part
+    stacked: Callable[[Case], int] = _no_part
     """The parts that this rank's operand is a stack of; 0: it is one part, and no stack."""
 
     fit: Callable[[int, int], int] = _divided
     """(elements asked for, parts) -> elements of a part."""
 
-    changed: Callable[[Place], tuple[int, int, int]] = _everywhere
+    changed: Callable[[Case], tuple[int, int, int]] = _everywhere
     """(a, b, n): before turn i element a + i % n of each part of the operand is changed, and in it b + i % n of the
     result, or of each part of it, is what has become of one of them."""
 
-    repeats: Callable[[Place], bool] = lambda place: False
+    repeats: Callable[[Case], bool] = lambda case: False
     """Whether the result is the next operand here: what is read of it is as it was."""
 
-    blind: Callable[[Place], bool] = lambda place: False
+    blind: Callable[[Case], bool] = lambda case: False
     """Whether the operand may still be read here when there is a result."""
 
     hidden: bool = False
@@ -135,112 +135,112 @@ class Operation:
 
     def reduces(self, size: int) -> bool:
         """Whether operands are reduced on any of so many ranks."""
-        return any(len(self.reduced(Place(rank, size, 1))) > 0 for rank in (0, size - 1))
+        return any(len(self.reduced(Case(rank, size, 1))) > 0 for rank in (0, size - 1))
 
-    def shape(self, place: Place) -> tuple[int, ...]:
-        parts = self.stacked(place)
+    def shape(self, case: Case) -> tuple[int, ...]:
+        parts = self.stacked(case)
         if self.square:
-            return (math.isqrt(place.elements),) * 2
-        return (parts, place.elements) if parts else (place.elements,)
+            return (math.isqrt(case.elements),) * 2
+        return (parts, case.elements) if parts else (case.elements,)
 
 
 # --- the calls, and where their results come from --------------------------------------------------------------------
 
 
-def _only_on(root: int, value: Callable[[Place], Any], otherwise: Any) -> Callable[[Place], Any]:
-    return lambda place: value(place) if place.rank == root else otherwise
+def _only_on(root: int, value: Callable[[Case], Any], otherwise: Any) -> Callable[[Case], Any]:
+    return lambda case: value(case) if case.rank == root else otherwise
 
 
-def _not_on(rank: int) -> Callable[[Place], bool]:
-    return lambda place: place.rank != rank
+def _not_on(rank: int) -> Callable[[Case], bool]:
+    return lambda case: case.rank != rank
 
 
-def _always(place: Place) -> bool:
+def _always(case: Case) -> bool:
     return True
 
 
-def _ranks(place: Place) -> Sequence[int]:
-    return range(place.size)
+def _ranks(case: Case) -> Sequence[int]:
+    return range(case.size)
 
 
-def _from_root(place: Place, index: Any) -> Origin:
+def _from_root(case: Case, index: Any) -> Origin:
     return 0, index
 
 
-def _stack_of_all(place: Place, index: Any) -> Origin:
-    return index // place.elements, index % place.elements
+def _stack_of_all(case: Case, index: Any) -> Origin:
+    return index // case.elements, index % case.elements
 
 
-def _gathered(place: Place, index: Any) -> Origin:
-    return _stack_of_all(place, index) if place.rank == 0 else _own(place, index)
+def _gathered(case: Case, index: Any) -> Origin:
+    return _stack_of_all(case, index) if case.rank == 0 else _own(case, index)
 
 
-def _alltoall(place: Place, index: Any) -> Origin:
-    return index // place.elements, place.rank * place.elements + index % place.elements
+def _alltoall(case: Case, index: Any) -> Origin:
+    return index // case.elements, case.rank * case.elements + index % case.elements
 
 
-def _scattered(place: Place, index: Any) -> Origin:
-    return 0, place.rank * place.elements + index
+def _scattered(case: Case, index: Any) -> Origin:
+    return 0, case.rank * case.elements + index
 
 
-def _part_of_this_rank(place: Place, index: Any) -> Origin:
-    return place.rank, place.rank * place.elements + index
+def _part_of_this_rank(case: Case, index: Any) -> Origin:
+    return case.rank, case.rank * case.elements + index
 
 
-def _each_one(place: Place) -> list[int]:
+def _each_one(case: Case) -> list[int]:
     """Counts: a row for each rank."""
-    return [1] * place.size
+    return [1] * case.size
 
 
-def _call_exscan(place: Place, x: jax.Array) -> jax.Array:
-    y = notoken.exscan(x, place.op)
-    return y if place.rank > 0 else x
+def _call_exscan(case: Case, x: jax.Array) -> jax.Array:
+    y = notoken.exscan(x, case.op)
+    return y if case.rank > 0 else x
 
 
-def _call_gatherv(place: Place, x: jax.Array) -> jax.Array:
-    y = notoken.gatherv(x[None], _each_one(place), 0)
-    return y if place.rank == 0 else y[0]
+def _call_gatherv(case: Case, x: jax.Array) -> jax.Array:
+    y = notoken.gatherv(x[None], _each_one(case), 0)
+    return y if case.rank == 0 else y[0]
 
 
-def _call_scatterv(place: Place, x: jax.Array) -> jax.Array:
-    return notoken.scatterv(x if place.rank == 0 else x[None], _each_one(place), 0)[0]
+def _call_scatterv(case: Case, x: jax.Array) -> jax.Array:
+    return notoken.scatterv(x if case.rank == 0 else x[None], _each_one(case), 0)[0]
 
 
-def _call_barrier(place: Place, x: jax.Array) -> jax.Array:
+def _call_barrier(case: Case, x: jax.Array) -> jax.Array:
     notoken.barrier()
     return x
 
 
-def _call_nobody(place: Place, x: jax.Array) -> jax.Array:
+def _call_nobody(case: Case, x: jax.Array) -> jax.Array:
     notoken.send(x, MPI.PROC_NULL)
     return x
 
 
-def _call_sendrecv(place: Place, x: jax.Array) -> jax.Array:
-    return notoken.sendrecv(x, x, place.others(-1), place.others(1))
+def _call_sendrecv(case: Case, x: jax.Array) -> jax.Array:
+    return notoken.sendrecv(x, x, case.others(-1), case.others(1))
 
 
-def _call_pingpong(place: Place, x: jax.Array) -> jax.Array:
-    if place.rank == 0:
+def _call_pingpong(case: Case, x: jax.Array) -> jax.Array:
+    if case.rank == 0:
         notoken.send(x, 1)
         return notoken.recv(x, 1)
-    if place.rank == 1:
+    if case.rank == 1:
         y = notoken.recv(x, 0)
         notoken.send(x, 0)
         return y
     return x
 
 
-def _call_send(place: Place, x: jax.Array) -> jax.Array:
+def _call_send(case: Case, x: jax.Array) -> jax.Array:
     y = x
-    for _ in range(WINDOW if place.rank < 2 else 0):
-        if place.rank == 0:
+    for _ in range(WINDOW if case.rank < 2 else 0):
+        if case.rank == 0:
             notoken.send(x, 1)
         else:
             y = notoken.recv(x, 0)
-    if place.rank == 0:
+    if case.rank == 0:
         notoken.recv(jnp.zeros(1, x.dtype), 1)
-    if place.rank == 1:
+    if case.rank == 1:
         notoken.send(y[:1], 0)
     return y
 
@@ -258,35 +258,35 @@ def _cartesian(size: int) -> MPI.Cartcomm:
     return MPI.COMM_WORLD.Create_cart(_dims(size), periods=(True, True))
 
 
-def _rank_at(place: Place, row: Any, column: Any) -> Any:
-    rows, columns = _dims(place.size)
+def _rank_at(case: Case, row: Any, column: Any) -> Any:
+    rows, columns = _dims(case.size)
     return row % rows * columns + column % columns
 
 
-def _neighbors(place: Place) -> np.ndarray:
+def _neighbors(case: Case) -> np.ndarray:
     """Before and behind this rank, along each axis."""
-    row, column = divmod(place.rank, _dims(place.size)[1])
+    row, column = divmod(case.rank, _dims(case.size)[1])
     steps = ((-1, 0), (1, 0), (0, -1), (0, 1))
-    return np.array([_rank_at(place, row + down, column + right) for down, right in steps])
+    return np.array([_rank_at(case, row + down, column + right) for down, right in steps])
 
 
-def _from_neighbors(place: Place, index: Any) -> Origin:
-    return _neighbors(place)[index // place.elements], index % place.elements
+def _from_neighbors(case: Case, index: Any) -> Origin:
+    return _neighbors(case)[index // case.elements], index % case.elements
 
 
-def _between_neighbors(place: Place, index: Any) -> Origin:
+def _between_neighbors(case: Case, index: Any) -> Origin:
     """What the neighbour before has sent behind, and the other way round."""
-    part, element = np.divmod(index, place.elements)
-    return _neighbors(place)[part], (part ^ 1) * place.elements + element
+    part, element = np.divmod(index, case.elements)
+    return _neighbors(case)[part], (part ^ 1) * case.elements + element
 
 
-def _other_neighbors(place: Place) -> float:
-    return sum(count > 1 for count in _dims(place.size)) / 2
+def _other_neighbors(case: Case) -> float:
+    return sum(count > 1 for count in _dims(case.size)) / 2
 
 
-def _side(place: Place) -> int:
-    """Of a block, without its halo of one cell."""
-    return math.isqrt(place.elements) - 2
+def _side(case: Case) -> int:
+    """The side of a block, without its halo of one cell."""
+    return math.isqrt(case.elements) - 2
 
 
 def _square(count: int, parts: int) -> int:
@@ -299,44 +299,44 @@ def _grid(size: int, side: int) -> Grid:
     return Grid(dims, [count * side for count in dims], periodic=True)
 
 
-def _call_exchange(place: Place, x: jax.Array) -> jax.Array:
-    return _grid(place.size, _side(place)).exchange(x)
+def _call_exchange(case: Case, x: jax.Array) -> jax.Array:
+    return _grid(case.size, _side(case)).exchange(x)
 
 
-def _around(place: Place, index: Any) -> Origin:
+def _around(case: Case, index: Any) -> Origin:
     """The cell of the block, or of another one, that a cell of the block with its halo is, or is copied from."""
-    side = _side(place)
+    side = _side(case)
     row, column = np.divmod(index, side + 2)
-    its_row, its_column = divmod(place.rank, _dims(place.size)[1])
+    its_row, its_column = divmod(case.rank, _dims(case.size)[1])
     # A block before, in this one, or a block behind.
     down, right = (row - 1) // side, (column - 1) // side
     cell = (row - 1 - down * side + 1) * (side + 2) + column - 1 - right * side + 1
-    return _rank_at(place, its_row + down, its_column + right), cell
+    return _rank_at(case, its_row + down, its_column + right), cell
 
 
-def _first_row(place: Place) -> tuple[int, int, int]:
+def _first_row(case: Case) -> tuple[int, int, int]:
     """The block's first row, which becomes the last one of another halo."""
-    side = _side(place)
+    side = _side(case)
     return side + 2 + 1, (side + 1) * (side + 2) + 1, side
 
 
-def _part_of_halo(place: Place) -> float:
+def _part_of_halo(case: Case) -> float:
     """The part of the array that comes from other ranks."""
-    side = _side(place)
-    own = [side + 2 if count == 1 else side for count in _dims(place.size)]
-    return 1 - own[0] * own[1] / place.elements
+    side = _side(case)
+    own = [side + 2 if count == 1 else side for count in _dims(case.size)]
+    return 1 - own[0] * own[1] / case.elements
 
 
 # --- the table -------------------------------------------------------------------------------------------------------
 
 
-def _constant(value: float) -> Callable[[Place], float]:
-    return lambda place: value
+def _constant(value: float) -> Callable[[Case], float]:
+    return lambda case: value
 
 
-def _but_one(place: Place) -> float:
-    """Of n parts a rank's own stays where it is."""
-    return (place.size - 1) / place.size
+def _but_one(case: Case) -> float:
+    """The factor where a rank's own part stays where it is: (n - 1) / n."""
+    return (case.size - 1) / case.size
 
 
 def _parts_of_osu(name: str, nccl: str = "") -> dict[str, str]:
@@ -350,16 +350,16 @@ OPERATIONS = {
         Operation(
             "allreduce",
             ("allreduce",),
-            lambda place, x: notoken.allreduce(x, place.op),
+            lambda case, x: notoken.allreduce(x, case.op),
             "the array",
-            lambda place: 2 * (place.size - 1) / place.size,
+            lambda case: 2 * (case.size - 1) / case.size,
             {"osu_allreduce": "", "all_reduce_perf": ""},
             reduced=_ranks,
         ),
         Operation(
             "allgather",
             ("allgather",),
-            lambda place, x: notoken.allgather(x),
+            lambda case, x: notoken.allgather(x),
             "the result, which all ranks have a part of",
             _but_one,
             _parts_of_osu("allgather", "all_gather_perf"),
@@ -369,7 +369,7 @@ OPERATIONS = {
         Operation(
             "allgatherv",
             ("allgatherv",),
-            lambda place, x: notoken.allgatherv(x[None], _each_one(place)),
+            lambda case, x: notoken.allgatherv(x[None], _each_one(case)),
             "the result, which all ranks have a part of, here of the same length",
             _but_one,
             _parts_of_osu("allgatherv"),
@@ -379,29 +379,29 @@ OPERATIONS = {
         Operation(
             "alltoall",
             ("alltoall",),
-            lambda place, x: notoken.alltoall(x),
+            lambda case, x: notoken.alltoall(x),
             "the array, of which each rank gets a part",
             _but_one,
             _parts_of_osu("alltoall", "alltoall_perf"),
             origin=_alltoall,
             parts=_all,
-            stacked=lambda place: place.size,
+            stacked=lambda case: case.size,
         ),
         Operation(
             "alltoallv",
             ("alltoallv",),
-            lambda place, x: notoken.alltoallv(x, _each_one(place), _each_one(place)),
+            lambda case, x: notoken.alltoallv(x, _each_one(case), _each_one(case)),
             "the array, of which each rank gets a part, here of the same length",
             _but_one,
             _parts_of_osu("alltoallv"),
             origin=_alltoall,
             parts=_all,
-            stacked=lambda place: place.size,
+            stacked=lambda case: case.size,
         ),
         Operation(
             "bcast",
             ("bcast",),
-            lambda place, x: notoken.bcast(x, 0),
+            lambda case, x: notoken.bcast(x, 0),
             "the array",
             _constant(1),
             {"osu_bcast": "", "broadcast_perf": ""},
@@ -415,12 +415,12 @@ OPERATIONS = {
             "the array",
             _constant(1),
             {"osu_exscan": ""},
-            reduced=lambda place: range(place.rank),
+            reduced=lambda case: range(case.rank),
         ),
         Operation(
             "gather",
             ("gather",),
-            lambda place, x: notoken.gather(x, 0),
+            lambda case, x: notoken.gather(x, 0),
             "root's result, which all ranks have a part of",
             _but_one,
             _parts_of_osu("gather", "gather_perf"),
@@ -444,7 +444,7 @@ OPERATIONS = {
         Operation(
             "reduce",
             ("reduce",),
-            lambda place, x: notoken.reduce(x, place.op, 0),
+            lambda case, x: notoken.reduce(x, case.op, 0),
             "the array",
             _constant(1),
             {"osu_reduce": "", "reduce_perf": ""},
@@ -455,45 +455,45 @@ OPERATIONS = {
         Operation(
             "reduce_scatter",
             ("reduce_scatter",),
-            lambda place, x: notoken.reduce_scatter(x, place.op),
+            lambda case, x: notoken.reduce_scatter(x, case.op),
             "the array, of whose reduction each rank gets a part",
             _but_one,
             {"osu_reduce_scatter": "", "reduce_scatter_perf": ""},
             origin=_part_of_this_rank,
             reduced=_ranks,
             parts=_all,
-            stacked=lambda place: place.size,
+            stacked=lambda case: case.size,
         ),
         Operation(
             "reduce_scatter_counts",
             ("reduce_scatterv",),
-            lambda place, x: notoken.reduce_scatter(x, place.op, _each_one(place))[0],
+            lambda case, x: notoken.reduce_scatter(x, case.op, _each_one(case))[0],
             "the array, of whose reduction each rank gets a part, here of the same length",
             _but_one,
             origin=_part_of_this_rank,
             reduced=_ranks,
             parts=_all,
-            stacked=lambda place: place.size,
+            stacked=lambda case: case.size,
         ),
         Operation(
             "scan",
             ("scan",),
-            lambda place, x: notoken.scan(x, place.op),
+            lambda case, x: notoken.scan(x, case.op),
             "the array",
             _constant(1),
             {"osu_scan": ""},
-            reduced=lambda place: range(place.rank + 1),
+            reduced=lambda case: range(case.rank + 1),
         ),
         Operation(
             "scatter",
             ("scatter",),
-            lambda place, x: notoken.scatter(x, 0),
+            lambda case, x: notoken.scatter(x, 0),
             "root's array, of which each rank gets a part",
             _but_one,
             _parts_of_osu("scatter", "scatter_perf"),
             origin=_scattered,
             parts=_all,
-            stacked=_only_on(0, lambda place: place.size, 0),
+            stacked=_only_on(0, lambda case: case.size, 0),
         ),
         Operation(
             "scatterv",
@@ -504,7 +504,7 @@ OPERATIONS = {
             _parts_of_osu("scatterv"),
             origin=_scattered,
             parts=_all,
-            stacked=_only_on(0, lambda place: place.size, 0),
+            stacked=_only_on(0, lambda case: case.size, 0),
         ),
         Operation(
             "sendrecv",
@@ -516,7 +516,7 @@ OPERATIONS = {
                 "osu_bibw": "OSU counts what both ranks send, and has many messages on their way at a time",
                 "sendrecv_perf": "",
             },
-            origin=lambda place, index: (place.others(-1), index),
+            origin=lambda case, index: (case.others(-1), index),
         ),
         Operation(
             "pingpong",
@@ -525,9 +525,9 @@ OPERATIONS = {
             "the message from rank 0 to rank 1 and back; the time is half of that",
             _constant(1),
             {"osu_latency": ""},
-            origin=lambda place, index: (1 - place.rank if place.rank < 2 else place.rank, index),
-            repeats=lambda place: place.rank > 1,
-            blind=lambda place: place.rank == 1,
+            origin=lambda case, index: (1 - case.rank if case.rank < 2 else case.rank, index),
+            repeats=lambda case: case.rank > 1,
+            blind=lambda case: case.rank == 1,
             messages=2,
             least=2,
         ),
@@ -538,9 +538,9 @@ OPERATIONS = {
             f"a message from rank 0 to rank 1, which answers after {WINDOW} of them",
             _constant(1),
             {"osu_bw": "OSU's sends do not block, so that many messages are on their way at a time; these do"},
-            origin=lambda place, index: (0 if place.rank == 1 else place.rank, index),
+            origin=lambda case, index: (0 if case.rank == 1 else case.rank, index),
             repeats=_not_on(1),
-            blind=lambda place: place.rank == 0,
+            blind=lambda case: case.rank == 0,
             messages=WINDOW,
             hidden=True,
             least=2,
@@ -548,7 +548,7 @@ OPERATIONS = {
         Operation(
             "neighbor_allgather",
             ("neighbor_allgather",),
-            lambda place, x: notoken.neighbor_allgather(x, comm=_cartesian(place.size)),
+            lambda case, x: notoken.neighbor_allgather(x, comm=_cartesian(case.size)),
             "the result: the arrays of four neighbours on a torus of two dimensions",
             _other_neighbors,
             _parts_of_osu("neighbor_allgather"),
@@ -558,13 +558,13 @@ OPERATIONS = {
         Operation(
             "neighbor_alltoall",
             ("neighbor_alltoall",),
-            lambda place, x: notoken.neighbor_alltoall(x, comm=_cartesian(place.size)),
+            lambda case, x: notoken.neighbor_alltoall(x, comm=_cartesian(case.size)),
             "the array, of which each of four neighbours on a torus of two dimensions gets a part",
             _other_neighbors,
             _parts_of_osu("neighbor_alltoall"),
             origin=_between_neighbors,
             parts=_four,
-            stacked=lambda place: 4,
+            stacked=lambda case: 4,
         ),
         Operation(
             "grid_exchange",

@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 from jaxmpi._bench import operations, timing
 from jaxmpi._bench.data import Numbers
-from jaxmpi._bench.operations import Operation, Place
+from jaxmpi._bench.operations import Case, Operation
 from jaxmpi._mpi.library import DATATYPES
 from jaxmpi._primitive import arguments
 
@@ -242,7 +242,7 @@ def _device_problems(options: argparse.Namespace) -> Iterator[str]:
 
 
 def _file_problems(options: argparse.Namespace) -> Iterator[str]:
-    """On rank 0, which writes them, before anything is measured."""
+    """What is wrong with the files, on rank 0, which writes them, before anything is measured."""
     for option, path in (("--json", options.json), ("--plot", options.plot)):
         if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
             yield f"{option}: {path} cannot be written"
@@ -265,13 +265,13 @@ def show_size(nbytes: float) -> str:
     return f"{nbytes:g}"
 
 
-def places(row: Operation, options: argparse.Namespace) -> tuple[list[Place], str]:
+def cases(row: Operation, options: argparse.Namespace) -> tuple[list[Case], str]:
     """Where the operation is measured: for each size, rounded to whole elements of each part; and a remark on that."""
     if not row.size:
-        return [Place(COMM.rank, COMM.size, 1, options.op)], ""
+        return [Case(COMM.rank, COMM.size, 1, options.op)], ""
     parts, itemsize = row.parts(COMM.size), DATATYPES[options.dtype].itemsize
     elements = [row.fit(nbytes // itemsize, parts) for nbytes in options.bytes]
     sizes = zip(options.bytes, [count * parts * itemsize for count in elements], strict=True)
     rounded = ", ".join(f"{asked} to {made}" for asked, made in sizes if asked != made)
-    where = [Place(COMM.rank, COMM.size, count, options.op) for count in dict.fromkeys(elements)]
+    where = [Case(COMM.rank, COMM.size, count, options.op) for count in dict.fromkeys(elements)]
     return where, f"sizes are rounded: {rounded}" if rounded else ""

@@ -24,8 +24,8 @@ COLUMNS = (
 
 def row_of(point: Point, dtype: str, itemsize: int) -> dict[str, Any]:
     """The figures by names that say their units; a gigabyte is 10^9 bytes."""
-    row, place = point.operation, point.place
-    count = place.elements * row.parts(place.size) if row.size else 0
+    row, case = point.operation, point.case
+    count = case.elements * row.parts(case.size) if row.size else 0
     speed = count * itemsize / point.median / 1e9
     microseconds = [1e6 * value for value in point.seconds]
     return {
@@ -46,7 +46,7 @@ def row_of(point: Point, dtype: str, itemsize: int) -> dict[str, Any]:
 
 
 def bus_factor(point: Point) -> float:
-    return point.operation.factor(point.place) if point.place.size > 1 else 0.0
+    return point.operation.factor(point.case) if point.case.size > 1 else 0.0
 
 
 def digits(value: float) -> str:

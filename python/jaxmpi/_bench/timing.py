@@ -27,7 +27,7 @@ from mpi4py import MPI
 
 from jaxmpi import notoken
 from jaxmpi._bench.data import Numbers, Witness
-from jaxmpi._bench.operations import NOBODY, Operation, Place
+from jaxmpi._bench.operations import NOBODY, Case, Operation
 from jaxmpi._primitive.jit import jit
 
 COMM = MPI.COMM_WORLD
@@ -58,16 +58,16 @@ class Plan:
 
 @dataclass(frozen=True)
 class Point:
-    """What was measured of one operation at one size."""
+    """The measurements of one operation at one size."""
 
     operation: Operation
-    place: Place
+    case: Case
     iterations: int
-    """In the last round; in those before it as many or more."""
+    """The number of iterations in the last round; those before it have as many or more."""
     seconds: list[float]
-    """Of one operation, in each round, on the slowest rank."""
+    """The time of one operation on the slowest rank, in each round."""
     wrong: int | None
-    """Elements, on all ranks and in all rounds."""
+    """The number of wrong elements, on all ranks and in all rounds."""
     checked: int | None
 
     @property
@@ -80,19 +80,19 @@ Run = Callable[[int, int, bool], tuple[float, int, int]]
 compared."""
 
 
-def _turn(operation: Operation, place: Place, state: Any, given: Any) -> tuple[Any, Any]:
+def _turn(operation: Operation, case: Case, state: Any, given: Any) -> tuple[Any, Any]:
     """One turn: the state for the next one, and the result, or None if that is the operand in it."""
     turn, x, kept = state
     where, what, watched = (_row(values, turn) for values in given)
-    y = operation.call(place, x)
+    y = operation.call(case, x)
     kept = lax.dynamic_update_slice(kept, lax.dynamic_slice(y, tuple(watched), (1,) * y.ndim).reshape(1), (turn,))
     # XLA copies an array of which it does not know that it is read before it is changed: so where it is changed depends
     # on what has been read, and on an operation that follows the one that has no result here.
     read = [_row(kept, turn)]
-    if operation.blind(place) and x.nbytes >= _COPIED:
+    if operation.blind(case) and x.nbytes >= _COPIED:
         read.append(notoken.recv(jnp.zeros((), x.dtype), MPI.PROC_NULL))
     zero = jnp.minimum(sum(lax.population_count(value.real.astype(jnp.int32)) for value in read), 0)
-    repeats = operation.repeats(place)
+    repeats = operation.repeats(case)
     x = lax.dynamic_update_slice(y if repeats else x, what, tuple(where + zero.astype(where.dtype)))
     return (turn + 1, x, kept), None if repeats else y
 
@@ -101,8 +101,8 @@ def _row(values: jax.Array, turn: jax.Array) -> jax.Array:
     return lax.dynamic_index_in_dim(values, turn, keepdims=False)
 
 
-def _loop(operation: Operation, place: Place) -> Callable[..., Any]:
-    step = functools.partial(_turn, operation, place)
+def _loop(operation: Operation, case: Case) -> Callable[..., Any]:
+    step = functools.partial(_turn, operation, case)
 
     def program(state, given, turns):
         # The last turn is not in the loop, which need not carry results.
@@ -112,8 +112,8 @@ def _loop(operation: Operation, place: Place) -> Callable[..., Any]:
     return lambda state, given, turns: jax.block_until_ready(compiled(state, given, np.int32(turns)))
 
 
-def _calls(operation: Operation, place: Place) -> Callable[..., Any]:
-    compiled = jit(functools.partial(_turn, operation, place), donate_argnums=0)
+def _calls(operation: Operation, case: Case) -> Callable[..., Any]:
+    compiled = jit(functools.partial(_turn, operation, case), donate_argnums=0)
 
     def run(state, given, turns):
         for _ in range(turns):
@@ -132,10 +132,10 @@ def _timed(call: Callable[[], Any]) -> tuple[float, Any]:
 
 def _compiled(witness: Witness, how: str, most: int) -> Run:
     """Programs for up to `most` turns."""
-    operation, place = witness.operation, witness.place
-    run_turns = (_loop if how == "loop" else _calls)(operation, place)
-    shape = jax.ShapeDtypeStruct(operation.shape(place), witness.numbers.dtype)
-    received = jax.eval_shape(functools.partial(operation.call, place), shape).shape
+    operation, case = witness.operation, witness.case
+    run_turns = (_loop if how == "loop" else _calls)(operation, case)
+    shape = jax.ShapeDtypeStruct(operation.shape(case), witness.numbers.dtype)
+    received = jax.eval_shape(functools.partial(operation.call, case), shape).shape
     where, watched = jnp.array(witness.changed(most)), jnp.array(witness.watched(most, received))
 
     def run(number, turns, check):
@@ -154,16 +154,16 @@ def _compiled(witness: Witness, how: str, most: int) -> Run:
 
 
 def _eager(witness: Witness) -> Run:
-    operation, place = witness.operation, witness.place
+    operation, case = witness.operation, witness.case
 
     def run(number, turns, check):
-        # The last turn's operand is that of this run; the other one is that of a run that is none.
+        # The last turn's operand is that of this run; the other one has that of no run.
         operands = [jnp.array(witness.operand(which)) for which in (number, number + (1 << 31))]
         jax.block_until_ready(operands)
 
         def calls():
             for left in reversed(range(turns)):
-                y = jax.block_until_ready(operation.call(place, operands[left % 2]))
+                y = jax.block_until_ready(operation.call(case, operands[left % 2]))
                 if operation.hidden:
                     jax.effects_barrier()
             return y
@@ -198,11 +198,11 @@ def _fitting(seconds: float, plan: Plan, most: int) -> int:
     return max(FEWEST, min(most, int(plan.seconds / plan.rounds / seconds)))
 
 
-def measure(operation: Operation, place: Place, dtype: np.dtype, plan: Plan) -> Point:
+def measure(operation: Operation, case: Case, dtype: np.dtype, plan: Plan) -> Point:
     """All ranks call it alike. Raises ValueError, on all of them, if the data could not be checked."""
-    reduction = place.reduction if operation.reduces(place.size) else ""
-    witness = Witness(operation, place, Numbers.of(dtype, reduction, place.size))
-    parts = max(1, operation.stacked(Place(0, place.size, place.elements)))
+    reduction = case.reduction if operation.reduces(case.size) else ""
+    witness = Witness(operation, case, Numbers.of(dtype, reduction, case.size))
+    parts = max(1, operation.stacked(Case(0, case.size, case.elements)))
     most = max(FEWEST, min(MOST, _CHANGES // parts)) if plan.iterations is None else plan.iterations
     most = max(most, min(plan.warmup, MOST))
     run = _eager(witness) if plan.how == "eager" else _compiled(witness, plan.how, most)
@@ -216,10 +216,10 @@ def measure(operation: Operation, place: Place, dtype: np.dtype, plan: Plan) -> 
         if plan.iterations is None:  # on a machine that is busy a round may take much longer than the one before
             turns = min(turns, _fitting(turn, plan, most))
     if not plan.check or not operation.size:
-        return Point(operation, place, turns, seconds, None, None)
-    return Point(operation, place, turns, seconds, COMM.allreduce(wrong), COMM.allreduce(checked))
+        return Point(operation, case, turns, seconds, None, None)
+    return Point(operation, case, turns, seconds, COMM.allreduce(wrong), COMM.allreduce(checked))
 
 
 def to_nobody(dtype: np.dtype, plan: Plan) -> float:
     """Seconds of a turn that communicates nothing."""
-    return min(measure(NOBODY, Place(0, 1, 1), dtype, plan).seconds)
+    return min(measure(NOBODY, Case(0, 1, 1), dtype, plan).seconds)

@@ -15,11 +15,11 @@ included:
    known because its operands are.
 
 `vmap` maps what depends on the mapped values, and ranks must map alike. A derivative may depend on them on one rank
-only, so the links of 1. and 4., and what is communicated with them, are mapped by every `vmap` around them. If a
+only, so the dependences of 1. and 4., and what is communicated with them, are mapped by every `vmap` around them. If a
 derivative is differentiated further they are mapped by every `vmap` except that of `jacfwd`, which maps tangents alone
-(`traces.link_value`).
+(`seeds.make_value_depend`).
 
-The primitives that JAX differentiates by a rule for what is inside ("opens") are in `opening._OPENED`, with what the
-rule needs; anything else that communicates inside is refused. `_contract` tests all these assumptions about JAX before
-the first derivative.
+The higher-order primitives, which JAX differentiates by a rule for the computation inside, are in
+`higher_order._HIGHER_ORDER`, with what the rule needs; anything else that communicates inside is refused. `_contract`
+tests all these assumptions about JAX before the first derivative.
 """

@@ -11,7 +11,7 @@ from jax._src import core
 from jax._src.interpreters import ad as private_ad
 from jax.extend.core import primitives
 
-from jaxmpi._derivatives.seeds import has_tangent, in_opened, link_operands, seeds_of
+from jaxmpi._derivatives.seeds import has_tangent, inside_higher_order, make_operands_depend, seeds_of
 from jaxmpi._jax import internals, jaxprs
 from jaxmpi._primitive import effect
 from jaxmpi._primitive.effect import (
@@ -28,7 +28,7 @@ from jaxmpi._primitive.effect import (
 
 
 def differentiate_custom_jvp(own, trace, primitive, function, rule, tracers, *more, **options):
-    """All operands get tangents: the rule may communicate each of them, including zeros that JAX has made.
+    """Gives all operands tangents: the rule may communicate each of them, including zeros that JAX has made.
 
     If all of them have tangents already the rule is not traced to ask whether it communicates: JAX calls it anyway.
     """
@@ -39,9 +39,11 @@ def differentiate_custom_jvp(own, trace, primitive, function, rule, tracers, *mo
     seeds_of(trace)  # closes the list: values made from here on are not seeds
     possible = internals.inexact_among(tracers)
     without = not possible or not all(has_tangent(trace, [tracers[i]]) for i in possible)
-    asked = _asked(trace, tracers, function, rule, asks) if without or in_opened.get() else False
+    asked = _asked(trace, tracers, function, rule, asks) if without or inside_higher_order.get() else False
     if asked:
-        tracers = link_operands(trace, tracers, _or_refuse(possible), "a function with jax.custom_jvp", False)
+        tracers = make_operands_depend(
+            trace, tracers, _refuse_if_none(possible), "a function with jax.custom_jvp", False
+        )
     with during(cannot_be_traced, asked is None and without):
         return own(trace, primitive, function, rule, tracers, *more, **options)
 
@@ -61,15 +63,17 @@ def differentiate_custom_vjp(own, trace, primitive, function, forward, backward,
     seeds_of(trace)  # closes the list: values made from here on are not seeds
     possible = internals.inexact_among(tracers)
     called = has_tangent(trace, tracers)
-    asked = False if called and not in_opened.get() else _asked(trace, tracers, function, backward, asks, called)
+    asked = (
+        False if called and not inside_higher_order.get() else _asked(trace, tracers, function, backward, asks, called)
+    )
     if not asked:
         with during(cannot_be_traced, asked is None and not called):
             return call(tracers)
-    _or_refuse(possible)
+    _refuse_if_none(possible)
     possible.sort(key=lambda i: (not has_tangent(trace, [tracers[i]]), may_be_request(tracers[i])))
     for i in possible:
         with contextlib.suppress(private_ad.CustomVJPException, *([] if i == possible[-1] else [AssertionError])):
-            return call(link_operands(trace, tracers, [i], "a function with jax.custom_vjp", False))
+            return call(make_operands_depend(trace, tracers, [i], "a function with jax.custom_vjp", False))
     raise refusal("a function with jax.custom_vjp that has closed-over values alone")
 
 
@@ -107,7 +111,7 @@ _answers: "weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, dict[An
 _answers = weakref.WeakKeyDictionary()
 
 
-def _or_refuse(possible: list[int]) -> list[int]:
+def _refuse_if_none(possible: list[int]) -> list[int]:
     if not possible:
         raise Refusal(
             "jaxmpi: a function with jax.custom_jvp or jax.custom_vjp communicates and has no floating-point argument, "
@@ -176,7 +180,7 @@ def rules_communicate(around: Any, jaxpr: Any) -> bool:
 
 
 def rule_communicates(around: Any, jaxpr: Any, which: int) -> bool:
-    """The same for one equation of a jaxpr."""
+    """Whether one equation of such a computation calls a function with a derivative rule that communicates."""
     known, equation = _with_rules.setdefault(jaxpr, {}), jaxpr.eqns[which]
     if which not in known:
         if equation.primitive in (primitives.custom_jvp_call_p, primitives.custom_vjp_call_p):
@@ -187,16 +191,16 @@ def rule_communicates(around: Any, jaxpr: Any, which: int) -> bool:
 
 
 def derivative_communicates(around: Any, params: JaxParams) -> bool:
-    """The same for the computations inside an equation with these parameters."""
+    """Whether the computations inside an equation with these parameters call such a function."""
     return any(rules_communicate(around, inner) for inner in jaxprs.inner_jaxprs(params))
 
 
 _with_rules: "weakref.WeakKeyDictionary[Any, dict[int, bool]]" = weakref.WeakKeyDictionary()
-"""For jaxprs, by the position of an equation."""
+"""Whether an equation of a jaxpr, by its position, calls a rule that communicates."""
 
 
 def _rule_of_equation_communicates(around: Any, jaxpr: Any, equation: Any) -> bool:
-    alone = jaxprs.alone(jaxpr, equation)
+    alone = jaxprs.of_equation(jaxpr, equation)
     which = internals.inexact_among(x.aval for x in alone.invars)
 
     def differentiated(*xs):

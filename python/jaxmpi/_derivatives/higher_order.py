@@ -1,6 +1,6 @@
-"""What a trace that differentiates does with each primitive that communicates, and with those that JAX opens.
+"""What a trace that differentiates does with operations, and with higher-order primitives that communicate.
 
-To open a primitive means to differentiate the computation inside: of calls, branches, loops, linear solves.
+A higher-order primitive has a computation inside, which JAX differentiates: calls, branches, loops, linear solves.
 """
 
 import contextvars
@@ -13,17 +13,24 @@ from jax._src import ad_checkpoint, core, custom_batching
 from jax._src.lax.control_flow import solves
 from jax.extend.core import primitives
 
-try:
-    from jax._src import hijax
-except ImportError:  # before JAX 0.8
-    hijax = None  # type: ignore[assignment]
-
 from jaxmpi._derivatives import unreported
 from jaxmpi._derivatives.custom_rules import derivative_communicates, rules_communicate
-from jaxmpi._derivatives.rewrites import depending, scan_with_carry, with_parameter, with_parameter_of_call
-from jaxmpi._derivatives.seeds import has_tangent, in_opened, link_operands, link_value, seeds_of, tangents_of
+from jaxmpi._derivatives.rewrites import (
+    scan_with_carry,
+    that_depends_on_arguments,
+    with_parameter,
+    with_parameter_of_call,
+)
+from jaxmpi._derivatives.seeds import (
+    has_tangent,
+    inside_higher_order,
+    make_operands_depend,
+    make_value_depend,
+    seeds_of,
+    tangents_of,
+)
 from jaxmpi._jax import internals, jaxprs
-from jaxmpi._jax.dependence import link_primitive
+from jaxmpi._jax.dependence import depends_on_p
 from jaxmpi._primitive import effect
 from jaxmpi._primitive.effect import (
     EFFECT,
@@ -38,28 +45,30 @@ from jaxmpi._primitive.effect import (
 from jaxmpi._primitive.operation import in_derivative, is_ours
 
 
-def _one(
+def _operand_to_differentiate(
     trace: Any, tracers: Sequence[Any], start: int = 0, stop: int | None = None, requests: bool = True
 ) -> list[int]:
-    """An operand to be linked, among those from `start` to `stop`: one with a tangent if possible; none if no operand
-    can have one. `requests`: also one that may be a request, without tangent."""
+    """An operand that is made to depend on the seeds, among those from `start` to `stop`: one with a tangent if
+    possible; none if no operand can have one. `requests`: also one that may be a request, without tangent."""
     possible = [i for i in range(start, len(tracers) if stop is None else stop) if internals.inexact(tracers[i])]
     tangents = tangents_of(trace, tracers)
     others = possible if requests else [i for i in possible if not may_be_request(tracers[i])]
     return [i for i in possible if type(tangents[i]) is not internals.ad.Zero][:1] or others[:1]
 
 
-def _one_of_first_order(trace: Any, tracers: Sequence[Any], params: JaxParams, start: int = 0) -> list[int]:
-    """The same; but no request, whose tangent would start its adjoint; and none if there are derivatives inside, whose
-    values must depend on what is differentiated, too, unless the loop has a dummy operand already. Where there is none,
-    a dummy operand is added."""
-    if _has_derivatives(params) and _widened.get() is not trace:
+def _operand_of_higher_order(trace: Any, tracers: Sequence[Any], params: JaxParams, start: int = 0) -> list[int]:
+    """An operand of a higher-order primitive that is made to depend on the seeds; none if it needs a dummy operand.
+
+    It is no request, whose tangent would start its adjoint. A dummy operand is also needed if there are derivatives
+    inside, for their values must depend on what is differentiated, too.
+    """
+    if _has_derivatives(params) and _trace_with_dummy.get() is not trace:
         return []
-    return _one(trace, tracers, start, requests=False)
+    return _operand_to_differentiate(trace, tracers, start, requests=False)
 
 
-_widened: contextvars.ContextVar[Any] = contextvars.ContextVar("widened", default=None)
-"""The trace for which a loop is made again with a dummy operand."""
+_trace_with_dummy: contextvars.ContextVar[Any] = contextvars.ContextVar("widened", default=None)
+"""The trace that differentiates a loop which has been given a dummy operand."""
 
 
 def _has_derivatives(params: JaxParams) -> bool:
@@ -67,118 +76,125 @@ def _has_derivatives(params: JaxParams) -> bool:
     for inner in jaxprs.inner_jaxprs(params):
         for equation in inner.eqns:
             more = equation.params
-            if equation.primitive is link_primitive and more["always"]:
+            if equation.primitive is depends_on_p and more["always"]:
                 return True
             if in_derivative(equation) or (communicates(more) and _has_derivatives(more)):
                 return True
     return False
 
 
-def _dummy(trace: Any) -> Any:
+def _dummy_operand(trace: Any) -> Any:
     """A number without meaning that, like its tangent, depends on what is differentiated."""
-    (tracer,) = link_operands(trace, [ZERO], [0], "what")
-    return link_value(trace, tracer)
+    (tracer,) = make_operands_depend(trace, [ZERO], [0], "what")
+    return make_value_depend(trace, tracer)
 
 
-def _open(own: Callable[..., Any], *args: Any) -> Any:
-    with during(in_opened, True):
+def _differentiate_inside(own: Callable[..., Any], *args: Any) -> Any:
+    with during(inside_higher_order, True):
         return own(*args)
 
 
-def _open_call(own, trace, primitive, tracers, params):
-    if which := _one_of_first_order(trace, tracers, params):
-        return own(trace, primitive, link_operands(trace, tracers, which, primitive.name), params)
-    return own(trace, primitive, [_dummy(trace), *tracers], with_parameter_of_call(params))
+def _differentiate_call(own, trace, primitive, tracers, params):
+    if which := _operand_of_higher_order(trace, tracers, params):
+        return own(trace, primitive, make_operands_depend(trace, tracers, which, primitive.name), params)
+    return own(trace, primitive, [_dummy_operand(trace), *tracers], with_parameter_of_call(params))
 
 
-def _open_scan(own, trace, primitive, tracers, params):
-    if which := _one_of_first_order(trace, tracers, params):
-        return own(trace, primitive, link_operands(trace, tracers, which, "scan"), params)
-    with during(_widened, trace), core.set_current_trace(trace):
-        return scan_with_carry(params, _dummy(trace), tracers)[1:]
+def _differentiate_scan(own, trace, primitive, tracers, params):
+    if which := _operand_of_higher_order(trace, tracers, params):
+        return own(trace, primitive, make_operands_depend(trace, tracers, which, "scan"), params)
+    with during(_trace_with_dummy, trace), core.set_current_trace(trace):
+        return scan_with_carry(params, _dummy_operand(trace), tracers)[1:]
 
 
-def _open_cond(own, trace, primitive, tracers, params):
-    if which := _one_of_first_order(trace, tracers, params, 1):
-        return own(trace, primitive, link_operands(trace, tracers, which, "cond"), params)
+def _differentiate_cond(own, trace, primitive, tracers, params):
+    if which := _operand_of_higher_order(trace, tracers, params, 1):
+        return own(trace, primitive, make_operands_depend(trace, tracers, which, "cond"), params)
     branches = tuple(map(with_parameter, params["branches"]))
-    return own(trace, primitive, [tracers[0], _dummy(trace), *tracers[1:]], {**params, "branches": branches})
+    return own(trace, primitive, [tracers[0], _dummy_operand(trace), *tracers[1:]], {**params, "branches": branches})
 
 
-def _open_while(own, trace, primitive, tracers, params):
+def _differentiate_while(own, trace, primitive, tracers, params):
     tests, steps = params["cond_nconsts"], params["body_nconsts"]
-    if which := _one_of_first_order(trace, tracers, params, tests):
-        return own(trace, primitive, link_operands(trace, tracers, which, "while_loop"), params)
+    if which := _operand_of_higher_order(trace, tracers, params, tests):
+        return own(trace, primitive, make_operands_depend(trace, tracers, which, "while_loop"), params)
     body = {"body_jaxpr": with_parameter(params["body_jaxpr"]), "body_nconsts": steps + 1}
-    return own(trace, primitive, [*tracers[:tests], _dummy(trace), *tracers[tests:]], {**params, **body})
+    return own(trace, primitive, [*tracers[:tests], _dummy_operand(trace), *tracers[tests:]], {**params, **body})
 
 
-def _open_linear_solve(own, trace, primitive, tracers, params):
-    """A linear solve: operands of its matrix and its right-hand side are linked.
+def _differentiate_linear_solve(own, trace, primitive, tracers, params):
+    """Makes an operand of a linear solve's matrix and one of its right-hand side depend on the seeds.
 
     The derivative of a matrix that communicates is communication, even if the matrix depends on nothing here. A `vmap`
-    of the derivative maps its solve, and with it what the matrix communicates: see `depending`.
+    of the derivative maps its solve, and with it what the matrix communicates: see
+    `rewrites.that_depends_on_arguments`.
     """
     lengths, parts = params["const_lengths"], params["jaxprs"]
-    parts = type(parts)(*map(depending, parts, lengths))
-    which = _one(trace, tracers, sum(lengths))
+    parts = type(parts)(*map(that_depends_on_arguments, parts, lengths))
+    which = _operand_to_differentiate(trace, tracers, sum(lengths))
     if EFFECT in parts.matvec.effects:
-        if not _one(trace, tracers, 0, lengths.matvec):
+        if not _operand_to_differentiate(trace, tracers, 0, lengths.matvec):
             matvec = parts.matvec
             with core.set_current_trace(trace.parent_trace):
                 avals = [ZERO, *(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in matvec.in_avals)]
                 wider = jax.make_jaxpr(lambda _, *arguments: jaxprs.evaluate(matvec, *arguments))(*avals)
             parts = parts._replace(matvec=wider)
             lengths = lengths._replace(matvec=lengths.matvec + 1)
-            tracers, which = [_dummy(trace), *tracers], [i + 1 for i in which]
-        which = _one(trace, tracers, 0, lengths.matvec) + which
+            tracers, which = [_dummy_operand(trace), *tracers], [i + 1 for i in which]
+        which = _operand_to_differentiate(trace, tracers, 0, lengths.matvec) + which
     params = {**params, "const_lengths": lengths, "jaxprs": parts}
-    return own(trace, primitive, link_operands(trace, tracers, which, "custom_linear_solve"), params)
+    return own(trace, primitive, make_operands_depend(trace, tracers, which, "custom_linear_solve"), params)
 
 
-def _open_custom_vmap(own, trace, primitive, tracers, params):
-    """Refused: the user's rule decides what is mapped in its tangent, which may differ from rank to rank."""
+def _refuse_custom_vmap(own, trace, primitive, tracers, params):
+    """Refuses it: the user's rule decides what is mapped in its tangent, which may differ from rank to rank."""
     raise refusal("a function with jax.custom_batching.custom_vmap")
 
 
-def _open_object(own, trace, primitive, tracers, params):
-    """A primitive represented by an object, since JAX 0.9. All operands of a root are linked, since its derivative
-    depends on which of them have tangents."""
+def _differentiate_object(own, trace, primitive, tracers, params):
+    """Differentiates a primitive represented by an object, since JAX 0.9. All operands of a root get tangents, since
+    its derivative depends on which of them have some."""
     which = internals.inexact_among(tracers)
     if type(params["_prim"]) not in _OBJECTS or not which:
         raise refusal(type(params["_prim"]).__name__)
-    return own(trace, primitive, link_operands(trace, tracers, which, type(params["_prim"]).__name__), params)
+    return own(trace, primitive, make_operands_depend(trace, tracers, which, type(params["_prim"]).__name__), params)
 
 
 def bind_checkpoint(own: Callable[..., Any], traced: Any, *args: Any) -> Any:
     """If the newer kind of checkpoint or its derivative communicates, binds the older kind, which carries effects."""
-    jaxpr = getattr(traced.jaxpr, "jaxpr", traced.jaxpr)
+    jaxpr = jaxprs.open_jaxpr(traced.jaxpr)
     if EFFECT not in jaxpr.effects and not rules_communicate(core.trace_ctx.trace, jaxpr):
         return own(traced, *args)
     cse = getattr(traced, "prevent_cse", True)
     return ad_checkpoint.remat_p.bind(*args, jaxpr=jaxpr, prevent_cse=cse, differentiated=False, policy=traced.policy)
 
 
-_OPENED: dict[Any, Callable[..., Any]] = {
-    primitives.closed_call_p: _open_call,
-    primitives.cond_p: _open_cond,
-    primitives.linear_solve_p: _open_linear_solve,
-    ad_checkpoint.remat_p: _open_call,
-    primitives.scan_p: _open_scan,
-    primitives.while_p: _open_while,
-    custom_batching.custom_vmap_p: _open_custom_vmap,
-    internals.jit_p: _open_call,
-    **({hijax.call_hi_primitive_p: _open_object} if hasattr(hijax, "call_hi_primitive_p") else {}),
+_HIGHER_ORDER: dict[Any, Callable[..., Any]] = {
+    primitives.closed_call_p: _differentiate_call,
+    primitives.cond_p: _differentiate_cond,
+    primitives.linear_solve_p: _differentiate_linear_solve,
+    ad_checkpoint.remat_p: _differentiate_call,
+    primitives.scan_p: _differentiate_scan,
+    primitives.while_p: _differentiate_while,
+    custom_batching.custom_vmap_p: _refuse_custom_vmap,
+    internals.jit_p: _differentiate_call,
+    **(
+        {internals.hijax.call_hi_primitive_p: _differentiate_object}
+        if hasattr(internals.hijax, "call_hi_primitive_p")
+        else {}
+    ),
 }
 
 _OBJECTS = {getattr(solves, name) for name in ("CustomRoot", "_RootLinearMap") if hasattr(solves, name)}
 
 
-def _differentiate_link(own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence[Any], params: JaxParams):
-    """A derivative that is differentiated again is a value: see `link_value`."""
+def _differentiate_dependence(
+    own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence[Any], params: JaxParams
+):
+    """Makes a derivative that is differentiated again a value: see `make_value_depend`."""
     tracers = tracers[: len(tracers) - params["unless"]]
     params = {**params, "always": has_tangent(trace, tracers), "unless": 0}
-    return link_value(trace, own(trace, primitive, tracers, params))
+    return make_value_depend(trace, own(trace, primitive, tracers, params))
 
 
 def differentiate(
@@ -187,23 +203,25 @@ def differentiate(
     seeds_of(trace)
     if is_ours(primitive):
         effect.check()
-        tracers = link_operands(trace, tracers, primitive.linked(tracers), primitive.name)
+        tracers = make_operands_depend(trace, tracers, primitive.linked(tracers), primitive.name)
         return own(trace, primitive, tracers, params)
-    if primitive is link_primitive and params["always"]:
-        return _differentiate_link(own, trace, primitive, tracers, params)
-    if primitive in _OPENED:
+    if primitive is depends_on_p and params["always"]:
+        return _differentiate_dependence(own, trace, primitive, tracers, params)
+    if primitive in _HIGHER_ORDER:
         if not communicates(params) and (
             has_tangent(trace, tracers) or not derivative_communicates(trace.parent_trace, params)
         ):
             return own(trace, primitive, tracers, params)
         effect.check()
-        return _OPENED[primitive](functools.partial(_open, own), trace, primitive, tracers, params)
+        return _HIGHER_ORDER[primitive](
+            functools.partial(_differentiate_inside, own), trace, primitive, tracers, params
+        )
     if communicates(params) or unreported.communicates(primitive, tracers, params):
         effect.check()
         if (possible := unreported.differentiated_operands(primitive, params)) is None:
             raise refusal(primitive.name)
         which = [i for i in possible if internals.inexact(tracers[i])]
-        return own(trace, primitive, link_operands(trace, tracers, which, primitive.name), params)
+        return own(trace, primitive, make_operands_depend(trace, tracers, which, primitive.name), params)
     return own(trace, primitive, tracers, params)
 
 

@@ -10,27 +10,22 @@ from jax._src.interpreters import partial_eval
 from jax._src.lax.control_flow import solves
 from jax.extend.core import primitives
 
-try:
-    from jax._src import hijax
-except ImportError:  # before JAX 0.8
-    hijax = None  # type: ignore[assignment]
-
 from jaxmpi._derivatives import unreported
 from jaxmpi._derivatives.custom_rules import differentiate_custom_jvp, differentiate_custom_vjp, pullback_communicates
 from jaxmpi._derivatives.higher_order import bind_checkpoint, differentiate, refuse_old
 from jaxmpi._derivatives.partial_evaluation import (
-    begin_argument,
-    begin_to_divide,
-    divide,
-    divide_checkpointed_scan,
-    drop_none,
-    keep,
+    eliminate_dead_code,
     keep_checkpoint,
-    leave,
-    leave_custom,
-    round_what_is_real,
+    keep_equation,
+    new_argument,
+    partially_evaluate,
+    partially_evaluate_checkpointed_scan,
+    partially_evaluate_custom_rule,
+    round_real_residuals,
+    start_partial_evaluation,
+    trace_to_jaxpr,
 )
-from jaxmpi._derivatives.seeds import remember
+from jaxmpi._derivatives.seeds import record_seed
 from jaxmpi._derivatives.transposition import transpose, transpose_matrix
 from jaxmpi._jax import internals
 from jaxmpi._primitive import effect
@@ -46,14 +41,16 @@ def install(check: Callable[[], None]) -> None:
         internals.replace(*hook)
     if not internals.KEEPS_EFFECTS:
         return
-    unreported.report()
-    unreported.report_of(private_ad.custom_lin_p, pullback_communicates)
-    if hasattr(hijax, "call_hi_primitive_linearized_p"):
-        unreported.report_of(hijax.call_hi_primitive_linearized_p, lambda _, params: EFFECT in params["_prim"].effects)
-    _replace_rule(partial_eval.partial_eval_jaxpr_custom_rules, primitives.scan_p, divide_checkpointed_scan)
+    unreported.report_effects()
+    unreported.report_effect_of(private_ad.custom_lin_p, pullback_communicates)
+    if hasattr(internals.hijax, "call_hi_primitive_linearized_p"):
+        unreported.report_effect_of(
+            internals.hijax.call_hi_primitive_linearized_p, lambda _, params: EFFECT in params["_prim"].effects
+        )
+    _replace_rule(partial_eval.partial_eval_jaxpr_custom_rules, primitives.scan_p, partially_evaluate_checkpointed_scan)
     _replace_rule(partial_eval.dce_rules, ad_checkpoint.remat_p, keep_checkpoint)
     if hasattr(ad_checkpoint, "_insert_reduce_precision"):  # without it JAX refuses complex numbers by a TypeError
-        internals.replace(ad_checkpoint, "_insert_reduce_precision", "", round_what_is_real)
+        internals.replace(ad_checkpoint, "_insert_reduce_precision", "", round_real_residuals)
 
 
 def _replace_rule(rules: dict[Any, Any], primitive: Any, instead: Callable[..., Any]) -> None:
@@ -64,7 +61,7 @@ def _replace_rule(rules: dict[Any, Any], primitive: Any, instead: Callable[..., 
 
 _BACKWARD = "backward_pass3" if hasattr(private_ad, "backward_pass3") else "backward_pass"  # the latter in JAX 0.7
 
-_JVP, _LINEARIZE, _DIVIDE = private_ad.JVPTrace, private_ad.LinearizeTrace, partial_eval.JaxprTrace
+_JVP, _LINEARIZE, _PARTIAL_EVALUATION = private_ad.JVPTrace, private_ad.LinearizeTrace, partial_eval.JaxprTrace
 
 _PRIMITIVE = "self primitive tracers params or self primitive args params"
 
@@ -79,8 +76,8 @@ HOOKS: tuple[tuple[Any, str, str, Callable[..., Any]], ...]
 """Functions of JAX, the names of their parameters, and what replaces them."""
 
 HOOKS = (
-    (private_ad.JVPTracer, "__init__", "self trace primal tangent", remember),
-    (private_ad.LinearizeTracer, "__init__", "self trace primal tangent", remember),
+    (private_ad.JVPTracer, "__init__", "self trace primal tangent", record_seed),
+    (private_ad.LinearizeTracer, "__init__", "self trace primal tangent", record_seed),
     (_JVP, "process_primitive", _PRIMITIVE, differentiate),
     (_LINEARIZE, "process_primitive", _PRIMITIVE, differentiate),
     (_JVP, "process_custom_jvp_call", _CUSTOM_JVP, differentiate_custom_jvp),
@@ -91,23 +88,35 @@ HOOKS = (
         partial_eval,
         "new_eqn_recipe",
         "trace in_tracers out_tracers primitive params effects source_info ctx",
-        keep,
+        keep_equation,
     ),
     (
         partial_eval,
         "dce_jaxpr",
         "jaxpr used_outputs instantiate or jaxpr used_outputs instantiate live_inputs",
-        drop_none,
+        eliminate_dead_code,
     ),
     (private_ad, _BACKWARD, "jaxpr transform_stack consts primals_in cotangents_in", transpose),
     (solves, "_transpose_one_output", "linear_fun primals", transpose_matrix),
-    (partial_eval, "trace_to_jaxpr_nounits", "fun pvals instantiate", divide),
-    (_DIVIDE, "__init__", "self parent_trace name_stack tag", begin_to_divide),
-    (_DIVIDE, "new_arg", "self pval", begin_argument),
-    (_DIVIDE, "process_primitive", _PRIMITIVE, leave),
-    (_DIVIDE, "process_custom_jvp_call", "self prim fun jvp tracers symbolic_zeros", leave_custom),
-    (_DIVIDE, "process_custom_vjp_call", "self prim f fwd bwd tracers out_trees symbolic_zeros", leave_custom),
+    (partial_eval, "trace_to_jaxpr_nounits", "fun pvals instantiate", trace_to_jaxpr),
+    (_PARTIAL_EVALUATION, "__init__", "self parent_trace name_stack tag", start_partial_evaluation),
+    (_PARTIAL_EVALUATION, "new_arg", "self pval", new_argument),
+    (_PARTIAL_EVALUATION, "process_primitive", _PRIMITIVE, partially_evaluate),
+    (
+        _PARTIAL_EVALUATION,
+        "process_custom_jvp_call",
+        "self prim fun jvp tracers symbolic_zeros",
+        partially_evaluate_custom_rule,
+    ),
+    (
+        _PARTIAL_EVALUATION,
+        "process_custom_vjp_call",
+        "self prim f fwd bwd tracers out_trees symbolic_zeros",
+        partially_evaluate_custom_rule,
+    ),
     *([(ad_checkpoint.RematTraced, "__call__", "self args", bind_checkpoint)] if HAS_NEWER_CHECKPOINT else []),
 )
 
-_REFUSALS = tuple((trace, "process_primitive", _PRIMITIVE, refuse_old) for trace in (_JVP, _LINEARIZE, _DIVIDE))
+_REFUSALS = tuple(
+    (trace, "process_primitive", _PRIMITIVE, refuse_old) for trace in (_JVP, _LINEARIZE, _PARTIAL_EVALUATION)
+)

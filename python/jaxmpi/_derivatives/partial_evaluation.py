@@ -1,7 +1,8 @@
-"""Where JAX divides a computation into a known and an unknown part: what communicates is not dropped, and does not
-count as known because its operands are."""
+"""Partial evaluation, in which JAX divides a computation into a known and an unknown part: what communicates is not
+dropped, and does not count as known because its operands are."""
 
 import contextvars
+import enum
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from jaxmpi._derivatives import unreported
 from jaxmpi._derivatives.custom_rules import rule_communicates
 from jaxmpi._derivatives.rewrites import with_results_of, without_results
 from jaxmpi._jax import internals, jaxprs
-from jaxmpi._jax.dependence import link
+from jaxmpi._jax.dependence import depends_on
 from jaxmpi._primitive.effect import (
     CALLS,
     EFFECT,
@@ -29,7 +30,10 @@ from jaxmpi._primitive.effect import (
 from jaxmpi._primitive.operation import is_ours
 
 
-def keep(own: Callable[..., Any], trace: Any, tracers: Any, results: Any, primitive: Any, params: Any, *more: Any):
+def keep_equation(
+    own: Callable[..., Any], trace: Any, tracers: Any, results: Any, primitive: Any, params: Any, *more: Any
+):
+    """Keeps an equation that communicates, also where no result of it is used."""
     equation = own(trace, tracers, results, primitive, params, *more)
     if EFFECT in equation.effects:
         trace.effect_handles.append(partial_eval.EffectHandle(list(tracers), equation))
@@ -45,7 +49,7 @@ def keep_checkpoint(own: Callable[..., Any], *args: Any) -> Any:
     return inputs, kept
 
 
-def drop_none(own: Callable[..., Any], jaxpr: Any, used: Any, *args: Any, **kwargs: Any) -> Any:
+def eliminate_dead_code(own: Callable[..., Any], jaxpr: Any, used: Any, *args: Any, **kwargs: Any) -> Any:
     """Dead code elimination that drops nothing that communicates, nor an equation of which only a derivative does: on
     another rank its results may be used, and all ranks must differentiate it again."""
     kept, inputs = own(jaxpr, used, *args, **kwargs)
@@ -65,25 +69,32 @@ def _count(jaxpr: Any) -> int:
     return sum(EFFECT in equation.effects for equation in jaxpr.eqns)
 
 
-_HOISTING, _TRANSPOSING = "hoisting", "transposing"
+class _Purpose(enum.Enum):
+    """The purpose of a partial evaluation, where it is not a derivative."""
 
-_purpose: contextvars.ContextVar[str | None] = contextvars.ContextVar("purpose", default=None)
+    HOISTING = enum.auto()
+    """Loop-invariant computations are taken out of a loop."""
+    TRANSPOSITION = enum.auto()
+    """A linear function is about to be transposed; its arguments are the unknown values."""
+
+
+_purpose: contextvars.ContextVar[_Purpose | None] = contextvars.ContextVar("purpose", default=None)
 
 _PURPOSE = "jaxmpi_purpose"
-"""Attribute of a trace that does not divide for a derivative: its purpose, and for a transposition the unknown values.
-These refer to the trace, so nothing else keeps them."""
+"""Attribute of a trace with a purpose: that purpose, and for a transposition the unknown arguments. These refer to the
+trace, so nothing else keeps them."""
 
 
-def divide(own: Callable[..., Any], function: Any, values: Sequence[Any], instantiate: Any = False) -> Any:
-    """Finds out for which of two purposes JAX divides by this function. `_contract` tests the guess."""
+def trace_to_jaxpr(own: Callable[..., Any], function: Any, values: Sequence[Any], instantiate: Any = False) -> Any:
+    """Finds out for which of the purposes JAX calls this function. `_contract` tests the guess."""
     transposing = instantiate is True and not any(value.is_known() for value in values)
-    with during(_purpose, _TRANSPOSING if transposing else _HOISTING):
+    with during(_purpose, _Purpose.TRANSPOSITION if transposing else _Purpose.HOISTING):
         return own(function, values, instantiate)
 
 
-def round_what_is_real(own: Callable[..., Any], jaxpr: Any, count: int) -> Any:
-    """A checkpoint rounds what it keeps to its own precision, the last `count` results; JAX tries that with complex
-    numbers too, for which there is no such operation."""
+def round_real_residuals(own: Callable[..., Any], jaxpr: Any, count: int) -> Any:
+    """Rounds the real ones among the residuals of a checkpoint, its last `count` results, to their own precision. JAX
+    would round complex numbers as well, for which it has no such operation."""
     split = len(jaxpr.outvars) - count
     kept = jaxpr.outvars[split:]
     real = [x for x in kept if not np.issubdtype(getattr(x.aval, "dtype", np.bool_), np.complexfloating)]
@@ -95,35 +106,38 @@ def round_what_is_real(own: Callable[..., Any], jaxpr: Any, count: int) -> Any:
     )
 
 
-def divide_checkpointed_scan(own: Callable[..., Any], *args: Any) -> Any:
-    with during(_purpose, _HOISTING):
+def partially_evaluate_checkpointed_scan(own: Callable[..., Any], *args: Any) -> Any:
+    with during(_purpose, _Purpose.HOISTING):
         return own(*args)
 
 
-def begin_to_divide(own: Callable[..., None], trace: Any, *args: Any) -> None:
+def start_partial_evaluation(own: Callable[..., None], trace: Any, *args: Any) -> None:
     own(trace, *args)
     if (purpose := _purpose.get()) is not None:
         setattr(trace, _PURPOSE, (purpose, []))
-        if purpose == _TRANSPOSING:
+        if purpose == _Purpose.TRANSPOSITION:
             _purpose.set(None)  # of this trace alone
 
 
-def begin_argument(own: Callable[..., Any], trace: Any, value: Any) -> Any:
+def new_argument(own: Callable[..., Any], trace: Any, value: Any) -> Any:
     tracer = own(trace, value)
     purpose, inputs = getattr(trace, _PURPOSE, (None, []))
-    if purpose == _TRANSPOSING and not tracer.is_known() and internals.inexact(tracer):
+    if purpose == _Purpose.TRANSPOSITION and not tracer.is_known() and internals.inexact(tracer):
         inputs.append(tracer)
     return tracer
 
 
-def leave(own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence[Any], params: JaxParams) -> Any:
+def partially_evaluate(
+    own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence[Any], params: JaxParams
+) -> Any:
+    """Keeps what communicates where it stands: out of what is hoisted, and in what is transposed."""
     if not hasattr(trace, _PURPOSE) or not (
         is_ours(primitive) or communicates(params) or unreported.communicates(primitive, tracers, params)
     ):
         return own(trace, primitive, tracers, params)
     purpose, inputs = getattr(trace, _PURPOSE)
     tracers = [trace.to_jaxpr_tracer(x) for x in tracers]
-    if purpose == _HOISTING:
+    if purpose == _Purpose.HOISTING:
         return _stage(trace, primitive, tracers, params)
     if primitive in CALLS:
         with core.set_current_trace(trace):
@@ -133,13 +147,15 @@ def leave(own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence
         if possible and inputs and all(tracers[i].is_known() for i in possible):
             with core.set_current_trace(trace):
                 for i in primitive.linked(tracers):
-                    tracers[i] = link(tracers[i], inputs, tracers[i].aval)
+                    tracers[i] = depends_on(tracers[i], inputs)
     else:
         _Dependence.of_equation(primitive, params, [not x.is_known() for x in tracers])
     return own(trace, primitive, tracers, params)
 
 
-def leave_custom(own: Callable[..., Any], trace: Any, primitive: Any, function: Any, *more: Any, **options: Any) -> Any:
+def partially_evaluate_custom_rule(
+    own: Callable[..., Any], trace: Any, primitive: Any, function: Any, *more: Any, **options: Any
+) -> Any:
     if hasattr(trace, _PURPOSE):
         tracers = next(x for x in more if isinstance(x, (list, tuple)))
         if communicates_when_called(function, [jax.typeof(x) for x in tracers]):
@@ -162,40 +178,40 @@ def _stage(trace: Any, primitive: Any, tracers: Sequence[Any], params: JaxParams
 
 
 class _Dependence:
-    """Which values of a linear computation depend on its argument. Refuses an operation whose operands do not.
+    """Finds which values of a linear computation depend on its argument. Refuses an operation whose operands do not.
 
-    It would be executed while others are transposed, and their messages could match.
+    Such an operation would be executed while others are transposed, and their messages could match.
     """
 
     @classmethod
     def of_jaxpr(cls, jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
-        inner = getattr(jaxpr, "jaxpr", jaxpr)
+        inner = jaxprs.open_jaxpr(jaxpr)
         depends = dict(zip(inner.invars, inputs, strict=True))
         for equation in inner.eqns:
-            given = [not isinstance(x, Literal) and depends.get(x, False) for x in equation.invars]
+            depend = [not isinstance(x, Literal) and depends.get(x, False) for x in equation.invars]
             if is_ours(equation.primitive):
-                cls._refuse_constant(equation, given)
-                results = [any(given)] * len(equation.outvars)
+                cls._refuse_constant(equation, depend)
+                results = [any(depend)] * len(equation.outvars)
             elif communicates(equation.params):
-                results = cls.of_equation(equation.primitive, equation.params, given)
+                results = cls.of_equation(equation.primitive, equation.params, depend)
             else:
-                results = [any(given)] * len(equation.outvars)
+                results = [any(depend)] * len(equation.outvars)
             depends.update(zip(equation.outvars, results, strict=True))
         return [not isinstance(x, Literal) and depends.get(x, False) for x in inner.outvars]
 
     @classmethod
-    def of_equation(cls, primitive: Any, params: JaxParams, given: Sequence[bool]) -> list[bool]:
-        given = list(given)
+    def of_equation(cls, primitive: Any, params: JaxParams, depend: Sequence[bool]) -> list[bool]:
+        depend = list(depend)
         if primitive in CALLS:
-            return cls.of_jaxpr(jaxprs.called(params), given)
+            return cls.of_jaxpr(jaxprs.called(params), depend)
         if primitive is primitives.cond_p:
-            branches = [cls.of_jaxpr(branch, given[1:]) for branch in params["branches"]]
+            branches = [cls.of_jaxpr(branch, depend[1:]) for branch in params["branches"]]
             return [any(result) for result in zip(*branches, strict=True)]
         if primitive is primitives.scan_p:
             constants, carried = jaxprs.parts_of_scan(params)
-            return cls._of_loop(params["jaxpr"], given, constants, carried)
+            return cls._of_loop(params["jaxpr"], depend, constants, carried)
         if primitive is primitives.while_p:
-            return cls._of_loop(params["body_jaxpr"], given[params["cond_nconsts"] :], params["body_nconsts"], None)
+            return cls._of_loop(params["body_jaxpr"], depend[params["cond_nconsts"] :], params["body_nconsts"], None)
         name = "jax.lax.custom_root" if "Root" in type(params.get("_prim")).__name__ else primitive.name
         raise Refusal(
             f"jaxmpi: what communicates in {name} cannot be transposed (by a reverse derivative, jax.linear_transpose, "
@@ -203,18 +219,18 @@ class _Dependence:
         )
 
     @classmethod
-    def _of_loop(cls, jaxpr: Any, given: list[bool], constants: int, carried: int | None) -> list[bool]:
-        carried = len(given) - constants if carried is None else carried
+    def _of_loop(cls, jaxpr: Any, depend: list[bool], constants: int, carried: int | None) -> list[bool]:
+        carried = len(depend) - constants if carried is None else carried
         while True:
-            results = cls.of_jaxpr(jaxpr, given)
-            carry = [a or b for a, b in zip(given[constants:], results[:carried], strict=False)]
-            if carry == given[constants : constants + carried]:
+            results = cls.of_jaxpr(jaxpr, depend)
+            carry = [a or b for a, b in zip(depend[constants:], results[:carried], strict=False)]
+            if carry == depend[constants : constants + carried]:
                 return results
-            given[constants : constants + carried] = carry
+            depend[constants : constants + carried] = carry
 
     @staticmethod
-    def _refuse_constant(equation: Any, given: Sequence[bool]) -> None:
-        if not any(given) and any(internals.inexact(x.aval) for x in equation.invars):
+    def _refuse_constant(equation: Any, depend: Sequence[bool]) -> None:
+        if not any(depend) and any(internals.inexact(x.aval) for x in equation.invars):
             raise Refusal(
                 f"{equation.primitive.shown} cannot be transposed (by jax.linear_transpose or custom_linear_solve): "
                 "its operand is a constant on this rank. Let it depend on the function's argument, 0 * x for example."

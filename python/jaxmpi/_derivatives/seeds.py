@@ -10,7 +10,7 @@ from jax._src import core
 from jax._src.interpreters import ad as private_ad
 
 from jaxmpi._jax import internals
-from jaxmpi._jax.dependence import link
+from jaxmpi._jax.dependence import depends_on
 from jaxmpi._primitive.effect import ZERO, Refusal
 
 _TRACERS = {private_ad.JVPTrace: private_ad.JVPTracer, private_ad.LinearizeTrace: private_ad.LinearizeTracer}
@@ -20,7 +20,7 @@ _seeds: "weakref.WeakKeyDictionary[Any, list[Any] | tuple[Any, ...]]" = weakref.
 of them no more are added."""
 
 
-def remember(own: Callable[..., None], tracer: Any, trace: Any, primal: Any, tangent: Any) -> None:
+def record_seed(own: Callable[..., None], tracer: Any, trace: Any, primal: Any, tangent: Any) -> None:
     own(tracer, trace, primal, tangent)
     known = _seeds.get(trace)
     if known is None:
@@ -36,15 +36,17 @@ def seeds_of(trace: Any) -> tuple[Any, ...]:
     return seeds
 
 
-def _together(trace: Any, of_tangents: bool, always: bool = False) -> list[Any]:
-    """What depends on all values of the seeds, or on all their tangents: one number, so that what is linked to it takes
-    no operand for each of them. Made in the trace that is current."""
+def _as_one_number(trace: Any, of_tangents: bool, always: bool = False) -> list[Any]:
+    """A number that depends on all values of the seeds, or on all their tangents, made in the trace that is current.
+
+    What depends on it then needs one operand, not one for each seed.
+    """
     seeds = [seed[of_tangents] for seed in seeds_of(trace)]
     if len(seeds) < 2:
         return seeds
     known = _numbers.setdefault(trace, {})
     if (of_tangents, always) not in known:
-        known[of_tangents, always] = link(None, seeds, jax.typeof(ZERO), always)
+        known[of_tangents, always] = depends_on(None, seeds, like=ZERO, always=always)
     return [known[of_tangents, always]]
 
 
@@ -60,10 +62,17 @@ def has_tangent(trace: Any, tracers: Sequence[Any]) -> bool:
     return any(type(tangent) is not internals.ad.Zero for tangent in tangents_of(trace, tracers))
 
 
-def link_operands(trace: Any, tracers: Sequence[Any], which: Iterable[int], why: str, always: bool = True) -> list[Any]:
-    """The operands; those in `which` get tangents that are linear in all seeds of `trace`.
+def make_operands_depend(
+    trace: Any, tracers: Sequence[Any], which: Iterable[int], why: str, always: bool = True
+) -> list[Any]:
+    """The operands of a primitive, some of them with tangents that are linear in all seeds.
 
-    `always`: any `vmap` outside maps these. On another rank they may depend on what it maps, even if not here.
+    Args:
+      trace: the trace that differentiates.
+      tracers: the operands.
+      which: the positions of those that get such tangents.
+      why: what communicates, for the error if there is no seed.
+      always: any `vmap` outside maps these tangents. On another rank they may depend on what it maps, even if not here.
     """
     tracers = list(tracers)
     seeds = seeds_of(trace)
@@ -78,28 +87,32 @@ def link_operands(trace: Any, tracers: Sequence[Any], which: Iterable[int], why:
                 "over a floating-point array that is made outside of it."
             )
         with core.set_current_trace(getattr(trace, "tangent_trace", trace.parent_trace)):
-            tangent = link(own, _together(trace, True, always), jax.typeof(primal), always)
+            tangent = depends_on(own, _as_one_number(trace, True, always), like=jax.typeof(primal), always=always)
         tracers[i] = _TRACERS[type(trace)](trace, primal, tangent)
     return tracers
 
 
-in_opened: contextvars.ContextVar[bool] = contextvars.ContextVar("opening", default=False)
-"""Whether JAX is differentiating the inside of a primitive that it opens."""
+inside_higher_order: contextvars.ContextVar[bool] = contextvars.ContextVar("inside_higher_order", default=False)
+"""Whether JAX is differentiating the computation inside of a higher-order primitive."""
 
 
-def link_value(trace: Any, tracer: Any) -> Any:
-    """`tracer` with its value linked to the seeds. A `vmap` that maps the values of the seeds maps it, and so does any
-    other `vmap` that does not map their tangents: on another rank the value may depend on what it maps.
+def make_value_depend(trace: Any, tracer: Any) -> Any:
+    """A tracer with the value of another, which depends on the seeds.
 
-    A `vmap` over tangents alone, as in `jax.jacfwd`, expects a value that is not mapped. Inside of primitives that JAX
-    opens the tangents do not tell, since they are linked and always mapped; there the values depend on those outside.
+    A `vmap` that maps the values of the seeds maps it, and so does any other `vmap` that does not map their tangents:
+    on another rank the value may depend on what it maps.
+
+    A `vmap` over tangents alone, as in `jax.jacfwd`, expects a value that is not mapped. Inside of higher-order
+    primitives the tangents do not tell, since they depend on all seeds and are always mapped; there the values depend
+    on those outside.
     """
     primal, tangent = trace.to_primal_tangent_pair(tracer)
     with core.set_current_trace(trace.parent_trace):
-        like = jax.typeof(primal)
         if type(trace) is private_ad.LinearizeTrace:
-            primal = link(primal, [], like, True)
+            primal = depends_on(primal, [], always=True)
         else:
-            unless = [] if in_opened.get() else _together(trace, True)
-            primal = link(primal, _together(trace, False), like, not in_opened.get(), unless)
+            unless = [] if inside_higher_order.get() else _as_one_number(trace, True)
+            primal = depends_on(
+                primal, _as_one_number(trace, False), always=not inside_higher_order.get(), unless=unless
+            )
     return primal if type(tangent) is internals.ad.Zero else _TRACERS[type(trace)](trace, primal, tangent)

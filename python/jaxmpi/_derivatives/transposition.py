@@ -10,7 +10,7 @@ from jax.extend.core import Literal, primitives
 
 from jaxmpi._derivatives.rewrites import with_carry, with_output, with_results
 from jaxmpi._jax import internals, jaxprs, runtime_token
-from jaxmpi._jax.dependence import cotangents, link, link_primitive, solving
+from jaxmpi._jax.dependence import cotangents, depends_on, depends_on_p, solving
 from jaxmpi._primitive.effect import CALLS, EFFECT, ZERO, Refusal, during
 
 
@@ -24,25 +24,27 @@ def transpose_matrix(own: Callable[..., Any], *args: Any) -> Callable[..., Any]:
     return call
 
 
-def transpose(own: Callable[..., Any], jaxpr: Any, stack: Any, consts: Any, primals: Any, given: Any, **more: Any):
-    """The dual of what a differentiating trace does. There each operand depends on all inputs; here an additional
-    result depends on all results of operations, so that all their cotangents depend on its cotangent. So what maps a
-    cotangent on one rank maps it on all."""
+def transpose(own: Callable[..., Any], jaxpr: Any, stack: Any, consts: Any, primals: Any, cts: Any, **more: Any):
+    """Transposes a computation with one more result, the dual of what a trace that differentiates does.
+
+    There each operand depends on all inputs; here the additional result depends on all results of operations, so that
+    all their cotangents depend on its cotangent. So what maps a cotangent on one rank maps it on all.
+    """
     if EFFECT not in jaxpr.effects:
-        return own(jaxpr, stack, consts, primals, given, **more)
+        return own(jaxpr, stack, consts, primals, cts, **more)
     if runtime_token.repeats_backward_pass():
         raise FloatingPointError(runtime_token.REPEATED)
-    known = [x for x in given if type(x) is not internals.ad.Zero and internals.inexact(x)]
-    zero = link(None, known, jax.typeof(ZERO), not solving.get())
+    known = [x for x in cts if type(x) is not internals.ad.Zero and internals.inexact(x)]
+    zero = depends_on(None, known, like=ZERO, always=not solving.get())
     arguments = zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *primals), strict=False)
     linear = {x for x, value in arguments if isinstance(value, _LINEAR)}
-    linked = _with_link_of_all(jaxpr, linear)
+    jaxpr = _with_result_of_all(jaxpr, linear)
     try:
         with during(cotangents, (zero,)):
-            return own(linked, stack, consts, primals, [*given, zero], **more)
+            return own(jaxpr, stack, consts, primals, [*cts, zero], **more)
     except (AssertionError, NotImplementedError, RuntimeError) as error:
         of_execution = isinstance(error, jax.errors.JaxRuntimeError)
-        if of_execution or isinstance(error, Refusal) or not any(map(_is_linked_constant, jaxpr.eqns)):
+        if of_execution or isinstance(error, Refusal) or not any(map(_makes_constant_depend, jaxpr.eqns)):
             raise
         raise Refusal(
             "jaxmpi: a function that communicates cannot be transposed (by jax.linear_transpose, custom_linear_solve, "
@@ -51,19 +53,20 @@ def transpose(own: Callable[..., Any], jaxpr: Any, stack: Any, consts: Any, prim
         ) from error
 
 
-def _is_linked_constant(equation: Any) -> bool:
-    """Whether an equation links a constant to the argument with respect to which a function is transposed: `leave`."""
+def _makes_constant_depend(equation: Any) -> bool:
+    """Whether an equation makes a constant depend on the argument of a function that is transposed, as
+    `partially_evaluate` does."""
     params = equation.params
-    return equation.primitive is link_primitive and params["own"] and not params["always"] and not params["unless"]
+    return equation.primitive is depends_on_p and params["has_value"] and not params["always"] and not params["unless"]
 
 
 _LINEAR = tuple(getattr(private_ad, name) for name in ("UndefinedPrimal", "GradAccum") if hasattr(private_ad, name))
 """The types that stand for the linear arguments of a function while it is transposed."""
 
 
-def _with_link_of_all(jaxpr: Any, linear: set[Any]) -> Any:
-    """The same computation with one more result, which is linear in the results of everything that communicates.
-    `linear`: the arguments in which the computation is linear."""
+def _with_result_of_all(jaxpr: Any, linear: set[Any]) -> Any:
+    """A jaxpr with one more result, which is linear in the results of everything that communicates. `linear` are the
+    arguments in which the computation is linear."""
     linear = set(linear)
     equations, communicated = [], []
     for equation in jaxpr.eqns:
@@ -74,14 +77,14 @@ def _with_link_of_all(jaxpr: Any, linear: set[Any]) -> Any:
         if EFFECT in equation.effects:
             outvars = [core.Var(x.aval) if isinstance(x, core.DropVar) else x for x in equation.outvars]
             replacements = _with_result(equation.replace(outvars=outvars), linear)
-            if not getattr(equation.primitive, "starts", False):  # the cotangent of a request is linked in its wait
+            if not getattr(equation.primitive, "starts", False):  # the cotangent of a request depends on it in its wait
                 communicated += [x for e in replacements for x in e.outvars if internals.inexact(x.aval)]
         linear.update(x for e in replacements for x in e.outvars)
         equations += replacements
     result = core.Var(jax.typeof(ZERO))
-    params = {"own": False, "always": False, "unless": 0, "shape": ZERO.shape, "dtype": ZERO.dtype}
-    link = core.new_jaxpr_eqn(communicated, [result], link_primitive, params, set())
-    return with_results(jaxpr.replace(eqns=[*equations, link]), [result])
+    params = {"has_value": False, "always": False, "unless": 0, "shape": ZERO.shape, "dtype": ZERO.dtype}
+    depends = core.new_jaxpr_eqn(communicated, [result], depends_on_p, params, set())
+    return with_results(jaxpr.replace(eqns=[*equations, depends]), [result])
 
 
 def _with_result(equation: Any, linear: set[Any]) -> list[Any]:
@@ -99,7 +102,7 @@ def _with_result(equation: Any, linear: set[Any]) -> list[Any]:
     if equation.primitive is primitives.scan_p:
         return with_carry(equation, which)
     if equation.primitive in CALLS:
-        name = "jaxpr" if "jaxpr" in params else "call_jaxpr"
+        name = jaxprs.called_name(params)
         changed = {name: with_output(params[name], which)}
         if "out_shardings" in params:
             changed["out_shardings"] = (*params["out_shardings"], internals.UNSPECIFIED)

@@ -2,10 +2,9 @@
 
 Such a primitive evaluates functions of its user; `linear_solve` of lineax, for example, evaluates a matvec. Its
 abstract evaluation calls `jax.eval_shape`, which does not pass effects on. So its equation would be lowered without a
-token,
-could be moved or dropped, and the operations inside would find no token either. Here every equation with the effect
-leaves a mark when it is staged. A primitive whose abstract evaluation leaves a mark without reporting the effect is
-made to report it from then on.
+token, could be moved or dropped, and the operations inside would find no token either. Here every equation with the
+effect leaves a mark when it is staged. A primitive whose abstract evaluation leaves a mark without reporting the effect
+is made to report it from then on.
 """
 
 import functools
@@ -20,25 +19,26 @@ from jax._src.interpreters import partial_eval
 from jaxmpi._jax import internals
 from jaxmpi._primitive.effect import EFFECT
 
-_hiding: set[Any] = set()
+_unreporting: set[Any] = set()
 """Primitives found to evaluate functions that communicate without reporting the effect."""
 
 
-class _Seen(threading.local):
-    """`yes`: this thread has staged an equation that communicates since `yes` was last cleared."""
+class _Staged(threading.local):
+    """What a thread has staged."""
 
-    yes = False
-
-
-_seen = _Seen()
+    effect = False
+    """Whether an equation that communicates has been staged since this was last cleared."""
 
 
-def report() -> None:
+_staged = _Staged()
+
+
+def report_effects() -> None:
     """Makes every primitive report the effect of the functions that its abstract evaluation traces."""
     internals.replace(partial_eval, "_cached_abstract_eval", "", _evaluate)
 
 
-def report_of(primitive: Any, communicates: Callable[[Sequence[Any], dict[str, Any]], bool]) -> None:
+def report_effect_of(primitive: Any, communicates: Callable[[Sequence[Any], dict[str, Any]], bool]) -> None:
     """Makes a primitive of JAX report the effect for the operands and parameters with which it communicates."""
     own = getattr(primitive.abstract_eval, "jaxmpi_own", primitive.abstract_eval)
 
@@ -51,39 +51,39 @@ def report_of(primitive: Any, communicates: Callable[[Sequence[Any], dict[str, A
 
 
 def _evaluate(own: Any, primitive: Any, /, *avals: Any, **params: Any) -> Any:
-    before, _seen.yes = _seen.yes, False
+    outer, _staged.effect = _staged.effect, False
     try:
         result, reported = own(primitive, *avals, **params)
-        if _seen.yes and EFFECT not in reported:
+        if _staged.effect and EFFECT not in reported:
             primitive.abstract_eval = functools.partial(_evaluate_and_report, primitive.abstract_eval)
-            _hiding.add(primitive)
+            _unreporting.add(primitive)
             own.cache_clear()
             result, reported = own(primitive, *avals, **params)
-        before = before or EFFECT in reported
+        outer = outer or EFFECT in reported
         return result, reported
     finally:
-        _seen.yes = before
+        _staged.effect = outer
 
 
 def _evaluate_and_report(own: Callable[..., Any], /, *avals: Any, **params: Any) -> Any:
-    before, _seen.yes = _seen.yes, False
+    outer, _staged.effect = _staged.effect, False
     try:
         result, reported = own(*avals, **params)
-        return result, {*reported, EFFECT} if _seen.yes else reported
+        return result, {*reported, EFFECT} if _staged.effect else reported
     finally:
-        _seen.yes = before
+        _staged.effect = outer
 
 
 def communicates(primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> bool:
     """Whether a primitive of another library communicates with these operands."""
-    return primitive in _hiding and EFFECT in primitive.abstract_eval(*map(jax.typeof, operands), **params)[1]
+    return primitive in _unreporting and EFFECT in primitive.abstract_eval(*map(jax.typeof, operands), **params)[1]
 
 
 def differentiated_operands(primitive: Any, params: dict[str, Any]) -> list[int] | None:
-    """Which operands can have tangents; None if it is not known how the primitive is differentiated.
+    """The operands that can have tangents; None if it is not known how the primitive is differentiated.
 
-    Known is lineax's solver, also under `jax.vmap`: its operator and its right-hand side can, its state and its options
-    cannot. How it is differentiated depends on which of them have tangents, so all of them get one.
+    Known is lineax's solver, also under `jax.vmap`: its operator and its right-hand side can have tangents, its state
+    and its options cannot. How it is differentiated depends on which operands have tangents, so all that can get one.
     """
     lineax, equinox = (sys.modules.get(name) for name in ("lineax._solve", "equinox.internal._primitive"))
     mapped = getattr(equinox, "_vprim_p", None)
@@ -92,6 +92,6 @@ def differentiated_operands(primitive: Any, params: dict[str, Any]) -> list[int]
     if equinox is None or primitive is None or primitive is not getattr(lineax, "linear_solve_p", None):
         return None
     numbers = iter(range(len(params["static"])))
-    places = [next(numbers) if x is equinox._missing_dynamic else None for x in params["static"]]
-    operator, _, vector, *_ = jax.tree.unflatten(params["treedef"], places)
+    positions = [next(numbers) if x is equinox._missing_dynamic else None for x in params["static"]]
+    operator, _, vector, *_ = jax.tree.unflatten(params["treedef"], positions)
     return [i for i in jax.tree.leaves((operator, vector)) if isinstance(i, int)]

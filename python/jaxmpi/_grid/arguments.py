@@ -16,7 +16,7 @@ from jaxmpi._jax import internals
 from jaxmpi._primitive import arguments, keys
 
 _MOST_AXES = 6
-"""How many axes a grid has at most: a halo has up to three to the power of this number of regions."""
+"""The most axes of a grid: a halo has up to three to the power of this number of regions."""
 
 
 def check_numbers(x: Any, operation: str, name: str, rules: Rules) -> None:
@@ -69,7 +69,7 @@ def integers(values: Any, what: str) -> list[int]:
 
 
 def fill_in(processes: list[int], size: int) -> tuple[int, ...]:
-    """With numbers in the place of zeros."""
+    """The numbers of processes along the axes, with numbers in the place of zeros."""
     if len(processes) > _MOST_AXES:
         raise ValueError(f"Grid: {len(processes)} axes; more than {_MOST_AXES} are not possible.")
     fixed = math.prod(number for number in processes if number)

@@ -24,7 +24,7 @@ from jaxmpi._mpi.plans import Box, Move, Plan
 Interval = tuple[int, int]
 """Start and end of cells along one axis of the global array."""
 
-Place = tuple[tuple[int, ...], tuple[bool, ...]]
+Spec = tuple[tuple[int, ...], tuple[bool, ...]]
 """The axes of a field that are the grids', from the end, in the grids' order; along which of them it is staggered."""
 
 
@@ -47,7 +47,7 @@ class Division:
         start = sum(sizes[:at])
         return start, start + sizes[at] + staggered
 
-    def shape(self, rank: int, shape: Sequence[int], place: Place) -> tuple[int, ...]:
+    def shape(self, rank: int, shape: Sequence[int], place: Spec) -> tuple[int, ...]:
         """The shape of a rank's array, from that of any rank's."""
         sizes = list(shape)
         for axis, extra, size, pair in zip(*place, self.layout.block(rank), self.widths, strict=True):
@@ -64,10 +64,10 @@ class Redistribution:
     target: Division
     aliases = False
 
-    def linear(self, places: tuple[Place, ...]) -> tuple[Place, ...]:
+    def linear(self, places: tuple[Spec, ...]) -> tuple[Spec, ...]:
         return places
 
-    def behind(self, place: Place, axes: int) -> Place:
+    def behind(self, place: Spec, axes: int) -> Spec:
         """The place of a field that has that many axes more, behind all of its own."""
         chosen, staggered = place
         return tuple(axis - axes for axis in chosen), staggered
@@ -75,14 +75,14 @@ class Redistribution:
     def batch(self, adjoint: bool) -> tuple[int, int]:
         return 0, 0
 
-    def results(self, avals: Sequence[Any], places: tuple[Place, ...], adjoint: bool) -> list[Any]:
+    def results(self, avals: Sequence[Any], places: tuple[Spec, ...], adjoint: bool) -> list[Any]:
         there = self.source if adjoint else self.target
         return [
             jax.ShapeDtypeStruct(there.shape(self.rank, x.shape, place), x.dtype)
             for x, place in zip(avals, places, strict=True)
         ]
 
-    def plan(self, rank: int, avals: tuple[Any, ...], places: tuple[Place, ...], adjoint: bool) -> Plan:
+    def plan(self, rank: int, avals: tuple[Any, ...], places: tuple[Spec, ...], adjoint: bool) -> Plan:
         return _plan(self, avals, places, adjoint)
 
 
@@ -136,7 +136,7 @@ def _box(cells: Sequence[Interval], division: Division, rank: int, shape: Sequen
 
 
 @plans.cached
-def _plan(pattern: Redistribution, avals: tuple[Any, ...], places: tuple[Place, ...], adjoint: bool) -> Plan:
+def _plan(pattern: Redistribution, avals: tuple[Any, ...], places: tuple[Spec, ...], adjoint: bool) -> Plan:
     rank, source, target = pattern.rank, pattern.source, pattern.target
     moves: list[Move] = []
     facts = []

@@ -91,12 +91,12 @@ class Grid:
 
     @property
     def periodic(self) -> tuple[bool, ...]:
-        """For each axis whether its last process is next to its first."""
+        """Whether the last process along each axis is next to the first."""
         return self._layout.periodic
 
     @property
     def coordinates(self) -> tuple[int, ...]:
-        """The coordinates of this process, from 0 on."""
+        """The position of this process along each axis, from 0 on."""
         return self._layout.coordinates(self._comm.rank)
 
     @property
@@ -535,7 +535,7 @@ class _Cut:
         return x[tuple(slice(size) for size in self._with(sizes))]
 
     def pads(self, widths: halos.Widths) -> list[tuple[int, int]]:
-        """The argument of `jnp.pad` for a halo around a block."""
+        """The argument of `jnp.pad` that puts a halo around a block."""
         pads = [(0, 0)] * len(self.shape)
         for axis, pair in zip(self.axes, widths, strict=True):
             pads[axis] = pair
@@ -547,7 +547,7 @@ class _Cut:
         # In the place of each axis of the grid two: the block along it, and the cells of that.
         for place in sorted(sizes, reverse=True):
             x = _divided(x, place, *sizes[place])
-        places = self._places_of_blocks()
+        places = self._positions_of_blocks()
         x = jnp.moveaxis(x, places, range(count))
         return x.reshape(math.prod(grid.processes), *x.shape[count:])
 
@@ -555,22 +555,22 @@ class _Cut:
         """The global array from all blocks, in the shape that contains every block."""
         count, sizes = len(self.axes), self._sizes(grid)
         x = parts.reshape(*grid.processes, *parts.shape[1:])
-        x = jnp.moveaxis(x, range(count), self._places_of_blocks())
+        x = jnp.moveaxis(x, range(count), self._positions_of_blocks())
         for place in sorted(sizes):
             x = _joined(x, place, *sizes[place])
         return x
 
     def _sizes(self, grid: Grid) -> dict[int, tuple[tuple[int, ...], int]]:
         """The sizes of the blocks along each axis, by its place, and whether it is staggered."""
-        return dict(zip(self._places(), zip(grid._layout.blocks, self.staggered, strict=True), strict=True))
+        return dict(zip(self._positions(), zip(grid._layout.blocks, self.staggered, strict=True), strict=True))
 
-    def _places(self) -> list[int]:
+    def _positions(self) -> list[int]:
         """The axes of the grid, from the front."""
         return [axis % len(self.shape) for axis in self.axes]
 
-    def _places_of_blocks(self) -> list[int]:
+    def _positions_of_blocks(self) -> list[int]:
         """Where the axes of blocks are, if each stands before the axis of its cells."""
-        places = self._places()
+        places = self._positions()
         return [place + sum(other < place for other in places) for place in places]
 
 

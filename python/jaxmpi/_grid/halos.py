@@ -29,7 +29,7 @@ from jaxmpi._mpi import plans
 from jaxmpi._mpi.plans import Box, Fill, Move, Plan
 
 Widths = tuple[tuple[int, int], ...]
-"""The widths of the halo along each axis of the grid: before the block and behind it."""
+"""The widths of a halo along each axis of the grid: before the block and behind it."""
 
 RULES = ("edge", "reflect", "symmetric")
 
@@ -81,8 +81,8 @@ class Layout:
 
 Rules = tuple[tuple[Rule, Rule], ...]
 """The rules of a field along each axis of the grid: before its blocks and behind them."""
-Place = tuple[tuple[int, ...], Rules, str]
-"""The axes of a field that are the grid's, from the end, in the grid's order; its rules; its name."""
+Spec = tuple[tuple[int, ...], Rules, str]
+"""The axes of a field that are the grid's, from the end, in the grid's order; the field's rules; the field's name."""
 
 
 def _linear(rule: Rule) -> Rule:
@@ -91,7 +91,7 @@ def _linear(rule: Rule) -> Rule:
 
 @dataclass(frozen=True)
 class Halo:
-    """What an exchange does; the same on all ranks."""
+    """The pattern of an exchange, which is the same on all ranks."""
 
     layout: Layout
     widths: Widths
@@ -99,7 +99,7 @@ class Halo:
 
     aliases = True
 
-    def plan(self, rank: int, avals: tuple[Any, ...], places: tuple[Place, ...], adjoint: bool) -> Plan:
+    def plan(self, rank: int, avals: tuple[Any, ...], places: tuple[Spec, ...], adjoint: bool) -> Plan:
         return _plan(self, rank, avals, places, adjoint)
 
     def results(self, avals: Sequence[Any], places: Any, adjoint: bool) -> Sequence[Any]:
@@ -108,14 +108,14 @@ class Halo:
     def batch(self, adjoint: bool) -> tuple[int, int]:
         return 0, 0
 
-    def linear(self, places: Sequence["Place"]) -> tuple["Place", ...]:
-        """For the linear part of an exchange: with zero in the place of numbers."""
+    def linear(self, places: Sequence["Spec"]) -> tuple["Spec", ...]:
+        """The specs of the fields for the linear part of an exchange: with zero in the place of numbers."""
         return tuple(
             (axes, tuple((_linear(low), _linear(high)) for low, high in rules), name) for axes, rules, name in places
         )
 
-    def behind(self, place: "Place", axes: int) -> "Place":
-        """The place of a field that has that many axes more, behind all of its own."""
+    def behind(self, place: "Spec", axes: int) -> "Spec":
+        """The spec of a field that has that many axes more, behind all of its own."""
         chosen, rules, name = place
         return tuple(axis - axes for axis in chosen), rules, name
 
@@ -147,14 +147,14 @@ class Field:
         return sizes
 
 
-def describe(halo: Halo, rank: int, aval: Any, place: Place) -> Field:
+def describe(halo: Halo, rank: int, aval: Any, place: Spec) -> Field:
     """A field from its shape on this rank, which has been checked."""
     axes, rules, name = place
-    places = tuple(axis % len(aval.shape) for axis in axes)
-    others = tuple(size for axis, size in enumerate(aval.shape) if axis not in places)
+    positions = tuple(axis % len(aval.shape) for axis in axes)
+    others = tuple(size for axis, size in enumerate(aval.shape) if axis not in positions)
     block = halo.layout.block(rank)
-    staggered = tuple(aval.shape[place] - sum(halo.widths[at]) - block[at] == 1 for at, place in enumerate(places))
-    return Field(places, others, staggered, np.dtype(aval.dtype), rules, name)
+    staggered = tuple(aval.shape[axis] - sum(halo.widths[at]) - block[at] == 1 for at, axis in enumerate(positions))
+    return Field(positions, others, staggered, np.dtype(aval.dtype), rules, name)
 
 
 def _is_left(halo: Halo, field: Field, axis: int, at: int, side: int) -> bool:
@@ -163,8 +163,8 @@ def _is_left(halo: Halo, field: Field, axis: int, at: int, side: int) -> bool:
 
 
 def _along(halo: Halo, field: Field, axis: int, at: int, side: int, sizes: tuple[int, int]) -> tuple[Any, Any]:
-    """Along one axis, for the process `at` it: the region's start and count, and start and step of its origin; None if
-    that is a number. `sizes` are those of the block and of the neighbour's."""
+    """The extent of a region along one axis, for the process `at` it: the region's start and count, and start and step
+    of its origin; None if that is a number. `sizes` are those of the block and of the neighbour's."""
     extra = int(field.staggered[axis])
     low, high = halo.widths[axis]
     here, there = sizes
@@ -189,8 +189,8 @@ def _along(halo: Halo, field: Field, axis: int, at: int, side: int, sizes: tuple
 
 
 def _regions(halo: Halo, rank: int, field: Field) -> Iterator[tuple[tuple[int, ...], int, Box, Any]]:
-    """For each region of a rank's halo its direction, the rank that it comes from, and the boxes that are written and
-    read, or the number by which it is filled."""
+    """The regions of a rank's halo: for each its direction, the rank that it comes from, and the boxes that are written
+    and read, or the number by which it is filled."""
     at = halo.layout.coordinates(rank)
     shape = field.shape(halo, rank)
     for direction in halo.directions():
@@ -220,7 +220,7 @@ def _set(box: Box, axis: int, start: int, count: int, step: int) -> Box:
 
 
 @plans.cached
-def _plan(halo: Halo, rank: int, avals: tuple[Any, ...], places: tuple[Place, ...], adjoint: bool) -> Plan:
+def _plan(halo: Halo, rank: int, avals: tuple[Any, ...], places: tuple[Spec, ...], adjoint: bool) -> Plan:
     """The plan of an exchange, or of its adjoint, which adds the halo to where it comes from, and clears it."""
     fields = [describe(halo, rank, aval, place) for aval, place in zip(avals, places, strict=True)]
     moves: list[Move] = []

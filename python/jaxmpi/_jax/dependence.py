@@ -1,16 +1,16 @@
-"""The link: a primitive without cost that JAX treats as a linear function. It makes derivatives depend on the same
-values on all ranks."""
+"""The primitive `depends_on`, which makes derivatives depend on the same values on all ranks."""
 
 import contextvars
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi._jax import internals
 
-link_primitive = internals.Primitive("jaxmpi.link")
+depends_on_p = internals.Primitive("jaxmpi.depends_on")
 
 cotangents: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("cotangents", default=())
 """A number that depends on all cotangents with which the current transposition was started; empty outside of one."""
@@ -19,72 +19,85 @@ solving: contextvars.ContextVar[bool] = contextvars.ContextVar("solving", defaul
 """Whether the matrix of a linear solve is being transposed, which is a value rather than a derivative."""
 
 
-def link(value: Any, seeds: Sequence[Any], like: Any, always: bool = False, unless: Sequence[Any] = ()) -> Any:
-    """The value, or zeros like the third argument if it is None, which JAX treats as a linear function of the `seeds`
-    as well. Costs nothing. `always`: any `vmap` around maps it, except one that maps any of `unless` and none of the
-    other operands.
+def depends_on(
+    value: Any, inputs: Sequence[Any], *, like: Any = None, always: bool = False, unless: Sequence[Any] = ()
+) -> Any:
+    """A value that JAX treats as a linear function of itself and of some inputs. It is not computed with them.
+
+    So a tangent of an input gives the result a tangent, and a cotangent of the result gives each input a cotangent; the
+    additional ones are zeros.
+
+    Args:
+      value: the value; None stands for zeros.
+      inputs: the values on which the result depends.
+      like: an array or a type with the result's shape and dtype; needed if the value is None.
+      always: every `vmap` around maps the result, also one that maps none of the operands.
+      unless: values that limit `always`: a `vmap` that maps one of them, and neither the value nor an input, does not
+        map the result.
     """
-    own = [] if value is None else [value]
-    params = {"own": len(own) > 0, "always": always, "unless": len(unless)}
-    return link_primitive.bind(*own, *seeds, *unless, **params, shape=tuple(like.shape), dtype=np.dtype(like.dtype))
+    like = jax.typeof(value) if like is None else like
+    values = [] if value is None else [value]
+    params = {"has_value": len(values) > 0, "always": always, "unless": len(unless)}
+    return depends_on_p.bind(*values, *inputs, *unless, **params, shape=tuple(like.shape), dtype=np.dtype(like.dtype))
 
 
-def linked_zeros(seeds: Sequence[Any], like: Any) -> Any:
-    """Zeros of the shape and dtype of `like`, which JAX treats as a linear function of the `seeds`."""
-    return link(None, seeds, like)
+def linked_zeros(inputs: Sequence[Any], like: Any) -> Any:
+    """Zeros of the shape and dtype of `like`, which JAX treats as a linear function of the inputs."""
+    return depends_on(None, inputs, like=like)
 
 
 def zero_cotangent(like: Any) -> Any:
-    """Zeros as a missing cotangent, which depend on what the transposition was started with: see
-    _derivatives/transposition.py."""
-    return link(None, cotangents.get(), like, not solving.get())
+    """Zeros as a missing cotangent, which depend on all cotangents with which the transposition was started
+    (_derivatives/transposition.py)."""
+    return depends_on(None, cotangents.get(), like=like, always=not solving.get())
 
 
-def _link_jvp(primals, tangents, *, own, always, **params):
-    own_too = own and type(tangents[0]) is not internals.ad.Zero
-    given = [t for t in tangents if type(t) is not internals.ad.Zero]
-    value = link_primitive.bind(*primals, own=own, always=False, **params)
-    return value, link_primitive.bind(*given, own=own_too, always=always, **params)
+def _jvp(primals, tangents, *, has_value, always, **params):
+    value_has_tangent = has_value and type(tangents[0]) is not internals.ad.Zero
+    nonzero = [t for t in tangents if type(t) is not internals.ad.Zero]
+    value = depends_on_p.bind(*primals, has_value=has_value, always=False, **params)
+    return value, depends_on_p.bind(*nonzero, has_value=value_has_tangent, always=always, **params)
 
 
-def _link_transpose(cotangent, *operands, own, always, unless, **params):
-    # The result is linear in the seeds; so the cotangents of the seeds are zeros that are linear in its cotangent.
+def _transpose(cotangent, *operands, has_value, always, unless, **params):
+    # The result is linear in the inputs; so the cotangents of the inputs are zeros that are linear in its cotangent.
     if type(cotangent) is internals.ad.Zero:
         return [None] * len(operands)
     linear = [internals.ad.is_undefined_primal(x) for x in operands]
     zeros = [
-        link(None, [cotangent], x.aval, always) if is_linear else None
-        for x, is_linear in zip(operands[own:], linear[own:], strict=True)
+        depends_on(None, [cotangent], like=x.aval, always=always) if is_linear else None
+        for x, is_linear in zip(operands[has_value:], linear[has_value:], strict=True)
     ]
-    return [cotangent if is_linear else None for is_linear in linear[:own]] + zeros
+    return [cotangent if is_linear else None for is_linear in linear[:has_value]] + zeros
 
 
-def _link_batch(axis, operands, axes, *, own, always, unless, shape, dtype):
+def _batch(axis, operands, axes, *, has_value, always, unless, shape, dtype):
     mapped = [at is not None for at in axes]
-    excluded = any(mapped[len(mapped) - unless :])
-    params = {"own": own, "always": always, "unless": unless, "dtype": dtype}
-    if not any(mapped[: len(mapped) - unless]) and (excluded or not always):
-        return link_primitive.bind(*operands, shape=shape, **params), None
-    if own:
+    limits = len(mapped) - unless
+    params = {"has_value": has_value, "always": always, "unless": unless, "dtype": dtype}
+    if not any(mapped[:limits]) and (any(mapped[limits:]) or not always):
+        return depends_on_p.bind(*operands, shape=shape, **params), None
+    if has_value:
         value = batched(operands[0], axes[0], axis.size, 0)
         operands = [value, *operands[1:]]
-    return link_primitive.bind(*operands, shape=(axis.size, *shape), **params), 0
+    return depends_on_p.bind(*operands, shape=(axis.size, *shape), **params), 0
 
 
 def batched(x, axis_of_x, size, at):
+    """`x` with its batch axis at the position `at`; repeated along a new axis if it has none (None)."""
     if axis_of_x is not None:
         return jnp.moveaxis(x, axis_of_x, at)
     return jnp.broadcast_to(jnp.expand_dims(x, at), (*jnp.shape(x)[:at], size, *jnp.shape(x)[at:]))
 
 
-def _linked(*operands, own, shape, dtype, **params):
-    return operands[0] if own else jnp.zeros(shape, dtype)
+def _implementation(*operands, has_value, shape, dtype, **params):
+    return operands[0] if has_value else jnp.zeros(shape, dtype)
 
 
 internals.define_primitive(
-    link_primitive, lambda *_, shape, dtype, **params: internals.ShapedArray(shape, dtype), False, _linked
+    depends_on_p, lambda *_, shape, dtype, **params: internals.ShapedArray(shape, dtype), False, _implementation
 )
-internals.mlir.register_lowering(link_primitive, internals.mlir.lower_fun(_linked, multiple_results=False))
-internals.ad.primitive_jvps[link_primitive] = _link_jvp
-internals.ad.primitive_transposes[link_primitive] = _link_transpose
-internals.batching.fancy_primitive_batchers[link_primitive] = _link_batch
+internals.mlir.register_lowering(depends_on_p, internals.mlir.lower_fun(_implementation, multiple_results=False))
+internals.ad.primitive_jvps[depends_on_p] = _jvp
+internals.ad.primitive_transposes[depends_on_p] = _transpose
+internals.batching.fancy_primitive_batchers[depends_on_p] = _batch

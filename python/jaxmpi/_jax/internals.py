@@ -23,6 +23,11 @@ from jax.interpreters import ad as ad
 from jax.interpreters import batching as batching
 from jax.interpreters import mlir as mlir
 
+try:
+    from jax._src import hijax as hijax
+except ImportError:  # before JAX 0.8
+    hijax = None  # type: ignore[assignment]
+
 from jaxmpi._launcher.before_jax import NEWEST_TRIED, numbers
 
 Function = Callable[..., Any]
@@ -235,7 +240,7 @@ def is_tracer(x: Any) -> bool:
 
 
 def distrust_cached_programs() -> None:
-    """With JAX 0.6: from now on no program is taken from JAX's compilation cache, nor written to it.
+    """Turns off JAX's compilation cache with JAX 0.6: no program is taken from it or written to it from now on.
 
     There a loop that communicates returned zeros when it came from the cache: with 0.6.0, not with 0.7 or newer.
     """

@@ -1,7 +1,7 @@
 """Jaxprs: what is inside them, and how they are evaluated."""
 
 import functools
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,22 +14,43 @@ from jax.extend.core import Literal, primitives
 from jaxmpi._jax import internals
 
 
+def open_jaxpr(jaxpr: Any) -> Any:
+    """The open jaxpr in a closed one; an open one itself."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def constants(jaxpr: Any) -> Sequence[Any]:
+    """The values of the constants of a closed jaxpr; none of an open one."""
+    return getattr(jaxpr, "consts", ())
+
+
+def change_open(jaxpr: Any, change: Callable[[Any], Any]) -> Any:
+    """A jaxpr, closed or not, with `change` made of its open jaxpr."""
+    inner = open_jaxpr(jaxpr)
+    return change(inner) if inner is jaxpr else jaxpr.replace(jaxpr=change(inner))
+
+
+def called_name(params: dict[str, Any]) -> str:
+    """The name of the parameter that is the jaxpr of a nested call."""
+    return "jaxpr" if "jaxpr" in params else "call_jaxpr"
+
+
 def called(params: dict[str, Any]) -> Any:
     """The jaxpr of a nested call with these parameters."""
-    return params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
+    return params[called_name(params)]
 
 
 def inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
     """The jaxprs inside an equation with these parameters, without their constants."""
     for value in params.values():
         for inner in value if isinstance(value, tuple) else (value,):
-            jaxpr = getattr(inner, "jaxpr", inner)
+            jaxpr = open_jaxpr(inner)
             if hasattr(jaxpr, "eqns"):
                 yield jaxpr
 
 
-def alone(jaxpr: Any, equation: Any) -> Any:
-    """A jaxpr of one equation of `jaxpr`, with all its operands as arguments."""
+def of_equation(jaxpr: Any, equation: Any) -> Any:
+    """A jaxpr of one equation of `jaxpr` alone, with all its operands as arguments."""
     operands = [core.Var(jax.typeof(x.val)) if isinstance(x, Literal) else core.Var(x.aval) for x in equation.invars]
     results = [core.Var(x.aval) for x in equation.outvars]
     equation = equation.replace(invars=operands, outvars=results)
@@ -41,12 +62,12 @@ def alone(jaxpr: Any, equation: Any) -> Any:
 
 def evaluate(jaxpr: Any, *args: Any) -> list[Any]:
     """The results of a jaxpr, closed or not, in the current trace."""
-    return core.eval_jaxpr(getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ()), *args)
+    return core.eval_jaxpr(open_jaxpr(jaxpr), constants(jaxpr), *args)
 
 
 def without_objects(closed: Any) -> Any:
-    """The same computation, with those primitives lowered that newer versions of JAX represent by objects."""
-    high = getattr(closed, "is_high", False) or getattr(getattr(closed, "jaxpr", None), "is_high", False)
+    """A closed jaxpr whose primitives that newer versions of JAX represent by objects have been lowered."""
+    high = getattr(closed, "is_high", False) or getattr(open_jaxpr(closed), "is_high", False)
     if not high:
         return closed
     lower: Any = getattr(partial_eval, "lower_jaxpr2", partial_eval.lower_jaxpr)
@@ -82,8 +103,8 @@ def parts_of_scan(params: dict[str, Any]) -> tuple[int, int]:
     """How many of a scan's first operands are constants, and how many after them are carried."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
-    constants, carried, _ = params["ft_in"].unpack()  # from 0.12 on: a tree of constants, carried values and rows
-    return len(list(constants)), len(list(carried))
+    first, carried, _ = params["ft_in"].unpack()  # from 0.12 on: a tree of constants, carried values and rows
+    return len(list(first)), len(list(carried))
 
 
 def lower_calls_inline(effect: internals.Effect) -> None:

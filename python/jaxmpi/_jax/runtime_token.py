@@ -1,8 +1,8 @@
-"""The order of calls of compiled code: the link that one computation passes to the next.
+"""The runtime token: the array that one computation passes to the next, so that calls of compiled code stay in order.
 
 Between two computations with an ordered effect JAX passes an empty array, one per thread, which the first returns and
-the second takes as an operand. csrc/python/runtime_token.c does the same here: the array is the link. A later call of
-plain `jax.jit` takes the same array as its operand.
+the second takes as an operand. JAX names it the runtime token of the effect. Calls of eager operations and of functions
+compiled by `jaxmpi.jit` pass it on in C; a later call of plain `jax.jit` takes the same array as its operand.
 """
 
 import contextlib
@@ -20,10 +20,9 @@ from jax._src.lax.control_flow.loops import while_p
 import jaxmpi._core as _core
 from jaxmpi._jax.internals import Effect, Refusal, replace
 
-# The last link of each thread. JAX's own record is per thread, so no thread can see the links of others there.
-_of_threads: dict[int, Any] = {}
-_of_ended_threads: list[Any] = []
-
+# The last runtime token of each thread. JAX's own record is per thread, so no thread sees the tokens of others there.
+_tokens_of_threads: dict[int, Any] = {}
+_tokens_of_ended_threads: list[Any] = []
 
 REPEATED = (
     "jaxmpi: a result is NaN or infinite, which jax_debug_nans or jax_debug_infs forbids. To find out which operation "
@@ -43,7 +42,7 @@ def guard_repetitions(effect: Effect) -> None:
     """Makes JAX's second execution of a function, after a NaN, raise before it communicates.
 
     Meanwhile this thread has no token for the effect, so that whatever communicates asks for a new one: eager
-    operations and functions compiled by `jit` here by _new_link, the others from JAX.
+    operations and functions compiled by `jaxmpi.jit` by `_new_token`, the others from JAX.
     """
     owner = api_util if hasattr(api_util, "maybe_recursive_nan_check") else dispatch  # the latter in JAX 0.6
 
@@ -95,12 +94,12 @@ def _first_array() -> Any:
     return jax.device_put(np.zeros(0, np.bool_))
 
 
-def _new_link(effect: Effect) -> Any:
+def _new_token(effect: Effect) -> Any:
     """Makes a runtime token for this thread whose array can be an operand of compiled code.
 
     A token that JAX makes holds an array too, but in some versions with the layout of an XLA token. So ours are marked,
-    by the attribute `pending`, in which runtime_token.c keeps whether the computation can have failed since its call
-    returned. A token of JAX's is waited for here: so a call of ours waits for an earlier one of plain `jax.jit`.
+    by the attribute `pending`, in which the core keeps whether the computation can have failed since its call returned.
+    A token of JAX's is waited for here: so a call of ours waits for an earlier one of plain `jax.jit`.
     """
     _not_repeated()
     tokens, thread = dispatch.runtime_tokens.current_tokens, threading.get_ident()
@@ -108,13 +107,13 @@ def _new_link(effect: Effect) -> Any:
         _failed(tokens[effect])
     if _several_devices():
         _core.configure(several_devices=True)
-    link: Any = core.Token(_first_array())
-    link.pending = None
-    if thread in _of_threads:  # this thread's earlier link, or that of an ended thread with the same number
-        before = [*_of_ended_threads, _of_threads[thread]]
-        _of_ended_threads[:] = [token for token in before if not token._buf.is_ready()]
-    _of_threads[thread] = tokens[effect] = link
-    return link
+    token: Any = core.Token(_first_array())
+    token.pending = None
+    if thread in _tokens_of_threads:  # this thread's earlier one, or that of an ended thread with the same number
+        earlier = [*_tokens_of_ended_threads, _tokens_of_threads[thread]]
+        _tokens_of_ended_threads[:] = [token for token in earlier if not token._buf.is_ready()]
+    _tokens_of_threads[thread] = tokens[effect] = token
+    return token
 
 
 def _several_devices() -> bool:
@@ -122,12 +121,15 @@ def _several_devices() -> bool:
 
 
 def _heal(token: Any, failed: bool) -> None:
-    """Replaces the link of a token if its computation has failed or if it is committed to one of several devices.
+    """Replaces a token's array if its computation has failed or if it is committed to one of several devices.
 
-    `failed`: an operation has failed since the computation was called, perhaps in another computation. Then this one is
-    waited for, since JAX marks the results of a failed computation one after the other. A link gets committed to a
-    device if the operands of its computation were; it would commit the next computation to the same device. It too is
-    waited for before it is replaced.
+    An array gets committed to a device if the operands of its computation were, and would commit the next computation
+    to the same device. It is waited for before it is replaced.
+
+    Args:
+      token: a runtime token of this thread.
+      failed: an operation has failed since the computation was called, perhaps in another computation. Then this one is
+        waited for, since JAX marks the results of a failed computation one after the other.
     """
     bound = _several_devices() and token._buf._committed and not _only_device(token._buf)
     if (failed or bound or token._buf.is_ready()) and (_failed(token) or bound):
@@ -160,17 +162,19 @@ def _failed(token: Any) -> bool:
     return False
 
 
-def linked(
+def with_runtime_token(
     effect: Effect, compute: Callable[..., Any], otherwise: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
-    """`compute(link, *args, **kwargs) -> (link, result)` as a function of the arguments, in the order of an effect.
+    """A function of the arguments alone, which passes the runtime token of an effect from call to call.
 
-    The module's docstring says what the link is. `otherwise`, if given, is called instead inside a trace and with
-    `jax.disable_jit`.
+    Args:
+      effect: an ordered effect; calls are in order with all computations that have it.
+      compute: `(array, *args, **kwargs) -> (array, result)`; the array is that of the token.
+      otherwise: what is called instead inside a trace and with `jax.disable_jit`; None if neither can be.
     """
     names = ("current_tokens", "_buf", "pending", "is_ready", "_committed")
     error = jax.errors.JaxRuntimeError
-    run = _core.linker(compute, dispatch.runtime_tokens, effect, lambda: _new_link(effect), _heal, error, names)
+    run = _core.linker(compute, dispatch.runtime_tokens, effect, lambda: _new_token(effect), _heal, error, names)
     if otherwise is None:
         return run
     clean, disabled = core.trace_state_clean, config.disable_jit
@@ -184,7 +188,7 @@ def linked(
 
 
 def wait_for_all_threads() -> None:
-    """Waits for the linked computations of all threads. Their results raise their errors, not this function."""
-    for token in [*_of_ended_threads, *_of_threads.values()]:
+    """Waits for the last computation of each thread. Its results raise its error, not this function."""
+    for token in [*_tokens_of_ended_threads, *_tokens_of_threads.values()]:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             token.block_until_ready()

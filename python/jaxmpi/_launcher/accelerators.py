@@ -1,4 +1,4 @@
-"""Which of a machine's accelerators a rank takes: `python -m jaxmpi.run --devices rank`.
+"""The choice of a rank's accelerator among those of its machine: `python -m jaxmpi.run --devices rank`.
 
 Loaded by path on each rank before the program runs, so nothing here imports jax, mpi4py or this package. Run as a
 script it prints the devices that its process sees.
@@ -86,10 +86,10 @@ def _memory_is_decided(environment: Mapping[str, str]) -> bool:
 
 def assign(counts: Mapping[str, int], environment: Mapping[str, str]) -> dict[str, str]:
     """Variables that give this rank one of the `counts` devices, and a share of its memory if ranks share it."""
-    place = local_rank(environment)
-    if place is None:
+    local = local_rank(environment)
+    if local is None:
         return {}
-    rank, size = place
+    rank, size = local
     chosen = {}
     sharing = 1
     for platform in undecided(environment):

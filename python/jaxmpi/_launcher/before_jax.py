@@ -9,6 +9,7 @@ import mmap
 import os
 import re
 import sys
+from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,9 +29,20 @@ PREEMPTION = "JAX_ENABLE_PREEMPTION_SERVICE"
 
 _NAME_OF_CLUSTER = "jaxmpi"
 
-state: dict[str, str] = {}
-"""`offered`: the library that jaxlib was given; `refused`: why it was given none; `kind`: what JAX was readied for."""
 
+@dataclass
+class State:
+    """What has been done for JAX in this process."""
+
+    offered: str | None = None
+    """The library that jaxlib was given."""
+    refused: str | None = None
+    """The reason why jaxlib was given none."""
+    kind: str | None = None
+    """What carries JAX's collectives; None if JAX has not been readied for any."""
+
+
+state = State()
 
 _NAME = re.compile(rb"\0(MPIX?ABI_\w+)(?=\0)")
 
@@ -63,22 +75,22 @@ def offer(core_file: str | None = None) -> None:
         core_file = getattr(find_spec("jaxmpi._core"), "origin", None)
     if core_file and "jaxlib" not in sys.modules and LIBRARY not in os.environ:
         if lacking := _lacking(core_file):
-            state["refused"] = f"jaxlib {version('jaxlib')} looks for {len(lacking)} names that this jaxmpi lacks"
+            state.refused = f"jaxlib {version('jaxlib')} looks for {len(lacking)} names that this jaxmpi lacks"
             return
-        os.environ[LIBRARY] = state["offered"] = core_file
+        os.environ[LIBRARY] = state.offered = core_file
 
 
 def taken() -> None:
     """jaxlib has been loaded: processes that this one starts need not load our core."""
-    if state.get("offered") == os.environ.get(LIBRARY):
+    if state.offered == os.environ.get(LIBRARY):
         os.environ.pop(LIBRARY, None)
 
 
 def why_not_mpi() -> str:
     """Why JAX cannot communicate by MPI in this process; empty if it can."""
-    if "refused" in state:
-        return state["refused"] + ": use a newer jaxmpi, or --collectives gloo"
-    if "offered" not in state:
+    if state.refused is not None:
+        return state.refused + ": use a newer jaxmpi, or --collectives gloo"
+    if state.offered is None:
         return (
             "jax was imported before jaxmpi, or MPITRAMPOLINE_LIB names another library: import jaxmpi first, or start "
             "with 'python -m jaxmpi.run --collectives mpi'"
@@ -98,8 +110,9 @@ def prepare(kind: str) -> None:
     jax.config.update("jax_cpu_collectives_implementation", kind)
     if PREEMPTION not in os.environ and hasattr(jax.config, PREEMPTION.lower()):
         jax.config.update(PREEMPTION.lower(), False)
-    if state.setdefault("kind", kind) != kind:
-        raise RuntimeError(f"jaxmpi: JAX was readied for --collectives {state['kind']} already")
+    if state.kind not in (None, kind):
+        raise RuntimeError(f"jaxmpi: JAX was readied for --collectives {state.kind} already")
+    state.kind = kind
     if getattr(xla_bridge.backends, "jaxmpi_own", None) is not None:
         return
     own = xla_bridge.backends
@@ -145,7 +158,9 @@ def register() -> None:
         def is_env_present(cls) -> bool:
             cls.met = False
             others = (kind for kind in types if kind is not cls and not getattr(kind, "opt_in_only_method", False))
-            return "kind" in state or _sharded().world()[1] > 1 or not any(kind.is_env_present() for kind in others)
+            return (
+                state.kind is not None or _sharded().world()[1] > 1 or not any(kind.is_env_present() for kind in others)
+            )
 
         @classmethod
         def get_coordinator_address(cls, timeout_secs: int | None = None, *_: Any, **__: Any) -> str:
@@ -165,7 +180,7 @@ def register() -> None:
         def _of_world(cls, which: int) -> Any:
             world = _sharded().world()
             # Alone, with a coordinator of the program's choice: others may have been started without MPI.
-            return world[which] if cls.met or world[1] > 1 or "kind" in state else None
+            return world[which] if cls.met or world[1] > 1 or state.kind is not None else None
 
         @classmethod
         def get_local_process_id(cls) -> int | None:

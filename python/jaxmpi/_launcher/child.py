@@ -51,7 +51,7 @@ _process = os.getpid()
 """The rank's process, which alone may end the job: not one that the program forks."""
 
 _rank = next((os.environ[n] for n in ("PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK") if n in os.environ), None)
-"""As the launchers of the MPI libraries tell it, before MPI is initialized."""
+"""The number of this rank, as the launchers of the MPI libraries tell it before MPI is initialized."""
 
 _GRACE_SECONDS = 1.0
 
@@ -145,7 +145,8 @@ def _fail(error: BaseException, where: str = "") -> NoReturn:
 
 
 def _said_by(error: BaseException) -> str:
-    """Of a group of exceptions its own line: the last one that is written of it is a rule."""
+    """The line that says what an error is. For a group of exceptions it is not the last one written, which is a
+    rule."""
     with contextlib.suppress(Exception):
         if hasattr(error, "exceptions"):
             return f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -249,8 +250,8 @@ def _beside(name: str):
 
 
 def _ready_jax(devices: str, collectives: str) -> None:
-    """As the program imports jax: this rank takes a device, the user's choice or its own; and what carries JAX's
-    collectives, if anything is to."""
+    """Readies JAX as the program imports it: this rank takes a device, the user's choice or its own, and what carries
+    JAX's collectives, if anything is to, is chosen."""
     accelerators = _beside("accelerators")
     sharded: Any = _beside("before_jax") if collectives else None
 
@@ -369,7 +370,7 @@ def _finish() -> None:
 
 
 def _number() -> int | str | None:
-    """Of this rank, as MPI or the launcher tells it."""
+    """The number of this rank, as MPI or the launcher tells it."""
     with contextlib.suppress(Exception):
         if (mpi := _mpi_if_running()) is not None:
             return mpi.COMM_WORLD.rank
@@ -377,7 +378,8 @@ def _number() -> int | str | None:
 
 
 def _say(kind: str, content: str = "") -> None:
-    """To the launcher: this rank's program has `began`, has `ended`, for which others may wait, or `aborts` the job."""
+    """Tells the launcher that this rank's program has `began`, has `ended`, for which others may wait, or `aborts` the
+    job."""
     with contextlib.suppress(Exception):
         if _folder is not None and (number := _number()) is not None:
             with _opened() as folder:
@@ -385,8 +387,8 @@ def _say(kind: str, content: str = "") -> None:
 
 
 def _wait_for_relay(kind: str) -> None:
-    """Until the launcher has been told, on a machine whose files are taken away to it: what is to end the process of
-    relay.py, and what MPI then says, come by another way."""
+    """Waits until the launcher has been told, on a machine whose files are taken away to it: what is to end the process
+    of relay.py, and what MPI then says, come by another way."""
     end = time.monotonic() + 1
     with contextlib.suppress(Exception):
         if _folder is None or (number := _number()) is None:

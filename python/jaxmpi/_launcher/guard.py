@@ -18,8 +18,15 @@ _KILL_SECONDS = 5.0
 
 
 def start(alive: int, job: int | None, folder: str, witnesses: int, signals: Iterable[int]) -> int | None:
-    """Its number, or None if it cannot be started. `alive` is readable when the launcher has gone, `job` is mpiexec,
-    and the numbers of signals go to `witnesses`."""
+    """Starts the guard. Returns its process number, or None if it cannot be started.
+
+    Args:
+      alive: a descriptor that is readable when the launcher has gone.
+      job: mpiexec's process number.
+      folder: the job's folder.
+      witnesses: a descriptor to which the numbers of signals go.
+      signals: the signals whose numbers are written there.
+    """
     known = set(signals)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, known)
     try:

@@ -37,7 +37,8 @@ _KILL_SECONDS = 5.0
 def watch(
     path: str | os.PathLike, ranks: int, job: int, mpiexec: int, signals: list[int], say: Callable[[str], None]
 ) -> None:
-    """Until `mpiexec`, of which `job` is a file, has ended. `signals`: those that have told the job to end."""
+    """Watches a job until `mpiexec`, of which `job` is a file, has ended. `signals`: those that have told the job to
+    end."""
     try:
         with private.Folder(path) as folder, contextlib.closing(lifeline.Bell(folder)) as bell:
             _watch(folder, bell, ranks, job, mpiexec, signals, say)

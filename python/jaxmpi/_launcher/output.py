@@ -16,8 +16,8 @@ from jaxmpi._launcher.ready import ready, wait_to_write
 
 _MOST_BYTES = 65536
 _WAIT_SECONDS = 0.2
-"""For the rest of a text of Open MPI's that has begun, and after the end of mpiexec for what others still write: what
-it has started may keep its stderr open for ever, as ssh may."""
+"""The time to wait for the rest of a text of Open MPI's that has begun, and after the end of mpiexec for what others
+still write: what it has started may keep its stderr open for ever, as ssh may."""
 
 _RULE = b"-" * 74
 _RANK, _CODE = b"RANK", b"CODE"

@@ -28,7 +28,7 @@ _SAME_SECONDS = 1.0
 """A signal comes once to the group and once to the launcher if it is sent by `timeout`: mpiexec is to get one."""
 _POLL_SECONDS = 0.05
 _LATE_SECONDS = 3.0
-"""For what ranks on other machines have told: it may come after the end of mpiexec."""
+"""The time to wait for what ranks on other machines have told: it may come after the end of mpiexec."""
 _STOP_SECONDS = 2.0
 
 
@@ -45,7 +45,7 @@ class Job:
     """Whether ranks may run on other machines."""
     folder: str | None = None
     variables: dict[str, str] = field(default_factory=dict)
-    """For the ranks."""
+    """The variables that the ranks get."""
     alive: tuple[int, int] | None = None
     input: Any = None
     server: tuple[Any, str] | None = None
@@ -135,7 +135,7 @@ def _is_open(file: int) -> bool:
 
 
 class _Signals:
-    """Those that come to this process, and may have come to its whole group: they go to mpiexec once.
+    """Passes signals on to mpiexec, once each, since they may have come to its whole group as well.
 
     Only in the main thread, where Python has signals; elsewhere they are the program's own.
     """

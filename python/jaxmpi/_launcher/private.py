@@ -14,7 +14,7 @@ import tempfile
 import threading
 
 _MOST_BYTES = 1 << 20
-"""Of a file that is read."""
+"""The size of the largest file that is read."""
 _TRIES = 5
 
 
@@ -72,7 +72,7 @@ class Folder:
             return file.read(most).decode(errors="replace")
 
     def changed_at(self, name: str) -> int:
-        """In nanoseconds."""
+        """The time of a file's last change, in nanoseconds."""
         return os.stat(name, dir_fd=self.descriptor, follow_symlinks=False).st_mtime_ns
 
     def remove(self, name: str) -> None:

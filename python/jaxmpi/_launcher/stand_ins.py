@@ -28,7 +28,7 @@ STAND_INS = {
     "mpi4jax-token": StandIn("mpi4jax", "token", "0.7.2"),
     "jpi": StandIn("jpi", "token", "0.1.0"),
 }
-"""By the names that `python -m jaxmpi.run --as` takes."""
+"""The stand-ins by the names that `python -m jaxmpi.run --as` takes."""
 
 
 class _Distribution(metadata.Distribution):
@@ -75,12 +75,13 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
     def find_distributions(self, context: Any = None) -> Iterator[metadata.Distribution]:
-        """For importlib.metadata; not if the distributions of certain folders are asked for."""
+        """Tells importlib.metadata of the packages that are replaced; not if the distributions of certain folders are
+        asked for."""
         context = context or metadata.DistributionFinder.Context()
         if (context.name or self.replaced.package).lower() == self.replaced.package and "path" not in vars(context):
             yield _Distribution(self.replaced)
 
     def add_to(self, pkg_resources: ModuleType) -> None:
-        """For programs that ask pkg_resources, which looks into folders only."""
+        """Tells pkg_resources of the packages that are replaced, for it looks into folders only."""
         made = {"project_name": self.replaced.package, "version": self.replaced.version}
         pkg_resources.working_set.add(pkg_resources.Distribution(**made))

@@ -21,7 +21,8 @@ _SECONDS = 60.0
 
 
 def offer(folder: Any, here: bool) -> tuple[str, Any]:
-    """In the launcher: the variable's value, and the socket that listens, in a folder of private.py's or None.
+    """Opens a socket in the launcher: returns the variable's value, and the socket that listens, in a folder of
+    private.py's or None.
 
     `here`: all ranks are on this machine."""
     if os.isatty(0) or not here or folder is None:
@@ -41,7 +42,8 @@ def offer(folder: Any, here: bool) -> tuple[str, Any]:
 
 
 def give(listening: Any) -> None:
-    """In the launcher, to who has connected: only its own user can, by the folder's mode."""
+    """Gives the launcher's standard input to the rank that has connected: only its own user can, by the folder's
+    mode."""
     import socket
 
     with contextlib.suppress(OSError):
@@ -51,7 +53,7 @@ def give(listening: Any) -> None:
 
 
 def take(rank: str | None, folder: Any) -> None:
-    """In a rank, before it reads anything."""
+    """Takes the launcher's standard input, on a rank that has not read anything yet."""
     value = os.environ.pop(VARIABLE, None)
     if value is None or rank is None or (rank == "0" and not value):
         return

@@ -1,4 +1,4 @@
-"""For which API of mpi4jax a source text is written, by what it does with the results of its calls.
+"""Finds for which API of mpi4jax a source text is written, by what it does with the results of its calls.
 
 Up to 0.7 mpi4jax's functions return the result and a token (API "token"), from 0.8 on the result alone ("notoken"). A
 program for one of them may run under the other and compute something else: `y, _ = allgather(x)` on two ranks takes the
@@ -76,7 +76,7 @@ class Reading:
 
     @property
     def verdict(self) -> Verdict | None:
-        """For which API the text is written; None if that is open: it speaks of none, or of both.
+        """The API for which the text is written; None if that is open: it speaks of none, or of both.
 
         Only signs that are sure count if there are any. It is certain if no other sign contradicts them.
         """
@@ -139,7 +139,7 @@ class _Tree:
         self.nodes = list(ast.walk(tree))
         self.parent = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
         self.names: dict[ast.AST, Names] = {}
-        """In each scope the names of mpi4jax and of its functions, and of functions that return what those return; to
+        """The names, in each scope, of mpi4jax and of its functions, and of functions that return what those return; to
         other names belongs an empty string."""
         for node in self.nodes:
             self._bind(node)

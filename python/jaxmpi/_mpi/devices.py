@@ -1,4 +1,4 @@
-"""Which transport takes arrays from a device's memory to MPI. Decided once, at import, from what is detected.
+"""The choice of the transport that takes arrays from a device's memory to MPI: once, at import, from what is detected.
 
 Only a driver's library is loaded, if it is installed: no SDK. No device is opened before JAX opens it.
 """
@@ -26,11 +26,12 @@ class Choice:
     """How arrays of devices reach MPI."""
 
     drivers: Mapping[str, str | None]
-    """For each platform: None, or why its arrays cannot be communicated."""
+    """The platforms, each with None or the reason why its arrays cannot be communicated."""
     aware: bool
     """MPI is given the device's pointers."""
     transport: str
-    """For staged arrays: callback, thread or wait (csrc/core/runtime.h). With an aware MPI some are still staged."""
+    """The way in which MPI is called for staged arrays: callback, thread or wait (csrc/core/runtime.h). With an
+    aware MPI some are still staged."""
     because: str
     """What was detected, and the reason for the choice."""
     chunk: int = 0
@@ -90,7 +91,7 @@ def _switch(settings: Settings, platforms: list[str]) -> tuple[bool | None, str]
 
 
 def _transport(wish: str, aware: bool, inspects: bool) -> tuple[str, str]:
-    """Which thread calls MPI for staged arrays, and why."""
+    """The way in which MPI is called for staged arrays, and the reason for it."""
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         return "wait", "MPI is below MPI_THREAD_MULTIPLE"
     if wish != "auto":

@@ -38,7 +38,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Move:
-    """From a box to a box, of as many elements; both of this leaf of the arrays."""
+    """A copy from a box to a box with as many elements, both of this leaf of the arrays."""
 
     key: tuple[int, ...]
     leaf: int
@@ -74,7 +74,7 @@ class Plan:
 
 
 _numbers: dict[str, int] = {}
-"""Of all plans made so far, by their meanings: the core keeps them for ever."""
+"""The numbers of all plans made so far, by their meanings: the core keeps plans for ever."""
 
 
 def signature(*facts: Any) -> int:
@@ -207,4 +207,4 @@ def make(
 
 
 cached = functools.lru_cache(maxsize=4096)
-"""For functions that make plans."""
+"""The cache of functions that make plans."""

@@ -132,7 +132,7 @@ class _Reader:
         return size
 
     def megabytes(self, variable: str, default: int) -> int:
-        """In bytes."""
+        """The value of a variable that is in megabytes, in bytes."""
         size = self._number(variable)
         if size is not None and size <= 0:
             raise self._wrong(variable, "a whole number above 0")

@@ -82,7 +82,7 @@ def begin(library: str, job: Callable[[], int | None]) -> None:
 
 
 def _tell_job() -> None:
-    """Of a rank that imported the package long before others."""
+    """Writes the job's name into the file of a rank that imported the package long before others."""
     global _job
     if _job is not None and (agreed := _job()) is not None:
         _note("jaxmpi_job", {"job": _name(agreed)})

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmpi._jax import internals
-from jaxmpi._jax.dependence import batched, link, linked_zeros
+from jaxmpi._jax.dependence import batched, depends_on, linked_zeros
 from jaxmpi._operations.by_plan import ByPlan, of_words, plan, spread
 from jaxmpi._operations.common import Arrays
 from jaxmpi._operations.requests import NOTHING, Awaited, Request, Starting, request_of_nothing
@@ -81,7 +81,7 @@ class ExchangeFinish(ByPlan):
         params = dataclasses.replace(self.of_some(params, which, arrays, of, adjoint), needed=needed)
         fields = [arrays[i] for i in which]
         if request is not NOTHING:  # whatever maps the request maps them, as where it was started
-            fields = [link(x, [request], x) for x in fields]
+            fields = [depends_on(x, [request]) for x in fields]
         return spread(self.bind(*fields, request, call=params), which, len(arrays))
 
     def jvp(self, primals: Arrays, tangents: Arrays, params: Planned) -> tuple[list[Any], list[Any]]:

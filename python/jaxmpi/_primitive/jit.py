@@ -172,7 +172,7 @@ def eager(function: Callable[..., Any]) -> Callable[..., Any]:
         with internals.without_constant_folding():
             return function(*args)
 
-    return runtime_token.linked(EFFECT, _discharged_jit(staged, {}))
+    return runtime_token.with_runtime_token(EFFECT, _discharged_jit(staged, {}))
 
 
 # Options about the placement of operands or results: their trees would need an entry for the link.
@@ -208,7 +208,7 @@ def jit(function: Callable[..., Any] | None = None, /, **options: Any) -> Callab
     if any(options.get(name) is not None for name in _PLAIN):
         return plain
     compiled = _discharged_jit(function, options)
-    call = functools.wraps(function)(runtime_token.linked(EFFECT, compiled, plain))
+    call = functools.wraps(function)(runtime_token.with_runtime_token(EFFECT, compiled, plain))
 
     def clear_cache() -> None:
         for cached in (plain, compiled):

@@ -9,7 +9,7 @@ import numpy as np
 from mpi4py import MPI
 
 from jaxmpi._jax import internals
-from jaxmpi._jax.dependence import link
+from jaxmpi._jax.dependence import depends_on
 from jaxmpi._mpi import call_sites, communicators, timeline
 from jaxmpi._mpi.communicators import Communicator
 from jaxmpi._mpi.settings import SETTINGS
@@ -44,8 +44,7 @@ class Operation(Transformed[P]):
             roles = self.roles(len(operands), params)
             first = next((i for i, role in enumerate(roles) if role != "host"), None)
             operands = tuple(
-                link(x, [], jax.typeof(x), always=True) if i == first or self.several else x
-                for i, x in enumerate(operands)
+                depends_on(x, [], always=True) if i == first or self.several else x for i, x in enumerate(operands)
             )
         return self.bind(*operands, call=params)
 

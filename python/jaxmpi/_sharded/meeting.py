@@ -25,7 +25,7 @@ from jaxmpi._sharded import communicators
 _WORLD = MPI.COMM_WORLD
 
 _PATIENCE_SECONDS = 300
-"""As long as JAX itself waits for its processes."""
+"""The time to wait for other processes: as long as JAX itself waits for its own."""
 
 
 def world() -> tuple[int, int]:
@@ -36,21 +36,21 @@ def world() -> tuple[int, int]:
 def local_device() -> int | None:
     """The accelerator of this process, by JAX's numbers, as the launcher would choose; None if nothing is to be chosen:
     the launcher or the program has, there are not several, or this process's number on its machine is not known."""
-    place = accelerators.local_rank(os.environ)
-    if accelerators.decided or place is None:
+    local = accelerators.local_rank(os.environ)
+    if accelerators.decided or local is None:
         return None
     for platform in accelerators.PLACED:
         chosen = getattr(jax.config, f"jax_{platform.lower()}_visible_devices", "all")
         if chosen == "all" and (count := transports.count(platform)) > 1:
-            return place[0] % count
+            return local[0] % count
     return None
 
 
 def start() -> None:
     """Starts jax.distributed, unless the program has, or is alone. All ranks; before JAX makes devices."""
-    if before_jax.state["kind"] == "mpi" and (reason := before_jax.why_not_mpi()):
+    if before_jax.state.kind == "mpi" and (reason := before_jax.why_not_mpi()):
         raise RuntimeError(f"jaxmpi: --collectives mpi: {reason}")
-    if before_jax.state["kind"] == "mpi":
+    if before_jax.state.kind == "mpi":
         communicators.install()
     if _WORLD.size > 1 and distributed.global_state.client is None:
         jax.distributed.initialize()
@@ -123,7 +123,7 @@ def _lead(end: float) -> dict[str, Any]:
 
 
 def _wait_for(ranks: Any, end: float) -> list[int]:
-    """Those of the ranks from which a message has come, all of them or at the `end`."""
+    """The numbers of the ranks from which a message has come, all of them or at the `end`."""
     came: list[int] = []
     report = time.monotonic() + (SETTINGS.timeout or math.inf)
     while len(came) < len(ranks) and time.monotonic() < end:

@@ -240,17 +240,18 @@ class Collective:
     """An instruction by which devices communicate."""
 
     opcode: str
-    """Without -start."""
+    """The instruction's opcode without -start."""
     shapes: str
-    """Of its results, as text."""
+    """The shapes of its results, as text."""
     groups: list[Group]
-    """Of positions among the program's devices, each in the order of its communicator."""
+    """Groups of positions among the program's devices, each in the order of its communicator."""
 
 
 _COMMUNICATES = r"\b(?:(?:all-|reduce-scatter|collective-)[a-z-]*\(|(?:replica_groups|source_target_pairs)=)"
 _MAY_BE = re.compile(rf"\s*(?:ROOT )?%?[\w.-]+ = .*{_COMMUNICATES}")
 _OF_REPLICAS = ("all-reduce", "all-gather", "reduce-scatter")
-"""With a channel, their ids are those of replicas, each with all its partitions; those of others are of partitions."""
+"""The collectives whose ids are, with a channel, those of replicas, each with all its partitions; those of others are
+of partitions."""
 
 
 def _attributes(read: _Reader) -> dict[str, Any]:

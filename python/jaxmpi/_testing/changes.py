@@ -18,7 +18,7 @@ from jaxmpi._jax import jaxprs
 from jaxmpi._operations.replication import replicate_p
 from jaxmpi._primitive.params import Common
 from jaxmpi._testing.together import Ranks
-from jaxmpi._testing.walking import BARE, MEETING, Kinds, Lines, Place, Position, Walk, constants
+from jaxmpi._testing.walking import BARE, MEETING, Kinds, Lines, Position, Site, Walk, constants
 
 ARGUMENTS = "arguments"
 """A change beside those of `walking`: variables pass through `replicate` before all else."""
@@ -34,7 +34,7 @@ class Change:
     which: tuple[int, ...] = ()
     """The numbers of the operations in the program, or of the variables."""
     number: str = ""
-    """Which one it is of several operations in one line."""
+    """The number of the operation among several in one line."""
 
 
 class Program:
@@ -45,17 +45,17 @@ class Program:
         self._kinds = Kinds(_varying(self._jaxpr, ranks))
         walk = Walk(self._kinds, ranks.communicator)
         jax.make_jaxpr(lambda *xs: walk(self._jaxpr, xs, invariant, [None] * len(xs)))(*traced.in_avals)
-        self._places = walk.places
-        self._told = ranks.tell(list(walk.places.values()))
+        self._sites = walk.sites
+        self._told = ranks.tell(list(walk.sites.values()))
 
     def changed(self, changes: Sequence[Change]) -> Callable[..., list[Any]]:
         """The function with these changes."""
-        operations = [key for key, place in self._places.items() if place.operation]
+        operations = [key for key, site in self._sites.items() if site.operation]
         chosen: set[tuple[str, Position]] = set()
         for change in changes:
             if change.kind in (BARE, MEETING):
-                places = [(key, place) for key, place in self._places.items() if key[0] == change.kind]
-                chosen.update(key for key, place in places if change.lines in _groups(place.lines))
+                sites = [(key, site) for key, site in self._sites.items() if key[0] == change.kind]
+                chosen.update(key for key, site in sites if change.lines in _groups(site.lines))
             elif change.kind != ARGUMENTS:
                 chosen.update(operations[i] for i in change.which)
         replicated = sorted({i for change in changes if change.kind == ARGUMENTS for i in change.which})
@@ -74,13 +74,13 @@ class Program:
 
     def operations(self) -> list[Change]:
         """Changes of operations; none if those of the ranks differ."""
-        first, *others = [[place for place in places if place.operation] for places in self._told]
-        if any([place.operation for place in other] != [place.operation for place in first] for other in others):
+        first, *others = [[site for site in sites if site.operation] for sites in self._told]
+        if any([site.operation for site in other] != [site.operation for site in first] for other in others):
             return []
         groups: dict[tuple[str, Lines], list[int]] = {}
-        for i, place in enumerate(first):
-            for lines in _groups(place.lines):
-                groups.setdefault((place.operation, lines), []).append(i)
+        for i, site in enumerate(first):
+            for lines in _groups(site.lines):
+                groups.setdefault((site.operation, lines), []).append(i)
         made: dict[tuple[int, ...], Change] = {}
         for (operation, lines), which in groups.items():
             made.setdefault(tuple(which), Change(first[which[0]].change, operation, lines, tuple(which)))
@@ -97,21 +97,21 @@ class Program:
         """Changes of lines where invariant values meet varying ones. None if the ranks' programs differ: each must
         replicate the same values in the same order."""
         alike = [
-            [(place.change, place.lines[:1], place.shapes) for place in places if place.change != BARE]
-            for places in self._told
+            [(site.change, site.lines[:1], site.shapes) for site in sites if site.change != BARE]
+            for sites in self._told
         ]
         return _of_lines(MEETING, self._told[0]) if alike.count(alike[0]) == len(alike) else []
 
 
 def _groups(lines: Lines) -> list[Lines]:
-    """The groups of places in which one is that is reached by these lines, each by the lines that name it."""
+    """The groups of sites in which one is that is reached by these lines, each by the lines that name it."""
     return list(dict.fromkeys((lines[:1], lines, *((line,) for line in lines[1:]))))
 
 
-def _of_lines(kind: str, places: Sequence[Place]) -> list[Change]:
+def _of_lines(kind: str, sites: Sequence[Site]) -> list[Change]:
     groups: dict[Lines, list[int]] = {}
-    for i, place in enumerate(places):
-        for lines in _groups(place.lines) if place.change == kind else ():
+    for i, site in enumerate(sites):
+        for lines in _groups(site.lines) if site.change == kind else ():
             groups.setdefault(lines, []).append(i)
     made: dict[tuple[int, ...], Change] = {}
     for lines, which in groups.items():

@@ -82,13 +82,13 @@ class Check:
         self._tolerance = Tolerance(precision.rtol if rtol is None else rtol, atol)
 
     def _by_differences(self, which: int) -> Derivative:
-        """Along the direction of one variable."""
+        """The derivative along the direction of one variable, by differences."""
         if which not in self._differences:
             self._differences[which] = self._best_differences([which])
         return self._differences[which]
 
     def _best_differences(self, which: Sequence[int]) -> Derivative:
-        """By the longer steps, or by shorter ones, if these agree better."""
+        """The derivatives by the longer steps, or by shorter ones, if these agree better."""
         return min((self._point.differences(which, step) for step in self._steps), key=lambda found: found.error)
 
     def one_function(self) -> None:
@@ -190,4 +190,4 @@ _NOT_BY_REPLICATE = (
     "(jax.custom_jvp, jax.lax.stop_gradient), f may jump, or differences are too coarse: try eps, or jax_enable_x64."
 )
 _MOST_TOLD = 8
-"""Of how many variables differences are told."""
+"""The largest number of variables whose differences are told."""

@@ -48,15 +48,15 @@ class Precision:
 
 @dataclass(frozen=True)
 class Derivative:
-    """Along one direction, the same on all ranks."""
+    """A derivative along one direction, with the same figures on all ranks."""
 
     value: float
     size: float
-    """Of the terms whose sum it is, root of the sum of squares: what errors are relative to."""
+    """The root of the sum of the squares of its terms: errors are relative to this."""
     error: float = 0.0
-    """How far it may be off, as far as it tells itself."""
+    """An estimate of its error, from itself."""
     of_ranks: tuple[float, ...] = ()
-    """What each rank has of the part that must be the same on all."""
+    """The part that must be the same on all ranks, as each rank has it."""
     left: float = 0.0
     right: float = 0.0
     """The derivatives on either side, where these differ."""
@@ -102,7 +102,7 @@ class Weights:
         self.values = [w.astype(y.dtype) for w, y in zip(drawn, values, strict=True)]
 
     def sums(self, results: Sequence[Any]) -> np.ndarray:
-        """Of this rank: the sums of invariant and of varying results, each with that of the squares of its terms."""
+        """This rank's sums of invariant and of varying results, each with the sum of the squares of its terms."""
         sums = np.zeros((2, 2))
         for leaf, w, y in zip(self._leaves, self.values, results, strict=True):
             terms = _terms(w, y)
@@ -159,7 +159,7 @@ class Point:
         return jax.block_until_ready(list(pull([jnp.asarray(w) for w in self._weights.values])))
 
     def reverse(self, function: Function) -> list[Any]:
-        """The same, on all ranks or on none."""
+        """The gradient in reverse mode, taken on all ranks or on none."""
         return self.ranks.together("differentiate f in reverse mode", lambda: self.backward(function))
 
     def given(self, gradient: Callable[..., Any]) -> list[Any]:
@@ -198,7 +198,7 @@ class Point:
 _RATIO, _STEPS = 4, 4
 """Each step of differences is shorter by this ratio than the one before."""
 SHORTER = _RATIO**_STEPS
-"""By this a second series of steps is shorter, if the first one does not agree."""
+"""The factor by which a second series of steps is shorter, if the first one does not agree."""
 
 
 def _extrapolated(
@@ -229,8 +229,8 @@ def _extrapolated(
 def _with_sides(
     found: Derivative, steps: Sequence[float], sides: Sequence[Sequence[Derivative]], at: Derivative, rounding: float
 ) -> Derivative:
-    """With the derivatives on either side, if they differ: their distance shrinks like the step where there is a second
-    derivative, and hardly at a kink."""
+    """The derivative with those on either side, if they differ: their distance shrinks like the step where there is a
+    second derivative, and hardly at a kink."""
     of_sides = [((at.value - a.value) / h, (b.value - at.value) / h) for h, (a, b) in zip(steps, sides, strict=True)]
     before, last = (abs(right - left) for left, right in of_sides[-2:])
     left, right = of_sides[-1]

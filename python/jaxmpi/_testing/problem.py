@@ -46,7 +46,7 @@ class Problem:
 
     @property
     def values(self) -> list[Any]:
-        """Of the variables on this rank."""
+        """The values of the variables on this rank."""
         return [_copy(self._leaves[i]) for i in self._which]
 
     def call(self, *values: Any) -> Any:
@@ -61,7 +61,7 @@ class Problem:
         return function(*jax.tree.unflatten(self._structure, map(_copy, self._leaves)))
 
     def function(self, *values: Any) -> list[Any]:
-        """Those of its results that are differentiated."""
+        """The results of f that are differentiated, where the variables have these values."""
         return [y for y in jax.tree.leaves(self.call(*values)) if internals.inexact(y)]
 
     def results(self, result: Any) -> tuple[list[Leaf], list[np.ndarray]]:
@@ -77,7 +77,7 @@ class Problem:
         return [leaf for leaf, _ in found], [y for _, y in found]
 
     def select(self, gradient: Any) -> list[Any]:
-        """Of a pytree like the arguments the leaves in the places of variables."""
+        """The leaves of a gradient, a pytree like the arguments, that belong to variables."""
         leaves = jax.tree.leaves(gradient)
         if len(leaves) == len(self._leaves):
             leaves = [leaves[i] for i in self._which]
@@ -150,7 +150,7 @@ def _positions(invariant: Any, names: Sequence[str]) -> set[int]:
 
 
 def _of_leaves(prefix: Any, tree: Any) -> list[bool]:
-    """For each leaf of `tree` what a prefix of it says."""
+    """A truth value for each leaf of `tree`, as a prefix of it says."""
     try:
         whole = jax.tree.map(lambda one, part: jax.tree.map(lambda _: bool(one), part), prefix, tree)
     except ValueError as error:

@@ -59,8 +59,8 @@ _OWN, _ALIKE = "since each rank uses it with its own data", "since all ranks com
 
 def advice(change: Change, names: Sequence[str]) -> str:
     """Where to change a program in this way, and what to do there."""
-    place = ", called at ".join(change.lines[:2]) or "an unknown line"
-    of_operation = f"{change.operation} at {place}" + (f", {change.number}" if change.number else "")
+    line = ", called at ".join(change.lines[:2]) or "an unknown line"
+    of_operation = f"{change.operation} at {line}" + (f", {change.number}" if change.number else "")
     match change.kind:
         case changes.ARGUMENTS:
             listed = ", ".join(names[i] for i in change.which)
@@ -73,8 +73,8 @@ def advice(change: Change, names: Sequence[str]) -> str:
             why = _ALIKE if change.operation == "replicate" else "since cotangents are not to be divided there"
             return f"{of_operation}:\n    leave it out, {why}"
         case walking.BARE:
-            return f"{place}:\n    use what has not been passed through jaxmpi.replicate, {_ALIKE}"
-    return f"{place}:\n    pass what is the same on all ranks through jaxmpi.replicate, {_OWN}"
+            return f"{line}:\n    use what has not been passed through jaxmpi.replicate, {_ALIKE}"
+    return f"{line}:\n    pass what is the same on all ranks through jaxmpi.replicate, {_OWN}"
 
 
 def explained(repairs: Sequence[Sequence[Change]], names: Sequence[str]) -> list[str]:

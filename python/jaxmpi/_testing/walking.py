@@ -23,7 +23,7 @@ from jaxmpi._primitive.operation import Operation, is_ours
 from jaxmpi._primitive.params import Common
 
 Position = tuple[int, ...]
-"""Of an equation: its index in the program, then that in the jaxpr inside of it, and so on."""
+"""The position of an equation: its index in the program, then that in the jaxpr inside of it, and so on."""
 Lines = tuple[str, ...]
 """A line of the user's program, the line that called it, and so on."""
 
@@ -46,14 +46,14 @@ _MAKING_INVARIANT = (allreduce_p, invariant_p)
 
 
 @dataclass(frozen=True)
-class Place:
+class Site:
     """Where a program can be changed."""
 
     change: str
     operation: str
     lines: Lines
     shapes: tuple[Any, ...] = ()
-    """Of the values that would be replicated."""
+    """The shapes of the values that would be replicated."""
 
 
 @dataclass(frozen=True)
@@ -69,24 +69,24 @@ class _Value:
 
 
 class Walk:
-    """One evaluation. On `comm` values are replicated where they meet varying ones; `changed` are the places that are
+    """One evaluation. On `comm` values are replicated where they meet varying ones; `changed` are the sites that are
     changed, by change and position."""
 
     def __init__(self, kinds: "Kinds", comm: Any, changed: Container[tuple[str, Position]] = ()) -> None:
         self._kinds, self._comm, self._changed = kinds, comm, changed
-        self.places: dict[tuple[str, Position], Place] = {}
+        self.sites: dict[tuple[str, Position], Site] = {}
 
     def __call__(self, jaxpr: Any, values: Sequence[Any], invariant: Sequence[bool], bare: Sequence[Any]) -> list[Any]:
         return [y.value for y in self._evaluate(jaxpr, map(_Value, values, invariant, bare), (), ())]
 
     def _found(self, change: str, at: Position, operation: str, lines: Lines, shapes: tuple[Any, ...] = ()) -> bool:
-        """Remembers a place. Whether it is changed."""
-        self.places[change, at] = Place(change, operation, lines, shapes)
+        """Remembers a site. Returns whether it is changed."""
+        self.sites[change, at] = Site(change, operation, lines, shapes)
         return (change, at) in self._changed
 
     def _evaluate(self, jaxpr: Any, values: Iterable[_Value], at: Position, called: Lines) -> list[_Value]:
-        inner = getattr(jaxpr, "jaxpr", jaxpr)
-        constants = [_Value(x, self._kinds.same(x)) for x in getattr(jaxpr, "consts", ())]
+        inner = jaxprs.open_jaxpr(jaxpr)
+        constants = [_Value(x, self._kinds.same(x)) for x in jaxprs.constants(jaxpr)]
         known = dict(zip((*inner.constvars, *inner.invars), (*constants, *values), strict=True))
 
         def read(x: Any) -> _Value:
@@ -214,7 +214,7 @@ def _computes(jaxpr: Any, equation: Any) -> Callable[..., Any]:
     """What computes an equation, an allreduce without the comparison of cotangents, which may be wrong here."""
     if equation.primitive is allreduce_p:
         equation = equation.replace(params={"call": dataclasses.replace(equation.params["call"], line=None)})
-    alone = jaxprs.alone(jaxpr, equation)
+    alone = jaxprs.of_equation(jaxpr, equation)
     return lambda *operands: jaxprs.evaluate(alone, *operands)
 
 
@@ -232,9 +232,9 @@ class Kinds:
         return id(constant) not in self._varying
 
     def results(self, jaxpr: Any, given: Sequence[bool]) -> list[bool]:
-        """Of the results, from those of the arguments."""
-        inner = getattr(jaxpr, "jaxpr", jaxpr)
-        constants = map(self.same, getattr(jaxpr, "consts", ()))
+        """Whether each result is invariant, if those arguments are that are `given`."""
+        inner = jaxprs.open_jaxpr(jaxpr)
+        constants = map(self.same, jaxprs.constants(jaxpr))
         known = dict(zip((*inner.constvars, *inner.invars), (*constants, *given), strict=True))
 
         def read(x: Any) -> bool:
@@ -260,7 +260,7 @@ class Kinds:
         return [False] * count
 
     def in_scan(self, params: Any, operands: Sequence[bool]) -> list[bool]:
-        """Of the arguments of a scan's body: what is carried is invariant if it is so after every step."""
+        """Whether each argument of a scan's body is invariant: what is carried is so if it is after every step."""
         constants, carried = jaxprs.parts_of_scan(params)
         kinds: list[bool] = list(operands)
         before: list[bool] = []
@@ -277,10 +277,10 @@ class Kinds:
 
 def constants(jaxpr: Any) -> Iterator[Any]:
     """The constants and the literals of a jaxpr and of those inside of it."""
-    yield from getattr(jaxpr, "consts", ())
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+    yield from jaxprs.constants(jaxpr)
+    for equation in jaxprs.open_jaxpr(jaxpr).eqns:
         yield from (x for x in equation.invars if isinstance(x, Literal))
         for value in equation.params.values():
             for inner in value if isinstance(value, tuple) else (value,):
-                if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
+                if hasattr(jaxprs.open_jaxpr(inner), "eqns"):
                     yield from constants(inner)

@@ -47,8 +47,8 @@ Bounds = dict[tuple[str, str], dict[int, list[float]]]
 
 
 def _bounds(clock: dict[int, str], matched: Matched) -> Bounds:
-    """For pairs of clocks a and b, and windows of b's time: between which numbers what must be added to b's times lies,
-    to give a's."""
+    """Bounds for pairs of clocks a and b, and windows of b's time: two numbers between which what must be added to b's
+    times lies, to give a's."""
     bounds: Bounds = defaultdict(lambda: defaultdict(lambda: [-math.inf, math.inf]))
     if len(set(clock.values())) == 1:
         return bounds

@@ -12,12 +12,12 @@ from typing import Any
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Equal texts once: lines of the program above all."""
+    """An object of JSON, in which equal texts are one string: lines of the program above all."""
     return {name: sys.intern(value) if type(value) is str else value for name, value in pairs}
 
 
 WAITS = {"wait", "exchange_finish"}
-"""Of what has been started."""
+"""The operations that wait for what has been started."""
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
@@ -33,11 +33,11 @@ class Event:
     end: float
     arguments: dict[str, Any]
     complete: bool = True
-    """Otherwise the process has ended in it, and `end` is the last time in its file."""
+    """Whether it has ended. If not the process has ended in it, and `end` is the last time in its file."""
     waited: float = 0.0
-    """For how much of it other ranks had not come yet: see `matching`."""
+    """The time for which other ranks had not come yet: see `matching`."""
     other_end: "Event | None" = field(default=None, repr=False)
-    """Of what starts an operation, where that is waited for; of a wait, what it waits for."""
+    """The event that waits for what this one starts, or that starts what this one waits for."""
     shown: str = ""
     """The name that users know, where that is another."""
 
@@ -58,7 +58,7 @@ class Event:
 
     @property
     def label(self) -> str:
-        """Its name, and whether it is of tangents or cotangents; of a wait, what it waits for."""
+        """The name, and whether it is of tangents or cotangents; for a wait, what it waits for."""
         if self.name == "wait" and self.other_end is not None:
             return f"wait for {self.other_end.label}"
         its = self.other_end if self.name == "exchange_finish" and self.other_end is not None else self
@@ -70,16 +70,16 @@ class Event:
 class Communicator:
     name: str
     ranks: tuple[int, ...]
-    """In the order of the communicator: their ranks in COMM_WORLD."""
-    place: int = 0
-    """Which it was on this rank of those with this name and these ranks."""
+    """The ranks in COMM_WORLD of its processes, in the order of the communicator."""
+    earlier: int = 0
+    """The number of communicators with this name and these ranks that this rank had made before."""
     members: str = ""
-    """A hash of the ranks; nothing: they are all."""
+    """A hash of the ranks; empty if they are all."""
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """The same on all its ranks, and of no other communicator, if all use those that are alike in one order."""
-        return self.name, self.members, self.place
+        """What identifies the communicator on all its ranks, if they use those that are alike in one order."""
+        return self.name, self.members, self.earlier
 
 
 @dataclass
@@ -114,7 +114,7 @@ class Job:
 
 
 _NAME = re.compile(r"(.+)\.\d{5,}\.json")
-"""Of a file: the job's, or one that the rank has given itself; and the rank."""
+"""The name of a file: the name of the job, or one that the rank has given itself, and the rank."""
 
 
 def jobs(folder: Path) -> list[Job]:
@@ -183,7 +183,8 @@ def read(folder: Path, name: str = "") -> list[Rank]:
 
 
 def _find_members(ranks: list[Rank]) -> None:
-    """Of communicators whose ranks another file lists. Those of which the first rank has no file are forgotten."""
+    """Finds the ranks of communicators in the files that list them. Those of which the first rank has no file are
+    forgotten."""
     listed = {"": tuple(range(ranks[0].size))}
     for rank in ranks:
         listed.update({comm.members: comm.ranks for comm in rank.communicators.values() if comm.ranks})
@@ -198,12 +199,12 @@ def _read(path: Path) -> Rank:
     assert header is not None, path
     names = ("rank", "size", "host", "clock", "monotonic", "realtime")
     rank = Rank(**{name: header[name] for name in names})
-    places: Counter[tuple[str, str]] = Counter()
+    counts: Counter[tuple[str, str]] = Counter()
     begun: dict[int, Event] = {}
     last = 0.0
     for line in _lines(path, rank):
         if line["ph"] == "M":
-            _add_fact(rank, line["name"], line["args"], places)
+            _add_fact(rank, line["name"], line["args"], counts)
             continue
         begin = float(line["ts"])
         shown, arguments = line["name"], line["args"]
@@ -253,7 +254,7 @@ def _decoded(line: str) -> dict[str, Any] | None:
 
 
 def _lines(path: Path, rank: Rank) -> Iterator[dict[str, Any]]:
-    """Without lines that are cut off: the last one of a process that was killed."""
+    """The events of a file, without lines that are cut off: the last one of a process that was killed."""
     with path.open(errors="replace") as file:
         for line in file:
             if line.strip() in ("[", "]", ""):
@@ -265,8 +266,8 @@ def _lines(path: Path, rank: Rank) -> Iterator[dict[str, Any]]:
                 rank.unreadable += 1
 
 
-def _add_fact(rank: Rank, name: str, given: dict[str, Any], places: Counter[tuple[str, str]]) -> None:
-    """`places`: how many communicators there are with a name and these members."""
+def _add_fact(rank: Rank, name: str, given: dict[str, Any], counts: Counter[tuple[str, str]]) -> None:
+    """`counts`: how many communicators there are with a name and these members."""
     if name == "jaxmpi_end":
         rank.lost = given["lost"]
     if name != "jaxmpi_communicator":
@@ -276,6 +277,6 @@ def _add_fact(rank: Rank, name: str, given: dict[str, Any], places: Counter[tupl
     if before is not None:
         if before.name == given["name"]:
             return  # two threads have told it
-        places[before.name, before.members] -= 1
-    rank.communicators[number] = Communicator(key[0], tuple(given.get("ranks", ())), places[key], key[1])
-    places[key] += 1
+        counts[before.name, before.members] -= 1
+    rank.communicators[number] = Communicator(key[0], tuple(given.get("ranks", ())), counts[key], key[1])
+    counts[key] += 1

@@ -1,4 +1,4 @@
-"""Which events of different ranks are one collective, or one message; and how long each rank waited in it for others.
+"""Finds which events of different ranks are one collective, or one message, and how long ranks waited in it for others.
 
 Collectives are in one order on all ranks of a communicator; messages between two ranks with one tag are received in
 the order in which they are sent. So both are matched by counting. Those that are started and waited for later are

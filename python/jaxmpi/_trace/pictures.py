@@ -26,7 +26,7 @@ def _busy(intervals: Sequence[tuple[float, float]], edges: Any) -> Any:
 
 
 def _by_track(events: Sequence[Event], edges: Any, waiting: bool) -> Any:
-    """The same for the operations of a rank, which overlap only between its threads."""
+    """The part of each bin that is covered by the operations of a rank, which overlap only between its threads."""
     tracks: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for event in events:
         tracks[event.track].append((event.begin, event.begin + event.waited if waiting else event.end))

@@ -25,7 +25,7 @@ def _size(value: float) -> str:
 
 
 def _printable(text: str) -> str:
-    """In one line."""
+    """A text in one line, without what cannot be printed."""
     return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
 
@@ -158,13 +158,13 @@ def _line(event: dict[str, object]) -> bytes:
 
 def _arrow(arrow: dict[str, object], begin: Event, at: float, end: Event, until: float) -> Iterator[bytes]:
     for phase, event, time in (({"ph": "s"}, begin, at), ({"ph": "f", "bp": "e"}, end, until)):
-        place = {"pid": event.rank, "tid": event.track, "ts": round(time, 3)}
-        yield _line({**arrow, **phase, **place})
+        position = {"pid": event.rank, "tid": event.track, "ts": round(time, 3)}
+        yield _line({**arrow, **phase, **position})
 
 
 def _merged(event: Event) -> dict[str, object]:
     arguments = {name: value for name, value in event.arguments.items() if name != "comm"}
     if event.waited > 0:
         arguments["waited_us"] = round(event.waited, 3)
-    place = {"pid": event.rank, "tid": event.track, "ts": round(event.begin, 3)}
-    return {"name": event.label, "ph": "X", **place, "dur": round(event.end - event.begin, 3), "args": arguments}
+    position = {"pid": event.rank, "tid": event.track, "ts": round(event.begin, 3)}
+    return {"name": event.label, "ph": "X", **position, "dur": round(event.end - event.begin, 3), "args": arguments}

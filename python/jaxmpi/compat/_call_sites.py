@@ -21,7 +21,7 @@ class CallSites:
         self.api = api
         self._on = written_for.checks(os.environ)
         self._errors: dict[str, str] = {}
-        """For each file with calls what is wrong with it; empty if nothing is. It does not concern a call that the text
+        """What is wrong with each file that has calls; empty if nothing is. It does not concern a call that the text
         does not show: the function may be another one."""
 
     def before(self, frame: FrameType) -> None:

@@ -8,7 +8,8 @@ Use = list[str] | str | None
 """What is done with a value: it is unpacked into two names, it is returned, or something else."""
 
 _uses: dict[tuple[int, int], tuple[CodeType, Use]] = {}
-"""By code and place in it. The code is kept, so that its number stays its own."""
+"""The uses of values, by the code of their functions and the position in it. The code is kept, so that its number stays
+its own."""
 
 
 def imports_name(frame: FrameType) -> bool:
