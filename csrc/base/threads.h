@@ -11,7 +11,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 
-/* The first member of such a record. */
+/* The first member of a thread record. */
 struct thread_record {
   atomic_bool taken;
   int number; /* from 1, in the order in which they were made */

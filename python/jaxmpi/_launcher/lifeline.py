@@ -80,7 +80,7 @@ def is_here(folder: Any) -> bool:
 
 
 def machine() -> str:
-    """The same in all processes under one kernel."""
+    """A name of this machine, the same in all processes under one kernel."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip()
     return ""

@@ -1,5 +1,6 @@
-"""Which files are ready. Not by `select`: that refuses descriptors over 1,023, which a program with many open files
-has, and a launcher that inherits them.
+"""Waiting for files that are ready, by poll.
+
+`select` refuses descriptors over 1,023, which a program with many open files has, and a launcher that inherits them.
 """
 
 import errno
@@ -9,7 +10,7 @@ from collections.abc import Iterable
 
 
 def ready(files: Iterable[int], seconds: float | None = None) -> list[int]:
-    """Those that can be read without waiting, or have come to their end; none of them when the time is over."""
+    """The files that can be read without waiting, or have come to their end; none of them when the time is over."""
     return _polled(files, select.POLLIN, seconds)
 
 

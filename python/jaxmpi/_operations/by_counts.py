@@ -199,7 +199,7 @@ def reduce_scatter(
 
 
 class Alltoallv(ByCounts):
-    """Its own adjoint, with the counts exchanged."""
+    """An exchange of rows, which is its own adjoint with the counts exchanged."""
 
     def transpose_one(self, cotangent: Any, template: Any, counts: Arrays, back: Divided) -> Any:
         sent, received = counts

@@ -61,7 +61,7 @@ def allgather(x: Any, *, comm: MPI.Comm | None = None) -> Any:
 
 
 class Alltoall(Collective[Common]):
-    """Its own adjoint."""
+    """An exchange of blocks, which is its own adjoint."""
 
     def batch_at(self, params: Common) -> tuple[int, int]:
         return 1, 1

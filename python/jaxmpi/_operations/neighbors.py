@@ -21,7 +21,7 @@ from jaxmpi._primitive import arguments
 from jaxmpi._primitive.params import Planned
 
 Edges = tuple[tuple[int, int], ...]
-"""For each neighbour its rank, which may be PROC_NULL, and a number by which both ends sort the edges between them."""
+"""The rank of each neighbour, which may be PROC_NULL, and a number by which both ends sort the edges between them."""
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ def iallreduce(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None) -> Any:
 
 
 class Ialltoall(Start[Common]):
-    """Its own adjoint."""
+    """An exchange of blocks, which is its own adjoint."""
 
     batch_axis = 1
 

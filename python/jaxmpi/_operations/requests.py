@@ -33,7 +33,7 @@ NOTHING = np.zeros(WIDTH, _NUMBERS)
 
 
 class Starting(Operation[P]):
-    """Its result is a request: an array of two numbers, for each array of a batch."""
+    """What starts an operation. Its result is a request: an array of two numbers, for each array of a batch."""
 
     starts = True
 
@@ -217,7 +217,7 @@ class Wait(Operation[Waiting]):
         ]
 
     def transpose(self, cotangents: Arrays, operands: Arrays, params: Waiting) -> list[Any]:
-        """From the last to the first, as separate waits are transposed: this order is that of the other ranks."""
+        """Starts the adjoints from the last to the first, as separate waits are transposed: so do other ranks."""
         given, begun = list(cotangents), []
         requests, ends = self.divide(params, operands)
         for what, request, its in zip(params.started[::-1], requests[::-1], ends[::-1], strict=True):
@@ -278,12 +278,12 @@ class Awaited:
         return hash(self._key)
 
     def __repr__(self) -> str:
-        """In JAX's errors about pytrees that differ, as of the branches of a cond."""
+        """The name in JAX's errors about pytrees that differ, as of the branches of a cond."""
         given = [fact for part in self.parts[:1] for fact in part.params.facts()]
         return f"jaxmpi request: {', '.join([self.name, *given])}"
 
     def requests(self, arrays: Arrays) -> Arrays:
-        """Those of the arrays that are the numbers of requests."""
+        """The arrays that are the numbers of requests."""
         return arrays[: len(self.parts)]
 
     def finish(self, arrays: Arrays) -> list[Any] | None:

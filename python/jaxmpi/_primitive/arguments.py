@@ -174,7 +174,7 @@ _NO_ARRAYS = {
 
 
 def never_an_array(kind: type, advice: str) -> None:
-    """From now on an object of this type is an error in the place of an array, also if `jnp.asarray` would make one of
+    """Makes an object of this type an error in the place of an array, also if `jnp.asarray` would make one of
     it, or if it is a pytree. The error gives the advice."""
     _NO_ARRAYS[kind] = advice
 

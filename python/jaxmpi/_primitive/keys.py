@@ -40,7 +40,7 @@ def axes(x: Any) -> int:
 
 
 def types(xs: Iterable[Any]) -> tuple[Any, ...]:
-    """For each array its dtype if it is of keys, else None: what `like` needs to know, and is hashed and compared."""
+    """The dtype of each array if it is of keys, else None: what `like` needs to know, and is hashed and compared."""
     return tuple(x.dtype if is_key(x) else None for x in xs)
 
 

@@ -67,11 +67,11 @@ class Common:
         return [f"{its.name}={value!r}" for its, value in given if its.repr and value != its.default]
 
     def in_derivative(self: Self) -> Self:
-        """For the operation itself where it is differentiated."""
+        """Parameters for the operation itself where it is differentiated."""
         return self if self.derivative in (None, VALUE) else dataclasses.replace(self, derivative=VALUE)
 
     def linear(self: Self) -> Self:
-        """For the operation on tangents."""
+        """Parameters for the operation on tangents."""
         return dataclasses.replace(self, derivative=TANGENT)
 
 
@@ -220,7 +220,7 @@ class Waiting(Common):
     started: tuple[Any, ...]
     """What the requests are of: `_operations.requests.Started`."""
     needed: bool = field(default=False, kw_only=True)
-    """In reverse mode: the request must not be of nothing."""
+    """The request must not be of nothing, as in reverse mode."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -25,8 +25,10 @@ class Leaf(NamedTuple):
     """Among those whose cotangents are received."""
 
     def reverse(self) -> "Leaf":
-        """For a cotangent: the order is reversed, and tangents of cotangents are received where cotangents of values
-        are."""
+        """The place for a cotangent.
+
+        The order is reversed, and tangents of cotangents are received where cotangents of values are.
+        """
         other = {_FIRST: _LAST, _LAST: _FIRST}
         return Leaf(self.value, other.get(self.cotangent, self.cotangent), other.get(self.tangent, self.tangent))
 
