@@ -102,7 +102,7 @@ class Halo:
     def plan(self, rank: int, avals: tuple[Any, ...], places: tuple[Place, ...], adjoint: bool) -> Plan:
         return _plan(self, rank, avals, places, adjoint)
 
-    def results(self, avals: Sequence[Any], adjoint: bool) -> Sequence[Any]:
+    def results(self, avals: Sequence[Any], places: Any, adjoint: bool) -> Sequence[Any]:
         return avals
 
     def batch(self, adjoint: bool) -> tuple[int, int]:

@@ -33,7 +33,7 @@ class ByPlan(Operation[Planned]):
     several = True
 
     def results(self, avals: Arrays, params: Planned) -> Sequence[Any]:
-        return params.pattern.results(avals, params.adjoint)
+        return params.pattern.results(avals, params.places, params.adjoint)
 
     def aliases(self, operands: int, params: Planned) -> bool:
         return params.pattern.aliases

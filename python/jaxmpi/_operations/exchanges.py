@@ -43,7 +43,9 @@ class ExchangeStart(Starting[Planned], ByPlan):
 
     def transpose(self, cotangents: Arrays, operands: Arrays, params: Planned) -> list[Any]:
         which = internals.inexact_among(operands)
-        zeros = [jnp.zeros(x.shape, x.dtype) for x in operands]
+        # Its fields are those of the adjoint, which begin as zeros.
+        fields = params.pattern.results(operands, params.places, params.adjoint)
+        zeros = [jnp.zeros(x.shape, x.dtype) for x in fields]
         needed = True  # as in `requests.Start.transpose`
         return exchange_finish_p.finish(zeros, which, cotangents[0], params, COTANGENT, not params.adjoint, needed)
 
@@ -57,7 +59,7 @@ class ExchangeFinish(ByPlan):
     waits = True
 
     def results(self, avals: Arrays, params: Planned) -> Sequence[Any]:
-        return params.pattern.results(avals[:-1], params.adjoint)
+        return params.pattern.results(avals[:-1], params.places, params.adjoint)
 
     def numbers(self, avals: Arrays, params: Planned) -> dict[str, Any]:
         return {"plan": plan(avals[:-1], params), "zero": request_of_nothing(params, 0)}

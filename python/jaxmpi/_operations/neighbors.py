@@ -44,7 +44,7 @@ class Neighbors:
         given, received = int(self.own_blocks), 1
         return (received, given) if adjoint else (given, received)
 
-    def results(self, avals: Sequence[Any], adjoint: bool) -> list[Any]:
+    def results(self, avals: Sequence[Any], places: Any, adjoint: bool) -> list[Any]:
         edges = self.destinations if adjoint else self.sources
         stacked = self.own_blocks or not adjoint
         return [
@@ -61,7 +61,7 @@ class Neighbors:
 
 @plans.cached
 def _plan(pattern: Neighbors, rank: int, avals: tuple[Any, ...], adjoint: bool) -> Plan:
-    results = pattern.results(avals, adjoint)
+    results = pattern.results(avals, (), adjoint)
     moves: list[Move] = []
     for leaf, aval in enumerate(avals):
         block = pattern.block(aval, adjoint)

@@ -188,7 +188,7 @@ class Pattern(Protocol):
     def plan(self, rank: int, avals: tuple[Any, ...], places: tuple[Any, ...], adjoint: bool) -> Plan:
         """The plan of a rank. `places` has what the pattern needs to know of each array."""
 
-    def results(self, avals: Sequence[Any], adjoint: bool) -> Sequence[Any]:
+    def results(self, avals: Sequence[Any], places: tuple[Any, ...], adjoint: bool) -> Sequence[Any]:
         """The types of the results from those of the operands."""
 
     def batch(self, adjoint: bool) -> tuple[int, int]:
