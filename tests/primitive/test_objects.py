@@ -1,6 +1,8 @@
 """Operations as objects: their parameters are keys of programs, and adjoint ones know each other."""
 
 import dataclasses
+import pickle
+import traceback
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ from mpi4py import MPI
 
 import jaxmpi
 from jaxmpi import notoken
+from jaxmpi._jax.internals import Refusal
 from jaxmpi._mpi.communicators import resolve
 from jaxmpi._operations.table import OPERATIONS
 from jaxmpi._primitive import params
@@ -87,6 +90,16 @@ def test_bind_returns_a_list():
 
     for call in (results, jax.jit(results)):
         assert [(type(made), len(made)) for made in call(jnp.ones(1))] == [(list, 0), (list, 1), (list, 2)]
+
+
+def test_refusals():
+    """Users see a NotImplementedError, and receive one from another process."""
+    with pytest.raises(NotImplementedError, match="has no derivative") as caught:
+        jax.grad(lambda x: notoken.allreduce(x, MPI.Op.Create(lambda a, b, _: None)))(1.0)
+    assert isinstance(caught.value, Refusal)
+    assert traceback.format_exception_only(caught.value)[0].startswith("NotImplementedError: allreduce cannot be ")
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (type(again), again.args) == (NotImplementedError, caught.value.args)
 
 
 def test_parameters_in_words():

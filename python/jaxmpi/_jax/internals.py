@@ -43,8 +43,16 @@ ADVICE = f"This version of jaxmpi was tried on JAX 0.6.0 to {NEWEST_TRIED}: use 
 
 class Refusal(NotImplementedError):
     """What this package cannot do, or does not do since a derivative would be wrong. Everything of the package that is
-    called while JAX differentiates raises it, so that it is told from errors of JAX."""
+    called while JAX differentiates raises it, so that it is told from errors of JAX. To users it is what it is a kind
+    of: a NotImplementedError, by name too."""
 
+    __module__, __qualname__ = "builtins", "NotImplementedError"
+
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        return NotImplementedError, self.args
+
+
+Refusal.__name__ = "NotImplementedError"
 
 KEEPS_EFFECTS = hasattr(effects, "partial_eval_kept_effects")
 """Whether an operation stays in a derivative if it has no result or its result is not used. Not in JAX 0.6."""
