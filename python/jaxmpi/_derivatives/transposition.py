@@ -82,7 +82,7 @@ def _with_result_of_all(jaxpr: Any, linear: set[Any]) -> Any:
         linear.update(x for e in replacements for x in e.outvars)
         equations += replacements
     result = core.Var(jax.typeof(ZERO))
-    params = {"has_value": False, "always": False, "unless": 0, "shape": ZERO.shape, "dtype": ZERO.dtype}
+    params = {"has_value": False, "always": False, "unless": 0, "shape": ZERO.shape, "dtype": jax.typeof(ZERO).dtype}
     depends = core.new_jaxpr_eqn(communicated, [result], depends_on_p, params, set())
     return with_results(jaxpr.replace(eqns=[*equations, depends]), [result])
 

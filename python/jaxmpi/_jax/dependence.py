@@ -38,7 +38,8 @@ def depends_on(
     like = jax.typeof(value) if like is None else like
     values = [] if value is None else [value]
     params = {"has_value": len(values) > 0, "always": always, "unless": len(unless)}
-    return depends_on_p.bind(*values, *inputs, *unless, **params, shape=tuple(like.shape), dtype=np.dtype(like.dtype))
+    dtype = jax.dtypes.canonicalize_dtype(np.dtype(like.dtype))  # by whether 64 bits are enabled now
+    return depends_on_p.bind(*values, *inputs, *unless, **params, shape=tuple(like.shape), dtype=dtype)
 
 
 def linked_zeros(inputs: Sequence[Any], like: Any) -> Any:

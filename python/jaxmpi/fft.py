@@ -1,0 +1,384 @@
+"""Fourier transforms of arrays that are divided among ranks by a `jaxmpi.Grid`.
+
+    transform = jaxmpi.fft.Transform(grid)
+    spectrum = transform.forward(x)  # this rank's block by transform.spectral_grid
+    x = transform.backward(spectrum)
+
+A transform along an axis needs all of it on one rank. So a transform in several dimensions transforms along the axes
+that are whole, makes the other axes whole by `jaxmpi.redistribute`, and goes on: with slabs, of which one axis is cut,
+once, with pencils twice. Local transforms are those of `jax.numpy.fft`. All of it can be differentiated, batched and
+compiled; all ranks of the grid call it.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmpi._grid import arguments as given
+from jaxmpi._grid.grid import Grid
+from jaxmpi._grid.redistribute import redistribute
+from jaxmpi._primitive import arguments
+
+__all__ = ["Transform", "fftn", "ifftn", "irfftn", "rfftn"]
+
+_NORMS = (None, "backward", "ortho", "forward")
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A part of `forward`: a redistribution, if the grids differ, and local transforms behind it."""
+
+    source: Grid
+    target: Grid
+    axes: tuple[int, ...]
+    """Along which the local transforms are, of the grid."""
+    result: Grid
+    """The division of what they return, which along these axes has as many cells as there are modes."""
+
+
+class Transform:
+    """A Fourier transform of arrays divided by a grid, and its inverse.
+
+    The spectrum stays in the division in which it is made, `spectral_grid`, since most programs do not care which it
+    is: they multiply by functions of `wavenumbers()` and transform back.
+
+    Args:
+      grid: the division of the arrays in physical space; its axes are the last ones of the arrays. Others in front are
+        a batch, which travels in the same messages.
+      axes: the axes of the grid along which arrays are transformed; all where it is None.
+      real: arrays are real: of the last of `axes`, with n points, the spectrum has n // 2 + 1 modes, as by
+        `numpy.fft.rfftn`.
+      norm: as in `numpy.fft`: "backward" (what None means), "ortho" or "forward".
+      pad: how many times more points than modes arrays have along each of `axes`, such as 3/2 for products without
+        aliasing: one number, or one for each of `axes`. `grid` is the division of the modes then, and `physical_grid`
+        that of the arrays. Modes beyond those of `grid` are dropped by `forward` and are zero in `backward`, and so is
+        the mode of an even number of modes that has no partner, -n/2.
+      natural: the spectrum is divided by the same numbers of processes as the arrays, at the price of one more
+        redistribution each way.
+
+    Raises:
+      ValueError: an axis twice, or one that the grid does not have; a grid without a shape; another `norm`; a `pad`
+        below 1; one axis alone that is cut, which cannot be made whole. TypeError: an argument is of the wrong type.
+        On this rank; nothing is sent.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        axes: Sequence[int] | int | None = None,
+        *,
+        real: bool = False,
+        norm: str | None = None,
+        pad: float | Sequence[float] | None = None,
+        natural: bool = False,
+    ):
+        if not isinstance(grid, Grid):
+            raise TypeError(f"Transform: grid must be a jaxmpi.Grid, got {grid!r:.80} of {type(grid).__name__}.")
+        grid._need_shape("Transform")
+        if norm not in _NORMS:
+            raise ValueError(f"Transform: norm is {norm!r}: possible are None, 'backward', 'ortho' and 'forward'.")
+        self._axes = _axes_of(grid, axes)
+        self._norm, self._real = norm or "backward", bool(real)
+        factors = _factors(pad, len(self._axes))
+        self._sizes = {axis: grid.global_shape[axis] for axis in self._axes}
+        """The numbers of modes along each axis, of which `real` keeps about half along the last one."""
+        if 0 in self._sizes.values():
+            raise ValueError(
+                f"Transform: the grid has shape {grid.global_shape}: an axis without cells has no transform."
+            )
+        self._points = {axis: math.ceil(n * f) for (axis, n), f in zip(self._sizes.items(), factors, strict=True)}
+        self._padded = pad is not None
+        self.grid = grid
+        """The division of arrays without padding."""
+        self.physical_grid = _resized(grid, self._points)
+        """The division of the arrays that `forward` takes and `backward` returns; `grid`, if nothing is padded."""
+        self._steps = self._plan()
+        last = self._steps[-1].result if self._steps else grid
+        sizes = {axis: self._modes(axis) for axis in self._axes}
+        self._last = last
+        self.spectral_grid = (grid if sizes == self._sizes else _resized(grid, sizes)) if natural else last
+        """The division of the spectrum."""
+
+    def __repr__(self) -> str:
+        real = ", real" if self._real else ""
+        return f"Transform({self.physical_grid}, axes {self._axes}{real}, spectrum in {self.spectral_grid})"
+
+    def _modes(self, axis: int) -> int:
+        """How many modes the spectrum has along an axis."""
+        halved = self._real and axis == self._axes[-1]
+        return self._sizes[axis] // 2 + 1 if halved else self._sizes[axis]
+
+    def _plan(self) -> list[_Step]:
+        now, left = self.physical_grid, list(self._axes)
+        steps: list[_Step] = []
+        while left:
+            # Of real arrays the last axis is transformed first, alone or with others that are whole.
+            needed = left[-1:] if self._real and not steps else [axis for axis in left if now.processes[axis] == 1]
+            target = now
+            if not needed or now.processes[needed[0]] > 1:
+                if len(now.processes) == 1:
+                    raise ValueError(
+                        f"Transform: a grid of one axis that is cut among {now.processes[0]} processes cannot be "
+                        "transformed along it, since nothing else can be cut instead. Use a grid of two axes or more."
+                    )
+                # That one which makes the most axes whole at once; of several the last one.
+                possible = map(now.pencil, needed or left[::-1])
+                target = max(possible, key=lambda grid: sum(grid.processes[axis] == 1 for axis in left))
+            whole = tuple(axis for axis in left if target.processes[axis] == 1)
+            now = _resized(target, {axis: self._modes(axis) for axis in whole})
+            steps.append(_Step(steps[-1].result if steps else self.physical_grid, target, whole, now))
+            left = [axis for axis in left if axis not in whole]
+        return steps
+
+    # --- transforms ------------------------------------------------------------------------------------------------
+
+    def forward(self, x: Any) -> Any:
+        """The Fourier transform.
+
+        Args:
+          x: this rank's block by `physical_grid`, with any axes in front; or a pytree of such, which travel in the same
+            messages. Real or complex; with `real` it must be real. Integers become floating-point numbers.
+
+        Returns:
+          This rank's block of the spectrum by `spectral_grid`, complex, of the precision of `x`.
+
+        Raises:
+          ValueError: a block does not fit the grid. TypeError: complex numbers for a real transform, or something that
+          is not an array. Both while tracing, before anything is sent; other ranks then wait.
+        """
+        x = self._checked(x, self.physical_grid, "forward")
+        for step in self._steps:
+            if step.target is not step.source:
+                x = redistribute(x, step.source, step.target)
+            x = jax.tree.map(lambda leaf, step=step: self._to_modes(leaf, step), x)
+        return x if self._last is self.spectral_grid else redistribute(x, self._last, self.spectral_grid)
+
+    def backward(self, y: Any) -> Any:
+        """The inverse Fourier transform.
+
+        Args:
+          y: this rank's block of a spectrum by `spectral_grid`, as `forward` returns it; or a pytree of such.
+
+        Returns:
+          This rank's block by `physical_grid`; real with `real`, otherwise complex.
+
+        Raises: as `forward`.
+        """
+        y = self._checked(y, self.spectral_grid, "backward")
+        if self._last is not self.spectral_grid:
+            y = redistribute(y, self.spectral_grid, self._last)
+        for step in self._steps[::-1]:
+            y = jax.tree.map(lambda leaf, step=step: self._to_points(leaf, step), y)
+            if step.target is not step.source:
+                y = redistribute(y, step.target, step.source)
+        return y
+
+    def wavenumbers(self, lengths: Sequence[float] | float | None = None) -> tuple[np.ndarray, ...]:
+        """The wavenumbers of this rank's part of the spectrum, along each of the transformed axes.
+
+        Args:
+          lengths: of the domain along each of the axes, or one for all: the result is 2 pi k / length. None: k itself,
+            whole numbers, as `numpy.fft.fftfreq(n, 1 / n)` gives them.
+
+        Returns:
+          An array of float64 for each transformed axis, of shape (..., n, ...) with n along its axis of the grid and 1
+          along the others: they broadcast against this rank's block of the spectrum.
+        """
+        scales = [None] * len(self._axes) if lengths is None else _each(lengths, len(self._axes), "lengths")
+        found = []
+        for axis, length in zip(self._axes, scales, strict=True):
+            n = self._sizes[axis]
+            halved = self._real and axis == self._axes[-1]
+            k = np.fft.rfftfreq(n, 1 / max(n, 1)) if halved else np.fft.fftfreq(n, 1 / max(n, 1))
+            k = k[self.spectral_grid.slices[axis]] * (1.0 if length is None else 2 * np.pi / float(length))
+            shape = [1] * len(self.grid.processes)
+            shape[axis] = -1
+            found.append(k.reshape(shape))
+        return tuple(found)
+
+    # --- on one rank -----------------------------------------------------------------------------------------------
+
+    def _checked(self, x: Any, grid: Grid, function: str) -> Any:
+        operation = f"Transform.{function}"
+        leaves, names, structure = arguments.leaves(x, operation, "x" if function == "forward" else "y")
+        for leaf, name in zip(leaves, names, strict=True):
+            if leaf.shape[max(leaf.ndim - len(grid.processes), 0) :] != grid.local_shape:
+                raise ValueError(
+                    f"{operation}: {name} has shape {leaf.shape}, and must end with {grid.local_shape}, this rank's "
+                    f"block of {grid}."
+                )
+            if not jnp.issubdtype(leaf.dtype, jnp.number) and leaf.dtype != bool:
+                raise TypeError(f"{operation}: {name} has dtype {leaf.dtype}, which has no Fourier transform.")
+            if self._real and function == "forward" and jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+                raise TypeError(
+                    f"{operation}: {name} has dtype {leaf.dtype}, and this is a transform of real arrays: pass its "
+                    "real part, or make the Transform without real=True."
+                )
+        return jax.tree.unflatten(structure, leaves)
+
+    def _to_modes(self, x: jax.Array, step: _Step) -> jax.Array:
+        """The local transforms of a step."""
+        dimensions = len(self.grid.processes)
+        halved = self._axes[-1] if self._real and step is self._steps[0] else None
+        if x.size == 0 or 0 in step.result.local_shape:
+            return _empty(x, step.result)
+        if halved is not None:
+            x = jnp.fft.rfft(x, axis=halved - dimensions, norm=self._local_norm)
+            x = self._cut(x, halved)
+        rest = [axis for axis in step.axes if axis != halved]
+        if rest:
+            x = jnp.fft.fftn(x, axes=[axis - dimensions for axis in rest], norm=self._local_norm)
+        for axis in rest:
+            x = self._cut(x, axis)
+        return x
+
+    def _to_points(self, y: jax.Array, step: _Step) -> jax.Array:
+        """The inverse of `_to_modes`, if nothing is padded."""
+        dimensions = len(self.grid.processes)
+        halved = self._axes[-1] if self._real and step is self._steps[0] else None
+        if y.size == 0 or 0 in step.target.local_shape:
+            y = _empty(y, step.target)
+            return y.real if halved is not None else y
+        rest = [axis for axis in step.axes if axis != halved]
+        for axis in rest:
+            y = self._widen(y, axis)
+        if rest:
+            y = jnp.fft.ifftn(y, axes=[axis - dimensions for axis in rest], norm=self._local_norm)
+        if halved is not None:
+            y = self._widen(y, halved)
+            y = jnp.fft.irfft(y, n=self._points[halved], axis=halved - dimensions, norm=self._local_norm)
+        return y
+
+    @property
+    def _local_norm(self) -> str:
+        """Where there are more points than modes, local transforms are of amplitudes, which do not depend on how many
+        points there are."""
+        return "forward" if self._padded else self._norm
+
+    def _scale(self, axis: int) -> float:
+        """What an amplitude is multiplied by in a spectrum."""
+        return self._sizes[axis] ** {"backward": 1.0, "ortho": 0.5, "forward": 0.0}[self._norm]
+
+    def _cut(self, x: jax.Array, axis: int) -> jax.Array:
+        """The modes that are kept of those of a padded transform, along an axis."""
+        if not self._padded:
+            return x
+        place, n = x.ndim + axis - len(self.grid.processes), self._sizes[axis]
+        halved = self._real and axis == self._axes[-1]
+        positive = jax.lax.slice_in_dim(x, 0, (n + 1) // 2, axis=place)
+        parts = [positive]
+        if n % 2 == 0:  # the mode without partner
+            parts.append(jnp.zeros_like(jax.lax.slice_in_dim(x, 0, 1, axis=place)))
+        if not halved:
+            end = x.shape[place]
+            parts.append(jax.lax.slice_in_dim(x, end - (n - 1) // 2, end, axis=place))
+        return jnp.concatenate(parts, place) * jnp.asarray(self._scale(axis), x.real.dtype)
+
+    def _widen(self, y: jax.Array, axis: int) -> jax.Array:
+        """The modes of a padded transform, of which those that are not kept are zero."""
+        if not self._padded:
+            return y
+        place, n = y.ndim + axis - len(self.grid.processes), self._sizes[axis]
+        halved = self._real and axis == self._axes[-1]
+        most = self._points[axis] // 2 + 1 if halved else self._points[axis]
+        positive = jax.lax.slice_in_dim(y, 0, (n + 1) // 2, axis=place)
+        negative = 0 if halved else (n - 1) // 2
+        shape = list(y.shape)
+        shape[place] = most - positive.shape[place] - negative
+        parts = [positive, jnp.zeros(shape, y.dtype)]
+        if negative:
+            parts.append(jax.lax.slice_in_dim(y, n - negative, n, axis=place))
+        return jnp.concatenate(parts, place) / jnp.asarray(self._scale(axis), y.real.dtype)
+
+
+def _empty(x: jax.Array, grid: Grid) -> jax.Array:
+    """A block without cells, of another division: JAX has no transforms of such. It is made of `x`, so that what maps
+    or differentiates that maps or differentiates it, as on other ranks."""
+    x = x.astype(jnp.result_type(x.dtype, jnp.complex64))
+    front = x.ndim - len(grid.processes)
+    sizes = (*x.shape[:front], *grid.local_shape)
+    return jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, new - old, 0) for new, old in zip(sizes, x.shape, strict=True)])
+
+
+def _resized(grid: Grid, sizes: dict[int, int]) -> Grid:
+    """The grid with other numbers of cells along some axes; the same, if they are as many."""
+    if all(grid.global_shape[axis] == size for axis, size in sizes.items()):
+        return grid
+    shape: list[Any] = list(grid._layout.blocks)
+    for axis, size in sizes.items():
+        shape[axis] = size
+    return grid._like(grid.processes, shape)
+
+
+def _axes_of(grid: Grid, axes: Sequence[int] | int | None) -> tuple[int, ...]:
+    """Axes of the grid, from the front, each once."""
+    dimensions = len(grid.processes)
+    found = list(range(dimensions)) if axes is None else [grid._axis(axis) for axis in given.integers(axes, "axes")]
+    if not found or len(set(found)) < len(found):
+        raise ValueError(f"Transform: axes is {axes}: pass axes of the grid, each of them once.")
+    return tuple(found)
+
+
+def _each(values: Any, count: int, what: str) -> list[float]:
+    listed = list(values) if given.is_listed(values) else [values] * count
+    if len(listed) != count:
+        raise ValueError(f"Transform: {what} is {values!r}: pass one number, or one for each of {count} axes.")
+    return listed
+
+
+def _factors(pad: Any, count: int) -> list[float]:
+    factors = _each(1 if pad is None else pad, count, "pad")
+    for factor in factors:
+        if not isinstance(factor, int | float | np.number) or not 1 <= factor < math.inf:
+            raise ValueError(f"Transform: pad is {pad!r}: pass a number from 1 on, such as 3/2, or one for each axis.")
+    return factors
+
+
+# --- single calls ----------------------------------------------------------------------------------------------------
+
+
+def _documented(text: str) -> Callable[..., Any]:
+    def document(function: Callable[..., Any]) -> Callable[..., Any]:
+        function.__doc__ = f"""{text}
+
+    Arrays and spectrum are divided by the same numbers of processes. A program with many transforms saves a
+    redistribution each way by a `Transform`, which leaves the spectrum where it is made.
+
+    Args:
+      x: this rank's block, with any axes in front; or a pytree of such.
+      grid: the division of the array in physical space.
+      axes, norm: as in `Transform`.
+
+    Returns:
+      This rank's block of the result: by `Transform(grid, axes, natural=True).spectral_grid`, or by `grid`.
+
+    Raises: as `Transform` and its methods.
+    """
+        return function
+
+    return document
+
+
+@_documented("The Fourier transform of a complex or real array that is divided by a grid (`numpy.fft.fftn`).")
+def fftn(x: Any, grid: Grid, axes: Sequence[int] | int | None = None, *, norm: str | None = None) -> Any:
+    return Transform(grid, axes, norm=norm, natural=True).forward(x)
+
+
+@_documented("The inverse Fourier transform of a spectrum as `fftn` returns it (`numpy.fft.ifftn`).")
+def ifftn(x: Any, grid: Grid, axes: Sequence[int] | int | None = None, *, norm: str | None = None) -> Any:
+    return Transform(grid, axes, norm=norm, natural=True).backward(x)
+
+
+@_documented("The Fourier transform of a real array that is divided by a grid (`numpy.fft.rfftn`).")
+def rfftn(x: Any, grid: Grid, axes: Sequence[int] | int | None = None, *, norm: str | None = None) -> Any:
+    return Transform(grid, axes, real=True, norm=norm, natural=True).forward(x)
+
+
+@_documented("The inverse of `rfftn`: a real array from a spectrum (`numpy.fft.irfftn`). `grid` is the array's.")
+def irfftn(x: Any, grid: Grid, axes: Sequence[int] | int | None = None, *, norm: str | None = None) -> Any:
+    return Transform(grid, axes, real=True, norm=norm, natural=True).backward(x)
