@@ -15,9 +15,9 @@ The equation, for lengths in which the square or cube has side 1, and times with
 
     du/dt = D laplace(u) + u - u^3
 
-A step takes diffusion implicitly and the rest explicitly, in Fourier space. Each process has some rows of u, along
-the first axis. It transforms along the other axes; then rows become columns, by one `alltoallv`, and it transforms
-along the first axis. In Fourier space it has some columns.
+A step takes diffusion implicitly and the rest explicitly, in Fourier space. Each process has a block of u, all of it
+along the last axis. `jaxmpi.fft.Transform` transforms along the axes that are whole, moves the data so that another one
+is, and goes on; in Fourier space the blocks are those in which it ends.
 """
 
 import argparse
@@ -33,7 +33,8 @@ from mpi4py import MPI
 from tqdm import tqdm
 
 import jaxmpi
-from jaxmpi.notoken import allreduce, alltoallv, gatherv
+from jaxmpi.fft import Transform
+from jaxmpi.notoken import allreduce
 
 SIZES = {2: 128, 3: 32}  # points per axis, unless something else is asked for
 DIFFUSION = 3e-4
@@ -48,60 +49,30 @@ COMM = MPI.COMM_WORLD
 RANK = COMM.rank
 
 
-def parts(count: int) -> list[int]:
-    """How many rows each process has: numbers that differ by one at most."""
-    return [count // COMM.size + (rank < count % COMM.size) for rank in range(COMM.size)]
+def division(size: int, dimensions: int) -> jaxmpi.Grid:
+    """The blocks of u: rows of a square, pencils of a cube."""
+    processes = {2: (0, 1), 3: (0, 0, 1)}[dimensions]
+    return jaxmpi.Grid(processes, (size,) * dimensions, periodic=True)
 
 
-def turned(x: jax.Array, rows: list[int], columns: list[int]) -> jax.Array:
-    """From (some rows, all columns, ...) to (some columns, all rows, ...)."""
-    rest = x.shape[2:]
-    sent = [rows[RANK] * column * math.prod(rest) for column in columns]
-    received = [row * columns[RANK] * math.prod(rest) for row in rows]
-    flat = alltoallv(jnp.moveaxis(x, 1, 0).reshape(-1), sent, received)
-    pieces = jnp.split(flat, np.cumsum(received)[:-1])
-    shapes = [(columns[RANK], row, *rest) for row in rows]
-    return jnp.concatenate([piece.reshape(shape) for piece, shape in zip(pieces, shapes, strict=True)], axis=1)
-
-
-def transform(u: jax.Array, size: int) -> jax.Array:
-    """The Fourier transform: from some rows to some columns."""
-    local = jnp.fft.fftn(u, axes=range(1, u.ndim))
-    return jnp.fft.fft(turned(local, parts(size), parts(size)), axis=1)
-
-
-def transform_back(v: jax.Array, size: int) -> jax.Array:
-    """From some columns to some rows."""
-    local = turned(jnp.fft.ifft(v, axis=1), parts(size), parts(size))
-    return jnp.fft.ifftn(local, axes=range(1, v.ndim)).real
-
-
-def square_wavenumbers(size: int, dimensions: int) -> np.ndarray:
-    """Of the columns of this process: |k|^2, with the second axis in front."""
-    k = 2 * np.pi * np.fft.fftfreq(size, 1 / size)
-    begin = sum(parts(size)[:RANK])
-    axes = [k] * dimensions
-    axes[0] = k[begin : begin + parts(size)[RANK]]
-    return sum(axis**2 for axis in np.meshgrid(*axes, indexing="ij"))
-
-
-def advance(u: jax.Array, steps: int, size: int) -> jax.Array:
+def advance(u: jax.Array, steps: int, grid: jaxmpi.Grid) -> jax.Array:
     """So many time steps."""
-    damping = 1 / (1 + TIME_STEP * DIFFUSION * square_wavenumbers(size, u.ndim))
+    transform = Transform(grid, real=True)
+    damping = 1 / (1 + TIME_STEP * DIFFUSION * sum(k**2 for k in transform.wavenumbers(lengths=1)))
 
     def step(_: int, u: jax.Array) -> jax.Array:
-        return transform_back(damping * transform(u + TIME_STEP * (u - u**3), size), size)
+        return transform.backward(damping * transform.forward(u + TIME_STEP * (u - u**3)))
 
     return lax.fori_loop(0, steps, step, u)
 
 
-def energy(u: jax.Array, size: int) -> jax.Array:
+def energy(u: jax.Array, grid: jaxmpi.Grid) -> jax.Array:
     """What the mixture loses as it separates, without that of the boundaries between the phases."""
-    return allreduce(jnp.sum((1 - u**2) ** 2), MPI.SUM) / (4 * size**u.ndim)
+    return allreduce(jnp.sum((1 - u**2) ** 2), MPI.SUM) / (4 * math.prod(grid.global_shape))
 
 
-def final_energy(u: jax.Array, steps: int, size: int) -> jax.Array:
-    return energy(advance(u, steps, size), size)
+def final_energy(u: jax.Array, steps: int, grid: jaxmpi.Grid) -> jax.Array:
+    return energy(advance(u, steps, grid), grid)
 
 
 def by_numpy(u: np.ndarray, steps: int) -> np.ndarray:
@@ -147,35 +118,32 @@ def main() -> None:
     options = parse_options()
     jax.config.update("jax_enable_x64", True)
     size = options.size or SIZES[options.dimensions]
-    rows = parts(size)
-    # Every process draws all noise and takes its rows, so that they are the same on any number of processes.
+    grid = division(size, options.dimensions)
+    # Every process draws all noise and takes its block, so that they are the same on any number of processes.
     generator = np.random.default_rng(SEED)
-    begin = sum(rows[:RANK])
-    noise, direction = (
-        jnp.asarray(generator.standard_normal((size,) * options.dimensions)[begin : begin + rows[RANK]])
-        for _ in range(2)
-    )
+    noise, direction = (jnp.asarray(generator.standard_normal(grid.global_shape)[grid.slices]) for _ in range(2))
     start = NOISE * noise
 
-    spectrum = jaxmpi.jit(partial(transform, size=size))(start)
-    u, run = start, jaxmpi.jit(partial(advance, size=size), static_argnames="steps")
+    transform = Transform(grid, real=True)
+    spectrum = jaxmpi.jit(transform.forward)(start)
+    u, run = start, jaxmpi.jit(partial(advance, grid=grid), static_argnames="steps")
     with tqdm(total=options.steps, desc="time steps", unit="", disable=RANK != 0) as bar:
         for done in range(0, options.steps, BATCH):
             steps = min(BATCH, options.steps - done)
             u = jax.block_until_ready(run(u, steps=steps))
             bar.update(steps)
 
-    of_start = partial(final_energy, steps=options.steps, size=size)
+    of_start = partial(final_energy, steps=options.steps, grid=grid)
     value = jaxmpi.jit(of_start)
     last, gradient = jaxmpi.jit(jax.value_and_grad(of_start))(start)
     slope = allreduce(jnp.vdot(gradient, direction), MPI.SUM)
     quotient = (value(start + STEP * direction) - value(start - STEP * direction)) / (2 * STEP)
 
-    start, u, gradient, spectrum = gatherv([start, u, gradient, spectrum], rows, 0)
+    start, u, gradient = grid.gather((start, u, gradient))
+    spectrum = transform.spectral_grid.gather(spectrum)
     if RANK != 0:
         return
-    spectrum = np.moveaxis(np.asarray(spectrum), 0, 1)  # columns in front
-    expected = np.fft.fftn(start)
+    expected = np.fft.rfftn(start)
     error = np.abs(spectrum - expected).max() / np.abs(expected).max()
     witness = np.abs(by_numpy(np.asarray(start), options.steps) - u).max()
     print(f"{COMM.size} processes, final energy {float(last):.9f}")

@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/grids.md: `python docs/grids/draw.py`. Needs matplotlib.
+"""Draws the pictures of docs/grids.md and docs/fft.md: `python docs/grids/draw.py`. Needs matplotlib.
 
 What is drawn is computed by the same function as the plans of `Grid.exchange`.
 """
@@ -11,6 +11,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
+from jaxmpi._grid.divisions import best_division
 from jaxmpi._grid.halos import Field, Halo, Layout, Number, _regions
 from jaxmpi._mpi.plans import Box
 
@@ -121,7 +122,32 @@ def draw_staggered() -> None:
     plt.close(figure)
 
 
+def draw_pencils() -> None:
+    """The divisions through which a transform along all axes of a cube goes, on four ranks."""
+    shape = (4, 4, 4)
+    dims = [(1, 2, 2)]
+    for axis in (1, 2):
+        dims.append(best_division(shape, dims[-1], axis))
+    figure, axes = plt.subplots(1, 3, figsize=(8.4, 3.5), subplot_kw={"projection": "3d"}, layout="constrained")
+    for ax, processes, name in zip(axes, dims, ("first", "second", "third"), strict=True):
+        layout = Layout(tuple((n // number,) * number for n, number in zip(shape, processes, strict=True)), (True,) * 3)
+        colours = np.empty(shape, object)
+        for rank in range(4):
+            at = layout.coordinates(rank)
+            index = tuple(slice(i * b, (i + 1) * b) for i, b in zip(at, layout.block(rank), strict=True))
+            colours[index] = COLOURS[rank]
+        ax.voxels(np.ones(shape, bool), facecolors=colours, edgecolor="white", linewidth=0.4)
+        ax.set(xticks=[], yticks=[], zticks=[])
+        for label, number in ((ax.set_xlabel, "1"), (ax.set_ylabel, "2"), (ax.set_zlabel, "3")):
+            label(number, labelpad=-14, fontsize=9)
+        ax.set_title(f"processes {processes}:\nthe {name} axis is whole", fontsize=10)
+        ax.set_box_aspect((1, 1, 1), zoom=0.9)
+    figure.savefig(FOLDER / "pencils.png", dpi=110)
+    plt.close(figure)
+
+
 if __name__ == "__main__":
     draw_exchange()
     draw_rules()
+    draw_pencils()
     draw_staggered()

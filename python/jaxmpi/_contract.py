@@ -180,7 +180,7 @@ def _hidden() -> Any:
     """A primitive like those of other libraries, whose abstract evaluation does not report the effect inside."""
     primitive = internals.Primitive("jaxmpi.forgetful")
 
-    def evaluate(x):
+    def evaluate(x: Any) -> Any:
         result = jax.eval_shape(lambda x: _bcast(x), x)
         return internals.ShapedArray(result.shape, result.dtype)
 

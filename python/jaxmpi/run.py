@@ -21,6 +21,7 @@ import zipfile
 from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from jaxmpi._launcher import before_jax, parent, sources, stand_ins, written_for
 
@@ -41,7 +42,7 @@ def version_of(package: str) -> str:
 class _ShowVersion(argparse.Action):
     """Looks the version up only if it is asked for: each start would pay for it."""
 
-    def __call__(self, parser, *_) -> None:
+    def __call__(self, parser: Any, *_: Any) -> None:
         print(f"jaxmpi {version_of('jaxmpi')}")
         parser.exit()
 

@@ -585,9 +585,9 @@ def of_poisson():
 
 def of_spectral():
     module = example("spectral")
-    size = 6
-    loss = jaxmpi.jit(lambda start: module.final_energy(start, steps=3, size=size))
-    return loss, (draw(module.parts(size)[RANK], size),), {}
+    grid = module.division(6, 2)
+    loss = jaxmpi.jit(lambda start: module.final_energy(start, steps=3, grid=grid))
+    return loss, (draw(*grid.local_shape),), {}
 
 
 @pytest.mark.two_ranks_suffice

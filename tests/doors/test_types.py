@@ -90,7 +90,6 @@ def test_signatures():
     assert all(name in vars(jaxmpi) for name in jaxmpi.__all__)
     with_token = [name for name in functions if getattr(notoken, name) is not getattr(jaxmpi, name)]
     assert sorted(name for name in stub if inspect.isfunction(stub[name])) == sorted(with_token)
-    assert len(with_token) == 28
     for name in with_token:
         plain = inspect.signature(getattr(notoken, name))
         expected = inspect.signature(getattr(jaxmpi, name))

@@ -104,7 +104,7 @@ def _row(values: jax.Array, turn: jax.Array) -> jax.Array:
 def _loop(operation: Operation, case: Case) -> Callable[..., Any]:
     step = functools.partial(_turn, operation, case)
 
-    def program(state, given, turns):
+    def program(state: Any, given: Any, turns: Any) -> Any:
         # The last turn is not in the loop, which need not carry results.
         return step(lax.fori_loop(0, turns - 1, lambda _, state: step(state, given)[0], state), given)
 
@@ -115,7 +115,7 @@ def _loop(operation: Operation, case: Case) -> Callable[..., Any]:
 def _calls(operation: Operation, case: Case) -> Callable[..., Any]:
     compiled = jit(functools.partial(_turn, operation, case), donate_argnums=0)
 
-    def run(state, given, turns):
+    def run(state: Any, given: Any, turns: Any) -> Any:
         for _ in range(turns):
             state, y = jax.block_until_ready(compiled(state, given))
         return state, y
@@ -138,7 +138,7 @@ def _compiled(witness: Witness, how: str, most: int) -> Run:
     received = jax.eval_shape(functools.partial(operation.call, case), shape).shape
     where, watched = jnp.array(witness.changed(most)), jnp.array(witness.watched(most, received))
 
-    def run(number, turns, check):
+    def run(number: Any, turns: Any, check: Any) -> Any:
         given = where, jnp.array(witness.changes(number, most)), watched
         # A copy: NumPy's memory could not be donated.
         x = jnp.array(witness.operand(number), copy=True)
@@ -156,12 +156,12 @@ def _compiled(witness: Witness, how: str, most: int) -> Run:
 def _eager(witness: Witness) -> Run:
     operation, case = witness.operation, witness.case
 
-    def run(number, turns, check):
+    def run(number: Any, turns: Any, check: Any) -> Any:
         # The last turn's operand is that of this run; the other one has that of no run.
         operands = [jnp.array(witness.operand(which)) for which in (number, number + (1 << 31))]
         jax.block_until_ready(operands)
 
-        def calls():
+        def calls() -> Any:
             for left in reversed(range(turns)):
                 y = jax.block_until_ready(operation.call(case, operands[left % 2]))
                 if operation.hidden:

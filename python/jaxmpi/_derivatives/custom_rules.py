@@ -27,13 +27,15 @@ from jaxmpi._primitive.effect import (
 )
 
 
-def differentiate_custom_jvp(own, trace, primitive, function, rule, tracers, *more, **options):
+def differentiate_custom_jvp(
+    own: Any, trace: Any, primitive: Any, function: Any, rule: Any, tracers: Any, *more: Any, **options: Any
+) -> Any:
     """Gives all operands tangents: the rule may communicate each of them, including zeros that JAX has made.
 
     If all of them have tangents already the rule is not traced to ask whether it communicates: JAX calls it anyway.
     """
 
-    def asks(avals):
+    def asks(avals: Any) -> Any:
         return communicates_when_called(function, avals) or _rule_communicates(rule, avals)
 
     seeds_of(trace)  # closes the list: values made from here on are not seeds
@@ -48,13 +50,23 @@ def differentiate_custom_jvp(own, trace, primitive, function, rule, tracers, *mo
         return own(trace, primitive, function, rule, tracers, *more, **options)
 
 
-def differentiate_custom_vjp(own, trace, primitive, function, forward, backward, tracers, *more, **options):
+def differentiate_custom_vjp(
+    own: Any,
+    trace: Any,
+    primitive: Any,
+    function: Any,
+    forward: Any,
+    backward: Any,
+    tracers: Any,
+    *more: Any,
+    **options: Any,
+) -> Any:
     """Gives one operand a tangent, so that the rules are called. Closed-over values are operands that may have none."""
 
-    def call(tracers):
+    def call(tracers: Any) -> Any:
         return own(trace, primitive, function, forward, backward, tracers, *more, **options)
 
-    def asks(avals):
+    def asks(avals: Any) -> Any:
         out_trees = options["out_trees"] if "out_trees" in options else more[0]
         return communicates_when_called(function, avals) or (
             not called and _backward_communicates(forward, backward, avals, out_trees)
@@ -123,7 +135,7 @@ def _refuse_if_none(possible: list[int]) -> list[int]:
 def _rule_communicates(rule: Any, avals: Sequence[Any]) -> bool:
     """Whether the rule of a `jax.custom_jvp` function communicates."""
 
-    def with_tangents(*xs):
+    def with_tangents(*xs: Any) -> Any:
         return *xs, *(x if internals.inexact(x) else np.zeros(x.shape, jax.dtypes.float0) for x in xs)
 
     return communicates_when_called(rule, avals, with_tangents)
@@ -203,8 +215,8 @@ def _rule_of_equation_communicates(around: Any, jaxpr: Any, equation: Any) -> bo
     alone = jaxprs.of_equation(jaxpr, equation)
     which = internals.inexact_among(x.aval for x in alone.invars)
 
-    def differentiated(*xs):
-        def f(*varied):
+    def differentiated(*xs: Any) -> Any:
+        def f(*varied: Any) -> Any:
             replaced = dict(zip(which, varied, strict=True))
             results = jaxprs.evaluate(alone, *(replaced.get(i, x) for i, x in enumerate(xs)))
             return [y for y in results if internals.inexact(y)]

@@ -94,27 +94,27 @@ def _differentiate_inside(own: Callable[..., Any], *args: Any) -> Any:
         return own(*args)
 
 
-def _differentiate_call(own, trace, primitive, tracers, params):
+def _differentiate_call(own: Any, trace: Any, primitive: Any, tracers: Any, params: Any) -> Any:
     if which := _operand_of_higher_order(trace, tracers, params):
         return own(trace, primitive, make_operands_depend(trace, tracers, which, primitive.name), params)
     return own(trace, primitive, [_dummy_operand(trace), *tracers], with_parameter_of_call(params))
 
 
-def _differentiate_scan(own, trace, primitive, tracers, params):
+def _differentiate_scan(own: Any, trace: Any, primitive: Any, tracers: Any, params: Any) -> Any:
     if which := _operand_of_higher_order(trace, tracers, params):
         return own(trace, primitive, make_operands_depend(trace, tracers, which, "scan"), params)
     with during(_trace_with_dummy, trace), core.set_current_trace(trace):
         return scan_with_carry(params, _dummy_operand(trace), tracers)[1:]
 
 
-def _differentiate_cond(own, trace, primitive, tracers, params):
+def _differentiate_cond(own: Any, trace: Any, primitive: Any, tracers: Any, params: Any) -> Any:
     if which := _operand_of_higher_order(trace, tracers, params, 1):
         return own(trace, primitive, make_operands_depend(trace, tracers, which, "cond"), params)
     branches = tuple(map(with_parameter, params["branches"]))
     return own(trace, primitive, [tracers[0], _dummy_operand(trace), *tracers[1:]], {**params, "branches": branches})
 
 
-def _differentiate_while(own, trace, primitive, tracers, params):
+def _differentiate_while(own: Any, trace: Any, primitive: Any, tracers: Any, params: Any) -> Any:
     tests, steps = params["cond_nconsts"], params["body_nconsts"]
     if which := _operand_of_higher_order(trace, tracers, params, tests):
         return own(trace, primitive, make_operands_depend(trace, tracers, which, "while_loop"), params)
@@ -122,7 +122,7 @@ def _differentiate_while(own, trace, primitive, tracers, params):
     return own(trace, primitive, [*tracers[:tests], _dummy_operand(trace), *tracers[tests:]], {**params, **body})
 
 
-def _differentiate_linear_solve(own, trace, primitive, tracers, params):
+def _differentiate_linear_solve(own: Any, trace: Any, primitive: Any, tracers: Any, params: Any) -> Any:
     """Makes an operand of a linear solve's matrix and one of its right-hand side depend on the seeds.
 
     The derivative of a matrix that communicates is communication, even if the matrix depends on nothing here. A `vmap`
@@ -146,12 +146,12 @@ def _differentiate_linear_solve(own, trace, primitive, tracers, params):
     return own(trace, primitive, make_operands_depend(trace, tracers, which, "custom_linear_solve"), params)
 
 
-def _refuse_custom_vmap(own, trace, primitive, tracers, params):
+def _refuse_custom_vmap(own: Any, trace: Any, primitive: Any, tracers: Any, params: Any) -> None:
     """Refuses it: the user's rule decides what is mapped in its tangent, which may differ from rank to rank."""
     raise refusal("a function with jax.custom_batching.custom_vmap")
 
 
-def _differentiate_object(own, trace, primitive, tracers, params):
+def _differentiate_object(own: Any, trace: Any, primitive: Any, tracers: Any, params: Any) -> Any:
     """Differentiates a primitive represented by an object, since JAX 0.9. All operands of a root get tangents, since
     its derivative depends on which of them have some."""
     which = internals.inexact_among(tracers)
@@ -190,7 +190,7 @@ _OBJECTS = {getattr(solves, name) for name in ("CustomRoot", "_RootLinearMap") i
 
 def _differentiate_dependence(
     own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence[Any], params: JaxParams
-):
+) -> Any:
     """Makes a derivative that is differentiated again a value: see `make_value_depend`."""
     tracers = tracers[: len(tracers) - params["unless"]]
     params = {**params, "always": has_tangent(trace, tracers), "unless": 0}

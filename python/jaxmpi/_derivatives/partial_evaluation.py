@@ -32,7 +32,7 @@ from jaxmpi._primitive.operation import is_ours
 
 def keep_equation(
     own: Callable[..., Any], trace: Any, tracers: Any, results: Any, primitive: Any, params: Any, *more: Any
-):
+) -> Any:
     """Keeps an equation that communicates, also where no result of it is used."""
     equation = own(trace, tracers, results, primitive, params, *more)
     if EFFECT in equation.effects:

@@ -50,7 +50,7 @@ def scan_with_carry(params: JaxParams, more: Any, operands: Sequence[Any]) -> li
         operands[constants + carried :],
     )
 
-    def step(carry, x):
+    def step(carry: Any, x: Any) -> Any:
         # JAX orders constants by first use and turns a carried value that no step changes into a constant. `depends_on`
         # without inputs, of all of them, keeps order and number.
         changed, *constant = [depends_on(value, []) for value in (carry[0], *consts)]
@@ -65,7 +65,7 @@ def scan_with_carry(params: JaxParams, more: Any, operands: Sequence[Any]) -> li
 def with_carry(equation: Any, which: int) -> list[Any]:
     """The equations of a scan that carries one more number, which is linear in the operand `which`."""
 
-    def scan(*operands):
+    def scan(*operands: Any) -> Any:
         more = depends_on(None, [operands[which]], like=ZERO)
         return scan_with_carry(equation.params, more, operands)
 
@@ -140,7 +140,7 @@ def that_depends_on_arguments(closed: Any, constants: int) -> Any:
     made = _jaxprs_that_depend.setdefault(closed, {})
     if constants not in made:
 
-        def evaluate(*args):
+        def evaluate(*args: Any) -> Any:
             seeds = [x for x in args[constants:] if internals.inexact(x)]
             return _evaluate_depending(closed, args, [depends_on(None, seeds, like=ZERO)] if len(seeds) > 1 else seeds)
 
@@ -171,12 +171,12 @@ def _evaluate_depending(closed: Any, args: Sequence[Any], seeds: Sequence[Any]) 
     return read(jaxpr.outvars)
 
 
-def _rewrite_checkpoint(evaluate, params, operands):
+def _rewrite_checkpoint(evaluate: Any, params: Any, operands: Any) -> Any:
     inner, options = params["jaxpr"], {name: params[name] for name in ("policy", "prevent_cse")}
     return jax.checkpoint(lambda *xs: evaluate(inner, xs), **options)(*operands)
 
 
-def _rewrite_scan(evaluate, params, operands):
+def _rewrite_scan(evaluate: Any, params: Any, operands: Any) -> Any:
     constants, carried = jaxprs.parts_of_scan(params)
     consts, init, rows = (
         operands[:constants],
@@ -184,7 +184,7 @@ def _rewrite_scan(evaluate, params, operands):
         operands[constants + carried :],
     )
 
-    def step(carry, row):
+    def step(carry: Any, row: Any) -> Any:
         results = evaluate(params["jaxpr"], [*consts, *carry, *row])
         return results[:carried], results[carried:]
 
@@ -192,13 +192,13 @@ def _rewrite_scan(evaluate, params, operands):
     return [*carry, *ys]
 
 
-def _rewrite_while(evaluate, params, operands):
+def _rewrite_while(evaluate: Any, params: Any, operands: Any) -> Any:
     """Binds the rewritten primitive: `vmap` makes loops with a batched predicate, which `jax.lax.while_loop`
     refuses."""
     seeds = evaluate.keywords["seeds"]
     tests, steps = params["cond_nconsts"], params["body_nconsts"]
 
-    def rewritten(closed):
+    def rewritten(closed: Any) -> Any:
         avals = [*map(jax.typeof, seeds), *closed.in_avals]
         return jax.make_jaxpr(lambda *xs: _evaluate_depending(closed, xs[len(seeds) :], xs[: len(seeds)]))(*avals)
 
@@ -207,7 +207,7 @@ def _rewrite_while(evaluate, params, operands):
     return primitives.while_p.bind(*seeds, *operands[:tests], *seeds, *operands[tests:], **{**params, **changed})
 
 
-def _rewrite_cond(evaluate, params, operands):
+def _rewrite_cond(evaluate: Any, params: Any, operands: Any) -> Any:
     branches = [lambda *xs, branch=branch: evaluate(branch, xs) for branch in params["branches"]]
     return jax.lax.switch(operands[0], branches, *operands[1:])
 

@@ -17,14 +17,14 @@ from jaxmpi._primitive.effect import CALLS, EFFECT, ZERO, Refusal, during
 def transpose_matrix(own: Callable[..., Any], *args: Any) -> Callable[..., Any]:
     transposed = own(*args)
 
-    def call(x):
+    def call(x: Any) -> Any:
         with during(solving, True):
             return transposed(x)
 
     return call
 
 
-def transpose(own: Callable[..., Any], jaxpr: Any, stack: Any, consts: Any, primals: Any, cts: Any, **more: Any):
+def transpose(own: Callable[..., Any], jaxpr: Any, stack: Any, consts: Any, primals: Any, cts: Any, **more: Any) -> Any:
     """Transposes a computation with one more result, the dual of what a trace that differentiates does.
 
     There each operand depends on all inputs; here the additional result depends on all results of operations, so that

@@ -53,14 +53,14 @@ def zero_cotangent(like: Any) -> Any:
     return depends_on(None, cotangents.get(), like=like, always=not solving.get())
 
 
-def _jvp(primals, tangents, *, has_value, always, **params):
+def _jvp(primals: Any, tangents: Any, *, has_value: Any, always: Any, **params: Any) -> Any:
     value_has_tangent = has_value and type(tangents[0]) is not internals.ad.Zero
     nonzero = [t for t in tangents if type(t) is not internals.ad.Zero]
     value = depends_on_p.bind(*primals, has_value=has_value, always=False, **params)
     return value, depends_on_p.bind(*nonzero, has_value=value_has_tangent, always=always, **params)
 
 
-def _transpose(cotangent, *operands, has_value, always, unless, **params):
+def _transpose(cotangent: Any, *operands: Any, has_value: Any, always: Any, unless: Any, **params: Any) -> Any:
     # The result is linear in the inputs; so the cotangents of the inputs are zeros that are linear in its cotangent.
     if type(cotangent) is internals.ad.Zero:
         return [None] * len(operands)
@@ -72,7 +72,9 @@ def _transpose(cotangent, *operands, has_value, always, unless, **params):
     return [cotangent if is_linear else None for is_linear in linear[:has_value]] + zeros
 
 
-def _batch(axis, operands, axes, *, has_value, always, unless, shape, dtype):
+def _batch(
+    axis: Any, operands: Any, axes: Any, *, has_value: Any, always: Any, unless: Any, shape: Any, dtype: Any
+) -> Any:
     mapped = [at is not None for at in axes]
     limits = len(mapped) - unless
     params = {"has_value": has_value, "always": always, "unless": unless, "dtype": dtype}
@@ -84,14 +86,14 @@ def _batch(axis, operands, axes, *, has_value, always, unless, shape, dtype):
     return depends_on_p.bind(*operands, shape=(axis.size, *shape), **params), 0
 
 
-def batched(x, axis_of_x, size, at):
+def batched(x: Any, axis_of_x: Any, size: Any, at: Any) -> Any:
     """`x` with its batch axis at the position `at`; repeated along a new axis if it has none (None)."""
     if axis_of_x is not None:
         return jnp.moveaxis(x, axis_of_x, at)
     return jnp.broadcast_to(jnp.expand_dims(x, at), (*jnp.shape(x)[:at], size, *jnp.shape(x)[at:]))
 
 
-def _implementation(*operands, has_value, shape, dtype, **params):
+def _implementation(*operands: Any, has_value: Any, shape: Any, dtype: Any, **params: Any) -> Any:
     return operands[0] if has_value else jnp.zeros(shape, dtype)
 
 

@@ -179,7 +179,7 @@ def with_runtime_token(
         return run
     clean, disabled = core.trace_state_clean, config.disable_jit
 
-    def call(*args, **kwargs):
+    def call(*args: Any, **kwargs: Any) -> Any:
         if not clean() or disabled.value:
             return otherwise(*args, **kwargs)
         return run(*args, **kwargs)

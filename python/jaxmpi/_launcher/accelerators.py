@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 LAUNCHERS = (
     ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -136,7 +137,7 @@ def device_counts() -> dict[str, int]:
         return {}
 
 
-def take(config, may_assign: bool = True) -> None:
+def take(config: Any, may_assign: bool = True) -> None:
     """Chooses, and passes the choice to JAX's `config`: JAX does not read these variables itself."""
     global decided
     decided = True

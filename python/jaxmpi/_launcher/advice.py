@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from types import FrameType
+from typing import Any
 
 _UNPACKED = re.compile(r"values to unpack \(expected 2|iteration over a 0-d|Too many indices: 0-dim")
 """What Python and JAX say of an array that is taken for a pair."""
@@ -31,11 +32,11 @@ def _lines(frame: FrameType) -> list[str]:
     return linecache.getlines(frame.f_code.co_filename, frame.f_globals)
 
 
-def _reading(frame: FrameType):
+def _reading(frame: FrameType) -> Any:
     return _written_for().read("".join(_lines(frame)))
 
 
-def _written_for():
+def _written_for() -> Any:
     return sys.modules["jaxmpi._launcher.written_for"]
 
 

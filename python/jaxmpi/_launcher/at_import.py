@@ -7,6 +7,7 @@ import importlib.abc
 import sys
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 
 def _nothing() -> None:
@@ -19,10 +20,10 @@ class AtImport(importlib.abc.MetaPathFinder):
     So the variables that the program sets before, and what it sets in the module afterwards, are respected.
     """
 
-    def __init__(self, name: str, after: Callable[[ModuleType], None], before: Callable[[], None] = _nothing):
+    def __init__(self, name: str, after: Callable[[ModuleType], None], before: Callable[[], None] = _nothing) -> None:
         self.name, self.before, self.after = name, before, after
 
-    def find_spec(self, fullname, path=None, target=None):
+    def find_spec(self, fullname: Any, path: Any = None, target: Any = None) -> Any:
         if fullname != self.name:
             return None
         others = sys.meta_path[sys.meta_path.index(self) + 1 :]
@@ -31,7 +32,7 @@ class AtImport(importlib.abc.MetaPathFinder):
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
-            def execute_between(module):
+            def execute_between(module: Any) -> None:
                 self.before()
                 execute(module)
                 self.after(module)

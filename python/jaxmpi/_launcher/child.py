@@ -26,7 +26,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 
-def _own_frames(trace):
+def _own_frames(trace: Any) -> Any:
     """The traceback from the program's first frame to its last, without those of this file around it."""
     own = (__file__, runpy.__file__, "<frozen runpy>")
     while trace is not None and trace.tb_frame.f_code.co_filename in own:
@@ -60,7 +60,7 @@ _folder = os.environ.get("JAXMPI_JOB_FOLDER")
 """The folder in which the launcher learns what the ranks do: see monitor.py."""
 
 
-def _mpi_if_running():
+def _mpi_if_running() -> Any:
     mpi = sys.modules.get("mpi4py.MPI")
     return mpi if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() else None
 
@@ -235,7 +235,7 @@ class _Interrupts:
                 _end(128 + signal.SIGINT, text)
 
 
-def _beside(name: str):
+def _beside(name: str) -> Any:
     """A module beside this file, without an import of the package."""
     if (found := sys.modules.get(f"jaxmpi._launcher.{name}")) is not None:
         return found

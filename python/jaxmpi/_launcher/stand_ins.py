@@ -34,7 +34,7 @@ STAND_INS = {
 class _Distribution(metadata.Distribution):
     """What `importlib.metadata` says of a package that is replaced: name and version, and no files."""
 
-    def __init__(self, replaced: StandIn):
+    def __init__(self, replaced: StandIn) -> None:
         package = replaced.package
         head = f"Metadata-Version: 2.1\nName: {package}\nVersion: {replaced.version}\n"
         texts = {"METADATA": f"{head}Summary: jaxmpi in the place of {package}\n", "top_level.txt": f"{package}\n"}
@@ -57,21 +57,21 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     Its metadata are found from the beginning on.
     """
 
-    def __init__(self, name: str):
+    def __init__(self, name: str) -> None:
         self.name, self.replaced = name, STAND_INS[name]
 
-    def find_spec(self, fullname, path=None, target=None):
+    def find_spec(self, fullname: Any, path: Any = None, target: Any = None) -> Any:
         if fullname == self.replaced.package:
             return importlib.machinery.ModuleSpec(fullname, self, origin="jaxmpi.compat", is_package=True)
         return None
 
-    def create_module(self, spec):
+    def create_module(self, spec: Any) -> Any:
         from jaxmpi.compat._install import INSTALLERS
 
         INSTALLERS[self.name]()
         return sys.modules[self.replaced.package]
 
-    def exec_module(self, module):
+    def exec_module(self, module: Any) -> None:
         pass
 
     def find_distributions(self, context: Any = None) -> Iterator[metadata.Distribution]:

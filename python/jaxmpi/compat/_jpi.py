@@ -34,10 +34,10 @@ def allgather(x: Any, token: Token, comm: MPI.Comm | None = None) -> tuple[Array
     rank = communicators.resolve(comm, "allgather").rank
 
     @jax.custom_jvp
-    def gathered(x):
+    def gathered(x: Any) -> Any:
         return notoken.allgather(x, comm=comm)
 
-    def own_slice(primals, tangents):
+    def own_slice(primals: Any, tangents: Any) -> Any:
         y = gathered(*primals)
         return y, jnp.zeros(y.shape, tangents[0].dtype).at[rank].set(tangents[0])
 
@@ -50,10 +50,10 @@ def bcast(x: Any, token: Token, root: int, comm: MPI.Comm | None = None) -> tupl
     on_root = communicators.resolve(comm, "bcast").rank == arguments.integer(root, "bcast", "root")
 
     @jax.custom_jvp
-    def sent(x):
+    def sent(x: Any) -> Any:
         return notoken.bcast(x, root, comm=comm)
 
-    def of_root(primals, tangents):
+    def of_root(primals: Any, tangents: Any) -> Any:
         return sent(*primals), tangents[0] if on_root else jnp.zeros_like(tangents[0])
 
     sent.defjvp(of_root)
