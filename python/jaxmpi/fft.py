@@ -36,7 +36,7 @@ class _Step:
     source: Grid
     target: Grid
     axes: tuple[int, ...]
-    """Along which the local transforms are, of the grid."""
+    """The axes of the grid along which the local transforms are."""
     result: Grid
     """The division of what they return, which along these axes has as many cells as there are modes."""
 
