@@ -89,9 +89,8 @@ def faults(options) -> Iterator[Command]:
 def fault_times(options) -> Iterator[Command]:
     """Those that write the times of docs/errors.md, one after the other."""
     options.workers = "0"
-    yield pytest(
-        "faults launcher", options, "-k", "test_fault_of_one_rank or test_launcher_is_killed or test_mpiexec_ended"
-    )
+    noted = "test_fault_of_one_rank or test_launcher_is_killed or test_mpiexec_ended or test_machine_is_lost"
+    yield pytest("faults launcher two_hosts", options, "-k", noted)
 
 
 def random_faults(options) -> Iterator[Command]:

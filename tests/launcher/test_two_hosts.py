@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from jaxmpi import run
+from programs import errors_page
 from support.launch import begin, launch, outside_of_a_job
 from support.two_hosts import NAMES, two_hosts
 
@@ -252,12 +253,15 @@ def test_launcher_is_killed(job, hosts):
 def test_machine_is_lost(job, hosts):
     """All of its processes end at once; whatever mpiexec's status is, the launcher's is an error, and says so."""
     process, _ = job(BUSY, start=begin_job)
+    since = time.monotonic()
     for lost in list(of_host(hosts, NAMES[1])):
         with contextlib.suppress(ProcessLookupError):
             os.kill(lost, signal.SIGKILL)
     try:
         _, errors = process.communicate(timeout=60)
         assert process.returncode != 0
+        shown = "mpiexec ended with status 0, but ranks" if "ended with status 0" in errors else ""
+        errors_page.note("a machine of two is lost", shown, time.monotonic() - since)
         if run.flavour(run.find_mpiexec()) == "openmpi":  # MPICH's mpiexec says it by its own status
             told = "^\0?jaxmpi.run: mpiexec ended with status 0, but ranks (0 to 3|2, 3) began and never"
             assert re.search(told, errors, re.MULTILINE), errors

@@ -401,3 +401,46 @@ def test_both_kinds():
         assert float(first.addressable_data(0)[0]) == float(second[0]) == expected
         assert float(again.addressable_data(0)[0]) == expected * SIZE
         assert np.asarray(third)[:, 0].tolist() == [r + i for r in range(SIZE)]
+
+
+# --- grids of this package, on the same data ---
+
+
+@pytest.mark.parametrize(("dims", "shape"), [((SIZE, 1), (2 * SIZE, 3)), ((1, SIZE), (3, 2 * SIZE))])
+def test_blocks_of_a_grid(dims, shape):
+    """To sharded arrays and back in the same memory; what JAX computes of them is what NumPy does."""
+    grid = jaxmpi.Grid(dims, shape)
+    whole = np.arange(math.prod(shape) * 2.0).reshape(2, *shape)
+    block = jnp.asarray(whole[(..., *grid.slices)])
+    (array,) = grid.to_sharded([block], ("a", "b"))
+    check(array, whole)
+    assert array.sharding == grid.sharding(("a", "b"), 3)
+    assert array.addressable_data(0).unsafe_buffer_pointer() == block.unsafe_buffer_pointer()
+    doubled = jax.jit(lambda x: 2 * x + x.sum())(array)
+    (back,) = grid.from_sharded([doubled])
+    np.testing.assert_array_equal(back, (2 * whole + whole.sum())[(..., *grid.slices)])
+    np.testing.assert_array_equal(jaxmpi.notoken.allreduce(back, MPI.SUM).sum(), (2 * whole + whole.sum()).sum())
+    front = jnp.moveaxis(block, 0, -1)
+    check(grid.to_sharded(front, ("a", "b"), axes=(0, 1)), np.moveaxis(whole, 0, -1))
+
+
+def test_blocks_that_are_no_parts():
+    grid = jaxmpi.Grid((SIZE, 1), (2 * SIZE, 3))
+    block = jnp.ones(grid.local_shape)
+    with pytest.raises(ValueError, match="one for each of the grid's 2 axes"):
+        grid.to_sharded(block, "ab")
+    with pytest.raises(TypeError, match="is traced"):
+        jax.jit(lambda x: grid.to_sharded(x, ("a", "b")))(block)
+    with pytest.raises(TypeError, match="a sharded array of JAX is needed"):
+        grid.from_sharded(np.ones(3))
+    with pytest.raises(ValueError, match="where it needs"):
+        grid.to_sharded(block[1:], ("a", "b"))
+    with pytest.raises(ValueError, match="share points"):
+        grid.to_sharded(jnp.ones((3, 3)), ("a", "b"))
+    if SIZE > 1:
+        uneven = jaxmpi.Grid((SIZE, 1), (2 * SIZE + 1, 3))
+        with pytest.raises(ValueError, match="into equal parts"):
+            uneven.to_sharded(jnp.ones(uneven.local_shape), ("a", "b"))
+        replicated = place(np.ones(grid.global_shape), line(), P())
+        with pytest.raises(ValueError, match="Divide the array as the grid"):
+            grid.from_sharded(replicated)

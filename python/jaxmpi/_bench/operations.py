@@ -20,6 +20,7 @@ from mpi4py import MPI
 
 from jaxmpi import notoken
 from jaxmpi._grid.grid import Grid
+from jaxmpi._grid.redistribute import redistribute
 
 REDUCTIONS = {"sum": MPI.SUM, "prod": MPI.PROD, "max": MPI.MAX, "min": MPI.MIN}
 WINDOW = 64
@@ -303,6 +304,12 @@ def _call_exchange(case: Case, x: jax.Array) -> jax.Array:
     return _grid(case.size, _side(case)).exchange(x)
 
 
+def _call_redistribute(case: Case, x: jax.Array) -> jax.Array:
+    shape = (case.size, x.size)
+    rows, columns = (Grid(dims, shape) for dims in ((case.size, 1), (1, case.size)))
+    return redistribute(x.reshape(1, -1), rows, columns).reshape(x.shape)
+
+
 def _around(case: Case, index: Any) -> Origin:
     """The cell of the block, or of another one, that a cell of the block with its halo is, or is copied from."""
     side = _side(case)
@@ -577,6 +584,16 @@ OPERATIONS = {
             changed=_first_row,
             repeats=_always,
             square=True,
+        ),
+        Operation(
+            "redistribute",
+            ("redistribute",),
+            _call_redistribute,
+            "a rank's row of a matrix, of which each rank gets its columns",
+            _but_one,
+            origin=_alltoall,
+            parts=_all,
+            stacked=lambda case: case.size,
         ),
         Operation(
             "barrier",

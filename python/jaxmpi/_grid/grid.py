@@ -14,6 +14,7 @@ from jaxmpi._grid import arguments as given
 from jaxmpi._grid import halos
 from jaxmpi._grid.divisions import best_division
 from jaxmpi._grid.halos import Halo, Layout, Rules
+from jaxmpi._jax import internals
 from jaxmpi._mpi import communicators
 from jaxmpi._operations import collectives
 from jaxmpi._operations.common import MOST_ARRAYS
@@ -412,6 +413,122 @@ class Grid:
         return jax.tree.unflatten(
             structure, [cut.joined(self, parts) for cut, parts in zip(cuts, stacked, strict=True)]
         )
+
+    # --- JAX's sharded arrays --------------------------------------------------------------------------------------
+
+    def sharding(self, names: Sequence[str], ndim: int | None = None, *, axes: Sequence[int] | None = None) -> Any:
+        """The `jax.sharding.NamedSharding` by which JAX divides global arrays as this grid does.
+
+        For programs under `python -m jaxmpi.run --collectives`, where `jax.devices()` are those of all ranks.
+
+        Args:
+          names: of the mesh axes, one for each axis of the grid.
+          ndim: the number of axes of the arrays; as many as the grid has where it is None.
+          axes: which of them are those of the grid, as in `exchange`.
+
+        Raises:
+          ValueError: blocks of unequal sizes along an axis, which JAX does not have; a communicator that has not all
+          ranks in their order; a number of names that is not that of the axes. RuntimeError: JAX does not know the
+          devices of all ranks, or this rank has several.
+        """
+        self._need_shape("sharding")
+        if len(names) != len(self.processes) or isinstance(names, str):
+            raise ValueError(
+                f"Grid.sharding: names is {names!r}: pass one for each of the grid's {len(self.processes)} axes."
+            )
+        for axis, blocks in enumerate(self._layout.blocks):
+            if len(set(blocks)) > 1:
+                raise ValueError(
+                    f"Grid.sharding: blocks of {blocks} cells along axis {axis}: JAX's shardings divide an axis into "
+                    "equal parts. Use a shape that the processes divide, or jaxmpi.redistribute to such a grid."
+                )
+        if MPI.Comm.Compare(self._mpi, MPI.COMM_WORLD) not in (MPI.IDENT, MPI.CONGRUENT):
+            raise ValueError("Grid.sharding: the grid's communicator has not all ranks of COMM_WORLD, in their order.")
+        devices = sorted(jax.devices(), key=lambda device: device.process_index)
+        if [device.process_index for device in devices] != list(range(self._comm.size)):
+            raise RuntimeError(
+                f"Grid.sharding: JAX knows {len(devices)} devices of {jax.process_count()} processes, and the grid has "
+                f"{self._comm.size} ranks, each of which has one: start the program with "
+                "'python -m jaxmpi.run --collectives mpi' (docs/sharded.md)."
+            )
+        mesh = jax.sharding.Mesh(np.array(devices).reshape(self.processes), tuple(names))
+        count = len(self.processes) if ndim is None else given.integer(ndim, "ndim")
+        spec: list[str | None] = [None] * count
+        shape = jax.ShapeDtypeStruct((0,) * count, np.float32)
+        for axis, name in zip(self._axes_of(shape, "Grid.sharding", "an array", axes), names, strict=True):
+            spec[axis] = name
+        return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+
+    def to_sharded(self, blocks: Any, names: Sequence[str], *, axes: Sequence[int] | None = None) -> Any:
+        """JAX's sharded arrays whose parts are the blocks of all ranks: nothing is sent, nor copied.
+
+        Args:
+          blocks: this rank's block, of shape `local_shape` along the axes of the grid, not traced; or a pytree of such.
+          names: of the mesh axes, one for each axis of the grid.
+          axes: which axes of the arrays are those of the grid, as in `exchange`.
+
+        Returns:
+          Arrays of shape `global_shape` along the axes of the grid, divided by `sharding(names, ...)`.
+
+        Raises:
+          TypeError: traced arrays. ValueError, RuntimeError: as `sharding`, or a block does not fit the grid.
+        """
+        arrays, paths, structure = arguments.leaves(blocks, "Grid.to_sharded", "blocks")
+        made = []
+        for x, name in zip(arrays, paths, strict=True):
+            if internals.is_tracer(x):
+                raise TypeError(
+                    f"Grid.to_sharded: {name} is traced: call it outside of compiled functions, which take either "
+                    "arrays of this process or sharded ones."
+                )
+            cut = self._cut(x.shape, axes, self.local_shape, "Grid.to_sharded", name)
+            if any(cut.staggered):
+                raise ValueError(
+                    f"Grid.to_sharded: {name} has shape {x.shape}: staggered blocks share points, parts do not."
+                )
+            sharding = self.sharding(names, x.ndim, axes=axes)
+            shape = tuple(cut._with(self.global_shape))
+            made.append(
+                jax.make_array_from_single_device_arrays(shape, sharding, [jax.device_put(x, jax.local_devices()[0])])
+            )
+        return jax.tree.unflatten(structure, made)
+
+    def from_sharded(self, arrays: Any, *, axes: Sequence[int] | None = None) -> Any:
+        """This rank's blocks of JAX's sharded arrays: nothing is sent, nor copied.
+
+        Args:
+          arrays: a sharded array whose parts are the blocks of this grid, as one that was divided by `sharding(...)`;
+            or a pytree of such.
+          axes: which axes of the arrays are those of the grid, as in `exchange`.
+
+        Returns:
+          The blocks, on this rank's device.
+
+        Raises:
+          TypeError: not an array of JAX, or traced. ValueError: its part here is not this rank's block.
+        """
+        self._need_shape("from_sharded")
+        leaves, structure = jax.tree.flatten(arrays)
+        return jax.tree.unflatten(structure, [self._part_of(x, axes) for x in leaves])
+
+    def _part_of(self, x: Any, axes: Sequence[int] | None) -> jax.Array:
+        if internals.is_tracer(x) or not isinstance(x, jax.Array):
+            raise TypeError(f"Grid.from_sharded: a sharded array of JAX is needed, not traced, got {type(x).__name__}.")
+        places = self._axes_of(x, "Grid.from_sharded", "the array", axes)
+        expected = [slice(0, size) for size in x.shape]
+        for place, its in zip(places, self.slices, strict=True):
+            expected[place] = its
+        (shard, *others) = x.addressable_shards
+        found = [slice(*its.indices(size)[:2]) for its, size in zip(shard.index, x.shape, strict=True)]
+        sizes = tuple(x.shape[place] for place in places)
+        if others or sizes != self.global_shape or found != expected:
+            show = lambda slices: ", ".join(f"{i.start}:{i.stop}" for i in slices)  # noqa: E731
+            raise ValueError(
+                f"Grid.from_sharded: the part of this process is [{show(found)}] of shape {x.shape}, and its block by "
+                f"the grid [{show(expected)}]. Divide the array as the grid: jax.device_put(x, grid.sharding(names, "
+                "x.ndim))."
+            )
+        return shard.data
 
     def _cut(self, shape: Sequence[int], axes: Any, expected: Sequence[int], function: str, name: str) -> "_Cut":
         places = self._axes_of(jax.ShapeDtypeStruct(tuple(shape), np.float32), function, name, axes)
