@@ -28,7 +28,7 @@ try:
 except ImportError:  # before JAX 0.8
     hijax = None  # type: ignore[assignment]
 
-from jaxmpi._launcher.before_jax import NEWEST_TRIED, numbers
+from jaxmpi._launcher.versions import NEWEST_TRIED, numbers
 
 Function = Callable[..., Any]
 Effect = effects.Effect

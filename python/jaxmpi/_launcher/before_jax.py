@@ -10,13 +10,11 @@ import os
 import re
 import sys
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-
-NEWEST_TRIED = "0.12.0.1"
-"""The newest version of JAX and jaxlib with which the tests of jaxmpi were run."""
 
 KINDS = ("mpi", "gloo")
 """What carries JAX's collectives: this machine's MPI, by jaxmpi, or gloo, which is part of jaxlib."""
@@ -47,9 +45,10 @@ state = State()
 _NAME = re.compile(rb"\0(MPIX?ABI_\w+)(?=\0)")
 
 
-def numbers(version: str) -> tuple[int, ...]:
-    """The numbers of a version, without those of its build."""
-    return tuple(int(number) for number in re.findall(r"\d+", version.partition("dev")[0].partition("+")[0]))
+def _versions() -> Any:
+    """The module beside this one, which was loaded by path as well, or is imported."""
+    name = "jaxmpi._launcher.versions"
+    return sys.modules.get(name) or import_module(name)
 
 
 def _names_in(file: Path) -> set[bytes]:
@@ -60,7 +59,8 @@ def _names_in(file: Path) -> set[bytes]:
 def _lacking(core_file: str) -> set[bytes]:
     """The names that jaxlib looks up in vain in our core: it would end the process as it is imported."""
     spec = find_spec("jaxlib")
-    if spec is None or spec.origin is None or numbers(version("jaxlib")) <= numbers(NEWEST_TRIED):
+    tried, numbers = _versions().NEWEST_TRIED, _versions().numbers
+    if spec is None or spec.origin is None or numbers(version("jaxlib")) <= numbers(tried):
         return set()
     looked_up = (_names_in(file) for file in Path(spec.origin).parent.glob("*.so"))
     return set[bytes]().union(*looked_up) - _names_in(Path(core_file))

@@ -253,6 +253,7 @@ def _ready_jax(devices: str, collectives: str) -> None:
     """Readies JAX as the program imports it: this rank takes a device, the user's choice or its own, and what carries
     JAX's collectives, if anything is to, is chosen."""
     accelerators = _beside("accelerators")
+    _beside("versions")  # for the next one
     sharded: Any = _beside("before_jax") if collectives else None
 
     def before() -> None:
