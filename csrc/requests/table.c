@@ -20,6 +20,7 @@ static struct {
   uint32_t *generations;   /* of the last request at each place */
   int *unused, unused_count;
   int64_t in_flight, begun;
+  bool ended;            /* MPI is being finalized: no request is looked at any more */
   atomic_int left;       /* messages of which nobody waits for the request */
   _Atomic pid_t process; /* that has begun any; 0: none */
 } all = {.lock = PTHREAD_MUTEX_INITIALIZER};
@@ -397,18 +398,23 @@ int64_t requests_in_flight(void) {
 /* What the thread looks at. */
 static void look_at_requests(void) {
   pthread_mutex_lock(&all.lock);
-  for (int i = 0; i < all.used; i++)
+  bool ended = all.ended;
+  for (int i = 0; i < all.used && !ended; i++)
     if (all.places[i] != NULL && all.places[i]->is_long) {
       all.places[i]->is_long = runtime.abi->test_request(all.places[i]);
       if (!all.places[i]->is_long) progress_long(-1, look_at_requests);
     }
   pthread_mutex_unlock(&all.lock);
-  end_those_that_left();
+  if (!ended) end_those_that_left();
 }
 
 void requests_forget(const struct communicator *comm) {
   queue_forget(comm);
-  if (comm == runtime.self) progress_end();
+  if (comm != runtime.self) return;
+  progress_end();
+  pthread_mutex_lock(&all.lock); /* whoever looks has looked, and nobody does from here on */
+  all.ended = true;
+  pthread_mutex_unlock(&all.lock);
 }
 
 /* --- the end --- */

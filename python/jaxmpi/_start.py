@@ -5,9 +5,20 @@ before them have made.
 """
 
 import atexit
-import os
+from collections.abc import Callable
 
 from jaxmpi._launcher import before_jax
+
+_done: set[str] = set()
+"""The names of the steps that this process has taken. If the import fails and is tried again, none is taken twice:
+other ranks take part in some of them once."""
+
+
+def _once(step: Callable[[], None]) -> None:
+    name = f"{step.__module__}.{step.__name__}"
+    if name not in _done:
+        step()
+        _done.add(name)
 
 
 def start() -> None:
@@ -16,29 +27,34 @@ def start() -> None:
 
     from jaxmpi._mpi import library
 
-    library.bind()  # the core to MPI and XLA; the watch begins
+    _once(library.bind)  # the core to MPI and XLA; the watch begins
+    _once(_expect_the_end)
 
-    from jaxmpi._mpi import communicators, timeline
+    from jaxmpi._mpi import communicators
     from jaxmpi._primitive import effect
 
-    effect.install()  # JAX keeps what communicates in program order
-    communicators.agree()  # on settings, with the other ranks; the default communicator
-    timeline.begin(library.LIBRARY.version, communicators.job)
-    communicators.know()  # those that every run has
+    _once(effect.install)  # JAX keeps what communicates in program order
+    _once(communicators.agree)  # on settings, with the other ranks; the default communicator; the timeline begins
+    _once(communicators.know)  # those that every run has
 
     from jaxmpi import _contract
     from jaxmpi._operations import table  # noqa: F401 (all operations: compares them with those of the core)
 
-    _contract.install()  # the hooks of derivatives
+    _once(_contract.install)  # the hooks of derivatives
     before_jax.taken()
     before_jax.register()  # for jax.distributed.initialize()
-    os.register_at_fork(after_in_child=communicators.in_child_of_fork)
+
+
+def _expect_the_end() -> None:
+    """Registers what the end of the program does."""
     atexit.register(_end)
 
 
 def finish() -> None:
     """Waits for running computations, so that no message to a peer is lost when MPI is finalized. Raises RuntimeError
-    if the failure of an operation has not been reported yet."""
+    if the failure of an operation has not been reported yet. Does nothing if the core has not been bound."""
+    if not _done:
+        return
     from jaxmpi._mpi import library, timeline
 
     try:

@@ -26,6 +26,8 @@ from jaxmpi._primitive import arguments
 
 __all__ = ["Transform", "fftn", "ifftn", "irfftn", "rfftn"]
 
+_TRANSFORMED = ("float32", "float64", "complex64", "complex128")
+
 _NORMS = (None, "backward", "ortho", "forward")
 
 
@@ -91,7 +93,8 @@ class Transform:
             raise ValueError(
                 f"Transform: the grid has shape {grid.global_shape}: an axis without cells has no transform."
             )
-        self._points = {axis: math.ceil(n * f) for (axis, n), f in zip(self._sizes.items(), factors, strict=True)}
+        wished = zip(self._sizes.items(), factors, strict=True)
+        self._points = {axis: math.ceil(n * f - 1e-9) for (axis, n), f in wished}  # 1.1 is a little more than 11 / 10
         self._padded = pad is not None
         self.grid = grid
         """The division of arrays without padding."""
@@ -212,14 +215,20 @@ class Transform:
                     f"{operation}: {name} has shape {leaf.shape}, and must end with {grid.local_shape}, this rank's "
                     f"block of {grid}."
                 )
-            if not jnp.issubdtype(leaf.dtype, jnp.number) and leaf.dtype != bool:
-                raise TypeError(f"{operation}: {name} has dtype {leaf.dtype}, which has no Fourier transform.")
+            whole = leaf.dtype == bool or jnp.issubdtype(leaf.dtype, jnp.integer)
+            if leaf.dtype.name not in _TRANSFORMED and not whole:
+                raise TypeError(
+                    f"{operation}: {name} has dtype {leaf.dtype}, which has no Fourier transform: convert it first, "
+                    "for example by x.astype('float32')."
+                )
             if self._real and function == "forward" and jnp.issubdtype(leaf.dtype, jnp.complexfloating):
                 raise TypeError(
                     f"{operation}: {name} has dtype {leaf.dtype}, and this is a transform of real arrays: pass its "
                     "real part, or make the Transform without real=True."
                 )
-        return jax.tree.unflatten(structure, leaves)
+        # Here and not by the local transforms, which a rank without cells does not do.
+        numbers = [x if x.dtype.name in _TRANSFORMED else x.astype(float) for x in leaves]
+        return jax.tree.unflatten(structure, numbers)
 
     def _to_modes(self, x: jax.Array, step: _Step) -> jax.Array:
         """The local transforms of a step."""

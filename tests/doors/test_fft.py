@@ -233,6 +233,27 @@ def test_single_calls(comm, rank, size):
     np.testing.assert_allclose(along, np.fft.fft(whole, axis=1)[(..., *grid.slices)], atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "int64", "bool"])
+def test_whole_numbers(dtype, comm, size):
+    """They become floating-point numbers of the same kind on all ranks, also on one without cells."""
+    grid = jaxmpi.Grid((size, 1), ([0] * (size - 1) + [3], 4))
+    whole = (np.arange(12).reshape(3, 4) % 3).astype(dtype)
+    for real in (False, True):
+        transform = fft.Transform(grid, real=real)
+        found = transform.forward(jnp.asarray(whole[grid.slices]))
+        right = (np.fft.rfftn if real else np.fft.fftn)(whole)
+        assert found.dtype == np.complex128
+        np.testing.assert_allclose(found, right[transform.spectral_grid.slices], atol=1e-12)
+
+
+@pytest.mark.one_rank
+def test_points_of_padded_axes():
+    """No factor gives a point more because it is not exact."""
+    for n in range(1, 200):
+        transform = fft.Transform(jaxmpi.Grid((1,), (10 * n,)), pad=1.1)
+        assert transform.physical_grid.global_shape == (11 * n,)
+
+
 def test_in_scan(comm, rank, size):
     grid = jaxmpi.Grid((1, size), (4, 6))
     transform = fft.Transform(grid, real=True)
@@ -270,6 +291,8 @@ BAD = [
     (lambda g, x: fft.Transform(g, real=True).forward(1j * x), TypeError, "a transform of real arrays"),
     (lambda g, x: fft.rfftn(1j * x, g), TypeError, "a transform of real arrays"),
     (lambda g, x: fft.fftn("text", g), TypeError, "must hold JAX arrays"),
+    (lambda g, x: fft.rfftn(x.astype("bfloat16"), g), TypeError, "bfloat16, which has no Fourier transform"),
+    (lambda g, x: fft.fftn(x.astype("float16"), g), TypeError, "convert it first"),
 ]
 
 

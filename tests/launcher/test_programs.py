@@ -113,6 +113,40 @@ def test_partial_import(script, tmp_path):
     assert "not all ranks of COMM_WORLD have imported jaxmpi" in done.stderr
 
 
+def test_import_that_fails_and_is_tried_again(tmp_path):
+    """What other ranks take part in is done once; a program that does without the package ends well."""
+    program = tmp_path / "again.py"
+    program.write_text(
+        textwrap.dedent("""
+            import sys
+            from mpi4py import MPI
+            rank = MPI.COMM_WORLD.rank
+            if rank == 1:
+                sys.modules["jaxmpi._operations.table"] = None  # late in the import: ranks have agreed before
+                for _ in range(2):
+                    try:
+                        import jaxmpi
+                    except ImportError as error:
+                        print("failed;", flush=True)
+                del sys.modules["jaxmpi._operations.table"]
+            import jax.numpy as jnp
+            from jaxmpi import notoken
+            print(f"sum {notoken.allreduce(jnp.ones(2), MPI.SUM)};", flush=True)
+        """)
+    )
+    done = launch(2, program, timeout=60)
+    assert done.stdout.count("failed;") == 2
+    assert done.stdout.count("sum [2. 2.];") == 2
+
+
+def test_import_that_fails_and_is_done_without(tmp_path):
+    program = tmp_path / "without.py"
+    program.write_text("try:\n    import jaxmpi\nexcept ValueError as error:\n    print(error)\n")
+    done = launch(1, program, timeout=60, JAXMPI_TIMEOUT="soon")
+    assert "JAXMPI_TIMEOUT=soon" in done.stdout
+    assert done.stderr == ""
+
+
 def test_exception_on_one_rank(script):
     """The job ends, with that rank's traceback, though the others wait for it."""
     done = launch(

@@ -38,7 +38,9 @@ def depends_on(
     like = jax.typeof(value) if like is None else like
     values = [] if value is None else [value]
     params = {"has_value": len(values) > 0, "always": always, "unless": len(unless)}
-    dtype = jax.dtypes.canonicalize_dtype(np.dtype(like.dtype))  # by whether 64 bits are enabled now
+    dtype = np.dtype(like.dtype)
+    if value is None:
+        dtype = jax.dtypes.canonicalize_dtype(dtype)  # by whether 64 bits are enabled now
     return depends_on_p.bind(*values, *inputs, *unless, **params, shape=tuple(like.shape), dtype=dtype)
 
 

@@ -1,6 +1,7 @@
 """Communicators as parameters of compiled programs, and the default one."""
 
 import math
+import os
 import threading
 import time
 import warnings
@@ -12,7 +13,7 @@ from mpi4py import MPI
 import jaxmpi._core as _core
 from jaxmpi._jax import internals
 from jaxmpi._mpi import static, timeline
-from jaxmpi._mpi.library import CONSTANTS, DEVICES, handle_of, meaning
+from jaxmpi._mpi.library import CONSTANTS, DEVICES, LIBRARY, handle_of, meaning
 from jaxmpi._mpi.settings import ALL, SETTINGS
 
 # How long an import waits for the imports of other ranks. After that the first use of the default communicator waits.
@@ -233,7 +234,7 @@ class _Default:
         self._resolved = None
 
 
-def in_child_of_fork() -> None:
+def _in_child_of_fork() -> None:
     """All calls ask the core again, which refuses them: JAX must not compile them, since its threads are not there."""
     _default.forget()
     for comm in _known.values():
@@ -251,12 +252,15 @@ CHECK: bool
 
 
 def agree() -> None:
-    """Agrees on settings with the other ranks, and begins to clone COMM_WORLD: called by all of them, at import."""
+    """Agrees on settings with the other ranks, and begins to clone COMM_WORLD: called by all of them, at import. Opens
+    this rank's timeline, whose file is named after what they agree on."""
     global _default, CHECK
     _default = _Default()
     CHECK = _default.check
     channel = handle_of(_default.channel) if _default.calls else 0
     _core.configure(check=CHECK, labels=_default.labels, channel=channel)
+    os.register_at_fork(after_in_child=_in_child_of_fork)
+    timeline.begin(LIBRARY.version, _default.job)
 
 
 def know() -> None:
@@ -265,11 +269,6 @@ def know() -> None:
     if _default.agreed:
         for comm in (None, MPI.COMM_WORLD, MPI.COMM_SELF):
             resolve(comm, "import")
-
-
-def job() -> int | None:
-    """A number that all ranks of this job have, and no other job; None: not all of them have been heard yet."""
-    return _default.job()
 
 
 def default() -> Communicator:
