@@ -746,3 +746,16 @@ def test_heap_that_the_garbage_collector_has_frozen(comm, rank, size):
         check(lambda x: notoken.bcast(x if rank == 0 else jnp.ones(2), 0) * x, x, comm)
     finally:
         gc.unfreeze()
+
+
+def test_arrays_of_64_bits_that_are_no_longer_enabled(comm, size):
+    """A value keeps its dtype, and zeros get one that JAX has."""
+    x = jnp.arange(3.0)
+    total = lambda x: notoken.allreduce(x, MPI.SUM)  # noqa: E731
+    jax.config.update("jax_enable_x64", False)
+    try:
+        value, tangent = jax.jit(lambda x: jax.jvp(total, (x,), (x,)))(x)
+    finally:
+        jax.config.update("jax_enable_x64", True)
+    np.testing.assert_array_equal(value, size * np.arange(3.0))
+    np.testing.assert_array_equal(tangent, size * np.arange(3.0))
