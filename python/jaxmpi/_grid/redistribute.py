@@ -72,6 +72,8 @@ def iredistribute(
 ) -> Request:
     """Starts a redistribution: what other ranks need is on its way while something else is computed.
 
+    Reports and timelines name it `Grid.start`, with its line, since it is started in the same way.
+
     Args: those of `redistribute`. 100 arrays at most.
 
     Returns:
