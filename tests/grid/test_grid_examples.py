@@ -128,6 +128,31 @@ def test_spectral(tmp_path, dimensions, size, ranks):
     assert np.abs(states[0]["gradient"]).max() > 0
 
 
+@pytest.mark.parametrize("dimensions", [2, pytest.param(3, marks=pytest.mark.nightly)])
+def test_poisson_fft(tmp_path, dimensions):
+    """Transforms and conjugate gradients give the same pressure, on any number of ranks; no divergence is left."""
+    arguments = ("--dimensions", str(dimensions), "--size", "14")
+    outs, states = zip(*(run(tmp_path, "poisson_fft", n, *arguments) for n in RANKS), strict=True)
+    for out in outs:
+        assert float(re.search(r"relative difference (\S+)", out)[1]) < 1e-9
+        assert float(re.search(r"relative to that before: (\S+)", out)[1]) < 1e-11
+    assert_same(states, 1e-9)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", ["taylor-green", "turbulence"])
+def test_turbulence(tmp_path, case):
+    arguments = ("--case", case, "--size", "20", "--steps", "24")
+    outs, states = zip(*(run(tmp_path, "turbulence", n, *arguments) for n in RANKS), strict=True)
+    for out in outs:
+        assert float(re.search(r"viscosity: relative error (\S+)", out)[1]) < 1e-5
+        assert float(re.search(r"beside forward mode: (\S+)", out)[1]) < 1e-10
+        if case == "taylor-green":
+            assert float(re.search(r"formula: relative error (\S+)", out)[1]) < 1e-9
+    assert_same(states, 1e-9)
+    assert np.ptp(states[0]["w"]) > 0.5
+
+
 def test_overlap(tmp_path):
     """With and without overlap, on any number of ranks; heat is neither made nor lost."""
     arguments = ("--size", "99", "103", "--steps", "5", "--turns", "3", "--save")
