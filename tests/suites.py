@@ -25,8 +25,8 @@ NOT_EACH_TIME = (
 )
 """How jobs end, several hosts, long programs, timelines, benchmarks, the wheel: `make test` leaves them out."""
 OF_FAULTS = "faults launcher injected"
-ON_DEVICES = "device operations errors dtypes order jit transformations large grid redistribute neighbors bench counts ends leaves"
 ON_EVERY_TRANSPORT = "device operations errors dtypes order"
+ON_DEVICES = f"{ON_EVERY_TRANSPORT} jit transformations large grid redistribute neighbors bench counts ends leaves"
 OVER_TCP = "tcp operations errors order jit adjoint"
 BY_TCP = {
     "openmpi": {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,tcp"},
