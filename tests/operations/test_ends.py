@@ -9,6 +9,7 @@ from mpi4py import MPI
 
 import jaxmpi
 from jaxmpi import notoken
+from jaxmpi._mpi import tags
 from support.launch import launch
 from support.table import NEW_JAX, raised
 
@@ -180,3 +181,15 @@ def test_reports(check, script):
     assert "in recv of 3 float32, source 1, tag 77" in done.stderr
     line = program.read_text().splitlines().index("    return notoken.recv(x, source, tag=tag)  # the line") + 1
     assert f"program.py:{line}" in done.stderr
+
+
+@pytest.mark.one_rank
+def test_tags_of_this_library():
+    """Those of derivatives and of plans are tags of the MPI library in use, whichever that is."""
+    highest = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
+    half = highest - highest // 2
+    assert highest == tags.LIMIT
+    assert half - 2 == tags.OF_PLANS
+    assert half - 1 == tags.OF_RULES
+    assert tags.sent(0, True) == half
+    assert tags.sent(highest // 2, True) == highest

@@ -3,7 +3,7 @@
 import os
 import secrets
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import jax
 
@@ -89,8 +89,8 @@ DEVICES: devices.Choice
 DATATYPES: dict[str, Datatype] = {
     name: Datatype(name, code, itemsize, kind) for name, (code, itemsize, _, kind) in _core.datatypes().items()
 }
-CONSTANTS = _core.constants()
-"""What C and Python must know alike."""
+CONSTANTS: dict[str, Any] = {}
+"""What C and Python must know alike. Filled by `bind`, since tags depend on the MPI library."""
 OPERATIONS: dict[str, Operation] = {name: Operation(*row) for name, row in _core.operations().items()}
 OF_SHARDED_PROGRAMS = {"connect", "complete"}
 """Operations that only JAX's own sharded programs use, by way of csrc/sharded/."""
@@ -133,6 +133,7 @@ def bind() -> None:
         most_tag=cast(int, MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)),
         ends_on_error=SETTINGS.error_ends_job,
     )
+    CONSTANTS.update(_core.constants())
     action = ACTIONS.index(SETTINGS.timeout_action)
     _core.watch(SETTINGS.timeout, action, call_sites.of_main_thread, call_sites.PACKAGES)
     for name, (code, _, mpi_name, _) in _core.datatypes().items():
