@@ -155,16 +155,19 @@ def test_random_transforms(comm):
 
 
 @derivatives
+@pytest.mark.two_ranks_suffice
 @pytest.mark.seconds(600)
 def test_random_derivatives(comm):
     run_cases(comm, check_derivatives, EXAMPLES // 2)
 
 
+@pytest.mark.two_ranks_suffice
 @pytest.mark.seconds(600)
 def test_random_batches(comm):
     run_cases(comm, check_batches, EXAMPLES // 2)
 
 
+@pytest.mark.two_ranks_suffice
 @pytest.mark.parametrize("shape", [(6, 8), (5, 7), (4, 5, 6), (1, 3, 2)])
 @pytest.mark.parametrize("real", [False, True])
 def test_padded_products(shape, real, comm, rank, size):

@@ -215,11 +215,13 @@ def test_random_divisions(comm, size):
 
 
 @derivatives
+@pytest.mark.two_ranks_suffice
 @pytest.mark.seconds(600)
 def test_random_derivatives(comm, size):
     run_cases(comm, cases(size, SUMMED), check_derivatives, EXAMPLES // 2)
 
 
+@pytest.mark.two_ranks_suffice
 @pytest.mark.seconds(600)
 def test_random_batches(comm, size):
     run_cases(comm, cases(size), check_batches, EXAMPLES // 2)
