@@ -162,6 +162,7 @@ exec {hosts.agent} "$@"
     finally:
         hosts.agent = usual
     folders = dict(re.findall("^([0-3]) in (.*)$", done.stdout, re.MULTILINE))
+    assert set(folders) == set("0123"), (done.stdout, done.stderr)
     assert folders["0"] == folders["1"], done.stderr
     assert folders["2"] == folders["3"] != folders["0"]
     assert folders["0"].startswith(str(hosts.tmp))
@@ -174,9 +175,13 @@ exec {hosts.agent} "$@"
 
 def test_hosts_that_see_one_folder(job, hosts, tmp_path):
     """As of a cluster with one disk: the ranks of the second host are heard, and end with the launcher."""
+    if run.flavour(run.find_mpiexec()) != "openmpi":
+        pytest.skip("UCX, by which MPICH communicates, finds no way between hosts that seem to have two kernels")
     shared = hosts.folder / "shared"
     shared.mkdir(exist_ok=True)
-    (tmp_path / "boot_id").write_text("another-kernel")  # the hosts have one, by which machines are told apart
+    (tmp_path / "boot_id").write_text(
+        "01234567-89ab-cdef-0123-456789abcdef\n"
+    )  # the hosts have one, by which machines are told apart
     known = "/proc/sys/kernel/random/boot_id"
     subprocess.run([*hosts.enter(NAMES[1]), "mount", "--bind", tmp_path / "boot_id", known], check=True)
     try:
@@ -187,6 +192,7 @@ def test_hosts_that_see_one_folder(job, hosts, tmp_path):
     finally:
         subprocess.run([*hosts.enter(NAMES[1]), "umount", known], check=True)
     folders = dict(re.findall("^([0-3]) in (.*)$", done.stdout, re.MULTILINE))
+    assert set(folders) == set("0123"), (done.stdout, done.stderr)
     assert folders["0"] == folders["1"], done.stderr
     assert folders["2"] == folders["3"]
     assert folders["0"].startswith(str(shared))
