@@ -85,7 +85,9 @@ class Transform:
         if norm not in _NORMS:
             raise ValueError(f"Transform: norm is {norm!r}: possible are None, 'backward', 'ortho' and 'forward'.")
         self._axes = _axes_of(grid, axes)
-        self._norm, self._real = norm or "backward", bool(real)
+        self._norm = norm or "backward"
+        self._halved = self._axes[-1] if real else None
+        """The axis along which the arrays are real and the spectrum has half of the modes; None: there is none."""
         factors = _factors(pad, len(self._axes))
         self._sizes = {axis: grid.global_shape[axis] for axis in self._axes}
         """The numbers of modes along each axis, of which `real` keeps about half along the last one."""
@@ -101,28 +103,27 @@ class Transform:
         self.physical_grid = _resized(grid, self._points)
         """The division of the arrays that `forward` takes and `backward` returns; `grid`, if nothing is padded."""
         self._steps = self._plan()
-        last = self._steps[-1].result if self._steps else grid
+        self._last = self._steps[-1].result
         sizes = {axis: self._modes(axis) for axis in self._axes}
-        self._last = last
-        self.spectral_grid = (grid if sizes == self._sizes else _resized(grid, sizes)) if natural else last
+        self.spectral_grid = _resized(grid, sizes) if natural else self._last
         """The division of the spectrum."""
 
     def __repr__(self) -> str:
-        real = ", real" if self._real else ""
+        real = "" if self._halved is None else ", real"
         return f"Transform({self.physical_grid}, axes {self._axes}{real}, spectrum in {self.spectral_grid})"
 
     def _modes(self, axis: int) -> int:
         """How many modes the spectrum has along an axis."""
-        halved = self._real and axis == self._axes[-1]
-        return self._sizes[axis] // 2 + 1 if halved else self._sizes[axis]
+        return self._sizes[axis] // 2 + 1 if axis == self._halved else self._sizes[axis]
 
     def _plan(self) -> list[_Step]:
         now, left = self.physical_grid, list(self._axes)
         steps: list[_Step] = []
         while left:
             # Of real arrays the last axis is transformed first, alone or with others that are whole.
-            needed = left[-1:] if self._real and not steps else [axis for axis in left if now.processes[axis] == 1]
-            target = now
+            first = self._halved is not None and not steps
+            needed = left[-1:] if first else [axis for axis in left if now.processes[axis] == 1]
+            source = target = now
             if not needed or now.processes[needed[0]] > 1:
                 if len(now.processes) == 1:
                     raise ValueError(
@@ -134,7 +135,7 @@ class Transform:
                 target = max(possible, key=lambda grid: sum(grid.processes[axis] == 1 for axis in left))
             whole = tuple(axis for axis in left if target.processes[axis] == 1)
             now = _resized(target, {axis: self._modes(axis) for axis in whole})
-            steps.append(_Step(steps[-1].result if steps else self.physical_grid, target, whole, now))
+            steps.append(_Step(source, target, whole, now))
             left = [axis for axis in left if axis not in whole]
         return steps
 
@@ -156,10 +157,9 @@ class Transform:
         """
         x = self._checked(x, self.physical_grid, "forward")
         for step in self._steps:
-            if step.target is not step.source:
-                x = redistribute(x, step.source, step.target)
+            x = _moved(x, step.source, step.target)
             x = jax.tree.map(lambda leaf, step=step: self._to_modes(leaf, step), x)
-        return x if self._last is self.spectral_grid else redistribute(x, self._last, self.spectral_grid)
+        return _moved(x, self._last, self.spectral_grid)
 
     def backward(self, y: Any) -> Any:
         """The inverse Fourier transform.
@@ -173,12 +173,10 @@ class Transform:
         Raises: as `forward`.
         """
         y = self._checked(y, self.spectral_grid, "backward")
-        if self._last is not self.spectral_grid:
-            y = redistribute(y, self.spectral_grid, self._last)
+        y = _moved(y, self.spectral_grid, self._last)
         for step in self._steps[::-1]:
             y = jax.tree.map(lambda leaf, step=step: self._to_points(leaf, step), y)
-            if step.target is not step.source:
-                y = redistribute(y, step.target, step.source)
+            y = _moved(y, step.target, step.source)
         return y
 
     def wavenumbers(self, lengths: Sequence[float] | float | None = None) -> tuple[np.ndarray, ...]:
@@ -196,8 +194,7 @@ class Transform:
         found = []
         for axis, length in zip(self._axes, scales, strict=True):
             n = self._sizes[axis]
-            halved = self._real and axis == self._axes[-1]
-            k = np.fft.rfftfreq(n, 1 / max(n, 1)) if halved else np.fft.fftfreq(n, 1 / max(n, 1))
+            k = np.fft.rfftfreq(n, 1 / n) if axis == self._halved else np.fft.fftfreq(n, 1 / n)
             k = k[self.spectral_grid.slices[axis]] * (1.0 if length is None else 2 * np.pi / float(length))
             shape = [1] * len(self.grid.processes)
             shape[axis] = -1
@@ -221,7 +218,7 @@ class Transform:
                     f"{operation}: {name} has dtype {leaf.dtype}, which has no Fourier transform: convert it first, "
                     "for example by x.astype('float32')."
                 )
-            if self._real and function == "forward" and jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            if self._halved is not None and function == "forward" and jnp.issubdtype(leaf.dtype, jnp.complexfloating):
                 raise TypeError(
                     f"{operation}: {name} has dtype {leaf.dtype}, and this is a transform of real arrays: pass its "
                     "real part, or make the Transform without real=True."
@@ -233,7 +230,7 @@ class Transform:
     def _to_modes(self, x: jax.Array, step: _Step) -> jax.Array:
         """The local transforms of a step."""
         dimensions = len(self.grid.processes)
-        halved = self._axes[-1] if self._real and step is self._steps[0] else None
+        halved = self._halved if self._halved in step.axes else None
         if x.size == 0 or 0 in step.result.local_shape:
             return _empty(x, step.result)
         if halved is not None:
@@ -249,7 +246,7 @@ class Transform:
     def _to_points(self, y: jax.Array, step: _Step) -> jax.Array:
         """The inverse of `_to_modes`, if nothing is padded."""
         dimensions = len(self.grid.processes)
-        halved = self._axes[-1] if self._real and step is self._steps[0] else None
+        halved = self._halved if self._halved in step.axes else None
         if y.size == 0 or 0 in step.target.local_shape:
             y = _empty(y, step.target)
             return y.real if halved is not None else y
@@ -278,7 +275,7 @@ class Transform:
         if not self._padded:
             return x
         place, n = x.ndim + axis - len(self.grid.processes), self._sizes[axis]
-        halved = self._real and axis == self._axes[-1]
+        halved = axis == self._halved
         positive = jax.lax.slice_in_dim(x, 0, (n + 1) // 2, axis=place)
         parts = [positive]
         if n % 2 == 0:  # the mode without partner
@@ -293,7 +290,7 @@ class Transform:
         if not self._padded:
             return y
         place, n = y.ndim + axis - len(self.grid.processes), self._sizes[axis]
-        halved = self._real and axis == self._axes[-1]
+        halved = axis == self._halved
         most = self._points[axis] // 2 + 1 if halved else self._points[axis]
         positive = jax.lax.slice_in_dim(y, 0, (n + 1) // 2, axis=place)
         negative = 0 if halved else (n - 1) // 2
@@ -303,6 +300,11 @@ class Transform:
         if negative:
             parts.append(jax.lax.slice_in_dim(y, n - negative, n, axis=place))
         return jnp.concatenate(parts, place) / jnp.asarray(self._scale(axis), y.real.dtype)
+
+
+def _moved(x: Any, source: Grid, target: Grid) -> Any:
+    """The blocks of another division, or these if it is the same."""
+    return x if source is target else redistribute(x, source, target)
 
 
 def _empty(x: jax.Array, grid: Grid) -> jax.Array:

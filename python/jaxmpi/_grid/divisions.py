@@ -35,17 +35,14 @@ class Division:
     layout: Layout
     widths: Widths
 
-    def owned(self, axis: int, at: int, staggered: bool) -> Interval:
-        """The cells along an axis that the processes `at` it have to give."""
-        start, end = self.contained(axis, at, False)
-        last = at == len(self.layout.blocks[axis]) - 1
-        return start, end + (staggered and last)
+    def owned(self, axis: int, staggered: bool) -> list[Interval]:
+        """The cells along an axis that each process along it has to give."""
+        *others, (start, end) = self.layout.intervals(axis)
+        return [*others, (start, end + staggered)]
 
-    def contained(self, axis: int, at: int, staggered: bool) -> Interval:
-        """The cells along an axis in the blocks of the processes `at` it."""
-        sizes = self.layout.blocks[axis]
-        start = sum(sizes[:at])
-        return start, start + sizes[at] + staggered
+    def contained(self, axis: int, staggered: bool) -> list[Interval]:
+        """The cells along an axis in the block of each process along it."""
+        return [(start, end + staggered) for start, end in self.layout.intervals(axis)]
 
     def shape(self, rank: int, shape: Sequence[int], place: Spec) -> tuple[int, ...]:
         """The shape of a rank's array, from that of any rank's."""
@@ -130,7 +127,7 @@ def _box(cells: Sequence[Interval], division: Division, rank: int, shape: Sequen
     starts, counts = [0] * len(shape), list(shape)
     at = division.layout.coordinates(rank)
     for axis, (place, (start, end)) in enumerate(zip(axes, cells, strict=True)):
-        origin = division.contained(axis, at[axis], False)[0]
+        origin = division.layout.intervals(axis)[at[axis]][0]
         starts[place], counts[place] = start - origin + division.widths[axis][0], end - start
     return Box(tuple(starts), tuple(counts), (1,) * len(shape))
 
@@ -142,9 +139,8 @@ def _plan(pattern: Redistribution, avals: tuple[Any, ...], places: tuple[Spec, .
     facts = []
     for leaf, (aval, place) in enumerate(zip(avals, places, strict=True)):
         axes, staggered = place
-        count = range(len(axes))
-        owned = [[source.owned(i, at, staggered[i]) for at in range(len(source.layout.blocks[i]))] for i in count]
-        wanted = [[target.contained(i, at, staggered[i]) for at in range(len(target.layout.blocks[i]))] for i in count]
+        owned = [source.owned(axis, extra) for axis, extra in enumerate(staggered)]
+        wanted = [target.contained(axis, extra) for axis, extra in enumerate(staggered)]
         # The arrays of other ranks have other shapes, but only what is of this rank is looked at in a move.
         shapes = [division.shape(rank, aval.shape, place) for division in (source, target)]
         of_source = [owned[i][at] for i, at in enumerate(source.layout.coordinates(rank))]

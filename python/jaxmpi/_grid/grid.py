@@ -17,7 +17,6 @@ from jaxmpi._grid.halos import Halo, Layout, Rules
 from jaxmpi._jax import internals
 from jaxmpi._mpi import communicators
 from jaxmpi._operations import collectives
-from jaxmpi._operations.common import MOST_ARRAYS
 from jaxmpi._operations.exchanges import exchange_p, is_of_grid, start_exchange
 from jaxmpi._operations.requests import Request, wait
 from jaxmpi._primitive import arguments, keys
@@ -146,8 +145,11 @@ class Grid:
 
     def _extents(self, rank: int, staggered: Sequence[int]) -> list[tuple[int, int]]:
         """Start and size of a block along each axis."""
-        at, blocks = self._layout.coordinates(rank), self._layout.blocks
-        return [(sum(b[:i]), b[i] + extra) for b, i, extra in zip(blocks, at, staggered, strict=True)]
+        found = []
+        for axis, (at, extra) in enumerate(zip(self._layout.coordinates(rank), staggered, strict=True)):
+            start, end = self._layout.intervals(axis)[at]
+            found.append((start, end - start + extra))
+        return found
 
     def _same_ranks(self, other: "Grid") -> bool:
         """Whether the communicator of another grid has the same ranks in the same order. Nothing is communicated."""
@@ -289,9 +291,7 @@ class Grid:
         Raises: what `exchange` raises while tracing; its errors at run time are raised by `finish`.
         """
         arrays, structure, params = self._exchange("Grid.start", fields, width, axes, corners, boundary)
-        if len(arrays) > MOST_ARRAYS:
-            raise ValueError(f"Grid.start: {len(arrays)} arrays; at most {MOST_ARRAYS} are exchanged by one start.")
-        return start_exchange(params, arrays, structure)
+        return start_exchange("Grid.start", params, arrays, structure)
 
     def finish(self, request: Request, *, after: Any = None) -> Any:
         """Waits for an exchange that `start` has started.
@@ -530,13 +530,16 @@ class Grid:
             )
         return shard.data
 
-    def _cut(self, shape: Sequence[int], axes: Any, expected: Sequence[int], function: str, name: str) -> "_Cut":
+    def _cut(
+        self, shape: Sequence[int], axes: Any, expected: Sequence[int], function: str, name: str, advice: str = ""
+    ) -> "_Cut":
+        """How an array is cut. Raises ValueError, with the advice, if its sizes are not those expected."""
         places = self._axes_of(jax.ShapeDtypeStruct(tuple(shape), np.float32), function, name, axes)
         extra = [shape[place] - size for place, size in zip(places, expected, strict=True)]
         if any(more not in (0, 1) for more in extra):
             raise ValueError(
                 f"{function}: {name} has {tuple(shape[place] for place in places)} cells along the axes of the grid, "
-                f"where it needs {tuple(expected)}, or one more along an axis where it is staggered."
+                f"where it needs {tuple(expected)}, or one more along an axis where it is staggered.{advice}"
             )
         return _Cut(tuple(shape), places, tuple(extra))
 

@@ -63,6 +63,10 @@ class Layout:
     def rank(self, coordinates: Sequence[int]) -> int:
         return int(np.ravel_multi_index(tuple(coordinates), self.dims))
 
+    def intervals(self, axis: int) -> list[tuple[int, int]]:
+        """Start and end of the blocks along an axis, in the global array."""
+        return list(itertools.pairwise(itertools.accumulate(self.blocks[axis], initial=0)))
+
     def block(self, rank: int) -> tuple[int, ...]:
         """The cells of a process along each axis."""
         return tuple(sizes[at] for sizes, at in zip(self.blocks, self.coordinates(rank), strict=True))

@@ -13,8 +13,6 @@ from jaxmpi._operations.requests import Request
 from jaxmpi._primitive import arguments
 from jaxmpi._primitive.params import Planned
 
-_MOST_ARRAYS = 100
-
 
 def redistribute(
     fields: Any,
@@ -83,9 +81,7 @@ def iredistribute(
     Raises: what `redistribute` raises while tracing; its errors at run time are raised by `wait`.
     """
     arrays, structure, params = _checked("iredistribute", fields, source, target, axes, source_width, target_width)
-    if len(arrays) > _MOST_ARRAYS:
-        raise ValueError(f"iredistribute: {len(arrays)} arrays; at most {_MOST_ARRAYS} are sent by one start.")
-    return start_exchange(params, arrays, structure)
+    return start_exchange("iredistribute", params, arrays, structure)
 
 
 def _checked(
@@ -104,20 +100,13 @@ def _checked(
     widths = [given.widths(width, dimensions, operation) for width in (source_width, target_width)]
     divisions = [Division(grid._layout, its) for grid, its in zip((source, target), widths, strict=True)]
     expected = [size + sum(pair) for size, pair in zip(source.local_shape, widths[0], strict=True)]
-    places = []
-    for x, name in zip(arrays, names, strict=True):
-        at = source._axes_of(x, operation, name, axes)
-        extra = [x.shape[axis] - size for axis, size in zip(at, expected, strict=True)]
-        if any(more not in (0, 1) for more in extra):
-            raise ValueError(
-                f"{operation}: {name} has {tuple(x.shape[axis] for axis in at)} cells along the axes of the grid, and "
-                f"the block of this process by the source grid {tuple(expected)} (block {source.local_shape}, widths "
-                f"{widths[0]}), or one more along an axis where it is staggered. Pass its block by the source grid; "
-                "source_width= says what halo it has, axes= which axes are the grid's."
-            )
-        places.append((at, tuple(map(bool, extra))))
+    advice = " Pass its block by the source grid; source_width= says what halo it has, axes= which axes are the grid's."
+    cuts = [
+        source._cut(x.shape, axes, expected, operation, name, advice) for x, name in zip(arrays, names, strict=True)
+    ]
+    places = tuple((cut.axes, tuple(map(bool, cut.staggered))) for cut in cuts)
     pattern = Redistribution(source._comm.rank, *divisions)
-    return arrays, structure, Planned(source._comm, pattern, tuple(places), False)
+    return arrays, structure, Planned(source._comm, pattern, places, False)
 
 
 def check_grids(operation: str, source: Grid, target: Grid) -> None:

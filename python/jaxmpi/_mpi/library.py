@@ -10,7 +10,7 @@ import jax
 import jaxmpi._core as _core
 from jaxmpi._jax import internals, runtime_token
 from jaxmpi._mpi import call_sites
-from jaxmpi._mpi.settings import ACTIONS, SETTINGS, hide_from_children
+from jaxmpi._mpi.settings import SETTINGS, hide_from_children
 
 try:
     import mpi4py
@@ -134,7 +134,7 @@ def bind() -> None:
         ends_on_error=SETTINGS.error_ends_job,
     )
     CONSTANTS.update(_core.constants())
-    action = ACTIONS.index(SETTINGS.timeout_action)
+    action = CONSTANTS["ACTIONS"].index(SETTINGS.timeout_action)
     _core.watch(SETTINGS.timeout, action, call_sites.of_main_thread, call_sites.PACKAGES)
     for name, (code, _, mpi_name, _) in _core.datatypes().items():
         _core.set_datatype(code, handle_of(getattr(MPI, mpi_name)))

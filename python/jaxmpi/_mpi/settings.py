@@ -17,7 +17,7 @@ COMPARED: Final = 1000
 """How many collectives of each communicator are compared by default."""
 
 ACTIONS: Final = ("report", "abort", "raise")
-"""What may happen to an operation that waits for long, by the core's numbers (csrc/observe/watchdog.h)."""
+"""What may happen to an operation that waits for long; the first by default."""
 
 _TRUE, _FALSE = ("1", "on", "true", "yes"), ("0", "off", "false", "no")
 

@@ -16,7 +16,7 @@ from mpi4py import MPI
 from jaxmpi._jax import internals
 from jaxmpi._jax.dependence import linked_zeros
 from jaxmpi._mpi import communicators
-from jaxmpi._mpi.library import DATATYPES
+from jaxmpi._mpi.library import CONSTANTS, DATATYPES
 from jaxmpi._primitive import arguments, keys
 from jaxmpi._primitive.lowering import P
 from jaxmpi._primitive.operation import Operation
@@ -27,7 +27,7 @@ CHECK = communicators.CHECK
 
 SUM = arguments.reduction(MPI.SUM, "reduce")
 
-MOST_ARRAYS = 100
+MOST_ARRAYS: int = CONSTANTS["MOST_ARRAYS"]
 """How many arrays one call takes at most."""
 _SMALL, _MOST_BYTES = 1 << 15, 1 << 22
 """Arrays of at most that many bytes are communicated together: copying them costs less than an operation for each. And

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxmpi._jax import internals
 from jaxmpi._jax.dependence import batched, depends_on, linked_zeros
 from jaxmpi._operations.by_plan import ByPlan, of_words, plan, spread
-from jaxmpi._operations.common import Arrays
+from jaxmpi._operations.common import MOST_ARRAYS, Arrays
 from jaxmpi._operations.requests import NOTHING, Awaited, Request, Starting, request_of_nothing
 from jaxmpi._primitive import keys
 from jaxmpi._primitive.params import COTANGENT, TANGENT, Planned
@@ -135,8 +135,10 @@ class AwaitedExchange(Awaited):
         return exchange_finish_p.apply(self.fields, *arrays)
 
 
-def start_exchange(params: Planned, arrays: Arrays, structure: Any) -> Request:
-    """Starts the exchange of a grid, with the parameters of `exchange`."""
+def start_exchange(function: str, params: Planned, arrays: Arrays, structure: Any) -> Request:
+    """Starts the exchange of a grid, with the parameters of `exchange`, or a redistribution, for a public function."""
+    if len(arrays) > MOST_ARRAYS:
+        raise ValueError(f"{function}: {len(arrays)} arrays; at most {MOST_ARRAYS} are exchanged by one start.")
     exchange_p.compare_keys(params, arrays)
     types = keys.types(arrays)
     params, arrays = of_words(params, arrays)

@@ -16,7 +16,7 @@ import numpy as np
 import jaxmpi._core as _core
 from jaxmpi._jax import internals
 from jaxmpi._mpi import call_sites, tags
-from jaxmpi._mpi.library import DATATYPES, DEVICES, OPERATIONS
+from jaxmpi._mpi.library import CONSTANTS, DATATYPES, DEVICES, OPERATIONS
 from jaxmpi._primitive import pytrees
 from jaxmpi._primitive.effect import EFFECT, Refusal
 from jaxmpi._primitive.params import COTANGENT, TANGENT, VALUE, Common
@@ -35,7 +35,8 @@ class Part:
 
 
 _WHOLE = Part()
-_DERIVATIVES = (None, TANGENT, COTANGENT, VALUE)  # by the core's numbers: see csrc/core/operation.h
+_NAMES_OF_DERIVATIVES = {None: "value", TANGENT: "tangent", COTANGENT: "cotangent", VALUE: "further"}
+_DERIVATIVES = {its: CONSTANTS["DERIVATIVES"].index(name) for its, name in _NAMES_OF_DERIVATIVES.items()}
 
 
 class Lowered(internals.Primitive, Generic[P]):
@@ -181,7 +182,7 @@ def _attribute(name: str, kind: str, params: Any, numbers: dict[str, Any], dtype
         case "adjoint":  # or, in a further derivative, perhaps the value of one
             return np.int64(params.derivative in (COTANGENT, VALUE))
         case "derivative":
-            return np.int64(_DERIVATIVES.index(params.derivative))
+            return np.int64(_DERIVATIVES[params.derivative])
         case "leaf":
             return np.int64(pytrees.attribute(params.leaf, params.derivative is not None))
     value: Any = numbers[name] if name in numbers else getattr(params, name)
