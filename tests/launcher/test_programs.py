@@ -451,21 +451,44 @@ def test_thread_level(script, level):
     assert "below MPI_THREAD_SERIALIZED" in done.stderr
 
 
-def test_several_devices(script):
+OF_TWO_PLATFORMS = """
+    from jax._src import xla_bridge
+    from jax._src.lib import xla_client
+
+    xla_bridge.register_backend_factory("other", xla_client.make_cpu_client, priority=1000)
+    jax.config.update("jax_platforms", "cpu,other")
+    first, second = jax.devices("cpu") + jax.devices("other")
+"""
+"""As beside a GPU, where JAX has a device of the CPU, too."""
+
+
+@pytest.mark.parametrize("devices", ["    first, second = jax.devices()", OF_TWO_PLATFORMS], ids=["one", "two platforms"])
+def test_several_devices(script, devices):
     """Operands on either of two devices of this process: results lie there too, as with jax.jit."""
-    program = script("""
-        first, second = jax.devices()
-        f = jaxmpi.jit(lambda x: notoken.allreduce(x, MPI.SUM) + 1)
-        for call in (f, lambda x: notoken.allreduce(x, MPI.SUM)):
-            for device in (second, first, None, second, None):
-                x = jnp.ones(3) if device is None else jax.device_put(jnp.ones(3), device)
-                for _ in range(3):
-                    y = call(x)
-                assert y.devices() == {device or first} and y.committed == (device is not None), (device, y.devices())
-                assert y[0] >= size
-        print("two devices;", flush=True)
+    program = script(f"""{devices}
+    import numpy as np
+    f = jaxmpi.jit(lambda x: notoken.allreduce(x, MPI.SUM) + 1)
+    g = jax.jit(lambda x: notoken.allreduce(x, MPI.SUM) + 1)
+    for call in (f, lambda x: notoken.allreduce(x, MPI.SUM), lambda x: f(g(x))):
+        for device in (second, first, None, second, None):
+            x = jnp.ones(3) if device is None else jax.device_put(jnp.ones(3), device)
+            for _ in range(3):
+                y = call(x)
+            assert y.devices() == {{device or first}} and y.committed == (device is not None), (device, y.devices())
+            assert y[0] >= size
+    # Each rank draws the devices on its own, and long computations come before short ones: calls stay in order.
+    def long(x):
+        return jnp.linalg.matrix_power(jnp.full((300, 300), x[0]) / 300, 9)[0, :3] * 0 + x
+    passed = [jaxmpi.jit(lambda x, g=g: notoken.sendrecv(g(x), x, (rank - 1) % size, (rank + 1) % size))
+              for g in (long, lambda x: x)]
+    draw = np.random.default_rng(rank)
+    results = [passed[draw.integers(2)](jax.device_put(jnp.full(3, 1.0 * i), (first, second)[draw.integers(2)]))
+               for i in range(60)]
+    np.testing.assert_array_equal(results, np.repeat(np.arange(60.0), 3).reshape(60, 3))
+    print("two devices;", flush=True)
     """)
-    assert launch(2, program, JAX_NUM_CPU_DEVICES="2").stdout.count("two devices;") == 2
+    number = "2" if "jax.devices()" in devices else "1"
+    assert launch(2, program, JAX_NUM_CPU_DEVICES=number).stdout.count("two devices;") == 2
 
 
 def test_serialized(script):

@@ -14,7 +14,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import api_util, checkify, config, core, dispatch
+from jax._src import api_util, checkify, config, core, dispatch, xla_bridge
+from jax._src.array import ArrayImpl
 from jax._src.lax.control_flow.loops import while_p
 
 import jaxmpi._core as _core
@@ -106,7 +107,7 @@ def _new_token(effect: Effect) -> Any:
     if effect in tokens:
         _failed(tokens[effect])
     if _several_devices():
-        _core.configure(several_devices=True)
+        _core.configure(several_devices=True)  # so that `_heal` gets arrays that are committed
     token: Any = core.Token(_first_array())
     token.pending = None
     if thread in _tokens_of_threads:  # this thread's earlier one, or that of an ended thread with the same number
@@ -117,29 +118,27 @@ def _new_token(effect: Effect) -> Any:
 
 
 def _several_devices() -> bool:
-    return jax.local_device_count() > 1 or jax.default_backend() != "cpu"
+    """Whether this process has several devices, of one platform or, as with every GPU, of several."""
+    return sum(backend.local_device_count() for backend in xla_bridge.backends().values()) > 1
 
 
 def _heal(token: Any, failed: bool) -> None:
-    """Replaces a token's array if its computation has failed or if it is committed to one of several devices.
+    """Replaces a token's array if its computation has failed, or if it is committed to a device.
 
-    An array gets committed to a device if the operands of its computation were, and would commit the next computation
-    to the same device. It is waited for before it is replaced.
+    An array gets committed to a device if the operands of its computation were, and JAX would refuse the next
+    computation if its operands are committed to another one. So the next computation takes the same array, not
+    committed, which JAX copies to another device without a wait.
 
     Args:
       token: a runtime token of this thread.
       failed: an operation has failed since the computation was called, perhaps in another computation. Then this one is
         waited for, since JAX marks the results of a failed computation one after the other.
     """
-    bound = _several_devices() and token._buf._committed and not _only_device(token._buf)
-    if (failed or bound or token._buf.is_ready()) and (_failed(token) or bound):
+    array = token._buf
+    if (failed or array.is_ready()) and _failed(token):
         token._buf = _first_array()
-
-
-def _only_device(array: Any) -> bool:
-    """Whether an array is on the only device of the default backend, where JAX would put it anyway."""
-    devices = jax.local_devices()
-    return len(devices) == 1 and array.devices() == set(devices)
+    elif array._committed:
+        token._buf = ArrayImpl(array.aval, array.sharding, [array], committed=False, _skip_checks=True)
 
 
 def _failed(token: Any) -> bool:
