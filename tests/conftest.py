@@ -47,6 +47,10 @@ _device = simulated.Device() if simulated.TRANSPORT else None
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
     drawing.brief = config.getoption("brief")
+    if (
+        jax.default_backend() != "cpu"
+    ):  # there computations fail after their calls have returned, and the next one warns
+        config.addinivalue_line("filterwarnings", "ignore:jaxmpi. an earlier computation failed")
     if RANK > 0:
         config.pluginmanager.getplugin("terminalreporter")._tw._file = _hidden
 

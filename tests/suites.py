@@ -146,8 +146,11 @@ def device(options) -> Iterator[Command]:
 
 
 def gpu(options) -> Iterator[Command]:
+    """On the transport that is chosen there, and on the one on which every operation raises its own error."""
     for ranks in (1, 2, 4):
         yield pytest(f"{ON_DEVICES} adjoint gpu", options, ranks=ranks, JAX_PLATFORMS=f"{options.gpu},cpu")
+    variables = {"JAX_PLATFORMS": f"{options.gpu},cpu", "JAXMPI_DEVICE_TRANSPORT": "wait"}
+    yield pytest(f"{ON_DEVICES} gpu", options, ranks=2, **variables)
 
 
 PLANS = {

@@ -593,6 +593,7 @@ def test_a_float8_field_is_exchanged_and_not_differentiated(comm, size):
         jax.make_jaxpr(lambda x: jax.jvp(lambda x: grid.finish(grid.start(x)), (x,), (x,)))(x)
 
 
+@pytest.mark.own_errors
 @pytest.mark.ranks(2)
 def test_ranks_that_differ_get_an_error(comm, rank, size):
     """Each rank that receives something of another call raises, and later calls are right again."""

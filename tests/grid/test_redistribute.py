@@ -322,6 +322,7 @@ def test_other_ranks(comm, rank, size):
         jaxmpi.Grid(size, 8).pencil(0)
 
 
+@pytest.mark.own_errors
 @pytest.mark.ranks(2)
 def test_ranks_that_differ_get_an_error(comm, rank, size):
     part = comm.Split(rank // 2)

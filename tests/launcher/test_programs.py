@@ -462,7 +462,9 @@ OF_TWO_PLATFORMS = """
 """As beside a GPU, where JAX has a device of the CPU, too."""
 
 
-@pytest.mark.parametrize("devices", ["    first, second = jax.devices()", OF_TWO_PLATFORMS], ids=["one", "two platforms"])
+@pytest.mark.parametrize(
+    "devices", ["    first, second = jax.devices()", OF_TWO_PLATFORMS], ids=["one", "two platforms"]
+)
 def test_several_devices(script, devices):
     """Operands on either of two devices of this process: results lie there too, as with jax.jit."""
     program = script(f"""{devices}

@@ -15,6 +15,8 @@ from jaxmpi import notoken
 from support import drawing
 from support.table import NEW_JAX, draw, dtype_of, raised
 
+pytestmark = pytest.mark.own_errors
+
 NAMES = ("allgatherv", "alltoallv", "gatherv", "reduce_scatter", "scatterv")
 MOST = 5
 

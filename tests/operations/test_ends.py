@@ -13,6 +13,8 @@ from jaxmpi._mpi import tags
 from support.launch import launch
 from support.table import NEW_JAX, raised
 
+pytestmark = pytest.mark.own_errors
+
 JITS = [jax.jit, jaxmpi.jit]
 
 

@@ -17,6 +17,8 @@ from jaxmpi._primitive.operation import eager_programs
 from support import simulated
 from support.table import NEW_JAX
 
+pytestmark = pytest.mark.own_errors
+
 X = jnp.ones(3)
 F4 = getattr(jnp, "float4_e2m1fn", None)
 

@@ -16,6 +16,8 @@ from support import drawing
 from support.launch import launch
 from support.table import draw
 
+pytestmark = pytest.mark.own_errors
+
 
 @dataclass(frozen=True)
 class Case:

@@ -207,6 +207,7 @@ def test_two_threads(two_threads, rank, size):
     two_threads(work)
 
 
+@pytest.mark.own_errors
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("after", [jaxmpi.jit, lambda f: f], ids=["jit", "eager"])
 @pytest.mark.parametrize("way", [jaxmpi.jit, jax.jit])

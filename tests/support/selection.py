@@ -2,6 +2,12 @@
 
 import jax
 
+from jaxmpi._mpi.library import DEVICES
+
+
+def _leaves_to_the_stream():
+    return jax.default_backend() != "cpu" and not DEVICES.aware and DEVICES.transport in ("callback", "thread")
+
 
 def left_out(item, size):
     """Why a test says nothing on so many ranks; empty if it does."""
@@ -13,6 +19,8 @@ def left_out(item, size):
         return f"says all it can on {marker.args[0]} ranks"
     if item.get_closest_marker("gpu") and jax.default_backend() == "cpu":
         return "needs a GPU: make test-gpu"
+    if item.get_closest_marker("own_errors") and _leaves_to_the_stream():
+        return "operations are left to the device's stream, and a later one raises their errors"
     if item.get_closest_marker("launches") and size > 1:
         return "launches processes of its own, runs on one rank"
     if item.get_closest_marker("one_rank") and size > 1:
