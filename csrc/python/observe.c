@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "core/failure.h"
+#include "core/runtime.h"
 #include "devices/transport.h"
 #include "execute/agreement.h"
 #include "observe/summary.h"
@@ -54,6 +55,12 @@ static PyObject *take_failure(PyObject *self, PyObject *args) {
   PyObject *text = PyUnicode_DecodeUTF8(failure->text, (Py_ssize_t)strlen(failure->text), "replace");
   free(failure);
   return text;
+}
+
+PyDoc_STRVAR(failures_doc, "failures() -> int\n\nHow many operations have failed so far.");
+static PyObject *failures(PyObject *self, PyObject *unused) {
+  (void)self, (void)unused;
+  return PyLong_FromLong(atomic_load(&runtime.failures));
 }
 
 PyDoc_STRVAR(finish_comparisons_doc, "finish_comparisons()\n\nNothing of what ranks ask each other is left under way.");
@@ -134,6 +141,7 @@ PyMethodDef observe_methods[] = {
     {"add_site", add_site, METH_VARARGS, add_site_doc},
     {"stop_watch", stop_watch, METH_NOARGS, stop_watch_doc},
     {"take_failure", take_failure, METH_NOARGS, take_failure_doc},
+    {"failures", failures, METH_NOARGS, failures_doc},
     {"finish_comparisons", finish_comparisons, METH_NOARGS, finish_comparisons_doc},
     {"finish_requests", finish_requests, METH_NOARGS, finish_requests_doc},
     {"requests_in_flight", in_flight, METH_NOARGS, requests_in_flight_doc},

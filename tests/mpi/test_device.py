@@ -114,6 +114,30 @@ def test_chunk(monkeypatch, drivers, aware, environment, platforms, expected):
 
 
 @pytest.mark.parametrize(
+    ("platforms", "counts", "aware", "said"),
+    [
+        (None, {"CUDA": 1, "ROCM": 0}, True, "CUDA: yes"),
+        (None, {"CUDA": 0, "ROCM": 2}, False, "ROCM: no"),
+        (None, {"CUDA": 1, "ROCM": 1}, False, "CUDA: yes; ROCM: no"),
+        (None, {"CUDA": 0, "ROCM": 0}, False, "CUDA: yes; ROCM: no"),
+        ("cuda,cpu", None, True, "CUDA: yes"),
+        ("rocm", None, False, "ROCM: no"),
+        ("cpu", None, False, "CUDA: yes; ROCM: no"),
+    ],
+)
+def test_a_driver_without_devices_does_not_decide(monkeypatch, platforms, counts, aware, said):
+    """Both drivers are installed, and the MPI library reaches the memory of CUDA's devices alone."""
+    answers = {"CUDA": (True, "CUDA: yes"), "ROCM": (False, "ROCM: no")}
+    monkeypatch.setattr(devices._core, "drivers", lambda: dict.fromkeys(answers))
+    monkeypatch.setattr(devices._core, "device_counts", lambda: counts)  # None: they may not be asked
+    monkeypatch.setattr(devices, "detected", lambda platform, *_: answers[platform])
+    choice = devices.choose(Settings.from_environment({}), {}, platforms)
+    assert choice.aware is aware
+    assert choice.because.startswith(f"{said}; the MPI library")
+    assert choice.platforms == ["CUDA", "ROCM"]
+
+
+@pytest.mark.parametrize(
     ("name", "value"),
     [
         ("JAXMPI_DEVICE_MPI", "maybe"),

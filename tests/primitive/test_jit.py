@@ -209,7 +209,7 @@ def test_two_threads(two_threads, rank, size):
 
 @pytest.mark.own_errors
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("after", [jaxmpi.jit, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize("after", [jaxmpi.jit, jax.jit, lambda f: f], ids=["jaxmpi.jit", "jax.jit", "eager"])
 @pytest.mark.parametrize("way", [jaxmpi.jit, jax.jit])
 def test_error_is_not_kept(way, after, rank, size):
     """A computation that fails after it was dispatched raises where its result is waited for. What comes next is
@@ -279,6 +279,7 @@ def test_debug_nans(size):
     np.testing.assert_array_equal(f(jnp.ones(3)), np.full(3, float(size)))
 
 
+@pytest.mark.own_errors
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("way", [jaxmpi.jit, jax.jit])
 def test_barrier_after_error(way, rank, size):

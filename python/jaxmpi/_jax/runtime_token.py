@@ -43,7 +43,7 @@ def guard_repetitions(effect: Effect) -> None:
     """Makes JAX's second execution of a function, after a NaN, raise before it communicates.
 
     Meanwhile this thread has no token for the effect, so that whatever communicates asks for a new one: eager
-    operations and functions compiled by `jaxmpi.jit` by `_new_token`, the others from JAX.
+    operations and functions compiled by `jaxmpi.jit` by `_new_token`, the others by `guard_calls_of_jax`.
     """
     owner = api_util if hasattr(api_util, "maybe_recursive_nan_check") else dispatch  # the latter in JAX 0.6
 
@@ -58,12 +58,26 @@ def guard_repetitions(effect: Effect) -> None:
             if token is not None:
                 tokens[effect] = token
 
+    replace(owner, "maybe_recursive_nan_check", "", repeat)
+
+
+def guard_calls_of_jax(effect: Effect) -> None:
+    """Makes calls of plain `jax.jit` take no token for the effect while JAX repeats a function, and none that failed.
+
+    JAX would pass the token of a failed computation to all computations that come after it, and execute none of them.
+    """
+    seen = threading.local()
+
     def get_token_input(own: Callable[..., Any], tokens: Any, eff: Any, *args: Any) -> Any:
         if eff is effect:
             _not_repeated()
+            failures = _core.failures()
+            token, failed = tokens.current_tokens.get(effect), failures != getattr(seen, "failures", 0)
+            seen.failures = failures
+            if token is not None and (failed or token._buf.is_ready()) and _failed(token):
+                tokens.current_tokens.pop(effect, None)
         return own(tokens, eff, *args)
 
-    replace(owner, "maybe_recursive_nan_check", "", repeat)
     replace(type(dispatch.runtime_tokens), "get_token_input", "", get_token_input)
 
 

@@ -103,6 +103,18 @@ def _transport(wish: str, aware: bool, inspects: bool) -> tuple[str, str]:
     return "callback", "the MPI library does not call the driver"
 
 
+def _that_count(platforms: list[str], jax_platforms: str) -> list[str]:
+    """Those of the platforms with a driver that decide: JAX may use them and, of several drivers, they find a device.
+
+    All, if there are none.
+    """
+    allowed = [platform for platform in platforms if allows(jax_platforms, platform)]
+    if len(allowed) > 1:  # a driver is asked, which takes time, only then
+        counts = _core.device_counts()
+        allowed = [platform for platform in allowed if counts.get(platform)]
+    return allowed or platforms
+
+
 def choose(settings: Settings, environment: Mapping[str, str], jax_platforms: str | None) -> Choice:
     """Loads the installed drivers and decides.
 
@@ -117,7 +129,8 @@ def choose(settings: Settings, environment: Mapping[str, str], jax_platforms: st
     platforms = [platform for platform, why_not in drivers.items() if why_not is None]
     forced, variable = _switch(settings, platforms)
     version = MPI.Get_library_version()
-    found = {platform: detected(platform, version, environment) for platform in platforms}
+    counted = _that_count(platforms, jax_platforms or "")
+    found = {platform: detected(platform, version, environment) for platform in counted}
     able = bool(platforms) and all(answer for answer, _ in found.values())
     said = "; ".join(text for _, text in found.values())
     aware = able if forced is None else forced and bool(platforms)

@@ -38,6 +38,7 @@ def install() -> None:
     jaxprs.lower_calls_inline(EFFECT)
     internals.pass_token_when_compiled(EFFECT)
     runtime_token.guard_repetitions(EFFECT)
+    runtime_token.guard_calls_of_jax(EFFECT)
     runtime_token.refuse_communicating_conditions(EFFECT)
 
 
