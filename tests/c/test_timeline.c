@@ -174,6 +174,43 @@ static void a_full_disk_ends_it(void) {
   remove(path);
 }
 
+/* Later: what is there stays as it is, to a line that is cut, and it is said once. */
+static void a_disk_that_becomes_full_ends_it(void) {
+  enum { ROOM = 300 };
+  static char said[1000];
+  int64_t comm = COMM(world(PLACE, SIZE));
+  int pipes[2], errors = dup(STDERR_FILENO);
+  struct rlimit usual, less;
+  getrlimit(RLIMIT_FSIZE, &usual);
+  less = usual;
+  less.rlim_cur = ROOM;
+  begin(1 << 20);
+  if (pipe(pipes) != 0) abort();
+  dup2(pipes[1], STDERR_FILENO);
+  signal(SIGXFSZ, SIG_IGN);
+  setrlimit(RLIMIT_FSIZE, &less);
+  void *error = many_barriers(&comm);
+  for (int i = 0; i < 300 && atomic_load(&timeline_on); i++) usleep(10000);
+  bool on = atomic_load(&timeline_on);
+  setrlimit(RLIMIT_FSIZE, &usual);
+  signal(SIGXFSZ, SIG_DFL);
+  usleep(250000); /* the writer looks again */
+  void *after = barrier(&comm);
+  timeline_close();
+  dup2(errors, STDERR_FILENO);
+  close(errors), close(pipes[1]);
+  ssize_t length = read(pipes[0], said, sizeof said - 1);
+  close(pipes[0]);
+  SUCCEEDS(error);
+  SUCCEEDS(after);
+  CHECK(!on);
+  static const char told[] = "jaxmpi: rank 7 cannot write its timeline any more: ";
+  CHECK(length > 0 && strncmp(said, told, sizeof told - 1) == 0 && strstr(said + 1, "jaxmpi: ") == NULL);
+  read_file();
+  CHECK_EQUAL(strlen(text), ROOM);
+  remove(path);
+}
+
 static void a_file_that_is_there_stays(void) {
   const char *reason = "";
   begin(1 << 20);
@@ -258,9 +295,10 @@ static void tracks_keep_their_numbers(void) {
 }
 
 static const struct test tests[] = {
-    TEST(operations_are_written),     TEST(nothing_is_written_unasked), TEST(threads_have_tracks),
-    TEST(what_takes_long_is_begun),   TEST(a_file_has_a_limit),         TEST(a_full_disk_ends_it),
-    TEST(a_file_that_is_there_stays), TEST(names_may_be_long),          TEST(tracks_keep_their_numbers),
+    TEST(operations_are_written),           TEST(nothing_is_written_unasked), TEST(threads_have_tracks),
+    TEST(what_takes_long_is_begun),         TEST(a_file_has_a_limit),         TEST(a_full_disk_ends_it),
+    TEST(a_disk_that_becomes_full_ends_it), TEST(a_file_that_is_there_stays), TEST(names_may_be_long),
+    TEST(tracks_keep_their_numbers),
 };
 
 MAIN(tests)
