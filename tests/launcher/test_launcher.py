@@ -658,6 +658,7 @@ def test_input_of_another_user(kind, tmp_path):
     done = subprocess.run(command, stdin=given, env=outside_of_a_job(), capture_output=True, timeout=60, check=False)
     os.close(given)
     assert sorted(done.stdout.splitlines()) == [b"0 30000", b"1 0"], done.stderr
+    errors_page.goes_on("standard input belongs to another user")
 
 
 def test_input_that_is_a_socket(tmp_path):
