@@ -318,7 +318,7 @@ def _is_here(folder: Any) -> bool:
 
 
 def _tell_once_here(text: str) -> None:
-    """By one of the ranks on this machine."""
+    """Has one of the ranks on this machine tell it."""
     if not (_beside("accelerators").local_rank(os.environ) or [0])[0]:
         _tell(f"jaxmpi.run: {os.uname().nodename} {text}\n")
 

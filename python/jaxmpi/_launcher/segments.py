@@ -17,9 +17,9 @@ _NAMES = re.compile(r"mpich_shm_[0-9a-f]{1,8}_[0-9]{1,9}")
 _ALL_PROCESSES = "pid:[4026531836]"
 """The kernel's name for the numbers that all processes have."""
 _PAUSE_SECONDS = 0.05
-"""For a process that has just made one, and is about to map it."""
+"""The time that a process may need between making one and mapping it."""
 _MOST_SECONDS = 1.0
-"""For ranks that are about to be gone."""
+"""The time that ranks may need to be gone."""
 
 
 def remove(since: float) -> None:
