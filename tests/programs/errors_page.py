@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "errors.md"
-HEAD = "| what one of two ranks does, or what happens to its launcher | what is told | "
+HEAD = "| what one of two ranks does, or what happens to the job | what is told | "
 TIMES = "JAXMPI_FAULT_TIMES"
 """The variable that names the file."""
 
