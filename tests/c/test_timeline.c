@@ -7,6 +7,7 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <sys/resource.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "observe/summary.h"
@@ -120,7 +121,35 @@ static void threads_have_tracks(void) {
   CHECK(!has("\"tid\":4,"));
 }
 
+/* Which has the file, but not the thread that writes. */
+static void a_child_of_fork_leaves_it_alone(void) {
+  int status = -1;
+  begin(1 << 20);
+  pid_t child = fork();
+  if (child == 0) {
+    alarm(5);
+    timeline_note("of the child\n");
+    timeline_close();
+    _exit(0);
+  }
+  CHECK(child > 0 && waitpid(child, &status, 0) == child);
+  CHECK_EQUAL(status, 0);
+  SUCCEEDS(RUN("barrier", NONE, NONE, COMM(world(PLACE, SIZE))));
+  end();
+  CHECK(!has("of the child"));
+  CHECK_EQUAL(lines_of("\"barrier\""), 1);
+  CHECK_EQUAL(lines_of("jaxmpi_end"), 1);
+}
+
 static void *barrier(void *comm) { return RUN("barrier", NONE, NONE, *(int64_t *)comm); }
+
+/* The number of the track on which there is the first line of a phase; -1: there is none. */
+static int track_of_phase(char phase) {
+  char begin[] = "\"ph\":\"?\",\"pid\":7,\"tid\":";
+  begin[6] = phase;
+  const char *line = strstr(text, begin);
+  return line != NULL ? atoi(line + strlen(begin)) : -1;
+}
 
 static void what_takes_long_is_begun(void) {
   begin(1 << 20);
@@ -142,6 +171,8 @@ static void what_takes_long_is_begun(void) {
   CHECK_EQUAL(lines_of("\"ph\":\"B\""), 1);
   CHECK_EQUAL(lines_of("\"ph\":\"E\""), 1);
   CHECK_EQUAL(lines_of("\"ph\":\"X\""), 1);
+  CHECK(track_of_phase('B') > 0);
+  CHECK_EQUAL(track_of_phase('E'), track_of_phase('B'));
 }
 
 static void a_file_has_a_limit(void) {
@@ -237,10 +268,13 @@ static void names_may_be_long(void) {
     CHECK(call_site_add(ROW_bcast, root, F32, 3, site[i]));
   }
   begin(1 << 22);
+  SUCCEEDS(RUN("barrier", NONE, NONE, number));
   SUCCEEDS(RUN("bcast", NONE, ARRAY(F32, out, 3), number, 2));
   SUCCEEDS(RUN("barrier", NONE, NONE, number));
   end();
   const char *first = strstr(text, "/c.py:12 (f) or "), *second = strstr(text, "/c.py:11 (f) or ");
+  const char *before = strstr(text, "{\"name\":\"barrier\"");
+  CHECK(before != NULL && before < first);
   CHECK(first != NULL && second > first && strstr(second, "/c.py:10 (f)\"}},\n{\"name\":\"barrier\"") != NULL);
   CHECK_EQUAL(lines_of("\\u000a"), 4000 / 6 + 2 * (sizeof site[0] - 100) / 6 + 1);
   CHECK(strlen(text) > 144000);
@@ -295,9 +329,11 @@ static void tracks_keep_their_numbers(void) {
 }
 
 static const struct test tests[] = {
-    TEST(operations_are_written),           TEST(nothing_is_written_unasked), TEST(threads_have_tracks),
-    TEST(what_takes_long_is_begun),         TEST(a_file_has_a_limit),         TEST(a_full_disk_ends_it),
-    TEST(a_disk_that_becomes_full_ends_it), TEST(a_file_that_is_there_stays), TEST(names_may_be_long),
+    TEST(operations_are_written),     TEST(nothing_is_written_unasked),
+    TEST(threads_have_tracks),        TEST(a_child_of_fork_leaves_it_alone),
+    TEST(what_takes_long_is_begun),   TEST(a_file_has_a_limit),
+    TEST(a_full_disk_ends_it),        TEST(a_disk_that_becomes_full_ends_it),
+    TEST(a_file_that_is_there_stays), TEST(names_may_be_long),
     TEST(tracks_keep_their_numbers),
 };
 
