@@ -9,9 +9,12 @@ Variables that are set already (PJRT_NPROC, OMP_NUM_THREADS, ...) are kept.
 """
 
 import argparse
+import contextlib
 import os
+import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -126,6 +129,23 @@ def without_scheduler(present: Mapping[str, str]) -> dict[str, str]:
         return dict(present)
     print("jaxmpi.run: this is a job of Slurm, but there is no srun: all ranks start on this machine", file=sys.stderr)
     return {name: value for name, value in present.items() if not name.startswith("SLURM_")}
+
+
+_LISTS_MACHINES = re.compile(r"(NODE_?|HOST_?|host)(FILE|file)$")
+"""The variables of schedulers and MPI libraries that name a file with a machine in each line: PBS_NODEFILE,
+PE_HOSTFILE, LSB_DJOB_HOSTFILE, HYDRA_HOST_FILE, PRTE_MCA_prte_default_hostfile."""
+
+
+def names_other_machines(present: Mapping[str, str]) -> bool:
+    """Whether mpiexec may start ranks on other machines without being told so by options."""
+    names = present.get("LSB_HOSTS", "").split()
+    for variable in filter(_LISTS_MACHINES.search, present):
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            lines = Path(present[variable]).read_text().splitlines()
+            names += [word[0] for line in lines if (word := re.findall(r"^\s*([^\s#:]+)", line))]
+    here = {"localhost", "127.0.0.1", socket.gethostname().partition(".")[0]}
+    others = {name if re.fullmatch(r"[0-9.]+", name) else name.partition(".")[0] for name in names} - here
+    return bool(others) or present.get("SLURM_NNODES", "1") not in ("", "1")
 
 
 def check_scheduler(present: Mapping[str, str], ranks: int, placed: bool) -> None:
@@ -298,13 +318,13 @@ def warn_of_no_room(present: Mapping[str, str]) -> None:
 
 
 def command(
-    options: argparse.Namespace, mpiexec: str, kind: str, share: int, variables: Mapping[str, str]
+    options: argparse.Namespace, mpiexec: str, kind: str, share: int, variables: Mapping[str, str], several: bool
 ) -> list[str]:
-    """mpiexec with its options, and what it runs on each rank."""
+    """mpiexec with its options, and what it runs on each rank. `several`: on other machines, too."""
     placed = options.mpiexec_args
     if placed is None:
         placed = placement(kind, share, sorted(variables))
-    else:
+    if several:
         placed = placed + exports(kind, placed, {*os.environ, *variables})
     program = [options.program] if options.kind is None else [options.kind, options.program]
     # By path, not as a module: the program must be the first to import jax and mpi4py, so that it can configure them.
@@ -331,21 +351,20 @@ def main(arguments: list[str] | None = None) -> int:
     kind = flavour(mpiexec)
     share = physical_cores() // (options.ranks_per_node or options.ranks)
     variables = settings(share, os.environ)
+    environment = dict(os.environ) if options.mpiexec_args is not None else without_scheduler(os.environ)
+    several = options.mpiexec_args is not None or names_other_machines(environment)
     if options.dry_run:
         print(
             shlex.join(
                 [
                     "env",
                     *(f"{n}={v}" for n, v in sorted(variables.items())),
-                    *command(options, mpiexec, kind, share, variables),
+                    *command(options, mpiexec, kind, share, variables, several),
                 ]
             )
         )
         return 0
-    several = options.mpiexec_args is not None
-    environment = dict(os.environ)
-    if not several:
-        environment = without_scheduler(environment)
+    if options.mpiexec_args is None:
         warn_of_little_memory(options.ranks)
     if kind == "openmpi":
         variables.update(home(environment))
@@ -353,7 +372,7 @@ def main(arguments: list[str] | None = None) -> int:
     job = parent.Job.prepare(options.ranks, several)
     variables.update(job.variables)
     verbose = options.verbose or environment.get(VERBOSE, "") not in ("", "0")
-    words = command(options, mpiexec, kind, share, variables)
+    words = command(options, mpiexec, kind, share, variables, several)
     environment = {name: value for name, value in environment.items() if name not in parent.NAMES}  # of a job around it
     return parent.run([shutil.which(mpiexec) or mpiexec, *words[1:]], {**environment, **variables}, job, verbose)
 

@@ -6,6 +6,7 @@
 #include <fcntl.h>
 #include <stdlib.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "harness.h"
@@ -29,8 +30,18 @@ static int usual(void) {
   return folder;
 }
 
+static bool says(const char *reason, const char *text) { return reason != NULL && strstr(reason, text) != NULL; }
+
+/* The number that the next descriptor gets: what is refused is closed. */
+static int next_descriptor(void) {
+  int next = open("/dev/null", O_RDONLY | O_CLOEXEC);
+  close(next);
+  return next;
+}
+
 static void folders_of_others_are_refused(void) {
   const char *reason;
+  const int next = next_descriptor();
   static const mode_t modes[] = {0700, 0755, 0775, 01777};
   FOR_EACH (const mode_t *, mode, modes) {
     int folder = opened(*mode, &reason);
@@ -40,17 +51,32 @@ static void folders_of_others_are_refused(void) {
   }
   CHECK_EQUAL(opened(0777, &reason), -1);
   CHECK_EQUAL(errno, EPERM);
-  CHECK(strstr(reason, "everyone may replace files in it") != NULL);
+  CHECK(says(reason, "everyone may replace files in it"));
   if (geteuid() == 0) {
     CHECK_EQUAL(chown(path, 12345, 0), 0);
     CHECK_EQUAL(opened(0755, &reason), -1);
     CHECK_EQUAL(errno, EPERM);
-    CHECK(strstr(reason, "belongs to another user") != NULL);
+    CHECK(says(reason, "belongs to another user"));
     CHECK_EQUAL(chown(path, 0, 0), 0);
   }
-  int root = private_folder("/", &reason);
-  CHECK(root >= 0);
-  close(root);
+  CHECK_EQUAL(next_descriptor(), next);
+}
+
+/* Of a user who is not root. */
+static void folders_of_root_are_trusted(void) {
+  const char *reason;
+  if (geteuid() != 0) return;
+  close(usual());
+  CHECK_EQUAL(chmod(path, 0755), 0);
+  pid_t child = fork();
+  if (child == 0) {
+    bool right = setuid(12345) == 0 && private_folder(path, &reason) >= 0 && private_folder("/", &reason) >= 0 &&
+                 private_own_folder(path, &reason) == -1 && says(reason, "belongs to another user");
+    _exit(right ? 0 : 1);
+  }
+  int status = -1;
+  CHECK(child > 0 && waitpid(child, &status, 0) == child);
+  CHECK_EQUAL(status, 0);
 }
 
 static void no_folders(void) {
@@ -70,6 +96,7 @@ static void files_are_new(void) {
   struct stat status;
   CHECK(file >= 0 && fstat(file, &status) == 0);
   CHECK_EQUAL(status.st_mode & 07777, 0644);
+  CHECK((fcntl(file, F_GETFL) & O_APPEND) != 0);
   CHECK((fcntl(file, F_GETFD) & FD_CLOEXEC) != 0);
   CHECK_EQUAL(write(file, "first", 5), 5);
   close(file);
@@ -97,6 +124,7 @@ static void own_folders_are_of_no_use_to_others(void) {
   static char link_path[sizeof path + 5];
   const char *reason;
   close(usual());
+  const int next = next_descriptor();
   int folder = private_own_folder(path, &reason);
   CHECK(folder >= 0 && reason == NULL);
   close(folder);
@@ -110,13 +138,14 @@ static void own_folders_are_of_no_use_to_others(void) {
     CHECK_EQUAL(chmod(path, *mode), 0);
     CHECK_EQUAL(private_own_folder(path, &reason), -1);
     CHECK_EQUAL(errno, EPERM);
-    CHECK(strstr(reason, "other users may use it") != NULL);
+    CHECK(says(reason, "other users may use it"));
   }
+  CHECK_EQUAL(next_descriptor(), next);
   CHECK_EQUAL(chmod(path, 0700), 0);
   if (geteuid() != 0) return;
   CHECK_EQUAL(chown(path, 12345, 0), 0);
   CHECK_EQUAL(private_own_folder(path, &reason), -1);
-  CHECK(strstr(reason, "belongs to another user") != NULL);
+  CHECK(says(reason, "belongs to another user"));
   CHECK_EQUAL(chown(path, 0, 0), 0);
 }
 
@@ -128,6 +157,7 @@ static void only_own_files_are_read(void) {
   file = private_open(folder, "file");
   CHECK(file >= 0 && read(file, read_text, sizeof read_text) == 4 && strcmp(read_text, "text") == 0);
   close(file);
+  const int next = next_descriptor();
   CHECK_EQUAL(symlinkat("file", folder, "link"), 0);
   CHECK_EQUAL(private_open(folder, "link"), -1);
   CHECK_EQUAL(errno, ELOOP);
@@ -139,6 +169,7 @@ static void only_own_files_are_read(void) {
     CHECK_EQUAL(private_open(folder, "file"), -1);
     CHECK_EQUAL(errno, EPERM);
   }
+  CHECK_EQUAL(next_descriptor(), next);
   static const char *const names[] = {"file", "link", "fifo"};
   FOR_EACH (const char *const *, name, names) CHECK_EQUAL(unlinkat(folder, *name, 0), 0);
   close(folder);
@@ -157,15 +188,35 @@ static void names_are_of_files_alone(void) {
   close(folder);
 }
 
-/* No path is cut, and the folder is the one that was opened, wherever its path leads now. */
+/* No path is cut: the folder is the one at its very end, and not one above. */
 static void paths_may_be_long(void) {
-  static char long_path[3000], moved[sizeof path + 6];
+  enum { LONGEST = 4000 };
+  static char long_path[LONGEST + 10];
+  static const size_t lengths[] = {500, 511, 512, 1023, 1024, 2047, 2048, LONGEST};
+  static int (*const open_folder[])(const char *, const char **) = {private_folder, private_own_folder};
   const char *reason = "";
-  close(usual());
-  size_t length = (size_t)snprintf(long_path, sizeof long_path, "%s", path);
-  while (length < sizeof long_path - 3) length += (size_t)snprintf(long_path + length, 3, "/.");
-  int folder = private_folder(long_path, &reason);
-  CHECK(folder >= 0);
+  int outer = usual();
+  CHECK_EQUAL(mkdirat(outer, "end", 0700), 0);
+  struct stat end, found;
+  CHECK_EQUAL(fstatat(outer, "end", &end, 0), 0);
+  FOR_EACH (const size_t *, most, lengths) {
+    size_t length = (size_t)snprintf(long_path, sizeof long_path, "%s", path);
+    while (length < *most) length += (size_t)snprintf(long_path + length, 3, "/.");
+    snprintf(long_path + length, sizeof long_path - length, "/end");
+    for (size_t i = 0; i < 2; i++) {
+      int folder = open_folder[i](long_path, &reason);
+      CHECK(folder >= 0 && fstat(folder, &found) == 0 && found.st_ino == end.st_ino);
+      close(folder);
+    }
+  }
+  CHECK_EQUAL(unlinkat(outer, "end", AT_REMOVEDIR), 0);
+  close(outer);
+}
+
+/* The folder is the one that was opened, wherever its path leads now. */
+static void paths_may_lead_elsewhere(void) {
+  static char moved[sizeof path + 6];
+  int folder = usual();
   snprintf(moved, sizeof moved, "%s-moved", path);
   CHECK_EQUAL(rename(path, moved), 0);
   CHECK_EQUAL(symlink("/tmp", path), 0);
@@ -178,6 +229,7 @@ static void paths_may_be_long(void) {
 
 static const struct test tests[] = {
     TEST(folders_of_others_are_refused),
+    TEST(folders_of_root_are_trusted),
     TEST(no_folders),
     TEST(files_are_new),
     TEST(links_are_not_followed),
@@ -185,6 +237,7 @@ static const struct test tests[] = {
     TEST(only_own_files_are_read),
     TEST(names_are_of_files_alone),
     TEST(paths_may_be_long),
+    TEST(paths_may_lead_elsewhere),
 };
 
 MAIN(tests)

@@ -7,6 +7,7 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <sys/resource.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "observe/summary.h"
@@ -120,7 +121,35 @@ static void threads_have_tracks(void) {
   CHECK(!has("\"tid\":4,"));
 }
 
+/* Which has the file, but not the thread that writes. */
+static void a_child_of_fork_leaves_it_alone(void) {
+  int status = -1;
+  begin(1 << 20);
+  pid_t child = fork();
+  if (child == 0) {
+    alarm(5);
+    timeline_note("of the child\n");
+    timeline_close();
+    _exit(0);
+  }
+  CHECK(child > 0 && waitpid(child, &status, 0) == child);
+  CHECK_EQUAL(status, 0);
+  SUCCEEDS(RUN("barrier", NONE, NONE, COMM(world(PLACE, SIZE))));
+  end();
+  CHECK(!has("of the child"));
+  CHECK_EQUAL(lines_of("\"barrier\""), 1);
+  CHECK_EQUAL(lines_of("jaxmpi_end"), 1);
+}
+
 static void *barrier(void *comm) { return RUN("barrier", NONE, NONE, *(int64_t *)comm); }
+
+/* The number of the track on which there is the first line of a phase; -1: there is none. */
+static int track_of_phase(char phase) {
+  char begin[] = "\"ph\":\"?\",\"pid\":7,\"tid\":";
+  begin[6] = phase;
+  const char *line = strstr(text, begin);
+  return line != NULL ? atoi(line + strlen(begin)) : -1;
+}
 
 static void what_takes_long_is_begun(void) {
   begin(1 << 20);
@@ -142,6 +171,8 @@ static void what_takes_long_is_begun(void) {
   CHECK_EQUAL(lines_of("\"ph\":\"B\""), 1);
   CHECK_EQUAL(lines_of("\"ph\":\"E\""), 1);
   CHECK_EQUAL(lines_of("\"ph\":\"X\""), 1);
+  CHECK(track_of_phase('B') > 0);
+  CHECK_EQUAL(track_of_phase('E'), track_of_phase('B'));
 }
 
 static void a_file_has_a_limit(void) {
@@ -174,6 +205,43 @@ static void a_full_disk_ends_it(void) {
   remove(path);
 }
 
+/* Later: what is there stays as it is, to a line that is cut, and it is said once. */
+static void a_disk_that_becomes_full_ends_it(void) {
+  enum { ROOM = 300 };
+  static char said[1000];
+  int64_t comm = COMM(world(PLACE, SIZE));
+  int pipes[2], errors = dup(STDERR_FILENO);
+  struct rlimit usual, less;
+  getrlimit(RLIMIT_FSIZE, &usual);
+  less = usual;
+  less.rlim_cur = ROOM;
+  begin(1 << 20);
+  if (pipe(pipes) != 0) abort();
+  dup2(pipes[1], STDERR_FILENO);
+  signal(SIGXFSZ, SIG_IGN);
+  setrlimit(RLIMIT_FSIZE, &less);
+  void *error = many_barriers(&comm);
+  for (int i = 0; i < 300 && atomic_load(&timeline_on); i++) usleep(10000);
+  bool on = atomic_load(&timeline_on);
+  setrlimit(RLIMIT_FSIZE, &usual);
+  signal(SIGXFSZ, SIG_DFL);
+  usleep(250000); /* the writer looks again */
+  void *after = barrier(&comm);
+  timeline_close();
+  dup2(errors, STDERR_FILENO);
+  close(errors), close(pipes[1]);
+  ssize_t length = read(pipes[0], said, sizeof said - 1);
+  close(pipes[0]);
+  SUCCEEDS(error);
+  SUCCEEDS(after);
+  CHECK(!on);
+  static const char told[] = "jaxmpi: rank 7 cannot write its timeline any more: ";
+  CHECK(length > 0 && strncmp(said, told, sizeof told - 1) == 0 && strstr(said + 1, "jaxmpi: ") == NULL);
+  read_file();
+  CHECK_EQUAL(strlen(text), ROOM);
+  remove(path);
+}
+
 static void a_file_that_is_there_stays(void) {
   const char *reason = "";
   begin(1 << 20);
@@ -200,10 +268,13 @@ static void names_may_be_long(void) {
     CHECK(call_site_add(ROW_bcast, root, F32, 3, site[i]));
   }
   begin(1 << 22);
+  SUCCEEDS(RUN("barrier", NONE, NONE, number));
   SUCCEEDS(RUN("bcast", NONE, ARRAY(F32, out, 3), number, 2));
   SUCCEEDS(RUN("barrier", NONE, NONE, number));
   end();
   const char *first = strstr(text, "/c.py:12 (f) or "), *second = strstr(text, "/c.py:11 (f) or ");
+  const char *before = strstr(text, "{\"name\":\"barrier\"");
+  CHECK(before != NULL && before < first);
   CHECK(first != NULL && second > first && strstr(second, "/c.py:10 (f)\"}},\n{\"name\":\"barrier\"") != NULL);
   CHECK_EQUAL(lines_of("\\u000a"), 4000 / 6 + 2 * (sizeof site[0] - 100) / 6 + 1);
   CHECK(strlen(text) > 144000);
@@ -258,9 +329,12 @@ static void tracks_keep_their_numbers(void) {
 }
 
 static const struct test tests[] = {
-    TEST(operations_are_written),     TEST(nothing_is_written_unasked), TEST(threads_have_tracks),
-    TEST(what_takes_long_is_begun),   TEST(a_file_has_a_limit),         TEST(a_full_disk_ends_it),
-    TEST(a_file_that_is_there_stays), TEST(names_may_be_long),          TEST(tracks_keep_their_numbers),
+    TEST(operations_are_written),     TEST(nothing_is_written_unasked),
+    TEST(threads_have_tracks),        TEST(a_child_of_fork_leaves_it_alone),
+    TEST(what_takes_long_is_begun),   TEST(a_file_has_a_limit),
+    TEST(a_full_disk_ends_it),        TEST(a_disk_that_becomes_full_ends_it),
+    TEST(a_file_that_is_there_stays), TEST(names_may_be_long),
+    TEST(tracks_keep_their_numbers),
 };
 
 MAIN(tests)

@@ -2,18 +2,22 @@
 
 import gzip
 import json
+import os
 import random
 import re
 import resource
 import subprocess
 import sys
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from mpi4py import MPI
 
+from jaxmpi._mpi import timeline
 from jaxmpi._trace import clocks, files, matching, pictures, report
+from programs import errors_page
 from support.launch import launch
 
 pytestmark = pytest.mark.launches
@@ -334,20 +338,39 @@ def test_other_processes_leave_it_alone(tmp_path):
     [
         ({"JAXMPI_TRACE": "/dev/null/folder"}, "JAXMPI_TRACE=/dev/null/folder: no timeline can be written there"),
         ({"JAXMPI_TRACE_MEGABYTES": "many"}, "JAXMPI_TRACE_MEGABYTES=many: it is a whole number above 0"),
-        ({"JAXMPI_TRACE": "open"}, "open: no timeline can be written there: everyone may replace files in it"),
     ],
-    ids=["folder", "limit", "open to all"],
+    ids=["folder", "limit"],
 )
 def test_bad_settings(variable, told, tmp_path):
-    (tmp_path / "open").mkdir()
-    (tmp_path / "open").chmod(0o777)
-    if variable.get("JAXMPI_TRACE") == "open":
-        variable = {"JAXMPI_TRACE": str(tmp_path / "open")}
     path = tmp_path / "program.py"
     path.write_text("import jaxmpi")
     done = launch(1, path, check=False, **{"JAXMPI_TRACE": str(tmp_path), **variable})
     assert done.returncode != 0
     assert told in done.stderr
+
+
+@pytest.mark.parametrize("fault", ["is open to all", "belongs to another user"])
+def test_trace_folders_that_are_not_safe(fault, tmp_path):
+    """In which others could have put links to files of ours."""
+    folder = tmp_path / "trace"
+    folder.mkdir()
+    if fault == "is open to all":
+        told = "everyone may replace files in it"
+        folder.chmod(0o777)
+    elif os.geteuid() == 0:
+        told = "it belongs to another user"
+        os.chown(folder, 1234, 1234)
+    else:
+        pytest.skip("another user's folder needs root")
+    path = tmp_path / "program.py"
+    path.write_text("import jaxmpi")
+    begin = time.monotonic()
+    done = launch(2, path, check=False, JAXMPI_TRACE=str(folder))
+    told = f"no timeline can be written there: {told}"
+    errors_page.note(f"a trace folder {fault}", told, time.monotonic() - begin)
+    assert done.returncode != 0
+    assert f"JAXMPI_TRACE={folder}: {told}" in done.stderr
+    assert not list(folder.iterdir())
 
 
 @pytest.mark.parametrize("content", [{}, {"a.00000.json": "[\n"}, {"a.00000.json": "[\nnothing\n"}], ids=str)
@@ -403,6 +426,7 @@ def test_jobs_in_one_folder(tmp_path):
     assert told.stdout.startswith("3 ranks, ")
     assert "; 5 names begin with 2" in report_of(folder, "--job", "2").stderr
     assert "; no names begin with x" in report_of(folder, "--job", "x").stderr
+    errors_page.goes_on("two jobs trace into one folder")
 
 
 SPAWNS = """
@@ -546,11 +570,39 @@ def test_ranks_that_do_not_know_their_job(tmp_path):
     make_file(tmp_path, 2, 3, job=None)
     make_file(tmp_path, 0, 2, job=None, launched="k", name="other0")
     make_file(tmp_path, 1, 2, job=None, launched="k", name="other1")
+    make_file(tmp_path, 0, 2, job=None, launched="m", name="third1")
+    make_file(tmp_path, 1, 2, job=None, launched="m", name="third0")
     assert [(job.name, job.size, list(job.paths)) for job in files.jobs(tmp_path)] == [
         ("j", 3, [0, 1, 2]),
         ("other0", 2, [0, 1]),
+        ("third0", 2, [0, 1]),
     ]
     assert matching.match(files.read(tmp_path, "j")).unmatched == 0
+
+
+@pytest.mark.one_rank
+def test_rank_of_one_of_two_jobs(tmp_path):
+    """That does not know which: what has started both is the same. It is in neither."""
+    for job in ("first", "second"):
+        make_file(tmp_path, 0, 2, job=job)
+    make_file(tmp_path, 1, 2, job=None)
+    found = [(job.name, list(job.paths)) for job in files.jobs(tmp_path)]
+    assert found == [("first", [0]), ("own1", [1]), ("second", [0])]
+
+
+@pytest.mark.one_rank
+def test_jobs_of_one_second_have_other_names():
+    names = {timeline._name(timeline.new_job()) for _ in range(1000)}
+    assert len(names) == 1000
+    assert all(re.fullmatch(r"\d{8}-\d{6}-[0-9a-f]{8}", name) for name in names)
+
+
+@pytest.mark.one_rank
+def test_rank_that_is_late(tmp_path):
+    """Of those that know their job it may begin when it wants."""
+    for rank, realtime in ((0, 0), (1, 1e9)):
+        make_file(tmp_path, rank, 2, realtime=realtime)
+    assert [rank.rank for rank in files.read(tmp_path)] == [0, 1]
 
 
 @pytest.mark.one_rank
@@ -575,6 +627,31 @@ def test_ranks_of_communicators_are_listed_once(tmp_path):
     assert [len(one.events) for one in matching.match(ranks).collectives] == [2]
     (tmp_path / "j.00001.json").unlink()
     assert matching.match(files.read(tmp_path)).unmatched == 1
+
+
+@pytest.mark.one_rank
+def test_communicators_of_one_name():
+    """They are told apart by their order. Two threads may tell one, and one may get another name later."""
+    rank, counts = files.Rank(0, 2, "m", "m", 0.0, 0.0), Counter()
+    for number, name in ((1, "c"), (2, "c"), (2, "c"), (3, "c"), (1, "d")):
+        files._add_fact(rank, "jaxmpi_communicator", {"number": number, "name": name}, counts)
+    found = {number: comm.key for number, comm in rank.communicators.items()}
+    assert found == {1: ("d", "", 0), 2: ("c", "", 1), 3: ("c", "", 2)}
+
+
+@pytest.mark.one_rank
+def test_beginnings_and_ends_of_several_threads(tmp_path):
+    make_file(tmp_path, 0, 1, events=0)
+    lines = [("B", 1, 10.0), ("B", 2, 20.0), ("E", 2, 25.0), ("E", 1, 30.0), ("B", 1, 35.0), ("B", 2, 40.0)]
+    written = "".join(
+        json.dumps({"name": "barrier", "ph": phase, "pid": 0, "tid": track, "ts": at, "args": {"comm": 1}}) + ",\n"
+        for phase, track, at in lines
+    )
+    path = tmp_path / "j.00000.json"
+    path.write_text(path.read_text().replace('{"name": "jaxmpi_end"', written + '{"name": "jaxmpi_end"'))
+    (rank,) = files.read(tmp_path)
+    found = [(event.track, event.begin, event.end, event.complete) for event in rank.events]
+    assert found == [(1, 10, 30, True), (2, 20, 25, True), (1, 35, 40, False), (2, 40, 40, False)]
 
 
 @pytest.mark.one_rank

@@ -1,6 +1,7 @@
 """Faults of programs, one rank's each: the job ends, says why, and leaves nothing running."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -175,10 +176,16 @@ def test_full_pipe(reader, tmp_path):
 
 def test_page_has_all_faults():
     rows = errors_page.rows(errors_page.PAGE.read_text())
-    of_launcher = ("the launcher is", "mpiexec is", "a machine")  # those of test_launcher.py and test_two_hosts.py
-    assert {case: told.strip("`") for case, (told, *_) in rows.items() if not case.startswith(of_launcher)} == {
+    of_others = ("the launcher is", "mpiexec is", "a machine", "a trace folder")  # in other files of tests
+    ends = {case: told.strip("`") for case, (told, *_) in rows.items() if case not in errors_page.GOES_ON}
+    assert {case: told for case, told in ends.items() if not case.startswith(of_others)} == {
         case: told for case, (_, told) in CAUGHT_BY_NOBODY.items()
     }
+    assert all(any(case.startswith(begin) for case in ends) for begin in of_others)
+    assert {case: told for case, (told, *_) in rows.items() if case in errors_page.GOES_ON} == errors_page.GOES_ON
+    for case, (_, *times) in rows.items():
+        assert all(re.fullmatch("(goes on)?" if case in errors_page.GOES_ON else r"([\d.]+ s)?", end) for end in times)
+        assert any(times), case
 
 
 @pytest.mark.nightly
@@ -297,6 +304,30 @@ def test_operations_in_a_child_of_fork(tmp_path):
     for name in IN_A_CHILD:
         assert f"child: {name}: True" in done.stdout, done.stdout
     assert sorted(line for line in done.stdout.splitlines() if "sum" in line) == ["sum 2.0 0.0", "sum 2.0 2.0"]
+    errors_page.goes_on("a child of `fork` communicates")
+
+
+def test_links_in_the_folder(tmp_path):
+    """In the place of all files that the launcher and a rank write: the ranks answer, and what they lead to stays."""
+    (tmp_path / "mine").write_text("mine")
+    does = """
+        if rank == 1:
+            for name in ("ask", *(f"{rank}.{kind}" for rank in (0, 1) for kind in ("report", "state"))):
+                for end in ("", ".draft"):
+                    os.symlink(sys.argv[1], f"{folder}/{name}{end}")
+            time.sleep(6)
+            notoken.send(x, 0)
+        else:
+            print("got", float(notoken.recv(x, 1)[0]))
+        MPI.COMM_WORLD.Barrier()
+    """
+    begin = 'import os\nfolder = os.environ["JAXMPI_JOB_FOLDER"]\n'
+    program = program_of(tmp_path, begin, BEGIN, textwrap.dedent(does))
+    done = launch(2, program, tmp_path / "mine", timeout=SECONDS, JAXMPI_TIMEOUT="2")
+    assert "got 1.0" in done.stdout
+    assert re.search(r"  rank 0: waits in recv of 3 float32.*\n  rank 1: is in no operation", done.stderr), done.stderr
+    assert (tmp_path / "mine").read_text() == "mine"
+    errors_page.goes_on("files in the folder of the job are symbolic links")
 
 
 WAITING = {

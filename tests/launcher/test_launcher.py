@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from jaxmpi import run
-from jaxmpi._launcher import output
+from jaxmpi._launcher import output, segments
 from programs import errors_page
 from support import limits
 from support.launch import _end_what_is_left, launch, outside_of_a_job, started
@@ -519,6 +519,55 @@ def test_launcher_is_killed(within, group, tmp_path, job):
         assert until(lambda: not list(folder.glob("jaxmpi-*")), 3)
 
 
+def test_segments_of_mpich(tmp_path, monkeypatch):
+    """Only what nobody else can need is removed."""
+    monkeypatch.setattr(segments, "_FOLDER", str(tmp_path))
+    names = ["mpich_shm_1_0", "mpich_shm_0abc_7", "mpich_shm_g_0", "mpich_shm_1", "sm_segment.1", "mpich_shm_2_0"]
+    for name in [*names, "mpich_shm_3_0", "mpich_shm_4_0"]:
+        (tmp_path / name).write_bytes(bytes(4096))
+    (tmp_path / "mpich_shm_5_0").symlink_to(tmp_path / "mpich_shm_g_0")
+    since = time.time() - 100
+    os.utime(tmp_path / "mpich_shm_2_0", (since - 1, since - 1))
+    if os.geteuid() == 0:
+        os.chown(tmp_path / "mpich_shm_3_0", 1234, 1234)
+    maps = "import mmap, os, sys; m = mmap.mmap(os.open(sys.argv[1], 2), 4096); print(flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", maps, tmp_path / "mpich_shm_4_0"]
+    with started(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        process.stdout.readline()
+        segments.remove(since)
+        left = {path.name for path in tmp_path.iterdir()}
+        assert left == {*names[2:], *(["mpich_shm_3_0"] if os.geteuid() == 0 else []), "mpich_shm_4_0", "mpich_shm_5_0"}
+        process.stdin.close()
+    segments.remove(since)
+    assert not (tmp_path / "mpich_shm_4_0").exists()
+
+
+@pytest.mark.parametrize("ends", ["raise KeyError('this')", "os.kill(os.getpid(), 9)", "launcher"])
+def test_nothing_is_left_in_shared_memory(ends, tmp_path, job):
+    """MPICH leaves files there if it does not come to MPI_Finalize."""
+    if run.flavour(run.find_mpiexec()) != "hydra" or os.readlink("/proc/self/ns/pid") != segments._ALL_PROCESSES:
+        pytest.skip("Open MPI's mpiexec removes them, and in a container nobody can")
+    program = """
+        import os, time
+        from mpi4py import MPI
+        MPI.COMM_WORLD.Barrier()
+        print(*(line.split("/")[-1].strip() for line in open("/proc/self/maps") if "/mpich_shm" in line), flush=True)
+        MPI.COMM_WORLD.Barrier()
+    """
+    does = "pass" if ends == "launcher" else f"if MPI.COMM_WORLD.rank: {ends}"
+    program = written(tmp_path, f"{textwrap.dedent(program)}\n{does}\ntime.sleep(1000)")
+    with started(
+        [*COMMAND, "-n", "2", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=job, text=True
+    ) as process:
+        found = {name for _ in range(2) for name in process.stdout.readline().split()}
+        if ends == "launcher":
+            process.kill()
+        process.wait(60)
+    assert found
+    seconds = 10 if ends == "launcher" else 0
+    assert until(lambda: not any(Path("/dev/shm", name).exists() for name in found), seconds)
+
+
 def test_limit_of_subprocess_run(tmp_path, job):
     program = written(tmp_path, "from mpi4py import MPI\nimport time\ntime.sleep(1000)")
     begin = time.monotonic()
@@ -609,6 +658,7 @@ def test_input_of_another_user(kind, tmp_path):
     done = subprocess.run(command, stdin=given, env=outside_of_a_job(), capture_output=True, timeout=60, check=False)
     os.close(given)
     assert sorted(done.stdout.splitlines()) == [b"0 30000", b"1 0"], done.stderr
+    errors_page.goes_on("standard input belongs to another user")
 
 
 def test_input_that_is_a_socket(tmp_path):

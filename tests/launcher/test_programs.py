@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import textwrap
@@ -295,6 +296,36 @@ def test_job_of_slurm_with_srun(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
     run.check_scheduler({"SLURM_NNODES": "2"}, 4, False)
     assert "a job of Slurm on 2 machines" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("present", "others"),
+    [
+        ({}, False),
+        ({"SLURM_NNODES": "1", "SLURM_NODELIST": "one"}, False),
+        ({"SLURM_NNODES": "2"}, True),
+        ({"LSB_HOSTS": "HERE HERE"}, False),
+        ({"LSB_HOSTS": "HERE two"}, True),
+        ({"PBS_NODEFILE": "HERE\nHERE.domain\n\n# two\n"}, False),
+        ({"PBS_NODEFILE": "HERE\ntwo\n"}, True),
+        ({"PE_HOSTFILE": "HERE.domain 4 queue@HERE UNDEFINED\n"}, False),
+        ({"HYDRA_HOST_FILE": "localhost:4\n"}, False),
+        ({"HYDRA_HOST_FILE": "two:4\n"}, True),
+        ({"PRTE_MCA_prte_default_hostfile": "  localhost slots=2\n10.0.0.2 slots=2\n"}, True),
+        ({"OMPI_MCA_orte_default_hostfile": "one slots=2\n"}, True),
+        ({"LSB_DJOB_HOSTFILE": None}, False),
+    ],
+    ids=str,
+)
+def test_variables_that_name_machines(present, others, tmp_path):
+    here = socket.gethostname().partition(".")[0]
+    variables = {}
+    for name, value in present.items():
+        variables[name] = value.replace("HERE", here) if value is not None else "/nowhere"
+        if re.search("(?i)file", name) and value is not None:
+            (tmp_path / name).write_text(variables[name])
+            variables[name] = str(tmp_path / name)
+    assert run.names_other_machines(variables) == others
 
 
 def test_little_shared_memory(monkeypatch, capsys):

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from jaxmpi._launcher import lifeline, private, relay
+from programs import errors_page
 from support.launch import started
 
 pytestmark = pytest.mark.one_rank
@@ -307,6 +308,7 @@ def test_another_user_makes_the_launchers_name_on_a_second_machine(what, shared)
     untouched(path, victim, planted)
     assert until(lambda: not (tmp / name_here()).exists())
     untouched(path, victim, planted)
+    errors_page.goes_on("the name of the folder is taken on a second machine")
 
 
 @as_root
@@ -322,6 +324,8 @@ def test_another_user_makes_the_folder(what, address, shared):
     assert done.stderr.startswith(f"jaxmpi.run: {os.uname().nodename} has no folder for what its ranks tell")
     assert str(path) in done.stderr
     untouched(path, victim, planted)
+    if what in (names := {"folder": "belongs to another user", "link to a folder": "is a symbolic link"}):
+        errors_page.goes_on(f"the folder of the job {names[what]}")
 
 
 @as_root

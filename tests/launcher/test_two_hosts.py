@@ -44,17 +44,21 @@ def hosts(tmp_path_factory):
 def job(hosts, tmp_path):
     """Runs a program on 4 ranks, ranks 0 and 1 on the first host, 2 and 3 on the second."""
 
-    def run_program(rest, *more, begin=BEGIN, start=launch, **environment):
+    def run_program(rest, *more, begin=BEGIN, start=launch, options=True, **environment):
+        """Without `options` variables name the hosts, as those of a scheduler do."""
         if run.flavour(run.find_mpiexec()) == "openmpi":
             hosts.file.write_text("".join(f"{name} slots=2\n" for name in NAMES))
-            options = f"--hostfile {hosts.file} --mca plm_rsh_agent {hosts.agent}"
+            told = f"--hostfile {hosts.file} --mca plm_rsh_agent {hosts.agent}"
+            variables = {"PRTE_MCA_prte_default_hostfile": hosts.file, "PRTE_MCA_plm_ssh_agent": hosts.agent}
         else:
             hosts.file.write_text("".join(f"{name}:2\n" for name in NAMES))
-            options = f"-f {hosts.file} -launcher ssh -launcher-exec {hosts.agent}"
+            told = f"-f {hosts.file} -launcher ssh -launcher-exec {hosts.agent}"
+            variables = {"HYDRA_HOST_FILE": hosts.file, "HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": hosts.agent}
         program = tmp_path / "program.py"
         program.write_text(begin + textwrap.dedent(rest))
-        words = ("--ranks-per-node", "2", *more, f"--mpiexec-args={options}", program)
-        environment = {"TMPDIR": str(hosts.tmp), **environment}
+        words = ("--ranks-per-node", "2", *more, *([f"--mpiexec-args={told}"] if options else []), program)
+        environment = {"TMPDIR": hosts.tmp, **({} if options or "HOME" in environment else variables), **environment}
+        environment = {name: str(value) for name, value in environment.items()}
         return start(4, *words, timeout=60, check=False, through=hosts.enter(NAMES[0]), **environment)
 
     return run_program
@@ -109,11 +113,13 @@ def test_exception_ends_the_job_on_both(job, fails):
     assert "not reached" not in done.stdout
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("late", [1, 2])
-def test_what_waits_is_reported(job, late):
+@pytest.mark.parametrize(
+    ("late", "options"), [(1, False), *(pytest.param(late, True, marks=pytest.mark.nightly) for late in (1, 2))]
+)
+def test_what_waits_is_reported(job, late, options):
+    """Whether options of mpiexec name the hosts, or variables."""
     done = job(f"if rank == {late}: time.sleep(1000)\nnotoken.allreduce(x, MPI.SUM).block_until_ready()",
-               JAXMPI_TIMEOUT="2", JAXMPI_TIMEOUT_ACTION="abort")  # fmt: skip
+               options=options, JAXMPI_TIMEOUT="2", JAXMPI_TIMEOUT_ACTION="abort")  # fmt: skip
     assert done.returncode != 0
     assert "s in allreduce of 50000 float32, op SUM, as rank" in done.stderr
     table = done.stderr.partition("jaxmpi.run: what the ranks do:")[2]
@@ -173,8 +179,10 @@ exec {hosts.agent} "$@"
     assert victim.read_text() == "ours"
 
 
-def test_hosts_that_see_one_folder(job, hosts, tmp_path):
-    """As of a cluster with one disk: the ranks of the second host are heard, and end with the launcher."""
+@pytest.mark.parametrize("named", ["by options", "by a file of the MPI library's"])
+def test_hosts_that_see_one_folder(named, job, hosts, tmp_path):
+    """As of a cluster with one disk: the ranks of the second host are heard, and end with the launcher. Where it cannot
+    know of that host, for a file of the MPI library's names it, they say that they are not."""
     if run.flavour(run.find_mpiexec()) != "openmpi":
         pytest.skip("UCX, by which MPICH communicates, finds no way between hosts that seem to have two kernels")
     shared = hosts.folder / "shared"
@@ -183,11 +191,17 @@ def test_hosts_that_see_one_folder(job, hosts, tmp_path):
         "01234567-89ab-cdef-0123-456789abcdef\n"
     )  # the hosts have one, by which machines are told apart
     known = "/proc/sys/kernel/random/boot_id"
+    options = named == "by options"
+    (tmp_path / ".prte").mkdir()
+    settings = f"prte_default_hostfile = {hosts.file}\nplm_ssh_agent = {hosts.agent}\n"
+    (tmp_path / ".prte" / "mca-params.conf").write_text(settings)
+    home = {} if options else {"HOME": str(tmp_path)}
     subprocess.run([*hosts.enter(NAMES[1]), "mount", "--bind", tmp_path / "boot_id", known], check=True)
     try:
         done = job("print(rank, 'in', folder, flush=True)\n"
                    "if rank == 1: time.sleep(1000)\nnotoken.allreduce(x, MPI.SUM).block_until_ready()",
                    begin=f"import os\nfolder = os.environ['JAXMPI_JOB_FOLDER']\n{BEGIN}",
+                   options=options, **home,
                    TMPDIR=str(shared), JAXMPI_TIMEOUT="2", JAXMPI_TIMEOUT_ACTION="abort")  # fmt: skip
     finally:
         subprocess.run([*hosts.enter(NAMES[1]), "umount", known], check=True)
@@ -196,8 +210,11 @@ def test_hosts_that_see_one_folder(job, hosts, tmp_path):
     assert folders["0"] == folders["1"], done.stderr
     assert folders["2"] == folders["3"]
     assert folders["0"].startswith(str(shared))
-    assert folders["2"].startswith("/dev/shm/")
     table = done.stderr.partition("jaxmpi.run: what the ranks do:")[2]
+    unknown = "jaxmpi.run: two is not the launcher's machine, which did not know of it"
+    assert done.stderr.count(unknown) == (0 if options else 1), done.stderr
+    assert folders["2"].startswith("/dev/shm/" if options else str(shared))
+    # Without options they answer here nevertheless: the kernel is one, whatever it says.
     assert "ranks 0, 2, 3: wait in allreduce of 50000 float32" in table, done.stderr
     assert not list(shared.glob("jaxmpi-*"))
 

@@ -292,16 +292,35 @@ def _find_folder() -> Any:
         if address is not None:
             _folder = _beside("relay").folder_here(_folder, address)
         os.environ["JAXMPI_JOB_FOLDER"] = _folder
-        return _opened()
+        folder = _opened()
+        if address is None and not _is_here(folder):
+            _tell_once_here(
+                "is not the launcher's machine, which did not know of it: ranks here do not answer, and may go on if "
+                "the launcher is killed. Name the machines by --mpiexec-args (--mpiexec-args= leaves all to MPI)"
+            )
+        return folder
     except Exception as error:  # the rank runs without it
         del os.environ["JAXMPI_JOB_FOLDER"]
         _folder = None
-        if not (_beside("accelerators").local_rank(os.environ) or [0])[0]:  # one of those on this machine
-            _tell(
-                f"jaxmpi.run: {os.uname().nodename} has no folder for what its ranks tell the launcher ({error}): "
-                "they do not answer, and may go on if it is killed. Set TMPDIR to a folder with room\n"
-            )
+        _tell_once_here(
+            f"has no folder for what its ranks tell the launcher ({error}): they do not answer, and may go on if it "
+            "is killed. Set TMPDIR to a folder with room"
+        )
         return None
+
+
+def _is_here(folder: Any) -> bool:
+    """Whether the folder is of this machine, as far as it says so."""
+    with contextlib.suppress(OSError):
+        lifeline = _beside("lifeline")
+        return lifeline.machine() == "" or lifeline.is_here(folder)
+    return True
+
+
+def _tell_once_here(text: str) -> None:
+    """Has one of the ranks on this machine tell it."""
+    if not (_beside("accelerators").local_rank(os.environ) or [0])[0]:
+        _tell(f"jaxmpi.run: {os.uname().nodename} {text}\n")
 
 
 def _opened() -> Any:

@@ -1,4 +1,5 @@
-"""The process that remains if the launcher is killed: it ends mpiexec, and removes the job's folder.
+"""The process that remains if the launcher is killed: it ends mpiexec, and removes the job's folder and
+what MPI has left in the memory that processes share.
 
 The ranks end by themselves: lifeline.py. It is also the launcher's witness: it is in the process group of the launcher
 and of mpiexec, so a signal that it gets has come to mpiexec, too, as Ctrl-C does from a terminal. Passed on once more,
@@ -11,19 +12,20 @@ import signal
 import warnings
 from collections.abc import Iterable
 
-from jaxmpi._launcher import private
+from jaxmpi._launcher import private, segments
 from jaxmpi._launcher.ready import ready
 
 _KILL_SECONDS = 5.0
 
 
-def start(alive: int, job: int | None, folder: str, witnesses: int, signals: Iterable[int]) -> int | None:
+def start(alive: int, job: int | None, folder: str, began: float, witnesses: int, signals: Iterable[int]) -> int | None:
     """Starts the guard. Returns its process number, or None if it cannot be started.
 
     Args:
       alive: a descriptor that is readable when the launcher has gone.
       job: mpiexec's process number.
       folder: the job's folder.
+      began: when the job began, by time.time().
       witnesses: a descriptor to which the numbers of signals go.
       signals: the signals whose numbers are written there.
     """
@@ -35,7 +37,7 @@ def start(alive: int, job: int | None, folder: str, witnesses: int, signals: Ite
             process = os.fork()
         if process == 0:
             try:
-                _guard(alive, job, folder, witnesses, known, before)
+                _guard(alive, job, folder, began, witnesses, known, before)
             finally:
                 os._exit(0)
         return process
@@ -45,7 +47,9 @@ def start(alive: int, job: int | None, folder: str, witnesses: int, signals: Ite
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _guard(alive: int, job: int | None, folder: str, witnesses: int, signals: set[int], mask: set[int]) -> None:
+def _guard(
+    alive: int, job: int | None, folder: str, began: float, witnesses: int, signals: set[int], mask: set[int]
+) -> None:
     with contextlib.suppress(ValueError):  # not in the main thread, where no signals are passed on
         signal.set_wakeup_fd(witnesses, warn_on_full_buffer=False)
         for number in signals:
@@ -68,4 +72,5 @@ def _guard(alive: int, job: int | None, folder: str, witnesses: int, signals: se
                 signal.pidfd_send_signal(job, number)
             if ready([job], _KILL_SECONDS):
                 break
+    segments.remove(began)
     private.remove(folder)

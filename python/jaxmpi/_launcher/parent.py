@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxmpi._launcher import guard, lifeline, monitor, output, private, relay, stdin
+from jaxmpi._launcher import guard, lifeline, monitor, output, private, relay, segments, stdin
 from jaxmpi._launcher.ready import ready
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -49,6 +49,7 @@ class Job:
     alive: tuple[int, int] | None = None
     input: Any = None
     server: tuple[Any, str] | None = None
+    began: float = field(default_factory=time.time)
 
     @classmethod
     def prepare(cls, ranks: int, several: bool) -> "Job":
@@ -272,7 +273,7 @@ def _run(command: list[str], environment: Mapping[str, str], job: Job, verbose: 
     with contextlib.suppress(OSError, AttributeError):  # a system that has none
         ends = os.pidfd_open(process.pid)
     if job.alive is not None and job.folder is not None:  # before there are threads
-        beside = guard.start(job.alive[0], ends, job.folder, signals.witnesses, _PASSED)
+        beside = guard.start(job.alive[0], ends, job.folder, job.began, signals.witnesses, _PASSED)
     if several := job.server is not None:
         _Limit.lift()
     codes = None if verbose else lambda: {rank: code for rank, (code, _) in job.aborting().items()}
@@ -283,6 +284,8 @@ def _run(command: list[str], environment: Mapping[str, str], job: Job, verbose: 
         _wait(process, ends, job, signals, beside is not None)
         if process.returncode == 0:
             _wait_for_late(job)
+        else:
+            segments.remove(job.began)
         if watching is not None:
             watching.join(_STOP_SECONDS)
         return _end(process.returncode, job, signals, passing)
