@@ -169,8 +169,9 @@ ffi_error *call_fail_mpi(const struct call *call, int code) {
   for (int i = 0; i < call->operation->attribute_count; i++)
     if (call->operation->attributes[i].kind == KIND_RANK || call->operation->attributes[i].kind == KIND_TAG)
       text_add(&given, "; %s %" PRId64, call->operation->attributes[i].name, call->attributes[i]);
-  for (int i = 0; i < call->operation->buffer_count; i++)
-    for (int k = call->first[i]; k < call->first[i + 1] && call->buffer_count > 0; k++)
+  /* A wait that speaks for what it waits for has none: requests/table.h. */
+  for (int i = 0; i < call->operation->buffer_count && call->buffer_count > 0; i++)
+    for (int k = call->first[i]; k < call->first[i + 1]; k++)
       if (call->buffers[k].type != NULL)
         text_add(&given, "; %s %" PRId64 " of %s", call->operation->buffers[i].name, call->buffers[k].count,
                  call->buffers[k].type->name);

@@ -25,8 +25,9 @@ struct communicator {
   intptr_t handle;
   int rank;
   int size;
-  int64_t chunk; /* bytes of a chunk: longer operations are divided if they can be; 0: never. The same on all ranks */
-  int64_t piece; /* bytes of a piece of an allreduce that is at least PIECES times as long; 0: never. As `chunk` */
+  /* Bytes of a chunk: longer operations are divided if they can be; 0: never. The same on all ranks. */
+  _Atomic int64_t chunk;
+  _Atomic int64_t piece;    /* of an allreduce that is at least PIECES times as long, its bytes; 0: never. As `chunk` */
   const char *_Atomic name; /* for reports; NULL: none */
   atomic_bool freed;
   struct communicator *next_freed;     /* in runtime.freed */

@@ -4,8 +4,9 @@
 /* Elements of an allreduce that MPI gets at a time. The libraries take memory as long as the vector for each call, from
  * some length on fresh pages of the system's, which cost more than the sum. */
 static inline int64_t most_at_a_time(const struct call *c, const struct buffer *in) {
-  if (c->comm->piece == 0 || (int64_t)buffer_bytes(in) < PIECES * c->comm->piece) return runtime.max_count;
-  int64_t most = c->comm->piece / (int64_t)in->type->bytes;
+  int64_t piece = c->comm->piece;
+  if (piece == 0 || (int64_t)buffer_bytes(in) < PIECES * piece) return runtime.max_count;
+  int64_t most = piece / (int64_t)in->type->bytes;
   return most < runtime.max_count ? most : runtime.max_count;
 }
 

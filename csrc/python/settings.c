@@ -16,7 +16,7 @@ enum setting_kind {
   SETTING_INT,         /* int */
   SETTING_INT64,       /* int64_t */
   SETTING_COUNT,       /* int64_t, at least 1 and no more than an int holds */
-  SETTING_BYTES,       /* int64_t: 0, or at least `least` */
+  SETTING_BYTES,       /* _Atomic int64_t: 0, or at least `least` */
   SETTING_HANDLE,      /* intptr_t, an MPI handle */
   SETTING_OBJECT,      /* the object with a number in the registry */
   SETTING_TRANSPORT,   /* the name of a transport */
@@ -73,8 +73,9 @@ static PyObject *setting_get(const struct setting *setting, const void *member) 
       return PyLong_FromLong(*(const int *)member);
     case SETTING_INT64:
     case SETTING_COUNT:
-    case SETTING_BYTES:
       return PyLong_FromLongLong(*(const int64_t *)member);
+    case SETTING_BYTES:
+      return PyLong_FromLongLong(atomic_load((const _Atomic int64_t *)member));
     case SETTING_HANDLE:
       return PyLong_FromSsize_t(*(const intptr_t *)member);
     case SETTING_TRANSPORT:
@@ -105,7 +106,7 @@ static int set_integer(const struct setting *setting, void *member, long long va
         PyErr_Format(PyExc_ValueError, "%s: at least %lld bytes, or 0", setting->name, (long long)setting->least);
         return -1;
       }
-      *(int64_t *)member = value;
+      atomic_store((_Atomic int64_t *)member, value);
       break;
     case SETTING_HANDLE:
       *(intptr_t *)member = (intptr_t)value;

@@ -57,9 +57,10 @@ struct fake_control {
   /* Switches, off after a reset. */
   bool hollow; /* no buffer is touched, so that counts may be huge and pointers invalid */
   void (*others)(int rank, void *data);
-  int linger_ms;      /* how long a call that communicates waits for a second thread to enter MPI */
-  atomic_int slow;    /* calls of Test that find a request started from now on still under way */
-  atomic_int unheard; /* calls of Improbe and Iprobe from now on that find nothing yet */
+  atomic_int linger_ms; /* how long a call that communicates waits for a second thread to enter MPI */
+  atomic_int slow;      /* calls of Test that find a request started from now on still under way */
+  atomic_int unheard;   /* calls of Improbe and Iprobe from now on that find nothing yet */
+  atomic_bool held;     /* while it is true, Test finds all requests under way, Improbe and Iprobe find nothing */
 
   /* How the library describes itself; not reset. */
   const char *version;

@@ -134,7 +134,7 @@ static void a_result_that_is_too_small_stays_as_it_was(void) {
   for (size_t which = 0; which < sizeof names / sizeof *names; which++)
     for (int turn = 0; turn < 300; turn++) {
       if (!draw_without_room(which, turn)) continue;
-      char text[64];
+      char text[128];
       snprintf(text, sizeof text, "rows sent to this rank: %lld; its result has room for %lld", (long long)gotten(),
                (long long)c.out_rows);
       FAILS(run_it(), FFI_INVALID_ARGUMENT, text, "larger rows=");

@@ -15,7 +15,7 @@ from jaxmpi._mpi.library import OPERATIONS
 from jaxmpi._operations.table import check_names
 from jaxmpi._primitive.operation import eager_programs
 from support import simulated
-from support.table import NEW_JAX
+from support.table import CASES, NEW_JAX
 
 pytestmark = pytest.mark.own_errors
 
@@ -426,30 +426,13 @@ def _with_neighbors(call):
 
 
 NOTHING = {
-    "allgather": notoken.allgather,
-    "allgatherv": lambda x: notoken.allgatherv(x, jnp.int32(0), rows=0),
-    "alltoallv": lambda x: notoken.alltoallv(x, [0] * MPI.COMM_WORLD.size, [0] * MPI.COMM_WORLD.size),
-    "exscan": lambda x: notoken.exscan(x, MPI.SUM),
-    "gatherv": lambda x: notoken.gatherv(x, [0] * MPI.COMM_WORLD.size, 0),
-    "reduce_scatter": lambda x: notoken.reduce_scatter(x, MPI.SUM),
-    "reduce_scatter_counts": lambda x: notoken.reduce_scatter(x, MPI.SUM, [0] * MPI.COMM_WORLD.size),
-    "scatterv": lambda x: notoken.scatterv(x, [0] * MPI.COMM_WORLD.size, 0),
-    "iallreduce": lambda x: notoken.iallreduce(x, MPI.SUM),
-    "ialltoall": notoken.ialltoall,
-    "ibcast": lambda x: notoken.ibcast(x, 0),
+    **{case.name: lambda x, case=case: case.call(x, MPI.COMM_WORLD, 0) for case in CASES if not case.messages},
     "irecv": lambda x: notoken.irecv(x, 0),
     "isend": lambda x: notoken.isend(x, 0),
     "neighbor_allgather": _with_neighbors(notoken.neighbor_allgather),
     "neighbor_alltoall": _with_neighbors(notoken.neighbor_alltoall),
     **{f"Grid.{name}": _in_grid(name) for name in ("exchange", "start", "pad", "scatter", "gather")},
-    "allreduce": lambda x: notoken.allreduce(x, MPI.SUM),
-    "alltoall": notoken.alltoall,
-    "bcast": lambda x: notoken.bcast(x, 0),
-    "gather": lambda x: notoken.gather(x, 0),
     "recv": lambda x: notoken.recv(x, 0),
-    "reduce": lambda x: notoken.reduce(x, MPI.SUM, 0),
-    "scan": lambda x: notoken.scan(x, MPI.SUM),
-    "scatter": lambda x: notoken.scatter(x, 0),
     "send": lambda x: notoken.send(x, 0),
     "sendbuf": lambda x: notoken.sendrecv(x, X, 0, 0),
     "recvbuf": lambda x: notoken.sendrecv(X, x, 0, 0),
