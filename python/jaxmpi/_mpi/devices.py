@@ -104,7 +104,7 @@ def _transport(wish: str, aware: bool, inspects: bool) -> tuple[str, str]:
 
 
 def _that_count(platforms: list[str], jax_platforms: str) -> list[str]:
-    """Those of the platforms with a driver that decide: JAX may use them and, of several drivers, they find a device.
+    """The platforms that decide, of those with a driver: JAX may use them and, of several drivers, they find a device.
 
     All, if there are none.
     """
