@@ -146,7 +146,7 @@ def register() -> None:
         types, initialize = clusters.ClusterEnv._cluster_types, distributed.State.initialize
     except (ImportError, AttributeError):
         return  # a JAX that finds its processes in another way, which the program then chooses
-    if any(kind.name == _NAME_OF_CLUSTER for kind in types):
+    if any(getattr(kind, "name", "") == _NAME_OF_CLUSTER for kind in types):  # in older versions of JAX some have none
         return
 
     class Cluster(clusters.ClusterEnv):
