@@ -161,7 +161,7 @@ static ffi_error *by_plan(struct call *c) {
   if (scratch == NULL) return call_fail(c, FFI_INTERNAL, "no memory for messages of %zu bytes", stage_bytes);
   char *stage = c->messages == NULL ? scratch->data : c->messages;
   MPI_Request *requests = (MPI_Request *)(void *)(scratch->data + own_bytes);
-  if (c->messages == NULL) plan_pack(c, plan, stage);
+  if (c->messages == NULL) plan_compose(c, plan, stage, PAIRS_COPIED);
   for (int i = 0; i < plan->send_count; i++) memcpy(stage + plan->sends[i].stage, &label, LABEL_BYTES);
   int begun = 0, code = MPI_SUCCESS;
   for (; begun < plan->send_count && code == MPI_SUCCESS; begun++) {
@@ -175,6 +175,10 @@ static ffi_error *by_plan(struct call *c) {
   if (code != MPI_SUCCESS) begun--;
   c->sending = begun > 0;
   ffi_error *error = code == MPI_SUCCESS ? NULL : call_fail_mpi(c, code);
+  if (c->messages == NULL) {
+    plan_fill(c, plan);
+    plan_copy_pairs(c, plan);
+  }
   /* All of them, so that none is left to the next call; but where this rank could not send, others may not have been
    * able to either, and nothing may come. */
   for (int i = 0; i < plan->receive_count && code == MPI_SUCCESS; i++)
@@ -185,7 +189,8 @@ static ffi_error *by_plan(struct call *c) {
     code = mpi.Wait(&requests[i], &sent);
     if (code != MPI_SUCCESS && error == NULL) error = call_fail_in(c, "MPI_Wait", code);
   }
-  if (error == NULL && c->messages == NULL) plan_unpack(c, plan, stage);
+  if (c->messages == NULL && error == NULL) plan_unpack(c, plan, stage, PAIRS_COPIED);
+  if (c->messages == NULL && error != NULL) plan_spoil(c, plan);
   scratch_give(scratch);
   return error;
 }

@@ -16,7 +16,10 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 
 import jaxmpi
-from jaxmpi._grid.divisions import best_division
+from jaxmpi._grid.divisions import Division, Redistribution, _plan, best_division
+from jaxmpi._grid.halos import Layout
+from jaxmpi._mpi import plans
+from jaxmpi._mpi.library import CONSTANTS
 from support import drawing
 from support.table import NEW_JAX, draw, dtype_of
 
@@ -225,6 +228,37 @@ def test_random_derivatives(comm, size):
 @pytest.mark.seconds(600)
 def test_random_batches(comm, size):
     run_cases(comm, cases(size), check_batches, EXAMPLES // 2)
+
+
+@pytest.mark.one_rank
+@pytest.mark.parametrize(
+    ("blocks", "width", "adjoint", "staggered", "begin", "pairs"),
+    [
+        ((((2, 3), (4,)), ((5,), (3, 1))), 0, False, False, "covered", 1),
+        ((((2, 3), (4,)), ((5,), (3, 1))), 0, True, False, "covered", 1),
+        ((((2, 3), (4,)), ((5,), (3, 1))), 1, False, False, "zero", 1),  # the halo
+        ((((2, 3), (4,)), ((5,), (3, 1))), 0, False, True, "covered", 1),
+        ((((2, 3), (4,)), ((5,), (3, 1))), 0, True, True, "zero", 0),  # what is added
+        ((((0, 5), (4,)), ((5,), (4, 0))), 0, False, False, "covered", 0),  # a rank that has nothing of its own
+        ((((5, 0), (4,)), ((5,), (0, 4))), 0, False, False, "covered", 0),  # and one that gets nothing
+    ],
+)
+def test_how_results_begin(blocks, width, adjoint, staggered, begin, pairs, monkeypatch):
+    """Of rank 0: how its results begin, and how many parts it copies at once."""
+    made = {}
+
+    class Spy:
+        def __init__(self, words):
+            made.update(zip(CONSTANTS["PLAN_HEADER"], words, strict=False))
+
+    monkeypatch.setattr(plans, "Plan", Spy)
+    widths = ((0, 0), (0, 0)), ((width, width), (0, 0))
+    source, target = (Division(Layout(its, (False, False)), w) for its, w in zip(blocks, widths, strict=True))
+    pattern = Redistribution(0, source, target)
+    place = (-2, -1), (False, staggered)
+    aval = jax.ShapeDtypeStruct((target if adjoint else source).shape(0, (0, 0), place), np.float32)
+    _plan.__wrapped__(pattern, (aval,), (place,), adjoint)
+    assert (CONSTANTS["BEGINS"][made["begin"]], made["pair_count"]) == (begin, pairs)
 
 
 def test_in_loops(comm, rank, size):
