@@ -66,6 +66,12 @@ static bool has_pairs(const struct plan *plan) {
   return right;
 }
 
+static bool are_in_order(const struct box *boxes, int count) {
+  for (int i = 1; i < count; i++)
+    if (boxes[i].stage < boxes[i - 1].stage) return false;
+  return true;
+}
+
 struct plan *plan_make(const int64_t *numbers, size_t count) {
   struct reader reader = {numbers, numbers + count};
   struct plan *plan = calloc(1, sizeof *plan);
@@ -87,7 +93,9 @@ struct plan *plan_make(const int64_t *numbers, size_t count) {
     plan->unpacks = plan->fills + plan->fill_count;
     for (size_t i = 0; i < arrays; i++) elements[i] = take_number(&reader);
     take_peers(&reader, plan->sends, (int)peers);
-    whole = take_boxes(&reader, plan->packs, (int)boxes) && reader.next == reader.end && has_pairs(plan);
+    whole = take_boxes(&reader, plan->packs, (int)boxes) && reader.next == reader.end && has_pairs(plan) &&
+            are_in_order(plan->packs, plan->pack_count - plan->pair_count) &&
+            (plan->adds || are_in_order(plan->unpacks, plan->unpack_count - plan->pair_count));
   }
   if (whole) return plan;
   free(elements);
@@ -267,10 +275,18 @@ uint64_t plan_label(const struct call *call, const struct plan *plan, uint64_t n
   return hash ^ hash >> 31;
 }
 
-void plan_compose(const struct call *call, const struct plan *plan, char *stage, enum pairs pairs) {
-  int count = plan->pack_count - (pairs == PAIRS_COPIED ? plan->pair_count : 0);
-  for (int i = 0; i < count; i++)
-    walk_box(gather_row, &plan->packs[i], plan_operand(call, plan->packs[i].leaf)->data, stage + plan->packs[i].stage);
+static void gather(const struct call *call, const struct box *box, char *stage) {
+  walk_box(gather_row, box, plan_operand(call, box->leaf)->data, stage + box->stage);
+}
+
+int plan_compose_until(const struct call *call, const struct plan *plan, char *stage, int next, int64_t end) {
+  for (; next < plan->pack_count - plan->pair_count && plan->packs[next].stage < end; next++)
+    gather(call, &plan->packs[next], stage);
+  return next;
+}
+
+void plan_compose(const struct call *call, const struct plan *plan, char *stage) {
+  for (int i = 0; i < plan->pack_count; i++) gather(call, &plan->packs[i], stage);
 }
 
 void plan_fill(const struct call *call, const struct plan *plan) {
@@ -287,17 +303,23 @@ void plan_copy_pairs(const struct call *call, const struct plan *plan) {
               (char *)plan_result(call, to->leaf)->data + to->first);
 }
 
-void plan_unpack(const struct call *call, const struct plan *plan, const char *stage, enum pairs pairs) {
-  int count = plan->unpack_count - (pairs == PAIRS_COPIED ? plan->pair_count : 0);
-  for (int i = 0; i < count; i++) {
-    const struct box *box = &plan->unpacks[i];
-    const struct buffer *array = plan_result(call, box->leaf);
-    walk_box(plan->adds ? adder_of(array->type) : scatter_row, box, array->data, stage + box->stage);
-  }
+static void scatter(const struct call *call, const struct box *box, bool adds, const char *stage) {
+  const struct buffer *array = plan_result(call, box->leaf);
+  walk_box(adds ? adder_of(array->type) : scatter_row, box, array->data, stage + box->stage);
+}
+
+int plan_unpack_until(const struct call *call, const struct plan *plan, const char *stage, int next, int64_t end) {
+  for (; next < plan->unpack_count - plan->pair_count && plan->unpacks[next].stage < end; next++)
+    scatter(call, &plan->unpacks[next], false, stage);
+  return next;
+}
+
+void plan_unpack(const struct call *call, const struct plan *plan, const char *stage) {
+  for (int i = 0; i < plan->unpack_count; i++) scatter(call, &plan->unpacks[i], plan->adds, stage);
 }
 
 void plan_spoil(const struct call *call, const struct plan *plan) {
-  for (int i = 0; i < plan->arrays && plan->begin == BEGINS_COVERED; i++) {
+  for (int i = 0; i < plan->arrays && plan->begin != BEGINS_AS_OPERANDS; i++) {
     const struct buffer *out = plan_result(call, i);
     if (out->count > 0) memset(out->data, 0xff, buffer_bytes(out));
   }

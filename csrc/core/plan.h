@@ -70,7 +70,8 @@ struct plan {
   int64_t sent, received; /* bytes of each part of the stage */
   int send_count, receive_count, pack_count, fill_count, unpack_count;
   /* The last `pair_count` packs and unpacks are of this rank itself, each pair of the same runs and counts. Results of
-   * a plan with pairs are not in the memory of operands. */
+   * a plan with pairs are not in the memory of operands. The packs before them are in the order in which they lie in
+   * the stage, and so are the unpacks unless they add. */
   int pair_count;
   struct peer *sends, *receives;
   struct box *packs, *fills, *unpacks;
@@ -105,11 +106,11 @@ ffi_error *plan_check_operands(const struct call *call, const struct plan *plan)
 /* Lets the results begin as the plan says; in whichever memory they lie, so that it can fail. */
 ffi_error *plan_begin(const struct call *call, const struct plan *plan);
 
-/* Who takes care of the plan's pairs: the stage, or plan_copy_pairs. */
-enum pairs { PAIRS_STAGED, PAIRS_COPIED };
-
 /* Composes the messages in `stage`, which has room for `sent` bytes, except for their labels. */
-void plan_compose(const struct call *call, const struct plan *plan, char *stage, enum pairs pairs);
+void plan_compose(const struct call *call, const struct plan *plan, char *stage);
+
+/* Composes what lies before `end` in the stage, from the pack `next` on, without the pairs. Returns the next pack. */
+int plan_compose_until(const struct call *call, const struct plan *plan, char *stage, int next, int64_t end);
 
 /* Sets the results of `call` except for what is received. After plan_compose. */
 void plan_fill(const struct call *call, const struct plan *plan);
@@ -117,11 +118,15 @@ void plan_fill(const struct call *call, const struct plan *plan);
 /* Copies what this rank has for itself from the operands to the results. After plan_fill. */
 void plan_copy_pairs(const struct call *call, const struct plan *plan);
 
-/* Distributes what has been received. */
-void plan_unpack(const struct call *call, const struct plan *plan, const char *stage, enum pairs pairs);
+/* Distributes what has been received, and what this rank had for itself. */
+void plan_unpack(const struct call *call, const struct plan *plan, const char *stage);
 
-/* In the place of plan_unpack, after an error: sets all bits of results that would otherwise be what was in their
- * memory before. */
+/* Distributes what lies before `end` in the stage, from the unpack `next` on, without the pairs, of a plan that does
+ * not add. Returns the next unpack. */
+int plan_unpack_until(const struct call *call, const struct plan *plan, const char *stage, int next, int64_t end);
+
+/* After an error: sets all bits of results that do not begin as operands, so that neither parts of them nor what was in
+ * their memory look like numbers. */
 void plan_spoil(const struct call *call, const struct plan *plan);
 
 /* A box of an array that is at hand without its gaps, as in a message: its bytes; fills it; adds a message to it,

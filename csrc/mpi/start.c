@@ -185,7 +185,7 @@ ffi_error *BODY(exchange_start)(struct call *c) {
   struct request *request;
   PASS(request_new(c, b.request, bytes + 1, plan->send_count, plan->receive_count, &request));
   request->label = plan_label(c, plan, atomic_fetch_add(&c->comm->planned, 1) + 1);
-  plan_compose(c, plan, request->data, PAIRS_STAGED);
+  plan_compose(c, plan, request->data);
   for (int i = 0; i < plan->receive_count; i++) {
     const struct peer *peer = &plan->receives[i];
     receive_init(&request->receives[i], c->comm, peer->rank, plan->tag, peer->bytes);

@@ -223,7 +223,7 @@ ffi_error *BODY(exchange_finish)(struct call *c) {
     plan_fill(&arrays, plan);
     char *stage = request != NULL ? request->data : calloc(1, (size_t)(plan->sent + plan->received) + 1);
     if (stage != NULL)
-      plan_unpack(&arrays, plan, stage, PAIRS_STAGED);
+      plan_unpack(&arrays, plan, stage);
     else
       error = call_fail(c, FFI_INTERNAL, "no memory for the messages");
     if (request == NULL) free(stage);

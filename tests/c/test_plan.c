@@ -44,9 +44,9 @@ static struct plan *plan_of_three(bool adds, int begin) {
   PUT(&n, 1, TO_2 + LABEL_BYTES + 16, 24, 8, 0, 0, 1, 3, -8); /* b[3], b[2], b[1] */
   PUT(&n, 0, OWN, 0, 4, 0, 0, 0);
   PUT(&n, 0, 0, 36, 8, value, 0, 0);
+  PUT(&n, 0, OWN, 20, 4, 0, 0, 0);
   PUT(&n, 0, FROM_0 + LABEL_BYTES, 72, 24, 0, 0, 0); /* the last row */
   PUT(&n, 1, FROM_2 + LABEL_BYTES, 24, 8, 0, 0, 1, 2, 8);
-  PUT(&n, 0, OWN, 20, 4, 0, 0, 0);
   return planned(&n);
 }
 
@@ -230,10 +230,13 @@ static struct plan *transposing(int begin, int pairs, int64_t count_there) {
   struct numbers n = {.count = 0};
   PUT(&n, SIGNATURE, PLAN_TAG, 1, 0, begin, COVERED_STAGE + HALF, COVERED_STAGE, 1, 1, 2, 0, 2, pairs, A, A);
   PUT(&n, 2, 0, COVERED_STAGE, 2, COVERED_STAGE + HALF, COVERED_STAGE);
-  PUT(&n, 0, LABEL_BYTES, 0, 12, 0, 0, 1, 4, 24);    /* the left half leaves */
-  PUT(&n, 0, COVERED_STAGE, 12, 12, 0, 0, 1, 4, 24); /* the right half stays */
-  PUT(&n, 0, COVERED_STAGE + HALF + LABEL_BYTES, 0, 12, 0, 0, 1, 4, 24);
-  PUT(&n, 0, COVERED_STAGE, 12, 12, 0, 0, 1, count_there, 24);
+  PUT(&n, 0, LABEL_BYTES, 0, 12, 0, 0, 1, 4, 24);       /* the left half leaves */
+  PUT(&n, 0, COVERED_STAGE, 12, 12, 0, 0, 1, 4, 24);    /* the right half stays */
+  for (int own = !pairs, i = 0; i < 2; i++, own = !own) /* in the order of the stage, but pairs come last */
+    if (own)
+      PUT(&n, 0, COVERED_STAGE, 12, 12, 0, 0, 1, count_there, 24);
+    else
+      PUT(&n, 0, COVERED_STAGE + HALF + LABEL_BYTES, 0, 12, 0, 0, 1, 4, 24);
   return plan_make(n.values, n.count);
 }
 
@@ -269,6 +272,33 @@ static void nothing_is_left_after_an_error(void) {
   }
 }
 
+/* From ranks 0 and 2 a half each, of which the second one is wrong. */
+static void parts_are_left_out_after_an_error(void) {
+  struct numbers n = {.count = 0};
+  PUT(&n, SIGNATURE, PLAN_TAG, 1, 0, BEGINS_AS_ZERO, 0, 2 * COVERED_STAGE, 0, 2, 0, 0, 2, 0, A, A);
+  PUT(&n, 0, 0, COVERED_STAGE, 2, COVERED_STAGE, COVERED_STAGE);
+  PUT(&n, 0, LABEL_BYTES, 0, 12, 0, 0, 1, 4, 24);
+  PUT(&n, 0, COVERED_STAGE + LABEL_BYTES, 12, 12, 0, 0, 1, 4, 24);
+  const struct plan *plan = planned(&n);
+  for (int wrong = 0; wrong < 2; wrong++) {
+    prepare();
+    deliver(0, SIGNATURE, number, other_half, COVERED_STAGE);
+    deliver(2, SIGNATURE + (uint64_t)wrong, number, other_half, COVERED_STAGE);
+    if (wrong)
+      FAILS(transpose_by(plan), FFI_FAILED_PRECONDITION, "rank 2 has sent something else");
+    else
+      SUCCEEDS(transpose_by(plan));
+    for (int i = 0; i < A; i++) CHECK(wrong ? a_out[i] != a_out[i] : a_out[i] == other_half[i / 6 * 3 + i % 3]);
+  }
+}
+
+static void boxes_must_be_in_order(void) {
+  struct numbers n = {.count = 0};
+  PUT(&n, SIGNATURE, PLAN_TAG, 1, 0, 0, 32, 0, 0, 0, 2, 0, 0, 0, B, B);
+  PUT(&n, 0, 16, 0, 8, 0, 0, 0, 0, 0, 8, 8, 0, 0, 0);
+  CHECK(plan_make(n.values, n.count) == NULL);
+}
+
 static void pairs_must_be_alike(void) {
   CHECK(transposing(BEGINS_AS_OPERANDS, 1, 4) == NULL); /* where the result may be the operand */
   CHECK(transposing(BEGINS_COVERED, 1, 3) == NULL);
@@ -286,6 +316,8 @@ static const struct test tests[] = {
     TEST(what_is_added),
     TEST(own_parts_are_copied_at_once),
     TEST(nothing_is_left_after_an_error),
+    TEST(parts_are_left_out_after_an_error),
+    TEST(boxes_must_be_in_order),
     TEST(pairs_must_be_alike),
 };
 MAIN(tests)

@@ -75,8 +75,10 @@ static const struct plan *draw_plan(const struct shape *shapes, int arrays, bool
   PUT(&n, 4711, PLAN_TAG, arrays, adds, once_in(3), sent, length, travels, travels, moves, fills, moves, 0);
   for (int i = 0; i < 2 * arrays; i++) PUT(&n, elements_of(&shapes[i % arrays]));
   for (int i = 0; i < 2 * travels; i++) PUT(&n, 1, i * sent, length);
-  for (int i = 0; i < moves; i++)
+  for (int k = 0; k < moves; k++) { /* as they lie in the stage */
+    int i = (k + own) % moves;
     put_box(&n, leaves[i], i < own ? length + places[i] : places[i], &shapes[leaves[i]], counts[i], true, 0);
+  }
   for (int i = 0; i < fills; i++) {
     int leaf = (int)draw((uint32_t)arrays);
     int64_t filled[MOST_AXES], value = once_in(2) ? 0 : 0x4040000040400000;

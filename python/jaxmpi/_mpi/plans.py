@@ -225,7 +225,9 @@ def make(
     boxes: list[int] = []
 
     def put(places: dict[int, int], side: int, arrays: Sequence[Any]) -> None:
-        for index in [*sorted(places.keys() - pairs.keys()), *pairs]:
+        # In the order of the stage; sums in that of the moves, on which the last bits of a number depend.
+        order = sorted(places.keys() - pairs.keys(), key=lambda index: index if side and adds else places[index])
+        for index in [*order, *pairs]:
             move, axes = moves[index], pairs[index][side] if index in pairs else None
             box = move.written if side else move.read
             boxes.extend(_words_of_box(move.leaf, places[index], box, arrays[move.leaf], axes=axes))
