@@ -132,7 +132,7 @@ static void walk_box(row_function *function, const struct box *box, void *array,
   walk_axis(function, box, 0, (char *)array + box->first, &at);
 }
 
-/* Copies of a size that is known to the compiler are single instructions. */
+/* Copies of a size that is known to the compiler are a few instructions. */
 #define WITH_RUN(run, COPY) \
   switch (run) {            \
     case 4:                 \
@@ -141,6 +141,10 @@ static void walk_box(row_function *function, const struct box *box, void *array,
       COPY(8)               \
     case 16:                \
       COPY(16)              \
+    case 32:                \
+      COPY(32)              \
+    case 64:                \
+      COPY(64)              \
     default:                \
       COPY(run)             \
   }

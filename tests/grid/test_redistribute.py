@@ -275,6 +275,35 @@ def test_in_loops(comm, rank, size):
     np.testing.assert_array_equal(turned(jnp.asarray(whole[rows.slices])), (8 * whole + 14)[rows.slices])
 
 
+@pytest.mark.ranks(2)
+def test_long_messages(comm, rank, size):
+    """Of more than a MiB, with long runs, also of an odd length."""
+    shapes = (257 * size, 4099 * size), (257 * size, 1024 * size)
+    wholes = [draw(shape, dtype, 1, 2) for shape, dtype in zip(shapes, (np.dtype(bool), np.float32), strict=True)]
+    pairs = [[jaxmpi.Grid(dims, shape) for dims in ((size, 1), (1, size))] for shape in shapes]
+    for whole, (rows, columns) in zip(wholes, pairs, strict=True):
+        fields = [jnp.asarray(whole[rows.slices]), jnp.asarray(whole[rows.slices])[:, ::-1].astype("int8")]
+        turned = jaxmpi.redistribute(fields, rows, columns)
+        equal(turned[0], whole[columns.slices], "to columns")
+        equal(turned[1], whole[:, ::-1][columns.slices].astype("int8"), "of two fields")
+        for back, field in zip(jaxmpi.redistribute(turned, columns, rows), fields, strict=True):
+            equal(back, np.asarray(field), "and back")
+        started = jaxmpi.iredistribute(fields, rows, columns)
+        equal(jaxmpi.notoken.wait(started)[0], whole[columns.slices], "by a start")
+
+
+@pytest.mark.ranks(2)
+def test_long_messages_that_differ(comm, rank, size):
+    part = comm.Split(rank // 2)
+    if part.size == 2:
+        rows, columns = (jaxmpi.Grid(dims, (512, 4096), comm=part) for dims in ((2, 1), (1, 2)))
+        x = jnp.ones(rows.local_shape, np.float32)
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"has sent something else|the ranks differ"):
+            jax.block_until_ready(jaxmpi.redistribute(x if part.rank else x.view("int32"), rows, columns))
+        equal(jaxmpi.redistribute(x, rows, columns), np.ones(columns.local_shape, np.float32), "the next one is right")
+    part.Free()
+
+
 def test_typed_keys(comm, size):
     rows, columns = (jaxmpi.Grid(dims, (4, 6)) for dims in ((size, 1), (1, size)))
     keys = jax.random.split(jax.random.key(3), (4, 6))
