@@ -217,7 +217,7 @@ def make(
     receives = _Messages(own.end)
     between("dest", "source", receives, own=False)
     pairs: dict[int, Any] = {}
-    """Of moves on this rank that can be copied at once, by their index."""
+    """The axes of the moves on this rank that can be copied at once, by the move's index."""
     for index in own.places if zeroed and not adds else ():
         axes = _axes_of_pair(moves[index], avals[moves[index].leaf], results[moves[index].leaf])
         if axes is not None:
