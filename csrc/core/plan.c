@@ -48,6 +48,30 @@ static bool take_boxes(struct reader *reader, struct box *boxes, int count) {
   return true;
 }
 
+/* The parts of two boxes can be copied one by one. */
+static bool are_alike(const struct box *a, const struct box *b) {
+  bool alike = a->run == b->run && a->axes == b->axes;
+  for (int axis = 0; axis < a->axes && alike; axis++) alike = a->counts[axis] == b->counts[axis];
+  return alike;
+}
+
+/* Its last packs and unpacks are pairs, and results are not where operands are. */
+static bool has_pairs(const struct plan *plan) {
+  int count = plan->pair_count;
+  if (count == 0) return true;
+  bool right = count > 0 && count <= plan->pack_count && count <= plan->unpack_count && !plan->adds &&
+               plan->begin != BEGINS_AS_OPERANDS;
+  for (int i = 1; i <= count && right; i++)
+    right = are_alike(&plan->packs[plan->pack_count - i], &plan->unpacks[plan->unpack_count - i]);
+  return right;
+}
+
+static bool are_in_order(const struct box *boxes, int count) {
+  for (int i = 1; i < count; i++)
+    if (boxes[i].stage < boxes[i - 1].stage) return false;
+  return true;
+}
+
 struct plan *plan_make(const int64_t *numbers, size_t count) {
   struct reader reader = {numbers, numbers + count};
   struct plan *plan = calloc(1, sizeof *plan);
@@ -69,7 +93,9 @@ struct plan *plan_make(const int64_t *numbers, size_t count) {
     plan->unpacks = plan->fills + plan->fill_count;
     for (size_t i = 0; i < arrays; i++) elements[i] = take_number(&reader);
     take_peers(&reader, plan->sends, (int)peers);
-    whole = take_boxes(&reader, plan->packs, (int)boxes) && reader.next == reader.end;
+    whole = take_boxes(&reader, plan->packs, (int)boxes) && reader.next == reader.end && has_pairs(plan) &&
+            are_in_order(plan->packs, plan->pack_count - plan->pair_count) &&
+            (plan->adds || are_in_order(plan->unpacks, plan->unpack_count - plan->pair_count));
   }
   if (whole) return plan;
   free(elements);
@@ -106,7 +132,7 @@ static void walk_box(row_function *function, const struct box *box, void *array,
   walk_axis(function, box, 0, (char *)array + box->first, &at);
 }
 
-/* Copies of a size that is known to the compiler are single instructions. */
+/* Copies of a size that is known to the compiler are a few instructions. */
 #define WITH_RUN(run, COPY) \
   switch (run) {            \
     case 4:                 \
@@ -115,6 +141,10 @@ static void walk_box(row_function *function, const struct box *box, void *array,
       COPY(8)               \
     case 16:                \
       COPY(16)              \
+    case 32:                \
+      COPY(32)              \
+    case 64:                \
+      COPY(64)              \
     default:                \
       COPY(run)             \
   }
@@ -193,6 +223,22 @@ static row_function *adder_of(const struct datatype *type) {
   }
 }
 
+/* Copies the parts of a box to those of another one, which is like it. */
+static void copy_axes(const struct box *from, const struct box *to, int axis, const char *read, char *written) {
+  if (axis < from->axes - 1) {
+    for (int64_t i = 0; i < from->counts[axis]; i++)
+      copy_axes(from, to, axis + 1, read + i * from->strides[axis], written + i * to->strides[axis]);
+    return;
+  }
+  const int64_t count = axis < from->axes ? from->counts[axis] : 1, run = from->run;
+  const int64_t stride = axis < from->axes ? from->strides[axis] : 0, apart = axis < from->axes ? to->strides[axis] : 0;
+#define COPY(size)                                                                                    \
+  for (int64_t i = 0; i < count; i++) memcpy(written + i * apart, read + i * stride, (size_t)(size)); \
+  break;
+  WITH_RUN(run, COPY)
+#undef COPY
+}
+
 /* --- a call --- */
 
 ffi_error *plan_check(const struct call *call, const struct plan *plan) {
@@ -213,10 +259,11 @@ ffi_error *plan_check_operands(const struct call *call, const struct plan *plan)
 
 ffi_error *plan_begin(const struct call *call, const struct plan *plan) {
   ffi_error *error = NULL;
+  if (plan->begin == BEGINS_COVERED) return NULL;
   for (int i = 0; i < plan->arrays && error == NULL; i++) {
     const struct buffer *in = plan_operand(call, i), *out = plan_result(call, i);
-    if (out->count == 0 || (in->data == out->data && !plan->zeroed)) continue;
-    if (plan->zeroed)
+    if (out->count == 0 || (in->data == out->data && plan->begin == BEGINS_AS_OPERANDS)) continue;
+    if (plan->begin == BEGINS_AS_ZERO)
       error = call_zero(call, out->data, buffer_bytes(out));
     else
       error = call_move(call, out->data, in->data, buffer_bytes(out));
@@ -232,9 +279,18 @@ uint64_t plan_label(const struct call *call, const struct plan *plan, uint64_t n
   return hash ^ hash >> 31;
 }
 
+static void gather(const struct call *call, const struct box *box, char *stage) {
+  walk_box(gather_row, box, plan_operand(call, box->leaf)->data, stage + box->stage);
+}
+
+int plan_compose_until(const struct call *call, const struct plan *plan, char *stage, int next, int64_t end) {
+  for (; next < plan->pack_count - plan->pair_count && plan->packs[next].stage < end; next++)
+    gather(call, &plan->packs[next], stage);
+  return next;
+}
+
 void plan_compose(const struct call *call, const struct plan *plan, char *stage) {
-  for (int i = 0; i < plan->pack_count; i++)
-    walk_box(gather_row, &plan->packs[i], plan_operand(call, plan->packs[i].leaf)->data, stage + plan->packs[i].stage);
+  for (int i = 0; i < plan->pack_count; i++) gather(call, &plan->packs[i], stage);
 }
 
 void plan_fill(const struct call *call, const struct plan *plan) {
@@ -243,16 +299,33 @@ void plan_fill(const struct call *call, const struct plan *plan) {
     walk_box(fill_row, &plan->fills[i], plan_result(call, plan->fills[i].leaf)->data, NULL);
 }
 
-void plan_pack(const struct call *call, const struct plan *plan, char *stage) {
-  plan_compose(call, plan, stage);
-  plan_fill(call, plan);
+void plan_copy_pairs(const struct call *call, const struct plan *plan) {
+  const struct box *from = plan->packs + plan->pack_count - plan->pair_count;
+  const struct box *to = plan->unpacks + plan->unpack_count - plan->pair_count;
+  for (const struct box *end = from + plan->pair_count; from < end; from++, to++)
+    copy_axes(from, to, 0, (const char *)plan_operand(call, from->leaf)->data + from->first,
+              (char *)plan_result(call, to->leaf)->data + to->first);
+}
+
+static void scatter(const struct call *call, const struct box *box, bool adds, const char *stage) {
+  const struct buffer *array = plan_result(call, box->leaf);
+  walk_box(adds ? adder_of(array->type) : scatter_row, box, array->data, stage + box->stage);
+}
+
+int plan_unpack_until(const struct call *call, const struct plan *plan, const char *stage, int next, int64_t end) {
+  for (; next < plan->unpack_count - plan->pair_count && plan->unpacks[next].stage < end; next++)
+    scatter(call, &plan->unpacks[next], false, stage);
+  return next;
 }
 
 void plan_unpack(const struct call *call, const struct plan *plan, const char *stage) {
-  for (int i = 0; i < plan->unpack_count; i++) {
-    const struct box *box = &plan->unpacks[i];
-    const struct buffer *array = plan_result(call, box->leaf);
-    walk_box(plan->adds ? adder_of(array->type) : scatter_row, box, array->data, stage + box->stage);
+  for (int i = 0; i < plan->unpack_count; i++) scatter(call, &plan->unpacks[i], plan->adds, stage);
+}
+
+void plan_spoil(const struct call *call, const struct plan *plan) {
+  for (int i = 0; i < plan->arrays && plan->begin != BEGINS_AS_OPERANDS; i++) {
+    const struct buffer *out = plan_result(call, i);
+    if (out->count > 0) memset(out->data, 0xff, buffer_bytes(out));
   }
 }
 

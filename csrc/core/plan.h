@@ -7,8 +7,9 @@
  * all boxes are read before any is written.
  *
  * Messages are composed and taken apart in the plan's `stage`: first the messages that are sent, then those received.
- * What a rank sends to itself is read where it was composed. Each message begins with a label, by which the receiver
- * finds out whether it is what the plan expects.
+ * What a rank sends to itself is read where it was composed, or, in one call on the host, copied from an operand to a
+ * result if these never are the same memory. Each message begins with a label, by which the receiver finds out whether
+ * it is what the plan expects.
  *
  * Threads: plan_make is called under the GIL; a plan is never changed or freed. The others are called by the thread
  * that calls MPI for a call, and use its buffers, on the host.
@@ -48,21 +49,30 @@ struct peer {
   NUMBER(tag)               \
   NUMBER(arrays)            \
   NUMBER(adds)              \
-  NUMBER(zeroed)            \
+  NUMBER(begin)             \
   NUMBER(sent)              \
   NUMBER(received)          \
   NUMBER(send_count)        \
   NUMBER(receive_count)     \
   NUMBER(pack_count)        \
   NUMBER(fill_count)        \
-  NUMBER(unpack_count)
+  NUMBER(unpack_count)      \
+  NUMBER(pair_count)
+
+/* How results begin: as the operands, as zero, or as whatever is there, since boxes cover all of them. */
+enum { BEGINS_AS_OPERANDS, BEGINS_AS_ZERO, BEGINS_COVERED };
 
 struct plan {
   uint64_t signature; /* the same on all ranks that make the same call */
   int tag, arrays;
-  bool adds, zeroed;      /* boxes are added to; results begin as zero, not as the operands */
+  bool adds; /* boxes are added to */
+  int begin;
   int64_t sent, received; /* bytes of each part of the stage */
   int send_count, receive_count, pack_count, fill_count, unpack_count;
+  /* The last `pair_count` packs and unpacks are of this rank itself, each pair of the same runs and counts. Results of
+   * a plan with pairs are not in the memory of operands. The packs before them are in the order in which they lie in
+   * the stage, and so are the unpacks unless they add. */
+  int pair_count;
   struct peer *sends, *receives;
   struct box *packs, *fills, *unpacks;
   const int64_t *elements; /* of each operand, then of each result */
@@ -93,20 +103,31 @@ ffi_error *plan_check(const struct call *call, const struct plan *plan);
 /* As plan_check, for a call that has operands only. */
 ffi_error *plan_check_operands(const struct call *call, const struct plan *plan);
 
-/* Lets the results begin as the operands, or as zero; in whichever memory they lie, so that it can fail. */
+/* Lets the results begin as the plan says; in whichever memory they lie, so that it can fail. */
 ffi_error *plan_begin(const struct call *call, const struct plan *plan);
 
 /* Composes the messages in `stage`, which has room for `sent` bytes, except for their labels. */
 void plan_compose(const struct call *call, const struct plan *plan, char *stage);
 
-/* Sets the results of `call` except for what is received. */
+/* Composes what lies before `end` in the stage, from the pack `next` on, without the pairs. Returns the next pack. */
+int plan_compose_until(const struct call *call, const struct plan *plan, char *stage, int next, int64_t end);
+
+/* Sets the results of `call` except for what is received. After plan_compose. */
 void plan_fill(const struct call *call, const struct plan *plan);
 
-/* plan_compose and plan_fill. */
-void plan_pack(const struct call *call, const struct plan *plan, char *stage);
+/* Copies what this rank has for itself from the operands to the results. After plan_fill. */
+void plan_copy_pairs(const struct call *call, const struct plan *plan);
 
-/* Distributes what has been received. */
+/* Distributes what has been received, and what this rank had for itself. */
 void plan_unpack(const struct call *call, const struct plan *plan, const char *stage);
+
+/* Distributes what lies before `end` in the stage, from the unpack `next` on, without the pairs, of a plan that does
+ * not add. Returns the next unpack. */
+int plan_unpack_until(const struct call *call, const struct plan *plan, const char *stage, int next, int64_t end);
+
+/* After an error: sets all bits of results that do not begin as operands, so that neither parts of them nor what was in
+ * their memory look like numbers. */
+void plan_spoil(const struct call *call, const struct plan *plan);
 
 /* A box of an array that is at hand without its gaps, as in a message: its bytes; fills it; adds a message to it,
  * for a type that plan_check allows. */

@@ -148,6 +148,25 @@ static ffi_error *receive_planned(struct call *c, const struct plan *plan, const
   return label == expected ? NULL : fail_planned(c, peer, bytes);
 }
 
+/* Receives all messages, so that none is left to the next call, and takes them apart: each as it comes, or, where
+ * results are not to change if one of them is wrong, at the end. `label`: what they begin with. */
+static ffi_error *receive_all(struct call *c, const struct plan *plan, char *stage, uint64_t label) {
+  ffi_error *error = NULL;
+  bool at_once = !plan->adds && plan->begin != BEGINS_AS_OPERANDS && c->messages == NULL;
+  int next = 0;
+  for (int i = 0; i < plan->receive_count; i++) {
+    const struct peer *peer = &plan->receives[i];
+    error = call_first(c, error, receive_planned(c, plan, peer, stage, label));
+    if (at_once && error == NULL) next = plan_unpack_until(c, plan, stage, next, peer->stage + peer->bytes);
+  }
+  if (error != NULL || c->messages != NULL) return error;
+  if (at_once)
+    plan_unpack_until(c, plan, stage, next, INT64_MAX);
+  else
+    plan_unpack(c, plan, stage);
+  return NULL;
+}
+
 /* What the plan says. */
 static ffi_error *by_plan(struct call *c) {
   MPI_Comm comm = handle_of_comm(c->comm);
@@ -156,16 +175,17 @@ static ffi_error *by_plan(struct call *c) {
   BEGIN(c, Isend, "to %d ranks and from %d with", plan->send_count, plan->receive_count);
   uint64_t label = plan_label(c, plan, atomic_fetch_add(&c->comm->planned, 1) + 1);
   size_t stage_bytes = (size_t)(plan->sent + plan->received);
-  size_t own_bytes = c->messages == NULL ? stage_bytes : 0;
+  bool composed = c->messages != NULL; /* and taken apart, by the transport */
+  size_t own_bytes = composed ? 0 : stage_bytes;
   struct scratch *scratch = scratch_take(own_bytes + (size_t)plan->send_count * sizeof(MPI_Request));
   if (scratch == NULL) return call_fail(c, FFI_INTERNAL, "no memory for messages of %zu bytes", stage_bytes);
-  char *stage = c->messages == NULL ? scratch->data : c->messages;
+  char *stage = composed ? c->messages : scratch->data;
   MPI_Request *requests = (MPI_Request *)(void *)(scratch->data + own_bytes);
-  if (c->messages == NULL) plan_pack(c, plan, stage);
-  for (int i = 0; i < plan->send_count; i++) memcpy(stage + plan->sends[i].stage, &label, LABEL_BYTES);
-  int begun = 0, code = MPI_SUCCESS;
+  int begun = 0, next = 0, code = MPI_SUCCESS;
   for (; begun < plan->send_count && code == MPI_SUCCESS; begun++) {
     const struct peer *peer = &plan->sends[begun];
+    if (!composed) next = plan_compose_until(c, plan, stage, next, peer->stage + peer->bytes);
+    memcpy(stage + peer->stage, &label, LABEL_BYTES);
     struct span span = span_of_bytes(peer->bytes);
     code = span.code;
     if (code == MPI_SUCCESS)
@@ -175,17 +195,20 @@ static ffi_error *by_plan(struct call *c) {
   if (code != MPI_SUCCESS) begun--;
   c->sending = begun > 0;
   ffi_error *error = code == MPI_SUCCESS ? NULL : call_fail_mpi(c, code);
-  /* All of them, so that none is left to the next call; but where this rank could not send, others may not have been
-   * able to either, and nothing may come. */
-  for (int i = 0; i < plan->receive_count && code == MPI_SUCCESS; i++)
-    error = call_first(c, error, receive_planned(c, plan, &plan->receives[i], stage, label));
+  if (!composed) {
+    plan_compose_until(c, plan, stage, next, INT64_MAX);
+    plan_fill(c, plan);
+    plan_copy_pairs(c, plan);
+  }
+  /* Where this rank could not send, others may not have been able to either, and nothing may come. */
+  if (code == MPI_SUCCESS) error = receive_all(c, plan, stage, label);
   c->sending = false;
   for (int i = 0; i < begun; i++) {
     MPI_Status sent;
     code = mpi.Wait(&requests[i], &sent);
     if (code != MPI_SUCCESS && error == NULL) error = call_fail_in(c, "MPI_Wait", code);
   }
-  if (error == NULL && c->messages == NULL) plan_unpack(c, plan, stage);
+  if (error != NULL && !composed) plan_spoil(c, plan);
   scratch_give(scratch);
   return error;
 }

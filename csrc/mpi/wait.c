@@ -212,6 +212,7 @@ ffi_error *BODY(exchange_finish)(struct call *c) {
   memmove(first, first + 1, (size_t)(c->buffer_count - c->first[2]) * sizeof *first);
   arrays.first[2] = (short)(c->buffer_count - 1);
   error = plan_check(&arrays, plan);
+  bool fits = error == NULL;
   if (error == NULL && request != NULL && request->operation->row != ROW_exchange_start)
     error = call_fail(c, FFI_INTERNAL, "it has no plan: reinstall jaxmpi");
   if (error == NULL && request != NULL && request->attributes[attribute_of(request->operation, KIND_PLAN)] != a.plan)
@@ -227,6 +228,7 @@ ffi_error *BODY(exchange_finish)(struct call *c) {
       error = call_fail(c, FFI_INTERNAL, "no memory for the messages");
     if (request == NULL) free(stage);
   }
+  if (fits && error != NULL) plan_spoil(&arrays, plan);
   if (request != NULL) request_end(request);
   return error;
 }

@@ -85,6 +85,8 @@ static PyObject *operations(PyObject *self, PyObject *args) {
 static const char *const derivatives[] = {"value", "tangent", "cotangent", "further", NULL};
 static const char *const leaves[] = {"alone", "first", "middle", "last", NULL};
 static const char *const actions[] = {"report", "abort", "raise", NULL};
+static const char *const begins[] = {
+    [BEGINS_AS_OPERANDS] = "operands", [BEGINS_AS_ZERO] = "zero", [BEGINS_COVERED] = "covered", NULL};
 static const char *const plan_header[] = {
 #define NAME(name) #name,
     PLAN_HEADER(NAME)
@@ -125,7 +127,11 @@ static PyObject *constants(PyObject *self, PyObject *args) {
   static const struct {
     const char *name;
     const char *const *names;
-  } lists[] = {{"DERIVATIVES", derivatives}, {"LEAVES", leaves}, {"ACTIONS", actions}, {"PLAN_HEADER", plan_header}};
+  } lists[] = {{"DERIVATIVES", derivatives},
+               {"LEAVES", leaves},
+               {"ACTIONS", actions},
+               {"BEGINS", begins},
+               {"PLAN_HEADER", plan_header}};
   PyObject *result = PyDict_New();
   for (size_t i = 0; result != NULL && i < sizeof numbers / sizeof *numbers; i++)
     if (dict_put(result, numbers[i].name, PyLong_FromLongLong(numbers[i].value)) < 0) Py_CLEAR(result);

@@ -30,12 +30,12 @@ enum {
   FROM_2 = FROM_0 + SENT_0
 };
 enum { GOT_2 = LABEL_BYTES + 16, STAGE = FROM_2 + GOT_2 };
-static struct plan *plan_of_three(bool adds, bool zeroed) {
+static struct plan *plan_of_three(bool adds, int begin) {
   struct numbers n = {.count = 0};
   const float filling[] = {2.5f, 2.5f};
   int64_t value;
   memcpy(&value, filling, sizeof value);
-  PUT(&n, SIGNATURE, PLAN_TAG, 2, adds, zeroed, FROM_0, STAGE - FROM_0, 1, 2, 3, 1, 3);
+  PUT(&n, SIGNATURE, PLAN_TAG, 2, adds, begin, FROM_0, STAGE - FROM_0, 1, 2, 3, 1, 3, 0);
   PUT(&n, A, B, A, B);
   PUT(&n, 2, TO_2, SENT_2);
   PUT(&n, 0, FROM_0, SENT_0);
@@ -44,9 +44,9 @@ static struct plan *plan_of_three(bool adds, bool zeroed) {
   PUT(&n, 1, TO_2 + LABEL_BYTES + 16, 24, 8, 0, 0, 1, 3, -8); /* b[3], b[2], b[1] */
   PUT(&n, 0, OWN, 0, 4, 0, 0, 0);
   PUT(&n, 0, 0, 36, 8, value, 0, 0);
+  PUT(&n, 0, OWN, 20, 4, 0, 0, 0);
   PUT(&n, 0, FROM_0 + LABEL_BYTES, 72, 24, 0, 0, 0); /* the last row */
   PUT(&n, 1, FROM_2 + LABEL_BYTES, 24, 8, 0, 0, 1, 2, 8);
-  PUT(&n, 0, OWN, 20, 4, 0, 0, 0);
   return planned(&n);
 }
 
@@ -91,7 +91,7 @@ static void deliver_all(void) {
 }
 
 static void boxes_travel(void) {
-  const struct plan *plan = plan_of_three(false, false);
+  const struct plan *plan = plan_of_three(false, BEGINS_AS_OPERANDS);
   for (derivative = 0; derivative < 3; derivative++)
     for (int aliased = 0; aliased < 2; aliased++) {
       prepare();
@@ -117,7 +117,7 @@ static void boxes_travel(void) {
 static void messages_have_labels(void) {
   struct numbers n = {.count = 0};
   prepare();
-  PUT(&n, SIGNATURE, PLAN_TAG, 1, 0, 1, LABEL_BYTES + 16, LABEL_BYTES + 16, 1, 1, 1, 0, 1, B, B);
+  PUT(&n, SIGNATURE, PLAN_TAG, 1, 0, 1, LABEL_BYTES + 16, LABEL_BYTES + 16, 1, 1, 1, 0, 1, 0, B, B);
   PUT(&n, 1, 0, LABEL_BYTES + 16);
   PUT(&n, 1, LABEL_BYTES + 16, LABEL_BYTES + 16);
   PUT(&n, 0, LABEL_BYTES, 8, 16, 0, 0, 0);
@@ -137,7 +137,7 @@ static void another_message_is_an_error(void) {
     int number, bytes;
   } others[] = {{SIGNATURE + 1, 0, SENT_0}, {SIGNATURE, 1, SENT_0},     {SIGNATURE, -1, SENT_0},
                 {SIGNATURE, 0, SENT_0 - 8}, {SIGNATURE, 0, SENT_0 + 8}, {SIGNATURE, 0, LABEL_BYTES}};
-  const struct plan *plan = plan_of_three(false, false);
+  const struct plan *plan = plan_of_three(false, BEGINS_AS_OPERANDS);
   for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
     prepare();
     deliver(0, others[i].signature, number + (uint64_t)(int64_t)others[i].number, NULL, others[i].bytes);
@@ -154,7 +154,7 @@ static void another_message_is_an_error(void) {
 
 static void a_failure_of_mpi_leaves_nothing_behind(void) {
   static const char *const functions[] = {"MPI_Isend", "MPI_Mprobe", "MPI_Mrecv", "MPI_Wait"};
-  const struct plan *plan = plan_of_three(false, false);
+  const struct plan *plan = plan_of_three(false, BEGINS_AS_OPERANDS);
   FOR_EACH (const char *const *, function, functions) {
     prepare();
     deliver_all();
@@ -165,7 +165,7 @@ static void a_failure_of_mpi_leaves_nothing_behind(void) {
 }
 
 static void arrays_must_be_those_of_the_plan(void) {
-  const struct plan *plan = plan_of_three(false, false), *adding = plan_of_three(true, false);
+  const struct plan *plan = plan_of_three(false, BEGINS_AS_OPERANDS), *adding = plan_of_three(true, BEGINS_AS_OPERANDS);
   prepare();
   FAILS(RUN("exchange", ARRAY(F64, b, B), ARRAY(F64, b_out, B), COMM(comm), COMM(plan)), FFI_INTERNAL, "reinstall");
   struct frame frame;
@@ -181,11 +181,11 @@ static void arrays_must_be_those_of_the_plan(void) {
 
 static void numbers_must_describe_a_plan(void) {
   struct numbers n = {.count = 0};
-  PUT(&n, SIGNATURE, PLAN_TAG, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, B, B);
+  PUT(&n, SIGNATURE, PLAN_TAG, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, B, B);
   CHECK(COMM(planned(&n)) != 0); /* where it stays reachable */
   CHECK(plan_make(n.values, n.count + 1) == NULL);
   n.values[9] = 1; /* a box, of nine axes */
-  n.count = 14;
+  n.count = 15;
   PUT(&n, 0, 0, 0, 8, 0, 0, MAX_BOX_AXES + 1);
   CHECK(plan_make(n.values, n.count) == NULL);
 }
@@ -193,7 +193,7 @@ static void numbers_must_describe_a_plan(void) {
 /* Elements 0 and 2 are added to elements 4 and, by a stride of 0, to 4 again. */
 static struct plan *adding(int64_t bytes) {
   struct numbers n = {.count = 0};
-  PUT(&n, SIGNATURE, PLAN_TAG, 1, 1, 0, 2 * bytes, 0, 0, 0, 1, 1, 1, B, B);
+  PUT(&n, SIGNATURE, PLAN_TAG, 1, 1, 0, 2 * bytes, 0, 0, 0, 1, 1, 1, 0, B, B);
   PUT(&n, 0, 0, 0, bytes, 0, 0, 1, 2, 2 * bytes);
   PUT(&n, 0, 0, 0, bytes, 0, 0, 1, 2, 2 * bytes); /* and cleared */
   PUT(&n, 0, 0, 4 * bytes, bytes, 0, 0, 1, 2, 0);
@@ -222,6 +222,90 @@ static void what_is_added(void) {
   CHECK_EQUAL(communications(), 0);
 }
 
+/* This rank's own part of a transpose by blocks: of a matrix of 4 x 6 it keeps the right half, which becomes rows 2 and
+ * 3 of one of 4 x 6 beside the other half of another rank, in the first columns. The result begins as `begin`. */
+enum { HALF = 4 * 3 * 4, COVERED_STAGE = LABEL_BYTES + HALF };
+static const float other_half[12] = {50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61};
+static struct plan *transposing(int begin, int pairs, int64_t count_there) {
+  struct numbers n = {.count = 0};
+  PUT(&n, SIGNATURE, PLAN_TAG, 1, 0, begin, COVERED_STAGE + HALF, COVERED_STAGE, 1, 1, 2, 0, 2, pairs, A, A);
+  PUT(&n, 2, 0, COVERED_STAGE, 2, COVERED_STAGE + HALF, COVERED_STAGE);
+  PUT(&n, 0, LABEL_BYTES, 0, 12, 0, 0, 1, 4, 24);       /* the left half leaves */
+  PUT(&n, 0, COVERED_STAGE, 12, 12, 0, 0, 1, 4, 24);    /* the right half stays */
+  for (int own = !pairs, i = 0; i < 2; i++, own = !own) /* in the order of the stage, but pairs come last */
+    if (own)
+      PUT(&n, 0, COVERED_STAGE, 12, 12, 0, 0, 1, count_there, 24);
+    else
+      PUT(&n, 0, COVERED_STAGE + HALF + LABEL_BYTES, 0, 12, 0, 0, 1, 4, 24);
+  return plan_make(n.values, n.count);
+}
+
+static ffi_error *transpose_by(const struct plan *plan) {
+  return RUN("redistribute", MATRIX(F32, a, 4, 6), MATRIX(F32, a_out, 4, 6), COMM(comm), COMM(plan));
+}
+
+static void own_parts_are_copied_at_once(void) {
+  for (int begin = BEGINS_AS_ZERO; begin <= BEGINS_COVERED; begin++)
+    for (int pairs = 0; pairs < 2; pairs++) {
+      const struct plan *plan = transposing(begin, pairs, 4);
+      CHECK(plan != NULL);
+      prepare();
+      deliver(2, SIGNATURE, number, other_half, COVERED_STAGE);
+      SUCCEEDS(transpose_by(plan));
+      for (int i = 0; i < A; i++) CHECK(a_out[i] == (i % 6 < 3 ? other_half[i / 6 * 3 + i % 6] : (float)(i + 1)));
+      CHECK_EQUAL(called("MPI_Isend", 0)->in_bytes, COVERED_STAGE);
+    }
+}
+
+/* What was in the memory of a result that begins as it is never looks like its numbers. */
+static void nothing_is_left_after_an_error(void) {
+  const struct plan *plan = transposing(BEGINS_COVERED, 1, 4);
+  static const char *const functions[] = {NULL, "MPI_Isend", "MPI_Mprobe", "MPI_Mrecv", "MPI_Wait"};
+  FOR_EACH (const char *const *, function, functions) {
+    prepare();
+    deliver(2, SIGNATURE + (*function == NULL), number, other_half, COVERED_STAGE);
+    if (*function != NULL) fake->fail(*function, 1, 16);
+    FAILS(transpose_by(plan), *function == NULL ? FFI_FAILED_PRECONDITION : FFI_INTERNAL, "jaxmpi.redistribute",
+          *function == NULL ? "something else" : *function);
+    for (int i = 0; i < A; i++) CHECK(a_out[i] != a_out[i]);
+    fake->reset();
+  }
+}
+
+/* From ranks 0 and 2 a half each, of which the second one is wrong. */
+static void parts_are_left_out_after_an_error(void) {
+  struct numbers n = {.count = 0};
+  PUT(&n, SIGNATURE, PLAN_TAG, 1, 0, BEGINS_AS_ZERO, 0, 2 * COVERED_STAGE, 0, 2, 0, 0, 2, 0, A, A);
+  PUT(&n, 0, 0, COVERED_STAGE, 2, COVERED_STAGE, COVERED_STAGE);
+  PUT(&n, 0, LABEL_BYTES, 0, 12, 0, 0, 1, 4, 24);
+  PUT(&n, 0, COVERED_STAGE + LABEL_BYTES, 12, 12, 0, 0, 1, 4, 24);
+  const struct plan *plan = planned(&n);
+  for (int wrong = 0; wrong < 2; wrong++) {
+    prepare();
+    deliver(0, SIGNATURE, number, other_half, COVERED_STAGE);
+    deliver(2, SIGNATURE + (uint64_t)wrong, number, other_half, COVERED_STAGE);
+    if (wrong)
+      FAILS(transpose_by(plan), FFI_FAILED_PRECONDITION, "rank 2 has sent something else");
+    else
+      SUCCEEDS(transpose_by(plan));
+    for (int i = 0; i < A; i++) CHECK(wrong ? a_out[i] != a_out[i] : a_out[i] == other_half[i / 6 * 3 + i % 3]);
+  }
+}
+
+static void boxes_must_be_in_order(void) {
+  struct numbers n = {.count = 0};
+  PUT(&n, SIGNATURE, PLAN_TAG, 1, 0, 0, 32, 0, 0, 0, 2, 0, 0, 0, B, B);
+  PUT(&n, 0, 16, 0, 8, 0, 0, 0, 0, 0, 8, 8, 0, 0, 0);
+  CHECK(plan_make(n.values, n.count) == NULL);
+}
+
+static void pairs_must_be_alike(void) {
+  CHECK(transposing(BEGINS_AS_OPERANDS, 1, 4) == NULL); /* where the result may be the operand */
+  CHECK(transposing(BEGINS_COVERED, 1, 3) == NULL);
+  CHECK(transposing(BEGINS_COVERED, 3, 4) == NULL);
+  CHECK(transposing(BEGINS_COVERED, -1, 4) == NULL);
+}
+
 static const struct test tests[] = {
     TEST(boxes_travel),
     TEST(messages_have_labels),
@@ -230,5 +314,10 @@ static const struct test tests[] = {
     TEST(arrays_must_be_those_of_the_plan),
     TEST(numbers_must_describe_a_plan),
     TEST(what_is_added),
+    TEST(own_parts_are_copied_at_once),
+    TEST(nothing_is_left_after_an_error),
+    TEST(parts_are_left_out_after_an_error),
+    TEST(boxes_must_be_in_order),
+    TEST(pairs_must_be_alike),
 };
 MAIN(tests)

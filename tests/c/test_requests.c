@@ -716,7 +716,7 @@ static uint64_t number;
 
 static const struct plan *planned(int64_t elements) {
   struct numbers n = {.count = 0};
-  PUT(&n, SIGNATURE, TAGS, 1, 0, 0, 2 * MESSAGE, 2 * MESSAGE, 2, 2, 2, 0, 2, elements, elements);
+  PUT(&n, SIGNATURE, TAGS, 1, 0, 0, 2 * MESSAGE, 2 * MESSAGE, 2, 2, 2, 0, 2, 0, elements, elements);
   PUT(&n, 2, 0, MESSAGE, 3, MESSAGE, MESSAGE);
   PUT(&n, 0, 2 * MESSAGE, MESSAGE, 2, 3 * MESSAGE, MESSAGE);
   PUT(&n, 0, LABEL_BYTES, 0, 8, 0, 0, 0, 0, MESSAGE + LABEL_BYTES, 8, 8, 0, 0, 0);
@@ -788,6 +788,34 @@ static void fields_are_exchanged(void) {
   FAILS(finish_exchange((float[2]){0, 0}, the_plan(), A, 0), FFI_FAILED_PRECONDITION, "zeros");
   SUCCEEDS(finish_exchange((float[2]){0, 0}, the_plan(), A, 1));
   check_exchanged(true);
+}
+
+/* A result that boxes cover begins as what is there; without a request, or after an error, nothing of that is left. */
+static void covered_results_are_written(void) {
+  static const struct plan *covered;
+  struct numbers n = {.count = 0};
+  PUT(&n, SIGNATURE, TAGS, 1, 0, BEGINS_COVERED, MESSAGE + 8, MESSAGE, 1, 1, 2, 0, 2, 1, 4, 4);
+  PUT(&n, 2, 0, MESSAGE, 2, MESSAGE + 8, MESSAGE);
+  PUT(&n, 0, LABEL_BYTES, 0, 8, 0, 0, 0, 0, MESSAGE, 8, 8, 0, 0, 0);
+  PUT(&n, 0, MESSAGE + 8 + LABEL_BYTES, 8, 8, 0, 0, 0, 0, MESSAGE, 0, 8, 0, 0, 0);
+  if (covered == NULL) covered = plan_make(n.values, n.count);
+  CHECK(covered != NULL);
+  for (int wrong = 0; wrong < 2; wrong++) {
+    prepare_plan();
+    SUCCEEDS(START("exchange_start", ARRAY(F32, a, 4), id, COMM(here()), COMM(covered)));
+    deliver_planned(2, number + (uint64_t)wrong, MESSAGE);
+    ffi_error *error = finish_exchange(id, covered, 4, 0);
+    if (wrong)
+      FAILS(error, FFI_FAILED_PRECONDITION, "rank 2 has sent something else");
+    else
+      SUCCEEDS(error);
+    const float right[] = {3, 4, 2.25f, 2.5f};
+    for (int i = 0; i < 4; i++) CHECK(wrong ? a_out[i] != a_out[i] : a_out[i] == right[i]);
+    all_is_done();
+  }
+  prepare_plan();
+  SUCCEEDS(finish_exchange((float[2]){0, 0}, covered, 4, 1));
+  for (int i = 0; i < 4; i++) CHECK(a_out[i] == 0);
 }
 
 /* Two at once, finished in the other order: the labels say that each has its own messages. */
@@ -1390,6 +1418,7 @@ static const struct test tests[] = {
     TEST(a_request_of_one_is_waited_for_by_a_batch),
     TEST(another_batch_is_an_error),
     TEST(fields_are_exchanged),
+    TEST(covered_results_are_written),
     TEST(two_exchanges_are_under_way),
     TEST(another_exchange_is_an_error),
     TEST(an_exchange_is_finished_as_it_was_started),

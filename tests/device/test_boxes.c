@@ -72,11 +72,13 @@ static const struct plan *draw_plan(const struct shape *shapes, int arrays, bool
   }
   bool travels = own < moves;
   int64_t length = travels ? message : 0, sent = length + own_bytes;
-  PUT(&n, 4711, PLAN_TAG, arrays, adds, once_in(3), sent, length, travels, travels, moves, fills, moves);
+  PUT(&n, 4711, PLAN_TAG, arrays, adds, once_in(3), sent, length, travels, travels, moves, fills, moves, 0);
   for (int i = 0; i < 2 * arrays; i++) PUT(&n, elements_of(&shapes[i % arrays]));
   for (int i = 0; i < 2 * travels; i++) PUT(&n, 1, i * sent, length);
-  for (int i = 0; i < moves; i++)
+  for (int k = 0; k < moves; k++) { /* as they lie in the stage */
+    int i = (k + own) % moves;
     put_box(&n, leaves[i], i < own ? length + places[i] : places[i], &shapes[leaves[i]], counts[i], true, 0);
+  }
   for (int i = 0; i < fills; i++) {
     int leaf = (int)draw((uint32_t)arrays);
     int64_t filled[MOST_AXES], value = once_in(2) ? 0 : 0x4040000040400000;
@@ -188,7 +190,7 @@ static void random_boxes(void) {
 static const struct plan *plan_of_columns(int64_t side, bool adds) {
   const int64_t column = 8 * side, message = LABEL_BYTES + 2 * column, row = 8 * side;
   struct numbers n = {.count = 0};
-  PUT(&n, 4711, PLAN_TAG, 1, adds, 0, message, message, 1, 1, 1, 1, 1);
+  PUT(&n, 4711, PLAN_TAG, 1, adds, 0, message, message, 1, 1, 1, 1, 1, 0);
   PUT(&n, side * side, side * side);
   PUT(&n, 1, 0, message, 1, message, message);                              /* to itself */
   PUT(&n, 0, LABEL_BYTES, 8, 16, 0, 0, 1, side, row);                       /* columns 1 and 2 */

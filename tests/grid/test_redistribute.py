@@ -16,7 +16,10 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 
 import jaxmpi
-from jaxmpi._grid.divisions import best_division
+from jaxmpi._grid.divisions import Division, Redistribution, _plan, best_division
+from jaxmpi._grid.halos import Layout
+from jaxmpi._mpi import plans
+from jaxmpi._mpi.library import CONSTANTS
 from support import drawing
 from support.table import NEW_JAX, draw, dtype_of
 
@@ -227,6 +230,37 @@ def test_random_batches(comm, size):
     run_cases(comm, cases(size), check_batches, EXAMPLES // 2)
 
 
+@pytest.mark.one_rank
+@pytest.mark.parametrize(
+    ("blocks", "width", "adjoint", "staggered", "begin", "pairs"),
+    [
+        ((((2, 3), (4,)), ((5,), (3, 1))), 0, False, False, "covered", 1),
+        ((((2, 3), (4,)), ((5,), (3, 1))), 0, True, False, "covered", 1),
+        ((((2, 3), (4,)), ((5,), (3, 1))), 1, False, False, "zero", 1),  # the halo
+        ((((2, 3), (4,)), ((5,), (3, 1))), 0, False, True, "covered", 1),
+        ((((2, 3), (4,)), ((5,), (3, 1))), 0, True, True, "zero", 0),  # what is added
+        ((((0, 5), (4,)), ((5,), (4, 0))), 0, False, False, "covered", 0),  # a rank that has nothing of its own
+        ((((5, 0), (4,)), ((5,), (0, 4))), 0, False, False, "covered", 0),  # and one that gets nothing
+    ],
+)
+def test_how_results_begin(blocks, width, adjoint, staggered, begin, pairs, monkeypatch):
+    """Of rank 0: how its results begin, and how many parts it copies at once."""
+    made = {}
+
+    class Spy:
+        def __init__(self, words):
+            made.update(zip(CONSTANTS["PLAN_HEADER"], words, strict=False))
+
+    monkeypatch.setattr(plans, "Plan", Spy)
+    widths = ((0, 0), (0, 0)), ((width, width), (0, 0))
+    source, target = (Division(Layout(its, (False, False)), w) for its, w in zip(blocks, widths, strict=True))
+    pattern = Redistribution(0, source, target)
+    place = (-2, -1), (False, staggered)
+    aval = jax.ShapeDtypeStruct((target if adjoint else source).shape(0, (0, 0), place), np.float32)
+    _plan.__wrapped__(pattern, (aval,), (place,), adjoint)
+    assert (CONSTANTS["BEGINS"][made["begin"]], made["pair_count"]) == (begin, pairs)
+
+
 def test_in_loops(comm, rank, size):
     rows, columns = (jaxmpi.Grid(dims, (5, 7)) for dims in ((size, 1), (1, size)))
     whole = np.arange(35.0).reshape(5, 7)
@@ -239,6 +273,35 @@ def test_in_loops(comm, rank, size):
         return jax.lax.fori_loop(0, 3, step, x)
 
     np.testing.assert_array_equal(turned(jnp.asarray(whole[rows.slices])), (8 * whole + 14)[rows.slices])
+
+
+@pytest.mark.ranks(2)
+def test_long_messages(comm, rank, size):
+    """Of more than a MiB, with long runs, also of an odd length."""
+    shapes = (257 * size, 4099 * size), (257 * size, 1024 * size)
+    wholes = [draw(shape, dtype, 1, 2) for shape, dtype in zip(shapes, (np.dtype(bool), np.float32), strict=True)]
+    pairs = [[jaxmpi.Grid(dims, shape) for dims in ((size, 1), (1, size))] for shape in shapes]
+    for whole, (rows, columns) in zip(wholes, pairs, strict=True):
+        fields = [jnp.asarray(whole[rows.slices]), jnp.asarray(whole[rows.slices])[:, ::-1].astype("int8")]
+        turned = jaxmpi.redistribute(fields, rows, columns)
+        equal(turned[0], whole[columns.slices], "to columns")
+        equal(turned[1], whole[:, ::-1][columns.slices].astype("int8"), "of two fields")
+        for back, field in zip(jaxmpi.redistribute(turned, columns, rows), fields, strict=True):
+            equal(back, np.asarray(field), "and back")
+        started = jaxmpi.iredistribute(fields, rows, columns)
+        equal(jaxmpi.notoken.wait(started)[0], whole[columns.slices], "by a start")
+
+
+@pytest.mark.ranks(2)
+def test_long_messages_that_differ(comm, rank, size):
+    part = comm.Split(rank // 2)
+    if part.size == 2:
+        rows, columns = (jaxmpi.Grid(dims, (512, 4096), comm=part) for dims in ((2, 1), (1, 2)))
+        x = jnp.ones(rows.local_shape, np.float32)
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"has sent something else|the ranks differ"):
+            jax.block_until_ready(jaxmpi.redistribute(x if part.rank else x.view("int32"), rows, columns))
+        equal(jaxmpi.redistribute(x, rows, columns), np.ones(columns.local_shape, np.float32), "the next one is right")
+    part.Free()
 
 
 def test_typed_keys(comm, size):

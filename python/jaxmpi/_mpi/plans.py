@@ -20,7 +20,7 @@ from jaxmpi._mpi import tags
 from jaxmpi._mpi.library import CONSTANTS
 
 _ALIGNMENT = 8
-_LABEL_BYTES, _MOST_AXES = CONSTANTS["LABEL_BYTES"], CONSTANTS["MAX_BOX_AXES"]
+_LABEL_BYTES, _MOST_AXES, _BEGINS = (CONSTANTS[name] for name in ("LABEL_BYTES", "MAX_BOX_AXES", "BEGINS"))
 
 
 @dataclass(frozen=True)
@@ -87,28 +87,59 @@ def _strides(shape: Sequence[int], itemsize: int) -> list[int]:
     return [itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
 
-def _words_of_box(leaf: int, stage: int, box: Box, aval: Any, value: bytes = b"") -> list[int]:
-    """Axes that continue each other are one, and the innermost is a run of bytes if it can be."""
-    run = np.dtype(aval.dtype).itemsize
-    strides = _strides(aval.shape, run)
-    first = sum(start * stride for start, stride in zip(box.starts, strides, strict=True))
-    axes: list[tuple[int, int]] = []  # count and stride, the innermost first
-    for count, step, stride in zip(box.counts[::-1], box.steps[::-1], strides[::-1], strict=True):
+_Axes = tuple[int, list[tuple[int, tuple[int, ...]]]]
+"""Bytes of a run; along each axis, the outermost first, a count and the stride of each box."""
+
+
+def _merged(counts: Sequence[int], strides: Sequence[Sequence[int]], itemsize: int) -> _Axes:
+    """Boxes with these counts and the strides of each. Axes that continue each other in all boxes are one, and the
+    innermost is a run of bytes if it can be."""
+    run = itemsize
+    axes: list[tuple[int, tuple[int, ...]]] = []  # the innermost first
+    for count, its in list(zip(counts, zip(*strides, strict=True), strict=True))[::-1]:
         if count == 1:
             continue
-        if not axes and step * stride == run:
+        if not axes and all(stride == run for stride in its):
             run *= count
-        elif axes and step * stride == axes[-1][0] * axes[-1][1]:
+        elif axes and all(outer == axes[-1][0] * inner for outer, inner in zip(its, axes[-1][1], strict=True)):
             axes[-1] = (axes[-1][0] * count, axes[-1][1])
         else:
-            axes.append((count, step * stride))
-    if len(axes) > _MOST_AXES:
+            axes.append((count, its))
+    return run, axes[::-1]
+
+
+def _steps(box: Box, aval: Any) -> list[int]:
+    """Bytes from an element of the box to the next along each axis."""
+    strides = _strides(aval.shape, np.dtype(aval.dtype).itemsize)
+    return [step * stride for step, stride in zip(box.steps, strides, strict=True)]
+
+
+def _words_of_box(leaf: int, stage: int, box: Box, aval: Any, value: bytes = b"", axes: _Axes | None = None) -> list:
+    """`axes`: those of a pair of boxes of which this is the first."""
+    itemsize = np.dtype(aval.dtype).itemsize
+    run, merged = axes or _merged(box.counts, [_steps(box, aval)], itemsize)
+    if len(merged) > _MOST_AXES:
         raise NotImplementedError(f"an array of {len(aval.shape)} axes, more than {_MOST_AXES} of which are cut")
+    first = sum(start * stride for start, stride in zip(box.starts, _strides(aval.shape, itemsize), strict=True))
     pattern = value * (16 // len(value)) if value else bytes(16)
-    words = [leaf, stage, first, run, *(int.from_bytes(pattern[i : i + 8], "little") for i in (0, 8)), len(axes)]
-    for count, stride in axes[::-1]:
-        words += [count, stride]
+    words = [leaf, stage, first, run, *(int.from_bytes(pattern[i : i + 8], "little") for i in (0, 8)), len(merged)]
+    for count, its in merged:
+        words += [count, its[0]]
     return words
+
+
+def _axes_of_pair(move: Move, operand: Any, result: Any) -> tuple[_Axes, _Axes] | None:
+    """The axes by which the boxes of a move on one rank are copied part by part, as the one that is read has them, and
+    as the other one. None: their elements lie along axes that differ."""
+    sides = []
+    for box, aval in ((move.read, operand), (move.written, result)):
+        whole = zip(box.counts, _steps(box, aval), strict=True)
+        sides.append(tuple(zip(*[(count, step) for count, step in whole if count != 1], strict=True)) or ((), ()))
+    (counts, read), (of_written, written) = sides
+    run, axes = _merged(counts, [read, written], np.dtype(operand.dtype).itemsize) if counts == of_written else (0, [])
+    if run == 0 or len(axes) > _MOST_AXES:
+        return None
+    return (run, axes), (run, [(count, its[::-1]) for count, its in axes])
 
 
 def _aligned(number: int) -> int:
@@ -133,6 +164,16 @@ class _Messages:
             at = _aligned(at + size)
         self.words += [rank, begin, at - begin]
         self.end, self.ranks = at, self.ranks + 1
+
+
+def _begin(zeroed: bool, adds: bool, moves: Sequence[Move], results: Sequence[Any]) -> int:
+    """How results begin that receive these moves, of which no two are to the same elements if they do not add."""
+    if not zeroed:
+        return _BEGINS.index("operands")
+    left = [math.prod(aval.shape) for aval in results]
+    for move in moves:
+        left[move.leaf] -= move.written.size
+    return _BEGINS.index("zero" if adds or any(left) else "covered")
 
 
 def make(
@@ -175,25 +216,38 @@ def make(
     between("source", "dest", own, own=True)
     receives = _Messages(own.end)
     between("dest", "source", receives, own=False)
+    pairs: dict[int, Any] = {}
+    """The axes of the moves on this rank that can be copied at once, by the move's index."""
+    for index in own.places if zeroed and not adds else ():
+        axes = _axes_of_pair(moves[index], avals[moves[index].leaf], results[moves[index].leaf])
+        if axes is not None:
+            pairs[index] = axes
+    boxes: list[int] = []
+
+    def put(places: dict[int, int], side: int, arrays: Sequence[Any]) -> None:
+        # In the order of the stage; sums in that of the moves, on which the last bits of a number depend.
+        order = sorted(places.keys() - pairs.keys(), key=lambda index: index if side and adds else places[index])
+        for index in [*order, *pairs]:
+            move, axes = moves[index], pairs[index][side] if index in pairs else None
+            box = move.written if side else move.read
+            boxes.extend(_words_of_box(move.leaf, places[index], box, arrays[move.leaf], axes=axes))
+
     packed = {**sends.places, **own.places}
     unpacked = {**receives.places, **own.places}
-    boxes: list[int] = []
-    for index, at in sorted(packed.items()):
-        boxes += _words_of_box(moves[index].leaf, at, moves[index].read, avals[moves[index].leaf])
+    put(packed, 0, avals)
     fills = [fill for fill in fills if fill.written.size > 0]
     for fill in fills:
         aval = results[fill.leaf]
         value = np.asarray(fill.value).astype(aval.dtype).tobytes()
         boxes += _words_of_box(fill.leaf, 0, fill.written, aval, value)
-    for index, at in sorted(unpacked.items()):
-        boxes += _words_of_box(moves[index].leaf, at, moves[index].written, results[moves[index].leaf])
+    put(unpacked, 1, results)
     elements = [math.prod(aval.shape) for aval in (*avals, *results)]
     header = {
         "signature": signature,
         "tag": tags.OF_PLANS,
         "arrays": len(avals),
         "adds": adds,
-        "zeroed": zeroed,
+        "begin": _begin(zeroed, adds, [moves[index] for index in unpacked], results),
         "sent": own.end,
         "received": receives.end - own.end,
         "send_count": sends.ranks,
@@ -201,6 +255,7 @@ def make(
         "pack_count": len(packed),
         "fill_count": len(fills),
         "unpack_count": len(unpacked),
+        "pair_count": len(pairs),
     }
     head = [header[name] for name in CONSTANTS["PLAN_HEADER"]]
     return Plan([int(word) for word in (*head, *elements, *sends.words, *receives.words, *boxes)])
