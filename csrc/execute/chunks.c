@@ -91,7 +91,7 @@ struct scratch *scratch_take(size_t bytes) {
   struct scratch *scratch = atomic_exchange(&spare, NULL);
   if (scratch != NULL && scratch->bytes >= bytes) return scratch;
   free(scratch);
-  scratch = malloc(sizeof *scratch + bytes);
+  scratch = aligned_alloc(64, (sizeof *scratch + bytes + 63) / 64 * 64);
   if (scratch != NULL) scratch->bytes = bytes;
   return scratch;
 }

@@ -33,7 +33,7 @@ ffi_error *call_leaves(struct call *call);
 /* Memory for a call. One piece is kept for the next: fresh memory of the system's costs more than what it is for. */
 struct scratch {
   size_t bytes;
-  _Alignas(max_align_t) char data[];
+  _Alignas(64) char data[]; /* at the beginning of a cache line */
 };
 struct scratch *scratch_take(size_t bytes); /* NULL: out of memory */
 void scratch_give(struct scratch *scratch);

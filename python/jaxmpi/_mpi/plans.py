@@ -20,6 +20,8 @@ from jaxmpi._mpi import tags
 from jaxmpi._mpi.library import CONSTANTS
 
 _ALIGNMENT = 8
+_LINE = 64
+"""Bytes of a cache line. What follows a message's label begins with one: long copies between others take longer."""
 _LABEL_BYTES, _MOST_AXES, _BEGINS = (CONSTANTS[name] for name in ("LABEL_BYTES", "MAX_BOX_AXES", "BEGINS"))
 
 
@@ -142,8 +144,8 @@ def _axes_of_pair(move: Move, operand: Any, result: Any) -> tuple[_Axes, _Axes] 
     return (run, axes), (run, [(count, its[::-1]) for count, its in axes])
 
 
-def _aligned(number: int) -> int:
-    return -(-number // _ALIGNMENT) * _ALIGNMENT
+def _aligned(number: int, alignment: int = _ALIGNMENT) -> int:
+    return -(-number // alignment) * alignment
 
 
 class _Messages:
@@ -158,7 +160,8 @@ class _Messages:
 
     def add(self, rank: int, moves: Iterable[tuple[int, Move, int]]) -> None:
         """A message with moves: the number of each, itself and its bytes."""
-        begin, at = self.end, self.end + _LABEL_BYTES
+        at = _aligned(self.end + _LABEL_BYTES, _LINE)
+        begin = at - _LABEL_BYTES
         for index, _, size in moves:
             self.places[index] = at
             at = _aligned(at + size)
