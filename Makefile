@@ -24,7 +24,7 @@ BUILD := .build/$(MPI)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-ranks test-faults test-tcp test-hosts test-clients test-sharded test-layouts starts fuzz soak faults errors test-device test-gpu bench bench-gpu bench-quick compat wheel wheel-test docs lint format clean
+.PHONY: help setup demo test test-all test-ranks test-jax test-faults test-tcp test-hosts test-clients test-sharded test-layouts starts fuzz soak faults errors test-device test-gpu bench bench-gpu bench-quick compat wheel wheel-test docs lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,7 +45,7 @@ DEVELOP := .build/develop$(VENV:.venv%=%)
 PIP = PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 $(VENV)/.installed: $(BIN)/python meson.build pyproject.toml tools/backend.py
 	$(PIP) "meson-python>=0.17" "meson>=1.3" ninja
-	$(PIP) --no-build-isolation --config-settings=build-dir=$(DEVELOP) --editable ".[$(MPI)]" matplotlib pillow tqdm
+	$(PIP) --no-build-isolation --config-settings=build-dir=$(DEVELOP) --editable ".[$(MPI)]" $(PINNED) matplotlib pillow tqdm
 	@touch $@
 
 $(VENV)/.built: $(VENV)/.installed $(C_SOURCES)
@@ -89,6 +89,12 @@ test-layouts: $(READY) ## JAX's changes of layout over MPI, on all meshes of 1 t
 TESTS ?=
 test-ranks: $(READY) ## the suite on RANKS ranks alone (default 2); TESTS="errors jit" chooses files of it
 	$(SUITES) ranks $(TESTS) --ranks $(RANKS)
+
+# An environment of its own. TESTS, RANKS, MPI and CASES as for test-ranks.
+JAX ?= 0.6.0
+test-jax: ## suites on 2 ranks with another version of JAX, by default the oldest: JAX=0.7.0
+	$(MAKE) test-ranks VENV=.venv-jax-$(JAX) PINNED="jax==$(JAX)" \
+	  TESTS="$(or $(TESTS),order jit ends jax_contract)"
 
 test-faults: $(READY) ## how jobs end: the tests of faults, with their times
 	$(SUITES) faults
