@@ -379,6 +379,35 @@ def test_mapped_derivatives_that_one_rank_does_not_need(comm, rank, size):
     np.testing.assert_array_equal(tangents, np.full((4, 2), 2.0))
 
 
+INSIDE = {
+    "call": lambda f: f,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "cond": lambda f: lambda x: lax.cond(True, f, lambda x: x, x),
+    "while": lambda f: lambda x: lax.while_loop(lambda s: s[0] < 1, lambda s: (s[0] + 1, f(x)), (0, jnp.ones(2)))[1],
+    "scan": lambda f: lambda x: lax.scan(lambda y, _: (f(x) * y, None), jnp.ones(2), length=1)[0],
+}
+
+
+@pytest.mark.two_ranks_suffice
+@needs_new_jax
+@pytest.mark.parametrize("other", [jnp.ones_like, lambda x: x], ids=["constant", "linear"])
+@pytest.mark.parametrize("inside", INSIDE)
+def test_second_tangents_of_an_extreme_whose_operand_differs(inside, other, comm, rank, size):
+    """The operand is nonlinear on rank 0 alone, so there alone its tangent has a tangent. `vmap` maps directions."""
+    x, directions = jnp.array([0.5, 2.0]), jnp.arange(1.0, 7.0).reshape(3, 2)
+
+    def second(f):
+        along = lambda f, v: lambda x: jax.jvp(f, (x,), (v,))[1]  # noqa: E731
+        return jax.vmap(lambda v: along(along(f, v), v)(x))(directions)
+
+    for op, extreme in ((MPI.MIN, jnp.minimum), (MPI.MAX, jnp.maximum)):
+        f = INSIDE[inside](lambda y, op=op: notoken.allreduce(y, op))
+        result = second(lambda x, f=f: f(x**2 if rank == 0 else other(x)) + 0 * x)
+        expected = second(lambda x, e=extreme: e(x**2, other(x)) if size > 1 else x**2)
+        np.testing.assert_allclose(result, expected, rtol=1e-12)
+
+
 # --- control flow and solvers ---------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,13 @@ from jax._src import core
 from jax._src.interpreters import ad as private_ad
 from jax.extend.core import primitives
 
-from jaxmpi._derivatives.seeds import has_tangent, inside_higher_order, make_operands_depend, seeds_of
+from jaxmpi._derivatives.seeds import (
+    has_tangent,
+    inside_higher_order,
+    make_operands_depend,
+    seeds_of,
+    without_dummy,
+)
 from jaxmpi._jax import internals, jaxprs
 from jaxmpi._primitive import effect
 from jaxmpi._primitive.effect import (
@@ -27,6 +33,7 @@ from jaxmpi._primitive.effect import (
 )
 
 
+@without_dummy
 def differentiate_custom_jvp(
     own: Any, trace: Any, primitive: Any, function: Any, rule: Any, tracers: Any, *more: Any, **options: Any
 ) -> Any:
@@ -50,6 +57,7 @@ def differentiate_custom_jvp(
         return own(trace, primitive, function, rule, tracers, *more, **options)
 
 
+@without_dummy
 def differentiate_custom_vjp(
     own: Any,
     trace: Any,

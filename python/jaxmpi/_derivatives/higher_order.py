@@ -26,8 +26,10 @@ from jaxmpi._derivatives.seeds import (
     inside_higher_order,
     make_operands_depend,
     make_value_depend,
+    place_of_dummy,
     seeds_of,
     tangents_of,
+    without_dummy,
 )
 from jaxmpi._jax import internals, jaxprs
 from jaxmpi._jax.dependence import depends_on_p
@@ -89,20 +91,25 @@ def _dummy_operand(trace: Any) -> Any:
     return make_value_depend(trace, tracer)
 
 
-def _differentiate_inside(own: Callable[..., Any], *args: Any) -> Any:
-    with during(inside_higher_order, True):
+def _differentiate_inside(own: Callable[..., Any], *args: Any, place: int | None = None) -> Any:
+    """Differentiates a higher-order primitive. `place`: of the dummy operand among the operands with tangents."""
+    with during(inside_higher_order, True), during(place_of_dummy, place):
         return own(*args)
 
 
 def _differentiate_call(own: Any, trace: Any, primitive: Any, tracers: Any, params: Any) -> Any:
     if which := _operand_of_higher_order(trace, tracers, params):
         return own(trace, primitive, make_operands_depend(trace, tracers, which, primitive.name), params)
-    return own(trace, primitive, [_dummy_operand(trace), *tracers], with_parameter_of_call(params))
+    return own(trace, primitive, [_dummy_operand(trace), *tracers], with_parameter_of_call(params), place=0)
 
 
 def _differentiate_scan(own: Any, trace: Any, primitive: Any, tracers: Any, params: Any) -> Any:
     if which := _operand_of_higher_order(trace, tracers, params):
-        return own(trace, primitive, make_operands_depend(trace, tracers, which, "scan"), params)
+        tracers, place = make_operands_depend(trace, tracers, which, "scan"), None
+        if _trace_with_dummy.get() is trace:  # it is the first carried number
+            constants, _ = jaxprs.parts_of_scan(params)
+            place = sum(has_tangent(trace, [x]) for x in tracers[:constants])
+        return own(trace, primitive, tracers, params, place=place)
     with during(_trace_with_dummy, trace), core.set_current_trace(trace):
         return scan_with_carry(params, _dummy_operand(trace), tracers)[1:]
 
@@ -111,7 +118,8 @@ def _differentiate_cond(own: Any, trace: Any, primitive: Any, tracers: Any, para
     if which := _operand_of_higher_order(trace, tracers, params, 1):
         return own(trace, primitive, make_operands_depend(trace, tracers, which, "cond"), params)
     branches = tuple(map(with_parameter, params["branches"]))
-    return own(trace, primitive, [tracers[0], _dummy_operand(trace), *tracers[1:]], {**params, "branches": branches})
+    tracers = [tracers[0], _dummy_operand(trace), *tracers[1:]]
+    return own(trace, primitive, tracers, {**params, "branches": branches}, place=0)
 
 
 def _differentiate_while(own: Any, trace: Any, primitive: Any, tracers: Any, params: Any) -> Any:
@@ -119,7 +127,8 @@ def _differentiate_while(own: Any, trace: Any, primitive: Any, tracers: Any, par
     if which := _operand_of_higher_order(trace, tracers, params, tests):
         return own(trace, primitive, make_operands_depend(trace, tracers, which, "while_loop"), params)
     body = {"body_jaxpr": with_parameter(params["body_jaxpr"]), "body_nconsts": steps + 1}
-    return own(trace, primitive, [*tracers[:tests], _dummy_operand(trace), *tracers[tests:]], {**params, **body})
+    tracers = [*tracers[:tests], _dummy_operand(trace), *tracers[tests:]]
+    return own(trace, primitive, tracers, {**params, **body}, place=0)
 
 
 def _differentiate_linear_solve(own: Any, trace: Any, primitive: Any, tracers: Any, params: Any) -> Any:
@@ -197,6 +206,7 @@ def _differentiate_dependence(
     return make_value_depend(trace, own(trace, primitive, tracers, params))
 
 
+@without_dummy
 def differentiate(
     own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence[Any], params: JaxParams
 ) -> Any:

@@ -1,6 +1,7 @@
 """Traces that differentiate: what communicates in them depends on all values that they were started with, the seeds."""
 
 import contextvars
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from jax._src.interpreters import ad as private_ad
 
 from jaxmpi._jax import internals
 from jaxmpi._jax.dependence import depends_on
-from jaxmpi._primitive.effect import ZERO, Refusal
+from jaxmpi._primitive.effect import ZERO, Refusal, during
 
 _TRACERS = {private_ad.JVPTrace: private_ad.JVPTracer, private_ad.LinearizeTrace: private_ad.LinearizeTracer}
 
@@ -25,8 +26,31 @@ def record_seed(own: Callable[..., None], tracer: Any, trace: Any, primal: Any, 
     known = _seeds.get(trace)
     if known is None:
         known = _seeds[trace] = []
+        if (place := place_of_dummy.get()) is not None:
+            _places[trace] = place
     if type(known) is list and type(tangent) is not internals.ad.Zero and internals.inexact(tangent):
         known.append((primal, tangent))
+
+
+place_of_dummy: contextvars.ContextVar[int | None] = contextvars.ContextVar("place_of_dummy", default=None)
+"""The place of the dummy operand among the seeds of the trace that is about to be started, which differentiates the
+computation inside of a higher-order primitive; None if there is no dummy operand, or the trace has been started."""
+
+_places: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
+"""The place of the dummy operand among the seeds of a trace that has one."""
+
+
+def without_dummy(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook that is called for each equation, and may start traces, which have no dummy operand."""
+
+    @functools.wraps(hook)
+    def call(*args: Any, **options: Any) -> Any:
+        if place_of_dummy.get() is None:
+            return hook(*args, **options)
+        with during(place_of_dummy, None):
+            return hook(*args, **options)
+
+    return call
 
 
 def seeds_of(trace: Any) -> tuple[Any, ...]:
@@ -104,15 +128,18 @@ def make_value_depend(trace: Any, tracer: Any) -> Any:
 
     A `vmap` over tangents alone, as in `jax.jacfwd`, expects a value that is not mapped. Inside of higher-order
     primitives the tangents do not tell, since they depend on all seeds and are always mapped; there the values depend
-    on those outside.
+    on the dummy operand, which does so on the seeds outside. They do not depend on the other operands: tangents of
+    an earlier derivative may be among them, and be mapped, which are seeds on some ranks and constants on others.
     """
     primal, tangent = trace.to_primal_tangent_pair(tracer)
     with core.set_current_trace(trace.parent_trace):
         if type(trace) is private_ad.LinearizeTrace:
             primal = depends_on(primal, [], always=True)
+        elif inside_higher_order.get():
+            place = _places.get(trace)
+            inputs = _as_one_number(trace, False) if place is None else [seeds_of(trace)[place][0]]
+            primal = depends_on(primal, inputs)
         else:
-            unless = [] if inside_higher_order.get() else _as_one_number(trace, True)
-            primal = depends_on(
-                primal, _as_one_number(trace, False), always=not inside_higher_order.get(), unless=unless
-            )
+            unless = _as_one_number(trace, True)
+            primal = depends_on(primal, _as_one_number(trace, False), always=True, unless=unless)
     return primal if type(tangent) is internals.ad.Zero else _TRACERS[type(trace)](trace, primal, tangent)
