@@ -630,13 +630,23 @@ def test_ranks_of_communicators_are_listed_once(tmp_path):
 
 
 @pytest.mark.one_rank
-def test_communicators_of_one_name():
-    """They are told apart by their order. Two threads may tell one, and one may get another name later."""
-    rank, counts = files.Rank(0, 2, "m", "m", 0.0, 0.0), Counter()
-    for number, name in ((1, "c"), (2, "c"), (2, "c"), (3, "c"), (1, "d")):
-        files._add_fact(rank, "jaxmpi_communicator", {"number": number, "name": name}, counts)
-    found = {number: comm.key for number, comm in rank.communicators.items()}
-    assert found == {1: ("d", "", 0), 2: ("c", "", 1), 3: ("c", "", 2)}
+def test_communicators_of_one_name(tmp_path):
+    """They are told apart by their order, of those with the same ranks. Two threads may tell one, and one may get
+    another name later, which has been its name from the beginning for all others."""
+    told = [(2, "c"), (3, "c"), (2, "c"), (1, "d"), (4, "c"), (5, "c", "h"), (6, "c")]
+    named = [{"number": number, "name": name} for number, name, *_ in told]
+    with_members = [{"members": members[0], "ranks": [0]} if members else {} for _, _, *members in told]
+    facts = [("jaxmpi_communicator", "M", one | more) for one, more in zip(named, with_members, strict=True)]
+    make_file(tmp_path, 0, 1, facts=facts)
+    (rank,) = files.read(tmp_path)
+    assert {number: comm.key for number, comm in rank.communicators.items()} == {
+        1: ("d", "", 0),
+        2: ("c", "", 0),
+        3: ("c", "", 1),
+        4: ("c", "", 2),
+        5: ("c", "h", 0),
+        6: ("c", "", 3),
+    }
 
 
 @pytest.mark.one_rank
