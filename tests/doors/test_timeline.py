@@ -1,5 +1,6 @@
 """The timeline of a job: JAXMPI_TRACE, and what `python -m jaxmpi.trace` makes of it."""
 
+import calendar
 import gzip
 import json
 import os
@@ -565,19 +566,19 @@ def make_file(folder, rank, size, job="j", launched="l", realtime=0, facts=(), n
 @pytest.mark.one_rank
 def test_ranks_that_do_not_know_their_job(tmp_path):
     """Some are told later, some are known by those that were launched with them."""
-    make_file(tmp_path, 0, 3, job="j")
-    make_file(tmp_path, 1, 3, job=None, launched="elsewhere", facts=[("jaxmpi_job", "M", {"job": "j"})])
+    make_file(tmp_path, 0, 3, job="x")
+    make_file(tmp_path, 1, 3, job=None, launched="elsewhere", facts=[("jaxmpi_job", "M", {"job": "x"})])
     make_file(tmp_path, 2, 3, job=None)
     make_file(tmp_path, 0, 2, job=None, launched="k", name="other0")
     make_file(tmp_path, 1, 2, job=None, launched="k", name="other1")
     make_file(tmp_path, 0, 2, job=None, launched="m", name="third1")
     make_file(tmp_path, 1, 2, job=None, launched="m", name="third0")
     assert [(job.name, job.size, list(job.paths)) for job in files.jobs(tmp_path)] == [
-        ("j", 3, [0, 1, 2]),
         ("other0", 2, [0, 1]),
         ("third0", 2, [0, 1]),
+        ("x", 3, [0, 1, 2]),
     ]
-    assert matching.match(files.read(tmp_path, "j")).unmatched == 0
+    assert matching.match(files.read(tmp_path, "x")).unmatched == 0
 
 
 @pytest.mark.one_rank
@@ -592,9 +593,25 @@ def test_rank_of_one_of_two_jobs(tmp_path):
 
 @pytest.mark.one_rank
 def test_jobs_of_one_second_have_other_names():
-    names = {timeline._name(timeline.new_job()) for _ in range(1000)}
+    begin = int(time.time())
+    made = [timeline.new_job() for _ in range(1000)]
+    assert all(begin <= job >> 30 <= time.time() for job in made)
+    names = {timeline._name(job) for job in made}
     assert len(names) == 1000
     assert all(re.fullmatch(r"\d{8}-\d{6}-[0-9a-f]{8}", name) for name in names)
+
+
+@pytest.mark.one_rank
+def test_names_of_jobs_have_the_time_in_utc(monkeypatch):
+    """In all zones of time: ranks on other machines, and those who look for a file, need not know this one's."""
+    try:
+        with monkeypatch.context() as changed:
+            changed.setenv("TZ", "EST5")
+            time.tzset()
+            name = timeline._name(calendar.timegm((2026, 12, 31, 23, 59, 59)) << 30 | 0x0123ABCD)
+    finally:
+        time.tzset()
+    assert name == "20261231-235959-0123abcd"
 
 
 @pytest.mark.one_rank
@@ -630,28 +647,51 @@ def test_ranks_of_communicators_are_listed_once(tmp_path):
 
 
 @pytest.mark.one_rank
-def test_communicators_of_one_name():
-    """They are told apart by their order. Two threads may tell one, and one may get another name later."""
-    rank, counts = files.Rank(0, 2, "m", "m", 0.0, 0.0), Counter()
-    for number, name in ((1, "c"), (2, "c"), (2, "c"), (3, "c"), (1, "d")):
-        files._add_fact(rank, "jaxmpi_communicator", {"number": number, "name": name}, counts)
-    found = {number: comm.key for number, comm in rank.communicators.items()}
-    assert found == {1: ("d", "", 0), 2: ("c", "", 1), 3: ("c", "", 2)}
+def test_communicators_of_one_name(tmp_path):
+    """They are told apart by their order, of those with the same ranks. Two threads may tell one, and one may get
+    another name later, which has been its name from the beginning for all others."""
+    told = [(2, "c"), (3, "c"), (2, "c"), (1, "d"), (4, "c"), (5, "c", "h"), (6, "c")]
+    named = [{"number": number, "name": name} for number, name, *_ in told]
+    with_members = [{"members": members[0], "ranks": [0]} if members else {} for _, _, *members in told]
+    facts = [("jaxmpi_communicator", "M", one | more) for one, more in zip(named, with_members, strict=True)]
+    make_file(tmp_path, 0, 1, facts=facts)
+    (rank,) = files.read(tmp_path)
+    assert {number: comm.key for number, comm in rank.communicators.items()} == {
+        1: ("d", "", 0),
+        2: ("c", "", 0),
+        3: ("c", "", 1),
+        4: ("c", "", 2),
+        5: ("c", "h", 0),
+        6: ("c", "", 3),
+    }
+
+
+TRACKS = [
+    *[("B", 1, 10.0), ("B", 2, 20.0), ("E", 2, 25.0), ("E", 1, 30.0)],  # one while the other lasts
+    *[("B", 3, 32.0), ("B", 1, 35.0), ("E", 3, 38.0), ("B", 2, 40.0)],  # one before the other ends
+    *[("B", 5, 42.0), ("B", 5, 44.0)],  # one whose end cannot be read, and another one
+    ("E", 4, 45.0),  # one whose beginning cannot be read
+]
 
 
 @pytest.mark.one_rank
-def test_beginnings_and_ends_of_several_threads(tmp_path):
+@pytest.mark.parametrize("lost", [0, 1])
+def test_beginnings_and_ends_of_several_threads(lost, tmp_path):
+    """What has no end was going on when the process ended, or its end is one of the lines that were left out."""
     make_file(tmp_path, 0, 1, events=0)
-    lines = [("B", 1, 10.0), ("B", 2, 20.0), ("E", 2, 25.0), ("E", 1, 30.0), ("B", 1, 35.0), ("B", 2, 40.0)]
     written = "".join(
         json.dumps({"name": "barrier", "ph": phase, "pid": 0, "tid": track, "ts": at, "args": {"comm": 1}}) + ",\n"
-        for phase, track, at in lines
+        for phase, track, at in TRACKS
     )
     path = tmp_path / "j.00000.json"
-    path.write_text(path.read_text().replace('{"name": "jaxmpi_end"', written + '{"name": "jaxmpi_end"'))
+    text = path.read_text().replace('{"name": "jaxmpi_end"', written + '{"name": "jaxmpi_end"')
+    path.write_text(text.replace('"lost": 0', f'"lost": {lost}'))
     (rank,) = files.read(tmp_path)
-    found = [(event.track, event.begin, event.end, event.complete) for event in rank.events]
-    assert found == [(1, 10, 30, True), (2, 20, 25, True), (1, 35, 40, False), (2, 40, 40, False)]
+    found = [(event.track, event.begin, event.end) for event in rank.events if event.complete]
+    assert found == [(1, 10, 30), (2, 20, 25), (3, 32, 38), (4, 45, 45)]
+    going_on = [(event.track, event.begin, event.end) for event in rank.events if not event.complete]
+    assert going_on == ([] if lost else [(1, 35, 45), (2, 40, 45), (5, 44, 45)])
+    assert rank.events == sorted(rank.events, key=lambda event: event.begin)
 
 
 @pytest.mark.one_rank

@@ -199,12 +199,11 @@ def _read(path: Path) -> Rank:
     assert header is not None, path
     names = ("rank", "size", "host", "clock", "monotonic", "realtime")
     rank = Rank(**{name: header[name] for name in names})
-    counts: Counter[tuple[str, str]] = Counter()
     begun: dict[int, Event] = {}
     last = 0.0
     for line in _lines(path, rank):
         if line["ph"] == "M":
-            _add_fact(rank, line["name"], line["args"], counts)
+            _add_fact(rank, line["name"], line["args"])
             continue
         begin = float(line["ts"])
         shown, arguments = line["name"], line["args"]
@@ -228,6 +227,7 @@ def _read(path: Path) -> Rank:
         event.end, event.complete = max(last, event.begin), False
         rank.events.append(event)
     rank.events.sort(key=lambda event: event.begin)
+    _count_communicators(rank)
     _join_ends(rank)
     return rank
 
@@ -266,17 +266,17 @@ def _lines(path: Path, rank: Rank) -> Iterator[dict[str, Any]]:
                 rank.unreadable += 1
 
 
-def _add_fact(rank: Rank, name: str, given: dict[str, Any], counts: Counter[tuple[str, str]]) -> None:
-    """`counts`: how many communicators there are with a name and these members."""
+def _add_fact(rank: Rank, name: str, given: dict[str, Any]) -> None:
     if name == "jaxmpi_end":
         rank.lost = given["lost"]
-    if name != "jaxmpi_communicator":
-        return
-    number, key = given["number"], (given["name"], given.get("members", ""))
-    before = rank.communicators.get(number)
-    if before is not None:
-        if before.name == given["name"]:
-            return  # two threads have told it
-        counts[before.name, before.members] -= 1
-    rank.communicators[number] = Communicator(key[0], tuple(given.get("ranks", ())), counts[key], key[1])
-    counts[key] += 1
+    if name == "jaxmpi_communicator":  # told again by a second thread, or with the name that it has got since
+        ranks, members = tuple(given.get("ranks", ())), given.get("members", "")
+        rank.communicators[given["number"]] = Communicator(given["name"], ranks, members=members)
+
+
+def _count_communicators(rank: Rank) -> None:
+    """Tells apart those with one name and the same ranks, once all have their last names."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for comm in rank.communicators.values():
+        comm.earlier = counts[comm.name, comm.members]
+        counts[comm.name, comm.members] += 1
