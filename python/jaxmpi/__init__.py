@@ -28,7 +28,7 @@ if _module_to_run() not in ("jaxmpi.run", "jaxmpi.info", "jaxmpi.trace"):
     _start.start()
 
     # isort: split
-    from jaxmpi import compat, notoken
+    from jaxmpi import compat, fft, notoken
     from jaxmpi._grid.grid import Grid
     from jaxmpi._grid.redistribute import iredistribute, redistribute
     from jaxmpi._operations.replication import invariant, replicate
@@ -79,6 +79,7 @@ if _module_to_run() not in ("jaxmpi.run", "jaxmpi.info", "jaxmpi.trace"):
         "bcast",
         "compat",
         "exscan",
+        "fft",
         "gather",
         "gatherv",
         "has_cuda_support",

@@ -58,8 +58,9 @@ class Transform:
       norm: as in `numpy.fft`: "backward" (what None means), "ortho" or "forward".
       pad: how many times more points than modes arrays have along each of `axes`, such as 3/2 for products without
         aliasing: one number, or one for each of `axes`. `grid` is the division of the modes then, and `physical_grid`
-        that of the arrays. Modes beyond those of `grid` are dropped by `forward` and are zero in `backward`, and so is
-        the mode of an even number of modes that has no partner, -n/2.
+        that of the arrays, whose numbers of points are rounded up. Modes beyond those of `grid` are dropped by
+        `forward` and are zero in `backward`, and so is, along an axis with more points than modes, the mode of an even
+        number of modes that has no partner, -n/2.
       natural: the spectrum is divided by the same numbers of processes as the arrays, at the price of one more
         redistribution each way.
 
@@ -82,6 +83,10 @@ class Transform:
         if not isinstance(grid, Grid):
             raise TypeError(f"Transform: grid must be a jaxmpi.Grid, got {grid!r:.80} of {type(grid).__name__}.")
         grid._need_shape("Transform")
+        grid._check_alive("Transform")
+        for name, value in (("real", real), ("natural", natural)):
+            if not isinstance(value, bool | np.bool_):
+                raise TypeError(f"Transform: {name} must be True or False, and not traced, got {value!r}.")
         if norm not in _NORMS:
             raise ValueError(f"Transform: norm is {norm!r}: possible are None, 'backward', 'ortho' and 'forward'.")
         self._axes = _axes_of(grid, axes)
@@ -190,12 +195,12 @@ class Transform:
           An array of float64 for each transformed axis, of shape (..., n, ...) with n along its axis of the grid and 1
           along the others: they broadcast against this rank's block of the spectrum.
         """
-        scales = [None] * len(self._axes) if lengths is None else _each(lengths, len(self._axes), "lengths")
+        scales = [None] * len(self._axes) if lengths is None else _lengths(lengths, len(self._axes))
         found = []
         for axis, length in zip(self._axes, scales, strict=True):
             n = self._sizes[axis]
             k = np.fft.rfftfreq(n, 1 / n) if axis == self._halved else np.fft.fftfreq(n, 1 / n)
-            k = k[self.spectral_grid.slices[axis]] * (1.0 if length is None else 2 * np.pi / float(length))
+            k = k[self.spectral_grid.slices[axis]] * (1.0 if length is None else 2 * np.pi / length)
             shape = [1] * len(self.grid.processes)
             shape[axis] = -1
             found.append(k.reshape(shape))
@@ -274,6 +279,8 @@ class Transform:
         """The modes that are kept of those of a padded transform, along an axis."""
         if not self._padded:
             return x
+        if self._points[axis] == self._sizes[axis]:
+            return x * jnp.asarray(self._scale(axis), x.real.dtype)
         place, n = x.ndim + axis - len(self.grid.processes), self._sizes[axis]
         halved = axis == self._halved
         positive = jax.lax.slice_in_dim(x, 0, (n + 1) // 2, axis=place)
@@ -289,6 +296,8 @@ class Transform:
         """The modes of a padded transform, of which those that are not kept are zero."""
         if not self._padded:
             return y
+        if self._points[axis] == self._sizes[axis]:
+            return y / jnp.asarray(self._scale(axis), y.real.dtype)
         place, n = y.ndim + axis - len(self.grid.processes), self._sizes[axis]
         halved = axis == self._halved
         most = self._points[axis] // 2 + 1 if halved else self._points[axis]
@@ -340,6 +349,22 @@ def _each(values: Any, count: int, what: str) -> list[float]:
     if len(listed) != count:
         raise ValueError(f"Transform: {what} is {values!r}: pass one number, or one for each of {count} axes.")
     return listed
+
+
+def _lengths(lengths: Any, count: int) -> list[float]:
+    try:
+        found = [float(length) for length in _each(lengths, count, "lengths")]
+        if all(0 < length < math.inf for length in found):
+            return found
+    except TypeError:  # traced values, too
+        pass
+    except ValueError as error:
+        if str(error).startswith("Transform"):
+            raise
+    raise ValueError(
+        f"Transform.wavenumbers: lengths is {lengths!r}: pass a positive number that is not traced, or one for each "
+        "axis."
+    )
 
 
 def _factors(pad: Any, count: int) -> list[float]:

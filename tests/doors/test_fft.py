@@ -257,6 +257,29 @@ def test_points_of_padded_axes():
         assert transform.physical_grid.global_shape == (11 * n,)
 
 
+@pytest.mark.parametrize("real", [False, True])
+@pytest.mark.parametrize("norm", [None, "ortho", "forward"])
+@pytest.mark.parametrize("pad", [1, (1, 1.5), (1.5, 1)])
+def test_axes_that_are_not_padded(pad, norm, real, comm, rank, size):
+    """Their modes are all kept, also the one without partner of an even number of modes."""
+    grid = jaxmpi.Grid((size, 1), (4, 6))
+    transform = fft.Transform(grid, real=real, norm=norm, pad=pad)
+    shape = transform.physical_grid.global_shape
+    whole = np.random.default_rng(3).standard_normal((4, 6))
+    modes = np.fft.fftn(whole, norm="forward")
+    for axis, (points, n) in enumerate(zip(shape, (4, 6), strict=True)):
+        if points > n:
+            modes = np.moveaxis(np.moveaxis(modes, axis, 0) * (np.arange(n) != n // 2)[:, None], 0, axis)
+    scale = {None: 24, "ortho": 24**0.5, "forward": 1}[norm]
+    spectrum = modes[:, :4] * scale if real else modes * scale
+    own = jnp.asarray(spectrum[transform.spectral_grid.slices])
+    x = transform.backward(own)
+    np.testing.assert_allclose(transform.forward(x), own, atol=1e-12)
+    if pad == 1:
+        right = np.fft.ifftn(modes, norm="forward")[transform.physical_grid.slices]
+        np.testing.assert_allclose(x, right.real if real else right, atol=1e-12)
+
+
 def test_in_scan(comm, rank, size):
     grid = jaxmpi.Grid((1, size), (4, 6))
     transform = fft.Transform(grid, real=True)
@@ -283,6 +306,12 @@ BAD = [
     (lambda g, x: fft.Transform(g, pad=0.5), ValueError, "pad is 0.5"),
     (lambda g, x: fft.Transform(g, pad=(1, 1, 1)), ValueError, "one for each of 2 axes"),
     (lambda g, x: fft.Transform(g).wavenumbers((1,)), ValueError, "one for each of 2 axes"),
+    (lambda g, x: fft.Transform(g).wavenumbers(0), ValueError, "lengths is 0: pass a positive number"),
+    (lambda g, x: fft.Transform(g).wavenumbers((1, "a")), ValueError, "lengths is .1, 'a'.: pass a positive number"),
+    (lambda g, x: fft.Transform(g).wavenumbers(np.nan), ValueError, "lengths is nan: pass a positive number"),
+    (lambda g, x: jax.jit(fft.Transform(g).wavenumbers)(1.0), ValueError, "that is not traced"),
+    (lambda g, x: fft.Transform(g, real="no"), TypeError, "real must be True or False"),
+    (lambda g, x: fft.Transform(g, natural=None), TypeError, "natural must be True or False"),
     (
         lambda g, x: fft.Transform(jaxmpi.Grid(g.processes, (4, 0))),
         ValueError,

@@ -255,7 +255,7 @@ def test_how_results_begin(blocks, width, adjoint, staggered, begin, pairs, monk
     widths = ((0, 0), (0, 0)), ((width, width), (0, 0))
     source, target = (Division(Layout(its, (False, False)), w) for its, w in zip(blocks, widths, strict=True))
     pattern = Redistribution(0, source, target)
-    place = (-2, -1), (False, staggered)
+    place = (-2, -1), (False, staggered), "field"
     aval = jax.ShapeDtypeStruct((target if adjoint else source).shape(0, (0, 0), place), np.float32)
     _plan.__wrapped__(pattern, (aval,), (place,), adjoint)
     assert (CONSTANTS["BEGINS"][made["begin"]], made["pair_count"]) == (begin, pairs)
@@ -398,9 +398,49 @@ def test_ranks_that_differ_get_an_error(comm, rank, size):
             lambda: jaxmpi.redistribute((x, x), source, target),
             lambda: jaxmpi.redistribute(x, source, other),
             lambda: jaxmpi.redistribute(x, source, target, target_width=1),
+            lambda: jaxmpi.redistribute({"another name": x}, source, target),
         ):
             with pytest.raises(jax.errors.JaxRuntimeError, match=r"has sent something else|the ranks differ"):
                 jax.block_until_ready(call() if part.rank else jaxmpi.redistribute(x, source, target))
             right = jaxmpi.redistribute(x + 12 * part.rank, source, target)
             np.testing.assert_array_equal(right, np.arange(24.0).reshape(4, 6)[target.slices])
     part.Free()
+
+
+def test_a_freed_communicator(comm, size):
+    """Before anything is compiled, with the name of the call."""
+    part = comm.Dup()
+    grid = jaxmpi.Grid((size, 1), (2 * size, 3), comm=part)
+    whole = grid.pencil(0)
+    part.Free()
+    x = jnp.ones(grid.local_shape)
+    for call in (
+        lambda: jaxmpi.redistribute(x, grid, whole),
+        lambda: jaxmpi.iredistribute(x, grid, whole),
+        lambda: jaxmpi.redistribute(x, jaxmpi.Grid((size, 1), (2 * size, 3)), whole),
+        lambda: grid.exchange(x, 0),
+        lambda: grid.start(x, 0),
+    ):
+        with pytest.raises(ValueError, match=r"(redistribute|Grid.\w+): the communicator of the grid has been freed"):
+            call()
+
+
+def test_equal_grids_are_one_static_argument(comm, size):
+    """Two grids that divide alike are equal, so that `jax.jit` compiles for one of them."""
+    grid = jaxmpi.Grid((size, 1), (2 * size, 3), comm=comm)
+    assert grid == jaxmpi.Grid((size, 1), (2 * size, 3), comm=comm)
+    assert hash(grid.pencil(0)) == hash(grid.pencil(0))
+    part = comm.Dup()
+    others = [
+        jaxmpi.Grid((size, 1), (2 * size, 4), comm=comm),
+        jaxmpi.Grid((size, 1), (2 * size, 3), comm=comm, periodic=True),
+        jaxmpi.Grid((size, 1), (2 * size, 3), comm=part),
+        jaxmpi.Grid((size, 1), comm=comm),
+        None,
+    ]
+    assert all(grid != other for other in others)
+    part.Free()
+    call = jax.jit(jaxmpi.redistribute, static_argnums=(1, 2))
+    for _ in range(3):
+        call(jnp.ones(grid.local_shape), grid, grid.pencil(0))
+    assert call._cache_size() == 1

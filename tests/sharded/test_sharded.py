@@ -422,6 +422,9 @@ def test_blocks_of_a_grid(dims, shape):
     np.testing.assert_array_equal(jaxmpi.notoken.allreduce(back, MPI.SUM).sum(), (2 * whole + whole.sum()).sum())
     front = jnp.moveaxis(block, 0, -1)
     check(grid.to_sharded(front, ("a", "b"), axes=(0, 1)), np.moveaxis(whole, 0, -1))
+    keys = jax.random.split(jax.random.key(SIZE), grid.local_shape)
+    again = grid.from_sharded(grid.to_sharded(keys, ("a", "b")))
+    np.testing.assert_array_equal(jax.random.key_data(again), jax.random.key_data(keys))
 
 
 def test_blocks_that_are_no_parts():

@@ -24,8 +24,9 @@ from jaxmpi._mpi.plans import Box, Move, Plan
 Interval = tuple[int, int]
 """Start and end of cells along one axis of the global array."""
 
-Spec = tuple[tuple[int, ...], tuple[bool, ...]]
-"""The axes of a field that are the grids', from the end, in the grids' order; along which of them it is staggered."""
+Spec = tuple[tuple[int, ...], tuple[bool, ...], str]
+"""The axes of a field that are the grids', from the end, in the grids' order; along which of them it is staggered; its
+name, which the ranks compare."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Division:
     def shape(self, rank: int, shape: Sequence[int], place: Spec) -> tuple[int, ...]:
         """The shape of a rank's array, from that of any rank's."""
         sizes = list(shape)
-        for axis, extra, size, pair in zip(*place, self.layout.block(rank), self.widths, strict=True):
+        for axis, extra, size, pair in zip(*place[:2], self.layout.block(rank), self.widths, strict=True):
             sizes[axis] = size + extra + sum(pair)
         return tuple(sizes)
 
@@ -66,8 +67,8 @@ class Redistribution:
 
     def behind(self, place: Spec, axes: int) -> Spec:
         """The place of a field that has that many axes more, behind all of its own."""
-        chosen, staggered = place
-        return tuple(axis - axes for axis in chosen), staggered
+        chosen, *rest = place
+        return (tuple(axis - axes for axis in chosen), *rest)  # type: ignore[return-value]
 
     def batch(self, adjoint: bool) -> tuple[int, int]:
         return 0, 0
@@ -138,7 +139,7 @@ def _plan(pattern: Redistribution, avals: tuple[Any, ...], places: tuple[Spec, .
     moves: list[Move] = []
     facts = []
     for leaf, (aval, place) in enumerate(zip(avals, places, strict=True)):
-        axes, staggered = place
+        axes, staggered, name = place
         owned = [source.owned(axis, extra) for axis, extra in enumerate(staggered)]
         wanted = [target.contained(axis, extra) for axis, extra in enumerate(staggered)]
         # The arrays of other ranks have other shapes, but only what is of this rank is looked at in a move.
@@ -154,8 +155,8 @@ def _plan(pattern: Redistribution, avals: tuple[Any, ...], places: tuple[Spec, .
                 written = _box(cells, target, rank, shapes[1], axes)
                 moves.append(Move((0,), leaf, other, written, rank, written))
         rest = tuple(size for i, size in enumerate(aval.shape) if i - len(aval.shape) not in axes)
-        facts.append((tuple(axis % len(aval.shape) for axis in axes), rest, staggered, np.dtype(aval.dtype).name))
-    adds = adjoint and any(map(any, (staggered for _, staggered in places)))
+        facts.append((tuple(axis % len(aval.shape) for axis in axes), rest, staggered, np.dtype(aval.dtype).name, name))
+    adds = adjoint and any(any(staggered) for _, staggered, _ in places)
     if adjoint:
         moves = [move.reverse() for move in moves]
     divisions = [(division.layout.blocks, division.widths) for division in (source, target)]

@@ -77,6 +77,16 @@ class Grid:
         cells = f", shape {self.global_shape}" if self._has_shape else ""
         return f"Grid({self.processes}{cells}, periodic {self.periodic}, coordinates {self.coordinates})"
 
+    def __eq__(self, other: object) -> bool:
+        """Whether another grid divides the same arrays alike, on the same communicator: as a static argument of
+        `jax.jit` it is the same."""
+        if not isinstance(other, Grid):
+            return NotImplemented
+        return (self._comm, self._layout, self._has_shape) == (other._comm, other._layout, other._has_shape)
+
+    def __hash__(self) -> int:
+        return hash((self._layout, self._has_shape))
+
     # --- what it is ------------------------------------------------------------------------------------------------
 
     @property
@@ -141,6 +151,13 @@ class Grid:
         if not self._has_shape:
             raise ValueError(
                 f"Grid: {what} needs the shape of global arrays: jaxmpi.Grid({self.processes}, shape=(...), ...)."
+            )
+
+    def _check_alive(self, operation: str) -> None:
+        if self._mpi == MPI.COMM_NULL:
+            raise ValueError(
+                f"{operation}: the communicator of the grid has been freed. Make the grid with a live one, and free it "
+                "after the last call."
             )
 
     def _extents(self, rank: int, staggered: Sequence[int]) -> list[tuple[int, int]]:
@@ -259,6 +276,7 @@ class Grid:
     ) -> tuple[list[Any], Any, Planned]:
         """The arrays of an exchange, their structure, and its parameters."""
         self._need_shape(operation.removeprefix("Grid."))
+        self._check_alive(operation)
         arrays, names, structure = arguments.leaves(fields, operation, "fields")
         if not isinstance(corners, bool | np.bool_):
             raise TypeError(f"{operation}: corners must be True or False, and not traced, got {corners!r}.")
@@ -519,7 +537,8 @@ class Grid:
         for place, its in zip(places, self.slices, strict=True):
             expected[place] = its
         (shard, *others) = x.addressable_shards
-        found = [slice(*its.indices(size)[:2]) for its, size in zip(shard.index, x.shape, strict=True)]
+        index = shard.index[: x.ndim]  # of keys there are axes of their words behind
+        found = [slice(*its.indices(size)[:2]) for its, size in zip(index, x.shape, strict=True)]
         sizes = tuple(x.shape[place] for place in places)
         if others or sizes != self.global_shape or found != expected:
             show = lambda slices: ", ".join(f"{i.start}:{i.stop}" for i in slices)  # noqa: E731

@@ -104,7 +104,7 @@ def _checked(
     cuts = [
         source._cut(x.shape, axes, expected, operation, name, advice) for x, name in zip(arrays, names, strict=True)
     ]
-    places = tuple((cut.axes, tuple(map(bool, cut.staggered))) for cut in cuts)
+    places = tuple((cut.axes, tuple(map(bool, cut.staggered)), name) for cut, name in zip(cuts, names, strict=True))
     pattern = Redistribution(source._comm.rank, *divisions)
     return arrays, structure, Planned(source._comm, pattern, places, False)
 
@@ -115,6 +115,7 @@ def check_grids(operation: str, source: Grid, target: Grid) -> None:
         if not isinstance(grid, Grid):
             raise TypeError(f"{operation}: {name} must be a jaxmpi.Grid, got {grid!r:.80} of {type(grid).__name__}.")
         grid._need_shape(operation)
+        grid._check_alive(operation)
     if source.global_shape != target.global_shape:
         raise ValueError(
             f"{operation}: the source grid has global shape {source.global_shape}, the target grid "
