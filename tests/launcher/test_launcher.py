@@ -720,7 +720,7 @@ def test_no_process_for_the_guard(tmp_path, monkeypatch):
         raise BlockingIOError
 
     monkeypatch.setattr(guard.os, "fork", fails)
-    assert guard.start(0, None, str(tmp_path), -1, [signal.SIGUSR1]) is None
+    assert guard.start(0, None, str(tmp_path), time.time(), -1, [signal.SIGUSR1]) is None
 
 
 def test_name_of_a_communicator_in_lines(tmp_path):
