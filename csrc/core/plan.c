@@ -149,22 +149,22 @@ static void walk_box(row_function *function, const struct box *box, void *array,
       COPY(run)             \
   }
 
-static void gather_row(const struct box *box, char *array, int64_t stride, int64_t count, char *message) {
-#define COPY(size)                                                                                      \
-  for (int64_t i = 0; i < count; i++) memcpy(message + i * (size), array + i * stride, (size_t)(size)); \
+/* Copies `count` runs, which begin `stride` bytes apart, to where they begin `apart` bytes apart. */
+static inline void copy_runs(char *written, int64_t apart, const char *read, int64_t stride, int64_t count,
+                             int64_t run) {
+#define COPY(size)                                                                                    \
+  for (int64_t i = 0; i < count; i++) memcpy(written + i * apart, read + i * stride, (size_t)(size)); \
   break;
-  const int64_t run = box->run;
   WITH_RUN(run, COPY)
 #undef COPY
 }
 
+static void gather_row(const struct box *box, char *array, int64_t stride, int64_t count, char *message) {
+  copy_runs(message, box->run, array, stride, count, box->run);
+}
+
 static void scatter_row(const struct box *box, char *array, int64_t stride, int64_t count, char *message) {
-#define COPY(size)                                                                                      \
-  for (int64_t i = 0; i < count; i++) memcpy(array + i * stride, message + i * (size), (size_t)(size)); \
-  break;
-  const int64_t run = box->run;
-  WITH_RUN(run, COPY)
-#undef COPY
+  copy_runs(array, stride, message, box->run, count, box->run);
 }
 
 /* Without a message. */
@@ -230,13 +230,9 @@ static void copy_axes(const struct box *from, const struct box *to, int axis, co
       copy_axes(from, to, axis + 1, read + i * from->strides[axis], written + i * to->strides[axis]);
     return;
   }
-  const int64_t count = axis < from->axes ? from->counts[axis] : 1, run = from->run;
-  const int64_t stride = axis < from->axes ? from->strides[axis] : 0, apart = axis < from->axes ? to->strides[axis] : 0;
-#define COPY(size)                                                                                    \
-  for (int64_t i = 0; i < count; i++) memcpy(written + i * apart, read + i * stride, (size_t)(size)); \
-  break;
-  WITH_RUN(run, COPY)
-#undef COPY
+  const bool row = axis < from->axes;
+  copy_runs(written, row ? to->strides[axis] : 0, read, row ? from->strides[axis] : 0, row ? from->counts[axis] : 1,
+            from->run);
 }
 
 /* --- a call --- */

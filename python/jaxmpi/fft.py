@@ -10,6 +10,7 @@ once, with pencils twice. Local transforms are those of `jax.numpy.fft`. All of 
 compiled; all ranks of the grid call it.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -85,8 +86,7 @@ class Transform:
         grid._need_shape("Transform")
         grid._check_alive("Transform")
         for name, value in (("real", real), ("natural", natural)):
-            if not isinstance(value, bool | np.bool_):
-                raise TypeError(f"Transform: {name} must be True or False, and not traced, got {value!r}.")
+            given.truth(value, "Transform", name)
         if norm not in _NORMS:
             raise ValueError(f"Transform: norm is {norm!r}: possible are None, 'backward', 'ortho' and 'forward'.")
         self._axes = _axes_of(grid, axes)
@@ -352,15 +352,11 @@ def _each(values: Any, count: int, what: str) -> list[float]:
 
 
 def _lengths(lengths: Any, count: int) -> list[float]:
-    try:
-        found = [float(length) for length in _each(lengths, count, "lengths")]
+    listed = _each(lengths, count, "lengths")
+    with contextlib.suppress(TypeError, ValueError):  # of what is no number, and of traced values
+        found = [float(length) for length in listed]
         if all(0 < length < math.inf for length in found):
             return found
-    except TypeError:  # traced values, too
-        pass
-    except ValueError as error:
-        if str(error).startswith("Transform"):
-            raise
     raise ValueError(
         f"Transform.wavenumbers: lengths is {lengths!r}: pass a positive number that is not traced, or one for each "
         "axis."

@@ -103,6 +103,12 @@ def blocks(shape: Any, dims: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     return tuple(blocks)
 
 
+def truth(value: Any, operation: str, name: str) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{operation}: {name} must be True or False, and not traced, got {value!r}.")
+    return bool(value)
+
+
 def truths(values: Any, dimensions: int) -> tuple[bool, ...]:
     listed = list(values) if is_listed(values) else [values] * dimensions
     if len(listed) != dimensions or not all(isinstance(value, bool | np.bool_) or value in (0, 1) for value in listed):

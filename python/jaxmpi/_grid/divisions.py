@@ -67,8 +67,8 @@ class Redistribution:
 
     def behind(self, place: Spec, axes: int) -> Spec:
         """The place of a field that has that many axes more, behind all of its own."""
-        chosen, *rest = place
-        return (tuple(axis - axes for axis in chosen), *rest)  # type: ignore[return-value]
+        chosen, staggered, name = place
+        return tuple(axis - axes for axis in chosen), staggered, name
 
     def batch(self, adjoint: bool) -> tuple[int, int]:
         return 0, 0

@@ -278,9 +278,8 @@ class Grid:
         self._need_shape(operation.removeprefix("Grid."))
         self._check_alive(operation)
         arrays, names, structure = arguments.leaves(fields, operation, "fields")
-        if not isinstance(corners, bool | np.bool_):
-            raise TypeError(f"{operation}: corners must be True or False, and not traced, got {corners!r}.")
-        halo = Halo(self._layout, given.widths(width, len(self.processes), operation), bool(corners))
+        corners = given.truth(corners, operation, "corners")
+        halo = Halo(self._layout, given.widths(width, len(self.processes), operation), corners)
         rules = self._rules_of(fields, len(arrays), halo, boundary, operation)
         places = []
         for x, name, its in zip(arrays, names, rules, strict=True):
