@@ -1,0 +1,1 @@
+"""`jaxmpi.IndexMap`: rows that have global indices, and copies of rows of other ranks."""
