@@ -102,6 +102,36 @@ POLICIES = {
 }
 
 
+INNER = {
+    "scan": lambda step, c: lax.scan(lambda c, _: (step(c), None), c, None, length=2)[0],
+    "nested": lambda step, c: lax.scan(lambda c, _: (lax.fori_loop(0, 2, lambda _, c: step(c), c), None), c, None, 2)[0],
+    "branch": lambda step, c: lax.cond(jnp.arange(2)[1] > 0, step, lambda c: c, c),
+    "jit": lambda step, c: jax.jit(step)(c),
+    "checkpoint": lambda step, c: jax.checkpoint(step)(step(c)),
+}
+
+
+@pytest.mark.parametrize("inner", INNER)
+@JITS
+def test_derivatives_of_a_derivative_of_a_checkpoint_of_constants(inner, jit, comm, rank, size):
+    """All operands of what is inside the checkpoint are constants on one rank."""
+
+    def step(c):
+        return jnp.sin(notoken.allreduce(0.5 * c, MPI.SUM))
+
+    def loss(x, remember):
+        y = remember(lambda x: INNER[inner](step, x if rank == 0 else jnp.arange(3.0)))(x)
+        return jnp.sum(y**2) + jnp.sum(x**3)
+
+    def twice(x, remember):
+        return jnp.sum(jax.grad(loss)(x, remember) ** 2)
+
+    x = draw((3,), float, rank, 0)
+    plain = jax.grad(twice)(x, lambda f: f)
+    np.testing.assert_allclose(jit(jax.grad(lambda x: twice(x, jax.checkpoint)))(x), plain, rtol=1e-10, atol=1e-12)
+    check(jit(jax.grad(lambda x: loss(x, jax.checkpoint))), x, comm, rtol=1e-10)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_checkpoint_around_loops_of_checkpoints(policy, comm, rank, size):
     """What a step communicates is constant on one rank, in a jitted checkpoint and in a loop of its own."""

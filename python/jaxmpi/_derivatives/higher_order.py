@@ -40,6 +40,7 @@ from jaxmpi._primitive.effect import (
     JaxParams,
     Refusal,
     communicates,
+    communicates_when_called,
     during,
     may_be_request,
     refusal,
@@ -233,6 +234,19 @@ def differentiate(
         which = [i for i in possible if internals.inexact(tracers[i])]
         return own(trace, primitive, make_operands_depend(trace, tracers, which, primitive.name), params)
     return own(trace, primitive, tracers, params)
+
+
+@without_dummy
+def differentiate_call(
+    own: Callable[..., Any], trace: Any, primitive: Any, function: Any, tracers: Sequence[Any], params: JaxParams
+) -> Any:
+    """Differentiates what is called in the place of the call. The trace that JAX starts for it would have those
+    operands alone as seeds that have tangents, and there may be none."""
+    seeds_of(trace)
+    if not communicates_when_called(function, map(jax.typeof, tracers)):
+        return own(trace, primitive, function, tracers, params)
+    with core.set_current_trace(trace):
+        return function.call_wrapped(*tracers)
 
 
 def refuse_old(own: Callable[..., Any], trace: Any, primitive: Any, tracers: Sequence[Any], params: JaxParams) -> Any:

@@ -12,7 +12,7 @@ from jax.extend.core import primitives
 
 from jaxmpi._derivatives import unreported
 from jaxmpi._derivatives.custom_rules import differentiate_custom_jvp, differentiate_custom_vjp, pullback_communicates
-from jaxmpi._derivatives.higher_order import bind_checkpoint, differentiate, refuse_old
+from jaxmpi._derivatives.higher_order import bind_checkpoint, differentiate, differentiate_call, refuse_old
 from jaxmpi._derivatives.partial_evaluation import (
     eliminate_dead_code,
     keep_checkpoint,
@@ -113,6 +113,11 @@ HOOKS = (
         "process_custom_vjp_call",
         "self prim f fwd bwd tracers out_trees symbolic_zeros",
         partially_evaluate_custom_rule,
+    ),
+    *(
+        (trace, "process_call", "self call_primitive f tracers params", differentiate_call)
+        for trace in (_JVP, _LINEARIZE)
+        if hasattr(trace, "process_call")  # JAX 0.12 has none
     ),
     *([(ad_checkpoint.RematTraced, "__call__", "self args", bind_checkpoint)] if HAS_NEWER_CHECKPOINT else []),
 )
