@@ -7,6 +7,7 @@ import pytest
 from mpi4py import MPI
 
 from jaxmpi import notoken
+from support.derivatives import needs_new_jax
 from support.table import CASES, NEW_JAX
 
 pytestmark = pytest.mark.two_ranks_suffice
@@ -130,7 +131,7 @@ def test_python_numbers_and_mixed_dtypes(rank, size):
     assert f(jnp.float64(3)) == 1
 
 
-@pytest.mark.parametrize("what", ["operation", "JAX's print"])
+@pytest.mark.parametrize("what", ["operation", pytest.param("JAX's print", marks=needs_new_jax)])
 def test_search_for_leaked_tracers(what, size):
     """JAX's search finds its own list of ordered effects where it divides a scan, with or without us: docs say so."""
 

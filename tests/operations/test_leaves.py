@@ -13,6 +13,7 @@ import jaxmpi
 from jaxmpi import notoken
 from jaxmpi._primitive import pytrees
 from support import drawing
+from support.derivatives import needs_new_jax
 from support.launch import launch
 from support.table import draw
 
@@ -105,6 +106,7 @@ def test_values(rank, size, comm):
     drawing.on_all_ranks(comm, cases(size), check, 100)
 
 
+@needs_new_jax
 @pytest.mark.two_ranks_suffice
 def test_gradients(rank, size, comm):
     """Templates of one rank are longer: it accepts what comes, but its cotangents do not fit where they belong."""
