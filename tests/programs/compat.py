@@ -73,7 +73,7 @@ def install(row, python, wheel, folder):
     return hashlib.sha256(extension.read_bytes()).hexdigest()
 
 
-def check(row, folder):
+def check(row, folder, cases):
     """Runs what must work; returns the versions in use and the suite's last line."""
 
     def python(*arguments):
@@ -96,7 +96,7 @@ def check(row, folder):
         "    for name in one: np.testing.assert_allclose(other[name], one[name], atol=1e-3, rtol=0)\n"
     )
     python("-c", compare, *(folder / f"{ranks}.npz" for ranks in (1, 2, 4)))
-    suites = [python("-m", "jaxmpi.run", "-n", 2, "-m", "pytest", "--color=no", "-q")]
+    suites = [python("-m", "jaxmpi.run", "-n", 2, "-m", "pytest", "--color=no", "-q", *cases)]
     sharded = (
         "--collectives",
         "mpi",
@@ -125,6 +125,7 @@ def main():
     parser.add_argument("--folder", type=Path, default=ROOT / ".build" / "compat", help="where the environments go")
     parser.add_argument("--allow-missing", action="store_true", help="a Python that is not here is no failure")
     parser.add_argument("--only", default="", metavar="TEXT", help="only the rows whose description has this text")
+    parser.add_argument("--brief", action="store_true", help="fewer cases of the suite, as in continuous integration")
     options = parser.parse_args()
     shutil.rmtree(options.folder, ignore_errors=True)
     wheel = build(options.folder / "dist")
@@ -140,7 +141,7 @@ def main():
         try:
             checksum = install(row, python, wheel, folder)
             checksums.add(checksum)
-            print(f"{row}  {checksum[:16]}  {check(row, folder)}", flush=True)
+            print(f"{row}  {checksum[:16]}  {check(row, folder, ['--brief'] * options.brief)}", flush=True)
         except RuntimeError as error:
             failed += 1
             print(f"{row}  FAILED: {error}", flush=True)
