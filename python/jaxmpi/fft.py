@@ -12,6 +12,7 @@ compiled; all ranks of the grid call it.
 
 import contextlib
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ import numpy as np
 from jaxmpi._grid import arguments as given
 from jaxmpi._grid.grid import Grid
 from jaxmpi._grid.redistribute import redistribute
+from jaxmpi._mpi.communicators import Local
 from jaxmpi._primitive import arguments
 
 __all__ = ["Transform", "fftn", "ifftn", "irfftn", "rfftn"]
@@ -30,6 +32,9 @@ __all__ = ["Transform", "fftn", "ifftn", "irfftn", "rfftn"]
 _TRANSFORMED = ("float32", "float64", "complex64", "complex128")
 
 _NORMS = (None, "backward", "ortho", "forward")
+
+_MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+"""Bytes of this machine."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,7 @@ class _Step:
     """The division of what they return, which along these axes has as many cells as there are modes."""
 
 
-class Transform:
+class Transform(Local):
     """A Fourier transform of arrays divided by a grid, and its inverse.
 
     The spectrum stays in the division in which it is made, `spectral_grid`, since most programs do not care which it
@@ -81,15 +86,28 @@ class Transform:
         pad: float | Sequence[float] | None = None,
         natural: bool = False,
     ):
+        self._make("Transform", grid, axes, real, norm, pad, natural)
+
+    def _make(
+        self,
+        function: str,
+        grid: Grid,
+        axes: Sequence[int] | int | None,
+        real: bool,
+        norm: str | None,
+        pad: float | Sequence[float] | None,
+        natural: bool,
+    ) -> None:
+        """`function`: what the user has called."""
         if not isinstance(grid, Grid):
-            raise TypeError(f"Transform: grid must be a jaxmpi.Grid, got {grid!r:.80} of {type(grid).__name__}.")
-        grid._need_shape("Transform")
-        grid._check_alive("Transform")
+            raise TypeError(f"{function}: grid must be a jaxmpi.Grid, got {grid!r:.80} of {type(grid).__name__}.")
+        grid._need_shape(function)
+        grid._check_alive(function)
         for name, value in (("real", real), ("natural", natural)):
-            given.truth(value, "Transform", name)
+            given.truth(value, function, name)
         if norm not in _NORMS:
-            raise ValueError(f"Transform: norm is {norm!r}: possible are None, 'backward', 'ortho' and 'forward'.")
-        self._axes = _axes_of(grid, axes)
+            raise ValueError(f"{function}: norm is {norm!r}: possible are None, 'backward', 'ortho' and 'forward'.")
+        self._axes = _axes_of(grid, axes, function)
         self._norm = norm or "backward"
         self._halved = self._axes[-1] if real else None
         """The axis along which the arrays are real and the spectrum has half of the modes; None: there is none."""
@@ -98,7 +116,7 @@ class Transform:
         """The numbers of modes along each axis, of which `real` keeps about half along the last one."""
         if 0 in self._sizes.values():
             raise ValueError(
-                f"Transform: the grid has shape {grid.global_shape}: an axis without cells has no transform."
+                f"{function}: the grid has shape {grid.global_shape}: an axis without cells has no transform."
             )
         wished = zip(self._sizes.items(), factors, strict=True)
         self._points = {axis: math.ceil(n * f - 1e-9) for (axis, n), f in wished}  # 1.1 is a little more than 11 / 10
@@ -107,7 +125,13 @@ class Transform:
         """The division of arrays without padding."""
         self.physical_grid = _resized(grid, self._points)
         """The division of the arrays that `forward` takes and `backward` returns; `grid`, if nothing is padded."""
-        self._steps = self._plan()
+        nbytes = math.prod(map(max, self.physical_grid._layout.blocks)) * np.dtype(np.complex64).itemsize
+        if self._padded and nbytes > _MEMORY:
+            raise ValueError(
+                f"{function}: pad is {pad!r:.60}: arrays of {self.physical_grid.global_shape} points do not fit in "
+                "this machine's memory. Pass a smaller number, such as 3/2."
+            )
+        self._steps = self._plan(function)
         self._last = self._steps[-1].result
         sizes = {axis: self._modes(axis) for axis in self._axes}
         self.spectral_grid = _resized(grid, sizes) if natural else self._last
@@ -121,7 +145,7 @@ class Transform:
         """How many modes the spectrum has along an axis."""
         return self._sizes[axis] // 2 + 1 if axis == self._halved else self._sizes[axis]
 
-    def _plan(self) -> list[_Step]:
+    def _plan(self, function: str) -> list[_Step]:
         now, left = self.physical_grid, list(self._axes)
         steps: list[_Step] = []
         while left:
@@ -132,7 +156,7 @@ class Transform:
             if not needed or now.processes[needed[0]] > 1:
                 if len(now.processes) == 1:
                     raise ValueError(
-                        f"Transform: a grid of one axis that is cut among {now.processes[0]} processes cannot be "
+                        f"{function}: a grid of one axis that is cut among {now.processes[0]} processes cannot be "
                         "transformed along it, since nothing else can be cut instead. Use a grid of two axes or more."
                     )
                 # That one which makes the most axes whole at once; of several the last one.
@@ -160,7 +184,10 @@ class Transform:
           ValueError: a block does not fit the grid. TypeError: complex numbers for a real transform, or something that
           is not an array. Both while tracing, before anything is sent; other ranks then wait.
         """
-        x = self._checked(x, self.physical_grid, "forward")
+        return self._forward(x, "Transform.forward", "x")
+
+    def _forward(self, x: Any, function: str, argument: str) -> Any:
+        x = self._checked(x, self.physical_grid, function, argument, self._halved is not None)
         for step in self._steps:
             x = _moved(x, step.source, step.target)
             x = jax.tree.map(lambda leaf, step=step: self._to_modes(leaf, step), x)
@@ -177,7 +204,10 @@ class Transform:
 
         Raises: as `forward`.
         """
-        y = self._checked(y, self.spectral_grid, "backward")
+        return self._backward(y, "Transform.backward", "y")
+
+    def _backward(self, y: Any, function: str, argument: str) -> Any:
+        y = self._checked(y, self.spectral_grid, function, argument, False)
         y = _moved(y, self.spectral_grid, self._last)
         for step in self._steps[::-1]:
             y = jax.tree.map(lambda leaf, step=step: self._to_points(leaf, step), y)
@@ -208,25 +238,25 @@ class Transform:
 
     # --- on one rank -----------------------------------------------------------------------------------------------
 
-    def _checked(self, x: Any, grid: Grid, function: str) -> Any:
-        operation = f"Transform.{function}"
-        leaves, names, structure = arguments.leaves(x, operation, "x" if function == "forward" else "y")
+    def _checked(self, x: Any, grid: Grid, function: str, argument: str, real: bool) -> Any:
+        grid._check_alive(function)
+        leaves, names, structure = arguments.leaves(x, function, argument)
         for leaf, name in zip(leaves, names, strict=True):
             if leaf.shape[max(leaf.ndim - len(grid.processes), 0) :] != grid.local_shape:
                 raise ValueError(
-                    f"{operation}: {name} has shape {leaf.shape}, and must end with {grid.local_shape}, this rank's "
+                    f"{function}: {name} has shape {leaf.shape}, and must end with {grid.local_shape}, this rank's "
                     f"block of {grid}."
                 )
             whole = leaf.dtype == bool or jnp.issubdtype(leaf.dtype, jnp.integer)
             if leaf.dtype.name not in _TRANSFORMED and not whole:
                 raise TypeError(
-                    f"{operation}: {name} has dtype {leaf.dtype}, which has no Fourier transform: convert it first, "
+                    f"{function}: {name} has dtype {leaf.dtype}, which has no Fourier transform: convert it first, "
                     "for example by x.astype('float32')."
                 )
-            if self._halved is not None and function == "forward" and jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            if real and jnp.issubdtype(leaf.dtype, jnp.complexfloating):
                 raise TypeError(
-                    f"{operation}: {name} has dtype {leaf.dtype}, and this is a transform of real arrays: pass its "
-                    "real part, or make the Transform without real=True."
+                    f"{function}: {name} has dtype {leaf.dtype}, and this is a transform of real arrays: pass its "
+                    "real part, or use fftn, or a Transform without real=True."
                 )
         # Here and not by the local transforms, which a rank without cells does not do.
         numbers = [x if x.dtype.name in _TRANSFORMED else x.astype(float) for x in leaves]
@@ -279,36 +309,32 @@ class Transform:
         """The modes that are kept of those of a padded transform, along an axis."""
         if not self._padded:
             return x
-        if self._points[axis] == self._sizes[axis]:
-            return x * jnp.asarray(self._scale(axis), x.real.dtype)
         place, n = x.ndim + axis - len(self.grid.processes), self._sizes[axis]
-        halved = axis == self._halved
-        positive = jax.lax.slice_in_dim(x, 0, (n + 1) // 2, axis=place)
-        parts = [positive]
-        if n % 2 == 0:  # the mode without partner
-            parts.append(jnp.zeros_like(jax.lax.slice_in_dim(x, 0, 1, axis=place)))
-        if not halved:
-            end = x.shape[place]
-            parts.append(jax.lax.slice_in_dim(x, end - (n - 1) // 2, end, axis=place))
-        return jnp.concatenate(parts, place) * jnp.asarray(self._scale(axis), x.real.dtype)
+        if self._points[axis] > n:
+            parts = [jax.lax.slice_in_dim(x, 0, (n + 1) // 2, axis=place)]
+            if n % 2 == 0:  # the mode without partner
+                parts.append(jnp.zeros_like(jax.lax.slice_in_dim(x, 0, 1, axis=place)))
+            if axis != self._halved:
+                end = x.shape[place]
+                parts.append(jax.lax.slice_in_dim(x, end - (n - 1) // 2, end, axis=place))
+            x = jnp.concatenate(parts, place)
+        return x * jnp.asarray(self._scale(axis), x.real.dtype)
 
     def _widen(self, y: jax.Array, axis: int) -> jax.Array:
         """The modes of a padded transform, of which those that are not kept are zero."""
         if not self._padded:
             return y
-        if self._points[axis] == self._sizes[axis]:
-            return y / jnp.asarray(self._scale(axis), y.real.dtype)
-        place, n = y.ndim + axis - len(self.grid.processes), self._sizes[axis]
-        halved = axis == self._halved
-        most = self._points[axis] // 2 + 1 if halved else self._points[axis]
-        positive = jax.lax.slice_in_dim(y, 0, (n + 1) // 2, axis=place)
-        negative = 0 if halved else (n - 1) // 2
-        shape = list(y.shape)
-        shape[place] = most - positive.shape[place] - negative
-        parts = [positive, jnp.zeros(shape, y.dtype)]
-        if negative:
-            parts.append(jax.lax.slice_in_dim(y, n - negative, n, axis=place))
-        return jnp.concatenate(parts, place) / jnp.asarray(self._scale(axis), y.real.dtype)
+        place, n, points = y.ndim + axis - len(self.grid.processes), self._sizes[axis], self._points[axis]
+        if points > n:
+            most, negative = (points // 2 + 1, 0) if axis == self._halved else (points, (n - 1) // 2)
+            positive = (n + 1) // 2
+            shape = list(y.shape)
+            shape[place] = most - positive - negative
+            parts = [jax.lax.slice_in_dim(y, 0, positive, axis=place), jnp.zeros(shape, y.dtype)]
+            if negative:
+                parts.append(jax.lax.slice_in_dim(y, n - negative, n, axis=place))
+            y = jnp.concatenate(parts, place)
+        return y / jnp.asarray(self._scale(axis), y.real.dtype)
 
 
 def _moved(x: Any, source: Grid, target: Grid) -> Any:
@@ -335,24 +361,25 @@ def _resized(grid: Grid, sizes: dict[int, int]) -> Grid:
     return grid._like(grid.processes, shape)
 
 
-def _axes_of(grid: Grid, axes: Sequence[int] | int | None) -> tuple[int, ...]:
+def _axes_of(grid: Grid, axes: Sequence[int] | int | None, function: str) -> tuple[int, ...]:
     """Axes of the grid, from the front, each once."""
     dimensions = len(grid.processes)
-    found = list(range(dimensions)) if axes is None else [grid._axis(axis) for axis in given.integers(axes, "axes")]
+    listed = range(dimensions) if axes is None else given.axes(axes, function)
+    found = [given.axis(axis, dimensions, function) for axis in listed]
     if not found or len(set(found)) < len(found):
-        raise ValueError(f"Transform: axes is {axes}: pass axes of the grid, each of them once.")
+        raise ValueError(f"{function}: axes is {axes}: pass axes of the grid, each of them once.")
     return tuple(found)
 
 
-def _each(values: Any, count: int, what: str) -> list[float]:
+def _each(values: Any, count: int, function: str, what: str) -> list[float]:
     listed = list(values) if given.is_listed(values) else [values] * count
     if len(listed) != count:
-        raise ValueError(f"Transform: {what} is {values!r}: pass one number, or one for each of {count} axes.")
+        raise ValueError(f"{function}: {what} is {values!r}: pass one number, or one for each of {count} axes.")
     return listed
 
 
 def _lengths(lengths: Any, count: int) -> list[float]:
-    listed = _each(lengths, count, "lengths")
+    listed = _each(lengths, count, "Transform.wavenumbers", "lengths")
     with contextlib.suppress(TypeError, ValueError):  # of what is no number, and of traced values
         found = [float(length) for length in listed]
         if all(0 < length < math.inf for length in found):
@@ -364,14 +391,21 @@ def _lengths(lengths: Any, count: int) -> list[float]:
 
 
 def _factors(pad: Any, count: int) -> list[float]:
-    factors = _each(1 if pad is None else pad, count, "pad")
+    factors = _each(1 if pad is None else pad, count, "Transform", "pad")
     for factor in factors:
-        if not isinstance(factor, int | float | np.number) or not 1 <= factor < math.inf:
+        is_number = isinstance(factor, int | float | np.integer | np.floating) and not isinstance(factor, bool)
+        if not is_number or not 1 <= factor < math.inf:
             raise ValueError(f"Transform: pad is {pad!r}: pass a number from 1 on, such as 3/2, or one for each axis.")
-    return factors
+    return [min(factor, _MEMORY) for factor in factors]
 
 
 # --- single calls ----------------------------------------------------------------------------------------------------
+
+
+def _single(function: str, grid: Grid, axes: Sequence[int] | int | None, real: bool, norm: str | None) -> Transform:
+    made = object.__new__(Transform)
+    made._make(function, grid, axes, real, norm, None, True)
+    return made
 
 
 def _documented(text: str) -> Callable[..., Any]:
@@ -398,19 +432,19 @@ def _documented(text: str) -> Callable[..., Any]:
 
 @_documented("The Fourier transform of a complex or real array that is divided by a grid (`numpy.fft.fftn`).")
 def fftn(x: Any, grid: Grid, axes: Sequence[int] | int | None = None, *, norm: str | None = None) -> Any:
-    return Transform(grid, axes, norm=norm, natural=True).forward(x)
+    return _single("fftn", grid, axes, False, norm)._forward(x, "fftn", "x")
 
 
 @_documented("The inverse Fourier transform of a spectrum as `fftn` returns it (`numpy.fft.ifftn`).")
 def ifftn(x: Any, grid: Grid, axes: Sequence[int] | int | None = None, *, norm: str | None = None) -> Any:
-    return Transform(grid, axes, norm=norm, natural=True).backward(x)
+    return _single("ifftn", grid, axes, False, norm)._backward(x, "ifftn", "x")
 
 
 @_documented("The Fourier transform of a real array that is divided by a grid (`numpy.fft.rfftn`).")
 def rfftn(x: Any, grid: Grid, axes: Sequence[int] | int | None = None, *, norm: str | None = None) -> Any:
-    return Transform(grid, axes, real=True, norm=norm, natural=True).forward(x)
+    return _single("rfftn", grid, axes, True, norm)._forward(x, "rfftn", "x")
 
 
 @_documented("The inverse of `rfftn`: a real array from a spectrum (`numpy.fft.irfftn`). `grid` is the array's.")
 def irfftn(x: Any, grid: Grid, axes: Sequence[int] | int | None = None, *, norm: str | None = None) -> Any:
-    return Transform(grid, axes, real=True, norm=norm, natural=True).backward(x)
+    return _single("irfftn", grid, axes, True, norm)._backward(x, "irfftn", "x")

@@ -1,7 +1,9 @@
 """Transforms of divided arrays against NumPy's of the whole array, which each rank has."""
 
+import copy
 import math
 import os
+import pickle
 from dataclasses import dataclass
 
 import jax
@@ -325,6 +327,23 @@ BAD = [
     (lambda g, x: fft.fftn("text", g), TypeError, "must hold JAX arrays"),
     (lambda g, x: fft.rfftn(x.astype("bfloat16"), g), TypeError, "bfloat16, which has no Fourier transform"),
     (lambda g, x: fft.fftn(x.astype("float16"), g), TypeError, "convert it first"),
+    (lambda g, x: fft.Transform(g, pad=1e9), ValueError, "^Transform: pad is 1000000000.0: .* do not fit in"),
+    (lambda g, x: fft.Transform(g, 1, pad=1e12), ValueError, "^Transform: pad is 1000000000000.0: .* do not fit in"),
+    (lambda g, x: fft.Transform(g, pad=(1, 1.7e308)), ValueError, "^Transform: pad is .* do not fit in"),
+    (lambda g, x: fft.Transform(g, pad=10**400), ValueError, "^Transform: pad is .* do not fit in"),
+    (lambda g, x: fft.Transform(g, pad=True), ValueError, "^Transform: pad is True: pass a number from 1 on"),
+    (lambda g, x: fft.Transform(g, axes=True), TypeError, "^Transform: axes must be"),
+    (lambda g, x: fft.Transform(g, axes=(0, 1.0)), TypeError, "^Transform: axes must be"),
+    (lambda g, x: fft.Transform(g, axes=2), ValueError, "^Transform: there is no axis 2"),
+    (lambda g, x: fft.Transform(g).wavenumbers((1, 2, 3)), ValueError, "^Transform.wavenumbers: lengths is"),
+    (lambda g, x: fft.Transform(g).forward("text"), TypeError, "^Transform.forward: x must"),
+    (lambda g, x: fft.Transform(g).backward("text"), TypeError, "^Transform.backward: y must"),
+    (lambda g, x: fft.fftn(x, 3), TypeError, "^fftn: grid must be a"),
+    (lambda g, x: fft.ifftn(x, g, norm="no"), ValueError, "^ifftn: norm is 'no'"),
+    (lambda g, x: fft.rfftn(x, jaxmpi.Grid(g.processes)), ValueError, "^rfftn: it needs the shape"),
+    (lambda g, x: fft.irfftn(x, g, axes=(0, 0)), ValueError, "^irfftn: axes is"),
+    (lambda g, x: fft.rfftn(x + 0j, g), TypeError, "^rfftn: x has dtype .* or use fftn"),
+    (lambda g, x: fft.irfftn(x[:-1], g), ValueError, "^irfftn: x has shape"),
 ]
 
 
@@ -339,3 +358,28 @@ def test_bad_calls(call, error, words, comm, size):
 def test_one_axis_cannot_be_made_whole(comm, size):
     with pytest.raises(ValueError, match="a grid of one axis that is cut among"):
         fft.Transform(jaxmpi.Grid(size, 16))
+
+
+def test_copies(comm, size):
+    """A copy is the transform itself, so that `jax.jit` compiles for one of them. None can be pickled."""
+    transform = fft.Transform(jaxmpi.Grid((size, 1), (4, 6)), pad=3 / 2)
+    assert copy.copy(transform) is transform
+    assert copy.deepcopy([transform]) == [transform]
+    with pytest.raises(TypeError, match=r"^Transform: it cannot be pickled.* make it again on each rank"):
+        pickle.dumps([transform])
+
+
+def test_a_freed_communicator(comm, size):
+    part = comm.Dup()
+    grid = jaxmpi.Grid((size, 1), (4, 6), comm=part)
+    transform = fft.Transform(grid)
+    block = jnp.ones(grid.local_shape)
+    part.Free()
+    for function, call in (
+        ("Transform", lambda: fft.Transform(grid)),
+        ("Transform.forward", lambda: transform.forward(block)),
+        ("Transform.backward", lambda: transform.backward(jnp.ones(transform.spectral_grid.local_shape))),
+        ("ifftn", lambda: fft.ifftn(block, grid)),
+    ):
+        with pytest.raises(ValueError, match=f"^{function}: the communicator of the grid has been freed"):
+            call()

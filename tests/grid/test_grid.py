@@ -4,9 +4,11 @@
 ranks are told; data are small integers, so that all sums are exact.
 """
 
+import copy
 import itertools
 import math
 import os
+import pickle
 import re
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -444,6 +446,66 @@ def test_bad_calls(call, words, comm, size):
     grid = jaxmpi.Grid(size, 8 * size, periodic=True, comm=comm)
     with pytest.raises((ValueError, TypeError), match=re.escape(words)):
         call(grid)
+
+
+@pytest.mark.parametrize(
+    ("function", "words", "call"),
+    [
+        ("Grid", "processes must be", lambda g: jaxmpi.Grid("two")),
+        ("Grid", "shape must be", lambda g: jaxmpi.Grid(g.comm.size, "two")),
+        ("Grid.global_shape", "needs the shape", lambda g: jaxmpi.Grid(g.processes).global_shape),
+        ("Grid.local_shape", "needs the shape", lambda g: jaxmpi.Grid(g.processes).local_shape),
+        ("Grid.slices", "needs the shape", lambda g: jaxmpi.Grid(g.processes).slices),
+        ("Grid.slices_of", "needs the shape", lambda g: jaxmpi.Grid(g.processes).slices_of(0)),
+        ("Grid.slices_of", "rank must be", lambda g: g.slices_of(g.comm.size)),
+        ("Grid.neighbor", "there is no axis 1", lambda g: g.neighbor(1)),
+        ("Grid.neighbor", "axis must be", lambda g: g.neighbor(False)),
+        ("Grid.neighbor", "distance must be", lambda g: g.neighbor(0, 0.5)),
+        ("Grid.is_wall", "there is no axis -2", lambda g: g.is_wall(-2, 1)),
+        ("Grid.is_wall", "side is 2", lambda g: g.is_wall(0, 2)),
+        ("Grid.is_wall", "side must be known", lambda g: jax.jit(lambda side: g.is_wall(0, side))(1)),
+        ("Grid.pencil", "needs the shape", lambda g: jaxmpi.Grid(g.processes).pencil(0)),
+        ("Grid.pencil", "there is no axis 1", lambda g: g.pencil(1)),
+        ("Grid.pencil", "axis must be .* got True of type bool", lambda g: g.pencil(True)),
+        ("Grid.exchange", "needs the shape", lambda g: jaxmpi.Grid(g.processes).exchange(jnp.ones(3))),
+        ("Grid.exchange", "width must be", lambda g: g.exchange(jnp.ones(10), "1")),
+        ("Grid.exchange", "axes must be", lambda g: g.exchange(jnp.ones(10), axes=0.5)),
+        ("Grid.exchange", "axes must be", lambda g: g.exchange(jnp.ones(10), axes=(False,))),
+        ("Grid.exchange", "boundary is tr", lambda g: jax.jit(lambda b: g.exchange(jnp.ones(10), boundary=b))(1.0)),
+        ("Grid.start", "width must be", lambda g: g.start(jnp.ones(10), 1.0)),
+        ("Grid.pad", "width must be", lambda g: g.pad(jnp.ones(8), "1")),
+        ("Grid.pad", "axes must be", lambda g: g.pad(jnp.ones(8), axes="x")),
+        ("Grid.scatter", "root must be", lambda g: g.scatter(jnp.ones(8), "0")),
+        ("Grid.scatter", "boundary is 0.5", lambda g: g.scatter(jnp.ones(8 * g.comm.size, int), width=1, boundary=0.5)),
+        ("Grid.gather", "axes must be", lambda g: g.gather(jnp.ones(8), axes=(0.5,))),
+        ("Grid.sharding", "needs the shape", lambda g: jaxmpi.Grid(g.processes).sharding(("x",))),
+        ("Grid.sharding", "names is None: pass different names", lambda g: g.sharding(None)),
+        ("Grid.sharding", "ndim must be", lambda g: g.sharding(("x",), 1.0)),
+        ("Grid.to_sharded", "needs the shape", lambda g: jaxmpi.Grid(g.processes).to_sharded(jnp.ones(8), ("x",))),
+        ("Grid.to_sharded", "names is None: pass different names", lambda g: g.to_sharded(jnp.ones(8), None)),
+        ("Grid.to_sharded", r"names is \(None,\)", lambda g: g.to_sharded(jnp.ones(8), (None,))),
+        ("Grid.to_sharded", "names is .*'x'.*'x'", lambda g: g.to_sharded(jnp.ones(8), ["x", "x"])),
+        ("Grid.from_sharded", "needs the shape", lambda g: jaxmpi.Grid(g.processes).from_sharded(jnp.ones(8))),
+    ],
+)
+def test_errors_begin_with_what_was_called(function, words, call, comm, size):
+    grid = jaxmpi.Grid(size, 8 * size, periodic=True, comm=comm)
+    with pytest.raises((ValueError, TypeError), match=rf"^{re.escape(function)}: .*{words}"):
+        call(grid)
+
+
+def test_copies(comm, size):
+    """A copy is the grid itself, also in a tree and in a request. None can be pickled."""
+    part = comm.Dup()
+    for grid in (jaxmpi.Grid(size, 2 * size), jaxmpi.Grid(size, 2 * size, comm=part)):
+        assert copy.copy(grid) is grid
+        assert copy.deepcopy({"grid": [grid]}) == {"grid": [grid]}
+        request = copy.deepcopy(grid.start(grid.pad(jnp.ones(2))))
+        np.testing.assert_array_equal(grid.finish(request)[1:3], [1, 1])
+        for what in (grid, {"grid": grid}, grid._comm):
+            with pytest.raises(TypeError, match=r"^(Grid|Communicator): it cannot be pickled.* make it again on each"):
+                pickle.dumps(what)
+    part.Free()
 
 
 def test_empty_tree(comm, size):

@@ -20,6 +20,14 @@ def test_eight_ranks():
     assert "4 passed" in out
 
 
+@pytest.mark.slow
+def test_divisions_among_eight_ranks():
+    """Redistribution between random divisions among 1 to 8 ranks."""
+    test = HERE / "test_redistribute.py"
+    out = launch(8, "-m", "pytest", "-q", f"{test}::test_random_divisions", JAXMPI_TEST_GRIDS="3", timeout=380).stdout
+    assert "1 passed" in out
+
+
 def test_ranks_that_differ_are_told_before_anything_is_sent(script):
     program = script("""
         grid = jaxmpi.Grid(size, 4 * size + 1, periodic=True)  # blocks of unequal sizes are no difference

@@ -45,27 +45,36 @@ def reach(rule: Any, width: int) -> int:
     return {"edge": 1, "symmetric": width, "reflect": width + 1}[rule]
 
 
-def static(value: Any, what: str) -> Any:
-    if internals.is_tracer(value):
-        raise TypeError(f"Grid: {what} is traced: it must be known while tracing, like a shape.")
-    return value
-
-
-def integer(value: Any, what: str) -> int:
-    return arguments.integer(value, "Grid", what)
-
-
 def is_listed(values: Any) -> bool:
     """Whether it is a sequence of values, and not one."""
     return isinstance(values, list | tuple | range) or (isinstance(values, np.ndarray) and values.ndim > 0)
 
 
-def integers(values: Any, what: str) -> list[int]:
+def integers(values: Any, function: str, what: str) -> list[int]:
     if isinstance(values, MPI.Comm):
-        raise TypeError(f"Grid: {what} must be integers, got {values!r}: pass a communicator as comm=.")
+        raise TypeError(f"{function}: {what} must be integers, got {values!r}: pass a communicator as comm=.")
     if is_listed(values):
-        return [integer(value, what) for value in values]
-    return [integer(values, what)]
+        return [arguments.integer(value, function, what) for value in values]
+    return [arguments.integer(values, function, what)]
+
+
+def axis(value: Any, dimensions: int, function: str) -> int:
+    """An axis of a grid, from the front."""
+    found = _index(value, function, "axis")
+    if not -dimensions <= found < dimensions:
+        raise ValueError(f"{function}: there is no axis {found} in a grid of {dimensions}.")
+    return found % dimensions
+
+
+def axes(values: Any, function: str) -> list[int]:
+    return [_index(value, function, "axes") for value in (values if is_listed(values) else [values])]
+
+
+def _index(value: Any, function: str, what: str) -> int:
+    """An integer which says where, and not whether."""
+    if isinstance(value, bool):
+        raise TypeError(f"{function}: {what} must be a Python or NumPy integer, got {value} of type bool.")
+    return arguments.integer(value, function, what)
 
 
 def fill_in(processes: list[int], size: int) -> tuple[int, ...]:
@@ -91,11 +100,11 @@ def blocks(shape: Any, dims: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     blocks = []
     for size, number in zip(sizes, dims, strict=True):
         if is_listed(size):
-            parts = tuple(integers(size, "shape"))
+            parts = tuple(integers(size, "Grid", "shape"))
             if len(parts) != number:
                 raise ValueError(f"Grid: {len(parts)} blocks {parts} along an axis of {number} processes.")
         else:
-            whole = integer(size, "shape")
+            whole = arguments.integer(size, "Grid", "shape")
             parts = tuple(whole // number + (i < whole % number) for i in range(number))
         if min(parts) < 0:
             raise ValueError(f"Grid: shape is {shape}: no size may be negative.")
@@ -131,7 +140,7 @@ def widths(width: Any, dimensions: int, function: str) -> Widths:
         )
     widths = []
     for entry in listed:
-        pair = integers(entry, "width")
+        pair = integers(entry, function, "width")
         pair = pair * 2 if not is_listed(entry) else pair
         if len(pair) != 2 or min(pair) < 0:
             raise ValueError(
@@ -155,7 +164,8 @@ def rules(boundary: Any, dimensions: int, function: str) -> Rules:
 
 
 def rule(value: Any, function: str) -> Rule:
-    static(value, "boundary")
+    if internals.is_tracer(value):
+        raise TypeError(f"{function}: boundary is traced: it must be known while tracing, like a shape.")
     if value is None or (isinstance(value, str) and value in RULES):
         return value
     if isinstance(value, numbers.Number | np.generic) or (hasattr(value, "shape") and value.shape == ()):

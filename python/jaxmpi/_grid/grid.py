@@ -25,7 +25,7 @@ from jaxmpi._primitive.params import Planned
 Width = int | Sequence[int | Sequence[int]]
 
 
-class Grid:
+class Grid(communicators.Local):
     """Processes in a Cartesian grid, each with a block of global arrays.
 
     Args:
@@ -58,7 +58,7 @@ class Grid:
         if comm is not None and comm.Get_topology() == MPI.CART:
             its_dims, its_periods = comm.Get_topo()[:2]  # type: ignore[attr-defined]
             processes = its_dims if processes is None else processes
-            if tuple(given.integers(processes, "processes")) != tuple(its_dims):
+            if tuple(given.integers(processes, "Grid", "processes")) != tuple(its_dims):
                 raise ValueError(
                     f"Grid: processes is {processes}, and comm is a Cartesian communicator of {tuple(its_dims)}: leave "
                     "processes out, or pass another communicator."
@@ -68,7 +68,7 @@ class Grid:
             raise ValueError(
                 "Grid: pass the numbers of processes, such as (2, 2), or a Cartesian communicator as comm."
             )
-        dims = given.fill_in(given.integers(processes, "processes"), self._comm.size)
+        dims = given.fill_in(given.integers(processes, "Grid", "processes"), self._comm.size)
         periods = given.truths(False if periodic is None else periodic, len(dims))
         self._layout = Layout(given.blocks(shape, dims), periods)
         self._has_shape = shape is not None
@@ -112,30 +112,35 @@ class Grid:
     @property
     def global_shape(self) -> tuple[int, ...]:
         """Cells of global arrays."""
-        self._need_shape("global_shape")
+        self._need_shape("Grid.global_shape")
         return tuple(map(sum, self._layout.blocks))
 
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Cells of this process's block, without halo."""
-        self._need_shape("local_shape")
+        self._need_shape("Grid.local_shape")
         return self._layout.block(self._comm.rank)
 
     @property
     def slices(self) -> tuple[slice, ...]:
         """Where this process's block lies in global arrays."""
-        return self.slices_of(self._comm.rank)
+        return self._slices_of(self._comm.rank, "Grid.slices")
 
     def slices_of(self, rank: int) -> tuple[slice, ...]:
         """Where the block of a rank lies in global arrays."""
-        self._need_shape("slices")
-        rank = arguments.rank(rank, self._comm, "Grid", "rank")
+        return self._slices_of(arguments.rank(rank, self._comm, "Grid.slices_of", "rank"), "Grid.slices_of")
+
+    def _slices_of(self, rank: int, function: str) -> tuple[slice, ...]:
+        self._need_shape(function)
         return tuple(slice(start, start + size) for start, size in self._extents(rank, (0,) * len(self.processes)))
 
     def neighbor(self, axis: int, distance: int = 1) -> int:
         """The rank `distance` processes further along an axis; `MPI.PROC_NULL` beyond a wall."""
+        axis = self._axis(axis, "Grid.neighbor")
+        return self._neighbor(axis, arguments.integer(distance, "Grid.neighbor", "distance"))
+
+    def _neighbor(self, axis: int, distance: int) -> int:
         there = list(self.coordinates)
-        axis, distance = self._axis(axis), given.integer(distance, "distance")
         there[axis] += distance
         if self.periodic[axis]:
             there[axis] %= self.processes[axis]
@@ -143,14 +148,17 @@ class Grid:
 
     def is_wall(self, axis: int, side: int) -> bool:
         """Whether this process is at a wall: at the beginning of an axis (`side` -1), or at its end (1)."""
-        if side not in (-1, 1):
-            raise ValueError(f"Grid: side is {side!r}: pass -1 for the beginning of the axis, or 1 for its end.")
-        return self.neighbor(axis, side) == MPI.PROC_NULL
+        axis = self._axis(axis, "Grid.is_wall")
+        if arguments.integer(side, "Grid.is_wall", "side") not in (-1, 1):
+            raise ValueError(
+                f"Grid.is_wall: side is {side!r}: pass -1 for the beginning of the axis, or 1 for its end."
+            )
+        return self._neighbor(axis, side) == MPI.PROC_NULL
 
-    def _need_shape(self, what: str) -> None:
+    def _need_shape(self, function: str) -> None:
         if not self._has_shape:
             raise ValueError(
-                f"Grid: {what} needs the shape of global arrays: jaxmpi.Grid({self.processes}, shape=(...), ...)."
+                f"{function}: it needs the shape of global arrays: jaxmpi.Grid({self.processes}, shape=(...), ...)."
             )
 
     def _check_alive(self, operation: str) -> None:
@@ -192,8 +200,8 @@ class Grid:
         Raises:
           ValueError: there is no such axis, or the grid has one axis alone and several processes.
         """
-        self._need_shape("pencil")
-        axis = self._axis(axis)
+        self._need_shape("Grid.pencil")
+        axis = self._axis(axis, "Grid.pencil")
         if self.processes[axis] == 1:
             return self
         if len(self.processes) == 1:
@@ -215,11 +223,8 @@ class Grid:
         made._layout = Layout(given.blocks(shape, tuple(processes)), self.periodic)
         return made
 
-    def _axis(self, axis: int) -> int:
-        found = given.integer(axis, "axis")
-        if not -len(self.processes) <= found < len(self.processes):
-            raise ValueError(f"Grid: there is no axis {found} in a grid of {len(self.processes)}.")
-        return found % len(self.processes)
+    def _axis(self, axis: int, function: str) -> int:
+        return given.axis(axis, len(self.processes), function)
 
     # --- the exchange ----------------------------------------------------------------------------------------------
 
@@ -275,7 +280,7 @@ class Grid:
         self, operation: str, fields: Any, width: Width, axes: Sequence[int] | None, corners: bool, boundary: Any
     ) -> tuple[list[Any], Any, Planned]:
         """The arrays of an exchange, their structure, and its parameters."""
-        self._need_shape(operation.removeprefix("Grid."))
+        self._need_shape(operation)
         self._check_alive(operation)
         arrays, names, structure = arguments.leaves(fields, operation, "fields")
         corners = given.truth(corners, operation, "corners")
@@ -367,7 +372,7 @@ class Grid:
         Raises:
           ValueError, TypeError: as in `exchange`, and if an array has not the global shape; while tracing.
         """
-        self._need_shape("scatter")
+        self._need_shape("Grid.scatter")
         root = None if root is None else arguments.rank(root, self._comm, "Grid.scatter", "root")
         owned = root is None or root == self._comm.rank
         arrays, names, structure = arguments.leaves(
@@ -378,7 +383,13 @@ class Grid:
             for array, name in zip(arrays, names, strict=True)
         ]
         halo = Halo(self._layout, given.widths(width, len(self.processes), "Grid.scatter"), True)
-        self._rules_of(x, len(arrays), halo, boundary, "Grid.scatter")
+        rules = self._rules_of(x, len(arrays), halo, boundary, "Grid.scatter")
+        has_halo = any(map(any, halo.widths))
+        if has_halo or root is not None:
+            self._check_alive("Grid.scatter")
+        if has_halo:
+            for array, name, its in zip(arrays, names, rules, strict=True):
+                given.check_numbers(array, "Grid.scatter", name, its)
         if root is None:
             blocks = [cut.of(self, array, self._comm.rank) for cut, array in zip(cuts, arrays, strict=True)]
         else:
@@ -389,7 +400,7 @@ class Grid:
                 stacks = [cut.padded(self, cut.of(self, array, 0)) for cut, array in zip(cuts, arrays, strict=True)]
             parts = collectives.scatter(stacks, root, comm=self._mpi)
             blocks = [cut.cropped(self, part, self._comm.rank) for cut, part in zip(cuts, parts, strict=True)]
-        if any(map(any, halo.widths)):
+        if has_halo:
             padded = [keys.pad(block, cut.pads(halo.widths)) for cut, block in zip(cuts, blocks, strict=True)]
             return self.exchange(jax.tree.unflatten(structure, padded), width, axes=axes, boundary=boundary)
         return jax.tree.unflatten(structure, blocks)
@@ -411,7 +422,8 @@ class Grid:
         Raises:
           ValueError, TypeError: as in `exchange`; while tracing.
         """
-        self._need_shape("gather")
+        self._need_shape("Grid.gather")
+        self._check_alive("Grid.gather")
         root = None if root is None else arguments.rank(root, self._comm, "Grid.gather", "root")
         arrays, names, structure = arguments.leaves(blocks, "Grid.gather", "blocks")
         widths = given.widths(width, len(self.processes), "Grid.gather")
@@ -448,31 +460,37 @@ class Grid:
           ranks in their order; a number of names that is not that of the axes. RuntimeError: JAX does not know the
           devices of all ranks, or this rank has several.
         """
-        self._need_shape("sharding")
-        if len(names) != len(self.processes) or isinstance(names, str):
+        count = len(self.processes) if ndim is None else arguments.integer(ndim, "Grid.sharding", "ndim")
+        return self._sharding("Grid.sharding", names, count, axes)
+
+    def _sharding(self, function: str, names: Sequence[str], ndim: int, axes: Sequence[int] | None) -> Any:
+        self._need_shape(function)
+        listed = list(names) if given.is_listed(names) else []
+        different = {name for name in listed if isinstance(name, str)}
+        if not len(different) == len(listed) == len(self.processes):
             raise ValueError(
-                f"Grid.sharding: names is {names!r}: pass one for each of the grid's {len(self.processes)} axes."
+                f"{function}: names is {names!r}: pass different names, one for each of the grid's "
+                f"{len(self.processes)} axes, such as {tuple('xyzuvw'[: len(self.processes)])}."
             )
         for axis, blocks in enumerate(self._layout.blocks):
             if len(set(blocks)) > 1:
                 raise ValueError(
-                    f"Grid.sharding: blocks of {blocks} cells along axis {axis}: JAX's shardings divide an axis into "
+                    f"{function}: blocks of {blocks} cells along axis {axis}: JAX's shardings divide an axis into "
                     "equal parts. Use a shape that the processes divide, or jaxmpi.redistribute to such a grid."
                 )
         if MPI.Comm.Compare(self._mpi, MPI.COMM_WORLD) not in (MPI.IDENT, MPI.CONGRUENT):
-            raise ValueError("Grid.sharding: the grid's communicator has not all ranks of COMM_WORLD, in their order.")
+            raise ValueError(f"{function}: the grid's communicator has not all ranks of COMM_WORLD, in their order.")
         devices = sorted(jax.devices(), key=lambda device: device.process_index)
         if [device.process_index for device in devices] != list(range(self._comm.size)):
             raise RuntimeError(
-                f"Grid.sharding: JAX knows {len(devices)} devices of {jax.process_count()} processes, and the grid has "
+                f"{function}: JAX knows {len(devices)} devices of {jax.process_count()} processes, and the grid has "
                 f"{self._comm.size} ranks, each of which has one: start the program with "
                 "'python -m jaxmpi.run --collectives mpi' (docs/sharded.md)."
             )
-        mesh = jax.sharding.Mesh(np.array(devices).reshape(self.processes), tuple(names))
-        count = len(self.processes) if ndim is None else given.integer(ndim, "ndim")
-        spec: list[str | None] = [None] * count
-        shape = jax.ShapeDtypeStruct((0,) * count, np.float32)
-        for axis, name in zip(self._axes_of(shape, "Grid.sharding", "an array", axes), names, strict=True):
+        mesh = jax.sharding.Mesh(np.array(devices).reshape(self.processes), tuple(listed))
+        spec: list[str | None] = [None] * ndim
+        shape = jax.ShapeDtypeStruct((0,) * ndim, np.float32)
+        for axis, name in zip(self._axes_of(shape, function, "an array", axes), listed, strict=True):
             spec[axis] = name
         return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
 
@@ -490,6 +508,7 @@ class Grid:
         Raises:
           TypeError: traced arrays. ValueError, RuntimeError: as `sharding`, or a block does not fit the grid.
         """
+        self._need_shape("Grid.to_sharded")
         arrays, paths, structure = arguments.leaves(blocks, "Grid.to_sharded", "blocks")
         made = []
         for x, name in zip(arrays, paths, strict=True):
@@ -503,7 +522,7 @@ class Grid:
                 raise ValueError(
                     f"Grid.to_sharded: {name} has shape {x.shape}: staggered blocks share points, parts do not."
                 )
-            sharding = self.sharding(names, x.ndim, axes=axes)
+            sharding = self._sharding("Grid.to_sharded", names, x.ndim, axes)
             shape = tuple(cut._with(self.global_shape))
             made.append(
                 jax.make_array_from_single_device_arrays(shape, sharding, [jax.device_put(x, jax.local_devices()[0])])
@@ -524,7 +543,7 @@ class Grid:
         Raises:
           TypeError: not an array of JAX, or traced. ValueError: its part here is not this rank's block.
         """
-        self._need_shape("from_sharded")
+        self._need_shape("Grid.from_sharded")
         leaves, structure = jax.tree.flatten(arrays)
         return jax.tree.unflatten(structure, [self._part_of(x, axes) for x in leaves])
 
@@ -601,7 +620,7 @@ class Grid:
     def _axes_of(self, x: Any, function: str, name: str, axes: Sequence[int] | None) -> tuple[int, ...]:
         """The grid's axes in an array, from the end, so that an axis in front does not change them."""
         dimensions = len(self.processes)
-        chosen = range(-dimensions, 0) if axes is None else given.integers(axes, "axes")
+        chosen = range(-dimensions, 0) if axes is None else given.axes(axes, function)
         if len(chosen) != dimensions:
             raise ValueError(f"{function}: axes is {axes}: the grid has {dimensions} axes, pass one for each of them.")
         for axis in chosen:

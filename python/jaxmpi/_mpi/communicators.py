@@ -20,7 +20,25 @@ from jaxmpi._mpi.settings import ALL, SETTINGS
 _PATIENCE_SECONDS = 10.0
 
 
-class Communicator:
+class Local:
+    """What belongs to a communicator and never changes: a copy is the object itself, and it cannot be pickled."""
+
+    __slots__ = ()
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"{type(self).__name__}: it cannot be pickled, since it belongs to a communicator of this process. Pickle "
+            "what it was made from, such as numbers of processes and shapes, and make it again on each rank."
+        )
+
+
+class Communicator(Local):
     """An intra-communicator with its rank and size, compared by identity.
 
     There is one object per communicator and lifetime. The core keeps its number as an attribute of the MPI
