@@ -188,7 +188,7 @@ static void impossible_counts_are_an_error_on_all_ranks(void) {
       draw_state = 5 + 200 * which + (uint64_t)turn;
       draw_case(which);
       int culprit = (int)draw((uint32_t)c.size);
-      char text[64];
+      char text[80];
       for (int r = 0; is("scatterv") && r < c.size; r++) c.sent[r] = IMPOSSIBLE_COUNT;
       if (is("scatterv")) culprit = c.root;
       int32_t told = is("alltoallv") && turn % 2 ? NO_SUCH_RANK : IMPOSSIBLE_COUNT;

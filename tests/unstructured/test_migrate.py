@@ -73,7 +73,7 @@ class Case:
         return jaxmpi.migrate(tree, owner, rows=self.room(comm.rank), comm=comm, **more)
 
 
-def cases(size, dtypes=DTYPES):
+def cases(size, dtypes=DTYPES, arrays=5):
     anyone = st.integers(-1, size - 1)
     each = st.one_of(st.just(()), st.lists(anyone, max_size=7).map(tuple))
     to_one = anyone.flatmap(lambda to: st.tuples(*[st.lists(st.just(to), max_size=5).map(tuple)] * size))
@@ -83,7 +83,7 @@ def cases(size, dtypes=DTYPES):
         Case,
         st.one_of(st.tuples(*[each] * size), to_one, nothing_moves),
         st.tuples(*[st.integers(0, 3)] * size),
-        st.lists(leaf, min_size=1, max_size=6).map(tuple),
+        st.lists(leaf, min_size=1, max_size=arrays).map(tuple),
         st.sampled_from(["int32", "int8", "int64"]),
         st.booleans(),
         st.integers(0, 2),
@@ -104,7 +104,7 @@ def test_random_rows(comm, rank, size):
         assert jax.tree.map(lambda x: (x.shape, x.dtype), moved) == jax.tree.map(lambda x: (x.shape, x.dtype), expected)
         jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, moved), expected)
 
-    drawing.on_all_ranks(comm, cases(size), check, 120)
+    drawing.on_all_ranks(comm, cases(size), check, 80)
 
 
 def float_case(case, rank):
@@ -135,7 +135,7 @@ def test_random_adjoints(comm, rank, size):
         assert forth == behind
         jax.tree.map(np.testing.assert_array_equal, again, dy)
 
-    drawing.on_all_ranks(comm, cases(size, ("float64", "float32")), check, 40)
+    drawing.on_all_ranks(comm, cases(size, ("float64", "float32"), 3), check, 16)
 
 
 @needs_derivatives
@@ -152,7 +152,7 @@ def test_random_batches(comm, rank, size):
         expected = case.expected(trees, rank)["a"][0]
         np.testing.assert_array_equal(call(batch), np.stack([expected, 2 * expected]))
 
-    drawing.on_all_ranks(comm, cases(size, ("float64",)), check, 40)
+    drawing.on_all_ranks(comm, cases(size, ("float64",), 2), check, 20)
 
 
 def test_mapped_owners_are_refused(comm, size):
