@@ -150,24 +150,21 @@ def forces(square: Square, particles: Particles, count: jax.Array) -> tuple[jax.
     around, there_around = grid.exchange(grid.pad((place, there)))
 
     @jax.checkpoint  # else the derivative would keep all pairs of all steps
-    def of_pairs(place: jax.Array, other: jax.Array, possible: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The forces that particles have from others, and half of the potential."""
+    def add(total: tuple[jax.Array, jax.Array], shift: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
+        """The forces by the particles of cells at some distance, and half of the potential."""
+        other = lax.dynamic_slice(around, shift, place.shape)
+        possible = there[:, None] & lax.dynamic_slice(there_around, shift[1:], there.shape)
+        possible &= ~np.eye(room, dtype=bool)[:, :, None, None] | jnp.any(shift[2:] != 1)
         between = place[:, :, None] - other[:, None]
         between -= square.side * jnp.round(between / square.side)
         distance = jnp.sum(between**2, axis=0)
         near = possible & (distance < REACH**2)
         potential, strength = pair(jnp.where(near, distance, 1.0))
-        return jnp.sum(jnp.where(near, strength, 0.0) * between, axis=2), jnp.sum(jnp.where(near, potential, 0.0)) / 2
+        force = jnp.sum(jnp.where(near, strength, 0.0) * between, axis=2)
+        return (total[0] + force, total[1] + jnp.sum(jnp.where(near, potential, 0.0)) / 2), None
 
-    force, potential = jnp.zeros_like(place), jnp.zeros(())
-    for dy, dx in np.ndindex(3, 3):
-        cells = (..., slice(dy, dy + ny), slice(dx, dx + nx))
-        possible = there[:, None] & there_around[cells]
-        if (dy, dx) == (1, 1):
-            possible &= ~np.eye(room, dtype=bool)[:, :, None, None]
-        of_these = of_pairs(place, around[cells], possible)
-        force, potential = force + of_these[0], potential + of_these[1]
-
+    shifts = jnp.asarray(list(np.ndindex(1, 1, 3, 3)), jnp.int32)
+    (force, potential), _ = lax.scan(add, (jnp.zeros_like(place), jnp.zeros(())), shifts)
     of_sorted = force.reshape(2, room, ny * nx).at[:, slot, cell].get(mode="fill", fill_value=0.0).T
     return jnp.zeros_like(particles.place).at[order].set(of_sorted, unique_indices=True), potential, fullest
 
