@@ -21,12 +21,14 @@ TESTS = Path(__file__).resolve().parent
 
 NOT_EACH_TIME = (
     "faults launcher injected sharded_jobs two_hosts run_devices device grid_examples grid_jobs sharded_examples "
-    "benchmarks soak timeline wheel"
+    "benchmarks soak timeline wheel particles"
 )
 """How jobs end, several hosts, long programs, timelines, benchmarks, the wheel: `make test` leaves them out."""
 OF_FAULTS = "faults launcher injected"
 ON_EVERY_TRANSPORT = "device operations errors dtypes order"
-ON_DEVICES = f"{ON_EVERY_TRANSPORT} jit transformations large grid redistribute neighbors bench counts ends leaves"
+ON_DEVICES = (
+    f"{ON_EVERY_TRANSPORT} jit transformations large grid redistribute neighbors bench counts ends leaves migrate"
+)
 OVER_TCP = "tcp operations errors order jit adjoint"
 BY_TCP = {
     "openmpi": {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,tcp"},

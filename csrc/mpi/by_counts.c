@@ -100,7 +100,14 @@ static ffi_error *check_rows(const struct call *c, const struct buffer *in, int6
                    elements, in->count);
 }
 
-static ffi_error *fail_counts(const struct call *c, int rank) {
+/* The error of a negative count, which `rank` has told. */
+static ffi_error *fail_counts(const struct call *c, int rank, int64_t count) {
+  const char *self = rank == c->comm->rank ? " (this one)" : "";
+  if (count == NO_SUCH_RANK)
+    return call_fail(c, FFI_INVALID_ARGUMENT,
+                     "rank %d%s has passed a new owner of a row that is neither a rank, 0 to %d, nor -1, which is "
+                     "nobody: nothing was received from it",
+                     rank, self, c->comm->size - 1);
   if (c->operation->row == ROW_reduce_scatterv)
     return call_fail(c, FFI_INVALID_ARGUMENT,
                      "a rank has passed a count of rows that is negative, or the counts of all ranks together are more "
@@ -108,7 +115,7 @@ static ffi_error *fail_counts(const struct call *c, int rank) {
   return call_fail(c, FFI_INVALID_ARGUMENT,
                    "rank %d%s has passed a count of rows that is negative, or counts that are more than the rows of "
                    "its array: nothing was received from it",
-                   rank, rank == c->comm->rank ? " (this one)" : "");
+                   rank, self);
 }
 
 /* Of counts that all ranks know: then all of them come to the same. */
@@ -117,7 +124,7 @@ static ffi_error *parts_of_all(const struct call *c, const struct buffer *counts
   PASS(parts_make(c, counts, type, row, parts));
   if (parts->invalid < 0) return NULL;
   parts_free(parts);
-  return fail_counts(c, parts->invalid);
+  return fail_counts(c, parts->invalid, row_count(counts, parts->invalid));
 }
 
 /* in: at least the rows of this rank  out: at least those of all ranks */
@@ -187,8 +194,9 @@ ffi_error *BODY(alltoallv)(struct call *c) {
   parts_free(&received);
   if (error == NULL) error = landing_end(c, b.out, a.row, &to, code);
   if (error != NULL) return error;
-  if (sent.invalid >= 0) return fail_counts(c, c->comm->rank);
-  return received.invalid >= 0 ? fail_counts(c, received.invalid) : NULL;
+  if (sent.invalid >= 0) return fail_counts(c, c->comm->rank, row_count(b.sent, sent.invalid));
+  if (received.invalid >= 0) return fail_counts(c, received.invalid, row_count(b.received, received.invalid));
+  return NULL;
 }
 
 /* in: at least the rows of this rank  out, on root only: at least those of all ranks */
@@ -247,7 +255,7 @@ ffi_error *BODY(scatterv)(struct call *c) {
   struct parts parts;
   struct landing to = {NULL, NULL, 0};
   PASS(parts_make(c, b.counts, b.out->type, a.row, &parts));
-  if (parts.invalid >= 0) return parts_free(&parts), fail_counts(c, (int)a.root);
+  if (parts.invalid >= 0) return parts_free(&parts), fail_counts(c, (int)a.root, row_count(b.counts, parts.invalid));
   ffi_error *error = rank == a.root ? check_rows(c, b.in, parts.elements) : NULL;
   int code = MPI_SUCCESS;
   if (error == NULL) error = landing_make(c, b.out, row_count(b.counts, rank) * a.row, &to);

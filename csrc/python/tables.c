@@ -121,6 +121,8 @@ static PyObject *constants(PyObject *self, PyObject *args) {
       {"LABEL_BYTES", LABEL_BYTES},
       {"MAX_BOX_AXES", MAX_BOX_AXES},
       {"MOST_ARRAYS", MOST_ARRAYS},
+      {"IMPOSSIBLE_COUNT", IMPOSSIBLE_COUNT},
+      {"NO_SUCH_RANK", NO_SUCH_RANK},
       {"NAME_OF_DEFAULT", NAME_OF_DEFAULT},
       {"NAME_OF_WORLD", NAME_OF_WORLD},
   };

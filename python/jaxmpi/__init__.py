@@ -65,6 +65,7 @@ if _module_to_run() not in ("jaxmpi.run", "jaxmpi.info", "jaxmpi.trace"):
         wait,
         waitall,
     )
+    from jaxmpi._unstructured.migration import migrate
 
     __all__ = [
         "Grid",
@@ -94,6 +95,7 @@ if _module_to_run() not in ("jaxmpi.run", "jaxmpi.info", "jaxmpi.trace"):
         "iredistribute",
         "isend",
         "jit",
+        "migrate",
         "neighbor_allgather",
         "neighbor_alltoall",
         "notoken",

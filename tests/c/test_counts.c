@@ -182,23 +182,23 @@ static void a_pytree_of_which_one_has_no_room_is_received(void) {
   CHECK(met > 500);
 }
 
-/* -1 stands for what a rank cannot do. */
 static void impossible_counts_are_an_error_on_all_ranks(void) {
   for (size_t which = 0; which < sizeof names / sizeof *names; which++)
     for (int turn = 0; turn < 200; turn++) {
       draw_state = 5 + 200 * which + (uint64_t)turn;
       draw_case(which);
       int culprit = (int)draw((uint32_t)c.size);
-      char text[64];
-      for (int r = 0; is("scatterv") && r < c.size; r++) c.sent[r] = -1;
+      char text[80];
+      for (int r = 0; is("scatterv") && r < c.size; r++) c.sent[r] = IMPOSSIBLE_COUNT;
       if (is("scatterv")) culprit = c.root;
-      if (is("alltoallv") && culprit != c.rank) c.received[culprit] = -1, c.in_rows = given();
+      int32_t told = is("alltoallv") && turn % 2 ? NO_SUCH_RANK : IMPOSSIBLE_COUNT;
+      if (is("alltoallv") && culprit != c.rank) c.received[culprit] = told, c.in_rows = given();
       if (is("alltoallv") && culprit == c.rank)
-        for (int r = 0; r < c.size; r++) c.sent[r] = -1;
-      if (is("alltoallv") && culprit == c.rank) c.received[c.rank] = -1;
-      if (!is("alltoallv")) c.sent[culprit] = -1;
-      snprintf(text, sizeof text, "rank %d%s has passed a count of rows", culprit,
-               culprit == c.rank ? " (this one)" : "");
+        for (int r = 0; r < c.size; r++) c.sent[r] = told;
+      if (is("alltoallv") && culprit == c.rank) c.received[c.rank] = told;
+      if (!is("alltoallv")) c.sent[culprit] = told;
+      snprintf(text, sizeof text, "rank %d%s has passed a %s", culprit, culprit == c.rank ? " (this one)" : "",
+               told == NO_SUCH_RANK ? "new owner of a row that is neither" : "count of rows");
       if (is("reduce_scatterv")) snprintf(text, sizeof text, "a rank has passed a count of rows");
       c.out_rows = 30;
       FAILS(run_it(), FFI_INVALID_ARGUMENT, text);

@@ -50,6 +50,9 @@ assert_type(jaxmpi.irecv(x, 1, tag=2), tuple[Any, Token])
 assert_type(jaxmpi.isend(x, 1), tuple[Any, Token])
 assert_type(jaxmpi.wait(jaxmpi.isend(x, 1)[0], after=x), tuple[Any, Token])
 assert_type(jaxmpi.waitall([], token=None), tuple[Any, Token])
+assert_type(jaxmpi.migrate({"a": x}, jnp.zeros(3, int), rows=5, count=2), tuple[Any, jax.Array, jax.Array])
+jaxmpi.migrate(x)  # error
+jaxmpi.migrate(x, x, 5)  # error
 jaxmpi.isend(x)  # error
 jaxmpi.iallreduce(x, "sum")  # error
 jaxmpi.wait()  # error

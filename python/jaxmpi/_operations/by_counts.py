@@ -257,13 +257,29 @@ def alltoallv(
         params = _divided(resolved, sum(received))
         given = by_counts.operand(sent), by_counts.operand(received)
         return alltoallv_p.apply_to_tree(params, leaves, structure, *given)
-    params = _divided(resolved, by_counts.room(rows, None, "alltoallv"))
+    room = by_counts.room(rows, None, "alltoallv")
     counts = by_counts.numbers(
         sendcounts if sent is None else jax.numpy.asarray(sent), (resolved.size,), "alltoallv", "sendcounts"
     )
     mine = by_counts.possible(counts, by_counts.most(leaves, own))
-    (theirs,) = alltoall_p.apply(common(resolved), mine)
-    return alltoallv_p.apply_to_tree(params, leaves, structure, mine, theirs), theirs
+    return send_rows(resolved, leaves, structure, mine, room)
+
+
+def send_rows(
+    comm: communicators.Communicator, leaves: Arrays, structure: Any, counts: jax.Array, room: int
+) -> tuple[Any, jax.Array]:
+    """Sends to each rank its own number of rows of each leaf, which the ranks tell each other first.
+
+    Args:
+      leaves: arrays with the same number of rows, of the pytree with this structure.
+      counts: what each rank gets, as `counts.possible` returns it.
+      room: how many rows the results have.
+
+    Returns:
+      The pytree of the rows that were received, and how many of them come from each rank.
+    """
+    (received,) = alltoall_p.apply(common(comm), counts)
+    return alltoallv_p.apply_to_tree(_divided(comm, room), leaves, structure, counts, received), received
 
 
 class Gatherv(ByCounts):

@@ -1,8 +1,8 @@
 """Arrays that are divided among the ranks along their first axis, by counts of rows: checks of arguments.
 
 Counts are known while tracing, those of all ranks, as integers; or they are arrays, known at run time. Then ranks tell
-each other their counts first. A rank whose counts are impossible tells -1 instead: so all ranks make the same calls of
-MPI, and each of those concerned raises (`struct parts` in csrc/mpi/by_counts.c).
+each other their counts first. A rank whose counts are impossible tells a negative number instead: so all ranks make the
+same calls of MPI, and each of those concerned raises (`struct parts` in csrc/mpi/by_counts.c).
 """
 
 import functools
@@ -14,8 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmpi._mpi.library import CONSTANTS
 from jaxmpi._primitive import arguments
 
+IMPOSSIBLE: int = CONSTANTS["IMPOSSIBLE_COUNT"]
+NO_SUCH_RANK: int = CONSTANTS["NO_SUCH_RANK"]
+"""What a rank tells in the place of counts whose rows cannot be sent."""
 MOST = 2**31 - 1
 """Rows of an array, which MPI counts by an int."""
 
@@ -117,11 +121,11 @@ def numbers(counts: Any, shape: tuple[int, ...], operation: str, argument: str) 
 
 
 def possible(counts: jax.Array, rows: int) -> jax.Array:
-    """The counts as the core reads them; -1 if one of them is negative or all of them are more than those rows."""
+    """The counts as the core reads them; IMPOSSIBLE if one of them is negative or all are more than those rows."""
     if counts.dtype.itemsize < 4:
         counts = counts.astype(jnp.int32)
     each = jnp.all((counts >= 0) & (counts <= rows))
     narrow = counts.astype(jnp.int32)
     total = jnp.sum(narrow, dtype=jnp.int32)  # which may wrap: unless it is about what it is in floating point
     fits = (total >= 0) & (total <= rows) & (jnp.sum(narrow.astype(jnp.float32)) < 2.0**32 - 2.0**30)
-    return jnp.where(each & fits, narrow, -1)
+    return jnp.where(each & fits, narrow, IMPOSSIBLE)

@@ -1,0 +1,205 @@
+"""`jaxmpi.migrate`: rows of arrays move to new owners, which are known at run time.
+
+Rows are sorted by owner and sent by `alltoallv`, whose derivatives and errors these are. Each array is a call of MPI,
+so before that they are joined to few: one for each dtype that has derivatives, and one of bits for all others.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from mpi4py import MPI
+
+from jaxmpi._jax import internals
+from jaxmpi._mpi import communicators
+from jaxmpi._operations.by_counts import send_rows
+from jaxmpi._primitive import arguments, keys
+from jaxmpi._primitive import counts as by_counts
+
+
+def migrate(
+    tree: Any, new_owner: Any, *, rows: int | None = None, count: Any = None, comm: MPI.Comm | None = None
+) -> tuple[Any, jax.Array, jax.Array]:
+    """Moves each row of arrays to a rank of its own, such as particles to the rank of the part of space they are in.
+
+    Row i of all arrays goes to rank `new_owner[i]`, which is known at run time. All ranks call it, with pytrees of the
+    same structure, dtypes and shapes of rows. The ranks tell each other how many rows they send, and then send them: by
+    one call of MPI for each floating-point or complex dtype, and one for integers, truth values and all else. The map
+    is linear, and its transpose brings the rows back. Under `jax.vmap` a batch travels in the same messages; all of it
+    has the same owners.
+
+    Args:
+      tree: array of shape `(n, ...)` of any dtype that can be communicated, or a pytree of such, all of the same `n`.
+      new_owner: array of integers of shape `(n,)`: the rank that gets the row, or -1 for a row that nobody gets.
+      rows: for how many rows the results have room, static; `n` if it is None.
+      count: how many rows there are, if the others are padding, which is not sent, and whose owners are not read: a
+        scalar, which may be known at run time; `n` if it is None.
+      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
+
+    Returns:
+      Three values, `(tree, count, received)`. The arrays have shape `(rows, ...)`: first the rows from rank 0, then
+      those from rank 1 and so on, those of one rank in the order in which they were there; then zeros. `count`, a
+      scalar, says how many rows there are, and `received`, of shape `(size,)`, how many of them come from each rank;
+      both have dtype int32.
+
+    Raises:
+      ValueError, TypeError: arrays, owners or a count of the wrong shape or dtype; while tracing, before anything is
+      sent; other ranks then wait.
+      jax.errors.JaxRuntimeError: at run time: a rank's `new_owner` names what is no rank, or its `count` is negative or
+      more than `n`, on all ranks, and it sends nothing; there are more rows than there is room for, on each rank where
+      that is so.
+    """
+    resolved = communicators.resolve(comm, "migrate")
+    leaves, names, structure = arguments.leaves(tree, "migrate", "tree")
+    owners = _integers(new_owner)
+    own = by_counts.rows_of(leaves, names, "migrate") if leaves else owners.size
+    if owners.shape != (own,):
+        which = f"each row of {names[0]}" if leaves else "each row"
+        raise ValueError(
+            f"migrate: new_owner must be of shape ({own},), a rank for {which}; got shape {owners.shape}. Its values "
+            "for rows that are padding are not read: count= says how many are not."
+        )
+    room = by_counts.room(rows, own, "migrate")
+    groups = _groups(leaves)
+    counted = None if count is None else by_counts.numbers(count, (), "migrate", "count")
+    joined, sent = _sort(resolved.size, groups, leaves, owners, counted)
+    moved, received = send_rows(resolved, joined, jax.tree.structure(joined), sent, room)
+    kinds = tuple((x.shape[1:], x.dtype) for x in leaves)
+    total = jnp.sum(received, dtype=jnp.int32)
+    return jax.tree.unflatten(structure, _separate(groups, kinds, moved)), total, received
+
+
+def _integers(new_owner: Any) -> jax.Array:
+    owners = arguments.array(new_owner, "migrate", "new_owner")
+    if not jnp.issubdtype(owners.dtype, jnp.integer):
+        raise TypeError(f"migrate: new_owner must be integers, the ranks of the rows, got dtype {owners.dtype}.")
+    return owners
+
+
+Groups = tuple[tuple[int, ...], ...]
+"""The positions of the arrays that are joined to one."""
+
+
+def _groups(leaves: Sequence[Any]) -> Groups:
+    """All ranks come to the same, since it depends on dtypes alone. Random keys travel by themselves, as `alltoallv`
+    compares them."""
+    found: dict[Any, list[int]] = {}
+    for i, x in enumerate(leaves):
+        kind = i if keys.is_key(x) else x.dtype if internals.inexact(x) else "bits"
+        found.setdefault(kind, []).append(i)
+    return tuple(map(tuple, found.values()))
+
+
+@partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _sort(
+    size: int, groups: Groups, leaves: list[Any], owners: jax.Array, count: jax.Array | None
+) -> tuple[list[Any], jax.Array]:
+    """The joined arrays, their rows sorted by owner, and the number of rows for each rank, or what is told in the place
+    of these."""
+    order, sent = _order(size, owners, count)
+    ordered = [_take(x, order) for x in leaves]
+    return [_join([ordered[i] for i in group]) for group in groups], sent
+
+
+def _take(x: Any, order: jax.Array) -> Any:
+    """The rows in this order, which depend on `x` also if there are none: other ranks have a batch of it if it is one,
+    and jnp makes of nothing new zeros."""
+    return x.at[order].get(mode="promise_in_bounds", unique_indices=True) if x.size else x
+
+
+def _order(size: int, owners: jax.Array, count: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """The rows in the order in which they are sent, those that are not sent behind them, and the counts."""
+    rows = owners.shape[0]
+    if owners.dtype.itemsize < 4:
+        owners = owners.astype(jnp.int32)
+    least = -2 if jnp.issubdtype(owners.dtype, jnp.signedinteger) else 0
+    owners = jnp.clip(owners, least, size).astype(jnp.int32)
+    own = rows if count is None else by_counts.possible(count, rows)
+    owners = jnp.where(jnp.arange(rows) < own, owners, -1)
+    wrong = jnp.any((owners == -2) | (owners == size))
+    order, counts = _by_destination(size, jnp.where(owners < 0, size, owners))
+    counts = jnp.where(wrong, by_counts.NO_SUCH_RANK, counts)
+    return order, counts if count is None else jnp.where(own < 0, by_counts.IMPOSSIBLE, counts)
+
+
+def _by_destination(size: int, destination: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The order in which destinations from 0 to `size` ascend, that of rows with the same one kept, and how many rows
+    have each destination but the last."""
+    rows = destination.shape[0]
+    index, bounds = jnp.arange(rows, dtype=jnp.uint32), np.arange(size + 1, dtype=np.uint32)
+    if (size + 1) * rows > 1 << 32:
+        destination, order = lax.sort((destination.astype(jnp.uint32), index), num_keys=1, is_stable=True)
+    else:  # numbers for pairs, which XLA sorts in a fifth of the time
+        destination = lax.sort(destination.astype(jnp.uint32) * np.uint32(rows) + index, is_stable=False)
+        order, bounds = destination % np.uint32(max(rows, 1)), bounds * np.uint32(rows)
+    return order, jnp.diff(jnp.searchsorted(destination, bounds)).astype(jnp.int32)
+
+
+def _join(arrays: Sequence[Any]) -> Any:
+    """An array whose rows are those of all, one behind the other."""
+    if len(arrays) == 1:
+        return arrays[0]
+    word = _word([x.dtype for x in arrays])
+    bits = arrays if word is None else [_bits(x, word) for x in arrays]
+    return jnp.concatenate([x.reshape(x.shape[0], math.prod(x.shape[1:])) for x in bits], axis=1)
+
+
+@partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _separate(groups: Groups, kinds: tuple[tuple[tuple[int, ...], Any], ...], joined: list[Any]) -> list[Any]:
+    """The arrays, of these shapes of rows and dtypes."""
+    found: list[Any] = [None] * len(kinds)
+    for group, rows in zip(groups, joined, strict=True):
+        if len(group) == 1:
+            found[group[0]] = rows
+            continue
+        word = _word([kinds[i][1] for i in group])
+        at = 0
+        for i in group:
+            shape, dtype = kinds[i]
+            size = math.prod(shape) * (1 if word is None else _itemsize(dtype) // word.itemsize)
+            part = lax.slice_in_dim(rows, at, at + size, axis=1)
+            at += size
+            found[i] = _of_bits(part, shape, dtype, word).reshape(rows.shape[0], *shape)
+    return found
+
+
+# --- arrays of different dtypes that travel as bits ------------------------------------------------------------------
+
+
+def _word(dtypes: Sequence[Any]) -> Any:
+    """The unsigned integer that all are made of; None if they are of one dtype and travel as they are."""
+    if all(dtype == dtypes[0] for dtype in dtypes):
+        return None
+    return np.dtype(f"u{min(map(_itemsize, dtypes))}")
+
+
+def _whole(dtype: Any) -> Any:
+    """The dtype of whole bytes that stands for truth values, and for integers of fewer bits."""
+    if dtype == jnp.bool_:
+        return np.dtype(np.uint8)
+    if jnp.iinfo(dtype).bits < 8:
+        return np.dtype(np.int8 if jnp.issubdtype(dtype, jnp.signedinteger) else np.uint8)
+    return dtype
+
+
+def _itemsize(dtype: Any) -> int:
+    return int(np.dtype(_whole(dtype)).itemsize)
+
+
+def _bits(x: Any, word: Any) -> Any:
+    """The words that an array of integers or truth values is made of, on one axis more where it takes several."""
+    return lax.bitcast_convert_type(x.astype(_whole(x.dtype)), word)
+
+
+def _of_bits(words: Any, shape: tuple[int, ...], dtype: Any, word: Any) -> Any:
+    """The array of this shape of rows that rows of words are made of."""
+    if word is None:
+        return words
+    each = _itemsize(dtype) // word.itemsize
+    words = words.reshape(words.shape[0], *shape, *([each] if each > 1 else []))
+    return lax.bitcast_convert_type(words, _whole(dtype)).astype(dtype)

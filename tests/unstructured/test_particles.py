@@ -1,0 +1,83 @@
+"""The example of particles: any number of ranks gives what one alone does; momentum and energy are conserved."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from support import drawing
+from support.launch import launch
+from support.table import NEW_JAX
+
+PROGRAM = Path(__file__).resolve().parents[2] / "examples" / "particles.py"
+RANKS = (1, 3) if drawing.brief else (1, 2, 3, 4)
+pytestmark = [
+    pytest.mark.launches,
+    pytest.mark.seconds(400),
+    pytest.mark.skipif(not NEW_JAX, reason="this JAX has no derivatives of communication"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _packages():
+    for package in ("matplotlib", "tqdm"):
+        pytest.importorskip(package)
+
+
+def run(folder, ranks, *arguments):
+    """What the example prints and saves; its picture is where it says."""
+    file = folder / "state.npz"
+    out = launch(ranks, PROGRAM, *arguments, "--output-dir", folder, "--save-state", file, timeout=200).stdout
+    picture = Path(re.search(r"^Picture: (.*)$", out, re.M)[1])
+    assert picture.parent == folder
+    assert picture.stat().st_size > 10_000
+    picture.unlink()
+    with np.load(file) as data:
+        return out, dict(data)
+
+
+def potential_energy(place, side):
+    """Of all pairs, one by one."""
+    total = 0.0
+    for i in range(1, len(place)):
+        between = place[i] - place[:i]
+        r = np.linalg.norm(between - side * np.round(between / side), axis=1)
+        r = r[r < 2.5]
+        u = lambda r: 4 * (r**-12 - r**-6)  # noqa: E731
+        slope = 4 * (-12 * 2.5**-13 + 6 * 2.5**-7)
+        total += np.sum(u(r) - u(2.5) - slope * (r - 2.5))
+    return total
+
+
+def test_particles(tmp_path):
+    arguments = ("--size", "14", "--steps", "160", "--temperature", "0.7")
+    outs, states = zip(*(run(tmp_path, n, *arguments) for n in RANKS), strict=True)
+    for n, out in zip(RANKS, outs, strict=True):
+        assert f"{n} processes, 196 particles, " in out
+
+        def number(text, out=out):
+            return float(re.search(rf"^{text}: (?:relative error )?(\S+)", out, re.M)[1])
+
+        assert number("Momentum, at most") < 1e-11
+        assert number("Energy, drift relative to the first kinetic one") < 2e-3
+        assert number("Beside one process, after 100 steps") < 1e-10
+        assert number(r"d energy / d temperature, over 20 steps") < 1e-5
+        assert (number("Particles that another process has at the end") > 1) == (n > 1)
+    for state in states[1:]:
+        np.testing.assert_allclose(state["place"], states[0]["place"], rtol=0, atol=1e-9)
+        np.testing.assert_allclose(state["velocity"], states[0]["velocity"], rtol=0, atol=1e-9)
+        np.testing.assert_allclose(state["energies"], states[0]["energies"], rtol=1e-10)
+    place, velocity, energies = (states[0][name] for name in ("place", "velocity", "energies"))
+    expected = potential_energy(place, 14 / 0.35**0.5) + np.sum(velocity**2) / 2
+    np.testing.assert_allclose(energies[-1], expected, rtol=1e-10)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
+def test_too_little_room(ranks, tmp_path):
+    """Particles that have no room end the job, with what to do."""
+    arguments = ("--size", "14", "--steps", "100", "--temperature", "3", "--room", str(196 // ranks + 4))
+    done = launch(ranks, PROGRAM, *arguments, "--output-dir", tmp_path, check=False)
+    assert done.returncode != 0
+    assert re.search(r"its result has room for \d+|use a larger --room", done.stderr), done.stderr
+    assert not list(tmp_path.glob("*.png"))
