@@ -1,0 +1,46 @@
+"""Positions of numbers in a list of integers."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, eq=False)
+class Lookup:
+    """A list of integers, sorted, with their positions."""
+
+    values: np.ndarray
+    """The integers in ascending order."""
+    order: np.ndarray | None
+    """The position of each in the list; None if the list is in ascending order."""
+
+    @staticmethod
+    def of(listed: np.ndarray) -> "Lookup":
+        if (listed[1:] > listed[:-1]).all():
+            return Lookup(listed, None)
+        order = np.argsort(listed, kind="stable")  # of a list that is made of few ascending ones it takes little time
+        return Lookup(listed[order], order)
+
+    @property
+    def consecutive(self) -> bool:
+        """Whether the integers, if none is there twice, are consecutive."""
+        return len(self.values) > 0 and self.values[-1] - self.values[0] == len(self.values) - 1
+
+    def repeated(self) -> np.ndarray:
+        """The positions in `values` at which there is the same integer as before."""
+        return np.flatnonzero(self.values[1:] == self.values[:-1]) + 1
+
+    def positions(self, wanted: np.ndarray) -> np.ndarray:
+        """The position of each in the list, where nothing is twice; -1 where it is not there."""
+        count = len(self.values)
+        if count == 0:
+            return np.full(wanted.shape, -1)
+        if self.consecutive:
+            at = wanted - self.values[0]
+            absent = (at < 0) | (at >= count)
+        else:
+            at = np.minimum(np.searchsorted(self.values, wanted), count - 1)
+            absent = self.values[at] != wanted
+        if self.order is not None:
+            at = self.order[np.where(absent, 0, at)]
+        return np.where(absent, -1, at)
