@@ -257,7 +257,7 @@ def test_traced_arguments(comm):
 @pytest.mark.ranks(2)
 def test_owners_on_some_ranks(comm, rank):
     owned, ghosts = ring(comm)
-    with pytest.raises(ValueError, match="1 of . ranks have passed owners"):
+    with pytest.raises(ValueError, match=r"1 of . ranks have passed owners"):
         jaxmpi.IndexMap(owned, ghosts, owners=ghosts // 3 if rank == 0 else None)
 
 
@@ -266,11 +266,11 @@ def test_wrong_owners(comm, rank, size):
     owned, ghosts = ring(comm)
     owners = ghosts // 3
     unowned = 3 * size + 5
-    text = check_raised(
-        comm, lambda: jaxmpi.IndexMap(owned, [*ghosts, unowned], owners=[*owners, (rank + 1) % size])
-    )
+    text = check_raised(comm, lambda: jaxmpi.IndexMap(owned, [*ghosts, unowned], owners=[*owners, (rank + 1) % size]))
     assert f"owners is wrong for {unowned} (rank 0 says that rank 1 owns it)" in text
-    with pytest.raises(ValueError, match=f"this is rank {rank}, and owners and owned disagree whether it owns {unowned}"):
+    with pytest.raises(
+        ValueError, match=f"this is rank {rank}, and owners and owned disagree whether it owns {unowned}"
+    ):
         jaxmpi.IndexMap(owned, [unowned], owners=[rank])
     with pytest.raises(ValueError, match="two ranks for ghosts that are there twice: "):
         jaxmpi.IndexMap(owned, [ghosts[0]] * 2, owners=[0, 1])
@@ -319,7 +319,9 @@ def test_rows_that_are_not_there(comm, rank, size):
 def test_pad(comm):
     made = jaxmpi.IndexMap(*ring(comm))
     owned, ghosts = made.sizes
-    padded = made.pad({"a": jnp.ones(owned), "b": jnp.ones((owned, 2), int), "key": jax.random.split(jax.random.key(0), owned)})
+    padded = made.pad(
+        {"a": jnp.ones(owned), "b": jnp.ones((owned, 2), int), "key": jax.random.split(jax.random.key(0), owned)}
+    )
     assert [x.shape for x in jax.tree.leaves(padded)] == [(owned + ghosts,), (owned + ghosts, 2), (owned + ghosts,)]
     assert padded["b"][owned:].sum() == 0
     assert padded["b"][:owned].sum() == 2 * owned
@@ -340,11 +342,11 @@ def test_static_argument(comm):
     for _ in range(2):
         rows(jaxmpi.IndexMap(*ring(comm)), 1.0)
     assert len(traced) == 1
-    rows(jaxmpi.IndexMap(ring(comm)[0], []), 1.0)
+    rows(jaxmpi.IndexMap(ring(comm)[0][::-1], []), 1.0)
     assert len(traced) == 2
 
 
-# --- communicators ------------------------------------------------------------------------------------------------------
+# --- communicators -------------------------------------------------------------------------------------------------
 
 
 def test_communicators(comm, rank, size):
@@ -405,7 +407,7 @@ def test_operations_under_way(comm, rank, size):
     part.Free()
 
 
-# --- the parts of which it is made ---------------------------------------------------------------------------------------
+# --- the parts of which it is made ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -447,14 +449,18 @@ def test_a_directory_is_divided_evenly(size, gaps):
     """Of so many ranks with consecutive rows: each has a handful of homes, and no home has much more than the mean."""
     each = 1000
     index = np.arange(size * each)
-    index = {"none": index, "even": 64 * index, "huge": np.sort(np.random.default_rng(0).integers(0, 2**62, index.size))}[gaps]
+    index = {
+        "none": index,
+        "even": 64 * index,
+        "huge": np.sort(np.random.default_rng(0).integers(0, 2**62, index.size)),
+    }[gaps]
     homes = directory._homes(index, directory._shift(index.size, size), size)
     assert np.bincount(homes, minlength=size).max() <= 5 * each
     if gaps == "none":
         assert max(len(set(its)) for its in homes.reshape(size, each)) <= 9
 
 
-# --- matrices and graphs -------------------------------------------------------------------------------------------------
+# --- matrices and graphs -------------------------------------------------------------------------------------------
 
 
 def laplacian(n):
@@ -512,14 +518,14 @@ def test_wrong_csr(wrong, text, comm, rank, size):
     arguments = {"indptr": [0, 1, 3], "indices": [0, 1, 0], "rows": [2 * rank, 2 * rank + 1]}
     if rank == size - 1:
         arguments |= wrong
-    with pytest.raises(ValueError, match="IndexMap.from_csr: ") as raised:
+    with pytest.raises(ValueError, match=r"IndexMap\.from_csr: ") as raised:
         jaxmpi.IndexMap.from_csr(**arguments)
     assert text in str(raised.value)
 
 
 @pytest.mark.ranks(2)
 def test_rows_on_some_ranks(comm, rank):
-    with pytest.raises(ValueError, match="1 of . ranks have passed no rows"):
+    with pytest.raises(ValueError, match=r"1 of . ranks have passed no rows"):
         jaxmpi.IndexMap.from_csr([0, 1], [rank], rows=[rank] if rank else None)
 
 
@@ -556,7 +562,7 @@ def test_wrong_edges(wrong, text, comm, rank, size):
     arguments = {"senders": [0, 1], "receivers": [1, 0], "owner": [0, size - 1]}
     if rank == size - 1:
         arguments |= wrong
-    with pytest.raises((ValueError, TypeError), match="IndexMap.from_edges: ") as raised:
+    with pytest.raises((ValueError, TypeError), match=r"IndexMap\.from_edges: ") as raised:
         jaxmpi.IndexMap.from_edges(**arguments)
     assert text in str(raised.value)
 
@@ -586,7 +592,9 @@ def test_a_million_rows(way, comm, rank, size):
     order = np.lexsort((index[unique], unique // each))
     np.testing.assert_array_equal(made.ghosts, index[unique[order]])
     np.testing.assert_array_equal(made.owners, unique[order] // each)
-    np.testing.assert_array_equal(made.to_local(index[chosen[chosen // each == rank]]), chosen[chosen // each == rank] % each)
+    np.testing.assert_array_equal(
+        made.to_local(index[chosen[chosen // each == rank]]), chosen[chosen // each == rank] % each
+    )
     for other, rows in made._connections.sends:
         its = np.unique(np.random.default_rng(other + 1).integers(0, index.size, each))
         its = its[its // each == rank]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxmpi._jax import internals
-from jaxmpi._unstructured.lookup import Lookup
+from jaxmpi._unstructured.lookup import Lookup, distinct
 
 _SHOWN = 5
 """How many of wrong numbers an error shows."""
@@ -56,9 +56,7 @@ def integers(values: Any, operation: str, name: str, any_shape: bool = False) ->
         if not (array <= np.iinfo(np.int64).max).all() or not (array >= np.iinfo(np.int64).min).all():
             raise ValueError(f"{operation}: {name} has {array.max()}, and the largest index is 2^63 - 1.")
     elif array.dtype.kind not in "iu":
-        raise TypeError(
-            f"{operation}: {name} must be integers, got dtype {array.dtype}: use {name}.astype(np.int64)."
-        )
+        raise TypeError(f"{operation}: {name} must be integers, got dtype {array.dtype}: use {name}.astype(np.int64).")
     return array.astype(np.int64)
 
 
@@ -92,19 +90,19 @@ def rows(owned: Any, ghosts: Any, owners: Any, operation: str, rank: int, size: 
     lookup = Lookup.of(mine)
     if len(repeated := lookup.repeated()):
         raise ValueError(
-            f"{operation}: owned has indices twice: {some(np.unique(lookup.values[repeated]))}. Each row is owned "
+            f"{operation}: owned has indices twice: {some(distinct(lookup.values[repeated]))}. Each row is owned "
             "once: np.unique(owned) leaves out what is repeated."
         )
     copies = indices(ghosts, operation, "ghosts")
     if owners is None:
         if lookup.consecutive:  # it costs less to leave out first what is owned, such as most columns of a matrix
             copies = copies[lookup.positions(copies) < 0]
-        copies = np.unique(copies)
+        copies = distinct(copies)
         return Given(mine, lookup, copies[lookup.positions(copies) < 0], None)
     of_copies = ranks(owners, operation, "owners", size)
     if len(of_copies) != len(copies):
         raise ValueError(
-            f"{operation}: {len(copies)} ghosts and {len(of_copies)} owners: pass the owner of each ghost, or no owners."
+            f"{operation}: {len(copies)} ghosts and {len(of_copies)} owners: pass the owner of each, or no owners."
         )
     order = np.argsort(copies, kind="stable")
     copies, of_copies = copies[order], of_copies[order]

@@ -39,8 +39,8 @@ Faults = dict[str, np.ndarray]
 def connect(comm: MPI.Intracomm, operation: str, given: Given, total: int) -> Connections:
     """Which rows this rank sends and receives; `total` are owned by all ranks together. All ranks call it.
 
-    Raises ValueError on all ranks if a ghost has no owner, or an index has two. Where the owners are given, it is looked
-    up whether they own the ghosts, but not whether an index has two owners.
+    Raises ValueError on all ranks if a ghost has no owner, or an index has two. Of owners that are given it is checked
+    whether they own the ghosts, but not whether an index has two owners.
     """
     if given.owners is None:
         owners, faults = _owners(comm, given, _shift(total, comm.size))
@@ -132,7 +132,7 @@ def _digest(comm: MPI.Intracomm, *arrays: np.ndarray) -> int:
     """A number of this rank's part of a map."""
     digest = hashlib.blake2b(f"{comm.rank} {[len(array) for array in arrays]}".encode(), digest_size=8)
     for array in arrays:
-        digest.update(np.ascontiguousarray(array))
+        digest.update(array.tobytes())
     return int.from_bytes(digest.digest(), "little")
 
 

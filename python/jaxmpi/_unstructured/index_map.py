@@ -12,7 +12,7 @@ from jaxmpi._mpi.clones import clone_of
 from jaxmpi._primitive import arguments, keys
 from jaxmpi._unstructured import agreement, directory, graphs
 from jaxmpi._unstructured import arguments as given
-from jaxmpi._unstructured.lookup import Lookup
+from jaxmpi._unstructured.lookup import Lookup, distinct
 
 
 class IndexMap:
@@ -138,12 +138,11 @@ class IndexMap:
         operation = "IndexMap.from_edges"
         clone, comm_of = _clone(comm, operation)
         rank, size = comm_of.rank, comm_of.size
-        found, failure = agreement.attempt(
-            lambda: graphs.edges(senders, receivers, owner, operation, rank, size)
-        )
+        found, failure = agreement.attempt(lambda: graphs.edges(senders, receivers, owner, operation, rank, size))
         agreement.sums(clone, operation, failure)
+        assert found is not None
         edges, sources, targets, owners = found
-        needed = np.unique(sources)
+        needed = distinct(sources)
         needed = needed[owners[needed] != rank]
         made = cls(np.flatnonzero(owners == rank), needed, owners=owners[needed], comm=comm)
         return made, made.to_local(sources), made.to_local(targets), edges
@@ -216,7 +215,7 @@ class IndexMap:
         at = self._lookup_of_ghosts.positions(flat[others])
         if len(unknown := flat[others][at < 0]):
             raise ValueError(
-                f"IndexMap.to_local: rank {self._comm.rank} neither owns {given.some(np.unique(unknown))} nor has it "
+                f"IndexMap.to_local: rank {self._comm.rank} neither owns {given.some(distinct(unknown))} nor has it "
                 "among its ghosts. Pass what is read here as ghosts when the map is made."
             )
         local[others] = owned + at
@@ -238,7 +237,7 @@ class IndexMap:
         count = sum(self.sizes)
         if len(beyond := wanted[(wanted < 0) | (wanted >= count)]):
             raise ValueError(
-                f"IndexMap.to_global: there are no rows {given.some(np.unique(beyond))}: the local numbers of rank "
+                f"IndexMap.to_global: there are no rows {given.some(distinct(beyond))}: the local numbers of rank "
                 f"{self._comm.rank} are 0 to {count - 1}."
             )
         return self._indices[wanted]
