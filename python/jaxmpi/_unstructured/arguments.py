@@ -19,9 +19,9 @@ class Given:
 
     owned: np.ndarray
     lookup: Lookup
-    """Of `owned`."""
+    """Finds rows in `owned`."""
     ghosts: np.ndarray
-    """In ascending order, each once, none that this rank owns."""
+    """The copies in ascending order, each once, without rows that this rank owns."""
     owners: np.ndarray | None
     """The rank that owns each ghost, where that was given."""
 
