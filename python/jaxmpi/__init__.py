@@ -65,10 +65,12 @@ if _module_to_run() not in ("jaxmpi.run", "jaxmpi.info", "jaxmpi.trace"):
         wait,
         waitall,
     )
+    from jaxmpi._unstructured.index_map import IndexMap
     from jaxmpi._unstructured.migration import migrate
 
     __all__ = [
         "Grid",
+        "IndexMap",
         "Request",
         "Token",
         "allgather",
