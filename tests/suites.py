@@ -27,7 +27,8 @@ NOT_EACH_TIME = (
 OF_FAULTS = "faults launcher injected"
 ON_EVERY_TRANSPORT = "device operations errors dtypes order"
 ON_DEVICES = (
-    f"{ON_EVERY_TRANSPORT} jit transformations large grid redistribute ghosts neighbors bench counts ends leaves migrate"
+    f"{ON_EVERY_TRANSPORT} jit transformations large grid redistribute neighbors ghosts migrate bench counts ends "
+    "leaves"
 )
 OVER_TCP = "tcp operations errors order jit adjoint"
 BY_TCP = {

@@ -208,3 +208,5 @@ ffi_error *BODY(exchange_start)(struct call *c) {
 }
 
 ffi_error *BODY(index_start)(struct call *c) { return BODY(exchange_start)(c); }
+
+ffi_error *BODY(redistribute_start)(struct call *c) { return BODY(exchange_start)(c); }

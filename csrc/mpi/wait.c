@@ -185,15 +185,14 @@ ffi_error *BODY(wait)(struct call *c) {
 /* `error`: what is known to be wrong with it; then its messages are dropped. */
 static ffi_error *wait_for_planned(struct call *c, struct request *request, const struct plan *plan, ffi_error *error) {
   struct watched *record = watchdog_begin_summary(request->summary, SUMMARY_WORDS);
+  struct own_words own = call_speak_for(c, request);
   complete_handles(request);
   if (error == NULL) error = request_check_order(c, request);
-  if (error != NULL) {
+  if (error != NULL)
     drop_messages(request);
-  } else {
-    struct own_words own = call_speak_for(c, request);
+  else
     error = finish_planned(c, request, plan);
-    call_speak_again(c, own);
-  }
+  call_speak_again(c, own);
   watchdog_end(record);
   return error;
 }
@@ -234,3 +233,5 @@ ffi_error *BODY(exchange_finish)(struct call *c) {
 }
 
 ffi_error *BODY(index_finish)(struct call *c) { return BODY(exchange_finish)(c); }
+
+ffi_error *BODY(redistribute_finish)(struct call *c) { return BODY(exchange_finish)(c); }

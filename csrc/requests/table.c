@@ -334,12 +334,16 @@ void request_leave(struct request *request, int64_t bytes) {
                 bytes < LONG_BYTES ? LONG_BYTES : bytes);
 }
 
-static ffi_error *fail_order(const struct call *call) {
+static ffi_error *fail_order(const struct call *call, const struct operation *started) {
+  const char *advice = attribute_of(started, KIND_TAG) >= 0    ? "give the messages tags of their own"
+                       : attribute_of(started, KIND_PLAN) >= 0 ? "make one of the grids or maps on comm.Dup()"
+                                                               : "use a communicator of its own, comm.Dup(), for one";
   return call_fail(
       call, FFI_FAILED_PRECONDITION,
       "in reverse mode, operations that MPI cannot tell apart (messages with the same rank and tag, the collectives of "
       "a communicator, or one exchange several times) must be waited for in the order in which they were started, "
-      "or their gradients would be exchanged. Wait in that order, or give the messages tags of their own");
+      "or their gradients would be exchanged. Wait in that order, or %s",
+      advice);
 }
 
 /* Whether it is the adjoint of an operation, or the value of one in a further derivative. */
@@ -371,7 +375,7 @@ ffi_error *request_check_order(const struct call *call, const struct request *re
     earlier = other != NULL && other->serial < request->serial && is_adjoint(other) && are_alike(request, other);
   }
   pthread_mutex_unlock(&all.lock);
-  return earlier ? fail_order(call) : NULL;
+  return earlier ? fail_order(call, request->operation) : NULL;
 }
 
 ffi_error *request_check_blocking(const struct call *call, int row, int64_t peer, int64_t tag) {
@@ -385,7 +389,7 @@ ffi_error *request_check_blocking(const struct call *call, int row, int64_t peer
            other->attributes[at_peer] == peer && other->attributes[at_tag] == tag;
   }
   pthread_mutex_unlock(&all.lock);
-  return like ? fail_order(call) : NULL;
+  return like ? fail_order(call, operation) : NULL;
 }
 
 int64_t requests_in_flight(void) {

@@ -104,7 +104,9 @@ POLICIES = {
 
 INNER = {
     "scan": lambda step, c: lax.scan(lambda c, _: (step(c), None), c, None, length=2)[0],
-    "nested": lambda step, c: lax.scan(lambda c, _: (lax.fori_loop(0, 2, lambda _, c: step(c), c), None), c, None, 2)[0],
+    "nested": lambda step, c: lax.scan(lambda c, _: (lax.fori_loop(0, 2, lambda _, c: step(c), c), None), c, None, 2)[
+        0
+    ],
     "branch": lambda step, c: lax.cond(jnp.arange(2)[1] > 0, step, lambda c: c, c),
     "jit": lambda step, c: jax.jit(step)(c),
     "checkpoint": lambda step, c: jax.checkpoint(step)(step(c)),

@@ -8,7 +8,7 @@ import jax
 from jaxmpi._grid import arguments as given
 from jaxmpi._grid.divisions import Division, Redistribution
 from jaxmpi._grid.grid import Grid, Width
-from jaxmpi._operations.exchanges import redistribute_p, start_exchange
+from jaxmpi._operations.exchanges import redistribute_p, redistribute_start_p, start_exchange
 from jaxmpi._operations.requests import Request
 from jaxmpi._primitive import arguments
 from jaxmpi._primitive.params import Planned
@@ -70,8 +70,6 @@ def iredistribute(
 ) -> Request:
     """Starts a redistribution: what other ranks need is on its way while something else is computed.
 
-    Reports and timelines name it `Grid.start`, with its line, since it is started in the same way.
-
     Args: those of `redistribute`. 100 arrays at most.
 
     Returns:
@@ -81,7 +79,7 @@ def iredistribute(
     Raises: what `redistribute` raises while tracing; its errors at run time are raised by `wait`.
     """
     arrays, structure, params = _checked("iredistribute", fields, source, target, axes, source_width, target_width)
-    return start_exchange("iredistribute", params, arrays, structure)
+    return start_exchange("iredistribute", params, arrays, structure, redistribute_start_p)
 
 
 def _checked(

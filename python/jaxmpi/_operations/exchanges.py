@@ -119,6 +119,8 @@ class ExchangeFinish(ByPlan):
 
 exchange_start_p = ExchangeStart("exchange_start")
 exchange_finish_p = ExchangeFinish("exchange_finish", exchange_start_p)
+redistribute_start_p = ExchangeStart("redistribute_start")
+redistribute_finish_p = ExchangeFinish("redistribute_finish", redistribute_start_p)
 index_start_p = ExchangeStart("index_start")
 index_finish_p = ExchangeFinish("index_finish", index_start_p)
 
