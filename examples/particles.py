@@ -278,7 +278,7 @@ def save_animation(path: Path, square: Square, frames: list[tuple[np.ndarray, ..
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--size", type=int, default=36, help="particles along a side (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=4000, help="time steps (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=2000, help="time steps (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=TEMPERATURE, help="(default: %(default)s)")
     parser.add_argument("--room", type=int, help="particles that a process can hold (default: 3 times its share)")
     parser.add_argument("--in-cell", type=int, default=12, help="particles that a cell can hold (default: %(default)s)")
