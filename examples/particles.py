@@ -1,4 +1,4 @@
-"""Particles that attract each other condense to drops: molecular dynamics in a periodic square.
+"""A lattice of particles that attract each other becomes a dense gas: molecular dynamics in a periodic square.
 
 The square is divided in cells, and the cells among the processes. Particles whose cell is another process's move there
 in each step, with all that they carry, by `jaxmpi.migrate`. Forces are short-ranged: each process sorts its particles
@@ -34,7 +34,7 @@ import jaxmpi
 from jaxmpi.notoken import allreduce, gatherv
 
 REACH = 2.5  # of the force
-DENSITY, TEMPERATURE = 0.35, 0.45  # between gas and liquid
+DENSITY, TEMPERATURE = 0.35, 0.45  # at the beginning
 TIME_STEP = 0.005
 FRAMES = 40  # how often a run stops for the progress bar and a frame of the animation
 COMPARED = 100  # steps that one process does as well
@@ -251,7 +251,7 @@ def save_picture(path: Path, square: Square, frames: list[tuple[np.ndarray, ...]
         axes[2].plot(history["time"], np.divide(values, square.size**2), label=name)
     axes[2].set(xlabel="time")
     axes[2].set_title("energy of a particle", loc="left")
-    axes[2].legend()
+    axes[2].legend(loc="center right")
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
@@ -278,7 +278,7 @@ def save_animation(path: Path, square: Square, frames: list[tuple[np.ndarray, ..
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--size", type=int, default=36, help="particles along a side (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=4000, help="time steps (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=2000, help="time steps (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=TEMPERATURE, help="(default: %(default)s)")
     parser.add_argument("--room", type=int, help="particles that a process can hold (default: 3 times its share)")
     parser.add_argument("--in-cell", type=int, default=12, help="particles that a cell can hold (default: %(default)s)")
