@@ -1223,6 +1223,19 @@ REFUSED = """
         z = notoken.wait(b)
         return notoken.wait(a) + 2 * z
 
+    grid = jaxmpi.Grid((size,), (3 * size,))
+    rows = jaxmpi.IndexMap(3 * rank + np.arange(3), [])
+
+    def redistributions_turned(x):
+        a, b = jaxmpi.iredistribute(x, grid, grid), jaxmpi.iredistribute(x * x, grid, grid)
+        z = notoken.wait(b)
+        return notoken.wait(a) + 2 * z
+
+    def ghosts_turned(x):
+        a, b = rows.start(x), rows.start(x * x)
+        z = notoken.wait(b)
+        return notoken.wait(a) + 2 * z
+
     f = {function}
     x = jnp.arange(1.0, 4.0) + rank
     expected = np.asarray(f(x))
@@ -1233,6 +1246,7 @@ REFUSED = """
         jax.block_until_ready(jax.grad(lambda x: jnp.sum(f(x)))(x))
     except jax.errors.JaxRuntimeError as error:
         assert "must be waited for in the order in which they were started" in str(error), error
+        assert "{name}" in str(error) and "{advice}" in str(error), error
         print("refused", flush=True)
     MPI.COMM_WORLD.Barrier()
 """
@@ -1241,17 +1255,23 @@ REFUSED = """
 @derivatives
 @pytest.mark.launches
 @pytest.mark.parametrize(
-    ("function", "moved"),
+    ("function", "moved", "name", "advice"),
     [
-        ("receives_turned", "left"),
-        ("sends_turned", "left"),
-        ("a_blocking_one_between", "left"),
-        ("collectives_turned", "0"),
-        ("different_collectives_turned", "size - 1"),
+        ("receives_turned", "left", "", "tags of their own"),
+        ("sends_turned", "left", "", "tags of their own"),
+        ("a_blocking_one_between", "left", "", "tags of their own"),
+        ("collectives_turned", "0", "", "comm.Dup(), for one"),
+        ("different_collectives_turned", "size - 1", "", "comm.Dup(), for one"),
+        ("redistributions_turned", "rank", "jaxmpi.iredistribute on rank", "grids or maps on comm.Dup()"),
+        ("ghosts_turned", "rank", "jaxmpi.IndexMap.start on rank", "grids or maps on comm.Dup()"),
     ],
 )
-def test_other_orders_are_refused_in_reverse_mode(function, moved, script):
-    program = script(REFUSED.replace("{function}", function).replace("{moved}", f"(jnp.arange(1.0, 4.0) + {moved})"))
+def test_other_orders_are_refused_in_reverse_mode(function, moved, name, advice, script):
+    told = {"function": function, "moved": f"(jnp.arange(1.0, 4.0) + {moved})", "name": name, "advice": advice}
+    text = REFUSED
+    for key, value in told.items():
+        text = text.replace(f"{{{key}}}", value)
+    program = script(text)
     done = launch(2, program)
     assert done.stdout.count("refused") >= 1, done.stdout + done.stderr
 
