@@ -37,7 +37,7 @@ Faults = dict[str, np.ndarray]
 
 
 def connect(comm: MPI.Intracomm, operation: str, given: Given, total: int) -> Connections:
-    """Which rows this rank sends and receives; `total` are owned by all ranks together. All ranks call it.
+    """Finds out which rows this rank sends and receives; `total` are owned by all ranks together. All ranks call it.
 
     Raises ValueError on all ranks if a ghost has no owner, or an index has two. Of owners that are given it is checked
     whether they own the ghosts, but not whether an index has two owners.

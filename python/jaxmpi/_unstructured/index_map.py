@@ -9,9 +9,11 @@ from mpi4py import MPI
 
 from jaxmpi._mpi import communicators
 from jaxmpi._mpi.clones import clone_of
+from jaxmpi._operations.requests import Request
 from jaxmpi._primitive import arguments, keys
 from jaxmpi._unstructured import agreement, directory, graphs
 from jaxmpi._unstructured import arguments as given
+from jaxmpi._unstructured import ghosts as patterns
 from jaxmpi._unstructured.lookup import Lookup, distinct
 
 
@@ -65,6 +67,7 @@ class IndexMap:
             )
         assert found is not None
         self._connections = directory.connect(clone, operation, found, total)
+        self._pattern = patterns.pattern(self._connections, rank)
         self._owned, self._lookup = found.owned, found.lookup
         for array in (self._owned, self.ghosts):
             array.setflags(write=False)
@@ -258,6 +261,66 @@ class IndexMap:
             )
 
     # --- rows and ghosts -------------------------------------------------------------------------------------------
+
+    def exchange(self, tree: Any) -> Any:
+        """Replaces the ghosts by the rows of which they are copies: one operation, one message to each neighbour.
+
+        All ranks of the map call it. It is linear, and its transpose is `accumulate`, so derivatives of any order are
+        operations of the same kind. Under `jax.vmap` a batch travels in the same messages.
+
+        Args:
+          tree: an array of shape (owned + ghosts, ...) of any dtype that can be communicated, or a pytree of such, of
+            any dtypes and trailing shapes. `pad` makes it of the rows that this rank owns.
+
+        Returns:
+          The arrays with their ghosts replaced, of the same structure, shapes and dtypes; own rows are not changed.
+
+        Raises:
+          ValueError: an array has another number of rows, or the communicator has been freed. TypeError: a dtype cannot
+            be communicated. Both while tracing, before anything is sent.
+          jax.errors.JaxRuntimeError: at run time, on each rank that receives something that is not of the same call:
+            the ranks passed other arrays or use other maps, or called in another order. With `JAXMPI_CHECK=1` on all
+            ranks, before anything is sent.
+        """
+        self._check_alive("IndexMap.exchange")
+        return patterns.exchange(self._pattern, self._comm, tree)
+
+    def accumulate(self, tree: Any, op: MPI.Op = MPI.SUM) -> Any:
+        """Adds the ghosts to the rows of which they are copies, and clears them: one operation, one message to each
+        neighbour.
+
+        All ranks of the map call it. What comes from several ranks is added in the order of the ranks, so results are
+        the same in every run, to the last bit. It is linear, and its transpose is `exchange`. Under `jax.vmap` a batch
+        travels in the same messages.
+
+        Args:
+          tree: an array of shape (owned + ghosts, ...) of a dtype that can be added, or a pytree of such, of any dtypes
+            and trailing shapes.
+          op: MPI.SUM; or MPI.MAX or MPI.MIN, by which a row becomes the largest or the smallest of itself and its
+            copies. These two leave the ghosts as they are, and have no derivatives.
+
+        Returns:
+          The arrays with own rows to which the ghosts of other ranks have been added, and with ghosts that are zero; of
+          the same structure, shapes and dtypes.
+
+        Raises: what `exchange` raises; ValueError for another reduction.
+        """
+        self._check_alive("IndexMap.accumulate")
+        return patterns.accumulate(self._pattern, self._comm, tree, op)
+
+    def start(self, tree: Any) -> Request:
+        """Starts an exchange: rows are on their way while something else is computed.
+
+        Args: those of `exchange`. 100 arrays at most.
+
+        Returns:
+          A `Request`; `jaxmpi.wait(request)` gives what `exchange` would. It holds the arrays too, so it is a pytree
+          with these.
+
+        Raises: what `exchange` raises while tracing; its errors at run time are raised by `wait`.
+        """
+        self._check_alive("IndexMap.start")
+        return patterns.start(self._pattern, self._comm, tree)
 
     def pad(self, tree: Any) -> Any:
         """Arrays of the rows that this rank owns, with zeros in the place of its ghosts, which `exchange` fills.

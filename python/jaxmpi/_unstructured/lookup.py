@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 _IN_CACHE = 1 << 15
-"""In a list of no more than these integers, any order of what is looked up is fast."""
+"""The most integers in a list in which numbers are found as fast in any order as in ascending order."""
 
 
 def distinct(values: np.ndarray) -> np.ndarray:
