@@ -121,7 +121,8 @@ enum {
 };
 
 /* Whether an operation waits for what has been started. */
-static inline bool waits_for_request(int row) { return row == ROW_wait || row == ROW_exchange_finish; }
+static inline bool waits_for_exchange(int row) { return row == ROW_exchange_finish || row == ROW_index_finish; }
+static inline bool waits_for_request(int row) { return row == ROW_wait || waits_for_exchange(row); }
 
 /* The attributes of an operation by name, in the order in which XLA passes them. */
 #define A(kind, name) int64_t name;

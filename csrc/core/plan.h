@@ -3,7 +3,8 @@
  *
  * A plan describes a linear map between the arrays of all ranks, of which this rank's results are its operands (or
  * zero), except in some boxes, which are filled with a constant, and in others, which receive boxes of other ranks:
- * they are replaced, or, in the adjoint of such a map, they are added to. All messages to a rank are one message, and
+ * they are replaced, or, in the adjoint of such a map, they are added to. What is received can also be combined with
+ * what is there by other reductions, in an order that is the plan's. All messages to a rank are one message, and
  * all boxes are read before any is written.
  *
  * Messages are composed and taken apart in the plan's `stage`: first the messages that are sent, then those received.
@@ -17,6 +18,7 @@
 #ifndef JAXMPI_PLAN_H
 #define JAXMPI_PLAN_H
 
+#include "core/box.h"
 #include "core/call.h"
 #include "core/runtime.h"
 
@@ -24,19 +26,6 @@
  * _FIRST there. */
 static inline int plans_tag(void) { return runtime.most_tag - runtime.most_tag / 2 - 2; }
 static inline int derivatives_tag(void) { return plans_tag() + 2; }
-
-enum { MAX_BOX_AXES = 8 };
-
-/* Equal parts of an array, `run` contiguous bytes each, which lie `stride` bytes apart along each axis: 0 or negative
- * strides are possible. In a message they follow each other. */
-struct box {
-  int leaf, axes;
-  int64_t stage; /* offset in the stage */
-  int64_t first; /* offset in the array, of the part with index 0 along each axis */
-  int64_t run;
-  int64_t counts[MAX_BOX_AXES], strides[MAX_BOX_AXES]; /* the last axis varies fastest */
-  unsigned char value[16];                             /* if the box is filled: that of an element, repeated */
-};
 
 struct peer {
   int rank;
@@ -48,7 +37,7 @@ struct peer {
   NUMBER(signature)         \
   NUMBER(tag)               \
   NUMBER(arrays)            \
-  NUMBER(adds)              \
+  NUMBER(combines)          \
   NUMBER(begin)             \
   NUMBER(sent)              \
   NUMBER(received)          \
@@ -65,13 +54,13 @@ enum { BEGINS_AS_OPERANDS, BEGINS_AS_ZERO, BEGINS_COVERED };
 struct plan {
   uint64_t signature; /* the same on all ranks that make the same call */
   int tag, arrays;
-  bool adds; /* boxes are added to */
+  enum combination combines; /* what boxes that receive are combined by */
   int begin;
   int64_t sent, received; /* bytes of each part of the stage */
   int send_count, receive_count, pack_count, fill_count, unpack_count;
   /* The last `pair_count` packs and unpacks are of this rank itself, each pair of the same runs and counts. Results of
    * a plan with pairs are not in the memory of operands. The packs before them are in the order in which they lie in
-   * the stage, and so are the unpacks unless they add. */
+   * the stage, and so are the unpacks unless they are combined. */
   int pair_count;
   struct peer *sends, *receives;
   struct box *packs, *fills, *unpacks;
@@ -122,17 +111,11 @@ void plan_copy_pairs(const struct call *call, const struct plan *plan);
 void plan_unpack(const struct call *call, const struct plan *plan, const char *stage);
 
 /* Distributes what lies before `end` in the stage, from the unpack `next` on, without the pairs, of a plan that does
- * not add. Returns the next unpack. */
+ * not combine. Returns the next unpack. */
 int plan_unpack_until(const struct call *call, const struct plan *plan, const char *stage, int next, int64_t end);
 
 /* After an error: sets all bits of results that do not begin as operands, so that neither parts of them nor what was in
  * their memory look like numbers. */
 void plan_spoil(const struct call *call, const struct plan *plan);
-
-/* A box of an array that is at hand without its gaps, as in a message: its bytes; fills it; adds a message to it,
- * for a type that plan_check allows. */
-int64_t box_bytes(const struct box *box);
-void box_fill(const struct box *box, char *whole);
-void box_add(const struct box *box, const struct datatype *type, char *whole, const char *message);
 
 #endif

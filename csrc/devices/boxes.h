@@ -2,7 +2,7 @@
  * only what travels leaves the device. Nothing else of the arrays is copied to the host.
  *
  * In pinned memory are the messages, as in plan.h, and behind them room for what is filled and for one box that is
- * added to: it is copied down, added to by a host function, and copied up again, before the next.
+ * combined with a message: it is copied down, combined by a host function, and copied up again, before the next.
  *
  * Threads: as transport.h; each enqueues its work on the stream of the call and does not wait.
  */

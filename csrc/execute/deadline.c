@@ -60,7 +60,7 @@ static int done_by(int64_t run) {
 static int done_in(const struct call *call) {
   int nobody = runtime.abi->proc_null, row = call->operation->row;
   if (row == ROW_wait) return call->first[2] > call->first[1] ? RECEIVED : NOTHING;
-  if (row == ROW_exchange_finish) return RECEIVED;
+  if (waits_for_exchange(row)) return RECEIVED;
   if ((row == ROW_recv || row == ROW_sendrecv) && attribute_named(call, "source", nobody) != nobody) return RECEIVED;
   if (row == ROW_recv) return NOTHING;
   return row == ROW_irecv || row == ROW_hold || row == ROW_after || row == ROW_check ? NOTHING : COMMUNICATED;

@@ -152,7 +152,7 @@ static ffi_error *receive_planned(struct call *c, const struct plan *plan, const
  * results are not to change if one of them is wrong, at the end. `label`: what they begin with. */
 static ffi_error *receive_all(struct call *c, const struct plan *plan, char *stage, uint64_t label) {
   ffi_error *error = NULL;
-  bool at_once = !plan->adds && plan->begin != BEGINS_AS_OPERANDS && c->messages == NULL;
+  bool at_once = !plan->combines && plan->begin != BEGINS_AS_OPERANDS && c->messages == NULL;
   int next = 0;
   for (int i = 0; i < plan->receive_count; i++) {
     const struct peer *peer = &plan->receives[i];
@@ -218,6 +218,11 @@ ffi_error *BODY(exchange)(struct call *c) { return by_plan(c); }
 ffi_error *BODY(neighbor_allgather)(struct call *c) { return by_plan(c); }
 
 ffi_error *BODY(neighbor_alltoall)(struct call *c) { return by_plan(c); }
+
+ffi_error *BODY(index_accumulate)(struct call *c) { return by_plan(c); }
+
+ffi_error *BODY(index_exchange)(struct call *c) { return by_plan(c); }
+
 ffi_error *BODY(redistribute)(struct call *c) { return by_plan(c); }
 
 int post_send(const struct call *call, intptr_t *request) {

@@ -4,13 +4,8 @@
  * float32 and float64, in which NaN wins as in NumPy: in those of MPI libraries it gets lost at some places. */
 #include "mpi/own.h"
 
+#include "base/combine.h"
 #include "base/float16.h"
-
-#define ADD(a, b)      ((a) + (b))
-#define MULTIPLY(a, b) ((a) * (b))
-/* A NaN on either side wins, as in numpy.maximum and numpy.minimum. */
-#define LARGER(a, b)  ((a) > (b) || (a) != (a) ? (a) : (b))
-#define SMALLER(a, b) ((a) < (b) || (a) != (a) ? (a) : (b))
 
 #define REDUCTION(type, name, combine)                                                   \
   static void type##_##name(void *in, void *inout, int *count, MPI_Datatype *datatype) { \

@@ -125,7 +125,7 @@ static ffi_error *compare_while_under_way(struct call *c, struct request *reques
 /* Waits for one request. `out`: NULL without a result. */
 static ffi_error *wait_for(struct call *c, struct request *request, const struct buffer *out, int64_t batch) {
   int64_t count = out != NULL ? out->count : 0;
-  bool planned = request->operation->row == ROW_exchange_start;
+  bool planned = attribute_of(request->operation, KIND_PLAN) >= 0;
   bool same = (out != NULL ? out->type : NULL) == request->type && !planned, mapped = request->batch == 1 && batch > 1;
   struct own_words own = call_speak_for(c, request);
   struct watched *record = watchdog_begin_summary(request->summary, SUMMARY_WORDS);
@@ -213,7 +213,7 @@ ffi_error *BODY(exchange_finish)(struct call *c) {
   arrays.first[2] = (short)(c->buffer_count - 1);
   error = plan_check(&arrays, plan);
   bool fits = error == NULL;
-  if (error == NULL && request != NULL && request->operation->row != ROW_exchange_start)
+  if (error == NULL && request != NULL && attribute_of(request->operation, KIND_PLAN) < 0)
     error = call_fail(c, FFI_INTERNAL, "it has no plan: reinstall jaxmpi");
   if (error == NULL && request != NULL && request->attributes[attribute_of(request->operation, KIND_PLAN)] != a.plan)
     error = call_fail(c, FFI_UNIMPLEMENTED,
@@ -232,3 +232,5 @@ ffi_error *BODY(exchange_finish)(struct call *c) {
   if (request != NULL) request_end(request);
   return error;
 }
+
+ffi_error *BODY(index_finish)(struct call *c) { return BODY(exchange_finish)(c); }

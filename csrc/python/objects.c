@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/indices.h"
 #include "core/plan.h"
 #include "core/registry.h"
 #include "execute/agreement.h"
@@ -119,6 +120,23 @@ static PyObject *make_plan(PyObject *self, PyObject *args) {
   return PyLong_FromLongLong(number);
 }
 
+PyDoc_STRVAR(indices_doc,
+             "indices(values, meaning) -> number\n\n"
+             "Makes a list of the indices that these bytes are, 64-bit integers; the meaning tells it from all others.");
+static PyObject *make_indices(PyObject *self, PyObject *args) {
+  (void)self;
+  const char *bytes, *meaning;
+  Py_ssize_t size;
+  int64_t number;
+  if (!PyArg_ParseTuple(args, "y#s", &bytes, &size, &meaning)) return NULL;
+  if ((uintptr_t)bytes % sizeof number != 0)
+    return PyErr_Format(PyExc_ValueError, "the indices do not lie as 64-bit integers do");
+  struct indices *list = indices_make((const int64_t *)(const void *)bytes, (size_t)size / sizeof number);
+  if (list == NULL) return PyErr_Format(PyExc_ValueError, "an index is negative, or there is no memory");
+  if ((number = registry_add(list, meaning)) == 0) return PyErr_NoMemory();
+  return PyLong_FromLongLong(number);
+}
+
 PyDoc_STRVAR(reserve_doc, "reserve(meaning)\n\nKeeps a number for the communicator with this meaning.");
 static PyObject *reserve(PyObject *self, PyObject *args) {
   (void)self;
@@ -155,6 +173,7 @@ PyMethodDef objects_methods[] = {
     {"take_freed", take_freed, METH_NOARGS, take_freed_doc},
     {"register", register_object, METH_VARARGS, register_doc},
     {"plan", make_plan, METH_VARARGS, plan_doc},
+    {"indices", make_indices, METH_VARARGS, indices_doc},
     {"reserve", reserve, METH_VARARGS, reserve_doc},
     {"compare", compare, METH_VARARGS, compare_doc},
     {NULL, NULL, 0, NULL},

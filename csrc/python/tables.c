@@ -87,6 +87,8 @@ static const char *const leaves[] = {"alone", "first", "middle", "last", NULL};
 static const char *const actions[] = {"report", "abort", "raise", NULL};
 static const char *const begins[] = {
     [BEGINS_AS_OPERANDS] = "operands", [BEGINS_AS_ZERO] = "zero", [BEGINS_COVERED] = "covered", NULL};
+static const char *const combinations[] = {
+    [COMBINE_NOT] = "none", [COMBINE_SUM] = "SUM", [COMBINE_MAX] = "MAX", [COMBINE_MIN] = "MIN", NULL};
 static const char *const plan_header[] = {
 #define NAME(name) #name,
     PLAN_HEADER(NAME)
@@ -131,6 +133,7 @@ static PyObject *constants(PyObject *self, PyObject *args) {
                {"LEAVES", leaves},
                {"ACTIONS", actions},
                {"BEGINS", begins},
+               {"COMBINATIONS", combinations},
                {"PLAN_HEADER", plan_header}};
   PyObject *result = PyDict_New();
   for (size_t i = 0; result != NULL && i < sizeof numbers / sizeof *numbers; i++)

@@ -65,9 +65,11 @@ if _module_to_run() not in ("jaxmpi.run", "jaxmpi.info", "jaxmpi.trace"):
         wait,
         waitall,
     )
+    from jaxmpi._unstructured.index_map import IndexMap
 
     __all__ = [
         "Grid",
+        "IndexMap",
         "Request",
         "Token",
         "allgather",

@@ -45,9 +45,9 @@ static struct array any_array(void) {
 /* The last of three elements becomes the first; also of more or fewer arrays than are passed. */
 static const struct plan *any_plan(void) {
   static const struct plan *made[2];
-  static const int64_t numbers[] = {1, 2, 1, 0, 0, 16, 0, 0, 0, 1, 0, 1, 3, 3,
-                                    0, 0, 2, 1, 0, 0,  0, 0, 0, 0, 1, 0, 0, 0};
-  static const int64_t of_two[] = {1, 2, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 3, 3, 3, 3};
+  static const int64_t numbers[] = {1, 2, 1, 0, 0, 16, 0, 0, 0, 1, 0, 1, 0, 3, 3, 0,
+                                    0, 2, 1, 0, 0, 0,  0, 0, 0, 0, 1, 0, 0, 0, 0};
+  static const int64_t of_two[] = {1, 2, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 3, 3, 3, 3};
   if (made[0] == NULL) made[0] = plan_make(numbers, sizeof numbers / sizeof *numbers);
   if (made[1] == NULL) made[1] = plan_make(of_two, sizeof of_two / sizeof *of_two);
   return made[once_in(3)];
@@ -146,11 +146,11 @@ static int64_t attribute(const struct operation *row, const int64_t attributes[]
 /* The same of what starts an operation, or of a wait for what no number stands for. */
 static void make_request(struct lists *lists, const struct operation *row, const struct communicator *comm,
                          int64_t attributes[]) {
-  bool starts = row->row != ROW_wait && row->row != ROW_exchange_finish;
+  bool starts = !waits_for_request(row->row);
   bool passed = row->row != ROW_irecv && row->row != ROW_ibarrier && row->row != ROW_wait;
   int64_t count = draw(MOST_ELEMENTS);
   if (row->row == ROW_ialltoall) count *= comm->size;
-  if (row->row == ROW_exchange_start || row->row == ROW_exchange_finish) count = 3;
+  if (attribute_of(row, KIND_PLAN) >= 0) count = 3;
   if (row->row == ROW_ibcast) {
     passed = comm->rank == attribute(row, attributes, "root");
     count = attribute(row, attributes, "count");
@@ -175,9 +175,10 @@ static void settle(const struct operation *row, struct communicator *comm, struc
     out[0] = lists->in[0];
   if (row->row == ROW_irecv)
     fake->deliver(comm->handle, source < 0 ? 0 : (int)source, tag < 0 ? 0 : (int)tag, pool, draw(MOST_ELEMENTS * 8));
-  if ((row->row == ROW_exchange_start) != once_in(20)) {
+  bool planned = attribute_of(row, KIND_PLAN) >= 0;
+  if (planned != once_in(20)) {
     wait = "exchange_finish";
-    in[1] = in[0], in[0] = row->row == ROW_exchange_start ? lists->in[0] : out[0];
+    in[1] = in[0], in[0] = planned ? lists->in[0] : out[0];
   }
   if (once_in(10)) out[0] = ARRAY(any_type(), pool, draw(MOST_ELEMENTS));
   out[0].data = pool + POOL / 2;

@@ -2,6 +2,7 @@
 #include "core/plan.h"
 
 #include <complex.h>
+#include <math.h>
 #include <stdlib.h>
 
 #include "base/float16.h"
@@ -40,13 +41,13 @@ static struct plan *plan_of_three(bool adds, int begin) {
   PUT(&n, 2, TO_2, SENT_2);
   PUT(&n, 0, FROM_0, SENT_0);
   PUT(&n, 2, FROM_2, GOT_2);
-  PUT(&n, 0, TO_2 + LABEL_BYTES, 4, 4, 0, 0, 1, 4, 24);       /* column 1: four runs of 4 bytes, 24 apart */
-  PUT(&n, 1, TO_2 + LABEL_BYTES + 16, 24, 8, 0, 0, 1, 3, -8); /* b[3], b[2], b[1] */
-  PUT(&n, 0, OWN, 0, 4, 0, 0, 0);
-  PUT(&n, 0, 0, 36, 8, value, 0, 0);
-  PUT(&n, 0, OWN, 20, 4, 0, 0, 0);
-  PUT(&n, 0, FROM_0 + LABEL_BYTES, 72, 24, 0, 0, 0); /* the last row */
-  PUT(&n, 1, FROM_2 + LABEL_BYTES, 24, 8, 0, 0, 1, 2, 8);
+  PUT(&n, 0, TO_2 + LABEL_BYTES, 4, 4, 0, 0, 0, 1, 4, 24);       /* column 1: four runs of 4 bytes, 24 apart */
+  PUT(&n, 1, TO_2 + LABEL_BYTES + 16, 24, 8, 0, 0, 0, 1, 3, -8); /* b[3], b[2], b[1] */
+  PUT(&n, 0, OWN, 0, 4, 0, 0, 0, 0);
+  PUT(&n, 0, 0, 36, 8, value, 0, 0, 0);
+  PUT(&n, 0, OWN, 20, 4, 0, 0, 0, 0);
+  PUT(&n, 0, FROM_0 + LABEL_BYTES, 72, 24, 0, 0, 0, 0); /* the last row */
+  PUT(&n, 1, FROM_2 + LABEL_BYTES, 24, 8, 0, 0, 0, 1, 2, 8);
   return planned(&n);
 }
 
@@ -120,8 +121,8 @@ static void messages_have_labels(void) {
   PUT(&n, SIGNATURE, PLAN_TAG, 1, 0, 1, LABEL_BYTES + 16, LABEL_BYTES + 16, 1, 1, 1, 0, 1, 0, B, B);
   PUT(&n, 1, 0, LABEL_BYTES + 16);
   PUT(&n, 1, LABEL_BYTES + 16, LABEL_BYTES + 16);
-  PUT(&n, 0, LABEL_BYTES, 8, 16, 0, 0, 0);
-  PUT(&n, 0, LABEL_BYTES + 16 + LABEL_BYTES, 0, 16, 0, 0, 0);
+  PUT(&n, 0, LABEL_BYTES, 8, 16, 0, 0, 0, 0);
+  PUT(&n, 0, LABEL_BYTES + 16 + LABEL_BYTES, 0, 16, 0, 0, 0, 0);
   struct plan *plan = planned(&n);
   SUCCEEDS(RUN("exchange", ARRAY(F64, b, B), ARRAY(F64, b_out, B), COMM(comm), COMM(plan)));
   for (int i = 0; i < B; i++) CHECK(b_out[i] == (i < 2 ? 101 + i : 0)); /* the others begin as zero */
@@ -172,7 +173,7 @@ static void arrays_must_be_those_of_the_plan(void) {
   struct array in[] = {MATRIX(F32, a, 4, 6), ARRAY(F64, b, B - 1)}, out[] = {MATRIX(F32, a_out, 4, 6), in[1]};
   frame_make_lists(&frame, "exchange", in, 2, out, 2, (const int64_t[]){COMM(comm), COMM(plan)});
   FAILS(frame_call(&frame, "exchange"), FFI_INTERNAL, "reinstall");
-  in[0].dtype = out[0].dtype = S32; /* which is never added */
+  in[0].dtype = out[0].dtype = BOOL; /* which is never added */
   in[1] = ARRAY(F64, b, B), out[1] = ARRAY(F64, b_out, B);
   frame_make_lists(&frame, "exchange", in, 2, out, 2, (const int64_t[]){COMM(comm), COMM(adding)});
   FAILS(frame_call(&frame, "exchange"), FFI_INTERNAL, "reinstall");
@@ -186,7 +187,7 @@ static void numbers_must_describe_a_plan(void) {
   CHECK(plan_make(n.values, n.count + 1) == NULL);
   n.values[9] = 1; /* a box, of nine axes */
   n.count = 15;
-  PUT(&n, 0, 0, 0, 8, 0, 0, MAX_BOX_AXES + 1);
+  PUT(&n, 0, 0, 0, 8, 0, 0, 0, MAX_BOX_AXES + 1);
   CHECK(plan_make(n.values, n.count) == NULL);
 }
 
@@ -194,9 +195,9 @@ static void numbers_must_describe_a_plan(void) {
 static struct plan *adding(int64_t bytes) {
   struct numbers n = {.count = 0};
   PUT(&n, SIGNATURE, PLAN_TAG, 1, 1, 0, 2 * bytes, 0, 0, 0, 1, 1, 1, 0, B, B);
-  PUT(&n, 0, 0, 0, bytes, 0, 0, 1, 2, 2 * bytes);
-  PUT(&n, 0, 0, 0, bytes, 0, 0, 1, 2, 2 * bytes); /* and cleared */
-  PUT(&n, 0, 0, 4 * bytes, bytes, 0, 0, 1, 2, 0);
+  PUT(&n, 0, 0, 0, bytes, 0, 0, 0, 1, 2, 2 * bytes);
+  PUT(&n, 0, 0, 0, bytes, 0, 0, 0, 1, 2, 2 * bytes); /* and cleared */
+  PUT(&n, 0, 0, 4 * bytes, bytes, 0, 0, 0, 1, 2, 0);
   return planned(&n);
 }
 
@@ -222,6 +223,175 @@ static void what_is_added(void) {
   CHECK_EQUAL(communications(), 0);
 }
 
+/* --- lists --- */
+
+static const struct indices *listed(const int64_t *values, size_t count) {
+  const struct indices *list = indices_make(values, count);
+  CHECK(list != NULL);
+  CHECK(COMM(list) != 0); /* where it stays reachable */
+  return list;
+}
+
+/* From here on an index does not fit into 32 bits. */
+static const int64_t BEYOND = (int64_t)INT32_MAX + 1;
+
+static void what_is_known_of_a_list(void) {
+  const int64_t values[] = {5, 6, 7, 2, 3, 3};
+  const struct indices *list = listed(values, 6), *ascending = listed(values, 3), *none = listed(values, 0);
+  CHECK(!list->wide && !list->ascending && ascending->ascending && none->ascending);
+  CHECK_EQUAL(list->runs, 3);
+  CHECK_EQUAL(ascending->runs, 1);
+  CHECK_EQUAL(none->runs, 0);
+  CHECK_EQUAL(indices_run(list, 0), 3);
+  CHECK_EQUAL(indices_run(list, 1), 2);
+  CHECK_EQUAL(indices_run(list, 3), 2);
+  CHECK_EQUAL(indices_run(list, 5), 1);
+  for (int i = 0; i < 6; i++) CHECK_EQUAL(index_at(list, i), values[i]);
+  const int64_t far[] = {BEYOND, BEYOND + 1, 4};
+  const struct indices *wide = listed(far, 3);
+  CHECK(wide->wide && !listed(far + 2, 1)->wide);
+  CHECK_EQUAL(wide->runs, 2);
+  for (int i = 0; i < 3; i++) CHECK_EQUAL(index_at(wide, i), far[i]);
+  CHECK(indices_make((const int64_t[]){3, -1}, 2) == NULL);
+}
+
+/* Of two batches of 7 rows four become four others of the result, which begins as zero. The lists have 32 or 64 bits:
+ * then the box begins as far before the array as its indices lie behind it. */
+enum { ROWS = 7, BATCHES = 2, CHOSEN = 4, MOST_RUN = 100 };
+static void listed_rows_travel(void) {
+  static const int64_t read[CHOSEN] = {5, 0, 3, 3}, written[CHOSEN] = {1, 6, 2, 4};
+  static const int64_t runs[] = {1, 2, 3, 4, 8, 12, 16, 32, 48, 64, MOST_RUN};
+  static unsigned char x[BATCHES * ROWS * MOST_RUN], y[sizeof x];
+  for (int wide = 0; wide < 2; wide++) {
+    int64_t places[2][CHOSEN], beyond = wide ? BEYOND : 0;
+    for (int i = 0; i < CHOSEN; i++) places[0][i] = read[i] + beyond, places[1][i] = written[i] + beyond;
+    const struct indices *lists[] = {listed(places[0], CHOSEN), listed(places[1], CHOSEN)};
+    FOR_EACH (const int64_t *, run, runs) {
+      const int64_t bytes = BATCHES * ROWS * *run, stage = BATCHES * CHOSEN * *run;
+      context("wide %d, run %d", wide, (int)*run);
+      prepare();
+      struct numbers n = {.count = 0};
+      PUT(&n, SIGNATURE, PLAN_TAG, 1, 0, BEGINS_AS_ZERO, stage, 0, 0, 0, 1, 0, 1, 0, bytes, bytes);
+      for (int side = 0; side < 2; side++)
+        PUT(&n, 0, 0, -beyond * *run, *run, 0, 0, COMM(lists[side]), 2, BATCHES, ROWS * *run, CHOSEN, *run);
+      fill(x, sizeof x);
+      blank(y, sizeof y);
+      SUCCEEDS(RUN("exchange", ARRAY(U8, x, bytes), ARRAY(U8, y, bytes), COMM(comm), COMM(planned(&n))));
+      for (int64_t row = 0; row < BATCHES * ROWS; row++) {
+        const unsigned char *from = NULL;
+        for (int i = 0; i < CHOSEN; i++)
+          if (row % ROWS == written[i]) from = x + (row - row % ROWS + read[i]) * *run;
+        for (int64_t k = 0; k < *run; k++) CHECK_EQUAL(y[row * *run + k], from != NULL ? from[k] : 0);
+      }
+      CHECK(is_blank(y, (size_t)bytes, sizeof y));
+    }
+  }
+}
+
+/* Numbers of any type, in double, which holds small ones exactly. */
+#define FOR_TYPES(TYPE)                                                                                              \
+  TYPE(2, int8_t)                                                                                                    \
+  TYPE(S16, int16_t) TYPE(S32, int32_t) TYPE(5, int64_t) TYPE(U8, uint8_t) TYPE(7, uint16_t) TYPE(8, uint32_t)       \
+      TYPE(9, uint64_t) TYPE(F32, float) TYPE(F64, double)
+static void put_number(int code, void *to, double value) {
+  switch (code) {
+#define STORE(its, type) \
+  case its:              \
+    memcpy(to, &(type){(type)value}, sizeof(type)); \
+    break;
+    FOR_TYPES(STORE)
+    case BOOL:
+      *(unsigned char *)to = value != 0;
+      break;
+    case F16:
+      memcpy(to, &(uint16_t){float16_from_float((float)value)}, 2);
+      break;
+    case BF16:
+      memcpy(to, &(uint16_t){bfloat16_from_float((float)value)}, 2);
+      break;
+    case 15:
+      memcpy(to, &(float _Complex){(float _Complex)(value * (1.0 + 2.0 * I))}, 8);
+      break;
+    default:
+      memcpy(to, &(double _Complex){value * (1.0 + 2.0 * I)}, 16);
+  }
+}
+
+static double combined(enum combination how, double a, double b) {
+  return how == COMBINE_SUM ? a + b : how == COMBINE_MAX ? (a > b ? a : b) : a < b ? a : b;
+}
+
+/* Rows of one element or of two, of which one receives twice. */
+static void listed_rows_are_combined(void) {
+  static const int codes[] = {BOOL, 2, S16, S32, 5, U8, 7, 8, 9, F16, F32, F64, 15, BF16, C128};
+  static const int64_t to[] = {3, 1, 3};
+  enum { COUNT = 5, GIVEN = 3 };
+  const struct indices *list = listed(to, GIVEN);
+  FOR_EACH (const int *, code, codes)
+    for (enum combination how = COMBINE_SUM; how < COMBINATIONS; how++)
+      for (int width = 1; width <= 2; width++) {
+        const struct datatype *type = datatype_find(*code);
+        const bool is_complex = *code == 15 || *code == C128, is_truth = *code == BOOL;
+        const bool possible = how == COMBINE_SUM ? !is_truth : !is_complex;
+        const int64_t bytes = (int64_t)type->bytes, run = width * bytes, elements = COUNT * width;
+        unsigned char x[2 * COUNT * 16], y[sizeof x], right[sizeof x];
+        double values[2 * COUNT], results[2 * COUNT];
+        context("%s, combination %d, rows of %d", type->name, (int)how, width);
+        prepare();
+        for (int i = 0; i < elements; i++) {
+          results[i] = values[i] = is_truth ? i % 3 == 1 : (i * 7 + 3) % 11 - (*code > 5 && *code < 10 ? 0 : 4);
+          put_number(*code, x + i * bytes, values[i]);
+        }
+        for (int i = 0; i < GIVEN * width; i++) { /* the first rows */
+          double *its = &results[to[i / width] * width + i % width];
+          *its = combined(how, *its, values[i]);
+        }
+        for (int i = 0; i < elements; i++) put_number(*code, right + i * bytes, results[i]);
+        struct numbers n = {.count = 0};
+        PUT(&n, SIGNATURE, PLAN_TAG, 1, (int64_t)how, 0, GIVEN * run, 0, 0, 0, 1, 0, 1, 0, elements, elements);
+        PUT(&n, 0, 0, 0, GIVEN * run, 0, 0, 0, 0);
+        PUT(&n, 0, 0, 0, run, 0, 0, COMM(list), 1, GIVEN, run);
+        const struct plan *plan = planned(&n);
+        ffi_error *error = RUN("exchange", ARRAY(*code, x, elements), ARRAY(*code, y, elements), COMM(comm), COMM(plan));
+        if (!possible)
+          FAILS(error, FFI_INTERNAL, "reinstall");
+        else if (SUCCEEDS(error))
+          CHECK_SAME(y, right, elements * bytes);
+      }
+}
+
+static void nan_wins(void) {
+  float x[] = {NAN, 1, 2, NAN}, y[4];
+  for (enum combination how = COMBINE_MAX; how <= COMBINE_MIN; how++) {
+    struct numbers n = {.count = 0};
+    prepare();
+    PUT(&n, SIGNATURE, PLAN_TAG, 1, (int64_t)how, 0, 8, 0, 0, 0, 1, 0, 1, 0, 4, 4);
+    PUT(&n, 0, 0, 0, 8, 0, 0, 0, 0, 0, 0, 8, 8, 0, 0, 0, 0);
+    SUCCEEDS(RUN("exchange", ARRAY(F32, x, 4), ARRAY(F32, y, 4), COMM(comm), COMM(planned(&n))));
+    CHECK(y[1] == 1 && y[2] != y[2] && y[3] != y[3]);
+  }
+}
+
+static void lists_must_fit(void) {
+  const struct indices *list = listed((const int64_t[]){0, 2}, 2);
+  static const struct {
+    int64_t known, axes, count;
+    bool right;
+  } boxes[] = {{1, 1, 2, true}, {1, 1, 3, false}, {1, 0, 2, false}, {0, 1, 2, false}};
+  for (size_t i = 0; i < sizeof boxes / sizeof *boxes; i++) {
+    struct numbers n = {.count = 0};
+    PUT(&n, SIGNATURE, PLAN_TAG, 1, 0, 0, 16, 0, 0, 0, 1, 0, 0, 0, B, B);
+    PUT(&n, 0, 0, 0, 8, 0, 0, boxes[i].known ? COMM(list) : 1, boxes[i].axes);
+    if (boxes[i].axes > 0) PUT(&n, boxes[i].count, 8);
+    struct plan *plan = plan_make(n.values, n.count);
+    CHECK((plan != NULL) == boxes[i].right);
+    CHECK(plan == NULL || COMM(plan) != 0);
+  }
+  struct numbers n = {.count = 0};
+  PUT(&n, SIGNATURE, PLAN_TAG, 1, COMBINATIONS, 0, 0, 0, 0, 0, 0, 0, 0, 0, B, B);
+  CHECK(plan_make(n.values, n.count) == NULL);
+}
+
 /* This rank's own part of a transpose by blocks: of a matrix of 4 x 6 it keeps the right half, which becomes rows 2 and
  * 3 of one of 4 x 6 beside the other half of another rank, in the first columns. The result begins as `begin`. */
 enum { HALF = 4 * 3 * 4, COVERED_STAGE = LABEL_BYTES + HALF };
@@ -230,13 +400,13 @@ static struct plan *transposing(int begin, int pairs, int64_t count_there) {
   struct numbers n = {.count = 0};
   PUT(&n, SIGNATURE, PLAN_TAG, 1, 0, begin, COVERED_STAGE + HALF, COVERED_STAGE, 1, 1, 2, 0, 2, pairs, A, A);
   PUT(&n, 2, 0, COVERED_STAGE, 2, COVERED_STAGE + HALF, COVERED_STAGE);
-  PUT(&n, 0, LABEL_BYTES, 0, 12, 0, 0, 1, 4, 24);       /* the left half leaves */
-  PUT(&n, 0, COVERED_STAGE, 12, 12, 0, 0, 1, 4, 24);    /* the right half stays */
+  PUT(&n, 0, LABEL_BYTES, 0, 12, 0, 0, 0, 1, 4, 24);       /* the left half leaves */
+  PUT(&n, 0, COVERED_STAGE, 12, 12, 0, 0, 0, 1, 4, 24);    /* the right half stays */
   for (int own = !pairs, i = 0; i < 2; i++, own = !own) /* in the order of the stage, but pairs come last */
     if (own)
-      PUT(&n, 0, COVERED_STAGE, 12, 12, 0, 0, 1, count_there, 24);
+      PUT(&n, 0, COVERED_STAGE, 12, 12, 0, 0, 0, 1, count_there, 24);
     else
-      PUT(&n, 0, COVERED_STAGE + HALF + LABEL_BYTES, 0, 12, 0, 0, 1, 4, 24);
+      PUT(&n, 0, COVERED_STAGE + HALF + LABEL_BYTES, 0, 12, 0, 0, 0, 1, 4, 24);
   return plan_make(n.values, n.count);
 }
 
@@ -277,8 +447,8 @@ static void parts_are_left_out_after_an_error(void) {
   struct numbers n = {.count = 0};
   PUT(&n, SIGNATURE, PLAN_TAG, 1, 0, BEGINS_AS_ZERO, 0, 2 * COVERED_STAGE, 0, 2, 0, 0, 2, 0, A, A);
   PUT(&n, 0, 0, COVERED_STAGE, 2, COVERED_STAGE, COVERED_STAGE);
-  PUT(&n, 0, LABEL_BYTES, 0, 12, 0, 0, 1, 4, 24);
-  PUT(&n, 0, COVERED_STAGE + LABEL_BYTES, 12, 12, 0, 0, 1, 4, 24);
+  PUT(&n, 0, LABEL_BYTES, 0, 12, 0, 0, 0, 1, 4, 24);
+  PUT(&n, 0, COVERED_STAGE + LABEL_BYTES, 12, 12, 0, 0, 0, 1, 4, 24);
   const struct plan *plan = planned(&n);
   for (int wrong = 0; wrong < 2; wrong++) {
     prepare();
@@ -295,7 +465,7 @@ static void parts_are_left_out_after_an_error(void) {
 static void boxes_must_be_in_order(void) {
   struct numbers n = {.count = 0};
   PUT(&n, SIGNATURE, PLAN_TAG, 1, 0, 0, 32, 0, 0, 0, 2, 0, 0, 0, B, B);
-  PUT(&n, 0, 16, 0, 8, 0, 0, 0, 0, 0, 8, 8, 0, 0, 0);
+  PUT(&n, 0, 16, 0, 8, 0, 0, 0, 0, 0, 0, 8, 8, 0, 0, 0, 0);
   CHECK(plan_make(n.values, n.count) == NULL);
 }
 
@@ -314,6 +484,11 @@ static const struct test tests[] = {
     TEST(arrays_must_be_those_of_the_plan),
     TEST(numbers_must_describe_a_plan),
     TEST(what_is_added),
+    TEST(what_is_known_of_a_list),
+    TEST(listed_rows_travel),
+    TEST(listed_rows_are_combined),
+    TEST(nan_wins),
+    TEST(lists_must_fit),
     TEST(own_parts_are_copied_at_once),
     TEST(nothing_is_left_after_an_error),
     TEST(parts_are_left_out_after_an_error),

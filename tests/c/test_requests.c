@@ -719,8 +719,9 @@ static const struct plan *planned(int64_t elements) {
   PUT(&n, SIGNATURE, TAGS, 1, 0, 0, 2 * MESSAGE, 2 * MESSAGE, 2, 2, 2, 0, 2, 0, elements, elements);
   PUT(&n, 2, 0, MESSAGE, 3, MESSAGE, MESSAGE);
   PUT(&n, 0, 2 * MESSAGE, MESSAGE, 2, 3 * MESSAGE, MESSAGE);
-  PUT(&n, 0, LABEL_BYTES, 0, 8, 0, 0, 0, 0, MESSAGE + LABEL_BYTES, 8, 8, 0, 0, 0);
-  PUT(&n, 0, 2 * MESSAGE + LABEL_BYTES, 16, 8, 0, 0, 0, 0, 3 * MESSAGE + LABEL_BYTES, 24, 8, 0, 0, 0);
+  PUT(&n, 0, LABEL_BYTES, 0, 8, 0, 0, 0, 0, 0, MESSAGE + LABEL_BYTES, 8, 8, 0, 0, 0, 0);
+  PUT(&n, 0, 2 * MESSAGE + LABEL_BYTES, 16, 8, 0, 0, 0, 0);
+  PUT(&n, 0, 3 * MESSAGE + LABEL_BYTES, 24, 8, 0, 0, 0, 0);
   const struct plan *plan = plan_make(n.values, n.count);
   CHECK(plan != NULL);
   return plan;
@@ -796,8 +797,8 @@ static void covered_results_are_written(void) {
   struct numbers n = {.count = 0};
   PUT(&n, SIGNATURE, TAGS, 1, 0, BEGINS_COVERED, MESSAGE + 8, MESSAGE, 1, 1, 2, 0, 2, 1, 4, 4);
   PUT(&n, 2, 0, MESSAGE, 2, MESSAGE + 8, MESSAGE);
-  PUT(&n, 0, LABEL_BYTES, 0, 8, 0, 0, 0, 0, MESSAGE, 8, 8, 0, 0, 0);
-  PUT(&n, 0, MESSAGE + 8 + LABEL_BYTES, 8, 8, 0, 0, 0, 0, MESSAGE, 0, 8, 0, 0, 0);
+  PUT(&n, 0, LABEL_BYTES, 0, 8, 0, 0, 0, 0, 0, MESSAGE, 8, 8, 0, 0, 0, 0);
+  PUT(&n, 0, MESSAGE + 8 + LABEL_BYTES, 8, 8, 0, 0, 0, 0, 0, MESSAGE, 0, 8, 0, 0, 0, 0);
   if (covered == NULL) covered = plan_make(n.values, n.count);
   CHECK(covered != NULL);
   for (int wrong = 0; wrong < 2; wrong++) {

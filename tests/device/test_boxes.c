@@ -9,7 +9,7 @@
 #include "devices/transport.h"
 #include "simulated.h"
 
-enum { PLAN_TAG = 77, ARRAYS_AT_MOST = 3, MOST_AXES = 3, MOST_MOVES = 6, PLANS = 300, ROOM = 4096 };
+enum { PLAN_TAG = 77, ARRAYS_AT_MOST = 3, MOST_AXES = 3, MOST_SIDE = 12, MOST_MOVES = 6, PLANS = 300, ROOM = 4096 };
 static const int64_t ALWAYS = 0, NEVER = 1ll << 40; /* of runtime.copy_bytes */
 
 /* --- plans --- */
@@ -33,30 +33,53 @@ static int64_t elements_of(const struct shape *shape) {
   return elements;
 }
 
-/* A box of an array with that many elements along each axis: it begins anywhere where it fits, with any steps. Step 0
- * stands for elements that are read several times. */
+/* A list of so many indices below `room`, ascending or in any order; with `repeats` some may occur twice. */
+static int64_t draw_list(int64_t count, int64_t room, bool repeats) {
+  int64_t values[MOST_SIDE];
+  int64_t left = room, taken = 0;
+  for (int64_t i = 0; i < room; i++)
+    if (draw((uint32_t)(left--)) < count - taken) values[taken++] = i;
+  for (int64_t i = count - 1; i > 0 && once_in(2); i--) {
+    int64_t k = draw((uint32_t)i + 1), value = values[i];
+    values[i] = values[k], values[k] = value;
+  }
+  if (repeats && once_in(2)) values[0] = values[count - 1];
+  struct indices *list = indices_make(values, (size_t)count);
+  if (list == NULL) abort();
+  return registered(list);
+}
+
+/* A box of an array with that many elements along each axis: it begins anywhere where it fits, with any steps, or they
+ * are listed. Step 0 stands for elements that are read several times. */
 static void put_box(struct numbers *n, int leaf, int64_t stage, const struct shape *shape, const int64_t *counts,
                     bool repeats, int64_t value) {
-  int64_t first = 0, stride = shape->bytes, run = shape->bytes, strides[MOST_AXES];
+  int64_t first = 0, stride = shape->bytes, run = shape->bytes, list = 0;
+  int64_t strides[MOST_AXES], starts[MOST_AXES], steps[MOST_AXES];
   for (int axis = shape->axes - 1; axis >= 0; axis--) {
     int64_t room = shape->dims[axis], count = counts[axis];
     int64_t step = repeats && once_in(6) ? 0 : count > 1 ? 1 + draw((uint32_t)((room - 1) / (count - 1))) : 1;
     int64_t length = step * (count - 1) + 1, start = draw((uint32_t)(room - length + 1));
     if (once_in(4)) start += length - 1, step = -step;
-    first += start * stride;
+    first += starts[axis] = start * stride;
     strides[axis] = step * stride;
+    steps[axis] = stride;
     stride *= room;
   }
   int axes = shape->axes;
   while (axes > 0 && strides[axes - 1] == run && once_in(2)) run *= counts[--axes];
-  PUT(n, leaf, stage, first, run, value, value, axes);
+  if (axes > 0 && once_in(3)) {
+    list = draw_list(counts[axes - 1], shape->dims[axes - 1], repeats);
+    first -= starts[axes - 1];
+    strides[axes - 1] = steps[axes - 1];
+  }
+  PUT(n, leaf, stage, first, run, value, value, list, axes);
   for (int axis = 0; axis < axes; axis++) PUT(n, counts[axis], strides[axis]);
 }
 
 static int64_t aligned(int64_t bytes) { return (bytes + 7) / 8 * 8; }
 
 /* What a rank of two sends to itself as a message, and without one; what is filled. */
-static const struct plan *draw_plan(const struct shape *shapes, int arrays, bool adds) {
+static const struct plan *draw_plan(const struct shape *shapes, int arrays, int combines) {
   struct numbers n = {.count = 0};
   int moves = (int)draw(MOST_MOVES + 1), own = (int)draw((uint32_t)moves + 1), fills = (int)draw(3);
   int leaves[MOST_MOVES];
@@ -72,7 +95,7 @@ static const struct plan *draw_plan(const struct shape *shapes, int arrays, bool
   }
   bool travels = own < moves;
   int64_t length = travels ? message : 0, sent = length + own_bytes;
-  PUT(&n, 4711, PLAN_TAG, arrays, adds, once_in(3), sent, length, travels, travels, moves, fills, moves, 0);
+  PUT(&n, 4711, PLAN_TAG, arrays, combines, once_in(3), sent, length, travels, travels, moves, fills, moves, 0);
   for (int i = 0; i < 2 * arrays; i++) PUT(&n, elements_of(&shapes[i % arrays]));
   for (int i = 0; i < 2 * travels; i++) PUT(&n, 1, i * sent, length);
   for (int k = 0; k < moves; k++) { /* as they lie in the stage */
@@ -87,7 +110,7 @@ static const struct plan *draw_plan(const struct shape *shapes, int arrays, bool
   }
   for (int i = 0; i < moves; i++)
     put_box(&n, leaves[i], i < own ? length + places[i] : sent + places[i], &shapes[leaves[i]], counts[i],
-            adds && once_in(4), 0);
+            combines && once_in(4), 0);
   return planned(&n);
 }
 
@@ -150,7 +173,7 @@ static void draw_set(struct set *set) {
     shape->dtype = dtypes[draw(3)];
     shape->bytes = shape->dtype == F32 ? 4 : 8;
     shape->axes = 1 + (int)draw(MOST_AXES);
-    for (int axis = 0; axis < shape->axes; axis++) shape->dims[axis] = 1 + draw(12);
+    for (int axis = 0; axis < shape->axes; axis++) shape->dims[axis] = 1 + draw(MOST_SIDE);
     set->aliased[i] = once_in(2);
   }
 }
@@ -162,9 +185,9 @@ static void random_boxes(void) {
   driver->slow = false;
   int boxed = 0;
   for (int i = 0; i < PLANS; i++) {
-    bool adds = once_in(3);
+    int combines = once_in(3) ? 1 + (int)draw(COMBINATIONS - 1) : COMBINE_NOT;
     draw_set(&on_host);
-    const struct plan *plan = draw_plan(on_host.shapes, on_host.arrays, adds);
+    const struct plan *plan = draw_plan(on_host.shapes, on_host.arrays, combines);
     for (int way = 0; way < 6; way++) {
       runtime.transport = transports[way / 2];
       runtime.copy_bytes = way % 2 == 0 ? ALWAYS : NEVER;
@@ -193,9 +216,9 @@ static const struct plan *plan_of_columns(int64_t side, bool adds) {
   PUT(&n, 4711, PLAN_TAG, 1, adds, 0, message, message, 1, 1, 1, 1, 1, 0);
   PUT(&n, side * side, side * side);
   PUT(&n, 1, 0, message, 1, message, message);                              /* to itself */
-  PUT(&n, 0, LABEL_BYTES, 8, 16, 0, 0, 1, side, row);                       /* columns 1 and 2 */
-  PUT(&n, 0, 0, 24, 8, 0, 0, 1, side, row);                                 /* column 3 becomes zero */
-  PUT(&n, 0, message + LABEL_BYTES, 8 * side - 16, 16, 0, 0, 1, side, row); /* the last two */
+  PUT(&n, 0, LABEL_BYTES, 8, 16, 0, 0, 0, 1, side, row);                       /* columns 1 and 2 */
+  PUT(&n, 0, 0, 24, 8, 0, 0, 0, 1, side, row);                                 /* column 3 becomes zero */
+  PUT(&n, 0, message + LABEL_BYTES, 8 * side - 16, 16, 0, 0, 0, 1, side, row); /* the last two */
   return planned(&n);
 }
 
@@ -227,6 +250,45 @@ static void only_what_travels_is_copied(void) {
     CHECK_EQUAL(driver->calls("cuMemcpy2DAsync") + driver->calls("hipMemcpy2DAsync"), adds ? 4 : 3);
     CHECK_EQUAL(driver->calls("cuMemcpyDtoHAsync") + driver->calls("cuMemcpyHtoDAsync"), 0);
     CHECK_EQUAL(driver->calls("hipMemcpyAsync"), 0);
+  }
+  finish();
+}
+
+/* Of an array 100 rows in three runs travel to its end: each run is one copy. Rows here and there are so many copies
+ * that the whole array costs less. */
+static const struct plan *plan_of_list(const struct indices *list, int64_t rows, int64_t row) {
+  const int64_t count = list->count, message = LABEL_BYTES + count * row;
+  struct numbers n = {.count = 0};
+  PUT(&n, 4711, PLAN_TAG, 1, 0, 0, message, message, 1, 1, 1, 0, 1, 0, rows * row / 8, rows * row / 8);
+  PUT(&n, 1, 0, message, 1, message, message); /* to itself */
+  PUT(&n, 0, LABEL_BYTES, 0, row, 0, 0, registered(list), 1, count, row);
+  PUT(&n, 0, message + LABEL_BYTES, (rows - count) * row, count * row, 0, 0, 0, 0);
+  return planned(&n);
+}
+
+static void consecutive_indices_are_one_copy(void) {
+  enum { ROWS = 512, ROW = 8, COUNT = 100 };
+  runtime.copy_bytes = 64;
+  runtime.transport = TRANSPORT_WAIT;
+  for (int scattered = 0; scattered < 2; scattered++) {
+    int64_t values[COUNT];
+    for (int64_t i = 0; i < COUNT; i++) values[i] = scattered ? 3 * i + 1 : i + (i < 30 ? 7 : i < 40 ? 100 : 50);
+    struct indices *list = indices_make(values, COUNT);
+    if (list == NULL) abort();
+    CHECK_EQUAL(list->runs, scattered ? COUNT : 3);
+    const struct plan *plan = plan_of_list(list, ROWS, ROW);
+    context("scattered %d", scattered);
+    fake->reset();
+    driver->reset();
+    on_device.arrays = 1;
+    on_device.shapes[0] = (struct shape){F64, 1, 8, {ROWS}};
+    on_device.aliased[0] = true;
+    begin(&on_device);
+    SUCCEEDS(call_in(space, &on_device, plan));
+    for (int i = 0; i < ROWS; i++)
+      CHECK(on_device.out[0][i] == 1 + 2.0 * (double)(i < ROWS - COUNT ? i : values[i - ROWS + COUNT]));
+    int copies = driver->calls("cuMemcpyDtoHAsync") + driver->calls("cuMemcpyHtoDAsync") + driver->calls("hipMemcpyAsync");
+    CHECK_EQUAL(copies, scattered ? 2 : 4);
   }
   finish();
 }
@@ -292,8 +354,12 @@ static void arrays_must_be_those_of_the_plan(void) {
 
 int main(int argc, char **argv) {
   static const struct test tests[] = {
-      TEST(random_boxes),        TEST(only_what_travels_is_copied),      TEST(failures_of_the_driver_are_errors),
-      TEST(errors_are_deferred), TEST(arrays_must_be_those_of_the_plan),
+      TEST(random_boxes),
+      TEST(only_what_travels_is_copied),
+      TEST(consecutive_indices_are_one_copy),
+      TEST(failures_of_the_driver_are_errors),
+      TEST(errors_are_deferred),
+      TEST(arrays_must_be_those_of_the_plan),
   };
   return run_device_tests(argc, argv, tests, sizeof tests / sizeof *tests);
 }

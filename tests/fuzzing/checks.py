@@ -296,7 +296,7 @@ class Judge:
 
 
 SILENT = ("depends_on", "invariant", "recv", "replicate", "send", "sendrecv", "varying")
-SILENT += ("after", "exchange_finish", "hold", "irecv", "isend", "wait")
+SILENT += ("after", "exchange_finish", "hold", "index_finish", "irecv", "isend", "wait")
 """What is no collective operation."""
 
 

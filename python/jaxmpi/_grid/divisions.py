@@ -61,6 +61,7 @@ class Redistribution:
     source: Division
     target: Division
     aliases = False
+    refusal = ""
 
     def linear(self, places: tuple[Spec, ...]) -> tuple[Spec, ...]:
         return places
@@ -165,7 +166,7 @@ def _plan(pattern: Redistribution, avals: tuple[Any, ...], places: tuple[Spec, .
         avals,
         moves,
         results=pattern.results(avals, places, adjoint),
-        adds=adds,
+        combines="SUM" if adds else None,
         zeroed=True,
         signature=plans.signature("redistribute", divisions, facts, adjoint),
     )

@@ -102,6 +102,7 @@ class Halo:
     corners: bool
 
     aliases = True
+    refusal = ""
 
     def plan(self, rank: int, avals: tuple[Any, ...], places: tuple[Spec, ...], adjoint: bool) -> Plan:
         return _plan(self, rank, avals, places, adjoint)
@@ -244,6 +245,6 @@ def _plan(halo: Halo, rank: int, avals: tuple[Any, ...], places: tuple[Spec, ...
                     fills.append(Fill(leaf, written, value))
     if adjoint:
         moves = [move.reverse() for move in moves]
-    return plans.make(
-        rank, avals, moves, fills, adds=adjoint, signature=plans.signature("exchange", halo, fields, adjoint)
-    )
+    combines = "SUM" if adjoint else None
+    signature = plans.signature("exchange", halo, fields, adjoint)
+    return plans.make(rank, avals, moves, fills, combines=combines, signature=signature)

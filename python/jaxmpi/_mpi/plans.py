@@ -22,7 +22,29 @@ from jaxmpi._mpi.library import CONSTANTS
 _ALIGNMENT = 8
 _LINE = 64
 """Bytes of a cache line. What follows a message's label begins with one: long copies between others take longer."""
-_LABEL_BYTES, _MOST_AXES, _BEGINS = (CONSTANTS[name] for name in ("LABEL_BYTES", "MAX_BOX_AXES", "BEGINS"))
+_LABEL_BYTES, _MOST_AXES = CONSTANTS["LABEL_BYTES"], CONSTANTS["MAX_BOX_AXES"]
+_BEGINS, _COMBINATIONS = CONSTANTS["BEGINS"], CONSTANTS["COMBINATIONS"]
+
+
+class Indices:
+    """A list of indices along an axis, in any order. The core keeps what plans refer to for ever; equal lists once."""
+
+    __slots__ = ("_number", "digest", "values")
+
+    def __init__(self, values: Any):
+        self.values = np.ascontiguousarray(values, np.int64)
+        self.digest = hashlib.sha256(self.values).hexdigest()
+        self._number = 0
+
+    @property
+    def number(self) -> int:
+        """The core's number of the list."""
+        if self._number == 0:
+            meaning = f"indices {self.digest}"
+            if meaning not in _numbers:
+                _numbers[meaning] = _core.indices(self.values, meaning)
+            self._number = _numbers[meaning]
+        return self._number
 
 
 @dataclass(frozen=True)
@@ -32,6 +54,9 @@ class Box:
     starts: tuple[int, ...]
     counts: tuple[int, ...]
     steps: tuple[int, ...]
+    listed: tuple[int, Indices] | None = None
+    """An axis along which the elements are those with these indices; there the start is 0 and the step 1. The axes
+    behind it are whole."""
 
     @property
     def size(self) -> int:
@@ -76,7 +101,7 @@ class Plan:
 
 
 _numbers: dict[str, int] = {}
-"""The numbers of all plans made so far, by their meanings: the core keeps plans for ever."""
+"""The numbers of all plans and lists made so far, by their meanings: the core keeps them for ever."""
 
 
 def signature(*facts: Any) -> int:
@@ -116,15 +141,32 @@ def _steps(box: Box, aval: Any) -> list[int]:
     return [step * stride for step, stride in zip(box.steps, strides, strict=True)]
 
 
+def _axes_of(box: Box, aval: Any) -> _Axes:
+    """The axes by which a box is copied; the last one is that with a list of indices, if there is one."""
+    steps, itemsize = _steps(box, aval), np.dtype(aval.dtype).itemsize
+    if box.listed is None:
+        return _merged(box.counts, [steps], itemsize)
+    axis, indices = box.listed
+    if indices.values.size != box.counts[axis] or indices.values.max(initial=0) >= aval.shape[axis]:
+        raise IndexError(f"indices beyond the {aval.shape[axis]} elements along axis {axis} of an array, or another number")
+    run, inner = _merged(box.counts[axis + 1 :], [steps[axis + 1 :]], itemsize)
+    if inner:
+        raise NotImplementedError("an array of which parts of rows are listed by index")
+    # Without bytes that continue each other the outer axes are no run.
+    _, outer = _merged(box.counts[:axis], [steps[:axis]], 0)
+    return run, [*outer, (box.counts[axis], (steps[axis],))]
+
+
 def _words_of_box(leaf: int, stage: int, box: Box, aval: Any, value: bytes = b"", axes: _Axes | None = None) -> list:
     """`axes`: those of a pair of boxes of which this is the first."""
     itemsize = np.dtype(aval.dtype).itemsize
-    run, merged = axes or _merged(box.counts, [_steps(box, aval)], itemsize)
+    run, merged = axes or _axes_of(box, aval)
     if len(merged) > _MOST_AXES:
         raise NotImplementedError(f"an array of {len(aval.shape)} axes, more than {_MOST_AXES} of which are cut")
     first = sum(start * stride for start, stride in zip(box.starts, _strides(aval.shape, itemsize), strict=True))
     pattern = value * (16 // len(value)) if value else bytes(16)
-    words = [leaf, stage, first, run, *(int.from_bytes(pattern[i : i + 8], "little") for i in (0, 8)), len(merged)]
+    words = [leaf, stage, first, run, *(int.from_bytes(pattern[i : i + 8], "little") for i in (0, 8))]
+    words += [0 if box.listed is None else box.listed[1].number, len(merged)]
     for count, its in merged:
         words += [count, its[0]]
     return words
@@ -134,6 +176,8 @@ def _axes_of_pair(move: Move, operand: Any, result: Any) -> tuple[_Axes, _Axes] 
     """The axes by which the boxes of a move on one rank are copied part by part, as the one that is read has them, and
     as the other one. None: their elements lie along axes that differ."""
     sides = []
+    if move.read.listed or move.written.listed:
+        return None
     for box, aval in ((move.read, operand), (move.written, result)):
         whole = zip(box.counts, _steps(box, aval), strict=True)
         sides.append(tuple(zip(*[(count, step) for count, step in whole if count != 1], strict=True)) or ((), ()))
@@ -169,14 +213,14 @@ class _Messages:
         self.end, self.ranks = at, self.ranks + 1
 
 
-def _begin(zeroed: bool, adds: bool, moves: Sequence[Move], results: Sequence[Any]) -> int:
-    """How results begin that receive these moves, of which no two are to the same elements if they do not add."""
+def _begin(zeroed: bool, combined: bool, moves: Sequence[Move], results: Sequence[Any]) -> int:
+    """How results begin that receive these moves, of which no two are to the same elements if they replace them."""
     if not zeroed:
         return _BEGINS.index("operands")
     left = [math.prod(aval.shape) for aval in results]
     for move in moves:
         left[move.leaf] -= move.written.size
-    return _BEGINS.index("zero" if adds or any(left) else "covered")
+    return _BEGINS.index("zero" if combined or any(left) else "covered")
 
 
 def make(
@@ -186,7 +230,7 @@ def make(
     fills: Sequence[Fill] = (),
     *,
     results: Sequence[Any] | None = None,
-    adds: bool = False,
+    combines: str | None = None,
     zeroed: bool = False,
     signature: int = 0,
 ) -> Plan:
@@ -196,7 +240,7 @@ def make(
       avals: shapes and dtypes of the operands; of the results where `results` is None.
       moves: those from this rank or to it, also both.
       fills: what is filled before anything is received.
-      adds: what is moved is added to what is there.
+      combines: SUM, MAX or MIN: what is moved is combined with what is there; None: it replaces that.
       zeroed: results begin as zeros; else as the operands, whose shapes they then have.
       signature: of what all ranks must agree on.
     """
@@ -221,7 +265,7 @@ def make(
     between("dest", "source", receives, own=False)
     pairs: dict[int, Any] = {}
     """The axes of the moves on this rank that can be copied at once, by the move's index."""
-    for index in own.places if zeroed and not adds else ():
+    for index in own.places if zeroed and not combines else ():
         axes = _axes_of_pair(moves[index], avals[moves[index].leaf], results[moves[index].leaf])
         if axes is not None:
             pairs[index] = axes
@@ -229,7 +273,7 @@ def make(
 
     def put(places: dict[int, int], side: int, arrays: Sequence[Any]) -> None:
         # In the order of the stage; sums in that of the moves, on which the last bits of a number depend.
-        order = sorted(places.keys() - pairs.keys(), key=lambda index: index if side and adds else places[index])
+        order = sorted(places.keys() - pairs.keys(), key=lambda index: index if side and combines else places[index])
         for index in [*order, *pairs]:
             move, axes = moves[index], pairs[index][side] if index in pairs else None
             box = move.written if side else move.read
@@ -249,8 +293,8 @@ def make(
         "signature": signature,
         "tag": tags.OF_PLANS,
         "arrays": len(avals),
-        "adds": adds,
-        "begin": _begin(zeroed, adds, [moves[index] for index in unpacked], results),
+        "combines": _COMBINATIONS.index(combines or "none"),
+        "begin": _begin(zeroed, bool(combines), [moves[index] for index in unpacked], results),
         "sent": own.end,
         "received": receives.end - own.end,
         "send_count": sends.ranks,

@@ -41,6 +41,9 @@ class ByPlan(Operation[Planned]):
     def numbers(self, avals: Arrays, params: Planned) -> dict[str, Any]:
         return {"plan": plan(avals, params)}
 
+    def refuse(self, params: Planned) -> str:
+        return params.pattern.refusal
+
     def apply_to_all(self, params: Planned, arrays: Arrays) -> list[Any]:
         """Applies the operation to the arrays; more than once for very many."""
         if keys.among(arrays):

@@ -1,4 +1,4 @@
-"""Exchanges of a grid's halos by plans, in one call or in two.
+"""Exchanges by plans, of a grid's halos or of ghosts by index, in one call or in two.
 
 An exchange is K u + B m: what is left of the fields u, with the boundaries, and what has come, m = P u of all ranks.
 The start is P, the finish is linear in the fields and in the request, which stands for m. The adjoint of each is one
@@ -22,6 +22,8 @@ from jaxmpi._primitive.params import COTANGENT, TANGENT, Planned
 
 exchange_p = ByPlan("exchange")
 redistribute_p = ByPlan("redistribute")
+index_exchange_p = ByPlan("index_exchange")
+index_accumulate_p = ByPlan("index_accumulate")
 
 
 class ExchangeStart(Starting[Planned], ByPlan):
@@ -48,10 +50,7 @@ class ExchangeStart(Starting[Planned], ByPlan):
         fields = params.pattern.results(operands, params.places, params.adjoint)
         zeros = [jnp.zeros(x.shape, x.dtype) for x in fields]
         needed = True  # as in `requests.Start.transpose`
-        return exchange_finish_p.finish(zeros, which, cotangents[0], params, COTANGENT, not params.adjoint, needed)
-
-
-exchange_start_p = ExchangeStart("exchange_start")
+        return self.adjoint.finish(zeros, which, cotangents[0], params, COTANGENT, not params.adjoint, needed)
 
 
 class ExchangeFinish(ByPlan):
@@ -103,7 +102,7 @@ class ExchangeFinish(ByPlan):
         back: list[Any] = [None] * len(fields)
         begun = None
         if isinstance(request, jax.ShapeDtypeStruct):
-            begun = exchange_start_p.start(cotangents, which, params, request.shape[:-1], COTANGENT, adjoint)
+            begun = self.adjoint.start(cotangents, which, params, request.shape[:-1], COTANGENT, adjoint)
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in fields):
             back = self.finish(cotangents, which, NOTHING, params, COTANGENT, adjoint)
         return [*back, begun]
@@ -118,33 +117,41 @@ class ExchangeFinish(ByPlan):
         return self.bind(*fields, request, call=params), [None if its is None else result_at for its in at_fields]
 
 
-exchange_finish_p = ExchangeFinish("exchange_finish")
+exchange_start_p = ExchangeStart("exchange_start")
+exchange_finish_p = ExchangeFinish("exchange_finish", exchange_start_p)
+index_start_p = ExchangeStart("index_start")
+index_finish_p = ExchangeFinish("index_finish", index_start_p)
 
 
 class AwaitedExchange(Awaited):
-    """A request of a grid: its arrays are the fields, and the request itself. `fields` are the parameters."""
+    """A request of an exchange: its arrays are the fields, and the request itself. `fields` are the operation that has
+    started it, and the parameters."""
 
     @property
     def name(self) -> str:
-        return "Grid.start"
+        return self.fields[0].shown
 
     def requests(self, arrays: Arrays) -> Arrays:
         return arrays[-1:]
 
     def finish(self, arrays: Arrays) -> list[Any]:
-        return exchange_finish_p.apply(self.fields, *arrays)
+        start, params = self.fields
+        return start.adjoint.apply(params, *arrays)
 
 
-def start_exchange(function: str, params: Planned, arrays: Arrays, structure: Any) -> Request:
-    """Starts the exchange of a grid, with the parameters of `exchange`, or a redistribution, for a public function."""
+def start_exchange(
+    function: str, params: Planned, arrays: Arrays, structure: Any, start: ExchangeStart = exchange_start_p
+) -> Request:
+    """Starts an exchange by a plan, with the parameters of the operation in one call, for a public function."""
     if len(arrays) > MOST_ARRAYS:
         raise ValueError(f"{function}: {len(arrays)} arrays; at most {MOST_ARRAYS} are exchanged by one start.")
-    exchange_p.compare_keys(params, arrays)
+    start.compare_keys(params, arrays)
     types = keys.types(arrays)
     params, arrays = of_words(params, arrays)
-    begun = exchange_start_p.apply(params, *arrays)
-    return Request([*arrays, *begun], AwaitedExchange(params.comm, (), structure, types, params))
+    begun = start.apply(params, *arrays)
+    return Request([*arrays, *begun], AwaitedExchange(params.comm, (), structure, types, (start, params)))
 
 
 def is_of_grid(request: Any) -> bool:
-    return isinstance(request, Request) and isinstance(request._of, AwaitedExchange)
+    of = request._of if isinstance(request, Request) else None
+    return isinstance(of, AwaitedExchange) and of.fields[0] is exchange_start_p

@@ -33,6 +33,7 @@ class Neighbors:
     own_blocks: bool
     """Each destination gets a block of its own; otherwise all get the same."""
     aliases = False
+    refusal = ""
 
     def linear(self, places: Any) -> Any:
         return places
@@ -85,9 +86,8 @@ def _plan(pattern: Neighbors, rank: int, avals: tuple[Any, ...], adjoint: bool) 
         moves = [move.reverse() for move in moves]
     facts = [(pattern.block(x, adjoint), np.dtype(x.dtype).name) for x in avals]
     signature = plans.signature("neighbors", pattern.own_blocks, facts, adjoint)
-    return plans.make(
-        rank, avals, moves, results=results, adds=adjoint and not pattern.own_blocks, zeroed=True, signature=signature
-    )
+    combines = "SUM" if adjoint and not pattern.own_blocks else None
+    return plans.make(rank, avals, moves, results=results, combines=combines, zeroed=True, signature=signature)
 
 
 def of(comm: Any, operation: str) -> tuple[Edges, Edges]:

@@ -78,7 +78,7 @@ class Operation(Transformed[P]):
         largest = Reducing(params.comm, arguments.reduction(MPI.MAX, self.core_name))
         (found,) = _agree_p.apply(largest, np.array([least, most], np.uint32))
         text = arguments.with_calling_line(
-            f"the keys that {self.core_name} is called with are not of the same implementations (jax.random.key_impl) "
+            f"the keys that {self.shown} is called with are not of the same implementations (jax.random.key_impl) "
             f"on all ranks; here they are {', '.join(str(x.dtype) for x in arrays if keys.is_key(x))}. The call is at"
         )
         check_p.apply(Comparing(params.comm, text), found[0] != ~found[1])

@@ -178,13 +178,18 @@ class Exchanging(Common):
 
 
 class Pattern(Protocol):
-    """What travels where in an operation by a plan, of any number of arrays: `Neighbors`, `Halo`, `Redistribution`.
+    """What travels where in an operation by a plan, of any number of arrays: `Neighbors`, `Halo`, `Redistribution`,
+    `Ghosts`.
 
     It is hashable, and the same on all ranks except for its numbers of ranks."""
 
     @property
     def aliases(self) -> bool:
         """Whether results take the place of the operands."""
+
+    @property
+    def refusal(self) -> str:
+        """Why no derivative can be taken; empty if one can."""
 
     def plan(self, rank: int, avals: tuple[Any, ...], places: tuple[Any, ...], adjoint: bool) -> Plan:
         """The plan of a rank. `places` has what the pattern needs to know of each array."""

@@ -16,7 +16,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return {name: sys.intern(value) if type(value) is str else value for name, value in pairs}
 
 
-WAITS = {"wait", "exchange_finish"}
+WAITS = {"wait", "exchange_finish", "index_finish"}
 """The operations that wait for what has been started."""
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_object)
@@ -59,7 +59,7 @@ class Event:
     @property
     def label(self) -> str:
         """The name, and whether it is of tangents or cotangents; for a wait, what it waits for."""
-        if self.name == "wait" and self.other_end is not None:
+        if self.name in ("wait", "index_finish") and self.other_end is not None:
             return f"wait for {self.other_end.label}"
         its = self.other_end if self.name == "exchange_finish" and self.other_end is not None else self
         derivative = str(its.arguments.get("derivative", ""))

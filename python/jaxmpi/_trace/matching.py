@@ -17,7 +17,8 @@ ALONE = {"after", "hold", *WAITS}
 """What is no collective, and no message."""
 _ONE_CLOCK: Mapping[int, str] = {}
 _STARTED = {"iallreduce", "ialltoall", "ibarrier", "ibcast", "ireduce"}
-_WITH_NEIGHBORS = {"exchange", "exchange_start", "neighbor_allgather", "neighbor_alltoall", "redistribute"}
+_WITH_NEIGHBORS = {"exchange", "exchange_start", "index_accumulate", "index_exchange", "index_start", "redistribute"}
+_WITH_NEIGHBORS |= {"neighbor_allgather", "neighbor_alltoall"}
 _FROM_ROOT, _TO_ROOT = {"bcast", "ibcast", "scatter", "scatterv"}, {"gather", "reduce", "ireduce", "gatherv"}
 _BY_COUNTS = {"allgatherv", "alltoallv", "gatherv", "reduce_scatterv", "scatterv"}
 

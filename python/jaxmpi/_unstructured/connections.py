@@ -22,3 +22,6 @@ class Connections:
     sends: tuple[tuple[int, np.ndarray], ...]
     """The ranks that have ghosts of this rank, in ascending order, and which of its rows they are: int64, in the order
     in which they lie on that rank."""
+    signature: int = 0
+    """A number that is the same on all ranks, and another one for another division of rows; 0 where none was agreed
+    on."""

@@ -1,0 +1,12 @@
+/* How two numbers are combined, in reductions of ours and in plans that add: expressions, for any type that C has. */
+#ifndef JAXMPI_COMBINE_H
+#define JAXMPI_COMBINE_H
+
+#define ADD(a, b)      ((a) + (b))
+#define MULTIPLY(a, b) ((a) * (b))
+
+/* A NaN on either side wins, as in numpy.maximum and numpy.minimum. */
+#define LARGER(a, b)  ((a) > (b) || (a) != (a) ? (a) : (b))
+#define SMALLER(a, b) ((a) < (b) || (a) != (a) ? (a) : (b))
+
+#endif

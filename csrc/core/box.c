@@ -1,0 +1,260 @@
+#include "core/box.h"
+
+#include <complex.h>
+#include <string.h>
+
+#include "base/combine.h"
+#include "base/ffi.h"
+#include "base/float16.h"
+
+/* --- copies ---
+ *
+ * A row are `count` parts, of which part i begins `stride` bytes times its place behind `at`. */
+
+enum places { IN_ORDER, NARROW, WIDE };
+struct row {
+  char *at;
+  int64_t stride;
+  enum places places;
+  const void *list;
+};
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE char *part_of(const struct row *row, int64_t i) {
+  int64_t place = row->places == NARROW ? ((const int32_t *)row->list)[i]
+                  : row->places == WIDE ? ((const int64_t *)row->list)[i]
+                                        : i;
+  return row->at + place * row->stride;
+}
+
+/* Copies of a size that is known to the compiler are a few instructions. */
+#define WITH_RUN(run, COPY) \
+  switch (run) {            \
+    case 1:                 \
+      COPY(1)               \
+    case 2:                 \
+      COPY(2)               \
+    case 4:                 \
+      COPY(4)               \
+    case 8:                 \
+      COPY(8)               \
+    case 16:                \
+      COPY(16)              \
+    case 32:                \
+      COPY(32)              \
+    case 64:                \
+      COPY(64)              \
+    default:                \
+      COPY(run)             \
+  }
+
+INLINE void copy_runs(const struct row *to, const struct row *from, int64_t count, int64_t run) {
+#define COPY(size)                                                                             \
+  for (int64_t i = 0; i < count; i++) memcpy(part_of(to, i), part_of(from, i), (size_t)(size)); \
+  break;
+  WITH_RUN(run, COPY)
+#undef COPY
+}
+
+/* Loops of their own for each way in which the parts of an array lie. */
+#define WITH_PLACES(list, ROW) \
+  if ((list) == NULL) {        \
+    ROW(IN_ORDER);             \
+  } else if (!(list)->wide) {  \
+    ROW(NARROW);               \
+  } else {                     \
+    ROW(WIDE);                 \
+  }
+
+static inline struct row row_of(const struct box *box, char *array, int64_t stride, enum places places) {
+  return (struct row){array, stride, places, places != IN_ORDER ? box->list->values : NULL};
+}
+
+/* What is done with a row of a box's parts in an array; in the message they follow each other. */
+typedef void row_function(const struct box *box, char *array, int64_t stride, int64_t count, char *message);
+
+static void gather_row(const struct box *box, char *array, int64_t stride, int64_t count, char *message) {
+  const struct row to = {message, box->run, IN_ORDER, NULL};
+#define GATHER(places)                                              \
+  const struct row from = row_of(box, array, stride, places);       \
+  copy_runs(&to, &from, count, box->run)
+  WITH_PLACES(box->list, GATHER)
+}
+
+static void scatter_row(const struct box *box, char *array, int64_t stride, int64_t count, char *message) {
+  const struct row from = {message, box->run, IN_ORDER, NULL};
+#define SCATTER(places)                                           \
+  const struct row to = row_of(box, array, stride, places);       \
+  copy_runs(&to, &from, count, box->run)
+  WITH_PLACES(box->list, SCATTER)
+}
+
+/* Without a message. */
+static void fill_row(const struct box *box, char *array, int64_t stride, int64_t count, char *message) {
+  const int64_t width = sizeof box->value, run = box->run;
+  (void)message;
+  for (int64_t i = 0; i < count; i++) {
+    char *part = array + (box->list != NULL ? index_at(box->list, i) : i) * stride;
+    int64_t k = 0;
+    for (; k + width <= run; k += width) memcpy(part + k, box->value, sizeof box->value);
+    memcpy(part + k, box->value, (size_t)(run - k));
+  }
+}
+
+static void walk_axis(row_function *function, const struct box *box, int axis, char *array, char **message) {
+  if (axis + 1 >= box->axes) {
+    int64_t count = box->axes > 0 ? box->counts[axis] : 1, stride = box->axes > 0 ? box->strides[axis] : 0;
+    function(box, array, stride, count, *message);
+    if (*message != NULL) *message += count * box->run;
+    return;
+  }
+  for (int64_t i = 0; i < box->counts[axis]; i++)
+    walk_axis(function, box, axis + 1, array + i * box->strides[axis], message);
+}
+
+static void walk_box(row_function *function, const struct box *box, const void *array, const char *message) {
+  char *at = (char *)(uintptr_t)message;
+  walk_axis(function, box, 0, (char *)(uintptr_t)array + box->first, &at);
+}
+
+void box_gather(const struct box *box, const void *array, char *message) { walk_box(gather_row, box, array, message); }
+
+void box_scatter(const struct box *box, void *array, const char *message) {
+  walk_box(scatter_row, box, array, message);
+}
+
+void box_fill(const struct box *box, void *array) { walk_box(fill_row, box, array, NULL); }
+
+/* --- combinations --- */
+
+typedef float _Complex complex64;
+typedef double _Complex complex128;
+
+/* In the arithmetic of each type. Sums of integers are modulo a power of two. */
+#define DIRECTLY(type, combine, x, y) (type)(combine(x, y))
+#define FLOAT16(type, combine, x, y) \
+  float16_from_float(combine(float16_to_float(x), float16_to_float(y)))
+#define BFLOAT16(type, combine, x, y) \
+  bfloat16_from_float(combine(bfloat16_to_float(x), bfloat16_to_float(y)))
+#define GREATER(a, b) ((a) > (b) ? (a) : (b)) /* of integers */
+#define LESS(a, b)    ((a) < (b) ? (a) : (b))
+
+/* Neither the array nor the message need be aligned. */
+#define COMBINER(name, type, ARITHMETIC, combine)                                                        \
+  INLINE void name##_at(const struct row *row, int64_t count, int64_t run, const char *message) {        \
+    for (int64_t i = 0; i < count; i++) {                                                                \
+      char *part = part_of(row, i);                                                                      \
+      for (int64_t k = 0; k < run; k += (int64_t)sizeof(type)) {                                         \
+        type x, y;                                                                                       \
+        memcpy(&x, part + k, sizeof x);                                                                  \
+        memcpy(&y, message + i * run + k, sizeof y);                                                     \
+        x = ARITHMETIC(type, combine, x, y);                                                             \
+        memcpy(part + k, &x, sizeof x);                                                                  \
+      }                                                                                                  \
+    }                                                                                                    \
+  }                                                                                                      \
+  static void name(const struct box *box, char *array, int64_t stride, int64_t count, char *message) {   \
+    const int64_t size = (int64_t)sizeof(type);                                                          \
+    const struct row row = row_of(box, array, stride, box->list == NULL ? IN_ORDER : box->list->wide ? WIDE : NARROW); \
+    if (box->run == size)                                                                                \
+      name##_at(&row, count, size, message);                                                             \
+    else                                                                                                 \
+      name##_at(&row, count, box->run, message);                                                         \
+  }
+
+COMBINER(sum_8, uint8_t, DIRECTLY, ADD) /* of the signed ones too: the bits are the same */
+COMBINER(sum_16, uint16_t, DIRECTLY, ADD)
+COMBINER(sum_32, uint32_t, DIRECTLY, ADD)
+COMBINER(sum_64, uint64_t, DIRECTLY, ADD)
+COMBINER(sum_float16, uint16_t, FLOAT16, ADD)
+COMBINER(sum_bfloat16, uint16_t, BFLOAT16, ADD)
+COMBINER(sum_float32, float, DIRECTLY, ADD)
+COMBINER(sum_float64, double, DIRECTLY, ADD)
+COMBINER(sum_complex64, complex64, DIRECTLY, ADD)
+COMBINER(sum_complex128, complex128, DIRECTLY, ADD)
+
+#define EXTREMA(name, type, ARITHMETIC, largest, smallest) \
+  COMBINER(max_##name, type, ARITHMETIC, largest)          \
+  COMBINER(min_##name, type, ARITHMETIC, smallest)
+EXTREMA(int8, int8_t, DIRECTLY, GREATER, LESS)
+EXTREMA(int16, int16_t, DIRECTLY, GREATER, LESS)
+EXTREMA(int32, int32_t, DIRECTLY, GREATER, LESS)
+EXTREMA(int64, int64_t, DIRECTLY, GREATER, LESS)
+EXTREMA(uint8, uint8_t, DIRECTLY, GREATER, LESS)
+EXTREMA(uint16, uint16_t, DIRECTLY, GREATER, LESS)
+EXTREMA(uint32, uint32_t, DIRECTLY, GREATER, LESS)
+EXTREMA(uint64, uint64_t, DIRECTLY, GREATER, LESS)
+EXTREMA(float16, uint16_t, FLOAT16, LARGER, SMALLER)
+EXTREMA(bfloat16, uint16_t, BFLOAT16, LARGER, SMALLER)
+EXTREMA(float32, float, DIRECTLY, LARGER, SMALLER)
+EXTREMA(float64, double, DIRECTLY, LARGER, SMALLER)
+
+/* NULL: elements of this type are not combined so. */
+static row_function *combiner_of(enum combination how, const struct datatype *type) {
+#define COMBINERS(code, sum, max, min) \
+  case code:                           \
+    return how == COMBINE_SUM ? sum : how == COMBINE_MAX ? max : how == COMBINE_MIN ? min : NULL;
+  switch (type->code) {
+    COMBINERS(1, NULL, max_uint8, min_uint8) /* truth values */
+    COMBINERS(2, sum_8, max_int8, min_int8)
+    COMBINERS(3, sum_16, max_int16, min_int16)
+    COMBINERS(FFI_DTYPE_S32, sum_32, max_int32, min_int32)
+    COMBINERS(FFI_DTYPE_S64, sum_64, max_int64, min_int64)
+    COMBINERS(FFI_DTYPE_U8, sum_8, max_uint8, min_uint8)
+    COMBINERS(7, sum_16, max_uint16, min_uint16)
+    COMBINERS(8, sum_32, max_uint32, min_uint32)
+    COMBINERS(9, sum_64, max_uint64, min_uint64)
+    COMBINERS(FFI_DTYPE_F16, sum_float16, max_float16, min_float16)
+    COMBINERS(FFI_DTYPE_BF16, sum_bfloat16, max_bfloat16, min_bfloat16)
+    COMBINERS(FFI_DTYPE_F32, sum_float32, max_float32, min_float32)
+    COMBINERS(FFI_DTYPE_F64, sum_float64, max_float64, min_float64)
+    COMBINERS(FFI_DTYPE_C64, sum_complex64, NULL, NULL)
+    COMBINERS(FFI_DTYPE_C128, sum_complex128, NULL, NULL)
+    default:
+      return NULL;
+  }
+}
+
+bool box_combines(enum combination how, const struct datatype *type) { return combiner_of(how, type) != NULL; }
+
+void box_combine(const struct box *box, enum combination how, const struct datatype *type, void *array,
+                 const char *message) {
+  walk_box(combiner_of(how, type), box, array, message);
+}
+
+/* --- boxes and boxes --- */
+
+bool box_is_like(const struct box *a, const struct box *b) {
+  bool alike = a->run == b->run && a->axes == b->axes && a->list == NULL && b->list == NULL;
+  for (int axis = 0; axis < a->axes && alike; axis++) alike = a->counts[axis] == b->counts[axis];
+  return alike;
+}
+
+static void copy_axes(const struct box *from, const struct box *to, int axis, char *read, char *written) {
+  if (axis < from->axes - 1) {
+    for (int64_t i = 0; i < from->counts[axis]; i++)
+      copy_axes(from, to, axis + 1, read + i * from->strides[axis], written + i * to->strides[axis]);
+    return;
+  }
+  const bool one = axis >= from->axes;
+  const struct row rows[] = {{written, one ? 0 : to->strides[axis], IN_ORDER, NULL},
+                             {read, one ? 0 : from->strides[axis], IN_ORDER, NULL}};
+  copy_runs(&rows[0], &rows[1], one ? 1 : from->counts[axis], from->run);
+}
+
+void box_copy(const struct box *from, const void *read, const struct box *to, void *written) {
+  copy_axes(from, to, 0, (char *)(uintptr_t)read + from->first, (char *)written + to->first);
+}
+
+int64_t box_bytes(const struct box *box) {
+  int64_t bytes = box->run;
+  for (int axis = 0; axis < box->axes; axis++) bytes *= box->counts[axis];
+  return bytes;
+}
+
+struct box box_without_gaps(const struct box *box) {
+  struct box whole = {.run = box_bytes(box)};
+  memcpy(whole.value, box->value, sizeof whole.value);
+  return whole;
+}

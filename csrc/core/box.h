@@ -1,0 +1,50 @@
+/* Boxes: the parts of an array that travel in a message of a plan, or are filled.
+ *
+ * Threads: pure functions, for any thread.
+ */
+#ifndef JAXMPI_BOX_H
+#define JAXMPI_BOX_H
+
+#include "core/indices.h"
+#include "core/operation.h"
+
+enum { MAX_BOX_AXES = 8 };
+
+/* Equal parts of an array, `run` contiguous bytes each, which lie `stride` bytes apart along each axis: 0 or negative
+ * strides are possible. With a list the parts along the last axis lie at its indices, of which each stands for so many
+ * strides. In a message the parts follow each other. */
+struct box {
+  int leaf, axes;
+  const struct indices *list; /* of as many indices as the last axis has parts; NULL: its parts are in their order */
+  int64_t stage;              /* offset in the stage of the plan */
+  int64_t first;              /* offset in the array, of the part with index 0 along each axis */
+  int64_t run;
+  int64_t counts[MAX_BOX_AXES], strides[MAX_BOX_AXES]; /* the last axis varies fastest */
+  unsigned char value[16];                             /* if the box is filled: that of an element, repeated */
+};
+
+/* What becomes of what is in a box that receives: it is replaced, or combined with what has come. */
+enum combination { COMBINE_NOT, COMBINE_SUM, COMBINE_MAX, COMBINE_MIN, COMBINATIONS };
+
+/* Whether elements of a type can be combined so. */
+bool box_combines(enum combination how, const struct datatype *type);
+
+/* Copies the parts of a box of an array to a message, or from it; combines them with it. */
+void box_gather(const struct box *box, const void *array, char *message);
+void box_scatter(const struct box *box, void *array, const char *message);
+void box_combine(const struct box *box, enum combination how, const struct datatype *type, void *array,
+                 const char *message);
+
+/* Repeats the box's value in all of its parts. */
+void box_fill(const struct box *box, void *array);
+
+/* Whether two boxes have the same parts, none by a list, so that those of one can be copied to those of the other. */
+bool box_is_like(const struct box *box, const struct box *other);
+void box_copy(const struct box *from, const void *read, const struct box *to, void *written);
+
+int64_t box_bytes(const struct box *box);
+
+/* The box of an array that consists of what is in the box, as a message does. */
+struct box box_without_gaps(const struct box *box);
+
+#endif

@@ -1,0 +1,41 @@
+"""What all ranks must know before they go on: an error of one of them is an error of all."""
+
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
+
+import numpy as np
+from mpi4py import MPI
+
+T = TypeVar("T")
+_KINDS = (TypeError, ValueError)
+
+
+def attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """What `work` returns, or what it raises."""
+    try:
+        return work(), None
+    except Exception as error:
+        return None, error
+
+
+def sums(comm: MPI.Intracomm, operation: str, failure: Exception | None, *numbers: int) -> list[int]:
+    """The sums of numbers over all ranks, modulo 2^64: one small reduction.
+
+    Raises an exception on all ranks if any has a failure: its own there, and on the others one of the same type, with
+    the number of the first rank that has one.
+    """
+    told = np.array([failure is not None, *numbers], np.uint64)
+    comm.Allreduce(MPI.IN_PLACE, told, MPI.SUM)
+    if told[0]:
+        _fail(comm, operation, failure)
+    return [int(number) for number in told[1:]]
+
+
+def _fail(comm: MPI.Intracomm, operation: str, failure: Exception | None) -> NoReturn:
+    kind: Any = next((kind for kind in _KINDS if isinstance(failure, kind)), RuntimeError)
+    failures = comm.allgather(None if failure is None else (kind, str(failure)))
+    if failure is not None:
+        raise failure
+    rank = next(rank for rank, its in enumerate(failures) if its is not None)
+    kind, text = failures[rank]
+    raise kind(f"{operation}: on rank {rank}: {text.removeprefix(f'{operation}: ')}")

@@ -1,0 +1,193 @@
+"""Exchanges of ghosts: rows of other ranks, of which a rank has copies behind its own rows.
+
+On all ranks together, of the rows o that they own and of the ghosts g, an exchange is the linear map (o, g) -> (o, P o),
+in which each row of P has one 1. Its transpose adds the ghosts to their owners' rows and clears them:
+(o, g) -> (o + P^T g, 0). So each is one operation, and the transpose of the other.
+
+A rank sends one message to each rank that has ghosts of its rows, and receives one from each owner of its ghosts, of all
+arrays together. What is added to a row is added in the order of the ranks from which it comes.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from mpi4py import MPI
+
+from jaxmpi._mpi import plans
+from jaxmpi._mpi.communicators import Communicator
+from jaxmpi._mpi.plans import Box, Fill, Indices, Move, Plan
+from jaxmpi._operations.exchanges import index_accumulate_p, index_exchange_p, index_start_p, start_exchange
+from jaxmpi._operations.requests import Request
+from jaxmpi._primitive import arguments
+from jaxmpi._primitive.params import Planned
+from jaxmpi._unstructured.connections import Connections
+
+Spec = tuple[int, str]
+"""The axis of an array that has the rows, from the end; the name of the array, which the ranks compare."""
+
+Which = range | Indices
+"""Rows of an array: consecutive ones, or those with these indices."""
+
+_COMBINED_BY = ("SUM", "MAX", "MIN")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which rows of this rank's arrays travel."""
+
+    owned: int
+    ghosts: int
+    receives: tuple[tuple[int, int], ...]
+    """The ranks that own ghosts, and how many of them, in the order in which the ghosts lie."""
+    sends: tuple[tuple[int, Which], ...]
+    """The ranks that have ghosts of this rank, and of which of its rows."""
+
+    @property
+    def total(self) -> int:
+        return self.owned + self.ghosts
+
+
+@dataclass(frozen=True)
+class Ghosts:
+    """The pattern of an exchange of ghosts on one rank."""
+
+    rank: int
+    number: int
+    """A number that the ranks of one map have in common, by which they find that they call with different maps."""
+    digest: str
+    """A hash of `rows`, by which patterns are compared."""
+    rows: Rows = dataclasses.field(compare=False, repr=False)
+    op: str = "SUM"
+    """The reduction by which the adjoint combines ghosts with what they are copies of."""
+
+    aliases = True
+
+    @property
+    def refusal(self) -> str:
+        if self.op == "SUM":
+            return ""
+        return f"there is no derivative of MPI.{self.op}. Accumulate with MPI.SUM, or outside of what is differentiated."
+
+    def linear(self, places: tuple[Spec, ...]) -> tuple[Spec, ...]:
+        return places
+
+    def behind(self, place: Spec, axes: int) -> Spec:
+        """The place of an array that has that many axes more, behind all of its own."""
+        axis, name = place
+        return axis - axes, name
+
+    def batch(self, adjoint: bool) -> tuple[int, int]:
+        return 0, 0  # nothing is transposed, and the axis of the rows, counted from the end, remains the same
+
+    def results(self, avals: Sequence[Any], places: Any, adjoint: bool) -> Sequence[Any]:
+        return avals
+
+    def plan(self, rank: int, avals: tuple[Any, ...], places: tuple[Spec, ...], adjoint: bool) -> Plan:
+        return _plan(self, avals, places, adjoint)
+
+
+def _which(rows: np.ndarray) -> Which:
+    first = int(rows[0]) if rows.size else 0
+    return range(first, first + rows.size) if np.all(np.diff(rows) == 1) else Indices(rows)
+
+
+def pattern(connections: Connections, comm: MPI.Comm) -> Ghosts:
+    """The pattern of what the ranks of a communicator know of a division. All of them call it, with their own part."""
+    sends = tuple((rank, _which(its)) for rank, its in connections.sends)
+    rows = Rows(connections.owned, sum(count for _, count in connections.receives), connections.receives, sends)
+    facts = comm.rank, comm.size, rows.owned, rows.receives, [(rank, its if isinstance(its, range) else its.digest) for rank, its in sends]
+    digest = hashlib.sha256(repr(facts).encode()).hexdigest()
+    # The sum does not depend on the order of the ranks, of which each digest has its own.
+    parts = np.array([int(digest[:8], 16), int(digest[8:16], 16)], np.int64)
+    total = np.empty_like(parts)
+    comm.Allreduce(parts, total)
+    number = (int(total[0]) % (1 << 32)) << 32 | int(total[1]) % (1 << 32)
+    return Ghosts(comm.rank, number, digest, rows)
+
+
+def exchange(ghosts: Ghosts, comm: Communicator, tree: Any) -> Any:
+    """Replaces ghosts by the rows of which they are copies, for `IndexMap.exchange`."""
+    arrays, structure, params = _checked("IndexMap.exchange", ghosts, comm, tree)
+    return jax.tree.unflatten(structure, index_exchange_p.apply_to_all(params, arrays))
+
+
+def start(ghosts: Ghosts, comm: Communicator, tree: Any) -> Request:
+    """Starts an exchange, for `IndexMap.start`."""
+    arrays, structure, params = _checked("IndexMap.start", ghosts, comm, tree)
+    return start_exchange("IndexMap.start", params, arrays, structure, index_start_p)
+
+
+def accumulate(ghosts: Ghosts, comm: Communicator, tree: Any, op: MPI.Op = MPI.SUM) -> Any:
+    """Combines ghosts with the rows of which they are copies, for `IndexMap.accumulate`. With MPI.SUM ghosts are then
+    zero, so that nothing is added twice; with MPI.MAX and MPI.MIN they stay as they are."""
+    operation = "IndexMap.accumulate"
+    reduction = arguments.reduction(op, operation)
+    if reduction.name not in _COMBINED_BY:
+        raise ValueError(
+            f"{operation}: op must be {', '.join(f'MPI.{name}' for name in _COMBINED_BY)}, got {reduction.name}."
+        )
+
+    def check(x: Any, operation: str, name: str) -> jax.Array:
+        return arguments.reducible(x, reduction, operation, name)
+
+    pattern = dataclasses.replace(ghosts, op=reduction.name)
+    arrays, structure, params = _checked(operation, pattern, comm, tree, check, adjoint=True)
+    return jax.tree.unflatten(structure, index_accumulate_p.apply_to_all(params, arrays))
+
+
+def _checked(
+    operation: str, ghosts: Ghosts, comm: Communicator, tree: Any, check: Any = arguments.array, adjoint: bool = False
+) -> tuple[list[Any], Any, Planned]:
+    """The arrays, their structure, and the parameters of the operation."""
+    arrays, names, structure = arguments.leaves(tree, operation, "tree", check)
+    rows = ghosts.rows
+    for x, name in zip(arrays, names, strict=True):
+        if x.ndim == 0 or x.shape[0] != rows.total:
+            raise ValueError(
+                f"{operation}: {name} has shape {x.shape}, and its first axis must have this rank's {rows.total} rows: "
+                f"{rows.owned} that it owns, then {rows.ghosts} ghosts."
+            )
+    places = tuple((-x.ndim, name) for x, name in zip(arrays, names, strict=True))
+    return arrays, structure, Planned(comm, ghosts, places, adjoint)
+
+
+def _box(aval: Any, axis: int, which: Which) -> Box:
+    """Rows of an array."""
+    starts, counts = [0] * len(aval.shape), list(aval.shape)
+    if isinstance(which, range):
+        starts[axis], counts[axis] = which.start, len(which)
+        return Box(tuple(starts), tuple(counts), (1,) * len(starts))
+    counts[axis] = which.values.size
+    return Box(tuple(starts), tuple(counts), (1,) * len(starts), (axis, which))
+
+
+@plans.cached
+def _plan(pattern: Ghosts, avals: tuple[Any, ...], places: tuple[Spec, ...], adjoint: bool) -> Plan:
+    rank, rows = pattern.rank, pattern.rows
+    moves: list[Move] = []
+    fills: list[Fill] = []
+    facts = []
+    for leaf, (aval, (from_end, name)) in enumerate(zip(avals, places, strict=True)):
+        axis = from_end % len(aval.shape)
+        # Where it lies on the other rank is that rank's affair. Sums are in the order of the ranks with ghosts.
+        for other, which in rows.sends:
+            sent = _box(aval, axis, which)
+            moves.append(Move((other,), leaf, rank, sent, other, sent))
+        start = rows.owned
+        for other, count in rows.receives:
+            received = _box(aval, axis, range(start, start + count))
+            moves.append(Move((rank,), leaf, other, received, rank, received))
+            start += count
+        if adjoint and pattern.op == "SUM":
+            fills.append(Fill(leaf, _box(aval, axis, range(rows.owned, rows.total))))
+        facts.append((aval.shape[:axis], aval.shape[axis + 1 :], np.dtype(aval.dtype).name, name))
+    if adjoint:
+        moves = [move.reverse() for move in moves]
+    combines = pattern.op if adjoint else None
+    signature = plans.signature("ghosts", pattern.number, facts, combines)
+    return plans.make(rank, avals, moves, fills, combines=combines, signature=signature)

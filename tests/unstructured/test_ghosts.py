@@ -1,0 +1,504 @@
+"""Exchanges of ghosts by index, against NumPy on a global array, of which all ranks know all.
+
+hypothesis draws a division of rows among some ranks and the ghosts of each. Integers make sums exact; where their order
+matters, floats are added by NumPy in the order of the ranks.
+"""
+
+import os
+import time
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from mpi4py import MPI
+
+import jaxmpi
+from jaxmpi._mpi import communicators
+from jaxmpi._unstructured import ghosts
+from jaxmpi._unstructured.connections import Connections
+from support import drawing
+from support.table import NEW_JAX, draw, dtype_of
+
+EXAMPLES = int(os.environ.get("JAXMPI_TEST_GHOSTS", "24"))
+DTYPES = ["float32", "float64", "int32", "bool", "complex64", "bfloat16", "complex128", "uint8", "float8_e5m2", "int64"]
+SUMMED = ["float32", "float64", "complex64", "complex128", "bfloat16", "float16"]
+COMBINED = {
+    "SUM": [*SUMMED, "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"],
+    "MAX": ["float32", "float64", "bfloat16", "float16", "bool", "int8", "uint16", "int32", "uint64", "int64"],
+}
+COMBINED["MIN"] = COMBINED["MAX"]
+WAYS = {"eager": lambda f: f, "jit": jaxmpi.jit, "jax.jit": jax.jit}
+derivatives = pytest.mark.skipif(not NEW_JAX, reason="this JAX has no derivatives of communication")
+
+
+@dataclass(frozen=True)
+class Map:
+    """Global indices: of each rank those that it owns, and those of which it has copies."""
+
+    owned: tuple[tuple[int, ...], ...]
+    ghosts: tuple[tuple[int, ...], ...]
+
+    @property
+    def ranks(self):
+        return len(self.owned)
+
+    @property
+    def size(self):
+        return sum(map(len, self.owned))
+
+    def owner(self, index):
+        return next(rank for rank, its in enumerate(self.owned) if index in its)
+
+    def rows(self, rank):
+        """The global index of each local row."""
+        return [*self.owned[rank], *sorted(self.ghosts[rank], key=lambda index: (self.owner(index), index))]
+
+    def connections(self, rank):
+        mine = self.rows(rank)[len(self.owned[rank]) :]
+        receives, sends = [], []
+        for other in range(self.ranks):
+            if count := sum(index in self.owned[other] for index in mine):
+                receives.append((other, count))
+            theirs = [index for index in self.rows(other)[len(self.owned[other]) :] if index in self.owned[rank]]
+            if theirs:
+                sends.append((other, np.array([self.owned[rank].index(index) for index in theirs])))
+        return Connections(len(self.owned[rank]), np.array(mine, np.int64), tuple(receives), tuple(sends))
+
+    def exchanged(self, blocks):
+        """What the arrays of all ranks become."""
+        whole = {index: blocks[rank][at] for rank, its in enumerate(self.owned) for at, index in enumerate(its)}
+        results = [block.copy() for block in blocks]
+        for rank, result in enumerate(results):
+            for at, index in enumerate(self.rows(rank)):
+                result[at] = whole[index]
+        return results
+
+    def accumulated(self, blocks, op="SUM"):
+        combine = {"SUM": np.add, "MAX": np.maximum, "MIN": np.minimum}[op]
+        results = [block.copy() for block in blocks]
+        for rank, block in enumerate(blocks):
+            owned = len(self.owned[rank])
+            for at, index in enumerate(self.rows(rank)[owned:], owned):
+                to = results[self.owner(index)]
+                place = self.owned[self.owner(index)].index(index)
+                to[place] = combine(to[place], block[at])
+                if op == "SUM":
+                    results[rank][at] = 0
+        return results
+
+
+@st.composite
+def maps(draw, size):
+    ranks = draw(st.integers(1, size))
+    counts = [draw(st.integers(0, 7)) for _ in range(ranks)]
+    order = draw(st.permutations(range(sum(counts))))
+    order = [3 * index + 5 for index in order]  # with gaps
+    if draw(st.booleans()):
+        order.sort()  # consecutive rows
+    ends = np.cumsum([0, *counts])
+    owned = tuple(tuple(order[a:b]) for a, b in zip(ends[:-1], ends[1:], strict=True))
+    copies = []
+    for mine in owned:
+        others = [index for index in order if index not in mine]
+        copies.append(tuple(draw(st.lists(st.sampled_from(others), unique=True))) if others else ())
+    return Map(owned, tuple(copies))
+
+
+@dataclass(frozen=True)
+class Case:
+    map: Map
+    fields: tuple[tuple[str, tuple[int, ...]], ...]
+    """Dtypes, and the shapes of rows."""
+    way: str
+    op: str
+    starts: bool
+    seed: int
+
+    def blocks(self, seed):
+        """The arrays of all ranks."""
+        return [
+            [
+                draw((len(self.map.rows(rank)), *row), dtype_of(dtype), rank, 100 * self.seed + 10 * seed + i)
+                for i, (dtype, row) in enumerate(self.fields)
+            ]
+            for rank in range(self.map.ranks)
+        ]
+
+
+@st.composite
+def cases(draw, size, dtypes=DTYPES, op=None):
+    op = draw(st.sampled_from(list(COMBINED))) if op is None else op
+    field = st.tuples(
+        st.sampled_from(COMBINED[op] if dtypes is None else dtypes), st.lists(st.integers(0, 5), max_size=2).map(tuple)
+    )
+    fields = tuple(draw(st.lists(field, min_size=1, max_size=4)))
+    way, starts = draw(st.sampled_from(list(WAYS))), draw(st.booleans())
+    return Case(draw(maps(size)), fields, way, op, starts, draw(st.integers(0, 1000)))
+
+
+class Local:
+    """What a rank has of a map."""
+
+    def __init__(self, of, comm):
+        self.of, self.mpi, self.rank = of, comm, comm.rank
+        self.comm = communicators.resolve(comm, "test")
+        self.ghosts = ghosts.pattern(of.connections(comm.rank), comm)
+
+    def exchange(self, tree):
+        return ghosts.exchange(self.ghosts, self.comm, tree)
+
+    def accumulate(self, tree, op=MPI.SUM):
+        return ghosts.accumulate(self.ghosts, self.comm, tree, op)
+
+    def start(self, tree):
+        return ghosts.start(self.ghosts, self.comm, tree)
+
+
+def equal(found, right, about):
+    assert found.dtype == right.dtype, about
+    assert found.shape == right.shape, about
+    assert np.asarray(found).tobytes() == np.asarray(right).tobytes(), f"{about}\n{found}\n{right}"
+
+
+def each_field(blocks, of):
+    """Applies a map of the arrays of all ranks to each field."""
+    return [list(its) for its in zip(*[of(list(field)) for field in zip(*blocks, strict=True)], strict=True)]
+
+
+def check_exchange(case, local):
+    blocks = case.blocks(0)
+    mine = list(map(jnp.asarray, blocks[local.rank]))
+
+    def call(fields):
+        return jaxmpi.notoken.wait(local.start(fields)) if case.starts else local.exchange(fields)
+
+    results = WAYS[case.way](call)(mine)
+    right = each_field(blocks, case.map.exchanged)[local.rank]
+    for found, expected, operand, before in zip(results, right, mine, blocks[local.rank], strict=True):
+        equal(found, expected, case)
+        equal(operand, before, case)
+
+
+def check_accumulate(case, local):
+    blocks = case.blocks(0)
+    mine = list(map(jnp.asarray, blocks[local.rank]))
+    results = WAYS[case.way](lambda fields: local.accumulate(fields, getattr(MPI, case.op)))(mine)
+    right = each_field(blocks, lambda field: case.map.accumulated(field, case.op))[local.rank]
+    for found, expected, operand, before in zip(results, right, mine, blocks[local.rank], strict=True):
+        equal(found, expected, case)
+        equal(operand, before, case)
+
+
+def total(comm, xs, ys):
+    wide = lambda x: np.asarray(x).astype(np.complex128)  # noqa: E731
+    return comm.allreduce(complex(sum(np.sum(wide(x) * wide(y)) for x, y in zip(xs, ys, strict=True))))
+
+
+def check_derivatives(case, local):
+    """Tangents, cotangents, and cotangents of those, of an exchange and of its adjoint."""
+    primals, tangents, cotangents = (case.blocks(seed) for seed in range(3))
+    here = lambda blocks: list(map(jnp.asarray, blocks[local.rank]))  # noqa: E731
+
+    def exchange(fields):
+        return jaxmpi.notoken.wait(local.start(fields)) if case.starts else local.exchange(fields)
+
+    for call, forth, back in (
+        (exchange, case.map.exchanged, case.map.accumulated),
+        (local.accumulate, case.map.accumulated, case.map.exchanged),
+    ):
+        call = WAYS[case.way](call)
+        _, forward = jax.jvp(call, (here(primals),), (here(tangents),))
+        right = each_field(tangents, forth)[local.rank]
+        for found, expected in zip(forward, right, strict=True):
+            equal(found, expected, case)
+        pullback = jax.vjp(call, here(primals))[1]
+        (backward,) = pullback(here(cotangents))
+        for found, expected in zip(backward, each_field(cotangents, back)[local.rank], strict=True):
+            equal(found, expected, case)
+        assert total(local.mpi, forward, here(cotangents)) == total(local.mpi, here(tangents), backward), case
+        (again,) = jax.vjp(lambda cts, pullback=pullback: pullback(cts)[0], here(cotangents))[1](here(tangents))
+        for found, expected in zip(again, right, strict=True):
+            equal(found, expected, case)
+
+
+def check_batches(case, local):
+    """A batch of some of the fields, along any axis, against one after the other."""
+    first, second = (case.blocks(seed)[local.rank] for seed in range(2))
+    ins, where = [], []
+    for i, pair in enumerate(zip(first, second, strict=True)):
+        mapped = i == 0 or case.seed % (i + 2) == 0
+        axis = case.seed % (pair[0].ndim + 1)
+        ins.append(jnp.stack(pair, axis=axis) if mapped else jnp.asarray(pair[0]))
+        where.append(axis if mapped else None)
+
+    def exchange(fields):
+        return jaxmpi.notoken.wait(local.start(fields)) if case.starts else local.exchange(fields)
+
+    for call in (exchange, lambda fields: local.accumulate(fields, getattr(MPI, case.op))):
+        outs = WAYS[case.way](jax.vmap(lambda *fields, call=call: call(list(fields)), tuple(where)))(*ins)
+        for j in range(2):
+            given = [x if axis is None else jnp.take(x, j, axis) for x, axis in zip(ins, where, strict=True)]
+            for out, one in zip(outs, call(given), strict=True):
+                equal(out[j], np.asarray(one), case)
+
+
+def run_cases(comm, strategy, check, examples):
+    def together(case):
+        part = comm.Split(0 if comm.rank < case.map.ranks else MPI.UNDEFINED)
+        try:
+            if comm.rank < case.map.ranks:
+                check(case, Local(case.map, part))
+        finally:
+            if comm.rank < case.map.ranks:
+                part.Free()
+
+    drawing.on_all_ranks(comm, strategy, together, examples)
+
+
+@pytest.mark.seconds(600)
+def test_random_exchanges(comm, size):
+    run_cases(comm, cases(size), check_exchange, 2 * EXAMPLES)
+
+
+@pytest.mark.seconds(600)
+def test_random_accumulations(comm, size):
+    run_cases(comm, cases(size, None), check_accumulate, 2 * EXAMPLES)
+
+
+@derivatives
+@pytest.mark.seconds(600)
+def test_random_derivatives(comm, size):
+    run_cases(comm, cases(size, SUMMED), check_derivatives, EXAMPLES // 2)
+
+
+@pytest.mark.two_ranks_suffice
+@pytest.mark.seconds(600)
+def test_random_batches(comm, size):
+    run_cases(comm, cases(size, None), check_batches, EXAMPLES // 2)
+
+
+def ring(size, rows=4, reach=2):
+    """Of a ring of rows each rank has some, in a mixed order, and copies of some before and behind them."""
+    whole = np.arange(size * rows)
+    owned = [[int(i) for i in np.random.default_rng(rank).permutation(whole[rank * rows : (rank + 1) * rows])]
+             for rank in range(size)]  # fmt: skip
+    around = [{i % whole.size for i in range(rank * rows - reach, (rank + 1) * rows + reach)} for rank in range(size)]
+    return Map(
+        tuple(map(tuple, owned)),
+        tuple(tuple(sorted(its - set(mine))) for its, mine in zip(around, owned, strict=True)),
+    )
+
+
+def test_sums_are_in_the_order_of_the_ranks(comm, rank, size):
+    """Whatever arrives first: all ranks have copies of all rows of rank 0, in numbers whose sum depends on the order."""
+    rows = 50
+    of = Map((tuple(range(rows)), *[(rows + other,) for other in range(1, size)]),
+             ((), *[tuple(range(rows))] * (size - 1)))  # fmt: skip
+    local = Local(of, comm)
+    for dtype in (np.float32, np.float64, np.complex64):
+        blocks = [
+            np.random.default_rng(other).normal(size=(len(of.rows(other)), 3)).astype(dtype) * dtype(10.0**other)
+            for other in range(size)
+        ]
+        right = of.accumulated(blocks)[rank]
+        for turn in range(8):
+            time.sleep(0.01 * ((rank * 3 + turn) % 4))
+            equal(local.accumulate(jnp.asarray(blocks[rank])), right, f"{dtype} {turn}")
+
+
+@pytest.mark.parametrize("op", ["MAX", "MIN"])
+def test_nan_wins(comm, rank, size, op):
+    of = ring(size)
+    local = Local(of, comm)
+    blocks = [draw((len(of.rows(other)), 2), np.float32, other) for other in range(size)]
+    for block in blocks:
+        block[-1, 0] = np.nan
+    found = local.accumulate(jnp.asarray(blocks[rank]), getattr(MPI, op))
+    np.testing.assert_array_equal(found, of.accumulated(blocks, op)[rank])
+
+
+@derivatives
+def test_second_derivatives(comm, rank, size):
+    """Of the cubes of what is exchanged, times a weight on each rank, by Hessian-vector products."""
+    of = ring(size)
+    local = Local(of, comm)
+    xs, ws, vs = ([np.asarray(draw((len(of.rows(other)), 3), np.float64, other, seed)) for other in range(size)]
+                  for seed in range(3))  # fmt: skip
+
+    def loss(x):
+        return jnp.sum(ws[rank] * local.exchange(x) ** 3)
+
+    ex, ev = of.exchanged(xs), of.exchanged(vs)
+    gradient = of.accumulated([3 * w * x**2 for w, x in zip(ws, ex, strict=True)])[rank]
+    product = of.accumulated([6 * w * x * v for w, x, v in zip(ws, ex, ev, strict=True)])[rank]
+    x, v = jnp.asarray(xs[rank]), jnp.asarray(vs[rank])
+    for way in (lambda f: f, jax.jit):
+        np.testing.assert_array_equal(way(jax.grad(loss))(x), gradient)
+        np.testing.assert_array_equal(way(lambda x, v: jax.jvp(jax.grad(loss), (x,), (v,))[1])(x, v), product)
+        np.testing.assert_array_equal(way(jax.grad(lambda x: jnp.vdot(jax.grad(loss)(x), v)))(x), product)
+    hessian = jax.hessian(lambda x: jnp.sum(local.accumulate(x) ** 2))(x)
+    assert hessian.shape == x.shape * 2
+
+
+@derivatives
+def test_in_loops(comm, rank, size):
+    """A walk on a ring, its gradient with and without checkpoints, by NumPy on all of it."""
+    of = ring(size, rows=5, reach=1)
+    local = Local(of, comm)
+    rows, places = of.rows(rank), {index: at for at, index in enumerate(of.rows(rank))}
+    ahead = np.array([places[(index + 1) % of.size] for index in of.owned[rank]])
+    owned = len(of.owned[rank])
+
+    def step(x, _):
+        x = local.exchange(x)
+        return x.at[:owned].add(x[ahead]), None
+
+    def walked(x, body=step):
+        return jax.lax.scan(body, x, None, length=3)[0][:owned]
+
+    whole = np.random.default_rng(1).integers(0, 9, of.size).astype(np.float64)
+    x = jnp.asarray(whole[rows])
+    right = whole.copy()
+    for _ in range(3):
+        right = right + np.roll(right, -1)
+    np.testing.assert_array_equal(jax.jit(walked)(x), right[list(of.owned[rank])])
+    weights = np.random.default_rng(2).integers(0, 9, of.size).astype(np.float64)
+    back = weights.copy()
+    for _ in range(3):
+        back = back + np.roll(back, 1)
+    for body in (step, jax.checkpoint(step)):
+        loss = lambda x, body=body: jnp.vdot(walked(x, body), weights[list(of.owned[rank])])  # noqa: E731
+        gradient = jax.jit(jax.grad(loss))(x)
+        np.testing.assert_array_equal(gradient[:owned], back[list(of.owned[rank])])
+        np.testing.assert_array_equal(gradient[owned:], 0)
+
+
+def test_long_rows_and_many_of_them(comm, rank, size):
+    """Rows of all the lengths that have loops of their own, and others; more than a MiB to a rank."""
+    rows = 20000
+    mine = np.random.default_rng(rank).permutation(rows)
+    of_others = [np.sort(np.random.default_rng([7, rank, other]).choice(rows, rows // 4, replace=False))
+                 for other in range(size)]  # fmt: skip
+    receives = tuple((other, rows // 4) for other in range(size) if other != rank)
+    sends = []
+    for other in range(size):
+        if other != rank:
+            wanted = np.sort(np.random.default_rng([7, other, rank]).choice(rows, rows // 4, replace=False))
+            sends.append((other, np.argsort(mine)[wanted]))
+    copies = np.concatenate([of_others[other] + rows * other for other in range(size) if other != rank] or [[]])
+    local = Local.__new__(Local)
+    local.comm = communicators.resolve(comm, "test")
+    local.ghosts = ghosts.pattern(Connections(rows, copies.astype(np.int64), receives, tuple(sends)), comm)
+    for dtype, length in ((np.uint8, 1), (np.int16, 1), (np.float32, 1), (np.uint8, 3), (np.float64, 1),
+                          (np.complex128, 1), (np.float64, 4), (np.float32, 16), (np.float64, 9)):  # fmt: skip
+        whole = np.random.default_rng(length).integers(0, 200, (size * rows, length)).astype(dtype)
+        block = np.concatenate([whole[rank * rows + mine], np.zeros((copies.size, length), dtype)])
+        found = local.exchange(jnp.asarray(block))
+        equal(found[:rows], block[:rows], dtype)
+        equal(found[rows:], whole[copies.astype(int)], dtype)
+
+
+def test_nothing_travels(comm, rank, size):
+    """Without ghosts, without rows, and with rows without elements."""
+    alone = Local(Map(tuple((rank,) for rank in range(size)), ((),) * size), comm)
+    x = jnp.arange(3.0)[None]
+    for found in (alone.exchange(x), alone.accumulate(x), jaxmpi.notoken.wait(alone.start(x))):
+        equal(found, np.asarray(x), "no ghosts")
+    none = Local(Map(((),) * size, ((),) * size), comm)
+    equal(none.exchange(jnp.ones((0, 2))), np.ones((0, 2)), "no rows")
+    of = ring(size)
+    local = Local(of, comm)
+    empty = jnp.ones((len(of.rows(rank)), 0))
+    for found in (local.exchange(empty), local.accumulate(empty), jaxmpi.notoken.wait(local.start(empty))):
+        equal(found, np.asarray(empty), "no elements")
+    assert local.exchange([]) == []
+
+
+def test_one_message_to_each_neighbor(comm, rank, size):
+    """The plan has a send for each rank with ghosts; consecutive rows are no list."""
+    local = Local(ring(size, rows=4, reach=1), comm)
+    assert len(local.ghosts.rows.sends) == len({(rank - 1) % size, (rank + 1) % size} - {rank})
+    order = Map(tuple((2 * rank, 2 * rank + 1) for rank in range(size)),
+                tuple((2 * ((rank + 1) % size), 2 * ((rank + 1) % size) + 1) if size > 1 else () for rank in range(size)))  # fmt: skip
+    assert all(isinstance(which, range) for _, which in Local(order, comm).ghosts.rows.sends)
+
+
+def test_patterns_are_equal_by_what_they_say(comm, rank, size):
+    one, two, other = (Local(ring(size, reach=reach), comm).ghosts for reach in (2, 2, 1))
+    assert one == two
+    assert hash(one) == hash(two)
+    assert len({x for x in comm.allgather(one.number)}) == 1
+    assert (one != other and one.number != other.number) or size == 1
+
+
+def test_typed_keys(comm, rank, size):
+    of = ring(size)
+    local = Local(of, comm)
+    keys = jax.random.split(jax.random.key(3), of.size)
+    rows = np.array(of.rows(rank))
+    mine = keys[rows].at[len(of.owned[rank]) :].set(jax.random.key(0))
+    for found in (local.exchange(mine), jaxmpi.notoken.wait(local.start(mine))):
+        np.testing.assert_array_equal(jax.random.key_data(found), jax.random.key_data(keys)[rows])
+
+
+BAD = [
+    (lambda local, x: local.exchange(x[:-1]), ValueError, "IndexMap.exchange: tree has shape .* must have this rank's"),
+    (lambda local, x: local.exchange({"a": x, "b": x[0, 0]}), ValueError, r"tree\['b'\] has shape \(\)"),
+    (lambda local, x: local.exchange(None), TypeError, "IndexMap.exchange: tree is None"),
+    (lambda local, x: local.exchange("text"), TypeError, "must hold JAX arrays"),
+    (lambda local, x: local.start(x[:-1]), ValueError, "IndexMap.start: tree has shape"),
+    (lambda local, x: local.start([x] * 101), ValueError, "at most 100"),
+    (lambda local, x: local.accumulate(x, MPI.PROD), ValueError, "op must be MPI.SUM, MPI.MAX, MPI.MIN, got PROD"),
+    (lambda local, x: local.accumulate(x, "sum"), TypeError, "op must be an mpi4py operation"),
+    (lambda local, x: local.accumulate(x > 0), TypeError, "MPI.SUM is not defined for dtype bool"),
+    (lambda local, x: local.accumulate(x + 1j, MPI.MAX), TypeError, "MPI.MAX is not defined for dtype complex128"),
+    (lambda local, x: local.accumulate(x.astype("float8_e5m2")), TypeError, "it can be moved, not reduced"),
+    (lambda local, x: local.accumulate(x[:-1], MPI.MAX), ValueError, "IndexMap.accumulate: tree has shape"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "words"), BAD)
+def test_bad_calls(call, error, words, comm, rank, size):
+    of = ring(size)
+    with pytest.raises(error, match=words):
+        call(Local(of, comm), jnp.ones((len(of.rows(rank)), 2)))
+
+
+@derivatives
+def test_extrema_have_no_derivative(comm, rank, size):
+    of = ring(size)
+    local = Local(of, comm)
+    x = jnp.ones(len(of.rows(rank)))
+    for way in (lambda f: f, jax.jit):
+        with pytest.raises(Exception, match=r"IndexMap.accumulate cannot be differentiated: .* of MPI.MAX"):
+            way(jax.grad(lambda x: jnp.sum(local.accumulate(x, MPI.MAX))))(x)
+    counted = jax.grad(lambda x: jnp.sum(x * local.accumulate(jnp.ones(x.shape, jnp.int32), MPI.MAX)))(x)
+    np.testing.assert_array_equal(counted, 1)
+
+
+@pytest.mark.own_errors
+@pytest.mark.ranks(2)
+def test_ranks_that_differ_get_an_error(comm, rank, size):
+    part = comm.Split(rank // 2)
+    if part.size == 2:
+        of = ring(2)
+        local, other = Local(of, part), Local(ring(2, reach=1), part)
+        x = jnp.arange(2.0 * len(of.rows(part.rank))).reshape(-1, 2)
+        for call, name in (
+            (lambda: local.exchange(x.astype("float32")), "exchange"),
+            (lambda: local.exchange((x, x)), "exchange"),
+            (lambda: local.exchange(x[:, :1]), "exchange"),
+            (lambda: local.exchange({"another name": x}), "exchange"),
+            (lambda: other.exchange(x[: len(other.of.rows(part.rank))]), "exchange"),
+            (lambda: local.accumulate(x), r"(exchange|accumulate)"),
+        ):
+            with pytest.raises(
+                jax.errors.JaxRuntimeError, match=rf"IndexMap.{name}.*(has sent something else|the ranks differ)"
+            ):
+                jax.block_until_ready(call() if part.rank else local.exchange(x))
+            right = of.exchanged([np.full((len(of.rows(r)), 2), r) for r in range(2)])[part.rank]
+            np.testing.assert_array_equal(local.exchange(jnp.full(x.shape, part.rank)), right)
+    part.Free()

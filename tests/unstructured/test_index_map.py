@@ -1,0 +1,601 @@
+"""Maps of random index sets, against what all ranks together know of them by NumPy.
+
+hypothesis draws on rank 0 which rows there are, who owns them, and who reads which.
+"""
+
+import functools
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.sparse
+from hypothesis import strategies as st
+from mpi4py import MPI
+
+import jaxmpi
+from jaxmpi._unstructured import directory, messages
+from jaxmpi._unstructured.lookup import Lookup
+from support import drawing
+from support.launch import launch
+
+EXAMPLES = int(os.environ.get("JAXMPI_TEST_MAPS", "40"))
+LARGEST = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class Case:
+    owned: tuple[tuple[int, ...], ...]
+    """The rows of each rank, in its order."""
+    ghosts: tuple[tuple[int, ...], ...]
+    with_owners: bool
+
+    @property
+    def ranks(self):
+        return len(self.owned)
+
+    def owner(self):
+        return {index: rank for rank, its in enumerate(self.owned) for index in its}
+
+    def of(self, rank):
+        """The ghosts of a rank, each once, by owner and index."""
+        owner = self.owner()
+        return sorted({i for i in self.ghosts[rank] if owner[i] != rank}, key=lambda i: (owner[i], i))
+
+    def map(self, comm):
+        owners = [self.owner()[i] for i in self.ghosts[comm.rank]] if self.with_owners else None
+        return jaxmpi.IndexMap(
+            np.array(self.owned[comm.rank]), np.array(self.ghosts[comm.rank]), owners=owners, comm=comm
+        )
+
+
+@st.composite
+def cases(draw, size):
+    """Rows without gaps, with small or with huge ones; ranks that own nothing or read nothing."""
+    ranks = draw(st.integers(1, size))
+    count = draw(st.integers(0, 60))
+    largest = draw(st.sampled_from([count, 4 * count, 2**31 + 5, LARGEST]))
+    rows = (
+        list(range(count))
+        if largest == count
+        else draw(st.lists(st.integers(0, largest), min_size=count, max_size=count, unique=True))
+    )
+    if draw(st.booleans()):  # in blocks of consecutive ones
+        rows = sorted(rows)
+        ends = sorted(draw(st.lists(st.integers(0, count), min_size=ranks - 1, max_size=ranks - 1)))
+        owned = [rows[a:b] for a, b in zip([0, *ends], [*ends, count], strict=True)]
+    else:
+        owned = [[] for _ in range(ranks)]
+        some = draw(st.lists(st.integers(0, ranks - 1), min_size=1, max_size=ranks))  # the others own nothing
+        for row in draw(st.permutations(rows)):
+            owned[draw(st.sampled_from(some))].append(row)
+    read = st.lists(st.sampled_from(rows), max_size=80) if rows else st.just([])
+    ghosts = [draw(read) if draw(st.integers(0, 4)) else [] for _ in range(ranks)]
+    return Case(tuple(map(tuple, owned)), tuple(map(tuple, ghosts)), draw(st.booleans()))
+
+
+def on_ranks(comm, strategy, check, examples):
+    """Calls `check(case, part)`, where `part` has as many ranks as the case is of."""
+
+    def together(case):
+        part = comm.Split(0 if comm.rank < case.ranks else MPI.UNDEFINED)
+        if comm.rank < case.ranks:
+            try:
+                check(case, part)
+            finally:
+                part.Free()
+
+    drawing.on_all_ranks(comm, strategy, together, examples)
+
+
+def check_map(case, comm):
+    made = case.map(comm)
+    rank, owner = comm.rank, case.owner()
+    owned, ghosts = list(case.owned[rank]), case.of(rank)
+    assert made.sizes == (len(owned), len(ghosts))
+    assert made.owned.tolist() == owned
+    assert made.ghosts.tolist() == ghosts
+    assert made.owners.tolist() == [owner[i] for i in ghosts]
+    assert (made.owned.dtype, made.ghosts.dtype, made.owners.dtype) == (np.int64, np.int64, np.int32)
+    readers = {other for other in range(comm.size) if any(owner[i] == rank for i in case.of(other))}
+    assert made.neighbors == tuple(sorted({owner[i] for i in ghosts} | readers - {rank}))
+    local = np.arange(len(owned) + len(ghosts))
+    np.testing.assert_array_equal(made.to_global(local), np.array(owned + ghosts, np.int64))
+    np.testing.assert_array_equal(made.to_local(owned + ghosts), local)
+    np.testing.assert_array_equal(made.to_local(made.to_global(local[None, ::-1])), local[None, ::-1])
+    check_connections(case, comm, made._connections)
+
+
+def check_connections(case, comm, connections):
+    """What is sent is what the others expect, in the order in which it lies there."""
+    for other, rows in connections.sends:
+        wanted = [i for i in case.of(other) if case.owner()[i] == comm.rank]
+        assert [case.owned[comm.rank][row] for row in rows] == wanted
+    sent = {other: len(rows) for other, rows in connections.sends}
+    received = dict(connections.receives)
+    assert [its.get(comm.rank, 0) for its in comm.allgather(received)] == [sent.get(r, 0) for r in range(comm.size)]
+    assert list(sent) == sorted(sent)
+    assert list(received) == sorted(received)
+    assert all([*sent.values(), *received.values()])
+
+
+@pytest.mark.seconds(300)
+def test_random_index_sets(comm, size):
+    on_ranks(comm, cases(size), check_map, EXAMPLES)
+
+
+@pytest.mark.seconds(300)
+def test_random_equality(comm, size):
+    """Maps of the same rows are equal, and of others on any rank are not, on all ranks alike."""
+
+    def check(case, part):
+        made, again = case.map(part), case.map(part)
+        assert made == again
+        assert hash(made) == hash(again)
+        assert len(set(part.allgather(hash(made)))) == 1
+        owned = list(case.owned[part.rank])
+        if part.rank == part.size - 1:
+            owned.append(next(i for i in range(len(case.owner()) + 1) if i not in case.owner()))
+        assert made != jaxmpi.IndexMap(owned, case.ghosts[part.rank], comm=part)
+
+    on_ranks(comm, cases(size), check, EXAMPLES // 4)
+
+
+def check_raised(comm, call, kind=ValueError):
+    """The text of an error that all ranks raise alike."""
+    with pytest.raises(kind) as raised:
+        call()
+    texts = comm.allgather(str(raised.value))
+    assert len(set(texts)) == 1, texts
+    return texts[0]
+
+
+@pytest.mark.seconds(300)
+def test_random_ghosts_without_owner(comm, size):
+    def check(case, part):
+        """The ghosts that are not owned any more are named, with who reads them."""
+        read = sorted({i for rank in range(part.size) for i in case.of(rank)})
+        lost = set(read[:: max(1, len(read) // 3)])
+        ghosts = case.of(part.rank)
+        owned = [i for i in case.owned[part.rank] if i not in lost]
+        call = lambda: jaxmpi.IndexMap(owned, ghosts, comm=part)  # noqa: E731
+        if not lost:
+            call()
+            return
+        text = check_raised(part, call)
+        first = min(lost)
+        reader = next(rank for rank in range(part.size) if first in case.of(rank))
+        assert f"no rank owns {first} (a ghost of rank {reader})" in text
+        total = sum(i in lost for rank in range(part.size) for i in case.of(rank))
+        assert (f"and {total - 5} more" in text) == (total > 5), text
+
+    on_ranks(comm, cases(size), check, EXAMPLES // 2)
+
+
+@pytest.mark.seconds(300)
+def test_random_rows_owned_twice(comm, size):
+    def check(case, part):
+        rows = sorted(case.owner())
+        if part.size == 1 or not rows:
+            return
+        row = rows[len(rows) // 2]
+        first = case.owner()[row]
+        second = (first + 1) % part.size
+        owned = [*case.owned[part.rank], *[row] * (part.rank == second)]
+        text = check_raised(part, lambda: jaxmpi.IndexMap(owned, case.ghosts[part.rank], comm=part))
+        assert f"owned twice: {row} (by ranks {min(first, second)} and {max(first, second)})." in text
+
+    on_ranks(comm, cases(size), check, EXAMPLES // 2)
+
+
+@pytest.mark.nightly
+@pytest.mark.launches
+@pytest.mark.seconds(400)
+def test_eight_ranks():
+    out = launch(
+        8, "-m", "pytest", "-q", Path(__file__).resolve(), "-k", "random", JAXMPI_TEST_MAPS="24", timeout=380
+    ).stdout
+    assert "passed" in out
+    assert "failed" not in out
+
+
+def ring(comm):
+    """Three rows on each rank, and the rows before and behind them as ghosts."""
+    count = 3 * comm.size
+    own = np.arange(3 * comm.rank, 3 * comm.rank + 3)
+    return own, np.array([own[0] - 1, own[-1] + 1]) % count
+
+
+WRONG = [
+    ("owned", jnp.array([0.5, 1.5]), TypeError, "owned must be integers, got dtype float"),
+    ("owned", np.array([True, False]), TypeError, "owned must be integers, got dtype bool"),
+    ("ghosts", np.zeros((2, 2), int), ValueError, r"ghosts has shape (2, 2): pass one dimension"),
+    ("ghosts", 5, ValueError, r"ghosts has shape (): pass one dimension"),
+    ("ghosts", [3, -1, -2], ValueError, "ghosts has negative indices: -1, -2."),
+    ("owned", [0, 7, 9, 7], ValueError, "owned has indices twice: 7."),
+    ("owned", [2**63], ValueError, f"owned has {2**63}, and the largest index is 2^63 - 1"),
+    ("ghosts", [2**70, 0], ValueError, f"ghosts has {2**70}, and"),
+    ("ghosts", ["a", "b"], TypeError, "ghosts must be integers, got dtype <U1"),
+    ("owned", None, ValueError, "owned has shape ()"),
+    ("owners", [0], ValueError, "2 ghosts and 1 owners"),
+    ("owners", [0, 99], ValueError, "owners has 99, and the ranks are 0 to"),
+    ("owners", [0.5, 1], TypeError, "owners must be integers"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "kind", "text"), WRONG)
+@pytest.mark.parametrize("by", ["all", "the last"])
+def test_wrong_arguments(name, value, kind, text, by, comm, rank, size):
+    """An error of one rank is one of all, which names the rank; none is left waiting."""
+    owned, ghosts = ring(comm)
+    arguments = {"owned": owned, "ghosts": ghosts}
+    if name == "owners":
+        arguments["owners"] = ghosts // 3
+    wrong = by == "all" or rank == size - 1
+    if wrong:
+        arguments[name] = value
+    with pytest.raises(kind) as raised:
+        jaxmpi.IndexMap(**arguments)
+    assert f"IndexMap: {'' if wrong else f'on rank {size - 1}: '}{text}" in str(raised.value)
+
+
+def test_traced_arguments(comm):
+    owned, ghosts = ring(comm)
+    for call in (lambda x: jaxmpi.IndexMap(x, ghosts), lambda x: jaxmpi.IndexMap(owned, x)):
+        with pytest.raises(TypeError, match="is traced"):
+            jax.jit(call)(jnp.asarray(owned))
+    made = jaxmpi.IndexMap(owned, ghosts)
+    for method in (made.to_local, made.to_global):
+        with pytest.raises(TypeError, match="is traced"):
+            jax.jit(method)(jnp.asarray(owned))
+
+
+@pytest.mark.ranks(2)
+def test_owners_on_some_ranks(comm, rank):
+    owned, ghosts = ring(comm)
+    with pytest.raises(ValueError, match=r"1 of . ranks have passed owners"):
+        jaxmpi.IndexMap(owned, ghosts, owners=ghosts // 3 if rank == 0 else None)
+
+
+@pytest.mark.ranks(2)
+def test_wrong_owners(comm, rank, size):
+    owned, ghosts = ring(comm)
+    owners = ghosts // 3
+    unowned = 3 * size + 5
+    text = check_raised(comm, lambda: jaxmpi.IndexMap(owned, [*ghosts, unowned], owners=[*owners, (rank + 1) % size]))
+    assert f"owners is wrong for {unowned} (rank 0 says that rank 1 owns it)" in text
+    with pytest.raises(
+        ValueError, match=f"this is rank {rank}, and owners and owned disagree whether it owns {unowned}"
+    ):
+        jaxmpi.IndexMap(owned, [unowned], owners=[rank])
+    with pytest.raises(ValueError, match="two ranks for ghosts that are there twice: "):
+        jaxmpi.IndexMap(owned, [ghosts[0]] * 2, owners=[0, 1])
+
+
+def test_nothing_anywhere(comm):
+    made = jaxmpi.IndexMap([], [])
+    assert (made.sizes, made.neighbors) == ((0, 0), ())
+    assert made.to_local([]).shape == made.to_global(np.zeros((0, 2), int)).shape[:1] == (0,)
+    assert repr(made) == "IndexMap(owned 0, ghosts 0, neighbors ())"
+
+
+def test_indices_are_not_those_of_the_caller(comm):
+    """A map keeps its indices, whatever becomes of the array that was passed; they cannot be written."""
+    owned, ghosts = ring(comm)
+    given = owned.copy()
+    made = jaxmpi.IndexMap(given, ghosts)
+    given[:] = 0
+    assert made.owned.tolist() == owned.tolist()
+    for array in (made.owned, made.ghosts):
+        with pytest.raises(ValueError, match="read-only"):
+            array[:] = 0
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint16, np.int32, np.uint64])
+def test_dtypes_of_indices(dtype, comm):
+    owned, ghosts = ring(comm)
+    made = jaxmpi.IndexMap(owned.astype(dtype), jnp.asarray(ghosts.astype(dtype)))
+    assert made == jaxmpi.IndexMap(owned, ghosts)
+    assert made.to_local(owned.astype(dtype)).dtype == np.int32
+
+
+def test_rows_that_are_not_there(comm, rank, size):
+    owned, ghosts = ring(comm)
+    made = jaxmpi.IndexMap(owned, ghosts)
+    with pytest.raises(ValueError, match=f"rank {rank} neither owns {4 * size + 3} nor has it among its ghosts"):
+        made.to_local([owned[0], 4 * size + 3])
+    with pytest.raises(ValueError, match="neither owns -1 nor"):
+        made.to_local(-1)
+    count = sum(made.sizes)
+    for wrong in (-1, count):
+        with pytest.raises(ValueError, match=f"no rows {wrong}: the local numbers of rank {rank} are 0 to {count - 1}"):
+            made.to_global([0, wrong])
+
+
+def test_pad(comm):
+    made = jaxmpi.IndexMap(*ring(comm))
+    owned, ghosts = made.sizes
+    padded = made.pad(
+        {"a": jnp.ones(owned), "b": jnp.ones((owned, 2), int), "key": jax.random.split(jax.random.key(0), owned)}
+    )
+    assert [x.shape for x in jax.tree.leaves(padded)] == [(owned + ghosts,), (owned + ghosts, 2), (owned + ghosts,)]
+    assert padded["b"][owned:].sum() == 0
+    assert padded["b"][:owned].sum() == 2 * owned
+    for wrong in (jnp.ones(owned + 1), jnp.ones(())):
+        with pytest.raises(ValueError, match=f"tree has shape .* owns {owned} rows"):
+            made.pad(wrong)
+
+
+def test_static_argument(comm):
+    """Equal maps are one static argument."""
+    traced = []
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def rows(made, x):
+        traced.append(made)
+        return x * sum(made.sizes)
+
+    for _ in range(2):
+        rows(jaxmpi.IndexMap(*ring(comm)), 1.0)
+    assert len(traced) == 1
+    rows(jaxmpi.IndexMap(ring(comm)[0][::-1], []), 1.0)
+    assert len(traced) == 2
+
+
+# --- communicators -------------------------------------------------------------------------------------------------
+
+
+def test_communicators(comm, rank, size):
+    owned, ghosts = ring(comm)
+    part = comm.Dup()
+    made = jaxmpi.IndexMap(owned, ghosts, comm=part)
+    assert made.comm is part
+    assert made != jaxmpi.IndexMap(owned, ghosts, comm=comm)
+    clones = [part.Get_attr(key) for key in [_key_of_clones()]]
+    part.Free()
+    assert clones[0] == MPI.COMM_NULL
+    with pytest.raises(ValueError, match=r"comm is MPI\.COMM_NULL"):
+        jaxmpi.IndexMap(owned, ghosts, comm=part)
+    with pytest.raises(TypeError, match="comm must be an mpi4py communicator"):
+        jaxmpi.IndexMap(owned, ghosts, comm=3)
+    reversed_ = comm.Split(0, -rank)
+    back = jaxmpi.IndexMap(owned, ghosts, comm=jaxmpi.static(reversed_))
+    assert back.owners.tolist() == [size - 1 - i // 3 for i in back.ghosts]
+    reversed_.Free()
+    alone = jaxmpi.IndexMap([3, 1], [1, 3], comm=MPI.COMM_SELF)
+    assert alone.sizes == (2, 0)
+
+
+def _key_of_clones():
+    from jaxmpi._mpi import clones
+
+    return clones._attribute()
+
+
+def test_topologies(comm, size):
+    """A communicator with a topology, which the clone does not need."""
+    owned, ghosts = ring(comm)
+    for part in (comm.Create_cart([size]), comm.Create_dist_graph_adjacent([comm.rank], [comm.rank])):
+        assert jaxmpi.IndexMap(owned, ghosts, comm=part).sizes == (3, len(set(ghosts.tolist()) - set(owned.tolist())))
+        part.Free()
+
+
+@pytest.mark.ranks(2)
+def test_messages_of_the_program(comm, rank, size):
+    """A receive of anything that is posted while the map is made gets what the program sends later."""
+    for part in (comm.Dup(), comm):
+        found = np.zeros(1, np.int64)
+        pending = part.Irecv(found, MPI.ANY_SOURCE, MPI.ANY_TAG)
+        jaxmpi.IndexMap(*ring(comm), comm=part)
+        part.Send(np.array([17 + rank]), (rank + 1) % size, 1)
+        pending.Wait()
+        assert found[0] == 17 + (rank - 1) % size
+
+
+def test_operations_under_way(comm, rank, size):
+    """What was called before on the communicator is done before the clone is made, also if its result is not needed."""
+    part = comm.Dup()
+    for _ in range(3):
+        x = jax.jit(lambda x: jaxmpi.notoken.allreduce(x, MPI.SUM, comm=part))(jnp.ones(100_000))
+    made = jaxmpi.IndexMap(*ring(comm), comm=part)
+    assert x[0] == size
+    assert made.sizes[0] == 3
+    part.Free()
+
+
+# --- the parts of which it is made ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_sparse_exchange(seed, comm, rank, size):
+    part = comm.Dup()
+    rng = np.random.default_rng(seed)
+    for _ in range(20):
+        numbers = rng.integers(0, 30_000, (size, size)) * rng.integers(0, 2, (size, size))
+        sent = {dest: np.arange(numbers[rank, dest]) + rank for dest in range(size) if numbers[rank, dest] % 3}
+        found = messages.sparse_exchange(part, sent, 7)
+        part.Barrier()
+        assert list(found) == [source for source in range(size) if numbers[source, rank] % 3]
+        for source, data in found.items():
+            np.testing.assert_array_equal(data, np.arange(numbers[source, rank]) + source)
+    part.Free()
+
+
+@pytest.mark.one_rank
+@pytest.mark.parametrize("ranks", [[], [3], [2, 2, 0, 40_000, 2, 0]])
+def test_by_rank(ranks):
+    found = messages.by_rank(np.array(ranks, np.int64), np.arange(len(ranks)))
+    assert {rank: its.tolist() for rank, its in found.items()} == {
+        rank: [i for i, its in enumerate(ranks) if its == rank] for rank in sorted(set(ranks))
+    }
+
+
+@pytest.mark.one_rank
+@pytest.mark.parametrize("values", [[], [5], [3, 4, 5], [5, 3, 4], [9, 2, LARGEST], [0, 10, 20], [LARGEST, 0]])
+def test_lookup(values):
+    wanted = np.array([-(2**63), -1, *range(12), LARGEST])
+    found = Lookup.of(np.array(values, np.int64)).positions(wanted)
+    assert found.tolist() == [values.index(i) if i in values else -1 for i in wanted.tolist()]
+
+
+@pytest.mark.one_rank
+@pytest.mark.parametrize("size", [2, 100, 4096])
+@pytest.mark.parametrize("gaps", ["none", "even", "huge"])
+def test_a_directory_is_divided_evenly(size, gaps):
+    """Of so many ranks with consecutive rows: each has a handful of homes, and no home has much more than the mean."""
+    each = 1000
+    index = np.arange(size * each)
+    index = {
+        "none": index,
+        "even": 64 * index,
+        "huge": np.sort(np.random.default_rng(0).integers(0, 2**62, index.size)),
+    }[gaps]
+    homes = directory._homes(index, directory._shift(index.size, size), size)
+    assert np.bincount(homes, minlength=size).max() <= 5 * each
+    if gaps == "none":
+        assert max(len(set(its)) for its in homes.reshape(size, each)) <= 9
+
+
+# --- matrices and graphs -------------------------------------------------------------------------------------------
+
+
+def laplacian(n):
+    """The five-point Laplacian of n x n points."""
+    line = scipy.sparse.diags([-1.0, 2.0, -1.0], [-1, 0, 1], shape=(n, n))
+    return scipy.sparse.csr_matrix(scipy.sparse.kronsum(line, line))
+
+
+def random_matrix(n):
+    return scipy.sparse.csr_matrix(scipy.sparse.random(n, n, 0.1, rng=np.random.default_rng(0)))
+
+
+MATRICES = {"laplacian": laplacian(12), "random": random_matrix(97), "empty": scipy.sparse.csr_matrix((5, 5))}
+
+
+def divided(comm, matrix, way):
+    """The rows of this rank: of consecutive ones the last rank has none, if it can; else they are drawn."""
+    n, size = matrix.shape[0], comm.size
+    if way == "consecutive":
+        most = -(-n // max(1, size - 1))
+        return np.arange(min(n, comm.rank * most), min(n, (comm.rank + 1) * most))
+    owner = np.random.default_rng(1).integers(0, size, n)
+    return np.random.default_rng(2).permutation(np.flatnonzero(owner == comm.rank))
+
+
+@pytest.mark.parametrize("way", ["consecutive", "drawn"])
+@pytest.mark.parametrize("name", MATRICES)
+def test_csr(name, way, comm):
+    """A sparse matrix times a vector, against scipy."""
+    matrix = MATRICES[name]
+    rows = divided(comm, matrix, way)
+    part = matrix[rows]
+    made, local = jaxmpi.IndexMap.from_csr(part.indptr, part.indices, rows=None if way == "consecutive" else rows)
+    assert made.owned.tolist() == rows.tolist()
+    assert local.dtype == np.int32
+    assert set(made.ghosts.tolist()) == set(part.indices.tolist()) - set(rows.tolist())
+    whole = np.random.default_rng(3).integers(-9, 9, matrix.shape[0]).astype(float)
+    x = whole[made.to_global(np.arange(sum(made.sizes)))]
+    found = scipy.sparse.csr_matrix((part.data, local, part.indptr), (len(rows), sum(made.sizes))) @ x
+    np.testing.assert_array_equal(found, (matrix @ whole)[rows])
+
+
+WRONG_CSR = [
+    ({"indptr": [0, 1, 2]}, "indptr must rise from 0 to the number of indices, 3"),
+    ({"indptr": [0, 2, 1, 3]}, "indptr must rise"),
+    ({"indptr": [1, 3]}, "indptr must rise"),
+    ({"indptr": []}, "indptr must rise"),
+    ({"indices": [0, -1, 2]}, "indices has negative indices: -1"),
+    ({"rows": [0]}, "1 rows, and indptr is of 2"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "text"), WRONG_CSR)
+def test_wrong_csr(wrong, text, comm, rank, size):
+    arguments = {"indptr": [0, 1, 3], "indices": [0, 1, 0], "rows": [2 * rank, 2 * rank + 1]}
+    if rank == size - 1:
+        arguments |= wrong
+    with pytest.raises(ValueError, match=r"IndexMap\.from_csr: ") as raised:
+        jaxmpi.IndexMap.from_csr(**arguments)
+    assert text in str(raised.value)
+
+
+@pytest.mark.ranks(2)
+def test_rows_on_some_ranks(comm, rank):
+    with pytest.raises(ValueError, match=r"1 of . ranks have passed no rows"):
+        jaxmpi.IndexMap.from_csr([0, 1], [rank], rows=[rank] if rank else None)
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_edges(parts, comm, rank, size):
+    """Messages along edges, added up at their receivers, against one process."""
+    rng = np.random.default_rng(0)
+    count, vertices = 400, 50
+    senders, receivers = rng.integers(0, vertices, (2, count))
+    owner = rng.integers(0, size, vertices)
+    values, weights = rng.integers(0, 9, vertices), rng.integers(0, 9, count)
+    given = np.flatnonzero((owner[receivers] == rank) | (rng.integers(0, 2, count) > 0)) if parts else np.arange(count)
+    made, local_senders, local_receivers, edges = jaxmpi.IndexMap.from_edges(senders[given], receivers[given], owner)
+    assert made.owned.tolist() == np.flatnonzero(owner == rank).tolist()
+    assert given[edges].tolist() == np.flatnonzero(owner[receivers] == rank).tolist()
+    h = values[made.to_global(np.arange(sum(made.sizes)))]
+    found = np.zeros(made.sizes[0], int)
+    np.add.at(found, local_receivers, weights[given][edges] * h[local_senders])
+    right = np.zeros(vertices, int)
+    np.add.at(right, receivers, weights * values[senders])
+    assert found.tolist() == right[made.owned].tolist()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"senders": [0]}, "1 senders and 2 receivers"),
+        ({"receivers": [0, 9]}, "receivers has 9, and owner is of 2 vertices"),
+        ({"owner": [0, 99]}, "owner has 99, and the ranks are"),
+        ({"senders": [0.5, 1]}, "senders must be integers"),
+    ],
+)
+def test_wrong_edges(wrong, text, comm, rank, size):
+    arguments = {"senders": [0, 1], "receivers": [1, 0], "owner": [0, size - 1]}
+    if rank == size - 1:
+        arguments |= wrong
+    with pytest.raises((ValueError, TypeError), match=r"IndexMap\.from_edges: ") as raised:
+        jaxmpi.IndexMap.from_edges(**arguments)
+    assert text in str(raised.value)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_differ_about_owners(comm, rank):
+    """Each takes vertex 0 for its own, so that nobody owns vertex 1."""
+    with pytest.raises(ValueError, match="owners is wrong for 1 "):
+        jaxmpi.IndexMap.from_edges([0, 1], [1, 0], [0, 1] if rank == 0 else [1, 0], comm=comm)
+
+
+@pytest.mark.seconds(300)
+@pytest.mark.parametrize("way", ["consecutive", "drawn"])
+def test_a_million_rows(way, comm, rank, size):
+    """Half a million on each rank that it owns, as many ghosts among all rows."""
+    each = 500_000
+    index = np.arange(each * size)
+    if way == "drawn":
+        index = np.random.default_rng(0).permutation(index) * 7
+    owned = index[each * rank : each * (rank + 1)]
+    chosen = np.random.default_rng(rank + 1).integers(0, index.size, each)
+    start = time.perf_counter()
+    made = jaxmpi.IndexMap(owned, index[chosen])
+    assert time.perf_counter() - start < 30  # one second where no other program runs
+    unique = np.unique(chosen)
+    unique = unique[unique // each != rank]
+    order = np.lexsort((index[unique], unique // each))
+    np.testing.assert_array_equal(made.ghosts, index[unique[order]])
+    np.testing.assert_array_equal(made.owners, unique[order] // each)
+    np.testing.assert_array_equal(
+        made.to_local(index[chosen[chosen // each == rank]]), chosen[chosen // each == rank] % each
+    )
+    for other, rows in made._connections.sends:
+        its = np.unique(np.random.default_rng(other + 1).integers(0, index.size, each))
+        its = its[its // each == rank]
+        np.testing.assert_array_equal(owned[rows], np.sort(index[its]))
