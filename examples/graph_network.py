@@ -182,13 +182,11 @@ def main() -> None:
 
     # Each process owns a strip of the square, and the edges that end there.
     owner = np.argsort(np.argsort(points[:, 0])) * COMM.size // options.vertices
-    mine = owner[whole.receivers] == RANK
-    vertices, senders, receivers = jaxmpi.IndexMap.from_edges(whole.senders[mine], whole.receivers[mine], owner)
-    graph = Graph(senders, receivers, whole.weights[mine])
-    ghosts = vertices.sizes[1]
+    vertices, senders, receivers, edges = jaxmpi.IndexMap.from_edges(whole.senders, whole.receivers, owner)
+    graph = Graph(senders, receivers, whole.weights[edges])
 
     def exchange(h: jax.Array) -> jax.Array:
-        return vertices.exchange(jnp.concatenate([h, jnp.zeros((ghosts, *h.shape[1:]), h.dtype)]))
+        return vertices.exchange(vertices.pad(h))
 
     def loss(parameters: Parameters, u: jax.Array, truth: jax.Array) -> jax.Array:
         """The mean square error over all vertices, of which this process has its own."""
