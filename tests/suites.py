@@ -26,7 +26,9 @@ NOT_EACH_TIME = (
 """How jobs end, several hosts, long programs, timelines, benchmarks, the wheel: `make test` leaves them out."""
 OF_FAULTS = "faults launcher injected"
 ON_EVERY_TRANSPORT = "device operations errors dtypes order"
-ON_DEVICES = f"{ON_EVERY_TRANSPORT} jit transformations large grid redistribute ghosts neighbors bench counts ends leaves"
+ON_DEVICES = (
+    f"{ON_EVERY_TRANSPORT} jit transformations large grid redistribute ghosts neighbors bench counts ends leaves"
+)
 OVER_TCP = "tcp operations errors order jit adjoint"
 BY_TCP = {
     "openmpi": {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,tcp"},

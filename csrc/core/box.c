@@ -50,7 +50,7 @@ INLINE char *part_of(const struct row *row, int64_t i) {
   }
 
 INLINE void copy_runs(const struct row *to, const struct row *from, int64_t count, int64_t run) {
-#define COPY(size)                                                                             \
+#define COPY(size)                                                                              \
   for (int64_t i = 0; i < count; i++) memcpy(part_of(to, i), part_of(from, i), (size_t)(size)); \
   break;
   WITH_RUN(run, COPY)
@@ -76,16 +76,16 @@ typedef void row_function(const struct box *box, char *array, int64_t stride, in
 
 static void gather_row(const struct box *box, char *array, int64_t stride, int64_t count, char *message) {
   const struct row to = {message, box->run, IN_ORDER, NULL};
-#define GATHER(places)                                              \
-  const struct row from = row_of(box, array, stride, places);       \
+#define GATHER(places)                                        \
+  const struct row from = row_of(box, array, stride, places); \
   copy_runs(&to, &from, count, box->run)
   WITH_PLACES(box->list, GATHER)
 }
 
 static void scatter_row(const struct box *box, char *array, int64_t stride, int64_t count, char *message) {
   const struct row from = {message, box->run, IN_ORDER, NULL};
-#define SCATTER(places)                                           \
-  const struct row to = row_of(box, array, stride, places);       \
+#define SCATTER(places)                                     \
+  const struct row to = row_of(box, array, stride, places); \
   copy_runs(&to, &from, count, box->run)
   WITH_PLACES(box->list, SCATTER)
 }
@@ -133,34 +133,32 @@ typedef double _Complex complex128;
 
 /* In the arithmetic of each type. Sums of integers are modulo a power of two. */
 #define DIRECTLY(type, combine, x, y) (type)(combine(x, y))
-#define FLOAT16(type, combine, x, y) \
-  float16_from_float(combine(float16_to_float(x), float16_to_float(y)))
-#define BFLOAT16(type, combine, x, y) \
-  bfloat16_from_float(combine(bfloat16_to_float(x), bfloat16_to_float(y)))
-#define GREATER(a, b) ((a) > (b) ? (a) : (b)) /* of integers */
-#define LESS(a, b)    ((a) < (b) ? (a) : (b))
+#define FLOAT16(type, combine, x, y)  float16_from_float(combine(float16_to_float(x), float16_to_float(y)))
+#define BFLOAT16(type, combine, x, y) bfloat16_from_float(combine(bfloat16_to_float(x), bfloat16_to_float(y)))
+#define GREATER(a, b)                 ((a) > (b) ? (a) : (b)) /* of integers */
+#define LESS(a, b)                    ((a) < (b) ? (a) : (b))
 
 /* Neither the array nor the message need be aligned. */
-#define COMBINER(name, type, ARITHMETIC, combine)                                                        \
-  INLINE void name##_at(const struct row *row, int64_t count, int64_t run, const char *message) {        \
-    for (int64_t i = 0; i < count; i++) {                                                                \
-      char *part = part_of(row, i);                                                                      \
-      for (int64_t k = 0; k < run; k += (int64_t)sizeof(type)) {                                         \
-        type x, y;                                                                                       \
-        memcpy(&x, part + k, sizeof x);                                                                  \
-        memcpy(&y, message + i * run + k, sizeof y);                                                     \
-        x = ARITHMETIC(type, combine, x, y);                                                             \
-        memcpy(part + k, &x, sizeof x);                                                                  \
-      }                                                                                                  \
-    }                                                                                                    \
-  }                                                                                                      \
-  static void name(const struct box *box, char *array, int64_t stride, int64_t count, char *message) {   \
-    const int64_t size = (int64_t)sizeof(type);                                                          \
+#define COMBINER(name, type, ARITHMETIC, combine)                                                                      \
+  INLINE void name##_at(const struct row *row, int64_t count, int64_t run, const char *message) {                      \
+    for (int64_t i = 0; i < count; i++) {                                                                              \
+      char *part = part_of(row, i);                                                                                    \
+      for (int64_t k = 0; k < run; k += (int64_t)sizeof(type)) {                                                       \
+        type x, y;                                                                                                     \
+        memcpy(&x, part + k, sizeof x);                                                                                \
+        memcpy(&y, message + i * run + k, sizeof y);                                                                   \
+        x = ARITHMETIC(type, combine, x, y);                                                                           \
+        memcpy(part + k, &x, sizeof x);                                                                                \
+      }                                                                                                                \
+    }                                                                                                                  \
+  }                                                                                                                    \
+  static void name(const struct box *box, char *array, int64_t stride, int64_t count, char *message) {                 \
+    const int64_t size = (int64_t)sizeof(type);                                                                        \
     const struct row row = row_of(box, array, stride, box->list == NULL ? IN_ORDER : box->list->wide ? WIDE : NARROW); \
-    if (box->run == size)                                                                                \
-      name##_at(&row, count, size, message);                                                             \
-    else                                                                                                 \
-      name##_at(&row, count, box->run, message);                                                         \
+    if (box->run == size)                                                                                              \
+      name##_at(&row, count, size, message);                                                                           \
+    else                                                                                                               \
+      name##_at(&row, count, box->run, message);                                                                       \
   }
 
 COMBINER(sum_8, uint8_t, DIRECTLY, ADD) /* of the signed ones too: the bits are the same */

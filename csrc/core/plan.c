@@ -162,8 +162,7 @@ void plan_compose(const struct call *call, const struct plan *plan, char *stage)
 
 void plan_fill(const struct call *call, const struct plan *plan) {
   plan_begin(call, plan); /* on the host it cannot fail */
-  for (int i = 0; i < plan->fill_count; i++)
-    box_fill(&plan->fills[i], plan_result(call, plan->fills[i].leaf)->data);
+  for (int i = 0; i < plan->fill_count; i++) box_fill(&plan->fills[i], plan_result(call, plan->fills[i].leaf)->data);
 }
 
 void plan_copy_pairs(const struct call *call, const struct plan *plan) {

@@ -120,9 +120,10 @@ static PyObject *make_plan(PyObject *self, PyObject *args) {
   return PyLong_FromLongLong(number);
 }
 
-PyDoc_STRVAR(indices_doc,
-             "indices(values, meaning) -> number\n\n"
-             "Makes a list of the indices that these bytes are, 64-bit integers; the meaning tells it from all others.");
+PyDoc_STRVAR(
+    indices_doc,
+    "indices(values, meaning) -> number\n\n"
+    "Makes a list of the indices that these bytes are, 64-bit integers; the meaning tells it from all others.");
 static PyObject *make_indices(PyObject *self, PyObject *args) {
   (void)self;
   const char *bytes, *meaning;

@@ -129,12 +129,8 @@ static PyObject *constants(PyObject *self, PyObject *args) {
   static const struct {
     const char *name;
     const char *const *names;
-  } lists[] = {{"DERIVATIVES", derivatives},
-               {"LEAVES", leaves},
-               {"ACTIONS", actions},
-               {"BEGINS", begins},
-               {"COMBINATIONS", combinations},
-               {"PLAN_HEADER", plan_header}};
+  } lists[] = {{"DERIVATIVES", derivatives},   {"LEAVES", leaves},          {"ACTIONS", actions}, {"BEGINS", begins},
+               {"COMBINATIONS", combinations}, {"PLAN_HEADER", plan_header}};
   PyObject *result = PyDict_New();
   for (size_t i = 0; result != NULL && i < sizeof numbers / sizeof *numbers; i++)
     if (dict_put(result, numbers[i].name, PyLong_FromLongLong(numbers[i].value)) < 0) Py_CLEAR(result);

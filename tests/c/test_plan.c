@@ -266,55 +266,47 @@ static void listed_rows_travel(void) {
     int64_t places[2][CHOSEN], beyond = wide ? BEYOND : 0;
     for (int i = 0; i < CHOSEN; i++) places[0][i] = read[i] + beyond, places[1][i] = written[i] + beyond;
     const struct indices *lists[] = {listed(places[0], CHOSEN), listed(places[1], CHOSEN)};
-    FOR_EACH (const int64_t *, run, runs) {
-      const int64_t bytes = BATCHES * ROWS * *run, stage = BATCHES * CHOSEN * *run;
-      context("wide %d, run %d", wide, (int)*run);
+    FOR_EACH (const int64_t *, length, runs) {
+      const int64_t bytes = BATCHES * ROWS * *length, stage = BATCHES * CHOSEN * *length;
+      context("wide %d, run %d", wide, (int)*length);
       prepare();
       struct numbers n = {.count = 0};
       PUT(&n, SIGNATURE, PLAN_TAG, 1, 0, BEGINS_AS_ZERO, stage, 0, 0, 0, 1, 0, 1, 0, bytes, bytes);
       for (int side = 0; side < 2; side++)
-        PUT(&n, 0, 0, -beyond * *run, *run, 0, 0, COMM(lists[side]), 2, BATCHES, ROWS * *run, CHOSEN, *run);
+        PUT(&n, 0, 0, -beyond * *length, *length, 0, 0, COMM(lists[side]), 2, BATCHES, ROWS * *length, CHOSEN, *length);
       fill(x, sizeof x);
       blank(y, sizeof y);
       SUCCEEDS(RUN("exchange", ARRAY(U8, x, bytes), ARRAY(U8, y, bytes), COMM(comm), COMM(planned(&n))));
       for (int64_t row = 0; row < BATCHES * ROWS; row++) {
         const unsigned char *from = NULL;
         for (int i = 0; i < CHOSEN; i++)
-          if (row % ROWS == written[i]) from = x + (row - row % ROWS + read[i]) * *run;
-        for (int64_t k = 0; k < *run; k++) CHECK_EQUAL(y[row * *run + k], from != NULL ? from[k] : 0);
+          if (row % ROWS == written[i]) from = x + (row - row % ROWS + read[i]) * *length;
+        for (int64_t k = 0; k < *length; k++) CHECK_EQUAL(y[row * *length + k], from != NULL ? from[k] : 0);
       }
       CHECK(is_blank(y, (size_t)bytes, sizeof y));
     }
   }
 }
 
-/* Numbers of any type, in double, which holds small ones exactly. */
-#define FOR_TYPES(TYPE)                                                                                              \
-  TYPE(2, int8_t)                                                                                                    \
-  TYPE(S16, int16_t) TYPE(S32, int32_t) TYPE(5, int64_t) TYPE(U8, uint8_t) TYPE(7, uint16_t) TYPE(8, uint32_t)       \
-      TYPE(9, uint64_t) TYPE(F32, float) TYPE(F64, double)
+/* Numbers of any type, from a double, which holds small ones exactly. */
+#define STORE(its, type, number) \
+  if (code == (its)) memcpy(to, &(type){(type)(number)}, sizeof(type))
 static void put_number(int code, void *to, double value) {
-  switch (code) {
-#define STORE(its, type) \
-  case its:              \
-    memcpy(to, &(type){(type)value}, sizeof(type)); \
-    break;
-    FOR_TYPES(STORE)
-    case BOOL:
-      *(unsigned char *)to = value != 0;
-      break;
-    case F16:
-      memcpy(to, &(uint16_t){float16_from_float((float)value)}, 2);
-      break;
-    case BF16:
-      memcpy(to, &(uint16_t){bfloat16_from_float((float)value)}, 2);
-      break;
-    case 15:
-      memcpy(to, &(float _Complex){(float _Complex)(value * (1.0 + 2.0 * I))}, 8);
-      break;
-    default:
-      memcpy(to, &(double _Complex){value * (1.0 + 2.0 * I)}, 16);
-  }
+  STORE(BOOL, bool, value != 0);
+  STORE(2, int8_t, value);
+  STORE(S16, int16_t, value);
+  STORE(S32, int32_t, value);
+  STORE(5, int64_t, value);
+  STORE(U8, uint8_t, value);
+  STORE(7, uint16_t, value);
+  STORE(8, uint32_t, value);
+  STORE(9, uint64_t, value);
+  STORE(F16, uint16_t, float16_from_float((float)value));
+  STORE(BF16, uint16_t, bfloat16_from_float((float)value));
+  STORE(F32, float, value);
+  STORE(F64, double, value);
+  STORE(15, float _Complex, value * (1.0 + 2.0 * I));
+  STORE(C128, double _Complex, value * (1.0 + 2.0 * I));
 }
 
 static double combined(enum combination how, double a, double b) {
@@ -333,7 +325,7 @@ static void listed_rows_are_combined(void) {
         const struct datatype *type = datatype_find(*code);
         const bool is_complex = *code == 15 || *code == C128, is_truth = *code == BOOL;
         const bool possible = how == COMBINE_SUM ? !is_truth : !is_complex;
-        const int64_t bytes = (int64_t)type->bytes, run = width * bytes, elements = COUNT * width;
+        const int64_t bytes = (int64_t)type->bytes, length = width * bytes, elements = COUNT * width;
         unsigned char x[2 * COUNT * 16], y[sizeof x], right[sizeof x];
         double values[2 * COUNT], results[2 * COUNT];
         context("%s, combination %d, rows of %d", type->name, (int)how, width);
@@ -348,11 +340,12 @@ static void listed_rows_are_combined(void) {
         }
         for (int i = 0; i < elements; i++) put_number(*code, right + i * bytes, results[i]);
         struct numbers n = {.count = 0};
-        PUT(&n, SIGNATURE, PLAN_TAG, 1, (int64_t)how, 0, GIVEN * run, 0, 0, 0, 1, 0, 1, 0, elements, elements);
-        PUT(&n, 0, 0, 0, GIVEN * run, 0, 0, 0, 0);
-        PUT(&n, 0, 0, 0, run, 0, 0, COMM(list), 1, GIVEN, run);
+        PUT(&n, SIGNATURE, PLAN_TAG, 1, (int64_t)how, 0, GIVEN * length, 0, 0, 0, 1, 0, 1, 0, elements, elements);
+        PUT(&n, 0, 0, 0, GIVEN * length, 0, 0, 0, 0);
+        PUT(&n, 0, 0, 0, length, 0, 0, COMM(list), 1, GIVEN, length);
         const struct plan *plan = planned(&n);
-        ffi_error *error = RUN("exchange", ARRAY(*code, x, elements), ARRAY(*code, y, elements), COMM(comm), COMM(plan));
+        ffi_error *error =
+            RUN("exchange", ARRAY(*code, x, elements), ARRAY(*code, y, elements), COMM(comm), COMM(plan));
         if (!possible)
           FAILS(error, FFI_INTERNAL, "reinstall");
         else if (SUCCEEDS(error))
@@ -400,8 +393,8 @@ static struct plan *transposing(int begin, int pairs, int64_t count_there) {
   struct numbers n = {.count = 0};
   PUT(&n, SIGNATURE, PLAN_TAG, 1, 0, begin, COVERED_STAGE + HALF, COVERED_STAGE, 1, 1, 2, 0, 2, pairs, A, A);
   PUT(&n, 2, 0, COVERED_STAGE, 2, COVERED_STAGE + HALF, COVERED_STAGE);
-  PUT(&n, 0, LABEL_BYTES, 0, 12, 0, 0, 0, 1, 4, 24);       /* the left half leaves */
-  PUT(&n, 0, COVERED_STAGE, 12, 12, 0, 0, 0, 1, 4, 24);    /* the right half stays */
+  PUT(&n, 0, LABEL_BYTES, 0, 12, 0, 0, 0, 1, 4, 24);    /* the left half leaves */
+  PUT(&n, 0, COVERED_STAGE, 12, 12, 0, 0, 0, 1, 4, 24); /* the right half stays */
   for (int own = !pairs, i = 0; i < 2; i++, own = !own) /* in the order of the stage, but pairs come last */
     if (own)
       PUT(&n, 0, COVERED_STAGE, 12, 12, 0, 0, 0, 1, count_there, 24);

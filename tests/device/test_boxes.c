@@ -215,7 +215,7 @@ static const struct plan *plan_of_columns(int64_t side, bool adds) {
   struct numbers n = {.count = 0};
   PUT(&n, 4711, PLAN_TAG, 1, adds, 0, message, message, 1, 1, 1, 1, 1, 0);
   PUT(&n, side * side, side * side);
-  PUT(&n, 1, 0, message, 1, message, message);                              /* to itself */
+  PUT(&n, 1, 0, message, 1, message, message);                                 /* to itself */
   PUT(&n, 0, LABEL_BYTES, 8, 16, 0, 0, 0, 1, side, row);                       /* columns 1 and 2 */
   PUT(&n, 0, 0, 24, 8, 0, 0, 0, 1, side, row);                                 /* column 3 becomes zero */
   PUT(&n, 0, message + LABEL_BYTES, 8 * side - 16, 16, 0, 0, 0, 1, side, row); /* the last two */
@@ -287,7 +287,8 @@ static void consecutive_indices_are_one_copy(void) {
     SUCCEEDS(call_in(space, &on_device, plan));
     for (int i = 0; i < ROWS; i++)
       CHECK(on_device.out[0][i] == 1 + 2.0 * (double)(i < ROWS - COUNT ? i : values[i - ROWS + COUNT]));
-    int copies = driver->calls("cuMemcpyDtoHAsync") + driver->calls("cuMemcpyHtoDAsync") + driver->calls("hipMemcpyAsync");
+    int copies =
+        driver->calls("cuMemcpyDtoHAsync") + driver->calls("cuMemcpyHtoDAsync") + driver->calls("hipMemcpyAsync");
     CHECK_EQUAL(copies, scattered ? 2 : 4);
   }
   finish();

@@ -10,7 +10,8 @@ import pytest
 pytestmark = pytest.mark.one_rank
 ROOT = Path(__file__).resolve().parents[2]
 
-LAYERS = ("_launcher", "_jax", "_mpi", "_primitive", ("_derivatives", "_operations", "_sharded"), ("_grid", "_unstructured"))
+BESIDE = ("_derivatives", "_operations", "_sharded"), ("_grid", "_unstructured")
+LAYERS = ("_launcher", "_jax", "_mpi", "_primitive", *BESIDE)
 """The packages in python/jaxmpi/, from the ground; the modules and packages that are not named stand on top of them."""
 
 UPWARD = {

@@ -4,8 +4,10 @@ hypothesis draws a division of rows among some ranks and the ghosts of each. Int
 matters, floats are added by NumPy in the order of the ranks.
 """
 
+import itertools
 import os
 import time
+import zlib
 from dataclasses import dataclass
 
 import jax
@@ -65,7 +67,8 @@ class Map:
             theirs = [index for index in self.rows(other)[len(self.owned[other]) :] if index in self.owned[rank]]
             if theirs:
                 sends.append((other, np.array([self.owned[rank].index(index) for index in theirs])))
-        return Connections(len(self.owned[rank]), np.array(mine, np.int64), tuple(receives), tuple(sends))
+        signature = zlib.crc32(repr(self).encode())
+        return Connections(len(self.owned[rank]), np.array(mine, np.int64), tuple(receives), tuple(sends), signature)
 
     def exchanged(self, blocks):
         """What the arrays of all ranks become."""
@@ -99,7 +102,7 @@ def maps(draw, size):
     if draw(st.booleans()):
         order.sort()  # consecutive rows
     ends = np.cumsum([0, *counts])
-    owned = tuple(tuple(order[a:b]) for a, b in zip(ends[:-1], ends[1:], strict=True))
+    owned = tuple(tuple(order[a:b]) for a, b in itertools.pairwise(ends))
     copies = []
     for mine in owned:
         others = [index for index in order if index not in mine]
@@ -145,7 +148,7 @@ class Local:
     def __init__(self, of, comm):
         self.of, self.mpi, self.rank = of, comm, comm.rank
         self.comm = communicators.resolve(comm, "test")
-        self.ghosts = ghosts.pattern(of.connections(comm.rank), comm)
+        self.ghosts = ghosts.pattern(of.connections(comm.rank), comm.rank)
 
     def exchange(self, tree):
         return ghosts.exchange(self.ghosts, self.comm, tree)
@@ -293,7 +296,7 @@ def ring(size, rows=4, reach=2):
 
 
 def test_sums_are_in_the_order_of_the_ranks(comm, rank, size):
-    """Whatever arrives first: all ranks have copies of all rows of rank 0, in numbers whose sum depends on the order."""
+    """All ranks have copies of the rows of rank 0, in numbers whose sum depends on the order."""
     rows = 50
     of = Map((tuple(range(rows)), *[(rows + other,) for other in range(1, size)]),
              ((), *[tuple(range(rows))] * (size - 1)))  # fmt: skip
@@ -391,7 +394,7 @@ def test_long_rows_and_many_of_them(comm, rank, size):
     copies = np.concatenate([of_others[other] + rows * other for other in range(size) if other != rank] or [[]])
     local = Local.__new__(Local)
     local.comm = communicators.resolve(comm, "test")
-    local.ghosts = ghosts.pattern(Connections(rows, copies.astype(np.int64), receives, tuple(sends)), comm)
+    local.ghosts = ghosts.pattern(Connections(rows, copies.astype(np.int64), receives, tuple(sends)), rank)
     for dtype, length in ((np.uint8, 1), (np.int16, 1), (np.float32, 1), (np.uint8, 3), (np.float64, 1),
                           (np.complex128, 1), (np.float64, 4), (np.float32, 16), (np.float64, 9)):  # fmt: skip
         whole = np.random.default_rng(length).integers(0, 200, (size * rows, length)).astype(dtype)
@@ -421,8 +424,8 @@ def test_one_message_to_each_neighbor(comm, rank, size):
     """The plan has a send for each rank with ghosts; consecutive rows are no list."""
     local = Local(ring(size, rows=4, reach=1), comm)
     assert len(local.ghosts.rows.sends) == len({(rank - 1) % size, (rank + 1) % size} - {rank})
-    order = Map(tuple((2 * rank, 2 * rank + 1) for rank in range(size)),
-                tuple((2 * ((rank + 1) % size), 2 * ((rank + 1) % size) + 1) if size > 1 else () for rank in range(size)))  # fmt: skip
+    pairs = [(2 * other, 2 * other + 1) for other in range(size)]
+    order = Map(tuple(pairs), tuple(pairs[(other + 1) % size] if size > 1 else () for other in range(size)))
     assert all(isinstance(which, range) for _, which in Local(order, comm).ghosts.rows.sends)
 
 
@@ -430,8 +433,7 @@ def test_patterns_are_equal_by_what_they_say(comm, rank, size):
     one, two, other = (Local(ring(size, reach=reach), comm).ghosts for reach in (2, 2, 1))
     assert one == two
     assert hash(one) == hash(two)
-    assert len({x for x in comm.allgather(one.number)}) == 1
-    assert (one != other and one.number != other.number) or size == 1
+    assert one != other or size == 1
 
 
 def test_typed_keys(comm, rank, size):
@@ -473,7 +475,7 @@ def test_extrema_have_no_derivative(comm, rank, size):
     local = Local(of, comm)
     x = jnp.ones(len(of.rows(rank)))
     for way in (lambda f: f, jax.jit):
-        with pytest.raises(Exception, match=r"IndexMap.accumulate cannot be differentiated: .* of MPI.MAX"):
+        with pytest.raises(Exception, match=r"IndexMap.accumulate cannot be differentiated: MPI.MAX has no"):
             way(jax.grad(lambda x: jnp.sum(local.accumulate(x, MPI.MAX))))(x)
     counted = jax.grad(lambda x: jnp.sum(x * local.accumulate(jnp.ones(x.shape, jnp.int32), MPI.MAX)))(x)
     np.testing.assert_array_equal(counted, 1)

@@ -33,7 +33,7 @@ class Indices:
 
     def __init__(self, values: Any):
         self.values = np.ascontiguousarray(values, np.int64)
-        self.digest = hashlib.sha256(self.values).hexdigest()
+        self.digest = hashlib.sha256(self.values.data).hexdigest()
         self._number = 0
 
     @property
@@ -148,7 +148,7 @@ def _axes_of(box: Box, aval: Any) -> _Axes:
         return _merged(box.counts, [steps], itemsize)
     axis, indices = box.listed
     if indices.values.size != box.counts[axis] or indices.values.max(initial=0) >= aval.shape[axis]:
-        raise IndexError(f"indices beyond the {aval.shape[axis]} elements along axis {axis} of an array, or another number")
+        raise IndexError(f"indices beyond {aval.shape[axis]} elements along axis {axis} of an array, or too many")
     run, inner = _merged(box.counts[axis + 1 :], [steps[axis + 1 :]], itemsize)
     if inner:
         raise NotImplementedError("an array of which parts of rows are listed by index")

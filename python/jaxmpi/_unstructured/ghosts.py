@@ -1,11 +1,11 @@
 """Exchanges of ghosts: rows of other ranks, of which a rank has copies behind its own rows.
 
-On all ranks together, of the rows o that they own and of the ghosts g, an exchange is the linear map (o, g) -> (o, P o),
-in which each row of P has one 1. Its transpose adds the ghosts to their owners' rows and clears them:
-(o, g) -> (o + P^T g, 0). So each is one operation, and the transpose of the other.
+On all ranks together, of the rows o that they own and of the ghosts g, an exchange is the linear map
+(o, g) -> (o, P o), in which each row of P has one 1. Its transpose adds the ghosts to their owners' rows and clears
+them: (o, g) -> (o + P^T g, 0). So each is one operation, and the transpose of the other.
 
-A rank sends one message to each rank that has ghosts of its rows, and receives one from each owner of its ghosts, of all
-arrays together. What is added to a row is added in the order of the ranks from which it comes.
+A rank sends one message to each rank that has ghosts of its rows, and receives one from each owner of its ghosts, of
+all arrays together. What is added to a row is added in the order of the ranks from which it comes.
 """
 
 import dataclasses
@@ -71,7 +71,7 @@ class Ghosts:
     def refusal(self) -> str:
         if self.op == "SUM":
             return ""
-        return f"there is no derivative of MPI.{self.op}. Accumulate with MPI.SUM, or outside of what is differentiated."
+        return f"MPI.{self.op} has no derivative here. Accumulate with MPI.SUM, or outside of what is differentiated."
 
     def linear(self, places: tuple[Spec, ...]) -> tuple[Spec, ...]:
         return places
@@ -96,18 +96,13 @@ def _which(rows: np.ndarray) -> Which:
     return range(first, first + rows.size) if np.all(np.diff(rows) == 1) else Indices(rows)
 
 
-def pattern(connections: Connections, comm: MPI.Comm) -> Ghosts:
-    """The pattern of what the ranks of a communicator know of a division. All of them call it, with their own part."""
-    sends = tuple((rank, _which(its)) for rank, its in connections.sends)
+def pattern(connections: Connections, rank: int) -> Ghosts:
+    """The pattern of what this rank knows of a division."""
+    sends = tuple((other, _which(its)) for other, its in connections.sends)
     rows = Rows(connections.owned, sum(count for _, count in connections.receives), connections.receives, sends)
-    facts = comm.rank, comm.size, rows.owned, rows.receives, [(rank, its if isinstance(its, range) else its.digest) for rank, its in sends]
+    facts = rows.owned, rows.receives, [(other, its if isinstance(its, range) else its.digest) for other, its in sends]
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()
-    # The sum does not depend on the order of the ranks, of which each digest has its own.
-    parts = np.array([int(digest[:8], 16), int(digest[8:16], 16)], np.int64)
-    total = np.empty_like(parts)
-    comm.Allreduce(parts, total)
-    number = (int(total[0]) % (1 << 32)) << 32 | int(total[1]) % (1 << 32)
-    return Ghosts(comm.rank, number, digest, rows)
+    return Ghosts(rank, connections.signature, digest, rows)
 
 
 def exchange(ghosts: Ghosts, comm: Communicator, tree: Any) -> Any:
