@@ -40,7 +40,7 @@ from jaxmpi.notoken import allreduce
 CENTRE, RADIUS = np.array([0.35, 0.4]), 0.1  # of the pipe
 HEATED, WIDTH = np.array([0.75, 0.7]), 0.15  # where the plate is
 FINER = 3  # how much shorter edges are at the pipe
-SMOOTHINGS = 60  # of the mesh
+SMOOTHINGS = 30  # of the mesh
 TOLERANCE = 1e-12  # of the residual, relative to the right-hand side
 MOST_ITERATIONS = 10_000  # of one solution
 REPORT = 10  # iterations between two reports to the progress bar
