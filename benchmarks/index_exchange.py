@@ -11,6 +11,9 @@ changes. The contenders take turns, some steps in a loop at a time:
   C           index_exchange.c: packed messages, MPI_Isend and MPI_Irecv; the faster of two ways, with messages that
               are received into their places, or unpacked
 
+With `--petsc` there are two, with rows of float64: jaxmpi, and the ghost update of a vector of PETSc, a VecScatter,
+which petsc4py calls from Python. It must use the MPI library of the job (docs/beside.md).
+
 The figures are medians of the ratios of each turn, and the time that it takes to make a map where each rank owns a
 million vertices. All rows are compared with NumPy's on every rank, in each turn. Prints lines `name: value` as quick.py
 does.
@@ -40,7 +43,7 @@ OF_MAP = 1_000_000
 """How many vertices each rank owns of the map whose making is timed."""
 SECONDS = 0.03
 """Of a turn, about."""
-GOALS = {"raw_c": "<= 1.2", "take": ">= 1.5", "allgather": ">= 5"}
+GOALS = {"raw_c": "<= 1.2", "take": ">= 1.5", "allgather": ">= 5", "petsc": ""}
 
 
 # --- the mesh, and what is right -----------------------------------------------------------------------------------
@@ -121,9 +124,9 @@ def values(numbers, width, turn):
     return 1 + (mixed >> np.uint32(8)).astype(np.float32) / np.float32(1 << 24)
 
 
-def right(mesh, width, turn, steps):
+def right(mesh, given, steps):
     """All rows of this rank after so many steps: ghosts are what their owners had before the last multiplication."""
-    rows = values(np.concatenate([mesh.owned, mesh.ghosts]), width, turn)
+    rows = given.copy()
     changed = np.isin(mesh.ghosts, mesh.changes)
     own, ghosts = rows[:CHANGED], rows[len(mesh.owned) :]
     for step in range(steps):
@@ -212,25 +215,51 @@ def in_c(library, mesh, width, steps, in_place):
     return batch
 
 
-def measure(library, mesh, width, rounds):
-    """Seconds of an exchange by contender, one per turn, and the elements that were wrong."""
+def by_petsc(mesh, width, steps):
+    from petsc4py import PETSc  # which initializes MPI where that has not been done
+
+    at = np.empty(len(mesh.everything), PETSc.IntType)
+    at[mesh.everything] = np.arange(len(mesh.everything))  # PETSc numbers what rank 0 owns first
+    shape = len(mesh.owned) + len(mesh.ghosts), width
+    vector = PETSc.Vec().createGhost(at[mesh.ghosts], (len(mesh.owned) * width, None), bsize=width, comm=COMM)
+    insert, forward = PETSc.InsertMode.INSERT_VALUES, PETSc.ScatterMode.FORWARD
+
+    def batch(given):
+        with vector.localForm() as local:
+            rows = local.getArray().reshape(shape)
+        rows[...] = given
+        COMM.Barrier()
+        begin = time.perf_counter()
+        for _ in range(steps):
+            vector.ghostUpdate(insert, forward)
+            rows[:CHANGED] *= FACTOR
+        return time.perf_counter() - begin, rows
+
+    return batch
+
+
+def measure(library, mesh, width, rounds, dtype):
+    """Seconds of an exchange by contender, one per turn, and the elements that were wrong. Without C: beside PETSc."""
     vertices = jaxmpi.IndexMap(mesh.owned, mesh.ghosts)
-    travelling = COMM.allreduce(len(mesh.ghosts), MPI.MAX) * width * 4
-    everything = len(mesh.everything) * width * 4
+    travelling = COMM.allreduce(len(mesh.ghosts), MPI.MAX) * width * dtype.itemsize
+    everything = len(mesh.everything) * width * dtype.itemsize
     few, many = (max(2, min(2000, int(SECONDS / (5e-6 + size / 2e9)))) for size in (everything, travelling))
-    made = {
-        "jaxmpi": (looped(lambda x: vertices.exchange(x), many), many),
-        "C, in place": (in_c(library, mesh, width, many, True), many),
-        "C, unpacked": (in_c(library, mesh, width, many, False), many),
-        "take": (by_take(mesh, many), many),
-        "allgather": (by_allgather(mesh, few), few),
-    }
+    made = {"jaxmpi": (looped(lambda x: vertices.exchange(x), many), many)}
+    if library is None:
+        made["petsc"] = by_petsc(mesh, width, many), many
+    else:
+        made |= {
+            "C, in place": (in_c(library, mesh, width, many, True), many),
+            "C, unpacked": (in_c(library, mesh, width, many, False), many),
+            "take": (by_take(mesh, many), many),
+            "allgather": (by_allgather(mesh, few), few),
+        }
     seconds = {name: [] for name in made}
     wrong = dict.fromkeys(made, 0)
     for turn in range(rounds + 1):  # the first compiles, and its time does not count
-        given = values(np.concatenate([mesh.owned, mesh.ghosts]), width, turn)
+        given = values(np.concatenate([mesh.owned, mesh.ghosts]), width, turn).astype(dtype)
+        expected = {steps: right(mesh, given, steps) for steps in {few, many}}
         given[len(mesh.owned) :] = 0
-        expected = {steps: right(mesh, width, turn, steps) for steps in {few, many}}
         for name, (batch, steps) in made.items():
             spent, result = batch(given)
             seconds[name] += [COMM.allreduce(spent, MPI.MAX) / steps] if turn else []
@@ -262,23 +291,28 @@ def main():
     parser.add_argument("--vertices", type=int, nargs="+", default=SIZES, help="of the meshes (default: %(default)s)")
     parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS, help="floats of a row (default: %(default)s)")
     parser.add_argument("--no-map", action="store_true", help="do not time how a map is made")
+    parser.add_argument("--petsc", action="store_true", help="compare with PETSc alone, in float64")
     options = parser.parse_args()
-    library = load_c()
+    jax.config.update("jax_enable_x64", options.petsc)
+    library, dtype = (None, np.dtype(np.float64)) if options.petsc else (load_c(), np.dtype(np.float32))
     found = {}
     for vertices in options.vertices:
         mesh = make_mesh(vertices)
         for width in options.widths:
-            found[vertices, width] = measure(library, mesh, width, options.rounds)
+            found[vertices, width] = measure(library, mesh, width, options.rounds, dtype)
     made = [] if options.no_map else time_of_map()
     if RANK > 0:
         return
     for (vertices, width), (seconds, _) in found.items():
-        seconds["raw_c"] = min((seconds["C, in place"], seconds["C, unpacked"]), key=statistics.median)
+        if library is not None:
+            seconds["raw_c"] = min((seconds["C, in place"], seconds["C, unpacked"]), key=statistics.median)
         for peer, goal in GOALS.items():
+            if peer not in seconds:
+                continue
             value = statistics.median(ratios(seconds, peer))
             name = "index_exchange_vs_raw_c" if peer == "raw_c" else f"{peer}_vs_index_exchange"
             name = name.replace("take", "take_alltoallv")
-            print(f"{name}_{vertices}_x_{width}_{SIZE}_ranks: {value:.4g}  (goal {goal})")
+            print(f"{name}_{vertices}_x_{width}_{SIZE}_ranks: {value:.4g}" + (f"  (goal {goal})" if goal else ""))
     if made:
         print(f"index_map_of_a_million_s_{SIZE}_ranks: {statistics.median(made):.3g}  (goal <= 1)")
     total = sum(sum(wrong.values()) for _, wrong in found.values())
