@@ -82,10 +82,10 @@ static void exchange(struct exchange *e) {
   MPI_Waitall(e->receives + e->sends, e->requests, MPI_STATUSES_IGNORE);
 }
 
-/* Steps: an exchange, and then the first rows are multiplied. */
-void index_exchange_run(struct exchange *e, int steps, float factor, int first_rows) {
+/* Steps: some exchanges, and then the first rows are multiplied. */
+void index_exchange_run(struct exchange *e, int steps, int exchanges, float factor, int first_rows) {
   for (int s = 0; s < steps; s++) {
-    exchange(e);
+    for (int i = 0; i < exchanges; i++) exchange(e);
     for (int i = 0; i < first_rows * e->width; i++) e->rows[i] *= factor;
   }
 }
