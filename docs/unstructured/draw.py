@@ -31,7 +31,7 @@ def draw(parts: list[tuple[np.ndarray, np.ndarray, int]]) -> None:
 
     points, _, owner = mesh()
     figure, axes = plt.subplots(
-        2, 3, figsize=(10.4, 3.9), height_ratios=(4, 1), layout="constrained", sharex="row", sharey="row"
+        2, 3, figsize=(10.4, 2.7), height_ratios=(8, 1), layout="constrained", sharex="row", sharey="row"
     )
     longest = max(len(indices) for indices, _, _ in parts)
     for rank, (indices, triangles, owned) in enumerate(parts):
@@ -48,8 +48,9 @@ def draw(parts: list[tuple[np.ndarray, np.ndarray, int]]) -> None:
             below.add_patch(plt.Rectangle((local, 0), 0.9, 0.9, facecolor=fill, edgecolor=colour, linewidth=1.4))
             below.text(local + 0.45, 0.45, str(index), ha="center", va="center", fontsize=6.5, color=text)
         above.set(aspect="equal", xticks=[], yticks=[])
+        above.margins(0.06)
         above.set_title(f"rank {rank}: {owned} own points, {len(indices) - owned} ghosts", fontsize=10)
-        below.set(xlim=(-0.2, longest), ylim=(-0.3, 1.2), aspect="equal", xticks=[], yticks=[])
+        below.set(xlim=(-0.2, longest), ylim=(-0.1, 1), aspect="equal", xticks=[], yticks=[])
         for ax in (above, below):
             ax.spines[:].set_visible(False)
     figure.savefig(FOLDER / "map.png", dpi=110)

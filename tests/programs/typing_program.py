@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from mpi4py import MPI
 from typing_extensions import assert_type
 
@@ -24,6 +25,9 @@ assert_type(jaxmpi.neighbor_allgather(x, comm=MPI.COMM_SELF), tuple[Any, Token])
 assert_type(jaxmpi.neighbor_alltoall(x, comm=MPI.COMM_SELF), tuple[Any, Token])
 assert_type(jaxmpi.Grid((2, 0), (8, (3, 5)), periodic=True, comm=MPI.COMM_SELF).local_shape, tuple[int, ...])
 jaxmpi.Grid(4, 8).exchange({"u": x}, [(1, 2)], boundary={"u": "edge"})
+assert_type(jaxmpi.IndexMap([0, 2], x, comm=MPI.COMM_SELF).sizes, tuple[int, int])
+assert_type(jaxmpi.IndexMap.from_csr([0, 1], [0]), tuple[jaxmpi.IndexMap, np.ndarray])
+jaxmpi.IndexMap([0])  # error
 assert_type(jaxmpi.allreduce(x, op=MPI.SUM), tuple[Any, Token])
 assert_type(jaxmpi.alltoall(x, comm=MPI.COMM_SELF), tuple[Any, Token])
 assert_type(jaxmpi.alltoallv(x, [3], recvcounts=(3,)), tuple[Any, Token])

@@ -22,6 +22,7 @@ from jaxmpi._unstructured import directory, messages
 from jaxmpi._unstructured.lookup import Lookup
 from support import drawing
 from support.launch import launch
+from support.table import NEW_JAX
 
 EXAMPLES = int(os.environ.get("JAXMPI_TEST_MAPS", "40"))
 LARGEST = 2**63 - 1
@@ -470,7 +471,9 @@ def laplacian(n):
 
 
 def random_matrix(n):
-    return scipy.sparse.csr_matrix(scipy.sparse.random(n, n, 0.1, rng=np.random.default_rng(0)))
+    """A tenth of the entries, without symmetry."""
+    rng = np.random.default_rng(0)
+    return scipy.sparse.csr_matrix(rng.integers(1, 9, (n, n)) * (rng.random((n, n)) < 0.1).astype(float))
 
 
 MATRICES = {"laplacian": laplacian(12), "random": random_matrix(97), "empty": scipy.sparse.csr_matrix((5, 5))}
@@ -599,3 +602,71 @@ def test_a_million_rows(way, comm, rank, size):
         its = np.unique(np.random.default_rng(other + 1).integers(0, index.size, each))
         its = its[its // each == rank]
         np.testing.assert_array_equal(owned[rows], np.sort(index[its]))
+
+
+# --- rows and ghosts -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.seconds(300)
+def test_random_exchanges(comm, size):
+    """Each ghost gets its owner's row, and each row what its ghosts have, in all ways in which a map is used."""
+
+    def check(case, part):
+        made = case.map(part)
+        index = made.to_global(np.arange(sum(made.sizes)))
+        owned = made.sizes[0]
+        place = {row: i for i, row in enumerate(sorted(case.owner()))}
+        numbers = np.array([place[i] for i in index.tolist()], np.int64)
+        x = jnp.asarray(np.where(np.arange(len(index)) < owned, 3 * numbers, -1), jnp.float32)
+        for exchanged in (
+            made.exchange(x),
+            jaxmpi.jit(made.exchange)(x),
+            jax.jit(lambda made, x: made.exchange(x), static_argnums=0)(made, x),
+            made.exchange(made.pad(x[:owned])),
+            jaxmpi.notoken.wait(made.start(x)),
+        ):
+            np.testing.assert_array_equal(exchanged, 3 * numbers)
+        added = made.accumulate({"a": jnp.ones((len(index), 2), int)})["a"]
+        copies = [1 + sum(row in case.of(rank) for rank in range(part.size)) for row in made.owned.tolist()]
+        np.testing.assert_array_equal(added, np.repeat([*copies, *[0] * made.sizes[1]], 2).reshape(-1, 2))
+
+    on_ranks(comm, cases(size), check, EXAMPLES // 4)
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_matrix_times_vector(name, comm):
+    """In compiled code, with the derivative, against scipy."""
+    matrix = MATRICES[name]
+    rows = divided(comm, matrix, "drawn")
+    part = matrix[rows]
+    made, columns = jaxmpi.IndexMap.from_csr(part.indptr, part.indices, rows=rows)
+    of_row = np.repeat(np.arange(len(rows)), np.diff(part.indptr))
+
+    @jaxmpi.jit
+    def times(x):
+        x = made.exchange(made.pad(x))
+        return jax.ops.segment_sum(jnp.asarray(part.data) * x[columns], of_row, len(rows))
+
+    whole = np.random.default_rng(3).normal(size=matrix.shape[0])
+    np.testing.assert_allclose(times(jnp.asarray(whole[rows])), (matrix @ whole)[rows], rtol=1e-12, atol=1e-12)
+    if NEW_JAX:
+        (back,) = jax.vjp(times, jnp.asarray(whole[rows]))[1](jnp.asarray(whole[rows]))
+        np.testing.assert_allclose(back, (matrix.T @ whole)[rows], rtol=1e-12, atol=1e-12)
+
+
+def test_a_freed_communicator(comm):
+    part = comm.Dup()
+    made = jaxmpi.IndexMap(*ring(comm), comm=part)
+    x = jnp.ones(sum(made.sizes))
+    made.exchange(x).block_until_ready()
+    part.Free()
+    for name in ("exchange", "accumulate", "start"):
+        with pytest.raises(ValueError, match=rf"IndexMap\.{name}: the communicator of the map has been freed"):
+            getattr(made, name)(x)
+
+
+def test_rows_that_are_too_few(comm):
+    made = jaxmpi.IndexMap(*ring(comm))
+    for call in (made.exchange, made.accumulate, made.start):
+        with pytest.raises(ValueError, match=r"IndexMap\.\w+: .*3 that it owns"):
+            call(jnp.ones(17))

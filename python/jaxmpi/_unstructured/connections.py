@@ -1,4 +1,4 @@
-"""Which rows a rank sends and receives, where rows have global indices."""
+"""What a rank sends and receives of rows that have global indices."""
 
 from dataclasses import dataclass
 

@@ -3,10 +3,10 @@
 Each global index has a home, a rank that follows from the index alone. A rank tells the homes of its own indices that
 it owns them, asks the homes of its ghosts who owns those, and tells each owner which of its rows it wants.
 
-Indices are divided into blocks of consecutive ones, of which a few hold as many as a rank owns on average. A hash of the
-block's number is the home of its indices. So a rank with consecutive indices has a few homes, however many ranks there
-are; one with scattered indices has at most as many as it has indices, or as there are ranks. Wherever the indices lie,
-a rank's part of the directory is about as long as what a rank owns on average.
+Indices are divided into blocks of consecutive ones, of which a few hold as many as a rank owns on average. A hash
+of the block's number is the home of its indices. So a rank with consecutive indices has a few homes, however many
+ranks there are; one with scattered indices has at most as many as it has indices, or as there are ranks. Wherever the
+indices lie, a rank's part of the directory is about as long as what a rank owns on average.
 
 Time and memory of a rank thus grow with its own indices, its part of the directory, and the number of its messages:
 one to each home and one back, and one to each owner. Besides there are three reductions of a few numbers, and a barrier

@@ -38,7 +38,7 @@ _COMBINED_BY = ("SUM", "MAX", "MIN")
 
 @dataclass(frozen=True)
 class Rows:
-    """Which rows of this rank's arrays travel."""
+    """The rows of this rank's arrays that travel."""
 
     owned: int
     ghosts: int
