@@ -2,17 +2,15 @@
 
 import itertools
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from support import drawing
-from support.launch import launch
+from support import examples
+from support.examples import assert_same, run
 from support.table import NEW_JAX
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-RANKS = (1, 3) if drawing.brief else (1, 2, 3, 4)
+RANKS = examples.ranks()
 pytestmark = [
     pytest.mark.launches,
     pytest.mark.seconds(400),
@@ -24,28 +22,6 @@ pytestmark = [
 def _packages():
     for package in ("matplotlib", "optax", "tqdm"):
         pytest.importorskip(package)
-
-
-def run(folder, name, ranks, *arguments):
-    """What the example prints and saves; its picture is where it says."""
-    file = folder / "state.npz"
-    program = EXAMPLES / f"{name}.py"
-    arguments = (*arguments, "--output-dir", folder, "--save-state", file)
-    out = launch(ranks, program, *arguments, timeout=200).stdout
-    picture = Path(re.search(r"^Picture: (.*)$", out, re.M)[1])
-    assert picture.parent == folder
-    assert picture.stat().st_size > 10_000
-    picture.unlink()
-    with np.load(file) as data:
-        return out, dict(data)
-
-
-def assert_same(states, tolerance):
-    """The fields of all states, but for rounding relative to the largest value of each."""
-    reference, *others = states
-    for state, name in itertools.product(others, reference):
-        size = np.abs(reference[name]).max()
-        np.testing.assert_allclose(state[name], reference[name], rtol=0, atol=tolerance * size, err_msg=name)
 
 
 def conduction(k):

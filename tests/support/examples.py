@@ -1,0 +1,39 @@
+"""Runs the examples that any number of ranks may run, and compares what they save."""
+
+import itertools
+import re
+from pathlib import Path
+
+import numpy as np
+
+from support import drawing
+from support.launch import launch
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def ranks():
+    """On which numbers of ranks an example is run."""
+    return (1, 3) if drawing.brief else (1, 2, 3, 4)
+
+
+def run(folder, name, ranks, *arguments):
+    """What the example prints and saves; its picture is where it says."""
+    file = folder / "state.npz"
+    program = EXAMPLES / f"{name}.py"
+    arguments = (*arguments, "--output-dir", folder, "--save-state", file)
+    out = launch(ranks, program, *arguments, timeout=200).stdout
+    picture = Path(re.search(r"^Picture: (.*)$", out, re.M)[1])
+    assert picture.parent == folder
+    assert picture.stat().st_size > 10_000
+    picture.unlink()
+    with np.load(file) as data:
+        return out, dict(data)
+
+
+def assert_same(states, tolerance):
+    """The fields of all states, but for rounding relative to the largest value of each."""
+    reference, *others = states
+    for state, name in itertools.product(others, reference):
+        size = np.abs(reference[name]).max()
+        np.testing.assert_allclose(state[name], reference[name], rtol=0, atol=tolerance * size, err_msg=name)
