@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import primitives
 from mpi4py import MPI
 
 from jaxmpi import notoken
@@ -117,6 +118,14 @@ def _transposed(receive: Callable[[], Any]) -> Any:
     return jax.make_jaxpr(lambda ct: jax.linear_transpose(lambda x: x + receive(), 1.0)(ct))(1.0)
 
 
+def _called(f: Callable[[], Any]) -> Any:
+    """A nested call like those into which JAX divides what is in a checkpoint."""
+    closed: Any = jax.make_jaxpr(lambda: jax.jit(f)())()
+    (equation,) = closed.eqns
+    call = equation.replace(primitive=primitives.closed_call_p, params={"call_jaxpr": equation.params["jaxpr"]})
+    return jaxprs.evaluate(closed.replace(jaxpr=closed.jaxpr.replace(eqns=[call])))[0]
+
+
 def _received_by_custom_jvp() -> Any:
     function = jax.custom_jvp(lambda _: _recv())
     function.defjvp(lambda primals, tangents: (function(*primals), tangents[0]))
@@ -206,6 +215,16 @@ ASSUMPTIONS = (
         "nested calls of constants are differentiated",
         lambda: _forward(lambda x: x * jax.jit(lambda: _bcast())()),
         _VALUE_THEN_TANGENT,
+    ),
+    Assumption(
+        "so are those that have been traced",
+        lambda: _forward(lambda x: x * _called(_bcast)),
+        _VALUE_THEN_TANGENT,
+    ),
+    Assumption(
+        "and in reverse mode",
+        lambda: _reverse(lambda x: x * _called(_bcast)),
+        [("", "bcast", ""), ("", "reduce", "cotangent")],
     ),
     Assumption(
         "branches of constants are differentiated",

@@ -206,7 +206,8 @@ def test_reductions_are_exact(op, dtype):
 @pytest.mark.one_rank
 def test_table_has_each_operation():
     used = {name for row in OPERATIONS.values() for name in row.uses}
-    assert used == {x.core_name for x in table.OPERATIONS if not (x.silent or x.starts or x.waits)} - {"after", "check"}
+    parts = {"after", "check", "index_accumulate"}  # of others; the adjoint of index_exchange sends what that does
+    assert used == {x.core_name for x in table.OPERATIONS if not (x.silent or x.starts or x.waits)} - parts
     assert set(operations.USUAL) <= set(OPERATIONS)
 
 

@@ -573,7 +573,8 @@ def test_names_differ_fails_loudly():
 def test_operations_are_named_as_users_know_them():
     """In errors, reports and timelines; what is no public function is named by several words."""
     functions = {name for name in jaxmpi.__all__ if callable(getattr(jaxmpi, name))}
-    functions |= {f"Grid.{name}" for name in vars(jaxmpi.Grid) if not name.startswith("_")}
+    for made in (jaxmpi.Grid, jaxmpi.IndexMap):
+        functions |= {f"{made.__name__}.{name}" for name in vars(made) if not name.startswith("_")}
     for name, operation in OPERATIONS.items():
         assert operation.shown in functions or " " in operation.shown, name
 

@@ -70,7 +70,7 @@ def test_kept_parameters_are_one_object():
 
 def test_adjoints():
     pairs = [operation for operation in OPERATIONS if hasattr(operation, "adjoint")]
-    assert len(pairs) == 14
+    assert len(pairs) == 20
     for operation in pairs:
         assert operation.adjoint is not operation
         assert operation.adjoint.adjoint is operation

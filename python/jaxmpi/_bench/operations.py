@@ -21,6 +21,7 @@ from mpi4py import MPI
 from jaxmpi import notoken
 from jaxmpi._grid.grid import Grid
 from jaxmpi._grid.redistribute import redistribute
+from jaxmpi._unstructured.index_map import IndexMap
 
 REDUCTIONS = {"sum": MPI.SUM, "prod": MPI.PROD, "max": MPI.MAX, "min": MPI.MIN}
 WINDOW = 64
@@ -310,6 +311,25 @@ def _call_redistribute(case: Case, x: jax.Array) -> jax.Array:
     return redistribute(x.reshape(1, -1), rows, columns).reshape(x.shape)
 
 
+@functools.cache
+def _ring(rank: int, size: int) -> IndexMap:
+    """Each rank owns a row, and has that of the next one as a ghost."""
+    return IndexMap([rank], [(rank + 1) % size])
+
+
+def _call_index_exchange(case: Case, x: jax.Array) -> jax.Array:
+    return _ring(case.rank, case.size).exchange(x)
+
+
+def _own_and_next(case: Case, index: Any) -> Origin:
+    part, element = np.divmod(index, case.elements)
+    return (case.rank + part) % case.size, element
+
+
+def _two(size: int) -> int:
+    return 2
+
+
 def _around(case: Case, index: Any) -> Origin:
     """The cell of the block, or of another one, that a cell of the block with its halo is, or is copied from."""
     side = _side(case)
@@ -594,6 +614,17 @@ OPERATIONS = {
             origin=_alltoall,
             parts=_all,
             stacked=lambda case: case.size,
+        ),
+        Operation(
+            "index_exchange",
+            ("index_exchange",),
+            _call_index_exchange,
+            "a row that the rank owns and a ghost, the row of the next rank; the bus carries one of the two",
+            _constant(0.5),
+            origin=_own_and_next,
+            parts=_two,
+            stacked=lambda case: 2,
+            least=2,
         ),
         Operation(
             "barrier",

@@ -33,6 +33,12 @@ class Operation(Transformed[P]):
             self.adjoint, adjoint.adjoint = adjoint, self
         KNOWN.append(self)
 
+    def __copy__(self) -> "Operation[P]":
+        return self
+
+    def __deepcopy__(self, memo: Any) -> "Operation[P]":
+        return self  # of a request that has it
+
     adjoint: Any
     """The operation whose map is the transpose, if it is another one: it is set by the second of the two."""
 

@@ -17,7 +17,7 @@ from jaxmpi._unstructured import ghosts as patterns
 from jaxmpi._unstructured.lookup import Lookup, distinct
 
 
-class IndexMap:
+class IndexMap(communicators.Local):
     """Rows of arrays that are divided among the ranks by global indices, and copies of rows of other ranks.
 
     Each row of a global array has an index and is owned by one rank: the vertices of a mesh, the rows of a sparse
