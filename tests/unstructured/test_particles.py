@@ -1,17 +1,16 @@
 """The example of particles: any number of ranks gives what one alone does; momentum and energy are conserved."""
 
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from support import drawing
+from support import examples
+from support.examples import EXAMPLES, run
 from support.launch import launch
 from support.table import NEW_JAX
 
-PROGRAM = Path(__file__).resolve().parents[2] / "examples" / "particles.py"
-RANKS = (1, 3) if drawing.brief else (1, 2, 3, 4)
+RANKS = examples.ranks()
 pytestmark = [
     pytest.mark.launches,
     pytest.mark.seconds(400),
@@ -23,18 +22,6 @@ pytestmark = [
 def _packages():
     for package in ("matplotlib", "tqdm"):
         pytest.importorskip(package)
-
-
-def run(folder, ranks, *arguments):
-    """What the example prints and saves; its picture is where it says."""
-    file = folder / "state.npz"
-    out = launch(ranks, PROGRAM, *arguments, "--output-dir", folder, "--save-state", file, timeout=200).stdout
-    picture = Path(re.search(r"^Picture: (.*)$", out, re.M)[1])
-    assert picture.parent == folder
-    assert picture.stat().st_size > 10_000
-    picture.unlink()
-    with np.load(file) as data:
-        return out, dict(data)
 
 
 def potential_energy(place, side):
@@ -52,7 +39,7 @@ def potential_energy(place, side):
 
 def test_particles(tmp_path):
     arguments = ("--size", "14", "--steps", "160", "--temperature", "0.7")
-    outs, states = zip(*(run(tmp_path, n, *arguments) for n in RANKS), strict=True)
+    outs, states = zip(*(run(tmp_path, "particles", n, *arguments) for n in RANKS), strict=True)
     for n, out in zip(RANKS, outs, strict=True):
         assert f"{n} processes, 196 particles, " in out
 
@@ -77,7 +64,7 @@ def test_particles(tmp_path):
 def test_too_little_room(ranks, tmp_path):
     """Particles that have no room end the job, with what to do."""
     arguments = ("--size", "14", "--steps", "100", "--temperature", "3", "--room", str(196 // ranks + 4))
-    done = launch(ranks, PROGRAM, *arguments, "--output-dir", tmp_path, check=False)
+    done = launch(ranks, EXAMPLES / "particles.py", *arguments, "--output-dir", tmp_path, check=False)
     assert done.returncode != 0
     assert re.search(r"its result has room for \d+|use a larger --room", done.stderr), done.stderr
     assert not list(tmp_path.glob("*.png"))
