@@ -132,6 +132,9 @@ def test_method_that_is_only_inherited(hook, monkeypatch, unchecked, myself):
         internals.replace(owner, name, parameters, instead)
     except ImportError:
         return
+    if name == "process_call":  # what communicates is not passed on to JAX's own
+        assert broken() is None
+        return
     assert broken() is not None
     for derivative in DERIVATIVES.values():
         with pytest.raises(NotImplementedError):  # of ours, or of JAX, which says that it must be overridden
