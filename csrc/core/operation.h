@@ -11,8 +11,8 @@
 enum { MOST_ARRAYS = 100 };
 
 /* What ranks tell each other in the place of counts of rows, so that all of them make the same calls of MPI, and then
- * raise: a count is impossible; a row is to move to what is no rank. */
-enum { IMPOSSIBLE_COUNT = -1, NO_SUCH_RANK = -2 };
+ * raise: a count is impossible; a row is to move to what is no rank; the rank has other arrays than this one. */
+enum { IMPOSSIBLE_COUNT = -1, NO_SUCH_RANK = -2, OTHER_ARRAYS = -3 };
 
 /* Limits: XLA's type codes; attributes and buffer roles of an operation; buffers of one call. */
 enum { DTYPE_CODES = 40, MAX_ATTRIBUTES = 7, MAX_ROLES = 6, MAX_BUFFERS = 256 };

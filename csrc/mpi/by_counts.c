@@ -108,6 +108,11 @@ static ffi_error *fail_counts(const struct call *c, int rank, int64_t count) {
                      "rank %d%s has passed a new owner of a row that is neither a rank, 0 to %d, nor -1, which is "
                      "nobody: nothing was received from it",
                      rank, self, c->comm->size - 1);
+  if (count == OTHER_ARRAYS)
+    return call_fail(c, FFI_INVALID_ARGUMENT,
+                     "rank %d%s has passed other arrays than this rank, of other shapes of rows, dtypes, names or in "
+                     "another order: nothing was sent to it or received from it",
+                     rank, self);
   if (c->operation->row == ROW_reduce_scatterv)
     return call_fail(c, FFI_INVALID_ARGUMENT,
                      "a rank has passed a count of rows that is negative, or the counts of all ranks together are more "

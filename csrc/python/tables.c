@@ -125,6 +125,7 @@ static PyObject *constants(PyObject *self, PyObject *args) {
       {"MOST_ARRAYS", MOST_ARRAYS},
       {"IMPOSSIBLE_COUNT", IMPOSSIBLE_COUNT},
       {"NO_SUCH_RANK", NO_SUCH_RANK},
+      {"OTHER_ARRAYS", OTHER_ARRAYS},
       {"NAME_OF_DEFAULT", NAME_OF_DEFAULT},
       {"NAME_OF_WORLD", NAME_OF_WORLD},
   };

@@ -191,14 +191,16 @@ static void impossible_counts_are_an_error_on_all_ranks(void) {
       char text[80];
       for (int r = 0; is("scatterv") && r < c.size; r++) c.sent[r] = IMPOSSIBLE_COUNT;
       if (is("scatterv")) culprit = c.root;
-      int32_t told = is("alltoallv") && turn % 2 ? NO_SUCH_RANK : IMPOSSIBLE_COUNT;
+      const int32_t told = is("alltoallv") ? -1 - turn % 3 : IMPOSSIBLE_COUNT;
       if (is("alltoallv") && culprit != c.rank) c.received[culprit] = told, c.in_rows = given();
       if (is("alltoallv") && culprit == c.rank)
         for (int r = 0; r < c.size; r++) c.sent[r] = told;
       if (is("alltoallv") && culprit == c.rank) c.received[c.rank] = told;
       if (!is("alltoallv")) c.sent[culprit] = told;
-      snprintf(text, sizeof text, "rank %d%s has passed a %s", culprit, culprit == c.rank ? " (this one)" : "",
-               told == NO_SUCH_RANK ? "new owner of a row that is neither" : "count of rows");
+      snprintf(text, sizeof text, "rank %d%s has passed %s", culprit, culprit == c.rank ? " (this one)" : "",
+               told == NO_SUCH_RANK   ? "a new owner of a row that is neither"
+               : told == OTHER_ARRAYS ? "other arrays than this rank"
+                                      : "a count of rows");
       if (is("reduce_scatterv")) snprintf(text, sizeof text, "a rank has passed a count of rows");
       c.out_rows = 30;
       FAILS(run_it(), FFI_INVALID_ARGUMENT, text);

@@ -222,6 +222,8 @@ WRONG = [
     ("ghosts", [2**70, 0], ValueError, f"ghosts has {2**70}, and"),
     ("ghosts", ["a", "b"], TypeError, "ghosts must be integers, got dtype <U1"),
     ("owned", None, ValueError, "owned has shape ()"),
+    ("owned", np.ma.masked_equal([0, 1], 1), TypeError, "owned is a masked array: pass what is not masked"),
+    ("ghosts", np.ma.masked_equal([0, 1], 1), TypeError, "ghosts is a masked array"),
     ("owners", [0], ValueError, "2 ghosts and 1 owners"),
     ("owners", [0, 99], ValueError, "owners has 99, and the ranks are 0 to"),
     ("owners", [0.5, 1], TypeError, "owners must be integers"),
@@ -571,10 +573,11 @@ def test_wrong_edges(wrong, text, comm, rank, size):
 
 
 @pytest.mark.ranks(2)
-def test_ranks_that_differ_about_owners(comm, rank):
-    """Each takes vertex 0 for its own, so that nobody owns vertex 1."""
-    with pytest.raises(ValueError, match="owners is wrong for 1 "):
-        jaxmpi.IndexMap.from_edges([0, 1], [1, 0], [0, 1] if rank == 0 else [1, 0], comm=comm)
+@pytest.mark.parametrize("other", [[1, 0, 0, 0], [0, 1, 0, 1], [0, 1, 0]])
+def test_ranks_that_differ_about_owners(other, comm, rank):
+    """Of a vertex that is a ghost, of one without edges, of how many there are."""
+    with pytest.raises(ValueError, match=r"IndexMap\.from_edges: owner is not the same on all ranks"):
+        jaxmpi.IndexMap.from_edges([0, 1], [1, 0], other if rank == comm.size - 1 else [0, 1, 0, 0], comm=comm)
 
 
 @pytest.mark.seconds(300)

@@ -265,6 +265,37 @@ def test_owner_that_is_no_rank(wrong, way, comm, rank, size):
     assert float(moved["x"].sum()) == (3 * size if rank == 0 else 0)
 
 
+@pytest.mark.parametrize("wrong", [2**32, 2**32 - 1, -5, 2**63 - 1])
+def test_wide_owners_of_numpy(wrong, rank, size):
+    """Which JAX may cut to 32 bits."""
+    with jax.enable_x64(False) if hasattr(jax, "enable_x64") else jax.experimental.disable_x64():
+        assert "neither a rank" in raised(lambda: jaxmpi.migrate(jnp.ones(2), np.array([0, wrong]), rows=2 * size))
+        np.testing.assert_array_equal(jaxmpi.migrate(jnp.ones(2), np.array([0, -1]), rows=size)[1], size * (rank == 0))
+
+
+OTHER = {
+    "order": lambda a, b: (b, a),
+    "dtype": lambda a, b: (a, b.astype(jnp.float32)),
+    "shape": lambda a, b: (a, b.reshape(2, 2)),
+    "names": lambda a, b: {"a": a, "b": b},
+    "fewer": lambda a, b: (a,),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("other", OTHER)
+def test_other_arrays_on_a_rank(other, way, rank, size):
+    """All ranks raise, and the next call is right."""
+    call = WAYS[way](lambda tree, owner: jaxmpi.migrate(tree, owner, rows=2 * size))
+    arrays, owner = (jnp.arange(2, dtype=jnp.int32), jnp.arange(4.0).reshape(2, 2, 1)), jnp.zeros(2, jnp.int32)
+    error = raised(lambda: call(OTHER[other](*arrays) if rank == 1 else arrays, owner))
+    assert "has passed other arrays than this rank" in error or "the ranks differ" in error, error
+    moved, _, received = call(arrays, owner)
+    np.testing.assert_array_equal(received, [2 if rank == 0 else 0] * size)
+    assert float(moved[1].sum()) == (6 * size if rank == 0 else 0)
+
+
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "uint64"])
 def test_unsigned_owners(dtype, rank, size):
     """The largest is not -1."""

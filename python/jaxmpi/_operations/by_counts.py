@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from mpi4py import MPI
 
@@ -266,7 +267,12 @@ def alltoallv(
 
 
 def send_rows(
-    comm: communicators.Communicator, leaves: Arrays, structure: Any, counts: jax.Array, room: int
+    comm: communicators.Communicator,
+    leaves: Arrays,
+    structure: Any,
+    counts: jax.Array,
+    room: int,
+    signature: int | None = None,
 ) -> tuple[Any, jax.Array]:
     """Sends to each rank its own number of rows of each leaf, which the ranks tell each other first.
 
@@ -274,11 +280,18 @@ def send_rows(
       leaves: arrays with the same number of rows, of the pytree with this structure.
       counts: what each rank gets, as `counts.possible` returns it.
       room: how many rows the results have.
+      signature: an int32 that the ranks compare. Nothing travels between two that have others, and both raise.
 
     Returns:
       The pytree of the rows that were received, and how many of them come from each rank.
     """
-    (received,) = alltoall_p.apply(common(comm), counts)
+    if signature is None:
+        (received,) = alltoall_p.apply(common(comm), counts)
+    else:
+        told = jnp.stack([counts, jnp.full_like(counts, signature)], axis=1)
+        (theirs,) = alltoall_p.apply(common(comm), told)
+        same = theirs[:, 1] == signature
+        counts, received = jnp.where(same, counts, 0), jnp.where(same, theirs[:, 0], by_counts.OTHER_ARRAYS)
     return alltoallv_p.apply_to_tree(_divided(comm, room), leaves, structure, counts, received), received
 
 

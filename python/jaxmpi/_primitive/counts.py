@@ -20,6 +20,8 @@ from jaxmpi._primitive import arguments
 IMPOSSIBLE: int = CONSTANTS["IMPOSSIBLE_COUNT"]
 NO_SUCH_RANK: int = CONSTANTS["NO_SUCH_RANK"]
 """What a rank tells in the place of counts whose rows cannot be sent."""
+OTHER_ARRAYS: int = CONSTANTS["OTHER_ARRAYS"]
+"""What stands for the counts of a rank with other arrays."""
 MOST = 2**31 - 1
 """Rows of an array, which MPI counts by an int."""
 

@@ -45,6 +45,8 @@ def integers(values: Any, operation: str, name: str, any_shape: bool = False) ->
             f"{operation}: {name} is traced: indices must be known while tracing, like a shape. Pass a NumPy array, "
             "and call this outside of compiled functions."
         )
+    if isinstance(values, np.ma.MaskedArray):
+        raise TypeError(f"{operation}: {name} is a masked array: pass what is not masked, {name}.compressed().")
     array = values if isinstance(values, np.ndarray) else np.asarray(values)
     if array.ndim != 1 and not any_shape:
         raise ValueError(

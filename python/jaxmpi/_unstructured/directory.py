@@ -53,7 +53,7 @@ def connect(comm: MPI.Intracomm, operation: str, given: Given, total: int) -> Co
     rows = {rank: given.lookup.positions(indices) for rank, indices in wanted.items()}
     absent = [_rows(wanted[rank][its < 0], rank, comm.rank) for rank, its in rows.items()]
     faults = {"elsewhere": np.concatenate([_rows([], 0, 0), *absent])}
-    signature = _check(comm, operation, faults, _digest(comm, given.owned, ghosts, owners))
+    signature = _check(comm, operation, faults, digest_of(given.owned, ghosts, owners, rank=comm.rank))
     received, counts = np.unique(owners, return_counts=True)
     return Connections(
         len(given.owned),
@@ -128,9 +128,9 @@ def _answers(asks: dict[int, np.ndarray]) -> tuple[dict[int, np.ndarray], np.nda
     return answers, twice
 
 
-def _digest(comm: MPI.Intracomm, *arrays: np.ndarray) -> int:
-    """A number of this rank's part of a map."""
-    digest = hashlib.blake2b(f"{comm.rank} {[len(array) for array in arrays]}".encode(), digest_size=8)
+def digest_of(*arrays: np.ndarray, rank: int = 0) -> int:
+    """A number of 64 bits for arrays, of a rank."""
+    digest = hashlib.blake2b(f"{rank} {[len(array) for array in arrays]}".encode(), digest_size=8)
     for array in arrays:
         digest.update(array.tobytes())
     return int.from_bytes(digest.digest(), "little")

@@ -142,8 +142,14 @@ class IndexMap(communicators.Local):
         clone, comm_of = _clone(comm, operation)
         rank, size = comm_of.rank, comm_of.size
         found, failure = agreement.attempt(lambda: graphs.edges(senders, receivers, owner, operation, rank, size))
-        agreement.sums(clone, operation, failure)
+        told = 0 if found is None else directory.digest_of(found[-1])
+        (total,) = agreement.sums(clone, operation, failure, told)
         assert found is not None
+        if total != told * size % (1 << 64):
+            raise ValueError(
+                f"{operation}: owner is not the same on all ranks: pass the rank of each vertex of the whole graph, as "
+                "rank 0 has it: comm.bcast(owner)."
+            )
         edges, sources, targets, owners = found
         needed = distinct(sources)
         needed = needed[owners[needed] != rank]

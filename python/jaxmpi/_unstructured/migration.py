@@ -16,7 +16,7 @@ from jax import lax
 from mpi4py import MPI
 
 from jaxmpi._jax import internals
-from jaxmpi._mpi import communicators
+from jaxmpi._mpi import communicators, plans
 from jaxmpi._operations.by_counts import send_rows
 from jaxmpi._primitive import arguments, keys
 from jaxmpi._primitive import counts as by_counts
@@ -68,13 +68,19 @@ def migrate(
     groups = _groups(leaves)
     counted = None if count is None else by_counts.numbers(count, (), "migrate", "count")
     joined, sent = _sort(resolved.size, groups, leaves, owners, counted)
-    moved, received = send_rows(resolved, joined, jax.tree.structure(joined), sent, room)
     kinds = tuple((x.shape[1:], x.dtype) for x in leaves)
+    facts = [(name, shape, str(dtype)) for name, (shape, dtype) in zip(names, kinds, strict=True)]
+    signature = plans.signature("migrate", facts) % (1 << 31)
+    moved, received = send_rows(resolved, joined, jax.tree.structure(joined), sent, room, signature)
     total = jnp.sum(received, dtype=jnp.int32)
     return jax.tree.unflatten(structure, _separate(groups, kinds, moved)), total, received
 
 
 def _integers(new_owner: Any) -> jax.Array:
+    if isinstance(new_owner, np.ndarray) and new_owner.dtype.kind in "iu" and new_owner.dtype.itemsize == 8:
+        # JAX may cut them to 32 bits: what is no rank must remain none.
+        least, most = (-2 if new_owner.dtype.kind == "i" else 0), 2**31 - 1
+        new_owner = new_owner.clip(least, most).astype(np.int32)
     owners = arguments.array(new_owner, "migrate", "new_owner")
     if not jnp.issubdtype(owners.dtype, jnp.integer):
         raise TypeError(f"migrate: new_owner must be integers, the ranks of the rows, got dtype {owners.dtype}.")
