@@ -314,8 +314,8 @@ class IndexMap:
         Args: those of `exchange`. 100 arrays at most.
 
         Returns:
-          A `Request`; `jaxmpi.wait(request)` gives what `exchange` would. It holds the arrays too, so it is a pytree
-          with these.
+          A `Request`; `jaxmpi.notoken.wait(request)` gives what `exchange` would. It holds the arrays too, so it is
+          a pytree with these.
 
         Raises: what `exchange` raises while tracing; its errors at run time are raised by `wait`.
         """
