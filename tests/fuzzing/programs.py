@@ -366,6 +366,8 @@ class _Generator:
         inner = kinds
         if kind in ("custom_jvp", "custom_vmap"):  # differentiated forwards in reverse mode too
             inner = [k for k in kinds if k not in REVERSE_ONLY]
+        elif kind in ("scan", "fori"):  # JAX itself takes second derivatives there as if it were that of its function
+            inner = [k for k in kinds if k != "jvp_alone"]
         bare = kind in FUNCTIONS and self.chance(0.15) and not self.options.documented
         operands = () if bare else tuple(self.one(known) for _ in range(self.random.randint(1, 2)))
         closes = kind not in RULES and not bare and self.chance(0.4)
