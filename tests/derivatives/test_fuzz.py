@@ -6,11 +6,14 @@ prints the program, `--shrink S` in the place of `--seed S` makes it smaller.
 
 import random
 
+import jax
+import jax.numpy as jnp
 import pytest
 from mpi4py import MPI
 
+import jaxmpi
 from fuzzing import checks, programs
-from fuzzing.vectors import constant
+from fuzzing.vectors import as_rows, combine_rows, constant
 from fuzzing.witness import Witness
 from support.table import NEW_JAX, _accumulate
 
@@ -74,3 +77,60 @@ def test_witness(size):
     sums = witness.communicate(programs.Comm("scan", 0), xs)
     for rank in range(size):
         assert abs(sums[rank] - _accumulate(xs, rank)).max() < 1e-15
+
+
+def all_rows(size):
+    """Each rank owns two rows, and has copies of those of all others."""
+    owned = tuple((2 * rank + 1, 2 * rank) for rank in range(size))
+    return programs.Map(owned, tuple(tuple(range(2 * size)) for _ in range(size)))
+
+
+def test_witness_of_maps(size):
+    xs = [constant(rank, 0) for rank in range(size)]
+    rows = [as_rows(x, size, 2 * size) for x in xs]
+    exchanged, accumulated = (
+        Witness(size).communicate(programs.Comm(name, 0, map=all_rows(size)), xs) for name in programs.OF_MAPS
+    )
+    for rank in range(size):
+        own, others = rows[rank][:2], [other for other in range(size) if other != rank]
+        copies = [rows[other][1 - i] for other in others for i in range(2)]
+        assert jnp.allclose(exchanged[rank], combine_rows(jnp.array([*own, *copies]), size), rtol=0, atol=1e-15)
+        for other in others:  # where its copies of the rows of this rank lie, in ascending order
+            at = 2 + 2 * (rank if rank < other else rank - 1)
+            own += rows[other][at : at + 2][::-1]
+        assert jnp.allclose(accumulated[rank], combine_rows(own, size), rtol=0, atol=1e-15)
+
+
+def _as_if_kept(exchange, x):
+    """The right value, with the derivative of what is not exchanged."""
+    return x + jax.lax.stop_gradient(exchange(x) - x)
+
+
+def _turned(x, owned):
+    return x.at[owned:].set(x[owned:][::-1])
+
+
+WRONG_MAPS = {
+    "copies that are kept": ("exchange", "value", lambda exchange, owned, x: x),
+    "copies in another order": ("exchange", "value", lambda exchange, owned, x: _turned(exchange(x), owned)),
+    "a derivative of the own rows": ("exchange", "vjp", lambda exchange, owned, x: _as_if_kept(exchange, x)),
+    "copies that are not cleared": ("accumulate", "value", lambda add, owned, x: add(x).at[owned:].set(x[owned:])),
+    "copies that are not added": ("accumulate", "value", lambda add, owned, x: x.at[owned:].set(0)),
+    "a tangent of the copies": ("accumulate", "jvp", lambda add, owned, x: _as_if_kept(add, x)),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG_MAPS)
+def test_wrong_maps_are_noticed(fault, judge, size, monkeypatch):
+    if size == 1:
+        pytest.skip("there are no copies")
+    name, mode, wrong = WRONG_MAPS[fault]
+    body = programs.Body((programs.Comm(f"index_{name}", 0, map=all_rows(size)),), programs.INPUTS)
+    program = programs.Program(0, size, body, True, True)
+    assert judge(program, checks.Check(mode)) == ("right", "")
+    method = getattr(jaxmpi.IndexMap, name)
+    patched = lambda rows, x: wrong(lambda x: method(rows, x), rows.sizes[0], x)  # noqa: E731
+    monkeypatch.setattr(jaxmpi.IndexMap, name, patched)
+    verdict, why = judge(program, checks.Check(mode))
+    assert verdict == "wrong"
+    assert "got [" in why

@@ -17,8 +17,8 @@ import numpy as np
 from mpi4py import MPI
 
 import jaxmpi
-from fuzzing.distributed import Deaf, Distributed
-from fuzzing.programs import INPUTS, LENGTH, OPERATIONS, forgets
+from fuzzing.distributed import Deaf, Distributed, index_map
+from fuzzing.programs import INPUTS, LENGTH, OPERATIONS, forgets, maps
 from fuzzing.witness import Witness
 from jaxmpi import _core, notoken
 from jaxmpi._jax import jaxprs
@@ -208,6 +208,8 @@ class Judge:
     def __call__(self, program, check):
         """("right" | "refused" | "wrong", why)."""
         data = Data.draw(program, check)
+        for rows in maps(program.body):
+            index_map(rows)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
             verdict, communicated = self._trace(program, check, data)
@@ -311,6 +313,9 @@ def collectives(jaxpr):
             call = equation.params["call"]
             if hasattr(call, "rows"):  # of which each rank has its own number
                 size = f"of {math.prod(equation.invars[0].aval.shape[1:])}"
+            elif name.startswith("index_"):
+                shapes = [np.delete(x.aval.shape, at) for x, (at, _) in zip(equation.invars, call.places, strict=True)]
+                size = f"with map {call.pattern.number}, of {[math.prod(shape.tolist()) for shape in shapes]}"
             yield f"{name} {call.derivative or ''} {size}"
             continue
         for inner in jaxprs.inner_jaxprs(equation.params):
@@ -327,7 +332,8 @@ def names(jaxpr):
 
 def is_refusal(error):
     """Whether an exception says clearly what is not possible."""
-    named = re.match(rf"(jaxmpi|Grid\.start|send|recv|i?({'|'.join((*OPERATIONS, 'send', 'recv'))}))\b", str(error))
+    operations = "|".join((*OPERATIONS, "send", "recv"))
+    named = re.match(rf"(jaxmpi|(Grid|IndexMap)\.start|send|recv|i?({operations}))\b", str(error))
     of_jax = "can't apply forward-mode autodiff" in str(error)  # docs/autodiff.md: also where nothing depends on it
     return isinstance(error, NotImplementedError) or named is not None or of_jax
 

@@ -23,6 +23,12 @@ def ring():
     return grid, MPI.COMM_WORLD.Create_cart([size], periods=[True])
 
 
+@functools.cache
+def index_map(rows):
+    """All ranks make it together, before anything is traced: they do not all trace as far."""
+    return jaxmpi.IndexMap(*rows.of(MPI.COMM_WORLD.rank))
+
+
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["requests", "kept"], meta_fields=["comm"])
 @dataclass(frozen=True)
 class Flying:
@@ -196,6 +202,18 @@ class Distributed:
         x = self._padded(x, self.size * LENGTH) if root else x
         return notoken.scatterv(x, jnp.asarray(counts) if root else None, comm.root, rows=LENGTH)[0]
 
+    # Rows that have global indices.
+
+    def _as_rows(self, comm, x):
+        count = sum(index_map(comm.map).sizes)
+        return jax.tree.map(lambda leaf: vectors.as_rows(leaf, self.size, count), x)
+
+    def _index_exchange(self, comm, x):
+        return self._combined(index_map(comm.map).exchange(self._as_rows(comm, x)))
+
+    def _index_accumulate(self, comm, x):
+        return self._combined(index_map(comm.map).accumulate(self._as_rows(comm, x)))
+
     def _barrier(self, comm, x):
         jaxmpi.barrier()
         return x
@@ -278,8 +296,12 @@ class Distributed:
         comm = flying.comm
         if flying.kept is not None:
             return self._as_vectors(comm, flying.kept)
-        y = self._one(comm, got[-1], 1 if comm.name == "alltoall" else 0)
-        return self._as_vectors(comm, jax.tree.map(vectors.combine, y) if comm.name == "alltoall" else y)
+        y = self._one(comm, got[-1], 1 if comm.name in ("alltoall", "index_exchange") else 0)
+        if comm.name == "alltoall":
+            y = jax.tree.map(vectors.combine, y)
+        elif comm.name == "index_exchange":
+            y = self._combined(y)
+        return self._as_vectors(comm, y)
 
     def _many(self, comm, x):
         if not comm.long:
@@ -305,6 +327,9 @@ class Distributed:
 
     def _start_exchange(self, comm, x):
         return [self.grid.start(self._many(comm, x))], None
+
+    def _start_index_exchange(self, comm, x):
+        return [index_map(comm.map).start(self._as_rows(comm, self._many(comm, x)))], None
 
     def _start_pair(self, comm, x):
         source, dest = (comm.root, comm.peer) if self.size > 1 else (MPI.PROC_NULL, MPI.PROC_NULL)

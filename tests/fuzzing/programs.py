@@ -24,12 +24,15 @@ OPERATIONS += ("scatter", "sendrecv", "exchange", "neighbors", "reduce_scatter",
 OF_ROWS = ("allgatherv", "alltoallv", "gatherv", "scatterv")
 """With `ring` of counts that are known while tracing, otherwise at run time."""
 OPERATIONS += OF_ROWS
+OF_MAPS = ("index_exchange", "index_accumulate")
+"""With a map of rows that have global indices."""
+OPERATIONS += OF_MAPS
 """`invariant` is drawn in the place of some of `replicate`."""
-STARTED = ("allreduce", "alltoall", "barrier", "bcast", "exchange", "pair", "sendrecv")
+STARTED = ("allreduce", "alltoall", "barrier", "bcast", "exchange", "index_exchange", "pair", "sendrecv")
 """What can be started and waited for."""
 REDUCING = ("allreduce", "reduce", "scan", "reduce_scatter")
 LINEAR = ("allgather", "alltoall", "bcast", "gather", "reduce", "scan", "scatter", "sendrecv", "exchange", "neighbors")
-LINEAR += ("reduce_scatter", "exscan", *OF_ROWS)
+LINEAR += ("reduce_scatter", "exscan", *OF_ROWS, *OF_MAPS)
 LOCAL = {"sin": 1, "tanh": 1, "affine": 1, "roll": 1, "name": 1, "product": 2, "sum": 2, "dot": 2, "stop": 1}
 
 FUNCTIONS = ("jit", "jaxmpi.jit", "checkpoint")
@@ -70,6 +73,18 @@ class Local:
 
 
 @dataclass(frozen=True)
+class Map:
+    """The arguments of an `IndexMap` on each rank: global indices, in any order and with gaps. Among the ghosts are
+    repeated ones, and rows that the rank owns. Empty, a map without rows."""
+
+    owned: tuple[tuple[int, ...], ...] = ()
+    ghosts: tuple[tuple[int, ...], ...] = ()
+
+    def of(self, rank):
+        return (self.owned[rank], self.ghosts[rank]) if self.owned else ((), ())
+
+
+@dataclass(frozen=True)
 class Comm:
     """An operation, whose result is made a vector again. A `pair` is send on `root` and recv on `peer`."""
 
@@ -97,6 +112,7 @@ class Comm:
     blocking_on: Ranks = ()
     long: bool = False
     """Many copies of the vector are sent: more than a library sends at once."""
+    map: Map = Map()
 
     def form(self):
         """What is the same for all that may take each other's place in a loop or a branch."""
@@ -106,7 +122,7 @@ class Comm:
         """The same for all that MPI may not tell apart."""
         if self.name in ("pair", "sendrecv"):
             return ("message", self.tag)
-        return "exchange" if self.name == "exchange" else "collective"
+        return "exchange" if self.name in ("exchange", "index_exchange") else "collective"
 
 
 @dataclass(frozen=True)
@@ -311,10 +327,22 @@ class _Generator:
             integer_on=integers,
             also=self.one(known) if known > 0 and self.chance(0.3) else -1,
             also_constant_on=self.ranks(),
+            map=self.map() if name in OF_MAPS else Map(),
         )
         if not (known > 0 and name in STARTED and self.chance(self.options.started)):
             return comm
         return self.starting(comm)
+
+    def map(self):
+        """As many rows as the vectors of all ranks have at most, owned by some of the ranks."""
+        rows = self.random.sample(range(100), self.random.randint(0, LENGTH * self.size))
+        ranks = self.random.sample(range(self.size), self.random.randint(1, self.size))
+        owners = [self.random.choice(ranks) for _ in rows]
+        owned = tuple(
+            tuple(row for row, owner in zip(rows, owners, strict=True) if owner == rank) for rank in range(self.size)
+        )
+        counts = [self.random.randint(0, len(rows)) if self.chance(0.8) else 0 for _ in range(self.size)]
+        return Map(owned, tuple(tuple(self.random.choices(rows, k=count)) if count else () for count in counts))
 
     def starting(self, comm):
         comm = replace(comm, starts=True, long=self.chance(0.15), tag=self.random.choice([1, 3, 4, 5]))
@@ -324,7 +352,7 @@ class _Generator:
             self.tags += 1
             comm = replace(comm, tag=self.tags, blocking_on=self.ranks(1))
         if only and comm.alike() in self.started:
-            comm = replace(comm, name="allreduce", op="SUM")  # whose adjoint communicates nothing
+            comm = replace(comm, name="allreduce", op="SUM", map=Map())  # whose adjoint communicates nothing
         self.started.add(comm.alike())
         return comm
 
@@ -338,6 +366,8 @@ class _Generator:
         inner = kinds
         if kind in ("custom_jvp", "custom_vmap"):  # differentiated forwards in reverse mode too
             inner = [k for k in kinds if k not in REVERSE_ONLY]
+        elif kind in ("scan", "fori"):  # JAX itself takes second derivatives there as if it were that of its function
+            inner = [k for k in kinds if k != "jvp_alone"]
         bare = kind in FUNCTIONS and self.chance(0.15) and not self.options.documented
         operands = () if bare else tuple(self.one(known) for _ in range(self.random.randint(1, 2)))
         closes = kind not in RULES and not bare and self.chance(0.4)
@@ -377,7 +407,7 @@ class _Generator:
         if stacks:  # waited for in any order, on all ranks alike
             fresh = [replace(form, blocking_on=()) for form in fresh]
             if self.options.documented:
-                fresh = [replace(form, name="allreduce", op="SUM") for form in fresh]
+                fresh = [replace(form, name="allreduce", op="SUM", map=Map()) for form in fresh]
         kept = [form for form in forms if self.chance(0.3)]
         return keys, forms, [*fresh, *kept], stacks
 
@@ -441,6 +471,15 @@ class _Generator:
 def parameters(call):
     """How many values the bodies of a call are given."""
     return 1 if call.kind in (*SOLVERS, *LINEAR_RULES) else len(call.operands) + len(call.closed)
+
+
+def maps(body):
+    """The maps of a body and of those inside, in order."""
+    for statement in body.statements:
+        if getattr(statement, "name", "") in OF_MAPS:
+            yield statement.map
+        for inner in getattr(statement, "bodies", ()):
+            yield from maps(inner)
 
 
 def forgets(body):

@@ -39,6 +39,12 @@ def rows(rank, root):
     return (rank + root) % (LENGTH + 1)
 
 
+def as_rows(x, size, count):
+    """So many rows made of a vector, one number each; of many vectors, of which each has a column."""
+    stacked = jnp.concatenate([x * (j + 1) for j in range(size)], axis=-1)
+    return jnp.moveaxis(stacked[..., :count], -1, 0)
+
+
 def padded(x, length):
     return jnp.concatenate([x, jnp.zeros(length - x.shape[0], x.dtype)])
 

@@ -10,6 +10,7 @@ import operator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad
@@ -232,6 +233,31 @@ class Witness:
     def _scatterv(self, comm, xs):
         parts = [(xs[comm.root] * (r + 1))[: vectors.rows(r, comm.root)] for r in self.ranks]
         return [vectors.padded(part, LENGTH) for part in parts]
+
+    def _owners_rows(self, rows):
+        """Where each row of a map is copied from, among the rows of all ranks; and how many rows each rank has."""
+        owner = {row: rank for rank in self.ranks for row in rows.of(rank)[0]}
+        local = []
+        for rank in self.ranks:
+            owned, ghosts = rows.of(rank)
+            others = {row for row in ghosts if owner[row] != rank}
+            local.append([*owned, *sorted(others, key=lambda row: (owner[row], row))])
+        first = [sum(map(len, local[:rank])) for rank in self.ranks]
+        at = {row: first[rank] + i for rank in self.ranks for i, row in enumerate(rows.of(rank)[0])}
+        return np.array([at[row] for its in local for row in its], int), [len(its) for its in local]
+
+    def _with_rows(self, comm, xs, compute):
+        """What is computed of the rows of all ranks, and of where each is copied from."""
+        sources, counts = self._owners_rows(comm.map)
+        rows = jnp.concatenate([vectors.as_rows(x, self.size, n) for x, n in zip(xs, counts, strict=True)])
+        results = jnp.split(compute(rows, sources), np.cumsum(counts)[:-1])
+        return [vectors.combine_rows(y, self.size) for y in results]
+
+    def _index_exchange(self, comm, xs):
+        return self._with_rows(comm, xs, lambda rows, sources: rows[sources])
+
+    def _index_accumulate(self, comm, xs):
+        return self._with_rows(comm, xs, lambda rows, sources: jnp.zeros_like(rows).at[sources].add(rows))
 
     def _scan(self, comm, xs):
         return [REDUCTIONS[comm.op](xs[: r + 1]) for r in self.ranks]

@@ -39,7 +39,13 @@ LOOPS = ("fori_loop", "scan", "while_loop")
 DERIVATIVES = ("vjp", "jvp")
 WAYS = ["eager", "jit", *LOOPS, *(DERIVATIVES if NEW_JAX else ())]
 CASE = {case.name: case for case in CASES}
-OPERATIONS = [*CASE, "barrier", "exchange"]
+OF_MAPS = {
+    "index_exchange": lambda rows, x, op: rows.exchange(x),
+    "index_start": lambda rows, x, op: notoken.wait(rows.start(x)),
+    "index_accumulate": lambda rows, x, op: rows.accumulate(x, op),
+}
+"""Of a map of rows that have global indices."""
+OPERATIONS = [*CASE, "barrier", "exchange", *OF_MAPS]
 BLOCK = 2
 """Of an exchange, on a periodic grid of one axis: elements of each rank, which has one of each neighbour besides."""
 REDUCING = {
@@ -91,9 +97,10 @@ def draw(generator, size, number):
     """A program; successive numbers go through all operations."""
     case, way = OPERATIONS[number % len(OPERATIONS)], generator.choice(WAYS)
     wide = way not in ("eager", "jit")
-    kinds = MOVED[:-1] if case in REDUCING else MOVED  # there are no reductions of float8
+    reduces = case in REDUCING or case == "index_accumulate"
+    kinds = MOVED[:-1] if reduces else MOVED  # there are no reductions of float8
     dtype = generator.choice(WIDE[2:] if way in DERIVATIVES else WIDE if wide else kinds)
-    op = _draw_op(generator, dtype, wide) if case in REDUCING else ""
+    op = _draw_op(generator, case, dtype, wide) if reduces else ""
     leaves = ((generator.choice(SHAPES if wide else LARGE_SHAPES), dtype),)
     if generator.random() < 0.25 and op in ("", "SUM", "MAX", "MIN"):
         leaves += MORE_LEAVES[1:] if way in DERIVATIVES else MORE_LEAVES
@@ -103,8 +110,11 @@ def draw(generator, size, number):
     return Program(case, way, compiler, leaves, op, generator.randrange(size), generator.choice([2, 10, 30, 100]))
 
 
-def _draw_op(generator, dtype, wide):
+def _draw_op(generator, case, dtype, wide):
     kind = dtype_of(dtype).kind
+    if case == "index_accumulate":
+        sums = ["SUM", "SUM"] if kind != "b" else []
+        return "SUM" if wide or kind == "c" else generator.choice([*sums, "MAX", "MIN"])
     if kind == "b":
         return "LXOR"
     if kind == "u":
@@ -127,8 +137,44 @@ def _values(program, step, rank, size, shape, dtype):
         shape = CASE[program.case].shape(shape, rank, size, program.root)
     elif program.case == "exchange":
         shape = (BLOCK + 2, *shape)
+    elif program.case in OF_MAPS:
+        shape = (rows_of(size, program.root)[rank].at.size, *shape)
     numbers = (17 * np.arange(int(np.prod(shape))) + 29 * rank + 41 * step) % most
     return (numbers / 10 if program.fractions(dtype) else numbers).astype(dtype_of(dtype)).reshape(shape)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a map on one rank."""
+
+    owned: np.ndarray
+    """The global indices of those that it owns, in any order."""
+    ghosts: np.ndarray
+    """The global indices of those of which it has copies, by owner and index."""
+    owners: np.ndarray
+    """The owner of each row, own ones and copies; and where the row lies there."""
+    at: np.ndarray
+
+
+@functools.cache
+def rows_of(size, number):
+    """The rows of a map on each rank: some of a hundred indices, and copies of a third of those of others."""
+    generator = np.random.default_rng([size, number])
+    indices = generator.permutation(100)[: 12 * size]
+    owner = generator.integers(0, size, indices.size)
+    owner[owner == number] = 0  # so one of the ranks owns nothing, if that is not rank 0
+    order = np.lexsort((indices, owner))
+    indices, owner = indices[order], owner[order]
+    at = np.empty_like(owner)
+    owned = [generator.permutation(np.flatnonzero(owner == rank)) for rank in range(size)]
+    for its in owned:
+        at[its] = np.arange(its.size)
+    made = []
+    for rank, its in enumerate(owned):
+        ghosts = np.flatnonzero((owner != rank) & (generator.random(indices.size) < 0.3))
+        local = np.concatenate([its, ghosts])
+        made.append(Rows(indices[its], indices[ghosts], owner[local], at[local]))
+    return made
 
 
 # --- by jaxmpi -------------------------------------------------------------------------------------------------------
@@ -139,6 +185,10 @@ def _once(program, comm):
     if program.case == "exchange":
         grid = jaxmpi.Grid((comm.size,), (BLOCK * comm.size,), periodic=True, comm=comm)
         return lambda x: grid.exchange(x, axes=(0,))
+    if program.case in OF_MAPS:
+        its = rows_of(comm.size, program.root)[comm.rank]
+        rows = jaxmpi.IndexMap(its.owned, its.ghosts[::-1], comm=comm)
+        return lambda x: OF_MAPS[program.case](rows, x, getattr(MPI, program.op or "SUM"))
     if program.case in AT_RUN_TIME:
         return AT_RUN_TIME[program.case](comm)
 
@@ -202,6 +252,8 @@ def expected(program, xs, rank):
     if program.case == "exchange":
         before, after = xs[rank - 1], xs[(rank + 1) % len(xs)]
         return np.concatenate([before[-2:-1], xs[rank][1:-1], after[1:2]])
+    if program.case in OF_MAPS:
+        return _of_rows(program, xs, rank)
     if program.case == "exscan" and rank == 0:
         return np.full_like(xs[0], _identity(program.op, xs[0].dtype))
     if program.case in REDUCING:
@@ -211,6 +263,25 @@ def expected(program, xs, rank):
             return result
         xs = [result, *(np.zeros_like(x) for x in xs[1:])]  # whose sum the table divides
     return CASE[program.case].expected(xs, rank, program.root)
+
+
+def _of_rows(program, xs, rank):
+    """The result of an operation of a map."""
+    rows = rows_of(len(xs), program.root)
+    result = xs[rank].copy()
+    for r, (its, x) in enumerate(zip(rows, xs, strict=True)):
+        if r == rank:
+            continue
+        if program.case == "index_accumulate":
+            copies = its.owners == rank
+            at = its.at[copies]
+            result[at] = UFUNCS[program.op](result[at], x[copies])
+        else:
+            copies = rows[rank].owners == r
+            result[copies] = x[rows[rank].at[copies]]
+    if program.op == "SUM":
+        result[rows[rank].owned.size :] = 0
+    return result
 
 
 def _identity(op, dtype):

@@ -73,8 +73,8 @@ def iredistribute(
     Args: those of `redistribute`. 100 arrays at most.
 
     Returns:
-      A `Request`; `jaxmpi.wait(request)` gives what `redistribute` would. It holds the fields too, so it is a pytree
-      with their arrays.
+      A `Request`; `jaxmpi.notoken.wait(request)` gives what `redistribute` would. It holds the fields too, so it is a
+      pytree with their arrays.
 
     Raises: what `redistribute` raises while tracing; its errors at run time are raised by `wait`.
     """

@@ -320,8 +320,8 @@ class IndexMap(communicators.Local):
         Args: those of `exchange`. 100 arrays at most.
 
         Returns:
-          A `Request`; `jaxmpi.wait(request)` gives what `exchange` would. It holds the arrays too, so it is a pytree
-          with these.
+          A `Request`; `jaxmpi.notoken.wait(request)` gives what `exchange` would. It holds the arrays too, so it is
+          a pytree with these.
 
         Raises: what `exchange` raises while tracing; its errors at run time are raised by `wait`.
         """
