@@ -5,11 +5,19 @@ import re
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from support import drawing
 from support.launch import launch
+from support.table import NEW_JAX
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+MARKS = [
+    pytest.mark.launches,
+    pytest.mark.seconds(400),
+    pytest.mark.skipif(not NEW_JAX, reason="this JAX has no derivatives of communication"),
+]
+"""Of tests that run examples with derivatives."""
 
 
 def ranks():

@@ -9,14 +9,9 @@ import scipy.sparse.linalg
 
 from support import examples
 from support.examples import assert_same, run
-from support.table import NEW_JAX
 
 RANKS = examples.ranks()
-pytestmark = [
-    pytest.mark.launches,
-    pytest.mark.seconds(400),
-    pytest.mark.skipif(not NEW_JAX, reason="this JAX has no derivatives of communication"),
-]
+pytestmark = examples.MARKS
 
 
 @pytest.fixture(autouse=True)

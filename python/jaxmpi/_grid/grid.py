@@ -162,11 +162,7 @@ class Grid(communicators.Local):
             )
 
     def _check_alive(self, operation: str) -> None:
-        if self._mpi == MPI.COMM_NULL:
-            raise ValueError(
-                f"{operation}: the communicator of the grid has been freed. Make the grid with a live one, and free it "
-                "after the last call."
-            )
+        communicators.check_alive(self._mpi, operation, "grid")
 
     def _extents(self, rank: int, staggered: Sequence[int]) -> list[tuple[int, int]]:
         """Start and size of a block along each axis."""

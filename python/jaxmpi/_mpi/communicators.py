@@ -78,6 +78,15 @@ def known() -> list[Communicator]:
     return list(_known.values())
 
 
+def check_alive(comm: MPI.Comm, operation: str, made: str) -> None:
+    """Raises ValueError if the communicator that something was made with has been freed."""
+    if comm == MPI.COMM_NULL:
+        raise ValueError(
+            f"{operation}: the communicator of the {made} has been freed. Make the {made} with a live one, and free it "
+            "after the last call."
+        )
+
+
 def resolve(comm: Any, operation: str) -> Communicator:
     """The communicator of a call.
 

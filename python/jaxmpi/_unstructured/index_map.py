@@ -54,9 +54,9 @@ class IndexMap(communicators.Local):
 
     def __init__(self, owned: Any, ghosts: Any, *, owners: Any = None, comm: MPI.Comm | None = None):
         operation = "IndexMap"
-        self._comm = communicators.resolve(comm, operation)
+        clone, self._comm = _clone(comm, operation)
         self._mpi = communicators.default_mpi() if comm is None else comm
-        clone, (rank, size) = clone_of(self._mpi), (self._comm.rank, self._comm.size)
+        rank, size = self._comm.rank, self._comm.size
         found, failure = agreement.attempt(lambda: given.rows(owned, ghosts, owners, operation, rank, size))
         count = 0 if found is None else len(found.owned)
         total, with_owners = agreement.sums(clone, operation, failure, count, owners is not None)
@@ -260,11 +260,7 @@ class IndexMap(communicators.Local):
         return Lookup.of(self.ghosts)
 
     def _check_alive(self, operation: str) -> None:
-        if self._mpi == MPI.COMM_NULL:
-            raise ValueError(
-                f"{operation}: the communicator of the map has been freed. Make the map with a live one, and free it "
-                "after the last call."
-            )
+        communicators.check_alive(self._mpi, operation, "map")
 
     # --- rows and ghosts -------------------------------------------------------------------------------------------
 
