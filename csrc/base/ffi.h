@@ -30,9 +30,15 @@ enum ffi_error_code {
   FFI_INTERNAL = 13
 };
 enum {
+  FFI_DTYPE_PRED = 1,
+  FFI_DTYPE_S8 = 2,
+  FFI_DTYPE_S16 = 3,
   FFI_DTYPE_S32 = 4,
   FFI_DTYPE_S64 = 5,
   FFI_DTYPE_U8 = 6,
+  FFI_DTYPE_U16 = 7,
+  FFI_DTYPE_U32 = 8,
+  FFI_DTYPE_U64 = 9,
   FFI_DTYPE_F16 = 10,
   FFI_DTYPE_F32 = 11,
   FFI_DTYPE_F64 = 12,

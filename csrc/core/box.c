@@ -194,15 +194,15 @@ static row_function *combiner_of(enum combination how, const struct datatype *ty
   case code:                           \
     return how == COMBINE_SUM ? sum : how == COMBINE_MAX ? max : how == COMBINE_MIN ? min : NULL;
   switch (type->code) {
-    COMBINERS(1, NULL, max_uint8, min_uint8) /* truth values */
-    COMBINERS(2, sum_8, max_int8, min_int8)
-    COMBINERS(3, sum_16, max_int16, min_int16)
+    COMBINERS(FFI_DTYPE_PRED, NULL, max_uint8, min_uint8)
+    COMBINERS(FFI_DTYPE_S8, sum_8, max_int8, min_int8)
+    COMBINERS(FFI_DTYPE_S16, sum_16, max_int16, min_int16)
     COMBINERS(FFI_DTYPE_S32, sum_32, max_int32, min_int32)
     COMBINERS(FFI_DTYPE_S64, sum_64, max_int64, min_int64)
     COMBINERS(FFI_DTYPE_U8, sum_8, max_uint8, min_uint8)
-    COMBINERS(7, sum_16, max_uint16, min_uint16)
-    COMBINERS(8, sum_32, max_uint32, min_uint32)
-    COMBINERS(9, sum_64, max_uint64, min_uint64)
+    COMBINERS(FFI_DTYPE_U16, sum_16, max_uint16, min_uint16)
+    COMBINERS(FFI_DTYPE_U32, sum_32, max_uint32, min_uint32)
+    COMBINERS(FFI_DTYPE_U64, sum_64, max_uint64, min_uint64)
     COMBINERS(FFI_DTYPE_F16, sum_float16, max_float16, min_float16)
     COMBINERS(FFI_DTYPE_BF16, sum_bfloat16, max_bfloat16, min_bfloat16)
     COMBINERS(FFI_DTYPE_F32, sum_float32, max_float32, min_float32)
