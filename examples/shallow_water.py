@@ -9,9 +9,12 @@ processes, but for rounding.
     mpiexec -n 2 python shallow_water.py --save-animation       # two, or any other number
     mpiexec -n 2 python shallow_water.py --benchmark --days 0.1 --size 3600 1800
     mpiexec -n 2 python shallow_water.py --benchmark --overlap  # cells that need no halo are computed meanwhile
+    mpiexec -n 2 python shallow_water.py --days 5 --output sea.zarr --checkpoints saved
+    mpiexec -n 3 python shallow_water.py --days 10 --output sea.zarr --checkpoints saved --restart
 
 A normal run shows a progress bar, writes `shallow-water.png` (if asked, `shallow-water.gif` too) and prints
-where they are. A benchmark prints one line, `Solution took 12.34 s`, compilation left out.
+where they are. `--output` writes h, u and v of many times, for xarray and others (`pip install 'jaxmpi[io]'`).
+`--checkpoints` keeps the last states, from which `--restart` goes on, on any number of processes. A benchmark prints one line, `Solution took 12.34 s`, compilation left out.
 Where there are as many processes as cores, one XLA thread each is fastest: `PJRT_NPROC=1`.
 
 The equations, with layer thickness h, velocity (u, v), potential vorticity q and Bernoulli potential B:
@@ -22,6 +25,7 @@ The equations, with layer thickness h, velocity (u, v), potential vorticity q an
 """
 
 import argparse
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,6 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxmpi
+import jaxmpi.io
 
 DX = 5e3  # edge of a cell [m]
 GRAVITY = 9.81  # [m/s2]
@@ -206,13 +211,45 @@ def initial_fields(nx: int, ny: int, ripple: float = RIPPLE) -> tuple[np.ndarray
     return h, np.repeat(u[:, None], nx, axis=1), np.zeros((ny, nx))
 
 
-def run(model: Model, state: State, steps: int) -> Iterator[tuple[int, State]]:
-    """Advance by `steps` and yield, up to REPORTS times, the steps done and the state (then donated)."""
-    done = 0
-    for stop in np.linspace(0, steps, min(REPORTS, steps) + 1).astype(int)[1:].tolist():
+def run(model: Model, state: State, done: int, steps: int) -> Iterator[tuple[int, State]]:
+    """Advance from `done` to `steps` and yield, up to REPORTS times, the steps done and the state (then donated)."""
+    for stop in np.linspace(done, steps, min(REPORTS, steps - done) + 1).astype(int)[1:].tolist():
         state = jax.block_until_ready(model.advance(state, stop - done))
         done = stop
         yield done, state
+
+
+# Files. A state is stored without halos, which the next step fills.
+
+
+def save_checkpoint(folder: Path, state: State, done: int, grid: jaxmpi.Grid) -> None:
+    """Keep a state, and the one before."""
+    tree = {"fields": state[:3], "tendencies": state[3:], "steps": done}
+    jaxmpi.io.checkpoint(folder, tree, grid=grid, width={"fields": 1, "tendencies": 0, "steps": 0}, keep=2)
+
+
+def load_checkpoint(folder: Path, grid: jaxmpi.Grid) -> tuple[State, int]:
+    """The last state that is complete, and its steps."""
+    newest = jaxmpi.io.latest(folder, comm=grid.comm)
+    if newest is None:
+        raise SystemExit(f"--restart: there is no complete state in {folder}")
+    tree = jaxmpi.io.load(newest, grid=grid, width={"fields": 1, "tendencies": 0, "steps": 0})
+    return State(*tree["fields"], *tree["tendencies"]), tree["steps"]
+
+
+def open_output(path: Path, grid: jaxmpi.Grid, resume: bool) -> jaxmpi.io.Writer:
+    """A file of the fields and their times in days."""
+    y, x = (DX * (np.arange(n) + 0.5) for n in grid.global_shape)
+    units = {"h": "m", "u": "m/s", "v": "m/s", "x": "m", "y": "m", "time": "model days"}
+    return jaxmpi.io.Writer(
+        path,
+        grid,
+        width=1,
+        resume=resume,
+        dims=("y", "x"),
+        coords={"y": y, "x": x},
+        attrs={name: {"units": unit} for name, unit in units.items()},
+    )
 
 
 # Results.
@@ -302,8 +339,14 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--overlap", action="store_true", help="exchange halos while other cells are computed")
     parser.add_argument("--save-animation", action="store_true", help="write shallow-water.gif")
     parser.add_argument("--save-state", type=Path, metavar="FILE.npz", help="write the final h, u and v")
+    parser.add_argument("--output", type=Path, metavar="FILE.zarr", help="write h, u and v of many times")
+    parser.add_argument("--checkpoints", type=Path, metavar="DIR", help="keep the last states there")
+    parser.add_argument("--restart", action="store_true", help="go on from the last state in the --checkpoints")
     parser.add_argument("--output-dir", type=Path, default=Path(), metavar="DIR", help="where pictures go")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.restart and not options.checkpoints:
+        parser.error("--restart needs the folder of --checkpoints")
+    return options
 
 
 def benchmark(model: Model, fields: list[jax.Array], steps: int, grid: jaxmpi.Grid) -> State:
@@ -331,10 +374,19 @@ def demo(
 
     frames = []
     rank, days = grid.comm.rank, DT / DAY
+    state, first = load_checkpoint(options.checkpoints, grid) if options.restart else (model.start(*fields), 0)
     layout = "{percentage:3.0f}%|{bar}| {n:.1f} of {total:.1f} model days [{elapsed}, {remaining} left]"
-    with tqdm(total=steps * days, bar_format=layout, disable=rank != 0) as bar:
-        for done, state in run(model, model.start(*fields), steps):
+    with contextlib.ExitStack() as stack:
+        bar = stack.enter_context(
+            tqdm(total=steps * days, initial=first * days, bar_format=layout, disable=rank != 0)
+        )
+        out = stack.enter_context(open_output(options.output, grid, options.restart)) if options.output else None
+        for done, state in run(model, state, first, steps):
             bar.update(done * days - bar.n)
+            if out:
+                out.append(done * days, dict(zip("huv", state[:3], strict=True)))
+            if options.checkpoints:
+                save_checkpoint(options.checkpoints, state, done, grid)
             if options.save_animation:
                 sea = gather_fields(state, grid)
                 if rank == 0:
