@@ -11,7 +11,7 @@ pytestmark = pytest.mark.one_rank
 ROOT = Path(__file__).resolve().parents[2]
 
 BESIDE = ("_derivatives", "_operations", "_sharded"), ("_grid", "_unstructured")
-LAYERS = ("_launcher", "_jax", "_mpi", "_primitive", *BESIDE)
+LAYERS = ("_launcher", "_jax", "_mpi", "_primitive", *BESIDE, "_files")
 """The packages in python/jaxmpi/, from the ground; the modules and packages that are not named stand on top of them."""
 
 UPWARD = {
@@ -50,7 +50,7 @@ def _imported(name, tree, names):
             found = [alias.name for alias in node.names]
         else:
             continue
-        inner = [module.removeprefix("jaxmpi.") for module in found]
+        inner = [module.removeprefix("jaxmpi.") for module in found if module.startswith("jaxmpi.")]
         # The more special name comes first: of `from a import b`, where b is a module, it is a.b.
         yield from (
             [module for module in inner if module in names][:1]

@@ -34,9 +34,19 @@ def _kind(dtype: Any) -> tuple[Any, int]:
         return jax.random.key_impl(key), jax.random.key_data(key).ndim
 
 
+def impl(dtype: Any) -> Any:
+    """The implementation of keys of this dtype, as `jax.random.wrap_key_data` takes it."""
+    return _kind(dtype)[0]
+
+
 def axes(x: Any) -> int:
     """How many axes the words of an array have more than the array: none, unless it is of keys."""
     return _kind(x.dtype)[1] if is_key(x) else 0
+
+
+def words_of(impl: str) -> tuple[int, ...]:
+    """The shape of the words of one key of an implementation."""
+    return tuple(jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl))).shape)
 
 
 def types(xs: Iterable[Any]) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 from mpi4py import MPI
 
-from jaxmpi._unstructured import agreement
+from jaxmpi._mpi import agreement
 from jaxmpi._unstructured.arguments import Given, some
 from jaxmpi._unstructured.connections import Connections
 from jaxmpi._unstructured.lookup import Lookup

@@ -7,12 +7,12 @@ import jax
 import numpy as np
 from mpi4py import MPI
 
-from jaxmpi._mpi import communicators
+from jaxmpi._mpi import agreement, communicators
 from jaxmpi._mpi.clones import clone_of
 from jaxmpi._operations.requests import Request
 from jaxmpi._primitive import arguments, keys
-from jaxmpi._unstructured import agreement, directory, graphs
 from jaxmpi._unstructured import arguments as given
+from jaxmpi._unstructured import directory, graphs
 from jaxmpi._unstructured import ghosts as patterns
 from jaxmpi._unstructured.lookup import Lookup, distinct
 

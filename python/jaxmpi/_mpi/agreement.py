@@ -1,13 +1,15 @@
 """What all ranks must know before they go on: an error of one of them is an error of all."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 from mpi4py import MPI
 
 T = TypeVar("T")
-_KINDS = (TypeError, ValueError)
+_KINDS = (TypeError, ValueError, ImportError, FileExistsError, FileNotFoundError, OSError)
+"""The types of errors that other ranks raise as well; those that are more special come first."""
 
 
 def attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
@@ -29,6 +31,21 @@ def sums(comm: MPI.Intracomm, operation: str, failure: Exception | None, *number
     if told[0]:
         _fail(comm, operation, failure)
     return [int(number) for number in told[1:]]
+
+
+def same(
+    comm: MPI.Intracomm, operation: str, facts: Sequence[tuple[str, str]], differs: Callable[[str, str, str], str]
+) -> None:
+    """Compares facts, each what it is and a text, with those of rank 0.
+
+    Raises ValueError on all ranks if any has others: `differs(what, mine, of rank 0)` is its text.
+    """
+    failure = None
+    for mine, root in itertools.zip_longest(facts, comm.bcast(facts), fillvalue=("", "")):
+        if mine != root and failure is None:
+            what = mine[0] or root[0]
+            failure = ValueError(f"{operation}: {differs(what, mine[1], root[1])}")
+    sums(comm, operation, failure)
 
 
 def _fail(comm: MPI.Intracomm, operation: str, failure: Exception | None) -> NoReturn:

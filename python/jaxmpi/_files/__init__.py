@@ -1,0 +1,1 @@
+"""`jaxmpi.io`: states of a computation in files that all ranks write and read."""

@@ -1,0 +1,191 @@
+"""Chunks of stored arrays: their shape, which rank writes which, and how a rank comes by the values of its own.
+
+A stored array is divided into chunks of one size, each a file. The chunks of a field are divided among the processes
+of its grid, so that no two ranks write one: a chunk is of the process in whose block its middle lies. Where these
+regions are not the blocks of the grid, the field is redistributed to them first. A field whose blocks are as large as
+chunks, or a multiple, is written as it is.
+
+A field that is staggered along an axis has one point more there, and blocks that meet have a point in common. The
+regions are turned into blocks of cells which contain all points of the region, and perhaps one more, which is cut off.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmpi._files import dtypes
+from jaxmpi._grid.grid import Grid
+from jaxmpi._grid.halos import Widths
+from jaxmpi._grid.redistribute import redistribute
+from jaxmpi._primitive import keys
+
+LARGEST = 64 << 20
+"""The most bytes of a chunk whose shape the user does not give."""
+
+Interval = tuple[int, int]
+Index = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Region:
+    """The points of a stored array that this rank writes: whole chunks, or those at the end of the array."""
+
+    shape: tuple[int, ...]
+    """The shape of the stored array."""
+    chunks: tuple[int, ...]
+    """The shape of a chunk."""
+    points: tuple[Interval, ...]
+    """Start and end along each axis."""
+    nothing: bool = False
+    """This rank writes nothing, which the points of an array without axes cannot say."""
+
+    def pieces(self) -> Iterator[tuple[Index, tuple[slice, ...]]]:
+        """The index of each chunk, and where its values are in an array of the region's points."""
+        if self.nothing:
+            return
+        along = []
+        for size, (start, end) in zip(self.chunks, self.points, strict=True):
+            parts = []
+            for number in range(start // size, -(-end // size)) if end > start else ():
+                low, high = max(number * size, start), min((number + 1) * size, end)
+                parts.append((number, slice(low - start, high - start)))
+            along.append(parts)
+        for chosen in itertools.product(*along):
+            yield tuple(number for number, _ in chosen), tuple(where for _, where in chosen)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How this rank comes by its region of a field of a grid. All ranks call `take` together."""
+
+    region: Region
+    grid: Grid
+    target: Grid
+    """The grid whose blocks contain the regions."""
+    axes: tuple[int, ...]
+    """The axes of the field that are the grid's, from the front."""
+    widths: Widths
+
+    def take(self, x: Any) -> np.ndarray:
+        """The values of this rank's region, in the dtype in which they are stored, from its block with halo."""
+        if self.target is self.grid:
+            starts = [low for low, _ in self.widths]
+        else:
+            x = in_words(
+                x,
+                lambda y: redistribute(y, self.grid, self.target, axes=self.axes, source_width=self.widths),
+            )
+            starts = [0] * len(self.axes)
+        values = values_of(x)
+        index = [slice(None)] * values.ndim
+        for axis, start in zip(self.axes, starts, strict=True):
+            low, high = self.region.points[axis]
+            index[axis] = slice(start, start + high - low)
+        return dtypes.encode(values[tuple(index)])
+
+
+@dataclass(frozen=True)
+class Whole:
+    """How this rank comes by its part of an array that all ranks have."""
+
+    region: Region
+
+    def take(self, x: Any) -> np.ndarray:
+        return dtypes.encode(values_of(x)[tuple(slice(start, end) for start, end in self.region.points)])
+
+
+def values_of(x: Any) -> np.ndarray:
+    """An array of JAX or NumPy, or a number, as an array of NumPy: words in the place of keys. CPU memory is not
+    copied."""
+    return np.asarray(keys.words(x) if isinstance(x, jax.Array) else x)
+
+
+def in_words(x: Any, work: Callable[[Any], Any]) -> Any:
+    """The result of `work(x)`, which moves an array. NumPy's wide numbers, which JAX may cut to 32 bits, go as words of
+    32 bits on one axis more, behind all others."""
+    if not isinstance(x, np.ndarray):
+        return work(x)
+    if x.dtype.kind not in "iufc" or x.dtype.itemsize < 8 or jax.config.read("jax_enable_x64"):
+        return np.asarray(work(jnp.asarray(x)))
+    words = np.ascontiguousarray(x)[..., None].view(np.uint32)
+    return np.ascontiguousarray(np.asarray(work(jnp.asarray(words)))).view(x.dtype)[..., 0]
+
+
+def blocks(
+    grid: Grid,
+    shape: Sequence[int],
+    axes: tuple[int, ...],
+    widths: Widths,
+    dtype: np.dtype,
+    given: Sequence[int] | None,
+) -> Blocks:
+    """How a field of this global shape is stored. `given` are the sizes of chunks along the axes of the grid."""
+    whole = tuple(shape)
+    points = [whole[axis] for axis in axes]
+    if given is None:
+        sizes = list(whole)
+        for axis, count, number in zip(axes, points, grid.processes, strict=True):
+            sizes[axis] = -(-count // number)
+        sizes = limited(sizes, dtype.itemsize)
+    else:
+        sizes = list(whole)
+        for axis, size in zip(axes, given, strict=True):
+            sizes[axis] = size
+    sizes = [max(1, size) for size in sizes]
+    regions = [
+        _regions(size, sizes[axis], grid._layout.intervals(at))
+        for at, (axis, size) in enumerate(zip(axes, points, strict=True))
+    ]
+    cells = [
+        tuple(min(end, size) - min(start, size) for start, end in its)
+        for its, size in zip(regions, grid.global_shape, strict=True)
+    ]
+    target = grid if list(cells) == list(grid._layout.blocks) else grid._like(grid.processes, cells)
+    mine: list[Interval] = [(0, size) for size in whole]
+    for axis, its, at in zip(axes, regions, grid.coordinates, strict=True):
+        mine[axis] = its[at]
+    return Blocks(Region(whole, tuple(sizes), tuple(mine)), grid, target, axes, widths)
+
+
+def _regions(points: int, size: int, blocks: Sequence[Interval]) -> list[Interval]:
+    """The points along an axis that each process along it writes, whole chunks of this size."""
+    count = -(-points // size)
+    starts = np.arange(count) * size
+    middles = (starts + np.minimum(starts + size, points) - 1) // 2
+    ends = np.array([end for _, end in blocks])
+    last = int(np.searchsorted(ends, ends[-1]))  # the last process that has cells
+    owners = np.minimum(np.searchsorted(ends, middles, side="right"), last)
+    edges = np.searchsorted(owners, np.arange(len(blocks) + 1))
+    return [(min(int(low) * size, points), min(int(high) * size, points)) for low, high in itertools.pairwise(edges)]
+
+
+def limited(sizes: Sequence[int], itemsize: int) -> list[int]:
+    """The shape of a chunk, cut along its first axes until it has no more than the most bytes; into equal parts if
+    there are such that are not much too small."""
+    cut = list(sizes)
+    for axis, size in enumerate(cut):
+        parts = -(-math.prod(cut) * itemsize // LARGEST)
+        if parts <= 1:
+            break
+        parts = min(parts, size)
+        equal = next((n for n in range(parts, min(4 * parts, size) + 1) if size % n == 0), None)
+        cut[axis] = -(-size // (equal or parts))
+    return cut
+
+
+def whole(shape: Sequence[int], dtype: np.dtype, rank: int, size: int) -> Whole:
+    """How an array is stored that all ranks have: rank 0 writes what is one chunk; of longer ones each a part."""
+    sizes = [max(1, n) for n in limited(shape, dtype.itemsize)]
+    points: list[Interval] = [(0, n) for n in shape]
+    if sizes:
+        cut = next((axis for axis, n in enumerate(sizes) if n < shape[axis]), 0)
+        count = -(-shape[cut] // sizes[cut])
+        low, high = (min(shape[cut], (-(-count * at // size)) * sizes[cut]) for at in (rank, rank + 1))
+        points[cut] = (low, high)
+    return Whole(Region(tuple(shape), tuple(sizes), tuple(points), nothing=not sizes and rank > 0))

@@ -1,0 +1,124 @@
+"""How a state comes to be there at once: written under another name, and renamed when all ranks have written it.
+
+Beside a state NAME there may be three hidden ones: `.NAME.partial`, which is being written, or is left of a run that
+has died; `.NAME.replaced`, an old state while a new one is renamed to its name; and `.NAME.removed`, which is being
+removed. A run that dies between the two renames of a replacement leaves the old state under its hidden name, where
+readers find it, and the next run puts it back. All of this is done by rank 0 alone.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxmpi._files import store
+
+KEY = "jaxmpi"
+"""The attribute of the group that says what is ours."""
+
+
+def partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.partial")
+
+
+def replaced(path: Path) -> Path:
+    return path.with_name(f".{path.name}.replaced")
+
+
+def removed(path: Path) -> Path:
+    return path.with_name(f".{path.name}.removed")
+
+
+def place(path: Any, operation: str) -> str:
+    """The path of a state, absolute. Raises TypeError and ValueError for what is no path of a file system."""
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"{operation}: path must be a string or a path, got {path!r:.80} of {type(path).__name__}.")
+    text = os.fspath(path)
+    if not isinstance(text, str) or "://" in text or "\0" in text:
+        raise ValueError(f"{operation}: path is {text!r}: pass a folder of a file system that all ranks share.")
+    whole = os.path.abspath(text)
+    if not os.path.basename(whole):
+        raise ValueError(f"{operation}: path is {text!r}: pass the name of a folder to be made.")
+    return whole
+
+
+def is_there(path: Path) -> bool:
+    return os.path.lexists(path)
+
+
+def is_ours(path: Path) -> bool:
+    """Whether it is a state that `save` or a `Writer` has made."""
+    try:
+        return KEY in json.loads(store.root(path))["attributes"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def restore(path: Path) -> None:
+    """Puts back an old state that was being replaced as a run died, or removes it if the new one is in its place."""
+    old = replaced(path)
+    if is_there(old):
+        if is_there(path):
+            shutil.rmtree(old)
+        else:
+            os.rename(old, path)
+
+
+def begin(path: Path, overwrite: bool, operation: str) -> Path:
+    """The empty folder in which a state is written. What a dead run has left is removed.
+
+    Raises FileExistsError if there is something that may not be replaced.
+    """
+    restore(path)
+    if is_there(path):
+        if not overwrite:
+            raise FileExistsError(f"{operation}: {path} exists: overwrite=True replaces it, or choose another path.")
+        if not is_ours(path):
+            raise FileExistsError(f"{operation}: {path} is not a state of jaxmpi.io, and is not replaced: remove it.")
+    folder = partial(path)
+    if is_there(folder):
+        shutil.rmtree(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir()
+    return folder
+
+
+def publish(path: Path) -> None:
+    """Gives the state its name. An old one of this name is removed."""
+    if is_there(path):
+        os.rename(path, replaced(path))
+    os.rename(partial(path), path)
+    if is_there(old := replaced(path)):
+        shutil.rmtree(old)
+
+
+def drop(path: Path) -> None:
+    """Removes what has been written of a state, as far as that is possible."""
+    shutil.rmtree(partial(path), ignore_errors=True)
+
+
+def remove(path: Path) -> None:
+    """Removes a state: it is gone at once, whatever happens then."""
+    os.rename(path, removed(path))
+    shutil.rmtree(removed(path))
+
+
+def found(path: Path) -> Path:
+    """Where a state is: an old one that was being replaced as a run died is under its hidden name."""
+    return replaced(path) if not is_there(path) and is_there(replaced(path)) else path
+
+
+@contextlib.contextmanager
+def naming(what: str, path: Any) -> Iterator[None]:
+    """Says in an error of the file system what could not be done."""
+    try:
+        yield
+    except (FileExistsError, FileNotFoundError):
+        raise
+    except OSError as error:
+        if error.errno is None or error.strerror is None or str(path) in error.strerror:
+            raise
+        raise type(error)(error.errno, f"{what} {path}: {error.strerror}") from error

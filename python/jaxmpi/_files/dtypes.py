@@ -1,0 +1,91 @@
+"""What is stored as what: Zarr's dtypes hold the values of all others exactly, and their bits come back.
+
+A dtype that other programs do not know, such as bfloat16 or int4, is stored in the smallest one of NumPy that has all
+of its values. So other programs read right numbers, and the name of the dtype, which is kept beside them, is enough to
+restore each bit.
+"""
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+_PLAIN = {
+    *("bool", "float16", "float32", "float64", "complex64", "complex128"),
+    *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+}
+"""The dtypes that Zarr has."""
+_WIDER = {
+    "bfloat16": "float32",
+    "float8_e8m0fnu": "float32",
+    "int1": "int8",
+    "int2": "int8",
+    "int4": "int8",
+    "uint1": "uint8",
+    "uint2": "uint8",
+    "uint4": "uint8",
+}
+"""What those dtypes are stored as that are not floating-point numbers in one byte with a sign: these fit in float16."""
+
+
+def named(name: str) -> np.dtype:
+    """The dtype of a name. Raises TypeError for a name that is not known here."""
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def stored(dtype: Any) -> np.dtype:
+    """The dtype in which values are stored. Raises TypeError if there is none that has them all."""
+    kind = np.dtype(dtype)
+    if kind.name in _PLAIN:
+        return np.dtype(kind.name).newbyteorder("<")
+    if kind.name in _WIDER:
+        return np.dtype(_WIDER[kind.name])
+    if kind.itemsize == 1 and _is_floating(kind):
+        return np.dtype(np.float16)
+    raise TypeError(f"dtype {kind} cannot be stored: pass numbers or truth values")
+
+
+def encode(values: np.ndarray) -> np.ndarray:
+    """The values in the dtype in which they are stored; the array itself where that is its own."""
+    there = stored(values.dtype)
+    if values.dtype.name == "bfloat16":  # its bits are the upper half of those of float32
+        return (values.view(np.uint16).astype(np.uint32) << 16).view(there)
+    if _is_floating(values.dtype) and values.dtype.itemsize == 1:
+        return _table(values.dtype.name)[values.view(np.uint8)]
+    return values.astype(there, copy=False)
+
+
+def decode(values: np.ndarray, name: str) -> np.ndarray:
+    """Stored values in the dtype of this name."""
+    dtype = named(name)
+    if name == "bfloat16":
+        return (np.ascontiguousarray(values).view(np.uint32) >> 16).astype(np.uint16).view(dtype)
+    if dtype.itemsize == 1 and _is_floating(dtype):
+        with np.errstate(all="ignore"):
+            found = values.astype(dtype)
+        _, payload = _of_nan(values)
+        return np.where(np.isnan(values), payload.astype(np.uint8), found.view(np.uint8)).view(dtype)
+    return values.astype(dtype, copy=False)
+
+
+def _is_floating(dtype: np.dtype) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.floating))
+
+
+@functools.cache
+def _table(name: str) -> np.ndarray:
+    """The stored value of each byte. What is not a number has the byte in its last bits."""
+    every = np.arange(256, dtype=np.uint8)
+    values = every.view(named(name)).astype(stored(named(name)))
+    quiet, _ = _of_nan(values)
+    bits = np.dtype(f"u{values.itemsize}")
+    return np.where(np.isnan(values), quiet | every.astype(bits), values.view(bits)).view(values.dtype)
+
+
+def _of_nan(values: np.ndarray) -> tuple[int, np.ndarray]:
+    """The bits of a value that is not a number, and the last bits of all values."""
+    bits = np.dtype(f"u{values.itemsize}")
+    quiet = int(np.array(np.nan, values.dtype).view(bits))
+    return quiet, np.ascontiguousarray(values).view(bits) & 0xFF

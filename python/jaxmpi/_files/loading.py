@@ -1,0 +1,281 @@
+"""`jaxmpi.io.load`: a tree, read by all ranks, on any grid and any number of ranks."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from mpi4py import MPI
+
+from jaxmpi._files import chunks, commit, dtypes, layout, store, trees
+from jaxmpi._files.chunks import Interval
+from jaxmpi._files.records import Record
+from jaxmpi._files.saving import FORMAT
+from jaxmpi._grid import arguments as given
+from jaxmpi._grid.grid import Grid, Width
+from jaxmpi._mpi import agreement
+from jaxmpi._mpi.clones import clone_of
+from jaxmpi._primitive import keys
+from jaxmpi._unstructured.index_map import IndexMap
+
+_PYTHON = {"int": int, "float": float, "complex": complex, "bool": bool}
+
+
+@dataclass(frozen=True)
+class State:
+    """A state as its metadata describe it."""
+
+    path: Path
+    skeleton: Any
+    records: Mapping[str, Record]
+    arrays: Mapping[str, store.Stored]
+
+    @staticmethod
+    def of(path: Path, text: bytes, operation: str) -> "State":
+        """Raises ValueError if the metadata are not those of a state, or are damaged."""
+        try:
+            root = json.loads(text)
+            its = root["attributes"].get(commit.KEY)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{operation}: {path / store.META} is damaged: {error}") from error
+        if its is None:
+            raise ValueError(
+                f"{operation}: {path} is Zarr, but no state of jaxmpi.io: read it with zarr or xarray instead."
+            )
+        try:
+            if its["format"] > FORMAT:
+                raise ValueError(f"it is of a later version of jaxmpi (format {its['format']}): update jaxmpi")
+            records = {record.name: record for record in map(Record.of_json, its["leaves"])}
+            metas = root["consolidated_metadata"]["metadata"]
+            arrays = {
+                name: store.Stored.of(path / name, metas[name]) for name, record in records.items() if record.stored
+            }
+            return State(path, its["tree"], records, arrays)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{operation}: {path / store.META} is damaged: {error!r}") from error
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A leaf that is read: what it is in the file, what is made of it, and how it is divided."""
+
+    record: Record
+    division: Any
+    axes: tuple[int, ...]
+    staggered: tuple[int, ...]
+    widths: Any
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    grid: Any = None,
+    width: Width = 0,
+    axes: Sequence[int] | None = None,
+    comm: MPI.Comm | None = None,
+    like: Any = None,
+) -> Any:
+    operation = "load"
+    its, failure = agreement.attempt(lambda: layout.communicator(grid, comm, operation))
+    clone = clone_of(layout.communicator(None, None, operation) if its is None else its)
+    text: Any = b""
+    if failure is None:
+        text, failure = agreement.attempt(lambda: _metadata(path, clone.rank, operation))
+    agreement.sums(clone, operation, failure)
+    where, text = clone.bcast(text)
+    found, failure = agreement.attempt(
+        lambda: _wanted(State.of(where, text, operation), grid, width, axes, clone, like)
+    )
+    agreement.sums(clone, operation, failure)
+    assert found is not None
+    state, wanted, build = found
+    agreement.same(clone, operation, [(its.record.name, f"{its.record} {its.axes}") for its in wanted], _differs)
+    return build(_values(clone, state, wanted, operation))
+
+
+def _differs(what: str, mine: str, root: str) -> str:
+    return f"{what} is not wanted as on rank 0: {mine[:200]} and {root[:200]}. All ranks call it alike."
+
+
+def _metadata(path: Any, rank: int, operation: str) -> tuple[Path, bytes]:
+    """Where a state is, and its metadata; on rank 0, which tells the others."""
+    whole = Path(commit.place(path, operation))
+    if rank > 0:
+        return whole, b""
+    found = commit.found(whole)
+    with commit.naming(f"{operation}: cannot read", found):
+        try:
+            return found, store.root(found)
+        except FileNotFoundError:
+            what = "there is no" if not commit.is_there(found) else f"{found} is no state of jaxmpi.io: it has no"
+            raise FileNotFoundError(
+                f"{operation}: {what} {found / store.META if commit.is_there(found) else found}."
+            ) from None
+
+
+def _wanted(state: State, grid: Any, width: Any, axes: Any, comm: MPI.Intracomm, like: Any) -> Any:
+    """The state, the leaves that are read, and what makes a tree of their values."""
+    operation = "load"
+    if like is None:
+        tree = trees.build(state.skeleton, lambda name: state.records[name], operation)
+        records, structure = jax.tree.flatten(tree)
+        names = [record.name for record in records]
+        targets: list[Any] = [None] * len(records)
+    else:
+        structure = jax.tree.structure(like)
+        names, targets = trees.leaves(like, operation)
+        absent = [name for name in names if name not in state.records]
+        if absent:
+            raise ValueError(
+                f"{operation}: like has {', '.join(absent[:5])}, and {state.path} has {', '.join(state.records)}."
+            )
+        records = [_retyped(state.records[name], x, operation) for name, x in zip(names, targets, strict=True)]
+    each = trees.spread(grid, jax.tree.unflatten(structure, records), operation)
+    wanted = []
+    for record, target, division in zip(records, targets, each, strict=True):
+        its = _place(record, division, width, axes, comm, operation)
+        _check_possible(record, operation)
+        if hasattr(target, "shape"):
+            _check_shape(its, tuple(target.shape), operation)
+        wanted.append(its)
+    return state, wanted, lambda values: jax.tree.unflatten(structure, values)
+
+
+def _retyped(record: Record, x: Any, operation: str) -> Record:
+    """The record of a leaf that becomes what `like` has in its place. Raises ValueError for another dtype."""
+    kind, dtype = type(x).__name__, getattr(x, "dtype", None)
+    if dtype is not None:
+        key = keys.is_key(x)
+        kind = (
+            "key" if key else "numpy" if isinstance(x, np.ndarray) else "scalar" if isinstance(x, np.generic) else "jax"
+        )
+        same = record.type == "key" if key else record.type != "key" and np.dtype(dtype).name == record.dtype
+        if key and same and str(keys.impl(x.dtype)) != record.impl:
+            same = False
+    else:
+        same = kind == record.type or (
+            kind in _PYTHON and record.type in ("jax", "numpy", "scalar") and not record.shape
+        )
+    if not same:
+        its = f"of dtype {dtype}" if dtype is not None else f"of type {kind}"
+        there = f"keys of {record.impl}" if record.type == "key" else record.dtype or record.type
+        raise ValueError(
+            f"{operation}: {record.name} in like is {its}, and in the file {record.type} of {there}: pass like= with "
+            "that, and convert what has been loaded."
+        )
+    return dataclasses.replace(record, type=kind)
+
+
+def _check_possible(record: Record, operation: str) -> None:
+    if record.type != "jax":
+        return
+    if jax.dtypes.canonicalize_dtype(dtypes.named(record.dtype)) != dtypes.named(record.dtype):
+        raise ValueError(
+            f"{operation}: {record.name} is of {record.dtype}, which JAX has only with 64-bit types: set "
+            'JAX_ENABLE_X64=1 or jax.config.update("jax_enable_x64", True) before, or get an array of NumPy by a like= '
+            f"that has np.empty(..., np.{record.dtype}) there."
+        )
+
+
+def _place(record: Record, division: Any, width: Any, axes: Any, comm: Any, operation: str) -> Wanted:
+    """How a leaf is divided here."""
+    if division is None or not record.division:
+        return Wanted(record, None, (), (), ())
+    division._check_alive(operation)
+    layout.check_same_ranks(division.comm, comm, operation)
+    if isinstance(division, IndexMap):
+        if record.division != "rows":
+            raise ValueError(
+                f"{operation}: {record.name} was not divided by an IndexMap: pass a Grid, or None for all of it."
+            )
+        return Wanted(record, division, (0,), (0,), ())
+    division._need_shape(operation)
+    chosen = record.axes if axes is None else axes
+    count = len(division.processes)
+    if axes is None and len(chosen) != count:
+        raise ValueError(
+            f"{operation}: {record.name} of shape {record.shape} was divided along its axes {record.axes}, and the "
+            f"grid has {count}: axes= says which of the array's those are."
+        )
+    advice = " The grid must have the shape with which it was saved."
+    cut = division._cut(record.shape, chosen, division.global_shape, operation, record.name, advice)
+    widths = given.widths(width, count, operation)
+    return Wanted(record, division, tuple(axis % len(record.shape) for axis in cut.axes), cut.staggered, widths)
+
+
+def _local_shape(its: Wanted) -> tuple[int, ...]:
+    shape = list(its.record.shape)
+    if isinstance(its.division, IndexMap):
+        shape[0] = sum(its.division.sizes)
+    elif its.division is not None:
+        sizes = zip(its.axes, its.division.local_shape, its.staggered, its.widths, strict=True)
+        for axis, size, extra, pair in sizes:
+            shape[axis] = size + extra + sum(pair)
+    return tuple(shape)
+
+
+def _check_shape(its: Wanted, shape: tuple[int, ...], operation: str) -> None:
+    right = _local_shape(its)
+    if shape != right:
+        raise ValueError(
+            f"{operation}: {its.record.name} in like has shape {shape}, and what is loaded has {right} on this rank."
+        )
+
+
+def _values(comm: MPI.Intracomm, state: State, wanted: Sequence[Wanted], operation: str) -> list[Any]:
+    """The values of the leaves. An error of a rank is an error of all."""
+    failure: Exception | None = None
+    found: list[Any] = []
+    for its in wanted:
+        values, error = (None, None) if failure else agreement.attempt(partial(_read, state, its, operation))
+        failure = failure or error
+        found.append(values)
+    agreement.sums(comm, operation, failure)
+    return [_finished(values, its) for values, its in zip(found, wanted, strict=True)]
+
+
+def _read(state: State, its: Wanted, operation: str) -> Any:
+    """This rank's points of a leaf, of the type that it has in the tree, without halo."""
+    record = its.record
+    if record.value is not None:
+        return record.value if record.type == "str" else int(record.value)
+    stored = state.arrays[record.name]
+    points: list[Interval] = [(0, size) for size in stored.shape]
+    if isinstance(its.division, Grid):
+        rank = its.division._comm.rank
+        for axis, (start, size) in zip(its.axes, its.division._extents(rank, its.staggered), strict=True):
+            points[axis] = (start, start + size)
+    with commit.naming(f"{operation}: cannot read", stored.path):
+        values = dtypes.decode(store.read(stored, points), record.dtype)
+    return typed(record, values)
+
+
+def typed(record: Record, values: np.ndarray) -> Any:
+    """Values as what the record says they are."""
+    if record.type in _PYTHON:
+        return _PYTHON[record.type](values[()])
+    if record.type == "scalar":
+        return values[()]
+    if record.type == "numpy":
+        return values
+    array = jnp.asarray(values)
+    return jax.random.wrap_key_data(array, impl=record.impl) if record.type == "key" else array
+
+
+def _finished(values: Any, its: Wanted) -> Any:
+    """Fills halos. All ranks call it together."""
+    if isinstance(its.division, Grid) and any(map(any, its.widths)):
+        grid = its.division
+
+        def fill(x: Any) -> Any:
+            return grid.exchange(grid.pad(x, its.widths, axes=its.axes), its.widths, axes=its.axes)
+
+        return chunks.in_words(values, fill)
+    return values

@@ -1,0 +1,103 @@
+"""What is known of a leaf of a tree in a file: its type, its dtype, and which of its axes were divided among ranks."""
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmpi._files import dtypes
+from jaxmpi._jax import internals
+from jaxmpi._primitive import keys
+
+_PYTHON: dict[type, Any] = {bool: np.bool_, float: np.float64, complex: np.complex128}
+
+
+@dataclass(frozen=True)
+class Record:
+    """A leaf, as the attributes of the file keep it."""
+
+    name: str
+    type: str
+    """The type of array or number: "jax", "numpy", "scalar" (of NumPy), "key" (of JAX), or "int", "str" and so on."""
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    """The shape, of a field that of the global array."""
+    division: str = ""
+    """How it was divided: "grid", "rows", or not at all."""
+    axes: tuple[int, ...] = ()
+    """The axes that were divided."""
+    value: str | None = None
+    """What no array holds: a text, or an integer of more than 64 bits."""
+    impl: str = ""
+    """The implementation of random keys."""
+
+    @property
+    def stored(self) -> bool:
+        """Whether there is an array of this name."""
+        return self.value is None
+
+    @property
+    def words(self) -> tuple[int, ...]:
+        """The shape of each key's words."""
+        return keys.words_of(self.impl) if self.impl else ()
+
+    def to_json(self) -> dict[str, Any]:
+        default = Record("", "")
+        return {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != getattr(default, field.name)
+        }
+
+    @staticmethod
+    def of_json(its: Mapping[str, Any]) -> "Record":
+        fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in its.items()}
+        return Record(**fields)
+
+
+def describe(name: str, x: Any, operation: str) -> Record:
+    """The record of a leaf that is not divided. Raises TypeError for what cannot be in a file."""
+    if internals.is_tracer(x):
+        raise TypeError(f"{operation}: {name} is traced: call it outside of compiled functions.")
+    if type(x) is str:
+        return Record(name, "str", value=x)
+    if type(x) is int:
+        fits = next((kind for kind in (np.int64, np.uint64) if np.iinfo(kind).min <= x <= np.iinfo(kind).max), None)
+        return Record(name, "int", np.dtype(fits).name) if fits is not None else Record(name, "int", value=str(x))
+    if type(x) in _PYTHON:
+        return Record(name, type(x).__name__, np.dtype(_PYTHON[type(x)]).name)
+    if isinstance(x, jax.Array) and keys.is_key(x):
+        impl = jax.random.key_impl(x)
+        return Record(name, "key", "uint32", tuple(x.shape), impl=str(impl))
+    if isinstance(x, jax.Array | np.ndarray | np.generic):
+        if isinstance(x, jax.Array) and not x.is_fully_addressable:
+            raise TypeError(
+                f"{operation}: {name} is divided among the devices of several processes: pass this rank's block "
+                "(Grid.from_sharded)."
+            )
+        try:
+            dtypes.stored(x.dtype)
+        except TypeError as error:
+            raise TypeError(f"{operation}: {name}: {error}.") from None
+        kind = "jax" if isinstance(x, jax.Array) else "numpy" if isinstance(x, np.ndarray) else "scalar"
+        return Record(name, kind, np.dtype(x.dtype).name, tuple(x.shape))
+    raise TypeError(
+        f"{operation}: {name} is {x!r:.60} of type {type(x).__name__}: pass arrays of JAX or NumPy, Python numbers, "
+        "strings, random keys, or trees of these."
+    )
+
+
+def array(record: Record, x: Any) -> Any:
+    """The leaf as an array of JAX or NumPy."""
+    return x if isinstance(x, jax.Array | np.ndarray) else np.asarray(x, record.dtype)
+
+
+def digest(values: np.ndarray) -> str:
+    """A number for the bits of an array."""
+    found = hashlib.blake2b(digest_size=8)
+    found.update(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
+    return found.hexdigest()

@@ -1,0 +1,195 @@
+"""`jaxmpi.io.save`: a tree, written by all ranks."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mpi4py import MPI
+
+from jaxmpi._files import commit, layout, records, store, trees
+from jaxmpi._files.layout import Options, Part
+from jaxmpi._grid.grid import Width
+from jaxmpi._mpi import agreement
+from jaxmpi._mpi.clones import clone_of
+
+FORMAT = 1
+"""The number of the form in which trees are stored, which readers check."""
+
+
+@dataclass
+class Plan:
+    """What is written, and where."""
+
+    path: Path
+    parts: list[Part]
+    coordinates: list[Part]
+    skeleton: Any
+    attributes: dict[str, Any]
+    compressors: tuple[Any, ...]
+
+    def arrays(self) -> list[Part]:
+        return [part for part in (*self.parts, *self.coordinates) if part.source is not None]
+
+    def meta(self) -> dict[str, Any]:
+        """The attributes of the group."""
+        its = {
+            "format": FORMAT,
+            "tree": self.skeleton,
+            "leaves": [part.record.to_json() for part in self.parts],
+        }
+        return {**self.attributes, commit.KEY: its}
+
+
+def save(
+    path: str | os.PathLike[str],
+    tree: Any,
+    *,
+    grid: Any = None,
+    width: Width = 0,
+    axes: Sequence[int] | None = None,
+    comm: MPI.Comm | None = None,
+    chunks: int | Sequence[int] | None = None,
+    dims: str | Sequence[str] | None = None,
+    coords: Any = None,
+    attrs: Any = None,
+    compressor: Any = None,
+    overwrite: bool = False,
+) -> None:
+    options = Options(width, axes, chunks, dims, coords, attrs)
+    write_tree("save", path, tree, grid, comm, options, compressor, overwrite)
+
+
+def write_tree(
+    operation: str, path: Any, tree: Any, grid: Any, comm: Any, options: Options, compressor: Any, overwrite: bool
+) -> Path:
+    """Writes a tree, and returns where."""
+    its, failure = agreement.attempt(lambda: layout.communicator(grid, comm, operation))
+    clone = clone_of(layout.communicator(None, None, operation) if its is None else its)
+    plan = None
+    if failure is None:
+        plan, failure = agreement.attempt(
+            lambda: plan_of(operation, path, tree, grid, clone, options, compressor, overwrite)
+        )
+    agreement.sums(clone, operation, failure)
+    assert plan is not None
+    compare(clone, plan, operation, overwrite)
+    plan.path = Path(clone.bcast(str(plan.path)))
+    write(clone, plan, operation, overwrite)
+    return plan.path
+
+
+def plan_of(
+    operation: str,
+    path: Any,
+    tree: Any,
+    grid: Any,
+    comm: MPI.Comm,
+    options: Options,
+    compressor: Any,
+    overwrite: Any,
+) -> Plan:
+    """What this rank is to write. Raises TypeError, ValueError or ImportError; nothing is communicated."""
+    place = Path(commit.place(path, operation))
+    if not isinstance(overwrite, bool):
+        raise TypeError(f"{operation}: overwrite must be True or False, got {overwrite!r}.")
+    compressors = store.codecs(compressor, operation)
+    parts = layout.parts(tree, grid, comm, options, operation)
+    coordinates = layout.coordinates(parts, options.coords, comm, operation)
+    attributes = layout.attributes([*parts, *coordinates], options.attrs, operation)
+    return Plan(place, parts, coordinates, trees.skeleton(tree), attributes, compressors)
+
+
+def compare(comm: MPI.Intracomm, plan: Plan, operation: str, overwrite: bool) -> None:
+    """Raises ValueError on all ranks if what must be the same on them is not."""
+    agreement.same(comm, operation, facts(plan, overwrite), _differs)
+
+
+def facts(plan: Plan, overwrite: bool) -> list[tuple[str, str]]:
+    """What all ranks must have in common: what it is, and a text."""
+    found = [("the tree", repr(plan.skeleton)), ("path", plan.path.name), ("overwrite", str(overwrite))]
+    found += [("attrs", repr(plan.attributes)), ("compressor", repr([codec.to_dict() for codec in plan.compressors]))]
+    for part in (*plan.parts, *plan.coordinates):
+        name, chunks = part.record.name, part.source.region.chunks if part.source else ()
+        found.append((name, f"{part.record} in chunks of {chunks}, dims {part.dims}, attrs {part.attributes}"))
+        if not part.record.division and part.source is not None:
+            found.append((f"the value of {name}", records.digest(part.bits())))
+    return found
+
+
+def _differs(what: str, mine: str, root: str) -> str:
+    if what.startswith("the value of "):
+        return (
+            f"{what} is another one than on rank 0. What is not divided must be the same on all ranks, to the last "
+            "bit: let rank 0 tell the others (jaxmpi.bcast), leave it out, or say with grid= that it is a field."
+        )
+    return f"{what} is another one than on rank 0: {mine[:200]} and {root[:200]}. All ranks call it alike."
+
+
+def write(comm: MPI.Intracomm, plan: Plan, operation: str, overwrite: bool) -> None:
+    """Writes all arrays under another name, and gives the state its name. An error of a rank is an error of all, and
+    nothing is left."""
+    path, failure = plan.path, None
+    metas: Any = None
+    if comm.rank == 0:
+        metas, failure = agreement.attempt(lambda: _begin(plan, operation, overwrite))
+    try:
+        agreement.sums(comm, operation, failure)
+        failure = _write_chunks(commit.partial(path), plan, operation)
+        agreement.sums(comm, operation, failure)
+        if comm.rank == 0:
+            _, failure = agreement.attempt(lambda: _publish(path, metas, plan.meta(), operation))
+        agreement.sums(comm, operation, failure)
+    except Exception:
+        if comm.rank == 0:
+            commit.drop(path)
+        comm.Barrier()  # no rank goes on, and perhaps writes again, before all is removed
+        raise
+
+
+def entry(part: Part) -> store.Entry:
+    """The array of a part."""
+    assert part.source is not None
+    region = part.source.region
+    dtype = part.dtype
+    return store.Entry(part.record.name, region.shape, region.chunks, dtype, part.dims, part.attributes)
+
+
+def _begin(plan: Plan, operation: str, overwrite: bool) -> Any:
+    with commit.naming(f"{operation}: cannot make", plan.path):
+        folder = commit.begin(plan.path, overwrite, operation)
+        return store.make(folder, [entry(part) for part in plan.arrays()], plan.compressors)
+
+
+def _publish(path: Path, metas: Any, attributes: dict[str, Any], operation: str) -> None:
+    with commit.naming(f"{operation}: cannot write", path):
+        store.finish(commit.partial(path), metas, attributes)
+        commit.publish(path)
+
+
+def _write_chunks(folder: Path, plan: Plan, operation: str) -> Exception | None:
+    """Writes this rank's chunks, and returns its first error. It takes part in all communication nevertheless, since
+    others wait for it."""
+    failure = None
+    for part in plan.arrays():
+        assert part.source is not None
+        values, error = agreement.attempt(partial(part.source.take, part.value))
+        failure = failure or error
+        if failure is None:
+            stored = store.Stored(
+                folder / part.record.name,
+                part.source.region.shape,
+                part.source.region.chunks,
+                part.dtype,
+                store.is_plain(plan.compressors),
+            )
+            _, failure = agreement.attempt(partial(_write, stored, part, values, operation))
+    return failure
+
+
+def _write(stored: store.Stored, part: Part, values: Any, operation: str) -> None:
+    assert part.source is not None
+    with commit.naming(f"{operation}: cannot write", stored.path):
+        store.write(stored, part.source.region, values)

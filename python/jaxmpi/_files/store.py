@@ -1,0 +1,295 @@
+"""Arrays in a folder, as Zarr v3: their metadata are made by zarr, chunks are written and read here.
+
+By default a chunk is a file of its bytes and their CRC32C: it is written from the memory of the array and read into it,
+without copies. So a chunk that was torn or damaged is an error, and never a wrong number. With a compressor zarr
+encodes and decodes chunks. The root's metadata have those of all arrays as well ("consolidated"), so that a reader
+opens one file. They are replaced at once, by a rename.
+"""
+
+import contextlib
+import itertools
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxmpi._files.chunks import Index, Interval, Region
+
+META = "zarr.json"
+_PIECE = 4 << 20
+"""Bytes of which a checksum is computed before other threads may go on."""
+_PLAIN = ({"name": "bytes"}, {"name": "bytes", "configuration": {"endian": "little"}})
+_SUM = {"name": "crc32c"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An array in the folder."""
+
+    name: str
+    shape: tuple[int, ...]
+    chunks: tuple[int, ...]
+    dtype: np.dtype
+    dims: tuple[str, ...]
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+
+
+def need(operation: str) -> Any:
+    """The module zarr. Raises ImportError where it is not installed, or too old."""
+    try:
+        import google_crc32c  # noqa: F401
+        import zarr
+    except ImportError as error:
+        raise ImportError(
+            f"{operation}: files need zarr 3 or newer, and Python 3.11: pip install 'jaxmpi[io]' ({error})"
+        ) from error
+    if int(zarr.__version__.partition(".")[0]) < 3:
+        raise ImportError(
+            f"{operation}: files need zarr 3 or newer, and here is {zarr.__version__}: pip install 'zarr>=3', which "
+            "needs Python 3.11 or newer."
+        )
+    return zarr
+
+
+def codecs(compressor: Any, operation: str) -> tuple[Any, ...]:
+    """The codecs behind the one that makes bytes. Raises ValueError or TypeError for what is no compressor."""
+    need(operation)
+    from zarr.abc.codec import BytesBytesCodec
+    from zarr.codecs import Crc32cCodec, ZstdCodec
+
+    if compressor is None:
+        return (Crc32cCodec(),)
+    if isinstance(compressor, str):
+        if compressor != "zstd":
+            raise ValueError(
+                f'{operation}: compressor is {compressor!r}: pass None, "zstd", or a codec such as '
+                "zarr.codecs.BloscCodec()."
+            )
+        return ZstdCodec(level=1), Crc32cCodec()
+    if not isinstance(compressor, BytesBytesCodec):
+        raise TypeError(
+            f"{operation}: compressor is {compressor!r:.80} of {type(compressor).__name__}: pass None, "
+            '"zstd", or a codec such as zarr.codecs.BloscCodec().'
+        )
+    return compressor, Crc32cCodec()
+
+
+# --- metadata ---------------------------------------------------------------------------------------------------------
+
+
+def make(folder: Path, entries: Sequence[Entry], compressors: tuple[Any, ...]) -> dict[str, Any]:
+    """Makes arrays in a folder, without values, and returns the metadata of each: what `finish` takes."""
+    zarr = need("make")
+    made = {}
+    for entry in entries:
+        zarr.create_array(
+            str(folder / entry.name),
+            shape=entry.shape,
+            chunks=entry.chunks,
+            dtype=entry.dtype,
+            fill_value=0,
+            compressors=compressors,
+            attributes=dict(entry.attributes),
+            dimension_names=entry.dims,
+            zarr_format=3,
+        )
+        made[entry.name] = json.loads((folder / entry.name / META).read_bytes())
+    return made
+
+
+def finish(folder: Path, arrays: Mapping[str, Any], attributes: Mapping[str, Any]) -> None:
+    """Writes the metadata of the group with those of its arrays, at once: a reader sees the old ones or these."""
+    root = {
+        "zarr_format": 3,
+        "node_type": "group",
+        "attributes": dict(attributes),
+        "consolidated_metadata": {"kind": "inline", "must_understand": False, "metadata": dict(arrays)},
+    }
+    replace(folder / META, json.dumps(root, allow_nan=False).encode())
+
+
+def replace(path: Path, data: bytes) -> None:
+    """Writes a file under another name, and then renames it."""
+    passing = path.with_name(f".{path.name}.partial")
+    passing.write_bytes(data)
+    os.replace(passing, path)
+
+
+def is_plain(compressors: Sequence[Any]) -> bool:
+    """Whether chunks are their bytes and a checksum."""
+    return len(compressors) == 1
+
+
+# --- chunks -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stored:
+    """An array as its metadata describe it."""
+
+    path: Path
+    shape: tuple[int, ...]
+    chunks: tuple[int, ...]
+    dtype: np.dtype
+    plain: bool
+    """Chunks are bytes and their checksum."""
+
+    @staticmethod
+    def of(path: Path, meta: Mapping[str, Any]) -> "Stored":
+        """Raises KeyError, TypeError or ValueError for metadata that no array has here."""
+        encoding = meta["chunk_key_encoding"]
+        separator = encoding.get("configuration", {}).get("separator", "/")
+        if meta["chunk_grid"]["name"] != "regular" or (encoding["name"], separator) != ("default", "/"):
+            raise ValueError("chunks of another form than jaxmpi.io writes")
+        chunks = tuple(map(int, meta["chunk_grid"]["configuration"]["chunk_shape"]))
+        listed = meta["codecs"]
+        plain = len(listed) == 2 and listed[0] in _PLAIN and listed[1]["name"] == _SUM["name"]
+        shape = tuple(map(int, meta["shape"]))
+        if len(chunks) != len(shape) or min((*chunks, 1)) < 1 or min((*shape, 0)) < 0:
+            raise ValueError(f"shape {shape} and chunks {chunks}")
+        return Stored(path, shape, chunks, np.dtype(meta["data_type"]).newbyteorder("<"), plain)
+
+    def file(self, index: Index) -> Path:
+        return self.path.joinpath("c", *map(str, index))
+
+
+def write(stored: Stored, region: Region, values: np.ndarray, lead: Index = ()) -> None:
+    """Writes the chunks of a region. `lead` is in front of the index of each chunk, for an array that has more axes
+    there than the region, along which its chunks have size 1."""
+    if stored.plain:
+        for index, where in region.pieces():
+            _write_plain(stored.file((*lead, *index)), values[where], region.chunks)
+        return
+    zarr = need("write")
+    with zarr.config.set({"array.write_empty_chunks": True}):
+        array = zarr.open_array(str(stored.path), mode="r+", zarr_format=3)
+        for index, where in region.pieces():
+            starts = [number * size for number, size in zip(index, region.chunks, strict=True)]
+            sizes = [part.stop - part.start for part in where]
+            place = [slice(low, low + size) for low, size in zip(starts, sizes, strict=True)]
+            array[(*lead, *place)] = values[where]
+
+
+def _write_plain(path: Path, values: np.ndarray, chunks: Sequence[int]) -> None:
+    if values.shape != tuple(chunks):  # at the end of an axis: files have whole chunks
+        whole = np.zeros(chunks, values.dtype)
+        whole[tuple(slice(0, size) for size in values.shape)] = values
+        values = whole
+    data = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+    try:
+        _write_file(path, data)
+    except FileNotFoundError:  # the first chunk in its folder
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write_file(path, data)
+
+
+def _write_file(path: Path, data: np.ndarray) -> None:
+    with open(path, "wb", buffering=0) as file:
+        _write_all(file, data)
+        _write_all(file, np.array([_checksum(data)], "<u4").view(np.uint8))
+
+
+def _write_all(file: Any, data: np.ndarray) -> None:
+    done = 0
+    while done < data.size:
+        done += file.write(data[done:])
+
+
+def _checksum(data: np.ndarray) -> int:
+    import google_crc32c
+
+    found = 0
+    for start in range(0, data.size, _PIECE):
+        found = google_crc32c.extend(found, data[start : start + _PIECE])
+    return int(found)
+
+
+def read(stored: Stored, points: Sequence[Interval]) -> np.ndarray:
+    """The values at some points, start and end along each axis. Raises OSError for chunks that are missing or damaged;
+    zarr alone would take zeros for missing ones."""
+    values = np.empty([end - start for start, end in points], stored.dtype)
+    if values.size == 0:
+        return values
+    if stored.plain:
+        for index, there, here in _covering(stored.chunks, points):
+            _read_plain(stored, index, there, values[here] if here else values)
+        return values
+    return _decoded(stored, points, values)
+
+
+def _covering(
+    chunks: Sequence[int], points: Sequence[Interval]
+) -> Iterator[tuple[Index, tuple[slice, ...], tuple[slice, ...]]]:
+    """The chunks that have some of the points: the index of each, where they are in it, and where among the points."""
+    along = []
+    for size, (start, end) in zip(chunks, points, strict=True):
+        parts = []
+        for number in range(start // size, -(-end // size)):
+            origin = number * size
+            low, high = max(origin, start), min(origin + size, end)
+            parts.append((number, slice(low - origin, high - origin), slice(low - start, high - start)))
+        along.append(parts)
+    for chosen in itertools.product(*along):
+        yield tuple(c[0] for c in chosen), tuple(c[1] for c in chosen), tuple(c[2] for c in chosen)
+
+
+def _read_plain(stored: Stored, index: Index, there: tuple[slice, ...], here: np.ndarray) -> None:
+    """Reads a chunk, into the result itself where it lies there as in the file."""
+    direct = here.shape == stored.chunks and here.flags.c_contiguous
+    chunk = here if direct else np.empty(stored.chunks, stored.dtype)
+    data = chunk.reshape(-1).view(np.uint8)
+    path = stored.file(index)
+    size = math.prod(stored.chunks) * stored.dtype.itemsize
+    tail = np.empty(4, np.uint8)
+    try:
+        with open(path, "rb", buffering=0) as file:
+            found = _read_all(file, data) + _read_all(file, tail)
+            found += len(file.read(1))
+    except FileNotFoundError:
+        raise FileNotFoundError(_missing(path)) from None
+    if found != size + 4:
+        what = "more" if found > size + 4 else str(found)
+        raise OSError(f"the chunk {path} is damaged: it has {what} bytes, and must have {size + 4}.")
+    if int(tail.view("<u4")[0]) != _checksum(data):
+        raise OSError(f"the chunk {path} is damaged: its checksum is not that of its bytes.")
+    if not direct:
+        here[...] = chunk[there]
+
+
+def _read_all(file: Any, data: np.ndarray) -> int:
+    done = 0
+    while done < data.size and (count := file.readinto(data[done:])):
+        done += count
+    return done
+
+
+def _missing(path: Path) -> str:
+    return f"the chunk {path} is missing: the files are not complete, for example since they were copied in part."
+
+
+def _decoded(stored: Stored, points: Sequence[Interval], values: np.ndarray) -> np.ndarray:
+    """Values that zarr decodes, chunk by chunk, so that no more than one is in memory besides the result."""
+    zarr = need("read")
+    array = zarr.open_array(str(stored.path), mode="r", zarr_format=3)
+    for index, _, here in _covering(stored.chunks, points):
+        path = stored.file(index)
+        if not path.exists():
+            raise FileNotFoundError(_missing(path))
+        place = tuple(slice(low + its.start, low + its.stop) for (low, _), its in zip(points, here, strict=True))
+        try:
+            values[here] = array[place]
+        except Exception as error:
+            raise OSError(f"the chunk {path} is damaged: {error}") from error
+    return values
+
+
+def root(folder: Path) -> bytes:
+    """The root's metadata. Raises FileNotFoundError if there are none."""
+    with contextlib.suppress(NotADirectoryError):
+        return (folder / META).read_bytes()
+    raise FileNotFoundError(f"{folder} is a file")
