@@ -15,13 +15,14 @@ import numpy as np
 from mpi4py import MPI
 
 from jaxmpi._files import chunks as tiles
-from jaxmpi._files import dtypes, records, trees
-from jaxmpi._files.chunks import Blocks, Whole
+from jaxmpi._files import dtypes, records, rows, trees
+from jaxmpi._files.chunks import Blocks, Region, Whole
 from jaxmpi._files.records import Record
-from jaxmpi._files.rows import Rows
+from jaxmpi._files.rows import Indices, Rows
 from jaxmpi._grid import arguments as given
 from jaxmpi._grid.grid import Grid
-from jaxmpi._mpi import communicators
+from jaxmpi._mpi import agreement, communicators
+from jaxmpi._mpi.clones import clone_of
 from jaxmpi._primitive import arguments
 from jaxmpi._unstructured.index_map import IndexMap
 
@@ -37,7 +38,7 @@ class Part:
 
     record: Record
     value: Any
-    source: Blocks | Rows | Whole | None
+    source: Blocks | Rows | Indices | Whole | None
     """Where this rank's region comes from; None for what no array holds."""
     dims: tuple[str, ...] = ()
     attributes: dict[str, Any] = field(default_factory=dict)
@@ -76,6 +77,15 @@ def communicator(divisions: Any, comm: Any, operation: str) -> MPI.Comm:
     return first.comm
 
 
+def begin(divisions: Any, comm: Any, operation: str) -> MPI.Intracomm:
+    """The clone on which ranks agree. Finds out what all must know of maps. Errors of one rank are raised on all."""
+    its, failure = agreement.attempt(lambda: communicator(divisions, comm, operation))
+    clone = clone_of(communicators.default_mpi() if its is None else its)
+    listed = jax.tree.leaves(divisions, is_leaf=trees.is_division) if failure is None else []
+    rows.learn(clone, operation, rows.distinct(listed), failure)
+    return clone
+
+
 def _is_divided(x: Any) -> bool:
     return isinstance(x, Grid | IndexMap)
 
@@ -88,7 +98,7 @@ def check_same_ranks(one: MPI.Comm, other: MPI.Comm, operation: str) -> None:
         )
 
 
-def parts(tree: Any, divisions: Any, comm: MPI.Comm, options: Options, operation: str) -> list[Part]:
+def parts(tree: Any, divisions: Any, comm: MPI.Intracomm, options: Options, operation: str) -> list[Part]:
     """The leaves of a tree, each with its array in the file and its source. Raises TypeError or ValueError."""
     names, leaves = trees.leaves(tree, operation)
     each = trees.spread(divisions, tree, operation)
@@ -96,9 +106,9 @@ def parts(tree: Any, divisions: Any, comm: MPI.Comm, options: Options, operation
         if division is not None:
             division._check_alive(operation)
             check_same_ranks(division.comm, comm, operation)
-    known: dict[Any, Any] = {}
     dims = Dimensions(each, options.dims, operation)
-    found = []
+    found: list[Part] = []
+    indices: dict[str, Rows] = {}
     for name, x, division in zip(names, leaves, each, strict=True):
         record = records.describe(name, x, operation)
         its = _axes_of(division)
@@ -107,10 +117,19 @@ def parts(tree: Any, divisions: Any, comm: MPI.Comm, options: Options, operation
         elif isinstance(division, Grid):
             part = _blocks(record, x, division, options, operation)
         else:
-            part = _rows(record, x, division, options, operation, known)
+            part = _rows(record, x, division, comm, options, operation)
         part.dims = dims.of(part, division)
         found.append(part)
-    return found
+        if isinstance(part.source, Rows) and part.source.numbering.has_gaps:
+            index = part.dims[0]
+            part.record = dataclasses.replace(part.record, index=index)
+            indices[index] = part.source
+    if clash := {*indices} & {*names}:
+        raise ValueError(
+            f"{operation}: a leaf of the tree and the indices of rows are both called {min(clash)!r}: rename the leaf, "
+            "or pass dims=."
+        )
+    return [*found, *(_indices(name, source) for name, source in indices.items())]
 
 
 def _axes_of(division: Any) -> int:
@@ -140,7 +159,7 @@ def _blocks(record: Record, x: Any, grid: Grid, options: Options, operation: str
     return Part(record, x, tiles.blocks(grid, (*shape, *record.words), axes, widths, dtype, sizes))
 
 
-def _rows(record: Record, x: Any, map: IndexMap, options: Options, operation: str, known: dict[Any, Any]) -> Part:
+def _rows(record: Record, x: Any, map: IndexMap, comm: MPI.Intracomm, options: Options, operation: str) -> Part:
     arguments.array(x, operation, record.name) if isinstance(x, jax.Array) else None
     if x.shape[0] != sum(map.sizes):
         raise ValueError(
@@ -148,7 +167,21 @@ def _rows(record: Record, x: Any, map: IndexMap, options: Options, operation: st
             f"{sum(map.sizes)} rows: {map.sizes[0]} that it owns, then {map.sizes[1]} ghosts. A tree as grid= says "
             'which leaves are rows of the map: {"state": map, "step": None}.'
         )
-    raise NotImplementedError
+    numbering = rows.numbering(map)
+    record = dataclasses.replace(record, shape=(numbering.total, *x.shape[1:]), division="rows", axes=(0,))
+    sizes = chunk_sizes(options.chunks, 1, operation)
+    dtype = dtypes.stored(dtypes.named(record.dtype))
+    shape = (*x.shape[1:], *record.words)
+    region, run = rows.source(numbering, comm, shape, dtype, sizes[0] if sizes else None)
+    return Part(record, x, Rows(region, numbering, comm, run))
+
+
+def _indices(name: str, its: Rows) -> Part:
+    """The coordinate that says which rows there are."""
+    run = its.region.points[0]
+    region = Region((its.numbering.total,), its.region.chunks[:1], (run,))
+    record = Record(name, "index", "int64", region.shape, "rows", (0,))
+    return Part(record, None, Indices(region, its.numbering, its.comm, its.run), (name,))
 
 
 def chunk_sizes(chunks: Any, axes: int, operation: str) -> tuple[int, ...] | None:

@@ -14,14 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from mpi4py import MPI
 
-from jaxmpi._files import chunks, commit, dtypes, layout, store, trees
+from jaxmpi._files import chunks, commit, dtypes, layout, rows, store, trees
 from jaxmpi._files.chunks import Interval
 from jaxmpi._files.records import Record
 from jaxmpi._files.saving import FORMAT
 from jaxmpi._grid import arguments as given
 from jaxmpi._grid.grid import Grid, Width
 from jaxmpi._mpi import agreement
-from jaxmpi._mpi.clones import clone_of
 from jaxmpi._primitive import keys
 from jaxmpi._unstructured.index_map import IndexMap
 
@@ -83,13 +82,10 @@ def load(
     like: Any = None,
 ) -> Any:
     operation = "load"
-    its, failure = agreement.attempt(lambda: layout.communicator(grid, comm, operation))
-    clone = clone_of(layout.communicator(None, None, operation) if its is None else its)
-    text: Any = b""
-    if failure is None:
-        text, failure = agreement.attempt(lambda: _metadata(path, clone.rank, operation))
+    clone = layout.begin(grid, comm, operation)
+    told, failure = agreement.attempt(lambda: _metadata(path, clone.rank, operation))
     agreement.sums(clone, operation, failure)
-    where, text = clone.bcast(text)
+    where, text = clone.bcast(told)
     found, failure = agreement.attempt(
         lambda: _wanted(State.of(where, text, operation), grid, width, axes, clone, like)
     )
@@ -131,11 +127,10 @@ def _wanted(state: State, grid: Any, width: Any, axes: Any, comm: MPI.Intracomm,
     else:
         structure = jax.tree.structure(like)
         names, targets = trees.leaves(like, operation)
-        absent = [name for name in names if name not in state.records]
+        there = [record.name for record in state.records.values() if record.type != "index"]
+        absent = [name for name in names if name not in there]
         if absent:
-            raise ValueError(
-                f"{operation}: like has {', '.join(absent[:5])}, and {state.path} has {', '.join(state.records)}."
-            )
+            raise ValueError(f"{operation}: like has {', '.join(absent[:5])}, and {state.path} has {', '.join(there)}.")
         records = [_retyped(state.records[name], x, operation) for name, x in zip(names, targets, strict=True)]
     each = trees.spread(grid, jax.tree.unflatten(structure, records), operation)
     wanted = []
@@ -195,6 +190,11 @@ def _place(record: Record, division: Any, width: Any, axes: Any, comm: Any, oper
             raise ValueError(
                 f"{operation}: {record.name} was not divided by an IndexMap: pass a Grid, or None for all of it."
             )
+        total = rows.numbering(division).total
+        if total != record.shape[0]:
+            raise ValueError(
+                f"{operation}: {record.name} has {record.shape[0]} rows, and all ranks together own {total} of the map."
+            )
         return Wanted(record, division, (0,), (0,), ())
     division._need_shape(operation)
     chosen = record.axes if axes is None else axes
@@ -231,17 +231,56 @@ def _check_shape(its: Wanted, shape: tuple[int, ...], operation: str) -> None:
 
 def _values(comm: MPI.Intracomm, state: State, wanted: Sequence[Wanted], operation: str) -> list[Any]:
     """The values of the leaves. An error of a rank is an error of all."""
+    readers = _readers(comm, state, wanted, operation)
     failure: Exception | None = None
     found: list[Any] = []
-    for its in wanted:
-        values, error = (None, None) if failure else agreement.attempt(partial(_read, state, its, operation))
+    for its, reader in zip(wanted, readers, strict=True):
+        values, error = (None, None) if failure else agreement.attempt(partial(_read, state, its, reader, operation))
         failure = failure or error
         found.append(values)
     agreement.sums(comm, operation, failure)
-    return [_finished(values, its) for values, its in zip(found, wanted, strict=True)]
+    return [_finished(*its) for its in zip(found, wanted, readers, strict=True)]
 
 
-def _read(state: State, its: Wanted, operation: str) -> Any:
+def _readers(comm: MPI.Intracomm, state: State, wanted: Sequence[Wanted], operation: str) -> list[rows.Reader | None]:
+    """The ways of rows to where they are needed, for the leaves that are rows."""
+    made: dict[Any, rows.Reader] = {}
+    found: list[rows.Reader | None] = []
+    for its in wanted:
+        if not isinstance(its.division, IndexMap):
+            found.append(None)
+            continue
+        stored, index = state.arrays[its.record.name], its.record.index
+        key = its.division, index, stored.chunks[0]
+        if key not in made:
+            run = rows.run_of(stored.shape[0], comm.size, stored.chunks[0])
+            points = rows.interval(run, stored.shape[0], comm.rank)
+            indices, failure = agreement.attempt(partial(_indices, state, index, points, operation))
+            agreement.sums(comm, operation, failure)
+            assert indices is not None
+            try:
+                made[key] = rows.reader(its.division, indices, points)
+            except ValueError as error:
+                text = (
+                    str(error)
+                    .removeprefix("IndexMap: ")
+                    .replace("no rank owns", "the file has no rows")
+                    .partition(". ")[0]
+                )
+                raise ValueError(f"{operation}: {its.record.name} and the map have other rows: {text}") from error
+        found.append(made[key])
+    return found
+
+
+def _indices(state: State, index: str, points: Interval, operation: str) -> np.ndarray:
+    """The global indices of rows of the file."""
+    if not index:
+        return np.arange(*points)
+    with commit.naming(f"{operation}: cannot read", state.path / index):
+        return store.read(state.arrays[index], [points]).astype(np.int64)
+
+
+def _read(state: State, its: Wanted, reader: rows.Reader | None, operation: str) -> Any:
     """This rank's points of a leaf, of the type that it has in the tree, without halo."""
     record = its.record
     if record.value is not None:
@@ -252,6 +291,8 @@ def _read(state: State, its: Wanted, operation: str) -> Any:
         rank = its.division._comm.rank
         for axis, (start, size) in zip(its.axes, its.division._extents(rank, its.staggered), strict=True):
             points[axis] = (start, start + size)
+    if reader is not None:
+        points[0] = reader.points
     with commit.naming(f"{operation}: cannot read", stored.path):
         values = dtypes.decode(store.read(stored, points), record.dtype)
     return typed(record, values)
@@ -269,8 +310,10 @@ def typed(record: Record, values: np.ndarray) -> Any:
     return jax.random.wrap_key_data(array, impl=record.impl) if record.type == "key" else array
 
 
-def _finished(values: Any, its: Wanted) -> Any:
-    """Fills halos. All ranks call it together."""
+def _finished(values: Any, its: Wanted, reader: rows.Reader | None) -> Any:
+    """Fills halos and ghosts. All ranks call it together."""
+    if reader is not None:
+        return chunks.in_words(values, reader.move)
     if isinstance(its.division, Grid) and any(map(any, its.widths)):
         grid = its.division
 

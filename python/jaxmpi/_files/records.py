@@ -30,6 +30,8 @@ class Record:
     """How it was divided: "grid", "rows", or not at all."""
     axes: tuple[int, ...] = ()
     """The axes that were divided."""
+    index: str = ""
+    """The name of the array that has the indices of rows, where they have gaps."""
     value: str | None = None
     """What no array holds: a text, or an integer of more than 64 bits."""
     impl: str = ""

@@ -1,18 +1,210 @@
-"""Rows that have global indices, in a file: stored in the ascending order of their indices."""
+"""Rows that have global indices, in a file: they lie there in the ascending order of their indices.
 
-from dataclasses import dataclass
+Where the indices are all numbers from 0 on, a row's place is its index. Otherwise an array beside them has the indices.
+Each rank writes, and reads, a run of consecutive rows. They come from the ranks that own them, or go to those that have
+them, by the exchange of an `IndexMap` in which the rows of the run are the ghosts, or what is owned.
+
+With gaps the indices of each run are found by sorting all of them, each rank with a part (a sample sort). So time and
+memory of a rank grow with its own rows, apart from the samples, of which each rank has a few of every other.
+"""
+
+import math
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from mpi4py import MPI
 
-from jaxmpi._files.chunks import Region
+from jaxmpi._files import chunks, dtypes
+from jaxmpi._files.chunks import LARGEST, Interval, Region
+from jaxmpi._mpi import agreement
+from jaxmpi._unstructured.index_map import IndexMap
+from jaxmpi._unstructured.messages import by_rank, sparse_exchange
+
+_SORT, _RUN = 11, 12
+"""Tags of messages on the clone of the communicator."""
+_SAMPLES = 32
+"""The most samples that a rank has of another one's indices."""
+_EVEN, _LONG = 64, 4096
+"""Long runs are multiples of the first number, so that they can be cut into equal chunks."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class Numbering:
+    """What is known of the rows of a map on all ranks together."""
+
+    map: IndexMap
+    total: int
+    has_gaps: bool
+    transfers: dict[int, "Transfer"] = field(default_factory=dict)
+    """The ways to the runs of so many rows, once they have been used."""
+
+    def transfer(self, comm: MPI.Intracomm, run: int) -> "Transfer":
+        """The way to runs of so many rows. All ranks call it together."""
+        if run not in self.transfers:
+            self.transfers[run] = _transfer(comm, self, run)
+        return self.transfers[run]
+
+
+_known: "weakref.WeakKeyDictionary[IndexMap, Numbering]" = weakref.WeakKeyDictionary()
+
+
+def learn(comm: MPI.Intracomm, operation: str, maps: Sequence[IndexMap], failure: Exception | None) -> None:
+    """Finds the numberings of maps, unless all ranks know them. Raises an exception on all ranks if one has a failure,
+    or if they have other numbers of maps."""
+    absent = sum(map not in _known for map in maps)
+    (missing,) = agreement.sums(comm, operation, failure, absent)
+    agreement.same(comm, operation, [("the number of maps in grid", str(len(maps)))], _differ)
+    if not missing:
+        return
+    for map in maps:
+        owned = map.owned
+        total = comm.allreduce(len(owned))
+        last = comm.allreduce(int(owned.max()) if len(owned) else -1, MPI.MAX)
+        _known[map] = Numbering(map, total, last + 1 != total)
+
+
+def _differ(what: str, mine: str, root: str) -> str:
+    return f"{what} is {mine} here and {root} on rank 0: all ranks call it alike."
+
+
+def numbering(map: IndexMap) -> Numbering:
+    return _known[map]
+
+
+def run_of(total: int, ranks: int, size: int | None) -> int:
+    """How many rows each rank writes: a multiple of the size of a chunk, where that is given."""
+    if size is not None:
+        return size * max(1, math.ceil(math.ceil(total / size) / ranks))
+    run = max(1, math.ceil(total / ranks))
+    return run if run < _LONG else math.ceil(run / _EVEN) * _EVEN
+
+
+def chunk_of(run: int, row: int) -> int:
+    """How many rows of so many bytes a chunk has: a part of a run."""
+    least = min(run, max(1, math.ceil(run * row / LARGEST)))
+    return run // next(n for n in range(least, run + 1) if run % n == 0)
+
+
+def interval(run: int, total: int, rank: int) -> Interval:
+    return min(rank * run, total), min((rank + 1) * run, total)
+
+
+@dataclass(frozen=True, eq=False)
+class Transfer:
+    """The way of rows from their owners to the ranks that write them."""
+
+    indices: np.ndarray
+    """The indices of this rank's run."""
+    owned: int
+    map: IndexMap | None
+    """The map with the rows of the run as ghosts; None if each rank writes the rows that it owns, in their order."""
+    local: np.ndarray | None
+
+    def move(self, x: Any) -> Any:
+        x = x[: self.owned]
+        return x if self.map is None else self.map.exchange(self.map.pad(x))
+
+
+def _transfer(comm: MPI.Intracomm, numbering: Numbering, run: int) -> Transfer:
+    start, end = interval(run, numbering.total, comm.rank)
+    map = numbering.map
+    indices = _sorted(comm, map.owned, run) if numbering.has_gaps else np.arange(start, end)
+    elsewhere = not np.array_equal(indices, map.owned)
+    (some,) = agreement.sums(comm, "save", None, elsewhere)
+    if not some:
+        return Transfer(indices, len(indices), None, None)
+    made = IndexMap(map.owned, indices, comm=map.comm)
+    return Transfer(indices, map.sizes[0], made, made.to_local(indices))
+
+
+def _sorted(comm: MPI.Intracomm, owned: np.ndarray, run: int) -> np.ndarray:
+    """The indices of this rank's run, of all indices in ascending order."""
+    mine = np.sort(owned)
+    at = np.linspace(0, len(mine), min(_SAMPLES, len(mine)), endpoint=False).astype(np.int64)
+    listed = comm.allgather((mine[at], len(mine) / max(len(at), 1)))
+    samples = np.concatenate([its for its, _ in listed])
+    weights = np.concatenate([np.full(len(its), weight) for its, weight in listed])
+    order = np.argsort(samples, kind="stable")
+    samples, before = samples[order], np.cumsum(weights[order]) - weights[order]
+    if len(samples) == 0:
+        return mine
+    shares = before[-1] * np.arange(1, comm.size) / comm.size
+    splitters = samples[np.minimum(np.searchsorted(before, shares), len(samples) - 1)]
+    received = sparse_exchange(comm, by_rank(np.searchsorted(splitters, mine, side="right"), mine), _SORT)
+    part = np.sort(np.concatenate([np.zeros(0, np.int64), *received.values()]))
+    first = comm.exscan(len(part)) or 0
+    places = np.arange(first, first + len(part)) // run
+    return np.concatenate([np.zeros(0, np.int64), *sparse_exchange(comm, by_rank(places, part), _RUN).values()])
+
+
+@dataclass(frozen=True, eq=False)
 class Rows:
-    """How this rank comes by its region of rows. All ranks call `take` together."""
+    """How this rank comes by its run of the rows of an array. All ranks call `take` together."""
 
     region: Region
+    numbering: Numbering
+    comm: MPI.Intracomm
+    run: int
 
     def take(self, x: Any) -> np.ndarray:
-        raise NotImplementedError
+        way = self.numbering.transfer(self.comm, self.run)
+        values = chunks.values_of(chunks.in_words(x, way.move))
+        return dtypes.encode(values if way.local is None else values[way.local])
+
+
+@dataclass(frozen=True, eq=False)
+class Indices:
+    """How this rank comes by the indices of its run. All ranks call `take` together."""
+
+    region: Region
+    numbering: Numbering
+    comm: MPI.Intracomm
+    run: int
+
+    def take(self, x: Any) -> np.ndarray:
+        return self.numbering.transfer(self.comm, self.run).indices
+
+
+def source(
+    numbering: Numbering, comm: MPI.Intracomm, shape: Sequence[int], dtype: np.dtype, size: int | None
+) -> tuple[Region, int]:
+    """This rank's region of an array with these rows, and how many rows a run has."""
+    run = run_of(numbering.total, comm.size, size)
+    rows = size or chunk_of(run, math.prod(shape) * dtype.itemsize)
+    points = [interval(run, numbering.total, comm.rank), *((0, n) for n in shape)]
+    return Region((numbering.total, *shape), (rows, *(max(1, n) for n in shape)), tuple(points)), run
+
+
+@dataclass(frozen=True, eq=False)
+class Reader:
+    """The way of rows from the ranks that read them to those that own them, or have them as ghosts."""
+
+    points: Interval
+    """The rows of the file that this rank reads."""
+    map: IndexMap
+    local: np.ndarray
+
+    def move(self, x: Any) -> Any:
+        return self.map.exchange(self.map.pad(x))[self.local]
+
+
+def reader(map: IndexMap, indices: np.ndarray, points: Interval) -> Reader:
+    """The way of rows from a file. All ranks call it together, each with the indices of the rows that it reads.
+
+    Raises ValueError on all ranks if the map has rows that the file has not.
+    """
+    needed = np.concatenate([map.owned, map.ghosts])
+    made = IndexMap(indices, needed, comm=map.comm)
+    return Reader(points, made, made.to_local(needed))
+
+
+def distinct(divisions: Iterable[Any]) -> list[IndexMap]:
+    """The maps among divisions, each once, in their order."""
+    found: list[IndexMap] = []
+    for division in divisions:
+        if isinstance(division, IndexMap) and division not in found:
+            found.append(division)
+    return found

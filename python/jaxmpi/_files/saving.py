@@ -13,7 +13,6 @@ from jaxmpi._files import commit, layout, records, store, trees
 from jaxmpi._files.layout import Options, Part
 from jaxmpi._grid.grid import Width
 from jaxmpi._mpi import agreement
-from jaxmpi._mpi.clones import clone_of
 
 FORMAT = 1
 """The number of the form in which trees are stored, which readers check."""
@@ -66,13 +65,10 @@ def write_tree(
     operation: str, path: Any, tree: Any, grid: Any, comm: Any, options: Options, compressor: Any, overwrite: bool
 ) -> Path:
     """Writes a tree, and returns where."""
-    its, failure = agreement.attempt(lambda: layout.communicator(grid, comm, operation))
-    clone = clone_of(layout.communicator(None, None, operation) if its is None else its)
-    plan = None
-    if failure is None:
-        plan, failure = agreement.attempt(
-            lambda: plan_of(operation, path, tree, grid, clone, options, compressor, overwrite)
-        )
+    clone = layout.begin(grid, comm, operation)
+    plan, failure = agreement.attempt(
+        lambda: plan_of(operation, path, tree, grid, clone, options, compressor, overwrite)
+    )
     agreement.sums(clone, operation, failure)
     assert plan is not None
     compare(clone, plan, operation, overwrite)
@@ -86,7 +82,7 @@ def plan_of(
     path: Any,
     tree: Any,
     grid: Any,
-    comm: MPI.Comm,
+    comm: MPI.Intracomm,
     options: Options,
     compressor: Any,
     overwrite: Any,
