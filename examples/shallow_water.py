@@ -14,7 +14,8 @@ processes, but for rounding.
 
 A normal run shows a progress bar, writes `shallow-water.png` (if asked, `shallow-water.gif` too) and prints
 where they are. `--output` writes h, u and v of many times, for xarray and others (`pip install 'jaxmpi[io]'`).
-`--checkpoints` keeps the last states, from which `--restart` goes on, on any number of processes. A benchmark prints one line, `Solution took 12.34 s`, compilation left out.
+`--checkpoints` keeps the last states, from which `--restart` goes on, on any number of processes.
+A benchmark prints one line, `Solution took 12.34 s`, compilation left out.
 Where there are as many processes as cores, one XLA thread each is fastest: `PJRT_NPROC=1`.
 
 The equations, with layer thickness h, velocity (u, v), potential vorticity q and Bernoulli potential B:
@@ -374,14 +375,12 @@ def demo(
 
     frames = []
     rank, days = grid.comm.rank, DT / DAY
-    state, first = load_checkpoint(options.checkpoints, grid) if options.restart else (model.start(*fields), 0)
+    begin, first = load_checkpoint(options.checkpoints, grid) if options.restart else (model.start(*fields), 0)
     layout = "{percentage:3.0f}%|{bar}| {n:.1f} of {total:.1f} model days [{elapsed}, {remaining} left]"
     with contextlib.ExitStack() as stack:
-        bar = stack.enter_context(
-            tqdm(total=steps * days, initial=first * days, bar_format=layout, disable=rank != 0)
-        )
+        bar = stack.enter_context(tqdm(total=steps * days, initial=first * days, bar_format=layout, disable=rank != 0))
         out = stack.enter_context(open_output(options.output, grid, options.restart)) if options.output else None
-        for done, state in run(model, state, first, steps):
+        for done, state in run(model, begin, first, steps):
             bar.update(done * days - bar.n)
             if out:
                 out.append(done * days, dict(zip("huv", state[:3], strict=True)))

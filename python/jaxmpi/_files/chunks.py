@@ -124,11 +124,15 @@ def blocks(
     widths: Widths,
     dtype: np.dtype,
     given: Sequence[int] | None,
+    kept: Sequence[int] | None = None,
 ) -> Blocks:
-    """How a field of this global shape is stored. `given` are the sizes of chunks along the axes of the grid."""
+    """How a field of this global shape is stored. `given` are the sizes of chunks along the axes of the grid, and `kept`
+    is the shape of a chunk in a file that is there."""
     whole = tuple(shape)
     points = [whole[axis] for axis in axes]
-    if given is None:
+    if kept is not None:
+        sizes = list(kept)
+    elif given is None:
         sizes = list(whole)
         for axis, count, number in zip(axes, points, grid.processes, strict=True):
             sizes[axis] = -(-count // number)

@@ -63,6 +63,8 @@ class Options:
     dims: Any = None
     coords: Any = None
     attrs: Any = None
+    kept: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """The shapes of chunks of arrays that are in a file already."""
 
 
 def communicator(divisions: Any, comm: Any, operation: str) -> MPI.Comm:
@@ -109,13 +111,14 @@ def parts(tree: Any, divisions: Any, comm: MPI.Intracomm, options: Options, oper
     dims = Dimensions(each, options.dims, operation)
     found: list[Part] = []
     indices: dict[str, Rows] = {}
-    for name, x, division in zip(names, leaves, each, strict=True):
+    widths = trees.spread_width(options.width, tree, operation)
+    for name, x, division, width in zip(names, leaves, each, widths, strict=True):
         record = records.describe(name, x, operation)
         its = _axes_of(division)
         if division is None or len(record.shape) < its or record.type not in ("jax", "numpy", "key"):
             part = whole(record, x, comm)
         elif isinstance(division, Grid):
-            part = _blocks(record, x, division, options, operation)
+            part = _blocks(record, x, division, width, options, operation)
         else:
             part = _rows(record, x, division, comm, options, operation)
         part.dims = dims.of(part, division)
@@ -145,10 +148,10 @@ def whole(record: Record, x: Any, comm: MPI.Comm) -> Part:
     return Part(record, x, tiles.whole((*record.shape, *record.words), dtype, comm.rank, comm.size))
 
 
-def _blocks(record: Record, x: Any, grid: Grid, options: Options, operation: str) -> Part:
+def _blocks(record: Record, x: Any, grid: Grid, width: Any, options: Options, operation: str) -> Part:
     grid._need_shape(operation)
     arguments.array(x, operation, record.name) if isinstance(x, jax.Array) else None
-    widths = given.widths(options.width, len(grid.processes), operation)
+    widths = given.widths(width, len(grid.processes), operation)
     expected = [size + sum(pair) for size, pair in zip(grid.local_shape, widths, strict=True)]
     cut = grid._cut(x.shape, options.axes, expected, operation, record.name, _ADVICE)
     axes = tuple(axis % x.ndim for axis in cut.axes)
@@ -156,7 +159,8 @@ def _blocks(record: Record, x: Any, grid: Grid, options: Options, operation: str
     record = dataclasses.replace(record, shape=shape, division="grid", axes=axes)
     dtype = dtypes.stored(dtypes.named(record.dtype))
     sizes = chunk_sizes(options.chunks, len(axes), operation)
-    return Part(record, x, tiles.blocks(grid, (*shape, *record.words), axes, widths, dtype, sizes))
+    kept = options.kept.get(record.name)
+    return Part(record, x, tiles.blocks(grid, (*shape, *record.words), axes, widths, dtype, sizes, kept))
 
 
 def _rows(record: Record, x: Any, map: IndexMap, comm: MPI.Intracomm, options: Options, operation: str) -> Part:
@@ -169,7 +173,7 @@ def _rows(record: Record, x: Any, map: IndexMap, comm: MPI.Intracomm, options: O
         )
     numbering = rows.numbering(map)
     record = dataclasses.replace(record, shape=(numbering.total, *x.shape[1:]), division="rows", axes=(0,))
-    sizes = chunk_sizes(options.chunks, 1, operation)
+    sizes = options.kept.get(record.name) or chunk_sizes(options.chunks, 1, operation)
     dtype = dtypes.stored(dtypes.named(record.dtype))
     shape = (*x.shape[1:], *record.words)
     region, run = rows.source(numbering, comm, shape, dtype, sizes[0] if sizes else None)

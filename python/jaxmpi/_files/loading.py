@@ -44,6 +44,11 @@ class State:
             its = root["attributes"].get(commit.KEY)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{operation}: {path / store.META} is damaged: {error}") from error
+        if isinstance(its, Mapping) and "series" in its:
+            raise ValueError(
+                f"{operation}: {path} is a series of a jaxmpi.io.Writer: read it with xarray or zarr; to go on from, "
+                "save a state with jaxmpi.io.checkpoint."
+            )
         if its is None:
             raise ValueError(
                 f"{operation}: {path} is Zarr, but no state of jaxmpi.io: read it with zarr or xarray instead."
@@ -76,7 +81,7 @@ def load(
     path: str | os.PathLike[str],
     *,
     grid: Any = None,
-    width: Width = 0,
+    width: Width | dict[str, Any] = 0,
     axes: Sequence[int] | None = None,
     comm: MPI.Comm | None = None,
     like: Any = None,
@@ -132,10 +137,11 @@ def _wanted(state: State, grid: Any, width: Any, axes: Any, comm: MPI.Intracomm,
         if absent:
             raise ValueError(f"{operation}: like has {', '.join(absent[:5])}, and {state.path} has {', '.join(there)}.")
         records = [_retyped(state.records[name], x, operation) for name, x in zip(names, targets, strict=True)]
-    each = trees.spread(grid, jax.tree.unflatten(structure, records), operation)
+    tree = jax.tree.unflatten(structure, records)
+    each, widths = trees.spread(grid, tree, operation), trees.spread_width(width, tree, operation)
     wanted = []
-    for record, target, division in zip(records, targets, each, strict=True):
-        its = _place(record, division, width, axes, comm, operation)
+    for record, target, division, its_width in zip(records, targets, each, widths, strict=True):
+        its = _place(record, division, its_width, axes, comm, operation)
         _check_possible(record, operation)
         if hasattr(target, "shape"):
             _check_shape(its, tuple(target.shape), operation)

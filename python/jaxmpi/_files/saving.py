@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,8 @@ class Plan:
     skeleton: Any
     attributes: dict[str, Any]
     compressors: tuple[Any, ...]
+    more: dict[str, Any] = field(default_factory=dict)
+    """What else is kept of it."""
 
     def arrays(self) -> list[Part]:
         return [part for part in (*self.parts, *self.coordinates) if part.source is not None]
@@ -38,6 +40,7 @@ class Plan:
             "format": FORMAT,
             "tree": self.skeleton,
             "leaves": [part.record.to_json() for part in self.parts],
+            **self.more,
         }
         return {**self.attributes, commit.KEY: its}
 
@@ -47,7 +50,7 @@ def save(
     tree: Any,
     *,
     grid: Any = None,
-    width: Width = 0,
+    width: Width | dict[str, Any] = 0,
     axes: Sequence[int] | None = None,
     comm: MPI.Comm | None = None,
     chunks: int | Sequence[int] | None = None,
@@ -133,7 +136,7 @@ def write(comm: MPI.Intracomm, plan: Plan, operation: str, overwrite: bool) -> N
         metas, failure = agreement.attempt(lambda: _begin(plan, operation, overwrite))
     try:
         agreement.sums(comm, operation, failure)
-        failure = _write_chunks(commit.partial(path), plan, operation)
+        failure = write_chunks(commit.partial(path), plan.arrays(), plan, operation)
         agreement.sums(comm, operation, failure)
         if comm.rank == 0:
             _, failure = agreement.attempt(lambda: _publish(path, metas, plan.meta(), operation))
@@ -165,11 +168,11 @@ def _publish(path: Path, metas: Any, attributes: dict[str, Any], operation: str)
         commit.publish(path)
 
 
-def _write_chunks(folder: Path, plan: Plan, operation: str) -> Exception | None:
+def write_chunks(folder: Path, arrays: Sequence[Part], plan: Plan, operation: str) -> Exception | None:
     """Writes this rank's chunks, and returns its first error. It takes part in all communication nevertheless, since
     others wait for it."""
     failure = None
-    for part in plan.arrays():
+    for part in arrays:
         assert part.source is not None
         values, error = agreement.attempt(partial(part.source.take, part.value))
         failure = failure or error

@@ -138,6 +138,8 @@ class Stored:
     dtype: np.dtype
     plain: bool
     """Chunks are bytes and their checksum."""
+    meta: Any = None
+    """Its metadata, where those in the folder are others."""
 
     @staticmethod
     def of(path: Path, meta: Mapping[str, Any]) -> "Stored":
@@ -167,12 +169,26 @@ def write(stored: Stored, region: Region, values: np.ndarray, lead: Index = ()) 
         return
     zarr = need("write")
     with zarr.config.set({"array.write_empty_chunks": True}):
-        array = zarr.open_array(str(stored.path), mode="r+", zarr_format=3)
+        array = _opened(zarr, stored)
         for index, where in region.pieces():
             starts = [number * size for number, size in zip(index, region.chunks, strict=True)]
             sizes = [part.stop - part.start for part in where]
             place = [slice(low, low + size) for low, size in zip(starts, sizes, strict=True)]
             array[(*lead, *place)] = values[where]
+
+
+def _opened(zarr: Any, stored: Stored) -> Any:
+    if stored.meta is None:
+        return zarr.open_array(str(stored.path), mode="r+", zarr_format=3)
+    from zarr.storage import LocalStore, StorePath
+
+    return zarr.Array.from_dict(StorePath(LocalStore(stored.path)), stored.meta)
+
+
+def checked(data: np.ndarray) -> bytes:
+    """The bytes of a chunk, with their checksum."""
+    found = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+    return found.tobytes() + np.array([_checksum(found)], "<u4").tobytes()
 
 
 def _write_plain(path: Path, values: np.ndarray, chunks: Sequence[int]) -> None:

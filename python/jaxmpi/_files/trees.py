@@ -1,6 +1,6 @@
 """Trees in files: the names of leaves, the structure that is kept, and trees of grids that are prefixes of others."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -107,3 +107,22 @@ def spread(divisions: Any, tree: Any, operation: str) -> list[Division]:
             f'such as {{"state": grid, "step": None}}: {error}'
         ) from error
     return found
+
+
+def spread_width(width: Any, tree: Any, operation: str) -> list[Any]:
+    """The width of each leaf's halo, from one for all, or from a dict of widths by keys; what is not in it has none."""
+    if not isinstance(width, Mapping):
+        return [width] * len(jax.tree.leaves(tree))
+    children, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
+    names = [name_of(path) for path, _ in children]
+    if absent := [name for name in map(str, width) if name not in names]:
+        raise ValueError(
+            f"{operation}: width has {absent[0]!r}, and the tree has {', '.join(names) or 'nothing'} there: pass one "
+            'width for all fields, or a dict with those of some keys, such as {"state": 1}.'
+        )
+    given = {str(name): its for name, its in width.items()}
+    return [
+        its
+        for name, (_, child) in zip(names, children, strict=True)
+        for its in spread_width(given.get(name, 0), child, operation)
+    ]

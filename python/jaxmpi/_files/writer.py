@@ -8,13 +8,15 @@ step that is not complete either.
 
 import collections
 import dataclasses
+import itertools
 import json
 import math
-import operator
 import os
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,19 +24,19 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from jaxmpi._files import commit, layout, saving, store, trees
-from jaxmpi._files.chunks import Region, Whole
+from jaxmpi._files import chunks as tiles
+from jaxmpi._files import commit, layout, records, saving, store, trees
+from jaxmpi._files.chunks import Whole
 from jaxmpi._files.layout import Options, Part
 from jaxmpi._grid import arguments as given
 from jaxmpi._grid.grid import Width
 from jaxmpi._mpi import agreement
+from jaxmpi._primitive import arguments
 
 TIME = "time"
 """The name of the axis that grows, and of its coordinate."""
 
 _TIMES_IN_CHUNK = 1024
-_FOREVER = 1 << 40
-"""More steps than a file will have: arrays are written as if they had so many."""
 
 
 class Writer:
@@ -91,16 +93,17 @@ class Writer:
     ):
         operation = "Writer"
         self._path = Path(commit.place(path, operation))
-        self._every, self._behind = (_positive(value, operation, name) for value, name in ((every, "every"), (behind, "behind")))
-        self._resume = given.truth(resume, operation, "resume")
-        self._names = None if fields is None else _names(fields, operation)
-        self._compressors = store.codecs(compressor, operation)
-        self._options = Options(width, axes, chunks, dims, coords, attrs)
-        self._grid, self._given_comm = grid, comm
-        self._calls = self._appended = 0
-        self._file: _File | None = None
-        self._worker: _Worker | None = None
-        self._state = "new"
+        self._every, self._behind = _positive(every, operation, "every"), _positive(behind, operation, "behind")
+        names = None if fields is None else _names(fields, operation)
+        resume = given.truth(resume, operation, "resume")
+        compressors = store.codecs(compressor, operation)
+        self._options = Given(
+            grid, comm, names, Options(width, axes, chunks, dims, coords), dict(attrs or {}), compressors, resume
+        )
+        self._calls = 0
+        self._series: _Series | None = None
+        self._worker = _Worker()
+        self._over = ""
 
     def append(self, time: float, tree: Any) -> None:
         """Adds a step. All ranks call it, with the same time.
@@ -112,73 +115,40 @@ class Writer:
 
         Raises:
           TypeError, ValueError: the fields do not fit, or are others than before; the time does not grow. OSError: this
-            step or one before could not be written. All of these on all ranks, after which no more can be appended.
+            step or one before could not be written. On all ranks; no more can be appended then.
         """
         operation = "Writer.append"
-        if self._state not in ("new", "open"):
-            raise ValueError(f"{operation}: the writer of {self._path} {self._state}.")
+        if self._over:
+            raise ValueError(f"{operation}: the writer of {self._path} {self._over}.")
         self._calls += 1
         if (self._calls - 1) % self._every:
             return
         try:
-            self._append(operation, time, tree)
+            if self._series is None:
+                self._series = _open(operation, self._path, self._options, time, tree)
+                self._path = self._series.path
+            self._worker.wait_for_room(self._behind)
+            self._series.append(operation, self._worker, time, tree)
         except BaseException:
-            self._stop("has failed", wait=False)
+            self._over = "has failed before"
+            self._worker.stop()
             raise
-
-    def _append(self, operation: str, time: Any, tree: Any) -> None:
-        if self._file is None:
-            self._file = self._open(operation, time, tree)
-            self._worker, self._state = _Worker(), "open"
-        file, worker = self._file, self._worker
-        assert worker is not None
-        worker.wait_for_room(self._behind)
-        values, failure = agreement.attempt(lambda: file.leaves_of(operation, time, tree, self._names))
-        done = file.agree(operation, worker, failure or worker.failure, time)
-        assert values is not None
-        regions: list[np.ndarray] = []
-        for part, value in zip(file.parts, values, strict=True):  # takes part in all communication, errors or not
-            assert part.source is not None
-            region, error = agreement.attempt(lambda: np.array(part.source.take(value)))  # noqa: B023
-            regions.append(np.empty(0) if region is None else region)
-            failure = failure or error
-        if failure is not None:
-            worker.failure = failure  # which all ranks raise at the next append, or at the end
-            return
-        step = file.count + self._appended
-        self._appended += 1
-        file.times.append(float(time))
-        worker.submit(lambda: file.write(step, regions), counts=True)
-        if file.comm.rank == 0 and file.count + done > file.committed:
-            worker.submit(lambda: file.commit(file.count + done), counts=False)
 
     def close(self) -> None:
         """Waits until all steps are written and can be read. All ranks call it; a `with` block does so at its end.
 
-        A block that is left by an exception waits for this rank's files alone, since others may never come: then the
-        last steps, at most `behind` and one, may be missing in the file.
+        A block that is left by an exception waits for this rank's files alone, since other ranks may never come: then
+        the last steps, at most `behind` and one, may be missing in the file.
 
         Raises:
           OSError: a step could not be written: on all ranks.
         """
-        if self._state == "open":
-            file, worker = self._file, self._worker
-            assert file is not None and worker is not None
-            try:
-                self._stop("is closed", wait=True)
-                done = file.agree("Writer.close", worker, worker.failure, None)
-                failure = None
-                if file.comm.rank == 0:
-                    _, failure = agreement.attempt(lambda: file.commit(file.count + done))
-                agreement.sums(file.comm, "Writer.close", failure)
-            finally:
-                self._state = "is closed"
-        self._state = "is closed"
-
-    def _stop(self, state: str, wait: bool) -> None:
-        self._state = state
-        if self._worker is not None:
-            self._worker.stop(wait)
+        over, self._over = self._over, self._over or "is closed"
+        if over:
+            return
+        self._worker.finish()
+        if self._series is not None:
+            self._series.close("Writer.close", self._worker)
 
     def __enter__(self) -> "Writer":
         return self
@@ -188,26 +158,437 @@ class Writer:
     ) -> None:
         if kind is None:
             self.close()
-        elif self._state == "open":
-            self._stop("is closed", wait=True)
+        elif not self._over:
+            self._over = "is closed"
+            self._worker.finish()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_over", "never made") and self._series is not None:
+            warnings.warn(f"the writer of {self._path} was not closed: its last steps are lost", ResourceWarning, 2)
 
     def __repr__(self) -> str:
-        return f"Writer({str(self._path)!r}, {self._appended} steps appended)"
+        count = self._series.appended if self._series else 0
+        return f"Writer({str(self._path)!r}, {count} steps appended{f', {self._over}' if self._over else ''})"
 
-    def _open(self, operation: str, time: Any, tree: Any) -> "_File":
-        """The file, which is made, or found. All ranks call it."""
-        comm = layout.begin(self._grid, self._given_comm, operation)
-        options = dataclasses.replace(self._options, attrs=None)
-        attrs = dict(self._options.attrs or {})
-        plan, failure = agreement.attempt(lambda: self._plan(comm, tree, options, attrs, operation))
-        agreement.sums(comm, operation, failure)
-        assert plan is not None
-        saving.compare(comm, plan, operation, self._resume, values=False)
-        path = Path(comm.bcast(str(self._path)))
-        made, failure = None, None
-        if comm.rank == 0:
-            made, failure = agreement.attempt(lambda: _make(path, plan, self._resume, attrs, time, operation))
-        agreement.sums(comm, operation, failure)
-        metas, times, chunks = comm.bcast(made)
-        plain = store.is_plain(self._compressors)
-        return _File(path, comm, plan, metas, times, plain, self._grid)
+
+@dataclass(frozen=True)
+class Given:
+    """The arguments of a writer, of which a file is made."""
+
+    grid: Any
+    comm: Any
+    names: tuple[str, ...] | None
+    options: Options
+    attrs: dict[str, Any]
+    compressors: tuple[Any, ...]
+    resume: bool
+
+
+def _positive(value: Any, operation: str, name: str) -> int:
+    found = arguments.integer(value, operation, name)
+    if found < 1:
+        raise ValueError(f"{operation}: {name} is {found}: pass 1 or more.")
+    return found
+
+
+def _names(fields: Any, operation: str) -> tuple[str, ...]:
+    listed = (fields,) if isinstance(fields, str) else tuple(fields)
+    if not listed or not all(isinstance(name, str) for name in listed):
+        raise TypeError(f'{operation}: fields is {fields!r:.80}: pass names of leaves, such as ("h", "state.u").')
+    return listed
+
+
+# --- the thread -------------------------------------------------------------------------------------------------------
+
+
+class _Worker:
+    """A thread that does what it is given in order. After an error it does no more."""
+
+    def __init__(self) -> None:
+        self._jobs: collections.deque[tuple[Callable[[], None], bool]] = collections.deque()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._ends = False
+        self._waiting = 0
+        self.done = 0
+        """How many steps have been written."""
+        self.failure: Exception | None = None
+
+    def submit(self, job: Callable[[], None], is_step: bool) -> None:
+        with self._changed:
+            self._jobs.append((job, is_step))
+            self._waiting += is_step
+            self._changed.notify_all()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="jaxmpi.io.Writer", daemon=True)
+            self._thread.start()
+
+    def wait_for_room(self, most: int) -> None:
+        """Waits until fewer than so many steps are waiting, or something has failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting < most or self.failure is not None)
+
+    def finish(self) -> None:
+        """Waits until all is done, and ends the thread."""
+        with self._changed:
+            self._ends = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def stop(self) -> None:
+        """Ends the thread after what it is doing."""
+        with self._changed:
+            self._ends = True
+            self._jobs.clear()
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._jobs or self._ends)
+                if not self._jobs:
+                    return
+                job, is_step = self._jobs.popleft()
+            failure = None
+            if self.failure is None:
+                _, failure = agreement.attempt(job)
+            job = None  # type: ignore[assignment]  # it holds the arrays of a step
+            with self._changed:
+                self.failure = self.failure or failure
+                self.done += is_step and self.failure is None
+                self._waiting -= is_step
+                self._changed.notify_all()
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Series:
+    """The file, as this rank writes it."""
+
+    path: Path
+    comm: MPI.Intracomm
+    given: Given
+    parts: list[Part]
+    """What each step has."""
+    metas: dict[str, Any]
+    """The metadata of all arrays."""
+    attributes: dict[str, Any]
+    times: list[float]
+    """Of all steps, also those that are not yet written."""
+    committed: int
+    """How many steps rank 0's thread has made visible."""
+    first: int
+    """How many steps there were before this writer's."""
+    records: list[Any] = field(default_factory=list)
+    appended: int = 0
+
+    def append(self, operation: str, worker: _Worker, time: Any, tree: Any) -> None:
+        values, failure = agreement.attempt(lambda: self._values(operation, time, tree))
+        done = self._agree(operation, worker, failure, time, values)
+        assert values is not None
+        regions = []
+        for part, value in zip(self.parts, values, strict=True):  # all communicate, whether or not one has failed
+            region, error = agreement.attempt(partial(_copy, part, value))
+            regions.append(region)
+            failure = failure or error
+        if failure is not None:
+            worker.failure = worker.failure or failure  # which the next append or close tells all
+            return
+        step = len(self.times)
+        self.times.append(float(time))
+        self.appended += 1
+        worker.submit(lambda: self._write(step, regions), True)
+        if self.comm.rank == 0 and done > 0:
+            worker.submit(lambda: self.commit(self.first + done), False)
+
+    def close(self, operation: str, worker: _Worker) -> None:
+        done = self._agree(operation, worker, None, 0.0, [])
+        failure = None
+        if self.comm.rank == 0:
+            _, failure = agreement.attempt(lambda: self.commit(self.first + done))
+        agreement.sums(self.comm, operation, failure)
+
+    def commit(self, count: int) -> None:
+        """Makes so many steps visible."""
+        if count != self.committed:
+            write_steps(self.path, self.metas, self.attributes, self.times[:count], self.committed)
+            self.committed = count
+
+    def _agree(self, operation: str, worker: _Worker, failure: Exception | None, time: Any, values: Any) -> int:
+        """How many steps all ranks have written. Raises what one of them has, or that they have other times."""
+        with_thread = failure or worker.failure
+        number = 0.0 if with_thread else float(time)
+        digest = 0.0 if with_thread else self._digest(values)
+        told = np.array([worker.done, -(with_thread is not None), number, -number, digest, -digest], np.float64)
+        self.comm.Allreduce(MPI.IN_PLACE, told, MPI.MIN)
+        if told[1]:
+            agreement.sums(self.comm, operation, with_thread)
+        if told[2] != -told[3]:
+            raise ValueError(f"{operation}: ranks have passed other times, from {told[2]:g} to {-told[3]:g}.")
+        if told[4] != -told[5]:
+            raise ValueError(
+                f"{operation}: what is not divided is not the same on all ranks, to the last bit: say with grid= that "
+                "it is a field, let rank 0 tell the others (jaxmpi.bcast), or leave it out with fields=."
+            )
+        return int(told[0])
+
+    def _digest(self, values: Sequence[Any]) -> float:
+        """A number for what all ranks must have alike."""
+        whole = [
+            records.digest(tiles.values_of(x))
+            for part, x in zip(self.parts, values, strict=False)
+            if isinstance(part.source, Whole)
+        ]
+        return float(int(records.digest(np.frombuffer("".join(whole).encode(), np.uint8))[:12], 16)) if whole else 0.0
+
+    def _values(self, operation: str, time: Any, tree: Any) -> list[Any]:
+        check_time(operation, time, self.times)
+        found = _parts(self.comm, self.given, tree, _kept(self.metas), operation)
+        now = [part.record for part in found]
+        if now != self.records:
+            changed = next((a, b) for a, b in itertools.zip_longest(self.records, now) if a != b)
+            raise ValueError(
+                f"{operation}: the fields are not those of the steps before: {changed[0]}, and now {changed[1]}. Pass "
+                "the same names, shapes and dtypes each time."
+            )
+        return [records.array(part.record, part.value) for part in found if part.record.type != "index"]
+
+    def _write(self, step: int, regions: list[Any]) -> None:
+        for part, values in zip(self.parts, regions, strict=True):
+            assert part.source is not None
+            with commit.naming("Writer: cannot write", self.path / part.record.name):
+                store.write(_stored(self.path, part, self.metas, step), part.source.region, values, (step,))
+
+
+def _stored(path: Path, part: Part, metas: dict[str, Any], step: int) -> store.Stored:
+    """The array of a part, as if it had this step already."""
+    assert part.source is not None
+    name, region = part.record.name, part.source.region
+    shape = (step + 1, *region.shape)
+    meta = {**metas[name], "shape": list(shape)}
+    return dataclasses.replace(store.Stored.of(path / name, meta), meta=meta)
+
+
+def _copy(part: Part, value: Any) -> np.ndarray:
+    assert part.source is not None
+    return np.array(part.source.take(value))
+
+
+def check_time(operation: str, time: Any, times: Sequence[float]) -> None:
+    try:
+        number = float(time)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{operation}: time must be a number, got {time!r:.60} of {type(time).__name__}.") from error
+    if not math.isfinite(number):
+        raise ValueError(f"{operation}: time is {number}: pass a number that is finite.")
+    if times and not number > times[-1]:
+        raise ValueError(f"{operation}: time is {number}, and that of the step before {times[-1]}: it must grow.")
+
+
+def _parts(
+    comm: MPI.Intracomm, its: Given, tree: Any, kept: Mapping[str, tuple[int, ...]], operation: str
+) -> list[Part]:
+    """The leaves that are written."""
+    names, leaves = trees.leaves(tree, operation)
+    divisions = trees.spread(its.grid, tree, operation)
+    widths = trees.spread_width(its.options.width, tree, operation)
+    chosen = names if its.names is None else [name for name in names if _is_among(name, its.names)]
+    if its.names is not None:
+        for name in its.names:
+            if not any(_is_among(found, (name,)) for found in names):
+                raise ValueError(f"{operation}: fields has {name!r}, and the tree has {', '.join(names) or 'nothing'}.")
+    if TIME in chosen:
+        raise ValueError(f"{operation}: a leaf is called {TIME!r}, as the axis of time is: rename it.")
+
+    def flat(values: Sequence[Any]) -> dict[str, Any]:
+        return {name: value for name, value in zip(names, values, strict=True) if name in chosen}
+
+    options = dataclasses.replace(its.options, width=flat(widths), kept=kept)
+    found = layout.parts(flat(leaves), flat(divisions), comm, options, operation)
+    for part in found:
+        if part.source is None:
+            raise TypeError(
+                f"{operation}: {part.record.name} is {part.value!r:.60}: steps have arrays and numbers; texts are for "
+                'attrs={"": {...}}.'
+            )
+    return found
+
+
+def _is_among(name: str, chosen: Sequence[str]) -> bool:
+    return any(name == its or name.startswith(f"{its}.") for its in chosen)
+
+
+# --- making a file, or going on with one ------------------------------------------------------------------------------
+
+
+def _open(operation: str, path: Path, its: Given, time: Any, tree: Any) -> _Series:
+    """The file, which is made, or found. All ranks call it."""
+    comm = layout.begin(its.grid, its.comm, operation)
+    old, failure = None, None
+    if comm.rank == 0:
+        old, failure = agreement.attempt(lambda: _old(path, its.resume, operation))
+    agreement.sums(comm, operation, failure)
+    path, old = comm.bcast((path, old))
+    plan, failure = agreement.attempt(lambda: _plan(comm, path, its, time, tree, old, operation))
+    agreement.sums(comm, operation, failure)
+    assert plan is not None
+    saving.compare(comm, plan, operation, its.resume)
+    steps = [part for part in plan.parts if part.record.type != "index"]
+    constant = [part for part in plan.parts if part.record.type == "index"] + plan.coordinates
+    series = _Series(path, comm, its, steps, {}, plan.meta(), [], 0, 0, [part.record for part in plan.parts])
+    (_make if old is None else _go_on)(operation, series, plan, steps, constant, old, time)
+    return series
+
+
+def _old(path: Path, resume: bool, operation: str) -> Any:
+    """The metadata of a file to go on with, on rank 0; None if there is none."""
+    commit.restore(path)
+    if not commit.is_there(path):
+        return None
+    if not resume:
+        raise FileExistsError(
+            f"{operation}: {path} exists: resume=True goes on with it; or choose another path, or remove it."
+        )
+    root = json.loads(store.root(path))
+    if "series" not in root["attributes"].get(commit.KEY, {}):
+        raise ValueError(f"{operation}: {path} is no series of a jaxmpi.io.Writer: choose another path.")
+    metas = root["consolidated_metadata"]["metadata"]
+    count = metas[TIME]["shape"][0]
+    times = store.read(store.Stored.of(path / TIME, metas[TIME]), [(0, count)]).tolist()
+    return root["attributes"], metas, times
+
+
+def _plan(comm: MPI.Intracomm, path: Path, its: Given, time: Any, tree: Any, old: Any, operation: str) -> saving.Plan:
+    kept = {} if old is None else _kept(old[1])
+    check_time(operation, time, [])
+    parts = _parts(comm, its, tree, kept, operation)
+    coordinates = layout.coordinates(parts, its.options.coords, comm, operation)
+    attrs = {name: value for name, value in its.attrs.items() if name != TIME}
+    attributes = layout.attributes([*parts, *coordinates], attrs, operation)
+    plan = saving.Plan(path, parts, coordinates, None, attributes, its.compressors, {"series": True})
+    if old is not None:
+        theirs = {name: meta for name, meta in old[1].items() if name != TIME}
+        records_there = old[0][commit.KEY]["leaves"]
+        mine = [part.record.to_json() for part in parts]
+        if json.loads(json.dumps(mine)) != records_there:
+            raise ValueError(
+                f"{operation}: the fields are not those of {path}: {mine} here and {records_there} there. Pass the "
+                "same names, shapes and dtypes, or choose another path."
+            )
+        grows = {part.record.name for part in parts if part.record.type != "index"}
+        for part in plan.arrays():
+            name = part.record.name
+            dims = [*([TIME] if name in grows else []), *part.dims]
+            if name not in theirs or theirs[name]["dimension_names"] != dims:
+                raise ValueError(
+                    f"{operation}: {name} has dimensions {dims} here, and others in {path}: pass the same dims and "
+                    "coords, or choose another path."
+                )
+    return plan
+
+
+def _kept(metas: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The shape of a chunk of a step, by array."""
+    return {
+        name: tuple(meta["chunk_grid"]["configuration"]["chunk_shape"][1:])
+        for name, meta in metas.items()
+        if meta["dimension_names"][:1] == [TIME] and name != TIME
+    }
+
+
+def _make(
+    operation: str, series: _Series, plan: saving.Plan, steps: list[Part], constant: list[Part], old: Any, time: Any
+) -> None:
+    """Makes a file without steps, on all ranks together."""
+
+    def begin() -> dict[str, Any]:
+        with commit.naming(f"{operation}: cannot make", series.path):
+            folder = commit.begin(series.path, False, operation)
+            of_time = store.Entry(
+                TIME, (0,), (_TIMES_IN_CHUNK,), np.dtype("<f8"), (TIME,), dict(series.given.attrs.get(TIME, {}))
+            )
+            entries = []
+            for part in steps:
+                its = saving.entry(part)
+                entries.append(
+                    dataclasses.replace(its, shape=(0, *its.shape), chunks=(1, *its.chunks), dims=(TIME, *its.dims))
+                )
+            made = store.make(folder, [of_time], store.codecs(None, operation))
+            made |= store.make(folder, [saving.entry(part) for part in constant], series.given.compressors)
+            return made | store.make(folder, entries, series.given.compressors)
+
+    def publish() -> None:
+        with commit.naming(f"{operation}: cannot write", series.path):
+            store.finish(commit.partial(series.path), series.metas, series.attributes)
+            commit.publish(series.path)
+
+    metas, failure = agreement.attempt(begin) if series.comm.rank == 0 else (None, None)
+    try:
+        agreement.sums(series.comm, operation, failure)
+        series.metas = series.comm.bcast(metas)
+        failure = saving.write_chunks(commit.partial(series.path), constant, plan, operation)
+        agreement.sums(series.comm, operation, failure)
+        _, failure = agreement.attempt(publish) if series.comm.rank == 0 else (None, None)
+        agreement.sums(series.comm, operation, failure)
+    except Exception:
+        if series.comm.rank == 0:
+            commit.drop(series.path)
+        series.comm.Barrier()
+        raise
+
+
+def _go_on(
+    operation: str, series: _Series, plan: saving.Plan, steps: list[Part], constant: list[Part], old: Any, time: Any
+) -> None:
+    """Goes on with a file: steps that will come again are dropped. All ranks call it."""
+    _, series.metas, times = old
+    for part in constant:
+        values, failure = agreement.attempt(partial(_copy, part, part.value))
+        if values is not None:
+            _, failure = agreement.attempt(partial(_check_constant, operation, series, part, values))
+        agreement.sums(series.comm, operation, failure)
+    kept = sum(its < float(time) for its in times)
+    series.times, series.committed, series.first = times[:kept], len(times), kept
+    failure = None
+    if series.comm.rank == 0:
+        _, failure = agreement.attempt(lambda: series.commit(kept))
+    agreement.sums(series.comm, operation, failure)
+
+
+def _check_constant(operation: str, series: _Series, part: Part, values: np.ndarray) -> None:
+    stored = store.Stored.of(series.path / part.record.name, series.metas[part.record.name])
+    assert part.source is not None
+    region = part.source.region
+    there = store.read(stored, region.points) if not region.nothing else values
+    if not np.array_equal(there, values, equal_nan=values.dtype.kind in "fc"):
+        raise ValueError(
+            f"{operation}: {part.record.name} is another one in {series.path}: pass the same rows and coordinates, or "
+            "choose another path."
+        )
+
+
+def write_steps(
+    path: Path, metas: dict[str, Any], attributes: dict[str, Any], times: Sequence[float], before: int
+) -> None:
+    """Makes the steps of these times visible, and no others."""
+    count = len(times)
+    for meta in metas.values():
+        if meta["dimension_names"][:1] == [TIME]:
+            meta["shape"] = [count, *meta["shape"][1:]]
+    with commit.naming("Writer: cannot write", path):
+        if count < before:
+            store.finish(path, metas, attributes)
+        for number in range(min(before, count) // _TIMES_IN_CHUNK, -(-count // _TIMES_IN_CHUNK)):
+            chunk = np.zeros(_TIMES_IN_CHUNK)
+            its = times[number * _TIMES_IN_CHUNK :][:_TIMES_IN_CHUNK]
+            chunk[: len(its)] = its
+            file = store.Stored.of(path / TIME, metas[TIME]).file((number,))
+            file.parent.mkdir(exist_ok=True)
+            store.replace(file, store.checked(chunk.astype("<f8")))
+        for name, meta in metas.items():
+            if meta["dimension_names"][:1] == [TIME]:
+                store.replace(path / name / store.META, json.dumps(meta, allow_nan=False).encode())
+        store.finish(path, metas, attributes)
