@@ -126,11 +126,11 @@ def blocks(
     given: Sequence[int] | None,
     kept: Sequence[int] | None = None,
 ) -> Blocks:
-    """How a field of this global shape is stored. `given` are the sizes of chunks along the axes of the grid, and `kept`
-    is the shape of a chunk in a file that is there."""
+    """How a field of this global shape is stored. `given` are the sizes of chunks along the axes of the grid; `kept` is
+    the shape of a chunk in a file that is there."""
     whole = tuple(shape)
     points = [whole[axis] for axis in axes]
-    if kept is not None:
+    if kept is not None and len(kept) == len(whole):
         sizes = list(kept)
     elif given is None:
         sizes = list(whole)

@@ -49,7 +49,7 @@ class Writer:
 
     A step that is not complete is not there: readers see it when all ranks have written their part of it, which they
     tell each other at the next append that writes, and at the end. A program that dies loses the steps that were not
-    yet told, at most `behind` and one, and nothing else.
+    yet told, at most `behind` and two, and nothing else.
 
         with jaxmpi.io.Writer("sea.zarr", grid, width=1, every=10) as out:
             for step in range(1000):
@@ -138,7 +138,7 @@ class Writer:
         """Waits until all steps are written and can be read. All ranks call it; a `with` block does so at its end.
 
         A block that is left by an exception waits for this rank's files alone, since other ranks may never come: then
-        the last steps, at most `behind` and one, may be missing in the file.
+        the last steps, at most `behind` and two, may be missing in the file.
 
         Raises:
           OSError: a step could not be written: on all ranks.
@@ -215,8 +215,9 @@ class _Worker:
         self.failure: Exception | None = None
 
     def submit(self, job: Callable[[], None], is_step: bool) -> None:
+        """Adds a step, or what is done before the steps that wait."""
         with self._changed:
-            self._jobs.append((job, is_step))
+            (self._jobs.append if is_step else self._jobs.appendleft)((job, is_step))
             self._waiting += is_step
             self._changed.notify_all()
         if self._thread is None:

@@ -1,0 +1,584 @@
+"""Steps in a file: random ones against NumPy, what readers see meanwhile, errors, ranks that die, full disks."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from mpi4py import MPI
+
+import jaxmpi
+from jaxmpi import io
+from support import drawing
+from support.launch import begin, launch, outside_of_a_job
+from support.table import draw, dtype_of
+
+zarr = pytest.importorskip("zarr", reason="files need zarr")
+
+from jaxmpi._files import store  # noqa: E402
+
+COMM = MPI.COMM_WORLD
+RANK, SIZE = COMM.rank, COMM.size
+
+
+@pytest.fixture
+def folder():
+    """One folder for all ranks."""
+    path = Path(COMM.bcast(tempfile.mkdtemp(prefix="jaxmpi-files-") if RANK == 0 else None))
+    yield path
+    COMM.Barrier()
+    if RANK == 0:
+        shutil.rmtree(path)
+    COMM.Barrier()
+
+
+def read(path):
+    """All arrays, by zarr alone; on rank 0, when all ranks are here."""
+    COMM.Barrier()
+    if RANK > 0:
+        return None
+    return {name: array[...] for name, array in zarr.open_group(str(path), mode="r").arrays()}
+
+
+def check(path, expected):
+    """Compares with the arrays that are expected, on rank 0."""
+    found = read(path)
+    if RANK > 0:
+        return
+    assert set(found) == set(expected)
+    for name, right in expected.items():
+        assert found[name].shape == right.shape, name
+        assert found[name].tobytes() == np.ascontiguousarray(right, found[name].dtype).tobytes(), name
+
+
+# --- random steps -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    processes: tuple
+    shape: tuple
+    fields: tuple
+    """Of each its axes in front, where it is staggered, its halo, its dtype."""
+    chunks: tuple | None
+    every: int
+    behind: int
+    compressor: str | None
+    runs: tuple
+    """The times of each writer's appends; all but the first resume."""
+
+    def whole(self, field, step, time):
+        levels, staggered, _, dtype = self.fields[field]
+        shape = (*levels, *(size + extra for size, extra in zip(self.shape, staggered, strict=True)))
+        return draw(shape, dtype_of(dtype), field, hash((step, time)) % 1000)
+
+
+@st.composite
+def cases(draw_):
+    axes = draw_(st.integers(1, 2))
+    counts = [n for n in range(1, SIZE + 1) if SIZE % n == 0]
+    first = draw_(st.sampled_from(counts)) if axes == 2 else SIZE
+    processes = (first, SIZE // first)[:axes] if axes == 2 else (SIZE,)
+    shape = tuple(draw_(st.integers(max(2, n), 9)) for n in processes)
+    field = st.tuples(
+        st.sampled_from(((), (2,), (1, 3))),
+        st.tuples(*[st.booleans()] * axes),
+        st.sampled_from((0, 1, 2)),
+        st.sampled_from(("float32", "float64", "int16", "bool", "complex64")),
+    )
+    runs, last = [], 0
+    for _ in range(draw_(st.integers(1, 3))):
+        begin = max(0, last - draw_(st.integers(0, 3)))
+        last = begin + draw_(st.integers(0, 6))
+        runs.append(tuple(range(begin, last)))
+    return Case(
+        processes,
+        shape,
+        tuple(draw_(st.lists(field, min_size=1, max_size=3))),
+        draw_(st.one_of(st.none(), st.tuples(*[st.integers(1, 5)] * axes))),
+        draw_(st.integers(1, 3)),
+        draw_(st.integers(1, 3)),
+        draw_(st.sampled_from((None, None, "zstd"))),
+        tuple(runs),
+    )
+
+
+def test_random_steps(folder):
+    """Several writers one after the other, of which later ones go on from some time, against what NumPy has."""
+    number = 0
+
+    def run(case):
+        nonlocal number
+        number += 1
+        path, grid = folder / f"{number}.zarr", jaxmpi.Grid(case.processes, case.shape)
+        names = [f"f{i}" for i in range(len(case.fields))]
+        widths = {name: field[2] for name, field in zip(names, case.fields, strict=True)}
+        there = []  # time, and the arrays
+        for turn, times in enumerate(case.runs):
+            options = dict(width=widths, every=case.every, behind=case.behind, chunks=case.chunks)
+            with io.Writer(path, grid, resume=turn > 0, compressor=case.compressor, **options) as out:
+                for count, now in enumerate(times):
+                    wholes = [case.whole(i, turn, now) for i in range(len(names))]
+                    tree = {}
+                    for name, whole in zip(names, wholes, strict=True):
+                        block = whole[
+                            (
+                                ...,
+                                *(
+                                    slice(part.start, part.stop + extra)
+                                    for part, extra in zip(grid.slices, _extra(whole, case), strict=True)
+                                ),
+                            )
+                        ]
+                        pads = [(0, 0)] * (whole.ndim - len(case.shape)) + [(widths[name],) * 2] * len(case.shape)
+                        tree[name] = jnp.asarray(np.pad(block, pads, constant_values=1))
+                    out.append(now, tree)
+                    if count % case.every == 0:
+                        if count == 0:
+                            there = [step for step in there if step[0] < now]
+                        there.append((now, wholes))
+        if not any(case.runs):
+            assert COMM.bcast(not path.exists())
+            return
+        expected = {"time": np.array([step[0] for step in there], np.float64)}
+        for i, name in enumerate(names):
+            expected[name] = np.stack([step[1][i] for step in there])
+        check(path, expected)
+
+    drawing.on_all_ranks(COMM, cases(), run, 40)
+
+
+def _extra(whole, case):
+    return [size - n for size, n in zip(whole.shape[whole.ndim - len(case.shape) :], case.shape, strict=True)]
+
+
+def test_rows_of_a_map(folder):
+    """With gaps in the indices, which an array of the file has; resumed with the same rows."""
+    indices = np.random.default_rng(0).permutation(40)[:25] * 3
+    owned = np.array_split(indices, SIZE)[RANK]
+    ghosts = indices[:2]
+    rows = jaxmpi.IndexMap(owned, ghosts)
+    local = np.concatenate([rows.owned, rows.ghosts])
+    everything = np.sort(indices)
+    path = folder / "rows.zarr"
+    for turn in range(2):
+        with io.Writer(path, rows, resume=turn > 0) as out:
+            for step in range(3 * turn, 3 * turn + 3):
+                out.append(step, {"x": jnp.asarray(local * 10.0 + step), "y": jnp.asarray(np.outer(local, [1, step]))})
+    steps = np.arange(6)
+    check(
+        path,
+        {
+            "time": steps.astype(float),
+            "index": everything,
+            "x": everything * 10.0 + steps[:, None],
+            "y": np.stack([np.outer(everything, [1, step]) for step in steps]),
+        },
+    )
+    fewer = jaxmpi.IndexMap(owned + 1, ghosts[:0])
+    with pytest.raises(ValueError, match="index is another one in"):
+        io.Writer(path, fewer, resume=True).append(
+            9, {"x": jnp.zeros(len(owned)), "y": jnp.zeros((len(owned), 2), int)}
+        )
+
+
+def test_donated_and_overwritten(folder):
+    """What is appended may be donated, or overwritten where it is NumPy's, at once."""
+    grid = jaxmpi.Grid(SIZE, (6 * SIZE,))
+    advance = jax.jit(lambda x: x + 1, donate_argnums=0)
+    x, y = jnp.zeros(grid.local_shape), np.zeros(grid.local_shape)
+    with io.Writer(folder / "s", grid, behind=9) as out:
+        for step in range(8):
+            out.append(step, {"x": x, "y": y})
+            x, y[...] = advance(x), step + 1
+    steps = np.repeat(np.arange(8.0)[:, None], 6 * SIZE, 1)
+    check(folder / "s", {"time": np.arange(8.0), "x": steps, "y": steps})
+
+
+def test_xarray_reads_it(folder):
+    xarray = pytest.importorskip("xarray")
+    grid = jaxmpi.Grid((SIZE, 1), (2 * SIZE, 3))
+    options = dict(
+        dims=("y", "x"),
+        coords={"x": np.linspace(0, 1, 3)},
+        attrs={
+            "time": {"units": "days since 2000-01-01"},
+            "h": {"units": "m"},
+            "x": {"units": "km"},
+            "": {"title": "sea"},
+        },
+    )
+    with io.Writer(folder / "s", grid, ("h", "n"), **options) as out:
+        for step in range(3):
+            out.append(step, {"h": jnp.full(grid.local_shape, step, jnp.float32), "u": jnp.zeros(3), "n": 7 * step})
+    COMM.Barrier()
+    if RANK == 0:
+        data = xarray.open_zarr(folder / "s")
+        assert data.h.dims == ("time", "y", "x")
+        assert data.h.units == "m"
+        assert data.x.units == "km"
+        assert data.title == "sea"
+        assert set(data) == {"h", "n"}
+        assert list(data.n.values) == [0, 7, 14]
+        assert [str(time)[:10] for time in data.time.values] == ["2000-01-01", "2000-01-02", "2000-01-03"]
+        assert np.array_equal(data.h.mean(("x", "y")), [0, 1, 2])
+
+
+# --- what is there, and when ------------------------------------------------------------------------------------------
+
+
+def complete(path):
+    """The steps that the metadata name, each of which must have all of its chunks."""
+    root = json.loads((path / "zarr.json").read_bytes())
+    arrays = root["consolidated_metadata"]["metadata"]
+    count = arrays["time"]["shape"][0]
+    for name in ("x",):
+        meta = arrays[name]
+        stored = store.Stored.of(path / name, meta)
+        assert meta["shape"][0] == count
+        for step in range(count):  # reading checks each chunk
+            store.read(stored, [(step, step + 1), *((0, n) for n in meta["shape"][1:])])
+        own = json.loads((path / name / "zarr.json").read_bytes())["shape"][0]
+        assert own >= count
+        store.read(stored, [(0, own), *((0, n) for n in meta["shape"][1:])])
+    return count
+
+
+def test_readers_see_complete_steps_alone(folder, monkeypatch):
+    """Also while one rank's files are slower than all others'."""
+    slow = store.write
+
+    def write(stored, region, values, lead=()):
+        time.sleep(0.02 * (SIZE - 1 - RANK))
+        slow(stored, region, values, lead)
+
+    monkeypatch.setattr(store, "write", write)
+    grid, seen = jaxmpi.Grid(SIZE, (3 * SIZE,)), []
+    with io.Writer(folder / "s", grid) as out:
+        for step in range(12):
+            out.append(step, {"x": jnp.full(grid.local_shape, float(step))})
+            if RANK == 0:
+                seen.append(complete(folder / "s"))
+    if RANK == 0:
+        assert complete(folder / "s") == 12
+        assert seen == sorted(seen)
+        assert all(step + 1 - count <= 5 for step, count in enumerate(seen)), seen
+
+
+def test_memory_is_bounded(folder, monkeypatch):
+    """An append waits while as many steps as `behind` are not yet written."""
+    right, gate, begun = store.write, threading.Semaphore(0), []
+
+    def write(stored, region, values, lead=()):
+        gate.acquire()
+        right(stored, region, values, lead)
+
+    monkeypatch.setattr(store, "write", write)
+    grid = jaxmpi.Grid(SIZE, (SIZE,))
+
+    def let_go():
+        for _ in range(8):
+            time.sleep(0.05)
+            begun.append(out._worker._waiting)
+            gate.release()
+
+    opener = threading.Thread(target=let_go)
+    with io.Writer(folder / "s", grid, behind=3) as out:
+        opener.start()
+        for step in range(8):
+            out.append(step, {"x": jnp.zeros(1)})
+    opener.join()
+    assert max(begun) == 3, begun
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def test_wrong_arguments(folder):
+    grid = jaxmpi.Grid(SIZE, (2 * SIZE,))
+    x = jnp.zeros(grid.local_shape)
+    for error, arguments in (
+        (ValueError, {"every": 0}),
+        (TypeError, {"every": 1.5}),
+        (ValueError, {"behind": 0}),
+        (TypeError, {"resume": "yes"}),
+        (TypeError, {"fields": (1,)}),
+        (TypeError, {"fields": ()}),
+        (ValueError, {"compressor": "lz77"}),
+    ):
+        with pytest.raises(error, match="Writer"):
+            io.Writer(folder / "s", grid, **arguments)
+    for error, text, now, tree, options in (
+        (ValueError, "fields has 'q'", 0, {"x": x}, {"fields": ("q",)}),
+        (ValueError, "is finite", float("nan"), {"x": x}, {}),
+        (TypeError, "time must be a number", "now", {"x": x}, {}),
+        (ValueError, "called 'time'", 0, {"time": x}, {}),
+        (TypeError, "texts are for", 0, {"x": x, "name": "sea"}, {}),
+        (ValueError, "width has 'z'", 0, {"x": x}, {"width": {"z": 1}}),
+        (ValueError, "coords has 'q'", 0, {"x": x}, {"coords": {"q": [1]}}),
+    ):
+        with pytest.raises(error, match=text):
+            io.Writer(folder / "s", grid, **options).append(now, tree)
+    assert COMM.bcast(os.listdir(folder)) == []
+
+
+def test_steps_that_do_not_fit(folder):
+    grid = jaxmpi.Grid(SIZE, (2 * SIZE,))
+    x = jnp.zeros(grid.local_shape)
+    for number, (now, tree, text) in enumerate(
+        (
+            (1, {"x": x}, "it must grow"),
+            (2, {"y": x}, "not those of the steps before"),
+            (2, {"x": x.astype(jnp.int32)}, "not those of the steps before"),
+            (2, {"x": jnp.zeros(5 + 2 * SIZE)}, "the grid"),
+        )
+    ):
+        out = io.Writer(folder / str(number), grid)
+        out.append(1, {"x": x})
+        with pytest.raises(ValueError, match=text):
+            out.append(now, tree)
+        with pytest.raises(ValueError, match="has failed before"):
+            out.append(3, {"x": x})
+        out.close()
+    out = io.Writer(folder / "closed", grid)
+    out.append(1, {"x": x})
+    out.close()
+    out.close()
+    with pytest.raises(ValueError, match="is closed"):
+        out.append(2, {"x": x})
+    check(folder / "closed", {"time": np.ones(1), "x": np.zeros((1, 2 * SIZE))})
+
+
+def test_other_files_stay(folder):
+    """What exists is neither replaced nor gone on with, unless it is such a file and that is wanted."""
+    grid = jaxmpi.Grid(SIZE, (2 * SIZE,))
+    x = {"x": jnp.zeros(grid.local_shape)}
+    with io.Writer(folder / "s", grid) as out:
+        out.append(1, x)
+    io.save(folder / "state", x, grid=grid)
+    for path, error, options in (
+        ("s", FileExistsError, {}),
+        ("state", ValueError, {"resume": True}),
+        ("state", FileExistsError, {}),
+    ):
+        with pytest.raises(error, match=path):
+            io.Writer(folder / path, grid, **options).append(2, x)
+    for tree in ({"y": x["x"]}, {"x": x["x"].astype(jnp.int32)}, {"x": jnp.zeros((2, *grid.local_shape))}):
+        with pytest.raises(ValueError, match="the fields are not those of"):
+            io.Writer(folder / "s", grid, resume=True).append(2, tree)
+    with pytest.raises(ValueError, match="has dimensions"):
+        io.Writer(folder / "s", grid, resume=True, dims="y").append(2, x)
+    with pytest.raises(ValueError, match="series"):
+        io.load(folder / "s", grid=grid)
+    check(folder / "s", {"time": np.ones(1), "x": np.zeros((1, 2 * SIZE))})
+    assert COMM.bcast(sorted(os.listdir(folder))) == ["s", "state"]
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_differ(folder):
+    grid = jaxmpi.Grid(SIZE, (2 * SIZE,))
+    x = jnp.zeros(grid.local_shape)
+    for number, (now, tree, options, text) in enumerate(
+        (
+            (RANK, {"x": x}, {}, "other times"),
+            (5, {"x": x, "n": RANK}, {}, "last bit"),
+            (5, {"x": x} if RANK else {"y": x}, {}, "not those of the steps|on rank"),
+        )
+    ):
+        out = io.Writer(folder / str(number), grid, **options)
+        out.append(-1, {"x": x, "n": 1} if "n" in tree else {"x": x})
+        with pytest.raises(ValueError, match=text):
+            out.append(now, tree)
+    for options, tree in ((({"chunks": 1 + RANK}), {"x": x}), ({}, {f"x{RANK}": x}), ({"resume": RANK == 0}, {"x": x})):
+        with pytest.raises(ValueError, match=r"than on rank 0|on rank"):
+            io.Writer(folder / "q", grid, **options).append(0, tree)
+    assert COMM.bcast(not (folder / "q").exists())
+
+
+@pytest.mark.parametrize("rank", [0, -1])
+@pytest.mark.parametrize("at", [0, 2, 5])
+def test_error_of_one_thread_is_raised_on_all_ranks(folder, monkeypatch, rank, at):
+    """Steps before it are there, it and those behind it are not."""
+    right = store.write
+
+    def write(stored, region, values, lead=()):
+        if lead == (at,) and rank % SIZE == RANK:
+            raise OSError(28, "No space left on device")
+        right(stored, region, values, lead)
+
+    monkeypatch.setattr(store, "write", write)
+    grid = jaxmpi.Grid(SIZE, (2 * SIZE,))
+    appended = 0
+    out = io.Writer(folder / "s", grid)
+    with pytest.raises(OSError, match="No space left"), out:  # noqa: PT012
+        for step in range(6):
+            out.append(step, {"x": jnp.full(grid.local_shape, float(step))})
+            appended += 1
+    assert at < appended <= min(6, at + 4)
+    COMM.Barrier()
+    if RANK == 0:
+        assert complete(folder / "s") <= at
+    monkeypatch.undo()
+    with io.Writer(folder / "s", grid, resume=True) as out:
+        for step in range(8):
+            if step != at:
+                out.append(step, {"x": jnp.full(grid.local_shape, float(step))})
+    steps = np.array([step for step in range(8) if step != at], float)
+    check(folder / "s", {"time": steps, "x": np.repeat(steps[:, None], 2 * SIZE, 1)})
+
+
+@pytest.mark.one_rank
+def test_a_writer_that_is_not_closed_is_told(tmp_path):
+    grid = jaxmpi.Grid(1, (2,))
+    out = io.Writer(tmp_path / "s", grid)
+    out.append(0, {"x": jnp.zeros(2)})
+    with pytest.warns(ResourceWarning, match="was not closed"):
+        del out
+
+
+def test_what_is_raised_in_the_block_comes_out(folder):
+    grid = jaxmpi.Grid(SIZE, (2 * SIZE,))
+    with pytest.raises(KeyError, match="mine"), io.Writer(folder / "s", grid) as out:  # noqa: PT012
+        out.append(0, {"x": jnp.zeros(2)})
+        raise KeyError("mine")
+    with pytest.raises(ValueError, match="is closed"):
+        out.append(1, {"x": jnp.zeros(2)})
+
+
+# --- ranks that die, disks that are full ------------------------------------------------------------------------------
+
+PROGRAM = """
+import sys, time
+import jax.numpy as jnp, numpy as np
+import jaxmpi
+from jaxmpi import io
+
+path, first, last, pause = sys.argv[1], *map(int, sys.argv[2:4]), float(sys.argv[4])
+grid = jaxmpi.Grid((0, 0), (24, 30))
+rows, columns = np.mgrid[grid.slices]
+with io.Writer(path, grid, resume=True, chunks=(7, 11)) as out:
+    for step in range(first, last):
+        out.append(step, {"x": jnp.asarray(1000 * step + 30 * rows + columns), "n": step * step})
+        if grid.comm.rank == 0:
+            print("appended", step, flush=True)
+        time.sleep(pause)
+"""
+
+
+def right(steps):
+    cells = np.arange(24 * 30).reshape(24, 30)
+    return {
+        "time": np.arange(float(steps)),
+        "x": np.stack([1000 * step + cells for step in range(steps)]) if steps else np.zeros((0, 24, 30), int),
+        "n": np.arange(steps) ** 2,
+    }
+
+
+@pytest.fixture
+def program(tmp_path):
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+def ranks_of(job):
+    """The processes of the ranks of a job, by its launcher."""
+    found = subprocess.run(["pgrep", "-f", "program.py"], capture_output=True, text=True).stdout.split()
+    return [int(process) for process in found if "_launcher/child.py" in _words(process)]
+
+
+def _words(process):
+    try:
+        return Path(f"/proc/{process}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""
+
+
+@pytest.mark.launches
+@pytest.mark.seconds(300)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_rank_is_killed(tmp_path, program, ranks):
+    """At random times while steps are appended: all that can be read is right, and the next job goes on from there."""
+    chance = random.Random(ranks)
+    path, seen, kills = tmp_path / "s", [], 4 if drawing.brief else 10
+    for _ in range(kills):
+        first = len(store_of(path))
+        with open(tmp_path / "out", "w") as out:
+            job = begin(
+                [*launcher(ranks), program, path, first, 10_000, 0.002],
+                100,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=outside_of_a_job() | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1"},
+            )
+            wait_for(lambda job=job: "appended" in (tmp_path / "out").read_text() or job.poll() is not None)
+            time.sleep(chance.uniform(0, 0.3))
+            victims = ranks_of(job)
+            assert victims, (tmp_path / "out").read_text()
+            os.kill(chance.choice(victims), signal.SIGKILL)
+            assert job.wait() != 0
+        told = (tmp_path / "out").read_text().split("appended ")[-1].split()[0]
+        there = len(store_of(path))
+        assert int(told) - 4 <= there <= int(told) + 2, (tmp_path / "out").read_text()
+        for name, values in right(there).items():
+            assert np.array_equal(zarr.open_group(str(path), mode="r")[name][...], values), name
+        seen.append(there)
+    assert seen == sorted(seen)
+    assert seen[-1] > seen[0]
+    launch(5 - ranks, program, path, seen[-1], seen[-1] + 3, 0, JAX_ENABLE_X64="1")
+    for name, values in right(seen[-1] + 3).items():
+        assert np.array_equal(zarr.open_group(str(path), mode="r")[name][...], values), name
+
+
+def launcher(ranks):
+    import sys
+
+    return [sys.executable, "-m", "jaxmpi.run", "-n", ranks]
+
+
+def store_of(path):
+    return zarr.open_group(str(path), mode="r")["time"][...] if path.exists() else []
+
+
+def wait_for(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+@pytest.mark.launches
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
+def test_full_disk(tmp_path, program):
+    """All ranks raise; what was complete can be read; with more room the next job goes on."""
+    small = tmp_path / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "none", small], check=True)
+    try:
+        job = launch(3, program, small / "s", 0, 1000, 0, check=False, JAX_ENABLE_X64="1")
+        assert job.returncode != 0
+        for rank in range(3):
+            assert f"uncaught exception on rank {rank}" in job.stderr
+        assert "No space left on device" in job.stderr
+        steps = len(store_of(small / "s"))
+        assert steps > 3
+        for name, values in right(steps).items():
+            assert np.array_equal(zarr.open_group(str(small / "s"), mode="r")[name][...], values), name
+        subprocess.run(["mount", "-o", "remount,size=4m", small], check=True)
+        launch(2, program, small / "s", steps, steps + 5, 0, JAX_ENABLE_X64="1")
+        for name, values in right(steps + 5).items():
+            assert np.array_equal(zarr.open_group(str(small / "s"), mode="r")[name][...], values), name
+    finally:
+        subprocess.run(["umount", small], check=True)
