@@ -3,7 +3,8 @@
 Needs zarr, which is imported by the first call: pip install 'jaxmpi[io]'.
 """
 
+from jaxmpi._files.checkpoints import checkpoint, latest
 from jaxmpi._files.loading import load
 from jaxmpi._files.saving import save
 
-__all__ = ["load", "save"]
+__all__ = ["checkpoint", "latest", "load", "save"]

@@ -71,7 +71,7 @@ def write_tree(
     )
     agreement.sums(clone, operation, failure)
     assert plan is not None
-    compare(clone, plan, operation, overwrite)
+    compare(clone, plan, operation, overwrite=overwrite)
     plan.path = Path(clone.bcast(str(plan.path)))
     write(clone, plan, operation, overwrite)
     return plan.path
@@ -98,14 +98,14 @@ def plan_of(
     return Plan(place, parts, coordinates, trees.skeleton(tree), attributes, compressors)
 
 
-def compare(comm: MPI.Intracomm, plan: Plan, operation: str, overwrite: bool) -> None:
+def compare(comm: MPI.Intracomm, plan: Plan, operation: str, **more: Any) -> None:
     """Raises ValueError on all ranks if what must be the same on them is not."""
-    agreement.same(comm, operation, facts(plan, overwrite), _differs)
+    agreement.same(comm, operation, [*((name, repr(value)) for name, value in more.items()), *facts(plan)], _differs)
 
 
-def facts(plan: Plan, overwrite: bool) -> list[tuple[str, str]]:
+def facts(plan: Plan) -> list[tuple[str, str]]:
     """What all ranks must have in common: what it is, and a text."""
-    found = [("the tree", repr(plan.skeleton)), ("path", plan.path.name), ("overwrite", str(overwrite))]
+    found = [("the tree", repr(plan.skeleton)), ("path", plan.path.name)]
     found += [("attrs", repr(plan.attributes)), ("compressor", repr([codec.to_dict() for codec in plan.compressors]))]
     for part in (*plan.parts, *plan.coordinates):
         name, chunks = part.record.name, part.source.region.chunks if part.source else ()
