@@ -166,9 +166,9 @@ def naming(what: str, path: Any) -> Iterator[None]:
     """Says in an error of the file system what could not be done."""
     try:
         yield
-    except (FileExistsError, FileNotFoundError):
-        raise
     except OSError as error:
-        if error.errno is None or error.strerror is None or str(path) in error.strerror:
+        if error.errno is None:  # it is one of ours, which says that
             raise
-        raise type(error)(error.errno, f"{what} {path}: {error.strerror}") from error
+        said = type(error)(f"{what} {path}: {error.strerror}")
+        said.errno = error.errno
+        raise said from error

@@ -201,7 +201,8 @@ def _check_lengths(listed: Any, each: Sequence[Any], operation: str, name: str) 
     counts = sorted({_axes_of(division) for division in each if division is not None})
     if len(listed) not in counts:
         raise ValueError(
-            f"{operation}: {name} has {len(listed)} entries, and the grid {' or '.join(map(str, counts)) or 'no'} axes."
+            f"{operation}: {name} has {len(listed)} entries: pass one for each axis of the grid "
+            f"({' or '.join(map(str, counts)) or 'here is none'})."
         )
 
 

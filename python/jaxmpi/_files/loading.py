@@ -81,6 +81,31 @@ def load(
     comm: MPI.Comm | None = None,
     like: Any = None,
 ) -> Any:
+    """Loads a tree that `save` has saved: on any grid and any number of ranks, each of which reads what it needs.
+
+    All ranks call it, outside of compiled functions.
+
+    Args:
+      path: the folder.
+      grid: how fields are divided among the ranks: a `Grid` of the global shape with which they were saved; for rows an
+        `IndexMap` of the same rows, in any division. None: each rank gets all of them. Or a tree of these that is a
+        prefix of the tree. What was not divided is the same on all ranks.
+      width: of the halo that fields get, as in `Grid.scatter`: cells of neighbours, and zeros at walls.
+      axes: which axes of the fields are those of the Grid. None: those with which they were saved.
+      comm: an intra-communicator, where there is no grid; a clone of COMM_WORLD where it is None.
+      like: a tree of arrays, `jax.ShapeDtypeStruct`, or Python values that says what is loaded, and of which types:
+        arrays of NumPy where it has such. None: the tree that was saved, of dicts, lists and tuples. A tree with other
+        nodes, such as NamedTuples or states of optax, needs it. The file may have more.
+
+    Returns:
+      The tree. Blocks have halos of this width; rows are those that this rank owns, then its ghosts.
+
+    Raises:
+      ValueError, TypeError: the file has not what `like` has, or other dtypes; the grid has another shape; a map other
+        rows; JAX is without 64-bit types and the file has them; it is no state.
+      OSError: chunks are missing or damaged, or cannot be read; FileNotFoundError: there is no such file.
+        An error of one rank is raised on all of them.
+    """
     operation = "load"
     clone = layout.begin(grid, comm, operation)
     told, failure = agreement.attempt(lambda: _metadata(path, clone.rank, operation))
