@@ -23,7 +23,6 @@ from jaxmpi._grid import arguments as given
 from jaxmpi._grid.grid import Grid
 from jaxmpi._mpi import agreement, communicators
 from jaxmpi._mpi.clones import clone_of
-from jaxmpi._primitive import arguments
 from jaxmpi._unstructured.index_map import IndexMap
 
 _ADVICE = (
@@ -147,7 +146,6 @@ def whole(record: Record, x: Any, comm: MPI.Comm) -> Part:
 
 def _blocks(record: Record, x: Any, grid: Grid, options: Options, operation: str) -> Part:
     grid._need_shape(operation)
-    arguments.array(x, operation, record.name) if isinstance(x, jax.Array) else None
     widths = given.widths(options.width, len(grid.processes), operation)
     expected = [size + sum(pair) for size, pair in zip(grid.local_shape, widths, strict=True)]
     cut = grid._cut(x.shape, options.axes, expected, operation, record.name, _ADVICE)
@@ -160,7 +158,6 @@ def _blocks(record: Record, x: Any, grid: Grid, options: Options, operation: str
 
 
 def _rows(record: Record, x: Any, map: IndexMap, comm: MPI.Intracomm, options: Options, operation: str) -> Part:
-    arguments.array(x, operation, record.name) if isinstance(x, jax.Array) else None
     if x.shape[0] != sum(map.sizes):
         raise ValueError(
             f"{operation}: {record.name} has shape {x.shape}, and its first axis must have this rank's "

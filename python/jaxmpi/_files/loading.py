@@ -306,7 +306,7 @@ def _indices(state: State, index: str, points: Interval, operation: str) -> np.n
 
 
 def _read(state: State, its: Wanted, reader: rows.Reader | None, operation: str) -> Any:
-    """This rank's points of a leaf, of the type that it has in the tree, without halo."""
+    """This rank's points of a leaf without halo, in the dtype in which they are stored; or what no array has."""
     record = its.record
     if record.value is not None:
         return record.value if record.type == "str" else int(record.value)
@@ -319,12 +319,12 @@ def _read(state: State, its: Wanted, reader: rows.Reader | None, operation: str)
     if reader is not None:
         points[0] = reader.points
     with commit.naming(f"{operation}: cannot read", stored.path):
-        values = dtypes.decode(store.read(stored, points), record.dtype)
-    return typed(record, values)
+        return store.read(stored, points)
 
 
-def typed(record: Record, values: np.ndarray) -> Any:
+def _typed(record: Record, stored: np.ndarray) -> Any:
     """Values as what the record says they are."""
+    values = dtypes.decode(stored, record.dtype)
     if record.type in _PYTHON:
         return _PYTHON[record.type](values[()])
     if record.type == "scalar":
@@ -336,14 +336,16 @@ def typed(record: Record, values: np.ndarray) -> Any:
 
 
 def _finished(values: Any, its: Wanted, reader: rows.Reader | None) -> Any:
-    """Fills halos and ghosts. All ranks call it together."""
+    """The leaf from the values that were read, with halo or ghosts. All ranks call it together."""
+    if its.record.value is not None:
+        return values
     if reader is not None:
-        return chunks.in_words(values, reader.move)
+        values = chunks.in_words(values, reader.move)
     if isinstance(its.division, Grid) and any(map(any, its.widths)):
         grid = its.division
 
         def fill(x: Any) -> Any:
             return grid.exchange(grid.pad(x, its.widths, axes=its.axes), its.widths, axes=its.axes)
 
-        return chunks.in_words(values, fill)
-    return values
+        values = chunks.in_words(values, fill)
+    return _typed(its.record, values)
