@@ -23,6 +23,7 @@ from jaxmpi._files import dtypes
 from jaxmpi._grid.grid import Grid
 from jaxmpi._grid.halos import Widths
 from jaxmpi._grid.redistribute import redistribute
+from jaxmpi._mpi.library import DATATYPES
 from jaxmpi._primitive import keys
 
 LARGEST = 64 << 20
@@ -78,7 +79,7 @@ class Blocks:
             starts = [low for low, _ in self.widths]
         else:
             x = in_words(
-                x,
+                movable(x),
                 lambda y: redistribute(y, self.grid, self.target, axes=self.axes, source_width=self.widths),
             )
             starts = [0] * len(self.axes)
@@ -100,6 +101,12 @@ class Whole:
         return dtypes.encode(values_of(x)[tuple(slice(start, end) for start, end in self.region.points)])
 
 
+def movable(x: Any) -> Any:
+    """An array that can be communicated: `x`, or its values in the dtype in which they are stored."""
+    known = keys.is_key(x) or np.dtype(x.dtype).name in DATATYPES
+    return x if known else dtypes.encode(values_of(x))
+
+
 def values_of(x: Any) -> np.ndarray:
     """An array of JAX or NumPy, or a number, as an array of NumPy: words in the place of keys. CPU memory is not
     copied."""
@@ -111,7 +118,7 @@ def in_words(x: Any, work: Callable[[Any], Any]) -> Any:
     32 bits on one axis more, behind all others."""
     if not isinstance(x, np.ndarray):
         return work(x)
-    if x.dtype.kind not in "iufc" or x.dtype.itemsize < 8 or jax.config.read("jax_enable_x64"):
+    if jax.dtypes.canonicalize_dtype(x.dtype) == x.dtype:
         return np.asarray(work(jnp.asarray(x)))
     words = np.ascontiguousarray(x)[..., None].view(np.uint32)
     return np.ascontiguousarray(np.asarray(work(jnp.asarray(words)))).view(x.dtype)[..., 0]

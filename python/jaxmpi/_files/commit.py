@@ -9,6 +9,7 @@ readers find it, and the next run puts it back. All of this is done by rank 0 al
 import contextlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import Any
 
 from jaxmpi._files import store
 
+_STATE = re.compile(r"(\.?)(\d{8,})(\.partial|\.replaced|\.removed|)")
+"""Names in a folder of checkpoints: of states, and the hidden ones."""
 KEY = "jaxmpi"
 """The attribute of the group that says what is ours."""
 
@@ -81,9 +84,22 @@ def begin(path: Path, overwrite: bool, operation: str) -> Path:
     folder = partial(path)
     if is_there(folder):
         shutil.rmtree(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    make_parents(folder)
     folder.mkdir()
     return folder
+
+
+def make_parents(path: Path) -> None:
+    """Makes the folders that a path is in. Those that are made go again if one cannot be made."""
+    absent = [parent for parent in path.parents if not is_there(parent)]
+    try:
+        for parent in reversed(absent):
+            parent.mkdir(exist_ok=True)
+    except OSError:
+        for parent in absent:
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+        raise
 
 
 def publish(path: Path) -> None:
@@ -102,8 +118,42 @@ def drop(path: Path) -> None:
 
 def remove(path: Path) -> None:
     """Removes a state: it is gone at once, whatever happens then."""
+    if is_there(removed(path)):
+        shutil.rmtree(removed(path))
     os.rename(path, removed(path))
     shutil.rmtree(removed(path))
+
+
+def numbers(folder: Path) -> list[int]:
+    """The numbers of the states in a folder of checkpoints, in ascending order."""
+    if not folder.is_dir():
+        return []
+    names = [match for name in os.listdir(folder) if (match := _STATE.fullmatch(name))]
+    return sorted({int(match[2]) for match in names if (match[1], match[3]) in (("", ""), (".", ".replaced"))})
+
+
+def numbered(folder: Path, number: int) -> Path:
+    return folder / f"{number:08d}"
+
+
+def tidy(folder: Path) -> None:
+    """Removes what runs that have died have left in a folder of checkpoints, and puts back what they were replacing."""
+    if not folder.is_dir():
+        return
+    for name in os.listdir(folder):
+        match = _STATE.fullmatch(name)
+        if match and match[1]:
+            if match[3] == ".replaced":
+                restore(folder / match[2])
+            elif match[3]:
+                shutil.rmtree(folder / name)
+
+
+def prune(folder: Path, keep: int, written: int) -> None:
+    """Removes all states but so many: the one that has been written, and the newest ones."""
+    others = [number for number in numbers(folder) if number != written]
+    for number in others[: max(0, len(others) - keep + 1)]:
+        remove(numbered(folder, number))
 
 
 def found(path: Path) -> Path:
@@ -116,9 +166,9 @@ def naming(what: str, path: Any) -> Iterator[None]:
     """Says in an error of the file system what could not be done."""
     try:
         yield
-    except (FileExistsError, FileNotFoundError):
-        raise
     except OSError as error:
-        if error.errno is None or error.strerror is None or str(path) in error.strerror:
+        if error.errno is None:  # it is one of ours, which says that
             raise
-        raise type(error)(error.errno, f"{what} {path}: {error.strerror}") from error
+        said = type(error)(f"{what} {path}: {error.strerror}")
+        said.errno = error.errno
+        raise said from error

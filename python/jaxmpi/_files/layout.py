@@ -23,7 +23,6 @@ from jaxmpi._grid import arguments as given
 from jaxmpi._grid.grid import Grid
 from jaxmpi._mpi import agreement, communicators
 from jaxmpi._mpi.clones import clone_of
-from jaxmpi._primitive import arguments
 from jaxmpi._unstructured.index_map import IndexMap
 
 _ADVICE = (
@@ -150,7 +149,6 @@ def whole(record: Record, x: Any, comm: MPI.Comm) -> Part:
 
 def _blocks(record: Record, x: Any, grid: Grid, width: Any, options: Options, operation: str) -> Part:
     grid._need_shape(operation)
-    arguments.array(x, operation, record.name) if isinstance(x, jax.Array) else None
     widths = given.widths(width, len(grid.processes), operation)
     expected = [size + sum(pair) for size, pair in zip(grid.local_shape, widths, strict=True)]
     cut = grid._cut(x.shape, options.axes, expected, operation, record.name, _ADVICE)
@@ -164,7 +162,6 @@ def _blocks(record: Record, x: Any, grid: Grid, width: Any, options: Options, op
 
 
 def _rows(record: Record, x: Any, map: IndexMap, comm: MPI.Intracomm, options: Options, operation: str) -> Part:
-    arguments.array(x, operation, record.name) if isinstance(x, jax.Array) else None
     if x.shape[0] != sum(map.sizes):
         raise ValueError(
             f"{operation}: {record.name} has shape {x.shape}, and its first axis must have this rank's "
@@ -205,7 +202,8 @@ def _check_lengths(listed: Any, each: Sequence[Any], operation: str, name: str) 
     counts = sorted({_axes_of(division) for division in each if division is not None})
     if len(listed) not in counts:
         raise ValueError(
-            f"{operation}: {name} has {len(listed)} entries, and the grid {' or '.join(map(str, counts)) or 'no'} axes."
+            f"{operation}: {name} has {len(listed)} entries: pass one for each axis of the grid "
+            f"({' or '.join(map(str, counts)) or 'here is none'})."
         )
 
 

@@ -86,6 +86,31 @@ def load(
     comm: MPI.Comm | None = None,
     like: Any = None,
 ) -> Any:
+    """Loads a tree that `save` has saved: on any grid and any number of ranks, each of which reads what it needs.
+
+    All ranks call it, outside of compiled functions.
+
+    Args:
+      path: the folder.
+      grid: how fields are divided among the ranks: a `Grid` of the global shape with which they were saved; for rows an
+        `IndexMap` of the same rows, in any division. None: each rank gets all of them. Or a tree of these that is a
+        prefix of the tree. What was not divided is the same on all ranks.
+      width: of the halo that fields get, as in `Grid.scatter`: cells of neighbours, and zeros at walls.
+      axes: which axes of the fields are those of the Grid. None: those with which they were saved.
+      comm: an intra-communicator, where there is no grid; a clone of COMM_WORLD where it is None.
+      like: a tree of arrays, `jax.ShapeDtypeStruct`, or Python values that says what is loaded, and of which types:
+        arrays of NumPy where it has such. None: the tree that was saved, of dicts, lists and tuples. A tree with other
+        nodes, such as NamedTuples or states of optax, needs it. The file may have more.
+
+    Returns:
+      The tree. Blocks have halos of this width; rows are those that this rank owns, then its ghosts.
+
+    Raises:
+      ValueError, TypeError: the file has not what `like` has, or other dtypes; the grid has another shape; a map other
+        rows; JAX is without 64-bit types and the file has them; it is no state.
+      OSError: chunks are missing or damaged, or cannot be read; FileNotFoundError: there is no such file.
+        An error of one rank is raised on all of them.
+    """
     operation = "load"
     clone = layout.begin(grid, comm, operation)
     told, failure = agreement.attempt(lambda: _metadata(path, clone.rank, operation))
@@ -287,7 +312,7 @@ def _indices(state: State, index: str, points: Interval, operation: str) -> np.n
 
 
 def _read(state: State, its: Wanted, reader: rows.Reader | None, operation: str) -> Any:
-    """This rank's points of a leaf, of the type that it has in the tree, without halo."""
+    """This rank's points of a leaf without halo, in the dtype in which they are stored; or what no array has."""
     record = its.record
     if record.value is not None:
         return record.value if record.type == "str" else int(record.value)
@@ -300,12 +325,12 @@ def _read(state: State, its: Wanted, reader: rows.Reader | None, operation: str)
     if reader is not None:
         points[0] = reader.points
     with commit.naming(f"{operation}: cannot read", stored.path):
-        values = dtypes.decode(store.read(stored, points), record.dtype)
-    return typed(record, values)
+        return store.read(stored, points)
 
 
-def typed(record: Record, values: np.ndarray) -> Any:
+def _typed(record: Record, stored: np.ndarray) -> Any:
     """Values as what the record says they are."""
+    values = dtypes.decode(stored, record.dtype)
     if record.type in _PYTHON:
         return _PYTHON[record.type](values[()])
     if record.type == "scalar":
@@ -317,14 +342,16 @@ def typed(record: Record, values: np.ndarray) -> Any:
 
 
 def _finished(values: Any, its: Wanted, reader: rows.Reader | None) -> Any:
-    """Fills halos and ghosts. All ranks call it together."""
+    """The leaf from the values that were read, with halo or ghosts. All ranks call it together."""
+    if its.record.value is not None:
+        return values
     if reader is not None:
-        return chunks.in_words(values, reader.move)
+        values = chunks.in_words(values, reader.move)
     if isinstance(its.division, Grid) and any(map(any, its.widths)):
         grid = its.division
 
         def fill(x: Any) -> Any:
             return grid.exchange(grid.pad(x, its.widths, axes=its.axes), its.widths, axes=its.axes)
 
-        return chunks.in_words(values, fill)
-    return values
+        values = chunks.in_words(values, fill)
+    return _typed(its.record, values)

@@ -60,6 +60,41 @@ def save(
     compressor: Any = None,
     overwrite: bool = False,
 ) -> None:
+    """Saves a tree to a folder, which all ranks write: fields that are divided among them, and what is the same on all.
+
+    Each array becomes one of the whole field in a Zarr v3 group, under the names on the way to it, joined by dots, such
+    as `state.h`. zarr, xarray and other programs read it; `load` gives the tree back, on any number of ranks. Each rank
+    writes chunks of its own, by default one for its block of a field. Halos are left out.
+
+    The folder has its name once all ranks have written everything: what is there is complete.
+
+    All ranks call it, outside of compiled functions, with trees of one structure.
+
+    Args:
+      path: the folder, in a file system that all ranks share. Folders on the way to it are made.
+      tree: arrays of JAX or NumPy, random keys, Python numbers and strings, or a pytree of such.
+      grid: how arrays are divided. A `Grid`: arrays with at least as many axes as it has are this rank's blocks of
+        fields; numbers and arrays with fewer axes are the same on all ranks. An `IndexMap`: arrays are its rows.
+        None: all is the same on all ranks. Or a tree of these that is a prefix of `tree`:
+        `{"state": grid, "step": None}`.
+      width: of the halo that the fields of a Grid have, as in `Grid.exchange`.
+      axes: which axes of the fields are those of the Grid, as in `Grid.exchange`.
+      comm: an intra-communicator, where there is no grid; a clone of COMM_WORLD where it is None.
+      chunks: how many cells a chunk has along each axis of the grid. None: what each process has along it; chunks of
+        more than 64 MiB are divided.
+      dims: names of the grid's axes: `axis_0` and so on where it is None, of rows `index`. Along an axis where a field
+        is staggered `_outer` is added.
+      coords: coordinates, one dimension each, of all ranks: `{"x": array}` for the dimension `x`.
+      attrs: attributes, `{"state.h": {"units": "m"}}`; those of "" are the group's.
+      compressor: None, "zstd", or a codec of zarr that makes bytes of bytes. There always is a checksum for each chunk.
+      overwrite: whether a state of this name is replaced, which remains until the new one is complete.
+
+    Raises:
+      ValueError, TypeError: a field does not fit the grid; what is not divided differs between the ranks; an argument
+        is wrong. Before anything is written.
+      OSError: a rank cannot write; FileExistsError: there is something of this name. ImportError: zarr is missing. An
+        error of one rank is raised on all of them, and what has been written is removed.
+    """
     options = Options(width, axes, chunks, dims, coords, attrs)
     write_tree("save", path, tree, grid, comm, options, compressor, overwrite)
 
@@ -74,7 +109,7 @@ def write_tree(
     )
     agreement.sums(clone, operation, failure)
     assert plan is not None
-    compare(clone, plan, operation, overwrite)
+    compare(clone, plan, operation, overwrite=overwrite)
     plan.path = Path(clone.bcast(str(plan.path)))
     write(clone, plan, operation, overwrite)
     return plan.path
@@ -101,18 +136,18 @@ def plan_of(
     return Plan(place, parts, coordinates, trees.skeleton(tree), attributes, compressors)
 
 
-def compare(comm: MPI.Intracomm, plan: Plan, operation: str, overwrite: bool) -> None:
+def compare(comm: MPI.Intracomm, plan: Plan, operation: str, **more: Any) -> None:
     """Raises ValueError on all ranks if what must be the same on them is not."""
-    agreement.same(comm, operation, facts(plan, overwrite), _differs)
+    agreement.same(comm, operation, [*((name, repr(value)) for name, value in more.items()), *facts(plan)], _differs)
 
 
-def facts(plan: Plan, overwrite: bool) -> list[tuple[str, str]]:
+def facts(plan: Plan) -> list[tuple[str, str]]:
     """What all ranks must have in common: what it is, and a text."""
-    found = [("the tree", repr(plan.skeleton)), ("path", plan.path.name), ("overwrite", str(overwrite))]
+    found = [("the tree", repr(plan.skeleton)), ("path", plan.path.name)]
     found += [("attrs", repr(plan.attributes)), ("compressor", repr([codec.to_dict() for codec in plan.compressors]))]
     for part in (*plan.parts, *plan.coordinates):
         name, chunks = part.record.name, part.source.region.chunks if part.source else ()
-        found.append((name, f"{part.record} in chunks of {chunks}, dims {part.dims}, attrs {part.attributes}"))
+        found.append((name, f"{part.record}, chunks {chunks}, dims {part.dims}, attrs {part.attributes}"))
         if not part.record.division and part.source is not None:
             found.append((f"the value of {name}", records.digest(part.bits())))
     return found

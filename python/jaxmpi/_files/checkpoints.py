@@ -1,0 +1,121 @@
+"""`jaxmpi.io.checkpoint` and `latest`: numbered states in a folder, for loops that are started again."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mpi4py import MPI
+
+from jaxmpi._files import commit, layout, saving
+from jaxmpi._files.layout import Options
+from jaxmpi._grid.grid import Width
+from jaxmpi._mpi import agreement
+from jaxmpi._primitive import arguments
+
+
+def checkpoint(
+    path: str | os.PathLike[str],
+    tree: Any,
+    *,
+    keep: int | None = 3,
+    step: int | None = None,
+    grid: Any = None,
+    width: Width = 0,
+    axes: Sequence[int] | None = None,
+    comm: MPI.Comm | None = None,
+    chunks: int | Sequence[int] | None = None,
+    dims: str | Sequence[str] | None = None,
+    coords: Any = None,
+    attrs: Any = None,
+    compressor: Any = None,
+    overwrite: bool = False,
+) -> Path:
+    """Saves a tree as the next state in a folder, and then removes old ones.
+
+    A state is there once all ranks have written it: `latest` finds the last one, also if a run has died while it wrote.
+    What such a run has left is removed by the next call.
+
+    All ranks call it, outside of compiled functions.
+
+    Args:
+      path: a folder, which is made if it is not there. The states in it are folders with numbers of eight digits.
+      tree: what is saved, as by `save`.
+      keep: how many states are kept: this one and the newest of the others. None: all.
+      step: the number of the state. None: one more than the largest.
+      grid, width, axes, comm, chunks, dims, coords, attrs, compressor, overwrite: as for `save`.
+
+    Returns:
+      The path of the state, for `load`.
+
+    Raises: what `save` raises. What could not be removed is an OSError as well; then the new state is there.
+    """
+    operation = "checkpoint"
+    options = Options(width, axes, chunks, dims, coords, attrs)
+    clone = layout.begin(grid, comm, operation)
+
+    def prepare() -> saving.Plan:
+        if keep is not None and arguments.integer(keep, operation, "keep") < 1:
+            raise ValueError(f"{operation}: keep is {keep}: pass 1 or more, or None to keep all states.")
+        if step is not None and arguments.integer(step, operation, "step") < 0:
+            raise ValueError(f"{operation}: step is {step}: pass 0 or more, or None for the next number.")
+        return saving.plan_of(operation, path, tree, grid, clone, options, compressor, overwrite)
+
+    plan, failure = agreement.attempt(prepare)
+    agreement.sums(clone, operation, failure)
+    assert plan is not None
+    saving.compare(clone, plan, operation, overwrite=overwrite, keep=keep, step=step)
+    state, failure = agreement.attempt(lambda: _next(plan.path, step, operation) if clone.rank == 0 else None)
+    agreement.sums(clone, operation, failure)
+    number, plan.path = clone.bcast(state)
+    saving.write(clone, plan, operation, overwrite)
+    if keep is not None:
+        _, failure = agreement.attempt(
+            lambda: _prune(plan.path.parent, keep, number, operation) if clone.rank == 0 else None
+        )
+        agreement.sums(clone, operation, failure)
+    return plan.path
+
+
+def _next(folder: Path, step: int | None, operation: str) -> tuple[int, Path]:
+    """The number and the path of the state that is to be written; on rank 0."""
+    with commit.naming(f"{operation}: cannot use", folder):
+        commit.tidy(folder)
+        number = max(commit.numbers(folder), default=-1) + 1 if step is None else int(step)
+        return number, commit.numbered(folder, number)
+
+
+def _prune(folder: Path, keep: int, number: int, operation: str) -> None:
+    with commit.naming(f"{operation}: cannot remove old states in", folder):
+        commit.prune(folder, keep, number)
+
+
+def latest(path: str | os.PathLike[str], *, comm: MPI.Comm | None = None) -> Path | None:
+    """The path of the last state that `checkpoint` has written to a folder, for `load`.
+
+    All ranks call it, and get what rank 0 finds.
+
+    Args:
+      path: the folder.
+      comm: an intra-communicator; a clone of COMM_WORLD where it is None.
+
+    Returns:
+      The path of the state with the largest number; None if there is none, or no folder.
+
+    Raises:
+      OSError: rank 0 cannot read the folder; on all ranks. TypeError, ValueError: what is no path.
+    """
+    operation = "latest"
+    clone = layout.begin(None, comm, operation)
+    found, failure = agreement.attempt(lambda: _last(path, clone.rank, operation))
+    agreement.sums(clone, operation, failure)
+    return clone.bcast(found)
+
+
+def _last(path: Any, rank: int, operation: str) -> Path | None:
+    folder = Path(commit.place(path, operation))
+    if rank > 0:
+        return None
+    with commit.naming(f"{operation}: cannot read", folder):
+        numbers = commit.numbers(folder)
+    return commit.numbered(folder, numbers[-1]) if numbers else None

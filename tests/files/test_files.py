@@ -1,0 +1,696 @@
+"""States in files, on the ranks of this job: against NumPy over the whole arrays, and what zarr and xarray read.
+
+hypothesis draws grids, chunks, halos and fields. A case is written on some ranks and read on other ones.
+"""
+
+import collections
+import errno
+import itertools
+import json
+import math
+import os
+import shutil
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from hypothesis import strategies as st
+from mpi4py import MPI
+
+import jaxmpi
+from jaxmpi import io
+from jaxmpi._files import commit, dtypes, store
+from support import drawing
+from support.table import dtype_of, raised
+
+zarr = pytest.importorskip("zarr", minversion="3")
+xarray = pytest.importorskip("xarray")
+
+EXAMPLES = int(os.environ.get("JAXMPI_TEST_FILES", "24"))
+STANDARD = [
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "float32", "float64", "complex64", "complex128"),
+]
+NARROW = ["bfloat16", "float8_e5m2", "float8_e4m3fn", "float8_e4m3b11fnuz", "float8_e5m2fnuz", "float8_e4m3fnuz"]
+NEWER = ["float8_e4m3", "float8_e3m4", "float8_e8m0fnu", "int4", "uint4"]
+Numbers = collections.namedtuple("Numbers", "first second")
+
+
+@pytest.fixture
+def folder(comm, tmp_path):
+    """A folder that all ranks share."""
+    return Path(comm.bcast(str(tmp_path)))
+
+
+@pytest.fixture(scope="module")
+def parts():
+    """Communicators of the first ranks, by their number."""
+    made = {}
+    for number in range(1, MPI.COMM_WORLD.size + 1):
+        made[number] = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank < number)
+    yield made
+    for comm in made.values():
+        comm.Free()
+
+
+def bits(x):
+    """The bits of an array, with its dtype and shape."""
+    array = np.asarray(x)
+    return array.dtype.name, array.shape, np.ascontiguousarray(array).reshape(-1).view(np.uint8).tobytes()
+
+
+def random(shape, dtype, *seed):
+    """An array of random bits; of truth values and narrow integers of random values."""
+    rng = np.random.default_rng([*seed])
+    kind = dtype_of(dtype)
+    if dtype == "bool" or "int" in dtype:
+        return rng.integers(0, 2 if dtype == "bool" else 8, shape).astype(kind)
+    raw = rng.integers(0, 256, (*shape, kind.itemsize), np.uint8)
+    return raw.reshape(-1).view(kind).reshape(shape)
+
+
+# --- fields of a grid -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Field:
+    dtype: str
+    staggered: tuple[bool, ...]
+    others: tuple[int, ...]
+    numpy: bool
+
+
+@dataclass(frozen=True)
+class Case:
+    blocks: tuple[tuple[tuple[int, ...], ...], ...]
+    """When written and when read, along each axis the cells of each process."""
+    widths: tuple[tuple[tuple[int, int], ...], ...]
+    trailing: bool
+    """The axes that are not the grid's come last."""
+    fields: tuple[Field, ...]
+    chunks: tuple[int, ...] | None
+    compressor: str | None
+    seed: int
+
+    def grid(self, which, parts):
+        number = math.prod(map(len, self.blocks[which]))
+        if MPI.COMM_WORLD.rank >= number:
+            return None
+        return jaxmpi.Grid(tuple(map(len, self.blocks[which])), self.blocks[which], comm=parts[number])
+
+    @property
+    def axes(self):
+        return tuple(range(len(self.blocks[0]))) if self.trailing else None
+
+    def whole(self, number):
+        field = self.fields[number]
+        sizes = [sum(blocks) + extra for blocks, extra in zip(self.blocks[0], field.staggered, strict=True)]
+        shape = (*sizes, *field.others) if self.trailing else (*field.others, *sizes)
+        return random(shape, field.dtype, self.seed, number)
+
+    def block(self, which, number, grid, halo):
+        """This rank's block, cut from the whole array, with a halo of ones, or of neighbours and zeros at walls."""
+        field, whole = self.fields[number], self.whole(number)
+        first = 0 if self.trailing else len(field.others)
+        index, pads = [slice(None)] * whole.ndim, [(0, 0)] * whole.ndim
+        for axis, (own, extra) in enumerate(zip(grid.slices, field.staggered, strict=True)):
+            low, high = self.widths[which][axis]
+            index[first + axis] = slice(own.start + low * halo, own.stop + extra + (low + high) * halo)
+            pads[first + axis] = (low, high)
+        if not halo:
+            cut = whole[tuple(index)]
+            padded = np.ones([n + sum(pair) for n, pair in zip(cut.shape, pads, strict=True)]).astype(cut.dtype)
+            inner = [slice(low, low + n) for n, (low, _) in zip(cut.shape, pads, strict=True)]
+            padded[tuple(inner)] = cut
+            return padded
+        # The whole with zeros around it has the block and its halo where the block lies.
+        around = np.zeros([n + sum(pair) for n, pair in zip(whole.shape, pads, strict=True)], whole.dtype)
+        around[tuple(slice(low, low + n) for n, (low, _) in zip(whole.shape, pads, strict=True))] = whole
+        index = [slice(None)] * whole.ndim
+        for axis, (own, extra) in enumerate(zip(grid.slices, field.staggered, strict=True)):
+            low, high = self.widths[which][axis]
+            index[first + axis] = slice(own.start, own.stop + extra + low + high)
+        return around[tuple(index)]
+
+
+def divided(draw, number, total, least):
+    """Sizes of so many blocks with this sum, each of so many cells at least."""
+    room = total - number * least
+    ends = sorted(draw(st.lists(st.integers(0, room), min_size=number - 1, max_size=number - 1)))
+    return tuple(b - a + least for a, b in itertools.pairwise([0, *ends, room]))
+
+
+@st.composite
+def cases(draw, size):
+    dimensions = draw(st.integers(1, 3))
+    least = draw(st.sampled_from([0, 1, 3]))
+    shape, blocks, widths = None, [], []
+    grids = []
+    for _ in range(2):
+        left, dims = draw(st.integers(1, size)), []
+        for _ in range(dimensions - 1):
+            dims.append(draw(st.sampled_from([n for n in range(1, left + 1) if left % n == 0])))
+            left //= dims[-1]
+        grids.append(draw(st.permutations([*dims, left])))
+    most = [max(pair) for pair in zip(*grids, strict=True)]
+    shape = [draw(st.integers(max(n * least, 1), n * least + 7)) for n in most]
+    for dims in grids:
+        blocks.append(tuple(divided(draw, n, total, least) for n, total in zip(dims, shape, strict=True)))
+        narrow = st.tuples(st.integers(0, min(least, 2)), st.integers(0, min(least, 2)))
+        widths.append(tuple(draw(narrow) for _ in shape))
+    field = st.builds(
+        Field,
+        st.sampled_from(STANDARD + NARROW),
+        st.tuples(*[st.booleans()] * dimensions),
+        st.lists(st.integers(1, 3), max_size=2).map(tuple),
+        st.booleans(),
+    )
+    return Case(
+        tuple(blocks),
+        tuple(widths),
+        draw(st.booleans()),
+        tuple(draw(st.lists(field, min_size=1, max_size=3))),
+        draw(st.none() | st.tuples(*[st.integers(1, 9)] * dimensions)),
+        draw(st.sampled_from([None, None, None, "zstd"])),
+        draw(st.integers(0, 1000)),
+    )
+
+
+@pytest.mark.seconds(400)
+def test_round_trips(comm, folder, parts):
+    numbers = itertools.count()
+
+    def check(case):
+        path = folder / f"{next(numbers)}.zarr"
+        grid = case.grid(0, parts)
+        if grid is not None:
+            tree = []
+            for number, field in enumerate(case.fields):
+                block = case.block(0, number, grid, halo=0)
+                tree.append(block if field.numpy else jnp.asarray(block))
+            more = {"chunks": case.chunks, "compressor": case.compressor}
+            io.save(path, tree, grid=grid, width=case.widths[0], axes=case.axes, **more)
+        comm.Barrier()
+        grid = case.grid(1, parts)
+        if grid is not None:
+            found = io.load(path, grid=grid, width=case.widths[1])
+            for number, (field, x) in enumerate(zip(case.fields, found, strict=True)):
+                assert isinstance(x, np.ndarray) == field.numpy
+                assert bits(x) == bits(case.block(1, number, grid, halo=1)), (number, case)
+        if comm.rank == 0:
+            group, data = zarr.open_group(path, mode="r"), xarray.open_zarr(path)
+            for number in range(len(case.fields)):
+                whole = dtypes.encode(case.whole(number))
+                assert bits(group[str(number)][...]) == bits(whole), case
+                assert bits(data[str(number)].values) == bits(whole), case
+        comm.Barrier()
+
+    drawing.on_all_ranks(comm, cases(comm.size), check, EXAMPLES)
+
+
+def test_no_chunk_is_written_twice(comm, folder, monkeypatch):
+    """Whatever the chunks are, each is written once, by one rank."""
+    written = []
+    write = store._write_file
+    monkeypatch.setattr(store, "_write_file", lambda path, data: (write(path, data), written.append(str(path))))
+    grid = jaxmpi.Grid((0, 0), (13, 10))
+    for chunks in (None, 1, 3, (13, 1), (2, 10), 100):
+        written.clear()
+        shape = tuple(n + 1 for n in grid.local_shape)
+        io.save(folder / "state", {"h": jnp.ones(shape), "p": np.arange(5)}, grid=grid, chunks=chunks, overwrite=True)
+        everyone = list(itertools.chain(*comm.allgather([path for path in written if f"{os.sep}h{os.sep}" in path])))
+        assert len(everyone) == len(set(everyone))
+        sizes = zarr.open_array(folder / "state" / "h", mode="r").chunks
+        assert len(everyone) == math.prod(-(-n // size) for n, size in zip((14, 11), sizes, strict=True))
+
+
+def test_blocks_are_chunks(folder, size, monkeypatch):
+    """Where all blocks are of one size, they are written as they lie in memory."""
+    grid = jaxmpi.Grid((0, 0), tuple(4 * n for n in jaxmpi.Grid((0, 0)).processes))
+    monkeypatch.setattr("jaxmpi._files.chunks.redistribute", None)
+    x = jnp.arange(16.0).reshape(4, 4)
+    io.save(folder / "state", x, grid=grid)
+    assert bits(io.load(folder / "state", grid=grid)) == bits(x)
+
+
+def test_points_that_blocks_share(comm, folder, size):
+    """Of a point that two blocks have in common, the second one's is stored, as by `Grid.gather`."""
+    grid = jaxmpi.Grid((0,), (2 * size,))
+    x = jnp.full(3, comm.rank, jnp.int32)
+    io.save(folder / "state", x, grid=grid)
+    assert np.array_equal(io.load(folder / "state"), [*np.repeat(np.arange(size), 2), size - 1])
+
+
+def test_large_chunks_are_divided():
+    from jaxmpi._files.chunks import LARGEST, limited
+
+    for shape in ((4096, 4096), (7, 1 << 24), (10007, 10007), (3, 5, 1 << 25), (1 << 28,)):
+        cut = limited(shape, 8)
+        assert math.prod(cut) * 8 <= LARGEST
+        assert math.prod(cut) * 8 * 8 > LARGEST, "not much too small"
+    assert limited((4096, 4096), 8) == [2048, 4096]
+
+
+# --- rows of a map ----------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def maps(draw, size):
+    """Two divisions of rows, with gaps in their indices or without."""
+    count = draw(st.integers(0, 40))
+    gaps = draw(st.booleans())
+    ids = draw(st.permutations(range(count)))
+    if gaps:
+        ids = draw(st.lists(st.integers(0, 2**40), min_size=count, max_size=count, unique=True))
+    divisions = []
+    for _ in range(2):
+        ranks = draw(st.integers(1, size))
+        owners = draw(st.lists(st.integers(0, ranks - 1), min_size=count, max_size=count))
+        owned = tuple(tuple(i for i, owner in zip(ids, owners, strict=True) if owner == rank) for rank in range(ranks))
+        ghosts = tuple(tuple(draw(st.lists(st.sampled_from(ids), max_size=5))) if count else () for _ in range(ranks))
+        divisions.append((owned, ghosts))
+    return divisions, draw(st.sampled_from(["float32", "bfloat16", "int64"])), draw(st.none() | st.integers(1, 9))
+
+
+@pytest.mark.seconds(400)
+def test_rows(comm, folder, parts):
+    numbers = itertools.count()
+
+    def check(case):
+        divisions, dtype, chunks = case
+        path = folder / f"rows-{next(numbers)}.zarr"
+        ids = sorted(itertools.chain(*divisions[0][0]))
+        whole = random((len(ids), 2), dtype, len(ids))
+        values = dict(zip(ids, whole, strict=True))
+
+        def local(map):
+            rows = [values[i] for i in (*map.owned.tolist(), *map.ghosts.tolist())]
+            return np.array(rows, whole.dtype).reshape(-1, 2)
+
+        made = []
+        for owned, ghosts in divisions:
+            own = [np.array(its[comm.rank] if comm.rank < len(its) else (), np.int64) for its in (owned, ghosts)]
+            made.append(jaxmpi.IndexMap(*own, comm=parts[len(owned)]) if comm.rank < len(owned) else None)
+        if made[0] is not None:
+            tree = {"u": jnp.asarray(local(made[0])), "n": local(made[0]), "t": 1.5}
+            io.save(path, tree, grid=made[0], chunks=chunks)
+        comm.Barrier()
+        if made[1] is not None:
+            found = io.load(path, grid=made[1])
+            assert bits(found["u"]) == bits(found["n"]) == bits(local(made[1]))
+            assert found["t"] == 1.5
+            assert bits(io.load(path, comm=made[1].comm)["n"]) == bits(whole)
+        if comm.rank == 0:
+            data = xarray.open_zarr(path)
+            assert bits(data.u.values) == bits(dtypes.encode(whole))
+            if ids != list(range(len(ids))):
+                assert data.index.values.tolist() == ids
+        comm.Barrier()
+
+    drawing.on_all_ranks(comm, maps(comm.size), check, EXAMPLES)
+
+
+# --- what is the same on all ranks ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", STANDARD + NARROW + NEWER)
+def test_bits_of_dtypes(comm, folder, dtype):
+    """Every bit comes back: of a field, of an array of all ranks, and through another division."""
+    if not hasattr(np, dtype) and not hasattr(ml_dtypes, dtype):
+        pytest.skip("this version of ml_dtypes has no such dtype")
+    whole = random((8 * comm.size + 3, 40), dtype, 7)
+    grid = jaxmpi.Grid((0, 1), whole.shape)
+    block = whole[grid.slices]
+    tree = {"field": jnp.asarray(block), "same": jnp.asarray(whole[:3]), "numpy": whole[:3]}
+    assert tree["field"].dtype == dtype_of(dtype)
+    io.save(folder / "state", tree, grid={"field": grid, "same": None, "numpy": None}, chunks=(5, 7))
+    found = io.load(folder / "state", grid=grid)
+    for name, x in tree.items():
+        assert bits(found[name]) == bits(x)
+        assert type(found[name]) is type(x)
+    if comm.rank == 0:
+        data = zarr.open_array(folder / "state" / "field", mode="r")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about what is not a number
+            same = np.array_equal(data[...].astype(complex), whole.astype(complex), equal_nan=True)
+        assert same
+        assert data.metadata.dimension_names == ("axis_0", "axis_1")
+
+
+@pytest.mark.parametrize("name", [*NARROW, "float8_e4m3", "float8_e3m4", "float8_e8m0fnu", "float4_e2m1fn"])
+@pytest.mark.one_rank
+def test_every_value_of_narrow_dtypes(name):
+    if not hasattr(ml_dtypes, name):
+        pytest.skip("this version of ml_dtypes has no such dtype")
+    kind = dtype_of(name)
+    every = np.arange(16 if "float4" in name else 256**kind.itemsize).astype(f"u{kind.itemsize}").view(kind)
+    stored = dtypes.encode(every)
+    assert stored.dtype in (np.float16, np.float32)
+    assert bits(dtypes.decode(stored, name)) == bits(every)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        np.testing.assert_array_equal(stored.astype(np.float64), every.astype(np.float64))
+
+
+def test_any_tree(folder):
+    """Values and types come back, to the last bit."""
+    tree = {
+        "int": 3, "negative": -5, "wide": 2**64 - 1, "huge": -(10**40), "float": 0.1, "nan": math.nan, "inf": -math.inf,
+        "complex": 1 - 2j, "bool": True, "text": "a/b ü", "none": None, "empty": {}, "tuple": (1, (2.0, [None, ()])),
+        "scalar": np.float32(0.1), "numpy": np.arange(6.0).reshape(2, 3)[:, ::2], "zero": np.zeros((0, 3)),
+        "jax": jnp.arange(3), "half": jnp.float16(2), "a/b": 1, 5: {"x": 2},
+    }  # fmt: skip
+    tree = {str(key): value for key, value in tree.items()}
+    io.save(folder / "state", tree)
+    found = io.load(folder / "state")
+    assert jax.tree.structure(found) == jax.tree.structure(tree)
+    for mine, its in zip(jax.tree.leaves(tree), jax.tree.leaves(found), strict=True):
+        assert type(mine) is type(its)
+        assert mine == its if isinstance(mine, str | int) else bits(mine) == bits(its)
+    io.save(folder / "one", 7)
+    assert io.load(folder / "one") == 7
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_random_keys(comm, folder, impl):
+    key = jax.random.key(3, impl=impl)
+    grid = jaxmpi.Grid((0,), (2 * comm.size + 1,))
+    whole = jax.random.split(key, 2 * comm.size + 1)
+    io.save(folder / "state", {"key": key, "each": whole[grid.slices]}, grid=grid)
+    found = io.load(folder / "state", grid=grid)
+    for mine, its in ((key, found["key"]), (whole[grid.slices], found["each"])):
+        assert mine.dtype == its.dtype
+        assert bits(jax.random.key_data(mine)) == bits(jax.random.key_data(its))
+
+
+def test_states_of_optax(folder):
+    params = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2, jnp.bfloat16)}
+    optimizer = optax.adam(1e-3)
+    state = optimizer.init(params)
+    _, state = optimizer.update(jax.tree.map(jnp.ones_like, params), state, params)
+    io.save(folder / "state", (params, state))
+    with pytest.raises(ValueError, match=r"optax.*like="):
+        io.load(folder / "state")
+    for like in ((params, optimizer.init(params)), jax.eval_shape(lambda: (params, optimizer.init(params)))):
+        found = io.load(folder / "state", like=like)
+        assert jax.tree.structure(found) == jax.tree.structure((params, state))
+        assert list(map(bits, jax.tree.leaves(found))) == list(map(bits, jax.tree.leaves((params, state))))
+
+
+def test_like(folder):
+    io.save(folder / "state", {"a": np.arange(3.0), "b": 2, "n": Numbers(1, 2.5)})
+    assert io.load(folder / "state", like={"n": Numbers(0, 0.0)}) == {"n": Numbers(1, 2.5)}
+    found = io.load(folder / "state", like={"a": jax.ShapeDtypeStruct((3,), np.float64)})["a"]
+    assert isinstance(found, jax.Array)
+    assert bits(found) == bits(np.arange(3.0))
+    for like, text in (
+        ({"c": 1}, "like has c"),
+        ({"b": 1.0}, "b in like is of type float"),
+        ({"a": np.zeros(3, np.float32)}, "a in like is of dtype float32"),
+        ({"a": np.zeros(4)}, r"a in like has shape \(4,\)"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            io.load(folder / "state", like=like)
+
+
+def test_what_xarray_reads(comm, folder):
+    grid = jaxmpi.Grid((0, 0), (6, 8))
+    x = np.arange(3.0)[:, None, None] + np.arange(6.0)[:, None] * np.ones(8)
+    block = jnp.asarray(x[(slice(None), *grid.slices)])
+    row, column = grid.slices
+    u = jnp.asarray(np.arange(7.0)[row.start : row.stop + 1, None] * np.ones(8)[column])
+    io.save(
+        folder / "state",
+        {"state": {"h": block, "u": u}, "t": 2.5},
+        grid=grid,
+        dims=("y", "x"),
+        coords={"x": np.linspace(0, 1, 8), "y_outer": jnp.arange(7)},
+        attrs={"": {"title": "a test"}, "state.h": {"units": "m", "range": np.array([0, 5])}, "x": {"units": "km"}},
+    )
+    if comm.rank == 0:
+        data = xarray.open_zarr(folder / "state")
+        assert data["state.h"].dims == ("state.h_0", "y", "x")
+        assert data["state.u"].dims == ("y_outer", "x")
+        assert data["state.h"].attrs == {"units": "m", "range": [0, 5]}
+        assert data.attrs["title"] == "a test"
+        assert data.x.attrs == {"units": "km"}
+        np.testing.assert_array_equal(data["state.h"].values, x)
+        np.testing.assert_array_equal(data["state.u"].sel(x=0, y_outer=3).values, 3)
+        assert data.t == 2.5
+        group = zarr.open_consolidated(folder / "state")
+        assert sorted(group.array_keys()) == ["state.h", "state.u", "t", "x", "y_outer"]
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def assert_nothing(comm, folder, *but):
+    """Nothing is left in the folder, as all ranks see it."""
+    assert sorted(os.listdir(folder)) == sorted(but)
+    comm.Barrier()
+
+
+WRONG = {
+    "leaf": (lambda grid: {"tree": {"a": object()}}, TypeError, "a is <object"),
+    "traced": (lambda grid: {"tree": np.array(["text"])}, TypeError, "dtype <U4 cannot be stored"),
+    "names": (lambda grid: {"tree": {"a": {"b": 1}, "a.b": 2}}, ValueError, "both be called 'a.b'"),
+    "name": (lambda grid: {"tree": {"__a": 1}}, ValueError, "no name for an array"),
+    "grid": (lambda grid: {"grid": 5}, TypeError, "grid is 5 of int"),
+    "prefix": (lambda grid: {"grid": {"b": None}}, ValueError, "has not the structure"),
+    "field": (lambda grid: {"tree": np.zeros(99), "grid": grid}, ValueError, "cells along the axes"),
+    "comm": (lambda grid: {"comm": 5}, TypeError, "comm must be"),
+    "path": (lambda grid: {"path": 5}, TypeError, "path must be"),
+    "url": (lambda grid: {"path": "s3://bucket/x"}, ValueError, "file system"),
+    "overwrite": (lambda grid: {"overwrite": 1}, TypeError, "overwrite must be"),
+    "compressor": (lambda grid: {"compressor": "gzip"}, ValueError, "compressor is 'gzip'"),
+    "codec": (lambda grid: {"compressor": 3}, TypeError, "compressor is 3"),
+    "chunks": (lambda grid: {"grid": grid, "chunks": 0}, ValueError, "chunks is 0"),
+    "dims": (lambda grid: {"grid": grid, "dims": ("x", "y")}, ValueError, "dims has 2 entries"),
+    "coords": (lambda grid: {"coords": {"q": [1]}}, ValueError, "coords has 'q'"),
+    "sizes": (lambda grid: {"grid": grid, "coords": {"axis_0": [1]}}, ValueError, r"has shape \(1,\)"),
+    "attrs": (lambda grid: {"attrs": {"q": {}}}, ValueError, "attrs has 'q'"),
+    "json": (lambda grid: {"attrs": {"": {"f": print}}}, TypeError, "JSON"),
+}
+
+
+@pytest.mark.parametrize("which", WRONG)
+@pytest.mark.parametrize("where", ["all", "last"])
+def test_wrong_arguments(comm, folder, which, where):
+    """All ranks raise, wherever the wrong argument is, and nothing is made."""
+    make, kind, text = WRONG[which]
+    grid = jaxmpi.Grid((0,), (3 * comm.size,))
+    right = {"path": folder / "state", "tree": jnp.zeros(3), "grid": grid}
+    wrong = {**right, **make(grid)} if where == "all" or comm.rank == comm.size - 1 else right
+    call = lambda path, tree, **more: io.save(path, tree, **more)  # noqa: E731
+    with pytest.raises(kind, match=text if wrong is not right else ""):
+        call(**wrong)
+    assert_nothing(comm, folder)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("which", ["value", "shape", "dtype", "structure", "grid", "keep"])
+def test_ranks_that_differ(comm, folder, which):
+    mine = {"x": jnp.zeros(3), "step": 1}
+    call, more = io.save, {}
+    if comm.rank == 1:
+        mine = {
+            "value": {"x": jnp.zeros(3).at[1].set(-0.0), "step": 1},
+            "shape": {"x": jnp.zeros(4), "step": 1},
+            "dtype": {"x": jnp.zeros(3, jnp.float16), "step": 1},
+            "structure": {"x": jnp.zeros(3), "steps": 1},
+        }.get(which, mine)
+    if which == "grid":
+        more["grid"] = jaxmpi.Grid((0,), (3 * comm.size,)) if comm.rank else None
+    if which == "keep":
+        call, more["keep"] = io.checkpoint, 1 + comm.rank
+    with pytest.raises(ValueError, match=r"another one than on rank 0"):
+        call(folder / "state", mine, **more)
+    assert_nothing(comm, folder)
+
+
+def test_path_exists(comm, folder):
+    (folder / "file").write_text("mine") if comm.rank == 0 else None
+    (folder / "folder").mkdir() if comm.rank == 0 else None
+    io.save(folder / "state", 1)
+    for name in ("file", "folder", "state"):
+        with pytest.raises(FileExistsError, match=name):
+            io.save(folder / name, 2)
+    for name in ("file", "folder"):
+        with pytest.raises(FileExistsError, match=r"not a state of jaxmpi\.io"):
+            io.save(folder / name, 2, overwrite=True)
+    with pytest.raises(OSError, match="save"):
+        io.save(folder / "file" / "state", 2)
+    io.save(folder / "state", 2, overwrite=True)
+    assert io.load(folder / "state") == 2
+    assert_nothing(comm, folder, "file", "folder", "state")
+
+
+@pytest.mark.parametrize("call", [1, 3])
+@pytest.mark.parametrize("what", ["chunk", "metadata", "rename"])
+def test_no_room(comm, folder, monkeypatch, what, call):
+    """One rank cannot write: all raise, the old state remains, and nothing is left."""
+    grid = jaxmpi.Grid((0,), (7 * comm.size + 1,))
+    x = jnp.zeros(grid.local_shape)
+    io.save(folder / "state", {"x": x, "n": 1}, grid=grid)
+    numbers, failing = itertools.count(1), comm.size - 1 if what == "chunk" else 0
+
+    def fails(true):
+        def instead(*arguments, **options):
+            if comm.rank == failing and next(numbers) >= call:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return true(*arguments, **options)
+
+        return instead
+
+    if what == "chunk":
+        monkeypatch.setattr(store, "_write_file", fails(store._write_file))
+    elif what == "metadata":
+        monkeypatch.setattr(store, "make" if call == 1 else "replace", fails(store.make))
+        call = 1
+    else:
+        monkeypatch.setattr(commit.os, "rename", fails(os.rename))
+        call = 1
+    with pytest.raises(OSError, match="No space left") as raised_here:
+        io.save(folder / "state", {"x": x + 1, "y": x, "n": 2}, grid=grid, chunks=2, overwrite=True)
+    assert (raised_here.value.errno == errno.ENOSPC) == (comm.rank == failing)
+    monkeypatch.undo()
+    comm.Barrier()
+    assert io.load(folder / "state")["n"] == 1
+    assert_nothing(comm, folder, "state")
+
+
+@pytest.mark.parametrize("compressor", [None, "zstd"])
+@pytest.mark.parametrize("damage", ["missing", "cut", "longer", "bit", "empty"])
+def test_damaged_chunks(comm, folder, damage, compressor):
+    """An error on all ranks, and never wrong numbers: also if one rank alone reads the chunk."""
+    grid = jaxmpi.Grid((0,), (4 * comm.size,))
+    io.save(folder / "state", {"x": jnp.arange(4.0) + comm.rank}, grid=grid, compressor=compressor)
+    if comm.rank == 0:
+        path = folder / "state" / "x" / "c" / str(comm.size - 1)
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 4
+        new = {"cut": data[:-3], "longer": data + b"x", "bit": data, "empty": b""}
+        path.write_bytes(new[damage]) if damage in new else path.unlink()
+    comm.Barrier()
+    with pytest.raises(OSError, match=f"the chunk .*x/c/{comm.size - 1} is (missing|damaged)"):
+        io.load(folder / "state", grid=grid)
+
+
+def test_damaged_metadata(comm, folder):
+    io.save(folder / "state", {"x": np.arange(3)})
+    good = (folder / "state" / "zarr.json").read_bytes()
+    comm.Barrier()
+
+    def put(data):
+        (folder / "state" / "zarr.json").write_bytes(data) if comm.rank == 0 else None
+        comm.Barrier()
+
+    root = json.loads(good)
+    del root["consolidated_metadata"]["metadata"]["x"]
+    newer = json.loads(good)
+    newer["attributes"]["jaxmpi"]["format"] = 99
+    for data, text in (
+        (good[: len(good) // 2], "is damaged"),
+        (b"", "is damaged"),
+        (b"[]", "is damaged"),
+        (json.dumps(root).encode(), "is damaged"),
+        (json.dumps(newer).encode(), "later version"),
+        (b'{"zarr_format": 3, "node_type": "group", "attributes": {}}', "no state of jaxmpi.io"),
+    ):
+        put(data)
+        with pytest.raises(ValueError, match=text):
+            io.load(folder / "state")
+    for path in ("nothing", "state/x/c", "state/x/c/0"):
+        with pytest.raises(FileNotFoundError, match=r"there is no|is no state"):
+            io.load(folder / path)
+
+
+def test_other_grids(comm, folder):
+    grid = jaxmpi.Grid((0,), (4 * comm.size,))
+    io.save(folder / "state", {"x": jnp.zeros((2, 4))}, grid=grid)
+    with pytest.raises(ValueError, match=r"x has .* cells along the axes of the grid"):
+        io.load(folder / "state", grid=jaxmpi.Grid((0,), (5 * comm.size,)))
+    with pytest.raises(ValueError, match="axes= says"):
+        io.load(folder / "state", grid=jaxmpi.Grid((0, 1), (2, 4 * comm.size)))
+    two = jaxmpi.Grid((1, 0), (2, 4 * comm.size))
+    assert io.load(folder / "state", grid=two, axes=(0, 1))["x"].shape == two.local_shape
+    map = jaxmpi.IndexMap(np.arange(comm.rank, 9, comm.size), [])
+    with pytest.raises(ValueError, match="not divided by an IndexMap"):
+        io.load(folder / "state", grid=map)
+    io.save(folder / "rows", {"x": jnp.zeros(map.sizes[0])}, grid=map)
+    with pytest.raises(ValueError, match="has 9 rows"):
+        io.load(folder / "rows", grid=jaxmpi.IndexMap(np.arange(comm.rank, 8, comm.size), []))
+    with pytest.raises(ValueError, match="other rows: the file has no rows 9"):
+        io.load(folder / "rows", grid=jaxmpi.IndexMap(np.arange(1 + comm.rank, 10, comm.size), []))
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def test_checkpoints(comm, folder):
+    path = folder / "deep" / "states"
+    assert io.latest(path) is None
+    for i in range(5):
+        state = io.checkpoint(path, {"i": i})
+        assert state == path / f"{i:08d}"
+        assert io.load(io.latest(path))["i"] == i
+        comm.Barrier()
+        assert sorted(os.listdir(path)) == [f"{j:08d}" for j in range(max(0, i - 2), i + 1)]
+        comm.Barrier()
+    io.checkpoint(path, {"i": 40}, step=40, keep=1)
+    comm.Barrier()
+    assert os.listdir(path) == ["00000040"]
+    assert io.checkpoint(path, {"i": 41}, keep=None).name == "00000041"
+    with pytest.raises(FileExistsError):
+        io.checkpoint(path, {"i": 0}, step=40)
+    io.checkpoint(path, {"i": 7}, step=40, overwrite=True, keep=None)
+    assert io.load(path / "00000040")["i"] == 7
+    # An older one than all others is not removed as it is written.
+    assert io.checkpoint(path, {"i": 3}, step=3, keep=1).exists()
+    for wrong in ({"keep": 0}, {"step": -1}):
+        with pytest.raises(ValueError, match=r"checkpoint: (keep|step)"):
+            io.checkpoint(path, 1, **wrong)
+
+
+def test_what_dead_runs_leave(comm, folder):
+    """Half-written and half-removed states are not there, and go with the next one; a replaced state is found."""
+    for i in range(2):
+        io.checkpoint(folder, {"i": i})
+    if comm.rank == 0:
+        (folder / ".00000002.partial" / "x").mkdir(parents=True)
+        shutil.copytree(folder / "00000000", folder / ".00000000.removed")
+        os.rename(folder / "00000001", folder / ".00000001.replaced")
+        (folder / "notes.txt").write_text("mine")
+    comm.Barrier()
+    assert io.latest(folder).name == "00000001"
+    assert io.load(io.latest(folder))["i"] == 1
+    assert io.checkpoint(folder, {"i": 2}).name == "00000002"
+    assert_nothing(comm, folder, "00000000", "00000001", "00000002", "notes.txt")
+
+
+def test_replacement_that_was_interrupted(comm, folder):
+    io.save(folder / "state", 1)
+    if comm.rank == 0:
+        shutil.copytree(folder / "state", folder / ".state.partial")
+        os.rename(folder / "state", folder / ".state.replaced")
+    comm.Barrier()
+    assert io.load(folder / "state") == 1
+    comm.Barrier()
+    with pytest.raises(FileExistsError):
+        io.save(folder / "state", 2)
+    io.save(folder / "state", 2, overwrite=True)
+    assert io.load(folder / "state") == 2
+    assert_nothing(comm, folder, "state")
+
+
+def test_raised_in_programs(comm, folder):
+    """An error of saving leaves the communicator usable."""
+    with pytest.raises(FileNotFoundError):
+        io.load(folder / "nothing")
+    assert raised(lambda: jaxmpi.allreduce(jnp.ones(2), MPI.SUM)) == ""
