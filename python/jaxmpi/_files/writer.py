@@ -98,7 +98,14 @@ class Writer:
         resume = given.truth(resume, operation, "resume")
         compressors = store.codecs(compressor, operation)
         self._options = Given(
-            grid, comm, names, Options(width, axes, chunks, dims, coords), dict(attrs or {}), compressors, resume
+            grid,
+            comm,
+            names,
+            Options(width, axes, chunks, dims, coords),
+            dict(attrs or {}),
+            compressors,
+            resume,
+            self._every,
         )
         self._calls = 0
         self._series: _Series | None = None
@@ -182,6 +189,7 @@ class Given:
     attrs: dict[str, Any]
     compressors: tuple[Any, ...]
     resume: bool
+    every: int
 
 
 def _positive(value: Any, operation: str, name: str) -> int:
@@ -436,7 +444,7 @@ def _open(operation: str, path: Path, its: Given, time: Any, tree: Any) -> _Seri
     plan, failure = agreement.attempt(lambda: _plan(comm, path, its, time, tree, old, operation))
     agreement.sums(comm, operation, failure)
     assert plan is not None
-    saving.compare(comm, plan, operation, its.resume)
+    saving.compare(comm, plan, operation, resume=its.resume, every=its.every, fields=its.names)
     steps = [part for part in plan.parts if part.record.type != "index"]
     constant = [part for part in plan.parts if part.record.type == "index"] + plan.coordinates
     series = _Series(path, comm, its, steps, {}, plan.meta(), [], 0, 0, [part.record for part in plan.parts])
