@@ -78,6 +78,8 @@ def examples(page, comm=None):
 def test_page(page, comm, monkeypatch):
     if not NEW_JAX:
         pytest.skip("derivatives are on most pages")
+    if page.stem == "files":
+        pytest.importorskip("zarr", minversion="3")
     with mock.patch.dict(os.environ), jax.enable_x64(False), tempfile.TemporaryDirectory() as folder:
         monkeypatch.chdir(folder)
         for example in examples(page, comm):

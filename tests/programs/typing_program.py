@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +12,7 @@ from mpi4py import MPI
 from typing_extensions import assert_type
 
 import jaxmpi
-from jaxmpi import Token, notoken
+from jaxmpi import Token, io, notoken
 from jaxmpi.testing import check_grads
 
 x = jnp.ones(3)
@@ -55,6 +56,12 @@ assert_type(jaxmpi.isend(x, 1), tuple[Any, Token])
 assert_type(jaxmpi.wait(jaxmpi.isend(x, 1)[0], after=x), tuple[Any, Token])
 assert_type(jaxmpi.waitall([], token=None), tuple[Any, Token])
 assert_type(jaxmpi.migrate({"a": x}, jnp.zeros(3, int), rows=5, count=2), tuple[Any, jax.Array, jax.Array])
+assert_type(io.checkpoint("states", {"a": x, "step": 1}, grid=jaxmpi.Grid(4, 8), width=[(1, 2)], keep=None), Path)
+assert_type(io.latest(Path("states")), Path | None)
+io.save("state", x, chunks=(2, 3), dims="x", coords={"x": x}, attrs={"": {"title": ""}}, overwrite=True)
+io.save(x, "state")  # error
+io.load("state", like={"a": x}, axes=[0], comm=MPI.COMM_SELF)["a"]
+io.checkpoint("states", x, 3)  # error
 jaxmpi.migrate(x)  # error
 jaxmpi.migrate(x, x, 5)  # error
 jaxmpi.isend(x)  # error

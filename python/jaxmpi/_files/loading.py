@@ -270,7 +270,9 @@ def _values(comm: MPI.Intracomm, state: State, wanted: Sequence[Wanted], operati
         failure = failure or error
         found.append(values)
     agreement.sums(comm, operation, failure)
-    return [_finished(*its) for its in zip(found, wanted, readers, strict=True)]
+    for i, (its, reader) in enumerate(zip(wanted, readers, strict=True)):
+        found[i] = _finished(found[i], its, reader)  # what has been read goes, one after the other
+    return found
 
 
 def _readers(comm: MPI.Intracomm, state: State, wanted: Sequence[Wanted], operation: str) -> list[rows.Reader | None]:

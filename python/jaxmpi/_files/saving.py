@@ -138,7 +138,10 @@ def plan_of(
 
 def compare(comm: MPI.Intracomm, plan: Plan, operation: str, **more: Any) -> None:
     """Raises ValueError on all ranks if what must be the same on them is not."""
-    agreement.same(comm, operation, [*((name, repr(value)) for name, value in more.items()), *facts(plan)], _differs)
+    found, failure = agreement.attempt(lambda: facts(plan))  # the values may be those of a computation that failed
+    agreement.sums(comm, operation, failure)
+    assert found is not None
+    agreement.same(comm, operation, [*((name, repr(value)) for name, value in more.items()), *found], _differs)
 
 
 def facts(plan: Plan) -> list[tuple[str, str]]:

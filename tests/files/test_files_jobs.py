@@ -1,0 +1,292 @@
+"""States in files of jobs of their own: other numbers of ranks, ranks that are killed, folders without room."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxmpi import io
+from support import drawing
+from support.launch import launch
+
+pytest.importorskip("zarr", minversion="3")
+pytestmark = [pytest.mark.launches, pytest.mark.seconds(400)]
+
+STATE = """
+    import sys
+    import numpy as np
+    from jaxmpi import io
+
+    H = np.arange(3 * 13 * 10, dtype=np.float32).reshape(3, 13, 10)
+    U = np.arange(14 * 10, dtype=np.int16).reshape(14, 10)
+    ROWS = np.arange(2 * 29.0).reshape(29, 2)
+    IDS = np.arange(29) ** 2
+
+    def grid(comm=None):
+        return jaxmpi.Grid((0, 0), (13, 10), comm=comm)
+
+    def owner(size):
+        return np.random.default_rng(size).integers(0, size, 29)
+
+    def map():
+        ghosts = np.random.default_rng(rank).choice(IDS, 4)
+        return jaxmpi.IndexMap(IDS[owner(size) == rank], ghosts)
+
+    def tree(g, m):
+        rows = dict(zip(IDS.tolist(), ROWS))
+        local = np.array([rows[i] for i in (*m.owned.tolist(), *m.ghosts.tolist())]).reshape(-1, 2)
+        blocks = g.scatter({"h": H, "u": U}, None, width=1)
+        return {"blocks": blocks, "rows": local, "half": jnp.asarray(H[0][g.slices]).astype(jnp.bfloat16), "step": 7}
+
+    def divisions(g, m):
+        return {"blocks": g, "rows": m, "half": None, "step": None}
+"""
+
+
+@pytest.mark.parametrize("written", [1, 2, 3, 4])
+def test_other_numbers_of_ranks(script, tmp_path, written):
+    """What some ranks have written, others read: bit-equal to what they have themselves."""
+    program = script(
+        STATE
+        + """
+    g, m = grid(), map()
+    mine = tree(g, m)
+    half = {"half": mine.pop("half"), "key": jax.random.key(rank * 0)}
+    its = divisions(g, m)
+    its.pop("half")
+    if sys.argv[2] == "write":
+        io.save(sys.argv[1] + "/a", mine, grid=its, width=1)
+        io.save(sys.argv[1] + "/b", half, grid=g)
+    for path, wanted, division, width in (("/a", mine, its, 1), ("/b", half, g, 0)):
+        found = io.load(sys.argv[1] + path, grid=division, width=width)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+            if isinstance(a, jax.Array) and jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+                a, b = jax.random.key_data(a), jax.random.key_data(b)
+            assert np.asarray(a).dtype == np.asarray(b).dtype
+            np.testing.assert_array_equal(a, b)
+    """
+    )
+    launch(written, program, tmp_path, "write")
+    whole = io.load(tmp_path / "a")
+    np.testing.assert_array_equal(whole["blocks"]["h"], np.arange(390).reshape(3, 13, 10))
+    np.testing.assert_array_equal(whole["rows"], np.arange(58.0).reshape(29, 2))
+    for read in (1, 8) if drawing.brief else (1, 2, 3, 4, 5, 6, 7, 8):
+        launch(read, program, tmp_path, "read")
+
+
+def test_without_wide_types(script, tmp_path):
+    """NumPy's wide numbers keep their bits where JAX has none of 64 bits; JAX's own are an error that helps."""
+    program = script(
+        """
+    import sys
+    import numpy as np
+    from jaxmpi import io
+    assert not jax.config.read("jax_enable_x64")
+    whole = np.random.default_rng(0).random((7, 9))
+    g = jaxmpi.Grid((0, 1), whole.shape)
+    block = whole[g.slices]
+    ids = np.arange(rank, 11, size)
+    m = jaxmpi.IndexMap(ids, [0, 5])
+    rows = np.concatenate([m.owned, m.ghosts]) + 0.1
+    tree = {"f": block, "z": block * 1j, "n": (block * 2.0**60).astype(np.int64), "p": 0.1, "r": rows, "i": 2**40}
+    io.save(sys.argv[1] + "/a", tree, grid={**dict.fromkeys("fzn", g), "p": None, "r": m, "i": None}, chunks=2)
+    found = io.load(sys.argv[1] + "/a", grid={**dict.fromkeys("fzn", g), "p": None, "r": m, "i": None}, width=1)
+    for name in "fzn":
+        assert found[name].dtype == tree[name].dtype
+        assert np.array_equal(found[name][1:-1, 1:-1], tree[name]), name
+    assert np.array_equal(found["r"], rows) and found["p"] == 0.1 and found["i"] == 2**40
+    try:
+        io.load(sys.argv[1] + "/a", like={"f": jax.ShapeDtypeStruct((7, 9), np.float64)})
+    except ValueError as error:
+        assert "jax_enable_x64" in str(error), error
+    else:
+        raise AssertionError
+    assert io.load(sys.argv[1] + "/a", like={"f": np.empty((7, 9))})["f"].dtype == np.float64
+    """
+    )
+    launch(2, program, tmp_path, JAX_ENABLE_X64="0")
+
+
+def test_import_is_light(script):
+    """zarr is imported by the first call, and where it is missing the error says what to install."""
+    program = script(
+        """
+    import sys
+    from jaxmpi import io
+    assert "zarr" not in sys.modules and "google_crc32c" not in sys.modules
+    sys.modules["zarr"] = None
+    for call in (lambda: io.save("nowhere", 1), lambda: io.checkpoint("nowhere", 1)):
+        try:
+            call()
+        except ImportError as error:
+            assert "pip install 'jaxmpi[io]'" in str(error), error
+        else:
+            raise AssertionError
+    """
+    )
+    launch(2, program)
+
+
+CHECKPOINTS = (
+    STATE
+    + """
+    g, m = grid(), map()
+    mine = tree(g, m)
+    del mine["half"]
+    its = divisions(g, m)
+    del its["half"]
+    folder = sys.argv[1]
+    last = io.latest(folder)
+    step = io.load(last, grid=its, width=1)["step"] + 1 if last else 0
+    if last:
+        assert int(last.name) == step - 1
+        np.testing.assert_array_equal(io.load(last)["blocks"]["h"], H + step - 1)
+    print("begins with", step, flush=True)
+    until = step + int(sys.argv[2])
+    while step < until:
+        blocks = {**mine["blocks"], "h": mine["blocks"]["h"] + step}
+        path = io.checkpoint(folder, {**mine, "blocks": blocks, "step": step}, keep=2, grid=its, width=1, chunks=3)
+        assert int(path.name) == step
+        if rank == 0:
+            print("wrote", step, flush=True)
+        step += 1
+"""
+)
+
+
+def test_killed_ranks(script, tmp_path):
+    """A rank is killed at random times while it writes. Each time the last complete state is there, and the next run
+    goes on with it as if nothing had been."""
+    times = 4 if drawing.brief else 20
+    source = (
+        CHECKPOINTS
+        + """
+        if rank == int(sys.argv[3]) and step == until - int(sys.argv[2]) + 1:
+            import os, signal, threading
+            threading.Timer(float(sys.argv[4]), os.kill, (os.getpid(), signal.SIGKILL)).start()
+"""
+    )
+    program = script(source)
+    chance = random.Random(1)
+    folder = tmp_path / "states"
+    reached = 0
+    for _ in range(times):
+        # It begins with the last complete state, and writes more until a rank is killed.
+        rank, delay = chance.randrange(3), chance.random() * 0.3
+        done = launch(3, program, folder, 400, rank, delay, check=False)
+        assert done.returncode != 0
+        wrote = [int(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("wrote")]
+        begun = int(done.stdout.split("begins with ")[1].split()[0])
+        assert reached <= begun <= reached + 1
+        reached = max(wrote, default=begun - 1) + 1
+        names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
+        assert reached - 1 <= int(names[-1]) <= reached
+    launch(2, program, folder, 3, -1, 0)
+    assert len(os.listdir(folder)) == 2
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
+def test_full_file_system(script, tmp_path):
+    """A state that does not fit: an error on all ranks, the last one loads, nothing is left, and a smaller one fits."""
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "none", str(small)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"mount: {mounted.stderr}")
+    try:
+        program = script(
+            """
+    import errno, os, sys
+    import numpy as np
+    from jaxmpi import io
+    folder = sys.argv[1]
+    g = jaxmpi.Grid((0,), (1 << 20,))
+    x = np.arange(1 << 20, dtype=np.float32)[g.slices]
+    io.checkpoint(folder, {"x": x, "i": 0}, grid=g)
+    for call in (io.checkpoint, lambda path, *a, **b: io.save(path + "/other", *a, **b)):
+        try:
+            call(folder, {"x": x + 1, "i": 1}, grid=g)
+        except OSError as error:
+            assert "No space left" in str(error), error
+        else:
+            raise AssertionError
+        assert os.listdir(folder) == ["00000000"]
+        MPI.COMM_WORLD.Barrier()
+    found = io.load(io.latest(folder), grid=g)
+    assert found["i"] == 0 and np.array_equal(found["x"], x)
+    io.checkpoint(folder, {"x": x[: len(x) // 4], "i": 1}, grid=jaxmpi.Grid((0,), (1 << 18,)))
+    assert io.load(io.latest(folder))["i"] == 1
+    """
+        )
+        launch(2, program, small)
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
+def test_read_only_file_system(script, tmp_path):
+    still = tmp_path / "still"
+    still.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", str(still)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"mount: {mounted.stderr}")
+    try:
+        program = script(
+            """
+    import sys
+    from jaxmpi import io
+    for call in (io.checkpoint, lambda path, tree: io.save(path + "/state", tree)):
+        try:
+            call(sys.argv[1], {"i": 1})
+        except OSError as error:
+            assert "Read-only file system" in str(error), error
+        else:
+            raise AssertionError
+    assert io.latest(sys.argv[1]) is None
+    """
+        )
+        launch(2, program, still)
+    finally:
+        subprocess.run(["umount", str(still)], check=True)
+
+
+def test_read_by_others(script, tmp_path):
+    """A program that knows nothing of jaxmpi reads the numbers."""
+    program = script(
+        STATE
+        + """
+    g, m = grid(), map()
+    mine = tree(g, m)
+    half = mine.pop("half")
+    its = divisions(g, m)
+    its.pop("half")
+    io.save(sys.argv[1] + "/a", mine, grid=its, width=1, dims=("y", "x"), coords={"x": np.arange(10) / 2})
+    io.save(sys.argv[1] + "/b", half, grid=g)
+    """
+    )
+    launch(3, program, tmp_path)
+    reads = """
+import json, sys, warnings
+warnings.simplefilter("error")
+import numpy as np, xarray, zarr
+a = xarray.open_zarr(sys.argv[1] + "/a")
+assert a["blocks.h"].dims == ("blocks.h_0", "y", "x"), a
+assert a["blocks.u"].dims == ("y_outer", "x")
+assert float(a["blocks.h"].sel(x=2.5)[1, 3]) == 130 + 35
+b = zarr.open_group(sys.argv[1] + "/b", mode="r")
+assert b["data"].dtype == np.float32 and "jaxmpi" not in sys.modules
+print(json.dumps([a["blocks.h"].values.tolist(), a["rows"].values.tolist(), a.index.values.tolist(), int(a.step)]))
+"""
+    said = subprocess.run([sys.executable, "-c", reads, tmp_path], capture_output=True, text=True, timeout=100)
+    assert said.returncode == 0, said.stderr
+    h, rows, index, step = json.loads(said.stdout)
+    np.testing.assert_array_equal(h, np.arange(390).reshape(3, 13, 10))
+    np.testing.assert_array_equal(rows, np.arange(58.0).reshape(29, 2))
+    assert index == [i * i for i in range(29)]
+    assert step == 7
+    assert Path(tmp_path, "a", "zarr.json").exists()
