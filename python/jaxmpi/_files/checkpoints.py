@@ -21,7 +21,7 @@ def checkpoint(
     keep: int | None = 3,
     step: int | None = None,
     grid: Any = None,
-    width: Width = 0,
+    width: Width | dict[str, Any] = 0,
     axes: Sequence[int] | None = None,
     comm: MPI.Comm | None = None,
     chunks: int | Sequence[int] | None = None,

@@ -95,7 +95,8 @@ def load(
       grid: how fields are divided among the ranks: a `Grid` of the global shape with which they were saved; for rows an
         `IndexMap` of the same rows, in any division. None: each rank gets all of them. Or a tree of these that is a
         prefix of the tree. What was not divided is the same on all ranks.
-      width: of the halo that fields get, as in `Grid.scatter`: cells of neighbours, and zeros at walls.
+      width: of the halo that fields get, as in `Grid.scatter`: cells of neighbours, and zeros at walls. Or a dict with
+        those of some keys of the tree.
       axes: which axes of the fields are those of the Grid. None: those with which they were saved.
       comm: an intra-communicator, where there is no grid; a clone of COMM_WORLD where it is None.
       like: a tree of arrays, `jax.ShapeDtypeStruct`, or Python values that says what is loaded, and of which types:

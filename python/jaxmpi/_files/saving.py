@@ -77,7 +77,8 @@ def save(
         fields; numbers and arrays with fewer axes are the same on all ranks. An `IndexMap`: arrays are its rows.
         None: all is the same on all ranks. Or a tree of these that is a prefix of `tree`:
         `{"state": grid, "step": None}`.
-      width: of the halo that the fields of a Grid have, as in `Grid.exchange`.
+      width: of the halo that the fields of a Grid have, as in `Grid.exchange`; or a dict with those of some keys of the
+        tree, such as {"state": 1}; the others have none.
       axes: which axes of the fields are those of the Grid, as in `Grid.exchange`.
       comm: an intra-communicator, where there is no grid; a clone of COMM_WORLD where it is None.
       chunks: how many cells a chunk has along each axis of the grid. None: what each process has along it; chunks of
