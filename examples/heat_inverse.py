@@ -7,9 +7,12 @@ loop, exchanges of halos included.
 
     python heat_inverse.py                          # one process
     python -m jaxmpi.run -n 2 heat_inverse.py       # the same result on two, or any other number
+    python -m jaxmpi.run -n 2 heat_inverse.py --output k.zarr --checkpoints saved
+    python -m jaxmpi.run -n 3 heat_inverse.py --output k.zarr --checkpoints saved --restart
 
 A run shows a progress bar with the loss, prints how far the estimate is from the truth before and after, writes
-`heat-inverse.png` and prints where it is.
+`heat-inverse.png` and prints where it is. `--output` writes k of every tenth iteration. `--checkpoints` keeps the last
+estimates with the state of the optimizer, from which `--restart` goes on, on any number of processes.
 
 The model and the loss, with temperature T, data D of each sensor and time, and G a field of all cells:
 
@@ -20,6 +23,7 @@ in finite volumes, Euler forward. Heat that flows from one cell to the next meet
 """
 
 import argparse
+import contextlib
 import math
 from functools import partial
 from pathlib import Path
@@ -33,6 +37,7 @@ from mpi4py import MPI
 from tqdm import tqdm
 
 import jaxmpi
+from jaxmpi import io
 from jaxmpi.notoken import allreduce
 
 EDGE = 0.1  # of the plate [m]
@@ -169,8 +174,14 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--size", type=int, default=32, help="cells per axis (default: %(default)s)")
     parser.add_argument("--iterations", type=int, default=200, help="(default: %(default)s)")
     parser.add_argument("--save-state", type=Path, metavar="FILE.npz", help="write k, its truth and the losses")
+    parser.add_argument("--output", type=Path, metavar="FILE.zarr", help="write k of every tenth iteration")
+    parser.add_argument("--checkpoints", type=Path, metavar="DIR", help="keep the last estimates there")
+    parser.add_argument("--restart", action="store_true", help="go on from the last estimate in the --checkpoints")
     parser.add_argument("--output-dir", type=Path, default=Path(), metavar="DIR", help="where the picture goes")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.restart and not options.checkpoints:
+        parser.error("--restart needs the folder of --checkpoints")
+    return options
 
 
 def main() -> None:
@@ -188,12 +199,31 @@ def main() -> None:
         return optax.apply_updates(g, updates), state, loss
 
     g = jnp.zeros(grid.local_shape)
-    state, losses, before = optimizer.init(g), [], distance(g, grid)
-    with tqdm(range(options.iterations), unit=" iterations", disable=rank != 0) as bar:
-        for _ in bar:
+    state, losses, before = optimizer.init(g), np.full(options.iterations, np.nan), distance(g, grid)
+    begin = 0
+    if options.restart:
+        newest = io.latest(options.checkpoints)
+        if newest is None:
+            raise SystemExit(f"--restart: there is no complete estimate in {options.checkpoints}")
+        # The optimizer's state has types of its own, so the file alone does not say what to make of it.
+        like = {"g": g, "state": state, "losses": losses, "done": 0}
+        g, state, losses, begin = map(io.load(newest, grid=grid, like=like).get, like)
+    with contextlib.ExitStack() as stack:
+        out = None
+        if options.output:
+            out = stack.enter_context(
+                io.Writer(options.output, grid, every=10, resume=options.restart, dims=("y", "x"))
+            )
+        bar = stack.enter_context(tqdm(range(begin, options.iterations), unit=" iterations", disable=rank != 0))
+        for i in bar:
+            if out:
+                out.append(i, {"k": MEAN * jnp.exp(g)})
             g, state, loss = improve(g, state)
-            losses.append(float(loss))
-            bar.set_postfix_str(f"loss {losses[-1]:.4g}")
+            losses[i] = float(loss)
+            bar.set_postfix_str(f"loss {losses[i]:.4g}")
+            if options.checkpoints and (i + 1) % 10 == 0:
+                tree = {"g": g, "state": state, "losses": losses, "done": i + 1}
+                io.checkpoint(options.checkpoints, tree, grid=grid, keep=2)
 
     after = distance(g, grid)
     true, found = grid.gather((MEAN * jnp.exp(truth(grid)), MEAN * jnp.exp(g)))
@@ -203,7 +233,7 @@ def main() -> None:
     print(f"Relative error of k: {float(before):.3f} before, {float(after):.3f} after")
     options.output_dir.mkdir(parents=True, exist_ok=True)
     picture = (options.output_dir / "heat-inverse.png").resolve()
-    save_picture(picture, np.asarray(true), np.asarray(found), np.asarray(losses))
+    save_picture(picture, np.asarray(true), np.asarray(found), losses)
     print(f"Picture: {picture}")
     if options.save_state:
         np.savez(options.save_state, k=found, truth=true, losses=losses)

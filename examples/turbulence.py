@@ -8,9 +8,12 @@ Taylor-Green vortex decays by a formula, with which its energy is compared.
     python turbulence.py                                                 # one process
     python -m jaxmpi.run -n 2 turbulence.py --save-animation             # the same result on two, or any other number
     python -m jaxmpi.run -n 3 turbulence.py --case taylor-green --size 32
+    python -m jaxmpi.run -n 2 turbulence.py --steps 200 --output w.zarr --checkpoints saved
+    python -m jaxmpi.run -n 3 turbulence.py --steps 400 --output w.zarr --checkpoints saved --restart
 
 A run shows a progress bar, prints the comparisons, writes `turbulence.png` (if asked, `turbulence.gif` too) and prints
-where they are.
+where they are. `--output` writes the vorticity of many times, `--checkpoints` keeps the last states, from which
+`--restart` goes on, on any number of processes (`pip install 'jaxmpi[io]'`).
 
 The equation of the vorticity w, for a square of side 2 pi and times without units:
 
@@ -20,6 +23,7 @@ A step is one of Runge and Kutta's method of fourth order, in which viscosity is
 """
 
 import argparse
+import contextlib
 import math
 from functools import partial
 from pathlib import Path
@@ -32,6 +36,7 @@ from mpi4py import MPI
 from tqdm import tqdm
 
 import jaxmpi
+from jaxmpi import io
 from jaxmpi.fft import Transform
 from jaxmpi.notoken import allreduce
 
@@ -107,6 +112,15 @@ def make_vorticity(case: str, size: int, transform: Transform) -> jax.Array:
     return jnp.asarray(modes[transform.spectral_grid.slices])
 
 
+def load_checkpoint(folder: Path, transform: Transform) -> tuple[jax.Array, int]:
+    """The modes of the last state that is complete, and its steps."""
+    newest = io.latest(folder)
+    if newest is None:
+        raise SystemExit(f"--restart: there is no complete state in {folder}")
+    state = io.load(newest, grid=transform.spectral_grid)
+    return state["w"], state["steps"]
+
+
 def save_picture(path: Path, frames: list[np.ndarray], times: list[float], energies: list[float]) -> None:
     import matplotlib
 
@@ -152,8 +166,14 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=STEPS, help="time steps (default: %(default)s)")
     parser.add_argument("--save-animation", action="store_true", help="write turbulence.gif")
     parser.add_argument("--save-state", type=Path, metavar="FILE.npz", help="write the last vorticity and the energies")
+    parser.add_argument("--output", type=Path, metavar="FILE.zarr", help="write the vorticity of many times")
+    parser.add_argument("--checkpoints", type=Path, metavar="DIR", help="keep the last states there")
+    parser.add_argument("--restart", action="store_true", help="go on from the last state in the --checkpoints")
     parser.add_argument("--output-dir", type=Path, default=Path(), metavar="DIR", help="where the picture goes")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.restart and not options.checkpoints:
+        parser.error("--restart needs the folder of --checkpoints")
+    return options
 
 
 def main() -> None:
@@ -161,6 +181,9 @@ def main() -> None:
     jax.config.update("jax_enable_x64", True)
     transform, viscosity = make_transform(options.size), VISCOSITY[options.case]
     first = w = make_vorticity(options.case, options.size, transform)
+    begin = 0
+    if options.restart:
+        w, begin = load_checkpoint(options.checkpoints, transform)
     run = jaxmpi.jit(partial(advance, transform=transform), static_argnames="steps")
     points, energy_of = jaxmpi.jit(transform.backward), jaxmpi.jit(partial(energy, transform=transform))
     frames, times, energies = [], [], []
@@ -170,14 +193,26 @@ def main() -> None:
         times.append(done * TIME_STEP)
         energies.append(float(energy_of(w)))
 
-    keep(w, 0)
+    keep(w, begin)
     batch = max(1, options.steps // FRAMES)
-    with tqdm(total=options.steps, desc="time steps", unit="", disable=RANK != 0) as bar:
-        for done in range(0, options.steps, batch):
+    with contextlib.ExitStack() as stack:
+        bar = stack.enter_context(
+            tqdm(total=options.steps, initial=begin, desc="time steps", unit="", disable=RANK != 0)
+        )
+        out = None
+        if options.output:
+            out = io.Writer(options.output, transform.physical_grid, resume=options.restart, dims=("x", "y"))
+            out = stack.enter_context(out)
+        for done in range(begin, options.steps, batch):
             steps = min(batch, options.steps - done)
             w = jax.block_until_ready(run(w, viscosity, steps=steps))
             bar.update(steps)
             keep(w, done + steps)
+            if out:
+                out.append((done + steps) * TIME_STEP, {"vorticity": points(w)})
+            if options.checkpoints:
+                state = {"w": w, "steps": done + steps}
+                io.checkpoint(options.checkpoints, state, grid=transform.spectral_grid, keep=2)
 
     value = jaxmpi.jit(partial(final_energy, steps=options.steps, transform=transform))
     slope = jaxmpi.jit(jax.jacfwd(value))(viscosity, first)
