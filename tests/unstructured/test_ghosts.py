@@ -272,6 +272,7 @@ def test_random_accumulations(comm, size):
 
 
 @derivatives
+@pytest.mark.two_ranks_suffice
 @pytest.mark.seconds(600)
 def test_random_derivatives(comm, size):
     run_cases(comm, cases(size, SUMMED), check_derivatives, EXAMPLES // 2)

@@ -116,6 +116,7 @@ def dot(a, b):
 
 
 @needs_derivatives
+@pytest.mark.two_ranks_suffice
 @pytest.mark.seconds(600)
 def test_random_adjoints(comm, rank, size):
     """Dot products, exact since all numbers are small integers; of the adjoint of the adjoint too."""
@@ -139,6 +140,7 @@ def test_random_adjoints(comm, rank, size):
 
 
 @needs_derivatives
+@pytest.mark.two_ranks_suffice
 def test_random_batches(comm, rank, size):
     """One of two leaves is mapped, along any axis; owners are not."""
 

@@ -15,7 +15,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Names:
-    """By which names a user has called what makes a map, for errors."""
+    """The names of the function and the arguments with which a user makes a map, for errors."""
 
     operation: str = "IndexMap"
     owned: str = "owned"
