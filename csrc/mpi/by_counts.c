@@ -179,8 +179,8 @@ static ffi_error *compare_counts(struct call *c, const struct buffer *sent, cons
 }
 
 /* in: at least the rows that this rank sends  out: at least those that it receives */
-ffi_error *BODY(alltoallv)(struct call *c) {
-  ARGUMENTS(alltoallv, c);
+static ffi_error *rows_to_all(struct call *c) {
+  ARGUMENTS(alltoallv, c); /* which those of migrate are alike */
   BEGIN(c, Alltoallv, "with %" PRId64 " items and", b.in->count);
   struct parts sent, received;
   struct landing to = {NULL, NULL, 0};
@@ -203,6 +203,10 @@ ffi_error *BODY(alltoallv)(struct call *c) {
   if (received.invalid >= 0) return fail_counts(c, received.invalid, row_count(b.received, received.invalid));
   return NULL;
 }
+
+ffi_error *BODY(alltoallv)(struct call *c) { return rows_to_all(c); }
+
+ffi_error *BODY(migrate)(struct call *c) { return rows_to_all(c); }
 
 /* in: at least the rows of this rank  out, on root only: at least those of all ranks */
 ffi_error *BODY(gatherv)(struct call *c) {

@@ -56,6 +56,8 @@ ffi_error *BODY(after)(struct call *c) {
   return NULL;
 }
 
+ffi_error *BODY(outside)(struct call *c) { return call_fail(c, FFI_INTERNAL, "no program calls it: reinstall jaxmpi"); }
+
 /* in: (*shape)  out: (size, *shape) */
 ffi_error *BODY(allgather)(struct call *c) {
   ARGUMENTS(allgather, c);
@@ -78,7 +80,7 @@ ffi_error *BODY(allreduce)(struct call *c) {
 }
 
 /* in, out: (size, *shape) */
-ffi_error *BODY(alltoall)(struct call *c) {
+static ffi_error *blocks_to_all(struct call *c) {
   ARGUMENTS(alltoall, c);
   BEGIN(c, Alltoall, "with %" PRId64 " items and", b.in->count);
   struct span s = span_of(b.in->type, b.in->count / c->comm->size);
@@ -86,6 +88,10 @@ ffi_error *BODY(alltoall)(struct call *c) {
   TRY_SPAN(c, s, mpi.Alltoall(b.in->data, s.count, s.type, b.out->data, s.count, s.type, comm));
   return check_marks(c, b.out, c->comm->size, 0);
 }
+
+ffi_error *BODY(alltoall)(struct call *c) { return blocks_to_all(c); }
+
+ffi_error *BODY(migrate_counts)(struct call *c) { return blocks_to_all(c); }
 
 ffi_error *BODY(barrier)(struct call *c) {
   ARGUMENTS(barrier, c);

@@ -55,7 +55,9 @@ void summary_describe(struct text *text, const int64_t summary[SUMMARY_WORDS]) {
   const struct datatype *type = summary[SUMMARY_TYPE] >= 0 ? datatype_find((int)summary[SUMMARY_TYPE]) : NULL;
   int64_t elements = summary[SUMMARY_COUNT];
   if (type == NULL) type = array_not_passed(operation, &summary[SUMMARY_ATTRIBUTES], &elements);
-  text_add(text, "%s", operation->name);
+  bool outside = operation->row == ROW_outside;
+  const struct outside_attributes *given = (const void *)&summary[SUMMARY_ATTRIBUTES];
+  text_add(text, "%s", outside ? (const char *)object_of(given->text) : operation->name);
   if (type != NULL) text_add(text, " of %" PRId64 " %s", elements, type->name);
   for (int i = 0; i < operation->attribute_count; i++) {
     int64_t value = summary[SUMMARY_ATTRIBUTES + i];

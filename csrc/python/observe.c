@@ -45,6 +45,30 @@ static PyObject *stop_watch(PyObject *self, PyObject *args) {
   Py_RETURN_NONE;
 }
 
+PyDoc_STRVAR(
+    enter_doc,
+    "enter(comm, text) -> number\n\n"
+    "From now on this thread is reported as waiting in what the text names, a registered one, on a communicator, "
+    "until it calls `leave` with the number.");
+static PyObject *enter(PyObject *self, PyObject *args) {
+  (void)self;
+  long long comm, text;
+  if (!PyArg_ParseTuple(args, "LL", &comm, &text)) return NULL;
+  const void *objects[] = {registry_at(comm), registry_at(text)};
+  if (objects[0] == NULL || objects[1] == NULL) return PyErr_Format(PyExc_ValueError, "no communicator, or no text");
+  const int64_t summary[] = {ROW_outside, -1, 0, (intptr_t)objects[0], (intptr_t)objects[1]};
+  return PyLong_FromVoidPtr(watchdog_begin_summary(summary, (int)(sizeof summary / sizeof *summary)));
+}
+
+PyDoc_STRVAR(leave_doc, "leave(number)\n\nThis thread is done with what it has entered.");
+static PyObject *leave(PyObject *self, PyObject *number) {
+  (void)self;
+  void *record = PyLong_AsVoidPtr(number);
+  if (PyErr_Occurred()) return NULL;
+  watchdog_end(record);
+  Py_RETURN_NONE;
+}
+
 PyDoc_STRVAR(take_failure_doc,
              "take_failure() -> str or None\n\n"
              "The error of an operation that was done after its call had returned, if nobody has been told of it.");
@@ -140,6 +164,8 @@ static PyObject *close_timeline(PyObject *self, PyObject *args) {
 PyMethodDef observe_methods[] = {
     {"add_site", add_site, METH_VARARGS, add_site_doc},
     {"stop_watch", stop_watch, METH_NOARGS, stop_watch_doc},
+    {"enter", enter, METH_VARARGS, enter_doc},
+    {"leave", leave, METH_O, leave_doc},
     {"take_failure", take_failure, METH_NOARGS, take_failure_doc},
     {"failures", failures, METH_NOARGS, failures_doc},
     {"finish_comparisons", finish_comparisons, METH_NOARGS, finish_comparisons_doc},

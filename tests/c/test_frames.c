@@ -128,7 +128,8 @@ static void make_rows(struct lists *lists, const struct operation *row, const st
       sum[k] += *count;
     }
   own = ((int32_t *)counts[0].data)[comm->rank];
-  bool to_all = row->row == ROW_allgatherv || row->row == ROW_gatherv, two = row->row == ROW_alltoallv;
+  bool to_all = row->row == ROW_allgatherv || row->row == ROW_gatherv,
+       two = row->row == ROW_alltoallv || row->row == ROW_migrate;
   if (row->row != ROW_scatterv || comm->rank == root)
     lists->in[lists->in_count++] = sound_array(dtype, width * (to_all ? own : sum[0]));
   lists->in[lists->in_count++] = counts[0];
@@ -256,7 +257,7 @@ static int64_t root_of(const struct operation *row, const int64_t attributes[]) 
 static const struct operation *any_row(void) {
   uint32_t row;
   do row = draw(OPERATION_COUNT);
-  while (row == ROW_connect || row == ROW_complete);
+  while (row == ROW_connect || row == ROW_complete || row == ROW_outside);
   return &operation_table[row];
 }
 

@@ -430,6 +430,43 @@ def test_jobs_in_one_folder(tmp_path):
     errors_page.goes_on("two jobs trace into one folder")
 
 
+ROWS = """
+import jaxmpi
+rows = jaxmpi.IndexMap(range(3 * rank, 3 * rank + 3), [(3 * rank - 1) % (3 * size)])
+u = jnp.ones(4, jnp.float32)
+jaxmpi.jit(lambda u: rows.accumulate(rows.exchange({"a": u, "b": u})))(u)
+jax.grad(lambda u: notoken.wait(rows.start(u)).sum() + rows.accumulate(u).sum())(u)
+jaxmpi.migrate({"a": u, "b": u > 0, "c": u.astype(int)}, jnp.full(4, rank))
+grids = jaxmpi.Grid((size, 1), (size, size)), jaxmpi.Grid((1, size), (size, size))
+jaxmpi.redistribute(jnp.ones((1, size)), *grids)
+jax.block_until_ready(notoken.wait(jaxmpi.iredistribute(jnp.ones((1, size)), *grids)))
+"""
+
+
+def test_rows_and_grids_are_named_as_users_know_them(tmp_path):
+    """Exchanges by index and their derivatives, rows that move, redistributions: their names, sizes, lines."""
+    folder, _ = run_traced(tmp_path, 2, ROWS)
+    ranks = files.read(folder)
+    expected = {
+        "IndexMap.exchange": 1, "IndexMap.accumulate": 2, "IndexMap.accumulate of cotangents": 1, "IndexMap.start": 1,
+        "wait for IndexMap.start": 1, "IndexMap.start of cotangents": 1, "wait for IndexMap.start of cotangents": 1,
+        "wait": 1,  # for nothing: the cotangent of what the exchange leaves as it is
+        "counts of migrate": 1, "migrate": 2, "redistribute": 1, "iredistribute": 1, "wait for iredistribute": 1,
+    }  # fmt: skip
+    for rank in ranks:
+        assert Counter(event.label for event in rank.events) == expected
+        assert all("program.py:" in event.arguments["line"] for event in rank.events), rank.events
+        exchanged = next(event for event in rank.events if event.label == "IndexMap.exchange")
+        assert exchanged.nbytes == 24  # a label and a row of either array, with 8 bytes for each
+    matched = matching.match(ranks)
+    assert matched.unmatched == 0
+    told = subprocess.run(
+        [sys.executable, "-m", "jaxmpi.trace", str(folder)], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+    for name in ("IndexMap.exchange", "IndexMap.accumulate", "counts of migrate", "migrate", "redistribute"):
+        assert re.search(rf"\n +{name} +[12] ", told), told
+
+
 SPAWNS = """
 from jaxmpi import notoken
 parent = MPI.Comm.Get_parent()

@@ -84,6 +84,32 @@ def test_variables_and_folder(job, tmp_path, monkeypatch):
         assert f"{rank} {tmp_path} 17 1 --xla_cpu_enable_fast_math=false 3 1\n" in done.stdout
 
 
+def test_rows_by_global_index(job):
+    """A map whose rows and ghosts are scattered over both hosts, with its derivative, and rows that move."""
+    done = job(
+        """
+        import jax, jaxmpi, numpy as np
+        owner = np.random.default_rng(0).integers(0, 4, 1000)
+        owned, ghosts = np.flatnonzero(owner == rank), np.random.default_rng(rank).integers(0, 1000, 500)
+        rows = jaxmpi.IndexMap(owned, ghosts)
+        whole = np.random.default_rng(1).integers(0, 9, (1000, 3)).astype(np.float32)
+        index = rows.to_global(np.arange(sum(rows.sizes)))
+        u = rows.pad(whole[owned])
+        assert (jaxmpi.jit(rows.exchange)(u) == whole[index]).all()
+        readers = sum(np.isin(np.arange(1000), np.random.default_rng(r).integers(0, 1000, 500)) & (owner != r)
+                      for r in range(4))
+        gradient = jax.grad(lambda u: rows.exchange(u).sum())(u)
+        assert (gradient[: len(owned)] == 1 + readers[owned, None]).all()
+        (moved, at), n, _ = jaxmpi.migrate((whole[owned], owned), owned % 4, rows=1000)
+        assert sorted(at[:n].tolist()) == list(range(rank, 1000, 4))
+        assert (moved[:n] == whole[at[:n]]).all()
+        print("rank", rank, "is right", flush=True)
+        """
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("is right") == 4
+
+
 @pytest.mark.parametrize("collectives", ["mpi", pytest.param("gloo", marks=pytest.mark.nightly)])
 def test_sharded_program(job, collectives):
     """JAX's coordinator is found from the other host, whose names none can resolve."""

@@ -272,6 +272,7 @@ def test_random_accumulations(comm, size):
 
 
 @derivatives
+@pytest.mark.two_ranks_suffice
 @pytest.mark.seconds(600)
 def test_random_derivatives(comm, size):
     run_cases(comm, cases(size, SUMMED), check_derivatives, EXAMPLES // 2)
@@ -479,6 +480,37 @@ def test_extrema_have_no_derivative(comm, rank, size):
             way(jax.grad(lambda x: jnp.sum(local.accumulate(x, MPI.MAX))))(x)
     counted = jax.grad(lambda x: jnp.sum(x * local.accumulate(jnp.ones(x.shape, jnp.int32), MPI.MAX)))(x)
     np.testing.assert_array_equal(counted, 1)
+
+
+@derivatives
+@pytest.mark.parametrize("op", ["MAX", "MIN"])
+@pytest.mark.parametrize("way", ["eager", "jit", "scan", "checkpoint"])
+def test_extrema_of_what_is_stopped_are_constants(way, op, comm, rank, size):
+    """As in a softmax over the edges of a graph, whose largest numbers have no derivative by construction."""
+    of = ring(size)
+    local = Local(of, comm)
+    xs = [np.asarray(draw((len(of.rows(other)),), np.float64, other)) for other in range(size)]
+    extrema = of.accumulated(xs, op)[rank]
+
+    def loss(x):
+        most = local.accumulate(jax.lax.stop_gradient(x), getattr(MPI, op))
+        return jnp.sum(most * local.exchange(x) ** 2)
+
+    def in_scan(x):
+        return jax.lax.scan(lambda total, _: (total + loss(x), None), 0.0, None, length=1)[0]
+
+    f = {"scan": in_scan, "checkpoint": jax.checkpoint(loss)}.get(way, loss)
+    wrap = jax.jit if way == "jit" else lambda f: f
+    x = jnp.asarray(xs[rank])
+    weights = [of.accumulated(xs, op)[other] for other in range(size)]
+    exchanged = of.exchanged(xs)
+    gradient = of.accumulated([2 * w * y for w, y in zip(weights, exchanged, strict=True)])[rank]
+    value, found = wrap(jax.value_and_grad(f))(x)
+    np.testing.assert_array_equal(value, np.sum(extrema * exchanged[rank] ** 2))
+    np.testing.assert_array_equal(found, gradient)
+    ones = [np.ones_like(its) for its in xs]
+    product = of.accumulated([2 * w * v for w, v in zip(weights, of.exchanged(ones), strict=True)])[rank]
+    np.testing.assert_array_equal(wrap(lambda x: jax.jvp(jax.grad(f), (x,), (jnp.ones_like(x),))[1])(x), product)
 
 
 @pytest.mark.own_errors

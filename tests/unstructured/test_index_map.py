@@ -5,6 +5,8 @@ hypothesis draws on rank 0 which rows there are, who owns them, and who reads wh
 
 import functools
 import os
+import re
+import textwrap
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,7 +172,7 @@ def test_random_ghosts_without_owner(comm, size):
         text = check_raised(part, call)
         first = min(lost)
         reader = next(rank for rank in range(part.size) if first in case.of(rank))
-        assert f"no rank owns {first} (a ghost of rank {reader})" in text
+        assert f"no rank owns {first} (ghosts of rank {reader})" in text
         total = sum(i in lost for rank in range(part.size) for i in case.of(rank))
         assert (f"and {total - 5} more" in text) == (total > 5), text
 
@@ -221,7 +223,10 @@ WRONG = [
     ("owned", [2**63], ValueError, f"owned has {2**63}, and the largest index is 2^63 - 1"),
     ("ghosts", [2**70, 0], ValueError, f"ghosts has {2**70}, and"),
     ("ghosts", ["a", "b"], TypeError, "ghosts must be integers, got dtype <U1"),
-    ("owned", None, ValueError, "owned has shape ()"),
+    ("owned", None, TypeError, "owned is None: pass an array or a list of integers, an empty array if there are none"),
+    ("ghosts", None, TypeError, "ghosts is None: pass an array"),
+    ("owned", {0, 1}, TypeError, "owned is a set: pass an array or a list of integers, for example sorted(owned)"),
+    ("ghosts", {0: 1}.keys(), TypeError, "ghosts is a dict_keys: pass an array or a list of integers, for example"),
     ("owned", np.ma.masked_equal([0, 1], 1), TypeError, "owned is a masked array: pass what is not masked"),
     ("ghosts", np.ma.masked_equal([0, 1], 1), TypeError, "ghosts is a masked array"),
     ("owners", [0], ValueError, "2 ghosts and 1 owners"),
@@ -529,6 +534,22 @@ def test_wrong_csr(wrong, text, comm, rank, size):
 
 
 @pytest.mark.ranks(2)
+def test_csr_that_does_not_fit_other_ranks(comm, rank, size):
+    """Errors that are found together name the function that was called, and its arguments."""
+    beyond = 2 * size + 3
+    with pytest.raises(ValueError, match=r"^IndexMap\.from_csr: ") as raised:
+        jaxmpi.IndexMap.from_csr([0, 1, 2], [0, beyond], comm=comm)
+    assert f"no rank owns {beyond} (indices of rank 0), {beyond} (indices of rank 1)" in str(raised.value)
+    assert "say in rows=" in str(raised.value)
+    with pytest.raises(ValueError, match=r"^IndexMap\.from_csr: ") as raised:
+        jaxmpi.IndexMap.from_csr([0, 1], [0], rows=[0], comm=comm)
+    assert "owned twice: 0 (by ranks 0 and 1)" in str(raised.value)
+    assert "Leave each out of rows on all ranks but one" in str(raised.value)
+    with pytest.raises(ValueError, match=r"^IndexMap\.from_csr: .*rows has indices twice: 5"):
+        jaxmpi.IndexMap.from_csr([0, 1, 1], [0], rows=[5, 5] if rank else [0, 1], comm=comm)
+
+
+@pytest.mark.ranks(2)
 def test_rows_on_some_ranks(comm, rank):
     with pytest.raises(ValueError, match=r"1 of . ranks have passed no rows"):
         jaxmpi.IndexMap.from_csr([0, 1], [rank], rows=[rank] if rank else None)
@@ -666,6 +687,31 @@ def test_a_freed_communicator(comm):
     for name in ("exchange", "accumulate", "start"):
         with pytest.raises(ValueError, match=rf"IndexMap\.{name}: the communicator of the map has been freed"):
             getattr(made, name)(x)
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize("call", ["IndexMap", "IndexMap.from_csr"])
+def test_a_rank_that_does_not_come(call, tmp_path):
+    """The others are reported, with what they wait in and where, and the job ends if that is wished."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        textwrap.dedent(f"""
+            import time
+            import jaxmpi
+            from mpi4py import MPI
+            rank = MPI.COMM_WORLD.rank
+            jaxmpi.IndexMap([rank], [])
+            if rank == 1:
+                time.sleep(1000)
+            jaxmpi.{call}([0, 0], []) if "csr" in "{call}" else jaxmpi.{call}([rank], [0])
+        """)
+    )
+    done = launch(3, program, check=False, JAXMPI_TIMEOUT="2", JAXMPI_TIMEOUT_ACTION="abort")
+    assert done.returncode != 0
+    where = rf"on the default communicator; Python is at {program}:9 \(<module>\)"
+    assert re.search(rf"ranks 0, 2: wait in {re.escape(call)}, {where}", done.stderr), done.stderr
+    assert f"rank 1: is in no operation; Python is at {program}:8 (<module>)" in done.stderr
+    assert re.search(rf"rank [02] has been waiting for [2-9]\S* s in {re.escape(call)}, as rank", done.stderr)
 
 
 def test_rows_that_are_too_few(comm):

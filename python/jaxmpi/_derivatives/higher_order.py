@@ -214,7 +214,8 @@ def differentiate(
     seeds_of(trace)
     if is_ours(primitive):
         effect.check()
-        tracers = make_operands_depend(trace, tracers, primitive.linked(tracers), primitive.name)
+        if not primitive.is_constant(params["call"]) or has_tangent(trace, tracers):
+            tracers = make_operands_depend(trace, tracers, primitive.linked(tracers), primitive.name)
         return own(trace, primitive, tracers, params)
     if primitive is depends_on_p and params["always"]:
         return _differentiate_dependence(own, trace, primitive, tracers, params)

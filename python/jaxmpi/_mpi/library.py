@@ -92,8 +92,8 @@ DATATYPES: dict[str, Datatype] = {
 CONSTANTS: dict[str, Any] = {}
 """What C and Python must know alike. Filled by `bind`, since tags depend on the MPI library."""
 OPERATIONS: dict[str, Operation] = {name: Operation(*row) for name, row in _core.operations().items()}
-OF_SHARDED_PROGRAMS = {"connect", "complete"}
-"""Operations that only JAX's own sharded programs use, by way of csrc/sharded/."""
+WITHOUT_PRIMITIVE = {"connect", "complete", "outside"}
+"""Operations that only JAX's own sharded programs use, by way of csrc/sharded/; and what no program calls."""
 OWN_OPERATIONS: dict[str, dict[str, int]] = {}
 """The reductions of each dtype that are ours and not MPI's: their numbers. Filled by `bind`."""
 

@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 from jaxmpi._jax.dependence import linked_zeros
 from jaxmpi._mpi import communicators
-from jaxmpi._operations.collectives import allgather_p, alltoall_p, bcast_p
+from jaxmpi._operations.collectives import allgather_p, alltoall_p, bcast_p, migrate_counts_p
 from jaxmpi._operations.common import SUM, Arrays, common, typed
 from jaxmpi._operations.reductions import (
     reduce_scatter_p,
@@ -208,6 +208,7 @@ class Alltoallv(ByCounts):
 
 
 alltoallv_p = Alltoallv("alltoallv")
+migrate_p = Alltoallv("migrate")
 
 
 def alltoallv(
@@ -263,18 +264,14 @@ def alltoallv(
         sendcounts if sent is None else jax.numpy.asarray(sent), (resolved.size,), "alltoallv", "sendcounts"
     )
     mine = by_counts.possible(counts, by_counts.most(leaves, own))
-    return send_rows(resolved, leaves, structure, mine, room)
+    (received,) = alltoall_p.apply(common(resolved), mine)
+    return alltoallv_p.apply_to_tree(_divided(resolved, room), leaves, structure, mine, received), received
 
 
-def send_rows(
-    comm: communicators.Communicator,
-    leaves: Arrays,
-    structure: Any,
-    counts: jax.Array,
-    room: int,
-    signature: int | None = None,
+def migrate_rows(
+    comm: communicators.Communicator, leaves: Arrays, structure: Any, counts: jax.Array, room: int, signature: int
 ) -> tuple[Any, jax.Array]:
-    """Sends to each rank its own number of rows of each leaf, which the ranks tell each other first.
+    """Sends to each rank its own number of rows of each leaf, for `migrate`. The ranks tell each other how many.
 
     Args:
       leaves: arrays with the same number of rows, of the pytree with this structure.
@@ -285,14 +282,11 @@ def send_rows(
     Returns:
       The pytree of the rows that were received, and how many of them come from each rank.
     """
-    if signature is None:
-        (received,) = alltoall_p.apply(common(comm), counts)
-    else:
-        told = jnp.stack([counts, jnp.full_like(counts, signature)], axis=1)
-        (theirs,) = alltoall_p.apply(common(comm), told)
-        same = theirs[:, 1] == signature
-        counts, received = jnp.where(same, counts, 0), jnp.where(same, theirs[:, 0], by_counts.OTHER_ARRAYS)
-    return alltoallv_p.apply_to_tree(_divided(comm, room), leaves, structure, counts, received), received
+    told = jnp.stack([counts, jnp.full_like(counts, signature)], axis=1)
+    (theirs,) = migrate_counts_p.apply(common(comm), told)
+    same = theirs[:, 1] == signature
+    counts, received = jnp.where(same, counts, 0), jnp.where(same, theirs[:, 0], by_counts.OTHER_ARRAYS)
+    return migrate_p.apply_to_tree(_divided(comm, room), leaves, structure, counts, received), received
 
 
 class Gatherv(ByCounts):

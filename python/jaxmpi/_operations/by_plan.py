@@ -31,6 +31,7 @@ def plan(avals: Arrays, params: Planned) -> Plan:
 
 class ByPlan(Operation[Planned]):
     several = True
+    refuses_alike = True
 
     def results(self, avals: Arrays, params: Planned) -> Sequence[Any]:
         return params.pattern.results(avals, params.places, params.adjoint)

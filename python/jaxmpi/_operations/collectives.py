@@ -8,6 +8,7 @@ from mpi4py import MPI
 
 from jaxmpi._jax import internals
 from jaxmpi._mpi import communicators
+from jaxmpi._mpi.texts import Text
 from jaxmpi._operations.common import SUM, Arrays, Collective, common, is_opaque, sums, typed, zeros_linked_to
 from jaxmpi._primitive import arguments
 from jaxmpi._primitive.lowering import Part
@@ -71,6 +72,7 @@ class Alltoall(Collective[Common]):
 
 
 alltoall_p = Alltoall("alltoall")
+migrate_counts_p = Alltoall("migrate_counts")
 
 
 def alltoall(x: Any, *, comm: MPI.Comm | None = None) -> Any:
@@ -250,7 +252,7 @@ def scatter(x: Any, root: int, *, comm: MPI.Comm | None = None) -> Any:
 # --- values that must be the same on all ranks -----------------------------------------------------------------------
 
 
-def check_same(arrays: Arrays, derivative: str | None, comm: communicators.Communicator, text: arguments.Text) -> None:
+def check_same(arrays: Arrays, derivative: str | None, comm: communicators.Communicator, text: Text) -> None:
     """Compares the arrays with rank 0's. A rank of which one differs then raises an error with the text."""
     given = bcast_p.apply_to_all(Rooted(comm, 0, derivative=derivative), arrays)
     if differ := list(map(_differs, arrays, given)):

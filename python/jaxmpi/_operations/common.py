@@ -17,6 +17,7 @@ from jaxmpi._jax import internals
 from jaxmpi._jax.dependence import linked_zeros
 from jaxmpi._mpi import communicators
 from jaxmpi._mpi.library import CONSTANTS, DATATYPES
+from jaxmpi._mpi.texts import Text
 from jaxmpi._primitive import arguments, keys
 from jaxmpi._primitive.lowering import P
 from jaxmpi._primitive.operation import Operation
@@ -142,7 +143,7 @@ def checked(operation: str, x: Any, check: Leaf, *more: Any) -> tuple[list[jax.A
         raise
 
 
-def differing_cotangents(operation: str) -> arguments.Text:
+def differing_cotangents(operation: str) -> Text:
     """The error if the cotangents of an allreduce differ, with the line of the program that makes it."""
     return arguments.with_calling_line(
         f"the cotangent of an {operation} differs from that of rank 0, though what is computed from its result must "

@@ -29,6 +29,8 @@ index_accumulate_p = ByPlan("index_accumulate")
 class ExchangeStart(Starting[Planned], ByPlan):
     """Sends what the neighbours need."""
 
+    refuses_alike = False  # what waits for it may have tangents
+
     def batch(self, axis: Any, operands: Arrays, axes: Arrays, params: Planned) -> tuple[list[Any], list[Any]]:
         operands = self.batch_fields(axis, operands, axes, params)
         return self.bind(*operands, call=self.of_batch(axis, params)), [0]
@@ -57,6 +59,7 @@ class ExchangeFinish(ByPlan):
     """Fills the halos of the fields with what the request stands for, its last operand."""
 
     waits = True
+    refuses_alike = False
 
     def results(self, avals: Arrays, params: Planned) -> Sequence[Any]:
         return params.pattern.results(avals[:-1], params.places, params.adjoint)

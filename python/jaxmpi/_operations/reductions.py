@@ -44,6 +44,8 @@ def refuse_reduction(op: arguments.Reduction) -> str:
 class Reduction(Collective[R]):
     """A sum is linear; the tangent of another reduction is made of sums."""
 
+    refuses_alike = True
+
     def refuse(self, params: R) -> str:
         return refuse_reduction(params.op)
 

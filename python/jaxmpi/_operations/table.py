@@ -27,5 +27,5 @@ def check_names(here: set[str], core: set[str]) -> None:
 
 check_names(
     {operation.core_name for operation in OPERATIONS if not operation.silent},
-    set(library.OPERATIONS) - library.OF_SHARDED_PROGRAMS,
+    set(library.OPERATIONS) - library.WITHOUT_PRIMITIVE,
 )

@@ -17,6 +17,7 @@ from jaxmpi._jax import internals
 from jaxmpi._mpi import call_sites, static, tags
 from jaxmpi._mpi.communicators import Communicator
 from jaxmpi._mpi.library import DATATYPES, OWN_OPERATIONS, Datatype, handle_of
+from jaxmpi._mpi.texts import Text, text_of
 from jaxmpi._primitive import envelope, keys
 from jaxmpi._primitive.effect import Refusal
 from jaxmpi._primitive.jit import Token
@@ -86,25 +87,9 @@ class Status:
         ctypes.memmove(MPI._addressof(other), MPI._addressof(self.mpi), MPI._sizeof(MPI.Status))
 
 
-class Text:
-    """The text of an error as a parameter of compiled programs; never freed. Equal texts are one object."""
-
-    __slots__ = ("buffer", "number", "text")
-
-    def __init__(self, text: str):
-        self.text, self.buffer = text, ctypes.create_string_buffer(text.encode())
-        self.number = _core.register(ctypes.addressof(self.buffer))
-
-    def __repr__(self) -> str:
-        return repr(self.text)
-
-
-_text = functools.cache(Text)
-
-
 def with_calling_line(text: str) -> Text:
     """A text that ends with the line of the user's program that called the package, directly or through JAX."""
-    return _text(f"{text} {call_sites.here()}")
+    return text_of(f"{text} {call_sites.here()}")
 
 
 _statuses: dict[int, Status] = {}

@@ -12,7 +12,8 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 from jaxmpi._mpi.communicators import Communicator
 from jaxmpi._mpi.plans import Plan
-from jaxmpi._primitive.arguments import Reduction, Status, Text
+from jaxmpi._mpi.texts import Text
+from jaxmpi._primitive.arguments import Reduction, Status
 from jaxmpi._primitive.pytrees import Leaf
 
 TANGENT, COTANGENT, VALUE = "tangent", "cotangent", "value"

@@ -71,6 +71,10 @@ class Transformed(Lowered[P]):
         """Why no derivative can be taken; empty if one can."""
         return ""
 
+    refuses_alike = False
+    """All ranks refuse a derivative alike, and none if the operands have no tangents: the results then are constants,
+    as those of integers are."""
+
     def tangent(self, primals: Sequence[Any], tangents: Sequence[Any], results: Sequence[Any], params: P) -> list[Any]:
         """The tangents of the results. Operands without tangent have None. By default the operation is linear in what
         MPI reads."""
@@ -89,6 +93,10 @@ class Transformed(Lowered[P]):
         raise NotImplementedError
 
     # --- what follows from it ---
+
+    def is_constant(self, params: P) -> bool:
+        """Whether results are constants for a derivative where the operands have no tangents."""
+        return self.refuses_alike and self.refuse(params) != ""
 
     def linked(self, operands: Iterable[Any]) -> list[int]:
         """The operands that are linked, so that the operation is differentiated: of one that takes several arrays all

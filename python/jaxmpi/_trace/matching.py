@@ -20,7 +20,7 @@ _STARTED = {"iallreduce", "ialltoall", "ibarrier", "ibcast", "ireduce"}
 _WITH_NEIGHBORS = {"exchange", "exchange_start", "index_accumulate", "index_exchange", "index_start"}
 _WITH_NEIGHBORS |= {"neighbor_allgather", "neighbor_alltoall", "redistribute", "redistribute_start"}
 _FROM_ROOT, _TO_ROOT = {"bcast", "ibcast", "scatter", "scatterv"}, {"gather", "reduce", "ireduce", "gatherv"}
-_BY_COUNTS = {"allgatherv", "alltoallv", "gatherv", "reduce_scatterv", "scatterv"}
+_BY_COUNTS = {"allgatherv", "alltoallv", "gatherv", "migrate", "reduce_scatterv", "scatterv"}
 
 
 @dataclass

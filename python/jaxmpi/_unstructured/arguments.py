@@ -13,6 +13,19 @@ _SHOWN = 5
 """How many of wrong numbers an error shows."""
 
 
+@dataclass(frozen=True)
+class Names:
+    """The names of the function and the arguments with which a user makes a map, for errors."""
+
+    operation: str = "IndexMap"
+    owned: str = "owned"
+    ghosts: str = "ghosts"
+    unowned: str = (
+        "Add it to owned on one rank, or leave it out of ghosts; all ranks of the communicator make the map together."
+    )
+    """What to do about ghosts that no rank owns."""
+
+
 @dataclass(frozen=True, eq=False)
 class Given:
     """The rows that a rank has said it owns, and of which it has copies."""
@@ -48,9 +61,15 @@ def integers(values: Any, operation: str, name: str, any_shape: bool = False) ->
     if isinstance(values, np.ma.MaskedArray):
         raise TypeError(f"{operation}: {name} is a masked array: pass what is not masked, {name}.compressed().")
     array = values if isinstance(values, np.ndarray) else np.asarray(values)
+    if array.dtype == object and array.ndim == 0 and not isinstance(values, (int, np.ndarray)):
+        advice = "an empty array if there are none" if values is None else f"for example sorted({name})"
+        raise TypeError(
+            f"{operation}: {name} is {'None' if values is None else f'a {type(values).__name__}'}: pass an array or a "
+            f"list of integers, {advice}."
+        )
     if array.ndim != 1 and not any_shape:
         raise ValueError(
-            f"{operation}: {name} has shape {array.shape}: pass one dimension, for example {name}.reshape(-1)."
+            f"{operation}: {name} has shape {array.shape}: pass one dimension, for example np.ravel({name})."
         )
     if array.size == 0:  # NumPy's empty arrays are floating
         return np.zeros(array.shape, np.int64)
@@ -86,16 +105,17 @@ def ranks(values: Any, operation: str, name: str, size: int) -> np.ndarray:
     return array
 
 
-def rows(owned: Any, ghosts: Any, owners: Any, operation: str, rank: int, size: int) -> Given:
+def rows(owned: Any, ghosts: Any, owners: Any, names: Names, rank: int, size: int) -> Given:
     """What was given to make a map. Raises TypeError or ValueError."""
-    mine = indices(owned, operation, "owned")
+    operation = names.operation
+    mine = indices(owned, operation, names.owned)
     lookup = Lookup.of(mine)
     if len(repeated := lookup.repeated()):
         raise ValueError(
-            f"{operation}: owned has indices twice: {some(distinct(lookup.values[repeated]))}. Each row is owned "
-            "once: np.unique(owned) leaves out what is repeated."
+            f"{operation}: {names.owned} has indices twice: {some(distinct(lookup.values[repeated]))}. Each row is "
+            f"owned once: np.unique({names.owned}) leaves out what is repeated."
         )
-    copies = indices(ghosts, operation, "ghosts")
+    copies = indices(ghosts, operation, names.ghosts)
     if owners is None:
         if lookup.consecutive:  # it costs less to leave out first what is owned, such as most columns of a matrix
             copies = copies[lookup.positions(copies) < 0]

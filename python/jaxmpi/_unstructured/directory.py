@@ -20,7 +20,7 @@ import numpy as np
 from mpi4py import MPI
 
 from jaxmpi._mpi import agreement
-from jaxmpi._unstructured.arguments import Given, some
+from jaxmpi._unstructured.arguments import Given, Names, some
 from jaxmpi._unstructured.connections import Connections
 from jaxmpi._unstructured.lookup import Lookup
 from jaxmpi._unstructured.messages import by_rank, sparse_exchange
@@ -36,7 +36,7 @@ Faults = dict[str, np.ndarray]
 """Wrong indices, in rows of an array with the ranks that they concern, by what is wrong with them."""
 
 
-def connect(comm: MPI.Intracomm, operation: str, given: Given, total: int) -> Connections:
+def connect(comm: MPI.Intracomm, names: Names, given: Given, total: int) -> Connections:
     """Finds out which rows this rank sends and receives; `total` are owned by all ranks together. All ranks call it.
 
     Raises ValueError on all ranks if a ghost has no owner, or an index has two. Of owners that are given it is checked
@@ -44,7 +44,7 @@ def connect(comm: MPI.Intracomm, operation: str, given: Given, total: int) -> Co
     """
     if given.owners is None:
         owners, faults = _owners(comm, given, _shift(total, comm.size))
-        _check(comm, operation, faults)
+        _check(comm, names, faults)
     else:
         owners = given.owners
     order = np.argsort(owners, kind="stable")
@@ -53,7 +53,7 @@ def connect(comm: MPI.Intracomm, operation: str, given: Given, total: int) -> Co
     rows = {rank: given.lookup.positions(indices) for rank, indices in wanted.items()}
     absent = [_rows(wanted[rank][its < 0], rank, comm.rank) for rank, its in rows.items()]
     faults = {"elsewhere": np.concatenate([_rows([], 0, 0), *absent])}
-    signature = _check(comm, operation, faults, digest_of(given.owned, ghosts, owners, rank=comm.rank))
+    signature = _check(comm, names, faults, digest_of(given.owned, ghosts, owners, rank=comm.rank))
     received, counts = np.unique(owners, return_counts=True)
     return Connections(
         len(given.owned),
@@ -136,9 +136,9 @@ def digest_of(*arrays: np.ndarray, rank: int = 0) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
-def _check(comm: MPI.Intracomm, operation: str, faults: Faults, digest: int = 0) -> int:
+def _check(comm: MPI.Intracomm, names: Names, faults: Faults, digest: int = 0) -> int:
     """The sum of the digests. Raises ValueError on all ranks, alike, if any has found faults."""
-    count, signature = agreement.sums(comm, operation, None, sum(map(len, faults.values())), digest)
+    count, signature = agreement.sums(comm, names.operation, None, sum(map(len, faults.values())), digest)
     if count == 0:
         return signature
     told = comm.allgather({name: (len(rows), rows[:_NAMED].tolist()) for name, rows in faults.items()})
@@ -146,27 +146,24 @@ def _check(comm: MPI.Intracomm, operation: str, faults: Faults, digest: int = 0)
         number = sum(its[name][0] for its in told)
         if number:
             rows = sorted(tuple(row) for its in told for row in its[name][1])
-            raise ValueError(f"{operation}: {_TEXTS[name](number, rows)}")
+            raise ValueError(f"{names.operation}: {_TEXTS[name](names, number, rows)}")
     raise AssertionError(told)
 
 
-def _unowned(number: int, rows: list[tuple[int, ...]]) -> str:
-    named = [f"{index} (a ghost of rank {rank})" for index, rank in rows]
-    return (
-        f"no rank owns {some(named, number)}. Add it to owned on one rank, or leave it out of ghosts; all ranks of the "
-        "communicator make the map together."
-    )
+def _unowned(names: Names, number: int, rows: list[tuple[int, ...]]) -> str:
+    named = [f"{index} ({names.ghosts} of rank {rank})" for index, rank in rows]
+    return f"no rank owns {some(named, number)}. {names.unowned}"
 
 
-def _twice(number: int, rows: list[tuple[int, ...]]) -> str:
+def _twice(names: Names, number: int, rows: list[tuple[int, ...]]) -> str:
     named = [f"{index} (by ranks {first} and {second})" for index, first, second in rows]
     return (
-        f"indices are owned twice: {some(named, number)}. Leave each out of owned on all ranks but one; the others "
-        "have it among their ghosts."
+        f"indices are owned twice: {some(named, number)}. Leave each out of {names.owned} on all ranks but one; the "
+        "others have it among their ghosts."
     )
 
 
-def _elsewhere(number: int, rows: list[tuple[int, ...]]) -> str:
+def _elsewhere(names: Names, number: int, rows: list[tuple[int, ...]]) -> str:
     named = [f"{index} (rank {asker} says that rank {owner} owns it)" for index, asker, owner in rows]
     return f"owners is wrong for {some(named, number)}. Correct it, or leave owners out to have them looked up."
 

@@ -71,7 +71,10 @@ class Ghosts:
     def refusal(self) -> str:
         if self.op == "SUM":
             return ""
-        return f"MPI.{self.op} has no derivative here. Accumulate with MPI.SUM, or outside of what is differentiated."
+        return (
+            f"MPI.{self.op} has no derivative here. Accumulate with MPI.SUM, or jax.lax.stop_gradient(x) if nothing is "
+            "to be differentiated through it."
+        )
 
     def linear(self, places: tuple[Spec, ...]) -> tuple[Spec, ...]:
         return places

@@ -1,6 +1,8 @@
 """Maps of rows that have global indices: which this rank owns, and of which it has copies."""
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -9,6 +11,7 @@ from mpi4py import MPI
 
 from jaxmpi._mpi import agreement, communicators
 from jaxmpi._mpi.clones import clone_of
+from jaxmpi._mpi.waiting import waiting
 from jaxmpi._operations.requests import Request
 from jaxmpi._primitive import arguments, keys
 from jaxmpi._unstructured import arguments as given
@@ -53,20 +56,22 @@ class IndexMap(communicators.Local):
     """
 
     def __init__(self, owned: Any, ghosts: Any, *, owners: Any = None, comm: MPI.Comm | None = None):
-        operation = "IndexMap"
-        clone, self._comm = _clone(comm, operation)
+        self._make(owned, ghosts, owners, comm, given.Names())
+
+    def _make(self, owned: Any, ghosts: Any, owners: Any, comm: MPI.Comm | None, names: given.Names) -> None:
+        with _together(comm, names.operation) as (clone, known):
+            self._comm, rank, size = known, known.rank, known.size
+            found, failure = agreement.attempt(lambda: given.rows(owned, ghosts, owners, names, rank, size))
+            count = 0 if found is None else len(found.owned)
+            total, with_owners = agreement.sums(clone, names.operation, failure, count, owners is not None)
+            if with_owners not in (0, size):
+                raise ValueError(
+                    f"IndexMap: {with_owners} of {size} ranks have passed owners: pass them on all ranks, also an "
+                    "empty array where there are no ghosts, or on none."
+                )
+            assert found is not None
+            self._connections = directory.connect(clone, names, found, total)
         self._mpi = communicators.default_mpi() if comm is None else comm
-        rank, size = self._comm.rank, self._comm.size
-        found, failure = agreement.attempt(lambda: given.rows(owned, ghosts, owners, operation, rank, size))
-        count = 0 if found is None else len(found.owned)
-        total, with_owners = agreement.sums(clone, operation, failure, count, owners is not None)
-        if with_owners not in (0, size):
-            raise ValueError(
-                f"IndexMap: {with_owners} of {size} ranks have passed owners: pass them on all ranks, also an empty "
-                "array where there are no ghosts, or on none."
-            )
-        assert found is not None
-        self._connections = directory.connect(clone, operation, found, total)
         self._pattern = patterns.pattern(self._connections, rank)
         self._owned, self._lookup = found.owned, found.lookup
         for array in (self._owned, self.ghosts):
@@ -97,17 +102,20 @@ class IndexMap(communicators.Local):
         Raises: what `IndexMap` raises, and ValueError, on all ranks, if `indptr` or `rows` does not fit.
         """
         operation = "IndexMap.from_csr"
-        clone, _ = _clone(comm, operation)
-        found, failure = agreement.attempt(lambda: graphs.csr(indptr, indices, rows, operation))
-        (some_without,) = agreement.sums(clone, operation, failure, rows is None)
-        if some_without not in (0, clone.size):
-            raise ValueError(f"{operation}: {some_without} of {clone.size} ranks have passed no rows: all or none do.")
-        assert found is not None
-        count, columns, owned = found
-        if owned is None:
-            first = clone.exscan(count) or 0
-            owned = np.arange(first, first + count)
-        made = cls(owned, columns, comm=comm)
+        with _together(comm, operation) as (clone, _):
+            found, failure = agreement.attempt(lambda: graphs.csr(indptr, indices, rows, operation))
+            (some_without,) = agreement.sums(clone, operation, failure, rows is None)
+            if some_without not in (0, clone.size):
+                raise ValueError(
+                    f"{operation}: {some_without} of {clone.size} ranks have passed no rows: all or none do."
+                )
+            assert found is not None
+            count, columns, owned = found
+            if owned is None:
+                first = clone.exscan(count) or 0
+                owned = np.arange(first, first + count)
+        made = cls.__new__(cls)
+        made._make(owned, columns, None, comm, given.Names(operation, "rows", "indices", _UNOWNED_COLUMN))
         return made, made.to_local(columns)
 
     @classmethod
@@ -139,11 +147,11 @@ class IndexMap(communicators.Local):
         have other owners of a vertex.
         """
         operation = "IndexMap.from_edges"
-        clone, comm_of = _clone(comm, operation)
-        rank, size = comm_of.rank, comm_of.size
-        found, failure = agreement.attempt(lambda: graphs.edges(senders, receivers, owner, operation, rank, size))
-        told = 0 if found is None else directory.digest_of(found[-1])
-        (total,) = agreement.sums(clone, operation, failure, told)
+        with _together(comm, operation) as (clone, known):
+            rank, size = known.rank, known.size
+            found, failure = agreement.attempt(lambda: graphs.edges(senders, receivers, owner, operation, rank, size))
+            told = 0 if found is None else directory.digest_of(found[-1])
+            (total,) = agreement.sums(clone, operation, failure, told)
         assert found is not None
         if total != told * size % (1 << 64):
             raise ValueError(
@@ -153,7 +161,8 @@ class IndexMap(communicators.Local):
         edges, sources, targets, owners = found
         needed = distinct(sources)
         needed = needed[owners[needed] != rank]
-        made = cls(np.flatnonzero(owners == rank), needed, owners=owners[needed], comm=comm)
+        made = cls.__new__(cls)
+        made._make(np.flatnonzero(owners == rank), needed, owners[needed], comm, given.Names(operation))
         return made, made.to_local(sources), made.to_local(targets), edges
 
     def __repr__(self) -> str:
@@ -299,7 +308,8 @@ class IndexMap(communicators.Local):
           tree: an array of shape (owned + ghosts, ...) of a dtype that can be added, or a pytree of such, of any dtypes
             and trailing shapes.
           op: MPI.SUM; or MPI.MAX or MPI.MIN, by which a row becomes the largest or the smallest of itself and its
-            copies. These two leave the ghosts as they are, and have no derivatives.
+            copies. These two leave the ghosts as they are, and have no derivatives: in a function that is
+            differentiated pass `jax.lax.stop_gradient(x)`.
 
         Returns:
           The arrays with own rows to which the ghosts of other ranks have been added, and with ghosts that are zero; of
@@ -348,7 +358,15 @@ class IndexMap(communicators.Local):
         return jax.tree.unflatten(structure, padded)
 
 
-def _clone(comm: MPI.Comm | None, operation: str) -> tuple[MPI.Intracomm, communicators.Communicator]:
-    """The clone on which ranks agree about the arguments of a function."""
+_UNOWNED_COLUMN = (
+    "The matrix is square: each column is the global index of a row, which one rank has. Pass the rows that are "
+    "missing, or say in rows= which those of this rank are."
+)
+
+
+@contextlib.contextmanager
+def _together(comm: MPI.Comm | None, operation: str) -> Iterator[tuple[MPI.Intracomm, communicators.Communicator]]:
+    """The clone on which ranks agree about the arguments of a function. Within it, a rank that waits is reported."""
     known = communicators.resolve(comm, operation)
-    return clone_of(communicators.default_mpi() if comm is None else comm), known
+    with waiting(known, operation):
+        yield clone_of(communicators.default_mpi() if comm is None else comm), known

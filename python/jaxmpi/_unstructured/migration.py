@@ -1,6 +1,6 @@
 """`jaxmpi.migrate`: rows of arrays move to new owners, which are known at run time.
 
-Rows are sorted by owner and sent by `alltoallv`, whose derivatives and errors these are. Each array is a call of MPI,
+Rows are sorted by owner and sent as `alltoallv` sends them, with its derivatives. Each array is a call of MPI,
 so before that they are joined to few: one for each dtype that has derivatives, and one of bits for all others.
 """
 
@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 from jaxmpi._jax import internals
 from jaxmpi._mpi import communicators, plans
-from jaxmpi._operations.by_counts import send_rows
+from jaxmpi._operations.by_counts import migrate_rows
 from jaxmpi._primitive import arguments, keys
 from jaxmpi._primitive import counts as by_counts
 
@@ -71,7 +71,7 @@ def migrate(
     kinds = tuple((x.shape[1:], x.dtype) for x in leaves)
     facts = [(name, shape, str(dtype)) for name, (shape, dtype) in zip(names, kinds, strict=True)]
     signature = plans.signature("migrate", facts) % (1 << 31)
-    moved, received = send_rows(resolved, joined, jax.tree.structure(joined), sent, room, signature)
+    moved, received = migrate_rows(resolved, joined, jax.tree.structure(joined), sent, room, signature)
     total = jnp.sum(received, dtype=jnp.int32)
     return jax.tree.unflatten(structure, _separate(groups, kinds, moved)), total, received
 
