@@ -582,3 +582,26 @@ def test_full_disk(tmp_path, program):
             assert np.array_equal(zarr.open_group(str(small / "s"), mode="r")[name][...], values), name
     finally:
         subprocess.run(["umount", small], check=True)
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize("call", ["io.save(path, x, grid=grid)", "out.append(1, x)"])
+def test_a_rank_that_does_not_come_is_reported(tmp_path, call):
+    program = tmp_path / "program.py"
+    program.write_text(f"""
+import sys, time
+import jax.numpy as jnp
+import jaxmpi
+from jaxmpi import io
+grid, path = jaxmpi.Grid((0,), (8,)), {str(tmp_path / "s")!r}
+x = jnp.zeros(grid.local_shape)
+out = io.Writer(path + "1", grid)
+out.append(0, x)
+if grid.comm.rank == 1:
+    time.sleep(60)
+{call}
+""")
+    settings = {"JAXMPI_TIMEOUT": "1", "JAXMPI_TIMEOUT_ACTION": "abort"}
+    job = launch(2, program, check=False, **settings)
+    name = "io.save" if "save" in call else "io.Writer.append"
+    assert f"jaxmpi.{name} on rank 0 of 2" in job.stderr, job.stderr

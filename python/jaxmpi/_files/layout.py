@@ -23,6 +23,7 @@ from jaxmpi._grid import arguments as given
 from jaxmpi._grid.grid import Grid
 from jaxmpi._mpi import agreement, communicators
 from jaxmpi._mpi.clones import clone_of
+from jaxmpi._mpi.waiting import waiting
 from jaxmpi._unstructured.index_map import IndexMap
 
 _ADVICE = (
@@ -81,9 +82,11 @@ def communicator(divisions: Any, comm: Any, operation: str) -> MPI.Comm:
 def begin(divisions: Any, comm: Any, operation: str) -> MPI.Intracomm:
     """The clone on which ranks agree. Finds out what all must know of maps. Errors of one rank are raised on all."""
     its, failure = agreement.attempt(lambda: communicator(divisions, comm, operation))
-    clone = clone_of(communicators.default_mpi() if its is None else its)
-    listed = jax.tree.leaves(divisions, is_leaf=trees.is_division) if failure is None else []
-    rows.learn(clone, operation, rows.distinct(listed), failure)
+    known = communicators.resolve(its, operation)
+    with waiting(known, f"io.{operation}"):  # a rank that does not come is reported by the others
+        clone = clone_of(communicators.default_mpi() if its is None else its)
+        listed = jax.tree.leaves(divisions, is_leaf=trees.is_division) if failure is None else []
+        rows.learn(clone, operation, rows.distinct(listed), failure)
     return clone
 
 

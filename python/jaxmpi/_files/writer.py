@@ -30,7 +30,8 @@ from jaxmpi._files.chunks import Whole
 from jaxmpi._files.layout import Options, Part
 from jaxmpi._grid import arguments as given
 from jaxmpi._grid.grid import Width
-from jaxmpi._mpi import agreement
+from jaxmpi._mpi import agreement, communicators
+from jaxmpi._mpi.waiting import waiting
 from jaxmpi._primitive import arguments
 
 TIME = "time"
@@ -279,6 +280,7 @@ class _Series:
 
     path: Path
     comm: MPI.Intracomm
+    known: communicators.Communicator
     given: Given
     parts: list[Part]
     """What each step has."""
@@ -332,7 +334,8 @@ class _Series:
         number = 0.0 if with_thread else float(time)
         digest = 0.0 if with_thread else self._digest(values)
         told = np.array([worker.done, -(with_thread is not None), number, -number, digest, -digest], np.float64)
-        self.comm.Allreduce(MPI.IN_PLACE, told, MPI.MIN)
+        with waiting(self.known, f"io.{operation}"):
+            self.comm.Allreduce(MPI.IN_PLACE, told, MPI.MIN)
         if told[1]:
             agreement.sums(self.comm, operation, with_thread)
         if told[2] != -told[3]:
@@ -436,6 +439,7 @@ def _is_among(name: str, chosen: Sequence[str]) -> bool:
 def _open(operation: str, path: Path, its: Given, time: Any, tree: Any) -> _Series:
     """The file, which is made, or found. All ranks call it."""
     comm = layout.begin(its.grid, its.comm, operation)
+    known = communicators.resolve(layout.communicator(its.grid, its.comm, operation), operation)
     old, failure = None, None
     if comm.rank == 0:
         old, failure = agreement.attempt(lambda: _old(path, its.resume, operation))
@@ -447,7 +451,7 @@ def _open(operation: str, path: Path, its: Given, time: Any, tree: Any) -> _Seri
     saving.compare(comm, plan, operation, resume=its.resume, every=its.every, fields=its.names)
     steps = [part for part in plan.parts if part.record.type != "index"]
     constant = [part for part in plan.parts if part.record.type == "index"] + plan.coordinates
-    series = _Series(path, comm, its, steps, {}, plan.meta(), [], 0, 0, [part.record for part in plan.parts])
+    series = _Series(path, comm, known, its, steps, {}, plan.meta(), [], 0, 0, [part.record for part in plan.parts])
     (_make if old is None else _go_on)(operation, series, plan, steps, constant, old, time)
     return series
 
