@@ -604,4 +604,4 @@ if grid.comm.rank == 1:
     settings = {"JAXMPI_TIMEOUT": "1", "JAXMPI_TIMEOUT_ACTION": "abort"}
     job = launch(2, program, check=False, **settings)
     name = "io.save" if "save" in call else "io.Writer.append"
-    assert f"jaxmpi.{name} on rank 0 of 2" in job.stderr, job.stderr
+    assert f"in {name}, as rank 0 of 2" in job.stderr, job.stderr
