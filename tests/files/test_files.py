@@ -200,6 +200,8 @@ def test_round_trips(comm, folder, parts):
         grid = case.grid(1, parts)
         if grid is not None:
             found = io.load(path, grid=grid, width=case.widths[1])
+        comm.Barrier()  # what follows may fail on one rank alone
+        if grid is not None:
             for number, (field, x) in enumerate(zip(case.fields, found, strict=True)):
                 assert isinstance(x, np.ndarray) == field.numpy
                 assert bits(x) == bits(case.block(1, number, grid, halo=1)), (number, case)
@@ -209,7 +211,6 @@ def test_round_trips(comm, folder, parts):
                 whole = dtypes.encode(case.whole(number))
                 assert bits(group[str(number)][...]) == bits(whole), case
                 assert bits(data[str(number)].values) == bits(whole), case
-        comm.Barrier()
 
     drawing.on_all_ranks(comm, cases(comm.size), check, EXAMPLES)
 
@@ -302,16 +303,17 @@ def test_rows(comm, folder, parts):
             io.save(path, tree, grid=made[0], chunks=chunks)
         comm.Barrier()
         if made[1] is not None:
-            found = io.load(path, grid=made[1])
+            found, everything = io.load(path, grid=made[1]), io.load(path, comm=made[1].comm)
+        comm.Barrier()  # what follows may fail on one rank alone
+        if made[1] is not None:
             assert bits(found["u"]) == bits(found["n"]) == bits(local(made[1]))
             assert found["t"] == 1.5
-            assert bits(io.load(path, comm=made[1].comm)["n"]) == bits(whole)
+            assert bits(everything["n"]) == bits(whole)
         if comm.rank == 0:
             data = xarray.open_zarr(path)
             assert bits(data.u.values) == bits(dtypes.encode(whole))
             if ids != list(range(len(ids))):
                 assert data.index.values.tolist() == ids
-        comm.Barrier()
 
     drawing.on_all_ranks(comm, maps(comm.size), check, EXAMPLES)
 

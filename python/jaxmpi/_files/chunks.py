@@ -23,7 +23,6 @@ from jaxmpi._files import dtypes
 from jaxmpi._grid.grid import Grid
 from jaxmpi._grid.halos import Widths
 from jaxmpi._grid.redistribute import redistribute
-from jaxmpi._mpi.library import DATATYPES
 from jaxmpi._primitive import keys
 
 LARGEST = 64 << 20
@@ -79,7 +78,7 @@ class Blocks:
             starts = [low for low, _ in self.widths]
         else:
             x = in_words(
-                movable(x),
+                x,
                 lambda y: redistribute(y, self.grid, self.target, axes=self.axes, source_width=self.widths),
             )
             starts = [0] * len(self.axes)
@@ -101,12 +100,6 @@ class Whole:
         return dtypes.encode(values_of(x)[tuple(slice(start, end) for start, end in self.region.points)])
 
 
-def movable(x: Any) -> Any:
-    """An array that can be communicated: `x`, or its values in the dtype in which they are stored."""
-    known = keys.is_key(x) or np.dtype(x.dtype).name in DATATYPES
-    return x if known else dtypes.encode(values_of(x))
-
-
 def values_of(x: Any) -> np.ndarray:
     """An array of JAX or NumPy, or a number, as an array of NumPy: words in the place of keys. CPU memory is not
     copied."""
@@ -114,14 +107,24 @@ def values_of(x: Any) -> np.ndarray:
 
 
 def in_words(x: Any, work: Callable[[Any], Any]) -> Any:
-    """The result of `work(x)`, which moves an array. NumPy's wide numbers, which JAX may cut to 32 bits, go as words of
-    32 bits on one axis more, behind all others."""
-    if not isinstance(x, np.ndarray):
+    """The result of `work(x)`, which moves an array, to the last bit.
+
+    Narrow floating-point numbers, which XLA may take through wider ones, go as integers, and so do those that cannot be
+    communicated. NumPy's wide numbers, which JAX may cut to 32 bits, go as words of 32 bits on one axis more, behind
+    all others.
+    """
+    if keys.is_key(x):
         return work(x)
-    if jax.dtypes.canonicalize_dtype(x.dtype) == x.dtype:
+    dtype = np.dtype(x.dtype)
+    if dtype.itemsize <= 2 and dtype.kind not in "biu":
+        words = np.ascontiguousarray(values_of(x)).view(f"u{dtype.itemsize}")
+        return np.asarray(work(jnp.asarray(words))).view(dtype)
+    if isinstance(x, jax.Array):
+        return work(x)
+    if jax.dtypes.canonicalize_dtype(dtype) == dtype:
         return np.asarray(work(jnp.asarray(x)))
     words = np.ascontiguousarray(x)[..., None].view(np.uint32)
-    return np.ascontiguousarray(np.asarray(work(jnp.asarray(words)))).view(x.dtype)[..., 0]
+    return np.ascontiguousarray(np.asarray(work(jnp.asarray(words)))).view(dtype)[..., 0]
 
 
 def blocks(

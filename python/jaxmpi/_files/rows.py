@@ -151,7 +151,7 @@ class Rows:
 
     def take(self, x: Any) -> np.ndarray:
         way = self.numbering.transfer(self.comm, self.run)
-        values = chunks.values_of(chunks.in_words(chunks.movable(x), way.move))
+        values = chunks.values_of(chunks.in_words(x, way.move))
         return dtypes.encode(values if way.local is None else values[way.local])
 
 
