@@ -21,7 +21,7 @@ TESTS = Path(__file__).resolve().parent
 
 NOT_EACH_TIME = (
     "faults launcher injected sharded_jobs two_hosts run_devices device grid_examples grid_jobs files_jobs "
-    "sharded_examples particles unstructured_examples benchmarks soak timeline wheel"
+    "files_examples sharded_examples particles unstructured_examples benchmarks soak timeline wheel"
 )
 """How jobs end, several hosts, long programs, timelines, benchmarks, the wheel: `make test` leaves them out."""
 OF_FAULTS = "faults launcher injected"
