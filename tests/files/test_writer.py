@@ -605,3 +605,29 @@ if grid.comm.rank == 1:
     job = launch(2, program, check=False, **settings)
     name = "io.save" if "save" in call else "io.Writer.append"
     assert f"in {name}, as rank 0 of 2" in job.stderr, job.stderr
+
+
+@pytest.mark.ranks(2)
+def test_hosts_that_do_not_share_the_folder(folder, monkeypatch):
+    """A rank that sees another folder under this path, as on another host: nothing is written, and all say so."""
+    from jaxmpi._files import sharing
+
+    grid = jaxmpi.Grid(SIZE, (2 * SIZE,))
+    x = {"x": jnp.zeros(grid.local_shape)}
+    with io.Writer(folder / "old", grid) as out:
+        out.append(0, x)
+    monkeypatch.setattr(sharing, "_SECONDS", 0.1)
+    if RANK == SIZE - 1:
+        monkeypatch.setattr(Path, "exists", lambda path: False)
+    for call in (
+        lambda: io.save(folder / "s", x, grid=grid),
+        lambda: io.checkpoint(folder / "c", x, grid=grid),
+        lambda: io.Writer(folder / "t", grid).append(0, x),
+        lambda: io.Writer(folder / "old", grid, resume=True).append(1, x),
+    ):
+        with pytest.raises(OSError, match="all ranks share"):
+            call()
+    monkeypatch.undo()
+    check(folder / "old", {"time": np.zeros(1), "x": np.zeros((1, 2 * SIZE))})
+    assert COMM.bcast([path.name for path in sorted(folder.rglob("*")) if path.suffix == ".shared"]) == []
+    assert COMM.bcast(sorted(os.listdir(folder))) in (["c", "old"], ["old"])

@@ -9,7 +9,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from jaxmpi._files import commit, layout, records, store, trees
+from jaxmpi._files import commit, layout, records, sharing, store, trees
 from jaxmpi._files.layout import Options, Part
 from jaxmpi._grid.grid import Width
 from jaxmpi._mpi import agreement
@@ -175,6 +175,7 @@ def write(comm: MPI.Intracomm, plan: Plan, operation: str, overwrite: bool) -> N
         metas, failure = agreement.attempt(lambda: _begin(plan, operation, overwrite))
     try:
         agreement.sums(comm, operation, failure)
+        sharing.check(comm, operation, commit.partial(path))
         failure = write_chunks(commit.partial(path), plan.arrays(), plan, operation)
         agreement.sums(comm, operation, failure)
         if comm.rank == 0:

@@ -25,7 +25,7 @@ import numpy as np
 from mpi4py import MPI
 
 from jaxmpi._files import chunks as tiles
-from jaxmpi._files import commit, layout, records, saving, store, trees
+from jaxmpi._files import commit, layout, records, saving, sharing, store, trees
 from jaxmpi._files.chunks import Whole
 from jaxmpi._files.layout import Options, Part
 from jaxmpi._grid import arguments as given
@@ -541,6 +541,7 @@ def _make(
     metas, failure = agreement.attempt(begin) if series.comm.rank == 0 else (None, None)
     try:
         agreement.sums(series.comm, operation, failure)
+        sharing.check(series.comm, operation, commit.partial(series.path))
         series.metas = series.comm.bcast(metas)
         failure = saving.write_chunks(commit.partial(series.path), constant, plan, operation)
         agreement.sums(series.comm, operation, failure)
@@ -558,6 +559,7 @@ def _go_on(
 ) -> None:
     """Goes on with a file: steps that will come again are dropped. All ranks call it."""
     _, series.metas, times = old
+    sharing.check(series.comm, operation, series.path)
     for part in constant:
         values, failure = agreement.attempt(partial(_copy, part, part.value))
         if values is not None:
