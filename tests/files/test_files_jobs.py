@@ -159,6 +159,7 @@ CHECKPOINTS = (
 )
 
 
+@pytest.mark.seconds(900)
 def test_killed_ranks(script, tmp_path):
     """A rank is killed at random times while it writes. Each time the last complete state is there, and the next run
     goes on with it as if nothing had been."""

@@ -21,8 +21,8 @@ import numpy as np
 from jaxmpi._files.chunks import Index, Interval, Region
 
 META = "zarr.json"
-_PIECE = 4 << 20
-"""Bytes of which a checksum is computed before other threads may go on."""
+_PIECE = 1 << 20
+"""Bytes of which a checksum is computed before they are written, and other threads may go on."""
 _PLAIN = ({"name": "bytes"}, {"name": "bytes", "configuration": {"endian": "little"}})
 _SUM = {"name": "crc32c"}
 
@@ -206,8 +206,11 @@ def _write_plain(path: Path, values: np.ndarray, chunks: Sequence[int]) -> None:
 
 def _write_file(path: Path, data: np.ndarray) -> None:
     with open(path, "wb", buffering=0) as file:
-        _write_all(file, data)
-        _write_all(file, np.array([_checksum(data)], "<u4").view(np.uint8))
+        found = 0
+        for piece in _pieces(data):  # each goes through the cache once
+            found = _checksum(piece, found)
+            _write_all(file, piece)
+        _write_all(file, np.array([found], "<u4").view(np.uint8))
 
 
 def _write_all(file: Any, data: np.ndarray) -> None:
@@ -216,12 +219,17 @@ def _write_all(file: Any, data: np.ndarray) -> None:
         done += file.write(data[done:])
 
 
-def _checksum(data: np.ndarray) -> int:
+def _pieces(data: np.ndarray) -> Iterator[np.ndarray]:
+    for start in range(0, data.size, _PIECE):
+        yield data[start : start + _PIECE]
+
+
+def _checksum(data: np.ndarray, found: int = 0) -> int:
+    """The CRC32C of data behind those that have the one that was found."""
     import google_crc32c
 
-    found = 0
-    for start in range(0, data.size, _PIECE):
-        found = google_crc32c.extend(found, data[start : start + _PIECE])
+    for piece in _pieces(data):
+        found = google_crc32c.extend(found, piece)
     return int(found)
 
 
@@ -264,14 +272,17 @@ def _read_plain(stored: Stored, index: Index, there: tuple[slice, ...], here: np
     tail = np.empty(4, np.uint8)
     try:
         with open(path, "rb", buffering=0) as file:
-            found = _read_all(file, data) + _read_all(file, tail)
-            found += len(file.read(1))
+            found, checksum = 0, 0
+            for piece in _pieces(data):
+                found += _read_all(file, piece)
+                checksum = _checksum(piece, checksum)
+            found += _read_all(file, tail) + len(file.read(1))
     except FileNotFoundError:
         raise FileNotFoundError(_missing(path)) from None
     if found != size + 4:
         what = "more" if found > size + 4 else str(found)
         raise OSError(f"the chunk {path} is damaged: it has {what} bytes, and must have {size + 4}.")
-    if int(tail.view("<u4")[0]) != _checksum(data):
+    if int(tail.view("<u4")[0]) != checksum:
         raise OSError(f"the chunk {path} is damaged: its checksum is not that of its bytes.")
     if not direct:
         here[...] = chunk[there]
