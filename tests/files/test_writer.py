@@ -512,7 +512,7 @@ def _words(process):
 def test_a_rank_is_killed(tmp_path, program, ranks):
     """At random times while steps are appended: all that can be read is right, and the next job goes on from there."""
     chance = random.Random(ranks)
-    path, seen, kills = tmp_path / "s", [], 4 if drawing.brief else 10
+    path, seen, kills = tmp_path / "s", [], 2 if drawing.brief else 10
     for _ in range(kills):
         first = len(store_of(path))
         with open(tmp_path / "out", "w") as out:
