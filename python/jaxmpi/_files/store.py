@@ -139,7 +139,7 @@ class Stored:
     plain: bool
     """Chunks are bytes and their checksum."""
     meta: Any = None
-    """Its metadata, where those in the folder are others."""
+    """The metadata of the array, where those in the folder are others."""
 
     @staticmethod
     def of(path: Path, meta: Mapping[str, Any]) -> "Stored":

@@ -288,7 +288,7 @@ class _Series:
     """The metadata of all arrays."""
     attributes: dict[str, Any]
     times: list[float]
-    """Of all steps, also those that are not yet written."""
+    """The times of all steps, also of those that are not yet written."""
     committed: int
     """How many steps rank 0's thread has made visible."""
     first: int
