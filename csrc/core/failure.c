@@ -162,6 +162,14 @@ ffi_error *call_fail_driver(const struct call *call, const struct memory *memory
                    text != NULL ? text : "the driver has no text for it");
 }
 
+/* A process has died. The others learn of it by their own operations on this communicator, which all fail from now on:
+ * none waits for a rank that has left an operation by this error. Python reads the number: _mpi/survival.py. */
+static ffi_error *fail_process(const struct call *call, const char *reason, const struct text *given) {
+  runtime.abi->revoke(call->comm);
+  return call_fail(call, FFI_UNAVAILABLE, "%s failed: %s%s [a process has failed, communicator %" PRId64 "]",
+                   call->function, reason, given->characters, call->comm->number & ((1 << PLACE_BITS) - 1));
+}
+
 ffi_error *call_fail_mpi(const struct call *call, int code) {
   char reason[1024] = "", array[256];
   struct text given = text_in(array, sizeof array);
@@ -175,6 +183,9 @@ ffi_error *call_fail_mpi(const struct call *call, int code) {
       if (call->buffers[k].type != NULL)
         text_add(&given, "; %s %" PRId64 " of %s", call->operation->buffers[i].name, call->buffers[k].count,
                  call->buffers[k].type->name);
+  int class = runtime.failed != 0 ? runtime.abi->error_class(code) : 0;
+  if (class != 0 && (class == runtime.failed || class == runtime.pending || class == runtime.revoked))
+    return fail_process(call, reason, &given);
   if (call->sending) /* told at once: if all ranks fail alike, nobody receives it */
     fprintf(stderr, "jaxmpi.%s on rank %d of %d: %s failed: %s. This rank waits until its own message is received\n",
             call->operation->name, call->comm->rank, call->comm->size, call->function, reason);

@@ -4,8 +4,9 @@ A thread of the launcher asks the ranks as soon as one of them reports that it w
 have not. They answer in the job's folder, by the thread of csrc/observe/watchdog.c. Files there: RANK.began, as a
 rank's program begins; RANK.report, written with a rank's report; `ask`, with the number of a question, at which ranks
 look while the bell of lifeline.py rings; RANK.state, a rank's answer; RANK.ended, as a rank's program ends;
-RANK.aborts, as a rank ends the job, with the code and the reason. Those of other machines come by relay.py. Nothing
-here imports jax or mpi4py.
+RANK.aborts, as a rank ends the job, with the code and the reason. In a job that survives it a rank that fails leaves
+RANK.lost instead, and the first of those that go on RANK.deaths, with the ranks that have died. Those of other machines
+come by relay.py. Nothing here imports jax or mpi4py.
 
 An `mpiexec` that is still there long after a rank has ended the job is ended, and so is one that was told to end by a
 signal and has nothing left of what it has started: Open MPI's may wait for ever if ranks on two machines abort at the
@@ -29,19 +30,26 @@ FOLDER = "JAXMPI_JOB_FOLDER"
 _PAUSE_SECONDS = 0.25
 _ANSWER_SECONDS = 2.5  # the watch looks once a second
 _LEAST_WAIT_SECONDS = 2.0  # what waits as long for a rank that has ended will wait for ever, most likely
+_END_SECONDS_OF_SURVIVORS = 1.0  # whose mpiexec does not end them
 _END_SECONDS = 20.0  # what `mpiexec` has for ending a job that a rank has aborted
 _GONE_SECONDS = 20.0  # what it has for its own end after a signal, once what it has started is no more
 _KILL_SECONDS = 5.0
 
 
 def watch(
-    path: str | os.PathLike, ranks: int, job: int, mpiexec: int, signals: list[int], say: Callable[[str], None]
+    path: str | os.PathLike,
+    ranks: int,
+    job: int,
+    mpiexec: int,
+    signals: list[int],
+    say: Callable[[str], None],
+    survives: bool = False,
 ) -> None:
     """Watches a job until `mpiexec`, of which `job` is a file, has ended. `signals`: those that have told the job to
-    end."""
+    end. `survives`: it goes on without ranks that die, which are told."""
     try:
         with private.Folder(path) as folder, contextlib.closing(lifeline.Bell(folder)) as bell:
-            _watch(folder, bell, ranks, job, mpiexec, signals, say)
+            _watch(folder, bell, ranks, job, mpiexec, signals, say, survives)
     except Exception as error:  # the folder may be on a disk that is full, or be removed
         say(f"jaxmpi.run: what ranks wait for is not told any more: {type(error).__name__}: {error}\n")
 
@@ -54,7 +62,10 @@ def _watch(
     mpiexec: int,
     signals: list[int],
     say: Callable[[str], None],
+    survives: bool,
 ) -> None:
+    lost: set[int] = set()  # those that have been told
+    patience_at_end = _END_SECONDS_OF_SURVIVORS if survives else _END_SECONDS
     told: set[str] = set()  # the files of ranks that have ended, once they have been the cause of a question
     last = ""
     question, patience = 0, _LEAST_WAIT_SECONDS
@@ -70,13 +81,15 @@ def _watch(
         aborting = sorted(relay.of_kind(files, "aborts").values())
         if not aborting:
             aborted_at = time.monotonic()
-        elif time.monotonic() - aborted_at > _END_SECONDS:
+        elif time.monotonic() - aborted_at > patience_at_end:
             _end(
                 job,
                 say,
-                f"rank{'s' if len(aborting) > 1 else ''} {ranges(aborting)} failed {_END_SECONDS:.0f} s ago",
+                f"rank{'s' if len(aborting) > 1 else ''} {ranges(aborting)} failed {patience_at_end:.0f} s ago",
             )
             return
+        if survives:
+            _tell_lost(folder, files, lost, say)
         ended, reports = set(relay.of_kind(files, "ended")), relay.of_kind(files, "report")
         if not ended - told or len(ended) == ranks:
             ended_at = time.monotonic()
@@ -97,6 +110,21 @@ def _watch(
         if lines != last and (reports or waiting):
             last = lines
             say(text)
+
+
+def _tell_lost(folder: private.Folder, files: list[str], told: set[int], say: Callable[[str], None]) -> None:
+    """Says of each rank that has died that it has, once, and why, if it has said so itself."""
+    for name, rank in relay.of_kind(files, "lost").items():
+        if rank not in told:
+            told.add(rank)
+            reason = folder.read(name).partition("\n")[2].strip().removeprefix("jaxmpi.run: ")
+            say(f"jaxmpi.run: rank {rank} is lost, and the job goes on{': ' if reason else ''}{reason}\n")
+    for name in relay.of_kind(files, "deaths"):
+        dead = {int(word) for word in folder.read(name).split() if word.isdecimal()} - told
+        if dead:
+            told |= dead
+            who, have = ("ranks", "have") if len(dead) > 1 else ("rank", "has")
+            say(f"jaxmpi.run: {who} {ranges(sorted(dead))} {have} died, and the others go on\n")
 
 
 def _state(pid: int) -> str:

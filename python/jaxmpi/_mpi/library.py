@@ -33,6 +33,16 @@ class Datatype:
     kind: str
 
 
+def _classes_of_failures() -> dict[str, int]:
+    """MPI's classes of errors by which it tells that a process has died, as settings of the core; 0: it has none."""
+    names = {"failed": "ERR_PROC_FAILED", "pending": "ERR_PROC_FAILED_PENDING", "revoked": "ERR_REVOKED"}
+    found = {setting: getattr(MPI, name, MPI.ERR_UNKNOWN) for setting, name in names.items()}
+    usual = (MPI.ERR_UNKNOWN, MPI.ERR_OTHER, MPI.UNDEFINED)
+    return {setting: 0 if code in usual or code < 0 else code for setting, code in found.items()}
+
+
+FAILURES = _classes_of_failures()
+
 Pairs = list[tuple[str, str]]
 
 
@@ -132,6 +142,7 @@ def bind() -> None:
         world=of_world[0],
         most_tag=cast(int, MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)),
         ends_on_error=SETTINGS.error_ends_job,
+        **FAILURES,
     )
     CONSTANTS.update(_core.constants())
     action = CONSTANTS["ACTIONS"].index(SETTINGS.timeout_action)
