@@ -10,7 +10,13 @@
 #include "requests/memory.h"
 #include "requests/progress.h"
 
-enum { MOST_PLACES = (1 << 24) - 1, SPARE_REQUESTS = 8, MOST_NAMED = 10, MILLISECONDS_AT_END = 5000, MILLISECONDS_TO_GIVE_UP = 200 };
+enum {
+  MOST_PLACES = (1 << 24) - 1,
+  SPARE_REQUESTS = 8,
+  MOST_NAMED = 10,
+  MILLISECONDS_AT_END = 5000,
+  MILLISECONDS_TO_GIVE_UP = 200
+};
 
 /* All of it under the lock. */
 static struct {
