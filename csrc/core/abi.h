@@ -64,6 +64,9 @@ struct abi {
   void (*revoke)(const struct communicator *comm);
   bool (*is_revoked)(const struct communicator *comm);
 
+  /* Whether it is revoked, or a process of it is known to have died. Under runtime.lock, as a body. */
+  bool (*is_broken)(const struct communicator *comm);
+
   /* Ends all that is done on a communicator that is revoked, as if it were freed; what is in flight on it is given up.
    * Returns how many requests were. Without the GIL. */
   int64_t (*give_up)(struct communicator *comm);

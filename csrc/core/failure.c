@@ -162,6 +162,14 @@ ffi_error *call_fail_driver(const struct call *call, const struct memory *memory
                    text != NULL ? text : "the driver has no text for it");
 }
 
+/* Whether an error is that of a process which has died. Some collectives of Open MPI then fail with another class. */
+static bool tells_of_process(const struct call *call, int code) {
+  if (runtime.failed == 0 || call->comm == NULL) return false;
+  int class = runtime.abi->error_class(code);
+  return class == runtime.failed || class == runtime.pending || class == runtime.revoked ||
+         runtime.abi->is_broken(call->comm);
+}
+
 /* A process has died. The others learn of it by their own operations on this communicator, which all fail from now on:
  * none waits for a rank that has left an operation by this error. Python reads the number: _mpi/survival.py. */
 static ffi_error *fail_process(const struct call *call, const char *reason, const struct text *given) {
@@ -183,9 +191,7 @@ ffi_error *call_fail_mpi(const struct call *call, int code) {
       if (call->buffers[k].type != NULL)
         text_add(&given, "; %s %" PRId64 " of %s", call->operation->buffers[i].name, call->buffers[k].count,
                  call->buffers[k].type->name);
-  int class = runtime.failed != 0 ? runtime.abi->error_class(code) : 0;
-  if (class != 0 && (class == runtime.failed || class == runtime.pending || class == runtime.revoked))
-    return fail_process(call, reason, &given);
+  if (tells_of_process(call, code)) return fail_process(call, reason, &given);
   if (call->sending) /* told at once: if all ranks fail alike, nobody receives it */
     fprintf(stderr, "jaxmpi.%s on rank %d of %d: %s failed: %s. This rank waits until its own message is received\n",
             call->operation->name, call->comm->rank, call->comm->size, call->function, reason);

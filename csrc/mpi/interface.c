@@ -16,6 +16,8 @@ static int keyval; /* attribute of a communicator: its struct communicator */
 static struct {
   int (*revoke)(MPI_Comm);
   int (*is_revoked)(MPI_Comm, int *);
+  int (*get_failed)(MPI_Comm, MPI_Group *);
+  int (*group_size)(MPI_Group, int *);
 } extensions;
 
 /* A duplicate is another communicator and gets its own struct. */
@@ -62,6 +64,8 @@ static const char *load_table(void *library) {
   if (missing != NULL) return missing;
   symbol_find(library, "MPIX_Comm_revoke", &extensions.revoke);
   symbol_find(library, "MPIX_Comm_is_revoked", &extensions.is_revoked);
+  symbol_find(library, "MPIX_Comm_get_failed", &extensions.get_failed);
+  symbol_find(library, "MPI_Group_size", &extensions.group_size);
   if (mpi.Comm_create_keyval(do_not_copy, mark_freed, &keyval, NULL) != MPI_SUCCESS) return "MPI_Comm_create_keyval";
   return NULL;
 }
@@ -147,6 +151,18 @@ static bool is_revoked(const struct communicator *comm) {
   return extensions.is_revoked != NULL && extensions.is_revoked(handle_of_comm(comm), &flag) == MPI_SUCCESS && flag;
 }
 
+static bool is_broken(const struct communicator *comm) {
+  MPI_Group failed;
+  int size = 0;
+  if (is_revoked(comm)) return true;
+  if (extensions.get_failed == NULL || extensions.group_size == NULL ||
+      extensions.get_failed(handle_of_comm(comm), &failed) != MPI_SUCCESS)
+    return false;
+  if (extensions.group_size(failed, &size) != MPI_SUCCESS) size = 0;
+  mpi.Group_free(&failed);
+  return size > 0;
+}
+
 static void error_text(int code, char *text) {
   int length = 0;
   if (mpi.Error_string(code, text, &length) != MPI_SUCCESS) snprintf(text, 64, "MPI error code %d", code);
@@ -180,6 +196,7 @@ const struct abi ABI_LOCAL(abi) = {
     .revoke = revoke,
     .give_up = give_up,
     .is_revoked = is_revoked,
+    .is_broken = is_broken,
     .abort = abort_job,
     .any_source = ABI_ANY_SOURCE,
     .any_tag = ABI_ANY_TAG,

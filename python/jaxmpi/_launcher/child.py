@@ -359,6 +359,14 @@ def _opened() -> Any:
     return _beside("private").Folder(_folder)
 
 
+def _tell_how_to_watch(folder: Any) -> None:
+    """Lets the launcher see the end of this process, if it is on the same machine, and whether that comes before MPI is
+    initialized, which the others would then wait for in vain."""
+    if _is_here(folder):
+        _say("pid", str(os.getpid()))
+    sys.meta_path.insert(0, _beside("at_import").AtImport("mpi4py.MPI", lambda _: _say("joined")))
+
+
 def _run_as_main(program: str) -> None:
     """Runs a script, or a zip file or folder with a `__main__.py`, in the module `__main__`."""
     if not os.path.isdir(program) and not zipfile.is_zipfile(program):
@@ -465,6 +473,8 @@ def main() -> None:
     folder = _find_folder()
     if folder is not None:
         _beside("lifeline").tie(folder)
+        if _survives:
+            _tell_how_to_watch(folder)
         _say("began")
     _beside("stdin").take(_rank, folder)
     if folder is not None:

@@ -5,8 +5,8 @@ have not. They answer in the job's folder, by the thread of csrc/observe/watchdo
 rank's program begins; RANK.report, written with a rank's report; `ask`, with the number of a question, at which ranks
 look while the bell of lifeline.py rings; RANK.state, a rank's answer; RANK.ended, as a rank's program ends;
 RANK.aborts, as a rank ends the job, with the code and the reason. In a job that survives it a rank that fails leaves
-RANK.lost instead, and the first of those that go on RANK.deaths, with the ranks that have died. Those of other machines
-come by relay.py. Nothing here imports jax or mpi4py.
+RANK.lost instead, and the first of those that go on RANK.deaths, with the ranks that have died; RANK.pid and
+RANK.joined are there for _Lost. Those of other machines come by relay.py. Nothing here imports jax or mpi4py.
 
 An `mpiexec` that is still there long after a rank has ended the job is ended, and so is one that was told to end by a
 signal and has nothing left of what it has started: Open MPI's may wait for ever if ranks on two machines abort at the
@@ -64,7 +64,7 @@ def _watch(
     say: Callable[[str], None],
     survives: bool,
 ) -> None:
-    lost: set[int] = set()  # those that have been told
+    lost = _Lost(folder, say) if survives else None
     patience_at_end = _END_SECONDS_OF_SURVIVORS if survives else _END_SECONDS
     told: set[str] = set()  # the files of ranks that have ended, once they have been the cause of a question
     last = ""
@@ -88,8 +88,9 @@ def _watch(
                 f"rank{'s' if len(aborting) > 1 else ''} {ranges(aborting)} failed {patience_at_end:.0f} s ago",
             )
             return
-        if survives:
-            _tell_lost(folder, files, lost, say)
+        if lost is not None and (why := lost.look(files)):
+            _end(job, say, why)
+            return
         ended, reports = set(relay.of_kind(files, "ended")), relay.of_kind(files, "report")
         if not ended - told or len(ended) == ranks:
             ended_at = time.monotonic()
@@ -112,19 +113,57 @@ def _watch(
             say(text)
 
 
-def _tell_lost(folder: private.Folder, files: list[str], told: set[int], say: Callable[[str], None]) -> None:
-    """Says of each rank that has died that it has, once, and why, if it has said so itself."""
-    for name, rank in relay.of_kind(files, "lost").items():
-        if rank not in told:
-            told.add(rank)
-            reason = folder.read(name).partition("\n")[2].strip().removeprefix("jaxmpi.run: ")
-            say(f"jaxmpi.run: rank {rank} is lost, and the job goes on{': ' if reason else ''}{reason}\n")
-    for name in relay.of_kind(files, "deaths"):
-        dead = {int(word) for word in folder.read(name).split() if word.isdecimal()} - told
+class _Lost:
+    """The ranks that have died, in a job that goes on without them. Each is told once, with the reason that it has told
+    itself, if any."""
+
+    def __init__(self, folder: private.Folder, say: Callable[[str], None]):
+        self._folder, self._say = folder, say
+        self._told, self._processes = set[int](), dict[int, int]()
+
+    def look(self, files: list[str]) -> str:
+        """Tells of those that have died since. Returns why the job cannot go on; empty: it can."""
+        for name, rank in relay.of_kind(files, "lost").items():
+            if rank not in self._told:
+                self._told.add(rank)
+                reason = self._folder.read(name).partition("\n")[2].strip().removeprefix("jaxmpi.run: ")
+                self._say(f"jaxmpi.run: rank {rank} is lost, and the job goes on{': ' if reason else ''}{reason}\n")
+        for name in relay.of_kind(files, "deaths"):
+            self._tell({int(word) for word in self._folder.read(name).split() if word.isdecimal()})
+        return self._look_at_processes(files)
+
+    def _tell(self, dead: set[int]) -> None:
+        dead = dead - self._told
+        self._told |= dead
         if dead:
-            told |= dead
             who, have = ("ranks", "have") if len(dead) > 1 else ("rank", "has")
-            say(f"jaxmpi.run: {who} {ranges(sorted(dead))} {have} died, and the others go on\n")
+            self._say(f"jaxmpi.run: {who} {ranges(sorted(dead))} {have} died, and the job goes on\n")
+
+    def _look_at_processes(self, files: list[str]) -> str:
+        """Of ranks on this machine, which may die before any other has heard of them."""
+        gone = set()
+        for name, rank in relay.of_kind(files, "pid").items():
+            if rank not in self._processes:
+                try:
+                    self._processes[rank] = os.pidfd_open(int(self._folder.read(name)))
+                except (OSError, ValueError):
+                    self._processes[rank] = -1
+            file = self._processes[rank]
+            if file < 0 or ready([file], 0):
+                gone.add(rank)
+        again = self._folder.names() if gone else []  # what they have told before their end
+        gone -= {rank for kind in ("ended", "lost", "aborts") for rank in relay.of_kind(again, kind).values()}
+        early = sorted(gone - set(relay.of_kind(again, "joined").values()))
+        if early:
+            who = f"rank{'s' if len(early) > 1 else ''} {ranges(early)}"
+            return f"{who} died before MPI was initialized, for which the others wait"
+        self._tell(gone)
+        return ""
+
+    def close(self) -> None:
+        for file in self._processes.values():
+            if file >= 0:
+                os.close(file)
 
 
 def _state(pid: int) -> str:

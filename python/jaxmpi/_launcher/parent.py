@@ -376,7 +376,7 @@ def _end_of_survivors(job: Job, missing: list[int]) -> tuple[int, str]:
     lost, ended = sorted({*told, *missing}), job.told("ended")
     if not lost:
         return 0, ""
-    if not ended:
+    if not ended:  # or those that had begun, before MPI was initialized
         code = next((code for code, _ in told.values() if code), 1)
         return code, f"jaxmpi.run: all ranks are lost. The status is {code}\n"
     return LOST, (
