@@ -41,7 +41,7 @@ class ProcessFailed(jax.errors.JaxRuntimeError):
 
 
 _SAYS = re.compile(
-    r"jaxmpi(?:\.|, )([\w ]+?) on rank \d+ of \d+: (?:(?!jaxmpi[.,]).)*?\[a process has failed, communicator (\d+)\]",
+    r"jaxmpi(?:\.|, )([\w. ]+?) on rank \d+ of \d+: (?:(?!jaxmpi[.,]).)*?\[a process has failed, communicator (\d+)\]",
     re.DOTALL,
 )
 
