@@ -1,10 +1,10 @@
 """Ranks that are killed at random times while all are in random operations, each result of which is checked:
 python -m jaxmpi.run -n 4 --survive tests/programs/deaths.py --seed 1 --deaths 2.
 
-Each rank executes steps in an order that is drawn from the seed, the same on all ranks: an operation, eagerly, compiled,
-in a loop or in a derivative, on data that every rank can compute for all ranks. So NumPy says what is right. Who dies,
-when, and by which signal is drawn as well: at a time, whatever the rank does then, or within `jaxmpi.recover`. The
-others recover and go on with those that are left. Each ends with a line that begins with OK.
+Each rank executes steps in an order that is drawn from the seed, the same on all ranks: an operation, eagerly,
+compiled, in a loop or in a derivative, on data that every rank can compute for all ranks. So NumPy says what is right.
+Who dies, when, and by which signal is drawn as well: at a time, whatever the rank does then, or within
+`jaxmpi.recover`. The others recover and go on with those that are left. Each ends with a line that begins with OK.
 """
 
 import argparse

@@ -111,6 +111,9 @@ def _watch(
         if lines != last and (reports or waiting):
             last = lines
             say(text)
+    if lost is not None:
+        lost.look_at_files(folder.names())
+        lost.close()
 
 
 class _Lost:
@@ -123,6 +126,11 @@ class _Lost:
 
     def look(self, files: list[str]) -> str:
         """Tells of those that have died since. Returns why the job cannot go on; empty: it can."""
+        self.look_at_files(files)
+        return self._look_at_processes(files)
+
+    def look_at_files(self, files: list[str]) -> None:
+        """Tells of those that ranks have told of."""
         for name, rank in relay.of_kind(files, "lost").items():
             if rank not in self._told:
                 self._told.add(rank)
@@ -130,7 +138,6 @@ class _Lost:
                 self._say(f"jaxmpi.run: rank {rank} is lost, and the job goes on{': ' if reason else ''}{reason}\n")
         for name in relay.of_kind(files, "deaths"):
             self._tell({int(word) for word in self._folder.read(name).split() if word.isdecimal()})
-        return self._look_at_processes(files)
 
     def _tell(self, dead: set[int]) -> None:
         dead = dead - self._told
