@@ -5,6 +5,7 @@ import shutil
 import textwrap
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jaxmpi import run
@@ -273,3 +274,46 @@ def test_command():
         done = launch(2, "--survive", "--dry-run", *more, "-c", "pass")
         assert "--with-ft ulfm" in done.stdout
         assert "child.py --survive" in done.stdout
+
+
+@needs_openmpi
+@pytest.mark.seconds(300)
+def test_example(tmp_path):
+    """The model ends with the field of a run in which nobody dies."""
+    pytest.importorskip("matplotlib")
+    states = []
+    for kill in ([], ["--kill", "1@50", "--kill", "0@110"]):
+        file = tmp_path / f"{len(kill)}.npz"
+        options = ["--size", "96", "48", "--days", "0.05", "--every", "20", "--output-dir", tmp_path]
+        done = launch(
+            3, "--survive", TESTS.parent / "examples" / "survivor.py", *options, "--save-state", file, *kill, check=False
+        )
+        assert done.returncode == (77 if kill else 0), done.stderr
+        assert f"{1 if kill else 3} of 3 processes left" in done.stdout
+        with np.load(file) as data:
+            states.append({name: data[name] for name in data})
+    assert "step 40: 1 of 3 processes lost" in done.stdout
+    assert (tmp_path / "survivor.png").stat().st_size > 10_000
+    for name, tolerance in (("h", 1e-3), ("u", 1e-4), ("v", 1e-4)):
+        np.testing.assert_allclose(states[1][name], states[0][name], atol=tolerance, rtol=0)
+
+
+@needs_openmpi
+def test_checks_do_not_keep_ranks(tmp_path):
+    """With JAXMPI_CHECK=1 ranks wait without end for the comparison of their calls: not for one that is at its end."""
+    done = survive(
+        tmp_path,
+        4,
+        """
+        notoken.allreduce(x, MPI.SUM).block_until_ready()
+        if rank == 3: die()
+        try:
+            for _ in range(100): notoken.allreduce(x, MPI.SUM).block_until_ready()
+        except jaxmpi.ProcessFailed:
+            size = jaxmpi.recover().size
+        for _ in range(5): told("sum", float(notoken.allreduce(x, MPI.SUM)[0]))
+        """,
+        JAXMPI_CHECK="1",
+    )
+    assert done.stdout.count("sum 3.0") == 15, done.stdout + done.stderr
+    assert done.returncode == 77
