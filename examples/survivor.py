@@ -6,9 +6,9 @@ themselves, and go on from what was saved last. The result is that of a run in w
 
     python -m jaxmpi.run -n 4 --survive examples/survivor.py --kill 1@300 --kill 2@700
 
-`--kill RANK@STEP` lets a process end itself by SIGKILL; any other death does as well, `kill -9` from another shell or an
-exception. If two neighbours die at the same time what one of them kept of the other is lost, and the program says so.
-It writes `survivor.png`, with the division of the sea at the beginning and at the end.
+`--kill RANK@STEP` lets a process end itself by SIGKILL; any other death does as well, `kill -9` from another shell or
+an exception. If two neighbours die at the same time what one of them kept of the other is lost, and the program says
+so. It writes `survivor.png`, with the division of the sea at the beginning and at the end.
 """
 
 import argparse

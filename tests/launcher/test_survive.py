@@ -285,9 +285,8 @@ def test_example(tmp_path):
     for kill in ([], ["--kill", "1@50", "--kill", "0@110"]):
         file = tmp_path / f"{len(kill)}.npz"
         options = ["--size", "96", "48", "--days", "0.05", "--every", "20", "--output-dir", tmp_path]
-        done = launch(
-            3, "--survive", TESTS.parent / "examples" / "survivor.py", *options, "--save-state", file, *kill, check=False
-        )
+        options += ["--save-state", file, *kill]
+        done = launch(3, "--survive", TESTS.parent / "examples" / "survivor.py", *options, check=False)
         assert done.returncode == (77 if kill else 0), done.stderr
         assert f"{1 if kill else 3} of 3 processes left" in done.stdout
         with np.load(file) as data:
