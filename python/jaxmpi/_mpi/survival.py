@@ -6,8 +6,6 @@ succeeds.
 """
 
 import contextlib
-import ctypes
-import functools
 import re
 import secrets
 from types import TracebackType
@@ -103,31 +101,15 @@ def _quietly(call: Any) -> None:
         call()
 
 
-_FT = 12
-"""Open MPI's attribute of a communicator that points to whether the job goes on without a process: MPI_FT."""
-
-
-@functools.cache
-def _tolerates_failures() -> bool:
-    """Whether this job was started so that MPI goes on without a process. Elsewhere its calls for it may hang."""
-    if LIBRARY.abi != "openmpi" or not FAILURES["failed"] or not hasattr(MPI.Comm, "Shrink"):
-        return False
-    try:
-        address = MPI.COMM_WORLD.Get_attr(_FT)
-    except MPI.Exception:
-        return False
-    return isinstance(address, int) and address != 0 and ctypes.c_int.from_address(address).value != 0
-
-
 def _check(comm: MPI.Comm, caller: str) -> None:
     """Raises RuntimeError where MPI cannot go on without a rank."""
     if isinstance(comm, MPI.Comm) and comm == MPI.COMM_NULL:
         raise ValueError(f"{caller}: comm is MPI.COMM_NULL: it has been freed. Pass a live communicator.")
     if not isinstance(comm, MPI.Intracomm):
         raise TypeError(f"{caller}: comm must be an intra-communicator of mpi4py, got {comm!r}.")
-    if not _tolerates_failures():
+    if not FAILURES["failed"]:  # its calls may hang
         raise RuntimeError(
-            f"{caller}: this job cannot go on without a rank: {LIBRARY.version.splitlines()[0]} has no calls for it, "
+            f"{caller}: this job cannot go on without a rank: {LIBRARY.version.partition(",")[0]} has no calls for it, "
             "or was started without them. Start it by python -m jaxmpi.run --survive, with Open MPI 5 or later."
         )
 
