@@ -108,8 +108,9 @@ def _check(comm: MPI.Comm, caller: str) -> None:
     if not isinstance(comm, MPI.Intracomm):
         raise TypeError(f"{caller}: comm must be an intra-communicator of mpi4py, got {comm!r}.")
     if not FAILURES["failed"]:  # its calls may hang
+        name = LIBRARY.version.splitlines()[0].partition(",")[0]
         raise RuntimeError(
-            f"{caller}: this job cannot go on without a rank: {LIBRARY.version.partition(",")[0]} has no calls for it, "
+            f"{caller}: this job cannot go on without a rank: {name} has no calls for it, "
             "or was started without them. Start it by python -m jaxmpi.run --survive, with Open MPI 5 or later."
         )
 
