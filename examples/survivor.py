@@ -133,7 +133,8 @@ def save_picture(path: Path, fields: np.ndarray, divisions: list[list[Slices]], 
         for part in division:
             south, north, west, east = (shallow_water.DX / 1e3 * end for s in part for end in (s.start, s.stop))
             axes.plot([west, east, east, west, west], [south, south, north, north, south], color="0.2", linewidth=1.5)
-        axes.set_title(f"{len(division)} process{'es' if len(division) > 1 else ''} {when}, sea after {days:.1f} days", loc="left")
+        many = "es" if len(division) > 1 else ""
+        axes.set_title(f"{len(division)} process{many} {when}, sea after {days:.1f} days", loc="left")
     both[-1].set_xlabel("x [km]")
     figure.savefig(path, dpi=130)
     plt.close(figure)
