@@ -77,25 +77,15 @@ def _forget_freed() -> None:
 _given_up: set[int] = set()
 """The numbers of those that have been given up."""
 
-_named: dict[int, int] = {}
-"""The names by which the ranks of recovered communicators compare their calls, by the handle."""
-
-
 def give_up(comm: MPI.Comm) -> int:
     """Ends all that is done on a communicator that is revoked: what was compiled for it raises, and no request of it is
     in flight any more. Returns how many were."""
     if (found := _core.communicator(handle_of(comm))) is None:
         return 0
     _given_up.add(found[0])
-    _named.pop(handle_of(comm), None)
     requests = _core.give_up(found[0])
     _forget_freed()
     return requests
-
-
-def name(comm: MPI.Comm, number: int) -> None:
-    """The ranks of a new communicator compare their calls under this name, the same on all of them."""
-    _named[handle_of(comm)] = number
 
 
 def of_number_in_text(number: int) -> Communicator | None:
@@ -119,8 +109,8 @@ def check_alive(comm: MPI.Comm, operation: str, made: str) -> None:
         )
 
 
-def resolve(comm: Any, operation: str) -> Communicator:
-    """The communicator of a call.
+def resolve(comm: Any, operation: str, name: int = 0) -> Communicator:
+    """The communicator of a call. `name`: of a new one, by which its ranks compare their calls, alike on all of them.
 
     Raises TypeError if `comm` is not an mpi4py communicator, ValueError if it is null, freed or an inter-communicator.
     """
@@ -159,11 +149,10 @@ def resolve(comm: Any, operation: str) -> Communicator:
             )
         _forget_freed()
         _core.configure_communicator(found[0], chunk=_default.chunk(ours=False))
-        _compare(found[0], comm, _named.get(handle_of(comm), 0))
-        name = comm.Get_name()
-        if name:
-            _core.configure_communicator(found[0], name=name)
-        timeline.communicator(found[0], comm, name)
+        _compare(found[0], comm, name)
+        if of_mpi := comm.Get_name():
+            _core.configure_communicator(found[0], name=of_mpi)
+        timeline.communicator(found[0], comm, of_mpi)
         known = _known.setdefault(found[0], Communicator(*found, comm))
     return known
 

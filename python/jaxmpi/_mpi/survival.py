@@ -229,7 +229,7 @@ def _without_the_dead(comm: MPI.Comm) -> MPI.Comm:
         except MPI.Exception:
             done = False
         if _agree(new, done):
-            communicators.name(new, name)
+            communicators.resolve(new, "recover", name)
             return new
         comm = new
 
