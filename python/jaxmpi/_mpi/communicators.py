@@ -77,6 +77,7 @@ def _forget_freed() -> None:
 _given_up: set[int] = set()
 """The numbers of those that have been given up."""
 
+
 def give_up(comm: MPI.Comm) -> int:
     """Ends all that is done on a communicator that is revoked: what was compiled for it raises, and no request of it is
     in flight any more. Returns how many were."""
