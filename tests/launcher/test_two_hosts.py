@@ -317,3 +317,21 @@ def test_machine_is_lost(job, hosts):
     finally:
         process.kill()
         process.communicate()
+
+
+def test_machine_is_lost_to_survivors(job, hosts):
+    """Open MPI ends a job that loses a machine, also one that goes on without a rank. It is told, nothing is left."""
+    if run.flavour(run.find_mpiexec()) != "openmpi":
+        pytest.skip("jobs of Open MPI alone go on without a rank")
+    process, _ = job(BUSY, "--survive", start=begin_job)
+    for lost in list(of_host(hosts, NAMES[1])):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(lost, signal.SIGKILL)
+    try:
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode not in (0, 77)
+        assert "all ranks are lost. The status is 1" in errors
+        assert until(lambda: not any(list(of_host(hosts, name)) for name in NAMES), 10)
+    finally:
+        process.kill()
+        process.communicate()
