@@ -238,6 +238,19 @@ def test_death_before_mpi(tmp_path):
 
 
 @needs_openmpi
+def test_death_before_the_import(tmp_path):
+    """The others cannot agree on what holds for all ranks."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os\nfrom mpi4py import MPI\nif MPI.COMM_WORLD.rank == 1: os.kill(os.getpid(), 9)\nimport jaxmpi\n"
+    )
+    done = launch(3, "--survive", program, check=False, timeout=SECONDS)
+    assert done.stderr.count("RuntimeError: jaxmpi: a rank has died before all had imported jaxmpi") >= 2
+    assert "all ranks are lost. The status is 1" in done.stderr
+    assert done.returncode == 1
+
+
+@needs_openmpi
 def test_all_fail(tmp_path):
     """The status is that of the first."""
     done = survive(tmp_path, 2, "sys.exit(5)")

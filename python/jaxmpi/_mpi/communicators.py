@@ -13,7 +13,7 @@ from mpi4py import MPI
 import jaxmpi._core as _core
 from jaxmpi._jax import internals
 from jaxmpi._mpi import static, timeline
-from jaxmpi._mpi.library import CONSTANTS, DEVICES, LIBRARY, handle_of, meaning
+from jaxmpi._mpi.library import CONSTANTS, DEVICES, FAILURES, LIBRARY, handle_of, meaning
 from jaxmpi._mpi.settings import ALL, SETTINGS
 
 # How long an import waits for the imports of other ranks. After that the first use of the default communicator waits.
@@ -314,7 +314,14 @@ def agree() -> None:
     """Agrees on settings with the other ranks, and begins to clone COMM_WORLD: called by all of them, at import. Opens
     this rank's timeline, whose file is named after what they agree on."""
     global _default, CHECK
-    _default = _Default()
+    try:
+        _default = _Default()
+    except MPI.Exception as error:
+        if not FAILURES["failed"]:
+            raise
+        raise RuntimeError(
+            "jaxmpi: a rank has died before all had imported jaxmpi, so the job cannot go on without it"
+        ) from error
     CHECK = _default.check
     channel = handle_of(_default.channel) if _default.calls else 0
     _core.configure(check=CHECK, labels=_default.labels, channel=channel)
