@@ -56,6 +56,21 @@ struct abi {
   /* Whether what a request has begun is still under way. Does not wait; under the lock of requests/table.h. */
   bool (*test_request)(struct request *request);
 
+  /* The class of an error code. Any thread. */
+  int (*error_class)(int code);
+
+  /* Has all operations on a communicator fail, on all its ranks, from now on; whether that has been done, by any of
+   * them. Both do nothing where MPI has no such call. The former under runtime.lock, as a body. */
+  void (*revoke)(const struct communicator *comm);
+  bool (*is_revoked)(const struct communicator *comm);
+
+  /* Whether it is revoked, or a process of it is known to have died. Under runtime.lock, as a body. */
+  bool (*is_broken)(const struct communicator *comm);
+
+  /* Ends all that is done on a communicator that is revoked, as if it were freed; what is in flight on it is given up.
+   * Returns how many requests were. Without the GIL. */
+  int64_t (*give_up)(struct communicator *comm);
+
   /* Ends the job. Any thread. */
   void (*abort)(int status);
 

@@ -162,6 +162,22 @@ ffi_error *call_fail_driver(const struct call *call, const struct memory *memory
                    text != NULL ? text : "the driver has no text for it");
 }
 
+/* Whether an error is that of a process which has died. Some collectives of Open MPI then fail with another class. */
+static bool tells_of_process(const struct call *call, int code) {
+  if (runtime.failed == 0 || call->comm == NULL) return false;
+  int class = runtime.abi->error_class(code);
+  return class == runtime.failed || class == runtime.pending || class == runtime.revoked ||
+         runtime.abi->is_broken(call->comm);
+}
+
+/* A process has died. The others learn of it by their own operations on this communicator, which all fail from now on:
+ * none waits for a rank that has left an operation by this error. Python reads the number: _mpi/survival.py. */
+static ffi_error *fail_process(const struct call *call, const char *reason, const struct text *given) {
+  runtime.abi->revoke(call->comm);
+  return call_fail(call, FFI_UNAVAILABLE, "%s failed: %s%s [a process has failed, communicator %" PRId64 "]",
+                   call->function, reason, given->characters, call->comm->number & ((1 << PLACE_BITS) - 1));
+}
+
 ffi_error *call_fail_mpi(const struct call *call, int code) {
   char reason[1024] = "", array[256];
   struct text given = text_in(array, sizeof array);
@@ -175,6 +191,7 @@ ffi_error *call_fail_mpi(const struct call *call, int code) {
       if (call->buffers[k].type != NULL)
         text_add(&given, "; %s %" PRId64 " of %s", call->operation->buffers[i].name, call->buffers[k].count,
                  call->buffers[k].type->name);
+  if (tells_of_process(call, code)) return fail_process(call, reason, &given);
   if (call->sending) /* told at once: if all ranks fail alike, nobody receives it */
     fprintf(stderr, "jaxmpi.%s on rank %d of %d: %s failed: %s. This rank waits until its own message is received\n",
             call->operation->name, call->comm->rank, call->comm->size, call->function, reason);

@@ -30,6 +30,7 @@ struct communicator {
   _Atomic int64_t piece;    /* of an allreduce that is at least PIECES times as long, its bytes; 0: never. As `chunk` */
   const char *_Atomic name; /* for reports; NULL: none */
   atomic_bool freed;
+  atomic_bool given_up;                /* after a process has died: then it counts as freed */
   struct communicator *next_freed;     /* in runtime.freed */
   atomic_int_least64_t to_compare;     /* collectives that are still to be compared: compare.h */
   atomic_uint_least64_t compared;      /* collectives compared so far */

@@ -39,7 +39,9 @@ struct runtime {
   const struct abi *abi;           /* the copy for the loaded library; NULL before loading */
   intptr_t datatypes[DTYPE_CODES]; /* MPI handle by XLA's code; valid where `known` */
   bool known[DTYPE_CODES];
-  int most_tag;      /* the highest tag of a message */
+  int most_tag; /* the highest tag of a message */
+  /* MPI's classes of errors by which it tells that a process has died; 0: it tells nothing of that. */
+  int failed, pending, revoked;
   int64_t max_count; /* elements that one MPI call may be given; INT_MAX except in tests */
   bool unmarked;     /* the ends of what MPI fills are not marked (mpi/collectives.c); only in tests */
   /* COMM_SELF: freed as MPI_Finalize begins, or in a child of fork; NULL before configuration. */

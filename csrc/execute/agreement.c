@@ -244,6 +244,7 @@ enum answer agreement_hear(struct communicator *comm, double seconds, int64_t wo
     }
     pthread_mutex_unlock(&agreement->lock);
     if (answer != ANSWER_NONE) return answer;
+    if (looks % LOOKS_PER_TIME == 0 && runtime.abi->is_revoked(comm)) return ANSWER_NEVER; /* MPI tells the error */
     if (!go_on(seconds, begin, looks)) return ANSWER_NONE;
   }
 }

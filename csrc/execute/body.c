@@ -12,14 +12,23 @@
 #include "observe/watchdog.h"
 #include "requests/progress.h"
 
+static ffi_error *fail_freed(const struct call *call) {
+  if (atomic_load(&call->comm->given_up))
+    return call_fail(
+        call, FFI_FAILED_PRECONDITION,
+        "the communicator has been given up by jaxmpi.recover, since a rank had died; nothing was sent. Use "
+        "the one that this has returned, and make grids and maps again on it");
+  return call_fail(call, FFI_FAILED_PRECONDITION,
+                   "the communicator has been freed since this function was compiled; nothing was sent. "
+                   "Call it again with a live communicator, or free the communicator later");
+}
+
 ffi_error *call_check(const struct call *call) {
   if (runtime_has_ended()) return call_fail(call, FFI_FAILED_PRECONDITION, "%s; nothing was sent", runtime.ended);
   if (call->comm == NULL) return call_fail_unknown(call, "comm");
   /* What is in flight on a communicator is completed even if that has been freed. */
   if (atomic_load_explicit(&call->comm->freed, memory_order_relaxed) && !waits_for_request(call->operation->row))
-    return call_fail(call, FFI_FAILED_PRECONDITION,
-                     "the communicator has been freed since this function was compiled; nothing was sent. "
-                     "Call it again with a live communicator, or free the communicator later");
+    return fail_freed(call);
   return NULL;
 }
 

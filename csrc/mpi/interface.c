@@ -12,6 +12,14 @@
 
 static int keyval; /* attribute of a communicator: its struct communicator */
 
+/* Extensions for jobs that survive the death of a process; NULL where the library has none. */
+static struct {
+  int (*revoke)(MPI_Comm);
+  int (*is_revoked)(MPI_Comm, int *);
+  int (*get_failed)(MPI_Comm, MPI_Group *);
+  int (*group_size)(MPI_Group, int *);
+} extensions;
+
 /* A duplicate is another communicator and gets its own struct. */
 static int do_not_copy(MPI_Comm comm, int key, void *extra, void *value, void *copy, int *flag) {
   (void)comm, (void)key, (void)extra, (void)value, (void)copy;
@@ -19,18 +27,29 @@ static int do_not_copy(MPI_Comm comm, int key, void *extra, void *value, void *c
   return MPI_SUCCESS;
 }
 
+/* No call finds it any more. Once only: what has been given up may be freed later. */
+static void forget_communicator(struct communicator *comm) {
+  if (atomic_exchange(&comm->freed, true)) return;
+  if (runtime.self != NULL && !atomic_load(&runtime.self->freed)) agreement_end(comm);
+  requests_forget(comm);
+  comm->next_freed = atomic_load(&runtime.freed);
+  while (!atomic_compare_exchange_weak(&runtime.freed, &comm->next_freed, comm)) continue;
+}
+
 /* Called by MPI as the communicator is freed. Operations left to streams may use it: they come first. */
 static int mark_freed(MPI_Comm comm, int key, void *value, void *extra) {
   (void)comm, (void)key, (void)extra;
-  struct communicator *freed = value;
   transport_drain();
-  if (freed == runtime.self) agreement_finish();
-  atomic_store(&freed->freed, true);
-  if (runtime.self != NULL && !atomic_load(&runtime.self->freed)) agreement_end(freed);
-  requests_forget(freed);
-  freed->next_freed = atomic_load(&runtime.freed);
-  while (!atomic_compare_exchange_weak(&runtime.freed, &freed->next_freed, freed)) continue;
+  if (value == runtime.self) agreement_finish();
+  forget_communicator(value);
   return MPI_SUCCESS;
+}
+
+static int64_t give_up(struct communicator *comm) {
+  transport_drain();
+  atomic_store(&comm->given_up, true);
+  forget_communicator(comm);
+  return requests_give_up_on(comm);
 }
 
 static const char *load_table(void *library) {
@@ -43,6 +62,10 @@ static const char *load_table(void *library) {
       {NULL, 0, false}};
   const char *missing = symbols_load(library, symbols, &mpi);
   if (missing != NULL) return missing;
+  symbol_find(library, "MPIX_Comm_revoke", &extensions.revoke);
+  symbol_find(library, "MPIX_Comm_is_revoked", &extensions.is_revoked);
+  symbol_find(library, "MPIX_Comm_get_failed", &extensions.get_failed);
+  symbol_find(library, "MPI_Group_size", &extensions.group_size);
   if (mpi.Comm_create_keyval(do_not_copy, mark_freed, &keyval, NULL) != MPI_SUCCESS) return "MPI_Comm_create_keyval";
   return NULL;
 }
@@ -114,6 +137,32 @@ static int cancel_message(intptr_t *request) {
 
 static void abort_job(int status) { mpi.Abort(handle_of_comm(runtime.world), status); }
 
+static int error_class(int code) {
+  int class = 0;
+  return mpi.Error_class(code, &class) == MPI_SUCCESS ? class : 0;
+}
+
+static void revoke(const struct communicator *comm) {
+  if (extensions.revoke != NULL) extensions.revoke(handle_of_comm(comm));
+}
+
+static bool is_revoked(const struct communicator *comm) {
+  int flag = 0;
+  return extensions.is_revoked != NULL && extensions.is_revoked(handle_of_comm(comm), &flag) == MPI_SUCCESS && flag;
+}
+
+static bool is_broken(const struct communicator *comm) {
+  MPI_Group failed;
+  int size = 0;
+  if (is_revoked(comm)) return true;
+  if (extensions.get_failed == NULL || extensions.group_size == NULL ||
+      extensions.get_failed(handle_of_comm(comm), &failed) != MPI_SUCCESS)
+    return false;
+  if (extensions.group_size(failed, &size) != MPI_SUCCESS) size = 0;
+  mpi.Group_free(&failed);
+  return size > 0;
+}
+
 static void error_text(int code, char *text) {
   int length = 0;
   if (mpi.Error_string(code, text, &length) != MPI_SUCCESS) snprintf(text, 64, "MPI error code %d", code);
@@ -143,6 +192,11 @@ const struct abi ABI_LOCAL(abi) = {
     .match = match_message,
     .receive = receive_message,
     .test_request = test_begun,
+    .error_class = error_class,
+    .revoke = revoke,
+    .give_up = give_up,
+    .is_revoked = is_revoked,
+    .is_broken = is_broken,
     .abort = abort_job,
     .any_source = ABI_ANY_SOURCE,
     .any_tag = ABI_ANY_TAG,

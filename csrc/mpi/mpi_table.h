@@ -4,7 +4,7 @@
  * is used: the library is the one that mpi4py has loaded, and its functions are looked up by name.
  *
  * Threads: `mpi` is filled once, at import under the GIL, then read by all threads. Whoever calls a function of it
- * while runtime.serialize is set holds runtime.lock, except at import and for Error_string.
+ * while runtime.serialize is set holds runtime.lock, except at import and for Error_string and Error_class.
  */
 #ifndef JAXMPI_MPI_TABLE_H
 #define JAXMPI_MPI_TABLE_H

@@ -167,6 +167,24 @@ static PyObject *compare(PyObject *self, PyObject *args) {
   Py_RETURN_NONE;
 }
 
+PyDoc_STRVAR(give_up_doc,
+             "give_up(number) -> int\n\n"
+             "Ends all that is done on a communicator that is revoked: its calls raise, as if it were freed, and its "
+             "requests are given up, of which it returns the number.");
+static PyObject *give_up(PyObject *self, PyObject *args) {
+  (void)self;
+  long long number;
+  if (!PyArg_ParseTuple(args, "L", &number)) return NULL;
+  struct communicator *comm = communicator_at(number);
+  if (comm == NULL) return NULL;
+  PyThreadState *state = PyEval_SaveThread();
+  if (runtime.serialize) pthread_mutex_lock(&runtime.lock);
+  int64_t count = runtime.abi->give_up(comm);
+  if (runtime.serialize) pthread_mutex_unlock(&runtime.lock);
+  PyEval_RestoreThread(state);
+  return PyLong_FromLongLong(count);
+}
+
 PyMethodDef objects_methods[] = {
     {"own_operations", own_operations, METH_VARARGS, own_operations_doc},
     {"reduction", reduction, METH_VARARGS, reduction_doc},
@@ -175,6 +193,7 @@ PyMethodDef objects_methods[] = {
     {"register", register_object, METH_VARARGS, register_doc},
     {"plan", make_plan, METH_VARARGS, plan_doc},
     {"indices", make_indices, METH_VARARGS, indices_doc},
+    {"give_up", give_up, METH_VARARGS, give_up_doc},
     {"reserve", reserve, METH_VARARGS, reserve_doc},
     {"compare", compare, METH_VARARGS, compare_doc},
     {NULL, NULL, 0, NULL},

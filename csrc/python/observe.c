@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "core/failure.h"
+#include "core/job.h"
 #include "core/runtime.h"
 #include "devices/transport.h"
 #include "execute/agreement.h"
@@ -79,6 +80,16 @@ static PyObject *take_failure(PyObject *self, PyObject *args) {
   PyObject *text = PyUnicode_DecodeUTF8(failure->text, (Py_ssize_t)strlen(failure->text), "replace");
   free(failure);
   return text;
+}
+
+PyDoc_STRVAR(tell_launcher_doc,
+             "tell_launcher(kind, text)\n\nLeaves a file RANK.kind where the launcher looks: core/job.h.");
+static PyObject *tell_launcher(PyObject *self, PyObject *args) {
+  (void)self;
+  const char *kind, *text;
+  if (!PyArg_ParseTuple(args, "ss", &kind, &text)) return NULL;
+  job_tell(kind, text, strlen(text));
+  Py_RETURN_NONE;
 }
 
 PyDoc_STRVAR(failures_doc, "failures() -> int\n\nHow many operations have failed so far.");
@@ -167,6 +178,7 @@ PyMethodDef observe_methods[] = {
     {"enter", enter, METH_VARARGS, enter_doc},
     {"leave", leave, METH_O, leave_doc},
     {"take_failure", take_failure, METH_NOARGS, take_failure_doc},
+    {"tell_launcher", tell_launcher, METH_VARARGS, tell_launcher_doc},
     {"failures", failures, METH_NOARGS, failures_doc},
     {"finish_comparisons", finish_comparisons, METH_NOARGS, finish_comparisons_doc},
     {"finish_requests", finish_requests, METH_NOARGS, finish_requests_doc},

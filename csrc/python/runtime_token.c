@@ -99,36 +99,41 @@ static int keep_link(PyObject *self, PyObject *token, PyObject *results, long fa
   return code;
 }
 
-/* The error of an operation is always an ERROR. JAX's quickest way of calling a program raises ValueError instead. */
-static void raise_as_error(PyObject *self) {
-  PyObject *type, *value, *trace, *other;
+/* Replaces the exception that is set by the one that users are to see (ERROR), and keeps its traceback. `failed`: an
+ * operation has failed during the call. */
+static void raise_as_error(PyObject *self, bool failed) {
+  PyObject *type, *value, *trace, *made = NULL;
   PyErr_Fetch(&type, &value, &trace);
-  PyObject *text = value != NULL ? PyObject_Str(value) : NULL;
-  if (text != NULL) {
-    PyErr_SetObject(part_of(self, ERROR), text);
-    Py_XDECREF(type);
-    Py_XDECREF(value);
-    PyErr_Fetch(&type, &value, &other);
-    Py_XDECREF(other);
-    Py_DECREF(text);
+  PyErr_NormalizeException(&type, &value, &trace);
+  if (value != NULL)
+    made = PyObject_CallFunctionObjArgs(part_of(self, ERROR), value, failed ? Py_True : Py_False, NULL);
+  if (made == NULL || made == value) {
+    PyErr_Clear();
+    Py_XDECREF(made);
+    PyErr_Restore(type, value, trace);
+    return;
   }
-  PyErr_Restore(type, value, trace);
+  Py_XDECREF(type);
+  Py_XDECREF(value);
+  type = PyObject_Type(made);
+  PyErr_Restore(type, made, trace);
 }
 
 static PyObject *call_linked(PyObject *self, PyObject *const *arguments, Py_ssize_t count, PyObject *names) {
   struct failure *failure = failure_of_thread();
   if (!importer) atomic_store_explicit(&runtime.several_threads, true, memory_order_relaxed);
   if (failure != NULL) {
-    PyErr_Format(part_of(self, ERROR), "not called, because an operation before it has failed: %s", failure->text);
+    PyErr_Format(PyExc_ValueError, "not called, because an operation before it has failed: %s", failure->text);
     free(failure);
+    raise_as_error(self, true);
     return NULL;
   }
   PyObject *result = NULL, *results = NULL, *array = NULL, *pending = NULL, *token = find_token(self, &pending);
   if (pending != NULL) array = find_array(self, token, pending);
   long failures = atomic_load(&runtime.failures);
   if (array != NULL) results = compute(self, array, arguments, count, names);
-  bool failed = results == NULL && atomic_load(&runtime.failures) != failures;
-  if (failed && PyErr_ExceptionMatches(PyExc_ValueError)) raise_as_error(self);
+  if (results == NULL && atomic_load(&runtime.failures) > 0)
+    raise_as_error(self, atomic_load(&runtime.failures) != failures);
   if (results != NULL && keep_link(self, token, results, failures) == 0) {
     result = PyTuple_GetItem(results, 1);
     Py_XINCREF(result);

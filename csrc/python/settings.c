@@ -32,11 +32,14 @@ struct setting {
 
 #define OF(type, name, kind) {#name, offsetof(struct type, name), SETTING_##kind, 0}
 static const struct setting of_process[] = {
-    OF(runtime, rank, INT),                    /* in COMM_WORLD */
-    OF(runtime, serialize, BOOL),              /* MPI allows one call at a time */
-    OF(runtime, self, OBJECT),                 /* COMM_SELF */
-    OF(runtime, world, OBJECT),                /* COMM_WORLD */
-    OF(runtime, most_tag, INT),                /* the highest tag of a message */
+    OF(runtime, rank, INT),       /* in COMM_WORLD */
+    OF(runtime, serialize, BOOL), /* MPI allows one call at a time */
+    OF(runtime, self, OBJECT),    /* COMM_SELF */
+    OF(runtime, world, OBJECT),   /* COMM_WORLD */
+    OF(runtime, most_tag, INT),   /* the highest tag of a message */
+    OF(runtime, failed, INT),     /* classes of errors that tell of a process that has died; 0: none */
+    OF(runtime, pending, INT),
+    OF(runtime, revoked, INT),
     OF(runtime, max_count, COUNT),             /* elements that one MPI call may be given; a test lowers it */
     OF(runtime, aware, BOOL),                  /* MPI reaches the memory of devices */
     OF(runtime, transport, TRANSPORT),         /* for what it does not reach */

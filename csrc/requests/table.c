@@ -10,7 +10,13 @@
 #include "requests/memory.h"
 #include "requests/progress.h"
 
-enum { MOST_PLACES = (1 << 24) - 1, SPARE_REQUESTS = 8, MOST_NAMED = 10, MILLISECONDS_AT_END = 5000 };
+enum {
+  MOST_PLACES = (1 << 24) - 1,
+  SPARE_REQUESTS = 8,
+  MOST_NAMED = 10,
+  MILLISECONDS_AT_END = 5000,
+  MILLISECONDS_TO_GIVE_UP = 200
+};
 
 /* All of it under the lock. */
 static struct {
@@ -212,7 +218,8 @@ static const char *why_none(bool none, int64_t zero) {
     return "on this rank an operation was started in a function that is differentiated, and is not waited for there: "
            "gradients would be wrong. Wait for each request inside of that function";
   return none ? "this is no request: its numbers are zeros"
-              : "this request has been waited for already, or is none of this process. Each request is "
+              : "this request has been waited for already, or is none of this process, or its communicator has been "
+                "given up by jaxmpi.recover. Each request is "
                 "waited for once; where a function that waits is executed again (jax.checkpoint "
                 "executes one again for its derivative), start in it as well";
 }
@@ -419,6 +426,40 @@ void requests_forget(const struct communicator *comm) {
   pthread_mutex_lock(&all.lock); /* whoever looks has looked, and nobody does from here on */
   all.ended = true;
   pthread_mutex_unlock(&all.lock);
+}
+
+static struct request *take_one_on(const struct communicator *comm) {
+  struct request *found = NULL;
+  pthread_mutex_lock(&all.lock);
+  for (int i = 0; i < all.used && found == NULL; i++)
+    if (all.places[i] != NULL && all.places[i]->comm == comm && !all.places[i]->held) {
+      found = all.places[i];
+      all.places[i] = NULL;
+      all.in_flight--;
+      progress_long(-found->is_long, look_at_requests);
+      all.left -= found->left;
+    }
+  pthread_mutex_unlock(&all.lock);
+  return found;
+}
+
+/* Whether MPI has let go of its memory. */
+static bool ends_soon(struct request *request) {
+  bool under_way = true;
+  for (int i = 0; i < MILLISECONDS_TO_GIVE_UP && under_way; i++) {
+    pthread_mutex_lock(&all.lock);
+    under_way = runtime.abi->test_request(request);
+    pthread_mutex_unlock(&all.lock);
+    if (under_way) nanosleep(&(struct timespec){0, 1000000}, NULL);
+  }
+  return !under_way;
+}
+
+int64_t requests_give_up_on(const struct communicator *comm) {
+  int64_t count = 0;
+  for (struct request *request; (request = take_one_on(comm)) != NULL; count++)
+    if (ends_soon(request)) request_end(request); /* else its memory is never used again */
+  return count;
 }
 
 /* --- the end --- */

@@ -117,6 +117,10 @@ bool request_room(struct request *request, size_t bytes, char **data);
 /* Posts a receive, and lets the thread look for its message. */
 void request_post(struct receive *receive);
 
+/* The communicator is revoked, and given up: so are its requests, of which none is named at the end. Those that a
+ * thread waits for end by themselves. Returns how many were in flight. */
+int64_t requests_give_up_on(const struct communicator *comm);
+
 /* The communicator is freed, or MPI finalized if it is COMM_SELF: its receives and messages are dropped. */
 void requests_forget(const struct communicator *comm);
 

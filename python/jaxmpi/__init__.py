@@ -31,6 +31,7 @@ if _module_to_run() not in ("jaxmpi.run", "jaxmpi.info", "jaxmpi.trace"):
     from jaxmpi import compat, fft, notoken
     from jaxmpi._grid.grid import Grid
     from jaxmpi._grid.redistribute import iredistribute, redistribute
+    from jaxmpi._mpi.survival import ProcessFailed, lost, process_failure, recover, set_default, survive
     from jaxmpi._operations.replication import invariant, replicate
     from jaxmpi._operations.requests import Request
     from jaxmpi._operations.support import has_cuda_support, has_rocm_support, has_sycl_support, static
@@ -71,6 +72,7 @@ if _module_to_run() not in ("jaxmpi.run", "jaxmpi.info", "jaxmpi.trace"):
     __all__ = [
         "Grid",
         "IndexMap",
+        "ProcessFailed",
         "Request",
         "Token",
         "allgather",
@@ -97,10 +99,13 @@ if _module_to_run() not in ("jaxmpi.run", "jaxmpi.info", "jaxmpi.trace"):
         "iredistribute",
         "isend",
         "jit",
+        "lost",
         "migrate",
         "neighbor_allgather",
         "neighbor_alltoall",
         "notoken",
+        "process_failure",
+        "recover",
         "recv",
         "redistribute",
         "reduce",
@@ -111,7 +116,9 @@ if _module_to_run() not in ("jaxmpi.run", "jaxmpi.info", "jaxmpi.trace"):
         "scatterv",
         "send",
         "sendrecv",
+        "set_default",
         "static",
+        "survive",
         "wait",
         "waitall",
     ]

@@ -30,12 +30,13 @@ def start() -> None:
     _once(library.bind)  # the core to MPI and XLA; the watch begins
     _once(_expect_the_end)
 
-    from jaxmpi._mpi import communicators
+    from jaxmpi._mpi import communicators, survival
     from jaxmpi._primitive import effect
 
     _once(effect.install)  # JAX keeps what communicates in program order
     _once(communicators.agree)  # on settings, with the other ranks; the default communicator; the timeline begins
     _once(communicators.know)  # those that every run has
+    _once(survival.install)  # the error of a rank that has died
 
     from jaxmpi import _contract
     from jaxmpi._operations import table  # noqa: F401 (all operations: compares them with those of the core)

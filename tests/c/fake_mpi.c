@@ -504,6 +504,13 @@ int MPI_Abort(MPI_Comm comm, int status) {
   return MPI_SUCCESS;
 }
 
+int MPI_Error_class(int error, int *class) {
+  struct fake_call *call;
+  TRY(fake_begin("MPI_Error_class", &call));
+  *class = error;
+  return MPI_SUCCESS;
+}
+
 int MPI_Error_string(int error, char *text, int *length) {
   struct fake_call *call;
   TRY(fake_begin("MPI_Error_string", &call));

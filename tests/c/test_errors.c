@@ -259,7 +259,39 @@ static void an_error_ends_the_job(void) {
   CHECK(strncmp(told, start, strlen(start)) == 0);
 }
 
+static int revoked_at;
+static void note_revoked(const struct communicator *comm) { revoked_at = comm->rank + 1; }
+static bool yes(const struct communicator *comm) { return comm != NULL; }
+static bool no(const struct communicator *comm) { return comm == NULL; }
+
+/* One of MPI's classes for a process that has died, or any other error once one is known to have: the communicator is
+ * revoked, and the text names it. */
+static void a_process_has_failed(void) {
+  struct abi other = *abi;
+  other.revoke = note_revoked, other.is_broken = no;
+  runtime.abi = &other;
+  runtime.failed = CODE, runtime.pending = CODE + 1, runtime.revoked = CODE + 2;
+  char of_comm[96];
+  struct communicator *comm = world(PLACE, SIZE);
+  snprintf(of_comm, sizeof of_comm, "; root 2; out 7 of float32 [a process has failed, communicator %d]",
+           (int)(comm->number & ((1 << PLACE_BITS) - 1)));
+  for (int code = CODE; code < CODE + 5; code++) {
+    bool tells = code < CODE + 3 || code == CODE + 4;
+    context("code %d", code);
+    if (code == CODE + 4) other.is_broken = yes;
+    revoked_at = 0;
+    fake->fail("MPI_Bcast", 1, code);
+    FAILS(RUN("bcast", NONE, ARRAY(F32, out, N), COMM(comm), 2), tells ? FFI_UNAVAILABLE : FFI_INTERNAL,
+          "MPI_Bcast failed: ", tells ? of_comm : "; root 2; out 7 of float32");
+    CHECK_EQUAL(revoked_at, tells ? PLACE + 1 : 0);
+    fake->reset();
+  }
+  runtime.failed = runtime.pending = runtime.revoked = 0;
+  runtime.abi = abi;
+}
+
 static const struct test tests[] = {
+    TEST(a_process_has_failed),
     TEST(an_object_of_another_process_is_refused),
     TEST(an_unknown_number_is_refused),
     TEST(a_meaning_is_a_number),

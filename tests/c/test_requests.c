@@ -1130,6 +1130,29 @@ static void a_communicator_is_freed_during_a_wait(void) {
   }
 }
 
+/* After a process has died: nothing is in flight on it any more, and nothing is said of that at the end. What is on
+ * other communicators is as before. It may be freed later. */
+static void a_communicator_is_given_up(void) {
+  float of_here[2];
+  prepare();
+  struct communicator *comm = new_communicator();
+  SUCCEEDS(start_receive(of_here, U8, 4, 3, 1));
+  SUCCEEDS(START("irecv", NONE, id, COMM(comm), 4, U8, 2, 5));
+  SUCCEEDS(START("isend", ARRAY(U8, in, 4), other, COMM(comm), 2, 5));
+  CHECK_EQUAL(requests_in_flight(), 3);
+  CHECK_EQUAL(abi->give_up(comm), 2);
+  CHECK_EQUAL(requests_in_flight(), 1);
+  FAILS(START("isend", ARRAY(U8, in, 4), (float[2]){0}, COMM(comm), 2, 5), FFI_FAILED_PRECONDITION,
+        "has been given up by jaxmpi.recover");
+  FAILS(wait_on(comm, id, ARRAY(U8, out, 4)), FFI_FAILED_PRECONDITION, "given up by jaxmpi.recover");
+  FAILS(wait_on(comm, other, NONE), FFI_FAILED_PRECONDITION, "given up by jaxmpi.recover");
+  CHECK_EQUAL(abi->give_up(comm), 0);
+  fake->comm_free(comm->handle);
+  deliver(3, 1, 4);
+  SUCCEEDS(wait_on(here(), of_here, ARRAY(U8, out, 4)));
+  all_is_done();
+}
+
 /* --- memory --- */
 
 static void many_are_in_flight(void) {
@@ -1430,6 +1453,7 @@ static const struct test tests[] = {
     TEST(messages_are_not_expected_without_the_thread),
     TEST(a_communicator_is_freed),
     TEST(a_communicator_is_freed_during_a_wait),
+    TEST(a_communicator_is_given_up),
     TEST(many_are_in_flight),
     TEST(failed_starts_keep_nothing),
     TEST(random_sequences_are_as_in_the_model),

@@ -139,6 +139,31 @@ def test_exception_ends_the_job_on_both(job, fails):
     assert "not reached" not in done.stdout
 
 
+@pytest.mark.parametrize("dies", [3, pytest.param(0, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("how", ["os.kill(os.getpid(), 9)", "raise KeyError('this')"])
+def test_others_survive(job, dies, how):
+    """A rank of either host dies, and those of both recover. Each death is told once."""
+    if run.flavour(run.find_mpiexec()) != "openmpi":
+        pytest.skip("jobs of Open MPI alone go on without a rank")
+    done = job(
+        f"""
+        import jaxmpi
+        try:
+            with jaxmpi.survive():
+                for i in range(1000):
+                    if i == 10 and rank == {dies}: {how}
+                    y = notoken.allreduce(x, MPI.SUM)
+        except jaxmpi.ProcessFailed:
+            jaxmpi.recover()
+        print("rank", rank, "then", float(notoken.allreduce(x, MPI.SUM)[-1]), flush=True)
+        """,
+        "--survive",
+    )
+    assert done.stdout.count("then 3.0") == 3, done.stdout + done.stderr
+    assert len(re.findall(rf"jaxmpi\.run: rank {dies} (?:has died|is lost), and the job goes on", done.stderr)) == 1
+    assert done.returncode == 77
+
+
 @pytest.mark.parametrize(
     ("late", "options"), [(1, False), *(pytest.param(late, True, marks=pytest.mark.nightly) for late in (1, 2))]
 )
@@ -314,6 +339,24 @@ def test_machine_is_lost(job, hosts):
         if run.flavour(run.find_mpiexec()) == "openmpi":  # MPICH's mpiexec says it by its own status
             told = "^\0?jaxmpi.run: mpiexec ended with status 0, but ranks (0 to 3|2, 3) began and never"
             assert re.search(told, errors, re.MULTILINE), errors
+        assert until(lambda: not any(list(of_host(hosts, name)) for name in NAMES), 10)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_machine_is_lost_to_survivors(job, hosts):
+    """Open MPI ends a job that loses a machine, also one that goes on without a rank. It is told, nothing is left."""
+    if run.flavour(run.find_mpiexec()) != "openmpi":
+        pytest.skip("jobs of Open MPI alone go on without a rank")
+    process, _ = job(BUSY, "--survive", start=begin_job)
+    for lost in list(of_host(hosts, NAMES[1])):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(lost, signal.SIGKILL)
+    try:
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode not in (0, 77)
+        assert "all ranks are lost. The status is 1" in errors
         assert until(lambda: not any(list(of_host(hosts, name)) for name in NAMES), 10)
     finally:
         process.kill()

@@ -175,6 +175,43 @@ def _failed(token: Any) -> bool:
     return False
 
 
+def _as_it_is(error: jax.errors.JaxRuntimeError) -> Exception:
+    return error
+
+
+error_of_program: Callable[[jax.errors.JaxRuntimeError], Exception] = _as_it_is
+"""What a program sees of an error of XLA's: `_mpi.survival` tells which of them is a process that has died."""
+
+
+def _as_error(raised: BaseException, failed: bool) -> BaseException:
+    """What a call raises in place of `raised`. JAX's quickest way of calling a program raises ValueError instead of its
+    own error; `failed`: it is of an operation."""
+    if failed and isinstance(raised, ValueError):
+        raised = jax.errors.JaxRuntimeError(str(raised))
+    return error_of_program(raised) if isinstance(raised, jax.errors.JaxRuntimeError) else raised
+
+
+def wait_and_raise() -> None:
+    """Waits for this thread's last computation. Raises its error."""
+    for token in list(dispatch.runtime_tokens.current_tokens.values()):
+        token.block_until_ready()
+    jax.effects_barrier()
+
+
+def heal_all_threads() -> None:
+    """Waits for the last computation of each thread. No later computation knows of its error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for token in [*_tokens_of_ended_threads, *_tokens_of_threads.values()]:
+            if _failed(token):
+                token._buf = _first_array()
+        tokens = dispatch.runtime_tokens.current_tokens
+        for effect in [effect for effect, token in tokens.items() if not hasattr(token, "pending") and _failed(token)]:
+            del tokens[effect]
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            jax.effects_barrier()
+
+
 def with_runtime_token(
     effect: Effect, compute: Callable[..., Any], otherwise: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
@@ -186,8 +223,7 @@ def with_runtime_token(
       otherwise: what is called instead inside a trace and with `jax.disable_jit`; None if neither can be.
     """
     names = ("current_tokens", "_buf", "pending", "is_ready", "_committed")
-    error = jax.errors.JaxRuntimeError
-    run = _core.linker(compute, dispatch.runtime_tokens, effect, lambda: _new_token(effect), _heal, error, names)
+    run = _core.linker(compute, dispatch.runtime_tokens, effect, lambda: _new_token(effect), _heal, _as_error, names)
     if otherwise is None:
         return run
     clean, disabled = core.trace_state_clean, config.disable_jit

@@ -3,6 +3,7 @@
 Without this a rank that raises waits for the others in MPI_Finalize, and they wait for its messages.
 """
 
+import atexit
 import builtins
 import contextlib
 import fcntl
@@ -56,6 +57,9 @@ _rank = next((os.environ[n] for n in ("PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_
 _GRACE_SECONDS = 1.0
 
 _exit = os._exit
+_survives = False
+"""Whether the job goes on without this rank, if it fails: `python -m jaxmpi.run --survive`."""
+
 _folder = os.environ.get("JAXMPI_JOB_FOLDER")
 """The folder in which the launcher learns what the ranks do: see monitor.py."""
 
@@ -94,7 +98,8 @@ _MOST_OF_REASON = 1000
 
 
 def _end(code: int, reason: str) -> NoReturn:
-    """Ends all ranks if MPI is running, else this one. Whatever fails on the way does not keep it from ending.
+    """Ends all ranks if MPI is running, else this one; where the job survives it, this one. Whatever fails on the
+    way does not keep it from ending.
 
     The launcher is told the reason: the last line of what this rank has written of it, if it has."""
     for stream in (sys.stdout, sys.stderr):
@@ -102,6 +107,8 @@ def _end(code: int, reason: str) -> NoReturn:
             stream.flush()
     if os.getpid() == _process:
         _wait_for_launcher()
+        if _survives and "mpi4py.MPI" in sys.modules:
+            _end_alone(code, reason)
         _say("aborts", f"{code}\n{reason}")
         _wait_for_relay("aborts")
         with contextlib.suppress(Exception):
@@ -110,6 +117,29 @@ def _end(code: int, reason: str) -> NoReturn:
             elif "mpi4py.MPI" not in sys.modules:
                 _abort_before_mpi(code)
     _exit(code)
+
+
+def _end_alone(code: int, reason: str) -> NoReturn:
+    """Ends this rank alone. By a signal: Open MPI tells the others of that, and of no exit status but 0."""
+    _say("lost", f"{code}\n{reason}")
+    _wait_for_relay("lost")
+    if _mpi_if_running() is None:
+        _exit(code)
+    while True:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _leave() -> None:
+    """The end of a rank, where the job survives the death of others. MPI_Finalize may then wait for ever; this waits
+    for all that live, as they still need messages of this rank's, and for no other."""
+    if os.getpid() != _process or (mpi := _mpi_if_running()) is None:
+        return
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    with contextlib.suppress(Exception):
+        mpi.COMM_WORLD.Agree(1)
+    _exit(0)
 
 
 def _abort_before_mpi(code: int) -> None:
@@ -170,7 +200,8 @@ def _exit_at_once(status: int) -> NoReturn:
     if os.getpid() == _process:
         with contextlib.suppress(Exception):
             if (mpi := _mpi_if_running()) is not None:
-                text = f"rank {mpi.COMM_WORLD.rank} calls os._exit({status}) without MPI.Finalize(): the job ends"
+                ends = "it is lost" if _survives else "the job ends"
+                text = f"rank {mpi.COMM_WORLD.rank} calls os._exit({status}) without MPI.Finalize(): {ends}"
                 _tell(f"jaxmpi.run: {text}\n")
                 _end(_status(status) or 1, f"jaxmpi.run: {text}")
             _say("ended")
@@ -328,6 +359,14 @@ def _opened() -> Any:
     return _beside("private").Folder(_folder)
 
 
+def _tell_how_to_watch(folder: Any) -> None:
+    """Lets the launcher see the end of this process, if it is on the same machine, and whether that comes before MPI is
+    initialized, which the others would then wait for in vain."""
+    if _is_here(folder):
+        _say("pid", str(os.getpid()))
+    sys.meta_path.insert(0, _beside("at_import").AtImport("mpi4py.MPI", lambda _: _say("joined")))
+
+
 def _run_as_main(program: str) -> None:
     """Runs a script, or a zip file or folder with a `__main__.py`, in the module `__main__`."""
     if not os.path.isdir(program) and not zipfile.is_zipfile(program):
@@ -426,9 +465,16 @@ def _untold() -> str:
 
 
 def main() -> None:
+    global _survives
+    arguments = sys.argv[1:]
+    if arguments[0] == "--survive":
+        _survives, arguments = True, arguments[1:]
+        atexit.register(_leave)  # the last that Python does
     folder = _find_folder()
     if folder is not None:
         _beside("lifeline").tie(folder)
+        if _survives:
+            _tell_how_to_watch(folder)
         _say("began")
     _beside("stdin").take(_rank, folder)
     if folder is not None:
@@ -442,7 +488,7 @@ def main() -> None:
     os._exit = _exit_at_once
     os.execv, os.execve = _executes(os.execv), _executes(os.execve)
     try:
-        _run(sys.argv[1:])
+        _run(arguments)
     except SystemExit as stop:
         if not _status(stop.code):
             raise

@@ -4,8 +4,9 @@ A thread of the launcher asks the ranks as soon as one of them reports that it w
 have not. They answer in the job's folder, by the thread of csrc/observe/watchdog.c. Files there: RANK.began, as a
 rank's program begins; RANK.report, written with a rank's report; `ask`, with the number of a question, at which ranks
 look while the bell of lifeline.py rings; RANK.state, a rank's answer; RANK.ended, as a rank's program ends;
-RANK.aborts, as a rank ends the job, with the code and the reason. Those of other machines come by relay.py. Nothing
-here imports jax or mpi4py.
+RANK.aborts, as a rank ends the job, with the code and the reason. In a job that survives it a rank that fails leaves
+RANK.lost instead, and the first of those that go on RANK.deaths, with the ranks that have died; RANK.pid and
+RANK.joined are there for _Lost. Those of other machines come by relay.py. Nothing here imports jax or mpi4py.
 
 An `mpiexec` that is still there long after a rank has ended the job is ended, and so is one that was told to end by a
 signal and has nothing left of what it has started: Open MPI's may wait for ever if ranks on two machines abort at the
@@ -29,19 +30,26 @@ FOLDER = "JAXMPI_JOB_FOLDER"
 _PAUSE_SECONDS = 0.25
 _ANSWER_SECONDS = 2.5  # the watch looks once a second
 _LEAST_WAIT_SECONDS = 2.0  # what waits as long for a rank that has ended will wait for ever, most likely
+_END_SECONDS_OF_SURVIVORS = 1.0  # whose mpiexec does not end them
 _END_SECONDS = 20.0  # what `mpiexec` has for ending a job that a rank has aborted
 _GONE_SECONDS = 20.0  # what it has for its own end after a signal, once what it has started is no more
 _KILL_SECONDS = 5.0
 
 
 def watch(
-    path: str | os.PathLike, ranks: int, job: int, mpiexec: int, signals: list[int], say: Callable[[str], None]
+    path: str | os.PathLike,
+    ranks: int,
+    job: int,
+    mpiexec: int,
+    signals: list[int],
+    say: Callable[[str], None],
+    survives: bool = False,
 ) -> None:
     """Watches a job until `mpiexec`, of which `job` is a file, has ended. `signals`: those that have told the job to
-    end."""
+    end. `survives`: it goes on without ranks that die, which are told."""
     try:
         with private.Folder(path) as folder, contextlib.closing(lifeline.Bell(folder)) as bell:
-            _watch(folder, bell, ranks, job, mpiexec, signals, say)
+            _watch(folder, bell, ranks, job, mpiexec, signals, say, survives)
     except Exception as error:  # the folder may be on a disk that is full, or be removed
         say(f"jaxmpi.run: what ranks wait for is not told any more: {type(error).__name__}: {error}\n")
 
@@ -54,7 +62,10 @@ def _watch(
     mpiexec: int,
     signals: list[int],
     say: Callable[[str], None],
+    survives: bool,
 ) -> None:
+    lost = _Lost(folder, say) if survives else None
+    patience_at_end = _END_SECONDS_OF_SURVIVORS if survives else _END_SECONDS
     told: set[str] = set()  # the files of ranks that have ended, once they have been the cause of a question
     last = ""
     question, patience = 0, _LEAST_WAIT_SECONDS
@@ -70,12 +81,15 @@ def _watch(
         aborting = sorted(relay.of_kind(files, "aborts").values())
         if not aborting:
             aborted_at = time.monotonic()
-        elif time.monotonic() - aborted_at > _END_SECONDS:
+        elif time.monotonic() - aborted_at > patience_at_end:
             _end(
                 job,
                 say,
-                f"rank{'s' if len(aborting) > 1 else ''} {ranges(aborting)} failed {_END_SECONDS:.0f} s ago",
+                f"rank{'s' if len(aborting) > 1 else ''} {ranges(aborting)} failed {patience_at_end:.0f} s ago",
             )
+            return
+        if lost is not None and (why := lost.look(files)):
+            _end(job, say, why)
             return
         ended, reports = set(relay.of_kind(files, "ended")), relay.of_kind(files, "report")
         if not ended - told or len(ended) == ranks:
@@ -97,6 +111,66 @@ def _watch(
         if lines != last and (reports or waiting):
             last = lines
             say(text)
+    if lost is not None:
+        lost.look_at_files(folder.names())
+        lost.close()
+
+
+class _Lost:
+    """The ranks that have died, in a job that goes on without them. Each is told once, with the reason that it has told
+    itself, if any."""
+
+    def __init__(self, folder: private.Folder, say: Callable[[str], None]):
+        self._folder, self._say = folder, say
+        self._told, self._processes = set[int](), dict[int, int]()
+
+    def look(self, files: list[str]) -> str:
+        """Tells of those that have died since. Returns why the job cannot go on; empty: it can."""
+        self.look_at_files(files)
+        return self._look_at_processes(files)
+
+    def look_at_files(self, files: list[str]) -> None:
+        """Tells of those that ranks have told of."""
+        for name, rank in relay.of_kind(files, "lost").items():
+            if rank not in self._told:
+                self._told.add(rank)
+                reason = self._folder.read(name).partition("\n")[2].strip().removeprefix("jaxmpi.run: ")
+                self._say(f"jaxmpi.run: rank {rank} is lost, and the job goes on{': ' if reason else ''}{reason}\n")
+        for name in relay.of_kind(files, "deaths"):
+            self._tell({int(word) for word in self._folder.read(name).split() if word.isdecimal()})
+
+    def _tell(self, dead: set[int]) -> None:
+        dead = dead - self._told
+        self._told |= dead
+        if dead:
+            who, have = ("ranks", "have") if len(dead) > 1 else ("rank", "has")
+            self._say(f"jaxmpi.run: {who} {ranges(sorted(dead))} {have} died, and the job goes on\n")
+
+    def _look_at_processes(self, files: list[str]) -> str:
+        """Of ranks on this machine, which may die before any other has heard of them."""
+        gone = set()
+        for name, rank in relay.of_kind(files, "pid").items():
+            if rank not in self._processes:
+                try:
+                    self._processes[rank] = os.pidfd_open(int(self._folder.read(name)))
+                except (OSError, ValueError):
+                    self._processes[rank] = -1
+            file = self._processes[rank]
+            if file < 0 or ready([file], 0):
+                gone.add(rank)
+        again = self._folder.names() if gone else []  # what they have told before their end
+        gone -= {rank for kind in ("ended", "lost", "aborts") for rank in relay.of_kind(again, kind).values()}
+        early = sorted(gone - set(relay.of_kind(again, "joined").values()))
+        if early:
+            who = f"rank{'s' if len(early) > 1 else ''} {ranges(early)}"
+            return f"{who} died before MPI was initialized, for which the others wait"
+        self._tell(gone)
+        return ""
+
+    def close(self) -> None:
+        for file in self._processes.values():
+            if file >= 0:
+                os.close(file)
 
 
 def _state(pid: int) -> str:

@@ -43,6 +43,8 @@ class Job:
     ranks: int
     several: bool
     """Whether ranks may run on other machines."""
+    survives: bool = False
+    """Whether it goes on without a rank that has died."""
     folder: str | None = None
     variables: dict[str, str] = field(default_factory=dict)
     """The variables that the ranks get."""
@@ -52,8 +54,8 @@ class Job:
     began: float = field(default_factory=time.time)
 
     @classmethod
-    def prepare(cls, ranks: int, several: bool) -> "Job":
-        job = cls(ranks, several)
+    def prepare(cls, ranks: int, several: bool, survives: bool = False) -> "Job":
+        job = cls(ranks, several, survives)
         for file in (0, 1, 2):  # what is opened next would take the number of one that is closed
             if not _is_open(file):
                 os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
@@ -112,16 +114,16 @@ class Job:
         found = []
         with contextlib.suppress(OSError), private.Folder(str(self.folder)) as folder:
             names = folder.names()
-            ends = {*relay.of_kind(names, "ended").values(), *relay.of_kind(names, "aborts").values()}
+            ends = {rank for kind in ("ended", "aborts", "lost") for rank in relay.of_kind(names, kind).values()}
             for name, rank in relay.of_kind(names, "began").items():
                 if rank not in ends and folder.read(name) == "":
                     found.append(rank)
         return sorted(found)
 
-    def aborting(self) -> dict[int, tuple[int, str]]:
-        """The ranks that end the job, with the code and the reason."""
+    def aborting(self, kind: str = "aborts") -> dict[int, tuple[int, str]]:
+        """The ranks that end the job, with the code and the reason; with `lost` those that have ended alone."""
         found = {}
-        for rank, text in self.told("aborts").items():
+        for rank, text in self.told(kind).items():
             code, _, reason = text.partition("\n")
             found[rank] = (int(code) if code.isdecimal() else 1, reason.strip())
         return found
@@ -310,7 +312,7 @@ def _watch(
     if job.server is not None:
         served = (job.folder, job.ranks, *job.server, passing.say)
         threading.Thread(target=relay.serve, args=served, daemon=True).start()
-    watched = (job.folder, job.ranks, ends, process.pid, signals.ending, passing.say)
+    watched = (job.folder, job.ranks, ends, process.pid, signals.ending, passing.say, job.survives)
     watching = threading.Thread(target=monitor.watch, args=watched, daemon=True)
     watching.start()
     return watching
@@ -349,7 +351,10 @@ def _end(code: int, job: Job, signals: _Signals, passing: output.Output) -> int:
     if code != 0 and signals.ending and not aborting:
         words += f"jaxmpi.run: ended by {_name(signals.ending[-1])}\n"
         code = -signals.ending[-1]
-    if code == 0 and aborting:
+    if code == 0 and job.survives and not aborting:
+        code, more = _end_of_survivors(job, missing)
+        words += more
+    elif code == 0 and aborting:
         code = next(iter(aborting.values()))[0] or 1
     elif code == 0 and missing:
         code = 1
@@ -359,6 +364,25 @@ def _end(code: int, job: Job, signals: _Signals, passing: output.Output) -> int:
         )
     output.write(("\n" if words and passing.within_a_line else "").encode() + words.encode(errors="replace"))
     return code if code >= 0 else 128 - code
+
+
+LOST = 77
+"""The status of a job that has lost ranks, and whose other ranks have ended without an error."""
+
+
+def _end_of_survivors(job: Job, missing: list[int]) -> tuple[int, str]:
+    """The status of a job that goes on without ranks that die, and what is said of them."""
+    told = job.aborting("lost")
+    lost, ended = sorted({*told, *missing}), job.told("ended")
+    if not lost:
+        return 0, ""
+    if not ended:  # or those that had begun, before MPI was initialized
+        code = next((code for code, _ in told.values() if code), 1)
+        return code, f"jaxmpi.run: all ranks are lost. The status is {code}\n"
+    return LOST, (
+        f"jaxmpi.run: {_ranks(lost)} of {job.ranks} {'were' if len(lost) > 1 else 'was'} lost, and the others ended "
+        f"without an error. The status is {LOST}\n"
+    )
 
 
 def _passed_on(passing: output.Output, signals: _Signals) -> bool:

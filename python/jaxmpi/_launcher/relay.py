@@ -48,7 +48,7 @@ _BEAT_SECONDS = 5.0
 _SILENT_SECONDS = 60.0  # after which the other end is taken for gone
 _RING_SECONDS = 4.0  # in which each rank looks
 _MOST_BYTES = 16384  # of a line
-_NAMES = re.compile(r"([0-9]{1,9})\.(began|report|state|ended|aborts)")
+_NAMES = re.compile(r"([0-9]{1,9})\.(began|report|state|ended|aborts|lost|deaths|pid|joined)")
 
 
 def of_kind(names: Iterable[str], kind: str) -> dict[str, int]:

@@ -22,6 +22,11 @@ def clone_of(comm: MPI.Comm) -> MPI.Intracomm:
     return cast(MPI.Intracomm, clone)
 
 
+def clone_if_made(comm: MPI.Comm) -> MPI.Intracomm | None:
+    """The clone of a communicator, if there is one."""
+    return cast("MPI.Intracomm | None", comm.Get_attr(_attribute()))
+
+
 @functools.cache
 def _attribute() -> int:
     return MPI.Comm.Create_keyval(delete_fn=_free)

@@ -13,7 +13,7 @@ from mpi4py import MPI
 import jaxmpi._core as _core
 from jaxmpi._jax import internals
 from jaxmpi._mpi import static, timeline
-from jaxmpi._mpi.library import CONSTANTS, DEVICES, LIBRARY, handle_of, meaning
+from jaxmpi._mpi.library import CONSTANTS, DEVICES, FAILURES, LIBRARY, handle_of, meaning
 from jaxmpi._mpi.settings import ALL, SETTINGS
 
 # How long an import waits for the imports of other ranks. After that the first use of the default communicator waits.
@@ -47,10 +47,10 @@ class Communicator(Local):
     every run; other processes do not know the numbers of other communicators.
     """
 
-    __slots__ = ("number", "programs", "rank", "size")
+    __slots__ = ("mpi", "number", "programs", "rank", "size")
 
-    def __init__(self, number: int, rank: int, size: int):
-        self.number, self.rank, self.size = number, rank, size
+    def __init__(self, number: int, rank: int, size: int, mpi: MPI.Comm):
+        self.number, self.rank, self.size, self.mpi = number, rank, size, mpi
         self.programs: Any = None
         """Finds the compiled programs of eager calls; they go when the communicator is freed."""
 
@@ -74,6 +74,29 @@ def _forget_freed() -> None:
             freed.programs = None
 
 
+_given_up: set[int] = set()
+"""The numbers of those that have been given up."""
+
+
+def give_up(comm: MPI.Comm) -> int:
+    """Ends all that is done on a communicator that is revoked: what was compiled for it raises, and no request of it is
+    in flight any more. Returns how many were."""
+    if (found := _core.communicator(handle_of(comm))) is None:
+        return 0
+    _given_up.add(found[0])
+    requests = _core.give_up(found[0])
+    _forget_freed()
+    return requests
+
+
+def of_number_in_text(number: int) -> Communicator | None:
+    """The communicator that the text of an error names: by the lower bits of its number."""
+    return next((comm for comm in _known.values() if comm.number & _IN_TEXT == number), None)
+
+
+_IN_TEXT = (1 << 24) - 1
+
+
 def known() -> list[Communicator]:
     return list(_known.values())
 
@@ -87,8 +110,8 @@ def check_alive(comm: MPI.Comm, operation: str, made: str) -> None:
         )
 
 
-def resolve(comm: Any, operation: str) -> Communicator:
-    """The communicator of a call.
+def resolve(comm: Any, operation: str, name: int = 0) -> Communicator:
+    """The communicator of a call. `name`: of a new one, by which its ranks compare their calls, alike on all of them.
 
     Raises TypeError if `comm` is not an mpi4py communicator, ValueError if it is null, freed or an inter-communicator.
     """
@@ -120,14 +143,18 @@ def resolve(comm: Any, operation: str) -> Communicator:
         )
     known = _known.get(found[0])
     if known is None:
+        if found[0] in _given_up:
+            raise ValueError(
+                f"{operation}: comm has been given up by jaxmpi.recover, since a rank had died. Pass the communicator "
+                "that this has returned."
+            )
         _forget_freed()
         _core.configure_communicator(found[0], chunk=_default.chunk(ours=False))
-        _compare(found[0], comm)
-        name = comm.Get_name()
-        if name:
-            _core.configure_communicator(found[0], name=name)
-        timeline.communicator(found[0], comm, name)
-        known = _known.setdefault(found[0], Communicator(*found))
+        _compare(found[0], comm, name)
+        if of_mpi := comm.Get_name():
+            _core.configure_communicator(found[0], name=of_mpi)
+        timeline.communicator(found[0], comm, of_mpi)
+        known = _known.setdefault(found[0], Communicator(*found, comm))
     return known
 
 
@@ -139,7 +166,7 @@ piece, which must not get too short: libraries send such shares."""
 _THREAD = threading.get_ident()
 
 
-def _compare(number: int, comm: MPI.Comm) -> None:
+def _compare(number: int, comm: MPI.Comm, name: int = 0) -> None:
     """Lets the ranks of a communicator compare its first collectives, if they agreed to and are those of COMM_WORLD."""
     if _default.calls == 0:
         return
@@ -151,7 +178,8 @@ def _compare(number: int, comm: MPI.Comm) -> None:
         used.Free()
     if MPI.UNDEFINED not in ranks:
         of_default, of_world = CONSTANTS["NAME_OF_DEFAULT"], CONSTANTS["NAME_OF_WORLD"]
-        name = of_world if comm == MPI.COMM_WORLD else of_default if _default.is_it(comm) else 0
+        if not name:
+            name = of_world if comm == MPI.COMM_WORLD else of_default if _default.is_it(comm) else 0
         _core.compare(number, _default.calls, name, np.array(ranks, np.int32).tobytes())
 
 
@@ -192,6 +220,7 @@ class _Default:
         agreeing = MPI.COMM_WORLD.Iallreduce(MPI.IN_PLACE, self._settings, MPI.MAX)
         self._requests = [cloning, channelling, agreeing]
         self._resolved: Communicator | None = None
+        self._replaced = False
         self._lock = threading.Lock()
         deadline = time.monotonic() + _PATIENCE_SECONDS
         if not (agreed := _all_done(self._requests, deadline)):
@@ -251,9 +280,12 @@ class _Default:
     def mpi(self) -> MPI.Comm:
         with self._lock:
             MPI.Request.Waitall(self._requests)
-            if self._resolved is None:
+            if self._resolved is None and not self._replaced:
                 _core.communicator(handle_of(self._comm), meaning("default"))
             return self._comm
+
+    def replace(self, comm: Any) -> None:
+        self._comm, self._replaced, self._resolved = comm, True, None
 
     def forget(self) -> None:
         """The next call asks the core again."""
@@ -282,7 +314,14 @@ def agree() -> None:
     """Agrees on settings with the other ranks, and begins to clone COMM_WORLD: called by all of them, at import. Opens
     this rank's timeline, whose file is named after what they agree on."""
     global _default, CHECK
-    _default = _Default()
+    try:
+        _default = _Default()
+    except MPI.Exception as error:
+        if not FAILURES["failed"]:
+            raise
+        raise RuntimeError(
+            "jaxmpi: a rank has died before all had imported jaxmpi, so the job cannot go on without it"
+        ) from error
     CHECK = _default.check
     channel = handle_of(_default.channel) if _default.calls else 0
     _core.configure(check=CHECK, labels=_default.labels, channel=channel)
@@ -301,6 +340,15 @@ def know() -> None:
 def default() -> Communicator:
     """The communicator of calls without `comm`: one clone of COMM_WORLD."""
     return _default.get()
+
+
+def replace_default(comm: MPI.Comm) -> None:
+    """Calls without `comm` use this one from now on."""
+    _default.replace(comm)
+
+
+def is_default(comm: MPI.Comm) -> bool:
+    return _default.is_it(comm)
 
 
 def default_mpi() -> MPI.Comm:

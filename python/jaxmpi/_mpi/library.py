@@ -1,5 +1,6 @@
 """The C core, bound to the MPI library that mpi4py has loaded, with its handlers registered with XLA."""
 
+import ctypes
 import os
 import secrets
 from dataclasses import dataclass
@@ -89,6 +90,9 @@ DEVICES: devices.Choice
 DATATYPES: dict[str, Datatype] = {
     name: Datatype(name, code, itemsize, kind) for name, (code, itemsize, _, kind) in _core.datatypes().items()
 }
+FAILURES: dict[str, int] = {"failed": 0, "pending": 0, "revoked": 0}
+"""MPI's classes of errors by which it tells that a process has died, as settings of the core. Filled by `bind` in a job
+that goes on without it (`python -m jaxmpi.run --survive`); 0 in all others, where MPI's calls for that may hang."""
 CONSTANTS: dict[str, Any] = {}
 """What C and Python must know alike. Filled by `bind`, since tags depend on the MPI library."""
 OPERATIONS: dict[str, Operation] = {name: Operation(*row) for name, row in _core.operations().items()}
@@ -108,6 +112,21 @@ def meaning(comm: str) -> str:
     return f"{comm}, rank {world.rank} of {world.size}, {LIBRARY.abi}, tags to {world.Get_attr(MPI.TAG_UB)}"
 
 
+_FT = 12
+"""Open MPI's attribute of a communicator that points to whether the job goes on without a process: MPI_FT."""
+
+
+def _tolerates_failures() -> bool:
+    """Whether this job was started so that MPI goes on without a process."""
+    if LIBRARY.abi != "openmpi" or not hasattr(MPI.Comm, "Shrink"):
+        return False
+    try:
+        address: Any = MPI.COMM_WORLD.Get_attr(_FT)
+    except MPI.Exception:
+        return False
+    return isinstance(address, int) and address != 0 and ctypes.c_int.from_address(address).value != 0
+
+
 def bind() -> None:
     """Binds the core to the MPI library and to XLA, and lets the watch begin. Once in a process, before any operation.
 
@@ -125,6 +144,8 @@ def bind() -> None:
     of_world = _core.communicator(handle_of(MPI.COMM_WORLD), meaning("COMM_WORLD"))
     assert of_world is not None
     _core.reserve(meaning("default"))
+    if _tolerates_failures():
+        FAILURES.update(failed=MPI.ERR_PROC_FAILED, pending=MPI.ERR_PROC_FAILED_PENDING, revoked=MPI.ERR_REVOKED)
     _core.configure(
         rank=MPI.COMM_WORLD.Get_rank(),
         serialize=MPI.Query_thread() < MPI.THREAD_MULTIPLE,
@@ -132,6 +153,7 @@ def bind() -> None:
         world=of_world[0],
         most_tag=cast(int, MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)),
         ends_on_error=SETTINGS.error_ends_job,
+        **FAILURES,
     )
     CONSTANTS.update(_core.constants())
     action = CONSTANTS["ACTIONS"].index(SETTINGS.timeout_action)

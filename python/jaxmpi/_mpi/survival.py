@@ -1,0 +1,266 @@
+"""Jobs that survive the death of a rank: the error, and how a communicator is made again of those who live.
+
+MPI tells of a death by the error of an operation (ULFM: MPIX_ERR_PROC_FAILED). The core then revokes the communicator,
+so that no rank waits for one that has left an operation by this error: core/failure.c. Nothing here costs a call that
+succeeds.
+"""
+
+import contextlib
+import re
+import secrets
+from types import TracebackType
+from typing import Any
+
+import jax
+from mpi4py import MPI
+
+import jaxmpi._core as _core
+from jaxmpi._jax import runtime_token
+from jaxmpi._mpi import clones, communicators
+from jaxmpi._mpi.library import FAILURES, LIBRARY
+
+
+class ProcessFailed(jax.errors.JaxRuntimeError):
+    """A rank has died, and an operation of this rank could not be done, or another rank has found that out.
+
+    The job goes on if it has been started by `python -m jaxmpi.run --survive`: see `jaxmpi.recover`.
+
+    Attributes:
+      ranks: the ranks of `comm` that are known to have died, on this rank by now. Empty if another rank has told of the
+        failure, and MPI has not told of the death here yet.
+      comm: the communicator of the operation; None if it is not known, or has been freed or recovered.
+      operation: the name of the operation, `allreduce`; empty if it was none of this package.
+    """
+
+    def __init__(self, text: str, ranks: tuple[int, ...] = (), comm: MPI.Comm | None = None, operation: str = ""):
+        super().__init__(text)
+        self.ranks, self.comm, self.operation = ranks, comm, operation
+
+    def __reduce__(self) -> Any:
+        return ProcessFailed, (str(self), self.ranks, None, self.operation)
+
+
+_SAYS = re.compile(
+    r"jaxmpi(?:\.|, )([\w. ]+?) on rank \d+ of \d+: (?:(?!jaxmpi[.,]).)*?\[a process has failed, communicator (\d+)\]",
+    re.DOTALL,
+)
+
+
+def _dead(comm: MPI.Comm) -> tuple[int, ...]:
+    """The ranks of a communicator that are known to have died."""
+    try:
+        failed, group = comm.Get_failed(), comm.Get_group()
+        found = MPI.Group.Translate_ranks(failed, None, group)
+        failed.Free()
+        group.Free()
+        return tuple(sorted(found))
+    except (MPI.Exception, NotImplementedError):
+        return ()
+
+
+def _classes() -> set[int]:
+    return {code for code in FAILURES.values() if code}
+
+
+def process_failure(error: BaseException) -> ProcessFailed | None:
+    """The `ProcessFailed` that an error is of, or None if it is of something else.
+
+    What an operation raises when it is called, eagerly or in a function under `jaxmpi.jit`, is a `ProcessFailed`
+    already. JAX itself raises the errors of functions under plain `jax.jit`, and those that come out as a program waits
+    for a result (`block_until_ready`, `numpy.asarray`): they are of `jax.errors.JaxRuntimeError`, whose text alone says
+    what happened, and this function reads it. Errors of mpi4py are taken as well.
+
+    Args:
+      error: any exception.
+    """
+    if isinstance(error, ProcessFailed):
+        return error
+    if isinstance(error, MPI.Exception):
+        return ProcessFailed(str(error)) if error.Get_error_class() in _classes() else None
+    if not isinstance(error, (jax.errors.JaxRuntimeError, ValueError)):
+        return None
+    text = str(error)
+    if (says := _SAYS.search(text)) is None:
+        return None
+    known = communicators.of_number_in_text(int(says[2]))
+    comm = known.mpi if known is not None and known.mpi != MPI.COMM_NULL else None
+    return ProcessFailed(text, _dead(comm) if comm is not None else (), comm, says[1])
+
+
+def _of_program(error: jax.errors.JaxRuntimeError) -> Exception:
+    return process_failure(error) or error
+
+
+def install() -> None:
+    """Lets calls raise ProcessFailed."""
+    runtime_token.error_of_program = _of_program
+
+
+def _quietly(call: Any) -> None:
+    with contextlib.suppress(MPI.Exception):
+        call()
+
+
+def _check(comm: MPI.Comm, caller: str) -> None:
+    """Raises RuntimeError where MPI cannot go on without a rank."""
+    if isinstance(comm, MPI.Comm) and comm == MPI.COMM_NULL:
+        raise ValueError(f"{caller}: comm is MPI.COMM_NULL: it has been freed. Pass a live communicator.")
+    if not isinstance(comm, MPI.Intracomm):
+        raise TypeError(f"{caller}: comm must be an intra-communicator of mpi4py, got {comm!r}.")
+    if not FAILURES["failed"]:  # its calls may hang
+        name = LIBRARY.version.splitlines()[0].partition(",")[0]
+        raise RuntimeError(
+            f"{caller}: this job cannot go on without a rank: {name} has no calls for it, "
+            "or was started without them. Start it by python -m jaxmpi.run --survive, with Open MPI 5 or later."
+        )
+
+
+class survive:
+    """Turns errors that say that a rank has died into `ProcessFailed`, whoever raises them, and at once.
+
+    Use it as `with jaxmpi.survive(comm):` around a step of a program. At its end the computations that it has started
+    are waited for, so that a step which was left without an error has been done on this rank. With `uniform=True` the
+    ranks agree at the end: all that live leave it without an error, or all of them raise. Without, a rank may have got
+    its result from a collective in which another rank has found a death.
+
+    Args:
+      comm: the communicator whose ranks agree; the default one if left out.
+      uniform: whether they agree, which costs a message to and from each rank. All ranks of `comm` then pass it alike.
+
+    Raises:
+      ProcessFailed: a rank has died. With `uniform=True` also where another rank has left the block by any exception.
+    """
+
+    def __init__(self, comm: MPI.Comm | None = None, *, uniform: bool = False) -> None:
+        self._comm, self._uniform = comm, uniform
+
+    def __enter__(self) -> None:
+        if self._uniform:
+            _check(communicators.default_mpi() if self._comm is None else self._comm, "survive")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, raised: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        error = raised
+        if error is None:
+            try:
+                runtime_token.wait_and_raise()
+            except jax.errors.JaxRuntimeError as late:
+                error = late
+        failure = process_failure(error) if error is not None else None
+        all_done = error is None
+        if self._uniform:
+            all_done = _agree(communicators.default_mpi() if self._comm is None else self._comm, all_done)
+        if failure is not None and failure is not raised:
+            raise failure.with_traceback(error.__traceback__ if error is not None else None) from error
+        if error is not None and error is not raised:
+            raise error
+        if error is None and not all_done:
+            comm = communicators.default_mpi() if self._comm is None else self._comm
+            raise ProcessFailed(
+                "jaxmpi.survive: a rank has died, or has left the block by an exception: what was done in it is not "
+                "done on all ranks",
+                _dead(comm),
+                comm,
+            )
+
+
+def _agree(comm: MPI.Comm, done: bool) -> bool:
+    """Whether all ranks have done it, and live: the same on all that do."""
+    if not done:
+        _quietly(comm.Revoke)  # no rank waits in an operation for this one
+    try:
+        return bool(comm.Agree(int(done)))
+    except MPI.Exception as error:
+        if error.Get_error_class() not in _classes():
+            raise
+        return False
+
+
+def recover(*comms: MPI.Comm | None) -> Any:
+    """Goes on without the ranks that have died: makes a communicator of those that live in the place of each one given.
+
+    All living ranks call it, with the same communicators in the same order, after a `ProcessFailed`. It revokes them,
+    so that operations of ranks which have not heard of the death raise there, waits for this rank's computations, gives
+    up the requests in flight on them (a later wait raises, and nothing is said of them at the end), and forgets errors
+    that have not been raised. The ranks keep their order. If more of them die meanwhile, the result is without them.
+
+    What was made for the old communicator is not used any more: calls on it raise. Compiled functions are traced anew
+    as they are next called, so one that reads `comm` from a variable gets what it is then; make a `Grid`, an `IndexMap`
+    and communicators of the program's own (`comm.Split()`, `comm.Dup()`) again. In the place of the default
+    communicator the new one becomes the default.
+
+    Args:
+      *comms: the communicators; the default one if left out, or None.
+
+    Returns:
+      The new communicator, or a tuple if several were given. Which ranks died: `jaxmpi.lost(old, new)`.
+
+    Raises:
+      RuntimeError: this MPI, or this job, cannot go on without a rank; start it by `python -m jaxmpi.run --survive`.
+      TypeError, ValueError: not intra-communicators, or freed.
+    """
+    given = [communicators.default_mpi() if comm is None else comm for comm in comms or (None,)]
+    for comm in given:
+        _check(comm, "recover")
+    for comm in given:
+        _quietly(comm.Revoke)
+        if (clone := clones.clone_if_made(comm)) is not None:
+            _quietly(clone.Revoke)
+    runtime_token.heal_all_threads()
+    for comm in given:
+        communicators.give_up(comm)
+    _core.take_failure()
+    made = tuple(_without_the_dead(comm) for comm in given)
+    for old, new in zip(given, made, strict=True):
+        if communicators.is_default(old):
+            communicators.replace_default(new)
+    jax.clear_caches()
+    _tell_launcher(made[0])
+    return made if len(comms) > 1 else made[0]
+
+
+def _without_the_dead(comm: MPI.Comm) -> MPI.Comm:
+    """A communicator of the ranks that live. All of them return the same one, whoever dies meanwhile."""
+    while True:
+        new, name, done = comm.Shrink(), 0, True
+        try:
+            name = new.bcast(1 + secrets.randbits(61) if new.rank == 0 else 0)
+        except MPI.Exception:
+            done = False
+        if _agree(new, done):
+            communicators.resolve(new, "recover", name)
+            return new
+        comm = new
+
+
+def lost(old: MPI.Comm, new: MPI.Comm) -> tuple[int, ...]:
+    """The ranks of `old` that are not in `new`, which `recover` has made of it. Nothing is communicated."""
+    before, now = old.Get_group(), new.Get_group()
+    ranks = MPI.Group.Translate_ranks(before, None, now)
+    before.Free()
+    now.Free()
+    return tuple(rank for rank, found in enumerate(ranks) if found == MPI.UNDEFINED)
+
+
+def _tell_launcher(new: MPI.Comm) -> None:
+    dead = _dead(MPI.COMM_WORLD)
+    if dead and new.rank == 0:
+        _core.tell_launcher("deaths", " ".join(map(str, dead)))
+
+
+def set_default(comm: MPI.Comm) -> None:
+    """Makes `comm` the communicator of calls without `comm=`.
+
+    Compiled functions are traced anew as they are next called. All ranks of `comm` call this at the same place of their
+    programs; nothing is communicated.
+
+    Args:
+      comm: an intra-communicator of mpi4py that the program does not free. It is not duplicated.
+
+    Raises:
+      TypeError, ValueError: it is none, or has been freed.
+    """
+    communicators.resolve(comm, "set_default")
+    communicators.replace_default(comm)
+    jax.clear_caches()

@@ -1,0 +1,331 @@
+"""Jobs that go on as ranks die: `python -m jaxmpi.run --survive`, `jaxmpi.recover`."""
+
+import re
+import shutil
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxmpi import run
+from support.launch import launch
+
+pytestmark = [pytest.mark.launches, pytest.mark.seconds(150)]
+TESTS = Path(__file__).resolve().parents[1]
+SECONDS = 90
+
+needs_openmpi = pytest.mark.skipif(
+    run.flavour(run.find_mpiexec() or "") != "openmpi", reason="jobs of Open MPI alone go on without a rank"
+)
+
+BEGIN = textwrap.dedent("""
+    import os, signal, sys, time
+    import jax, jax.numpy as jnp, numpy as np
+    import jaxmpi
+    from jaxmpi import notoken
+    from mpi4py import MPI
+    WORLD = MPI.COMM_WORLD
+    rank, size = WORLD.rank, WORLD.size
+    x = jnp.ones(3)
+    def die(): os.kill(os.getpid(), signal.SIGKILL)
+    def told(*what): print(f"rank {rank}:", *what, flush=True)
+""")
+
+
+def survive(tmp_path, ranks, *parts, **options):
+    program = tmp_path / "program.py"
+    program.write_text("\n".join([BEGIN, *map(textwrap.dedent, parts)]))
+    return launch(ranks, "--survive", program, check=False, timeout=SECONDS, **options)
+
+
+@pytest.mark.one_rank
+def test_refused_with_another_mpi(tmp_path):
+    """By the launcher, before any rank starts."""
+    other = tmp_path / "mpiexec"
+    other.write_text("#!/bin/sh\necho 'HYDRA build details:'\n")
+    other.chmod(0o755)
+    done = launch(2, "--survive", "--mpiexec", other, "-c", "print('begins')", check=False)
+    assert done.returncode == 1
+    assert "begins" not in done.stdout
+    assert "--survive: only jobs of Open MPI 5 or later go on without a rank" in done.stderr
+    assert "HYDRA" in done.stderr
+
+
+@pytest.mark.one_rank
+def test_refused_with_sharded_programs():
+    done = launch(2, "--survive", "--collectives", "mpi", "-c", "print('begins')", check=False)
+    assert done.returncode == 2
+    assert "JAX's own sharded programs (--collectives) cannot go on without a rank" in done.stderr
+
+
+def test_recover_without_survive():
+    """It says how to start the job."""
+    program = "import jaxmpi\ntry: jaxmpi.recover()\nexcept RuntimeError as error: print(error)\n"
+    done = launch(2, "-c", program)
+    assert done.stdout.count("Start it by python -m jaxmpi.run --survive") == 2
+
+
+OPERATIONS = {
+    "eager": "call = lambda x: notoken.allreduce(x, MPI.SUM)",
+    "jaxmpi.jit": "call = jaxmpi.jit(lambda x: notoken.allreduce(x, MPI.SUM))",
+    "jax.jit": "call = jax.jit(lambda x: notoken.allreduce(x, MPI.SUM))",
+    "wait": "call = lambda x: notoken.wait(notoken.iallreduce(x, MPI.SUM))",
+    "exchange": """
+        call = lambda x: size * jaxmpi.Grid((size,), (3 * size,), periodic=True).exchange(jnp.pad(x, 1))[0]
+    """,
+}
+
+
+@needs_openmpi
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_error_and_recovery(operation, tmp_path):
+    """What was called raises ProcessFailed, which says who has died and where; it is right again afterwards."""
+    done = survive(
+        tmp_path,
+        3,
+        OPERATIONS[operation],
+        """
+        assert float(np.asarray(call(x)).ravel()[0]) == 3
+        if rank == 1: die()
+        try:
+            with jaxmpi.survive():
+                for _ in range(1000): call(x)
+            told("nothing raised")
+        except jaxmpi.ProcessFailed as error:
+            assert isinstance(error, jax.errors.JaxRuntimeError)
+            assert set(error.ranks) <= {1} and error.comm.size == 3
+            told("failed in", error.operation)
+            comm = jaxmpi.recover()
+            assert jaxmpi.lost(error.comm, comm) == (1,)
+            size = comm.size
+            told("sum", np.asarray(call(x)).ravel()[0])
+        """,
+    )
+    names = {"wait": "iallreduce", "exchange": "Grid.exchange"}
+    assert done.stdout.count(f"failed in {names.get(operation, 'allreduce')}\n") == 2, done.stdout + done.stderr
+    assert done.stdout.count("sum 2.0") == 2
+    assert done.stderr.count("rank 1 has died") == 1
+    assert "rank 1 of 3 was lost, and the others ended without an error. The status is 77" in done.stderr
+    assert done.returncode == 77
+
+
+ENDS = {
+    "raise KeyError('this')": "rank 0 is lost, and the job goes on: KeyError: 'this'",
+    "sys.exit(3)": "rank 0 is lost, and the job goes on: sys.exit(3)",
+    "os._exit(4)": "rank 0 is lost, and the job goes on: rank 0 calls os._exit(4)",
+    "os.kill(os.getpid(), signal.SIGSEGV)": "rank 0 has died",
+}
+
+
+@needs_openmpi
+@pytest.mark.parametrize("how", ENDS)
+def test_each_end_of_a_rank(how, tmp_path):
+    """However a rank ends, the others hear of it, and it is told once. Rank 0 is none that the job needs."""
+    loop = f"""
+        comm = jaxmpi.recover  # not called yet
+        try:
+            for i in range(1000):
+                if i == 10 and rank == 0: {how}
+                notoken.allreduce(x, MPI.SUM).block_until_ready()
+        except jaxmpi.ProcessFailed as error:
+            told("left", jaxmpi.recover().size)
+    """
+    done = survive(tmp_path, 3, loop)
+    assert done.stdout.count("left 2") == 2, done.stdout + done.stderr
+    assert done.stderr.count(ENDS[how]) == 1, done.stderr
+    assert len(re.findall(r"jaxmpi\.run: rank 0 (?:is lost|has died)", done.stderr)) == 1
+    assert done.returncode == 77
+
+
+@needs_openmpi
+def test_nothing_of_the_old_one_is_left(tmp_path):
+    """Requests in flight are given up, a wait for one says so, and so does what was made on the old communicator."""
+    done = survive(
+        tmp_path,
+        3,
+        """
+        old = WORLD.Dup()
+        grid = jaxmpi.Grid((3,), (9,), periodic=True, comm=old)
+        grid.exchange(jnp.ones(5)).block_until_ready()
+        inner = jax.jit(lambda x: notoken.allreduce(x, MPI.SUM))  # traced once, within others too
+        outer = jaxmpi.jit(lambda x: inner(x) + jax.lax.fori_loop(0, 2, lambda _, y: inner(x), x))
+        assert float(outer(x)[0]) == 6
+        request = notoken.irecv(x, (rank + 1) % 3, tag=9, comm=old)
+        sum_of_all = notoken.iallreduce(x, MPI.SUM, comm=old)
+        if rank == 2: die()
+        def fails(call):
+            try: jax.block_until_ready(call())
+            except RuntimeError as error: return str(error)
+            except ValueError as error: return str(error)
+            return "nothing"
+        fails(lambda: [notoken.barrier(comm=old) for _ in range(1000)])
+        fails(lambda: [notoken.allreduce(x, MPI.SUM).block_until_ready() for _ in range(1000)])
+        comm, new = jaxmpi.recover(old, None)
+        assert comm.size == new.size == 2
+        for text, call in {
+            "given up by jaxmpi.recover": lambda: notoken.wait(request),
+            "comm has been given up": lambda: notoken.allreduce(x, MPI.SUM, comm=old),
+            "make grids and maps again": lambda: grid.exchange(jnp.ones(5)),
+        }.items():
+            assert text in fails(call), fails(call)
+        assert float(outer(x)[0]) == 4
+        jaxmpi.set_default(comm)
+        assert float(outer(x)[0]) == 4
+        again = jaxmpi.Grid((2,), (6,), periodic=True, comm=comm)
+        halos = np.asarray(again.exchange(jnp.full(5, float(comm.rank))))
+        assert halos[0] == halos[-1] == 1 - comm.rank
+        index = jaxmpi.IndexMap(np.arange(2) + 2 * comm.rank, np.array([2 - 2 * comm.rank]), comm=comm)
+        rows = np.asarray(index.exchange(jnp.asarray([10.0 * comm.rank, 1, 0])))
+        assert rows[2] == 10 * (1 - comm.rank), rows
+        told("right")
+        """,
+    )
+    assert done.stdout.count(": right") == 2, done.stdout + done.stderr
+    assert "never waited" not in done.stderr
+    assert done.returncode == 77
+
+
+@needs_openmpi
+def test_uniform(tmp_path):
+    """A rank that has got its result raises at the end of the block all the same, if another has not."""
+    done = survive(
+        tmp_path,
+        3,
+        """
+        comm = jaxmpi.recover()  # of all: nobody has died
+        assert comm.size == 3
+        with jaxmpi.survive(uniform=True):
+            notoken.allreduce(x, MPI.SUM)
+        try:
+            with jaxmpi.survive(uniform=True):
+                if rank == 0: notoken.send(x, 1)
+                if rank == 1: notoken.recv(x, 0)
+                if rank == 2: die()
+        except jaxmpi.ProcessFailed as error:
+            told("raised", error.operation or "at the end")
+            told("left", jaxmpi.recover().size)
+        try:
+            with jaxmpi.survive(uniform=True):
+                if rank == 1: raise KeyError("mine")
+                notoken.barrier()
+        except (jaxmpi.ProcessFailed, KeyError) as error:
+            told("then", type(error).__name__)
+            told("again", jaxmpi.recover().size)
+        """,
+    )
+    assert done.stdout.count("raised at the end") == 2, done.stdout + done.stderr
+    assert done.stdout.count("left 2") == 2
+    assert "rank 0: then ProcessFailed" in done.stdout
+    assert "rank 1: then KeyError" in done.stdout
+    assert done.stdout.count("again 2") == 2
+    assert done.returncode == 77
+
+
+@needs_openmpi
+def test_death_before_mpi(tmp_path):
+    """The others wait for it in MPI_Init, and cannot go on: the job ends, and says why."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, time\n"
+        "if os.environ['OMPI_COMM_WORLD_RANK'] == '1': os.kill(os.getpid(), 9)\n"
+        "import jaxmpi\nprint('begins')\n"
+    )
+    done = launch(3, "--survive", program, check=False, timeout=SECONDS)
+    assert "begins" not in done.stdout
+    assert "rank 1 died before MPI was initialized, for which the others wait" in done.stderr
+    assert done.returncode != 0
+
+
+@needs_openmpi
+def test_death_before_the_import(tmp_path):
+    """The others cannot agree on what holds for all ranks."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os\nfrom mpi4py import MPI\nif MPI.COMM_WORLD.rank == 1: os.kill(os.getpid(), 9)\nimport jaxmpi\n"
+    )
+    done = launch(3, "--survive", program, check=False, timeout=SECONDS)
+    assert done.stderr.count("RuntimeError: jaxmpi: a rank has died before all had imported jaxmpi") >= 2
+    assert "all ranks are lost. The status is 1" in done.stderr
+    assert done.returncode == 1
+
+
+@needs_openmpi
+def test_all_fail(tmp_path):
+    """The status is that of the first."""
+    done = survive(tmp_path, 2, "sys.exit(5)")
+    assert "all ranks are lost. The status is 5" in done.stderr
+    assert done.returncode == 5
+
+
+@needs_openmpi
+def test_nobody_dies(tmp_path):
+    done = survive(tmp_path, 2, "told(float(notoken.allreduce(x, MPI.SUM)[0]))")
+    assert done.stdout.count(": 2.0") == 2
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@needs_openmpi
+@pytest.mark.parametrize("seed", [1, 2, 17, pytest.param(26, marks=pytest.mark.nightly)])
+def test_random_deaths(seed):
+    """In random operations, at random times: no wrong result, nothing in flight, and an end within seconds."""
+    ranks, deaths = seed % 3 + 2, seed % (seed % 3 + 1) + 1
+    program = TESTS / "programs" / "deaths.py"
+    options = ("--seed", str(seed), "--deaths", str(deaths), "--programs", "6")
+    done = launch(ranks, "--survive", program, *options, check=False, timeout=SECONDS)
+    assert len(re.findall(r"^OK .* 0 in flight$", done.stdout, re.MULTILINE)) == ranks - deaths, done.stderr
+    assert "WRONG" not in done.stdout
+    assert done.returncode == 77
+
+
+@pytest.mark.skipif(shutil.which("mpiexec") is None and run.find_mpiexec() is None, reason="no mpiexec")
+@needs_openmpi
+@pytest.mark.one_rank
+def test_command():
+    """Both that of the launcher's own placement and the user's."""
+    for more in ((), ("--mpiexec-args=--map-by node",)):
+        done = launch(2, "--survive", "--dry-run", *more, "-c", "pass")
+        assert "--with-ft ulfm" in done.stdout
+        assert "child.py --survive" in done.stdout
+
+
+@needs_openmpi
+@pytest.mark.seconds(300)
+def test_example(tmp_path):
+    """The model ends with the field of a run in which nobody dies."""
+    pytest.importorskip("matplotlib")
+    states = []
+    for kill in ([], ["--kill", "1@50", "--kill", "0@110"]):
+        file = tmp_path / f"{len(kill)}.npz"
+        options = ["--size", "96", "48", "--days", "0.05", "--every", "20", "--output-dir", tmp_path]
+        options += ["--save-state", file, *kill]
+        done = launch(3, "--survive", TESTS.parent / "examples" / "survivor.py", *options, check=False)
+        assert done.returncode == (77 if kill else 0), done.stderr
+        assert f"{1 if kill else 3} of 3 processes left" in done.stdout
+        with np.load(file) as data:
+            states.append({name: data[name] for name in data})
+    assert "step 40: 1 of 3 processes lost" in done.stdout
+    assert (tmp_path / "survivor.png").stat().st_size > 10_000
+    for name, tolerance in (("h", 1e-3), ("u", 1e-4), ("v", 1e-4)):
+        np.testing.assert_allclose(states[1][name], states[0][name], atol=tolerance, rtol=0)
+
+
+@needs_openmpi
+def test_checks_do_not_keep_ranks(tmp_path):
+    """With JAXMPI_CHECK=1 ranks wait without end for the comparison of their calls: not for one that is at its end."""
+    done = survive(
+        tmp_path,
+        4,
+        """
+        notoken.allreduce(x, MPI.SUM).block_until_ready()
+        if rank == 3: die()
+        try:
+            for _ in range(100): notoken.allreduce(x, MPI.SUM).block_until_ready()
+        except jaxmpi.ProcessFailed:
+            size = jaxmpi.recover().size
+        for _ in range(5): told("sum", float(notoken.allreduce(x, MPI.SUM)[0]))
+        """,
+        JAXMPI_CHECK="1",
+    )
+    assert done.stdout.count("sum 3.0") == 15, done.stdout + done.stderr
+    assert done.returncode == 77
