@@ -28,7 +28,7 @@ if _module_to_run() not in ("jaxmpi.run", "jaxmpi.info", "jaxmpi.trace"):
     _start.start()
 
     # isort: split
-    from jaxmpi import compat, fft, notoken
+    from jaxmpi import compat, fft, io, notoken
     from jaxmpi._grid.grid import Grid
     from jaxmpi._grid.redistribute import iredistribute, redistribute
     from jaxmpi._mpi.survival import ProcessFailed, lost, process_failure, recover, set_default, survive
@@ -95,6 +95,7 @@ if _module_to_run() not in ("jaxmpi.run", "jaxmpi.info", "jaxmpi.trace"):
         "ibarrier",
         "ibcast",
         "invariant",
+        "io",
         "irecv",
         "iredistribute",
         "isend",

@@ -696,3 +696,48 @@ def test_raised_in_programs(comm, folder):
     with pytest.raises(FileNotFoundError):
         io.load(folder / "nothing")
     assert raised(lambda: jaxmpi.allreduce(jnp.ones(2), MPI.SUM)) == ""
+
+
+def test_byte_order_masks_and_deleted_arrays(comm, folder):
+    """Arrays in another byte order are as others are, also where they are redistributed. What no file holds is told."""
+    grid = jaxmpi.Grid(comm.size, (5 * comm.size + 1,), comm=comm)
+    whole = np.arange(5 * comm.size + 1)
+    for dtype in (">f4", "<f4", ">i8", ">u2", ">c16"):
+        block = whole.astype(dtype)[grid.slices]
+        io.save(
+            folder / "s", {"x": block, "y": whole.astype(dtype)}, grid={"x": grid, "y": None}, chunks=4, overwrite=True
+        )
+        found = io.load(folder / "s", grid=grid)
+        assert np.array_equal(found["x"], block)
+        assert np.array_equal(found["y"], whole)
+        assert found["x"].dtype.isnative
+    masked = np.ma.masked_array(np.arange(3.0), [0, 1, 0])
+    with pytest.raises(TypeError, match="m is a masked array"):
+        io.save(folder / "m", {"m": masked}, comm=comm)
+    deleted = jnp.arange(3)
+    deleted.delete()
+    with pytest.raises(ValueError, match="d has been deleted"):
+        io.save(folder / "m", {"d": deleted}, comm=comm)
+    with pytest.raises(ValueError, match="save: the tree"):
+        io.save(folder / "m", {1: 2, "1": 3}, comm=comm)
+    io.save(folder / "m", {"t": np.str_("text")}, comm=comm)
+    assert io.load(folder / "m", comm=comm) == {"t": "text"}
+
+
+def test_halo_that_is_wider_than_a_block(comm, folder):
+    grid = jaxmpi.Grid(comm.size, (2 * comm.size,), periodic=True, comm=comm)
+    io.save(folder / "s", {"h": jnp.zeros(2)}, grid=grid)
+    with pytest.raises(ValueError, match="load: h: a block of 2 cells"):
+        io.load(folder / "s", grid=grid, width=3)
+
+
+def test_what_is_loaded_is_as_other_arrays(comm, folder):
+    """An exchange of arrays that one rank has read, and others have made: what ranks compare is the same."""
+    grid = jaxmpi.Grid(comm.size, (2 * comm.size,), periodic=True, comm=comm)
+    whole = np.arange(2 * comm.size, dtype=np.int32) * 1000
+    io.save(folder / "s", {"x": whole}, comm=comm)
+    loaded = io.load(folder / "s", comm=comm)["x"]
+    x = jnp.asarray(loaded if comm.rank == 0 else whole)[grid.slices]
+    padded = grid.exchange(jnp.pad(x, 1), 1)
+    start = grid.slices[0].start
+    assert np.array_equal(padded, np.take(whole, range(start - 1, start + 3), mode="wrap"))

@@ -744,3 +744,41 @@ def test_programs_do_not_grow_with_the_processes(function):
         return len(jax.make_jaxpr(lambda x: getattr(cut, function)(grid, x))(x).eqns)
 
     assert equations(100) <= equations(10) + 10
+
+
+@pytest.mark.one_rank
+def test_equal_facts_have_one_signature():
+    """Plans are kept by facts that are equal. A rank that has seen a dtype with a byte order, or 1.0 in the place of 1,
+    before another rank has seen the usual one, would be refused, if the signature came from how they are written."""
+    from jaxmpi._grid.halos import Field
+    from jaxmpi._mpi import plans
+
+    usual = np.dtype(np.int32)
+    other = usual.newbyteorder("<")
+    assert usual == other
+    fields = [Field((0,), (), (False,), dtype, ((1, None),), "x") for dtype in (usual, other)]
+    fields += [
+        Field((np.int64(0),), (), (np.False_,), usual, ((number, None),), "x") for number in (1.0, True, np.int8(1))
+    ]
+    assert len({*fields}) == 1
+    assert len({plans.signature("exchange", field, 2) for field in fields}) == 1
+    others = [
+        Field((0,), (), (False,), np.dtype(np.int64), ((1, None),), "x"),
+        Field((0,), (), (False,), usual, ((1.5, None),), "x"),
+        Field((0,), (), (False,), usual, (("1", None),), "x"),
+        Field((0,), (), (True,), usual, ((1, None),), "x"),
+        Field((0,), (), (False,), usual, ((1, None),), "y"),
+    ]
+    assert len({plans.signature("exchange", field, 2) for field in [fields[0], *others]}) == 6
+
+
+@pytest.mark.ranks(2)
+def test_byte_order_of_one_rank():
+    """Loaders of files give arrays whose dtype names the byte order: such a rank exchanges with others."""
+    grid = jaxmpi.Grid(jaxmpi.Grid((0,)).processes, (2 * MPI.COMM_WORLD.size,), periodic=True)
+    dtype = np.dtype(np.int16).newbyteorder("<") if MPI.COMM_WORLD.rank == 0 else np.dtype(np.int16)
+    x = jnp.asarray(np.full((3, 4), MPI.COMM_WORLD.rank, dtype))
+    found = np.asarray(grid.exchange(x, 1))
+    left, right = ((MPI.COMM_WORLD.rank + step) % MPI.COMM_WORLD.size for step in (-1, 1))
+    assert found[:, 0].tolist() == [left] * 3
+    assert found[:, 3].tolist() == [right] * 3

@@ -6,6 +6,7 @@ restore each bit.
 """
 
 import functools
+import sys
 from typing import Any
 
 import jax.numpy as jnp
@@ -35,11 +36,16 @@ def named(name: str) -> np.dtype:
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
+def in_files(dtype: np.dtype) -> np.dtype:
+    """The dtype in the byte order of files, which is that of most machines: there it is the usual object."""
+    return dtype if sys.byteorder == "little" else dtype.newbyteorder("<")
+
+
 def stored(dtype: Any) -> np.dtype:
     """The dtype in which values are stored. Raises TypeError if there is none that has them all."""
     kind = np.dtype(dtype)
     if kind.name in _PLAIN:
-        return np.dtype(kind.name).newbyteorder("<")
+        return in_files(np.dtype(kind.name))
     if kind.name in _WIDER:
         return np.dtype(_WIDER[kind.name])
     if kind.itemsize == 1 and _is_floating(kind):

@@ -20,6 +20,7 @@ from jaxmpi._files.records import Record
 from jaxmpi._files.saving import FORMAT
 from jaxmpi._grid import arguments as given
 from jaxmpi._grid.grid import Grid, Width
+from jaxmpi._grid.halos import Halo
 from jaxmpi._mpi import agreement
 from jaxmpi._primitive import keys
 from jaxmpi._unstructured.index_map import IndexMap
@@ -239,6 +240,8 @@ def _place(record: Record, division: Any, width: Any, axes: Any, comm: Any, oper
     advice = " The grid must have the shape with which it was saved."
     cut = division._cut(record.shape, chosen, division.global_shape, operation, record.name, advice)
     widths = given.widths(width, count, operation)
+    halo = Halo(division._layout, widths, True)
+    division._check_blocks(halo, given.rules(None, count, operation), f"{operation}: {record.name}")
     return Wanted(record, division, tuple(axis % len(record.shape) for axis in cut.axes), cut.staggered, widths)
 
 

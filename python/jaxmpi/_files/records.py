@@ -37,6 +37,12 @@ class Record:
     impl: str = ""
     """The implementation of random keys."""
 
+    def __str__(self) -> str:
+        """All of it, for errors, and for ranks to compare."""
+        words = [f"{self.name} is {self.type}", self.dtype, str(self.shape) if self.shape else "", self.impl]
+        words += [f"divided along {self.axes} ({self.division})" if self.division else "", self.index]
+        return " ".join(filter(None, words)) + ("" if self.value is None else f" {self.value!r}")
+
     @property
     def stored(self) -> bool:
         """Whether there is an array of this name."""
@@ -65,8 +71,12 @@ def describe(name: str, x: Any, operation: str) -> Record:
     """The record of a leaf that is not divided. Raises TypeError for what cannot be in a file."""
     if internals.is_tracer(x):
         raise TypeError(f"{operation}: {name} is traced: call it outside of compiled functions.")
-    if type(x) is str:
-        return Record(name, "str", value=x)
+    if isinstance(x, jax.Array) and x.is_deleted():
+        raise ValueError(f"{operation}: {name} has been deleted, or donated to a compiled function.")
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(f"{operation}: {name} is a masked array, and files have no masks: pass x.filled(...).")
+    if isinstance(x, str):
+        return Record(name, "str", value=str(x))
     if type(x) is int:
         fits = next((kind for kind in (np.int64, np.uint64) if np.iinfo(kind).min <= x <= np.iinfo(kind).max), None)
         return Record(name, "int", np.dtype(fits).name) if fits is not None else Record(name, "int", value=str(x))

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from jaxmpi._files.chunks import Index, Interval, Region
+from jaxmpi._files.dtypes import in_files
 
 META = "zarr.json"
 _PIECE = 1 << 20
@@ -154,7 +155,7 @@ class Stored:
         shape = tuple(map(int, meta["shape"]))
         if len(chunks) != len(shape) or min((*chunks, 1)) < 1 or min((*shape, 0)) < 0:
             raise ValueError(f"shape {shape} and chunks {chunks}")
-        return Stored(path, shape, chunks, np.dtype(meta["data_type"]).newbyteorder("<"), plain)
+        return Stored(path, shape, chunks, in_files(np.dtype(meta["data_type"])), plain)
 
     def file(self, index: Index) -> Path:
         return self.path.joinpath("c", *map(str, index))

@@ -17,7 +17,10 @@ _WHOLE = "data"
 
 def leaves(tree: Any, operation: str) -> tuple[list[str], list[Any]]:
     """The names of leaves and the leaves. Raises ValueError for two leaves of one name, or names that no file has."""
-    listed, _ = jax.tree_util.tree_flatten_with_path(tree)
+    try:
+        listed, _ = jax.tree_util.tree_flatten_with_path(tree)
+    except ValueError as error:
+        raise ValueError(f"{operation}: the tree is not one of JAX's: {error}") from error
     names: list[str] = []
     known: dict[str, str] = {}
     for path, _ in listed:

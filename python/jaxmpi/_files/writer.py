@@ -139,7 +139,7 @@ class Writer:
             self._series.append(operation, self._worker, time, tree)
         except BaseException:
             self._over = "has failed before"
-            self._worker.stop()
+            self._worker.stop()  # nothing is written behind the program's back
             raise
 
     def close(self) -> None:
@@ -247,11 +247,10 @@ class _Worker:
             self._thread.join()
 
     def stop(self) -> None:
-        """Ends the thread after what it is doing."""
+        """Waits until the thread has done what it is doing, and ends it."""
         with self._changed:
-            self._ends = True
             self._jobs.clear()
-            self._changed.notify_all()
+        self.finish()
 
     def _run(self) -> None:
         while True:
@@ -336,6 +335,8 @@ class _Series:
         told = np.array([worker.done, -(with_thread is not None), number, -number, digest, -digest], np.float64)
         with waiting(self.known, f"io.{operation}"):
             self.comm.Allreduce(MPI.IN_PLACE, told, MPI.MIN)
+            if told[1] or told[2] != -told[3] or told[4] != -told[5]:
+                self._save_what_is_complete(worker)
         if told[1]:
             agreement.sums(self.comm, operation, with_thread)
         if told[2] != -told[3]:
@@ -346,6 +347,13 @@ class _Series:
                 "it is a field, let rank 0 tell the others (jaxmpi.bcast), or leave it out with fields=."
             )
         return int(told[0])
+
+    def _save_what_is_complete(self, worker: _Worker) -> None:
+        """Before all ranks raise an error: makes those steps visible that all have written."""
+        worker.finish()
+        done = self.comm.allreduce(worker.done, MPI.MIN)
+        if self.comm.rank == 0:
+            agreement.attempt(lambda: self.commit(self.first + done))
 
     def _digest(self, values: Sequence[Any]) -> float:
         """A number for what all ranks must have alike."""
@@ -485,11 +493,14 @@ def _plan(comm: MPI.Intracomm, path: Path, its: Given, time: Any, tree: Any, old
     if old is not None:
         theirs = {name: meta for name, meta in old[1].items() if name != TIME}
         records_there = old[0][commit.KEY]["leaves"]
-        mine = [part.record.to_json() for part in parts]
-        if json.loads(json.dumps(mine)) != records_there:
+        mine = json.loads(json.dumps([part.record.to_json() for part in parts]))
+        if mine != records_there:
+            here, there = (
+                ", ".join(str(records.Record.of_json(its)) for its in listed) for listed in (mine, records_there)
+            )
             raise ValueError(
-                f"{operation}: the fields are not those of {path}: {mine} here and {records_there} there. Pass the "
-                "same names, shapes and dtypes, or choose another path."
+                f"{operation}: the fields are not those of {path}: {here}; and there {there}. Pass the same names, "
+                "shapes and dtypes, or choose another path."
             )
         grows = {part.record.name for part in parts if part.record.type != "index"}
         for part in plan.arrays():

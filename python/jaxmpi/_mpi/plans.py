@@ -5,6 +5,7 @@ rank, or of the same. A rank states the moves that it takes part in, each of the
 sort them; all moves from one rank to another are one message.
 """
 
+import dataclasses
 import functools
 import hashlib
 import math
@@ -105,8 +106,27 @@ _numbers: dict[str, int] = {}
 
 
 def signature(*facts: Any) -> int:
-    """A number for what all ranks must agree on, from its representation."""
-    return int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:8], "little")
+    """A number for what all ranks must agree on. Facts that are equal have the same number: of such a rank uses those
+    that it has seen first, since plans are kept, and others may have seen others first."""
+    return int.from_bytes(hashlib.sha256(repr(_in_one_form(facts)).encode()).digest()[:8], "little")
+
+
+def _in_one_form(fact: Any) -> Any:
+    """The fact in a form whose representation is the same for all that are equal: 1, 1.0, True and NumPy's are, and so
+    are dtypes that name the byte order and those that do not."""
+    if isinstance(fact, tuple | list):
+        return tuple(map(_in_one_form, fact))
+    if dataclasses.is_dataclass(fact) and not isinstance(fact, type):
+        values = (getattr(fact, field.name) for field in dataclasses.fields(fact) if field.compare)
+        return type(fact).__name__, *map(_in_one_form, values)
+    if isinstance(fact, np.dtype):
+        return fact.name
+    if isinstance(fact, bool | int | float | complex | np.generic):
+        value = fact.item() if isinstance(fact, np.generic) else fact
+        return int(value) if not isinstance(value, complex) and value == value // 1 else value
+    if fact is None or isinstance(fact, str | bytes):
+        return fact
+    return str(fact)
 
 
 def _strides(shape: Sequence[int], itemsize: int) -> list[int]:

@@ -69,7 +69,7 @@ def migrate(
     counted = None if count is None else by_counts.numbers(count, (), "migrate", "count")
     joined, sent = _sort(resolved.size, groups, leaves, owners, counted)
     kinds = tuple((x.shape[1:], x.dtype) for x in leaves)
-    facts = [(name, shape, str(dtype)) for name, (shape, dtype) in zip(names, kinds, strict=True)]
+    facts = [(name, shape, dtype) for name, (shape, dtype) in zip(names, kinds, strict=True)]
     signature = plans.signature("migrate", facts) % (1 << 31)
     moved, received = migrate_rows(resolved, joined, jax.tree.structure(joined), sent, room, signature)
     total = jnp.sum(received, dtype=jnp.int32)
