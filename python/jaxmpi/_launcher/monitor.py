@@ -147,7 +147,7 @@ class _Lost:
             self._say(f"jaxmpi.run: {who} {ranges(sorted(dead))} {have} died, and the job goes on\n")
 
     def _look_at_processes(self, files: list[str]) -> str:
-        """Finds ranks of this machine that have died. Returns why the job ends, if one did before MPI was initialized."""
+        """Finds ranks of this machine that have died. Returns why the job ends, if one did before MPI was there."""
         gone = set()
         for name, rank in relay.of_kind(files, "pid").items():
             if rank not in self._processes:
