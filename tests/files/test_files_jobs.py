@@ -12,6 +12,7 @@ import pytest
 
 from jaxmpi import io
 from support import drawing
+from support.disks import mounted, needs_root
 from support.launch import launch
 
 pytest.importorskip("zarr", minversion="3")
@@ -191,15 +192,10 @@ def test_killed_ranks(script, tmp_path):
     assert len(os.listdir(folder)) == 2
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
+@needs_root
 def test_full_file_system(script, tmp_path):
     """A state that does not fit: an error on all ranks, the last one loads, nothing is left, and a smaller one fits."""
-    small = tmp_path / "small"
-    small.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "none", str(small)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(f"mount: {mounted.stderr}")
-    try:
+    with mounted(tmp_path / "small", "size=6m") as small:
         program = script(
             """
     import errno, os, sys
@@ -225,18 +221,11 @@ def test_full_file_system(script, tmp_path):
     """
         )
         launch(2, program, small)
-    finally:
-        subprocess.run(["umount", str(small)], check=True)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
+@needs_root
 def test_read_only_file_system(script, tmp_path):
-    still = tmp_path / "still"
-    still.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", str(still)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(f"mount: {mounted.stderr}")
-    try:
+    with mounted(tmp_path / "still", "ro") as still:
         program = script(
             """
     import sys
@@ -252,8 +241,6 @@ def test_read_only_file_system(script, tmp_path):
     """
         )
         launch(2, program, still)
-    finally:
-        subprocess.run(["umount", str(still)], check=True)
 
 
 def test_read_by_others(script, tmp_path):

@@ -22,6 +22,7 @@ from mpi4py import MPI
 import jaxmpi
 from jaxmpi import io
 from support import drawing
+from support.disks import mounted, needs_root
 from support.launch import begin, launch, outside_of_a_job
 from support.table import draw, dtype_of
 
@@ -563,13 +564,10 @@ def wait_for(condition, seconds=60):
 
 
 @pytest.mark.launches
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
+@needs_root
 def test_full_disk(tmp_path, program):
     """All ranks raise; what was complete can be read; with more room the next job goes on."""
-    small = tmp_path / "small"
-    small.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "none", small], check=True)
-    try:
+    with mounted(tmp_path / "small", "size=400k") as small:
         job = launch(3, program, small / "s", 0, 1000, 0, check=False, JAX_ENABLE_X64="1")
         assert job.returncode != 0
         for rank in range(3):
@@ -583,8 +581,6 @@ def test_full_disk(tmp_path, program):
         launch(2, program, small / "s", steps, steps + 5, 0, JAX_ENABLE_X64="1")
         for name, values in right(steps + 5).items():
             assert np.array_equal(zarr.open_group(str(small / "s"), mode="r")[name][...], values), name
-    finally:
-        subprocess.run(["umount", small], check=True)
 
 
 @pytest.mark.launches
@@ -604,7 +600,7 @@ if grid.comm.rank == 1:
     time.sleep(60)
 {call}
 """)
-    settings = {"JAXMPI_TIMEOUT": "1", "JAXMPI_TIMEOUT_ACTION": "abort"}
+    settings = {"JAXMPI_TIMEOUT": "5", "JAXMPI_TIMEOUT_ACTION": "abort"}  # more than ranks start apart
     job = launch(2, program, check=False, **settings)
     name = "io.save" if "save" in call else "io.Writer.append"
     assert f"in {name}, as rank 0 of 2" in job.stderr, job.stderr

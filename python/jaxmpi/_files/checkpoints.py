@@ -61,19 +61,13 @@ def checkpoint(
             raise ValueError(f"{operation}: step is {step}: pass 0 or more, or None for the next number.")
         return saving.plan_of(operation, path, tree, grid, clone, options, compressor, overwrite)
 
-    plan, failure = agreement.attempt(prepare)
-    agreement.sums(clone, operation, failure)
-    assert plan is not None
+    plan = agreement.on_all(clone, operation, prepare)
     saving.compare(clone, plan, operation, overwrite=overwrite, keep=keep, step=step)
-    state, failure = agreement.attempt(lambda: _next(plan.path, step, operation) if clone.rank == 0 else None)
-    agreement.sums(clone, operation, failure)
-    number, plan.path = clone.bcast(state)
+    folder = plan.path
+    number, plan.path = agreement.on_root(clone, operation, lambda: _next(folder, step, operation))
     saving.write(clone, plan, operation, overwrite)
     if keep is not None:
-        _, failure = agreement.attempt(
-            lambda: _prune(plan.path.parent, keep, number, operation) if clone.rank == 0 else None
-        )
-        agreement.sums(clone, operation, failure)
+        agreement.on_root(clone, operation, lambda: _prune(plan.path.parent, keep, number, operation))
     return plan.path
 
 
@@ -107,9 +101,7 @@ def latest(path: str | os.PathLike[str], *, comm: MPI.Comm | None = None) -> Pat
     """
     operation = "latest"
     clone = layout.begin(None, comm, operation)
-    found, failure = agreement.attempt(lambda: _last(path, clone.rank, operation))
-    agreement.sums(clone, operation, failure)
-    return clone.bcast(found)
+    return clone.bcast(agreement.on_all(clone, operation, lambda: _last(path, clone.rank, operation)))
 
 
 def _last(path: Any, rank: int, operation: str) -> Path | None:

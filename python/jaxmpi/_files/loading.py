@@ -115,15 +115,10 @@ def load(
     """
     operation = "load"
     clone = layout.begin(grid, comm, operation)
-    told, failure = agreement.attempt(lambda: _metadata(path, clone.rank, operation))
-    agreement.sums(clone, operation, failure)
-    where, text = clone.bcast(told)
-    found, failure = agreement.attempt(
-        lambda: _wanted(State.of(where, text, operation), grid, width, axes, clone, like)
+    where, text = clone.bcast(agreement.on_all(clone, operation, lambda: _metadata(path, clone.rank, operation)))
+    state, wanted, build = agreement.on_all(
+        clone, operation, lambda: _wanted(State.of(where, text, operation), grid, width, axes, clone, like)
     )
-    agreement.sums(clone, operation, failure)
-    assert found is not None
-    state, wanted, build = found
     agreement.same(clone, operation, [(its.record.name, f"{its.record} {its.axes}") for its in wanted], _differs)
     return build(_values(clone, state, wanted, operation))
 

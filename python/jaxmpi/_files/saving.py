@@ -1,7 +1,7 @@
 """`jaxmpi.io.save`: a tree, written by all ranks."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -96,24 +96,15 @@ def save(
       OSError: a rank cannot write; FileExistsError: there is something of this name. ImportError: zarr is missing. An
         error of one rank is raised on all of them, and what has been written is removed.
     """
+    operation = "save"
     options = Options(width, axes, chunks, dims, coords, attrs)
-    write_tree("save", path, tree, grid, comm, options, compressor, overwrite)
-
-
-def write_tree(
-    operation: str, path: Any, tree: Any, grid: Any, comm: Any, options: Options, compressor: Any, overwrite: bool
-) -> Path:
-    """Writes a tree, and returns where."""
     clone = layout.begin(grid, comm, operation)
-    plan, failure = agreement.attempt(
-        lambda: plan_of(operation, path, tree, grid, clone, options, compressor, overwrite)
+    plan = agreement.on_all(
+        clone, operation, lambda: plan_of(operation, path, tree, grid, clone, options, compressor, overwrite)
     )
-    agreement.sums(clone, operation, failure)
-    assert plan is not None
     compare(clone, plan, operation, overwrite=overwrite)
-    plan.path = Path(clone.bcast(str(plan.path)))
+    plan.path = clone.bcast(plan.path)
     write(clone, plan, operation, overwrite)
-    return plan.path
 
 
 def plan_of(
@@ -139,9 +130,7 @@ def plan_of(
 
 def compare(comm: MPI.Intracomm, plan: Plan, operation: str, **more: Any) -> None:
     """Raises ValueError on all ranks if what must be the same on them is not."""
-    found, failure = agreement.attempt(lambda: facts(plan))  # the values may be those of a computation that failed
-    agreement.sums(comm, operation, failure)
-    assert found is not None
+    found = agreement.on_all(comm, operation, lambda: facts(plan))  # values may be those of a computation that failed
     agreement.same(comm, operation, [*((name, repr(value)) for name, value in more.items()), *found], _differs)
 
 
@@ -167,25 +156,46 @@ def _differs(what: str, mine: str, root: str) -> str:
 
 
 def write(comm: MPI.Intracomm, plan: Plan, operation: str, overwrite: bool) -> None:
-    """Writes all arrays under another name, and gives the state its name. An error of a rank is an error of all, and
-    nothing is left."""
-    path, failure = plan.path, None
-    metas: Any = None
-    if comm.rank == 0:
-        metas, failure = agreement.attempt(lambda: _begin(plan, operation, overwrite))
+    """Writes all arrays, and gives the state its name."""
+    arrays = plan.arrays()
+    make = lambda folder: store.make(folder, [entry(part) for part in arrays], plan.compressors)  # noqa: E731
+    publish(comm, plan, arrays, make, operation, overwrite)
+
+
+def publish(
+    comm: MPI.Intracomm,
+    plan: Plan,
+    arrays: Sequence[Part],
+    make: Callable[[Path], dict[str, Any]],
+    operation: str,
+    overwrite: bool,
+) -> dict[str, Any]:
+    """Makes what `make` does in a folder, writes arrays there, and gives it its name. All ranks call it.
+
+    Returns the metadata of what has been made. An error of a rank is an error of all, and nothing is left.
+    """
+    path, folder = plan.path, commit.partial(plan.path)
+
+    def begin() -> dict[str, Any]:
+        with commit.naming(f"{operation}: cannot make", path):
+            return make(commit.begin(path, overwrite, operation))
+
+    def end() -> None:
+        with commit.naming(f"{operation}: cannot write", path):
+            store.finish(folder, metas, plan.meta())
+            commit.publish(path)
+
     try:
-        agreement.sums(comm, operation, failure)
-        sharing.check(comm, operation, commit.partial(path))
-        failure = write_chunks(commit.partial(path), plan.arrays(), plan, operation)
-        agreement.sums(comm, operation, failure)
-        if comm.rank == 0:
-            _, failure = agreement.attempt(lambda: _publish(path, metas, plan.meta(), operation))
-        agreement.sums(comm, operation, failure)
+        metas = agreement.on_root(comm, operation, begin)
+        sharing.check(comm, operation, folder)
+        agreement.sums(comm, operation, _write_chunks(folder, arrays, plan, operation))
+        agreement.on_root(comm, operation, end)
     except Exception:
         if comm.rank == 0:
             commit.drop(path)
         comm.Barrier()  # no rank goes on, and perhaps writes again, before all is removed
         raise
+    return metas
 
 
 def entry(part: Part) -> store.Entry:
@@ -196,19 +206,7 @@ def entry(part: Part) -> store.Entry:
     return store.Entry(part.record.name, region.shape, region.chunks, dtype, part.dims, part.attributes)
 
 
-def _begin(plan: Plan, operation: str, overwrite: bool) -> Any:
-    with commit.naming(f"{operation}: cannot make", plan.path):
-        folder = commit.begin(plan.path, overwrite, operation)
-        return store.make(folder, [entry(part) for part in plan.arrays()], plan.compressors)
-
-
-def _publish(path: Path, metas: Any, attributes: dict[str, Any], operation: str) -> None:
-    with commit.naming(f"{operation}: cannot write", path):
-        store.finish(commit.partial(path), metas, attributes)
-        commit.publish(path)
-
-
-def write_chunks(folder: Path, arrays: Sequence[Part], plan: Plan, operation: str) -> Exception | None:
+def _write_chunks(folder: Path, arrays: Sequence[Part], plan: Plan, operation: str) -> Exception | None:
     """Writes this rank's chunks, and returns its first error. It takes part in all communication nevertheless, since
     others wait for it."""
     failure = None

@@ -16,14 +16,9 @@ _SECONDS = 5.0
 
 def check(comm: MPI.Intracomm, operation: str, folder: Path) -> None:
     """Raises OSError on all ranks unless each of them sees the folder that rank 0 sees. All ranks call it."""
-    sign, failure = None, None
-    if comm.rank == 0:
-        sign, failure = agreement.attempt(lambda: _leave(folder))
-    agreement.sums(comm, operation, failure)
-    sign, host = comm.bcast((sign, socket.gethostname()))
-    _, failure = agreement.attempt(lambda: _find(operation, folder / sign, host))
+    sign, host = agreement.on_root(comm, operation, lambda: (_leave(folder), socket.gethostname()))
     try:
-        agreement.sums(comm, operation, failure)
+        agreement.on_all(comm, operation, lambda: _find(operation, folder / sign, host))
     finally:
         if comm.rank == 0:
             with contextlib.suppress(OSError):

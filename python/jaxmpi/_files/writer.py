@@ -316,10 +316,7 @@ class _Series:
 
     def close(self, operation: str, worker: _Worker) -> None:
         done = self._agree(operation, worker, None, 0.0, [])
-        failure = None
-        if self.comm.rank == 0:
-            _, failure = agreement.attempt(lambda: self.commit(self.first + done))
-        agreement.sums(self.comm, operation, failure)
+        agreement.on_root(self.comm, operation, lambda: self.commit(self.first + done))
 
     def commit(self, count: int) -> None:
         """Makes so many steps visible."""
@@ -374,7 +371,7 @@ class _Series:
                 f"{operation}: the fields are not those of the steps before: {changed[0]}, and now {changed[1]}. Pass "
                 "the same names, shapes and dtypes each time."
             )
-        return [records.array(part.record, part.value) for part in found if part.record.type != "index"]
+        return [records.array(part.record, part.value) for part in _of_steps(found)]
 
     def _write(self, step: int, regions: list[Any]) -> None:
         for part, values in zip(self.parts, regions, strict=True):
@@ -448,20 +445,27 @@ def _open(operation: str, path: Path, its: Given, time: Any, tree: Any) -> _Seri
     """The file, which is made, or found. All ranks call it."""
     comm = layout.begin(its.grid, its.comm, operation)
     known = communicators.resolve(layout.communicator(its.grid, its.comm, operation), operation)
-    old, failure = None, None
-    if comm.rank == 0:
-        old, failure = agreement.attempt(lambda: _old(path, its.resume, operation))
-    agreement.sums(comm, operation, failure)
-    path, old = comm.bcast((path, old))
-    plan, failure = agreement.attempt(lambda: _plan(comm, path, its, time, tree, old, operation))
-    agreement.sums(comm, operation, failure)
-    assert plan is not None
+    there, old = agreement.on_root(comm, operation, lambda: (path, _old(path, its.resume, operation)))
+    plan = agreement.on_all(comm, operation, lambda: _plan(comm, there, its, time, tree, old, operation))
     saving.compare(comm, plan, operation, resume=its.resume, every=its.every, fields=its.names)
-    steps = [part for part in plan.parts if part.record.type != "index"]
-    constant = [part for part in plan.parts if part.record.type == "index"] + plan.coordinates
-    series = _Series(path, comm, known, its, steps, {}, plan.meta(), [], 0, 0, [part.record for part in plan.parts])
-    (_make if old is None else _go_on)(operation, series, plan, steps, constant, old, time)
+    steps = _of_steps(plan.parts)
+    constant = [part for part in plan.arrays() if all(part is not its for its in steps)]
+    series = _Series(there, comm, known, its, steps, {}, plan.meta(), [], 0, 0, [part.record for part in plan.parts])
+    if old is None:
+        series.metas = _make(operation, series, plan, constant)
+    else:
+        _go_on(operation, series, constant, old, time)
     return series
+
+
+def _of_steps(parts: Sequence[Part]) -> list[Part]:
+    """What each step has; the indices of rows are there once."""
+    return [part for part in parts if part.record.type != "index"]
+
+
+def _grows(meta: Mapping[str, Any]) -> bool:
+    """Whether an array with these metadata has the axis of time."""
+    return list(meta["dimension_names"][:1]) == [TIME]
 
 
 def _old(path: Path, resume: bool, operation: str) -> Any:
@@ -502,7 +506,7 @@ def _plan(comm: MPI.Intracomm, path: Path, its: Given, time: Any, tree: Any, old
                 f"{operation}: the fields are not those of {path}: {here}; and there {there}. Pass the same names, "
                 "shapes and dtypes, or choose another path."
             )
-        grows = {part.record.name for part in parts if part.record.type != "index"}
+        grows = {part.record.name for part in _of_steps(parts)}
         for part in plan.arrays():
             name = part.record.name
             dims = [*([TIME] if name in grows else []), *part.dims]
@@ -519,69 +523,38 @@ def _kept(metas: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return {
         name: tuple(meta["chunk_grid"]["configuration"]["chunk_shape"][1:])
         for name, meta in metas.items()
-        if meta["dimension_names"][:1] == [TIME] and name != TIME
+        if _grows(meta) and name != TIME
     }
 
 
-def _make(
-    operation: str, series: _Series, plan: saving.Plan, steps: list[Part], constant: list[Part], old: Any, time: Any
-) -> None:
-    """Makes a file without steps, on all ranks together."""
+def _make(operation: str, series: _Series, plan: saving.Plan, constant: list[Part]) -> dict[str, Any]:
+    """Makes a file without steps, on all ranks together. Returns the metadata of its arrays."""
+    of_time = store.Entry(
+        TIME, (0,), (_TIMES_IN_CHUNK,), np.dtype("<f8"), (TIME,), dict(series.given.attrs.get(TIME, {}))
+    )
+    entries = [saving.entry(part) for part in constant]
+    for part in series.parts:
+        its = saving.entry(part)
+        entries.append(dataclasses.replace(its, shape=(0, *its.shape), chunks=(1, *its.chunks), dims=(TIME, *its.dims)))
 
-    def begin() -> dict[str, Any]:
-        with commit.naming(f"{operation}: cannot make", series.path):
-            folder = commit.begin(series.path, False, operation)
-            of_time = store.Entry(
-                TIME, (0,), (_TIMES_IN_CHUNK,), np.dtype("<f8"), (TIME,), dict(series.given.attrs.get(TIME, {}))
-            )
-            entries = []
-            for part in steps:
-                its = saving.entry(part)
-                entries.append(
-                    dataclasses.replace(its, shape=(0, *its.shape), chunks=(1, *its.chunks), dims=(TIME, *its.dims))
-                )
-            made = store.make(folder, [of_time], store.codecs(None, operation))
-            made |= store.make(folder, [saving.entry(part) for part in constant], series.given.compressors)
-            return made | store.make(folder, entries, series.given.compressors)
+    def make(folder: Path) -> dict[str, Any]:
+        return store.make(folder, [of_time], store.codecs(None, operation)) | store.make(
+            folder, entries, plan.compressors
+        )
 
-    def publish() -> None:
-        with commit.naming(f"{operation}: cannot write", series.path):
-            store.finish(commit.partial(series.path), series.metas, series.attributes)
-            commit.publish(series.path)
-
-    metas, failure = agreement.attempt(begin) if series.comm.rank == 0 else (None, None)
-    try:
-        agreement.sums(series.comm, operation, failure)
-        sharing.check(series.comm, operation, commit.partial(series.path))
-        series.metas = series.comm.bcast(metas)
-        failure = saving.write_chunks(commit.partial(series.path), constant, plan, operation)
-        agreement.sums(series.comm, operation, failure)
-        _, failure = agreement.attempt(publish) if series.comm.rank == 0 else (None, None)
-        agreement.sums(series.comm, operation, failure)
-    except Exception:
-        if series.comm.rank == 0:
-            commit.drop(series.path)
-        series.comm.Barrier()
-        raise
+    return saving.publish(series.comm, plan, constant, make, operation, overwrite=False)
 
 
-def _go_on(
-    operation: str, series: _Series, plan: saving.Plan, steps: list[Part], constant: list[Part], old: Any, time: Any
-) -> None:
+def _go_on(operation: str, series: _Series, constant: list[Part], old: Any, time: Any) -> None:
     """Goes on with a file: steps that will come again are dropped. All ranks call it."""
     _, series.metas, times = old
     sharing.check(series.comm, operation, series.path)
     for part in constant:
-        values, failure = agreement.attempt(partial(_copy, part, part.value))
-        if values is not None:
-            _, failure = agreement.attempt(partial(_check_constant, operation, series, part, values))
-        agreement.sums(series.comm, operation, failure)
+        values = agreement.on_all(series.comm, operation, partial(_copy, part, part.value))
+        agreement.on_all(series.comm, operation, partial(_check_constant, operation, series, part, values))
     kept = sum(its < float(time) for its in times)
     series.times, series.committed, series.first = times[:kept], len(times), kept
-    failure = None
-    if series.comm.rank == 0:
-        _, failure = agreement.attempt(lambda: series.commit(kept))
-    agreement.sums(series.comm, operation, failure)
+    agreement.on_root(series.comm, operation, lambda: series.commit(kept))
 
 
 def _check_constant(operation: str, series: _Series, part: Part, values: np.ndarray) -> None:
@@ -602,7 +575,7 @@ def write_steps(
     """Makes the steps of these times visible, and no others."""
     count = len(times)
     for meta in metas.values():
-        if meta["dimension_names"][:1] == [TIME]:
+        if _grows(meta):
             meta["shape"] = [count, *meta["shape"][1:]]
     with commit.naming("Writer: cannot write", path):
         if count < before:
@@ -615,6 +588,6 @@ def write_steps(
             file.parent.mkdir(exist_ok=True)
             store.replace(file, store.checked(chunk.astype("<f8")))
         for name, meta in metas.items():
-            if meta["dimension_names"][:1] == [TIME]:
+            if _grows(meta):
                 store.replace(path / name / store.META, json.dumps(meta, allow_nan=False).encode())
         store.finish(path, metas, attributes)

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import numpy as np
 from mpi4py import MPI
@@ -31,6 +31,18 @@ def sums(comm: MPI.Intracomm, operation: str, failure: Exception | None, *number
     if told[0]:
         _fail(comm, operation, failure)
     return [int(number) for number in told[1:]]
+
+
+def on_all(comm: MPI.Intracomm, operation: str, work: Callable[[], T]) -> T:
+    """What `work` returns on this rank. An error of one rank is raised on all, as by `sums`."""
+    found, failure = attempt(work)
+    sums(comm, operation, failure)
+    return cast(T, found)
+
+
+def on_root(comm: MPI.Intracomm, operation: str, work: Callable[[], T]) -> T:
+    """What `work` returns on rank 0, which alone calls it, on all ranks. Its error is raised on all of them."""
+    return cast(T, comm.bcast(on_all(comm, operation, lambda: work() if comm.rank == 0 else None)))
 
 
 def same(
