@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import optax
 import pytest
 from hypothesis import strategies as st
 from mpi4py import MPI
@@ -392,6 +391,7 @@ def test_random_keys(comm, folder, impl):
 
 
 def test_states_of_optax(folder):
+    optax = pytest.importorskip("optax")
     params = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2, jnp.bfloat16)}
     optimizer = optax.adam(1e-3)
     state = optimizer.init(params)

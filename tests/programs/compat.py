@@ -65,6 +65,9 @@ def install(row, python, wheel, folder):
         "pytest",
         "pytest-xdist",
         "hypothesis",
+        'zarr>=3; python_version >= "3.11"',
+        "xarray",
+        "optax",
     )
     options = ["--no-binary", "mpi4py", "--no-cache-dir"] if standard else []
     run(folder / "bin/pip", "install", "--quiet", *options, "mpi4py", MPICC=folder / "bin/mpicc_abi")
