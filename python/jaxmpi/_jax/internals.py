@@ -217,6 +217,11 @@ ConcreteArray = ArrayImpl
 create_token = hlo.create_token
 
 
+def optimization_barrier(x: Any) -> Any:
+    """A value in the text of a computation that equals `x`, and behind which XLA does not see what `x` is made of."""
+    return hlo.OptimizationBarrierOp([x]).results[0]
+
+
 def zero_tangent(x: Any) -> Any:
     """A symbolic zero as the tangent of `x`."""
     return ad.Zero(ShapedArray(x.shape, x.dtype).to_tangent_aval())

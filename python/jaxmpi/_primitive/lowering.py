@@ -136,10 +136,18 @@ class Lowered(internals.Primitive, Generic[P]):
             internals.mlir.register_lowering(self, _lower_silent)
             return
         for platform in platforms:
-            internals.mlir.register_lowering(self, self._lowering(target.format(self.core_name)), platform=platform)
+            rule = self._lowering(target.format(self.core_name), fenced=platform != "cpu")
+            internals.mlir.register_lowering(self, rule, platform=platform)
         internals.mlir.register_lowering(self, self._refuse_platform)
 
-    def _lowering(self, target: str) -> Callable[..., Any]:
+    def _lowering(self, target: str, fenced: bool) -> Callable[..., Any]:
+        """The rule that makes a custom call. If it is `fenced`, XLA does not make one kernel of it and of slices.
+
+        For a GPU XLA otherwise puts a call and the slices that it reads and writes into one fusion, and the compiler
+        then ends the process, since fusions cannot have tokens (XLA of JAX 0.10.2 and later).
+        """
+        fence = internals.optimization_barrier if fenced else lambda x: x
+
         def lower(ctx: Any, *operands: Any, call: P) -> list[Any]:
             if (devices := internals.devices_of(ctx)) > 1:
                 raise Refusal(f"{self.shown}: the computation is {internals.spread(devices)}")
@@ -154,10 +162,11 @@ class Lowered(internals.Primitive, Generic[P]):
                 avals_in=[*(ctx.avals_in[i] for i in passed), internals.abstract_token],
                 avals_out=[*(ctx.avals_out[i] for i in filled), internals.abstract_token],
             )
-            *results, token = rule(inner, *(operands[i] for i in passed), ctx.tokens_in.get(EFFECT), **attributes)
+            given = [fence(operands[i]) for i in passed]
+            *results, token = rule(inner, *given, ctx.tokens_in.get(EFFECT), **attributes)
             ctx.set_tokens_out(internals.mlir.TokenSet({EFFECT: token}))
-            given = dict(zip(filled, results, strict=True))
-            return [given.get(i, operands[i] if i < len(operands) else None) for i in range(len(ctx.avals_out))]
+            written_to = dict(zip(filled, map(fence, results), strict=True))
+            return [written_to.get(i, operands[i] if i < len(operands) else None) for i in range(len(ctx.avals_out))]
 
         return lower
 
