@@ -24,7 +24,7 @@ BUILD := .build/$(MPI)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-ranks test-jax test-faults test-tcp test-hosts test-clients test-sharded test-layouts starts fuzz soak faults errors test-device test-gpu bench bench-gpu bench-quick compat wheel wheel-test docs lint format clean
+.PHONY: help setup demo test test-all test-ranks test-jax test-faults test-tcp test-hosts test-clients test-sharded test-layouts starts fuzz soak faults errors test-device test-gpu test-compiled bench bench-gpu bench-quick compat wheel wheel-test docs lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -116,6 +116,13 @@ GPU ?= cuda
 test-gpu: $(READY) ## the suites on this machine's GPU, on 1, 2 and 4 ranks (GPU=rocm: with JAX's plugin for it in .venv)
 	$(if $(filter cuda,$(GPU)),$(BIN)/python -m pip install --quiet --disable-pip-version-check "jax[cuda12]")
 	$(SUITES) gpu --gpu $(GPU)
+
+# In an environment of its own, with a gigabyte of NVIDIA's compilers.
+CUDA_COMPILER := jax jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc
+test-compiled: $(BUILD)/.ready ## what XLA makes of operations for a GPU, compiled without one
+	$(MESON) compile -C $(BUILD) device
+	$(MAKE) VENV=.venv-cuda PINNED="$(CUDA_COMPILER)" .venv-cuda/.ready
+	.venv-cuda/bin/python tests/suites.py compiled --fakes $(abspath $(BUILD))/tests/device
 
 # JOBS of RANKS ranks, two at once.
 JOBS ?= 1000

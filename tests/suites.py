@@ -164,6 +164,12 @@ def gpu(options) -> Iterator[Command]:
     yield pytest(f"{ON_DEVICES} gpu", options, ranks=2, **variables)
 
 
+def compiled(options) -> Iterator[Command]:
+    """XLA's compiler for CUDA, without a device; `--fakes` is the folder of a driver."""
+    variables = {"JAXMPI_TEST_COMPILED": "1", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "LD_LIBRARY_PATH": options.fakes}
+    yield pytest("compiled", options, ranks=2, **variables)
+
+
 PLANS = {
     "each-time": each_time,
     "all": everywhere,
@@ -178,6 +184,7 @@ PLANS = {
     "hosts": hosts,
     "device": device,
     "gpu": gpu,
+    "compiled": compiled,
 }
 
 

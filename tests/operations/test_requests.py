@@ -28,7 +28,11 @@ LARGE = 1 << 19
 @pytest.fixture(autouse=True)
 def _nothing_in_flight():
     yield
-    jax.effects_barrier()
+    try:
+        jax.effects_barrier()
+    except jax.errors.JaxRuntimeError:  # where computations fail after their calls, an error that the test expects
+        if jax.default_backend() == "cpu":
+            raise
     assert _core.requests_in_flight() == 0
 
 

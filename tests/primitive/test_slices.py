@@ -1,7 +1,7 @@
 """Operations on slices of arrays and into them. XLA for GPUs makes one kernel of a call and such slices where it can.
 
-It does so where a slice is a multiple of its buffers' alignment, 256 bytes. `make test-compiled` compiles these programs
-for a GPU on any machine.
+It does so where a slice is a multiple of its buffers' alignment, 256 bytes. `make test-compiled` compiles these
+programs for a GPU on any machine.
 """
 
 import jax
