@@ -9,7 +9,6 @@
 
 #include <dlfcn.h>
 #include <pthread.h>
-#include <semaphore.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -29,7 +28,11 @@ static char *own_packages[MOST_PACKAGES]; /* prefixes of files that are not the 
 static _Atomic(PyThreadState *) main_thread;
 static char told[PLACE_SIZE];
 static atomic_int state; /* 0: idle, 1: asked, 2: told */
-static sem_t questions;
+static struct {
+  pthread_mutex_t lock;
+  pthread_cond_t come;
+  bool waits; /* for an answer */
+} question = {.lock = PTHREAD_MUTEX_INITIALIZER, .come = PTHREAD_COND_INITIALIZER};
 
 /* Called by the interpreter in its main thread, soon after it was asked to. */
 static int note_main_thread(void *unused) {
@@ -40,7 +43,10 @@ static int note_main_thread(void *unused) {
 
 static void *answer_questions(void *unused) {
   for (;;) {
-    if (sem_wait(&questions) != 0) continue;
+    pthread_mutex_lock(&question.lock);
+    while (!question.waits) pthread_cond_wait(&question.come, &question.lock);
+    question.waits = false;
+    pthread_mutex_unlock(&question.lock);
     PyGILState_STATE own = PyGILState_Ensure(); /* while Python ends, this ends the thread */
     PyObject *text = PyObject_CallNoArgs(ask), *bytes = text != NULL ? PyUnicode_AsUTF8String(text) : NULL;
     const char *characters = bytes != NULL ? PyBytes_AsString(bytes) : NULL;
@@ -56,7 +62,10 @@ static void *answer_questions(void *unused) {
 
 static bool ask_python(char *text, size_t size) {
   if (atomic_exchange(&state, 1) == 1) return false; /* it still has not answered */
-  sem_post(&questions);
+  pthread_mutex_lock(&question.lock);
+  question.waits = true;
+  pthread_cond_signal(&question.come);
+  pthread_mutex_unlock(&question.lock);
   for (int i = 0; i < STEPS; i++) {
     nanosleep(&(struct timespec){0, STEP_NANOSECONDS}, NULL);
     if (atomic_load(&state) != 2) continue;
@@ -134,7 +143,7 @@ PyObject *call_site_watch(PyObject *self, PyObject *args) {
   }
   if (seconds > 0) {
     pthread_t thread;
-    if (sem_init(&questions, 0, 0) != 0 || thread_start(&thread, answer_questions) != 0) return PyErr_NoMemory();
+    if (thread_start(&thread, answer_questions) != 0) return PyErr_NoMemory();
     pthread_detach(thread);
     Py_AddPendingCall(note_main_thread, NULL);
   }
