@@ -223,6 +223,40 @@ def test_uniform(tmp_path):
 
 
 @needs_openmpi
+def test_no_half_result(tmp_path):
+    """MPI_Allgatherv of Open MPI drops the error of its own broadcast, and returns without having written its result,
+    on some rank at nearly each death. The other operations on the way are compared as well."""
+    done = survive(
+        tmp_path,
+        4,
+        """
+        import threading
+        def later(): time.sleep(0.5 + 0.5 * rank); die()
+        gather = jaxmpi.jit(lambda x: notoken.allgatherv(x, [3] * size))
+        told_by_all = jaxmpi.jit(lambda x: notoken.allgatherv(x, jnp.int32(3)))
+        wrong = results = 0
+        x = jnp.full(3, rank, jnp.float32)
+        for call in gather, told_by_all: call(x)
+        if rank in (1, 3): threading.Thread(target=later, daemon=True).start()
+        while size > 2:
+            try:
+                for i in range(100000):
+                    x = jnp.full(3, 10 * i + rank, jnp.float32)
+                    right = np.repeat(10.0 * i + np.arange(size), 3)
+                    for got in (gather(x), told_by_all(x)[0]):
+                        wrong += not np.array_equal(got, right)
+                        results += 1
+            except RuntimeError as error:
+                assert jaxmpi.process_failure(error)
+                comm = jaxmpi.recover()
+                rank, size = comm.rank, comm.size
+        told("wrong", wrong, "of", results if results < 100 else "many")
+        """,
+    )
+    assert done.stdout.count(": wrong 0 of many") == 2, done.stdout + done.stderr
+
+
+@needs_openmpi
 def test_death_before_mpi(tmp_path):
     """The others wait for it in MPI_Init, and cannot go on: the job ends, and says why."""
     program = tmp_path / "program.py"
