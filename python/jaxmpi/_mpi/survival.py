@@ -115,13 +115,16 @@ def _check(comm: MPI.Comm, caller: str) -> None:
         )
 
 
-class survive:
+class survive(contextlib.ContextDecorator):
     """Turns errors that say that a rank has died into `ProcessFailed`, whoever raises them, and at once.
 
     Use it as `with jaxmpi.survive(comm):` around a step of a program. At its end the computations that it has started
     are waited for, so that a step which was left without an error has been done on this rank. With `uniform=True` the
     ranks agree at the end: all that live leave it without an error, or all of them raise. Without, a rank may have got
     its result from a collective in which another rank has found a death.
+
+    It is a decorator, too: `allreduce = jaxmpi.survive(uniform=True)(notoken.allreduce)` is an operation of which no
+    rank has the result, unless all have it.
 
     Args:
       comm: the communicator whose ranks agree; the default one if left out.
