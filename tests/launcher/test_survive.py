@@ -224,7 +224,7 @@ def test_uniform(tmp_path):
 
 @needs_openmpi
 def test_agreed_or_recovered(tmp_path):
-    """A rank is in `recover` while another one still agrees at the end of a block: that one raises, and recovers, too."""
+    """A rank is in `recover` while another one still agrees at the end of a block: that one raises, too."""
     done = survive(
         tmp_path,
         4,
