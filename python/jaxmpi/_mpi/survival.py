@@ -193,7 +193,7 @@ class survive(contextlib.ContextDecorator):
 def _agree(comm: MPI.Comm, done: bool) -> bool:
     """Whether all ranks have done it, and live: the same on all that do."""
     if not done:
-        _quietly(comm.Revoke)  # no rank waits in an operation for this one
+        _revoke(comm)  # no rank waits in an operation for this one
     try:
         return bool(comm.Agree(int(done)))
     except MPI.Exception as error:
