@@ -44,9 +44,9 @@ class _Field:
     dtype: np.dtype[Any]
     is_numpy: bool
     shape: tuple[int, ...]
-    """Of one block, whose sizes along `axes` do not count."""
+    """The shape of a block, whose sizes along `axes` do not count."""
     axes: tuple[int, ...]
-    """Those of the grid, from the end."""
+    """The axes that are the grid's, from the end."""
     staggered: tuple[int, ...]
     widths: Widths
 
@@ -81,9 +81,9 @@ class _Same:
     """A leaf that is the same on all ranks."""
 
     value: Any
-    """On the host."""
+    """The value, on the host."""
     impl: Any
-    """Of random keys; None for others."""
+    """The implementation of random keys; None for other values."""
     is_jax: bool
 
     @staticmethod
@@ -111,9 +111,9 @@ class _Saved:
     rank: int
     same: list[_Same]
     blocks: dict[int, Bytes]
-    """This rank's own, and those that it keeps for others, by their ranks."""
+    """Blocks of this rank, and those that it keeps for others, by their ranks."""
     under_way: dict[int, tuple[Bytes, list[MPI.Request]]] = field(default_factory=dict)
-    """Of other ranks, as yet incomplete."""
+    """Blocks of other ranks that have not come yet, by their ranks, and the requests for them."""
     sends: list[MPI.Request] = field(default_factory=list)
 
 

@@ -373,7 +373,7 @@ def _show(lines: _Lines, secret: str) -> None:
 
 
 def _talk(lines: _Lines, folder: "private.Folder", bell: "lifeline.Bell", ends: Ends, told_gone: set[int]) -> None:
-    """Until the connection fails. `told_gone`: the ranks whose end the launcher knows."""
+    """Passes on files and questions until the connection fails. `told_gone`: the ranks whose end the launcher knows."""
     told, beat, rung = "", 0.0, 0.0
     while True:
         if time.monotonic() - rung > _RING_SECONDS:
