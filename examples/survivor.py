@@ -1,23 +1,24 @@
 """A shallow-water model goes on as processes die: it is saved in memory, and those that live take over the rest.
 
-The model is that of shallow_water.py. Every few steps each process sends what it has computed to its right neighbour,
-which keeps it. If a process dies the others get an error, make a communicator without it, divide the sea anew among
-themselves, and go on from what was saved last. The result is that of a run in which nobody dies, but for rounding.
+The model is that of shallow_water.py. Every few steps its state is saved: by default in a `jaxmpi.Replica`, to which
+each process sends what it has computed, and the next one keeps it; with `--files DIR` in files. If a process dies the
+others get an error, make a communicator without it, divide the sea anew among themselves, and go on from what was saved
+last. The result is that of a run in which nobody dies, but for rounding.
 
     python -m jaxmpi.run -n 4 --survive examples/survivor.py --kill 1@300 --kill 2@700
 
 `--kill RANK@STEP` lets a process end itself by SIGKILL; any other death does as well, `kill -9` from another shell or
 an exception. If two neighbours die at the same time what one of them kept of the other is lost, and the program says
-so. It writes `survivor.png`, with the division of the sea at the beginning and at the end.
+so: `--copies 2` keeps another copy. It writes `survivor.png`, with the division of the sea at the beginning and at the
+end.
 """
 
 import argparse
 import os
 import signal
-import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,51 +31,65 @@ import jaxmpi
 Slices = tuple[slice, ...]
 
 
-class Saved(NamedTuple):
-    """What this process keeps of a step: the parts of the sea that are its own and its left neighbour's."""
-
-    step: int
-    parts: list[tuple[Slices, np.ndarray]]
-
-
 def division_of(grid: jaxmpi.Grid) -> list[Slices]:
     """The part of each process."""
     return [grid.slices_of(rank) for rank in range(grid.comm.size)]
 
 
-def save(step: int, state: shallow_water.State, grid: jaxmpi.Grid) -> Saved:
-    """Sends this process's part to the right neighbour, and gets that of the left one."""
-    inner = [np.asarray(field)[1:-1, 1:-1] for field in state[:3]]
-    own = grid.slices, np.stack([*inner, *state[3:]])
-    comm = grid.comm
-    left = comm.sendrecv(own, (comm.rank + 1) % comm.size, source=(comm.rank - 1) % comm.size)
-    return Saved(step, [own, left])
+Tree = dict[str, Any]
+WIDTH = {"fields": 1}
+"""Of the halos in a `Tree`, whose tendencies have none."""
 
 
-def put_together(saved: Saved, comm: MPI.Comm, shape: tuple[int, int]) -> np.ndarray:
-    """All six fields of the whole sea, of the parts that the processes have."""
-    sea = np.full((6, *shape), np.nan, np.float32)
-    for parts in comm.allgather(saved.parts):
-        for slices, part in parts:
-            sea[:, slices[0], slices[1]] = part
-    if np.isnan(sea).any():
-        sys.exit("a process has died together with the one that kept its part: the sea is lost")
-    return sea
+def tree_of(step: int, state: shallow_water.State) -> Tree:
+    return {"step": step, "fields": tuple(state[:3]), "tendencies": tuple(state[3:])}
 
 
-def restart(saved: Saved | None, grid: jaxmpi.Grid, model: shallow_water.Model) -> shallow_water.State:
-    """The state of the step that was saved last, or that of the beginning, on this grid."""
-    ny, nx = grid.global_shape
-    if saved is None:
-        return model.start(*[jnp.asarray(a, jnp.float32) for a in shallow_water.initial_fields(nx, ny)])
-    sea = jnp.asarray(put_together(saved, grid.comm, (ny, nx)))
+class Memory:
+    """Keeps the last state in the memory of the processes."""
 
-    @jaxmpi.jit
-    def divide(sea: jax.Array) -> shallow_water.State:
-        fields = grid.scatter(tuple(sea[:3]), None, width=1, boundary=shallow_water.BOUNDARY)
-        return shallow_water.State(*fields, *grid.scatter(tuple(sea[3:]), None, width=0))
+    def __init__(self, copies: int) -> None:
+        self.copies = copies
+        self.replica: jaxmpi.Replica | None = None
 
-    return divide(sea)
+    def save(self, tree: Tree, grid: jaxmpi.Grid) -> jaxmpi.Replica:
+        """The first save makes what `restore` uses, once all processes have it: see `confirm`."""
+        if self.replica is None:
+            return jaxmpi.Replica(tree, grid=grid, width=WIDTH, copies=self.copies)
+        self.replica.save(tree)
+        return self.replica
+
+    def confirm(self, saved: jaxmpi.Replica) -> None:
+        self.replica = saved
+
+    def restore(self, grid: jaxmpi.Grid) -> Tree | None:
+        return None if self.replica is None else self.replica.restore(grid)
+
+
+class Files:
+    """Keeps the last states in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def save(self, tree: Tree, grid: jaxmpi.Grid) -> None:
+        jaxmpi.io.checkpoint(self.folder, tree, step=tree["step"], grid=grid, width=WIDTH, overwrite=True)
+
+    def confirm(self, saved: None) -> None:
+        pass
+
+    def restore(self, grid: jaxmpi.Grid) -> Tree | None:
+        last = jaxmpi.io.latest(self.folder)
+        return None if last is None else jaxmpi.io.load(last, grid=grid, width=WIDTH)
+
+
+def restart(kept: Memory | Files, grid: jaxmpi.Grid, model: shallow_water.Model) -> tuple[int, shallow_water.State]:
+    """The step that was saved last and its state, or those of the beginning, on this grid."""
+    tree = kept.restore(grid)
+    if tree is None:
+        ny, nx = grid.global_shape
+        return 0, model.start(*[jnp.asarray(a, jnp.float32) for a in shallow_water.initial_fields(nx, ny)])
+    return tree["step"], shallow_water.State(*tree["fields"], *tree["tendencies"])  # a step begins with the halos
 
 
 def advance(
@@ -92,16 +107,18 @@ def run(options: argparse.Namespace, steps: int) -> tuple[shallow_water.State, j
     death = dict(options.kill).get(MPI.COMM_WORLD.rank)
     grid = shallow_water.make_grid(nx, ny)
     model = shallow_water.make_model(grid)
-    saved, done, state = None, 0, None
+    kept = Memory(options.copies) if options.files is None else Files(options.files)
+    done, state = 0, None
     while done < steps:
-        stop = min(done + options.every, steps)
         try:
-            with jaxmpi.survive(uniform=True):  # all that live have done these steps and saved them, or none has
+            with jaxmpi.survive(uniform=True):  # all that live have done these steps and saved them, or all raise
                 if state is None:
-                    state = restart(saved, grid, model)
+                    done, state = restart(kept, grid, model)
+                stop = min(done + options.every, steps)
                 state = advance(model, state, done, stop, death)
-                kept = save(stop, state, grid)
-            saved, done = kept, stop
+                saved = kept.save(tree_of(stop, state), grid)
+            kept.confirm(saved)
+            done = stop
         except jaxmpi.ProcessFailed as failure:
             begin = time.perf_counter()
             comm = jaxmpi.recover()  # calls without comm= use it from now on, so that the grid is made of it
@@ -150,6 +167,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--size", nargs=2, type=int, default=(360, 180), metavar=("NX", "NY"), help="cells")
     parser.add_argument("--days", type=float, default=4.0, help="model days (default: %(default)s)")
     parser.add_argument("--every", type=int, default=50, metavar="N", help="steps between two saves")
+    parser.add_argument("--copies", type=int, default=1, metavar="N", help="processes that keep each part")
+    parser.add_argument("--files", type=Path, metavar="DIR", help="save in files there; needs zarr")
     parser.add_argument(
         "--kill", type=_killed, action="append", default=[], metavar="RANK@STEP", help="a process that ends itself"
     )

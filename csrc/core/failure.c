@@ -171,11 +171,18 @@ static bool tells_of_process(const struct call *call, int code) {
 }
 
 /* A process has died. The others learn of it by their own operations on this communicator, which all fail from now on:
- * none waits for a rank that has left an operation by this error. Python reads the number: _mpi/survival.py. */
-static ffi_error *fail_process(const struct call *call, const char *reason, const struct text *given) {
+ * none waits for a rank that has left an operation by this error. Python reads the number: _mpi/survival.py. `what` and
+ * `more`: what the function of MPI did. */
+static ffi_error *fail_process(const struct call *call, const char *what, const char *more) {
   runtime.abi->revoke(call->comm);
-  return call_fail(call, FFI_UNAVAILABLE, "%s failed: %s%s [a process has failed, communicator %" PRId64 "]",
-                   call->function, reason, given->characters, call->comm->number & ((1 << PLACE_BITS) - 1));
+  return call_fail(call, FFI_UNAVAILABLE, "%s %s%s [a process has failed, communicator %" PRId64 "]", call->function,
+                   what, more, call->comm->number & ((1 << PLACE_BITS) - 1));
+}
+
+ffi_error *call_confirm_result(const struct call *call, const struct operation *operation) {
+  bool collective = attribute_of(operation, KIND_DERIVATIVE) >= 0 && attribute_of(operation, KIND_PLAN) < 0;
+  if (runtime.failed == 0 || !collective || !runtime.abi->is_broken(call->comm)) return NULL;
+  return fail_process(call, "returned without an error, and may not have written all of its result", "");
 }
 
 ffi_error *call_fail_mpi(const struct call *call, int code) {
@@ -191,7 +198,11 @@ ffi_error *call_fail_mpi(const struct call *call, int code) {
       if (call->buffers[k].type != NULL)
         text_add(&given, "; %s %" PRId64 " of %s", call->operation->buffers[i].name, call->buffers[k].count,
                  call->buffers[k].type->name);
-  if (tells_of_process(call, code)) return fail_process(call, reason, &given);
+  if (tells_of_process(call, code)) {
+    char failed[sizeof reason + 16];
+    snprintf(failed, sizeof failed, "failed: %s", reason);
+    return fail_process(call, failed, given.characters);
+  }
   if (call->sending) /* told at once: if all ranks fail alike, nobody receives it */
     fprintf(stderr, "jaxmpi.%s on rank %d of %d: %s failed: %s. This rank waits until its own message is received\n",
             call->operation->name, call->comm->rank, call->comm->size, call->function, reason);

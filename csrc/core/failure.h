@@ -53,6 +53,13 @@ ffi_error *call_fail_driver(const struct call *call, const struct memory *memory
 /* The error for a code that an MPI function has returned: the library's text, and what was passed to the call. */
 ffi_error *call_fail_mpi(const struct call *call, int code);
 
+/* After a collective, or the wait for one, that has returned without an error: the error if a process has died, or
+ * another rank has told of a death, by now. Some functions of MPI drop the error of what they have called inside, as
+ * Open MPI's MPI_Allgatherv that of its broadcast, and return without having written their result; but then the process
+ * knows of the death, or that the communicator is revoked. NULL where MPI tells nothing of deaths. Under runtime.lock,
+ * as a body. */
+ffi_error *call_confirm_result(const struct call *call, const struct operation *operation);
+
 /* Takes the deferred error, which the caller then frees; NULL if there is none. */
 static inline struct failure *failure_take(void) { return atomic_exchange(&runtime.deferred, NULL); }
 

@@ -40,6 +40,8 @@ static inline ffi_error *run_body(struct call *call) {
   bool begun = error == NULL;
   if (begun) call_begun(call);
   if (begun) error = runtime.abi->bodies[call->operation->row](call);
+  if (runtime.failed != 0 && begun && error == NULL && !has_request(call->operation))
+    error = call_confirm_result(call, call->operation);
   if (runtime.serialize) pthread_mutex_unlock(&runtime.lock);
   error = call_done(call, error);
   if (deadlines_on() && begun && error == NULL) deadline_note_done(call);

@@ -134,6 +134,7 @@ static ffi_error *wait_for(struct call *c, struct request *request, const struct
   complete_handles(request);
   bool compared = attribute_of(request->operation, KIND_DERIVATIVE) >= 0;
   if ((error = compare_started(c, request->comm, compared)) == NULL) error = fail_noted(c, request);
+  if (error == NULL) error = call_confirm_result(c, request->operation);
   if (error == NULL && (error = request_check_order(c, request)) != NULL)
     drop_messages(request);
   else if (error == NULL && same && out != NULL && mapped && count == batch * request->count)

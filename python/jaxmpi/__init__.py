@@ -36,6 +36,7 @@ if _module_to_run() not in ("jaxmpi.run", "jaxmpi.info", "jaxmpi.trace"):
     from jaxmpi._operations.requests import Request
     from jaxmpi._operations.support import has_cuda_support, has_rocm_support, has_sycl_support, static
     from jaxmpi._primitive.jit import Token, jit
+    from jaxmpi._replica import Replica
     from jaxmpi._tokens import (
         allgather,
         allgatherv,
@@ -73,6 +74,7 @@ if _module_to_run() not in ("jaxmpi.run", "jaxmpi.info", "jaxmpi.trace"):
         "Grid",
         "IndexMap",
         "ProcessFailed",
+        "Replica",
         "Request",
         "Token",
         "allgather",

@@ -290,8 +290,42 @@ static void a_process_has_failed(void) {
   runtime.abi = abi;
 }
 
+/* A collective that returns without an error, though this rank knows of a death, may not have written its result. What
+ * a message has brought is what was sent. */
+static void a_result_is_confirmed(void) {
+  struct abi other = *abi;
+  struct communicator *comm = world(PLACE, SIZE);
+  other.revoke = note_revoked, other.is_broken = no;
+  runtime.abi = &other;
+  for (int known = 0; known < 4; known++) {
+    bool fails = known == 3;
+    context("known %d", known);
+    runtime.failed = known & 1 ? CODE : 0;
+    other.is_broken = known & 2 ? yes : no;
+    revoked_at = 0;
+    ffi_error *error = RUN("bcast", NONE, ARRAY(F32, out, N), COMM(comm), 2);
+    if (fails)
+      FAILS(error, FFI_UNAVAILABLE, "MPI_Bcast returned without an error, and may not have written all of its result",
+            "[a process has failed, communicator ");
+    else
+      SUCCEEDS(error);
+    CHECK_EQUAL(revoked_at, fails ? PLACE + 1 : 0);
+    float request[2];
+    SUCCEEDS(RUN("iallreduce", ARRAY(F32, in, N), ARRAY(F32, request, 2), COMM(comm), reduction("SUM")));
+    error = RUN("wait", ARRAY(F32, request, 2), ARRAY(F32, out, N), COMM(comm), 0);
+    if (fails)
+      FAILS(error, FFI_UNAVAILABLE, "jaxmpi.iallreduce on rank", "[a process has failed, communicator ");
+    else
+      SUCCEEDS(error);
+    SUCCEEDS(RUN("send", ARRAY(F32, in, N), NONE, COMM(comm), 2, 5));
+  }
+  runtime.failed = 0;
+  runtime.abi = abi;
+}
+
 static const struct test tests[] = {
     TEST(a_process_has_failed),
+    TEST(a_result_is_confirmed),
     TEST(an_object_of_another_process_is_refused),
     TEST(an_unknown_number_is_refused),
     TEST(a_meaning_is_a_number),

@@ -80,6 +80,24 @@ def test_files_pass(launcher, tmp_path):
     assert until(lambda: not here.exists())
 
 
+def test_end_of_a_process(launcher, tmp_path):
+    """The launcher is told that a rank has ended, after all that this has said, and not its number of a process, which
+    is another one's where the launcher is."""
+    _, folder, address = launcher
+    here, _ = begin(tmp_path, address)
+    with started([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+        (here / "1.pid").write_text(str(process.pid))
+        (here / "1.began").write_text("")
+        assert until((folder / "1.began").exists)
+        time.sleep(0.5)
+        assert not (folder / "1.gone").exists()
+        (here / "1.lost").write_text("why")
+        process.kill()
+        process.wait()
+    assert until((folder / "1.gone").exists)
+    assert {path.name for path in folder.iterdir()} == {"1.began", "1.lost", "1.gone"}
+
+
 @pytest.mark.parametrize("wrong", ["secret", "port", "host"])
 def test_no_connection(wrong, launcher, tmp_path):
     """Nothing passes, and nothing is left."""

@@ -223,6 +223,62 @@ def test_uniform(tmp_path):
 
 
 @needs_openmpi
+def test_agreed_or_recovered(tmp_path):
+    """A rank is in `recover` while another one still agrees at the end of a block: that one raises, too."""
+    done = survive(
+        tmp_path,
+        4,
+        """
+        agreed = jaxmpi.survive(uniform=True)(lambda x: notoken.allreduce(x, MPI.SUM))
+        assert float(agreed(x)[0]) == 4
+        if rank == 3: die()
+        time.sleep(0.3 * rank)
+        try:
+            if rank == 0:
+                for _ in range(1000): notoken.allreduce(x, MPI.SUM).block_until_ready()
+            if rank == 1:
+                with jaxmpi.survive(uniform=True): pass
+            if rank == 2:
+                agreed(x)
+        except jaxmpi.ProcessFailed:
+            told("left", jaxmpi.recover().size)
+        told("sum", float(agreed(x)[0]))
+        """,
+    )
+    assert done.stdout.count("left 3") == 3, done.stdout + done.stderr
+    assert done.stdout.count("sum 3.0") == 3
+    assert done.returncode == 77
+
+
+@needs_openmpi
+def test_no_half_result(tmp_path):
+    """MPI_Allgatherv of Open MPI drops the error of its own broadcast: at most deaths it returns on some rank without
+    an error and without its result."""
+    done = survive(
+        tmp_path,
+        4,
+        """
+        import threading
+        def later(): time.sleep(2.0 - 0.5 * rank); die()
+        gather = jaxmpi.jit(lambda x: notoken.allgatherv(x, [3] * size))
+        gather(x)
+        if rank in (2, 3): threading.Thread(target=later, daemon=True).start()
+        while size > 2:
+            try:
+                for i in range(100000):
+                    got = np.asarray(gather(np.full(3, 10 * i + rank, np.float32)))
+                    if not np.array_equal(got, np.repeat(10.0 * i + np.arange(size), 3)): told("WRONG", i, got)
+            except jaxmpi.ProcessFailed:
+                comm = jaxmpi.recover()
+                rank, size = comm.rank, comm.size
+        told("left", i)
+        """,
+    )
+    assert "WRONG" not in done.stdout, done.stdout
+    assert done.stdout.count(": left") == 2, done.stdout + done.stderr
+
+
+@needs_openmpi
 def test_death_before_mpi(tmp_path):
     """The others wait for it in MPI_Init, and cannot go on: the job ends, and says why."""
     program = tmp_path / "program.py"
@@ -266,6 +322,44 @@ def test_nobody_dies(tmp_path):
 
 
 @needs_openmpi
+@pytest.mark.parametrize("seed", [2, 4, pytest.param(5, marks=pytest.mark.nightly)])
+def test_replica_and_random_deaths(seed, tmp_path):
+    """What is restored is, to the last bit, the newest state that was complete; as many die as there are copies."""
+    ranks = seed % 3 + 3
+    deaths = seed % (ranks - 1) + 1
+    options = ("--seed", str(seed), "--deaths", str(deaths), "--seconds", "2")
+    done = launch(ranks, "--survive", TESTS / "programs" / "replicas.py", *options, check=False, timeout=SECONDS)
+    assert len(re.findall(r"^OK ", done.stdout, re.MULTILINE)) == ranks - deaths, done.stdout + done.stderr
+    assert "WRONG" not in done.stdout
+    assert done.returncode == 77
+
+
+@needs_openmpi
+def test_replica_is_lost(tmp_path):
+    """A rank and the one that keeps its copy die at the same time: all that live raise alike, and say what helps."""
+    done = survive(
+        tmp_path,
+        4,
+        """
+        grid = jaxmpi.Grid((0,), (8,))
+        replica = jaxmpi.Replica({"x": x[:2] + rank}, grid=grid)
+        notoken.barrier()
+        if rank in (1, 2): die()
+        try:
+            for _ in range(100): replica.save({"x": x[:2] + rank})
+        except jaxmpi.ProcessFailed as failure: told(type(failure).__name__)
+        jaxmpi.recover()
+        try: replica.restore(jaxmpi.Grid((0,), (8,)))
+        except RuntimeError as error: told(error)
+        """,
+    )
+    assert done.stdout.count(": ProcessFailed\n") == 2, done.stdout + done.stderr
+    text = "what was saved is lost: of 4 ranks 1 have died, and so have all that kept copies of their blocks"
+    assert done.stdout.count(text) == 2
+    assert done.returncode == 77
+
+
+@needs_openmpi
 @pytest.mark.parametrize("seed", [1, 2, 17, pytest.param(26, marks=pytest.mark.nightly)])
 def test_random_deaths(seed):
     """In random operations, at random times: no wrong result, nothing in flight, and an end within seconds."""
@@ -291,17 +385,21 @@ def test_command():
 
 @needs_openmpi
 @pytest.mark.seconds(300)
-def test_example(tmp_path):
+@pytest.mark.parametrize("kept", ["memory", "files"])
+def test_example(kept, tmp_path):
     """The model ends with the field of a run in which nobody dies."""
     pytest.importorskip("matplotlib")
     states = []
     for kill in ([], ["--kill", "1@50", "--kill", "0@110"]):
+        if kept == "files":
+            pytest.importorskip("zarr")
+            kill += ["--files", tmp_path / f"of {len(kill)}"]
         file = tmp_path / f"{len(kill)}.npz"
         options = ["--size", "96", "48", "--days", "0.05", "--every", "20", "--output-dir", tmp_path]
         options += ["--save-state", file, *kill]
         done = launch(3, "--survive", TESTS.parent / "examples" / "survivor.py", *options, check=False)
-        assert done.returncode == (77 if kill else 0), done.stderr
-        assert f"{1 if kill else 3} of 3 processes left" in done.stdout
+        assert done.returncode == (77 if "--kill" in kill else 0), done.stderr
+        assert f"{1 if '--kill' in kill else 3} of 3 processes left" in done.stdout
         with np.load(file) as data:
             states.append({name: data[name] for name in data})
     assert "step 40: 1 of 3 processes lost" in done.stdout

@@ -345,6 +345,17 @@ def test_machine_is_lost(job, hosts):
         process.communicate()
 
 
+def test_death_before_mpi_on_the_other_host(job):
+    """The others wait for it in MPI_Init, and cannot go on: the job ends, and says why."""
+    if run.flavour(run.find_mpiexec()) != "openmpi":
+        pytest.skip("jobs of Open MPI alone go on without a rank")
+    early = "import os, signal\nif os.environ['OMPI_COMM_WORLD_RANK'] == '3': os.kill(os.getpid(), signal.SIGKILL)\n"
+    done = job("", "--survive", begin=early + BEGIN)
+    assert "rank 3 died before MPI was initialized, for which the others wait" in done.stderr
+    assert "sum" not in done.stdout
+    assert done.returncode != 0
+
+
 def test_machine_is_lost_to_survivors(job, hosts):
     """Open MPI ends a job that loses a machine, also one that goes on without a rank. It is told, nothing is left."""
     if run.flavour(run.find_mpiexec()) != "openmpi":

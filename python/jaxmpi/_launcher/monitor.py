@@ -122,7 +122,7 @@ class _Lost:
 
     def __init__(self, folder: private.Folder, say: Callable[[str], None]):
         self._folder, self._say = folder, say
-        self._told, self._processes = set[int](), dict[int, int]()
+        self._told, self._ends = set[int](), relay.Ends(folder)
 
     def look(self, files: list[str]) -> str:
         """Tells of those that have died since. Returns why the job cannot go on; empty: it can."""
@@ -147,17 +147,8 @@ class _Lost:
             self._say(f"jaxmpi.run: {who} {ranges(sorted(dead))} {have} died, and the job goes on\n")
 
     def _look_at_processes(self, files: list[str]) -> str:
-        """Finds ranks of this machine that have died. Returns why the job ends, if one did before MPI was there."""
-        gone = set()
-        for name, rank in relay.of_kind(files, "pid").items():
-            if rank not in self._processes:
-                try:
-                    self._processes[rank] = os.pidfd_open(int(self._folder.read(name)))
-                except (OSError, ValueError):
-                    self._processes[rank] = -1
-            file = self._processes[rank]
-            if file < 0 or ready([file], 0):
-                gone.add(rank)
+        """Finds ranks whose processes have ended. Returns why the job ends, if one did before MPI was there."""
+        gone = self._ends.gone(files) | set(relay.of_kind(files, "gone").values())
         again = self._folder.names() if gone else []  # what they have told before their end
         gone -= {rank for kind in ("ended", "lost", "aborts") for rank in relay.of_kind(again, kind).values()}
         early = sorted(gone - set(relay.of_kind(again, "joined").values()))
@@ -168,9 +159,7 @@ class _Lost:
         return ""
 
     def close(self) -> None:
-        for file in self._processes.values():
-            if file >= 0:
-                os.close(file)
+        self._ends.close()
 
 
 def _state(pid: int) -> str:

@@ -1,12 +1,13 @@
 """Brings the files of a job's folder from other machines to the launcher: see monitor.py.
 
 On each machine but the launcher's the first rank makes a folder and starts a process, which connects to the launcher,
-passes on what ranks write (RANK.report, RANK.state, RANK.ended), and writes the launcher's questions (`ask`). So it is
-where the machines see one folder, too: the ranks then leave the disk that they share alone. The ranks there end with
-the process, as those beside the launcher end with it (lifeline.py): it ends as the launcher does, and if it cannot
-tell, because there is no connection, it stays until the ranks have ended. Both ends show by a keyed hash that they know
-the secret of the job; nothing that is received is executed, and only files of these names are written. Where there is
-no connection the launcher does not hear of those ranks.
+passes on what ranks write (RANK.report, RANK.state, RANK.ended), tells of ranks whose processes have ended (RANK.gone),
+and writes the launcher's questions (`ask`). So it is where the machines see one folder, too: the ranks then leave the
+disk that they share alone. The ranks there end with the process, as those beside the launcher end with it
+(lifeline.py): it ends as the launcher does, and if it cannot tell, because there is no connection, it stays until the
+ranks have ended. Both ends show by a keyed hash that they know the secret of the job; nothing that is received is
+executed, and only files of these names are written. Where there is no connection the launcher does not hear of those
+ranks.
 
 All ranks of a machine find its folder by the job's secret. So nobody else can make it beforehand, not even a user of
 both machines, who sees the name of the launcher's. Something of that name that is not ours is not used (private.py).
@@ -48,7 +49,8 @@ _BEAT_SECONDS = 5.0
 _SILENT_SECONDS = 60.0  # after which the other end is taken for gone
 _RING_SECONDS = 4.0  # in which each rank looks
 _MOST_BYTES = 16384  # of a line
-_NAMES = re.compile(r"([0-9]{1,9})\.(began|report|state|ended|aborts|lost|deaths|pid|joined)")
+_SENT = re.compile(r"([0-9]{1,9})\.(began|report|state|ended|aborts|lost|deaths|joined|gone)")
+_NAMES = re.compile(rf"{_SENT.pattern}|[0-9]{{1,9}}\.pid")
 
 
 def of_kind(names: Iterable[str], kind: str) -> dict[str, int]:
@@ -56,6 +58,35 @@ def of_kind(names: Iterable[str], kind: str) -> dict[str, int]:
     end = f".{kind}"
     found = (name for name in names if name.endswith(end))
     return {name: int(name[: -len(end)]) for name in found if _NAMES.fullmatch(name)}
+
+
+class Ends:
+    """Sees the end of each rank of this machine that has told its number of a process (RANK.pid): so far as it does in
+    jobs that go on without it."""
+
+    def __init__(self, folder: "private.Folder"):
+        self._folder, self._processes = folder, dict[int, int]()
+
+    def gone(self, names: Iterable[str]) -> set[int]:
+        """The ranks whose processes have ended, of those with files of these names."""
+        for name, rank in of_kind(names, "pid").items():
+            if rank not in self._processes:
+                try:
+                    self._processes[rank] = os.pidfd_open(int(self._folder.read(name)))
+                except (OSError, ValueError):
+                    self._processes[rank] = -1
+        return {rank for rank, file in self._processes.items() if file < 0 or _is_ready(file)}
+
+    def close(self) -> None:
+        for file in self._processes.values():
+            if file >= 0:
+                os.close(file)
+
+
+def _is_ready(file: int) -> bool:
+    poll = select.poll()
+    poll.register(file, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 class _Lines:
@@ -156,7 +187,7 @@ class _Machine:
         self.lines.take()
         for line in filter(self._knows, self.lines.come()):
             name, content = json.loads(line) or ("", "")
-            if (match := _NAMES.fullmatch(name)) and int(match[1]) < ranks:
+            if (match := _SENT.fullmatch(name)) and int(match[1]) < ranks:
                 folder.write(f"{int(match[1])}.{match[2]}", str(content))
 
     def ask(self, question: str) -> None:
@@ -312,7 +343,7 @@ def _has_ranks(alive: int) -> bool:
 
 def _relay(folder: "private.Folder", hosts: list[str], port: int, secret: str, alive: int) -> bool:
     """Whether it has had a connection, and now the launcher has gone. One that is silent, or slow, is tried again."""
-    reached = False
+    reached, ends, told = False, Ends(folder), set[int]()
     while not reached or _has_ranks(alive):
         refused = False
         for host in hosts:
@@ -322,7 +353,7 @@ def _relay(folder: "private.Folder", hosts: list[str], port: int, secret: str, a
                     _show(lines, secret)
                     reached, refused, hosts = True, False, [host]
                     with contextlib.closing(lifeline.Bell(folder)) as bell:
-                        _talk(lines, folder, bell)
+                        _talk(lines, folder, bell, ends, told)
             except ConnectionRefusedError:
                 refused = True
             except OSError:
@@ -341,7 +372,8 @@ def _show(lines: _Lines, secret: str) -> None:
     _check(lines.next(), secret, "launcher", number)
 
 
-def _talk(lines: _Lines, folder: "private.Folder", bell: "lifeline.Bell") -> None:
+def _talk(lines: _Lines, folder: "private.Folder", bell: "lifeline.Bell", ends: Ends, told_gone: set[int]) -> None:
+    """Passes on files and questions until the connection fails. `told_gone`: the ranks whose end the launcher knows."""
     told, beat, rung = "", 0.0, 0.0
     while True:
         if time.monotonic() - rung > _RING_SECONDS:
@@ -355,6 +387,10 @@ def _talk(lines: _Lines, folder: "private.Folder", bell: "lifeline.Bell") -> Non
         if time.monotonic() - beat > _BEAT_SECONDS:
             lines.send(json.dumps(None))
             beat = time.monotonic()
-        for name in filter(_NAMES.fullmatch, folder.names()):
+        gone = ends.gone(folder.names()) - told_gone  # first: what a rank has said before its end is sent before that
+        for name in filter(_SENT.fullmatch, folder.names()):
             lines.send(json.dumps([name, _read(folder, name)]))
             folder.remove(name)
+        for rank in gone:
+            lines.send(json.dumps([f"{rank}.gone", ""]))
+            told_gone.add(rank)

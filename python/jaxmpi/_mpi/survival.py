@@ -87,6 +87,28 @@ def process_failure(error: BaseException) -> ProcessFailed | None:
     return ProcessFailed(text, _dead(comm) if comm is not None else (), comm, says[1])
 
 
+def failure_in(error: BaseException, comm: MPI.Comm, operation: str) -> ProcessFailed | None:
+    """The `ProcessFailed` that an error is of, in what ranks do together by mpi4py on a clone of `comm`; None if it is
+    of something else. Both are revoked, so that no rank waits there for this one."""
+    found = process_failure(error)
+    if isinstance(error, MPI.Exception) and (found is not None or _is_broken(comm)):
+        found = ProcessFailed(f"{operation}: {error}", _dead(comm), comm, operation)
+    if found is not None:
+        _revoke(comm)
+    return found
+
+
+def _is_broken(comm: MPI.Comm) -> bool:
+    """Whether it is revoked, or a rank of it has died. Collectives of Open MPI then fail with other classes, too."""
+    return bool(FAILURES["failed"]) and (bool(comm.Is_revoked()) or bool(_dead(comm)))
+
+
+def _revoke(comm: MPI.Comm) -> None:
+    _quietly(comm.Revoke)
+    if (clone := clones.clone_if_made(comm)) is not None:
+        _quietly(clone.Revoke)
+
+
 def _of_program(error: jax.errors.JaxRuntimeError) -> Exception:
     return process_failure(error) or error
 
@@ -115,13 +137,16 @@ def _check(comm: MPI.Comm, caller: str) -> None:
         )
 
 
-class survive:
+class survive(contextlib.ContextDecorator):
     """Turns errors that say that a rank has died into `ProcessFailed`, whoever raises them, and at once.
 
     Use it as `with jaxmpi.survive(comm):` around a step of a program. At its end the computations that it has started
     are waited for, so that a step which was left without an error has been done on this rank. With `uniform=True` the
     ranks agree at the end: all that live leave it without an error, or all of them raise. Without, a rank may have got
     its result from a collective in which another rank has found a death.
+
+    It is a decorator, too: `allreduce = jaxmpi.survive(uniform=True)(notoken.allreduce)` is an operation of which no
+    rank has the result, unless all have it.
 
     Args:
       comm: the communicator whose ranks agree; the default one if left out.
@@ -168,7 +193,7 @@ class survive:
 def _agree(comm: MPI.Comm, done: bool) -> bool:
     """Whether all ranks have done it, and live: the same on all that do."""
     if not done:
-        _quietly(comm.Revoke)  # no rank waits in an operation for this one
+        _revoke(comm)  # no rank waits in an operation for this one
     try:
         return bool(comm.Agree(int(done)))
     except MPI.Exception as error:
@@ -204,9 +229,7 @@ def recover(*comms: MPI.Comm | None) -> Any:
     for comm in given:
         _check(comm, "recover")
     for comm in given:
-        _quietly(comm.Revoke)
-        if (clone := clones.clone_if_made(comm)) is not None:
-            _quietly(clone.Revoke)
+        _revoke(comm)
     runtime_token.heal_all_threads()
     for comm in given:
         communicators.give_up(comm)

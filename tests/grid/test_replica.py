@@ -1,0 +1,110 @@
+"""`jaxmpi.Replica` without deaths: what is restored is what was saved. With deaths: tests/launcher/test_survive.py."""
+
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import jaxmpi
+
+SIZE = MPI.COMM_WORLD.size
+SHAPE = (7, 9)
+
+
+def block(grid, whole, staggered=(0, 0)):
+    slices = [slice(s.start, s.stop + extra) for s, extra in zip(grid.slices, staggered, strict=True)]
+    return whole[(..., *slices)]
+
+
+def state(grid, step):
+    cells = np.arange(63).reshape(SHAPE)
+    faces = np.arange(2 * 8 * 9, dtype=np.int32).reshape(2, 8, 9)
+    return {
+        "fields": {
+            "h": jnp.pad(block(grid, (cells + 7 * step).astype(np.float32)), 1),
+            "v": np.pad(block(grid, faces - step, (1, 0)), [(0, 0), (1, 1), (1, 1)]),
+            "half": jnp.pad(block(grid, (cells % 8).astype(jnp.bfloat16)), 1),
+            "wet": jnp.pad(block(grid, cells % (step + 2) == 0), 1),
+        },
+        "step": step,
+        "key": jax.random.key(step),
+        "weights": np.full((3, 3), step),
+    }
+
+
+def divisions(grid):
+    return {"fields": grid, "step": None, "key": None, "weights": None}
+
+
+def plain(x):
+    is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(x) if is_key else x)
+
+
+def check(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert type(x) is type(y)
+        assert plain(x).dtype == plain(y).dtype
+        np.testing.assert_array_equal(plain(x), plain(y))
+
+
+@pytest.mark.parametrize("copies", [1, 2, SIZE + 3])
+def test_what_was_saved_last(copies):
+    """On the same grid and on others, as often as one likes."""
+    grid, rows = jaxmpi.Grid((0, 0), SHAPE), jaxmpi.Grid((SIZE, 1), SHAPE)
+    uneven = jaxmpi.Grid((1, SIZE), (7, [9 - (SIZE - 1)] + [1] * (SIZE - 1)), periodic=(False, True))
+    replica = jaxmpi.Replica(state(grid, 0), grid=divisions(grid), width={"fields": 1}, copies=copies)
+    check(replica.restore(grid), state(grid, 0))
+    for step in (1, 2, 3):
+        replica.save(state(grid, step))
+    for other in (rows, uneven, grid, grid):
+        check(replica.restore(other), state(other, 3))
+    replica.save(state(grid, 4))
+    check(replica.restore(rows), state(rows, 4))
+
+
+def test_axes_and_one_grid():
+    """Of the axes that `axes` names; what has fewer axes than the grid is the same on all ranks."""
+    grid = jaxmpi.Grid((0,), (3 * SIZE,))
+    rank = MPI.COMM_WORLD.rank
+    tree = (jnp.arange(6.0).reshape(3, 2) + rank, jnp.float32(4), 2.5)
+    replica = jaxmpi.Replica(tree, grid=grid, axes=[-2])
+    check(replica.restore(grid), tree)
+
+
+def test_a_saved_tree_may_be_changed():
+    grid = jaxmpi.Grid((0,), (2 * SIZE,))
+    x, weights = np.ones(2), np.ones(())
+    replica = jaxmpi.Replica({"x": x, "weights": weights}, grid=grid)
+    x[:], weights[...] = 2, 2
+    check(replica.restore(grid), {"x": np.ones(2), "weights": np.ones(())})
+    donating = jax.jit(lambda x: 2 * x, donate_argnums=0)
+    y = jnp.ones(2)
+    replica = jaxmpi.Replica({"x": y, "weights": 1}, grid=grid)
+    donating(y)
+    check(replica.restore(grid), {"x": jnp.ones(2), "weights": 1})
+
+
+REFUSED = {
+    "a field that does not fit": lambda grid, other: jaxmpi.Replica(jnp.ones(5), grid=grid),
+    "no grid": lambda grid, other: jaxmpi.Replica(jnp.ones(2), grid=None),
+    "two grids": lambda grid, other: jaxmpi.Replica([jnp.ones(2)] * 2, grid=[grid, other]),
+    "no copies": lambda grid, other: jaxmpi.Replica(jnp.ones(2), grid=grid, copies=0),
+    "another structure": lambda grid, other: jaxmpi.Replica([jnp.ones(2)], grid=grid).save([jnp.ones(2), 1]),
+    "another dtype": lambda grid, other: jaxmpi.Replica(jnp.ones(2), grid=grid).save(jnp.ones(2, jnp.int32)),
+    "another global shape": lambda grid, other: jaxmpi.Replica(jnp.ones(2), grid=grid).restore(other),
+    "what is no grid": lambda grid, other: jaxmpi.Replica(jnp.ones(2), grid=grid).restore((SIZE,)),
+    "random keys for each cell": lambda grid, other: jaxmpi.Replica(jax.random.split(jax.random.key(1), 2), grid=grid),
+    "pickled": lambda grid, other: pickle.dumps(jaxmpi.Replica(jnp.ones(2), grid=grid)),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused(what):
+    grid, other = jaxmpi.Grid((0,), (2 * SIZE,)), jaxmpi.Grid((0,), (4 * SIZE,))
+    with pytest.raises((ValueError, TypeError), match=r"Replica|field|pickled"):
+        REFUSED[what](grid, other)

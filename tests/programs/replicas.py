@@ -1,0 +1,160 @@
+"""Ranks that are killed at random times while all save a state in a `jaxmpi.Replica`:
+python -m jaxmpi.run -n 4 --survive tests/programs/replicas.py --seed 1 --deaths 2.
+
+The state of step k is known to all, so what `restore` returns is compared with that of the step that it names, to the
+last bit, and that must not be older than the last save that was complete. With as many copies as ranks die nothing may
+be lost. Who dies, when, and by which signal is drawn from the seed, as in deaths.py. Each of the others ends with a
+line that begins with OK.
+"""
+
+import argparse
+import faulthandler
+import random
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from mpi4py import MPI
+
+import deaths
+import jaxmpi
+from jaxmpi import notoken
+from jaxmpi._mpi import communicators
+
+WORLD = MPI.COMM_WORLD
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--deaths", type=int, default=1, help="of ranks, fewer than there are")
+    parser.add_argument("--copies", type=int, help="of each block; as many as ranks die")
+    parser.add_argument("--seconds", type=float, default=4, help="within which they die")
+    parser.add_argument("--shape", type=int, nargs=2, default=(30, 41))
+    return parser.parse_args()
+
+
+def block(grid, whole, staggered=(0, 0)):
+    slices = [slice(s.start, s.stop + extra) for s, extra in zip(grid.slices, staggered, strict=True)]
+    return whole[(..., *slices)]
+
+
+def state(grid, step):
+    """That of a step: fields of several dtypes, one staggered, one with an axis in front; and what is no field."""
+    ny, nx = grid.global_shape
+    cells = np.arange(ny * nx).reshape(ny, nx)
+    faces = np.arange(2 * (ny + 1) * nx, dtype=np.int32).reshape(2, ny + 1, nx)
+    fields = {
+        "h": jnp.pad(block(grid, (cells + 7 * step).astype(np.float32)), 1),
+        "v": np.pad(block(grid, faces - step, (1, 0)), [(0, 0), (1, 1), (1, 1)]),
+        "wet": jnp.pad(block(grid, cells % (step + 2) == 0), 1),
+    }
+    return {"fields": fields, "step": step, "key": jax.random.key(step), "weights": np.full((3, 3), step)}
+
+
+def divisions(grid):
+    return {"fields": grid, "step": None, "key": None, "weights": None}
+
+
+def plain(x):
+    is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(x) if is_key else x)
+
+
+def check(found, expected):
+    leaves, structure = jax.tree.flatten(found)
+    others, its = jax.tree.flatten(expected)
+    assert structure == its
+    for x, y in zip(leaves, others, strict=True):
+        if type(x) is not type(y) or plain(x).dtype != plain(y).dtype or not np.array_equal(plain(x), plain(y)):
+            print(f"WRONG: rank {WORLD.rank}: step {expected['step']}: {x}, not {y}", flush=True)
+            raise AssertionError
+
+
+class Run:
+    def __init__(self, options):
+        draw = random.Random(options.seed)
+        self.deaths = deaths.deaths_of(draw, options.deaths, options.seconds)
+        self.shape, self.seconds = options.shape, options.seconds
+        self.comm = communicators.default_mpi()
+        self.grid = self.made()
+        self.step = self.complete = self.saves = self.restored = 0
+        copies = options.deaths if options.copies is None else options.copies
+        self.replica = jaxmpi.Replica(
+            state(self.grid, 0), grid=divisions(self.grid), width={"fields": 1}, copies=max(1, copies)
+        )
+
+    def made(self):
+        return jaxmpi.Grid((0, 0), self.shape, comm=self.comm)
+
+    def go(self):
+        begin = time.monotonic()
+        own = self.deaths.get(WORLD.rank)
+        if own is not None:
+            own.plan()
+        over = False
+        while not over:
+            try:
+                over = self.advance(time.monotonic() - begin > self.seconds + 1)
+            except Exception as error:
+                if jaxmpi.process_failure(error) is None:
+                    raise
+                self.recover(own)
+        self.end()
+
+    def advance(self, over):
+        """One step. Whether it was the last."""
+        before = self.step
+        self.replica.save(state(self.grid, self.step + 1))
+        self.step, self.complete = self.step + 1, before
+        self.saves += 1
+        halos = self.grid.exchange(jnp.ones([size + 2 for size in self.grid.local_shape]))
+        return float(notoken.allreduce(halos[0, 0] * 0 + over, MPI.MAX, comm=self.comm)) > 0
+
+    def recover(self, own):
+        if own is not None and own.in_recovery is not None:
+            own.after(own.in_recovery)
+        while True:
+            try:
+                self.comm = jaxmpi.recover(self.comm)
+                self.grid = self.made()
+                self.back()
+                return
+            except Exception as error:
+                if jaxmpi.process_failure(error) is None:
+                    raise
+
+    def back(self):
+        found = self.replica.restore(self.grid)
+        check(found, state(self.grid, found["step"]))
+        if found["step"] < self.complete:
+            print(f"WRONG: rank {WORLD.rank}: back to {found['step']}, though {self.complete} was complete", flush=True)
+            raise AssertionError
+        self.step = self.complete = found["step"]
+        self.restored += 1
+
+    def end(self):
+        while True:
+            try:
+                self.back()
+                return
+            except Exception as error:
+                if jaxmpi.process_failure(error) is None:
+                    raise
+                self.recover(None)
+
+
+def main():
+    options = arguments()
+    faulthandler.dump_traceback_later(options.seconds + 45)
+    run = Run(options)
+    run.go()
+    faulthandler.cancel_dump_traceback_later()
+    if WORLD.rank in run.deaths:
+        time.sleep(60)  # it has not been hit yet: it dies now, while the others end
+    print(f"OK rank {WORLD.rank}: {run.saves} saves, {run.restored} restored, {run.comm.size} left", flush=True)
+
+
+if __name__ == "__main__":
+    main()
