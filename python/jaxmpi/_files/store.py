@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,8 @@ _PIECE = 1 << 20
 """Bytes of which a checksum is computed before they are written, and other threads may go on."""
 _PLAIN = ({"name": "bytes"}, {"name": "bytes", "configuration": {"endian": "little"}})
 _SUM = {"name": "crc32c"}
+_SETTING = threading.Lock()
+"""Held while a setting of zarr, which has one for all threads, is another one."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +89,12 @@ def codecs(compressor: Any, operation: str) -> tuple[Any, ...]:
 def make(folder: Path, entries: Sequence[Entry], compressors: tuple[Any, ...]) -> dict[str, Any]:
     """Makes arrays in a folder, without values, and returns the metadata of each: what `finish` takes."""
     zarr = need("make")
+    from zarr.storage import LocalStore
+
     made = {}
     for entry in entries:
         zarr.create_array(
-            str(folder / entry.name),
+            LocalStore(folder / entry.name),  # a name with "::" would be a URL for it
             shape=entry.shape,
             chunks=entry.chunks,
             dtype=entry.dtype,
@@ -169,7 +174,7 @@ def write(stored: Stored, region: Region, values: np.ndarray, lead: Index = ()) 
             _write_plain(stored.file((*lead, *index)), values[where], region.chunks)
         return
     zarr = need("write")
-    with zarr.config.set({"array.write_empty_chunks": True}):
+    with _SETTING, zarr.config.set({"array.write_empty_chunks": True}):
         array = _opened(zarr, stored)
         for index, where in region.pieces():
             starts = [number * size for number, size in zip(index, region.chunks, strict=True)]
@@ -179,10 +184,10 @@ def write(stored: Stored, region: Region, values: np.ndarray, lead: Index = ()) 
 
 
 def _opened(zarr: Any, stored: Stored) -> Any:
-    if stored.meta is None:
-        return zarr.open_array(str(stored.path), mode="r+", zarr_format=3)
     from zarr.storage import LocalStore, StorePath
 
+    if stored.meta is None:
+        return zarr.open_array(LocalStore(stored.path), mode="r+", zarr_format=3)
     return zarr.Array.from_dict(StorePath(LocalStore(stored.path)), stored.meta)
 
 
@@ -301,7 +306,9 @@ def _missing(path: Path) -> str:
 def _decoded(stored: Stored, points: Sequence[Interval], values: np.ndarray) -> np.ndarray:
     """Values that zarr decodes, chunk by chunk, so that no more than one is in memory besides the result."""
     zarr = need("read")
-    array = zarr.open_array(str(stored.path), mode="r", zarr_format=3)
+    from zarr.storage import LocalStore
+
+    array = zarr.open_array(LocalStore(stored.path, read_only=True), mode="r", zarr_format=3)
     for index, _, here in _covering(stored.chunks, points):
         path = stored.file(index)
         if not path.exists():
