@@ -302,7 +302,7 @@ class _Series:
     """How many steps there were before this writer's."""
     records: list[Any] = field(default_factory=list)
     lock: commit.Lock = field(default_factory=commit.Lock)
-    """Of the folder, on rank 0."""
+    """What rank 0 holds while it writes to the folder."""
     appended: int = 0
 
     def append(self, operation: str, worker: _Worker, time: Any, tree: Any) -> None:
