@@ -40,6 +40,7 @@ def checkpoint(
 
     Args:
       path: a folder, which is made if it is not there. The states in it are folders with numbers of eight digits.
+        What else is there stays as it is.
       tree: what is saved, as by `save`.
       keep: how many states are kept: this one and the newest of the others. None: all.
       step: the number of the state. None: one more than the largest.
@@ -74,7 +75,9 @@ def checkpoint(
 def _next(folder: Path, step: int | None, operation: str) -> tuple[int, Path]:
     """The number and the path of the state that is to be written; on rank 0."""
     with commit.naming(f"{operation}: cannot use", folder):
-        commit.tidy(folder)
+        if commit.is_ours(folder):
+            raise FileExistsError(f"{operation}: {folder} is a state itself: pass a folder that states are put into.")
+        commit.tidy(folder, operation)
         number = max(commit.numbers(folder), default=-1) + 1 if step is None else int(step)
         return number, commit.numbered(folder, number)
 
@@ -109,5 +112,4 @@ def _last(path: Any, rank: int, operation: str) -> Path | None:
     if rank > 0:
         return None
     with commit.naming(f"{operation}: cannot read", folder):
-        numbers = commit.numbers(folder)
-    return commit.numbered(folder, numbers[-1]) if numbers else None
+        return commit.newest(folder)

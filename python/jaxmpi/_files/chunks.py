@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxmpi._files import dtypes
@@ -111,20 +110,31 @@ def in_words(x: Any, work: Callable[[Any], Any]) -> Any:
 
     Narrow floating-point numbers, which XLA may take through wider ones, go as integers, and so do those that cannot be
     communicated. NumPy's wide numbers, which JAX may cut to 32 bits, go as words of 32 bits on one axis more, behind
-    all others.
+    all others. Those that are not numbers travel too, whatever JAX is told to do of them, and from one device.
     """
+    with jax.debug_nans(False), jax.debug_infs(False):
+        return _in_words(_on_one_device(x), work)
+
+
+def _on_one_device(x: Any) -> Any:
+    if isinstance(x, jax.Array) and len(x.devices()) > 1:
+        return jax.device_put(x, min(x.devices(), key=lambda device: device.id))
+    return x
+
+
+def _in_words(x: Any, work: Callable[[Any], Any]) -> Any:
     if keys.is_key(x):
         return work(x)
     dtype = np.dtype(x.dtype)
     if dtype.itemsize <= 2 and dtype.kind not in "biu":
         words = np.ascontiguousarray(values_of(x)).view(f"u{dtype.itemsize}")
-        return np.asarray(work(jnp.asarray(words))).view(dtype)
+        return np.asarray(work(jax.device_put(words))).view(dtype)
     if isinstance(x, jax.Array):
         return work(x)
     if jax.dtypes.canonicalize_dtype(dtype) == dtype:
-        return np.asarray(work(jnp.asarray(x)))
+        return np.asarray(work(jax.device_put(x)))
     words = np.ascontiguousarray(x)[..., None].view(np.uint32)
-    return np.ascontiguousarray(np.asarray(work(jnp.asarray(words)))).view(dtype)[..., 0]
+    return np.ascontiguousarray(np.asarray(work(jax.device_put(words)))).view(dtype)[..., 0]
 
 
 def blocks(

@@ -15,12 +15,13 @@ import numpy as np
 from mpi4py import MPI
 
 from jaxmpi._files import chunks as tiles
-from jaxmpi._files import dtypes, records, rows, trees
+from jaxmpi._files import commit, dtypes, records, rows, trees
 from jaxmpi._files.chunks import Blocks, Region, Whole
 from jaxmpi._files.records import Record
 from jaxmpi._files.rows import Indices, Rows
 from jaxmpi._grid import arguments as given
 from jaxmpi._grid.grid import Grid
+from jaxmpi._jax import internals
 from jaxmpi._mpi import agreement, communicators
 from jaxmpi._mpi.clones import clone_of
 from jaxmpi._mpi.waiting import waiting
@@ -68,38 +69,52 @@ class Options:
 
 
 def communicator(divisions: Any, comm: Any, operation: str) -> MPI.Comm:
-    """The communicator of the first division, or the one that was given. Raises ValueError if they have other ranks."""
-    first = next((x for x in jax.tree.leaves(divisions, is_leaf=trees.is_division) if _is_divided(x)), None)
+    """The communicator of the first division, or the one that was given."""
     communicators.resolve(comm, operation)
-    if first is None:
-        return communicators.default_mpi() if comm is None else comm
-    first._check_alive(operation)
-    if comm is not None:
-        check_same_ranks(first.comm, comm, operation)
-    return first.comm
+    for first in divided(divisions):
+        first._check_alive(operation)
+        return first.comm
+    return communicators.default_mpi() if comm is None else comm
+
+
+def divided(divisions: Any) -> list[Any]:
+    """The grids and maps in a tree of divisions."""
+    return [x for x in jax.tree.leaves(divisions, is_leaf=trees.is_division) if isinstance(x, Grid | IndexMap)]
+
+
+def check_outside(operation: str) -> None:
+    """Raises TypeError where a function is being traced: files would be written or read once, and not in each call."""
+    if not internals.trace_state_clean():
+        raise TypeError(
+            f"{operation}: it is called in a function that JAX is tracing, for jit, grad or vmap: call it outside, and "
+            "pass arrays in or out."
+        )
 
 
 def begin(divisions: Any, comm: Any, operation: str) -> MPI.Intracomm:
     """The clone on which ranks agree. Finds out what all must know of maps. Errors of one rank are raised on all."""
+    check_outside(operation)
     its, failure = agreement.attempt(lambda: communicator(divisions, comm, operation))
     known = communicators.resolve(its, operation)
     with waiting(known, f"io.{operation}"):  # a rank that does not come is reported by the others
         clone = clone_of(communicators.default_mpi() if its is None else its)
-        listed = jax.tree.leaves(divisions, is_leaf=trees.is_division) if failure is None else []
+        listed = divided(divisions) if failure is None else []
+        if failure is None:
+            _, failure = agreement.attempt(lambda: _check_ranks(listed, comm, clone, operation))
         rows.learn(clone, operation, rows.distinct(listed), failure)
     return clone
 
 
-def _is_divided(x: Any) -> bool:
-    return isinstance(x, Grid | IndexMap)
-
-
-def check_same_ranks(one: MPI.Comm, other: MPI.Comm, operation: str) -> None:
-    if MPI.Comm.Compare(one, other) not in (MPI.IDENT, MPI.CONGRUENT):
-        raise ValueError(
-            f"{operation}: grids and comm have communicators of other ranks, or of the same in another order: make "
-            "all with one comm=."
-        )
+def _check_ranks(listed: Sequence[Any], comm: MPI.Comm | None, clone: MPI.Intracomm, operation: str) -> None:
+    """Raises ValueError unless all grids and maps, and the communicator that was given, have the same ranks."""
+    for division in listed:
+        division._check_alive(operation)
+    for other in (*(division.comm for division in listed), *([] if comm is None else [comm])):
+        if MPI.Comm.Compare(clone, other) not in (MPI.IDENT, MPI.CONGRUENT):
+            raise ValueError(
+                f"{operation}: grids and comm have communicators of other ranks, or of the same in another order: "
+                "make all with one comm=."
+            )
 
 
 def parts(tree: Any, divisions: Any, comm: MPI.Intracomm, options: Options, operation: str) -> list[Part]:
@@ -109,7 +124,7 @@ def parts(tree: Any, divisions: Any, comm: MPI.Intracomm, options: Options, oper
     for division in each:
         if division is not None:
             division._check_alive(operation)
-            check_same_ranks(division.comm, comm, operation)
+    check_needed(divided(divisions), options, operation)
     dims = Dimensions(each, options.dims, operation)
     found: list[Part] = []
     indices: dict[str, Rows] = {}
@@ -137,6 +152,32 @@ def parts(tree: Any, divisions: Any, comm: MPI.Intracomm, options: Options, oper
             "or pass dims=."
         )
     return [*found, *(_indices(name, source) for name, source in indices.items())]
+
+
+def check_needed(divisions: Sequence[Any], options: Options, operation: str) -> None:
+    """Raises ValueError for arguments that say something of fields, where there are no such fields."""
+    of_grid = options.axes is not None or any(its != 0 for its in jax.tree.leaves(options.width))
+    if of_grid and not any(isinstance(division, Grid) for division in divisions):
+        raise ValueError(
+            f"{operation}: width and axes are those of fields of a Grid, and here is none: pass it as grid=."
+        )
+    if options.chunks is None:
+        return
+    if given.is_listed(options.chunks):
+        _check_lengths(options.chunks, divisions, operation, "chunks")
+    elif not divisions:
+        raise ValueError(f"{operation}: chunks is that of fields, and here are none: pass a Grid or IndexMap as grid=.")
+
+
+def check_names(found: Sequence[Part], operation: str) -> None:
+    """Raises ValueError for a number that is called as an axis is, for which xarray could not open the file."""
+    dims = {dim for part in found for dim in part.dims}
+    for part in found:
+        if part.record.name in dims and part.source is not None and not part.dims:
+            raise ValueError(
+                f"{operation}: a leaf of the tree and an axis are both called {part.record.name!r}: rename the "
+                "leaf, or pass other dims=."
+            )
 
 
 def _axes_of(division: Any) -> int:
@@ -314,6 +355,8 @@ def attributes(found: Sequence[Part], attrs: Any, operation: str) -> dict[str, A
     except (TypeError, ValueError) as error:
         raise TypeError(f"{operation}: attrs has what JSON cannot hold: {error}") from error
     of_group = dict(plain.pop("", {}))
+    if commit.KEY in of_group:
+        raise ValueError(f"{operation}: attrs of the group has {commit.KEY!r}, where the tree is kept: rename it.")
     by_name = {part.record.name: part for part in found}
     for name, its in plain.items():
         if name not in by_name:

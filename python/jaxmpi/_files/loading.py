@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from mpi4py import MPI
 
 from jaxmpi._files import chunks, commit, dtypes, layout, rows, store, trees
 from jaxmpi._files.chunks import Interval
+from jaxmpi._files.layout import Options
 from jaxmpi._files.records import Record
 from jaxmpi._files.saving import FORMAT
 from jaxmpi._grid import arguments as given
@@ -77,6 +77,10 @@ class Wanted:
     staggered: tuple[int, ...]
     widths: Any
 
+    def text(self) -> str:
+        """What all ranks must have alike."""
+        return f"{self.record}, loaded along {self.axes} with width {self.widths}"
+
 
 def load(
     path: str | os.PathLike[str],
@@ -117,9 +121,9 @@ def load(
     clone = layout.begin(grid, comm, operation)
     where, text = clone.bcast(agreement.on_all(clone, operation, lambda: _metadata(path, clone.rank, operation)))
     state, wanted, build = agreement.on_all(
-        clone, operation, lambda: _wanted(State.of(where, text, operation), grid, width, axes, clone, like)
+        clone, operation, lambda: _wanted(State.of(where, text, operation), grid, width, axes, like)
     )
-    agreement.same(clone, operation, [(its.record.name, f"{its.record} {its.axes}") for its in wanted], _differs)
+    agreement.same(clone, operation, [(its.record.name, its.text()) for its in wanted], _differs)
     return build(_values(clone, state, wanted, operation))
 
 
@@ -129,6 +133,7 @@ def _differs(what: str, mine: str, root: str) -> str:
 
 def _metadata(path: Any, rank: int, operation: str) -> tuple[Path, bytes]:
     """Where a state is, and its metadata; on rank 0, which tells the others."""
+    store.need(operation)
     whole = Path(commit.place(path, operation))
     if rank > 0:
         return whole, b""
@@ -137,15 +142,19 @@ def _metadata(path: Any, rank: int, operation: str) -> tuple[Path, bytes]:
         try:
             return found, store.root(found)
         except FileNotFoundError:
-            what = "there is no" if not commit.is_there(found) else f"{found} is no state of jaxmpi.io: it has no"
-            raise FileNotFoundError(
-                f"{operation}: {what} {found / store.META if commit.is_there(found) else found}."
-            ) from None
+            if not commit.is_there(found):
+                text = f"there is no {found}."
+            elif commit.newest(found) is not None:
+                text = f"{found} is a folder of states: pass jaxmpi.io.latest(path), or the path of one of them."
+            else:
+                text = f"{found} is no state of jaxmpi.io: it has no {found / store.META}."
+            raise FileNotFoundError(f"{operation}: {text}") from None
 
 
-def _wanted(state: State, grid: Any, width: Any, axes: Any, comm: MPI.Intracomm, like: Any) -> Any:
+def _wanted(state: State, grid: Any, width: Any, axes: Any, like: Any) -> Any:
     """The state, the leaves that are read, and what makes a tree of their values."""
     operation = "load"
+    layout.check_needed(layout.divided(grid), Options(width, axes), operation)
     if like is None:
         tree = trees.build(state.skeleton, lambda name: state.records[name], operation)
         records, structure = jax.tree.flatten(tree)
@@ -163,7 +172,7 @@ def _wanted(state: State, grid: Any, width: Any, axes: Any, comm: MPI.Intracomm,
     each, widths = trees.spread(grid, tree, operation), trees.spread_width(width, tree, operation)
     wanted = []
     for record, target, division, its_width in zip(records, targets, each, widths, strict=True):
-        its = _place(record, division, its_width, axes, comm, operation)
+        its = _place(record, division, its_width, axes, operation)
         _check_possible(record, operation)
         if hasattr(target, "shape"):
             _check_shape(its, tuple(target.shape), operation)
@@ -207,12 +216,11 @@ def _check_possible(record: Record, operation: str) -> None:
         )
 
 
-def _place(record: Record, division: Any, width: Any, axes: Any, comm: Any, operation: str) -> Wanted:
+def _place(record: Record, division: Any, width: Any, axes: Any, operation: str) -> Wanted:
     """How a leaf is divided here."""
     if division is None or not record.division:
         return Wanted(record, None, (), (), ())
     division._check_alive(operation)
-    layout.check_same_ranks(division.comm, comm, operation)
     if isinstance(division, IndexMap):
         if record.division != "rows":
             raise ValueError(
@@ -338,7 +346,7 @@ def _typed(record: Record, stored: np.ndarray) -> Any:
         return values[()]
     if record.type == "numpy":
         return values
-    array = jnp.asarray(values)
+    array = jax.device_put(values)
     return jax.random.wrap_key_data(array, impl=record.impl) if record.type == "key" else array
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from mpi4py import MPI
 
 from jaxmpi._files import commit, layout, records, sharing, store, trees
+from jaxmpi._files.chunks import Blocks
 from jaxmpi._files.layout import Options, Part
 from jaxmpi._grid.grid import Width
 from jaxmpi._mpi import agreement
@@ -30,6 +31,8 @@ class Plan:
     compressors: tuple[Any, ...]
     more: dict[str, Any] = field(default_factory=dict)
     """What else is kept of it."""
+    of_time: dict[str, Any] = field(default_factory=dict)
+    """The attributes of the times of a series."""
 
     def arrays(self) -> list[Part]:
         return [part for part in (*self.parts, *self.coordinates) if part.source is not None]
@@ -123,6 +126,7 @@ def plan_of(
         raise TypeError(f"{operation}: overwrite must be True or False, got {overwrite!r}.")
     compressors = store.codecs(compressor, operation)
     parts = layout.parts(tree, grid, comm, options, operation)
+    layout.check_names(parts, operation)
     coordinates = layout.coordinates(parts, options.coords, comm, operation)
     attributes = layout.attributes([*parts, *coordinates], options.attrs, operation)
     return Plan(place, parts, coordinates, trees.skeleton(tree), attributes, compressors)
@@ -137,10 +141,14 @@ def compare(comm: MPI.Intracomm, plan: Plan, operation: str, **more: Any) -> Non
 def facts(plan: Plan) -> list[tuple[str, str]]:
     """What all ranks must have in common: what it is, and a text."""
     found = [("the tree", repr(plan.skeleton)), ("path", plan.path.name)]
-    found += [("attrs", repr(plan.attributes)), ("compressor", repr([codec.to_dict() for codec in plan.compressors]))]
+    found += [
+        ("attrs", repr((plan.attributes, plan.of_time))),
+        ("compressor", repr([codec.to_dict() for codec in plan.compressors])),
+    ]
     for part in (*plan.parts, *plan.coordinates):
         name, chunks = part.record.name, part.source.region.chunks if part.source else ()
-        found.append((name, f"{part.record}, chunks {chunks}, dims {part.dims}, attrs {part.attributes}"))
+        halo = f", width {part.source.widths}" if isinstance(part.source, Blocks) else ""
+        found.append((name, f"{part.record}{halo}, chunks {chunks}, dims {part.dims}, attrs {part.attributes}"))
         if not part.record.division and part.source is not None:
             found.append((f"the value of {name}", records.digest(part.bits())))
     return found
@@ -159,7 +167,8 @@ def write(comm: MPI.Intracomm, plan: Plan, operation: str, overwrite: bool) -> N
     """Writes all arrays, and gives the state its name."""
     arrays = plan.arrays()
     make = lambda folder: store.make(folder, [entry(part) for part in arrays], plan.compressors)  # noqa: E731
-    publish(comm, plan, arrays, make, operation, overwrite)
+    _, lock = publish(comm, plan, arrays, make, operation, overwrite)
+    lock.release()
 
 
 def publish(
@@ -169,16 +178,17 @@ def publish(
     make: Callable[[Path], dict[str, Any]],
     operation: str,
     overwrite: bool,
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], commit.Lock]:
     """Makes what `make` does in a folder, writes arrays there, and gives it its name. All ranks call it.
 
-    Returns the metadata of what has been made. An error of a rank is an error of all, and nothing is left.
+    Returns the metadata of what has been made, and the lock of the folder. An error of a rank is an error of all, and
+    nothing is left.
     """
-    path, folder = plan.path, commit.partial(plan.path)
+    path, folder, held = plan.path, commit.partial(plan.path), commit.Lock()
 
     def begin() -> dict[str, Any]:
         with commit.naming(f"{operation}: cannot make", path):
-            return make(commit.begin(path, overwrite, operation))
+            return make(commit.begin(path, overwrite, operation, held))
 
     def end() -> None:
         with commit.naming(f"{operation}: cannot write", path):
@@ -191,11 +201,12 @@ def publish(
         agreement.sums(comm, operation, _write_chunks(folder, arrays, plan, operation))
         agreement.on_root(comm, operation, end)
     except Exception:
-        if comm.rank == 0:
+        if held.is_held:  # else what is there is another one's
             commit.drop(path)
+        held.release()
         comm.Barrier()  # no rank goes on, and perhaps writes again, before all is removed
         raise
-    return metas
+    return metas, held
 
 
 def entry(part: Part) -> store.Entry:

@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,9 +24,11 @@ from jaxmpi._files.dtypes import in_files
 
 META = "zarr.json"
 _PIECE = 1 << 20
-"""Bytes of which a checksum is computed before they are written, and other threads may go on."""
+"""Bytes of which a checksum is computed before other threads may go on; as many are read at once."""
 _PLAIN = ({"name": "bytes"}, {"name": "bytes", "configuration": {"endian": "little"}})
 _SUM = {"name": "crc32c"}
+_SETTING = threading.Lock()
+"""Held while a setting of zarr, which has one for all threads, is another one."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +89,12 @@ def codecs(compressor: Any, operation: str) -> tuple[Any, ...]:
 def make(folder: Path, entries: Sequence[Entry], compressors: tuple[Any, ...]) -> dict[str, Any]:
     """Makes arrays in a folder, without values, and returns the metadata of each: what `finish` takes."""
     zarr = need("make")
+    from zarr.storage import LocalStore
+
     made = {}
     for entry in entries:
         zarr.create_array(
-            str(folder / entry.name),
+            LocalStore(folder / entry.name),  # a name with "::" would be a URL for it
             shape=entry.shape,
             chunks=entry.chunks,
             dtype=entry.dtype,
@@ -169,7 +174,7 @@ def write(stored: Stored, region: Region, values: np.ndarray, lead: Index = ()) 
             _write_plain(stored.file((*lead, *index)), values[where], region.chunks)
         return
     zarr = need("write")
-    with zarr.config.set({"array.write_empty_chunks": True}):
+    with _SETTING, zarr.config.set({"array.write_empty_chunks": True}):
         array = _opened(zarr, stored)
         for index, where in region.pieces():
             starts = [number * size for number, size in zip(index, region.chunks, strict=True)]
@@ -179,10 +184,10 @@ def write(stored: Stored, region: Region, values: np.ndarray, lead: Index = ()) 
 
 
 def _opened(zarr: Any, stored: Stored) -> Any:
-    if stored.meta is None:
-        return zarr.open_array(str(stored.path), mode="r+", zarr_format=3)
     from zarr.storage import LocalStore, StorePath
 
+    if stored.meta is None:
+        return zarr.open_array(LocalStore(stored.path), mode="r+", zarr_format=3)
     return zarr.Array.from_dict(StorePath(LocalStore(stored.path)), stored.meta)
 
 
@@ -206,18 +211,22 @@ def _write_plain(path: Path, values: np.ndarray, chunks: Sequence[int]) -> None:
 
 
 def _write_file(path: Path, data: np.ndarray) -> None:
+    found = 0
+    for piece in _pieces(data):
+        found = _checksum(piece, found)
     with open(path, "wb", buffering=0) as file:
-        found = 0
-        for piece in _pieces(data):  # each goes through the cache once
-            found = _checksum(piece, found)
-            _write_all(file, piece)
-        _write_all(file, np.array([found], "<u4").view(np.uint8))
+        _write_all(file.fileno(), data, np.array([found], "<u4").view(np.uint8))
 
 
-def _write_all(file: Any, data: np.ndarray) -> None:
-    done = 0
-    while done < data.size:
-        done += file.write(data[done:])
+def _write_all(file: int, *parts: np.ndarray) -> None:
+    """Writes arrays of bytes by as few calls as the system lets it be: one of 64 MiB takes half of 64 of 1 MiB."""
+    left = [part for part in parts if part.size]
+    while left:
+        done = os.writev(file, left)
+        while left and done >= left[0].size:
+            done -= left.pop(0).size
+        if done:
+            left[0] = left[0][done:]
 
 
 def _pieces(data: np.ndarray) -> Iterator[np.ndarray]:
@@ -301,7 +310,9 @@ def _missing(path: Path) -> str:
 def _decoded(stored: Stored, points: Sequence[Interval], values: np.ndarray) -> np.ndarray:
     """Values that zarr decodes, chunk by chunk, so that no more than one is in memory besides the result."""
     zarr = need("read")
-    array = zarr.open_array(str(stored.path), mode="r", zarr_format=3)
+    from zarr.storage import LocalStore
+
+    array = zarr.open_array(LocalStore(stored.path, read_only=True), mode="r", zarr_format=3)
     for index, _, here in _covering(stored.chunks, points):
         path = stored.file(index)
         if not path.exists():

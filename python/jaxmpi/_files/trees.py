@@ -43,7 +43,8 @@ def name_of(path: Sequence[Any]) -> str:
 
 
 def check_name(name: str, shown: str, operation: str) -> None:
-    if not name.strip(".") or name.startswith("__") or name == "zarr.json" or "\0" in name or len(name.encode()) > 240:
+    bare = not name.strip(".") or name.startswith(("__", ".zarr.json")) or name == "zarr.json" or "\0" in name
+    if bare or not 0 < len(name.encode(errors="ignore")) <= 240 or any("\ud800" <= char <= "\udfff" for char in name):
         raise ValueError(
             f"{operation}: {shown} would be called {name[:60]!r} in the file, which is no name for an array. Rename it."
         )
@@ -78,8 +79,10 @@ def build(its: Any, leaf: Callable[[str], Any], operation: str) -> Any:
         return [build(part, leaf, operation) for part in its["list"]]
     if "tuple" in its:
         return tuple(build(part, leaf, operation) for part in its["tuple"])
+    node = str(its.get("node"))
+    what = "dict whose keys are no texts or integers" if node == "builtins.dict" else node
     raise ValueError(
-        f"{operation}: the tree has a {its.get('node')}, which cannot be made from a file alone. Pass like=, a tree of "
+        f"{operation}: the tree has a {what}, which cannot be made from a file alone. Pass like=, a tree of "
         "the same structure with arrays or jax.ShapeDtypeStruct as leaves."
     )
 

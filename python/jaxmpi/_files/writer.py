@@ -102,8 +102,7 @@ class Writer:
             grid,
             comm,
             names,
-            Options(width, axes, chunks, dims, coords),
-            dict(attrs or {}),
+            Options(width, axes, chunks, dims, coords, attrs),
             compressors,
             resume,
             self._every,
@@ -126,6 +125,7 @@ class Writer:
             step or one before could not be written. On all ranks; no more can be appended then.
         """
         operation = "Writer.append"
+        layout.check_outside(operation)
         if self._over:
             raise ValueError(f"{operation}: the writer of {self._path} {self._over}.")
         self._calls += 1
@@ -140,6 +140,7 @@ class Writer:
         except BaseException:
             self._over = "has failed before"
             self._worker.stop()  # nothing is written behind the program's back
+            self._release()
             raise
 
     def close(self) -> None:
@@ -155,8 +156,15 @@ class Writer:
         if over:
             return
         self._worker.finish()
+        try:
+            if self._series is not None:
+                self._series.close("Writer.close", self._worker)
+        finally:
+            self._release()
+
+    def _release(self) -> None:
         if self._series is not None:
-            self._series.close("Writer.close", self._worker)
+            self._series.lock.release()
 
     def __enter__(self) -> "Writer":
         return self
@@ -169,6 +177,7 @@ class Writer:
         elif not self._over:
             self._over = "is closed"
             self._worker.finish()
+            self._release()
 
     def __del__(self) -> None:
         if not getattr(self, "_over", "never made") and self._series is not None:
@@ -187,7 +196,6 @@ class Given:
     comm: Any
     names: tuple[str, ...] | None
     options: Options
-    attrs: dict[str, Any]
     compressors: tuple[Any, ...]
     resume: bool
     every: int
@@ -293,6 +301,8 @@ class _Series:
     first: int
     """How many steps there were before this writer's."""
     records: list[Any] = field(default_factory=list)
+    lock: commit.Lock = field(default_factory=commit.Lock)
+    """What rank 0 holds while it writes to the folder."""
     appended: int = 0
 
     def append(self, operation: str, worker: _Worker, time: Any, tree: Any) -> None:
@@ -327,6 +337,8 @@ class _Series:
     def _agree(self, operation: str, worker: _Worker, failure: Exception | None, time: Any, values: Any) -> int:
         """How many steps all ranks have written. Raises what one of them has, or that they have other times."""
         with_thread = failure or worker.failure
+        if self.comm == MPI.COMM_NULL:
+            raise ValueError(f"{operation}: the communicator has been freed: free it after the writer is closed.")
         number = 0.0 if with_thread else float(time)
         digest = 0.0 if with_thread else self._digest(values)
         told = np.array([worker.done, -(with_thread is not None), number, -number, digest, -digest], np.float64)
@@ -417,6 +429,8 @@ def _parts(
         for name in its.names:
             if not any(_is_among(found, (name,)) for found in names):
                 raise ValueError(f"{operation}: fields has {name!r}, and the tree has {', '.join(names) or 'nothing'}.")
+    if its.options.dims is not None and TIME in its.options.dims:
+        raise ValueError(f"{operation}: dims has {TIME!r}, as the axis of time is called: pass another name.")
     if TIME in chosen:
         raise ValueError(f"{operation}: a leaf is called {TIME!r}, as the axis of time is: rename it.")
 
@@ -447,14 +461,19 @@ def _open(operation: str, path: Path, its: Given, time: Any, tree: Any) -> _Seri
     known = communicators.resolve(layout.communicator(its.grid, its.comm, operation), operation)
     there, old = agreement.on_root(comm, operation, lambda: (path, _old(path, its.resume, operation)))
     plan = agreement.on_all(comm, operation, lambda: _plan(comm, there, its, time, tree, old, operation))
-    saving.compare(comm, plan, operation, resume=its.resume, every=its.every, fields=its.names)
+    more = {"resume": its.resume, "every": its.every, "fields": its.names, "path": path.name}
+    saving.compare(comm, plan, operation, **more)
     steps = _of_steps(plan.parts)
     constant = [part for part in plan.arrays() if all(part is not its for its in steps)]
     series = _Series(there, comm, known, its, steps, {}, plan.meta(), [], 0, 0, [part.record for part in plan.parts])
-    if old is None:
-        series.metas = _make(operation, series, plan, constant)
-    else:
-        _go_on(operation, series, constant, old, time)
+    try:
+        if old is None:
+            series.metas, series.lock = _make(operation, series, plan, constant)
+        else:
+            _go_on(operation, series, constant, old, time)
+    except BaseException:
+        series.lock.release()
+        raise
     return series
 
 
@@ -477,13 +496,20 @@ def _old(path: Path, resume: bool, operation: str) -> Any:
         raise FileExistsError(
             f"{operation}: {path} exists: resume=True goes on with it; or choose another path, or remove it."
         )
-    root = json.loads(store.root(path))
-    if "series" not in root["attributes"].get(commit.KEY, {}):
-        raise ValueError(f"{operation}: {path} is no series of a jaxmpi.io.Writer: choose another path.")
-    metas = root["consolidated_metadata"]["metadata"]
-    count = metas[TIME]["shape"][0]
-    times = store.read(store.Stored.of(path / TIME, metas[TIME]), [(0, count)]).tolist()
-    return root["attributes"], metas, times
+    foreign = ValueError(f"{operation}: {path} is no series of a jaxmpi.io.Writer: choose another path.")
+    try:
+        root = json.loads(store.root(path))
+        if "series" not in root["attributes"].get(commit.KEY, {}):
+            raise foreign
+        metas = root["consolidated_metadata"]["metadata"]
+        its = store.Stored.of(path / TIME, metas[TIME])
+    except FileNotFoundError:
+        raise foreign from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if error is foreign:
+            raise
+        raise ValueError(f"{operation}: {path / store.META} is damaged: {error!r}") from error
+    return root["attributes"], metas, store.read(its, [(0, its.shape[0])]).tolist()
 
 
 def _plan(comm: MPI.Intracomm, path: Path, its: Given, time: Any, tree: Any, old: Any, operation: str) -> saving.Plan:
@@ -491,9 +517,10 @@ def _plan(comm: MPI.Intracomm, path: Path, its: Given, time: Any, tree: Any, old
     check_time(operation, time, [])
     parts = _parts(comm, its, tree, kept, operation)
     coordinates = layout.coordinates(parts, its.options.coords, comm, operation)
-    attrs = {name: value for name, value in its.attrs.items() if name != TIME}
-    attributes = layout.attributes([*parts, *coordinates], attrs, operation)
-    plan = saving.Plan(path, parts, coordinates, None, attributes, its.compressors, {"series": True})
+    of_time = Part(records.Record(TIME, "float"), None, None)
+    attributes = layout.attributes([*parts, *coordinates, of_time], its.options.attrs, operation)
+    more = {"series": True}
+    plan = saving.Plan(path, parts, coordinates, None, attributes, its.compressors, more, of_time.attributes)
     if old is not None:
         theirs = {name: meta for name, meta in old[1].items() if name != TIME}
         records_there = old[0][commit.KEY]["leaves"]
@@ -527,11 +554,9 @@ def _kept(metas: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _make(operation: str, series: _Series, plan: saving.Plan, constant: list[Part]) -> dict[str, Any]:
-    """Makes a file without steps, on all ranks together. Returns the metadata of its arrays."""
-    of_time = store.Entry(
-        TIME, (0,), (_TIMES_IN_CHUNK,), np.dtype("<f8"), (TIME,), dict(series.given.attrs.get(TIME, {}))
-    )
+def _make(operation: str, series: _Series, plan: saving.Plan, constant: list[Part]) -> tuple[Any, commit.Lock]:
+    """Makes a file without steps, on all ranks together. Returns the metadata of its arrays, and the lock of it."""
+    of_time = store.Entry(TIME, (0,), (_TIMES_IN_CHUNK,), np.dtype("<f8"), (TIME,), plan.of_time)
     entries = [saving.entry(part) for part in constant]
     for part in series.parts:
         its = saving.entry(part)
@@ -548,6 +573,7 @@ def _make(operation: str, series: _Series, plan: saving.Plan, constant: list[Par
 def _go_on(operation: str, series: _Series, constant: list[Part], old: Any, time: Any) -> None:
     """Goes on with a file: steps that will come again are dropped. All ranks call it."""
     _, series.metas, times = old
+    agreement.on_root(series.comm, operation, lambda: series.lock.take(series.path, operation))
     sharing.check(series.comm, operation, series.path)
     for part in constant:
         values = agreement.on_all(series.comm, operation, partial(_copy, part, part.value))
