@@ -168,7 +168,7 @@ wheel: ## the files of a release, in dist/: an sdist, and one wheel for every MP
 wheel-test: ## what a user of that wheel gets, with each MPI, where nothing is compiled: a table
 	$(PYTHON) tests/programs/wheels.py test
 
-C_FILES = $(wildcard csrc/*/*.[ch] csrc/mpi/abi/*.h tests/c/*.[ch] tests/device/*.[ch] tests/inject/*.c benchmarks/*.c)
+C_FILES = $(wildcard csrc/*/*.[ch] csrc/mpi/abi/*.h tests/c/*.[ch] tests/c/orders/*.[ch] tests/device/*.[ch] tests/inject/*.c benchmarks/*.c)
 lint: $(READY) $(VENV)/.lint ## formatters in checking mode, linters and type checker
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -38,7 +38,8 @@ struct agreement {
   int64_t asked;
   struct question *first; /* in their order */
   atomic_int unanswered;
-  bool begun, stopped;
+  atomic_bool begun; /* read without the lock, of another communicator */
+  bool stopped;
   int code;          /* the first error of MPI */
   int size, ranks[]; /* of COMM_WORLD */
 };
@@ -250,18 +251,26 @@ enum answer agreement_hear(struct communicator *comm, double seconds, int64_t wo
 }
 
 bool agreement_is_of_default(const struct communicator *comm) {
-  const struct agreement *agreement = atomic_load(&comm->agreement);
-  return agreement != NULL && agreement->name == NAME_OF_DEFAULT;
+  struct agreement *agreement = atomic_load(&comm->agreement);
+  if (agreement == NULL) return false;
+  pthread_mutex_lock(&agreement->lock);
+  bool of_default = agreement->name == NAME_OF_DEFAULT;
+  pthread_mutex_unlock(&agreement->lock);
+  return of_default;
 }
 
 bool agreement_is_open(const struct communicator *comm) {
-  const struct agreement *agreement = atomic_load_explicit(&comm->agreement, memory_order_relaxed);
+  const struct agreement *agreement = atomic_load_explicit(&comm->agreement, memory_order_acquire);
   return agreement != NULL && atomic_load_explicit(&agreement->unanswered, memory_order_relaxed) > 0;
 }
 
 int agreement_code(const struct communicator *comm) {
-  const struct agreement *agreement = atomic_load(&comm->agreement);
-  return agreement != NULL ? agreement->code : 0;
+  struct agreement *agreement = atomic_load(&comm->agreement);
+  if (agreement == NULL) return 0;
+  pthread_mutex_lock(&agreement->lock);
+  int code = agreement->code;
+  pthread_mutex_unlock(&agreement->lock);
+  return code;
 }
 
 void agreement_leave(struct communicator *comm) {

@@ -26,8 +26,8 @@ static ffi_error *fail_freed(const struct call *call) {
 ffi_error *call_check(const struct call *call) {
   if (runtime_has_ended()) return call_fail(call, FFI_FAILED_PRECONDITION, "%s; nothing was sent", runtime.ended);
   if (call->comm == NULL) return call_fail_unknown(call, "comm");
-  /* What is in flight on a communicator is completed even if that has been freed. */
-  if (atomic_load_explicit(&call->comm->freed, memory_order_relaxed) && !waits_for_request(call->operation->row))
+  /* What is in flight on a communicator is completed even if that has been freed. `given_up` is stored before. */
+  if (atomic_load_explicit(&call->comm->freed, memory_order_acquire) && !waits_for_request(call->operation->row))
     return fail_freed(call);
   return NULL;
 }
@@ -117,5 +117,5 @@ static __attribute__((noinline)) ffi_error *read_envelope(struct call *call) {
 ffi_error *call_body(struct call *call) {
   ffi_error *error = call->reads_envelope ? read_envelope(call) : NULL;
   if (error != NULL) return error;
-  return atomic_load_explicit(&timeline_on, memory_order_relaxed) ? body_recorded(call) : run_body(call);
+  return timeline_is_on() ? body_recorded(call) : run_body(call);
 }

@@ -14,7 +14,7 @@ ffi_error *call_check(const struct call *call);
 /* Sets what is known only once the buffers are, except for how the call is divided. */
 static inline void call_settle(struct call *call) {
   call->comparison.due = call->labelled = call->sending = false;
-  if (atomic_load_explicit(&call->comm->to_compare, memory_order_relaxed) > 0) compare_decide(call);
+  if (atomic_load_explicit(&call->comm->to_compare, memory_order_acquire) > 0) compare_decide(call);
   call->log.on = atomic_load_explicit(&runtime.log, memory_order_relaxed);
 }
 

@@ -18,8 +18,8 @@
 /* After how many seconds; 0: never. */
 void deadline_configure(double seconds);
 
-extern atomic_bool deadlines; /* whether there are any */
-static inline bool deadlines_on(void) { return atomic_load_explicit(&deadlines, memory_order_relaxed); }
+extern atomic_bool deadlines; /* whether there are any; stored after the time that they have */
+static inline bool deadlines_on(void) { return atomic_load_explicit(&deadlines, memory_order_acquire); }
 
 /* The time, of the clock of deadline_is_over, at which a wait that begins now ends; never 0. */
 double deadline_begin(void);

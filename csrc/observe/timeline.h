@@ -20,8 +20,9 @@ int timeline_open(const char *folder, const char *name, int64_t limit, const cha
 /* Writes a line into the file: an event, with the comma and the line's end. */
 void timeline_note(const char *line);
 
-/* Whether operations are recorded. */
+/* Whether operations are recorded. Who sees that they are also sees what timeline_open has made. */
 extern atomic_bool timeline_on;
+static inline bool timeline_is_on(void) { return atomic_load_explicit(&timeline_on, memory_order_acquire); }
 
 /* False: this operation is not recorded, and has no end. */
 bool timeline_begin(const struct call *call);

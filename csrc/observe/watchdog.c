@@ -55,7 +55,7 @@ static void put_word(struct watched *record, int word, int64_t value) {
 }
 
 struct watched *watchdog_begin_summary(const int64_t summary[], int count) {
-  if (!atomic_load_explicit(&watching, memory_order_relaxed)) return NULL;
+  if (!atomic_load_explicit(&watching, memory_order_acquire)) return NULL; /* `records` has begun before */
   struct watched *record = own;
   if (record == NULL && (record = take_record()) == NULL) return NULL;
   for (int i = 0; i < count; i++) put_word(record, i, summary[i]);
@@ -225,16 +225,19 @@ static void look_at(struct watched *record) {
   }
 }
 
+/* As it tells that it looks before it asks whether to, whoever stops it either waits for it, or it does not look. */
+static void look_at_all(void) {
+  atomic_store(&looking, true);
+  for (struct watched *record = first_record(); record != NULL; record = next_record(record))
+    if (atomic_load(&watching)) look_at(record);
+  if (atomic_load(&watching)) answer_launcher();
+  atomic_store(&looking, false);
+}
+
 static void *run_watchdog(void *unused) {
   double tick = atomic_load(&pause_seconds);
   struct timespec pause = {(time_t)tick, (long)(1e9 * (tick - floor(tick)))};
-  while (nanosleep(&pause, NULL) == 0 || errno == EINTR) {
-    atomic_store(&looking, true);
-    for (struct watched *record = first_record(); record != NULL; record = next_record(record))
-      if (atomic_load(&watching)) look_at(record);
-    if (atomic_load(&watching)) answer_launcher();
-    atomic_store(&looking, false);
-  }
+  while (nanosleep(&pause, NULL) == 0 || errno == EINTR) look_at_all();
   return unused;
 }
 

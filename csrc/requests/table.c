@@ -498,11 +498,13 @@ static int64_t by_users_under_way(void) {
 
 static void name_all(void) {
   int64_t named = 0;
+  pthread_mutex_lock(&all.lock);
   for (int i = 0; i < all.used && named < MOST_NAMED; i++)
     if (all.places[i] != NULL) name_request(all.places[i]), named++;
   if (all.in_flight > named)
     fprintf(stderr, "jaxmpi: rank %d has never waited for %" PRId64 " more request%s\n", runtime.rank,
             all.in_flight - named, all.in_flight - named > 1 ? "s" : "");
+  pthread_mutex_unlock(&all.lock);
 }
 
 int64_t requests_finish(void) {
