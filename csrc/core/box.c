@@ -2,6 +2,9 @@
 
 #include <complex.h>
 #include <string.h>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 #include "base/combine.h"
 #include "base/ffi.h"
@@ -67,25 +70,33 @@ INLINE void copy_runs(const struct row *to, const struct row *from, int64_t coun
     ROW(WIDE);                 \
   }
 
-static inline struct row row_of(const struct box *box, char *array, int64_t stride, enum places places) {
-  return (struct row){array, stride, places, places != IN_ORDER ? box->list->values : NULL};
+/* From part `first` on. */
+static inline struct row row_of(const struct box *box, char *array, int64_t stride, enum places places, int64_t first) {
+  if (places == IN_ORDER) return (struct row){array + first * stride, stride, places, NULL};
+  const char *list = (const char *)box->list->values + first * (places == WIDE ? 8 : 4);
+  return (struct row){array, stride, places, list};
 }
 
 /* What is done with a row of a box's parts in an array; in the message they follow each other. */
 typedef void row_function(const struct box *box, char *array, int64_t stride, int64_t count, char *message);
 
-static void gather_row(const struct box *box, char *array, int64_t stride, int64_t count, char *message) {
+static void gather_parts(const struct box *box, char *array, int64_t stride, int64_t first, int64_t count,
+                         char *message) {
   const struct row to = {message, box->run, IN_ORDER, NULL};
-#define GATHER(places)                                        \
-  const struct row from = row_of(box, array, stride, places); \
+#define GATHER(places)                                               \
+  const struct row from = row_of(box, array, stride, places, first); \
   copy_runs(&to, &from, count, box->run)
   WITH_PLACES(box->list, GATHER)
 }
 
+static void gather_row(const struct box *box, char *array, int64_t stride, int64_t count, char *message) {
+  gather_parts(box, array, stride, 0, count, message);
+}
+
 static void scatter_row(const struct box *box, char *array, int64_t stride, int64_t count, char *message) {
   const struct row from = {message, box->run, IN_ORDER, NULL};
-#define SCATTER(places)                                     \
-  const struct row to = row_of(box, array, stride, places); \
+#define SCATTER(places)                                        \
+  const struct row to = row_of(box, array, stride, places, 0); \
   copy_runs(&to, &from, count, box->run)
   WITH_PLACES(box->list, SCATTER)
 }
@@ -118,7 +129,59 @@ static void walk_box(row_function *function, const struct box *box, const void *
   walk_axis(function, box, 0, (char *)(uintptr_t)array + box->first, &at);
 }
 
-void box_gather(const struct box *box, const void *array, char *message) { walk_box(gather_row, box, array, message); }
+#ifdef __SSE2__
+enum { STREAMS_FROM = 8192, PIECE = 4096, UNIT = 16, LINE = 64 };
+
+bool box_streams(const struct box *box, int64_t message_bytes) {
+  int64_t row = box->axes > 1 ? box->counts[box->axes - 1] * box->run : 0;
+  return message_bytes > STREAMS_FROM && box->stage % UNIT == 0 && row % LINE == 0 &&
+         (box->run % UNIT == 0 || box->run <= PIECE / UNIT);
+}
+
+INLINE void stream(char *to, const char *from, int64_t bytes) {
+  int64_t i = 0;
+  for (; i + UNIT <= bytes; i += UNIT) _mm_stream_si128((void *)(to + i), _mm_loadu_si128((const void *)(from + i)));
+  memcpy(to + i, from + i, (size_t)(bytes - i));
+}
+
+/* Short parts are gathered in the cache first. */
+static void stream_row(const struct box *box, char *array, int64_t stride, int64_t count, char *message) {
+  const int64_t run = box->run;
+  if (run >= LINE && run % UNIT == 0) {
+    for (int64_t i = 0; i < count; i++)
+      stream(message + i * run, array + (box->list != NULL ? index_at(box->list, i) : i) * stride, run);
+    return;
+  }
+  char piece[PIECE];
+  const int64_t parts = PIECE / run / UNIT * UNIT;
+  for (int64_t i = 0; i < count; i += parts) {
+    const int64_t n = count - i < parts ? count - i : parts;
+    gather_parts(box, array, stride, i, n, piece);
+    stream(message + i * run, piece, n * run);
+  }
+}
+
+static void walk_streaming(const struct box *box, const void *array, char *message) {
+  walk_box(stream_row, box, array, message);
+  _mm_sfence(); /* other cores see these stores before those that announce the message */
+}
+#else
+bool box_streams(const struct box *box, int64_t message_bytes) {
+  (void)box, (void)message_bytes;
+  return false;
+}
+
+static void walk_streaming(const struct box *box, const void *array, char *message) {
+  walk_box(gather_row, box, array, message);
+}
+#endif
+
+void box_gather(const struct box *box, const void *array, char *message) {
+  if (box->streamed)
+    walk_streaming(box, array, message);
+  else
+    walk_box(gather_row, box, array, message);
+}
 
 void box_scatter(const struct box *box, void *array, const char *message) {
   walk_box(scatter_row, box, array, message);
@@ -139,26 +202,27 @@ typedef double _Complex complex128;
 #define LESS(a, b)                    ((a) < (b) ? (a) : (b))
 
 /* Neither the array nor the message need be aligned. */
-#define COMBINER(name, type, ARITHMETIC, combine)                                                                      \
-  INLINE void name##_at(const struct row *row, int64_t count, int64_t run, const char *message) {                      \
-    for (int64_t i = 0; i < count; i++) {                                                                              \
-      char *part = part_of(row, i);                                                                                    \
-      for (int64_t k = 0; k < run; k += (int64_t)sizeof(type)) {                                                       \
-        type x, y;                                                                                                     \
-        memcpy(&x, part + k, sizeof x);                                                                                \
-        memcpy(&y, message + i * run + k, sizeof y);                                                                   \
-        x = ARITHMETIC(type, combine, x, y);                                                                           \
-        memcpy(part + k, &x, sizeof x);                                                                                \
-      }                                                                                                                \
-    }                                                                                                                  \
-  }                                                                                                                    \
-  static void name(const struct box *box, char *array, int64_t stride, int64_t count, char *message) {                 \
-    const int64_t size = (int64_t)sizeof(type);                                                                        \
-    const struct row row = row_of(box, array, stride, box->list == NULL ? IN_ORDER : box->list->wide ? WIDE : NARROW); \
-    if (box->run == size)                                                                                              \
-      name##_at(&row, count, size, message);                                                                           \
-    else                                                                                                               \
-      name##_at(&row, count, box->run, message);                                                                       \
+#define COMBINER(name, type, ARITHMETIC, combine)                                                      \
+  INLINE void name##_at(const struct row *row, int64_t count, int64_t run, const char *message) {      \
+    for (int64_t i = 0; i < count; i++) {                                                              \
+      char *part = part_of(row, i);                                                                    \
+      for (int64_t k = 0; k < run; k += (int64_t)sizeof(type)) {                                       \
+        type x, y;                                                                                     \
+        memcpy(&x, part + k, sizeof x);                                                                \
+        memcpy(&y, message + i * run + k, sizeof y);                                                   \
+        x = ARITHMETIC(type, combine, x, y);                                                           \
+        memcpy(part + k, &x, sizeof x);                                                                \
+      }                                                                                                \
+    }                                                                                                  \
+  }                                                                                                    \
+  static void name(const struct box *box, char *array, int64_t stride, int64_t count, char *message) { \
+    const int64_t size = (int64_t)sizeof(type);                                                        \
+    const enum places places = box->list == NULL ? IN_ORDER : box->list->wide ? WIDE : NARROW;         \
+    const struct row row = row_of(box, array, stride, places, 0);                                      \
+    if (box->run == size)                                                                              \
+      name##_at(&row, count, size, message);                                                           \
+    else                                                                                               \
+      name##_at(&row, count, box->run, message);                                                       \
   }
 
 COMBINER(sum_8, uint8_t, DIRECTLY, ADD) /* of the signed ones too: the bits are the same */

@@ -68,6 +68,15 @@ static bool are_in_order(const struct box *boxes, int count) {
   return true;
 }
 
+/* Long messages are composed by stores that bypass the cache. */
+static void choose_streamed(struct plan *plan) {
+  int next = 0;
+  for (int i = 0; i < plan->send_count; i++)
+    for (const struct peer *peer = &plan->sends[i];
+         next < plan->pack_count && plan->packs[next].stage < peer->stage + peer->bytes; next++)
+      plan->packs[next].streamed = box_streams(&plan->packs[next], peer->bytes);
+}
+
 struct plan *plan_make(const int64_t *numbers, size_t count) {
   struct reader reader = {numbers, numbers + count};
   struct plan *plan = calloc(1, sizeof *plan);
@@ -93,7 +102,10 @@ struct plan *plan_make(const int64_t *numbers, size_t count) {
             plan->combines < COMBINATIONS && are_in_order(plan->packs, plan->pack_count - plan->pair_count) &&
             (plan->combines || are_in_order(plan->unpacks, plan->unpack_count - plan->pair_count));
   }
-  if (whole) return plan;
+  if (whole) {
+    choose_streamed(plan);
+    return plan;
+  }
   free(elements);
   free(plan->sends);
   free(plan->packs);

@@ -223,6 +223,64 @@ static void what_is_added(void) {
   CHECK_EQUAL(communications(), 0);
 }
 
+/* --- long messages --- */
+
+enum { MOST_BYTES = 1 << 16, GUARD = 64 };
+
+/* Gathers `parts` parts for each of `rows` rows, and compares with each byte where it is to come from. */
+static bool gathered(int64_t run, int64_t parts, int64_t rows, const struct indices *list, int64_t stage) {
+  static char from[4 * MOST_BYTES], expected[MOST_BYTES + 2 * GUARD];
+  _Alignas(64) static char message[MOST_BYTES + 2 * GUARD];
+  const int64_t stride = run + 3, behind = 2 * parts * stride, first = 5;
+  struct box box = {.axes = 2, .stage = stage, .first = first, .run = run, .list = list};
+  const int axis = rows > 1;
+  box.axes = axis + 1;
+  box.counts[0] = rows, box.strides[0] = behind;
+  box.counts[axis] = parts, box.strides[axis] = stride;
+  const int64_t bytes = box_bytes(&box), at = GUARD + stage;
+  box.streamed = box_streams(&box, bytes + LABEL_BYTES);
+  CHECK(bytes + at + GUARD <= (int64_t)sizeof message && first + rows * behind <= (int64_t)sizeof from);
+  for (size_t i = 0; i < sizeof from; i++) from[i] = (char)(i % 251);
+  memset(message, 1, sizeof message);
+  memset(expected, 1, sizeof expected);
+  for (int64_t i = 0; i < bytes; i++) {
+    int64_t part = i / run % parts, place = list != NULL ? index_at(list, part) : part;
+    expected[at + i] = from[first + i / run / parts * behind + place * stride + i % run];
+  }
+  box_gather(&box, from, message + at);
+  CHECK(memcmp(message, expected, sizeof message) == 0);
+  return box.streamed;
+}
+
+static void long_messages_are_composed_alike(void) {
+  static const int64_t runs[] = {1, 2, 4, 8, 12, 16, 20, 24, 64, 68, 80, 100, 256, 260, 272, 300, 4096, 4100};
+  int streamed = 0;
+  FOR_EACH (const int64_t *, run, runs) {
+    const int64_t parts = 20011 / *run + 1;
+    int64_t *places = calloc((size_t)parts + 1, sizeof *places);
+    for (int64_t i = 0; i < parts; i++) places[i] = (7 * i + 3) % parts;
+    struct indices *narrow = indices_make(places, (size_t)parts);
+    places[parts] = INT64_C(1) << 32;
+    struct indices *wide = indices_make(places, (size_t)parts + 1);
+    wide->count = parts;
+    for (int64_t stage = 0; stage <= 16; stage += 8) { /* boxes of a message are aligned to 8 bytes */
+      streamed += gathered(*run, parts, 1, NULL, stage);
+      streamed += gathered(*run, parts, 1, narrow, stage);
+      streamed += gathered(*run, parts, 1, wide, stage);
+    }
+    gathered(*run, parts / 16 + 1, 3, NULL, 0);
+    if (*run <= 300) gathered(*run, 64, 3, NULL, 0);
+    free(narrow), free(wide), free(places);
+  }
+#ifdef __SSE2__
+  CHECK_EQUAL(streamed, 2 * 3 * 15); /* aligned ones, but for parts of 260, 300 and 4100 bytes */
+  const struct box box = {.axes = 1, .run = 64, .counts = {1000}};
+  CHECK(box_streams(&box, 1 << 14) && !box_streams(&box, 1 << 13));
+#else
+  CHECK_EQUAL(streamed, 0);
+#endif
+}
+
 /* --- lists --- */
 
 static const struct indices *listed(const int64_t *values, size_t count) {
@@ -477,6 +535,7 @@ static const struct test tests[] = {
     TEST(arrays_must_be_those_of_the_plan),
     TEST(numbers_must_describe_a_plan),
     TEST(what_is_added),
+    TEST(long_messages_are_composed_alike),
     TEST(what_is_known_of_a_list),
     TEST(listed_rows_travel),
     TEST(listed_rows_are_combined),
