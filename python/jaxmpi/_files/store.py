@@ -222,7 +222,7 @@ def _write_all(file: int, *parts: np.ndarray) -> None:
     """Writes arrays of bytes by as few calls as the system lets it be: one of 64 MiB takes half of 64 of 1 MiB."""
     left = [part for part in parts if part.size]
     while left:
-        done = os.writev(file, left)
+        done = os.writev(file, [part.data for part in left])
         while left and done >= left[0].size:
             done -= left.pop(0).size
         if done:
