@@ -267,7 +267,8 @@ def try_c_tests(machine, folder):
     run(tools / "bin/meson", "setup", tests, "--cross-file", cross, PATH=path)
     command = ("test", "-C", tests, "--suite", "c", "--timeout-multiplier", 10)
     said = run(tools / "bin/meson", *command, PATH=path, timeout=3600)
-    return ", ".join(re.findall(r"^(?:Ok|Fail|Skipped): +\d+", said, re.MULTILINE))
+    found = re.findall(r"^(Ok|Fail|Skipped): +(\d+)", said, re.MULTILINE)
+    return ", ".join(f"{name}: {number}" for name, number in found)
 
 
 def seen(row, wheels, folder):
