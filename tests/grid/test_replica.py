@@ -9,39 +9,10 @@ import pytest
 from mpi4py import MPI
 
 import jaxmpi
+from replicas import divisions, plain, state
 
 SIZE = MPI.COMM_WORLD.size
 SHAPE = (7, 9)
-
-
-def block(grid, whole, staggered=(0, 0)):
-    slices = [slice(s.start, s.stop + extra) for s, extra in zip(grid.slices, staggered, strict=True)]
-    return whole[(..., *slices)]
-
-
-def state(grid, step):
-    cells = np.arange(63).reshape(SHAPE)
-    faces = np.arange(2 * 8 * 9, dtype=np.int32).reshape(2, 8, 9)
-    return {
-        "fields": {
-            "h": jnp.pad(block(grid, (cells + 7 * step).astype(np.float32)), 1),
-            "v": np.pad(block(grid, faces - step, (1, 0)), [(0, 0), (1, 1), (1, 1)]),
-            "half": jnp.pad(block(grid, (cells % 8).astype(jnp.bfloat16)), 1),
-            "wet": jnp.pad(block(grid, cells % (step + 2) == 0), 1),
-        },
-        "step": step,
-        "key": jax.random.key(step),
-        "weights": np.full((3, 3), step),
-    }
-
-
-def divisions(grid):
-    return {"fields": grid, "step": None, "key": None, "weights": None}
-
-
-def plain(x):
-    is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(x) if is_key else x)
 
 
 def check(found, expected):

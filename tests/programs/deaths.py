@@ -206,14 +206,19 @@ class Run:
         self.slowest = max(self.slowest, time.monotonic() - begin)
 
 
-def main():
-    options = arguments()
+def through(make, options):
+    """Makes a run and goes through it, with all stacks if it hangs. A rank that is to die does not return."""
     faulthandler.dump_traceback_later(options.seconds + 45)
-    run = Run(options)
+    run = make(options)
     run.go()
     faulthandler.cancel_dump_traceback_later()
     if run.own_death() is not None:
         time.sleep(60)  # it has not been hit yet: it dies now, while the others end
+    return run
+
+
+def main():
+    run = through(Run, arguments())
     left = _core.requests_in_flight()
     print(
         f"OK rank {WORLD.rank}: {run.done} steps, {run.recovered} recoveries, {run.slowest:.2f} s at most, "

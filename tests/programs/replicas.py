@@ -8,7 +8,6 @@ line that begins with OK.
 """
 
 import argparse
-import faulthandler
 import random
 import time
 
@@ -48,6 +47,7 @@ def state(grid, step):
     fields = {
         "h": jnp.pad(block(grid, (cells + 7 * step).astype(np.float32)), 1),
         "v": np.pad(block(grid, faces - step, (1, 0)), [(0, 0), (1, 1), (1, 1)]),
+        "half": jnp.pad(block(grid, (cells % 8).astype(jnp.bfloat16)), 1),
         "wet": jnp.pad(block(grid, cells % (step + 2) == 0), 1),
     }
     return {"fields": fields, "step": step, "key": jax.random.key(step), "weights": np.full((3, 3), step)}
@@ -85,12 +85,15 @@ class Run:
             state(self.grid, 0), grid=divisions(self.grid), width={"fields": 1}, copies=max(1, copies)
         )
 
+    def own_death(self):
+        return self.deaths.get(WORLD.rank)
+
     def made(self):
         return jaxmpi.Grid((0, 0), self.shape, comm=self.comm)
 
     def go(self):
         begin = time.monotonic()
-        own = self.deaths.get(WORLD.rank)
+        own = self.own_death()
         if own is not None:
             own.plan()
         over = False
@@ -146,13 +149,7 @@ class Run:
 
 
 def main():
-    options = arguments()
-    faulthandler.dump_traceback_later(options.seconds + 45)
-    run = Run(options)
-    run.go()
-    faulthandler.cancel_dump_traceback_later()
-    if WORLD.rank in run.deaths:
-        time.sleep(60)  # it has not been hit yet: it dies now, while the others end
+    run = deaths.through(Run, arguments())
     print(f"OK rank {WORLD.rank}: {run.saves} saves, {run.restored} restored, {run.comm.size} left", flush=True)
 
 
