@@ -92,6 +92,11 @@ endian = 'little'
 """Tells Meson how to compile for another processor."""
 
 
+def path_with(environment):
+    """PATH with the programs of an environment in front."""
+    return f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}"
+
+
 def cross_file(tools, machine, path, more=""):
     zig = ", ".join(map(repr, [str(tools / "bin/python"), "-m", "ziglang"]))
     path.write_text(CROSS.format(zig=zig, machine=machine, glibc=GLIBC, more=more))
@@ -100,7 +105,7 @@ def cross_file(tools, machine, path, more=""):
 
 def make_wheel(tools, sdist, machine, folder):
     """The wheel for one kind of processor, tagged for what it needs, in `folder`."""
-    path = f"{tools / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    path = path_with(tools)
     made = folder / "made" / machine
     shutil.unpack_archive(sdist, made)
     (project,) = made.iterdir()
@@ -189,7 +194,7 @@ def try_row(row, python, wheel, folder):
     nothing_compiles = {"CC": "/bin/false", "CXX": "/bin/false"}
     pip = (folder / "bin/pip", "install", "--quiet", "--only-binary=:all:")
     run(*pip, jax, wheel, *row.packages, **nothing_compiles)
-    environment = {"PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}", "JAX_PLATFORMS": "cpu"}
+    environment = {"PATH": path_with(folder), "JAX_PLATFORMS": "cpu"}
     options = ["--mpiexec", row.mpiexec] if row.mpiexec else []
     if row.mpiexec == "mpiexec.mpich":
         (folder / "mpich").mkdir()  # as the error says without it
@@ -261,7 +266,7 @@ def try_c_tests(machine, folder):
     shutil.rmtree(tests, ignore_errors=True)
     run(sys.executable, "-m", "venv", tools)
     run(tools / "bin/pip", "install", "--quiet", *BUILD_TOOLS, "ziglang")
-    path = f"{tools / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    path = path_with(tools)
     wrapper = f"exe_wrapper = ['qemu-{machine}-static', '-L', '{system}']"
     cross = cross_file(tools, machine, folder / f"{machine}.ini", wrapper)
     run(tools / "bin/meson", "setup", tests, "--cross-file", cross, PATH=path)
