@@ -321,6 +321,7 @@ def _find_folder() -> Any:
         _beside("private")
         _beside("lifeline")
         if address is not None:
+            _beside("ready")
             _folder = _beside("relay").folder_here(_folder, address)
         os.environ["JAXMPI_JOB_FOLDER"] = _folder
         folder = _opened()

@@ -33,11 +33,11 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxmpi._launcher import lifeline, private
+    from jaxmpi._launcher import lifeline, private, ready
 else:
-    private, lifeline = (
+    private, lifeline, ready = (
         sys.modules.get(name) or importlib.import_module(name)
-        for name in ("jaxmpi._launcher.private", "jaxmpi._launcher.lifeline")
+        for name in ("jaxmpi._launcher.private", "jaxmpi._launcher.lifeline", "jaxmpi._launcher.ready")
     )
 
 ADDRESS = "JAXMPI_JOB_ADDRESS"
@@ -75,18 +75,12 @@ class Ends:
                     self._processes[rank] = os.pidfd_open(int(self._folder.read(name)))
                 except (OSError, ValueError):
                     self._processes[rank] = -1
-        return {rank for rank, file in self._processes.items() if file < 0 or _is_ready(file)}
+        return {rank for rank, file in self._processes.items() if file < 0 or ready.ready([file], 0)}
 
     def close(self) -> None:
         for file in self._processes.values():
             if file >= 0:
                 os.close(file)
-
-
-def _is_ready(file: int) -> bool:
-    poll = select.poll()
-    poll.register(file, select.POLLIN)
-    return bool(poll.poll(0))
 
 
 class _Lines:
