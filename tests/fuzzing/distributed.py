@@ -40,13 +40,15 @@ class Flying:
 
 
 class Distributed:
-    """`rank` of `size`. `extra` is a zero that is added to all constants (it may be mapped), or None."""
+    """`rank` of `size`. `extra` is a zero that is added to all constants (it may be mapped), or None. `compiled`:
+    all of the program is traced by `jax.jit`."""
 
-    def __init__(self, rank, size, extra=None):
-        self.rank, self.size, self.extra = rank, size, extra
+    def __init__(self, rank, size, extra=None, compiled=False):
+        self.rank, self.size, self.extra, self.compiled = rank, size, extra, compiled
         self.grid, self.ring = ring()
 
     def __call__(self, program, x, number):
+        self.compiled = isinstance(lax.optimization_barrier(jnp.int32(0)), jax.core.Tracer)
         return self.run(program.body, list(x), number)[0]
 
     def run(self, body, values, number, given=()):
@@ -229,8 +231,10 @@ class Distributed:
         return jaxmpi.invariant(x)
 
     def _at_run_time(self, comm, *ends):
-        """Ranks and tags; those of some messages are traced, where anything is."""
-        return lax.optimization_barrier(tuple(map(jnp.int32, ends))) if comm.tag == 5 else ends
+        """Ranks and tags; those of some messages are traced, where anything is. What is started outside of a loop that
+        is not compiled itself knows them, and a request that the loop carries must know as much inside."""
+        known = comm.tag != 5 or (comm.starts and not self.compiled)
+        return ends if known else lax.optimization_barrier(tuple(map(jnp.int32, ends)))
 
     def _pair(self, comm, x):
         source, dest = (comm.root, comm.peer) if self.size > 1 else (MPI.PROC_NULL, MPI.PROC_NULL)
@@ -467,7 +471,7 @@ class Distributed:
         """A function of an extra zero, if there is one, and operands: rules cannot close over traced values."""
 
         def function(extra, *args):
-            return type(self)(self.rank, self.size, extra)._function(call, [], 0)((), *args)[0]
+            return type(self)(self.rank, self.size, extra, self.compiled)._function(call, [], 0)((), *args)[0]
 
         return function
 
