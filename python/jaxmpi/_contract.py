@@ -14,12 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import primitives
 from mpi4py import MPI
 
 from jaxmpi import notoken
 from jaxmpi._derivatives import hooks
-from jaxmpi._jax import internals, jaxprs
+from jaxmpi._jax import internals, jaxprs, primitives
 from jaxmpi._primitive import effect
 from jaxmpi._primitive.effect import EFFECT, Refusal
 from jaxmpi._primitive.operation import is_ours
@@ -167,7 +166,7 @@ def _dropped() -> Any:
     """A primitive that communicates and whose own rule drops it, which must be refused."""
     from jax._src.interpreters import partial_eval
 
-    primitive = internals.Primitive("jaxmpi.dropped")
+    primitive = primitives.Primitive("jaxmpi.dropped")
     primitive.def_effectful_abstract_eval(lambda x: (x, {EFFECT}))
     partial_eval.dce_rules[primitive] = lambda *_: ([False], None)
     try:
@@ -187,7 +186,7 @@ def _newer_checkpoint() -> Any:
 
 def _hidden() -> Any:
     """A primitive like those of other libraries, whose abstract evaluation does not report the effect inside."""
-    primitive = internals.Primitive("jaxmpi.forgetful")
+    primitive = primitives.Primitive("jaxmpi.forgetful")
 
     def evaluate(x: Any) -> Any:
         result = jax.eval_shape(lambda x: _bcast(x), x)

@@ -146,8 +146,11 @@ def test_what_is_imported_later(tmp_path):
         textwrap.dedent("""
             import sys, threading
             import jax, jax.numpy as jnp
-            import jaxmpi
             from mpi4py import MPI
+            before = set(sys.modules)
+            import jaxmpi
+            more = [m for m in set(sys.modules) - before if m.partition(".")[0] != "jaxmpi"]
+            assert len(more) < 10, f"an import opens many files besides those of the package: {more}"
             parts = ("_files", "_grid", "_unstructured", "_replica", "compat", "fft", "io")
             assert not [m for m in sys.modules if m.startswith(tuple(f"jaxmpi.{part}" for part in parts))]
             assert set(jaxmpi.__all__) <= set(dir(jaxmpi))

@@ -9,7 +9,6 @@ import jax
 import numpy as np
 from jax._src import core
 from jax._src.interpreters import ad as private_ad
-from jax.extend.core import primitives
 
 from jaxmpi._derivatives.seeds import (
     has_tangent,
@@ -18,7 +17,7 @@ from jaxmpi._derivatives.seeds import (
     seeds_of,
     without_dummy,
 )
-from jaxmpi._jax import internals, jaxprs
+from jaxmpi._jax import internals, jaxprs, primitives
 from jaxmpi._primitive import effect
 from jaxmpi._primitive.effect import (
     EFFECT,

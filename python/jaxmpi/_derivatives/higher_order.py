@@ -11,7 +11,6 @@ from typing import Any
 import jax
 from jax._src import ad_checkpoint, core, custom_batching
 from jax._src.lax.control_flow import solves
-from jax.extend.core import primitives
 
 from jaxmpi._derivatives import unreported
 from jaxmpi._derivatives.custom_rules import derivative_communicates, rules_communicate
@@ -31,7 +30,7 @@ from jaxmpi._derivatives.seeds import (
     tangents_of,
     without_dummy,
 )
-from jaxmpi._jax import internals, jaxprs
+from jaxmpi._jax import internals, jaxprs, primitives
 from jaxmpi._jax.dependence import depends_on_p
 from jaxmpi._primitive import effect
 from jaxmpi._primitive.effect import (
@@ -187,7 +186,7 @@ _HIGHER_ORDER: dict[Any, Callable[..., Any]] = {
     primitives.scan_p: _differentiate_scan,
     primitives.while_p: _differentiate_while,
     custom_batching.custom_vmap_p: _refuse_custom_vmap,
-    internals.jit_p: _differentiate_call,
+    primitives.jit_p: _differentiate_call,
     **(
         {internals.hijax.call_hi_primitive_p: _differentiate_object}
         if hasattr(internals.hijax, "call_hi_primitive_p")

@@ -8,7 +8,6 @@ from jax._src import ad_checkpoint
 from jax._src.interpreters import ad as private_ad
 from jax._src.interpreters import partial_eval
 from jax._src.lax.control_flow import solves
-from jax.extend.core import primitives
 
 from jaxmpi._derivatives import unreported
 from jaxmpi._derivatives.custom_rules import differentiate_custom_jvp, differentiate_custom_vjp, pullback_communicates
@@ -27,7 +26,7 @@ from jaxmpi._derivatives.partial_evaluation import (
 )
 from jaxmpi._derivatives.seeds import record_seed
 from jaxmpi._derivatives.transposition import transpose, transpose_matrix
-from jaxmpi._jax import internals
+from jaxmpi._jax import internals, primitives
 from jaxmpi._primitive import effect
 from jaxmpi._primitive.effect import EFFECT
 

@@ -10,13 +10,13 @@ import jax
 import numpy as np
 from jax._src import core
 from jax._src.interpreters import partial_eval
-from jax.extend.core import Literal, primitives
 
 from jaxmpi._derivatives import unreported
 from jaxmpi._derivatives.custom_rules import rule_communicates
 from jaxmpi._derivatives.rewrites import with_results_of, without_results
-from jaxmpi._jax import internals, jaxprs
+from jaxmpi._jax import internals, jaxprs, primitives
 from jaxmpi._jax.dependence import depends_on
+from jaxmpi._jax.primitives import Literal
 from jaxmpi._primitive.effect import (
     CALLS,
     EFFECT,

@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 from jax._src import ad_checkpoint, core
-from jax.extend.core import Literal, primitives
 
-from jaxmpi._jax import internals, jaxprs
+from jaxmpi._jax import internals, jaxprs, primitives
 from jaxmpi._jax.dependence import depends_on
+from jaxmpi._jax.primitives import Literal
 from jaxmpi._primitive.effect import EFFECT, ZERO, JaxParams
 from jaxmpi._primitive.operation import is_ours
 
@@ -215,7 +215,7 @@ def _rewrite_cond(evaluate: Any, params: Any, operands: Any) -> Any:
 _REWRITES: dict[Any, Callable[..., list[Any]]] = {
     ad_checkpoint.remat_p: _rewrite_checkpoint,
     primitives.closed_call_p: lambda evaluate, params, operands: evaluate(jaxprs.called(params), operands),
-    internals.jit_p: lambda evaluate, params, operands: evaluate(jaxprs.called(params), operands),
+    primitives.jit_p: lambda evaluate, params, operands: evaluate(jaxprs.called(params), operands),
     primitives.scan_p: _rewrite_scan,
     primitives.while_p: _rewrite_while,
     primitives.cond_p: _rewrite_cond,

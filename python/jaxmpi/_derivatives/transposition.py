@@ -6,11 +6,11 @@ from typing import Any
 import jax
 from jax._src import core
 from jax._src.interpreters import ad as private_ad
-from jax.extend.core import Literal, primitives
 
 from jaxmpi._derivatives.rewrites import with_carry, with_output, with_results
-from jaxmpi._jax import internals, jaxprs, runtime_token
+from jaxmpi._jax import internals, jaxprs, primitives, runtime_token
 from jaxmpi._jax.dependence import cotangents, depends_on, depends_on_p, solving
+from jaxmpi._jax.primitives import Literal
 from jaxmpi._primitive.effect import CALLS, EFFECT, ZERO, Refusal, during
 
 

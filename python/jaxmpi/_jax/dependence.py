@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmpi._jax import internals
+from jaxmpi._jax import internals, primitives
 
-depends_on_p = internals.Primitive("jaxmpi.depends_on")
+depends_on_p = primitives.Primitive("jaxmpi.depends_on")
 
 cotangents: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("cotangents", default=())
 """A number that depends on all cotangents with which the current transposition was started; empty outside of one."""

@@ -11,13 +11,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
-from jax._src import ad_checkpoint, config, core, effects, pjit, source_info_util
+from jax._src import ad_checkpoint, config, core, effects, source_info_util
 from jax._src.array import ArrayImpl
 from jax._src.interpreters import partial_eval, pxla
 from jax._src.lib.mlir.dialects import hlo
 from jax._src.sharding_impls import UNSPECIFIED as UNSPECIFIED
-from jax.extend.core import Primitive as Primitive
-from jax.extend.core import primitives
 from jax.ffi import ffi_lowering as ffi_lowering
 from jax.interpreters import ad as ad
 from jax.interpreters import batching as batching
@@ -28,6 +26,7 @@ try:
 except ImportError:  # before JAX 0.8
     hijax = None  # type: ignore[assignment]
 
+from jaxmpi._jax.primitives import Primitive
 from jaxmpi._launcher.versions import NEWEST_TRIED, numbers
 
 Function = Callable[..., Any]
@@ -65,7 +64,6 @@ else:  # JAX 0.6.0
 
     shard_map = _experimental.shard_map
 
-jit_p = getattr(primitives, "jit_p", None) or getattr(pjit, "pjit_p")  # noqa: B009 (the name in JAX 0.6)
 
 # The permissions that an ordered effect needs in transformations and control flow.
 _PERMISSIONS = (

@@ -9,9 +9,9 @@ from jax._src import core
 from jax._src.interpreters import mlir as private_mlir
 from jax._src.interpreters import partial_eval
 from jax._src.sharding_impls import UnspecifiedValue
-from jax.extend.core import Literal, primitives
 
-from jaxmpi._jax import internals
+from jaxmpi._jax import internals, primitives
+from jaxmpi._jax.primitives import Literal
 
 
 def open_jaxpr(jaxpr: Any) -> Any:
@@ -114,7 +114,7 @@ def lower_calls_inline(effect: internals.Effect) -> None:
     operands is called inside another (`tests/primitive/test_order.py`). XLA would inline the calls anyway.
     """
     for primitive in (
-        internals.jit_p,
+        primitives.jit_p,
         primitives.call_p,
         primitives.closed_call_p,
         getattr(core, "eval_jaxpr_p", None),

@@ -10,9 +10,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import primitives
 
-from jaxmpi._jax import internals, jaxprs, runtime_token
+from jaxmpi._jax import internals, jaxprs, primitives, runtime_token
 from jaxmpi._jax.internals import Refusal as Refusal
 
 
@@ -54,7 +53,7 @@ def during(variable: "contextvars.ContextVar[Any]", value: Any) -> Iterator[None
 JaxParams = dict[str, Any]
 """The parameters of an equation, by name. An operation of this package has one, `call`: see `params`."""
 
-CALLS = (primitives.closed_call_p, internals.remat_p, internals.jit_p)
+CALLS = (primitives.closed_call_p, internals.remat_p, primitives.jit_p)
 
 REQUEST = (2,), np.dtype(np.float32)
 """Shape and dtype of the numbers of a request: `_operations.requests`."""

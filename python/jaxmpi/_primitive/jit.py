@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import jax
 
-from jaxmpi._jax import internals, jaxprs, runtime_token
+from jaxmpi._jax import internals, jaxprs, primitives, runtime_token
 from jaxmpi._primitive.effect import EFFECT
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ jax.tree_util.register_pytree_node(Token, lambda token: ((), None), lambda _, le
 
 # --- the region --------------------------------------------------------------------------------------------------
 
-_region = internals.Primitive("jaxmpi.region")
+_region = primitives.Primitive("jaxmpi.region")
 _region.multiple_results = True
 
 

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 import jaxmpi._core as _core
-from jaxmpi._jax import internals
+from jaxmpi._jax import internals, primitives
 from jaxmpi._mpi import call_sites, tags
 from jaxmpi._mpi.library import CONSTANTS, DATATYPES, DEVICES, OPERATIONS
 from jaxmpi._primitive import pytrees
@@ -39,7 +39,7 @@ _NAMES_OF_DERIVATIVES = {None: "value", TANGENT: "tangent", COTANGENT: "cotangen
 _DERIVATIVES = {its: CONSTANTS["DERIVATIVES"].index(name) for its, name in _NAMES_OF_DERIVATIVES.items()}
 
 
-class Lowered(internals.Primitive, Generic[P]):
+class Lowered(primitives.Primitive, Generic[P]):
     """A primitive that the core executes, always with a list of results. The name is that of its row in ops.def."""
 
     multiple_results = True

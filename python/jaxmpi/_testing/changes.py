@@ -12,9 +12,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Literal
 
 from jaxmpi._jax import jaxprs
+from jaxmpi._jax.primitives import Literal
 from jaxmpi._operations.replication import replicate_p
 from jaxmpi._primitive.params import Common
 from jaxmpi._testing.together import Ranks

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.extend.core import Literal, primitives
 
-from jaxmpi._jax import internals, jaxprs
+from jaxmpi._jax import internals, jaxprs, primitives
+from jaxmpi._jax.primitives import Literal
 from jaxmpi._mpi import call_sites
 from jaxmpi._operations.by_counts import allgatherv_p
 from jaxmpi._operations.collectives import allgather_p, bcast_p
