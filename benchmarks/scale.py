@@ -10,8 +10,10 @@ steps, in which a rank has the same amount of work whatever their number. Of eac
   bytes       sent by the rank that sends most
   KiB         by which the step makes its memory larger (proportional set size, mean of the ranks)
 
-Messages and bytes do not depend on the machine or its load. The last line of each job is the time from the start of the
-launcher to its end, of the job and of one that imports JAX and mpi4py alone.
+Messages and bytes do not depend on the machine or its load. Below are seconds from the start of the launcher to its
+end: of these steps, of a job that imports JAX and mpi4py alone, of one that imports jaxmpi as well (empty), of steps
+with a timeline, and of the program that merges the timelines of all ranks. `sharded` is a sum over a sharded array of
+JAX's, over MPI.
 """
 
 import argparse
@@ -200,7 +202,7 @@ def timed(arguments, **environment):
     return time.perf_counter() - begin, said
 
 
-def measure(ranks, folder):
+def measure(ranks, folder, brief):
     run = ["jaxmpi.run", "-n", str(ranks)]
     count = {"OMPI_MCA_pml_monitoring_enable": "1"}
 
@@ -208,14 +210,12 @@ def measure(ranks, folder):
         seconds, said = timed([*run, __file__, "--job", "steps", "--folder", f"{folder}/state"], **count, **environment)
         return {"seconds": seconds, **json.loads(said.splitlines()[-1])}
 
-    record = {
-        "ranks": ranks,
-        **steps(),
-        "checked": steps(JAXMPI_CHECK="1"),
-        "traced": steps(JAXMPI_TRACE=f"{folder}/trace"),
-    }
-    record["merge"], _ = timed(["jaxmpi.trace", f"{folder}/trace"])
+    record = {"ranks": ranks, **steps()}
     record["alone"], _ = timed([*run, "-c", BASE])
+    if brief:
+        return record
+    record["checked"], record["traced"] = steps(JAXMPI_CHECK="1"), steps(JAXMPI_TRACE=f"{folder}/trace")
+    record["merge"], _ = timed(["jaxmpi.trace", f"{folder}/trace"])
     record["empty"], _ = timed([*run, "-c", "import jaxmpi" + BASE])
     record["sharded"] = json.loads(
         timed([*run, "--collectives", "mpi", __file__, "--job", "sharded"])[1].splitlines()[-1]
@@ -225,15 +225,18 @@ def measure(ranks, folder):
 
 def show(record):
     print(f"\n{record['ranks']} ranks{'us':>50} {'messages':>10} {'peers':>6} {'bytes':>10} {'KiB':>8}")
-    for kind, of in (("", record), ("checked: ", record["checked"])):
+    for kind, of in (("", record), ("checked: ", record.get("checked", {"steps": {}}))):
         for name, (us, messages, peers, size, grown) in of["steps"].items():
             if not kind or name.startswith(("allreduce", "exchange")):
                 print(f"{kind + name:42} {us:14.5g} {messages:10.4g} {peers:6.0f} {size:10.5g} {grown:8.0f}")
     print(f"memory of a rank at the end: {record['memory'] / 1024:.0f} MiB")
-    for what in ("alone", "empty", "seconds", "merge"):
-        print(f"{what}: {record[what]:.3g} s")
-    print(f"traced: {record['traced']['seconds']:.3g} s")
-    print("sharded:", ", ".join(f"{name} {value:.4g}" for name, value in record["sharded"].items()), flush=True)
+    for what in ("seconds", "alone", "empty", "merge"):
+        if what in record:
+            print(f"{what}: {record[what]:.3g} s")
+    if "traced" in record:
+        print(f"traced: {record['traced']['seconds']:.3g} s")
+        print("sharded:", ", ".join(f"{name} {value:.4g}" for name, value in record["sharded"].items()))
+    sys.stdout.flush()
 
 
 def main():
@@ -241,6 +244,7 @@ def main():
     parser.add_argument("--job", choices=("steps", "sharded"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", default="", help=argparse.SUPPRESS)
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, help="of the jobs (default: %(default)s)")
+    parser.add_argument("--brief", action="store_true", help="the steps alone, and how long JAX and mpi4py take")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     if options.job:
@@ -249,7 +253,7 @@ def main():
     records = []
     for ranks in options.ranks:
         with tempfile.TemporaryDirectory() as folder:
-            records.append(measure(ranks, folder))
+            records.append(measure(ranks, folder, options.brief))
         show(records[-1])
     write(options.output, {"scale": records})
 
