@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from compiled import compile_c
+from in_place import multiply
 from mpi4py import MPI
 
 import jaxmpi
@@ -92,21 +93,21 @@ def right(number, n, turn):
     return result
 
 
-def scale(fields):
-    return [fields[0].at[W : 2 * W].multiply(FACTOR), *fields[1:]]
+def scale(fields, once):
+    return [multiply(fields[0], slice(W, 2 * W), FACTOR, once), *fields[1:]]
 
 
 # --- contenders ------------------------------------------------------------------------------------------------------
 
 
 def looped(exchange, jit):
-    run = jit(lambda fields: jax.lax.fori_loop(0, STEPS, lambda _, f: scale(exchange(f)), fields))
+    run = jit(lambda fields, once: jax.lax.fori_loop(0, STEPS, lambda _, f: scale(exchange(f), once), fields))
 
     def batch(fields):
         given = jax.block_until_ready([jnp.asarray(field) for field in fields])
         COMM.Barrier()
         begin = time.perf_counter()
-        result = jax.block_until_ready(run(given))
+        result = jax.block_until_ready(run(given, 1))
         return time.perf_counter() - begin, result
 
     return batch
