@@ -9,7 +9,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from pathlib import Path
 
 import pytest
 
@@ -287,16 +286,6 @@ def begin_job(ranks, *words, through, timeout, check, **environment):
     return process, environment["JAXMPI_TEST_JOB"]
 
 
-def of_host(hosts, name):
-    """The processes of a host, but that which keeps it."""
-    keeper = (hosts.folder / f"{name}.process").read_text()
-    namespace = os.readlink(f"/proc/{keeper}/ns/uts")
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if os.readlink(process / "ns" / "uts") == namespace and process.name != keeper:
-                yield int(process.name)
-
-
 def until(condition, seconds):
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
@@ -313,13 +302,13 @@ while True: pass
 def test_launcher_is_killed(job, hosts):
     """No rank lives some seconds later, on either host, and no process of ours or of mpiexec's."""
     process, _ = job(BUSY, start=begin_job)
-    assert len(list(of_host(hosts, NAMES[1]))) >= 4
+    assert len(list(hosts.running(NAMES[1]))) >= 4
     process.kill()
     try:
-        assert until(lambda: not any(list(of_host(hosts, name)) for name in NAMES), 10)
+        assert until(lambda: not any(list(hosts.running(name)) for name in NAMES), 10)
     finally:
         for name in NAMES:
-            for left in of_host(hosts, name):
+            for left in hosts.running(name):
                 os.kill(left, signal.SIGKILL)
         process.communicate(timeout=20)
 
@@ -328,7 +317,7 @@ def test_machine_is_lost(job, hosts):
     """All of its processes end at once; whatever mpiexec's status is, the launcher's is an error, and says so."""
     process, _ = job(BUSY, start=begin_job)
     since = time.monotonic()
-    for lost in list(of_host(hosts, NAMES[1])):
+    for lost in list(hosts.running(NAMES[1])):
         with contextlib.suppress(ProcessLookupError):
             os.kill(lost, signal.SIGKILL)
     try:
@@ -339,7 +328,7 @@ def test_machine_is_lost(job, hosts):
         if run.flavour(run.find_mpiexec()) == "openmpi":  # MPICH's mpiexec says it by its own status
             told = "^\0?jaxmpi.run: mpiexec ended with status 0, but ranks (0 to 3|2, 3) began and never"
             assert re.search(told, errors, re.MULTILINE), errors
-        assert until(lambda: not any(list(of_host(hosts, name)) for name in NAMES), 10)
+        assert until(lambda: not any(list(hosts.running(name)) for name in NAMES), 10)
     finally:
         process.kill()
         process.communicate()
@@ -361,14 +350,14 @@ def test_machine_is_lost_to_survivors(job, hosts):
     if run.flavour(run.find_mpiexec()) != "openmpi":
         pytest.skip("jobs of Open MPI alone go on without a rank")
     process, _ = job(BUSY, "--survive", start=begin_job)
-    for lost in list(of_host(hosts, NAMES[1])):
+    for lost in list(hosts.running(NAMES[1])):
         with contextlib.suppress(ProcessLookupError):
             os.kill(lost, signal.SIGKILL)
     try:
         _, errors = process.communicate(timeout=60)
         assert process.returncode not in (0, 77)
         assert "all ranks are lost. The status is 1" in errors
-        assert until(lambda: not any(list(of_host(hosts, name)) for name in NAMES), 10)
+        assert until(lambda: not any(list(hosts.running(name)) for name in NAMES), 10)
     finally:
         process.kill()
         process.communicate()

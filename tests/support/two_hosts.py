@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import textwrap
+from pathlib import Path
 
 NAMES = ("one", "two")
 ADDRESSES = ("10.197.3.1", "10.197.3.2")
@@ -84,6 +85,15 @@ class Hosts:
         """The words before a command that run it on a host."""
         process = (self.folder / f"{name}.process").read_text()
         return ["nsenter", "--target", process, "--net", "--uts", "--mount", f"--wd={os.getcwd()}"]
+
+    def running(self, name):
+        """The processes of a host, but that which keeps it."""
+        keeper = (self.folder / f"{name}.process").read_text()
+        namespace = os.readlink(f"/proc/{keeper}/ns/uts")
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if os.readlink(process / "ns" / "uts") == namespace and process.name != keeper:
+                    yield int(process.name)
 
     def end(self):
         for process in self.processes:
