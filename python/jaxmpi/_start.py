@@ -30,9 +30,10 @@ def start() -> None:
     _once(library.bind)  # the core to MPI and XLA; the watch begins
     _once(_expect_the_end)
 
-    from jaxmpi._mpi import communicators, survival
+    from jaxmpi._mpi import apart, communicators, survival
     from jaxmpi._primitive import effect
 
+    _once(apart.warn)  # if the launcher and MPI do not know each other
     _once(effect.install)  # JAX keeps what communicates in program order
     _once(communicators.agree)  # on settings, with the other ranks; the default communicator; the timeline begins
     _once(communicators.know)  # those that every run has

@@ -9,9 +9,6 @@ from jaxmpi import _start, run
 from jaxmpi._launcher import before_jax
 from jaxmpi._mpi import absent
 
-# The number of ranks, as launchers set it. If it is above 1 and MPI says 1, the launcher belongs to another MPI.
-_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS")
-
 
 def facts() -> Iterator[tuple[str, str]]:
     """Pairs of name and value. Raises what importing the package raises."""
@@ -70,15 +67,10 @@ def problems() -> Iterator[str]:
     import jax
     from mpi4py import MPI
 
-    from jaxmpi._mpi import library
+    from jaxmpi._mpi import apart, library
 
-    size = MPI.COMM_WORLD.size
-    told = {name: os.environ[name] for name in _SIZES if os.environ.get(name, "1") not in ("", "1")}
-    if size == 1 and told:
-        yield (
-            f"the launcher announces several ranks ({told}), MPI sees one: mpiexec belongs to another MPI than "
-            "mpi4py uses. Launch with 'python -m jaxmpi.run -n N'."
-        )
+    if said := apart.text(MPI.COMM_WORLD.size, library.LIBRARY.abi, library.LIBRARY.path, os.environ):
+        yield said
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         yield (
             "MPI is below MPI_THREAD_MULTIPLE: operations run one at a time, and mpi4py must not be used while one "

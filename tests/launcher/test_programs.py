@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxmpi import run
-from jaxmpi._mpi import absent
+from jaxmpi._mpi import absent, apart
 from support.launch import launch, outside_of_a_job
 from support.table import NEW_JAX
 
@@ -332,6 +332,37 @@ def test_job_of_slurm_with_srun(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
+    ("abi", "present", "said"),
+    [
+        ("openmpi", {"SLURM_STEP_NUM_TASKS": "2"}, "srun has started 2 processes, but .* 'srun --mpi=pmix'"),
+        ("mpich", {"SLURM_STEP_NUM_TASKS": "2"}, "'srun --mpi=pmi2'"),
+        ("openmpi", {"SLURM_STEP_NUM_TASKS": "2", "PMI_SIZE": "2"}, "'srun --mpi=pmix'"),
+        ("mpich", {"SLURM_STEP_NUM_TASKS": "2", "OMPI_COMM_WORLD_SIZE": "4"}, "mpiexec has started 4 .* uses, /lib"),
+        ("openmpi", {"SLURM_STEP_NUM_TASKS": "2", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "2"}, "mpiexec has started 4"),
+        ("openmpi", {"MPI_LOCALNRANKS": "3"}, "jaxmpi.run -n 3"),
+        ("openmpi", {"SLURM_STEP_NUM_TASKS": "4", "OMPI_COMM_WORLD_SIZE": "1"}, None),
+        ("mpich", {"SLURM_STEP_NUM_TASKS": "1"}, None),
+        ("mpich", {"SLURM_STEP_NUM_TASKS": ""}, None),
+        ("mpich", {}, None),
+    ],
+    ids=str,
+)
+def test_processes_that_mpi_sees_alone(abi, present, said):
+    """A launcher and an MPI library that do not know each other."""
+    text = apart.text(1, abi, "/lib/mpi", present)
+    assert text == "" if said is None else re.search(said, text), text
+    assert apart.text(2, abi, "/lib/mpi", present) == ""
+
+
+def test_processes_that_mpi_sees_alone_are_told(script):
+    """By the first of them alone."""
+    for number, times in (("0", 1), ("1", 0)):
+        done = launch(0, script("print(size)"), SLURM_STEP_NUM_TASKS="2", SLURM_PROCID=number)
+        assert done.stdout == "1\n"
+        assert done.stderr.count("jaxmpi: srun has started 2 processes, but MPI sees each of them alone") == times
+
+
+@pytest.mark.parametrize(
     ("present", "others"),
     [
         ({}, False),
@@ -606,7 +637,7 @@ def test_info_sees_the_wrong_launcher():
         env={**os.environ, "PMI_SIZE": "4"},
     )
     assert done.returncode == 1
-    assert "mpiexec belongs to another MPI" in done.stdout
+    assert "mpiexec has started 4 processes, but MPI sees each of them alone" in done.stdout
 
 
 @pytest.mark.nightly

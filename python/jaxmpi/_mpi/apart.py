@@ -1,0 +1,49 @@
+"""What to say if a launcher has started several processes, each of which MPI takes for the only one: it and the MPI
+library do not know each other, and results would be those of one rank, without an error."""
+
+import os
+import sys
+from collections.abc import Mapping
+
+_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS")
+"""The variables in which launchers tell how many they have started. The first that is set counts: it is that of the
+launcher of an MPI library, which may itself have been started by srun."""
+
+_NUMBERS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+"""The variables in which they tell each process its number."""
+
+_OF_MPIEXEC = ("OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS")
+"""Variables that srun does not set."""
+
+_BY_SRUN = {"openmpi": "--mpi=pmix", "mpich": "--mpi=pmi2"}
+"""The option by which srun and a library of this ABI know each other."""
+
+
+def text(size: int, abi: str, path: str, environment: Mapping[str, str]) -> str:
+    """The message; empty if MPI sees what the launcher has started. `size`: that of COMM_WORLD; `path`: the library."""
+    count = next((environment[name] for name in _SIZES if environment.get(name)), "1")
+    if size > 1 or count == "1":
+        return ""
+    by_srun = "SLURM_STEP_NUM_TASKS" in environment and not any(name in environment for name in _OF_MPIEXEC)
+    if by_srun:
+        advice = (
+            f"Start them by 'srun {_BY_SRUN.get(abi, '--mpi=pmix')}' (srun --mpi=list shows what there is), or in the "
+            f"job by 'python -m jaxmpi.run -n {count}' without srun."
+        )
+    else:
+        advice = f"It belongs to another MPI than mpi4py uses, {path}. Start them by 'python -m jaxmpi.run -n {count}'."
+    return (
+        f"{'srun' if by_srun else 'mpiexec'} has started {count} processes, but MPI sees each of them alone, as rank 0 "
+        f"of 1: nothing is communicated between them. {advice}"
+    )
+
+
+def warn() -> None:
+    """Says it on stderr, in the first of these processes."""
+    from mpi4py import MPI
+
+    from jaxmpi._mpi.library import LIBRARY
+
+    number = next((os.environ[name] for name in _NUMBERS if name in os.environ), "0")
+    if number == "0" and (said := text(MPI.COMM_WORLD.size, LIBRARY.abi, LIBRARY.path, os.environ)):
+        print(f"jaxmpi: {said}", file=sys.stderr, flush=True)
