@@ -100,6 +100,28 @@ def test_ranks_that_are_lost(tmp_path):
     assert done.stderr.count(b"\n") == 1
 
 
+def test_ranks_that_a_signal_ends_though_mpiexec_says_nothing(tmp_path):
+    """As that of Open MPI, if what it has started on other machines gets the signal as well: a job of Slurm."""
+    done = fake(
+        tmp_path,
+        """
+        ranks = [rank(r) for r in (0, 1)]
+        def end(*_):
+            for process in ranks:
+                process.kill()
+                process.wait()
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, end)
+        time.sleep(2)  # until they have begun
+        os.kill(os.getppid(), signal.SIGTERM)
+        time.sleep(30)
+        """,
+        program="import time; time.sleep(100)",
+    )
+    assert done.returncode == 128 + signal.SIGTERM
+    assert done.stderr == b"jaxmpi.run: ended by SIGTERM\n"
+
+
 @pytest.mark.parametrize(
     "end",
     ["pass", "import sys; sys.exit(0)", "import os; os._exit(0)", "import os; os.execvp('true', ['true'])"],

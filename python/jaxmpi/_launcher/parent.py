@@ -348,7 +348,8 @@ def _end(code: int, job: Job, signals: _Signals, passing: output.Output) -> int:
         words += f"jaxmpi.run: mpiexec was ended by signal {-code} ({_name(-code)})\n"
     if aborting and not any(_says(passing.last_line(), reason) for _, reason in aborting.values()):
         words += _who_ended(aborting)
-    if code != 0 and signals.ending and not aborting:
+    ended_early = code != 0 or (missing and not job.survives)
+    if ended_early and signals.ending and not aborting:
         words += f"jaxmpi.run: ended by {_name(signals.ending[-1])}\n"
         code = -signals.ending[-1]
     if code == 0 and job.survives and not aborting:
