@@ -24,7 +24,7 @@ BUILD := .build/$(MPI)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-ranks test-jax test-faults test-tcp test-hosts test-clients test-sharded test-layouts starts fuzz soak faults errors test-device test-gpu test-compiled bench bench-gpu bench-quick compat wheel wheel-test docs lint format clean
+.PHONY: help setup demo test test-all test-ranks test-jax test-faults test-tcp test-hosts test-slurm test-clients test-sharded test-layouts starts fuzz soak faults errors test-device test-gpu test-compiled bench bench-gpu bench-quick compat wheel wheel-test docs lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -104,6 +104,9 @@ test-tcp: $(READY) ## the suite on 2 ranks, and much of it on 4, which communica
 
 test-hosts: $(READY) ## a job on two hosts, which are network namespaces of this machine; needs root
 	$(SUITES) hosts
+
+test-slurm: $(READY) ## jobs of Slurm on two such hosts; needs root, and: apt install slurm-wlm munge libpmix-dev
+	$(SUITES) slurm
 
 include tests/c/Makefile
 

@@ -21,9 +21,9 @@ TESTS = Path(__file__).resolve().parent
 
 NOT_EACH_TIME = (
     "faults launcher injected sharded_jobs two_hosts run_devices device grid_examples grid_jobs files_jobs "
-    "files_examples sharded_examples particles unstructured_examples benchmarks soak timeline wheel"
+    "slurm files_examples sharded_examples particles unstructured_examples benchmarks soak timeline wheel"
 )
-"""How jobs end, several hosts, long programs, timelines, benchmarks, the wheel: `make test` leaves them out."""
+"""How jobs end, several hosts, Slurm, long programs, timelines, benchmarks, the wheel: `make test` leaves them out."""
 OF_FAULTS = "faults launcher injected"
 ON_EVERY_TRANSPORT = "device operations errors dtypes order"
 ON_DEVICES = (
@@ -135,6 +135,11 @@ def hosts(options) -> Iterator[Command]:
     yield pytest("two_hosts", options)
 
 
+def slurm(options) -> Iterator[Command]:
+    options.workers = "0"
+    yield pytest("slurm", options)
+
+
 def device(options) -> Iterator[Command]:
     """All suites on the two transports that differ most, fewer on the other two.
 
@@ -182,6 +187,7 @@ PLANS = {
     "layouts": layouts,
     "tcp": over_tcp,
     "hosts": hosts,
+    "slurm": slurm,
     "device": device,
     "gpu": gpu,
     "compiled": compiled,

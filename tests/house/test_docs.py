@@ -9,6 +9,7 @@ import contextlib
 import io
 import os
 import re
+import signal
 import tempfile
 import unittest
 from pathlib import Path
@@ -78,8 +79,9 @@ def examples(page, comm=None):
 def test_page(page, comm, monkeypatch):
     if not NEW_JAX:
         pytest.skip("derivatives are on most pages")
-    if page.stem == "files":
+    if page.stem in ("files", "slurm"):
         pytest.importorskip("zarr", minversion="3")
+    terminated = signal.getsignal(signal.SIGTERM)
     with mock.patch.dict(os.environ), jax.enable_x64(False), tempfile.TemporaryDirectory() as folder:
         monkeypatch.chdir(folder)
         for example in examples(page, comm):
@@ -89,6 +91,7 @@ def test_page(page, comm, monkeypatch):
             except unittest.SkipTest:  # this block alone
                 example.namespace.pop(SHOWN, None)
         monkeypatch.undo()
+    signal.signal(signal.SIGTERM, terminated)  # which a program takes
     jax.effects_barrier()
 
 
