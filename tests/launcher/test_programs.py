@@ -158,8 +158,8 @@ def test_what_is_imported_later(tmp_path):
             if rank == 1:
                 jaxmpi.fft, jaxmpi.io.save
             with jax.checking_leaks():
-                made = jax.jit(lambda x: jaxmpi.Grid((size,), (8,)).exchange(x, boundary="edge"))(jnp.ones(8 // size + 2))
-            assert (made == 1).all()
+                exchange = jax.jit(lambda x: jaxmpi.Grid((size,), (8,)).exchange(x, boundary="edge"))
+                assert (exchange(jnp.ones(8 // size + 2)) == 1).all()
             got = []
             threads = [threading.Thread(target=lambda: got.append(jaxmpi.IndexMap)) for _ in range(8)]
             [thread.start() for thread in threads]
