@@ -1,5 +1,6 @@
-"""meson-python as it is, but for three things that it does not do by itself.
+"""meson-python as it is, but for four things that it does not do by itself.
 
+- A build for a free-threaded Python is refused, unless it does without the limited API.
 - A wheel is tagged for the oldest Python whose limited API the core is compiled with, whichever Python has built it.
 - In an editable install type checkers see the sources. They do not execute what finds them at run time, but they do
   read the folders that a .pth file names.
@@ -24,6 +25,7 @@ SOURCES = Path(__file__).resolve().parents[1] / "python"
 
 
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
+    _refuse_free_threading(config_settings)
     name = mesonpy.build_wheel(wheel_directory, config_settings, metadata_directory)
     *project, python, abi, platform = name.removesuffix(".whl").split("-")
     if abi != "abi3":  # a Python without the stable ABI, or a build that does without it
@@ -36,6 +38,7 @@ def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
 
 
 def build_editable(wheel_directory, config_settings=None, metadata_directory=None):
+    _refuse_free_threading(config_settings)
     places = {Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
     passing = Path(mesonpy.__file__).parent.parent not in places or "builds-v0" in sys.prefix  # of pip; of uv
     if passing:
@@ -47,6 +50,14 @@ def build_editable(wheel_directory, config_settings=None, metadata_directory=Non
     wheel = Path(wheel_directory, name)
     _rewrite(wheel, wheel, {}, {"jaxmpi-sources.pth": f"{SOURCES}\n"})
     return name
+
+
+def _refuse_free_threading(config_settings):
+    if "t" in sys.abiflags and "allow_limited_api=false" not in str(config_settings):
+        sys.exit(
+            f"jaxmpi: this Python {sys.version.split()[0]} is a free-threaded build, without the stable ABI for which "
+            f"jaxmpi is compiled: use the other build of this version, such as python3.{sys.version_info[1]} without t"
+        )
 
 
 def _rewrite(old, new, changed, added):

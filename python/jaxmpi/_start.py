@@ -5,7 +5,10 @@ before them have made.
 """
 
 import atexit
+import platform
+import sys
 from collections.abc import Callable
+from importlib import import_module
 
 from jaxmpi._launcher import before_jax
 
@@ -23,6 +26,7 @@ def _once(step: Callable[[], None]) -> None:
 
 def start() -> None:
     """Readies JAX and the C core. Raises ImportError, RuntimeError or ValueError, which say what to do."""
+    _load_core()
     before_jax.offer()  # jaxlib finds the core as it looks for MPI: before jax is imported
 
     from jaxmpi._mpi import library
@@ -45,6 +49,28 @@ def start() -> None:
     _once(_contract.install)  # the hooks of derivatives
     before_jax.taken()
     before_jax.register()  # for jax.distributed.initialize()
+
+
+def _load_core() -> None:
+    """Loads the C core. Raises ImportError where it is not for this Python or machine."""
+    python = f"Python {platform.python_version()}"
+    try:
+        import_module("jaxmpi._core")
+    except ImportError as error:
+        if "t" in sys.abiflags:
+            raise ImportError(
+                f"jaxmpi: this {python} is a free-threaded build, without the stable ABI for which the core of jaxmpi "
+                f"is compiled: use the other build of this version, such as python3.{sys.version_info[1]} without t"
+            ) from error
+        raise ImportError(
+            f"jaxmpi: no core for {python} on {platform.system()} ({platform.machine()}): {error}. Install the wheel "
+            "for this machine, or compile the core: 'pip install' the sources"
+        ) from error
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+        raise ImportError(
+            "jaxmpi: Python runs without its global lock, which the core of jaxmpi needs: do not set PYTHON_GIL=0 or "
+            "-X gil=0"
+        )
 
 
 def _expect_the_end() -> None:

@@ -91,6 +91,27 @@ def test_editable_install_without_its_tools(tmp_path):
 
 
 @pytest.mark.one_rank
+@pytest.mark.parametrize("setting", [None, {"setup-args": "-Dpython.allow_limited_api=false"}])
+def test_build_for_a_free_threaded_python(setting):
+    """It is refused, since there is no stable ABI there, unless the builder does without that."""
+    if importlib.util.find_spec("mesonpy") is None:
+        pytest.skip("meson-python is not installed")
+    program = (
+        "import sys, mesonpy; mesonpy.build_wheel = lambda *_: 'made-cp313-cp313t-linux.whl'; sys.abiflags += 't'; "
+        f"import backend; print(backend.build_wheel('.', {setting!r}))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tools")}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if setting is None:
+        assert done.returncode == 1
+        assert "is a free-threaded build" in done.stderr
+        assert "Traceback" not in done.stderr
+    else:
+        assert done.stdout == "made-cp313-cp313t-linux.whl\n", done.stderr
+
+
+@pytest.mark.one_rank
 @pytest.mark.parametrize("url", ["", "https://forge.example/us/jaxmpi"])
 def test_description_has_no_dead_links(url):
     """A package index shows the README, but has no files beside it."""

@@ -1,6 +1,7 @@
 """Whole programs, started as a user starts them: launcher, exit, debug log, info, examples."""
 
 import os
+import platform
 import re
 import shutil
 import socket
@@ -423,6 +424,27 @@ def test_syntax_errors_are_told_once(by, script):
     assert done.stderr.count("SyntaxError") == 1
     assert "print(1" in done.stderr
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("sys.modules['jaxmpi._core'] = None", ["no core for Python", platform.machine(), "'pip install' the sources"]),
+        (
+            "sys.modules['jaxmpi._core'] = None; sys.abiflags += 't'",
+            ["is a free-threaded build", f"python3.{sys.version_info[1]} without t"],
+        ),
+        ("sys._is_gil_enabled = lambda: False", ["without its global lock", "do not set PYTHON_GIL=0"]),
+    ],
+    ids=["another machine", "free-threaded", "no lock"],
+)
+def test_no_core(setting, words):
+    """Where the core is not for the Python or the machine, the import says what to do."""
+    command = [sys.executable, "-c", f"import sys; {setting}; import jaxmpi"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: jaxmpi: "), done.stderr
+    assert all(word in last for word in words), last
 
 
 def test_no_mpi_library():
