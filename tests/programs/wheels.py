@@ -4,7 +4,7 @@
 package index that targets an old glibc, macOS and any processor, and checks them. `test` installs the wheel in new
 environments, where nothing is compiled, and runs the README's program on 2 and 4 ranks with each MPI: a table is the
 result. An MPI of the system is tested if it is there, on Debian by apt install openmpi-bin mpich; otherwise its row
-says so. Wheels for other processors are tested in an emulated Debian (emulated.py).
+says so. Wheels for other processors are tested in an emulated Debian (debians.py).
 """
 
 import argparse
@@ -17,7 +17,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import emulated
+import debians
 
 ROOT = Path(__file__).resolve().parents[2]
 GLIBC = "2.27"
@@ -239,7 +239,7 @@ class Row:
 MPIS = ["Open MPI", "MPICH", "Intel MPI", "Open MPI of the system", "MPICH of the system"]
 C_TESTS = "C tests"
 MATRIX = [Row(python, jax, mpi) for mpi in MPIS for python, jax in (OLDEST, NEWEST)] + [
-    Row(emulated.PYTHON, "newest", mpi, machine)
+    Row(debians.PYTHON, "newest", mpi, machine)
     for machine in MACHINES
     if machine != platform.machine()
     for mpi in ("Open MPI", "MPICH", C_TESTS)
@@ -297,15 +297,15 @@ def check_mean(row, ranks, output):
 def try_emulated(row, folder, wheels):
     """Installs and runs where another processor is emulated: the README's program and first_use.py on 2 ranks."""
     system = folder / row.machine
-    emulated.make(row.machine, system, run)
+    debians.make(row.machine, system, run)
     shutil.rmtree(system / "trial", ignore_errors=True)
     (system / "trial").mkdir()
     (wheel,) = wheels.glob(f"*_{row.machine}.whl")
     pip = (sys.executable, "-m", "pip")
-    emulated.wheels_for(row.machine, system / "trial/wheels", run, pip, wheel, "jax", *row.packages)
+    debians.wheels_for(row.machine, system / "trial/wheels", run, pip, wheel, "jax", *row.packages)
 
     def there(*command, timeout=1500):
-        return run(*emulated.inside(system, *command), timeout=timeout)
+        return run(*debians.inside(system, *command), timeout=timeout)
 
     (system / "trial/mean.py").write_text(program())
     shutil.copy(ROOT / "tests/programs/first_use.py", system / "trial")
@@ -326,7 +326,7 @@ def try_emulated(row, folder, wheels):
 def try_c_tests(machine, folder):
     """Builds the C tests for another processor and runs them there."""
     system, tools, tests = folder / machine, folder / "tools", folder / "c-tests"
-    emulated.make(machine, system, run)
+    debians.make(machine, system, run)
     shutil.rmtree(tests, ignore_errors=True)
     run(sys.executable, "-m", "venv", tools)
     run(tools / "bin/pip", "install", "--quiet", *BUILD_TOOLS, "ziglang")
@@ -343,7 +343,7 @@ def try_c_tests(machine, folder):
 def seen(row, wheels, folder):
     """What is seen of a row, in words; raises what try_row and try_emulated raise."""
     if row.machine:
-        if why := emulated.missing(row.machine):
+        if why := debians.missing(row.machine):
             return f"not run: {why}"
         if row.mpi == C_TESTS:
             return try_c_tests(row.machine, folder / "emulated")
