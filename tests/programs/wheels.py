@@ -4,7 +4,8 @@
 package index that targets an old glibc, macOS and any processor, and checks them. `test` installs the wheel in new
 environments, where nothing is compiled, and runs the README's program on 2 and 4 ranks with each MPI: a table is the
 result. An MPI of the system is tested if it is there, on Debian by apt install openmpi-bin mpich; otherwise its row
-says so. Wheels for other processors are tested in an emulated Debian (debians.py).
+says so. Wheels for other processors are tested in an emulated Debian, those for a Python that this system lacks in a
+Debian that has it (debians.py).
 """
 
 import argparse
@@ -222,8 +223,11 @@ class Row:
     python: str
     jax: str
     mpi: str
-    machine: str = ""
-    """A kind of processor that is not this machine's."""
+    system: debians.System | None = None
+    """Another than this machine's."""
+
+    def __str__(self):
+        return f"{self.mpi}, {self.system}" if self.system else self.mpi
 
     @property
     def packages(self):
@@ -238,11 +242,15 @@ class Row:
 
 MPIS = ["Open MPI", "MPICH", "Intel MPI", "Open MPI of the system", "MPICH of the system"]
 C_TESTS = "C tests"
-MATRIX = [Row(python, jax, mpi) for mpi in MPIS for python, jax in (OLDEST, NEWEST)] + [
-    Row(debians.PYTHON, "newest", mpi, machine)
-    for machine in MACHINES
-    if machine != platform.machine()
-    for mpi in ("Open MPI", "MPICH", C_TESTS)
+MATRIX = [
+    *(Row(python, jax, mpi) for mpi in MPIS for python, jax in (OLDEST, NEWEST)),
+    *(Row(debians.NEWEST_PYTHON.python, "newest", mpi, debians.NEWEST_PYTHON) for mpi in ("Open MPI", "MPICH")),
+    *(
+        Row(system.python, "newest", mpi, system)
+        for system in map(debians.for_processor, MACHINES)
+        if system.emulated
+        for mpi in ("Open MPI", "MPICH", C_TESTS)
+    ),
 ]
 
 
@@ -294,15 +302,15 @@ def check_mean(row, ranks, output):
         raise RuntimeError(f"{row} on {ranks} ranks: not {ranks} times {expected}, but {said}")
 
 
-def try_emulated(row, folder, wheels):
-    """Installs and runs where another processor is emulated: the README's program and first_use.py on 2 ranks."""
-    system = folder / row.machine
-    debians.make(row.machine, system, run)
+def try_in_debian(row, folder, wheels):
+    """Installs and runs in another system: the README's program and first_use.py on 2 ranks."""
+    system = folder / row.system.folder
+    debians.make(row.system, system, run)
     shutil.rmtree(system / "trial", ignore_errors=True)
     (system / "trial").mkdir()
-    (wheel,) = wheels.glob(f"*_{row.machine}.whl")
+    (wheel,) = wheels.glob(f"*_{row.system.machine}.whl")
     pip = (sys.executable, "-m", "pip")
-    debians.wheels_for(row.machine, system / "trial/wheels", run, pip, wheel, "jax", *row.packages)
+    debians.wheels_for(row.system, system / "trial/wheels", run, pip, wheel, "jax", *row.packages)
 
     def there(*command, timeout=1500):
         return run(*debians.inside(system, *command), timeout=timeout)
@@ -314,7 +322,8 @@ def try_emulated(row, folder, wheels):
     there(*pip, "jax", "jaxmpi", *row.packages)
     python = "/trial/environment/bin/python"
     facts = facts_of(there(python, "-m", "jaxmpi.info"))
-    free = ["--mpiexec-args=-bind-to none"] * (row.mpi == "MPICH")  # which the emulator cannot bind to cores
+    emulated_mpich = row.mpi == "MPICH" and row.system.emulated  # which the emulator cannot bind to cores
+    free = ["--mpiexec-args=-bind-to none"] * emulated_mpich
     launcher = (python, "-m", "jaxmpi.run", "-n", 2, *free)
     check_mean(row, 2, there(*launcher, "/trial/mean.py"))
     said = there(*launcher, "/trial/first_use.py")
@@ -323,15 +332,15 @@ def try_emulated(row, folder, wheels):
     return f"{versions(facts)}: right on 2 ranks, with derivatives, grids, rows and requests"
 
 
-def try_c_tests(machine, folder):
+def try_c_tests(system, folder):
     """Builds the C tests for another processor and runs them there."""
-    system, tools, tests = folder / machine, folder / "tools", folder / "c-tests"
-    debians.make(machine, system, run)
+    machine, there, tools, tests = system.machine, folder / system.folder, folder / "tools", folder / "c-tests"
+    debians.make(system, there, run)
     shutil.rmtree(tests, ignore_errors=True)
     run(sys.executable, "-m", "venv", tools)
     run(tools / "bin/pip", "install", "--quiet", *BUILD_TOOLS, "ziglang")
     path = path_with(tools)
-    wrapper = f"exe_wrapper = ['qemu-{machine}-static', '-L', '{system}']"
+    wrapper = f"exe_wrapper = ['qemu-{machine}-static', '-L', '{there}']"
     cross = cross_file(tools, linux(machine), folder / f"{machine}.ini", wrapper)
     run(tools / "bin/meson", "setup", tests, "--cross-file", cross, PATH=path)
     command = ("test", "-C", tests, "--suite", "c", "--timeout-multiplier", 10)
@@ -341,13 +350,13 @@ def try_c_tests(machine, folder):
 
 
 def seen(row, wheels, folder):
-    """What is seen of a row, in words; raises what try_row and try_emulated raise."""
-    if row.machine:
-        if why := debians.missing(row.machine):
+    """What is seen of a row, in words; raises what try_row and try_in_debian raise."""
+    if row.system:
+        if why := debians.missing(row.system):
             return f"not run: {why}"
         if row.mpi == C_TESTS:
-            return try_c_tests(row.machine, folder / "emulated")
-        return try_emulated(row, folder / "emulated", wheels)
+            return try_c_tests(row.system, folder / "debians")
+        return try_in_debian(row, folder / "debians", wheels)
     python = find_python(row.python)
     if python is None:
         return "not run: this Python is not on this machine"
@@ -362,15 +371,14 @@ def test(wheels, folder, only):
     failed = 0
     print("| MPI | Python | seen |\n|---|---|---|", flush=True)
     for row in MATRIX:
-        name = f"{row.mpi}, {row.machine}" if row.machine else row.mpi
-        if only not in name:
+        if only not in str(row):
             continue
         try:
             found = seen(row, wheels, folder)
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             found, failed = "FAILED", failed + 1
             print(error, file=sys.stderr)
-        print(f"| {name} | {row.python} | {found} |", flush=True)
+        print(f"| {row} | {row.python} | {found} |", flush=True)
     return failed
 
 
