@@ -92,6 +92,15 @@ def sources(folder, url):
     run("git", "-C", folder, *identity, "commit", "--quiet", "--all", "--message", "README: as an index shows it")
 
 
+def make_sdist(python, folder, url=""):
+    """The sdist, in `folder`, by the package `build` of an environment."""
+    sources(folder / "sources", url)
+    run(python, "-m", "build", "--sdist", "--outdir", folder, folder / "sources")
+    shutil.rmtree(folder / "sources")
+    (sdist,) = folder.glob("*.tar.gz")
+    return sdist
+
+
 @dataclass(frozen=True)
 class Target:
     """What a wheel is made for: a system and a kind of processor, as Meson names them."""
@@ -166,12 +175,9 @@ def make_wheel(tools, sdist, target, folder):
         run(*command, CC=f"{zig} cc -target {target.zig}", AR=f"{zig} ar", PATH=path)
     else:
         cross = cross_file(tools, target, made / "cross.ini", OLD_MACOS if target.system == "darwin" else "")
-        run(
-            *command,
-            f"--config-setting=setup-args=--cross-file={cross}",
-            PATH=path,
-            _PYTHON_HOST_PLATFORM=target.python,
-        )
+        setting = f"--config-setting=setup-args=--cross-file={cross}"
+        names = {"_PYTHON_HOST_PLATFORM": target.python, "MACOSX_DEPLOYMENT_TARGET": MACOS}
+        run(*command, setting, PATH=path, **names)
     (wheel,) = made.glob("*.whl")
     if target.system == "linux":
         run(tools / "bin/auditwheel", "repair", "--plat", "auto", "--wheel-dir", folder, wheel, PATH=path)
@@ -196,9 +202,7 @@ def build(folder, python=sys.executable, url="", targets=()):
     shutil.rmtree(folder, ignore_errors=True)
     run(python, "-m", "venv", tools)
     run(tools / "bin/pip", "install", "--quiet", *TOOLS)
-    sources(folder / "sources", url)
-    run(tools / "bin/python", "-m", "build", "--sdist", "--outdir", folder, folder / "sources")
-    (sdist,) = folder.glob("*.tar.gz")
+    sdist = make_sdist(tools / "bin/python", folder, url)
     wheels = []
     for target in dict.fromkeys([linux(platform.machine()), *targets]):
         try:
@@ -208,7 +212,7 @@ def build(folder, python=sys.executable, url="", targets=()):
                 f"{error}\nmake wheel: there is no wheel for {target.python}; the reason is above"
             ) from None
     run(tools / "bin/twine", "check", "--strict", *wheels, sdist)
-    for part in (folder / "made", tools, folder / "sources"):
+    for part in (folder / "made", tools):
         shutil.rmtree(part)
     return wheels[0]
 
