@@ -24,7 +24,7 @@ BUILD := .build/$(MPI)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-ranks test-jax test-faults test-tcp test-hosts test-slurm test-clients test-sharded test-layouts starts fuzz soak faults errors test-device test-gpu test-compiled bench bench-gpu bench-quick compat wheel wheel-test docs lint format clean
+.PHONY: help setup demo test test-all test-ranks test-jax test-faults test-tcp test-hosts test-slurm test-clients test-sharded test-layouts test-packaging starts fuzz soak faults errors test-device test-gpu test-compiled bench bench-gpu bench-quick compat wheel wheel-test docs lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,7 +53,7 @@ $(VENV)/.built: $(VENV)/.installed $(C_SOURCES)
 	@touch $@
 
 # The extras of what is installed, without building it again.
-$(VENV)/.test $(VENV)/.clients $(VENV)/.lint $(VENV)/.docs: $(VENV)/.%: $(VENV)/.installed
+$(VENV)/.test $(VENV)/.clients $(VENV)/.lint $(VENV)/.docs $(VENV)/.packaging: $(VENV)/.%: $(VENV)/.installed
 	$(PIP) "jaxmpi[$(if $(filter test,$*),examples$(comma))$*]"
 	@touch $@
 
@@ -170,6 +170,9 @@ wheel: ## the files of a release, in dist/: an sdist, and one wheel for every MP
 
 wheel-test: ## what a user of that wheel gets, with each MPI, where nothing is compiled: a table
 	$(PYTHON) tests/programs/wheels.py test
+
+test-packaging: $(READY) $(VENV)/.packaging ## what the recipes in packaging/ build, and their linters
+	$(SUITES) packaging
 
 C_FILES = $(wildcard csrc/*/*.[ch] csrc/mpi/abi/*.h tests/c/*.[ch] tests/c/orders/*.[ch] tests/device/*.[ch] tests/inject/*.c benchmarks/*.c)
 lint: $(READY) $(VENV)/.lint ## formatters in checking mode, linters and type checker

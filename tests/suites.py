@@ -21,9 +21,10 @@ TESTS = Path(__file__).resolve().parent
 
 NOT_EACH_TIME = (
     "faults launcher injected sharded_jobs two_hosts run_devices device grid_examples grid_jobs files_jobs "
-    "slurm files_examples sharded_examples particles unstructured_examples benchmarks soak timeline wheel"
+    "slurm files_examples sharded_examples particles unstructured_examples benchmarks soak timeline wheel recipes"
 )
-"""How jobs end, several hosts, Slurm, long programs, timelines, benchmarks, the wheel: `make test` leaves them out."""
+"""How jobs end, several hosts, Slurm, long programs, timelines, benchmarks, wheels, recipes: `make test` leaves them
+out."""
 OF_FAULTS = "faults launcher injected"
 ON_EVERY_TRANSPORT = "device operations errors dtypes order"
 ON_DEVICES = (
@@ -113,6 +114,12 @@ def clients(options) -> Iterator[Command]:
     yield pytest("clients", options, ranks=2, JAXMPI_TEST_CLIENTS="1")
 
 
+def packaging(options) -> Iterator[Command]:
+    """One after the other: most of them compile."""
+    options.workers = "0"
+    yield pytest("packaging recipes", options, JAXMPI_TEST_PACKAGING="1")
+
+
 def sharded(options) -> Iterator[Command]:
     for ranks in options.ranks:
         yield pytest("sharded sharded_layouts", options, ranks=ranks, collectives="mpi")
@@ -183,6 +190,7 @@ PLANS = {
     "fault-times": fault_times,
     "random-faults": random_faults,
     "clients": clients,
+    "packaging": packaging,
     "sharded": sharded,
     "layouts": layouts,
     "tcp": over_tcp,
