@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 import jaxmpi
 from jaxmpi import io
-from jaxmpi._files import commit, store
+from jaxmpi._files import commit, layout, store
 
 zarr = pytest.importorskip("zarr", minversion="3")
 COMM = MPI.COMM_WORLD
@@ -288,6 +288,44 @@ def test_communicator_that_is_freed(folder):
     ):
         with pytest.raises(ValueError, match="freed"):
             call()
+
+
+class Counted(MPI.Intracomm):
+    """A communicator that counts the collectives that are called on it."""
+
+    calls: list[str] = []  # noqa: RUF012
+
+    def __getattribute__(self, name):
+        if name.lower() in ("allreduce", "bcast", "allgather", "gather", "barrier", "exscan", "alltoall"):
+            self.calls.append(name)
+        return super().__getattribute__(name)
+
+
+def test_how_often_ranks_agree(folder, grid, monkeypatch):
+    """Errors are told together with what ranks tell each other anyway: few small collectives, on many ranks too."""
+    right = layout.clone_of
+    monkeypatch.setattr(layout, "clone_of", lambda comm: Counted(right(comm)))
+    tree, states = {"x": jnp.arange(grid.local_shape[0]), "step": 3}, folder / "states"
+    map = jaxmpi.IndexMap(np.arange(RANK, 4 * SIZE, SIZE), [])
+    out = io.Writer(folder / "w", grid)
+    again = io.Writer(folder / "w", grid, resume=True)
+    for most, call in (
+        (6, lambda: io.save(folder / "s", tree, grid=grid)),
+        (6, lambda: io.save(folder / "s", tree, grid=grid, overwrite=True, chunks=3)),
+        (8, lambda: io.checkpoint(states, tree, grid=grid)),
+        (3, lambda: io.latest(states)),
+        (5, lambda: io.load(folder / "s", grid=grid, width=1)),
+        (8, lambda: out.append(0, tree)),
+        (1, lambda: out.append(1, tree)),
+        (2, out.close),
+        (8, lambda: again.append(2, tree)),
+        (2, again.close),
+        (10, lambda: io.save(folder / "rows", {"x": jnp.arange(4)}, grid=map)),
+        (8, lambda: io.save(folder / "others", {"x": jnp.arange(4)}, grid=map)),
+    ):
+        Counted.calls.clear()
+        call()
+        assert len(Counted.calls) <= most, Counted.calls
 
 
 # --- JAX --------------------------------------------------------------------------------------------------------------

@@ -62,8 +62,7 @@ def checkpoint(
             raise ValueError(f"{operation}: step is {step}: pass 0 or more, or None for the next number.")
         return saving.plan_of(operation, path, tree, grid, clone, options, compressor, overwrite)
 
-    plan = agreement.on_all(clone, operation, prepare)
-    saving.compare(clone, plan, operation, overwrite=overwrite, keep=keep, step=step)
+    plan = saving.agreed(clone, prepare, operation, overwrite=overwrite, keep=keep, step=step)
     folder = plan.path
     number, plan.path = agreement.on_root(clone, operation, lambda: _next(folder, step, operation))
     saving.write(clone, plan, operation, overwrite)

@@ -120,10 +120,13 @@ def load(
     operation = "load"
     clone = layout.begin(grid, comm, operation)
     where, text = clone.bcast(agreement.on_all(clone, operation, lambda: _metadata(path, clone.rank, operation)))
-    state, wanted, build = agreement.on_all(
-        clone, operation, lambda: _wanted(State.of(where, text, operation), grid, width, axes, like)
-    )
-    agreement.same(clone, operation, [(its.record.name, its.text()) for its in wanted], _differs)
+
+    def work() -> tuple[Any, agreement.Facts]:
+        state = State.of(where, text, operation)
+        wanted, build = _wanted(state, grid, width, axes, like)
+        return (state, wanted, build), [(its.record.name, its.text()) for its in wanted]
+
+    state, wanted, build = agreement.alike(clone, operation, work, _differs)
     return build(_values(clone, state, wanted, operation))
 
 
@@ -152,7 +155,7 @@ def _metadata(path: Any, rank: int, operation: str) -> tuple[Path, bytes]:
 
 
 def _wanted(state: State, grid: Any, width: Any, axes: Any, like: Any) -> Any:
-    """The state, the leaves that are read, and what makes a tree of their values."""
+    """The leaves that are read, and what makes a tree of their values."""
     operation = "load"
     layout.check_needed(layout.divided(grid), Options(width, axes), operation)
     if like is None:
@@ -177,7 +180,7 @@ def _wanted(state: State, grid: Any, width: Any, axes: Any, like: Any) -> Any:
         if hasattr(target, "shape"):
             _check_shape(its, tuple(target.shape), operation)
         wanted.append(its)
-    return state, wanted, lambda values: jax.tree.unflatten(structure, values)
+    return wanted, lambda values: jax.tree.unflatten(structure, values)
 
 
 def _retyped(record: Record, x: Any, operation: str) -> Record:

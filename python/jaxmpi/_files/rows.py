@@ -55,8 +55,9 @@ def learn(comm: MPI.Intracomm, operation: str, maps: Sequence[IndexMap], failure
     """Finds the numberings of maps, unless all ranks know them. Raises an exception on all ranks if one has a failure,
     or if they have other numbers of maps."""
     absent = sum(map not in _known for map in maps)
-    (missing,) = agreement.sums(comm, operation, failure, absent)
-    agreement.same(comm, operation, [("the number of maps in grid", str(len(maps)))], _differ)
+    missing, there = agreement.sums(comm, operation, failure, absent, len(maps))
+    if there:
+        agreement.alike(comm, operation, lambda: (None, [("the number of maps in grid", str(len(maps)))]), _differ)
     if not missing:
         return
     for map in maps:

@@ -102,12 +102,8 @@ def save(
     operation = "save"
     options = Options(width, axes, chunks, dims, coords, attrs)
     clone = layout.begin(grid, comm, operation)
-    plan = agreement.on_all(
-        clone, operation, lambda: plan_of(operation, path, tree, grid, clone, options, compressor, overwrite)
-    )
-    compare(clone, plan, operation, overwrite=overwrite)
-    plan.path = clone.bcast(plan.path)
-    write(clone, plan, operation, overwrite)
+    make = lambda: plan_of(operation, path, tree, grid, clone, options, compressor, overwrite)  # noqa: E731
+    write(clone, agreed(clone, make, operation, overwrite=overwrite), operation, overwrite)
 
 
 def plan_of(
@@ -132,10 +128,14 @@ def plan_of(
     return Plan(place, parts, coordinates, trees.skeleton(tree), attributes, compressors)
 
 
-def compare(comm: MPI.Intracomm, plan: Plan, operation: str, **more: Any) -> None:
-    """Raises ValueError on all ranks if what must be the same on them is not."""
-    found = agreement.on_all(comm, operation, lambda: facts(plan))  # values may be those of a computation that failed
-    agreement.same(comm, operation, [*((name, repr(value)) for name, value in more.items()), *found], _differs)
+def agreed(comm: MPI.Intracomm, make: Callable[[], Plan], operation: str, **more: Any) -> Plan:
+    """The plan that this rank makes. Raises ValueError on all ranks if what must be the same on them is not."""
+
+    def work() -> tuple[Plan, agreement.Facts]:
+        plan = make()
+        return plan, [*((name, repr(value)) for name, value in more.items()), *facts(plan)]
+
+    return agreement.alike(comm, operation, work, _differs)
 
 
 def facts(plan: Plan) -> list[tuple[str, str]]:
@@ -181,28 +181,30 @@ def publish(
 ) -> tuple[dict[str, Any], commit.Lock]:
     """Makes what `make` does in a folder, writes arrays there, and gives it its name. All ranks call it.
 
-    Returns the metadata of what has been made, and the lock of the folder. An error of a rank is an error of all, and
-    nothing is left.
+    The path is that of rank 0. Returns the metadata of what has been made, and the lock of the folder. An error of a
+    rank is an error of all, and nothing is left.
     """
-    path, folder, held = plan.path, commit.partial(plan.path), commit.Lock()
+    held = commit.Lock()
 
-    def begin() -> dict[str, Any]:
-        with commit.naming(f"{operation}: cannot make", path):
-            return make(commit.begin(path, overwrite, operation, held))
+    def begin() -> tuple[Path, dict[str, Any], sharing.Sign]:
+        with commit.naming(f"{operation}: cannot make", plan.path):
+            folder = commit.begin(plan.path, overwrite, operation, held)
+            return plan.path, make(folder), sharing.leave(folder)
 
     def end() -> None:
-        with commit.naming(f"{operation}: cannot write", path):
+        with commit.naming(f"{operation}: cannot write", plan.path):
             store.finish(folder, metas, plan.meta())
-            commit.publish(path)
+            commit.publish(plan.path)
 
     try:
-        metas = agreement.on_root(comm, operation, begin)
-        sharing.check(comm, operation, folder)
+        plan.path, metas, sign = agreement.on_root(comm, operation, begin)
+        folder = commit.partial(plan.path)
+        sharing.check(comm, operation, sign)
         agreement.sums(comm, operation, _write_chunks(folder, arrays, plan, operation))
         agreement.on_root(comm, operation, end)
     except Exception:
         if held.is_held:  # else what is there is another one's
-            commit.drop(path)
+            commit.drop(plan.path)
         held.release()
         comm.Barrier()  # no rank goes on, and perhaps writes again, before all is removed
         raise

@@ -4,6 +4,7 @@ import contextlib
 import secrets
 import socket
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from mpi4py import MPI
@@ -14,29 +15,37 @@ _SECONDS = 5.0
 """How long a rank looks for what another one has written: file systems of several hosts may be late."""
 
 
-def check(comm: MPI.Intracomm, operation: str, folder: Path) -> None:
-    """Raises OSError on all ranks unless each of them sees the folder that rank 0 sees. All ranks call it."""
-    sign, host = agreement.on_root(comm, operation, lambda: (_leave(folder), socket.gethostname()))
+@dataclass(frozen=True)
+class Sign:
+    """What rank 0 leaves in a folder, for the others to find."""
+
+    file: Path
+    host: str
+
+
+def leave(folder: Path) -> Sign:
+    """Leaves a sign in a folder; on rank 0."""
+    file = folder / f".{secrets.token_hex(8)}.shared"
+    file.touch()
+    return Sign(file, socket.gethostname())
+
+
+def check(comm: MPI.Intracomm, operation: str, sign: Sign) -> None:
+    """Raises OSError on all ranks unless each of them sees the sign of rank 0, which goes. All ranks call it."""
     try:
-        agreement.on_all(comm, operation, lambda: _find(operation, folder / sign, host))
+        agreement.on_all(comm, operation, lambda: _find(operation, sign))
     finally:
         if comm.rank == 0:
             with contextlib.suppress(OSError):
-                (folder / sign).unlink()
+                sign.file.unlink()
 
 
-def _leave(folder: Path) -> str:
-    sign = f".{secrets.token_hex(8)}.shared"
-    (folder / sign).touch()
-    return sign
-
-
-def _find(operation: str, sign: Path, host: str) -> None:
+def _find(operation: str, sign: Sign) -> None:
     end = time.monotonic() + _SECONDS
-    while not sign.exists():
+    while not sign.file.exists():
         if time.monotonic() > end:
             raise OSError(
-                f"{operation}: {sign.parent} on {socket.gethostname()} is not the folder that rank 0 has on {host}: "
-                "pass a path in a file system that all ranks share."
+                f"{operation}: {sign.file.parent} on {socket.gethostname()} is not the folder that rank 0 has on "
+                f"{sign.host}: pass a path in a file system that all ranks share."
             )
         time.sleep(0.05)

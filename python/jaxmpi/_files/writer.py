@@ -460,9 +460,9 @@ def _open(operation: str, path: Path, its: Given, time: Any, tree: Any) -> _Seri
     comm = layout.begin(its.grid, its.comm, operation)
     known = communicators.resolve(layout.communicator(its.grid, its.comm, operation), operation)
     there, old = agreement.on_root(comm, operation, lambda: (path, _old(path, its.resume, operation)))
-    plan = agreement.on_all(comm, operation, lambda: _plan(comm, there, its, time, tree, old, operation))
     more = {"resume": its.resume, "every": its.every, "fields": its.names, "path": path.name}
-    saving.compare(comm, plan, operation, **more)
+    make = lambda: _plan(comm, there, its, time, tree, old, operation)  # noqa: E731
+    plan = saving.agreed(comm, make, operation, **more)
     steps = _of_steps(plan.parts)
     constant = [part for part in plan.arrays() if all(part is not its for its in steps)]
     series = _Series(there, comm, known, its, steps, {}, plan.meta(), [], 0, 0, [part.record for part in plan.parts])
@@ -573,8 +573,13 @@ def _make(operation: str, series: _Series, plan: saving.Plan, constant: list[Par
 def _go_on(operation: str, series: _Series, constant: list[Part], old: Any, time: Any) -> None:
     """Goes on with a file: steps that will come again are dropped. All ranks call it."""
     _, series.metas, times = old
-    agreement.on_root(series.comm, operation, lambda: series.lock.take(series.path, operation))
-    sharing.check(series.comm, operation, series.path)
+
+    def begin() -> sharing.Sign:
+        with commit.naming(f"{operation}: cannot write", series.path):
+            series.lock.take(series.path, operation)
+            return sharing.leave(series.path)
+
+    sharing.check(series.comm, operation, agreement.on_root(series.comm, operation, begin))
     for part in constant:
         values = agreement.on_all(series.comm, operation, partial(_copy, part, part.value))
         agreement.on_all(series.comm, operation, partial(_check_constant, operation, series, part, values))

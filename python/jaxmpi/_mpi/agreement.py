@@ -1,5 +1,6 @@
 """What all ranks must know before they go on: an error of one of them is an error of all."""
 
+import hashlib
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar, cast
@@ -8,6 +9,9 @@ import numpy as np
 from mpi4py import MPI
 
 T = TypeVar("T")
+Facts = Sequence[tuple[str, str]]
+"""What ranks compare: of each fact what it is, and a text."""
+_BITS = 2**64 - 1
 _KINDS = (TypeError, ValueError, ImportError, FileExistsError, FileNotFoundError, OSError)
 """The types of errors that other ranks raise as well; those that are more special come first."""
 
@@ -41,17 +45,40 @@ def on_all(comm: MPI.Intracomm, operation: str, work: Callable[[], T]) -> T:
 
 
 def on_root(comm: MPI.Intracomm, operation: str, work: Callable[[], T]) -> T:
-    """What `work` returns on rank 0, which alone calls it, on all ranks. Its error is raised on all of them."""
-    return cast(T, comm.bcast(on_all(comm, operation, lambda: work() if comm.rank == 0 else None)))
+    """What `work` returns on rank 0, which alone calls it, on all ranks: one broadcast. Its error is raised on all."""
+    found, failure = attempt(work) if comm.rank == 0 else (None, None)
+    failed, found = comm.bcast((failure is not None, found))
+    if failed:
+        _fail(comm, operation, failure)
+    return cast(T, found)
 
 
-def same(
-    comm: MPI.Intracomm, operation: str, facts: Sequence[tuple[str, str]], differs: Callable[[str, str, str], str]
-) -> None:
-    """Compares facts, each what it is and a text, with those of rank 0.
+def alike(
+    comm: MPI.Intracomm,
+    operation: str,
+    work: Callable[[], tuple[T, Facts]],
+    differs: Callable[[str, str, str], str],
+) -> T:
+    """The first of what `work` returns on this rank; the second are facts that all ranks must have alike.
 
-    Raises ValueError on all ranks if any has others: `differs(what, mine, of rank 0)` is its text.
+    An error of one rank is raised on all. So is a ValueError if a rank has other facts than rank 0, whose text there is
+    `differs(what, mine, of rank 0)`. It is one small reduction where all is well: the facts themselves travel where
+    their digests differ.
     """
+    found, failure = attempt(work)
+    facts = found[1] if found else []
+    digest = int.from_bytes(hashlib.blake2b(repr(facts).encode(), digest_size=8).digest(), "little")
+    told = np.array([failure is not None, digest, digest ^ _BITS], np.uint64)
+    comm.Allreduce(MPI.IN_PLACE, told, MPI.BOR)
+    if told[0]:
+        _fail(comm, operation, failure)
+    if told[1] & told[2]:  # a bit that some have, and others have not
+        _compare(comm, operation, facts, differs)
+    assert found is not None
+    return found[0]
+
+
+def _compare(comm: MPI.Intracomm, operation: str, facts: Facts, differs: Callable[[str, str, str], str]) -> None:
     failure = None
     for mine, root in itertools.zip_longest(facts, comm.bcast(facts), fillvalue=("", "")):
         if mine != root and failure is None:
