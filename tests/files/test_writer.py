@@ -1,5 +1,6 @@
 """Steps in a file: random ones against NumPy, what readers see meanwhile, errors, ranks that die, full disks."""
 
+import collections
 import json
 import os
 import random
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 
 import jaxmpi
-from jaxmpi import io
+from jaxmpi import _core, io
 from support import drawing
 from support.disks import mounted, needs_root
 from support.launch import begin, launch, outside_of_a_job
@@ -28,7 +29,7 @@ from support.table import draw, dtype_of
 
 zarr = pytest.importorskip("zarr", reason="files need zarr")
 
-from jaxmpi._files import store  # noqa: E402
+from jaxmpi._files import layout, store  # noqa: E402
 
 COMM = MPI.COMM_WORLD
 RANK, SIZE = COMM.rank, COMM.size
@@ -206,6 +207,59 @@ def test_donated_and_overwritten(folder):
             x, y[...] = advance(x), step + 1
     steps = np.repeat(np.arange(8.0)[:, None], 6 * SIZE, 1)
     check(folder / "s", {"time": np.arange(8.0), "x": steps, "y": steps})
+
+
+State = collections.namedtuple("State", "z n a")
+
+
+def test_parts_are_worked_out_once(folder, monkeypatch):
+    """Who writes which chunk, and how blocks get there, for all steps whose fields are alike; then the bits are right,
+    in whatever order the tree has its leaves. A tree of another structure with the same fields is worked out again."""
+    made, right, plan = [], layout.parts, _core.plan
+    monkeypatch.setattr(layout, "parts", lambda *args: made.append("parts") or right(*args))
+    monkeypatch.setattr(_core, "plan", lambda *args: made.append("plan") or plan(*args))
+    grid = jaxmpi.Grid(SIZE, (3 * SIZE + 1,))
+    whole = np.arange(3 * SIZE + 1.0)
+    block = np.pad(whole[grid.slices], 1)
+    counts = []
+    with io.Writer(folder / "s", grid, ("z", "n", "a"), width=1, chunks=2) as out:
+        for step in range(9):
+            z, a = jnp.asarray(block + step, jnp.float32), (block * step).astype("<f8" if step % 2 else ">f8")
+            out.append(step, State(z, step * 3, a) if step < 6 else {"a": a, "n": step * 3, "z": z})
+            counts.append((made.count("parts"), made.count("plan")))
+    assert counts[1][0] == counts[0][0] == 1, counts
+    assert counts[5] == counts[1], counts
+    assert [parts for parts, _ in counts[6:]] == [2, 2, 2], counts
+    steps = np.arange(9.0)
+    expected = {
+        "time": steps,
+        "z": (whole + steps[:, None]).astype(np.float32),
+        "n": np.arange(0, 27, 3),
+        "a": whole * steps[:, None],
+    }
+    check(folder / "s", expected)
+
+
+def test_leaves_that_are_wrong_later(folder):
+    """They are looked at each time, on the rank that has them, and all ranks say so."""
+    grid = jaxmpi.Grid(SIZE, (2 * SIZE,))
+    x = np.zeros(grid.local_shape)
+    deleted = jnp.asarray(x)
+    deleted.delete()
+    for number, (wrong, text) in enumerate(
+        (
+            (deleted, "x has been deleted"),
+            (np.ma.masked_array(x, x > 0), "x is a masked array"),
+            ("sea", "not those of the steps before|texts are for"),
+            (None, "not those of the steps before"),
+        )
+    ):
+        good = jnp.asarray(x) if wrong is deleted else x
+        out = io.Writer(folder / str(number), grid)
+        for step in range(2):
+            out.append(step, {"x": good})
+        with pytest.raises((ValueError, TypeError), match=text):
+            out.append(2, {"x": wrong if RANK == SIZE - 1 else good})
 
 
 def test_xarray_reads_it(folder):

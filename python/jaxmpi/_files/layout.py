@@ -131,8 +131,7 @@ def parts(tree: Any, divisions: Any, comm: MPI.Intracomm, options: Options, oper
     widths = trees.spread_width(options.width, tree, operation)
     for name, x, division, width in zip(names, leaves, each, widths, strict=True):
         record = records.describe(name, x, operation)
-        if isinstance(x, np.ndarray) and not x.dtype.isnative:
-            x = x.astype(x.dtype.newbyteorder("="))
+        x = records.native(x)
         its = _axes_of(division)
         if division is None or len(record.shape) < its or record.type not in ("jax", "numpy", "key"):
             part = whole(record, x, comm)

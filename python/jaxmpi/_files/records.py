@@ -105,7 +105,12 @@ def describe(name: str, x: Any, operation: str) -> Record:
 
 def array(record: Record, x: Any) -> Any:
     """The leaf as an array of JAX or NumPy."""
-    return x if isinstance(x, jax.Array | np.ndarray) else np.asarray(x, record.dtype)
+    return native(x) if isinstance(x, jax.Array | np.ndarray) else np.asarray(x, record.dtype)
+
+
+def native(x: Any) -> Any:
+    """The leaf; of an array of NumPy in another byte order its numbers in that of this machine."""
+    return x.astype(x.dtype.newbyteorder("=")) if isinstance(x, np.ndarray) and not x.dtype.isnative else x
 
 
 def digest(values: np.ndarray) -> str:

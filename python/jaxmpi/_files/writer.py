@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import jax
 import numpy as np
 from mpi4py import MPI
 
@@ -281,6 +282,34 @@ class _Worker:
 # --- the file ---------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Signature:
+    """What is written of a tree, of which types and shapes: steps that have it in common have the same parts."""
+
+    structure: Any
+    chosen: tuple[int, ...]
+    """Which leaves are written, in the order of their names, as the parts are."""
+    records: tuple[records.Record, ...]
+    """What is known of each of them before it is divided."""
+
+    @staticmethod
+    def of(tree: Any, its: Given, operation: str) -> "_Signature":
+        names, leaves = trees.leaves(tree, operation)
+        written = [at for at, name in enumerate(names) if its.names is None or _is_among(name, its.names)]
+        chosen = tuple(sorted(written, key=lambda at: names[at]))
+        found = tuple(records.describe(names[at], leaves[at], operation) for at in chosen)
+        return _Signature(jax.tree.structure(tree), chosen, found)
+
+    def leaves(self, tree: Any, operation: str) -> list[Any] | None:
+        """The leaves of a tree that are written; None if it has another signature."""
+        leaves, structure = jax.tree.flatten(tree)
+        if structure != self.structure:
+            return None
+        chosen = [leaves[at] for at in self.chosen]
+        same = all(records.describe(its.name, x, operation) == its for its, x in zip(self.records, chosen, strict=True))
+        return chosen if same else None
+
+
 @dataclass
 class _Series:
     """The file, as this rank writes it."""
@@ -290,7 +319,9 @@ class _Series:
     known: communicators.Communicator
     given: Given
     parts: list[Part]
-    """What each step has."""
+    """What each step has, which is worked out once: where regions come from, and how."""
+    signature: _Signature
+    """That of the trees that have these parts."""
     metas: dict[str, Any]
     """The metadata of all arrays."""
     attributes: dict[str, Any]
@@ -375,6 +406,15 @@ class _Series:
 
     def _values(self, operation: str, time: Any, tree: Any) -> list[Any]:
         check_time(operation, time, self.times)
+        for division in layout.divided(self.given.grid):
+            division._check_alive(operation)
+        leaves = self.signature.leaves(tree, operation)
+        if leaves is None:
+            leaves = self._leaves_of_another(tree, operation)
+        return [records.array(part.record, x) for part, x in zip(self.parts, leaves, strict=True)]
+
+    def _leaves_of_another(self, tree: Any, operation: str) -> list[Any]:
+        """The leaves of a tree of another signature. Raises ValueError unless its parts are the same nevertheless."""
         found = _parts(self.comm, self.given, tree, _kept(self.metas), operation)
         now = [part.record for part in found]
         if now != self.records:
@@ -383,7 +423,8 @@ class _Series:
                 f"{operation}: the fields are not those of the steps before: {changed[0]}, and now {changed[1]}. Pass "
                 "the same names, shapes and dtypes each time."
             )
-        return [records.array(part.record, part.value) for part in _of_steps(found)]
+        self.signature = _Signature.of(tree, self.given, operation)
+        return [part.value for part in _of_steps(found)]
 
     def _write(self, step: int, regions: list[Any]) -> None:
         for part, values in zip(self.parts, regions, strict=True):
@@ -465,7 +506,9 @@ def _open(operation: str, path: Path, its: Given, time: Any, tree: Any) -> _Seri
     plan = saving.agreed(comm, make, operation, **more)
     steps = _of_steps(plan.parts)
     constant = [part for part in plan.arrays() if all(part is not its for its in steps)]
-    series = _Series(there, comm, known, its, steps, {}, plan.meta(), [], 0, 0, [part.record for part in plan.parts])
+    found = [part.record for part in plan.parts]
+    signature = _Signature.of(tree, its, operation)
+    series = _Series(there, comm, known, its, steps, signature, {}, plan.meta(), [], 0, 0, found)
     try:
         if old is None:
             series.metas, series.lock = _make(operation, series, plan, constant)
