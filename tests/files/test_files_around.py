@@ -434,22 +434,6 @@ def test_ranks_that_differ_in_width_or_path(folder, grid):
     assert listed(folder) == ["s"]
 
 
-@pytest.mark.ranks(1)
-def test_zarr_is_missing(folder, monkeypatch):
-    io.checkpoint(folder / "states", 1)
-    io.save(folder / "state", 1)
-    monkeypatch.setitem(sys.modules, "zarr", None)
-    for call in (
-        lambda: io.save(folder / "s", 1),
-        lambda: io.load(folder / "state"),
-        lambda: io.checkpoint(folder / "states", 1),
-        lambda: io.Writer(folder / "s"),
-    ):
-        with pytest.raises(ImportError, match=r"Python 3\.11: pip install 'jaxmpi\[io\]'"):
-            call()
-    assert io.latest(folder / "states").name == "00000000"
-
-
 def test_two_threads_that_compress(folder, monkeypatch):
     """The setting of zarr by which chunks of zeros are written is one for all threads: none resets it too early."""
     right, comm, seen = store._opened, MPI.COMM_SELF.Dup(), []

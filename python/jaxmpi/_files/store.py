@@ -11,6 +11,8 @@ import itertools
 import json
 import math
 import os
+import platform
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +25,8 @@ from jaxmpi._files.chunks import Index, Interval, Region
 from jaxmpi._files.dtypes import in_files
 
 META = "zarr.json"
+OLDEST_PYTHON = (3, 11)
+"""Of zarr 3: with an older one no files are written or read."""
 _PIECE = 1 << 20
 """Bytes of which a checksum is computed before other threads may go on; as many are read at once."""
 _PLAIN = ({"name": "bytes"}, {"name": "bytes", "configuration": {"endian": "little"}})
@@ -45,17 +49,19 @@ class Entry:
 
 def need(operation: str) -> Any:
     """The module zarr. Raises ImportError where it is not installed, or too old."""
+    if sys.version_info < OLDEST_PYTHON:
+        raise ImportError(
+            f"{operation}: files need zarr 3 or newer, which needs Python 3.11, and this is Python "
+            f"{platform.python_version()}: run the program with a newer Python."
+        )
     try:
         import google_crc32c  # noqa: F401
         import zarr
     except ImportError as error:
-        raise ImportError(
-            f"{operation}: files need zarr 3 or newer, and Python 3.11: pip install 'jaxmpi[io]' ({error})"
-        ) from error
+        raise ImportError(f"{operation}: files need zarr 3 or newer: pip install 'jaxmpi[io]' ({error})") from error
     if int(zarr.__version__.partition(".")[0]) < 3:
         raise ImportError(
-            f"{operation}: files need zarr 3 or newer, and here is {zarr.__version__}: pip install 'zarr>=3', which "
-            "needs Python 3.11 or newer."
+            f"{operation}: files need zarr 3 or newer, and here is {zarr.__version__}: pip install 'zarr>=3'"
         )
     return zarr
 
