@@ -17,8 +17,8 @@ import numpy as np
 from mpi4py import MPI
 
 import jaxmpi
-from fuzzing.distributed import Deaf, Distributed, index_map
-from fuzzing.programs import INPUTS, LENGTH, OPERATIONS, forgets, maps
+from fuzzing.distributed import Deaf, Distributed, prepare
+from fuzzing.programs import INPUTS, LENGTH, OPERATIONS, divisions, forgets
 from fuzzing.witness import Witness
 from jaxmpi import _core, notoken
 from jaxmpi._jax import jaxprs
@@ -208,8 +208,8 @@ class Judge:
     def __call__(self, program, check):
         """("right" | "refused" | "wrong", why)."""
         data = Data.draw(program, check)
-        for rows in maps(program.body):
-            index_map(rows)
+        for division in divisions(program.body):
+            prepare(division)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
             verdict, communicated = self._trace(program, check, data)
@@ -313,6 +313,8 @@ def collectives(jaxpr):
             call = equation.params["call"]
             if hasattr(call, "rows"):  # of which each rank has its own number
                 size = f"of {math.prod(equation.invars[0].aval.shape[1:])}"
+            elif name.startswith("redistribute"):  # as it has blocks of its own
+                size = f"of {len(call.places)} arrays"
             elif name.startswith("index_"):
                 shapes = [np.delete(x.aval.shape, at) for x, (at, _) in zip(equation.invars, call.places, strict=True)]
                 size = f"with map {call.pattern.number}, of {[math.prod(shape.tolist()) for shape in shapes]}"

@@ -1,17 +1,19 @@
 """Runs a program on this rank: operations of jaxmpi inside of jit, loops, checkpoints and rules of JAX."""
 
 import functools
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from mpi4py import MPI
 
 import jaxmpi
 from fuzzing import vectors
-from fuzzing.programs import LENGTH, RETURNED, TAKING, Call, Comm, Local, Wait
+from fuzzing.programs import LENGTH, RETURNED, TAKING, Call, Comm, Local, Map, Wait
 from jaxmpi import notoken
 
 
@@ -27,6 +29,17 @@ def ring():
 def index_map(rows):
     """All ranks make it together, before anything is traced: they do not all trace as far."""
     return jaxmpi.IndexMap(*rows.of(MPI.COMM_WORLD.rank))
+
+
+@functools.cache
+def grids(division):
+    """The grids of a redistribution."""
+    return [jaxmpi.Grid(tuple(map(len, blocks)), blocks) for blocks in (division.source, division.target)]
+
+
+def prepare(division):
+    """Makes what the ranks make together."""
+    (index_map if isinstance(division, Map) else grids)(division)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["requests", "kept"], meta_fields=["comm"])
@@ -216,6 +229,34 @@ class Distributed:
     def _index_accumulate(self, comm, x):
         return self._combined(index_map(comm.map).accumulate(self._as_rows(comm, x)))
 
+    # Rows that get new owners, and blocks of other grids.
+
+    def _migrate(self, comm, x):
+        owners = np.array(vectors.owners(self.rank, comm.root, comm.peer, self.size), np.int32)
+        own, most = owners.size, self.size * LENGTH
+        if comm.ring:
+            x = jax.tree.map(lambda leaf: leaf[:own], x)
+            return self._combined(jaxmpi.migrate(x, owners, rows=most)[0])
+        padding = np.full(LENGTH - own, self.size, np.int32)  # what is not read may be anything
+        owners, count = lax.optimization_barrier((jnp.concatenate([owners, padding]), jnp.int32(own)))
+        return self._combined(jaxmpi.migrate(x, owners, rows=most, count=count)[0])
+
+    def _redistribute(self, comm, x):
+        return self._of_blocks(jaxmpi.redistribute(self._as_blocks(comm, x), *grids(comm.division), **self._cut(comm)))
+
+    def _cut(self, comm):
+        source, target = comm.division.widths
+        axes = tuple(range(len(comm.division.source)))
+        return {"axes": axes, "source_width": source, "target_width": target}
+
+    def _as_blocks(self, comm, x):
+        shape = [size + 2 * comm.division.widths[0] for size in grids(comm.division)[0].local_shape]
+        rows = jax.tree.map(lambda leaf: vectors.as_rows(leaf, self.size, math.prod(shape)), x)
+        return jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), rows)
+
+    def _of_blocks(self, y):
+        return self._combined(jax.tree.map(jnp.ravel, y))
+
     def _barrier(self, comm, x):
         jaxmpi.barrier()
         return x
@@ -300,11 +341,13 @@ class Distributed:
         comm = flying.comm
         if flying.kept is not None:
             return self._as_vectors(comm, flying.kept)
-        y = self._one(comm, got[-1], 1 if comm.name in ("alltoall", "index_exchange") else 0)
+        y = self._one(comm, got[-1], {"alltoall": 1, "index_exchange": 1, "redistribute": -1}.get(comm.name, 0))
         if comm.name == "alltoall":
             y = jax.tree.map(vectors.combine, y)
         elif comm.name == "index_exchange":
             y = self._combined(y)
+        elif comm.name == "redistribute":
+            y = self._of_blocks(y)
         return self._as_vectors(comm, y)
 
     def _many(self, comm, x):
@@ -334,6 +377,10 @@ class Distributed:
 
     def _start_index_exchange(self, comm, x):
         return [index_map(comm.map).start(self._as_rows(comm, self._many(comm, x)))], None
+
+    def _start_redistribute(self, comm, x):
+        x = self._as_blocks(comm, self._many(comm, x))
+        return [jaxmpi.iredistribute(x, *grids(comm.division), **self._cut(comm))], None
 
     def _start_pair(self, comm, x):
         source, dest = (comm.root, comm.peer) if self.size > 1 else (MPI.PROC_NULL, MPI.PROC_NULL)

@@ -8,6 +8,7 @@ the position of the start; in the body of a call -1, -2, ... for what the call w
 its position, plus RETURNED for each after the first.
 """
 
+import itertools
 import random
 from dataclasses import dataclass, fields, replace
 from typing import Union
@@ -27,12 +28,14 @@ OPERATIONS += OF_ROWS
 OF_MAPS = ("index_exchange", "index_accumulate")
 """With a map of rows that have global indices."""
 OPERATIONS += OF_MAPS
+OPERATIONS += ("migrate", "redistribute")
 """`invariant` is drawn in the place of some of `replicate`."""
-STARTED = ("allreduce", "alltoall", "barrier", "bcast", "exchange", "index_exchange", "pair", "sendrecv")
+STARTED = ("allreduce", "alltoall", "barrier", "bcast", "exchange", "index_exchange", "pair", "redistribute")
+STARTED += ("sendrecv",)
 """What can be started and waited for."""
 REDUCING = ("allreduce", "reduce", "scan", "reduce_scatter")
 LINEAR = ("allgather", "alltoall", "bcast", "gather", "reduce", "scan", "scatter", "sendrecv", "exchange", "neighbors")
-LINEAR += ("reduce_scatter", "exscan", *OF_ROWS, *OF_MAPS)
+LINEAR += ("reduce_scatter", "exscan", *OF_ROWS, *OF_MAPS, "migrate", "redistribute")
 LOCAL = {"sin": 1, "tanh": 1, "affine": 1, "roll": 1, "name": 1, "product": 2, "sum": 2, "dot": 2, "stop": 1}
 
 FUNCTIONS = ("jit", "jaxmpi.jit", "checkpoint")
@@ -84,6 +87,19 @@ class Map:
         return (self.owned[rank], self.ghosts[rank]) if self.owned else ((), ())
 
 
+Blocks = tuple[tuple[int, ...], ...]
+"""Along each axis of a grid the cells of each process; the last axis of the processes varies fastest."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """The arguments of a redistribution: the blocks of two grids, and the widths of the halos in their arrays."""
+
+    source: Blocks = ()
+    target: Blocks = ()
+    widths: tuple[int, int] = (0, 0)
+
+
 @dataclass(frozen=True)
 class Comm:
     """An operation, whose result is made a vector again. A `pair` is send on `root` and recv on `peer`."""
@@ -113,6 +129,7 @@ class Comm:
     long: bool = False
     """Many copies of the vector are sent: more than a library sends at once."""
     map: Map = Map()
+    division: Division = Division()
 
     def form(self):
         """What is the same for all that may take each other's place in a loop or a branch."""
@@ -122,7 +139,7 @@ class Comm:
         """The same for all that MPI may not tell apart."""
         if self.name in ("pair", "sendrecv"):
             return ("message", self.tag)
-        return "exchange" if self.name in ("exchange", "index_exchange") else "collective"
+        return "exchange" if self.name in ("exchange", "index_exchange", "redistribute") else "collective"
 
 
 @dataclass(frozen=True)
@@ -198,6 +215,8 @@ class Options:
     """How likely it is that an operation that can be started is, and is waited for later."""
     forgotten: float = 0.0
     """How likely it is that some ranks never wait for one."""
+    operations: tuple[str, ...] = OPERATIONS
+    """Which, where it may be any of these."""
 
 
 def generate(seed: int, size: int, options: Options = Options()) -> Program:
@@ -301,6 +320,7 @@ class _Generator:
         return Local(kind, operands, tuple(r for r in range(self.size) if self.chance(0.5)) if kind == "stop" else ())
 
     def comm(self, operand, names=OPERATIONS, known=0):
+        names = [n for n in names if n in self.options.operations] or names
         name = self.random.choice([n for n in names if not (self.options.used and n == "pair")])
         root = self.random.randrange(self.size)
         peer = self.random.randrange(1, max(self.size, 2))
@@ -328,6 +348,7 @@ class _Generator:
             also=self.one(known) if known > 0 and self.chance(0.3) else -1,
             also_constant_on=self.ranks(),
             map=self.map() if name in OF_MAPS else Map(),
+            division=self.division() if name == "redistribute" else Division(),
         )
         if not (known > 0 and name in STARTED and self.chance(self.options.started)):
             return comm
@@ -344,6 +365,29 @@ class _Generator:
         counts = [self.random.randint(0, len(rows)) if self.chance(0.8) else 0 for _ in range(self.size)]
         return Map(owned, tuple(tuple(self.random.choices(rows, k=count)) if count else () for count in counts))
 
+    def division(self):
+        """Blocks, with halo, of at most as many cells as the vectors of all ranks have."""
+        if self.chance(0.5):
+            width = (self.random.randrange(2), self.random.randrange(2))
+            cells = self.random.randint(1, max(1, LENGTH * self.size - 2 * max(width)))
+            return Division((self.cut(cells, self.size),), (self.cut(cells, self.size),), width)
+        first = self.random.randint(1, LENGTH * self.size)
+        shape = first, self.random.randint(1, LENGTH * self.size // first)
+        source, target = (
+            tuple(self.cut(cells, count) for cells, count in zip(shape, self.processes(), strict=True))
+            for _ in range(2)
+        )
+        return Division(source, target)
+
+    def processes(self):
+        first = self.random.choice([n for n in range(1, self.size + 1) if self.size % n == 0])
+        return first, self.size // first
+
+    def cut(self, cells, count):
+        """So many cells in so many parts, some of which may have none."""
+        ends = sorted(self.random.randint(0, cells) for _ in range(count - 1))
+        return tuple(end - start for start, end in itertools.pairwise([0, *ends, cells]))
+
     def starting(self, comm):
         comm = replace(comm, starts=True, long=self.chance(0.15), tag=self.random.choice([1, 3, 4, 5]))
         only = self.options.documented  # what is alike is waited for in the order of its starts: so nothing is
@@ -352,7 +396,9 @@ class _Generator:
             self.tags += 1
             comm = replace(comm, tag=self.tags, blocking_on=self.ranks(1))
         if only and comm.alike() in self.started:
-            comm = replace(comm, name="allreduce", op="SUM", map=Map())  # whose adjoint communicates nothing
+            comm = replace(
+                comm, name="allreduce", op="SUM", map=Map(), division=Division()
+            )  # whose adjoint communicates nothing
         self.started.add(comm.alike())
         return comm
 
@@ -407,7 +453,7 @@ class _Generator:
         if stacks:  # waited for in any order, on all ranks alike
             fresh = [replace(form, blocking_on=()) for form in fresh]
             if self.options.documented:
-                fresh = [replace(form, name="allreduce", op="SUM", map=Map()) for form in fresh]
+                fresh = [replace(form, name="allreduce", op="SUM", map=Map(), division=Division()) for form in fresh]
         kept = [form for form in forms if self.chance(0.3)]
         return keys, forms, [*fresh, *kept], stacks
 
@@ -473,13 +519,15 @@ def parameters(call):
     return 1 if call.kind in (*SOLVERS, *LINEAR_RULES) else len(call.operands) + len(call.closed)
 
 
-def maps(body):
-    """The maps of a body and of those inside, in order."""
+def divisions(body):
+    """The maps, and the divisions of redistributions, of a body and of those inside, in order."""
     for statement in body.statements:
         if getattr(statement, "name", "") in OF_MAPS:
             yield statement.map
+        if getattr(statement, "name", "") == "redistribute":
+            yield statement.division
         for inner in getattr(statement, "bodies", ()):
-            yield from maps(inner)
+            yield from divisions(inner)
 
 
 def forgets(body):

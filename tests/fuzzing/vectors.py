@@ -39,6 +39,11 @@ def rows(rank, root):
     return (rank + root) % (LENGTH + 1)
 
 
+def owners(rank, root, peer, size):
+    """The new owner of each row that a rank has where rows migrate; -1: nobody."""
+    return [(2 * rank + i * peer + root) % (size + 1) - 1 for i in range(rows(rank, root))]
+
+
 def as_rows(x, size, count):
     """So many rows made of a vector, one number each; of many vectors, of which each has a column."""
     stacked = jnp.concatenate([x * (j + 1) for j in range(size)], axis=-1)

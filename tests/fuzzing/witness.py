@@ -6,6 +6,7 @@ linear maps, each the other's transpose: `total` and the identity `replicate`; t
 """
 
 import functools
+import itertools
 import operator
 
 import jax
@@ -258,6 +259,32 @@ class Witness:
 
     def _index_accumulate(self, comm, xs):
         return self._with_rows(comm, xs, lambda rows, sources: jnp.zeros_like(rows).at[sources].add(rows))
+
+    def _migrate(self, comm, xs):
+        owners = [vectors.owners(r, comm.root, comm.peer, self.size) for r in self.ranks]
+        own = [
+            [x[i] for x, its in zip(xs, owners, strict=True) for i, owner in enumerate(its) if owner == r]
+            for r in self.ranks
+        ]
+        return [vectors.combine_rows(jnp.stack([*its, jnp.zeros(())])[: len(its)], self.size) for its in own]
+
+    def _boxes(self, blocks):
+        """Where the block of each rank lies in the whole array."""
+        along = []
+        for sizes in blocks:
+            ends = np.cumsum(sizes).tolist()
+            along.append([slice(end - size, end) for size, end in zip(sizes, ends, strict=True)])
+        return list(itertools.product(*along))
+
+    def _redistribute(self, comm, xs):
+        source, target = comm.division.widths
+        whole = jnp.zeros([sum(sizes) for sizes in comm.division.source])
+        for x, box in zip(xs, self._boxes(comm.division.source), strict=True):
+            shape = [its.stop - its.start + 2 * source for its in box]
+            block = vectors.as_rows(x, self.size, int(np.prod(shape))).reshape(shape)
+            whole = whole.at[box].set(block[tuple(slice(source, size - source) for size in shape)])
+        results = [jnp.pad(whole[box], target) for box in self._boxes(comm.division.target)]
+        return [vectors.combine_rows(y.ravel(), self.size) for y in results]
 
     def _scan(self, comm, xs):
         return [REDUCTIONS[comm.op](xs[: r + 1]) for r in self.ranks]

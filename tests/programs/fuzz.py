@@ -35,6 +35,9 @@ def arguments():
     parser.add_argument("--order", type=int, default=1, choices=[1, 2], help="of derivatives")
     parser.add_argument("--checks", type=int, default=3, help="of each program; 0: all, which takes minutes")
     parser.add_argument("--only", action="append", choices=programs.KINDS, help="kinds of structure; may be repeated")
+    parser.add_argument(
+        "--operation", action="append", choices=programs.OPERATIONS, help="one of a few; may be repeated"
+    )
     parser.add_argument("--none", action="store_true", help="no structure at all")
     parser.add_argument("--differ", type=float, default=0.25, help="how likely ranks differ in a statement")
     parser.add_argument("--started", type=float, default=0.5, help="how likely an operation is waited for later")
@@ -54,7 +57,10 @@ def arguments():
 
 def options(chosen):
     kinds = () if chosen.none else tuple(chosen.only or programs.KINDS)
-    return programs.Options(kinds, chosen.differ, chosen.used, chosen.documented, chosen.started, chosen.forgotten)
+    operations = tuple(chosen.operation or programs.OPERATIONS)
+    return programs.Options(
+        kinds, chosen.differ, chosen.used, chosen.documented, chosen.started, chosen.forgotten, operations
+    )
 
 
 # --- on each rank ----------------------------------------------------------------------------------------------------
@@ -197,6 +203,7 @@ def passed_on(chosen):
     shown = [f"--{name}={getattr(chosen, name)}" for name in names if getattr(chosen, name) is not None]
     shown += [f"--file={chosen.file}"] if chosen.file else []
     shown += [f"--{name}" for name in ("none", "used", "documented") if getattr(chosen, name)]
+    shown += [f"--operation={name}" for name in chosen.operation or ()]
     return shown + [f"--only={kind}" for kind in chosen.only or ()]
 
 
