@@ -1,10 +1,13 @@
 """What is around states and series: paths and names, other things in a folder, other jobs, communicators, settings of
 JAX; and arguments that would be without effect."""
 
+import collections
+import gc
 import os
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 
 import jax
@@ -271,6 +274,38 @@ def test_maps_of_other_ranks(folder):
             io.save(folder / "a", tree, grid={"a": own, "b": of_all})
     io.save(folder / "b", {"b": tree["b"]}, grid=of_all)
     assert np.array_equal(io.load(folder / "b")["b"], np.arange(4 * SIZE))
+
+
+def test_maps_go_with_the_program_that_made_them(folder):
+    """A program that makes maps again and again, and saves their rows, does not grow by all of them."""
+    gone = []
+    for turn in range(3):
+        map = jaxmpi.IndexMap(np.arange(RANK, 4 * SIZE, SIZE) * (turn + 1), [])
+        tree = {"x": jnp.arange(4) + turn}
+        io.save(folder / f"s{turn}", tree, grid=map)
+        assert np.array_equal(io.load(folder / f"s{turn}", grid=map)["x"], tree["x"])
+        with io.Writer(folder / f"w{turn}", map) as out:
+            out.append(0, tree)
+        gone.append(weakref.ref(map))
+        del map, out
+    gc.collect()
+    assert [its() for its in gone] == [None] * 3
+
+
+def test_maps_that_are_equal(folder):
+    """What is known of one of them does not go with another one."""
+    owned = np.arange(RANK, 4 * SIZE, SIZE) * 3
+    first, second = (jaxmpi.IndexMap(owned, []) for _ in range(2))
+    tree = {"x": jnp.asarray(owned), "y": jnp.asarray(owned) + 1}
+    io.save(folder / "s", tree, grid={"x": first, "y": second})
+    out = io.Writer(folder / "w", second)
+    out.append(0, tree)
+    del first
+    gc.collect()
+    out.append(1, collections.OrderedDict(tree))  # another structure, whose parts are worked out again
+    out.close()
+    found = io.load(folder / "s", grid={"x": second, "y": jaxmpi.IndexMap(owned, [])})
+    assert all(np.array_equal(found[name], tree[name]) for name in tree)
 
 
 def test_communicator_that_is_freed(folder):

@@ -101,7 +101,7 @@ def begin(divisions: Any, comm: Any, operation: str) -> MPI.Intracomm:
         listed = divided(divisions) if failure is None else []
         if failure is None:
             _, failure = agreement.attempt(lambda: _check_ranks(listed, comm, clone, operation))
-        rows.learn(clone, operation, rows.distinct(listed), failure)
+        rows.learn(clone, operation, [its for its in listed if isinstance(its, IndexMap)], failure)
     return clone
 
 
@@ -219,7 +219,7 @@ def _rows(record: Record, x: Any, map: IndexMap, comm: MPI.Intracomm, options: O
     dtype = dtypes.stored(dtypes.named(record.dtype))
     shape = (*x.shape[1:], *record.words)
     region, run = rows.source(numbering, comm, shape, dtype, sizes[0] if sizes else None)
-    return Part(record, x, Rows(region, numbering, comm, run))
+    return Part(record, x, Rows(region, map, numbering, comm, run))
 
 
 def _indices(name: str, its: Rows) -> Part:
@@ -227,7 +227,7 @@ def _indices(name: str, its: Rows) -> Part:
     run = its.region.points[0]
     region = Region((its.numbering.total,), its.region.chunks[:1], (run,))
     record = Record(name, "index", "int64", region.shape, "rows", (0,))
-    return Part(record, None, Indices(region, its.numbering, its.comm, its.run), (name,))
+    return Part(record, None, Indices(region, its.map, its.numbering, its.comm, its.run), (name,))
 
 
 def chunk_sizes(chunks: Any, axes: int, operation: str) -> tuple[int, ...] | None:

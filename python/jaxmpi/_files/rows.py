@@ -33,38 +33,47 @@ _EVEN, _LONG = 64, 4096
 
 @dataclass(frozen=True, eq=False)
 class Numbering:
-    """What is known of the rows of a map on all ranks together."""
+    """What is known of the rows of a map on all ranks together. It does not hold the map, with which it goes."""
 
-    map: IndexMap
     total: int
     has_gaps: bool
     transfers: dict[int, "Transfer"] = field(default_factory=dict)
     """The ways to the runs of so many rows, once they have been used."""
 
-    def transfer(self, comm: MPI.Intracomm, run: int) -> "Transfer":
-        """The way to runs of so many rows. All ranks call it together."""
+    def transfer(self, comm: MPI.Intracomm, map: IndexMap, run: int) -> "Transfer":
+        """The way of the rows of the map to runs of so many. All ranks call it together."""
         if run not in self.transfers:
-            self.transfers[run] = _transfer(comm, self, run)
+            self.transfers[run] = _transfer(comm, map, self, run)
         return self.transfers[run]
 
 
-_known: "weakref.WeakKeyDictionary[IndexMap, Numbering]" = weakref.WeakKeyDictionary()
+_known: dict[int, Numbering] = {}
+"""By the identity of maps: equal ones may live longer, or less long."""
 
 
-def learn(comm: MPI.Intracomm, operation: str, maps: Sequence[IndexMap], failure: Exception | None) -> None:
+def learn(comm: MPI.Intracomm, operation: str, listed: Sequence[IndexMap], failure: Exception | None) -> None:
     """Finds the numberings of maps, unless all ranks know them. Raises an exception on all ranks if one has a failure,
     or if they have other numbers of maps."""
-    absent = sum(map not in _known for map in maps)
+    maps = distinct(listed)
+    absent = sum(id(map) not in _known for map in maps)
     missing, there = agreement.sums(comm, operation, failure, absent, len(maps))
     if there:
         agreement.alike(comm, operation, lambda: (None, [("the number of maps in grid", str(len(maps)))]), _differ)
-    if not missing:
-        return
-    for map in maps:
-        owned = map.owned
-        total = comm.allreduce(len(owned))
-        last = comm.allreduce(int(owned.max()) if len(owned) else -1, MPI.MAX)
-        _known[map] = Numbering(map, total, last + 1 != total)
+    if missing:
+        for map in maps:
+            owned = map.owned
+            total = comm.allreduce(len(owned))
+            last = comm.allreduce(int(owned.max()) if len(owned) else -1, MPI.MAX)
+            _remember(map, Numbering(total, last + 1 != total))
+    for map in listed:
+        _remember(map, _known[id(maps[maps.index(map)])])
+
+
+def _remember(map: IndexMap, numbering: Numbering) -> None:
+    """Keeps the numbering of a map for as long as the map lives."""
+    if id(map) not in _known:
+        weakref.finalize(map, _known.pop, id(map)).atexit = False
+    _known[id(map)] = numbering
 
 
 def _differ(what: str, mine: str, root: str) -> str:
@@ -72,7 +81,7 @@ def _differ(what: str, mine: str, root: str) -> str:
 
 
 def numbering(map: IndexMap) -> Numbering:
-    return _known[map]
+    return _known[id(map)]
 
 
 def run_of(total: int, ranks: int, size: int | None) -> int:
@@ -109,9 +118,8 @@ class Transfer:
         return x if self.map is None else self.map.exchange(self.map.pad(x))
 
 
-def _transfer(comm: MPI.Intracomm, numbering: Numbering, run: int) -> Transfer:
+def _transfer(comm: MPI.Intracomm, map: IndexMap, numbering: Numbering, run: int) -> Transfer:
     start, end = interval(run, numbering.total, comm.rank)
-    map = numbering.map
     indices = _sorted(comm, map.owned, run) if numbering.has_gaps else np.arange(start, end)
     elsewhere = not np.array_equal(indices, map.owned)
     (some,) = agreement.sums(comm, "save", None, elsewhere)
@@ -146,12 +154,13 @@ class Rows:
     """How this rank comes by its run of the rows of an array. All ranks call `take` together."""
 
     region: Region
+    map: IndexMap
     numbering: Numbering
     comm: MPI.Intracomm
     run: int
 
     def take(self, x: Any) -> np.ndarray:
-        way = self.numbering.transfer(self.comm, self.run)
+        way = self.numbering.transfer(self.comm, self.map, self.run)
         values = chunks.values_of(chunks.in_words(x, way.move))
         return dtypes.encode(values if way.local is None else values[way.local])
 
@@ -161,12 +170,13 @@ class Indices:
     """How this rank comes by the indices of its run. All ranks call `take` together."""
 
     region: Region
+    map: IndexMap
     numbering: Numbering
     comm: MPI.Intracomm
     run: int
 
     def take(self, x: Any) -> np.ndarray:
-        return self.numbering.transfer(self.comm, self.run).indices
+        return self.numbering.transfer(self.comm, self.map, self.run).indices
 
 
 def source(
@@ -202,10 +212,10 @@ def reader(map: IndexMap, indices: np.ndarray, points: Interval) -> Reader:
     return Reader(points, made, made.to_local(needed))
 
 
-def distinct(divisions: Iterable[Any]) -> list[IndexMap]:
-    """The maps among divisions, each once, in their order."""
+def distinct(maps: Iterable[IndexMap]) -> list[IndexMap]:
+    """Of maps that are equal the first one, in their order."""
     found: list[IndexMap] = []
-    for division in divisions:
-        if isinstance(division, IndexMap) and division not in found:
-            found.append(division)
+    for map in maps:
+        if map not in found:
+            found.append(map)
     return found
