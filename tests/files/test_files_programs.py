@@ -6,6 +6,7 @@ What is computed is linear in integers, so results are exact, and so is the dot-
 
 import itertools
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,13 +22,13 @@ from jaxmpi import io, notoken
 from support import drawing
 from support.table import NEW_JAX
 
-pytest.importorskip("zarr", minversion="3")
+zarr = pytest.importorskip("zarr", minversion="3")
 
 EXAMPLES = int(os.environ.get("JAXMPI_TEST_PROGRAMS", "12"))
 ROWS = 18
 INDICES = np.random.default_rng(0).permutation(1000)[:ROWS]
 COMPUTED = ("ghosts", "sums", "halo", "total")
-MOVED = ("migrate", "redistribute", "store")
+MOVED = ("migrate", "redistribute", "store", "series")
 WAYS = ("eager", "jit", "jaxmpi.jit", "scan", "vmap", *(("vjp", "vmap of vjp") if NEW_JAX else ()))
 COMPILERS = {"jit": jax.jit, "jaxmpi.jit": jaxmpi.jit}
 
@@ -80,6 +81,8 @@ class Run:
         rng = np.random.default_rng(case.seed)
         self.rows = rng.integers(-9, 9, (ROWS, 2)).astype(float)
         self.field = rng.integers(-9, 9, case.shape).astype(float)
+        self.steps = []
+        """The whole arrays of the steps of a series, each with its time."""
         self.divide(rng)
         self.own, self.inner = jnp.asarray(self.rows[self.mine]), jnp.asarray(self.field[self.grid.slices])
 
@@ -239,14 +242,18 @@ class Run:
         self.inner = compiler(lambda x: jaxmpi.redistribute(x, self.grid, grid))(self.inner)
         self.grid = grid
 
+    def stored(self):
+        """The arrays with ghosts and halos, of which nothing may get into files; and how they are divided."""
+        rows = self.map.pad(self.own).at[self.map.sizes[0] :].set(7)
+        tree = {"rows": rows, "field": jnp.pad(self.inner, 1, constant_values=7)}
+        return tree, {"rows": self.map, "field": self.grid}
+
     def _store(self, rng, compiler, number):
         path, chunks = self.folder / f"{number}.zarr", [None, 1, 2, 5][rng.integers(4)]
-        tree = {"rows": self.map.pad(self.own), "field": jnp.pad(self.inner, 1, constant_values=7), "n": number}
-        divisions = {"rows": self.map, "field": self.grid, "n": None}
-        io.save(path, tree, grid=divisions, width={"field": 1}, chunks=chunks)
+        tree, divisions = self.stored()
+        io.save(path, {**tree, "n": number}, grid={**divisions, "n": None}, width={"field": 1}, chunks=chunks)
         self.divide(rng)
-        divisions = {"rows": self.map, "field": self.grid, "n": None}
-        found = io.load(path, grid=divisions, width={"field": 1})
+        found = io.load(path, grid={"rows": self.map, "field": self.grid, "n": None}, width={"field": 1})
         self.equal(found["n"], number, "n")
         self.equal(found["rows"], self.rows[self.local], "rows")
         around = np.pad(self.field, 1, mode="wrap" if self.case.periodic else "constant")
@@ -254,6 +261,30 @@ class Run:
         block = around[tuple(slice(low, low + n + 2) for low, n in zip(start, self.grid.local_shape, strict=True))]
         self.equal(found["field"], block, "field")
         self.own, self.inner = found["rows"][: self.map.sizes[0]], found["field"][1:-1, 1:-1]
+
+    def _series(self, rng, compiler, number):
+        """Goes on with one file, however the arrays are divided now."""
+        tree, divisions = self.stored()
+        options = {"width": {"field": 1}, "resume": True, "behind": int(rng.integers(1, 3))}
+        with io.Writer(self.folder / f"series{self.case.seed}", divisions, **options) as out:
+            for part in range(rng.integers(1, 4)):
+                time = number + part / 10
+                out.append(time, jax.tree.map(lambda x, part=part: x + part, tree))
+                self.steps.append((time, self.rows + part, self.field + part))
+
+    def check_series(self):
+        if not self.steps:
+            return
+        found = {}
+        if self.judge.rank == 0:
+            file = self.folder / f"series{self.case.seed}"
+            found = {name: array[...] for name, array in zarr.open_group(str(file), mode="r").arrays()}
+            shutil.rmtree(file)
+        times, rows, fields = map(np.array, zip(*self.steps, strict=True))
+        order = np.argsort(INDICES)
+        right = {"time": times, "index": INDICES[order], "rows": rows[:, order], "field": fields}
+        for name, its in right.items():
+            self.equal(found.get(name, its), its, name)
 
 
 @pytest.mark.seconds(600)
@@ -268,6 +299,7 @@ def test_random_programs(comm, tmp_path):
                 run.move(segment, next(numbers))
             else:
                 run.compute(segment)
+        run.check_series()
 
     drawing.on_all_ranks(comm, cases(comm.size), check, EXAMPLES)
     ordered.Free()

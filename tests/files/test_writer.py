@@ -465,6 +465,23 @@ def test_ranks_that_differ(folder):
     assert COMM.bcast(not (folder / "q").exists())
 
 
+@pytest.mark.ranks(2)
+def test_nothing_is_dropped_where_ranks_differ_in_the_time(folder):
+    """What comes again would be dropped from the time of rank 0 on."""
+    grid = jaxmpi.Grid(SIZE, (2 * SIZE,))
+    x = {"x": jnp.zeros(grid.local_shape)}
+    with io.Writer(folder / "s", grid) as out:
+        for step in range(4):
+            out.append(step, x)
+    for error, text, time_here in (
+        (ValueError, "time is another one than on rank 0", 1 + RANK),
+        ((TypeError, ValueError), "time must be a number", "now" if RANK else 1),
+    ):
+        with pytest.raises(error, match=text):
+            io.Writer(folder / "s", grid, resume=True).append(time_here, x)
+    check(folder / "s", {"time": np.arange(4.0), "x": np.zeros((4, 2 * SIZE))})
+
+
 @pytest.mark.parametrize("rank", [0, -1])
 @pytest.mark.parametrize("at", [0, 2, 5])
 def test_error_of_one_thread_is_raised_on_all_ranks(folder, monkeypatch, rank, at):

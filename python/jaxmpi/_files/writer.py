@@ -501,7 +501,8 @@ def _open(operation: str, path: Path, its: Given, time: Any, tree: Any) -> _Seri
     comm = layout.begin(its.grid, its.comm, operation)
     known = communicators.resolve(layout.communicator(its.grid, its.comm, operation), operation)
     there, old = agreement.on_root(comm, operation, lambda: (path, _old(path, its.resume, operation)))
-    more = {"resume": its.resume, "every": its.every, "fields": its.names, "path": path.name}
+    more: dict[str, Any] = {"resume": its.resume, "every": its.every, "fields": its.names, "path": path.name}
+    more["time"], _ = agreement.attempt(lambda: float(time))
     make = lambda: _plan(comm, there, its, time, tree, old, operation)  # noqa: E731
     plan = saving.agreed(comm, make, operation, **more)
     steps = _of_steps(plan.parts)
