@@ -134,3 +134,41 @@ def test_wrong_maps_are_noticed(fault, judge, size, monkeypatch):
     verdict, why = judge(program, checks.Check(mode))
     assert verdict == "wrong"
     assert "got [" in why
+
+
+def _with_rows(change):
+    """`migrate` whose rows are changed."""
+    migrate = jaxmpi.migrate
+
+    def wrong(x, *args, **more):
+        moved, count, received = migrate(x, *args, **more)
+        return change(moved, count), count, received
+
+    return wrong
+
+
+def _of_blocks(change):
+    redistribute = jaxmpi.redistribute
+    return lambda x, *args, **more: change(redistribute(x, *args, **more))
+
+
+WRONG_MOVES = {
+    "rows in another order": ("migrate", "value", lambda: _with_rows(lambda y, n: jnp.roll(y[::-1], n))),
+    "no derivative of rows": ("migrate", "vjp", lambda: _with_rows(lambda y, n: jax.lax.stop_gradient(y))),
+    "a block that is turned": ("redistribute", "value", lambda: _of_blocks(lambda y: y[::-1])),
+    "half a tangent": ("redistribute", "jvp", lambda: _of_blocks(lambda y: y / 2 + jax.lax.stop_gradient(y / 2))),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG_MOVES)
+def test_wrong_moves_are_noticed(fault, judge, size, monkeypatch):
+    name, mode, wrong = WRONG_MOVES[fault]
+    some = tuple(2 if rank < size - 1 else 3 for rank in range(size))
+    division = programs.Division((some,), (some[::-1],))
+    comm = programs.Comm(name, 0, root=3 if size == 1 else 2, peer=1, division=division)  # two rows for some rank
+    program = programs.Program(0, size, programs.Body((comm,), programs.INPUTS), True, True)
+    assert judge(program, checks.Check(mode)) == ("right", "")
+    monkeypatch.setattr(jaxmpi, name, wrong())
+    verdict, why = judge(program, checks.Check(mode))
+    assert verdict == "wrong"
+    assert "got [" in why
