@@ -56,6 +56,9 @@ def arguments():
         default=3 * len(soaking.OPERATIONS),
         help="of each thread, from which its steps are drawn",
     )
+    parser.add_argument(
+        "--operation", action="append", choices=soaking.OPERATIONS, help="one of a few; may be repeated"
+    )
     parser.add_argument("--chunk", type=int, default=3000, help="elements beyond which arrays are sent in parts")
     parser.add_argument("--duplicate", type=int, default=500, help="steps after which a communicator is made and freed")
     parser.add_argument("--growth", type=float, default=24, help="MiB of memory by which a rank may have grown")
@@ -71,7 +74,8 @@ class Worker:
     def __init__(self, number, comm, chosen):
         self.comm, self.chosen = comm, chosen
         self.generator = random.Random(f"{chosen.seed} {number}")
-        self.programs = [soaking.draw(self.generator, comm.size, i) for i in range(chosen.programs)]
+        operations = chosen.operation or soaking.OPERATIONS
+        self.programs = [soaking.draw(self.generator, comm.size, i, operations) for i in range(chosen.programs)]
         self.functions = {}
         self.faulty = chosen.wrong_at is not None and number == 0 and comm.rank == comm.size - 1
         self.steps, self.operations, self.checksum = 0, 0, 0

@@ -45,7 +45,8 @@ OF_MAPS = {
     "index_accumulate": lambda rows, x, op: rows.accumulate(x, op),
 }
 """Of a map of rows that have global indices."""
-OPERATIONS = [*CASE, "barrier", "exchange", *OF_MAPS]
+OF_ROWS = [*OF_MAPS, "migrate"]
+OPERATIONS = [*CASE, "barrier", "exchange", *OF_ROWS]
 BLOCK = 2
 """Of an exchange, on a periodic grid of one axis: elements of each rank, which has one of each neighbour besides."""
 REDUCING = {
@@ -93,9 +94,9 @@ class Program:
         return self.op == "SUM" and dtype in TOLERANCE and self.way not in DERIVATIVES
 
 
-def draw(generator, size, number):
+def draw(generator, size, number, operations=OPERATIONS):
     """A program; successive numbers go through all operations."""
-    case, way = OPERATIONS[number % len(OPERATIONS)], generator.choice(WAYS)
+    case, way = operations[number % len(operations)], generator.choice(WAYS)
     wide = way not in ("eager", "jit")
     reduces = case in REDUCING or case == "index_accumulate"
     kinds = MOVED[:-1] if reduces else MOVED  # there are no reductions of float8
@@ -137,7 +138,7 @@ def _values(program, step, rank, size, shape, dtype):
         shape = CASE[program.case].shape(shape, rank, size, program.root)
     elif program.case == "exchange":
         shape = (BLOCK + 2, *shape)
-    elif program.case in OF_MAPS:
+    elif program.case in OF_ROWS:
         shape = (rows_of(size, program.root)[rank].at.size, *shape)
     numbers = (17 * np.arange(int(np.prod(shape))) + 29 * rank + 41 * step) % most
     return (numbers / 10 if program.fractions(dtype) else numbers).astype(dtype_of(dtype)).reshape(shape)
@@ -189,6 +190,10 @@ def _once(program, comm):
         its = rows_of(comm.size, program.root)[comm.rank]
         rows = jaxmpi.IndexMap(its.owned, its.ghosts[::-1], comm=comm)
         return lambda x: OF_MAPS[program.case](rows, x, getattr(MPI, program.op or "SUM"))
+    if program.case == "migrate":
+        rows = rows_of(comm.size, program.root)
+        owners, room = rows[comm.rank].owners, sum(its.owners.size for its in rows)
+        return lambda x: jaxmpi.migrate(x, owners, rows=room, comm=comm)[0]
     if program.case in AT_RUN_TIME:
         return AT_RUN_TIME[program.case](comm)
 
@@ -254,6 +259,11 @@ def expected(program, xs, rank):
         return np.concatenate([before[-2:-1], xs[rank][1:-1], after[1:2]])
     if program.case in OF_MAPS:
         return _of_rows(program, xs, rank)
+    if program.case == "migrate":
+        rows = rows_of(len(xs), program.root)
+        parts = [x[its.owners == rank] for its, x in zip(rows, xs, strict=True)]
+        others = [np.zeros_like(x[its.owners != rank]) for its, x in zip(rows, xs, strict=True)]
+        return np.concatenate(parts + others)
     if program.case == "exscan" and rank == 0:
         return np.full_like(xs[0], _identity(program.op, xs[0].dtype))
     if program.case in REDUCING:
