@@ -48,7 +48,7 @@ class Numbering:
 
 
 _known: dict[int, Numbering] = {}
-"""By the identity of maps: equal ones may live longer, or less long."""
+"""The numberings of maps, found by `id`: maps that are equal may live longer, or less long."""
 
 
 def learn(comm: MPI.Intracomm, operation: str, listed: Sequence[IndexMap], failure: Exception | None) -> None:
@@ -213,7 +213,7 @@ def reader(map: IndexMap, indices: np.ndarray, points: Interval) -> Reader:
 
 
 def distinct(maps: Iterable[IndexMap]) -> list[IndexMap]:
-    """Of maps that are equal the first one, in their order."""
+    """The maps without those that are equal to one before."""
     found: list[IndexMap] = []
     for map in maps:
         if map not in found:

@@ -26,7 +26,7 @@ from jaxmpi._files.dtypes import in_files
 
 META = "zarr.json"
 OLDEST_PYTHON = (3, 11)
-"""Of zarr 3: with an older one no files are written or read."""
+"""What zarr 3 needs. With an older Python no files are written or read."""
 _PIECE = 1 << 20
 """Bytes of which a checksum is computed before other threads may go on; as many are read at once."""
 _PLAIN = ({"name": "bytes"}, {"name": "bytes", "configuration": {"endian": "little"}})

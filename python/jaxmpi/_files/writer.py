@@ -288,7 +288,7 @@ class _Signature:
 
     structure: Any
     chosen: tuple[int, ...]
-    """Which leaves are written, in the order of their names, as the parts are."""
+    """The leaves that are written, in the order of their names, as the parts are."""
     records: tuple[records.Record, ...]
     """What is known of each of them before it is divided."""
 
@@ -321,7 +321,7 @@ class _Series:
     parts: list[Part]
     """What each step has, which is worked out once: where regions come from, and how."""
     signature: _Signature
-    """That of the trees that have these parts."""
+    """What the trees that have these parts have in common."""
     metas: dict[str, Any]
     """The metadata of all arrays."""
     attributes: dict[str, Any]
