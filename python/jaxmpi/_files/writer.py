@@ -288,7 +288,7 @@ class _Signature:
 
     structure: Any
     chosen: tuple[int, ...]
-    """The leaves that are written, in the order of their names, as the parts are."""
+    """The positions of the leaves that are written, in the order of names, as the parts are."""
     records: tuple[records.Record, ...]
     """What is known of each of them before it is divided."""
 
