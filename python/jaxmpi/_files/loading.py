@@ -119,7 +119,9 @@ def load(
     """
     operation = "load"
     clone = layout.begin(grid, comm, operation)
-    where, text = clone.bcast(agreement.on_all(clone, operation, lambda: _metadata(path, clone.rank, operation)))
+    where, text = agreement.of_rank(
+        clone, agreement.on_all(clone, operation, lambda: _metadata(path, clone.rank, operation))
+    )
 
     def work() -> tuple[Any, agreement.Facts]:
         state = State.of(where, text, operation)

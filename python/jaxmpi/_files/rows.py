@@ -133,7 +133,7 @@ def _sorted(comm: MPI.Intracomm, owned: np.ndarray, run: int) -> np.ndarray:
     """The indices of this rank's run, of all indices in ascending order."""
     mine = np.sort(owned)
     at = np.linspace(0, len(mine), min(_SAMPLES, len(mine)), endpoint=False).astype(np.int64)
-    listed = comm.allgather((mine[at], len(mine) / max(len(at), 1)))
+    listed = agreement.told(comm, (mine[at], len(mine) / max(len(at), 1)))
     samples = np.concatenate([its for its, _ in listed])
     weights = np.concatenate([np.full(len(its), weight) for its, weight in listed])
     order = np.argsort(samples, kind="stable")

@@ -8,6 +8,8 @@ from typing import Any, NoReturn, TypeVar, cast
 import numpy as np
 from mpi4py import MPI
 
+from jaxmpi._mpi import failures
+
 T = TypeVar("T")
 Facts = Sequence[tuple[str, str]]
 """What ranks compare: of each fact what it is, and a text."""
@@ -30,11 +32,23 @@ def sums(comm: MPI.Intracomm, operation: str, failure: Exception | None, *number
     Raises an exception on all ranks if any has a failure: its own there, and on the others one of the same type, with
     the number of the first rank that has one.
     """
-    told = np.array([failure is not None, *numbers], np.uint64)
-    comm.Allreduce(MPI.IN_PLACE, told, MPI.SUM)
-    if told[0]:
+    sums = np.array([failure is not None, *numbers], np.uint64)
+    with failures.confirmed(comm):
+        comm.Allreduce(MPI.IN_PLACE, sums, MPI.SUM)
+    if sums[0]:
         _fail(comm, operation, failure)
-    return [int(number) for number in told[1:]]
+    return [int(number) for number in sums[1:]]
+
+
+def told(comm: MPI.Intracomm, value: T) -> list[T]:
+    """What each rank tells, any object, on all of them.
+
+    Raises MPI.Exception if a rank has died. Not by mpi4py's allgather: MPI_Allgatherv of Open MPI drops the error of
+    its own broadcast, and what it then has not written would be unpickled before anybody asks for a death.
+    """
+    with failures.confirmed(comm):
+        found = comm.bcast(comm.gather(value))
+    return cast(list[T], found)
 
 
 def on_all(comm: MPI.Intracomm, operation: str, work: Callable[[], T]) -> T:
@@ -44,13 +58,19 @@ def on_all(comm: MPI.Intracomm, operation: str, work: Callable[[], T]) -> T:
     return cast(T, found)
 
 
-def on_root(comm: MPI.Intracomm, operation: str, work: Callable[[], T]) -> T:
-    """What `work` returns on rank 0, which alone calls it, on all ranks: one broadcast. Its error is raised on all."""
-    found, failure = attempt(work) if comm.rank == 0 else (None, None)
-    failed, found = comm.bcast((failure is not None, found))
+def on_root(comm: MPI.Intracomm, operation: str, work: Callable[[], T], root: int = 0) -> T:
+    """What `work` returns on the root, which alone calls it, on all ranks: one broadcast. Its error is raised on all."""
+    found, failure = attempt(work) if comm.rank == root else (None, None)
+    failed, found = of_rank(comm, (failure is not None, found), root)
     if failed:
         _fail(comm, operation, failure)
     return cast(T, found)
+
+
+def of_rank(comm: MPI.Intracomm, value: T, root: int = 0) -> T:
+    """What the root has, any object, on all ranks. Raises MPI.Exception if a rank has died."""
+    with failures.confirmed(comm):
+        return cast(T, comm.bcast(value, root))
 
 
 def alike(
@@ -68,11 +88,12 @@ def alike(
     found, failure = attempt(work)
     facts = found[1] if found else []
     digest = int.from_bytes(hashlib.blake2b(repr(facts).encode(), digest_size=8).digest(), "little")
-    told = np.array([failure is not None, digest, digest ^ _BITS], np.uint64)
-    comm.Allreduce(MPI.IN_PLACE, told, MPI.BOR)
-    if told[0]:
+    bits = np.array([failure is not None, digest, digest ^ _BITS], np.uint64)
+    with failures.confirmed(comm):
+        comm.Allreduce(MPI.IN_PLACE, bits, MPI.BOR)
+    if bits[0]:
         _fail(comm, operation, failure)
-    if told[1] & told[2]:  # a bit that some have, and others have not
+    if bits[1] & bits[2]:  # a bit that some have, and others have not
         _compare(comm, operation, facts, differs)
     assert found is not None
     return found[0]
@@ -80,7 +101,7 @@ def alike(
 
 def _compare(comm: MPI.Intracomm, operation: str, facts: Facts, differs: Callable[[str, str, str], str]) -> None:
     failure = None
-    for mine, root in itertools.zip_longest(facts, comm.bcast(facts), fillvalue=("", "")):
+    for mine, root in itertools.zip_longest(facts, of_rank(comm, facts), fillvalue=("", "")):
         if mine != root and failure is None:
             what = mine[0] or root[0]
             failure = ValueError(f"{operation}: {differs(what, mine[1], root[1])}")
@@ -89,9 +110,8 @@ def _compare(comm: MPI.Intracomm, operation: str, facts: Facts, differs: Callabl
 
 def _fail(comm: MPI.Intracomm, operation: str, failure: Exception | None) -> NoReturn:
     kind: Any = next((kind for kind in _KINDS if isinstance(failure, kind)), RuntimeError)
-    failures = comm.allgather(None if failure is None else (kind, str(failure)))
+    all_failures = told(comm, None if failure is None else (kind, str(failure)))
     if failure is not None:
         raise failure
-    rank = next(rank for rank, its in enumerate(failures) if its is not None)
-    kind, text = failures[rank]
+    rank, (kind, text) = next((rank, its) for rank, its in enumerate(all_failures) if its is not None)
     raise kind(f"{operation}: on rank {rank}: {text.removeprefix(f'{operation}: ')}")

@@ -1,0 +1,73 @@
+"""What MPI tells of the death of ranks (ULFM), and what ranks then tell each other by it."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from mpi4py import MPI
+
+from jaxmpi._mpi import clones
+from jaxmpi._mpi.library import FAILURES
+
+
+def classes() -> set[int]:
+    """The classes of errors by which MPI tells of a death; none in a job that does not go on after one."""
+    return {code for code in FAILURES.values() if code}
+
+
+def dead(comm: MPI.Comm) -> tuple[int, ...]:
+    """The ranks of a communicator that are known to have died."""
+    try:
+        failed, group = comm.Get_failed(), comm.Get_group()
+        found = MPI.Group.Translate_ranks(failed, None, group)
+        failed.Free()
+        group.Free()
+        return tuple(sorted(found))
+    except (MPI.Exception, NotImplementedError):
+        return ()
+
+
+def is_broken(comm: MPI.Comm) -> bool:
+    """Whether it is revoked, or a rank of it has died. Collectives of Open MPI then fail with other classes, too."""
+    return bool(FAILURES["failed"]) and (bool(comm.Is_revoked()) or bool(dead(comm)))
+
+
+@contextlib.contextmanager
+def confirmed(comm: MPI.Comm) -> Iterator[None]:
+    """Around collectives of mpi4py: raises an MPI.Exception of a death if a rank has died by its end.
+
+    Some functions of MPI drop the error of what they have called inside, and return without their result, or have
+    another error. The core asks the same after its own collectives: `call_confirm_result` in csrc/core/failure.h.
+    """
+    error = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    if is_broken(comm):
+        raise MPI.Exception(FAILURES["revoked" if comm.Is_revoked() else "failed"]) from error
+    if error is not None:
+        raise error
+
+
+def revoke(comm: MPI.Comm) -> None:
+    """Lets all operations of other ranks on a communicator, and on its clone, raise."""
+    _quietly(comm.Revoke)
+    if (clone := clones.clone_if_made(comm)) is not None:
+        _quietly(clone.Revoke)
+
+
+def _quietly(call: Callable[[], object]) -> None:
+    with contextlib.suppress(MPI.Exception):
+        call()
+
+
+def agree(comm: MPI.Comm, done: bool) -> bool:
+    """Whether all ranks have done it, and live: the same on all that do."""
+    if not done:
+        revoke(comm)  # no rank waits in an operation for this one
+    try:
+        return bool(comm.Agree(int(done)))
+    except MPI.Exception as error:
+        if error.Get_error_class() not in classes():
+            raise
+        return False
