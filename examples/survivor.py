@@ -7,6 +7,9 @@ last. The result is that of a run in which nobody dies, but for rounding.
 
     python -m jaxmpi.run -n 4 --survive examples/survivor.py --kill 1@300 --kill 2@700
 
+With `--spare 2` after `--survive` two more processes wait, and take the places of those that die, so that the sea is
+divided as before.
+
 `--kill RANK@STEP` lets a process end itself by SIGKILL; any other death does as well, `kill -9` from another shell or
 an exception. If two neighbours die at the same time what one of them kept of the other is lost, and the program says
 so: `--copies 2` keeps another copy. It writes `survivor.png`, with the division of the sea at the beginning and at the
@@ -48,22 +51,15 @@ def tree_of(step: int, state: shallow_water.State) -> Tree:
 class Memory:
     """Keeps the last state in the memory of the processes."""
 
-    def __init__(self, copies: int) -> None:
-        self.copies = copies
-        self.replica: jaxmpi.Replica | None = None
+    def __init__(self, tree: Tree, grid: jaxmpi.Grid, copies: int) -> None:
+        # Nothing is saved here: a spare process makes it as it steps in, while the others restore.
+        self.replica = jaxmpi.Replica(tree, grid=grid, width=WIDTH, copies=copies, save=False)
 
-    def save(self, tree: Tree, grid: jaxmpi.Grid) -> jaxmpi.Replica:
-        """The first save makes what `restore` uses, once all processes have it: see `confirm`."""
-        if self.replica is None:
-            return jaxmpi.Replica(tree, grid=grid, width=WIDTH, copies=self.copies)
+    def save(self, tree: Tree, grid: jaxmpi.Grid) -> None:
         self.replica.save(tree)
-        return self.replica
-
-    def confirm(self, saved: jaxmpi.Replica) -> None:
-        self.replica = saved
 
     def restore(self, grid: jaxmpi.Grid) -> Tree | None:
-        return None if self.replica is None else self.replica.restore(grid)
+        return self.replica.restore(grid)
 
 
 class Files:
@@ -75,20 +71,21 @@ class Files:
     def save(self, tree: Tree, grid: jaxmpi.Grid) -> None:
         jaxmpi.io.checkpoint(self.folder, tree, step=tree["step"], grid=grid, width=WIDTH, overwrite=True)
 
-    def confirm(self, saved: None) -> None:
-        pass
-
     def restore(self, grid: jaxmpi.Grid) -> Tree | None:
         last = jaxmpi.io.latest(self.folder)
         return None if last is None else jaxmpi.io.load(last, grid=grid, width=WIDTH)
+
+
+def start(grid: jaxmpi.Grid, model: shallow_water.Model) -> shallow_water.State:
+    ny, nx = grid.global_shape
+    return model.start(*[jnp.asarray(a, jnp.float32) for a in shallow_water.initial_fields(nx, ny)])
 
 
 def restart(kept: Memory | Files, grid: jaxmpi.Grid, model: shallow_water.Model) -> tuple[int, shallow_water.State]:
     """The step that was saved last and its state, or those of the beginning, on this grid."""
     tree = kept.restore(grid)
     if tree is None:
-        ny, nx = grid.global_shape
-        return 0, model.start(*[jnp.asarray(a, jnp.float32) for a in shallow_water.initial_fields(nx, ny)])
+        return 0, start(grid, model)
     return tree["step"], shallow_water.State(*tree["fields"], *tree["tendencies"])  # a step begins with the halos
 
 
@@ -107,7 +104,8 @@ def run(options: argparse.Namespace, steps: int) -> tuple[shallow_water.State, j
     death = dict(options.kill).get(MPI.COMM_WORLD.rank)
     grid = shallow_water.make_grid(nx, ny)
     model = shallow_water.make_model(grid)
-    kept = Memory(options.copies) if options.files is None else Files(options.files)
+    first = tree_of(0, start(grid, model))
+    kept = Memory(first, grid, options.copies) if options.files is None else Files(options.files)
     done, state = 0, None
     while done < steps:
         try:
@@ -116,21 +114,18 @@ def run(options: argparse.Namespace, steps: int) -> tuple[shallow_water.State, j
                     done, state = restart(kept, grid, model)
                 stop = min(done + options.every, steps)
                 state = advance(model, state, done, stop, death)
-                saved = kept.save(tree_of(stop, state), grid)
-            kept.confirm(saved)
+                kept.save(tree_of(stop, state), grid)
             done = stop
         except jaxmpi.ProcessFailed as failure:
             begin = time.perf_counter()
             comm = jaxmpi.recover()  # calls without comm= use it from now on, so that the grid is made of it
-            lost = jaxmpi.lost(grid.comm, comm)
+            lost, size = jaxmpi.lost(grid.comm, comm), grid.comm.size
             grid = shallow_water.make_grid(nx, ny)
             model, state = shallow_water.make_model(grid), None
             if comm.rank == 0:
                 took = time.perf_counter() - begin
                 of = f" in {failure.operation}" if failure.operation else ""
-                print(
-                    f"step {done}: {len(lost)} of {len(lost) + comm.size} processes lost{of}; recovered in {took:.2f} s"
-                )
+                print(f"step {done}: {len(lost)} of {size} processes lost{of}; recovered in {took:.2f} s")
     assert state is not None
     return state, grid
 
@@ -180,7 +175,7 @@ def parse_options() -> argparse.Namespace:
 def main() -> None:
     options = parse_options()
     steps = max(1, round(options.days * shallow_water.DAY / shallow_water.DT))
-    first = division_of(shallow_water.make_grid(*options.size))
+    first = division_of(shallow_water.make_grid(*options.size))  # a spare process waits here
     state, grid = run(options, steps)
     sea = shallow_water.gather_fields(state, grid)
     if sea is None:

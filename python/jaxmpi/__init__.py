@@ -31,7 +31,7 @@ if _module_to_run() not in ("jaxmpi.run", "jaxmpi.info", "jaxmpi.trace"):
 
     # isort: split
     from jaxmpi import notoken
-    from jaxmpi._mpi.survival import ProcessFailed, lost, process_failure, recover, set_default, survive
+    from jaxmpi._mpi.survival import ProcessFailed, get_default, lost, process_failure, recover, set_default, survive
     from jaxmpi._operations.replication import invariant, replicate
     from jaxmpi._operations.requests import Request
     from jaxmpi._operations.support import has_cuda_support, has_rocm_support, has_sycl_support, static
@@ -118,6 +118,7 @@ if _module_to_run() not in ("jaxmpi.run", "jaxmpi.info", "jaxmpi.trace"):
         "fft",
         "gather",
         "gatherv",
+        "get_default",
         "has_cuda_support",
         "has_rocm_support",
         "has_sycl_support",

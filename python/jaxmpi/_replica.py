@@ -5,11 +5,13 @@ r + copies, modulo the number of ranks, and the messages are waited for by the n
 after which all ranks have the copies of the save before, so what is older is dropped. Until then two saves are kept.
 
 After a death the ranks that live tell each other which blocks of which saves they have, and the newest save counts of
-which no block is missing. What a rank has for another one is known to both, from the two divisions.
+which no block is missing. What a rank has for another one is known to both, from the two divisions. A spare rank that
+has stepped in has nothing: it is told what is the same on all ranks, and gets blocks as any other.
 """
 
 import contextlib
 import math
+import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +26,7 @@ from jaxmpi._grid import arguments as given
 from jaxmpi._grid.divisions import Division
 from jaxmpi._grid.grid import Grid, Width
 from jaxmpi._grid.halos import Layout, Widths
-from jaxmpi._mpi import agreement, survival
+from jaxmpi._mpi import agreement, communicators, failures, survival
 from jaxmpi._mpi.clones import clone_of
 from jaxmpi._mpi.communicators import Local
 from jaxmpi._mpi.waiting import waiting
@@ -115,15 +117,29 @@ class _Saved:
     under_way: dict[int, tuple[Bytes, list[MPI.Request]]] = field(default_factory=dict)
     """Blocks of other ranks that have not come yet, by their ranks, and the requests for them."""
     sends: list[MPI.Request] = field(default_factory=list)
+    complete: bool = False
+    """Whether this rank knows that all copies are there."""
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What a rank tells of a save that it has."""
+
+    number: int
+    rank: int
+    """In the grid of the save."""
+    blocks: list[int]
+    layout: Layout
+    complete: bool
 
 
 class Replica(Local):
     """A state that is kept in memory, so that it outlives the death of ranks: each rank has copies of others' blocks.
 
-    Making one saves `tree`. Each save sends this rank's blocks to the ranks behind it, one message to each; they are on
-    their way while the program computes, and the next call waits for them. It does not count before all blocks of it
-    have been copied, and until then the one before is kept, too. So this takes (1 + copies) times the memory of the
-    blocks, on the host, and twice that during a save.
+    Making one saves `tree`, unless `save=False`. Each save sends this rank's blocks to the ranks behind it, one message
+    to each; they are on their way while the program computes, and the next call waits for them. It does not count
+    before all blocks of it have been copied, and until then the one before is kept, too. So this takes (1 + copies)
+    times the memory of the blocks, on the host, and twice that during a save.
 
     All ranks of the grid make it and call its methods alike, outside of compiled functions.
 
@@ -136,6 +152,8 @@ class Replica(Local):
         in `jaxmpi.io.save`. Halos are not saved.
       axes: which axes of the fields are those of the grid, as in `Grid.exchange`.
       copies: how many other ranks keep each rank's blocks. As many neighbouring ranks may die at the same time.
+      save: False: `tree` only says what will be saved, nothing is communicated, and `restore` returns None before the
+        first save. A program with spare ranks makes its Replica so, for one that steps in has nothing to save.
 
     Raises:
       ValueError, TypeError: a field does not fit the grid, or an argument is of the wrong type; on this rank, before
@@ -151,6 +169,7 @@ class Replica(Local):
         width: Width | dict[str, Any] = 0,
         axes: Sequence[int] | None = None,
         copies: int = 1,
+        save: bool = True,
     ) -> None:
         found = {id(its): its for its in jax.tree.leaves(grid, is_leaf=trees.is_division) if its is not None}
         grids = list(found.values())
@@ -166,7 +185,9 @@ class Replica(Local):
         self._divisions, self._width, self._axes = grid, width, axes
         self._fields, self._structure = self._described(tree, "Replica")
         self._kept: list[_Saved] = []
-        self._save(tree, "Replica")
+        self._began_empty = not save
+        if save:
+            self._save(tree, "Replica")
 
     def save(self, tree: Any) -> None:
         """Saves a tree like the one that the Replica was made with. The messages are under way as this returns.
@@ -195,13 +216,16 @@ class Replica(Local):
         it goes back to what was saved last.
 
         Args:
-          grid: of the same global shape, on ranks that have all been in the grid of the save.
+          grid: of the same global shape. Ranks of it that have not been in the grid of the save, such as spare ones
+            that have stepped in, have made a Replica like the others'.
 
         Returns:
-          The tree. Blocks have halos of zeros, of the width that they had, which `grid.exchange` fills.
+          The tree. Blocks have halos of zeros, of the width that they had, which `grid.exchange` fills. With
+          `save=False` None, on all ranks, if no save has been completed.
 
         Raises:
-          RuntimeError: a rank and all that kept copies of its blocks have died, on all ranks.
+          RuntimeError: a rank and all that kept copies of its blocks have died, on all ranks. Or some ranks call `save`
+            while others call this.
           ValueError, TypeError: the grid is of another global shape, or none. On this rank; nothing is sent.
           ProcessFailed: a rank has died since.
         """
@@ -217,14 +241,20 @@ class Replica(Local):
             _collect(saved)
         self._grid = grid
         with self._failing("Replica.restore"), waiting(grid._comm, "Replica.restore"):
+            self._together(restores=True)
             comm = clone_of(grid.comm)
-            # Not by allgather: docs/survive.md.
-            told = comm.bcast(comm.gather([(s.number, s.rank, sorted(s.blocks), s.layout) for s in self._kept]))
-            number, holders = _newest(told)
-            saved = next(s for s in self._kept if s.number == number)
+            told = agreement.told(
+                comm, [_Told(s.number, s.rank, sorted(s.blocks), s.layout, s.complete) for s in self._kept]
+            )
+            found = _newest(told)
+            if found is None:
+                self._check_none(comm, told)
+                return None
+            number, holders = found
+            saved = self._known(comm, number, told)
             blocks = self._redistributed(comm, saved, holders)
-            restored = self._began(blocks, saved.same, 1 + max(its[0] for each in told for its in each))
-            self._finish()
+            restored = self._began(blocks, saved.same, 1 + max(its.number for each in told for its in each))
+            self._finish(restores=True)
         return self._tree(restored)
 
     # --- what is saved ---------------------------------------------------------------------------------------------
@@ -293,7 +323,7 @@ class Replica(Local):
             same = [_Same.of(x) for its, x in zip(self._fields, leaves, strict=True) if its is None]
             packed = self._packed(blocks)
             with waiting(self._grid._comm, operation):
-                self._finish()
+                self._finish(restores=False)
                 self._began(packed, same, 1 + max((s.number for s in self._kept), default=0))
 
     def _began(self, packed: Bytes, same: list[_Same], number: int) -> _Saved:
@@ -310,19 +340,30 @@ class Replica(Local):
             saved.sends += [comm.Isend(part, (rank + distance) % size, _COPIES) for part in _parts(packed)]
         return saved
 
-    def _finish(self) -> None:
+    def _finish(self, restores: bool) -> None:
         """Waits until all ranks have the copies of the last save. Those before are not needed any more."""
-        if not self._kept:
-            return
-        last = self._kept[-1]
-        for other, (room, requests) in list(last.under_way.items()):
-            _wait(requests)
-            last.blocks[other] = room
-            del last.under_way[other]
-        _wait(last.sends)
-        last.sends = []
-        clone_of(self._grid.comm).Allreduce(MPI.IN_PLACE, np.zeros(1, np.int32), MPI.SUM)
+        for last in self._kept[-1:]:
+            for other, (room, requests) in list(last.under_way.items()):
+                _wait(requests)
+                last.blocks[other] = room
+                del last.under_way[other]
+            _wait(last.sends)
+            last.sends = []
+        self._together(restores)
+        for last in self._kept[-1:]:
+            last.complete = True
         del self._kept[:-1]
+
+    def _together(self, restores: bool) -> None:
+        """Waits for all ranks. Raises RuntimeError on all, if some of them restore and others save."""
+        comm, told = clone_of(self._grid.comm), np.array([restores, not restores], np.int32)
+        with failures.confirmed(comm):
+            comm.Allreduce(MPI.IN_PLACE, told, MPI.MAX)
+        if told.all():
+            raise RuntimeError(
+                "Replica: some ranks save, while others restore. Call restore on all ranks after jaxmpi.recover, and, "
+                "with spare ranks, make the Replica with save=False: one that steps in begins where the others restore."
+            )
 
     @contextlib.contextmanager
     def _failing(self, operation: str) -> Iterator[None]:
@@ -336,6 +377,26 @@ class Replica(Local):
             raise failure from error
 
     # --- restoring -------------------------------------------------------------------------------------------------
+
+    def _check_none(self, comm: MPI.Intracomm, told: list[list[_Told]]) -> None:
+        """Where no save is whole: raises RuntimeError, on all ranks, if there has been one as far as they know."""
+        none_left = comm.allreduce(communicators.has_stepped_in(), MPI.LAND) and not any(told)
+        if none_left or not self._began_empty or any(its.complete for each in told for its in each):
+            raise RuntimeError(_lost(told))
+
+    def _known(self, comm: MPI.Intracomm, number: int, told: list[list[_Told]]) -> _Saved:
+        """What this rank has of a save; on one that has nothing of it what it is told by another one."""
+        saved = next((its for its in self._kept if its.number == number), None)
+        having = [next((its for its in each if its.number == number), None) for each in told]
+        if None not in having:
+            assert saved is not None
+            return saved
+        described = [("the fields", repr(self._fields)), ("the structure", str(self._structure))]
+        agreement.same(comm, "Replica.restore", described, _differs)
+        first, its = next((rank, its) for rank, its in enumerate(having) if its is not None)
+        same = saved.same if saved is not None else None
+        same = pickle.loads(agreement.on_root(comm, "Replica.restore", lambda: pickle.dumps(same), first))
+        return saved or _Saved(number, its.layout, its.rank, same, {})
 
     def _redistributed(self, comm: MPI.Intracomm, saved: _Saved, holders: list[int]) -> Bytes:
         """This rank's blocks by the new grid. `holders`: the new rank that gives the blocks of each old one."""
@@ -422,27 +483,37 @@ def _collect(saved: _Saved) -> None:
     saved.under_way, saved.sends = {}, []
 
 
-def _newest(told: list[list[tuple[int, int, list[int], Layout]]]) -> tuple[int, list[int]]:
-    """The number of the newest save that is whole, and for each of its blocks the rank that gives it.
+def _differs(what: str, mine: str, of_root: str) -> str:
+    return f"{what} of this Replica differ from those of rank 0, {of_root}: {mine}. Make it alike on all ranks."
 
-    `told`: of each rank its saves, each with its number, the rank's own place in it, the blocks that it has, and the
-    division. Raises RuntimeError if there is none: on all ranks, for all know the same.
-    """
-    missing: list[int] = []
-    ranks = 0
-    for number in sorted({its[0] for each in told for its in each}, reverse=True):
-        having = [(rank, *its[1:]) for rank, each in enumerate(told) for its in each if its[0] == number]
-        ranks = math.prod(having[0][3].dims)
-        places = {own: rank for rank, own, _, _ in having}
-        holders = [
-            min((((own - old) % ranks, rank) for rank, own, blocks, _ in having if old in blocks), default=None)
-            for old in range(ranks)
-        ]
-        missing = [old for old, holder in enumerate(holders) if holder is None]
-        if not missing and len(places) == len(told):
-            return number, [holder[1] for holder in holders if holder is not None]
-    listed = ", ".join(map(str, missing))
-    raise RuntimeError(
-        f"Replica.restore: what was saved is lost: of {ranks} ranks {listed or 'some'} have died, and so have all that "
-        "kept copies of their blocks. Keep more copies, by copies=, or a state in files, by jaxmpi.io.checkpoint."
+
+def _holders(told: list[list[_Told]], number: int) -> list[int | None]:
+    """For each block of a save the rank that gives it, the nearest that has it; None: it is lost."""
+    having = [(rank, its) for rank, each in enumerate(told) for its in each if its.number == number]
+    ranks = math.prod(having[0][1].layout.dims)
+    found: list[int | None] = []
+    for old in range(ranks):
+        near = [((its.rank - old) % ranks, rank) for rank, its in having if old in its.blocks]
+        found.append(min(near)[1] if near else None)
+    return found
+
+
+def _newest(told: list[list[_Told]]) -> tuple[int, list[int]] | None:
+    """The number of the newest save that is whole, and for each of its blocks the rank that gives it. None: there is
+    none, on all ranks, for all know the same. `told`: of each rank its saves."""
+    for number in sorted({its.number for each in told for its in each}, reverse=True):
+        holders = _holders(told, number)
+        if None not in holders:
+            return number, [rank for rank in holders if rank is not None]
+    return None
+
+
+def _lost(told: list[list[_Told]]) -> str:
+    oldest = min((its.number for each in told for its in each), default=None)
+    holders = [] if oldest is None else _holders(told, oldest)
+    listed = ", ".join(str(old) for old, rank in enumerate(holders) if rank is None)
+    return (
+        f"Replica.restore: what was saved is lost: {f'of {len(holders)} ranks {listed}' if holders else 'all ranks'} "
+        "have died, and so have all that kept copies of their blocks. Keep more copies, by copies=, or a state in "
+        "files, by jaxmpi.io.checkpoint."
     )

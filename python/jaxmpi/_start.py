@@ -95,9 +95,10 @@ def finish() -> None:
 
 def _end() -> None:
     """Runs before JAX releases its backends (exit handlers run last in, first out) and before MPI is finalized."""
-    from jaxmpi._mpi import library
+    from jaxmpi._mpi import communicators, library
 
     try:
         finish()
     finally:
+        communicators.end()
         library.finalize_if_others_are_late()

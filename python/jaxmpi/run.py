@@ -32,6 +32,10 @@ PASSED = ("JAX", "XLA_", "PJRT_", "OMP_", "PYTHON", "MPI4", "UCX_", "FI_")
 """What the names of variables begin with that ranks on other machines get as well."""
 
 VERBOSE = "JAXMPI_VERBOSE"
+SPARES = "JAXMPI_SPARES"
+"""The variable that tells the ranks how many of them are spare."""
+OF_A_JOB = (*parent.NAMES, SPARES)
+"""The variables that this launcher sets for the ranks of its job alone."""
 
 
 def version_of(package: str) -> str:
@@ -252,6 +256,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "(Open MPI 5 or later)",
     )
     parser.add_argument(
+        "--spare",
+        type=int,
+        default=0,
+        metavar="N",
+        help="with --survive: ranks more than those of -n, each of which waits to take the number of one that dies",
+    )
+    parser.add_argument(
         "--verbose",
         action="store_true",
         help=f"show all that mpiexec says as a rank ends the job; also by {VERBOSE}=1",
@@ -275,6 +286,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         parser.error(f"--as: one package twice: {', '.join(options.stand_in)}")
     if options.survive and options.collectives:
         parser.error("--survive: JAX's own sharded programs (--collectives) cannot go on without a rank")
+    if options.spare < 0:
+        parser.error(f"--spare must be 0 or more, not {options.spare}")
+    if options.spare and not options.survive:
+        parser.error("--spare: ranks step in for others in jobs that go on without a rank: add --survive")
     program = Path(options.program)
     if options.kind is None and not program.is_file() and not (program / "__main__.py").is_file():
         what = "no __main__.py in the folder" if program.is_dir() else "no such script"
@@ -359,7 +374,7 @@ def command(
     survives = ["--survive"] if options.survive else []
     child = [sys.executable, str(Path(__file__).with_name("_launcher") / "child.py"), *survives, *chosen]
     tolerant = ["--with-ft", "ulfm"] if options.survive else []
-    return [mpiexec, "-n", str(options.ranks), *tolerant, *placed, *child]
+    return [mpiexec, "-n", str(options.ranks + options.spare), *tolerant, *placed, *child]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -374,12 +389,15 @@ def main(arguments: list[str] | None = None) -> int:
         sys.exit(f"jaxmpi.run: no mpiexec found: {absent.how_to_install(absent.packages())}")
     check_syntax(options.kind, options.program)
     check_calls(options.stand_in, options.kind, options.program)
-    check_scheduler(os.environ, options.ranks, options.mpiexec_args is not None)
+    ranks = options.ranks + options.spare
+    check_scheduler(os.environ, ranks, options.mpiexec_args is not None)
     kind = flavour(mpiexec)
     if options.survive:
         check_survival(mpiexec, kind)
-    share = physical_cores() // (options.ranks_per_node or options.ranks)
+    share = physical_cores() // (options.ranks_per_node or ranks)
     variables = settings(share, os.environ)
+    if options.spare:
+        variables[SPARES] = str(options.spare)
     environment = dict(os.environ) if options.mpiexec_args is not None else without_scheduler(os.environ)
     several = options.mpiexec_args is not None or names_other_machines(environment)
     if options.dry_run:
@@ -394,15 +412,15 @@ def main(arguments: list[str] | None = None) -> int:
         )
         return 0
     if options.mpiexec_args is None:
-        warn_of_little_memory(options.ranks)
+        warn_of_little_memory(ranks)
     if kind == "openmpi":
         variables.update(home(environment))
         warn_of_no_room(environment)
-    job = parent.Job.prepare(options.ranks, several, options.survive)
+    job = parent.Job.prepare(ranks, several, options.survive, options.spare)
     variables.update(job.variables)
     verbose = options.verbose or environment.get(VERBOSE, "") not in ("", "0")
     words = command(options, mpiexec, kind, share, variables, several)
-    environment = {name: value for name, value in environment.items() if name not in parent.NAMES}  # of a job around it
+    environment = {name: value for name, value in environment.items() if name not in OF_A_JOB}  # of one around it
     return parent.run([shutil.which(mpiexec) or mpiexec, *words[1:]], {**environment, **variables}, job, verbose)
 
 

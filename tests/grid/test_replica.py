@@ -79,3 +79,12 @@ def test_refused(what):
     grid, other = jaxmpi.Grid((0,), (2 * SIZE,)), jaxmpi.Grid((0,), (4 * SIZE,))
     with pytest.raises((ValueError, TypeError), match=r"Replica|field|pickled"):
         REFUSED[what](grid, other)
+
+
+def test_nothing_saved_yet():
+    """With `save=False` making one saves nothing, and a tree that has not been saved is not restored."""
+    grid = jaxmpi.Grid((0, 0), SHAPE)
+    replica = jaxmpi.Replica(state(grid, 0), grid=divisions(grid), width={"fields": 1}, save=False)
+    assert replica.restore(grid) is None
+    replica.save(state(grid, 1))
+    check(replica.restore(grid), state(grid, 1))

@@ -1,5 +1,6 @@
 """Jobs that go on as ranks die: `python -m jaxmpi.run --survive`, `jaxmpi.recover`."""
 
+import itertools
 import re
 import shutil
 import textwrap
@@ -33,10 +34,10 @@ BEGIN = textwrap.dedent("""
 """)
 
 
-def survive(tmp_path, ranks, *parts, **options):
+def survive(tmp_path, ranks, *parts, spare=0, **options):
     program = tmp_path / "program.py"
     program.write_text("\n".join([BEGIN, *map(textwrap.dedent, parts)]))
-    return launch(ranks, "--survive", program, check=False, timeout=SECONDS, **options)
+    return launch(ranks, "--survive", "--spare", spare, program, check=False, timeout=SECONDS, **options)
 
 
 @pytest.mark.one_rank
@@ -57,6 +58,39 @@ def test_refused_with_sharded_programs():
     done = launch(2, "--survive", "--collectives", "mpi", "-c", "print('begins')", check=False)
     assert done.returncode == 2
     assert "JAX's own sharded programs (--collectives) cannot go on without a rank" in done.stderr
+
+
+@pytest.mark.one_rank
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("--spare", "1"), "--spare: ranks step in for others in jobs that go on without a rank: add --survive"),
+        (("--survive", "--spare", "-1"), "--spare must be 0 or more, not -1"),
+    ],
+)
+def test_refused_spares(options, text):
+    done = launch(2, *options, "-c", "print('begins')", check=False)
+    assert done.returncode == 2
+    assert text in done.stderr
+    assert "begins" not in done.stdout
+
+
+@needs_openmpi
+@pytest.mark.parametrize(
+    ("options", "spares", "text"),
+    [
+        ((), "1", "RuntimeError: jaxmpi: JAXMPI_SPARES=1: only a job that goes on after a death has spare ranks"),
+        (("--survive",), "2", "ValueError: jaxmpi: JAXMPI_SPARES=2: of 2 ranks fewer must be spare"),
+        (("--survive",), "-1", "ValueError: jaxmpi: JAXMPI_SPARES=-1: it is a whole number, 0 or more"),
+    ],
+)
+def test_refused_number_of_spares(options, spares, text):
+    """As a plain mpiexec may be given it."""
+    program = f"import os; os.environ['JAXMPI_SPARES'] = '{spares}'; import jaxmpi; print('begins')"
+    done = launch(2, *options, "-c", program, check=False, timeout=SECONDS)
+    assert done.returncode == 1
+    assert text in done.stderr
+    assert "begins" not in done.stdout
 
 
 def test_recover_without_survive():
@@ -223,14 +257,16 @@ def test_uniform(tmp_path):
 
 
 @needs_openmpi
-def test_agreed_or_recovered(tmp_path):
+@pytest.mark.parametrize("spare", [0, 1])
+def test_agreed_or_recovered(spare, tmp_path):
     """A rank is in `recover` while another one still agrees at the end of a block: that one raises, too."""
     done = survive(
         tmp_path,
         4,
         """
+        jaxmpi.get_default()
         agreed = jaxmpi.survive(uniform=True)(lambda x: notoken.allreduce(x, MPI.SUM))
-        assert float(agreed(x)[0]) == 4
+        if rank < 4: assert float(agreed(x)[0]) == 4  # not a spare one, which has stepped in
         if rank == 3: die()
         time.sleep(0.3 * rank)
         try:
@@ -244,9 +280,10 @@ def test_agreed_or_recovered(tmp_path):
             told("left", jaxmpi.recover().size)
         told("sum", float(agreed(x)[0]))
         """,
+        spare=spare,
     )
-    assert done.stdout.count("left 3") == 3, done.stdout + done.stderr
-    assert done.stdout.count("sum 3.0") == 3
+    assert done.stdout.count(f"left {3 + spare}") == 3, done.stdout + done.stderr
+    assert done.stdout.count(f"sum {3 + spare}.0") == 3 + spare
     assert done.returncode == 77
 
 
@@ -276,6 +313,155 @@ def test_no_half_result(tmp_path):
     )
     assert "WRONG" not in done.stdout, done.stdout
     assert done.stdout.count(": left") == 2, done.stdout + done.stderr
+
+
+@needs_openmpi
+def test_errors_that_ranks_tell_each_other(tmp_path):
+    """What the ranks of files and maps tell each other is right, or a death is told."""
+    done = survive(
+        tmp_path,
+        4,
+        """
+        import threading
+        from jaxmpi._mpi import agreement, clones
+        def later(): time.sleep(2.0 - 0.5 * rank); die()
+        if rank in (2, 3): threading.Thread(target=later, daemon=True).start()
+        def fails(): raise ValueError(f"in {i}")
+        comm = jaxmpi.get_default()
+        while comm.size > 2:
+            clone = clones.clone_of(comm)
+            try:
+                for i in range(100000):
+                    agreement.on_all(clone, "this", fails if comm.rank == 1 else lambda: None)
+            except ValueError as error:
+                if not str(error).endswith(f"in {i}"): told("WRONG", i, error)
+            except MPI.Exception as error:
+                if jaxmpi.process_failure(error) is None: raise
+                comm = jaxmpi.recover()
+        told("left")
+        """,
+    )
+    assert "WRONG" not in done.stdout, done.stdout
+    assert done.stdout.count(": left") == 2, done.stdout + done.stderr
+
+
+DEATHS = {
+    "one": (3, 1, [[1]], [0, 3, 2]),
+    "of rank 0": (3, 1, [[0]], [3, 1, 2]),
+    "one after the other": (3, 2, [[1], [0]], [4, 3, 2]),
+    "two at once": (3, 2, [[0, 2]], [3, 1, 4]),
+    "all but one": (3, 3, [[0, 1]], [3, 4, 2]),
+    "more than there are spares": (4, 1, [[1, 2]], [0, 4, 3]),
+    "again when there are none left": (3, 1, [[1], [0]], [3, 2]),
+    "of one that has stepped in": (3, 2, [[1], [3]], [0, 4, 2]),
+    "of a spare": (3, 2, [[3], [1]], [0, 4, 2]),
+    "of the last spare, and of a rank at the same time": (3, 1, [[3, 1]], [0, 2]),
+}
+
+
+@needs_openmpi
+@pytest.mark.parametrize("deaths", DEATHS)
+def test_spares(deaths, tmp_path):
+    """Spare ranks get the numbers of those that have died, and the others keep theirs."""
+    ranks, spare, rounds, expected = DEATHS[deaths]
+    done = survive(
+        tmp_path,
+        ranks,
+        f"rounds, size = {rounds}, {ranks}",
+        """
+        import threading
+        def later(): time.sleep(2); die()
+        if rank >= size and rank in rounds[0]: threading.Thread(target=later, daemon=True).start()
+        comm, at = jaxmpi.get_default(), 0
+        members = None
+        while members is None or at < len(rounds):
+            try:
+                with jaxmpi.survive(uniform=True):
+                    at = int(notoken.allreduce(jnp.int32(at), MPI.MAX))
+                    members = np.asarray(notoken.allgather(jnp.int32(rank))).tolist()
+                    assert members[comm.rank] == rank
+                if at < len(rounds):
+                    waiting = [r for r in rounds[at] if r not in members]  # they die meanwhile
+                    if rank in rounds[at]:
+                        time.sleep(2 if waiting else 0.2)
+                        die()
+                    at += 1
+                    if waiting == rounds[at - 1]: time.sleep(3)
+                    else:
+                        for _ in range(100000): notoken.allreduce(x, MPI.SUM).block_until_ready()
+            except jaxmpi.ProcessFailed:
+                comm, members = jaxmpi.recover(), None
+        told("of", members, "of", np.asarray(notoken.allgather(jnp.int32(rank))).tolist())
+        """,
+        spare=spare,
+    )
+    assert done.stdout.count(f"of {expected} of {expected}") == len(expected), done.stdout + done.stderr
+    dead = sum(map(len, rounds))
+    stepped_in = {rank for rank in [*expected, *itertools.chain(*rounds[1:])] if rank >= ranks}
+    assert len(re.findall(r"which was spare, is rank \d+ of the default", done.stderr)) == len(stepped_in)
+    assert f"of {ranks + spare}, {spare} of which began as spare, {'were' if dead > 1 else 'was'} lost" in done.stderr
+    assert done.returncode == 77
+
+
+@needs_openmpi
+def test_spares_that_nobody_needs(tmp_path):
+    """They take no core, and end with the others."""
+    done = survive(
+        tmp_path,
+        2,
+        """
+        import atexit
+        begin = time.process_time()
+        try:
+            comm = jaxmpi.get_default()
+        except SystemExit:
+            atexit.register(told, "released")
+            if time.process_time() - begin > 1: told("took", time.process_time() - begin)
+            raise
+        assert (comm.rank, comm.size) == (rank, 2)
+        told("sum", float(notoken.allreduce(x, MPI.SUM)[0]))
+        time.sleep(4)
+        """,
+        spare=2,
+    )
+    assert done.stdout.count("sum 2.0") == 2, done.stdout + done.stderr
+    assert done.stdout.count("released") == 2
+    assert "took" not in done.stdout
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@needs_openmpi
+@pytest.mark.parametrize("how", ["sys.exit(5)", "die()"])
+def test_only_spares_are_left(how, tmp_path):
+    """Nobody calls them: the job ends."""
+    done = survive(tmp_path, 2, f"jaxmpi.get_default()\n{how}", spare=1)
+    assert f"all ranks are lost. The status is {5 if how.startswith('sys') else 1}" in done.stderr
+    assert done.returncode == (5 if how.startswith("sys") else 1)
+
+
+@needs_openmpi
+def test_spare_that_saves(tmp_path):
+    """Ranks that save while others restore raise an error, all of them, and do not hang."""
+    done = survive(
+        tmp_path,
+        3,
+        """
+        try:
+            grid = jaxmpi.Grid((0,), (6,))
+            replica = jaxmpi.Replica(x[:2], grid=grid)
+            while True:
+                try:
+                    if rank == 1: die()
+                    for _ in range(1000): replica.save(x[:2])
+                    break
+                except jaxmpi.ProcessFailed:
+                    jaxmpi.recover()
+                    replica.restore(jaxmpi.Grid((0,), (6,)))
+        except RuntimeError as error: told(error)
+        """,
+        spare=1,
+    )
+    assert done.stdout.count("Replica: some ranks save, while others restore") == 3, done.stdout + done.stderr
 
 
 @needs_openmpi
@@ -322,14 +508,27 @@ def test_nobody_dies(tmp_path):
 
 
 @needs_openmpi
-@pytest.mark.parametrize("seed", [2, 4, pytest.param(5, marks=pytest.mark.nightly)])
-def test_replica_and_random_deaths(seed, tmp_path):
+@pytest.mark.parametrize(("seed", "spare"), [(2, 0), (4, 0), (3, 2), pytest.param(5, 0, marks=pytest.mark.nightly)])
+def test_replica_and_random_deaths(seed, spare, tmp_path):
     """What is restored is, to the last bit, the newest state that was complete; as many die as there are copies."""
     ranks = seed % 3 + 3
     deaths = seed % (ranks - 1) + 1
     options = ("--seed", str(seed), "--deaths", str(deaths), "--seconds", "2")
-    done = launch(ranks, "--survive", TESTS / "programs" / "replicas.py", *options, check=False, timeout=SECONDS)
-    assert len(re.findall(r"^OK ", done.stdout, re.MULTILINE)) == ranks - deaths, done.stdout + done.stderr
+    program = TESTS / "programs" / "replicas.py"
+    done = launch(ranks, "--survive", "--spare", spare, program, *options, check=False, timeout=SECONDS)
+    _check_random(done, r"^OK ", ranks + spare, deaths)
+
+
+def _check_random(done, line, ranks, deaths):
+    """All that live have come to their end. A spare rank that was to die within a recovery may have had none."""
+    dead = re.search(r"^jaxmpi.run: ranks? ([\d, to]+) of .* lost, and the others", done.stderr, re.MULTILINE)
+    assert dead is not None, done.stdout + done.stderr
+    lost = 0
+    for part in dead[1].split(", "):
+        first, _, last = part.partition(" to ")
+        lost += int(last or first) - int(first) + 1
+    assert lost <= deaths
+    assert len(re.findall(line, done.stdout, re.MULTILINE)) == ranks - lost, done.stdout + done.stderr
     assert "WRONG" not in done.stdout
     assert done.returncode == 77
 
@@ -360,16 +559,16 @@ def test_replica_is_lost(tmp_path):
 
 
 @needs_openmpi
-@pytest.mark.parametrize("seed", [1, 2, 17, pytest.param(26, marks=pytest.mark.nightly)])
-def test_random_deaths(seed):
+@pytest.mark.parametrize(
+    ("seed", "spare"), [(1, 0), (2, 0), (17, 0), (5, 1), (11, 2), pytest.param(26, 0, marks=pytest.mark.nightly)]
+)
+def test_random_deaths(seed, spare):
     """In random operations, at random times: no wrong result, nothing in flight, and an end within seconds."""
     ranks, deaths = seed % 3 + 2, seed % (seed % 3 + 1) + 1
     program = TESTS / "programs" / "deaths.py"
     options = ("--seed", str(seed), "--deaths", str(deaths), "--programs", "6")
-    done = launch(ranks, "--survive", program, *options, check=False, timeout=SECONDS)
-    assert len(re.findall(r"^OK .* 0 in flight$", done.stdout, re.MULTILINE)) == ranks - deaths, done.stderr
-    assert "WRONG" not in done.stdout
-    assert done.returncode == 77
+    done = launch(ranks, "--survive", "--spare", spare, program, *options, check=False, timeout=SECONDS)
+    _check_random(done, r"^OK .* 0 in flight$", ranks + spare, deaths)
 
 
 @pytest.mark.skipif(shutil.which("mpiexec") is None and run.find_mpiexec() is None, reason="no mpiexec")
@@ -381,12 +580,15 @@ def test_command():
         done = launch(2, "--survive", "--dry-run", *more, "-c", "pass")
         assert "--with-ft ulfm" in done.stdout
         assert "child.py --survive" in done.stdout
+    done = launch(2, "--survive", "--spare", "3", "--dry-run", "-c", "pass")
+    assert "JAXMPI_SPARES=3" in done.stdout
+    assert "-n 5" in done.stdout
 
 
 @needs_openmpi
 @pytest.mark.seconds(300)
-@pytest.mark.parametrize("kept", ["memory", "files"])
-def test_example(kept, tmp_path):
+@pytest.mark.parametrize(("kept", "spare"), [("memory", 0), ("memory", 1), ("files", 0), ("files", 2)])
+def test_example(kept, spare, tmp_path):
     """The model ends with the field of a run in which nobody dies."""
     pytest.importorskip("matplotlib")
     states = []
@@ -397,9 +599,10 @@ def test_example(kept, tmp_path):
         file = tmp_path / f"{len(kill)}.npz"
         options = ["--size", "96", "48", "--days", "0.05", "--every", "20", "--output-dir", tmp_path]
         options += ["--save-state", file, *kill]
-        done = launch(3, "--survive", TESTS.parent / "examples" / "survivor.py", *options, check=False)
+        program = TESTS.parent / "examples" / "survivor.py"
+        done = launch(3, "--survive", "--spare", spare, program, *options, check=False)
         assert done.returncode == (77 if "--kill" in kill else 0), done.stderr
-        assert f"{1 if '--kill' in kill else 3} of 3 processes left" in done.stdout
+        assert f"{1 + spare if '--kill' in kill else 3} of {3 + spare} processes left" in done.stdout
         with np.load(file) as data:
             states.append({name: data[name] for name in data})
     assert "step 40: 1 of 3 processes lost" in done.stdout

@@ -1,5 +1,5 @@
 """Ranks that are killed at random times while all save a state in a `jaxmpi.Replica`:
-python -m jaxmpi.run -n 4 --survive tests/programs/replicas.py --seed 1 --deaths 2.
+python -m jaxmpi.run -n 4 --survive tests/programs/replicas.py --seed 1 --deaths 2. Ranks of --spare 2 step in.
 
 The state of step k is known to all, so what `restore` returns is compared with that of the step that it names, to the
 last bit, and that must not be older than the last save that was complete. With as many copies as ranks die nothing may
@@ -9,7 +9,6 @@ line that begins with OK.
 
 import argparse
 import random
-import time
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,6 @@ from mpi4py import MPI
 import deaths
 import jaxmpi
 from jaxmpi import notoken
-from jaxmpi._mpi import communicators
 
 WORLD = MPI.COMM_WORLD
 
@@ -72,42 +70,37 @@ def check(found, expected):
             raise AssertionError
 
 
-class Run:
+class Run(deaths.Deaths):
     def __init__(self, options):
-        draw = random.Random(options.seed)
-        self.deaths = deaths.deaths_of(draw, options.deaths, options.seconds)
-        self.shape, self.seconds = options.shape, options.seconds
-        self.comm = communicators.default_mpi()
+        super().__init__(options, random.Random(options.seed))
+        self.shape, self.comm = options.shape, jaxmpi.get_default()  # a spare rank waits
         self.grid = self.made()
-        self.step = self.complete = self.saves = self.restored = 0
+        self.step, self.complete, self.saves, self.restored = None, 0, 0, 0
         copies = options.deaths if options.copies is None else options.copies
-        self.replica = jaxmpi.Replica(
-            state(self.grid, 0), grid=divisions(self.grid), width={"fields": 1}, copies=max(1, copies)
-        )
-
-    def own_death(self):
-        return self.deaths.get(WORLD.rank)
+        kept = {"grid": divisions(self.grid), "width": {"fields": 1}, "copies": max(1, copies)}
+        self.replica = jaxmpi.Replica(state(self.grid, 0), save=False, **kept)
 
     def made(self):
         return jaxmpi.Grid((0, 0), self.shape, comm=self.comm)
 
     def go(self):
-        begin = time.monotonic()
-        own = self.own_death()
-        if own is not None:
-            own.plan()
         over = False
         while not over:
             try:
-                over = self.advance(time.monotonic() - begin > self.seconds + 1)
+                over = self.advance(self.is_over())
+                if over:
+                    with jaxmpi.survive(self.comm, uniform=True):
+                        self.back()
             except Exception as error:
                 if jaxmpi.process_failure(error) is None:
                     raise
-                self.recover(own)
-        self.end()
+                over = False
+                self.recover()
 
     def advance(self, over):
         """One step. Whether it was the last."""
+        if self.step is None:
+            self.back()
         before = self.step
         self.replica.save(state(self.grid, self.step + 1))
         self.step, self.complete = self.step + 1, before
@@ -115,37 +108,21 @@ class Run:
         halos = self.grid.exchange(jnp.ones([size + 2 for size in self.grid.local_shape]))
         return float(notoken.allreduce(halos[0, 0] * 0 + over, MPI.MAX, comm=self.comm)) > 0
 
-    def recover(self, own):
-        if own is not None and own.in_recovery is not None:
-            own.after(own.in_recovery)
-        while True:
-            try:
-                self.comm = jaxmpi.recover(self.comm)
-                self.grid = self.made()
-                self.back()
-                return
-            except Exception as error:
-                if jaxmpi.process_failure(error) is None:
-                    raise
+    def recover(self):
+        self.plan_in_recovery()
+        self.comm = jaxmpi.recover(self.comm)
+        self.grid, self.step = self.made(), None
 
     def back(self):
         found = self.replica.restore(self.grid)
-        check(found, state(self.grid, found["step"]))
-        if found["step"] < self.complete:
-            print(f"WRONG: rank {WORLD.rank}: back to {found['step']}, though {self.complete} was complete", flush=True)
+        if found is not None:
+            check(found, state(self.grid, found["step"]))
+        step = 0 if found is None else found["step"]
+        if step < self.complete:
+            print(f"WRONG: rank {WORLD.rank}: back to {step}, though {self.complete} was complete", flush=True)
             raise AssertionError
-        self.step = self.complete = found["step"]
+        self.step = self.complete = step
         self.restored += 1
-
-    def end(self):
-        while True:
-            try:
-                self.back()
-                return
-            except Exception as error:
-                if jaxmpi.process_failure(error) is None:
-                    raise
-                self.recover(None)
 
 
 def main():

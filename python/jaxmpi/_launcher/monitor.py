@@ -5,8 +5,9 @@ have not. They answer in the job's folder, by the thread of csrc/observe/watchdo
 rank's program begins; RANK.report, written with a rank's report; `ask`, with the number of a question, at which ranks
 look while the bell of lifeline.py rings; RANK.state, a rank's answer; RANK.ended, as a rank's program ends;
 RANK.aborts, as a rank ends the job, with the code and the reason. In a job that survives it a rank that fails leaves
-RANK.lost instead, and the first of those that go on RANK.deaths, with the ranks that have died; RANK.pid and
-RANK.joined are there for _Lost. Those of other machines come by relay.py. Nothing here imports jax or mpi4py.
+RANK.lost instead, and the first of those that go on RANK.deaths, with the ranks that have died; a spare one leaves
+RANK.spare, with the number that it has taken, if any; RANK.pid and RANK.joined are there for _Lost. Those of other
+machines come by relay.py. Nothing here imports jax or mpi4py.
 
 An `mpiexec` that is still there long after a rank has ended the job is ended, and so is one that was told to end by a
 signal and has nothing left of what it has started: Open MPI's may wait for ever if ranks on two machines abort at the
@@ -123,6 +124,7 @@ class _Lost:
     def __init__(self, folder: private.Folder, say: Callable[[str], None]):
         self._folder, self._say = folder, say
         self._told, self._ends = set[int](), relay.Ends(folder)
+        self._stepped_in = set[int]()
 
     def look(self, files: list[str]) -> str:
         """Tells of those that have died since. Returns why the job cannot go on; empty: it can."""
@@ -138,6 +140,10 @@ class _Lost:
                 self._say(f"jaxmpi.run: rank {rank} is lost, and the job goes on{': ' if reason else ''}{reason}\n")
         for name in relay.of_kind(files, "deaths"):
             self._tell({int(word) for word in self._folder.read(name).split() if word.isdecimal()})
+        for name, rank in relay.of_kind(files, "spare").items():
+            if rank not in self._stepped_in and (number := self._folder.read(name).strip()):
+                self._stepped_in.add(rank)
+                self._say(f"jaxmpi.run: rank {rank}, which was spare, is rank {number} of the default communicator\n")
 
     def _tell(self, dead: set[int]) -> None:
         dead = dead - self._told

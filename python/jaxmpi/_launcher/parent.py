@@ -45,6 +45,8 @@ class Job:
     """Whether ranks may run on other machines."""
     survives: bool = False
     """Whether it goes on without a rank that has died."""
+    spares: int = 0
+    """How many of the ranks are spare."""
     folder: str | None = None
     variables: dict[str, str] = field(default_factory=dict)
     """The variables that the ranks get."""
@@ -54,8 +56,8 @@ class Job:
     began: float = field(default_factory=time.time)
 
     @classmethod
-    def prepare(cls, ranks: int, several: bool, survives: bool = False) -> "Job":
-        job = cls(ranks, several, survives)
+    def prepare(cls, ranks: int, several: bool, survives: bool = False, spares: int = 0) -> "Job":
+        job = cls(ranks, several, survives, spares)
         for file in (0, 1, 2):  # what is opened next would take the number of one that is closed
             if not _is_open(file):
                 os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
@@ -374,15 +376,17 @@ LOST = 77
 def _end_of_survivors(job: Job, missing: list[int]) -> tuple[int, str]:
     """The status of a job that goes on without ranks that die, and what is said of them."""
     told = job.aborting("lost")
-    lost, ended = sorted({*told, *missing}), job.told("ended")
+    spare = {rank for rank, number in job.told("spare").items() if not number}
+    lost, ended = sorted({*told, *missing}), set(job.told("ended")) - spare
     if not lost:
         return 0, ""
     if not ended:  # or those that had begun, before MPI was initialized
         code = next((code for code, _ in told.values() if code), 1)
         return code, f"jaxmpi.run: all ranks are lost. The status is {code}\n"
+    among = f", {job.spares} of which began as spare," if job.spares else ""
     return LOST, (
-        f"jaxmpi.run: {_ranks(lost)} of {job.ranks} {'were' if len(lost) > 1 else 'was'} lost, and the others ended "
-        f"without an error. The status is {LOST}\n"
+        f"jaxmpi.run: {_ranks(lost)} of {job.ranks}{among} {'were' if len(lost) > 1 else 'was'} lost, and the others "
+        f"ended without an error. The status is {LOST}\n"
     )
 
 

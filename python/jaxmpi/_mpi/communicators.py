@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 import jaxmpi._core as _core
 from jaxmpi._jax import internals
-from jaxmpi._mpi import static, timeline
+from jaxmpi._mpi import spares, static, timeline
 from jaxmpi._mpi.library import CONSTANTS, DEVICES, FAILURES, LIBRARY, handle_of, meaning
 from jaxmpi._mpi.settings import ALL, SETTINGS
 
@@ -193,7 +193,7 @@ def _all_done(requests: list[MPI.Request], deadline: float) -> bool:
 
 
 class _Default:
-    """The clone of COMM_WORLD that calls without `comm` use.
+    """The clone of COMM_WORLD, or of its ranks that are not spare, that calls without `comm` use.
 
     Cloning needs all ranks, so it begins at the import of the package, which all ranks do, and not at the first call,
     which may be a message between two of them. It does not block for ever: if some ranks never import the package, the
@@ -201,12 +201,13 @@ class _Default:
     """
 
     def __init__(self) -> None:
-        self._comm, cloning = MPI.COMM_WORLD.Idup()
+        clone, cloning = MPI.COMM_WORLD.Idup()
+        self._comm: MPI.Comm = clone
         self.channel, channelling = MPI.COMM_WORLD.Idup()
         """The clone on which ranks compare what they must agree on."""
         # The chunk size; whether it holds for all communicators or only for this one, all of whose ranks are known to
         # use this package (see devices.py); whether ranks compare all their calls; whether any has arrays on devices;
-        # whether any compares none; how many are compared; and from rank 0 a number for the job.
+        # whether any compares none; how many are compared; from rank 0 a number for the job; how many are spare.
         calls = SETTINGS.compared
         check, none = calls == ALL, calls == 0
         self._settings = np.array(
@@ -214,6 +215,7 @@ class _Default:
                 *(DEVICES.chunk, DEVICES.everywhere, check, len(DEVICES.communicated) > 1, none),
                 0 if check else calls,
                 timeline.new_job() if MPI.COMM_WORLD.rank == 0 else 0,
+                SETTINGS.spares,
             ],
             np.int64,
         )
@@ -243,6 +245,16 @@ class _Default:
         """Whether ranks compare all their calls. The same on all ranks."""
         self.calls = ALL if self.check else int(self._settings[5]) if together and not self._settings[4] else 0
         """How many collectives of a communicator its ranks compare. The same on all ranks."""
+        self._stepping_in = threading.Lock()
+
+    def leave_out(self, count: int) -> spares.Pool:
+        """The last `count` ranks are not in it, but spare."""
+        MPI.Request.Waitall(self._requests)
+        if self._settings[7] != count:
+            raise ValueError(f"jaxmpi: JAXMPI_SPARES={count} on this rank, and {self._settings[7]} on another one")
+        pool = spares.Pool(MPI.Intracomm(self._comm), count)
+        self._comm = pool.current
+        return pool
 
     def get(self) -> Communicator:
         if self._resolved is None:
@@ -280,9 +292,18 @@ class _Default:
     def mpi(self) -> MPI.Comm:
         with self._lock:
             MPI.Request.Waitall(self._requests)
-            if self._resolved is None and not self._replaced:
+            if self._resolved is None and not self._replaced and self._comm != MPI.COMM_NULL:
                 _core.communicator(handle_of(self._comm), meaning("default"))
-            return self._comm
+        self._step_in()
+        return self._comm
+
+    def _step_in(self) -> None:
+        """On a spare rank: waits until there is one of which it is a rank."""
+        with self._stepping_in:
+            if self._comm == MPI.COMM_NULL and _pool is not None:
+                made, name = _pool.wait()
+                resolve(made, "the default communicator", name)
+                self.replace(made)
 
     def replace(self, comm: Any) -> None:
         self._comm, self._replaced, self._resolved = comm, True, None
@@ -306,6 +327,8 @@ def refuse_in_child_of_fork() -> None:
 
 
 _default: _Default
+_pool: spares.Pool | None = None
+"""The ranks of a job some of which are spare; None: none is."""
 CHECK: bool
 """Whether ranks compare all their calls (JAXMPI_CHECK=1), on all ranks alike. Known once they have agreed."""
 
@@ -313,9 +336,12 @@ CHECK: bool
 def agree() -> None:
     """Agrees on settings with the other ranks, and begins to clone COMM_WORLD: called by all of them, at import. Opens
     this rank's timeline, whose file is named after what they agree on."""
-    global _default, CHECK
+    global _default, _pool, CHECK
+    _check_spares()
     try:
         _default = _Default()
+        if SETTINGS.spares:
+            _pool = _default.leave_out(SETTINGS.spares)
     except MPI.Exception as error:
         if not FAILURES["failed"]:
             raise
@@ -329,12 +355,24 @@ def agree() -> None:
     timeline.begin(LIBRARY.version, _default.job)
 
 
+def _check_spares() -> None:
+    """Raises RuntimeError or ValueError if there can be no spare ranks, or not so many."""
+    if SETTINGS.spares and not FAILURES["failed"]:
+        raise RuntimeError(
+            f"jaxmpi: JAXMPI_SPARES={SETTINGS.spares}: only a job that goes on after a death has spare ranks. Start it "
+            "by python -m jaxmpi.run --survive --spare N, with Open MPI 5 or later, or unset the variable"
+        )
+    if SETTINGS.spares >= MPI.COMM_WORLD.size:
+        raise ValueError(f"jaxmpi: JAXMPI_SPARES={SETTINGS.spares}: of {MPI.COMM_WORLD.size} ranks fewer must be spare")
+
+
 def know() -> None:
     """Registers the communicators that every run has: a program of an earlier run may use them before this run traces
     anything. Not if ranks have not agreed yet."""
     if _default.agreed:
         for comm in (None, MPI.COMM_WORLD, MPI.COMM_SELF):
-            resolve(comm, "import")
+            if comm is not None or not is_spare():
+                resolve(comm, "import")
 
 
 def default() -> Communicator:
@@ -349,6 +387,31 @@ def replace_default(comm: MPI.Comm) -> None:
 
 def is_default(comm: MPI.Comm) -> bool:
     return _default.is_it(comm)
+
+
+def make_again(comm: MPI.Comm) -> tuple[MPI.Comm, int]:
+    """Called by all ranks of a communicator that live, after a death: one without the dead, and a name for it. If it is
+    the default one of a job with spare ranks these take the numbers of the dead."""
+    if _pool is not None and _pool.current == comm:
+        return _pool.meet()
+    meeting = spares.meet(MPI.Intracomm(comm), comm.rank, comm.size)
+    return meeting.made, meeting.name
+
+
+def is_spare() -> bool:
+    """Whether this rank is one that waits to take the number of another one."""
+    return _pool is not None and _pool.current == MPI.COMM_NULL
+
+
+def has_stepped_in() -> bool:
+    """Whether this rank has been spare, and is not any more."""
+    return _pool is not None and _pool.stepped_in
+
+
+def end() -> None:
+    """Called at the end of the program, on all ranks: the spares end, too."""
+    if _pool is not None and not MPI.Is_finalized():
+        _pool.end()
 
 
 def default_mpi() -> MPI.Comm:

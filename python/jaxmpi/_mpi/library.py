@@ -109,7 +109,8 @@ def meaning(comm: str) -> str:
     ranks and tags.
     """
     world = MPI.COMM_WORLD
-    return f"{comm}, rank {world.rank} of {world.size}, {LIBRARY.abi}, tags to {world.Get_attr(MPI.TAG_UB)}"
+    spare = f", {SETTINGS.spares} spare" if SETTINGS.spares else ""
+    return f"{comm}, rank {world.rank} of {world.size}{spare}, {LIBRARY.abi}, tags to {world.Get_attr(MPI.TAG_UB)}"
 
 
 _FT = 12

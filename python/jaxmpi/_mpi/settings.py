@@ -21,7 +21,15 @@ ACTIONS: Final = ("report", "abort", "raise")
 
 _TRUE, _FALSE = ("1", "on", "true", "yes"), ("0", "off", "false", "no")
 
-_OF_THE_RANK_ALONE = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_FD", "PMI_PORT", "JAXMPI_JOB_FOLDER", "JAXMPI_TRACE")
+_OF_THE_RANK_ALONE = (
+    "PMIX_NAMESPACE",
+    "PMIX_RANK",
+    "PMI_FD",
+    "PMI_PORT",
+    "JAXMPI_JOB_FOLDER",
+    "JAXMPI_TRACE",
+    "JAXMPI_SPARES",
+)
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,8 @@ class Settings:
     """JAXMPI_DEVICE_CHUNK: bytes of a chunk; None: not set."""
     device_copy: int | None
     """JAXMPI_DEVICE_COPY: bytes that a device copies in the time in which a copy begins; None: not set."""
+    spares: int
+    """JAXMPI_SPARES: how many ranks of the job, the last ones, are spare."""
     launched: str
     """What the launcher has set for the ranks of this job alone; empty: nothing."""
 
@@ -70,6 +80,7 @@ class Settings:
             device_transport=read.choice("JAXMPI_DEVICE_TRANSPORT", "auto", "callback", "thread", "wait"),
             device_chunk=read.bytes("JAXMPI_DEVICE_CHUNK", 4096),
             device_copy=read.bytes("JAXMPI_DEVICE_COPY", 0),
+            spares=read.count("JAXMPI_SPARES"),
             launched=environment.get("PMIX_NAMESPACE") or environment.get("JAXMPI_JOB_FOLDER") or "",
         )
 
@@ -130,6 +141,12 @@ class _Reader:
         if size is not None and size < least and size != 0:
             raise self._wrong(variable, f"a number of bytes, 0 or at least {least}" if least else "a number of bytes")
         return size
+
+    def count(self, variable: str) -> int:
+        number = self._number(variable)
+        if number is not None and number < 0:
+            raise self._wrong(variable, "a whole number, 0 or more")
+        return number or 0
 
     def megabytes(self, variable: str, default: int) -> int:
         """The value of a variable that is in megabytes, in bytes."""

@@ -7,7 +7,6 @@ succeeds.
 
 import contextlib
 import re
-import secrets
 from types import TracebackType
 from typing import Any
 
@@ -16,7 +15,7 @@ from mpi4py import MPI
 
 import jaxmpi._core as _core
 from jaxmpi._jax import runtime_token
-from jaxmpi._mpi import clones, communicators
+from jaxmpi._mpi import communicators, failures
 from jaxmpi._mpi.library import FAILURES, LIBRARY
 
 
@@ -46,22 +45,6 @@ _SAYS = re.compile(
 )
 
 
-def _dead(comm: MPI.Comm) -> tuple[int, ...]:
-    """The ranks of a communicator that are known to have died."""
-    try:
-        failed, group = comm.Get_failed(), comm.Get_group()
-        found = MPI.Group.Translate_ranks(failed, None, group)
-        failed.Free()
-        group.Free()
-        return tuple(sorted(found))
-    except (MPI.Exception, NotImplementedError):
-        return ()
-
-
-def _classes() -> set[int]:
-    return {code for code in FAILURES.values() if code}
-
-
 def process_failure(error: BaseException) -> ProcessFailed | None:
     """The `ProcessFailed` that an error is of, or None if it is of something else.
 
@@ -76,7 +59,7 @@ def process_failure(error: BaseException) -> ProcessFailed | None:
     if isinstance(error, ProcessFailed):
         return error
     if isinstance(error, MPI.Exception):
-        return ProcessFailed(str(error)) if error.Get_error_class() in _classes() else None
+        return ProcessFailed(str(error)) if error.Get_error_class() in failures.classes() else None
     if not isinstance(error, (jax.errors.JaxRuntimeError, ValueError)):
         return None
     text = str(error)
@@ -84,29 +67,18 @@ def process_failure(error: BaseException) -> ProcessFailed | None:
         return None
     known = communicators.of_number_in_text(int(says[2]))
     comm = known.mpi if known is not None and known.mpi != MPI.COMM_NULL else None
-    return ProcessFailed(text, _dead(comm) if comm is not None else (), comm, says[1])
+    return ProcessFailed(text, failures.dead(comm) if comm is not None else (), comm, says[1])
 
 
 def failure_in(error: BaseException, comm: MPI.Comm, operation: str) -> ProcessFailed | None:
     """The `ProcessFailed` that an error is of, in what ranks do together by mpi4py on a clone of `comm`; None if it is
     of something else. Both are revoked, so that no rank waits there for this one."""
     found = process_failure(error)
-    if isinstance(error, MPI.Exception) and (found is not None or _is_broken(comm)):
-        found = ProcessFailed(f"{operation}: {error}", _dead(comm), comm, operation)
+    if isinstance(error, MPI.Exception) and (found is not None or failures.is_broken(comm)):
+        found = ProcessFailed(f"{operation}: {error}", failures.dead(comm), comm, operation)
     if found is not None:
-        _revoke(comm)
+        failures.revoke(comm)
     return found
-
-
-def _is_broken(comm: MPI.Comm) -> bool:
-    """Whether it is revoked, or a rank of it has died. Collectives of Open MPI then fail with other classes, too."""
-    return bool(FAILURES["failed"]) and (bool(comm.Is_revoked()) or bool(_dead(comm)))
-
-
-def _revoke(comm: MPI.Comm) -> None:
-    _quietly(comm.Revoke)
-    if (clone := clones.clone_if_made(comm)) is not None:
-        _quietly(clone.Revoke)
 
 
 def _of_program(error: jax.errors.JaxRuntimeError) -> Exception:
@@ -116,11 +88,6 @@ def _of_program(error: jax.errors.JaxRuntimeError) -> Exception:
 def install() -> None:
     """Lets calls raise ProcessFailed."""
     runtime_token.error_of_program = _of_program
-
-
-def _quietly(call: Any) -> None:
-    with contextlib.suppress(MPI.Exception):
-        call()
 
 
 def _check(comm: MPI.Comm, caller: str) -> None:
@@ -175,7 +142,7 @@ class survive(contextlib.ContextDecorator):
         failure = process_failure(error) if error is not None else None
         all_done = error is None
         if self._uniform:
-            all_done = _agree(communicators.default_mpi() if self._comm is None else self._comm, all_done)
+            all_done = failures.agree(communicators.default_mpi() if self._comm is None else self._comm, all_done)
         if failure is not None and failure is not raised:
             raise failure.with_traceback(error.__traceback__ if error is not None else None) from error
         if error is not None and error is not raised:
@@ -185,21 +152,9 @@ class survive(contextlib.ContextDecorator):
             raise ProcessFailed(
                 "jaxmpi.survive: a rank has died, or has left the block by an exception: what was done in it is not "
                 "done on all ranks",
-                _dead(comm),
+                failures.dead(comm),
                 comm,
             )
-
-
-def _agree(comm: MPI.Comm, done: bool) -> bool:
-    """Whether all ranks have done it, and live: the same on all that do."""
-    if not done:
-        _revoke(comm)  # no rank waits in an operation for this one
-    try:
-        return bool(comm.Agree(int(done)))
-    except MPI.Exception as error:
-        if error.Get_error_class() not in _classes():
-            raise
-        return False
 
 
 def recover(*comms: MPI.Comm | None) -> Any:
@@ -209,6 +164,8 @@ def recover(*comms: MPI.Comm | None) -> Any:
     so that operations of ranks which have not heard of the death raise there, waits for this rank's computations, gives
     up the requests in flight on them (a later wait raises, and nothing is said of them at the end), and forgets errors
     that have not been raised. The ranks keep their order. If more of them die meanwhile, the result is without them.
+    In a job with spare ranks (`python -m jaxmpi.run --survive --spare N`) one of these takes the number of each rank of
+    the default communicator that has died, as long as there are some: see `jaxmpi.get_default`.
 
     What was made for the old communicator is not used any more: calls on it raise. Compiled functions are traced anew
     as they are next called, so one that reads `comm` from a variable gets what it is then; make a `Grid`, an `IndexMap`
@@ -229,12 +186,12 @@ def recover(*comms: MPI.Comm | None) -> Any:
     for comm in given:
         _check(comm, "recover")
     for comm in given:
-        _revoke(comm)
+        failures.revoke(comm)
     runtime_token.heal_all_threads()
     for comm in given:
         communicators.give_up(comm)
     _core.take_failure()
-    made = tuple(_without_the_dead(comm) for comm in given)
+    made = tuple(_made_again(comm) for comm in given)
     for old, new in zip(given, made, strict=True):
         if communicators.is_default(old):
             communicators.replace_default(new)
@@ -243,18 +200,10 @@ def recover(*comms: MPI.Comm | None) -> Any:
     return made if len(comms) > 1 else made[0]
 
 
-def _without_the_dead(comm: MPI.Comm) -> MPI.Comm:
-    """A communicator of the ranks that live. All of them return the same one, whoever dies meanwhile."""
-    while True:
-        new, name, done = comm.Shrink(), 0, True
-        try:
-            name = new.bcast(1 + secrets.randbits(61) if new.rank == 0 else 0)
-        except MPI.Exception:
-            done = False
-        if _agree(new, done):
-            communicators.resolve(new, "recover", name)
-            return new
-        comm = new
+def _made_again(comm: MPI.Comm) -> MPI.Comm:
+    made, name = communicators.make_again(comm)
+    communicators.resolve(made, "recover", name)
+    return made
 
 
 def lost(old: MPI.Comm, new: MPI.Comm) -> tuple[int, ...]:
@@ -267,9 +216,21 @@ def lost(old: MPI.Comm, new: MPI.Comm) -> tuple[int, ...]:
 
 
 def _tell_launcher(new: MPI.Comm) -> None:
-    dead = _dead(MPI.COMM_WORLD)
+    dead = failures.dead(MPI.COMM_WORLD)
     if dead and new.rank == 0:
         _core.tell_launcher("deaths", " ".join(map(str, dead)))
+
+
+def get_default() -> MPI.Comm:
+    """The communicator of calls without `comm=`.
+
+    On a spare rank (`python -m jaxmpi.run --survive --spare N`) this waits, as all calls do that need the default
+    communicator, until `jaxmpi.recover` on the others lets it take the number of a rank that has died, and is the
+    communicator that `recover` returns there. If the program ends on all others it raises SystemExit.
+
+    On others nothing is communicated. The communicator is not freed by the program.
+    """
+    return communicators.default_mpi()
 
 
 def set_default(comm: MPI.Comm) -> None:

@@ -1,0 +1,138 @@
+"""How a communicator is made again after a death, and spare ranks, which take the numbers of those that have died.
+
+All that live of a communicator meet: they tell each other their ranks, make the next communicator, and agree that all
+of them have it; if more of them die meanwhile, again. In a job with spares those that meet are the ranks of the default
+communicator and the spares, on a communicator of their own, the pool. Nothing else is done there, and its revocation
+calls a meeting. A spare waits for that by asking now and then, which keeps no core busy. The revocation of another
+communicator, on which nothing else is done either, tells it that the program is over.
+"""
+
+import contextlib
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from mpi4py import MPI
+
+import jaxmpi._core as _core
+from jaxmpi._mpi import failures
+
+_PAUSE_SECONDS = 0.02
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What all that live of a communicator have agreed on."""
+
+    comm: MPI.Intracomm
+    """The communicator of those that have met."""
+    members: list[int]
+    """The ranks of `comm` that are in what has been made again, in their order there."""
+    made: MPI.Comm
+    """What has been made again; COMM_NULL on a spare."""
+    name: int
+    """A number that all of them have, and no other meeting."""
+
+
+def meet(comm: MPI.Intracomm, rank: int | None, size: int, *, pool: bool = False) -> Meeting:
+    """Called by all that live of `comm`, and returns the same on all of them, whoever dies meanwhile.
+
+    `rank`: of this one in what is made again, which had `size` ranks; None: it is spare. The first spare takes the
+    first number whose rank has died, and so on. Numbers for which there is no spare are left out. `pool`: what is made
+    is another communicator than that of those who meet.
+    """
+    while True:
+        comm = MPI.Intracomm(comm.Shrink())
+        meeting = None
+        with contextlib.suppress(MPI.Exception):
+            meeting = _hold(comm, rank, size, pool)
+        if failures.agree(comm, meeting is not None):
+            assert meeting is not None
+            return meeting
+
+
+def _hold(comm: MPI.Intracomm, rank: int | None, size: int, pool: bool) -> Meeting:
+    """Raises MPI.Exception if a rank has died since."""
+    told = np.zeros(1 + comm.size, np.int64)
+    if comm.rank == 0:
+        told[0] = 1 + secrets.randbits(61)
+    told[1 + comm.rank] = 0 if rank is None else 1 + rank
+    with failures.confirmed(comm):
+        comm.Allreduce(MPI.IN_PLACE, told, MPI.SUM)
+    members = _members([int(number) - 1 for number in told[1:]], size)
+    made: MPI.Comm = comm
+    if pool:
+        group = comm.Get_group()
+        wanted = group.Incl(members)
+        made = comm.Create(wanted)
+        wanted.Free()
+        group.Free()
+    return Meeting(comm, members, made, int(told[0]))
+
+
+def _members(numbers: Sequence[int], size: int) -> list[int]:
+    """The ranks that have the numbers below `size`, in the order of these. `numbers`: that of each rank; -1: it is
+    spare. Nobody, if all are."""
+    having = {number: rank for rank, number in enumerate(numbers) if number >= 0}
+    spares = (rank for rank, number in enumerate(numbers) if number < 0)
+    found = (having[number] if number in having else next(spares, None) for number in range(size))
+    return [rank for rank in found if rank is not None] if having else []
+
+
+class Pool:
+    """The ranks of a job with spares.
+
+    `comm`: of all of them; the last `count` are spare. All of them make it together.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, count: int) -> None:
+        self._comm, self._ends = comm, comm.Dup()
+        self._members = list(range(comm.size - count))
+        group = comm.Get_group()
+        wanted = group.Incl(self._members)
+        self.current: MPI.Comm = comm.Create(wanted)
+        """The communicator of those that are not spare; COMM_NULL on those that are."""
+        wanted.Free()
+        group.Free()
+        self.stepped_in = False
+        """Whether this rank has been spare, and is not any more."""
+        if self.current == MPI.COMM_NULL:
+            _core.tell_launcher("spare", "")
+
+    def meet(self) -> tuple[MPI.Comm, int]:
+        """Called by all ranks of `current` that live, after a death: the next one, and a name for it."""
+        failures.revoke(self._comm)
+        with contextlib.suppress(MPI.Exception):  # a rank that still agrees on `current` hears that others have left it
+            self.current.Shrink().Free()
+        return self._meet()
+
+    def _meet(self) -> tuple[MPI.Comm, int]:
+        rank = None if self.current == MPI.COMM_NULL else self.current.rank
+        meeting = meet(self._comm, rank, len(self._members), pool=True)
+        self._comm, self._members, self.current = meeting.comm, meeting.members, meeting.made
+        return meeting.made, meeting.name
+
+    def wait(self) -> tuple[MPI.Comm, int]:
+        """Called by a spare: waits until it has the number of a rank that has died. Raises SystemExit if the program is
+        over, or all others have died."""
+        while True:
+            MPI.COMM_SELF.Iprobe()  # MPI takes in what has come
+            if self._ends.Is_revoked() or set(self._members) <= set(failures.dead(self._comm)):
+                raise SystemExit(0)
+            if not self._comm.Is_revoked():
+                time.sleep(_PAUSE_SECONDS)
+                continue
+            made, name = self._meet()
+            if made != MPI.COMM_NULL:
+                self.stepped_in = True
+                _core.tell_launcher("spare", str(made.Get_rank()))
+                return made, name
+
+    def end(self) -> None:
+        """Called by each rank at the end of its program: once all that are not spare have done so the spares end."""
+        with contextlib.suppress(MPI.Exception):
+            if self.current != MPI.COMM_NULL:
+                self.current.Agree(1)
+                self._ends.Revoke()
