@@ -394,7 +394,10 @@ def main(arguments: list[str] | None = None) -> int:
     kind = flavour(mpiexec)
     if options.survive:
         check_survival(mpiexec, kind)
-    share = physical_cores() // (options.ranks_per_node or ranks)
+    # As many ranks as -n says compute at the same time: with spare ones they may not be bound to their shares.
+    cores = physical_cores()
+    share = cores // (options.ranks_per_node or options.ranks)
+    bound = share if not options.spare or share * (options.ranks_per_node or ranks) <= cores else 0
     variables = settings(share, os.environ)
     if options.spare:
         variables[SPARES] = str(options.spare)
@@ -406,7 +409,7 @@ def main(arguments: list[str] | None = None) -> int:
                 [
                     "env",
                     *(f"{n}={v}" for n, v in sorted(variables.items())),
-                    *command(options, mpiexec, kind, share, variables, several),
+                    *command(options, mpiexec, kind, bound, variables, several),
                 ]
             )
         )
@@ -419,7 +422,7 @@ def main(arguments: list[str] | None = None) -> int:
     job = parent.Job.prepare(ranks, several, options.survive, options.spare)
     variables.update(job.variables)
     verbose = options.verbose or environment.get(VERBOSE, "") not in ("", "0")
-    words = command(options, mpiexec, kind, share, variables, several)
+    words = command(options, mpiexec, kind, bound, variables, several)
     environment = {name: value for name, value in environment.items() if name not in OF_A_JOB}  # of one around it
     return parent.run([shutil.which(mpiexec) or mpiexec, *words[1:]], {**environment, **variables}, job, verbose)
 

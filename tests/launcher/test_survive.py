@@ -431,6 +431,51 @@ def test_spares_that_nobody_needs(tmp_path):
 
 
 @needs_openmpi
+def test_spares_in_reports(tmp_path):
+    """The table of what ranks do says who is spare."""
+    done = survive(
+        tmp_path,
+        2,
+        """
+        jaxmpi.get_default()
+        if rank == 0: notoken.recv(x, 1).block_until_ready()
+        else: time.sleep(8); notoken.send(x, 0)
+        """,
+        spare=2,
+        JAXMPI_TIMEOUT="2",
+    )
+    assert "  ranks 2, 3: are spare\n" in done.stderr, done.stderr
+    assert done.returncode == 0
+
+
+@needs_openmpi
+def test_spare_that_ends(tmp_path):
+    """Before it has waited: nobody waits for it, and it does not step in."""
+    done = survive(
+        tmp_path,
+        3,
+        """
+        if rank == 3: sys.exit()
+        jaxmpi.get_default()
+        if rank == 1: die()
+        try:
+            while rank < 3: notoken.allreduce(x, MPI.SUM).block_until_ready()
+        except jaxmpi.ProcessFailed:
+            jaxmpi.recover()
+        told("left", jaxmpi.get_default().rank, float(notoken.allreduce(x, MPI.SUM)[0]))
+        """,
+        spare=2,
+    )
+    assert sorted(re.findall(r"rank .: left .*", done.stdout)) == [
+        "rank 0: left 0 3.0",
+        "rank 2: left 2 3.0",
+        "rank 4: left 1 3.0",
+    ], done.stdout + done.stderr
+    assert "rank 1 of 5, 2 of which began as spare, was lost" in done.stderr
+    assert done.returncode == 77
+
+
+@needs_openmpi
 @pytest.mark.parametrize("how", ["sys.exit(5)", "die()"])
 def test_only_spares_are_left(how, tmp_path):
     """Nobody calls them: the job ends."""
@@ -612,21 +657,25 @@ def test_example(kept, spare, tmp_path):
 
 
 @needs_openmpi
-def test_checks_do_not_keep_ranks(tmp_path):
+@pytest.mark.parametrize("spare", [0, 1])
+def test_checks_do_not_keep_ranks(spare, tmp_path):
     """With JAXMPI_CHECK=1 ranks wait without end for the comparison of their calls: not for one that is at its end."""
     done = survive(
         tmp_path,
         4,
         """
-        notoken.allreduce(x, MPI.SUM).block_until_ready()
+        size = jaxmpi.get_default().size
+        if rank < 4: notoken.allreduce(x, MPI.SUM).block_until_ready()
         if rank == 3: die()
         try:
-            for _ in range(100): notoken.allreduce(x, MPI.SUM).block_until_ready()
+            while rank < 4: notoken.allreduce(x, MPI.SUM).block_until_ready()
         except jaxmpi.ProcessFailed:
             size = jaxmpi.recover().size
         for _ in range(5): told("sum", float(notoken.allreduce(x, MPI.SUM)[0]))
         """,
+        spare=spare,
         JAXMPI_CHECK="1",
     )
-    assert done.stdout.count("sum 3.0") == 15, done.stdout + done.stderr
+    left = 3 + spare
+    assert done.stdout.count(f"sum {left}.0") == 5 * left, done.stdout + done.stderr
     assert done.returncode == 77

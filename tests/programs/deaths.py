@@ -4,7 +4,8 @@ python -m jaxmpi.run -n 4 --survive tests/programs/deaths.py --seed 1 --deaths 2
 Each rank executes steps in an order that is drawn from the seed, the same on all ranks: an operation, eagerly,
 compiled, in a loop or in a derivative, on data that every rank can compute for all ranks. So NumPy says what is right.
 Who dies, when, and by which signal is drawn as well: at a time, whatever the rank does then, or within
-`jaxmpi.recover`. The others recover and go on with those that are left. Each ends with a line that begins with OK.
+`jaxmpi.recover`; it says what it is in. The others recover and go on with those that are left. Each ends with a line
+that begins with OK.
 """
 
 import argparse
@@ -45,6 +46,12 @@ def arguments():
     return parser.parse_args()
 
 
+class Doing:
+    """What this rank does, for the line that it leaves as it dies."""
+
+    what = "the start"
+
+
 class Death:
     """What ends one rank."""
 
@@ -62,6 +69,7 @@ class Death:
     def after(self, seconds):
         def end():
             time.sleep(seconds)
+            os.write(1, f"DEATH of rank {WORLD.rank} in {Doing.what}\n".encode())
             os.kill(os.getpid(), self.signal)
 
         threading.Thread(target=end, daemon=True).start()
@@ -91,10 +99,12 @@ class Deaths:
 # --- steps
 
 
-def halos(x, grid, started):
-    """A ring of blocks with a halo of one cell."""
-    if not started:
-        return grid.exchange(x)
+def ring(comm):
+    return jaxmpi.Grid((comm.size,), (4 * comm.size,), periodic=True, comm=comm)
+
+
+def started_halos(x, comm):
+    grid = ring(comm)
     return grid.finish(grid.start(x))
 
 
@@ -106,11 +116,50 @@ def expected_of_halos(blocks, rank):
     return result
 
 
+def parts(size):
+    """The sizes of blocks unlike those of 6 cells each."""
+    return [5 + size, *[5] * (size - 1)]
+
+
+def redistributed(x, comm):
+    size = comm.size
+    grids = [jaxmpi.Grid((size,), (whole,), comm=comm) for whole in (6 * size, parts(size))]
+    return jaxmpi.redistribute(x, *grids)
+
+
+def expected_of_redistributed(blocks, rank):
+    return np.split(np.concatenate(blocks), np.cumsum(parts(len(blocks)))[:-1])[rank]
+
+
+def after_barrier(x, comm):
+    jaxmpi.notoken.barrier(comm=comm)
+    return x
+
+
+def after_ibarrier(x, comm):
+    jaxmpi.notoken.wait(jaxmpi.notoken.ibarrier(comm=comm))
+    return x
+
+
+def own(blocks, rank):
+    return blocks[rank]
+
+
+BESIDE = {
+    "halos": (lambda x, comm: ring(comm).exchange(x), expected_of_halos),
+    "halos, started": (started_halos, expected_of_halos),
+    "redistribute": (redistributed, expected_of_redistributed),
+    "barrier": (after_barrier, own),
+    "ibarrier": (after_ibarrier, own),
+}
+"""Operations that are not in the table: calls on 6 cells of this rank, and results of a rank by those of all."""
+
+
 class Step:
     """One operation on all ranks that are left."""
 
     def __init__(self, draw):
-        self.case = draw.choice([*table.CASES, "halos", "halos, started"])
+        self.case = draw.choice([*table.CASES, *BESIDE])
         self.form = draw.choice(FORMS)
         self.shape = draw.choice(SHAPES)
         self.root = draw.randrange(1000)
@@ -123,13 +172,12 @@ class Step:
 
     def _call(self, comm):
         if isinstance(self.case, str):
-            grid = jaxmpi.Grid((comm.size,), (4 * comm.size,), periodic=True, comm=comm)
-            return lambda x: halos(x, grid, "started" in self.case)
+            return lambda x: BESIDE[self.case][0](x, comm)
         return lambda x: self.case.call(x, comm, self.root % comm.size)
 
     def _expected(self, inputs, rank):
         if isinstance(self.case, str):
-            return expected_of_halos(inputs, rank)
+            return BESIDE[self.case][1](inputs, rank)
         return self.case.expected(inputs, rank, self.root % len(inputs))
 
     def _function(self, comm):
@@ -149,7 +197,9 @@ class Step:
         if comm is not self.comm:
             self.comm, self.function = comm, self._function(comm)
         inputs = self._inputs(comm.size, number)
+        Doing.what = f"{self.case}, {self.form}"
         result = np.asarray(self.function(jnp.asarray(inputs[comm.rank])))
+        Doing.what = "Python"
         expected = self._expected(inputs, comm.rank)
         if np.array_equal(result, np.asarray(expected, result.dtype)):
             return ""
@@ -164,7 +214,9 @@ class Run(Deaths):
         draw = random.Random(options.seed)
         super().__init__(options, draw)
         self.steps, self.seed = [Step(draw) for _ in range(options.programs)], options.seed
+        Doing.what = "jaxmpi.get_default"
         self.comm = jaxmpi.get_default()  # a spare rank waits
+        Doing.what = "Python"
         self.number = self.done = self.recovered = 0
         self.slowest, self.is_in_step = 0.0, False
 
@@ -195,7 +247,7 @@ class Run(Deaths):
         return bool(jaxmpi.notoken.allreduce(np.float32(over), MPI.MAX, comm=self.comm) > 0)
 
     def recover(self):
-        begin = time.monotonic()
+        begin, Doing.what = time.monotonic(), "recovery"
         self.plan_in_recovery()
         self.comm, self.is_in_step = jaxmpi.recover(self.comm), False
         self.recovered += 1
@@ -211,6 +263,7 @@ def through(make, options):
         print(f"OK rank {WORLD.rank}, which was spare and nobody needed, 0 in flight", flush=True)
         raise
     run.go()
+    Doing.what = "its end"
     faulthandler.cancel_dump_traceback_later()
     if run.own_death is not None:  # within a recovery, of which there was none: it dies now, while the others end
         run.own_death.after(0)

@@ -73,6 +73,7 @@ def check(found, expected):
 class Run(deaths.Deaths):
     def __init__(self, options):
         super().__init__(options, random.Random(options.seed))
+        deaths.Doing.what = "jaxmpi.get_default"
         self.shape, self.comm = options.shape, jaxmpi.get_default()  # a spare rank waits
         self.grid = self.made()
         self.step, self.complete, self.saves, self.restored = None, 0, 0, 0
@@ -102,18 +103,22 @@ class Run(deaths.Deaths):
         if self.step is None:
             self.back()
         before = self.step
+        deaths.Doing.what = "save"
         self.replica.save(state(self.grid, self.step + 1))
         self.step, self.complete = self.step + 1, before
         self.saves += 1
+        deaths.Doing.what = "step"
         halos = self.grid.exchange(jnp.ones([size + 2 for size in self.grid.local_shape]))
         return float(notoken.allreduce(halos[0, 0] * 0 + over, MPI.MAX, comm=self.comm)) > 0
 
     def recover(self):
+        deaths.Doing.what = "recovery"
         self.plan_in_recovery()
         self.comm = jaxmpi.recover(self.comm)
         self.grid, self.step = self.made(), None
 
     def back(self):
+        deaths.Doing.what = "restore"
         found = self.replica.restore(self.grid)
         if found is not None:
             check(found, state(self.grid, found["step"]))

@@ -212,6 +212,7 @@ def _ask(
         for name, rank in relay.of_kind(files, "state").items():
             if rank not in table:
                 table[rank] = tuple(folder.read(name).split("\n", 3))
+        table |= {rank: ("spare",) for name, rank in relay.of_kind(files, "spare").items() if not folder.read(name)}
         table |= {rank: ("ended",) for rank in relay.of_kind(files, "ended").values()}
     bell.hush()
     return {rank: table.get(rank, ()) for rank in range(ranks)}
@@ -228,6 +229,8 @@ def _text(table: dict[int, tuple[str, ...]]) -> tuple[str, str]:
     for rank, state in table.items():
         if state == ("ended",):
             line = "has ended"
+        elif state == ("spare",):
+            line = "is spare"
         elif len(state) != 4:
             line = "does not answer: jaxmpi has not been imported, or the process has stopped, or cannot be reached"
         elif float(state[0]) < 0:
@@ -243,7 +246,7 @@ def _text(table: dict[int, tuple[str, ...]]) -> tuple[str, str]:
         since = f", {longest[line]:.3g} s so far" if line in longest else ""
         if many:
             line = line.replace("has ", "have ", 1).replace("waits", "wait", 1).replace("is in", "are in", 1)
-            line = line.replace("does not", "do not", 1)
+            line = line.replace("does not", "do not", 1).replace("is spare", "are spare", 1)
         text += f"  {who}: {line}{since}\n"
         timeless += f"{who}: {line}\n"
     return text, timeless

@@ -20,6 +20,8 @@ import jaxmpi._core as _core
 from jaxmpi._mpi import failures
 
 _PAUSE_SECONDS = 0.02
+_SPARE, _OVER = -1, -2
+"""What a rank is in place of its number in what is made again: spare, or at the end of its program, though it is."""
 
 
 @dataclass(frozen=True)
@@ -36,32 +38,32 @@ class Meeting:
     """A number that all of them have, and no other meeting."""
 
 
-def meet(comm: MPI.Intracomm, rank: int | None, size: int, *, pool: bool = False) -> Meeting:
+def meet(comm: MPI.Intracomm, number: int, size: int, *, pool: bool = False) -> Meeting:
     """Called by all that live of `comm`, and returns the same on all of them, whoever dies meanwhile.
 
-    `rank`: of this one in what is made again, which had `size` ranks; None: it is spare. The first spare takes the
-    first number whose rank has died, and so on. Numbers for which there is no spare are left out. `pool`: what is made
-    is another communicator than that of those who meet.
+    `number`: the rank of this one in what is made again, which had `size` ranks. The first spare takes the first number
+    whose rank has died, and so on. Numbers for which there is no spare are left out. `pool`: what is made is another
+    communicator than that of those who meet.
     """
     while True:
         comm = MPI.Intracomm(comm.Shrink())
         meeting = None
         with contextlib.suppress(MPI.Exception):
-            meeting = _hold(comm, rank, size, pool)
+            meeting = _hold(comm, number, size, pool)
         if failures.agree(comm, meeting is not None):
             assert meeting is not None
             return meeting
 
 
-def _hold(comm: MPI.Intracomm, rank: int | None, size: int, pool: bool) -> Meeting:
+def _hold(comm: MPI.Intracomm, number: int, size: int, pool: bool) -> Meeting:
     """Raises MPI.Exception if a rank has died since."""
     told = np.zeros(1 + comm.size, np.int64)
     if comm.rank == 0:
         told[0] = 1 + secrets.randbits(61)
-    told[1 + comm.rank] = 0 if rank is None else 1 + rank
+    told[1 + comm.rank] = number
     with failures.confirmed(comm):
         comm.Allreduce(MPI.IN_PLACE, told, MPI.SUM)
-    members = _members([int(number) - 1 for number in told[1:]], size)
+    members = _members([int(its) for its in told[1:]], size)
     made: MPI.Comm = comm
     if pool:
         group = comm.Get_group()
@@ -73,10 +75,10 @@ def _hold(comm: MPI.Intracomm, rank: int | None, size: int, pool: bool) -> Meeti
 
 
 def _members(numbers: Sequence[int], size: int) -> list[int]:
-    """The ranks that have the numbers below `size`, in the order of these. `numbers`: that of each rank; -1: it is
-    spare. Nobody, if all are."""
+    """The ranks that have the numbers below `size`, in the order of these; nobody, if none has one. `numbers`: that of
+    each rank."""
     having = {number: rank for rank, number in enumerate(numbers) if number >= 0}
-    spares = (rank for rank, number in enumerate(numbers) if number < 0)
+    spares = (rank for rank, number in enumerate(numbers) if number == _SPARE)
     found = (having[number] if number in having else next(spares, None) for number in range(size))
     return [rank for rank in found if rank is not None] if having else []
 
@@ -98,6 +100,7 @@ class Pool:
         group.Free()
         self.stepped_in = False
         """Whether this rank has been spare, and is not any more."""
+        self._spare_as = _SPARE
         if self.current == MPI.COMM_NULL:
             _core.tell_launcher("spare", "")
 
@@ -109,8 +112,8 @@ class Pool:
         return self._meet()
 
     def _meet(self) -> tuple[MPI.Comm, int]:
-        rank = None if self.current == MPI.COMM_NULL else self.current.rank
-        meeting = meet(self._comm, rank, len(self._members), pool=True)
+        number = self._spare_as if self.current == MPI.COMM_NULL else self.current.rank
+        meeting = meet(self._comm, number, len(self._members), pool=True)
         self._comm, self._members, self.current = meeting.comm, meeting.members, meeting.made
         return meeting.made, meeting.name
 
@@ -132,7 +135,11 @@ class Pool:
 
     def end(self) -> None:
         """Called by each rank at the end of its program: once all that are not spare have done so the spares end."""
+        if self.current == MPI.COMM_NULL:
+            self._spare_as = _OVER
+            with contextlib.suppress(SystemExit):
+                self.wait()  # others would wait for it as they meet
+            return
         with contextlib.suppress(MPI.Exception):
-            if self.current != MPI.COMM_NULL:
-                self.current.Agree(1)
-                self._ends.Revoke()
+            self.current.Agree(1)
+            self._ends.Revoke()
