@@ -127,7 +127,7 @@ class _Told:
 
     number: int
     rank: int
-    """In the grid of the save."""
+    """The rank that it had in the grid of the save."""
     blocks: list[int]
     layout: Layout
     complete: bool
@@ -488,7 +488,7 @@ def _differs(what: str, mine: str, of_root: str) -> str:
 
 
 def _holders(told: list[list[_Told]], number: int) -> list[int | None]:
-    """For each block of a save the rank that gives it, the nearest that has it; None: it is lost."""
+    """The rank that gives each block of a save: the nearest that has it; None: it is lost."""
     having = [(rank, its) for rank, each in enumerate(told) for its in each if its.number == number]
     ranks = math.prod(having[0][1].layout.dims)
     found: list[int | None] = []

@@ -301,9 +301,9 @@ class _Default:
         """On a spare rank: waits until there is one of which it is a rank."""
         with self._stepping_in:
             if self._comm == MPI.COMM_NULL and _pool is not None:
-                made, name = _pool.wait()
-                resolve(made, "the default communicator", name)
-                self.replace(made)
+                repaired, name = _pool.wait()
+                resolve(repaired, "the default communicator", name)
+                self.replace(repaired)
 
     def replace(self, comm: Any) -> None:
         self._comm, self._replaced, self._resolved = comm, True, None
@@ -389,13 +389,13 @@ def is_default(comm: MPI.Comm) -> bool:
     return _default.is_it(comm)
 
 
-def make_again(comm: MPI.Comm) -> tuple[MPI.Comm, int]:
+def repair(comm: MPI.Comm) -> tuple[MPI.Comm, int]:
     """Called by all ranks of a communicator that live, after a death: one without the dead, and a name for it. If it is
     the default one of a job with spare ranks these take the numbers of the dead."""
     if _pool is not None and _pool.current == comm:
-        return _pool.meet()
-    meeting = spares.meet(MPI.Intracomm(comm), comm.rank, comm.size)
-    return meeting.made, meeting.name
+        return _pool.repair()
+    its = spares.repair(MPI.Intracomm(comm), comm.rank, comm.size)
+    return its.repaired, its.name
 
 
 def is_spare() -> bool:

@@ -1,9 +1,9 @@
-"""How a communicator is made again after a death, and spare ranks, which take the numbers of those that have died.
+"""How a communicator is repaired after a death, and spare ranks, which take the numbers of those that have died.
 
-All that live of a communicator meet: they tell each other their ranks, make the next communicator, and agree that all
-of them have it; if more of them die meanwhile, again. In a job with spares those that meet are the ranks of the default
-communicator and the spares, on a communicator of their own, the pool. Nothing else is done there, and its revocation
-calls a meeting. A spare waits for that by asking now and then, which keeps no core busy. The revocation of another
+All that live of a communicator tell each other their ranks, make the next communicator, and agree that all of them have
+it; if more of them die meanwhile, again. In a job with spares the ranks of the default communicator and the spares do
+so together, on a communicator of their own, the pool. Nothing else is done there, and its revocation says that a repair
+has begun. A spare waits for that by asking now and then, which keeps no core busy. The revocation of another
 communicator, on which nothing else is done either, tells it that the program is over.
 """
 
@@ -21,41 +21,41 @@ from jaxmpi._mpi import failures
 
 _PAUSE_SECONDS = 0.02
 _SPARE, _OVER = -1, -2
-"""What a rank is in place of its number in what is made again: spare, or at the end of its program, though it is."""
+"""The numbers of ranks that have none: spare ones, and those of them whose program has ended."""
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Repair:
     """What all that live of a communicator have agreed on."""
 
     comm: MPI.Intracomm
-    """The communicator of those that have met."""
+    """The communicator of all of them."""
     members: list[int]
-    """The ranks of `comm` that are in what has been made again, in their order there."""
-    made: MPI.Comm
-    """What has been made again; COMM_NULL on a spare."""
+    """The ranks of `comm` that are in the repaired one, in their order there."""
+    repaired: MPI.Comm
+    """The repaired communicator; COMM_NULL on a spare."""
     name: int
-    """A number that all of them have, and no other meeting."""
+    """A number that all of them have, and no other repair."""
 
 
-def meet(comm: MPI.Intracomm, number: int, size: int, *, pool: bool = False) -> Meeting:
+def repair(comm: MPI.Intracomm, number: int, size: int, *, pool: bool = False) -> Repair:
     """Called by all that live of `comm`, and returns the same on all of them, whoever dies meanwhile.
 
-    `number`: the rank of this one in what is made again, which had `size` ranks. The first spare takes the first number
-    whose rank has died, and so on. Numbers for which there is no spare are left out. `pool`: what is made is another
-    communicator than that of those who meet.
+    `number`: the rank of this one in what is repaired, which had `size` ranks. The first spare takes the first number
+    whose rank has died, and so on. Numbers for which there is no spare are left out. `pool`: what is repaired is another
+    communicator than `comm`.
     """
     while True:
         comm = MPI.Intracomm(comm.Shrink())
-        meeting = None
+        found = None
         with contextlib.suppress(MPI.Exception):
-            meeting = _hold(comm, number, size, pool)
-        if failures.agree(comm, meeting is not None):
-            assert meeting is not None
-            return meeting
+            found = _try(comm, number, size, pool)
+        if failures.agree(comm, found is not None):
+            assert found is not None
+            return found
 
 
-def _hold(comm: MPI.Intracomm, number: int, size: int, pool: bool) -> Meeting:
+def _try(comm: MPI.Intracomm, number: int, size: int, pool: bool) -> Repair:
     """Raises MPI.Exception if a rank has died since."""
     told = np.zeros(1 + comm.size, np.int64)
     if comm.rank == 0:
@@ -64,14 +64,14 @@ def _hold(comm: MPI.Intracomm, number: int, size: int, pool: bool) -> Meeting:
     with failures.confirmed(comm):
         comm.Allreduce(MPI.IN_PLACE, told, MPI.SUM)
     members = _members([int(its) for its in told[1:]], size)
-    made: MPI.Comm = comm
+    repaired: MPI.Comm = comm
     if pool:
         group = comm.Get_group()
         wanted = group.Incl(members)
-        made = comm.Create(wanted)
+        repaired = comm.Create(wanted)
         wanted.Free()
         group.Free()
-    return Meeting(comm, members, made, int(told[0]))
+    return Repair(comm, members, repaired, int(told[0]))
 
 
 def _members(numbers: Sequence[int], size: int) -> list[int]:
@@ -104,18 +104,18 @@ class Pool:
         if self.current == MPI.COMM_NULL:
             _core.tell_launcher("spare", "")
 
-    def meet(self) -> tuple[MPI.Comm, int]:
+    def repair(self) -> tuple[MPI.Comm, int]:
         """Called by all ranks of `current` that live, after a death: the next one, and a name for it."""
         failures.revoke(self._comm)
         with contextlib.suppress(MPI.Exception):  # a rank that still agrees on `current` hears that others have left it
             self.current.Shrink().Free()
-        return self._meet()
+        return self._repair()
 
-    def _meet(self) -> tuple[MPI.Comm, int]:
+    def _repair(self) -> tuple[MPI.Comm, int]:
         number = self._spare_as if self.current == MPI.COMM_NULL else self.current.rank
-        meeting = meet(self._comm, number, len(self._members), pool=True)
-        self._comm, self._members, self.current = meeting.comm, meeting.members, meeting.made
-        return meeting.made, meeting.name
+        its = repair(self._comm, number, len(self._members), pool=True)
+        self._comm, self._members, self.current = its.comm, its.members, its.repaired
+        return its.repaired, its.name
 
     def wait(self) -> tuple[MPI.Comm, int]:
         """Called by a spare: waits until it has the number of a rank that has died. Raises SystemExit if the program is
@@ -127,18 +127,18 @@ class Pool:
             if not self._comm.Is_revoked():
                 time.sleep(_PAUSE_SECONDS)
                 continue
-            made, name = self._meet()
-            if made != MPI.COMM_NULL:
+            repaired, name = self._repair()
+            if repaired != MPI.COMM_NULL:
                 self.stepped_in = True
-                _core.tell_launcher("spare", str(made.Get_rank()))
-                return made, name
+                _core.tell_launcher("spare", str(repaired.Get_rank()))
+                return repaired, name
 
     def end(self) -> None:
         """Called by each rank at the end of its program: once all that are not spare have done so the spares end."""
         if self.current == MPI.COMM_NULL:
             self._spare_as = _OVER
             with contextlib.suppress(SystemExit):
-                self.wait()  # others would wait for it as they meet
+                self.wait()  # others need it in their repairs
             return
         with contextlib.suppress(MPI.Exception):
             self.current.Agree(1)

@@ -191,7 +191,7 @@ def recover(*comms: MPI.Comm | None) -> Any:
     for comm in given:
         communicators.give_up(comm)
     _core.take_failure()
-    made = tuple(_made_again(comm) for comm in given)
+    made = tuple(_repaired(comm) for comm in given)
     for old, new in zip(given, made, strict=True):
         if communicators.is_default(old):
             communicators.replace_default(new)
@@ -200,10 +200,10 @@ def recover(*comms: MPI.Comm | None) -> Any:
     return made if len(comms) > 1 else made[0]
 
 
-def _made_again(comm: MPI.Comm) -> MPI.Comm:
-    made, name = communicators.make_again(comm)
-    communicators.resolve(made, "recover", name)
-    return made
+def _repaired(comm: MPI.Comm) -> MPI.Comm:
+    repaired, name = communicators.repair(comm)
+    communicators.resolve(repaired, "recover", name)
+    return repaired
 
 
 def lost(old: MPI.Comm, new: MPI.Comm) -> tuple[int, ...]:
