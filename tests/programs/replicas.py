@@ -75,6 +75,7 @@ class Run(deaths.Deaths):
         super().__init__(options, random.Random(options.seed))
         deaths.Doing.what = "jaxmpi.get_default"
         self.shape, self.comm = options.shape, jaxmpi.get_default()  # a spare rank waits
+        deaths.Doing.what = "Python"
         self.grid = self.made()
         self.step, self.complete, self.saves, self.restored = None, 0, 0, 0
         copies = options.deaths if options.copies is None else options.copies

@@ -42,8 +42,8 @@ def repair(comm: MPI.Intracomm, number: int, size: int, *, pool: bool = False) -
     """Called by all that live of `comm`, and returns the same on all of them, whoever dies meanwhile.
 
     `number`: the rank of this one in what is repaired, which had `size` ranks. The first spare takes the first number
-    whose rank has died, and so on. Numbers for which there is no spare are left out. `pool`: what is repaired is another
-    communicator than `comm`.
+    whose rank has died, and so on. Numbers for which there is no spare are left out. `pool`: what is repaired is not
+    `comm` itself, but another communicator.
     """
     while True:
         comm = MPI.Intracomm(comm.Shrink())
