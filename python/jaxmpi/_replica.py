@@ -37,6 +37,7 @@ _COPIES, _BLOCKS = 3301, 3302
 _MOST = 1 << 30
 """Bytes of a message at most."""
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+_ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,8 @@ class Replica(Local):
       axes: which axes of the fields are those of the grid, as in `Grid.exchange`.
       copies: how many other ranks keep each rank's blocks. As many neighbouring ranks may die at the same time.
       save: False: `tree` only says what will be saved, nothing is communicated, and `restore` returns None before the
-        first save. A program with spare ranks makes its Replica so, for one that steps in has nothing to save.
+        first save. A program with spare ranks makes its Replica so, for one that steps in has nothing to save. Fields
+        may then be `jax.ShapeDtypeStruct`, as `jax.eval_shape` gives them, where to make arrays would communicate.
 
     Raises:
       ValueError, TypeError: a field does not fit the grid, or an argument is of the wrong type; on this rank, before
@@ -183,6 +185,8 @@ class Replica(Local):
             raise ValueError(f"Replica: copies is {copies}: pass how many other ranks keep each block, 1 or more.")
         self._grid: Grid = grids[0]
         self._divisions, self._width, self._axes = grid, width, axes
+        if save and any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree)):
+            raise TypeError("Replica: the tree has shapes and no arrays: pass arrays, or save=False.")
         self._fields, self._structure = self._described(tree, "Replica")
         self._kept: list[_Saved] = []
         self._began_empty = not save
@@ -269,7 +273,7 @@ class Replica(Local):
         found: list[_Field | None] = []
         for (path, x), division, width in zip(listed, divisions, widths, strict=True):
             name, dimensions = f"tree{jax.tree_util.keystr(path)}", len(grid.processes)
-            if division is None or not isinstance(x, jax.Array | np.ndarray) or x.ndim < dimensions:
+            if division is None or not isinstance(x, _ARRAYS) or x.ndim < dimensions:
                 found.append(None)
                 continue
             if keys.is_key(x):

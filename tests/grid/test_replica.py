@@ -63,6 +63,7 @@ def test_a_saved_tree_may_be_changed():
 REFUSED = {
     "a field that does not fit": lambda grid, other: jaxmpi.Replica(jnp.ones(5), grid=grid),
     "no grid": lambda grid, other: jaxmpi.Replica(jnp.ones(2), grid=None),
+    "shapes": lambda grid, other: jaxmpi.Replica(jax.ShapeDtypeStruct((2,), jnp.float32), grid=grid),
     "two grids": lambda grid, other: jaxmpi.Replica([jnp.ones(2)] * 2, grid=[grid, other]),
     "no copies": lambda grid, other: jaxmpi.Replica(jnp.ones(2), grid=grid, copies=0),
     "another structure": lambda grid, other: jaxmpi.Replica([jnp.ones(2)], grid=grid).save([jnp.ones(2), 1]),
@@ -88,3 +89,7 @@ def test_nothing_saved_yet():
     assert replica.restore(grid) is None
     replica.save(state(grid, 1))
     check(replica.restore(grid), state(grid, 1))
+    tree = {"x": jnp.ones(grid.local_shape), "step": 3}
+    replica = jaxmpi.Replica(jax.eval_shape(lambda: tree), grid={"x": grid, "step": None}, save=False)
+    replica.save(tree)
+    check(replica.restore(grid), tree)
