@@ -196,7 +196,7 @@ def recover(*comms: MPI.Comm | None) -> Any:
         if communicators.is_default(old):
             communicators.replace_default(new)
     jax.clear_caches()
-    _tell_launcher(made[0])
+    _tell_launcher(given[0], made[0])
     return made if len(comms) > 1 else made[0]
 
 
@@ -215,9 +215,10 @@ def lost(old: MPI.Comm, new: MPI.Comm) -> tuple[int, ...]:
     return tuple(rank for rank, found in enumerate(ranks) if found == MPI.UNDEFINED)
 
 
-def _tell_launcher(new: MPI.Comm) -> None:
-    dead = failures.dead(MPI.COMM_WORLD)
-    if dead and new.rank == 0:
+def _tell_launcher(old: MPI.Comm, new: MPI.Comm) -> None:
+    """The first rank that has been in the old one tells of all deaths: others may have stepped in."""
+    dead, gone = failures.dead(MPI.COMM_WORLD), lost(old, new)
+    if dead and old.rank == next(rank for rank in range(old.size) if rank not in gone):
         _core.tell_launcher("deaths", " ".join(map(str, dead)))
 
 
