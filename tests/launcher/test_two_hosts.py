@@ -19,12 +19,14 @@ from support.two_hosts import NAMES, two_hosts
 
 pytestmark = [pytest.mark.launches, pytest.mark.seconds(120)]
 
-BEGIN = """
+IMPORTS = """
 import os, socket, sys, time
 import jax.numpy as jnp
 from mpi4py import MPI
 from jaxmpi import notoken
 rank, x = MPI.COMM_WORLD.rank, jnp.ones(50000)
+"""
+BEGIN = f"""{IMPORTS}
 print("rank", rank, "on", socket.gethostname(), "sum", float(notoken.allreduce(x, MPI.SUM)[-1]), flush=True)
 MPI.COMM_WORLD.Barrier()
 """
@@ -43,7 +45,7 @@ def hosts(tmp_path_factory):
 def job(hosts, tmp_path):
     """Runs a program on 4 ranks, ranks 0 and 1 on the first host, 2 and 3 on the second."""
 
-    def run_program(rest, *more, begin=BEGIN, start=launch, options=True, **environment):
+    def run_program(rest, *more, begin=BEGIN, start=launch, options=True, ranks=4, **environment):
         """Without `options` variables name the hosts, as those of a scheduler do."""
         if run.flavour(run.find_mpiexec()) == "openmpi":
             hosts.file.write_text("".join(f"{name} slots=2\n" for name in NAMES))
@@ -58,7 +60,7 @@ def job(hosts, tmp_path):
         words = ("--ranks-per-node", "2", *more, *([f"--mpiexec-args={told}"] if options else []), program)
         environment = {"TMPDIR": hosts.tmp, **({} if options or "HOME" in environment else variables), **environment}
         environment = {name: str(value) for name, value in environment.items()}
-        return start(4, *words, timeout=60, check=False, through=hosts.enter(NAMES[0]), **environment)
+        return start(ranks, *words, timeout=60, check=False, through=hosts.enter(NAMES[0]), **environment)
 
     return run_program
 
@@ -160,6 +162,33 @@ def test_others_survive(job, dies, how):
     )
     assert done.stdout.count("then 3.0") == 3, done.stdout + done.stderr
     assert len(re.findall(rf"jaxmpi\.run: rank {dies} (?:has died|is lost), and the job goes on", done.stderr)) == 1
+    assert done.returncode == 77
+
+
+def test_spare_of_the_other_host(job):
+    """It gets the number of a rank of the first host, and the launcher hears of it."""
+    if run.flavour(run.find_mpiexec()) != "openmpi":
+        pytest.skip("jobs of Open MPI alone go on without a rank")
+    done = job(
+        """
+        import jaxmpi
+        comm = jaxmpi.get_default()
+        if rank == 0: os.kill(os.getpid(), 9)
+        try:
+            while rank < 3: notoken.allreduce(x, MPI.SUM).block_until_ready()
+        except jaxmpi.ProcessFailed:
+            comm = jaxmpi.recover()
+        print("rank", rank, "is", comm.rank, "of", float(notoken.allreduce(x, MPI.SUM)[-1]), flush=True)
+        """,
+        "--survive",
+        "--spare",
+        "1",
+        ranks=3,
+        begin=IMPORTS,
+    )
+    for line in ("rank 1 is 1 of 3.0", "rank 2 is 2 of 3.0", "rank 3 is 0 of 3.0"):
+        assert line in done.stdout, done.stdout + done.stderr
+    assert done.stderr.count("rank 3, which was spare, is rank 0 of the default communicator") == 1
     assert done.returncode == 77
 
 
