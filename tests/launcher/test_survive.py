@@ -316,9 +316,43 @@ def test_no_half_result(tmp_path):
 
 
 @needs_openmpi
+def test_a_collective_that_drops_an_error(tmp_path):
+    """What the ranks of files, maps and replicas tell each other raises, where MPI knows of a death and returns what it
+    has not written; also where that cannot be unpickled."""
+    done = survive(
+        tmp_path,
+        2,
+        """
+        from jaxmpi._mpi import agreement, failures
+        class Dropping(MPI.Intracomm):
+            def gather(self, value, root=0): return None
+            def bcast(self, value, root=0): return ["of the call before"] * 2
+            def Allreduce(self, value, result, op): result[:] = 0
+        class Unreadable(Dropping):
+            def bcast(self, value, root=0): raise ValueError("unpickling")
+        comm = MPI.COMM_WORLD.Dup()
+        if rank == 1: die()
+        while not failures.dead(comm): MPI.COMM_SELF.Iprobe()
+        for its in (Dropping(comm), Unreadable(comm)):
+            for call in (
+                lambda: agreement.told(its, 1),
+                lambda: agreement.of_rank(its, 1),
+                lambda: agreement.same(its, "this", [], None),
+                lambda: agreement.on_root(its, "this", lambda: 1),
+                lambda: agreement.sums(its, "this", None, 1),
+            ):
+                try: told("WRONG", call())
+                except MPI.Exception as error: told("failed", jaxmpi.process_failure(error) is not None)
+        """,
+    )
+    assert "WRONG" not in done.stdout
+    assert done.stdout.count("failed True") == 10, done.stdout + done.stderr
+
+
+@needs_openmpi
 def test_what_ranks_tell_each_other(tmp_path):
-    """The ranks of files, maps and replicas tell each other what is right, or raise as a rank dies: by mpi4py's
-    allgather they have a value of the call before, or one that cannot be unpickled, at most deaths."""
+    """It is right, or they raise as a rank dies: by mpi4py's allgather they have a value of the call before, or one
+    that cannot be unpickled, at many deaths."""
     done = survive(
         tmp_path,
         6,
