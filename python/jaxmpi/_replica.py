@@ -123,7 +123,7 @@ class _Saved:
 
 
 @dataclass(frozen=True)
-class _Told:
+class _Has:
     """What a rank tells of a save that it has."""
 
     number: int
@@ -132,6 +132,19 @@ class _Told:
     blocks: list[int]
     layout: Layout
     complete: bool
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What a rank tells before a restore."""
+
+    last: int
+    """The number of the last save that it knows of."""
+    has: list[_Has]
+    stepped_in: bool
+
+    def of(self, number: int) -> _Has | None:
+        return next((its for its in self.has if its.number == number), None)
 
 
 class Replica(Local):
@@ -189,6 +202,8 @@ class Replica(Local):
             raise TypeError("Replica: the tree has shapes and no arrays: pass arrays, or save=False.")
         self._fields, self._structure = self._described(tree, "Replica")
         self._kept: list[_Saved] = []
+        self._last = 0
+        """The number of the last save that this rank knows of: all ranks know the same after a restore."""
         self._began_empty = not save
         if save:
             self._save(tree, "Replica")
@@ -247,17 +262,17 @@ class Replica(Local):
         with self._failing("Replica.restore"), waiting(grid._comm, "Replica.restore"):
             self._together(restores=True)
             comm = clone_of(grid.comm)
-            told = agreement.told(
-                comm, [_Told(s.number, s.rank, sorted(s.blocks), s.layout, s.complete) for s in self._kept]
-            )
+            has = [_Has(s.number, s.rank, sorted(s.blocks), s.layout, s.complete) for s in self._kept]
+            told = agreement.told(comm, _Told(self._last, has, communicators.has_stepped_in()))
+            self._last = max(its.last for its in told)
             found = _newest(told)
             if found is None:
-                self._check_none(comm, told)
+                self._check_none(told)
                 return None
             number, holders = found
             saved = self._known(comm, number, told)
             blocks = self._redistributed(comm, saved, holders)
-            restored = self._began(blocks, saved.same, 1 + max(its.number for each in told for its in each))
+            restored = self._began(blocks, saved.same)
             self._finish(restores=True)
         return self._tree(restored)
 
@@ -328,13 +343,14 @@ class Replica(Local):
             packed = self._packed(blocks)
             with waiting(self._grid._comm, operation):
                 self._finish(restores=False)
-                self._began(packed, same, 1 + max((s.number for s in self._kept), default=0))
+                self._began(packed, same)
 
-    def _began(self, packed: Bytes, same: list[_Same], number: int) -> _Saved:
+    def _began(self, packed: Bytes, same: list[_Same]) -> _Saved:
         """Begins to send this rank's blocks, and to receive those of others."""
         comm, layout = clone_of(self._grid.comm), self._grid._layout
         rank, size = comm.rank, comm.size
-        saved = _Saved(number, layout, rank, same, {rank: packed})
+        self._last += 1
+        saved = _Saved(self._last, layout, rank, same, {rank: packed})
         self._kept.append(saved)
         for distance in range(1, min(self._copies, size - 1) + 1):
             other = (rank - distance) % size
@@ -347,10 +363,10 @@ class Replica(Local):
     def _finish(self, restores: bool) -> None:
         """Waits until all ranks have the copies of the last save. Those before are not needed any more."""
         for last in self._kept[-1:]:
-            for other, (room, requests) in list(last.under_way.items()):
+            for other in list(last.under_way):
+                room, requests = last.under_way.pop(other)  # if it does not come nobody waits for it again
                 _wait(requests)
                 last.blocks[other] = room
-                del last.under_way[other]
             _wait(last.sends)
             last.sends = []
         self._together(restores)
@@ -382,16 +398,16 @@ class Replica(Local):
 
     # --- restoring -------------------------------------------------------------------------------------------------
 
-    def _check_none(self, comm: MPI.Intracomm, told: list[list[_Told]]) -> None:
+    def _check_none(self, told: list[_Told]) -> None:
         """Where no save is whole: raises RuntimeError, on all ranks, if there has been one as far as they know."""
-        none_left = comm.allreduce(communicators.has_stepped_in(), MPI.LAND) and not any(told)
-        if none_left or not self._began_empty or any(its.complete for each in told for its in each):
+        all_are_new = all(its.stepped_in and not its.has for its in told)
+        if all_are_new or not self._began_empty or any(save.complete for its in told for save in its.has):
             raise RuntimeError(_lost(told))
 
-    def _known(self, comm: MPI.Intracomm, number: int, told: list[list[_Told]]) -> _Saved:
+    def _known(self, comm: MPI.Intracomm, number: int, told: list[_Told]) -> _Saved:
         """What this rank has of a save; on one that has nothing of it what it is told by another one."""
         saved = next((its for its in self._kept if its.number == number), None)
-        having = [next((its for its in each if its.number == number), None) for each in told]
+        having = [its.of(number) for its in told]
         if None not in having:
             assert saved is not None
             return saved
@@ -448,9 +464,12 @@ class Replica(Local):
 
 
 def _wait(requests: Sequence[MPI.Request]) -> None:
-    """One by one: of several MPI tells the class of an error in their statuses alone."""
-    for request in requests:
-        request.Wait()
+    """Waits for all of them, and raises the first error. One by one: of several MPI tells the class of an error in
+    their statuses alone. One that has failed is null: a further wait for it returns as if it had been done."""
+    errors = [agreement.attempt(request.Wait)[1] for request in requests]
+    for error in errors:
+        if error is not None:
+            raise error
 
 
 def _parts(message: Bytes) -> list[Bytes]:
@@ -491,29 +510,29 @@ def _differs(what: str, mine: str, of_root: str) -> str:
     return f"{what} of this Replica differ from those of rank 0, {of_root}: {mine}. Make it alike on all ranks."
 
 
-def _holders(told: list[list[_Told]], number: int) -> list[int | None]:
+def _holders(told: list[_Told], number: int) -> list[int | None]:
     """The rank that gives each block of a save: the nearest that has it; None: it is lost."""
-    having = [(rank, its) for rank, each in enumerate(told) for its in each if its.number == number]
+    having = [(rank, save) for rank, its in enumerate(told) if (save := its.of(number)) is not None]
     ranks = math.prod(having[0][1].layout.dims)
     found: list[int | None] = []
     for old in range(ranks):
-        near = [((its.rank - old) % ranks, rank) for rank, its in having if old in its.blocks]
+        near = [((save.rank - old) % ranks, rank) for rank, save in having if old in save.blocks]
         found.append(min(near)[1] if near else None)
     return found
 
 
-def _newest(told: list[list[_Told]]) -> tuple[int, list[int]] | None:
+def _newest(told: list[_Told]) -> tuple[int, list[int]] | None:
     """The number of the newest save that is whole, and for each of its blocks the rank that gives it. None: there is
-    none, on all ranks, for all know the same. `told`: of each rank its saves."""
-    for number in sorted({its.number for each in told for its in each}, reverse=True):
+    none, on all ranks, for all know the same."""
+    for number in sorted({save.number for its in told for save in its.has}, reverse=True):
         holders = _holders(told, number)
         if None not in holders:
             return number, [rank for rank in holders if rank is not None]
     return None
 
 
-def _lost(told: list[list[_Told]]) -> str:
-    oldest = min((its.number for each in told for its in each), default=None)
+def _lost(told: list[_Told]) -> str:
+    oldest = min((save.number for its in told for save in its.has), default=None)
     holders = [] if oldest is None else _holders(told, oldest)
     listed = ", ".join(str(old) for old, rank in enumerate(holders) if rank is None)
     return (

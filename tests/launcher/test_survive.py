@@ -518,6 +518,41 @@ def test_only_spares_are_left(how, tmp_path):
 
 
 @needs_openmpi
+def test_first_save_is_interrupted(tmp_path):
+    """A rank dies before it sends its blocks of the first save. The next one is another for all ranks, also for those
+    that have stepped in since, which have had none."""
+    done = survive(
+        tmp_path,
+        3,
+        """
+        comm = jaxmpi.get_default()
+        grid = jaxmpi.Grid((0,), (6,))
+        replica = jaxmpi.Replica(x[:2], grid=grid, save=False)
+        if rank == 1: replica._began = lambda *arguments: die()
+        while True:
+            try:
+                with jaxmpi.survive(uniform=True):
+                    restored = replica.restore(grid)
+                told("restored", restored if restored is None else np.asarray(restored).tolist())
+                if restored is not None: break
+                with jaxmpi.survive(uniform=True):
+                    value = comm.bcast(rank, 1)
+                    for _ in range(2): replica.save(value * x[:2])
+                if rank == 2: die()
+                for _ in range(100000): notoken.allreduce(x, MPI.SUM).block_until_ready()
+            except jaxmpi.ProcessFailed:
+                comm = jaxmpi.recover()
+                grid = jaxmpi.Grid((0,), (6,))
+        """,
+        spare=2,
+    )
+    told = re.findall(r"rank (\d): restored (.*)", done.stdout)
+    assert sorted(told[:3]) == [("0", "None"), ("1", "None"), ("2", "None")], done.stdout + done.stderr
+    assert sorted(told[3:6]) == [("0", "None"), ("2", "None"), ("3", "None")]
+    assert sorted(told[6:]) == [("0", "[3.0, 3.0]"), ("3", "[3.0, 3.0]"), ("4", "[3.0, 3.0]")]
+
+
+@needs_openmpi
 def test_spare_that_saves(tmp_path):
     """Ranks that save while others restore raise an error, all of them, and do not hang."""
     done = survive(
