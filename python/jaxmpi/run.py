@@ -34,6 +34,9 @@ PASSED = ("JAX", "XLA_", "PJRT_", "OMP_", "PYTHON", "MPI4", "UCX_", "FI_")
 VERBOSE = "JAXMPI_VERBOSE"
 SPARES = "JAXMPI_SPARES"
 """The variable that tells the ranks how many of them are spare."""
+SIGNALS = "OMPI_MCA_opal_signal"
+"""The variable that names the signals of crashes for which Open MPI writes a stack. It may hang there for ever, where a
+rank was allocating memory; in a job that goes on without the rank it is to die."""
 OF_A_JOB = (*parent.NAMES, SPARES)
 """The variables that this launcher sets for the ranks of its job alone."""
 
@@ -399,6 +402,8 @@ def main(arguments: list[str] | None = None) -> int:
     share = cores // (options.ranks_per_node or options.ranks)
     bound = share if not options.spare or share * (options.ranks_per_node or ranks) <= cores else 0
     variables = settings(share, os.environ)
+    if options.survive and SIGNALS not in os.environ:
+        variables[SIGNALS] = ""
     if options.spare:
         variables[SPARES] = str(options.spare)
     environment = dict(os.environ) if options.mpiexec_args is not None else without_scheduler(os.environ)

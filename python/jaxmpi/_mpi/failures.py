@@ -1,11 +1,10 @@
-"""What MPI tells of the death of ranks (ULFM), and what ranks then tell each other by it."""
+"""What MPI tells of the death of ranks (ULFM)."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from mpi4py import MPI
 
-from jaxmpi._mpi import clones
 from jaxmpi._mpi.library import FAILURES
 
 
@@ -47,27 +46,3 @@ def confirmed(comm: MPI.Comm) -> Iterator[None]:
         raise MPI.Exception(FAILURES["revoked" if comm.Is_revoked() else "failed"]) from error
     if error is not None:
         raise error
-
-
-def revoke(comm: MPI.Comm) -> None:
-    """Lets all operations of other ranks on a communicator, and on its clone, raise."""
-    _quietly(comm.Revoke)
-    if (clone := clones.clone_if_made(comm)) is not None:
-        _quietly(clone.Revoke)
-
-
-def _quietly(call: Callable[[], object]) -> None:
-    with contextlib.suppress(MPI.Exception):
-        call()
-
-
-def agree(comm: MPI.Comm, done: bool) -> bool:
-    """Whether all ranks have done it, and live: the same on all that do."""
-    if not done:
-        revoke(comm)  # no rank waits in an operation for this one
-    try:
-        return bool(comm.Agree(int(done)))
-    except MPI.Exception as error:
-        if error.Get_error_class() not in classes():
-            raise
-        return False

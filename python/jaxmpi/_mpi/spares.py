@@ -17,7 +17,7 @@ import numpy as np
 from mpi4py import MPI
 
 import jaxmpi._core as _core
-from jaxmpi._mpi import failures
+from jaxmpi._mpi import clones, failures
 
 _PAUSE_SECONDS = 0.02
 _SPARE, _OVER = -1, -2
@@ -46,11 +46,12 @@ def repair(comm: MPI.Intracomm, number: int, size: int, *, pool: bool = False) -
     `comm` itself, but another communicator.
     """
     while True:
-        comm = MPI.Intracomm(comm.Shrink())
-        found = None
+        comm, found = MPI.Intracomm(comm.Shrink()), None
+        if not clones.agree(comm, True):  # all have it: only then may it be revoked, see clones.py
+            continue
         with contextlib.suppress(MPI.Exception):
             found = _try(comm, number, size, pool)
-        if failures.agree(comm, found is not None):
+        if clones.agree(comm, found is not None):
             assert found is not None
             return found
 
@@ -101,12 +102,13 @@ class Pool:
         self.stepped_in = False
         """Whether this rank has been spare, and is not any more."""
         self._spare_as = _SPARE
+        comm.Agree(1)  # all have both: see clones.py
         if self.current == MPI.COMM_NULL:
             _core.tell_launcher("spare", "")
 
     def repair(self) -> tuple[MPI.Comm, int]:
         """Called by all ranks of `current` that live, after a death: the next one, and a name for it."""
-        failures.revoke(self._comm)
+        clones.revoke(self._comm)
         with contextlib.suppress(MPI.Exception):  # a rank that still agrees on `current` hears that others have left it
             self.current.Shrink().Free()
         return self._repair()

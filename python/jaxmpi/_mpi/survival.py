@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 import jaxmpi._core as _core
 from jaxmpi._jax import runtime_token
-from jaxmpi._mpi import communicators, failures
+from jaxmpi._mpi import clones, communicators, failures
 from jaxmpi._mpi.library import FAILURES, LIBRARY
 
 
@@ -77,7 +77,7 @@ def failure_in(error: BaseException, comm: MPI.Comm, operation: str) -> ProcessF
     if isinstance(error, MPI.Exception) and (found is not None or failures.is_broken(comm)):
         found = ProcessFailed(f"{operation}: {error}", failures.dead(comm), comm, operation)
     if found is not None:
-        failures.revoke(comm)
+        clones.revoke(comm)
     return found
 
 
@@ -142,7 +142,7 @@ class survive(contextlib.ContextDecorator):
         failure = process_failure(error) if error is not None else None
         all_done = error is None
         if self._uniform:
-            all_done = failures.agree(communicators.default_mpi() if self._comm is None else self._comm, all_done)
+            all_done = clones.agree(communicators.default_mpi() if self._comm is None else self._comm, all_done)
         if failure is not None and failure is not raised:
             raise failure.with_traceback(error.__traceback__ if error is not None else None) from error
         if error is not None and error is not raised:
@@ -186,7 +186,7 @@ def recover(*comms: MPI.Comm | None) -> Any:
     for comm in given:
         _check(comm, "recover")
     for comm in given:
-        failures.revoke(comm)
+        clones.revoke(comm)
     runtime_token.heal_all_threads()
     for comm in given:
         communicators.give_up(comm)
