@@ -695,6 +695,7 @@ def test_command():
         assert "child.py --survive" in done.stdout
     done = launch(2, "--survive", "--spare", "3", "--dry-run", "-c", "pass")
     assert "JAXMPI_SPARES=3" in done.stdout
+    assert "OMPI_MCA_opal_signal= " in done.stdout  # a rank that crashes dies
     assert "-n 5" in done.stdout
 
 
