@@ -412,7 +412,7 @@ class Replica(Local):
             assert saved is not None
             return saved
         described = [("the fields", repr(self._fields)), ("the structure", str(self._structure))]
-        agreement.same(comm, "Replica.restore", described, _differs)
+        agreement.alike(comm, "Replica.restore", lambda: (None, described), _differs)
         first, its = next((rank, its) for rank, its in enumerate(having) if its is not None)
         same = saved.same if saved is not None else None
         same = pickle.loads(agreement.on_root(comm, "Replica.restore", lambda: pickle.dumps(same), first))

@@ -337,7 +337,7 @@ def test_a_collective_that_drops_an_error(tmp_path):
             for call in (
                 lambda: agreement.told(its, 1),
                 lambda: agreement.of_rank(its, 1),
-                lambda: agreement.same(its, "this", [], None),
+                lambda: agreement.alike(its, "this", lambda: (1, []), None),
                 lambda: agreement.on_root(its, "this", lambda: 1),
                 lambda: agreement.sums(its, "this", None, 1),
             ):

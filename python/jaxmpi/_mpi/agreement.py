@@ -59,7 +59,7 @@ def on_all(comm: MPI.Intracomm, operation: str, work: Callable[[], T]) -> T:
 
 
 def on_root(comm: MPI.Intracomm, operation: str, work: Callable[[], T], root: int = 0) -> T:
-    """What `work` returns on the root, which alone calls it, on all ranks: one broadcast. Its error is raised on all."""
+    """What `work` returns on the root, which alone calls it, on all ranks: one broadcast. All raise its error."""
     found, failure = attempt(work) if comm.rank == root else (None, None)
     failed, found = of_rank(comm, (failure is not None, found), root)
     if failed:
