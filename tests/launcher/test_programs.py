@@ -174,6 +174,56 @@ def test_what_is_imported_later(tmp_path):
     assert launch(2, program, timeout=60).stdout.count("right;") == 2
 
 
+@pytest.mark.parametrize("pool", [1, 2])
+def test_threads_of_xla(tmp_path, pool):
+    """Two threads communicate in computations that XLA divides: right with two threads of its own. With one each rank
+    executes the computation of another thread, and the report says what they wait in; computations that are not
+    dispatched asynchronously are divided as well (docs/running.md)."""
+    program = tmp_path / "threads.py"
+    program.write_text(
+        textwrap.dedent(f"""
+            import os
+            os.environ["PJRT_NPROC"] = "{pool}"
+            import threading
+            import time
+            import jax, jax.numpy as jnp
+            from mpi4py import MPI
+            from jaxmpi import notoken
+            jax.config.update("jax_cpu_enable_async_dispatch", False)
+            rank, comms = MPI.COMM_WORLD.rank, [MPI.COMM_WORLD.Dup() for _ in range(2)]
+
+            def compiled(comm):
+                def f(x, *others):
+                    others = [jax.lax.fori_loop(0, 300, lambda _, y: jnp.sort(jnp.sin(y)), y) for y in others]
+                    step = lambda _, x: notoken.allreduce(x, MPI.SUM, comm=comm) / 2
+                    return jax.lax.fori_loop(0, 3, step, x), others
+                return jax.jit(f)
+
+            functions = [compiled(comm) for comm in comms]
+            given = jnp.arange(1000.0), *(jnp.arange(2000.0) + i for i in range(6))
+            results = [[function(*given)] for function in functions]
+
+            def work(i):
+                time.sleep(0.05 * ((i + rank) % 2))
+                for turn in range(20):
+                    results[i].append(jax.block_until_ready(functions[i](*given)))
+                    if turn % 5 == 0:
+                        comms[i].Barrier()
+
+            threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+            [thread.start() for thread in threads]
+            [thread.join() for thread in threads]
+            assert all((result[0] == given[0]).all() for its in results for result in its)
+            print("right;", flush=True)
+        """)
+    )
+    few = {"JAXMPI_TIMEOUT": "3", "JAXMPI_TIMEOUT_ACTION": "abort"} if pool == 1 else {}
+    done = launch(2, program, timeout=60, check=pool > 1, **few)
+    assert done.stdout.count("right;") == (2 if pool > 1 else 0)
+    if pool == 1:
+        assert "has been waiting for 3 s in allreduce" in done.stderr
+
+
 def test_import_that_fails_and_is_done_without(tmp_path):
     program = tmp_path / "without.py"
     program.write_text("try:\n    import jaxmpi\nexcept ValueError as error:\n    print(error)\n")

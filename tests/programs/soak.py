@@ -30,6 +30,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_ENABLE_X64", "1")
 # There are more threads than cores, so those that wait make room for others (Open MPI).
 os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+# Threads that communicate need a thread of XLA's each (docs/running.md, "Threads").
+os.environ["PJRT_NPROC"] = "8"
 
 import jax
 import numpy as np
@@ -40,6 +42,7 @@ from jaxmpi._mpi import communicators
 from jaxmpi._primitive import operation
 from support import soaking
 
+MOST_THREADS = int(os.environ["PJRT_NPROC"])
 ROUND = 64
 """Steps of a thread after which the ranks agree on whether to go on."""
 
@@ -65,7 +68,10 @@ def arguments():
     parser.add_argument("--hang", type=float, default=120, help="seconds without a step after which the job is ended")
     parser.add_argument("--wrong-at", type=int, help="make a result wrong at this step, to see that it is noticed")
     parser.add_argument("--leak", type=int, default=0, help="bytes to be lost in each step, to see that it is noticed")
-    return parser.parse_args()
+    chosen = parser.parse_args()
+    if chosen.threads > MOST_THREADS:
+        parser.error(f"at most {MOST_THREADS} threads")
+    return chosen
 
 
 class Worker:
@@ -237,8 +243,6 @@ def table(workers, seconds, measured):
 def main():
     chosen, world, begun = arguments(), MPI.COMM_WORLD, time.monotonic()
     _core.configure(max_count=chosen.chunk)
-    # Threads that communicate must not wait for each other's computations (docs/running.md, "Threads").
-    jax.config.update("jax_cpu_enable_async_dispatch", chosen.threads == 1)
     # The ranks of every other communicator are in reverse order, so that ranks in them are not those of the world.
     comms = [world.Split(0, -world.rank if i % 2 else world.rank) for i in range(chosen.threads)]
     workers = [Worker(i, comm, chosen) for i, comm in enumerate(comms)]
