@@ -8,8 +8,8 @@ Counted are the calls of operations that a rank executes: in a loop one for each
 pytree once. What derivatives communicate in addition, and what mpi4py communicates, is not counted.
 
 Memory, threads, files and communicators of each rank are measured after the first half, and at the end. By half each
-program has been compiled, and memory that the longest messages need at once has mostly been needed. The exit status is 1
-if a result was wrong, a message is left over, the ranks have not done the same, or something has grown.
+program has been compiled, and memory that the longest messages need at once has mostly been needed. The exit status is
+1 if a result was wrong, a message is left over, the ranks have not done the same, or something has grown.
 """
 
 import argparse
