@@ -76,7 +76,7 @@ def make(system, folder, run, packages=("python3", "python3-venv", "ca-certifica
     options = [f"--arch={NAMES[system.machine]}", "--variant=minbase"]
     options += [f"--include={','.join(packages)}"] * bool(packages)
     # All releases are made by one script, also those that are newer than this machine's debootstrap.
-    run("debootstrap", *options, system.release, unfinished, "http://deb.debian.org/debian", "sid", timeout=3600)
+    run("debootstrap", *options, system.release, unfinished, "", "sid", timeout=3600)  # "": the usual mirror
     unfinished.rename(folder)
 
 
