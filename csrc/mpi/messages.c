@@ -48,13 +48,13 @@ ffi_error *BODY(send)(struct call *c) {
   return NULL;
 }
 
-/* `deadline`: NULL, or until when the message is to be matched; `late`: that is over. */
+/* `deadline`: 0, or until when the message is to be matched; `late`: that is over. */
 static inline ffi_error *match_and_receive(struct call *call, const struct buffer *out, const struct span *span,
-                                           int source, int tag, MPI_Status *users, const double *deadline, bool *late) {
+                                           int source, int tag, MPI_Status *users, double deadline, bool *late) {
   MPI_Message message;
   MPI_Status status;
-  if (deadline != NULL)
-    PASS(match_in_time(call, source, tag, *deadline, &message, &status, late));
+  if (deadline > 0)
+    PASS(match_in_time(call, source, tag, deadline, &message, &status, late));
   else
     PASS(match(call, source, tag, &message, &status));
   return receive_into(call, out, span, &message, &status, users);
@@ -68,8 +68,7 @@ ffi_error *BODY(recv)(struct call *c) {
   struct span out = span_of(b.out->type, b.out->count);
   TRY(c, out.code);
   bool late;
-  double until;
-  const double *deadline = deadlines_on() && (until = deadline_of_receive(c)) > 0 ? &until : NULL;
+  double deadline = deadlines_on() ? deadline_of_receive(c) : 0;
   ffi_error *error = match_and_receive(c, b.out, &out, (int)a.source, (int)a.tag, object_of(a.status), deadline, &late);
   span_free(&out);
   return error;
@@ -99,15 +98,14 @@ ffi_error *BODY(sendrecv)(struct call *c) {
   PASS(check_adjoint(c, ROW_irecv, a.source, a.recvtag));
   BEGIN(c, Sendrecv, "<- %d with tag %d -> %d with tag %d and", (int)a.source, (int)a.recvtag, (int)a.dest,
         (int)a.sendtag);
-  double until;
-  const double *deadline = deadlines_on() && (until = deadline_of_receive(c)) > 0 ? &until : NULL;
+  double deadline = deadlines_on() ? deadline_of_receive(c) : 0;
   struct parcel in = parcel_of(c, b.in);
   struct span out = span_of(b.out->type, b.out->count);
   struct request *request = NULL; /* only with a deadline */
   MPI_Request sent;
   bool late = false;
   int code = in.span.code != MPI_SUCCESS ? in.span.code : out.code;
-  ffi_error *error = deadline != NULL ? copy_to_request(c, b.in, &in, &request) : NULL;
+  ffi_error *error = deadline > 0 ? copy_to_request(c, b.in, &in, &request) : NULL;
   if (error == NULL && code == MPI_SUCCESS) {
     c->function = "MPI_Isend";
     code = mpi.Isend(request != NULL ? request->data : in.data, in.span.count, in.span.type, (int)a.dest,
