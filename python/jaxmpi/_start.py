@@ -53,10 +53,10 @@ def start() -> None:
 
 def _load_core() -> None:
     """Loads the C core. Raises ImportError where it is not for this Python or machine."""
-    python = f"Python {platform.python_version()}"
     try:
         import_module("jaxmpi._core")
     except ImportError as error:
+        python = f"Python {platform.python_version()}"
         if "t" in sys.abiflags:
             raise ImportError(
                 f"jaxmpi: this {python} is a free-threaded build, without the stable ABI for which the core of jaxmpi "

@@ -64,7 +64,6 @@ else:  # JAX 0.6.0
 
     shard_map = _experimental.shard_map
 
-
 # The permissions that an ordered effect needs in transformations and control flow.
 _PERMISSIONS = (
     effects.lowerable_effects,

@@ -65,14 +65,17 @@ def _try(comm: MPI.Intracomm, number: int, size: int, pool: bool) -> Repair:
     with failures.confirmed(comm):
         comm.Allreduce(MPI.IN_PLACE, told, MPI.SUM)
     members = _members([int(its) for its in told[1:]], size)
-    repaired: MPI.Comm = comm
-    if pool:
-        group = comm.Get_group()
-        wanted = group.Incl(members)
-        repaired = comm.Create(wanted)
-        wanted.Free()
-        group.Free()
-    return Repair(comm, members, repaired, int(told[0]))
+    return Repair(comm, members, _of_members(comm, members) if pool else comm, int(told[0]))
+
+
+def _of_members(comm: MPI.Intracomm, members: Sequence[int]) -> MPI.Comm:
+    """A communicator of these ranks; COMM_NULL on all others, which call it too."""
+    group = comm.Get_group()
+    wanted = group.Incl(members)
+    made = comm.Create(wanted)
+    wanted.Free()
+    group.Free()
+    return made
 
 
 def _members(numbers: Sequence[int], size: int) -> list[int]:
@@ -93,12 +96,8 @@ class Pool:
     def __init__(self, comm: MPI.Intracomm, count: int) -> None:
         self._comm, self._ends = comm, comm.Dup()
         self._members = list(range(comm.size - count))
-        group = comm.Get_group()
-        wanted = group.Incl(self._members)
-        self.current: MPI.Comm = comm.Create(wanted)
+        self.current = _of_members(comm, self._members)
         """The communicator of those that are not spare; COMM_NULL on those that are."""
-        wanted.Free()
-        group.Free()
         self.stepped_in = False
         """Whether this rank has been spare, and is not any more."""
         self._spare_as = _SPARE
