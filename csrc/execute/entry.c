@@ -13,6 +13,8 @@
 #define OPERATION_ROWS static const struct operation rows[]
 #include "core/operation_rows.def"
 
+_Thread_local unsigned done_here;
+
 /* --- from a frame to a call ---
  *
  * All that an execution needs is inlined in the handler of each row, of which the compiler knows the number of
@@ -194,6 +196,7 @@ INLINED ffi_error *run_operation(ffi_frame *frame, int row, const struct memory 
   if (frame->stage == FFI_STAGE_INSTANTIATE) return check_attributes(&call);
   if (frame->stage != FFI_STAGE_EXECUTE) return NULL;
   if (row == ROW_after) return NULL; /* its operands are there: that is all */
+  if (row == ROW_done) return done_here += memory->host, NULL;
   decode_attributes(&call, operation);
   if ((error = find_communicator(&call, operation)) != NULL || (error = find_objects(&call, operation)) != NULL)
     return error;

@@ -14,4 +14,8 @@
 #include "core/ops.def"
 #undef OPERATION
 
+/* How often `done` has been executed in this thread. It comes after all other operations of its program, by the data
+ * flow that keeps them in order; so if a call of the program has counted here, its communication is over. */
+extern _Thread_local unsigned done_here;
+
 #endif

@@ -56,6 +56,8 @@ ffi_error *BODY(after)(struct call *c) {
   return NULL;
 }
 
+ffi_error *BODY(done)(struct call *c) { return BODY(after)(c); }
+
 ffi_error *BODY(outside)(struct call *c) { return call_fail(c, FFI_INTERNAL, "no program calls it: reinstall jaxmpi"); }
 
 /* in: (*shape)  out: (size, *shape) */

@@ -1,20 +1,33 @@
 /* Calls of compiled code in program order. The link is an empty array that one computation returns and the next one
  * takes as an operand; this file passes it from call to call. It is in C because every call runs it.
+ *
+ * A computation that XLA executes in the thread that calls returns no link, since its communication is over as the call
+ * returns (`done_here`); that saves a sixth of a call. Whether XLA does so is guessed as the function is traced, by the
+ * number of elements that it computes. Order does not depend on the guess: where it was wrong the call waits.
+ *
  * _jax/runtime_token.py says what the link means and names the attributes of JAX's objects.
  *
  * Functions that return PyObject * return a new reference, or NULL with an exception set. */
 #include "python/runtime_token.h"
 
+#include <stddef.h>
 #include <stdlib.h>
+#include <structmember.h>
 
 #include "core/failure.h"
+#include "execute/entry.h"
 
-/* Indices into the tuple that is the `self` of a linked function. */
-enum { COMPUTE, TOKENS, EFFECT, RENEW, HEAL, ERROR, NAMES, PARTS };
-enum { CURRENT, ARRAY, PENDING, IS_READY, COMMITTED, NAME_COUNT };
+/* What Python passes, and its attributes of Python: the function's own, and weak references to it. */
+enum { COMPUTE, OTHERWISE, CLEAN, DISABLED, TOKENS, EFFECT, RENEW, HEAL, ERROR, WAIT, METHOD, PARTS };
+enum { CURRENT, ARRAY, PENDING, VALUE, COMMITTED, NAME_COUNT };
+struct linked {
+  PyObject_HEAD;
+  PyObject *parts[PARTS], *names[NAME_COUNT], *dictionary, *weak;
+  int waited; /* how often a short computation was waited for */
+};
 
-static PyObject *part_of(PyObject *self, int index) { return PyTuple_GetItem(self, index); }
-static PyObject *name_of(PyObject *self, int index) { return PyTuple_GetItem(part_of(self, NAMES), index); }
+/* From so many waits on, a function's short computations have a link, too, for which they are compiled again. */
+enum { MOST_WAITS = 4 };
 
 /* 1, 0, or -1 with an exception set; steals `value`. */
 static int truth(PyObject *value) {
@@ -25,21 +38,21 @@ static int truth(PyObject *value) {
 
 /* This thread's runtime token for the effect; if it is not one of ours, a new one (RENEW). Ours have an attribute
  * `pending`: runtime.failures before the call if its computation may have failed since, otherwise None. */
-static PyObject *find_token(PyObject *self, PyObject **pending) {
-  PyObject *current = PyObject_GetAttr(part_of(self, TOKENS), name_of(self, CURRENT));
+static PyObject *find_token(struct linked *self, PyObject **pending) {
+  PyObject *current = PyObject_GetAttr(self->parts[TOKENS], self->names[CURRENT]);
   if (current == NULL) return NULL;
-  PyObject *token = PyDict_GetItemWithError(current, part_of(self, EFFECT));
+  PyObject *token = PyDict_GetItemWithError(current, self->parts[EFFECT]);
   Py_XINCREF(token);
   Py_DECREF(current);
   if (token == NULL && PyErr_Occurred()) return NULL;
   if (token != NULL) {
-    *pending = PyObject_GetAttr(token, name_of(self, PENDING));
+    *pending = PyObject_GetAttr(token, self->names[PENDING]);
     if (*pending != NULL) return token;
     PyErr_Clear();
     Py_DECREF(token);
   }
-  token = PyObject_CallFunctionObjArgs(part_of(self, RENEW), NULL);
-  if (token != NULL) *pending = PyObject_GetAttr(token, name_of(self, PENDING));
+  token = PyObject_CallFunctionObjArgs(self->parts[RENEW], NULL);
+  if (token != NULL) *pending = PyObject_GetAttr(token, self->names[PENDING]);
   return token;
 }
 
@@ -47,66 +60,74 @@ static PyObject *find_token(PyObject *self, PyObject **pending) {
  * computation fail too. That is possible only if `pending` is not None: the computation was still running when its call
  * returned, or an operation failed during the call. A link that is committed to one of several devices is replaced too,
  * for it would commit the next computation to that device. */
-static PyObject *find_array(PyObject *self, PyObject *token, PyObject *pending) {
+static PyObject *find_array(struct linked *self, PyObject *token, PyObject *pending) {
   bool several = atomic_load_explicit(&runtime.several_devices, memory_order_relaxed);
-  PyObject *array = PyObject_GetAttr(token, name_of(self, ARRAY));
+  PyObject *array = PyObject_GetAttr(token, self->names[ARRAY]);
   if (array == NULL || (pending == Py_None && !several)) return array;
   int heal = 1;
-  if (pending == Py_None) heal = truth(PyObject_GetAttr(array, name_of(self, COMMITTED)));
+  if (pending == Py_None) heal = truth(PyObject_GetAttr(array, self->names[COMMITTED]));
   if (heal == 0) return array;
   Py_DECREF(array);
   if (heal < 0) return NULL;
   long before = pending != Py_None ? PyLong_AsLong(pending) : 0;
   if (before == -1 && PyErr_Occurred()) return NULL;
   bool failed = pending != Py_None && before != atomic_load(&runtime.failures);
-  PyObject *done = PyObject_CallFunctionObjArgs(part_of(self, HEAL), token, failed ? Py_True : Py_False, NULL);
+  PyObject *done = PyObject_CallFunctionObjArgs(self->parts[HEAL], token, failed ? Py_True : Py_False, NULL);
   if (done == NULL) return NULL;
   Py_DECREF(done);
-  return PyObject_GetAttr(token, name_of(self, ARRAY));
+  return PyObject_GetAttr(token, self->names[ARRAY]);
 }
 
-/* compute(array, *args, **kwargs). `arguments` has `count` positional ones, then the values of the keywords `names`. */
-static PyObject *compute(PyObject *self, PyObject *array, PyObject *const *arguments, Py_ssize_t count,
-                         PyObject *names) {
-  PyObject *results = NULL, *operands = PyTuple_New(count + 1), *keywords = names != NULL ? PyDict_New() : NULL;
-  bool made = operands != NULL && (names == NULL || keywords != NULL);
-  for (Py_ssize_t i = 0; made && i <= count; i++) {
-    PyObject *operand = i == 0 ? array : arguments[i - 1];
+/* compute(link, *args, **kwargs). */
+static PyObject *compute(struct linked *self, PyObject *array, PyObject *args, PyObject *keywords) {
+  Py_ssize_t count = PyTuple_Size(args);
+  PyObject *link = self->waited < MOST_WAITS ? array : PyTuple_Pack(1, array);
+  if (link == array) Py_INCREF(link);
+  PyObject *operands = link != NULL ? PyTuple_New(count + 1) : NULL;
+  if (operands == NULL) return Py_XDECREF(link), NULL;
+  PyTuple_SetItem(operands, 0, link);
+  for (Py_ssize_t i = 0; i < count; i++) {
+    PyObject *operand = PyTuple_GetItem(args, i);
     Py_INCREF(operand);
-    PyTuple_SetItem(operands, i, operand);
+    PyTuple_SetItem(operands, i + 1, operand);
   }
-  for (Py_ssize_t i = 0; made && names != NULL && i < PyTuple_Size(names); i++)
-    made = PyDict_SetItem(keywords, PyTuple_GetItem(names, i), arguments[count + i]) == 0;
-  if (made) results = PyObject_Call(part_of(self, COMPUTE), operands, keywords);
-  Py_XDECREF(operands);
-  Py_XDECREF(keywords);
+  PyObject *results = PyObject_Call(self->parts[COMPUTE], operands, keywords);
+  Py_DECREF(operands);
   return results;
 }
 
+/* Waits for a short computation that XLA has not executed in this thread. -1 with an exception set. */
+static int wait_for(struct linked *self, PyObject *results) {
+  PyObject *done = PyObject_CallFunctionObjArgs(self->parts[WAIT], results, NULL);
+  Py_XDECREF(done);
+  if (self->waited < MOST_WAITS) self->waited++;
+  return done != NULL ? 0 : -1;
+}
+
 /* Keeps the link of the results (link, result) for the next call. Sets `pending`: `failures`, the count before the
- * call, if the computation is still running or an operation failed during the call; otherwise None. -1 with an
- * exception set. */
-static int keep_link(PyObject *self, PyObject *token, PyObject *results, long failures) {
+ * call, if not all of it was `done` as the call returned, or an operation failed meanwhile; otherwise None. A short
+ * computation has no link, since XLA should have executed it in this thread. If it did not, because operands were still
+ * being computed, this waits for it. -1 with an exception set. */
+static int keep_link(struct linked *self, PyObject *token, PyObject *results, long failures, bool done) {
   PyObject *array = PyTuple_GetItem(results, 0);
-  if (array == NULL || PyObject_SetAttr(token, name_of(self, ARRAY), array) < 0) return -1;
-  int ready = truth(PyObject_CallMethodObjArgs(array, name_of(self, IS_READY), NULL));
-  if (ready < 0) return -1;
-  if (ready && atomic_load(&runtime.failures) == failures)
-    return PyObject_SetAttr(token, name_of(self, PENDING), Py_None);
+  if (array == NULL) return -1;
+  if (PyTuple_Check(array)) return 0;
+  if (array != Py_None && PyObject_SetAttr(token, self->names[ARRAY], array) < 0) return -1;
+  if (array == Py_None && !done && wait_for(self, results) < 0) return -1;
+  if (done && atomic_load(&runtime.failures) == failures) return PyObject_SetAttr(token, self->names[PENDING], Py_None);
   PyObject *pending = PyLong_FromLong(failures);
-  int code = pending == NULL ? -1 : PyObject_SetAttr(token, name_of(self, PENDING), pending);
+  int code = pending == NULL ? -1 : PyObject_SetAttr(token, self->names[PENDING], pending);
   Py_XDECREF(pending);
   return code;
 }
 
 /* Replaces the exception that is set by the one that users are to see (ERROR), and keeps its traceback. `failed`: an
  * operation has failed during the call. */
-static void raise_as_error(PyObject *self, bool failed) {
+static void raise_as_error(struct linked *self, bool failed) {
   PyObject *type, *value, *trace, *made = NULL;
   PyErr_Fetch(&type, &value, &trace);
   PyErr_NormalizeException(&type, &value, &trace);
-  if (value != NULL)
-    made = PyObject_CallFunctionObjArgs(part_of(self, ERROR), value, failed ? Py_True : Py_False, NULL);
+  if (value != NULL) made = PyObject_CallFunctionObjArgs(self->parts[ERROR], value, failed ? Py_True : Py_False, NULL);
   if (made == NULL || made == value) {
     PyErr_Clear();
     Py_XDECREF(made);
@@ -119,7 +140,8 @@ static void raise_as_error(PyObject *self, bool failed) {
   PyErr_Restore(type, made, trace);
 }
 
-static PyObject *call_linked(PyObject *self, PyObject *const *arguments, Py_ssize_t count, PyObject *names) {
+/* Calls the function in the order of the effect, outside of any trace. */
+static PyObject *call_in_order(struct linked *self, PyObject *args, PyObject *keywords) {
   struct failure *failure = failure_of_thread();
   if (!importer) atomic_store_explicit(&runtime.several_threads, true, memory_order_relaxed);
   if (failure != NULL) {
@@ -131,10 +153,13 @@ static PyObject *call_linked(PyObject *self, PyObject *const *arguments, Py_ssiz
   PyObject *result = NULL, *results = NULL, *array = NULL, *pending = NULL, *token = find_token(self, &pending);
   if (pending != NULL) array = find_array(self, token, pending);
   long failures = atomic_load(&runtime.failures);
-  if (array != NULL) results = compute(self, array, arguments, count, names);
+  unsigned before = done_here;
+  if (array != NULL) results = compute(self, array, args, keywords);
+  bool done = done_here != before;
+  done_here = before; /* a call within another one does not count for that */
   if (results == NULL && atomic_load(&runtime.failures) > 0)
     raise_as_error(self, atomic_load(&runtime.failures) != failures);
-  if (results != NULL && keep_link(self, token, results, failures) == 0) {
+  if (results != NULL && keep_link(self, token, results, failures, done) == 0) {
     result = PyTuple_GetItem(results, 1);
     Py_XINCREF(result);
   }
@@ -145,14 +170,108 @@ static PyObject *call_linked(PyObject *self, PyObject *const *arguments, Py_ssiz
   return result;
 }
 
+/* Whether OTHERWISE is to be called: inside a trace, or where jax.disable_jit is set. -1 with an exception set. */
+static int is_otherwise(struct linked *self) {
+  if (self->parts[OTHERWISE] == Py_None) return 0;
+  int clean = truth(PyObject_CallFunctionObjArgs(self->parts[CLEAN], NULL));
+  if (clean != 1) return clean == 0 ? 1 : -1;
+  return truth(PyObject_GetAttr(self->parts[DISABLED], self->names[VALUE]));
+}
+
+/* --- the type --- */
+
+static PyObject *linked_call(PyObject *object, PyObject *args, PyObject *keywords) {
+  struct linked *self = (struct linked *)object;
+  int otherwise = is_otherwise(self);
+  if (otherwise < 0) return NULL;
+  return otherwise ? PyObject_Call(self->parts[OTHERWISE], args, keywords) : call_in_order(self, args, keywords);
+}
+
+static PyObject *linked_get(PyObject *self, PyObject *instance, PyObject *type) {
+  (void)type;
+  if (instance != NULL && instance != Py_None)
+    return PyObject_CallFunctionObjArgs(((struct linked *)self)->parts[METHOD], self, instance, NULL);
+  Py_INCREF(self);
+  return self;
+}
+
+static PyObject *linked_repr(PyObject *self) {
+  PyObject *wrapped = PyObject_GetAttrString(self, "__wrapped__");
+  if (wrapped == NULL) PyErr_Clear();
+  PyObject *text = PyUnicode_FromFormat("<jaxmpi.jit of %R>", wrapped != NULL ? wrapped : Py_None);
+  Py_XDECREF(wrapped);
+  return text;
+}
+
+/* As functions are: by name. */
+static PyObject *linked_reduce(PyObject *self, PyObject *args) {
+  (void)args;
+  return PyObject_GetAttrString(self, "__qualname__");
+}
+
+static int linked_traverse(PyObject *object, visitproc visit, void *arg) {
+  struct linked *self = (struct linked *)object;
+  Py_VISIT(Py_TYPE(object));
+  for (int i = 0; i < PARTS; i++) Py_VISIT(self->parts[i]);
+  Py_VISIT(self->dictionary);
+  return 0;
+}
+
+static int linked_clear(PyObject *object) {
+  struct linked *self = (struct linked *)object;
+  for (int i = 0; i < PARTS; i++) Py_CLEAR(self->parts[i]);
+  for (int i = 0; i < NAME_COUNT; i++) Py_CLEAR(self->names[i]);
+  Py_CLEAR(self->dictionary);
+  return 0;
+}
+
+static void linked_free(PyObject *self) {
+  PyTypeObject *type = Py_TYPE(self);
+  PyObject_GC_UnTrack(self);
+  if (((struct linked *)self)->weak != NULL) PyObject_ClearWeakRefs(self);
+  linked_clear(self);
+  PyObject_GC_Del(self);
+  Py_DECREF(type);
+}
+
+static PyTypeObject *type_of_linked(void) {
+  static PyTypeObject *type; /* under the GIL */
+  static PyMethodDef methods[] = {{"__reduce__", linked_reduce, METH_NOARGS, NULL}, {NULL, NULL, 0, NULL}};
+  static PyMemberDef members[] = {
+      {"__dictoffset__", T_PYSSIZET, offsetof(struct linked, dictionary), READONLY, NULL},
+      {"__weaklistoffset__", T_PYSSIZET, offsetof(struct linked, weak), READONLY, NULL},
+      {NULL, 0, 0, 0, NULL},
+  };
+  static PyGetSetDef dictionary[] = {{"__dict__", PyObject_GenericGetDict, PyObject_GenericSetDict, NULL, NULL},
+                                     {NULL, NULL, NULL, NULL, NULL}};
+  static PyType_Slot slots[] = {
+      {Py_tp_call, (void *)linked_call},   {Py_tp_descr_get, (void *)linked_get},
+      {Py_tp_repr, (void *)linked_repr},   {Py_tp_traverse, (void *)linked_traverse},
+      {Py_tp_clear, (void *)linked_clear}, {Py_tp_dealloc, (void *)linked_free},
+      {Py_tp_methods, (void *)methods},    {Py_tp_members, (void *)members},
+      {Py_tp_getset, (void *)dictionary},  {0, NULL},
+  };
+  static PyType_Spec spec = {"jaxmpi.Jitted", sizeof(struct linked), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, slots};
+  if (type == NULL) type = (PyTypeObject *)PyType_FromSpec(&spec);
+  return type;
+}
+
 const char runtime_token_linker_doc[] =
-    "linker(compute, tokens, effect, renew, heal, error, names) -> function of (*args, **kwargs)\n\n"
+    "linker(compute, otherwise, clean, disabled, tokens, effect, renew, heal, error, wait, method, names)\n"
+    "  -> function of (*args, **kwargs)\n\n"
     "Calls compute(link, *args, **kwargs) -> (link, result) in the order of the effect; returns the result.";
 PyObject *runtime_token_linker(PyObject *module, PyObject *args) {
-  static PyMethodDef method = {"linked", (PyCFunction)(void (*)(void))call_linked, METH_FASTCALL | METH_KEYWORDS, NULL};
   (void)module;
-  PyObject *names = PyTuple_Size(args) == PARTS ? PyTuple_GetItem(args, NAMES) : NULL;
+  PyObject *names = PyTuple_Size(args) == PARTS + 1 ? PyTuple_GetItem(args, PARTS) : NULL;
   if (names == NULL || !PyTuple_Check(names) || PyTuple_Size(names) != NAME_COUNT)
-    return PyErr_Format(PyExc_TypeError, "%d arguments expected, the last one of %d names", PARTS, NAME_COUNT);
-  return PyCFunction_New(&method, args);
+    return PyErr_Format(PyExc_TypeError, "%d arguments expected, and %d names", PARTS, NAME_COUNT);
+  PyTypeObject *type = type_of_linked();
+  PyObject *object = type != NULL ? PyType_GenericAlloc(type, 0) : NULL;
+  struct linked *self = (struct linked *)object;
+  for (int i = 0; self != NULL && i < PARTS + NAME_COUNT; i++) {
+    PyObject *part = i < PARTS ? PyTuple_GetItem(args, i) : PyTuple_GetItem(names, i - PARTS);
+    Py_INCREF(part);
+    *(i < PARTS ? &self->parts[i] : &self->names[i - PARTS]) = part;
+  }
+  return object;
 }

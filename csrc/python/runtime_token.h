@@ -10,7 +10,7 @@
 
 extern const char runtime_token_linker_doc[];
 
-/* linker(compute, tokens, effect, renew, heal, names) -> function of (*args, **kwargs) */
+/* linker(...) -> function of (*args, **kwargs): see its docstring. */
 PyObject *runtime_token_linker(PyObject *module, PyObject *args);
 
 #endif

@@ -44,10 +44,15 @@ def note_in_timeline(line: str) -> None: ...
 def close_timeline() -> None: ...
 def linker(
     compute: Callable[..., Any],
+    otherwise: Callable[..., Any] | None,
+    clean: Callable[[], bool],
+    disabled: Any,
     tokens: Any,
     effect: Any,
     renew: Callable[[], Any],
     heal: Callable[[Any, bool], None],
     error: Callable[[BaseException, bool], BaseException],
+    wait: Callable[[Any], Any],
+    method: type,
     names: tuple[str, ...],
 ) -> Callable[..., Any]: ...

@@ -257,7 +257,7 @@ static int64_t root_of(const struct operation *row, const int64_t attributes[]) 
 static const struct operation *any_row(void) {
   uint32_t row;
   do row = draw(OPERATION_COUNT);
-  while (row == ROW_connect || row == ROW_complete || row == ROW_outside);
+  while (row == ROW_connect || row == ROW_complete || row == ROW_done || row == ROW_outside);
   return &operation_table[row];
 }
 

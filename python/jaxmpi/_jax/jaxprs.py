@@ -1,6 +1,7 @@
 """Jaxprs: what is inside them, and how they are evaluated."""
 
 import functools
+import math
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -97,6 +98,22 @@ def body(equation: Any, needed: Container[Any]) -> tuple[str, Any, list[bool]] |
             return None
     inner = params[name]
     return name, inner, keep + [False] * (len(inner.jaxpr.invars) - len(keep))
+
+
+def elements(jaxpr: Any, effect: internals.Effect) -> float:
+    """About how many elements a jaxpr computes, without what has the effect itself; infinity if that is not known."""
+    total = 0.0
+    for equation in open_jaxpr(jaxpr).eqns:
+        inner = list(inner_jaxprs(equation.params))
+        if equation.primitive.name == "while":
+            return math.inf
+        if inner:
+            total += equation.params.get("length", 1) * sum(elements(one, effect) for one in inner)
+        elif equation.primitive.name == "dot_general":  # at most
+            total += math.prod(x.aval.size for x in equation.invars)
+        elif effect not in equation.effects:
+            total += sum(getattr(x.aval, "size", 1) for x in equation.outvars)
+    return total
 
 
 def parts_of_scan(params: dict[str, Any]) -> tuple[int, int]:

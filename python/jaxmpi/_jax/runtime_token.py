@@ -8,6 +8,7 @@ compiled by `jaxmpi.jit` pass it on in C; a later call of plain `jax.jit` takes 
 import contextlib
 import sys
 import threading
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -74,7 +75,7 @@ def guard_calls_of_jax(effect: Effect) -> None:
             failures = _core.failures()
             token, failed = tokens.current_tokens.get(effect), failures != getattr(seen, "failures", 0)
             seen.failures = failures
-            if token is not None and (failed or token._buf.is_ready()) and _failed(token):
+            if token is not None and (failed or token._buf.is_ready()) and _failed(token.block_until_ready):
                 tokens.current_tokens.pop(effect, None)
         return own(tokens, eff, *args)
 
@@ -119,7 +120,7 @@ def _new_token(effect: Effect) -> Any:
     _not_repeated()
     tokens, thread = dispatch.runtime_tokens.current_tokens, threading.get_ident()
     if effect in tokens:
-        _failed(tokens[effect])
+        _failed(tokens[effect].block_until_ready)
     if _several_devices():
         _core.configure(several_devices=True)  # so that `_heal` gets arrays that are committed
     token: Any = core.Token(_first_array())
@@ -149,19 +150,19 @@ def _heal(token: Any, failed: bool) -> None:
         waited for, since JAX marks the results of a failed computation one after the other.
     """
     array = token._buf
-    if (failed or array.is_ready()) and _failed(token):
+    if (failed or array.is_ready()) and _failed(token.block_until_ready):
         token._buf = _first_array()
     elif array._committed:
         token._buf = ArrayImpl(array.aval, array.sharding, [array], committed=False, _skip_checks=True)
 
 
-def _failed(token: Any) -> bool:
-    """Waits for the computation of a token and returns whether it failed, with a warning; its results raise the error.
+def _failed(wait: Callable[[], Any]) -> bool:
+    """Waits for a computation and returns whether it failed, with a warning; its results raise the error.
 
     JAX would make the next computation fail too, without executing it, while the other ranks wait for it.
     """
     try:
-        token.block_until_ready()
+        wait()
     except jax.errors.JaxRuntimeError as error:
         warnings.warn(f"jaxmpi: an earlier computation failed: {error}", RuntimeWarning, stacklevel=4)
         # For each device JAX keeps another token, of the last computation there, which would raise at every barrier.
@@ -203,11 +204,12 @@ def heal_all_threads() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for token in [*_tokens_of_ended_threads, *_tokens_of_threads.values()]:
-            if _failed(token):
+            if _failed(token.block_until_ready):
                 token._buf = _first_array()
         tokens = dispatch.runtime_tokens.current_tokens
-        for effect in [effect for effect, token in tokens.items() if not hasattr(token, "pending") and _failed(token)]:
-            del tokens[effect]
+        for effect, token in list(tokens.items()):
+            if not hasattr(token, "pending") and _failed(token.block_until_ready):
+                del tokens[effect]
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             jax.effects_barrier()
 
@@ -219,21 +221,25 @@ def with_runtime_token(
 
     Args:
       effect: an ordered effect; calls are in order with all computations that have it.
-      compute: `(array, *args, **kwargs) -> (array, result)`; the array is that of the token.
+      compute: `(array, *args, **kwargs) -> (array, result)`; the array is that of the token. The returned one may be
+        None if all communication is over as the call returns, and must not be if `array` comes in a tuple; it is an
+        empty tuple if nothing is communicated.
       otherwise: what is called instead inside a trace and with `jax.disable_jit`; None if neither can be.
     """
-    names = ("current_tokens", "_buf", "pending", "is_ready", "_committed")
-    run = _core.linker(compute, dispatch.runtime_tokens, effect, lambda: _new_token(effect), _heal, _as_error, names)
-    if otherwise is None:
-        return run
-    clean, disabled = core.trace_state_clean, config.disable_jit
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not clean() or disabled.value:
-            return otherwise(*args, **kwargs)
-        return run(*args, **kwargs)
-
-    return call
+    return _core.linker(
+        compute,
+        otherwise,
+        core.trace_state_clean,
+        config.disable_jit,
+        dispatch.runtime_tokens,
+        effect,
+        lambda: _new_token(effect),
+        _heal,
+        _as_error,
+        lambda results: _failed(lambda: jax.block_until_ready(results)),
+        types.MethodType,
+        ("current_tokens", "_buf", "pending", "value", "_committed"),
+    )
 
 
 def wait_for_all_threads() -> None:

@@ -96,8 +96,9 @@ that goes on without it (`python -m jaxmpi.run --survive`); 0 in all others, whe
 CONSTANTS: dict[str, Any] = {}
 """What C and Python must know alike. Filled by `bind`, since tags depend on the MPI library."""
 OPERATIONS: dict[str, Operation] = {name: Operation(*row) for name, row in _core.operations().items()}
-WITHOUT_PRIMITIVE = {"connect", "complete", "outside"}
-"""Operations that only JAX's own sharded programs use, by way of csrc/sharded/; and what no program calls."""
+WITHOUT_PRIMITIVE = {"connect", "complete", "done", "outside"}
+"""Operations that only JAX's own sharded programs use, by way of csrc/sharded/; the end of what `jit` has compiled; and
+what no program calls."""
 OWN_OPERATIONS: dict[str, dict[str, int]] = {}
 """The reductions of each dtype that are ours and not MPI's: their numbers. Filled by `bind`."""
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, overload
 
 import jax
+import numpy as np
 
 from jaxmpi._jax import internals, jaxprs, primitives, runtime_token
 from jaxmpi._primitive.effect import EFFECT
@@ -54,20 +55,26 @@ _region = primitives.Primitive("jaxmpi.region")
 _region.multiple_results = True
 
 
-def _region_abstract_eval(link: Any, *args: Any, jaxpr: Any) -> list[Any]:
-    return [internals.ShapedArray(link.shape, link.dtype), *jaxpr.out_avals]
+def _region_abstract_eval(link: Any, *args: Any, jaxpr: Any, linked: bool) -> list[Any]:
+    return [internals.ShapedArray(link.shape, link.dtype)] * linked + jaxpr.out_avals
 
 
-def _region_lowering(ctx: Any, link: Any, *args: Any, jaxpr: Any) -> list[Any]:
+def _region_lowering(ctx: Any, link: Any, *args: Any, jaxpr: Any, linked: bool) -> list[Any]:
     inner = ctx.replace(
         avals_in=list(ctx.avals_in[1:]),
-        avals_out=list(ctx.avals_out[1:]),
+        avals_out=list(ctx.avals_out[linked:]),
         tokens_in=internals.mlir.TokenSet({EFFECT: internals.create_token()}),
     )
     with internals.without_constant_folding():
         results = internals.mlir.lower_fun(internals.jaxpr_as_fun(jaxpr), multiple_results=True)(inner, *args)
+    if ctx.module_context.platforms == ("cpu",):
+        done = ctx.replace(avals_in=[internals.abstract_token], avals_out=[internals.abstract_token])
+        _lower_done(done, inner.tokens_out.get(EFFECT), comm=np.int64(0))
     # The link need not depend on the operations: results of an execution are ready only when all of it is done.
-    return [link, *results]
+    return [link] * linked + list(results)
+
+
+_lower_done = internals.ffi_lowering("jaxmpi_done", has_side_effect=True)
 
 
 def _region_implementation(*args: Any, **params: Any) -> Any:
@@ -115,8 +122,21 @@ def _in_place(closed: Any, kept: Iterable[bool]) -> Any:
     return closed.replace(jaxpr=jaxpr.replace(eqns=equations[::-1]))
 
 
+_SHORT = 1000
+"""Elements that a computation may compute for XLA to execute it in the thread that calls, if it is for a CPU: XLA's own
+limit, of floating point operations. A wrong guess costs time (csrc/python/runtime_token.c)."""
+
+
+def _is_short(jaxpr: Any) -> bool:
+    return jax.default_backend() == "cpu" and len(jaxpr.out_avals) > 0 and jaxprs.elements(jaxpr, EFFECT) < _SHORT
+
+
 def _discharge(function: Callable[..., Any], donated: bool) -> Callable[..., Any]:
-    """`function` with the link as an additional first argument and first result, and without the effect."""
+    """`function` with the link as an additional first argument and first result, and without the effect.
+
+    In the place of the first result is None if the computation is so short that XLA executes it in the thread that
+    calls, unless the link is in a tuple; and an empty tuple if there was no effect to take away.
+    """
 
     def discharged(link: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=lambda x: x is None)
@@ -132,9 +152,15 @@ def _discharge(function: Callable[..., Any], donated: bool) -> Callable[..., Any
         operands = [leaves[i] for i in traced]
         jaxpr, shape = jax.make_jaxpr(of_traced, return_shape=True)(*operands)
         jaxpr = jaxprs.without_objects(jaxpr)
+        always = isinstance(link, tuple)
+        (link,) = link if always else (link,)
         if jaxpr.effects == {EFFECT}:
-            link, *results = _region.bind(link, *operands, jaxpr=_in_place(jaxpr, [not donated] * len(operands)))
+            linked = always or not _is_short(jaxpr)
+            jaxpr = _in_place(jaxpr, [not donated] * len(operands))
+            results = _region.bind(link, *operands, jaxpr=jaxpr, linked=linked)
+            link = results.pop(0) if linked else None
         else:  # nothing to discharge, or other effects, which JAX must see
+            link = ()
             results = internals.jaxpr_as_fun(jaxpr)(*operands)
         return link, jax.tree.unflatten(jax.tree.structure(shape), results)
 
