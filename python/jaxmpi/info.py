@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 
 from jaxmpi import _start, run
-from jaxmpi._launcher import before_jax
+from jaxmpi._launcher import before_jax, versions
 from jaxmpi._mpi import absent
 
 
@@ -69,6 +69,8 @@ def problems() -> Iterator[str]:
 
     from jaxmpi._mpi import apart, library
 
+    if said := versions.unmet():
+        yield said
     if said := apart.text(MPI.COMM_WORLD.size, library.LIBRARY.abi, library.LIBRARY.path, os.environ):
         yield said
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:

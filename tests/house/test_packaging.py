@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxmpi._launcher import versions
+
 pytestmark = pytest.mark.one_rank
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "packaging"
@@ -78,6 +80,10 @@ def test_version(monkeypatch):
     assert file.name == f"jaxmpi-{version}-{toolchain['name']}-{toolchain['version']}.eb"
     assert f"packaging/easybuild/{file.name}\n" in file.read_text()
     assert f'  version: "{version}"\n' in (RECIPES / "conda/recipe.yaml").read_text()
+
+
+def test_dependencies_that_errors_name():
+    assert versions.NEEDED == RUN
 
 
 def test_dependencies_of_conda():

@@ -9,12 +9,14 @@ import subprocess
 import sys
 import textwrap
 import types
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jaxmpi import run
+from jaxmpi._launcher import versions
 from jaxmpi._mpi import absent, apart
 from support.launch import launch, outside_of_a_job
 from support.table import NEW_JAX
@@ -526,6 +528,37 @@ def test_advice_without_a_library(environment, libraries, packages, advice):
     said = absent.text(RuntimeError("cannot load MPI library"), environment, libraries, packages)
     assert said.startswith("jaxmpi: no MPI library found: mpi4py says 'cannot load MPI library'.")
     assert advice in said
+
+
+@pytest.mark.parametrize(("package", "old"), [("jax", "0.4.30"), ("mpi4py", "3.1.6")])
+def test_package_that_is_too_old(tmp_path, package, old):
+    """A name that it lacks is not what the user is told."""
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text(f"__version__ = {old!r}\n")
+    (tmp_path / f"{package}-{old}.dist-info").mkdir()
+    (tmp_path / f"{package}-{old}.dist-info/METADATA").write_text(f"Name: {package}\nVersion: {old}\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    said = f"jaxmpi: {package} {old} is too old: pip install '{package}>={versions.NEEDED[package]}'"
+    command = [sys.executable, "-c", "import jaxmpi"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    assert done.stderr.splitlines()[-1] == f"ImportError: {said}"
+    command = [sys.executable, "-m", "jaxmpi.info"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (1, f"problem          {said}")
+
+
+def test_package_that_is_missing(monkeypatch):
+    """It is named, and neither MPI nor what can be imported without a description."""
+    assert versions.unmet() == ""
+
+    def version(package):
+        if package == "numpy":
+            return "2.0"
+        raise PackageNotFoundError
+
+    monkeypatch.setattr(versions, "version", version)
+    monkeypatch.setattr(versions, "find_spec", lambda package: None if package == "mpi4py" else "a place")
+    assert versions.unmet() == "jaxmpi: mpi4py is not installed: pip install 'mpi4py>=4.0'"
 
 
 READS = "from mpi4py import MPI; import jaxmpi, sys; print(MPI.COMM_WORLD.rank, len(sys.stdin.read()), flush=True)"
