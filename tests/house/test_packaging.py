@@ -161,3 +161,10 @@ def test_no_address_is_invented():
 def test_docs_name_each():
     page = (ROOT / "docs/install.md").read_text()
     assert [path.name for path in RECIPES.iterdir() if f"packaging/{path.name}" not in page] == []
+
+
+def test_commands_choose_a_wheel():
+    """`make wheel` makes one for each kind of machine: a command that names them all is refused."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    named = [name for page in pages for name in re.findall(r"jaxmpi-\*\S*\.whl", page.read_text())]
+    assert set(named) == {"jaxmpi-*_x86_64.whl"}

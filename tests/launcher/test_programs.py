@@ -403,6 +403,31 @@ def test_processes_that_mpi_sees_alone(abi, present, said):
     assert apart.text(2, abi, "/lib/mpi", present) == ""
 
 
+def test_mpiexec_of_the_library(tmp_path, monkeypatch):
+    """The advice names the one that fits: beside the library, by its name on PATH, or the launcher's own."""
+
+    def program(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(mode=0o755)
+        return str(path)
+
+    plain, library = "python -m jaxmpi.run -n 2", str(tmp_path / "site/lib/libmpi.so.12")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert apart.start_by(2, "mpich", library) == f"{plain} --mpiexec /path/to/its/mpiexec"
+    program(tmp_path / "bin/mpiexec.openmpi")
+    program(tmp_path / "bin/mpiexec.mpich")
+    assert apart.start_by(2, "mpich", library) == f"{plain} --mpiexec mpiexec.mpich"
+    assert apart.start_by(2, "openmpi", library) == f"{plain} --mpiexec mpiexec.openmpi"
+    beside = program(tmp_path / "site/bin/mpiexec")
+    assert apart.start_by(2, "mpich", library) == f"{plain} --mpiexec {beside}"
+    assert apart.start_by(2, "mpich", library, prefix=str(tmp_path / "site")) == plain
+    said = apart.of_another("/usr/bin/mpiexec", "openmpi", "mpich", library)
+    assert said.startswith(f"mpiexec, /usr/bin/mpiexec, belongs to another MPI than mpi4py uses, {library}.")
+    assert f"'python -m jaxmpi.run -n N --mpiexec {beside}'" in said
+    for kind, abi in (("openmpi", "openmpi"), ("hydra", "mpich"), ("other", "mpich"), ("hydra", "mpiabi")):
+        assert apart.of_another("/usr/bin/mpiexec", kind, abi, library) == ""
+
+
 def test_processes_that_mpi_sees_alone_are_told(script):
     """By the first of them alone."""
     for number, times in (("0", 1), ("1", 0)):
