@@ -16,7 +16,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def unmet() -> str:
-    """Which of `NEEDED` are not installed or too old, and what to do; nothing if there are none."""
+    """The message if packages that jaxmpi needs are missing or too old; else empty."""
     found, wanted = [], []
     for package, oldest in NEEDED.items():
         try:
