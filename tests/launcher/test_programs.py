@@ -421,6 +421,8 @@ def test_mpiexec_of_the_library(tmp_path, monkeypatch):
     beside = program(tmp_path / "site/bin/mpiexec")
     assert apart.start_by(2, "mpich", library) == f"{plain} --mpiexec {beside}"
     assert apart.start_by(2, "mpich", library, prefix=str(tmp_path / "site")) == plain
+    of_system = str(tmp_path / "site/lib/x86_64-linux-gnu/libmpich.so.12")  # and Python is the system's
+    assert apart.start_by(2, "mpich", of_system, prefix=str(tmp_path / "site")) == f"{plain} --mpiexec mpiexec.mpich"
     said = apart.of_another("/usr/bin/mpiexec", "openmpi", "mpich", library)
     assert said.startswith(f"mpiexec, /usr/bin/mpiexec, belongs to another MPI than mpi4py uses, {library}.")
     assert f"'python -m jaxmpi.run -n N --mpiexec {beside}'" in said

@@ -30,9 +30,9 @@ _KINDS = {"openmpi": "openmpi", "mpich": "hydra"}
 def start_by(count: int | str, abi: str, path: str, prefix: str = sys.prefix) -> str:
     """The command that starts so many ranks by the mpiexec of the library in the file `path`."""
     command = f"python -m jaxmpi.run -n {count}"
-    if Path(path).is_relative_to(prefix) and Path(prefix, "bin/mpiexec").exists():
-        return command  # the launcher uses it
     beside = str(Path(path).parents[1] / "bin" / "mpiexec")
+    if beside == str(Path(prefix, "bin/mpiexec")) and shutil.which(beside):
+        return command  # the launcher uses it
     found = (name for name in (beside, *_MPIEXECS.get(abi, ())) if shutil.which(name))
     return f"{command} --mpiexec {next(found, '/path/to/its/mpiexec')}"
 
