@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 
-from jaxmpi._launcher import before_jax
+from jaxmpi._launcher import before_jax, versions
 
 _done: set[str] = set()
 """The names of the steps that this process has taken. If the import fails and is tried again, none is taken twice:
@@ -26,6 +26,15 @@ def _once(step: Callable[[], None]) -> None:
 
 def start() -> None:
     """Readies JAX and the C core. Raises ImportError, RuntimeError or ValueError, which say what to do."""
+    try:
+        _start()
+    except (ImportError, AttributeError) as error:  # of a name that an older version lacks
+        if said := versions.unmet():
+            raise ImportError(said) from error
+        raise
+
+
+def _start() -> None:
     _load_core()
     before_jax.offer()  # jaxlib finds the core as it looks for MPI: before jax is imported
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 
 from jaxmpi import _start, run
-from jaxmpi._launcher import before_jax
+from jaxmpi._launcher import before_jax, versions
 from jaxmpi._mpi import absent
 
 
@@ -69,14 +69,21 @@ def problems() -> Iterator[str]:
 
     from jaxmpi._mpi import apart, library
 
-    if said := apart.text(MPI.COMM_WORLD.size, library.LIBRARY.abi, library.LIBRARY.path, os.environ):
+    if said := versions.unmet():
+        yield said
+    abi, path = library.LIBRARY.abi, library.LIBRARY.path
+    mpiexec = run.find_mpiexec()
+    said = apart.text(MPI.COMM_WORLD.size, abi, path, os.environ)
+    if not said and mpiexec is not None and MPI.COMM_WORLD.size == 1:
+        said = apart.of_another(mpiexec, run.flavour(mpiexec), abi, path)
+    if said:
         yield said
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         yield (
             "MPI is below MPI_THREAD_MULTIPLE: operations run one at a time, and mpi4py must not be used while one "
             "runs. Leave mpi4py.rc.thread_level at 'multiple'."
         )
-    if run.find_mpiexec() is None:
+    if mpiexec is None:
         yield f"no mpiexec found in this environment or on PATH: {absent.how_to_install(absent.packages())}."
     elif len(packages := absent.packages()) > 1:
         yield f"{absent.how_to_install(packages)}."

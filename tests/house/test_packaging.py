@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxmpi._launcher import versions
+
 pytestmark = pytest.mark.one_rank
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "packaging"
@@ -78,6 +80,10 @@ def test_version(monkeypatch):
     assert file.name == f"jaxmpi-{version}-{toolchain['name']}-{toolchain['version']}.eb"
     assert f"packaging/easybuild/{file.name}\n" in file.read_text()
     assert f'  version: "{version}"\n' in (RECIPES / "conda/recipe.yaml").read_text()
+
+
+def test_dependencies_that_errors_name():
+    assert versions.NEEDED == RUN
 
 
 def test_dependencies_of_conda():
@@ -155,3 +161,10 @@ def test_no_address_is_invented():
 def test_docs_name_each():
     page = (ROOT / "docs/install.md").read_text()
     assert [path.name for path in RECIPES.iterdir() if f"packaging/{path.name}" not in page] == []
+
+
+def test_commands_choose_a_wheel():
+    """`make wheel` makes one for each kind of machine: a command that names them all is refused."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    named = [name for page in pages for name in re.findall(r"jaxmpi-\*\S*\.whl", page.read_text())]
+    assert set(named) == {"jaxmpi-*_x86_64.whl"}

@@ -9,12 +9,14 @@ import subprocess
 import sys
 import textwrap
 import types
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jaxmpi import run
+from jaxmpi._launcher import versions
 from jaxmpi._mpi import absent, apart
 from support.launch import launch, outside_of_a_job
 from support.table import NEW_JAX
@@ -401,6 +403,33 @@ def test_processes_that_mpi_sees_alone(abi, present, said):
     assert apart.text(2, abi, "/lib/mpi", present) == ""
 
 
+def test_mpiexec_of_the_library(tmp_path, monkeypatch):
+    """The advice names the one that fits: beside the library, by its name on PATH, or the launcher's own."""
+
+    def program(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(mode=0o755)
+        return str(path)
+
+    plain, library = "python -m jaxmpi.run -n 2", str(tmp_path / "site/lib/libmpi.so.12")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert apart.start_by(2, "mpich", library) == f"{plain} --mpiexec /path/to/its/mpiexec"
+    program(tmp_path / "bin/mpiexec.openmpi")
+    program(tmp_path / "bin/mpiexec.mpich")
+    assert apart.start_by(2, "mpich", library) == f"{plain} --mpiexec mpiexec.mpich"
+    assert apart.start_by(2, "openmpi", library) == f"{plain} --mpiexec mpiexec.openmpi"
+    beside = program(tmp_path / "site/bin/mpiexec")
+    assert apart.start_by(2, "mpich", library) == f"{plain} --mpiexec {beside}"
+    assert apart.start_by(2, "mpich", library, prefix=str(tmp_path / "site")) == plain
+    of_system = str(tmp_path / "site/lib/x86_64-linux-gnu/libmpich.so.12")  # and Python is the system's
+    assert apart.start_by(2, "mpich", of_system, prefix=str(tmp_path / "site")) == f"{plain} --mpiexec mpiexec.mpich"
+    said = apart.of_another("/usr/bin/mpiexec", "openmpi", "mpich", library)
+    assert said.startswith(f"mpiexec, /usr/bin/mpiexec, belongs to another MPI than mpi4py uses, {library}.")
+    assert f"'python -m jaxmpi.run -n N --mpiexec {beside}'" in said
+    for kind, abi in (("openmpi", "openmpi"), ("hydra", "mpich"), ("other", "mpich"), ("hydra", "mpiabi")):
+        assert apart.of_another("/usr/bin/mpiexec", kind, abi, library) == ""
+
+
 def test_processes_that_mpi_sees_alone_are_told(script):
     """By the first of them alone."""
     for number, times in (("0", 1), ("1", 0)):
@@ -526,6 +555,37 @@ def test_advice_without_a_library(environment, libraries, packages, advice):
     said = absent.text(RuntimeError("cannot load MPI library"), environment, libraries, packages)
     assert said.startswith("jaxmpi: no MPI library found: mpi4py says 'cannot load MPI library'.")
     assert advice in said
+
+
+@pytest.mark.parametrize(("package", "old"), [("jax", "0.4.30"), ("mpi4py", "3.1.6")])
+def test_package_that_is_too_old(tmp_path, package, old):
+    """A name that it lacks is not what the user is told."""
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text(f"__version__ = {old!r}\n")
+    (tmp_path / f"{package}-{old}.dist-info").mkdir()
+    (tmp_path / f"{package}-{old}.dist-info/METADATA").write_text(f"Name: {package}\nVersion: {old}\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    said = f"jaxmpi: {package} {old} is too old: pip install '{package}>={versions.NEEDED[package]}'"
+    command = [sys.executable, "-c", "import jaxmpi"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    assert done.stderr.splitlines()[-1] == f"ImportError: {said}"
+    command = [sys.executable, "-m", "jaxmpi.info"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (1, f"problem          {said}")
+
+
+def test_package_that_is_missing(monkeypatch):
+    """It is named, and neither MPI nor what can be imported without a description."""
+    assert versions.unmet() == ""
+
+    def version(package):
+        if package == "numpy":
+            return "2.0"
+        raise PackageNotFoundError
+
+    monkeypatch.setattr(versions, "version", version)
+    monkeypatch.setattr(versions, "find_spec", lambda package: None if package == "mpi4py" else "a place")
+    assert versions.unmet() == "jaxmpi: mpi4py is not installed: pip install 'mpi4py>=4.0'"
 
 
 READS = "from mpi4py import MPI; import jaxmpi, sys; print(MPI.COMM_WORLD.rank, len(sys.stdin.read()), flush=True)"

@@ -1,11 +1,33 @@
-"""Versions of JAX: the newest one that was tried, and how versions compare."""
+"""Versions of JAX and mpi4py: the oldest ones, the newest JAX that was tried, and how versions compare."""
 
 import re
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 
 NEWEST_TRIED = "0.12.0.1"
 """The newest version of JAX and jaxlib with which the tests of jaxmpi were run."""
+NEEDED = {"jax": "0.6", "numpy": "", "mpi4py": "4.0"}
+"""What pyproject.toml asks for: packages and their oldest versions."""
 
 
 def numbers(version: str) -> tuple[int, ...]:
     """The numbers of a version, without those of its build."""
     return tuple(int(number) for number in re.findall(r"\d+", version.partition("dev")[0].partition("+")[0]))
+
+
+def unmet() -> str:
+    """The message if packages that jaxmpi needs are missing or too old; else empty."""
+    found, wanted = [], []
+    for package, oldest in NEEDED.items():
+        try:
+            there = version(package)
+        except PackageNotFoundError:
+            if find_spec(package) is not None:  # without its description
+                continue
+            found.append(f"{package} is not installed")
+        else:
+            if numbers(there) >= numbers(oldest):
+                continue
+            found.append(f"{package} {there} is too old")
+        wanted.append(f"{package}>={oldest}" if oldest else package)
+    return f"jaxmpi: {' and '.join(found)}: pip install {' '.join(map(repr, wanted))}" if found else ""
