@@ -9,7 +9,6 @@ which no block is missing. What a rank has for another one is known to both, fro
 has stepped in has nothing: it is told what is the same on all ranks, and gets blocks as any other.
 """
 
-import contextlib
 import math
 import pickle
 from collections.abc import Iterator, Sequence
@@ -159,7 +158,8 @@ class Replica(Local):
 
     Args:
       tree: a pytree. Arrays with at least as many axes as the grid are this rank's blocks of fields, as in
-        `Grid.exchange`, and may be staggered. Other arrays, numbers and random keys are the same on all ranks.
+        `Grid.exchange`, and may be staggered. Other arrays, numbers and random keys are the same on all ranks. They
+        are not compared: a rank gets its own back, and one that steps in those of another.
       grid: the `Grid`; or a tree of it and None that is a prefix of `tree`, such as `{"state": grid, "weights": None}`.
         None: the same on all ranks, however many axes it has.
       width: of the halo that the fields have, as in `Grid.exchange`; or a dict with those of some keys of the tree, as
@@ -215,15 +215,18 @@ class Replica(Local):
           tree: of the same structure, with blocks of the same shapes and dtypes. It may be changed afterwards.
 
         Raises:
-          ValueError, TypeError: it is of another structure, or a leaf of another shape or dtype; on this rank, before
-            anything is sent.
+          ValueError, TypeError: it is of another structure, or a leaf of another shape or dtype, or of NumPy instead
+            of JAX; or `recover` has given up the communicator, and nothing has been restored since. On this rank,
+            before anything is sent.
           ProcessFailed: a rank has died, here or on the way of the save before. This save does not count.
         """
+        self._grid._check_alive("Replica.save")
         fields, structure = self._described(tree, "Replica.save")
         if structure != self._structure or fields != self._fields:
             raise ValueError(
                 "Replica.save: the tree is not like the one that the Replica was made with: pass one of the same "
-                "structure, whose arrays have the same shapes and dtypes, or make another Replica."
+                "structure, whose arrays have the same shapes and dtypes, of JAX or of NumPy as those were, or make "
+                "another Replica."
             )
         self._save(tree, "Replica.save")
 
@@ -259,7 +262,7 @@ class Replica(Local):
         for saved in self._kept:
             _collect(saved)
         self._grid = grid
-        with self._failing("Replica.restore"), waiting(grid._comm, "Replica.restore"):
+        with survival.failing(grid.comm, "Replica.restore"), waiting(grid._comm, "Replica.restore"):
             self._together(restores=True)
             comm = clone_of(grid.comm)
             has = [_Has(s.number, s.rank, sorted(s.blocks), s.layout, s.complete) for s in self._kept]
@@ -336,7 +339,7 @@ class Replica(Local):
     # --- saving ----------------------------------------------------------------------------------------------------
 
     def _save(self, tree: Any, operation: str) -> None:
-        with self._failing(operation):
+        with survival.failing(self._grid.comm, operation):
             leaves = jax.tree.leaves(tree)
             blocks = [its.inner(np.asarray(x)) for its, x in zip(self._fields, leaves, strict=True) if its is not None]
             same = [_Same.of(x) for its, x in zip(self._fields, leaves, strict=True) if its is None]
@@ -384,17 +387,6 @@ class Replica(Local):
                 "Replica: some ranks save, while others restore. Call restore on all ranks after jaxmpi.recover, and, "
                 "with spare ranks, make the Replica with save=False: one that steps in begins where the others restore."
             )
-
-    @contextlib.contextmanager
-    def _failing(self, operation: str) -> Iterator[None]:
-        """Within it, what tells of a death is a ProcessFailed, and other ranks hear of it by their own operations."""
-        try:
-            yield
-        except (MPI.Exception, jax.errors.JaxRuntimeError) as error:
-            failure = survival.failure_in(error, self._grid.comm, operation)
-            if failure is None or failure is error:
-                raise
-            raise failure from error
 
     # --- restoring -------------------------------------------------------------------------------------------------
 
@@ -534,9 +526,9 @@ def _newest(told: list[_Told]) -> tuple[int, list[int]] | None:
 def _lost(told: list[_Told]) -> str:
     oldest = min((save.number for its in told for save in its.has), default=None)
     holders = [] if oldest is None else _holders(told, oldest)
-    listed = ", ".join(str(old) for old, rank in enumerate(holders) if rank is None)
+    listed = [str(old) for old, rank in enumerate(holders) if rank is None]
+    whose = f"rank{'s' * (len(listed) > 1)} {', '.join(listed)} of {len(holders)}" if listed else "any rank"
     return (
-        f"Replica.restore: what was saved is lost: {f'of {len(holders)} ranks {listed}' if holders else 'all ranks'} "
-        "have died, and so have all that kept copies of their blocks. Keep more copies, by copies=, or a state in "
-        "files, by jaxmpi.io.checkpoint."
+        f"Replica.restore: what was saved is lost: all that had the blocks of {whose} have died. Keep more copies, by "
+        "copies=, or a state in files, by jaxmpi.io.checkpoint."
     )

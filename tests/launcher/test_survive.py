@@ -666,7 +666,7 @@ def test_replica_is_lost(tmp_path):
         """,
     )
     assert done.stdout.count(": ProcessFailed\n") == 2, done.stdout + done.stderr
-    text = "what was saved is lost: of 4 ranks 1 have died, and so have all that kept copies of their blocks"
+    text = "what was saved is lost: all that had the blocks of rank 1 of 4 have died. Keep more copies, by copies="
     assert done.stdout.count(text) == 2
     assert done.returncode == 77
 
@@ -748,3 +748,154 @@ def test_checks_do_not_keep_ranks(spare, tmp_path):
     left = 3 + spare
     assert done.stdout.count(f"sum {left}.0") == 5 * left, done.stdout + done.stderr
     assert done.returncode == 77
+
+
+@needs_openmpi
+def test_wrong_arguments(tmp_path):
+    """Errors that say what to do, and the job goes on: nothing of the package itself is taken away from it."""
+    done = survive(
+        tmp_path,
+        2,
+        """
+        comm = jaxmpi.get_default()
+        gone = comm.Dup()
+        gone.Free()
+        between = comm.Split(rank, 0).Create_intercomm(0, WORLD, 1 - rank, 5)
+        wrong = [
+            (jaxmpi.recover, (MPI.COMM_SELF,), ValueError, "recover: comm is MPI.COMM_SELF, which cannot lose a rank"),
+            (jaxmpi.recover, (None, MPI.COMM_SELF), ValueError, "recover: comm is MPI.COMM_SELF"),
+            (jaxmpi.lost, (3, comm), TypeError, "lost: old must be an intra-communicator of mpi4py, got 3"),
+            (jaxmpi.lost, (comm, None), TypeError, "lost: new must be an intra-communicator of mpi4py, got None"),
+            (jaxmpi.lost, (gone, comm), ValueError, "lost: old is MPI.COMM_NULL"),
+            (jaxmpi.lost, (between, comm), TypeError, "lost: old must be an intra-communicator"),
+            (jaxmpi.survive, (5,), TypeError, "survive: comm must be an intra-communicator of mpi4py, got 5"),
+            (jaxmpi.survive, (gone,), ValueError, "survive: comm is MPI.COMM_NULL"),
+            (jaxmpi.survive, (told,), TypeError, "survive: call it before it decorates a function: @jaxmpi.survive()"),
+            (jaxmpi.survive(), (3,), TypeError, "survive: it decorates functions, got 3"),
+            (lambda uniform: jaxmpi.survive(uniform=uniform), ("yes",), TypeError, "survive: uniform must be True or"),
+        ]
+        for function, arguments, kind, text in wrong:
+            try:
+                function(*arguments)
+                told("nothing raised:", text)
+            except kind as error:
+                assert text in str(error), error
+        told("sum", notoken.allreduce(x, MPI.SUM)[0])
+        told("sum", notoken.allreduce(x, MPI.SUM, comm=MPI.COMM_SELF)[0])
+        """,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("sum 2.0") == 2
+    assert done.stdout.count("sum 1.0") == 2
+    assert "nothing raised" not in done.stdout
+
+
+@needs_openmpi
+def test_recover_what_has_spares(tmp_path):
+    """They wait, and would never call it."""
+    done = survive(
+        tmp_path,
+        2,
+        """
+        if rank == 2: jaxmpi.get_default()
+        for comms in (WORLD,), (None, WORLD):
+            try: jaxmpi.recover(*comms)
+            except ValueError as error: told(error)
+        told("sum", notoken.allreduce(x, MPI.SUM)[0])
+        """,
+        spare=1,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("recover: comm has spare ranks, which wait and do not call recover") == 4
+    assert done.stdout.count("sum 2.0") == 2
+
+
+TOGETHER = {
+    "IndexMap": ("jaxmpi.IndexMap(3 * rank + np.arange(3), [], comm=comm)", "IndexMap"),
+    "IndexMap.from_csr": ("jaxmpi.IndexMap.from_csr([0, 1], [rank], comm=comm)", "IndexMap.from_csr"),
+    "save": ("io.save(folder + '/one', {'n': 1}, comm=comm)", "io.save"),
+    "load": ("io.load(folder + '/00000000', comm=comm)", "io.load"),
+    "checkpoint": ("io.checkpoint(folder, {'n': 1}, comm=comm)", "io.checkpoint"),
+    "latest": ("io.latest(folder, comm=comm)", "io.latest"),
+    "Writer.append": ("out.append(1.0, {'n': 1})", "io.Writer.append"),
+    "Writer.close": ("out.close()", "io.Writer.close"),
+}
+
+
+@needs_openmpi
+@pytest.mark.parametrize("call", TOGETHER)
+def test_error_of_what_ranks_do_together(call, tmp_path):
+    """What is done by mpi4py inside the package raises ProcessFailed, too, and the others hear of it: here one of them
+    waits in an operation with a rank that lives."""
+    if "IndexMap" not in call:
+        pytest.importorskip("zarr")
+    text, operation = TOGETHER[call]
+    done = survive(
+        tmp_path,
+        3,
+        f"folder = {str(tmp_path / 'states')!r}",
+        f"operation, call = {operation!r}, lambda: {text}",
+        """
+        from jaxmpi import io
+        comm = jaxmpi.get_default()
+        if operation.startswith("io."):
+            io.checkpoint(folder, {"n": 0})
+            out = io.Writer(folder + "/series.zarr", None)
+            out.append(0.0, {"n": 0})
+        else:
+            call()
+        if rank == 1: die()
+        try:
+            if rank == 0: call()
+            else: notoken.recv(x, 0, comm=comm)
+            told("nothing raised")
+        except jaxmpi.ProcessFailed as error:
+            told("failed in", error.operation, set(error.ranks) <= {1}, error.comm == comm)
+        comm = jaxmpi.recover()
+        told("sum", notoken.allreduce(x, MPI.SUM)[0])
+        """,
+    )
+    assert f"rank 0: failed in {operation} True True" in done.stdout, done.stdout + done.stderr
+    assert "rank 2: failed in recv True True" in done.stdout
+    assert done.stdout.count("sum 2.0") == 2
+    assert done.returncode == 77
+
+
+@needs_openmpi
+def test_what_is_not_made_again(tmp_path):
+    """A grid, map or Replica of the old communicator says so by another error than a death, which a loop that recovers
+    would take for the next one, for ever."""
+    done = survive(
+        tmp_path,
+        3,
+        """
+        grid = jaxmpi.Grid((0,), (12,))
+        block = jnp.ones(grid.local_shape)
+        points = jaxmpi.IndexMap(4 * rank + np.arange(4), [])
+        replica = jaxmpi.Replica({"u": block}, grid=grid)
+        if rank == 1: die()
+        try:
+            for _ in range(1000): notoken.allreduce(x, MPI.SUM)
+        except jaxmpi.ProcessFailed:
+            jaxmpi.recover()
+        again = jaxmpi.Grid((0,), (12,))
+        calls = {
+            "save": lambda: replica.save({"u": block}),
+            "restore": lambda: replica.restore(grid),
+            "gather": lambda: grid.gather(block),
+            "scatter": lambda: grid.scatter(jnp.ones(12)),
+            "redistribute": lambda: jaxmpi.redistribute(block, grid, again),
+            "exchange": lambda: points.exchange(points.pad(block)),
+        }
+        for name, call in calls.items():
+            try: jax.block_until_ready(call())
+            except jaxmpi.ProcessFailed as error: told(name, "another death", error)
+            except (ValueError, jax.errors.JaxRuntimeError) as error:
+                assert "given up by jaxmpi.recover" in str(error), error
+                told(name, "says so")
+        told(float(grid.global_shape[0] == again.gather(replica.restore(again)["u"], root=None).sum()))
+        """,
+    )
+    for name in ("save", "restore", "gather", "scatter", "redistribute", "exchange"):
+        assert done.stdout.count(f"{name} says so") == 2, done.stdout + done.stderr
+    assert done.stdout.count(": 1.0") == 2

@@ -53,22 +53,22 @@ def checkpoint(
     """
     operation = "checkpoint"
     options = Options(width, axes, chunks, dims, coords, attrs)
-    clone = layout.begin(grid, comm, operation)
+    with layout.together(grid, comm, operation) as clone:
 
-    def prepare() -> saving.Plan:
-        if keep is not None and arguments.integer(keep, operation, "keep") < 1:
-            raise ValueError(f"{operation}: keep is {keep}: pass 1 or more, or None to keep all states.")
-        if step is not None and arguments.integer(step, operation, "step") < 0:
-            raise ValueError(f"{operation}: step is {step}: pass 0 or more, or None for the next number.")
-        return saving.plan_of(operation, path, tree, grid, clone, options, compressor, overwrite)
+        def prepare() -> saving.Plan:
+            if keep is not None and arguments.integer(keep, operation, "keep") < 1:
+                raise ValueError(f"{operation}: keep is {keep}: pass 1 or more, or None to keep all states.")
+            if step is not None and arguments.integer(step, operation, "step") < 0:
+                raise ValueError(f"{operation}: step is {step}: pass 0 or more, or None for the next number.")
+            return saving.plan_of(operation, path, tree, grid, clone, options, compressor, overwrite)
 
-    plan = saving.agreed(clone, prepare, operation, overwrite=overwrite, keep=keep, step=step)
-    folder = plan.path
-    number, plan.path = agreement.on_root(clone, operation, lambda: _next(folder, step, operation))
-    saving.write(clone, plan, operation, overwrite)
-    if keep is not None:
-        agreement.on_root(clone, operation, lambda: _prune(plan.path.parent, keep, number, operation))
-    return plan.path
+        plan = saving.agreed(clone, prepare, operation, overwrite=overwrite, keep=keep, step=step)
+        folder = plan.path
+        number, plan.path = agreement.on_root(clone, operation, lambda: _next(folder, step, operation))
+        saving.write(clone, plan, operation, overwrite)
+        if keep is not None:
+            agreement.on_root(clone, operation, lambda: _prune(plan.path.parent, keep, number, operation))
+        return plan.path
 
 
 def _next(folder: Path, step: int | None, operation: str) -> tuple[int, Path]:
@@ -102,8 +102,8 @@ def latest(path: str | os.PathLike[str], *, comm: MPI.Comm | None = None) -> Pat
       OSError: rank 0 cannot read the folder; on all ranks. TypeError, ValueError: what is no path.
     """
     operation = "latest"
-    clone = layout.begin(None, comm, operation)
-    return agreement.of_rank(clone, agreement.on_all(clone, operation, lambda: _last(path, clone.rank, operation)))
+    with layout.together(None, comm, operation) as clone:
+        return agreement.of_rank(clone, agreement.on_all(clone, operation, lambda: _last(path, clone.rank, operation)))
 
 
 def _last(path: Any, rank: int, operation: str) -> Path | None:

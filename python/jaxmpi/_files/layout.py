@@ -3,10 +3,11 @@
 It is found on each rank by itself, from the arguments alone; ranks then compare what must be the same.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,7 @@ from jaxmpi._files.rows import Indices, Rows
 from jaxmpi._grid import arguments as given
 from jaxmpi._grid.grid import Grid
 from jaxmpi._jax import internals
-from jaxmpi._mpi import agreement, communicators
+from jaxmpi._mpi import agreement, communicators, survival
 from jaxmpi._mpi.clones import clone_of
 from jaxmpi._mpi.waiting import waiting
 from jaxmpi._unstructured.index_map import IndexMap
@@ -91,18 +92,22 @@ def check_outside(operation: str) -> None:
         )
 
 
-def begin(divisions: Any, comm: Any, operation: str) -> MPI.Intracomm:
-    """The clone on which ranks agree. Finds out what all must know of maps. Errors of one rank are raised on all."""
+@contextlib.contextmanager
+def together(divisions: Any, comm: Any, operation: str) -> Iterator[MPI.Intracomm]:
+    """The clone on which ranks agree. Finds out what all must know of maps. Errors of one rank are raised on all, and
+    within it what tells of a death is a ProcessFailed."""
     check_outside(operation)
     its, failure = agreement.attempt(lambda: communicator(divisions, comm, operation))
     known = communicators.resolve(its, operation)
-    with waiting(known, f"io.{operation}"):  # a rank that does not come is reported by the others
-        clone = clone_of(communicators.default_mpi() if its is None else its)
-        listed = divided(divisions) if failure is None else []
-        if failure is None:
-            _, failure = agreement.attempt(lambda: _check_ranks(listed, comm, clone, operation))
-        rows.learn(clone, operation, [its for its in listed if isinstance(its, IndexMap)], failure)
-    return clone
+    its = communicators.default_mpi() if its is None else its
+    with survival.failing(its, f"io.{operation}"):
+        with waiting(known, f"io.{operation}"):  # a rank that does not come is reported by the others
+            clone = clone_of(its)
+            listed = divided(divisions) if failure is None else []
+            if failure is None:
+                _, failure = agreement.attempt(lambda: _check_ranks(listed, comm, clone, operation))
+            rows.learn(clone, operation, [its for its in listed if isinstance(its, IndexMap)], failure)
+        yield clone
 
 
 def _check_ranks(listed: Sequence[Any], comm: MPI.Comm | None, clone: MPI.Intracomm, operation: str) -> None:

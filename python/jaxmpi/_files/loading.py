@@ -118,18 +118,18 @@ def load(
         An error of one rank is raised on all of them.
     """
     operation = "load"
-    clone = layout.begin(grid, comm, operation)
-    where, text = agreement.of_rank(
-        clone, agreement.on_all(clone, operation, lambda: _metadata(path, clone.rank, operation))
-    )
+    with layout.together(grid, comm, operation) as clone:
+        where, text = agreement.of_rank(
+            clone, agreement.on_all(clone, operation, lambda: _metadata(path, clone.rank, operation))
+        )
 
-    def work() -> tuple[Any, agreement.Facts]:
-        state = State.of(where, text, operation)
-        wanted, build = _wanted(state, grid, width, axes, like)
-        return (state, wanted, build), [(its.record.name, its.text()) for its in wanted]
+        def work() -> tuple[Any, agreement.Facts]:
+            state = State.of(where, text, operation)
+            wanted, build = _wanted(state, grid, width, axes, like)
+            return (state, wanted, build), [(its.record.name, its.text()) for its in wanted]
 
-    state, wanted, build = agreement.alike(clone, operation, work, _differs)
-    return build(_values(clone, state, wanted, operation))
+        state, wanted, build = agreement.alike(clone, operation, work, _differs)
+        return build(_values(clone, state, wanted, operation))
 
 
 def _differs(what: str, mine: str, root: str) -> str:

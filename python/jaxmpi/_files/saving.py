@@ -101,9 +101,9 @@ def save(
     """
     operation = "save"
     options = Options(width, axes, chunks, dims, coords, attrs)
-    clone = layout.begin(grid, comm, operation)
-    make = lambda: plan_of(operation, path, tree, grid, clone, options, compressor, overwrite)  # noqa: E731
-    write(clone, agreed(clone, make, operation, overwrite=overwrite), operation, overwrite)
+    with layout.together(grid, comm, operation) as clone:
+        make = lambda: plan_of(operation, path, tree, grid, clone, options, compressor, overwrite)  # noqa: E731
+        write(clone, agreed(clone, make, operation, overwrite=overwrite), operation, overwrite)
 
 
 def plan_of(

@@ -7,6 +7,7 @@ step that is not complete either.
 """
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -31,7 +32,7 @@ from jaxmpi._files.chunks import Whole
 from jaxmpi._files.layout import Options, Part
 from jaxmpi._grid import arguments as given
 from jaxmpi._grid.grid import Width
-from jaxmpi._mpi import agreement, communicators
+from jaxmpi._mpi import agreement, communicators, failures, survival
 from jaxmpi._mpi.waiting import waiting
 from jaxmpi._primitive import arguments
 
@@ -137,7 +138,8 @@ class Writer:
                 self._series = _open(operation, self._path, self._options, time, tree)
                 self._path = self._series.path
             self._worker.wait_for_room(self._behind)
-            self._series.append(operation, self._worker, time, tree)
+            with self._series.failing(operation):
+                self._series.append(operation, self._worker, time, tree)
         except BaseException:
             self._over = "has failed before"
             self._worker.stop()  # nothing is written behind the program's back
@@ -159,7 +161,8 @@ class Writer:
         self._worker.finish()
         try:
             if self._series is not None:
-                self._series.close("Writer.close", self._worker)
+                with self._series.failing("Writer.close"):
+                    self._series.close("Writer.close", self._worker)
         finally:
             self._release()
 
@@ -336,6 +339,10 @@ class _Series:
     """What rank 0 holds while it writes to the folder."""
     appended: int = 0
 
+    def failing(self, operation: str) -> contextlib.AbstractContextManager[None]:
+        """Within it what tells of a death is a ProcessFailed."""
+        return survival.failing(self.known.mpi, f"io.{operation}")
+
     def append(self, operation: str, worker: _Worker, time: Any, tree: Any) -> None:
         values, failure = agreement.attempt(lambda: self._values(operation, time, tree))
         done = self._agree(operation, worker, failure, time, values)
@@ -374,7 +381,8 @@ class _Series:
         digest = 0.0 if with_thread else self._digest(values)
         told = np.array([worker.done, -(with_thread is not None), number, -number, digest, -digest], np.float64)
         with waiting(self.known, f"io.{operation}"):
-            self.comm.Allreduce(MPI.IN_PLACE, told, MPI.MIN)
+            with failures.confirmed(self.comm):
+                self.comm.Allreduce(MPI.IN_PLACE, told, MPI.MIN)
             if told[1] or told[2] != -told[3] or told[4] != -told[5]:
                 self._save_what_is_complete(worker)
         if told[1]:
@@ -498,27 +506,27 @@ def _is_among(name: str, chosen: Sequence[str]) -> bool:
 
 def _open(operation: str, path: Path, its: Given, time: Any, tree: Any) -> _Series:
     """The file, which is made, or found. All ranks call it."""
-    comm = layout.begin(its.grid, its.comm, operation)
-    known = communicators.resolve(layout.communicator(its.grid, its.comm, operation), operation)
-    there, old = agreement.on_root(comm, operation, lambda: (path, _old(path, its.resume, operation)))
-    more: dict[str, Any] = {"resume": its.resume, "every": its.every, "fields": its.names, "path": path.name}
-    more["time"], _ = agreement.attempt(lambda: float(time))
-    make = lambda: _plan(comm, there, its, time, tree, old, operation)  # noqa: E731
-    plan = saving.agreed(comm, make, operation, **more)
-    steps = _of_steps(plan.parts)
-    constant = [part for part in plan.arrays() if all(part is not its for its in steps)]
-    found = [part.record for part in plan.parts]
-    signature = _Signature.of(tree, its, operation)
-    series = _Series(there, comm, known, its, steps, signature, {}, plan.meta(), [], 0, 0, found)
-    try:
-        if old is None:
-            series.metas, series.lock = _make(operation, series, plan, constant)
-        else:
-            _go_on(operation, series, constant, old, time)
-    except BaseException:
-        series.lock.release()
-        raise
-    return series
+    with layout.together(its.grid, its.comm, operation) as comm:
+        known = communicators.resolve(layout.communicator(its.grid, its.comm, operation), operation)
+        there, old = agreement.on_root(comm, operation, lambda: (path, _old(path, its.resume, operation)))
+        more: dict[str, Any] = {"resume": its.resume, "every": its.every, "fields": its.names, "path": path.name}
+        more["time"], _ = agreement.attempt(lambda: float(time))
+        make = lambda: _plan(comm, there, its, time, tree, old, operation)  # noqa: E731
+        plan = saving.agreed(comm, make, operation, **more)
+        steps = _of_steps(plan.parts)
+        constant = [part for part in plan.arrays() if all(part is not its for its in steps)]
+        found = [part.record for part in plan.parts]
+        signature = _Signature.of(tree, its, operation)
+        series = _Series(there, comm, known, its, steps, signature, {}, plan.meta(), [], 0, 0, found)
+        try:
+            if old is None:
+                series.metas, series.lock = _make(operation, series, plan, constant)
+            else:
+                _go_on(operation, series, constant, old, time)
+        except BaseException:
+            series.lock.release()
+            raise
+        return series
 
 
 def _of_steps(parts: Sequence[Part]) -> list[Part]:

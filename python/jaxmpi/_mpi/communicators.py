@@ -102,11 +102,16 @@ def known() -> list[Communicator]:
 
 
 def check_alive(comm: MPI.Comm, operation: str, made: str) -> None:
-    """Raises ValueError if the communicator that something was made with has been freed."""
+    """Raises ValueError if the communicator that something was made with has been freed, or given up."""
     if comm == MPI.COMM_NULL:
         raise ValueError(
             f"{operation}: the communicator of the {made} has been freed. Make the {made} with a live one, and free it "
             "after the last call."
+        )
+    if _given_up and (found := _core.communicator(handle_of(comm))) is not None and found[0] in _given_up:
+        raise ValueError(
+            f"{operation}: the communicator of the {made} has been given up by jaxmpi.recover, since a rank had died. "
+            f"Make the {made} again, on the one that this has returned."
         )
 
 
@@ -401,6 +406,11 @@ def repair(comm: MPI.Comm) -> tuple[MPI.Comm, int]:
 def is_spare() -> bool:
     """Whether this rank is one that waits to take the number of another one."""
     return _pool is not None and _pool.current == MPI.COMM_NULL
+
+
+def has_spares(comm: MPI.Comm) -> bool:
+    """Whether ranks of a communicator are spare."""
+    return _pool is not None and _pool.meets(comm)
 
 
 def has_stepped_in() -> bool:

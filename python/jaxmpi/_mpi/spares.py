@@ -105,6 +105,15 @@ class Pool:
         if self.current == MPI.COMM_NULL:
             _core.tell_launcher("spare", "")
 
+    def meets(self, comm: MPI.Comm) -> bool:
+        """Whether ranks of a communicator wait here."""
+        ours, theirs = self._comm.Get_group(), comm.Get_group()
+        ranks = MPI.Group.Translate_ranks(theirs, None, ours)
+        for group in (ours, theirs):
+            group.Free()
+        waiting = set(range(self._comm.size)) - set(self._members) - set(failures.dead(self._comm))
+        return not waiting.isdisjoint(ranks)
+
     def repair(self) -> tuple[MPI.Comm, int]:
         """Called by all ranks of `current` that live, after a death: the next one, and a name for it."""
         clones.revoke(self._comm)

@@ -7,8 +7,9 @@ succeeds.
 
 import contextlib
 import re
+from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from mpi4py import MPI
@@ -81,6 +82,19 @@ def failure_in(error: BaseException, comm: MPI.Comm, operation: str) -> ProcessF
     return found
 
 
+@contextlib.contextmanager
+def failing(comm: MPI.Comm, operation: str) -> Iterator[None]:
+    """Around what the ranks of `comm` do together by mpi4py: what tells of a death is a ProcessFailed, and other ranks
+    hear of it by their own operations."""
+    try:
+        yield
+    except (MPI.Exception, jax.errors.JaxRuntimeError) as error:
+        failure = failure_in(error, comm, operation)
+        if failure is None or failure is error:
+            raise
+        raise failure from error
+
+
 def _of_program(error: jax.errors.JaxRuntimeError) -> Exception:
     return process_failure(error) or error
 
@@ -90,18 +104,26 @@ def install() -> None:
     runtime_token.error_of_program = _of_program
 
 
+def _check_type(comm: MPI.Comm, caller: str, name: str = "comm") -> None:
+    """Raises TypeError or ValueError if it is no intra-communicator, or freed."""
+    if isinstance(comm, MPI.Comm) and comm == MPI.COMM_NULL:
+        raise ValueError(f"{caller}: {name} is MPI.COMM_NULL: it has been freed. Pass a live communicator.")
+    if not isinstance(comm, MPI.Intracomm):
+        raise TypeError(f"{caller}: {name} must be an intra-communicator of mpi4py, got {comm!r}.")
+
+
 def _check(comm: MPI.Comm, caller: str) -> None:
     """Raises RuntimeError where MPI cannot go on without a rank."""
-    if isinstance(comm, MPI.Comm) and comm == MPI.COMM_NULL:
-        raise ValueError(f"{caller}: comm is MPI.COMM_NULL: it has been freed. Pass a live communicator.")
-    if not isinstance(comm, MPI.Intracomm):
-        raise TypeError(f"{caller}: comm must be an intra-communicator of mpi4py, got {comm!r}.")
+    _check_type(comm, caller)
     if not FAILURES["failed"]:  # its calls may hang
         name = LIBRARY.version.splitlines()[0].partition(",")[0]
         raise RuntimeError(
             f"{caller}: this job cannot go on without a rank: {name} has no calls for it, "
             "or was started without them. Start it by python -m jaxmpi.run --survive, with Open MPI 5 or later."
         )
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class survive(contextlib.ContextDecorator):
@@ -121,10 +143,22 @@ class survive(contextlib.ContextDecorator):
 
     Raises:
       ProcessFailed: a rank has died. With `uniform=True` also where another rank has left the block by any exception.
+      TypeError, ValueError: `comm` is no intra-communicator, or freed; what is decorated is no function.
     """
 
     def __init__(self, comm: MPI.Comm | None = None, *, uniform: bool = False) -> None:
+        if callable(comm):
+            raise TypeError("survive: call it before it decorates a function: @jaxmpi.survive().")
+        if comm is not None:
+            _check_type(comm, "survive")
+        if not isinstance(uniform, bool):
+            raise TypeError(f"survive: uniform must be True or False, got {uniform!r:.80}.")
         self._comm, self._uniform = comm, uniform
+
+    def __call__(self, func: _Function) -> _Function:
+        if not callable(func):
+            raise TypeError(f"survive: it decorates functions, got {func!r:.80}.")
+        return super().__call__(func)
 
     def __enter__(self) -> None:
         if self._uniform:
@@ -180,11 +214,13 @@ def recover(*comms: MPI.Comm | None) -> Any:
 
     Raises:
       RuntimeError: this MPI, or this job, cannot go on without a rank; start it by `python -m jaxmpi.run --survive`.
-      TypeError, ValueError: not intra-communicators, or freed.
+      TypeError, ValueError: not intra-communicators, or freed; COMM_SELF, or one that has spare ranks, which wait and
+        do not call this.
     """
     given = [communicators.default_mpi() if comm is None else comm for comm in comms or (None,)]
     for comm in given:
         _check(comm, "recover")
+        _check_recoverable(comm)
     for comm in given:
         clones.revoke(comm)
     runtime_token.heal_all_threads()
@@ -200,6 +236,17 @@ def recover(*comms: MPI.Comm | None) -> Any:
     return made if len(comms) > 1 else made[0]
 
 
+def _check_recoverable(comm: MPI.Comm) -> None:
+    """Raises ValueError for communicators that the package needs itself, and where `recover` would wait for ever."""
+    if comm == MPI.COMM_SELF:
+        raise ValueError("recover: comm is MPI.COMM_SELF, which cannot lose a rank: leave it out.")
+    if communicators.has_spares(comm):
+        raise ValueError(
+            "recover: comm has spare ranks, which wait and do not call recover. Pass the default communicator "
+            "(jaxmpi.get_default), or those that are made of it."
+        )
+
+
 def _repaired(comm: MPI.Comm) -> MPI.Comm:
     repaired, name = communicators.repair(comm)
     communicators.resolve(repaired, "recover", name)
@@ -207,7 +254,13 @@ def _repaired(comm: MPI.Comm) -> MPI.Comm:
 
 
 def lost(old: MPI.Comm, new: MPI.Comm) -> tuple[int, ...]:
-    """The ranks of `old` that are not in `new`, which `recover` has made of it. Nothing is communicated."""
+    """The ranks of `old` that are not in `new`, which `recover` has made of it. Nothing is communicated.
+
+    Raises:
+      TypeError, ValueError: not intra-communicators, or freed.
+    """
+    for comm, name in ((old, "old"), (new, "new")):
+        _check_type(comm, "lost", name)
     before, now = old.Get_group(), new.Get_group()
     ranks = MPI.Group.Translate_ranks(before, None, now)
     before.Free()

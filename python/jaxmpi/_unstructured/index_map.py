@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from mpi4py import MPI
 
-from jaxmpi._mpi import agreement, communicators
+from jaxmpi._mpi import agreement, communicators, survival
 from jaxmpi._mpi.clones import clone_of
 from jaxmpi._mpi.waiting import waiting
 from jaxmpi._operations.requests import Request
@@ -368,5 +368,6 @@ _UNOWNED_COLUMN = (
 def _together(comm: MPI.Comm | None, operation: str) -> Iterator[tuple[MPI.Intracomm, communicators.Communicator]]:
     """The clone on which ranks agree about the arguments of a function. Within it, a rank that waits is reported."""
     known = communicators.resolve(comm, operation)
-    with waiting(known, operation):
-        yield clone_of(communicators.default_mpi() if comm is None else comm), known
+    its = communicators.default_mpi() if comm is None else comm
+    with survival.failing(its, operation), waiting(known, operation):
+        yield clone_of(its), known
