@@ -200,7 +200,7 @@ def test_nothing_of_the_old_one_is_left(tmp_path):
         for text, call in {
             "given up by jaxmpi.recover": lambda: notoken.wait(request),
             "comm has been given up": lambda: notoken.allreduce(x, MPI.SUM, comm=old),
-            "make grids and maps again": lambda: grid.exchange(jnp.ones(5)),
+            "Make the grid again": lambda: grid.exchange(jnp.ones(5)),
         }.items():
             assert text in fails(call), fails(call)
         assert float(outer(x)[0]) == 4
