@@ -30,6 +30,7 @@ BEGIN = textwrap.dedent("""
     rank, size = WORLD.rank, WORLD.size
     x = jnp.ones(3)
     def die(): os.kill(os.getpid(), signal.SIGKILL)
+    def all_have_come(): WORLD.Agree(1)  # and no death that follows is an error of what was done before
     def told(*what): print(f"rank {rank}:", *what, flush=True)
 """)
 
@@ -121,6 +122,7 @@ def test_error_and_recovery(operation, tmp_path):
         OPERATIONS[operation],
         """
         assert float(np.asarray(call(x)).ravel()[0]) == 3
+        all_have_come()
         if rank == 1: die()
         try:
             with jaxmpi.survive():
@@ -187,6 +189,7 @@ def test_nothing_of_the_old_one_is_left(tmp_path):
         assert float(outer(x)[0]) == 6
         request = notoken.irecv(x, (rank + 1) % 3, tag=9, comm=old)
         sum_of_all = notoken.iallreduce(x, MPI.SUM, comm=old)
+        all_have_come()
         if rank == 2: die()
         def fails(call):
             try: jax.block_until_ready(call())
@@ -331,6 +334,7 @@ def test_a_collective_that_drops_an_error(tmp_path):
         class Unreadable(Dropping):
             def bcast(self, value, root=0): raise ValueError("unpickling")
         comm = MPI.COMM_WORLD.Dup()
+        all_have_come()
         if rank == 1: die()
         while not failures.dead(comm): MPI.COMM_SELF.Iprobe()
         for its in (Dropping(comm), Unreadable(comm)):
@@ -655,7 +659,7 @@ def test_replica_is_lost(tmp_path):
         """
         grid = jaxmpi.Grid((0,), (8,))
         replica = jaxmpi.Replica({"x": x[:2] + rank}, grid=grid)
-        notoken.barrier()
+        all_have_come()
         if rank in (1, 2): die()
         try:
             for _ in range(100): replica.save({"x": x[:2] + rank})
@@ -734,7 +738,9 @@ def test_checks_do_not_keep_ranks(spare, tmp_path):
         4,
         """
         size = jaxmpi.get_default().size
-        if rank < 4: notoken.allreduce(x, MPI.SUM).block_until_ready()
+        if rank < 4:
+            notoken.allreduce(x, MPI.SUM).block_until_ready()
+            jaxmpi.get_default().Agree(1)
         if rank == 3: die()
         try:
             while rank < 4: notoken.allreduce(x, MPI.SUM).block_until_ready()
@@ -844,6 +850,7 @@ def test_error_of_what_ranks_do_together(call, tmp_path):
             out.append(0.0, {"n": 0})
         else:
             call()
+        all_have_come()
         if rank == 1: die()
         try:
             if rank == 0: call()
@@ -873,6 +880,7 @@ def test_what_is_not_made_again(tmp_path):
         block = jnp.ones(grid.local_shape)
         points = jaxmpi.IndexMap(4 * rank + np.arange(4), [])
         replica = jaxmpi.Replica({"u": block}, grid=grid)
+        all_have_come()
         if rank == 1: die()
         try:
             for _ in range(1000): notoken.allreduce(x, MPI.SUM)

@@ -134,6 +134,8 @@ class survive(contextlib.ContextDecorator):
     ranks agree at the end: all that live leave it without an error, or all of them raise. Without, a rank may have got
     its result from a collective in which another rank has found a death.
 
+    Use it outside of compiled functions: within one it is passed while JAX traces, and not in the calls.
+
     It is a decorator, too: `allreduce = jaxmpi.survive(uniform=True)(notoken.allreduce)` is an operation of which no
     rank has the result, unless all have it.
 
