@@ -57,9 +57,9 @@ static PyObject *find_token(struct linked *self, PyObject **pending) {
 }
 
 /* The link to pass on. If its computation has failed the link is replaced (HEAL), for it would make the next
- * computation fail too. That is possible only if `pending` is not None: the computation was still running when its call
- * returned, or an operation failed during the call. A link that is committed to one of several devices is replaced too,
- * for it would commit the next computation to that device. */
+ * computation fail too. That is possible only if `pending` is not None: not all of the computation was done when its
+ * call returned, or an operation failed during the call. A link that is committed to one of several devices is replaced
+ * too, for it would commit the next computation to that device. */
 static PyObject *find_array(struct linked *self, PyObject *token, PyObject *pending) {
   bool several = atomic_load_explicit(&runtime.several_devices, memory_order_relaxed);
   PyObject *array = PyObject_GetAttr(token, self->names[ARRAY]);
@@ -100,7 +100,7 @@ static PyObject *compute(struct linked *self, PyObject *array, PyObject *args, P
 static int wait_for(struct linked *self, PyObject *results) {
   PyObject *done = PyObject_CallFunctionObjArgs(self->parts[WAIT], results, NULL);
   Py_XDECREF(done);
-  if (self->waited < MOST_WAITS) self->waited++;
+  self->waited++;
   return done != NULL ? 0 : -1;
 }
 
