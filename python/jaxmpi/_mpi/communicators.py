@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 import jaxmpi._core as _core
 from jaxmpi._jax import internals
-from jaxmpi._mpi import spares, static, timeline
+from jaxmpi._mpi import groups, spares, static, timeline
 from jaxmpi._mpi.library import CONSTANTS, DEVICES, FAILURES, LIBRARY, handle_of, meaning
 from jaxmpi._mpi.settings import ALL, SETTINGS
 
@@ -177,10 +177,7 @@ def _compare(number: int, comm: MPI.Comm, name: int = 0) -> None:
         return
     if threading.get_ident() != _THREAD:
         _core.configure(several_threads=True)
-    group, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
-    ranks = MPI.Group.Translate_ranks(group, None, world)
-    for used in (group, world):
-        used.Free()
+    ranks = groups.ranks_within(comm, MPI.COMM_WORLD)
     if MPI.UNDEFINED not in ranks:
         of_default, of_world = CONSTANTS["NAME_OF_DEFAULT"], CONSTANTS["NAME_OF_WORLD"]
         if not name:

@@ -17,7 +17,7 @@ import numpy as np
 from mpi4py import MPI
 
 import jaxmpi._core as _core
-from jaxmpi._mpi import clones, failures
+from jaxmpi._mpi import clones, failures, groups
 
 _PAUSE_SECONDS = 0.02
 _SPARE, _OVER = -1, -2
@@ -107,12 +107,8 @@ class Pool:
 
     def meets(self, comm: MPI.Comm) -> bool:
         """Whether ranks of a communicator wait here."""
-        ours, theirs = self._comm.Get_group(), comm.Get_group()
-        ranks = MPI.Group.Translate_ranks(theirs, None, ours)
-        for group in (ours, theirs):
-            group.Free()
         waiting = set(range(self._comm.size)) - set(self._members) - set(failures.dead(self._comm))
-        return not waiting.isdisjoint(ranks)
+        return not waiting.isdisjoint(groups.ranks_within(comm, self._comm))
 
     def repair(self) -> tuple[MPI.Comm, int]:
         """Called by all ranks of `current` that live, after a death: the next one, and a name for it."""

@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 import jaxmpi._core as _core
 from jaxmpi._jax import runtime_token
-from jaxmpi._mpi import clones, communicators, failures
+from jaxmpi._mpi import clones, communicators, failures, groups
 from jaxmpi._mpi.library import FAILURES, LIBRARY
 
 
@@ -263,11 +263,7 @@ def lost(old: MPI.Comm, new: MPI.Comm) -> tuple[int, ...]:
     """
     for comm, name in ((old, "old"), (new, "new")):
         _check_type(comm, "lost", name)
-    before, now = old.Get_group(), new.Get_group()
-    ranks = MPI.Group.Translate_ranks(before, None, now)
-    before.Free()
-    now.Free()
-    return tuple(rank for rank, found in enumerate(ranks) if found == MPI.UNDEFINED)
+    return tuple(rank for rank, found in enumerate(groups.ranks_within(old, new)) if found == MPI.UNDEFINED)
 
 
 def _tell_launcher(old: MPI.Comm, new: MPI.Comm) -> None:

@@ -22,6 +22,7 @@ import numpy as np
 from mpi4py import MPI
 
 import jaxmpi._core as _core
+from jaxmpi._mpi import groups
 from jaxmpi._mpi.settings import SETTINGS
 
 ON = SETTINGS.trace != ""
@@ -95,15 +96,12 @@ def communicator(number: int, comm: MPI.Comm, name: str) -> None:
     if not ON:
         return
     _tell_job()
-    group, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
-    ranks = np.array(MPI.Group.Translate_ranks(group, None, world), "<i4")
+    ranks = np.array(groups.ranks_within(comm, MPI.COMM_WORLD), "<i4")
     told: dict[str, Any] = {"number": number, "name": name}
     if not np.array_equal(ranks, np.arange(MPI.COMM_WORLD.size)):
         told["members"] = hashlib.sha256(ranks.tobytes()).hexdigest()[:16]
-        if group.Get_rank() == 0:
+        if comm.rank == 0:
             told["ranks"] = ranks.tolist()
-    group.Free()
-    world.Free()
     _note("jaxmpi_communicator", told)
 
 
