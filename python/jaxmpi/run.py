@@ -22,11 +22,10 @@ import traceback
 import warnings
 import zipfile
 from collections.abc import Iterable, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from jaxmpi._launcher import before_jax, parent, sources, stand_ins, written_for
+from jaxmpi._launcher import before_jax, parent, sources, stand_ins, versions, written_for
 
 PASSED = ("JAX", "XLA_", "PJRT_", "OMP_", "PYTHON", "MPI4", "UCX_", "FI_")
 """What the names of variables begin with that ranks on other machines get as well."""
@@ -43,10 +42,7 @@ OF_A_JOB = (*parent.NAMES, SPARES)
 
 def version_of(package: str) -> str:
     """The version of an installed package, or that it is not installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
+    return versions.installed(package) or "not installed"
 
 
 class _ShowVersion(argparse.Action):

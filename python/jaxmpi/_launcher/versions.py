@@ -15,19 +15,26 @@ def numbers(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version.partition("dev")[0].partition("+")[0]))
 
 
+def installed(package: str) -> str | None:
+    """The version of a package; None if it is not installed, or has no description."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
 def unmet() -> str:
     """The message if packages that jaxmpi needs are missing or too old; else empty."""
     found, wanted = [], []
     for package, oldest in NEEDED.items():
-        try:
-            there = version(package)
-        except PackageNotFoundError:
+        there = installed(package)
+        if there is None:
             if find_spec(package) is not None:  # without its description
                 continue
             found.append(f"{package} is not installed")
-        else:
-            if numbers(there) >= numbers(oldest):
-                continue
+        elif numbers(there) < numbers(oldest):
             found.append(f"{package} {there} is too old")
+        else:
+            continue
         wanted.append(f"{package}>={oldest}" if oldest else package)
     return f"jaxmpi: {' and '.join(found)}: pip install {' '.join(map(repr, wanted))}" if found else ""

@@ -3,7 +3,8 @@
 import ctypes.util
 import platform
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
+
+from jaxmpi._launcher import versions
 
 LOOKED_FOR = "libmpi.so, libmpi.so.12 (MPICH) and libmpi.so.40 (Open MPI)"
 """The files that mpi4py's packages for every MPI look for (mpi4py/_mpiabi.py); Debian's mpi4py is bound to one
@@ -26,14 +27,7 @@ removed."""
 
 def packages() -> list[str]:
     """The names of those packages that are installed, or were and have left their description."""
-    found = []
-    for name in PACKAGES:
-        try:
-            version(name)
-        except PackageNotFoundError:
-            continue
-        found.append(name)
-    return found
+    return [name for name in PACKAGES if versions.installed(name) is not None]
 
 
 def how_to_install(found: Sequence[str]) -> str:
