@@ -73,21 +73,22 @@ def test_switch(environment, expected):
 
 
 @pytest.mark.parametrize(
-    ("environment", "aware", "inspects", "expected"),
+    ("environment", "aware", "inspects", "survives", "expected"),
     [
-        ({}, False, False, "callback"),
-        ({}, False, True, "wait"),
-        ({}, True, False, "wait"),
-        ({"JAXMPI_DEVICE_TRANSPORT": "wait"}, False, False, "wait"),
-        ({"JAXMPI_DEVICE_TRANSPORT": "callback"}, True, True, "callback"),
-        ({"JAXMPI_DEVICE_TRANSPORT": "AUTO"}, False, False, "callback"),
+        ({}, False, False, False, "callback"),
+        ({}, False, True, False, "wait"),
+        ({}, True, False, False, "wait"),
+        ({}, False, False, True, "wait"),
+        ({"JAXMPI_DEVICE_TRANSPORT": "wait"}, False, False, False, "wait"),
+        ({"JAXMPI_DEVICE_TRANSPORT": "callback"}, True, True, True, "callback"),
+        ({"JAXMPI_DEVICE_TRANSPORT": "AUTO"}, False, False, False, "callback"),
     ],
 )
-def test_road(environment, aware, inspects, expected):
+def test_road(environment, aware, inspects, survives, expected):
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         expected = "wait"
     wish = Settings.from_environment(environment).device_transport
-    assert devices._transport(wish, aware, inspects)[0] == expected
+    assert devices._transport(wish, aware, inspects, survives)[0] == expected
 
 
 @pytest.mark.parametrize(

@@ -767,6 +767,7 @@ def test_traced_partners_of_a_loop(comm, rank, size):
 
 
 @derivatives
+@pytest.mark.own_errors
 @pytest.mark.parametrize("tag", [(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) + 1) // 2, -7])
 def test_traced_tag_of_no_derivative(tag, comm, rank):
     """Each rank alone: of a tag in the upper half the derivative has none, and a negative one is none."""

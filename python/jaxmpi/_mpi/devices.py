@@ -90,8 +90,11 @@ def _switch(settings: Settings, platforms: list[str]) -> tuple[bool | None, str]
     return None, ""
 
 
-def _transport(wish: str, aware: bool, inspects: bool) -> tuple[str, str]:
-    """The way in which MPI is called for staged arrays, and the reason for it."""
+def _transport(wish: str, aware: bool, inspects: bool, survives: bool) -> tuple[str, str]:
+    """The way in which MPI is called for staged arrays, and the reason for it.
+
+    `survives`: the job goes on after a death, which then must be raised by the operation that has no result for it.
+    """
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         return "wait", "MPI is below MPI_THREAD_MULTIPLE"
     if wish != "auto":
@@ -100,6 +103,8 @@ def _transport(wish: str, aware: bool, inspects: bool) -> tuple[str, str]:
         # `thread` could deadlock: the stream waits for MPI, another thread may wait for the stream inside the driver,
         # and MPI's call of the driver may wait for that thread.
         return "wait", "the MPI library may call the driver"
+    if survives:
+        return "wait", "the job survives a death, of which each operation tells itself"
     return "callback", "the MPI library does not call the driver"
 
 
@@ -115,10 +120,13 @@ def _that_count(platforms: list[str], jax_platforms: str) -> list[str]:
     return allowed or platforms
 
 
-def choose(settings: Settings, environment: Mapping[str, str], jax_platforms: str | None) -> Choice:
+def choose(
+    settings: Settings, environment: Mapping[str, str], jax_platforms: str | None, survives: bool = False
+) -> Choice:
     """Loads the installed drivers and decides.
 
     `environment`: for the variables of MPI libraries. `jax_platforms`: the platforms that JAX may use; None: all.
+    `survives`: the job goes on after the death of a rank.
 
     Warns, once per job, if the user makes an MPI library take
     device pointers that is not known to accept them.
@@ -135,7 +143,7 @@ def choose(settings: Settings, environment: Mapping[str, str], jax_platforms: st
     said = "; ".join(text for _, text in found.values())
     aware = able if forced is None else forced and bool(platforms)
     called = inspects or any(answer for answer, _ in found.values())
-    transport, why = _transport(settings.device_transport, aware, called)
+    transport, why = _transport(settings.device_transport, aware, called, survives)
     used = any(allows(jax_platforms or "", platform) for platform in platforms)
     if aware and not able and used and MPI.COMM_WORLD.rank == 0:
         warnings.warn(

@@ -138,7 +138,8 @@ def bind() -> None:
     _check_state()
     internals.distrust_cached_programs()
     LIBRARY = Library(*_core.load(MPI.__file__, secrets.randbits(64)))
-    DEVICES = devices.choose(SETTINGS, os.environ, internals.platforms())
+    survives = _tolerates_failures()
+    DEVICES = devices.choose(SETTINGS, os.environ, internals.platforms(), survives)
     _core.configure(aware=DEVICES.aware, transport=DEVICES.transport, copy_bytes=DEVICES.copy_bytes)
     # In the same order in every run, so that a cached program finds them under their numbers.
     of_self = _core.communicator(handle_of(MPI.COMM_SELF), meaning("COMM_SELF"))
@@ -146,7 +147,7 @@ def bind() -> None:
     of_world = _core.communicator(handle_of(MPI.COMM_WORLD), meaning("COMM_WORLD"))
     assert of_world is not None
     _core.reserve(meaning("default"))
-    if _tolerates_failures():
+    if survives:
         FAILURES.update(failed=MPI.ERR_PROC_FAILED, pending=MPI.ERR_PROC_FAILED_PENDING, revoked=MPI.ERR_REVOKED)
     _core.configure(
         rank=MPI.COMM_WORLD.Get_rank(),
