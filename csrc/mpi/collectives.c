@@ -109,12 +109,12 @@ ffi_error *BODY(bcast)(struct call *c) {
   const struct buffer *data = root ? b.in : b.out;
   NEEDS(c, data);
   BEGIN(c, Bcast, "from %d with %" PRId64 " items and", (int)a.root, data->count);
-  if (root && b.out->count > 0 && b.out->data != b.in->data)
-    PASS(call_move(c, b.out->data, b.in->data, buffer_bytes(b.in)));
   struct span s = span_of(data->type, data->count);
   if (!root) mark_parts(c, b.out, 1);
   TRY_SPAN(c, s, mpi.Bcast(data->data, s.count, s.type, (int)a.root, comm));
-  return root ? NULL : check_marks(c, b.out, 1, (int)a.root);
+  if (!root) return check_marks(c, b.out, 1, (int)a.root);
+  bool elsewhere = b.out->count > 0 && b.out->data != b.in->data; /* the others need not wait for that */
+  return elsewhere ? call_move(c, b.out->data, b.in->data, buffer_bytes(b.in)) : NULL;
 }
 
 /* found: truth values. If one is true, the error has the text `text`. Communicates nothing. */

@@ -117,13 +117,15 @@ class Bcast(Collective[Rooted]):
     """The adjoint is `reduce` of a sum.
 
     Root's result is its operand. If nothing else needs the operand, the core returns it as an aliased result: so later
-    computations wait until it is sent, and a loop need not copy it.
+    computations wait until it is sent, and a loop need not copy it. If something does, and it is large, the core copies
+    it for the same reason: otherwise XLA for CPUs puts computations with root's array before the call, and the others
+    wait for those.
     """
 
     works_in_place = True
 
     def part(self, params: Rooted) -> Part:
-        return Part(results=params.in_place) if params.on_root else Part(operands=False)
+        return Part(results=params.in_place or params.copied) if params.on_root else Part(operands=False)
 
     def may_alias(self, params: Rooted) -> bool:
         return params.on_root
