@@ -102,7 +102,7 @@ ffi_error *BODY(barrier)(struct call *c) {
   return NULL;
 }
 
-/* root: in (*shape), which MPI only reads, and out, which is absent or may be aliased with in  others: out (*shape) */
+/* root: in (*shape), which MPI only reads, and out, which may be aliased with in  others: out (*shape) */
 ffi_error *BODY(bcast)(struct call *c) {
   ARGUMENTS(bcast, c);
   bool root = c->comm->rank == a.root;
@@ -113,8 +113,8 @@ ffi_error *BODY(bcast)(struct call *c) {
   if (!root) mark_parts(c, b.out, 1);
   TRY_SPAN(c, s, mpi.Bcast(data->data, s.count, s.type, (int)a.root, comm));
   if (!root) return check_marks(c, b.out, 1, (int)a.root);
-  bool elsewhere = b.out->count > 0 && b.out->data != b.in->data; /* the others need not wait for that */
-  return elsewhere ? call_move(c, b.out->data, b.in->data, buffer_bytes(b.in)) : NULL;
+  if (b.out->count == 0 || b.out->data == b.in->data) return NULL;
+  return call_move(c, b.out->data, b.in->data, buffer_bytes(b.in)); /* for which nobody had to wait */
 }
 
 /* found: truth values. If one is true, the error has the text `text`. Communicates nothing. */

@@ -116,16 +116,15 @@ def barrier(*, comm: MPI.Comm | None = None) -> None:
 class Bcast(Collective[Rooted]):
     """The adjoint is `reduce` of a sum.
 
-    Root's result is its operand. If nothing else needs the operand, the core returns it as an aliased result: so later
-    computations wait until it is sent, and a loop need not copy it. If something does, and it is large, the core copies
-    it for the same reason: otherwise XLA for CPUs puts computations with root's array before the call, and the others
-    wait for those.
+    Root's result is its operand, which the core returns nevertheless: so computations with it wait until it is sent.
+    XLA would put them before the call, and all other ranks would wait for them. If nothing else needs the operand the
+    result is aliased with it, and a loop need not copy it; otherwise it is copied once it is sent.
     """
 
     works_in_place = True
 
     def part(self, params: Rooted) -> Part:
-        return Part(results=params.in_place or params.copied) if params.on_root else Part(operands=False)
+        return Part(operands=params.on_root)
 
     def may_alias(self, params: Rooted) -> bool:
         return params.on_root

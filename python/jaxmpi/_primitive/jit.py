@@ -96,8 +96,7 @@ def _in_place(closed: Any, kept: Iterable[bool]) -> Any:
     """The computation with `in_place` of each operation set by what is needed after it (`_primitive.params`).
 
     An operation works in place if nothing needs the operand afterwards; otherwise only if it is small and `in_place`
-    was set. What could hand its operand on and may not copies it if it is large: `Rooted.copied`. Needed are operands
-    of later equations, results of the jaxpr, constants, and the arguments that are `kept`.
+    was set. Needed are operands of later equations, results of the jaxpr, constants, and the arguments that are `kept`.
     The bodies of loops and nested calls are treated in the same way.
     """
     jaxpr = closed.jaxpr
@@ -114,10 +113,7 @@ def _in_place(closed: Any, kept: Iterable[bool]) -> Any:
             alone = len(equation.outvars) <= 1  # arrays that are communicated together are copied anyway
             call = equation.params["call"]
             in_place = alone and (free or (small and call.in_place))
-            changes = {"in_place": in_place}
-            if hasattr(call, "copied"):
-                changes["copied"] = alone and not (small or in_place) and jax.default_backend() == "cpu"
-            params = {"call": dataclasses.replace(call, **changes)}
+            params = {"call": dataclasses.replace(call, in_place=in_place)}
         elif EFFECT in equation.effects and (body := jaxprs.body(equation, needed)) is not None:
             name, inner, inner_kept = body
             params = {name: _in_place(inner, inner_kept)}

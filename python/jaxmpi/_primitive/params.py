@@ -97,9 +97,6 @@ class Rooted(Common):
     in_place: bool = field(default=False, kw_only=True)
     """Whether results may alias the first operands, where the operation can work in place. `jit` sets it where it can
     tell what is needed afterwards."""
-    copied: bool = field(default=False, kw_only=True)
-    """Whether a rank that has the result already copies it nevertheless, once it is sent, so that later computations
-    wait for that. `jit` sets it for large arrays."""
 
     @property
     def on_root(self) -> bool:
