@@ -25,6 +25,7 @@ from jaxmpi._grid import arguments as given
 from jaxmpi._grid.divisions import Division
 from jaxmpi._grid.grid import Grid, Width
 from jaxmpi._grid.halos import Layout, Widths
+from jaxmpi._jax import internals
 from jaxmpi._mpi import agreement, communicators, failures, survival
 from jaxmpi._mpi.clones import clone_of
 from jaxmpi._mpi.communicators import Local
@@ -186,6 +187,7 @@ class Replica(Local):
         copies: int = 1,
         save: bool = True,
     ) -> None:
+        internals.check_outside("Replica")
         found = {id(its): its for its in jax.tree.leaves(grid, is_leaf=trees.is_division) if its is not None}
         grids = list(found.values())
         if not grids or not all(isinstance(its, Grid) and its == grids[0] for its in grids):
@@ -220,6 +222,7 @@ class Replica(Local):
             before anything is sent.
           ProcessFailed: a rank has died, here or on the way of the save before. This save does not count.
         """
+        internals.check_outside("Replica.save")
         self._grid._check_alive("Replica.save")
         fields, structure = self._described(tree, "Replica.save")
         if structure != self._structure or fields != self._fields:

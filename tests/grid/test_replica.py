@@ -93,3 +93,13 @@ def test_nothing_saved_yet():
     replica = jaxmpi.Replica(jax.eval_shape(lambda: tree), grid={"x": grid, "step": None}, save=False)
     replica.save(tree)
     check(replica.restore(grid), tree)
+
+
+def test_within_a_trace():
+    """An error that says what to do, and not one of NumPy's."""
+    grid = jaxmpi.Grid((0,), (2 * SIZE,))
+    replica = jaxmpi.Replica(jnp.ones(2), grid=grid)
+    for call in (replica.save, lambda x: jaxmpi.Replica(x, grid=grid)):
+        with pytest.raises(TypeError, match="it is called in a function that JAX is tracing"):
+            jax.jit(call)(jnp.ones(2))
+    check(replica.restore(grid), jnp.ones(2))

@@ -436,7 +436,7 @@ def test_spares(deaths, tmp_path):
     dead = sum(map(len, rounds))
     stepped_in = {rank for rank in [*expected, *itertools.chain(*rounds[1:])] if rank >= ranks}
     assert len(re.findall(r"which was spare, is rank \d+ of the default", done.stderr)) == len(stepped_in)
-    assert f"of {ranks + spare}, {spare} of which began as spare, {'were' if dead > 1 else 'was'} lost" in done.stderr
+    assert f"of {ranks + spare} ({spare} began as spare) {'were' if dead > 1 else 'was'} lost" in done.stderr
     assert done.returncode == 77
 
 
@@ -508,7 +508,7 @@ def test_spare_that_ends(tmp_path):
         "rank 2: left 2 3.0",
         "rank 4: left 1 3.0",
     ], done.stdout + done.stderr
-    assert "rank 1 of 5, 2 of which began as spare, was lost" in done.stderr
+    assert "rank 1 of 5 (2 began as spare) was lost" in done.stderr
     assert done.returncode == 77
 
 
@@ -766,6 +766,8 @@ def test_wrong_arguments(tmp_path):
         comm = jaxmpi.get_default()
         gone = comm.Dup()
         gone.Free()
+        def generator(): yield
+        async def coroutine(): pass
         between = comm.Split(rank, 0).Create_intercomm(0, WORLD, 1 - rank, 5)
         wrong = [
             (jaxmpi.recover, (MPI.COMM_SELF,), ValueError, "recover: comm is MPI.COMM_SELF, which cannot lose a rank"),
@@ -779,6 +781,10 @@ def test_wrong_arguments(tmp_path):
             (jaxmpi.survive, (told,), TypeError, "survive: call it before it decorates a function: @jaxmpi.survive()"),
             (jaxmpi.survive(), (3,), TypeError, "survive: it decorates functions, got 3"),
             (lambda uniform: jaxmpi.survive(uniform=uniform), ("yes",), TypeError, "survive: uniform must be True or"),
+            (jaxmpi.survive(), (generator,), TypeError, "is a generator or asynchronous"),
+            (jaxmpi.survive(), (coroutine,), TypeError, "is a generator or asynchronous"),
+            (jaxmpi.survive(), (dict,), TypeError, "survive: it decorates functions, got <class 'dict'>"),
+            (jaxmpi.set_default, (None,), TypeError, "set_default: comm must be an intra-communicator"),
         ]
         for function, arguments, kind, text in wrong:
             try:
@@ -907,3 +913,107 @@ def test_what_is_not_made_again(tmp_path):
     for name in ("save", "restore", "gather", "scatter", "redistribute", "exchange"):
         assert done.stdout.count(f"{name} says so") == 2, done.stdout + done.stderr
     assert done.stdout.count(": 1.0") == 2
+
+
+SLOW = """
+def slow(x):
+    y = jax.lax.fori_loop(0, 8, lambda _, a: jnp.tanh(a @ a), jnp.eye(400) + x[0] * 0)
+    return notoken.allreduce(x + y[0, 0] * 0, MPI.SUM)
+step = jax.jit(slow)  # returns before it is done
+step(x).block_until_ready()
+"""
+
+
+@needs_openmpi
+@pytest.mark.parametrize("uniform", [False, True])
+@pytest.mark.parametrize("then", ["notoken.allreduce(z, MPI.SUM)", "jaxmpi.jit(lambda z: z + 1)(z)", "step(z)"])
+def test_errors_that_a_later_call_only_warns_of(then, uniform, tmp_path):
+    """The end of the block raises them all the same."""
+    done = survive(
+        tmp_path,
+        3,
+        SLOW,
+        f"""
+        all_have_come()
+        if rank == 2: die()
+        try:
+            with jaxmpi.survive(uniform={uniform}):
+                z = step(x)
+                y = {then}
+            told("left without an error")
+        except jaxmpi.ProcessFailed as error:
+            told("raised", error.ranks)
+        comm = jaxmpi.recover()
+        told("sum", step(x)[0])
+        """,
+    )
+    assert "left without an error" not in done.stdout
+    assert done.stdout.count(": raised (") == 2, done.stdout + done.stderr
+    assert done.stdout.count("sum 2.0") == 2
+    assert done.returncode == 77
+
+
+@needs_openmpi
+@pytest.mark.parametrize("uniform", [False, True])
+def test_arrays_that_are_lost(uniform, tmp_path):
+    """The result of a computation that failed before recover is an error that is no ProcessFailed, or a program would
+    recover for ever; and no other rank waits for one that has used it."""
+    done = survive(
+        tmp_path,
+        3,
+        SLOW,
+        f"""
+        all_have_come()
+        if rank == 2: die()
+        kept = x
+        for turn in range(5):
+            try:
+                with jaxmpi.survive(uniform={uniform}):
+                    x = step(x)
+                told("sum", x[0])
+                break
+            except jaxmpi.ProcessFailed as error:
+                jaxmpi.recover()
+                if rank == 1: x = kept  # and the other goes on with what it has
+            except RuntimeError as error:
+                assert "an array whose computation failed before jaxmpi.recover" in str(error), error
+                told("lost in turn", turn)
+                jaxmpi.recover()
+                x = kept
+        """,
+    )
+    assert done.stdout.count("lost in turn 1") == 1, done.stdout + done.stderr
+    assert done.stdout.count("sum 2.0") == 2
+    assert done.returncode == 77
+
+
+@needs_openmpi
+def test_recover_is_reported(tmp_path):
+    """It waits for a rank that has ended, or does not come, and the table says of each rank what it does."""
+    done = survive(
+        tmp_path,
+        4,
+        """
+        notoken.barrier()
+        all_have_come()
+        if rank == 1: sys.exit(0)
+        if rank == 2: die()
+        try: notoken.barrier()
+        except jaxmpi.ProcessFailed: pass
+        if rank == 3: time.sleep(12); sys.exit(5)
+        jaxmpi.recover()
+        """,
+        JAXMPI_TIMEOUT="3",
+        JAXMPI_TIMEOUT_ACTION="abort",
+    )
+    assert re.search(r"rank 0 has been waiting for 3\S* s in recover", done.stderr), done.stderr
+    assert "rank 0: waits in recover, on" in done.stderr
+    assert "rank 1: has ended" in done.stderr
+    assert "rank 2: has died" in done.stderr
+
+
+@needs_openmpi
+def test_reason_is_the_error(tmp_path):
+    """And not the note that JAX puts below it."""
+    done = survive(tmp_path, 2, "if rank == 1: jax.jit(lambda x: x.bogus)(1.0)")
+    assert "rank 1 is lost, and the job goes on: AttributeError: " in done.stderr

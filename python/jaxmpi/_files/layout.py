@@ -83,20 +83,11 @@ def divided(divisions: Any) -> list[Any]:
     return [x for x in jax.tree.leaves(divisions, is_leaf=trees.is_division) if isinstance(x, Grid | IndexMap)]
 
 
-def check_outside(operation: str) -> None:
-    """Raises TypeError where a function is being traced: files would be written or read once, and not in each call."""
-    if not internals.trace_state_clean():
-        raise TypeError(
-            f"{operation}: it is called in a function that JAX is tracing, for jit, grad or vmap: call it outside, and "
-            "pass arrays in or out."
-        )
-
-
 @contextlib.contextmanager
 def together(divisions: Any, comm: Any, operation: str) -> Iterator[MPI.Intracomm]:
     """The clone on which ranks agree. Finds out what all must know of maps. Errors of one rank are raised on all, and
     within it what tells of a death is a ProcessFailed."""
-    check_outside(operation)
+    internals.check_outside(operation)
     its, failure = agreement.attempt(lambda: communicator(divisions, comm, operation))
     known = communicators.resolve(its, operation)
     its = communicators.default_mpi() if its is None else its

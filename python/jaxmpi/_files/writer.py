@@ -32,6 +32,7 @@ from jaxmpi._files.chunks import Whole
 from jaxmpi._files.layout import Options, Part
 from jaxmpi._grid import arguments as given
 from jaxmpi._grid.grid import Width
+from jaxmpi._jax import internals
 from jaxmpi._mpi import agreement, communicators, failures, survival
 from jaxmpi._mpi.waiting import waiting
 from jaxmpi._primitive import arguments
@@ -127,7 +128,7 @@ class Writer:
             step or one before could not be written. On all ranks; no more can be appended then.
         """
         operation = "Writer.append"
-        layout.check_outside(operation)
+        internals.check_outside(operation)
         if self._over:
             raise ValueError(f"{operation}: the writer of {self._path} {self._over}.")
         self._calls += 1

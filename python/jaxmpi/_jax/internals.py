@@ -40,6 +40,15 @@ remat_p = ad_checkpoint.remat_p
 ADVICE = f"This version of jaxmpi was tried on JAX 0.6.0 to {NEWEST_TRIED}: use one of these, or a newer jaxmpi."
 
 
+def check_outside(operation: str) -> None:
+    """Raises TypeError where a function is being traced: what it does would be done once, and not in each call."""
+    if not trace_state_clean():
+        raise TypeError(
+            f"{operation}: it is called in a function that JAX is tracing, for jit, grad or vmap: call it outside, and "
+            "pass arrays in or out."
+        )
+
+
 class Refusal(NotImplementedError):
     """What this package cannot do, or does not do since a derivative would be wrong. Everything of the package that is
     called while JAX differentiates raises it, so that it is told from errors of JAX. To users it is what it is a kind

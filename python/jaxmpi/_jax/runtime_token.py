@@ -156,6 +156,20 @@ def _heal(token: Any, failed: bool) -> None:
         token._buf = ArrayImpl(array.aval, array.sharding, [array], committed=False, _skip_checks=True)
 
 
+_noting = threading.local()
+
+
+def note_failures() -> None:
+    """From here on the errors of which a later call of this thread only warns are noted, too."""
+    _noting.lists = [*getattr(_noting, "lists", ()), []]
+
+
+def noted_failures() -> list[jax.errors.JaxRuntimeError]:
+    """Those since the last `note_failures` of this thread, which ends with it."""
+    *_noting.lists, noted = _noting.lists
+    return list(noted)
+
+
 def _failed(wait: Callable[[], Any]) -> bool:
     """Waits for a computation and returns whether it failed, with a warning; its results raise the error.
 
@@ -165,6 +179,8 @@ def _failed(wait: Callable[[], Any]) -> bool:
         wait()
     except jax.errors.JaxRuntimeError as error:
         warnings.warn(f"jaxmpi: an earlier computation failed: {error}", RuntimeWarning, stacklevel=4)
+        for noted in getattr(_noting, "lists", ()):
+            noted.append(error)
         # For each device JAX keeps another token, of the last computation there, which would raise at every barrier.
         of_devices = dispatch.runtime_tokens.output_runtime_tokens
         for device, of_device in list(of_devices.items()):
@@ -212,6 +228,8 @@ def heal_all_threads() -> None:
                 del tokens[effect]
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             jax.effects_barrier()
+    for noted in getattr(_noting, "lists", ()):
+        noted.clear()
 
 
 def with_runtime_token(

@@ -175,10 +175,10 @@ def _fail(error: BaseException, where: str = "") -> NoReturn:
 
 
 def _said_by(error: BaseException) -> str:
-    """The line that says what an error is. For a group of exceptions it is not the last one written, which is a
-    rule."""
+    """The line that says what an error is, where it is not the last one written: that is a rule for a group of
+    exceptions, and a note for others, such as JAX's about its tracebacks."""
     with contextlib.suppress(Exception):
-        if hasattr(error, "exceptions"):
+        if hasattr(error, "exceptions") or getattr(error, "__notes__", None):
             return f"{type(error).__name__}: {error}".partition("\n")[0]
     return ""
 

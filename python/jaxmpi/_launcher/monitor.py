@@ -89,7 +89,7 @@ def _watch(
                 f"rank{'s' if len(aborting) > 1 else ''} {ranges(aborting)} failed {patience_at_end:.0f} s ago",
             )
             return
-        if lost is not None and (why := lost.look(files)):
+        if lost is not None and not signals and (why := lost.look(files)):
             _end(job, say, why)
             return
         ended, reports = set(relay.of_kind(files, "ended")), relay.of_kind(files, "report")
@@ -100,7 +100,7 @@ def _watch(
             continue
         time.sleep(_PAUSE_SECONDS)  # ranks that wait for the same reason report at about the same time
         question += 1
-        table = _ask(folder, bell, ranks, question, job)
+        table = _ask(folder, bell, ranks, question, job, lost.known if lost is not None else set())
         waiting = any(_waits(state) for state in table.values())
         if reports or waiting:
             told, patience = told | ended, _LEAST_WAIT_SECONDS
@@ -113,17 +113,18 @@ def _watch(
             last = lines
             say(text)
     if lost is not None:
-        lost.look_at_files(folder.names())
+        if not signals:  # what a signal ends has not died
+            lost.look_at_files(folder.names())
         lost.close()
 
 
 class _Lost:
     """The ranks that have died, in a job that goes on without them. Each is told once, with the reason that it has told
-    itself, if any."""
+    itself, if any. `known`: those that have been told."""
 
     def __init__(self, folder: private.Folder, say: Callable[[str], None]):
         self._folder, self._say = folder, say
-        self._told, self._ends = set[int](), relay.Ends(folder)
+        self.known, self._ends = set[int](), relay.Ends(folder)
         self._stepped_in = set[int]()
 
     def look(self, files: list[str]) -> str:
@@ -134,8 +135,8 @@ class _Lost:
     def look_at_files(self, files: list[str]) -> None:
         """Tells of those that ranks have told of."""
         for name, rank in relay.of_kind(files, "lost").items():
-            if rank not in self._told:
-                self._told.add(rank)
+            if rank not in self.known:
+                self.known.add(rank)
                 reason = self._folder.read(name).partition("\n")[2].strip().removeprefix("jaxmpi.run: ")
                 self._say(f"jaxmpi.run: rank {rank} is lost, and the job goes on{': ' if reason else ''}{reason}\n")
         for name in relay.of_kind(files, "deaths"):
@@ -146,8 +147,8 @@ class _Lost:
                 self._say(f"jaxmpi.run: rank {rank}, which was spare, is rank {number} of the default communicator\n")
 
     def _tell(self, dead: set[int]) -> None:
-        dead = dead - self._told
-        self._told |= dead
+        dead = dead - self.known
+        self.known |= dead
         if dead:
             who, have = ("ranks", "have") if len(dead) > 1 else ("rank", "has")
             self._say(f"jaxmpi.run: {who} {ranges(sorted(dead))} {have} died, and the job goes on\n")
@@ -198,15 +199,15 @@ def _end(job: int, say: Callable[[str], None], why: str) -> None:
 
 
 def _ask(
-    folder: private.Folder, bell: lifeline.Bell, ranks: int, question: int, job: int
+    folder: private.Folder, bell: lifeline.Bell, ranks: int, question: int, job: int, dead: set[int]
 ) -> dict[int, tuple[str, ...]]:
-    """The states of all ranks: of one that has not ended its answer, empty if it gives none."""
+    """The states of all ranks: of one that has neither ended nor died its answer, empty if it gives none."""
     for answer in relay.of_kind(folder.names(), "state"):
         folder.remove(answer)
     folder.write("ask", str(question))
     bell.ring()
     end = time.monotonic() + _ANSWER_SECONDS
-    table: dict[int, tuple[str, ...]] = {}
+    table: dict[int, tuple[str, ...]] = dict.fromkeys(dead, ("dead",))
     while len(table) < ranks and time.monotonic() < end and not ready([job], 0.05):
         files = folder.names()
         for name, rank in relay.of_kind(files, "state").items():
@@ -229,6 +230,8 @@ def _text(table: dict[int, tuple[str, ...]]) -> tuple[str, str]:
     for rank, state in table.items():
         if state == ("ended",):
             line = "has ended"
+        elif state == ("dead",):
+            line = "has died"
         elif state == ("spare",):
             line = "is spare"
         elif len(state) != 4:

@@ -383,7 +383,7 @@ def _end_of_survivors(job: Job, missing: list[int]) -> tuple[int, str]:
     if not ended:  # or those that had begun, before MPI was initialized
         code = next((code for code, _ in told.values() if code), 1)
         return code, f"jaxmpi.run: all ranks are lost. The status is {code}\n"
-    among = f", {job.spares} of which began as spare," if job.spares else ""
+    among = f" ({job.spares} began as spare)" if job.spares else ""
     return LOST, (
         f"jaxmpi.run: {_ranks(lost)} of {job.ranks}{among} {'were' if len(lost) > 1 else 'was'} lost, and the others "
         f"ended without an error. The status is {LOST}\n"

@@ -94,6 +94,11 @@ def of_number_in_text(number: int) -> Communicator | None:
     return next((comm for comm in _known.values() if comm.number & _IN_TEXT == number), None)
 
 
+def was_given_up(number: int) -> bool:
+    """Whether the communicator that the text of an error names has been given up."""
+    return any(its & _IN_TEXT == number for its in _given_up)
+
+
 _IN_TEXT = (1 << 24) - 1
 
 

@@ -6,6 +6,7 @@ succeeds.
 """
 
 import contextlib
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -15,9 +16,10 @@ import jax
 from mpi4py import MPI
 
 import jaxmpi._core as _core
-from jaxmpi._jax import runtime_token
+from jaxmpi._jax import internals, runtime_token
 from jaxmpi._mpi import clones, communicators, failures, groups
-from jaxmpi._mpi.library import FAILURES, LIBRARY
+from jaxmpi._mpi.library import FAILURES, LIBRARY, handle_of
+from jaxmpi._mpi.texts import text_of
 
 
 class ProcessFailed(jax.errors.JaxRuntimeError):
@@ -54,6 +56,9 @@ def process_failure(error: BaseException) -> ProcessFailed | None:
     for a result (`block_until_ready`, `numpy.asarray`): they are of `jax.errors.JaxRuntimeError`, whose text alone says
     what happened, and this function reads it. Errors of mpi4py are taken as well.
 
+    An error of a communicator that `recover` has replaced is none: nobody else would recover from it once more. It
+    comes out of an array whose computation had failed before, and which is lost.
+
     Args:
       error: any exception.
     """
@@ -64,7 +69,7 @@ def process_failure(error: BaseException) -> ProcessFailed | None:
     if not isinstance(error, (jax.errors.JaxRuntimeError, ValueError)):
         return None
     text = str(error)
-    if (says := _SAYS.search(text)) is None:
+    if (says := _SAYS.search(text)) is None or communicators.was_given_up(int(says[2])):
         return None
     known = communicators.of_number_in_text(int(says[2]))
     comm = known.mpi if known is not None and known.mpi != MPI.COMM_NULL else None
@@ -95,8 +100,19 @@ def failing(comm: MPI.Comm, operation: str) -> Iterator[None]:
         raise failure from error
 
 
+def _of_lost_array(error: BaseException) -> RuntimeError | None:
+    """The error for an array whose computation has failed before `recover`."""
+    if (says := _SAYS.search(str(error))) is None or not communicators.was_given_up(int(says[2])):
+        return None
+    return RuntimeError(
+        "jaxmpi: an operand or a result is an array whose computation failed before jaxmpi.recover, so there is "
+        "nothing in it. Take what was there before that step: of a variable that the step has not assigned, a "
+        f"jaxmpi.Replica or a file. It had failed by: {error}"
+    )
+
+
 def _of_program(error: jax.errors.JaxRuntimeError) -> Exception:
-    return process_failure(error) or error
+    return process_failure(error) or _of_lost_array(error) or error
 
 
 def install() -> None:
@@ -123,7 +139,20 @@ def _check(comm: MPI.Comm, caller: str) -> None:
         )
 
 
+@contextlib.contextmanager
+def _reported(name: str) -> Iterator[None]:
+    """A rank that takes long within it is reported, as waiting in `name`."""
+    found = _core.communicator(handle_of(MPI.COMM_WORLD))
+    assert found is not None
+    entered = _core.enter(found[0], text_of(name).number)
+    try:
+        yield
+    finally:
+        _core.leave(entered)
+
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_CALLED_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 
 
 class survive(contextlib.ContextDecorator):
@@ -158,27 +187,41 @@ class survive(contextlib.ContextDecorator):
         self._comm, self._uniform = comm, uniform
 
     def __call__(self, func: _Function) -> _Function:
-        if not callable(func):
+        if not callable(func) or inspect.isclass(func):
             raise TypeError(f"survive: it decorates functions, got {func!r:.80}.")
+        if any(kind(func) for kind in _CALLED_LATER):
+            raise TypeError(
+                f"survive: {func!r:.80} is a generator or asynchronous, and does nothing yet as its call returns. Use "
+                "`with jaxmpi.survive():` in it."
+            )
         return super().__call__(func)
 
     def __enter__(self) -> None:
         if self._uniform:
             _check(communicators.default_mpi() if self._comm is None else self._comm, "survive")
+        runtime_token.note_failures()
 
     def __exit__(
         self, kind: type[BaseException] | None, raised: BaseException | None, trace: TracebackType | None
     ) -> None:
+        noted: list[jax.errors.JaxRuntimeError] = []
         error = raised
-        if error is None:
-            try:
+        try:
+            if raised is None:
                 runtime_token.wait_and_raise()
-            except jax.errors.JaxRuntimeError as late:
-                error = late
-        failure = process_failure(error) if error is not None else None
+        except jax.errors.JaxRuntimeError as late:
+            error = late
+        finally:
+            noted = runtime_token.noted_failures()
+        if raised is None:  # a later call has only warned of the first one
+            error = next((its for its in noted if _SAYS.search(str(its))), error)
+        failure: Exception | None = None
+        if error is not None:
+            failure = process_failure(error) or _of_lost_array(error)
         all_done = error is None
         if self._uniform:
-            all_done = clones.agree(communicators.default_mpi() if self._comm is None else self._comm, all_done)
+            with _reported("survive"):
+                all_done = clones.agree(communicators.default_mpi() if self._comm is None else self._comm, all_done)
         if failure is not None and failure is not raised:
             raise failure.with_traceback(error.__traceback__ if error is not None else None) from error
         if error is not None and error is not raised:
@@ -217,8 +260,9 @@ def recover(*comms: MPI.Comm | None) -> Any:
     Raises:
       RuntimeError: this MPI, or this job, cannot go on without a rank; start it by `python -m jaxmpi.run --survive`.
       TypeError, ValueError: not intra-communicators, or freed; COMM_SELF, or one that has spare ranks, which wait and
-        do not call this.
+        do not call this; called in a function that JAX traces.
     """
+    internals.check_outside("recover")
     given = [communicators.default_mpi() if comm is None else comm for comm in comms or (None,)]
     for comm in given:
         _check(comm, "recover")
@@ -229,7 +273,8 @@ def recover(*comms: MPI.Comm | None) -> Any:
     for comm in given:
         communicators.give_up(comm)
     _core.take_failure()
-    made = tuple(_repaired(comm) for comm in given)
+    with _reported("recover"):
+        made = tuple(_repaired(comm) for comm in given)
     for old, new in zip(given, made, strict=True):
         if communicators.is_default(old):
             communicators.replace_default(new)
@@ -297,6 +342,7 @@ def set_default(comm: MPI.Comm) -> None:
     Raises:
       TypeError, ValueError: it is none, or has been freed.
     """
+    _check_type(comm, "set_default")
     communicators.resolve(comm, "set_default")
     communicators.replace_default(comm)
     jax.clear_caches()
