@@ -102,7 +102,7 @@ ffi_error *BODY(barrier)(struct call *c) {
   return NULL;
 }
 
-/* root: in (*shape), which MPI only reads, and out, which may be aliased with in  others: out (*shape) */
+/* root: in (*shape), which MPI only reads, and out, which is absent or may be aliased with in  others: out (*shape) */
 ffi_error *BODY(bcast)(struct call *c) {
   ARGUMENTS(bcast, c);
   bool root = c->comm->rank == a.root;
