@@ -160,12 +160,12 @@ _noting = threading.local()
 
 
 def note_failures() -> None:
-    """From here on the errors of which a later call of this thread only warns are noted, too."""
+    """Notes, from here on, errors of this thread's computations of which a later call only warns."""
     _noting.lists = [*getattr(_noting, "lists", ()), []]
 
 
 def noted_failures() -> list[jax.errors.JaxRuntimeError]:
-    """Those since the last `note_failures` of this thread, which ends with it."""
+    """The errors noted since this thread's last `note_failures`, which ends."""
     *_noting.lists, noted = _noting.lists
     return list(noted)
 
