@@ -153,7 +153,7 @@ SLEEPS = """
 f = jax.jit(lambda x: notoken.allreduce(x, MPI.SUM))
 f(x).block_until_ready(); world.Barrier()
 for _ in range(3):
-    if rank == 1: time.sleep(0.3)
+    if rank == 1: time.sleep(0.8)
     f(x).block_until_ready()
 if rank == 0:
     time.sleep(0.4)
