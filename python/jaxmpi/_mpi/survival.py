@@ -18,8 +18,8 @@ from mpi4py import MPI
 import jaxmpi._core as _core
 from jaxmpi._jax import internals, runtime_token
 from jaxmpi._mpi import clones, communicators, failures, groups
-from jaxmpi._mpi.library import FAILURES, LIBRARY, handle_of
-from jaxmpi._mpi.texts import text_of
+from jaxmpi._mpi.library import FAILURES, LIBRARY
+from jaxmpi._mpi.waiting import waiting
 
 
 class ProcessFailed(jax.errors.JaxRuntimeError):
@@ -139,18 +139,6 @@ def _check(comm: MPI.Comm, caller: str) -> None:
         )
 
 
-@contextlib.contextmanager
-def _reported(name: str) -> Iterator[None]:
-    """A rank that takes long within it is reported, as waiting in `name`."""
-    found = _core.communicator(handle_of(MPI.COMM_WORLD))
-    assert found is not None
-    entered = _core.enter(found[0], text_of(name).number)
-    try:
-        yield
-    finally:
-        _core.leave(entered)
-
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _CALLED_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 
@@ -204,7 +192,6 @@ class survive(contextlib.ContextDecorator):
     def __exit__(
         self, kind: type[BaseException] | None, raised: BaseException | None, trace: TracebackType | None
     ) -> None:
-        noted: list[jax.errors.JaxRuntimeError] = []
         error = raised
         try:
             if raised is None:
@@ -220,7 +207,7 @@ class survive(contextlib.ContextDecorator):
             failure = process_failure(error) or _of_lost_array(error)
         all_done = error is None
         if self._uniform:
-            with _reported("survive"):
+            with waiting(None, "survive"):
                 all_done = clones.agree(communicators.default_mpi() if self._comm is None else self._comm, all_done)
         if failure is not None and failure is not raised:
             raise failure.with_traceback(error.__traceback__ if error is not None else None) from error
@@ -273,7 +260,7 @@ def recover(*comms: MPI.Comm | None) -> Any:
     for comm in given:
         communicators.give_up(comm)
     _core.take_failure()
-    with _reported("recover"):
+    with waiting(None, "recover"):
         made = tuple(_repaired(comm) for comm in given)
     for old, new in zip(given, made, strict=True):
         if communicators.is_default(old):
