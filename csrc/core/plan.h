@@ -18,14 +18,18 @@
 #ifndef JAXMPI_PLAN_H
 #define JAXMPI_PLAN_H
 
+#include <string.h>
+
 #include "core/box.h"
 #include "core/call.h"
 #include "core/runtime.h"
 
-/* The tag of the messages of plans: OF_PLANS in _mpi/tags.py. Tags from the other one on may be those of derivatives:
- * _FIRST there. */
+/* The tags of the messages of plans, and of their notices; see _mpi/tags.py. Tags from the other one on may be those of
+ * derivatives: _FIRST there. */
 static inline int plans_tag(void) { return runtime.most_tag - runtime.most_tag / 2 - 2; }
+static inline int notices_tag(void) { return plans_tag() - 1; }
 static inline int derivatives_tag(void) { return plans_tag() + 2; }
+static inline bool is_of_plans(int tag) { return tag == plans_tag() || tag == notices_tag(); }
 
 struct peer {
   int rank;
@@ -35,7 +39,6 @@ struct peer {
 /* The numbers with which the description of a plan begins, in this order: see plan_make. */
 #define PLAN_HEADER(NUMBER) \
   NUMBER(signature)         \
-  NUMBER(tag)               \
   NUMBER(arrays)            \
   NUMBER(combines)          \
   NUMBER(begin)             \
@@ -53,7 +56,7 @@ enum { BEGINS_AS_OPERANDS, BEGINS_AS_ZERO, BEGINS_COVERED };
 
 struct plan {
   uint64_t signature; /* the same on all ranks that make the same call */
-  int tag, arrays;
+  int arrays;
   enum combination combines; /* what boxes that receive are combined by */
   int begin;
   int64_t sent, received; /* bytes of each part of the stage */
@@ -68,10 +71,19 @@ struct plan {
 };
 
 /* In front of a message is its label: a hash of the signature, of what the call is of (the attribute `derivative`), and
- * of the number of the call among those with a plan on this communicator, from 1. Short messages travel faster, so it
- * is short. */
+ * of the number of the call among those with a plan on this communicator, from 1, to which the bytes of the message are
+ * added. Short messages travel faster, so it is short. */
 enum { LABEL_BYTES = 8 };
 uint64_t plan_label(const struct call *call, const struct plan *plan, uint64_t number);
+static inline uint64_t label_to(const struct peer *peer, uint64_t label) { return label + (uint64_t)peer->bytes; }
+static inline void label_put(char *message, uint64_t label) { memcpy(message, &label, LABEL_BYTES); }
+
+/* An operation that blocks sends each peer a notice first: the message itself if it has at most so many bytes, and
+ * otherwise its label, which is shorter than any message, with the message behind it. So a rank has room for whatever
+ * comes with the tag of notices, and lets MPI expect it before it sends, by which a short message arrives where it is
+ * read: no library is given a message that is longer than what it is received into. */
+enum { NOTICE_BYTES = 1024 };
+static inline bool is_announced(const struct peer *peer) { return peer->bytes > NOTICE_BYTES; }
 
 /* The plan that these numbers describe: see plan.c. NULL: out of memory, or they describe none. */
 struct plan *plan_make(const int64_t *numbers, size_t count);

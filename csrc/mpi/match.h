@@ -43,7 +43,7 @@ static inline ffi_error *match(struct call *call, int source, int tag, MPI_Messa
   if (atomic_load_explicit(&call->comm->queued, memory_order_relaxed) > 0)
     return match_posted(call, source, tag, message, status);
   TRY_MPI(call, Mprobe, source, tag, handle_of_comm(call->comm), message, status);
-  if (tag != ABI_ANY_TAG || status->MPI_SOURCE == ABI_PROC_NULL || status->MPI_TAG != plans_tag()) return NULL;
+  if (tag != ABI_ANY_TAG || status->MPI_SOURCE == ABI_PROC_NULL || !is_of_plans(status->MPI_TAG)) return NULL;
   PASS(add_unexpected(call, *message, status));
   return match_posted(call, source, tag, message, status);
 }

@@ -128,35 +128,118 @@ ffi_error *BODY(sendrecv)(struct call *c) {
   return error != NULL || code == MPI_SUCCESS ? error : call_fail_mpi(c, code);
 }
 
-/* Receives the message of a peer into the stage, if it is the one that is expected; otherwise drops it. */
-static ffi_error *receive_planned(struct call *c, const struct plan *plan, const struct peer *peer, char *stage,
-                                  uint64_t expected) {
+/* --- what plans say --- */
+
+/* The notices of a call's peers. MPI expects those of the first AHEAD before the call sends anything, and of each
+ * further one as another has come, unless messages are matched in the order that the queue keeps. */
+enum { AHEAD = 8 };
+struct notices {
+  struct call *call;
+  const struct plan *plan;
+  uint64_t label;
+  int expected; /* peers of which MPI expects a notice, or has */
+  char *slots;  /* AHEAD times NOTICE_BYTES */
+  MPI_Request requests[AHEAD];
+};
+
+static inline char *slot_of(const struct notices *notices, int i) {
+  return notices->slots + (size_t)(i % AHEAD) * NOTICE_BYTES;
+}
+
+/* Lets MPI expect the notices of further peers, up to `count`. Returns an MPI error code. */
+static int expect_notices(struct notices *notices, int count) {
+  MPI_Comm comm = handle_of_comm(notices->call->comm);
+  for (int i; (i = notices->expected) < count && i < notices->plan->receive_count; notices->expected++) {
+    const struct peer *peer = &notices->plan->receives[i];
+    label_put(slot_of(notices, i), ~label_to(peer, notices->label));
+    int code = mpi.Irecv(slot_of(notices, i), NOTICE_BYTES, bytes_type(), peer->rank, notices_tag(), comm,
+                         &notices->requests[i % AHEAD]);
+    if (code != MPI_SUCCESS) return code;
+  }
+  return MPI_SUCCESS;
+}
+
+/* MPI no longer writes into the slot. */
+static void cancel_notice(struct notices *notices, int i) {
+  MPI_Status ignored;
+  MPI_Request *request = &notices->requests[i % AHEAD];
+  if (mpi.Cancel(request) == MPI_SUCCESS) mpi.Wait(request, &ignored);
+}
+
+/* Waits for the notice of a peer, which is then in its slot; that has another label if it is longer. */
+static ffi_error *await_notice(struct notices *notices, int i, MPI_Status *status) {
+  struct call *c = notices->call;
+  if (i < notices->expected) {
+    MPI_Request *request = &notices->requests[i % AHEAD], before = *request;
+    int code = mpi.Wait(request, status);
+    if (code == MPI_SUCCESS) return NULL;
+    if (*request == before) cancel_notice(notices, i);
+    return call_fail_in(c, "MPI_Wait", code);
+  }
+  const struct peer *peer = &notices->plan->receives[i];
+  MPI_Message message;
+  label_put(slot_of(notices, i), ~label_to(peer, notices->label));
+  PASS(match(c, peer->rank, notices_tag(), &message, status));
+  int64_t bytes = message_bytes(status);
+  int code = bytes > NOTICE_BYTES ? message_discard(&message, bytes)
+                                  : receive_bytes(&message, slot_of(notices, i), bytes, status);
+  return code == MPI_SUCCESS ? NULL : call_fail_in(c, "MPI_Mrecv", code);
+}
+
+/* Takes a message of a plan that has been matched off the channel: into the stage, if it has as many bytes as are
+ * expected. Returns its label, or another one with an error. */
+static ffi_error *take_announced(struct call *c, const struct peer *peer, char *stage, int64_t *bytes,
+                                 uint64_t *label) {
   MPI_Message message;
   MPI_Status status;
-  uint64_t label = ~expected;
-  PASS(match(c, peer->rank, plan->tag, &message, &status));
-  int64_t bytes = message_bytes(&status);
+  PASS(match(c, peer->rank, plans_tag(), &message, &status));
+  *bytes = message_bytes(&status);
   int code;
-  if (bytes == peer->bytes) {
-    code = receive_bytes(&message, stage + peer->stage, bytes, &status);
-    memcpy(&label, stage + peer->stage, LABEL_BYTES);
+  if (*bytes == peer->bytes && stage != NULL) {
+    code = receive_bytes(&message, stage + peer->stage, *bytes, &status);
+    memcpy(label, stage + peer->stage, LABEL_BYTES);
   } else {
-    code = message_discard(&message, bytes);
+    code = message_discard(&message, *bytes);
   }
-  if (code == CODE_NO_MEMORY) return call_fail(c, FFI_INTERNAL, "no memory for a message of %" PRId64 " bytes", bytes);
-  if (code != MPI_SUCCESS) return call_fail_in(c, "MPI_Mrecv", code);
+  if (code == CODE_NO_MEMORY) return call_fail(c, FFI_INTERNAL, "no memory for a message of %" PRId64 " bytes", *bytes);
+  return code == MPI_SUCCESS ? NULL : call_fail_in(c, "MPI_Mrecv", code);
+}
+
+/* Receives the message of a peer into the stage, if it is the one that is expected; otherwise drops it. */
+static ffi_error *receive_planned(struct notices *notices, int i, char *stage) {
+  struct call *c = notices->call;
+  const struct peer *peer = &notices->plan->receives[i];
+  const uint64_t expected = label_to(peer, notices->label);
+  uint64_t label;
+  MPI_Status status;
+  PASS(await_notice(notices, i, &status));
+  memcpy(&label, slot_of(notices, i), LABEL_BYTES);
+  if (label == expected && !is_announced(peer)) {
+    memcpy(stage + peer->stage, slot_of(notices, i), (size_t)peer->bytes);
+    return NULL;
+  }
+  bool its = label == expected;
+  int64_t bytes = message_bytes(&status);
+  label = ~expected;
+  if (bytes == LABEL_BYTES) PASS(take_announced(c, peer, its ? stage : NULL, &bytes, &label));
   return label == expected ? NULL : fail_planned(c, peer, bytes);
 }
 
 /* Receives all messages, so that none is left to the next call, and takes them apart: each as it comes, or, where
- * results are not to change if one of them is wrong, at the end. `label`: what they begin with. */
-static ffi_error *receive_all(struct call *c, const struct plan *plan, char *stage, uint64_t label) {
+ * results are not to change if one of them is wrong, at the end. */
+static ffi_error *receive_all(struct notices *notices, char *stage) {
+  struct call *c = notices->call;
+  const struct plan *plan = notices->plan;
   ffi_error *error = NULL;
   bool at_once = !plan->combines && plan->begin != BEGINS_AS_OPERANDS && c->messages == NULL;
   int next = 0;
   for (int i = 0; i < plan->receive_count; i++) {
     const struct peer *peer = &plan->receives[i];
-    error = call_first(c, error, receive_planned(c, plan, peer, stage, label));
+    error = call_first(c, error, receive_planned(notices, i, stage));
+    if (notices->expected == i + AHEAD) { /* a slot is free */
+      int code = expect_notices(notices, i + 1 + AHEAD);
+      if (code != MPI_SUCCESS) error = call_first(c, error, call_fail_in(c, "MPI_Irecv", code));
+    }
     if (at_once && error == NULL) next = plan_unpack_until(c, plan, stage, next, peer->stage + peer->bytes);
   }
   if (error != NULL || c->messages != NULL) return error;
@@ -167,9 +250,44 @@ static ffi_error *receive_all(struct call *c, const struct plan *plan, char *sta
   return NULL;
 }
 
+/* The messages that leave, in `requests`, and how many are under way. */
+struct departures {
+  struct call *call;
+  MPI_Request *requests;
+  int count;
+};
+
+/* Returns an MPI error code. */
+static int send_bytes(struct departures *sent, const char *data, int64_t bytes, int rank, int tag) {
+  struct span span = span_of_bytes(bytes);
+  int code = span.code;
+  if (code == MPI_SUCCESS)
+    code = mpi.Isend(data, span.count, span.type, rank, tag, handle_of_comm(sent->call->comm),
+                     &sent->requests[sent->count]);
+  span_free(&span);
+  if (code == MPI_SUCCESS) sent->count++;
+  sent->call->sending = sent->count > 0;
+  return code;
+}
+
+/* Composes and sends all messages. `next`: the pack that is next. Returns an MPI error code. */
+static int send_all(struct departures *sent, const struct plan *plan, char *stage, uint64_t label, int *next) {
+  struct call *c = sent->call;
+  int code = MPI_SUCCESS;
+  for (int i = 0; i < plan->send_count && code == MPI_SUCCESS; i++) {
+    const struct peer *peer = &plan->sends[i];
+    char *message = stage + peer->stage;
+    label_put(message, label_to(peer, label));
+    if (is_announced(peer)) code = send_bytes(sent, message, LABEL_BYTES, peer->rank, notices_tag());
+    if (c->messages == NULL) *next = plan_compose_until(c, plan, stage, *next, peer->stage + peer->bytes);
+    int tag = is_announced(peer) ? plans_tag() : notices_tag();
+    if (code == MPI_SUCCESS) code = send_bytes(sent, message, peer->bytes, peer->rank, tag);
+  }
+  return code;
+}
+
 /* What the plan says. */
 static ffi_error *by_plan(struct call *c) {
-  MPI_Comm comm = handle_of_comm(c->comm);
   const struct plan *plan = plan_of(c);
   PASS(plan_check(c, plan));
   BEGIN(c, Isend, "to %d ranks and from %d with", plan->send_count, plan->receive_count);
@@ -177,36 +295,31 @@ static ffi_error *by_plan(struct call *c) {
   size_t stage_bytes = (size_t)(plan->sent + plan->received);
   bool composed = c->messages != NULL; /* and taken apart, by the transport */
   size_t own_bytes = composed ? 0 : stage_bytes;
-  struct scratch *scratch = scratch_take(own_bytes + (size_t)plan->send_count * sizeof(MPI_Request));
+  size_t slots = (size_t)(plan->receive_count < AHEAD ? plan->receive_count : AHEAD) * NOTICE_BYTES;
+  struct scratch *scratch = scratch_take(own_bytes + slots + 2 * (size_t)plan->send_count * sizeof(MPI_Request));
   if (scratch == NULL) return call_fail(c, FFI_INTERNAL, "no memory for messages of %zu bytes", stage_bytes);
   char *stage = composed ? c->messages : scratch->data;
-  MPI_Request *requests = (MPI_Request *)(void *)(scratch->data + own_bytes);
-  int begun = 0, next = 0, code = MPI_SUCCESS;
-  for (; begun < plan->send_count && code == MPI_SUCCESS; begun++) {
-    const struct peer *peer = &plan->sends[begun];
-    if (!composed) next = plan_compose_until(c, plan, stage, next, peer->stage + peer->bytes);
-    memcpy(stage + peer->stage, &label, LABEL_BYTES);
-    struct span span = span_of_bytes(peer->bytes);
-    code = span.code;
-    if (code == MPI_SUCCESS)
-      code = mpi.Isend(stage + peer->stage, span.count, span.type, peer->rank, plan->tag, comm, &requests[begun]);
-    span_free(&span);
-  }
-  if (code != MPI_SUCCESS) begun--;
-  c->sending = begun > 0;
-  ffi_error *error = code == MPI_SUCCESS ? NULL : call_fail_mpi(c, code);
+  struct notices notices = {.call = c, .plan = plan, .label = label, .slots = scratch->data + own_bytes};
+  struct departures sent = {.call = c, .requests = (MPI_Request *)(void *)(notices.slots + slots)};
+  int next = 0, code = MPI_SUCCESS;
+  ffi_error *error = NULL;
+  if (atomic_load_explicit(&c->comm->queued, memory_order_relaxed) == 0) code = expect_notices(&notices, AHEAD);
+  if (code != MPI_SUCCESS) error = call_fail_in(c, "MPI_Irecv", code); /* what comes is matched all the same */
+  code = send_all(&sent, plan, stage, label, &next);
+  if (code != MPI_SUCCESS) error = call_first(c, error, call_fail_in(c, "MPI_Isend", code));
   if (!composed) {
     plan_compose_until(c, plan, stage, next, INT64_MAX);
     plan_fill(c, plan);
     plan_copy_pairs(c, plan);
   }
   /* Where this rank could not send, others may not have been able to either, and nothing may come. */
-  if (code == MPI_SUCCESS) error = receive_all(c, plan, stage, label);
+  if (code == MPI_SUCCESS) error = call_first(c, error, receive_all(&notices, stage));
+  for (int i = 0; i < notices.expected && code != MPI_SUCCESS; i++) cancel_notice(&notices, i);
   c->sending = false;
-  for (int i = 0; i < begun; i++) {
-    MPI_Status sent;
-    code = mpi.Wait(&requests[i], &sent);
-    if (code != MPI_SUCCESS && error == NULL) error = call_fail_in(c, "MPI_Wait", code);
+  for (int i = 0; i < sent.count; i++) {
+    MPI_Status ignored;
+    int its = mpi.Wait(&sent.requests[i], &ignored);
+    if (its != MPI_SUCCESS && error == NULL) error = call_fail_in(c, "MPI_Wait", its);
   }
   if (error != NULL && !composed) plan_spoil(c, plan);
   scratch_give(scratch);

@@ -188,17 +188,17 @@ ffi_error *BODY(exchange_start)(struct call *c) {
   plan_compose(c, plan, request->data);
   for (int i = 0; i < plan->receive_count; i++) {
     const struct peer *peer = &plan->receives[i];
-    receive_init(&request->receives[i], c->comm, peer->rank, plan->tag, peer->bytes);
+    receive_init(&request->receives[i], c->comm, peer->rank, plans_tag(), peer->bytes);
     request->receives[i].memory = request->data + peer->stage;
   }
   for (int i = 0; i < plan->send_count; i++) {
     const struct peer *peer = &plan->sends[i];
-    memcpy(request->data + peer->stage, &request->label, LABEL_BYTES);
+    label_put(request->data + peer->stage, label_to(peer, request->label));
     struct span span = span_of_bytes(peer->bytes);
     MPI_Request made;
     int code = span.code;
     if (code == MPI_SUCCESS)
-      code = mpi.Isend(request->data + peer->stage, span.count, span.type, peer->rank, plan->tag, comm, &made);
+      code = mpi.Isend(request->data + peer->stage, span.count, span.type, peer->rank, plans_tag(), comm, &made);
     span_free(&span);
     c->sending = i > 0;
     PASS(begin_with(c, request, code, made));

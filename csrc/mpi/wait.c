@@ -63,13 +63,14 @@ static ffi_error *finish_planned(struct call *c, struct request *request, const 
   bool received = true;
   for (int i = 0; i < request->receive_count; i++) {
     struct receive *receive = &request->receives[i];
-    uint64_t label = ~request->label;
+    const uint64_t expected = label_to(&plan->receives[i], request->label);
+    uint64_t label = ~expected;
     bool its = complete_receive(request, receive);
     int64_t bytes = its ? bytes_of(receive) : 0;
     received &= its;
     if (its && receive->state == RECEIVE_MATCHED) take_planned(request, receive, bytes);
     if (its && bytes == receive->bytes) memcpy(&label, receive->memory, LABEL_BYTES);
-    if (its && label != request->label && other == NULL) other = &plan->receives[i], others_bytes = bytes;
+    if (its && label != expected && other == NULL) other = &plan->receives[i], others_bytes = bytes;
   }
   PASS(fail_noted(c, request));
   if (!received) return fail_forgotten(c);

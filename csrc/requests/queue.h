@@ -48,7 +48,7 @@ struct receive {
  * sendrecv receives with any tag. */
 static inline bool receive_accepts(const struct receive *receive, int tag) {
   if (receive->tag != runtime.abi->any_tag) return receive->tag == tag;
-  return receive->request != NULL ? tag < plans_tag() : tag != plans_tag();
+  return receive->request != NULL ? tag < notices_tag() : !is_of_plans(tag);
 }
 
 /* The posted receives of all communicators. Each communicator counts its own, with its unexpected messages: `queued`.

@@ -500,12 +500,30 @@ static struct started {
   const void *in;
   void *out, *sent, *result; /* copies, NULL: none; of what is read, and of what will be written */
   int64_t in_bytes, out_bytes;
+  bool expects, cancelled; /* a message of the communicator, from `source` with `tag`, for `out` */
+  intptr_t comm;
+  int source, tag;
 } requests[REQUESTS];
 
 void *fake_copy(const void *data, int64_t bytes) {
   void *copy = data != NULL && data != ABI_IN_PLACE && bytes > 0 && !fake_control.hollow ? malloc((size_t)bytes) : NULL;
   if (copy != NULL) memcpy(copy, data, (size_t)bytes);
   return copy;
+}
+
+static int keep_request(struct started *made, MPI_Request *request) {
+  int place = 0;
+  pthread_mutex_lock(&lock);
+  while (place < REQUESTS && requests[place].live) place++;
+  if (place < REQUESTS) requests[place] = *made;
+  pthread_mutex_unlock(&lock);
+  if (place == REQUESTS) {
+    free(made->sent), free(made->result);
+    return FAKE_ERR_FULL;
+  }
+  fake_control.live_requests++;
+  *request = (MPI_Request)FAKE_HANDLE(KIND_REQUEST, place + 1);
+  return MPI_SUCCESS;
 }
 
 int fake_request(const struct fake_call *call, void *before, MPI_Request *request) {
@@ -517,18 +535,13 @@ int fake_request(const struct fake_call *call, void *before, MPI_Request *reques
     free(before);
   }
   if (call->in != call->out) made.sent = fake_copy(call->in, call->in_bytes);
-  int place = 0;
-  pthread_mutex_lock(&lock);
-  while (place < REQUESTS && requests[place].live) place++;
-  if (place < REQUESTS) requests[place] = made;
-  pthread_mutex_unlock(&lock);
-  if (place == REQUESTS) {
-    free(made.sent), free(made.result);
-    return FAKE_ERR_FULL;
-  }
-  fake_control.live_requests++;
-  *request = (MPI_Request)FAKE_HANDLE(KIND_REQUEST, place + 1);
-  return MPI_SUCCESS;
+  return keep_request(&made, request);
+}
+
+int fake_expect(const struct fake_call *call, MPI_Request *request) {
+  struct started made = {.live = true, .slow = fake_control.slow, .out = call->out, .out_bytes = call->out_bytes};
+  made.expects = true, made.comm = call->comm, made.source = call->peer, made.tag = call->tag;
+  return keep_request(&made, request);
 }
 
 static void forget_request(struct started *request) {
@@ -536,18 +549,48 @@ static void forget_request(struct started *request) {
   *request = (struct started){.live = false};
 }
 
-int fake_end(MPI_Request *request, bool test, int *done) {
+static struct started *find_request(MPI_Request request) {
+  intptr_t place = FAKE_PLACE(KIND_REQUEST, request) - 1;
+  return place >= 0 && place < REQUESTS && requests[place].live ? &requests[place] : NULL;
+}
+
+int fake_cancel(const MPI_Request *request) {
+  pthread_mutex_lock(&lock);
+  struct started *cancelled = find_request(*request);
+  bool can = cancelled != NULL && cancelled->expects;
+  if (can) cancelled->cancelled = true;
+  pthread_mutex_unlock(&lock);
+  return can ? MPI_SUCCESS : FAKE_ERR_ARG;
+}
+
+/* Writes the whole message, also where it is too long. */
+static int receive_expected(const struct started *expecting, MPI_Status *status) {
+  struct message *found = first_fitting((MPI_Comm)expecting->comm, expecting->source, expecting->tag);
+  if (found == NULL) return expecting->cancelled ? MPI_SUCCESS : FAKE_WOULD_WAIT;
+  int code = found->bytes > expecting->out_bytes ? FAKE_ERR_TRUNCATE : MPI_SUCCESS;
+  fake_set_status(status, found->source, found->tag, found->bytes);
+  if (found->data != NULL && found->bytes > 0) memcpy(expecting->out, found->data, (size_t)found->bytes);
+  free(found->data);
+  *found = (struct message){.state = GONE};
+  fake_control.queued--;
+  return code;
+}
+
+int fake_end(MPI_Request *request, bool test, int *done, MPI_Status *status) {
   int code = MPI_SUCCESS;
   *done = 1;
+  fake_set_status(status, trait->any_source, trait->any_tag, 0);
   if (*request == (MPI_Request)(intptr_t)0) return MPI_SUCCESS; /* of a test that found it done */
-  intptr_t place = FAKE_PLACE(KIND_REQUEST, *request) - 1;
   pthread_mutex_lock(&lock);
-  struct started *ended = place >= 0 && place < REQUESTS && requests[place].live ? &requests[place] : NULL;
+  struct started *ended = find_request(*request);
   if (ended == NULL) {
     code = FAKE_ERR_ARG;
   } else if (test && (fake_control.held || ended->slow > 0)) {
     if (ended->slow > 0) ended->slow--;
     *done = 0;
+  } else if (ended->expects && (code = receive_expected(ended, status)) == FAKE_WOULD_WAIT) {
+    *done = 0;
+    if (test) code = MPI_SUCCESS;
   } else {
     if (ended->sent != NULL && memcmp(ended->sent, ended->in, (size_t)ended->in_bytes) != 0) code = FAKE_ERR_BUFFER;
     if (ended->result != NULL) memcpy(ended->out, ended->result, (size_t)ended->out_bytes);

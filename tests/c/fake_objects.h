@@ -83,8 +83,12 @@ int fake_request(const struct fake_call *call, void *before, MPI_Request *reques
 /* A copy of what is at `data`; NULL where it is not to be touched. */
 void *fake_copy(const void *data, int64_t bytes);
 
+/* A request that receives what `call` describes: a message that is there as it ends. fake_cancel: also without one. */
+int fake_expect(const struct fake_call *call, MPI_Request *request);
+int fake_cancel(const MPI_Request *request);
+
 /* Ends a request; with `test` not if it is to stay under way. Returns an error code. */
-int fake_end(MPI_Request *request, bool test, int *done);
+int fake_end(MPI_Request *request, bool test, int *done, MPI_Status *status);
 
 void fake_set_status(MPI_Status *status, int source, int tag, int64_t bytes);
 int64_t fake_status_bytes(const MPI_Status *status);

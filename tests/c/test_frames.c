@@ -45,9 +45,9 @@ static struct array any_array(void) {
 /* The last of three elements becomes the first; also of more or fewer arrays than are passed. */
 static const struct plan *any_plan(void) {
   static const struct plan *made[2];
-  static const int64_t numbers[] = {1, 2, 1, 0, 0, 16, 0, 0, 0, 1, 0, 1, 0, 3, 3, 0,
-                                    0, 2, 1, 0, 0, 0,  0, 0, 0, 0, 1, 0, 0, 0, 0};
-  static const int64_t of_two[] = {1, 2, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 3, 3, 3, 3};
+  static const int64_t numbers[] = {1, 1, 0, 0, 16, 0, 0, 0, 1, 0, 1, 0, 3, 3, 0,
+                                    0, 2, 1, 0, 0,  0, 0, 0, 0, 0, 1, 0, 0, 0, 0};
+  static const int64_t of_two[] = {1, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 3, 3, 3, 3};
   if (made[0] == NULL) made[0] = plan_make(numbers, sizeof numbers / sizeof *numbers);
   if (made[1] == NULL) made[1] = plan_make(of_two, sizeof of_two / sizeof *of_two);
   return made[once_in(3)];

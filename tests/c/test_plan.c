@@ -9,7 +9,7 @@
 #include "harness.h"
 
 /* Rank 1 of 3 has two arrays: `a` of 4 x 6 floats and `b` of 5 doubles. It sends to 2 and receives from 0 and 2. */
-enum { PLAN_TAG = 77, SIGNATURE = 4711, A = 24, B = 5 };
+enum { SIGNATURE = 4711, A = 24, B = 5 };
 static float a[A], a_out[A];
 static double b[B], b_out[B];
 
@@ -36,7 +36,7 @@ static struct plan *plan_of_three(bool adds, int begin) {
   const float filling[] = {2.5f, 2.5f};
   int64_t value;
   memcpy(&value, filling, sizeof value);
-  PUT(&n, SIGNATURE, PLAN_TAG, 2, adds, begin, FROM_0, STAGE - FROM_0, 1, 2, 3, 1, 3, 0);
+  PUT(&n, SIGNATURE, 2, adds, begin, FROM_0, STAGE - FROM_0, 1, 2, 3, 1, 3, 0);
   PUT(&n, A, B, A, B);
   PUT(&n, 2, TO_2, SENT_2);
   PUT(&n, 0, FROM_0, SENT_0);
@@ -64,15 +64,16 @@ static void prepare(void) {
 
 /* A message of another rank. */
 static void deliver(int source, uint64_t signature, uint64_t call, const void *data, int64_t bytes) {
-  char message[256] = {0};
+  char message[4 * NOTICE_BYTES] = {0};
   struct plan plan = {.signature = signature};
   int64_t attributes[] = {0, derivative, 0};
   struct call made = {.operation = &operation_table[ROW_exchange]};
   memcpy(made.attributes, attributes, sizeof attributes);
-  uint64_t label = plan_label(&made, &plan, call);
-  memcpy(message, &label, sizeof label);
+  const struct peer peer = {.bytes = bytes};
+  label_put(message, label_to(&peer, plan_label(&made, &plan, call)));
   if (data != NULL) memcpy(message + LABEL_BYTES, data, (size_t)bytes - LABEL_BYTES);
-  fake->deliver(comm->handle, source, PLAN_TAG, message, bytes);
+  fake->deliver(comm->handle, source, notices_tag(), message, is_announced(&peer) ? LABEL_BYTES : bytes);
+  if (is_announced(&peer)) fake->deliver(comm->handle, source, plans_tag(), message, bytes);
 }
 
 static const float row[8] = {70, 71, 72, 73, 74, 75};
@@ -108,7 +109,7 @@ static void boxes_travel(void) {
       CHECK_EQUAL(times_called("MPI_Isend"), 1);
       CHECK_EQUAL(called("MPI_Isend", 0)->peer, 2);
       CHECK_EQUAL(called("MPI_Isend", 0)->in_bytes, SENT_2);
-      CHECK_EQUAL(called("MPI_Isend", 0)->tag, PLAN_TAG);
+      CHECK_EQUAL(called("MPI_Isend", 0)->tag, notices_tag());
       CHECK_EQUAL(atomic_load(&comm->planned), number);
     }
   derivative = 0;
@@ -118,7 +119,7 @@ static void boxes_travel(void) {
 static void messages_have_labels(void) {
   struct numbers n = {.count = 0};
   prepare();
-  PUT(&n, SIGNATURE, PLAN_TAG, 1, 0, 1, LABEL_BYTES + 16, LABEL_BYTES + 16, 1, 1, 1, 0, 1, 0, B, B);
+  PUT(&n, SIGNATURE, 1, 0, 1, LABEL_BYTES + 16, LABEL_BYTES + 16, 1, 1, 1, 0, 1, 0, B, B);
   PUT(&n, 1, 0, LABEL_BYTES + 16);
   PUT(&n, 1, LABEL_BYTES + 16, LABEL_BYTES + 16);
   PUT(&n, 0, LABEL_BYTES, 8, 16, 0, 0, 0, 0);
@@ -137,7 +138,7 @@ static void another_message_is_an_error(void) {
     uint64_t signature;
     int number, bytes;
   } others[] = {{SIGNATURE + 1, 0, SENT_0}, {SIGNATURE, 1, SENT_0},     {SIGNATURE, -1, SENT_0},
-                {SIGNATURE, 0, SENT_0 - 8}, {SIGNATURE, 0, SENT_0 + 8}, {SIGNATURE, 0, LABEL_BYTES}};
+                {SIGNATURE, 0, SENT_0 - 8}, {SIGNATURE, 0, SENT_0 + 8}, {SIGNATURE, 0, NOTICE_BYTES + 8}};
   const struct plan *plan = plan_of_three(false, BEGINS_AS_OPERANDS);
   for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
     prepare();
@@ -154,13 +155,14 @@ static void another_message_is_an_error(void) {
 }
 
 static void a_failure_of_mpi_leaves_nothing_behind(void) {
-  static const char *const functions[] = {"MPI_Isend", "MPI_Mprobe", "MPI_Mrecv", "MPI_Wait"};
+  static const char *const functions[] = {"MPI_Irecv", "MPI_Isend", "MPI_Wait"};
   const struct plan *plan = plan_of_three(false, BEGINS_AS_OPERANDS);
   FOR_EACH (const char *const *, function, functions) {
     prepare();
     deliver_all();
     fake->fail(*function, 1, 16);
     FAILS(exchange_of(plan, a_out, b_out), FFI_INTERNAL, "jaxmpi.Grid.exchange", *function);
+    CHECK_EQUAL(atomic_load(&fake->live_requests), 0);
     fake->reset();
   }
 }
@@ -182,11 +184,11 @@ static void arrays_must_be_those_of_the_plan(void) {
 
 static void numbers_must_describe_a_plan(void) {
   struct numbers n = {.count = 0};
-  PUT(&n, SIGNATURE, PLAN_TAG, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, B, B);
+  PUT(&n, SIGNATURE, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, B, B);
   CHECK(COMM(planned(&n)) != 0); /* where it stays reachable */
   CHECK(plan_make(n.values, n.count + 1) == NULL);
-  n.values[9] = 1; /* a box, of nine axes */
-  n.count = 15;
+  n.values[8] = 1; /* a box, of nine axes */
+  n.count = 14;
   PUT(&n, 0, 0, 0, 8, 0, 0, 0, MAX_BOX_AXES + 1);
   CHECK(plan_make(n.values, n.count) == NULL);
 }
@@ -194,7 +196,7 @@ static void numbers_must_describe_a_plan(void) {
 /* Elements 0 and 2 are added to elements 4 and, by a stride of 0, to 4 again. */
 static struct plan *adding(int64_t bytes) {
   struct numbers n = {.count = 0};
-  PUT(&n, SIGNATURE, PLAN_TAG, 1, 1, 0, 2 * bytes, 0, 0, 0, 1, 1, 1, 0, B, B);
+  PUT(&n, SIGNATURE, 1, 1, 0, 2 * bytes, 0, 0, 0, 1, 1, 1, 0, B, B);
   PUT(&n, 0, 0, 0, bytes, 0, 0, 0, 1, 2, 2 * bytes);
   PUT(&n, 0, 0, 0, bytes, 0, 0, 0, 1, 2, 2 * bytes); /* and cleared */
   PUT(&n, 0, 0, 4 * bytes, bytes, 0, 0, 0, 1, 2, 0);
@@ -329,7 +331,7 @@ static void listed_rows_travel(void) {
       context("wide %d, run %d", wide, (int)*length);
       prepare();
       struct numbers n = {.count = 0};
-      PUT(&n, SIGNATURE, PLAN_TAG, 1, 0, BEGINS_AS_ZERO, stage, 0, 0, 0, 1, 0, 1, 0, bytes, bytes);
+      PUT(&n, SIGNATURE, 1, 0, BEGINS_AS_ZERO, stage, 0, 0, 0, 1, 0, 1, 0, bytes, bytes);
       for (int side = 0; side < 2; side++)
         PUT(&n, 0, 0, -beyond * *length, *length, 0, 0, COMM(lists[side]), 2, BATCHES, ROWS * *length, CHOSEN, *length);
       fill(x, sizeof x);
@@ -398,7 +400,7 @@ static void listed_rows_are_combined(void) {
         }
         for (int i = 0; i < elements; i++) put_number(*code, right + i * bytes, results[i]);
         struct numbers n = {.count = 0};
-        PUT(&n, SIGNATURE, PLAN_TAG, 1, (int64_t)how, 0, GIVEN * length, 0, 0, 0, 1, 0, 1, 0, elements, elements);
+        PUT(&n, SIGNATURE, 1, (int64_t)how, 0, GIVEN * length, 0, 0, 0, 1, 0, 1, 0, elements, elements);
         PUT(&n, 0, 0, 0, GIVEN * length, 0, 0, 0, 0);
         PUT(&n, 0, 0, 0, length, 0, 0, COMM(list), 1, GIVEN, length);
         const struct plan *plan = planned(&n);
@@ -416,7 +418,7 @@ static void nan_wins(void) {
   for (enum combination how = COMBINE_MAX; how <= COMBINE_MIN; how++) {
     struct numbers n = {.count = 0};
     prepare();
-    PUT(&n, SIGNATURE, PLAN_TAG, 1, (int64_t)how, 0, 8, 0, 0, 0, 1, 0, 1, 0, 4, 4);
+    PUT(&n, SIGNATURE, 1, (int64_t)how, 0, 8, 0, 0, 0, 1, 0, 1, 0, 4, 4);
     PUT(&n, 0, 0, 0, 8, 0, 0, 0, 0, 0, 0, 8, 8, 0, 0, 0, 0);
     SUCCEEDS(RUN("exchange", ARRAY(F32, x, 4), ARRAY(F32, y, 4), COMM(comm), COMM(planned(&n))));
     CHECK(y[1] == 1 && y[2] != y[2] && y[3] != y[3]);
@@ -431,7 +433,7 @@ static void lists_must_fit(void) {
   } boxes[] = {{1, 1, 2, true}, {1, 1, 3, false}, {1, 0, 2, false}, {0, 1, 2, false}};
   for (size_t i = 0; i < sizeof boxes / sizeof *boxes; i++) {
     struct numbers n = {.count = 0};
-    PUT(&n, SIGNATURE, PLAN_TAG, 1, 0, 0, 16, 0, 0, 0, 1, 0, 0, 0, B, B);
+    PUT(&n, SIGNATURE, 1, 0, 0, 16, 0, 0, 0, 1, 0, 0, 0, B, B);
     PUT(&n, 0, 0, 0, 8, 0, 0, boxes[i].known ? COMM(list) : 1, boxes[i].axes);
     if (boxes[i].axes > 0) PUT(&n, boxes[i].count, 8);
     struct plan *plan = plan_make(n.values, n.count);
@@ -439,7 +441,7 @@ static void lists_must_fit(void) {
     CHECK(plan == NULL || COMM(plan) != 0);
   }
   struct numbers n = {.count = 0};
-  PUT(&n, SIGNATURE, PLAN_TAG, 1, COMBINATIONS, 0, 0, 0, 0, 0, 0, 0, 0, 0, B, B);
+  PUT(&n, SIGNATURE, 1, COMBINATIONS, 0, 0, 0, 0, 0, 0, 0, 0, 0, B, B);
   CHECK(plan_make(n.values, n.count) == NULL);
 }
 
@@ -449,7 +451,7 @@ enum { HALF = 4 * 3 * 4, COVERED_STAGE = LABEL_BYTES + HALF };
 static const float other_half[12] = {50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61};
 static struct plan *transposing(int begin, int pairs, int64_t count_there) {
   struct numbers n = {.count = 0};
-  PUT(&n, SIGNATURE, PLAN_TAG, 1, 0, begin, COVERED_STAGE + HALF, COVERED_STAGE, 1, 1, 2, 0, 2, pairs, A, A);
+  PUT(&n, SIGNATURE, 1, 0, begin, COVERED_STAGE + HALF, COVERED_STAGE, 1, 1, 2, 0, 2, pairs, A, A);
   PUT(&n, 2, 0, COVERED_STAGE, 2, COVERED_STAGE + HALF, COVERED_STAGE);
   PUT(&n, 0, LABEL_BYTES, 0, 12, 0, 0, 0, 1, 4, 24);    /* the left half leaves */
   PUT(&n, 0, COVERED_STAGE, 12, 12, 0, 0, 0, 1, 4, 24); /* the right half stays */
@@ -481,7 +483,7 @@ static void own_parts_are_copied_at_once(void) {
 /* What was in the memory of a result that begins as it is never looks like its numbers. */
 static void nothing_is_left_after_an_error(void) {
   const struct plan *plan = transposing(BEGINS_COVERED, 1, 4);
-  static const char *const functions[] = {NULL, "MPI_Isend", "MPI_Mprobe", "MPI_Mrecv", "MPI_Wait"};
+  static const char *const functions[] = {NULL, "MPI_Irecv", "MPI_Isend", "MPI_Wait"};
   FOR_EACH (const char *const *, function, functions) {
     prepare();
     deliver(2, SIGNATURE + (*function == NULL), number, other_half, COVERED_STAGE);
@@ -496,7 +498,7 @@ static void nothing_is_left_after_an_error(void) {
 /* From ranks 0 and 2 a half each, of which the second one is wrong. */
 static void parts_are_left_out_after_an_error(void) {
   struct numbers n = {.count = 0};
-  PUT(&n, SIGNATURE, PLAN_TAG, 1, 0, BEGINS_AS_ZERO, 0, 2 * COVERED_STAGE, 0, 2, 0, 0, 2, 0, A, A);
+  PUT(&n, SIGNATURE, 1, 0, BEGINS_AS_ZERO, 0, 2 * COVERED_STAGE, 0, 2, 0, 0, 2, 0, A, A);
   PUT(&n, 0, 0, COVERED_STAGE, 2, COVERED_STAGE, COVERED_STAGE);
   PUT(&n, 0, LABEL_BYTES, 0, 12, 0, 0, 0, 1, 4, 24);
   PUT(&n, 0, COVERED_STAGE + LABEL_BYTES, 12, 12, 0, 0, 0, 1, 4, 24);
@@ -513,9 +515,123 @@ static void parts_are_left_out_after_an_error(void) {
   }
 }
 
+/* --- messages of many ranks, short and long --- */
+
+/* Rank 0 of 12 sends each other rank as many elements as it receives from it: every third message is a long one. */
+enum { RANKS = 12, LENGTHY = NOTICE_BYTES / 8 + 3, OF_ALL = RANKS * LENGTHY };
+static int64_t elements_of(int rank) { return rank % 3 == 0 ? LENGTHY : rank; }
+static int64_t bytes_of(int rank) { return LABEL_BYTES + 8 * elements_of(rank); }
+static double many[OF_ALL], many_out[OF_ALL];
+
+static const struct plan *plan_of_many(void) {
+  struct numbers n = {.count = 0};
+  int64_t half = 0;
+  for (int rank = 1; rank < RANKS; rank++) half += bytes_of(rank);
+  PUT(&n, SIGNATURE, 1, 0, BEGINS_AS_ZERO, half, half, RANKS - 1, RANKS - 1, RANKS - 1, 0, RANKS - 1, 0);
+  PUT(&n, OF_ALL, OF_ALL);
+  for (int64_t side = 0, at = 0; side < 2; side++)
+    for (int rank = 1; rank < RANKS; at += bytes_of(rank++)) PUT(&n, rank, at, bytes_of(rank));
+  for (int64_t side = 0, at = 0; side < 2; side++)
+    for (int rank = 1; rank < RANKS; at += bytes_of(rank++))
+      PUT(&n, 0, at + LABEL_BYTES, 8 * LENGTHY * rank, 8 * elements_of(rank), 0, 0, 0, 0);
+  return planned(&n);
+}
+
+/* The messages of all others, of which that of `wrong` (0: none) has another signature, or as many elements more. */
+static void deliver_many(int wrong, int64_t more) {
+  static double values[2 * LENGTHY];
+  fake->reset();
+  comm = world(0, RANKS);
+  number = atomic_load(&comm->planned) + 1;
+  for (int i = 0; i < OF_ALL; i++) many[i] = i + 1, many_out[i] = -1;
+  for (int rank = 1; rank < RANKS; rank++) {
+    for (int i = 0; i < 2 * LENGTHY; i++) values[i] = 1000 * rank + i;
+    bool other = rank == wrong;
+    deliver(rank, SIGNATURE + (uint64_t)(other && more == 0), number, values, bytes_of(rank) + (other ? 8 * more : 0));
+  }
+}
+
+static ffi_error *exchange_many(const struct plan *plan) {
+  return RUN("exchange", ARRAY(F64, many, OF_ALL), ARRAY(F64, many_out, OF_ALL), COMM(comm), COMM(plan));
+}
+
+static void check_many(void) {
+  for (int rank = 0; rank < RANKS; rank++)
+    for (int64_t i = 0; i < LENGTHY; i++)
+      CHECK(many_out[rank * LENGTHY + i] == (rank > 0 && i < elements_of(rank) ? 1000.0 * rank + (double)i : 0.0));
+  CHECK_EQUAL(fake->queued, 0);
+  CHECK_EQUAL(atomic_load(&fake->live_requests), 0);
+}
+
+/* Also where others are posted on the communicator, so that messages are matched in the order of the queue. */
+static void short_and_long_messages_of_many(void) {
+  const struct plan *plan = plan_of_many();
+  for (int queued = 0; queued < 2; queued++) {
+    deliver_many(0, 0);
+    atomic_fetch_add(&comm->queued, queued);
+    SUCCEEDS(exchange_many(plan));
+    atomic_fetch_add(&comm->queued, -queued);
+    check_many();
+    CHECK_EQUAL(times_called("MPI_Irecv"), queued ? 0 : RANKS - 1);
+    CHECK_EQUAL(times_called("MPI_Isend"), RANKS - 1 + 3);
+    for (int rank = 1, at = 0; rank < RANKS; rank++, at++) {
+      const struct fake_call *sent = called("MPI_Isend", at);
+      if (rank % 3 == 0) {
+        CHECK_EQUAL(sent->tag, notices_tag());
+        CHECK_EQUAL(sent->in_bytes, LABEL_BYTES);
+        sent = called("MPI_Isend", ++at);
+      }
+      CHECK_EQUAL(sent->peer, rank);
+      CHECK_EQUAL(sent->tag, rank % 3 == 0 ? plans_tag() : notices_tag());
+      CHECK_EQUAL(sent->in_bytes, bytes_of(rank));
+    }
+  }
+}
+
+/* Whichever message is another one, and of whatever length: nothing is left of it. */
+static void any_message_may_be_wrong(void) {
+  static const int64_t more[] = {0, 1, LENGTHY - 2, -1, 4 - LENGTHY};
+  const struct plan *plan = plan_of_many();
+  for (int queued = 0; queued < 2; queued++)
+    for (int rank = 1; rank < RANKS; rank++)
+      FOR_EACH (const int64_t *, its, more) {
+        if (elements_of(rank) + *its <= 0) continue;
+        char text[64];
+        snprintf(text, sizeof text, "rank %d has sent something else (%d bytes", rank,
+                 (int)(bytes_of(rank) + 8 * *its));
+        deliver_many(rank, *its);
+        atomic_fetch_add(&comm->queued, queued);
+        FAILS(exchange_many(plan), FFI_FAILED_PRECONDITION, "jaxmpi.Grid.exchange", text);
+        atomic_fetch_add(&comm->queued, -queued);
+        for (int i = 0; i < OF_ALL; i++) CHECK(many_out[i] != many_out[i]);
+        CHECK_EQUAL(fake->queued, 0);
+        CHECK_EQUAL(atomic_load(&fake->live_requests), 0);
+      }
+  deliver_many(0, 0);
+  SUCCEEDS(exchange_many(plan));
+  check_many();
+}
+
+/* Each call of MPI fails in turn; MPI keeps no memory of the call. */
+static void any_call_may_fail(void) {
+  static const char *const functions[] = {"MPI_Irecv", "MPI_Isend", "MPI_Wait", "MPI_Mprobe", "MPI_Mrecv"};
+  static const int times[] = {RANKS - 1, RANKS + 2, 2 * RANKS + 1, 3, 3};
+  const struct plan *plan = plan_of_many();
+  for (size_t k = 0; k < sizeof times / sizeof *times; k++)
+    for (int nth = 1; nth <= times[k]; nth++) {
+      context("%s, call %d", functions[k], nth);
+      deliver_many(0, 0);
+      fake->fail(functions[k], nth, 16);
+      FAILS(exchange_many(plan), FFI_INTERNAL, "jaxmpi.Grid.exchange", functions[k]);
+      for (int i = 0; i < OF_ALL; i++) CHECK(many_out[i] != many_out[i]);
+      CHECK_EQUAL(atomic_load(&fake->live_requests), 0);
+      if (k == 0) CHECK_EQUAL(fake->queued, 0); /* where messages cannot be expected they are matched */
+    }
+}
+
 static void boxes_must_be_in_order(void) {
   struct numbers n = {.count = 0};
-  PUT(&n, SIGNATURE, PLAN_TAG, 1, 0, 0, 32, 0, 0, 0, 2, 0, 0, 0, B, B);
+  PUT(&n, SIGNATURE, 1, 0, 0, 32, 0, 0, 0, 2, 0, 0, 0, B, B);
   PUT(&n, 0, 16, 0, 8, 0, 0, 0, 0, 0, 0, 8, 8, 0, 0, 0, 0);
   CHECK(plan_make(n.values, n.count) == NULL);
 }
@@ -544,6 +660,9 @@ static const struct test tests[] = {
     TEST(own_parts_are_copied_at_once),
     TEST(nothing_is_left_after_an_error),
     TEST(parts_are_left_out_after_an_error),
+    TEST(short_and_long_messages_of_many),
+    TEST(any_message_may_be_wrong),
+    TEST(any_call_may_fail),
     TEST(boxes_must_be_in_order),
     TEST(pairs_must_be_alike),
 };

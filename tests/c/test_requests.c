@@ -11,8 +11,8 @@
 #include "requests/progress.h"
 #include "requests/table.h"
 
-/* Tags below TAGS are those of users; with the limit MOST_TAG the next is that of plans. */
-enum { PLACE = 1, SIZE = 4, N = 7, ROOM = 1024, CODE = 77, MOST_TAG = 127, TAGS = 62, OF_DERIVATIVES = 64 };
+/* Tags below TAGS are those of users; with the limit MOST_TAG the next are those of notices and of plans. */
+enum { PLACE = 1, SIZE = 4, N = 7, ROOM = 1024, CODE = 77, MOST_TAG = 127, TAGS = 61, OF_DERIVATIVES = 64 };
 static _Alignas(16) unsigned char in[ROOM], out[ROOM], message[ROOM];
 static float id[2], other[2];
 
@@ -539,7 +539,7 @@ static void what_was_kept_comes_first(void) {
 }
 
 static void any_tag_is_one_of_users(void) {
-  static const int others[] = {TAGS, TAGS + 1, OF_DERIVATIVES, MOST_TAG};
+  static const int others[] = {TAGS, TAGS + 1, TAGS + 2, OF_DERIVATIVES, MOST_TAG};
   for (int alone = 0; alone < 2; alone++)
     FOR_EACH (const int *, tag, others) {
       context("tag %d, %s", *tag, alone ? "alone" : "with others");
@@ -716,7 +716,7 @@ static uint64_t number;
 
 static const struct plan *planned(int64_t elements) {
   struct numbers n = {.count = 0};
-  PUT(&n, SIGNATURE, TAGS, 1, 0, 0, 2 * MESSAGE, 2 * MESSAGE, 2, 2, 2, 0, 2, 0, elements, elements);
+  PUT(&n, SIGNATURE, 1, 0, 0, 2 * MESSAGE, 2 * MESSAGE, 2, 2, 2, 0, 2, 0, elements, elements);
   PUT(&n, 2, 0, MESSAGE, 3, MESSAGE, MESSAGE);
   PUT(&n, 0, 2 * MESSAGE, MESSAGE, 2, 3 * MESSAGE, MESSAGE);
   PUT(&n, 0, LABEL_BYTES, 0, 8, 0, 0, 0, 0, 0, MESSAGE + LABEL_BYTES, 8, 8, 0, 0, 0, 0);
@@ -742,11 +742,11 @@ static void prepare_plan(void) {
 static void deliver_planned(int source, uint64_t of_call, int64_t bytes) {
   char data[64] = {0};
   struct call call = {.operation = &operation_table[ROW_exchange_start]};
-  uint64_t label = plan_label(&call, the_plan(), of_call);
+  const struct peer peer = {.bytes = MESSAGE};
   float values[2] = {(float)source + 0.25f, (float)source + 0.5f};
-  memcpy(data, &label, sizeof label);
+  label_put(data, label_to(&peer, plan_label(&call, the_plan(), of_call)));
   memcpy(data + LABEL_BYTES, values, sizeof values);
-  fake->deliver(here()->handle, source, TAGS, data, bytes);
+  fake->deliver(here()->handle, source, plans_tag(), data, bytes);
 }
 
 static ffi_error *start_exchange(float *numbers) {
@@ -776,7 +776,7 @@ static void fields_are_exchanged(void) {
       CHECK_EQUAL(times_called("MPI_Isend"), 2);
       CHECK_EQUAL(called("MPI_Isend", 1)->peer, 3);
       CHECK_EQUAL(called("MPI_Isend", 1)->in_bytes, MESSAGE);
-      CHECK_EQUAL(called("MPI_Isend", 1)->tag, TAGS);
+      CHECK_EQUAL(called("MPI_Isend", 1)->tag, plans_tag());
       if (when != BEFORE) deliver_planned(0, number, MESSAGE), deliver_planned(2, number, MESSAGE);
       if (when == LATE) fake->unheard = 5;
       if (when == FOUND) look_for_messages();
@@ -795,7 +795,7 @@ static void fields_are_exchanged(void) {
 static void covered_results_are_written(void) {
   static const struct plan *covered;
   struct numbers n = {.count = 0};
-  PUT(&n, SIGNATURE, TAGS, 1, 0, BEGINS_COVERED, MESSAGE + 8, MESSAGE, 1, 1, 2, 0, 2, 1, 4, 4);
+  PUT(&n, SIGNATURE, 1, 0, BEGINS_COVERED, MESSAGE + 8, MESSAGE, 1, 1, 2, 0, 2, 1, 4, 4);
   PUT(&n, 2, 0, MESSAGE, 2, MESSAGE + 8, MESSAGE);
   PUT(&n, 0, LABEL_BYTES, 0, 8, 0, 0, 0, 0, 0, MESSAGE, 8, 8, 0, 0, 0, 0);
   PUT(&n, 0, MESSAGE + 8 + LABEL_BYTES, 8, 8, 0, 0, 0, 0, 0, MESSAGE, 0, 8, 0, 0, 0, 0);

@@ -9,7 +9,7 @@
 #include "devices/transport.h"
 #include "simulated.h"
 
-enum { PLAN_TAG = 77, ARRAYS_AT_MOST = 3, MOST_AXES = 3, MOST_SIDE = 12, MOST_MOVES = 6, PLANS = 300, ROOM = 4096 };
+enum { ARRAYS_AT_MOST = 3, MOST_AXES = 3, MOST_SIDE = 12, MOST_MOVES = 6, PLANS = 300, ROOM = 4096 };
 static const int64_t ALWAYS = 0, NEVER = 1ll << 40; /* of runtime.copy_bytes */
 
 /* --- plans --- */
@@ -95,7 +95,7 @@ static const struct plan *draw_plan(const struct shape *shapes, int arrays, int 
   }
   bool travels = own < moves;
   int64_t length = travels ? message : 0, sent = length + own_bytes;
-  PUT(&n, 4711, PLAN_TAG, arrays, combines, once_in(3), sent, length, travels, travels, moves, fills, moves, 0);
+  PUT(&n, 4711, arrays, combines, once_in(3), sent, length, travels, travels, moves, fills, moves, 0);
   for (int i = 0; i < 2 * arrays; i++) PUT(&n, elements_of(&shapes[i % arrays]));
   for (int i = 0; i < 2 * travels; i++) PUT(&n, 1, i * sent, length);
   for (int k = 0; k < moves; k++) { /* as they lie in the stage */
@@ -213,7 +213,7 @@ static void random_boxes(void) {
 static const struct plan *plan_of_columns(int64_t side, bool adds) {
   const int64_t column = 8 * side, message = LABEL_BYTES + 2 * column, row = 8 * side;
   struct numbers n = {.count = 0};
-  PUT(&n, 4711, PLAN_TAG, 1, adds, 0, message, message, 1, 1, 1, 1, 1, 0);
+  PUT(&n, 4711, 1, adds, 0, message, message, 1, 1, 1, 1, 1, 0);
   PUT(&n, side * side, side * side);
   PUT(&n, 1, 0, message, 1, message, message);                                 /* to itself */
   PUT(&n, 0, LABEL_BYTES, 8, 16, 0, 0, 0, 1, side, row);                       /* columns 1 and 2 */
@@ -259,7 +259,7 @@ static void only_what_travels_is_copied(void) {
 static const struct plan *plan_of_list(const struct indices *list, int64_t rows, int64_t row) {
   const int64_t count = list->count, message = LABEL_BYTES + count * row;
   struct numbers n = {.count = 0};
-  PUT(&n, 4711, PLAN_TAG, 1, 0, 0, message, message, 1, 1, 1, 0, 1, 0, rows * row / 8, rows * row / 8);
+  PUT(&n, 4711, 1, 0, 0, message, message, 1, 1, 1, 0, 1, 0, rows * row / 8, rows * row / 8);
   PUT(&n, 1, 0, message, 1, message, message); /* to itself */
   PUT(&n, 0, LABEL_BYTES, 0, row, 0, 0, registered(list), 1, count, row);
   PUT(&n, 0, message + LABEL_BYTES, (rows - count) * row, count * row, 0, 0, 0, 0);
@@ -324,7 +324,7 @@ static void errors_are_deferred(void) {
     context("transport %s", transport_names[*transport]);
     runtime.transport = *transport;
     fake->reset();
-    fake->fail("MPI_Mprobe", 1, 16);
+    fake->fail("MPI_Irecv", 1, 16);
     set_square(&on_device, false);
     SUCCEEDS(call_in(space, &on_device, plan));
     for (int i = 0; i < SIDE * SIDE; i++) {
@@ -332,12 +332,12 @@ static void errors_are_deferred(void) {
       CHECK(i % SIDE < SIDE - 2 ? got == right : got != got);
     }
     fake->reset();
-    FAILS(call_in(space, &on_device, plan), FFI_INTERNAL, "an operation before it has failed", "MPI_Mprobe failed");
+    FAILS(call_in(space, &on_device, plan), FFI_INTERNAL, "an operation before it has failed", "MPI_Irecv failed");
   }
   runtime.transport = TRANSPORT_WAIT;
   fake->reset();
-  fake->fail("MPI_Mprobe", 1, 16);
-  FAILS(call_in(space, &on_device, plan), FFI_INTERNAL, "MPI_Mprobe failed");
+  fake->fail("MPI_Irecv", 1, 16);
+  FAILS(call_in(space, &on_device, plan), FFI_INTERNAL, "MPI_Irecv failed");
   fake->reset();
   finish();
 }

@@ -300,7 +300,7 @@ static const struct plan *plan_to_itself(int rank) {
   static const struct plan *made[4];
   struct numbers n = {.count = 0};
   enum { BYTES = LABEL_BYTES + 16 };
-  PUT(&n, 4711, 3, 1, 0, 0, BYTES, BYTES, 1, 1, 1, 0, 1, 0, 5, 5, rank, 0, BYTES, rank, BYTES, BYTES);
+  PUT(&n, 4711, 1, 0, 0, BYTES, BYTES, 1, 1, 1, 0, 1, 0, 5, 5, rank, 0, BYTES, rank, BYTES, BYTES);
   PUT(&n, 0, LABEL_BYTES, 8, 16, 0, 0, 0, 0, 0, BYTES + LABEL_BYTES, 0, 16, 0, 0, 0, 0);
   if (made[rank] == NULL) made[rank] = plan_make(n.values, n.count);
   return made[rank];

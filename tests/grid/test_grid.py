@@ -657,25 +657,62 @@ def test_a_float8_field_is_exchanged_and_not_differentiated(comm, size):
 
 @pytest.mark.own_errors
 @pytest.mark.ranks(2)
-def test_ranks_that_differ_get_an_error(comm, rank, size):
-    """Each rank that receives something of another call raises, and later calls are right again."""
+@pytest.mark.parametrize("rows", [1, 200])
+def test_ranks_that_differ_get_an_error(rows, comm, rank, size):
+    """Each rank that receives something of another call raises, and later calls are right again: with short messages
+    and with long ones, of which the other rank is told first."""
     part = comm.Split(rank // 2)
     if part.size == 2:
         grid = jaxmpi.Grid(2, 16, periodic=True, comm=part)
-        x = jnp.arange(10.0)
+        x = jnp.arange(10.0 * rows).reshape(rows, 10)
         for other in (
             lambda: grid.exchange(x.astype("float32")),
             lambda: grid.exchange((x, x)),
             lambda: grid.exchange(jnp.ones((2, 10))),
+            lambda: grid.exchange(jnp.ones((300, 10))),
             lambda: grid.exchange(x, boundary="edge"),
             lambda: grid.exchange({"another name": x}),
         ):
             with pytest.raises(jax.errors.JaxRuntimeError, match=r"has sent something else|the ranks differ"):
                 jax.block_until_ready(other() if part.rank else grid.exchange(x))
             right = grid.exchange(x + part.rank)
-            np.testing.assert_array_equal(right[1:-1], x[1:-1] + part.rank)
-            assert right[0] == x[8] + 1 - part.rank
-            assert right[9] == x[1] + 1 - part.rank
+            np.testing.assert_array_equal(right[:, 1:-1], x[:, 1:-1] + part.rank)
+            np.testing.assert_array_equal(right[:, 0], x[:, 8] + 1 - part.rank)
+            np.testing.assert_array_equal(right[:, 9], x[:, 1] + 1 - part.rank)
+    part.Free()
+
+
+@pytest.mark.own_errors
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("rows", [1, 200])
+@pytest.mark.parametrize("first", ["recv", "irecv", "exchange"])
+def test_messages_of_exchanges_are_for_no_tag(first, rows, comm, rank, size):
+    """A receive with any tag leaves them alone: while it waits, while it is posted, and where they have come before."""
+    part = comm.Split(rank // 2)
+    if part.size == 2:
+        grid = jaxmpi.Grid(2, 16, comm=part)
+        x = 1 + jnp.arange(9.0 * rows).reshape(rows, 9) + 1000 * part.rank
+        template = jnp.zeros(3)
+        for turn in range(3):
+            if part.rank == 0:  # it receives nothing, so it need not wait for the other
+                grid.exchange(x + turn, ((1, 0),))
+                grid.exchange(x - turn, ((1, 0),))
+                notoken.send(template + turn + 1, 1, tag=3, comm=part)
+                continue
+            if first == "irecv":
+                request = notoken.irecv(template, MPI.ANY_SOURCE, tag=MPI.ANY_TAG, comm=part)
+            if first == "recv":
+                got = notoken.recv(template, MPI.ANY_SOURCE, tag=MPI.ANY_TAG, comm=part)
+            results = [grid.exchange(x + turn, ((1, 0),)), grid.exchange(x - turn, ((1, 0),))]
+            if first == "irecv":
+                got = notoken.wait(request)
+            if first == "exchange":
+                got = notoken.recv(template, MPI.ANY_SOURCE, tag=MPI.ANY_TAG, comm=part)
+            np.testing.assert_array_equal(got, np.full(3, turn + 1.0))
+            for result, sign in zip(results, (1, -1), strict=True):
+                right = np.array(x + sign * turn)
+                right[:, 0] = right[:, -1] - 1000
+                np.testing.assert_array_equal(result, right)
     part.Free()
 
 

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 import jaxmpi._core as _core
-from jaxmpi._mpi import tags
 from jaxmpi._mpi.library import CONSTANTS
 
 _ALIGNMENT = 8
@@ -311,7 +310,6 @@ def make(
     elements = [math.prod(aval.shape) for aval in (*avals, *results)]
     header = {
         "signature": signature,
-        "tag": tags.OF_PLANS,
         "arrays": len(avals),
         "combines": _COMBINATIONS.index(combines or "none"),
         "begin": _begin(zeroed, bool(combines), [moves[index] for index in unpacked], results),

@@ -1,7 +1,8 @@
 """The tags of messages: derivatives have their own, so that their messages never match those of the function itself.
 
 The upper half of MPI's tags belongs to derivatives, one for each tag in the lower half: the tangents and cotangents of
-a message with tag t have tag t + half.
+a message with tag t have tag t + half. The last three of the lower half are the library's: two are those of plans
+(plans.py), whose messages tell of what they are themselves.
 """
 
 from typing import Any
@@ -20,9 +21,6 @@ TRACED: int = CONSTANTS["TRACED"]
 
 OF_RULES = _FIRST - 1
 """The tag of exchanges that only a derivative makes: the highest one that users may use with derivatives."""
-
-OF_PLANS: int = CONSTANTS["TAG_OF_PLANS"]
-"""The tag of the messages of plans (plans.py), which tell of what they are themselves."""
 
 
 def sent(tag: int, derivative: bool) -> int:
