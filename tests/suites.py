@@ -26,6 +26,11 @@ NOT_EACH_TIME = (
 """How jobs end, several hosts, Slurm, long programs, timelines, benchmarks, wheels, recipes: `make test` leaves them
 out."""
 OF_FAULTS = "faults launcher injected"
+BY_RANKS = (
+    "adjoint taking_part fuzz check errors ends neighbors operations requests counts order large leaves grid "
+    "redistribute replica fft ghosts index_map migrate sparse"
+)
+"""What depends on how many ranks there are: with `--brief` the others are run on two ranks alone."""
 ON_EVERY_TRANSPORT = "device operations errors dtypes order"
 ON_DEVICES = (
     f"{ON_EVERY_TRANSPORT} jit transformations large grid redistribute neighbors ghosts migrate bench counts ends "
@@ -74,8 +79,8 @@ def each_time(options) -> Iterator[Command]:
 
 def everywhere(options) -> Iterator[Command]:
     yield pytest("", options)
-    for ranks in (2, 4):
-        yield pytest("", options, ranks=ranks)
+    yield pytest("", options, ranks=2)
+    yield pytest(BY_RANKS if options.brief else "", options, ranks=4)
     # Optimized code that is dispatched synchronously.
     other = {"JAXMPI_TEST_SYNCHRONOUS": "1", "JAXMPI_TEST_OPTIMIZED": "1"}
     yield pytest("order jit", options, ranks=2, **other)

@@ -39,7 +39,8 @@ def gone_on(tmp_path, name, ranks, first, rest, fields, atol):
     return whole, series
 
 
-@pytest.mark.parametrize("days", [0.25, pytest.param(10, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("days", [0.25, 10])
 @pytest.mark.seconds(400)
 def test_shallow_water(tmp_path, days):
     size = ("--size", "72", "36")

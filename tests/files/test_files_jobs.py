@@ -49,7 +49,7 @@ STATE = """
 """
 
 
-@pytest.mark.parametrize("written", [1, 2, 3, 4])
+@pytest.mark.parametrize("written", [pytest.param(1, marks=pytest.mark.nightly), 2, 3, 4])
 def test_other_numbers_of_ranks(script, tmp_path, written):
     """What some ranks have written, others read: bit-equal to what they have themselves."""
     program = script(

@@ -735,8 +735,7 @@ def layout_of(processes, shape):
 
 
 @pytest.mark.one_rank
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, 4))])
 def test_blocks_of_any_number_of_processes(seed):
     """Random grids, blocks and axes: what root sends is each rank's block, and what it receives is the array again."""
     random = np.random.default_rng(seed)

@@ -20,7 +20,7 @@ def test_eight_ranks():
     assert "4 passed" in out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_divisions_among_eight_ranks():
     """Redistribution between random divisions among 1 to 8 ranks."""
     test = HERE / "test_redistribute.py"

@@ -705,7 +705,9 @@ def test_command():
 
 @needs_openmpi
 @pytest.mark.seconds(300)
-@pytest.mark.parametrize(("kept", "spare"), [("memory", 0), ("memory", 1), ("files", 0), ("files", 2)])
+@pytest.mark.parametrize(
+    ("kept", "spare"), [("memory", 0), ("memory", 1), ("files", 0), pytest.param("files", 2, marks=pytest.mark.nightly)]
+)
 def test_example(kept, spare, tmp_path):
     """The model ends with the field of a run in which nobody dies."""
     pytest.importorskip("matplotlib")

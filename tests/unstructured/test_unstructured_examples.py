@@ -57,6 +57,7 @@ def test_mesh_poisson(tmp_path):
     assert re.search(rf"^Mean temperature {expected @ shares / shares.sum():.6f}", outs[0], re.M), outs[0]
 
 
+@pytest.mark.nightly
 def test_graph_network(tmp_path):
     """Loss and gradient are those of one process without MPI, and the training is the same on any number of ranks."""
     arguments = ("--vertices", "90", "--steps", "30")
