@@ -292,6 +292,7 @@ def test_long_messages(comm, rank, size):
         equal(jaxmpi.notoken.wait(started)[0], whole[columns.slices], "by a start")
 
 
+@pytest.mark.own_errors
 @pytest.mark.ranks(2)
 def test_long_messages_that_differ(comm, rank, size):
     part = comm.Split(rank // 2)
