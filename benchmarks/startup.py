@@ -2,11 +2,13 @@
 
     python benchmarks/startup.py --output startup.json
 
-Starts jobs of 2 ranks, jaxmpi and mpi4jax in turn, each measuring one package in fresh processes; the slowest or
-largest rank counts.
+Starts jobs of 2 ranks in turn, each measuring one package in fresh processes: jaxmpi, mpi4jax, and mpi4py alone, which
+is what both need beside JAX. The slowest or largest rank counts. Memory is the proportional set size: what is the
+process's own, and its share of what it has in common with others.
 """
 
 import argparse
+import gc
 import importlib.util
 import json
 import resource
@@ -18,7 +20,7 @@ from pathlib import Path
 
 from report import write
 
-PACKAGES = ("jaxmpi", "mpi4jax")
+PACKAGES = ("mpi4py", "jaxmpi", "mpi4jax")
 EAGER_CALLS = 200
 
 
@@ -35,24 +37,41 @@ def job(package):
         function()
         return time.perf_counter() - start
 
+    def memory():
+        gc.collect()
+        MPI.COMM_WORLD.Barrier()
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+        size = next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
+        MPI.COMM_WORLD.Barrier()
+        return size
+
     def peak():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+    def through_host(x):
+        result = np.empty_like(x)
+        MPI.COMM_WORLD.Allreduce(np.asarray(x), result, MPI.SUM)
+        return jnp.asarray(result)
 
     def eager():
         y = x
         for _ in range(EAGER_CALLS):
-            y = mpi.allreduce(x, op=MPI.SUM).block_until_ready()
+            y = allreduce(x).block_until_ready()
         return y
 
+    x = jnp.arange(1.0, 1025.0).block_until_ready()  # starts JAX's backend
+    before = memory()
     figures = {"import [s]": seconds(lambda: importlib.import_module(package))}
+    figures["memory of the import [MiB]"] = memory() - before
     mpi = importlib.import_module("jaxmpi.notoken" if package == "jaxmpi" else package)
     jit = importlib.import_module(package).jit if package == "jaxmpi" else jax.jit
-    x = jnp.arange(1.0, 1025.0).block_until_ready()  # starts JAX's backend
-    compiled = jit(lambda v: mpi.allreduce(v, op=MPI.SUM) * 0.5)
-    figures["first call of a jitted allreduce [s]"] = seconds(lambda: compiled(x).block_until_ready())
-    before = peak()
+    allreduce = through_host if package == "mpi4py" else lambda x: mpi.allreduce(x, op=MPI.SUM)
+    halved = jit(lambda v: (v if package == "mpi4py" else allreduce(v)) * 0.5)
+    figures["first call of a jitted allreduce [s]"] = seconds(lambda: halved(x).block_until_ready())
+    before_calls = peak()
     eager()
-    figures[f"peak memory, growth in {EAGER_CALLS} eager calls [MiB]"] = peak() - before
+    figures[f"peak memory, growth in {EAGER_CALLS} eager calls [MiB]"] = peak() - before_calls
+    figures["memory of the import and the calls [MiB]"] = memory() - before
     largest = np.array(list(figures.values()))
     MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, largest, MPI.MAX)
     if MPI.COMM_WORLD.rank == 0:
