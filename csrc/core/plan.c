@@ -20,12 +20,17 @@ struct reader {
 
 static int64_t take_number(struct reader *reader) { return reader->next < reader->end ? *reader->next++ : 0; }
 
-static void take_peers(struct reader *reader, struct peer *peers, int count) {
+/* False: a message is not longer than its label. */
+static bool take_peers(struct reader *reader, struct peer *peers, int count, int *announced) {
+  bool right = true;
   for (int i = 0; i < count; i++) {
     peers[i].rank = (int)take_number(reader);
     peers[i].stage = take_number(reader);
     peers[i].bytes = take_number(reader);
+    *announced += is_announced(&peers[i]);
+    right &= peers[i].bytes > LABEL_BYTES;
   }
+  return right;
 }
 
 static bool take_boxes(struct reader *reader, struct box *boxes, int count) {
@@ -97,8 +102,9 @@ struct plan *plan_make(const int64_t *numbers, size_t count) {
     plan->fills = plan->packs + plan->pack_count;
     plan->unpacks = plan->fills + plan->fill_count;
     for (size_t i = 0; i < arrays; i++) elements[i] = take_number(&reader);
-    take_peers(&reader, plan->sends, (int)peers);
-    whole = take_boxes(&reader, plan->packs, (int)boxes) && reader.next == reader.end && has_pairs(plan) &&
+    bool right = take_peers(&reader, plan->sends, plan->send_count, &plan->announced_sends);
+    right &= take_peers(&reader, plan->receives, plan->receive_count, &plan->announced_receives);
+    whole = right && take_boxes(&reader, plan->packs, (int)boxes) && reader.next == reader.end && has_pairs(plan) &&
             plan->combines < COMBINATIONS && are_in_order(plan->packs, plan->pack_count - plan->pair_count) &&
             (plan->combines || are_in_order(plan->unpacks, plan->unpack_count - plan->pair_count));
   }

@@ -61,6 +61,7 @@ struct plan {
   int begin;
   int64_t sent, received; /* bytes of each part of the stage */
   int send_count, receive_count, pack_count, fill_count, unpack_count;
+  int announced_sends, announced_receives; /* messages behind a notice */
   /* The last `pair_count` packs and unpacks are of this rank itself, each pair of the same runs and counts. Results of
    * a plan with pairs are not in the memory of operands. The packs before them are in the order in which they lie in
    * the stage, and so are the unpacks unless they are combined. */
@@ -78,10 +79,10 @@ uint64_t plan_label(const struct call *call, const struct plan *plan, uint64_t n
 static inline uint64_t label_to(const struct peer *peer, uint64_t label) { return label + (uint64_t)peer->bytes; }
 static inline void label_put(char *message, uint64_t label) { memcpy(message, &label, LABEL_BYTES); }
 
-/* An operation that blocks sends each peer a notice first: the message itself if it has at most so many bytes, and
- * otherwise its label, which is shorter than any message, with the message behind it. So a rank has room for whatever
- * comes with the tag of notices, and lets MPI expect it before it sends, by which a short message arrives where it is
- * read: no library is given a message that is longer than what it is received into. */
+/* A peer is sent a notice first: the message itself if it has at most so many bytes, and otherwise its label, which is
+ * shorter than any message, with the message behind it. So a rank has room for whatever comes with the tag of notices,
+ * and lets MPI expect it before it sends, by which a short message arrives where it is read: no library is given a
+ * message that is longer than what it is received into. */
 enum { NOTICE_BYTES = 1024 };
 static inline bool is_announced(const struct peer *peer) { return peer->bytes > NOTICE_BYTES; }
 

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "core/failure.h"
+#include "core/plan.h"
 #include "execute/compare.h"
 #include "execute/deadline.h"
 #include "observe/log.h"
@@ -64,7 +65,12 @@ static ffi_error *fail_envelope(const struct call *call, int index, int64_t valu
   const char *name = call->operation->attributes[index].name;
   char given[32] = "more than 32 bits hold";
   if (value != TOO_LARGE) snprintf(given, sizeof given, "%" PRId64, value);
-  if (call->operation->attributes[index].kind == KIND_TAG)
+  bool is_tag = call->operation->attributes[index].kind == KIND_TAG;
+  if (is_tag && is_of_plans((int)value))
+    return call_fail(call, FFI_INVALID_ARGUMENT,
+                     "%s is %s, which is a tag that jaxmpi keeps for itself: choose another; nothing was sent", name,
+                     given);
+  if (is_tag)
     return call_fail(call, FFI_INVALID_ARGUMENT, "%s is %s, and must be between 0 and %" PRId64 "%s; nothing was sent",
                      name, given, runtime.most_tag - first,
                      first > 0 ? " in a derivative (on whose way back sendtag and recvtag are exchanged)" : "");
@@ -95,7 +101,7 @@ static ffi_error *read_traced(struct call *call, int index, int64_t value) {
   bool receives = (row == ROW_recv || row == ROW_irecv) && first == 0;
   bool any = value == abi->any_tag && (receives || strcmp(name, "recvtag") == 0);
   *attribute = any ? value : value + first;
-  if (any || (value >= 0 && value + first <= runtime.most_tag)) return NULL;
+  if (any || (value >= 0 && value + first <= runtime.most_tag && !is_of_plans((int)value))) return NULL;
   return fail_envelope(call, index, value, first, any);
 }
 

@@ -139,8 +139,13 @@ struct notices {
   uint64_t label;
   int expected; /* peers of which MPI expects a notice, or has */
   char *slots;  /* AHEAD times NOTICE_BYTES */
+  bool held;    /* MPI may write into them for ever */
   MPI_Request requests[AHEAD];
 };
+
+static bool is_in_order_of_queue(const struct call *c) {
+  return atomic_load_explicit(&c->comm->queued, memory_order_relaxed) > 0;
+}
 
 static inline char *slot_of(const struct notices *notices, int i) {
   return notices->slots + (size_t)(i % AHEAD) * NOTICE_BYTES;
@@ -163,7 +168,17 @@ static int expect_notices(struct notices *notices, int count) {
 static void cancel_notice(struct notices *notices, int i) {
   MPI_Status ignored;
   MPI_Request *request = &notices->requests[i % AHEAD];
-  if (mpi.Cancel(request) == MPI_SUCCESS) mpi.Wait(request, &ignored);
+  if (mpi.Cancel(request) == MPI_SUCCESS)
+    mpi.Wait(request, &ignored);
+  else
+    notices->held = true;
+}
+
+/* Takes a message that has been matched off the channel; `data`: room for it, or NULL, to drop it. */
+static ffi_error *take_matched(struct call *c, MPI_Message *message, MPI_Status *status, char *data, int64_t bytes) {
+  int code = data != NULL ? receive_bytes(message, data, bytes, status) : message_discard(message, bytes);
+  if (code == CODE_NO_MEMORY) return call_fail(c, FFI_INTERNAL, "no memory for a message of %" PRId64 " bytes", bytes);
+  return code == MPI_SUCCESS ? NULL : call_fail_in(c, "MPI_Mrecv", code);
 }
 
 /* Waits for the notice of a peer, which is then in its slot; that has another label if it is longer. */
@@ -181,28 +196,21 @@ static ffi_error *await_notice(struct notices *notices, int i, MPI_Status *statu
   label_put(slot_of(notices, i), ~label_to(peer, notices->label));
   PASS(match(c, peer->rank, notices_tag(), &message, status));
   int64_t bytes = message_bytes(status);
-  int code = bytes > NOTICE_BYTES ? message_discard(&message, bytes)
-                                  : receive_bytes(&message, slot_of(notices, i), bytes, status);
-  return code == MPI_SUCCESS ? NULL : call_fail_in(c, "MPI_Mrecv", code);
+  return take_matched(c, &message, status, bytes < 0 || bytes > NOTICE_BYTES ? NULL : slot_of(notices, i), bytes);
 }
 
-/* Takes a message of a plan that has been matched off the channel: into the stage, if it has as many bytes as are
- * expected. Returns its label, or another one with an error. */
+/* Receives what a notice has announced: into the stage, unless that is NULL, if it has as many bytes as are expected.
+ * Then `label` is its label. */
 static ffi_error *take_announced(struct call *c, const struct peer *peer, char *stage, int64_t *bytes,
                                  uint64_t *label) {
   MPI_Message message;
   MPI_Status status;
   PASS(match(c, peer->rank, plans_tag(), &message, &status));
   *bytes = message_bytes(&status);
-  int code;
-  if (*bytes == peer->bytes && stage != NULL) {
-    code = receive_bytes(&message, stage + peer->stage, *bytes, &status);
-    memcpy(label, stage + peer->stage, LABEL_BYTES);
-  } else {
-    code = message_discard(&message, *bytes);
-  }
-  if (code == CODE_NO_MEMORY) return call_fail(c, FFI_INTERNAL, "no memory for a message of %" PRId64 " bytes", *bytes);
-  return code == MPI_SUCCESS ? NULL : call_fail_in(c, "MPI_Mrecv", code);
+  char *data = *bytes == peer->bytes && stage != NULL ? stage + peer->stage : NULL;
+  PASS(take_matched(c, &message, &status, data, *bytes));
+  if (data != NULL) memcpy(label, data, LABEL_BYTES);
+  return NULL;
 }
 
 /* Receives the message of a peer into the stage, if it is the one that is expected; otherwise drops it. */
@@ -221,7 +229,11 @@ static ffi_error *receive_planned(struct notices *notices, int i, char *stage) {
   bool its = label == expected;
   int64_t bytes = message_bytes(&status);
   label = ~expected;
-  if (bytes == LABEL_BYTES) PASS(take_announced(c, peer, its ? stage : NULL, &bytes, &label));
+  bool announced = bytes == LABEL_BYTES;
+  while (announced) {
+    PASS(take_announced(c, peer, its ? stage : NULL, &bytes, &label));
+    announced = its && label != expected; /* what an error has left before it is dropped: the right one follows */
+  }
   return label == expected ? NULL : fail_planned(c, peer, bytes);
 }
 
@@ -236,7 +248,7 @@ static ffi_error *receive_all(struct notices *notices, char *stage) {
   for (int i = 0; i < plan->receive_count; i++) {
     const struct peer *peer = &plan->receives[i];
     error = call_first(c, error, receive_planned(notices, i, stage));
-    if (notices->expected == i + AHEAD) { /* a slot is free */
+    if (notices->expected == i + AHEAD && !is_in_order_of_queue(c)) { /* a slot is free */
       int code = expect_notices(notices, i + 1 + AHEAD);
       if (code != MPI_SUCCESS) error = call_first(c, error, call_fail_in(c, "MPI_Irecv", code));
     }
@@ -296,14 +308,15 @@ static ffi_error *by_plan(struct call *c) {
   bool composed = c->messages != NULL; /* and taken apart, by the transport */
   size_t own_bytes = composed ? 0 : stage_bytes;
   size_t slots = (size_t)(plan->receive_count < AHEAD ? plan->receive_count : AHEAD) * NOTICE_BYTES;
-  struct scratch *scratch = scratch_take(own_bytes + slots + 2 * (size_t)plan->send_count * sizeof(MPI_Request));
+  size_t sends = (size_t)(plan->send_count + plan->announced_sends);
+  struct scratch *scratch = scratch_take(own_bytes + slots + sends * sizeof(MPI_Request));
   if (scratch == NULL) return call_fail(c, FFI_INTERNAL, "no memory for messages of %zu bytes", stage_bytes);
   char *stage = composed ? c->messages : scratch->data;
   struct notices notices = {.call = c, .plan = plan, .label = label, .slots = scratch->data + own_bytes};
   struct departures sent = {.call = c, .requests = (MPI_Request *)(void *)(notices.slots + slots)};
   int next = 0, code = MPI_SUCCESS;
   ffi_error *error = NULL;
-  if (atomic_load_explicit(&c->comm->queued, memory_order_relaxed) == 0) code = expect_notices(&notices, AHEAD);
+  if (!is_in_order_of_queue(c)) code = expect_notices(&notices, AHEAD);
   if (code != MPI_SUCCESS) error = call_fail_in(c, "MPI_Irecv", code); /* what comes is matched all the same */
   code = send_all(&sent, plan, stage, label, &next);
   if (code != MPI_SUCCESS) error = call_first(c, error, call_fail_in(c, "MPI_Isend", code));
@@ -322,7 +335,7 @@ static ffi_error *by_plan(struct call *c) {
     if (its != MPI_SUCCESS && error == NULL) error = call_fail_in(c, "MPI_Wait", its);
   }
   if (error != NULL && !composed) plan_spoil(c, plan);
-  scratch_give(scratch);
+  if (!notices.held) scratch_give(scratch);
   return error;
 }
 

@@ -174,6 +174,32 @@ ffi_error *BODY(irecv)(struct call *c) {
   return begin_request(c, request, b.request, bytes);
 }
 
+/* The receives of a plan's notices, and behind them those of what they announce. `labels`: memory for those notices. */
+static void expect_messages(struct call *c, struct request *request, const struct plan *plan, char *labels) {
+  struct receive *announced = &request->receives[plan->receive_count];
+  for (int i = 0; i < plan->receive_count; i++) {
+    const struct peer *peer = &plan->receives[i];
+    struct receive *notice = &request->receives[i];
+    receive_init(notice, c->comm, peer->rank, notices_tag(), is_announced(peer) ? LABEL_BYTES : peer->bytes);
+    notice->memory = is_announced(peer) ? labels : request->data + peer->stage;
+    if (!is_announced(peer)) continue;
+    labels += LABEL_BYTES;
+    receive_init(announced, c->comm, peer->rank, plans_tag(), peer->bytes);
+    announced++->memory = request->data + peer->stage;
+  }
+}
+
+static ffi_error *start_message(struct call *c, struct request *request, const char *data, int64_t bytes, int rank,
+                                int tag) {
+  struct span span = span_of_bytes(bytes);
+  MPI_Request made;
+  int code = span.code;
+  if (code == MPI_SUCCESS) code = mpi.Isend(data, span.count, span.type, rank, tag, handle_of_comm(c->comm), &made);
+  span_free(&span);
+  c->sending = request->handle_count > 0;
+  return begin_with(c, request, code, made);
+}
+
 /* The messages of a plan: those to send leave at once, receives are posted for the others. */
 ffi_error *BODY(exchange_start)(struct call *c) {
   ARGUMENTS(exchange_start, c);
@@ -181,27 +207,20 @@ ffi_error *BODY(exchange_start)(struct call *c) {
   PASS(need_threads(c));
   BEGIN(c, Isend, "to %d ranks and from %d with", plan->send_count, plan->receive_count);
   PASS(plan_check_operands(c, plan));
-  size_t bytes = (size_t)(plan->sent + plan->received);
+  size_t bytes = (size_t)(plan->sent + plan->received), labels = LABEL_BYTES * (size_t)plan->announced_receives;
+  int handles = plan->send_count + plan->announced_sends, receives = plan->receive_count + plan->announced_receives;
   struct request *request;
-  PASS(request_new(c, b.request, bytes + 1, plan->send_count, plan->receive_count, &request));
+  PASS(request_new(c, b.request, bytes + labels + 1, handles, receives, &request));
   request->label = plan_label(c, plan, atomic_fetch_add(&c->comm->planned, 1) + 1);
   plan_compose(c, plan, request->data);
-  for (int i = 0; i < plan->receive_count; i++) {
-    const struct peer *peer = &plan->receives[i];
-    receive_init(&request->receives[i], c->comm, peer->rank, plans_tag(), peer->bytes);
-    request->receives[i].memory = request->data + peer->stage;
-  }
+  expect_messages(c, request, plan, request->data + bytes);
   for (int i = 0; i < plan->send_count; i++) {
     const struct peer *peer = &plan->sends[i];
-    label_put(request->data + peer->stage, label_to(peer, request->label));
-    struct span span = span_of_bytes(peer->bytes);
-    MPI_Request made;
-    int code = span.code;
-    if (code == MPI_SUCCESS)
-      code = mpi.Isend(request->data + peer->stage, span.count, span.type, peer->rank, plans_tag(), comm, &made);
-    span_free(&span);
-    c->sending = i > 0;
-    PASS(begin_with(c, request, code, made));
+    char *message = request->data + peer->stage;
+    label_put(message, label_to(peer, request->label));
+    if (is_announced(peer)) PASS(start_message(c, request, message, LABEL_BYTES, peer->rank, notices_tag()));
+    int tag = is_announced(peer) ? plans_tag() : notices_tag();
+    PASS(start_message(c, request, message, peer->bytes, peer->rank, tag));
   }
   c->sending = false;
   return begin_request(c, request, b.request, (int64_t)bytes);

@@ -56,25 +56,61 @@ static void take_planned(struct request *request, struct receive *receive, int64
   note_code(request, "MPI_Mrecv", code);
 }
 
+/* Receives a message of a plan, of which there is one. Whether it is the one that is expected; `bytes`: how many it
+ * has, -1 if none will ever come. */
+static bool finish_message(struct request *request, struct receive *receive, uint64_t expected, int64_t *bytes) {
+  uint64_t label = ~expected;
+  *bytes = complete_receive(request, receive) ? bytes_of(receive) : -1;
+  if (*bytes >= 0 && receive->state == RECEIVE_MATCHED) take_planned(request, receive, *bytes);
+  if (*bytes == receive->bytes) memcpy(&label, receive->memory, LABEL_BYTES);
+  return label == expected;
+}
+
+/* A notice has announced a message where a short one was expected. */
+static ffi_error *drop_announced(struct call *c, int rank, int64_t *bytes) {
+  MPI_Message message;
+  MPI_Status status;
+  PASS(match(c, rank, plans_tag(), &message, &status));
+  *bytes = message_bytes(&status);
+  int code = message_discard(&message, *bytes);
+  return code == MPI_SUCCESS || code == CODE_NO_MEMORY ? NULL : call_fail_in(c, "MPI_Mrecv", code);
+}
+
+/* Receives what a peer has sent, and the message that its notice announces. `announced`: the receive for that; NULL:
+ * there is to be none. As finish_message. */
+static ffi_error *finish_peer(struct call *c, struct request *request, const struct peer *peer, struct receive *notice,
+                              struct receive *announced, int64_t *bytes, bool *right) {
+  const uint64_t expected = label_to(peer, request->label);
+  *right = finish_message(request, notice, expected, bytes);
+  bool follows = *bytes == LABEL_BYTES;
+  if (announced == NULL) return follows ? drop_announced(c, peer->rank, bytes) : NULL;
+  announced->chain = NULL;
+  if (!follows && queue_withdraw(announced)) return NULL; /* nothing comes */
+  int64_t length;
+  *right &= finish_message(request, announced, expected, &length);
+  if (follows) *bytes = length;
+  return NULL;
+}
+
 /* The messages of a plan: all of them, so that none is left to the next call. */
 static ffi_error *finish_planned(struct call *c, struct request *request, const struct plan *plan) {
   const struct peer *other = NULL; /* the first that has sent something else */
   int64_t others_bytes = 0;
   bool received = true;
-  for (int i = 0; i < request->receive_count; i++) {
-    struct receive *receive = &request->receives[i];
-    const uint64_t expected = label_to(&plan->receives[i], request->label);
-    uint64_t label = ~expected;
-    bool its = complete_receive(request, receive);
-    int64_t bytes = its ? bytes_of(receive) : 0;
-    received &= its;
-    if (its && receive->state == RECEIVE_MATCHED) take_planned(request, receive, bytes);
-    if (its && bytes == receive->bytes) memcpy(&label, receive->memory, LABEL_BYTES);
-    if (its && label != expected && other == NULL) other = &plan->receives[i], others_bytes = bytes;
+  ffi_error *error = NULL;
+  struct receive *announced = &request->receives[plan->receive_count];
+  for (int i = 0; i < plan->receive_count; i++) {
+    const struct peer *peer = &plan->receives[i];
+    struct receive *message = is_announced(peer) ? announced++ : NULL;
+    int64_t bytes;
+    bool right;
+    error = call_first(c, error, finish_peer(c, request, peer, &request->receives[i], message, &bytes, &right));
+    received &= bytes >= 0;
+    if (bytes >= 0 && !right && other == NULL) other = peer, others_bytes = bytes;
   }
-  PASS(fail_noted(c, request));
-  if (!received) return fail_forgotten(c);
-  return other != NULL ? fail_planned(c, other, others_bytes) : NULL;
+  if (error == NULL) error = fail_noted(c, request);
+  if (error == NULL && !received) error = fail_forgotten(c);
+  return error == NULL && other != NULL ? fail_planned(c, other, others_bytes) : error;
 }
 
 /* Receives messages that nobody wants any more, so that they are not left to the next call. */
@@ -185,15 +221,16 @@ ffi_error *BODY(wait)(struct call *c) {
 }
 
 /* `error`: what is known to be wrong with it; then its messages are dropped. */
-static ffi_error *wait_for_planned(struct call *c, struct request *request, const struct plan *plan, ffi_error *error) {
+static ffi_error *wait_for_planned(struct call *c, struct request *request, ffi_error *error) {
   struct watched *record = watchdog_begin_summary(request->summary, SUMMARY_WORDS);
   struct own_words own = call_speak_for(c, request);
   complete_handles(request);
   if (error == NULL) error = request_check_order(c, request);
-  if (error != NULL)
-    drop_messages(request);
+  int its = attribute_of(request->operation, KIND_PLAN); /* what was started may be of another plan */
+  if (its >= 0)
+    error = call_first(c, error, finish_planned(c, request, object_of(request->attributes[its])));
   else
-    error = finish_planned(c, request, plan);
+    drop_messages(request);
   call_speak_again(c, own);
   watchdog_end(record);
   return error;
@@ -219,7 +256,7 @@ ffi_error *BODY(exchange_finish)(struct call *c) {
   if (error == NULL && request != NULL && request->attributes[attribute_of(request->operation, KIND_PLAN)] != a.plan)
     error = call_fail(c, FFI_UNIMPLEMENTED,
                       "the fields are not those that were started with: jax.vmap maps some of them on one side only");
-  if (request != NULL) error = wait_for_planned(c, request, plan, error);
+  if (request != NULL) error = wait_for_planned(c, request, error);
   if (error == NULL) {
     plan_fill(&arrays, plan);
     char *stage = request != NULL ? request->data : calloc(1, (size_t)(plan->sent + plan->received) + 1);

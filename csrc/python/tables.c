@@ -139,7 +139,8 @@ static PyObject *constants(PyObject *self, PyObject *args) {
     if (dict_put(result, numbers[i].name, PyLong_FromLongLong(numbers[i].value)) < 0) Py_CLEAR(result);
   for (size_t i = 0; result != NULL && i < sizeof lists / sizeof *lists; i++)
     if (dict_put(result, lists[i].name, names_tuple(lists[i].names)) < 0) Py_CLEAR(result);
-  if (result != NULL && dict_put(result, "FIRST_TAG_OF_DERIVATIVES", PyLong_FromLong(derivatives_tag())) < 0)
+  if (result != NULL && (dict_put(result, "FIRST_TAG_OF_PLANS", PyLong_FromLong(notices_tag())) < 0 ||
+                         dict_put(result, "FIRST_TAG_OF_DERIVATIVES", PyLong_FromLong(derivatives_tag())) < 0))
     Py_CLEAR(result);
   return result;
 }

@@ -746,7 +746,7 @@ static void deliver_planned(int source, uint64_t of_call, int64_t bytes) {
   float values[2] = {(float)source + 0.25f, (float)source + 0.5f};
   label_put(data, label_to(&peer, plan_label(&call, the_plan(), of_call)));
   memcpy(data + LABEL_BYTES, values, sizeof values);
-  fake->deliver(here()->handle, source, plans_tag(), data, bytes);
+  fake->deliver(here()->handle, source, notices_tag(), data, bytes);
 }
 
 static ffi_error *start_exchange(float *numbers) {
@@ -776,7 +776,7 @@ static void fields_are_exchanged(void) {
       CHECK_EQUAL(times_called("MPI_Isend"), 2);
       CHECK_EQUAL(called("MPI_Isend", 1)->peer, 3);
       CHECK_EQUAL(called("MPI_Isend", 1)->in_bytes, MESSAGE);
-      CHECK_EQUAL(called("MPI_Isend", 1)->tag, plans_tag());
+      CHECK_EQUAL(called("MPI_Isend", 1)->tag, notices_tag());
       if (when != BEFORE) deliver_planned(0, number, MESSAGE), deliver_planned(2, number, MESSAGE);
       if (when == LATE) fake->unheard = 5;
       if (when == FOUND) look_for_messages();
@@ -870,6 +870,151 @@ static void an_exchange_is_finished_as_it_was_started(void) {
     fake->reset();
     all_is_done();
   }
+}
+
+/* --- plans with long messages, which are announced --- */
+
+/* Rank 1 of 4: the first LONG floats go to rank 2, the next two to rank 3; from rank 0 come LONG, from rank 2 the last
+ * two.
+ */
+enum { LONG = 300, OF_MESSAGE = LABEL_BYTES + 4 * LONG, OF_LONG = 2 * LONG + 4 };
+static float given_long[OF_LONG], got_long[OF_LONG];
+
+static const struct plan *long_plan(void) {
+  static const struct plan *made;
+  struct numbers n = {.count = 0};
+  const int64_t sent = OF_MESSAGE + MESSAGE;
+  PUT(&n, SIGNATURE, 1, 0, 0, sent, sent, 2, 2, 2, 0, 2, 0, OF_LONG, OF_LONG);
+  PUT(&n, 2, 0, OF_MESSAGE, 3, OF_MESSAGE, MESSAGE);
+  PUT(&n, 0, sent, OF_MESSAGE, 2, sent + OF_MESSAGE, MESSAGE);
+  PUT(&n, 0, LABEL_BYTES, 0, 4 * LONG, 0, 0, 0, 0, 0, OF_MESSAGE + LABEL_BYTES, 4 * LONG, 8, 0, 0, 0, 0);
+  PUT(&n, 0, sent + LABEL_BYTES, 4 * (LONG + 2), 4 * LONG, 0, 0, 0, 0);
+  PUT(&n, 0, sent + OF_MESSAGE + LABEL_BYTES, 4 * (2 * LONG + 2), 8, 0, 0, 0, 0);
+  if (made == NULL) made = plan_make(n.values, n.count);
+  CHECK(made != NULL);
+  return made;
+}
+
+static void prepare_long(void) {
+  prepare();
+  number = atomic_load(&here()->planned) + 1;
+  for (int i = 0; i < OF_LONG; i++) given_long[i] = (float)(i + 1), got_long[i] = -1;
+}
+
+/* A message of `elements` floats, with a notice before it if it is a long one. */
+static void deliver_any(int source, uint64_t of_call, int elements) {
+  static char data[8 * OF_MESSAGE];
+  struct call call = {.operation = &operation_table[ROW_exchange_start]};
+  const struct peer peer = {.bytes = LABEL_BYTES + 4 * elements};
+  label_put(data, label_to(&peer, plan_label(&call, long_plan(), of_call)));
+  for (int i = 0; i < elements; i++)
+    memcpy(data + LABEL_BYTES + 4 * i, &(const float){(float)(1000 * source + i)}, sizeof(float));
+  if (is_announced(&peer)) fake->deliver(here()->handle, source, notices_tag(), data, LABEL_BYTES);
+  fake->deliver(here()->handle, source, is_announced(&peer) ? plans_tag() : notices_tag(), data, peer.bytes);
+}
+
+static ffi_error *start_long(float *numbers) {
+  return START("exchange_start", ARRAY(F32, given_long, OF_LONG), numbers, COMM(here()), COMM(long_plan()));
+}
+
+static ffi_error *finish_long(float *numbers) {
+  struct frame frame;
+  struct array given[] = {ARRAY(F32, given_long, OF_LONG), ARRAY(F32, numbers, 2)};
+  struct array result[] = {ARRAY(F32, got_long, OF_LONG)};
+  const int64_t attributes[] = {COMM(here()), COMM(long_plan()), 0};
+  frame_make_lists(&frame, "exchange_finish", given, 2, result, 1, attributes);
+  return frame_call(&frame, "exchange_finish");
+}
+
+static void check_long(void) {
+  for (int i = 0; i < OF_LONG; i++) {
+    int from_0 = i - LONG - 2, from_2 = i - 2 * LONG - 2;
+    CHECK(got_long[i] == (float)(from_0 < 0 ? i + 1 : from_2 < 0 ? from_0 : 2000 + from_2));
+  }
+}
+
+static void long_messages_are_exchanged(void) {
+  for (int when = 0; when < WHENS; when++)
+    for (int slow = 0; slow < 3; slow += 2) {
+      prepare_long();
+      fake->slow = slow;
+      context("time %d, slow %d", when, slow);
+      if (when == BEFORE) deliver_any(0, number, LONG), deliver_any(2, number, 2);
+      SUCCEEDS(start_long(id));
+      CHECK_EQUAL(times_called("MPI_Isend"), 3);
+      static const int64_t bytes[] = {LABEL_BYTES, OF_MESSAGE, MESSAGE};
+      for (int i = 0; i < 3; i++) {
+        CHECK_EQUAL(called("MPI_Isend", i)->in_bytes, bytes[i]);
+        CHECK_EQUAL(called("MPI_Isend", i)->tag, i == 1 ? plans_tag() : notices_tag());
+      }
+      if (when != BEFORE) deliver_any(0, number, LONG), deliver_any(2, number, 2);
+      if (when == LATE) fake->unheard = 5;
+      if (when == FOUND) look_for_messages();
+      SUCCEEDS(finish_long(id));
+      check_long();
+      all_is_done();
+    }
+}
+
+/* Also where it is short and a long one was expected, or the other way round. Then the next exchange is right. */
+static void another_long_message_is_an_error(void) {
+  static const struct {
+    int source, later, elements;
+  } others[] = {{0, 1, LONG}, {0, 0, LONG + 1}, {0, 0, 2 * LONG}, {0, 0, 3}, {2, 0, LONG}, {2, 1, 2}, {2, 0, 3}};
+  for (int when = THEN; when < WHENS; when++)
+    for (size_t k = 0; k < sizeof others / sizeof *others; k++) {
+      const int source = others[k].source;
+      char text[64];
+      snprintf(text, sizeof text, "rank %d has sent something else (%d bytes", source,
+               LABEL_BYTES + 4 * others[k].elements);
+      prepare_long();
+      context("time %d, case %d", when, (int)k);
+      SUCCEEDS(start_long(id));
+      deliver_any(source, number + (uint64_t)others[k].later, others[k].elements);
+      deliver_any(2 - source, number, source == 0 ? 2 : LONG);
+      if (when == LATE) fake->unheard = 3;
+      if (when == FOUND) look_for_messages();
+      FAILS(finish_long(id), FFI_FAILED_PRECONDITION, "jaxmpi.Grid.start", text);
+      CHECK_EQUAL(fake->queued, 0);
+      CHECK_EQUAL(queue_posted(), 0);
+      for (int i = 0; i < OF_LONG; i++) CHECK(got_long[i] == -1);
+      SUCCEEDS(start_long(id));
+      deliver_any(0, number + 1, LONG), deliver_any(2, number + 1, 2);
+      SUCCEEDS(finish_long(id));
+      check_long();
+      all_is_done();
+    }
+}
+
+/* One rank may call what blocks where another starts: an exchange is the same with both. */
+static void what_blocks_and_what_starts_are_one(void) {
+  prepare_long();
+  deliver_any(0, number, LONG), deliver_any(2, number, 2);
+  SUCCEEDS(
+      RUN("exchange", ARRAY(F32, given_long, OF_LONG), ARRAY(F32, got_long, OF_LONG), COMM(here()), COMM(long_plan())));
+  check_long();
+  CHECK_EQUAL(fake->queued, 0);
+}
+
+static void calls_of_long_messages_fail(void) {
+  static const char *const functions[] = {"MPI_Isend", "MPI_Improbe", "MPI_Imrecv", "MPI_Mrecv", "MPI_Wait"};
+  FOR_EACH (const char *const *, function, functions)
+    for (int nth = 1; nth <= 3; nth++)
+      for (int found = 0; found < 2; found++) {
+        context("%s, call %d, found %d", *function, nth, found);
+        prepare_long();
+        fake->fail(*function, nth, CODE);
+        ffi_error *error = start_long(id);
+        deliver_any(0, number, LONG), deliver_any(2, number, 2);
+        if (error == NULL && found) look_for_messages();
+        if (error == NULL) error = finish_long(id);
+        if (error != NULL)
+          FAILS(error, FFI_INTERNAL, "jaxmpi.Grid.start", *function);
+        else
+          check_long();
+        CHECK_EQUAL(queue_posted(), 0);
+        all_is_done();
+      }
 }
 
 /* --- errors of MPI --- */
@@ -1446,6 +1591,10 @@ static const struct test tests[] = {
     TEST(two_exchanges_are_under_way),
     TEST(another_exchange_is_an_error),
     TEST(an_exchange_is_finished_as_it_was_started),
+    TEST(long_messages_are_exchanged),
+    TEST(another_long_message_is_an_error),
+    TEST(what_blocks_and_what_starts_are_one),
+    TEST(calls_of_long_messages_fail),
     TEST(an_error_of_a_wait_is_in_the_words_of_the_start),
     TEST(what_is_long_is_looked_after),
     TEST(a_blocking_operation_does_not_keep_messages_waiting),

@@ -682,6 +682,22 @@ def test_ranks_that_differ_get_an_error(rows, comm, rank, size):
     part.Free()
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("rows", [1, 200])
+def test_what_blocks_and_what_starts_are_one_exchange(rows, comm, rank, size):
+    part = comm.Split(rank // 2)
+    if part.size == 2:
+        grid = jaxmpi.Grid(2, 16, periodic=True, comm=part)
+        x = jnp.arange(10.0 * rows).reshape(rows, 10) + 1000 * part.rank
+        for turn in range(4):
+            y = x + turn
+            result = grid.finish(grid.start(y)) if turn % 2 == part.rank else grid.exchange(y)
+            np.testing.assert_array_equal(result[:, 1:-1], y[:, 1:-1])
+            np.testing.assert_array_equal(result[:, 0], y[:, 8] + 1000 * (1 - 2 * part.rank))
+            np.testing.assert_array_equal(result[:, 9], y[:, 1] + 1000 * (1 - 2 * part.rank))
+    part.Free()
+
+
 @pytest.mark.own_errors
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("rows", [1, 200])

@@ -11,6 +11,7 @@ from mpi4py import MPI
 
 import jaxmpi
 from jaxmpi import notoken
+from jaxmpi._mpi import tags
 from jaxmpi._mpi.library import OPERATIONS
 from jaxmpi._operations.table import check_names
 from jaxmpi._primitive.operation import eager_programs
@@ -153,6 +154,11 @@ BAD = {
         r"recv: source .* or MPI.PROC_NULL or MPI.ANY_SOURCE; got \d+",
     ),
     "sendrecv dest": (lambda n: notoken.sendrecv(X, X, 0, n), ValueError, r"sendrecv: dest"),
+    "tag of the library": (
+        lambda n: notoken.send(X, 0, tag=tags.OF_PLANS[0]),
+        ValueError,
+        r"send: tag \d+ is a tag that jaxmpi keeps",
+    ),
     "tag negative": (lambda n: notoken.send(X, 0, tag=-7), ValueError, r"send: tag must be between 0 and \d+; got -7"),
     "tag too large": (lambda n: notoken.recv(X, 0, tag=2**40), ValueError, r"recv: tag .* or MPI.ANY_TAG; got"),
     "tag traced, of another dtype": (

@@ -22,6 +22,9 @@ TRACED: int = CONSTANTS["TRACED"]
 OF_RULES = _FIRST - 1
 """The tag of exchanges that only a derivative makes: the highest one that users may use with derivatives."""
 
+OF_PLANS: tuple[int, int] = (CONSTANTS["FIRST_TAG_OF_PLANS"], CONSTANTS["FIRST_TAG_OF_PLANS"] + 1)
+"""The tags of the messages of plans, which nobody else may use."""
+
 
 def sent(tag: int, derivative: bool) -> int:
     """The tag with which a message is sent, by `derivative` or not; ANY_TAG is unchanged."""

@@ -276,6 +276,8 @@ def tag(value: Any, operation: str, argument: str, also: tuple[int, ...] = ()) -
     if not (0 <= value <= tags.LIMIT or value in also):
         special = " or MPI.ANY_TAG" if also else ""
         raise ValueError(f"{operation}: {argument} must be between 0 and {tags.LIMIT}{special}; got {value}.")
+    if value in tags.OF_PLANS:
+        raise ValueError(f"{operation}: {argument} {value} is a tag that jaxmpi keeps for itself: choose another.")
     return value
 
 
