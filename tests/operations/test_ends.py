@@ -195,7 +195,7 @@ def test_tags_of_this_library():
     highest = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
     half = highest - highest // 2
     assert highest == tags.LIMIT
-    assert tags.OF_PLANS == (half - 3, half - 2)
+    assert (half - 3, half - 2) == tags.OF_PLANS
     assert half - 1 == tags.OF_RULES
     assert tags.sent(0, True) == half
     assert tags.sent(highest // 2, True) == highest
