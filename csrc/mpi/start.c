@@ -192,12 +192,15 @@ static void expect_messages(struct call *c, struct request *request, const struc
 static ffi_error *start_message(struct call *c, struct request *request, const char *data, int64_t bytes, int rank,
                                 int tag) {
   struct span span = span_of_bytes(bytes);
-  MPI_Request made;
   int code = span.code;
-  if (code == MPI_SUCCESS) code = mpi.Isend(data, span.count, span.type, rank, tag, handle_of_comm(c->comm), &made);
-  span_free(&span);
   c->sending = request->handle_count > 0;
-  return begin_with(c, request, code, made);
+  if (code == MPI_SUCCESS) {
+    MPI_Request made;
+    code = mpi.Isend(data, span.count, span.type, rank, tag, handle_of_comm(c->comm), &made);
+    if (code == MPI_SUCCESS) request->handles[request->handle_count++] = (intptr_t)made;
+  }
+  span_free(&span);
+  return code == MPI_SUCCESS ? NULL : fail_start(c, request, code);
 }
 
 /* The messages of a plan: those to send leave at once, receives are posted for the others. */
