@@ -27,10 +27,9 @@ NOT_EACH_TIME = (
 out."""
 OF_FAULTS = "faults launcher injected"
 BY_RANKS = (
-    "adjoint taking_part fuzz check errors ends neighbors operations requests counts order large leaves grid "
-    "redistribute replica fft ghosts index_map migrate sparse"
+    "adjoint fuzz check neighbors operations counts order grid redistribute replica fft ghosts index_map migrate sparse"
 )
-"""What depends on how many ranks there are: with `--brief` the others are run on two ranks alone."""
+"""What depends most on how many ranks there are: with `--brief` the others are run on two ranks alone."""
 ON_EVERY_TRANSPORT = "device operations errors dtypes order"
 ON_DEVICES = (
     f"{ON_EVERY_TRANSPORT} jit transformations large grid redistribute neighbors ghosts migrate bench counts ends "
