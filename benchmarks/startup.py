@@ -18,6 +18,7 @@ import sys
 import time
 from pathlib import Path
 
+import scale
 from report import write
 
 PACKAGES = ("mpi4py", "jaxmpi", "mpi4jax")
@@ -40,8 +41,7 @@ def job(package):
     def memory():
         gc.collect()
         MPI.COMM_WORLD.Barrier()
-        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-        size = next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
+        size = scale.memory() / 1024
         MPI.COMM_WORLD.Barrier()
         return size
 

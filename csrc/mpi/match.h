@@ -38,10 +38,14 @@ bool await_match(struct receive *receive, double deadline, int64_t run);
 /* Keeps a message that has been matched for the receive that it is for, which has not begun. */
 ffi_error *add_unexpected(const struct call *call, MPI_Message message, const MPI_Status *status);
 
+/* Whether messages are matched behind receives that are posted on a communicator, or messages that have been kept. */
+static inline bool is_in_order_of_queue(const struct communicator *comm) {
+  return atomic_load_explicit(&comm->queued, memory_order_relaxed) > 0;
+}
+
 /* Waits for a message, and matches it. The message of an exchange that another rank has started is not for any tag. */
 static inline ffi_error *match(struct call *call, int source, int tag, MPI_Message *message, MPI_Status *status) {
-  if (atomic_load_explicit(&call->comm->queued, memory_order_relaxed) > 0)
-    return match_posted(call, source, tag, message, status);
+  if (is_in_order_of_queue(call->comm)) return match_posted(call, source, tag, message, status);
   TRY_MPI(call, Mprobe, source, tag, handle_of_comm(call->comm), message, status);
   if (tag != ABI_ANY_TAG || status->MPI_SOURCE == ABI_PROC_NULL || !is_of_plans(status->MPI_TAG)) return NULL;
   PASS(add_unexpected(call, *message, status));

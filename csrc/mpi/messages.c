@@ -143,10 +143,6 @@ struct notices {
   MPI_Request requests[AHEAD];
 };
 
-static bool is_in_order_of_queue(const struct call *c) {
-  return atomic_load_explicit(&c->comm->queued, memory_order_relaxed) > 0;
-}
-
 static inline char *slot_of(const struct notices *notices, int i) {
   return notices->slots + (size_t)(i % AHEAD) * NOTICE_BYTES;
 }
@@ -199,10 +195,7 @@ static ffi_error *await_notice(struct notices *notices, int i, MPI_Status *statu
   return take_matched(c, &message, status, bytes < 0 || bytes > NOTICE_BYTES ? NULL : slot_of(notices, i), bytes);
 }
 
-/* Receives what a notice has announced: into the stage, unless that is NULL, if it has as many bytes as are expected.
- * Then `label` is its label. */
-static ffi_error *take_announced(struct call *c, const struct peer *peer, char *stage, int64_t *bytes,
-                                 uint64_t *label) {
+ffi_error *take_announced(struct call *c, const struct peer *peer, char *stage, int64_t *bytes, uint64_t *label) {
   MPI_Message message;
   MPI_Status status;
   PASS(match(c, peer->rank, plans_tag(), &message, &status));
@@ -248,7 +241,7 @@ static ffi_error *receive_all(struct notices *notices, char *stage) {
   for (int i = 0; i < plan->receive_count; i++) {
     const struct peer *peer = &plan->receives[i];
     error = call_first(c, error, receive_planned(notices, i, stage));
-    if (notices->expected == i + AHEAD && !is_in_order_of_queue(c)) { /* a slot is free */
+    if (notices->expected == i + AHEAD && !is_in_order_of_queue(c->comm)) { /* a slot is free */
       int code = expect_notices(notices, i + 1 + AHEAD);
       if (code != MPI_SUCCESS) error = call_first(c, error, call_fail_in(c, "MPI_Irecv", code));
     }
@@ -262,24 +255,26 @@ static ffi_error *receive_all(struct notices *notices, char *stage) {
   return NULL;
 }
 
-/* The messages that leave, in `requests`, and how many are under way. */
-struct departures {
-  struct call *call;
-  MPI_Request *requests;
-  int count;
-};
-
-/* Returns an MPI error code. */
 static int send_bytes(struct departures *sent, const char *data, int64_t bytes, int rank, int tag) {
   struct span span = span_of_bytes(bytes);
   int code = span.code;
-  if (code == MPI_SUCCESS)
-    code = mpi.Isend(data, span.count, span.type, rank, tag, handle_of_comm(sent->call->comm),
-                     &sent->requests[sent->count]);
+  if (code == MPI_SUCCESS) {
+    MPI_Request made;
+    code = mpi.Isend(data, span.count, span.type, rank, tag, handle_of_comm(sent->call->comm), &made);
+    if (code == MPI_SUCCESS) sent->handles[sent->count++] = (intptr_t)made;
+  }
   span_free(&span);
-  if (code == MPI_SUCCESS) sent->count++;
   sent->call->sending = sent->count > 0;
   return code;
+}
+
+int announce_message(struct departures *sent, const struct peer *peer, char *message, uint64_t label) {
+  label_put(message, label_to(peer, label));
+  return is_announced(peer) ? send_bytes(sent, message, LABEL_BYTES, peer->rank, notices_tag()) : MPI_SUCCESS;
+}
+
+int send_message(struct departures *sent, const struct peer *peer, const char *message) {
+  return send_bytes(sent, message, peer->bytes, peer->rank, is_announced(peer) ? plans_tag() : notices_tag());
 }
 
 /* Composes and sends all messages. `next`: the pack that is next. Returns an MPI error code. */
@@ -289,11 +284,9 @@ static int send_all(struct departures *sent, const struct plan *plan, char *stag
   for (int i = 0; i < plan->send_count && code == MPI_SUCCESS; i++) {
     const struct peer *peer = &plan->sends[i];
     char *message = stage + peer->stage;
-    label_put(message, label_to(peer, label));
-    if (is_announced(peer)) code = send_bytes(sent, message, LABEL_BYTES, peer->rank, notices_tag());
+    code = announce_message(sent, peer, message, label);
     if (c->messages == NULL) *next = plan_compose_until(c, plan, stage, *next, peer->stage + peer->bytes);
-    int tag = is_announced(peer) ? plans_tag() : notices_tag();
-    if (code == MPI_SUCCESS) code = send_bytes(sent, message, peer->bytes, peer->rank, tag);
+    if (code == MPI_SUCCESS) code = send_message(sent, peer, message);
   }
   return code;
 }
@@ -309,14 +302,14 @@ static ffi_error *by_plan(struct call *c) {
   size_t own_bytes = composed ? 0 : stage_bytes;
   size_t slots = (size_t)(plan->receive_count < AHEAD ? plan->receive_count : AHEAD) * NOTICE_BYTES;
   size_t sends = (size_t)(plan->send_count + plan->announced_sends);
-  struct scratch *scratch = scratch_take(own_bytes + slots + sends * sizeof(MPI_Request));
+  struct scratch *scratch = scratch_take(own_bytes + slots + sends * sizeof(intptr_t));
   if (scratch == NULL) return call_fail(c, FFI_INTERNAL, "no memory for messages of %zu bytes", stage_bytes);
   char *stage = composed ? c->messages : scratch->data;
   struct notices notices = {.call = c, .plan = plan, .label = label, .slots = scratch->data + own_bytes};
-  struct departures sent = {.call = c, .requests = (MPI_Request *)(void *)(notices.slots + slots)};
+  struct departures sent = {.call = c, .handles = (intptr_t *)(void *)(notices.slots + slots)};
   int next = 0, code = MPI_SUCCESS;
   ffi_error *error = NULL;
-  if (!is_in_order_of_queue(c)) code = expect_notices(&notices, AHEAD);
+  if (!is_in_order_of_queue(c->comm)) code = expect_notices(&notices, AHEAD);
   if (code != MPI_SUCCESS) error = call_fail_in(c, "MPI_Irecv", code); /* what comes is matched all the same */
   code = send_all(&sent, plan, stage, label, &next);
   if (code != MPI_SUCCESS) error = call_first(c, error, call_fail_in(c, "MPI_Isend", code));
@@ -330,8 +323,9 @@ static ffi_error *by_plan(struct call *c) {
   for (int i = 0; i < notices.expected && code != MPI_SUCCESS; i++) cancel_notice(&notices, i);
   c->sending = false;
   for (int i = 0; i < sent.count; i++) {
+    MPI_Request request = (MPI_Request)sent.handles[i];
     MPI_Status ignored;
-    int its = mpi.Wait(&sent.requests[i], &ignored);
+    int its = mpi.Wait(&request, &ignored);
     if (its != MPI_SUCCESS && error == NULL) error = call_fail_in(c, "MPI_Wait", its);
   }
   if (error != NULL && !composed) plan_spoil(c, plan);

@@ -1,5 +1,6 @@
 /* The bodies of what starts an operation: see requests/table.h. Compiled once per ABI. */
 #include "mpi/complete.h"
+#include "mpi/messages.h"
 
 /* The error of MPI for a request that could not be started as a whole. */
 static ffi_error *fail_start(struct call *c, struct request *request, int code) {
@@ -189,20 +190,6 @@ static void expect_messages(struct call *c, struct request *request, const struc
   }
 }
 
-static ffi_error *start_message(struct call *c, struct request *request, const char *data, int64_t bytes, int rank,
-                                int tag) {
-  struct span span = span_of_bytes(bytes);
-  int code = span.code;
-  c->sending = request->handle_count > 0;
-  if (code == MPI_SUCCESS) {
-    MPI_Request made;
-    code = mpi.Isend(data, span.count, span.type, rank, tag, handle_of_comm(c->comm), &made);
-    if (code == MPI_SUCCESS) request->handles[request->handle_count++] = (intptr_t)made;
-  }
-  span_free(&span);
-  return code == MPI_SUCCESS ? NULL : fail_start(c, request, code);
-}
-
 /* The messages of a plan: those to send leave at once, receives are posted for the others. */
 ffi_error *BODY(exchange_start)(struct call *c) {
   ARGUMENTS(exchange_start, c);
@@ -217,14 +204,16 @@ ffi_error *BODY(exchange_start)(struct call *c) {
   request->label = plan_label(c, plan, atomic_fetch_add(&c->comm->planned, 1) + 1);
   plan_compose(c, plan, request->data);
   expect_messages(c, request, plan, request->data + bytes);
-  for (int i = 0; i < plan->send_count; i++) {
+  struct departures sent = {.call = c, .handles = request->handles};
+  int code = MPI_SUCCESS;
+  for (int i = 0; i < plan->send_count && code == MPI_SUCCESS; i++) {
     const struct peer *peer = &plan->sends[i];
     char *message = request->data + peer->stage;
-    label_put(message, label_to(peer, request->label));
-    if (is_announced(peer)) PASS(start_message(c, request, message, LABEL_BYTES, peer->rank, notices_tag()));
-    int tag = is_announced(peer) ? plans_tag() : notices_tag();
-    PASS(start_message(c, request, message, peer->bytes, peer->rank, tag));
+    code = announce_message(&sent, peer, message, request->label);
+    if (code == MPI_SUCCESS) code = send_message(&sent, peer, message);
   }
+  request->handle_count = sent.count;
+  if (code != MPI_SUCCESS) return fail_start(c, request, code);
   c->sending = false;
   return begin_request(c, request, b.request, (int64_t)bytes);
 }

@@ -4,6 +4,7 @@
 #include "execute/agreement.h"
 #include "mpi/complete.h"
 #include "mpi/deadlines.h"
+#include "mpi/messages.h"
 #include "observe/timeline.h"
 #include "observe/watchdog.h"
 
@@ -66,16 +67,6 @@ static bool finish_message(struct request *request, struct receive *receive, uin
   return label == expected;
 }
 
-/* A notice has announced a message where a short one was expected. */
-static ffi_error *drop_announced(struct call *c, int rank, int64_t *bytes) {
-  MPI_Message message;
-  MPI_Status status;
-  PASS(match(c, rank, plans_tag(), &message, &status));
-  *bytes = message_bytes(&status);
-  int code = message_discard(&message, *bytes);
-  return code == MPI_SUCCESS || code == CODE_NO_MEMORY ? NULL : call_fail_in(c, "MPI_Mrecv", code);
-}
-
 /* Receives what a peer has sent, and the message that its notice announces. `announced`: the receive for that; NULL:
  * there is to be none. As finish_message. */
 static ffi_error *finish_peer(struct call *c, struct request *request, const struct peer *peer, struct receive *notice,
@@ -83,7 +74,7 @@ static ffi_error *finish_peer(struct call *c, struct request *request, const str
   const uint64_t expected = label_to(peer, request->label);
   *right = finish_message(request, notice, expected, bytes);
   bool follows = *bytes == LABEL_BYTES;
-  if (announced == NULL) return follows ? drop_announced(c, peer->rank, bytes) : NULL;
+  if (announced == NULL) return follows ? take_announced(c, peer, NULL, bytes, NULL) : NULL;
   announced->chain = NULL;
   if (!follows && queue_withdraw(announced)) return NULL; /* nothing comes */
   int64_t length;

@@ -753,11 +753,15 @@ static ffi_error *start_exchange(float *numbers) {
   return START("exchange_start", ARRAY(F32, a, A), numbers, COMM(here()), COMM(the_plan()));
 }
 
-static ffi_error *finish_exchange(float *numbers, const struct plan *plan, int elements, int64_t zero) {
+static ffi_error *finish_by(const struct plan *plan, struct array in, struct array out, float *numbers, int64_t zero) {
   struct frame frame;
-  struct array given[] = {ARRAY(F32, a, elements), ARRAY(F32, numbers, 2)}, result[] = {ARRAY(F32, a_out, elements)};
-  frame_make_lists(&frame, "exchange_finish", given, 2, result, 1, (const int64_t[]){COMM(here()), COMM(plan), zero});
+  struct array given[] = {in, ARRAY(F32, numbers, 2)};
+  frame_make_lists(&frame, "exchange_finish", given, 2, &out, 1, (const int64_t[]){COMM(here()), COMM(plan), zero});
   return frame_call(&frame, "exchange_finish");
+}
+
+static ffi_error *finish_exchange(float *numbers, const struct plan *plan, int elements, int64_t zero) {
+  return finish_by(plan, ARRAY(F32, a, elements), ARRAY(F32, a_out, elements), numbers, zero);
 }
 
 static void check_exchanged(bool zero) {
@@ -918,12 +922,7 @@ static ffi_error *start_long(float *numbers) {
 }
 
 static ffi_error *finish_long(float *numbers) {
-  struct frame frame;
-  struct array given[] = {ARRAY(F32, given_long, OF_LONG), ARRAY(F32, numbers, 2)};
-  struct array result[] = {ARRAY(F32, got_long, OF_LONG)};
-  const int64_t attributes[] = {COMM(here()), COMM(long_plan()), 0};
-  frame_make_lists(&frame, "exchange_finish", given, 2, result, 1, attributes);
-  return frame_call(&frame, "exchange_finish");
+  return finish_by(long_plan(), ARRAY(F32, given_long, OF_LONG), ARRAY(F32, got_long, OF_LONG), numbers, 0);
 }
 
 static void check_long(void) {

@@ -65,6 +65,9 @@ def to_itself(x):
     notoken.send(x, rank, tag=5)
     return notoken.recv(x, rank, tag=5)
 
+def long_exchange(grid, x):
+    return grid.exchange(jnp.broadcast_to(x, (400, 3)))[7]
+
 calls = {
     "allgather": lambda x: notoken.allgather(x).mean(0),
     "allgatherv": lambda x: notoken.allgatherv(x, [3] * size).reshape(size, 3).mean(0),
@@ -74,7 +77,7 @@ calls = {
     "barrier": barrier,
     "bcast": lambda x: notoken.bcast(x, size - 1),
     "exchange": lambda x: grid.exchange(x),
-    "long exchange": lambda x: grid.exchange(jnp.broadcast_to(x, (400, 3)))[7],
+    "long exchange": lambda x: long_exchange(grid, x),
     "gather": lambda x: x + notoken.gather(x, 0).sum() / 100,
     "exscan": lambda x: notoken.exscan(x, MPI.SUM) + 1,
     "iallreduce": lambda x: notoken.wait(notoken.iallreduce(x, MPI.SUM)) / size,
@@ -176,7 +179,7 @@ def test_caught(fault, library, tmp_path):
                 again = jaxmpi.Grid((size,), (size,), periodic=True, comm=comm.Dup())
                 f = lambda x, tag=1000 * len(way) + tag, again=again: (
                     again.exchange(x) if name == "exchange"
-                    else again.exchange(jnp.broadcast_to(x, (400, 3)))[7] if name == "long exchange"
+                    else long_exchange(again, x) if name == "long exchange"
                     else notoken.sendrecv(x, x, rank, rank, sendtag=tag, recvtag=tag) if name == "sendrecv"
                     else (notoken.send(x, rank, tag=tag), notoken.recv(x, rank, tag=tag))[1]
                 )

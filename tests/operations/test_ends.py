@@ -191,7 +191,7 @@ def test_reports(check, script):
 
 @pytest.mark.one_rank
 def test_tags_of_this_library():
-    """Those of derivatives are tags of the MPI library in use, whichever that is."""
+    """Those of derivatives and of plans are tags of the MPI library in use, whichever that is."""
     highest = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
     half = highest - highest // 2
     assert highest == tags.LIMIT

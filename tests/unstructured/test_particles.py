@@ -55,8 +55,7 @@ def test_particles(tmp_path):
     np.testing.assert_allclose(energies[-1], expected, rtol=1e-10)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_too_little_room(ranks, tmp_path):
     """Particles that have no room end the job, with what to do."""
     arguments = ("--size", "14", "--steps", "100", "--temperature", "3", "--room", str(196 // ranks + 4))
