@@ -185,11 +185,11 @@ MPI.COMM_WORLD.Barrier()
 """
 
 
-def timed(arguments, **environment):
+def timed(arguments, python=sys.executable, **environment):
     """Seconds from the start of a job to its end, and what it has printed."""
     begin = time.perf_counter()
     said = subprocess.run(
-        [sys.executable, "-m", *arguments], stdout=subprocess.PIPE, text=True, timeout=900, check=True,
+        [python, "-m", *arguments], stdout=subprocess.PIPE, text=True, timeout=900, check=True,
         env=os.environ | environment,
     ).stdout  # fmt: skip
     return time.perf_counter() - begin, said

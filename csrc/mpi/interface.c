@@ -165,7 +165,9 @@ static bool is_broken(const struct communicator *comm) {
 
 static void error_text(int code, char *text) {
   int length = 0;
-  if (mpi.Error_string(code, text, &length) != MPI_SUCCESS) snprintf(text, 64, "MPI error code %d", code);
+  if (code == CODE_NO_MEMORY)
+    snprintf(text, 64, "no memory");
+  else if (mpi.Error_string(code, text, &length) != MPI_SUCCESS) snprintf(text, 64, "MPI error code %d", code);
 }
 
 /* In the order of ops.def. */

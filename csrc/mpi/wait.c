@@ -47,13 +47,8 @@ static ffi_error *finish_receive(struct call *c, struct request *request, const 
 /* Receives what has been matched into the memory of its receive, or drops it if it is of another size. */
 static void take_planned(struct request *request, struct receive *receive, int64_t bytes) {
   MPI_Message message = (MPI_Message)receive->found.handle;
-  struct span span = span_of_bytes(bytes);
-  int code = span.code;
-  if (bytes != receive->bytes || code != MPI_SUCCESS)
-    message_discard(&message, bytes);
-  else
-    code = mpi.Mrecv(receive->memory, span.count, span.type, &message, status_of(receive));
-  span_free(&span);
+  int code = bytes == receive->bytes ? receive_bytes(&message, receive->memory, bytes, status_of(receive))
+                                     : message_discard(&message, bytes);
   note_code(request, "MPI_Mrecv", code);
 }
 

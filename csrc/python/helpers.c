@@ -12,8 +12,8 @@ bool is_loaded(void) {
 }
 
 PyObject *raise_mpi_error(int code) {
-  char text[1024] = "out of memory";
-  if (code >= 0) runtime.abi->error_text(code, text);
+  char text[1024] = "";
+  runtime.abi->error_text(code, text);
   return PyErr_Format(PyExc_RuntimeError, "MPI refused: %s", text);
 }
 

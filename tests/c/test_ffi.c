@@ -258,6 +258,8 @@ static void error_texts_are_the_librarys(void) {
   fake->fail("MPI_Error_string", 1, 77);
   abi->error_text(5, text);
   CHECK(strcmp(text, "MPI error code 5") == 0);
+  abi->error_text(CODE_NO_MEMORY, text);
+  CHECK(strcmp(text, "no memory") == 0);
 }
 
 static const struct test tests[] = {

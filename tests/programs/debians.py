@@ -60,7 +60,8 @@ def missing(system):
             return f"needs {program} (on Debian: apt install {package})"
     if system.emulated and not Path(f"/proc/sys/fs/binfmt_misc/qemu-{system.machine}").exists():
         return (
-            "needs binfmt_misc: mount -t binfmt_misc none /proc/sys/fs/binfmt_misc; "
+            "needs binfmt_misc (on Debian: apt install binfmt-support): "
+            "mount -t binfmt_misc none /proc/sys/fs/binfmt_misc; "
             f"update-binfmts --enable qemu-{system.machine}"
         )
     return ""
