@@ -30,6 +30,8 @@ static inline int plans_tag(void) { return runtime.most_tag - runtime.most_tag /
 static inline int notices_tag(void) { return plans_tag() - 1; }
 static inline int derivatives_tag(void) { return plans_tag() + 2; }
 static inline bool is_of_plans(int tag) { return tag == plans_tag() || tag == notices_tag(); }
+/* Users may not use it: the last one is that of what only derivatives send (tags.py). */
+static inline bool is_kept(int tag) { return tag >= notices_tag() && tag < derivatives_tag(); }
 
 struct peer {
   int rank;

@@ -66,7 +66,7 @@ static ffi_error *fail_envelope(const struct call *call, int index, int64_t valu
   char given[32] = "more than 32 bits hold";
   if (value != TOO_LARGE) snprintf(given, sizeof given, "%" PRId64, value);
   bool is_tag = call->operation->attributes[index].kind == KIND_TAG;
-  if (is_tag && is_of_plans((int)value))
+  if (is_tag && is_kept((int)value))
     return call_fail(call, FFI_INVALID_ARGUMENT,
                      "%s is %s, which is a tag that jaxmpi keeps for itself: choose another; nothing was sent", name,
                      given);
@@ -101,7 +101,7 @@ static ffi_error *read_traced(struct call *call, int index, int64_t value) {
   bool receives = (row == ROW_recv || row == ROW_irecv) && first == 0;
   bool any = value == abi->any_tag && (receives || strcmp(name, "recvtag") == 0);
   *attribute = any ? value : value + first;
-  if (any || (value >= 0 && value + first <= runtime.most_tag && !is_of_plans((int)value))) return NULL;
+  if (any || (value >= 0 && value + first <= runtime.most_tag && !is_kept((int)value))) return NULL;
   return fail_envelope(call, index, value, first, any);
 }
 

@@ -74,11 +74,25 @@ static int64_t hash_of_counts(const struct call *call) {
   return (int64_t)hash;
 }
 
+/* The row of an operation, or, of one that starts an exchange, of the exchange in one call: they meet each other. */
+static int row_of(const struct operation *operation) {
+  switch (operation->row) {
+    case ROW_exchange_start:
+      return ROW_exchange;
+    case ROW_index_start:
+      return ROW_index_exchange;
+    case ROW_redistribute_start:
+      return ROW_redistribute;
+    default:
+      return operation->row;
+  }
+}
+
 static struct record record_of(struct call *call) {
   const struct operation *operation = call->operation;
   const struct datatype *type = call->comparison.type;
   struct record record = {.call = (int64_t)atomic_fetch_add(&call->comm->compared, 1) + 1,
-                          .operation = operation->row,
+                          .operation = row_of(operation),
                           .derivative = call->attributes[attribute_of(operation, KIND_DERIVATIVE)],
                           .root = -1,
                           .dtype = type != NULL ? type->code : -1,

@@ -167,7 +167,8 @@ static void error_text(int code, char *text) {
   int length = 0;
   if (code == CODE_NO_MEMORY)
     snprintf(text, 64, "no memory");
-  else if (mpi.Error_string(code, text, &length) != MPI_SUCCESS) snprintf(text, 64, "MPI error code %d", code);
+  else if (mpi.Error_string(code, text, &length) != MPI_SUCCESS)
+    snprintf(text, 64, "MPI error code %d", code);
 }
 
 /* In the order of ops.def. */

@@ -169,6 +169,7 @@ def test_random_batches(comm):
     run_cases(comm, check_batches, EXAMPLES // 2)
 
 
+@pytest.mark.slow("real")
 @pytest.mark.two_ranks_suffice
 @pytest.mark.parametrize("shape", [(6, 8), (5, 7), (4, 5, 6), (1, 3, 2)])
 @pytest.mark.parametrize("real", [False, True])
@@ -259,6 +260,7 @@ def test_points_of_padded_axes():
         assert transform.physical_grid.global_shape == (11 * n,)
 
 
+@pytest.mark.slow("pad")
 @pytest.mark.parametrize("real", [False, True])
 @pytest.mark.parametrize("norm", [None, "ortho", "forward"])
 @pytest.mark.parametrize("pad", [1, (1, 1.5), (1.5, 1)])

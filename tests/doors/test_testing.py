@@ -126,6 +126,7 @@ RIGHT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.two_ranks_suffice
 @pytest.mark.parametrize("name", RIGHT)
 def test_right(name):

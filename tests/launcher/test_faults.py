@@ -275,6 +275,11 @@ IN_A_CHILD = {
     "wait": "notoken.wait(received)",
     "alone": "notoken.allreduce(x, MPI.SUM, comm=MPI.COMM_SELF)",
     "grid": "jaxmpi.Grid((size,)).exchange(x)",
+    # JAX would wait for ever for the threads of its compiler.
+    "grid made before, compiled here": "jaxmpi.jit(lambda x: (grid.exchange(x), x))(x)",
+    "start, compiled here": "jax.jit(lambda x: (grid.finish(grid.start(x)), x))(x)",
+    "map made before, compiled here": "jaxmpi.jit(lambda x: (mesh.exchange(x), x))(x)",
+    "wait, compiled here": "jaxmpi.jit(lambda x: (jaxmpi.notoken.wait(received), x))(x)",
 }
 
 
@@ -287,6 +292,8 @@ def test_operations_in_a_child_of_fork(tmp_path):
     for call in (add, jitted, ordered):
         jax.block_until_ready(call(x))
     received, sent = notoken.irecv(x, 1 - rank), notoken.isend(x + rank, 1 - rank)
+    grid = jaxmpi.Grid((size,), (size,), periodic=True)
+    mesh = jaxmpi.IndexMap(range(rank * x.size, (rank + 1) * x.size), [])
     MPI.COMM_WORLD.Barrier()
     if rank == 1 and (child := os.fork()) == 0:
         for name, call in {IN_A_CHILD!r}.items():

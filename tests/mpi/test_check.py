@@ -106,6 +106,41 @@ def test_right_programs_go_on(script):
         assert slowest[check] < 8 + 3 * slowest["0"], f"something has waited in vain: {slowest}"
 
 
+@pytest.mark.parametrize("check", ["auto", "1"])
+def test_what_starts_meets_what_blocks(check, script):
+    """Of exchanges by plans, their derivatives too; and if the plans differ, the ranks that compare say so."""
+    program = script("""
+        grid = jaxmpi.Grid(size, 2 * size, periodic=True)
+        rows, columns = jaxmpi.Grid((size, 1), (2 * size, size)), jaxmpi.Grid((1, size), (2 * size, size))
+        mesh = jaxmpi.IndexMap([2 * rank, 2 * rank + 1], [(2 * rank + 2) % (2 * size)])
+        x = jnp.arange(4.0) + rank
+        ways = {
+            "grid": (grid.exchange, lambda x: grid.finish(grid.start(x))),
+            "map": (lambda x: mesh.exchange(x[:3]), lambda x: notoken.wait(mesh.start(x[:3]))),
+            "redistribute": (
+                lambda x: jaxmpi.redistribute(x[:2, None] * jnp.ones(size), rows, columns),
+                lambda x: notoken.wait(jaxmpi.iredistribute(x[:2, None] * jnp.ones(size), rows, columns)),
+            ),
+        }
+        for name, (blocks, starts) in ways.items():
+            for way in (blocks, starts):
+                value, pull = jax.vjp(way, x)
+                assert (pull(value)[0] == jax.vjp(blocks, x)[1](value)[0]).all()
+            mixed = starts if rank == 1 else blocks
+            value, pull = jax.vjp(blocks, x)
+            assert (mixed(x) == value).all(), name
+            assert (jax.vjp(mixed, x)[1](value)[0] == pull(value)[0]).all(), name
+        try:
+            jax.block_until_ready(grid.finish(grid.start([x, x])) if rank == 1 else grid.exchange(x))
+        except jax.errors.JaxRuntimeError as error:
+            print("differs:", error, flush=True)
+        print("right", flush=True)
+    """)
+    done = launch(3, program, timeout=100, JAXMPI_CHECK=check)
+    assert done.stdout.count("right") == 3, done.stdout + done.stderr
+    assert done.stdout.count("differs:") == 3, done.stdout
+
+
 @pytest.mark.slow
 def test_collectives_of_mpi4py(script):
     """A rank that takes part by mpi4py costs the others some seconds, once for a communicator, and nothing else."""

@@ -31,6 +31,7 @@ def test_moves(dtype, comm):
     check_moves(dtype, jax.jit, comm)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", KINDS)
 def test_moves_eagerly(dtype, comm):
     check_moves(dtype, lambda f: f, comm)

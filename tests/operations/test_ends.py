@@ -113,7 +113,7 @@ def test_what_is_no_rank(jit, dtype, comm, rank, size):
     assert "tag is more than 32 bits hold" in raised(lambda: recv(number(0), jnp.uint32(3_000_000_000)))
     assert "MPI.ANY_SOURCE; nothing was sent" in raised(lambda: recv(number(size), 0))
     assert "tag is -5, and must be between 0 and" in raised(lambda: recv(number(0), number(-5)))
-    for kept in tags.OF_PLANS:
+    for kept in tags.KEPT:
         assert f"tag is {kept}, which is a tag that jaxmpi keeps" in raised(
             lambda kept=kept: recv(number(0), number(kept))
         )
@@ -195,7 +195,7 @@ def test_tags_of_this_library():
     highest = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
     half = highest - highest // 2
     assert highest == tags.LIMIT
-    assert (half - 3, half - 2) == tags.OF_PLANS
+    assert list(tags.KEPT) == [half - 3, half - 2, half - 1]
     assert half - 1 == tags.OF_RULES
     assert tags.sent(0, True) == half
     assert tags.sent(highest // 2, True) == highest

@@ -155,7 +155,7 @@ BAD = {
     ),
     "sendrecv dest": (lambda n: notoken.sendrecv(X, X, 0, n), ValueError, r"sendrecv: dest"),
     "tag of the library": (
-        lambda n: notoken.send(X, 0, tag=tags.OF_PLANS[0]),
+        lambda n: notoken.send(X, 0, tag=tags.KEPT[-1]),
         ValueError,
         r"send: tag \d+ is a tag that jaxmpi keeps",
     ),

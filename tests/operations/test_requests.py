@@ -124,6 +124,7 @@ DTYPES = ["bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64"
 DTYPES += ["bfloat16", "float16", "float32", "float64", "complex64", "complex128"]
 
 
+@pytest.mark.slow("dtype")
 @pytest.mark.two_ranks_suffice
 @pytest.mark.parametrize("dtype", DTYPES)
 @every_way
@@ -591,6 +592,7 @@ TRANSFORMATIONS = {
 
 
 @derivatives
+@pytest.mark.slow("transformation")
 @pytest.mark.parametrize("transformation", TRANSFORMATIONS)
 @every_way
 def test_derivatives(way, transformation, comm, rank):
@@ -699,6 +701,7 @@ TRACED = ("dest", "sendtag", "source", "recvtag")
 
 
 @derivatives
+@pytest.mark.slow("leaves")
 @pytest.mark.parametrize("names", [("dest",), ("recvtag",), ("sendtag", "source"), TRACED], ids="-".join)
 @pytest.mark.parametrize("leaves", [1, 2])
 def test_traced_ends(names, leaves, comm, rank):

@@ -412,6 +412,7 @@ def test_short_computations_of_what_is_not_ready(size):
     assert links[-1] is not links[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_mixtures(seed, rank, size):
     """Random mixtures of ways to call, sizes, and operands that are still being computed: messages of one tag, so that

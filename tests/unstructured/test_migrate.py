@@ -284,6 +284,7 @@ OTHER = {
 }
 
 
+@pytest.mark.slow("way")
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("other", OTHER)

@@ -20,10 +20,10 @@ TRACED: int = CONSTANTS["TRACED"]
 """A rank or tag that is known at run time, as a parameter; tags of derivatives count from there."""
 
 OF_RULES = _FIRST - 1
-"""The tag of exchanges that only a derivative makes: the highest one that users may use with derivatives."""
+"""The tag of exchanges that only a derivative makes."""
 
-OF_PLANS: tuple[int, int] = (CONSTANTS["FIRST_TAG_OF_PLANS"], CONSTANTS["FIRST_TAG_OF_PLANS"] + 1)
-"""The tags of the messages of plans, which nobody else may use."""
+KEPT = range(CONSTANTS["FIRST_TAG_OF_PLANS"], _FIRST)
+"""The tags that users may not use: two of the messages of plans, and that one."""
 
 
 def sent(tag: int, derivative: bool) -> int:

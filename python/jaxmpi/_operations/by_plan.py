@@ -71,10 +71,10 @@ class ByPlan(Operation[Planned]):
     def of_some(self, params: Planned, which: Sequence[int], arrays: Arrays, derivative: str, adjoint: bool) -> Planned:
         """The parameters of the linear part of the operation, for some of the arrays."""
         for i in which:
-            if is_opaque(arrays[i]):
+            if adjoint and is_opaque(arrays[i]):
                 raise Refusal(
-                    f"{self.shown} cannot be differentiated: it adds, and {arrays[i].dtype} cannot be added; convert "
-                    "to another dtype first, such as float32."
+                    f"{self.shown} cannot be transposed: its transpose adds, and {arrays[i].dtype} cannot be added; "
+                    "convert to another dtype first, such as float32."
                 )
         places = params.pattern.linear(tuple(params.places[i] for i in which))
         return Planned(params.comm, params.pattern, places, adjoint, derivative=derivative)

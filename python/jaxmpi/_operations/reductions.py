@@ -1,6 +1,7 @@
 """Reductions."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -250,9 +251,13 @@ def exscan(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None) -> Any:
     """
     params = reducing(communicators.resolve(comm, "exscan"), arguments.reduction(op, "exscan"))
     result = exscan_p.reduce_tree(params, x)
-    if params.comm.rank == 0:  # where the core makes zeros
-        result = jax.tree.map(lambda zeros: zeros + arguments.identity(params.op, zeros.dtype), result)
-    return result
+    return _changing_nothing(params.op.name, result) if params.comm.rank == 0 else result
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _changing_nothing(name: str, zeros: Any) -> Any:
+    """The identity of a reduction, in the place of zeros: a constant of the program, and no transfer to a device."""
+    return jax.tree.map(lambda x: x + arguments.identity(name, x.dtype), zeros)
 
 
 # --- the derivatives of products and extremes ------------------------------------------------------------------------

@@ -276,7 +276,7 @@ def tag(value: Any, operation: str, argument: str, also: tuple[int, ...] = ()) -
     if not (0 <= value <= tags.LIMIT or value in also):
         special = " or MPI.ANY_TAG" if also else ""
         raise ValueError(f"{operation}: {argument} must be between 0 and {tags.LIMIT}{special}; got {value}.")
-    if value in tags.OF_PLANS:
+    if value in tags.KEPT:
         raise ValueError(f"{operation}: {argument} {value} is a tag that jaxmpi keeps for itself: choose another.")
     return value
 
@@ -343,19 +343,19 @@ def stacked_reducible(x: Any, size: int, op: Reduction, operation: str, argument
     return stacked(reducible(x, op, operation, argument), size, operation, argument)
 
 
-def identity(op: Reduction, dtype: Any) -> Any:
+def identity(name: str, dtype: Any) -> Any:
     """What the reduction combines with any value to that value; of a user-made one, which may have none, zero."""
     kind = np.dtype(dtype)
     logical = kind.kind == "b"
-    if op.name in ("PROD", "LAND") or (logical and op.name in ("BAND", "MIN")):
+    if name in ("PROD", "LAND") or (logical and name in ("BAND", "MIN")):
         return np.ones((), kind)
-    if op.name == "BAND":
+    if name == "BAND":
         return ~np.zeros((), kind)
-    if op.name not in ("MAX", "MIN") or logical:
+    if name not in ("MAX", "MIN") or logical:
         return np.zeros((), kind)
     if jnp.issubdtype(kind, jnp.inexact):
-        return np.asarray(-np.inf if op.name == "MAX" else np.inf, kind)
-    return np.asarray(getattr(jnp.iinfo(kind), "min" if op.name == "MAX" else "max"), kind)
+        return np.asarray(-np.inf if name == "MAX" else np.inf, kind)
+    return np.asarray(getattr(jnp.iinfo(kind), "min" if name == "MAX" else "max"), kind)
 
 
 def one_message(source: Any, x: Any, operation: str) -> Any:

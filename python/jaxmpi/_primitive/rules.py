@@ -14,6 +14,7 @@ import jax
 
 from jaxmpi._jax import internals
 from jaxmpi._jax.dependence import batched, linked_zeros, zero_cotangent
+from jaxmpi._mpi import communicators
 from jaxmpi._primitive import effect
 from jaxmpi._primitive.effect import EFFECT, Refusal
 from jaxmpi._primitive.lowering import Lowered, P
@@ -113,6 +114,7 @@ class Transformed(Lowered[P]):
         if effect.cannot_be_traced.get():
             raise effect.refusal("a function with jax.custom_jvp or jax.custom_vjp that looks at values")
         if type(trace) is internals.DynamicJaxprTrace:
+            communicators.refuse_in_child_of_fork()
             self.find_site(args, more[-1]["call"])
         return super().bind_with_trace(trace, args, *more)
 
