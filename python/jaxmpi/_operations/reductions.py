@@ -251,12 +251,15 @@ def exscan(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None) -> Any:
     """
     params = reducing(communicators.resolve(comm, "exscan"), arguments.reduction(op, "exscan"))
     result = exscan_p.reduce_tree(params, x)
-    return _changing_nothing(params.op.name, result) if params.comm.rank == 0 else result
+    if params.comm.rank > 0 or params.op.name not in arguments.NOT_FROM_ZERO:
+        return result
+    return _changing_nothing(params.op.name, result)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _changing_nothing(name: str, zeros: Any) -> Any:
-    """The identity of a reduction, in the place of zeros: a constant of the program, and no transfer to a device."""
+    """The identity of a reduction, in the place of zeros, which the core makes on rank 0. As a constant of a program it
+    is no transfer to a device."""
     return jax.tree.map(lambda x: x + arguments.identity(name, x.dtype), zeros)
 
 

@@ -343,6 +343,10 @@ def stacked_reducible(x: Any, size: int, op: Reduction, operation: str, argument
     return stacked(reducible(x, op, operation, argument), size, operation, argument)
 
 
+NOT_FROM_ZERO = ("PROD", "LAND", "BAND", "MAX", "MIN")
+"""The reductions with another identity than zero, for some dtypes at least."""
+
+
 def identity(name: str, dtype: Any) -> Any:
     """What the reduction combines with any value to that value; of a user-made one, which may have none, zero."""
     kind = np.dtype(dtype)
