@@ -154,7 +154,7 @@ def slurm(options) -> Iterator[Command]:
 def device(options) -> Iterator[Command]:
     """All suites on the two transports that differ most, fewer on the other two.
 
-    With `--brief` all suites are run on one transport and 2 ranks alone.
+    With `--brief` fewer are run on all, on 2 ranks most of them.
     """
 
     def on(transport: str, suites: str, ranks: int = 0) -> Command:
@@ -165,7 +165,7 @@ def device(options) -> Iterator[Command]:
     yield on("", "run_devices")
     for transport in ("callback",) if brief else ("callback", "aware"):
         yield on(transport, ON_EVERY_TRANSPORT)
-    yield on("callback", ON_DEVICES, 2)
+    yield on("callback", f"{ON_EVERY_TRANSPORT} grid redistribute" if brief else ON_DEVICES, 2)
     yield on("aware", ON_EVERY_TRANSPORT if brief else ON_DEVICES, 2)
     yield on("callback", "device order" if brief else "device order operations", 4)
     for transport in ("thread", "wait"):
