@@ -40,10 +40,12 @@ def mounted(at, *words, log=os.devnull):
         deadline = time.monotonic() + 10
         while not at.is_mount() and time.monotonic() < deadline:
             time.sleep(0.1)
-        yield at
-        deadline = time.monotonic() + 10  # what was mounted from here is let go of a moment later
-        while subprocess.run(["umount", at]).returncode and time.monotonic() < deadline:
-            time.sleep(0.1)
+        try:
+            yield at
+        finally:  # else what serves it would be waited for
+            deadline = time.monotonic() + 10  # what was mounted from here is let go of a moment later
+            while subprocess.run(["umount", at]).returncode and time.monotonic() < deadline:
+                time.sleep(0.1)
 
 
 def start(contender, environment, image, ranks, log=os.devnull):

@@ -169,7 +169,6 @@ call_sites.makes_eager_calls(_call)
 def _finds_programs_of(comm: Communicator) -> Callable[..., Any]:
     """The compiled programs of eager calls on a communicator: one per set of parameters; JAX handles shapes and dtypes.
     4096 at most are kept."""
-    communicators.refuse_in_child_of_fork()
 
     @functools.lru_cache(maxsize=4096)
     def find(primitive: Operation[Any], params: Common | tuple[Common, ...]) -> Callable[..., Any]:
