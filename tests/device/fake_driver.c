@@ -259,6 +259,7 @@ enum kind { COPY_UP, COPY_DOWN, COPY_ACROSS, FILL, MARK, AWAIT, CALLBACK };
 struct place {
   struct region *region; /* NULL: not used */
   char *address;         /* as the user sees it */
+  size_t pitch;          /* bytes from one row to the next */
 };
 
 struct operation {
@@ -266,7 +267,7 @@ struct operation {
   enum kind kind;
   const char *function; /* that gave it */
   struct place to, from;
-  size_t bytes;
+  size_t bytes, rows;    /* rows of so many bytes */
   int value;             /* FILL */
   struct stream *before; /* AWAIT: its operations up to */
   uint64_t number;
@@ -342,13 +343,22 @@ static struct stream *stream_of(const void *handle) {
   return object == NULL ? NULL : object->what;
 }
 
+static char *row_of(const struct place *place, size_t i) { return place->address + i * place->pitch; }
+
+/* Whether a row of an operation overlaps the range: then the last one that begins before the range ends does. */
+static bool rows_overlap(const struct operation *o, const struct place *place, const char *from, size_t bytes) {
+  if (from + bytes <= place->address) return false;
+  size_t last = o->rows == 1 ? 0 : (size_t)(from + bytes - 1 - place->address) / place->pitch;
+  return overlap(row_of(place, last < o->rows ? last : o->rows - 1), o->bytes, from, bytes);
+}
+
 /* Something that was given before and is not done uses this pinned memory, or may: nobody knows what a host function
  * reads and writes. */
 static bool pinned_in_use(const char *host, size_t bytes) {
   for (const struct stream *s = streams; s != NULL; s = s->next)
     for (const struct operation *o = s->first; o != NULL; o = o->next) {
-      const char *used = o->kind == COPY_UP ? o->from.address : o->kind == COPY_DOWN ? o->to.address : NULL;
-      if (o->kind == CALLBACK || (used != NULL && overlap(used, o->bytes, host, bytes))) return true;
+      const struct place *used = o->kind == COPY_UP ? &o->from : o->kind == COPY_DOWN ? &o->to : NULL;
+      if (o->kind == CALLBACK || (used != NULL && rows_overlap(o, used, host, bytes))) return true;
     }
   return false;
 }
@@ -362,8 +372,8 @@ static int give(struct stream *stream, const struct operation *operation) {
   given->function = function;
   if (given->to.region != NULL) given->to.region->users++;
   if (given->from.region != NULL) given->from.region->users++;
-  if (given->kind == COPY_DOWN && !pinned_in_use(given->to.address, given->bytes))
-    memset(given->to.address, FAKE_POISON, given->bytes);
+  for (size_t i = 0; given->kind == COPY_DOWN && i < given->rows; i++)
+    if (!pinned_in_use(row_of(&given->to, i), given->bytes)) memset(row_of(&given->to, i), FAKE_POISON, given->bytes);
   *stream->last = given;
   stream->last = &given->next;
   stream->given++;
@@ -371,8 +381,8 @@ static int give(struct stream *stream, const struct operation *operation) {
   return 0;
 }
 
-static char *accessible(const struct place *place) {
-  return place->region->alias + (place->address - place->region->from);
+static char *accessible(const struct place *place, size_t row) {
+  return place->region->alias + (row_of(place, row) - place->region->from);
 }
 
 /* Touches the memory of a copy without the lock, which others need meanwhile. */
@@ -386,10 +396,8 @@ static void transfer(struct stream *stream, const struct operation *o) {
   to->running++;
   if (from != NULL) from->running++;
   pthread_mutex_unlock(&lock);
-  if (from == NULL)
-    memset(accessible(&o->to), o->value, o->bytes);
-  else
-    memcpy(accessible(&o->to), accessible(&o->from), o->bytes);
+  if (from == NULL) memset(accessible(&o->to, 0), o->value, o->bytes);
+  for (size_t i = 0; from != NULL && i < o->rows; i++) memcpy(accessible(&o->to, i), accessible(&o->from, i), o->bytes);
   pthread_mutex_lock(&lock);
   to->running--;
   if (from != NULL) from->running--;
@@ -450,7 +458,8 @@ static void *run_stream(void *of) {
     struct operation *o = stream->first;
     if (o == NULL) break;
     /* Where an earlier operation did not allow it before. */
-    if (o->kind == COPY_DOWN && o->to.region->live) memset(o->to.address, FAKE_POISON, o->bytes);
+    for (size_t i = 0; o->kind == COPY_DOWN && o->to.region->live && i < o->rows; i++)
+      memset(row_of(&o->to, i), FAKE_POISON, o->bytes);
     delay();
     while (stream->blocked) pthread_cond_wait(&work, &lock);
     execute(stream, o);
@@ -581,44 +590,50 @@ static int call_host(void *handle, void (*call)(void *), void *data) {
 
 /* --- copies --- */
 
-static bool find_place(bool on_device, const void *address, size_t bytes, struct place *place) {
-  *place =
-      (struct place){region_of(on_device ? device_memory : pinned_memory, address, bytes), (char *)(uintptr_t)address};
+/* Rows of `width` bytes each. */
+static bool find_place(bool on_device, const void *address, size_t pitch, size_t width, size_t rows,
+                       struct place *place) {
+  size_t bytes = (rows - 1) * pitch + width;
+  *place = (struct place){region_of(on_device ? device_memory : pinned_memory, address, bytes),
+                          (char *)(uintptr_t)address, pitch};
   if (place->region == NULL)
     violate(0, "%zu bytes at %p are not inside one live allocation of %s memory", bytes, address,
             on_device ? "device" : "pinned");
   return place->region != NULL;
 }
 
-static int copy(enum kind kind, const void *to, const void *from, size_t bytes, void *handle) {
-  struct operation operation = {.kind = kind, .bytes = bytes};
+static int copy(struct operation operation, const void *to, size_t to_pitch, const void *from, size_t from_pitch,
+                void *handle) {
+  size_t width = operation.bytes, rows = operation.rows;
   struct stream *stream = stream_of(handle);
   if (stream == NULL) return FAKE_INVALID_HANDLE;
-  if (bytes == 0) return 0;
-  if (!find_place(kind != COPY_DOWN, to, bytes, &operation.to) ||
-      !find_place(kind != COPY_UP, from, bytes, &operation.from))
+  if (width == 0 || rows == 0) return 0;
+  if (!find_place(operation.kind != COPY_DOWN, to, to_pitch, width, rows, &operation.to) ||
+      !find_place(operation.kind != COPY_UP, from, from_pitch, width, rows, &operation.from))
     return FAKE_INVALID_VALUE;
-  if (overlap(to, bytes, from, bytes)) return violate(FAKE_INVALID_VALUE, "the ranges overlap");
+  for (size_t i = 0; i < rows; i++)
+    if (rows_overlap(&operation, &operation.from, row_of(&operation.to, i), width))
+      return violate(FAKE_INVALID_VALUE, "the ranges overlap");
   return give(stream, &operation);
 }
 
-/* Rows of `width` bytes that lie so many bytes apart: as many copies, one after the other. */
+static int copy_bytes(enum kind kind, const void *to, const void *from, size_t bytes, void *stream) {
+  return copy((struct operation){.kind = kind, .bytes = bytes, .rows = 1}, to, bytes, from, bytes, stream);
+}
+
 static int copy_rows(enum kind kind, const void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width,
                      size_t rows, void *stream) {
-  int code = 0;
   if (to_pitch < width || from_pitch < width || to_pitch > INT32_MAX || from_pitch > INT32_MAX)
     return violate(FAKE_INVALID_VALUE, "no pitch for rows of this width");
-  for (size_t i = 0; i < rows && code == 0; i++)
-    code = copy(kind, (const char *)to + i * to_pitch, (const char *)from + i * from_pitch, width, stream);
-  return code;
+  return copy((struct operation){.kind = kind, .bytes = width, .rows = rows}, to, to_pitch, from, from_pitch, stream);
 }
 
 static int fill(const void *device, int value, size_t bytes, void *handle) {
-  struct operation operation = {.kind = FILL, .value = value, .bytes = bytes};
+  struct operation operation = {.kind = FILL, .value = value, .bytes = bytes, .rows = 1};
   struct stream *stream = stream_of(handle);
   if (stream == NULL) return FAKE_INVALID_HANDLE;
   if (bytes == 0) return 0;
-  return find_place(true, device, bytes, &operation.to) ? give(stream, &operation) : FAKE_INVALID_VALUE;
+  return find_place(true, device, bytes, bytes, 1, &operation.to) ? give(stream, &operation) : FAKE_INVALID_VALUE;
 }
 
 /* --- devices and errors --- */
@@ -792,7 +807,7 @@ static int hip_device(void *stream, int *device) {
 static int hip_copy(void *to, const void *from, size_t bytes, int kind, void *stream) {
   static const enum kind kinds[] = {[1] = COPY_UP, [2] = COPY_DOWN, [3] = COPY_ACROSS};
   if (kind < 1 || kind > 3) return violate(FAKE_INVALID_VALUE, "no kind of copy: %d", kind);
-  return copy(kinds[kind], to, from, bytes, stream);
+  return copy_bytes(kinds[kind], to, from, bytes, stream);
 }
 
 static int hip_copy_rows(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t rows,
@@ -936,12 +951,12 @@ FUNCTION(cuCtxPopCurrent, _v2, (void **context), IN_CONTEXT, cuda_pop(context))
 FUNCTION(cuMemHostAlloc, , (void **host, size_t bytes, unsigned flags), IN_CONTEXT, pin(host, bytes, flags, host_flags))
 FUNCTION(cuMemFreeHost, , (void *host), IN_CONTEXT, unpin(host))
 FUNCTION(cuMemcpyDtoHAsync, _v2, (void *to, address from, size_t bytes, void *stream), IN_CONTEXT,
-         copy(COPY_DOWN, to, POINTER(from), bytes, stream))
+         copy_bytes(COPY_DOWN, to, POINTER(from), bytes, stream))
 FUNCTION(cuMemcpyHtoDAsync, _v2, (address to, const void *from, size_t bytes, void *stream), IN_CONTEXT,
-         copy(COPY_UP, POINTER(to), from, bytes, stream))
+         copy_bytes(COPY_UP, POINTER(to), from, bytes, stream))
 FUNCTION(cuMemcpy2DAsync, _v2, (const struct cuda_rows *rows, void *stream), IN_CONTEXT, cuda_copy_rows(rows, stream))
 FUNCTION(cuMemcpyDtoDAsync, _v2, (address to, address from, size_t bytes, void *stream), IN_CONTEXT,
-         copy(COPY_ACROSS, POINTER(to), POINTER(from), bytes, stream))
+         copy_bytes(COPY_ACROSS, POINTER(to), POINTER(from), bytes, stream))
 FUNCTION(cuMemsetD8Async, , (address device, unsigned char value, size_t bytes, void *stream), IN_CONTEXT,
          fill(POINTER(device), value, bytes, stream))
 FUNCTION(cuPointerGetAttribute, , (void *value, int attribute, address pointer), ANYWHERE,

@@ -70,6 +70,10 @@ ONE(cuMemcpyDtoHAsync_v2, (void *to, address from, size_t n, void *s), to, from,
 ONE(cuMemcpyDtoDAsync_v2, (address to, address from, size_t n, void *s), to, from, n, s)
 ONE(cuMemsetD8Async, (address to, unsigned char value, size_t n, void *s), to, value, n, s)
 ONE(hipMemcpyAsync, (void *to, const void *from, size_t n, int kind, void *s), to, from, n, kind, s)
+ONE(cuMemcpy2DAsync_v2, (const void *copy, void *s), copy, s)
+ONE(hipMemcpy2DAsync,
+    (void *to, size_t to_pitch, const void *from, size_t pitch, size_t n, size_t rows, int kind, void *s), to, to_pitch,
+    from, pitch, n, rows, kind, s)
 ONE(hipMemsetAsync, (void *to, int value, size_t n, void *s), to, value, n, s)
 
 static int up(void *to, const void *from, size_t n, void *s) {
@@ -83,6 +87,33 @@ static int across(void *to, const void *from, size_t n, void *s) {
 }
 static int fill(void *to, unsigned char value, size_t n, void *s) {
   return hip ? hipMemsetAsync(to, value, n, s) : cuMemsetD8Async(ADDRESS(to), value, n, s);
+}
+/* Rows of `n` bytes between the host, where they are that far apart, and the device. */
+struct rows {
+  size_t n, count, on_host, on_device;
+};
+static int rows_down(void *to, const void *from, struct rows r, void *s) {
+  struct {
+    size_t from_x, from_y;
+    int from_kind;
+    const void *from_host;
+    address from_device;
+    const void *from_array;
+    size_t from_pitch, to_x, to_y;
+    int to_kind;
+    void *to_host;
+    address to_device;
+    const void *to_array;
+    size_t to_pitch, width, rows;
+  } copy = {.from_kind = 2,
+            .from_device = ADDRESS(from),
+            .from_pitch = r.on_device,
+            .to_kind = 1,
+            .to_host = to,
+            .to_pitch = r.on_host,
+            .width = r.n,
+            .rows = r.count};
+  return hip ? hipMemcpy2DAsync(to, r.on_host, from, r.on_device, r.n, r.count, 2, s) : cuMemcpy2DAsync_v2(&copy, s);
 }
 static int enter(void *s) {
   void *context = NULL;
@@ -127,6 +158,40 @@ static void a_missing_wait_shows(void) {
   CHECK(fake->synchronize(stream) == 0);
   fake->read(seen, device2, BYTES);
   CHECK(all(seen, 2) && !all(pinned2, 2));
+}
+
+/* Two copies of rows whose gaps on the host are the other's rows: each byte is poison until its own copy is done, which
+ * is as if the rows were copied one by one. */
+static void rows_are_copied_as_one(void) {
+  memcpy(fake->reach(device), bytes, BYTES);
+  srand(1);
+  for (int turn = 0; turn < 200; turn++) {
+    size_t n = 1 + (size_t)rand() % 20, other_n = 1 + (size_t)rand() % 20, gap = (size_t)rand() % 5;
+    struct rows first = {n, 2 + (size_t)rand() % 50, n + other_n + gap, n + (size_t)rand() % 60};
+    struct rows second = {other_n, first.count, first.on_host, other_n};
+    memset(pinned, 1, BYTES);
+    memset(pinned2, 1, BYTES);
+    fake->block(stream, true);
+    CHECK(rows_down(pinned, device, first, stream) == 0);
+    for (size_t i = 0; i < first.count; i++) memset(pinned2 + i * first.on_host, FAKE_POISON, n);
+    CHECK(memcmp(pinned, pinned2, BYTES) == 0);
+    CHECK(rows_down(pinned + n, device + 1, second, stream) == 0);
+    for (size_t i = 0; i < first.count; i++) memset(pinned2 + n + i * first.on_host, FAKE_POISON, other_n);
+    CHECK(memcmp(pinned, pinned2, BYTES) == 0);
+    memset(pinned + n - 1, 2, 1); /* of what is under way */
+    CHECK(down(pinned + n - 1, device, 1, stream) == 0 && pinned[n - 1] == 2);
+    fake->block(stream, false);
+    CHECK(stream_finish(stream) == 0);
+    for (size_t i = 0; i < first.count; i++) {
+      memcpy(pinned2 + i * first.on_host, bytes + i * first.on_device, n);
+      memcpy(pinned2 + n + i * first.on_host, bytes + 1 + i * other_n, other_n);
+    }
+    pinned2[n - 1] = bytes[0];
+    CHECK(memcmp(pinned, pinned2, BYTES) == 0);
+  }
+  BREAKS(rows_down(pinned, device, (struct rows){1, 3, 1, BYTES / 2}, stream), FAKE_INVALID_VALUE);
+  BREAKS(rows_down(pinned, device, (struct rows){1, 3, BYTES / 2, 1}, stream), FAKE_INVALID_VALUE);
+  BREAKS(rows_down(pinned, device, (struct rows){4, 3, 3, 4}, stream), FAKE_INVALID_VALUE);
 }
 
 static void events_order_streams(void) {
@@ -255,9 +320,15 @@ int main(int argc, char **argv) {
   CHECK(pin((void **)&pinned, BYTES, 1) == 0 && pin((void **)&pinned2, BYTES, 1) == 0);
   CHECK((device = fake->allocate(BYTES)) != NULL && (device2 = fake->allocate(BYTES)) != NULL);
   CHECK(fake->most_pinned_bytes == 2 * BYTES && fake->live_device == 2);
-  void (*const tests[])(void) = {
-      events_order_streams, copies_are_done_in_order, a_missing_wait_shows, host_functions_have_their_place,
-      breaches_are_found,   failures_come_on_request, devices_are_counted,  the_host_cannot_touch_the_device};
+  void (*const tests[])(void) = {events_order_streams,
+                                 copies_are_done_in_order,
+                                 a_missing_wait_shows,
+                                 rows_are_copied_as_one,
+                                 host_functions_have_their_place,
+                                 breaches_are_found,
+                                 failures_come_on_request,
+                                 devices_are_counted,
+                                 the_host_cannot_touch_the_device};
   for (size_t i = 0; i < sizeof tests / sizeof *tests; i++) {
     fake->reset();
     tests[i]();
