@@ -77,7 +77,9 @@ struct abi {
   /* The numbers for any rank, any tag and no rank. */
   int any_source, any_tag, proc_null;
 
-  /* The text for an error code, which is the library's; `text` has room for 1024 bytes. Any thread. */
+  /* The text for an error code, the library's own except for CODE_NO_MEMORY; `text` has room for 1024 bytes. Any
+   * thread.
+   */
   void (*error_text)(int code, char *text);
 };
 extern const struct abi abi_openmpi, abi_mpich, abi_mpiabi;

@@ -29,6 +29,7 @@ static bool take_peers(struct reader *reader, struct peer *peers, int count, int
     peers[i].bytes = take_number(reader);
     *announced += is_announced(&peers[i]);
     right &= peers[i].bytes > LABEL_BYTES;
+    right &= i == 0 || peers[i].stage >= peers[i - 1].stage + peers[i - 1].bytes;
   }
   return right;
 }

@@ -130,21 +130,27 @@ ffi_error *BODY(sendrecv)(struct call *c) {
 
 /* --- what plans say --- */
 
-/* The notices of a call's peers. MPI expects those of the first AHEAD before the call sends anything, and of each
- * further one as another has come, unless messages are matched in the order that the queue keeps. */
+/* The notices of a call's peers, each of which is received where its message is in the stage. MPI expects those of the
+ * first AHEAD before the call sends anything, and of each further one as another has come, unless messages are matched
+ * in the order that the queue keeps, or the stage is the transport's. A wrong notice may be longer than its message: it
+ * is written over what comes behind it, of which nothing is read then, since the call fails; behind the last one is
+ * room for NOTICE_BYTES. */
 enum { AHEAD = 8 };
 struct notices {
   struct call *call;
   const struct plan *plan;
   uint64_t label;
-  int expected; /* peers of which MPI expects a notice, or has */
-  char *slots;  /* AHEAD times NOTICE_BYTES */
-  bool held;    /* MPI may write into them for ever */
+  char *stage;
+  int expected; /* peers of which MPI expects a notice, or has; 0: all are matched */
+  bool held;    /* MPI may write into the stage for ever */
   MPI_Request requests[AHEAD];
 };
 
-static inline char *slot_of(const struct notices *notices, int i) {
-  return notices->slots + (size_t)(i % AHEAD) * NOTICE_BYTES;
+/* Where the notice of a peer will be, with another label until then. */
+static char *notice_place(const struct notices *notices, const struct peer *peer) {
+  char *place = notices->stage + peer->stage;
+  label_put(place, ~label_to(peer, notices->label));
+  return place;
 }
 
 /* Lets MPI expect the notices of further peers, up to `count`. Returns an MPI error code. */
@@ -152,15 +158,14 @@ static int expect_notices(struct notices *notices, int count) {
   MPI_Comm comm = handle_of_comm(notices->call->comm);
   for (int i; (i = notices->expected) < count && i < notices->plan->receive_count; notices->expected++) {
     const struct peer *peer = &notices->plan->receives[i];
-    label_put(slot_of(notices, i), ~label_to(peer, notices->label));
-    int code = mpi.Irecv(slot_of(notices, i), NOTICE_BYTES, bytes_type(), peer->rank, notices_tag(), comm,
+    int code = mpi.Irecv(notice_place(notices, peer), NOTICE_BYTES, bytes_type(), peer->rank, notices_tag(), comm,
                          &notices->requests[i % AHEAD]);
     if (code != MPI_SUCCESS) return code;
   }
   return MPI_SUCCESS;
 }
 
-/* MPI no longer writes into the slot. */
+/* MPI no longer writes into the stage for a peer. */
 static void cancel_notice(struct notices *notices, int i) {
   MPI_Status ignored;
   MPI_Request *request = &notices->requests[i % AHEAD];
@@ -177,7 +182,7 @@ static ffi_error *take_matched(struct call *c, MPI_Message *message, MPI_Status 
   return code == MPI_SUCCESS ? NULL : call_fail_in(c, "MPI_Mrecv", code);
 }
 
-/* Waits for the notice of a peer, which is then in its slot; that has another label if it is longer. */
+/* Waits for the notice of a peer, which is then in the stage; that has another label if it is longer. */
 static ffi_error *await_notice(struct notices *notices, int i, MPI_Status *status) {
   struct call *c = notices->call;
   if (i < notices->expected) {
@@ -189,10 +194,10 @@ static ffi_error *await_notice(struct notices *notices, int i, MPI_Status *statu
   }
   const struct peer *peer = &notices->plan->receives[i];
   MPI_Message message;
-  label_put(slot_of(notices, i), ~label_to(peer, notices->label));
+  char *place = notice_place(notices, peer);
   PASS(match(c, peer->rank, notices_tag(), &message, status));
   int64_t bytes = message_bytes(status);
-  return take_matched(c, &message, status, bytes < 0 || bytes > NOTICE_BYTES ? NULL : slot_of(notices, i), bytes);
+  return take_matched(c, &message, status, bytes < 0 || bytes > peer->bytes ? NULL : place, bytes);
 }
 
 ffi_error *take_announced(struct call *c, const struct peer *peer, char *stage, int64_t *bytes, uint64_t *label) {
@@ -207,24 +212,21 @@ ffi_error *take_announced(struct call *c, const struct peer *peer, char *stage, 
 }
 
 /* Receives the message of a peer into the stage, if it is the one that is expected; otherwise drops it. */
-static ffi_error *receive_planned(struct notices *notices, int i, char *stage) {
+static ffi_error *receive_planned(struct notices *notices, int i) {
   struct call *c = notices->call;
   const struct peer *peer = &notices->plan->receives[i];
   const uint64_t expected = label_to(peer, notices->label);
   uint64_t label;
   MPI_Status status;
   PASS(await_notice(notices, i, &status));
-  memcpy(&label, slot_of(notices, i), LABEL_BYTES);
-  if (label == expected && !is_announced(peer)) {
-    memcpy(stage + peer->stage, slot_of(notices, i), (size_t)peer->bytes);
-    return NULL;
-  }
+  memcpy(&label, notices->stage + peer->stage, LABEL_BYTES);
+  if (label == expected && !is_announced(peer)) return NULL;
   bool its = label == expected;
   int64_t bytes = message_bytes(&status);
   label = ~expected;
   bool announced = bytes == LABEL_BYTES;
   while (announced) {
-    PASS(take_announced(c, peer, its ? stage : NULL, &bytes, &label));
+    PASS(take_announced(c, peer, its ? notices->stage : NULL, &bytes, &label));
     announced = its && label != expected; /* what an error has left before it is dropped: the right one follows */
   }
   return label == expected ? NULL : fail_planned(c, peer, bytes);
@@ -232,16 +234,17 @@ static ffi_error *receive_planned(struct notices *notices, int i, char *stage) {
 
 /* Receives all messages, so that none is left to the next call, and takes them apart: each as it comes, or, where
  * results are not to change if one of them is wrong, at the end. */
-static ffi_error *receive_all(struct notices *notices, char *stage) {
+static ffi_error *receive_all(struct notices *notices) {
   struct call *c = notices->call;
+  char *stage = notices->stage;
   const struct plan *plan = notices->plan;
   ffi_error *error = NULL;
   bool at_once = !plan->combines && plan->begin != BEGINS_AS_OPERANDS && c->messages == NULL;
   int next = 0;
   for (int i = 0; i < plan->receive_count; i++) {
     const struct peer *peer = &plan->receives[i];
-    error = call_first(c, error, receive_planned(notices, i, stage));
-    if (notices->expected == i + AHEAD && !is_in_order_of_queue(c->comm)) { /* a slot is free */
+    error = call_first(c, error, receive_planned(notices, i));
+    if (notices->expected == i + AHEAD) { /* a request is free */
       int code = expect_notices(notices, i + 1 + AHEAD);
       if (code != MPI_SUCCESS) error = call_first(c, error, call_fail_in(c, "MPI_Irecv", code));
     }
@@ -297,19 +300,18 @@ static ffi_error *by_plan(struct call *c) {
   PASS(plan_check(c, plan));
   BEGIN(c, Isend, "to %d ranks and from %d with", plan->send_count, plan->receive_count);
   uint64_t label = plan_label(c, plan, atomic_fetch_add(&c->comm->planned, 1) + 1);
-  size_t stage_bytes = (size_t)(plan->sent + plan->received);
   bool composed = c->messages != NULL; /* and taken apart, by the transport */
-  size_t own_bytes = composed ? 0 : stage_bytes;
-  size_t slots = (size_t)(plan->receive_count < AHEAD ? plan->receive_count : AHEAD) * NOTICE_BYTES;
+  size_t bytes = composed ? 0 : (size_t)(plan->sent + plan->received) + NOTICE_BYTES;
+  size_t handles = (bytes + sizeof(intptr_t) - 1) / sizeof(intptr_t);
   size_t sends = (size_t)(plan->send_count + plan->announced_sends);
-  struct scratch *scratch = scratch_take(own_bytes + slots + sends * sizeof(intptr_t));
-  if (scratch == NULL) return call_fail(c, FFI_INTERNAL, "no memory for messages of %zu bytes", stage_bytes);
+  struct scratch *scratch = scratch_take((handles + sends) * sizeof(intptr_t));
+  if (scratch == NULL) return call_fail(c, FFI_INTERNAL, "no memory for messages of %zu bytes", bytes);
   char *stage = composed ? c->messages : scratch->data;
-  struct notices notices = {.call = c, .plan = plan, .label = label, .slots = scratch->data + own_bytes};
-  struct departures sent = {.call = c, .handles = (intptr_t *)(void *)(notices.slots + slots)};
+  struct notices notices = {.call = c, .plan = plan, .label = label, .stage = stage};
+  struct departures sent = {.call = c, .handles = (intptr_t *)(void *)scratch->data + handles};
   int next = 0, code = MPI_SUCCESS;
   ffi_error *error = NULL;
-  if (!is_in_order_of_queue(c->comm)) code = expect_notices(&notices, AHEAD);
+  if (!composed && !is_in_order_of_queue(c->comm)) code = expect_notices(&notices, AHEAD);
   if (code != MPI_SUCCESS) error = call_fail_in(c, "MPI_Irecv", code); /* what comes is matched all the same */
   code = send_all(&sent, plan, stage, label, &next);
   if (code != MPI_SUCCESS) error = call_first(c, error, call_fail_in(c, "MPI_Isend", code));
@@ -319,7 +321,7 @@ static ffi_error *by_plan(struct call *c) {
     plan_copy_pairs(c, plan);
   }
   /* Where this rank could not send, others may not have been able to either, and nothing may come. */
-  if (code == MPI_SUCCESS) error = call_first(c, error, receive_all(&notices, stage));
+  if (code == MPI_SUCCESS) error = call_first(c, error, receive_all(&notices));
   for (int i = 0; i < notices.expected && code != MPI_SUCCESS; i++) cancel_notice(&notices, i);
   c->sending = false;
   for (int i = 0; i < sent.count; i++) {

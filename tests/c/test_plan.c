@@ -588,9 +588,9 @@ static void short_and_long_messages_of_many(void) {
   }
 }
 
-/* Whichever message is another one, and of whatever length: nothing is left of it. */
+/* Whichever message is another one, and of whatever length, also as long as a notice can be: nothing is left of it. */
 static void any_message_may_be_wrong(void) {
-  static const int64_t more[] = {0, 1, LENGTHY - 2, -1, 4 - LENGTHY};
+  static const int64_t more[] = {0, 1, 100, LENGTHY - RANKS - 3, LENGTHY - 2, -1, 4 - LENGTHY};
   const struct plan *plan = plan_of_many();
   for (int queued = 0; queued < 2; queued++)
     for (int rank = 1; rank < RANKS; rank++)

@@ -881,7 +881,7 @@ static void an_exchange_is_finished_as_it_was_started(void) {
 /* Rank 1 of 4: the first LONG floats go to rank 2, the next two to rank 3; from rank 0 come LONG, from rank 2 the last
  * two.
  */
-enum { LONG = 300, OF_MESSAGE = LABEL_BYTES + 4 * LONG, OF_LONG = 2 * LONG + 4 };
+enum { LONG = NOTICE_BYTES / 4, OF_MESSAGE = LABEL_BYTES + 4 * LONG, OF_LONG = 2 * LONG + 4 };
 static float given_long[OF_LONG], got_long[OF_LONG];
 
 static const struct plan *long_plan(void) {

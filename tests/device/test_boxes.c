@@ -324,7 +324,7 @@ static void errors_are_deferred(void) {
     context("transport %s", transport_names[*transport]);
     runtime.transport = *transport;
     fake->reset();
-    fake->fail("MPI_Irecv", 1, 16);
+    fake->fail("MPI_Mprobe", 1, 16);
     set_square(&on_device, false);
     SUCCEEDS(call_in(space, &on_device, plan));
     for (int i = 0; i < SIDE * SIDE; i++) {
@@ -332,12 +332,12 @@ static void errors_are_deferred(void) {
       CHECK(i % SIDE < SIDE - 2 ? got == right : got != got);
     }
     fake->reset();
-    FAILS(call_in(space, &on_device, plan), FFI_INTERNAL, "an operation before it has failed", "MPI_Irecv failed");
+    FAILS(call_in(space, &on_device, plan), FFI_INTERNAL, "an operation before it has failed", "MPI_Mprobe failed");
   }
   runtime.transport = TRANSPORT_WAIT;
   fake->reset();
-  fake->fail("MPI_Irecv", 1, 16);
-  FAILS(call_in(space, &on_device, plan), FFI_INTERNAL, "MPI_Irecv failed");
+  fake->fail("MPI_Mprobe", 1, 16);
+  FAILS(call_in(space, &on_device, plan), FFI_INTERNAL, "MPI_Mprobe failed");
   fake->reset();
   finish();
 }

@@ -665,7 +665,7 @@ def test_a_float8_field_has_tangents_and_no_cotangents(comm, rank, size):
 
 @pytest.mark.own_errors
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("rows", [1, 200])
+@pytest.mark.parametrize("rows", [1, 200, 20_000])
 def test_ranks_that_differ_get_an_error(rows, comm, rank, size):
     """Each rank that receives something of another call raises, and later calls are right again: with short messages
     and with long ones, of which the other rank is told first."""
@@ -678,6 +678,7 @@ def test_ranks_that_differ_get_an_error(rows, comm, rank, size):
             lambda: grid.exchange((x, x)),
             lambda: grid.exchange(jnp.ones((2, 10))),
             lambda: grid.exchange(jnp.ones((300, 10))),
+            lambda: grid.exchange(jnp.ones((30_000, 10))),
             lambda: grid.exchange(x, boundary="edge"),
             lambda: grid.exchange({"another name": x}),
         ):
@@ -691,7 +692,7 @@ def test_ranks_that_differ_get_an_error(rows, comm, rank, size):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("rows", [1, 200])
+@pytest.mark.parametrize("rows", [1, 200, 20_000])
 def test_what_blocks_and_what_starts_are_one_exchange(rows, comm, rank, size):
     part = comm.Split(rank // 2)
     if part.size == 2:
@@ -708,8 +709,10 @@ def test_what_blocks_and_what_starts_are_one_exchange(rows, comm, rank, size):
 
 @pytest.mark.own_errors
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("rows", [1, 200])
-@pytest.mark.parametrize("first", ["recv", "irecv", "exchange"])
+@pytest.mark.parametrize(
+    ("first", "rows"),  # a rank that waits in recv lets another's long messages wait
+    [("recv", 1), ("recv", 200), *((first, rows) for first in ("irecv", "exchange") for rows in (1, 200, 20_000))],
+)
 def test_messages_of_exchanges_are_for_no_tag(first, rows, comm, rank, size):
     """A receive with any tag leaves them alone: while it waits, while it is posted, and where they have come before."""
     part = comm.Split(rank // 2)
@@ -737,6 +740,7 @@ def test_messages_of_exchanges_are_for_no_tag(first, rows, comm, rank, size):
                 right = np.array(x + sign * turn)
                 right[:, 0] = right[:, -1] - 1000
                 np.testing.assert_array_equal(result, right)
+        notoken.allreduce(template, MPI.SUM, comm=part).block_until_ready()  # and all that was sent before it
     part.Free()
 
 

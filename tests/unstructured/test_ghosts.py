@@ -526,6 +526,7 @@ def test_ranks_that_differ_get_an_error(comm, rank, size):
             (lambda: local.exchange((x, x)), "exchange"),
             (lambda: local.exchange(x[:, :1]), "exchange"),
             (lambda: local.exchange(jnp.ones((len(x), 400))), "exchange"),
+            (lambda: local.exchange(jnp.ones((len(x), 40_000))), "exchange"),
             (lambda: local.exchange({"another name": x}), "exchange"),
             (lambda: other.exchange(x[: len(other.of.rows(part.rank))]), "exchange"),
             (lambda: local.accumulate(x), r"(exchange|accumulate)"),
