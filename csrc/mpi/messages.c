@@ -146,8 +146,8 @@ struct notices {
   MPI_Request requests[AHEAD];
 };
 
-/* Where the notice of a peer will be, with another label until then. */
-static char *notice_place(const struct notices *notices, const struct peer *peer) {
+/* Where the notice of a peer will be; until then another label is there. */
+static char *prepare_place(const struct notices *notices, const struct peer *peer) {
   char *place = notices->stage + peer->stage;
   label_put(place, ~label_to(peer, notices->label));
   return place;
@@ -158,7 +158,7 @@ static int expect_notices(struct notices *notices, int count) {
   MPI_Comm comm = handle_of_comm(notices->call->comm);
   for (int i; (i = notices->expected) < count && i < notices->plan->receive_count; notices->expected++) {
     const struct peer *peer = &notices->plan->receives[i];
-    int code = mpi.Irecv(notice_place(notices, peer), NOTICE_BYTES, bytes_type(), peer->rank, notices_tag(), comm,
+    int code = mpi.Irecv(prepare_place(notices, peer), NOTICE_BYTES, bytes_type(), peer->rank, notices_tag(), comm,
                          &notices->requests[i % AHEAD]);
     if (code != MPI_SUCCESS) return code;
   }
@@ -194,7 +194,7 @@ static ffi_error *await_notice(struct notices *notices, int i, MPI_Status *statu
   }
   const struct peer *peer = &notices->plan->receives[i];
   MPI_Message message;
-  char *place = notice_place(notices, peer);
+  char *place = prepare_place(notices, peer);
   PASS(match(c, peer->rank, notices_tag(), &message, status));
   int64_t bytes = message_bytes(status);
   return take_matched(c, &message, status, bytes < 0 || bytes > peer->bytes ? NULL : place, bytes);
