@@ -176,8 +176,8 @@ static void walk_streaming(const struct box *box, const void *array, char *messa
 }
 #endif
 
-void box_gather(const struct box *box, const void *array, char *message) {
-  if (box->streamed)
+void box_gather(const struct box *box, const void *array, char *message, bool streams) {
+  if (streams && box->streams)
     walk_streaming(box, array, message);
   else
     walk_box(gather_row, box, array, message);

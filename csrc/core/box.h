@@ -16,7 +16,7 @@ enum { MAX_BOX_AXES = 8 };
 struct box {
   int leaf, axes;
   const struct indices *list; /* of as many indices as the last axis has parts; NULL: its parts are in their order */
-  bool streamed;              /* gathered by stores that bypass the cache: see box_streams */
+  bool streams;               /* may be gathered by stores that bypass the cache: see box_streams */
   int64_t stage;              /* offset in the stage of the plan */
   int64_t first;              /* offset in the array, of the part with index 0 along each axis */
   int64_t run;
@@ -30,14 +30,16 @@ enum combination { COMBINE_NOT, COMBINE_SUM, COMBINE_MAX, COMBINE_MIN, COMBINATI
 /* Whether elements of a type can be combined so. */
 bool box_combines(enum combination how, const struct datatype *type);
 
-/* Whether a box that is gathered at `stage` in a message of so many bytes is to be gathered by stores that bypass the
+/* Whether a box that is gathered at `stage` in a message of so many bytes may be gathered by stores that bypass the
  * cache. A long message is read by another core from where it has been composed, and its lines stay in the cache of
- * that core. An ordinary store into such a line waits until the other core has given it up, which takes longer than all
- * else in an exchange. Short messages MPI libraries copy at once, for which they are better in the cache. */
+ * that core. If the two share none, an ordinary store into such a line waits until the other core has given it up,
+ * which takes longer than all else in an exchange. Short messages MPI libraries copy at once, for which they are better
+ * in the cache. */
 bool box_streams(const struct box *box, int64_t message_bytes);
 
-/* Copies the parts of a box of an array to a message, or from it; combines them with it. */
-void box_gather(const struct box *box, const void *array, char *message);
+/* Copies the parts of a box of an array to a message, or from it; combines them with it. `streams`: by stores that
+ * bypass the cache, if the box allows it. */
+void box_gather(const struct box *box, const void *array, char *message, bool streams);
 void box_scatter(const struct box *box, void *array, const char *message);
 void box_combine(const struct box *box, enum combination how, const struct datatype *type, void *array,
                  const char *message);

@@ -74,13 +74,12 @@ static bool are_in_order(const struct box *boxes, int count) {
   return true;
 }
 
-/* Long messages are composed by stores that bypass the cache. */
-static void choose_streamed(struct plan *plan) {
+static void find_streams(struct plan *plan) {
   int next = 0;
   for (int i = 0; i < plan->send_count; i++)
-    for (const struct peer *peer = &plan->sends[i];
+    for (struct peer *peer = &plan->sends[i];
          next < plan->pack_count && plan->packs[next].stage < peer->stage + peer->bytes; next++)
-      plan->packs[next].streamed = box_streams(&plan->packs[next], peer->bytes);
+      peer->streams |= plan->packs[next].streams = box_streams(&plan->packs[next], peer->bytes);
 }
 
 struct plan *plan_make(const int64_t *numbers, size_t count) {
@@ -96,8 +95,9 @@ struct plan *plan_make(const int64_t *numbers, size_t count) {
   int64_t *elements = calloc(arrays + 1, sizeof *elements);
   plan->elements = elements;
   plan->sends = calloc(peers + 1, sizeof *plan->sends);
+  plan->trials = calloc((size_t)plan->send_count + 1, sizeof *plan->trials);
   plan->packs = calloc(boxes + 1, sizeof *plan->packs);
-  bool whole = elements != NULL && plan->sends != NULL && plan->packs != NULL;
+  bool whole = elements != NULL && plan->sends != NULL && plan->trials != NULL && plan->packs != NULL;
   if (whole) {
     plan->receives = plan->sends + plan->send_count;
     plan->fills = plan->packs + plan->pack_count;
@@ -110,11 +110,12 @@ struct plan *plan_make(const int64_t *numbers, size_t count) {
             (plan->combines || are_in_order(plan->unpacks, plan->unpack_count - plan->pair_count));
   }
   if (whole) {
-    choose_streamed(plan);
+    find_streams(plan);
     return plan;
   }
   free(elements);
   free(plan->sends);
+  free(plan->trials);
   free(plan->packs);
   free(plan);
   return NULL;
@@ -165,18 +166,39 @@ uint64_t plan_label(const struct call *call, const struct plan *plan, uint64_t n
   return hash ^ hash >> 31;
 }
 
-static void gather(const struct call *call, const struct box *box, char *stage) {
-  box_gather(box, plan_operand(call, box->leaf)->data, stage + box->stage);
+static void gather(const struct call *call, const struct box *box, char *stage, bool streams) {
+  box_gather(box, plan_operand(call, box->leaf)->data, stage + box->stage, streams);
 }
 
-int plan_compose_until(const struct call *call, const struct plan *plan, char *stage, int next, int64_t end) {
+/* The packs from `next` on that lie before `end` in the stage, without the pairs. Returns the next pack. */
+static int gather_until(const struct call *call, const struct plan *plan, char *stage, bool streams, int next,
+                        int64_t end) {
   for (; next < plan->pack_count - plan->pair_count && plan->packs[next].stage < end; next++)
-    gather(call, &plan->packs[next], stage);
+    gather(call, &plan->packs[next], stage, streams);
   return next;
 }
 
+int plan_compose_message(const struct call *call, const struct plan *plan, char *stage, int send, int next) {
+  const struct peer *peer = &plan->sends[send];
+  int64_t end = peer->stage + peer->bytes;
+  if (!peer->streams) return gather_until(call, plan, stage, false, next, end);
+  struct trial *trial = &plan->trials[send];
+  uint32_t number = trial_begin(trial);
+  bool timed = trial_is_timed(number);
+  double begin = timed ? seconds_now() : 0;
+  next = gather_until(call, plan, stage, trial_way(trial, number), next, end);
+  if (timed) trial_end(trial, number, seconds_now() - begin);
+  return next;
+}
+
+void plan_compose_rest(const struct call *call, const struct plan *plan, char *stage, int next) {
+  gather_until(call, plan, stage, false, next, INT64_MAX);
+}
+
 void plan_compose(const struct call *call, const struct plan *plan, char *stage) {
-  for (int i = 0; i < plan->pack_count; i++) gather(call, &plan->packs[i], stage);
+  int next = 0;
+  for (int i = 0; i < plan->send_count; i++) next = plan_compose_message(call, plan, stage, i, next);
+  for (; next < plan->pack_count; next++) gather(call, &plan->packs[next], stage, false);
 }
 
 void plan_fill(const struct call *call, const struct plan *plan) {

@@ -12,14 +12,15 @@
  * result if these never are the same memory. Each message begins with a label, by which the receiver finds out whether
  * it is what the plan expects.
  *
- * Threads: plan_make is called under the GIL; a plan is never changed or freed. The others are called by the thread
- * that calls MPI for a call, and use its buffers, on the host.
+ * Threads: plan_make is called under the GIL; a plan is never freed, and its trials are all that changes. The others
+ * are called by the thread that calls MPI for a call, and use its buffers, on the host.
  */
 #ifndef JAXMPI_PLAN_H
 #define JAXMPI_PLAN_H
 
 #include <string.h>
 
+#include "base/trial.h"
 #include "core/box.h"
 #include "core/call.h"
 #include "core/runtime.h"
@@ -36,6 +37,7 @@ static inline bool is_kept(int tag) { return tag >= notices_tag() && tag < deriv
 struct peer {
   int rank;
   int64_t stage, bytes; /* of the message, with its label */
+  bool streams;         /* it may be composed by stores that bypass the cache */
 };
 
 /* The numbers with which the description of a plan begins, in this order: see plan_make. */
@@ -69,6 +71,7 @@ struct plan {
    * the stage, and so are the unpacks unless they are combined. */
   int pair_count;
   struct peer *sends, *receives;
+  struct trial *trials; /* for each send: composed by ordinary stores, and by those that bypass the cache */
   struct box *packs, *fills, *unpacks;
   const int64_t *elements; /* of each operand, then of each result */
 };
@@ -113,8 +116,11 @@ ffi_error *plan_begin(const struct call *call, const struct plan *plan);
 /* Composes the messages in `stage`, which has room for `sent` bytes, except for their labels. */
 void plan_compose(const struct call *call, const struct plan *plan, char *stage);
 
-/* Composes what lies before `end` in the stage, from the pack `next` on, without the pairs. Returns the next pack. */
-int plan_compose_until(const struct call *call, const struct plan *plan, char *stage, int next, int64_t end);
+/* Composes the message of a send, which begins with the pack `next`. Returns the next pack. */
+int plan_compose_message(const struct call *call, const struct plan *plan, char *stage, int send, int next);
+
+/* Composes the packs from `next` on, without the pairs. */
+void plan_compose_rest(const struct call *call, const struct plan *plan, char *stage, int next);
 
 /* Sets the results of `call` except for what is received. After plan_compose. */
 void plan_fill(const struct call *call, const struct plan *plan);

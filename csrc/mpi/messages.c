@@ -288,7 +288,7 @@ static int send_all(struct departures *sent, const struct plan *plan, char *stag
     const struct peer *peer = &plan->sends[i];
     char *message = stage + peer->stage;
     code = announce_message(sent, peer, message, label);
-    if (c->messages == NULL) *next = plan_compose_until(c, plan, stage, *next, peer->stage + peer->bytes);
+    if (c->messages == NULL) *next = plan_compose_message(c, plan, stage, i, *next);
     if (code == MPI_SUCCESS) code = send_message(sent, peer, message);
   }
   return code;
@@ -316,7 +316,7 @@ static ffi_error *by_plan(struct call *c) {
   code = send_all(&sent, plan, stage, label, &next);
   if (code != MPI_SUCCESS) error = call_first(c, error, call_fail_in(c, "MPI_Isend", code));
   if (!composed) {
-    plan_compose_until(c, plan, stage, next, INT64_MAX);
+    plan_compose_rest(c, plan, stage, next);
     plan_fill(c, plan);
     plan_copy_pairs(c, plan);
   }

@@ -240,18 +240,20 @@ static bool gathered(int64_t run, int64_t parts, int64_t rows, const struct indi
   box.counts[0] = rows, box.strides[0] = behind;
   box.counts[axis] = parts, box.strides[axis] = stride;
   const int64_t bytes = box_bytes(&box), at = GUARD + stage;
-  box.streamed = box_streams(&box, bytes + LABEL_BYTES);
+  box.streams = box_streams(&box, bytes + LABEL_BYTES);
   CHECK(bytes + at + GUARD <= (int64_t)sizeof message && first + rows * behind <= (int64_t)sizeof from);
   for (size_t i = 0; i < sizeof from; i++) from[i] = (char)(i % 251);
-  memset(message, 1, sizeof message);
   memset(expected, 1, sizeof expected);
   for (int64_t i = 0; i < bytes; i++) {
     int64_t part = i / run % parts, place = list != NULL ? index_at(list, part) : part;
     expected[at + i] = from[first + i / run / parts * behind + place * stride + i % run];
   }
-  box_gather(&box, from, message + at);
-  CHECK(memcmp(message, expected, sizeof message) == 0);
-  return box.streamed;
+  for (int streams = 0; streams < 2; streams++) {
+    memset(message, 1, sizeof message);
+    box_gather(&box, from, message + at, streams);
+    CHECK(memcmp(message, expected, sizeof message) == 0);
+  }
+  return box.streams;
 }
 
 static void long_messages_are_composed_alike(void) {
@@ -281,6 +283,23 @@ static void long_messages_are_composed_alike(void) {
 #else
   CHECK_EQUAL(streamed, 0);
 #endif
+}
+
+/* A period's tries choose the way that was faster in them, whatever the slowest of each was. */
+static void a_trial_finds_the_faster_way(void) {
+  struct trial trial = {0};
+  for (int turn = 0; turn < 6; turn++) {
+    const int faster = turn % 3 == 1; /* in one period; of equal ones it is the first */
+    for (uint32_t i = 0; i < PERIOD; i++) {
+      uint32_t number = trial_begin(&trial);
+      CHECK_EQUAL(number, i);
+      int way = trial_way(&trial, number);
+      CHECK_EQUAL(way, number < 2 * TRIES ? number >= TRIES : faster);
+      CHECK(trial_is_timed(number) == (number < 2 * TRIES && number % TRIES != 0));
+      double seconds = number % TRIES == 3 ? 9 : turn % 3 == 2 || way == faster ? 2e-6 : 3e-6;
+      if (trial_is_timed(number)) trial_end(&trial, number, seconds);
+    }
+  }
 }
 
 /* --- lists --- */
@@ -518,7 +537,7 @@ static void parts_are_left_out_after_an_error(void) {
 /* --- messages of many ranks, short and long --- */
 
 /* Rank 0 of 12 sends each other rank as many elements as it receives from it: every third message is a long one. */
-enum { RANKS = 12, LENGTHY = NOTICE_BYTES / 8 + 3, OF_ALL = RANKS * LENGTHY };
+enum { RANKS = 12, LENGTHY = NOTICE_BYTES / 8 + 4, OF_ALL = RANKS * LENGTHY };
 static int64_t elements_of(int rank) { return rank % 3 == 0 ? LENGTHY : rank; }
 static int64_t bytes_of(int rank) { return LABEL_BYTES + 8 * elements_of(rank); }
 static double many[OF_ALL], many_out[OF_ALL];
@@ -588,9 +607,31 @@ static void short_and_long_messages_of_many(void) {
   }
 }
 
+/* The same message in each call, whichever way it is composed in. */
+static void long_messages_are_the_same_in_all_tries(void) {
+  const struct plan *plan = plan_of_many();
+  for (int turn = 0; turn < 3 * TRIES; turn++) {
+    deliver_many(0, 0);
+    for (int i = 0; i < OF_ALL; i++) many[i] = turn + i;
+    SUCCEEDS(exchange_many(plan));
+    int streams = 0;
+    for (int rank = 1, at = 0; rank < RANKS; rank++, at++) {
+      const struct peer *peer = &plan->sends[rank - 1];
+      const struct fake_call *sent = called("MPI_Isend", at += is_announced(peer));
+      CHECK_EQUAL(sent->in_bytes, bytes_of(rank));
+      CHECK(memcmp((const char *)sent->in + LABEL_BYTES, &many[rank * LENGTHY], (size_t)bytes_of(rank) - LABEL_BYTES) ==
+            0);
+      streams += peer->streams;
+    }
+#ifdef __SSE2__
+    CHECK_EQUAL(streams, 3);
+#endif
+  }
+}
+
 /* Whichever message is another one, and of whatever length, also as long as a notice can be: nothing is left of it. */
 static void any_message_may_be_wrong(void) {
-  static const int64_t more[] = {0, 1, 100, LENGTHY - RANKS - 3, LENGTHY - 2, -1, 4 - LENGTHY};
+  static const int64_t more[] = {0, 1, 100, LENGTHY - RANKS - 4, LENGTHY - 2, -1, 4 - LENGTHY};
   const struct plan *plan = plan_of_many();
   for (int queued = 0; queued < 2; queued++)
     for (int rank = 1; rank < RANKS; rank++)
@@ -652,6 +693,7 @@ static const struct test tests[] = {
     TEST(numbers_must_describe_a_plan),
     TEST(what_is_added),
     TEST(long_messages_are_composed_alike),
+    TEST(a_trial_finds_the_faster_way),
     TEST(what_is_known_of_a_list),
     TEST(listed_rows_travel),
     TEST(listed_rows_are_combined),
@@ -661,6 +703,7 @@ static const struct test tests[] = {
     TEST(nothing_is_left_after_an_error),
     TEST(parts_are_left_out_after_an_error),
     TEST(short_and_long_messages_of_many),
+    TEST(long_messages_are_the_same_in_all_tries),
     TEST(any_message_may_be_wrong),
     TEST(any_call_may_fail),
     TEST(boxes_must_be_in_order),
