@@ -35,7 +35,7 @@ static inline int trial_way(const struct trial *trial, uint32_t number) {
          atomic_load_explicit(&trial->least[0], memory_order_relaxed);
 }
 
-/* What it took, if it was timed. */
+/* What it took. Only if it was timed. */
 static inline void trial_end(struct trial *trial, uint32_t number, double seconds) {
   _Atomic uint32_t *least = &trial->least[number >= TRIES];
   uint32_t time = seconds < 1 ? (uint32_t)(seconds * 1e9) : UINT32_MAX;

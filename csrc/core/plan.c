@@ -20,18 +20,21 @@ struct reader {
 
 static int64_t take_number(struct reader *reader) { return reader->next < reader->end ? *reader->next++ : 0; }
 
-/* False: a message is not longer than its label. */
-static bool take_peers(struct reader *reader, struct peer *peers, int count, int *announced) {
+/* Peers whose messages lie one behind the other in `bytes` of the stage. False: they do not, or a message is not longer
+ * than its label. */
+static bool take_peers(struct reader *reader, struct peer *peers, int count, int *announced, int64_t from,
+                       int64_t bytes) {
   bool right = true;
+  int64_t end = from;
   for (int i = 0; i < count; i++) {
     peers[i].rank = (int)take_number(reader);
     peers[i].stage = take_number(reader);
     peers[i].bytes = take_number(reader);
     *announced += is_announced(&peers[i]);
-    right &= peers[i].bytes > LABEL_BYTES;
-    right &= i == 0 || peers[i].stage >= peers[i - 1].stage + peers[i - 1].bytes;
+    right &= peers[i].bytes > LABEL_BYTES && peers[i].stage >= end;
+    end = peers[i].stage + peers[i].bytes;
   }
-  return right;
+  return right && end <= from + bytes;
 }
 
 static bool take_boxes(struct reader *reader, struct box *boxes, int count) {
@@ -103,8 +106,9 @@ struct plan *plan_make(const int64_t *numbers, size_t count) {
     plan->fills = plan->packs + plan->pack_count;
     plan->unpacks = plan->fills + plan->fill_count;
     for (size_t i = 0; i < arrays; i++) elements[i] = take_number(&reader);
-    bool right = take_peers(&reader, plan->sends, plan->send_count, &plan->announced_sends);
-    right &= take_peers(&reader, plan->receives, plan->receive_count, &plan->announced_receives);
+    bool right = take_peers(&reader, plan->sends, plan->send_count, &plan->announced_sends, 0, plan->sent);
+    right &=
+        take_peers(&reader, plan->receives, plan->receive_count, &plan->announced_receives, plan->sent, plan->received);
     whole = right && take_boxes(&reader, plan->packs, (int)boxes) && reader.next == reader.end && has_pairs(plan) &&
             plan->combines < COMBINATIONS && are_in_order(plan->packs, plan->pack_count - plan->pair_count) &&
             (plan->combines || are_in_order(plan->unpacks, plan->unpack_count - plan->pair_count));

@@ -132,9 +132,10 @@ ffi_error *BODY(sendrecv)(struct call *c) {
 
 /* The notices of a call's peers, each of which is received where its message is in the stage. MPI expects those of the
  * first AHEAD before the call sends anything, and of each further one as another has come, unless messages are matched
- * in the order that the queue keeps, or the stage is the transport's. A wrong notice may be longer than its message: it
- * is written over what comes behind it, of which nothing is read then, since the call fails; behind the last one is
- * room for NOTICE_BYTES. */
+ * in the order that the queue keeps, or the stage is the transport's. So the memory that MPI is given for one overlaps
+ * that of the next ones: MPI writes only as many bytes as have come. A wrong notice may be longer than its message. It
+ * is written over what comes behind it, of which the contents are not used then, since the call fails; behind the last
+ * one is room for NOTICE_BYTES. */
 enum { AHEAD = 8 };
 struct notices {
   struct call *call;
@@ -220,9 +221,9 @@ static ffi_error *receive_planned(struct notices *notices, int i) {
   MPI_Status status;
   PASS(await_notice(notices, i, &status));
   memcpy(&label, notices->stage + peer->stage, LABEL_BYTES);
-  if (label == expected && !is_announced(peer)) return NULL;
-  bool its = label == expected;
   int64_t bytes = message_bytes(&status);
+  if (label == expected && bytes == peer->bytes) return NULL;
+  bool its = label == expected;
   label = ~expected;
   bool announced = bytes == LABEL_BYTES;
   while (announced) {
@@ -244,7 +245,7 @@ static ffi_error *receive_all(struct notices *notices) {
   for (int i = 0; i < plan->receive_count; i++) {
     const struct peer *peer = &plan->receives[i];
     error = call_first(c, error, receive_planned(notices, i));
-    if (notices->expected == i + AHEAD) { /* a request is free */
+    if (notices->expected == i + AHEAD && !is_in_order_of_queue(c->comm)) { /* a request is free */
       int code = expect_notices(notices, i + 1 + AHEAD);
       if (code != MPI_SUCCESS) error = call_first(c, error, call_fail_in(c, "MPI_Irecv", code));
     }
@@ -305,7 +306,8 @@ static ffi_error *by_plan(struct call *c) {
   size_t handles = (bytes + sizeof(intptr_t) - 1) / sizeof(intptr_t);
   size_t sends = (size_t)(plan->send_count + plan->announced_sends);
   struct scratch *scratch = scratch_take((handles + sends) * sizeof(intptr_t));
-  if (scratch == NULL) return call_fail(c, FFI_INTERNAL, "no memory for messages of %zu bytes", bytes);
+  if (scratch == NULL)
+    return call_fail(c, FFI_INTERNAL, "no memory for messages of %" PRId64 " bytes", plan->sent + plan->received);
   char *stage = composed ? c->messages : scratch->data;
   struct notices notices = {.call = c, .plan = plan, .label = label, .stage = stage};
   struct departures sent = {.call = c, .handles = (intptr_t *)(void *)scratch->data + handles};

@@ -503,6 +503,9 @@ static struct started {
   bool expects, cancelled; /* a message of the communicator, from `source` with `tag`, for `out` */
   intptr_t comm;
   int source, tag;
+  bool arrived; /* it has been written */
+  int code;
+  MPI_Status status;
 } requests[REQUESTS];
 
 void *fake_copy(const void *data, int64_t bytes) {
@@ -564,16 +567,25 @@ int fake_cancel(const MPI_Request *request) {
 }
 
 /* Writes the whole message, also where it is too long. */
-static int receive_expected(const struct started *expecting, MPI_Status *status) {
+static void arrive(struct started *expecting) {
   struct message *found = first_fitting((MPI_Comm)expecting->comm, expecting->source, expecting->tag);
-  if (found == NULL) return expecting->cancelled ? MPI_SUCCESS : FAKE_WOULD_WAIT;
-  int code = found->bytes > expecting->out_bytes ? FAKE_ERR_TRUNCATE : MPI_SUCCESS;
-  fake_set_status(status, found->source, found->tag, found->bytes);
+  if (expecting->arrived || found == NULL) return;
+  expecting->arrived = true;
+  expecting->code = found->bytes > expecting->out_bytes ? FAKE_ERR_TRUNCATE : MPI_SUCCESS;
+  fake_set_status(&expecting->status, found->source, found->tag, found->bytes);
   if (found->data != NULL && found->bytes > 0) memcpy(expecting->out, found->data, (size_t)found->bytes);
   free(found->data);
   *found = (struct message){.state = GONE};
   fake_control.queued--;
-  return code;
+}
+
+static int receive_expected(struct started *expecting, MPI_Status *status) {
+  for (int i = REQUESTS - 1; i >= 0 && fake_control.backwards; i--)
+    if (requests[i].live && requests[i].expects) arrive(&requests[i]);
+  arrive(expecting);
+  if (!expecting->arrived) return expecting->cancelled ? MPI_SUCCESS : FAKE_WOULD_WAIT;
+  *status = expecting->status;
+  return expecting->code;
 }
 
 int fake_end(MPI_Request *request, bool test, int *done, MPI_Status *status) {
@@ -645,7 +657,7 @@ static void reset(void) {
   fake_control.call_count = fake_control.live_requests = fake_control.live_matched = fake_control.queued = 0;
   fake_control.live_types = fake_control.most_inside = fake_control.linger_ms = 0;
   fake_control.slow = fake_control.unheard = 0;
-  fake_control.hollow = fake_control.held = false;
+  fake_control.hollow = fake_control.held = fake_control.backwards = false;
   pthread_mutex_unlock(&lock);
 }
 

@@ -63,7 +63,7 @@ static void prepare(void) {
 }
 
 /* A message of another rank. */
-static void deliver(int source, uint64_t signature, uint64_t call, const void *data, int64_t bytes) {
+static void deliver_as(int source, uint64_t signature, uint64_t call, const void *data, int64_t bytes, bool announced) {
   char message[4 * NOTICE_BYTES] = {0};
   struct plan plan = {.signature = signature};
   int64_t attributes[] = {0, derivative, 0};
@@ -72,8 +72,12 @@ static void deliver(int source, uint64_t signature, uint64_t call, const void *d
   const struct peer peer = {.bytes = bytes};
   label_put(message, label_to(&peer, plan_label(&made, &plan, call)));
   if (data != NULL) memcpy(message + LABEL_BYTES, data, (size_t)bytes - LABEL_BYTES);
-  fake->deliver(comm->handle, source, notices_tag(), message, is_announced(&peer) ? LABEL_BYTES : bytes);
-  if (is_announced(&peer)) fake->deliver(comm->handle, source, plans_tag(), message, bytes);
+  fake->deliver(comm->handle, source, notices_tag(), message, announced ? LABEL_BYTES : bytes);
+  if (announced) fake->deliver(comm->handle, source, plans_tag(), message, bytes);
+}
+
+static void deliver(int source, uint64_t signature, uint64_t call, const void *data, int64_t bytes) {
+  deliver_as(source, signature, call, data, bytes, bytes > NOTICE_BYTES);
 }
 
 static const float row[8] = {70, 71, 72, 73, 74, 75};
@@ -629,18 +633,31 @@ static void long_messages_are_the_same_in_all_tries(void) {
   }
 }
 
+/* Where a message is short enough to come alone, but its label comes first. */
+static void what_another_build_announces(void) {
+  const struct plan *plan = plan_of_three(false, BEGINS_AS_OPERANDS);
+  prepare();
+  deliver(0, SIGNATURE, number, row, SENT_0);
+  deliver_as(2, SIGNATURE, number, two, GOT_2, true);
+  SUCCEEDS(exchange_of(plan, a_out, b_out));
+  for (int i = 0; i < B; i++) CHECK(b_out[i] == (i < 3 ? 100 + i : two[i - 3]));
+  CHECK_EQUAL(fake->queued, 0);
+}
+
 /* Whichever message is another one, and of whatever length, also as long as a notice can be: nothing is left of it. */
 static void any_message_may_be_wrong(void) {
   static const int64_t more[] = {0, 1, 100, LENGTHY - RANKS - 4, LENGTHY - 2, -1, 4 - LENGTHY};
   const struct plan *plan = plan_of_many();
-  for (int queued = 0; queued < 2; queued++)
+  for (int way = 0; way < 3; way++)
     for (int rank = 1; rank < RANKS; rank++)
       FOR_EACH (const int64_t *, its, more) {
+        const int queued = way == 1;
         if (elements_of(rank) + *its <= 0) continue;
         char text[64];
         snprintf(text, sizeof text, "rank %d has sent something else (%d bytes", rank,
                  (int)(bytes_of(rank) + 8 * *its));
         deliver_many(rank, *its);
+        fake->backwards = way == 2; /* so that others have come before it is written over them */
         atomic_fetch_add(&comm->queued, queued);
         FAILS(exchange_many(plan), FFI_FAILED_PRECONDITION, "jaxmpi.Grid.exchange", text);
         atomic_fetch_add(&comm->queued, -queued);
@@ -677,6 +694,27 @@ static void boxes_must_be_in_order(void) {
   CHECK(plan_make(n.values, n.count) == NULL);
 }
 
+/* Also within their part of the stage. */
+static void messages_must_be_in_order(void) {
+  enum { BYTES = LABEL_BYTES + 8 };
+  static const struct {
+    int64_t sends[2], receives[2];
+    bool right;
+  } cases[] = {{{0, BYTES}, {2 * BYTES, 3 * BYTES}, true},      {{BYTES, 0}, {2 * BYTES, 3 * BYTES}, false},
+               {{0, BYTES - 1}, {2 * BYTES, 3 * BYTES}, false}, {{-1, BYTES}, {2 * BYTES, 3 * BYTES}, false},
+               {{0, BYTES + 1}, {2 * BYTES, 3 * BYTES}, false}, {{0, BYTES}, {3 * BYTES, 2 * BYTES}, false},
+               {{0, BYTES}, {2 * BYTES - 1, 3 * BYTES}, false}, {{0, BYTES}, {2 * BYTES, 3 * BYTES + 1}, false}};
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    struct numbers n = {.count = 0};
+    PUT(&n, SIGNATURE, 1, 0, 0, 2 * BYTES, 2 * BYTES, 2, 2, 0, 0, 0, 0, B, B);
+    for (int k = 0; k < 2; k++) PUT(&n, k, cases[i].sends[k], BYTES);
+    for (int k = 0; k < 2; k++) PUT(&n, k, cases[i].receives[k], BYTES);
+    struct plan *made = plan_make(n.values, n.count);
+    CHECK((made != NULL) == cases[i].right);
+    if (made != NULL) CHECK(COMM(made) != 0); /* where it stays reachable */
+  }
+}
+
 static void pairs_must_be_alike(void) {
   CHECK(transposing(BEGINS_AS_OPERANDS, 1, 4) == NULL); /* where the result may be the operand */
   CHECK(transposing(BEGINS_COVERED, 1, 3) == NULL);
@@ -707,6 +745,8 @@ static const struct test tests[] = {
     TEST(any_message_may_be_wrong),
     TEST(any_call_may_fail),
     TEST(boxes_must_be_in_order),
+    TEST(messages_must_be_in_order),
+    TEST(what_another_build_announces),
     TEST(pairs_must_be_alike),
 };
 MAIN(tests)
