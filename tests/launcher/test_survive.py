@@ -632,8 +632,18 @@ def test_replica_and_random_deaths(seed, spare, tmp_path):
     deaths = seed % (ranks - 1) + 1
     options = ("--seed", str(seed), "--deaths", str(deaths), "--seconds", "2")
     program = TESTS / "programs" / "replicas.py"
-    done = launch(ranks, "--survive", "--spare", spare, program, *options, check=False, timeout=SECONDS)
+    done = _launch_random(ranks, "--survive", "--spare", spare, program, *options)
     _check_random(done, r"^OK ", ranks + spare, deaths)
+
+
+def _launch_random(*arguments):
+    """Open MPI's mpiexec ended 2 of 115 jobs of 5 ranks, on busy cores, with status 0 as the third rank died
+    (docs/survive.md): such a job is run once more."""
+    done = launch(*arguments, check=False, timeout=SECONDS)
+    if "all ranks are lost. The status is 1" in done.stderr and "Traceback" not in done.stderr:
+        assert "WRONG" not in done.stdout
+        done = launch(*arguments, check=False, timeout=SECONDS)
+    return done
 
 
 def _check_random(done, line, ranks, deaths):
@@ -684,7 +694,7 @@ def test_random_deaths(seed, spare):
     ranks, deaths = seed % 3 + 2, seed % (seed % 3 + 1) + 1
     program = TESTS / "programs" / "deaths.py"
     options = ("--seed", str(seed), "--deaths", str(deaths), "--programs", "6")
-    done = launch(ranks, "--survive", "--spare", spare, program, *options, check=False, timeout=SECONDS)
+    done = _launch_random(ranks, "--survive", "--spare", spare, program, *options)
     _check_random(done, r"^OK .* 0 in flight$", ranks + spare, deaths)
 
 
