@@ -637,7 +637,7 @@ def test_replica_and_random_deaths(seed, spare, tmp_path):
 
 
 def _launch_random(*arguments):
-    """Open MPI's mpiexec ended 2 of 115 jobs of 5 ranks, on busy cores, with status 0 as the third rank died
+    """Open MPI's mpiexec ended 2 of 100 jobs of 5 ranks, on busy cores, with status 0 as the third rank died
     (docs/survive.md): such a job is run once more."""
     done = launch(*arguments, check=False, timeout=SECONDS)
     if "all ranks are lost. The status is 1" in done.stderr and "Traceback" not in done.stderr:
