@@ -568,8 +568,9 @@ int fake_cancel(const MPI_Request *request) {
 
 /* Writes the whole message, also where it is too long. */
 static void arrive(struct started *expecting) {
+  if (expecting->arrived) return;
   struct message *found = first_fitting((MPI_Comm)expecting->comm, expecting->source, expecting->tag);
-  if (expecting->arrived || found == NULL) return;
+  if (found == NULL) return;
   expecting->arrived = true;
   expecting->code = found->bytes > expecting->out_bytes ? FAKE_ERR_TRUNCATE : MPI_SUCCESS;
   fake_set_status(&expecting->status, found->source, found->tag, found->bytes);

@@ -77,7 +77,7 @@ static void deliver_as(int source, uint64_t signature, uint64_t call, const void
 }
 
 static void deliver(int source, uint64_t signature, uint64_t call, const void *data, int64_t bytes) {
-  deliver_as(source, signature, call, data, bytes, bytes > NOTICE_BYTES);
+  deliver_as(source, signature, call, data, bytes, is_announced(&(struct peer){.bytes = bytes}));
 }
 
 static const float row[8] = {70, 71, 72, 73, 74, 75};

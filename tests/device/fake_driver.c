@@ -348,7 +348,7 @@ static char *row_of(const struct place *place, size_t i) { return place->address
 /* Whether a row of an operation overlaps the range: then the last one that begins before the range ends does. */
 static bool rows_overlap(const struct operation *o, const struct place *place, const char *from, size_t bytes) {
   if (from + bytes <= place->address) return false;
-  size_t last = o->rows == 1 ? 0 : (size_t)(from + bytes - 1 - place->address) / place->pitch;
+  size_t last = (size_t)(from + bytes - 1 - place->address) / place->pitch;
   return overlap(row_of(place, last < o->rows ? last : o->rows - 1), o->bytes, from, bytes);
 }
 
