@@ -18,7 +18,7 @@ from mpi4py import MPI
 
 import jaxmpi
 from jaxmpi import io
-from jaxmpi._files import commit, layout, store
+from jaxmpi._files import commit, layout
 
 zarr = pytest.importorskip("zarr", minversion="3")
 COMM = MPI.COMM_WORLD
@@ -93,6 +93,19 @@ def test_names_that_no_array_has(folder, name):
     with pytest.raises(ValueError, match="no name for an array"):
         io.save(folder / "state", {name: np.arange(3)})
     assert listed(folder) == []
+
+
+def test_names_with_bars(folder):
+    """Zarr divides folders by both; what has been written is read by others, and comes back."""
+    tree = {"a\\b": np.arange(3), "c/d": {"e": 1.5}}
+    io.save(folder / "state", tree)
+    found = io.load(folder / "state")
+    assert [*found] == [*tree]
+    assert np.array_equal(found["a\\b"], np.arange(3))
+    data = zarr.open_group(str(folder / "state"), mode="r")
+    assert sorted(data.array_keys()) == ["a.b", "c.d.e"]
+    with pytest.raises(ValueError, match=r"would both be called 'a\.b'"):
+        io.save(folder / "t", {"a\\b": 1, "a.b": 2})
 
 
 def test_dicts_with_other_keys(folder):
@@ -434,6 +447,7 @@ def test_arguments_without_effect(folder):
     x = {"x": jnp.zeros(grid.local_shape)}
     io.save(folder / "s", x, grid=grid)
     map = jaxmpi.IndexMap(np.arange(RANK, 2 * SIZE, SIZE), [])
+    line = jaxmpi.Grid(SIZE, (2 * SIZE,))
     for text, call in (
         ("width and axes", lambda: io.save(folder / "t", x, width=1)),
         ("width and axes", lambda: io.save(folder / "t", x, width={"x": 1})),
@@ -445,6 +459,11 @@ def test_arguments_without_effect(folder):
         ("chunks has 1 entries", lambda: io.save(folder / "t", x, grid=grid, chunks=(2,))),
         ("chunks has 3 entries", lambda: io.save(folder / "t", x, grid=grid, chunks=(2, 2, 2))),
         ("attrs of the group has", lambda: io.save(folder / "t", x, grid=grid, attrs={"": {"jaxmpi": 1}})),
+        ("pass names without /", lambda: io.save(folder / "t", x, grid=grid, dims=("a/b", "c"))),
+        (
+            "two grids or maps that differ",
+            lambda: io.save(folder / "t", {**x, "y": jnp.zeros(2)}, grid={"x": line, "y": map}, dims="x"),
+        ),
         ("dims has 'time'", lambda: io.Writer(folder / "t", grid, dims=("time", "x")).append(0, x)),
     ):
         with pytest.raises(ValueError, match=text):
@@ -464,27 +483,33 @@ def test_ranks_that_differ_in_width_or_path(folder, grid):
         io.load(folder / "s", grid=grid, width=RANK)
     with pytest.raises(ValueError, match="another one than on rank 0"):
         io.save(folder / "t", {"x": jnp.pad(x, RANK)}, grid=grid, width=RANK)
-    with pytest.raises(ValueError, match="path is another one than on rank 0"):
-        io.Writer(folder / f"w{RANK}", grid).append(0, {"x": x})
+    for path in (folder / f"w{RANK}", folder / str(RANK) / "w"):
+        for call in (
+            lambda path=path: io.Writer(path, grid).append(0, {"x": x}),
+            lambda path=path: io.save(path, {"x": x}, grid=grid),
+            lambda path=path: io.checkpoint(path, {"x": x}, grid=grid),
+        ):
+            with pytest.raises(ValueError, match="path is another one than on rank 0"):
+                call()
     assert listed(folder) == ["s"]
 
 
 def test_two_threads_that_compress(folder, monkeypatch):
     """The setting of zarr by which chunks of zeros are written is one for all threads: none resets it too early."""
-    right, comm, seen = store._opened, MPI.COMM_SELF.Dup(), []
+    right, comm, seen = zarr.Array.from_dict, MPI.COMM_SELF.Dup(), []
     inside, both = threading.Event(), threading.Event()
 
-    def opened(zarr, stored):
-        if "first" in str(stored.path):
+    def opened(place, meta):
+        if "first" in str(place):
             inside.set()
             both.wait(0.5)
         else:
             both.set()
             first.join(60)
             seen.append(zarr.config.get("array.write_empty_chunks"))
-        return right(zarr, stored)
+        return right(place, meta)
 
-    monkeypatch.setattr(store, "_opened", opened)
+    monkeypatch.setattr(zarr.Array, "from_dict", opened)
     save = lambda name, comm: io.save(folder / f"{name}{RANK}", np.zeros(3), compressor="zstd", comm=comm)  # noqa: E731
     first = threading.Thread(target=save, args=("first", comm))
     first.start()

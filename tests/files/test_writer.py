@@ -281,6 +281,7 @@ def test_xarray_reads_it(folder):
     COMM.Barrier()
     if RANK == 0:
         data = xarray.open_zarr(folder / "s")
+        data.to_netcdf(folder / "s.nc")
         assert data.h.dims == ("time", "y", "x")
         assert data.h.units == "m"
         assert data.x.units == "km"
@@ -289,6 +290,65 @@ def test_xarray_reads_it(folder):
         assert list(data.n.values) == [0, 7, 14]
         assert [str(time)[:10] for time in data.time.values] == ["2000-01-01", "2000-01-02", "2000-01-03"]
         assert np.array_equal(data.h.mean(("x", "y")), [0, 1, 2])
+
+
+def test_numbers_of_any_kind(folder):
+    """The first append and later ones may have arrays of NumPy or JAX, and numbers: name, shape and dtype count."""
+    grid = jaxmpi.Grid(SIZE, (2 * SIZE,))
+    x, n = np.arange(2.0) + 2 * RANK, np.float64(3)
+    kinds = ((x, n), (jnp.asarray(x), jnp.asarray(n)), (x, 3.0), (jnp.asarray(x), np.array(3.0)))
+    for turn in range(2):
+        with io.Writer(folder / "s", grid, resume=turn > 0) as out:
+            for step, (field, number) in enumerate(kinds[turn:]):
+                out.append(10 * turn + step, {"x": field, "n": number})
+    check(
+        folder / "s", {"time": np.array([0, 1, 2, 3, 10, 11, 12.0]), "x": [np.arange(2.0 * SIZE)] * 7, "n": [3.0] * 7}
+    )
+
+
+def test_overwrite(folder):
+    """The old file is there until the new one is. Both at once, and neither where something is there, are errors."""
+    grid = jaxmpi.Grid(SIZE, (2 * SIZE,))
+    x = {"x": jnp.ones(grid.local_shape)}
+    with io.Writer(folder / "s", grid) as out:
+        out.append(1, {"y": x["x"]})
+    COMM.Barrier()
+    for options, error in (({}, FileExistsError), ({"resume": True, "overwrite": True}, ValueError)):
+        with pytest.raises(error, match="resume=True goes on with (it|a file), overwrite=True replaces it"):
+            io.Writer(folder / "s", grid, **options)
+    again = io.Writer(folder / "s", grid, overwrite=True)
+    check(folder / "s", {"time": np.ones(1), "y": np.ones((1, 2 * SIZE))})
+    COMM.Barrier()
+    again.append(2, x)
+    again.close()
+    check(folder / "s", {"time": np.array([2.0]), "x": np.ones((1, 2 * SIZE))})
+
+
+def test_flush(folder):
+    """All steps can be read, and a job that goes on from a checkpoint finds those that it does not compute again."""
+    grid = jaxmpi.Grid(SIZE, (2 * SIZE,))
+    states = folder / "states"
+    with pytest.raises(KeyError), io.Writer(folder / "s", grid) as out:  # noqa: PT012
+        out.flush()
+        for step in range(0, 100, 10):
+            out.append(step, {"x": jnp.full(2, step)})
+            if step == 50:
+                out.flush()
+                io.checkpoint(states, {"step": step})
+            if step in (50, 60):
+                found = read(folder / "s")
+                assert RANK > 0 or len(found["time"]) >= 6
+                COMM.Barrier()
+            if step == 70:
+                raise KeyError
+    begin = io.load(io.latest(states))["step"] + 10
+    with io.Writer(folder / "s", grid, resume=True) as out:
+        for step in range(begin, 100, 10):
+            out.append(step, {"x": jnp.full(2, step)})
+    steps = np.arange(0, 100, 10)
+    check(folder / "s", {"time": steps.astype(float), "x": np.repeat(steps[:, None], 2 * SIZE, 1)})
+    with pytest.raises(ValueError, match=r"Writer\.flush: .* is closed"):
+        out.flush()
 
 
 # --- what is there, and when ------------------------------------------------------------------------------------------
@@ -450,7 +510,7 @@ def test_ranks_that_differ(folder):
     x = jnp.zeros(grid.local_shape)
     for number, (now, tree, options, text) in enumerate(
         (
-            (RANK, {"x": x}, {}, "other times"),
+            (RANK, {"x": x}, {}, "other times, from 0.0 to "),
             (5, {"x": x, "n": RANK}, {}, "last bit"),
             (5, {"x": x} if RANK else {"y": x}, {}, "not those of the steps|on rank"),
         )

@@ -83,7 +83,7 @@ def _next(folder: Path, step: int | None, operation: str) -> tuple[int, Path]:
 
 def _prune(folder: Path, keep: int, number: int, operation: str) -> None:
     with commit.naming(f"{operation}: cannot remove old states in", folder):
-        commit.prune(folder, keep, number)
+        commit.prune(folder, keep, number, operation)
 
 
 def latest(path: str | os.PathLike[str], *, comm: MPI.Comm | None = None) -> Path | None:

@@ -1,12 +1,16 @@
 """How a state comes to be there at once: written under another name, and renamed when all ranks have written it.
 
-Beside a state NAME there may be three hidden ones: `.NAME.partial`, which is being written, or is left of a run that
-has died; `.NAME.replaced`, an old state while a new one is renamed to its name; and `.NAME.removed`, which is being
-removed. A run that dies between the two renames of a replacement leaves the old state under its hidden name, where
-readers find it, and the next run puts it back. All of this is done by rank 0 alone.
+Beside a state NAME there may be three hidden folders. `.NAME.partial` is being written, or a run that died left it.
+`.NAME.replaced` is an old state while a new one gets its name. `.NAME.removed` is being removed. Rank 0 alone does all
+of this.
 
-Rank 0 holds a lock of the folder that it writes, which goes with it, also if it dies. So a second job, or a second
-`Writer`, that would write the same is an error, where the file system has locks of folders.
+Two jobs must not write one state. So rank 0 locks the hidden folder that it writes, and the state that it replaces,
+before it looks at anything else, and holds both locks until the new state has its name. A lock is that of the folder
+itself, whatever its name becomes: whoever has locked a folder compares it with what the name then leads to. The system
+releases the locks of a process that dies. File systems without locks of folders have no such protection.
+
+A run that dies between the two renames of a replacement leaves the old state under its hidden name. Readers find it
+there, and the next run puts it back. Readers take no locks.
 """
 
 import contextlib
@@ -20,12 +24,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxmpi._files import store
+from jaxmpi._files import metadata, store
 
 _STATE = re.compile(r"(\.?)(\d{8,})(\.partial|\.replaced|\.removed|)")
 """Names in a folder of checkpoints: of states, and the hidden ones."""
-KEY = "jaxmpi"
-"""The attribute of the group that says what is ours."""
+_LOOKS = 20
+"""How often a reader looks for a state whose name is gone for a moment, while another job replaces it."""
 
 
 def partial(path: Path) -> Path:
@@ -62,31 +66,34 @@ def is_there(path: Path) -> bool:
 def is_ours(path: Path) -> bool:
     """Whether it is a state that `save` or a `Writer` has made."""
     try:
-        return KEY in json.loads(store.root(path))["attributes"]
-    except (OSError, ValueError, KeyError, TypeError):
+        return metadata.KEY in json.loads(store.root(path))["attributes"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
 
 
-def restore(path: Path) -> None:
-    """Puts back an old state that was being replaced as a run died, or removes it if the new one is in its place."""
-    old = replaced(path)
-    if is_there(old):
-        if is_there(path):
-            discard(old)
-        else:
-            os.rename(old, path)
+def look(path: Path) -> tuple[Path, bytes]:
+    """Where a state is, and the root's metadata. Raises FileNotFoundError if there is none.
+
+    While another job replaces the state, it is under one of two names, and never at a time under none.
+    """
+    for _ in range(_LOOKS):
+        for place in (path, replaced(path)):
+            with contextlib.suppress(FileNotFoundError):
+                return place, store.root(place)
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 
 def discard(path: Path) -> None:
-    """Removes a folder; of a file or a link that has its name, that alone."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
+    """Removes a folder; of a file or a link that has its name, that alone. Another job may be removing it, too."""
+    with contextlib.suppress(FileNotFoundError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 class Lock:
-    """A lock of a folder, which is held until `release`, or until the process ends."""
+    """A lock of a folder, which is held until `release`, or until the process ends. As a context it is released."""
 
     def __init__(self) -> None:
         self._file: int | None = None
@@ -96,19 +103,43 @@ class Lock:
         return self._file is not None
 
     def take(self, path: Path, operation: str) -> None:
-        """Raises OSError if another one is held, by another job or by this process."""
-        self._file = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        """Locks the folder that has this name. Raises BlockingIOError if it is locked, by another job or by this
+        process; FileNotFoundError if there is none."""
+        while not self.holds(path):
+            self.release()
+            self._file = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                    return  # this file system has none
+                self.release()
+                raise BlockingIOError(
+                    f"{operation}: {path} is being written, by another job, or by a Writer of this one that is not "
+                    "closed: choose another path, or wait for its end."
+                ) from None
+
+    def make(self, path: Path, operation: str) -> None:
+        """Makes the folder, unless it is there, and locks it. Raises BlockingIOError as `take` does."""
+        while not self.is_held:
+            if path.is_symlink() or (is_there(path) and not path.is_dir()):
+                discard(path)
+            path.mkdir(exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # its owner has renamed or removed it meanwhile
+                self.take(path, operation)
+
+    def holds(self, path: Path) -> bool:
+        """Whether the folder that is locked has this name."""
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                return  # this file system has none
-            os.close(self._file)
-            self._file = None
-            raise OSError(
-                f"{operation}: {path} is being written, by another job, or by a Writer of this one that is not closed: "
-                "choose another path, or wait for its end."
-            ) from None
+            return self._file is not None and os.path.samestat(os.fstat(self._file), os.stat(path))
+        except FileNotFoundError:
+            return False
+
+    def moved(self) -> "Lock":
+        """The lock as another object, which releases it."""
+        found = Lock()
+        found._file, self._file = self._file, None
+        return found
 
     def release(self) -> None:
         if self._file is not None:
@@ -117,37 +148,45 @@ class Lock:
             os.close(self._file)
             self._file = None
 
+    def __enter__(self) -> "Lock":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
     __del__ = release
 
 
-def check_free(path: Path, operation: str) -> None:
-    """Raises OSError if a folder is being written."""
-    if path.is_dir():
-        lock = Lock()
-        lock.take(path, operation)
-        lock.release()
+def begin(path: Path, overwrite: bool, operation: str, new: Lock, old: Lock) -> Path:
+    """Makes the empty folder in which a state is written, and locks it, and the state that will be replaced. Removes
+    what a run that died has left.
 
-
-def begin(path: Path, overwrite: bool, operation: str, lock: Lock) -> Path:
-    """Makes the empty folder in which a state is written, and locks it. What a dead run has left is removed.
-
-    Raises FileExistsError if there is something that may not be replaced, OSError if it is being written.
+    Raises FileExistsError if there is something that may not be replaced, OSError if it is being written. Then the
+    caller calls `drop`.
     """
     folder = partial(path)
-    check_free(folder, operation)
-    restore(path)
-    if is_there(path):
+    make_parents(folder)
+    new.make(folder, operation)
+    _put_back(path)
+    while is_there(path) and not old.is_held:
         if not overwrite:
             raise FileExistsError(f"{operation}: {path} exists: overwrite=True replaces it, or choose another path.")
         if not is_ours(path):
             raise FileExistsError(f"{operation}: {path} is not a state of jaxmpi.io, and is not replaced: remove it.")
-        check_free(path, operation)
-    if is_there(folder):
-        discard(folder)
-    make_parents(folder)
-    folder.mkdir()
-    lock.take(folder, operation)
+        with contextlib.suppress(FileNotFoundError):
+            old.take(path, operation)
+    if old.is_held:
+        discard(replaced(path))
+    for name in os.listdir(folder):
+        discard(folder / name)
     return folder
+
+
+def _put_back(path: Path) -> None:
+    """Gives an old state its name back, if a run died while it replaced it. The caller has locked the hidden folder of
+    what is being written, so no other job is between its two renames."""
+    if not is_there(path) and is_there(replaced(path)):
+        os.rename(replaced(path), path)
 
 
 def make_parents(path: Path) -> None:
@@ -163,26 +202,38 @@ def make_parents(path: Path) -> None:
         raise
 
 
-def publish(path: Path) -> None:
-    """Gives the state its name. An old one of this name is removed."""
-    if is_there(path):
+def publish(path: Path, new: Lock, old: Lock, operation: str) -> None:
+    """Gives the state its name. The old one that is locked is removed.
+
+    Raises OSError if the folder that was written, or the old state, is no longer the one that is locked.
+    """
+    if not new.holds(partial(path)) or (old.is_held and not old.holds(path)) or (is_there(path) and not old.is_held):
+        raise FileExistsError(
+            f"{operation}: another program has changed {path} while it was written: write there from one job at a time."
+        )
+    if old.is_held:
         os.rename(path, replaced(path))
-    os.rename(partial(path), path)
-    if is_there(old := replaced(path)):
-        discard(old)
+    try:
+        os.rename(partial(path), path)
+    except BaseException:
+        _put_back(path)
+        raise
+    shutil.rmtree(replaced(path), ignore_errors=True)  # what cannot be removed now goes with the next state
 
 
-def drop(path: Path) -> None:
+def drop(path: Path, new: Lock) -> None:
     """Removes what has been written of a state, as far as that is possible."""
-    shutil.rmtree(partial(path), ignore_errors=True)
+    if new.holds(partial(path)):
+        shutil.rmtree(partial(path), ignore_errors=True)
 
 
-def remove(path: Path) -> None:
-    """Removes a state: it is gone at once, whatever happens then."""
-    if is_there(removed(path)):
+def remove(path: Path, operation: str) -> None:
+    """Removes a state: it is gone at once, whatever happens then. It stays if another job is writing it."""
+    with Lock() as lock, contextlib.suppress(FileNotFoundError, BlockingIOError):
+        lock.take(path, operation)
         discard(removed(path))
-    os.rename(path, removed(path))
-    discard(removed(path))
+        os.rename(path, removed(path))
+        discard(removed(path))
 
 
 def numbers(folder: Path) -> list[int]:
@@ -201,33 +252,46 @@ def numbered(folder: Path, number: int) -> Path:
 def newest(folder: Path) -> Path | None:
     """The path of the state with the largest number; None if there is none."""
     paths = (numbered(folder, number) for number in reversed(numbers(folder)))
-    return next((path for path in paths if is_ours(found(path))), None)
+    return next((path for path in paths if _is_state(path)), None)
+
+
+def _is_state(path: Path) -> bool:
+    try:
+        return is_ours(look(path)[0])
+    except OSError:
+        return False
 
 
 def tidy(folder: Path, operation: str) -> None:
-    """Removes what runs that have died have left in a folder of checkpoints, and puts back what they were replacing."""
+    """Removes what runs that have died have left in a folder of checkpoints, and puts back what they were replacing.
+    Raises OSError if another job is writing there."""
     if not folder.is_dir():
         return
     for name in os.listdir(folder):
         match = _STATE.fullmatch(name)
         if match and match[1]:
-            if match[3] == ".replaced":
-                restore(folder / match[2])
-            elif match[3]:
-                check_free(folder / name, operation)
-                discard(folder / name)
+            settle(folder / match[2], operation)
 
 
-def prune(folder: Path, keep: int, written: int) -> None:
+def settle(path: Path, operation: str) -> None:
+    """Removes what a run that died has left beside a state, and puts back what it was replacing."""
+    with Lock() as new, Lock() as old:
+        new.make(partial(path), operation)
+        try:
+            _put_back(path)
+            if is_there(path) and is_there(replaced(path)):
+                old.take(path, operation)
+                discard(replaced(path))
+            discard(removed(path))
+        finally:
+            drop(path, new)
+
+
+def prune(folder: Path, keep: int, written: int, operation: str) -> None:
     """Removes all states but so many: the one that has been written, and the newest ones. What is not ours stays."""
     others = [number for number in numbers(folder) if number != written and is_ours(numbered(folder, number))]
     for number in others[: max(0, len(others) - keep + 1)]:
-        remove(numbered(folder, number))
-
-
-def found(path: Path) -> Path:
-    """Where a state is: an old one that was being replaced as a run died is under its hidden name."""
-    return replaced(path) if not is_there(path) and is_there(replaced(path)) else path
+        remove(numbered(folder, number), operation)
 
 
 @contextlib.contextmanager

@@ -57,9 +57,9 @@ def encode(values: np.ndarray) -> np.ndarray:
     """The values in the dtype in which they are stored; the array itself where that is its own."""
     there = stored(values.dtype)
     if values.dtype.name == "bfloat16":  # its bits are the upper half of those of float32
-        return (values.view(np.uint16).astype(np.uint32) << 16).view(there)
+        return np.asarray(values.view(np.uint16).astype(np.uint32) << 16).view(there)
     if _is_floating(values.dtype) and values.dtype.itemsize == 1:
-        return _table(values.dtype.name)[values.view(np.uint8)]
+        return np.asarray(_table(values.dtype.name)[values.view(np.uint8)])
     return values.astype(there, copy=False)
 
 
@@ -67,7 +67,7 @@ def decode(values: np.ndarray, name: str) -> np.ndarray:
     """Stored values in the dtype of this name."""
     dtype = named(name)
     if name == "bfloat16":
-        return (np.ascontiguousarray(values).view(np.uint32) >> 16).astype(np.uint16).view(dtype)
+        return np.asarray(_contiguous(values).view(np.uint32) >> 16).astype(np.uint16).view(dtype)
     if dtype.itemsize == 1 and _is_floating(dtype):
         with np.errstate(all="ignore"):
             found = values.astype(dtype)
@@ -94,4 +94,9 @@ def _of_nan(values: np.ndarray) -> tuple[int, np.ndarray]:
     """The bits of a value that is not a number, and the last bits of all values."""
     bits = np.dtype(f"u{values.itemsize}")
     quiet = int(np.array(np.nan, values.dtype).view(bits))
-    return quiet, np.ascontiguousarray(values).view(bits) & 0xFF
+    return quiet, _contiguous(values).view(bits) & 0xFF
+
+
+def _contiguous(values: np.ndarray) -> np.ndarray:
+    """The values in one piece of memory, in their shape: `np.ascontiguousarray` gives an array without axes one."""
+    return np.asarray(values, order="C")

@@ -16,7 +16,7 @@ import numpy as np
 from mpi4py import MPI
 
 from jaxmpi._files import chunks as tiles
-from jaxmpi._files import commit, dtypes, records, rows, trees
+from jaxmpi._files import dtypes, metadata, records, rows, trees
 from jaxmpi._files.chunks import Blocks, Region, Whole
 from jaxmpi._files.records import Record
 from jaxmpi._files.rows import Indices, Rows
@@ -264,6 +264,10 @@ class Dimensions:
                 raise ValueError(
                     f"{operation}: dims is {names!r}: pass different names, one for each axis of the grid."
                 )
+            for name in self._names:
+                trees.check_name(trees.plain(name), f"dims={names!r}", operation)
+                if name != trees.plain(name):
+                    raise ValueError(f"{operation}: dims is {names!r}: pass names without / and \\.")
             _check_lengths(self._names, each, operation, "dims")
         self._meanings: dict[str, tuple[int, Any]] = {}
         self._known: dict[Any, list[str]] = {}
@@ -296,8 +300,8 @@ class Dimensions:
                 break
             if given:
                 raise ValueError(
-                    f"{self._operation}: two grids have axes {names} of other sizes: leave dims out, or save them to "
-                    "different files."
+                    f"{self._operation}: dims={names} would name the axes of two grids or maps that differ: leave dims "
+                    "out, or save them to different files."
                 )
         self._meanings.update(its)
         self._known[token] = names
@@ -350,8 +354,8 @@ def attributes(found: Sequence[Part], attrs: Any, operation: str) -> dict[str, A
     except (TypeError, ValueError) as error:
         raise TypeError(f"{operation}: attrs has what JSON cannot hold: {error}") from error
     of_group = dict(plain.pop("", {}))
-    if commit.KEY in of_group:
-        raise ValueError(f"{operation}: attrs of the group has {commit.KEY!r}, where the tree is kept: rename it.")
+    if metadata.KEY in of_group:
+        raise ValueError(f"{operation}: attrs of the group has {metadata.KEY!r}, where the tree is kept: rename it.")
     by_name = {part.record.name: part for part in found}
     for name, its in plain.items():
         if name not in by_name:

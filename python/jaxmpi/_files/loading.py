@@ -1,9 +1,9 @@
 """`jaxmpi.io.load`: a tree, read by all ranks, on any grid and any number of ranks."""
 
+import contextlib
 import dataclasses
-import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,11 +13,10 @@ import jax
 import numpy as np
 from mpi4py import MPI
 
-from jaxmpi._files import chunks, commit, dtypes, layout, rows, store, trees
+from jaxmpi._files import chunks, commit, dtypes, layout, metadata, rows, store, trees
 from jaxmpi._files.chunks import Interval
 from jaxmpi._files.layout import Options
 from jaxmpi._files.records import Record
-from jaxmpi._files.saving import FORMAT
 from jaxmpi._grid import arguments as given
 from jaxmpi._grid.grid import Grid, Width
 from jaxmpi._grid.halos import Halo
@@ -26,6 +25,8 @@ from jaxmpi._primitive import keys
 from jaxmpi._unstructured.index_map import IndexMap
 
 _PYTHON = {"int": int, "float": float, "complex": complex, "bool": bool}
+_TRIES = 50
+"""How often a state is read anew because another job has replaced it meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -38,33 +39,46 @@ class State:
     arrays: Mapping[str, store.Stored]
 
     @staticmethod
-    def of(path: Path, text: bytes, operation: str) -> "State":
+    def of(path: Path, data: bytes, operation: str) -> "State":
         """Raises ValueError if the metadata are not those of a state, or are damaged."""
-        try:
-            root = json.loads(text)
-            its = root["attributes"].get(commit.KEY)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{operation}: {path / store.META} is damaged: {error}") from error
-        if isinstance(its, Mapping) and "series" in its:
+        root = metadata.decode(path, data, operation)
+        if root is None:
+            raise ValueError(
+                f"{operation}: {path} is Zarr, but no state of jaxmpi.io: read it with zarr or xarray instead."
+            )
+        if "series" in root.text:
             raise ValueError(
                 f"{operation}: {path} is a series of a jaxmpi.io.Writer: read it with xarray or zarr; to go on from, "
                 "save a state with jaxmpi.io.checkpoint."
             )
-        if its is None:
-            raise ValueError(
-                f"{operation}: {path} is Zarr, but no state of jaxmpi.io: read it with zarr or xarray instead."
-            )
-        try:
-            if its["format"] > FORMAT:
-                raise ValueError(f"it is of a later version of jaxmpi (format {its['format']}): update jaxmpi")
-            records = {record.name: record for record in map(Record.of_json, its["leaves"])}
-            metas = root["consolidated_metadata"]["metadata"]
-            arrays = {
-                name: store.Stored.of(path / name, metas[name]) for name, record in records.items() if record.stored
-            }
-            return State(path, its["tree"], records, arrays)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{operation}: {path / store.META} is damaged: {error!r}") from error
+        return metadata.parsed(path, partial(State._of, path, root), operation)
+
+    @staticmethod
+    def _of(path: Path, root: metadata.Root) -> "State":
+        records = {record.name: record for record in map(Record.of_json, root.text["leaves"])}
+        sums = root.text.get("sums")
+        arrays = {}
+        for name, record in records.items():
+            if record.stored:
+                its = None if sums is None else metadata.unpack(sums[name])
+                arrays[name] = store.Stored.of(path / name, root.arrays[name], its)
+                _check_stored(record, arrays[name])
+            elif record.type != "str":
+                int(record.value or "")
+            if record.index and records[record.index].type != "index":
+                raise ValueError(f"{record.index} has no indices of rows")
+        return State(path, root.text["tree"], records, arrays)
+
+
+def _check_stored(record: Record, stored: store.Stored) -> None:
+    """Raises ValueError unless an array is what the record of its leaf says."""
+    dtype, shape = dtypes.stored(dtypes.named(record.dtype)), (*record.shape, *record.words)
+    if (stored.dtype, stored.shape) != (dtype, shape) or any(not 0 <= axis < len(shape) for axis in record.axes):
+        raise ValueError(f"{record} is stored as {stored.dtype} of shape {stored.shape}")
+
+
+class _Replaced(Exception):
+    """Another job has replaced the state while this one was reading it."""
 
 
 @dataclass(frozen=True)
@@ -119,17 +133,26 @@ def load(
     """
     operation = "load"
     with layout.together(grid, comm, operation) as clone:
-        where, text = agreement.of_rank(
-            clone, agreement.on_all(clone, operation, lambda: _metadata(path, clone.rank, operation))
+        for _ in range(_TRIES):
+            where, data = agreement.of_rank(
+                clone, agreement.on_all(clone, operation, lambda: _metadata(path, clone.rank, operation))
+            )
+
+            def work(where: Path = where, data: bytes = data) -> tuple[Any, agreement.Facts]:
+                state = State.of(where, data, operation)
+                wanted, build = _wanted(state, grid, width, axes, like)
+                return (state, wanted, build), [(its.record.name, its.text()) for its in wanted]
+
+            state, wanted, build = agreement.alike(clone, operation, work, _differs)
+
+            def check(failure: Exception | None, data: bytes = data) -> None:
+                _check_read(clone, failure, path, data, operation)
+
+            with contextlib.suppress(_Replaced):
+                return build(_values(clone, state, wanted, check, operation))
+        raise OSError(
+            f"{operation}: other jobs have replaced {path} {_TRIES} times while it was read: wait for their end."
         )
-
-        def work() -> tuple[Any, agreement.Facts]:
-            state = State.of(where, text, operation)
-            wanted, build = _wanted(state, grid, width, axes, like)
-            return (state, wanted, build), [(its.record.name, its.text()) for its in wanted]
-
-        state, wanted, build = agreement.alike(clone, operation, work, _differs)
-        return build(_values(clone, state, wanted, operation))
 
 
 def _differs(what: str, mine: str, root: str) -> str:
@@ -142,18 +165,34 @@ def _metadata(path: Any, rank: int, operation: str) -> tuple[Path, bytes]:
     whole = Path(commit.place(path, operation))
     if rank > 0:
         return whole, b""
-    found = commit.found(whole)
-    with commit.naming(f"{operation}: cannot read", found):
+    with commit.naming(f"{operation}: cannot read", whole):
         try:
-            return found, store.root(found)
+            return commit.look(whole)
         except FileNotFoundError:
-            if not commit.is_there(found):
-                text = f"there is no {found}."
-            elif commit.newest(found) is not None:
-                text = f"{found} is a folder of states: pass jaxmpi.io.latest(path), or the path of one of them."
+            if not commit.is_there(whole):
+                text = f"there is no {whole}."
+            elif commit.newest(whole) is not None:
+                text = f"{whole} is a folder of states: pass jaxmpi.io.latest(path), or the path of one of them."
             else:
-                text = f"{found} is no state of jaxmpi.io: it has no {found / store.META}."
+                text = f"{whole} is no state of jaxmpi.io: it has no {whole / store.META}."
             raise FileNotFoundError(f"{operation}: {text}") from None
+
+
+def _check_read(comm: MPI.Intracomm, failure: Exception | None, path: Any, data: bytes, operation: str) -> None:
+    """Raises on all ranks what one of them could not read; `_Replaced` if the state is another one by now."""
+    try:
+        agreement.sums(comm, operation, failure)
+    except Exception:
+        if agreement.of_rank(comm, comm.rank == 0 and _is_another(path, data, operation)):
+            raise _Replaced from None
+        raise
+
+
+def _is_another(path: Any, data: bytes, operation: str) -> bool:
+    try:
+        return commit.look(Path(commit.place(path, operation)))[1] != data
+    except OSError:
+        return False
 
 
 def _wanted(state: State, grid: Any, width: Any, axes: Any, like: Any) -> Any:
@@ -161,7 +200,9 @@ def _wanted(state: State, grid: Any, width: Any, axes: Any, like: Any) -> Any:
     operation = "load"
     layout.check_needed(layout.divided(grid), Options(width, axes), operation)
     if like is None:
-        tree = trees.build(state.skeleton, lambda name: state.records[name], operation)
+        tree = metadata.parsed(
+            state.path, lambda: trees.build(state.skeleton, lambda name: state.records[name], operation), operation
+        )
         records, structure = jax.tree.flatten(tree)
         names = [record.name for record in records]
         targets: list[Any] = [None] * len(records)
@@ -272,22 +313,34 @@ def _check_shape(its: Wanted, shape: tuple[int, ...], operation: str) -> None:
         )
 
 
-def _values(comm: MPI.Intracomm, state: State, wanted: Sequence[Wanted], operation: str) -> list[Any]:
-    """The values of the leaves. An error of a rank is an error of all."""
-    readers = _readers(comm, state, wanted, operation)
+def _values(
+    comm: MPI.Intracomm,
+    state: State,
+    wanted: Sequence[Wanted],
+    check: Callable[[Exception | None], None],
+    operation: str,
+) -> list[Any]:
+    """The values of the leaves. All ranks call `check` with what this one could not read."""
+    readers = _readers(comm, state, wanted, check, operation)
     failure: Exception | None = None
     found: list[Any] = []
     for its, reader in zip(wanted, readers, strict=True):
         values, error = (None, None) if failure else agreement.attempt(partial(_read, state, its, reader, operation))
         failure = failure or error
         found.append(values)
-    agreement.sums(comm, operation, failure)
+    check(failure)
     for i, (its, reader) in enumerate(zip(wanted, readers, strict=True)):
         found[i] = _finished(found[i], its, reader)  # what has been read goes, one after the other
     return found
 
 
-def _readers(comm: MPI.Intracomm, state: State, wanted: Sequence[Wanted], operation: str) -> list[rows.Reader | None]:
+def _readers(
+    comm: MPI.Intracomm,
+    state: State,
+    wanted: Sequence[Wanted],
+    check: Callable[[Exception | None], None],
+    operation: str,
+) -> list[rows.Reader | None]:
     """The ways of rows to where they are needed, for the leaves that are rows."""
     made: dict[Any, rows.Reader] = {}
     found: list[rows.Reader | None] = []
@@ -301,7 +354,7 @@ def _readers(comm: MPI.Intracomm, state: State, wanted: Sequence[Wanted], operat
             run = rows.run_of(stored.shape[0], comm.size, stored.chunks[0])
             points = rows.interval(run, stored.shape[0], comm.rank)
             indices, failure = agreement.attempt(partial(_indices, state, index, points, operation))
-            agreement.sums(comm, operation, failure)
+            check(failure)
             assert indices is not None
             try:
                 made[key] = rows.reader(its.division, indices, points)
@@ -368,4 +421,8 @@ def _finished(values: Any, its: Wanted, reader: rows.Reader | None) -> Any:
             return grid.exchange(grid.pad(x, its.widths, axes=its.axes), its.widths, axes=its.axes)
 
         values = chunks.in_words(values, fill)
-    return _typed(its.record, values)
+    leaf = _typed(its.record, values)
+    shape, dtype = np.shape(leaf), getattr(leaf, "dtype", None)
+    if shape != _local_shape(its) or (its.record.type in ("jax", "numpy", "scalar") and dtype != its.record.dtype):
+        raise RuntimeError(f"load: {its.record} has become {dtype} of shape {shape}: this is an error of jaxmpi.")
+    return leaf

@@ -9,11 +9,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmpi._files import dtypes
+from jaxmpi._files import dtypes, trees
 from jaxmpi._jax import internals
 from jaxmpi._primitive import keys
 
 _PYTHON: dict[type, Any] = {bool: np.bool_, float: np.float64, complex: np.complex128}
+TYPES = ("jax", "numpy", "scalar", "key", "index", "str", "int", "float", "complex", "bool", "array")
+"""What a leaf may be: an array of JAX or NumPy, a scalar of NumPy, random keys, indices of rows, a text or a number;
+"array" is any array or number of a series."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Record:
 
     name: str
     type: str
-    """The type of array or number: "jax", "numpy", "scalar" (of NumPy), "key" (of JAX), or "int", "str" and so on."""
+    """One of `TYPES`."""
     dtype: str = ""
     shape: tuple[int, ...] = ()
     """The shape, of a field that of the global array."""
@@ -62,9 +65,22 @@ class Record:
         }
 
     @staticmethod
-    def of_json(its: Mapping[str, Any]) -> "Record":
-        fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in its.items()}
-        return Record(**fields)
+    def of_json(given: Mapping[str, Any]) -> "Record":
+        """Raises ValueError for what no record says, such as a name that leads out of the folder."""
+        fields: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in given.items()
+        }
+        record = Record(**fields)
+        for field in dataclasses.fields(record):
+            value = getattr(record, field.name)
+            numbers = field.name in ("shape", "axes")
+            right = all(type(n) is int for n in value) if numbers else isinstance(value, str)
+            if not (right or (field.name == "value" and value is None)):
+                raise ValueError(f"{field.name} of {record.name!r:.80} is {value!r:.80}")
+        trees.check_name(record.name, "an array", "the file")
+        if record.name != trees.plain(record.name) or record.type not in TYPES:
+            raise ValueError(f"an array is called {record.name!r:.80} and is {record.type!r:.80}")
+        return record
 
 
 def describe(name: str, x: Any, operation: str) -> Record:

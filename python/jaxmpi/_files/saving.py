@@ -1,22 +1,22 @@
 """`jaxmpi.io.save`: a tree, written by all ranks."""
 
+import math
 import os
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from mpi4py import MPI
 
-from jaxmpi._files import commit, layout, records, sharing, store, trees
+from jaxmpi._files import commit, layout, metadata, records, sharing, store, trees
 from jaxmpi._files.chunks import Blocks
 from jaxmpi._files.layout import Options, Part
 from jaxmpi._grid.grid import Width
 from jaxmpi._mpi import agreement
-
-FORMAT = 1
-"""The number of the form in which trees are stored, which readers check."""
 
 
 @dataclass
@@ -37,15 +37,9 @@ class Plan:
     def arrays(self) -> list[Part]:
         return [part for part in (*self.parts, *self.coordinates) if part.source is not None]
 
-    def meta(self) -> dict[str, Any]:
-        """The attributes of the group."""
-        its = {
-            "format": FORMAT,
-            "tree": self.skeleton,
-            "leaves": [part.record.to_json() for part in self.parts],
-            **self.more,
-        }
-        return {**self.attributes, commit.KEY: its}
+    def text(self) -> dict[str, Any]:
+        """What the root keeps for `load` and `Writer`."""
+        return {"tree": self.skeleton, "leaves": [part.record.to_json() for part in self.parts], **self.more}
 
 
 def save(
@@ -140,7 +134,7 @@ def agreed(comm: MPI.Intracomm, make: Callable[[], Plan], operation: str, **more
 
 def facts(plan: Plan) -> list[tuple[str, str]]:
     """What all ranks must have in common: what it is, and a text."""
-    found = [("the tree", repr(plan.skeleton)), ("path", plan.path.name)]
+    found = [("the tree", repr(plan.skeleton)), ("path", str(plan.path))]
     found += [
         ("attrs", repr((plan.attributes, plan.of_time))),
         ("compressor", repr([codec.to_dict() for codec in plan.compressors])),
@@ -181,34 +175,56 @@ def publish(
 ) -> tuple[dict[str, Any], commit.Lock]:
     """Makes what `make` does in a folder, writes arrays there, and gives it its name. All ranks call it.
 
-    The path is that of rank 0. Returns the metadata of what has been made, and the lock of the folder. An error of a
-    rank is an error of all, and nothing is left.
+    Returns the metadata of what has been made, and the lock of the folder. An error of a rank is an error of all, and
+    nothing is left.
     """
-    held = commit.Lock()
+    new, old = commit.Lock(), commit.Lock()
 
-    def begin() -> tuple[Path, dict[str, Any], sharing.Sign]:
+    def begin() -> tuple[dict[str, Any], sharing.Sign]:
         with commit.naming(f"{operation}: cannot make", plan.path):
-            folder = commit.begin(plan.path, overwrite, operation, held)
-            return plan.path, make(folder), sharing.leave(folder)
+            commit.begin(plan.path, overwrite, operation, new, old)
+            return make(folder), sharing.leave(folder)
 
-    def end() -> None:
+    def end(listed: Sequence[Sums]) -> None:
         with commit.naming(f"{operation}: cannot write", plan.path):
-            store.finish(folder, metas, plan.meta())
-            commit.publish(plan.path)
+            plan.more["id"] = secrets.token_hex(8)  # no other state has it, not even one of the same numbers
+            plan.more["sums"] = {
+                part.record.name: _joined(store.Stored.of(folder, metas[part.record.name]), [its[at] for its in listed])
+                for at, part in enumerate(arrays)
+            }
+            store.finish(folder, metas, plan.attributes, plan.text())
+            commit.publish(plan.path, new, old, operation)
 
+    folder = commit.partial(plan.path)
     try:
-        plan.path, metas, sign = agreement.on_root(comm, operation, begin)
-        folder = commit.partial(plan.path)
+        metas, sign = agreement.on_root(comm, operation, begin)
         sharing.check(comm, operation, sign)
-        agreement.sums(comm, operation, _write_chunks(folder, arrays, plan, operation))
-        agreement.on_root(comm, operation, end)
-    except Exception:
-        if held.is_held:  # else what is there is another one's
-            commit.drop(plan.path)
-        held.release()
-        comm.Barrier()  # no rank goes on, and perhaps writes again, before all is removed
+        sums, failure = _write_chunks(folder, arrays, metas, operation)
+        agreement.on_root_with_all(comm, operation, sums, failure, end)
+    except BaseException as error:
+        try:
+            commit.drop(plan.path, new)
+        finally:
+            new.release()
+        if isinstance(error, Exception):
+            comm.Barrier()  # no rank goes on, and perhaps writes again, before all is removed
         raise
-    return metas, held
+    finally:
+        old.release()
+    return metas, new
+
+
+Sums = list[dict[int, int]]
+"""Of each array the checksums of chunks, by the number of the chunk."""
+
+
+def _joined(stored: store.Stored, listed: Sequence[dict[int, int]]) -> str:
+    """The checksums of all chunks of an array, from those that each rank has written."""
+    found = {number: its for sums in listed for number, its in sums.items()}
+    count = math.prod(stored.counts)
+    if sorted(found) != [*range(count)] or sum(map(len, listed)) != count:
+        raise RuntimeError(f"{stored.path}: ranks have written {len(found)} of {count} chunks: an error of jaxmpi.")
+    return metadata.pack(np.array([found[number] for number in range(count)], np.uint32))
 
 
 def entry(part: Part) -> store.Entry:
@@ -219,27 +235,24 @@ def entry(part: Part) -> store.Entry:
     return store.Entry(part.record.name, region.shape, region.chunks, dtype, part.dims, part.attributes)
 
 
-def _write_chunks(folder: Path, arrays: Sequence[Part], plan: Plan, operation: str) -> Exception | None:
-    """Writes this rank's chunks, and returns its first error. It takes part in all communication nevertheless, since
-    others wait for it."""
-    failure = None
+def _write_chunks(
+    folder: Path, arrays: Sequence[Part], metas: dict[str, Any], operation: str
+) -> tuple[Sums, Exception | None]:
+    """Writes this rank's chunks, and returns their checksums and its first error. It takes part in all communication
+    nevertheless, since others wait for it."""
+    failure, sums = None, []
     for part in arrays:
         assert part.source is not None
         values, error = agreement.attempt(partial(part.source.take, part.value))
         failure = failure or error
         if failure is None:
-            stored = store.Stored(
-                folder / part.record.name,
-                part.source.region.shape,
-                part.source.region.chunks,
-                part.dtype,
-                store.is_plain(plan.compressors),
-            )
-            _, failure = agreement.attempt(partial(_write, stored, part, values, operation))
-    return failure
+            stored = store.Stored.of(folder / part.record.name, metas[part.record.name])
+            found, failure = agreement.attempt(partial(_write, stored, part, values, operation))
+            sums.append(found or {})
+    return sums, failure
 
 
-def _write(stored: store.Stored, part: Part, values: Any, operation: str) -> None:
+def _write(stored: store.Stored, part: Part, values: Any, operation: str) -> dict[int, int]:
     assert part.source is not None
     with commit.naming(f"{operation}: cannot write", stored.path):
-        store.write(stored, part.source.region, values)
+        return store.write(stored, part.source.region, values)

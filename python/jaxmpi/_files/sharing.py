@@ -24,7 +24,9 @@ class Sign:
 
 
 def leave(folder: Path) -> Sign:
-    """Leaves a sign in a folder; on rank 0."""
+    """Leaves a sign in a folder; on rank 0, which has locked it. Removes those of jobs that died."""
+    for old in folder.glob(".*.shared"):
+        old.unlink()
     file = folder / f".{secrets.token_hex(8)}.shared"
     file.touch()
     return Sign(file, socket.gethostname())

@@ -21,10 +21,11 @@ from typing import Any
 
 import numpy as np
 
+from jaxmpi._files import metadata
 from jaxmpi._files.chunks import Index, Interval, Region
 from jaxmpi._files.dtypes import in_files
+from jaxmpi._files.metadata import META
 
-META = "zarr.json"
 OLDEST_PYTHON = (3, 11)
 """What zarr 3 needs. With an older Python no files are written or read."""
 _PIECE = 1 << 20
@@ -114,15 +115,9 @@ def make(folder: Path, entries: Sequence[Entry], compressors: tuple[Any, ...]) -
     return made
 
 
-def finish(folder: Path, arrays: Mapping[str, Any], attributes: Mapping[str, Any]) -> None:
+def finish(folder: Path, arrays: Mapping[str, Any], attributes: Mapping[str, Any], text: Mapping[str, Any]) -> None:
     """Writes the metadata of the group with those of its arrays, at once: a reader sees the old ones or these."""
-    root = {
-        "zarr_format": 3,
-        "node_type": "group",
-        "attributes": dict(attributes),
-        "consolidated_metadata": {"kind": "inline", "must_understand": False, "metadata": dict(arrays)},
-    }
-    replace(folder / META, json.dumps(root, allow_nan=False).encode())
+    replace(folder / META, metadata.encode(arrays, attributes, text))
 
 
 def replace(path: Path, data: bytes) -> None:
@@ -150,11 +145,13 @@ class Stored:
     dtype: np.dtype
     plain: bool
     """Chunks are bytes and their checksum."""
-    meta: Any = None
-    """The metadata of the array, where those in the folder are others."""
+    meta: Mapping[str, Any]
+    """The metadata of the array."""
+    sums: np.ndarray | None = None
+    """The checksum of each chunk, in the order of their indices, where the root has them."""
 
     @staticmethod
-    def of(path: Path, meta: Mapping[str, Any]) -> "Stored":
+    def of(path: Path, meta: Mapping[str, Any], sums: np.ndarray | None = None) -> "Stored":
         """Raises KeyError, TypeError or ValueError for metadata that no array has here."""
         encoding = meta["chunk_key_encoding"]
         separator = encoding.get("configuration", {}).get("separator", "/")
@@ -166,35 +163,54 @@ class Stored:
         shape = tuple(map(int, meta["shape"]))
         if len(chunks) != len(shape) or min((*chunks, 1)) < 1 or min((*shape, 0)) < 0:
             raise ValueError(f"shape {shape} and chunks {chunks}")
-        return Stored(path, shape, chunks, in_files(np.dtype(meta["data_type"])), plain)
+        stored = Stored(path, shape, chunks, in_files(np.dtype(meta["data_type"])), plain, meta, sums)
+        if sums is not None and len(sums) != math.prod(stored.counts):
+            raise ValueError(f"{len(sums)} checksums of {math.prod(stored.counts)} chunks")
+        return stored
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many chunks there are along each axis."""
+        return tuple(-(-size // chunk) for size, chunk in zip(self.shape, self.chunks, strict=True))
+
+    def number(self, index: Index) -> int:
+        """The number of a chunk, in the order of their indices."""
+        return int(np.ravel_multi_index(index, self.counts)) if index else 0
 
     def file(self, index: Index) -> Path:
         return self.path.joinpath("c", *map(str, index))
 
 
-def write(stored: Stored, region: Region, values: np.ndarray, lead: Index = ()) -> None:
-    """Writes the chunks of a region. `lead` is in front of the index of each chunk, for an array that has more axes
-    there than the region, along which its chunks have size 1."""
-    if stored.plain:
-        for index, where in region.pieces():
-            _write_plain(stored.file((*lead, *index)), values[where], region.chunks)
-        return
-    zarr = need("write")
-    with _SETTING, zarr.config.set({"array.write_empty_chunks": True}):
-        array = _opened(zarr, stored)
-        for index, where in region.pieces():
-            starts = [number * size for number, size in zip(index, region.chunks, strict=True)]
-            sizes = [part.stop - part.start for part in where]
-            place = [slice(low, low + size) for low, size in zip(starts, sizes, strict=True)]
-            array[(*lead, *place)] = values[where]
+def write(stored: Stored, region: Region, values: np.ndarray, lead: Index = ()) -> dict[int, int]:
+    """Writes the chunks of a region, and returns the checksum of each by its number. `lead` is in front of the index
+    of each chunk, for an array that has more axes there than the region, along which its chunks have size 1."""
+    sums = {}
+    zarr = None if stored.plain else need("write")
+    for index, where in region.pieces():
+        whole = (*lead, *index)
+        if zarr is None:
+            found = _write_plain(stored.file(whole), values[where], region.chunks)
+        else:
+            found = _write_encoded(zarr, stored, whole, values[where][(np.newaxis,) * len(lead)])
+        sums[stored.number(whole)] = found
+    return sums
 
 
-def _opened(zarr: Any, stored: Stored) -> Any:
+def _write_encoded(zarr: Any, stored: Stored, index: Index, values: np.ndarray) -> int:
+    """Lets zarr write a chunk, at whose end is its checksum."""
     from zarr.storage import LocalStore, StorePath
 
-    if stored.meta is None:
-        return zarr.open_array(LocalStore(stored.path), mode="r+", zarr_format=3)
-    return zarr.Array.from_dict(StorePath(LocalStore(stored.path)), stored.meta)
+    place = tuple(
+        slice(n * size, n * size + its) for n, size, its in zip(index, stored.chunks, values.shape, strict=True)
+    )
+    with _SETTING, zarr.config.set({"array.write_empty_chunks": True}):
+        zarr.Array.from_dict(StorePath(LocalStore(stored.path)), dict(stored.meta))[place] = values
+    return _sum_of(stored.file(index).read_bytes())
+
+
+def _sum_of(data: bytes) -> int:
+    """The checksum at the end of a chunk."""
+    return int.from_bytes(data[-4:], "little")
 
 
 def checked(data: np.ndarray) -> bytes:
@@ -203,25 +219,27 @@ def checked(data: np.ndarray) -> bytes:
     return found.tobytes() + np.array([_checksum(found)], "<u4").tobytes()
 
 
-def _write_plain(path: Path, values: np.ndarray, chunks: Sequence[int]) -> None:
+def _write_plain(path: Path, values: np.ndarray, chunks: Sequence[int]) -> int:
+    """Writes a chunk, and returns its checksum."""
     if values.shape != tuple(chunks):  # at the end of an axis: files have whole chunks
         whole = np.zeros(chunks, values.dtype)
         whole[tuple(slice(0, size) for size in values.shape)] = values
         values = whole
     data = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
     try:
-        _write_file(path, data)
+        return _write_file(path, data)
     except FileNotFoundError:  # the first chunk in its folder
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write_file(path, data)
+        return _write_file(path, data)
 
 
-def _write_file(path: Path, data: np.ndarray) -> None:
+def _write_file(path: Path, data: np.ndarray) -> int:
     found = 0
     for piece in _pieces(data):
         found = _checksum(piece, found)
     with open(path, "wb", buffering=0) as file:
         _write_all(file.fileno(), data, np.array([found], "<u4").view(np.uint8))
+    return found
 
 
 def _write_all(file: int, *parts: np.ndarray) -> None:
@@ -248,16 +266,17 @@ def _checksum(data: np.ndarray, found: int = 0) -> int:
 
 
 def read(stored: Stored, points: Sequence[Interval]) -> np.ndarray:
-    """The values at some points, start and end along each axis. Raises OSError for chunks that are missing or damaged;
-    zarr alone would take zeros for missing ones."""
-    values = np.empty([end - start for start, end in points], stored.dtype)
+    """The values at some points, start and end along each axis. Raises OSError for chunks that are missing or damaged,
+    or those of another array; zarr alone would take zeros for missing ones."""
+    try:
+        values = np.empty([end - start for start, end in points], stored.dtype)
+    except (MemoryError, ValueError) as error:
+        raise OSError(f"{stored.path}: {points} does not fit into memory: {error}") from error
     if values.size == 0:
         return values
-    if stored.plain:
-        for index, there, here in _covering(stored.chunks, points):
-            _read_plain(stored, index, there, values[here] if here else values)
-        return values
-    return _decoded(stored, points, values)
+    for index, there, here in _covering(stored.chunks, points):
+        _read_chunk(stored, index, there, values[here] if here else values)
+    return values
 
 
 def _covering(
@@ -276,30 +295,54 @@ def _covering(
         yield tuple(c[0] for c in chosen), tuple(c[1] for c in chosen), tuple(c[2] for c in chosen)
 
 
-def _read_plain(stored: Stored, index: Index, there: tuple[slice, ...], here: np.ndarray) -> None:
-    """Reads a chunk, into the result itself where it lies there as in the file."""
-    direct = here.shape == stored.chunks and here.flags.c_contiguous
-    chunk = here if direct else np.empty(stored.chunks, stored.dtype)
-    data = chunk.reshape(-1).view(np.uint8)
+def _read_chunk(stored: Stored, index: Index, there: tuple[slice, ...], here: np.ndarray) -> None:
+    """Reads some points of a chunk, into the result itself where it lies there as in the file."""
     path = stored.file(index)
-    size = math.prod(stored.chunks) * stored.dtype.itemsize
-    tail = np.empty(4, np.uint8)
+    direct = stored.plain and here.shape == stored.chunks and here.flags.c_contiguous
+    chunk = here if direct else np.empty(stored.chunks, stored.dtype)
     try:
-        with open(path, "rb", buffering=0) as file:
-            found, checksum = 0, 0
-            for piece in _pieces(data):
-                found += _read_all(file, piece)
-                checksum = _checksum(piece, checksum)
-            found += _read_all(file, tail) + len(file.read(1))
+        found = _read_plain(path, chunk) if stored.plain else _read_encoded(stored, path, index, chunk)
     except FileNotFoundError:
         raise FileNotFoundError(_missing(path)) from None
-    if found != size + 4:
-        what = "more" if found > size + 4 else str(found)
-        raise OSError(f"the chunk {path} is damaged: it has {what} bytes, and must have {size + 4}.")
-    if int(tail.view("<u4")[0]) != checksum:
-        raise OSError(f"the chunk {path} is damaged: its checksum is not that of its bytes.")
+    if stored.sums is not None and found != stored.sums[stored.number(index)]:
+        raise OSError(
+            f"the chunk {path} is that of another array, or of another state: its checksum is not the one here."
+        )
     if not direct:
         here[...] = chunk[there]
+
+
+def _read_plain(path: Path, chunk: np.ndarray) -> int:
+    """Reads a chunk, and returns its checksum. Raises OSError if that is not the one of its bytes."""
+    data, tail = chunk.reshape(-1).view(np.uint8), np.empty(4, np.uint8)
+    with open(path, "rb", buffering=0) as file:
+        found, checksum = 0, 0
+        for piece in _pieces(data):
+            found += _read_all(file, piece)
+            checksum = _checksum(piece, checksum)
+        found += _read_all(file, tail) + len(file.read(1))
+    if found != data.size + 4:
+        what = "more" if found > data.size + 4 else str(found)
+        raise OSError(f"the chunk {path} is damaged: it has {what} bytes, and must have {data.size + 4}.")
+    if int(tail.view("<u4")[0]) != checksum:
+        raise OSError(f"the chunk {path} is damaged: its checksum is not that of its bytes.")
+    return checksum
+
+
+def _read_encoded(stored: Stored, path: Path, index: Index, chunk: np.ndarray) -> int:
+    """Reads a chunk that zarr decodes, from memory, so that the bytes are those which have been checked."""
+    from zarr.core.buffer import default_buffer_prototype
+    from zarr.storage import MemoryStore, StorePath
+
+    zarr, data = need("read"), path.read_bytes()
+    name = "/".join(("c", *("0" for _ in index)))
+    memory = MemoryStore({name: default_buffer_prototype().buffer.from_bytes(data)})
+    meta = {**stored.meta, "shape": list(stored.chunks)}
+    try:
+        chunk[...] = zarr.Array.from_dict(StorePath(memory), meta)[...]
+    except Exception as error:
+        raise OSError(f"the chunk {path} is damaged: {error}") from error
+    return _sum_of(data)
 
 
 def _read_all(file: Any, data: np.ndarray) -> int:
@@ -311,24 +354,6 @@ def _read_all(file: Any, data: np.ndarray) -> int:
 
 def _missing(path: Path) -> str:
     return f"the chunk {path} is missing: the files are not complete, for example since they were copied in part."
-
-
-def _decoded(stored: Stored, points: Sequence[Interval], values: np.ndarray) -> np.ndarray:
-    """Values that zarr decodes, chunk by chunk, so that no more than one is in memory besides the result."""
-    zarr = need("read")
-    from zarr.storage import LocalStore
-
-    array = zarr.open_array(LocalStore(stored.path, read_only=True), mode="r", zarr_format=3)
-    for index, _, here in _covering(stored.chunks, points):
-        path = stored.file(index)
-        if not path.exists():
-            raise FileNotFoundError(_missing(path))
-        place = tuple(slice(low + its.start, low + its.stop) for (low, _), its in zip(points, here, strict=True))
-        try:
-            values[here] = array[place]
-        except Exception as error:
-            raise OSError(f"the chunk {path} is damaged: {error}") from error
-    return values
 
 
 def root(folder: Path) -> bytes:

@@ -39,7 +39,12 @@ def leaves(tree: Any, operation: str) -> tuple[list[str], list[Any]]:
 def name_of(path: Sequence[Any]) -> str:
     """The name of the leaf at a path: its keys joined by dots."""
     keys = [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path]
-    return ".".join(keys).replace("/", ".") if keys else _WHOLE
+    return plain(".".join(keys)) if keys else _WHOLE
+
+
+def plain(name: str) -> str:
+    """A name without what divides folders, for zarr on any system."""
+    return name.replace("/", ".").replace("\\", ".")
 
 
 def check_name(name: str, shown: str, operation: str) -> None:

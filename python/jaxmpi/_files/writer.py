@@ -15,7 +15,7 @@ import math
 import os
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ import numpy as np
 from mpi4py import MPI
 
 from jaxmpi._files import chunks as tiles
-from jaxmpi._files import commit, layout, records, saving, sharing, store, trees
+from jaxmpi._files import commit, layout, metadata, records, saving, sharing, store, trees
 from jaxmpi._files.chunks import Whole
 from jaxmpi._files.layout import Options, Part
 from jaxmpi._grid import arguments as given
@@ -71,10 +71,12 @@ class Writer:
       behind: the most steps that are not yet written: 1 or more.
       resume: goes on with a file that is there, which must have the same fields; one that is not there is made. Its
         steps at or after the first time that is appended are dropped first, since the program writes them anew.
+      overwrite: replaces a file of jaxmpi.io that is there, at the first append that writes.
       comm: an intra-communicator of the same ranks; that of the grid where it is None.
 
     Raises:
-      TypeError, ValueError: an argument is of the wrong type, or has no such value. On this rank; nothing is written.
+      TypeError, ValueError: an argument is of the wrong type, or has no such value. FileExistsError: there is something
+        of this name, and neither `resume` nor `overwrite` is True. On this rank; nothing is written.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class Writer:
         axes: Sequence[int] | None = None,
         behind: int = 2,
         resume: bool = False,
+        overwrite: bool = False,
         chunks: int | Sequence[int] | None = None,
         dims: str | Sequence[str] | None = None,
         coords: Any = None,
@@ -100,6 +103,11 @@ class Writer:
         self._every, self._behind = _positive(every, operation, "every"), _positive(behind, operation, "behind")
         names = None if fields is None else _names(fields, operation)
         resume = given.truth(resume, operation, "resume")
+        overwrite = given.truth(overwrite, operation, "overwrite")
+        if resume and overwrite:
+            raise ValueError(f"{operation}: resume=True goes on with a file, overwrite=True replaces it: pass one.")
+        if not resume and not overwrite:
+            _check_absent(self._path, operation)
         compressors = store.codecs(compressor, operation)
         self._options = Given(
             grid,
@@ -108,6 +116,7 @@ class Writer:
             Options(width, axes, chunks, dims, coords, attrs),
             compressors,
             resume,
+            overwrite,
             self._every,
         )
         self._calls = 0
@@ -134,18 +143,45 @@ class Writer:
         self._calls += 1
         if (self._calls - 1) % self._every:
             return
-        try:
+        with self._ends_by_errors():
             if self._series is None:
                 self._series = _open(operation, self._path, self._options, time, tree)
-                self._path = self._series.path
             self._worker.wait_for_room(self._behind)
             with self._series.failing(operation):
                 self._series.append(operation, self._worker, time, tree)
+
+    @contextlib.contextmanager
+    def _ends_by_errors(self) -> Iterator[None]:
+        """After an error nothing is written behind the program's back, and others may write there."""
+        try:
+            yield
         except BaseException:
             self._over = "has failed before"
-            self._worker.stop()  # nothing is written behind the program's back
-            self._release()
+            try:
+                self._worker.stop()
+            finally:
+                self._release()
             raise
+
+    def flush(self) -> None:
+        """Waits until all steps that were appended are written and can be read. All ranks call it.
+
+        Before `jaxmpi.io.checkpoint` it makes the file complete up to the state: whatever a job that goes on from this
+        state does not compute again is there.
+
+        Raises:
+          OSError: a step could not be written: on all ranks; no more can be appended then. ValueError: the writer is
+            closed, or has failed.
+        """
+        operation = "Writer.flush"
+        internals.check_outside(operation)
+        if self._over:
+            raise ValueError(f"{operation}: the writer of {self._path} {self._over}.")
+        with self._ends_by_errors():
+            self._worker.drain()
+            if self._series is not None:
+                with self._series.failing(operation):
+                    self._series.commit_all(operation, self._worker)
 
     def close(self) -> None:
         """Waits until all steps are written and can be read. All ranks call it; a `with` block does so at its end.
@@ -159,11 +195,11 @@ class Writer:
         over, self._over = self._over, self._over or "is closed"
         if over:
             return
-        self._worker.finish()
         try:
+            self._worker.finish()
             if self._series is not None:
                 with self._series.failing("Writer.close"):
-                    self._series.close("Writer.close", self._worker)
+                    self._series.commit_all("Writer.close", self._worker)
         finally:
             self._release()
 
@@ -181,8 +217,10 @@ class Writer:
             self.close()
         elif not self._over:
             self._over = "is closed"
-            self._worker.finish()
-            self._release()
+            try:
+                self._worker.finish()
+            finally:
+                self._release()
 
     def __del__(self) -> None:
         if not getattr(self, "_over", "never made") and self._series is not None:
@@ -203,6 +241,7 @@ class Given:
     options: Options
     compressors: tuple[Any, ...]
     resume: bool
+    overwrite: bool
     every: int
 
 
@@ -211,6 +250,15 @@ def _positive(value: Any, operation: str, name: str) -> int:
     if found < 1:
         raise ValueError(f"{operation}: {name} is {found}: pass 1 or more.")
     return found
+
+
+def _check_absent(path: Path, operation: str) -> None:
+    """Raises FileExistsError if there is something of this name."""
+    if commit.is_there(path) or commit.is_there(commit.replaced(path)):
+        raise FileExistsError(
+            f"{operation}: {path} exists: resume=True goes on with it, overwrite=True replaces it; or choose another "
+            "path."
+        )
 
 
 def _names(fields: Any, operation: str) -> tuple[str, ...]:
@@ -232,6 +280,7 @@ class _Worker:
         self._thread: threading.Thread | None = None
         self._ends = False
         self._waiting = 0
+        self._unfinished = 0
         self.done = 0
         """How many steps have been written."""
         self.failure: Exception | None = None
@@ -241,6 +290,7 @@ class _Worker:
         with self._changed:
             (self._jobs.append if is_step else self._jobs.appendleft)((job, is_step))
             self._waiting += is_step
+            self._unfinished += 1
             self._changed.notify_all()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="jaxmpi.io.Writer", daemon=True)
@@ -250,6 +300,11 @@ class _Worker:
         """Waits until fewer than so many steps are waiting, or something has failed."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting < most or self.failure is not None)
+
+    def drain(self) -> None:
+        """Waits until all is done, or something has failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._unfinished or self.failure is not None)
 
     def finish(self) -> None:
         """Waits until all is done, and ends the thread."""
@@ -280,6 +335,7 @@ class _Worker:
                 self.failure = self.failure or failure
                 self.done += is_step and self.failure is None
                 self._waiting -= is_step
+                self._unfinished -= 1
                 self._changed.notify_all()
 
 
@@ -301,7 +357,7 @@ class _Signature:
         names, leaves = trees.leaves(tree, operation)
         written = [at for at, name in enumerate(names) if its.names is None or _is_among(name, its.names)]
         chosen = tuple(sorted(written, key=lambda at: names[at]))
-        found = tuple(records.describe(names[at], leaves[at], operation) for at in chosen)
+        found = tuple(_described(names[at], leaves[at], operation) for at in chosen)
         return _Signature(jax.tree.structure(tree), chosen, found)
 
     def leaves(self, tree: Any, operation: str) -> list[Any] | None:
@@ -310,8 +366,18 @@ class _Signature:
         if structure != self.structure:
             return None
         chosen = [leaves[at] for at in self.chosen]
-        same = all(records.describe(its.name, x, operation) == its for its, x in zip(self.records, chosen, strict=True))
+        same = all(_described(its.name, x, operation) == its for its, x in zip(self.records, chosen, strict=True))
         return chosen if same else None
+
+
+def _described(name: str, x: Any, operation: str) -> records.Record:
+    return _of_series(records.describe(name, x, operation))
+
+
+def _of_series(record: records.Record) -> records.Record:
+    """The record without what a series does not keep: whether an array or a number is JAX's, NumPy's or Python's."""
+    same = record.type in ("key", "index", "str")
+    return record if same else dataclasses.replace(record, type="array")
 
 
 @dataclass
@@ -328,7 +394,8 @@ class _Series:
     """What the trees that have these parts have in common."""
     metas: dict[str, Any]
     """The metadata of all arrays."""
-    attributes: dict[str, Any]
+    plan: saving.Plan
+    """What the root says, but the arrays."""
     times: list[float]
     """The times of all steps, also of those that are not yet written."""
     committed: int
@@ -363,14 +430,15 @@ class _Series:
         if self.comm.rank == 0 and done > 0:
             worker.submit(lambda: self.commit(self.first + done), False)
 
-    def close(self, operation: str, worker: _Worker) -> None:
+    def commit_all(self, operation: str, worker: _Worker) -> None:
+        """Makes all steps visible. Nothing is left for the thread to do."""
         done = self._agree(operation, worker, None, 0.0, [])
         agreement.on_root(self.comm, operation, lambda: self.commit(self.first + done))
 
     def commit(self, count: int) -> None:
         """Makes so many steps visible."""
         if count != self.committed:
-            write_steps(self.path, self.metas, self.attributes, self.times[:count], self.committed)
+            write_steps(self.path, self.metas, self.plan, self.times[:count], self.committed)
             self.committed = count
 
     def _agree(self, operation: str, worker: _Worker, failure: Exception | None, time: Any, values: Any) -> int:
@@ -389,7 +457,9 @@ class _Series:
         if told[1]:
             agreement.sums(self.comm, operation, with_thread)
         if told[2] != -told[3]:
-            raise ValueError(f"{operation}: ranks have passed other times, from {told[2]:g} to {-told[3]:g}.")
+            raise ValueError(
+                f"{operation}: ranks have passed other times, from {float(told[2])!r} to {float(-told[3])!r}."
+            )
         if told[4] != -told[5]:
             raise ValueError(
                 f"{operation}: what is not divided is not the same on all ranks, to the last bit: say with grid= that "
@@ -448,7 +518,7 @@ def _stored(path: Path, part: Part, metas: dict[str, Any], step: int) -> store.S
     name, region = part.record.name, part.source.region
     shape = (step + 1, *region.shape)
     meta = {**metas[name], "shape": list(shape)}
-    return dataclasses.replace(store.Stored.of(path / name, meta), meta=meta)
+    return store.Stored.of(path / name, meta)
 
 
 def _copy(part: Part, value: Any) -> np.ndarray:
@@ -490,6 +560,7 @@ def _parts(
     options = dataclasses.replace(its.options, width=flat(widths), kept=kept)
     found = layout.parts(flat(leaves), flat(divisions), comm, options, operation)
     for part in found:
+        part.record = _of_series(part.record)
         if part.source is None:
             raise TypeError(
                 f"{operation}: {part.record.name} is {part.value!r:.60}: steps have arrays and numbers; texts are for "
@@ -507,26 +578,28 @@ def _is_among(name: str, chosen: Sequence[str]) -> bool:
 
 def _open(operation: str, path: Path, its: Given, time: Any, tree: Any) -> _Series:
     """The file, which is made, or found. All ranks call it."""
-    with layout.together(its.grid, its.comm, operation) as comm:
+    with layout.together(its.grid, its.comm, operation) as comm, commit.Lock() as lock:
         known = communicators.resolve(layout.communicator(its.grid, its.comm, operation), operation)
-        there, old = agreement.on_root(comm, operation, lambda: (path, _old(path, its.resume, operation)))
-        more: dict[str, Any] = {"resume": its.resume, "every": its.every, "fields": its.names, "path": path.name}
+        there, old = agreement.on_root(comm, operation, lambda: (path, _old(path, its, operation, lock)))
+        more: dict[str, Any] = {
+            "resume": its.resume,
+            "overwrite": its.overwrite,
+            "every": its.every,
+            "fields": its.names,
+        }
         more["time"], _ = agreement.attempt(lambda: float(time))
-        make = lambda: _plan(comm, there, its, time, tree, old, operation)  # noqa: E731
+        make = lambda: _plan(comm, path, its, time, tree, old, operation)  # noqa: E731
         plan = saving.agreed(comm, make, operation, **more)
         steps = _of_steps(plan.parts)
         constant = [part for part in plan.arrays() if all(part is not its for its in steps)]
         found = [part.record for part in plan.parts]
         signature = _Signature.of(tree, its, operation)
-        series = _Series(there, comm, known, its, steps, signature, {}, plan.meta(), [], 0, 0, found)
-        try:
-            if old is None:
-                series.metas, series.lock = _make(operation, series, plan, constant)
-            else:
-                _go_on(operation, series, constant, old, time)
-        except BaseException:
-            series.lock.release()
-            raise
+        series = _Series(there, comm, known, its, steps, signature, {}, plan, [], 0, 0, found)
+        if old is None:
+            series.metas, series.lock = _make(operation, series, plan, constant)
+            return series
+        _go_on(operation, series, constant, old, time)
+        series.lock = lock.moved()
         return series
 
 
@@ -540,29 +613,38 @@ def _grows(meta: Mapping[str, Any]) -> bool:
     return list(meta["dimension_names"][:1]) == [TIME]
 
 
-def _old(path: Path, resume: bool, operation: str) -> Any:
-    """The metadata of a file to go on with, on rank 0; None if there is none."""
-    commit.restore(path)
-    if not commit.is_there(path):
+def _old(path: Path, its: Given, operation: str, lock: commit.Lock) -> Any:
+    """The metadata of a file to go on with, which is locked, on rank 0; None if there is none."""
+    if not its.resume:
         return None
-    if not resume:
-        raise FileExistsError(
-            f"{operation}: {path} exists: resume=True goes on with it; or choose another path, or remove it."
-        )
-    foreign = ValueError(f"{operation}: {path} is no series of a jaxmpi.io.Writer: choose another path.")
-    try:
-        root = json.loads(store.root(path))
-        if "series" not in root["attributes"].get(commit.KEY, {}):
-            raise foreign
-        metas = root["consolidated_metadata"]["metadata"]
-        its = store.Stored.of(path / TIME, metas[TIME])
-    except FileNotFoundError:
-        raise foreign from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        if error is foreign:
-            raise
-        raise ValueError(f"{operation}: {path / store.META} is damaged: {error!r}") from error
-    return root["attributes"], metas, store.read(its, [(0, its.shape[0])]).tolist()
+    if commit.is_there(commit.replaced(path)) or commit.is_there(commit.partial(path)):
+        commit.settle(path, operation)
+    with commit.naming(f"{operation}: cannot write", path):
+        try:
+            lock.take(path, operation)
+            data = store.root(path)
+        except FileNotFoundError:
+            if not commit.is_there(path):
+                return None
+        except NotADirectoryError:
+            pass
+        else:
+            return _parsed(path, data, operation)
+    raise ValueError(f"{operation}: {path} is no series of a jaxmpi.io.Writer: choose another path.")
+
+
+def _parsed(path: Path, data: bytes, operation: str) -> tuple[list[records.Record], dict[str, Any], list[float]]:
+    """The fields, the metadata of the arrays and the times of a series."""
+    root = metadata.decode(path, data, operation)
+    if root is None or "series" not in root.text:
+        raise ValueError(f"{operation}: {path} is no series of a jaxmpi.io.Writer: choose another path.")
+
+    def parse() -> tuple[list[records.Record], store.Stored]:
+        found = [_of_series(records.Record.of_json(its)) for its in root.text["leaves"]]
+        return found, store.Stored.of(path / TIME, root.arrays[TIME])
+
+    found, times = metadata.parsed(path, parse, operation)
+    return found, root.arrays, store.read(times, [(0, times.shape[0])]).tolist()
 
 
 def _plan(comm: MPI.Intracomm, path: Path, its: Given, time: Any, tree: Any, old: Any, operation: str) -> saving.Plan:
@@ -576,12 +658,9 @@ def _plan(comm: MPI.Intracomm, path: Path, its: Given, time: Any, tree: Any, old
     plan = saving.Plan(path, parts, coordinates, None, attributes, its.compressors, more, of_time.attributes)
     if old is not None:
         theirs = {name: meta for name, meta in old[1].items() if name != TIME}
-        records_there = old[0][commit.KEY]["leaves"]
-        mine = json.loads(json.dumps([part.record.to_json() for part in parts]))
-        if mine != records_there:
-            here, there = (
-                ", ".join(str(records.Record.of_json(its)) for its in listed) for listed in (mine, records_there)
-            )
+        mine = [part.record for part in parts]
+        if mine != old[0]:
+            here, there = (", ".join(map(str, listed)) for listed in (mine, old[0]))
             raise ValueError(
                 f"{operation}: the fields are not those of {path}: {here}; and there {there}. Pass the same names, "
                 "shapes and dtypes, or choose another path."
@@ -620,7 +699,7 @@ def _make(operation: str, series: _Series, plan: saving.Plan, constant: list[Par
             folder, entries, plan.compressors
         )
 
-    return saving.publish(series.comm, plan, constant, make, operation, overwrite=False)
+    return saving.publish(series.comm, plan, constant, make, operation, series.given.overwrite)
 
 
 def _go_on(operation: str, series: _Series, constant: list[Part], old: Any, time: Any) -> None:
@@ -629,7 +708,6 @@ def _go_on(operation: str, series: _Series, constant: list[Part], old: Any, time
 
     def begin() -> sharing.Sign:
         with commit.naming(f"{operation}: cannot write", series.path):
-            series.lock.take(series.path, operation)
             return sharing.leave(series.path)
 
     sharing.check(series.comm, operation, agreement.on_root(series.comm, operation, begin))
@@ -653,9 +731,7 @@ def _check_constant(operation: str, series: _Series, part: Part, values: np.ndar
         )
 
 
-def write_steps(
-    path: Path, metas: dict[str, Any], attributes: dict[str, Any], times: Sequence[float], before: int
-) -> None:
+def write_steps(path: Path, metas: dict[str, Any], plan: saving.Plan, times: Sequence[float], before: int) -> None:
     """Makes the steps of these times visible, and no others."""
     count = len(times)
     for meta in metas.values():
@@ -663,7 +739,7 @@ def write_steps(
             meta["shape"] = [count, *meta["shape"][1:]]
     with commit.naming("Writer: cannot write", path):
         if count < before:
-            store.finish(path, metas, attributes)
+            store.finish(path, metas, plan.attributes, plan.text())
         for number in range(min(before, count) // _TIMES_IN_CHUNK, -(-count // _TIMES_IN_CHUNK)):
             chunk = np.zeros(_TIMES_IN_CHUNK)
             its = times[number * _TIMES_IN_CHUNK :][:_TIMES_IN_CHUNK]
@@ -674,4 +750,4 @@ def write_steps(
         for name, meta in metas.items():
             if _grows(meta):
                 store.replace(path / name / store.META, json.dumps(meta, allow_nan=False).encode())
-        store.finish(path, metas, attributes)
+        store.finish(path, metas, plan.attributes, plan.text())

@@ -67,6 +67,22 @@ def on_root(comm: MPI.Intracomm, operation: str, work: Callable[[], T], root: in
     return cast(T, found)
 
 
+def on_root_with_all(
+    comm: MPI.Intracomm, operation: str, value: T, failure: Exception | None, work: Callable[[list[T]], None]
+) -> None:
+    """Lets root call `work` with what each rank has, any object: one gather and one broadcast. All raise root's error.
+    Where a rank has a failure, root does not call it, and all raise that."""
+    with failures.confirmed(comm):
+        listed = comm.gather((failure is not None, value))
+    failed = False
+    if listed is not None:
+        failed = any(its for its, _ in listed)
+        if not failed:
+            _, failure = attempt(lambda: work([its for _, its in listed]))
+    if of_rank(comm, failed or failure is not None):
+        _fail(comm, operation, failure)
+
+
 def of_rank(comm: MPI.Intracomm, value: T, root: int = 0) -> T:
     """What the root has, any object, on all ranks. Raises MPI.Exception if a rank has died."""
     with failures.confirmed(comm):
