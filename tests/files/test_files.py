@@ -218,7 +218,7 @@ def test_no_chunk_is_written_twice(comm, folder, monkeypatch):
     """Whatever the chunks are, each is written once, by one rank."""
     written = []
     write = store._write_file
-    monkeypatch.setattr(store, "_write_file", lambda *args: (write(*args), written.append(str(args[0])))[0])
+    monkeypatch.setattr(store, "_write_file", lambda *args: (write(*args), written.append(str(args[0]))))
     grid = jaxmpi.Grid((0, 0), (13, 10))
     for chunks in (None, 1, 3, (13, 1), (2, 10), 100):
         written.clear()
@@ -382,7 +382,7 @@ def test_any_tree(folder):
 def test_arrays_without_axes_and_without_values(tmp_path):
     """Shape, dtype and bits come back, of each dtype, as an array of JAX or NumPy, with `like=` and without."""
     tree = {}
-    for dtype in STANDARD + NARROW + NEWER + ["float4_e2m1fn"]:
+    for dtype in STANDARD + NARROW + NEWER:
         if hasattr(np, dtype) or hasattr(ml_dtypes, dtype):
             for shape in ((), (0, 3), (1,)):
                 tree[f"{dtype}{len(shape)}"] = random(shape, dtype, 3)

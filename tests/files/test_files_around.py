@@ -500,7 +500,7 @@ def test_two_threads_that_compress(folder, monkeypatch):
     inside, both = threading.Event(), threading.Event()
 
     def opened(place, meta):
-        if "first" in str(place):
+        if threading.current_thread() is first:
             inside.set()
             both.wait(0.5)
         else:

@@ -77,6 +77,7 @@ class Case:
     chunks: tuple | None
     every: int
     behind: int
+    time_chunk: int
     compressor: str | None
     runs: tuple
     """The times of each writer's appends; all but the first resume."""
@@ -112,6 +113,7 @@ def cases(draw_):
         draw_(st.one_of(st.none(), st.tuples(*[st.integers(1, 5)] * axes))),
         draw_(st.integers(1, 3)),
         draw_(st.integers(1, 3)),
+        draw_(st.sampled_from((1, 1, 2, 3, 7))),
         draw_(st.sampled_from((None, None, "zstd"))),
         tuple(runs),
     )
@@ -130,6 +132,7 @@ def test_random_steps(folder):
         there = []  # time, and the arrays
         for turn, times in enumerate(case.runs):
             options = dict(width=widths, every=case.every, behind=case.behind, chunks=case.chunks)
+            options["time_chunk"] = case.time_chunk + 2 * turn  # of a file that is there its own is taken
             with io.Writer(path, grid, resume=turn > 0, compressor=case.compressor, **options) as out:
                 for count, now in enumerate(times):
                     wholes = [case.whole(i, turn, now) for i in range(len(names))]
@@ -147,6 +150,8 @@ def test_random_steps(folder):
                         pads = [(0, 0)] * (whole.ndim - len(case.shape)) + [(widths[name],) * 2] * len(case.shape)
                         tree[name] = jnp.asarray(np.pad(block, pads, constant_values=1))
                     out.append(now, tree)
+                    if now % 3 == 1:
+                        out.flush()
                     if count % case.every == 0:
                         if count == 0:
                             there = [step for step in there if step[0] < now]
@@ -323,6 +328,28 @@ def test_overwrite(folder):
     check(folder / "s", {"time": np.array([2.0]), "x": np.ones((1, 2 * SIZE))})
 
 
+def test_fewer_files(folder):
+    """Several steps are in one chunk; what a reader sees is complete, whatever is flushed."""
+    grid, path = jaxmpi.Grid(SIZE, (2 * SIZE,)), folder / "s"
+    with io.Writer(path, grid, time_chunk=4) as out:
+        for step in range(10):
+            out.append(step, {"x": jnp.full(2, step)})
+            if step == 5:
+                out.flush()
+            if step in (5, 9):
+                found = read(path)
+                assert RANK > 0 or len(found["time"]) >= 6
+                assert RANK > 0 or found["x"][:, 0].tolist() == [*range(len(found["time"]))]
+                COMM.Barrier()
+    COMM.Barrier()
+    files = [name for _, _, names in os.walk(path / "x" / "c") for name in names]
+    assert len(files) == 3 * SIZE
+    with io.Writer(path, grid, resume=True) as out:
+        out.append(9, {"x": jnp.full(2, 90)})
+    steps = np.array([*range(9), 90])
+    check(path, {"time": np.arange(10.0), "x": np.repeat(steps[:, None], 2 * SIZE, 1)})
+
+
 def test_flush(folder):
     """All steps can be read, and a job that goes on from a checkpoint finds those that it does not compute again."""
     grid = jaxmpi.Grid(SIZE, (2 * SIZE,))
@@ -374,9 +401,9 @@ def test_readers_see_complete_steps_alone(folder, monkeypatch):
     """Also while one rank's files are slower than all others'."""
     slow = store.write
 
-    def write(stored, region, values, lead=()):
+    def write(stored, region, values, lead=(), anew=False):
         time.sleep(0.02 * (SIZE - 1 - RANK))
-        slow(stored, region, values, lead)
+        slow(stored, region, values, lead, anew)
 
     monkeypatch.setattr(store, "write", write)
     grid, seen = jaxmpi.Grid(SIZE, (3 * SIZE,)), []
@@ -395,9 +422,9 @@ def test_memory_is_bounded(folder, monkeypatch):
     """An append waits while as many steps as `behind` are not yet written."""
     right, gate, begun = store.write, threading.Semaphore(0), []
 
-    def write(stored, region, values, lead=()):
+    def write(stored, region, values, lead=(), anew=False):
         gate.acquire()
-        right(stored, region, values, lead)
+        right(stored, region, values, lead, anew)
 
     monkeypatch.setattr(store, "write", write)
     grid = jaxmpi.Grid(SIZE, (SIZE,))
@@ -547,10 +574,10 @@ def test_error_of_one_thread_is_raised_on_all_ranks(folder, monkeypatch, rank, a
     """Steps before it are there, it and those behind it are not."""
     right = store.write
 
-    def write(stored, region, values, lead=()):
+    def write(stored, region, values, lead=(), anew=False):
         if lead == (at,) and rank % SIZE == RANK:
             raise OSError(28, "No space left on device")
-        right(stored, region, values, lead)
+        right(stored, region, values, lead, anew)
 
     monkeypatch.setattr(store, "write", write)
     grid = jaxmpi.Grid(SIZE, (2 * SIZE,))

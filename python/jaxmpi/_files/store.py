@@ -181,36 +181,56 @@ class Stored:
         return self.path.joinpath("c", *map(str, index))
 
 
-def write(stored: Stored, region: Region, values: np.ndarray, lead: Index = ()) -> dict[int, int]:
-    """Writes the chunks of a region, and returns the checksum of each by its number. `lead` is in front of the index
-    of each chunk, for an array that has more axes there than the region, along which its chunks have size 1."""
+def write(stored: Stored, region: Region, values: np.ndarray, lead: Index = (), anew: bool = False) -> dict[int, int]:
+    """Writes the chunks of a region, and returns the checksum of each by its number.
+
+    The stored array may have more axes in front than the region. Then `values` have them too, and `lead` is the index
+    of the chunk along them. `anew`: others may be reading the chunks, and see the old ones until the new ones are
+    there.
+    """
     sums = {}
     zarr = None if stored.plain else need("write")
     for index, where in region.pieces():
         whole = (*lead, *index)
-        if zarr is None:
-            found = _write_plain(stored.file(whole), values[where], region.chunks)
-        else:
-            found = _write_encoded(zarr, stored, whole, values[where][(np.newaxis,) * len(lead)])
-        sums[stored.number(whole)] = found
+        chunk = values[(*(slice(None) for _ in lead), *where)]
+        if chunk.shape != stored.chunks:  # at the end of an axis: files have whole chunks
+            filled = np.zeros(stored.chunks, values.dtype)
+            filled[tuple(slice(0, size) for size in chunk.shape)] = chunk
+            chunk = filled
+        data = _plain(chunk) if zarr is None else _encoded(zarr, stored, index=whole, chunk=chunk)
+        _write_file(stored.file(whole), data, anew)
+        sums[stored.number(whole)] = _sum_of(data[-1])
     return sums
 
 
-def _write_encoded(zarr: Any, stored: Stored, index: Index, values: np.ndarray) -> int:
-    """Lets zarr write a chunk, at whose end is its checksum."""
-    from zarr.storage import LocalStore, StorePath
+def _plain(chunk: np.ndarray) -> list[np.ndarray]:
+    """The bytes of a chunk, and their checksum."""
+    data, found = np.ascontiguousarray(chunk).reshape(-1).view(np.uint8), 0
+    for piece in _pieces(data):
+        found = _checksum(piece, found)
+    return [data, np.array([found], "<u4").view(np.uint8)]
 
-    place = tuple(
-        slice(n * size, n * size + its) for n, size, its in zip(index, stored.chunks, values.shape, strict=True)
-    )
+
+def _encoded(zarr: Any, stored: Stored, index: Index, chunk: np.ndarray) -> list[np.ndarray]:
+    """The bytes of a chunk as zarr encodes them, at whose end is their checksum."""
     with _SETTING, zarr.config.set({"array.write_empty_chunks": True}):
-        zarr.Array.from_dict(StorePath(LocalStore(stored.path)), dict(stored.meta))[place] = values
-    return _sum_of(stored.file(index).read_bytes())
+        array, memory, name = _in_memory(zarr, stored, index)
+        array[...] = chunk
+    return [np.frombuffer(memory._store_dict[name].to_bytes(), np.uint8)]
 
 
-def _sum_of(data: bytes) -> int:
+def _in_memory(zarr: Any, stored: Stored, index: Index) -> tuple[Any, Any, str]:
+    """An array that is one chunk, in memory; the store, and the name of the chunk in it."""
+    from zarr.storage import MemoryStore, StorePath
+
+    memory = MemoryStore({})
+    array = zarr.Array.from_dict(StorePath(memory), {**stored.meta, "shape": list(stored.chunks)})
+    return array, memory, "/".join(("c", *("0" for _ in index)))
+
+
+def _sum_of(data: np.ndarray) -> int:
     """The checksum at the end of a chunk."""
-    return int.from_bytes(data[-4:], "little")
+    return int(data[-4:].view("<u4")[0])
 
 
 def checked(data: np.ndarray) -> bytes:
@@ -219,38 +239,27 @@ def checked(data: np.ndarray) -> bytes:
     return found.tobytes() + np.array([_checksum(found)], "<u4").tobytes()
 
 
-def _write_plain(path: Path, values: np.ndarray, chunks: Sequence[int]) -> int:
-    """Writes a chunk, and returns its checksum."""
-    if values.shape != tuple(chunks):  # at the end of an axis: files have whole chunks
-        whole = np.zeros(chunks, values.dtype)
-        whole[tuple(slice(0, size) for size in values.shape)] = values
-        values = whole
-    data = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+def _write_file(path: Path, data: Sequence[np.ndarray], anew: bool) -> None:
+    there = path.with_name(f".{path.name}.partial") if anew else path
     try:
-        return _write_file(path, data)
+        _write_all(there, data)
     except FileNotFoundError:  # the first chunk in its folder
         path.parent.mkdir(parents=True, exist_ok=True)
-        return _write_file(path, data)
+        _write_all(there, data)
+    if anew:
+        os.replace(there, path)
 
 
-def _write_file(path: Path, data: np.ndarray) -> int:
-    found = 0
-    for piece in _pieces(data):
-        found = _checksum(piece, found)
-    with open(path, "wb", buffering=0) as file:
-        _write_all(file.fileno(), data, np.array([found], "<u4").view(np.uint8))
-    return found
-
-
-def _write_all(file: int, *parts: np.ndarray) -> None:
+def _write_all(path: Path, parts: Sequence[np.ndarray]) -> None:
     """Writes arrays of bytes by as few calls as the system lets it be: one of 64 MiB takes half of 64 of 1 MiB."""
     left = [part for part in parts if part.size]
-    while left:
-        done = os.writev(file, [part.data for part in left])
-        while left and done >= left[0].size:
-            done -= left.pop(0).size
-        if done:
-            left[0] = left[0][done:]
+    with open(path, "wb", buffering=0) as file:
+        while left:
+            done = os.writev(file.fileno(), [part.data for part in left])
+            while left and done >= left[0].size:
+                done -= left.pop(0).size
+            if done:
+                left[0] = left[0][done:]
 
 
 def _pieces(data: np.ndarray) -> Iterator[np.ndarray]:
@@ -332,17 +341,15 @@ def _read_plain(path: Path, chunk: np.ndarray) -> int:
 def _read_encoded(stored: Stored, path: Path, index: Index, chunk: np.ndarray) -> int:
     """Reads a chunk that zarr decodes, from memory, so that the bytes are those which have been checked."""
     from zarr.core.buffer import default_buffer_prototype
-    from zarr.storage import MemoryStore, StorePath
 
-    zarr, data = need("read"), path.read_bytes()
-    name = "/".join(("c", *("0" for _ in index)))
-    memory = MemoryStore({name: default_buffer_prototype().buffer.from_bytes(data)})
-    meta = {**stored.meta, "shape": list(stored.chunks)}
+    data = path.read_bytes()
     try:
-        chunk[...] = zarr.Array.from_dict(StorePath(memory), meta)[...]
+        array, memory, name = _in_memory(need("read"), stored, index)
+        memory._store_dict[name] = default_buffer_prototype().buffer.from_bytes(data)
+        chunk[...] = array[...]
     except Exception as error:
         raise OSError(f"the chunk {path} is damaged: {error}") from error
-    return _sum_of(data)
+    return _sum_of(np.frombuffer(data, np.uint8))
 
 
 def _read_all(file: Any, data: np.ndarray) -> int:

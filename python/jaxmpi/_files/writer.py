@@ -68,7 +68,10 @@ class Writer:
         once.
       width, axes, chunks, dims, coords, attrs, compressor: as in `save`, without the axis of time. `attrs["time"]` are
         those of the times, such as {"units": "s"}.
-      behind: the most steps that are not yet written: 1 or more.
+      behind: the most steps that wait for the thread: 1 or more.
+      time_chunk: how many steps a chunk has. With more than 1 there are fewer and larger files. So many steps are kept
+        in memory; they can be read when the last of them is written, or after a `flush`. `resume` takes that of the
+        file.
       resume: goes on with a file that is there, which must have the same fields; one that is not there is made. Its
         steps at or after the first time that is appended are dropped first, since the program writes them anew.
       overwrite: replaces a file of jaxmpi.io that is there, at the first append that writes.
@@ -89,6 +92,7 @@ class Writer:
         width: Width | dict[str, Any] = 0,
         axes: Sequence[int] | None = None,
         behind: int = 2,
+        time_chunk: int = 1,
         resume: bool = False,
         overwrite: bool = False,
         chunks: int | Sequence[int] | None = None,
@@ -118,6 +122,7 @@ class Writer:
             resume,
             overwrite,
             self._every,
+            _positive(time_chunk, operation, "time_chunk"),
         )
         self._calls = 0
         self._series: _Series | None = None
@@ -243,6 +248,7 @@ class Given:
     resume: bool
     overwrite: bool
     every: int
+    time_chunk: int
 
 
 def _positive(value: Any, operation: str, name: str) -> int:
@@ -281,8 +287,6 @@ class _Worker:
         self._ends = False
         self._waiting = 0
         self._unfinished = 0
-        self.done = 0
-        """How many steps have been written."""
         self.failure: Exception | None = None
 
     def submit(self, job: Callable[[], None], is_step: bool) -> None:
@@ -333,7 +337,6 @@ class _Worker:
             job = None  # type: ignore[assignment]  # it holds the arrays of a step
             with self._changed:
                 self.failure = self.failure or failure
-                self.done += is_step and self.failure is None
                 self._waiting -= is_step
                 self._unfinished -= 1
                 self._changed.notify_all()
@@ -406,6 +409,12 @@ class _Series:
     lock: commit.Lock = field(default_factory=commit.Lock)
     """What rank 0 holds while it writes to the folder."""
     appended: int = 0
+    filled: int = 0
+    """How many steps are written, or in `buffers`."""
+    written: int = 0
+    """How many steps this rank has written."""
+    buffers: list[np.ndarray] = field(default_factory=list)
+    """The steps of the chunk that is being filled, of each part."""
 
     def failing(self, operation: str) -> contextlib.AbstractContextManager[None]:
         """Within it what tells of a death is a ProcessFailed."""
@@ -415,7 +424,7 @@ class _Series:
         values, failure = agreement.attempt(lambda: self._values(operation, time, tree))
         done = self._agree(operation, worker, failure, time, values)
         assert values is not None
-        regions = []
+        regions: list[Any] = []
         for part, value in zip(self.parts, values, strict=True):  # all communicate, whether or not one has failed
             region, error = agreement.attempt(partial(_copy, part, value))
             regions.append(region)
@@ -427,16 +436,22 @@ class _Series:
         self.times.append(float(time))
         self.appended += 1
         worker.submit(lambda: self._write(step, regions), True)
-        if self.comm.rank == 0 and done > 0:
-            worker.submit(lambda: self.commit(self.first + done), False)
+        if self.comm.rank == 0 and done > self.committed:
+            worker.submit(lambda: self.commit(done), False)
 
     def commit_all(self, operation: str, worker: _Worker) -> None:
         """Makes all steps visible. Nothing is left for the thread to do."""
+        self._finish_chunks(worker)
         done = self._agree(operation, worker, None, 0.0, [])
-        agreement.on_root(self.comm, operation, lambda: self.commit(self.first + done))
+        agreement.on_root(self.comm, operation, lambda: self.commit(done))
 
     def commit(self, count: int) -> None:
-        """Makes so many steps visible."""
+        """Makes so many steps visible, unless more are: the thread may do a later commit first."""
+        if count > self.committed:
+            self.show(count)
+
+    def show(self, count: int) -> None:
+        """Makes so many steps visible, and no others."""
         if count != self.committed:
             write_steps(self.path, self.metas, self.plan, self.times[:count], self.committed)
             self.committed = count
@@ -448,7 +463,7 @@ class _Series:
             raise ValueError(f"{operation}: the communicator has been freed: free it after the writer is closed.")
         number = 0.0 if with_thread else float(time)
         digest = 0.0 if with_thread else self._digest(values)
-        told = np.array([worker.done, -(with_thread is not None), number, -number, digest, -digest], np.float64)
+        told = np.array([self.written, -(with_thread is not None), number, -number, digest, -digest], np.float64)
         with waiting(self.known, f"io.{operation}"):
             with failures.confirmed(self.comm):
                 self.comm.Allreduce(MPI.IN_PLACE, told, MPI.MIN)
@@ -470,9 +485,10 @@ class _Series:
     def _save_what_is_complete(self, worker: _Worker) -> None:
         """Before all ranks raise an error: makes those steps visible that all have written."""
         worker.finish()
-        done = self.comm.allreduce(worker.done, MPI.MIN)
+        self._finish_chunks(worker)
+        done = self.comm.allreduce(self.written, MPI.MIN)
         if self.comm.rank == 0:
-            agreement.attempt(lambda: self.commit(self.first + done))
+            agreement.attempt(lambda: self.commit(done))
 
     def _digest(self, values: Sequence[Any]) -> float:
         """A number for what all ranks must have alike."""
@@ -505,20 +521,55 @@ class _Series:
         self.signature = _Signature.of(tree, self.given, operation)
         return [part.value for part in _of_steps(found)]
 
-    def _write(self, step: int, regions: list[Any]) -> None:
-        for part, values in zip(self.parts, regions, strict=True):
+    def _write(self, step: int, regions: list[np.ndarray]) -> None:
+        """Adds a step to the chunk that is being filled, which is written when it is full."""
+        at = step % self.time_chunk
+        if self.time_chunk == 1:
+            self.buffers = [region[np.newaxis] for region in regions]
+        else:
+            if at == 0:
+                self.buffers = [np.zeros((self.time_chunk, *region.shape), region.dtype) for region in regions]
+            for buffer, region in zip(self.buffers, regions, strict=True):
+                buffer[at] = region
+        self.filled = step + 1
+        if at + 1 == self.time_chunk:
+            self._write_chunks()
+
+    def _finish_chunks(self, worker: _Worker) -> None:
+        """Writes the chunk that is being filled as it is."""
+        if worker.failure is None and self.filled > self.written:
+            _, worker.failure = agreement.attempt(self._write_chunks)
+
+    def _write_chunks(self) -> None:
+        last = (self.filled - 1) // self.time_chunk
+        for part, values in zip(self.parts, self.buffers, strict=True):
             assert part.source is not None
             with commit.naming("Writer: cannot write", self.path / part.record.name):
-                store.write(_stored(self.path, part, self.metas, step), part.source.region, values, (step,))
+                stored = self._stored(part, self.filled)
+                store.write(stored, part.source.region, values, (last,), anew=self.time_chunk > 1)
+        self.written = self.filled
 
+    def _stored(self, part: Part, steps: int) -> store.Stored:
+        """The array of a part, as if it had so many steps already."""
+        meta = self.metas[part.record.name]
+        return store.Stored.of(self.path / part.record.name, {**meta, "shape": [steps, *meta["shape"][1:]]})
 
-def _stored(path: Path, part: Part, metas: dict[str, Any], step: int) -> store.Stored:
-    """The array of a part, as if it had this step already."""
-    assert part.source is not None
-    name, region = part.record.name, part.source.region
-    shape = (step + 1, *region.shape)
-    meta = {**metas[name], "shape": list(shape)}
-    return store.Stored.of(path / name, meta)
+    def go_on_at(self, step: int) -> None:
+        """Takes the steps of the last chunk from the file, if it is not full."""
+        self.first = self.filled = self.written = step
+        begun = step % self.time_chunk
+        for part in self.parts if begun else ():
+            assert part.source is not None
+            region, stored = part.source.region, self._stored(part, step)
+            shape = [high - low for low, high in region.points]
+            buffer = np.zeros((self.time_chunk, *shape), stored.dtype)
+            if not region.nothing:
+                buffer[:begun] = store.read(stored, [(step - begun, step), *region.points])
+            self.buffers.append(buffer)
+
+    @property
+    def time_chunk(self) -> int:
+        return int(self.given.time_chunk)
 
 
 def _copy(part: Part, value: Any) -> np.ndarray:
@@ -598,6 +649,7 @@ def _open(operation: str, path: Path, its: Given, time: Any, tree: Any) -> _Seri
         if old is None:
             series.metas, series.lock = _make(operation, series, plan, constant)
             return series
+        series.given = dataclasses.replace(its, time_chunk=_time_chunk(old[1]))
         _go_on(operation, series, constant, old, time)
         series.lock = lock.moved()
         return series
@@ -686,13 +738,23 @@ def _kept(metas: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     }
 
 
+def _time_chunk(metas: Mapping[str, Any]) -> int:
+    """How many steps a chunk has."""
+    grown = [meta for name, meta in metas.items() if _grows(meta) and name != TIME]
+    return int(grown[0]["chunk_grid"]["configuration"]["chunk_shape"][0]) if grown else 1
+
+
 def _make(operation: str, series: _Series, plan: saving.Plan, constant: list[Part]) -> tuple[Any, commit.Lock]:
     """Makes a file without steps, on all ranks together. Returns the metadata of its arrays, and the lock of it."""
     of_time = store.Entry(TIME, (0,), (_TIMES_IN_CHUNK,), np.dtype("<f8"), (TIME,), plan.of_time)
     entries = [saving.entry(part) for part in constant]
     for part in series.parts:
         its = saving.entry(part)
-        entries.append(dataclasses.replace(its, shape=(0, *its.shape), chunks=(1, *its.chunks), dims=(TIME, *its.dims)))
+        entries.append(
+            dataclasses.replace(
+                its, shape=(0, *its.shape), chunks=(series.time_chunk, *its.chunks), dims=(TIME, *its.dims)
+            )
+        )
 
     def make(folder: Path) -> dict[str, Any]:
         return store.make(folder, [of_time], store.codecs(None, operation)) | store.make(
@@ -715,8 +777,9 @@ def _go_on(operation: str, series: _Series, constant: list[Part], old: Any, time
         values = agreement.on_all(series.comm, operation, partial(_copy, part, part.value))
         agreement.on_all(series.comm, operation, partial(_check_constant, operation, series, part, values))
     kept = sum(its < float(time) for its in times)
-    series.times, series.committed, series.first = times[:kept], len(times), kept
-    agreement.on_root(series.comm, operation, lambda: series.commit(kept))
+    series.times, series.committed = times[:kept], len(times)
+    agreement.on_all(series.comm, operation, lambda: series.go_on_at(kept))
+    agreement.on_root(series.comm, operation, lambda: series.show(kept))
 
 
 def _check_constant(operation: str, series: _Series, part: Part, values: np.ndarray) -> None:
