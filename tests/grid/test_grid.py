@@ -96,13 +96,14 @@ class Case:
     def rules_of(self, field):
         return tuple(pair[::-1] for pair in self.rules) if field.swapped else self.rules
 
-    def exchange(self, grid, fields):
+    def exchange(self, grid, fields, function="exchange"):
         more = {"axes": self.axes, "corners": self.corners}
+        call = getattr(grid, function)
         if not any(field.swapped for field in self.fields) or type(fields) is not list:
-            return grid.exchange(fields, self.widths, **more, boundary=self.rules)
+            return call(fields, self.widths, **more, boundary=self.rules)
         rules = {str(i): self.rules_of(field) for i, field in enumerate(self.fields)}
         named = {str(i): field for i, field in enumerate(fields)}
-        results = grid.exchange(named, self.widths, **more, boundary=rules)
+        results = call(named, self.widths, **more, boundary=rules)
         return [results[str(i)] for i in range(len(fields))]
 
 
@@ -266,6 +267,64 @@ def check_derivatives(case, grid):
         expect_equal(np.asarray(z), np.asarray(w))
 
 
+def sources(case, field):
+    """For each element of the blocks with their halos of all processes the position of what `filled` copies to it, in
+    all of them one behind the other; -1 of a number."""
+    shapes = {at: case.shape(field, at) for at in everywhere(case)}
+    numbered, first = {}, 2  # 0 and 1 are numbers of the rules
+    for at, shape in shapes.items():
+        numbered[at] = np.arange(first, first + math.prod(shape)).reshape(shape)
+        first += math.prod(shape)
+    found = filled(case, field, numbered)
+    return {at: np.where(found[at] < 2, -1, found[at] - 2) for at in shapes}
+
+
+def accumulated(case, field, seed):
+    """The transpose of `filled`, by NumPy: each element is added to where it comes from."""
+    blocks = {at: case.data(field, at, seed) for at in everywhere(case)}
+    dtype = next(iter(blocks.values())).dtype
+    count = sum(block.size for block in blocks.values())
+    added = np.zeros(count + 1, np.complex128)
+    for at, places in sources(case, field).items():
+        np.add.at(added, places.reshape(-1), blocks[at].astype(np.complex128).reshape(-1))
+    results, first = {}, 0
+    for at, block in blocks.items():
+        flat = added[first : first + block.size]
+        results[at] = (flat if dtype.kind == "c" else flat.real).astype(dtype).reshape(block.shape)
+        first += block.size
+    return results
+
+
+def check_accumulate(case, grid):
+    """Values, tangents and cotangents, and a batch, of what is added."""
+    at, comm = grid.coordinates, grid.comm
+    given, tangents, cotangents = (
+        [jnp.asarray(case.data(field, at, seed)) for field in case.fields] for seed in range(3)
+    )
+    ways = {"eager": lambda f: f, "jit": jaxmpi.jit, "jax.jit": jax.jit}
+    accumulate = lambda fields: case.exchange(grid, fields, "accumulate")  # noqa: E731
+    results = ways[case.way](accumulate)(given)
+    stacked = jax.vmap(lambda *fields: accumulate(list(fields)))(*map(jnp.stack, zip(given, tangents, strict=True)))
+    for i, (field, result) in enumerate(zip(case.fields, results, strict=True)):
+        right = accumulated(case, field, 0)[at]
+        assert result.dtype == right.dtype, field
+        expect_equal(np.asarray(result), right, about=str((case, field, at)))
+        expect_equal(np.asarray(stacked[i][0]), right, about=str((case, field, at)))
+        expect_equal(np.asarray(given[i]), case.data(field, at, 0))
+    inexact = all(x.dtype.name in SUMMED for x in given)
+    if not NEW_JAX or comm.allreduce(not inexact, MPI.LOR):
+        return
+    _, forward = jax.jvp(accumulate, (given,), (tangents,))
+    for field, result in zip(case.fields, forward, strict=True):
+        expect_equal(np.asarray(result), accumulated(case, field, 1)[at], about=str((case, field, at)))
+    pullback = jax.vjp(accumulate, given)[1]
+    (backward,) = pullback(cotangents)
+    assert total(comm, forward, cotangents) == total(comm, tangents, backward), case
+    (again,) = jax.vjp(lambda cts: pullback(cts)[0], cotangents)[1](tangents)
+    for x, y in zip(again, forward, strict=True):
+        expect_equal(np.asarray(x), np.asarray(y))
+
+
 def check_batches(case, grid):
     """A batch of some of the fields, along any axis, against one after the other."""
     at = grid.coordinates
@@ -333,6 +392,11 @@ def test_random_geometries(comm, size):
 @pytest.mark.seconds(600)
 def test_random_derivatives(comm, size):
     run_cases(comm, cases(size, SUMMED), check_derivatives, EXAMPLES // 3)
+
+
+@pytest.mark.seconds(600)
+def test_random_accumulations(comm, size):
+    run_cases(comm, cases(size, [*SUMMED, "int32", "uint8"]), check_accumulate, EXAMPLES // 2)
 
 
 @pytest.mark.seconds(600)
@@ -433,6 +497,9 @@ def test_grids_that_cannot_be(make, words, size):
         (lambda g: g.exchange(jnp.ones(10, jnp.float16), boundary=1e6), "cannot hold"),
         (lambda g: g.exchange(jnp.ones(10), boundary=1j), "cannot hold"),
         (lambda g: g.exchange(jnp.ones(10), boundary=10**400), "has the rule"),
+        (lambda g: g.accumulate(jnp.ones(9)), "Grid.accumulate: fields has (9,) cells along the axes of the grid"),
+        (lambda g: g.accumulate(jnp.ones(10, bool)), "Grid.accumulate: op MPI.SUM is not defined for dtype bool"),
+        (lambda g: g.accumulate(jnp.ones(10), boundary="wrap"), "'wrap'"),
         (lambda g: g.is_wall(0, 0), "pass -1 for the beginning"),
         (lambda g: g.neighbor(1), "there is no axis 1"),
         (lambda g: jaxmpi.Grid(g.comm), "pass a communicator as comm="),

@@ -123,7 +123,8 @@ class Grid(communicators.Local):
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Where this process's block lies in global arrays."""
+        """Where this process's block lies in global arrays. `np.ogrid[grid.slices]` has the global indices of its
+        cells, an array for each axis, which broadcast against the block."""
         return self._slices_of(self._comm.rank, "Grid.slices")
 
     def slices_of(self, rank: int) -> tuple[slice, ...]:
@@ -272,13 +273,58 @@ class Grid(communicators.Local):
         arrays, structure, params = self._exchange("Grid.exchange", fields, width, axes, corners, boundary)
         return jax.tree.unflatten(structure, exchange_p.apply_to_all(params, arrays))
 
+    def accumulate(
+        self,
+        fields: Any,
+        width: Width = 1,
+        *,
+        axes: Sequence[int] | None = None,
+        corners: bool = True,
+        boundary: Any = None,
+    ) -> Any:
+        """Adds the halos of fields to the cells of which they are copies, and clears them: the transpose of `exchange`.
+
+        It is for deposits: a rank adds what its particles or elements contribute to its block and to the halo around
+        it, and this function brings the halo's part to the ranks that own these cells. It is one operation, with one
+        message to each neighbour. What comes from several ranks is added in the order of the ranks.
+
+        All ranks of the grid call it. It is linear, and its transpose is `exchange` (with 0 in the place of a boundary
+        that is a number). Under `jax.vmap` a batch travels in the same messages. Reports of waiting and errors at run
+        time name it Grid.exchange.
+
+        Args:
+          fields: an array of any dtype that can be added, or a pytree of such, of the shapes that `exchange` takes. Of
+            the points that two processes of a staggered field have in common each process keeps its own value.
+          width, axes: as in `exchange`.
+          corners: whether corners (and edges in 3-D) of the halo are added to the cells of diagonal neighbours;
+            otherwise they are left as they are.
+          boundary: what becomes of the halo at a wall, in the forms that `exchange` takes. None: it is left as it is,
+            and the others' halos beside it are added to it. "edge", "reflect" or "symmetric": each cell of it is added
+            to the cell of which the rule makes it a copy, and cleared. A number: it is cleared, and the number itself
+            does not matter.
+
+        Returns:
+          The fields, of the same structure, shapes and dtypes, with zeros in the halo that has been added.
+
+        Raises: what `exchange` raises; TypeError for a dtype that cannot be added.
+        """
+        arrays, structure, params = self._exchange("Grid.accumulate", fields, width, axes, corners, boundary, True)
+        return jax.tree.unflatten(structure, exchange_p.apply_to_all(params, arrays))
+
     def _exchange(
-        self, operation: str, fields: Any, width: Width, axes: Sequence[int] | None, corners: bool, boundary: Any
+        self,
+        operation: str,
+        fields: Any,
+        width: Width,
+        axes: Sequence[int] | None,
+        corners: bool,
+        boundary: Any,
+        adjoint: bool = False,
     ) -> tuple[list[Any], Any, Planned]:
-        """The arrays of an exchange, their structure, and its parameters."""
+        """The arrays of an exchange or of its adjoint, their structure, and the parameters."""
         self._need_shape(operation)
         self._check_alive(operation)
-        arrays, names, structure = arguments.leaves(fields, operation, "fields")
+        arrays, names, structure = arguments.leaves(fields, operation, "fields", _added if adjoint else arguments.array)
         corners = given.truth(corners, operation, "corners")
         halo = Halo(self._layout, given.widths(width, len(self.processes), operation), corners)
         rules = self._rules_of(fields, len(arrays), halo, boundary, operation)
@@ -286,9 +332,11 @@ class Grid(communicators.Local):
         for x, name, its in zip(arrays, names, rules, strict=True):
             at = self._axes_of(x, operation, name, axes)
             self._check_field(x, operation, name, at, halo)
-            given.check_numbers(x, operation, name, its)
+            if not adjoint:
+                given.check_numbers(x, operation, name, its)
             places.append((at, its, name))
-        return arrays, structure, Planned(self._comm, halo, tuple(places), False)
+        specs = halo.linear(places) if adjoint else tuple(places)
+        return arrays, structure, Planned(self._comm, halo, specs, adjoint)
 
     def start(
         self,
@@ -641,6 +689,10 @@ class Grid(communicators.Local):
                 "grid.scatter(x, width=...) or grid.pad(block, width). In width=(a, b) a is for the first axis and b "
                 "for the second; for (before, behind) along each axis it is [(a, b)] * 2."
             )
+
+
+def _added(x: Any, operation: str, name: str) -> jax.Array:
+    return arguments.reducible(x, arguments.reduction(MPI.SUM, operation), operation, name)
 
 
 @dataclass(frozen=True)
