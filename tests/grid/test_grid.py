@@ -365,6 +365,41 @@ def check_whole(case, grid):
         expect_equal(np.asarray(again), np.asarray(halos))
 
 
+def check_planes(case, grid):
+    """Planes and lines of fields and of their batches, on one rank and on all, and what their sum is sent back to."""
+    random = np.random.default_rng(case.seed)
+    dimensions, root = len(case.dims), case.seed % grid.comm.size
+    fields, index, rights = [], {}, []
+    for axis in random.permutation(dimensions)[: random.integers(1, dimensions + 1)]:
+        least = min(sum(case.blocks[axis]) + field.staggered[axis] for field in case.fields)
+        if least == 0:
+            return
+        index[int(axis) - dimensions * int(random.integers(2))] = int(random.integers(-least, least))
+    for i, field in enumerate(case.fields):
+        sizes = [sum(b) + s for b, s in zip(case.blocks, field.staggered, strict=True)]
+        shape = (*sizes, *field.others) if case.trailing else (*field.others, *sizes)
+        whole = draw(shape, dtype_of(field.dtype), 0, case.seed + i)
+        fields.append(grid.scatter(whole, None, width=case.widths, axes=case.axes))
+        at = [index.get(axis, index.get(axis - dimensions, slice(None))) for axis in range(dimensions)]
+        rights.append(whole[(*at, Ellipsis) if case.trailing else (Ellipsis, *at)])
+    for to in (root, None):
+        gather = lambda x, to=to: grid.gather(x, to, width=case.widths, axes=case.axes, index=index)  # noqa: E731
+        found = jax.jit(gather)(fields)
+        stacked = jax.vmap(gather)([jnp.stack([x, x]) for x in fields])
+        for x, y, right, given in zip(found, stacked, rights, fields, strict=True):
+            expected = right if to in (None, grid.comm.rank) else np.asarray(given)
+            assert x.dtype == given.dtype
+            expect_equal(np.asarray(x), expected, about=str((case, index, to)))
+            expect_equal(np.asarray(y[1]), expected, about=str((case, index, to)))
+    xs = [x for x in fields if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != jnp.float8_e5m2]
+    gather = lambda x: grid.gather(x, None, width=case.widths, axes=case.axes, index=index)  # noqa: E731
+    if NEW_JAX and xs:
+        ys, pullback = jax.vjp(gather, xs)
+        weights = [jnp.asarray(draw(y.shape, y.dtype, grid.comm.rank, i)) for i, y in enumerate(ys)]
+        (backward,) = pullback(weights)
+        assert total(grid.comm, ys, weights) == total(grid.comm, xs, backward), case
+
+
 def run_cases(comm, strategy, check, examples):
     """Each case on the first ranks, as many as its grid needs."""
 
@@ -407,6 +442,11 @@ def test_random_batches(comm, size):
 @pytest.mark.seconds(600)
 def test_random_whole_arrays(comm, size):
     run_cases(comm, cases(size), check_whole, EXAMPLES // 3)
+
+
+@pytest.mark.seconds(600)
+def test_random_planes(comm, size):
+    run_cases(comm, cases(size), check_planes, EXAMPLES // 4)
 
 
 # --- what a grid is --------------------------------------------------------------------------------------------------
@@ -497,6 +537,11 @@ def test_grids_that_cannot_be(make, words, size):
         (lambda g: g.exchange(jnp.ones(10, jnp.float16), boundary=1e6), "cannot hold"),
         (lambda g: g.exchange(jnp.ones(10), boundary=1j), "cannot hold"),
         (lambda g: g.exchange(jnp.ones(10), boundary=10**400), "has the rule"),
+        (lambda g: g.gather(jnp.ones(8), index={0: -8 * g.comm.size - 1}), "Grid.gather: index is -"),
+        (lambda g: g.gather(jnp.ones(8), index={1: 0}), "Grid.gather: there is no axis 1"),
+        (lambda g: g.gather(jnp.ones(8), index={0: 1, -1: 1}), "an axis is named twice"),
+        (lambda g: g.gather(jnp.ones(8), index={0: 0.5}), "index must be a Python or NumPy integer"),
+        (lambda g: g.gather(jnp.ones(8), index=3), "Grid.gather: index is 3: pass a dict"),
         (lambda g: g.accumulate(jnp.ones(9)), "Grid.accumulate: fields has (9,) cells along the axes of the grid"),
         (lambda g: g.accumulate(jnp.ones(10, bool)), "Grid.accumulate: op MPI.SUM is not defined for dtype bool"),
         (lambda g: g.accumulate(jnp.ones(10), boundary="wrap"), "'wrap'"),

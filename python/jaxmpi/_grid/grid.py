@@ -1,7 +1,8 @@
 """Grids of processes: blocks of global arrays, and the exchange of their halos."""
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -449,8 +450,16 @@ class Grid(communicators.Local):
             return self.exchange(jax.tree.unflatten(structure, padded), width, axes=axes, boundary=boundary)
         return jax.tree.unflatten(structure, blocks)
 
-    def gather(self, blocks: Any, root: int | None = 0, *, width: Width = 0, axes: Sequence[int] | None = None) -> Any:
-        """Global arrays from the blocks of all processes: the inverse of `scatter`.
+    def gather(
+        self,
+        blocks: Any,
+        root: int | None = 0,
+        *,
+        width: Width = 0,
+        axes: Sequence[int] | None = None,
+        index: Mapping[int, int] | None = None,
+    ) -> Any:
+        """Global arrays from the blocks of all processes, the inverse of `scatter`; or planes and lines of them.
 
         Args:
           blocks: this process's block, of shape `local_shape` plus the widths along the axes of the grid, or longer by
@@ -458,34 +467,63 @@ class Grid(communicators.Local):
             one's is taken.
           root: rank that receives, static; None: all ranks.
           width, axes: as in `exchange`; halos are left out.
+          index: for some axes of the grid a global index, static, as in `{0: 10}`: the plane there alone travels. From
+            the end where it is negative.
 
         Returns:
-          On root arrays of shape `global_shape` along the axes of the grid (plus one where they are staggered); on
-          other ranks `blocks` itself.
+          On root arrays of shape `global_shape` along the axes of the grid (plus one where they are staggered), without
+          the axes of `index`; on other ranks `blocks` itself.
 
         Raises:
-          ValueError, TypeError: as in `exchange`; while tracing.
+          ValueError, TypeError: as in `exchange`, and for an `index` that is beyond an array; while tracing.
         """
         self._need_shape("Grid.gather")
         self._check_alive("Grid.gather")
         root = None if root is None else arguments.rank(root, self._comm, "Grid.gather", "root")
         arrays, names, structure = arguments.leaves(blocks, "Grid.gather", "blocks")
         widths = given.widths(width, len(self.processes), "Grid.gather")
+        fixed = given.indices(index, len(self.processes), "Grid.gather")
         expected = [size + sum(pair) for size, pair in zip(self.local_shape, widths, strict=True)]
-        cuts = [
-            self._cut(array.shape, axes, expected, "Grid.gather", name)
-            for array, name in zip(arrays, names, strict=True)
-        ]
-        stacks = [cut.padded(self, cut.inner(array, widths)) for cut, array in zip(cuts, arrays, strict=True)]
+        planes = []
+        for array, name in zip(arrays, names, strict=True):
+            cut = self._cut(array.shape, axes, expected, "Grid.gather", name)
+            planes.append(self._plane(cut, cut.inner(array, widths), fixed, name))
+        stacks = [cut.padded(grid, block) for grid, cut, block in planes]
         if root is None:
             stacked = collectives.allgather(stacks, comm=self._mpi)
         else:
             stacked = collectives.gather(stacks, root, comm=self._mpi)
             if root != self._comm.rank:
                 return jax.tree.unflatten(structure, arrays)
+        wholes = [cut.joined(grid, parts) for (grid, cut, _), parts in zip(planes, stacked, strict=True)]
         return jax.tree.unflatten(
-            structure, [cut.joined(self, parts) for cut, parts in zip(cuts, stacked, strict=True)]
+            structure,
+            [x.squeeze([cut.axes[axis] for axis in fixed]) for x, (_, cut, _) in zip(wholes, planes, strict=True)],
         )
+
+    def _plane(self, cut: "_Cut", block: Any, fixed: dict[int, int], name: str) -> "tuple[Grid, _Cut, Any]":
+        """The part of a block that lies in a plane, and how that is cut: along the plane's axes one process has one
+        cell, and the others have none."""
+        if not fixed:
+            return self, cut, block
+        blocks: list[Any] = list(self._layout.blocks)
+        staggered, here = list(cut.staggered), [slice(None)] * len(cut.shape)
+        for axis, value in fixed.items():
+            size = self.global_shape[axis] + staggered[axis]
+            if not -size <= value < size:
+                raise ValueError(
+                    f"Grid.gather: index is {value} along axis {axis}, where {name} has {size} cells: pass 0 to "
+                    f"{size - 1}, or {-size} to -1 from the end."
+                )
+            cell, ends = value % size, self._layout.intervals(axis)
+            last = len(ends) - 1  # it has the point behind all cells
+            owner = next((i for i, (start, end) in enumerate(ends) if start <= cell < end), last)
+            blocks[axis] = [int(i == owner) for i in range(len(ends))]
+            first = cell - ends[owner][0] if self.coordinates[axis] == owner else 0
+            here[cut.axes[axis]] = slice(first, first + blocks[axis][self.coordinates[axis]])
+            staggered[axis] = 0
+        plane = self._like(self.processes, blocks)
+        return plane, dataclasses.replace(cut, staggered=tuple(staggered)), block[tuple(here)]
 
     # --- JAX's sharded arrays --------------------------------------------------------------------------------------
 
