@@ -207,11 +207,10 @@ class Transform(Local):
         return self._forward(x, "Transform.forward", "x")
 
     def _forward(self, x: Any, function: str, argument: str) -> Any:
-        x = self._checked(x, self.physical_grid, function, argument, self._halved is not None)
+        arrays, structure = self._checked(x, self.physical_grid, function, argument, self._halved is not None)
         for step in self._steps:
-            x = _moved(x, step.source, step.target)
-            x = jax.tree.map(lambda leaf, step=step: self._to_modes(leaf, step), x)
-        return _moved(x, self._last, self.spectral_grid)
+            arrays = [self._to_modes(its, step) for its in _moved(arrays, step.source, step.target)]
+        return jax.tree.unflatten(structure, _moved(arrays, self._last, self.spectral_grid))
 
     def backward(self, y: Any) -> Any:
         """The inverse transform.
@@ -228,12 +227,11 @@ class Transform(Local):
         return self._backward(y, "Transform.backward", "y")
 
     def _backward(self, y: Any, function: str, argument: str) -> Any:
-        y = self._checked(y, self.spectral_grid, function, argument, False)
-        y = _moved(y, self.spectral_grid, self._last)
+        arrays, structure = self._checked(y, self.spectral_grid, function, argument, False)
+        arrays = _moved(arrays, self.spectral_grid, self._last)
         for step in self._steps[::-1]:
-            y = jax.tree.map(lambda leaf, step=step: self._to_points(leaf, step), y)
-            y = _moved(y, step.target, step.source)
-        return y
+            arrays = _moved([self._to_points(its, step) for its in arrays], step.target, step.source)
+        return jax.tree.unflatten(structure, arrays)
 
     def wavenumbers(self, lengths: Sequence[float] | float | None = None) -> tuple[np.ndarray, ...]:
         """The wavenumbers of this rank's part of the spectrum, along each of the transformed axes.
@@ -263,7 +261,7 @@ class Transform(Local):
 
     # --- on one rank -----------------------------------------------------------------------------------------------
 
-    def _checked(self, x: Any, grid: Grid, function: str, argument: str, real: bool) -> Any:
+    def _checked(self, x: Any, grid: Grid, function: str, argument: str, real: bool) -> tuple[list[Any], Any]:
         grid._check_alive(function)
         leaves, names, structure = arguments.leaves(x, function, argument)
         for leaf, name in zip(leaves, names, strict=True):
@@ -284,8 +282,7 @@ class Transform(Local):
                     "real part, or use fftn, or a Transform without real=True."
                 )
         # Here and not by the local transforms, which a rank without cells does not do.
-        numbers = [x if x.dtype.name in _TRANSFORMED else x.astype(float) for x in leaves]
-        return jax.tree.unflatten(structure, numbers)
+        return [x if x.dtype.name in _TRANSFORMED else x.astype(float) for x in leaves], structure
 
     def _to_modes(self, x: jax.Array, step: _Step) -> jax.Array:
         """The local transforms of a step."""

@@ -670,7 +670,10 @@ class Grid(communicators.Local):
         else:
             try:
                 each = jax.tree.map(
-                    lambda its, part: [its] * len(jax.tree.leaves(part)), boundary, fields, is_leaf=given.is_of_all
+                    lambda its, part: [its] * len(jax.tree.leaves(part)),
+                    boundary,
+                    arguments.only_arrays(fields),
+                    is_leaf=given.is_of_all,
                 )
             except ValueError as error:
                 raise ValueError(
