@@ -118,7 +118,7 @@ class Transform(Local):
         self._axes = _axes_of(grid, axes, function)
         self._norm = norm or "backward"
         self._kinds: dict[int, str] = dict(zip(self._axes, _each(kind, len(self._axes), function, "kind"), strict=True))
-        if not all(isinstance(its, str) and its in _KINDS for its in self._kinds.values()):
+        if not all(isinstance(name, str) and name in _KINDS for name in self._kinds.values()):
             raise ValueError(f"{function}: kind is {kind!r}: pass 'fft', 'dct' or 'dst', or one of them for each axis.")
         self._halved = self._axes[-1] if real else None
         """The axis along which the arrays are real and the spectrum has half of the modes; None: there is none."""
@@ -209,7 +209,7 @@ class Transform(Local):
     def _forward(self, x: Any, function: str, argument: str) -> Any:
         arrays, structure = self._checked(x, self.physical_grid, function, argument, self._halved is not None)
         for step in self._steps:
-            arrays = [self._to_modes(its, step) for its in _moved(arrays, step.source, step.target)]
+            arrays = [self._to_modes(array, step) for array in _moved(arrays, step.source, step.target)]
         return jax.tree.unflatten(structure, _moved(arrays, self._last, self.spectral_grid))
 
     def backward(self, y: Any) -> Any:
@@ -230,7 +230,7 @@ class Transform(Local):
         arrays, structure = self._checked(y, self.spectral_grid, function, argument, False)
         arrays = _moved(arrays, self.spectral_grid, self._last)
         for step in self._steps[::-1]:
-            arrays = _moved([self._to_points(its, step) for its in arrays], step.target, step.source)
+            arrays = _moved([self._to_points(array, step) for array in arrays], step.target, step.source)
         return jax.tree.unflatten(structure, arrays)
 
     def wavenumbers(self, lengths: Sequence[float] | float | None = None) -> tuple[np.ndarray, ...]:

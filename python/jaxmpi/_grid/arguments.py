@@ -72,7 +72,7 @@ def axes(values: Any, function: str) -> list[int]:
 
 
 def indices(values: Any, dimensions: int, function: str) -> dict[int, int]:
-    """For some axes of a grid, from the front, the index of a cell."""
+    """The index of a cell along some axes of a grid, which are counted from the front."""
     if values is None:
         return {}
     if not isinstance(values, Mapping):

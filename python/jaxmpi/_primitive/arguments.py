@@ -320,7 +320,7 @@ def _is_kept(x: Any) -> bool:
 
 
 def only_arrays(x: Any) -> Any:
-    """A tree whose leaves are the arrays and numbers of a tree, and whose structure has all else."""
+    """The tree with the same arrays and numbers as leaves, and with all other leaves in its structure."""
     return _only_arrays(x, *jax.tree.flatten(x, is_leaf=_is_no_array))
 
 
@@ -330,7 +330,8 @@ def _only_arrays(x: Any, leaves: list[Any], structure: Any) -> Any:
     kept = [type(leaf) is not internals.ConcreteArray and _is_kept(leaf) for leaf in leaves]
     if all(kept) or not any(kept):  # without an array there is nothing to communicate: an error
         return x
-    return jax.tree.unflatten(structure, [_Kept(leaf) if its else leaf for leaf, its in zip(leaves, kept, strict=True)])
+    pairs = zip(leaves, kept, strict=True)
+    return jax.tree.unflatten(structure, [_Kept(leaf) if is_kept else leaf for leaf, is_kept in pairs])
 
 
 def pytree(x: Any, operation: str, argument: str) -> tuple[list[Any], Any]:
