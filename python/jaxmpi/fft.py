@@ -374,10 +374,12 @@ def _half_waves(x: jax.Array, kind: str, axis: int, norm: str, inverse: bool) ->
     """The local cosine or sine transform of type 2 along an axis, or its inverse.
 
     With x'_j = (-1)^j x_j mode k of the sine transform of x is mode n - 1 - k of the cosine transform of x'."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):  # of which older versions of JAX take the real part alone
+        return jax.lax.complex(*(_half_waves(part, kind, axis, norm, inverse) for part in (x.real, x.imag)))
     n = x.shape[axis]
     shape = [1] * x.ndim
     shape[axis] = n
-    signs = jnp.asarray(np.where(np.arange(n) % 2, -1, 1).reshape(shape), x.real.dtype)
+    signs = jnp.asarray(np.where(np.arange(n) % 2, -1, 1).reshape(shape), x.dtype)
     if kind == "dst":
         x = jnp.flip(x, axis) if inverse else x * signs
     local = jax.scipy.fft.idct if inverse else jax.scipy.fft.dct
