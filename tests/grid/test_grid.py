@@ -792,6 +792,7 @@ def test_ranks_that_differ_get_an_error(rows, comm, rank, size):
             lambda: grid.exchange(jnp.ones((300, 10))),
             lambda: grid.exchange(jnp.ones((30_000, 10))),
             lambda: grid.exchange(x, boundary="edge"),
+            lambda: grid.accumulate(x),
             lambda: grid.exchange({"another name": x}),
         ):
             with pytest.raises(jax.errors.JaxRuntimeError, match=r"has sent something else|the ranks differ"):
