@@ -6,8 +6,8 @@
 
 A transform along an axis needs all of it on one rank. So a transform in several dimensions transforms along the axes
 that are whole, makes the other axes whole by `jaxmpi.redistribute`, and goes on: with slabs, of which one axis is cut,
-once, with pencils twice. Local transforms are those of `jax.numpy.fft`. All of it can be differentiated, batched and
-compiled; all ranks of the grid call it.
+once, with pencils twice. Local transforms are those of `jax.numpy.fft` and `jax.scipy.fft`. All of it can be
+differentiated, batched and compiled; all ranks of the grid call it.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jax.scipy.fft
 import numpy as np
 
 from jaxmpi._grid import arguments as given
@@ -27,9 +28,11 @@ from jaxmpi._grid.redistribute import redistribute
 from jaxmpi._mpi.communicators import Local
 from jaxmpi._primitive import arguments
 
-__all__ = ["Transform", "fftn", "ifftn", "irfftn", "rfftn"]
+__all__ = ["Transform", "dctn", "dstn", "fftn", "idctn", "idstn", "ifftn", "irfftn", "rfftn"]
 
 _TRANSFORMED = ("float32", "float64", "complex64", "complex128")
+
+_KINDS = ("fft", "dct", "dst")
 
 _NORMS = (None, "backward", "ortho", "forward")
 
@@ -50,7 +53,7 @@ class _Step:
 
 
 class Transform(Local):
-    """A Fourier transform of arrays divided by a grid, and its inverse.
+    """A Fourier, cosine or sine transform of arrays divided by a grid, and its inverse.
 
     The spectrum stays in the division in which it is made, `spectral_grid`, since most programs do not care which it
     is: they multiply by functions of `wavenumbers()` and transform back.
@@ -61,19 +64,22 @@ class Transform(Local):
       axes: the axes of the grid along which arrays are transformed; all where it is None.
       real: arrays are real: of the last of `axes`, with n points, the spectrum has n // 2 + 1 modes, as by
         `numpy.fft.rfftn`.
-      norm: as in `numpy.fft`: "backward" (what None means), "ortho" or "forward".
+      norm: as in `numpy.fft` and `scipy.fft`: "backward" (what None means), "ortho" or "forward".
+      kind: "fft"; or along axes between walls "dct" or "dst", the cosine or sine transform of type 2, whose inverse is
+        of type 3 (`scipy.fft.dct`, `scipy.fft.dst`): of arrays given at the middles of cells that have no slope, or no
+        value, at the walls. One for all, or one for each of `axes`.
       pad: how many times more points than modes arrays have along each of `axes`, such as 3/2 for products without
         aliasing: one number, or one for each of `axes`. `grid` is the division of the modes then, and `physical_grid`
         that of the arrays, whose numbers of points are rounded up. Modes beyond those of `grid` are dropped by
         `forward` and are zero in `backward`, and so is, along an axis with more points than modes, the mode of an even
-        number of modes that has no partner, -n/2.
+        number of modes that has no partner, -n/2. Axes with a cosine or sine transform are not padded.
       natural: the spectrum is divided by the same numbers of processes as the arrays, at the price of one more
         redistribution each way.
 
     Raises:
-      ValueError: an axis twice, or one that the grid does not have; a grid without a shape; another `norm`; a `pad`
-        below 1; one axis alone that is cut, which cannot be made whole. TypeError: an argument is of the wrong type.
-        On this rank; nothing is sent.
+      ValueError: an axis twice, or one that the grid does not have; a grid without a shape; another `norm` or `kind`; a
+        `pad` below 1; `real` or `pad` where an axis has a cosine or sine transform; one axis alone that is cut, which
+        cannot be made whole. TypeError: an argument is of the wrong type. On this rank; nothing is sent.
     """
 
     def __init__(
@@ -83,10 +89,11 @@ class Transform(Local):
         *,
         real: bool = False,
         norm: str | None = None,
+        kind: str | Sequence[str] = "fft",
         pad: float | Sequence[float] | None = None,
         natural: bool = False,
     ):
-        self._make("Transform", grid, axes, real, norm, pad, natural)
+        self._make("Transform", grid, axes, real, norm, kind, pad, natural)
 
     def _make(
         self,
@@ -95,6 +102,7 @@ class Transform(Local):
         axes: Sequence[int] | int | None,
         real: bool,
         norm: str | None,
+        kind: str | Sequence[str],
         pad: float | Sequence[float] | None,
         natural: bool,
     ) -> None:
@@ -109,9 +117,19 @@ class Transform(Local):
             raise ValueError(f"{function}: norm is {norm!r}: possible are None, 'backward', 'ortho' and 'forward'.")
         self._axes = _axes_of(grid, axes, function)
         self._norm = norm or "backward"
+        self._kinds: dict[int, str] = dict(zip(self._axes, _each(kind, len(self._axes), function, "kind"), strict=True))
+        if not all(isinstance(name, str) and name in _KINDS for name in self._kinds.values()):
+            raise ValueError(f"{function}: kind is {kind!r}: pass 'fft', 'dct' or 'dst', or one of them for each axis.")
         self._halved = self._axes[-1] if real else None
         """The axis along which the arrays are real and the spectrum has half of the modes; None: there is none."""
         factors = _factors(pad, len(self._axes))
+        for axis, factor in zip(self._axes, factors, strict=True):
+            if self._kinds[axis] != "fft" and (factor > 1 or axis == self._halved):
+                raise ValueError(
+                    f"{function}: {'pad' if factor > 1 else 'real'} is for Fourier transforms, and axis {axis} has a "
+                    f"{self._kinds[axis]!r}. "
+                    + ("Pass 1 for it." if factor > 1 else "Name an axis with an 'fft' last, or leave real out.")
+                )
         self._sizes = {axis: grid.global_shape[axis] for axis in self._axes}
         """The numbers of modes along each axis, of which `real` keeps about half along the last one."""
         if 0 in self._sizes.values():
@@ -139,7 +157,8 @@ class Transform(Local):
 
     def __repr__(self) -> str:
         real = "" if self._halved is None else ", real"
-        return f"Transform({self.physical_grid}, axes {self._axes}{real}, spectrum in {self.spectral_grid})"
+        kinds = "" if {*self._kinds.values()} == {"fft"} else f", {', '.join(self._kinds.values())}"
+        return f"Transform({self.physical_grid}, axes {self._axes}{kinds}{real}, spectrum in {self.spectral_grid})"
 
     def _modes(self, axis: int) -> int:
         """How many modes the spectrum has along an axis."""
@@ -171,14 +190,15 @@ class Transform(Local):
     # --- transforms ------------------------------------------------------------------------------------------------
 
     def forward(self, x: Any) -> Any:
-        """The Fourier transform.
+        """The transform.
 
         Args:
           x: this rank's block by `physical_grid`, with any axes in front; or a pytree of such, which travel in the same
             messages. Real or complex; with `real` it must be real. Integers become floating-point numbers.
 
         Returns:
-          This rank's block of the spectrum by `spectral_grid`, complex, of the precision of `x`.
+          This rank's block of the spectrum by `spectral_grid`, complex, of the precision of `x`. Without a Fourier
+          transform along any axis it is real if `x` is.
 
         Raises:
           ValueError: a block does not fit the grid. TypeError: complex numbers for a real transform, or something that
@@ -187,39 +207,39 @@ class Transform(Local):
         return self._forward(x, "Transform.forward", "x")
 
     def _forward(self, x: Any, function: str, argument: str) -> Any:
-        x = self._checked(x, self.physical_grid, function, argument, self._halved is not None)
+        arrays, structure = self._checked(x, self.physical_grid, function, argument, self._halved is not None)
         for step in self._steps:
-            x = _moved(x, step.source, step.target)
-            x = jax.tree.map(lambda leaf, step=step: self._to_modes(leaf, step), x)
-        return _moved(x, self._last, self.spectral_grid)
+            arrays = [self._to_modes(array, step) for array in _moved(arrays, step.source, step.target)]
+        return jax.tree.unflatten(structure, _moved(arrays, self._last, self.spectral_grid))
 
     def backward(self, y: Any) -> Any:
-        """The inverse Fourier transform.
+        """The inverse transform.
 
         Args:
           y: this rank's block of a spectrum by `spectral_grid`, as `forward` returns it; or a pytree of such.
 
         Returns:
-          This rank's block by `physical_grid`; real with `real`, otherwise complex.
+          This rank's block by `physical_grid`; real with `real`, and without a Fourier transform along any axis if `y`
+          is real; otherwise complex.
 
         Raises: as `forward`.
         """
         return self._backward(y, "Transform.backward", "y")
 
     def _backward(self, y: Any, function: str, argument: str) -> Any:
-        y = self._checked(y, self.spectral_grid, function, argument, False)
-        y = _moved(y, self.spectral_grid, self._last)
+        arrays, structure = self._checked(y, self.spectral_grid, function, argument, False)
+        arrays = _moved(arrays, self.spectral_grid, self._last)
         for step in self._steps[::-1]:
-            y = jax.tree.map(lambda leaf, step=step: self._to_points(leaf, step), y)
-            y = _moved(y, step.target, step.source)
-        return y
+            arrays = _moved([self._to_points(array, step) for array in arrays], step.target, step.source)
+        return jax.tree.unflatten(structure, arrays)
 
     def wavenumbers(self, lengths: Sequence[float] | float | None = None) -> tuple[np.ndarray, ...]:
         """The wavenumbers of this rank's part of the spectrum, along each of the transformed axes.
 
         Args:
           lengths: of the domain along each of the axes, or one for all: the result is 2 pi k / length. None: k itself,
-            whole numbers, as `numpy.fft.fftfreq(n, 1 / n)` gives them.
+            whole numbers, as `numpy.fft.fftfreq(n, 1 / n)` gives them. Of cosine and sine transforms it is pi k /
+            length, where k counts half waves: 0 to n - 1 of "dct", 1 to n of "dst".
 
         Returns:
           An array of float64 for each transformed axis, of shape (..., n, ...) with n along its axis of the grid and 1
@@ -230,7 +250,10 @@ class Transform(Local):
         for axis, length in zip(self._axes, scales, strict=True):
             n = self._sizes[axis]
             k = np.fft.rfftfreq(n, 1 / n) if axis == self._halved else np.fft.fftfreq(n, 1 / n)
-            k = k[self.spectral_grid.slices[axis]] * (1.0 if length is None else 2 * np.pi / length)
+            turn = 2 * np.pi
+            if self._kinds[axis] != "fft":
+                k, turn = np.arange(n) + (1.0 if self._kinds[axis] == "dst" else 0.0), np.pi
+            k = k[self.spectral_grid.slices[axis]] * (1.0 if length is None else turn / length)
             shape = [1] * len(self.grid.processes)
             shape[axis] = -1
             found.append(k.reshape(shape))
@@ -238,7 +261,7 @@ class Transform(Local):
 
     # --- on one rank -----------------------------------------------------------------------------------------------
 
-    def _checked(self, x: Any, grid: Grid, function: str, argument: str, real: bool) -> Any:
+    def _checked(self, x: Any, grid: Grid, function: str, argument: str, real: bool) -> tuple[list[Any], Any]:
         grid._check_alive(function)
         leaves, names, structure = arguments.leaves(x, function, argument)
         for leaf, name in zip(leaves, names, strict=True):
@@ -259,33 +282,38 @@ class Transform(Local):
                     "real part, or use fftn, or a Transform without real=True."
                 )
         # Here and not by the local transforms, which a rank without cells does not do.
-        numbers = [x if x.dtype.name in _TRANSFORMED else x.astype(float) for x in leaves]
-        return jax.tree.unflatten(structure, numbers)
+        return [x if x.dtype.name in _TRANSFORMED else x.astype(float) for x in leaves], structure
 
     def _to_modes(self, x: jax.Array, step: _Step) -> jax.Array:
         """The local transforms of a step."""
         dimensions = len(self.grid.processes)
         halved = self._halved if self._halved in step.axes else None
+        waves = [axis for axis in step.axes if self._kinds[axis] == "fft"]
         if x.size == 0 or 0 in step.result.local_shape:
-            return _empty(x, step.result)
+            return _empty(x, step.result, bool(waves))
         if halved is not None:
             x = jnp.fft.rfft(x, axis=halved - dimensions, norm=self._local_norm)
             x = self._cut(x, halved)
-        rest = [axis for axis in step.axes if axis != halved]
+        rest = [axis for axis in waves if axis != halved]
         if rest:
             x = jnp.fft.fftn(x, axes=[axis - dimensions for axis in rest], norm=self._local_norm)
         for axis in rest:
             x = self._cut(x, axis)
+        for axis in [axis for axis in step.axes if axis not in waves]:
+            x = _half_waves(x, self._kinds[axis], axis - dimensions, self._norm, False)
         return x
 
     def _to_points(self, y: jax.Array, step: _Step) -> jax.Array:
         """The inverse of `_to_modes`, if nothing is padded."""
         dimensions = len(self.grid.processes)
         halved = self._halved if self._halved in step.axes else None
+        waves = [axis for axis in step.axes if self._kinds[axis] == "fft"]
         if y.size == 0 or 0 in step.target.local_shape:
-            y = _empty(y, step.target)
+            y = _empty(y, step.target, bool(waves))
             return y.real if halved is not None else y
-        rest = [axis for axis in step.axes if axis != halved]
+        for axis in [axis for axis in step.axes if axis not in waves]:
+            y = _half_waves(y, self._kinds[axis], axis - dimensions, self._norm, True)
+        rest = [axis for axis in waves if axis != halved]
         for axis in rest:
             y = self._widen(y, axis)
         if rest:
@@ -342,10 +370,32 @@ def _moved(x: Any, source: Grid, target: Grid) -> Any:
     return x if source is target else redistribute(x, source, target)
 
 
-def _empty(x: jax.Array, grid: Grid) -> jax.Array:
-    """A block without cells, of another division: JAX has no transforms of such. It is made of `x`, so that what maps
-    or differentiates that maps or differentiates it, as on other ranks."""
-    x = x.astype(jnp.result_type(x.dtype, jnp.complex64))
+def _half_waves(x: jax.Array, kind: str, axis: int, norm: str, inverse: bool) -> jax.Array:
+    """The local cosine or sine transform of type 2 along an axis, or its inverse.
+
+    With x'_j = (-1)^j x_j mode k of the sine transform of x is mode n - 1 - k of the cosine transform of x'."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):  # of which older versions of JAX take the real part alone
+        return jax.lax.complex(*(_half_waves(part, kind, axis, norm, inverse) for part in (x.real, x.imag)))
+    n = x.shape[axis]
+    shape = [1] * x.ndim
+    shape[axis] = n
+    signs = jnp.asarray(np.where(np.arange(n) % 2, -1, 1).reshape(shape), x.dtype)
+    if kind == "dst":
+        x = jnp.flip(x, axis) if inverse else x * signs
+    local = jax.scipy.fft.idct if inverse else jax.scipy.fft.dct
+    x = local(x, axis=axis, norm="ortho" if norm == "ortho" else None)
+    if kind == "dst":
+        x = x * signs if inverse else jnp.flip(x, axis)
+    if norm == "forward":
+        x = x * (2 * n) if inverse else x / (2 * n)
+    return x
+
+
+def _empty(x: jax.Array, grid: Grid, waves: bool) -> jax.Array:
+    """A block without cells, of another division, complex after a Fourier transform: JAX has no transforms of such. It
+    is made of `x`, so that what maps or differentiates that maps or differentiates it, as on other ranks."""
+    if waves:
+        x = x.astype(jnp.result_type(x.dtype, jnp.complex64))
     front = x.ndim - len(grid.processes)
     sizes = (*x.shape[:front], *grid.local_shape)
     return jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, new - old, 0) for new, old in zip(sizes, x.shape, strict=True)])
@@ -371,10 +421,10 @@ def _axes_of(grid: Grid, axes: Sequence[int] | int | None, function: str) -> tup
     return tuple(found)
 
 
-def _each(values: Any, count: int, function: str, what: str) -> list[float]:
+def _each(values: Any, count: int, function: str, what: str) -> list[Any]:
     listed = list(values) if given.is_listed(values) else [values] * count
     if len(listed) != count:
-        raise ValueError(f"{function}: {what} is {values!r}: pass one number, or one for each of {count} axes.")
+        raise ValueError(f"{function}: {what} is {values!r}: pass one for all, or one for each of {count} axes.")
     return listed
 
 
@@ -402,13 +452,26 @@ def _factors(pad: Any, count: int) -> list[float]:
 # --- single calls ----------------------------------------------------------------------------------------------------
 
 
-def _single(function: str, grid: Grid, axes: Sequence[int] | int | None, real: bool, norm: str | None) -> Transform:
+def _single(
+    function: str, grid: Grid, axes: Sequence[int] | int | None, real: bool, norm: str | None, kind: str = "fft"
+) -> Transform:
     made = object.__new__(Transform)
-    made._make(function, grid, axes, real, norm, None, True)
+    made._make(function, grid, axes, real, norm, kind, None, True)
     return made
 
 
-def _documented(text: str) -> Callable[..., Any]:
+def _single_half_waves(
+    function: str, x: Any, grid: Grid, axes: Any, type: int, norm: str | None, kind: str, inverse: bool
+) -> Any:
+    """Type 3 is the inverse of type 2 with the opposite norm."""
+    if arguments.integer(type, function, "type") not in (2, 3):
+        raise ValueError(f"{function}: type is {type}: possible are 2, and 3, the inverse of 2 but for its norm.")
+    opposite = {None: "forward", "backward": "forward", "forward": "backward"}
+    transform = _single(function, grid, axes, False, opposite.get(norm, norm) if type == 3 else norm, kind)
+    return (transform._backward if inverse == (type == 2) else transform._forward)(x, function, "x")
+
+
+def _documented(text: str, more: str = "") -> Callable[..., Any]:
     def document(function: Callable[..., Any]) -> Callable[..., Any]:
         function.__doc__ = f"""{text}
 
@@ -418,7 +481,7 @@ def _documented(text: str) -> Callable[..., Any]:
     Args:
       x: this rank's block, with any axes in front; or a pytree of such.
       grid: the division of the array in physical space.
-      axes, norm: as in `Transform`.
+      axes, norm: as in `Transform`.{more}
 
     Returns:
       This rank's block of the result: by `Transform(grid, axes, natural=True).spectral_grid`, or by `grid`.
@@ -448,3 +511,31 @@ def rfftn(x: Any, grid: Grid, axes: Sequence[int] | int | None = None, *, norm: 
 @_documented("The inverse of `rfftn`: a real array from a spectrum (`numpy.fft.irfftn`). `grid` is the array's.")
 def irfftn(x: Any, grid: Grid, axes: Sequence[int] | int | None = None, *, norm: str | None = None) -> Any:
     return _single("irfftn", grid, axes, True, norm)._backward(x, "irfftn", "x")
+
+
+_TYPE = """
+      type: 2 or 3, as in `scipy.fft`."""
+
+
+@_documented("The cosine transform of an array that is divided by a grid (`scipy.fft.dctn`).", _TYPE)
+def dctn(x: Any, grid: Grid, axes: Sequence[int] | int | None = None, *, type: int = 2, norm: str | None = None) -> Any:
+    return _single_half_waves("dctn", x, grid, axes, type, norm, "dct", False)
+
+
+@_documented("The inverse of `dctn` of the same type (`scipy.fft.idctn`).", _TYPE)
+def idctn(
+    x: Any, grid: Grid, axes: Sequence[int] | int | None = None, *, type: int = 2, norm: str | None = None
+) -> Any:
+    return _single_half_waves("idctn", x, grid, axes, type, norm, "dct", True)
+
+
+@_documented("The sine transform of an array that is divided by a grid (`scipy.fft.dstn`).", _TYPE)
+def dstn(x: Any, grid: Grid, axes: Sequence[int] | int | None = None, *, type: int = 2, norm: str | None = None) -> Any:
+    return _single_half_waves("dstn", x, grid, axes, type, norm, "dst", False)
+
+
+@_documented("The inverse of `dstn` of the same type (`scipy.fft.idstn`).", _TYPE)
+def idstn(
+    x: Any, grid: Grid, axes: Sequence[int] | int | None = None, *, type: int = 2, norm: str | None = None
+) -> Any:
+    return _single_half_waves("idstn", x, grid, axes, type, norm, "dst", True)

@@ -333,6 +333,43 @@ def test_equinox_filtered(comm, rank, size):
     np.testing.assert_allclose(tangent, expected, rtol=1e-9)
 
 
+def test_equinox_modules(comm, rank, size):
+    """A module with functions among its leaves goes through operations as a whole: one step of training on the data of
+    all ranks, inside filter_jit and filter_grad, against all of the data in one process."""
+    equinox = pytest.importorskip("equinox")
+    make = lambda seed: equinox.nn.MLP(2, 1, 4, 2, activation=jax.nn.relu, key=jax.random.key(seed))  # noqa: E731
+    xs, ys = draw((size, 6, 2), float, 0, 0), draw((size, 6, 1), float, 0, 1)
+
+    def loss(model, x, y):
+        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+    @equinox.filter_jit
+    def step(model, x, y):
+        def whole(model):
+            return notoken.allreduce(loss(jaxmpi.replicate(model), x, y), MPI.SUM) / size
+
+        gradient = equinox.filter_grad(whole)(model)
+        mean = notoken.allreduce(equinox.filter_grad(loss)(model, x, y), MPI.SUM)
+        mean = jax.tree.map(lambda g: g / size, mean)
+        return equinox.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, gradient)), gradient, mean
+
+    started = notoken.bcast(make(rank), 0)
+    expected = make(0)
+    assert jax.tree.structure(started) == jax.tree.structure(expected)
+    assert started.activation is expected.activation
+    assert started(xs[0, 0]).shape == (1,)
+    stepped, gradient, mean = step(started, xs[rank], ys[rank])
+    right = equinox.filter_grad(loss)(expected, xs.reshape(-1, 2), ys.reshape(-1, 1))
+    right_step = equinox.apply_updates(expected, jax.tree.map(lambda g: -0.1 * g, right))
+    for found, its in ((started, expected), (gradient, right), (mean, right), (stepped, right_step)):
+        arrays, others = (jax.tree.leaves(equinox.filter(tree, equinox.is_array)) for tree in (found, its))
+        for x, y in zip(arrays, others, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-9)
+    template = equinox.filter_eval_shape(make, 0)
+    got = notoken.sendrecv(make(rank), template, (rank - 1) % size, (rank + 1) % size)
+    np.testing.assert_array_equal(got.layers[0].weight, make((rank - 1) % size).layers[0].weight)
+
+
 # --- linear systems -------------------------------------------------------------------------------------------------
 
 

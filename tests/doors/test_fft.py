@@ -1,6 +1,7 @@
 """Transforms of divided arrays against NumPy's of the whole array, which each rank has."""
 
 import copy
+import itertools
 import math
 import os
 import pickle
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.fft
 from hypothesis import strategies as st
 from mpi4py import MPI
 
@@ -299,7 +301,66 @@ def test_in_scan(comm, rank, size):
     np.testing.assert_allclose(smoothed(jnp.asarray(whole[grid.slices])), right[grid.slices], atol=1e-12)
 
 
+def test_half_waves(comm, rank, size):
+    """Cosine and sine transforms against SciPy's, of all types and norms; with derivatives, batches and empty blocks.
+
+    A Transform leaves them where they are made, also beside a Fourier transform along another axis."""
+    shape = (6, 5)
+    for processes, blocks in (((size, 1), shape), ((1, size), (6, [0] * (size - 1) + [5]))):
+        grid = jaxmpi.Grid(processes, blocks)
+        whole, other = np.random.default_rng(4).standard_normal((2, 2, *shape))
+        block, weight = (jnp.asarray(its[(..., *grid.slices)]) for its in (whole, other))
+        for name, norm, type in itertools.product(("dct", "dst"), (None, "ortho", "forward"), (2, 3)):
+            for function, axes in itertools.product((f"{name}n", f"i{name}n"), (None, 0)):
+
+                def call(x, function=function, axes=axes, norm=norm, type=type, grid=grid):
+                    return getattr(fft, function)(x, grid, axes, type=type, norm=norm)
+
+                right = getattr(scipy.fft, function)(whole, type, axes=[1, 2] if axes is None else [1], norm=norm)
+                right = right[(..., *grid.slices)]
+                about = f"{function} {axes} {norm} {type}"
+                found = call(block)
+                assert found.dtype == block.dtype, about
+                np.testing.assert_allclose(found, right, atol=1e-12, err_msg=about)
+            if NEW_JAX:
+                (backward,) = jax.vjp(call, block)[1](weight)
+                assert np.isclose(total(comm, [weight], [found]), total(comm, [backward], [block])), about
+            np.testing.assert_allclose(jax.vmap(call, 0, 0)(block), right, atol=1e-12, err_msg=about)
+        for kinds, real in ((("dct", "fft"), True), (("dst", "fft"), True), (("fft", "dct"), False), ("dst", False)):
+            transform = fft.Transform(grid, kind=kinds, real=real, norm="ortho")
+            right = whole
+            for axis, kind in enumerate(["dst", "dst"] if kinds == "dst" else kinds, 1):
+                local = np.fft.rfft if real and kind == "fft" else getattr(scipy.fft, kind)
+                right = local(right.real if real and kind == "fft" else right, axis=axis, norm="ortho")
+            single = transform.forward({"x": block.astype("float32")})["x"]
+            assert single.dtype == ("float32" if kinds == "dst" else "complex64")
+            spectrum = transform.forward(block)
+            right = right[(..., *transform.spectral_grid.slices)]
+            np.testing.assert_allclose(spectrum, right, atol=1e-12, err_msg=str(kinds))
+            np.testing.assert_allclose(single, right, atol=1e-5, err_msg=str(kinds))
+            np.testing.assert_allclose(transform.backward(spectrum), block, atol=1e-12, err_msg=str(kinds))
+
+
+def test_wavenumbers_of_half_waves(comm, rank, size):
+    """The second derivative of half waves between walls, with and without slopes there."""
+    grid = jaxmpi.Grid((1, size), (8, 6))
+    x, y = ((np.arange(n) + 0.5) * length / n for n, length in ((8, 2.0), (6, 3.0)))
+    kx, ky = 3 * np.pi / 2.0, 2 * np.pi / 3.0
+    for kind, wave in (("dct", np.cos), ("dst", np.sin)):
+        transform = fft.Transform(grid, kind=kind)
+        square = sum(k**2 for k in transform.wavenumbers((2.0, 3.0)))
+        block = jnp.asarray((wave(kx * x)[:, None] * wave(ky * y))[grid.slices])
+        found = transform.backward(-square * transform.forward(block))
+        np.testing.assert_allclose(found, -(kx**2 + ky**2) * np.asarray(block), atol=1e-10)
+
+
 BAD = [
+    (lambda g, x: fft.Transform(g, kind="cosine"), ValueError, "^Transform: kind is 'cosine': pass 'fft'"),
+    (lambda g, x: fft.Transform(g, kind=("dct",)), ValueError, "^Transform: kind is .* one for each of 2 axes"),
+    (lambda g, x: fft.Transform(g, kind=("fft", "dct"), real=True), ValueError, "^Transform: real is .* axis 1 has"),
+    (lambda g, x: fft.Transform(g, kind="dst", pad=3 / 2), ValueError, "^Transform: pad is .* Pass 1 for it"),
+    (lambda g, x: fft.dctn(x, g, type=1), ValueError, "^dctn: type is 1: possible are 2, and 3"),
+    (lambda g, x: fft.idstn(x[:-1], g), ValueError, "^idstn: x has shape"),
     (lambda g, x: fft.Transform((2, 2)), TypeError, "grid must be a jaxmpi.Grid"),
     (lambda g, x: fft.Transform(jaxmpi.Grid(g.processes)), ValueError, "needs the shape"),
     (lambda g, x: fft.Transform(g, axes=(0, 0)), ValueError, "each of them once"),

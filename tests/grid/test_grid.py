@@ -96,13 +96,14 @@ class Case:
     def rules_of(self, field):
         return tuple(pair[::-1] for pair in self.rules) if field.swapped else self.rules
 
-    def exchange(self, grid, fields):
+    def exchange(self, grid, fields, function="exchange"):
         more = {"axes": self.axes, "corners": self.corners}
+        call = getattr(grid, function)
         if not any(field.swapped for field in self.fields) or type(fields) is not list:
-            return grid.exchange(fields, self.widths, **more, boundary=self.rules)
+            return call(fields, self.widths, **more, boundary=self.rules)
         rules = {str(i): self.rules_of(field) for i, field in enumerate(self.fields)}
         named = {str(i): field for i, field in enumerate(fields)}
-        results = grid.exchange(named, self.widths, **more, boundary=rules)
+        results = call(named, self.widths, **more, boundary=rules)
         return [results[str(i)] for i in range(len(fields))]
 
 
@@ -266,6 +267,64 @@ def check_derivatives(case, grid):
         expect_equal(np.asarray(z), np.asarray(w))
 
 
+def sources(case, field):
+    """For each element of the blocks with their halos of all processes the position of what `filled` copies to it, in
+    all of them one behind the other; -1 of a number."""
+    shapes = {at: case.shape(field, at) for at in everywhere(case)}
+    numbered, first = {}, 2  # 0 and 1 are numbers of the rules
+    for at, shape in shapes.items():
+        numbered[at] = np.arange(first, first + math.prod(shape)).reshape(shape)
+        first += math.prod(shape)
+    found = filled(case, field, numbered)
+    return {at: np.where(found[at] < 2, -1, found[at] - 2) for at in shapes}
+
+
+def accumulated(case, field, seed):
+    """The transpose of `filled`, by NumPy: each element is added to where it comes from."""
+    blocks = {at: case.data(field, at, seed) for at in everywhere(case)}
+    dtype = next(iter(blocks.values())).dtype
+    count = sum(block.size for block in blocks.values())
+    added = np.zeros(count + 1, np.complex128)
+    for at, places in sources(case, field).items():
+        np.add.at(added, places.reshape(-1), blocks[at].astype(np.complex128).reshape(-1))
+    results, first = {}, 0
+    for at, block in blocks.items():
+        flat = added[first : first + block.size]
+        results[at] = (flat if dtype.kind == "c" else flat.real).astype(dtype).reshape(block.shape)
+        first += block.size
+    return results
+
+
+def check_accumulate(case, grid):
+    """Values, tangents and cotangents, and a batch, of what is added."""
+    at, comm = grid.coordinates, grid.comm
+    given, tangents, cotangents = (
+        [jnp.asarray(case.data(field, at, seed)) for field in case.fields] for seed in range(3)
+    )
+    ways = {"eager": lambda f: f, "jit": jaxmpi.jit, "jax.jit": jax.jit}
+    accumulate = lambda fields: case.exchange(grid, fields, "accumulate")  # noqa: E731
+    results = ways[case.way](accumulate)(given)
+    stacked = jax.vmap(lambda *fields: accumulate(list(fields)))(*map(jnp.stack, zip(given, tangents, strict=True)))
+    for i, (field, result) in enumerate(zip(case.fields, results, strict=True)):
+        right = accumulated(case, field, 0)[at]
+        assert result.dtype == right.dtype, field
+        expect_equal(np.asarray(result), right, about=str((case, field, at)))
+        expect_equal(np.asarray(stacked[i][0]), right, about=str((case, field, at)))
+        expect_equal(np.asarray(given[i]), case.data(field, at, 0))
+    inexact = all(x.dtype.name in SUMMED for x in given)
+    if not NEW_JAX or comm.allreduce(not inexact, MPI.LOR):
+        return
+    _, forward = jax.jvp(accumulate, (given,), (tangents,))
+    for field, result in zip(case.fields, forward, strict=True):
+        expect_equal(np.asarray(result), accumulated(case, field, 1)[at], about=str((case, field, at)))
+    pullback = jax.vjp(accumulate, given)[1]
+    (backward,) = pullback(cotangents)
+    assert total(comm, forward, cotangents) == total(comm, tangents, backward), case
+    (again,) = jax.vjp(lambda cts: pullback(cts)[0], cotangents)[1](tangents)
+    for x, y in zip(again, forward, strict=True):
+        expect_equal(np.asarray(x), np.asarray(y))
+
+
 def check_batches(case, grid):
     """A batch of some of the fields, along any axis, against one after the other."""
     at = grid.coordinates
@@ -306,6 +365,41 @@ def check_whole(case, grid):
         expect_equal(np.asarray(again), np.asarray(halos))
 
 
+def check_planes(case, grid):
+    """Planes and lines of fields and of their batches, on one rank and on all, and what their sum is sent back to."""
+    random = np.random.default_rng(case.seed)
+    dimensions, root = len(case.dims), case.seed % grid.comm.size
+    fields, index, rights = [], {}, []
+    for axis in random.permutation(dimensions)[: random.integers(1, dimensions + 1)]:
+        least = min(sum(case.blocks[axis]) + field.staggered[axis] for field in case.fields)
+        if least == 0:
+            return
+        index[int(axis) - dimensions * int(random.integers(2))] = int(random.integers(-least, least))
+    for i, field in enumerate(case.fields):
+        sizes = [sum(b) + s for b, s in zip(case.blocks, field.staggered, strict=True)]
+        shape = (*sizes, *field.others) if case.trailing else (*field.others, *sizes)
+        whole = draw(shape, dtype_of(field.dtype), 0, case.seed + i)
+        fields.append(grid.scatter(whole, None, width=case.widths, axes=case.axes))
+        at = [index.get(axis, index.get(axis - dimensions, slice(None))) for axis in range(dimensions)]
+        rights.append(whole[(*at, Ellipsis) if case.trailing else (Ellipsis, *at)])
+    for to in (root, None):
+        gather = lambda x, to=to: grid.gather(x, to, width=case.widths, axes=case.axes, index=index)  # noqa: E731
+        found = jax.jit(gather)(fields)
+        stacked = jax.vmap(gather)([jnp.stack([x, x]) for x in fields])
+        for x, y, right, given in zip(found, stacked, rights, fields, strict=True):
+            expected = right if to in (None, grid.comm.rank) else np.asarray(given)
+            assert x.dtype == given.dtype
+            expect_equal(np.asarray(x), expected, about=str((case, index, to)))
+            expect_equal(np.asarray(y[1]), expected, about=str((case, index, to)))
+    xs = [x for x in fields if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != jnp.float8_e5m2]
+    gather = lambda x: grid.gather(x, None, width=case.widths, axes=case.axes, index=index)  # noqa: E731
+    if NEW_JAX and xs:
+        ys, pullback = jax.vjp(gather, xs)
+        weights = [jnp.asarray(draw(y.shape, y.dtype, grid.comm.rank, i)) for i, y in enumerate(ys)]
+        (backward,) = pullback(weights)
+        assert total(grid.comm, ys, weights) == total(grid.comm, xs, backward), case
+
+
 def run_cases(comm, strategy, check, examples):
     """Each case on the first ranks, as many as its grid needs."""
 
@@ -336,6 +430,11 @@ def test_random_derivatives(comm, size):
 
 
 @pytest.mark.seconds(600)
+def test_random_accumulations(comm, size):
+    run_cases(comm, cases(size, [*SUMMED, "int32", "uint8"]), check_accumulate, EXAMPLES // 2)
+
+
+@pytest.mark.seconds(600)
 def test_random_batches(comm, size):
     run_cases(comm, cases(size), check_batches, EXAMPLES // 3)
 
@@ -343,6 +442,11 @@ def test_random_batches(comm, size):
 @pytest.mark.seconds(600)
 def test_random_whole_arrays(comm, size):
     run_cases(comm, cases(size), check_whole, EXAMPLES // 3)
+
+
+@pytest.mark.seconds(600)
+def test_random_planes(comm, size):
+    run_cases(comm, cases(size), check_planes, EXAMPLES // 4)
 
 
 # --- what a grid is --------------------------------------------------------------------------------------------------
@@ -421,7 +525,7 @@ def test_grids_that_cannot_be(make, words, size):
         (lambda g: g.exchange(jnp.ones(10), boundary=("edge", "edge", "edge")), "pass one rule"),
         (lambda g: g.exchange(jnp.ones(10, int), boundary=0.5), "cannot hold"),
         (lambda g: g.exchange(jnp.ones(10, int), boundary=math.nan), "cannot hold"),
-        (lambda g: g.exchange([jnp.ones(10), "u"]), "fields[1]"),
+        (lambda g: g.exchange([jnp.ones(10), object()]), "fields[1]"),
         (lambda g: g.exchange({"u": jnp.ones(10)}, boundary={"v": 0}), "the structure of the fields"),
         (lambda g: g.exchange({"u": jnp.ones(10)}, boundary={"u": "wrap"}), "'wrap'"),
         (lambda g: g.gather({"a": jnp.ones(8), "b": jnp.ones(5)}), "Grid.gather: blocks['b'] has (5,) cells"),
@@ -433,6 +537,14 @@ def test_grids_that_cannot_be(make, words, size):
         (lambda g: g.exchange(jnp.ones(10, jnp.float16), boundary=1e6), "cannot hold"),
         (lambda g: g.exchange(jnp.ones(10), boundary=1j), "cannot hold"),
         (lambda g: g.exchange(jnp.ones(10), boundary=10**400), "has the rule"),
+        (lambda g: g.gather(jnp.ones(8), index={0: -8 * g.comm.size - 1}), "Grid.gather: index is -"),
+        (lambda g: g.gather(jnp.ones(8), index={1: 0}), "Grid.gather: there is no axis 1"),
+        (lambda g: g.gather(jnp.ones(8), index={0: 1, -1: 1}), "an axis is named twice"),
+        (lambda g: g.gather(jnp.ones(8), index={0: 0.5}), "index must be a Python or NumPy integer"),
+        (lambda g: g.gather(jnp.ones(8), index=3), "Grid.gather: index is 3: pass a dict"),
+        (lambda g: g.accumulate(jnp.ones(9)), "Grid.accumulate: fields has (9,) cells along the axes of the grid"),
+        (lambda g: g.accumulate(jnp.ones(10, bool)), "Grid.accumulate: op MPI.SUM is not defined for dtype bool"),
+        (lambda g: g.accumulate(jnp.ones(10), boundary="wrap"), "'wrap'"),
         (lambda g: g.is_wall(0, 0), "pass -1 for the beginning"),
         (lambda g: g.neighbor(1), "there is no axis 1"),
         (lambda g: jaxmpi.Grid(g.comm), "pass a communicator as comm="),
@@ -680,6 +792,7 @@ def test_ranks_that_differ_get_an_error(rows, comm, rank, size):
             lambda: grid.exchange(jnp.ones((300, 10))),
             lambda: grid.exchange(jnp.ones((30_000, 10))),
             lambda: grid.exchange(x, boundary="edge"),
+            lambda: grid.accumulate(x),
             lambda: grid.exchange({"another name": x}),
         ):
             with pytest.raises(jax.errors.JaxRuntimeError, match=r"has sent something else|the ranks differ"):

@@ -10,7 +10,7 @@ import pytest
 from mpi4py import MPI
 
 import jaxmpi
-from jaxmpi import notoken
+from jaxmpi import fft, notoken
 from jaxmpi._mpi import tags
 from jaxmpi._mpi.library import OPERATIONS
 from jaxmpi._operations.table import check_names
@@ -256,9 +256,9 @@ BAD = {
         r"x must hold JAX arrays.*JAX says",
     ),
     "a bad leaf": (
-        lambda n: notoken.allreduce({"a": X, "b": "no"}, MPI.SUM),
+        lambda n: notoken.allreduce({"a": X, "b": {1}}, MPI.SUM),
         TypeError,
-        r"allreduce: x\['b'\] .* got 'no'",
+        r"allreduce: x\['b'\] .* got \{1\}",
     ),
     "status": (lambda n: notoken.recv(X, 0, status=3), TypeError, r"recv: status must be an MPI.Status"),
     "any source, pytree": (lambda n: notoken.recv((X, X)), ValueError, r"recv: a pytree of 2 arrays .*ANY_SOURCE"),
@@ -304,7 +304,7 @@ def test_bad_leaf_sends_nothing(comm, rank, size):
     """The first leaf is good: it must not be sent before the second is found to be bad."""
     part = comm.Dup()
     with pytest.raises(TypeError):
-        notoken.send((X, "no"), (rank + 1) % size, comm=part)
+        notoken.send((X, {1}), (rank + 1) % size, comm=part)
     assert nothing_on_its_way(part)
     part.Free()
 
@@ -530,6 +530,55 @@ def test_leaves_may_be_none(size):
     assert result["a"] is None
     np.testing.assert_array_equal(result["b"], size * np.ones(3))
     assert notoken.allreduce({}, MPI.SUM) == {}
+
+
+def test_leaves_may_be_functions_and_texts(comm, rank, size):
+    """They are returned as they are, beside arrays and numbers, by operations of every kind; alone they are errors."""
+    made = {"activation": jax.nn.relu, "dtype": jnp.float32, "kind": np.dtype("int8"), "name": f"of rank {rank}"}
+    tree = {**made, "weight": X + rank, "rate": 0.5, "none": None, "nested": [jnp.tanh, jnp.arange(3)]}
+    rows = {**made, "a": jnp.full((size, 2), rank), "nested": (max, jnp.ones(size))}
+    grid, points = jaxmpi.Grid(size, 3 * size), jaxmpi.IndexMap(np.arange(3) + 3 * rank, [])
+    before, after = (rank - 1) % size, (rank + 1) % size
+
+    def sent(x):
+        received = notoken.irecv(x, before, tag=4)
+        return notoken.waitall([notoken.isend(x, after, tag=4), received])[1]
+
+    calls = [
+        (tree, lambda x: notoken.allreduce(x, MPI.SUM), lambda x: np.sum(x, 0)),
+        (tree, lambda x: notoken.exscan(x, MPI.MAX), None),
+        (tree, lambda x: notoken.bcast(x, size - 1), lambda x: x[-1]),
+        (tree, lambda x: notoken.sendrecv(x, x, before, after), lambda x: x[before]),
+        (tree, sent, lambda x: x[before]),
+        (tree, lambda x: notoken.wait(notoken.iallreduce(x, MPI.SUM)), lambda x: np.sum(x, 0)),
+        (tree, jaxmpi.replicate, lambda x: x[rank]),
+        (tree, lambda x: (notoken.send(x, after, tag=5), notoken.recv(x, before, tag=5))[1], lambda x: x[before]),
+        (rows, notoken.alltoall, lambda x: np.stack([its[rank] for its in x])),
+        (rows, lambda x: notoken.allgatherv(x, [size] * size), np.concatenate),
+        ({**made, "nested": (max, X)}, lambda x: grid.gather(x, None), np.concatenate),
+        ({**made, "nested": (max, X)}, lambda x: points.gather(x, None), np.concatenate),
+        ({**made, "u": X}, lambda x: grid.exchange(x, 0, boundary={**dict.fromkeys(made), "u": "edge"}), None),
+        ({**made, "u": X}, lambda x: jaxmpi.redistribute(x, grid, grid), lambda x: x[rank]),
+    ]
+    if size == 1:
+        transform = fft.Transform(grid)
+        calls.append(({**made, "u": X}, lambda x: transform.backward(transform.forward(x)), lambda x: x[0]))
+    is_array = lambda x: isinstance(x, float | jax.Array)  # noqa: E731
+    for i, (given, call, witness) in enumerate(calls):
+        arrays = [x for x in jax.tree.leaves(given) if is_array(x)]
+        others = jax.tree.map(lambda x: None if is_array(x) else x, given)
+        found = jax.tree.map(lambda x: None if is_array(x) else x, call(given))
+        assert found == others, i
+        results = [x for x in jax.tree.leaves(call(given)) if is_array(x)]
+        assert len(results) == len(arrays), i
+        for x, result in zip(arrays, results, strict=True):
+            if witness is not None:
+                np.testing.assert_allclose(result, witness(comm.allgather(np.asarray(x))), err_msg=str(i))
+    for alone in (jax.nn.relu, [jnp.tanh, "text"]):
+        with pytest.raises(TypeError, match=r"allreduce: x.* must hold JAX arrays"):
+            notoken.allreduce(alone, MPI.SUM)
+    with pytest.raises(TypeError, match=r"bcast: x\[1\] must hold JAX arrays"):
+        notoken.bcast([X, MPI.SUM], 0)
 
 
 @pytest.mark.ranks(2)

@@ -148,6 +148,59 @@ def test_random_equality(comm, size):
     on_ranks(comm, cases(size), check, EXAMPLES // 4)
 
 
+def check_gather(case, comm):
+    """Rows with and without ghosts, in one compiled program for each receiver: values, a batch, and what comes back."""
+    made, rows = case.map(comm), sorted(case.owner())
+    position = {index: i for i, index in enumerate(rows)}
+    whole = np.random.default_rng(len(rows)).integers(0, 100, (len(rows), 3)).astype(np.float64)
+    here = [position[index] for index in made.to_global(np.arange(sum(made.sizes)))]
+    own = here[: made.sizes[0]]
+    x = {"a": jnp.asarray(whole[here]), "b": jnp.asarray(whole[own, 0].astype(np.int8)), "c": jnp.ones((len(own), 0))}
+    for root in (len(rows) % comm.size, None):
+
+        def gather(x, root=root):
+            return made.gather(x, root)
+
+        receives = root in (None, comm.rank)
+        for found in (gather(x), jaxmpi.jit(gather)(x)):
+            right = {"a": whole, "b": whole[:, 0].astype(np.int8), "c": np.ones((len(rows), 0))} if receives else x
+            for key, value in right.items():
+                assert found[key].dtype == value.dtype
+                np.testing.assert_array_equal(found[key], value)
+        batch = jax.vmap(gather, 1, 1)(jnp.stack([x["a"], 2 * x["a"]], 1))
+        np.testing.assert_array_equal(batch[:, 1], 2 * (whole if receives else x["a"]))
+        if not NEW_JAX:
+            continue
+        weights = (1.0 + comm.rank) * jnp.asarray(whole if receives else 0 * whole[here])
+        gradient = jax.grad(lambda x, w=weights, gather=gather: jnp.vdot(w, gather(x) ** 3))
+        factor = sum(range(1, comm.size + 1)) if root is None else root + 1
+        power = 3 * factor * whole[own] ** 3
+        np.testing.assert_array_equal(gradient(x["a"])[: len(own)], power)
+        if root is None:
+            np.testing.assert_array_equal(gradient(x["a"])[len(own) :], 0)
+            second = jax.jvp(gradient, (x["a"],), (x["a"],))[1]
+            np.testing.assert_array_equal(second[: len(own)], 2 * power)
+
+
+@pytest.mark.seconds(300)
+def test_random_gathers(comm, size):
+    on_ranks(comm, cases(size), check_gather, EXAMPLES // 8)
+
+
+def test_what_cannot_be_gathered(comm, rank, size):
+    made = jaxmpi.IndexMap(*ring(comm))
+    owned, ghosts = made.sizes
+    for wrong in (jnp.ones(owned + ghosts + 1), jnp.ones(())):
+        with pytest.raises(ValueError, match=rf"IndexMap\.gather: tree\['u'\] has shape .* owns {owned} rows and has"):
+            made.gather({"u": wrong})
+    with pytest.raises(ValueError, match=r"IndexMap\.gather: root must be a rank"):
+        made.gather(jnp.ones(owned), size)
+    key = jax.random.split(jax.random.key(rank), owned)
+    found = jax.random.key_data(made.gather(key, None))
+    right = np.concatenate([jax.random.key_data(jax.random.split(jax.random.key(r), owned)) for r in range(size)])
+    np.testing.assert_array_equal(found, right)
+
+
 def check_raised(comm, call, kind=ValueError):
     """The text of an error that all ranks raise alike."""
     with pytest.raises(kind) as raised:

@@ -4,6 +4,7 @@ import itertools
 import math
 import numbers
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -68,6 +69,21 @@ def axis(value: Any, dimensions: int, function: str) -> int:
 
 def axes(values: Any, function: str) -> list[int]:
     return [_index(value, function, "axes") for value in (values if is_listed(values) else [values])]
+
+
+def indices(values: Any, dimensions: int, function: str) -> dict[int, int]:
+    """The index of a cell along some axes of a grid, which are counted from the front."""
+    if values is None:
+        return {}
+    if not isinstance(values, Mapping):
+        raise TypeError(
+            f"{function}: index is {values!r:.60}: pass a dict with a global index for some axes of the grid, such as "
+            "{0: 10}."
+        )
+    found = {axis(key, dimensions, function): _index(value, function, "index") for key, value in values.items()}
+    if len(found) < len(values):
+        raise ValueError(f"{function}: index is {values!r:.60}: an axis is named twice.")
+    return found
 
 
 def _index(value: Any, function: str, what: str) -> int:

@@ -1,7 +1,8 @@
 """Grids of processes: blocks of global arrays, and the exchange of their halos."""
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,7 +124,8 @@ class Grid(communicators.Local):
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Where this process's block lies in global arrays."""
+        """Where this process's block lies in global arrays. `np.ogrid[grid.slices]` has the global indices of its
+        cells, an array for each axis, which broadcast against the block."""
         return self._slices_of(self._comm.rank, "Grid.slices")
 
     def slices_of(self, rank: int) -> tuple[slice, ...]:
@@ -272,13 +274,58 @@ class Grid(communicators.Local):
         arrays, structure, params = self._exchange("Grid.exchange", fields, width, axes, corners, boundary)
         return jax.tree.unflatten(structure, exchange_p.apply_to_all(params, arrays))
 
+    def accumulate(
+        self,
+        fields: Any,
+        width: Width = 1,
+        *,
+        axes: Sequence[int] | None = None,
+        corners: bool = True,
+        boundary: Any = None,
+    ) -> Any:
+        """Adds the halos of fields to the cells of which they are copies, and clears them: the transpose of `exchange`.
+
+        It is for deposits: a rank adds what its particles or elements contribute to its block and to the halo around
+        it, and this function brings the halo's part to the ranks that own these cells. It is one operation, with one
+        message to each neighbour. What comes from several ranks is added in the order of the ranks.
+
+        All ranks of the grid call it. It is linear, and its transpose is `exchange` (with 0 in the place of a boundary
+        that is a number). Under `jax.vmap` a batch travels in the same messages. Reports of waiting and errors at run
+        time name it Grid.exchange.
+
+        Args:
+          fields: an array of any dtype that can be added, or a pytree of such, of the shapes that `exchange` takes. Of
+            the points that two processes of a staggered field have in common each process keeps its own value.
+          width, axes: as in `exchange`.
+          corners: whether corners (and edges in 3-D) of the halo are added to the cells of diagonal neighbours;
+            otherwise they are left as they are.
+          boundary: what becomes of the halo at a wall, in the forms that `exchange` takes. None: it is left as it is,
+            and the others' halos beside it are added to it. "edge", "reflect" or "symmetric": each cell of it is added
+            to the cell of which the rule makes it a copy, and cleared. A number: it is cleared, and the number itself
+            does not matter.
+
+        Returns:
+          The fields, of the same structure, shapes and dtypes, with zeros in the halo that has been added.
+
+        Raises: what `exchange` raises; TypeError for a dtype that cannot be added.
+        """
+        arrays, structure, params = self._exchange("Grid.accumulate", fields, width, axes, corners, boundary, True)
+        return jax.tree.unflatten(structure, exchange_p.apply_to_all(params, arrays))
+
     def _exchange(
-        self, operation: str, fields: Any, width: Width, axes: Sequence[int] | None, corners: bool, boundary: Any
+        self,
+        operation: str,
+        fields: Any,
+        width: Width,
+        axes: Sequence[int] | None,
+        corners: bool,
+        boundary: Any,
+        adjoint: bool = False,
     ) -> tuple[list[Any], Any, Planned]:
-        """The arrays of an exchange, their structure, and its parameters."""
+        """The arrays of an exchange or of its adjoint, their structure, and the parameters."""
         self._need_shape(operation)
         self._check_alive(operation)
-        arrays, names, structure = arguments.leaves(fields, operation, "fields")
+        arrays, names, structure = arguments.leaves(fields, operation, "fields", _added if adjoint else arguments.array)
         corners = given.truth(corners, operation, "corners")
         halo = Halo(self._layout, given.widths(width, len(self.processes), operation), corners)
         rules = self._rules_of(fields, len(arrays), halo, boundary, operation)
@@ -286,9 +333,11 @@ class Grid(communicators.Local):
         for x, name, its in zip(arrays, names, rules, strict=True):
             at = self._axes_of(x, operation, name, axes)
             self._check_field(x, operation, name, at, halo)
-            given.check_numbers(x, operation, name, its)
+            if not adjoint:
+                given.check_numbers(x, operation, name, its)
             places.append((at, its, name))
-        return arrays, structure, Planned(self._comm, halo, tuple(places), False)
+        specs = halo.linear(places) if adjoint else tuple(places)
+        return arrays, structure, Planned(self._comm, halo, specs, adjoint)
 
     def start(
         self,
@@ -401,8 +450,16 @@ class Grid(communicators.Local):
             return self.exchange(jax.tree.unflatten(structure, padded), width, axes=axes, boundary=boundary)
         return jax.tree.unflatten(structure, blocks)
 
-    def gather(self, blocks: Any, root: int | None = 0, *, width: Width = 0, axes: Sequence[int] | None = None) -> Any:
-        """Global arrays from the blocks of all processes: the inverse of `scatter`.
+    def gather(
+        self,
+        blocks: Any,
+        root: int | None = 0,
+        *,
+        width: Width = 0,
+        axes: Sequence[int] | None = None,
+        index: Mapping[int, int] | None = None,
+    ) -> Any:
+        """Global arrays from the blocks of all processes, the inverse of `scatter`; or planes and lines of them.
 
         Args:
           blocks: this process's block, of shape `local_shape` plus the widths along the axes of the grid, or longer by
@@ -410,34 +467,63 @@ class Grid(communicators.Local):
             one's is taken.
           root: rank that receives, static; None: all ranks.
           width, axes: as in `exchange`; halos are left out.
+          index: for some axes of the grid a global index, static, as in `{0: 10}`: the plane there alone travels. From
+            the end where it is negative.
 
         Returns:
-          On root arrays of shape `global_shape` along the axes of the grid (plus one where they are staggered); on
-          other ranks `blocks` itself.
+          On root arrays of shape `global_shape` along the axes of the grid (plus one where they are staggered), without
+          the axes of `index`; on other ranks `blocks` itself.
 
         Raises:
-          ValueError, TypeError: as in `exchange`; while tracing.
+          ValueError, TypeError: as in `exchange`, and for an `index` that is beyond an array; while tracing.
         """
         self._need_shape("Grid.gather")
         self._check_alive("Grid.gather")
         root = None if root is None else arguments.rank(root, self._comm, "Grid.gather", "root")
         arrays, names, structure = arguments.leaves(blocks, "Grid.gather", "blocks")
         widths = given.widths(width, len(self.processes), "Grid.gather")
+        fixed = given.indices(index, len(self.processes), "Grid.gather")
         expected = [size + sum(pair) for size, pair in zip(self.local_shape, widths, strict=True)]
-        cuts = [
-            self._cut(array.shape, axes, expected, "Grid.gather", name)
-            for array, name in zip(arrays, names, strict=True)
-        ]
-        stacks = [cut.padded(self, cut.inner(array, widths)) for cut, array in zip(cuts, arrays, strict=True)]
+        planes = []
+        for array, name in zip(arrays, names, strict=True):
+            cut = self._cut(array.shape, axes, expected, "Grid.gather", name)
+            planes.append(self._plane(cut, cut.inner(array, widths), fixed, name))
+        stacks = [cut.padded(grid, block) for grid, cut, block in planes]
         if root is None:
             stacked = collectives.allgather(stacks, comm=self._mpi)
         else:
             stacked = collectives.gather(stacks, root, comm=self._mpi)
             if root != self._comm.rank:
                 return jax.tree.unflatten(structure, arrays)
+        wholes = [cut.joined(grid, parts) for (grid, cut, _), parts in zip(planes, stacked, strict=True)]
         return jax.tree.unflatten(
-            structure, [cut.joined(self, parts) for cut, parts in zip(cuts, stacked, strict=True)]
+            structure,
+            [x.squeeze([cut.axes[axis] for axis in fixed]) for x, (_, cut, _) in zip(wholes, planes, strict=True)],
         )
+
+    def _plane(self, cut: "_Cut", block: Any, fixed: dict[int, int], name: str) -> "tuple[Grid, _Cut, Any]":
+        """The part of a block that lies in a plane, and how that is cut: along the plane's axes one process has one
+        cell, and the others have none."""
+        if not fixed:
+            return self, cut, block
+        blocks: list[Any] = list(self._layout.blocks)
+        staggered, here = list(cut.staggered), [slice(None)] * len(cut.shape)
+        for axis, value in fixed.items():
+            size = self.global_shape[axis] + staggered[axis]
+            if not -size <= value < size:
+                raise ValueError(
+                    f"Grid.gather: index is {value} along axis {axis}, where {name} has {size} cells: pass 0 to "
+                    f"{size - 1}, or {-size} to -1 from the end."
+                )
+            cell, ends = value % size, self._layout.intervals(axis)
+            last = len(ends) - 1  # it has the point behind all cells
+            owner = next((i for i, (start, end) in enumerate(ends) if start <= cell < end), last)
+            blocks[axis] = [int(i == owner) for i in range(len(ends))]
+            first = cell - ends[owner][0] if self.coordinates[axis] == owner else 0
+            here[cut.axes[axis]] = slice(first, first + blocks[axis][self.coordinates[axis]])
+            staggered[axis] = 0
+        plane = self._like(self.processes, blocks)
+        return plane, dataclasses.replace(cut, staggered=tuple(staggered)), block[tuple(here)]
 
     # --- JAX's sharded arrays --------------------------------------------------------------------------------------
 
@@ -584,7 +670,10 @@ class Grid(communicators.Local):
         else:
             try:
                 each = jax.tree.map(
-                    lambda its, part: [its] * len(jax.tree.leaves(part)), boundary, fields, is_leaf=given.is_of_all
+                    lambda its, part: [its] * len(jax.tree.leaves(part)),
+                    boundary,
+                    arguments.only_arrays(fields),
+                    is_leaf=given.is_of_all,
                 )
             except ValueError as error:
                 raise ValueError(
@@ -641,6 +730,10 @@ class Grid(communicators.Local):
                 "grid.scatter(x, width=...) or grid.pad(block, width). In width=(a, b) a is for the first axis and b "
                 "for the second; for (before, behind) along each axis it is [(a, b)] * 2."
             )
+
+
+def _added(x: Any, operation: str, name: str) -> jax.Array:
+    return arguments.reducible(x, arguments.reduction(MPI.SUM, operation), operation, name)
 
 
 @dataclass(frozen=True)

@@ -253,7 +253,8 @@ def exscan(x: Any, op: MPI.Op, *, comm: MPI.Comm | None = None) -> Any:
     result = exscan_p.reduce_tree(params, x)
     if params.comm.rank > 0 or params.op.name not in arguments.NOT_FROM_ZERO:
         return result
-    return _changing_nothing(params.op.name, result)
+    leaves, structure = jax.tree.flatten(arguments.only_arrays(result))
+    return jax.tree.unflatten(structure, _changing_nothing(params.op.name, leaves))
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -302,20 +302,55 @@ def reduction(op: Any, operation: str) -> Reduction:
     return known
 
 
+class _Kept:
+    """A leaf that is no array, as a node without leaves. A tree that is made of the structure has the leaf itself."""
+
+    def __init__(self, leaf: Any):
+        self.leaf = leaf
+
+
+jax.tree_util.register_pytree_node(_Kept, lambda kept: ((), kept.leaf), lambda leaf, _: leaf)
+
+
+def _is_kept(x: Any) -> bool:
+    """Whether a leaf is a function, a text or a dtype, as models have them beside their arrays."""
+    if isinstance(x, (str, bytes, type, np.dtype)):
+        return True
+    return callable(x) and not isinstance(x, MPI.Op) and not hasattr(x, "__array__") and not hasattr(x, "__jax_array__")
+
+
+def only_arrays(x: Any) -> Any:
+    """The tree with the same arrays and numbers as leaves, and with all other leaves in its structure."""
+    return _only_arrays(x, *jax.tree.flatten(x, is_leaf=_is_no_array))
+
+
+def _only_arrays(x: Any, leaves: list[Any], structure: Any) -> Any:
+    if len(leaves) < 2:
+        return x
+    kept = [type(leaf) is not internals.ConcreteArray and _is_kept(leaf) for leaf in leaves]
+    if all(kept) or not any(kept):  # without an array there is nothing to communicate: an error
+        return x
+    pairs = zip(leaves, kept, strict=True)
+    return jax.tree.unflatten(structure, [_Kept(leaf) if is_kept else leaf for leaf, is_kept in pairs])
+
+
 def pytree(x: Any, operation: str, argument: str) -> tuple[list[Any], Any]:
-    """The leaves of an argument, and their structure. Raises TypeError for None and tokens, which have no leaves."""
+    """The leaves of an argument that are arrays or numbers, and the structure, which has all else. Raises TypeError for
+    None and tokens, which have no leaves."""
     if x is None or isinstance(x, Token):
         raise TypeError(
             f"{operation}: {argument} is {x}, which has no array: nothing would be communicated, and other ranks may "
             "wait for it. Pass an array, or a pytree of arrays."
         )
-    return jax.tree.flatten(x, is_leaf=_is_no_array)
+    leaves, structure = jax.tree.flatten(x, is_leaf=_is_no_array)
+    arrays = _only_arrays(x, leaves, structure)
+    return (leaves, structure) if arrays is x else jax.tree.flatten(arrays, is_leaf=_is_no_array)
 
 
 def leaves(x: Any, operation: str, argument: str, check: Any = array) -> tuple[list[Any], list[str], Any]:
     """The leaves as `check(leaf, operation, name)` returns them, their names, and their structure."""
     pytree(x, operation, argument)
-    paths, structure = jax.tree_util.tree_flatten_with_path(x, is_leaf=_is_no_array)
+    paths, structure = jax.tree_util.tree_flatten_with_path(only_arrays(x), is_leaf=_is_no_array)
     names = [f"{argument}{jax.tree_util.keystr(path)}" for path, _ in paths]
     return [check(leaf, operation, name) for (_, leaf), name in zip(paths, names, strict=True)], names, structure
 
@@ -365,7 +400,7 @@ def identity(name: str, dtype: Any) -> Any:
 def one_message(source: Any, x: Any, operation: str) -> Any:
     """The source. Raises ValueError for several messages from any source: they could come from different ranks. Of a
     source that is known at run time the core then takes that for no rank."""
-    leaves = len(jax.tree.leaves(x))
+    leaves = len(jax.tree.leaves(only_arrays(x)))
     if not isinstance(source, int):
         return (
             source if leaves <= 1 else jnp.where(source == MPI.ANY_SOURCE, jnp.int32(envelope.ANY_OF_SEVERAL), source)

@@ -6,14 +6,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from mpi4py import MPI
 
 from jaxmpi._mpi import agreement, communicators, survival
 from jaxmpi._mpi.clones import clone_of
 from jaxmpi._mpi.waiting import waiting
+from jaxmpi._operations.by_counts import allgatherv, gatherv
 from jaxmpi._operations.requests import Request
 from jaxmpi._primitive import arguments, keys
+from jaxmpi._primitive import counts as by_counts
 from jaxmpi._unstructured import arguments as given
 from jaxmpi._unstructured import directory, graphs
 from jaxmpi._unstructured import ghosts as patterns
@@ -71,6 +74,7 @@ class IndexMap(communicators.Local):
                 )
             assert found is not None
             self._connections = directory.connect(clone, names, found, total)
+        self._total = total
         self._mpi = communicators.default_mpi() if comm is None else comm
         self._pattern = patterns.pattern(self._connections, rank)
         self._owned, self._lookup = found.owned, found.lookup
@@ -333,6 +337,56 @@ class IndexMap(communicators.Local):
         """
         self._check_alive("IndexMap.start")
         return patterns.start(self._pattern, self._comm, tree)
+
+    def gather(self, tree: Any, root: int | None = 0) -> Any:
+        """Puts the rows of all ranks into one array, in the ascending order of their global indices.
+
+        All ranks of the map call it. Each call sends the global indices too, and the ranks that receive sort them. It
+        is linear: its transpose returns each row to the rank that owns it, and adds what all receivers send. Under
+        `jax.vmap` a batch travels in the same messages.
+
+        Args:
+          tree: an array of shape (owned, ...) or (owned + ghosts, ...), whose ghosts are left out, of any dtype that
+            can be communicated; or a pytree of such. Trailing shapes and dtypes are the same on all ranks.
+          root: rank that receives, static; None: all ranks.
+
+        Returns:
+          On root arrays with a row for each index that a rank owns, of the same structure and dtypes. Gaps between
+          indices have no rows. On other ranks `tree` itself.
+
+        Raises:
+          ValueError: an array has another number of rows, there are more than 2^31 - 1 in all, or the communicator has
+          been freed. TypeError: a dtype cannot be communicated. Both while tracing, before anything is sent; other
+          ranks then wait.
+        """
+        function = "IndexMap.gather"
+        self._check_alive(function)
+        root = None if root is None else arguments.rank(root, self._comm, function, "root")
+        arrays, names, structure = arguments.leaves(tree, function, "tree")
+        owned, ghosts = self.sizes
+        for x, name in zip(arrays, names, strict=True):
+            if x.ndim == 0 or x.shape[0] not in (owned, owned + ghosts):
+                raise ValueError(
+                    f"{function}: {name} has shape {x.shape}, and rank {self._comm.rank} owns {owned} rows and has "
+                    f"{ghosts} ghosts: pass the rows that it owns along the first axis, or both."
+                )
+        if self._total > by_counts.MOST:
+            raise ValueError(
+                f"{function}: the ranks own {self._total} rows, and MPI counts {by_counts.MOST}: jaxmpi.io.save writes "
+                "them without gathering them."
+            )
+
+        def join(tree: Any) -> Any:
+            if root is None:
+                return allgatherv(tree, owned, rows=self._total, comm=self._mpi)[0]
+            return gatherv(tree, owned, root, rows=self._total, comm=self._mpi)[0]
+
+        words = np.stack([self._owned >> 32, self._owned & 0xFFFFFFFF], 1).astype(np.uint32)
+        words, joined = join(jnp.asarray(words)), join([x[:owned] for x in arrays])
+        if root not in (None, self._comm.rank):
+            return jax.tree.unflatten(structure, arrays)
+        order = jnp.lexsort((words[:, 1], words[:, 0]))
+        return jax.tree.unflatten(structure, [x[order] for x in joined])
 
     def pad(self, tree: Any) -> Any:
         """Arrays of the rows that this rank owns, with zeros in the place of its ghosts, which `exchange` fills.
