@@ -384,6 +384,8 @@ def demo(
             bar.update(done * days - bar.n)
             if out:
                 out.append(done * days, dict(zip("huv", state[:3], strict=True)))
+                if options.checkpoints:
+                    out.flush()  # a run that goes on from the state finds all that is older in the file
             if options.checkpoints:
                 save_checkpoint(options.checkpoints, state, done, grid)
             if options.save_animation:

@@ -83,7 +83,7 @@ def test_page(page, comm, monkeypatch):
         pytest.importorskip("zarr", minversion="3")
     terminated = signal.getsignal(signal.SIGTERM)
     with mock.patch.dict(os.environ), jax.enable_x64(False), tempfile.TemporaryDirectory() as folder:
-        monkeypatch.chdir(folder)
+        monkeypatch.chdir(comm.bcast(folder))
         for example in examples(page, comm):
             comm.Barrier()
             try:
@@ -91,6 +91,7 @@ def test_page(page, comm, monkeypatch):
             except unittest.SkipTest:  # this block alone
                 example.namespace.pop(SHOWN, None)
         monkeypatch.undo()
+        comm.Barrier()  # the folder is rank 0's
     signal.signal(signal.SIGTERM, terminated)  # which a program takes
     jax.effects_barrier()
 
