@@ -9,6 +9,7 @@ import fcntl
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -138,7 +139,7 @@ def attempt(job, folder, value):
     """What a job has read, True for one that has written, or the error."""
     try:
         found = job(folder, value)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return True if found is None else found
 
@@ -322,6 +323,28 @@ def test_damaged_bytes_of_metadata(tmp_path, form):
         assert form == 1 or same(found, whole), (at, bytes(data[max(0, at - 40) : at + 40]))
         refusals += error is not None
     assert refusals > len(range(0, len(good), 4 if drawing.brief else 1)) // 2
+
+
+def test_damaged_bytes_of_a_series(tmp_path):
+    """Likewise, where a job goes on with it: what others read then is right."""
+    append(tmp_path, 1)
+    meta = tmp_path / "w" / "zarr.json"
+    good, chance, refusals = meta.read_bytes(), np.random.default_rng(0), 0
+    shutil.copytree(tmp_path / "w", tmp_path / "good")
+    tried = range(0, len(good), 16 if drawing.brief else 2)
+    for at in tried:
+        data = bytearray(good)
+        data[at] ^= 1 << int(chance.integers(8))
+        meta.write_bytes(data)
+        said = attempt(append, tmp_path, 2)
+        assert said is True or str(meta.parent) in said, (at, said)
+        if said is True:
+            assert times(tmp_path) == [1, 1.5, 2, 2.5], at
+            assert zarr.open_group(str(tmp_path / "w"), mode="r")["a"][:, 0].tolist() == [1, 1, 2, 2], at
+        shutil.rmtree(tmp_path / "w")
+        shutil.copytree(tmp_path / "good", tmp_path / "w")
+        refusals += said is not True
+    assert refusals > len(tried) // 2
 
 
 def same(found, whole):

@@ -693,7 +693,11 @@ def _parsed(path: Path, data: bytes, operation: str) -> tuple[list[records.Recor
 
     def parse() -> tuple[list[records.Record], store.Stored]:
         found = [_of_series(records.Record.of_json(its)) for its in root.text["leaves"]]
-        return found, store.Stored.of(path / TIME, root.arrays[TIME])
+        arrays = {name: store.Stored.of(path / name, meta) for name, meta in root.arrays.items()}
+        for name, meta in root.arrays.items():
+            if _grows(meta) and arrays[name].shape[0] != arrays[TIME].shape[0]:
+                raise ValueError(f"{name} has {arrays[name].shape[0]} steps of {arrays[TIME].shape[0]}")
+        return found, arrays[TIME]
 
     found, times = metadata.parsed(path, parse, operation)
     return found, root.arrays, store.read(times, [(0, times.shape[0])]).tolist()
