@@ -33,6 +33,8 @@ PASSED = ("JAX", "XLA_", "PJRT_", "OMP_", "PYTHON", "MPI4", "UCX_", "FI_")
 VERBOSE = "JAXMPI_VERBOSE"
 SPARES = "JAXMPI_SPARES"
 """The variable that tells the ranks how many of them are spare."""
+HIDDEN = "JAXMPI_HIDDEN_"
+"""What the names of variables begin with that mpiexec must not see, and the ranks see without this."""
 SIGNALS = "OMPI_MCA_opal_signal"
 """The variable that names the signals of crashes for which Open MPI writes a stack. It may hang there for ever, where a
 rank was allocating memory; in a job that goes on without the rank it is to die."""
@@ -95,7 +97,7 @@ def flavour(mpiexec: str) -> str:
 def check_survival(mpiexec: str, kind: str) -> None:
     """Ends this process if the MPI is none whose jobs can go on without a rank."""
     said = _version_of(mpiexec)
-    found = re.search(r"Open MPI\)? v?(\d+)", said)
+    found = re.search(r"(?:Open MPI|OpenRTE)\)? v?(\d+)", said)
     if kind != "openmpi" or (found is not None and int(found[1]) < 5):
         line = said.strip().partition("\n")[0]
         sys.exit(
@@ -143,12 +145,13 @@ def without_scheduler(present: Mapping[str, str]) -> dict[str, str]:
     """The environment for mpiexec, if all ranks are to run on this machine.
 
     In a job of Slurm an mpiexec starts its ranks by srun. Where there is none, as in a container inside the job, MPICH
-    then hangs and Open MPI fails; without Slurm's variables both start them by themselves.
+    then hangs and Open MPI fails; without Slurm's variables both start them by themselves. So mpiexec gets the
+    variables under other names, and each rank gives them their own names back (child.py).
     """
     if "SLURM_JOB_ID" not in present or shutil.which("srun") is not None:
         return dict(present)
     print("jaxmpi.run: this is a job of Slurm, but there is no srun: all ranks start on this machine", file=sys.stderr)
-    return {name: value for name, value in present.items() if not name.startswith("SLURM_")}
+    return {HIDDEN + name if name.startswith("SLURM_") else name: value for name, value in present.items()}
 
 
 _LISTS_MACHINES = re.compile(r"(NODE_?|HOST_?|host)(FILE|file)$")

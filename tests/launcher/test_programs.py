@@ -363,8 +363,10 @@ def test_job_of_slurm_without_srun(script, tmp_path):
     path = f"{sys.prefix}/bin{os.pathsep}{tmp_path}"
     job = {"JOB_ID": "7", "JOBID": "7", "NNODES": "1", "JOB_NODELIST": "elsewhere", "NODELIST": "elsewhere"}
     job |= {"JOB_NUM_NODES": "1", "TASKS_PER_NODE": "2", "NTASKS": "2", "JOB_CPUS_PER_NODE": "2", "CPUS_ON_NODE": "2"}
-    done = launch(2, script("print(size)"), PATH=path, **{f"SLURM_{name}": value for name, value in job.items()})
-    assert done.stdout == "2\n2\n"
+    job = {f"SLURM_{name}": value for name, value in {**job, "ARRAY_TASK_ID": "3"}.items()}
+    program = script("import os; print(size, sorted(its for its in os.environ.items() if 'SLURM' in its[0]))")
+    done = launch(2, program, PATH=path, **job)
+    assert done.stdout == f"2 {sorted(job.items())}\n" * 2
     assert done.stderr.count("there is no srun") == 1
 
 

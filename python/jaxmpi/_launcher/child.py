@@ -465,8 +465,16 @@ def _untold() -> str:
     return f"jaxmpi.run: before that an operation had failed: {failure}\n" if failure else ""
 
 
+def _show_hidden() -> None:
+    """Gives the variables that mpiexec was not to see their names back: `run.without_scheduler`."""
+    prefix = "JAXMPI_HIDDEN_"
+    for name in [name for name in os.environ if name.startswith(prefix)]:
+        os.environ[name.removeprefix(prefix)] = os.environ.pop(name)
+
+
 def main() -> None:
     global _survives
+    _show_hidden()
     arguments = sys.argv[1:]
     if arguments[0] == "--survive":
         _survives, arguments = True, arguments[1:]
