@@ -514,6 +514,16 @@ def test_spare_that_ends(tmp_path):
 
 
 @needs_openmpi
+@pytest.mark.parametrize("how", ["die()", "raise ValueError('late')"])
+def test_death_after_the_last_operation(how, tmp_path):
+    """The spares end with the others."""
+    done = survive(tmp_path, 2, f"jaxmpi.get_default()\nif rank == 1: {how}\ntold('left')", spare=1)
+    assert done.stdout.split("\n") == ["rank 0: left", ""], done.stdout + done.stderr
+    assert "rank 1 of 3 (1 began as spare) was lost, and the others ended without an error" in done.stderr
+    assert done.returncode == 77
+
+
+@needs_openmpi
 @pytest.mark.parametrize("how", ["sys.exit(5)", "die()"])
 def test_only_spares_are_left(how, tmp_path):
     """Nobody calls them: the job ends."""

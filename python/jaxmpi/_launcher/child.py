@@ -82,8 +82,8 @@ def _tell(text: str) -> None:
 def _wait_for_launcher() -> None:
     """Waits until the launcher has read what this rank has written, and passed it on: it may lose that in an abort."""
     end = time.monotonic() + 5
-    with contextlib.suppress(OSError):
-        for output in (1, 2):
+    for output in (1, 2):
+        with contextlib.suppress(OSError):  # it is closed
             while stat.S_ISFIFO(os.fstat(output).st_mode) and _unread(output) and time.monotonic() < end:
                 time.sleep(0.01)
     time.sleep(0.3)

@@ -107,6 +107,8 @@ def communicator(number: int, comm: MPI.Comm, name: str) -> None:
 
 def end() -> None:
     """Writes the rest, and ends the file, if there is one."""
-    if ON:
-        _tell_job()
-    _core.close_timeline()
+    try:
+        if ON:
+            _tell_job()
+    finally:
+        _core.close_timeline()
