@@ -39,6 +39,9 @@ def _start() -> None:
     _load_core()
     before_jax.offer()  # jaxlib finds the core as it looks for MPI: before jax is imported
 
+    from jaxmpi._mpi import settings  # noqa: F401 (before MPI is initialized)
+
+    # isort: split
     from jaxmpi._mpi import library
 
     _once(library.bind)  # the core to MPI and XLA; the watch begins

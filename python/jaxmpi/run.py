@@ -38,8 +38,8 @@ HIDDEN = "JAXMPI_HIDDEN_"
 SIGNALS = "OMPI_MCA_opal_signal"
 """The variable that names the signals of crashes for which Open MPI writes a stack. It may hang there for ever, where a
 rank was allocating memory; in a job that goes on without the rank it is to die."""
-OF_A_JOB = (*parent.NAMES, SPARES)
-"""The variables that this launcher sets for the ranks of its job alone."""
+OF_A_JOB = (*parent.NAMES, SPARES, "JAXMPI_STARTED_BY_RANK")
+"""The variables for the ranks of a job, or what they start, alone."""
 
 
 def version_of(package: str) -> str:
@@ -81,8 +81,11 @@ def find_mpiexec() -> str | None:
 
 
 def _version_of(mpiexec: str) -> str:
-    """What it says of its version."""
-    said = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, timeout=60, check=False)
+    """What it says of its version. Ends this process if it says nothing."""
+    try:
+        said = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        sys.exit(f"jaxmpi.run: {mpiexec} cannot be started: {error}")
     return said.stdout + said.stderr
 
 
@@ -163,8 +166,9 @@ def names_other_machines(present: Mapping[str, str]) -> bool:
     """Whether mpiexec may start ranks on other machines without being told so by options."""
     names = present.get("LSB_HOSTS", "").split()
     for variable in filter(_LISTS_MACHINES.search, present):
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            lines = Path(present[variable]).read_text().splitlines()
+        with contextlib.suppress(OSError, ValueError):
+            path = Path(present[variable])
+            lines = path.read_text().splitlines() if path.is_file() else []
             names += [word[0] for line in lines if (word := re.findall(r"^\s*([^\s#:]+)", line))]
     here = {"localhost", "127.0.0.1", socket.gethostname().partition(".")[0]}
     others = {name if re.fullmatch(r"[0-9.]+", name) else name.partition(".")[0] for name in names} - here
@@ -368,7 +372,8 @@ def command(
         placed = placement(kind, share, sorted(variables))
     if several:
         placed = placed + exports(kind, placed, {*os.environ, *variables})
-    program = [options.program] if options.kind is None else [options.kind, options.program]
+    script = os.path.join(".", options.program) if options.program.startswith("-") else options.program
+    program = [script] if options.kind is None else [options.kind, options.program]
     # By path, not as a module: the program must be the first to import jax and mpi4py, so that it can configure them.
     replaced = [word for name in options.stand_in for word in ("--as", name)]
     collectives = ["--collectives", options.collectives] if options.collectives else []

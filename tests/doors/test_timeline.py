@@ -341,9 +341,16 @@ def test_other_processes_leave_it_alone(tmp_path):
     ("variable", "told"),
     [
         ({"JAXMPI_TRACE": "/dev/null/folder"}, "JAXMPI_TRACE=/dev/null/folder: no timeline can be written there"),
-        ({"JAXMPI_TRACE_MEGABYTES": "many"}, "JAXMPI_TRACE_MEGABYTES=many: it is a whole number above 0"),
+        (
+            {"JAXMPI_TRACE_MEGABYTES": "many"},
+            "JAXMPI_TRACE_MEGABYTES=many: it is a whole number from 1 to 1000000000000",
+        ),
+        (
+            {"JAXMPI_TRACE_MEGABYTES": f"{10**14}"},
+            f"JAXMPI_TRACE_MEGABYTES={10**14}: it is a whole number from 1 to 10",
+        ),
     ],
-    ids=["folder", "limit"],
+    ids=["folder", "limit", "size"],
 )
 def test_bad_settings(variable, told, tmp_path):
     path = tmp_path / "program.py"
@@ -375,6 +382,14 @@ def test_trace_folders_that_are_not_safe(fault, tmp_path):
     assert done.returncode != 0
     assert f"JAXMPI_TRACE={folder}: {told}" in done.stderr
     assert not list(folder.iterdir())
+
+
+def test_folder_under_an_umask_of_0(tmp_path):
+    """It is made so that not all may write there."""
+    launch(
+        1, "-c", "import jaxmpi", through=("sh", "-c", 'umask 0; exec "$@"', "sh"), JAXMPI_TRACE=str(tmp_path / "new")
+    )
+    assert len(list((tmp_path / "new").iterdir())) == 1
 
 
 @pytest.mark.parametrize("content", [{}, {"a.00000.json": "[\n"}, {"a.00000.json": "[\nnothing\n"}], ids=str)

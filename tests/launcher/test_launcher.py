@@ -87,6 +87,20 @@ def test_status_of_mpiexec(code, tmp_path):
     assert (done.returncode, done.stderr) == (code, b"")
 
 
+def test_no_thread_can_be_started(tmp_path, monkeypatch):
+    """As by ulimit -u 1. mpiexec is ended."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys, threading\n"
+        'def start(self): raise RuntimeError("can\'t start new thread")\n'
+        "if 'jaxmpi.run' in sys.orig_argv: threading.Thread.start = start\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    done = fake(tmp_path, "time.sleep(100)")
+    assert done.returncode == 126
+    assert done.stderr.startswith(b"jaxmpi.run: no thread can be started, and so no job: can't start new thread")
+    assert done.stderr.count(b"\n") == 1
+
+
 def test_ranks_that_are_lost(tmp_path):
     """With a machine, of which mpiexec says nothing."""
     done = fake(
@@ -124,7 +138,13 @@ def test_ranks_that_a_signal_ends_though_mpiexec_says_nothing(tmp_path):
 
 @pytest.mark.parametrize(
     "end",
-    ["pass", "import sys; sys.exit(0)", "import os; os._exit(0)", "import os; os.execvp('true', ['true'])"],
+    [
+        "pass",
+        "import sys; sys.exit(0)",
+        "import os; os._exit(0)",
+        "import os; os.execvp('true', ['true'])",
+        "import os; os.setuid(os.geteuid() or 65534)",
+    ],
 )
 def test_ranks_that_end_without_mpi(end, tmp_path):
     done = fake(tmp_path, "for r in (0, 1): rank(r).wait()", 2, end)

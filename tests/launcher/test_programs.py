@@ -1,5 +1,6 @@
 """Whole programs, started as a user starts them: launcher, exit, debug log, info, examples."""
 
+import errno
 import os
 import platform
 import re
@@ -351,6 +352,22 @@ def test_flavours(said, kind, tmp_path):
     assert run.flavour(str(mpiexec)) == kind
 
 
+def test_mpiexec_that_cannot_be_started(monkeypatch):
+    def fork(*_, **__):
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))  # as by ulimit -u 1
+
+    monkeypatch.setattr(subprocess, "Popen", fork)
+    with pytest.raises(SystemExit, match=r"^jaxmpi.run: mpiexec cannot be started: .*temporarily unavailable$"):
+        run.flavour("mpiexec")
+
+
+@pytest.mark.parametrize("name", ["-c", "-m", "--devices", "--as"])
+def test_script_with_the_name_of_an_option(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text("import sys; print(sys.argv)")
+    assert launch(1, "--", name, "more").stdout == f"['./{name}', 'more']\n"
+
+
 def test_cpus_where_the_system_does_not_tell(monkeypatch):
     monkeypatch.delattr(os, "sched_getaffinity")
     assert 1 <= run.physical_cores() <= len(run.usable_cpus()) == os.cpu_count()
@@ -456,6 +473,8 @@ def test_processes_that_mpi_sees_alone_are_told(script):
         ({"PRTE_MCA_prte_default_hostfile": "  localhost slots=2\n10.0.0.2 slots=2\n"}, True),
         ({"OMPI_MCA_orte_default_hostfile": "one slots=2\n"}, True),
         ({"LSB_DJOB_HOSTFILE": None}, False),
+        ({"A_HOSTFILE": "/dev/zero"}, False),
+        ({"A_HOSTFILE": "a FIFO"}, False),
     ],
     ids=str,
 )
@@ -464,7 +483,10 @@ def test_variables_that_name_machines(present, others, tmp_path):
     variables = {}
     for name, value in present.items():
         variables[name] = value.replace("HERE", here) if value is not None else "/nowhere"
-        if re.search("(?i)file", name) and value is not None:
+        if value == "a FIFO":
+            variables[name] = str(tmp_path / "fifo")
+            os.mkfifo(variables[name])
+        elif re.search("(?i)file", name) and value is not None and not value.startswith("/"):
             (tmp_path / name).write_text(variables[name])
             variables[name] = str(tmp_path / name)
     assert run.names_other_machines(variables) == others

@@ -212,13 +212,14 @@ def _exit_at_once(status: int) -> NoReturn:
 _exit_at_once.__module__, _exit_at_once.__name__, _exit_at_once.__qualname__ = "os", "_exit", "_exit"
 
 
-def _executes(execute: Callable[..., Any]) -> Callable[..., Any]:
-    """os.execv, by which the program may go on as another one, whose end nobody tells: the launcher asks for none."""
+def _goes_on(execute: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of `os` by which the program may go on as another one, or another user, whose end nobody tells, for
+    the job's folder is this user's alone: the launcher asks for none."""
 
     @functools.wraps(execute)
-    def execute_another(*arguments: Any) -> Any:
+    def go_on(*arguments: Any) -> Any:
         if os.getpid() == _process:
-            _say("began", "it goes on as another program")
+            _say("began", "it goes on as another program or user")
             _wait_for_relay("began")
         try:
             return execute(*arguments)
@@ -226,7 +227,7 @@ def _executes(execute: Callable[..., Any]) -> Callable[..., Any]:
             if os.getpid() == _process:
                 _say("began")
 
-    return execute_another
+    return go_on
 
 
 def _status(code: object) -> int:
@@ -495,7 +496,9 @@ def main() -> None:
         _Interrupts()
     threading.excepthook = _fail_in_thread
     os._exit = _exit_at_once
-    os.execv, os.execve = _executes(os.execv), _executes(os.execve)
+    for name in ("execv", "execve", "setuid", "seteuid", "setreuid", "setresuid"):
+        if hasattr(os, name):
+            setattr(os, name, _goes_on(getattr(os, name)))
     try:
         _run(arguments)
     except SystemExit as stop:

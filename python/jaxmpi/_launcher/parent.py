@@ -282,9 +282,15 @@ def _run(command: list[str], environment: Mapping[str, str], job: Job, verbose: 
         _Limit.lift()
     codes = None if verbose else lambda: {rank: code for rank, (code, _) in job.aborting().items()}
     passing = output.Output(pipe, codes)
-    passing.start()
-    watching = _watch(job, ends, process, signals, passing)
     try:
+        try:
+            passing.start()
+            watching = _watch(job, ends, process, signals, passing)
+        except RuntimeError as error:  # of a user who may have no more
+            process.kill()
+            process.wait()
+            output.write(f"jaxmpi.run: no thread can be started, and so no job: {error}: see ulimit -u\n".encode())
+            return 126
         _wait(process, ends, job, signals, beside is not None)
         if process.returncode == 0:
             _wait_for_late(job)
