@@ -21,7 +21,7 @@ needs_openmpi = pytest.mark.skipif(
 )
 
 BEGIN = textwrap.dedent("""
-    import os, signal, sys, time
+    import ctypes, os, signal, sys, time
     import jax, jax.numpy as jnp, numpy as np
     import jaxmpi
     from jaxmpi import notoken
@@ -152,6 +152,7 @@ ENDS = {
     "sys.exit(3)": "rank 0 is lost, and the job goes on: sys.exit(3)",
     "os._exit(4)": "rank 0 is lost, and the job goes on: rank 0 calls os._exit(4)",
     "os.kill(os.getpid(), signal.SIGSEGV)": "rank 0 has died",
+    "ctypes.CDLL(None).exit(3)": "rank 0 has died",
 }
 
 
@@ -618,6 +619,16 @@ def test_death_before_the_import(tmp_path):
     assert done.stderr.count("RuntimeError: jaxmpi: a rank has died before all had imported jaxmpi") >= 2
     assert "all ranks are lost. The status is 1" in done.stderr
     assert done.returncode == 1
+
+
+@needs_openmpi
+@pytest.mark.parametrize("dead", [0, 1])
+def test_death_in_an_exit_handler(dead, tmp_path):
+    """When the program has ended: no other rank hears of it, but the launcher."""
+    done = survive(tmp_path, 2, f"import atexit\nif rank < {dead}: atexit.register(die)\nnotoken.barrier()")
+    told = "rank 0 of 2 was lost, and the others ended without an error. The status is 77"
+    assert (told in done.stderr) == bool(dead), done.stderr
+    assert done.returncode == 77 * dead
 
 
 @needs_openmpi

@@ -132,14 +132,28 @@ def _end_alone(code: int, reason: str) -> NoReturn:
 def _leave() -> None:
     """The end of a rank, where the job survives the death of others. MPI_Finalize may then wait for ever; this waits
     for all that live, as they still need messages of this rank's, and for no other."""
-    if os.getpid() != _process or (mpi := _mpi_if_running()) is None:
+    if os.getpid() != _process:
         return
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
+    _say("left")
+    _wait_for_relay("left")
     with contextlib.suppress(Exception):
-        mpi.COMM_WORLD.Agree(1)
+        if (mpi := _mpi_if_running()) is not None:
+            mpi.COMM_WORLD.Agree(1)
     _exit(0)
+
+
+def _die_at_exit() -> None:
+    """Lets a rank that a library ends by C's `exit` end by a signal, of which alone MPI tells the others: `_end_alone`.
+    What ends here ends by `_exit`."""
+    import ctypes
+
+    with contextlib.suppress(Exception):  # a C library that has no such function
+        libc = ctypes.CDLL(None)
+        die = ctypes.cast(libc["raise"], ctypes.c_void_p)
+        libc["__cxa_atexit"](die, ctypes.c_void_p(signal.SIGKILL), None)
 
 
 def _abort_before_mpi(code: int) -> None:
@@ -205,6 +219,7 @@ def _exit_at_once(status: int) -> NoReturn:
                 _tell(f"jaxmpi.run: {text}\n")
                 _end(_status(status) or 1, f"jaxmpi.run: {text}")
             _say("ended")
+            _say("left")
     _exit(status)
 
 
@@ -480,6 +495,7 @@ def main() -> None:
     if arguments[0] == "--survive":
         _survives, arguments = True, arguments[1:]
         atexit.register(_leave)  # the last that Python does
+        _die_at_exit()
     folder = _find_folder()
     if folder is not None:
         _beside("lifeline").tie(folder)
