@@ -87,6 +87,27 @@ def test_status_of_mpiexec(code, tmp_path):
     assert (done.returncode, done.stderr) == (code, b"")
 
 
+def test_ranks_of_which_each_is_alone(tmp_path):
+    """The MPI library is not that of mpiexec. None is lost."""
+    done = fake(tmp_path, "for r in (0, 1): rank(r).wait()", 2, "from mpi4py import MPI; print(MPI.COMM_WORLD.rank)")
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"0\n0\n", b"")
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        ("raise ValueError('one\\ntwo')", "ValueError: one"),
+        ("sys.exit('one\\ntwo')", "one"),
+        ("raise KeyError('one\\ntwo')", r"KeyError: 'one\ntwo'"),
+    ],
+)
+def test_reason_of_several_lines(end, reason, tmp_path):
+    """The first says what it is."""
+    done = fake(tmp_path, "rank(0).wait(); sys.exit(1)", 1, f"import sys; {end}")
+    last = done.stderr.decode().splitlines()[-1]
+    assert last in (reason, f"jaxmpi.run: rank 0 ended the job with code 1: {reason}"), done.stderr
+
+
 def test_no_thread_can_be_started(tmp_path, monkeypatch):
     """As by ulimit -u 1. mpiexec is ended."""
     (tmp_path / "sitecustomize.py").write_text(

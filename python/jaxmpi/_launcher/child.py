@@ -168,37 +168,38 @@ def _abort_before_mpi(code: int) -> None:
 def _fail(error: BaseException, where: str = "") -> NoReturn:
     """Reports an exception that the program has not caught, and ends the job."""
     name, lines, more = f" on rank {_rank}" if _rank is not None else "", [f"{type(error).__name__}\n"], ""
+    untold = ""
     with contextlib.suppress(Exception):
         lines = _formatted(error)
     with contextlib.suppress(Exception):
         if (mpi := _mpi_if_running()) is not None and os.getpid() == _process:
             name = f" on rank {mpi.COMM_WORLD.rank}"
-            more = _untold()
+            untold = _untold()
     if os.getpid() != _process:
         name = " in a process that a rank has forked"
     with contextlib.suppress(Exception):
         _beside("written_for")
         if advice := _beside("advice").of_error(error, _replaced):
-            more = f"jaxmpi.run: {advice}\n{more}"
+            more = f"jaxmpi.run: {advice}\n"
     with contextlib.suppress(Exception):
         if re.match("libmpi|cannot load MPI library", str(error)) and "mpi4py.MPI" not in sys.modules:
             more = "jaxmpi.run: mpi4py finds no MPI library; what it looks for, and what to do: python -m jaxmpi.info\n"
-    text = f"jaxmpi.run: uncaught exception{name}{where}:\n{''.join(lines)}{more}"
+    text = f"jaxmpi.run: uncaught exception{name}{where}:\n{''.join(lines)}{more}{untold}"
     _tell(text)
-    _end(1, _last_line(more or _said_by(error) or text))
+    _end(1, _first_line(untold or more or _said_by(error)))
 
 
 def _said_by(error: BaseException) -> str:
-    """The line that says what an error is, where it is not the last one written: that is a rule for a group of
-    exceptions, and a note for others, such as JAX's about its tracebacks."""
+    """What says what an error is. It may not be the last line written: that is one of the error's own, a rule for a
+    group of exceptions, or a note, such as JAX's about its tracebacks."""
     with contextlib.suppress(Exception):
-        if hasattr(error, "exceptions") or getattr(error, "__notes__", None):
-            return f"{type(error).__name__}: {error}".partition("\n")[0]
-    return ""
+        lines = traceback.format_exception_only(type(error), error)
+        return lines[-1 if isinstance(error, SyntaxError) else 0]  # which begins with the place
+    return type(error).__name__
 
 
-def _last_line(text: str) -> str:
-    return text.rstrip().rpartition("\n")[2][:_MOST_OF_REASON]
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0][:_MOST_OF_REASON]
 
 
 def _fail_in_thread(args: threading.ExceptHookArgs) -> None:
@@ -446,9 +447,10 @@ def _finish() -> None:
 
 
 def _number() -> int | str | None:
-    """The number of this rank, as MPI or the launcher tells it."""
+    """The number of this rank, as the launcher tells it, or MPI. An MPI library that is not the launcher's takes each
+    rank for the only one."""
     with contextlib.suppress(Exception):
-        if (mpi := _mpi_if_running()) is not None:
+        if _rank is None and (mpi := _mpi_if_running()) is not None:
             return mpi.COMM_WORLD.rank
     return _rank
 
@@ -524,7 +526,7 @@ def main() -> None:
             _tell(f"{stop.code}\n")
         _tell(untold := _untold())
         text = untold or (f"sys.exit({stop.code})" if isinstance(stop.code, int) else str(stop.code))
-        _end(_status(stop.code), _last_line(text))
+        _end(_status(stop.code), _first_line(text))
     except BaseException as error:
         _fail(error)
 
