@@ -356,11 +356,16 @@ static void the_time_of_day_may_be_set_back(void) {
 #endif
 
 static const struct test tests[] = {
-    TEST(operations_are_written),     TEST(nothing_is_written_unasked),
-    TEST(threads_have_tracks),        TEST(a_child_of_fork_leaves_it_alone),
-    TEST(what_takes_long_is_begun),   TEST(a_file_has_a_limit),
-    TEST(a_full_disk_ends_it),        TEST(a_disk_that_becomes_full_ends_it),
-    TEST(a_file_that_is_there_stays), TEST(names_may_be_long),
+    TEST(operations_are_written),
+    TEST(nothing_is_written_unasked),
+    TEST(threads_have_tracks),
+    TEST(a_child_of_fork_leaves_it_alone),
+    TEST(what_takes_long_is_begun),
+    TEST(a_file_has_a_limit),
+    TEST(a_full_disk_ends_it),
+    TEST(a_disk_that_becomes_full_ends_it),
+    TEST(a_file_that_is_there_stays),
+    TEST(names_may_be_long),
     TEST(tracks_keep_their_numbers),
 #ifdef __linux__
     TEST(the_time_of_day_may_be_set_back),

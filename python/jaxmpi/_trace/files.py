@@ -29,7 +29,7 @@ FROM_ROOT, TO_ROOT = {"bcast", "ibcast", "scatter", "scatterv"}, {"gather", "red
 _DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 _MOST_CHARACTERS = 1 << 26
-"""Of a line. The longest lists the ranks of a communicator."""
+"""The length of the longest line that is read. The longest one written lists the ranks of a communicator."""
 _MOST_RANKS = 1 << 24
 
 
@@ -78,7 +78,7 @@ _SCHEMA: dict[str, dict[str, Callable[[Any], bool]]] = {
     "jaxmpi_communicator": {"number": _count, "name": _text, "ranks": _list_of(_count), "members": _text},
     "jaxmpi_end": {"lost": _count},
 }
-"""What stands in a line of each phase, and in the arguments of a fact (phase M)."""
+"""What a line of each phase has, and what the arguments of a fact (phase M) have, by its name."""
 _MAY_LACK = {"ranks", "members"}
 _ARGUMENTS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("comm", "from", "request", "count", "sent", "received"), _count),
@@ -86,7 +86,7 @@ _ARGUMENTS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("line", "dtype", "op"), _text),
     **dict.fromkeys(("operation", "derivative"), _is_name),
 }
-"""What stands in those of an operation, if anything, but for `comm`; others are plain values."""
+"""What the arguments of an operation are. All but `comm` may be absent; those with other names are plain values."""
 
 
 @dataclass(slots=True)
@@ -237,7 +237,7 @@ def _header(path: Path) -> dict[str, Any] | None:
 
 
 def _arguments_of(path: Path, lines: Iterable[str], name: str) -> Iterator[dict[str, Any]]:
-    """Those of the facts of a name."""
+    """The arguments of the facts that have a name."""
     for line in lines:
         if (fact := _fact(path, line)) is not None and fact["ph"] == "M" and fact["name"] == name:
             yield fact["args"]
@@ -272,7 +272,7 @@ def _find_members(ranks: list[Rank]) -> None:
 
 
 def _check(rank: Rank, path: Path) -> None:
-    """Raises ValueError where a line names what there is not: a rank that is none of a communicator's."""
+    """Raises ValueError if a line names a rank that its communicator or the job does not have."""
     for comm in rank.communicators.values():
         if not isinstance(comm.ranks, range) and (
             len({*comm.ranks}) < len(comm.ranks) or max(comm.ranks, default=0) >= rank.size
