@@ -11,7 +11,10 @@ import time
 
 import pytest
 
+import jaxmpi._core as _core
+from jaxmpi import _start
 from jaxmpi._launcher import monitor
+from jaxmpi._mpi import communicators, library, timeline
 from programs import errors_page
 from support.launch import launch
 
@@ -241,6 +244,34 @@ def test_process_that_is_no_rank(tmp_path):
         assert "child 1" in done.stdout
         assert "another MPI" not in done.stderr
         assert done.stdout.count("sum 2.0") == 2
+
+
+def test_each_step_of_the_end(monkeypatch):
+    """A step is taken though the one before it has raised: others wait for what it does."""
+    taken = []
+
+    def failing(step):
+        def fail():
+            taken.append(step)
+            raise RuntimeError(step)
+
+        return fail
+
+    steps = [
+        (library, "wait_for_computations"),
+        (library, "release"),
+        (timeline, "_tell_job"),
+        (_core, "close_timeline"),
+        (library, "raise_failure"),
+        (communicators, "end"),
+        (library, "finalize_if_others_are_late"),
+    ]
+    for module, name in steps:
+        monkeypatch.setattr(module, name, failing(name))
+    monkeypatch.setattr(timeline, "ON", True)
+    with pytest.raises(RuntimeError):
+        _start._end()
+    assert taken == [name for _, name in steps]
 
 
 def test_server_of_processes_that_is_older_than_the_import(tmp_path):
