@@ -2,6 +2,7 @@
 
 #include <signal.h>
 #include <stdlib.h>
+#include <time.h>
 
 int thread_start(pthread_t *thread, void *(*work)(void *unused)) {
   sigset_t all, before;
@@ -11,6 +12,35 @@ int thread_start(pthread_t *thread, void *(*work)(void *unused)) {
   pthread_sigmask(SIG_SETMASK, &before, NULL);
   return error;
 }
+
+enum { SECOND = 1000000000 };
+
+#ifdef __APPLE__ /* it has no conditions of another clock */
+void thread_condition(pthread_cond_t *condition) { (void)condition; }
+
+bool thread_wait(pthread_cond_t *condition, pthread_mutex_t *lock, int64_t nanoseconds) {
+  struct timespec time = {(time_t)(nanoseconds / SECOND), (long)(nanoseconds % SECOND)};
+  return pthread_cond_timedwait_relative_np(condition, lock, &time) != 0;
+}
+#else
+void thread_condition(pthread_cond_t *condition) {
+  pthread_condattr_t attributes;
+  pthread_condattr_init(&attributes);
+  pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+  pthread_cond_destroy(condition);
+  pthread_cond_init(condition, &attributes);
+  pthread_condattr_destroy(&attributes);
+}
+
+bool thread_wait(pthread_cond_t *condition, pthread_mutex_t *lock, int64_t nanoseconds) {
+  struct timespec until;
+  clock_gettime(CLOCK_MONOTONIC, &until);
+  nanoseconds += until.tv_nsec;
+  until.tv_sec += (time_t)(nanoseconds / SECOND);
+  until.tv_nsec = (long)(nanoseconds % SECOND);
+  return pthread_cond_timedwait(condition, lock, &until) != 0;
+}
+#endif
 
 static void give_record_back(void *record) {
   atomic_store_explicit(&((struct thread_record *)record)->taken, false, memory_order_release);

@@ -1,5 +1,6 @@
-/* Threads: how those of ours begin, and records of all. Each thread that asks has one of its own until it ends; then
- * another thread gets it. Records are never freed, so a thread of ours may go through all of them without a lock.
+/* Threads: how those of ours begin and wait, and records of all. Each thread that asks has one of its own until it
+ * ends; then another thread gets it. Records are never freed, so a thread of ours may go through all of them without a
+ * lock.
  *
  * Threads: thread_records_begin is called before thread_record_take. Any thread may call the rest.
  */
@@ -10,6 +11,7 @@
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
+#include <stdint.h>
 
 /* The first member of a thread record. */
 struct thread_record {
@@ -27,6 +29,13 @@ struct thread_records {
 
 /* Starts a thread of ours, without signals, which are for the program's threads. An error number; 0. */
 int thread_start(pthread_t *thread, void *(*work)(void *unused));
+
+/* Makes a condition, of which PTHREAD_COND_INITIALIZER has made another one, for `thread_wait`. Nobody waits for it. */
+void thread_condition(pthread_cond_t *condition);
+
+/* Waits until the condition is signalled, or for so long, whatever happens to the time of day. Whether the time is
+ * over. The calling thread has the lock. */
+bool thread_wait(pthread_cond_t *condition, pthread_mutex_t *lock, int64_t nanoseconds);
 
 bool thread_records_begin(struct thread_records *records, size_t bytes);
 

@@ -164,7 +164,7 @@ static struct {
   size_t length;
   char text[1 << 16]; /* lines that are not in the file yet */
   struct text line;   /* the next one, of any length: it holds names that the program gives */
-} writer = {.line = {.grows = true}, .file = -1, .lock = PTHREAD_MUTEX_INITIALIZER};
+} writer = {.line = {.grows = true}, .file = -1, .lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER};
 
 /* Whole lines at once: notes may come between. Returns an error number; 0. */
 static int put_in_file(const char *text, size_t length) {
@@ -332,12 +332,7 @@ static void write_all(void) {
 static void *write_until_closed(void *unused) {
   pthread_mutex_lock(&writer.lock);
   while (!writer.closing) {
-    struct timespec until;
-    clock_gettime(CLOCK_REALTIME, &until);
-    until.tv_nsec += PAUSE_MILLISECONDS * 1000000;
-    until.tv_sec += until.tv_nsec / 1000000000;
-    until.tv_nsec %= 1000000000;
-    pthread_cond_timedwait(&writer.wake, &writer.lock, &until);
+    thread_wait(&writer.wake, &writer.lock, PAUSE_MILLISECONDS * 1000000);
     write_all();
   }
   pthread_mutex_unlock(&writer.lock);
@@ -365,6 +360,7 @@ int timeline_open(const char *folder, const char *name, int64_t limit, const cha
   writer.room = limit;
   writer.process = getpid();
   writer.closing = false;
+  thread_condition(&writer.wake);
   atomic_store(&lost, 0);
   atomic_store(&full, false);
   writer.broken = false;

@@ -28,6 +28,7 @@ static void *run_progress(void *unused);
 static void begin_thread(progress_work *work) {
   if (state.running || state.ending || runtime.serialize) return;
   state.work = work;
+  thread_condition(&state.wake);
   state.running = thread_start(&state.thread, run_progress) == 0;
 }
 
@@ -68,13 +69,7 @@ static bool rest_a_while(void) {
     return false;
   }
   state.calm = queue_posted() == 0;
-  struct timespec until;
-  clock_gettime(CLOCK_REALTIME, &until);
-  long patience = atomic_load(&progress_patience);
-  until.tv_nsec += patience % 1000000000L;
-  until.tv_sec += patience / 1000000000L + until.tv_nsec / 1000000000L;
-  until.tv_nsec %= 1000000000L;
-  return pthread_cond_timedwait(&state.wake, &state.lock, &until) != 0;
+  return thread_wait(&state.wake, &state.lock, atomic_load(&progress_patience));
 }
 
 /* Looks, without the lock. `often`: at what is long as well, after which there is a pause. */

@@ -5,6 +5,7 @@ before them have made.
 """
 
 import atexit
+import contextlib
 import platform
 import sys
 from collections.abc import Callable
@@ -38,6 +39,9 @@ def _start() -> None:
     _load_core()
     before_jax.offer()  # jaxlib finds the core as it looks for MPI: before jax is imported
 
+    from jaxmpi._mpi import settings  # noqa: F401 (before MPI is initialized)
+
+    # isort: split
     from jaxmpi._mpi import library
 
     _once(library.bind)  # the core to MPI and XLA; the watch begins
@@ -94,20 +98,18 @@ def finish() -> None:
         return
     from jaxmpi._mpi import library, timeline
 
-    try:
+    with contextlib.ExitStack() as steps:  # the last comes first; each is taken, though one before it has raised
+        steps.callback(library.raise_failure)
+        steps.callback(timeline.end)
+        steps.callback(library.release)
         library.wait_for_computations()
-    finally:
-        library.release()
-        timeline.end()
-        library.raise_failure()
 
 
 def _end() -> None:
     """Runs before JAX releases its backends (exit handlers run last in, first out) and before MPI is finalized."""
     from jaxmpi._mpi import communicators, library
 
-    try:
+    with contextlib.ExitStack() as steps:  # the last comes first; each is taken, though one before it has raised
+        steps.callback(library.finalize_if_others_are_late)
+        steps.callback(communicators.end)
         finish()
-    finally:
-        communicators.end()
-        library.finalize_if_others_are_late()

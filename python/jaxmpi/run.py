@@ -33,11 +33,13 @@ PASSED = ("JAX", "XLA_", "PJRT_", "OMP_", "PYTHON", "MPI4", "UCX_", "FI_")
 VERBOSE = "JAXMPI_VERBOSE"
 SPARES = "JAXMPI_SPARES"
 """The variable that tells the ranks how many of them are spare."""
+HIDDEN = "JAXMPI_HIDDEN_"
+"""What the names of variables begin with that mpiexec must not see, and the ranks see without this."""
 SIGNALS = "OMPI_MCA_opal_signal"
 """The variable that names the signals of crashes for which Open MPI writes a stack. It may hang there for ever, where a
 rank was allocating memory; in a job that goes on without the rank it is to die."""
-OF_A_JOB = (*parent.NAMES, SPARES)
-"""The variables that this launcher sets for the ranks of its job alone."""
+OF_A_JOB = (*parent.NAMES, SPARES, "JAXMPI_STARTED_BY_RANK")
+"""The variables for the ranks of a job, or what they start, alone."""
 
 
 def version_of(package: str) -> str:
@@ -79,8 +81,11 @@ def find_mpiexec() -> str | None:
 
 
 def _version_of(mpiexec: str) -> str:
-    """What it says of its version."""
-    said = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, timeout=60, check=False)
+    """What it says of its version. Ends this process if it says nothing."""
+    try:
+        said = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        sys.exit(f"jaxmpi.run: {mpiexec} cannot be started: {error}")
     return said.stdout + said.stderr
 
 
@@ -95,7 +100,7 @@ def flavour(mpiexec: str) -> str:
 def check_survival(mpiexec: str, kind: str) -> None:
     """Ends this process if the MPI is none whose jobs can go on without a rank."""
     said = _version_of(mpiexec)
-    found = re.search(r"Open MPI\)? v?(\d+)", said)
+    found = re.search(r"(?:Open MPI|OpenRTE)\)? v?(\d+)", said)
     if kind != "openmpi" or (found is not None and int(found[1]) < 5):
         line = said.strip().partition("\n")[0]
         sys.exit(
@@ -143,12 +148,13 @@ def without_scheduler(present: Mapping[str, str]) -> dict[str, str]:
     """The environment for mpiexec, if all ranks are to run on this machine.
 
     In a job of Slurm an mpiexec starts its ranks by srun. Where there is none, as in a container inside the job, MPICH
-    then hangs and Open MPI fails; without Slurm's variables both start them by themselves.
+    then hangs and Open MPI fails; without Slurm's variables both start them by themselves. So mpiexec gets the
+    variables under other names, and each rank gives them their own names back (child.py).
     """
     if "SLURM_JOB_ID" not in present or shutil.which("srun") is not None:
         return dict(present)
     print("jaxmpi.run: this is a job of Slurm, but there is no srun: all ranks start on this machine", file=sys.stderr)
-    return {name: value for name, value in present.items() if not name.startswith("SLURM_")}
+    return {HIDDEN + name if name.startswith("SLURM_") else name: value for name, value in present.items()}
 
 
 _LISTS_MACHINES = re.compile(r"(NODE_?|HOST_?|host)(FILE|file)$")
@@ -160,8 +166,9 @@ def names_other_machines(present: Mapping[str, str]) -> bool:
     """Whether mpiexec may start ranks on other machines without being told so by options."""
     names = present.get("LSB_HOSTS", "").split()
     for variable in filter(_LISTS_MACHINES.search, present):
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            lines = Path(present[variable]).read_text().splitlines()
+        with contextlib.suppress(OSError, ValueError):
+            path = Path(present[variable])
+            lines = path.read_text().splitlines() if path.is_file() else []
             names += [word[0] for line in lines if (word := re.findall(r"^\s*([^\s#:]+)", line))]
     here = {"localhost", "127.0.0.1", socket.gethostname().partition(".")[0]}
     others = {name if re.fullmatch(r"[0-9.]+", name) else name.partition(".")[0] for name in names} - here
@@ -365,7 +372,8 @@ def command(
         placed = placement(kind, share, sorted(variables))
     if several:
         placed = placed + exports(kind, placed, {*os.environ, *variables})
-    program = [options.program] if options.kind is None else [options.kind, options.program]
+    script = os.path.join(".", options.program) if options.program.startswith("-") else options.program
+    program = [script] if options.kind is None else [options.kind, options.program]
     # By path, not as a module: the program must be the first to import jax and mpi4py, so that it can configure them.
     replaced = [word for name in options.stand_in for word in ("--as", name)]
     collectives = ["--collectives", options.collectives] if options.collectives else []

@@ -25,7 +25,8 @@ def _tables(ranks: list[files.Rank], matched: matching.Matched, top: int) -> Ite
     caused = matching.add_waiting(matched)
     span = max(event.end for rank in ranks for event in rank.events) / 1e6
     many = len(ranks) > 1
-    yield f"{len(ranks)} rank{'s' if many else ''}, {span:.3g} s from the first operation to the end of the last\n"
+    yield f"{len(ranks)} rank{'s' if many else ''}, {span:.3g} s from the first operation to the end of the last"
+    yield ""
     yield from report.by_line(ranks, span, top)
     yield ""
     yield from report.by_rank(ranks, span, caused)
@@ -50,7 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         ranks = files.read(options.folder, options.job)
     except (ValueError, OSError) as error:
-        sys.exit(f"jaxmpi.trace: {error}")
+        sys.exit(_shown(f"jaxmpi.trace: {error}"))
     if not any(rank.events for rank in ranks):
         sys.exit(f"jaxmpi.trace: no operation was executed in the job of {options.folder}")
     matched = matching.match(ranks)
@@ -58,9 +59,14 @@ def main(arguments: list[str] | None = None) -> None:
     notes, problems = _write(options, ranks, matched)  # before anything is printed, to `head` perhaps
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names of files may hold anything
-    print("\n".join([*tables, "", *notes]), flush=True)
+    print("\n".join(map(report.printable, [*tables, "", *notes])), flush=True)
     if problems:
-        sys.exit("\n".join(f"jaxmpi.trace: {problem}" for problem in problems))
+        sys.exit("\n".join(report.printable(f"jaxmpi.trace: {problem}") for problem in problems))
+
+
+def _shown(text: str) -> str:
+    """A text of several lines, in which names may be anything: a terminal would obey what cannot be printed."""
+    return "\n".join(map(report.printable, text.split("\n")))
 
 
 def _write(

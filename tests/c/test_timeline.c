@@ -7,6 +7,7 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <sys/resource.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -328,13 +329,47 @@ static void tracks_keep_their_numbers(void) {
   CHECK(highest < THREADS + 10);
 }
 
+#ifdef __linux__
+static _Atomic time_t ahead; /* of the time of day, as before it is set back */
+
+int clock_gettime(clockid_t clock, struct timespec *time) {
+  int result = (int)syscall(SYS_clock_gettime, clock, time);
+  if (clock == CLOCK_REALTIME) time->tv_sec += ahead;
+  return result;
+}
+
+static void the_time_of_day_may_be_set_back(void) {
+  int64_t comm = COMM(world(PLACE, SIZE));
+  ahead = 3600;
+  begin(1 << 20);
+  SUCCEEDS(barrier(&comm));
+  int barriers = 0;
+  for (int i = 0; i < 3000 && barriers == 0; i++) {
+    usleep(10000);
+    read_file();
+    barriers = lines_of("barrier");
+  }
+  ahead = 0;
+  end();
+  CHECK_EQUAL(barriers, 1);
+}
+#endif
+
 static const struct test tests[] = {
-    TEST(operations_are_written),     TEST(nothing_is_written_unasked),
-    TEST(threads_have_tracks),        TEST(a_child_of_fork_leaves_it_alone),
-    TEST(what_takes_long_is_begun),   TEST(a_file_has_a_limit),
-    TEST(a_full_disk_ends_it),        TEST(a_disk_that_becomes_full_ends_it),
-    TEST(a_file_that_is_there_stays), TEST(names_may_be_long),
+    TEST(operations_are_written),
+    TEST(nothing_is_written_unasked),
+    TEST(threads_have_tracks),
+    TEST(a_child_of_fork_leaves_it_alone),
+    TEST(what_takes_long_is_begun),
+    TEST(a_file_has_a_limit),
+    TEST(a_full_disk_ends_it),
+    TEST(a_disk_that_becomes_full_ends_it),
+    TEST(a_file_that_is_there_stays),
+    TEST(names_may_be_long),
     TEST(tracks_keep_their_numbers),
+#ifdef __linux__
+    TEST(the_time_of_day_may_be_set_back),
+#endif
 };
 
 MAIN(tests)

@@ -2,6 +2,7 @@
 
 import calendar
 import gzip
+import io
 import json
 import os
 import random
@@ -16,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from mpi4py import MPI
 
+from jaxmpi import trace
 from jaxmpi._mpi import timeline
 from jaxmpi._trace import clocks, files, matching, pictures, report
 from programs import errors_page
@@ -145,7 +147,8 @@ def test_random_programs_are_in_it(seed, tmp_path):
         assert all(re.search(r"program.py:\d+ \(", event.arguments["line"]) for event in rank.events)
         comms = {event.arguments["comm"] for event in rank.events}
         assert {rank.communicators[comm].name for comm in comms} == {"the default communicator", "half"}
-        assert {rank.communicators[comm].ranks for comm in comms} == {(0, 1, 2), (1,) if rank.rank == 1 else (0, 2)}
+        members = {tuple(rank.communicators[comm].ranks) for comm in comms}
+        assert members == {(0, 1, 2), (1,) if rank.rank == 1 else (0, 2)}
         assert {event.nbytes for event in rank.events} == {24, 72}
 
 
@@ -338,9 +341,16 @@ def test_other_processes_leave_it_alone(tmp_path):
     ("variable", "told"),
     [
         ({"JAXMPI_TRACE": "/dev/null/folder"}, "JAXMPI_TRACE=/dev/null/folder: no timeline can be written there"),
-        ({"JAXMPI_TRACE_MEGABYTES": "many"}, "JAXMPI_TRACE_MEGABYTES=many: it is a whole number above 0"),
+        (
+            {"JAXMPI_TRACE_MEGABYTES": "many"},
+            "JAXMPI_TRACE_MEGABYTES=many: it is a whole number from 1 to 1000000000000",
+        ),
+        (
+            {"JAXMPI_TRACE_MEGABYTES": f"{10**14}"},
+            f"JAXMPI_TRACE_MEGABYTES={10**14}: it is a whole number from 1 to 10",
+        ),
     ],
-    ids=["folder", "limit"],
+    ids=["folder", "limit", "size"],
 )
 def test_bad_settings(variable, told, tmp_path):
     path = tmp_path / "program.py"
@@ -372,6 +382,14 @@ def test_trace_folders_that_are_not_safe(fault, tmp_path):
     assert done.returncode != 0
     assert f"JAXMPI_TRACE={folder}: {told}" in done.stderr
     assert not list(folder.iterdir())
+
+
+def test_folder_under_an_umask_of_0(tmp_path):
+    """It is made so that not all may write there."""
+    launch(
+        1, "-c", "import jaxmpi", through=("sh", "-c", 'umask 0; exec "$@"', "sh"), JAXMPI_TRACE=str(tmp_path / "new")
+    )
+    assert len(list((tmp_path / "new").iterdir())) == 1
 
 
 @pytest.mark.parametrize("content", [{}, {"a.00000.json": "[\n"}, {"a.00000.json": "[\nnothing\n"}], ids=str)
@@ -677,7 +695,7 @@ def test_ranks_of_communicators_are_listed_once(tmp_path):
         make_file(tmp_path, rank, 3, facts=[("jaxmpi_communicator", "M", comm | listed)])
     make_file(tmp_path, 0, 3, events=0)
     ranks = files.read(tmp_path)
-    assert [rank.communicators[1].ranks for rank in ranks] == [(0, 1, 2), (1, 2), (1, 2)]
+    assert [list(rank.communicators[1].ranks) for rank in ranks] == [[0, 1, 2], [1, 2], [1, 2]]
     assert [len(one.events) for one in matching.match(ranks).collectives] == [2]
     (tmp_path / "j.00001.json").unlink()
     assert matching.match(files.read(tmp_path)).unmatched == 1
@@ -738,6 +756,76 @@ def test_lines_that_cannot_be_read_are_told(tmp_path):
     path.write_text(path.read_text().replace('"jaxmpi_end"', '"jaxmpi_end') + '{"name": "bar')
     ranks = files.read(tmp_path)
     assert "1 lines of the timeline of rank 0 cannot be read" in report.caveats(ranks, matching.match(ranks), 0.0)
+
+
+WRONG = [None, -1, 1 << 70, 1e300, True, "", "a$", "\x1b[2J", [], [[]], [7, 7], {}, {"a": []}, 10**9]
+"""What stands in the place of each value of a timeline; and nothing."""
+
+
+def damaged(lines):
+    """The lines, with one value changed or left out."""
+    for number, line in enumerate(lines):
+        for place in ((), ("args",)):
+            for name in (where := line["args"] if place else line):
+                for value in [*WRONG, WRONG]:
+                    other = {key: value if key == name else old for key, old in where.items()}
+                    if value is WRONG:
+                        del other[name]
+                    yield [*lines[:number], {**line, "args": other} if place else other, *lines[number + 1 :]]
+
+
+@pytest.mark.one_rank
+def test_damaged_timelines(tmp_path):
+    """Each is read, or is an error that names the file."""
+    members = {"number": 2, "name": "half", "members": "h", "ranks": [1, 0]}
+    root = {"comm": 2, "root": 1, "sent": 4, "received": 4, "derivative": "tangent", "operation": "bcast"}
+    ends = {"comm": 1, "dest": 0, "tag": 3, "from": 0, "from_tag": 3, "sent": 4, "request": 5}
+    events = [("bcast", "X", root), ("isend", "X", ends), ("wait", "X", {"comm": 1, "request": 5})]
+    for rank in (0, 1):
+        make_file(tmp_path, rank, 2, facts=[("jaxmpi_communicator", "M", members), *events])
+    path = tmp_path / "j.00000.json"
+    right = [json.loads(line.strip(",")) for line in path.read_text().splitlines()[1:-1]]
+    deep = ["[" * 100000, '{"name":' * 100000]
+    texts = ["\n".join(["[", *map(json.dumps, lines), "]\n"]) for lines in damaged(right)]
+    texts += ["\n".join(["[", json.dumps(right[0]), json.dumps(right[1]), text]) for text in deep]
+    refused = []
+    for text in texts:
+        path.write_text(text)
+        try:
+            ranks = files.read(tmp_path)
+        except ValueError as error:
+            refused.append(str(error))
+            continue
+        if any(rank.events for rank in ranks):
+            matched = matching.match(ranks)
+            list(trace._tables(ranks, matched, 15))
+            report.merge(io.BytesIO(), ranks, matched)
+    assert 300 < len(refused) < len(texts)
+    assert all(str(path) in error or "choose one by --job" in error for error in refused)
+
+
+@pytest.mark.one_rank
+@pytest.mark.parametrize("where", ['"host": "', '"line": "', '"program": ["'])
+def test_no_name_changes_the_terminal(where, tmp_path):
+    told_by_error = "program" in where
+    for job in ("a", "b") if told_by_error else "a":
+        make_file(tmp_path, 0, 1, job=job)
+        path = tmp_path / f"{job}.00000.json"
+        path.write_text(path.read_text().replace(where, where + r"\u001b[2J"))
+    done = report_of(tmp_path, "--no-pictures")
+    assert r"\x1b[2J" in done.stdout + done.stderr
+    assert "\x1b" not in done.stdout + done.stderr
+    assert done.returncode == told_by_error
+
+
+@pytest.mark.one_rank
+def test_a_job_of_many_ranks(tmp_path):
+    """Takes no memory for those of which there is nothing."""
+    make_file(tmp_path, 5, 1 << 24)
+    limited = ["sh", "-c", 'ulimit -v 8388608; exec "$@"', "sh", sys.executable, "-m", "jaxmpi.trace", tmp_path]
+    done = subprocess.run(limited, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "ranks 0 to 4, 6 to 16777215 have no timeline" in done.stdout
 
 
 # --- clocks, on timelines that are made up ---------------------------------------------------------------------------

@@ -121,6 +121,12 @@ def test_header_of_each_source():
     assert not elsewhere
 
 
+def test_no_wait_of_c_depends_on_the_time_of_day():
+    texts = {str(path.relative_to(CSRC)): path.read_text() for path in CSRC.rglob("*.[ch]")}
+    waits = {"CLOCK_REALTIME": set(), "pthread_cond_timedwait": {"base/threads.c"}}
+    assert waits == {word: {name for name, text in texts.items() if word in text} for word in waits}
+
+
 @pytest.mark.parametrize("graph", [imports, includes])
 def test_no_circles(graph):
     edges = dict(graph())

@@ -11,7 +11,10 @@ import time
 
 import pytest
 
+import jaxmpi._core as _core
+from jaxmpi import _start
 from jaxmpi._launcher import monitor
+from jaxmpi._mpi import communicators, library, timeline
 from programs import errors_page
 from support.launch import launch
 
@@ -233,13 +236,62 @@ def test_process_that_is_no_rank(tmp_path):
         import jaxmpi
         child = "import jaxmpi; from mpi4py import MPI; print('child', MPI.COMM_WORLD.size)"
         if rank == 1:
-            print(subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, timeout=40).stdout)
+            print(subprocess.run([sys.executable, "-c", child], stdout=subprocess.PIPE, text=True, timeout=40).stdout)
         print(f"sum {add(x)[0]}\\n", end="", flush=True)  # at once: plain mpiexec mixes parts of lines
     """
     for plain in (False, True):
         done = launch(2, program_of(tmp_path, BEGIN, textwrap.dedent(start)), timeout=SECONDS, plain=plain)
         assert "child 1" in done.stdout
+        assert "another MPI" not in done.stderr
         assert done.stdout.count("sum 2.0") == 2
+
+
+def test_each_step_of_the_end(monkeypatch):
+    """A step is taken though the one before it has raised: others wait for what it does."""
+    taken = []
+
+    def failing(step):
+        def fail():
+            taken.append(step)
+            raise RuntimeError(step)
+
+        return fail
+
+    steps = [
+        (library, "wait_for_computations"),
+        (library, "release"),
+        (timeline, "_tell_job"),
+        (_core, "close_timeline"),
+        (library, "raise_failure"),
+        (communicators, "end"),
+        (library, "finalize_if_others_are_late"),
+    ]
+    for module, name in steps:
+        monkeypatch.setattr(module, name, failing(name))
+    monkeypatch.setattr(timeline, "ON", True)
+    with pytest.raises(RuntimeError):
+        _start._end()
+    assert taken == [name for _, name in steps]
+
+
+def test_server_of_processes_that_is_older_than_the_import(tmp_path):
+    """What it starts has the variables of the rank, and is none."""
+    program = """
+    import multiprocessing
+    def of_one():
+        import jaxmpi
+        from mpi4py import MPI
+        print(f"child of {MPI.COMM_WORLD.size}\\n", end="", flush=True)
+    if __name__ == "__main__":
+        for _ in range(2):
+            child = multiprocessing.get_context("forkserver").Process(target=of_one)
+            child.start()
+            child.join()
+            import jaxmpi
+    """
+    done = launch(2, program_of(tmp_path, textwrap.dedent(program)), timeout=SECONDS)
+    assert done.stdout.split() == ["child", "of", "1"] * 4
+    assert done.stderr == ""
 
 
 @pytest.mark.nightly

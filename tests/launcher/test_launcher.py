@@ -87,6 +87,41 @@ def test_status_of_mpiexec(code, tmp_path):
     assert (done.returncode, done.stderr) == (code, b"")
 
 
+def test_ranks_of_which_each_is_alone(tmp_path):
+    """The MPI library is not that of mpiexec. None is lost."""
+    done = fake(tmp_path, "for r in (0, 1): rank(r).wait()", 2, "from mpi4py import MPI; print(MPI.COMM_WORLD.rank)")
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"0\n0\n", b"")
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        ("raise ValueError('one\\ntwo')", "ValueError: one"),
+        ("sys.exit('one\\ntwo')", "one"),
+        ("raise KeyError('one\\ntwo')", r"KeyError: 'one\ntwo'"),
+    ],
+)
+def test_reason_of_several_lines(end, reason, tmp_path):
+    """The first says what it is."""
+    done = fake(tmp_path, "rank(0).wait(); sys.exit(1)", 1, f"import sys; {end}")
+    last = done.stderr.decode().splitlines()[-1]
+    assert last in (reason, f"jaxmpi.run: rank 0 ended the job with code 1: {reason}"), done.stderr
+
+
+def test_no_thread_can_be_started(tmp_path, monkeypatch):
+    """As by ulimit -u 1. mpiexec is ended."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys, threading\n"
+        'def start(self): raise RuntimeError("can\'t start new thread")\n'
+        "if 'jaxmpi.run' in sys.orig_argv: threading.Thread.start = start\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    done = fake(tmp_path, "time.sleep(100)")
+    assert done.returncode == 126
+    assert done.stderr.startswith(b"jaxmpi.run: no thread can be started, and so no job: can't start new thread")
+    assert done.stderr.count(b"\n") == 1
+
+
 def test_ranks_that_are_lost(tmp_path):
     """With a machine, of which mpiexec says nothing."""
     done = fake(
@@ -124,7 +159,13 @@ def test_ranks_that_a_signal_ends_though_mpiexec_says_nothing(tmp_path):
 
 @pytest.mark.parametrize(
     "end",
-    ["pass", "import sys; sys.exit(0)", "import os; os._exit(0)", "import os; os.execvp('true', ['true'])"],
+    [
+        "pass",
+        "import sys; sys.exit(0)",
+        "import os; os._exit(0)",
+        "import os; os.execvp('true', ['true'])",
+        "import os; os.setuid(os.geteuid() or 65534)",
+    ],
 )
 def test_ranks_that_end_without_mpi(end, tmp_path):
     done = fake(tmp_path, "for r in (0, 1): rank(r).wait()", 2, end)

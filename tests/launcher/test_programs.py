@@ -1,5 +1,6 @@
 """Whole programs, started as a user starts them: launcher, exit, debug log, info, examples."""
 
+import errno
 import os
 import platform
 import re
@@ -351,6 +352,22 @@ def test_flavours(said, kind, tmp_path):
     assert run.flavour(str(mpiexec)) == kind
 
 
+def test_mpiexec_that_cannot_be_started(monkeypatch):
+    def fork(*_, **__):
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))  # as by ulimit -u 1
+
+    monkeypatch.setattr(subprocess, "Popen", fork)
+    with pytest.raises(SystemExit, match=r"^jaxmpi.run: mpiexec cannot be started: .*temporarily unavailable$"):
+        run.flavour("mpiexec")
+
+
+@pytest.mark.parametrize("name", ["-c", "-m", "--devices", "--as"])
+def test_script_with_the_name_of_an_option(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text("import sys; print(sys.argv)")
+    assert launch(1, "--", name, "more").stdout == f"['./{name}', 'more']\n"
+
+
 def test_cpus_where_the_system_does_not_tell(monkeypatch):
     monkeypatch.delattr(os, "sched_getaffinity")
     assert 1 <= run.physical_cores() <= len(run.usable_cpus()) == os.cpu_count()
@@ -363,8 +380,10 @@ def test_job_of_slurm_without_srun(script, tmp_path):
     path = f"{sys.prefix}/bin{os.pathsep}{tmp_path}"
     job = {"JOB_ID": "7", "JOBID": "7", "NNODES": "1", "JOB_NODELIST": "elsewhere", "NODELIST": "elsewhere"}
     job |= {"JOB_NUM_NODES": "1", "TASKS_PER_NODE": "2", "NTASKS": "2", "JOB_CPUS_PER_NODE": "2", "CPUS_ON_NODE": "2"}
-    done = launch(2, script("print(size)"), PATH=path, **{f"SLURM_{name}": value for name, value in job.items()})
-    assert done.stdout == "2\n2\n"
+    job = {f"SLURM_{name}": value for name, value in {**job, "ARRAY_TASK_ID": "3"}.items()}
+    program = script("import os; print(size, sorted(its for its in os.environ.items() if 'SLURM' in its[0]))")
+    done = launch(2, program, PATH=path, **job)
+    assert done.stdout == f"2 {sorted(job.items())}\n" * 2
     assert done.stderr.count("there is no srun") == 1
 
 
@@ -454,6 +473,8 @@ def test_processes_that_mpi_sees_alone_are_told(script):
         ({"PRTE_MCA_prte_default_hostfile": "  localhost slots=2\n10.0.0.2 slots=2\n"}, True),
         ({"OMPI_MCA_orte_default_hostfile": "one slots=2\n"}, True),
         ({"LSB_DJOB_HOSTFILE": None}, False),
+        ({"A_HOSTFILE": "/dev/zero"}, False),
+        ({"A_HOSTFILE": "a FIFO"}, False),
     ],
     ids=str,
 )
@@ -462,7 +483,10 @@ def test_variables_that_name_machines(present, others, tmp_path):
     variables = {}
     for name, value in present.items():
         variables[name] = value.replace("HERE", here) if value is not None else "/nowhere"
-        if re.search("(?i)file", name) and value is not None:
+        if value == "a FIFO":
+            variables[name] = str(tmp_path / "fifo")
+            os.mkfifo(variables[name])
+        elif re.search("(?i)file", name) and value is not None and not value.startswith("/"):
             (tmp_path / name).write_text(variables[name])
             variables[name] = str(tmp_path / name)
     assert run.names_other_machines(variables) == others

@@ -21,7 +21,7 @@ needs_openmpi = pytest.mark.skipif(
 )
 
 BEGIN = textwrap.dedent("""
-    import os, signal, sys, time
+    import ctypes, os, signal, sys, time
     import jax, jax.numpy as jnp, numpy as np
     import jaxmpi
     from jaxmpi import notoken
@@ -42,16 +42,17 @@ def survive(tmp_path, ranks, *parts, spare=0, **options):
 
 
 @pytest.mark.one_rank
-def test_refused_with_another_mpi(tmp_path):
+@pytest.mark.parametrize("said", ["HYDRA build details:", "mpiexec (OpenRTE) 4.1.4", "mpiexec (Open MPI) 4.1.8"])
+def test_refused_with_another_mpi(said, tmp_path):
     """By the launcher, before any rank starts."""
     other = tmp_path / "mpiexec"
-    other.write_text("#!/bin/sh\necho 'HYDRA build details:'\n")
+    other.write_text(f"#!/bin/sh\necho '{said}'\n")
     other.chmod(0o755)
     done = launch(2, "--survive", "--mpiexec", other, "-c", "print('begins')", check=False)
     assert done.returncode == 1
     assert "begins" not in done.stdout
     assert "--survive: only jobs of Open MPI 5 or later go on without a rank" in done.stderr
-    assert "HYDRA" in done.stderr
+    assert said in done.stderr
 
 
 @pytest.mark.one_rank
@@ -151,6 +152,7 @@ ENDS = {
     "sys.exit(3)": "rank 0 is lost, and the job goes on: sys.exit(3)",
     "os._exit(4)": "rank 0 is lost, and the job goes on: rank 0 calls os._exit(4)",
     "os.kill(os.getpid(), signal.SIGSEGV)": "rank 0 has died",
+    "ctypes.CDLL(None).exit(3)": "rank 0 has died",
 }
 
 
@@ -513,6 +515,16 @@ def test_spare_that_ends(tmp_path):
 
 
 @needs_openmpi
+@pytest.mark.parametrize("how", ["die()", "raise ValueError('late')"])
+def test_death_after_the_last_operation(how, tmp_path):
+    """The spares end with the others."""
+    done = survive(tmp_path, 2, f"jaxmpi.get_default()\nif rank == 1: {how}\ntold('left')", spare=1)
+    assert done.stdout.split("\n") == ["rank 0: left", ""], done.stdout + done.stderr
+    assert "rank 1 of 3 (1 began as spare) was lost, and the others ended without an error" in done.stderr
+    assert done.returncode == 77
+
+
+@needs_openmpi
 @pytest.mark.parametrize("how", ["sys.exit(5)", "die()"])
 def test_only_spares_are_left(how, tmp_path):
     """Nobody calls them: the job ends."""
@@ -607,6 +619,16 @@ def test_death_before_the_import(tmp_path):
     assert done.stderr.count("RuntimeError: jaxmpi: a rank has died before all had imported jaxmpi") >= 2
     assert "all ranks are lost. The status is 1" in done.stderr
     assert done.returncode == 1
+
+
+@needs_openmpi
+@pytest.mark.parametrize("dead", [0, 1])
+def test_death_in_an_exit_handler(dead, tmp_path):
+    """When the program has ended: no other rank hears of it, but the launcher."""
+    done = survive(tmp_path, 2, f"import atexit\nif rank < {dead}: atexit.register(die)\nnotoken.barrier()")
+    told = "rank 0 of 2 was lost, and the others ended without an error. The status is 77"
+    assert (told in done.stderr) == bool(dead), done.stderr
+    assert done.returncode == 77 * dead
 
 
 @needs_openmpi

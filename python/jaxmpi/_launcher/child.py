@@ -82,8 +82,8 @@ def _tell(text: str) -> None:
 def _wait_for_launcher() -> None:
     """Waits until the launcher has read what this rank has written, and passed it on: it may lose that in an abort."""
     end = time.monotonic() + 5
-    with contextlib.suppress(OSError):
-        for output in (1, 2):
+    for output in (1, 2):
+        with contextlib.suppress(OSError):  # it is closed
             while stat.S_ISFIFO(os.fstat(output).st_mode) and _unread(output) and time.monotonic() < end:
                 time.sleep(0.01)
     time.sleep(0.3)
@@ -132,14 +132,28 @@ def _end_alone(code: int, reason: str) -> NoReturn:
 def _leave() -> None:
     """The end of a rank, where the job survives the death of others. MPI_Finalize may then wait for ever; this waits
     for all that live, as they still need messages of this rank's, and for no other."""
-    if os.getpid() != _process or (mpi := _mpi_if_running()) is None:
+    if os.getpid() != _process:
         return
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
+    _say("left")
+    _wait_for_relay("left")
     with contextlib.suppress(Exception):
-        mpi.COMM_WORLD.Agree(1)
+        if (mpi := _mpi_if_running()) is not None:
+            mpi.COMM_WORLD.Agree(1)
     _exit(0)
+
+
+def _die_at_exit() -> None:
+    """Lets a rank that a library ends by C's `exit` end by a signal, of which alone MPI tells the others: `_end_alone`.
+    What ends here ends by `_exit`."""
+    import ctypes
+
+    with contextlib.suppress(Exception):  # a C library that has no such function
+        libc = ctypes.CDLL(None)
+        die = ctypes.cast(libc["raise"], ctypes.c_void_p)
+        libc["__cxa_atexit"](die, ctypes.c_void_p(signal.SIGKILL), None)
 
 
 def _abort_before_mpi(code: int) -> None:
@@ -154,37 +168,38 @@ def _abort_before_mpi(code: int) -> None:
 def _fail(error: BaseException, where: str = "") -> NoReturn:
     """Reports an exception that the program has not caught, and ends the job."""
     name, lines, more = f" on rank {_rank}" if _rank is not None else "", [f"{type(error).__name__}\n"], ""
+    untold = ""
     with contextlib.suppress(Exception):
         lines = _formatted(error)
     with contextlib.suppress(Exception):
         if (mpi := _mpi_if_running()) is not None and os.getpid() == _process:
             name = f" on rank {mpi.COMM_WORLD.rank}"
-            more = _untold()
+            untold = _untold()
     if os.getpid() != _process:
         name = " in a process that a rank has forked"
     with contextlib.suppress(Exception):
         _beside("written_for")
         if advice := _beside("advice").of_error(error, _replaced):
-            more = f"jaxmpi.run: {advice}\n{more}"
+            more = f"jaxmpi.run: {advice}\n"
     with contextlib.suppress(Exception):
         if re.match("libmpi|cannot load MPI library", str(error)) and "mpi4py.MPI" not in sys.modules:
             more = "jaxmpi.run: mpi4py finds no MPI library; what it looks for, and what to do: python -m jaxmpi.info\n"
-    text = f"jaxmpi.run: uncaught exception{name}{where}:\n{''.join(lines)}{more}"
+    text = f"jaxmpi.run: uncaught exception{name}{where}:\n{''.join(lines)}{more}{untold}"
     _tell(text)
-    _end(1, _last_line(more or _said_by(error) or text))
+    _end(1, _first_line(untold or more or _said_by(error)))
 
 
 def _said_by(error: BaseException) -> str:
-    """The line that says what an error is, where it is not the last one written: that is a rule for a group of
-    exceptions, and a note for others, such as JAX's about its tracebacks."""
+    """What says what an error is. It may not be the last line written: that is one of the error's own, a rule for a
+    group of exceptions, or a note, such as JAX's about its tracebacks."""
     with contextlib.suppress(Exception):
-        if hasattr(error, "exceptions") or getattr(error, "__notes__", None):
-            return f"{type(error).__name__}: {error}".partition("\n")[0]
-    return ""
+        lines = traceback.format_exception_only(type(error), error)
+        return lines[-1 if isinstance(error, SyntaxError) else 0]  # which begins with the place
+    return type(error).__name__
 
 
-def _last_line(text: str) -> str:
-    return text.rstrip().rpartition("\n")[2][:_MOST_OF_REASON]
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0][:_MOST_OF_REASON]
 
 
 def _fail_in_thread(args: threading.ExceptHookArgs) -> None:
@@ -205,6 +220,7 @@ def _exit_at_once(status: int) -> NoReturn:
                 _tell(f"jaxmpi.run: {text}\n")
                 _end(_status(status) or 1, f"jaxmpi.run: {text}")
             _say("ended")
+            _say("left")
     _exit(status)
 
 
@@ -212,13 +228,14 @@ def _exit_at_once(status: int) -> NoReturn:
 _exit_at_once.__module__, _exit_at_once.__name__, _exit_at_once.__qualname__ = "os", "_exit", "_exit"
 
 
-def _executes(execute: Callable[..., Any]) -> Callable[..., Any]:
-    """os.execv, by which the program may go on as another one, whose end nobody tells: the launcher asks for none."""
+def _goes_on(execute: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of `os` by which the program may go on as another one, or another user, whose end nobody tells, for
+    the job's folder is this user's alone: the launcher asks for none."""
 
     @functools.wraps(execute)
-    def execute_another(*arguments: Any) -> Any:
+    def go_on(*arguments: Any) -> Any:
         if os.getpid() == _process:
-            _say("began", "it goes on as another program")
+            _say("began", "it goes on as another program or user")
             _wait_for_relay("began")
         try:
             return execute(*arguments)
@@ -226,7 +243,7 @@ def _executes(execute: Callable[..., Any]) -> Callable[..., Any]:
             if os.getpid() == _process:
                 _say("began")
 
-    return execute_another
+    return go_on
 
 
 def _status(code: object) -> int:
@@ -430,9 +447,10 @@ def _finish() -> None:
 
 
 def _number() -> int | str | None:
-    """The number of this rank, as MPI or the launcher tells it."""
+    """The number of this rank, as the launcher tells it, or MPI. An MPI library that is not the launcher's takes each
+    rank for the only one."""
     with contextlib.suppress(Exception):
-        if (mpi := _mpi_if_running()) is not None:
+        if _rank is None and (mpi := _mpi_if_running()) is not None:
             return mpi.COMM_WORLD.rank
     return _rank
 
@@ -465,12 +483,21 @@ def _untold() -> str:
     return f"jaxmpi.run: before that an operation had failed: {failure}\n" if failure else ""
 
 
+def _show_hidden() -> None:
+    """Gives the variables that mpiexec was not to see their names back: `run.without_scheduler`."""
+    prefix = "JAXMPI_HIDDEN_"
+    for name in [name for name in os.environ if name.startswith(prefix)]:
+        os.environ[name.removeprefix(prefix)] = os.environ.pop(name)
+
+
 def main() -> None:
     global _survives
+    _show_hidden()
     arguments = sys.argv[1:]
     if arguments[0] == "--survive":
         _survives, arguments = True, arguments[1:]
         atexit.register(_leave)  # the last that Python does
+        _die_at_exit()
     folder = _find_folder()
     if folder is not None:
         _beside("lifeline").tie(folder)
@@ -487,7 +514,9 @@ def main() -> None:
         _Interrupts()
     threading.excepthook = _fail_in_thread
     os._exit = _exit_at_once
-    os.execv, os.execve = _executes(os.execv), _executes(os.execve)
+    for name in ("execv", "execve", "setuid", "seteuid", "setreuid", "setresuid"):
+        if hasattr(os, name):
+            setattr(os, name, _goes_on(getattr(os, name)))
     try:
         _run(arguments)
     except SystemExit as stop:
@@ -497,7 +526,7 @@ def main() -> None:
             _tell(f"{stop.code}\n")
         _tell(untold := _untold())
         text = untold or (f"sys.exit({stop.code})" if isinstance(stop.code, int) else str(stop.code))
-        _end(_status(stop.code), _last_line(text))
+        _end(_status(stop.code), _first_line(text))
     except BaseException as error:
         _fail(error)
 

@@ -5,8 +5,9 @@ have not. They answer in the job's folder, by the thread of csrc/observe/watchdo
 rank's program begins; RANK.report, written with a rank's report; `ask`, with the number of a question, at which ranks
 look while the bell of lifeline.py rings; RANK.state, a rank's answer; RANK.ended, as a rank's program ends;
 RANK.aborts, as a rank ends the job, with the code and the reason. In a job that survives it a rank that fails leaves
-RANK.lost instead, and the first of those that go on RANK.deaths, with the ranks that have died; a spare one leaves
-RANK.spare, with the number that it has taken, if any; RANK.pid and RANK.joined are there for _Lost. Those of other
+RANK.lost instead, one that has nothing more to do RANK.left, and the first of those that go on RANK.deaths, with the
+ranks that have died; a spare one leaves RANK.spare, with the number that it has taken, if any; RANK.pid and RANK.joined
+are there for _Lost. Those of other
 machines come by relay.py. Nothing here imports jax or mpi4py.
 
 An `mpiexec` that is still there long after a rank has ended the job is ended, and so is one that was told to end by a

@@ -145,7 +145,8 @@ class Output(threading.Thread):
 
     def close(self) -> None:
         """What is left of it if it is done; else it may be in a write for ever, which ends with this process."""
-        self.join(_WAIT_SECONDS)
+        if self.ident is not None:  # it has been started
+            self.join(_WAIT_SECONDS)
         if not self.is_alive():
             for file in (self._pipe, self._wakes, self._wake, self.done):
                 os.close(file)

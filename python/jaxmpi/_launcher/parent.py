@@ -116,7 +116,8 @@ class Job:
         found = []
         with contextlib.suppress(OSError), private.Folder(str(self.folder)) as folder:
             names = folder.names()
-            ends = {rank for kind in ("ended", "aborts", "lost") for rank in relay.of_kind(names, kind).values()}
+            kinds = ("left" if self.survives else "ended", "aborts", "lost")
+            ends = {rank for kind in kinds for rank in relay.of_kind(names, kind).values()}
             for name, rank in relay.of_kind(names, "began").items():
                 if rank not in ends and folder.read(name) == "":
                     found.append(rank)
@@ -282,9 +283,15 @@ def _run(command: list[str], environment: Mapping[str, str], job: Job, verbose: 
         _Limit.lift()
     codes = None if verbose else lambda: {rank: code for rank, (code, _) in job.aborting().items()}
     passing = output.Output(pipe, codes)
-    passing.start()
-    watching = _watch(job, ends, process, signals, passing)
     try:
+        try:
+            passing.start()
+            watching = _watch(job, ends, process, signals, passing)
+        except RuntimeError as error:  # of a user who may have no more
+            process.kill()
+            process.wait()
+            output.write(f"jaxmpi.run: no thread can be started, and so no job: {error}: see ulimit -u\n".encode())
+            return 126
         _wait(process, ends, job, signals, beside is not None)
         if process.returncode == 0:
             _wait_for_late(job)
@@ -377,7 +384,8 @@ def _end_of_survivors(job: Job, missing: list[int]) -> tuple[int, str]:
     """The status of a job that goes on without ranks that die, and what is said of them."""
     told = job.aborting("lost")
     spare = {rank for rank, number in job.told("spare").items() if not number}
-    lost, ended = sorted({*told, *missing}), set(job.told("ended")) - spare
+    lost = sorted({*told, *missing})
+    ended = set(job.told("ended")) - spare - set(lost)
     if not lost:
         return 0, ""
     if not ended:  # or those that had begun, before MPI was initialized

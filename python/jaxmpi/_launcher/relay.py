@@ -49,7 +49,7 @@ _BEAT_SECONDS = 5.0
 _SILENT_SECONDS = 60.0  # after which the other end is taken for gone
 _RING_SECONDS = 4.0  # in which each rank looks
 _MOST_BYTES = 16384  # of a line
-_SENT = re.compile(r"([0-9]{1,9})\.(began|report|state|ended|aborts|lost|deaths|spare|joined|gone)")
+_SENT = re.compile(r"([0-9]{1,9})\.(began|report|state|ended|left|aborts|lost|deaths|spare|joined|gone)")
 _NAMES = re.compile(rf"{_SENT.pattern}|[0-9]{{1,9}}\.pid")
 
 

@@ -71,7 +71,10 @@ def warn() -> None:
     from mpi4py import MPI
 
     from jaxmpi._mpi.library import LIBRARY
+    from jaxmpi._mpi.settings import SETTINGS
 
+    if SETTINGS.started_by_rank:  # it is alone rightly
+        return
     number = next((os.environ[name] for name in _NUMBERS if name in os.environ), "0")
     if number == "0" and (said := text(MPI.COMM_WORLD.size, LIBRARY.abi, LIBRARY.path, os.environ)):
         print(f"jaxmpi: {said}", file=sys.stderr, flush=True)

@@ -6,6 +6,7 @@ launcher (python/jaxmpi/_launcher) or to an MPI library are read where they are 
 
 import math
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -19,6 +20,9 @@ COMPARED: Final = 1000
 ACTIONS: Final = ("report", "abort", "raise")
 """What may happen to an operation that waits for long; the first by default."""
 
+_MOST_MEGABYTES = 10**12
+"""Their bytes are a number of 64 bits."""
+
 _TRUE, _FALSE = ("1", "on", "true", "yes"), ("0", "off", "false", "no")
 
 _OF_THE_RANK_ALONE = (
@@ -30,6 +34,7 @@ _OF_THE_RANK_ALONE = (
     "JAXMPI_TRACE",
     "JAXMPI_SPARES",
 )
+_STARTED_BY_RANK = "JAXMPI_STARTED_BY_RANK"
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,8 @@ class Settings:
     """JAXMPI_DEVICE_COPY: bytes that a device copies in the time in which a copy begins; None: not set."""
     spares: int
     """JAXMPI_SPARES: how many ranks of the job, the last ones, are spare."""
+    started_by_rank: bool
+    """Whether a rank has started this process: it is none, and its environment says nothing of it."""
     launched: str
     """What the launcher has set for the ranks of this job alone; empty: nothing."""
 
@@ -81,6 +88,7 @@ class Settings:
             device_chunk=read.bytes("JAXMPI_DEVICE_CHUNK", 4096),
             device_copy=read.bytes("JAXMPI_DEVICE_COPY", 0),
             spares=read.count("JAXMPI_SPARES"),
+            started_by_rank=_STARTED_BY_RANK in environment,
             launched=environment.get("PMIX_NAMESPACE") or environment.get("JAXMPI_JOB_FOLDER") or "",
         )
 
@@ -91,8 +99,15 @@ def hide_from_children(environment: "os._Environ[str]") -> None:
     A process that the program starts would take itself for this rank as it initializes MPI, and end or hang both;
     without the variables it is a job of one rank.
     """
-    for name in _OF_THE_RANK_ALONE:
-        environment.pop(name, None)
+    if any([environment.pop(name, None) is not None for name in _OF_THE_RANK_ALONE]):
+        environment[_STARTED_BY_RANK] = "1"
+
+
+def _is_of_multiprocessing() -> bool:
+    """Whether this is a process of `multiprocessing`. Its environment may be that of before the rank's import: it is
+    started by a server, as with `forkserver`, or the rank has not imported the package yet."""
+    process = sys.modules.get("multiprocessing.process")
+    return process is not None and process.parent_process() is not None
 
 
 class _Reader:
@@ -151,8 +166,8 @@ class _Reader:
     def megabytes(self, variable: str, default: int) -> int:
         """The value of a variable that is in megabytes, in bytes."""
         size = self._number(variable)
-        if size is not None and size <= 0:
-            raise self._wrong(variable, "a whole number above 0")
+        if size is not None and not 0 < size <= _MOST_MEGABYTES:
+            raise self._wrong(variable, f"a whole number from 1 to {_MOST_MEGABYTES}")
         return (default if size is None else size) * 1_000_000
 
     def seconds(self, variable: str, default: float) -> float:
@@ -176,4 +191,6 @@ class _Reader:
         return ALL if given in _TRUE else 0
 
 
+if _is_of_multiprocessing():  # before MPI is initialized
+    hide_from_children(os.environ)
 SETTINGS: Final = Settings.from_environment(os.environ)

@@ -146,6 +146,7 @@ class Pool:
             with contextlib.suppress(SystemExit):
                 self.wait()  # others need it in their repairs
             return
-        with contextlib.suppress(MPI.Exception):
+        with contextlib.suppress(MPI.Exception):  # a rank has died since the last operation
             self.current.Agree(1)
+        with contextlib.suppress(MPI.Exception):
             self._ends.Revoke()

@@ -66,7 +66,7 @@ def begin(library: str, job: Callable[[], int | None]) -> None:
     world, agreed = MPI.COMM_WORLD, job()
     name = None if agreed is None else _name(agreed)
     try:
-        Path(SETTINGS.trace).mkdir(parents=True, exist_ok=True)
+        Path(SETTINGS.trace).mkdir(0o775, parents=True, exist_ok=True)  # else an umask of 0 lets everyone write there
         _core.open_timeline(SETTINGS.trace, f"{name or _name(new_job())}.{world.rank:05d}.json", SETTINGS.trace_bytes)
     except OSError as error:
         raise OSError(
@@ -107,6 +107,8 @@ def communicator(number: int, comm: MPI.Comm, name: str) -> None:
 
 def end() -> None:
     """Writes the rest, and ends the file, if there is one."""
-    if ON:
-        _tell_job()
-    _core.close_timeline()
+    try:
+        if ON:
+            _tell_job()
+    finally:
+        _core.close_timeline()

@@ -1,10 +1,15 @@
-"""The timelines of the ranks as they were written: see _mpi/timeline.py and csrc/observe/timeline.c."""
+"""The timelines of the ranks as they were written: see _mpi/timeline.py and csrc/observe/timeline.c.
+
+Whoever can write into the folder may have written anything. `_fact` compares each line with one schema, and `_check`
+what lines say of each other; whatever comes after relies on that. A line that is not JSON is counted, for a process
+that was killed may leave one. Any other damage raises ValueError, with the name of the file.
+"""
 
 import json
 import re
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -19,7 +24,69 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 WAITS = {"wait", "exchange_finish", "index_finish", "redistribute_finish"}
 """The operations that wait for what has been started."""
 
+FROM_ROOT, TO_ROOT = {"bcast", "ibcast", "scatter", "scatterv"}, {"gather", "reduce", "ireduce", "gatherv"}
+
 _DECODER = json.JSONDecoder(object_pairs_hook=_object)
+
+_MOST_CHARACTERS = 1 << 26
+"""The length of the longest line that is read. The longest one written lists the ranks of a communicator."""
+_MOST_RANKS = 1 << 24
+
+
+def _text(x: Any) -> bool:
+    return type(x) is str
+
+
+def _whole(x: Any) -> bool:
+    return type(x) is int and abs(x) < 1 << 63
+
+
+def _count(x: Any) -> bool:
+    return _whole(x) and x >= 0
+
+
+def _time(x: Any) -> bool:
+    return type(x) in (int, float) and abs(x) < 1e18
+
+
+def _plain(x: Any) -> bool:
+    return _text(x) or _whole(x) or _time(x) or type(x) is bool
+
+
+def _list_of(its: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda x: type(x) is list and all(map(its, x))
+
+
+def _is_name(x: Any) -> bool:
+    return _text(x) and re.fullmatch(r"[A-Za-z][\w .']{0,99}", x) is not None
+
+
+_EVENT: dict[str, Callable[[Any], bool]] = {"name": _is_name, "tid": _whole, "ts": _time}
+_SCHEMA: dict[str, dict[str, Callable[[Any], bool]]] = {
+    "B": _EVENT,
+    "E": _EVENT,
+    "X": {**_EVENT, "dur": lambda x: _time(x) and x >= 0},
+    "jaxmpi": {
+        "job": lambda x: x is None or _text(x),
+        **dict.fromkeys(("launched", "host", "clock"), _text),
+        "rank": _count,
+        "size": lambda x: _count(x) and x <= _MOST_RANKS,
+        **dict.fromkeys(("monotonic", "realtime"), _time),
+        "program": _list_of(_text),
+    },
+    "jaxmpi_job": {"job": _text},
+    "jaxmpi_communicator": {"number": _count, "name": _text, "ranks": _list_of(_count), "members": _text},
+    "jaxmpi_end": {"lost": _count},
+}
+"""What a line of each phase has, and what the arguments of a fact (phase M) have, by its name."""
+_MAY_LACK = {"ranks", "members"}
+_ARGUMENTS: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("comm", "from", "request", "count", "sent", "received"), _count),
+    **dict.fromkeys(("root", "dest", "source", "tag", "sendtag", "recvtag", "from_tag"), _whole),
+    **dict.fromkeys(("line", "dtype", "op"), _text),
+    **dict.fromkeys(("operation", "derivative"), _is_name),
+}
+"""What the arguments of an operation are. All but `comm` may be absent; those with other names are plain values."""
 
 
 @dataclass(slots=True)
@@ -69,7 +136,7 @@ class Event:
 @dataclass
 class Communicator:
     name: str
-    ranks: tuple[int, ...]
+    ranks: Sequence[int]
     """The ranks in COMM_WORLD of its processes, in the order of the communicator."""
     earlier: int = 0
     """The number of communicators with this name and these ranks that this rank had made before."""
@@ -159,13 +226,21 @@ def _job(headers: dict[Path, dict[str, Any]]) -> Job:
 
 def _header(path: Path) -> dict[str, Any] | None:
     """Who wrote a file; None: it does not say, since the process was killed."""
-    with path.open(errors="replace") as file:
-        facts = (fact for line in islice(file, 5) if (fact := _decoded(line)) is not None)
-        header: dict[str, Any] | None = next((fact["args"] for fact in facts if fact["name"] == "jaxmpi"), None)
-        if header is not None and header["job"] is None:
-            later = (_decoded(line) for line in file if '"jaxmpi_job"' in line)
-            header["job"] = next((fact["args"]["job"] for fact in later if fact is not None), None)
+    lines = _lines(path)
+    header = next(_arguments_of(path, islice(lines, 5), "jaxmpi"), None)
+    if header is not None and header["job"] is None:
+        later = _arguments_of(path, (line for line in lines if '"jaxmpi_job"' in line), "jaxmpi_job")
+        header["job"] = next((arguments["job"] for arguments in later), None)
+    if header is not None and header["rank"] >= header["size"]:
+        raise _damaged(path, f"it is of rank {header['rank']} of {header['size']}")
     return header
+
+
+def _arguments_of(path: Path, lines: Iterable[str], name: str) -> Iterator[dict[str, Any]]:
+    """The arguments of the facts that have a name."""
+    for line in lines:
+        if (fact := _fact(path, line)) is not None and fact["ph"] == "M" and fact["name"] == name:
+            yield fact["args"]
 
 
 def read(folder: Path, name: str = "") -> list[Rank]:
@@ -179,19 +254,42 @@ def read(folder: Path, name: str = "") -> list[Rank]:
         raise ValueError(f"{len(there)} {plural} written into {folder}, choose one by --job NAME{wrong}:{rows}")
     ranks = [_read(path) for path in chosen[0].paths.values()]
     _find_members(ranks)
+    for rank, path in zip(ranks, chosen[0].paths.values(), strict=True):
+        _check(rank, path)
     return ranks
 
 
 def _find_members(ranks: list[Rank]) -> None:
     """Finds the ranks of communicators in the files that list them. Those of which the first rank has no file are
     forgotten."""
-    listed = {"": tuple(range(ranks[0].size))}
+    listed: dict[str, Sequence[int]] = {"": range(ranks[0].size)}
     for rank in ranks:
         listed.update({comm.members: comm.ranks for comm in rank.communicators.values() if comm.ranks})
     for rank in ranks:
         rank.communicators = {n: comm for n, comm in rank.communicators.items() if comm.members in listed}
         for comm in rank.communicators.values():
             comm.ranks = listed[comm.members]
+
+
+def _check(rank: Rank, path: Path) -> None:
+    """Raises ValueError if a line names a rank that its communicator or the job does not have."""
+    for comm in rank.communicators.values():
+        if not isinstance(comm.ranks, range) and (
+            len({*comm.ranks}) < len(comm.ranks) or max(comm.ranks, default=0) >= rank.size
+        ):
+            raise _damaged(path, f"{comm.ranks!r:.80} are no ranks of a communicator")
+    for event in rank.events:
+        if (known := rank.communicators.get(event.arguments["comm"])) is None:
+            continue
+        needed = {"root"} if event.name in FROM_ROOT | TO_ROOT else {"from"} & event.arguments.keys()
+        if any(event.arguments.get(name) not in range(len(known.ranks)) for name in needed):
+            raise _damaged(path, f"{event.name} of {len(known.ranks)} ranks has {event.arguments!r:.80}")
+
+
+def _damaged(path: Path, what: str) -> ValueError:
+    return ValueError(
+        f"{path} is no timeline, or is damaged: {what}. Remove it, or run the program again with another JAXMPI_TRACE"
+    )
 
 
 def _read(path: Path) -> Rank:
@@ -201,7 +299,11 @@ def _read(path: Path) -> Rank:
     rank = Rank(**{name: header[name] for name in names})
     begun: dict[int, Event] = {}
     last = 0.0
-    for line in _lines(path, rank):
+    for text in _lines(path):
+        line = _fact(path, text)
+        if line is None:
+            rank.unreadable += text.endswith("\n") and text.strip() not in ("[", "]", "")
+            continue
         if line["ph"] == "M":
             _add_fact(rank, line["name"], line["args"])
             continue
@@ -244,26 +346,41 @@ def _join_ends(rank: Rank) -> None:
             event.other_end.other_end = event
 
 
-def _decoded(line: str) -> dict[str, Any] | None:
-    """None: it is no event."""
+def _fact(path: Path, line: str) -> dict[str, Any] | None:
+    """What a line says. None: it is no JSON, such as one that is cut off. Raises ValueError if it says what no timeline
+    does."""
     try:
         fact = _DECODER.decode(line.strip().removesuffix(","))
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return fact if isinstance(fact, dict) and {"name", "ph", "args"} <= fact.keys() else None
+    kinds = [type(fact.get(name)) for name in ("name", "ph", "args")] if type(fact) is dict else None
+    if kinds != [str, str, dict]:
+        raise _damaged(path, f"a line is {line.strip()!r:.80}")
+    if fact["ph"] == "M":
+        wrong = _unlike(fact["args"], fact["name"])
+    else:
+        wrong = "ph" if fact["ph"] not in ("B", "E", "X") else _unlike(fact, fact["ph"])
+        given = ((name, _ARGUMENTS.get(name, _plain)(value)) for name, value in fact["args"].items())
+        wrong = wrong or next((name for name, fits in given if not fits), None if "comm" in fact["args"] else "comm")
+    if wrong is not None:
+        raise _damaged(path, f"{wrong!r:.40} is missing or wrong in {line.strip()!r:.80}")
+    return fact
 
 
-def _lines(path: Path, rank: Rank) -> Iterator[dict[str, Any]]:
-    """The events of a file, without lines that are cut off: the last one of a process that was killed."""
+def _unlike(given: dict[str, Any], kind: str) -> str | None:
+    """The name of what is not as the schema says; a kind that it does not have may say anything."""
+    for name, fits in _SCHEMA.get(kind, {}).items():
+        if not fits(given[name]) if name in given else name not in _MAY_LACK:
+            return name
+    return None
+
+
+def _lines(path: Path) -> Iterator[str]:
     with path.open(errors="replace") as file:
-        for line in file:
-            if line.strip() in ("[", "]", ""):
-                continue
-            fact = _decoded(line)
-            if fact is not None:
-                yield fact
-            elif line.endswith("\n"):
-                rank.unreadable += 1
+        while line := file.readline(_MOST_CHARACTERS):
+            if len(line) == _MOST_CHARACTERS:
+                raise _damaged(path, f"a line has more than {_MOST_CHARACTERS} characters")
+            yield line
 
 
 def _add_fact(rank: Rank, name: str, given: dict[str, Any]) -> None:

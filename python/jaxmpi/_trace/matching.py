@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxmpi._trace.files import WAITS, Communicator, Event, Rank
+from jaxmpi._trace.files import FROM_ROOT, TO_ROOT, WAITS, Communicator, Event, Rank
 
 MESSAGES = {"send", "recv", "sendrecv", "isend", "irecv"}
 ALONE = {"after", "hold", *WAITS}
@@ -19,7 +19,6 @@ _ONE_CLOCK: Mapping[int, str] = {}
 _STARTED = {"iallreduce", "ialltoall", "ibarrier", "ibcast", "ireduce"}
 _WITH_NEIGHBORS = {"exchange", "exchange_start", "index_accumulate", "index_exchange", "index_start"}
 _WITH_NEIGHBORS |= {"neighbor_allgather", "neighbor_alltoall", "redistribute", "redistribute_start"}
-_FROM_ROOT, _TO_ROOT = {"bcast", "ibcast", "scatter", "scatterv"}, {"gather", "reduce", "ireduce", "gatherv"}
 _BY_COUNTS = {"allgatherv", "alltoallv", "gatherv", "migrate", "reduce_scatterv", "scatterv"}
 
 
@@ -55,12 +54,12 @@ class Collective:
             return []  # which other ranks these are the events do not tell
         if first.name in _BY_COUNTS and clock is not _ONE_CLOCK:
             return []  # a count of 0 needs nobody; who waited is well enough known without it, clocks are not
-        if first.name in _FROM_ROOT | _TO_ROOT:
+        if first.name in FROM_ROOT | TO_ROOT:
             root = self.events.get(self.communicator.ranks[first.arguments["root"]])
             others = [event for event in ordered if event is not root]
             if root is None:
                 return []
-            return [(event, root) if first.name in _FROM_ROOT else (root, event) for event in others]
+            return [(event, root) if first.name in FROM_ROOT else (root, event) for event in others]
         if first.name in ("scan", "exscan"):
             return list(zip(ordered[1:], ordered, strict=False))
         last = {clock.get(event.rank): event for event in sorted(ordered, key=lambda event: event.begin)}
@@ -148,7 +147,7 @@ def _sort_message(event: Event, comm: Communicator, sent: dict[Any, list[Event]]
         sent[comm.key, event.rank, comm.ranks[dest], tag].append(event)
     end = event.other_end if event.name == "irecv" else event
     if end is not None and "from" in (given := end.arguments):
-        received[comm.key, comm.ranks[given["from"]], event.rank, given["from_tag"]].append(end)
+        received[comm.key, comm.ranks[given["from"]], event.rank, given.get("from_tag")].append(end)
 
 
 def add_waiting(matched: Matched) -> dict[tuple[int, int], float]:

@@ -87,13 +87,16 @@ def matrix(file: IO[bytes], ranks: Sequence[Rank], messages: Sequence[Message]) 
     from matplotlib.ticker import MaxNLocator
 
     size = ranks[0].size
-    nbytes = np.zeros((size, size))
+    bins = min(size, _BINS)  # each of one rank, as long as there are enough
+    nbytes = np.zeros((bins, bins))
     for message in messages:
-        nbytes[message.sent.rank, message.received.rank] += message.nbytes
+        nbytes[message.sent.rank * bins // size, message.received.rank * bins // size] += message.nbytes
     figure = Figure(figsize=(6, 5), layout="constrained")
     axes = figure.subplots()
     shown = np.ma.masked_equal(nbytes, 0)
-    figure.colorbar(axes.imshow(shown, vmin=0, vmax=max(nbytes.max(), 1), interpolation="nearest"), label="bytes")
+    extent = (-0.5, size - 0.5, size - 0.5, -0.5)
+    image = axes.imshow(shown, vmin=0, vmax=max(nbytes.max(), 1), interpolation="nearest", extent=extent)
+    figure.colorbar(image, label="bytes")
     axes.set(xlabel="receiving rank", ylabel="sending rank", title="messages")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True))

@@ -1,5 +1,6 @@
 """Where the time went, in tables; and one timeline of all ranks, for Perfetto."""
 
+import itertools
 import json
 import statistics
 from collections import defaultdict
@@ -24,7 +25,7 @@ def _size(value: float) -> str:
     return f"{value:.3g} B"
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """A text in one line, without what cannot be printed."""
     return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
@@ -66,7 +67,7 @@ def by_line(ranks: Sequence[Rank], span: float, most: int) -> Iterator[str]:
                 f"{_seconds(min(waits.values()))} to {_seconds(max(waits.values()))}",
                 _size(moved / len(events)),
                 _seconds(statistics.median(event.seconds for event in events)),
-                _printable(line),
+                line,
             ]
         )
     head = ["operation", "calls", "time", "of all", "waiting", "of it", "on the ranks", "bytes", "median", "line"]
@@ -109,9 +110,11 @@ def by_pair(messages: Sequence[Message], caused: Mapping[tuple[int, int], float]
 
 def caveats(ranks: Sequence[Rank], matched: Matched, uncertainty: float) -> Iterator[str]:
     """What a reader must know to trust the figures."""
-    missing = sorted(set(range(ranks[0].size)) - {rank.rank for rank in ranks})
+    there = [-1, *sorted(rank.rank for rank in ranks), ranks[0].size]
+    gaps = [(a + 1, b - 1) for a, b in itertools.pairwise(there) if b - a > 1]
+    missing = ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in gaps)
     if missing:
-        yield f"ranks {', '.join(map(str, missing))} have no timeline: what others waited for there is not known"
+        yield f"ranks {missing} have no timeline: what others waited for there is not known"
     for rank in ranks:
         if rank.lost:
             yield f"rank {rank.rank} left out {rank.lost} operations: its file was full, or the disk too slow"
@@ -121,7 +124,7 @@ def caveats(ranks: Sequence[Rank], matched: Matched, uncertainty: float) -> Iter
             yield f"rank {rank.rank} was killed, or is still running: its last 0.1 s may be missing"
         for event in rank.events:
             if not event.complete:
-                line = _printable(event.arguments.get("line", "an unknown line"))
+                line = event.arguments.get("line", "an unknown line")
                 yield f"rank {rank.rank} never came back from {event.label}, called at {line}"
     if matched.unmatched:
         yield f"{matched.unmatched} operations could not be put together with those of other ranks: no waiting is known"
