@@ -102,9 +102,10 @@ static int new_place(void) {
   return all.used++;
 }
 
-/* The numbers are pairs of float32: one, or one for each array of a batch. */
+/* The numbers are pairs of float32: one, or one for each array of a batch. int32: NOTHING of _operations/requests.py. */
 static bool are_numbers(const struct buffer *id) {
-  return id->type != NULL && id->type->code == FFI_DTYPE_F32 && id->count >= 2 && id->count % 2 == 0;
+  if (id->type == NULL || id->count < 2 || id->count % 2 != 0) return false;
+  return id->type->code == FFI_DTYPE_F32 || id->type->code == FFI_DTYPE_S32;
 }
 
 static ffi_error *fail_numbers(const struct call *call, const struct buffer *id) {
