@@ -68,7 +68,14 @@ if _module_to_run() not in ("jaxmpi.run", "jaxmpi.info", "jaxmpi.trace"):
     )
 
     if _typing.TYPE_CHECKING:
-        from jaxmpi import bench, collectives, compat, fft, info, io, run, sharded, testing, trace
+        from jaxmpi import bench as bench
+        from jaxmpi import collectives as collectives
+        from jaxmpi import compat, fft, io
+        from jaxmpi import info as info
+        from jaxmpi import run as run
+        from jaxmpi import sharded as sharded
+        from jaxmpi import testing as testing
+        from jaxmpi import trace as trace
         from jaxmpi._grid.grid import Grid
         from jaxmpi._grid.redistribute import iredistribute, redistribute
         from jaxmpi._replica import Replica
