@@ -102,8 +102,8 @@ static int new_place(void) {
   return all.used++;
 }
 
-/* The numbers are pairs of float32: one, or one for each array of a batch. Those of a constant that stands for no request
- * are int32. */
+/* The numbers are pairs of float32: one, or one for each array of a batch. A constant that stands for no request has
+ * int32. */
 static bool are_numbers(const struct buffer *id) {
   if (id->type == NULL || id->count < 2 || id->count % 2 != 0) return false;
   return id->type->code == FFI_DTYPE_F32 || id->type->code == FFI_DTYPE_S32;
