@@ -102,11 +102,18 @@ static int new_place(void) {
   return all.used++;
 }
 
-/* The numbers are pairs of float32: one, or one for each array of a batch. A constant that stands for no request has
- * int32. */
+/* The numbers are pairs of float32: one, or one for each array of a batch. */
 static bool are_numbers(const struct buffer *id) {
-  if (id->type == NULL || id->count < 2 || id->count % 2 != 0) return false;
-  return id->type->code == FFI_DTYPE_F32 || id->type->code == FFI_DTYPE_S32;
+  return id->type != NULL && id->type->code == FFI_DTYPE_F32 && id->count >= 2 && id->count % 2 == 0;
+}
+
+/* The constant that stands for no request (NOTHING of _operations/requests.py): zeros of int32. */
+static bool is_nothing(const struct buffer *id) {
+  if (id->type == NULL || id->type->code != FFI_DTYPE_S32) return false;
+  const int32_t *given = id->data;
+  int64_t zeros = 0;
+  while (zeros < id->count && given[zeros] == 0) zeros++;
+  return zeros == id->count;
 }
 
 static ffi_error *fail_numbers(const struct call *call, const struct buffer *id) {
@@ -227,7 +234,9 @@ static const char *why_none(bool none, int64_t zero) {
 }
 
 struct request *request_take(const struct call *call, const struct buffer *id, int64_t zero, ffi_error **error) {
-  *error = are_numbers(id) ? NULL : fail_numbers(call, id);
+  *error = NULL;
+  if (zero > 0 && is_nothing(id)) return NULL;
+  if (!are_numbers(id)) *error = fail_numbers(call, id);
   if (*error != NULL) return NULL;
   const float *given = id->data;
   for (int64_t i = 2; i < id->count && *error == NULL; i++)
