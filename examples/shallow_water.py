@@ -380,6 +380,7 @@ def demo(
     with contextlib.ExitStack() as stack:
         bar = stack.enter_context(tqdm(total=steps * days, initial=first * days, bar_format=layout, disable=rank != 0))
         out = stack.enter_context(open_output(options.output, grid, options.restart)) if options.output else None
+        state = begin
         for done, state in run(model, begin, first, steps):
             bar.update(done * days - bar.n)
             if out:

@@ -120,6 +120,11 @@ static ffi_error *fail_kept(const struct call *call, const int64_t attributes[MA
   return error;
 }
 
+const char *advice_on_vmap(int64_t mine, int64_t other) {
+  int64_t less = mine < other ? mine : other, more = mine < other ? other : mine;
+  return less > 0 && less < more && more % less == 0 ? ". What jax.vmap maps on one rank must be mapped on all" : "";
+}
+
 ffi_error *call_fail_dropped(const struct call *call, const struct buffer *out, const char *format, ...) {
   char text[TEXT_BYTES];
   va_list arguments;

@@ -22,6 +22,9 @@ __attribute__((format(printf, 3, 4))) ffi_error *call_fail(const struct call *ca
 __attribute__((format(printf, 3, 4))) ffi_error *call_fail_dropped(const struct call *call, const struct buffer *out,
                                                                    const char *format, ...);
 
+/* Advice where two ranks have arrays of these lengths, if one may be a batch of what the other has; or "". */
+const char *advice_on_vmap(int64_t mine, int64_t other);
+
 /* What a call returns: `error`; or, as that of the last array of a pytree, or one that fails, the error that was kept.
  * Calls of one pytree have equal attributes, but for the place and the numbers that follow from the shapes. */
 extern atomic_int failures_kept;

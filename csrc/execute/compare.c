@@ -220,17 +220,20 @@ static ffi_error *fail_differing(const struct call *call, struct communicator *c
   resized.sizes = mine->record.sizes;
   if (are_same(&resized, &mine->record))
     text_add(&of_other, "%s",
-             attribute_of(row, KIND_PLAN) >= 0     ? " of other shapes, dtypes or arguments"
+             attribute_of(row, KIND_PLAN) >= 0     ? " of other shapes, dtypes or arguments, or not mapped by the same "
+                                                     "jax.vmap"
              : attribute_of(row, KIND_NUMBER) >= 0 ? " with other counts"
                                                    : " of other sizes");
   if (other->record.call != mine->record.call) snprintf(at, sizeof at, "is at call %" PRId64 ",", other->record.call);
+  resized.count = mine->record.count;
+  const char *mapped = are_same(&resized, &mine->record) ? advice_on_vmap(mine->record.count, other->record.count) : "";
+  const char *whole = advice_on_scatter(comm, &mine->record, &other->record);
   bool told = strncmp(other->lines, "called at ", 10) == 0; /* another version may tell something else */
   return call_fail(call, FFI_FAILED_PRECONDITION,
                    "the ranks differ: %s call %" PRId64 " on this communicator: %s%s%s; rank %d %s %s%s%.*s%s%s%s",
                    now ? "this is" : "before this,", mine->record.call, here, mine->lines[0] != '\0' ? " " : "",
                    mine->lines, rank, at, there, told ? " " : "", told ? LINES - 1 : 0, other->lines,
-                   now ? ". Nothing of it was sent" : "", advice_on_scatter(comm, &mine->record, &other->record),
-                   advice_on_others(comm));
+                   now ? ". Nothing of it was sent" : "", whole[0] != '\0' ? whole : mapped, advice_on_others(comm));
 }
 
 /* Of one that knows of a difference, and not of which. */

@@ -41,12 +41,13 @@ static ffi_error *misfit(const struct call *call, const struct buffer *out, int6
       call, out,
       "the message from rank %d with tag %d%s%.200s has %" PRId64 " bytes (%" PRId64
       " elements of %s), the template %" PRId64 " bytes (%" PRId64
-      " elements): it %s, so it was %s. Receive with a template of the shape and dtype that is sent%s",
+      " elements): it %s, so it was %s. Receive with a template of the shape and dtype that is sent%s%s",
       status->MPI_SOURCE, status->MPI_TAG, label != NULL && label->lines[0] != '\0' ? " " : "",
       label != NULL ? label->lines : "", sent, sent / width, out->type->name, expected, out->count, what, then,
       longer || by_status || call->operation->row == ROW_irecv
           ? ""
-          : ", or pass status= to accept shorter ones (the rest is then zero)");
+          : ", or pass status= to accept shorter ones (the rest is then zero)",
+      advice_on_vmap(sent, expected));
 }
 
 /* Drops a message that does not fit the template; returns the error. */
@@ -141,7 +142,7 @@ ffi_error *fail_planned(const struct call *c, const struct peer *peer, int64_t b
       c, FFI_FAILED_PRECONDITION,
       "rank %d has sent something else (%" PRId64 " bytes, where %" PRId64
       " of this call were expected). All ranks must make the same calls in the same order: with arrays of the same "
-      "dtypes, of one and the same global shape each, and the same arguments. JAXMPI_CHECK=1 tells where "
-      "they differ, before anything is sent",
+      "dtypes, of one and the same global shape each, and the same arguments; what jax.vmap maps on one rank must be "
+      "mapped on all. JAXMPI_CHECK=1 tells where they differ, before anything is sent",
       peer->rank, bytes, peer->bytes);
 }

@@ -107,6 +107,15 @@ static bool are_numbers(const struct buffer *id) {
   return id->type != NULL && id->type->code == FFI_DTYPE_F32 && id->count >= 2 && id->count % 2 == 0;
 }
 
+/* The constant that stands for no request (NOTHING of _operations/requests.py): zeros of int32. */
+static bool is_nothing(const struct buffer *id) {
+  if (id->type == NULL || id->type->code != FFI_DTYPE_S32) return false;
+  const int32_t *given = id->data;
+  int64_t zeros = 0;
+  while (zeros < id->count && given[zeros] == 0) zeros++;
+  return zeros == id->count;
+}
+
 static ffi_error *fail_numbers(const struct call *call, const struct buffer *id) {
   if (id->count == 0)
     return call_fail(call, FFI_UNIMPLEMENTED,
@@ -225,7 +234,9 @@ static const char *why_none(bool none, int64_t zero) {
 }
 
 struct request *request_take(const struct call *call, const struct buffer *id, int64_t zero, ffi_error **error) {
-  *error = are_numbers(id) ? NULL : fail_numbers(call, id);
+  *error = NULL;
+  if (zero > 0 && is_nothing(id)) return NULL;
+  if (!are_numbers(id)) *error = fail_numbers(call, id);
   if (*error != NULL) return NULL;
   const float *given = id->data;
   for (int64_t i = 2; i < id->count && *error == NULL; i++)

@@ -346,7 +346,7 @@ class Transform(Local):
                 end = x.shape[place]
                 parts.append(jax.lax.slice_in_dim(x, end - (n - 1) // 2, end, axis=place))
             x = jnp.concatenate(parts, place)
-        return x * jnp.asarray(self._scale(axis), x.real.dtype)
+        return x * self._scale(axis)
 
     def _widen(self, y: jax.Array, axis: int) -> jax.Array:
         """The modes of a padded transform, of which those that are not kept are zero."""
@@ -362,7 +362,7 @@ class Transform(Local):
             if negative:
                 parts.append(jax.lax.slice_in_dim(y, n - negative, n, axis=place))
             y = jnp.concatenate(parts, place)
-        return y / jnp.asarray(self._scale(axis), y.real.dtype)
+        return y / self._scale(axis)
 
 
 def _moved(x: Any, source: Grid, target: Grid) -> Any:
@@ -395,7 +395,7 @@ def _empty(x: jax.Array, grid: Grid, waves: bool) -> jax.Array:
     """A block without cells, of another division, complex after a Fourier transform: JAX has no transforms of such. It
     is made of `x`, so that what maps or differentiates that maps or differentiates it, as on other ranks."""
     if waves:
-        x = x.astype(jnp.result_type(x.dtype, jnp.complex64))
+        x = x.astype(np.result_type(x.dtype, np.complex64))
     front = x.ndim - len(grid.processes)
     sizes = (*x.shape[:front], *grid.local_shape)
     return jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, new - old, 0) for new, old in zip(sizes, x.shape, strict=True)])

@@ -31,8 +31,8 @@ def check_grads(
     All ranks call it. They compare reverse mode with forward mode, and that with central differences, in a random
     direction of each array among `args`. The function is one, of the arrays of all ranks. Forward mode needs no
     `replicate` and no `invariant`, reverse mode depends on them: so if one is missing, or one too many, the two differ,
-    on two ranks or more whose data differ. Then the program is traced and changed, to find out which change makes its
-    gradient right, and the error says which were tried with success, with the lines of the program.
+    on two ranks or more whose data differ. The error names the arguments whose derivatives differ, and by which factor
+    if by a simple one. What takes longer than ten seconds is said on rank 0's stderr.
 
     Args:
       f: a function of arrays and pytrees, jitted or not, called as `f(*args)`. It is called about a dozen times, and
@@ -72,7 +72,7 @@ def check_grads(
     ranks = Ranks(comm, "check_grads")
     problem = ranks.together("take its arguments", lambda: Problem(f, args, invariant, invariant_out))
     problem.compare(ranks)
-    traced = checking.traced(problem, ranks, forward, reverse and gradient is None)
+    function = checking.differentiable(problem, ranks, forward, reverse and gradient is None)
     check = checking.Check(checking.evaluated(problem, ranks), forward, rtol, atol, eps)
     check.one_function()
     if forward:
@@ -80,4 +80,4 @@ def check_grads(
     if reverse and gradient is not None:
         check.gradient(gradient)
     elif reverse:
-        check.reverse(traced)
+        check.reverse(function)

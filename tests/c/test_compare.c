@@ -273,6 +273,14 @@ static void lines_are_told(void) {
         "value) called at there.py:5 (g). Nothing of it was sent");
 }
 
+/* As where jax.vmap maps an array on some ranks alone. */
+static void a_batch_on_some_ranks_is_named(void) {
+  odd_at = offsetof(struct record, count), odd_by = N;
+  prepare(odd);
+  FAILS(RUN("allreduce", ARRAY(F32, in, N), ARRAY(F32, out, N), COMM(world(PLACE, SIZE)), reduction("SUM")),
+        FFI_FAILED_PRECONDITION, "sent. What jax.vmap maps on one rank must be mapped on all");
+}
+
 static int64_t row_of(const char *operation) {
   int64_t row = 0;
   while (strcmp(operation_table[row].id, operation) != 0) row++;
@@ -343,6 +351,7 @@ static const struct test tests[] = {
     TEST(what_was_missed_is_found_later),
     TEST(any_difference_is_an_error),
     TEST(lines_are_told),
+    TEST(a_batch_on_some_ranks_is_named),
     TEST(joined_arrays_are_compared),
     TEST(both_are_named),
     TEST(reductions_of_ours_are_named),

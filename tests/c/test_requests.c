@@ -363,6 +363,9 @@ static void numbers_have_a_shape(void) {
     FAILS(RUN("irecv", NONE, *shape, COMM(here()), N, F32, 0, 0), FFI_INTERNAL, "reinstall");
     FAILS(RUN("wait", *shape, NONE, COMM(here()), 1), FFI_INTERNAL, "reinstall");
   }
+  static int32_t nothing[2]; /* a constant of a derivative */
+  SUCCEEDS(RUN("wait", ARRAY(S32, nothing, 2), NONE, COMM(here()), 1));
+  FAILS(RUN("wait", ARRAY(S32, nothing, 2), NONE, COMM(here()), 0), FFI_INTERNAL, "reinstall");
   FAILS(RUN("ibarrier", NONE, MATRIX(F32, NULL, 0, 2), COMM(here())), FFI_UNIMPLEMENTED, "an axis of length 0");
   CHECK_EQUAL(communications(), 0);
   all_is_done();

@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 import jaxmpi
 from jaxmpi import notoken
-from jaxmpi._testing import changes, checking
+from jaxmpi._testing import figures, together, verdict
 from jaxmpi.testing import check_grads
 from support import drawing, gradients
 from support.launch import launch
@@ -176,7 +176,7 @@ def told(*args, **kwargs):
 
 
 def mean(x):
-    return notoken.allreduce(jnp.mean(x, axis=0), MPI.SUM) / SIZE  # mean
+    return notoken.allreduce(jnp.mean(x, axis=0), MPI.SUM) / SIZE
 
 
 def missing_at_argument(w, x):
@@ -188,24 +188,24 @@ def missing_in_one_of_two(w, b, x):
 
 
 def missing_behind_mean(w, x):
-    x = x - mean(x)  # here
+    x = x - mean(x)
     return mean(jnp.tanh(x @ jaxmpi.replicate(w)) ** 2)
 
 
 def missing_where_ranks_differ(w, x):
     x = jnp.sin(x) if RANK == 0 else x
-    x = x - mean(x)  # here
+    x = x - mean(x)
     return mean(jnp.tanh(x @ jaxmpi.replicate(w)) ** 2)
 
 
 def missing_in_a_use(w, x):
     middle = mean(x)
-    return regression(w, x - middle, Y) + jnp.sum(middle**2)  # here
+    return regression(w, x - middle, Y) + jnp.sum(middle**2)
 
 
 def missing_in_a_loop(w, x):
     def step(w, _):
-        gradient = jnp.tanh(x.T @ (x @ w))  # here
+        gradient = jnp.tanh(x.T @ (x @ w))
         return w - 0.1 * notoken.allreduce(gradient, MPI.SUM), None
 
     return jnp.sum(jax.lax.scan(step, w, None, length=2)[0])
@@ -213,7 +213,7 @@ def missing_in_a_loop(w, x):
 
 def missing_in_a_branch(w, x):
     def often(w):
-        middle = mean(x)  # here
+        middle = mean(x)
         return mean((x - middle) ** 2 @ jaxmpi.replicate(w))
 
     return jax.lax.cond(w[0] > -100, often, jnp.sum, w)
@@ -221,104 +221,110 @@ def missing_in_a_branch(w, x):
 
 def too_many_at_a_penalty(w, x):
     w = jaxmpi.replicate(w)
-    return total(error(w, x, Y)) / SIZE + 0.1 * jnp.sum(w**2)  # here
+    return total(error(w, x, Y)) / SIZE + 0.1 * jnp.sum(w**2)
 
 
 def too_many_at_the_loss(w, x):
-    return jaxmpi.replicate(regression(w, x, Y))  # here
+    return jaxmpi.replicate(regression(w, x, Y))
 
 
 @jaxmpi.jit
 def too_many_in_jit(w, x):
-    scale = jaxmpi.replicate(w)  # here
+    scale = jaxmpi.replicate(w)
     return regression(w, x, Y) + jnp.sum(scale**2)
 
 
 def too_many_in_one_line(w, x):
-    middle = jaxmpi.replicate(mean(x - jaxmpi.replicate(mean(x**2))))  # here
+    middle = jaxmpi.replicate(mean(x - jaxmpi.replicate(mean(x**2))))
     return regression(w, x, Y) + jnp.sum(middle**2)
 
 
 def missing_invariant(w, x):
-    features = notoken.allgather(x @ jaxmpi.replicate(w))  # here
+    features = notoken.allgather(x @ jaxmpi.replicate(w))
     return jnp.mean(jnp.tanh(features) ** 2)
 
 
 def missing_invariant_of_bcast(w, x):
-    first = notoken.bcast(x, 0)  # here
+    first = notoken.bcast(x, 0)
     return regression(w, x, Y) + jnp.sum(first**2)
 
 
 def too_many_invariants(w, x):
-    middle = jaxmpi.invariant(mean(x))  # here
+    middle = jaxmpi.invariant(mean(x))
     return regression(w, x, Y) + jnp.sum(middle**2)
 
 
 def two_mistakes(z):
-    largest = notoken.allreduce(jnp.max(z), MPI.MAX)  # largest
-    whole = notoken.allreduce(jnp.sum(jnp.exp(z - largest)), MPI.SUM)  # whole
+    largest = notoken.allreduce(jnp.max(z), MPI.MAX)
+    whole = notoken.allreduce(jnp.sum(jnp.exp(z - largest)), MPI.SUM)
     return total(-jnp.eye(4)[1] * (RANK == SIZE - 1) * (z - largest - jnp.log(whole)))
+
+
+def missing_at_divided_weights(w, layer):
+    """Each rank has columns of one matrix and rows of the next."""
+    hidden = jnp.tanh(w @ layer["columns"])
+    return jnp.sum(jnp.sin(notoken.allreduce(hidden @ layer["rows"], MPI.SUM)))
+
+
+def too_many_at_divided_weights(w, layer):
+    hidden = jnp.tanh(jaxmpi.replicate(w) @ layer["columns"])
+    return jnp.sum(jnp.sin(jaxmpi.replicate(notoken.allreduce(hidden @ layer["rows"], MPI.SUM))))
 
 
 PART = "each rank has a part of the derivative: their sum is right"
 TIMES = f"{SIZE} times the derivative, as many times as there are ranks"
-REPLICATE, INVARIANT = (f"pass its result through jaxmpi.{name}" for name in ("replicate", "invariant"))
-ALL_HAVE = "here: pass what is the same on all ranks through jaxmpi.replicate"
 MISTAKES = {
-    missing_at_argument: ({"w": PART}, "w: pass it through jaxmpi.replicate first"),
-    missing_in_one_of_two: ({"b": PART}, "b: pass it through jaxmpi.replicate first"),
-    missing_behind_mean: ({"x": ""}, f"allreduce at mean, called at here: {REPLICATE}"),
-    missing_where_ranks_differ: ({"x": ""}, f"allreduce at mean, called at here: {REPLICATE}"),
-    missing_in_a_use: ({"x": ""}, ALL_HAVE),
-    missing_in_a_loop: (None, ALL_HAVE),
-    missing_in_a_branch: ({"x": ""}, f"allreduce at mean, called at here: {REPLICATE}"),
-    too_many_at_a_penalty: ({"w": ""}, "here: use what has not been passed through jaxmpi.replicate"),
-    too_many_at_the_loss: ({"w": TIMES, "x": TIMES}, "replicate at here: leave it out"),
-    too_many_in_jit: ({"w": ""}, "replicate at here: leave it out"),
-    too_many_in_one_line: ({"x": ""}, "replicate at here, number 2 of 2: leave it out"),
-    missing_invariant: ({"w": TIMES, "x": TIMES}, f"allgather at here: {INVARIANT}"),
-    missing_invariant_of_bcast: ({"x": ""}, f"bcast at here: {INVARIANT}"),
-    too_many_invariants: ({"x": ""}, "invariant at here: leave it out"),
+    missing_at_argument: {"w": PART},
+    missing_in_one_of_two: {"b": PART},
+    missing_behind_mean: {"x": ""},
+    missing_where_ranks_differ: {"x": ""},
+    missing_in_a_use: {"x": ""},
+    missing_in_a_loop: {"w": "the ranks differ, and should have the same", "x": ""},
+    missing_in_a_branch: {"x": ""},
+    missing_at_divided_weights: {"w": PART},
+    too_many_at_divided_weights: {"w": TIMES, "layer['columns']": TIMES, "layer['rows']": TIMES},
+    too_many_at_a_penalty: {"w": ""},
+    too_many_at_the_loss: {"w": TIMES, "x": TIMES},
+    too_many_in_jit: {"w": ""},
+    too_many_in_one_line: {"x": ""},
+    missing_invariant: {"w": TIMES, "x": TIMES},
+    missing_invariant_of_bcast: {"x": ""},
+    too_many_invariants: {"x": ""},
+    two_mistakes: {"z": ""},
 }
-"""How the gradient of each wrong argument is related to the derivative, if in a simple way, and what mends it."""
-ARGUMENTS = {"w": W, "b": -W, "x": X}
+"""How the gradient of each wrong argument is related to the derivative, if in a simple way."""
+VALUES = {"w": W, "b": -W, "x": X, "z": draw(4), "layer": {"columns": draw(3, 2), "rows": draw(2, 3)}}
 
 
-def marked(function):
-    """The lines of a function that end with a mark, as explanations name them, by marks."""
-    source, first = inspect.getsourcelines(inspect.unwrap(function))
-    marks = [re.search(r"# (\w+)$", line.rstrip()) for line in source]
-    return {f"{__file__}:{first + i}": mark[1] for i, mark in enumerate(marks) if mark}
-
-
-def advice_in(text, *functions):
-    """The changes that a text names, without their reasons, with marks in the place of lines."""
-    said = re.sub(", since .*$", "", text.partition("right, as was tried:\n")[2], flags=re.M).replace(":\n    ", ": ")
-    for line, mark in {line: mark for function in functions for line, mark in marked(function).items()}.items():
-        said = re.sub(rf"{re.escape(line)} \(.*?\)", mark, said)
-    return said.strip().split("\n  ")
+def relations_in(text):
+    return dict(re.findall(r"^  (\S+): reverse mode .*(?:\n    (.*))?$", text, re.M))
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.two_ranks_suffice
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda function: function.__name__)
-def test_mistake(mistake):
-    """It is found, what is said of the figures is true, and the mistake is among what makes the gradient right."""
-    relations, advice = MISTAKES[mistake]
-    names = inspect.signature(mistake).parameters
-    text = told(mistake, tuple(ARGUMENTS[name] for name in names), invariant=[name for name in names if name in "wb"])
-    if relations is not None:
-        assert dict(re.findall(r"^  (\w+): reverse mode .*(?:\n    (.*))?$", text, re.M)) == relations
-    assert advice in advice_in(text, mistake, mean), text
-    assert len(advice_in(text)) <= 3, text
+def test_mistakes():
+    """They are found, in the arguments that have them, and what is said of the figures is true."""
+    for mistake, relations in MISTAKES.items():
+        names = inspect.signature(mistake).parameters
+        text = told(mistake, tuple(map(VALUES.get, names)), invariant=[name for name in names if name in "wb"])
+        assert relations_in(text) == relations, f"{mistake.__name__}: {text}"
+        assert text.endswith("the usual mistakes are in docs/gradients.md.")
 
 
-@pytest.mark.ranks(2)
-def test_two_mistakes():
-    """Which no one change mends."""
-    text = told(two_mistakes, (draw(4),))
-    assert "These changes together make it right" in text
-    assert advice_in(text, two_mistakes) == [f"allreduce at {mark}: {REPLICATE}" for mark in ("largest", "whole")]
+def test_factor_of_some_ranks():
+    """It is named, too, if it is the number of ranks in a part of them."""
+    words = {4.0: f"4 {TIMES[2:]}", 2.0: "2 times the derivative", 0.5: "the derivative divided by 2", 1.5: ""}
+    for factor, said in words.items():
+        gradient = figures.Gradient((factor,) * 4, True, 1.0)
+        assert verdict.relation(gradient, figures.Derivative(1.0, 1.0), 4, verdict.Tolerance(1e-7, 0.0)) == said
+
+
+@pytest.mark.two_ranks_suffice
+def test_what_takes_long_is_said(monkeypatch, capfd):
+    monkeypatch.setattr(together, "SILENCE", 0.0)
+    check_grads(lambda x: total(square(x)), (X,), modes=("rev",))
+    said = capfd.readouterr().err
+    assert bool(re.search("check_grads: busy for .* s, now to differentiate f in reverse mode.", said)) == (RANK == 0)
 
 
 @pytest.mark.launches
@@ -335,11 +341,11 @@ def test_with_comparison_of_cotangents(script):
             print(error, flush=True)
     """)
     said = launch(2, program, JAXMPI_CHECK="1").stdout
-    assert said.count("pass its result through jaxmpi.replicate") == 2, said
+    assert said.count("check_grads: the gradient is wrong") == 2, said
 
 
 def test_figures():
-    """They are those of the witness, in the direction of 1 for a single number; on one rank there is no advice."""
+    """They are those of the witness, in the direction of 1 for a single number. A gradient by hand gets no advice."""
     w = 0.5
 
     @jax.custom_jvp
@@ -355,7 +361,7 @@ def test_figures():
     given, forward = map(float, re.search(r"x: gradient (.*); forward mode (.*); ", text).groups())
     np.testing.assert_allclose(given, 2 * forward, rtol=1e-2)
     assert ("2 times the derivative" in text) == (SIZE == 2)
-    assert "as was tried" not in text
+    assert "docs/gradients.md" not in text
 
 
 @pytest.mark.ranks(2)
@@ -509,35 +515,19 @@ def test_random_programs(comm, rank, size):
 
 @pytest.mark.ranks(2)
 @pytest.mark.two_ranks_suffice
-@pytest.mark.seconds(400)
-def test_random_mistakes(comm, rank, size, monkeypatch):
-    """A mistake that makes a gradient wrong, by the witness, is found. The explanation names its line, and what it says
-    makes the gradient right, by the witness, at other arguments as well. A mistake that does no harm is no alarm."""
-    explained = []
-    monkeypatch.setattr(checking, "repairs", lambda program, *more: explain(program, changes.repairs(program, *more)))
-
-    def explain(program, found):
-        explained.append((program, found))
-        return found
+def test_random_mistakes(comm, rank, size):
+    """A mistake that makes a gradient wrong, by the witness, is found. One that does no harm is no alarm."""
 
     def check(drawn):
         seed, which = drawn
         right = gradients.generate(seed)
-        word, line, program = (possible := list(gradients.mistakes(right)))[which % len(possible)]
-        args, others = (gradients.arguments(seed, rank, size, which)[0] for which in (0, 1))
+        program = (possible := list(gradients.mistakes(right)))[which % len(possible)]
+        args, _ = gradients.arguments(seed, rank, size)
         f = program.function(comm)
         if same(comm, gradient_of(f, args), gradients.expected(right, seed, rank, size)):
             check_grads(f, args, invariant=gradients.INVARIANT)
-            return
-        told(f, args, invariant=gradients.INVARIANT)
-        changeable, found = explained.pop()
-        named = {line for some in found for change in some for line in change.lines}
-        inside = right.statements[line].text.startswith("loop") and any(gradients.__file__ in its for its in named)
-        assert right.line(line) in named or inside, f"{word}\n{program}\n{found}"
-        for some in found:
-            _, pull = jax.vjp(changeable.changed(some), *others)
-            gradient = pull([jnp.ones(())])
-            assert same(comm, gradient, gradients.expected(right, seed, rank, size, 1)), f"{word}\n{program}\n{some}"
+        else:
+            told(f, args, invariant=gradients.INVARIANT)
 
     drawing.on_all_ranks(comm, st.tuples(st.integers(0, 1 << 32), st.integers(0, 1 << 10)), check, 40)
 

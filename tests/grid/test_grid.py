@@ -467,6 +467,14 @@ def test_numbering_is_that_of_a_cartesian_communicator(comm, size):
         assert list(grid.coordinates) == list(cart.coords)
         for axis in range(3):
             assert (grid.neighbor(axis, -1), grid.neighbor(axis, 1)) == cart.Shift(axis, 1)
+    # Another division among its ranks: of as many axes with its periods.
+    shape = [2 * n for n in dims]
+    source, target = jaxmpi.Grid(shape=shape, comm=cart), jaxmpi.Grid((1, 1, size), shape, comm=cart)
+    assert target.periodic == source.periodic
+    assert jaxmpi.Grid(size, comm=cart).periodic == (False,)
+    whole = np.arange(np.prod(shape)).reshape(shape)
+    moved = jaxmpi.redistribute(jnp.asarray(whole[source.slices]), source, target)
+    np.testing.assert_array_equal(moved, whole[target.slices])
     cart.Free()
 
 

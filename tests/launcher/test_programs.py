@@ -148,14 +148,16 @@ def test_what_is_imported_later(tmp_path):
     program = tmp_path / "later.py"
     program.write_text(
         textwrap.dedent("""
-            import sys, threading
+            import pathlib, sys, threading, types
             import jax, jax.numpy as jnp
             from mpi4py import MPI
             before = set(sys.modules)
             import jaxmpi
             more = [m for m in set(sys.modules) - before if m.partition(".")[0] != "jaxmpi"]
             assert len(more) < 10, f"an import opens many files besides those of the package: {more}"
-            parts = ("_files", "_grid", "_unstructured", "_replica", "compat", "fft", "io")
+            files = [p for p in pathlib.Path(jaxmpi.__file__).parent.iterdir() if p.suffix in ("", ".py")]
+            public = {p.stem for p in files if not p.name.startswith(("_", "."))}
+            parts = ("_files", "_grid", "_unstructured", "_replica", *(public - {"notoken"}))
             assert not [m for m in sys.modules if m.startswith(tuple(f"jaxmpi.{part}" for part in parts))]
             assert set(jaxmpi.__all__) <= set(dir(jaxmpi))
             rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
@@ -170,6 +172,8 @@ def test_what_is_imported_later(tmp_path):
             [thread.join() for thread in threads]
             assert got == 8 * [jaxmpi.IndexMap]
             from jaxmpi import *
+            assert all(type(getattr(jaxmpi, name)) is types.ModuleType for name in public), public
+            assert public <= set(dir(jaxmpi)) and len(public) > 8
             assert io is jaxmpi.io and Replica is jaxmpi.Replica and not hasattr(jaxmpi, "griddd")
             print("right;", flush=True)
         """)

@@ -16,7 +16,7 @@ from jaxmpi._mpi.library import OPERATIONS
 from jaxmpi._operations.table import check_names
 from jaxmpi._primitive.operation import eager_programs
 from support import simulated
-from support.table import CASES, NEW_JAX
+from support.table import CASES, NEW_JAX, raised
 
 pytestmark = pytest.mark.own_errors
 
@@ -655,3 +655,22 @@ def test_supports():
     assert jaxmpi.has_cuda_support() is bool(simulated.TRANSPORT)
     assert jaxmpi.has_rocm_support() is bool(simulated.TRANSPORT)
     assert jaxmpi.has_sycl_support() is False
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.max_ranks(2)
+def test_a_batch_on_one_rank_alone(comm, rank, size):
+    """Where vmap maps on one rank what is a constant on the other, the error says so."""
+    grid, columns = (jaxmpi.Grid(dims, (4, 4), periodic=True, comm=comm) for dims in ((size, 1), (1, size)))
+    rows = jaxmpi.IndexMap(4 * rank + np.arange(4), [(4 * rank + 4) % (4 * size)], comm=comm)
+    calls = {
+        "exchange": lambda x: grid.exchange(grid.pad(x)),
+        "start": lambda x: grid.finish(grid.start(grid.pad(x))),
+        "redistribute": lambda x: jaxmpi.redistribute(x, grid, columns),
+        "index map": lambda x: rows.exchange(rows.pad(jnp.resize(x, 4))),
+        "sendrecv": lambda x: notoken.sendrecv(x, x, (rank - 1) % size, (rank + 1) % size, comm=comm),
+    }
+    x = jnp.ones(grid.local_shape)
+    for name, call in calls.items():
+        mapped = jax.vmap(lambda s, call=call: call(x * s if rank else x))
+        assert "jax.vmap" in raised(lambda mapped=mapped: mapped(jnp.arange(1.0, 6.0))), name

@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 import jaxmpi
 from jaxmpi import notoken
-from support.table import CASES, SHAPES, draw
+from support.table import CASES, NEW_JAX, SHAPES, draw
 
 
 @pytest.mark.two_ranks_suffice
@@ -40,6 +40,67 @@ def check_results(calls, shape, way, comm):
         assert result.shape == expected.shape, (case, root)
         assert result.dtype == expected.dtype, (case, root)
         np.testing.assert_array_equal(result, expected, err_msg=f"{case} {root}")
+
+
+def _families(comm, rank, size):
+    """What is no operation of the table: functions of arrays of 4 numbers, and of which dtypes these may be."""
+    grid, target = (jaxmpi.Grid(dims, (2 * size, 6), comm=comm) for dims in ((size, 1), (1, size)))
+    points = jaxmpi.fft.Transform(grid, pad=1.5, real=True)
+    spectrum = jaxmpi.fft.Transform(grid, norm="ortho", natural=True)
+    empty = jaxmpi.fft.Transform(jaxmpi.Grid((size, 1), (max(size - 1, 1), 6), comm=comm), real=True)
+    rows = jaxmpi.IndexMap(4 * rank + np.arange(4), (4 * rank + 4 + np.arange(3 * (size > 1))) % (4 * size), comm=comm)
+    field = lambda x: jnp.resize(x, grid.local_shape)  # noqa: E731
+    owners = (np.arange(4) + rank) % size
+    left, right = (jnp.asarray((rank + step) % size, jnp.int16) for step in (-1, 1))  # known at run time
+    transforms = {
+        "padded": lambda x: points.backward(points.forward(jnp.resize(x, points.physical_grid.local_shape))),
+        "transform": lambda x: jnp.abs(spectrum.forward(field(x))),
+        "without cells": lambda x: empty.backward(empty.forward(jnp.resize(x, empty.grid.local_shape))),
+    }
+    others = {
+        **{f"exchange, {b}": lambda x, b=b: grid.exchange(grid.pad(field(x)), boundary=b) for b in (1, "reflect")},
+        "start": lambda x: grid.finish(grid.start(grid.pad(field(x)))),
+        "redistribute": lambda x: jaxmpi.redistribute(field(x), grid, target),
+        "messages": lambda x: notoken.sendrecv([x, x], [x, x], left, right, sendtag=3, recvtag=3, comm=comm)[1],
+        "index map": lambda x: rows.accumulate(rows.exchange(rows.pad(x))),
+        "migrate": lambda x: jaxmpi.migrate(x, owners, rows=4 * size, comm=comm)[0],
+        "migrate, counted": lambda x: jaxmpi.migrate(x, jnp.asarray(owners), rows=8, count=jnp.int8(2), comm=comm)[0],
+        "invariant": lambda x: jaxmpi.invariant(notoken.bcast(jaxmpi.replicate(x, comm=comm), 0, comm=comm), comm=comm),
+        **{op: lambda x, op=op: notoken.allreduce(x, getattr(MPI, op), comm=comm) for op in ("MAX", "PROD")},
+        "prefixes": lambda x: notoken.scan(x, MPI.MAX, comm=comm),
+    }
+    return {**dict.fromkeys(transforms.items(), ("float64",)), **dict.fromkeys(others.items(), ("float64", "bfloat16"))}
+
+
+def test_strict_promotion(comm, rank, size, tmp_path):
+    """The package converts no dtype that it was not told to: with strict promotion, results and derivatives are the
+    same. Each row of the table and each family is in one program."""
+    path, state = comm.bcast(str(tmp_path / "state")), {d: jnp.arange(5).astype(d) for d in ("int8", "bfloat16")}
+    calls = {str(case): lambda x, case=case: case.call(x, comm, 0) for case in CASES}
+    xs = {str(case): jnp.asarray(case.inputs((3,), np.float32, size, 0)[rank]) for case in CASES}
+    for (name, call), dtypes in _families(comm, rank, size).items():
+        calls |= {f"{name} of {dtype}": call for dtype in dtypes}
+        xs |= {f"{name} of {dtype}": draw((4,), np.float64, rank, 0).astype(dtype) for dtype in dtypes}
+
+    def values(xs):
+        return {name: call(xs[name]) for name, call in calls.items()}
+
+    def squares(xs):
+        return sum(jnp.sum(jnp.square(y), dtype=np.float32) for y in values(xs).values())
+
+    def everything(xs):
+        derivatives = (jax.grad(squares)(xs), jax.jvp(values, (xs,), (xs,))[1]) if NEW_JAX else None
+        return values(xs), derivatives
+
+    expected = jax.block_until_ready(jax.jit(everything)(xs))
+    with jax.numpy_dtype_promotion("strict"):
+        found = jax.block_until_ready(jax.jit(everything)(xs))
+        jaxmpi.io.save(path, state, comm=comm)
+        loaded = jaxmpi.io.load(path, like=state, comm=comm)
+    paths, _ = jax.tree_util.tree_flatten_with_path((found, loaded))
+    for (where, a), b in zip(paths, jax.tree.leaves((expected, state)), strict=True):
+        assert a.dtype == b.dtype, where
+        np.testing.assert_array_equal(a, b, err_msg=str(where))
 
 
 @pytest.mark.two_ranks_suffice

@@ -697,6 +697,62 @@ def test_large_derivatives(comm, rank):
     same(jax.grad(f)(x), jax.grad(g)(x), 1e-12)
 
 
+def _normal_equations(step, times, direct=False):
+    """Solves x + 0.05 S* S x = b, where S is `times` steps. `direct`: without custom_linear_solve."""
+
+    def s(x):
+        for _ in range(times):
+            x = step(x)
+        return x
+
+    def normal(x):
+        return x + 0.05 * jax.vjp(s, x)[1](s(x))[0]
+
+    def solve(matvec, b):
+        return lax.fori_loop(0, 25, lambda i, u: u + 0.5 * (b - matvec(u)), jnp.zeros_like(b))
+
+    return lambda b: solve(normal, b) if direct else lax.custom_linear_solve(normal, b, solve, symmetric=True)
+
+
+@derivatives
+def test_normal_equations(comm, rank, size):
+    """The operator of a linear solve holds derivatives of starts, and is differentiated: with constants that stand in
+    them for no request. Against the plain iteration with the blocking operation, as the solution is A^-1 b."""
+    n = 4 * size
+    halos = jaxmpi.Grid(size, (n - 2) * size, periodic=True, comm=comm)
+    lines, columns = (jaxmpi.Grid(processes, (size, n), comm=comm) for processes in ((size, 1), (1, size)))
+    rows = jaxmpi.IndexMap(n * rank + np.arange(n), np.arange(n) + (rank + 1) % size * n if size > 1 else [], comm=comm)
+    shape = lambda x: x[None] if x.ndim == 1 else x.reshape(-1)  # noqa: E731
+    maps = {
+        "message": WAYS["message"],
+        "halo": (lambda x, c: halos.finish(halos.start(x)), lambda x, c: halos.exchange(x)),
+        "redistribution": tuple(
+            lambda x, c, move=move: x + 0.5 * shape(move(shape(x)))
+            for move in (
+                lambda x: notoken.wait(jaxmpi.iredistribute(x, lines, columns)),
+                lambda x: jaxmpi.redistribute(x, lines, columns),
+            )
+        ),
+        "ghosts": tuple(
+            lambda x, c, move=move: x + 0.5 * move(rows.pad(x))[-n:]
+            for move in (lambda x: notoken.wait(rows.start(x)), rows.exchange)
+        ),
+    }
+
+    def gradients(name, times):
+        ours, theirs = (lambda x, way=way: way(x, comm) for way in maps[name])
+        solved, plain = _normal_equations(ours, times), _normal_equations(theirs, times, direct=True)
+        gradient = jax.grad(lambda b: jnp.sum(solved(b) ** 2))
+        first = lambda b: 2 * plain(plain(b))  # noqa: E731
+        found = lambda b: (gradient(b), jax.grad(lambda b: jnp.sum(gradient(b) ** 2))(b))  # noqa: E731
+        return found, lambda b: (first(b), 2 * first(first(b)))
+
+    b = numbers((n,), rank)
+    for name, times in [*((name, 1) for name in maps), ("halo", 2)]:
+        got, wanted = (jax.jit(f)(b) for f in gradients(name, times))
+        np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-9, err_msg=f"{name}, {times} steps")
+
+
 TRACED = ("dest", "sendtag", "source", "recvtag")
 
 

@@ -1,8 +1,8 @@
 """Random programs whose gradients are right, mistakes that are planted in them, and a witness without MPI.
 
 A program is a function of invariant values, which are one for all ranks, and of varying ones, of which each rank has
-its own. It is text, with a line for each statement, so that lines that an explanation names can be compared. The
-witness carries out the same statements in one process in plain JAX, on a list of all ranks' values where they vary.
+its own. It is text, with a line for each statement. The witness carries out the same statements in one process in
+plain JAX, on a list of all ranks' values where they vary.
 """
 
 import random
@@ -132,10 +132,6 @@ class Program:
         exec(compile(str(self), FILE, "exec"), names)
         return names["f"]
 
-    def line(self, which):
-        """How an explanation names the line of a statement."""
-        return f"{FILE}:{which + 2} (f)"
-
     def witness(self, size):
         """The same function, of lists where it varies."""
 
@@ -167,8 +163,8 @@ def generate(seed):
     return Program(tuple(statements))
 
 
-def mistakes(program: Program) -> Iterator[tuple[str, int, Program]]:
-    """What may be done wrong in a program: in a word, in which statement, and the program with it."""
+def mistakes(program: Program) -> Iterator[Program]:
+    """The program with each of the mistakes that may be made in it."""
 
     def changed(i: int, **more) -> Program:
         s = program.statements
@@ -178,27 +174,27 @@ def mistakes(program: Program) -> Iterator[tuple[str, int, Program]]:
         for j, cast in enumerate(statement.casts):
             other = lambda cast, j=j, casts=statement.casts: (*casts[:j], cast, *casts[j + 1 :])  # noqa: E731
             if cast:
-                yield "replicate missing", i, changed(i, casts=other(""))
+                yield changed(i, casts=other(""))
             elif not statement.varies and statement.text in LOCAL:
-                yield "replicate too many", i, changed(i, casts=other("replicate"))
+                yield changed(i, casts=other("replicate"))
         if statement.after:
-            yield "invariant missing", i, changed(i, after="")
+            yield changed(i, after="")
         elif not statement.varies:
-            yield "replicate too many", i, changed(i, after="replicate")
+            yield changed(i, after="replicate")
             if statement.text in REDUCED:
-                yield "invariant too many", i, changed(i, after="invariant")
+                yield changed(i, after="invariant")
 
 
-def arguments(seed, rank, size, which=0):
+def arguments(seed, rank, size):
     """Those of a rank, and those of the witness."""
-    draw = lambda *key: jnp.asarray(np.random.default_rng([seed, which, *key]).normal(size=LENGTH))  # noqa: E731
+    draw = lambda *key: jnp.asarray(np.random.default_rng([seed, *key]).normal(size=LENGTH))  # noqa: E731
     invariant = [draw(0, i) for i in range(len(INVARIANT))]
     varying = [[draw(1, i, r) for r in range(size)] for i in range(len(VARYING))]
     return (*invariant, *(xs[rank] for xs in varying)), (*invariant, *varying)
 
 
-def expected(program, seed, rank, size, which=0):
+def expected(program, seed, rank, size):
     """The gradient of a rank, by the witness."""
-    _, everything = arguments(seed, rank, size, which)
+    _, everything = arguments(seed, rank, size)
     gradient = jax.grad(program.witness(size), argnums=tuple(range(len(everything))))(*everything)
     return [g[rank] if isinstance(g, list) else g for g in gradient]

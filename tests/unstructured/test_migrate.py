@@ -370,11 +370,15 @@ def test_wrong_arguments():
 
 
 def test_no_arrays(rank, size):
-    """Of an empty pytree the counts are told all the same."""
+    """Of an empty pytree the counts are told all the same, and what is wrong with the rows is found."""
     tree, count, received = jaxmpi.migrate({}, (jnp.arange(3) + rank) % size)
     assert tree == {}
     assert count == received.sum()
     assert int(notoken.allreduce(count, MPI.SUM)) == 3 * size
+    for which in (1, 2):  # the error is that of each result
+        too_many = raised(lambda which=which: jaxmpi.migrate({}, jnp.zeros(3, int), rows=2)[which])
+        assert ("room for 2" in too_many) == (rank == 0)
+        assert "neither a rank" in raised(lambda which=which: jaxmpi.migrate({}, jnp.full(3, size))[which])
 
 
 def test_random_keys(rank, size):

@@ -32,12 +32,12 @@ class Grid(communicators.Local):
     Args:
       processes: how many along each axis, such as `(2, 3)`; 0 is chosen, as by MPI_Dims_create. Their product is the
         number of ranks of the communicator. Rank 0 is at (0, 0), rank 1 at (0, 1): the last axis varies fastest, as in
-        MPI_Cart_create. None: those of `comm`, a Cartesian communicator.
+        MPI_Cart_create. None: those of `comm`, a Cartesian communicator. Others are another division among its ranks.
       shape: cells of the global arrays along each axis. A process has a contiguous block of them; if an axis cannot be
         divided evenly, its first processes have one cell more. For blocks of other sizes an axis may be a sequence with
         a size for each of its processes. None: blocks and exchanges are not possible, neighbours are.
       periodic: whether the last process along an axis is next to the first: one truth value, or one for each axis. With
-        a Cartesian communicator None means its own periods.
+        a Cartesian communicator of as many axes None means its own periods.
       comm: an intra-communicator; a clone of COMM_WORLD where it is None. All of its ranks make the same grid; whether
         they do is not communicated here, but by each exchange.
 
@@ -59,12 +59,8 @@ class Grid(communicators.Local):
         if comm is not None and comm.Get_topology() == MPI.CART:
             its_dims, its_periods = comm.Get_topo()[:2]  # type: ignore[attr-defined]
             processes = its_dims if processes is None else processes
-            if tuple(given.integers(processes, "Grid", "processes")) != tuple(its_dims):
-                raise ValueError(
-                    f"Grid: processes is {processes}, and comm is a Cartesian communicator of {tuple(its_dims)}: leave "
-                    "processes out, or pass another communicator."
-                )
-            periodic = [bool(period) for period in its_periods] if periodic is None else periodic
+            if periodic is None and len(given.integers(processes, "Grid", "processes")) == len(its_dims):
+                periodic = [bool(period) for period in its_periods]
         if processes is None:
             raise ValueError(
                 "Grid: pass the numbers of processes, such as (2, 2), or a Cartesian communicator as comm."

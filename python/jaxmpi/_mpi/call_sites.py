@@ -1,6 +1,5 @@
 """Call sites: lines of the user's program that call the package."""
 
-import itertools
 import os
 import sys
 import threading
@@ -17,9 +16,6 @@ PACKAGES = (
 
 _eager_calls = ("", "")
 """File and name of the function through which eager calls get their program, which serves all calls alike."""
-
-_TESTING = os.path.join(os.path.dirname(os.path.dirname(__file__)), "testing.py")
-"""The file that calls functions of the user's to test them."""
 
 
 def makes_eager_calls(function: Callable[..., Any]) -> None:
@@ -65,11 +61,3 @@ def of_traceback(traceback: Any) -> str | None:
         if (frame.file_name, frame.function_name) == _eager_calls:
             return None
     return None
-
-
-def lines_of_traceback(traceback: Any) -> tuple[str, ...]:
-    """The lines of the user's program in a traceback of JAX's, the innermost first, as far as what `jaxmpi.testing`
-    has called."""
-    frames = itertools.takewhile(lambda frame: frame.file_name != _TESTING, getattr(traceback, "frames", ()))
-    lines = (f"{f.file_name}:{f.line_num} ({f.function_name})" for f in frames if not f.file_name.startswith(PACKAGES))
-    return tuple(lines)

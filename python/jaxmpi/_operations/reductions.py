@@ -330,5 +330,5 @@ def _share_of_extreme(x: Any, extreme: Any, params: Common) -> Any:
 
 def _ratio(a: Any, b: Any, like: Any) -> Any:
     """a / b of integers, as precise as `like`, unlike JAX's division of integers."""
-    precise = jnp.promote_types(like.dtype, jnp.float32)
+    precise = like.dtype if like.dtype.itemsize >= 4 else jnp.float32
     return jnp.asarray(a, precise) / jnp.asarray(b, precise)

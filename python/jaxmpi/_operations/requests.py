@@ -29,7 +29,8 @@ from jaxmpi._primitive.operation import Operation
 from jaxmpi._primitive.params import COTANGENT, TANGENT, Common, Waiting
 
 (WIDTH,), _NUMBERS = REQUEST
-NOTHING = np.zeros(WIDTH, _NUMBERS)
+NOTHING = np.zeros(WIDTH, np.int32)
+"""The request of nothing, as a constant. Its numbers are whole, so it has no tangent: that would be a request."""
 
 
 class Starting(Operation[P]):

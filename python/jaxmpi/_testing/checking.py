@@ -1,6 +1,6 @@
 """The steps of a check. What they find wrong they raise as an AssertionError, on all ranks alike."""
 
-import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,10 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxmpi._jax import jaxprs
 from jaxmpi._mpi.communicators import CHECK
+from jaxmpi._primitive.params import Reducing
 from jaxmpi._testing import verdict
-from jaxmpi._testing.changes import Change, Program, repairs
-from jaxmpi._testing.figures import SHORTER, Derivative, Gradient, Point
+from jaxmpi._testing.figures import SHORTER, Derivative, Point
 from jaxmpi._testing.problem import Problem
 from jaxmpi._testing.together import Ranks, number
 from jaxmpi._testing.verdict import Tolerance
@@ -24,8 +25,8 @@ _NEEDS_VALUES = (
 )
 
 
-def traced(problem: Problem, ranks: Ranks, forward: bool, reverse: bool) -> Any:
-    """The function as a jaxpr; None if it cannot be traced, since what it does depends on values.
+def differentiable(problem: Problem, ranks: Ranks, forward: bool, reverse: bool) -> Callable[..., list[Any]]:
+    """The function that reverse mode differentiates.
 
     Nothing is sent. So what a rank refuses while tracing, of the derivatives that are wanted too, is an error of all
     ranks before any of them waits for it.
@@ -39,12 +40,32 @@ def traced(problem: Problem, ranks: Ranks, forward: bool, reverse: bool) -> Any:
 
         try:
             jax.make_jaxpr(derivatives)(*problem.values)
-            return jax.make_jaxpr(problem.function)(*problem.values)
+            return jax.make_jaxpr(problem.function)(*problem.values) if CHECK else None
         except _NEEDS_VALUES:
             return None
 
-    made = ranks.together("differentiate f", trace)
-    return None if any(ranks.tell(made is None)) else made
+    traced = ranks.together("differentiate f", trace)
+    if any(ranks.tell(traced is None)):
+        return problem.function
+    return functools.partial(jaxprs.evaluate, _without_comparison(jaxprs.without_objects(traced)))
+
+
+def _without_comparison(value: Any) -> Any:
+    """A jaxpr, or a parameter of an equation, without the comparison of cotangents by JAXMPI_CHECK: where they are
+    wrong it would raise on some ranks alone."""
+    if isinstance(value, Reducing):
+        return dataclasses.replace(value, line=None)
+    if isinstance(value, tuple):
+        changed = map(_without_comparison, value)
+        return value._make(changed) if hasattr(value, "_make") else type(value)(changed)
+    if not hasattr(jaxprs.open_jaxpr(value), "eqns"):
+        return value
+
+    def change(jaxpr: Any) -> Any:
+        params = [{name: _without_comparison(x) for name, x in e.params.items()} for e in jaxpr.eqns]
+        return jaxpr.replace(eqns=[e.replace(params=its) for e, its in zip(jaxpr.eqns, params, strict=True)])
+
+    return jaxprs.change_open(value, change)
 
 
 def evaluated(problem: Problem, ranks: Ranks) -> Point:
@@ -117,17 +138,9 @@ class Check:
         told = [f"check_grads: forward mode does not agree with differences. {_WHAT}", *told[:_MOST_TOLD], why]
         raise AssertionError("\n".join(told))
 
-    def reverse(self, traced: Any) -> None:
-        """Reverse mode has the same derivatives. `traced` is the function as a jaxpr, which is changed if not, to find
-        out why; or None."""
-        point, function = self._point, self._point.problem.function
-        if traced is None or point.ranks.size == 1:
-            self._compare(point.reverse(function), "reverse mode")
-            return
-        make = functools.partial(Program, traced, [leaf.invariant for leaf in point.problem.variables], point.ranks)
-        if CHECK:  # whose comparison of cotangents would raise on some ranks alone
-            function = make().changed(())
-        self._compare(point.reverse(function), "reverse mode", make)
+    def reverse(self, function: Callable[..., list[Any]]) -> None:
+        """Reverse mode has the same derivatives."""
+        self._compare(self._point.reverse(function), "reverse mode", _BY_REPLICATE)
 
     def gradient(self, gradient: Callable[..., Any]) -> None:
         """A gradient that the user computes has the same derivatives."""
@@ -135,9 +148,10 @@ class Check:
             raise ValueError("check_grads: with gradient, f must return one real number, the same on all ranks.")
         self._compare(self._point.given(gradient), "gradient")
 
-    def _compare(self, arrays: Sequence[Any], name: str, program: Callable[[], Program] | None = None) -> None:
+    def _compare(self, arrays: Sequence[Any], name: str, *advice: str) -> None:
         gradients = self._point.gradients(arrays)
-        wrong = self._wrong(gradients)
+        pairs = zip(gradients, self._derivatives, strict=True)
+        wrong = [i for i, pair in enumerate(pairs) if not self._tolerance.right(*pair)]
         if not wrong:
             self._conclusive()
             return
@@ -149,13 +163,8 @@ class Check:
             told.append(f"  {self._names[i]}: {'; '.join(figures)}")
             relation = verdict.relation(gradients[i], self._derivatives[i], self._point.ranks.size, self._tolerance)
             told += [f"    {relation}"] if relation else []
-        if program is not None:
-            told += verdict.explained(self._repairs(program(), wrong), self._names)
+        told += advice if self._point.ranks.size > 1 else ()
         raise AssertionError("\n".join([f"check_grads: the gradient is wrong. {_WHAT}", *told]))
-
-    def _wrong(self, gradients: Sequence[Gradient]) -> list[int]:
-        pairs = zip(gradients, self._derivatives, strict=True)
-        return [i for i, pair in enumerate(pairs) if not self._tolerance.right(*pair)]
 
     def _conclusive(self) -> None:
         """Differences, where they are all there is, are precise enough to have found a gradient wrong."""
@@ -167,24 +176,13 @@ class Check:
                     f"and may be off by\n{number(3 * d.error)}: try eps, jax_enable_x64, or forward mode."
                 )
 
-    def _repairs(self, program: Program, wrong: Sequence[int]) -> list[list[Change]]:
-        invariant = [i for i in wrong if self._point.problem.variables[i].invariant]
-        return repairs(program, invariant, lambda changes: self._is_repaired(program.changed(changes)))
-
-    def _is_repaired(self, changed: Callable[..., Any]) -> bool:
-        point, made = self._point, None
-        with contextlib.suppress(TypeError, ValueError, NotImplementedError):  # the changed program has no gradient
-            made = point.backward(changed)
-        if any(point.ranks.tell(made is None)):
-            return False
-        return made is not None and not self._wrong(point.gradients(made))
-
 
 _WHAT = "Derivatives in a random direction of each argument:"
 _ELSEWHERE = (
     "f has a kink here, with the derivatives {} and {} on its two sides. So this is inconclusive:\n"
     "check it at other arguments."
 )
+_BY_REPLICATE = "A replicate or invariant is missing, or is one too many: the usual mistakes are in docs/gradients.md."
 _NOT_BY_REPLICATE = (
     "That is not a matter of replicate and invariant, which change reverse mode alone. A derivative may be wrong\n"
     "(jax.custom_jvp, jax.lax.stop_gradient), f may jump, or differences are too coarse: try eps, or jax_enable_x64."

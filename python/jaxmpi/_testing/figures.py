@@ -24,8 +24,6 @@ import numpy as np
 from jaxmpi._testing.problem import Leaf, Problem
 from jaxmpi._testing.together import Ranks
 
-Function = Callable[..., list[Any]]
-
 
 @dataclass(frozen=True)
 class Precision:
@@ -153,14 +151,14 @@ class Point:
             found.append(Gradient(tuple(parts.tolist()), leaf.invariant, size))
         return found
 
-    def backward(self, function: Function) -> list[Any]:
+    def reverse(self, function: Callable[..., list[Any]]) -> list[Any]:
         """The gradient of a function like that of the problem, in reverse mode: its arrays on this rank."""
-        _, pull = jax.vjp(function, *self.problem.values)
-        return jax.block_until_ready(list(pull([jnp.asarray(w) for w in self._weights.values])))
 
-    def reverse(self, function: Function) -> list[Any]:
-        """The gradient in reverse mode, taken on all ranks or on none."""
-        return self.ranks.together("differentiate f in reverse mode", lambda: self.backward(function))
+        def gradient() -> list[Any]:
+            _, pull = jax.vjp(function, *self.problem.values)
+            return jax.block_until_ready(list(pull([jnp.asarray(w) for w in self._weights.values])))
+
+        return self.ranks.together("differentiate f in reverse mode", gradient)
 
     def given(self, gradient: Callable[..., Any]) -> list[Any]:
         """What a function of the user's says that the gradient is."""

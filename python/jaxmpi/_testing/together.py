@@ -1,5 +1,8 @@
 """What the ranks tell each other beside the operations of a program."""
 
+import sys
+import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -11,6 +14,8 @@ from mpi4py import MPI
 from jaxmpi._mpi import communicators
 
 T = TypeVar("T")
+SILENCE = 10.0
+"""Seconds after which rank 0 says what it does."""
 
 
 class Ranks:
@@ -21,6 +26,7 @@ class Ranks:
         self.rank, self.size = self.communicator.rank, self.communicator.size
         self._comm: Any = communicators.default_mpi() if comm is None else comm
         self._operation = operation
+        self._began = self._spoke = time.monotonic()
 
     def tell(self, value: Any) -> list[Any]:
         """What each rank has to say, on all ranks."""
@@ -33,17 +39,29 @@ class Ranks:
         Raises the exception of `work`; where it raised on other ranks alone, a RuntimeError that names one.
         """
         failure: Exception | None = None
+        timer = threading.Timer(max(0.0, self._spoke + SILENCE - time.monotonic()), self._say, [what])
+        timer.daemon = True
+        if self.rank == 0:
+            timer.start()
         try:
             result = work()
             jax.effects_barrier()
         except Exception as error:
             failure = error
+        finally:
+            timer.cancel()
         texts = self._comm.allgather(failure and f"{type(failure).__name__}: {failure}")
         if failure is not None:
             raise failure
         if (text := next(filter(None, texts), None)) is not None:
             raise RuntimeError(f"{self._operation}: rank {texts.index(text)} could not {what}. It raised {text}")
         return result
+
+    def _say(self, what: str) -> None:
+        """Tells what takes long."""
+        self._spoke = time.monotonic()
+        busy = f"{self._operation}: busy for {self._spoke - self._began:.0f} s, now to {what}."
+        print(busy, file=sys.stderr, flush=True)
 
     def difference(self, x: Any) -> str | None:
         """How the arrays of the ranks differ by more than rounding; None if they do not. The same on all ranks."""
