@@ -16,7 +16,7 @@ RANKS ?= 2
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 RUN := timeout $(LIMIT) $(BIN)/python -m jaxmpi.run
-SUITES := $(BIN)/python tests/suites.py --limit $(LIMIT) --workers $(WORKERS) --mpi $(MPI) $(CASES)
+SUITES := $(BIN)/python tests/suites.py --limit $(LIMIT) --workers $(WORKERS) --mpi $(MPI) --durations $(OUTPUT)/durations $(CASES)
 C_SOURCES := $(wildcard csrc/*/* csrc/mpi/abi/*)
 BUILD := .build/$(MPI)
 
@@ -24,7 +24,7 @@ BUILD := .build/$(MPI)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-ranks test-jax test-faults test-tcp test-hosts test-slurm test-clients test-sharded test-layouts test-packaging starts fuzz soak faults errors test-device test-gpu test-compiled bench bench-gpu bench-quick compat wheel wheel-test docs lint format clean
+.PHONY: help setup demo test test-all slowest test-ranks test-jax test-faults test-tcp test-hosts test-slurm test-clients test-sharded test-layouts test-packaging starts fuzz soak faults errors test-device test-gpu test-compiled bench bench-gpu bench-quick compat wheel wheel-test docs lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -73,6 +73,10 @@ test-all: $(READY) $(VENV)/.lint ## all tests: 1, 2 and 4 ranks, optimized code 
 	$(MAKE) test-sharded
 	$(MAKE) test-device
 	$(MAKE) test-c
+
+MOST ?= 40
+slowest: ## how long the tests took that ran last: the slowest MOST (40), and the sums by file and by kind
+	@$(PYTHON) tests/support/durations.py $(OUTPUT)/durations --most $(MOST)
 
 test-clients: $(READY) $(VENV)/.clients ## programs of optax, diffrax, equinox, lineax and JAX's solvers that communicate, on 2 ranks
 	$(SUITES) clients

@@ -15,7 +15,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from support import drawing, limits, quick, simulated
+from support import drawing, durations, limits, quick, simulated
 
 simulated.begin()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -63,7 +63,9 @@ def pytest_configure(config):
 def pytest_runtest_protocol(item):
     marker = item.get_closest_marker("seconds")
     limits.start(marker.args[0] if marker else limits.SECONDS)
+    begun = durations.record(item, RANK, SIZE)
     result = yield
+    durations.record(item, RANK, SIZE, begun)
     limits.stop()
     return result
 

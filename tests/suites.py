@@ -8,8 +8,10 @@ fails is the last. This file needs the standard library alone; what it starts ne
 """
 
 import argparse
+import hashlib
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -206,10 +208,16 @@ PLANS = {
 }
 
 
-def run(command: Command, limit: int) -> int:
-    """The exit status of a command. It gets SIGTERM at its limit, or with this process, and a minute to end."""
+def run(command: Command, limit: int, durations: str = "") -> int:
+    """The exit status of a command. It gets SIGTERM at its limit, or with this process, and a minute to end. The tests
+    write how long they take to a folder in `durations`, one for each command."""
     words = ["timeout", "--kill-after=60", str(limit), *command.words]
-    with subprocess.Popen(words, env={**os.environ, **command.environment}) as process:
+    environment = {**os.environ, **command.environment}
+    if durations:
+        folder = Path(durations).absolute() / hashlib.blake2b(repr(command).encode(), digest_size=6).hexdigest()
+        shutil.rmtree(folder, ignore_errors=True)
+        environment["JAXMPI_TEST_DURATIONS"] = str(folder)
+    with subprocess.Popen(words, env=environment) as process:
         try:
             return process.wait()
         except BaseException:
@@ -229,6 +237,7 @@ def main() -> int:
     parser.add_argument("--fakes", default="", metavar="FOLDER", help="of the simulated devices' drivers")
     parser.add_argument("--gpu", default="cuda", help="JAX's name of the platform")
     parser.add_argument("--count", type=int, default=100, help="how many random programs")
+    parser.add_argument("--durations", default="", metavar="FOLDER", help="where tests write how long they take")
     parser.add_argument("--dry-run", action="store_true", help="print the commands alone")
     options = parser.parse_args()
     options.suites = " ".join(options.suites)
@@ -236,7 +245,7 @@ def main() -> int:
     for command in PLANS[options.plan](options):
         variables = [f"{name}={shlex.quote(value)}" for name, value in command.environment.items()]
         print(*variables, shlex.join([os.path.relpath(command.words[0]), *command.words[1:]]), flush=True)
-        if not options.dry_run and (status := run(command, options.limit)) != 0:
+        if not options.dry_run and (status := run(command, options.limit, options.durations)) != 0:
             print(f"not done after {options.limit} s" if status == 124 else f"exit status {status}", flush=True)
             return 1
     return 0

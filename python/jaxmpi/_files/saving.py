@@ -215,7 +215,7 @@ def publish(
 
 
 Sums = list[dict[int, int]]
-"""Of each array the checksums of chunks, by the number of the chunk."""
+"""The checksums of chunks by the number of the chunk, a dict for each array."""
 
 
 def _joined(stored: store.Stored, listed: Sequence[dict[int, int]]) -> str:
