@@ -313,8 +313,9 @@ jax.tree_util.register_pytree_node(_Kept, lambda kept: ((), kept.leaf), lambda l
 
 
 def _is_kept(x: Any) -> bool:
-    """Whether a leaf is a function, a text or a dtype, as models have them beside their arrays."""
-    if isinstance(x, (str, bytes, type, np.dtype)):
+    """Whether a leaf is a function or a dtype, as models have them beside their arrays. A text is none: it would look
+    as if it had been communicated."""
+    if isinstance(x, (type, np.dtype)):
         return True
     return callable(x) and not isinstance(x, MPI.Op) and not hasattr(x, "__array__") and not hasattr(x, "__jax_array__")
 
