@@ -5,7 +5,6 @@
 #ifndef JAXMPI_MATCH_H
 #define JAXMPI_MATCH_H
 
-#include "execute/deadline.h"
 #include "mpi/receive.h"
 #include "requests/queue.h"
 
@@ -13,7 +12,6 @@
 #define match_message   ABI_LOCAL(match_message)
 #define receive_message ABI_LOCAL(receive_message)
 #define match_posted    ABI_LOCAL(match_posted)
-#define match_in_time   ABI_LOCAL(match_in_time)
 #define await_match     ABI_LOCAL(await_match)
 #define add_unexpected  ABI_LOCAL(add_unexpected)
 
@@ -27,13 +25,8 @@ static inline MPI_Status *status_of(struct receive *receive) { return (MPI_Statu
 /* Matches a message for a blocking receive, behind the receives that are posted. */
 ffi_error *match_posted(struct call *call, int source, int tag, MPI_Message *message, MPI_Status *status);
 
-/* As match_posted, until a deadline; `late`: that is over, and the message stays in the channel. */
-ffi_error *match_in_time(struct call *call, int source, int tag, double deadline, MPI_Message *message,
-                         MPI_Status *status, bool *late);
-
-/* Waits until a receive is matched. False: the deadline (0: none) is over, and neither this receive nor another one of
- * the run is posted any more. */
-bool await_match(struct receive *receive, double deadline, int64_t run);
+/* Waits until a receive is matched. */
+void await_match(struct receive *receive);
 
 /* Keeps a message that has been matched for the receive that it is for, which has not begun. */
 ffi_error *add_unexpected(const struct call *call, MPI_Message message, const MPI_Status *status);

@@ -16,7 +16,7 @@ ALL: Final = 1 << 62
 COMPARED: Final = 1000
 """How many collectives of each communicator are compared by default."""
 
-ACTIONS: Final = ("report", "abort", "raise")
+ACTIONS: Final = ("report", "abort")
 """What may happen to an operation that waits for long; the first by default."""
 
 _TRUE, _FALSE = ("1", "on", "true", "yes"), ("0", "off", "false", "no")
