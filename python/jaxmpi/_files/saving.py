@@ -215,7 +215,7 @@ def publish(
 
 
 Sums = list[dict[int, int]]
-"""Of each array the checksums of chunks, by the number of the chunk."""
+"""The checksums of each array's chunks, by the number of the chunk."""
 
 
 def _joined(stored: store.Stored, listed: Sequence[dict[int, int]]) -> str:
