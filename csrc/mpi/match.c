@@ -57,7 +57,7 @@ void await_match(struct receive *receive) {
   while (queue_match(NULL, receive, 1)) sched_yield();
 }
 
-ffi_error *match_posted(struct call *call, int source, int tag, MPI_Message *message, MPI_Status *status) {
+ffi_error *await_posted_message(struct call *call, int source, int tag, MPI_Message *message, MPI_Status *status) {
   struct receive receive = {.comm = call->comm, .source = source, .tag = tag, .waited_for = true};
   if (source == ABI_PROC_NULL) {
     TRY_MPI(call, Mprobe, source, tag, handle_of_comm(call->comm), message, status);

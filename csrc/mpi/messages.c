@@ -52,7 +52,7 @@ static inline ffi_error *match_and_receive(struct call *call, const struct buffe
                                            int source, int tag, MPI_Status *users) {
   MPI_Message message;
   MPI_Status status;
-  PASS(match(call, source, tag, &message, &status));
+  PASS(await_message(call, source, tag, &message, &status));
   return receive_into(call, out, span, &message, &status, users);
 }
 
@@ -165,7 +165,7 @@ static ffi_error *await_notice(struct notices *notices, int i, MPI_Status *statu
   const struct peer *peer = &notices->plan->receives[i];
   MPI_Message message;
   char *place = prepare_place(notices, peer);
-  PASS(match(c, peer->rank, notices_tag(), &message, status));
+  PASS(await_message(c, peer->rank, notices_tag(), &message, status));
   int64_t bytes = message_bytes(status);
   return take_matched(c, &message, status, bytes < 0 || bytes > peer->bytes ? NULL : place, bytes);
 }
@@ -173,7 +173,7 @@ static ffi_error *await_notice(struct notices *notices, int i, MPI_Status *statu
 ffi_error *take_announced(struct call *c, const struct peer *peer, char *stage, int64_t *bytes, uint64_t *label) {
   MPI_Message message;
   MPI_Status status;
-  PASS(match(c, peer->rank, plans_tag(), &message, &status));
+  PASS(await_message(c, peer->rank, plans_tag(), &message, &status));
   *bytes = message_bytes(&status);
   char *data = *bytes == peer->bytes && stage != NULL ? stage + peer->stage : NULL;
   PASS(take_matched(c, &message, &status, data, *bytes));
