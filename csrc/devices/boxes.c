@@ -110,13 +110,13 @@ bool boxes_serve(const struct call *call, const struct plan *plan) {
 
 /* --- a call --- */
 
-static size_t align_up(int64_t bytes) { return ((size_t)bytes + 15) / 16 * 16; }
+static size_t align_box(int64_t bytes) { return ((size_t)bytes + 15) / 16 * 16; }
 
-static size_t stage_bytes(const struct plan *plan) { return align_up(plan->sent + plan->received); }
+static size_t stage_bytes(const struct plan *plan) { return align_box(plan->sent + plan->received); }
 
 static size_t filled_bytes(const struct plan *plan) {
   size_t bytes = 0;
-  for (int i = 0; i < plan->fill_count; i++) bytes += align_up(box_bytes(&plan->fills[i]));
+  for (int i = 0; i < plan->fill_count; i++) bytes += align_box(box_bytes(&plan->fills[i]));
   return bytes;
 }
 
@@ -152,7 +152,7 @@ static void fill_all(void *data) {
   for (int i = 0; i < task->plan->fill_count; i++) {
     const struct box whole = box_without_gaps(&task->plan->fills[i]);
     box_fill(&whole, to);
-    to += align_up(box_bytes(&task->plan->fills[i]));
+    to += align_box(box_bytes(&task->plan->fills[i]));
   }
   free(task);
 }
@@ -181,7 +181,7 @@ static ffi_error *fill_boxes(const struct call *call, const struct plan *plan, c
   for (int i = 0; i < plan->fill_count; i++) {
     const struct box *box = &plan->fills[i];
     TRY_DRIVER(call, copy_box(call, box, true, from, plan_result(call, box->leaf)->data));
-    from += align_up(box_bytes(box));
+    from += align_box(box_bytes(box));
   }
   return NULL;
 }

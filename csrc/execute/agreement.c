@@ -289,7 +289,7 @@ void agreement_stop(struct communicator *comm) {
   pthread_mutex_unlock(&agreement->lock);
 }
 
-static void give_up(intptr_t *request, bool *under_way) {
+static void cancel_receive(intptr_t *request, bool *under_way) {
   if (*under_way) runtime.abi->cancel(request);
   *under_way = false;
 }
@@ -298,7 +298,8 @@ static void end_questions(struct agreement *agreement) {
   pthread_mutex_lock(&agreement->lock);
   agreement->stopped = true;
   for (struct question *question = agreement->first; question != NULL; question = question->next) {
-    for (int k = 0; k < agreement->rounds; k++) give_up(&question->rounds[k].receive, &question->rounds[k].receiving);
+    for (int k = 0; k < agreement->rounds; k++)
+      cancel_receive(&question->rounds[k].receive, &question->rounds[k].receiving);
     if (!question->answered) close_question(agreement, question);
   }
   drop_those_that_are_over(agreement);
@@ -343,7 +344,7 @@ bool agreement_gather(struct communicator *comm, const void *mine, void *all, bo
   for (int i = 0; i < size; i++) {
     came[i] = !rounds[i].receiving;
     through &= !rounds[i].sending;
-    give_up(&rounds[i].receive, &rounds[i].receiving);
+    cancel_receive(&rounds[i].receive, &rounds[i].receiving);
   }
   free(rounds);
   return through;

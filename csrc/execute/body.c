@@ -7,7 +7,6 @@
 #include "core/failure.h"
 #include "core/plan.h"
 #include "execute/compare.h"
-#include "execute/deadline.h"
 #include "observe/log.h"
 #include "observe/timeline.h"
 #include "observe/watchdog.h"
@@ -45,7 +44,6 @@ static inline ffi_error *run_body(struct call *call) {
     error = call_confirm_result(call, call->operation);
   if (runtime.serialize) pthread_mutex_unlock(&runtime.lock);
   error = call_done(call, error);
-  if (deadlines_on() && begun && error == NULL) deadline_note_done(call);
   watchdog_end(record);
   if (begun && call->log.on) log_end(call, error != NULL);
   return error;

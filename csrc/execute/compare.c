@@ -75,7 +75,7 @@ static int64_t hash_of_counts(const struct call *call) {
 }
 
 /* The row of an operation, or, of one that starts an exchange, of the exchange in one call: they meet each other. */
-static int row_of(const struct operation *operation) {
+static int compared_row(const struct operation *operation) {
   switch (operation->row) {
     case ROW_exchange_start:
       return ROW_exchange;
@@ -92,7 +92,7 @@ static struct record record_of(struct call *call) {
   const struct operation *operation = call->operation;
   const struct datatype *type = call->comparison.type;
   struct record record = {.call = (int64_t)atomic_fetch_add(&call->comm->compared, 1) + 1,
-                          .operation = row_of(operation),
+                          .operation = compared_row(operation),
                           .derivative = call->attributes[attribute_of(operation, KIND_DERIVATIVE)],
                           .root = -1,
                           .dtype = type != NULL ? type->code : -1,

@@ -20,7 +20,6 @@
 #include "execute/body.h"
 #include "execute/chunks.h"
 #include "execute/compare.h"
-#include "execute/deadline.h"
 #include "mpi/mpi_table.h"
 #include "observe/log.h"
 

@@ -28,11 +28,6 @@ bool test_begun(struct request *request) {
   return under_way;
 }
 
-bool is_request_done(struct request *request) {
-  queue_match(NULL, NULL, 0);
-  return !test_begun(request);
-}
-
 /* Messages that are posted meanwhile must not wait. */
 static void complete_handle(struct request *request, intptr_t *handle) {
   while (queue_posted() > 0 && test_handle(request, handle)) {
@@ -52,7 +47,7 @@ bool complete_receive(struct request *request, struct receive *receive) {
   if (receive->exclusive) request_post(receive);
   receive->exclusive = false;
   queue_await(receive);
-  await_match(receive, 0, 0);
+  await_match(receive);
   note_code(request, receive->function, receive->code);
   if (receive->state == RECEIVE_UNDER_WAY && receive->code == MPI_SUCCESS) complete_handle(request, &receive->handle);
   return receive->state != RECEIVE_IDLE && receive->code == MPI_SUCCESS;

@@ -1,6 +1,6 @@
 /* Completing what a request has begun.
  *
- * Threads: the thread that has taken or holds the request; test_begun also the thread of requests/progress.h, under the
+ * Threads: the thread that has taken the request; test_begun also the thread of requests/progress.h, under the
  * lock of the table. They take the queue's lock. */
 #ifndef JAXMPI_COMPLETE_H
 #define JAXMPI_COMPLETE_H
@@ -10,7 +10,6 @@
 
 #define test_handle      ABI_LOCAL(test_handle)
 #define test_begun       ABI_LOCAL(test_begun)
-#define is_request_done  ABI_LOCAL(is_request_done)
 #define complete_handles ABI_LOCAL(complete_handles)
 #define complete_receive ABI_LOCAL(complete_receive)
 #define note_code        ABI_LOCAL(note_code)
@@ -23,9 +22,6 @@ bool test_handle(struct request *request, intptr_t *handle);
 
 /* Whether what a request has begun is still under way: see struct abi. */
 bool test_begun(struct request *request);
-
-/* Whether what a request has begun is done, and its messages have come. Lets MPI progress. */
-bool is_request_done(struct request *request);
 
 /* Waits until all that was begun by a handle is done. */
 void complete_handles(struct request *request);

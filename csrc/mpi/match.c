@@ -53,34 +53,18 @@ ffi_error *add_unexpected(const struct call *call, MPI_Message message, const MP
   return queue_add_unexpected(call->comm, &found) ? NULL : call_fail(call, FFI_INTERNAL, "no memory to keep a message");
 }
 
-bool await_match(struct receive *receive, double deadline, int64_t run) {
-  receive->chain = NULL;
-  while (queue_match(NULL, receive, 1)) {
-    if (deadline > 0 && deadline_is_over(deadline)) {
-      if (deadline_give_up(run, receive)) return false;
-      deadline = 0;
-    }
-    sched_yield();
-  }
-  return true;
+void await_match(struct receive *receive) {
+  while (queue_match(NULL, receive, 1)) sched_yield();
 }
 
-ffi_error *match_posted(struct call *call, int source, int tag, MPI_Message *message, MPI_Status *status) {
-  bool late;
-  return match_in_time(call, source, tag, 0, message, status, &late);
-}
-
-ffi_error *match_in_time(struct call *call, int source, int tag, double deadline, MPI_Message *message,
-                         MPI_Status *status, bool *late) {
-  *late = false;
+ffi_error *await_posted_message(struct call *call, int source, int tag, MPI_Message *message, MPI_Status *status) {
   struct receive receive = {.comm = call->comm, .source = source, .tag = tag, .waited_for = true};
   if (source == ABI_PROC_NULL) {
     TRY_MPI(call, Mprobe, source, tag, handle_of_comm(call->comm), message, status);
     return NULL;
   }
   request_post(&receive);
-  *late = !await_match(&receive, deadline, deadline > 0 ? ffi_run(call->frame) : 0);
-  if (*late) return deadline_fail(call);
+  await_match(&receive);
   if (receive.state == RECEIVE_IDLE) return call_check(call); /* the communicator has been freed */
   if (receive.code != MPI_SUCCESS) return call_fail_in(call, receive.function, receive.code);
   *message = (MPI_Message)receive.found.handle;

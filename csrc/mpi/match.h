@@ -5,17 +5,15 @@
 #ifndef JAXMPI_MATCH_H
 #define JAXMPI_MATCH_H
 
-#include "execute/deadline.h"
 #include "mpi/receive.h"
 #include "requests/queue.h"
 
-#define probe_message   ABI_LOCAL(probe_message)
-#define match_message   ABI_LOCAL(match_message)
-#define receive_message ABI_LOCAL(receive_message)
-#define match_posted    ABI_LOCAL(match_posted)
-#define match_in_time   ABI_LOCAL(match_in_time)
-#define await_match     ABI_LOCAL(await_match)
-#define add_unexpected  ABI_LOCAL(add_unexpected)
+#define probe_message        ABI_LOCAL(probe_message)
+#define match_message        ABI_LOCAL(match_message)
+#define receive_message      ABI_LOCAL(receive_message)
+#define await_posted_message ABI_LOCAL(await_posted_message)
+#define await_match          ABI_LOCAL(await_match)
+#define add_unexpected       ABI_LOCAL(add_unexpected)
 
 /* See struct abi. */
 int probe_message(const struct communicator *comm, int source, int tag, bool *there, struct message_found *found);
@@ -25,15 +23,10 @@ void receive_message(struct receive *receive);
 static inline MPI_Status *status_of(struct receive *receive) { return (MPI_Status *)(void *)receive->found.status; }
 
 /* Matches a message for a blocking receive, behind the receives that are posted. */
-ffi_error *match_posted(struct call *call, int source, int tag, MPI_Message *message, MPI_Status *status);
+ffi_error *await_posted_message(struct call *call, int source, int tag, MPI_Message *message, MPI_Status *status);
 
-/* As match_posted, until a deadline; `late`: that is over, and the message stays in the channel. */
-ffi_error *match_in_time(struct call *call, int source, int tag, double deadline, MPI_Message *message,
-                         MPI_Status *status, bool *late);
-
-/* Waits until a receive is matched. False: the deadline (0: none) is over, and neither this receive nor another one of
- * the run is posted any more. */
-bool await_match(struct receive *receive, double deadline, int64_t run);
+/* Waits until a receive is matched. */
+void await_match(struct receive *receive);
 
 /* Keeps a message that has been matched for the receive that it is for, which has not begun. */
 ffi_error *add_unexpected(const struct call *call, MPI_Message message, const MPI_Status *status);
@@ -44,12 +37,13 @@ static inline bool is_in_order_of_queue(const struct communicator *comm) {
 }
 
 /* Waits for a message, and matches it. The message of an exchange that another rank has started is not for any tag. */
-static inline ffi_error *match(struct call *call, int source, int tag, MPI_Message *message, MPI_Status *status) {
-  if (is_in_order_of_queue(call->comm)) return match_posted(call, source, tag, message, status);
+static inline ffi_error *await_message(struct call *call, int source, int tag, MPI_Message *message,
+                                       MPI_Status *status) {
+  if (is_in_order_of_queue(call->comm)) return await_posted_message(call, source, tag, message, status);
   TRY_MPI(call, Mprobe, source, tag, handle_of_comm(call->comm), message, status);
   if (tag != ABI_ANY_TAG || status->MPI_SOURCE == ABI_PROC_NULL || !is_of_plans(status->MPI_TAG)) return NULL;
   PASS(add_unexpected(call, *message, status));
-  return match_posted(call, source, tag, message, status);
+  return await_posted_message(call, source, tag, message, status);
 }
 
 #endif

@@ -48,15 +48,11 @@ ffi_error *BODY(send)(struct call *c) {
   return NULL;
 }
 
-/* `deadline`: 0, or until when the message is to be matched; `late`: that is over. */
 static inline ffi_error *match_and_receive(struct call *call, const struct buffer *out, const struct span *span,
-                                           int source, int tag, MPI_Status *users, double deadline, bool *late) {
+                                           int source, int tag, MPI_Status *users) {
   MPI_Message message;
   MPI_Status status;
-  if (deadline > 0)
-    PASS(match_in_time(call, source, tag, deadline, &message, &status, late));
-  else
-    PASS(match(call, source, tag, &message, &status));
+  PASS(await_message(call, source, tag, &message, &status));
   return receive_into(call, out, span, &message, &status, users);
 }
 
@@ -67,28 +63,9 @@ ffi_error *BODY(recv)(struct call *c) {
   BEGIN(c, Recv, "<- %d with tag %d and", (int)a.source, (int)a.tag);
   struct span out = span_of(b.out->type, b.out->count);
   TRY(c, out.code);
-  bool late;
-  double deadline = deadlines_on() ? deadline_of_receive(c) : 0;
-  ffi_error *error = match_and_receive(c, b.out, &out, (int)a.source, (int)a.tag, object_of(a.status), deadline, &late);
+  ffi_error *error = match_and_receive(c, b.out, &out, (int)a.source, (int)a.tag, object_of(a.status));
   span_free(&out);
   return error;
-}
-
-/* Copies what is sent until a deadline into memory of a request: it may be under way for longer than the call. */
-static __attribute__((noinline)) ffi_error *copy_to_request(struct call *c, const struct buffer *in,
-                                                            const struct parcel *parcel, struct request **request) {
-  float numbers[2];
-  const struct buffer id = {numbers, 2, datatype_find(FFI_DTYPE_F32), ROLE_HOST_WRITE};
-  size_t bytes = buffer_bytes(in) + (parcel->copy != NULL ? sizeof *parcel->copy : 0);
-  PASS(request_new(c, &id, bytes + 1, 1, 0, request));
-  if (bytes > 0) memcpy((*request)->data, parcel->data, bytes);
-  return NULL;
-}
-
-/* Leaves to the library's thread what this rank has sent. */
-static void leave_to_thread(struct request *request, MPI_Request sent, int64_t bytes) {
-  request->handles[request->handle_count++] = (intptr_t)sent;
-  request_leave(request, bytes);
 }
 
 /* in: any shape  out: the template's shape */
@@ -98,31 +75,23 @@ ffi_error *BODY(sendrecv)(struct call *c) {
   PASS(check_adjoint(c, ROW_irecv, a.source, a.recvtag));
   BEGIN(c, Sendrecv, "<- %d with tag %d -> %d with tag %d and", (int)a.source, (int)a.recvtag, (int)a.dest,
         (int)a.sendtag);
-  double deadline = deadlines_on() ? deadline_of_receive(c) : 0;
   struct parcel in = parcel_of(c, b.in);
   struct span out = span_of(b.out->type, b.out->count);
-  struct request *request = NULL; /* only with a deadline */
   MPI_Request sent;
-  bool late = false;
   int code = in.span.code != MPI_SUCCESS ? in.span.code : out.code;
-  ffi_error *error = deadline > 0 ? copy_to_request(c, b.in, &in, &request) : NULL;
-  if (error == NULL && code == MPI_SUCCESS) {
+  ffi_error *error = NULL;
+  if (code == MPI_SUCCESS) {
     c->function = "MPI_Isend";
-    code = mpi.Isend(request != NULL ? request->data : in.data, in.span.count, in.span.type, (int)a.dest,
-                     (int)a.sendtag, comm, &sent);
+    code = mpi.Isend(in.data, in.span.count, in.span.type, (int)a.dest, (int)a.sendtag, comm, &sent);
   }
-  if (error == NULL && code == MPI_SUCCESS) {
+  if (code == MPI_SUCCESS) {
     c->sending = true;
-    error = match_and_receive(c, b.out, &out, (int)a.source, (int)a.recvtag, object_of(a.status), deadline, &late);
+    error = match_and_receive(c, b.out, &out, (int)a.source, (int)a.recvtag, object_of(a.status));
     c->sending = false;
     MPI_Status ignored; /* completed after an error too, so that this rank's message arrives */
-    if (late)
-      leave_to_thread(request, sent, (int64_t)buffer_bytes(b.in));
-    else
-      code = mpi.Wait(&sent, &ignored);
+    code = mpi.Wait(&sent, &ignored);
     c->function = code == MPI_SUCCESS ? "MPI_Sendrecv" : "MPI_Wait";
   }
-  if (request != NULL && !late) request_end(request);
   parcel_free(&in);
   span_free(&out);
   return error != NULL || code == MPI_SUCCESS ? error : call_fail_mpi(c, code);
@@ -196,7 +165,7 @@ static ffi_error *await_notice(struct notices *notices, int i, MPI_Status *statu
   const struct peer *peer = &notices->plan->receives[i];
   MPI_Message message;
   char *place = prepare_place(notices, peer);
-  PASS(match(c, peer->rank, notices_tag(), &message, status));
+  PASS(await_message(c, peer->rank, notices_tag(), &message, status));
   int64_t bytes = message_bytes(status);
   return take_matched(c, &message, status, bytes < 0 || bytes > peer->bytes ? NULL : place, bytes);
 }
@@ -204,7 +173,7 @@ static ffi_error *await_notice(struct notices *notices, int i, MPI_Status *statu
 ffi_error *take_announced(struct call *c, const struct peer *peer, char *stage, int64_t *bytes, uint64_t *label) {
   MPI_Message message;
   MPI_Status status;
-  PASS(match(c, peer->rank, plans_tag(), &message, &status));
+  PASS(await_message(c, peer->rank, plans_tag(), &message, &status));
   *bytes = message_bytes(&status);
   char *data = *bytes == peer->bytes && stage != NULL ? stage + peer->stage : NULL;
   PASS(take_matched(c, &message, &status, data, *bytes));

@@ -8,6 +8,7 @@
 #ifndef JAXMPI_RECEIVE_H
 #define JAXMPI_RECEIVE_H
 
+#include "core/abi.h"
 #include "mpi/bodies.h"
 
 #define message_count       ABI_LOCAL(message_count)

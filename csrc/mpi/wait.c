@@ -3,7 +3,6 @@
 
 #include "execute/agreement.h"
 #include "mpi/complete.h"
-#include "mpi/deadlines.h"
 #include "mpi/messages.h"
 #include "observe/timeline.h"
 #include "observe/watchdog.h"
@@ -70,7 +69,6 @@ static ffi_error *finish_peer(struct call *c, struct request *request, const str
   *right = finish_message(request, notice, expected, bytes);
   bool follows = *bytes == LABEL_BYTES;
   if (announced == NULL) return follows ? take_announced(c, peer, NULL, bytes, NULL) : NULL;
-  announced->chain = NULL;
   if (!follows && queue_withdraw(announced)) return NULL; /* nothing comes */
   int64_t length;
   *right &= finish_message(request, announced, expected, &length);
@@ -184,7 +182,6 @@ ffi_error *BODY(wait)(struct call *c) {
   ARGUMENTS(wait, c);
   BEGIN(c, Wait, "with");
   int requests = c->first[1], outs = c->first[2] - c->first[1];
-  if (deadlines_on()) PASS(wait_in_time(c, b.request, requests));
   const struct buffer *out = b.out, *end = b.out + outs;
   ffi_error *first = NULL;
   for (int i = 0; i < requests; i++) {
@@ -226,7 +223,6 @@ ffi_error *BODY(exchange_finish)(struct call *c) {
   ARGUMENTS(exchange_finish, c);
   const struct plan *plan = object_of(a.plan);
   BEGIN(c, Wait, "with");
-  if (deadlines_on()) PASS(wait_in_time(c, b.request, 1));
   ffi_error *error;
   struct request *request = request_take(c, b.request, a.zero, &error);
   if (error != NULL) return error;

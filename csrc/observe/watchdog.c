@@ -18,8 +18,6 @@ struct watched {
   atomic_uint_least64_t number;           /* odd in an operation; grows by one as it begins and as it ends */
   _Atomic int64_t summary[SUMMARY_WORDS]; /* written while `number` is even */
   atomic_uint_least64_t first;            /* what the thread that has it found there */
-  _Atomic(const char *) why;              /* the operation cannot raise; for this number */
-  atomic_uint_least64_t why_of;
   /* The watchdog's own: */
   uint64_t seen; /* the number that it saw last, */
   double since;  /* first at this time; */
@@ -76,19 +74,12 @@ void watchdog_end(struct watched *record) {
   atomic_store_explicit(&record->number, number + (number & 1), memory_order_release);
 }
 
-void watchdog_cannot_raise(const char *why) {
-  struct watched *record = own;
-  if (record == NULL) return;
-  atomic_store(&record->why, why);
-  atomic_store(&record->why_of, atomic_load(&record->number));
-}
-
 /* --- what the watchdog does -----------------------------------------------------------------------------------------
  */
 
 /* Among many ranks a report is for the launcher, which makes one table of all: stderr would have a line of each. */
 static bool is_for_launcher_alone(void) {
-  return job_has_folder() && action != ACTION_RAISE && runtime.world != NULL && runtime.world->size > MOST_SPEAKERS;
+  return job_has_folder() && runtime.world != NULL && runtime.world->size > MOST_SPEAKERS;
 }
 
 static void say_report(struct text *text) {
@@ -148,25 +139,6 @@ static void answer_launcher(void) {
   job_tell("state", text.characters, text.length);
 }
 
-/* Why the operation that was seen last cannot raise, by itself; NULL: it has not said so. */
-static const char *why_refused(const struct watched *record) {
-  return atomic_load(&record->why_of) == record->seen ? atomic_load(&record->why) : NULL;
-}
-
-/* Why an operation has not ended with an error. */
-static const char *why_not_raised(const struct watched *record, const int64_t summary[SUMMARY_WORDS]) {
-  const struct operation *operation = &operation_table[summary[SUMMARY_ROW]];
-  const char *why = why_refused(record);
-  if (why != NULL) return why;
-  if (summary[SUMMARY_ROW] == ROW_recv || summary[SUMMARY_ROW] == ROW_irecv)
-    return "its message has begun to arrive, and MPI cannot take that back";
-  if (summary[SUMMARY_ROW] == ROW_sendrecv) return "one of its messages is under way, which MPI cannot take back";
-  if (attribute_of(operation, KIND_PLAN) >= 0) return "what it has sent to other ranks cannot be taken back";
-  if (attribute_of(operation, KIND_TAG) >= 0 || summary[SUMMARY_ROW] == ROW_complete)
-    return "MPI cannot take back a message that it has begun to send";
-  return "MPI cannot take back what all ranks take part in: some may be done with it";
-}
-
 /* Tells it on stderr and to the launcher. `said`: the text. */
 static void report_wait(const struct watched *record, double seconds, struct text *said) {
   int64_t summary[SUMMARY_WORDS];
@@ -181,16 +153,9 @@ static void report_wait(const struct watched *record, double seconds, struct tex
   summary_add_call_sites(&text, "; called at ", summary);
   add_place(&text, "; ");
   if (action == ACTION_ABORT) text_add(&text, ". The job ends, as JAXMPI_TIMEOUT_ACTION=abort says");
-  if (action == ACTION_RAISE)
-    text_add(&text, ". It goes on, though JAXMPI_TIMEOUT_ACTION is raise: %s", why_not_raised(record, summary));
   say_report(&text);
   job_tell("report", text.characters, text.length);
   text_add(said, "%s", text.characters);
-}
-
-/* What may raise has this time for it, after which it would be reported. */
-static double pause_to_raise(const struct watched *record) {
-  return action == ACTION_RAISE && why_refused(record) == NULL ? fmin(1, fmax(0.1, limit)) : 0;
 }
 
 /* Reports an operation once, and then that it is done after all. */
@@ -209,7 +174,7 @@ static void look_at(struct watched *record) {
     record->seen = number;
     record->since = time;
     record->reported = false;
-  } else if (number % 2 == 1 && !record->reported && seconds >= limit + pause_to_raise(record)) {
+  } else if (number % 2 == 1 && !record->reported && seconds >= limit) {
     record->reported = true;
     atomic_fetch_add(&waiting, 1);
     char characters[TEXT_BYTES];

@@ -14,9 +14,8 @@
 
 #include "observe/summary.h"
 
-/* What happens to an operation that waits for long: it is reported; it ends the job; it raises an error if it can
- * (deadline.h), and is reported if not. */
-enum action { ACTION_REPORT, ACTION_ABORT, ACTION_RAISE };
+/* What happens to an operation that waits for long: it is reported, or it ends the job, too. */
+enum action { ACTION_REPORT, ACTION_ABORT };
 
 /* Before the first call, or by a test between two: after how many seconds an operation is reported (twice as many after
  * each report), what then happens, and what writes where the program is (may be NULL). */
@@ -30,8 +29,5 @@ void watchdog_stop(void);
 struct watched *watchdog_begin(const struct call *call);
 struct watched *watchdog_begin_summary(const int64_t summary[], int count);
 void watchdog_end(struct watched *record);
-
-/* Why the operation that this thread is in cannot end with an error, for its report; NULL: it can. Until that ends. */
-void watchdog_cannot_raise(const char *why);
 
 #endif

@@ -17,7 +17,6 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "execute/deadline.h"
 #include "base/threads.h"
 #include "observe/watchdog.h"
 
@@ -124,9 +123,9 @@ static void find_call_site(char *text, size_t size) {
 
 const char call_site_watch_doc[] =
     "watch(seconds, action, where, packages)\n\n"
-    "From now on an operation that waits longer is reported, and with `action` 1 the job ends; with 2 it raises an "
-    "error instead, if it can. `where` returns the line of the program, and is called in another thread; files whose "
-    "names begin with one of `packages`, at most 8, are not the program's.";
+    "From now on an operation that waits longer is reported, and with `action` 1 the job ends. `where` returns the "
+    "line of the program, and is called in another thread; files whose names begin with one of `packages`, at most 8, "
+    "are not the program's.";
 PyObject *call_site_watch(PyObject *self, PyObject *args) {
   (void)self;
   double seconds;
@@ -147,7 +146,6 @@ PyObject *call_site_watch(PyObject *self, PyObject *args) {
     pthread_detach(thread);
     Py_AddPendingCall(note_main_thread, NULL);
   }
-  deadline_configure(action == ACTION_RAISE ? seconds : 0);
   watchdog_configure(seconds, (enum action)action, find_call_site);
   Py_RETURN_NONE;
 }

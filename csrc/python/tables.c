@@ -84,7 +84,7 @@ static PyObject *operations(PyObject *self, PyObject *args) {
 
 static const char *const derivatives[] = {"value", "tangent", "cotangent", "further", NULL};
 static const char *const leaves[] = {"alone", "first", "middle", "last", NULL};
-static const char *const actions[] = {"report", "abort", "raise", NULL};
+static const char *const actions[] = {"report", "abort", NULL};
 static const char *const begins[] = {
     [BEGINS_AS_OPERANDS] = "operands", [BEGINS_AS_ZERO] = "zero", [BEGINS_COVERED] = "covered", NULL};
 static const char *const combinations[] = {

@@ -73,7 +73,7 @@ static bool rest_a_while(void) {
 }
 
 /* Looks, without the lock. `often`: at what is long as well, after which there is a pause. */
-static void look_at_all(bool often) {
+static void poll_once(bool often) {
   pthread_mutex_unlock(&state.lock);
   queue_match(NULL, NULL, 0);
   if (often) {
@@ -92,7 +92,7 @@ static void *run_progress(void *unused) {
     if (queue_posted() == 0) state.pauses = 0;
     bool often = state.long_ones > 0 || state.pauses > 0;
     if (state.pauses > 0) state.pauses--;
-    if ((often || rest_a_while()) && !state.ending) look_at_all(often);
+    if ((often || rest_a_while()) && !state.ending) poll_once(often);
   }
   pthread_mutex_unlock(&state.lock);
   return unused;

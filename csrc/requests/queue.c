@@ -184,13 +184,10 @@ void queue_post(struct receive *receive) {
   pthread_mutex_unlock(&lock);
 }
 
-bool queue_withdraw(struct receive *chain) {
-  bool matched = false;
+bool queue_withdraw(struct receive *receive) {
   pthread_mutex_lock(&lock);
-  for (const struct receive *receive = chain; receive != NULL; receive = receive->chain)
-    matched |= receive->state == RECEIVE_MATCHED || receive->state == RECEIVE_UNDER_WAY;
-  for (struct receive *receive = chain; receive != NULL && !matched; receive = receive->chain) {
-    if (receive->state != RECEIVE_POSTED) continue;
+  bool matched = receive->state == RECEIVE_MATCHED || receive->state == RECEIVE_UNDER_WAY;
+  if (receive->state == RECEIVE_POSTED) {
     remove_receive(receive);
     receive->state = RECEIVE_IDLE;
   }

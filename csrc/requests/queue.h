@@ -26,8 +26,7 @@ struct message_found {
 enum receive_state { RECEIVE_IDLE, RECEIVE_POSTED, RECEIVE_MATCHED, RECEIVE_UNDER_WAY };
 
 struct receive {
-  struct receive *next;  /* in the queue, in the order of their starts */
-  struct receive *chain; /* of queue_withdraw */
+  struct receive *next; /* in the queue, in the order of their starts */
   struct communicator *comm;
   int source, tag;
   enum receive_state state;
@@ -59,9 +58,9 @@ static inline int queue_posted(void) { return atomic_load_explicit(&queue_posted
 /* Posts a receive. */
 void queue_post(struct receive *receive);
 
-/* Takes all receives of a chain out of the queue, unless the message of one has been matched: then false, and nothing
- * has changed. Those that were not posted stay as they are. */
-bool queue_withdraw(struct receive *chain);
+/* Takes a receive out of the queue, unless its message has been matched: then false. One that is not posted stays as it
+ * is. */
+bool queue_withdraw(struct receive *receive);
 
 /* Takes a receive out if nothing else is posted, so that the thread which waits for it may leave the matching to MPI.
  */

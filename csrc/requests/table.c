@@ -27,7 +27,6 @@ static struct {
   int *unused, unused_count;
   int64_t in_flight, begun;
   bool ended;            /* MPI is being finalized: no request is looked at any more */
-  atomic_int left;       /* messages of which nobody waits for the request */
   _Atomic pid_t process; /* that has begun any; 0: none */
 } all = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
@@ -159,7 +158,7 @@ ffi_error *request_new(const struct call *call, const struct buffer *id, size_t 
   made->batch = id->count / 2;
   made->operation = call->operation;
   made->comm = call->comm;
-  made->is_long = made->held = made->in_vain = made->left = false;
+  made->is_long = false;
   made->run = ffi_run(call->frame);
   memcpy(made->attributes, call->attributes, sizeof made->attributes);
   memset(made->summary, 0, sizeof made->summary);
@@ -219,7 +218,7 @@ static int place_of(const struct buffer *id) {
   if (!are_numbers(id) || !(given[0] >= 1) || given[0] > (float)all.used || given[0] != (float)(int)given[0]) return -1;
   int place = (int)given[0] - 1;
   const struct request *there = all.places[place];
-  return there != NULL && !there->held && !there->left && (float)there->generation == given[1] ? place : -1;
+  return there != NULL && (float)there->generation == given[1] ? place : -1;
 }
 
 static const char *why_none(bool none, int64_t zero) {
@@ -231,6 +230,15 @@ static const char *why_none(bool none, int64_t zero) {
                 "given up by jaxmpi.recover. Each request is "
                 "waited for once; where a function that waits is executed again (jax.checkpoint "
                 "executes one again for its derivative), start in it as well";
+}
+
+/* Takes the request at a place out of the table, under the lock. */
+static struct request *take_from(int place) {
+  struct request *taken = all.places[place];
+  all.places[place] = NULL;
+  all.in_flight--;
+  progress_long(-taken->is_long, look_at_requests);
+  return taken;
 }
 
 struct request *request_take(const struct call *call, const struct buffer *id, int64_t zero, ffi_error **error) {
@@ -251,9 +259,7 @@ struct request *request_take(const struct call *call, const struct buffer *id, i
   int place = place_of(id);
   struct request *found = place >= 0 ? all.places[place] : NULL;
   if (found != NULL) {
-    all.places[place] = NULL;
-    all.in_flight--;
-    progress_long(-found->is_long, look_at_requests);
+    take_from(place);
     if (found->receive_count == 1 && found->receives[0].request != NULL)
       found->receives[0].exclusive = queue_withdraw_alone(&found->receives[0]);
   }
@@ -262,94 +268,24 @@ struct request *request_take(const struct call *call, const struct buffer *id, i
   return found;
 }
 
-struct request *request_hold(const struct buffer *id) {
+/* Takes out of the table the first receive of a run, from place `at` on, whose message has not been matched. */
+static struct request *take_abandoned(int64_t run, int *at) {
+  struct request *taken = NULL;
   pthread_mutex_lock(&all.lock);
-  int place = place_of(id);
-  struct request *found = place >= 0 ? all.places[place] : NULL;
-  if (found != NULL) {
-    found->held = true, found->was_long = found->is_long;
-    progress_long(-found->is_long, look_at_requests);
-    found->is_long = false;
+  for (; *at < all.used && taken == NULL; ++*at) {
+    struct request *request = all.places[*at];
+    if (request != NULL && request->run == run && request->operation->row == ROW_irecv &&
+        queue_withdraw(&request->receives[0]))
+      taken = take_from(*at);
   }
   pthread_mutex_unlock(&all.lock);
-  return found;
-}
-
-void request_release(struct request *request, bool in_vain) {
-  pthread_mutex_lock(&all.lock);
-  request->held = false, request->is_long = request->was_long;
-  progress_long(request->is_long, look_at_requests);
-  request->in_vain |= in_vain;
-  pthread_mutex_unlock(&all.lock);
-}
-
-static bool receives_in(const struct request *request, int64_t run) {
-  return request != NULL && request->run == run && request->operation->row == ROW_irecv;
-}
-
-bool requests_give_up(int64_t run, struct receive *own) {
-  struct receive *chain = own;
-  pthread_mutex_lock(&all.lock);
-  for (int i = 0; i < all.used; i++)
-    if (receives_in(all.places[i], run)) {
-      all.places[i]->receives[0].chain = chain;
-      chain = &all.places[i]->receives[0];
-    }
-  bool all_idle = queue_withdraw(chain);
-  pthread_mutex_unlock(&all.lock);
-  return all_idle;
-}
-
-/* Ends the requests that `ends` chooses, which is called under the lock. */
-static void end_those(bool (*ends)(struct request *request, int64_t run), int64_t run) {
-  int at = 0;
-  struct request *done;
-  do {
-    done = NULL;
-    pthread_mutex_lock(&all.lock);
-    for (; at < all.used && done == NULL; at++)
-      if (all.places[at] != NULL && ends(all.places[at], run)) {
-        done = all.places[at];
-        all.places[at] = NULL;
-        all.in_flight--;
-        progress_long(-done->is_long, look_at_requests);
-        all.left -= done->left;
-      }
-    pthread_mutex_unlock(&all.lock);
-    if (done != NULL) request_end(done);
-  } while (done != NULL);
-}
-
-/* What nobody can wait for: a receive is ended, the rest is named at the end. */
-static bool is_abandoned(struct request *request, int64_t run) {
-  if (request->run != run || request->held || request->left) return false;
-  request->in_vain = true;
-  if (!receives_in(request, run)) return false;
-  request->receives[0].chain = NULL;
-  return queue_withdraw(&request->receives[0]);
+  return taken;
 }
 
 void requests_abandon(int64_t run) {
-  if (run != 0) end_those(is_abandoned, run);
-}
-
-static bool has_left(struct request *request, int64_t run) {
-  (void)run;
-  return request->left && !runtime.abi->test_request(request);
-}
-
-/* Ends the requests of messages that have left since. */
-static void end_those_that_left(void) {
-  if (atomic_load(&all.left) > 0) end_those(has_left, 0);
-}
-
-void request_leave(struct request *request, int64_t bytes) {
-  float numbers[2];
-  end_those_that_left();
-  request->left = true;
-  atomic_fetch_add(&all.left, 1);
-  request_begin(request, &(struct buffer){numbers, 2, datatype_find(FFI_DTYPE_F32), ROLE_HOST_WRITE},
-                bytes < LONG_BYTES ? LONG_BYTES : bytes);
+  int at = 0;
+  if (run == 0) return;
+  for (struct request *request; (request = take_abandoned(run, &at)) != NULL;) request_end(request);
 }
 
 static ffi_error *fail_order(const struct call *call, const struct operation *started) {
@@ -427,7 +363,6 @@ static void look_at_requests(void) {
       if (!all.places[i]->is_long) progress_long(-1, look_at_requests);
     }
   pthread_mutex_unlock(&all.lock);
-  if (!ended) end_those_that_left();
 }
 
 void requests_forget(const struct communicator *comm) {
@@ -443,13 +378,7 @@ static struct request *take_one_on(const struct communicator *comm) {
   struct request *found = NULL;
   pthread_mutex_lock(&all.lock);
   for (int i = 0; i < all.used && found == NULL; i++)
-    if (all.places[i] != NULL && all.places[i]->comm == comm && !all.places[i]->held) {
-      found = all.places[i];
-      all.places[i] = NULL;
-      all.in_flight--;
-      progress_long(-found->is_long, look_at_requests);
-      all.left -= found->left;
-    }
+    if (all.places[i] != NULL && all.places[i]->comm == comm) found = take_from(i);
   pthread_mutex_unlock(&all.lock);
   return found;
 }
@@ -478,10 +407,7 @@ int64_t requests_give_up_on(const struct communicator *comm) {
 static void name_request(const struct request *request) {
   char characters[TEXT_BYTES];
   struct text text = text_in(characters, sizeof characters);
-  const char *what = request->left      ? "nobody has received the message of"
-                     : request->in_vain ? "has not waited to the end for"
-                                        : "has never waited for";
-  text_add(&text, "jaxmpi: rank %d%s%s ", runtime.rank, request->left ? ": " : " ", what);
+  text_add(&text, "jaxmpi: rank %d has never waited for ", runtime.rank);
   summary_describe(&text, request->summary);
   summary_add_call_sites(&text, ", called at ", request->summary);
   fprintf(stderr, "%s\n", text.characters);
@@ -500,8 +426,7 @@ static int64_t by_users_under_way(void) {
   if (runtime.serialize) pthread_mutex_lock(&runtime.lock);
   pthread_mutex_lock(&all.lock);
   for (int i = 0; i < all.used; i++)
-    if (all.places[i] != NULL && !all.places[i]->held && is_by_user(all.places[i]))
-      count += runtime.abi->test_request(all.places[i]);
+    if (all.places[i] != NULL && is_by_user(all.places[i])) count += runtime.abi->test_request(all.places[i]);
   pthread_mutex_unlock(&all.lock);
   if (runtime.serialize) pthread_mutex_unlock(&runtime.lock);
   return count;
@@ -524,9 +449,6 @@ int64_t requests_finish(void) {
   progress_end();
   progress_join();
   bool again = atomic_exchange(&told, true);
-  if (!again && runtime.serialize) pthread_mutex_lock(&runtime.lock);
-  if (!again && !runtime_has_ended()) end_those_that_left();
-  if (!again && runtime.serialize) pthread_mutex_unlock(&runtime.lock);
   if (!again) name_all();
   int64_t under_way = by_users_under_way();
   for (int i = 0; !again && under_way > 0 && i < MILLISECONDS_AT_END; i++) {

@@ -24,10 +24,6 @@ struct request {
   int64_t serial;      /* number in the order of all starts */
   bool is_long;        /* the thread looks after it */
   bool usual;          /* it has one handle and one receive at most, as nearly all have */
-  bool held;           /* a thread waits for it, and may give it back */
-  bool was_long;       /* before it was held */
-  bool in_vain;        /* an error has ended its wait, or has come before that */
-  bool left;           /* a message of a sendrecv that has ended by its deadline: nobody waits for it any more */
   int64_t run;         /* the execution of a program that has begun it: ffi_run */
   const struct operation *operation;
   struct communicator *comm;
@@ -64,21 +60,9 @@ static inline int64_t request_number(const struct request *request) {
   return request->place < 0 ? 0 : ((int64_t)request->generation << 24) + request->place;
 }
 
-/* Holds a request for a wait that may end before the request is done: it stays in flight, but nobody else can take it.
- * NULL: there is none. request_release lets others take it again; `in_vain`: an error has ended the wait. */
-struct request *request_hold(const struct buffer *id);
-void request_release(struct request *request, bool in_vain);
-
-/* An error will end a run, after which nobody can wait for what it has begun: its receives are taken out of the queue,
- * and `own`, of a call that waits itself, unless NULL. False: the message of one has been matched, and nothing has
- * changed. */
-bool requests_give_up(int64_t run, struct receive *own);
-
-/* The error has ended it: those requests are ended, too. A message that has come is lost. */
+/* An error has ended a run, after which nobody can wait for what it has begun: its receives whose messages have not
+ * been matched are ended, so that they take no message that comes later. A message that has been matched is lost. */
 void requests_abandon(int64_t run);
-
-/* A message that nobody waits for is under way: the thread ends the request once it has left. */
-void request_leave(struct request *request, int64_t bytes);
 
 /* Adjoints that MPI cannot tell apart are matched in the order in which they are started: in reverse mode that of the
  * waits, from the last to the first. The error if a request that is like this one was started earlier, and has not been

@@ -21,9 +21,9 @@ ffi_error *sharded_fail(const char *text) {
 
 const char *sharded_error(void) { return error; }
 
-static ffi_error *keep_error(ffi_error_create_args *args) { return sharded_fail(args->message); }
+static ffi_error *create_error(ffi_error_create_args *args) { return sharded_fail(args->message); }
 
-static const ffi_api api = {.struct_size = sizeof api, .error_create = keep_error};
+static const ffi_api api = {.struct_size = sizeof api, .error_create = create_error};
 static const ffi_frame frame = {.struct_size = sizeof frame, .api = &api};
 
 /* --- calls ------------------------------------------------------------------------------------------------------- */

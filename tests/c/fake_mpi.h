@@ -61,7 +61,6 @@ struct fake_control {
   atomic_int slow;      /* calls of Test that find a request started from now on still under way */
   bool backwards;       /* as one request ends, messages come to all that expect one, from the last to the first */
   atomic_int unheard;   /* calls of Improbe and Iprobe from now on that find nothing yet */
-  atomic_bool held;     /* while it is true, Test finds all requests under way, Improbe and Iprobe find nothing */
 
   /* How the library describes itself; not reset. */
   const char *version;

@@ -1300,6 +1300,27 @@ static void a_communicator_is_given_up(void) {
   all_is_done();
 }
 
+/* Nobody can wait for what a run has started before its error. */
+static void after_an_error_messages_are_left_to_others(void) {
+  prepare();
+  run_number = 1;
+  SUCCEEDS(start_receive(id, U8, 4, 2, 5));
+  run_number = 2;
+  SUCCEEDS(start_receive(other, U8, 4, 2, 6));
+  run_number = 1;
+  deliver(2, 7, 4);
+  FAILS(RUN("recv", NONE, ARRAY(U8, out, 8), COMM(here()), 2, 0, 7), FFI_INVALID_ARGUMENT, "too short");
+  CHECK_EQUAL(queue_posted(), 1); /* of the other run */
+  deliver(2, 5, 4);
+  SUCCEEDS(RUN("recv", NONE, ARRAY(U8, out, 4), COMM(here()), 2, 0, 5));
+  CHECK_SAME(out, message, 4);
+  deliver(2, 6, 4);
+  SUCCEEDS(wait_on(here(), other, ARRAY(U8, out, 4)));
+  FAILS(wait_on(here(), id, ARRAY(U8, out, 4)), FFI_FAILED_PRECONDITION, "waited for already");
+  run_number = 0;
+  all_is_done();
+}
+
 /* --- memory --- */
 
 static void many_are_in_flight(void) {
@@ -1605,6 +1626,7 @@ static const struct test tests[] = {
     TEST(a_communicator_is_freed),
     TEST(a_communicator_is_freed_during_a_wait),
     TEST(a_communicator_is_given_up),
+    TEST(after_an_error_messages_are_left_to_others),
     TEST(many_are_in_flight),
     TEST(failed_starts_keep_nothing),
     TEST(random_sequences_are_as_in_the_model),

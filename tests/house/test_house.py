@@ -127,6 +127,19 @@ def test_no_wait_of_c_depends_on_the_time_of_day():
     assert waits == {word: {name for name, text in texts.items() if word in text} for word in waits}
 
 
+def test_one_name_for_each_function_of_c():
+    """Static ones, too: readers look for a function by its name. Sources of python/ name theirs as Python does, and
+    sources for a kind of memory have the same steps for another driver."""
+    defined = {}
+    for path in CSRC.rglob("*.[ch]"):
+        text = re.sub(r"__attribute__\(\(.*?\)\)\)? ?", "", path.read_text())
+        for name in re.findall(r"^(?!#| |typedef)[\w *]*?\b(\w+)\([^;{}]*?\) \{", text, re.MULTILINE):
+            if path.parent.name != "python" and not path.name.startswith("memory_") and name != "BODY":
+                defined.setdefault(name, set()).add(path.name)
+    assert len(defined) > 400
+    assert not {name: places for name, places in defined.items() if len(places) > 1}
+
+
 @pytest.mark.parametrize("graph", [imports, includes])
 def test_no_circles(graph):
     edges = dict(graph())

@@ -599,7 +599,7 @@ def test_ranges_of_ranks():
 
 WRONG = {
     "JAXMPI_TIMEOUT": ("soon", "-1", "inf"),
-    "JAXMPI_TIMEOUT_ACTION": ("stop",),
+    "JAXMPI_TIMEOUT_ACTION": ("raise",),
     "JAXMPI_ON_ERROR": ("report",),
     "JAXMPI_CHECK": ("maybe",),
     "JAXMPI_DEBUG": ("2",),

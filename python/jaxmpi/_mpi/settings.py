@@ -17,7 +17,7 @@ ALL: Final = 1 << 62
 COMPARED: Final = 1000
 """How many collectives of each communicator are compared by default."""
 
-ACTIONS: Final = ("report", "abort", "raise")
+ACTIONS: Final = ("report", "abort")
 """What may happen to an operation that waits for long; the first by default."""
 
 _MOST_MEGABYTES = 10**12

@@ -12,7 +12,6 @@ from jaxmpi._jax import internals
 from jaxmpi._jax.dependence import depends_on
 from jaxmpi._mpi import call_sites, communicators, timeline
 from jaxmpi._mpi.communicators import Communicator
-from jaxmpi._mpi.settings import SETTINGS
 from jaxmpi._primitive import arguments, keys
 from jaxmpi._primitive.jit import eager
 from jaxmpi._primitive.lowering import P
@@ -119,7 +118,7 @@ _agree_p: Operation[Reducing] = Operation("allreduce")
 
 # --- eager calls -----------------------------------------------------------------------------------------------------
 
-_TELLS_LINES = communicators.CHECK or timeline.ON or SETTINGS.timeout_action == "raise"
+_TELLS_LINES = communicators.CHECK or timeline.ON
 """Whether the lines of all eager calls are told to the core, which takes some time; else those that start something
 are, by which it is named if nobody waits for it."""
 

@@ -15,8 +15,6 @@ __attribute__((format(printf, 3, 4))) static ffi_error *note_failure(const struc
 }
 #define call_fail note_failure
 #include "execute/body.c"
-#define limit limit_of_deadlines
-#include "execute/deadline.c"
 
 static struct communicator comm;
 static struct call call;
@@ -28,7 +26,6 @@ static void begin(void) {
   comm.size = 2;
   call.comm = &comm;
   call.operation = &operation_table[ROW_barrier];
-  deadline_configure(0);
 }
 
 /* As give_up in mpi/interface.c. */
@@ -53,22 +50,15 @@ static void settle(void) {
   REQUIRE(!call.comparison.due || atomic_load(&comm.agreement) != NULL);
 }
 
-static void set_deadline(void) { deadline_configure(5); }
-static void use_deadline(void) { REQUIRE(!deadlines_on() || atomic_load(&limit) == 5); }
-
 int main(void) {
   const struct exploration given_up = {
       "flags: a communicator that is given up", begin, NULL, {give_up, use_given_up}, 9};
   const struct exploration compared = {"flags: what is compared", begin, NULL, {prepare, settle}, 9};
-  const struct exploration deadline = {"flags: deadlines", begin, NULL, {set_deadline, use_deadline}, 9};
   explore_good(&given_up);
   explore_weaken(&comm.freed, sizeof comm.freed, EXPLORE_LOADS);
   explore_bad(&given_up, "`freed` read relaxed");
   explore_good(&compared);
   explore_weaken(&comm.to_compare, sizeof comm.to_compare, EXPLORE_LOADS);
   explore_bad(&compared, "`to_compare` read relaxed");
-  explore_good(&deadline);
-  explore_weaken(&deadlines, sizeof deadlines, EXPLORE_LOADS);
-  explore_bad(&deadline, "`deadlines` read relaxed");
   return explore_result();
 }

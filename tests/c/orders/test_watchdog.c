@@ -49,32 +49,6 @@ static void read_once(void) {
   REQUIRE(words[SUMMARY_TYPE] == (int64_t)(record.seen + 1) / 2);
 }
 
-/* --- why it cannot raise --- */
-
-static const char *const because = "";
-
-static void begin_refused(void) {
-  begin();
-  atomic_store(&record.why, NULL);
-  atomic_store(&record.why_of, 0);
-}
-
-static void refuse(void) {
-  own = &record;
-  struct watched *watched = watchdog_begin_summary(NULL, 0);
-  watchdog_cannot_raise(because);
-  watchdog_end(watched);
-  watchdog_end(watchdog_begin_summary(NULL, 0));
-}
-
-static void ask_why(void) {
-  record.seen = atomic_load_explicit(&record.number, memory_order_acquire);
-  const char *why = why_refused(&record);
-  if (record.seen == 0) return; /* no operation: why_of begins with that number, and nobody asks */
-  REQUIRE(why == NULL || (why == because && record.seen == 1));
-  REQUIRE(atomic_load(&record.why_of) == 0 || atomic_load(&record.why) == because);
-}
-
 /* --- nothing asks Python once it has stopped --- */
 
 static void begin_to_stop(void) {
@@ -94,7 +68,6 @@ static void stop(void) {
 int main(void) {
   const struct exploration words = {
       "watchdog: the words of an operation", begin, NULL, {wait_twice, read_once, NULL}, 3};
-  const struct exploration why = {"watchdog: why it cannot raise", begin_refused, NULL, {refuse, ask_why, NULL}, 9};
   const struct exploration stopping = {"watchdog: it stops", begin_to_stop, NULL, {look, stop, NULL}, 9};
   explore_good(&words);
   explore_weaken(&record.number, sizeof record.number, EXPLORE_STORES);
@@ -103,10 +76,6 @@ int main(void) {
   explore_bad(&words, "`summary` stored relaxed");
   explore_weaken(record.summary, sizeof record.summary, EXPLORE_LOADS);
   explore_bad(&words, "`summary` read relaxed");
-  explore_good(&why);
-  explore_weaken(&record.why, sizeof record.why, EXPLORE_STORES);
-  explore_weaken(&record.why_of, sizeof record.why_of, EXPLORE_STORES);
-  explore_bad(&why, "`why` and `why_of` stored relaxed");
   explore_good(&stopping);
   explore_weaken(&watching, sizeof watching, EXPLORE_STORES);
   explore_bad(&stopping, "`watching` stored relaxed");
