@@ -60,8 +60,7 @@ def install_as_mpi4jax(api: str = "notoken") -> None:
     """Makes `import mpi4jax` give a module with the same functions, implemented by jaxmpi, in this whole process.
 
     Positions, defaults and names of arguments are those of mpi4jax, as are the kinds of exceptions (TypeError for a
-    traced root or a wrong communicator, ValueError for shapes), MPI4JAX_DEBUG and `__version__`. Code that is written
-    for the other `api` is refused by a RuntimeError where it calls a function (see docs/migration.md).
+    traced root or a wrong communicator, ValueError for shapes), MPI4JAX_DEBUG and `__version__`.
 
     Args:
       api: "notoken", the API of mpi4jax 0.8 and later: functions return the result alone, `send` and `barrier` nothing,
