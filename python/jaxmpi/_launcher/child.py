@@ -323,12 +323,6 @@ def _ready_jax(devices: str, collectives: str) -> None:
     sys.meta_path.insert(0, _beside("at_import").AtImport("jax", after, before))
 
 
-def _replace(name: str) -> None:
-    """Puts jaxmpi in the place of another package when the program imports it."""
-    finder = _beside("stand_ins").Finder(name)
-    sys.meta_path[:0] = [finder, _beside("at_import").AtImport("pkg_resources", finder.add_to)]
-
-
 def _find_folder() -> Any:
     """The job's folder, on a machine that does not see the launcher's another one. None: there is none."""
     global _folder
@@ -410,7 +404,8 @@ def _run(arguments: list[str]) -> None:
     while arguments[0] in ("--as", *chosen):
         option, value, *arguments = arguments
         if option == "--as":
-            _replace(value)
+            _beside("at_import")  # for the next one
+            _beside("stand_ins").Finder(value).install()
         else:
             chosen[option] = value
     _ready_jax(*chosen.values())
