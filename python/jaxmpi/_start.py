@@ -8,34 +8,35 @@ import atexit
 import contextlib
 import platform
 import sys
-from collections.abc import Callable
 from importlib import import_module
 
 from jaxmpi._launcher import before_jax, versions
 
-_done: set[str] = set()
-"""The names of the steps that this process has taken. If the import fails and is tried again, none is taken twice:
-other ranks take part in some of them once."""
-
-
-def _once(step: Callable[[], None]) -> None:
-    name = f"{step.__module__}.{step.__name__}"
-    if name not in _done:
-        step()
-        _done.add(name)
+_bound = _started = False
+"""Whether the core knows MPI, from when on other ranks take part in the import; and whether all is done."""
 
 
 def start() -> None:
-    """Readies JAX and the C core. Raises ImportError, RuntimeError or ValueError, which say what to do."""
+    """Readies JAX and the C core, once. Raises ImportError, RuntimeError or ValueError, which say what to do."""
+    global _started
+    if _started:
+        return
+    if _bound:
+        raise ImportError(
+            "jaxmpi: the import has failed before in this process, and is not tried again, as other ranks take part "
+            "in it once. The first error says why: start the program again without its cause"
+        )
     try:
         _start()
     except (ImportError, AttributeError) as error:  # of a name that an older version lacks
         if said := versions.unmet():
             raise ImportError(said) from error
         raise
+    _started = True
 
 
 def _start() -> None:
+    global _bound
     _load_core()
     before_jax.offer()  # jaxlib finds the core as it looks for MPI: before jax is imported
 
@@ -44,22 +45,23 @@ def _start() -> None:
     # isort: split
     from jaxmpi._mpi import library
 
-    _once(library.bind)  # the core to MPI and XLA; the watch begins
-    _once(_expect_the_end)
+    library.bind()  # the core to MPI and XLA; the watch begins
+    _bound = True
+    atexit.register(_end)
 
     from jaxmpi._mpi import apart, communicators, survival
     from jaxmpi._primitive import effect
 
-    _once(apart.warn)  # if the launcher and MPI do not know each other
-    _once(effect.install)  # JAX keeps what communicates in program order
-    _once(communicators.agree)  # on settings, with the other ranks; the default communicator; the timeline begins
-    _once(communicators.know)  # those that every run has
-    _once(survival.install)  # the error of a rank that has died
+    apart.warn()  # if the launcher and MPI do not know each other
+    effect.install()  # JAX keeps what communicates in program order
+    communicators.agree()  # on settings, with the other ranks; the default communicator; the timeline begins
+    communicators.know()  # those that every run has
+    survival.install()  # the error of a rank that has died
 
     from jaxmpi import _contract
     from jaxmpi._operations import table  # noqa: F401 (all operations: compares them with those of the core)
 
-    _once(_contract.install)  # the hooks of derivatives
+    _contract.install()  # the hooks of derivatives
     before_jax.taken()
     before_jax.register()  # for jax.distributed.initialize()
 
@@ -86,15 +88,10 @@ def _load_core() -> None:
         )
 
 
-def _expect_the_end() -> None:
-    """Registers what the end of the program does."""
-    atexit.register(_end)
-
-
 def finish() -> None:
     """Waits for running computations, so that no message to a peer is lost when MPI is finalized. Raises RuntimeError
     if the failure of an operation has not been reported yet. Does nothing if the core has not been bound."""
-    if not _done:
+    if not _bound:
         return
     from jaxmpi._mpi import library, timeline
 

@@ -9,6 +9,7 @@ Variables that are set already (PJRT_NPROC, OMP_NUM_THREADS, ...) are kept.
 """
 
 import argparse
+import ast
 import contextlib
 import os
 import re
@@ -25,7 +26,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxmpi._launcher import before_jax, parent, sources, stand_ins, versions, written_for
+from jaxmpi._launcher import before_jax, parent, stand_ins, versions, written_for
 
 PASSED = ("JAX", "XLA_", "PJRT_", "OMP_", "PYTHON", "MPI4", "UCX_", "FI_")
 """What the names of variables begin with that ranks on other machines get as well."""
@@ -303,39 +304,33 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
-def check_syntax(kind: str | None, program: str) -> None:
-    """Ends this process if the program cannot be compiled: with one traceback, not one of each rank."""
+def check_syntax(kind: str | None, program: str) -> ast.Module | None:
+    """Ends this process if the program cannot be compiled: with one traceback, not one of each rank.
+
+    Returns the syntax tree of a script, or of the text of `-c`.
+    """
     if kind == "-m" or (kind is None and (os.path.isdir(program) or zipfile.is_zipfile(program))):
-        return
+        return None
     source, name = (program, "<string>") if kind == "-c" else (Path(program).read_bytes(), program)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a rank tells them
             compile(source, name, "exec")
+            return ast.parse(source)
     except (SyntaxError, ValueError) as error:
         sys.exit("".join(traceback.format_exception_only(type(error), error)).rstrip())
 
 
-def check_calls(given: list[str], kind: str | None, program: str) -> None:
-    """Ends this process if the program is written for the other API of mpi4jax; says so if it only looks like it.
-
-    It would compute something else, or fail on all ranks: see written_for.py.
-    """
-    api = next((stand_ins.STAND_INS[name].api for name in given if name.startswith("mpi4jax")), None)
-    if api is None or not written_for.checks(os.environ):
-        return
-    doubts = []
-    for source in sources.of_program(kind, program):
-        verdict = written_for.read(source.text).verdict
-        if verdict is None or verdict.sign.api == api:
+def check_calls(given: list[str], tree: ast.Module, file: str) -> None:
+    """Ends this process if the program is written for the other API of mpi4jax; says so if it only looks like it."""
+    for chosen in set(given) & {"mpi4jax", "mpi4jax-token"}:
+        if (sign := written_for.other_api(tree, chosen == "mpi4jax-token")) is None:
             continue
-        text, option = written_for.complaint(verdict.sign, source.file), written_for.OPTIONS[verdict.sign.api]
-        if verdict.certain:
-            sys.exit(f"jaxmpi.run: {text}. Run it by --as {option}; {written_for.SWITCH}=0 runs it as it is")
-        doubts.append(
-            f"jaxmpi.run: {text}. Run it by --as {option} if it is written for the former; else see that line"
-        )
-    print(*doubts, sep="\n", end="\n" if doubts else "", file=sys.stderr)
+        other, releases = ("mpi4jax-token", "up to 0.7") if sign.tokens else ("mpi4jax", "from 0.8 on")
+        said = f"jaxmpi.run: {file}:{sign.line} {sign.text}, as programs for mpi4jax {releases} do"
+        if sign.certain:
+            sys.exit(f"{said}: run it by --as {other}")
+        print(f"{said}: if it is one, run it by --as {other}", file=sys.stderr)
 
 
 def home(present: Mapping[str, str]) -> dict[str, str]:
@@ -394,8 +389,8 @@ def main(arguments: list[str] | None = None) -> int:
         from jaxmpi._mpi import absent
 
         sys.exit(f"jaxmpi.run: no mpiexec found: {absent.how_to_install(absent.packages())}")
-    check_syntax(options.kind, options.program)
-    check_calls(options.stand_in, options.kind, options.program)
+    if (tree := check_syntax(options.kind, options.program)) is not None:
+        check_calls(options.stand_in, tree, options.program if options.kind is None else "<string>")
     ranks = options.ranks + options.spare
     check_scheduler(os.environ, ranks, options.mpiexec_args is not None)
     kind = flavour(mpiexec)

@@ -1,11 +1,10 @@
 """Programs written for mpi4jax and JPI, unchanged: their calls, their results, their gradients, their errors."""
 
+import ast
 import importlib.metadata
 import importlib.util
-import linecache
 import re
 import sys
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +13,9 @@ import pytest
 from mpi4py import MPI
 
 import jaxmpi
-from jaxmpi import compat
-from jaxmpi._launcher import advice, sources, written_for
-from jaxmpi.compat import _install
+from jaxmpi import compat, run
+from jaxmpi._launcher import written_for
+from jaxmpi.compat import _install, _mpi4jax
 from support.launch import launch
 from support.table import NEW_JAX
 
@@ -170,124 +169,56 @@ def test_imported_before(stand_in, monkeypatch):
 
 # --- mpi4jax's two APIs ---------------------------------------------------------------------------------------------
 
-TEXTS = {
-    # certainly for tokens
-    "g, _ = mpi4jax.allgather(x)": ("token", True),
-    "y = ar(x, token=None)": ("token", True),
-    "y, t = ar(x)\nz = halo(y, token=t)": ("token", True),
-    "def f(x):\n    r = mpi4jax.bcast(x, 0)\n    y, tok = r\n    return y[0]": ("token", True),
-    "f = functools.partial(mpi4jax.allreduce, op=SUM)\ny, _ = f(x)": ("token", True),
-    "g = jax.jit(lambda x: ar(x))\ny, token = g(x)": ("token", True),
-    "def f(x):\n    return ar(x)\ny, _ = jax.jit(f)(x)": ("token", True),
-    "self.x, self.token = ar(x)": ("token", True),
-    "token = mpi4jax.send(x, 1)": ("token", True),
-    "from mpi4jax.experimental import notoken\ny = notoken.allreduce(x) + 1": ("token", True),
-    "y = mpi4jax.notoken.allreduce(x)": ("token", True),
-    # only likely
-    "y = ar(x)[0]": ("token", False),
-    "a, b = mpi4jax.allgather(x)": ("token", False),
-    "y, t = ar(x)\nz = halo(y, t)": ("token", False),
-    "y = ar(x)\nz = ode(y)\ng, _ = mpi4jax.gather(x, 0)": ("token", False),
-    # certainly for results alone
-    "a, b = mpi4jax.allgather(x)\nprint(a, b)": ("notoken", True),
-    "s, n = ar(jnp.stack([s, n]), op=SUM)\nmean = s / n": ("notoken", True),
-    "a, b, c = mpi4jax.allgather(x)": ("notoken", True),
-    "y = mpi4jax.allreduce(x, op=SUM) / size": ("notoken", True),
-    "y = ar(x).sum()": ("notoken", True),
-    "x = ar(x)\ny = jnp.sin(x)": ("notoken", True),
-    "y = mpi4jax.allgather(x)[rank]": ("notoken", True),
-    "def f(x):\n    return ar(x)\ny = f(x) + 1": ("notoken", True),
-    # for both, or not known
-    "y = ar(x)\ndef f(y):\n    return y + 1": None,
-    "def f(x):\n    y = ar(x)\n    if p:\n        z = ar(x)\n        return z\n    z = x.T": None,
-    "y = ar(x)\nif isinstance(y, tuple):\n    y, _ = y": None,
-    "if mpi4jax.__version__ < '0.8':\n    y, _ = ar(x)": None,
-    "try:\n    y, _ = ar(x, token=t)\nexcept RuntimeError:\n    y = ar(x) + 0": None,
-    "try:\n    from mpi4jax.experimental import notoken as m\nexcept ImportError:\n    m = mpi4jax": None,
-    "def f(ar):\n    y, _ = ar(x)": None,
-    "_ = mpi4jax.barrier()": None,
-    "y, _ = other.allgather(x)": None,
+ERROR = {
+    "g, _ = mpi4jax.allgather(x)": "5 takes a result and a token from mpi4jax.allgather",
+    "if old:\n    self.x, self.token = ar(x)": "6 takes a result and a token from mpi4jax.allreduce",
+    "[y, new_tok] = m.bcast(x, 0)": "5 takes a result and a token from mpi4jax.bcast",
+    "f(ar(\n    x, token=None))": "5 passes token= to mpi4jax.allreduce",
+    "a, b = ar(x)\nmpi4jax.send(b, 1, token=t)": "6 passes token= to mpi4jax.send",
 }
+DOUBT = {
+    "a, b = mpi4jax.allgather(x)": "5 takes two values from mpi4jax.allgather",
+    "u, stokes = ar(jnp.stack([u, v]), op=SUM)": "5 takes two values from mpi4jax.allreduce",
+}
+ALONE = {
+    "y = ar(x)\nprint(y[0])": "5 takes the result of mpi4jax.allreduce alone",
+    "a, b, c = m.allgather(x)": "5 takes the result of mpi4jax.allgather alone",
+}
+NOTHING = (
+    "y, _ = other.allgather(x)",
+    "y = ar(x)[0]",
+    "mpi4jax.barrier()",
+    "token = mpi4jax.send(x, 1)",
+    "gpu = mpi4jax.has_cuda_support()",
+    "y = mpi4jax.notoken.allreduce(x)",
+    "y, token = jpi.allreduce(x, token=token)",
+)
+
+
+def test_every_function_is_looked_for():
+    assert frozenset(_mpi4jax._FUNCTIONS) == written_for._FUNCTIONS
 
 
 @pytest.mark.one_rank
-@pytest.mark.parametrize("text", TEXTS)
-def test_what_a_program_is_written_for(text):
+@pytest.mark.parametrize("text", [*ERROR, *DOUBT, *ALONE, *NOTHING])
+def test_calls_for_the_other_api(text, capsys):
     """The expected answers are what mpi4jax's documentation says of its releases."""
-    verdict = written_for.read(f"import mpi4jax\nfrom mpi4jax import allreduce as ar\n{text}\n").verdict
-    assert (verdict and (verdict.sign.api, verdict.certain)) == TEXTS[text], verdict
-
-
-@pytest.mark.one_rank
-def test_what_is_read_of_a_program(tmp_path):
-    texts = {
-        "main.py": "import a, json, later\n",
-        "later.py": "",
-        "unused.py": "",
-        "a/__init__.py": "from .b import c",
-        "a/b/__init__.py": "from . import c, missing",
-        "a/b/c.py": "from ..d import x",
-        "a/d.py": "(",
-    }
-    for name, text in texts.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    found = {source.file for source in sources.of_program(None, str(tmp_path / "main.py"))}
-    assert found == {str(tmp_path / name) for name in texts if name != "unused.py"}
-
-
-def function(folder, text, imports="import functools, mpi4jax"):
-    """The function `f` of a module with this text."""
-    file, names = str(folder / f"module{abs(hash(text))}.py"), {"jax": jax, "jnp": jnp, "SUM": MPI.SUM}
-    text = f"{imports}\n{text}\n"
-    linecache.cache[file] = (len(text), None, text.splitlines(True), file)
-    exec(compile(text, file, "exec"), names)
-    return names["f"]
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.max_ranks(2)
-def test_rows_that_are_taken_for_a_result_and_a_token(stand_in, rank, size, tmp_path, monkeypatch):
-    """Also through functions that are passed on, and of which the text does not show what they are."""
-    stand_in("mpi4jax")
-    x = jnp.arange(3.0) + rank
-    refused = (
-        "def f(x):\n    y, _ = mpi4jax.allgather(x)\n    return y",
-        "def g(function, x):\n    y, tok = function(x)\n    return y\n"
-        "def f(x):\n    return g(lambda x: mpi4jax.allgather(x), x)",
-        "def g(x):\n    return mpi4jax.allgather(x)\ndef f(x):\n    g(x)\n    y, _ = {'g': g}['g'](x)\n    return y",
-        "def f(x):\n    f, o = {'g': functools.partial(mpi4jax.allgather)}['g'], type('o', (), {})\n"
-        "    y, o.token = f(x)\n    return y",
-    )
-    for text in refused:
-        for jit in (lambda f: f, jax.jit):
-            with pytest.raises(RuntimeError, match="--as mpi4jax-token"):
-                jit(function(tmp_path, text))(x)
-    rows = "def f(x):\n    a, b = mpi4jax.allgather(x)\n    return {}"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        np.testing.assert_array_equal(function(tmp_path, rows.format("a + b"))(x), 2 * np.arange(3.0) + 1)
-    with pytest.warns(RuntimeWarning, match="an array of two rows"):
-        function(tmp_path, rows.format("(a, b)"))(x)
-    with pytest.raises(ValueError, match="values to unpack"):
-        function(tmp_path, "def f(x):\n    y, _ = {'g': mpi4jax.bcast}['g'](x, 0)\n    return y")(x)
-    monkeypatch.setenv(written_for.SWITCH, "0")
-    for module in ("mpi4jax", "mpi4jax._src"):
-        sys.modules.pop(module)
-    stand_in("mpi4jax")
-    np.testing.assert_array_equal(function(tmp_path, refused[0])(x), np.arange(3.0))
-
-
-@pytest.mark.parametrize("name", ["mpi4jax", "mpi4jax-token"])
-def test_calls_for_the_other_api(stand_in, tmp_path, name):
-    """Refused before they communicate."""
-    stand_in(name)
-    for_tokens = function(tmp_path, "def f(x):\n    y, token = mpi4jax.allreduce(x, op=SUM)\n    return y")
-    alone = function(tmp_path, "def f(x):\n    y = mpi4jax.allreduce(x, op=SUM)\n    return y * 2")
-    right, wrong = (alone, for_tokens) if name == "mpi4jax" else (for_tokens, alone)
-    assert right(jnp.ones(3)).shape == (3,)
-    with pytest.raises(RuntimeError, match=r"module\d+\.py:[34] .*--as mpi4jax.*; JAXMPI_COMPAT_CHECK=0"):
-        wrong(jnp.ones(3))
+    imports = "import jpi, mpi4jax\nimport mpi4jax as m\nfrom mpi4jax import allreduce as ar\nimport other\n"
+    tree = ast.parse(imports + text)
+    error, warned = "", []
+    for chosen in ("mpi4jax", "mpi4jax-token"):
+        try:
+            run.check_calls(["jpi", chosen], tree, "a.py")
+        except SystemExit as ended:
+            error = str(ended)
+        warned.append(capsys.readouterr().err)
+    old = "as programs for mpi4jax up to 0.7 do: {}run it by --as mpi4jax-token"
+    new = "as programs for mpi4jax from 0.8 on do: if it is one, run it by --as mpi4jax"
+    assert error == (f"jaxmpi.run: a.py:{ERROR[text]}, {old.format('')}" if text in ERROR else "")
+    assert warned == [
+        f"jaxmpi.run: a.py:{DOUBT[text]}, {old.format('if it is one, ')}\n" if text in DOUBT else "",
+        f"jaxmpi.run: a.py:{ALONE[text]}, {new}\n" if text in ALONE else "",
+    ]
 
 
 # --- what programs find out -----------------------------------------------------------------------------------------
@@ -514,53 +445,33 @@ def test_looking_before_importing(program):
 
 @pytest.mark.launches
 @pytest.mark.seconds(200)
-def test_wrong_use(program):
-    program.write_text("import mpi4jax\n")
-    done = launch(1, program, check=False)
-    assert "--as mpi4jax, before the program (mpi4jax-token if" in done.stderr
-    done = launch(1, "--as", "mpi4jax", "--as", "mpi4jax-token", program, check=False)
-    assert "one package twice" in done.stderr
-    assert done.returncode == 2
+@pytest.mark.parametrize(
+    ("options", "text", "told"),
+    [
+        ([], "import mpi4jax", r"--as mpi4jax \(--as mpi4jax-token if .*, before the program"),
+        ([], "from jpi.token import Token", "in its place: --as jpi, before the program"),
+        (["mpi4jax"], "from mpi4jax.experimental import notoken", "in its place: --as mpi4jax-token, before"),
+        (["mpi4jax"], "import beside", "RuntimeError: send: from mpi4jax 0.8 on .*--as mpi4jax-token"),
+        (["mpi4jax", "mpi4jax-token"], "import mpi4jax", "one package twice"),
+    ],
+)
+def test_wrong_use(program, options, text, told):
+    program.write_text(f"print('started')\n{text}\n")
+    program.with_name("beside.py").write_text("import mpi4jax\nmpi4jax.send(1.0, 0, token=None)\n")
+    done = launch(1, *(word for name in options for word in ("--as", name)), program, check=False)
+    assert re.search(told, done.stderr), done.stderr
+    assert (done.returncode, done.stdout) == ((2, "") if len(options) > 1 else (1, "started\n"))
 
 
 @pytest.mark.launches
 @pytest.mark.seconds(200)
 def test_programs_for_the_other_api(program):
-    """Refused before anything runs, also for a module beside the program; or advice at the end of the traceback."""
-    program.write_text("print('started')\nimport beside\nbeside.run()\n")
-    beside = program.with_name("beside.py")
-    beside.write_text("import mpi4jax\ndef run():\n    g, _ = mpi4jax.allgather(1.0)\n")
+    """Refused before anything runs; or a line, and the program runs."""
+    program.write_text("print('started')\nimport mpi4jax\ng, _ = mpi4jax.allgather(1.0)\n")
     done = launch(2, "--as", "mpi4jax", program, check=False)
     assert (done.stdout, done.returncode) == ("", 1)
-    assert f"{beside}:3 unpacks two values" in done.stderr
-    assert "Run it by --as mpi4jax-token" in done.stderr
-    done = launch(1, "--as", "mpi4jax", program, check=False, JAXMPI_COMPAT_CHECK="0")
-    assert "started" in done.stdout
-    assert re.search("to unpack.*\njaxmpi.run: if that is a result of mpi4jax.*--as mpi4jax-token$", done.stderr, re.M)
-
-
-@pytest.mark.one_rank
-@pytest.mark.parametrize(
-    ("text", "replaced", "told"),
-    [
-        ("y, t = jnp.ones(3)", "mpi4jax", "if that is a result of mpi4jax.*--as mpi4jax-token$"),
-        ("y, t = jnp.ones(1)", "mpi4jax", "if that is a result of mpi4jax.*--as mpi4jax-token$"),
-        ("y, t = jnp.float32(1)", "mpi4jax", "if that is a result of mpi4jax.*--as mpi4jax-token$"),
-        ("(1, 2) + 1", "mpi4jax-token", "if that is a result of mpi4jax.*--as mpi4jax$"),
-        ("(1, 2).sum()", "mpi4jax-token", "if that is a result of mpi4jax.*--as mpi4jax$"),
-        ("jnp.sin((1, 2))", "mpi4jax-token", "if that is a result of mpi4jax.*--as mpi4jax$"),
-        ("mpi4jax.allreduce(x).sum()", "", "--as mpi4jax, before the program$"),
-        ("mpi4jax.send(x, 1, token=t)", "", "--as mpi4jax-token, before the program$"),
-        ("raise ModuleNotFoundError('', name='jpi.token')", "mpi4jax", "--as jpi, before the program$"),
-        ("import mpi4jax.experimental", "mpi4jax", "--as mpi4jax-token$"),
-        ("raise ModuleNotFoundError('its text: --as mpi4jax-token', name='mpi4jax')", "jpi", "^$"),
-        ("y, t, u = jnp.ones(2)", "mpi4jax", "^$"),
-        ("y, t = jnp.ones(3)", "jpi", "^$"),
-        ("{}['tuple']", "mpi4jax-token", "^$"),
-    ],
-)
-def test_advice(text, replaced, told, monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "mpi4jax", None)  # as if it were not there
-    with pytest.raises(Exception) as raised:  # noqa: PT011 (of any kind)
-        function(tmp_path, f"def f():\n    {text}", imports="import mpi4jax" if replaced == "" else "# mpi4jax")()
-    assert re.search(told, advice.of_error(raised.value, [replaced]))
+    assert done.stderr.startswith(f"jaxmpi.run: {program}:3 takes a result and a token")
+    program.write_text("import mpi4jax\na, b = mpi4jax.allgather(1.0)\nprint('rows', a + b)\n")
+    done = launch(2, "--as", "mpi4jax", program)
+    assert done.stdout.count("rows 2.0") == 2
+    assert done.stderr.startswith(f"jaxmpi.run: {program}:2 takes two values")

@@ -165,6 +165,14 @@ def _abort_before_mpi(code: int) -> None:
         time.sleep(_GRACE_SECONDS)  # to be ended with the others, and not to be taken for a rank that has crashed
 
 
+_OPTIONS = {
+    "mpi4jax": "--as mpi4jax (--as mpi4jax-token if it is written for mpi4jax up to 0.7)",
+    "mpi4jax.experimental": "--as mpi4jax-token",
+    "jpi": "--as jpi",
+}
+"""What to start a program by that imports one of these, and does not find it."""
+
+
 def _fail(error: BaseException, where: str = "") -> NoReturn:
     """Reports an exception that the program has not caught, and ends the job."""
     name, lines, more = f" on rank {_rank}" if _rank is not None else "", [f"{type(error).__name__}\n"], ""
@@ -177,10 +185,8 @@ def _fail(error: BaseException, where: str = "") -> NoReturn:
             untold = _untold()
     if os.getpid() != _process:
         name = " in a process that a rank has forked"
-    with contextlib.suppress(Exception):
-        _beside("written_for")
-        if advice := _beside("advice").of_error(error, _replaced):
-            more = f"jaxmpi.run: {advice}\n"
+    if isinstance(error, ModuleNotFoundError) and (option := _OPTIONS.get(error.name or "")):
+        more = f"jaxmpi.run: with jaxmpi in its place: {option}, before the program\n"
     with contextlib.suppress(Exception):
         if re.match("libmpi|cannot load MPI library", str(error)) and "mpi4py.MPI" not in sys.modules:
             more = "jaxmpi.run: mpi4py finds no MPI library; what it looks for, and what to do: python -m jaxmpi.info\n"
@@ -317,17 +323,6 @@ def _ready_jax(devices: str, collectives: str) -> None:
     sys.meta_path.insert(0, _beside("at_import").AtImport("jax", after, before))
 
 
-def _replace(name: str) -> None:
-    """Puts jaxmpi in the place of another package when the program imports it."""
-    finder = _beside("stand_ins").Finder(name)
-    sys.meta_path[:0] = [finder, _beside("at_import").AtImport("pkg_resources", finder.add_to)]
-    _replaced.append(name)
-
-
-_replaced: list[str] = []
-"""What the launcher was given as --as."""
-
-
 def _find_folder() -> Any:
     """The job's folder, on a machine that does not see the launcher's another one. None: there is none."""
     global _folder
@@ -409,7 +404,8 @@ def _run(arguments: list[str]) -> None:
     while arguments[0] in ("--as", *chosen):
         option, value, *arguments = arguments
         if option == "--as":
-            _replace(value)
+            _beside("at_import")  # for the next one
+            _beside("stand_ins").Finder(value).install()
         else:
             chosen[option] = value
     _ready_jax(*chosen.values())

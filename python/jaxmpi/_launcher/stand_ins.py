@@ -1,6 +1,7 @@
 """The packages in whose place jaxmpi can be: their APIs and versions, and what finds them.
 
-Loaded by path on each rank before the program runs, so nothing here imports jax, mpi4py or this package.
+Loaded by path on each rank before the program runs, after at_import.py, so nothing here imports jax, mpi4py or the rest
+of this package.
 """
 
 import importlib.abc
@@ -12,6 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from jaxmpi._launcher.at_import import AtImport
 
 
 @dataclass(frozen=True)
@@ -34,21 +37,17 @@ STAND_INS = {
 class _Distribution(metadata.Distribution):
     """What `importlib.metadata` says of a package that is replaced: name and version, and no files."""
 
+    files: list[metadata.PackagePath] = []  # noqa: RUF012 (a property of the base)
+
     def __init__(self, replaced: StandIn) -> None:
-        package = replaced.package
-        head = f"Metadata-Version: 2.1\nName: {package}\nVersion: {replaced.version}\n"
-        texts = {"METADATA": f"{head}Summary: jaxmpi in the place of {package}\n", "top_level.txt": f"{package}\n"}
-        self._texts = {**texts, "INSTALLER": "jaxmpi.compat\n"}
+        head = f"Metadata-Version: 2.1\nName: {replaced.package}\nVersion: {replaced.version}\n"
+        self._texts = {"METADATA": head, "top_level.txt": f"{replaced.package}\n"}
 
     def read_text(self, filename: Any) -> str | None:
         return self._texts.get(str(filename))
 
     def locate_file(self, path: Any) -> Any:
         return Path(__file__).parents[2] / path
-
-    @property
-    def files(self) -> list[metadata.PackagePath]:
-        return []
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -75,13 +74,19 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
     def find_distributions(self, context: Any = None) -> Iterator[metadata.Distribution]:
-        """Tells importlib.metadata of the packages that are replaced; not if the distributions of certain folders are
-        asked for."""
+        """Tells importlib.metadata of the package; not if the distributions of certain folders are asked for."""
         context = context or metadata.DistributionFinder.Context()
         if (context.name or self.replaced.package).lower() == self.replaced.package and "path" not in vars(context):
             yield _Distribution(self.replaced)
 
-    def add_to(self, pkg_resources: ModuleType) -> None:
-        """Tells pkg_resources of the packages that are replaced, for it looks into folders only."""
+    def install(self) -> None:
+        """Lets Python find the package and its metadata, also pkg_resources, which looks into folders only."""
+        if any(isinstance(other, Finder) and other.name == self.name for other in sys.meta_path):
+            return
+        sys.meta_path[:0] = [self, AtImport("pkg_resources", self._add_to)]
+        if "pkg_resources" in sys.modules:
+            self._add_to(sys.modules["pkg_resources"])
+
+    def _add_to(self, pkg_resources: ModuleType) -> None:
         made = {"project_name": self.replaced.package, "version": self.replaced.version}
         pkg_resources.working_set.add(pkg_resources.Distribution(**made))

@@ -6,7 +6,6 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from jaxmpi._launcher.at_import import AtImport
 from jaxmpi._launcher.stand_ins import STAND_INS, Finder
 
 _installed: dict[str, str] = {}
@@ -28,18 +27,10 @@ def _install(name: str, api: str, modules: dict[str, dict[str, Any]]) -> None:
         if parent and not hasattr(sys.modules[parent], last):
             setattr(sys.modules[parent], last, module)
     _installed[name] = api
-    _find(next(key for key, replaced in STAND_INS.items() if (replaced.package, replaced.api) == (name, api)))
+    Finder(
+        next(key for key, replaced in STAND_INS.items() if (replaced.package, replaced.api) == (name, api))
+    ).install()
     importlib.invalidate_caches()
-
-
-def _find(stand_in: str) -> None:
-    """Lets Python find the package, and its metadata, as the launcher does before the program begins."""
-    if any(isinstance(found, Finder) and found.name == stand_in for found in sys.meta_path):
-        return
-    finder = Finder(stand_in)
-    sys.meta_path[:0] = [finder, AtImport("pkg_resources", finder.add_to)]
-    if "pkg_resources" in sys.modules:
-        finder.add_to(sys.modules["pkg_resources"])
 
 
 def _check(name: str, api: str) -> bool:
@@ -60,8 +51,7 @@ def install_as_mpi4jax(api: str = "notoken") -> None:
     """Makes `import mpi4jax` give a module with the same functions, implemented by jaxmpi, in this whole process.
 
     Positions, defaults and names of arguments are those of mpi4jax, as are the kinds of exceptions (TypeError for a
-    traced root or a wrong communicator, ValueError for shapes), MPI4JAX_DEBUG and `__version__`. Code that is written
-    for the other `api` is refused by a RuntimeError where it calls a function (see docs/migration.md).
+    traced root or a wrong communicator, ValueError for shapes), MPI4JAX_DEBUG and `__version__`.
 
     Args:
       api: "notoken", the API of mpi4jax 0.8 and later: functions return the result alone, `send` and `barrier` nothing,

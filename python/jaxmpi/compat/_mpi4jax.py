@@ -1,14 +1,12 @@
 """The public names of mpi4jax, in its two APIs."""
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import jaxmpi
 from jaxmpi import notoken
 from jaxmpi.compat import _private
-from jaxmpi.compat._call_sites import CallSites
 from jaxmpi.compat._private import unpack_hashable
 
 _FUNCTIONS = (
@@ -28,11 +26,8 @@ _FUNCTIONS = (
 _SUPPORT = ("has_cuda_support", "has_sycl_support")
 
 
-def _unpacking(function: Callable[..., Any], api: str, sites: CallSites | None = None) -> Callable[..., Any]:
-    """`function` for arguments that may be wrapped. With API "notoken" it refuses the argument `token`.
-
-    With `sites` it refuses to be called where a program is written for the other API.
-    """
+def _unpacking(function: Callable[..., Any], api: str) -> Callable[..., Any]:
+    """`function` for arguments that may be wrapped. With API "notoken" it refuses the argument `token`."""
     name = function.__name__
 
     @functools.wraps(function)
@@ -44,13 +39,7 @@ def _unpacking(function: Callable[..., Any], api: str, sites: CallSites | None =
                 "token=token)'. For a program that uses tokens: --as mpi4jax-token, or "
                 "jaxmpi.compat.install_as_mpi4jax(api='token')."
             )
-        caller = sys._getframe().f_back if sites is not None else None
-        if sites is not None and caller is not None:
-            sites.before(caller)
-        result = function(*map(unpack_hashable, args), **{key: unpack_hashable(x) for key, x in kwargs.items()})
-        if sites is not None and caller is not None:
-            sites.after(caller, name, result)
-        return result
+        return function(*map(unpack_hashable, args), **{key: unpack_hashable(x) for key, x in kwargs.items()})
 
     call.__module__ = "mpi4jax"
     return call
@@ -73,11 +62,10 @@ def _instead(name: str) -> str:
 def modules(api: str, version: str) -> dict[str, dict[str, Any]]:
     support = {name: getattr(jaxmpi, name) for name in _SUPPORT}
     rest = {**support, "__version__": version, "__getattr__": _private.absent("mpi4jax", _instead)}
-    sites = CallSites(api)
     if api == "notoken":
-        functions = {name: _unpacking(getattr(notoken, name), api, sites) for name in _FUNCTIONS}
+        functions = {name: _unpacking(getattr(notoken, name), api) for name in _FUNCTIONS}
         return {"mpi4jax": {**functions, **rest}, **_private.modules(functions, support)}
-    functions = {name: _unpacking(getattr(jaxmpi, name), api, sites) for name in _FUNCTIONS}
+    functions = {name: _unpacking(getattr(jaxmpi, name), api) for name in _FUNCTIONS}
     without = {name: _unpacking(getattr(notoken, name), "notoken") for name in _FUNCTIONS}
     return {
         "mpi4jax": {**functions, **rest},

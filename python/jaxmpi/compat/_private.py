@@ -3,6 +3,7 @@
 The rest belongs to how mpi4jax is made. Asking for it is an error that says what there is instead.
 """
 
+import dis
 import re
 import sys
 from collections.abc import Callable
@@ -17,7 +18,6 @@ from jaxmpi._mpi import communicators
 from jaxmpi._mpi.library import handle_of
 from jaxmpi._mpi.settings import SETTINGS
 from jaxmpi._primitive.effect import EFFECT
-from jaxmpi.compat import _frames
 
 Names = dict[str, Any]
 
@@ -96,7 +96,8 @@ def absent(module: str, instead: Callable[[str], str]) -> Callable[[str], Any]:
         if name.startswith("__"):
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         text = f"{module} has no {name!r}: jaxmpi is in its place here. {instead(name)}"
-        if _frames.imports_name(sys._getframe(1)):  # Python would replace the text of an AttributeError
+        caller = sys._getframe(1)
+        if dis.opname[caller.f_code.co_code[caller.f_lasti]] == "IMPORT_FROM":  # it replaces an AttributeError's text
             raise ImportError(text, name=module)
         raise AttributeError(text, name=name, obj=sys.modules.get(module))
 
