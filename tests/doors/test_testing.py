@@ -308,7 +308,7 @@ def test_mistakes():
         names = inspect.signature(mistake).parameters
         text = told(mistake, tuple(map(VALUES.get, names)), invariant=[name for name in names if name in "wb"])
         assert relations_in(text) == relations, f"{mistake.__name__}: {text}"
-        assert text.endswith("the usual mistakes are in docs/gradients.md.")
+        assert "docs/gradients.md has the usual mistakes" in text
 
 
 def test_factor_of_some_ranks():

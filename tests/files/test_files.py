@@ -366,6 +366,7 @@ def test_any_tree(folder):
         "complex": 1 - 2j, "bool": True, "text": "a/b ü", "none": None, "empty": {}, "tuple": (1, (2.0, [None, ()])),
         "scalar": np.float32(0.1), "numpy": np.arange(6.0).reshape(2, 3)[:, ::2], "zero": np.zeros((0, 3)),
         "jax": jnp.arange(3), "half": jnp.float16(2), "a/b": 1, 5: {"x": 2},
+        "weak": jnp.asarray(0.5), "weaker": jnp.asarray(0.5) * jnp.arange(2), "c/b": 1,
     }  # fmt: skip
     tree = {str(key): value for key, value in tree.items()}
     io.save(folder / "state", tree)
@@ -374,6 +375,7 @@ def test_any_tree(folder):
     for mine, its in zip(jax.tree.leaves(tree), jax.tree.leaves(found), strict=True):
         assert type(mine) is type(its)
         assert mine == its if isinstance(mine, str | int) else bits(mine) == bits(its)
+        assert getattr(mine, "weak_type", False) == getattr(its, "weak_type", False)
     io.save(folder / "one", 7)
     assert io.load(folder / "one") == 7
 

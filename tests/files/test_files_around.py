@@ -110,7 +110,7 @@ def test_names_with_bars(folder):
 
 def test_dicts_with_other_keys(folder):
     io.save(folder / "state", {(1, 2): 3})
-    with pytest.raises(ValueError, match="dict whose keys are no texts or integers"):
+    with pytest.raises(ValueError, match=r"^load: the tree has a dict whose keys are no texts or integers"):
         io.load(folder / "state")
     assert io.load(folder / "state", like={(1, 2): 0}) == {(1, 2): 3}
 
@@ -179,13 +179,24 @@ def test_a_state_is_no_folder_of_states(folder):
 # --- other jobs -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ranks(2)
+def test_ranks_that_call_other_functions(folder):
+    """It is an error on all of them, before anything is read or written."""
+    io.save(folder / "s", 1)
+    calls = [lambda: io.load(folder / "s"), lambda: io.save(folder / "t", 1), lambda: io.latest(folder)]
+    for first, second in ((0, 1), (1, 2), (2, 0)):
+        with pytest.raises(ValueError, match="other ranks call another function of jaxmpi"):
+            calls[second if RANK == SIZE - 1 else first]()
+    assert listed(folder) == ["s"]
+
+
 def test_two_writers(folder, grid):
     """The second raises, and the first goes on."""
     x = {"x": jnp.zeros(grid.local_shape)}
     first, second = io.Writer(folder / "s", grid), io.Writer(folder / "s", grid, resume=True)
     first.append(0, x)
     for call in (lambda: second.append(1, x), lambda: io.save(folder / "s", 1, overwrite=True)):
-        with pytest.raises(OSError, match="is being written"):
+        with pytest.raises(BlockingIOError, match="is being written"):
             call()
     first.append(2, x)
     first.close()

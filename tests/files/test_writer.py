@@ -545,7 +545,12 @@ def test_ranks_that_differ(folder):
         out.append(-1, {"x": x, "n": 1} if "n" in tree else {"x": x})
         with pytest.raises(ValueError, match=text):
             out.append(now, tree)
-    for options, tree in ((({"chunks": 1 + RANK}), {"x": x}), ({}, {f"x{RANK}": x}), ({"resume": RANK == 0}, {"x": x})):
+    for options, tree in (
+        (({"chunks": 1 + RANK}), {"x": x}),
+        ({"time_chunk": 1 + RANK}, {"x": x}),
+        ({}, {f"x{RANK}": x}),
+        ({"resume": RANK == 0}, {"x": x}),
+    ):
         with pytest.raises(ValueError, match=r"than on rank 0|on rank"):
             io.Writer(folder / "q", grid, **options).append(0, tree)
     assert COMM.bcast(not (folder / "q").exists())

@@ -370,7 +370,10 @@ def test_wrong_arguments():
 
 
 def test_no_arrays(rank, size):
-    """Of an empty pytree the counts are told all the same, and what is wrong with the rows is found."""
+    """Of an empty pytree, and of rows without elements, counts are told, and what is wrong with the rows is found."""
+    tree, count, received = jaxmpi.migrate({"x": jnp.zeros((3, 0))}, (jnp.arange(3) + rank) % size, rows=4 * size)
+    assert tree["x"].shape == (4 * size, 0)
+    assert "room for 2" in raised(lambda: jaxmpi.migrate(jnp.zeros((3, 0)), jnp.full(3, rank), rows=2)[1])
     tree, count, received = jaxmpi.migrate({}, (jnp.arange(3) + rank) % size)
     assert tree == {}
     assert count == received.sum()

@@ -39,8 +39,8 @@ def checkpoint(
     All ranks call it, outside of compiled functions.
 
     Args:
-      path: a folder, which is made if it is not there. The states in it are folders with numbers of eight digits.
-        What else is there stays as it is.
+      path: a folder, which is made if it is not there. The states in it are folders with numbers of eight digits, or
+        more. What else is there stays as it is.
       tree: what is saved, as by `save`.
       keep: how many states are kept: this one and the newest of the others. None: all.
       step: the number of the state. None: one more than the largest.

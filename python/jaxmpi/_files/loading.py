@@ -20,6 +20,7 @@ from jaxmpi._files.records import Record
 from jaxmpi._grid import arguments as given
 from jaxmpi._grid.grid import Grid, Width
 from jaxmpi._grid.halos import Halo
+from jaxmpi._jax import internals
 from jaxmpi._mpi import agreement
 from jaxmpi._primitive import keys
 from jaxmpi._unstructured.index_map import IndexMap
@@ -248,7 +249,7 @@ def _retyped(record: Record, x: Any, operation: str) -> Record:
             f"{operation}: {record.name} in like is {its}, and in the file {record.type} of {there}: pass like= with "
             "that, and convert what has been loaded."
         )
-    return dataclasses.replace(record, type=kind)
+    return dataclasses.replace(record, type=kind, weak="weak" if getattr(x, "weak_type", False) else "")
 
 
 def _check_possible(record: Record, operation: str) -> None:
@@ -405,6 +406,7 @@ def _typed(record: Record, stored: np.ndarray) -> Any:
     if record.type == "numpy":
         return values
     array = jax.device_put(values)
+    array = internals.weak(array) if record.weak else array
     return jax.random.wrap_key_data(array, impl=record.impl) if record.type == "key" else array
 
 

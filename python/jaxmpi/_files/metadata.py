@@ -23,8 +23,8 @@ FORMAT = 2
 """The number of the form in which trees are stored. Form 1, whose attribute is an object without checksums, is read."""
 
 
-class _Later(ValueError):
-    """The file is of a later version of jaxmpi."""
+class Refusal(ValueError):
+    """Metadata that are right, and cannot be used here."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,8 @@ def decode(folder: Path, data: bytes, operation: str) -> Root | None:
             return None
         text = json.loads(text) if isinstance(text, str) else text
         if text["format"] > FORMAT:
-            raise _Later(f"is of a later version of jaxmpi (format {text['format']}): update jaxmpi.")
+            later = f"is of a later version of jaxmpi (format {text['format']}): update jaxmpi."
+            raise Refusal(f"{operation}: {folder} {later}")
         arrays = root["consolidated_metadata"]["metadata"]
         if text["format"] > 1 and text["checksum"] != _checksum(text, arrays):
             raise ValueError("its checksum is not that of what it says; restore the file as it was written")
@@ -77,11 +78,11 @@ def decode(folder: Path, data: bytes, operation: str) -> Root | None:
 
 
 def parsed(folder: Path, work: Callable[[], T], operation: str) -> T:
-    """What `work` makes of metadata. Whatever it raises is a ValueError that names the file."""
+    """What `work` makes of metadata. Whatever it raises but a Refusal says that the file is damaged."""
     try:
         return work()
-    except _Later as error:
-        raise ValueError(f"{operation}: {folder} {error}") from None
+    except Refusal as error:
+        raise ValueError(str(error)) from None
     except Exception as error:
         said = str(error) if type(error) is ValueError else repr(error)
         raise ValueError(f"{operation}: {folder / META} is damaged: {said[:300]}") from error

@@ -39,6 +39,8 @@ class Record:
     """What no array holds: a text, or an integer of more than 64 bits."""
     impl: str = ""
     """The implementation of random keys."""
+    weak: str = ""
+    """"weak" of an array of JAX that takes the dtype of what it meets, as Python's numbers do."""
 
     def __str__(self) -> str:
         """All of it, for errors, and for ranks to compare."""
@@ -95,7 +97,12 @@ def describe(name: str, x: Any, operation: str) -> Record:
         return Record(name, "str", value=str(x))
     if type(x) is int:
         fits = next((kind for kind in (np.int64, np.uint64) if np.iinfo(kind).min <= x <= np.iinfo(kind).max), None)
-        return Record(name, "int", np.dtype(fits).name) if fits is not None else Record(name, "int", value=str(x))
+        if fits is not None:
+            return Record(name, "int", np.dtype(fits).name)
+        try:
+            return Record(name, "int", value=str(x))
+        except ValueError as error:
+            raise ValueError(f"{operation}: {name} is an integer with too many digits: {error}") from error
     if type(x) in _PYTHON:
         return Record(name, type(x).__name__, np.dtype(_PYTHON[type(x)]).name)
     if isinstance(x, jax.Array) and keys.is_key(x):
@@ -112,7 +119,8 @@ def describe(name: str, x: Any, operation: str) -> Record:
         except TypeError as error:
             raise TypeError(f"{operation}: {name}: {error}.") from None
         kind = "jax" if isinstance(x, jax.Array) else "numpy" if isinstance(x, np.ndarray) else "scalar"
-        return Record(name, kind, np.dtype(x.dtype).name, tuple(x.shape))
+        weak = "weak" if getattr(x, "weak_type", False) else ""
+        return Record(name, kind, np.dtype(x.dtype).name, tuple(x.shape), weak=weak)
     raise TypeError(
         f"{operation}: {name} is {x!r:.60} of type {type(x).__name__}: pass arrays of JAX or NumPy, Python numbers, "
         "strings, random keys, or trees of these."

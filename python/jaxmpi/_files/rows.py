@@ -8,6 +8,7 @@ With gaps the indices of each run are found by sorting all of them, each rank wi
 memory of a rank grow with its own rows, apart from the samples, of which each rank has a few of every other.
 """
 
+import hashlib
 import math
 import weakref
 from collections.abc import Iterable, Sequence
@@ -56,7 +57,12 @@ def learn(comm: MPI.Intracomm, operation: str, listed: Sequence[IndexMap], failu
     or if they have other numbers of maps."""
     maps = distinct(listed)
     absent = sum(id(map) not in _known for map in maps)
-    missing, there = agreement.sums(comm, operation, failure, absent, len(maps))
+    mine = int.from_bytes(hashlib.blake2b(operation.encode(), digest_size=7).digest(), "little")
+    missing, there, called = agreement.sums(comm, operation, failure, absent, len(maps), mine)
+    if called != mine * comm.size % 2**64:  # if some call another function the sum is no multiple of any
+        raise ValueError(
+            f"{operation}: other ranks call another function of jaxmpi.io: all ranks call the same ones in one order."
+        )
     if there:
         agreement.alike(comm, operation, lambda: (None, [("the number of maps in grid", str(len(maps)))]), _differ)
     if missing:

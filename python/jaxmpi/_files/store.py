@@ -105,7 +105,7 @@ def make(folder: Path, entries: Sequence[Entry], compressors: tuple[Any, ...]) -
             shape=entry.shape,
             chunks=entry.chunks,
             dtype=entry.dtype,
-            fill_value=0,
+            fill_value=np.nan if entry.dtype.kind in "fc" else 0,  # what others read of a chunk that is missing
             compressors=compressors,
             attributes=dict(entry.attributes),
             dimension_names=entry.dims,
@@ -123,8 +123,13 @@ def finish(folder: Path, arrays: Mapping[str, Any], attributes: Mapping[str, Any
 def replace(path: Path, data: bytes) -> None:
     """Writes a file under another name, and then renames it."""
     passing = path.with_name(f".{path.name}.partial")
-    passing.write_bytes(data)
-    os.replace(passing, path)
+    try:
+        passing.write_bytes(data)
+        os.replace(passing, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            passing.unlink()
+        raise
 
 
 def is_plain(compressors: Sequence[Any]) -> bool:

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from jaxmpi._files import metadata
 from jaxmpi._grid.grid import Grid
 from jaxmpi._unstructured.index_map import IndexMap
 
@@ -86,7 +87,7 @@ def build(its: Any, leaf: Callable[[str], Any], operation: str) -> Any:
         return tuple(build(part, leaf, operation) for part in its["tuple"])
     node = str(its.get("node"))
     what = "dict whose keys are no texts or integers" if node == "builtins.dict" else node
-    raise ValueError(
+    raise metadata.Refusal(
         f"{operation}: the tree has a {what}, which cannot be made from a file alone. Pass like=, a tree of "
         "the same structure with arrays or jax.ShapeDtypeStruct as leaves."
     )

@@ -65,7 +65,7 @@ class Writer:
       grid: how the fields are divided: a `jaxmpi.Grid`, a `jaxmpi.IndexMap`, or a tree of these and None, as in `save`.
       fields: the names of those leaves that are written, such as ("h", "u"); None: all.
       every: only the first of so many appends is written, and then each that comes so many later; the others return at
-        once.
+        once. A writer that resumes counts from its own first append.
       width, axes, chunks, dims, coords, attrs, compressor: as in `save`, without the axis of time. `attrs["time"]` are
         those of the times, such as {"units": "s"}.
       behind: the most steps that wait for the thread: 1 or more.
@@ -73,7 +73,8 @@ class Writer:
         in memory; they can be read when the last of them is written, or after a `flush`. `resume` takes that of the
         file.
       resume: goes on with a file that is there, which must have the same fields; one that is not there is made. Its
-        steps at or after the first time that is appended are dropped first, since the program writes them anew.
+        steps at or after the first time that is appended are dropped first, since the program writes them anew. The
+        arrays keep their attributes, chunks and compressor.
       overwrite: replaces a file of jaxmpi.io that is there, at the first append that writes.
       comm: an intra-communicator of the same ranks; that of the grid where it is None.
 
@@ -380,7 +381,7 @@ def _described(name: str, x: Any, operation: str) -> records.Record:
 def _of_series(record: records.Record) -> records.Record:
     """The record without what a series does not keep: whether an array or a number is JAX's, NumPy's or Python's."""
     same = record.type in ("key", "index", "str")
-    return record if same else dataclasses.replace(record, type="array")
+    return record if same else dataclasses.replace(record, type="array", weak="")
 
 
 @dataclass
@@ -636,6 +637,7 @@ def _open(operation: str, path: Path, its: Given, time: Any, tree: Any) -> _Seri
             "resume": its.resume,
             "overwrite": its.overwrite,
             "every": its.every,
+            "time_chunk": its.time_chunk,
             "fields": its.names,
         }
         more["time"], _ = agreement.attempt(lambda: float(time))

@@ -14,6 +14,7 @@ import jax
 from jax._src import ad_checkpoint, config, core, effects, source_info_util
 from jax._src.array import ArrayImpl
 from jax._src.interpreters import partial_eval, pxla
+from jax._src.lax import lax
 from jax._src.lib.mlir.dialects import hlo
 from jax._src.sharding_impls import UNSPECIFIED as UNSPECIFIED
 from jax.ffi import ffi_lowering as ffi_lowering
@@ -231,6 +232,11 @@ def optimization_barrier(x: Any) -> Any:
 def zero_tangent(x: Any) -> Any:
     """A symbolic zero as the tangent of `x`."""
     return ad.Zero(ShapedArray(x.shape, x.dtype).to_tangent_aval())
+
+
+def weak(x: Any) -> Any:
+    """The array as one that takes the dtype of what it meets, as Python's numbers do."""
+    return lax._convert_element_type(x, weak_type=True)
 
 
 def inexact(x: Any) -> bool:

@@ -14,8 +14,8 @@ T = TypeVar("T")
 Facts = Sequence[tuple[str, str]]
 """What ranks compare: of each fact what it is, and a text."""
 _BITS = 2**64 - 1
-_KINDS = (TypeError, ValueError, ImportError, FileExistsError, FileNotFoundError, OSError)
-"""The types of errors that other ranks raise as well; those that are more special come first."""
+_KINDS = (TypeError, ValueError, ImportError, OSError)
+"""The types of errors that other ranks raise as well, of OSError also Python's own more special ones."""
 
 
 def attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
@@ -126,6 +126,8 @@ def _compare(comm: MPI.Intracomm, operation: str, facts: Facts, differs: Callabl
 
 def _fail(comm: MPI.Intracomm, operation: str, failure: Exception | None) -> NoReturn:
     kind: Any = next((kind for kind in _KINDS if isinstance(failure, kind)), RuntimeError)
+    if kind is OSError and type(failure).__module__ == "builtins":  # such as BlockingIOError
+        kind = type(failure)
     all_failures = told(comm, None if failure is None else (kind, str(failure)))
     if failure is not None:
         raise failure

@@ -96,7 +96,7 @@ class Check:
         longest = precision.step if eps is None else eps
         self._steps = longest, longest / SHORTER
         self._differences: dict[int, Derivative] = {}
-        self._derivatives = point.forward() if forward else [*map(self._by_differences, range(len(self._names)))]
+        self._derivatives = _forward(point) if forward else [*map(self._by_differences, range(len(self._names)))]
         if atol is None:
             largest = max(max(d.size, abs(d.value)) for d in self._derivatives)
             atol = precision.eps * (10 * largest + point.at.size)
@@ -177,12 +177,27 @@ class Check:
                 )
 
 
+def _forward(point: Point) -> list[Derivative]:
+    try:
+        return point.forward()
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        raise TypeError(
+            "check_grads: f has no forward mode: pass modes=('rev',), by which reverse mode is compared with "
+            f"differences. {error}"
+        ) from error
+
+
 _WHAT = "Derivatives in a random direction of each argument:"
 _ELSEWHERE = (
     "f has a kink here, with the derivatives {} and {} on its two sides. So this is inconclusive:\n"
     "check it at other arguments."
 )
-_BY_REPLICATE = "A replicate or invariant is missing, or is one too many: the usual mistakes are in docs/gradients.md."
+_BY_REPLICATE = (
+    "A replicate or invariant may be missing, or be one too many: docs/gradients.md has the usual mistakes. Or the "
+    "rule\nof a jax.custom_vjp is wrong."
+)
 _NOT_BY_REPLICATE = (
     "That is not a matter of replicate and invariant, which change reverse mode alone. A derivative may be wrong\n"
     "(jax.custom_jvp, jax.lax.stop_gradient), f may jump, or differences are too coarse: try eps, or jax_enable_x64."

@@ -1,6 +1,7 @@
 """The one function of all ranks: its variables and its results."""
 
 import inspect
+import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +42,9 @@ class Problem:
             raise ValueError("check_grads: args have no array of floating-point or complex numbers on this rank.")
         self._f, self._invariant_out = f, invariant_out
         self.variables = [named[i] for i in self._which]
-        self.shared = [(leaf.name, x) for leaf, x in zip(named, self._leaves, strict=True) if leaf.invariant]
+        self.shared = [
+            (leaf.name, x) for leaf, x in zip(named, self._leaves, strict=True) if leaf.invariant and _is_array(x)
+        ]
         """The arrays that must be the same on all ranks, integers too, by their names."""
 
     @property
@@ -115,8 +118,14 @@ def _copy(leaf: Any) -> Any:
         return leaf.copy()
 
 
+def _is_array(leaf: Any) -> bool:
+    """Whether it is an array or a number, or a type of arrays; functions and texts of a module are constants."""
+    kinds = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, numbers.Number)
+    return isinstance(leaf, kinds) or hasattr(leaf, "__jax_array__")
+
+
 def _is_variable(leaf: Any) -> bool:
-    return not isinstance(leaf, jax.ShapeDtypeStruct) and internals.inexact(leaf)
+    return _is_array(leaf) and not isinstance(leaf, jax.ShapeDtypeStruct) and internals.inexact(leaf)
 
 
 def _names(f: Callable[..., Any], count: int) -> list[str]:

@@ -64,10 +64,10 @@ def migrate(
             f"migrate: new_owner must be of shape ({own},), a rank for {which}; got shape {owners.shape}. Its values "
             "for rows that are padding are not read: count= says how many are not."
         )
-    if not leaves:  # a stand-in travels, so that errors of the rows are found: who has the numbers has its errors
-        found = migrate(jnp.zeros(own, bool), owners, rows=rows, count=count, comm=comm)
-        _, total, received = lax.optimization_barrier(found)
-        return tree, total, received
+    if all(0 in x.shape[1:] for x in leaves):  # a stand-in travels, so that errors of the rows are found, by all
+        found = migrate((jnp.zeros(own, bool), tree), owners, rows=rows, count=count, comm=comm)
+        (_, moved), total, received = lax.optimization_barrier(found)
+        return moved, total, received
     room = by_counts.room(rows, own, "migrate")
     groups = _groups(leaves)
     counted = None if count is None else by_counts.numbers(count, (), "migrate", "count")
