@@ -202,7 +202,7 @@ def _wanted(state: State, grid: Any, width: Any, axes: Any, like: Any) -> Any:
     layout.check_needed(layout.divided(grid), Options(width, axes), operation)
     if like is None:
         tree = metadata.parsed(
-            state.path, lambda: trees.build(state.skeleton, lambda name: state.records[name], operation), operation
+            state.path, lambda: trees.build(state.skeleton, lambda name: state.records[name]), operation
         )
         records, structure = jax.tree.flatten(tree)
         names = [record.name for record in records]

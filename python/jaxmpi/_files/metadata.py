@@ -24,7 +24,7 @@ FORMAT = 2
 
 
 class Refusal(ValueError):
-    """Metadata that are right, and cannot be used here."""
+    """Metadata that are right, and cannot be used here: what follows the name of the state in the error."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,7 @@ def decode(folder: Path, data: bytes, operation: str) -> Root | None:
             return None
         text = json.loads(text) if isinstance(text, str) else text
         if text["format"] > FORMAT:
-            later = f"is of a later version of jaxmpi (format {text['format']}): update jaxmpi."
-            raise Refusal(f"{operation}: {folder} {later}")
+            raise Refusal(f"is of a later version of jaxmpi (format {text['format']}): update jaxmpi.")
         arrays = root["consolidated_metadata"]["metadata"]
         if text["format"] > 1 and text["checksum"] != _checksum(text, arrays):
             raise ValueError("its checksum is not that of what it says; restore the file as it was written")
@@ -82,7 +81,7 @@ def parsed(folder: Path, work: Callable[[], T], operation: str) -> T:
     try:
         return work()
     except Refusal as error:
-        raise ValueError(str(error)) from None
+        raise ValueError(f"{operation}: {folder} {error}") from None
     except Exception as error:
         said = str(error) if type(error) is ValueError else repr(error)
         raise ValueError(f"{operation}: {folder / META} is damaged: {said[:300]}") from error

@@ -75,21 +75,22 @@ def _skeleton(tree: Any, path: tuple[Any, ...]) -> Any:
     return {"node": f"{type(tree).__module__}.{type(tree).__qualname__}", "children": parts}
 
 
-def build(its: Any, leaf: Callable[[str], Any], operation: str) -> Any:
+def build(its: Any, leaf: Callable[[str], Any]) -> Any:
     """A tree of this structure, with `leaf(name)` for each leaf."""
     if its is None or isinstance(its, str):
         return None if its is None else leaf(its)
     if "dict" in its:
-        return {key: build(part, leaf, operation) for key, part in its["dict"]}
+        return {key: build(part, leaf) for key, part in its["dict"]}
     if "list" in its:
-        return [build(part, leaf, operation) for part in its["list"]]
+        return [build(part, leaf) for part in its["list"]]
     if "tuple" in its:
-        return tuple(build(part, leaf, operation) for part in its["tuple"])
-    node = str(its.get("node"))
+        return tuple(build(part, leaf) for part in its["tuple"])
+    if not isinstance(node := its["node"], str):
+        raise ValueError(f"a node is {node!r:.60}")
     what = "dict whose keys are no texts or integers" if node == "builtins.dict" else node
     raise metadata.Refusal(
-        f"{operation}: the tree has a {what}, which cannot be made from a file alone. Pass like=, a tree of "
-        "the same structure with arrays or jax.ShapeDtypeStruct as leaves."
+        f"has a {what} in its tree, which cannot be made from a file alone. Pass like=, a tree of the same structure "
+        "with arrays or jax.ShapeDtypeStruct as leaves."
     )
 
 
