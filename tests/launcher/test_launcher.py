@@ -308,9 +308,10 @@ def stopped(pid):
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
-@pytest.mark.parametrize("to", ["launcher", "group"])
+@pytest.mark.parametrize("to", ["launcher", "group", "mpiexec first"])
 def test_suspended_and_resumed(to, tmp_path):
-    """As by Ctrl-Z and `fg`: the launcher stops with mpiexec, so that the shell knows."""
+    """As by Ctrl-Z and `fg`: the launcher stops with mpiexec, so that the shell knows, whichever of the two the signal
+    reaches first."""
     mpiexec = written(tmp_path, FAKE + COUNTS, "mpiexec")
     mpiexec.chmod(0o755)
     command = [*COMMAND, "-n", "1", "--mpiexec", mpiexec, "-c", "pass"]
@@ -323,7 +324,13 @@ def test_suspended_and_resumed(to, tmp_path):
     with started([*session, outer, *command], stdout=subprocess.PIPE, env=outside_of_a_job(), text=True) as process:
         launcher = int(process.stdout.readline())
         assert process.stdout.readline() == "ready\n"
-        send = os.kill if to == "launcher" else os.killpg
+        send = os.killpg if to == "group" else os.kill
+        if to == "mpiexec first":
+            children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+            (child,) = (int(its) for its in children if "jaxmpi.run" not in Path(f"/proc/{its}/cmdline").read_text())
+            os.kill(child, signal.SIGTSTP)
+            assert until(lambda: stopped(child), 5)
+            time.sleep(0.2)
         send(launcher, signal.SIGTSTP)
         assert until(lambda: stopped(launcher), 5)
         time.sleep(0.5)

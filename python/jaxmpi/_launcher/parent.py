@@ -6,6 +6,7 @@ and which rank has ended the job. What remains if it is killed: lifeline.py in e
 """
 
 import contextlib
+import math
 import os
 import resource
 import signal
@@ -151,7 +152,7 @@ class _Signals:
         self._before: dict[int, Any] = {}
         self._group: dict[int, float] = {}  # when a signal came to the group
         self._waiting: dict[int, float] = {}  # until when one of our own waits for its witness
-        self._stop = -_STOP_SECONDS
+        self._stop = self._stopped = -math.inf
         if threading.current_thread() is not threading.main_thread():
             return
         self.reads, self._writes = os.pipe()
@@ -189,7 +190,7 @@ class _Signals:
             self._waiting.pop(number, None)
         for number in _bytes_in(self.reads):
             if number == signal.SIGCHLD:
-                self._stop_with(process)
+                self._note_stop(process)
                 continue
             if number not in self._before:
                 continue
@@ -206,13 +207,20 @@ class _Signals:
                 if number == signal.SIGTSTP:
                     self._stop = time.monotonic()
 
-    def _stop_with(self, process: subprocess.Popen) -> None:
-        """After Ctrl-Z mpiexec has stopped, if it does so at all: the shell waits for this process to do the same."""
+        if abs(self._stop - self._stopped) < _STOP_SECONDS:
+            self._stop_too()
+
+    def _note_stop(self, process: subprocess.Popen) -> None:
         with contextlib.suppress(ChildProcessError, AttributeError):
-            stopped = os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG)
-            if stopped is not None and time.monotonic() - self._stop < _STOP_SECONDS:
-                self._waiting.pop(signal.SIGTSTP, None)  # it has come there, however late its witness is
-                os.kill(os.getpid(), signal.SIGSTOP)
+            if os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG) is not None:
+                self._stopped = time.monotonic()
+
+    def _stop_too(self) -> None:
+        """After Ctrl-Z mpiexec has stopped, if it does so at all: the shell waits for this process to do the same.
+        That it has may be known here before the signal is."""
+        self._stop = self._stopped = -math.inf
+        self._waiting.pop(signal.SIGTSTP, None)  # it has come there, however late its witness is
+        os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def _bytes_in(file: int) -> bytes:
