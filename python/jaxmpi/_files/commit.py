@@ -157,7 +157,7 @@ class Lock:
     __del__ = release
 
 
-def begin(path: Path, overwrite: bool, operation: str, new: Lock, old: Lock) -> Path:
+def begin(path: Path, overwrite: bool, operation: str, new: Lock, old: Lock) -> None:
     """Makes the empty folder in which a state is written, and locks it, and the state that will be replaced. Removes
     what a run that died has left.
 
@@ -179,7 +179,6 @@ def begin(path: Path, overwrite: bool, operation: str, new: Lock, old: Lock) -> 
         discard(replaced(path))
     for name in os.listdir(folder):
         discard(folder / name)
-    return folder
 
 
 def _put_back(path: Path) -> None:

@@ -240,8 +240,7 @@ def _sum_of(data: np.ndarray) -> int:
 
 def checked(data: np.ndarray) -> bytes:
     """The bytes of a chunk, with their checksum."""
-    found = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
-    return found.tobytes() + np.array([_checksum(found)], "<u4").tobytes()
+    return b"".join(part.tobytes() for part in _plain(data))
 
 
 def _write_file(path: Path, data: Sequence[np.ndarray], anew: bool) -> None:

@@ -404,8 +404,6 @@ class _Series:
     """The times of all steps, also of those that are not yet written."""
     committed: int
     """How many steps rank 0's thread has made visible."""
-    first: int
-    """How many steps there were before this writer's."""
     records: list[Any] = field(default_factory=list)
     lock: commit.Lock = field(default_factory=commit.Lock)
     """What rank 0 holds while it writes to the folder."""
@@ -557,7 +555,7 @@ class _Series:
 
     def go_on_at(self, step: int) -> None:
         """Takes the steps of the last chunk from the file, if it is not full."""
-        self.first = self.filled = self.written = step
+        self.filled = self.written = step
         begun = step % self.time_chunk
         for part in self.parts if begun else ():
             assert part.source is not None
@@ -632,7 +630,7 @@ def _open(operation: str, path: Path, its: Given, time: Any, tree: Any) -> _Seri
     """The file, which is made, or found. All ranks call it."""
     with layout.together(its.grid, its.comm, operation) as comm, commit.Lock() as lock:
         known = communicators.resolve(layout.communicator(its.grid, its.comm, operation), operation)
-        there, old = agreement.on_root(comm, operation, lambda: (path, _old(path, its, operation, lock)))
+        old = agreement.on_root(comm, operation, lambda: _old(path, its, operation, lock))
         more: dict[str, Any] = {
             "resume": its.resume,
             "overwrite": its.overwrite,
@@ -647,7 +645,7 @@ def _open(operation: str, path: Path, its: Given, time: Any, tree: Any) -> _Seri
         constant = [part for part in plan.arrays() if all(part is not its for its in steps)]
         found = [part.record for part in plan.parts]
         signature = _Signature.of(tree, its, operation)
-        series = _Series(there, comm, known, its, steps, signature, {}, plan, [], 0, 0, found)
+        series = _Series(path, comm, known, its, steps, signature, {}, plan, [], 0, found)
         if old is None:
             series.metas, series.lock = _make(operation, series, plan, constant)
             return series
