@@ -15,7 +15,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from support import drawing, durations, limits, quick, simulated
+from support import drawing, durations, limits, quick, rows, simulated
 
 simulated.begin()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -51,6 +51,7 @@ _device = simulated.Device() if simulated.TRANSPORT else None
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
     drawing.brief = config.getoption("brief")
+    rows.apart = bool(config.getoption("keyword"))
     if (
         jax.default_backend() != "cpu"
     ):  # there computations fail after their calls have returned, and the next one warns

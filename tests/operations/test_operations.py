@@ -10,6 +10,7 @@ from mpi4py import MPI
 
 import jaxmpi
 from jaxmpi import notoken
+from support.rows import each, rows
 from support.table import CASES, NEW_JAX, SHAPES, draw
 
 
@@ -103,32 +104,28 @@ def test_strict_promotion(comm, rank, size, tmp_path):
         np.testing.assert_array_equal(a, b, err_msg=str(where))
 
 
-@pytest.mark.two_ranks_suffice
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_input_is_kept(case, comm, rank, size):
-    """In place or not, the caller's array is the caller's."""
-    x = case.inputs((4,), np.float32, size, 0)[rank]
-    array = jnp.asarray(x.copy())
-    jax.block_until_ready(jax.jit(lambda v: case.call(v, comm, 0))(array))
-    jax.block_until_ready(case.call(array, comm, 0))
-    np.testing.assert_array_equal(array, x)
+@rows("cases", CASES)
+def test_operands_are_kept(cases, comm, rank, size):
+    """In place or not, the caller's array is the caller's, and an operand that is used before and after is not
+    overwritten by a result in its place."""
+    inputs = [case.inputs((6,), np.float32, size, 0) for case in cases]
+    arrays = [jnp.asarray(xs[rank].copy()) for xs in inputs]
 
+    def call(xs):
+        ys = [x * 2 for x in xs]
+        results = [case.call(y, comm, 0) for case, y in zip(cases, ys, strict=True)]
+        return [y + 1 for y in ys], results, [case.call(x, comm, 0) for case, x in zip(cases, xs, strict=True)]
 
-@pytest.mark.two_ranks_suffice
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_operand_used_again(case, comm, rank, size):
-    """An operand that is used before and after must not be overwritten by a result in its place."""
-    inputs = case.inputs((6,), np.float32, size, 0)
+    for way in (jax.jit, lambda f: f):
+        used, results, _ = jax.block_until_ready(way(call)(arrays))
 
-    @jax.jit
-    def f(x):
-        y = x * 2
-        z = case.call(y, comm, 0)
-        return y + 1, z
+        def check(i):
+            case, xs = cases[i], inputs[i]
+            np.testing.assert_array_equal(arrays[i], xs[rank])
+            np.testing.assert_array_equal(used[i], xs[rank] * 2 + 1)
+            np.testing.assert_array_equal(results[i], case.expected([x * 2 for x in xs], rank, 0))
 
-    y, z = f(jnp.asarray(inputs[rank]))
-    np.testing.assert_array_equal(y, inputs[rank] * 2 + 1)
-    np.testing.assert_array_equal(z, case.expected([x * 2 for x in inputs], rank, 0))
+        each(range(len(cases)), check, lambda i: str(cases[i]))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -1,0 +1,37 @@
+"""A table in one test: `rows` gives the test all rows at once, so that it can put them into one program.
+
+    @rows("cases", CASES)
+    def test_input_is_kept(cases, comm): ...
+
+The test gets the list of all rows. With pytest's option -k there is a test for each row, named after it, which gets
+a list of this row alone: `-k allreduce`. `each` checks row after row and names those that fail.
+"""
+
+import pytest
+
+apart = False
+"""Whether each row is a test of its own: with pytest's option -k (tests/conftest.py)."""
+
+
+def rows(name, table, ids=str):
+    table = list(table)
+    names = [str(ids(row)) for row in table]
+    if apart:
+        return pytest.mark.parametrize(name, [[row] for row in table], ids=names)
+    return pytest.mark.parametrize(name, [table], ids=["all"])
+
+
+def each(table, check, name=str):
+    """Call `check(row)` for every row, then fail with the names of the rows that failed, and why."""
+    failures = {}
+    for row in table:
+        try:
+            check(row)
+        except pytest.skip.Exception:
+            raise
+        except (Exception, pytest.fail.Exception) as error:
+            failures[name(row)] = error
+    if failures:
+        reasons = "\n".join(f"{row}: {type(error).__name__}: {error}" for row, error in failures.items())
+        first = next(iter(failures.values()))
+        raise AssertionError(f"{len(failures)} of {len(table)} rows failed:\n{reasons}") from first
