@@ -116,16 +116,15 @@ def test_operands_are_kept(cases, comm, rank, size):
         results = [case.call(y, comm, 0) for case, y in zip(cases, ys, strict=True)]
         return [y + 1 for y in ys], results, [case.call(x, comm, 0) for case, x in zip(cases, xs, strict=True)]
 
+    def check(row):
+        case, xs, array, used, result = row
+        np.testing.assert_array_equal(array, xs[rank])
+        np.testing.assert_array_equal(used, xs[rank] * 2 + 1)
+        np.testing.assert_array_equal(result, case.expected([x * 2 for x in xs], rank, 0))
+
     for way in (jax.jit, lambda f: f):
         used, results, _ = jax.block_until_ready(way(call)(arrays))
-
-        def check(i):
-            case, xs = cases[i], inputs[i]
-            np.testing.assert_array_equal(arrays[i], xs[rank])
-            np.testing.assert_array_equal(used[i], xs[rank] * 2 + 1)
-            np.testing.assert_array_equal(results[i], case.expected([x * 2 for x in xs], rank, 0))
-
-        each(range(len(cases)), check, lambda i: str(cases[i]))
+        each(list(zip(cases, inputs, arrays, used, results, strict=True)), check, lambda row: str(row[0]))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
