@@ -63,16 +63,16 @@ $(READY): $(VENV)/.built $(VENV)/.test
 demo: $(VENV)/.built ## the shallow-water model on 2 ranks, with a picture and an animation
 	$(RUN) -n 2 examples/shallow_water.py --save-animation --output-dir $(OUTPUT)
 
-test: $(READY) $(VENV)/.lint ## what every change needs: the suite on 2 ranks, most tests that run on one rank alone, the C tests
+test: $(READY) ## what every change needs: the suite on 2 ranks, most tests that run on one rank alone, the C tests
 	$(SUITES) each-time
 	$(MAKE) test-c
 
-test-all: $(READY) $(VENV)/.lint ## all tests: 1, 2 and 4 ranks, optimized code dispatched synchronously, a simulated device, the C tests
+test-all: $(READY) ## all tests: 1, 2 and 4 ranks, optimized code dispatched synchronously, a simulated device, the C tests
 	$(SUITES) all
 	$(MAKE) test-clients
 	$(MAKE) test-sharded
 	$(MAKE) test-device
-	$(MAKE) test-c
+	$(MAKE) test-c-all
 
 MOST ?= 40
 slowest: ## how long the tests took that ran last: the slowest MOST (40), and the sums by file and by kind
@@ -179,17 +179,18 @@ test-packaging: $(READY) $(VENV)/.packaging ## what the recipes in packaging/ bu
 	$(SUITES) packaging
 
 C_FILES = $(wildcard csrc/*/*.[ch] csrc/mpi/abi/*.h tests/c/*.[ch] tests/c/orders/*.[ch] tests/device/*.[ch] tests/inject/*.c benchmarks/*.c)
-lint: $(READY) $(VENV)/.lint ## formatters in checking mode, linters and type checker
+lint: $(READY) $(VENV)/.lint ## formatters in checking mode, linters and type checkers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m pytest --quiet tests/doors/test_types.py
 	$(BIN)/clang-format --dry-run --Werror $(C_FILES)
 	$(BIN)/zizmor --offline --quiet --no-progress .github
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	@if command -v cppcheck >/dev/null; then cppcheck --quiet --error-exitcode=1 --std=c11 --enable=warning,portability \
 	  --inline-suppr --suppress=missingIncludeSystem -DABI_HEADER='"mpi/abi/openmpi.h"' -Icsrc $(filter-out csrc/python/%,$(wildcard csrc/*/*.c)); fi
 
-docs: $(READY) $(VENV)/.docs ## the documentation as a site, in output/docs; its programs are tested by `make test`
+docs: $(READY) $(VENV)/.docs ## the documentation as a site, in output/docs; `make test` executes the programs on the pages
 	timeout $(LIMIT) $(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --fresh-env --builder html docs $(OUTPUT)/docs
 	@echo "$(abspath $(OUTPUT)/docs)/index.html"
 

@@ -23,10 +23,10 @@ TESTS = Path(__file__).resolve().parent
 
 NOT_EACH_TIME = (
     "faults launcher injected sharded_jobs two_hosts run_devices device grid_examples grid_jobs files_jobs "
-    "slurm files_examples sharded_examples particles unstructured_examples benchmarks soak timeline wheel recipes"
+    "slurm files_examples sharded_examples particles unstructured_examples benchmarks soak timeline wheel recipes types"
 )
-"""How jobs end, several hosts, Slurm, long programs, timelines, benchmarks, wheels, recipes: `make test` leaves them
-out."""
+"""How jobs end, several hosts, Slurm, long programs, timelines, benchmarks, wheels, recipes, types: `make test` leaves
+them out."""
 OF_FAULTS = "faults launcher injected"
 BY_RANKS = (
     "adjoint fuzz check neighbors operations counts order grid redistribute replica fft ghosts index_map migrate sparse"

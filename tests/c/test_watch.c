@@ -120,7 +120,7 @@ static void lines_of_the_program_are_named(void) {
   WAITING("bcast", NONE, ARRAY(F32, out, N), COMM(comm), 0);
   CHECK(!said("called at"));
   for (int i = 0; i < 5; i++) {
-    char line[16];
+    char line[24];
     snprintf(line, sizeof line, "c.py:%d", i);
     CHECK(call_site_add(row, attributes, F32, 4, line));
   }
