@@ -24,7 +24,7 @@ BUILD := .build/$(MPI)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all slowest test-ranks test-jax test-faults test-tcp test-hosts test-slurm test-clients test-sharded test-layouts test-packaging starts fuzz soak faults errors test-device test-gpu test-compiled bench bench-gpu bench-quick compat wheel wheel-test docs lint format clean
+.PHONY: help setup demo test test-all slowest test-ranks test-jax test-faults test-tcp test-hosts test-slurm test-clients test-sharded test-layouts test-packaging starts fuzz mutants soak faults errors test-device test-gpu test-compiled bench bench-gpu bench-quick compat wheel wheel-test docs lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,7 +53,7 @@ $(VENV)/.built: $(VENV)/.installed $(C_SOURCES)
 	@touch $@
 
 # The extras of what is installed, without building it again.
-$(VENV)/.test $(VENV)/.clients $(VENV)/.lint $(VENV)/.docs $(VENV)/.packaging: $(VENV)/.%: $(VENV)/.installed
+$(VENV)/.test $(VENV)/.clients $(VENV)/.lint $(VENV)/.docs $(VENV)/.packaging $(VENV)/.mutants: $(VENV)/.%: $(VENV)/.installed
 	$(PIP) "jaxmpi[$(if $(filter test,$*),examples$(comma))$*]"
 	@touch $@
 
@@ -138,15 +138,18 @@ starts: $(READY) ## starts a small job of sharded arrays 1,000 times
 
 # N random programs, with second derivatives if ORDER=2; FORGOTTEN=0.4: in many of them ranks never wait for something;
 # `python tests/programs/fuzz.py --help` lists more options.
-N ?= 100
 SEED ?= 0
 ORDER ?= 1
 FORGOTTEN ?= 0
 fuzz: $(READY) ## N random programs on RANKS ranks against a witness (default 100 and 2)
-	$(BIN)/python tests/programs/fuzz.py --programs $(N) --ranks $(RANKS) --seed $(SEED) --order $(ORDER) --forgotten $(FORGOTTEN)
+	$(BIN)/python tests/programs/fuzz.py --programs $(or $(N),100) --ranks $(RANKS) --seed $(SEED) --order $(ORDER) --forgotten $(FORGOTTEN)
+
+# About two minutes each.
+mutants: $(READY) $(VENV)/.mutants ## change N lines (40) of C and of Python, one at a time: which changes do the tests find
+	$(BIN)/python tools/mutants.py --count $(or $(N),40) --seed $(SEED)
 
 faults: $(READY) ## N random programs in each of which a call of MPI fails, is late or never returns (default 100)
-	$(SUITES) random-faults --count $(N)
+	$(SUITES) random-faults --count $(or $(N),100)
 
 # OPERATIONS on each rank: caches grow for the first 300,000, so fewer than 600,000 fail by what memory has grown; `python tests/programs/soak.py --help` lists more options.
 OPERATIONS ?= 800000
