@@ -99,7 +99,7 @@ def faults(options) -> Iterator[Command]:
 def fault_times(options) -> Iterator[Command]:
     """Those that write the times of docs/errors.md, one after the other."""
     options.workers = "0"
-    suites = "faults launcher two_hosts relay timeline"
+    suites = "faults launcher two_hosts private timeline"
     tests = {test for suite in suites.split() for test in noting((TESTS.parent / path(suite)).read_text())}
     yield pytest(suites, options, "-k", " or ".join(sorted(tests)))
 

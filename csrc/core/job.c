@@ -97,30 +97,12 @@ static void wait_for_launcher(void) {
   nanosleep(&(struct timespec){0, 300000000}, NULL);
 }
 
-static bool is_there(int in, const char *name) {
-  struct stat status;
-  return fstatat(in, name, &status, AT_SYMLINK_NOFOLLOW) == 0;
-}
-
-/* A machine that does not see the launcher's folder has one of its own, whose files are taken away to the launcher. It
- * is to know why the job ends before mpiexec says something about that. */
-static void wait_for_relay(void) {
-  char name[NAME];
-  int in = open_folder();
-  if (in < 0) return;
-  name_of(name, "aborts", "");
-  for (int i = 0; i < 100 && is_there(in, "relayed") && is_there(in, name); i++)
-    nanosleep(&(struct timespec){0, 10000000}, NULL);
-  close(in);
-}
-
 void job_end(const char *reason) {
   char text[2048];
   wait_for_launcher();
   if (folder != NULL) {
     int length = snprintf(text, sizeof text, "%d\n%s", FAILED, reason);
     job_tell("aborts", text, (size_t)length < sizeof text ? (size_t)length : sizeof text - 1);
-    wait_for_relay();
   }
   runtime.abi->abort(FAILED);
   _exit(FAILED); /* MPI has been finalized */

@@ -1,8 +1,9 @@
 /* The job that this process is a rank of: what its launcher is told, and its end.
  *
- * The launcher may name a folder, in JAXMPI_JOB_FOLDER. There a rank leaves files RANK.kind, written at once and whole:
- * `report` (something waits for long), `state` (the answer to a question), `aborts` (it is about to end the job:
- * the code, and in the next line the reason). What the launcher does with them: python/jaxmpi/_launcher/monitor.py.
+ * The launcher may name a folder to ranks on its machine, in JAXMPI_JOB_FOLDER. There a rank leaves files RANK.kind,
+ * written at once and whole: `report` (something waits for long), `state` (the answer to a question), `aborts` (it is
+ * about to end the job: the code, and in the next line the reason). What the launcher does with them:
+ * python/jaxmpi/_launcher/monitor.py.
  *
  * Threads: any. Nothing here takes a lock; only one at a time may leave files of one kind. */
 #ifndef JAXMPI_JOB_H

@@ -24,7 +24,7 @@ struct watched {
   bool reported;
 };
 
-enum { SECONDS_FOR_THE_LAUNCHER = 5, MOST_STEPS_TO_STOP = 100, MOST_SPEAKERS = 16 };
+enum { SECONDS_FOR_OTHERS = 5, MOST_STEPS_TO_STOP = 100, MOST_SPEAKERS = 16 };
 
 static struct thread_records records;
 static _Thread_local struct watched *own;
@@ -77,7 +77,7 @@ void watchdog_end(struct watched *record) {
 /* --- what the watchdog does -----------------------------------------------------------------------------------------
  */
 
-/* Among many ranks a report is for the launcher, which makes one table of all: stderr would have a line of each. */
+/* Among many ranks a report is for the launcher, which makes one table of them: stderr would have a line of each. */
 static bool is_for_launcher_alone(void) {
   return job_has_folder() && runtime.world != NULL && runtime.world->size > MOST_SPEAKERS;
 }
@@ -182,7 +182,7 @@ static void look_at(struct watched *record) {
     report_wait(record, seconds, &said);
     atomic_store(&limit, 2 * atomic_load(&limit)); /* a program that often waits as long is not told for ever */
     if (action != ACTION_ABORT) return;
-    for (int i = 0; job_has_folder() && i < SECONDS_FOR_THE_LAUNCHER * 10; i++) {
+    for (int i = 0; i < SECONDS_FOR_OTHERS * 10; i++) { /* in which they report, and the launcher makes its table */
       nanosleep(&(struct timespec){0, 100000000}, NULL);
       answer_launcher();
     }
@@ -209,11 +209,11 @@ static void *run_watchdog(void *unused) {
 void watchdog_configure(double seconds, enum action wanted, void (*where)(char *text, size_t size)) {
   static bool running;
   pthread_t thread;
+  job_begin();
   if (seconds <= 0) return;
   atomic_store(&limit, seconds);
   atomic_store(&action, wanted);
   atomic_store(&program_is_at, where);
-  job_begin();
   if (running) {
     atomic_store(&watching, true);
     return;

@@ -82,14 +82,16 @@ static PyObject *take_failure(PyObject *self, PyObject *args) {
   return text;
 }
 
-PyDoc_STRVAR(tell_launcher_doc,
-             "tell_launcher(kind, text)\n\nLeaves a file RANK.kind where the launcher looks: core/job.h.");
+PyDoc_STRVAR(
+    tell_launcher_doc,
+    "tell_launcher(kind, text) -> bool\n\nLeaves a file RANK.kind where the launcher looks: core/job.h. False: it "
+    "looks nowhere.");
 static PyObject *tell_launcher(PyObject *self, PyObject *args) {
   (void)self;
   const char *kind, *text;
   if (!PyArg_ParseTuple(args, "ss", &kind, &text)) return NULL;
   job_tell(kind, text, strlen(text));
-  Py_RETURN_NONE;
+  return PyBool_FromLong(job_has_folder());
 }
 
 PyDoc_STRVAR(failures_doc, "failures() -> int\n\nHow many operations have failed so far.");

@@ -591,6 +591,24 @@ def test_failure_before_mpi(does, code, told, tmp_path):
     assert "not reached" not in done.stdout
 
 
+@pytest.mark.parametrize("reports", [False, True])
+def test_ranks_that_leave_no_file(reports, tmp_path, monkeypatch):
+    """They are on other machines, as far as the launcher knows: one line of its table, and nobody waits for them."""
+    monkeypatch.setattr(monitor, "_LEAST_WAIT_SECONDS", 0.5)
+    for name in ("0.began", "0.ended", *(["0.report"] if reports else [])):
+        (tmp_path / name).touch()
+    said = []
+    with subprocess.Popen(["sleep", "100"]) as process:
+        job = os.pidfd_open(process.pid)
+        threading.Timer(3, process.kill).start()
+        monitor.watch(tmp_path, 4, job, process.pid, [], said.append)
+        os.close(job)
+    assert (tmp_path / "ask").exists() == reports
+    others = "are on other machines, or have not begun: their own reports tell what they wait for"
+    table = f"jaxmpi.run: what the ranks do:\n  rank 0: has ended\n  ranks 1 to 3: {others}\n"
+    assert said == ([table] if reports else [])
+
+
 def test_ranges_of_ranks():
     assert monitor.ranges([0]) == "0"
     assert monitor.ranges([0, 1]) == "0, 1"

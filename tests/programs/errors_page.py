@@ -19,7 +19,6 @@ GOES_ON = {
     "standard input belongs to another user": "nothing: rank 0 reads all of it",
     "the folder of the job belongs to another user": "`has no folder for what its ranks tell the launcher`",
     "the folder of the job is a symbolic link": "`has no folder for what its ranks tell the launcher`",
-    "the name of the folder is taken on a second machine": "nothing: its ranks use another one",
     "files in the folder of the job are symbolic links": "nothing: they are replaced, and none is followed",
     "a child of `fork` communicates": "`was forked by a rank and is none itself`, an error in the child",
     "two jobs trace into one folder": "nothing; `python -m jaxmpi.trace` then asks for one of them, by `--job`",

@@ -61,7 +61,7 @@ _survives = False
 """Whether the job goes on without this rank, if it fails: `python -m jaxmpi.run --survive`."""
 
 _folder = os.environ.get("JAXMPI_JOB_FOLDER")
-"""The folder in which the launcher learns what the ranks do: see monitor.py."""
+"""The folder in which the launcher learns what the ranks of its machine do: see monitor.py."""
 
 
 def _mpi_if_running() -> Any:
@@ -101,16 +101,19 @@ def _end(code: int, reason: str) -> NoReturn:
     """Ends all ranks if MPI is running, else this one; where the job survives it, this one. Whatever fails on the
     way does not keep it from ending.
 
-    The launcher is told the reason: the last line of what this rank has written of it, if it has."""
+    The launcher is told the reason: the last line of what this rank has written of it, if it has. On another machine
+    the rank writes it itself."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
     if os.getpid() == _process:
+        if _folder is None:
+            does = "failed" if _survives else "ended the job"
+            _tell(f"jaxmpi.run: rank {_number()} {does} with code {code}: {reason}\n")
         _wait_for_launcher()
         if _survives and "mpi4py.MPI" in sys.modules:
             _end_alone(code, reason)
         _say("aborts", f"{code}\n{reason}")
-        _wait_for_relay("aborts")
         with contextlib.suppress(Exception):
             if (mpi := _mpi_if_running()) is not None:
                 mpi.COMM_WORLD.Abort(code)
@@ -122,7 +125,6 @@ def _end(code: int, reason: str) -> NoReturn:
 def _end_alone(code: int, reason: str) -> NoReturn:
     """Ends this rank alone. By a signal: Open MPI tells the others of that, and of no exit status but 0."""
     _say("lost", f"{code}\n{reason}")
-    _wait_for_relay("lost")
     if _mpi_if_running() is None:
         _exit(code)
     while True:
@@ -138,7 +140,6 @@ def _leave() -> None:
         with contextlib.suppress(Exception):
             stream.flush()
     _say("left")
-    _wait_for_relay("left")
     with contextlib.suppress(Exception):
         if (mpi := _mpi_if_running()) is not None:
             mpi.COMM_WORLD.Agree(1)
@@ -242,7 +243,6 @@ def _goes_on(execute: Callable[..., Any]) -> Callable[..., Any]:
     def go_on(*arguments: Any) -> Any:
         if os.getpid() == _process:
             _say("began", "it goes on as another program or user")
-            _wait_for_relay("began")
         try:
             return execute(*arguments)
         finally:
@@ -324,47 +324,29 @@ def _ready_jax(devices: str, collectives: str) -> None:
 
 
 def _find_folder() -> Any:
-    """The job's folder, on a machine that does not see the launcher's another one. None: there is none."""
+    """The job's folder. None: there is none, or it is another machine's, and the rank reports on stderr alone."""
     global _folder
-    address = os.environ.pop("JAXMPI_JOB_ADDRESS", None)
     if _folder is None:
         return None
+    folder = None
     try:
         _beside("private")
-        _beside("lifeline")
-        if address is not None:
-            _beside("ready")
-            _folder = _beside("relay").folder_here(_folder, address)
-        os.environ["JAXMPI_JOB_FOLDER"] = _folder
         folder = _opened()
-        if address is None and not _is_here(folder):
-            _tell_once_here(
-                "is not the launcher's machine, which did not know of it: ranks here do not answer, and may go on if "
-                "the launcher is killed. Name the machines by --mpiexec-args (--mpiexec-args= leaves all to MPI)"
+        if _beside("lifeline").is_here(folder):
+            return folder
+    except FileNotFoundError:
+        pass
+    except Exception as error:
+        if not (_beside("accelerators").local_rank(os.environ) or [0])[0]:  # one of the ranks on this machine
+            _tell(
+                f"jaxmpi.run: {os.uname().nodename} has no folder for what its ranks tell the launcher ({error}): they "
+                "do not answer, and may go on if it is killed. Set TMPDIR to a folder with room\n"
             )
-        return folder
-    except Exception as error:  # the rank runs without it
-        del os.environ["JAXMPI_JOB_FOLDER"]
-        _folder = None
-        _tell_once_here(
-            f"has no folder for what its ranks tell the launcher ({error}): they do not answer, and may go on if it "
-            "is killed. Set TMPDIR to a folder with room"
-        )
-        return None
-
-
-def _is_here(folder: Any) -> bool:
-    """Whether the folder is of this machine, as far as it says so."""
-    with contextlib.suppress(OSError):
-        lifeline = _beside("lifeline")
-        return lifeline.machine() == "" or lifeline.is_here(folder)
-    return True
-
-
-def _tell_once_here(text: str) -> None:
-    """Has one of the ranks on this machine tell it."""
-    if not (_beside("accelerators").local_rank(os.environ) or [0])[0]:
-        _tell(f"jaxmpi.run: {os.uname().nodename} {text}\n")
+    if folder is not None:
+        folder.close()
+    del os.environ["JAXMPI_JOB_FOLDER"]
+    _folder = None
+    return None
 
 
 def _opened() -> Any:
@@ -372,11 +354,10 @@ def _opened() -> Any:
     return _beside("private").Folder(_folder)
 
 
-def _tell_how_to_watch(folder: Any) -> None:
-    """Lets the launcher see the end of this process, if it is on the same machine, and whether that comes before MPI is
-    initialized, which the others would then wait for in vain."""
-    if _is_here(folder):
-        _say("pid", str(os.getpid()))
+def _tell_how_to_watch() -> None:
+    """Lets the launcher see the end of this process, and whether that comes before MPI is initialized, which the others
+    would then wait for in vain."""
+    _say("pid", str(os.getpid()))
     sys.meta_path.insert(0, _beside("at_import").AtImport("mpi4py.MPI", lambda _: _say("joined")))
 
 
@@ -439,7 +420,6 @@ def _finish() -> None:
     if package is not None:
         package.finish()
     _say("ended")
-    _wait_for_relay("ended")
 
 
 def _number() -> int | str | None:
@@ -458,18 +438,6 @@ def _say(kind: str, content: str = "") -> None:
         if _folder is not None and (number := _number()) is not None:
             with _opened() as folder:
                 folder.write(f"{number}.{kind}", content)
-
-
-def _wait_for_relay(kind: str) -> None:
-    """Waits until the launcher has been told, on a machine whose files are taken away to it: what is to end the process
-    of relay.py, and what MPI then says, come by another way."""
-    end = time.monotonic() + 1
-    with contextlib.suppress(Exception):
-        if _folder is None or (number := _number()) is None:
-            return
-        with _opened() as folder:
-            while folder.exists("relayed") and folder.exists(f"{number}.{kind}") and time.monotonic() < end:
-                time.sleep(0.01)
 
 
 def _untold() -> str:
@@ -498,7 +466,7 @@ def main() -> None:
     if folder is not None:
         _beside("lifeline").tie(folder)
         if _survives:
-            _tell_how_to_watch(folder)
+            _tell_how_to_watch()
         _say("began")
     _beside("stdin").take(_rank, folder)
     if folder is not None:

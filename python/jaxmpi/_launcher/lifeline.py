@@ -1,10 +1,10 @@
-"""No rank outlives its launcher, whatever ends that, and whatever the rank does then.
+"""No rank on the launcher's machine outlives it, whatever ends the launcher, and whatever the rank does then.
 
 The job's folder has a FIFO, whose writing end the launcher alone keeps open. Each rank opens the reading end, and asks
 the kernel to end it by SIGKILL as the last writer goes. This takes no thread and no lock, so it works in compiled code,
 in a sleep, and where the interpreter is held. It names no process by a number that another may have got since, and
 unlike PR_SET_PDEATHSIG it does not depend on a thread: a launcher may start ranks from one that ends before them. On
-another machine the process of relay.py keeps the writing end.
+other machines the helpers of mpiexec end the ranks: guard.py ends mpiexec.
 
 A second FIFO tells the ranks that they are asked what they do: csrc/core/job.c. A look at it costs no disk anything, so
 a thousand ranks on a disk that many machines share may look each second.
@@ -47,7 +47,7 @@ def tie(folder: Any) -> None:
         fcntl.fcntl(file, known.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_ASYNC)
         with contextlib.suppress(BlockingIOError):  # there is a writer, which has written nothing
-            if not os.read(file, 1) and is_here(folder):
+            if not os.read(file, 1) and machine():
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -60,7 +60,6 @@ class Bell:
             self._file = os.open(_BELL, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW, dir_fd=folder.descriptor)
 
     def ring(self) -> None:
-        self.hush()
         if self._file >= 0:
             os.write(self._file, b"?")
 
@@ -76,11 +75,11 @@ class Bell:
 
 def is_here(folder: Any) -> bool:
     """Whether the folder is of this machine, and not one that several see. OSError: it does not say."""
-    return folder.read(_MACHINE) == machine() != ""
+    return folder.read(_MACHINE) == machine()
 
 
 def machine() -> str:
-    """A name of this machine, the same in all processes under one kernel."""
+    """A name of this machine, the same in all processes under one kernel; empty where the system has none."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip()
     return ""

@@ -7,8 +7,8 @@ look while the bell of lifeline.py rings; RANK.state, a rank's answer; RANK.ende
 RANK.aborts, as a rank ends the job, with the code and the reason. In a job that survives it a rank that fails leaves
 RANK.lost instead, one that has nothing more to do RANK.left, and the first of those that go on RANK.deaths, with the
 ranks that have died; a spare one leaves RANK.spare, with the number that it has taken, if any; RANK.pid and RANK.joined
-are there for _Lost. Those of other
-machines come by relay.py. Nothing here imports jax or mpi4py.
+are there for _Lost. Only ranks on the launcher's machine leave files: ranks on other machines report on stderr alone.
+Nothing here imports jax or mpi4py.
 
 An `mpiexec` that is still there long after a rank has ended the job is ended, and so is one that was told to end by a
 signal and has nothing left of what it has started: Open MPI's may wait for ever if ranks on two machines abort at the
@@ -18,12 +18,13 @@ processes that a rank has left behind.
 
 import contextlib
 import os
+import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from jaxmpi._launcher import lifeline, private, relay
+from jaxmpi._launcher import lifeline, private
 from jaxmpi._launcher.ready import ready
 
 FOLDER = "JAXMPI_JOB_FOLDER"
@@ -36,6 +37,16 @@ _END_SECONDS_OF_SURVIVORS = 1.0  # whose mpiexec does not end them
 _END_SECONDS = 20.0  # what `mpiexec` has for ending a job that a rank has aborted
 _GONE_SECONDS = 20.0  # what it has for its own end after a signal, once what it has started is no more
 _KILL_SECONDS = 5.0
+
+_ELSEWHERE = "is on another machine, or has not begun: its own report tells what it waits for"
+_ELSEWHERE_OF_MANY = "are on other machines, or have not begun: their own reports tell what they wait for"
+
+
+def of_kind(names: Iterable[str], kind: str) -> dict[str, int]:
+    """The files of ranks of a kind, and their ranks."""
+    end = f".{kind}"
+    found = {name: name[: -len(end)] for name in names if name.endswith(end)}
+    return {name: int(rank) for name, rank in found.items() if re.fullmatch("[0-9]{1,9}", rank)}
 
 
 def watch(
@@ -68,7 +79,7 @@ def _watch(
 ) -> None:
     lost = _Lost(folder, say) if survives else None
     patience_at_end = _END_SECONDS_OF_SURVIVORS if survives else _END_SECONDS
-    told: set[str] = set()  # the files of ranks that have ended, once they have been the cause of a question
+    told: set[int] = set()  # ranks that have ended, once they have been the cause of a question
     last = ""
     question, patience = 0, _LEAST_WAIT_SECONDS
     ended_at = aborted_at = time.monotonic()
@@ -80,7 +91,7 @@ def _watch(
             _end(job, say, f"mpiexec was told to end, and what it has started ended {_GONE_SECONDS:.0f} s ago")
             return
         files = folder.names()
-        aborting = sorted(relay.of_kind(files, "aborts").values())
+        aborting = sorted(of_kind(files, "aborts").values())
         if not aborting:
             aborted_at = time.monotonic()
         elif time.monotonic() - aborted_at > patience_at_end:
@@ -93,8 +104,8 @@ def _watch(
         if lost is not None and not signals and (why := lost.look(files)):
             _end(job, say, why)
             return
-        ended, reports = set(relay.of_kind(files, "ended")), relay.of_kind(files, "report")
-        if not ended - told or len(ended) == ranks:
+        ended, reports = set(of_kind(files, "ended").values()), of_kind(files, "report")
+        if not ended - told or ended >= set(of_kind(files, "began").values()):
             ended_at = time.monotonic()
         late = time.monotonic() - ended_at > patience
         if not reports and not late:
@@ -107,7 +118,7 @@ def _watch(
             told, patience = told | ended, _LEAST_WAIT_SECONDS
         else:  # some may wait later
             patience *= 2
-        for report in relay.of_kind(folder.names(), "report"):
+        for report in of_kind(folder.names(), "report"):
             folder.remove(report)
         text, lines = _text(table)
         if lines != last and (reports or waiting):
@@ -125,8 +136,8 @@ class _Lost:
 
     def __init__(self, folder: private.Folder, say: Callable[[str], None]):
         self._folder, self._say = folder, say
-        self.known, self._ends = set[int](), relay.Ends(folder)
-        self._stepped_in = set[int]()
+        self.known, self._stepped_in = set[int](), set[int]()
+        self._processes = dict[int, int]()
 
     def look(self, files: list[str]) -> str:
         """Tells of those that have died since. Returns why the job cannot go on; empty: it can."""
@@ -135,14 +146,14 @@ class _Lost:
 
     def look_at_files(self, files: list[str]) -> None:
         """Tells of those that ranks have told of."""
-        for name, rank in relay.of_kind(files, "lost").items():
+        for name, rank in of_kind(files, "lost").items():
             if rank not in self.known:
                 self.known.add(rank)
                 reason = self._folder.read(name).partition("\n")[2].strip().removeprefix("jaxmpi.run: ")
                 self._say(f"jaxmpi.run: rank {rank} is lost, and the job goes on{': ' if reason else ''}{reason}\n")
-        for name in relay.of_kind(files, "deaths"):
+        for name in of_kind(files, "deaths"):
             self._tell({int(word) for word in self._folder.read(name).split() if word.isdecimal()})
-        for name, rank in relay.of_kind(files, "spare").items():
+        for name, rank in of_kind(files, "spare").items():
             if rank not in self._stepped_in and (number := self._folder.read(name).strip()):
                 self._stepped_in.add(rank)
                 self._say(f"jaxmpi.run: rank {rank}, which was spare, is rank {number} of the default communicator\n")
@@ -156,10 +167,16 @@ class _Lost:
 
     def _look_at_processes(self, files: list[str]) -> str:
         """Finds ranks whose processes have ended. Returns why the job ends, if one did before MPI was there."""
-        gone = self._ends.gone(files) | set(relay.of_kind(files, "gone").values())
+        for name, rank in of_kind(files, "pid").items():
+            if rank not in self._processes:
+                try:
+                    self._processes[rank] = os.pidfd_open(int(self._folder.read(name)))
+                except (OSError, ValueError):
+                    self._processes[rank] = -1
+        gone = {rank for rank, file in self._processes.items() if file < 0 or ready([file], 0)}
         again = self._folder.names() if gone else []  # what they have told before their end
-        gone -= {rank for kind in ("ended", "lost", "aborts") for rank in relay.of_kind(again, kind).values()}
-        early = sorted(gone - set(relay.of_kind(again, "joined").values()))
+        gone -= {rank for kind in ("ended", "lost", "aborts") for rank in of_kind(again, kind).values()}
+        early = sorted(gone - set(of_kind(again, "joined").values()))
         if early:
             who = f"rank{'s' if len(early) > 1 else ''} {ranges(early)}"
             return f"{who} died before MPI was initialized, for which the others wait"
@@ -167,7 +184,9 @@ class _Lost:
         return ""
 
     def close(self) -> None:
-        self._ends.close()
+        for file in self._processes.values():
+            if file >= 0:
+                os.close(file)
 
 
 def _state(pid: int) -> str:
@@ -202,22 +221,25 @@ def _end(job: int, say: Callable[[str], None], why: str) -> None:
 def _ask(
     folder: private.Folder, bell: lifeline.Bell, ranks: int, question: int, job: int, dead: set[int]
 ) -> dict[int, tuple[str, ...]]:
-    """The states of all ranks: of one that has neither ended nor died its answer, empty if it gives none."""
-    for answer in relay.of_kind(folder.names(), "state"):
+    """The states of all ranks: of one that has neither ended nor died its answer, empty if it gives none. Only ranks
+    that have begun on this machine are waited for."""
+    files = folder.names()
+    for answer in of_kind(files, "state"):
         folder.remove(answer)
+    here = set(of_kind(files, "began").values())
     folder.write("ask", str(question))
     bell.ring()
     end = time.monotonic() + _ANSWER_SECONDS
     table: dict[int, tuple[str, ...]] = dict.fromkeys(dead, ("dead",))
-    while len(table) < ranks and time.monotonic() < end and not ready([job], 0.05):
+    while not here <= table.keys() and time.monotonic() < end and not ready([job], 0.05):
         files = folder.names()
-        for name, rank in relay.of_kind(files, "state").items():
+        for name, rank in of_kind(files, "state").items():
             if rank not in table:
                 table[rank] = tuple(folder.read(name).split("\n", 3))
-        table |= {rank: ("spare",) for name, rank in relay.of_kind(files, "spare").items() if not folder.read(name)}
-        table |= {rank: ("ended",) for rank in relay.of_kind(files, "ended").values()}
+        table |= {rank: ("spare",) for name, rank in of_kind(files, "spare").items() if not folder.read(name)}
+        table |= {rank: ("ended",) for rank in of_kind(files, "ended").values()}
     bell.hush()
-    return {rank: table.get(rank, ()) for rank in range(ranks)}
+    return {rank: table.get(rank, () if rank in here else ("elsewhere",)) for rank in range(ranks)}
 
 
 def _waits(state: tuple[str, ...]) -> bool:
@@ -235,6 +257,8 @@ def _text(table: dict[int, tuple[str, ...]]) -> tuple[str, str]:
             line = "has died"
         elif state == ("spare",):
             line = "is spare"
+        elif state == ("elsewhere",):
+            line = _ELSEWHERE
         elif len(state) != 4:
             line = "does not answer: jaxmpi has not been imported, or the process has stopped, or cannot be reached"
         elif float(state[0]) < 0:
@@ -249,6 +273,7 @@ def _text(table: dict[int, tuple[str, ...]]) -> tuple[str, str]:
         who = f"rank{'s' if many else ''} {ranges(ranks)}"
         since = f", {longest[line]:.3g} s so far" if line in longest else ""
         if many:
+            line = line.replace(_ELSEWHERE, _ELSEWHERE_OF_MANY)
             line = line.replace("has ", "have ", 1).replace("waits", "wait", 1).replace("is in", "are in", 1)
             line = line.replace("does not", "do not", 1).replace("is spare", "are spare", 1)
         text += f"  {who}: {line}{since}\n"

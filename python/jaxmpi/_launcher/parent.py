@@ -8,9 +8,7 @@ and which rank has ended the job. What remains if it is killed: lifeline.py in e
 import contextlib
 import math
 import os
-import resource
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -18,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxmpi._launcher import guard, lifeline, monitor, output, private, relay, segments, stdin
+from jaxmpi._launcher import guard, lifeline, monitor, output, private, segments, stdin
 from jaxmpi._launcher.ready import ready
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -28,12 +26,10 @@ _WITNESS_SECONDS = 0.2
 _SAME_SECONDS = 1.0
 """A signal comes once to the group and once to the launcher if it is sent by `timeout`: mpiexec is to get one."""
 _POLL_SECONDS = 0.05
-_LATE_SECONDS = 3.0
-"""The time to wait for what ranks on other machines have told: it may come after the end of mpiexec."""
 _STOP_SECONDS = 2.0
 
 
-NAMES = (monitor.FOLDER, relay.ADDRESS, stdin.VARIABLE)
+NAMES = (monitor.FOLDER, stdin.VARIABLE)
 """The variables for the ranks."""
 
 
@@ -42,8 +38,6 @@ class Job:
     """What is made for a job before mpiexec starts."""
 
     ranks: int
-    several: bool
-    """Whether ranks may run on other machines."""
     survives: bool = False
     """Whether it goes on without a rank that has died."""
     spares: int = 0
@@ -53,12 +47,12 @@ class Job:
     """The variables that the ranks get."""
     alive: tuple[int, int] | None = None
     input: Any = None
-    server: tuple[Any, str] | None = None
     began: float = field(default_factory=time.time)
 
     @classmethod
     def prepare(cls, ranks: int, several: bool, survives: bool = False, spares: int = 0) -> "Job":
-        job = cls(ranks, several, survives, spares)
+        """`several`: ranks may run on other machines."""
+        job = cls(ranks, survives, spares)
         for file in (0, 1, 2):  # what is opened next would take the number of one that is closed
             if not _is_open(file):
                 os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
@@ -76,10 +70,6 @@ class Job:
             output.write(text.encode(errors="replace"))
         if job.folder is not None:
             job.variables[monitor.FOLDER] = job.folder
-            if several:
-                with contextlib.suppress(OSError):
-                    listening, secret, job.variables[relay.ADDRESS] = relay.listen()
-                    job.server = (listening, secret)
         job.variables[stdin.VARIABLE], job.input = stdin.offer(
             files if job.folder is not None else None, here=not several
         )
@@ -96,30 +86,26 @@ class Job:
         self._remove()
         for file in self.alive or ():
             os.close(file)
-        if self.server is not None:
-            with contextlib.suppress(OSError):
-                self.server[0].shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for connections
-            self.server[0].close()
         if self.input is not None:
             self.input.close()
-        self.alive = self.input = self.server = None
+        self.alive = self.input = None
 
     def told(self, kind: str) -> dict[int, str]:
         """The ranks that have left a file of a kind, in the order in which they did, and what is in it."""
         found = []
         with contextlib.suppress(OSError), private.Folder(str(self.folder)) as folder:
-            for name, rank in relay.of_kind(folder.names(), kind).items():
+            for name, rank in monitor.of_kind(folder.names(), kind).items():
                 found.append((folder.changed_at(name), rank, folder.read(name)))
         return {rank: text for _, rank, text in sorted(found)}
 
     def missing(self) -> list[int]:
-        """The ranks that have begun and have told of no end, and will not do it as another program."""
+        """The ranks that have begun on this machine and have told of no end, and will not do it as another program."""
         found = []
         with contextlib.suppress(OSError), private.Folder(str(self.folder)) as folder:
             names = folder.names()
             kinds = ("left" if self.survives else "ended", "aborts", "lost")
-            ends = {rank for kind in kinds for rank in relay.of_kind(names, kind).values()}
-            for name, rank in relay.of_kind(names, "began").items():
+            ends = {rank for kind in kinds for rank in monitor.of_kind(names, kind).values()}
+            for name, rank in monitor.of_kind(names, "began").items():
                 if rank not in ends and folder.read(name) == "":
                     found.append(rank)
         return sorted(found)
@@ -229,35 +215,6 @@ def _bytes_in(file: int) -> bytes:
     return b""
 
 
-class _Limit:
-    """How many files this process may open: all that the system permits, while it has a connection to each machine.
-
-    It is raised after mpiexec has started, for that and the ranks inherit it; jobs of several threads share it.
-    """
-
-    _lock, _raised, _before = threading.Lock(), 0, (0, 0)
-
-    @classmethod
-    def lift(cls) -> None:
-        with cls._lock:
-            cls._raised += 1
-            if cls._raised == 1:
-                cls._before = resource.getrlimit(resource.RLIMIT_NOFILE)
-                cls._set(cls._before[1])
-
-    @classmethod
-    def restore(cls) -> None:
-        with cls._lock:
-            cls._raised -= 1
-            if cls._raised == 0:
-                cls._set(cls._before[0])
-
-    @classmethod
-    def _set(cls, most: int) -> None:
-        with contextlib.suppress(OSError, ValueError):  # a system that has no such number
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, cls._before[1]))
-
-
 def run(command: list[str], environment: Mapping[str, str], job: Job, verbose: bool) -> int:
     """The status of the job: that of mpiexec, 128 and more if a signal has ended it, and not 0 if ranks are missing."""
     signals = _Signals()
@@ -287,8 +244,6 @@ def _run(command: list[str], environment: Mapping[str, str], job: Job, verbose: 
         ends = os.pidfd_open(process.pid)
     if job.alive is not None and job.folder is not None:  # before there are threads
         beside = guard.start(job.alive[0], ends, job.folder, job.began, signals.witnesses, _PASSED)
-    if several := job.server is not None:
-        _Limit.lift()
     codes = None if verbose else lambda: {rank: code for rank, (code, _) in job.aborting().items()}
     passing = output.Output(pipe, codes)
     try:
@@ -301,9 +256,7 @@ def _run(command: list[str], environment: Mapping[str, str], job: Job, verbose: 
             output.write(f"jaxmpi.run: no thread can be started, and so no job: {error}: see ulimit -u\n".encode())
             return 126
         _wait(process, ends, job, signals, beside is not None)
-        if process.returncode == 0:
-            _wait_for_late(job)
-        else:
+        if process.returncode != 0:
             segments.remove(job.began)
         if watching is not None:
             watching.join(_STOP_SECONDS)
@@ -316,19 +269,14 @@ def _run(command: list[str], environment: Mapping[str, str], job: Job, verbose: 
                 os.waitpid(beside, 0)
         if ends is not None:
             os.close(ends)
-        if several:
-            _Limit.restore()
 
 
 def _watch(
     job: Job, ends: int | None, process: subprocess.Popen, signals: _Signals, passing: output.Output
 ) -> threading.Thread | None:
-    """What is done beside: a thread that watches the folder, and one for the relays of other machines."""
+    """A thread that watches the folder."""
     if job.folder is None or ends is None:
         return None
-    if job.server is not None:
-        served = (job.folder, job.ranks, *job.server, passing.say)
-        threading.Thread(target=relay.serve, args=served, daemon=True).start()
     watched = (job.folder, job.ranks, ends, process.pid, signals.ending, passing.say, job.survives)
     watching = threading.Thread(target=monitor.watch, args=watched, daemon=True)
     watching.start()
@@ -347,12 +295,6 @@ def _wait(process: subprocess.Popen, ends: int | None, job: Job, signals: _Signa
         signals.take(process, witness)
         if asks in found:
             stdin.give(job.input)
-
-
-def _wait_for_late(job: Job) -> None:
-    end = time.monotonic() + _LATE_SECONDS
-    while job.server is not None and job.missing() and time.monotonic() < end:
-        time.sleep(_POLL_SECONDS)
 
 
 def _end(code: int, job: Job, signals: _Signals, passing: output.Output) -> int:
@@ -392,13 +334,15 @@ def _end_of_survivors(job: Job, missing: list[int]) -> tuple[int, str]:
     """The status of a job that goes on without ranks that die, and what is said of them."""
     told = job.aborting("lost")
     spare = {rank for rank, number in job.told("spare").items() if not number}
-    lost = sorted({*told, *missing})
+    died = {int(word) for text in job.told("deaths").values() for word in text.split() if word.isdecimal()}
+    lost = sorted({*told, *missing, *(died - set(job.told("began")))})  # with those that have begun elsewhere
     ended = set(job.told("ended")) - spare - set(lost)
     if not lost:
         return 0, ""
     if not ended:  # or those that had begun, before MPI was initialized
         code = next((code for code, _ in told.values() if code), 1)
-        return code, f"jaxmpi.run: all ranks are lost. The status is {code}\n"
+        where = "" if len(job.told("began")) == job.ranks else " of this machine"
+        return code, f"jaxmpi.run: all ranks{where} are lost. The status is {code}\n"
     among = f" ({job.spares} began as spare)" if job.spares else ""
     return LOST, (
         f"jaxmpi.run: {_ranks(lost)} of {job.ranks}{among} {'were' if len(lost) > 1 else 'was'} lost, and the others "

@@ -40,12 +40,6 @@ class Folder:
     def names(self) -> list[str]:
         return os.listdir(self.descriptor)
 
-    def exists(self, name: str) -> bool:
-        with contextlib.suppress(OSError):
-            os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
-            return True
-        return False
-
     def create(self, name: str) -> int:
         """A new file, to be written. FileExistsError: there is something of this name."""
         return os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=self.descriptor)
@@ -67,9 +61,9 @@ class Folder:
         os.close(file)
         raise PermissionError(errno.EPERM, "it is not what was expected, or another user's", name)
 
-    def read(self, name: str, most: int = _MOST_BYTES) -> str:
+    def read(self, name: str) -> str:
         with open(self.open(name), "rb") as file:
-            return file.read(most).decode(errors="replace")
+            return file.read(_MOST_BYTES).decode(errors="replace")
 
     def changed_at(self, name: str) -> int:
         """The time of a file's last change, in nanoseconds."""
@@ -88,9 +82,9 @@ def _fault(folder: os.stat_result) -> str:
     return ""
 
 
-def make(prefix: str, within: str | None = None) -> Folder:
-    """A new one in a folder, or in that for temporary files, under a name that nobody can guess."""
-    path = tempfile.mkdtemp(prefix=prefix, dir=within)
+def make(prefix: str) -> Folder:
+    """A new one in the folder for temporary files, under a name that nobody can guess."""
+    path = tempfile.mkdtemp(prefix=prefix)
     try:
         return Folder(path)
     except OSError:  # a disk that knows no users

@@ -58,10 +58,12 @@ def take(rank: str | None, folder: Any) -> None:
     if value is None or rank is None or (rank == "0" and not value):
         return
     file = os.open(os.devnull, os.O_RDONLY)
-    if rank == "0" and folder is not None:
+    if rank == "0":
         import socket
 
         try:
+            if folder is None:
+                raise OSError("this rank does not see the launcher's folder")
             with socket.socket(socket.AF_UNIX) as connection:
                 connection.settimeout(_SECONDS)
                 connection.connect(_path(folder))

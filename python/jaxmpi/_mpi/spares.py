@@ -9,6 +9,7 @@ communicator, on which nothing else is done either, tells it that the program is
 
 import contextlib
 import secrets
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -136,7 +137,10 @@ class Pool:
             repaired, name = self._repair()
             if repaired != MPI.COMM_NULL:
                 self.stepped_in = True
-                _core.tell_launcher("spare", str(repaired.Get_rank()))
+                rank, number = MPI.COMM_WORLD.Get_rank(), repaired.Get_rank()
+                if not _core.tell_launcher("spare", str(number)):
+                    text = f"jaxmpi: rank {rank}, which was spare, is rank {number} of the default communicator"
+                    print(text, file=sys.stderr)
                 return repaired, name
 
     def end(self) -> None:

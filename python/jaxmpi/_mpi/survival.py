@@ -8,6 +8,7 @@ succeeds.
 import contextlib
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, TypeVar
@@ -299,10 +300,13 @@ def lost(old: MPI.Comm, new: MPI.Comm) -> tuple[int, ...]:
 
 
 def _tell_launcher(old: MPI.Comm, new: MPI.Comm) -> None:
-    """The first rank that has been in the old one tells of all deaths: others may have stepped in."""
+    """The first rank that has been in the old one tells of all deaths: others may have stepped in. On stderr where it
+    is not on the launcher's machine."""
     dead, gone = failures.dead(MPI.COMM_WORLD), lost(old, new)
-    if dead and old.rank == next(rank for rank in range(old.size) if rank not in gone):
-        _core.tell_launcher("deaths", " ".join(map(str, dead)))
+    first = next(rank for rank in range(old.size) if rank not in gone)
+    if dead and old.rank == first and not _core.tell_launcher("deaths", " ".join(map(str, dead))):
+        have = "ranks {} have" if len(dead) > 1 else "rank {} has"
+        print(f"jaxmpi: {have.format(', '.join(map(str, dead)))} died, and the job goes on", file=sys.stderr)
 
 
 def get_default() -> MPI.Comm:
