@@ -429,7 +429,12 @@ static void *run_callbacks(void *unused) {
 
 static _Atomic uint32_t *word_of(const struct operation *o) { return (void *)o->to.address; }
 
+/* This library is built without ThreadSanitizer, which has to be told what its atomic accesses order. */
+__attribute__((weak)) void __tsan_acquire(void *address);
+__attribute__((weak)) void __tsan_release(void *address);
+
 static void write_value(const struct operation *o) {
+  if (__tsan_release != NULL) __tsan_release(word_of(o));
   function = o->function;
   if (atomic_load(word_of(o)) == o->word) violate(0, "the value %u is there already", o->word);
   atomic_store(word_of(o), o->word);
@@ -449,6 +454,7 @@ static void await_value(struct stream *stream, const struct operation *o) {
     usleep(POLL);
     pthread_mutex_lock(&lock);
   }
+  if (__tsan_acquire != NULL) __tsan_acquire(word_of(o));
   function = o->function;
   if (lost == 0 && value != o->word) violate(0, "has waited for %u, and there is %u", o->word, value);
 }

@@ -1031,6 +1031,39 @@ static void reductions_of_users_are_waited_for(void) {
   FOR_EACH(const enum transport *, transport, leaving) reductions_of_users_are_waited_for_by(*transport);
 }
 
+/* What comes behind an operation on the stream is not done while that is with MPI. */
+static void the_stream_waits_for_mpi(void) {
+  struct communicator *comm = world(0, 2);
+  intptr_t op = gated_operation();
+  double one = 1, seen;
+  FOR_EACH(const enum transport *, transport, leaving) {
+    context("transport %s", transport_names[*transport]);
+    gate.open = false;
+    gate.entered = 0;
+    on(*transport, false);
+    void *data = driver->allocate(8), *behind = driver->allocate(8), *stream_context, *previous;
+    struct frame frame;
+    driver->write(behind, &one, 8);
+    frame_make(&frame, "allreduce", ARRAY(F64, data, 1), ARRAY(F64, data, 1),
+               (const int64_t[]){registered(comm), gated_number});
+    SUCCEEDS(frame_call_in(space, &frame, "allreduce"));
+    CHECK(space->context(xla_stream, &stream_context) == 0 && space->enter(stream_context, &previous) == 0);
+    CHECK(space->zero(behind, 8, xla_stream) == 0 && space->leave(previous) == 0);
+    gate_reached();
+    usleep(SOON / 4);
+    driver->read(&seen, behind, 8);
+    CHECK(seen == one);
+    gate_open();
+    driver->synchronize(xla_stream);
+    driver->read(&seen, behind, 8);
+    CHECK(seen == 0);
+    driver->release(data);
+    driver->release(behind);
+  }
+  CHECK_EQUAL(fake->operation_free(op), 0);
+  finish();
+}
+
 /* --- flags --- */
 
 /* Sums of BYTES bytes, of which many are given before the first is done. */
@@ -1078,9 +1111,10 @@ static void flags_count_up_and_begin_again(void) {
       give_sums(comm, reduction("SUM"), i, i + 10);
       if (i % 50 != 0) continue;
       set_chunks(LEAST_CHUNK);
-      same_as_on_host(&large, comm);
+      SUCCEEDS(device_call(&large, source, target));
       set_chunks(0);
-      fill(source, ROOM);
+      for (int k = 0; k < ROOM; k++)
+        if (!CHECK_EQUAL(target[k], (unsigned char)(source[k] + comm->size))) break;
     }
     driver->synchronize(first);
     driver->synchronize(second);
@@ -1116,6 +1150,25 @@ static void flags_keep_the_order_of_streams(void) {
   driver->release(data);
   xla_stream = first;
   finish();
+}
+
+/* The flags have been tried on the stream when something else fails, and the program ends. */
+static void flags_are_freed_after_a_failure(void) {
+  struct operands o = {"allreduce", F64, ROOM / 8, ROOM / 8, {registered(world(0, 2)), reduction("SUM")}, false};
+  set_chunks(LEAST_CHUNK);
+  driver->slow = true;
+  for (int i = 0; i < 10; i++) {
+    on(TRANSPORT_FLAGS, false);
+    void *in = driver->allocate(ROOM), *out = driver->allocate(ROOM);
+    struct frame frame;
+    frame_make(&frame, o.operation, ARRAY(F64, in, o.in), ARRAY(F64, out, o.out), o.attributes);
+    driver->fail(space == &memory_rocm ? "hipStreamCreateWithFlags" : "cuStreamCreate", 1, FAKE_OUT_OF_MEMORY);
+    FAILS(frame_call_in(space, &frame, o.operation), FFI_INTERNAL, "out of memory");
+    driver->release(in);
+    driver->release(out);
+    finish();
+  }
+  set_chunks(0);
 }
 
 static void a_device_without_flags(void) {
@@ -1227,8 +1280,10 @@ static const struct test tests[] = {
     TEST(reductions_of_users_are_waited_for),
     TEST(what_is_compared_is_waited_for),
     TEST(what_is_alike_is_compared_once),
+    TEST(the_stream_waits_for_mpi),
     TEST(flags_count_up_and_begin_again),
     TEST(flags_keep_the_order_of_streams),
+    TEST(flags_are_freed_after_a_failure),
     TEST(a_device_without_flags),
     TEST(what_waits_is_dropped_after_a_failure),
     TEST(the_end_after_a_failure_of_the_device),
