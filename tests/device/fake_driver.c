@@ -28,8 +28,13 @@ PER_THREAD const char *function = ""; /* of the interface, which it is in */
 PER_THREAD bool in_callback;
 #ifdef FAKE_HIP
 PER_THREAD int device_now;
+static int current_device(void) { return device_now; }
 #else
+enum { CONTEXTS = 8, DEPTH = 16 };
+static char contexts[CONTEXTS]; /* of devices; its address is all there is to one */
 PER_THREAD int depth;
+PER_THREAD int entered[DEPTH]; /* devices */
+static int current_device(void) { return depth > 0 ? entered[depth - 1] : 0; }
 #endif
 
 __attribute__((format(printf, 2, 3))) static int violate(int code, const char *format, ...) {
@@ -371,6 +376,9 @@ static bool pinned_in_use(const char *host, size_t bytes) {
 /* Gives a copy of `operation` to the stream; its regions are in use from now on. */
 static int give(struct stream *stream, const struct operation *operation) {
   if (lost != 0) return lost;
+  if (stream->device != current_device())
+    return violate(FAKE_INVALID_CONTEXT, "a stream of device %d, and device %d is current", stream->device,
+                   current_device());
   struct operation *given = malloc(sizeof *given);
   if (given == NULL) return FAKE_OUT_OF_MEMORY;
   *given = *operation;
@@ -544,9 +552,7 @@ static int stream_make(void **handle, bool own, unsigned flags) {
   }
   made->last = &made->first;
   made->own = own;
-#ifdef FAKE_HIP
-  made->device = device_now;
-#endif
+  made->device = own ? current_device() : driver.device;
   made->next = streams;
   streams = made;
   if (own) driver.live_streams++;
@@ -974,7 +980,6 @@ typedef unsigned long long address;
 
 static const unsigned host_flags = 0x7, event_flags = 0x7; /* that exist */
 static bool initialized;
-static char the_context; /* its address is all there is to it */
 
 static int cuda_init(unsigned flags) {
   if (flags != 0) return FAKE_INVALID_VALUE;
@@ -990,20 +995,22 @@ static int cuda_count(int *count) {
 }
 
 static int cuda_context(const void *stream, void **context) {
-  if (stream_of(stream) == NULL) return FAKE_INVALID_HANDLE;
-  *context = &the_context;
+  const struct stream *found = stream_of(stream);
+  if (found == NULL) return FAKE_INVALID_HANDLE;
+  *context = &contexts[found->device];
   return 0;
 }
 
 static int cuda_push(const void *context) {
-  if (context != &the_context) return violate(FAKE_INVALID_CONTEXT, "%p is no context", context);
-  depth++;
+  uintptr_t device = (uintptr_t)context - (uintptr_t)contexts;
+  if (device >= CONTEXTS || depth == DEPTH) return violate(FAKE_INVALID_CONTEXT, "%p is no context", context);
+  entered[depth++] = (int)device;
   return 0;
 }
 
 static int cuda_pop(void **context) {
   depth--;
-  if (context != NULL) *context = &the_context;
+  if (context != NULL) *context = &contexts[entered[depth]];
   return 0;
 }
 

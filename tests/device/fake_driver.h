@@ -14,7 +14,7 @@
  *
  * Breaches of the rules of CUDA and HIP are counted as violations, and the call returns an error:
  *   any call from a host function; for CUDA, a call without a current context where it needs one
- *   a handle that is unknown or was destroyed; a flag that does not exist
+ *   a handle that is unknown or was destroyed; a flag that does not exist; work for a stream of another device
  *   a copy beyond one live device allocation, or to or from host memory outside one live pinned allocation; two ranges
  *   that overlap; checked when the copy is enqueued and when it is executed
  *   memory freed while an operation that is not done uses it: pinned memory then stays, device memory is freed
@@ -65,6 +65,7 @@ struct fake_driver {
   char violation[512]; /* the first */
 
   bool slow;            /* the random delays */
+  int device;           /* of the streams that `stream` makes */
   int64_t longest_wait; /* for a value, in microseconds */
   bool without_flags;   /* the device has no values to be written and awaited */
 

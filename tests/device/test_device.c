@@ -1095,12 +1095,15 @@ static void check_sums(int ranks, int from, int to) {
   release_sums(from, to);
 }
 
-/* On two streams in turn, with a count that begins again after a few operations, in one and in chunks. */
+/* On streams of two devices in turn, with a count that begins again after a few operations, in one and in chunks. */
 static void flags_count_up_and_begin_again(void) {
   static const uint32_t lasts[] = {1, 2, 7, INT32_MAX};
   struct communicator *comm = world(0, 2);
   struct operands large = {"allreduce", F64, ROOM / 8, ROOM / 8, {registered(comm), reduction("SUM")}, false};
+  setenv("FAKE_DEVICES", "2", 1);
+  driver->device = 1;
   void *first = xla_stream, *second = driver->stream();
+  driver->device = 0;
   fill(source, ROOM);
   FOR_EACH(const uint32_t *, last, lasts) {
     context("up to %u", *last);
@@ -1124,6 +1127,7 @@ static void flags_count_up_and_begin_again(void) {
   flags_last = INT32_MAX;
   xla_stream = first;
   finish();
+  unsetenv("FAKE_DEVICES");
 }
 
 /* MPI is called in the order in which operations were left to the streams, not in that in which their turns come. */
