@@ -43,9 +43,9 @@ void flags_free(struct flags *flags);
  * After an error nothing of it is done any more. */
 ffi_error *job_give(const struct call *call, const struct call *part, struct flags *flags, void *stream);
 
-/* The driver has failed with this code, and nobody knows whether the stream goes on. Calls whose turn has not come are
- * dropped, and the code is deferred as an error of the first one; the stream does not wait for them. Whether one of the
- * others is still with MPI. */
+/* The driver has failed with this code, and nobody knows whether the stream goes on. Calls that MPI has not got yet are
+ * dropped, and the code is deferred as an error of the first one. The stream does not wait for them; what it copies up
+ * then means nothing. Whether MPI still has one of the others. */
 bool jobs_drop(struct flags *flags, int code);
 
 /* The last number before the count begins again. Tests change it. */

@@ -33,8 +33,8 @@ static int current_device(void) { return device_now; }
 enum { CONTEXTS = 8, DEPTH = 16 };
 static char contexts[CONTEXTS]; /* of devices; its address is all there is to one */
 PER_THREAD int depth;
-PER_THREAD int entered[DEPTH]; /* devices */
-static int current_device(void) { return depth > 0 ? entered[depth - 1] : 0; }
+PER_THREAD int entered[DEPTH]; /* devices, of the last contexts: a test may let leaving fail again and again */
+static int current_device(void) { return depth > 0 ? entered[(depth - 1) % DEPTH] : 0; }
 #endif
 
 __attribute__((format(printf, 2, 3))) static int violate(int code, const char *format, ...) {
@@ -1003,14 +1003,14 @@ static int cuda_context(const void *stream, void **context) {
 
 static int cuda_push(const void *context) {
   uintptr_t device = (uintptr_t)context - (uintptr_t)contexts;
-  if (device >= CONTEXTS || depth == DEPTH) return violate(FAKE_INVALID_CONTEXT, "%p is no context", context);
-  entered[depth++] = (int)device;
+  if (device >= CONTEXTS) return violate(FAKE_INVALID_CONTEXT, "%p is no context", context);
+  entered[depth++ % DEPTH] = (int)device;
   return 0;
 }
 
 static int cuda_pop(void **context) {
   depth--;
-  if (context != NULL) *context = &contexts[entered[depth]];
+  if (context != NULL) *context = &contexts[entered[depth % DEPTH]];
   return 0;
 }
 
