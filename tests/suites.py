@@ -154,7 +154,7 @@ def slurm(options) -> Iterator[Command]:
 
 
 def device(options) -> Iterator[Command]:
-    """All suites on the two transports that differ most, fewer on the other two.
+    """All suites on the two transports that are chosen most, fewer on the other two.
 
     With `--brief` fewer are run on all, on 2 ranks most of them.
     """
@@ -165,12 +165,12 @@ def device(options) -> Iterator[Command]:
 
     brief = options.brief
     yield on("", "run_devices")
-    for transport in ("callback",) if brief else ("callback", "aware"):
+    for transport in ("flags",) if brief else ("flags", "aware"):
         yield on(transport, ON_EVERY_TRANSPORT)
-    yield on("callback", f"{ON_EVERY_TRANSPORT} grid redistribute" if brief else ON_DEVICES, 2)
+    yield on("flags", f"{ON_EVERY_TRANSPORT} grid redistribute" if brief else ON_DEVICES, 2)
     yield on("aware", ON_EVERY_TRANSPORT if brief else ON_DEVICES, 2)
-    yield on("callback", "device order" if brief else "device order operations", 4)
-    for transport in ("thread", "wait"):
+    yield on("flags", "device order" if brief else "device order operations", 4)
+    for transport in ("callback", "wait"):
         yield on(transport, "device operations", 2)
 
 

@@ -15,6 +15,7 @@
 
 #include <stdbool.h>
 #include <stddef.h>
+#include <stdint.h>
 
 #include "base/ffi.h"
 
@@ -60,6 +61,16 @@ struct memory {
   int (*zero)(void *device, size_t bytes, void *stream);
   int (*call)(void *stream, void (*function)(void *), void *data); /* host function: it must not call the driver */
 
+  /* Flags: words of memory that host code and streams access, for values up to INT32_MAX. `has_flags`: the driver has
+   * the functions; without them the others must not be called. `flags_serve`: whether the stream can use this flag,
+   * which is 0. */
+  bool (*has_flags)(void);
+  int (*flags_serve)(void *stream, void *flag, bool *served);
+  int (*flag_make)(void **flag);
+  int (*flag_free)(void *flag);
+  int (*flag_write)(void *stream, void *flag, uint32_t value); /* after the earlier work of the stream */
+  int (*flag_wait)(void *stream, void *flag, uint32_t value);  /* later work waits until it has this value, or more */
+
   int (*stream_make)(void **stream);
   int (*stream_free)(void *stream);
   int (*stream_synchronize)(void *stream);       /* waits until all its work is done */
@@ -77,8 +88,9 @@ struct memory {
   .count = count, .context = context, .enter = enter, .leave = leave, .pin = pin, .unpin = unpin,                   \
   .copy_down = copy_down, .copy_up = copy_up, .copy = copy, .zero = zero, .call = call, .stream_make = stream_make, \
   .stream_free = stream_free, .stream_synchronize = stream_synchronize, .stream_wait = stream_wait,                 \
-  .event_make = event_make, .event_free = event_free, .event_record = event_record,                                 \
-  .event_synchronize = event_synchronize, .text = text
+  .event_make = event_make, .event_free = event_free, .event_record = event_record, .has_flags = has_flags,         \
+  .flags_serve = flags_serve, .flag_make = flag_make, .flag_free = flag_free, .flag_write = flag_write,             \
+  .flag_wait = flag_wait, .event_synchronize = event_synchronize, .text = text
 
 /* Enqueues copies of rows, whatever their distance: up to the device, or down to the host. */
 int memory_copy_rows(const struct memory *memory, bool up, void *host, void *device, struct rows rows, void *stream);

@@ -3,6 +3,9 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <time.h>
+#ifdef __linux__
+#include <sys/prctl.h>
+#endif
 
 int thread_start(pthread_t *thread, void *(*work)(void *unused)) {
   sigset_t all, before;
@@ -11,6 +14,12 @@ int thread_start(pthread_t *thread, void *(*work)(void *unused)) {
   int error = pthread_create(thread, NULL, work, NULL);
   pthread_sigmask(SIG_SETMASK, &before, NULL);
   return error;
+}
+
+void thread_pauses_exactly(void) {
+#ifdef __linux__
+  prctl(PR_SET_TIMERSLACK, 1000UL, 0UL, 0UL, 0UL); /* nanoseconds */
+#endif
 }
 
 enum { SECOND = 1000000000 };

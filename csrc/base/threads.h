@@ -30,6 +30,9 @@ struct thread_records {
 /* Starts a thread of ours, without signals, which are for the program's threads. An error number; 0. */
 int thread_start(pthread_t *thread, void *(*work)(void *unused));
 
+/* From now on short pauses of this thread are not longer than it asks for, where the system has a way to say so. */
+void thread_pauses_exactly(void);
+
 /* Makes a condition, of which PTHREAD_COND_INITIALIZER has made another one, for `thread_wait`. Nobody waits for it. */
 void thread_condition(pthread_cond_t *condition);
 

@@ -19,8 +19,8 @@
 /* Which thread calls MPI for arrays of a device that are staged: copied through host memory. */
 enum transport {
   TRANSPORT_CALLBACK, /* the driver's callback thread, in stream order; not for an MPI library that calls the driver */
-  TRANSPORT_THREAD,   /* a thread of ours, for which the callback waits; MPI's driver calls there must not wait for a
-                         stream */
+  TRANSPORT_FLAGS,    /* a thread of ours, for which the stream waits by a value in memory (devices/jobs.h); MPI's
+                         driver calls there must not wait for a stream. Where the device has no such waits: a callback */
   TRANSPORT_WAIT, /* the thread that enqueues the work, once the stream has got there; all threads except the one that
                      imported the package always use it: see transport.h */
 };
@@ -60,6 +60,7 @@ struct runtime {
   bool aware;                                   /* MPI accepts device pointers */
   int64_t copy_bytes;       /* that a device copies in the time in which a copy begins; 0: boxes.c copies what it can */
   enum transport transport; /* for what is staged: everything if MPI is not aware */
+  bool flags_asked;         /* the user wants TRANSPORT_FLAGS, and no callback in its place */
   atomic_bool several_devices; /* a link may be committed to one of them: runtime_token.c */
   atomic_bool check;           /* ranks compare all their collectives (compare.h); the same on all ranks */
   intptr_t channel;            /* a duplicate of COMM_WORLD for agreement.h; 0: none */

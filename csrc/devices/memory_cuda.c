@@ -10,20 +10,26 @@
 #include "devices/spaces.h"
 #include "devices/transport.h"
 
-/* Flags: streams that do not wait for the default stream, events without timing, memory pinned for all contexts. */
-enum { STREAM_NON_BLOCKING = 1, EVENT_DISABLE_TIMING = 2, MEMHOSTALLOC_PORTABLE = 1 };
+/* Flags: streams that do not wait for the default stream, events without timing, memory pinned for all contexts, and
+ * mapped into the device's address space. */
+enum { STREAM_NON_BLOCKING = 1, EVENT_DISABLE_TIMING = 2, MEMHOSTALLOC_PORTABLE = 1, MEMHOSTALLOC_DEVICEMAP = 2 };
+enum { WAIT_VALUE_GEQ = 0, WRITE_VALUE_DEFAULT = 0, NOT_SUPPORTED = 801 };
 
 static struct cuda {
 #define FUNCTION(name, suffix, parameters) CUresult(*name) parameters;
+#define OPTIONAL                           FUNCTION
 #include "devices/cuda.def"
 #undef FUNCTION
+#undef OPTIONAL
 } cuda;
 
 static const char *load(void *library) {
   static const struct symbol symbols[] = {
 #define FUNCTION(name, suffix, parameters) {#name #suffix, offsetof(struct cuda, name), true},
+#define OPTIONAL(name, suffix, parameters) {#name #suffix, offsetof(struct cuda, name), false},
 #include "devices/cuda.def"
 #undef FUNCTION
+#undef OPTIONAL
       {NULL, 0, false}};
   return symbols_load(library, symbols, &cuda);
 }
@@ -89,6 +95,30 @@ static int zero(void *device, size_t bytes, void *stream) {
 
 static int call(void *stream, void (*function)(void *), void *data) {
   return CALL(cuLaunchHostFunc, stream, function, data);
+}
+
+static bool has_flags(void) { return cuda.cuStreamWaitValue32 != NULL && cuda.cuStreamWriteValue32 != NULL; }
+
+/* No attribute of a device tells of 32-bit values: one waits for the value that is there. */
+static int flags_serve(void *stream, void *flag, bool *served) {
+  int code = CALL(cuStreamWaitValue32, stream, ADDRESS(flag), 0, WAIT_VALUE_GEQ);
+  *served = code == 0;
+  return code == NOT_SUPPORTED ? 0 : code;
+}
+
+/* Memory of this kind has the same address on the host and for all devices. */
+static int flag_make(void **flag) {
+  return CALL(cuMemHostAlloc, flag, sizeof(uint32_t), MEMHOSTALLOC_PORTABLE | MEMHOSTALLOC_DEVICEMAP);
+}
+
+static int flag_free(void *flag) { return CALL(cuMemFreeHost, flag); }
+
+static int flag_write(void *stream, void *flag, uint32_t value) {
+  return CALL(cuStreamWriteValue32, stream, ADDRESS(flag), value, WRITE_VALUE_DEFAULT);
+}
+
+static int flag_wait(void *stream, void *flag, uint32_t value) {
+  return CALL(cuStreamWaitValue32, stream, ADDRESS(flag), value, WAIT_VALUE_GEQ);
 }
 
 static int stream_make(void **stream) { return CALL(cuStreamCreate, (CUstream *)stream, STREAM_NON_BLOCKING); }

@@ -10,27 +10,34 @@
 typedef int hipError_t;
 typedef int hipDevice_t;
 typedef int hipMemcpyKind;
+typedef int hipDeviceAttribute_t;
 typedef struct ihipEvent_t *hipEvent_t;
 typedef struct ihipStream_t *hipStream_t;
 typedef void (*hipHostFn_t)(void *);
 
 enum { HOST_TO_DEVICE = 1, DEVICE_TO_HOST = 2, DEVICE_TO_DEVICE = 3 };
 enum { STREAM_NON_BLOCKING = 1, EVENT_DISABLE_TIMING = 2, HOST_MALLOC_PORTABLE = 1 };
+enum { ATTRIBUTE_CAN_USE_STREAM_WAIT_VALUE = 10013, MALLOC_SIGNAL_MEMORY = 2, SIGNAL_BYTES = 8 };
+enum { WAIT_VALUE_GTE = 0, WRITE_VALUE_DEFAULT = 0, ALL_BITS = -1 };
 
 static struct hip {
 #define FUNCTION(name, suffix, parameters) hipError_t(*name) parameters;
+#define OPTIONAL                           FUNCTION
 #define TEXT(name, parameters)             const char *(*name)parameters;
 #include "devices/hip.def"
 #undef FUNCTION
+#undef OPTIONAL
 #undef TEXT
 } hip;
 
 static const char *load(void *library) {
   static const struct symbol symbols[] = {
 #define FUNCTION(name, suffix, parameters) {#name #suffix, offsetof(struct hip, name), true},
+#define OPTIONAL(name, suffix, parameters) {#name #suffix, offsetof(struct hip, name), false},
 #define TEXT(name, parameters)             {#name, offsetof(struct hip, name), true},
 #include "devices/hip.def"
 #undef FUNCTION
+#undef OPTIONAL
 #undef TEXT
       {NULL, 0, false}};
   return symbols_load(library, symbols, &hip);
@@ -82,6 +89,32 @@ static int zero(void *device, size_t bytes, void *stream) { return CALL(hipMemse
 
 static int call(void *stream, void (*function)(void *), void *data) {
   return CALL(hipLaunchHostFunc, stream, function, data);
+}
+
+static bool has_flags(void) {
+  return hip.hipDeviceGetAttribute != NULL && hip.hipExtMallocWithFlags != NULL && hip.hipFree != NULL &&
+         hip.hipStreamWaitValue32 != NULL && hip.hipStreamWriteValue32 != NULL;
+}
+
+static int flags_serve(void *stream, void *flag, bool *served) {
+  (void)stream, (void)flag;
+  int device = 0, can = 0, code = CALL(hipGetDevice, &device);
+  if (code == 0) code = CALL(hipDeviceGetAttribute, &can, ATTRIBUTE_CAN_USE_STREAM_WAIT_VALUE, device);
+  *served = code == 0 && can != 0;
+  return code;
+}
+
+/* What a stream waits for must be memory of signals, in the low half of which a value is. */
+static int flag_make(void **flag) { return CALL(hipExtMallocWithFlags, flag, SIGNAL_BYTES, MALLOC_SIGNAL_MEMORY); }
+
+static int flag_free(void *flag) { return CALL(hipFree, flag); }
+
+static int flag_write(void *stream, void *flag, uint32_t value) {
+  return CALL(hipStreamWriteValue32, stream, flag, value, WRITE_VALUE_DEFAULT);
+}
+
+static int flag_wait(void *stream, void *flag, uint32_t value) {
+  return CALL(hipStreamWaitValue32, stream, flag, value, WAIT_VALUE_GTE, (uint32_t)ALL_BITS);
 }
 
 static int stream_make(void **stream) {

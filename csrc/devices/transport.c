@@ -1,10 +1,10 @@
 #include "devices/transport.h"
 
 #include <stdlib.h>
-#include <string.h>
 
 #include "core/failure.h"
 #include "devices/boxes.h"
+#include "devices/jobs.h"
 #include "devices/spaces.h"
 #include "execute/body.h"
 #include "execute/chunks.h"
@@ -22,9 +22,10 @@ struct stream_state {
   struct stream_state *next;
   pthread_mutex_t taken;
   const struct memory *memory;
-  void *stream;  /* XLA's */
-  void *context; /* of the stream */
-  void *done;    /* event: the end of the work enqueued so far */
+  void *stream;       /* XLA's */
+  void *context;      /* of the stream */
+  void *done;         /* event: the end of the work enqueued so far */
+  struct flags flags; /* for calls left to the stream; made at the first one */
   char *staging;
   size_t capacity;
   void *streams[STREAMS], *events[SLOTS][EVENTS]; /* for chunks; made at the first divided call */
@@ -39,6 +40,13 @@ static pthread_mutex_t states_lock = PTHREAD_MUTEX_INITIALIZER;
 
 /* --- stream states --- */
 
+static void state_add(struct stream_state *state) {
+  pthread_mutex_lock(&states_lock);
+  state->next = states;
+  states = state;
+  pthread_mutex_unlock(&states_lock);
+}
+
 static int state_make(const struct memory *memory, void *stream, void *context, struct stream_state **made) {
   struct stream_state *state = calloc(1, sizeof *state);
   int code;
@@ -52,10 +60,7 @@ static int state_make(const struct memory *memory, void *stream, void *context, 
   state->stream = stream;
   state->context = context;
   pthread_mutex_lock(&state->taken);
-  pthread_mutex_lock(&states_lock);
-  state->next = states;
-  states = state;
-  pthread_mutex_unlock(&states_lock);
+  state_add(state);
   *made = state;
   return 0;
 }
@@ -101,18 +106,26 @@ static int state_divide(struct stream_state *state) {
   return code;
 }
 
-/* Waits for all work enqueued with the state; errors are ignored. */
+/* Waits for all work enqueued with the state. What was left to a stream is dropped if the driver fails. */
 static void state_drain(struct stream_state *state) {
-  for (int i = 0; i < STREAMS; i++)
-    if (state->streams[i] != NULL) state->memory->stream_synchronize(state->streams[i]);
-  state->memory->stream_synchronize(state->stream);
+  for (int i = 0; i <= STREAMS; i++) {
+    void *stream = i < STREAMS ? state->streams[i] : state->stream;
+    int code = stream != NULL ? state->memory->stream_synchronize(stream) : 0;
+    if (code != 0) jobs_drop(&state->flags, code);
+  }
 }
 
-static void state_free(struct stream_state *state) {
+/* Whether it is freed: not while MPI may be using its memory for a stream that is never done, since the device has
+ * failed. */
+static bool state_free(struct stream_state *state) {
   const struct memory *memory = state->memory;
   void **events = state->events[0], *previous;
   if (memory->enter(state->context, &previous) == 0) {
-    memory->event_synchronize(state->done);
+    int code = memory->event_synchronize(state->done);
+    if (code != 0 && jobs_drop(&state->flags, code)) {
+      memory->leave(previous);
+      return false;
+    }
     for (int i = 0; i < STREAMS; i++)
       if (state->streams[i] != NULL)
         memory->stream_synchronize(state->streams[i]), memory->stream_free(state->streams[i]);
@@ -121,10 +134,12 @@ static void state_free(struct stream_state *state) {
     if (state->staging != NULL) memory->unpin(state->staging);
     for (int i = 0; i < state->outgrown_count; i++) memory->unpin(state->outgrown[i]);
     memory->event_free(state->done);
+    flags_free(&state->flags);
     memory->leave(previous);
   }
   pthread_mutex_destroy(&state->taken);
   free(state);
+  return true;
 }
 
 void transport_drain(void) {
@@ -148,116 +163,9 @@ void transport_finish(void) {
     struct stream_state *next = state->next;
     pthread_mutex_lock(&state->taken);
     pthread_mutex_unlock(&state->taken);
-    state_free(state);
+    if (!state_free(state)) state_add(state);
     state = next;
   }
-}
-
-/* --- MPI calls left to the stream --- */
-
-struct job {
-  struct job *next;
-  struct call call;
-  bool done;
-};
-
-/* The queue of TRANSPORT_THREAD's thread, and unused jobs (`spare`). */
-static struct {
-  pthread_mutex_t lock;
-  pthread_cond_t posted, finished;
-  struct job *spare, *first, **last;
-  bool running;
-} jobs = {.lock = PTHREAD_MUTEX_INITIALIZER, .posted = PTHREAD_COND_INITIALIZER, .finished = PTHREAD_COND_INITIALIZER};
-
-static struct job *job_new(const struct call *call) {
-  pthread_mutex_lock(&jobs.lock);
-  struct job *job = jobs.spare;
-  if (job != NULL) jobs.spare = job->next;
-  pthread_mutex_unlock(&jobs.lock);
-  if (job == NULL) job = malloc(sizeof *job);
-  if (job == NULL) return NULL;
-  job->next = NULL;
-  call_copy(&job->call, call);
-  job->call.frame = NULL;
-  job->done = false;
-  return job;
-}
-
-static void job_free(struct job *job) {
-  pthread_mutex_lock(&jobs.lock);
-  job->next = jobs.spare;
-  jobs.spare = job;
-  pthread_mutex_unlock(&jobs.lock);
-}
-
-static void job_run(struct job *job) {
-  struct call *call = &job->call;
-  ffi_error *error = call_check(call); /* the communicator may have been freed since the call */
-  if (error == NULL) error = call_body(call);
-  if (error != NULL && call->messages != NULL) {
-    const struct plan *plan = plan_of(call);
-    memset(call->messages + plan->sent, 0xff, (size_t)plan->received);
-    return;
-  }
-  for (int i = 0; i < call->buffer_count && error != NULL; i++) {
-    const struct buffer *buffer = &call->buffers[i];
-    if (role_is_written(buffer->role) && buffer->count > 0) memset(buffer->data, 0xff, buffer_bytes(buffer));
-  }
-}
-
-/* Host function: calls MPI in the driver's callback thread. */
-static void run_job_in_callback(void *data) {
-  job_run(data);
-  job_free(data);
-}
-
-static void *run_jobs(void *unused) {
-  (void)unused;
-  pthread_mutex_lock(&jobs.lock);
-  for (;;) {
-    while (jobs.first == NULL) pthread_cond_wait(&jobs.posted, &jobs.lock);
-    struct job *job = jobs.first;
-    jobs.first = job->next;
-    pthread_mutex_unlock(&jobs.lock);
-    job_run(job);
-    pthread_mutex_lock(&jobs.lock);
-    job->done = true;
-    pthread_cond_broadcast(&jobs.finished);
-  }
-  return NULL;
-}
-
-/* Host function: lets our thread call MPI, and waits for it. */
-static void hand_over(void *data) {
-  struct job *job = data;
-  pthread_mutex_lock(&jobs.lock);
-  if (jobs.first == NULL) jobs.last = &jobs.first;
-  *jobs.last = job;
-  jobs.last = &job->next;
-  pthread_cond_signal(&jobs.posted);
-  while (!job->done) pthread_cond_wait(&jobs.finished, &jobs.lock);
-  pthread_mutex_unlock(&jobs.lock);
-  job_free(job);
-}
-
-static bool start_thread(void) {
-  pthread_mutex_lock(&jobs.lock);
-  if (!jobs.running) {
-    pthread_t thread;
-    jobs.running = pthread_create(&thread, NULL, run_jobs, NULL) == 0 && pthread_detach(thread) == 0;
-  }
-  bool running = jobs.running;
-  pthread_mutex_unlock(&jobs.lock);
-  return running;
-}
-
-static ffi_error *give_job(const struct call *call, const struct call *part, bool thread, void *stream) {
-  struct job *job = !thread || start_thread() ? job_new(part) : NULL;
-  if (job == NULL) return call_fail(call, FFI_INTERNAL, "no memory or no thread for a call of MPI");
-  int code = call->memory->call(stream, thread ? hand_over : run_job_in_callback, job);
-  if (code == 0) return NULL;
-  job_free(job);
-  return call_fail_driver(call, call->memory, code);
 }
 
 /* --- one operation --- */
@@ -383,8 +291,10 @@ static ffi_error *pass_chunk(const struct stage *stage, int64_t number) {
   const struct memory *memory = stage->call->memory;
   struct chunk chunk;
   chunk_make(stage, number, &chunk);
-  if (stage->transport != TRANSPORT_WAIT)
-    return give_job(stage->call, &chunk.call, stage->transport == TRANSPORT_THREAD, stage->through);
+  if (stage->transport != TRANSPORT_WAIT) {
+    struct flags *flags = stage->transport == TRANSPORT_FLAGS ? &stage->state->flags : NULL;
+    return job_give(stage->call, &chunk.call, flags, stage->through);
+  }
   void *ready = stage->divided ? events_of(stage, number)[FETCHED] : stage->state->done;
   if (!stage->divided) TRY_DRIVER(stage->call, memory->event_record(ready, stage->through));
   TRY_DRIVER(stage->call, memory->event_synchronize(ready));
@@ -437,11 +347,28 @@ static void lay_out(struct stage *stage) {
   if (stage->divided) stage->room = align_up(stage->room);
 }
 
+/* Makes the flags of the state, where they are to be used. A device that does not have them takes a callback, unless
+ * the user has asked for them. */
+static ffi_error *prepare_flags(struct stage *stage) {
+  struct flags *flags = &stage->state->flags;
+  TRY_DRIVER(stage->call, flags_make(flags, stage->call->memory, stage->call->stream));
+  if (flags->refused && runtime.flags_asked)
+    return call_fail(stage->call, FFI_FAILED_PRECONDITION,
+                     "JAXMPI_DEVICE_TRANSPORT=flags is not possible: streams of this device cannot wait for a value in "
+                     "memory. Leave the variable out");
+  if (flags->refused) stage->transport = TRANSPORT_CALLBACK;
+  return NULL;
+}
+
 static ffi_error *prepare_stage(struct stage *stage, struct stream_state *state, const struct call *call) {
   stage->call = call;
   stage->state = state;
   stage->aware = runtime.aware && within_reach(call);
   stage->transport = stage->aware ? TRANSPORT_WAIT : transport_of(call);
+  if (stage->transport == TRANSPORT_FLAGS) {
+    ffi_error *error = prepare_flags(stage);
+    if (error != NULL) return error;
+  }
   const struct plan *plan = has_request(call->operation) ? NULL : plan_of(call);
   stage->boxed = plan != NULL && boxes_serve(call, plan) ? plan : NULL;
   if (stage->boxed != NULL) {
@@ -481,8 +408,7 @@ static ffi_error *run_chunks(const struct stage *stage) {
 static ffi_error *run_in_state(struct stream_state *state, const struct call *call) {
   struct stage stage;
   ffi_error *error = prepare_stage(&stage, state, call);
-  if (error != NULL) return error;
-  error = run_chunks(&stage);
+  if (error == NULL) error = run_chunks(&stage);
   if (error != NULL) state_drain(state); /* after the return XLA may reuse the buffers */
   return error;                          /* cppcheck-suppress returnDanglingLifetime ; no error points to the call */
 }

@@ -17,14 +17,16 @@
  * A staged operation that can be divided goes in chunks if the communicator has a chunk size: one chunk is copied while
  * another is with MPI, on streams of our own.
  *
+ * The thread that imported the package leaves calls to streams in one of two ways: see jobs.h.
+ *
  * Where no thread waits, an error of MPI comes after its operation has returned: it is deferred to the next operation,
  * and all bits of the result are set (NaN; -1; true).
  *
  * Threads: transport_run is called by a handler in the thread in which XLA called the handler, without the GIL and
  * with no lock held. It takes states_lock for a moment, holds the lock `taken` of a stream state until it returns, and
- * under that takes jobs.lock for a moment or runtime.lock during an MPI call. transport_drain is called by MPI in the
- * thread that frees a communicator or finalizes MPI; it takes states_lock. transport_finish is called once, as the
- * program ends, without the GIL; it takes states_lock, and then `taken` of each state.
+ * under that takes the lock of jobs.h for a moment or runtime.lock during an MPI call. transport_drain is called by MPI
+ * in the thread that frees a communicator or finalizes MPI; it takes states_lock. transport_finish is called once, as
+ * the program ends, without the GIL; it takes states_lock, and then `taken` of each state.
  */
 #ifndef JAXMPI_TRANSPORT_H
 #define JAXMPI_TRANSPORT_H
@@ -38,7 +40,8 @@ ffi_error *transport_run(struct call *call);
 /* Waits for the operations left to streams. */
 void transport_drain(void);
 
-/* Waits for the operations left to streams and frees all streams, events and pinned memory. */
+/* Waits for the operations left to streams and frees all streams, events and pinned memory. Those of a stream whose
+ * device has failed are dropped; its memory stays for as long as MPI may be using it, until the next call. */
 void transport_finish(void);
 
 #endif

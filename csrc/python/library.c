@@ -132,6 +132,19 @@ static PyObject *device_counts(PyObject *self, PyObject *args) {
   return result;
 }
 
+PyDoc_STRVAR(flags_doc,
+             "flags() -> {platform: whether its driver has streams that wait for values in memory}\n\n"
+             "For each platform whose driver is there. No device is asked.");
+static PyObject *flags(PyObject *self, PyObject *args) {
+  (void)self, (void)args;
+  PyObject *result = PyDict_New();
+  for (const struct memory *const *space = memory_spaces; result != NULL && *space != NULL; space++)
+    if (!(*space)->host && memory_open(*space) == NULL &&
+        dict_put(result, (*space)->platform, PyBool_FromLong((*space)->has_flags())) < 0)
+      Py_CLEAR(result);
+  return result;
+}
+
 PyDoc_STRVAR(driver_loaded_doc, "driver_loaded() -> bool: whether this process has loaded the library of a driver");
 static PyObject *driver_loaded(PyObject *self, PyObject *args) {
   (void)self, (void)args;
@@ -146,6 +159,7 @@ PyMethodDef library_methods[] = {
     {"handlers", handlers, METH_NOARGS, handlers_doc},
     {"drivers", drivers, METH_NOARGS, drivers_doc},
     {"device_counts", device_counts, METH_NOARGS, device_counts_doc},
+    {"flags", flags, METH_NOARGS, flags_doc},
     {"driver_loaded", driver_loaded, METH_NOARGS, driver_loaded_doc},
     {NULL, NULL, 0, NULL},
 };

@@ -43,6 +43,7 @@ static const struct setting of_process[] = {
     OF(runtime, max_count, COUNT),             /* elements that one MPI call may be given; a test lowers it */
     OF(runtime, aware, BOOL),                  /* MPI reaches the memory of devices */
     OF(runtime, transport, TRANSPORT),         /* for what it does not reach */
+    OF(runtime, flags_asked, BOOL),            /* the transport `flags`, or an error */
     OF(runtime, copy_bytes, INT64),            /* that a device copies in the time in which a copy begins */
     OF(runtime, several_devices, ATOMIC_BOOL), /* a link that is bound to a device is looked at */
     OF(runtime, several_threads, ATOMIC_BOOL), /* more than one thread of the program communicates */
@@ -63,7 +64,7 @@ static const struct setting of_communicator[] = {
 };
 
 static const char *const transports[] = {
-    [TRANSPORT_CALLBACK] = "callback", [TRANSPORT_THREAD] = "thread", [TRANSPORT_WAIT] = "wait", NULL};
+    [TRANSPORT_CALLBACK] = "callback", [TRANSPORT_FLAGS] = "flags", [TRANSPORT_WAIT] = "wait", NULL};
 
 /* The value of a setting as it is. */
 static PyObject *setting_get(const struct setting *setting, const void *member) {

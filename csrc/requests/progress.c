@@ -1,9 +1,6 @@
 #include "requests/progress.h"
 
 #include <time.h>
-#ifdef __linux__
-#include <sys/prctl.h>
-#endif
 
 #include "base/threads.h"
 
@@ -84,9 +81,7 @@ static void poll_once(bool often) {
 }
 
 static void *run_progress(void *unused) {
-#ifdef __linux__
-  prctl(PR_SET_TIMERSLACK, 1000UL, 0UL, 0UL, 0UL); /* nanoseconds */
-#endif
+  thread_pauses_exactly();
   pthread_mutex_lock(&state.lock);
   while (!state.ending) {
     if (queue_posted() == 0) state.pauses = 0;

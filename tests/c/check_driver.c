@@ -27,6 +27,8 @@
 
 #include "base/memory.h"
 
+#define OPTIONAL FUNCTION
+
 #ifdef DRIVER_HIP
 #define FUNCTION(name, suffix, parameters) hipError_t(*const check_##name) parameters = name##suffix;
 #define TEXT(name, parameters)             const char *(*const check_##name)parameters = name;
@@ -39,6 +41,9 @@ _Static_assert(hipSuccess == 0 && sizeof(hipError_t) == sizeof(int), "hipError_t
 _Static_assert(sizeof(hipDevice_t) == sizeof(int), "hipDevice_t");
 _Static_assert(hipMemcpyHostToDevice == 1 && hipMemcpyDeviceToHost == 2 && hipMemcpyDeviceToDevice == 3, "copies");
 _Static_assert(hipStreamNonBlocking == 1 && hipEventDisableTiming == 2 && hipHostMallocPortable == 1, "flags");
+_Static_assert(hipMallocSignalMemory == 2 && hipStreamWaitValueGte == 0, "flags");
+_Static_assert(hipDeviceAttributeCanUseStreamWaitValue == 10013, "hipDeviceAttribute_t");
+_Static_assert(sizeof(hipDeviceAttribute_t) == sizeof(int), "hipDeviceAttribute_t");
 #else
 #define FUNCTION(name, suffix, parameters) CUresult(*const check_##name) parameters = name##suffix;
 #include "devices/cuda.def"
@@ -60,5 +65,7 @@ SAME_PLACE(height, Height);
 _Static_assert(sizeof(OUR_MEMCPY2D) == sizeof(CUDA_MEMCPY2D), "CUDA_MEMCPY2D");
 _Static_assert(CU_MEMORYTYPE_HOST == (int)MEMORY_HOST && CU_MEMORYTYPE_DEVICE == (int)MEMORY_DEVICE, "CUmemorytype");
 _Static_assert(CU_STREAM_NON_BLOCKING == 1 && CU_EVENT_DISABLE_TIMING == 2, "flags");
-_Static_assert(CU_MEMHOSTALLOC_PORTABLE == 1, "flags");
+_Static_assert(CU_MEMHOSTALLOC_PORTABLE == 1 && CU_MEMHOSTALLOC_DEVICEMAP == 2, "flags");
+_Static_assert(CU_STREAM_WAIT_VALUE_GEQ == 0 && CU_STREAM_WRITE_VALUE_DEFAULT == 0, "flags");
+_Static_assert(CUDA_ERROR_NOT_SUPPORTED == 801, "CUresult");
 #endif

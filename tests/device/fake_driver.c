@@ -7,6 +7,7 @@
 
 #include <pthread.h>
 #include <stdarg.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -27,8 +28,13 @@ PER_THREAD const char *function = ""; /* of the interface, which it is in */
 PER_THREAD bool in_callback;
 #ifdef FAKE_HIP
 PER_THREAD int device_now;
+static int current_device(void) { return device_now; }
 #else
+enum { CONTEXTS = 8, DEPTH = 16 };
+static char contexts[CONTEXTS]; /* of devices; its address is all there is to one */
 PER_THREAD int depth;
+PER_THREAD int entered[DEPTH]; /* devices, of the last contexts: a test may let leaving fail again and again */
+static int current_device(void) { return depth > 0 ? entered[(depth - 1) % DEPTH] : 0; }
 #endif
 
 __attribute__((format(printf, 2, 3))) static int violate(int code, const char *format, ...) {
@@ -100,6 +106,7 @@ struct region {
   int users;   /* operations that are not done */
   int running; /* of those, the ones that are touching it */
   bool live;
+  bool signal; /* HIP: made as a flag */
 };
 static struct region *pinned_memory, *device_memory;
 
@@ -254,7 +261,7 @@ static void *reach(const void *pointer) {
 
 /* --- streams and events --- */
 
-enum kind { COPY_UP, COPY_DOWN, COPY_ACROSS, FILL, MARK, AWAIT, CALLBACK };
+enum kind { COPY_UP, COPY_DOWN, COPY_ACROSS, FILL, MARK, AWAIT, CALLBACK, WRITE_VALUE, AWAIT_VALUE };
 
 struct place {
   struct region *region; /* NULL: not used */
@@ -269,6 +276,7 @@ struct operation {
   struct place to, from;
   size_t bytes, rows;    /* rows of so many bytes */
   int value;             /* FILL */
+  uint32_t word;         /* WRITE_VALUE, AWAIT_VALUE; the flag is `to` */
   struct stream *before; /* AWAIT: its operations up to */
   uint64_t number;
   void (*call)(void *); /* CALLBACK */
@@ -302,6 +310,7 @@ static size_t object_count, object_room;
 static const uintptr_t FIRST_HANDLE = 0xfa4e00000000, HANDLE_STEP = 16;
 
 static struct stream *streams, *ended; /* with a thread; without */
+static int lost;                       /* the code that all work has ended with; 0: the device works */
 
 /* A host function that a stream waits for. */
 struct request {
@@ -353,18 +362,23 @@ static bool rows_overlap(const struct operation *o, const struct place *place, c
 }
 
 /* Something that was given before and is not done uses this pinned memory, or may: nobody knows what a host function
- * reads and writes. */
+ * reads and writes, or whoever a value is awaited from. */
 static bool pinned_in_use(const char *host, size_t bytes) {
   for (const struct stream *s = streams; s != NULL; s = s->next)
     for (const struct operation *o = s->first; o != NULL; o = o->next) {
       const struct place *used = o->kind == COPY_UP ? &o->from : o->kind == COPY_DOWN ? &o->to : NULL;
-      if (o->kind == CALLBACK || (used != NULL && rows_overlap(o, used, host, bytes))) return true;
+      if (o->kind == CALLBACK || o->kind == AWAIT_VALUE || (used != NULL && rows_overlap(o, used, host, bytes)))
+        return true;
     }
   return false;
 }
 
 /* Gives a copy of `operation` to the stream; its regions are in use from now on. */
 static int give(struct stream *stream, const struct operation *operation) {
+  if (lost != 0) return lost;
+  if (stream->device != current_device())
+    return violate(FAKE_INVALID_CONTEXT, "a stream of device %d, and device %d is current", stream->device,
+                   current_device());
   struct operation *given = malloc(sizeof *given);
   if (given == NULL) return FAKE_OUT_OF_MEMORY;
   *given = *operation;
@@ -421,13 +435,52 @@ static void *run_callbacks(void *unused) {
   return NULL;
 }
 
+static _Atomic uint32_t *word_of(const struct operation *o) { return (void *)o->to.address; }
+
+/* This library is built without ThreadSanitizer, which has to be told what its atomic accesses order. */
+__attribute__((weak)) void __tsan_acquire(void *address);
+__attribute__((weak)) void __tsan_release(void *address);
+
+static void write_value(const struct operation *o) {
+  if (__tsan_release != NULL) __tsan_release(word_of(o));
+  function = o->function;
+  if (atomic_load(word_of(o)) == o->word) violate(0, "the value %u is there already", o->word);
+  atomic_store(word_of(o), o->word);
+}
+
+/* The value that comes must be the one that is awaited, the least that satisfies the wait. */
+static void await_value(struct stream *stream, const struct operation *o) {
+  enum { POLL = 20 /* microseconds */ };
+  uint32_t value;
+  for (int64_t waited = 0; (value = atomic_load(word_of(o))) < o->word && lost == 0; waited += POLL) {
+    if (waited > driver.longest_wait) {
+      function = o->function;
+      stream->error = violate(FAKE_TIMEOUT, "waits for %u, and there is %u", o->word, value);
+      return;
+    }
+    pthread_mutex_unlock(&lock);
+    usleep(POLL);
+    pthread_mutex_lock(&lock);
+  }
+  if (__tsan_acquire != NULL) __tsan_acquire(word_of(o));
+  function = o->function;
+  if (lost == 0 && value != o->word) violate(0, "has waited for %u, and there is %u", o->word, value);
+}
+
 static void execute(struct stream *stream, const struct operation *o) {
   struct request request = {.operation = o};
+  if (lost != 0) return;
   switch (o->kind) {
     case MARK:
       break;
+    case WRITE_VALUE:
+      write_value(o);
+      break;
+    case AWAIT_VALUE:
+      await_value(stream, o);
+      break;
     case AWAIT:
-      while (o->before->done < o->number) pthread_cond_wait(&progress, &lock);
+      while (o->before->done < o->number && lost == 0) pthread_cond_wait(&progress, &lock);
       break;
     case CALLBACK:
       *requests_last = &request;
@@ -443,25 +496,27 @@ static void execute(struct stream *stream, const struct operation *o) {
 static void delay(void) {
   static uint32_t state = 2463534242;
   state ^= state << 13, state ^= state >> 17, state ^= state << 5;
-  if (!driver.slow) return;
+  if (!driver.slow || lost != 0) return;
   useconds_t microseconds = state % 300;
   pthread_mutex_unlock(&lock);
   usleep(microseconds);
   pthread_mutex_lock(&lock);
 }
 
+static bool is_held(const struct stream *stream) { return stream->blocked && lost == 0; }
+
 static void *run_stream(void *of) {
   struct stream *stream = of;
   pthread_mutex_lock(&lock);
   for (;;) {
-    while (stream->first == NULL ? !stream->closing : stream->blocked) pthread_cond_wait(&work, &lock);
+    while (stream->first == NULL ? !stream->closing : is_held(stream)) pthread_cond_wait(&work, &lock);
     struct operation *o = stream->first;
     if (o == NULL) break;
     /* Where an earlier operation did not allow it before. */
     for (size_t i = 0; o->kind == COPY_DOWN && o->to.region->live && i < o->rows; i++)
       memset(row_of(&o->to, i), FAKE_POISON, o->bytes);
     delay();
-    while (stream->blocked) pthread_cond_wait(&work, &lock);
+    while (is_held(stream)) pthread_cond_wait(&work, &lock);
     execute(stream, o);
     if ((stream->first = o->next) == NULL) stream->last = &stream->first;
     stream->done++;
@@ -497,9 +552,7 @@ static int stream_make(void **handle, bool own, unsigned flags) {
   }
   made->last = &made->first;
   made->own = own;
-#ifdef FAKE_HIP
-  made->device = device_now;
-#endif
+  made->device = own ? current_device() : driver.device;
   made->next = streams;
   streams = made;
   if (own) driver.live_streams++;
@@ -522,8 +575,8 @@ static int stream_finish(void *handle) {
   struct stream *stream = stream_of(handle);
   if (stream == NULL) return FAKE_INVALID_HANDLE;
   uint64_t number = stream->given;
-  while (stream->done < number) pthread_cond_wait(&progress, &lock);
-  int code = stream->error;
+  while (stream->done < number && lost == 0) pthread_cond_wait(&progress, &lock);
+  int code = lost != 0 ? lost : stream->error;
   stream->error = 0;
   return code;
 }
@@ -564,8 +617,8 @@ static int event_finish(void *handle) {
   if (object == NULL) return FAKE_INVALID_HANDLE;
   struct event event = *(struct event *)object->what;
   if (event.stream == NULL) return 0;
-  while (event.stream->done < event.number) pthread_cond_wait(&progress, &lock);
-  return event.stream->error;
+  while (event.stream->done < event.number && lost == 0) pthread_cond_wait(&progress, &lock);
+  return lost != 0 ? lost : event.stream->error;
 }
 
 static int stream_wait(void *handle, void *for_event, unsigned flags) {
@@ -586,6 +639,25 @@ static int call_host(void *handle, void (*call)(void *), void *data) {
   if (!started && start(run_callbacks, NULL) != 0) return FAKE_OUT_OF_MEMORY;
   started = true;
   return give(stream, &(struct operation){.kind = CALLBACK, .call = call, .data = data});
+}
+
+/* --- flags --- */
+
+/* The flag must be all of an allocation, or begin it. */
+static int give_value(enum kind kind, void *handle, const void *flag, uint32_t word, unsigned flags) {
+  struct operation operation = {.kind = kind, .word = word};
+  struct stream *stream = stream_of(handle);
+  if (stream == NULL) return FAKE_INVALID_HANDLE;
+  if (flags != 0) return violate(FAKE_INVALID_VALUE, "flags %#x", flags);
+  if (driver.without_flags) return FAKE_NOT_SUPPORTED;
+  operation.to = (struct place){region_of(pinned_memory, flag, sizeof word), (char *)(uintptr_t)flag, sizeof word};
+  if (operation.to.region == NULL || operation.to.region->from != operation.to.address)
+    return violate(FAKE_INVALID_VALUE, "%p is no flag", flag);
+#ifdef FAKE_HIP
+  if (!operation.to.region->signal) return violate(FAKE_INVALID_VALUE, "%p is no memory of signals", flag);
+  if (word > INT32_MAX) return violate(FAKE_INVALID_VALUE, "%u is negative as a signed value", word);
+#endif
+  return give(stream, &operation);
 }
 
 /* --- copies --- */
@@ -676,7 +748,9 @@ static const struct error {
     {FAKE_ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS", "hipErrorIllegalAddress",
      "an illegal memory access was encountered"},
     {FAKE_LAUNCH_FAILURE, "CUDA_ERROR_LAUNCH_FAILED", "hipErrorLaunchFailure", "unspecified launch failure"},
+    {FAKE_TIMEOUT, "CUDA_ERROR_LAUNCH_TIMEOUT", "hipErrorLaunchTimeOut", "the launch timed out and was terminated"},
     {FAKE_NOT_PERMITTED, "CUDA_ERROR_NOT_PERMITTED", "hipErrorNotPermitted", "operation not permitted"},
+    {FAKE_NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED", "hipErrorNotSupported", "operation not supported"},
     {FAKE_UNKNOWN, "CUDA_ERROR_UNKNOWN", "hipErrorUnknown", "unknown error"},
 };
 
@@ -750,8 +824,23 @@ static void block(void *handle, bool on) {
   end(0);
 }
 
+/* All work ends, done or not; with 0 the device works again. */
+static void lose(int code) {
+  pthread_mutex_lock(&lock);
+  lost = code;
+  pthread_cond_broadcast(&progress);
+  pthread_cond_broadcast(&work);
+  for (struct stream *s = streams; s != NULL; s = s->next) {
+    while (code != 0 && s->first != NULL) pthread_cond_wait(&progress, &lock);
+    if (code == 0) s->error = 0;
+  }
+  end(0);
+}
+
 static struct fake_driver driver = {
     .slow = true,
+    .longest_wait = 20000000,
+    .lose = lose,
     .reset = reset,
     .fail = fail,
     .calls = calls,
@@ -817,6 +906,22 @@ static int hip_copy_rows(void *to, size_t to_pitch, const void *from, size_t fro
   return copy_rows(kinds[kind], to, to_pitch, from, from_pitch, width, rows, stream);
 }
 
+static int hip_attribute(int *value, int attribute, int device) {
+  enum { CAN_USE_STREAM_WAIT_VALUE = 10013 };
+  if (device != device_now || attribute != CAN_USE_STREAM_WAIT_VALUE)
+    return violate(FAKE_INVALID_VALUE, "attribute %d of device %d", attribute, device);
+  *value = !driver.without_flags;
+  return 0;
+}
+
+static int signal_make(void **memory, size_t bytes, unsigned flags) {
+  enum { SIGNAL = 2 };
+  if (bytes != 8 || flags != SIGNAL) return violate(FAKE_INVALID_VALUE, "%zu bytes, flags %#x", bytes, flags);
+  int code = pin(memory, bytes, 0, 0);
+  if (code == 0) pinned_memory->signal = true;
+  return code;
+}
+
 static const char *hip_text(const char *name, int code, bool in_words) {
   const struct error *found = error_find(code);
   if (found == NULL) found = error_find(FAKE_UNKNOWN);
@@ -836,6 +941,16 @@ FUNCTION(hipStreamGetDevice, , (void *stream, int *device), ANYWHERE, hip_device
 
 FUNCTION(hipHostMalloc, , (void **host, size_t bytes, unsigned flags), IN_CONTEXT, pin(host, bytes, flags, host_flags))
 FUNCTION(hipHostFree, , (void *host), IN_CONTEXT, unpin(host))
+FUNCTION(hipDeviceGetAttribute, , (int *value, int attribute, int device), ANYWHERE,
+         hip_attribute(value, attribute, device))
+FUNCTION(hipExtMallocWithFlags, , (void **memory, size_t bytes, unsigned flags), IN_CONTEXT,
+         signal_make(memory, bytes, flags))
+FUNCTION(hipFree, , (void *memory), IN_CONTEXT, unpin(memory))
+FUNCTION(hipStreamWriteValue32, , (void *stream, void *flag, uint32_t value, unsigned flags), IN_CONTEXT,
+         give_value(WRITE_VALUE, stream, flag, value, flags))
+FUNCTION(hipStreamWaitValue32, , (void *stream, void *flag, uint32_t value, unsigned flags, uint32_t mask), IN_CONTEXT,
+         mask != UINT32_MAX ? violate(FAKE_INVALID_VALUE, "mask %#x", mask)
+                            : give_value(AWAIT_VALUE, stream, flag, value, flags))
 FUNCTION(hipMemcpyAsync, , (void *to, const void *from, size_t bytes, int kind, void *stream), IN_CONTEXT,
          hip_copy(to, from, bytes, kind, stream))
 FUNCTION(hipMemcpy2DAsync, ,
@@ -865,7 +980,6 @@ typedef unsigned long long address;
 
 static const unsigned host_flags = 0x7, event_flags = 0x7; /* that exist */
 static bool initialized;
-static char the_context; /* its address is all there is to it */
 
 static int cuda_init(unsigned flags) {
   if (flags != 0) return FAKE_INVALID_VALUE;
@@ -881,20 +995,22 @@ static int cuda_count(int *count) {
 }
 
 static int cuda_context(const void *stream, void **context) {
-  if (stream_of(stream) == NULL) return FAKE_INVALID_HANDLE;
-  *context = &the_context;
+  const struct stream *found = stream_of(stream);
+  if (found == NULL) return FAKE_INVALID_HANDLE;
+  *context = &contexts[found->device];
   return 0;
 }
 
 static int cuda_push(const void *context) {
-  if (context != &the_context) return violate(FAKE_INVALID_CONTEXT, "%p is no context", context);
-  depth++;
+  uintptr_t device = (uintptr_t)context - (uintptr_t)contexts;
+  if (device >= CONTEXTS) return violate(FAKE_INVALID_CONTEXT, "%p is no context", context);
+  entered[depth++ % DEPTH] = (int)device;
   return 0;
 }
 
 static int cuda_pop(void **context) {
   depth--;
-  if (context != NULL) *context = &the_context;
+  if (context != NULL) *context = &contexts[entered[depth % DEPTH]];
   return 0;
 }
 
@@ -950,6 +1066,10 @@ FUNCTION(cuCtxPopCurrent, _v2, (void **context), IN_CONTEXT, cuda_pop(context))
 
 FUNCTION(cuMemHostAlloc, , (void **host, size_t bytes, unsigned flags), IN_CONTEXT, pin(host, bytes, flags, host_flags))
 FUNCTION(cuMemFreeHost, , (void *host), IN_CONTEXT, unpin(host))
+FUNCTION(cuStreamWriteValue32, _v2, (void *stream, address flag, uint32_t value, unsigned flags), IN_CONTEXT,
+         give_value(WRITE_VALUE, stream, POINTER(flag), value, flags))
+FUNCTION(cuStreamWaitValue32, _v2, (void *stream, address flag, uint32_t value, unsigned flags), IN_CONTEXT,
+         give_value(AWAIT_VALUE, stream, POINTER(flag), value, flags))
 FUNCTION(cuMemcpyDtoHAsync, _v2, (void *to, address from, size_t bytes, void *stream), IN_CONTEXT,
          copy_bytes(COPY_DOWN, to, POINTER(from), bytes, stream))
 FUNCTION(cuMemcpyHtoDAsync, _v2, (address to, const void *from, size_t bytes, void *stream), IN_CONTEXT,

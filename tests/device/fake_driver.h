@@ -10,13 +10,16 @@
  *   host to device   the source is read late, so that what has overwritten it in the meantime arrives
  *   host functions   run on one thread for all streams
  *   events           refer to their latest record; one that was never recorded is not waited for
+ *   values           are written late, and awaited by a look at the memory now and then
  *
  * Breaches of the rules of CUDA and HIP are counted as violations, and the call returns an error:
  *   any call from a host function; for CUDA, a call without a current context where it needs one
- *   a handle that is unknown or was destroyed; a flag that does not exist
+ *   a handle that is unknown or was destroyed; a flag that does not exist; work for a stream of another device
  *   a copy beyond one live device allocation, or to or from host memory outside one live pinned allocation; two ranges
  *   that overlap; checked when the copy is enqueued and when it is executed
  *   memory freed while an operation that is not done uses it: pinned memory then stays, device memory is freed
+ *   a value that is written where it is already; one that does not come in `longest_wait`, after which the stream goes
+ *   on; a larger one than is awaited; for HIP, memory not made for it, and values that are negative as signed ones
  * A stream may be destroyed before its work is done; the work continues.
  *
  * Environment, read at each use:
@@ -43,8 +46,10 @@ enum {
   FAKE_INVALID_CONTEXT = 201,
   FAKE_INVALID_HANDLE = 400,
   FAKE_ILLEGAL_ADDRESS = 700,
+  FAKE_TIMEOUT = 702,
   FAKE_LAUNCH_FAILURE = 719,
   FAKE_NOT_PERMITTED = 800,
+  FAKE_NOT_SUPPORTED = 801,
   FAKE_UNKNOWN = 999
 };
 
@@ -59,7 +64,10 @@ struct fake_driver {
   int violations;
   char violation[512]; /* the first */
 
-  bool slow; /* the random delays */
+  bool slow;            /* the random delays */
+  int device;           /* of the streams that `stream` makes */
+  int64_t longest_wait; /* for a value, in microseconds */
+  bool without_flags;   /* the device has no values to be written and awaited */
 
   /* Zeroes the counters of calls and violations, removes pending failures and errors of streams. */
   void (*reset)(void);
@@ -84,6 +92,9 @@ struct fake_driver {
   void *(*reach)(const void *pointer);
   /* Holds back operations of a stream that have not begun, until it is switched off. */
   void (*block)(void *stream, bool on);
+  /* The device fails: what was given ends undone, and what is given or waited for from now on returns this code. With
+   * 0 it works again. */
+  void (*lose)(int code);
 };
 
 struct fake_driver *fake_driver(void);

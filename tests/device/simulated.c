@@ -21,16 +21,19 @@ void finish(void) {
   driver->reset();
 }
 
-const enum transport transports[] = {TRANSPORT_CALLBACK, TRANSPORT_THREAD, TRANSPORT_WAIT};
+const enum transport transports[] = {TRANSPORT_CALLBACK, TRANSPORT_FLAGS, TRANSPORT_WAIT};
+const enum transport leaving[] = {TRANSPORT_CALLBACK, TRANSPORT_FLAGS};
 const char *const transport_names[] = {
-    [TRANSPORT_CALLBACK] = "callback", [TRANSPORT_THREAD] = "thread", [TRANSPORT_WAIT] = "wait"};
+    [TRANSPORT_CALLBACK] = "callback", [TRANSPORT_FLAGS] = "flags", [TRANSPORT_WAIT] = "wait"};
 
 const char *const driver_functions[] = {
 #define TEXT(name, parameters)
 #define FUNCTION(name, suffix, parameters) #name,
+#define OPTIONAL                           FUNCTION
 #include "devices/cuda.def"
 #include "devices/hip.def"
 #undef FUNCTION
+#undef OPTIONAL
 #undef TEXT
     NULL};
 

@@ -15,6 +15,9 @@ void finish(void);
 extern const enum transport transports[3];
 extern const char *const transport_names[3];
 
+/* Those that leave calls to the stream. */
+extern const enum transport leaving[2];
+
 /* Of both drivers; ends with NULL. */
 extern const char *const driver_functions[];
 

@@ -319,8 +319,7 @@ static void failures_of_the_driver_are_errors(void) {
 static void errors_are_deferred(void) {
   const struct plan *plan = plan_of_columns(SIDE, false);
   runtime.copy_bytes = ALWAYS;
-  static const enum transport deferring[] = {TRANSPORT_CALLBACK, TRANSPORT_THREAD};
-  FOR_EACH(const enum transport *, transport, deferring) {
+  FOR_EACH(const enum transport *, transport, leaving) {
     context("transport %s", transport_names[*transport]);
     runtime.transport = *transport;
     fake->reset();

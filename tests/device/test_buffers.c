@@ -80,7 +80,7 @@ static const struct way {
   enum transport transport;
 } ways[] = {{"host", true, TRANSPORT_WAIT},
             {"callback", false, TRANSPORT_CALLBACK},
-            {"thread", false, TRANSPORT_THREAD},
+            {"flags", false, TRANSPORT_FLAGS},
             {"wait", false, TRANSPORT_WAIT}};
 
 static ffi_error *call_on(const struct way *way, struct set *set, const char *operation, const int64_t attributes[]) {

@@ -9,6 +9,7 @@
 
 #include "core/failure.h"
 #include "core/plan.h"
+#include "devices/jobs.h"
 #include "devices/transport.h"
 #include "execute/body.h"
 #include "execute/compare.h"
@@ -214,7 +215,7 @@ static void device_pointers(const struct operands *o, const struct communicator 
 
 static void an_aware_library_gets_device_pointers(void) {
   fill(source, ROOM);
-  on(TRANSPORT_THREAD, true);
+  on(TRANSPORT_FLAGS, true);
   for_all(F64, 100, device_pointers);
   for_all(F64, 0, device_pointers);
   struct communicator *comm = world(0, 2);
@@ -340,8 +341,7 @@ static void requests_are_staged(void) {
 static void errors_of_requests_are_deferred(void) {
   struct communicator *comm = world(0, 2);
   float ids[1][2] = {{0, 0}};
-  static const enum transport deferring[] = {TRANSPORT_CALLBACK, TRANSPORT_THREAD};
-  FOR_EACH(const enum transport *, transport, deferring) {
+  FOR_EACH(const enum transport *, transport, leaving) {
     context("transport %s", transport_names[*transport]);
     on(*transport, false);
     fake->reset();
@@ -384,8 +384,7 @@ static void check_is_staged(void) {
 static void errors_are_deferred(void) {
   struct communicator *comm = world(0, 2);
   struct operands o = {"allreduce", S32, 5, 5, {registered(comm), reduction("SUM")}, false};
-  static const enum transport deferring[] = {TRANSPORT_CALLBACK, TRANSPORT_THREAD};
-  FOR_EACH(const enum transport *, transport, deferring) {
+  FOR_EACH(const enum transport *, transport, leaving) {
     context("transport %s", transport_names[*transport]);
     on(*transport, false);
     fake->fail("MPI_Allreduce", 1, 13);
@@ -430,7 +429,6 @@ static void freed_during(const char *operation, const char *function, struct arr
 }
 
 static void freed_before_its_turn(void) {
-  static const enum transport leaving[] = {TRANSPORT_CALLBACK, TRANSPORT_THREAD};
   FOR_EACH(const enum transport *, transport, leaving) {
     context("transport %s", transport_names[*transport]);
     on(*transport, false);
@@ -462,7 +460,7 @@ static void failures_of_the_driver_are_errors(void) {
   driver->slow = false;
   set_chunks(LEAST_CHUNK);
   FOR_EACH(const struct operands *, o, cases) {
-    on(TRANSPORT_THREAD, true);
+    on(TRANSPORT_FLAGS, true);
     each_fails(o);
     FOR_EACH(const enum transport *, transport, transports) {
       on(*transport, false);
@@ -508,10 +506,11 @@ static void threads_share_a_stream(void) {
 }
 
 /* Many calls that nobody waits for use the same pinned memory one after the other. */
-static void pinned_memory_is_reused(void) {
+static void pinned_memory_is_reused_by(enum transport transport) {
+  context("transport %s", transport_names[transport]);
   enum { CALLS = 50, COUNT = 256 };
   struct communicator *comm = world(1, 2);
-  on(TRANSPORT_CALLBACK, false);
+  on(transport, false);
   unsigned char *ins[CALLS], *outs[CALLS];
   struct frame frame;
   fake->reset();
@@ -532,8 +531,12 @@ static void pinned_memory_is_reused(void) {
     driver->release(ins[i]);
     driver->release(outs[i]);
   }
-  CHECK_EQUAL(driver->live_pinned, 1);
+  CHECK_EQUAL(driver->live_pinned, transport == TRANSPORT_FLAGS ? 3 : 1);
   finish();
+}
+
+static void pinned_memory_is_reused(void) {
+  FOR_EACH(const enum transport *, transport, leaving) pinned_memory_is_reused_by(*transport);
 }
 
 /* --- what the tests above cannot see: they give nothing to the stream before a call and wait for it after each --- */
@@ -724,13 +727,14 @@ static void nothing_is_under_way_after_an_error(void) {
 }
 
 /* What waits on one stream keeps its pinned memory while operations of another one use theirs. */
-static void streams_share_no_memory(void) {
+static void streams_share_no_memory_by(enum transport transport) {
+  context("transport %s", transport_names[transport]);
   enum { BYTES = 800 };
   struct communicator *comm = world(0, 2);
   intptr_t op = gated_operation();
   void *first = xla_stream, *second = driver->stream(), *buffers[2];
   struct frame frame;
-  on(TRANSPORT_CALLBACK, false);
+  on(transport, false);
   fill(source, ROOM);
   for (int i = 0; i < 2; i++) {
     xla_stream = i == 0 ? first : second;
@@ -754,6 +758,10 @@ static void streams_share_no_memory(void) {
   finish();
 }
 
+static void streams_share_no_memory(void) {
+  FOR_EACH(const enum transport *, transport, leaving) streams_share_no_memory_by(*transport);
+}
+
 /* The number of world(0, 2), for threads: what finds it is not made for several. */
 static int64_t pair;
 
@@ -768,7 +776,6 @@ static void *sends_at_last(void *data) {
 
 static void other_threads_leave_nothing_to_the_stream(void) {
   pair = registered(world(0, 2));
-  static const enum transport leaving[] = {TRANSPORT_CALLBACK, TRANSPORT_THREAD};
   FOR_EACH(const enum transport *, transport, leaving) {
     context("transport %s", transport_names[*transport]);
     on(*transport, false);
@@ -820,11 +827,12 @@ static void threads_share_no_memory(void) {
 }
 
 /* The end of the program, while a thread is still in a call, and after one that was left to the stream. */
-static void the_end_waits_for_calls(void) {
+static void the_end_waits_for_calls_by(enum transport transport) {
+  context("transport %s", transport_names[transport]);
   intptr_t op = gated_operation();
   pair = registered(world(0, 2));
   pthread_t caller, opener;
-  on(TRANSPORT_CALLBACK, false);
+  on(transport, false);
   pthread_create(&caller, NULL, calls_gated, NULL);
   gate_reached();
   pthread_create(&opener, NULL, open_soon, NULL);
@@ -835,6 +843,10 @@ static void the_end_waits_for_calls(void) {
   pthread_join(opener, NULL);
   CHECK_EQUAL(fake->operation_free(op), 0);
   finish();
+}
+
+static void the_end_waits_for_calls(void) {
+  FOR_EACH(const enum transport *, transport, leaving) the_end_waits_for_calls_by(*transport);
 }
 
 static void the_end_waits_for_the_stream(void) {
@@ -861,7 +873,8 @@ static void the_end_waits_for_the_stream(void) {
 }
 
 /* More memory is wanted while an operation that nobody waits for still uses what there is. */
-static void memory_grows_behind_what_uses_it(void) {
+static void memory_grows_behind_what_uses_it_by(enum transport transport) {
+  context("transport %s", transport_names[transport]);
   struct communicator *comm = world(0, 2);
   intptr_t op = gated_operation();
   static const int64_t counts[] = {100, 10000};
@@ -869,7 +882,7 @@ static void memory_grows_behind_what_uses_it(void) {
   void *buffers[2];
   struct frame frame;
   pthread_t opener;
-  on(TRANSPORT_CALLBACK, false);
+  on(transport, false);
   fill(large, sizeof large);
   for (int i = 0; i < 2; i++) {
     buffers[i] = driver->allocate((size_t)counts[i] * 8);
@@ -888,6 +901,10 @@ static void memory_grows_behind_what_uses_it(void) {
   }
   CHECK_EQUAL(fake->operation_free(op), 0);
   finish();
+}
+
+static void memory_grows_behind_what_uses_it(void) {
+  FOR_EACH(const enum transport *, transport, leaving) memory_grows_behind_what_uses_it_by(*transport);
 }
 
 /* Where ranks compare what they do nothing is left to the stream: a difference is the call's own error, and no chunk
@@ -950,11 +967,13 @@ static void *sends_once(void *unused) {
   return NULL;
 }
 
-static void errors_are_told_to_the_thread_that_left_them(void) {
+static void errors_are_told_to_the_thread_that_left_them_by(enum transport transport) {
+  context("transport %s", transport_names[transport]);
   struct communicator *comm = world(0, 2);
   struct operands o = {"allreduce", S32, 5, 5, {registered(comm), reduction("SUM")}, false};
-  on(TRANSPORT_CALLBACK, false);
+  on(transport, false);
   pair = registered(comm);
+  fake->reset();
   fake->fail("MPI_Allreduce", 1, 13);
   SUCCEEDS(device_call(&o, source, target));
   pthread_t thread;
@@ -963,6 +982,10 @@ static void errors_are_told_to_the_thread_that_left_them(void) {
   CHECK_EQUAL(times_called("MPI_Send"), 1);
   FAILS(device_call(&o, source, target), FFI_INTERNAL, "an operation before it has failed");
   finish();
+}
+
+static void errors_are_told_to_the_thread_that_left_them(void) {
+  FOR_EACH(const enum transport *, transport, leaving) errors_are_told_to_the_thread_that_left_them_by(*transport);
 }
 
 /* The end of the program while a daemon thread goes on. */
@@ -993,14 +1016,245 @@ static void the_end_while_a_thread_goes_on(void) {
 }
 
 /* A user's reduction may be written in Python: it is called where the caller waits, and its error is the call's own. */
-static void reductions_of_users_are_waited_for(void) {
+static void reductions_of_users_are_waited_for_by(enum transport transport) {
+  context("transport %s", transport_names[transport]);
   struct operands o = {
       "allreduce", S32, 5, 5, {registered(world(0, 2)), reduction_of(operation_handle("PROD"), REDUCER_USER)}, false};
-  on(TRANSPORT_CALLBACK, false);
+  on(transport, false);
   fake->fail("MPI_Allreduce", 1, 13);
   FAILS(device_call(&o, source, target), FFI_INTERNAL, "MPI_Allreduce failed");
   same_as_on_host(&o, world(0, 2));
   finish();
+}
+
+static void reductions_of_users_are_waited_for(void) {
+  FOR_EACH(const enum transport *, transport, leaving) reductions_of_users_are_waited_for_by(*transport);
+}
+
+/* What comes behind an operation on the stream is not done while that is with MPI. */
+static void the_stream_waits_for_mpi(void) {
+  struct communicator *comm = world(0, 2);
+  intptr_t op = gated_operation();
+  double one = 1, seen;
+  FOR_EACH(const enum transport *, transport, leaving) {
+    context("transport %s", transport_names[*transport]);
+    gate.open = false;
+    gate.entered = 0;
+    on(*transport, false);
+    void *data = driver->allocate(8), *behind = driver->allocate(8), *stream_context, *previous;
+    struct frame frame;
+    driver->write(behind, &one, 8);
+    frame_make(&frame, "allreduce", ARRAY(F64, data, 1), ARRAY(F64, data, 1),
+               (const int64_t[]){registered(comm), gated_number});
+    SUCCEEDS(frame_call_in(space, &frame, "allreduce"));
+    CHECK(space->context(xla_stream, &stream_context) == 0 && space->enter(stream_context, &previous) == 0);
+    CHECK(space->zero(behind, 8, xla_stream) == 0 && space->leave(previous) == 0);
+    gate_reached();
+    usleep(SOON / 4);
+    driver->read(&seen, behind, 8);
+    CHECK(seen == one);
+    gate_open();
+    driver->synchronize(xla_stream);
+    driver->read(&seen, behind, 8);
+    CHECK(seen == 0);
+    driver->release(data);
+    driver->release(behind);
+  }
+  CHECK_EQUAL(fake->operation_free(op), 0);
+  finish();
+}
+
+/* --- flags --- */
+
+/* Sums of BYTES bytes, of which many are given before the first is done. */
+enum { BYTES = 80, SUMS = 100 };
+static void *summands[SUMS];
+
+static void give_sums(const struct communicator *comm, int64_t sum, int from, int to) {
+  for (int i = from; i < to; i++) {
+    struct frame frame;
+    summands[i] = driver->allocate(BYTES);
+    driver->write(summands[i], source + i, BYTES);
+    frame_make(&frame, "allreduce", ARRAY(F64, summands[i], BYTES / 8), ARRAY(F64, summands[i], BYTES / 8),
+               (const int64_t[]){registered(comm), sum});
+    SUCCEEDS(frame_call_in(space, &frame, "allreduce"));
+    memset(&frame, 0xaa, sizeof frame);
+  }
+}
+
+static void release_sums(int from, int to) {
+  for (int i = from; i < to; i++) driver->release(summands[i]);
+}
+
+static void check_sums(int ranks, int from, int to) {
+  for (int i = from; i < to; i++) {
+    driver->read(target, summands[i], BYTES);
+    for (int k = 0; k < BYTES; k++)
+      if (!CHECK_EQUAL(target[k], (unsigned char)(source[i + k] + ranks))) break;
+  }
+  release_sums(from, to);
+}
+
+/* On streams of two devices in turn, with a count that begins again after a few operations, in one and in chunks. */
+static void flags_count_up_and_begin_again(void) {
+  static const uint32_t lasts[] = {1, 2, 7, INT32_MAX};
+  struct communicator *comm = world(0, 2);
+  struct operands large = {"allreduce", F64, ROOM / 8, ROOM / 8, {registered(comm), reduction("SUM")}, false};
+  setenv("FAKE_DEVICES", "2", 1);
+  driver->device = 1;
+  void *first = xla_stream, *second = driver->stream();
+  driver->device = 0;
+  fill(source, ROOM);
+  FOR_EACH(const uint32_t *, last, lasts) {
+    context("up to %u", *last);
+    on(TRANSPORT_FLAGS, false);
+    flags_last = *last;
+    for (int i = 0; i < SUMS; i += 10) {
+      xla_stream = i % 20 == 0 ? first : second;
+      give_sums(comm, reduction("SUM"), i, i + 10);
+      if (i % 50 != 0) continue;
+      set_chunks(LEAST_CHUNK);
+      SUCCEEDS(device_call(&large, source, target));
+      set_chunks(0);
+      for (int k = 0; k < ROOM; k++)
+        if (!CHECK_EQUAL(target[k], (unsigned char)(source[k] + comm->size))) break;
+    }
+    driver->synchronize(first);
+    driver->synchronize(second);
+    check_sums(comm->size, 0, SUMS);
+    CHECK_EQUAL(driver->calls("cuLaunchHostFunc") + driver->calls("hipLaunchHostFunc"), 0);
+  }
+  flags_last = INT32_MAX;
+  xla_stream = first;
+  finish();
+  unsetenv("FAKE_DEVICES");
+}
+
+/* MPI is called in the order in which operations were left to the streams, not in that in which their turns come. */
+static void flags_keep_the_order_of_streams(void) {
+  struct communicator *comm = world(0, 2);
+  void *first = xla_stream, *second = driver->stream(), *data = driver->allocate(8);
+  struct frame frame;
+  on(TRANSPORT_FLAGS, false);
+  fill(source, ROOM);
+  fake->reset();
+  driver->block(first, true);
+  give_sums(comm, reduction("SUM"), 0, 1);
+  xla_stream = second;
+  frame_make(&frame, "send", ARRAY(F64, data, 1), NONE, (const int64_t[]){registered(comm), 1, 3});
+  SUCCEEDS(frame_call_in(space, &frame, "send"));
+  usleep(SOON);
+  CHECK_EQUAL(communications(), 0);
+  driver->block(first, false);
+  driver->synchronize(second);
+  CHECK_EQUAL(communications(), 2);
+  CHECK(strcmp(fake->calls[0].name, "MPI_Allreduce") == 0);
+  driver->synchronize(first);
+  check_sums(comm->size, 0, 1);
+  driver->release(data);
+  xla_stream = first;
+  finish();
+}
+
+/* The flags have been tried on the stream when something else fails, and the program ends. */
+static void flags_are_freed_after_a_failure(void) {
+  struct operands o = {"allreduce", F64, ROOM / 8, ROOM / 8, {registered(world(0, 2)), reduction("SUM")}, false};
+  set_chunks(LEAST_CHUNK);
+  driver->slow = true;
+  for (int i = 0; i < 10; i++) {
+    on(TRANSPORT_FLAGS, false);
+    void *in = driver->allocate(ROOM), *out = driver->allocate(ROOM);
+    struct frame frame;
+    frame_make(&frame, o.operation, ARRAY(F64, in, o.in), ARRAY(F64, out, o.out), o.attributes);
+    driver->fail(space == &memory_rocm ? "hipStreamCreateWithFlags" : "cuStreamCreate", 1, FAKE_OUT_OF_MEMORY);
+    FAILS(frame_call_in(space, &frame, o.operation), FFI_INTERNAL, "out of memory");
+    driver->release(in);
+    driver->release(out);
+    finish();
+  }
+  set_chunks(0);
+}
+
+static void a_device_without_flags(void) {
+  struct communicator *comm = world(0, 2);
+  struct operands o = {"allreduce", F64, 10, 10, {registered(comm), reduction("SUM")}, false};
+  driver->without_flags = true;
+  on(TRANSPORT_FLAGS, false);
+  for (int i = 0; i < 2; i++) same_as_on_host(&o, comm);
+  CHECK_EQUAL(driver->calls("cuLaunchHostFunc") + driver->calls("hipLaunchHostFunc"), 2);
+  CHECK_EQUAL(driver->live_pinned, 1);
+  runtime.flags_asked = true;
+  FAILS(device_call(&o, source, target), FFI_FAILED_PRECONDITION, "JAXMPI_DEVICE_TRANSPORT=flags is not possible",
+        "Leave the variable out");
+  runtime.flags_asked = driver->without_flags = false;
+  finish();
+}
+
+/* The driver fails while operations wait for their turns, and so do the calls that wait for it: they are dropped. No
+ * stream waits for them, and those of another stream are done. */
+static void what_waits_is_dropped_after_a_failure(void) {
+  struct communicator *comm = world(0, 2);
+  void *first = xla_stream, *second = driver->stream();
+  bool hip = space == &memory_rocm;
+  on(TRANSPORT_FLAGS, false);
+  fill(source, ROOM);
+  driver->block(first, true);
+  give_sums(comm, reduction("SUM"), 0, 3);
+  xla_stream = second;
+  give_sums(comm, reduction("SUM"), 3, 5);
+  xla_stream = first;
+  fake->reset();
+  driver->fail(hip ? "hipMemcpyAsync" : "cuMemcpyHtoDAsync", hip ? 2 : 1, FAKE_LAUNCH_FAILURE);
+  driver->fail(hip ? "hipStreamSynchronize" : "cuStreamSynchronize", 1, FAKE_LAUNCH_FAILURE);
+  struct operands o = {"allreduce", F64, 10, 10, {registered(comm), reduction("SUM")}, true};
+  void *data = driver->allocate(BYTES);
+  struct frame frame;
+  frame_make(&frame, o.operation, ARRAY(F64, data, 10), ARRAY(F64, data, 10), o.attributes);
+  FAILS(frame_call_in(space, &frame, o.operation), FFI_INTERNAL, "launch failure");
+  driver->synchronize(second);
+  check_sums(comm->size, 3, 5);
+  CHECK_EQUAL(communications(), 2);
+  driver->block(first, false);
+  CHECK_EQUAL(driver->synchronize(first), 0);
+  CHECK_EQUAL(communications(), 2);
+  FAILS(device_call(&o, source, source), FFI_INTERNAL, "an operation before it has failed", "Synchronize failed");
+  same_as_on_host(&o, comm);
+  release_sums(0, 3);
+  driver->release(data);
+  driver->reset(); /* a stream that goes on after all does not get the number it waits for, but a later one */
+  finish();
+}
+
+/* The device fails for good, while operations wait for their turns or one is with MPI. The end does not wait for what
+ * never comes, and what MPI may be using stays. */
+static void the_end_after_a_failure_of_the_device(void) {
+  struct communicator *comm = world(0, 2);
+  for (int with_mpi = 0; with_mpi < 2; with_mpi++) {
+    intptr_t op = gated_operation();
+    context("with MPI: %d", with_mpi);
+    on(TRANSPORT_FLAGS, false);
+    fill(source, ROOM);
+    fake->reset();
+    driver->block(xla_stream, !with_mpi);
+    give_sums(comm, gated_number, 0, 3);
+    if (with_mpi) gate_reached();
+    driver->lose(FAKE_ILLEGAL_ADDRESS);
+    transport_finish();
+    CHECK_EQUAL(driver->live_pinned, with_mpi ? 3 : 0);
+    struct failure *failure = failure_take();
+    if (CHECK(failure != NULL)) CHECK(strstr(failure->text, "illegal memory access") != NULL);
+    free(failure);
+    gate_open();
+    driver->block(xla_stream, false);
+    while (driver->live_pinned > 0) transport_finish();
+    CHECK_EQUAL(communications(), with_mpi);
+    driver->lose(0);
+    release_sums(0, 3);
+    struct operands o = {"allreduce", F64, 10, 10, {registered(comm), reduction("SUM")}, false};
+    same_as_on_host(&o, comm); /* by the same thread */
+    CHECK_EQUAL(fake->operation_free(op), 0);
+    finish();
+  }
 }
 
 static const struct test tests[] = {
@@ -1030,6 +1284,13 @@ static const struct test tests[] = {
     TEST(reductions_of_users_are_waited_for),
     TEST(what_is_compared_is_waited_for),
     TEST(what_is_alike_is_compared_once),
+    TEST(the_stream_waits_for_mpi),
+    TEST(flags_count_up_and_begin_again),
+    TEST(flags_keep_the_order_of_streams),
+    TEST(flags_are_freed_after_a_failure),
+    TEST(a_device_without_flags),
+    TEST(what_waits_is_dropped_after_a_failure),
+    TEST(the_end_after_a_failure_of_the_device),
 };
 
 int main(int argc, char **argv) { return run_device_tests(argc, argv, tests, sizeof tests / sizeof *tests); }

@@ -4,6 +4,7 @@
 #include <dlfcn.h>
 #include <pthread.h>
 #include <signal.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -120,6 +121,22 @@ static int enter(void *s) {
   return hip ? 0 : cuStreamGetCtx(s, &context) + cuCtxPushCurrent_v2(context);
 }
 static int leave(void) { return hip ? 0 : cuCtxPopCurrent_v2(&(void *){NULL}); }
+
+static int flag_make(void **flag) {
+  return hip ? ((int (*)(void **, size_t, unsigned))function("hipExtMallocWithFlags"))(flag, 8, 2) : pin(flag, 4, 3);
+}
+static int flag_free(void *flag) { return hip ? ((int (*)(void *))function("hipFree"))(flag) : unpin(flag); }
+static int flag_write(void *s, void *flag, uint32_t value) {
+  return hip ? ((int (*)(void *, void *, uint32_t, unsigned))function("hipStreamWriteValue32"))(s, flag, value, 0)
+             : ((int (*)(void *, address, uint32_t, unsigned))function("cuStreamWriteValue32_v2"))(s, ADDRESS(flag),
+                                                                                                   value, 0);
+}
+static int flag_wait(void *s, void *flag, uint32_t value) {
+  return hip ? ((int (*)(void *, void *, uint32_t, unsigned, uint32_t))function("hipStreamWaitValue32"))(s, flag, value,
+                                                                                                         0, UINT32_MAX)
+             : ((int (*)(void *, address, uint32_t, unsigned))function("cuStreamWaitValue32_v2"))(s, ADDRESS(flag),
+                                                                                                  value, 0);
+}
 
 /* What each test may use, all of BYTES. */
 enum { BYTES = 5000 };
@@ -262,6 +279,48 @@ static void breaches_are_found(void) {
   CHECK(enter(stream) == 0 && fake->depth() == 1);
 }
 
+/* Two streams hand over to each other by values; what is wrong with a value is found. */
+static void values_order_streams(void) {
+  _Atomic uint32_t *one = NULL, *two = NULL;
+  void *made = NULL;
+  CHECK(flag_make(&made) == 0);
+  one = made;
+  CHECK(flag_make(&made) == 0);
+  two = made;
+  atomic_store(one, 0);
+  atomic_store(two, 0);
+  for (uint32_t i = 1; i < 20; i++) {
+    CHECK(fill(device, (unsigned char)i, BYTES, other) == 0 && flag_write(other, (void *)one, i) == 0);
+    CHECK(flag_wait(stream, (void *)one, i) == 0 && down(pinned, device, BYTES, stream) == 0);
+    CHECK(flag_write(stream, (void *)two, i) == 0 && flag_wait(other, (void *)two, i) == 0);
+  }
+  CHECK(stream_finish(stream) == 0 && all(pinned, 19) && atomic_load(two) == 19);
+  CHECK(flag_write(stream, (void *)one, 19) == 0 && stream_finish(stream) == 0);
+  BREAKS(0, 0); /* is there */
+  CHECK(flag_wait(stream, (void *)one, 18) == 0 && stream_finish(stream) == 0);
+  BREAKS(0, 0); /* one that has been passed */
+  fake->longest_wait = 1000;
+  CHECK(flag_wait(stream, (void *)one, 20) == 0);
+  BREAKS(stream_finish(stream), FAKE_TIMEOUT);
+  fake->longest_wait = 20000000;
+  BREAKS(flag_wait(stream, pinned + 4, 20), FAKE_INVALID_VALUE);
+  CHECK(flag_wait(stream, (void *)one, 20) == 0);
+  BREAKS(flag_free((void *)one), FAKE_INVALID_VALUE); /* in use */
+  atomic_store(one, 20);
+  CHECK(stream_finish(stream) == 0);
+  CHECK(flag_wait(stream, (void *)one, 21) == 0 && fill(device, 1, BYTES, stream) == 0);
+  fake->lose(FAKE_ILLEGAL_ADDRESS);
+  CHECK(stream_finish(stream) == FAKE_ILLEGAL_ADDRESS && fill(device, 1, 1, stream) == FAKE_ILLEGAL_ADDRESS);
+  fake->lose(0);
+  fake->read(seen, device, BYTES);
+  CHECK(stream_finish(stream) == 0 && all(seen, 19));
+  if (hip) BREAKS(flag_wait(stream, (void *)one, UINT32_MAX), FAKE_INVALID_VALUE);
+  fake->without_flags = true;
+  CHECK(hip || flag_write(stream, (void *)one, 21) == FAKE_NOT_SUPPORTED);
+  fake->without_flags = false;
+  CHECK(flag_free((void *)one) == 0 && flag_free((void *)two) == 0);
+}
+
 static void failures_come_on_request(void) {
   const char *name = hip ? "hipMemcpyAsync" : "cuMemcpyDtoHAsync";
   fake->fail(name, 2, FAKE_LAUNCH_FAILURE);
@@ -325,6 +384,7 @@ int main(int argc, char **argv) {
                                  a_missing_wait_shows,
                                  rows_are_copied_as_one,
                                  host_functions_have_their_place,
+                                 values_order_streams,
                                  breaches_are_found,
                                  failures_come_on_request,
                                  devices_are_counted,

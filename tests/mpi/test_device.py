@@ -73,22 +73,55 @@ def test_switch(environment, expected):
 
 
 @pytest.mark.parametrize(
-    ("environment", "aware", "inspects", "survives", "expected"),
+    ("environment", "aware", "inspects", "survives", "flags", "expected"),
     [
-        ({}, False, False, False, "callback"),
-        ({}, False, True, False, "wait"),
-        ({}, True, False, False, "wait"),
-        ({}, False, False, True, "wait"),
-        ({"JAXMPI_DEVICE_TRANSPORT": "wait"}, False, False, False, "wait"),
-        ({"JAXMPI_DEVICE_TRANSPORT": "callback"}, True, True, True, "callback"),
-        ({"JAXMPI_DEVICE_TRANSPORT": "AUTO"}, False, False, False, "callback"),
+        ({}, False, False, False, True, "flags"),
+        ({}, False, False, False, False, "callback"),
+        ({}, False, True, False, True, "wait"),
+        ({}, True, False, False, True, "wait"),
+        ({}, False, False, True, True, "wait"),
+        ({"JAXMPI_DEVICE_TRANSPORT": "wait"}, False, False, False, True, "wait"),
+        ({"JAXMPI_DEVICE_TRANSPORT": "callback"}, True, True, True, True, "callback"),
+        ({"JAXMPI_DEVICE_TRANSPORT": "flags"}, True, True, True, True, "flags"),
+        ({"JAXMPI_DEVICE_TRANSPORT": "AUTO"}, False, False, False, False, "callback"),
     ],
 )
-def test_road(environment, aware, inspects, survives, expected):
+def test_road(environment, aware, inspects, survives, flags, expected):
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         expected = "wait"
     wish = Settings.from_environment(environment).device_transport
-    assert devices._transport(wish, aware, inspects, survives)[0] == expected
+    assert devices._transport(wish, aware, inspects, survives, flags)[0] == expected
+
+
+@pytest.mark.skipif(MPI.Query_thread() < MPI.THREAD_MULTIPLE, reason="MPI is below MPI_THREAD_MULTIPLE")
+@pytest.mark.parametrize(
+    ("flags", "platforms", "wish", "expected"),
+    [
+        ({"CUDA": True, "ROCM": True}, "cuda", "flags", "flags"),
+        ({"CUDA": True, "ROCM": False}, "cuda", "auto", "flags"),
+        ({"CUDA": False, "ROCM": True}, "cuda", "auto", "callback"),
+        ({"CUDA": False, "ROCM": True}, "cuda", "flags", "the driver of CUDA has no functions.*leave the variable out"),
+        ({"CUDA": False, "ROCM": False}, "cuda", "wait", "wait"),
+    ],
+)
+def test_flags(monkeypatch, flags, platforms, wish, expected):
+    monkeypatch.setattr(devices._core, "drivers", lambda: dict.fromkeys(flags))
+    monkeypatch.setattr(devices._core, "driver_loaded", lambda: False)
+    monkeypatch.setattr(devices._core, "flags", lambda: flags)
+    monkeypatch.setattr(devices, "detected", lambda *args: (False, ""))
+    settings = Settings.from_environment({"JAXMPI_DEVICE_TRANSPORT": wish})
+    if " " in expected:
+        with pytest.raises(ValueError, match=expected):
+            devices.choose(settings, {}, platforms)
+        return
+    choice = devices.choose(settings, {}, platforms)
+    assert (choice.transport, choice.flags_asked) == (expected, wish == "flags")
+
+
+def test_flags_without_a_driver(monkeypatch):
+    """A program that runs on CPUs too may ask for them: nothing has to be there."""
+    monkeypatch.setattr(devices._core, "drivers", lambda: {"CUDA": "no driver"})
+    assert devices.choose(Settings.from_environment({"JAXMPI_DEVICE_TRANSPORT": "flags"}), {}, None).platforms == []
 
 
 @pytest.mark.parametrize(
@@ -253,7 +286,7 @@ def test_the_next_operation_says(tmp_path, kind):
     """MPI has failed after the call returned: the result is NaN, the next operation raises, the one after it works."""
     more = f"""
     result = exchange()
-    deferred = simulated.TRANSPORT in ("callback", "thread")
+    deferred = simulated.LEAVES
     f = lambda v: notoken.allreduce(v, MPI.SUM, comm=MPI.COMM_SELF)
     f = {{"jaxmpi.jit": jaxmpi.jit, "jax.jit": jax.jit, "eager": lambda f: f}}[{kind!r}](f)
     said = ""
@@ -269,7 +302,7 @@ def test_the_next_operation_says(tmp_path, kind):
     assert (f(x) == x).all()
     print("said;", flush=True)
     """
-    if simulated.TRANSPORT not in ("callback", "thread"):
+    if not simulated.LEAVES:
         pytest.skip("its errors are the operation's own")
     assert launch(2, program(tmp_path, TOO_LONG, more)).stdout.count("said;") == 2
 
@@ -280,7 +313,7 @@ def test_the_next_operation_says(tmp_path, kind):
 @pytest.mark.parametrize("end", ["", "sys.exit(0)", "sys.exit(3)", "raise ValueError('it diverges')"])
 def test_the_end_says(tmp_path, end):
     """No operation comes after one that has failed: the launcher ends the job with the error, however it ends."""
-    if simulated.TRANSPORT not in ("callback", "thread"):
+    if not simulated.LEAVES:
         pytest.skip("its errors are the operation's own")
     done = launch(2, program(tmp_path, TOO_LONG, f"exchange()\nif rank == 1:\n    {end or 'pass'}\n"), check=False)
     assert done.returncode != 0

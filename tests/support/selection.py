@@ -6,7 +6,7 @@ from jaxmpi._mpi.library import DEVICES
 
 
 def _leaves_to_the_stream():
-    return jax.default_backend() != "cpu" and not DEVICES.aware and DEVICES.transport in ("callback", "thread")
+    return jax.default_backend() != "cpu" and not DEVICES.aware and DEVICES.transport in ("callback", "flags")
 
 
 def left_out(item, size):

@@ -30,7 +30,7 @@ class Choice:
     aware: bool
     """MPI is given the device's pointers."""
     transport: str
-    """The way in which MPI is called for staged arrays: callback, thread or wait (csrc/core/runtime.h). With an
+    """The way in which MPI is called for staged arrays: callback, flags or wait (csrc/core/runtime.h). With an
     aware MPI some are still staged."""
     because: str
     """What was detected, and the reason for the choice."""
@@ -40,6 +40,8 @@ class Choice:
     """It asks for chunks on all communicators: the user has set their size."""
     copy_bytes: int = COPY_BYTES
     """Bytes that a device copies in the time in which a copy begins: whether parts of arrays are copied, or all."""
+    flags_asked: bool = False
+    """The user has asked for the transport flags: a device without them raises, rather than take a callback."""
 
     @property
     def platforms(self) -> list[str]:
@@ -90,22 +92,23 @@ def _switch(settings: Settings, platforms: list[str]) -> tuple[bool | None, str]
     return None, ""
 
 
-def _transport(wish: str, aware: bool, inspects: bool, survives: bool) -> tuple[str, str]:
+def _transport(wish: str, aware: bool, inspects: bool, survives: bool, flags: bool) -> tuple[str, str]:
     """The way in which MPI is called for staged arrays, and the reason for it.
 
     `survives`: the job goes on after a death, which then must be raised by the operation that has no result for it.
+    `flags`: the driver has streams that wait for values in memory.
     """
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         return "wait", "MPI is below MPI_THREAD_MULTIPLE"
     if wish != "auto":
         return wish, f"JAXMPI_DEVICE_TRANSPORT={wish}"
     if inspects or aware:
-        # `thread` could deadlock: the stream waits for MPI, another thread may wait for the stream inside the driver,
+        # `flags` could deadlock: the stream waits for MPI, another thread may wait for the stream inside the driver,
         # and MPI's call of the driver may wait for that thread.
         return "wait", "the MPI library may call the driver"
     if survives:
         return "wait", "the job survives a death, of which each operation tells itself"
-    return "callback", "the MPI library does not call the driver"
+    return "flags" if flags else "callback", "the MPI library does not call the driver"
 
 
 def _that_count(platforms: list[str], jax_platforms: str) -> list[str]:
@@ -129,7 +132,7 @@ def choose(
     `survives`: the job goes on after the death of a rank.
 
     Warns, once per job, if the user makes an MPI library take
-    device pointers that is not known to accept them.
+    device pointers that is not known to accept them. ValueError: the user asks for flags, which a driver does not have.
     """
     # If a driver has been loaded before, by the MPI library or otherwise, MPI may query it about every pointer.
     inspects = _core.driver_loaded()
@@ -143,8 +146,15 @@ def choose(
     said = "; ".join(text for _, text in found.values())
     aware = able if forced is None else forced and bool(platforms)
     called = inspects or any(answer for answer, _ in found.values())
-    transport, why = _transport(settings.device_transport, aware, called, survives)
+    flags = _core.flags()
+    without = [platform for platform in counted if not flags.get(platform)]
+    transport, why = _transport(settings.device_transport, aware, called, survives, not without)
     used = any(allows(jax_platforms or "", platform) for platform in platforms)
+    if transport == "flags" and used and without:
+        raise ValueError(
+            f"JAXMPI_DEVICE_TRANSPORT=flags: the driver of {' and '.join(without)} has no functions by which streams "
+            "write values to memory and wait for them: install a newer one, or leave the variable out"
+        )
     if aware and not able and used and MPI.COMM_WORLD.rank == 0:
         warnings.warn(
             f"jaxmpi: {variable} hands the memory of devices to an MPI library that is not known to reach it ({said}): "
@@ -154,11 +164,12 @@ def choose(
         )
     wish, copy = settings.device_chunk, settings.device_copy
     chunk = wish if wish is not None else CHUNK if used and not aware else 0
-    sizes = (chunk, wish is not None, COPY_BYTES if copy is None else copy)
+    asked = settings.device_transport == "flags"
+    rest = (chunk, wish is not None, COPY_BYTES if copy is None else copy, asked)
     if not platforms:
-        return Choice(drivers, False, transport, "no driver", *sizes)
+        return Choice(drivers, False, transport, "no driver", *rest)
     because = f"{said}{f', but {variable}' if forced is not None and forced != able else ''}; {why}"
-    return Choice(drivers, aware, transport, because, *sizes)
+    return Choice(drivers, aware, transport, because, *rest)
 
 
 def count(platform: str) -> int:

@@ -140,7 +140,12 @@ def bind() -> None:
     LIBRARY = Library(*_core.load(MPI.__file__, secrets.randbits(64)))
     survives = _tolerates_failures()
     DEVICES = devices.choose(SETTINGS, os.environ, internals.platforms(), survives)
-    _core.configure(aware=DEVICES.aware, transport=DEVICES.transport, copy_bytes=DEVICES.copy_bytes)
+    _core.configure(
+        aware=DEVICES.aware,
+        transport=DEVICES.transport,
+        flags_asked=DEVICES.flags_asked,
+        copy_bytes=DEVICES.copy_bytes,
+    )
     # In the same order in every run, so that a cached program finds them under their numbers.
     of_self = _core.communicator(handle_of(MPI.COMM_SELF), meaning("COMM_SELF"))
     assert of_self is not None

@@ -59,7 +59,7 @@ class Settings:
     """JAXMPI_DEVICE_MPI, MPI4JAX_USE_CUDA_MPI, MPI4JAX_USE_SYCL_MPI: those that are set and not `auto`, as "on" or
     "off": whether MPI is given the memory of devices."""
     device_transport: str
-    """JAXMPI_DEVICE_TRANSPORT: auto, callback, thread or wait."""
+    """JAXMPI_DEVICE_TRANSPORT: auto, callback, flags or wait."""
     device_chunk: int | None
     """JAXMPI_DEVICE_CHUNK: bytes of a chunk; None: not set."""
     device_copy: int | None
@@ -84,7 +84,7 @@ class Settings:
             trace=environment.get("JAXMPI_TRACE", ""),
             trace_bytes=read.megabytes("JAXMPI_TRACE_MEGABYTES", 200),
             device_mpi=read.switches("JAXMPI_DEVICE_MPI", "MPI4JAX_USE_CUDA_MPI", "MPI4JAX_USE_SYCL_MPI"),
-            device_transport=read.choice("JAXMPI_DEVICE_TRANSPORT", "auto", "callback", "thread", "wait"),
+            device_transport=read.choice("JAXMPI_DEVICE_TRANSPORT", "auto", "callback", "flags", "wait"),
             device_chunk=read.bytes("JAXMPI_DEVICE_CHUNK", 4096),
             device_copy=read.bytes("JAXMPI_DEVICE_COPY", 0),
             spares=read.count("JAXMPI_SPARES"),

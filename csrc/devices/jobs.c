@@ -1,0 +1,245 @@
+#include "devices/jobs.h"
+
+#include <sched.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/threads.h"
+#include "core/failure.h"
+#include "core/plan.h"
+#include "execute/body.h"
+
+/* In seconds. After SPIN the thread pauses, each time for a PARTth of what it has waited: so much too late it sees
+ * what has come, at most, and a core has little to do. */
+static const double SPIN = 50e-6, PART = 32, LONGEST = 200e-6;
+
+uint32_t flags_last = INT32_MAX;
+
+struct job {
+  struct job *next;
+  struct call call;
+  struct flags *flags; /* NULL: left to a callback */
+  uint32_t number;
+};
+
+/* The queue of our thread, in the order in which its calls were enqueued; all of it under the lock. */
+static struct {
+  pthread_mutex_t lock;
+  pthread_cond_t posted;
+  struct job *spare; /* jobs that are not used */
+  struct job *first, *last;
+  const struct flags *with_mpi; /* of the job that the thread has taken */
+  bool running;
+} jobs = {.lock = PTHREAD_MUTEX_INITIALIZER, .posted = PTHREAD_COND_INITIALIZER};
+
+/* --- flags --- */
+
+static int make_one(const struct memory *memory, _Atomic uint32_t **flag) {
+  void *made = NULL;
+  int code = memory->flag_make(&made);
+  if (code != 0) return code;
+  *flag = made;
+  atomic_store_explicit(*flag, 0, memory_order_release);
+  return 0;
+}
+
+int flags_make(struct flags *flags, const struct memory *memory, void *stream) {
+  if (flags->done != NULL || flags->refused) return 0;
+  flags->memory = memory;
+  bool served = false;
+  int code = make_one(memory, &flags->asked);
+  if (code == 0) code = make_one(memory, &flags->done);
+  if (code == 0) code = memory->flags_serve(stream, (void *)flags->done, &served);
+  if (code != 0 || !served) flags_free(flags);
+  flags->refused = code == 0 && !served;
+  return code;
+}
+
+void flags_free(struct flags *flags) {
+  if (flags->asked != NULL) flags->memory->flag_free((void *)flags->asked);
+  if (flags->done != NULL) flags->memory->flag_free((void *)flags->done);
+  flags->asked = flags->done = NULL;
+}
+
+/* The next number; the count begins again where it must. */
+static int next_number(struct flags *flags, void *stream, uint32_t *number) {
+  if (flags->given >= flags_last) {
+    int code = flags->memory->stream_synchronize(stream);
+    if (code != 0) return code;
+    atomic_store_explicit(flags->asked, 0, memory_order_release);
+    atomic_store_explicit(flags->done, 0, memory_order_release);
+    flags->given = 0;
+  }
+  *number = ++flags->given;
+  return 0;
+}
+
+/* Under the lock of the queue. */
+static void raise_done(struct flags *flags, uint32_t number) {
+  if (atomic_load_explicit(flags->done, memory_order_relaxed) < number)
+    atomic_store_explicit(flags->done, number, memory_order_release);
+}
+
+/* --- jobs --- */
+
+static struct job *job_new(const struct call *call, struct flags *flags) {
+  pthread_mutex_lock(&jobs.lock);
+  struct job *job = jobs.spare;
+  if (job != NULL) jobs.spare = job->next;
+  pthread_mutex_unlock(&jobs.lock);
+  if (job == NULL) job = malloc(sizeof *job);
+  if (job == NULL) return NULL;
+  job->next = NULL;
+  call_copy(&job->call, call);
+  job->call.frame = NULL;
+  job->flags = flags;
+  return job;
+}
+
+/* Under the lock of the queue. */
+static void put_away(struct job *job) {
+  job->next = jobs.spare;
+  jobs.spare = job;
+}
+
+static void job_free(struct job *job) {
+  pthread_mutex_lock(&jobs.lock);
+  put_away(job);
+  pthread_mutex_unlock(&jobs.lock);
+}
+
+static void job_run(struct job *job) {
+  struct call *call = &job->call;
+  ffi_error *error = call_check(call); /* the communicator may have been freed since the call */
+  if (error == NULL) error = call_body(call);
+  if (error != NULL && call->messages != NULL) {
+    const struct plan *plan = plan_of(call);
+    memset(call->messages + plan->sent, 0xff, (size_t)plan->received);
+    return;
+  }
+  for (int i = 0; i < call->buffer_count && error != NULL; i++) {
+    const struct buffer *buffer = &call->buffers[i];
+    if (role_is_written(buffer->role) && buffer->count > 0) memset(buffer->data, 0xff, buffer_bytes(buffer));
+  }
+}
+
+/* Host function: calls MPI in the driver's callback thread. */
+static void run_in_callback(void *data) {
+  job_run(data);
+  job_free(data);
+}
+
+/* --- our thread --- */
+
+/* Ranks that share a core let each other go on meanwhile. */
+static void pause_after(double waited) {
+  double pause = waited / PART;
+  if (waited < SPIN)
+    sched_yield();
+  else
+    nanosleep(&(struct timespec){0, (long)(1e9 * (pause < LONGEST ? pause : LONGEST))}, NULL);
+}
+
+static bool turn_has_come(const struct job *job) {
+  return job != NULL && atomic_load_explicit(job->flags->asked, memory_order_acquire) >= job->number;
+}
+
+/* Waits until the turn of the first job has come and takes it. Under the lock, which is free at each pause. */
+static struct job *next_job(void) {
+  double since = seconds_now(), waited = 0;
+  while (!turn_has_come(jobs.first)) {
+    if (jobs.first == NULL && waited >= SPIN) {
+      pthread_cond_wait(&jobs.posted, &jobs.lock);
+      since = seconds_now();
+    }
+    pthread_mutex_unlock(&jobs.lock);
+    pause_after(waited);
+    pthread_mutex_lock(&jobs.lock);
+    waited = seconds_now() - since;
+  }
+  struct job *job = jobs.first;
+  jobs.first = job->next;
+  return job;
+}
+
+static void *run_jobs(void *unused) {
+  thread_pauses_exactly();
+  pthread_mutex_lock(&jobs.lock);
+  for (;;) {
+    struct job *job = next_job();
+    jobs.with_mpi = job->flags;
+    pthread_mutex_unlock(&jobs.lock);
+    job_run(job);
+    pthread_mutex_lock(&jobs.lock);
+    jobs.with_mpi = NULL;
+    raise_done(job->flags, job->number);
+    put_away(job);
+  }
+  return unused;
+}
+
+static bool start_thread(void) {
+  pthread_mutex_lock(&jobs.lock);
+  pthread_t thread;
+  if (!jobs.running) jobs.running = thread_start(&thread, run_jobs) == 0 && pthread_detach(thread) == 0;
+  bool running = jobs.running;
+  pthread_mutex_unlock(&jobs.lock);
+  return running;
+}
+
+static void post(struct job *job) {
+  pthread_mutex_lock(&jobs.lock);
+  if (jobs.first == NULL)
+    jobs.first = job;
+  else
+    jobs.last->next = job;
+  jobs.last = job;
+  pthread_cond_signal(&jobs.posted);
+  pthread_mutex_unlock(&jobs.lock);
+}
+
+/* The job is posted at last: after an error the number that the stream writes means nothing to anybody. */
+static int give_by_flags(struct job *job, void *stream) {
+  struct flags *flags = job->flags;
+  int code = next_number(flags, stream, &job->number);
+  if (code == 0) code = flags->memory->flag_write(stream, (void *)flags->asked, job->number);
+  if (code == 0) code = flags->memory->flag_wait(stream, (void *)flags->done, job->number);
+  if (code == 0) post(job);
+  return code;
+}
+
+ffi_error *job_give(const struct call *call, const struct call *part, struct flags *flags, void *stream) {
+  struct job *job = flags == NULL || start_thread() ? job_new(part, flags) : NULL;
+  if (job == NULL) return call_fail(call, FFI_INTERNAL, "no memory or no thread for a call of MPI");
+  int code = flags != NULL ? give_by_flags(job, stream) : call->memory->call(stream, run_in_callback, job);
+  if (code == 0) return NULL;
+  job_free(job);
+  return call_fail_driver(call, call->memory, code);
+}
+
+bool jobs_drop(struct flags *flags, int code) {
+  if (flags->done == NULL) return false;
+  bool told = false;
+  pthread_mutex_lock(&jobs.lock);
+  struct job *left = jobs.first, *next;
+  jobs.first = jobs.last = NULL;
+  for (struct job *job = left; job != NULL; job = next) {
+    next = job->next;
+    job->next = NULL;
+    if (job->flags != flags) {
+      if (jobs.first == NULL)
+        jobs.first = job;
+      else
+        jobs.last->next = job;
+      jobs.last = job;
+      continue;
+    }
+    if (!told) call_fail_driver(&job->call, flags->memory, code);
+    told = true;
+    put_away(job);
+  }
+  raise_done(flags, flags->given);
+  bool with_mpi = jobs.with_mpi == flags;
+  pthread_mutex_unlock(&jobs.lock);
+  return with_mpi;
+}
