@@ -165,12 +165,12 @@ def device(options) -> Iterator[Command]:
 
     brief = options.brief
     yield on("", "run_devices")
-    for transport in ("flags",) if brief else ("flags", "aware"):
+    for transport in ("callback",) if brief else ("callback", "aware"):
         yield on(transport, ON_EVERY_TRANSPORT)
-    yield on("flags", f"{ON_EVERY_TRANSPORT} grid redistribute" if brief else ON_DEVICES, 2)
+    yield on("callback", f"{ON_EVERY_TRANSPORT} grid redistribute" if brief else ON_DEVICES, 2)
     yield on("aware", ON_EVERY_TRANSPORT if brief else ON_DEVICES, 2)
-    yield on("flags", "device order" if brief else "device order operations", 4)
-    for transport in ("callback", "wait"):
+    yield on("callback", "device order" if brief else "device order operations", 4)
+    for transport in ("flags", "wait"):
         yield on(transport, "device operations", 2)
 
 

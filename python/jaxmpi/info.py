@@ -46,11 +46,9 @@ def facts() -> Iterator[tuple[str, str]]:
         if why_not is not None:
             yield f"no {name}", why_not
     if choice.platforms:
-        may_fall_back = choice.transport == "flags" and not choice.flags_asked
-        instead = " (callback on devices without them)" if may_fall_back else ""
         yield (
             "device memory",
-            "handed to MPI as it is" if choice.aware else f"copied for MPI, transport: {choice.transport}{instead}",
+            "handed to MPI as it is" if choice.aware else f"copied for MPI, transport: {choice.transport}",
         )
         yield "because", choice.because
     from jaxmpi.sharded import why_not_mpi

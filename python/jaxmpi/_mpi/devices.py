@@ -92,11 +92,10 @@ def _switch(settings: Settings, platforms: list[str]) -> tuple[bool | None, str]
     return None, ""
 
 
-def _transport(wish: str, aware: bool, inspects: bool, survives: bool, flags: bool) -> tuple[str, str]:
+def _transport(wish: str, aware: bool, inspects: bool, survives: bool) -> tuple[str, str]:
     """The way in which MPI is called for staged arrays, and the reason for it.
 
     `survives`: the job goes on after a death, which then must be raised by the operation that has no result for it.
-    `flags`: the driver has streams that wait for values in memory.
     """
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         return "wait", "MPI is below MPI_THREAD_MULTIPLE"
@@ -108,7 +107,8 @@ def _transport(wish: str, aware: bool, inspects: bool, survives: bool, flags: bo
         return "wait", "the MPI library may call the driver"
     if survives:
         return "wait", "the job survives a death, of which each operation tells itself"
-    return "flags" if flags else "callback", "the MPI library does not call the driver"
+    # Not `flags`, which has run on simulated devices alone.
+    return "callback", "the MPI library does not call the driver"
 
 
 def _that_count(platforms: list[str], jax_platforms: str) -> list[str]:
@@ -146,11 +146,10 @@ def choose(
     said = "; ".join(text for _, text in found.values())
     aware = able if forced is None else forced and bool(platforms)
     called = inspects or any(answer for answer, _ in found.values())
-    flags = _core.flags()
-    without = [platform for platform in counted if not flags.get(platform)]
-    transport, why = _transport(settings.device_transport, aware, called, survives, not without)
+    transport, why = _transport(settings.device_transport, aware, called, survives)
     used = any(allows(jax_platforms or "", platform) for platform in platforms)
-    if transport == "flags" and used and without:
+    flags = _core.flags() if transport == "flags" and used else dict.fromkeys(counted, True)
+    if without := [platform for platform in counted if not flags.get(platform)]:
         raise ValueError(
             f"JAXMPI_DEVICE_TRANSPORT=flags: the driver of {' and '.join(without)} has no functions by which streams "
             "write values to memory and wait for them: install a newer one, or leave the variable out"
