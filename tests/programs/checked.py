@@ -236,20 +236,30 @@ def differing(world):
 def lines_of_calls(world):
     """Of calls in compiled functions and of eager ones, on both ranks."""
     rank, x = world.rank, jnp.ones(3)
-    for jit in (jaxmpi.jit, lambda f: f):
 
-        @jit
-        def total(x):
-            return notoken.allreduce(x, MPI.SUM, comm=world)  # total
+    @jaxmpi.jit
+    def total(x):
+        return notoken.allreduce(x, MPI.SUM, comm=world)  # total
 
-        @jit
-        def step(x):
-            return notoken.bcast(x, 0, comm=world)  # step
+    @jaxmpi.jit
+    def step(x):
+        return notoken.bcast(x, 0, comm=world)  # step
 
-        said = _said(lambda step=step, total=total: (step if rank else total)(x))
+    def most(x):
+        return notoken.scan(x, MPI.MAX, comm=world)  # most
+
+    def everyone(x):
+        return notoken.allgather(x, comm=world)  # everyone
+
+    for functions, within, texts in (
+        ((total, step), "lines_of_calls.<locals>.", ("allreduce SUM of 3 float32", "bcast from root 0 of 3 float32")),
+        ((most, everyone), "", ("scan MAX of 3 float32", "allgather of 3 float32")),
+    ):
+        said = _said(lambda functions=functions: functions[rank](x))
+        names = [function.__name__ for function in functions]
         calls = [
-            f"{text} (a value) called at {_line(name)} (lines_of_calls.<locals>.{name})"
-            for text, name in (("allreduce SUM of 3 float32", "total"), ("bcast from root 0 of 3 float32", "step"))
+            f"{text} (a value) called at {_line(name)} ({within}{name})"
+            for text, name in zip(texts, names, strict=True)
         ]
         assert f"{calls[rank]}; rank {1 - rank} calls {calls[1 - rank]}. Nothing" in said, said
 
