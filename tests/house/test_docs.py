@@ -74,7 +74,7 @@ def examples(page, comm=None):
     return list(sybil.Sybil([Program(), Output(comm), SkipParser()]).parse(page).examples())
 
 
-@pytest.mark.two_ranks_suffice
+@pytest.mark.max_ranks(2)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_page(page, comm, monkeypatch):
     if not NEW_JAX:
