@@ -14,6 +14,7 @@ import pytest
 
 from jaxmpi import run
 from support.launch import launch
+from support.rows import one_each_time
 
 pytestmark = [pytest.mark.launches, pytest.mark.seconds(150)]
 TESTS = Path(__file__).resolve().parents[1]
@@ -37,10 +38,6 @@ BEGIN = textwrap.dedent("""
     def all_have_come(): WORLD.Agree(1)  # and no death that follows is an error of what was done before
     def told(*what): print(f"rank {rank}:", *what, flush=True)
 """)
-
-
-def one_each_time(table, chosen):
-    return [pytest.param(case, marks=() if case == chosen else nightly) for case in table]
 
 
 def survive(tmp_path, ranks, *parts, spare=0, **options):
