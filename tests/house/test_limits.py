@@ -41,6 +41,7 @@ def run(tmp_path, text):
     options = ("-p", "conftest", "-p", "no:cacheprovider", "-c", TESTS.parent / "pyproject.toml")
     command = [sys.executable, "-m", "pytest", *options, "--rootdir", tmp_path, tmp_path / "test_it.py"]
     environment = {**os.environ, "PYTHONPATH": str(TESTS), limits.PATIENCE: "0.5"}
+    environment.pop("JAXMPI_TEST_DURATIONS", None)
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90, check=False)
 
 
