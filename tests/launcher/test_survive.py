@@ -648,15 +648,6 @@ def test_death_in_an_exit_handler(dead, tmp_path):
 
 
 @needs_openmpi
-@nightly
-def test_all_fail(tmp_path):
-    """The status is that of the first."""
-    done = survive(tmp_path, 2, "sys.exit(5)")
-    assert "all ranks are lost. The status is 5" in done.stderr
-    assert done.returncode == 5
-
-
-@needs_openmpi
 @pytest.mark.parametrize(("seed", "spare"), [(2, 0), (3, 2)])
 @nightly
 def test_replica_and_random_deaths(seed, spare, tmp_path):
