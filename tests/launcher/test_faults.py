@@ -511,7 +511,7 @@ def test_table_of_ranks(where, tmp_path):
     line = program.read_text().splitlines().index(f"if rank == 1: {does}") + 1
     folder = tmp_path / "folder"
     folder.mkdir()
-    limits = {"JAXMPI_TIMEOUT": "2", "JAXMPI_TIMEOUT_ACTION": "abort", "TMPDIR": str(folder)}
+    limits = {"JAXMPI_TIMEOUT": "1", "JAXMPI_TIMEOUT_ACTION": "abort", "TMPDIR": str(folder)}
     done = launch(3, program, check=False, timeout=SECONDS, **limits)
     assert done.returncode != 0
     assert done.stderr.count("jaxmpi.run: what the ranks do:") >= 1, done.stderr
