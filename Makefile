@@ -156,7 +156,7 @@ OPERATIONS ?= 800000
 soak: $(READY) ## three million mixed operations on 4 ranks, each result checked, memory and files watched; ten minutes or more
 	$(RUN) -n 4 tests/programs/soak.py --operations $(OPERATIONS) --seed $(SEED)
 
-errors: $(READY) ## the times in docs/errors.md, with this MPI beside those measured before with another
+errors: $(READY) ## how long jobs take to end after a fault, with this MPI and those measured before with another
 	@mkdir -p .build && rm -f .build/faults-$(MPI).jsonl
 	JAXMPI_FAULT_TIMES=$(abspath .build/faults-$(MPI).jsonl) $(SUITES) fault-times
 	$(BIN)/python tests/programs/errors_page.py $$(ls .build/faults-*.jsonl)

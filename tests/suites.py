@@ -97,7 +97,7 @@ def faults(options) -> Iterator[Command]:
 
 
 def fault_times(options) -> Iterator[Command]:
-    """Those that write the times of docs/errors.md, one after the other."""
+    """Those that tell how long a job with a fault takes to end, one after the other."""
     options.workers = "0"
     suites = "faults launcher two_hosts private timeline"
     tests = {test for suite in suites.split() for test in noting((TESTS.parent / path(suite)).read_text())}
@@ -105,9 +105,9 @@ def fault_times(options) -> Iterator[Command]:
 
 
 def noting(source: str) -> Iterator[str]:
-    """The tests in a source text that write something for docs/errors.md."""
+    """The tests in a source text that write a time for tests/programs/errors_page.py."""
     for test in source.split("\ndef ")[1:]:
-        if "errors_page.note(" in test or "errors_page.goes_on(" in test:
+        if "errors_page.note(" in test:
             yield test.partition("(")[0]
 
 

@@ -209,7 +209,7 @@ def test_newer_version_is_one_warning(version, count):
 def test_this_version_of_jax_keeps_to_all(unchecked):
     begin = time.process_time()
     assert broken() is None
-    assert time.process_time() - begin < 2
+    assert time.process_time() - begin < 6  # seconds of this process, usually 0.3
 
 
 @needs_derivatives

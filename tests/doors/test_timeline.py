@@ -156,12 +156,15 @@ SLEEPS = """
 f = jax.jit(lambda x: notoken.allreduce(x, MPI.SUM))
 f(x).block_until_ready(); world.Barrier()
 for _ in range(3):
-    if rank == 1: time.sleep(0.8)
+    if rank == 0: world.send("comes", 1)
+    else: world.recv(source=0); time.sleep(0.8)
     f(x).block_until_ready()
 if rank == 0:
+    world.recv(source=1)
     time.sleep(0.4)
     notoken.send(x, 1)
-elif rank == 1:
+else:
+    world.send("comes", 0)
     notoken.recv(x, 0).block_until_ready()
 """
 
@@ -173,7 +176,7 @@ def test_waiting_is_for_whom_one_waits(tmp_path):
     assert clocks.align(ranks, matched) == 0
     caused = matching.add_waiting(matched)
     waits = [event.waited / 1e6 for event in ranks[0].events if event.name == "allreduce"]
-    assert all(wait > 0.2 for wait in waits[1:])  # of rank 0 for rank 1, which sleeps
+    assert all(wait > 0.2 for wait in waits[1:])  # of rank 0 for rank 1, which sleeps when rank 0 comes
     assert caused[0, 1] / 1e6 == pytest.approx(sum(waits), abs=0.3)
     assert caused[1, 0] / 1e6 > 0.3  # rank 1 for rank 0, in recv
     received = next(event for event in ranks[1].events if event.name == "recv")

@@ -74,8 +74,13 @@ def examples(page, comm=None):
     return list(sybil.Sybil([Program(), Output(comm), SkipParser()]).parse(page).examples())
 
 
-@pytest.mark.two_ranks_suffice
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def _case(page):
+    """The checks of gradients on one page take as long as all other pages together."""
+    return pytest.param(page, marks=pytest.mark.nightly if page.stem == "gradients" else ())
+
+
+@pytest.mark.max_ranks(2)
+@pytest.mark.parametrize("page", [_case(page) for page in PAGES], ids=lambda page: page.name)
 def test_page(page, comm, monkeypatch):
     if not NEW_JAX:
         pytest.skip("derivatives are on most pages")

@@ -1,6 +1,7 @@
 """The structure of the sources: layers, each of which uses only those below it, and no circles."""
 
 import ast
+import functools
 import re
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -33,11 +34,14 @@ NAMES_OF_JAX = {
 """The other modules with private names of JAX, with the reason for each."""
 
 
+@functools.cache
 def _sources():
     """name -> tree, of each module of the package."""
     folder = ROOT / "python" / "jaxmpi"
-    for path in folder.rglob("*.py"):
-        yield ".".join(path.relative_to(folder).with_suffix("").parts), ast.parse(path.read_text())
+    return {
+        ".".join(path.relative_to(folder).with_suffix("").parts): ast.parse(path.read_text())
+        for path in folder.rglob("*.py")
+    }
 
 
 def _imported(name, tree, names):
@@ -59,10 +63,14 @@ def _imported(name, tree, names):
         )
 
 
+@functools.cache
 def imports():
-    sources = dict(_sources())
-    for name, tree in sources.items():
-        yield name, {other for other in _imported(name, tree, sources) if (name, other) not in UPWARD} - {name}
+    """module -> the others that it imports."""
+    sources = _sources()
+    return {
+        name: {other for other in _imported(name, tree, sources) if (name, other) not in UPWARD} - {name}
+        for name, tree in sources.items()
+    }
 
 
 CSRC = ROOT / "csrc"
@@ -77,8 +85,7 @@ def includes():
     for path in (*CSRC.rglob("*.c"), *CSRC.rglob("*.h")):
         found = re.findall(r'^ *# *include "([^"]+)\.(?:h|def)"', path.read_text(), re.MULTILINE)
         graph.setdefault(str(path.relative_to(CSRC).with_suffix("")), set()).update(found)
-    for name, found in graph.items():
-        yield name, found - {name}
+    return {name: found - {name} for name, found in graph.items()}
 
 
 def test_layers_of_c():
@@ -90,10 +97,13 @@ def test_layers_of_c():
 
     assert {path.name for path in CSRC.iterdir()} == {name for layer in C_LAYERS for name in _names(layer)}
     assert not [
-        f"{name} includes {other}" for name, others in includes() for other in others if layer(other) > layer(name)
+        f"{name} includes {other}"
+        for name, others in includes().items()
+        for other in others
+        if layer(other) > layer(name)
     ]
     folders = {}
-    for name, others in includes():
+    for name, others in includes().items():
         folders.setdefault(name.partition("/")[0], set()).update(other.partition("/")[0] for other in others)
     list(TopologicalSorter({name: others - {name} for name, others in folders.items()}).static_order())
 
@@ -142,7 +152,7 @@ def test_one_name_for_each_function_of_c():
 
 @pytest.mark.parametrize("graph", [imports, includes])
 def test_no_circles(graph):
-    edges = dict(graph())
+    edges = graph()
     assert len(edges) > 15
     assert sum(map(len, edges.values())) > len(edges)
     list(TopologicalSorter(edges).static_order())  # raises CycleError, which names one
@@ -160,19 +170,19 @@ def _layer(name):
 def test_layers():
     """No module imports one that stands higher, and none from another package of its own layer."""
     wrong = []
-    for name, others in imports():
+    for name, others in imports().items():
         for other in others:
             beside = _layer(name) == _layer(other) < len(LAYERS) and name.partition(".")[0] != other.partition(".")[0]
             if _layer(other) > _layer(name) or beside:
                 wrong.append(f"{name} imports {other}")
     assert not wrong
-    assert all(name in dict(_sources()) for pair in UPWARD for name in pair)
+    assert all(name in _sources() for pair in UPWARD for name in pair)
 
 
 def test_private_names_of_jax():
     """They stand where they are looked for when a version of JAX has moved one."""
     uses = set()
-    for name, tree in _sources():
+    for name, tree in _sources().items():
         for node in ast.walk(tree):
             module = getattr(node, "module", None) if isinstance(node, ast.ImportFrom) else None
             named = [module, *(a.name for a in node.names)] if isinstance(node, ast.ImportFrom | ast.Import) else []
@@ -197,7 +207,7 @@ def _docstrings(tree):
 def test_docstrings_can_be_read_alone():
     wrong = [
         f"{name}, line {line}: {text[:60]}"
-        for name, tree in _sources()
+        for name, tree in _sources().items()
         for line, text in _docstrings(tree)
         if FRAGMENTS.match(text)
     ]

@@ -19,7 +19,10 @@ import pytest
 from jaxmpi import run
 from jaxmpi._launcher import versions
 from jaxmpi._mpi import absent, apart
+from programs import launched
+from support import jobs
 from support.launch import launch, outside_of_a_job
+from support.rows import rows
 from support.table import NEW_JAX
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -47,52 +50,27 @@ def test_after_finalize(script):
     assert done.stdout.count("True") == 6
 
 
-@pytest.mark.parametrize("kind", ["jaxmpi.jit", "jax.jit"])
-@pytest.mark.parametrize("thread", [False, True], ids=["main", "thread"])
-def test_nothing_is_lost_at_exit(script, thread, kind):
-    """A program under plain mpiexec ends while its last send waits for a computation: the message arrives."""
-    if thread and kind == "jax.jit":
-        pytest.skip("JAX does not tell what its own jit has left running in another thread")
-    program = script(f"""
+def test_nothing_is_lost_at_exit(script):
+    """A program under plain mpiexec ends while its last sends wait for computations, one of them in another thread:
+    their messages arrive. JAX does not tell what its own jit has left running in another thread."""
+    program = script("""
         import threading
-        def slow(x):
-            y = jax.lax.fori_loop(0, 60, lambda i, v: jnp.sin(v @ v) / 100, jnp.full((300, 300), x[0]))
-            notoken.send(x + 1 + 0 * y[0, 0], 1)
-            return x
-        def work():
-            {kind}(slow)(jnp.full(100_000, 41.0))
+        def slow(tag):
+            def send(x):
+                y = jax.lax.fori_loop(0, 60, lambda i, v: jnp.sin(v @ v) / 100, jnp.full((300, 300), x[0]))
+                notoken.send(x + 1 + 0 * y[0, 0], 1, tag=tag)
+                return x
+            return send
+        x = jnp.full(100_000, 41.0)
         if rank == 0:
-            if {thread}:
-                worker = threading.Thread(target=work)
-                worker.start()
-                worker.join()
-            else:
-                work()
-        if rank == 1:
-            print("received", notoken.recv(jnp.zeros(100_000), 0)[0])
+            worker = threading.Thread(target=lambda: jaxmpi.jit(slow(1))(x))
+            worker.start()
+            worker.join()
+            jax.jit(slow(2))(x)
+        else:
+            print("received", *(notoken.recv(x, 0, tag=tag)[0] for tag in (1, 2)))
     """)
-    assert "received 42.0" in launch(2, program, plain=True).stdout
-
-
-@pytest.mark.parametrize("last", ["jaxmpi.barrier()", "notoken.allreduce(jnp.ones(3), MPI.SUM)", "pass"])
-def test_clean_exit(script, last):
-    done = launch(3, script(f"jaxmpi.allreduce(jnp.ones(3), MPI.SUM)\n{last}\n"))
-    assert done.stderr == ""
-
-
-@pytest.mark.nightly
-def test_idle_ranks(script):
-    """Two ranks talk on the default communicator, the others never call anything."""
-    done = launch(
-        4,
-        script("""
-        if rank == 0:
-            notoken.send(jnp.arange(3.0), 1)
-        elif rank == 1:
-            print("got", notoken.recv(jnp.zeros(3), 0))
-    """),
-    )
-    assert "got [0. 1. 2.]" in done.stdout
+    assert "received 42.0 42.0" in launch(2, program, plain=True).stdout
 
 
 @pytest.mark.nightly
@@ -117,6 +95,7 @@ def test_partial_import(script, tmp_path):
     assert "not all ranks of COMM_WORLD have imported jaxmpi" in done.stderr
 
 
+@pytest.mark.nightly
 def test_import_that_fails_late(tmp_path):
     """It is not tried again, and a program that does without the package ends well."""
     program = tmp_path / "again.py"
@@ -223,7 +202,7 @@ def test_threads_of_xla(tmp_path):
 def test_import_that_fails_and_is_done_without(tmp_path):
     program = tmp_path / "without.py"
     program.write_text("try:\n    import jaxmpi\nexcept ValueError as error:\n    print(error)\n")
-    done = launch(1, program, timeout=60, JAXMPI_TIMEOUT="soon")
+    done = launch(0, program, timeout=60, JAXMPI_TIMEOUT="soon")
     assert "JAXMPI_TIMEOUT=soon" in done.stdout
     assert done.stderr == ""
 
@@ -266,35 +245,27 @@ def test_exception_of_a_pending_computation(script):
     assert "would be truncated" in done.stderr
 
 
-def test_exit_codes(script):
-    assert launch(2, script("import sys; sys.exit(0)")).returncode == 0
-    assert launch(2, script("import sys; sys.exit(3 if rank else 0)"), check=False).returncode == 3
-    done = launch(1, script("import sys; sys.exit('goodbye')"), check=False)
-    assert done.returncode == 1
-    assert "goodbye" in done.stderr
-
-
-def test_arguments_and_modules(script, tmp_path):
-    program = script("import sys; print(rank, sys.argv[1:], __name__)")
-    done = launch(2, program, "-n", "7", "--flag", "a b")
-    assert done.stdout.count("['-n', '7', '--flag', 'a b'] __main__") == 2
-    done = launch(2, "-m", "mpi4py.bench", "helloworld")
-    assert done.stdout.count("Hello, World!") == 2
+def test_arguments_of_a_module_and_its_exit_code(tmp_path):
+    (tmp_path / "its_name.py").write_text(
+        "import sys\nfrom mpi4py import MPI\nimport jaxmpi\n"
+        "print(sys.argv[1:], __name__, flush=True)\nsys.exit(3 if MPI.COMM_WORLD.rank else 0)\n"
+    )
+    arguments = ["-n", "7", "--flag", "a b"]
+    done = launch(2, "-m", "its_name", *arguments, check=False, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 3
+    assert done.stdout == f"{arguments} __main__\n" * 2
 
 
 @pytest.mark.nightly
-def test_launcher_settings(script):
-    """What the ranks find, and that the program is the first to import jax."""
-    done = launch(2, script("import os; print(os.environ['OMP_NUM_THREADS'], os.environ['PJRT_NPROC'])"))
-    threads = max(1, run.physical_cores() // 2)
-    assert done.stdout.count(f"{threads} {threads}") == 2
+def test_first_to_import_jax(script):
+    """The program is, so that XLA reads the flags that it adds."""
     flags = "os.environ.get('XLA_FLAGS', '') + ' --xla_force_host_platform_device_count=3'"
     adds = script("")
-    adds.write_text(f"import os\nos.environ['XLA_FLAGS'] = {flags}\nimport jax\nprint(jax.device_count(), 'of 3')\n")
-    assert launch(2, adds).stdout.count("3 of 3") == 2, "XLA does not read the flags that a program adds"
-    first = script("")
-    first.write_text("import sys\nassert 'jax' not in sys.modules and 'mpi4py' not in sys.modules\n")
-    launch(1, first)
+    adds.write_text(
+        "import os, sys\nassert 'jax' not in sys.modules and 'mpi4py' not in sys.modules\n"
+        f"os.environ['XLA_FLAGS'] = {flags}\nimport jax\nprint(jax.device_count(), 'of 3')\n"
+    )
+    assert launch(2, adds).stdout.count("3 of 3") == 2
 
 
 def test_shares():
@@ -359,11 +330,11 @@ def test_mpiexec_that_cannot_be_started(monkeypatch):
         run.flavour("mpiexec")
 
 
-@pytest.mark.parametrize("name", ["-c", "-m", "--devices", "--as"])
+@pytest.mark.parametrize("name", ["-c", "--as"])
 def test_script_with_the_name_of_an_option(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path(name).write_text("import sys; print(sys.argv)")
-    assert launch(1, "--", name, "more").stdout == f"['./{name}', 'more']\n"
+    assert launch(1, "--dry-run", "--", name, "more").stdout.endswith(f" ./{name} more\n")
 
 
 def test_cpus_where_the_system_does_not_tell(monkeypatch):
@@ -687,72 +658,19 @@ def test_debug_log(script, variable):
     assert "r0 |" not in launch(2, program, **{variable: "0"}).stderr
 
 
-@pytest.mark.parametrize("level", ["single", "funneled"])
+@pytest.mark.parametrize("level", [pytest.param("single", marks=pytest.mark.nightly), "funneled"])
 def test_thread_level(script, level):
     program = script("")
     program.write_text(f"import mpi4py\nmpi4py.rc.thread_level = '{level}'\nimport jaxmpi\n")
-    done = launch(1, program, check=False)
+    done = launch(0, program, check=False)
     assert done.returncode != 0
     assert "below MPI_THREAD_SERIALIZED" in done.stderr
-
-
-OF_TWO_PLATFORMS = """
-    from jax._src import xla_bridge
-    from jax._src.lib import xla_client
-
-    xla_bridge.register_backend_factory("other", xla_client.make_cpu_client, priority=1000)
-    jax.config.update("jax_platforms", "cpu,other")
-    first, second = jax.devices("cpu") + jax.devices("other")
-"""
-"""As beside a GPU, where JAX has a device of the CPU, too."""
-
-
-@pytest.mark.parametrize(
-    "devices", ["    first, second = jax.devices()", OF_TWO_PLATFORMS], ids=["one", "two platforms"]
-)
-def test_several_devices(script, devices):
-    """Operands on either of two devices of this process: results lie there too, as with jax.jit."""
-    program = script(f"""{devices}
-    import numpy as np
-    f = jaxmpi.jit(lambda x: notoken.allreduce(x, MPI.SUM) + 1)
-    g = jax.jit(lambda x: notoken.allreduce(x, MPI.SUM) + 1)
-    for call in (f, lambda x: notoken.allreduce(x, MPI.SUM), lambda x: f(g(x))):
-        for device in (second, first, None, second, None):
-            x = jnp.ones(3) if device is None else jax.device_put(jnp.ones(3), device)
-            for _ in range(3):
-                y = call(x)
-            assert y.devices() == {{device or first}} and y.committed == (device is not None), (device, y.devices())
-            assert y[0] >= size
-    # Each rank draws the devices on its own, and long computations come before short ones: calls stay in order.
-    def long(x):
-        return jnp.linalg.matrix_power(jnp.full((300, 300), x[0]) / 300, 9)[0, :3] * 0 + x
-    passed = [jaxmpi.jit(lambda x, g=g: notoken.sendrecv(g(x), x, (rank - 1) % size, (rank + 1) % size))
-              for g in (long, lambda x: x)]
-    draw = np.random.default_rng(rank)
-    results = [passed[draw.integers(2)](jax.device_put(jnp.full(3, 1.0 * i), (first, second)[draw.integers(2)]))
-               for i in range(60)]
-    np.testing.assert_array_equal(results, np.repeat(np.arange(60.0), 3).reshape(60, 3))
-    print("two devices;", flush=True)
-    """)
-    number = "2" if "jax.devices()" in devices else "1"
-    assert launch(2, program, JAX_NUM_CPU_DEVICES=number).stdout.count("two devices;") == 2
-
-
-def test_serialized(script):
-    """At MPI_THREAD_SERIALIZED everything works, one operation at a time."""
-    program = script("")
-    program.write_text(
-        "import mpi4py\nmpi4py.rc.thread_level = 'serialized'\n"
-        "import jax.numpy as jnp\nimport jaxmpi\nfrom mpi4py import MPI\n"
-        "print(jaxmpi.notoken.allreduce(jnp.ones(2), MPI.SUM), MPI.Query_thread() == MPI.THREAD_SERIALIZED)\n"
-    )
-    assert launch(2, program).stdout.count("[2. 2.]") == 2
 
 
 def test_not_initialized(script):
     program = script("")
     program.write_text("import mpi4py\nmpi4py.rc.initialize = False\nimport jaxmpi\n")
-    done = launch(1, program, check=False)
+    done = launch(0, program, check=False)
     assert "MPI is not initialized" in done.stderr
 
 
@@ -766,6 +684,7 @@ def test_info():
     assert "problems         none found" in done.stdout
 
 
+@pytest.mark.nightly
 def test_info_read_in_part():
     """`python -m jaxmpi.info | head -n 1`"""
     command = [sys.executable, "-m", "jaxmpi.info"]
@@ -791,50 +710,17 @@ def test_info_sees_the_wrong_launcher():
 
 
 @pytest.mark.nightly
-def test_memory(script):
-    """A hundred thousand operations, in loops, jitted and eager, with a status too, leave the memory as it was."""
-    program = script("""
-        import resource
-        def resident():
-            return int(open('/proc/self/statm').read().split()[1]) * resource.getpagesize() / 2**20
-        loop = jax.jit(lambda x: jax.lax.fori_loop(0, 1000, lambda i, v: notoken.allreduce(v, MPI.SUM) / size, x))
-        one = jax.jit(lambda x: notoken.sendrecv(x, x, (rank - 1) % size, (rank + 1) % size))
-        x = jnp.arange(1000.0)
-        def round(calls):
-            global x
-            for _ in range(calls // 10):
-                for _ in range(5):
-                    x = one(x)
-                for _ in range(5):
-                    x = notoken.allreduce(x, MPI.MAX)
-                x = notoken.sendrecv(x, x, rank, rank, status=MPI.Status())
-            for _ in range(calls // 100):
-                x = loop(x)
-            jax.block_until_ready(x)
-        round(2000)
-        before = resident()
-        round(9000)
-        print("grown", resident() - before)
-    """)
-    grown = [float(text) for text in re.findall(r"grown (-?[\d.]+)", launch(2, program, timeout=300).stdout)]
-    assert len(grown) == 2
-    assert max(grown) < 4, grown
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_regression(ranks):
     """The same fit on any number of ranks."""
     assert "loss 0.00204, slope 1.50, shift -0.41" in launch(ranks, EXAMPLES / "regression.py", **AS_USERS_DO).stdout
 
 
-SMALL_EXAMPLES = ["global_sum", "send_recv", "scatter_grad"]
-
-
-@pytest.mark.parametrize("name", SMALL_EXAMPLES)
-def test_example(name):
-    """Each asserts the values that its docstring states."""
-    launch(2, EXAMPLES / f"{name}.py", **AS_USERS_DO)
+@rows("functions", launched.EACH_TIME, ids=jobs.name)
+def test_launched(functions):
+    """A job that ends without a word."""
+    done = jobs.check(2, functions, timeout=200, JAX_NUM_CPU_DEVICES="2", **AS_USERS_DO)
+    assert done.stderr == ""
 
 
 @pytest.mark.nightly
@@ -842,7 +728,7 @@ def test_example(name):
 def test_examples_on_other_numbers_of_ranks(ranks, tmp_path):
     """One after the other in one job; what fails says its file."""
     program = tmp_path / "program.py"
-    paths = [str(EXAMPLES / f"{name}.py") for name in SMALL_EXAMPLES]
+    paths = [str(EXAMPLES / f"{name}.py") for name in launched.SMALL_EXAMPLES]
     program.write_text(f"import runpy\nfor path in {paths}:\n    runpy.run_path(path, run_name='__main__')\n")
     out = launch(ranks, program, **AS_USERS_DO).stdout
     if ranks == 4:
@@ -851,37 +737,22 @@ def test_examples_on_other_numbers_of_ranks(ranks, tmp_path):
 
 @pytest.mark.nightly
 def test_shallow_water_on_any_number_of_ranks(tmp_path):
-    """The model's result does not depend on how many ranks computed it."""
+    """The model's result depends neither on how many ranks computed it, nor on whether the rim is computed later."""
     states = {}
-    for ranks in (1, 2, 3, 8):
-        file = tmp_path / f"{ranks}.npz"
-        arguments = ["--benchmark", "--size", "96", "48", "--days", "0.05", "--save-state", file]
+    for ranks, more in ((1, []), (2, []), (3, []), (8, []), (1, ["--overlap"]), (3, ["--overlap"]), (4, ["--overlap"])):
+        file = tmp_path / f"{ranks}{len(more)}.npz"
+        arguments = ["--benchmark", "--size", "96", "48", "--days", "0.05", "--save-state", file, *more]
         done = launch(ranks, EXAMPLES / "shallow_water.py", *arguments, timeout=200)
         assert re.fullmatch(r"Solution took \d+\.\d+ s\n", done.stdout)
         with np.load(file) as data:
-            states[ranks] = {name: data[name] for name in data}
-    reference = states.pop(1)
+            states[ranks, len(more)] = {name: data[name] for name in data}
+    reference = states.pop((1, 0))
     assert reference["h"].shape == (48, 96)
     assert np.ptp(reference["h"]) > 0.1
+    assert np.ptp(reference["v"]) > 0.01
     for state in states.values():
         for name, tolerance in (("h", 1e-3), ("u", 1e-4), ("v", 1e-4)):
             np.testing.assert_allclose(state[name], reference[name], atol=tolerance, rtol=0)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("ranks", [1, 3, 4])
-def test_shallow_water_with_overlap(ranks, tmp_path):
-    """The same numbers, to rounding, whether the rim is computed with the rest or later."""
-    states = []
-    for more in ([], ["--overlap"]):
-        file = tmp_path / f"state{len(more)}.npz"
-        arguments = ["--benchmark", "--size", "96", "48", "--days", "0.05", "--save-state", file, *more]
-        launch(ranks, EXAMPLES / "shallow_water.py", *arguments, timeout=200)
-        with np.load(file) as data:
-            states.append({name: data[name] for name in data})
-    assert np.ptp(states[0]["v"]) > 0.01
-    for name, tolerance in (("h", 1e-3), ("u", 1e-4), ("v", 1e-4)):
-        np.testing.assert_allclose(states[1][name], states[0][name], atol=tolerance, rtol=0)
 
 
 @pytest.mark.nightly
@@ -895,71 +766,6 @@ def test_shallow_water_pictures(tmp_path):
     for name in ("shallow-water.png", "shallow-water.gif"):
         assert (tmp_path / name).stat().st_size > 10_000
         assert str(tmp_path / name) in out
-
-
-@pytest.mark.nightly
-def test_check_of_cotangents(script):
-    """JAXMPI_CHECK=1: ranks whose cotangents of one allreduce differ say so, with its line; equal ones do not."""
-    program = script("""
-        here = [i for i, line in enumerate(open(__file__), 1) if "# this line" in line][-1]
-        def loss(x, wrong):
-            total = notoken.allreduce(jnp.sin(x), MPI.SUM)  # this line
-            return jnp.sum(total * (1.0 + rank if wrong else 2.0))
-        for jit in (lambda f, **options: f, jax.jit, jaxmpi.jit):
-            gradient = jit(jax.grad(loss), static_argnums=1)
-            print("right", bool(jnp.allclose(gradient(jnp.ones(3), False), 2 * jnp.cos(1.0))))
-            mapped = jax.vmap(jax.grad(lambda x: loss(x, False)))(jnp.ones((2, 3)))
-            try:
-                jax.block_until_ready(gradient(jnp.ones(3), True))
-                jax.effects_barrier()
-                print("silent on", rank)
-            except Exception as error:
-                text = str(error)
-                print("raised on", rank, "differs from that of rank 0" in text and f"program.py:{here} (loss)" in text)
-            MPI.COMM_WORLD.Barrier()
-        pull = jax.vjp(lambda x: notoken.allreduce(x, MPI.SUM), jnp.ones(2))[1]
-        for first in (jnp.inf, jnp.nan):
-            for second in (1 + rank * 1e-7, 1.0 + rank):
-                try:
-                    jax.block_until_ready(pull(jnp.asarray([first, second])))
-                    print("accepted", first, rank)
-                except Exception as error:
-                    print("rejected", first, rank)
-    """)
-    done = launch(2, program, JAXMPI_CHECK="1", check=False)
-    assert done.stdout.count("right True") == 6, done.stdout + done.stderr
-    assert done.stdout.count("raised on 1 True") == 3
-    assert done.stdout.count("silent on 0") == 3
-    for first in ("inf", "nan"):
-        assert (done.stdout.count(f"accepted {first} 1"), done.stdout.count(f"rejected {first} 1")) == (1, 1)
-        assert done.stdout.count(f"accepted {first} 0") == 2
-    done = launch(2, program)
-    assert done.stdout.count("silent on 1") == 3
-
-
-@pytest.mark.nightly
-def test_check_of_invariant(script):
-    """JAXMPI_CHECK=1: ranks whose values of one `invariant` differ say so, with its line; equal ones do not."""
-    program = script("""
-        def loss(x, wrong=0.0):
-            return jnp.sum(jaxmpi.invariant(notoken.allgather(x) * (1.0 + rank * wrong)) ** 2)
-        x = jnp.ones(3) + rank
-        print("right", bool(jnp.allclose(jax.grad(loss)(x), 2 * x)))
-        print("right", bool(jnp.allclose(jaxmpi.jit(jax.grad(loss))(x), 2 * x)))
-        print("right", bool(jnp.allclose(jax.jvp(jax.grad(loss), (x,), (x,))[1], 2 * x)))
-        print("right", bool(jnp.allclose(jax.grad(lambda z: jnp.vdot(jax.grad(loss)(z), x))(x), 2 * x)))
-        try:
-            jax.block_until_ready(jaxmpi.jit(loss)(x, 1.0))
-            jax.effects_barrier()
-            print("silent on", rank)
-        except Exception as error:
-            print("raised on", rank, all(part in str(error) for part in ("invariant", "program.py:", "(loss)")))
-        MPI.COMM_WORLD.Barrier()
-    """)
-    done = launch(2, program, JAXMPI_CHECK="1", check=False)
-    assert done.stdout.count("right True") == 2 * 4, done.stdout + done.stderr
-    assert done.stdout.count("raised on 1 True") == 1, done.stdout + done.stderr
-    assert done.stdout.count("silent on 0") == 1
 
 
 # What process A has compiled, for process B: programs on communicators of several kinds, each in a file.
@@ -1083,183 +889,3 @@ def test_compilation_cache(script, tmp_path):
     assert again.count("split {'hits': 0, 'misses': 1}") == 2, again
     for said in (again, launch(2, program, "second", **settings).stdout):
         assert len(re.findall(r"default {'hits': [1-9]\d*, 'misses': 0}", said)) == 2, said
-
-
-_DIFFERING = {
-    "operations": (
-        "notoken.bcast(x, 0) if rank else notoken.allreduce(x, MPI.SUM)",
-        ("allreduce SUM of 3 float32 (a value)", "bcast from root 0 of 3 float32 (a value)"),
-    ),
-    "roots": ("notoken.bcast(x, rank)", ("bcast from root 0 of 3 float32", "bcast from root 1 of 3 float32")),
-    "counts": ("notoken.bcast(x[rank:], 0)", ("bcast from root 0 of 3 float32", "bcast from root 0 of 2 float32")),
-    "types": (
-        "notoken.gather(x.astype([jnp.int32, jnp.float32][rank]), 1)",
-        ("gather to root 1 of 3 int32", "gather to root 1 of 3 float32"),
-    ),
-    "reductions": ("notoken.scan(x, [MPI.SUM, MPI.MAX][rank])", ("scan SUM of", "scan MAX of")),
-    "tangents": (
-        "(jax.jvp(sum_of, (x,), (x,)), sum_of(x)) if rank == 0 else (sum_of(x), sum_of(x))",
-        ("allreduce SUM of 3 float32 (a tangent)", "allreduce SUM of 3 float32 (a value)"),
-    ),
-    "cotangents": (
-        "jax.grad(lambda v: jnp.sum(notoken.allgather(v)))(x) if rank"
-        " else [notoken.allgather(x), notoken.alltoall(xx)]",
-        ("alltoall of 6 float32 (a value)", "reduce_scatter SUM of 3 float32 (a cotangent)"),
-    ),
-    "half": (
-        "notoken.allreduce(x[rank:].astype(jnp.bfloat16), MPI.SUM)",
-        ("allreduce SUM of 3 bfloat16 (a value)", "allreduce SUM of 2 bfloat16 (a value)"),
-    ),
-    "leaves": (
-        "notoken.allreduce([x, x[:2]] if rank else [x[:2], x], MPI.SUM)",
-        ("allreduce SUM of 5 float32 in 2 arrays (a value)",) * 2,
-    ),
-    "one leaf": (
-        "notoken.allreduce([x, x[:2]] if rank else jnp.ones(5), MPI.SUM)",
-        ("allreduce SUM of 5 float32 (a value)", "allreduce SUM of 5 float32 in 2 arrays (a value)"),
-    ),
-    "barrier": (
-        "notoken.barrier() if rank else notoken.allgather(x)",
-        ("allgather of 3 float32 (a value)", "barrier"),
-    ),
-}
-
-
-def test_check_of_collectives(script):
-    """JAXMPI_CHECK=1: ranks that do not do the same raise on all of them, with both; then they go on together."""
-    calls = {name: call for name, (call, _) in _DIFFERING.items()}
-    program = script(f"""
-        import re, warnings
-        warnings.simplefilter("ignore")  # of what has failed before
-        x, xx, order = jnp.ones(3), jnp.ones((2, 3)), "call [0-9]+ on this communicator: "
-        sum_of = lambda v: notoken.allreduce(v, MPI.SUM)
-        calls = {calls}
-        for name, call in calls.items():
-            for jit in (jax.jit, jaxmpi.jit, lambda f: f):
-                try:
-                    jax.block_until_ready(jit(lambda: eval(call))())
-                    jax.effects_barrier()
-                    said = "nothing"
-                except Exception as error:
-                    said = re.sub(order, "", str(error)).replace(chr(10), " ")
-                print(f"{{name}} on {{rank}}: {{said}}", flush=True)
-                assert sum_of(x)[0] == 2
-                MPI.COMM_WORLD.Barrier()
-    """)
-    done = launch(2, program, JAXMPI_CHECK="1", check=False, timeout=200)
-    for name, (_, texts) in _DIFFERING.items():
-        for rank in (0, 1):
-            said = re.findall(rf"^{name} on {rank}: (.*)$", done.stdout, re.M)
-            assert len(said) == 3, (name, done.stdout, done.stderr)
-            for line in said:
-                assert f" on rank {rank} of 2: the ranks differ: this is {texts[rank]}" in line, (name, line)
-                assert f"; rank {1 - rank} calls {texts[1 - rank]}" in line, (name, line)
-                assert "Nothing of it was sent" in line, (name, line)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("jit", ["jaxmpi.jit", "(lambda f: f)"])
-def test_check_names_lines(jit, script):
-    """Of calls in compiled functions and of eager ones, on both ranks."""
-    program = script(f"""
-        @{jit}
-        def total(x): return notoken.allreduce(x, MPI.SUM)  # line of rank 0
-        @{jit}
-        def step(x): return notoken.bcast(x, 0)  # line of rank 1
-        try:
-            (step if rank else total)(jnp.ones(3)).block_until_ready()
-        except Exception as error:
-            print(str(error).replace(chr(10), " "), flush=True)
-    """)
-    done = launch(2, program, JAXMPI_CHECK="1", timeout=100)
-    lines = program.read_text().splitlines()
-    total, step = (
-        f"called at {program}:{next(i for i, line in enumerate(lines, 1) if f'line of rank {rank}' in line)} ({name})"
-        for rank, name in enumerate(("total", "step"))
-    )
-    assert f"(a value) {total}; rank 1 calls bcast from root 0 of 3 float32 (a value) {step}. Nothing" in done.stdout
-    assert f"(a value) {step}; rank 0 calls allreduce SUM of 3 float32 (a value) {total}. Nothing" in done.stdout
-
-
-def test_check_of_messages(script):
-    """JAXMPI_CHECK=1: a message of another dtype than the template's raises on the rank that receives, with the line of
-    the one that sent; messages that fit, and those from and to mpi4py, arrive, also in derivatives."""
-    program = script("""
-        import numpy as np
-        other, x = 1 - rank, jnp.arange(4.0) + rank
-        status = MPI.Status()
-        def told(f):
-            try:
-                return str(jax.block_until_ready(f()))
-            except Exception as error:
-                return str(error).replace(chr(10), " ")
-        if rank == 0:
-            notoken.send(x, 1, tag=3)  # line of rank 0
-            notoken.send(x, 1, tag=4)
-            notoken.send(x[:2], 1, tag=5)
-            MPI.COMM_WORLD.Send(np.arange(4, dtype=np.float32), 1, tag=6)
-        else:
-            print(told(lambda: notoken.recv(jnp.zeros(4, jnp.int32), 0, tag=3)), flush=True)
-            print(told(lambda: notoken.recv(jnp.zeros(2), 0, tag=4)), flush=True)
-            print(told(lambda: notoken.recv(x, 0, tag=5, status=status)), status.Get_count(MPI.FLOAT), flush=True)
-            print(told(lambda: notoken.recv(x, 0, tag=6, comm=MPI.COMM_WORLD)), flush=True)
-        print(told(lambda: notoken.sendrecv(x, jnp.zeros(4, jnp.int32), other, other)), flush=True)
-        swap = lambda x: notoken.sendrecv(x, x, other, other)
-        for jit in (jax.jit, jaxmpi.jit, lambda f: f):
-            value, back = jit(lambda x: (swap(x), jax.grad(lambda x: swap(x**2) @ jnp.arange(4.0))(x)))(x)
-            assert (value == jnp.arange(4.0) + other).all() and (back == 2 * x * jnp.arange(4.0)).all()
-    """)
-    done = launch(2, program, JAXMPI_CHECK="1", timeout=100)
-    lines = program.read_text().splitlines()
-    line = next(i for i, line in enumerate(lines, 1) if "line of rank 0" in line)
-    assert (
-        f"jaxmpi.recv on rank 1 of 2: the message from rank 0 with tag 3 called at {program}:{line} (<module>) is of 4 "
-        "float32, the template of 4 int32, so it was dropped" in done.stdout
-    )
-    assert "with tag 4 called at" in done.stdout
-    assert "has 16 bytes (4 elements of float32), the template 8 bytes" in done.stdout
-    assert "[0. 1. 0. 0.] 2\n[0. 1. 2. 3.]\n" in done.stdout
-    for rank in (0, 1):
-        assert f"jaxmpi.sendrecv on rank {rank} of 2: the message from rank {1 - rank} with tag 0 " in done.stdout
-
-
-@pytest.mark.nightly
-def test_check_of_equal_collectives(script):
-    """JAXMPI_CHECK=1 has nothing to say of ranks that do the same, and their results are what they are without."""
-    program = script("""
-        x, half = jnp.arange(3.0) + rank + 1, MPI.COMM_WORLD.Split(0, -rank)
-        op = MPI.Op.Create(lambda a, b, datatype: None, commute=True)
-        def step(carry, _):
-            y = jaxmpi.replicate(notoken.allreduce(jnp.sin(carry), MPI.SUM))
-            y = y + notoken.scan(y, MPI.SUM, comm=half) + jnp.sum(notoken.allgather(y), axis=0)
-            y = y + notoken.bcast(y * (rank + 1), 1)
-            y = y + jaxmpi.replicate(notoken.allreduce(y, MPI.MAX, comm=half), comm=half)
-            y = y + notoken.sendrecv(y, y, 1 - rank, 1 - rank) + notoken.reduce(y, MPI.SUM, 0)
-            return y / 20, notoken.alltoall(jnp.stack([y, y]))
-        def loss(v):
-            v, ys = jax.lax.scan(step, v, None, length=4)
-            return jnp.sum(v) + jnp.sum(ys)
-        for jit in (jax.jit, jaxmpi.jit):
-            value, gradient = jit(jax.value_and_grad(loss))(x)
-            twice = jit(jax.jvp, static_argnums=0)(jax.grad(loss), (x,), (x,))[1]
-            print(f"rank {rank}: {float(value):.4e} {gradient} {twice}", flush=True)
-        jax.block_until_ready(notoken.allreduce(x, op))
-        notoken.barrier()
-        received = notoken.gather(x, 0), notoken.scatter(jnp.stack([x, x]) if rank else x, 1)
-        print(f"rank {rank}: {[y.tolist() for y in received]}", flush=True)
-    """)
-    without, checked = (launch(2, program, JAXMPI_CHECK=value).stdout for value in ("0", "1"))
-    assert sorted(without.splitlines()) == sorted(checked.splitlines())
-
-
-@pytest.mark.nightly
-def test_check_on_one_rank_is_on_all(script):
-    """What one rank's environment asks for all ranks do."""
-    program = script("")
-    program.write_text(
-        "import os\nfrom mpi4py import MPI\n"
-        "if MPI.COMM_WORLD.rank == 1:\n    os.environ['JAXMPI_CHECK'] = '1'\n" + program.read_text() +
-        "try:\n    jax.block_until_ready(notoken.bcast(jnp.ones(2), rank))\n"
-        "except Exception as error:\n    print('the ranks differ' in str(error), flush=True)\n"
-    )  # fmt: skip
-    assert launch(2, program, check=False).stdout.count("True") == 2

@@ -9,6 +9,7 @@ import pytest
 from jaxmpi import run
 from jaxmpi._launcher import accelerators
 from support.launch import launch
+from support.rows import one_each_time
 
 pytestmark = pytest.mark.launches
 FAKES = os.environ.get("JAXMPI_FAKE_DRIVERS")  # the folder of tests/device/fake_driver.c as libcuda.so.1
@@ -159,21 +160,22 @@ def test_the_users_choice(program):
 UNSET = "os.environ.pop('JAX_PLATFORMS')"
 
 
+TAKEN = {
+    "each": (2, 4, [], UNSET, ["devices 0 0 None;", "devices 1 1 None;"]),
+    "shared": (3, 2, [], UNSET, ["devices 0 0 0.37;", "devices 0 0 0.37;", "devices 1 1 None;"]),
+    "one": (2, 1, [], UNSET, ["devices all None 0.37;"] * 2),
+    "all": (2, 4, ["--devices", "all"], UNSET, ["devices all None None;"] * 2),
+    "cpu": (2, 4, [], "", ["devices all None None;"] * 2),
+    "narrowed": (2, 4, [], f"{UNSET}; os.environ['CUDA_VISIBLE_DEVICES'] = '3'", ["devices all None None;"] * 2),
+}
+"""Ranks, devices, options, what the program does first, and what it finds."""
+
+
 @pytest.mark.skipif(FAKES is None, reason="needs the folder of a fake driver in JAXMPI_FAKE_DRIVERS")
-@pytest.mark.parametrize(
-    ("ranks", "devices", "options", "before", "lines"),
-    [
-        (2, 4, [], UNSET, ["devices 0 0 None;", "devices 1 1 None;"]),
-        (3, 2, [], UNSET, ["devices 0 0 0.37;", "devices 0 0 0.37;", "devices 1 1 None;"]),
-        (2, 1, [], UNSET, ["devices all None 0.37;"] * 2),
-        (2, 4, ["--devices", "all"], UNSET, ["devices all None None;"] * 2),
-        (2, 4, [], "", ["devices all None None;"] * 2),
-        (2, 4, [], f"{UNSET}; os.environ['CUDA_VISIBLE_DEVICES'] = '3'", ["devices all None None;"] * 2),
-    ],
-    ids=["each", "shared", "one", "all", "cpu", "narrowed"],
-)
-def test_ranks_take_their_devices(program, ranks, devices, options, before, lines):
+@pytest.mark.parametrize("which", one_each_time(TAKEN, "shared", "narrowed"))
+def test_ranks_take_their_devices(program, which):
     """The driver is asked, but not loaded where the program runs."""
+    ranks, devices, options, before, lines = TAKEN[which]
     loaded = "assert 'libcuda' not in open('/proc/self/maps').read()"
     path = os.pathsep.join(filter(None, [FAKES, os.environ.get("LD_LIBRARY_PATH")]))
     script = program(before=before, after=loaded)

@@ -15,7 +15,7 @@ import jaxmpi
 from jaxmpi import notoken
 from support.table import CASES
 
-pytestmark = pytest.mark.two_ranks_suffice
+pytestmark = pytest.mark.max_ranks(2)
 
 X = jnp.ones(3)
 BOTH = pytest.mark.parametrize("jit", [jax.jit, jaxmpi.jit], ids=["jax.jit", "jaxmpi.jit"])
@@ -56,12 +56,11 @@ def test_static_argument(jit, comm, rank, size):
     half.Free()
 
 
-@BOTH
-def test_any_other_argument(jit, comm, size):
+def test_any_other_argument(comm, size):
     """Without leaves it may be in an argument, a result and the carry of a loop."""
     given = jaxmpi.static(comm)
 
-    @jit
+    @jaxmpi.jit
     def total(x, state):
         def step(carry, _):
             comm, x = carry
@@ -117,8 +116,9 @@ def same_handle_again(comm, part, freed):
     return made[-1]
 
 
-@pytest.mark.parametrize("by", ["the original", "the static one"])
-@BOTH
+@pytest.mark.parametrize(
+    ("jit", "by"), [(jax.jit, "the original"), (jaxmpi.jit, "the static one")], ids=["jax", "jaxmpi"]
+)
 def test_freed_communicator(jit, by, comm, size):
     """Its successor with the same handle is another one; the freed one raises, wherever it is used."""
     total = functools.partial(jit, static_argnames="comm")(lambda x, comm: notoken.allreduce(x, MPI.SUM, comm=comm))

@@ -1,6 +1,7 @@
-"""Writes the table of docs/errors.md: python tests/programs/errors_page.py FILE..., each with one MPI library's times.
+"""The tables of docs/errors.md on how jobs end, and how long that takes on this machine:
+python tests/programs/errors_page.py FILE...
 
-`make errors` makes such a file by tests in tests/launcher and tests/doors, and calls this program.
+With `make errors` tests write such a file, JAXMPI_FAULT_TIMES, with one MPI library, and this prints the times of all.
 """
 
 import json
@@ -10,10 +11,6 @@ import sys
 from pathlib import Path
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "errors.md"
-HEAD = "| what one of two ranks does, or what happens to the job | what is told | "
-TIMES = "JAXMPI_FAULT_TIMES"
-"""The variable that names the file."""
-
 
 GOES_ON = {
     "standard input belongs to another user": "nothing: rank 0 reads all of it",
@@ -26,42 +23,34 @@ GOES_ON = {
 """Faults that do not end the job, and what the user sees of them instead."""
 
 
-def _add(*line):
-    """Adds a line to the file, if there is to be one."""
-    if path := os.environ.get(TIMES):
-        with open(path, "a") as file:
-            file.write(json.dumps(line) + "\n")
-
-
 def note(case, told, seconds):
-    """A fault that ends the job: what is told, and how long it takes."""
-    _add(case, f"`{told}`" if told else "", f"{seconds:.1f} s")
+    """A row of the page: a fault that ends the job, what is told, if it is always told, and how long it takes."""
+    assert tables()[0][case] in ("", f"`{told}`"), case
+    if path := os.environ.get("JAXMPI_FAULT_TIMES"):
+        with open(path, "a") as file:
+            file.write(json.dumps([case, seconds]) + "\n")
 
 
 def goes_on(case):
-    """A fault in spite of which the job goes on."""
-    _add(case, GOES_ON[case], "goes on")
+    """A row of the page: a fault in spite of which the job goes on."""
+    assert case in tables()[1]
 
 
-def rows(page):
-    """The cells of the table, by the case."""
-    table = page[page.index(HEAD) :].partition("\n\n")[0]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
-    return {first: rest for first, *rest in cells}
+def tables():
+    """What is told of each fault: of those that end the job, and of the others."""
+    section = PAGE.read_text().partition("\n## How a job ends\n")[2].partition("\n## ")[0]
+    return [
+        dict(tuple(cell.strip() for cell in line.strip("|").split("|")) for line in table.splitlines())
+        for table in re.findall(r"(?<=^\|---\|---\|\n)(?:\|.*\n)+", section, re.MULTILINE)
+    ]
 
 
 def main(files):
-    page = PAGE.read_text()
-    notes = [[json.loads(line) for line in Path(file).read_text().splitlines()] for file in files]
-    found = [{case: (told, end) for case, told, end in lines} for lines in notes]
-    names = [re.sub(r"^faults-|\.jsonl$", "", Path(file).name) for file in files]
-    lines = [f"{HEAD}{' | '.join(names)} |", "|---|---|" + "---|" * len(files)]
-    cases = dict.fromkeys(case for ends in found for case in ends)
-    for case in sorted(cases, key=lambda case: case in GOES_ON):
-        told = next(ends[case][0] for ends in found if case in ends)
-        lines.append(f"| {case} | {told} | {' | '.join(ends.get(case, ('', ''))[1] for ends in found)} |")
-    before, _, rest = page.partition(HEAD)
-    PAGE.write_text(before + "\n".join(lines) + "\n\n" + rest.partition("\n\n")[2])
+    for file in files:
+        print(Path(file).stem)
+        for line in Path(file).read_text().splitlines():
+            case, seconds = json.loads(line)
+            print(f"{seconds:8.1f} s  {case}")
 
 
 if __name__ == "__main__":

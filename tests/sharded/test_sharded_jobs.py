@@ -4,7 +4,6 @@ import re
 import signal
 import socket
 import textwrap
-import time
 
 import pytest
 
@@ -197,13 +196,11 @@ def test_a_rank_that_does_not_come_is_named(job, missing):
     text = f"""
     from mpi4py import MPI
     if MPI.COMM_WORLD.rank == {missing}:
-        time.sleep(100)
+        time.sleep(1000)
     jax.distributed.initialize(initialization_timeout=3)
     """
-    began = time.monotonic()
     done = job(text, ranks=3, check=False, JAXMPI_TIMEOUT="1")
     assert done.returncode != 0
-    assert time.monotonic() - began < 90
     assert f"waits for rank {missing} to start jax.distributed" in done.stderr
     assert re.search(rf"rank {missing} (of 3 did not begin|has not begun) to use JAX", done.stderr)
 
@@ -296,10 +293,8 @@ def test_a_process_that_goes_while_others_wait(job, how):
     total(2.0)
     print("not reached;")
     """
-    began = time.monotonic()
     done = job(text, check=False)
     assert done.returncode != 0
-    assert time.monotonic() - began < 40
     assert "not reached;" not in done.stdout
     if "raise" in how:
         assert "ValueError: gone" in done.stderr
@@ -310,13 +305,11 @@ def test_sigterm_of_the_launcher(job):
     text = """
     total()
     print("ready;", flush=True)
-    time.sleep(30)
+    time.sleep(1000)
     print("not reached;")
     """
-    began = time.monotonic()
-    done = job(text, check=False, interrupt_at="ready;", by=signal.SIGTERM)
+    done = job(text, check=False, interrupt_at="ready;", said=2, by=signal.SIGTERM)
     assert done.returncode != 0
-    assert time.monotonic() - began < 28
     assert "not reached;" not in done.stdout
 
 

@@ -55,6 +55,7 @@ def launch(
     check=True,
     plain=False,
     interrupt_at=None,
+    said=1,
     by=signal.SIGINT,
     reader="",
     through=(),
@@ -64,7 +65,8 @@ def launch(
 
     Returns the finished process with its output.
 
-    `interrupt_at`: Ctrl-C is pressed as soon as the program has printed this, or the launcher gets the signal `by`.
+    `interrupt_at`: Ctrl-C is pressed as soon as the program has printed this `said` times, or the launcher gets the
+    signal `by`.
     `reader`: who reads the program's output does so "late", or "goes" after the first line.
     `through`: the words before the command, which run it elsewhere.
 
@@ -82,23 +84,22 @@ def launch(
     job = f"JAXMPI_TEST_JOB={uuid.uuid4()}"
     clean.update([job.split("=")])
     try:
-        done = _run(command, clean, limits.within(timeout), interrupt_at, by, reader)
+        done = _run(command, clean, limits.within(timeout), interrupt_at, said, by, reader)
     finally:
-        left = _end_what_is_left(job)
+        left = end_what_is_left(job)
     assert not left, f"{command} has left processes running: {left}"
     if check and done.returncode != 0:
         raise AssertionError(f"{command} ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
     return done
 
 
-def _run(command, environment, timeout, interrupt_at, by, reader):
+def _run(command, environment, timeout, interrupt_at, said, by, reader):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with started(command, timeout + LATE_SECONDS, env=environment, start_new_session=True, **pipes) as process:
         seen = ""
         if interrupt_at is not None:
-            while interrupt_at not in seen and (line := process.stdout.readline()):
+            while seen.count(interrupt_at) < said and (line := process.stdout.readline()):
                 seen += line
-            time.sleep(1)  # until all ranks are where they are to be interrupted
             process.send_signal(by)
         if reader == "late":
             time.sleep(LATE_SECONDS)
@@ -106,16 +107,19 @@ def _run(command, environment, timeout, interrupt_at, by, reader):
             seen = process.stdout.readline()
             process.stdout.close()
             process.stdout = None
-        output, errors = process.communicate(timeout=timeout)
+        try:
+            output, errors = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired as late:
+            print(seen, *(text.decode() for text in (late.stdout, late.stderr) if text), sep="\n")
+            raise
     return subprocess.CompletedProcess(command, process.returncode, seen + (output or ""), errors)
 
 
-def _end_what_is_left(job):
-    """Ends the processes of a job that are left some seconds after it; returns their command lines."""
-    for _ in range(50):
-        if not (left := limits.processes(job)):
-            return []
-        time.sleep(0.1)
+def end_what_is_left(job):
+    """Ends the processes with this variable that are there some seconds after a job; returns their command lines."""
+    end = time.monotonic() + LATE_SECONDS
+    while (left := limits.processes(job)) and limits.ended(left, end - time.monotonic()):
+        pass
     for process in left:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)

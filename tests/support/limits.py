@@ -9,15 +9,19 @@ ends what that has left: all processes with its variable in their environment.
 import contextlib
 import faulthandler
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 
 VARIABLE = "JAXMPI_TEST_PROCESS"
 SECONDS = float(os.environ.get("JAXMPI_TEST_SECONDS", "120"))
+PATIENCE = "JAXMPI_TEST_PATIENCE"
+"""The variable that says for how long the guard waits between two signals: 5 seconds."""
 TO_TIDY_UP = 10
 """Seconds that a job's end may take."""
 _deadline = None
@@ -33,11 +37,35 @@ def processes(variable: str) -> dict[int, str]:
     return found
 
 
+def ended(numbers: Iterable[int], seconds: float) -> bool:
+    """Waits for the end of processes, of any parent. Whether all have ended in time."""
+    poll, until = select.poll(), time.monotonic() + seconds
+    with contextlib.ExitStack() as files:
+        waited = set()
+        for number in numbers:
+            with contextlib.suppress(ProcessLookupError):
+                waited.add(file := os.pidfd_open(number))
+                files.callback(os.close, file)
+                poll.register(file, select.POLLIN)
+        while waited and (left := until - time.monotonic()) > 0:
+            for file, _ in poll.poll(1000 * left):
+                poll.unregister(file)
+                waited.discard(file)
+    return not waited
+
+
 def begin() -> None:
     """Starts the guard. It ends what this process starts from here on."""
     os.environ[VARIABLE] = str(uuid.uuid4())
     reader, _ = os.pipe()  # the other end is open, in this process alone, until it ends
-    command = [sys.executable, "-I", "-S", __file__, f"{VARIABLE}={os.environ[VARIABLE]}"]
+    command = [
+        sys.executable,
+        "-I",
+        "-S",
+        __file__,
+        f"{VARIABLE}={os.environ[VARIABLE]}",
+        os.environ.get(PATIENCE, "5"),
+    ]
     nowhere = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True, "env": {}}
     _guards.append(subprocess.Popen(command, stdin=reader, **nowhere))
     os.close(reader)
@@ -64,16 +92,15 @@ def within(seconds: float) -> float:
     return seconds if _deadline is None else max(1, min(seconds, _deadline - time.monotonic() - TO_TIDY_UP))
 
 
-def _guard(variable: str) -> None:
+def _guard(variable: str, patience: float) -> None:
     sys.stdin.buffer.read()
     for by in (signal.SIGTERM, signal.SIGKILL):
-        until = time.monotonic() + 5
-        for process in processes(variable):
+        left = processes(variable)
+        for process in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, by)
-        while processes(variable) and time.monotonic() < until:
-            time.sleep(0.1)
+        ended(left, patience)
 
 
 if __name__ == "__main__":
-    _guard(sys.argv[1])
+    _guard(sys.argv[1], float(sys.argv[2]))

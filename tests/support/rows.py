@@ -35,3 +35,9 @@ def each(table, check, name=str):
         reasons = "\n".join(f"{row}: {type(error).__name__}: {error}" for row, error in failures.items())
         first = next(iter(failures.values()))
         raise AssertionError(f"{len(failures)} of {len(table)} rows failed:\n{reasons}") from first
+
+
+def one_each_time(table, *chosen):
+    """The cases of a test that starts a job for each of them: all but those chosen are left to the night."""
+    assert set(chosen) <= set(table)
+    return [pytest.param(case, marks=() if case in chosen else pytest.mark.nightly) for case in table]
