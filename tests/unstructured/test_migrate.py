@@ -105,7 +105,7 @@ def test_random_rows(comm, rank, size):
         assert jax.tree.map(lambda x: (x.shape, x.dtype), moved) == jax.tree.map(lambda x: (x.shape, x.dtype), expected)
         jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, moved), expected)
 
-    drawing.on_all_ranks(comm, cases(size), check, 40)
+    drawing.on_all_ranks(comm, cases(size), check, 32)
 
 
 def float_case(case, rank):
@@ -140,7 +140,7 @@ def test_random_adjoints(comm, rank, size):
         assert forth == behind
         jax.tree.map(np.testing.assert_array_equal, again, dy)
 
-    drawing.on_all_ranks(comm, cases(size, ("float64", "float32"), 3), check, 16)
+    drawing.on_all_ranks(comm, cases(size, ("float64", "float32"), 3), check, 8)
 
 
 @needs_derivatives
@@ -157,7 +157,7 @@ def test_random_batches(comm, rank, size):
         expected = case.expected(trees, rank)["a"][0]
         np.testing.assert_array_equal(call(batch), np.stack([expected, 2 * expected]))
 
-    drawing.on_all_ranks(comm, cases(size, ("float64",), 2), check, 12)
+    drawing.on_all_ranks(comm, cases(size, ("float64",), 2), check, 8)
 
 
 def test_mapped_owners_are_refused(comm, size):
