@@ -391,7 +391,7 @@ def test_figures():
     text = told(lambda x: total(x**2), (X,), gradient=wrong)
     given, forward = map(float, re.search(r"x: gradient (.*); forward mode (.*); ", text).groups())
     np.testing.assert_allclose(given, 2 * forward, rtol=1e-2)
-    assert ("2 times the derivative" in text) == (SIZE == 2)
+    assert ("2 times the derivative" in text) == (SIZE >= 2)
     assert "docs/gradients.md" not in text
 
 
