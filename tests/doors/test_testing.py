@@ -309,7 +309,7 @@ def relations_in(text):
     return dict(re.findall(r"^  (\S+): reverse mode .*(?:\n    (.*))?$", text, re.M))
 
 
-FIRST_MISTAKES = (missing_in_one_of_two, missing_where_ranks_differ, missing_in_a_loop, too_many_at_divided_weights)
+FIRST_MISTAKES = (missing_in_one_of_two, missing_in_a_loop, too_many_at_divided_weights)
 
 
 def _check_mistake(mistake):
@@ -533,7 +533,7 @@ def test_random_programs(comm, rank, size):
             told(f, args, invariant=gradients.INVARIANT)
 
     mistakes = st.integers(0, 1 << 10) if size > 1 else st.none()
-    drawing.on_all_ranks(comm, st.tuples(st.integers(0, 1 << 32), st.none() | mistakes), check, 20)
+    drawing.on_all_ranks(comm, st.tuples(st.integers(0, 1 << 32), st.none() | mistakes), check, 16)
 
 
 # --- the examples ----------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import collections
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -758,22 +759,27 @@ def test_full_disk(tmp_path, program):
 
 @pytest.mark.launches
 def test_a_rank_that_does_not_come_is_reported(tmp_path):
-    """It comes when it has read so."""
-    program = tmp_path / "program.py"
+    """Where ranks agree by messages that are no operations: here, and as maps are made. It comes when it reads so."""
+    program, reports = tmp_path / "program.py", tmp_path / "reports"
     program.write_text(f"""
 import os, time
 import jax.numpy as jnp
 import jaxmpi
 from jaxmpi import io
 grid, path = jaxmpi.Grid((0,), (8,)), {str(tmp_path / "s")!r}
-x = jnp.zeros(grid.local_shape)
+x, rank = jnp.zeros(grid.local_shape), grid.comm.rank
 out = io.Writer(path + "1", grid)
 out.append(0, x)
-reports = os.open(path + ".reports", os.O_RDWR | os.O_CREAT)
-if grid.comm.rank == 0:
+reports = os.open({str(reports)!r}, os.O_RDWR | os.O_CREAT)
+if rank == 0:
     os.dup2(reports, 2)
-for name, call in (("io.save", lambda: io.save(path, x, grid=grid)), ("io.Writer.append", lambda: out.append(1, x))):
-    while grid.comm.rank == 1 and f"in {{name}}, as rank 0 of 2".encode() not in os.pread(reports, 1 << 20, 0):
+for name, call in {{
+    "io.save": lambda: io.save(path, x, grid=grid),
+    "io.Writer.append": lambda: out.append(1, x),
+    "IndexMap": lambda: jaxmpi.IndexMap([rank], [0]),
+    "IndexMap.from_csr": lambda: jaxmpi.IndexMap.from_csr([0, 0], []),
+}}.items():
+    while rank == 1 and f"in {{name}}, as rank 0 of 2".encode() not in os.pread(reports, 1 << 20, 0):
         time.sleep(0.02)
     call()
 out.close()
@@ -781,6 +787,9 @@ print("done")
 """)
     job = launch(2, program, JAXMPI_TIMEOUT="1")
     assert job.stdout.count("done") == 2
+    for call in ("IndexMap", "IndexMap.from_csr"):
+        where = rf"as rank 0 of 2 .*; Python is at {program}:\d+ \(<lambda>\)"
+        assert re.search(rf"waiting for \S+ s in {re.escape(call)}, {where}", reports.read_text()), reports.read_text()
 
 
 @pytest.mark.ranks(2)

@@ -5,8 +5,6 @@ hypothesis draws on rank 0 which rows there are, who owns them, and who reads wh
 
 import functools
 import os
-import re
-import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -162,23 +160,30 @@ def check_gather(case, comm):
             return made.gather(x, root)
 
         receives = root in (None, comm.rank)
-        for found in (gather(x), jaxmpi.jit(gather)(x)):
+        weights = (1.0 + comm.rank) * jnp.asarray(whole if receives else 0 * whole[here])
+        gradient = jax.grad(lambda x, w=weights, gather=gather: jnp.vdot(w, gather(x) ** 3))
+
+        @jaxmpi.jit
+        def everything(x, root=root, gather=gather, gradient=gradient):
+            a = x["a"]
+            batch = jax.vmap(gather, 1, 1)(jnp.stack([a, 2 * a], 1))
+            second = jax.jvp(gradient, (a,), (a,))[1] if NEW_JAX and root is None else None
+            return gather(x), batch, gradient(a) if NEW_JAX else None, second
+
+        compiled, batch, first, second = everything(x)
+        for found in (gather(x), compiled):
             right = {"a": whole, "b": whole[:, 0].astype(np.int8), "c": np.ones((len(rows), 0))} if receives else x
             for key, value in right.items():
                 assert found[key].dtype == value.dtype
                 np.testing.assert_array_equal(found[key], value)
-        batch = jax.vmap(gather, 1, 1)(jnp.stack([x["a"], 2 * x["a"]], 1))
         np.testing.assert_array_equal(batch[:, 1], 2 * (whole if receives else x["a"]))
         if not NEW_JAX:
             continue
-        weights = (1.0 + comm.rank) * jnp.asarray(whole if receives else 0 * whole[here])
-        gradient = jax.grad(lambda x, w=weights, gather=gather: jnp.vdot(w, gather(x) ** 3))
         factor = sum(range(1, comm.size + 1)) if root is None else root + 1
         power = 3 * factor * whole[own] ** 3
-        np.testing.assert_array_equal(gradient(x["a"])[: len(own)], power)
+        np.testing.assert_array_equal(first[: len(own)], power)
         if root is None:
-            np.testing.assert_array_equal(gradient(x["a"])[len(own) :], 0)
-            second = jax.jvp(gradient, (x["a"],), (x["a"],))[1]
+            np.testing.assert_array_equal(first[len(own) :], 0)
             np.testing.assert_array_equal(second[: len(own)], 2 * power)
 
 
@@ -737,32 +742,6 @@ def test_a_freed_communicator(comm):
     for name in ("exchange", "accumulate", "start"):
         with pytest.raises(ValueError, match=rf"IndexMap\.{name}: the communicator of the map has been freed"):
             getattr(made, name)(x)
-
-
-@pytest.mark.launches
-def test_a_rank_that_does_not_come(tmp_path):
-    """The others are reported, with what they wait in and where. It comes when it has read so."""
-    program, reports = tmp_path / "program.py", tmp_path / "reports"
-    program.write_text(
-        textwrap.dedent(f"""
-            import os, time
-            import jaxmpi
-            from mpi4py import MPI
-            rank = MPI.COMM_WORLD.rank
-            jaxmpi.IndexMap([rank], [])
-            reports = os.open({str(reports)!r}, os.O_RDWR | os.O_CREAT | os.O_APPEND)
-            os.dup2(reports, 2)
-            for call in (lambda: jaxmpi.IndexMap([rank], [0]), lambda: jaxmpi.IndexMap.from_csr([0, 0], [])):
-                count = os.pread(reports, 1 << 20, 0).count(b"has been waiting for")
-                while rank == 1 and os.pread(reports, 1 << 20, 0).count(b"has been waiting for") == count:
-                    time.sleep(0.02)
-                call()
-        """)
-    )
-    launch(2, program, JAXMPI_TIMEOUT="1")
-    for call in ("IndexMap", "IndexMap.from_csr"):
-        where = rf"as rank 0 of 2 on the default communicator .*; Python is at {program}:9 \(<lambda>\)"
-        assert re.search(rf"rank 0 has been waiting for \S+ s in {re.escape(call)}, {where}", reports.read_text())
 
 
 def test_rows_that_are_too_few(comm):

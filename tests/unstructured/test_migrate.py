@@ -105,7 +105,7 @@ def test_random_rows(comm, rank, size):
         assert jax.tree.map(lambda x: (x.shape, x.dtype), moved) == jax.tree.map(lambda x: (x.shape, x.dtype), expected)
         jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, moved), expected)
 
-    drawing.on_all_ranks(comm, cases(size), check, 32)
+    drawing.on_all_ranks(comm, cases(size), check, 20)
 
 
 def float_case(case, rank):
