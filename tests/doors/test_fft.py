@@ -18,11 +18,11 @@ from mpi4py import MPI
 import jaxmpi
 from jaxmpi import fft
 from support import drawing
+from support.rows import each, rows
 from support.table import NEW_JAX
 
 EXAMPLES = int(os.environ.get("JAXMPI_TEST_GRIDS", "16"))
-WAYS = {"eager": lambda f: f, "jit": jaxmpi.jit, "jax.jit": jax.jit}
-derivatives = pytest.mark.skipif(not NEW_JAX, reason="this JAX has no derivatives of communication")
+WAYS = {"jit": jaxmpi.jit, "jax.jit": jax.jit}
 
 
 @dataclass(frozen=True)
@@ -94,52 +94,44 @@ def near(found, right, case):
         assert np.abs(found - right).max() <= case.tolerance * scale * math.prod(case.shape), case
 
 
-def check_values(case, comm):
-    transform = case.transform(comm)
-    wholes = [case.data(i) for i in range(case.arrays)]
-    given = [jnp.asarray(whole[(..., *transform.grid.slices)]) for whole in wholes]
-    spectra = WAYS[case.way](transform.forward)(given)
-    for found, whole in zip(spectra, wholes, strict=True):
-        right = case.expected(whole)[(..., *transform.spectral_grid.slices)]
-        assert found.dtype == (np.complex64 if case.single else np.complex128), case
-        near(found, right, case)
-    back = WAYS[case.way](transform.backward)(spectra)
-    for found, x in zip(back, given, strict=True):
-        assert found.dtype == x.dtype, case
-        near(found, np.asarray(x), case)
-    if case.natural:
-        assert transform.spectral_grid.processes == transform.grid.processes
-
-
 def total(comm, xs, ys):
     return comm.allreduce(sum(np.vdot(np.asarray(x), np.asarray(y)).real for x, y in zip(xs, ys, strict=True)))
 
 
-def check_derivatives(case, comm):
-    """By dot products of real parts, and by linearity."""
+def check(case, comm):
+    """Values, the inverse, batches; derivatives by dot products of real parts, and by linearity."""
     transform = case.transform(comm)
     cut = lambda whole, grid: jnp.asarray(whole[(..., *grid.slices)])  # noqa: E731
-    x, tangent = (cut(case.data(seed), transform.grid) for seed in (0, 1))
-    spectrum = case.data(2, transform.spectral_grid.global_shape, real=False)
-    cotangent = cut(spectrum, transform.spectral_grid)
-    value, forward = jax.jvp(transform.forward, (x,), (tangent,))
-    near(value, case.expected(case.data(0))[(..., *transform.spectral_grid.slices)], case)
-    near(forward, case.expected(case.data(1))[(..., *transform.spectral_grid.slices)], case)
-    (backward,) = jax.vjp(jax.checkpoint(transform.forward), x)[1](cotangent.conj())
-    left, right = total(comm, [cotangent], [forward]), total(comm, [backward.conj()], [tangent])
-    assert abs(left - right) <= 1e3 * case.tolerance * max(abs(left), abs(right), 1), case
+    right = [case.expected(case.data(i))[(..., *transform.spectral_grid.slices)] for i in range(case.arrays + 1)]
+    *given, tangent = (cut(case.data(i), transform.grid) for i in range(case.arrays + 1))
+    cotangent = cut(case.data(9, transform.spectral_grid.global_shape, real=False), transform.spectral_grid)
+    at = case.seed % (tangent.ndim + 1)
+
+    def everything(given, tangent, cotangent):
+        spectra, forward, backward = transform.forward(given), None, None
+        if NEW_JAX:
+            _, forward = jax.jvp(transform.forward, (given[0],), (tangent,))
+            (backward,) = jax.vjp(jax.checkpoint(transform.forward), given[0])[1](cotangent.conj())
+        mapped = jax.vmap(transform.forward, at)(jnp.stack([given[0], tangent], at))
+        return spectra, transform.backward(spectra), mapped, forward, backward
+
+    spectra, back, mapped, forward, backward = WAYS[case.way](everything)(given, tangent, cotangent)
+    for found, expected in zip((*spectra, *mapped), (*right[:-1], right[0], right[-1]), strict=True):
+        assert found.dtype == (np.complex64 if case.single else np.complex128), case
+        near(found, expected, case)
+    for found, x in zip(back, given, strict=True):
+        assert found.dtype == x.dtype, case
+        near(found, np.asarray(x), case)
+    if NEW_JAX:
+        near(forward, right[-1], case)
+        left, transposed = total(comm, [cotangent], [forward]), total(comm, [backward.conj()], [tangent])
+        assert abs(left - transposed) <= 1e3 * case.tolerance * max(abs(left), abs(transposed), 1), case
+    if case.natural:
+        assert transform.spectral_grid.processes == transform.grid.processes
 
 
-def check_batches(case, comm):
-    transform = case.transform(comm)
-    blocks = [jnp.asarray(case.data(i)[(..., *transform.grid.slices)]) for i in range(2)]
-    at = case.seed % (blocks[0].ndim + 1)
-    mapped = jax.vmap(transform.forward, at)(jnp.stack(blocks, at))
-    for i, block in enumerate(blocks):
-        near(mapped[i], np.asarray(transform.forward(block)), case)
-
-
-def run_cases(comm, check, examples):
+@pytest.mark.seconds(600)
+def test_random_transforms(comm):
     def together(case):
         ranks = math.prod(case.dims)
         part = comm.Split(0 if comm.rank < ranks else MPI.UNDEFINED)
@@ -150,81 +142,89 @@ def run_cases(comm, check, examples):
             if comm.rank < ranks:
                 part.Free()
 
-    drawing.on_all_ranks(comm, cases(comm.size), together, examples)
+    drawing.on_all_ranks(comm, cases(comm.size), together, EXAMPLES)
 
 
-@pytest.mark.seconds(600)
-def test_random_transforms(comm):
-    run_cases(comm, check_values, 2 * EXAMPLES)
+PADDED = [((6, 8), False), ((5, 7), True), ((4, 5, 6), True), ((1, 3, 2), True), ((1, 3, 2), False)]
 
 
-@derivatives
-@pytest.mark.two_ranks_suffice
-@pytest.mark.seconds(600)
-def test_random_derivatives(comm):
-    run_cases(comm, check_derivatives, EXAMPLES // 2)
-
-
-@pytest.mark.two_ranks_suffice
-@pytest.mark.seconds(600)
-def test_random_batches(comm):
-    run_cases(comm, check_batches, EXAMPLES // 2)
-
-
-@pytest.mark.slow("real")
-@pytest.mark.two_ranks_suffice
-@pytest.mark.parametrize("shape", [(6, 8), (5, 7), (4, 5, 6), (1, 3, 2)])
-@pytest.mark.parametrize("real", [False, True])
-def test_padded_products(shape, real, comm, rank, size):
+@rows("cases", PADDED)
+def test_padded_products(cases, size):
     """The product of two padded arrays has the exact convolution of their modes as its spectrum."""
-    grid = jaxmpi.Grid((size, *[1] * (len(shape) - 1)), shape)
-    transform = fft.Transform(grid, real=real, norm="forward", pad=3 / 2)
-    generator = np.random.default_rng(7)
-    spectra = []
-    for _ in range(2):
-        points = generator.standard_normal(shape) + (0 if real else 1j * generator.standard_normal(shape))
-        whole = np.fft.fftn(points, norm="forward")
-        for axis, n in enumerate(shape):
-            if n % 2 == 0:  # without partner: dropped
-                whole[(slice(None),) * axis + (n // 2,)] = 0
-        spectra.append(whole)
-    ours = [jnp.asarray(_kept(whole, real)[transform.spectral_grid.slices]) for whole in spectra]
-    a, b = transform.backward(ours)
-    assert a.shape == transform.physical_grid.local_shape
-    found = transform.forward(a * b)
-    right = np.zeros(shape, complex)
-    numbers = [np.fft.fftfreq(n, 1 / n).astype(int) for n in shape]
-    for i in np.ndindex(*shape):
-        for j in np.ndindex(*shape):
-            k = [ks[p] + ks[q] for ks, p, q in zip(numbers, i, j, strict=True)]
-            if all(-((n - 1) // 2) <= number <= (n - 1) // 2 for n, number in zip(shape, k, strict=True)):
-                right[tuple(k)] += spectra[0][i] * spectra[1][j]
-    np.testing.assert_allclose(found, _kept(right, real)[transform.spectral_grid.slices], atol=1e-12)
-    for norm in (None, "ortho"):  # the same up to scales
-        other = fft.Transform(grid, real=real, norm=norm, pad=3 / 2)
-        scale = math.prod(shape) ** (1.0 if norm is None else 0.5)
-        np.testing.assert_allclose(other.forward(a), np.asarray(ours[0]) * scale, atol=1e-11)
-        np.testing.assert_allclose(other.backward(ours[0] * scale), np.asarray(a), atol=1e-11)
+
+    def inputs(row):
+        shape, real = row
+        grid, generator, spectra = jaxmpi.Grid((size, *[1] * (len(shape) - 1)), shape), np.random.default_rng(7), []
+        transforms = {norm: fft.Transform(grid, real=real, norm=norm, pad=3 / 2) for norm in ("forward", None, "ortho")}
+        for _ in range(2):
+            points = generator.standard_normal(shape) + (0 if real else 1j * generator.standard_normal(shape))
+            whole = np.fft.fftn(points, norm="forward")
+            for axis, n in enumerate(shape):
+                if n % 2 == 0:  # without partner: dropped
+                    whole[(slice(None),) * axis + (n // 2,)] = 0
+            spectra.append(whole)
+        ours = [jnp.asarray(_kept(whole, real)[transforms[None].spectral_grid.slices]) for whole in spectra]
+        return transforms, spectra, ours
+
+    def call(row, transforms, ours):
+        a, b = transforms["forward"].backward(ours)
+        others = [(other.forward(a), other.backward(ours[0] * _scale(row, norm))) for norm, other in transforms.items()]
+        return a, transforms["forward"].forward(a * b), others
+
+    def verify(row, transforms, spectra, ours, results):
+        a, product, others = results
+        shape, real = row
+        assert a.shape == transforms["forward"].physical_grid.local_shape
+        right = np.zeros(shape, complex)
+        numbers = [np.fft.fftfreq(n, 1 / n).astype(int) for n in shape]
+        for i in np.ndindex(*shape):
+            for j in np.ndindex(*shape):
+                k = [ks[p] + ks[q] for ks, p, q in zip(numbers, i, j, strict=True)]
+                if all(-((n - 1) // 2) <= number <= (n - 1) // 2 for n, number in zip(shape, k, strict=True)):
+                    right[tuple(k)] += spectra[0][i] * spectra[1][j]
+        np.testing.assert_allclose(product, _kept(right, real)[transforms[None].spectral_grid.slices], atol=1e-12)
+        for norm, (spectrum, points) in zip(transforms, others, strict=True):  # the same up to scales
+            np.testing.assert_allclose(spectrum, np.asarray(ours[0]) * _scale(row, norm), atol=1e-11)
+            np.testing.assert_allclose(points, np.asarray(a), atol=1e-11)
+
+    made = {row: inputs(row) for row in cases}
+    found = jax.jit(lambda given: [call(row, made[row][0], ours) for row, ours in zip(cases, given, strict=True)])
+    found = found([made[row][2] for row in cases])
+    each(list(zip(cases, found, strict=True)), lambda pair: verify(pair[0], *made[pair[0]], pair[1]))
+
+
+def _scale(row, norm):
+    return math.prod(row[0]) ** {"forward": 0, None: 1, "ortho": 0.5}[norm]
 
 
 def _kept(whole, real):
     return whole[..., : whole.shape[-1] // 2 + 1] if real else whole
 
 
-def test_wavenumbers(comm, rank, size):
-    """The Laplacian of a plane wave, of real and of complex arrays."""
-    grid = jaxmpi.Grid((1, size, 1), (6, 8, 5))
-    lengths = (1.0, 2.0, 3.0)
+def test_wavenumbers(size):
+    """The Laplacian of a plane wave, of real and of complex arrays; and of half waves between walls, with and without
+    slopes there."""
+    grid, lengths = jaxmpi.Grid((1, size, 1), (6, 8, 5)), (1.0, 2.0, 3.0)
     x = np.meshgrid(*[np.arange(n) * length / n for n, length in zip((6, 8, 5), lengths, strict=True)], indexing="ij")
     k = [2 * np.pi * m / length for m, length in zip((2, -3, 1), lengths, strict=True)]
-    wave = np.cos(sum(a * b for a, b in zip(k, x, strict=True)))
-    for real in (False, True):
-        transform = fft.Transform(grid, real=real)
-        square = sum(number**2 for number in transform.wavenumbers(lengths))
-        block = jnp.asarray(wave[grid.slices])
-        laplacian = transform.backward(-square * transform.forward(block))
-        np.testing.assert_allclose(laplacian, -sum(a**2 for a in k) * np.asarray(block), atol=1e-9)
-        assert all(np.array_equal(n, n.round()) for n in transform.wavenumbers())
+    wave = np.cos(sum(a * b for a, b in zip(k, x, strict=True)))[grid.slices]
+    rows = [(fft.Transform(grid, real=real), lengths, wave, sum(a**2 for a in k)) for real in (False, True)]
+    walls = jaxmpi.Grid((1, size), (8, 6))
+    x, y = ((np.arange(n) + 0.5) * length / n for n, length in ((8, 2.0), (6, 3.0)))
+    kx, ky = 3 * np.pi / 2.0, 2 * np.pi / 3.0
+    for kind, function in (("dct", np.cos), ("dst", np.sin)):
+        wave = (function(kx * x)[:, None] * function(ky * y))[walls.slices]
+        rows.append((fft.Transform(walls, kind=kind), (2.0, 3.0), wave, kx**2 + ky**2))
+
+    def laplacian(x, transform, lengths):
+        return transform.backward(-sum(number**2 for number in transform.wavenumbers(lengths)) * transform.forward(x))
+
+    found = jax.jit(lambda xs: [laplacian(x, *row[:2]) for x, row in zip(xs, rows, strict=True)])(
+        [jnp.asarray(row[2]) for row in rows]
+    )
+    for (transform, _, wave, square), result in zip(rows, found, strict=True):
+        np.testing.assert_allclose(result, -square * wave, atol=1e-9, err_msg=str(transform))
+    assert all(np.array_equal(n, n.round()) for transform, *_ in rows[:2] for n in transform.wavenumbers())
 
 
 def test_single_calls(comm, rank, size):
@@ -241,17 +241,17 @@ def test_single_calls(comm, rank, size):
     np.testing.assert_allclose(along, np.fft.fft(whole, axis=1)[(..., *grid.slices)], atol=1e-12)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int64", "bool"])
-def test_whole_numbers(dtype, comm, size):
+def test_whole_numbers(size):
     """They become floating-point numbers of the same kind on all ranks, also on one without cells."""
     grid = jaxmpi.Grid((size, 1), ([0] * (size - 1) + [3], 4))
-    whole = (np.arange(12).reshape(3, 4) % 3).astype(dtype)
-    for real in (False, True):
-        transform = fft.Transform(grid, real=real)
-        found = transform.forward(jnp.asarray(whole[grid.slices]))
-        right = (np.fft.rfftn if real else np.fft.fftn)(whole)
-        assert found.dtype == np.complex128
-        np.testing.assert_allclose(found, right[transform.spectral_grid.slices], atol=1e-12)
+    wholes = [(np.arange(12).reshape(3, 4) % 3).astype(dtype) for dtype in ("int8", "int64", "bool")]
+    transforms = {real: fft.Transform(grid, real=real) for real in (False, True)}
+    call = jax.jit(lambda blocks: {real: transform.forward(blocks) for real, transform in transforms.items()})
+    for real, results in call([jnp.asarray(whole[grid.slices]) for whole in wholes]).items():
+        for whole, found in zip(wholes, results, strict=True):
+            right = (np.fft.rfftn if real else np.fft.fftn)(whole)
+            assert found.dtype == np.complex128
+            np.testing.assert_allclose(found, right[transforms[real].spectral_grid.slices], atol=1e-12)
 
 
 @pytest.mark.one_rank
@@ -262,28 +262,37 @@ def test_points_of_padded_axes():
         assert transform.physical_grid.global_shape == (11 * n,)
 
 
-@pytest.mark.slow("pad")
-@pytest.mark.parametrize("real", [False, True])
-@pytest.mark.parametrize("norm", [None, "ortho", "forward"])
-@pytest.mark.parametrize("pad", [1, (1, 1.5), (1.5, 1)])
-def test_axes_that_are_not_padded(pad, norm, real, comm, rank, size):
+@rows("cases", itertools.product((1, (1, 1.5), (1.5, 1)), (None, "ortho", "forward"), (False, True)))
+def test_axes_that_are_not_padded(cases, size):
     """Their modes are all kept, also the one without partner of an even number of modes."""
     grid = jaxmpi.Grid((size, 1), (4, 6))
-    transform = fft.Transform(grid, real=real, norm=norm, pad=pad)
-    shape = transform.physical_grid.global_shape
-    whole = np.random.default_rng(3).standard_normal((4, 6))
-    modes = np.fft.fftn(whole, norm="forward")
-    for axis, (points, n) in enumerate(zip(shape, (4, 6), strict=True)):
-        if points > n:
-            modes = np.moveaxis(np.moveaxis(modes, axis, 0) * (np.arange(n) != n // 2)[:, None], 0, axis)
-    scale = {None: 24, "ortho": 24**0.5, "forward": 1}[norm]
-    spectrum = modes[:, :4] * scale if real else modes * scale
-    own = jnp.asarray(spectrum[transform.spectral_grid.slices])
-    x = transform.backward(own)
-    np.testing.assert_allclose(transform.forward(x), own, atol=1e-12)
-    if pad == 1:
-        right = np.fft.ifftn(modes, norm="forward")[transform.physical_grid.slices]
-        np.testing.assert_allclose(x, right.real if real else right, atol=1e-12)
+    transforms = {(pad, norm, real): fft.Transform(grid, real=real, norm=norm, pad=pad) for pad, norm, real in cases}
+
+    def modes_of(row):
+        _, norm, real = row
+        modes = np.fft.fftn(np.random.default_rng(3).standard_normal((4, 6)), norm="forward")
+        for axis, (points, n) in enumerate(zip(transforms[row].physical_grid.global_shape, (4, 6), strict=True)):
+            if points > n:
+                modes = np.moveaxis(np.moveaxis(modes, axis, 0) * (np.arange(n) != n // 2)[:, None], 0, axis)
+        scale = {None: 24, "ortho": 24**0.5, "forward": 1}[norm]
+        return modes, jnp.asarray((_kept(modes, real) * scale)[transforms[row].spectral_grid.slices])
+
+    made = {row: modes_of(row) for row in cases}
+    names = {str(row): row for row in cases}
+    xs = jax.jit(lambda ys: {name: transforms[names[name]].backward(y) for name, y in ys.items()})(
+        {name: made[row][1] for name, row in names.items()}
+    )
+    ys = jax.jit(lambda xs: {name: transforms[names[name]].forward(x) for name, x in xs.items()})(xs)
+
+    def check(row):
+        pad, _, real = row
+        modes, own = made[row]
+        np.testing.assert_allclose(ys[str(row)], own, atol=1e-12)
+        if pad == 1:
+            right = np.fft.ifftn(modes, norm="forward")[transforms[row].physical_grid.slices]
+            np.testing.assert_allclose(xs[str(row)], right.real if real else right, atol=1e-12)
+
+    each(cases, check)
 
 
 def test_in_scan(comm, rank, size):
@@ -301,67 +310,80 @@ def test_in_scan(comm, rank, size):
     np.testing.assert_allclose(smoothed(jnp.asarray(whole[grid.slices])), right[grid.slices], atol=1e-12)
 
 
-def test_half_waves(comm, rank, size):
-    """Cosine and sine transforms against SciPy's, of all types and norms; with derivatives, batches and empty blocks.
+def _wave(row):
+    name, norm, type = row
+    return name, norm, type, None if type == 2 else 0
 
-    A Transform leaves them where they are made, also beside a Fourier transform along another axis."""
-    shape = (6, 5)
-    names = ("dctn", "idctn", "dstn", "idstn")
-    rows = [*itertools.product(names, (None, "ortho", "forward"), (2, 3))]
-    for processes, blocks in (((size, 1), shape), ((1, size), (6, [0] * (size - 1) + [5]))):
-        grid = jaxmpi.Grid(processes, blocks)
-        whole, *other = np.random.default_rng(4).standard_normal((5, 2, *shape))
-        block, *weights = (jnp.asarray(its[(..., *grid.slices)]) for its in (whole, *other))
 
-        def call(x, row, grid=grid):
-            name, norm, type = rows[row]
-            return getattr(fft, name)(x, grid, (None, 0)[row % 2], norm=norm, type=type)
+HALF_WAVES = [*map(_wave, itertools.product(("dctn", "idctn", "dstn", "idstn"), (None, "ortho", "forward"), (2, 3)))]
+"""Functions, norms, types, axes."""
+MIXED = [("dct", "fft", True), ("dst", "fft", True), ("fft", "dct", False), ("dst", "dst", False)]
 
-        def check(found, row, grid=grid, whole=whole):
-            name, norm, type = rows[row]
-            right = getattr(scipy.fft, name)(whole, type, axes=([1, 2], [1])[row % 2], norm=norm)
-            np.testing.assert_allclose(found, right[(..., *grid.slices)], atol=1e-12, err_msg=str(rows[row]))
-            assert found.dtype == np.float64, rows[row]
 
-        for row in range(len(rows)):
-            check(call(block, row), row)
-        some = (0, 9, 14, 23)  # of each function one, along all axes or one
+def _two_grids(shape, size):
+    """The second has empty blocks."""
+    return jaxmpi.Grid((size, 1), shape), jaxmpi.Grid((1, size), (shape[0], [0] * (size - 1) + [shape[1]]))
 
-        def several(x, call=call, some=some):
-            return [call(x, row) for row in some]
 
-        found = jax.jit(jax.vmap(several))(block)
-        for x, row in zip(found, some, strict=True):
-            check(x, row)
-        if NEW_JAX:
-            (backward,) = jaxmpi.jit(lambda x, w, several=several: jax.vjp(several, x)[1](w))(block, weights)
-            assert np.isclose(total(comm, weights, found), total(comm, [backward], [block]))
-        for kinds, real in ((("dct", "fft"), True), (("dst", "fft"), True), (("fft", "dct"), False), ("dst", False)):
-            transform = fft.Transform(grid, kind=kinds, real=real, norm="ortho")
+@rows("cases", HALF_WAVES)
+def test_half_waves(cases, comm, size):
+    """Cosine and sine transforms against SciPy's, of all types and norms, with empty blocks, derivatives, batches."""
+    for empty, grid in enumerate(_two_grids((6, 5), size)):
+        own = [row for row in cases if (HALF_WAVES.index(row) * 2 // 3) % 2 == empty]
+        whole = np.random.default_rng(4).standard_normal((2, 6, 5))
+        block = jnp.asarray(whole[(..., *grid.slices)])
+
+        def waves(x, rows, grid=grid):
+            return [getattr(fft, name)(x, grid, axes, norm=norm, type=type) for name, norm, type, axes in rows]
+
+        def check(pair, grid=grid, whole=whole):
+            (name, norm, type, axes), found = pair
+            right = getattr(scipy.fft, name)(whole, type, axes=[1, 2] if axes is None else [1], norm=norm)
+            np.testing.assert_allclose(found, right[(..., *grid.slices)], atol=1e-12)
+            assert found.dtype == np.float64
+
+        each([*zip(own, jax.jit(lambda x, own=own: waves(x, own))(block), strict=True)], check, lambda pair: pair[0])
+        if not empty or not own:
+            continue
+        some = own[::3]
+        weights = [jnp.cos(block + i) for i in range(len(some))]
+
+        def in_batches(x, weights, some=some):
+            call = lambda x: waves(x, some)  # noqa: E731
+            return jax.vmap(call)(x), jax.vjp(call, x)[1](weights)[0] if NEW_JAX else None
+
+        found, backward = jaxmpi.jit(in_batches)(block, weights)
+        each([*zip(some, found, strict=True)], check, lambda pair: pair[0])
+        assert not NEW_JAX or np.isclose(total(comm, weights, found), total(comm, [backward], [block]))
+
+
+def test_mixed_transforms(size):
+    """A Transform leaves half waves where they are made, also beside a Fourier transform along another axis."""
+    for grid in _two_grids((6, 5), size):
+        whole = np.random.default_rng(4).standard_normal((2, 6, 5))
+        block = jnp.asarray(whole[(..., *grid.slices)])
+        transforms = [fft.Transform(grid, kind=kinds, real=real, norm="ortho") for *kinds, real in MIXED]
+
+        def call(x, transforms=transforms):
+            spectra = [transform.forward(x) for transform in transforms]
+            singles = [transform.forward({"x": x.astype("float32")})["x"] for transform in transforms[::3]]
+            points = [transform.backward(y) for transform, y in zip(transforms, spectra, strict=True)]
+            return list(zip(spectra, [singles[0], None, None, singles[1]], points, strict=True))
+
+        def check(row, whole=whole, block=block):
+            (*kinds, real), transform, (spectrum, single, points) = row
             right = whole
-            for axis, kind in enumerate(["dst", "dst"] if kinds == "dst" else kinds, 1):
+            for axis, kind in enumerate(kinds, 1):
                 local = np.fft.rfft if real and kind == "fft" else getattr(scipy.fft, kind)
                 right = local(right.real if real and kind == "fft" else right, axis=axis, norm="ortho")
-            single = transform.forward({"x": block.astype("float32")})["x"]
-            assert single.dtype == ("float32" if kinds == "dst" else "complex64")
-            spectrum = transform.forward(block)
             right = right[(..., *transform.spectral_grid.slices)]
-            np.testing.assert_allclose(spectrum, right, atol=1e-12, err_msg=str(kinds))
-            np.testing.assert_allclose(single, right, atol=1e-5, err_msg=str(kinds))
-            np.testing.assert_allclose(transform.backward(spectrum), block, atol=1e-12, err_msg=str(kinds))
+            np.testing.assert_allclose(spectrum, right, atol=1e-12)
+            if single is not None:
+                assert single.dtype == ("float32" if "fft" not in kinds else "complex64")
+                np.testing.assert_allclose(single, right, atol=1e-5)
+            np.testing.assert_allclose(points, block, atol=1e-12)
 
-
-def test_wavenumbers_of_half_waves(comm, rank, size):
-    """The second derivative of half waves between walls, with and without slopes there."""
-    grid = jaxmpi.Grid((1, size), (8, 6))
-    x, y = ((np.arange(n) + 0.5) * length / n for n, length in ((8, 2.0), (6, 3.0)))
-    kx, ky = 3 * np.pi / 2.0, 2 * np.pi / 3.0
-    for kind, wave in (("dct", np.cos), ("dst", np.sin)):
-        transform = fft.Transform(grid, kind=kind)
-        square = sum(k**2 for k in transform.wavenumbers((2.0, 3.0)))
-        block = jnp.asarray((wave(kx * x)[:, None] * wave(ky * y))[grid.slices])
-        found = transform.backward(-square * transform.forward(block))
-        np.testing.assert_allclose(found, -(kx**2 + ky**2) * np.asarray(block), atol=1e-10)
+        each([*zip(MIXED, transforms, jax.jit(call)(block), strict=True)], check, lambda row: str(row[0]))
 
 
 BAD = [
@@ -420,11 +442,17 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("call", "error", "words"), BAD)
-def test_bad_calls(call, error, words, comm, size):
+@pytest.mark.one_rank
+@rows("cases", BAD, ids=lambda row: row[2])
+def test_bad_calls(cases, comm, size):
     grid = jaxmpi.Grid((size, 1), (4, 6))
-    with pytest.raises(error, match=words):
-        call(grid, jnp.ones(grid.local_shape))
+
+    def check(row):
+        call, error, words = row
+        with pytest.raises(error, match=words):
+            call(grid, jnp.ones(grid.local_shape))
+
+    each(cases, check, lambda row: row[2])
 
 
 @pytest.mark.ranks(2)

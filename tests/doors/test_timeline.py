@@ -170,6 +170,7 @@ else:
 
 
 def test_waiting_is_for_whom_one_waits(tmp_path):
+    """And the report of the same job."""
     folder, _ = run_traced(tmp_path, 2, SLEEPS)
     ranks = files.read(folder)
     matched = matching.match(ranks)
@@ -181,6 +182,19 @@ def test_waiting_is_for_whom_one_waits(tmp_path):
     assert caused[1, 0] / 1e6 > 0.3  # rank 1 for rank 0, in recv
     received = next(event for event in ranks[1].events if event.name == "recv")
     assert 0.3 <= received.waited / 1e6 <= received.seconds
+    command = [sys.executable, "-m", "jaxmpi.trace", str(folder)]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert re.search(r"allreduce +4 .*program.py:10 \(<lambda>\)\n", told)
+    assert re.search(r"\n +0 -> 1 +1 +24 B", told)
+    assert "Note" not in told
+    merged = json.loads((folder / "timeline.json").read_text())
+    assert Counter(event["ph"] for event in merged)["X"] == 4 + 4 + 2
+    assert min(event["ts"] for event in merged if event["ph"] == "X") == 0
+    if "No pictures" not in told:
+        assert (folder / "timeline.png").stat().st_size > 5000
+        assert (folder / "messages.png").stat().st_size > 5000
+    again = subprocess.run([*command, "--no-pictures"], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "timeline.png" not in again
 
 
 STARTS = """
@@ -240,23 +254,6 @@ def test_waiting_is_where_one_waits(tmp_path):
     assert re.search(r"\n +0 -> 1 +3 +72 B .* - +-\n", told)
     merged = json.loads((folder / "timeline.json").read_text())
     assert sum(event["name"] == "in flight" for event in merged) == 2 * 2 * (3 * 4 + 2)
-
-
-def test_report(tmp_path):
-    folder, _ = run_traced(tmp_path, 2, SLEEPS)
-    command = [sys.executable, "-m", "jaxmpi.trace", str(folder)]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    assert re.search(r"allreduce +4 .*program.py:10 \(<lambda>\)\n", told)
-    assert re.search(r"\n +0 -> 1 +1 +24 B", told)
-    assert "Note" not in told
-    merged = json.loads((folder / "timeline.json").read_text())
-    assert Counter(event["ph"] for event in merged)["X"] == 4 + 4 + 2
-    assert min(event["ts"] for event in merged if event["ph"] == "X") == 0
-    if "No pictures" not in told:
-        assert (folder / "timeline.png").stat().st_size > 5000
-        assert (folder / "messages.png").stat().st_size > 5000
-    again = subprocess.run([*command, "--no-pictures"], capture_output=True, text=True, timeout=60, check=True).stdout
-    assert "timeline.png" not in again
 
 
 PROFILED = """
@@ -358,7 +355,7 @@ def test_other_processes_leave_it_alone(tmp_path):
 def test_bad_settings(variable, told, tmp_path):
     path = tmp_path / "program.py"
     path.write_text("import jaxmpi")
-    done = launch(1, path, check=False, **{"JAXMPI_TRACE": str(tmp_path), **variable})
+    done = launch(0, path, check=False, **{"JAXMPI_TRACE": str(tmp_path), **variable})
     assert done.returncode != 0
     assert told in done.stderr
 
@@ -395,15 +392,16 @@ def test_folder_under_an_umask_of_0(tmp_path):
     assert len(list((tmp_path / "new").iterdir())) == 1
 
 
-@pytest.mark.parametrize("content", [{}, {"a.00000.json": "[\n"}, {"a.00000.json": "[\nnothing\n"}], ids=str)
-def test_bad_folders(content, tmp_path):
-    for name, text in content.items():
-        (tmp_path / name).write_text(text)
-    command = [sys.executable, "-m", "jaxmpi.trace", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1
-    assert done.stderr.startswith("jaxmpi.trace: ")
-    assert "Traceback" not in done.stderr
+@pytest.mark.one_rank
+def test_bad_folders(tmp_path, monkeypatch):
+    monkeypatch.setattr(trace.signal, "signal", lambda *_: None)
+    for number, content in enumerate(({}, {"a.00000.json": "[\n"}, {"a.00000.json": "[\nnothing\n"})):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for name, text in content.items():
+            (folder / name).write_text(text)
+        with pytest.raises(SystemExit, match=r"^jaxmpi\.trace: "):
+            trace.main([str(folder)])
 
 
 def report_of(folder, *options, **more):

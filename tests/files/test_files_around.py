@@ -415,8 +415,15 @@ def test_functions_that_are_traced(folder, grid, transform):
     assert listed(folder) == ["s", "w"]
 
 
-@pytest.mark.parametrize("setting", ["jax_debug_nans", "jax_debug_infs", "jax_disable_jit", "jax_check_tracer_leaks"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("setting", "dtype"),
+    [
+        ("jax_debug_nans", "float32"),
+        ("jax_debug_infs", "bfloat16"),
+        ("jax_disable_jit", "float32"),
+        ("jax_check_tracer_leaks", "bfloat16"),
+    ],
+)
 def test_settings(folder, grid, setting, dtype):
     """A state with what is no number is often just what is wanted of a run that is looked into."""
     map = jaxmpi.IndexMap(np.arange(RANK, 4 * SIZE, SIZE), [RANK])

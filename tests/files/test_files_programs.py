@@ -24,7 +24,7 @@ from support.table import NEW_JAX
 
 zarr = pytest.importorskip("zarr", minversion="3")
 
-EXAMPLES = int(os.environ.get("JAXMPI_TEST_PROGRAMS", "12"))
+EXAMPLES = int(os.environ.get("JAXMPI_TEST_PROGRAMS", "8"))
 ROWS = 18
 INDICES = np.random.default_rng(0).permutation(1000)[:ROWS]
 COMPUTED = ("ghosts", "sums", "halo", "total")

@@ -4,9 +4,11 @@ import collections
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -267,8 +269,8 @@ def test_leaves_that_are_wrong_later(folder):
             out.append(2, {"x": wrong if RANK == SIZE - 1 else good})
 
 
-def test_xarray_reads_it(folder):
-    xarray = pytest.importorskip("xarray")
+def test_names_and_attributes(folder):
+    """They are where xarray looks for them; without --brief it is asked itself."""
     grid = jaxmpi.Grid((SIZE, 1), (2 * SIZE, 3))
     options = dict(
         dims=("y", "x"),
@@ -285,6 +287,14 @@ def test_xarray_reads_it(folder):
             out.append(step, {"h": jnp.full(grid.local_shape, step, jnp.float32), "u": jnp.zeros(3), "n": 7 * step})
     COMM.Barrier()
     if RANK == 0:
+        group = zarr.open_group(str(folder / "s"), mode="r")
+        named = {name: array.metadata.dimension_names for name, array in group.arrays()}
+        assert named == {"time": ("time",), "h": ("time", "y", "x"), "n": ("time",), "x": ("x",)}
+        assert group.attrs["title"] == "sea"
+        units = {name: array.attrs.get("units") for name, array in group.arrays()}
+        assert units == {"time": "days since 2000-01-01", "h": "m", "x": "km", "n": None}
+    if RANK == 0 and not drawing.brief:
+        xarray = pytest.importorskip("xarray")
         data = xarray.open_zarr(folder / "s")
         data.to_netcdf(folder / "s.nc")
         assert data.h.dims == ("time", "y", "x")
@@ -672,46 +682,50 @@ def ranks_of(program):
     return found
 
 
+def go_on(path, first, last):
+    """What the program does, on one rank."""
+    cells = np.arange(24 * 30).reshape(24, 30)
+    with io.Writer(path, jaxmpi.Grid((1, 1), cells.shape, comm=MPI.COMM_SELF), resume=True, chunks=(7, 11)) as out:
+        for step in range(first, last):
+            out.append(step, {"x": jnp.asarray(1000 * step + cells), "n": step * step})
+
+
+def check_steps(path, steps):
+    for name, values in right(steps).items():
+        assert np.array_equal(zarr.open_group(str(path), mode="r")[name][...], values), name
+
+
 @pytest.mark.launches
 @pytest.mark.seconds(300)
 @pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.nightly)])
 def test_a_rank_is_killed(tmp_path, program, ranks):
-    """At random times while steps are appended: all that can be read is right, and the next job goes on from there."""
+    """After some of many steps: all that can be read is right, and the next job goes on from there."""
     chance = random.Random(ranks)
-    path, seen, kills = tmp_path / "s", [], 2 if drawing.brief else 10
-    for _ in range(kills):
+    path, seen, output = tmp_path / "s", [0], tmp_path / "out"
+    for _ in range(1 if drawing.brief else 10):
         first = len(store_of(path))
-        with open(tmp_path / "out", "w") as out:
+        last = first + chance.randrange(5, 100)
+        with open(output, "w") as out:
             job = begin(
-                [*launcher(ranks), program, path, first, 10_000, 0.002],
+                [sys.executable, "-m", "jaxmpi.run", "-n", ranks, program, path, first, 10_000, 0.002],
                 100,
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 env=outside_of_a_job() | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1"},
             )
-            wait_for(lambda job=job: "appended" in (tmp_path / "out").read_text() or job.poll() is not None)
-            time.sleep(chance.uniform(0, 0.3))
+            wait_for(lambda job=job, last=last: f"appended {last}\n" in output.read_text() or job.poll() is not None)
             victims = ranks_of(program)
-            assert victims, (tmp_path / "out").read_text()
+            assert victims, output.read_text()
             os.kill(chance.choice(victims), signal.SIGKILL)
             assert job.wait() != 0
-        told = (tmp_path / "out").read_text().split("appended ")[-1].split()[0]
+        told = output.read_text().split("appended ")[-1].split()[0]
         there = len(store_of(path))
-        assert int(told) - 4 <= there <= int(told) + 2, (tmp_path / "out").read_text()
-        for name, values in right(there).items():
-            assert np.array_equal(zarr.open_group(str(path), mode="r")[name][...], values), name
+        assert int(told) - 4 <= there <= int(told) + 2, output.read_text()
+        check_steps(path, there)
         seen.append(there)
-    assert seen == sorted(seen)
-    assert seen[-1] > seen[0]
-    launch(5 - ranks, program, path, seen[-1], seen[-1] + 3, 0, JAX_ENABLE_X64="1")
-    for name, values in right(seen[-1] + 3).items():
-        assert np.array_equal(zarr.open_group(str(path), mode="r")[name][...], values), name
-
-
-def launcher(ranks):
-    import sys
-
-    return [sys.executable, "-m", "jaxmpi.run", "-n", ranks]
+    assert seen == sorted(set(seen))
+    go_on(path, seen[-1], seen[-1] + 3)
+    check_steps(path, seen[-1] + 3)
 
 
 def store_of(path):
@@ -737,35 +751,45 @@ def test_full_disk(tmp_path, program):
         assert "No space left on device" in job.stderr
         steps = len(store_of(small / "s"))
         assert steps > 3
-        for name, values in right(steps).items():
-            assert np.array_equal(zarr.open_group(str(small / "s"), mode="r")[name][...], values), name
+        check_steps(small / "s", steps)
         subprocess.run(["mount", "-o", "remount,size=4m", small], check=True)
-        launch(2, program, small / "s", steps, steps + 5, 0, JAX_ENABLE_X64="1")
-        for name, values in right(steps + 5).items():
-            assert np.array_equal(zarr.open_group(str(small / "s"), mode="r")[name][...], values), name
+        go_on(small / "s", steps, steps + 5)
+        check_steps(small / "s", steps + 5)
 
 
 @pytest.mark.launches
-@pytest.mark.parametrize("call", ["io.save(path, x, grid=grid)", "out.append(1, x)"])
-def test_a_rank_that_does_not_come_is_reported(tmp_path, call):
-    program = tmp_path / "program.py"
+def test_a_rank_that_does_not_come_is_reported(tmp_path):
+    """Where ranks agree by messages that are no operations: here, and as maps are made. It comes when it reads so."""
+    program, reports = tmp_path / "program.py", tmp_path / "reports"
     program.write_text(f"""
-import sys, time
+import os, time
 import jax.numpy as jnp
 import jaxmpi
 from jaxmpi import io
 grid, path = jaxmpi.Grid((0,), (8,)), {str(tmp_path / "s")!r}
-x = jnp.zeros(grid.local_shape)
+x, rank = jnp.zeros(grid.local_shape), grid.comm.rank
 out = io.Writer(path + "1", grid)
 out.append(0, x)
-if grid.comm.rank == 1:
-    time.sleep(60)
-{call}
+reports = os.open({str(reports)!r}, os.O_RDWR | os.O_CREAT)
+if rank == 0:
+    os.dup2(reports, 2)
+for name, call in {{
+    "io.save": lambda: io.save(path, x, grid=grid),
+    "io.Writer.append": lambda: out.append(1, x),
+    "IndexMap": lambda: jaxmpi.IndexMap([rank], [0]),
+    "IndexMap.from_csr": lambda: jaxmpi.IndexMap.from_csr([0, 0], []),
+}}.items():
+    while rank == 1 and f"in {{name}}, as rank 0 of 2".encode() not in os.pread(reports, 1 << 20, 0):
+        time.sleep(0.02)
+    call()
+out.close()
+print("done")
 """)
-    settings = {"JAXMPI_TIMEOUT": "5", "JAXMPI_TIMEOUT_ACTION": "abort"}  # more than ranks start apart
-    job = launch(2, program, check=False, **settings)
-    name = "io.save" if "save" in call else "io.Writer.append"
-    assert f"in {name}, as rank 0 of 2" in job.stderr, job.stderr
+    job = launch(2, program, JAXMPI_TIMEOUT="1")
+    assert job.stdout.count("done") == 2
+    for call in ("IndexMap", "IndexMap.from_csr"):
+        where = rf"as rank 0 of 2 .*; Python is at {program}:\d+ \(<lambda>\)"
+        assert re.search(rf"waiting for \S+ s in {re.escape(call)}, {where}", reports.read_text()), reports.read_text()
 
 
 @pytest.mark.ranks(2)

@@ -9,36 +9,40 @@ import pytest
 
 from jaxmpi._sharded.replica_groups import Unreadable, collectives, groups_in
 from support.launch import launch
+from support.rows import each
 
 pytestmark = pytest.mark.one_rank
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("{}", [(0, 1, 2, 3)]),
-        ("{{0,2},{1,3}}", [(0, 2), (1, 3)]),
-        ("{{3,1},{0,2}}", [(3, 1), (0, 2)]),
-        ("{{0},{1,2,3}}", [(0,), (1, 2, 3)]),
-        ("[2,2]<=[4]", [(0, 1), (2, 3)]),
-        ("[2,2]<=[2,2]T(1,0)", [(0, 2), (1, 3)]),
-        ("[1,4]<=[2,2]T(1,0)", [(0, 2, 1, 3)]),
-        ("mesh['a'=4] {'a'}", [(0, 1, 2, 3)]),
-        ("mesh['a'=4] {}", [(0,), (1,), (2,), (3,)]),
-        ("mesh['a'=4] {'a':(1)2}", [(0, 2), (1, 3)]),
-        ("mesh['a'=4] {'a':(2)2}", [(0, 1), (2, 3)]),
-        ("mesh['a'=4] {'a':(2)2,'a':(1)2}", [(0, 2, 1, 3)]),
-        ("mesh['a'=2,'b'=2] {'b'}", [(0, 1), (2, 3)]),
-        ("mesh['a'=2,'b'=2] {'b','a'}", [(0, 2, 1, 3)]),
-        ("mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}", [(0, 2), (1, 3)]),
-        ("mesh['a'=2,'b'=2], device_ids=(3,1,2,0) {'b'}", [(3, 1), (2, 0)]),
-        ("mesh['a'=2,'b'=2], device_ids=(3,1,2,0) {'b','a'}", [(3, 2, 1, 0)]),
-        ("mesh[a=2,axis_1=2] {a}", [(0, 2), (1, 3)]),
-        ("mesh['a'=1,'b'=4] {'a','b'}", [(0, 1, 2, 3)]),
-    ],
-)
-def test_notations(text, expected):
-    assert groups_in(text, 4) == expected
+NOTED = [
+    ("{}", [(0, 1, 2, 3)]),
+    ("{{0,2},{1,3}}", [(0, 2), (1, 3)]),
+    ("{{3,1},{0,2}}", [(3, 1), (0, 2)]),
+    ("{{0},{1,2,3}}", [(0,), (1, 2, 3)]),
+    ("[2,2]<=[4]", [(0, 1), (2, 3)]),
+    ("[2,2]<=[2,2]T(1,0)", [(0, 2), (1, 3)]),
+    ("[1,4]<=[2,2]T(1,0)", [(0, 2, 1, 3)]),
+    ("mesh['a'=4] {'a'}", [(0, 1, 2, 3)]),
+    ("mesh['a'=4] {}", [(0,), (1,), (2,), (3,)]),
+    ("mesh['a'=4] {'a':(1)2}", [(0, 2), (1, 3)]),
+    ("mesh['a'=4] {'a':(2)2}", [(0, 1), (2, 3)]),
+    ("mesh['a'=4] {'a':(2)2,'a':(1)2}", [(0, 2, 1, 3)]),
+    ("mesh['a'=2,'b'=2] {'b'}", [(0, 1), (2, 3)]),
+    ("mesh['a'=2,'b'=2] {'b','a'}", [(0, 2, 1, 3)]),
+    ("mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}", [(0, 2), (1, 3)]),
+    ("mesh['a'=2,'b'=2], device_ids=(3,1,2,0) {'b'}", [(3, 1), (2, 0)]),
+    ("mesh['a'=2,'b'=2], device_ids=(3,1,2,0) {'b','a'}", [(3, 2, 1, 0)]),
+    ("mesh[a=2,axis_1=2] {a}", [(0, 2), (1, 3)]),
+    ("mesh['a'=1,'b'=4] {'a','b'}", [(0, 1, 2, 3)]),
+]
+
+
+def test_notations():
+    each(NOTED, lambda row: _equal(groups_in(row[0], 4), row[1]), lambda row: row[0])
+
+
+def _equal(found, expected):
+    assert found == expected
 
 
 # --- random groups: what a text means is counted by XLA's definitions, one device after the other ---
@@ -139,19 +143,21 @@ def by_mesh(rng, count):
 NOTATIONS = {"lists": by_lists, "rows": by_rows, "mesh": by_mesh}
 
 
-@pytest.mark.parametrize("notation", NOTATIONS)
-def test_random_groups(notation):
-    rng = random.Random(17)
-    for _ in range(1500):
-        count = rng.choice([1, 2, 3, 4, 6, 8, 12, 16, 24, 36])
-        text, expected = NOTATIONS[notation](rng, count)
-        assert sorted(groups_in(text, count)) == sorted(expected), text
+def test_random_groups():
+    def check(notation):
+        rng = random.Random(17)
+        for _ in range(300):
+            count = rng.choice([1, 2, 3, 4, 6, 8, 12, 16, 24, 36])
+            text, expected = NOTATIONS[notation](rng, count)
+            assert sorted(groups_in(text, count)) == sorted(expected), text
+
+    each(NOTATIONS, check)
 
 
 def test_changed_texts():
     """Of what is cut, doubled or exchanged, nothing is read but a division of the ids; most is not read at all."""
     rng, read = random.Random(18), 0
-    for _ in range(4000):
+    for _ in range(1000):
         count = rng.choice([4, 6, 8, 12])
         text, _ = NOTATIONS[rng.choice(list(NOTATIONS))](rng, count)
         i, j = sorted(rng.sample(range(len(text) + 1), 2))
@@ -164,53 +170,55 @@ def test_changed_texts():
             continue
         assert sorted(itertools.chain(*groups)) == list(range(count)), text
         read += 1
-    assert read < 800
+    assert read < 200
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "somewhat",
-        "{{0,1},{2}}",
-        "{{0,1},{2,2}}",
-        "{{0,1},{2,4}}",
-        "{{0,1},{2,3},{}}",
-        "{{0,1},{2,3}",
-        "{{0,1},{2,3}} {}",
-        "{0,1,2,3}",
-        "{{0,-1},{1,2,3}}",
-        "[2,2]<=[5]",
-        "[4]<=[4]",
-        "[2,2]<=[2,2]T(1,1)",
-        "[2,2]<=[2,2]T(1)",
-        "[2,2]<=[4]S",
-        "[2,2]<=[2,2]T(1,0)T(1,0)",
-        "mesh['a'=2] {'a'}",
-        "mesh['a'=2,'a'=2] {'a'}",
-        "mesh['a'=4] {'b'}",
-        "mesh['a'=4] {'a','a'}",
-        "mesh['a'=4] {'a','a':(1)2}",
-        "mesh['a'=4] {'a':(1)2,'a':(1)2}",
-        "mesh['a'=4] {'a':(3)2}",
-        "mesh['a'=4] {'a':(4)2}",
-        "mesh['a'=4] {'a':(0)2}",
-        "mesh['a'=4] {'a':2}",
-        "mesh['a'=4] {0}",
-        "mesh['a'=4]",
-        "mesh['a'=4], device_ids=(0,1,2) {'a'}",
-        "mesh['a'=4], device_ids=(0,1,2,2) {'a'}",
-        "mesh['a'=4], device_ids=(0,1,2,4) {'a'}",
-        "mesh['a'=4], device_ids=[4] {'a'}",
-        "mesh['a'=4], ids=([4]) {'a'}",
-        "mesh['d'ef'=4] {'d'ef'}",
-        "maximal_mesh[device_id=5] {}",
-        "@mesh<a=4> {a}",
-    ],
-)
-def test_what_is_not_read(text):
-    with pytest.raises(Unreadable):
-        groups_in(text, 4)
+UNREADABLE = [
+    "",
+    "somewhat",
+    "{{0,1},{2}}",
+    "{{0,1},{2,2}}",
+    "{{0,1},{2,4}}",
+    "{{0,1},{2,3},{}}",
+    "{{0,1},{2,3}",
+    "{{0,1},{2,3}} {}",
+    "{0,1,2,3}",
+    "{{0,-1},{1,2,3}}",
+    "[2,2]<=[5]",
+    "[4]<=[4]",
+    "[2,2]<=[2,2]T(1,1)",
+    "[2,2]<=[2,2]T(1)",
+    "[2,2]<=[4]S",
+    "[2,2]<=[2,2]T(1,0)T(1,0)",
+    "mesh['a'=2] {'a'}",
+    "mesh['a'=2,'a'=2] {'a'}",
+    "mesh['a'=4] {'b'}",
+    "mesh['a'=4] {'a','a'}",
+    "mesh['a'=4] {'a','a':(1)2}",
+    "mesh['a'=4] {'a':(1)2,'a':(1)2}",
+    "mesh['a'=4] {'a':(3)2}",
+    "mesh['a'=4] {'a':(4)2}",
+    "mesh['a'=4] {'a':(0)2}",
+    "mesh['a'=4] {'a':2}",
+    "mesh['a'=4] {0}",
+    "mesh['a'=4]",
+    "mesh['a'=4], device_ids=(0,1,2) {'a'}",
+    "mesh['a'=4], device_ids=(0,1,2,2) {'a'}",
+    "mesh['a'=4], device_ids=(0,1,2,4) {'a'}",
+    "mesh['a'=4], device_ids=[4] {'a'}",
+    "mesh['a'=4], ids=([4]) {'a'}",
+    "mesh['d'ef'=4] {'d'ef'}",
+    "maximal_mesh[device_id=5] {}",
+    "@mesh<a=4> {a}",
+]
+
+
+def test_what_is_not_read():
+    def check(text):
+        with pytest.raises(Unreadable):
+            groups_in(text, 4)
+
+    each(UNREADABLE, check)
 
 
 # --- instructions: their attributes in any order, beside others that hold the same characters ---
@@ -291,7 +299,7 @@ LINE
 
 def test_random_instructions():
     rng = random.Random(19)
-    for _ in range(3000):
+    for _ in range(600):
         header, line, opcode, devices, expected = random_instruction(rng)
         ((found, where),) = collectives(header + AROUND.replace("LINE", line), devices)
         assert where == line
@@ -302,32 +310,35 @@ def test_random_instructions():
 GOOD = "  %x = f32[4]{0} all-reduce(%p), channel_id=1, replica_groups={{0,1},{2,3}}, use_global_device_ids=true"
 
 
-@pytest.mark.parametrize(
-    ("header", "line"),
-    [
-        (HEADER, GOOD),
-        (HEADER + ", num_partitions=8", GOOD),
-        (HEADER + ", replica_count=2, num_partitions=4", GOOD),
-        ("HloModul m, num_partitions=4", GOOD),
-        ("", GOOD),
-        (HEADER + ", num_partitions=4", GOOD.replace("{{0,1},{2,3}}", "mesh['d'ef'=4] {'d'ef'}")),
-        (HEADER + ", num_partitions=4", GOOD.replace("{{0,1},{2,3}}", "mesh['a\nb'=4] {'a\nb'}")),
-        (HEADER + ", num_partitions=4", GOOD.replace("{{0,1},{2,3}}", "{{0,1},{2,3}}x")),
-        (HEADER + ", num_partitions=4", GOOD.replace(", channel_id", " channel_id")),
-        (HEADER + ", num_partitions=4", GOOD.replace(", use_global_device_ids=true", "")),
-        (HEADER + ", num_partitions=4", GOOD.replace("(%p)", "(%p")),
-        (HEADER + ", num_partitions=4", GOOD.replace("(%p)", "(%p]")),
-        (HEADER + ", num_partitions=4", GOOD.replace("all-reduce", "all-reduce{1}")),
-        (
-            HEADER + ", num_partitions=4",
-            "  %x = f32[] collective-permute(%p), channel_id=1, source_target_pairs={{0,4}}",
-        ),
-        (HEADER + ", num_partitions=4", "  %x = f32[] collective-permute(%p), channel_id=1, source_target_pairs={{0}}"),
-    ],
-)
-def test_programs_that_are_not_read(header, line):
-    with pytest.raises(Unreadable):
-        list(collectives(f"{header}\n\nENTRY %main {{\n{line}\n}}\n", 4))
+PROGRAMS = [
+    (HEADER, GOOD),
+    (HEADER + ", num_partitions=8", GOOD),
+    (HEADER + ", replica_count=2, num_partitions=4", GOOD),
+    ("HloModul m, num_partitions=4", GOOD),
+    ("", GOOD),
+    (HEADER + ", num_partitions=4", GOOD.replace("{{0,1},{2,3}}", "mesh['d'ef'=4] {'d'ef'}")),
+    (HEADER + ", num_partitions=4", GOOD.replace("{{0,1},{2,3}}", "mesh['a\nb'=4] {'a\nb'}")),
+    (HEADER + ", num_partitions=4", GOOD.replace("{{0,1},{2,3}}", "{{0,1},{2,3}}x")),
+    (HEADER + ", num_partitions=4", GOOD.replace(", channel_id", " channel_id")),
+    (HEADER + ", num_partitions=4", GOOD.replace(", use_global_device_ids=true", "")),
+    (HEADER + ", num_partitions=4", GOOD.replace("(%p)", "(%p")),
+    (HEADER + ", num_partitions=4", GOOD.replace("(%p)", "(%p]")),
+    (HEADER + ", num_partitions=4", GOOD.replace("all-reduce", "all-reduce{1}")),
+    (
+        HEADER + ", num_partitions=4",
+        "  %x = f32[] collective-permute(%p), channel_id=1, source_target_pairs={{0,4}}",
+    ),
+    (HEADER + ", num_partitions=4", "  %x = f32[] collective-permute(%p), channel_id=1, source_target_pairs={{0}}"),
+]
+
+
+def test_programs_that_are_not_read():
+    def check(row):
+        header, line = row
+        with pytest.raises(Unreadable):
+            list(collectives(f"{header}\n\nENTRY %main {{\n{line}\n}}\n", 4))
+
+    each(PROGRAMS, check)
 
 
 def test_unknown_collectives_are_found():

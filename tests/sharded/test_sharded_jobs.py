@@ -7,7 +7,9 @@ import textwrap
 
 import pytest
 
+from jaxmpi._sharded.hlo import groups_of
 from support.launch import launch
+from support.rows import each
 
 pytestmark = pytest.mark.launches
 
@@ -37,11 +39,11 @@ def total(value=1.0, dtype=np.float32):
 def job(tmp_path):
     """Runs a program behind COMMON, or without it, as a job of sharded programs."""
 
-    def run(text, *options, ranks=2, common=True, collectives="mpi", **settings):
+    def run(text, *options, ranks=2, common=True, collectives="mpi", arguments=(), **settings):
         program = tmp_path / "program.py"
         program.write_text((COMMON if common else "") + textwrap.dedent(text))
         chosen = ["--collectives", collectives] if collectives else []
-        return launch(ranks, *chosen, *options, program, **settings)
+        return launch(ranks, *chosen, *options, program, *arguments, **settings)
 
     return run
 
@@ -69,44 +71,46 @@ def test_initialize_may_be_called(job):
     assert said(job("jax.distributed.initialize()\n" + SAID)) == EXPECTED
 
 
-@pytest.mark.parametrize("how", ["mpi", "gloo", "plain launcher"])
-def test_coordinator_listens_where_it_is_needed(how, job):
-    """JAX's coordinator asks nobody who he is: other machines must not reach it where all ranks are on one."""
-    listens = """
-    import jaxmpi, pathlib
-    from jax._src import distributed
-    PLAIN
-    jax.devices()
-    if jax.process_index() == 0:
-        port = f"{int(distributed.global_state.coordinator_address.rpartition(':')[2]):04X}"
-        rows = [row.split() for kind in ("tcp", "tcp6") for row in pathlib.Path("/proc/net", kind).open()]
-        for row in rows:
-            if row[1].endswith(f":{port}") and row[3] == "0A":  # listens
-                print("listens at", row[1].partition(":")[0][-8:], end=";")
-    """
-    plain = how == "plain launcher"
-    text = listens.replace("PLAIN", "jax.distributed.initialize()" if plain else "")
-    done = job(text, collectives="" if plain else how, plain=plain)
-    assert done.stdout == "listens at 0100007F;"  # 127.0.0.1
+ADDRESSES = """
+import pathlib
+from jax._src import distributed
+jax.devices()
+if jax.process_index() == 0:
+    port = f"{int(distributed.global_state.coordinator_address.rpartition(':')[2]):04X}"
+    rows = [row.split() for kind in ("tcp", "tcp6") for row in pathlib.Path("/proc/net", kind).open()]
+    places = [row[1].partition(":")[0][-8:] for row in rows if row[1].endswith(f":{port}") and row[3] == "0A"]
+    print("listens at", *places, "told", os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"), end=";")
+"""
 
 
-@pytest.mark.parametrize("how", ["mpi", "plain launcher"])
-@pytest.mark.parametrize("given", ["nothing", "the port", "the port and the address"])
-def test_address_is_not_meant_for_other_processes(how, given, job):
-    """What JAX is told of its coordinator's address is gone when that listens; what the user has said stays."""
+@pytest.mark.parametrize(
+    ("how", "given"),
+    [
+        ("mpi", ""),
+        ("mpi", "the port and the address"),
+        ("plain launcher", ""),
+        *(pytest.param("plain launcher", given, marks=pytest.mark.nightly) for given in ("port", "port and address")),
+        *(pytest.param(*row, marks=pytest.mark.nightly) for row in (("mpi", "the port"), ("gloo", ""))),
+    ],
+)
+def test_coordinator_listens_where_it_is_needed(how, given, job):
+    """JAX's coordinator asks nobody who he is: other machines must not reach it where all ranks are on one.
+
+    What JAX is told of its address is gone when it listens; what the user has said stays. Once jaxmpi is imported, JAX
+    finds the processes of the job under a plain launcher of any MPI."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         free = str(listening.getsockname()[1])
     plain = how == "plain launcher"
-    text = f"""
-    import jaxmpi
-    if {plain}: jax.distributed.initialize()
-    jax.devices()
-    if jax.process_index() == 0: print(os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"), end=";")
-    """
     settings = {"JAX_COORDINATOR_PORT": free} if "port" in given else {}
     settings |= {"JAX_COORDINATOR_BIND_ADDRESS": f"127.0.0.1:{free}"} if "address" in given else {}
-    done = job(text, collectives="" if plain else how, plain=plain, **settings)
-    assert done.stdout == f"{settings.get('JAX_COORDINATOR_BIND_ADDRESS')};"
+    begin = FOUND + "jax.distributed.initialize()\n" + FOUND_AND_SUMMED if plain else "import jaxmpi\n"
+    done = job(begin + ADDRESSES, collectives="" if plain else how, plain=plain, **settings)
+    told = settings.get("JAX_COORDINATOR_BIND_ADDRESS")
+    assert f"listens at 0100007F told {told};" in done.stdout  # 127.0.0.1
+    assert not plain or re.findall(r"\d: .*?;", "\n".join(sorted(done.stdout.splitlines()))) == [
+        "0: 3, 3.0;",
+        "1: 3, 3.0;",
+    ]
 
 
 FOUND = """
@@ -125,13 +129,10 @@ print(f"{rank}: {sharded}, {notoken.allreduce(float(rank + 1), MPI.SUM)};")
 """
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_initialize_without_arguments_under_a_plain_launcher(job, ranks):
-    """Once jaxmpi is imported JAX finds the processes of the job, under a launcher of any MPI."""
-    text = FOUND + "jax.distributed.initialize()\n" + FOUND_AND_SUMMED
-    done = job(text, ranks=ranks, collectives="", plain=True)
-    total = sum(range(1, ranks + 1))
-    assert sorted(re.findall(r".*;", done.stdout)) == [f"{rank}: {total}, {float(total)};" for rank in range(ranks)]
+@pytest.mark.nightly
+def test_initialize_of_one_process_under_a_plain_launcher(job):
+    done = job(FOUND + "jax.distributed.initialize()\n" + FOUND_AND_SUMMED, ranks=1, collectives="", plain=True)
+    assert done.stdout == "0: 1, 1.0;\n"
 
 
 @pytest.mark.nightly
@@ -229,6 +230,15 @@ def refused(call, *args):
 
 import jaxmpi
 from mpi4py import MPI
+reports = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
+jax.devices()
+if jax.process_index() == 0:
+    os.dup2(reports, 2)
+for told in (b"setup of JAX's collectives", b"allreduce of 1 float32, op SUM"):
+    while jax.process_index() == 1 and told not in os.pread(reports, 1 << 20, 0):
+        time.sleep(0.02)
+    total()
+
 mesh = line()
 x = place(np.ones(2 * mesh.size, np.float32), mesh)
 add = lambda x: jaxmpi.notoken.allreduce(x, MPI.SUM)
@@ -247,9 +257,15 @@ assert total() == mesh.size
 """
 
 
-def test_what_is_refused(job):
-    """With an error of ours, before anything is sent: the next operation works."""
-    done = job(REFUSED)
+def test_what_waits_is_reported_and_what_is_refused(job, tmp_path):
+    """Of waiting, in a collective, and before it, as the communicator is made. What is refused is so with an error of
+    ours, before anything is sent: the next operation works."""
+    done = job(REFUSED, arguments=[tmp_path / "reports"], JAXMPI_TIMEOUT="1")
+    reports = (tmp_path / "reports").read_text()
+    assert re.search(r"rank 0.*setup of JAX's collectives", reports), reports
+    assert "; \n" not in reports
+    assert "; ," not in reports
+    assert re.search(r"rank 0.*allreduce of 1 float32, op SUM.*JAX's processes 0, 1", reports), reports
     errors = dict(re.findall(r"^([\w ]+): (.*;)$", done.stdout, re.MULTILINE))
     assert re.match(r"TypeError: jaxmpi: XLA's all-reduce by MPI has no f16 .*--collectives gloo", errors["half"])
     for name in ("global", "global in jit", "shard_map", "send"):
@@ -284,7 +300,10 @@ def test_other_lengths_on_other_processes(job):
     assert re.search(r"allreduce on rank \d of 2: .*(3 float32|4 float32)", done.stderr), done.stderr
 
 
-@pytest.mark.parametrize("how", ["os.kill(os.getpid(), 9)", "os._exit(0)", "raise ValueError('gone')"])
+@pytest.mark.parametrize(
+    "how",
+    ["os.kill(os.getpid(), 9)", pytest.param("os._exit(0)", marks=pytest.mark.nightly), "raise ValueError('gone')"],
+)
 def test_a_process_that_goes_while_others_wait(job, how):
     text = f"""
     total()
@@ -313,25 +332,6 @@ def test_sigterm_of_the_launcher(job):
     assert "not reached;" not in done.stdout
 
 
-def test_what_waits_is_reported(job):
-    """In a collective, and before it, as the communicator is made."""
-    text = """
-    from mpi4py import MPI
-    jax.devices()
-    for _ in range(2):
-        if jax.process_index() == 1:
-            time.sleep(4)
-        total()
-    print("done;")
-    """
-    done = job(text, JAXMPI_TIMEOUT="1")
-    assert done.stdout.count("done;") == 2
-    assert re.search(r"rank 0.*setup of JAX's collectives", done.stderr), done.stderr
-    assert "; \n" not in done.stderr
-    assert "; ," not in done.stderr
-    assert re.search(r"rank 0.*allreduce of 1 float32, op SUM.*JAX's processes 0, 1", done.stderr), done.stderr
-
-
 @pytest.mark.nightly
 def test_a_program_that_was_not_looked_at(job):
     """If JAX no longer executes programs by way of what jaxmpi replaces, XLA gets no communicator, and says so."""
@@ -357,38 +357,37 @@ ENTRY %main {{
 """
 
 
-@pytest.mark.parametrize(
-    ("shape", "name", "error"),
-    [
-        ("f32[2147483647]{0}", "all-reduce", None),
-        ("f32[2147483648]{0}", "all-reduce", "more than 2147483647 elements"),
-        ("(f32[3]{0}, f32[65536,65536]{1,0})", "all-reduce", "more than 2147483647 elements"),
-        ("bf16[7]{0}", "all-reduce", "has no bf16"),
-        ("f8e4m3fn[7]{0}", "all-gather", "has no f8e4m3fn"),
-        ("f8e4m3fn[2147483647]{0}", "collective-permute", None),
-        ("f32[536870912]{0}", "collective-permute", "more than 2147483647 bytes"),
-        ("(c128[134217728]{0})", "all-to-all", "more than 2147483647 bytes"),
-        ("pred[]", "all-reduce", None),
-        ("f32[7]{0}", "collective-broadcast", "XLA has no collective-broadcast by MPI"),
-        ("f32[7]{0}", "all-to-none", "XLA has no all-to-none by MPI"),
-    ],
-)
-def test_what_xla_cannot_pass_to_mpi(shape, name, error):
-    from jaxmpi._sharded.hlo import groups_of
+XLA = [
+    ("f32[2147483647]{0}", "all-reduce", None),
+    ("f32[2147483648]{0}", "all-reduce", "more than 2147483647 elements"),
+    ("(f32[3]{0}, f32[65536,65536]{1,0})", "all-reduce", "more than 2147483647 elements"),
+    ("bf16[7]{0}", "all-reduce", "has no bf16"),
+    ("f8e4m3fn[7]{0}", "all-gather", "has no f8e4m3fn"),
+    ("f8e4m3fn[2147483647]{0}", "collective-permute", None),
+    ("f32[536870912]{0}", "collective-permute", "more than 2147483647 bytes"),
+    ("(c128[134217728]{0})", "all-to-all", "more than 2147483647 bytes"),
+    ("pred[]", "all-reduce", None),
+    ("f32[7]{0}", "collective-broadcast", "XLA has no collective-broadcast by MPI"),
+    ("f32[7]{0}", "all-to-none", "XLA has no all-to-none by MPI"),
+]
 
-    groups = "source_target_pairs={{0,1}}" if name == "collective-permute" else "replica_groups={{0,1}}"
-    text = TEXT.format(shape, name, groups)
-    if error is None:
-        assert groups_of(text, 2) == [(0, 1)]
-        return
-    with pytest.raises((TypeError, ValueError, NotImplementedError), match=error) as raised:
-        groups_of(text, 2)
-    assert "(jit(f)/here)" in str(raised.value)
+
+def test_what_xla_cannot_pass_to_mpi():
+    def check(row):
+        shape, name, error = row
+        groups = "source_target_pairs={{0,1}}" if name == "collective-permute" else "replica_groups={{0,1}}"
+        text = TEXT.format(shape, name, groups)
+        if error is None:
+            assert groups_of(text, 2) == [(0, 1)]
+            return
+        with pytest.raises((TypeError, ValueError, NotImplementedError), match=error) as raised:
+            groups_of(text, 2)
+        assert "(jit(f)/here)" in str(raised.value)
+
+    each(XLA, check)
 
 
 def test_groups_that_cannot_be_read():
-    from jaxmpi._sharded.hlo import groups_of
-
     for groups, said in (
         ("mesh['a'=2] {'a'}|{'b'}", "instead of an attribute"),
         ("{{0},{0}}", "do not have each of 2 ids once"),

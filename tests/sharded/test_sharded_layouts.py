@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.ranks(2),
     pytest.mark.seconds(3600 if ALL else 120),
 ]
-SOURCES, CHANGES, EXCHANGES = (1000, 1000, 100) if ALL else (2, 12, 8)
+SOURCES, CHANGES, EXCHANGES = (1000, 1000, 100) if ALL else (2, 4, 4)
 """At most so many layouts from which there are changes to all others, changes alone, and changes of the mesh."""
 
 
