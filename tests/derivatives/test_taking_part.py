@@ -18,7 +18,7 @@ from mpi4py import MPI
 
 import jaxmpi
 from jaxmpi import notoken
-from support.derivatives import Map, between_ranks, check, check_all, draw, needs_new_jax
+from support.derivatives import Map, between_ranks, check, check_all, check_wrapped, draw, needs_new_jax
 from support.rows import each, rows
 
 few = pytest.mark.skipif(MPI.COMM_WORLD.size > 3, reason="takes too long on more ranks than cores")
@@ -222,8 +222,7 @@ def test_linear_solve_whose_matrix_depends_on_one_rank_alone(comm, rank, size):
 
         return lax.custom_linear_solve(matvec, x, solve, transpose_solve=solve)
 
-    x = draw((2,), float, rank, 0)
-    check_all([Map(name, wrap(f), x, 1e-9) for name, wrap in WRAPS.items()], comm)
+    check_wrapped(lambda wrap: wrap(f), draw((2,), float, rank, 0), WRAPS, comm, 1e-9)
 
 
 @pytest.mark.nightly
@@ -754,7 +753,7 @@ def test_exchange_of_two_dtypes(comm, rank, size):
 
     pair = comm.Create_group(comm.group.Incl([0, 1]))
     x = draw((3,), float, rank, 0)
-    check_all([Map(name, wrap(f), x) for name, wrap in WRAPS.items()], pair)
+    check_wrapped(lambda wrap: wrap(f), x, WRAPS, pair)
     gradient = jax.grad(lambda x: jnp.sum(f(x)))(x)
     others = 21 * draw((3,), float, other, 0)
     np.testing.assert_allclose(gradient, jnp.arange(3) + others if rank == 0 else others)

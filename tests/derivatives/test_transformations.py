@@ -130,7 +130,8 @@ def test_python_numbers_and_mixed_dtypes(rank, size):
     assert f(jnp.float64(3)) == 1
 
 
-@pytest.mark.parametrize("what", ["operation", pytest.param("JAX's print", marks=[needs_new_jax, pytest.mark.nightly])])
+@pytest.mark.nightly
+@pytest.mark.parametrize("what", ["operation", pytest.param("JAX's print", marks=needs_new_jax)])
 def test_search_for_leaked_tracers(what, size):
     """JAX's search finds its own list of ordered effects where it divides a scan, with or without us: docs say so."""
 

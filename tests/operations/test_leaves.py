@@ -103,7 +103,7 @@ def test_values(rank, size, comm):
                 assert not np.any(np.ravel(y)[x.size :])
         follows(rank, size, comm)
 
-    drawing.on_all_ranks(comm, cases(size), check, 60)
+    drawing.on_all_ranks(comm, cases(size), check, 40)
 
 
 @needs_new_jax
