@@ -5,6 +5,8 @@ rows and columns. For any v and w, <J v, w> = <v, J' w> summed over the ranks. F
 itself, at x + h v on all ranks, are the witness of J v.
 """
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -258,26 +260,22 @@ def test_no_derivative(comm):
 # --- higher order ---------------------------------------------------------------------------------------------------
 
 
+def parts(arrays):
+    """Where each array lies in the vector of all."""
+    return [slice(*ends) for ends in itertools.pairwise(np.cumsum([0, *map(np.size, arrays)]))]
+
+
 def jacobian(case, root, comm):
-    """That of all ranks, of entries of shape (2,), by NumPy: [rank of y][rank of x] is a matrix."""
-    shapes = [case.shape((2,), r, comm.size, root) for r in range(comm.size)]
-    blocks = [[] for _ in shapes]
-    for r, shape in enumerate(shapes):
-        columns = [[] for _ in shapes]
-        for k in range(np.prod(shape, dtype=int)):
-            xs = [np.zeros(s) for s in shapes]
-            xs[r].flat[k] = 1
-            for i, column in enumerate(columns):
-                column.append(np.ravel(case.expected(xs, i, root)))
-        for row, column in zip(blocks, columns, strict=True):
-            row.append(np.stack(column, axis=1) if column else None)
-    return shapes, blocks
-
-
-def dense(blocks, shapes):
-    """The blocks in one matrix, and where each rank's columns begin."""
-    begins = np.cumsum([0, *(np.prod(shape, dtype=int) for shape in shapes)])
-    return np.block([[block for block in row if block is not None] for row in blocks]), begins
+    """That of all ranks, of entries of shape (2,), by NumPy; the columns and the rows of each rank."""
+    xs = [np.zeros(case.shape((2,), r, comm.size, root)) for r in range(comm.size)]
+    results = lambda: [np.ravel(case.expected(xs, r, root)) for r in range(comm.size)]  # noqa: E731
+    columns = []
+    for x in xs:
+        for k in range(x.size):
+            x.flat[k] = 1
+            columns.append(np.concatenate(results()))
+            x.flat[k] = 0
+    return np.stack(columns, axis=1), parts(xs), parts(results())
 
 
 @rows("cases", FEWER)
@@ -285,7 +283,8 @@ def test_second_derivatives(cases, comm, rank, size):
     """Forward over reverse and reverse over reverse, against the Hessian of the sum of squared sines over the ranks."""
     root = size - 1
     tables = [jacobian(case, root, comm) for case in cases]
-    points = [[[draw(s, float, r, seed) for r, s in enumerate(shapes)] for seed in range(2)] for shapes, _ in tables]
+    shapes = [[case.shape((2,), r, size, root) for r in range(size)] for case in cases]
+    points = [[[draw(s, float, r, seed) for r, s in enumerate(of)] for seed in range(2)] for of in shapes]
 
     def products(xs, vs):
         found = []
@@ -298,12 +297,11 @@ def test_second_derivatives(cases, comm, rank, size):
     found = jax.jit(products)(*([p[seed][rank] for p in points] for seed in range(2)))
 
     def same(row):
-        case, (shapes, blocks), (xs, vs), (gradient, forward, reverse) = row
-        j, begins = dense(blocks, shapes)
+        case, (j, columns, lines), (xs, vs), (gradient, forward, reverse) = row
         if case.name in REPLICATED:
-            j = j[: len(j) // size]
-        x, v = (np.concatenate([np.ravel(part) for part in parts]) for parts in (xs, vs))
-        mine = slice(begins[rank], begins[rank + 1])
+            j = j[lines[0]]
+        x, v = (np.concatenate([np.ravel(part) for part in of]) for of in (xs, vs))
+        mine = columns[rank]
         np.testing.assert_allclose(np.ravel(gradient), (j.T @ np.sin(2 * j @ x))[mine], rtol=1e-10, atol=1e-12)
         expected = (j.T @ (2 * np.cos(2 * j @ x) * (j @ v)))[mine]
         np.testing.assert_allclose(np.ravel(forward), expected, rtol=1e-10, atol=1e-12)
@@ -343,9 +341,9 @@ def test_jacobians(cases, comm, rank, size):
     """jacfwd maps over the columns on all ranks at once: of the sum over the ranks of their columns with one number;
     jacrev over rows. Where ranks have other numbers of them, neither is a Jacobian."""
     tables = [jacobian(case, 0, comm) for case in cases]
-    forward = [len({np.prod(shape) for shape in shapes}) == 1 for shapes, _ in tables]
-    reverse = [len({len(row[0]) for row in blocks if row[0] is not None}) == 1 for _, blocks in tables]
-    xs = [draw(shapes[rank], float, rank, 0) for shapes, _ in tables]
+    alike = lambda of: len({part.stop - part.start for part in of}) == 1  # noqa: E731
+    forward, reverse = ([alike(table[i]) for table in tables] for i in (1, 2))
+    xs = [draw(case.shape((2,), rank, size, 0), float, rank, 0) for case in cases]
 
     def jacobians(xs):
         found = []
@@ -355,12 +353,13 @@ def test_jacobians(cases, comm, rank, size):
         return found
 
     def same(row):
-        case, (_, blocks), (columns, lines) = row
-        if columns is not None:
-            np.testing.assert_allclose(np.reshape(columns, blocks[rank][0].shape), sum(blocks[rank]), rtol=1e-12)
-        if lines is not None:
-            mine = sum(row[rank] for row in blocks) / (size if case.name in REPLICATED else 1)
-            np.testing.assert_allclose(np.reshape(lines, mine.shape), mine, rtol=1e-12)
+        case, (j, columns, lines), (of_columns, of_lines) = row
+        if of_columns is not None:
+            mine = sum(j[lines[rank], part] for part in columns)
+            np.testing.assert_allclose(np.reshape(of_columns, mine.shape), mine, rtol=1e-12)
+        if of_lines is not None:
+            mine = sum(j[part, columns[rank]] for part in lines) / (size if case.name in REPLICATED else 1)
+            np.testing.assert_allclose(np.reshape(of_lines, mine.shape), mine, rtol=1e-12)
 
     each(list(zip(cases, tables, jax.jit(jacobians)(xs), strict=True)), same, lambda row: str(row[0]))
 

@@ -336,9 +336,9 @@ def test_root_of_constants(comm, rank, size):
     x, v = draw((2,), float, rank, 0), draw((2,), float, rank, 1)
     reverse = [Map(name, wrap(lambda x: f(x, True)), x, 1e-9) for name, wrap in WRAPS.items()]
     if hasattr(solves, "_RootLinearMap"):
-        for its in reverse:
+        for root_of in reverse:
             with pytest.raises(NotImplementedError, match="cannot be transposed"):
-                jax.vjp(its.f, x)
+                jax.vjp(root_of.f, x)
     else:
         check_all(reverse, comm)
     forward = {name: wrap(lambda x: f(x, False)) for name, wrap in WRAPS.items()}

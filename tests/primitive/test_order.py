@@ -160,62 +160,6 @@ def test_many_rounds(rank, size):
     np.testing.assert_array_equal(x, values[rank])
 
 
-def test_asynchronous_dispatch(rank, size):
-    """Calls that are dispatched while others still compute keep their order."""
-
-    @jax.jit
-    def slow(x):
-        y = lax.fori_loop(0, 20, lambda i, v: jnp.sin(v @ v) / 200, jnp.ones((200, 200)) * x)
-        return notoken.allreduce(x + 0 * y[0, 0], MPI.SUM)
-
-    quick = jax.jit(lambda x: notoken.allgather(x))
-    results = []
-    for i in range(10):
-        results.append((slow(jnp.float64(i)), quick(jnp.float64(i * rank)), notoken.scan(jnp.float64(i), MPI.SUM)))
-    for i, (a, b, c) in enumerate(results):
-        assert a == i * size
-        np.testing.assert_array_equal(b, i * np.arange(size))
-        assert c == i * (rank + 1)
-
-
-def test_two_threads(two_threads, rank, size):
-    """Two threads on two communicators, jitted and eager: each keeps its order, neither waits for the other."""
-
-    def work(part, seed):
-        f = jax.jit(lambda x: notoken.sendrecv(x, x, (rank - 1) % size, (rank + 1) % size, comm=part))
-        for i in range(25):
-            y = f(jnp.full(3, 1000.0 * seed + 10 * i + rank))
-            assert y[0] == 1000.0 * seed + 10 * i + (rank - 1) % size
-            assert notoken.allreduce(jnp.float64(i + seed), MPI.SUM, comm=part) == size * (i + seed)
-
-    two_threads(work)
-
-
-def test_custom_derivatives(rank, size):
-    """Communication inside custom_vjp and custom_jvp functions."""
-
-    @jax.custom_vjp
-    def total(x):
-        return notoken.allreduce(x, MPI.SUM)
-
-    total.defvjp(lambda x: (total(x), None), lambda _, g: (notoken.allreduce(g, MPI.SUM),))
-    value, gradient = jax.jit(jax.value_and_grad(lambda x: jnp.sum(total(x) ** 2)))(jnp.ones(3))
-    assert value == 3 * size**2
-    np.testing.assert_array_equal(gradient, np.full(3, 2.0 * size * size))
-
-    @jax.custom_jvp
-    def largest(x):
-        return notoken.allreduce(x, MPI.MAX)
-
-    @largest.defjvp
-    def _(primals, tangents):
-        return largest(*primals), notoken.allreduce(tangents[0], MPI.SUM)
-
-    value, tangent = jax.jit(lambda x: jax.jvp(largest, (x,), (2 * x,)))(jnp.ones(3))
-    np.testing.assert_array_equal(value, np.ones(3))
-    np.testing.assert_array_equal(tangent, np.full(3, 2.0 * size))
-
-
 @pytest.mark.parametrize("outer", [jax.jit, jaxmpi.jit], ids=["jit", "jaxmpi"])
 def test_loops_in_calls_without_operands(outer, comm, rank, size):
     """Each happens as often as it is called: XLA 0.12 repeats a loop in a nested call that has no array operand."""

@@ -41,7 +41,7 @@ def tree_dot(a, b):
 
 @dataclass(frozen=True)
 class Map:
-    """A function on all ranks, the point where `check_all` tests its derivatives, and how."""
+    """A function on all ranks, where `check_all` differentiates it, and what the results are compared with."""
 
     name: str
     f: Callable[..., Any]
@@ -64,13 +64,13 @@ def direction(x, rank):
 def _products(maps, xs, vs, noise):
     """Of each map J v by jvp, w, J' w by vjp, and the values at x + h v and x - h v where these are the witness."""
     found = []
-    for its, x, v in zip(maps, xs, vs, strict=True):
-        y, jv = jax.jvp(its.f, (x,), (v,))
-        drawn = noise[1 if its.replicated else 0]
+    for tested, x, v in zip(maps, xs, vs, strict=True):
+        y, jv = jax.jvp(tested.f, (x,), (v,))
+        drawn = noise[1 if tested.replicated else 0]
         w = jax.tree.map(lambda leaf, drawn=drawn: _like(leaf, drawn), y)
-        (jtw,) = jax.vjp(its.f, x)[1](w)
-        steps = [STEP, -STEP] if its.expected is None else []
-        near = [its.f(jax.tree.map(lambda a, b, h=h: a + h * b, x, v)) for h in steps]
+        (jtw,) = jax.vjp(tested.f, x)[1](w)
+        steps = [STEP, -STEP] if tested.expected is None else []
+        near = [tested.f(jax.tree.map(lambda a, b, h=h: a + h * b, x, v)) for h in steps]
         found.append((jv, w, jtw, near))
     return found
 
@@ -84,7 +84,7 @@ def check_all(maps, comm, ways=(jax.jit,)):
     """J v of each map by jvp against finite differences or what is expected, and J' w by vjp against J v: all maps in
     one program, in each of the ways to execute it."""
     rank, size = comm.rank, comm.size
-    xs = [its.x for its in maps]
+    xs = [tested.x for tested in maps]
     vs = [direction(x, rank) for x in xs]
     noise = [draw((512,), complex, r, 2) for r in (rank, 0)]
     for way in ways:
@@ -94,16 +94,18 @@ def check_all(maps, comm, ways=(jax.jit,)):
         sides = comm.allreduce(np.asarray(sides, complex))
 
         def check(row, found=found, sides=sides):
-            i, its = row
+            i, tested = row
             jv, _, _, near = found[i]
-            if its.expected is None:
+            if tested.expected is None:
                 differences = jax.tree.map(lambda up, down: (up - down) / (2 * STEP), *near)
                 _close(jv, differences, 1e-6, 1e-7)
             else:
-                same = isinstance(its.expected, int)
-                _close(jv, found[its.expected][0] if same else its.expected, its.rtol, its.rtol)
+                same = isinstance(tested.expected, int)
+                _close(jv, found[tested.expected][0] if same else tested.expected, tested.rtol, tested.rtol)
             left, right = sides[i]
-            np.testing.assert_allclose(right, left / (size if its.replicated else 1), rtol=its.rtol, atol=its.rtol)
+            np.testing.assert_allclose(
+                right, left / (size if tested.replicated else 1), rtol=tested.rtol, atol=tested.rtol
+            )
 
         each(list(enumerate(maps)), check, lambda row: str(row[1]))
 
